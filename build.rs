@@ -1,0 +1,19 @@
+//! Compiles `proto/` into Rust with protox, so that no machine needs `protoc`.
+//!
+//! One output folder per API: several kubelet APIs are `package v1`, and a second
+//! file of one package name would silently overwrite the first.
+
+use std::path::PathBuf;
+use std::{env, error::Error, fs};
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let api = "proto/deviceplugin/v1beta1/api.proto";
+    println!("cargo:rerun-if-changed={api}");
+    let out = PathBuf::from(env::var("OUT_DIR")?).join("deviceplugin");
+    fs::create_dir_all(&out)?;
+    let descriptors = protox::compile([api], ["proto"])?;
+    tonic_prost_build::configure()
+        .out_dir(out)
+        .compile_fds(descriptors)?;
+    Ok(())
+}

@@ -1,0 +1,19 @@
+//! The generated wire types of the kubelet's APIs.
+//!
+//! Owned by the build script; used by `kubelet` (the plugin's side) and `kubelet_box`
+//! (the kubelet's side). No other module may name a type from here.
+
+/// Device plugin API v1beta1 (`proto/deviceplugin/v1beta1/api.proto`).
+#[allow(clippy::all, clippy::pedantic, missing_docs)]
+pub mod v1beta1 {
+    include!(concat!(env!("OUT_DIR"), "/deviceplugin/v1beta1.rs"));
+
+    /// The API version both sides must name in `RegisterRequest::version`.
+    pub const VERSION: &str = "v1beta1";
+    /// The value of `Device::health` for a device that may be given to a pod.
+    pub const HEALTHY: &str = "Healthy";
+    /// The value of `Device::health` for a device that may not.
+    pub const UNHEALTHY: &str = "Unhealthy";
+    /// The file name of the kubelet's registration socket in its device-plugins folder.
+    pub const KUBELET_SOCKET: &str = "kubelet.sock";
+}

@@ -1,0 +1,87 @@
+//! How far apart two devices are on the PCIe side.
+
+use serde::{Deserialize, Serialize};
+
+/// NVML's levels (`nvmlGpuTopologyLevel_t`), nearest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TopologyLevel {
+    /// On one board (NVML 0).
+    Internal,
+    /// Below one PCIe switch (NVML 10), PIX.
+    Single,
+    /// Below several PCIe switches of one tree (NVML 20), PXB.
+    Multiple,
+    /// Below one PCI host bridge (NVML 30), PHB.
+    HostBridge,
+    /// Below host bridges of one NUMA node (NVML 40), NODE.
+    Node,
+    /// Across NUMA nodes (NVML 50), SYS.
+    System,
+}
+
+impl TopologyLevel {
+    /// The symbol nvidia-smi prints.
+    pub fn symbol(self) -> &'static str {
+        match self {
+            Self::Internal | Self::Single => "PIX",
+            Self::Multiple => "PXB",
+            Self::HostBridge => "PHB",
+            Self::Node => "NODE",
+            Self::System => "SYS",
+        }
+    }
+
+    /// The level of NVML's number, `None` for a number that NVML does not define.
+    pub fn from_nvml(number: u32) -> Option<Self> {
+        Some(match number {
+            0 => Self::Internal,
+            10 => Self::Single,
+            20 => Self::Multiple,
+            30 => Self::HostBridge,
+            40 => Self::Node,
+            50 => Self::System,
+            _ => return None,
+        })
+    }
+}
+
+/// A level as the choice compares it: 0 is PIX, 1 PXB, 2 PHB, 3 NODE, 4 SYS inside one package,
+/// 5 SYS between packages (or where the package is unknown).
+///
+/// NVML calls both 4 and 5 SYS; on a machine with several NUMA nodes to a package that loses
+/// the socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(transparent)]
+pub struct Rank(u8);
+
+impl Rank {
+    /// The nearest rank.
+    pub const NEAREST: Self = Self(0);
+    /// The farthest rank, which is also that of a pair of which nothing is known.
+    pub const FARTHEST: Self = Self(5);
+    /// The farthest rank at which a NIC counts as near a GPU.
+    pub const HOST_BRIDGE: Self = Self(2);
+
+    /// The rank of a level; `same_package` splits SYS.
+    pub fn new(level: TopologyLevel, same_package: bool) -> Self {
+        Self(match level {
+            TopologyLevel::Internal | TopologyLevel::Single => 0,
+            TopologyLevel::Multiple => 1,
+            TopologyLevel::HostBridge => 2,
+            TopologyLevel::Node => 3,
+            TopologyLevel::System if same_package => 4,
+            TopologyLevel::System => 5,
+        })
+    }
+
+    /// 0 to 5.
+    pub fn number(self) -> u8 {
+        self.0
+    }
+
+    /// The symbol nvidia-smi prints for it.
+    pub fn symbol(self) -> &'static str {
+        ["PIX", "PXB", "PHB", "NODE", "SYS", "SYS"].get(usize::from(self.0)).copied().unwrap_or("SYS")
+    }
+}
