@@ -1,6 +1,7 @@
 //! The text of a node file: what it looks like, how it is read, how it is written.
 
 use serde::{Deserialize, Serialize};
+use serde_saphyr::UserMessageFormatter;
 
 use super::Machine;
 use crate::topology::NodeObservation;
@@ -71,7 +72,7 @@ fn check(found: u32) -> Result<(), MachineFileError> {
 fn yaml<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, MachineFileError> {
     let options = serde_saphyr::options! { with_snippet: false };
     serde_saphyr::from_str_with_options(text, options)
-        .map_err(|error| MachineFileError::Yaml(one_line(&error.to_string())))
+        .map_err(|error| MachineFileError::Yaml(one_line(&error.render_with_formatter(&UserMessageFormatter))))
 }
 
 fn one_line(message: &str) -> String {
