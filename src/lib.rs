@@ -5,5 +5,6 @@
 //! never each other; `runtime`, `demo` and `commands` put them together.
 
 pub mod allocation;
+pub mod machines;
 pub mod proto;
 pub mod topology;
