@@ -11,8 +11,6 @@ mod node;
 mod nvlink;
 mod observation;
 mod pcie;
-#[cfg(test)]
-mod tests;
 mod warning;
 
 pub use address::{GpuUuid, GpuUuidError, NumaNodeId, PackageId, PciAddress, PciAddressError};
