@@ -6,6 +6,7 @@
 
 pub mod allocation;
 pub mod inventory;
+pub mod kubelet;
 pub mod machines;
 pub mod proto;
 pub mod topology;
