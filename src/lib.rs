@@ -5,6 +5,7 @@
 //! never each other; `runtime`, `demo` and `commands` put them together.
 
 pub mod allocation;
+pub mod hwloc;
 pub mod inventory;
 pub mod kubelet;
 pub mod machines;
