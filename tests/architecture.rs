@@ -5,7 +5,7 @@
 //! Test code (`#[cfg(test)]`) may use what it likes, `unsafe` excepted. The checker has its own
 //! tests below: a text that breaks each rule, and one that only looks as if.
 
-#![allow(clippy::expect_used)]
+#![allow(clippy::expect_used, reason = "a test may panic")]
 
 #[path = "architecture/lexer.rs"]
 mod lexer;
@@ -165,7 +165,7 @@ fn edge(path: &str, module: &str, name: &Name) -> Option<String> {
     let allowed = known(module)?;
     if known(target).is_none() {
         // `super::x` may as well be an item of lib.rs or of an inner module; `crate::x` says it all.
-        return name.from_root().then(|| format!("names crate::{target}, which is no top-level module"));
+        return name.is_rooted().then(|| format!("names crate::{target}, which is no top-level module"));
     }
     (!allowed.contains(&target)).then(|| format!("{module} names {target} ({}), which its layer may not", name.text()))
 }
