@@ -1,4 +1,4 @@
-//! Holds the layering: reads the text of `src/` and checks who names whom, and which words the
+//! Holds the layering (and that each dependency has its reason): reads the text of `src/` and checks who names whom, and which words the
 //! pure core may not say. The rules stand in ARCHITECTURE.md; a new top-level module needs a
 //! row here and a line there.
 //!
@@ -221,6 +221,26 @@ fn the_layers_hold() {
         })
         .collect();
     assert!(wrong.is_empty(), "\n{}\n", wrong.join("\n"));
+}
+
+#[test]
+fn every_dependency_has_a_reason() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let manifest = fs::read_to_string(root.join("Cargo.toml")).expect("Cargo.toml can be read");
+    let reasons = fs::read_to_string(root.join("docs/dependencies.md")).expect("docs/dependencies.md can be read");
+    let named: Vec<&str> = reasons
+        .lines()
+        .filter_map(|line| line.strip_prefix("| ")?.split('|').next())
+        .flat_map(|cell| cell.split(',').map(str::trim))
+        .collect();
+    let mut section = "";
+    for line in manifest.lines() {
+        if line.starts_with('[') {
+            section = line;
+        } else if let (true, Some((name, _))) = (section.ends_with("dependencies]"), line.split_once(" = ")) {
+            assert!(named.contains(&name), "{name} of {section} has no row in docs/dependencies.md");
+        }
+    }
 }
 
 /// What the checker says about a file that holds just this after its opening line.
