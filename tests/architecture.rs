@@ -1,6 +1,6 @@
-//! Holds the layering (and that each dependency has its reason): reads the text of `src/` and checks who names whom, and which words the
+//! Holds the layering: reads the text of `src/` and checks who names whom, and which words the
 //! pure core may not say. The rules stand in ARCHITECTURE.md; a new top-level module needs a
-//! row here and a line there.
+//! row here and a line there. Also holds that each dependency has its reason.
 //!
 //! Test code (`#[cfg(test)]`) may use what it likes, `unsafe` excepted. The checker has its own
 //! tests below: a text that breaks each rule, and one that only looks as if.
