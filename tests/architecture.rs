@@ -1,11 +1,11 @@
 //! Holds the layering: reads the text of `src/` and checks who names whom, and which words the
 //! pure core may not say. The rules stand in ARCHITECTURE.md; a new top-level module needs a
-//! row here and a line there.
+//! row here and a line there. Also holds that each dependency has its reason.
 //!
 //! Test code (`#[cfg(test)]`) may use what it likes, `unsafe` excepted. The checker has its own
 //! tests below: a text that breaks each rule, and one that only looks as if.
 
-#![allow(clippy::expect_used)]
+#![allow(clippy::expect_used, reason = "a test may panic")]
 
 #[path = "architecture/lexer.rs"]
 mod lexer;
@@ -165,7 +165,7 @@ fn edge(path: &str, module: &str, name: &Name) -> Option<String> {
     let allowed = known(module)?;
     if known(target).is_none() {
         // `super::x` may as well be an item of lib.rs or of an inner module; `crate::x` says it all.
-        return name.from_root().then(|| format!("names crate::{target}, which is no top-level module"));
+        return name.is_rooted().then(|| format!("names crate::{target}, which is no top-level module"));
     }
     (!allowed.contains(&target)).then(|| format!("{module} names {target} ({}), which its layer may not", name.text()))
 }
@@ -221,6 +221,26 @@ fn the_layers_hold() {
         })
         .collect();
     assert!(wrong.is_empty(), "\n{}\n", wrong.join("\n"));
+}
+
+#[test]
+fn every_dependency_has_a_reason() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let manifest = fs::read_to_string(root.join("Cargo.toml")).expect("Cargo.toml can be read");
+    let reasons = fs::read_to_string(root.join("docs/dependencies.md")).expect("docs/dependencies.md can be read");
+    let named: Vec<&str> = reasons
+        .lines()
+        .filter_map(|line| line.strip_prefix("| ")?.split('|').next())
+        .flat_map(|cell| cell.split(',').map(str::trim))
+        .collect();
+    let mut section = "";
+    for line in manifest.lines() {
+        if line.starts_with('[') {
+            section = line;
+        } else if let (true, Some((name, _))) = (section.ends_with("dependencies]"), line.split_once(" = ")) {
+            assert!(named.contains(&name), "{name} of {section} has no row in docs/dependencies.md");
+        }
+    }
 }
 
 /// What the checker says about a file that holds just this after its opening line.

@@ -32,13 +32,13 @@ impl Name {
     }
 
     /// Whether it starts at the crate's root.
-    pub fn from_root(&self) -> bool {
+    pub fn is_rooted(&self) -> bool {
         self.segments.first().is_some_and(|first| first == "crate")
     }
 
     /// The top-level module it leads to, seen from a file `depth` modules below the root.
     pub fn target(&self, depth: usize) -> Option<&str> {
-        let after = if self.from_root() {
+        let after = if self.is_rooted() {
             1
         } else {
             let start = self.segments.iter().take_while(|segment| *segment == "self").count();
