@@ -108,8 +108,9 @@ fn rings(topology: &NodeTopology) -> Vec<u32> {
         for row in 1..rings.len() {
             let set = GpuSet(row as u64);
             let lowest = set.lowest();
+            let first = lowest.0.trailing_zeros() as usize;
             let found = if set == lowest {
-                lowest.0 as u32
+                1 << first
             } else {
                 set.without(lowest).places().fold(0, |found, last| {
                     let before = at(&ends, set.without(GpuSet::of(last)));
@@ -119,7 +120,6 @@ fn rings(topology: &NodeTopology) -> Vec<u32> {
             if let Some(cell) = ends.get_mut(row) {
                 *cell = found;
             }
-            let first = lowest.0.trailing_zeros() as usize;
             // A ring of two is its one pair, there and back.
             if found & reach.get(first).copied().unwrap_or(0) != 0
                 && let (Some(settled), Some(ring)) = (settled.get_mut(row), rings.get_mut(row))

@@ -39,7 +39,7 @@ fn packing(gpus: usize, group: usize, collective: &[u32]) -> Vec<u32> {
         let idle = set.places().map(|place| at(&packed, set.without(GpuSet::of(place))));
         let mut best = idle.max().unwrap_or(0);
         // ... or all are in one: then the groups divide the set, and one of them holds its lowest member.
-        if set.len() % group == 0 {
+        if set.len().is_multiple_of(group) {
             let lowest = set.lowest();
             for others in subsets_of(set.without(lowest), group - 1) {
                 let taken = lowest.union(others);

@@ -148,7 +148,7 @@ impl Plugin {
             self.enter(Phase::Registering);
             let timeout = self.settings.register_timeout;
             let result = register::register(&self.settings.kubelet_socket, &name, &self.resource, timeout).await;
-            self.observe(Occurrence::Registered(result.as_ref().map(|()| ()).map_err(|error| chain(error))));
+            self.observe(Occurrence::Registered(result.as_ref().copied().map_err(|error| chain(error))));
             result?;
             self.enter(Phase::WaitingForStream);
             let late = self.settings.stream_timeout;
@@ -202,7 +202,7 @@ fn pause(attempt: u32, longest: Duration) -> Duration {
     let Some(doublings) = attempt.checked_sub(2) else { return Duration::ZERO };
     let full = (longest / 64).saturating_mul(1 << doublings.min(6)).min(longest);
     let part = u32::try_from(random() % 512).unwrap_or(0);
-    full - full * part / 1024
+    full.saturating_sub(full * part / 1024)
 }
 
 /// A number nobody can guess; the standard library seeds its hashers with one.

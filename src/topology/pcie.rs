@@ -1,6 +1,7 @@
 //! The host's PCI tree, flattened: where a function sits, how far two are apart, what the path carries.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 use super::address::{NumaNodeId, PackageId, PciAddress};
 use super::bandwidth;
@@ -90,10 +91,9 @@ impl<'a> PciTree<'a> {
         let depth = parent.and_then(|parent| self.functions.get(parent)).map_or(0, |above| above.depth + 1);
         self.functions.push(Function { parent, host_bridge, depth, kind: device.kind, link: device.link, place });
         if let Some(pci) = device.pci {
-            if self.by_address.contains_key(&pci) {
-                warnings.push(TopologyWarning::DuplicateFunction { pci });
-            } else {
-                self.by_address.insert(pci, index);
+            match self.by_address.entry(pci) {
+                Entry::Vacant(free) => _ = free.insert(index),
+                Entry::Occupied(_) => warnings.push(TopologyWarning::DuplicateFunction { pci }),
             }
         }
         self.nics.extend(device.nics.iter().map(|nic| PlacedNic { nic, pci: device.pci, place }));
