@@ -6,6 +6,7 @@
 
 pub mod admin;
 pub mod allocation;
+pub mod config;
 pub mod hwloc;
 pub mod inventory;
 pub mod kubelet;

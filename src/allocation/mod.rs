@@ -13,7 +13,7 @@ mod set;
 mod tables;
 
 pub use choose::preferred_allocation;
-pub use report::{AllocationReport, FallbackReason, RunnerUp, Value, Values};
+pub use report::{AllocationReport, ChosenGpu, FallbackReason, RunnerUp, Value, Values};
 pub use request::{AllocationPolicy, AllocationRequest, DeviceId, PreferredAllocation};
 pub use set::GpuSet;
 pub use tables::AllocationTables;

@@ -29,6 +29,19 @@ pub enum Value {
     PciAddresses,
 }
 
+impl Value {
+    /// The values that are numbers, in the order of comparison.
+    pub const NUMBERS: [Self; 7] = [
+        Self::Collective,
+        Self::Remaining,
+        Self::Pairs,
+        Self::Closeness,
+        Self::Room,
+        Self::RemainingCloseness,
+        Self::Nics,
+    ];
+}
+
 impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
