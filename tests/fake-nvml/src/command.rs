@@ -48,6 +48,11 @@ pub enum Command {
         function: String,
     },
     CrashNow,
+    /// Wait until the function was called this many times more.
+    Calls {
+        function: String,
+        more: u64,
+    },
     Init {
         code: u32,
     },
@@ -60,7 +65,7 @@ pub enum Command {
 impl Command {
     /// Whether the next process starts with it too.
     pub fn is_kept(&self) -> bool {
-        !matches!(self, Self::Xid { .. } | Self::Ecc { .. } | Self::CrashNow)
+        !matches!(self, Self::Xid { .. } | Self::Ecc { .. } | Self::CrashNow | Self::Calls { .. })
     }
 }
 
@@ -99,6 +104,7 @@ impl FromStr for Command {
             ["hang", function] => Self::Fault { gpu: gpu("*"), function: name(function), fault: Fault::Hang },
             ["hang", which, function] => Self::Fault { gpu: gpu(which), function: name(function), fault: Fault::Hang },
             ["crash"] => Self::CrashNow,
+            ["calls", function, more] => Self::Calls { function: name(function), more: number(more)? },
             ["crash", function] => Self::Fault { gpu: gpu("*"), function: name(function), fault: Fault::Crash },
             ["crash", which, function] => {
                 Self::Fault { gpu: gpu(which), function: name(function), fault: Fault::Crash }

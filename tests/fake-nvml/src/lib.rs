@@ -27,9 +27,10 @@
 //! | `crash [GPU] FUNCTION`, `uncrash [GPU] FUNCTION` | the process aborts in that call |
 //! | `init CODE` | the next nvmlInit answers the code; 0 is success |
 //! | `recovery GPU ACTION` | the driver's recovery action, NVML's numbers |
+//! | `calls FUNCTION N` | no change: the answer comes once the function was called N times more |
 //!
 //! What is wrong with a machine does not end with the process that looked at it: everything but
-//! events and `crash` alone is kept in `<control socket>.journal` and holds for the next process.
+//! events, `calls` and `crash` alone is kept in `<control socket>.journal` and holds for the next process.
 
 mod client;
 mod command;

@@ -21,6 +21,8 @@ pub struct Fake {
     state: Mutex<State>,
     /// Something changed: an event came, a rule came or went.
     pub changed: Condvar,
+    /// A function was called; apart from `changed`, on which calls themselves wait.
+    called: Condvar,
 }
 
 #[derive(Default)]
@@ -32,6 +34,8 @@ pub struct State {
     init_code: u32,
     lost: BTreeSet<usize>,
     rules: Vec<Rule>,
+    /// How often each function was called.
+    calls: BTreeMap<String, u64>,
     pub recovery: BTreeMap<usize, u32>,
     pub sets: BTreeMap<usize, EventSet>,
     pub sets_made: usize,
@@ -98,6 +102,8 @@ pub fn position(device: nvmlDevice_t) -> Answer<usize> {
 /// Begins a call about the GPUs that `which` finds: refuses, blocks or aborts where told so.
 pub fn enter_with(function: &str, which: impl Fn(&State) -> Answer<Vec<usize>>) -> Answer<MutexGuard<'static, State>> {
     let mut state = lock();
+    *state.calls.entry(function.to_owned()).or_default() += 1;
+    FAKE.called.notify_all();
     loop {
         if state.inits == 0 {
             return Err(nvmlReturn_enum_NVML_ERROR_UNINITIALIZED);
@@ -190,6 +196,12 @@ pub fn apply(command: &Command) -> Result<(), String> {
             }
         }
         Command::CrashNow => std::process::abort(),
+        Command::Calls { function, more } => {
+            let calls = |state: &State| state.calls.get(function).copied().unwrap_or(0);
+            let enough = calls(state) + more;
+            let waited = FAKE.called.wait_while(guard, |state| calls(state) < enough);
+            drop(waited.unwrap_or_else(PoisonError::into_inner));
+        }
     }
     Ok(())
 }

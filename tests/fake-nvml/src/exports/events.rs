@@ -38,7 +38,12 @@ exports! {
     }
 
     fn nvmlDeviceRegisterEvents(device: nvmlDevice_t, types: c_ulonglong, set: nvmlEventSet_t) {
-        let (mut state, at) = enter_gpu("nvmlDeviceRegisterEvents", device)?;
+        let (mut state, at) = enter_gpu("nvmlDeviceRegisterEvents", device).inspect_err(|code| {
+            // By NVML's reference the set is undefined after this error: it is of no more use here.
+            if *code == nvmlReturn_enum_NVML_ERROR_UNKNOWN {
+                state::lock().sets.remove(&set.addr());
+            }
+        })?;
         if types & !SUPPORTED != 0 {
             return Err(UNSUPPORTED);
         }
