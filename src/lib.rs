@@ -4,5 +4,6 @@
 //! `topology`, `allocation` and `inventory` are pure; the adapters around them know the core and
 //! never each other; `runtime`, `demo` and `commands` put them together.
 
+pub mod nvml;
 pub mod proto;
 pub mod topology;
