@@ -6,11 +6,14 @@
 
 pub mod admin;
 pub mod allocation;
+pub mod commands;
 pub mod config;
 pub mod hwloc;
 pub mod inventory;
 pub mod kubelet;
 pub mod machines;
 pub mod metrics;
+pub mod nvml;
 pub mod proto;
+pub mod runtime;
 pub mod topology;

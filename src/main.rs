@@ -1,3 +1,23 @@
-//! The `linkwise` binary: a thin shell around the library.
+//! The binary: reads the command line, hands it to the command, says once what went wrong.
 
-fn main() {}
+use std::io::Write;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use linkwise::config::{Cli, Command};
+use linkwise::{commands, nvml, runtime};
+
+fn main() -> ExitCode {
+    let result = match Cli::read().command {
+        Command::Run(args) => runtime::run(&args),
+        Command::Topology(args) => runtime::block_on(commands::topology(&args)),
+        Command::Allocate(args) => runtime::block_on(commands::allocate(&args)),
+        Command::NvmlAgent(args) => {
+            nvml::agent::main(args.library.as_deref(), Duration::from_millis(args.poll_ms)).map_err(Into::into)
+        }
+    };
+    let Err(error) = result else { return ExitCode::SUCCESS };
+    // Nobody is left to tell where standard error is closed.
+    let _ = writeln!(std::io::stderr().lock(), "linkwise: {error:#}");
+    ExitCode::FAILURE
+}

@@ -33,8 +33,7 @@ pub fn tree(observed: &NodeObservation, topology: &NodeTopology, note: impl Fn(&
 }
 
 fn addresses(observed: &NodeObservation) -> Vec<PciAddress> {
-    let mut open: Vec<&PciObservation> =
-        observed.host.host_bridges.iter().flat_map(|bridge| &bridge.devices).collect();
+    let mut open: Vec<&PciObservation> = observed.host.host_bridges.iter().flat_map(|bridge| &bridge.devices).collect();
     let mut all = Vec::new();
     while let Some(device) = open.pop() {
         all.extend(device.pci);

@@ -182,6 +182,9 @@ pub struct AgentArgs {
     /// The driver's NVML library
     #[arg(long, value_name = "PATH")]
     pub library: Option<PathBuf>,
+    /// How often each GPU is asked whether it is still there, in milliseconds
+    #[arg(long, value_name = "N", default_value_t = 10_000)]
+    pub poll_ms: u64,
 }
 
 impl Cli {

@@ -46,7 +46,7 @@ fn gauge(
 impl Collector for State {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let inventory = Arc::clone(&self.inventory.borrow());
-        let devices = || inventory.resources().iter().flat_map(|(_, devices)| devices.values());
+        let devices = || inventory.resources().values().flat_map(BTreeMap::values);
         let gpu = |device: &Device| ("uuid", device.gpu.uuid.to_string());
 
         let info = devices().map(|device| {

@@ -1,1 +1,42 @@
-//! placeholder
+//! A `libnvidia-ml.so.1` of our own: NVML's C functions over a machine read from a YAML file.
+//!
+//! Built as a shared library, it is what tests give to the real nvml-wrapper in place of the
+//! driver's; built as a Rust library, it gives those tests [`Control`] and [`library_path`]. It
+//! knows nothing of linkwise: the machine file is the only thing they share.
+//!
+//! Environment of the process that loads it:
+//!
+//! | variable | meaning |
+//! | --- | --- |
+//! | `FAKE_NVML_MACHINE` | the machine file; without it nvmlInit fails and says so on stderr |
+//! | `FAKE_NVML_INIT` | the return code of nvmlInit |
+//! | `FAKE_NVML_FAIL` | `gpu:function:code,...`: calls that fail from the start (`*`: every GPU) |
+//! | `FAKE_NVML_CONTROL` | the path of the control socket |
+//!
+//! The control socket takes one command a line and answers `ok` or `error ...`; a GPU is named
+//! by index, UUID or `*`:
+//!
+//! | command | meaning |
+//! | --- | --- |
+//! | `xid GPU CODE [GI [CI]]` | an XID event, optionally of a GPU and compute instance |
+//! | `ecc GPU` | a double-bit ECC event |
+//! | `lost GPU`, `back GPU` | every call on the GPU answers NVML_ERROR_GPU_IS_LOST, or no longer |
+//! | `fail GPU FUNCTION CODE`, `unfail GPU FUNCTION` | the function answers the code, or no longer |
+//! | `hang [GPU] FUNCTION`, `unhang [GPU] FUNCTION` | the call blocks, until it is released |
+//! | `crash` | the process aborts now |
+//! | `crash [GPU] FUNCTION`, `uncrash [GPU] FUNCTION` | the process aborts in that call |
+//! | `init CODE` | the next nvmlInit answers the code; 0 is success |
+//! | `recovery GPU ACTION` | the driver's recovery action, NVML's numbers |
+//! | `calls FUNCTION N` | no change: the answer comes once the function was called N times more |
+//!
+//! What is wrong with a machine does not end with the process that looked at it: everything but
+//! events, `calls` and `crash` alone is kept in `<control socket>.journal` and holds for the next process.
+
+mod client;
+mod command;
+mod control;
+mod exports;
+mod machine;
+mod state;
+
+pub use client::{Control, library_path};

@@ -1,0 +1,197 @@
+//! The NVML child's main: the hidden subcommand `linkwise nvml-agent`.
+//!
+//! Three threads: this one waits for events, one polls and looks again (`watch`), and one reads
+//! what the parent says and ends the process when the parent is gone, whatever NVML does
+//! meanwhile; that one therefore never calls NVML. Synchronous on purpose: the calls block.
+
+use std::ffi::OsStr;
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use nvml_wrapper::Nvml;
+use nvml_wrapper::error::NvmlError;
+
+use super::call::{CallError, answer};
+use super::probe::{self, Findings, Gpu};
+use super::protocol::{FromAgent, Incoming, ProtocolError, ToAgent, encode};
+use super::watch::Watch;
+use super::{events, raw};
+use crate::topology::ProbeFailure;
+
+/// How often each GPU is asked whether it is still there.
+pub const POLL_INTERVAL: Duration = Duration::from_secs(10);
+
+/// The driver's library, as drivers install it, and as development packages do.
+const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
+
+/// Why the child ended.
+#[derive(Debug, thiserror::Error)]
+pub enum AgentError {
+    /// Standard input is not the parent's socket.
+    #[error("standard input is not the socket that 'nvml-agent' is started with")]
+    Socket(#[source] io::Error),
+    /// The library could not be loaded.
+    #[error("cannot load {library}: {reason}")]
+    Load {
+        /// The path or name that was tried first.
+        library: String,
+        /// The dynamic linker's words.
+        reason: String,
+    },
+    /// NVML could not be initialised.
+    #[error("cannot initialise NVML")]
+    Init(#[source] CallError),
+    /// A thread could not be started.
+    #[error("cannot start a thread")]
+    Thread(#[source] io::Error),
+    /// The thread that polls ended.
+    #[error("the polling thread ended")]
+    Watch(#[source] Option<Box<AgentError>>),
+    /// A message could not be written down.
+    #[error("cannot tell the parent")]
+    Message(#[source] ProtocolError),
+    /// The parent could not be reached.
+    #[error("cannot reach the parent")]
+    Parent(#[source] io::Error),
+}
+
+/// The way to the parent, for all threads.
+pub struct Parent(Mutex<UnixStream>);
+
+impl Parent {
+    /// Sends a message, whole.
+    pub fn send(&self, message: &FromAgent) -> Result<(), AgentError> {
+        let line = encode(message).map_err(AgentError::Message)?;
+        // A thread that panicked while writing has left half a line, which the parent will refuse.
+        let mut stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        stream.write_all(&line).map_err(AgentError::Parent)
+    }
+}
+
+/// Runs until the parent is gone. `library` is the path of the driver's library, or the usual
+/// names are tried; `poll` is how often each GPU is asked whether it is still there.
+///
+/// # Errors
+///
+/// See [`AgentError`]. The parent has been told of a library that does not load or initialise.
+pub fn main(library: Option<&Path>, poll: Duration) -> Result<(), AgentError> {
+    let socket = inherited_socket().map_err(AgentError::Socket)?;
+    let reading = socket.try_clone().map_err(AgentError::Socket)?;
+    let parent = Arc::new(Parent(Mutex::new(socket)));
+    let (ask, asked) = mpsc::channel();
+    thread::Builder::new().name("parent".into()).spawn(move || listen(reading, &ask)).map_err(AgentError::Thread)?;
+
+    let nvml = match load(library) {
+        Ok(nvml) => nvml,
+        Err(error) => {
+            parent.send(&failure(&error))?;
+            return Err(error);
+        }
+    };
+    // Alive as long as the process, which never shuts NVML down: that can hang, and ending does it.
+    let nvml: &'static Nvml = Box::leak(Box::new(nvml));
+    let (gpus, mut failures) = probe::list(nvml);
+    let mut unregistered = Vec::new();
+    // Before the look at the GPUs, so that nothing falls between the look and the events.
+    let set = events::register(nvml, &gpus, &mut unregistered);
+    failures.extend(unregistered.iter().cloned());
+    parent.send(&ready(nvml, &gpus, failures))?;
+
+    let gpus = Arc::new(gpus);
+    let watch =
+        Watch { nvml, parent: Arc::clone(&parent), asked, interval: poll, gpus: Arc::clone(&gpus), unregistered };
+    let watching = thread::Builder::new().name("watch".into()).spawn(|| watch.run()).map_err(AgentError::Thread)?;
+    if let Some(set) = set {
+        events::tell(&set, &gpus, &parent, || !watching.is_finished())?;
+    }
+    match watching.join() {
+        Ok(Ok(())) | Err(_) => Err(AgentError::Watch(None)),
+        Ok(Err(error)) => Err(AgentError::Watch(Some(Box::new(error)))),
+    }
+}
+
+/// Everything that is seen now, as a message.
+pub fn ready(nvml: &Nvml, gpus: &[Gpu<'_>], mut failures: Vec<ProbeFailure>) -> FromAgent {
+    let mut findings = Findings::new("driver", &mut failures);
+    let driver = findings.fact(answer("nvmlSystemGetDriverVersion", nvml.sys_driver_version()));
+    let library = findings.fact(answer("nvmlSystemGetNVMLVersion", nvml.sys_nvml_version()));
+    let (gpus, unanswered) = probe::observe(gpus);
+    failures.extend(unanswered);
+    FromAgent::Ready { driver, nvml: library, gpus, failures }
+}
+
+fn inherited_socket() -> io::Result<UnixStream> {
+    let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
+    // Fails on what is no socket.
+    socket.peer_addr()?;
+    Ok(socket)
+}
+
+/// Passes on what the parent asks; its end, or nonsense from it, is the end of the process.
+fn listen(mut socket: UnixStream, ask: &mpsc::Sender<ToAgent>) {
+    let mut incoming = Incoming::default();
+    let mut chunk = [0; 4096];
+    loop {
+        match socket.read(&mut chunk) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Ok(0) | Err(_) => raw::exit_now(0),
+            Ok(length) => incoming.buffer().extend(chunk.iter().take(length)),
+        }
+        loop {
+            match incoming.take() {
+                // The receiver ends with the process only: a failed send means that it is ending.
+                Ok(Some(message)) => drop(ask.send(message)),
+                Ok(None) => break,
+                Err(error) => {
+                    let _ = writeln!(io::stderr(), "linkwise nvml-agent: from the parent: {error}");
+                    raw::exit_now(1)
+                }
+            }
+        }
+    }
+}
+
+fn load(library: Option<&Path>) -> Result<Nvml, AgentError> {
+    let Some(library) = library else {
+        let [first, second] = LIBRARIES.map(OsStr::new);
+        return match init(first) {
+            Err(first @ AgentError::Load { .. }) => match init(second) {
+                Err(AgentError::Load { .. }) => Err(first),
+                other => other,
+            },
+            other => other,
+        };
+    };
+    init(library.as_os_str())
+}
+
+fn init(library: &OsStr) -> Result<Nvml, AgentError> {
+    let missing = |reason: String| {
+        let library = library.display().to_string();
+        // The dynamic linker begins with the name too.
+        let reason = reason.strip_prefix(&format!("{library}: ")).unwrap_or(&reason).to_owned();
+        AgentError::Load { library, reason }
+    };
+    match Nvml::builder().lib_path(library).init() {
+        Err(NvmlError::LibloadingError(error)) => Err(missing(error.to_string())),
+        result => match answer("nvmlInit_v2", result) {
+            Ok(Some(nvml)) => Ok(nvml),
+            Ok(None) => Err(missing("it has no working nvmlInit_v2".to_owned())),
+            Err(error) => Err(AgentError::Init(error)),
+        },
+    }
+}
+
+fn failure(error: &AgentError) -> FromAgent {
+    match error {
+        AgentError::Init(CallError { call, reason }) => {
+            FromAgent::Failed { call: (*call).to_owned(), error: reason.to_string() }
+        }
+        other => FromAgent::Failed { call: "dlopen".to_owned(), error: other.to_string() },
+    }
+}

@@ -1,0 +1,133 @@
+//! NVML's events, in the child: registering each GPU, waiting, telling the parent.
+//!
+//! Called by `agent` on the child's main thread. A GPU that cannot register costs its own events
+//! only; a wait that keeps failing is tried again with a pause, never in a spin.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nvml_wrapper::Nvml;
+use nvml_wrapper_sys::bindings as sys;
+
+use super::agent::{AgentError, Parent};
+use super::call::{Answer, CallError, answer};
+use super::probe::{Findings, Gpu};
+use super::protocol::FromAgent;
+use super::raw::{self, Event, EventSet};
+use crate::topology::{GpuUuid, ProbeFailure};
+
+/// The events that count here.
+const WANTED: u64 = (sys::nvmlEventTypeXidCriticalError | sys::nvmlEventTypeDoubleBitEccError) as u64;
+/// How long one wait lasts; an event ends it at once.
+const WAIT: Duration = Duration::from_secs(5);
+/// The pause after a first failed wait; it doubles up to [`WAIT`].
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+
+/// Registers every GPU that can be; `None` where none has events.
+pub fn register<'nvml>(
+    nvml: &'nvml Nvml,
+    gpus: &[Gpu<'nvml>],
+    failures: &mut Vec<ProbeFailure>,
+) -> Option<EventSet<'nvml>> {
+    let mut candidates: Vec<&Gpu<'nvml>> = gpus.iter().collect();
+    // A set is undefined after UNKNOWN: each such error costs one GPU and begins a new set.
+    loop {
+        let set = Findings::new("driver", failures).fact(EventSet::create(nvml))?;
+        let mut undefined = false;
+        candidates.retain(|gpu| {
+            if undefined {
+                return true;
+            }
+            let mut findings = Findings::new(gpu.pci.to_string(), failures);
+            let supported = gpu.device.supported_event_types().map(|kinds| kinds.bits());
+            let kinds = match findings.fact(answer("nvmlDeviceGetSupportedEventTypes", supported)) {
+                Some(supported) => supported & WANTED,
+                None => WANTED,
+            };
+            if kinds == 0 {
+                return false;
+            }
+            let registered = set.register(&gpu.device, kinds);
+            undefined = matches!(&registered, Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_UNKNOWN));
+            findings.fact(registered).is_some()
+        });
+        if !undefined {
+            return (!candidates.is_empty()).then_some(set);
+        }
+    }
+}
+
+/// Waits for events and tells them, until the parent is gone or `go_on` says no; `go_on` is asked
+/// whenever a wait or a pause has ended.
+pub fn tell<'nvml>(
+    set: &EventSet<'nvml>,
+    gpus: &[Gpu<'nvml>],
+    parent: &Parent,
+    go_on: impl Fn() -> bool,
+) -> Result<(), AgentError> {
+    let mut pause: Option<Duration> = None;
+    while go_on() {
+        let began = Instant::now();
+        match set.wait(WAIT) {
+            Ok(Some(event)) => {
+                pause = None;
+                parent.send(&message(&event, gpus))?;
+            }
+            Ok(None) => {
+                pause = None;
+                // A library that does not wait must not make us spin.
+                rest(FIRST_PAUSE.saturating_sub(began.elapsed()));
+            }
+            Err(error) => {
+                // Told once, until a wait succeeds again.
+                if pause.is_none() {
+                    parent.send(&failed(&error))?;
+                }
+                let length = pause.map_or(FIRST_PAUSE, |last| (last * 2).min(WAIT));
+                pause = Some(length);
+                rest(length);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Pauses this thread, which has nothing else to do; the process ends from another one.
+#[expect(clippy::disallowed_methods, reason = "the child is synchronous and waits for no state here")]
+fn rest(length: Duration) {
+    thread::sleep(length);
+}
+
+fn failed(error: &CallError) -> FromAgent {
+    FromAgent::Failed { call: error.call.to_owned(), error: error.reason.to_string() }
+}
+
+fn message(event: &Event<'_>, gpus: &[Gpu<'_>]) -> FromAgent {
+    let gpu = match name(event, gpus) {
+        Ok(Some(gpu)) => gpu,
+        Ok(None) => return failed(&unnamed(event, "no UUID")),
+        Err(error) => return failed(&unnamed(event, error)),
+    };
+    if event.kind & u64::from(sys::nvmlEventTypeXidCriticalError) != 0 {
+        let (gpu_instance, compute_instance) = (event.gpu_instance, event.compute_instance);
+        FromAgent::Xid { gpu, code: event.data, gpu_instance, compute_instance }
+    } else if event.kind & u64::from(sys::nvmlEventTypeDoubleBitEccError) != 0 {
+        FromAgent::DoubleBitEcc { gpu }
+    } else {
+        failed(&unnamed(event, format_args!("{gpu}, which did not ask for it")))
+    }
+}
+
+fn unnamed(event: &Event<'_>, of: impl std::fmt::Display) -> CallError {
+    let words = format!("an event of type {}, data {}, of a GPU with {of}", event.kind, event.data);
+    CallError::unreadable("nvmlEventSetWait_v2", words)
+}
+
+/// The GPU of an event: by handle, which needs no call, or else by its UUID.
+fn name(event: &Event<'_>, gpus: &[Gpu<'_>]) -> Answer<GpuUuid> {
+    if let Some(gpu) = gpus.iter().find(|gpu| raw::same(&gpu.device, &event.device)) {
+        return Ok(Some(gpu.uuid.clone()));
+    }
+    let uuid = answer("nvmlDeviceGetUUID", event.device.uuid())?;
+    Ok(uuid.and_then(|uuid| uuid.parse().ok()))
+}

@@ -1,0 +1,223 @@
+//! What the NVML child and its parent say to each other: plain values, one JSON text a line,
+//! over the Unix socket that the child inherits as its standard input.
+//!
+//! Used by `agent` and `child`. No I/O happens here: bytes in, messages out, and back.
+
+use std::marker::PhantomData;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::topology::{GpuObservation, GpuUuid, ProbeFailure};
+
+/// The longest line, in bytes, that either side accepts. Sixteen GPUs with all that can be said
+/// of them take a hundredth of it.
+pub const MAX_LINE: usize = 4 << 20;
+
+/// From the child.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub enum FromAgent {
+    /// What was seen: once at the start, after which events follow, and for each [`ToAgent::Observe`].
+    Ready {
+        /// The driver's version, such as `580.95.05`.
+        driver: Option<String>,
+        /// The library's version.
+        nvml: Option<String>,
+        /// The GPUs, in NVML's order.
+        gpus: Vec<GpuObservation>,
+        /// What was asked and not answered.
+        failures: Vec<ProbeFailure>,
+    },
+    /// The driver reported an XID.
+    Xid {
+        /// The physical GPU.
+        gpu: GpuUuid,
+        /// NVIDIA's XID number.
+        code: u64,
+        /// The MIG GPU instance it is about, where NVML names one.
+        gpu_instance: Option<u32>,
+        /// The MIG compute instance it is about, where NVML names one.
+        compute_instance: Option<u32>,
+    },
+    /// An uncorrectable (double-bit) ECC error.
+    DoubleBitEcc {
+        /// The physical GPU.
+        gpu: GpuUuid,
+    },
+    /// The GPU no longer answers: a call came back with NVML_ERROR_GPU_IS_LOST.
+    Lost {
+        /// Which GPU.
+        gpu: GpuUuid,
+        /// The C function that told.
+        call: String,
+    },
+    /// A GPU that was lost answers again.
+    Back {
+        /// Which GPU.
+        gpu: GpuUuid,
+    },
+    /// A call that is about no single GPU failed. Before the first [`FromAgent::Ready`] the child
+    /// then ends; afterwards it goes on, and tries again.
+    Failed {
+        /// The C function, or `dlopen`.
+        call: String,
+        /// What came back.
+        error: String,
+    },
+}
+
+/// To the child.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ToAgent {
+    /// Look again, and send a [`FromAgent::Ready`].
+    Observe,
+}
+
+/// Why bytes are no message, or a message cannot be written.
+#[derive(Debug, thiserror::Error)]
+pub enum ProtocolError {
+    /// The line is too long.
+    #[error("a message of more than {MAX_LINE} bytes")]
+    TooLong,
+    /// The line is no message.
+    #[error("'{line}' is no message")]
+    Nonsense {
+        /// How the line begins.
+        line: String,
+        /// What is wrong with it.
+        source: serde_json::Error,
+    },
+    /// The message cannot be written as JSON.
+    #[error("cannot write a message")]
+    Unwritable(#[source] serde_json::Error),
+}
+
+/// A message as its line.
+///
+/// # Errors
+///
+/// The message cannot be written, or makes a line that nobody would accept.
+pub fn encode(message: &impl Serialize) -> Result<Vec<u8>, ProtocolError> {
+    let mut line = serde_json::to_vec(message).map_err(ProtocolError::Unwritable)?;
+    line.push(b'\n');
+    if line.len() > MAX_LINE { Err(ProtocolError::TooLong) } else { Ok(line) }
+}
+
+/// Bytes that came in, cut into messages.
+#[derive(Debug)]
+pub struct Incoming<M> {
+    buffer: Vec<u8>,
+    /// How much of the buffer is known to hold no end of line.
+    searched: usize,
+    messages: PhantomData<M>,
+}
+
+impl<M> Default for Incoming<M> {
+    fn default() -> Self {
+        Self { buffer: Vec::new(), searched: 0, messages: PhantomData }
+    }
+}
+
+impl<M: DeserializeOwned> Incoming<M> {
+    /// Where bytes that have been read are appended. Append no more than a few KiB before taking
+    /// the messages out, for the length is checked there.
+    pub fn buffer(&mut self) -> &mut Vec<u8> {
+        &mut self.buffer
+    }
+
+    /// The next message, when its line is complete.
+    ///
+    /// # Errors
+    ///
+    /// The line is too long or no message; nothing after it can be trusted.
+    pub fn take(&mut self) -> Result<Option<M>, ProtocolError> {
+        let unsearched = self.buffer.get(self.searched..).unwrap_or_default();
+        let Some(end) = unsearched.iter().position(|byte| *byte == b'\n').map(|at| self.searched + at) else {
+            self.searched = self.buffer.len();
+            return if self.searched >= MAX_LINE { Err(ProtocolError::TooLong) } else { Ok(None) };
+        };
+        let line: Vec<u8> = self.buffer.drain(..=end).collect();
+        self.searched = 0;
+        if line.len() > MAX_LINE {
+            return Err(ProtocolError::TooLong);
+        }
+        serde_json::from_slice(&line).map(Some).map_err(|source| {
+            let line = String::from_utf8_lossy(&line).trim_end().chars().take(80).collect();
+            ProtocolError::Nonsense { line, source }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::topology::{FabricObservation, NvLinkObservation, NvLinkRemote, PcieLink, TopologyLevel};
+
+    fn every_message() -> Vec<FromAgent> {
+        let gpu: GpuUuid = "GPU-1".parse().unwrap();
+        let pci = "0000:3b:00.0".parse().unwrap();
+        let link = |links, remote, active| NvLinkObservation { links, remote, active };
+        let observation = GpuObservation {
+            index: 0,
+            uuid: gpu.clone(),
+            pci,
+            model: Some("NVIDIA \"X\"\n".into()),
+            minor: None,
+            compute_capability: Some("9.0".to_owned().try_into().unwrap()),
+            memory_mib: Some(u64::MAX),
+            numa: None,
+            pcie: Some(PcieLink { mts: 16000, width: 16 }),
+            nvlinks: Some(vec![
+                link(vec![0], NvLinkRemote::Gpu(pci), false),
+                link(vec![1], NvLinkRemote::Switch(None), true),
+                link(vec![2], NvLinkRemote::Cpu, true),
+            ]),
+            fabric: Some(FabricObservation { cluster: "0".into(), clique: 1 }),
+            common_ancestors: [(1, TopologyLevel::HostBridge)].into(),
+        };
+        let failures = vec![ProbeFailure { subject: "GPU 1".into(), call: "f".into(), error: "e".into() }];
+        vec![
+            FromAgent::Ready { driver: Some("580".into()), nvml: None, gpus: vec![observation], failures },
+            FromAgent::Xid { gpu: gpu.clone(), code: 79, gpu_instance: Some(1), compute_instance: None },
+            FromAgent::DoubleBitEcc { gpu: gpu.clone() },
+            FromAgent::Lost { gpu: gpu.clone(), call: "f".into() },
+            FromAgent::Back { gpu },
+            FromAgent::Failed { call: "nvmlInit_v2".into(), error: "e".into() },
+        ]
+    }
+
+    #[test]
+    fn every_message_survives_the_way_byte_by_byte() {
+        let sent = every_message();
+        let bytes: Vec<u8> = sent.iter().flat_map(|message| encode(message).unwrap()).collect();
+        let mut incoming = Incoming::<FromAgent>::default();
+        let mut received = Vec::new();
+        for byte in bytes {
+            incoming.buffer().push(byte);
+            received.extend(incoming.take().unwrap());
+        }
+        assert_eq!(received, sent);
+    }
+
+    #[test]
+    fn nonsense_is_named_and_bounded() {
+        let mut incoming = Incoming::<ToAgent>::default();
+        incoming.buffer().extend(b"\"observe\"\n\"dance\"\n");
+        assert_eq!(incoming.take().unwrap(), Some(ToAgent::Observe));
+        assert_eq!(incoming.take().unwrap_err().to_string(), "'\"dance\"' is no message");
+        let mut incoming = Incoming::<ToAgent>::default();
+        incoming.buffer().resize(MAX_LINE - 1, b'x');
+        assert!(matches!(incoming.take(), Ok(None)));
+        incoming.buffer().push(b'x');
+        assert!(matches!(incoming.take(), Err(ProtocolError::TooLong)));
+    }
+
+    #[test]
+    fn a_message_that_nobody_would_take_is_not_sent() {
+        let error = "x".repeat(MAX_LINE);
+        let failed = FromAgent::Failed { call: String::new(), error };
+        assert!(matches!(encode(&failed), Err(ProtocolError::TooLong)));
+    }
+}

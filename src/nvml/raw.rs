@@ -1,0 +1,204 @@
+//! The only `unsafe` of the package: NVML calls that nvml-wrapper 0.13 lacks or answers wrongly.
+//!
+//! Called by the rest of `nvml`'s child side. Each function is one C call; it interprets nothing
+//! beyond the return code. Handles are live wherever they come from a [`Device`], because that
+//! borrows the `Nvml` which keeps the library initialised; the same holds for an [`EventSet`].
+
+#![allow(unsafe_code, reason = "the one file that may: NVML's C calls that nvml-wrapper lacks or has wrong")]
+
+use std::mem::size_of;
+use std::time::Duration;
+
+use nvml_wrapper::{Device, Nvml};
+use nvml_wrapper_sys::bindings as sys;
+
+use super::call::{Answer, CallError, Reason, returned};
+
+/// Whether two handles are the same GPU.
+pub fn same(one: &Device<'_>, two: &Device<'_>) -> bool {
+    // JUSTIFICATION: an event names its GPU by handle, and a lost GPU can no longer be asked for its UUID.
+    // SAFETY: the pointers are compared, never followed.
+    unsafe { one.handle() == two.handle() }
+}
+
+/// The kind of device at an NVLink's far end, as `nvmlIntNvLinkDeviceType_t`.
+pub fn remote_device_type(device: &Device<'_>, link: u32) -> Answer<u32> {
+    let Ok(call) = &device.nvml().lib().nvmlDeviceGetNvLinkRemoteDeviceType else { return Ok(None) };
+    let mut kind = sys::nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_UNKNOWN;
+    // JUSTIFICATION: nvml-wrapper lets NVML write into a temporary, so that its answer is always Unknown.
+    // SAFETY: the handle is live, and `kind` is a valid place for the answer.
+    let code = unsafe { call(device.handle(), link, &mut kind) };
+    returned("nvmlDeviceGetNvLinkRemoteDeviceType", code, || Some(kind))
+}
+
+/// The common ancestor of two GPUs, as `nvmlGpuTopologyLevel_t`.
+pub fn common_ancestor(one: &Device<'_>, two: &Device<'_>) -> Answer<u32> {
+    let Ok(call) = &one.nvml().lib().nvmlDeviceGetTopologyCommonAncestor else { return Ok(None) };
+    let mut level = 0;
+    // JUSTIFICATION: nvml-wrapper takes its second device by value, and a Device cannot be copied.
+    // SAFETY: both handles are live, and `level` is a valid place for the answer.
+    let code = unsafe { call(one.handle(), two.handle(), &mut level) };
+    returned("nvmlDeviceGetTopologyCommonAncestor", code, || Some(level))
+}
+
+/// The total memory in bytes, asked in the way of drivers before nvmlDeviceGetMemoryInfo_v2.
+pub fn memory_total(device: &Device<'_>) -> Answer<u64> {
+    let Ok(call) = &device.nvml().lib().nvmlDeviceGetMemoryInfo else { return Ok(None) };
+    let mut memory = sys::nvmlMemory_t { total: 0, free: 0, used: 0 };
+    // JUSTIFICATION: nvml-wrapper has version 2 only, which drivers before R510 lack.
+    // SAFETY: the handle is live, and `memory` is the structure this call fills.
+    let code = unsafe { call(device.handle(), &mut memory) };
+    returned("nvmlDeviceGetMemoryInfo", code, || Some(memory.total))
+}
+
+/// A GPU's fabric registration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fabric {
+    /// The cluster's UUID.
+    pub cluster: [u8; 16],
+    /// The clique within the cluster.
+    pub clique: u32,
+    /// `NVML_GPU_FABRIC_STATE_*`.
+    pub state: u32,
+    /// The `nvmlReturn_t` of the registration.
+    pub status: u32,
+}
+
+/// The fabric registration, by the versioned call where there is one and else by the first one.
+pub fn fabric(device: &Device<'_>) -> Answer<Fabric> {
+    #[expect(clippy::cast_possible_truncation, reason = "a struct of some dozens of bytes")]
+    const VERSION_2: u32 = size_of::<sys::nvmlGpuFabricInfo_v2_t>() as u32 | 2 << 24;
+    let lib = device.nvml().lib();
+    let Ok(call) = &lib.nvmlDeviceGetGpuFabricInfoV else { return first_fabric(device) };
+    // Version 2 suffices, and it is the head of version 3, which is what the bindings call V.
+    let mut info = sys::nvmlGpuFabricInfo_v3_t {
+        version: VERSION_2,
+        clusterUuid: [0; 16],
+        status: 0,
+        cliqueId: 0,
+        state: 0,
+        healthMask: 0,
+        healthSummary: 0,
+    };
+    // JUSTIFICATION: nvml-wrapper does not have this call.
+    // SAFETY: the handle is live; `info` is as large as the version word says, and larger.
+    let code = unsafe { call(device.handle(), &mut info) };
+    returned("nvmlDeviceGetGpuFabricInfoV", code, || {
+        let state = info.state.into();
+        Some(Fabric { cluster: info.clusterUuid, clique: info.cliqueId, state, status: info.status })
+    })
+}
+
+fn first_fabric(device: &Device<'_>) -> Answer<Fabric> {
+    let Ok(call) = &device.nvml().lib().nvmlDeviceGetGpuFabricInfo else { return Ok(None) };
+    let mut info = sys::nvmlGpuFabricInfo_t { clusterUuid: [0; 16], status: 0, cliqueId: 0, state: 0 };
+    // JUSTIFICATION: nvml-wrapper does not have this call.
+    // SAFETY: the handle is live, and `info` is the structure this call fills.
+    let code = unsafe { call(device.handle(), &mut info) };
+    returned("nvmlDeviceGetGpuFabricInfo", code, || {
+        let state = info.state.into();
+        Some(Fabric { cluster: info.clusterUuid, clique: info.cliqueId, state, status: info.status })
+    })
+}
+
+/// A set of events to wait for; freed when dropped.
+pub struct EventSet<'nvml> {
+    nvml: &'nvml Nvml,
+    set: sys::nvmlEventSet_t,
+}
+
+/// One event, with the instances that nvml-wrapper leaves out.
+pub struct Event<'nvml> {
+    /// The GPU; compare with [`same`].
+    pub device: Device<'nvml>,
+    /// One of `nvmlEventType*`.
+    pub kind: u64,
+    /// The XID, for an XID event.
+    pub data: u64,
+    /// The MIG GPU instance it is about.
+    pub gpu_instance: Option<u32>,
+    /// The MIG compute instance it is about.
+    pub compute_instance: Option<u32>,
+}
+
+impl<'nvml> EventSet<'nvml> {
+    /// An empty set.
+    pub fn create(nvml: &'nvml Nvml) -> Answer<Self> {
+        let Ok(call) = &nvml.lib().nvmlEventSetCreate else { return Ok(None) };
+        let mut set = std::ptr::null_mut();
+        // JUSTIFICATION: nvml-wrapper's set cannot register a GPU without being lost on an error.
+        // SAFETY: the library is initialised while `nvml` lives, and `set` is a place for the answer.
+        let code = unsafe { call(&mut set) };
+        returned("nvmlEventSetCreate", code, || Some(Self { nvml, set }))
+    }
+
+    /// Adds a GPU's events, a union of `nvmlEventType*`.
+    ///
+    /// After NVML_ERROR_UNKNOWN the set is undefined, by NVML's reference, and must be dropped.
+    pub fn register(&self, device: &Device<'nvml>, kinds: u64) -> Answer<()> {
+        let Ok(call) = &self.nvml.lib().nvmlDeviceRegisterEvents else { return Ok(None) };
+        // JUSTIFICATION: nvml-wrapper's call takes the set and frees it on any error.
+        // SAFETY: handle and set are live: both borrow an initialised Nvml.
+        let code = unsafe { call(device.handle(), kinds, self.set) };
+        returned("nvmlDeviceRegisterEvents", code, || Some(()))
+    }
+
+    /// Waits for one event; `None` when none came in time.
+    pub fn wait(&self, timeout: Duration) -> Answer<Event<'nvml>> {
+        const CALL: &str = "nvmlEventSetWait_v2";
+        /// What NVML gives for an event that is not about an instance.
+        const NO_INSTANCE: u32 = 0xffff_ffff;
+        let Ok(call) = &self.nvml.lib().nvmlEventSetWait_v2 else {
+            return Err(CallError::unreadable(CALL, "the library does not have this call"));
+        };
+        let milliseconds = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX);
+        let mut data = sys::nvmlEventData_t {
+            device: std::ptr::null_mut(),
+            eventType: 0,
+            eventData: 0,
+            gpuInstanceId: NO_INSTANCE,
+            computeInstanceId: NO_INSTANCE,
+        };
+        // JUSTIFICATION: nvml-wrapper drops the instance ids.
+        // SAFETY: the set is live, and `data` is the structure this call fills.
+        let code = unsafe { call(self.set, &mut data, milliseconds) };
+        match code {
+            sys::nvmlReturn_enum_NVML_ERROR_TIMEOUT => return Ok(None),
+            sys::nvmlReturn_enum_NVML_SUCCESS => {}
+            // Even "not supported" is an error here: taken for a timeout, it would be asked again at once.
+            code => return Err(CallError { call: CALL, reason: Reason::Code(code) }),
+        }
+        // JUSTIFICATION: nvml-wrapper makes a Device from a handle in this way only.
+        // SAFETY: NVML has just given this handle for a GPU of this library.
+        let device = unsafe { Device::new(data.device, self.nvml) };
+        let instance = |id| Some(id).filter(|id| *id != NO_INSTANCE);
+        Ok(Some(Event {
+            device,
+            kind: data.eventType,
+            data: data.eventData,
+            gpu_instance: instance(data.gpuInstanceId),
+            compute_instance: instance(data.computeInstanceId),
+        }))
+    }
+}
+
+impl Drop for EventSet<'_> {
+    fn drop(&mut self) {
+        if let Ok(call) = &self.nvml.lib().nvmlEventSetFree {
+            // JUSTIFICATION: a set made by a raw call is freed by one.
+            // SAFETY: the set is live and is not used again.
+            unsafe { call(self.set) };
+        }
+    }
+}
+
+/// Ends the process at once, without destructors and exit handlers: those of a library in which
+/// another thread hangs can hang too.
+pub fn exit_now(status: i32) -> ! {
+    // JUSTIFICATION: std's exit runs the exit handlers, its abort counts as a crash.
+    unsafe extern "C" {
+        /// POSIX `_exit`.
+        safe fn _exit(status: i32) -> !;
+    }
+    _exit(status)
+}

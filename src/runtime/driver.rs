@@ -1,0 +1,153 @@
+//! Keeps the NVML child alive and turns what it says into events.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
+
+use crate::hwloc;
+use crate::inventory::Event;
+use crate::metrics::Metrics;
+use crate::nvml::child::{Agent, AgentCommand};
+use crate::nvml::protocol::FromAgent;
+use crate::topology::{GpuObservation, NodeObservation, ProbeFailure};
+
+/// Pauses before the child is started again: doubling from the first to the second.
+const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+
+/// The driver's side of the node.
+pub(super) struct Driver {
+    pub command: AgentCommand,
+    pub sysfs: PathBuf,
+    pub fail_on_init_error: Option<bool>,
+    pub events: mpsc::Sender<Event>,
+    pub metrics: Arc<Metrics>,
+    /// Why there is nothing to offer, for /readyz.
+    pub idle: watch::Sender<String>,
+}
+
+impl Driver {
+    /// Lives until `shutdown`; fails where NVML cannot be initialised and that is not to be lived with.
+    pub async fn run(self, shutdown: CancellationToken) -> Result<()> {
+        shutdown.run_until_cancelled(self.live()).await.unwrap_or(Ok(()))
+    }
+
+    async fn live(&self) -> Result<()> {
+        let mut pause = PAUSES.0;
+        let mut seen = false;
+        loop {
+            let (ready, why) = self.one_child().await?;
+            self.metrics.agent_up(false);
+            if ready {
+                pause = PAUSES.0;
+            }
+            seen |= ready;
+            if !seen {
+                self.live_without(&why)?;
+            }
+            tracing::warn!(cause = why, again_in = ?pause, "NVML is not to be had");
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(PAUSES.1);
+        }
+    }
+
+    /// One child from its start to its end: whether it got as far as to see the GPUs, and why it ended.
+    async fn one_child(&self) -> Result<(bool, String)> {
+        self.metrics.agent_started();
+        let mut agent = Agent::spawn(&self.command)?;
+        let mut ready = false;
+        let mut failed = None;
+        loop {
+            let message = match agent.next().await {
+                Ok(message) => message,
+                // What the child said before it ended explains more than its exit code.
+                Err(ended) => {
+                    return Ok((ready, failed.unwrap_or_else(|| format!("{:#}", anyhow::Error::from(ended)))));
+                }
+            };
+            let event = match message {
+                FromAgent::Ready { driver, nvml, gpus, failures } => {
+                    ready = true;
+                    self.metrics.agent_up(true);
+                    tracing::info!(
+                        gpus = gpus.len(),
+                        driver = driver.as_deref().unwrap_or("unknown"),
+                        nvml = nvml.as_deref().unwrap_or("unknown"),
+                        "NVML answers"
+                    );
+                    if gpus.is_empty() {
+                        self.idle.send_replace("NVML lists no GPU on this node".to_owned());
+                    }
+                    Event::Observed(Box::new(self.observed(gpus, failures).await?))
+                }
+                FromAgent::Xid { gpu, code, .. } => {
+                    self.metrics.xid(&gpu, code);
+                    Event::Xid { gpu, code }
+                }
+                FromAgent::DoubleBitEcc { gpu } => Event::DoubleBitEcc { gpu },
+                FromAgent::Lost { gpu, call } => Event::GpuLost { gpu, call },
+                FromAgent::Back { gpu } => {
+                    tracing::warn!(%gpu, "a lost GPU answers again; it stays unhealthy until linkwise starts anew");
+                    continue;
+                }
+                FromAgent::Failed { call, error } => {
+                    tracing::warn!(call, error, "NVML failed");
+                    failed = Some(format!("{call}: {error}"));
+                    continue;
+                }
+            };
+            self.events.send(event).await.context("nobody takes events any more")?;
+        }
+    }
+
+    /// NVML's GPUs and the host around them.
+    async fn observed(&self, gpus: Vec<GpuObservation>, mut failures: Vec<ProbeFailure>) -> Result<NodeObservation> {
+        let sysfs = self.sysfs.clone();
+        // hwloc takes tens of milliseconds.
+        let host = tokio::task::spawn_blocking(move || hwloc::observe(&sysfs));
+        let (host, more) = host.await.context("the look at the host broke off")?;
+        failures.extend(more);
+        Ok(NodeObservation { gpus, host, failures })
+    }
+
+    /// Whether to live without NVML, which never answered: by the option, else by what is on the PCI bus.
+    fn live_without(&self, why: &str) -> Result<()> {
+        let gpus = hwloc::nvidia_gpus_on_bus(&self.sysfs);
+        match (self.fail_on_init_error, gpus.first()) {
+            (Some(true), _) => bail!("NVML cannot be initialised: {why}"),
+            // Libraries and device nodes are given at a container's creation: it has to be made anew.
+            (None, Some(first)) => {
+                bail!(
+                    "{} NVIDIA GPU(s) on the PCI bus ({first} ...), but NVML cannot be initialised: {why}",
+                    gpus.len()
+                )
+            }
+            (Some(false), Some(_)) => self.idle.send_replace(format!("NVML cannot be initialised: {why}")),
+            (_, None) => self.idle.send_replace(format!("no NVIDIA GPU on the PCI bus, and no NVML: {why}")),
+        };
+        Ok(())
+    }
+}
+
+/// One look at the GPUs through a child that then ends.
+pub async fn look(command: &AgentCommand) -> Result<(Vec<GpuObservation>, Vec<ProbeFailure>)> {
+    let mut agent = Agent::spawn(command)?;
+    let mut failed = None;
+    loop {
+        match agent.next().await {
+            Ok(FromAgent::Ready { gpus, failures, .. }) => {
+                agent.end().await.context("cannot end the NVML agent")?;
+                return Ok((gpus, failures));
+            }
+            Ok(FromAgent::Failed { call, error }) => failed = Some(format!("{call}: {error}")),
+            Ok(_) => {}
+            Err(ended) => match failed {
+                Some(failed) => bail!("{failed}"),
+                None => return Err(ended.into()),
+            },
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! `linkwise run`: builds everything, owns every task, turns effects into calls.
+//!
+//! A composition root. `node` holds the one loop that writes the inventory, and the plugins; `driver`
+//! keeps the NVML child alive; this file starts and ends them. A task that ends unexpectedly ends the process, with
+//! its cause.
+
+mod driver;
+mod node;
+mod observe;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use tokio::signal::unix::{SignalKind, signal};
+use tracing_subscriber::EnvFilter;
+
+use crate::config::{HostArgs, LogFormat, RunArgs};
+use crate::kubelet;
+use crate::nvml::child::AgentCommand;
+
+pub use driver::look;
+pub use node::{Node, NodeSettings};
+
+/// Threads of the runtime. Two, so that a slow write of the log does not hold up an admission.
+const THREADS: usize = 2;
+
+/// Device nodes that every container with a GPU needs, where the node has them.
+const CONTROL_NODES: [&str; 4] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset"];
+
+/// Runs a future on a runtime of our own.
+pub fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build();
+    runtime.context("cannot start the async runtime")?.block_on(future)
+}
+
+/// Sets up the log, on standard error.
+pub fn log_to_stderr(filter: &str, format: LogFormat) -> Result<()> {
+    let filter = EnvFilter::try_new(filter).with_context(|| format!("'{filter}' is not a log filter"))?;
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false);
+    let set = match format {
+        LogFormat::Text => log.with_ansi(false).try_init(),
+        LogFormat::Json => log.json().flatten_event(true).try_init(),
+    };
+    set.map_err(|error| anyhow::anyhow!("cannot set up the log: {error}"))
+}
+
+/// Serves this node until it is told to end.
+pub fn run(args: &RunArgs) -> Result<()> {
+    log_to_stderr(&args.log.log, args.log.log_format)?;
+    block_on(serve(args))
+}
+
+async fn serve(args: &RunArgs) -> Result<()> {
+    let mut kubelet = kubelet::Settings::new(args.kubelet_socket.clone());
+    kubelet.device_nodes =
+        args.pass_device_specs.then(|| CONTROL_NODES.iter().map(PathBuf::from).filter(|node| node.exists()).collect());
+    let settings = NodeSettings { kubelet, metrics_address: args.metrics_address };
+    let mut node = Node::start(settings).await?;
+    tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
+    let driver = driver::Driver {
+        command: agent_command(&args.host)?,
+        sysfs: args.host.sysfs.clone(),
+        fail_on_init_error: args.fail_on_init_error,
+        events: node.events(),
+        metrics: Arc::clone(node.metrics()),
+        idle: node.idle_reason(),
+    };
+    let shutdown = node.shutdown();
+    node.spawn("NVML driver", driver.run(shutdown.clone()));
+    let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+    node.spawn("signals", async move {
+        let name = tokio::select! {
+            _ = terminate.recv() => "SIGTERM",
+            _ = interrupt.recv() => "SIGINT",
+            () = shutdown.cancelled() => return Ok(()),
+        };
+        tracing::info!(signal = name, "ending");
+        shutdown.cancel();
+        Ok(())
+    });
+    node.serve().await
+}
+
+/// How to start the process that speaks to NVML: this binary.
+pub fn agent_command(host: &HostArgs) -> Result<AgentCommand> {
+    // The link that the kernel keeps names the binary that runs, also when its file was replaced.
+    let program = std::env::current_exe().context("cannot find our own binary")?;
+    Ok(AgentCommand { library: host.nvml_library.clone(), ..AgentCommand::new(program) })
+}

@@ -1,0 +1,158 @@
+//! What a GPU says of itself and of its place in the machine.
+
+use std::ffi::{c_char, c_int, c_uint, c_ulong};
+use std::mem::size_of;
+
+use nvml_wrapper_sys::bindings::*;
+
+use super::{INVALID, UNSUPPORTED, exports, pci_info, put, put_text};
+use crate::machine::{Gpu, Machine};
+use crate::state::{self, Answer, enter_gpu, enter_with};
+
+fn gpu(machine: &Machine, position: usize) -> Answer<&Gpu> {
+    machine.gpus.get(position).ok_or(INVALID)
+}
+
+fn bytes(gpu: &Gpu) -> Answer<u64> {
+    gpu.memory_mib.map(|mib| mib << 20).ok_or(UNSUPPORTED)
+}
+
+fn generation(gpu: &Gpu) -> Answer<c_uint> {
+    let rates = [2500, 5000, 8000, 16000, 32000, 64000];
+    let link = gpu.pcie.ok_or(UNSUPPORTED)?;
+    rates.iter().position(|rate| *rate == link.mts).map(|at| at as c_uint + 1).ok_or(UNSUPPORTED)
+}
+
+exports! {
+    fn nvmlDeviceGetUUID(device: nvmlDevice_t, uuid: *mut c_char, length: c_uint) {
+        let (state, at) = enter_gpu("nvmlDeviceGetUUID", device)?;
+        put_text(uuid, length, &gpu(&state.machine, at)?.uuid)
+    }
+
+    fn nvmlDeviceGetIndex(device: nvmlDevice_t, index: *mut c_uint) {
+        let (state, at) = enter_gpu("nvmlDeviceGetIndex", device)?;
+        put(index, gpu(&state.machine, at)?.index)
+    }
+
+    fn nvmlDeviceGetName(device: nvmlDevice_t, name: *mut c_char, length: c_uint) {
+        let (state, at) = enter_gpu("nvmlDeviceGetName", device)?;
+        put_text(name, length, gpu(&state.machine, at)?.model.as_deref().ok_or(UNSUPPORTED)?)
+    }
+
+    fn nvmlDeviceGetPciInfo_v3(device: nvmlDevice_t, pci: *mut nvmlPciInfo_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetPciInfo_v3", device)?;
+        put(pci, pci_info(Some(gpu(&state.machine, at)?.pci)))
+    }
+
+    fn nvmlDeviceGetMinorNumber(device: nvmlDevice_t, minor: *mut c_uint) {
+        let (state, at) = enter_gpu("nvmlDeviceGetMinorNumber", device)?;
+        put(minor, gpu(&state.machine, at)?.minor.ok_or(UNSUPPORTED)?)
+    }
+
+    fn nvmlDeviceGetCudaComputeCapability(device: nvmlDevice_t, major: *mut c_int, minor: *mut c_int) {
+        let (state, at) = enter_gpu("nvmlDeviceGetCudaComputeCapability", device)?;
+        let capability = gpu(&state.machine, at)?.compute_capability.as_deref().ok_or(UNSUPPORTED)?;
+        let parts = capability.split_once('.').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
+        let (a, b) = parts.ok_or(nvmlReturn_enum_NVML_ERROR_UNKNOWN)?;
+        put(major, a)?;
+        put(minor, b)
+    }
+
+    fn nvmlDeviceGetMemoryInfo(device: nvmlDevice_t, memory: *mut nvmlMemory_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetMemoryInfo", device)?;
+        let total = bytes(gpu(&state.machine, at)?)?;
+        put(memory, nvmlMemory_t { total, free: total, used: 0 })
+    }
+
+    fn nvmlDeviceGetMemoryInfo_v2(device: nvmlDevice_t, memory: *mut nvmlMemory_v2_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetMemoryInfo_v2", device)?;
+        let total = bytes(gpu(&state.machine, at)?)?;
+        if memory.is_null() {
+            return Err(INVALID);
+        }
+        // SAFETY: not null, and the caller promises a structure whose version word is set.
+        let version = unsafe { (*memory).version };
+        if version != size_of::<nvmlMemory_v2_t>() as c_uint | 2 << 24 {
+            return Err(nvmlReturn_enum_NVML_ERROR_ARGUMENT_VERSION_MISMATCH);
+        }
+        put(memory, nvmlMemory_v2_t { version, total, reserved: 0, free: total, used: 0 })
+    }
+
+    fn nvmlDeviceGetMemoryAffinity(
+        device: nvmlDevice_t,
+        words: c_uint,
+        nodes: *mut c_ulong,
+        _scope: nvmlAffinityScope_t,
+    ) {
+        let (state, at) = enter_gpu("nvmlDeviceGetMemoryAffinity", device)?;
+        let numa = gpu(&state.machine, at)?.numa;
+        let bits = c_ulong::BITS;
+        if nodes.is_null() || words == 0 {
+            return Err(INVALID);
+        }
+        if numa.is_some_and(|node| node / bits >= words) {
+            return Err(nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SIZE);
+        }
+        for word in 0..words {
+            let value = numa.filter(|node| node / bits == word).map_or(0, |node| 1 << (node % bits));
+            // SAFETY: not null, and the caller promises `words` words.
+            unsafe { nodes.add(word as usize).write(value) };
+        }
+        Ok(())
+    }
+
+    fn nvmlDeviceGetMaxPcieLinkGeneration(device: nvmlDevice_t, generation_: *mut c_uint) {
+        let (state, at) = enter_gpu("nvmlDeviceGetMaxPcieLinkGeneration", device)?;
+        put(generation_, generation(gpu(&state.machine, at)?)?)
+    }
+
+    fn nvmlDeviceGetGpuMaxPcieLinkGeneration(device: nvmlDevice_t, generation_: *mut c_uint) {
+        let (state, at) = enter_gpu("nvmlDeviceGetGpuMaxPcieLinkGeneration", device)?;
+        put(generation_, generation(gpu(&state.machine, at)?)?)
+    }
+
+    fn nvmlDeviceGetMaxPcieLinkWidth(device: nvmlDevice_t, width: *mut c_uint) {
+        let (state, at) = enter_gpu("nvmlDeviceGetMaxPcieLinkWidth", device)?;
+        put(width, gpu(&state.machine, at)?.pcie.ok_or(UNSUPPORTED)?.width)
+    }
+
+    fn nvmlDeviceGetTopologyCommonAncestor(
+        one: nvmlDevice_t,
+        two: nvmlDevice_t,
+        level: *mut nvmlGpuTopologyLevel_t,
+    ) {
+        let (a, b) = (state::position(one)?, state::position(two)?);
+        let state = enter_with("nvmlDeviceGetTopologyCommonAncestor", |_| Ok(vec![a, b]))?;
+        put(level, state.machine.common_ancestor(a, b).ok_or(UNSUPPORTED)? as nvmlGpuTopologyLevel_t)
+    }
+
+    fn nvmlDeviceGetTemperature(device: nvmlDevice_t, _sensor: nvmlTemperatureSensors_t, celsius: *mut c_uint) {
+        let (_state, _) = enter_gpu("nvmlDeviceGetTemperature", device)?;
+        put(celsius, 35)
+    }
+
+    fn nvmlDeviceGetMigMode(device: nvmlDevice_t, current: *mut c_uint, pending: *mut c_uint) {
+        let (_state, _) = enter_gpu("nvmlDeviceGetMigMode", device)?;
+        put(current, NVML_DEVICE_MIG_DISABLE)?;
+        put(pending, NVML_DEVICE_MIG_DISABLE)
+    }
+
+    fn nvmlDeviceGetFieldValues(device: nvmlDevice_t, count: c_int, values: *mut nvmlFieldValue_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetFieldValues", device)?;
+        let count = usize::try_from(count).map_err(|_| INVALID)?;
+        if values.is_null() {
+            return Err(INVALID);
+        }
+        for at_value in 0..count {
+            // SAFETY: not null, and the caller promises `count` structures.
+            let value = unsafe { &mut *values.add(at_value) };
+            let action = state.recovery.get(&at).filter(|_| {
+                value.fieldId == field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+            });
+            value.nvmlReturn = action.map_or(UNSUPPORTED, |_| nvmlReturn_enum_NVML_SUCCESS);
+            value.valueType = nvmlValueType_enum_NVML_VALUE_TYPE_UNSIGNED_INT;
+            value.value = nvmlValue_t { uiVal: action.copied().unwrap_or(0) };
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,104 @@
+//! NVLinks and the fabric.
+
+use std::ffi::c_uint;
+use std::mem::size_of;
+
+use nvml_wrapper_sys::bindings::*;
+
+use super::{INVALID, UNSUPPORTED, exports, pci_info, put};
+use crate::machine::{Fabric, Machine, Remote};
+use crate::state::{Answer, enter_gpu};
+
+/// A link's remote end and whether it is up. A machine file that says nothing of NVLinks is a GPU that
+/// cannot say: UNKNOWN. One that has none supports none. A number beyond the links is invalid.
+fn link(machine: &Machine, at: usize, link: c_uint) -> Answer<(Remote, bool)> {
+    let gpu = machine.gpus.get(at).ok_or(INVALID)?;
+    let groups = gpu.nvlinks.as_ref().ok_or(nvmlReturn_enum_NVML_ERROR_UNKNOWN)?;
+    let group = groups.iter().find(|group| group.links.contains(&link));
+    let none = if groups.is_empty() { UNSUPPORTED } else { INVALID };
+    group.map(|group| (group.remote, group.active)).ok_or(none)
+}
+
+fn fabric(machine: &Machine, at: usize) -> Answer<(&Fabric, [u8; 16])> {
+    let fabric = machine.gpus.get(at).and_then(|gpu| gpu.fabric.as_ref()).ok_or(UNSUPPORTED)?;
+    let digits: String = fabric.cluster.chars().filter(char::is_ascii_hexdigit).collect();
+    let number = u128::from_str_radix(&digits, 16).map_err(|_| nvmlReturn_enum_NVML_ERROR_UNKNOWN)?;
+    Ok((fabric, number.to_be_bytes()))
+}
+
+exports! {
+    fn nvmlDeviceGetNvLinkState(device: nvmlDevice_t, number: c_uint, active: *mut nvmlEnableState_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetNvLinkState", device)?;
+        put(active, link(&state.machine, at, number)?.1.into())
+    }
+
+    fn nvmlDeviceGetNvLinkCapability(
+        device: nvmlDevice_t,
+        number: c_uint,
+        _capability: nvmlNvLinkCapability_t,
+        result: *mut c_uint,
+    ) {
+        let (state, at) = enter_gpu("nvmlDeviceGetNvLinkCapability", device)?;
+        put(result, link(&state.machine, at, number)?.1.into())
+    }
+
+    fn nvmlDeviceGetNvLinkRemotePciInfo_v2(device: nvmlDevice_t, number: c_uint, pci: *mut nvmlPciInfo_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetNvLinkRemotePciInfo_v2", device)?;
+        let remote = match link(&state.machine, at, number)?.0 {
+            Remote::Gpu(remote) => Some(remote),
+            Remote::Switch(remote) => remote,
+            Remote::Cpu | Remote::Unknown => return Err(UNSUPPORTED),
+        };
+        put(pci, pci_info(remote))
+    }
+
+    fn nvmlDeviceGetNvLinkRemoteDeviceType(
+        device: nvmlDevice_t,
+        number: c_uint,
+        kind: *mut nvmlIntNvLinkDeviceType_t,
+    ) {
+        let (state, at) = enter_gpu("nvmlDeviceGetNvLinkRemoteDeviceType", device)?;
+        put(kind, match link(&state.machine, at, number)?.0 {
+            Remote::Gpu(_) => nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_GPU,
+            Remote::Cpu => nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_IBMNPU,
+            Remote::Switch(_) => nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_SWITCH,
+            Remote::Unknown => nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_UNKNOWN,
+        })
+    }
+
+    fn nvmlDeviceGetGpuFabricInfo(device: nvmlDevice_t, info: *mut nvmlGpuFabricInfo_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetGpuFabricInfo", device)?;
+        let (fabric, cluster) = fabric(&state.machine, at)?;
+        put(info, nvmlGpuFabricInfo_t {
+            clusterUuid: cluster,
+            status: nvmlReturn_enum_NVML_SUCCESS,
+            cliqueId: fabric.clique,
+            state: NVML_GPU_FABRIC_STATE_COMPLETED as _,
+        })
+    }
+
+    fn nvmlDeviceGetGpuFabricInfoV(device: nvmlDevice_t, info: *mut nvmlGpuFabricInfoV_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetGpuFabricInfoV", device)?;
+        let (fabric, cluster) = fabric(&state.machine, at)?;
+        if info.is_null() {
+            return Err(INVALID);
+        }
+        let info = info.cast::<nvmlGpuFabricInfo_v2_t>();
+        // SAFETY: not null, and the caller promises a structure that begins with its version word.
+        let version = unsafe { (*info).version };
+        let word = |size: usize, number: c_uint| size as c_uint | number << 24;
+        let known = [word(size_of::<nvmlGpuFabricInfo_v2_t>(), 2), word(size_of::<nvmlGpuFabricInfo_v3_t>(), 3)];
+        if !known.contains(&version) {
+            return Err(nvmlReturn_enum_NVML_ERROR_ARGUMENT_VERSION_MISMATCH);
+        }
+        // Version 3 begins as version 2 does.
+        put(info, nvmlGpuFabricInfo_v2_t {
+            version,
+            clusterUuid: cluster,
+            status: nvmlReturn_enum_NVML_SUCCESS,
+            cliqueId: fabric.clique,
+            state: NVML_GPU_FABRIC_STATE_COMPLETED as _,
+            healthMask: 0,
+        })
+    }
+}

@@ -1,0 +1,234 @@
+//! The machine file, as far as NVML can see it; keys that are of no use here are ignored.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+
+#[derive(Deserialize)]
+struct File {
+    observed: Machine,
+}
+
+#[derive(Debug, Default, Deserialize)]
+pub struct Machine {
+    pub gpus: Vec<Gpu>,
+    #[serde(default)]
+    pub host: Host,
+}
+
+#[derive(Debug, Deserialize)]
+pub struct Gpu {
+    pub index: u32,
+    pub uuid: String,
+    pub pci: Pci,
+    pub model: Option<String>,
+    pub minor: Option<u32>,
+    pub compute_capability: Option<String>,
+    pub memory_mib: Option<u64>,
+    pub numa: Option<u32>,
+    pub pcie: Option<PcieLink>,
+    pub nvlinks: Option<Vec<NvLinks>>,
+    pub fabric: Option<Fabric>,
+    #[serde(default)]
+    pub common_ancestors: BTreeMap<u32, Level>,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
+pub struct PcieLink {
+    pub mts: u32,
+    pub width: u32,
+}
+
+#[derive(Debug, Deserialize)]
+pub struct NvLinks {
+    pub links: Vec<u32>,
+    pub remote: Remote,
+    #[serde(default = "up")]
+    pub active: bool,
+}
+
+fn up() -> bool {
+    true
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Remote {
+    Gpu(Pci),
+    Switch(Option<Pci>),
+    Cpu,
+    Unknown,
+}
+
+#[derive(Debug, Deserialize)]
+pub struct Fabric {
+    pub cluster: String,
+    pub clique: u32,
+}
+
+/// NVML's levels with NVML's numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Level {
+    Internal = 0,
+    Single = 10,
+    Multiple = 20,
+    HostBridge = 30,
+    Node = 40,
+    System = 50,
+}
+
+#[derive(Debug, Default, Deserialize)]
+pub struct Host {
+    #[serde(default)]
+    pub host_bridges: Vec<HostBridge>,
+}
+
+#[derive(Debug, Deserialize)]
+pub struct HostBridge {
+    pub numa: Option<u32>,
+    #[serde(default)]
+    pub devices: Vec<Device>,
+}
+
+#[derive(Debug, Deserialize)]
+pub struct Device {
+    pub pci: Option<Pci>,
+    pub kind: String,
+    pub numa: Option<u32>,
+    #[serde(default)]
+    pub devices: Vec<Device>,
+}
+
+/// `domain:bus:device.function`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub struct Pci {
+    pub domain: u32,
+    pub bus: u32,
+    pub device: u32,
+    pub function: u32,
+}
+
+impl TryFrom<String> for Pci {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        let hex = |part: &str| u32::from_str_radix(part, 16).ok();
+        let parse = || {
+            let (rest, function) = text.rsplit_once('.')?;
+            let parts: Vec<&str> = rest.split(':').collect();
+            let (domain, bus, device) = match parts[..] {
+                [domain, bus, device] => (domain, bus, device),
+                [bus, device] => ("0", bus, device),
+                _ => return None,
+            };
+            Some(Self { domain: hex(domain)?, bus: hex(bus)?, device: hex(device)?, function: hex(function)? })
+        };
+        parse().ok_or_else(|| format!("'{text}' is not a PCI address"))
+    }
+}
+
+impl Machine {
+    /// Reads a machine file.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        serde_saphyr::from_str(text).map(|file: File| file.observed).map_err(|error| error.to_string())
+    }
+
+    /// The position of the GPU that an index or a UUID names.
+    pub fn position(&self, name: &str) -> Option<usize> {
+        let index = name.parse::<u32>().ok();
+        self.gpus.iter().position(|gpu| Some(gpu.index) == index || gpu.uuid == name)
+    }
+
+    /// NVML's common ancestor of two GPUs by position: what the file says of the pair, or else what the
+    /// host's tree says; `None` where one of them is not in the tree.
+    pub fn common_ancestor(&self, a: usize, b: usize) -> Option<Level> {
+        let (a, b) = (self.gpus.get(a)?, self.gpus.get(b)?);
+        if let Some(level) = a.common_ancestors.get(&b.index).or_else(|| b.common_ancestors.get(&a.index)) {
+            return Some(*level);
+        }
+        let (one, two) = (self.path(a.pci)?, self.path(b.pci)?);
+        if one.bridge != two.bridge {
+            let same_node = one.numa.is_some() && one.numa == two.numa;
+            return Some(if same_node { Level::Node } else { Level::System });
+        }
+        let shared = one.steps.iter().zip(&two.steps).take_while(|(x, y)| std::ptr::eq(**x, **y)).count();
+        let switches = |steps: &[&Device]| steps.iter().filter(|step| step.is_switch()).count();
+        Some(match shared.checked_sub(1) {
+            None => Level::HostBridge,
+            Some(last) => {
+                let crossed = switches(&one.steps[last..]) + switches(&two.steps[shared..]);
+                if crossed > 1 { Level::Multiple } else { Level::Single }
+            }
+        })
+    }
+
+    fn path(&self, pci: Pci) -> Option<Path<'_>> {
+        self.host.host_bridges.iter().enumerate().find_map(|(number, bridge)| {
+            let mut steps = Vec::new();
+            descend(&bridge.devices, pci, &mut steps).then(|| {
+                let numa = steps.iter().rev().find_map(|step| step.numa).or(bridge.numa);
+                Path { bridge: number, numa, steps }
+            })
+        })
+    }
+}
+
+/// The way from a host bridge down to a GPU, the GPU included.
+struct Path<'a> {
+    bridge: usize,
+    numa: Option<u32>,
+    steps: Vec<&'a Device>,
+}
+
+impl Device {
+    /// A switch is counted once: by its upstream port, or whole.
+    fn is_switch(&self) -> bool {
+        matches!(self.kind.as_str(), "upstream-port" | "switch")
+    }
+}
+
+fn descend<'a>(devices: &'a [Device], pci: Pci, steps: &mut Vec<&'a Device>) -> bool {
+    devices.iter().any(|device| {
+        steps.push(device);
+        let found = device.pci == Some(pci) || descend(&device.devices, pci, steps);
+        if !found {
+            steps.pop();
+        }
+        found
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn walks_the_tree_for_common_ancestors() {
+        let machine = Machine::parse(include_str!("../machines/four-gpus.yaml")).unwrap();
+        let level = |a, b| machine.common_ancestor(a, b).unwrap();
+        assert_eq!(level(0, 1), Level::Single);
+        assert_eq!(level(0, 2), Level::Multiple);
+        assert_eq!(level(2, 0), Level::Multiple);
+        assert_eq!(level(1, 3), Level::System);
+        assert_eq!(machine.position("2"), Some(2));
+        assert_eq!(machine.position("GPU-00000000-0000-0000-0000-000000000003"), Some(3));
+    }
+
+    #[test]
+    fn tells_host_bridges_and_nodes_apart_and_knows_what_it_cannot_know() {
+        let gpus: String = (0..4).map(|i| format!("  - {{index: {i}, uuid: G{i}, pci: '0000:0{i}:00.0'}}\n")).collect();
+        let port = |i: u32| format!("{{kind: root-port, devices: [{{kind: gpu, pci: '0000:0{i}:00.0'}}]}}");
+        let host = format!(
+            "  host:\n    host_bridges:\n    - {{numa: 1, devices: [{}, {}]}}\n    - {{numa: 1, devices: [{}]}}\n",
+            port(0),
+            port(1),
+            port(2)
+        );
+        let machine = Machine::parse(&format!("observed:\n  gpus:\n{gpus}{host}")).unwrap();
+        assert_eq!(machine.common_ancestor(0, 1), Some(Level::HostBridge));
+        assert_eq!(machine.common_ancestor(0, 2), Some(Level::Node));
+        assert_eq!(machine.common_ancestor(0, 3), None);
+    }
+}

@@ -1,0 +1,248 @@
+//! The one simulated driver of this process: its machine, what is wrong with it, its event sets.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
+
+use nvml_wrapper_sys::bindings::*;
+
+use crate::command::{Command, Fault, Selector};
+use crate::control;
+use crate::machine::Machine;
+
+/// A call's outcome: a value, or NVML's return code.
+pub type Answer<T = ()> = Result<T, nvmlReturn_t>;
+
+pub static FAKE: LazyLock<Fake> = LazyLock::new(Fake::default);
+
+#[derive(Default)]
+pub struct Fake {
+    state: Mutex<State>,
+    /// Something changed: an event came, a rule came or went.
+    pub changed: Condvar,
+    /// A function was called; apart from `changed`, on which calls themselves wait.
+    called: Condvar,
+}
+
+#[derive(Default)]
+pub struct State {
+    pub machine: Machine,
+    /// How many nvmlInit are not yet undone.
+    pub inits: u32,
+    loaded: bool,
+    init_code: u32,
+    lost: BTreeSet<usize>,
+    rules: Vec<Rule>,
+    /// How often each function was called.
+    calls: BTreeMap<String, u64>,
+    pub recovery: BTreeMap<usize, u32>,
+    pub sets: BTreeMap<usize, EventSet>,
+    pub sets_made: usize,
+}
+
+struct Rule {
+    /// `None` is every GPU, and calls that are about none.
+    gpu: Option<usize>,
+    function: String,
+    fault: Fault,
+}
+
+#[derive(Default)]
+pub struct EventSet {
+    /// The event types each GPU is registered for.
+    pub registered: BTreeMap<usize, u64>,
+    pub queue: VecDeque<Event>,
+}
+
+#[derive(Clone, Copy)]
+pub struct Event {
+    pub gpu: usize,
+    pub kind: u64,
+    pub data: u64,
+    pub gpu_instance: Option<u32>,
+    pub compute_instance: Option<u32>,
+}
+
+/// The handle of the GPU at a position; never dereferenced by anybody.
+pub fn handle(position: usize) -> nvmlDevice_t {
+    std::ptr::without_provenance_mut(0x1000 + position)
+}
+
+/// Runs a call's body; a panic becomes NVML_ERROR_UNKNOWN, for it must not reach C.
+pub fn guard(body: impl FnOnce() -> Answer) -> nvmlReturn_t {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => nvmlReturn_enum_NVML_SUCCESS,
+        Ok(Err(code)) => code,
+        Err(_) => nvmlReturn_enum_NVML_ERROR_UNKNOWN,
+    }
+}
+
+pub fn lock() -> MutexGuard<'static, State> {
+    FAKE.state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Begins a call that is about no GPU.
+pub fn enter(function: &str) -> Answer<MutexGuard<'static, State>> {
+    enter_with(function, |_| Ok(Vec::new()))
+}
+
+/// Begins a call about a GPU by its handle.
+pub fn enter_gpu(function: &str, device: nvmlDevice_t) -> Answer<(MutexGuard<'static, State>, usize)> {
+    let gpu = position(device)?;
+    let state = enter_with(function, |_| Ok(vec![gpu]))?;
+    Ok((state, gpu))
+}
+
+/// The position that a handle stands for.
+pub fn position(device: nvmlDevice_t) -> Answer<usize> {
+    device.addr().checked_sub(0x1000).ok_or(nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT)
+}
+
+/// Begins a call about the GPUs that `which` finds: refuses, blocks or aborts where told so.
+pub fn enter_with(function: &str, which: impl Fn(&State) -> Answer<Vec<usize>>) -> Answer<MutexGuard<'static, State>> {
+    let mut state = lock();
+    *state.calls.entry(function.to_owned()).or_default() += 1;
+    FAKE.called.notify_all();
+    loop {
+        if state.inits == 0 {
+            return Err(nvmlReturn_enum_NVML_ERROR_UNINITIALIZED);
+        }
+        let gpus = which(&state)?;
+        if gpus.iter().any(|gpu| *gpu >= state.machine.gpus.len()) {
+            return Err(nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT);
+        }
+        if gpus.iter().any(|gpu| state.lost.contains(gpu)) {
+            return Err(nvmlReturn_enum_NVML_ERROR_GPU_IS_LOST);
+        }
+        match state.fault(function, &gpus) {
+            None => return Ok(state),
+            Some(Fault::Code(code)) => return Err(code),
+            Some(Fault::Crash) => std::process::abort(),
+            Some(Fault::Hang) => state = FAKE.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+        }
+    }
+}
+
+impl State {
+    /// What a function does instead of answering, for these GPUs.
+    fn fault(&self, function: &str, gpus: &[usize]) -> Option<Fault> {
+        let applies = |rule: &&Rule| rule.gpu.is_none_or(|gpu| gpus.contains(&gpu)) && rule.function == function;
+        self.rules.iter().rev().find(applies).map(|rule| rule.fault)
+    }
+
+    fn resolve(&self, selector: &Selector) -> Result<usize, String> {
+        self.machine.position(&selector.0).ok_or_else(|| format!("there is no GPU '{}'", selector.0))
+    }
+
+    /// `*` is `None`.
+    fn resolve_or_all(&self, selector: &Selector) -> Result<Option<usize>, String> {
+        if selector.0 == "*" { Ok(None) } else { self.resolve(selector).map(Some) }
+    }
+
+    fn each(&self, selector: &Selector) -> Result<Vec<usize>, String> {
+        let all = || (0..self.machine.gpus.len()).collect();
+        Ok(self.resolve_or_all(selector)?.map_or_else(all, |gpu| vec![gpu]))
+    }
+
+    fn post(&mut self, event: Event) -> Result<(), String> {
+        let mut listeners = 0;
+        for set in self.sets.values_mut() {
+            if set.registered.get(&event.gpu).is_some_and(|kinds| kinds & event.kind != 0) {
+                set.queue.push_back(event);
+                listeners += 1;
+            }
+        }
+        if listeners == 0 { Err("no event set is registered for it".to_owned()) } else { Ok(()) }
+    }
+}
+
+/// Does what a command says.
+pub fn apply(command: &Command) -> Result<(), String> {
+    let mut guard = lock();
+    let state = &mut *guard;
+    match command {
+        Command::Xid { gpu, code, gpu_instance, compute_instance } => {
+            let (gpu_instance, compute_instance) = (*gpu_instance, *compute_instance);
+            let kind = nvmlEventTypeXidCriticalError.into();
+            for gpu in state.each(gpu)? {
+                state.post(Event { gpu, kind, data: *code, gpu_instance, compute_instance })?;
+            }
+        }
+        Command::Ecc { gpu } => {
+            let kind = nvmlEventTypeDoubleBitEccError.into();
+            for gpu in state.each(gpu)? {
+                state.post(Event { gpu, kind, data: 0, gpu_instance: None, compute_instance: None })?;
+            }
+        }
+        Command::Lost { gpu } => state.lost.extend(state.each(gpu)?),
+        Command::Back { gpu } => {
+            for gpu in state.each(gpu)? {
+                state.lost.remove(&gpu);
+            }
+        }
+        Command::Fault { gpu, function, fault } => {
+            let gpu = state.resolve_or_all(gpu)?;
+            state.rules.push(Rule { gpu, function: function.clone(), fault: *fault });
+        }
+        Command::NoFault { gpu, function } => {
+            let gpu = state.resolve_or_all(gpu)?;
+            state.rules.retain(|rule| rule.gpu != gpu || rule.function != *function);
+        }
+        Command::Init { code } => state.init_code = *code,
+        Command::Recovery { gpu, action } => {
+            for gpu in state.each(gpu)? {
+                state.recovery.insert(gpu, *action);
+            }
+        }
+        Command::CrashNow => std::process::abort(),
+        Command::Calls { function, more } => {
+            let calls = |state: &State| state.calls.get(function).copied().unwrap_or(0);
+            let enough = calls(state) + more;
+            let waited = FAKE.called.wait_while(guard, |state| calls(state) < enough);
+            drop(waited.unwrap_or_else(PoisonError::into_inner));
+        }
+    }
+    Ok(())
+}
+
+/// nvmlInit: the first one reads the environment, the machine file and the journal.
+pub fn init() -> Answer {
+    #[expect(clippy::disallowed_methods, reason = "a library that is dlopened has no argv")]
+    let environment = |name| std::env::var(name).ok().filter(|value: &String| !value.is_empty());
+    let mut state = lock();
+    if !state.loaded {
+        let loaded = environment("FAKE_NVML_MACHINE")
+            .ok_or_else(|| "FAKE_NVML_MACHINE names no machine file".to_owned())
+            .and_then(|path| std::fs::read_to_string(&path).map_err(|error| format!("{path}: {error}")))
+            .and_then(|text| Machine::parse(&text));
+        state.machine = loaded.map_err(|error| {
+            eprintln!("fake-nvml: {error}");
+            nvmlReturn_enum_NVML_ERROR_UNKNOWN
+        })?;
+        state.init_code = environment("FAKE_NVML_INIT").and_then(|code| code.parse().ok()).unwrap_or(0);
+        state.loaded = true;
+        drop(state);
+        for fault in environment("FAKE_NVML_FAIL").unwrap_or_default().split(',').filter(|fault| !fault.is_empty()) {
+            let done = format!("fail {}", fault.replace(':', " ")).parse().and_then(|command| apply(&command));
+            done.unwrap_or_else(|error| eprintln!("fake-nvml: FAKE_NVML_FAIL: {error}"));
+        }
+        if let Some(socket) = environment("FAKE_NVML_CONTROL") {
+            let started = control::start(Path::new(&socket));
+            started.unwrap_or_else(|error| eprintln!("fake-nvml: {socket}: {error}"));
+        }
+        state = lock();
+    }
+    while let Some(fault) = state.fault("nvmlInit_v2", &[]) {
+        match fault {
+            Fault::Code(code) => return Err(code),
+            Fault::Crash => std::process::abort(),
+            Fault::Hang => state = FAKE.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+        }
+    }
+    if state.init_code != 0 {
+        return Err(state.init_code);
+    }
+    state.inits += 1;
+    Ok(())
+}
