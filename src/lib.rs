@@ -4,5 +4,6 @@
 //! `topology`, `allocation` and `inventory` are pure; the adapters around them know the core and
 //! never each other; `runtime`, `demo` and `commands` put them together.
 
+pub mod kubelet_box;
 pub mod proto;
 pub mod topology;

@@ -80,7 +80,9 @@ impl TryFrom<String> for ComputeCapability {
         let parts = text.split_once('.').and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
         match parts {
             Some((major, minor)) => Ok(Self { major, minor }),
-            None => Err(format!("'{text}' is not a compute capability (expected a quoted major.minor, such as \"9.0\")")),
+            None => {
+                Err(format!("'{text}' is not a compute capability (expected a quoted major.minor, such as \"9.0\")"))
+            }
         }
     }
 }
