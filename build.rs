@@ -12,8 +12,6 @@ fn main() -> Result<(), Box<dyn Error>> {
     let out = PathBuf::from(env::var("OUT_DIR")?).join("deviceplugin");
     fs::create_dir_all(&out)?;
     let descriptors = protox::compile([api], ["proto"])?;
-    tonic_prost_build::configure()
-        .out_dir(out)
-        .compile_fds(descriptors)?;
+    tonic_prost_build::configure().out_dir(out).compile_fds(descriptors)?;
     Ok(())
 }
