@@ -50,7 +50,7 @@ pub(super) async fn start(life: &Arc<Life>, pod: &str, container: &str) -> Resul
             core.change(|book| book.count(&place.resource, |calls| &mut calls.pre_start));
             plugin.pre_start(shuffled(core, held.devices)).await
         };
-        outcome.await.map_err(|source| AdmissionError::PreStart { place, source })?;
+        outcome.await.map_err(|source| AdmissionError::PreStart { place: place.into(), source })?;
     }
     Ok(())
 }
@@ -88,7 +88,7 @@ async fn grant(
     };
     let needed = usize::try_from(requested).unwrap_or(usize::MAX);
     let plan = plan(&pool, needed, hint).map_err(|shortage| AdmissionError::Insufficient {
-        place: place.clone(),
+        place: place.clone().into(),
         requested,
         available: shortage.0,
     })?;
@@ -97,7 +97,7 @@ async fn grant(
         Plan::Ask(question) => {
             let sent = (shuffled(core, question.available.clone()), shuffled(core, question.must_include.clone()));
             let asked = ask(life, &place, sent, requested).await;
-            let asked = asked.map_err(|source| AdmissionError::Preferred { place: place.clone(), source })?;
+            let asked = asked.map_err(|source| AdmissionError::Preferred { place: place.clone().into(), source })?;
             let preferred = asked.as_ref().map_or(&[][..], |asked| &asked.preferred);
             (question.settle(preferred, &mut lock(&core.rng)), asked)
         }
@@ -117,7 +117,8 @@ enum Found {
 }
 
 fn check(core: &Core, place: &Place, requested: u32, still_running: bool) -> Result<Found, AdmissionError> {
-    let place = || place.clone();
+    let resource = &place.resource;
+    let place = || Box::new(place.clone());
     core.read(|book| {
         let held = book.held(&place()).cloned();
         if let Some(allocation) = &held {
@@ -130,8 +131,7 @@ fn check(core: &Core, place: &Place, requested: u32, still_running: bool) -> Res
         if still_running {
             return Ok(held.map_or(Found::Nothing, Found::Held));
         }
-        let resource = place().resource;
-        let (Some(healthy), Some(pool)) = (book.healthy(&resource), book.pool(&resource)) else {
+        let (Some(healthy), Some(pool)) = (book.healthy(resource), book.pool(resource)) else {
             return Err(AdmissionError::Unregistered { place: place() });
         };
         if healthy.is_empty() {
@@ -178,11 +178,11 @@ async fn order(life: &Arc<Life>, place: &Place, devices: &BTreeSet<String>) -> R
         plugin.allocate(shuffled(core, devices.clone())).await
     };
     let answer = answer.await.map_err(|source| AdmissionError::Allocate {
-        place: place.clone(),
+        place: place.clone().into(),
         devices: devices.iter().cloned().collect(),
         source,
     })?;
-    answer.ok_or_else(|| AdmissionError::EmptyResponse { place: place.clone() })
+    answer.ok_or_else(|| AdmissionError::EmptyResponse { place: place.clone().into() })
 }
 
 /// The plugin behind an endpoint that is not stopped.

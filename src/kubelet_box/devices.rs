@@ -9,8 +9,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::pod::{Allocation, Place};
 use super::selection::{Ids, Pool};
-use super::state::{Calls, ResourceState, Resources, State, Violation};
+use super::state::{Calls, Violation};
 
+mod snapshot;
 #[cfg(test)]
 mod tests;
 
@@ -66,6 +67,8 @@ struct Resource {
 pub(super) struct Book {
     pub(super) running: bool,
     pub(super) refused: u64,
+    /// Register calls that have no answer yet.
+    pub(super) registering: usize,
     resources: BTreeMap<String, Resource>,
     /// Survives a restart: the checkpoint file.
     held: BTreeMap<Place, Allocation>,
@@ -96,9 +99,10 @@ impl Book {
         id
     }
 
-    /// Forgets the current connection of the resource, whichever it is, and names it.
-    pub(super) fn deregister_client(&mut self, resource: &str) -> Option<ClientId> {
-        self.clients.remove(resource)
+    /// A registration failed: forgets the current connection of the resource, even if that is
+    /// another registration's by now.
+    pub(super) fn deregister_client(&mut self, resource: &str) {
+        self.clients.remove(resource);
     }
 
     /// The plugin was dialled and told its options: its endpoint replaces the one before. The
@@ -110,10 +114,24 @@ impl Book {
         entry.removed = false;
     }
 
-    /// A connection of this resource was given up: whatever endpoint is current is stopped, its
-    /// devices are unhealthy. Gives the stamp with which [`Book::expire`] removes the resource.
-    pub(super) fn plugin_disconnected(&mut self, resource: &str) -> Option<StopStamp> {
+    /// Gives up the current connection of the resource, whichever it is, because the stream of
+    /// `ended` is over or without a cause; names the connection to close. The endpoint is stopped,
+    /// its devices are unhealthy, and the stamp is for [`Book::expire`]. `None` where no connection
+    /// is current: then nothing is stopped.
+    pub(super) fn disconnect(
+        &mut self,
+        resource: &str,
+        ended: Option<ClientId>,
+    ) -> Option<(ClientId, Option<StopStamp>)> {
+        if let Some(ended) = ended {
+            self.streams.remove(&ended);
+        }
+        let client = self.clients.remove(resource)?;
         let stamp = self.next();
+        Some((client, self.stop_endpoint(resource, stamp)))
+    }
+
+    fn stop_endpoint(&mut self, resource: &str, stamp: StopStamp) -> Option<StopStamp> {
         let entry = self.resources.get_mut(resource)?;
         entry.endpoint.as_mut()?.stopped = Some(stamp);
         let mut healthy = std::mem::take(&mut entry.healthy);
@@ -133,11 +151,6 @@ impl Book {
     /// A stream has opened.
     pub(super) fn stream_opened(&mut self, resource: &str, client: ClientId) {
         self.streams.insert(client, resource.to_owned());
-    }
-
-    /// A stream has ended.
-    pub(super) fn stream_closed(&mut self, client: ClientId) {
-        self.streams.remove(&client);
     }
 
     /// A list came, over any stream of the resource: it replaces the one before.
@@ -277,33 +290,6 @@ impl Book {
         }
         self.serial = serial;
         stamps
-    }
-
-    /// What can be seen from outside.
-    pub(super) fn snapshot(&self) -> State {
-        let resources = self.resources.iter().map(|(name, entry)| (name.clone(), self.seen(name, entry))).collect();
-        let violations = self.violations.clone();
-        State { running: self.running, refused: self.refused, resources: Resources(resources), violations }
-    }
-
-    fn seen(&self, name: &str, entry: &Resource) -> ResourceState {
-        let mut allocated: BTreeMap<String, BTreeMap<String, Ids>> = BTreeMap::new();
-        for (place, held) in self.held.iter().filter(|(place, _)| place.resource == name) {
-            let containers = allocated.entry(place.pod.clone()).or_default();
-            containers.entry(place.container.clone()).or_default().extend(held.devices.iter().cloned());
-        }
-        let working = entry.endpoint.filter(|endpoint| endpoint.stopped.is_none()).and_then(|endpoint| endpoint.client);
-        ResourceState {
-            connected: working.is_some_and(|client| self.streams.contains_key(&client)),
-            open_streams: self.streams.values().filter(|resource| *resource == name).count(),
-            removed: entry.removed,
-            registrations: entry.registrations,
-            healthy: entry.healthy.clone(),
-            unhealthy: entry.unhealthy.clone(),
-            numa: entry.numa.clone(),
-            allocated,
-            calls: entry.calls,
-        }
     }
 }
 

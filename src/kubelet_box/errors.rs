@@ -97,19 +97,19 @@ pub enum AdmissionError {
     #[error("{place}: no such resource on this node")]
     Unregistered {
         /// Who asked.
-        place: Place,
+        place: Box<Place>,
     },
     /// The resource is there, but none of its devices is healthy.
     #[error("{place}: no device is healthy")]
     NoHealthyDevices {
         /// Who asked.
-        place: Place,
+        place: Box<Place>,
     },
     /// The container holds devices that are not healthy any more.
     #[error("{place}: devices it holds are not healthy: {}", devices.join(", "))]
     HeldUnhealthy {
         /// Who asked.
-        place: Place,
+        place: Box<Place>,
         /// The ids.
         devices: Vec<String>,
     },
@@ -117,7 +117,7 @@ pub enum AdmissionError {
     #[error("{place}: asks for {requested} but holds {held}")]
     RequestChanged {
         /// Who asked.
-        place: Place,
+        place: Box<Place>,
         /// Devices it asks for.
         requested: u32,
         /// Devices it holds.
@@ -127,7 +127,7 @@ pub enum AdmissionError {
     #[error("{place}: requested {requested}, available {available}")]
     Insufficient {
         /// Who asked.
-        place: Place,
+        place: Box<Place>,
         /// Devices it asks for.
         requested: u32,
         /// Devices that are healthy and free.
@@ -137,7 +137,7 @@ pub enum AdmissionError {
     #[error("{place}: no preferred allocation")]
     Preferred {
         /// Who asked.
-        place: Place,
+        place: Box<Place>,
         /// Why.
         source: CallError,
     },
@@ -145,7 +145,7 @@ pub enum AdmissionError {
     #[error("{place}: no allocation of {}", devices.join(", "))]
     Allocate {
         /// Who asked.
-        place: Place,
+        place: Box<Place>,
         /// The ids that were to be allocated, sorted.
         devices: Vec<String>,
         /// Why.
@@ -155,13 +155,13 @@ pub enum AdmissionError {
     #[error("{place}: the plugin's allocation holds no container")]
     EmptyResponse {
         /// Who asked.
-        place: Place,
+        place: Box<Place>,
     },
     /// PreStartContainer failed: the pod stays admitted and holds its devices, the container did not start.
     #[error("{place}: the container cannot start")]
     PreStart {
         /// Whose start.
-        place: Place,
+        place: Box<Place>,
         /// Why.
         source: CallError,
     },

@@ -165,8 +165,7 @@ impl Life {
             () = self.receive(&resource, id, &plugin) => {}
         }
         drop(plugin);
-        self.core.change(|book| book.stream_closed(id));
-        self.disconnect(&resource);
+        self.disconnect(&resource, Some(id));
     }
 
     async fn receive(&self, resource: &str, id: ClientId, plugin: &Plugin) {
@@ -178,13 +177,14 @@ impl Life {
         }
     }
 
-    /// Gives up the current connection of a resource, whichever it is. Says whether there was one.
-    pub(super) fn disconnect(self: &Arc<Self>, resource: &str) -> bool {
-        let Some(id) = self.core.change(|book| book.deregister_client(resource)) else { return false };
+    /// Gives up the current connection of a resource, whichever it is, because the stream of
+    /// `ended` is over or without a cause. Says whether there was one.
+    pub(super) fn disconnect(self: &Arc<Self>, resource: &str, ended: Option<ClientId>) -> bool {
+        let Some((id, stamp)) = self.core.change(|book| book.disconnect(resource, ended)) else { return false };
         if let Some(plugin) = lock(&self.plugins).remove(&id) {
             plugin.close();
         }
-        if let Some(stamp) = self.core.change(|book| book.plugin_disconnected(resource)) {
+        if let Some(stamp) = stamp {
             self.expire_later(resource.to_owned(), stamp);
         }
         true

@@ -23,6 +23,7 @@ mod rng;
 mod selection;
 mod state;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -161,7 +162,7 @@ impl KubeletBox {
         &self,
         pod: &str,
         container: &str,
-    ) -> Result<std::collections::BTreeMap<String, Allocation>, AdmissionError> {
+    ) -> Result<BTreeMap<String, Allocation>, AdmissionError> {
         let life = self.life(pod)?;
         let held = self.core.read(|book| book.container(pod, container));
         if held.is_empty() {
@@ -207,7 +208,7 @@ impl KubeletBox {
     /// Says whether there was one.
     pub fn disconnect(&self, resource: &str) -> bool {
         let life = lock(&self.life).clone();
-        life.is_some_and(|life| life.disconnect(resource))
+        life.is_some_and(|life| life.disconnect(resource, None))
     }
 
     /// The folder in which `kubelet.sock` is.

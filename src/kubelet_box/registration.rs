@@ -18,7 +18,7 @@ use tonic::{Request, Response, Status};
 use super::Fault;
 use super::errors::BoxError;
 use super::guarded::Guarded;
-use super::life::Life;
+use super::life::{Core, Life};
 use super::names;
 use crate::proto::v1beta1 as wire;
 use wire::registration_server::{Registration, RegistrationServer};
@@ -71,6 +71,7 @@ struct Service {
 #[tonic::async_trait]
 impl Registration for Service {
     async fn register(&self, request: Request<wire::RegisterRequest>) -> Result<Response<wire::Empty>, Status> {
+        let _unanswered = Unanswered::new(&self.life.core);
         let request = request.into_inner();
         let outcome = match self.fault() {
             Fault::None => self.accept(request).await,
@@ -88,6 +89,22 @@ impl Registration for Service {
                 Err(status)
             }
         }
+    }
+}
+
+/// Counts a call for as long as it has no answer, also where its caller goes away.
+struct Unanswered<'a>(&'a Core);
+
+impl<'a> Unanswered<'a> {
+    fn new(core: &'a Core) -> Self {
+        core.change(|book| book.registering += 1);
+        Self(core)
+    }
+}
+
+impl Drop for Unanswered<'_> {
+    fn drop(&mut self) {
+        self.0.change(|book| book.registering -= 1);
     }
 }
 

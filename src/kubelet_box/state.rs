@@ -11,6 +11,8 @@ use std::ops::{Deref, Index};
 pub struct State {
     /// Whether the registration socket is being served.
     pub running: bool,
+    /// Register calls that have no answer yet.
+    pub registering: usize,
     /// Register calls that were refused, for whatever reason.
     pub refused: u64,
     /// Every resource that was ever registered.

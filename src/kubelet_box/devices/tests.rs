@@ -1,5 +1,6 @@
 //! The books on their own: no sockets, no runtime.
 
+use super::super::state::ResourceState;
 use super::*;
 
 const GPU: &str = "nvidia.com/gpu";
@@ -31,6 +32,10 @@ fn connect(book: &mut Book) -> ClientId {
     book.plugin_connected(GPU, client, PluginOptions::default());
     book.stream_opened(GPU, client);
     client
+}
+
+fn stop(book: &mut Book) -> StopStamp {
+    book.disconnect(GPU, None).unwrap().1.unwrap()
 }
 
 fn place(pod: &str) -> Place {
@@ -116,9 +121,9 @@ fn an_id_may_turn_unhealthy_but_not_vanish_while_a_pod_holds_it() {
 fn the_end_of_a_stream_stops_the_endpoint_and_later_the_resource() {
     let (mut book, client) = connected("a b!");
     hold(&mut book, "pod", "a");
-    book.stream_closed(client);
-    assert_eq!(book.deregister_client(GPU), Some(client));
-    let stamp = book.plugin_disconnected(GPU).unwrap();
+    let (closed, stamp) = book.disconnect(GPU, Some(client)).unwrap();
+    assert_eq!(closed, client);
+    let stamp = stamp.unwrap();
     assert_eq!((gpu(&book).connected, gpu(&book).healthy, gpu(&book).unhealthy), (false, ids(""), ids("a b")));
     book.expire(GPU, stamp);
     let after = gpu(&book);
@@ -129,11 +134,11 @@ fn the_end_of_a_stream_stops_the_endpoint_and_later_the_resource() {
 #[test]
 fn a_grace_period_does_not_end_a_newer_registration() {
     let (mut book, _) = connected("a");
-    let old = book.plugin_disconnected(GPU).unwrap();
+    let old = stop(&mut book);
     connect(&mut book);
     book.expire(GPU, old);
     assert!(!gpu(&book).removed);
-    let new = book.plugin_disconnected(GPU).unwrap();
+    let new = stop(&mut book);
     book.expire(GPU, old);
     assert!(!gpu(&book).removed, "a later stop has its own grace period");
     book.expire(GPU, new);
@@ -145,10 +150,11 @@ fn the_current_connection_goes_by_resource_not_by_itself() {
     let (mut book, old) = connected("a");
     let new = connect(&mut book);
     assert!(gpu(&book).connected && gpu(&book).open_streams == 2);
-    book.stream_closed(old);
-    assert_eq!(book.deregister_client(GPU), Some(new));
-    book.plugin_disconnected(GPU);
+    assert_eq!(book.disconnect(GPU, Some(old)).map(|(client, _)| client), Some(new));
     assert_eq!((gpu(&book).connected, gpu(&book).healthy), (false, ids("")), "the new one pays for the old one");
+    book.list(GPU, advertised("b"));
+    assert!(book.disconnect(GPU, Some(new)).is_none());
+    assert_eq!((gpu(&book).open_streams, gpu(&book).healthy), (0, ids("b")), "and stops nothing when it ends");
 }
 
 #[test]
@@ -167,4 +173,14 @@ fn a_restart_keeps_allocations_and_nothing_else() {
     book.ended();
     assert_eq!(book.started(false), [], "a removed resource is not in the checkpoint");
     assert!(!book.take_still_running("pod", "main"));
+}
+
+#[test]
+fn a_registration_that_fails_forgets_the_one_before() {
+    let (mut book, old) = connected("a");
+    book.register_client(GPU);
+    book.deregister_client(GPU);
+    assert!(gpu(&book).connected, "the old stream goes on");
+    assert!(book.disconnect(GPU, Some(old)).is_none());
+    assert_eq!(gpu(&book).healthy, ids("a"), "and nobody notices its end, as in a kubelet");
 }
