@@ -79,11 +79,10 @@ impl Question {
     }
 }
 
-/// The available devices as aligned, unaligned and without affinity. Without a mask, or where no
-/// device of the resource has a NUMA node, all are without affinity.
+/// The available devices as aligned, unaligned and without affinity. Without a mask all are without
+/// affinity; so are those of a resource that names no NUMA nodes.
 fn by_affinity(pool: &Pool, hint: Option<&Hint>) -> [Ids; 3] {
-    let aware = pool.numa.values().any(|nodes| !nodes.is_empty());
-    let Some(mask) = hint.and_then(|hint| hint.numa.as_ref()).filter(|_| aware) else {
+    let Some(mask) = hint.and_then(|hint| hint.numa.as_ref()) else {
         return [Ids::new(), Ids::new(), pool.available.clone()];
     };
     let mut split = [Ids::new(), Ids::new(), Ids::new()];

@@ -58,7 +58,7 @@ async fn unknown_and_wholly_unhealthy_resources_have_errors_of_their_own() {
 
 #[tokio::test]
 async fn a_pod_is_admitted_as_a_whole() {
-    let (_dir, kubelet, plugin) = node("a b c", usual, |plugin| plugin.advise("a b c")).await;
+    let (_dir, kubelet, plugin) = node("a b c", usual, |plugin| plugin.advise("a b")).await;
     let pod = Pod::new("pod").with_container("first", [(GPU, 1)]).with_container("second", [(GPU, 2)]);
     let admitted = kubelet.admit(&pod, None).await.unwrap();
     let [first, second] = ["first", "second"].map(|name| set(&admitted.grant(name, GPU).unwrap().allocation.devices));
@@ -146,11 +146,11 @@ async fn a_hint_narrows_what_the_plugin_sees() {
 async fn an_allocation_that_fails_hangs_or_is_empty_rejects_the_pod() {
     let (_dir, kubelet, plugin) = node("a", |options| options.call_timeout = SOON, |_| {}).await;
     let pod = Pod::single("pod", GPU, 1);
-    plugin.script(|script| script.allocate_hangs = true);
+    plugin.script(|script| script.allocate_hangs_from = Some(1));
     let error = kubelet.admit(&pod, None).await.unwrap_err();
     let AdmissionError::Allocate { devices, source, .. } = &error else { panic!("{error}") };
-    assert!(devices == &["a"] && matches!(source, CallError::Timeout { method: "Allocate", .. }), "{source}");
-    plugin.script(|script| (script.allocate_hangs, script.allocate_is_empty) = (false, true));
+    assert!(devices == &["a"] && matches!(source, CallError::Timeout { method: "Allocate", after: SOON }), "{source}");
+    plugin.script(|script| (script.allocate_hangs_from, script.allocate_is_empty) = (None, true));
     let error = kubelet.admit(&pod, None).await.unwrap_err();
     assert!(matches!(error, AdmissionError::EmptyResponse { .. }), "{error}");
     plugin.script(|script| script.allocate_is_empty = false);
@@ -158,19 +158,22 @@ async fn an_allocation_that_fails_hangs_or_is_empty_rejects_the_pod() {
 }
 
 #[tokio::test]
-async fn a_stop_cuts_an_admission_off() {
-    let (_dir, kubelet, plugin) = node("a b", usual, |_| {}).await;
-    plugin.script(|script| script.allocate_hangs = true);
-    let pod = Pod::single("pod", GPU, 1);
+async fn an_admission_that_a_stop_cuts_off_leaves_the_pod_as_it_was() {
+    let (_dir, kubelet, plugin) = node("a b c", usual, |_| {}).await;
+    let pod = Pod::new("pod").with_container("first", [(GPU, 1)]);
+    let held = kubelet.admit(&pod, None).await.unwrap();
+    let pod = pod.with_container("second", [(GPU, 1)]).with_container("third", [(GPU, 1)]);
+    plugin.script(|script| script.allocate_hangs_from = Some(3));
     let stop = async {
-        kubelet.wait(|s| s.resources[GPU].calls.allocate == 1).await.unwrap();
+        kubelet.wait(|s| s.resources[GPU].calls.allocate == 3).await.unwrap();
         kubelet.stop().await.unwrap();
     };
     let (admitted, ()) = tokio::join!(kubelet.admit(&pod, None), stop);
     let error = admitted.unwrap_err();
     let AdmissionError::Allocate { source, .. } = &error else { panic!("{error}") };
     assert!(matches!(source, CallError::Stopped { method: "Allocate" }), "{source}");
-    assert!(kubelet.state().resources[GPU].in_use().is_empty());
+    let first = &held.grant("first", GPU).unwrap().allocation.devices;
+    assert_eq!(kubelet.state().resources[GPU].in_use(), set(first));
 }
 
 #[tokio::test]

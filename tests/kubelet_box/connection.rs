@@ -58,10 +58,14 @@ async fn a_registration_that_a_kubelet_would_not_take_is_refused() {
         resource_name: resource.into(),
         options: None,
     };
-    let bad = [("v1", "gpu.sock", GPU), ("v1beta1", "gpu.sock", "gpu"), ("v1beta1", "../gpu.sock", GPU)];
-    for (version, endpoint, resource) in bad {
-        let status = send(dir.path(), request(version, endpoint, resource)).await.unwrap_err();
-        assert_eq!(status.code(), Code::Unknown, "{status}");
+    let bad = [
+        (request("v1", "gpu.sock", GPU), "version \"v1\" is not supported"),
+        (request("v1beta1", "gpu.sock", "gpu"), "\"gpu\" is not an extended resource name"),
+        (request("v1beta1", "../gpu.sock", GPU), "endpoint \"../gpu.sock\" is not a file name"),
+    ];
+    for (request, why) in bad {
+        let status = send(dir.path(), request).await.unwrap_err();
+        assert!(status.code() == Code::Unknown && status.message().contains(why), "{status}");
     }
     assert_eq!((kubelet.state().refused, kubelet.state().resources.len()), (3, 0));
     send(dir.path(), request("v1beta1", "gpu.sock", GPU)).await.unwrap();
@@ -221,6 +225,18 @@ async fn register_refuses_hangs_or_lies_when_told_to() {
 
 #[tokio::test]
 async fn a_stop_lets_a_hanging_register_go() {
+    let (_dir, kubelet, plugin) = node("a", usual, |_| {}).await;
+    kubelet.set_fault(Fault::Hang);
+    let stop = async {
+        kubelet.wait(|s| s.registering == 1).await.unwrap();
+        kubelet.stop().await.unwrap();
+    };
+    let (status, ()) = tokio::join!(plugin.register(), stop);
+    assert_eq!(status.unwrap_err().code(), Code::Unavailable);
+}
+
+#[tokio::test]
+async fn a_stop_ends_a_dial() {
     let (dir, kubelet) = kubelet(|options| options.dial_timeout = Duration::from_secs(60));
     let dialling = register(dir.path(), "missing.sock", GPU);
     let stop = async {

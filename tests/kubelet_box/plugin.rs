@@ -27,7 +27,8 @@ pub struct Script {
     pub preferred_fails: Option<Status>,
     /// Fails an Allocate call that names this id.
     pub allocate_fails: Option<String>,
-    pub allocate_hangs: bool,
+    /// Does not answer the Allocate call with this number, counted from one, nor any later one.
+    pub allocate_hangs_from: Option<usize>,
     pub allocate_is_empty: bool,
     pub pre_start_fails: Option<Status>,
 }
@@ -203,9 +204,13 @@ impl wire::device_plugin_server::DevicePlugin for Service {
         let ids = request.container_requests.iter().flat_map(|container| container.devices_ids.clone());
         let mut ids: Vec<String> = ids.collect();
         ids.sort();
-        self.0.seen.lock().unwrap().allocate.push(request);
+        let calls = {
+            let mut seen = self.0.seen.lock().unwrap();
+            seen.allocate.push(request);
+            seen.allocate.len()
+        };
         let script = self.script();
-        if script.allocate_hangs {
+        if script.allocate_hangs_from.is_some_and(|from| calls >= from) {
             std::future::pending::<()>().await;
         }
         if let Some(id) = script.allocate_fails.filter(|id| ids.contains(id)) {

@@ -162,7 +162,7 @@ fn a_restart_keeps_allocations_and_nothing_else() {
     let (mut book, _) = connected("a b");
     hold(&mut book, "pod", "a");
     book.ended();
-    assert!(!book.snapshot().running);
+    assert!(!book.snapshot().running && book.endpoint(GPU).is_none());
     let stamps = book.started(true);
     let after = gpu(&book);
     assert_eq!((after.connected, after.healthy.len(), after.in_use()), (false, 0, ids("a")));
