@@ -14,6 +14,7 @@ pub mod kubelet;
 pub mod machines;
 pub mod metrics;
 pub mod nvml;
+pub mod kubelet_box;
 pub mod proto;
 pub mod runtime;
 pub mod topology;

@@ -1,0 +1,305 @@
+//! The device manager's books: which device is healthy, which container holds what, which plugin
+//! connection is the current one of its resource.
+//!
+//! One `Book` lives in `life::Core`, behind its lock; `registration`, `endpoint`'s streams and
+//! `admission` write it. Pure: no I/O, no clock, no wire types. It keeps, on purpose, what is odd
+//! in kubelets up to 1.36: connections are looked up by resource name, never by themselves.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::pod::{Allocation, Place};
+use super::selection::{Ids, Pool};
+use super::state::{Calls, Violation};
+
+mod snapshot;
+#[cfg(test)]
+mod tests;
+
+/// One connection to a plugin, never reused.
+pub(super) type ClientId = u64;
+/// One stop of one endpoint, so that a late grace period ends nothing newer.
+pub(super) type StopStamp = u64;
+
+/// Longest device id that the API allows.
+const ID_MAX: usize = 63;
+
+/// A device as a plugin advertises it.
+#[derive(Clone, Debug)]
+pub(super) struct Advertised {
+    pub(super) id: String,
+    /// The wire's word; `Healthy` and `Unhealthy` are the two that are allowed.
+    pub(super) health: String,
+    pub(super) numa: BTreeSet<i64>,
+}
+
+/// What GetDevicePluginOptions said.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct PluginOptions {
+    pub(super) pre_start: bool,
+    pub(super) preferred: bool,
+}
+
+/// The endpoint of a resource; there is at most one.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Endpoint {
+    /// `None` for the placeholder that a kubelet starts with.
+    pub(super) client: Option<ClientId>,
+    pub(super) options: PluginOptions,
+    pub(super) stopped: Option<StopStamp>,
+}
+
+#[derive(Debug, Default)]
+struct Resource {
+    /// Has a device list, if an empty one: registered and listed, and not removed since.
+    registered: bool,
+    healthy: Ids,
+    unhealthy: Ids,
+    /// NUMA nodes of the last list's devices.
+    numa: BTreeMap<String, BTreeSet<i64>>,
+    endpoint: Option<Endpoint>,
+    removed: bool,
+    registrations: u64,
+    calls: Calls,
+}
+
+/// All the books.
+#[derive(Debug, Default)]
+pub(super) struct Book {
+    pub(super) running: bool,
+    pub(super) refused: u64,
+    /// Register calls that have no answer yet.
+    pub(super) registering: usize,
+    resources: BTreeMap<String, Resource>,
+    /// Survives a restart: the checkpoint file.
+    held: BTreeMap<Place, Allocation>,
+    /// Containers that ran when the kubelet started: (pod, container).
+    still_running: BTreeSet<(String, String)>,
+    /// The current connection of each resource, connecting ones included.
+    clients: BTreeMap<String, ClientId>,
+    /// Open ListAndWatch streams and their resource.
+    streams: BTreeMap<ClientId, String>,
+    serial: u64,
+    violations: Vec<Violation>,
+}
+
+impl Book {
+    fn resource(&mut self, name: &str) -> &mut Resource {
+        self.resources.entry(name.to_owned()).or_default()
+    }
+
+    fn next(&mut self) -> u64 {
+        self.serial += 1;
+        self.serial
+    }
+
+    /// A registration begins: the new connection is the current one before it is even dialled.
+    pub(super) fn register_client(&mut self, resource: &str) -> ClientId {
+        let id = self.next();
+        self.clients.insert(resource.to_owned(), id);
+        id
+    }
+
+    /// A registration failed: forgets the current connection of the resource, even if that is
+    /// another registration's by now.
+    pub(super) fn deregister_client(&mut self, resource: &str) {
+        self.clients.remove(resource);
+    }
+
+    /// The plugin was dialled and told its options: its endpoint replaces the one before. The
+    /// devices stay as they are until its first list.
+    pub(super) fn plugin_connected(&mut self, resource: &str, client: ClientId, options: PluginOptions) {
+        let entry = self.resource(resource);
+        entry.endpoint = Some(Endpoint { client: Some(client), options, stopped: None });
+        entry.registrations += 1;
+        entry.removed = false;
+    }
+
+    /// Gives up the current connection of the resource, whichever it is, because the stream of
+    /// `ended` is over or without a cause; names the connection to close. The endpoint is stopped,
+    /// its devices are unhealthy, and the stamp is for [`Book::expire`]. `None` where no connection
+    /// is current: then nothing is stopped.
+    pub(super) fn disconnect(
+        &mut self,
+        resource: &str,
+        ended: Option<ClientId>,
+    ) -> Option<(ClientId, Option<StopStamp>)> {
+        if let Some(ended) = ended {
+            self.streams.remove(&ended);
+        }
+        let client = self.clients.remove(resource)?;
+        let stamp = self.next();
+        Some((client, self.stop_endpoint(resource, stamp)))
+    }
+
+    fn stop_endpoint(&mut self, resource: &str, stamp: StopStamp) -> Option<StopStamp> {
+        let entry = self.resources.get_mut(resource)?;
+        entry.endpoint.as_mut()?.stopped = Some(stamp);
+        let mut healthy = std::mem::take(&mut entry.healthy);
+        entry.unhealthy.append(&mut healthy);
+        Some(stamp)
+    }
+
+    /// The grace period of that stop is over: the resource goes, unless the endpoint is another by now.
+    pub(super) fn expire(&mut self, resource: &str, stamp: StopStamp) {
+        let Some(entry) = self.resources.get_mut(resource) else { return };
+        if entry.endpoint.is_some_and(|endpoint| endpoint.stopped == Some(stamp)) {
+            let (registrations, calls) = (entry.registrations, entry.calls);
+            *entry = Resource { removed: true, registrations, calls, ..Resource::default() };
+        }
+    }
+
+    /// A stream has opened.
+    pub(super) fn stream_opened(&mut self, resource: &str, client: ClientId) {
+        self.streams.insert(client, resource.to_owned());
+    }
+
+    /// A list came, over any stream of the resource: it replaces the one before.
+    pub(super) fn list(&mut self, resource: &str, devices: Vec<Advertised>) {
+        let mut found = Vec::new();
+        let entry = self.resource(resource);
+        entry.registered = true;
+        entry.healthy.clear();
+        entry.unhealthy.clear();
+        entry.numa.clear();
+        for Advertised { id, health, numa } in devices {
+            if id.len() > ID_MAX {
+                found.push(Violation::IdTooLong { resource: resource.to_owned(), id });
+                continue;
+            }
+            match health.as_str() {
+                "Healthy" => entry.healthy.insert(id.clone()),
+                "Unhealthy" => entry.unhealthy.insert(id.clone()),
+                _ => {
+                    found.push(Violation::UnknownHealth { resource: resource.to_owned(), id: id.clone(), health });
+                    entry.unhealthy.insert(id.clone())
+                }
+            };
+            if entry.numa.insert(id.clone(), numa).is_some() {
+                found.push(Violation::DuplicateId { resource: resource.to_owned(), id });
+            }
+        }
+        for (place, allocation) in self.held.iter().filter(|(place, _)| place.resource == resource) {
+            found.extend(self.resources.get(resource).into_iter().flat_map(|entry| vanished(entry, place, allocation)));
+        }
+        self.report(found);
+    }
+
+    fn report(&mut self, found: Vec<Violation>) {
+        for violation in found {
+            if !self.violations.contains(&violation) {
+                self.violations.push(violation);
+            }
+        }
+    }
+
+    /// The endpoint to call for this resource.
+    pub(super) fn endpoint(&self, resource: &str) -> Option<Endpoint> {
+        self.resources.get(resource)?.endpoint
+    }
+
+    /// Counts a call that is about to be made.
+    pub(super) fn count(&mut self, resource: &str, which: impl FnOnce(&mut Calls) -> &mut u64) {
+        *which(&mut self.resource(resource).calls) += 1;
+    }
+
+    /// The devices of a resource to choose from; `None` where no plugin has listed any.
+    pub(super) fn pool(&self, resource: &str) -> Option<Pool> {
+        let entry = self.resources.get(resource).filter(|entry| entry.registered)?;
+        let of_resource = self.held.iter().filter(|(place, _)| place.resource == resource);
+        let in_use: Ids = of_resource.flat_map(|(_, allocation)| allocation.devices.iter().cloned()).collect();
+        Some(Pool { available: entry.healthy.difference(&in_use).cloned().collect(), numa: entry.numa.clone() })
+    }
+
+    /// The healthy ids of a resource; `None` where no plugin has listed any.
+    pub(super) fn healthy(&self, resource: &str) -> Option<&Ids> {
+        self.resources.get(resource).filter(|entry| entry.registered).map(|entry| &entry.healthy)
+    }
+
+    /// What a container holds.
+    pub(super) fn held(&self, place: &Place) -> Option<&Allocation> {
+        self.held.get(place)
+    }
+
+    /// What a container holds, by resource.
+    pub(super) fn container(&self, pod: &str, container: &str) -> BTreeMap<String, Allocation> {
+        let here = |place: &&Place| place.pod == pod && place.container == container;
+        let held = self.held.iter().filter(|(place, _)| here(place));
+        held.map(|(place, allocation)| (place.resource.clone(), allocation.clone())).collect()
+    }
+
+    /// Whether the container was found running by a kubelet that has just started. Said once: a
+    /// second admission is a new container.
+    pub(super) fn take_still_running(&mut self, pod: &str, container: &str) -> bool {
+        self.still_running.remove(&(pod.to_owned(), container.to_owned()))
+    }
+
+    /// Allocate has answered. An id that has vanished meanwhile is what a kubelet stumbles over.
+    pub(super) fn commit(&mut self, place: Place, allocation: Allocation) {
+        let entry = self.resources.get(&place.resource);
+        let found = entry.map(|entry| vanished(entry, &place, &allocation).collect()).unwrap_or_default();
+        self.report(found);
+        self.held.insert(place, allocation);
+    }
+
+    /// Takes everything from a pod and gives it back to the caller.
+    pub(super) fn remove_pod(&mut self, pod: &str) -> BTreeMap<Place, Allocation> {
+        self.still_running.retain(|(name, _)| name != pod);
+        let removed = self.pod(pod);
+        self.held.retain(|place, _| place.pod != pod);
+        removed
+    }
+
+    /// What a pod holds.
+    pub(super) fn pod(&self, pod: &str) -> BTreeMap<Place, Allocation> {
+        self.held.iter().filter(|(place, _)| place.pod == pod).map(|(p, a)| (p.clone(), a.clone())).collect()
+    }
+
+    /// Undoes what an interrupted admission did to the pod.
+    pub(super) fn restore_pod(&mut self, pod: &str, held: BTreeMap<Place, Allocation>) {
+        self.remove_pod(pod);
+        self.held.extend(held);
+    }
+
+    /// The kubelet's process has ended: what is not in the checkpoint is lost.
+    pub(super) fn ended(&mut self) {
+        self.running = false;
+        self.clients.clear();
+        self.streams.clear();
+        self.still_running.clear();
+        for entry in self.resources.values_mut() {
+            entry.healthy.clear();
+            entry.unhealthy.clear();
+            entry.numa.clear();
+            entry.endpoint = None;
+        }
+    }
+
+    /// A kubelet starts with this checkpoint. Resources of the checkpoint get a stopped endpoint;
+    /// their stamps are given. `containers_run` says whether the runtime still runs the containers.
+    pub(super) fn started(&mut self, containers_run: bool) -> Vec<(String, StopStamp)> {
+        self.running = true;
+        if containers_run {
+            self.still_running = self.held.keys().map(|p| (p.pod.clone(), p.container.clone())).collect();
+        }
+        let mut serial = self.serial;
+        let mut stamps = Vec::new();
+        for (name, entry) in self.resources.iter_mut().filter(|(_, entry)| entry.registered) {
+            serial += 1;
+            entry.endpoint = Some(Endpoint { stopped: Some(serial), ..Endpoint::default() });
+            stamps.push((name.clone(), serial));
+        }
+        self.serial = serial;
+        stamps
+    }
+}
+
+/// The ids of an allocation that its resource no longer lists.
+fn vanished(entry: &Resource, place: &Place, allocation: &Allocation) -> impl Iterator<Item = Violation> {
+    let gone = allocation.devices.iter().filter(|id| !entry.numa.contains_key(*id));
+    gone.map(|id| Violation::VanishedWhileHeld {
+        resource: place.resource.clone(),
+        id: id.clone(),
+        pod: place.pod.clone(),
+        container: place.container.clone(),
+    })
+}

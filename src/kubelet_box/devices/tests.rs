@@ -1,0 +1,186 @@
+//! The books on their own: no sockets, no runtime.
+
+use super::super::state::ResourceState;
+use super::*;
+
+const GPU: &str = "nvidia.com/gpu";
+
+fn ids(list: &str) -> Ids {
+    list.split_whitespace().map(String::from).collect()
+}
+
+/// `"a b! c"`: devices, `!` marks the unhealthy ones.
+fn advertised(devices: &str) -> Vec<Advertised> {
+    let device = |word: &str| Advertised {
+        id: word.trim_end_matches('!').into(),
+        health: if word.ends_with('!') { "Unhealthy" } else { "Healthy" }.into(),
+        numa: BTreeSet::new(),
+    };
+    devices.split_whitespace().map(device).collect()
+}
+
+fn connected(devices: &str) -> (Book, ClientId) {
+    let mut book = Book::default();
+    book.started(true);
+    let client = connect(&mut book);
+    book.list(GPU, advertised(devices));
+    (book, client)
+}
+
+fn connect(book: &mut Book) -> ClientId {
+    let client = book.register_client(GPU);
+    book.plugin_connected(GPU, client, PluginOptions::default());
+    book.stream_opened(GPU, client);
+    client
+}
+
+fn stop(book: &mut Book) -> StopStamp {
+    book.disconnect(GPU, None).unwrap().1.unwrap()
+}
+
+fn place(pod: &str) -> Place {
+    Place { pod: pod.into(), container: "main".into(), resource: GPU.into() }
+}
+
+fn hold(book: &mut Book, pod: &str, devices: &str) {
+    let devices = devices.split_whitespace().map(String::from).collect();
+    book.commit(place(pod), Allocation { devices, ..Allocation::default() });
+}
+
+fn gpu(book: &Book) -> ResourceState {
+    book.snapshot().resources[GPU].clone()
+}
+
+#[test]
+fn a_list_replaces_the_one_before() {
+    let (mut book, _) = connected("a b c!");
+    assert_eq!((gpu(&book).healthy, gpu(&book).unhealthy), (ids("a b"), ids("c")));
+    book.list(GPU, advertised("b! d"));
+    assert_eq!((gpu(&book).healthy, gpu(&book).unhealthy), (ids("d"), ids("b")));
+    assert_eq!(book.snapshot().violations, []);
+}
+
+#[test]
+fn available_is_healthy_and_not_held() {
+    let (mut book, _) = connected("a b c! d");
+    hold(&mut book, "pod", "a");
+    assert_eq!(book.pool(GPU).unwrap().available, ids("b d"));
+    assert_eq!(gpu(&book).free(), ids("b d"));
+    assert_eq!(book.remove_pod("pod").len(), 1);
+    assert_eq!(book.pool(GPU).unwrap().available, ids("a b d"));
+}
+
+#[test]
+fn a_resource_without_a_list_has_no_pool() {
+    let mut book = Book::default();
+    connect(&mut book);
+    assert!(book.pool(GPU).is_none() && book.healthy(GPU).is_none());
+    book.list(GPU, advertised(""));
+    assert_eq!(book.pool(GPU).unwrap().available, ids(""));
+}
+
+#[test]
+fn what_a_plugin_may_not_say_is_recorded_once() {
+    let (mut book, _) = connected("a");
+    let long = "x".repeat(64);
+    let mut devices = advertised(&format!("a a {} {long}", "y".repeat(63)));
+    devices.push(Advertised { id: "z".into(), health: "healthy".into(), numa: BTreeSet::new() });
+    for _ in 0..2 {
+        book.list(GPU, devices.clone());
+    }
+    let resource = || GPU.to_owned();
+    let expected = vec![
+        Violation::DuplicateId { resource: resource(), id: "a".into() },
+        Violation::IdTooLong { resource: resource(), id: long },
+        Violation::UnknownHealth { resource: resource(), id: "z".into(), health: "healthy".into() },
+    ];
+    assert_eq!(book.snapshot().violations, expected);
+    assert_eq!((gpu(&book).healthy, gpu(&book).unhealthy), (ids(&format!("a {}", "y".repeat(63))), ids("z")));
+}
+
+#[test]
+fn an_id_may_turn_unhealthy_but_not_vanish_while_a_pod_holds_it() {
+    let (mut book, _) = connected("a b");
+    hold(&mut book, "pod", "a");
+    book.list(GPU, advertised("a! b"));
+    assert_eq!(book.snapshot().violations, []);
+    book.list(GPU, advertised("b"));
+    let gone = |pod: &str, id: &str| Violation::VanishedWhileHeld {
+        resource: GPU.into(),
+        id: id.into(),
+        pod: pod.into(),
+        container: "main".into(),
+    };
+    assert_eq!(book.snapshot().violations, [gone("pod", "a")]);
+    book.list(GPU, advertised(""));
+    hold(&mut book, "late", "b");
+    assert_eq!(book.snapshot().violations, [gone("pod", "a"), gone("late", "b")], "vanished during Allocate");
+}
+
+#[test]
+fn the_end_of_a_stream_stops_the_endpoint_and_later_the_resource() {
+    let (mut book, client) = connected("a b!");
+    hold(&mut book, "pod", "a");
+    let (closed, stamp) = book.disconnect(GPU, Some(client)).unwrap();
+    assert_eq!(closed, client);
+    let stamp = stamp.unwrap();
+    assert_eq!((gpu(&book).connected, gpu(&book).healthy, gpu(&book).unhealthy), (false, ids(""), ids("a b")));
+    book.expire(GPU, stamp);
+    let after = gpu(&book);
+    assert_eq!((after.removed, after.unhealthy.len(), after.in_use()), (true, 0, ids("a")));
+    assert_eq!(after.registrations, 1);
+}
+
+#[test]
+fn a_grace_period_does_not_end_a_newer_registration() {
+    let (mut book, _) = connected("a");
+    let old = stop(&mut book);
+    connect(&mut book);
+    book.expire(GPU, old);
+    assert!(!gpu(&book).removed);
+    let new = stop(&mut book);
+    book.expire(GPU, old);
+    assert!(!gpu(&book).removed, "a later stop has its own grace period");
+    book.expire(GPU, new);
+    assert!(gpu(&book).removed);
+}
+
+#[test]
+fn the_current_connection_goes_by_resource_not_by_itself() {
+    let (mut book, old) = connected("a");
+    let new = connect(&mut book);
+    assert!(gpu(&book).connected && gpu(&book).open_streams == 2);
+    assert_eq!(book.disconnect(GPU, Some(old)).map(|(client, _)| client), Some(new));
+    assert_eq!((gpu(&book).connected, gpu(&book).healthy), (false, ids("")), "the new one pays for the old one");
+    book.list(GPU, advertised("b"));
+    assert!(book.disconnect(GPU, Some(new)).is_none());
+    assert_eq!((gpu(&book).open_streams, gpu(&book).healthy), (0, ids("b")), "and stops nothing when it ends");
+}
+
+#[test]
+fn a_restart_keeps_allocations_and_nothing_else() {
+    let (mut book, _) = connected("a b");
+    hold(&mut book, "pod", "a");
+    book.ended();
+    assert!(!book.snapshot().running && book.endpoint(GPU).is_none());
+    let stamps = book.started(true);
+    let after = gpu(&book);
+    assert_eq!((after.connected, after.healthy.len(), after.in_use()), (false, 0, ids("a")));
+    assert!(book.take_still_running("pod", "main") && !book.take_still_running("pod", "main"));
+    assert_eq!(book.pool(GPU).unwrap().available, ids(""), "registered, with nothing healthy");
+    book.expire(GPU, stamps[0].1);
+    assert!(gpu(&book).removed && book.pool(GPU).is_none());
+    book.ended();
+    assert_eq!(book.started(false), [], "a removed resource is not in the checkpoint");
+    assert!(!book.take_still_running("pod", "main"));
+}
+
+#[test]
+fn a_registration_that_fails_forgets_the_one_before() {
+    let (mut book, old) = connected("a");
+    book.register_client(GPU);
+    book.deregister_client(GPU);
+    assert!(gpu(&book).connected, "the old stream goes on");
+    assert!(book.disconnect(GPU, Some(old)).is_none());
+    assert_eq!(gpu(&book).healthy, ids("a"), "and nobody notices its end, as in a kubelet");
+}

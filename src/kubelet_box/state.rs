@@ -1,0 +1,142 @@
+//! What can be seen of the box from outside: one immutable snapshot after every change.
+//!
+//! Built by `devices`, published by `life::Core`, read through `KubeletBox::state` and
+//! `KubeletBox::wait`. Plain values; nothing here changes the box.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::{Deref, Index};
+
+/// The whole box at one moment.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct State {
+    /// Whether the registration socket is being served.
+    pub running: bool,
+    /// Register calls that have no answer yet.
+    pub registering: usize,
+    /// Register calls that were refused, for whatever reason.
+    pub refused: u64,
+    /// Every resource that was ever registered.
+    pub resources: Resources,
+    /// What plugins did that can harm a kubelet, in order.
+    pub violations: Vec<Violation>,
+}
+
+/// Resources by name. Indexing with a name that was never registered gives an empty state, so that
+/// a predicate given to `wait` need not care whether the plugin has come yet.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Resources(pub(super) BTreeMap<String, ResourceState>);
+
+static NEVER_SEEN: ResourceState = ResourceState {
+    connected: false,
+    open_streams: 0,
+    removed: false,
+    registrations: 0,
+    healthy: BTreeSet::new(),
+    unhealthy: BTreeSet::new(),
+    numa: BTreeMap::new(),
+    allocated: BTreeMap::new(),
+    calls: Calls { options: 0, list_and_watch: 0, preferred: 0, allocate: 0, pre_start: 0 },
+};
+
+impl Index<&str> for Resources {
+    type Output = ResourceState;
+    fn index(&self, resource: &str) -> &ResourceState {
+        self.0.get(resource).unwrap_or(&NEVER_SEEN)
+    }
+}
+
+impl Deref for Resources {
+    type Target = BTreeMap<String, ResourceState>;
+    fn deref(&self) -> &Self::Target {
+        &self.0
+    }
+}
+
+/// One resource.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ResourceState {
+    /// The current endpoint works: registered, not stopped, its ListAndWatch stream open.
+    pub connected: bool,
+    /// Open ListAndWatch streams, those of replaced registrations included.
+    pub open_streams: usize,
+    /// Gone from the node's capacity: the grace period after the endpoint's end is over.
+    pub removed: bool,
+    /// Registrations that succeeded.
+    pub registrations: u64,
+    /// Ids of devices that are healthy, used or not.
+    pub healthy: BTreeSet<String>,
+    /// Ids of devices that are not healthy, used or not.
+    pub unhealthy: BTreeSet<String>,
+    /// NUMA nodes of every device of the last list; empty where the plugin named none.
+    pub numa: BTreeMap<String, BTreeSet<i64>>,
+    /// Pod name to container name to the ids it holds.
+    pub allocated: BTreeMap<String, BTreeMap<String, BTreeSet<String>>>,
+    /// Calls that the kubelet made to the plugins of this resource.
+    pub calls: Calls,
+}
+
+impl ResourceState {
+    /// The ids that pods hold, healthy or not.
+    pub fn in_use(&self) -> BTreeSet<String> {
+        self.allocated.values().flat_map(BTreeMap::values).flatten().cloned().collect()
+    }
+
+    /// The ids that a new pod could get: healthy and not in use.
+    pub fn free(&self) -> BTreeSet<String> {
+        self.healthy.difference(&self.in_use()).cloned().collect()
+    }
+}
+
+/// How often each method of a plugin was called.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Calls {
+    /// GetDevicePluginOptions.
+    pub options: u64,
+    /// ListAndWatch.
+    pub list_and_watch: u64,
+    /// GetPreferredAllocation.
+    pub preferred: u64,
+    /// Allocate.
+    pub allocate: u64,
+    /// PreStartContainer.
+    pub pre_start: u64,
+}
+
+/// Something a plugin did that the API forbids or that can crash a kubelet.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Violation {
+    /// An id longer than the 63 characters that the API allows; the device was left out.
+    IdTooLong {
+        /// Resource name.
+        resource: String,
+        /// The id.
+        id: String,
+    },
+    /// One id twice in one list.
+    DuplicateId {
+        /// Resource name.
+        resource: String,
+        /// The id.
+        id: String,
+    },
+    /// A health that is neither `Healthy` nor `Unhealthy`; the kubelet takes it as unhealthy.
+    UnknownHealth {
+        /// Resource name.
+        resource: String,
+        /// The id.
+        id: String,
+        /// What was said instead.
+        health: String,
+    },
+    /// An id is no longer advertised although a container holds it.
+    VanishedWhileHeld {
+        /// Resource name.
+        resource: String,
+        /// The id.
+        id: String,
+        /// The pod that holds it.
+        pod: String,
+        /// The container that holds it.
+        container: String,
+    },
+}

@@ -1,0 +1,250 @@
+//! Pods that come, go and come back.
+
+use std::collections::BTreeSet;
+
+use linkwise::kubelet_box::{AdmissionError, CallError, DeviceSpec, Grant, Hint, Mount, Pod, Restart};
+use tonic::{Code, Status};
+
+use crate::plugin::{GPU, Plugin};
+use crate::{SOON, ids, node, usual};
+
+fn set(list: &[String]) -> BTreeSet<String> {
+    list.iter().cloned().collect()
+}
+
+fn grant(admitted: &linkwise::kubelet_box::Admitted) -> &Grant {
+    admitted.grant("main", GPU).unwrap()
+}
+
+#[tokio::test]
+async fn a_pod_gets_devices_and_what_the_plugin_says_of_them() {
+    let (_dir, kubelet, plugin) = node("a b c!", usual, |_| {}).await;
+    let admitted = kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap();
+    let grant = grant(&admitted);
+    let got = &grant.allocation;
+    assert_eq!(got.devices, ["a", "b"]);
+    assert_eq!((got.envs["IDS"].as_str(), got.annotations["k"].as_str()), ("a,b", "v"));
+    let (container_path, host_path) = ("/dev/x".to_owned(), "/dev/y".to_owned());
+    assert_eq!(got.device_specs, [DeviceSpec { container_path, host_path, permissions: "rw".into() }]);
+    assert_eq!(got.mounts, [Mount { container_path: "/m".into(), host_path: "/h".into(), read_only: true }]);
+    assert_eq!(got.cdi_names, ["nvidia.com/gpu=a", "nvidia.com/gpu=b"]);
+    assert!(grant.asked.is_none() && !grant.reused, "this plugin offers no advice");
+    assert_eq!(kubelet.state().resources[GPU].allocated["pod"]["main"], ids("a b"));
+    let calls = kubelet.state().resources[GPU].calls;
+    assert_eq!((calls.list_and_watch, calls.preferred, calls.allocate, calls.pre_start), (1, 0, 1, 0));
+    assert_eq!(plugin.seen().allocate[0].container_requests.len(), 1);
+}
+
+#[tokio::test]
+async fn a_pod_that_asks_for_too_much_is_rejected_and_names_both_numbers() {
+    let (_dir, kubelet, plugin) = node("a b c!", usual, |_| {}).await;
+    kubelet.admit(&Pod::single("one", GPU, 1), None).await.unwrap();
+    let error = kubelet.admit(&Pod::single("two", GPU, 2), None).await.unwrap_err();
+    assert!(matches!(error, AdmissionError::Insufficient { requested: 2, available: 1, .. }), "{error}");
+    assert_eq!(error.to_string(), "pod two, container main, nvidia.com/gpu: requested 2, available 1");
+    assert!(kubelet.remove_pod("one") && !kubelet.remove_pod("one"));
+    kubelet.admit(&Pod::single("two", GPU, 2), None).await.unwrap();
+    assert_eq!(plugin.seen().allocate.len(), 2);
+}
+
+#[tokio::test]
+async fn unknown_and_wholly_unhealthy_resources_have_errors_of_their_own() {
+    let (_dir, kubelet, _plugin) = node("a!", usual, |_| {}).await;
+    let error = kubelet.admit(&Pod::single("pod", "nvidia.com/other", 1), None).await.unwrap_err();
+    assert!(matches!(error, AdmissionError::Unregistered { .. }), "{error}");
+    let error = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap_err();
+    assert!(matches!(error, AdmissionError::NoHealthyDevices { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn a_pod_is_admitted_as_a_whole() {
+    let (_dir, kubelet, plugin) = node("a b c", usual, |plugin| plugin.advise("a b")).await;
+    let pod = Pod::new("pod").with_container("first", [(GPU, 1)]).with_container("second", [(GPU, 2)]);
+    let admitted = kubelet.admit(&pod, None).await.unwrap();
+    let [first, second] = ["first", "second"].map(|name| set(&admitted.grant(name, GPU).unwrap().allocation.devices));
+    assert!(first.is_disjoint(&second) && first.len() == 1 && second.len() == 2);
+    kubelet.remove_pod("pod");
+
+    plugin.script(|script| script.allocate_fails = Some("c".into()));
+    let error = kubelet.admit(&pod, None).await.unwrap_err();
+    assert_eq!(error.status().map(Status::code), Some(Code::FailedPrecondition), "{error}");
+    assert_eq!(kubelet.state().resources[GPU].free(), ids("a b c"), "the first container's device is free again");
+}
+
+#[tokio::test]
+async fn lists_come_in_an_order_that_only_the_seed_knows() {
+    let mut orders = Vec::new();
+    for seed in [1, 1, 2] {
+        let (_dir, kubelet, plugin) =
+            node("a b c d e f g h", |options| options.seed = seed, |plugin| plugin.advise("")).await;
+        kubelet.admit(&Pod::single("pod", GPU, 4), None).await.unwrap();
+        let seen = plugin.seen();
+        let available = seen.preferred[0].container_requests[0].available_device_i_ds.clone();
+        orders.push((available, seen.allocate[0].container_requests[0].devices_ids.clone()));
+    }
+    assert_eq!(orders[0], orders[1]);
+    assert_ne!(orders[0], orders[2]);
+    assert!(orders.iter().any(|(available, _)| !available.is_sorted()));
+}
+
+#[tokio::test]
+async fn advice_is_taken_where_it_is_offered() {
+    let (_dir, kubelet, plugin) = node("a b c d", usual, |plugin| plugin.advise("b d")).await;
+    let admitted = kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap();
+    let asked = grant(&admitted).asked.as_ref().unwrap();
+    assert_eq!((set(&asked.available), asked.must_include.len(), asked.size), (ids("a b c d"), 0, 2));
+    assert_eq!((set(&asked.preferred), set(&grant(&admitted).allocation.devices)), (ids("b d"), ids("b d")));
+    let sent = &plugin.seen().preferred[0].container_requests[0];
+    assert_eq!((&sent.available_device_i_ds, sent.allocation_size), (&asked.available, 2));
+    // Asked again although exactly enough are left.
+    kubelet.admit(&Pod::single("rest", GPU, 2), None).await.unwrap();
+    assert_eq!(kubelet.state().resources[GPU].calls.preferred, 2);
+}
+
+#[tokio::test]
+async fn only_the_first_response_counts_and_only_what_was_offered() {
+    let (_dir, kubelet, plugin) = node("a b c d", usual, |plugin| plugin.advise("")).await;
+    let lists = [["x", "c"], ["a", "b"]].map(|list| list.map(String::from).to_vec());
+    plugin.script(|script| script.preferred = lists.to_vec());
+    let admitted = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
+    assert_eq!(grant(&admitted).allocation.devices, ["c"]);
+    plugin.script(|script| script.preferred = vec![]);
+    kubelet.admit(&Pod::single("other", GPU, 3), None).await.unwrap();
+}
+
+#[tokio::test]
+async fn an_error_instead_of_advice_rejects_the_pod() {
+    let (_dir, kubelet, plugin) = node("a b", usual, |plugin| plugin.advise("")).await;
+    plugin.script(|script| script.preferred_fails = Some(Status::internal("no idea")));
+    let error = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap_err();
+    assert!(matches!(error, AdmissionError::Preferred { .. }), "{error}");
+    assert_eq!(error.status().unwrap().message(), "no idea");
+    let state = kubelet.state();
+    assert_eq!((state.resources[GPU].in_use().len(), state.resources[GPU].calls.allocate), (0, 0));
+}
+
+#[tokio::test]
+async fn a_hint_narrows_what_the_plugin_sees() {
+    let (_dir, kubelet, _plugin) = node("a:0 b:0 c:0 d:1 e:1", usual, |plugin| plugin.advise("b c d e")).await;
+    let hint = Some(Hint::numa([0]));
+    let more = kubelet.admit(&Pod::single("more", GPU, 1), hint.as_ref()).await.unwrap();
+    let asked = grant(&more).asked.as_ref().unwrap();
+    assert_eq!((set(&asked.available), set(&asked.must_include)), (ids("a b c"), ids("")));
+    kubelet.remove_pod("more");
+    let exactly = kubelet.admit(&Pod::single("exactly", GPU, 3), hint.as_ref()).await.unwrap();
+    assert_eq!((&grant(&exactly).asked, set(&grant(&exactly).allocation.devices)), (&None, ids("a b c")));
+    kubelet.remove_pod("exactly");
+    let fewer = kubelet.admit(&Pod::single("fewer", GPU, 4), hint.as_ref()).await.unwrap();
+    let asked = grant(&fewer).asked.as_ref().unwrap();
+    assert_eq!((set(&asked.available), set(&asked.must_include)), (ids("a b c d e"), ids("a b c")));
+    kubelet.remove_pod("fewer");
+    let none = kubelet.admit(&Pod::single("none", GPU, 2), Some(&Hint::default())).await.unwrap();
+    assert_eq!(set(&grant(&none).asked.as_ref().unwrap().available), ids("a b c d e"));
+}
+
+#[tokio::test]
+async fn an_allocation_that_fails_hangs_or_is_empty_rejects_the_pod() {
+    let (_dir, kubelet, plugin) = node("a", |options| options.call_timeout = SOON, |_| {}).await;
+    let pod = Pod::single("pod", GPU, 1);
+    plugin.script(|script| script.allocate_hangs_from = Some(1));
+    let error = kubelet.admit(&pod, None).await.unwrap_err();
+    let AdmissionError::Allocate { devices, source, .. } = &error else { panic!("{error}") };
+    assert!(devices == &["a"] && matches!(source, CallError::Timeout { method: "Allocate", after: SOON }), "{source}");
+    plugin.script(|script| (script.allocate_hangs_from, script.allocate_is_empty) = (None, true));
+    let error = kubelet.admit(&pod, None).await.unwrap_err();
+    assert!(matches!(error, AdmissionError::EmptyResponse { .. }), "{error}");
+    plugin.script(|script| script.allocate_is_empty = false);
+    kubelet.admit(&pod, None).await.unwrap();
+}
+
+#[tokio::test]
+async fn an_admission_that_a_stop_cuts_off_leaves_the_pod_as_it_was() {
+    let (_dir, kubelet, plugin) = node("a b c", usual, |_| {}).await;
+    let pod = Pod::new("pod").with_container("first", [(GPU, 1)]);
+    let held = kubelet.admit(&pod, None).await.unwrap();
+    let pod = pod.with_container("second", [(GPU, 1)]).with_container("third", [(GPU, 1)]);
+    plugin.script(|script| script.allocate_hangs_from = Some(3));
+    let stop = async {
+        kubelet.wait(|s| s.resources[GPU].calls.allocate == 3).await.unwrap();
+        kubelet.stop().await.unwrap();
+    };
+    let (admitted, ()) = tokio::join!(kubelet.admit(&pod, None), stop);
+    let error = admitted.unwrap_err();
+    let AdmissionError::Allocate { source, .. } = &error else { panic!("{error}") };
+    assert!(matches!(source, CallError::Stopped { method: "Allocate" }), "{source}");
+    let first = &held.grant("first", GPU).unwrap().allocation.devices;
+    assert_eq!(kubelet.state().resources[GPU].in_use(), set(first));
+}
+
+#[tokio::test]
+async fn a_plugin_is_told_of_starts_only_where_it_asked_for_that() {
+    let prepare = |plugin: &Plugin| plugin.script(|script| script.options.pre_start_required = true);
+    let (_dir, kubelet, plugin) = node("a b", usual, prepare).await;
+    plugin.script(|script| script.pre_start_fails = Some(Status::internal("not ready")));
+    let error = kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap_err();
+    assert!(matches!(error, AdmissionError::PreStart { .. }), "{error}");
+    assert_eq!(kubelet.state().resources[GPU].in_use(), ids("a b"), "admitted, not started");
+    plugin.script(|script| script.pre_start_fails = None);
+    kubelet.restart_container("pod", "main").await.unwrap();
+    let told = plugin.seen().pre_start;
+    assert_eq!((told.len(), set(&told[1])), (2, ids("a b")));
+}
+
+#[tokio::test]
+async fn a_container_restart_is_answered_from_the_books() {
+    let (_dir, kubelet, plugin) = node("a b", usual, |_| {}).await;
+    let admitted = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
+    plugin.list("a! b!");
+    kubelet.wait(|s| s.resources[GPU].healthy.is_empty()).await.unwrap();
+    let before = kubelet.state().resources[GPU].calls;
+    let again = kubelet.restart_container("pod", "main").await.unwrap();
+    assert_eq!((&again[GPU], kubelet.state().resources[GPU].calls), (&grant(&admitted).allocation, before));
+    let error = kubelet.restart_container("pod", "other").await.unwrap_err();
+    assert!(matches!(error, AdmissionError::NothingHeld { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn a_pod_that_comes_back_keeps_its_devices_while_they_are_healthy() {
+    let (_dir, kubelet, plugin) = node("a b", usual, |plugin| plugin.advise("b")).await;
+    let pod = Pod::single("pod", GPU, 1);
+    let first = kubelet.admit(&pod, None).await.unwrap();
+    let calls = kubelet.state().resources[GPU].calls;
+    let second = kubelet.admit(&pod, None).await.unwrap();
+    assert!(grant(&second).reused && grant(&second).allocation == grant(&first).allocation);
+    assert_eq!(kubelet.state().resources[GPU].calls, calls);
+    plugin.list("a b!");
+    kubelet.wait(|s| s.resources[GPU].unhealthy == ids("b")).await.unwrap();
+    let error = kubelet.admit(&pod, None).await.unwrap_err();
+    let AdmissionError::HeldUnhealthy { devices, .. } = &error else { panic!("{error}") };
+    assert_eq!(devices, &["b"]);
+}
+
+#[tokio::test]
+async fn a_pod_that_changes_its_request_is_rejected() {
+    let (_dir, kubelet, _plugin) = node("a b", usual, |_| {}).await;
+    kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
+    let error = kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap_err();
+    assert!(matches!(error, AdmissionError::RequestChanged { requested: 2, held: 1, .. }), "{error}");
+}
+
+#[tokio::test]
+async fn a_running_pod_survives_a_kubelet_restart_before_its_plugin_is_back() {
+    let (_dir, kubelet, _plugin) = node("a b", usual, |_| {}).await;
+    let pod = Pod::single("pod", GPU, 1);
+    let first = kubelet.admit(&pod, None).await.unwrap();
+    kubelet.restart(Restart::Kubelet).await.unwrap();
+    let again = kubelet.admit(&pod, None).await.unwrap();
+    assert!(grant(&again).reused && grant(&again).allocation == grant(&first).allocation);
+    let error = kubelet.admit(&Pod::single("new", GPU, 1), None).await.unwrap_err();
+    assert!(matches!(error, AdmissionError::NoHealthyDevices { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn a_pod_does_not_survive_a_node_restart_before_its_plugin_is_back() {
+    let (_dir, kubelet, _plugin) = node("a b", usual, |_| {}).await;
+    let pod = Pod::single("pod", GPU, 1);
+    kubelet.admit(&pod, None).await.unwrap();
+    kubelet.restart(Restart::Node).await.unwrap();
+    let error = kubelet.admit(&pod, None).await.unwrap_err();
+    assert!(matches!(error, AdmissionError::NoHealthyDevices { .. }), "{error}");
+}

@@ -1,0 +1,264 @@
+//! Registration, streams, faults, the kubelet's own start and end.
+
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
+use std::time::Duration;
+
+use linkwise::kubelet_box::{BoxError, Fault, Pod, Restart, Violation};
+use linkwise::proto::v1beta1 as wire;
+use tonic::Code;
+
+use crate::plugin::{GPU, Plugin, register, send};
+use crate::{SOON, ids, kubelet, node, usual};
+
+#[tokio::test]
+async fn a_start_removes_sockets_and_nothing_else() {
+    let (dir, kubelet) = kubelet(usual);
+    kubelet.stop().await.unwrap();
+    assert!(dir.path().join("kubelet.sock").exists(), "the file outlives the process");
+    let left = UnixListener::bind(dir.path().join("left.sock")).unwrap();
+    std::fs::write(dir.path().join("kubelet_internal_checkpoint"), "{}").unwrap();
+    std::fs::create_dir(dir.path().join("folder")).unwrap();
+    kubelet.start_again(Restart::Node).unwrap();
+    drop(left);
+    let names = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> = names.collect();
+    names.sort();
+    assert_eq!(names, ["folder", "kubelet.sock", "kubelet_internal_checkpoint"]);
+    let mode = std::fs::metadata(dir.path().join("kubelet.sock")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    assert!(matches!(kubelet.start_again(Restart::Node), Err(BoxError::Running)));
+}
+
+#[tokio::test]
+async fn a_registration_is_dialled_back_before_it_is_answered() {
+    let (dir, kubelet) = kubelet(usual);
+    let plugin = Plugin::serve(dir.path(), "gpu.sock", "a:0 b! c");
+    plugin.register().await.unwrap();
+    let answered = kubelet.state();
+    assert_eq!((answered.resources[GPU].registrations, answered.resources[GPU].calls.options), (1, 1));
+    let state = kubelet.wait(|s| s.resources[GPU].numa.len() == 3).await.unwrap();
+    let gpu = &state.resources[GPU];
+    assert_eq!((&gpu.healthy, &gpu.unhealthy), (&ids("a c"), &ids("b")));
+    assert_eq!((gpu.numa["a"].iter().copied().collect(), gpu.numa["c"].len()), (vec![0], 0));
+    assert!(gpu.connected && gpu.open_streams == 1 && state.violations.is_empty());
+    assert_eq!(plugin.seen().authorities, ["localhost", "localhost"]);
+    plugin.list("a! b");
+    let state = kubelet.wait(|s| s.resources[GPU].healthy == ids("b")).await.unwrap();
+    assert_eq!(state.resources[GPU].unhealthy, ids("a"));
+}
+
+#[tokio::test]
+async fn a_registration_that_a_kubelet_would_not_take_is_refused() {
+    let (dir, kubelet) = kubelet(usual);
+    let _plugin = Plugin::serve(dir.path(), "gpu.sock", "a");
+    let request = |version: &str, endpoint: &str, resource: &str| wire::RegisterRequest {
+        version: version.into(),
+        endpoint: endpoint.into(),
+        resource_name: resource.into(),
+        options: None,
+    };
+    let bad = [
+        (request("v1", "gpu.sock", GPU), "version \"v1\" is not supported"),
+        (request("v1beta1", "gpu.sock", "gpu"), "\"gpu\" is not an extended resource name"),
+        (request("v1beta1", "../gpu.sock", GPU), "endpoint \"../gpu.sock\" is not a file name"),
+    ];
+    for (request, why) in bad {
+        let status = send(dir.path(), request).await.unwrap_err();
+        assert!(status.code() == Code::Unknown && status.message().contains(why), "{status}");
+    }
+    assert_eq!((kubelet.state().refused, kubelet.state().resources.len()), (3, 0));
+    send(dir.path(), request("v1beta1", "gpu.sock", GPU)).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_plugin_that_cannot_be_reached_in_time_is_refused() {
+    let (dir, kubelet) = kubelet(|options| options.dial_timeout = SOON);
+    let missing = register(dir.path(), "missing.sock", GPU).await.unwrap_err();
+    assert!(missing.code() == Code::Unknown && missing.message().contains("missing.sock"), "{missing}");
+    let _silent = UnixListener::bind(dir.path().join("silent.sock")).unwrap();
+    let silent = register(dir.path(), "silent.sock", GPU).await.unwrap_err();
+    assert!(silent.message().contains("GetDevicePluginOptions had no answer"), "{silent}");
+    assert_eq!(kubelet.state().refused, 2);
+    kubelet.stop().await.unwrap();
+}
+
+#[tokio::test]
+async fn the_dial_is_tried_again_and_outlives_its_caller() {
+    let (dir, kubelet) = kubelet(|options| options.dial_timeout = Duration::from_secs(60));
+    tokio::select! {
+        answer = register(dir.path(), "gpu.sock", GPU) => panic!("there is nothing to dial yet: {answer:?}"),
+        state = kubelet.wait(|s| s.registering == 1) => drop(state.unwrap()),
+    }
+    kubelet.wait(|s| s.registering == 0).await.unwrap();
+    let _plugin = Plugin::serve(dir.path(), "gpu.sock", "a");
+    kubelet.wait(|s| s.resources[GPU].healthy == ids("a")).await.unwrap();
+}
+
+#[tokio::test]
+async fn the_end_of_a_stream_takes_the_devices_and_then_the_resource() {
+    let (_dir, kubelet, plugin) = node("a b", |options| options.grace = SOON, |_| {}).await;
+    let pod = Pod::single("pod", GPU, 1);
+    kubelet.admit(&pod, None).await.unwrap();
+    plugin.end_streams();
+    let down = kubelet.wait(|s| !s.resources[GPU].connected).await.unwrap();
+    assert!(down.resources[GPU].healthy.is_empty());
+    let gone = kubelet.wait(|s| s.resources[GPU].removed).await.unwrap();
+    assert_eq!((gone.resources[GPU].unhealthy.len(), gone.resources[GPU].in_use().len()), (0, 1));
+    plugin.list("a b");
+    plugin.register().await.unwrap();
+    kubelet.wait(|s| s.resources[GPU].healthy.len() == 2 && !s.resources[GPU].removed).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_stopped_endpoint_keeps_its_devices_as_unhealthy_for_the_grace_period() {
+    let (_dir, kubelet, plugin) = node("a b!", usual, |_| {}).await;
+    plugin.end_streams();
+    let state = kubelet.wait(|s| s.resources[GPU].unhealthy.len() == 2).await.unwrap();
+    assert_eq!((state.resources[GPU].connected, state.resources[GPU].removed), (false, false));
+    assert_eq!(state.resources[GPU].healthy, ids(""));
+}
+
+#[tokio::test]
+async fn the_end_of_an_old_stream_loses_the_new_registration() {
+    let (dir, kubelet, old) = node("a b", usual, |_| {}).await;
+    let new = Plugin::serve(dir.path(), "new.sock", "a b c");
+    new.register().await.unwrap();
+    let both = kubelet.wait(|s| s.resources[GPU].healthy.len() == 3).await.unwrap();
+    assert_eq!((both.resources[GPU].open_streams, both.resources[GPU].registrations), (2, 2));
+    old.end_streams();
+    new.streams_gone().await;
+    let state = kubelet.wait(|s| s.resources[GPU].open_streams == 0).await.unwrap();
+    assert!(!state.resources[GPU].connected && state.resources[GPU].unhealthy.len() == 3);
+}
+
+#[tokio::test]
+async fn a_plugin_that_ends_its_old_stream_first_keeps_its_registration() {
+    let (dir, kubelet, old) = node("a b", usual, |_| {}).await;
+    old.end_streams();
+    kubelet.wait(|s| s.resources[GPU].open_streams == 0).await.unwrap();
+    let new = Plugin::serve(dir.path(), "new.sock", "a b c");
+    new.register().await.unwrap();
+    drop(old);
+    let state = kubelet.wait(|s| s.resources[GPU].healthy.len() == 3).await.unwrap();
+    assert!(state.resources[GPU].connected && state.resources[GPU].open_streams == 1);
+}
+
+#[tokio::test]
+async fn bad_ids_are_violations() {
+    let (_dir, kubelet, plugin) = node("a b", usual, |_| {}).await;
+    let got = kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap();
+    assert_eq!(kubelet.violations(), []);
+    let held = got.grant("main", GPU).unwrap().allocation.devices[0].clone();
+    let long = "x".repeat(64);
+    plugin.list(&format!("b {long}"));
+    let state = kubelet.wait(|s| s.resources[GPU].numa.len() == 1).await.unwrap();
+    assert_eq!(state.resources[GPU].healthy, ids("b"));
+    let (resource, pod, container) = (GPU.to_owned(), "pod".to_owned(), "main".to_owned());
+    let too_long = Violation::IdTooLong { resource: resource.clone(), id: long };
+    let vanished = Violation::VanishedWhileHeld { resource, id: held, pod, container };
+    assert_eq!(kubelet.violations(), [too_long, vanished]);
+}
+
+#[tokio::test]
+async fn a_restart_keeps_allocations_and_wants_plugins_to_register_again() {
+    let (dir, kubelet, plugin) = node("a b", usual, |_| {}).await;
+    kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
+    kubelet.restart(Restart::Kubelet).await.unwrap();
+    plugin.streams_gone().await;
+    assert!(!dir.path().join("gpu.sock").exists(), "a start removes the plugin's socket too");
+    let state = kubelet.state();
+    assert_eq!((state.resources[GPU].healthy.len(), state.resources[GPU].in_use().len()), (0, 1));
+    assert!(state.running && !state.resources[GPU].connected);
+    drop(plugin);
+    let plugin = Plugin::serve(dir.path(), "gpu.sock", "a b");
+    plugin.register().await.unwrap();
+    let state = kubelet.wait(|s| s.resources[GPU].healthy.len() == 2).await.unwrap();
+    assert_eq!((state.resources[GPU].free().len(), state.violations.len()), (1, 0));
+}
+
+#[tokio::test]
+async fn a_resource_that_does_not_come_back_after_a_restart_is_removed() {
+    let (_dir, kubelet, _plugin) = node("a b", |options| options.grace = SOON, |_| {}).await;
+    kubelet.restart(Restart::Kubelet).await.unwrap();
+    kubelet.wait(|s| s.resources[GPU].removed).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_stop_ends_everything_and_can_be_repeated() {
+    let (_dir, kubelet, plugin) = node("a", usual, |_| {}).await;
+    kubelet.stop().await.unwrap();
+    kubelet.stop().await.unwrap();
+    plugin.streams_gone().await;
+    assert!(!kubelet.state().running && !kubelet.state().resources[GPU].connected);
+    assert_eq!(plugin.register().await.unwrap_err().code(), Code::Unavailable);
+    let error = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap_err();
+    assert_eq!(error.to_string(), "pod pod: the kubelet is not running");
+}
+
+#[tokio::test]
+async fn dropping_the_box_ends_its_streams() {
+    let (_dir, kubelet, plugin) = node("a", usual, |_| {}).await;
+    drop(kubelet);
+    plugin.streams_gone().await;
+}
+
+#[tokio::test]
+async fn register_refuses_hangs_or_lies_when_told_to() {
+    let (dir, kubelet) = kubelet(usual);
+    let plugin = Plugin::serve(dir.path(), "gpu.sock", "a");
+    kubelet.set_fault(Fault::Refuse { code: Code::ResourceExhausted, message: "not today".into() });
+    let refused = plugin.register().await.unwrap_err();
+    assert_eq!((refused.code(), refused.message()), (Code::ResourceExhausted, "not today"));
+    kubelet.set_fault(Fault::AnswerWithoutDial);
+    plugin.register().await.unwrap();
+    assert!(kubelet.state().resources.is_empty() && plugin.seen().authorities.is_empty());
+    kubelet.set_fault(Fault::Hang);
+    let (hung, ()) = tokio::join!(plugin.register(), async {
+        kubelet.wait(|s| s.registering == 1).await.unwrap();
+        kubelet.set_fault(Fault::None);
+    });
+    assert_eq!(hung.unwrap_err().code(), Code::Unavailable);
+    plugin.register().await.unwrap();
+    kubelet.wait(|s| s.resources[GPU].connected).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_stop_lets_a_hanging_register_go() {
+    let (_dir, kubelet, plugin) = node("a", usual, |_| {}).await;
+    kubelet.set_fault(Fault::Hang);
+    let stop = async {
+        kubelet.wait(|s| s.registering == 1).await.unwrap();
+        kubelet.stop().await.unwrap();
+    };
+    let (status, ()) = tokio::join!(plugin.register(), stop);
+    assert_eq!(status.unwrap_err().code(), Code::Unavailable);
+}
+
+#[tokio::test]
+async fn a_stop_ends_a_dial() {
+    let (dir, kubelet) = kubelet(|options| options.dial_timeout = Duration::from_secs(60));
+    let dialling = register(dir.path(), "missing.sock", GPU);
+    let stop = async {
+        kubelet.wait(|s| s.registering == 1).await.unwrap();
+        kubelet.stop().await.unwrap();
+    };
+    let (status, ()) = tokio::join!(dialling, stop);
+    assert_eq!(status.unwrap_err().code(), Code::Unavailable);
+}
+
+#[tokio::test]
+async fn a_connection_can_be_dropped() {
+    let (_dir, kubelet, plugin) = node("a", usual, |_| {}).await;
+    assert!(kubelet.disconnect(GPU) && !kubelet.disconnect(GPU));
+    plugin.streams_gone().await;
+    let state = kubelet.wait(|s| s.resources[GPU].open_streams == 0).await.unwrap();
+    assert_eq!((state.resources[GPU].connected, &state.resources[GPU].unhealthy), (false, &ids("a")));
+}
+
+#[tokio::test]
+async fn a_wait_in_vain_names_the_last_state() {
+    let (_dir, kubelet) = kubelet(|options| options.wait_timeout = SOON);
+    let error = kubelet.wait(|s| s.resources[GPU].connected).await.unwrap_err();
+    assert!(error.last.running && error.to_string().contains("running: true"), "{error}");
+}

@@ -1,0 +1,244 @@
+//! The smallest plugin: it says what a test tells it to say, and remembers what it was asked.
+//! Owned by these tests; it uses the wire types only, so that it cannot agree with linkwise's mistakes.
+
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+
+use hyper_util::rt::TokioIo;
+use linkwise::proto::v1beta1 as wire;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::{UnixListenerStream, WatchStream};
+use tokio_stream::{Stream, StreamExt};
+use tonic::transport::{Endpoint, Server, Uri};
+use tonic::{Request, Response, Status};
+use tower::util::MapRequestLayer;
+
+pub const GPU: &str = "nvidia.com/gpu";
+
+/// What the plugin answers.
+#[derive(Clone, Debug, Default)]
+pub struct Script {
+    pub options: wire::DevicePluginOptions,
+    /// One list for each container response.
+    pub preferred: Vec<Vec<String>>,
+    pub preferred_fails: Option<Status>,
+    /// Fails an Allocate call that names this id.
+    pub allocate_fails: Option<String>,
+    /// Does not answer the Allocate call with this number, counted from one, nor any later one.
+    pub allocate_hangs_from: Option<usize>,
+    pub allocate_is_empty: bool,
+    pub pre_start_fails: Option<Status>,
+}
+
+/// What the plugin was asked.
+#[derive(Clone, Debug, Default)]
+pub struct Seen {
+    pub authorities: Vec<String>,
+    pub preferred: Vec<wire::PreferredAllocationRequest>,
+    pub allocate: Vec<wire::AllocateRequest>,
+    pub pre_start: Vec<Vec<String>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    /// `None` ends the streams.
+    devices: watch::Sender<Option<Vec<wire::Device>>>,
+    script: Mutex<Script>,
+    seen: Mutex<Seen>,
+}
+
+/// A plugin that is being served.
+pub struct Plugin {
+    dir: PathBuf,
+    pub endpoint: String,
+    shared: Arc<Shared>,
+    server: JoinHandle<()>,
+}
+
+impl Drop for Plugin {
+    fn drop(&mut self) {
+        self.server.abort();
+    }
+}
+
+/// `"a b! c:0 d:0,1"`: ids, `!` for unhealthy, NUMA nodes after a colon.
+pub fn devices(list: &str) -> Vec<wire::Device> {
+    let device = |word: &str| {
+        let (id, nodes) = word.split_once(':').unwrap_or((word, ""));
+        let nodes: Vec<_> = nodes.split(',').filter_map(|n| n.parse().ok()).map(|id| wire::NumaNode { id }).collect();
+        let health = if id.ends_with('!') { wire::UNHEALTHY } else { wire::HEALTHY };
+        let topology = (!nodes.is_empty()).then_some(wire::TopologyInfo { nodes });
+        wire::Device { id: id.trim_end_matches('!').into(), health: health.into(), topology }
+    };
+    list.split_whitespace().map(device).collect()
+}
+
+impl Plugin {
+    /// Serves a plugin with these devices on `<dir>/<endpoint>`.
+    pub fn serve(dir: &Path, endpoint: &str, list: &str) -> Self {
+        let shared = Arc::new(Shared {
+            devices: watch::Sender::new(Some(devices(list))),
+            script: Mutex::default(),
+            seen: Mutex::default(),
+        });
+        let incoming = UnixListenerStream::new(UnixListener::bind(dir.join(endpoint)).unwrap());
+        let service = wire::device_plugin_server::DevicePluginServer::new(Service(Arc::clone(&shared)));
+        let seen = Arc::clone(&shared);
+        let authority = MapRequestLayer::new(move |request: tonic::codegen::http::Request<tonic::body::Body>| {
+            let authority = request.uri().authority().map(ToString::to_string).unwrap_or_default();
+            seen.seen.lock().unwrap().authorities.push(authority);
+            request
+        });
+        let server = tokio::spawn(async move {
+            Server::builder().layer(authority).serve_with_incoming(service, incoming).await.unwrap();
+        });
+        Self { dir: dir.into(), endpoint: endpoint.into(), shared, server }
+    }
+
+    /// Changes what the plugin answers.
+    pub fn script(&self, change: impl FnOnce(&mut Script)) {
+        change(&mut self.shared.script.lock().unwrap());
+    }
+
+    /// Offers GetPreferredAllocation, with this advice.
+    pub fn advise(&self, ids: &str) {
+        self.script(|script| {
+            script.options.get_preferred_allocation_available = true;
+            script.preferred = vec![ids.split_whitespace().map(String::from).collect()];
+        });
+    }
+
+    pub fn seen(&self) -> Seen {
+        self.shared.seen.lock().unwrap().clone()
+    }
+
+    /// Sends a new list on all streams.
+    pub fn list(&self, list: &str) {
+        self.shared.devices.send_replace(Some(devices(list)));
+    }
+
+    /// Ends all streams; the server goes on.
+    pub fn end_streams(&self) {
+        self.shared.devices.send_replace(None);
+    }
+
+    /// Waits until the kubelet follows no stream of this plugin.
+    pub async fn streams_gone(&self) {
+        tokio::time::timeout(std::time::Duration::from_secs(20), self.shared.devices.closed()).await.unwrap();
+    }
+
+    pub async fn register(&self) -> Result<(), Status> {
+        register(&self.dir, &self.endpoint, GPU).await
+    }
+}
+
+/// Registers as a plugin would.
+pub async fn register(dir: &Path, endpoint: &str, resource: &str) -> Result<(), Status> {
+    let request = wire::RegisterRequest {
+        version: wire::VERSION.into(),
+        endpoint: endpoint.into(),
+        resource_name: resource.into(),
+        // A kubelet asks for the options itself: what stands here must not matter.
+        options: Some(wire::DevicePluginOptions { pre_start_required: true, get_preferred_allocation_available: true }),
+    };
+    send(dir, request).await
+}
+
+pub async fn send(dir: &Path, request: wire::RegisterRequest) -> Result<(), Status> {
+    let path = dir.join(wire::KUBELET_SOCKET);
+    let connector = tower::service_fn(move |_: Uri| {
+        let path = path.clone();
+        async move { UnixStream::connect(path).await.map(TokioIo::new) }
+    });
+    let channel = Endpoint::from_static("http://localhost").connect_with_connector(connector).await;
+    let channel = channel.map_err(|error| Status::unavailable(error.to_string()))?;
+    wire::registration_client::RegistrationClient::new(channel).register(request).await.map(|_| ())
+}
+
+struct Service(Arc<Shared>);
+
+impl Service {
+    fn script(&self) -> Script {
+        self.0.script.lock().unwrap().clone()
+    }
+}
+
+#[tonic::async_trait]
+impl wire::device_plugin_server::DevicePlugin for Service {
+    type ListAndWatchStream = Pin<Box<dyn Stream<Item = Result<wire::ListAndWatchResponse, Status>> + Send>>;
+
+    async fn get_device_plugin_options(
+        &self,
+        _: Request<wire::Empty>,
+    ) -> Result<Response<wire::DevicePluginOptions>, Status> {
+        Ok(Response::new(self.script().options))
+    }
+
+    async fn list_and_watch(&self, _: Request<wire::Empty>) -> Result<Response<Self::ListAndWatchStream>, Status> {
+        let lists = WatchStream::new(self.0.devices.subscribe()).map_while(|list| list);
+        Ok(Response::new(Box::pin(lists.map(|devices| Ok(wire::ListAndWatchResponse { devices })))))
+    }
+
+    async fn get_preferred_allocation(
+        &self,
+        request: Request<wire::PreferredAllocationRequest>,
+    ) -> Result<Response<wire::PreferredAllocationResponse>, Status> {
+        self.0.seen.lock().unwrap().preferred.push(request.into_inner());
+        let script = self.script();
+        let respond = |device_i_ds| wire::ContainerPreferredAllocationResponse { device_i_ds };
+        let container_responses = script.preferred.into_iter().map(respond).collect();
+        match script.preferred_fails {
+            Some(status) => Err(status),
+            None => Ok(Response::new(wire::PreferredAllocationResponse { container_responses })),
+        }
+    }
+
+    async fn allocate(
+        &self,
+        request: Request<wire::AllocateRequest>,
+    ) -> Result<Response<wire::AllocateResponse>, Status> {
+        let request = request.into_inner();
+        let ids = request.container_requests.iter().flat_map(|container| container.devices_ids.clone());
+        let mut ids: Vec<String> = ids.collect();
+        ids.sort();
+        let calls = {
+            let mut seen = self.0.seen.lock().unwrap();
+            seen.allocate.push(request);
+            seen.allocate.len()
+        };
+        let script = self.script();
+        if script.allocate_hangs_from.is_some_and(|from| calls >= from) {
+            std::future::pending::<()>().await;
+        }
+        if let Some(id) = script.allocate_fails.filter(|id| ids.contains(id)) {
+            return Err(Status::failed_precondition(format!("{id} is out of order")));
+        }
+        let response = wire::ContainerAllocateResponse {
+            envs: [("IDS".to_owned(), ids.join(","))].into(),
+            mounts: vec![wire::Mount { container_path: "/m".into(), host_path: "/h".into(), read_only: true }],
+            devices: vec![wire::DeviceSpec {
+                container_path: "/dev/x".into(),
+                host_path: "/dev/y".into(),
+                permissions: "rw".into(),
+            }],
+            annotations: [("k".to_owned(), "v".to_owned())].into(),
+            cdi_devices: ids.iter().map(|id| wire::CdiDevice { name: format!("{GPU}={id}") }).collect(),
+        };
+        let container_responses = if script.allocate_is_empty { vec![] } else { vec![response] };
+        Ok(Response::new(wire::AllocateResponse { container_responses }))
+    }
+
+    async fn pre_start_container(
+        &self,
+        request: Request<wire::PreStartContainerRequest>,
+    ) -> Result<Response<wire::PreStartContainerResponse>, Status> {
+        self.0.seen.lock().unwrap().pre_start.push(request.into_inner().devices_ids);
+        match self.script().pre_start_fails {
+            Some(status) => Err(status),
+            None => Ok(Response::new(wire::PreStartContainerResponse {})),
+        }
+    }
+}
