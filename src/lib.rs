@@ -8,6 +8,7 @@ pub mod admin;
 pub mod allocation;
 pub mod commands;
 pub mod config;
+pub mod demo;
 pub mod hwloc;
 pub mod inventory;
 pub mod kubelet;

@@ -5,11 +5,12 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use linkwise::config::{Cli, Command};
-use linkwise::{commands, nvml, runtime};
+use linkwise::{commands, demo, nvml, runtime};
 
 fn main() -> ExitCode {
     let result = match Cli::read().command {
         Command::Run(args) => runtime::run(&args),
+        Command::Demo(args) => demo::run(&args),
         Command::Topology(args) => runtime::block_on(commands::topology(&args)),
         Command::Allocate(args) => runtime::block_on(commands::allocate(&args)),
         Command::NvmlAgent(args) => {

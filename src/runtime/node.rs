@@ -14,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::observe;
 use crate::admin::{Admin, Answers};
+use crate::allocation::AllocationReport;
 use crate::inventory::{Effect, Event, Health, Inventory, ResourceName, Timestamp};
 use crate::kubelet::{self, Occurrence, Phase, Plugin, Sources};
 use crate::metrics::{self, Metrics};
@@ -47,6 +48,7 @@ pub struct Node {
     occurrences: Queue<(ResourceName, Occurrence)>,
     phases: Phases,
     idle: watch::Sender<String>,
+    last_report: watch::Sender<Option<Arc<AllocationReport>>>,
     metrics: Arc<Metrics>,
     metrics_address: SocketAddr,
     tasks: JoinSet<(String, Result<()>)>,
@@ -70,6 +72,7 @@ impl Node {
             occurrences: mpsc::channel(OCCURRENCES),
             phases,
             idle,
+            last_report: watch::Sender::default(),
             metrics,
             metrics_address,
             tasks: JoinSet::new(),
@@ -98,6 +101,11 @@ impl Node {
     /// Follows what the node offers.
     pub fn inventory(&self) -> watch::Receiver<Arc<Inventory>> {
         self.snapshots.subscribe()
+    }
+
+    /// Follows the report of the latest choice.
+    pub fn last_report(&self) -> watch::Receiver<Option<Arc<AllocationReport>>> {
+        self.last_report.subscribe()
     }
 
     /// Ends the node when cancelled.
@@ -182,8 +190,12 @@ impl Node {
     /// Counts at once, for that never waits; the log may, and gets a copy through a queue.
     fn observer(&self) -> kubelet::Observer {
         let (metrics, log) = (Arc::clone(&self.metrics), self.occurrences.0.clone());
+        let last_report = self.last_report.clone();
         Arc::new(move |resource, occurrence| {
             observe::count(&metrics, resource, &occurrence);
+            if let Occurrence::Chosen { report, .. } = &occurrence {
+                last_report.send_replace(Some(Arc::clone(report)));
+            }
             // Full: somebody asks faster than the log is written.
             let _ = log.try_send((resource.clone(), occurrence));
         })
