@@ -6,6 +6,7 @@
 use std::path::PathBuf;
 use std::{env, error::Error, fs};
 
+#[expect(clippy::disallowed_methods, reason = "a build script is told by its environment")]
 fn main() -> Result<(), Box<dyn Error>> {
     let api = "proto/deviceplugin/v1beta1/api.proto";
     println!("cargo:rerun-if-changed={api}");

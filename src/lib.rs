@@ -4,6 +4,14 @@
 //! `topology`, `allocation` and `inventory` are pure; the adapters around them know the core and
 //! never each other; `runtime`, `demo` and `commands` put them together.
 
+pub mod admin;
+pub mod allocation;
+pub mod config;
+pub mod hwloc;
+pub mod inventory;
+pub mod kubelet;
 pub mod kubelet_box;
+pub mod machines;
+pub mod metrics;
 pub mod proto;
 pub mod topology;

@@ -1,1 +1,3 @@
+//! The `linkwise` binary: a thin shell around the library.
+
 fn main() {}

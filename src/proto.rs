@@ -4,7 +4,7 @@
 //! (the kubelet's side). No other module may name a type from here.
 
 /// Device plugin API v1beta1 (`proto/deviceplugin/v1beta1/api.proto`).
-#[allow(clippy::all, clippy::pedantic, missing_docs)]
+#[allow(clippy::all, clippy::pedantic, clippy::restriction, missing_docs, reason = "generated")]
 pub mod v1beta1 {
     include!(concat!(env!("OUT_DIR"), "/deviceplugin/v1beta1.rs"));
 

@@ -75,6 +75,11 @@ impl Rank {
         })
     }
 
+    /// The rank of a number; what is above 5 is 5.
+    pub(super) fn from_number(number: u32) -> Self {
+        Self(u8::try_from(number).unwrap_or(u8::MAX).min(5))
+    }
+
     /// 0 to 5.
     pub fn number(self) -> u8 {
         self.0

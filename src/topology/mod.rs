@@ -4,13 +4,22 @@
 //! panic on any observation. Called by the composition roots and by `inventory`; it calls nobody.
 
 mod address;
+pub mod bandwidth;
 mod level;
+mod matrix;
+mod node;
+mod nvlink;
 mod observation;
+mod pcie;
+mod warning;
 
 pub use address::{GpuUuid, GpuUuidError, NumaNodeId, PackageId, PciAddress, PciAddressError};
 pub use level::{Rank, TopologyLevel};
+pub use matrix::LinkMatrix;
+pub use node::{Gpu, Nic, NodeTopology};
 pub use observation::{
     ComputeCapability, CpuObservation, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation,
     NicKind, NicObservation, NodeObservation, NumaNodeObservation, NvLinkObservation, NvLinkRemote, PciKind,
     PciObservation, PcieLink, ProbeFailure,
 };
+pub use warning::TopologyWarning;

@@ -1,0 +1,47 @@
+# linkwise: the image of the DaemonSet. Two stages: build with Rust and hwloc's headers, run with
+# glibc, hwloc and udev's library. NVML is not in it: the NVIDIA container runtime mounts the
+# library of the host's driver (see NVIDIA_VISIBLE_DEVICES below).
+
+FROM docker.io/library/rust:1-bookworm AS build
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends libhwloc-dev libudev-dev pkg-config \
+ && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+
+# The dependencies first, against empty sources: a layer that only Cargo.toml, Cargo.lock, build.rs
+# and proto/ can make stale.
+COPY Cargo.toml Cargo.lock build.rs ./
+COPY proto proto
+COPY tests/fake-nvml/Cargo.toml tests/fake-nvml/Cargo.toml
+RUN mkdir -p src tests/fake-nvml/src \
+ && touch src/lib.rs tests/fake-nvml/src/lib.rs \
+ && echo 'fn main() {}' > src/main.rs \
+ && for bench in $(sed -n '/^\[\[bench\]\]/,/^$/s/^name = "\(.*\)"/\1/p' Cargo.toml); do \
+      mkdir -p benches && echo 'fn main() {}' > "benches/$bench.rs"; done \
+ && cargo build --release --locked --bin linkwise \
+ && rm -rf src
+
+COPY src src
+# The copied files may be older than what was just built.
+RUN find src -name '*.rs' -exec touch {} + \
+ && cargo build --release --locked --bin linkwise
+
+FROM docker.io/library/debian:bookworm-slim
+# Not libhwloc-plugins: it probes OpenCL and X.
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends libhwloc15 libudev1 \
+ && rm -rf /var/lib/apt/lists/*
+COPY --from=build /src/target/release/linkwise /usr/bin/linkwise
+COPY LICENSE /usr/share/doc/linkwise/LICENSE
+
+# All GPUs, and of the driver only the management library: what NVIDIA's container runtime gives
+# to a container that asks for these.
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=utility
+
+# Root, without any capability (manifests/base): the kubelet's device-plugins folder is root's with
+# mode 0750, and our socket has to be made in it.
+USER 0:0
+
+ENTRYPOINT ["/usr/bin/linkwise"]
+CMD ["run"]

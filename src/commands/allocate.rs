@@ -1,0 +1,168 @@
+//! `linkwise allocate`: what would be chosen, and why.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use super::print;
+use crate::allocation::{
+    AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, ChosenGpu, DeviceId, FallbackReason,
+    Value, preferred_allocation,
+};
+use crate::config::{AllocateArgs, Format, GpuName};
+use crate::topology::NodeTopology;
+
+/// The longest request line, in bytes: a request for 64 GPUs by UUID takes 6 KiB.
+const MAX_LINE: u64 = 1 << 20;
+
+/// A request as a person or a script writes it.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Question {
+    size: usize,
+    /// All GPUs where it is left out.
+    available: Option<Vec<GpuName>>,
+    #[serde(default)]
+    must_include: Vec<GpuName>,
+}
+
+/// Why a question has no answer.
+#[derive(Debug, Error)]
+enum QuestionError {
+    #[error("no GPU {name} on this machine (it has {count})")]
+    NoSuchGpu { name: GpuName, count: usize },
+    #[error("no set of {size} GPUs: {candidates} may be taken, {must} must be included")]
+    Size { size: usize, candidates: usize, must: usize },
+    #[error("not a request")]
+    Nonsense(#[from] serde_json::Error),
+    #[error("the line is longer than {MAX_LINE} bytes")]
+    TooLong,
+    #[error("the line is not UTF-8")]
+    NotText,
+}
+
+/// An answer for a script.
+#[derive(Serialize)]
+struct Answer<'a> {
+    #[serde(flatten)]
+    report: &'a AllocationReport,
+    elapsed_ns: u64,
+}
+
+/// Runs the command.
+pub async fn allocate(args: &AllocateArgs) -> Result<()> {
+    let machine = super::machine(&args.node).await?;
+    let (topology, _) = NodeTopology::assemble(&machine.observed);
+    let tables = AllocationTables::new(Arc::new(topology));
+    if let Some(path) = &args.requests {
+        return answer_all(&tables, path);
+    }
+    let question = Question {
+        size: args.size.unwrap_or_default(),
+        available: args.available.clone(),
+        must_include: args.must_include.clone(),
+    };
+    let (report, elapsed) = answer(&tables, &question)?;
+    print(&match args.format {
+        Format::Json => json(&report, elapsed)? + "\n",
+        Format::Text => explain(tables.topology(), &report, elapsed),
+    })?;
+    Ok(())
+}
+
+/// One JSON line for each request line; one that cannot be answered does not end the others.
+fn answer_all(tables: &AllocationTables, path: &Path) -> Result<()> {
+    let input: Box<dyn Read> = match path.to_str() {
+        Some("-") => Box::new(io::stdin().lock()),
+        _ => Box::new(File::open(path).with_context(|| format!("cannot open {}", path.display()))?),
+    };
+    let mut input = BufReader::new(input);
+    loop {
+        let mut line = Vec::new();
+        let read = (&mut input).take(MAX_LINE).read_until(b'\n', &mut line);
+        if read.with_context(|| format!("cannot read {}", path.display()))? == 0 {
+            return Ok(());
+        }
+        if line.len() as u64 == MAX_LINE && !line.ends_with(b"\n") {
+            // The rest of such a line is no request either.
+            input.skip_until(b'\n')?;
+            print(&refused(&QuestionError::TooLong)?)?;
+            continue;
+        }
+        let question = match std::str::from_utf8(&line) {
+            Ok(text) if text.trim().is_empty() => continue,
+            Ok(text) => serde_json::from_str::<Question>(text).map_err(QuestionError::from),
+            Err(_) => Err(QuestionError::NotText),
+        };
+        let answer = match question.and_then(|question| answer(tables, &question)) {
+            Ok((report, elapsed)) => json(&report, elapsed)? + "\n",
+            Err(error) => refused(&error)?,
+        };
+        print(&answer)?;
+    }
+}
+
+fn refused(error: &QuestionError) -> Result<String> {
+    let cause = std::error::Error::source(error).map(|cause| format!(": {cause}")).unwrap_or_default();
+    Ok(serde_json::to_string(&serde_json::json!({ "error": format!("{error}{cause}") }))? + "\n")
+}
+
+fn json(report: &AllocationReport, elapsed: Duration) -> Result<String> {
+    let elapsed_ns = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
+    Ok(serde_json::to_string(&Answer { report, elapsed_ns })?)
+}
+
+fn answer(tables: &AllocationTables, question: &Question) -> Result<(AllocationReport, Duration), QuestionError> {
+    let gpus = tables.topology().gpus();
+    let find = |name: &GpuName| {
+        let gpu = gpus.iter().find(|gpu| name.names(gpu)).map(|gpu| DeviceId::from(&gpu.uuid));
+        gpu.ok_or_else(|| QuestionError::NoSuchGpu { name: name.clone(), count: gpus.len() })
+    };
+    let all = || Ok(gpus.iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect());
+    let available = question.available.as_ref().map_or_else(all, |names| names.iter().map(find).collect())?;
+    let must_include: Vec<DeviceId> = question.must_include.iter().map(find).collect::<Result<_, _>>()?;
+    let request = AllocationRequest { available, must_include, size: question.size };
+    let start = Instant::now();
+    let (_, report) = preferred_allocation(tables, &request, AllocationPolicy::BestEffort);
+    let elapsed = start.elapsed();
+    if report.fallback == Some(FallbackReason::Size) {
+        let must = request.must_include.iter().collect::<std::collections::BTreeSet<_>>().len();
+        return Err(QuestionError::Size { size: request.size, candidates: report.candidates, must });
+    }
+    Ok((report, elapsed))
+}
+
+/// The report for people.
+fn explain(topology: &NodeTopology, report: &AllocationReport, elapsed: Duration) -> String {
+    let mut text = String::new();
+    for gpu in &report.devices {
+        text += &format!("GPU {}  {}  {}\n", gpu.index, gpu.pci, gpu.uuid);
+    }
+    text += &format!("{report}, {elapsed:?}\n");
+    let links = links(topology, &report.devices);
+    if !links.is_empty() {
+        text += &format!("links: {links}\n");
+    }
+    let Some(values) = report.values else { return text };
+    let second = report.runner_up.as_ref().map(|second| (second.values, second.lost_at));
+    for value in Value::NUMBERS {
+        let mark = if second.is_some_and(|(_, lost_at)| lost_at == value) { "  <- decided" } else { "" };
+        let beside = second.map(|(second, _)| format!("  {:>10}", second.get(value))).unwrap_or_default();
+        text += &format!("  {:<20}{:>10}{beside}{mark}\n", value.to_string(), values.get(value));
+    }
+    text
+}
+
+/// The links between the GPUs of a set: `0-1 NV2, 0-4 SYS`.
+fn links(topology: &NodeTopology, devices: &[ChosenGpu]) -> String {
+    let places: Vec<(u32, usize)> =
+        devices.iter().filter_map(|gpu| Some((gpu.index, topology.position(&gpu.uuid)?))).collect();
+    let pairs = places.iter().enumerate().flat_map(|(first, a)| places.iter().skip(first + 1).map(move |b| (a, b)));
+    pairs.map(|(a, b)| format!("{}-{} {}", a.0, b.0, topology.symbol(a.1, b.1))).collect::<Vec<_>>().join(", ")
+}

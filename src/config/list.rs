@@ -1,0 +1,55 @@
+//! GPUs as a person names them.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::Deserialize;
+use thiserror::Error;
+
+use crate::topology::{Gpu, GpuUuid};
+
+/// A GPU by NVML index or by UUID.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(untagged)]
+pub enum GpuName {
+    /// NVML's index.
+    Index(u32),
+    /// NVML's UUID.
+    Uuid(GpuUuid),
+}
+
+/// Why a text names no GPU.
+#[derive(Debug, Error)]
+#[error("'{0}' is neither a GPU index nor a GPU UUID")]
+pub struct GpuNameError(String);
+
+impl GpuName {
+    /// Whether it means this GPU.
+    pub fn names(&self, gpu: &Gpu) -> bool {
+        match self {
+            Self::Index(index) => gpu.index == *index,
+            Self::Uuid(uuid) => gpu.uuid == *uuid,
+        }
+    }
+}
+
+impl FromStr for GpuName {
+    type Err = GpuNameError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let text = text.trim();
+        let index = || text.parse().map(Self::Index).ok();
+        // No UUID is all digits: NVML's begin with GPU- or MIG-.
+        let uuid = || text.parse().map(Self::Uuid).ok().filter(|_| !text.bytes().all(|b| b.is_ascii_digit()));
+        index().or_else(uuid).ok_or_else(|| GpuNameError(text.to_owned()))
+    }
+}
+
+impl fmt::Display for GpuName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Index(index) => index.fmt(f),
+            Self::Uuid(uuid) => uuid.fmt(f),
+        }
+    }
+}

@@ -1,0 +1,226 @@
+//! The command line and the environment: the one place that reads them.
+//!
+//! Owns the options, their names, defaults and help texts. Called by `main`; what it makes is plain data
+//! from which the composition roots build live objects. Files of configuration will be read here too.
+
+mod list;
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+pub use list::GpuName;
+
+/// A topology-aware Kubernetes device plugin for NVIDIA GPUs.
+///
+/// Pods ask for nvidia.com/gpu: N, the kubelet asks linkwise which N, and linkwise answers with the set whose
+/// members are really close: NVLink, PCIe switch, NUMA node, NIC. And it says why.
+#[derive(Debug, Parser)]
+#[command(name = "linkwise", version, max_term_width = 100, arg_required_else_help = true)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Serve this node's GPUs to its kubelet (the DaemonSet's command)
+    Run(RunArgs),
+    /// Show a whole node in one process: a simulated machine, a kubelet, pods that come and go
+    Demo(DemoArgs),
+    /// Show a machine: its tree, and its matrix as `nvidia-smi topo -m` prints it
+    Topology(TopologyArgs),
+    /// Show what would be chosen on a machine, and why
+    Allocate(AllocateArgs),
+    /// The process that speaks to NVML, started by the others
+    #[command(hide = true)]
+    NvmlAgent(AgentArgs),
+}
+
+/// How to reach the driver and the host.
+#[derive(Clone, Debug, Args)]
+pub struct HostArgs {
+    /// The driver's NVML library, instead of libnvidia-ml.so.1 on the library path
+    #[arg(long, value_name = "PATH", env = "LINKWISE_NVML_LIBRARY")]
+    pub nvml_library: Option<PathBuf>,
+    /// Where the host's /sys is
+    #[arg(long, value_name = "PATH", env = "LINKWISE_SYSFS", default_value = "/sys")]
+    pub sysfs: PathBuf,
+}
+
+/// What the log says and how.
+#[derive(Clone, Debug, Args)]
+pub struct LogArgs {
+    /// What to log: error, warn, info, debug, trace, or a filter such as linkwise=debug
+    #[arg(long, value_name = "FILTER", env = "LINKWISE_LOG", default_value = "info")]
+    pub log: String,
+    /// How to log
+    #[arg(long, value_name = "FORMAT", env = "LINKWISE_LOG_FORMAT", default_value = "text")]
+    pub log_format: LogFormat,
+}
+
+/// The form of a log line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+/// `linkwise run`.
+#[derive(Clone, Debug, Args)]
+pub struct RunArgs {
+    /// The kubelet's registration socket; our own sockets are made beside it
+    #[arg(
+        long,
+        value_name = "PATH",
+        env = "KUBELET_SOCKET",
+        default_value = "/var/lib/kubelet/device-plugins/kubelet.sock"
+    )]
+    pub kubelet_socket: PathBuf,
+    /// Name the device nodes (/dev/nvidia0, /dev/nvidiactl ...) in the answer to Allocate, for runtimes that give a
+    /// container only the nodes that are named
+    #[arg(long, value_name = "BOOL", env = "PASS_DEVICE_SPECS", num_args = 0..=1, require_equals = true, default_value_t = false, default_missing_value = "true", action = clap::ArgAction::Set)]
+    pub pass_device_specs: bool,
+    /// End when NVML cannot be initialised (true), or stay up, say so and look again (false). Without it: end where
+    /// the PCI bus has an NVIDIA GPU, stay up where it has none
+    #[arg(long, value_name = "BOOL", env = "FAIL_ON_INIT_ERROR", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub fail_on_init_error: Option<bool>,
+    /// Where /metrics, /livez and /readyz are served; port 0 takes a free one and the log names it
+    #[arg(long, value_name = "ADDRESS", env = "LINKWISE_METRICS_ADDRESS", default_value = "0.0.0.0:9400")]
+    pub metrics_address: SocketAddr,
+    /// The driver and the host.
+    #[command(flatten)]
+    pub host: HostArgs,
+    /// The log.
+    #[command(flatten)]
+    pub log: LogArgs,
+}
+
+/// `linkwise demo`.
+#[derive(Clone, Debug, Args)]
+pub struct DemoArgs {
+    /// The machine: a built-in name (see `linkwise topology --list`) or a node file
+    #[arg(long, value_name = "NAME|FILE", default_value = "dgx-h100")]
+    pub machine: String,
+    /// Keep serving after the script, until interrupted; prints where /metrics is
+    #[arg(long)]
+    pub hold: bool,
+    /// Where /metrics, /livez and /readyz are served; port 0 takes a free one
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:0")]
+    pub metrics_address: SocketAddr,
+    /// The log; the demo itself is on standard output, the log on standard error.
+    #[arg(long, value_name = "FILTER", env = "LINKWISE_LOG", default_value = "error")]
+    pub log: String,
+}
+
+/// Which machine a command looks at.
+#[derive(Clone, Debug, Args)]
+pub struct NodeArgs {
+    /// The machine: a built-in name (see `linkwise topology --list`) or a node file; without it, this one
+    #[arg(long, value_name = "NAME|FILE")]
+    pub node: Option<String>,
+    /// The driver and the host, where no node is named.
+    #[command(flatten)]
+    pub host: HostArgs,
+}
+
+/// The form of an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// For people.
+    Text,
+    /// For scripts.
+    Json,
+}
+
+/// `linkwise topology`.
+#[derive(Clone, Debug, Args)]
+pub struct TopologyArgs {
+    /// The machine.
+    #[command(flatten)]
+    pub node: NodeArgs,
+    /// List the built-in machines, one a line, its name first
+    #[arg(long, conflicts_with = "node")]
+    pub list: bool,
+    /// For people or for scripts
+    #[arg(long, default_value = "text")]
+    pub format: Format,
+}
+
+/// `linkwise allocate`.
+#[derive(Clone, Debug, Args)]
+pub struct AllocateArgs {
+    /// The machine.
+    #[command(flatten)]
+    pub node: NodeArgs,
+    /// How many GPUs
+    #[arg(long, value_name = "N", required_unless_present = "requests")]
+    pub size: Option<usize>,
+    /// The GPUs that are free, as indices or UUIDs with commas; without it, all
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    pub available: Option<Vec<GpuName>>,
+    /// The GPUs that must be in the answer, as indices or UUIDs with commas
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    pub must_include: Vec<GpuName>,
+    /// Take requests from a file (- for standard input), a JSON object a line such as
+    /// {"size": 2, "available": [0, 1, 4], "must_include": []}, and answer each with one JSON line
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["size", "available", "must_include"])]
+    pub requests: Option<PathBuf>,
+    /// For people or for scripts
+    #[arg(long, default_value = "text")]
+    pub format: Format,
+}
+
+/// `linkwise nvml-agent`.
+#[derive(Clone, Debug, Args)]
+pub struct AgentArgs {
+    /// The driver's NVML library
+    #[arg(long, value_name = "PATH")]
+    pub library: Option<PathBuf>,
+}
+
+impl Cli {
+    /// Reads argv and the environment; prints help, version or what is wrong with them and ends where asked for.
+    pub fn read() -> Self {
+        Self::parse()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_options_are_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn booleans_read_as_the_nvidia_plugin_reads_them() {
+        let run = |args: &[&str]| {
+            let args = ["linkwise", "run"].iter().chain(args);
+            match Cli::try_parse_from(args).map(|cli| cli.command) {
+                Ok(Command::Run(run)) => (run.pass_device_specs, run.fail_on_init_error),
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(run(&[]), (false, None));
+        assert_eq!(run(&["--pass-device-specs", "--fail-on-init-error"]), (true, Some(true)));
+        assert_eq!(run(&["--pass-device-specs=true", "--fail-on-init-error=false"]), (true, Some(false)));
+    }
+
+    #[test]
+    fn lists_name_gpus_by_index_or_uuid() {
+        let cli = Cli::try_parse_from(["linkwise", "allocate", "--size", "2", "--available", "0,GPU-a"]).unwrap();
+        let Command::Allocate(allocate) = cli.command else { panic!("{cli:?}") };
+        assert_eq!(allocate.available, Some(vec![GpuName::Index(0), GpuName::Uuid("GPU-a".parse().unwrap())]));
+        let error = Cli::try_parse_from(["linkwise", "allocate", "--size", "2", "--available", "0,?"]).unwrap_err();
+        assert!(error.to_string().contains("'?' is neither a GPU index nor a GPU UUID"), "{error}");
+    }
+}

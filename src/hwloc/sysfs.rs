@@ -1,0 +1,108 @@
+//! What the kernel says and hwloc does not: /sys, read-only, a missing file being no answer.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use super::{DISPLAY, NVIDIA};
+use crate::topology::{NumaNodeId, PciAddress, PcieLink};
+
+/// A sysfs tree.
+pub(super) struct Sysfs {
+    root: PathBuf,
+}
+
+/// The NVIDIA GPUs on the PCI bus by the kernel's word, whether or not a driver holds them.
+pub fn nvidia_gpus_on_bus(sysfs: &Path) -> Vec<PciAddress> {
+    let entries = fs::read_dir(sysfs.join("bus/pci/devices")).into_iter().flatten().flatten();
+    let hex = |path: PathBuf| {
+        let text = fs::read_to_string(path).ok()?;
+        u32::from_str_radix(text.trim().trim_start_matches("0x"), 16).ok()
+    };
+    let gpu = |path: &Path| {
+        hex(path.join("vendor")) == Some(u32::from(NVIDIA))
+            && hex(path.join("class")).is_some_and(|class| class >> 16 == u32::from(DISPLAY))
+    };
+    let gpus = entries.filter(|entry| gpu(&entry.path()));
+    let mut gpus: Vec<PciAddress> = gpus.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
+    gpus.sort_unstable();
+    gpus
+}
+
+impl Sysfs {
+    pub fn new(root: &Path) -> Self {
+        Self { root: root.to_owned() }
+    }
+
+    /// What a function's link can do, not what it does now.
+    pub fn link(&self, pci: PciAddress) -> Option<PcieLink> {
+        let mts = megatransfers(&self.pci(pci, "max_link_speed")?)?;
+        let width = self.pci(pci, "max_link_width")?.parse().ok()?;
+        Some(PcieLink { mts, width })
+    }
+
+    /// A function's NUMA node; the kernel's -1 is no answer.
+    pub fn numa(&self, pci: PciAddress) -> Option<NumaNodeId> {
+        self.pci(pci, "numa_node")?.parse().ok().map(NumaNodeId)
+    }
+
+    /// Whether a function is one of many that an SR-IOV card pretends to be.
+    pub fn is_virtual_function(&self, pci: PciAddress) -> bool {
+        self.root.join(format!("bus/pci/devices/{pci}/physfn")).exists()
+    }
+
+    /// The summed rates of an RDMA device's ports, Mbit/s.
+    pub fn rdma_rate(&self, name: &str) -> Option<u32> {
+        let ports = fs::read_dir(self.root.join(format!("class/infiniband/{name}/ports"))).ok()?;
+        let rate = |port: PathBuf| {
+            // "200 Gb/sec (4X HDR)", "2.5 Gb/sec (1X SDR)": the number is in Gbit/s.
+            let text = fs::read_to_string(port.join("rate")).ok()?;
+            thousandths(text.split_whitespace().next()?)
+        };
+        let rates: Vec<u32> = ports.flatten().filter_map(|port| rate(port.path())).collect();
+        rates.iter().copied().reduce(u32::saturating_add)
+    }
+
+    /// A network device's rate, Mbit/s; unknown (-1, or an error) while its link is down.
+    pub fn network_rate(&self, name: &str) -> Option<u32> {
+        self.read(&format!("class/net/{name}/speed"))?.parse().ok().filter(|mbps| *mbps > 0)
+    }
+
+    fn pci(&self, pci: PciAddress, file: &str) -> Option<String> {
+        self.read(&format!("bus/pci/devices/{pci}/{file}"))
+    }
+
+    fn read(&self, path: &str) -> Option<String> {
+        fs::read_to_string(self.root.join(path)).ok().map(|text| text.trim().to_owned())
+    }
+}
+
+/// "16.0 GT/s PCIe", on older kernels "8 GT/s": the number in megatransfers.
+fn megatransfers(text: &str) -> Option<u32> {
+    let (number, unit) = text.split_once(' ')?;
+    unit.starts_with("GT/s").then(|| thousandths(number)).flatten()
+}
+
+/// A decimal number times a thousand, digits beyond the third dropped.
+fn thousandths(number: &str) -> Option<u32> {
+    let (whole, part) = number.split_once('.').unwrap_or((number, ""));
+    let mut digits = part.chars().chain("000".chars()).take(3);
+    let part = digits.try_fold(0, |sum, digit| Some(sum * 10 + digit.to_digit(10)?))?;
+    whole.parse::<u32>().ok()?.checked_mul(1_000)?.checked_add(part)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_speeds_as_kernels_write_them() {
+        let cases =
+            [("16.0 GT/s PCIe", 16_000), ("8 GT/s", 8_000), ("2.5 GT/s PCIe", 2_500), ("64.0 GT/s PCIe", 64_000)];
+        for (text, mts) in cases {
+            assert_eq!(megatransfers(text), Some(mts), "{text}");
+        }
+        for text in ["Unknown", "Unknown speed", "", "16.x GT/s", "16 Gb/s", "99999999 GT/s"] {
+            assert_eq!(megatransfers(text), None, "{text}");
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! Devices, their health, and the names under which they are offered.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use serde::Serialize;
+use thiserror::Error;
+
+use crate::topology::{Gpu, NodeTopology, NumaNodeId};
+
+/// A moment: time since the Unix epoch, as whoever calls reads its clock.
+pub type Timestamp = Duration;
+
+/// One device on the kubelet's list: for now, a whole GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Device {
+    /// The GPU.
+    pub gpu: Gpu,
+    /// The NUMA nodes the kubelet is told of: CPU-bearing ones only, none when unknown.
+    pub numa_nodes: Vec<NumaNodeId>,
+    /// Whether it may be given to a pod.
+    pub health: Health,
+}
+
+impl Device {
+    /// A healthy device.
+    pub fn new(topology: &NodeTopology, gpu: &Gpu) -> Self {
+        let numa_nodes = topology.cpu_node(gpu).into_iter().collect();
+        Self { gpu: gpu.clone(), numa_nodes, health: Health::Healthy }
+    }
+}
+
+/// Whether a device may be given to a pod.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Health {
+    /// It may.
+    Healthy,
+    /// It may not.
+    Unhealthy {
+        /// Why.
+        reason: UnhealthyReason,
+        /// Since when.
+        since: Timestamp,
+    },
+}
+
+/// What makes a device unhealthy.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum UnhealthyReason {
+    /// The driver reported an XID of the GPU's own.
+    #[error("XID {code}")]
+    Xid {
+        /// The number, as NVIDIA's XID catalog lists it.
+        code: u64,
+    },
+    /// An uncorrectable (double-bit) ECC error.
+    #[error("double-bit ECC error")]
+    DoubleBitEcc,
+    /// The driver cannot reach it any more.
+    #[error("{call} says that the GPU is lost")]
+    Lost {
+        /// The NVML call that said so.
+        call: String,
+    },
+    /// It is no longer there.
+    #[error("the GPU is gone from the node")]
+    Gone,
+}
+
+impl UnhealthyReason {
+    /// The kind of reason, as a metric's label.
+    pub fn label(&self) -> &'static str {
+        match self {
+            Self::Xid { .. } => "xid",
+            Self::DoubleBitEcc => "double_bit_ecc",
+            Self::Lost { .. } => "lost",
+            Self::Gone => "gone",
+        }
+    }
+}
+
+/// The name of an extended resource, `domain/name`.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(transparent)]
+pub struct ResourceName(String);
+
+/// Why a text is no resource name.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("'{text}' is not an extended resource name (expected domain/name, such as nvidia.com/gpu)")]
+pub struct ResourceNameError {
+    text: String,
+}
+
+impl ResourceName {
+    /// `nvidia.com/gpu`, the whole GPUs of a node.
+    pub fn gpu() -> Self {
+        Self("nvidia.com/gpu".to_owned())
+    }
+
+    /// The name as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FromStr for ResourceName {
+    type Err = ResourceNameError;
+
+    /// Kubernetes' rules for a qualified name: a DNS domain, a slash, and at most 63 letters, digits,
+    /// `-`, `_` and `.`, letters and digits first and last.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let edges = |part: &str| {
+            let edge = |byte: Option<u8>| byte.is_some_and(|byte| byte.is_ascii_alphanumeric());
+            edge(part.bytes().next()) && edge(part.bytes().last())
+        };
+        let domain = |part: &str| {
+            let bytes = |label: &str| label.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-');
+            part.len() <= 253 && part.split('.').all(|label| label.len() <= 63 && edges(label) && bytes(label))
+        };
+        let name = |part: &str| {
+            let bytes = part.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.'));
+            part.len() <= 63 && edges(part) && bytes
+        };
+        match text.split_once('/') {
+            Some((before, after)) if domain(before) && name(after) => Ok(Self(text.to_owned())),
+            _ => Err(ResourceNameError { text: text.to_owned() }),
+        }
+    }
+}
+
+impl fmt::Display for ResourceName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}

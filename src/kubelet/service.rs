@@ -1,0 +1,128 @@
+//! The five RPCs of one resource.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Instant;
+
+use futures_util::stream::{self, Stream, StreamExt};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status};
+
+use super::{Occurrence, Settings, Sources, convert};
+use crate::allocation::{AllocationPolicy, preferred_allocation};
+use crate::inventory::{Inventory, ResourceName};
+use crate::proto::v1beta1 as wire;
+use crate::proto::v1beta1::device_plugin_server::DevicePlugin;
+
+/// The service of one resource for one session with the kubelet.
+pub(super) struct Service {
+    pub resource: ResourceName,
+    pub settings: Arc<Settings>,
+    pub sources: Sources,
+    /// How many ListAndWatch streams are open.
+    pub streams: watch::Sender<usize>,
+    /// Ends the open streams: tonic's graceful shutdown waits for them.
+    pub end: CancellationToken,
+}
+
+impl Service {
+    fn inventory(&self) -> Arc<Inventory> {
+        Arc::clone(&self.sources.inventory.borrow())
+    }
+
+    fn observe(&self, occurrence: Occurrence) {
+        (self.sources.observer)(&self.resource, occurrence);
+    }
+}
+
+#[tonic::async_trait]
+impl DevicePlugin for Service {
+    type ListAndWatchStream = Pin<Box<dyn Stream<Item = Result<wire::ListAndWatchResponse, Status>> + Send>>;
+
+    async fn get_device_plugin_options(
+        &self,
+        _: Request<wire::Empty>,
+    ) -> Result<Response<wire::DevicePluginOptions>, Status> {
+        Ok(Response::new(convert::options()))
+    }
+
+    /// The whole list at once, then again whenever it differs from the last one sent.
+    async fn list_and_watch(&self, _: Request<wire::Empty>) -> Result<Response<Self::ListAndWatchStream>, Status> {
+        let resource = self.resource.clone();
+        let state = (self.sources.inventory.clone(), None, OpenStream::new(self.streams.clone()));
+        let lists = stream::unfold(state, move |(mut inventory, mut last, open)| {
+            let resource = resource.clone();
+            async move {
+                loop {
+                    let list = convert::device_list(&inventory.borrow_and_update(), &resource);
+                    if last.as_ref() != Some(&list) {
+                        last = Some(list.clone());
+                        return Some((Ok(list), (inventory, last, open)));
+                    }
+                    inventory.changed().await.ok()?;
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(lists.take_until(self.end.clone().cancelled_owned()))))
+    }
+
+    async fn get_preferred_allocation(
+        &self,
+        request: Request<wire::PreferredAllocationRequest>,
+    ) -> Result<Response<wire::PreferredAllocationResponse>, Status> {
+        let inventory = self.inventory();
+        let containers = request.into_inner().container_requests.into_iter();
+        let answers = containers.map(|container| {
+            let question = convert::request(container);
+            let start = Instant::now();
+            let (answer, report) = preferred_allocation(inventory.tables(), &question, AllocationPolicy::BestEffort);
+            self.observe(Occurrence::Chosen { report: Arc::new(report), elapsed: start.elapsed() });
+            convert::preferred(answer)
+        });
+        Ok(Response::new(wire::PreferredAllocationResponse { container_responses: answers.collect() }))
+    }
+
+    async fn allocate(
+        &self,
+        request: Request<wire::AllocateRequest>,
+    ) -> Result<Response<wire::AllocateResponse>, Status> {
+        let inventory = self.inventory();
+        let mut container_responses = Vec::new();
+        for container in request.into_inner().container_requests {
+            let ids = convert::ids(container.devices_ids);
+            let answer = inventory
+                .allocate(&self.resource, &ids)
+                .map_err(|error| convert::refusal(&error))
+                .and_then(|devices| convert::container(&devices, self.settings.device_nodes.as_deref()));
+            let told = ids.iter().map(|id| id.as_str().to_owned()).collect();
+            let told = answer.as_ref().map(|_| told).map_err(|refusal| refusal.message().to_owned());
+            self.observe(Occurrence::Allocated(told));
+            container_responses.push(answer?);
+        }
+        Ok(Response::new(wire::AllocateResponse { container_responses }))
+    }
+
+    async fn pre_start_container(
+        &self,
+        _: Request<wire::PreStartContainerRequest>,
+    ) -> Result<Response<wire::PreStartContainerResponse>, Status> {
+        Ok(Response::new(wire::PreStartContainerResponse {}))
+    }
+}
+
+/// Counts one open stream for as long as it lives, however it ends.
+struct OpenStream(watch::Sender<usize>);
+
+impl OpenStream {
+    fn new(streams: watch::Sender<usize>) -> Self {
+        streams.send_modify(|open| *open += 1);
+        Self(streams)
+    }
+}
+
+impl Drop for OpenStream {
+    fn drop(&mut self) {
+        self.0.send_modify(|open| *open = open.saturating_sub(1));
+    }
+}

@@ -1,0 +1,269 @@
+//! Machines as YAML: the ones built in, and node files (`linkwise snapshot` writes such a file).
+//!
+//! Owns the file format, version 1: raw facts under `observed`, where they come from under
+//! `source`, what was filled in under `reconstructed`. Called by the composition roots; derives
+//! nothing, and knows nothing of NVML, hwloc or the kubelet.
+
+mod file;
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::topology::NodeObservation;
+use file::MachineFile;
+pub use file::MachineFileError;
+
+/// The largest node file that is read, in bytes.
+pub const MAX_FILE_BYTES: u64 = 64 << 20;
+
+/// The machines that are built in: name and text.
+const BUILT_IN: [(&str, &str); 3] = [
+    ("dgx1-v100", include_str!("dgx1-v100.yaml")),
+    ("dgx-h100", include_str!("dgx-h100.yaml")),
+    ("pcie-8x-pix-pairs", include_str!("pcie-8x-pix-pairs.yaml")),
+];
+
+/// One machine: what was observed of it, by whom, and what was filled in.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "MachineFile", into = "MachineFile")]
+pub struct Machine {
+    /// A short name, such as `dgx-h100`; for a snapshot the node's name.
+    pub name: String,
+    /// One line that tells a person what it is.
+    pub title: String,
+    /// Where the facts come from, a line each.
+    pub source: Vec<String>,
+    /// What the sources do not say and somebody filled in, a line each.
+    pub reconstructed: Vec<String>,
+    /// The raw facts.
+    pub observed: NodeObservation,
+}
+
+/// A built-in machine, as a list shows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BuiltIn {
+    /// The name that [`load`] takes.
+    pub name: &'static str,
+    /// One line that tells a person what it is.
+    pub title: String,
+}
+
+/// Why a machine could not be loaded. Each is one line and says all of it (no `source` behind it).
+#[derive(Debug, thiserror::Error)]
+pub enum MachineError {
+    /// Neither a built-in name nor a file.
+    #[error("no machine is called '{name}' and there is no such file (built-in machines: {})", names())]
+    Unknown {
+        /// What was asked for.
+        name: String,
+    },
+    /// The operating system refused.
+    #[error("cannot read node file '{path}': {error}")]
+    Read {
+        /// The file.
+        path: String,
+        /// What the operating system said.
+        error: io::Error,
+    },
+    /// More than [`MAX_FILE_BYTES`].
+    #[error("node file '{path}' is larger than {} MiB", MAX_FILE_BYTES >> 20)]
+    TooLarge {
+        /// The file.
+        path: String,
+    },
+    /// Not text.
+    #[error("node file '{path}' is not UTF-8 text (byte {offset})")]
+    NotText {
+        /// The file.
+        path: String,
+        /// The first byte that is not UTF-8, counted from 0.
+        offset: usize,
+    },
+    /// Not a machine.
+    #[error("node file '{path}': {error}")]
+    Content {
+        /// The file, or the built-in machine's name.
+        path: String,
+        /// What is wrong with it, and where.
+        error: MachineFileError,
+    },
+}
+
+impl Machine {
+    /// Reads a machine from the text of a node file.
+    pub fn parse(text: &str) -> Result<Self, MachineFileError> {
+        file::parse(text)
+    }
+
+    /// The text of a node file; [`Machine::parse`] reads it back equal.
+    pub fn to_yaml(&self) -> Result<String, MachineFileError> {
+        file::to_yaml(self)
+    }
+}
+
+/// The built-in machines, in the order in which they are shown.
+pub fn built_in() -> impl Iterator<Item = BuiltIn> {
+    BUILT_IN.iter().map(|&(name, text)| BuiltIn {
+        name,
+        title: Machine::parse(text).map(|machine| machine.title).unwrap_or_default(),
+    })
+}
+
+/// Loads a built-in machine by its name, else the node file at that path.
+pub fn load(name_or_path: &str) -> Result<Machine, MachineError> {
+    let text = match BUILT_IN.iter().find(|(name, _)| *name == name_or_path) {
+        Some((_, text)) => (*text).to_owned(),
+        None => read(name_or_path)?,
+    };
+    Machine::parse(&text).map_err(|error| MachineError::Content { path: name_or_path.to_owned(), error })
+}
+
+fn read(name_or_path: &str) -> Result<String, MachineError> {
+    let path = || name_or_path.to_owned();
+    let mut bytes = Vec::new();
+    // One byte more than allowed is enough to know, whatever the file's size claims to be.
+    let outcome = File::open(name_or_path).and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes));
+    match outcome {
+        Err(error) if error.kind() == io::ErrorKind::NotFound && looks_like_a_name(name_or_path) => {
+            Err(MachineError::Unknown { name: path() })
+        }
+        Err(error) => Err(MachineError::Read { path: path(), error }),
+        Ok(length) if u64::try_from(length).is_ok_and(|length| length <= MAX_FILE_BYTES) => String::from_utf8(bytes)
+            .map_err(|error| MachineError::NotText { path: path(), offset: error.utf8_error().valid_up_to() }),
+        Ok(_) => Err(MachineError::TooLarge { path: path() }),
+    }
+}
+
+/// A text without a folder and without an extension was hardly meant as a file.
+fn looks_like_a_name(text: &str) -> bool {
+    !text.contains('/') && Path::new(text).extension().is_none()
+}
+
+fn names() -> String {
+    BUILT_IN.map(|(name, _)| name).join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::fs;
+
+    use super::*;
+    use crate::topology::{NvLinkRemote, PciAddress, PciKind, PciObservation};
+
+    /// Every built-in machine.
+    fn all() -> Vec<Machine> {
+        built_in().map(|machine| load(machine.name).unwrap()).collect()
+    }
+
+    fn refusal(name_or_path: &str) -> String {
+        let message = load(name_or_path).unwrap_err().to_string();
+        assert!(!message.contains('\n'), "more than one line: {message}");
+        message
+    }
+
+    #[test]
+    fn built_in_machines_load_under_their_names() {
+        for (listed, machine) in built_in().zip(all()) {
+            assert_eq!(machine.name, listed.name);
+            assert_eq!(machine.title, listed.title);
+            assert!(!machine.title.is_empty() && !machine.source.is_empty() && !machine.reconstructed.is_empty());
+            assert_eq!(machine.observed.gpus.len(), 8, "{}", machine.name);
+        }
+    }
+
+    #[test]
+    fn gpus_are_found_once_in_the_tree_and_have_names_of_their_own() {
+        fn walk(devices: &[PciObservation], gpus: &mut Vec<PciAddress>, all: &mut Vec<PciAddress>) {
+            for device in devices {
+                all.extend(device.pci);
+                if device.kind == PciKind::Gpu {
+                    gpus.extend(device.pci);
+                }
+                walk(&device.devices, gpus, all);
+            }
+        }
+        let mut uuids = Vec::new();
+        for machine in all() {
+            let (mut gpus, mut addresses) = (Vec::new(), Vec::new());
+            for bridge in &machine.observed.host.host_bridges {
+                walk(&bridge.devices, &mut gpus, &mut addresses);
+            }
+            gpus.sort_unstable();
+            assert_eq!(gpus, machine.observed.gpus.iter().map(|gpu| gpu.pci).collect::<Vec<_>>(), "{}", machine.name);
+            addresses.sort_unstable();
+            assert!(addresses.is_sorted_by(|a, b| a < b), "{}: an address twice", machine.name);
+            uuids.extend(machine.observed.gpus.into_iter().map(|gpu| gpu.uuid));
+        }
+        uuids.sort_unstable();
+        assert!(uuids.is_sorted_by(|a, b| a < b), "a UUID twice");
+    }
+
+    #[test]
+    fn nvlinks_are_numbered_once_and_go_both_ways() {
+        for machine in all() {
+            let mut between = BTreeMap::new();
+            for gpu in &machine.observed.gpus {
+                let links = gpu.nvlinks.as_deref().unwrap();
+                let mut numbers: Vec<u32> = links.iter().flat_map(|group| group.links.clone()).collect();
+                numbers.sort_unstable();
+                assert_eq!(numbers, (0..u32::try_from(numbers.len()).unwrap()).collect::<Vec<_>>());
+                for group in links {
+                    if let NvLinkRemote::Gpu(remote) = group.remote {
+                        *between.entry((gpu.pci, remote)).or_insert(0) += group.links.len();
+                    }
+                }
+            }
+            for ((from, to), count) in &between {
+                assert_eq!(between.get(&(*to, *from)), Some(count), "{}: {from} to {to}", machine.name);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_written_reads_back_equal() {
+        for mut machine in all() {
+            let text = machine.to_yaml().unwrap();
+            assert_eq!(Machine::parse(&text).unwrap(), machine, "{text}");
+            machine.title = format!("{}: # '\"\\ \u{e9}\n- 1 {}", machine.title, "long ".repeat(60));
+            machine.name = "0x10".to_owned();
+            machine.source = vec![String::new(), "null".to_owned(), " lead".to_owned()];
+            machine.observed.gpus.clear();
+            let text = machine.to_yaml().unwrap();
+            assert_eq!(Machine::parse(&text).unwrap(), machine, "{text}");
+        }
+    }
+
+    #[test]
+    fn unknown_machine_lists_the_known_ones() {
+        let message = refusal("dgx-h200");
+        assert!(message.contains("'dgx-h200'"), "{message}");
+        assert!(message.contains("dgx1-v100, dgx-h100, pcie-8x-pix-pairs"), "{message}");
+    }
+
+    #[test]
+    fn files_that_cannot_be_read_are_named_with_the_reason() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+
+        let missing = refusal(&path("gone.yaml"));
+        assert!(missing.contains("gone.yaml") && missing.contains("No such file"), "{missing}");
+        let folder_itself = refusal(&path(""));
+        assert!(folder_itself.contains("directory"), "{folder_itself}");
+
+        fs::write(path("binary"), b"version: 1\nname: \xff").unwrap();
+        let binary = refusal(&path("binary"));
+        assert!(binary.contains("not UTF-8 text (byte 17)"), "{binary}");
+
+        File::create(path("huge")).unwrap().set_len(MAX_FILE_BYTES + 1).unwrap();
+        let huge = refusal(&path("huge"));
+        assert!(huge.contains("larger than 64 MiB"), "{huge}");
+
+        fs::write(path("broken.yaml"), "version: 1\nname: [x\ntitle: y\n").unwrap();
+        let broken = refusal(&path("broken.yaml"));
+        assert!(broken.contains("broken.yaml") && broken.contains("line "), "{broken}");
+    }
+}

@@ -1,0 +1,101 @@
+//! Series that mirror the inventory, read at scrape.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::gauge::ConstGauge;
+use tokio::sync::watch;
+
+use crate::inventory::{Device, Health, Inventory};
+
+/// Reads the current inventory at each scrape.
+pub(super) struct State {
+    pub inventory: watch::Receiver<Arc<Inventory>>,
+}
+
+impl fmt::Debug for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("State").finish_non_exhaustive()
+    }
+}
+
+type Labels = Vec<(&'static str, String)>;
+
+/// Writes one gauge with all its series.
+fn gauge(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    series: impl IntoIterator<Item = (Labels, i64)>,
+) -> fmt::Result {
+    let mut metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+    for (labels, value) in series {
+        let value = ConstGauge::new(value);
+        if labels.is_empty() {
+            return value.encode(metric);
+        }
+        value.encode(metric.encode_family(&labels)?)?;
+    }
+    Ok(())
+}
+
+impl Collector for State {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let inventory = Arc::clone(&self.inventory.borrow());
+        let devices = || inventory.resources().iter().flat_map(|(_, devices)| devices.values());
+        let gpu = |device: &Device| ("uuid", device.gpu.uuid.to_string());
+
+        let info = devices().map(|device| {
+            let or_empty = |text: Option<String>| text.unwrap_or_default();
+            let labels = vec![
+                gpu(device),
+                ("index", device.gpu.index.to_string()),
+                ("pci", device.gpu.pci.to_string()),
+                ("model", or_empty(device.gpu.model.clone())),
+                ("numa", or_empty(device.gpu.numa.map(|numa| numa.to_string()))),
+            ];
+            (labels, 1)
+        });
+        gauge(&mut encoder, "gpu", "1 for each GPU; its labels say which it is", info)?;
+
+        let healthy = devices().map(|device| (vec![gpu(device)], i64::from(device.health == Health::Healthy)));
+        gauge(&mut encoder, "gpu_healthy", "1 while the GPU may be given to pods", healthy)?;
+
+        let reasons = devices().filter_map(|device| match &device.health {
+            Health::Healthy => None,
+            Health::Unhealthy { reason, since } => {
+                let since = i64::try_from(since.as_secs()).unwrap_or(i64::MAX);
+                Some((vec![gpu(device), ("reason", reason.label().to_owned())], since))
+            }
+        });
+        let help = "Since when the GPU is unhealthy (Unix time), by reason; no series while it is healthy";
+        gauge(&mut encoder, "gpu_unhealthy_since_seconds", help, reasons)?;
+
+        let mut counts: BTreeMap<(String, &'static str), i64> = BTreeMap::new();
+        for (resource, devices) in inventory.resources() {
+            for health in ["healthy", "unhealthy"] {
+                counts.entry((resource.to_string(), health)).or_default();
+            }
+            for device in devices.values() {
+                let health = if device.health == Health::Healthy { "healthy" } else { "unhealthy" };
+                *counts.entry((resource.to_string(), health)).or_default() += 1;
+            }
+        }
+        let devices = counts
+            .into_iter()
+            .map(|((resource, health), count)| (vec![("resource", resource), ("health", health.to_owned())], count));
+        gauge(&mut encoder, "devices", "Devices on the kubelet's list, by resource and health", devices)?;
+
+        let warnings = i64::try_from(inventory.warnings().len()).unwrap_or(i64::MAX);
+        gauge(
+            &mut encoder,
+            "topology_warnings",
+            "Odd things about the node; the log names them",
+            [(Vec::new(), warnings)],
+        )
+    }
+}

@@ -1,0 +1,241 @@
+//! Prometheus metrics: what is counted, under which names. docs/metrics.md documents each; a golden test
+//! holds names, types and help.
+//!
+//! Owns the registry. The runtime records into it; `admin` serves what [`Metrics::encode`] writes. Series that
+//! mirror state (per GPU, per resource) are a collector read at scrape, so that what is gone is gone.
+
+mod collector;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::metrics::info::Info;
+use prometheus_client::registry::{Registry, Unit};
+use tokio::sync::watch;
+
+use crate::allocation::AllocationReport;
+use crate::inventory::{Inventory, ResourceName};
+use crate::topology::GpuUuid;
+
+/// The content type of what [`Metrics::encode`] writes; as text/plain Prometheus refuses it.
+pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// Bounds of the choice's histogram, in seconds: from 1 µs by fours, the budget of 10 µs and of 300 µs between them.
+const CHOICE_BUCKETS: [f64; 8] = [1e-6, 4e-6, 16e-6, 64e-6, 256e-6, 1e-3, 4e-3, 16e-3];
+/// Bounds of the RPCs' histogram, in seconds.
+const RPC_BUCKETS: [f64; 8] = [64e-6, 256e-6, 1e-3, 4e-3, 16e-3, 64e-3, 256e-3, 1.0];
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PerResource {
+    resource: String,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PerOutcome {
+    resource: String,
+    outcome: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PerReason {
+    resource: String,
+    reason: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PerCall {
+    resource: String,
+    method: String,
+    code: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PerMethod {
+    resource: String,
+    method: String,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PerXid {
+    uuid: String,
+    xid: u64,
+}
+
+/// All metrics of the process.
+pub struct Metrics {
+    registry: Registry,
+    choices: Family<PerOutcome, Counter>,
+    fallbacks: Family<PerReason, Counter>,
+    choice_seconds: Family<PerResource, Histogram, fn() -> Histogram>,
+    allocations: Family<PerOutcome, Counter>,
+    rpcs: Family<PerCall, Counter>,
+    rpc_seconds: Family<PerMethod, Histogram, fn() -> Histogram>,
+    registrations: Family<PerOutcome, Counter>,
+    connected: Family<PerResource, Gauge>,
+    xids: Family<PerXid, Counter>,
+    agent_up: Gauge,
+    agent_starts: Counter,
+}
+
+impl fmt::Debug for Metrics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Metrics").finish_non_exhaustive()
+    }
+}
+
+impl Metrics {
+    /// Metrics of a process of version `version` that follows `inventory`.
+    pub fn new(version: &'static str, inventory: watch::Receiver<Arc<Inventory>>) -> Self {
+        let mut registry = Registry::with_prefix("linkwise");
+        let metrics = Self {
+            choices: Family::default(),
+            fallbacks: Family::default(),
+            choice_seconds: Family::new_with_constructor(|| Histogram::new(CHOICE_BUCKETS)),
+            allocations: Family::default(),
+            rpcs: Family::default(),
+            rpc_seconds: Family::new_with_constructor(|| Histogram::new(RPC_BUCKETS)),
+            registrations: Family::default(),
+            connected: Family::default(),
+            xids: Family::default(),
+            agent_up: Gauge::default(),
+            agent_starts: Counter::default(),
+            registry: Registry::default(),
+        };
+        registry.register("build", "The version that runs", Info::new(vec![("version", version)]));
+        registry.register(
+            "preferred_allocations",
+            "Answers to GetPreferredAllocation: exact, best_found (a budget ended the search) or fallback (sorted order)",
+            metrics.choices.clone(),
+        );
+        registry.register(
+            "preferred_allocation_fallbacks",
+            "Answers to GetPreferredAllocation in sorted order, by reason",
+            metrics.fallbacks.clone(),
+        );
+        registry.register_with_unit(
+            "choice_duration",
+            "Time the choice of a set of devices took, without the RPC around it",
+            Unit::Seconds,
+            metrics.choice_seconds.clone(),
+        );
+        registry.register("allocations", "Answers to Allocate: ok or refused", metrics.allocations.clone());
+        registry.register("rpcs", "RPCs of the kubelet that ended, by method and gRPC code", metrics.rpcs.clone());
+        registry.register_with_unit(
+            "rpc_duration",
+            "Time unary RPCs of the kubelet took, from the request to the end of the answer",
+            Unit::Seconds,
+            metrics.rpc_seconds.clone(),
+        );
+        registry.register(
+            "registrations",
+            "Registrations with the kubelet: ok or failed",
+            metrics.registrations.clone(),
+        );
+        registry.register(
+            "kubelet_connected",
+            "1 while the kubelet holds an open ListAndWatch stream for the resource",
+            metrics.connected.clone(),
+        );
+        registry.register("xid_errors", "XIDs the driver reported, of any class", metrics.xids.clone());
+        registry.register("nvml_agent_up", "1 while the process that speaks to NVML answers", metrics.agent_up.clone());
+        registry.register(
+            "nvml_agent_starts",
+            "Starts of the process that speaks to NVML; more than one means that it died",
+            metrics.agent_starts.clone(),
+        );
+        registry.register_collector(Box::new(collector::State { inventory }));
+        Self { registry, ..metrics }
+    }
+
+    /// All metrics as OpenMetrics text.
+    pub fn encode(&self) -> Result<String, fmt::Error> {
+        let mut text = String::new();
+        encode(&mut text, &self.registry)?;
+        Ok(text)
+    }
+
+    /// A resource exists: its series start at 0 instead of missing.
+    pub fn resource(&self, resource: &ResourceName) {
+        let resource = resource.to_string();
+        drop(self.connected.get_or_create(&PerResource { resource: resource.clone() }));
+        let outcomes = [
+            (&self.allocations, ["ok", "refused"].as_slice()),
+            (&self.choices, &["exact", "best_found", "fallback"]),
+            (&self.registrations, &["ok", "failed"]),
+        ];
+        for (family, outcomes) in outcomes {
+            for &outcome in outcomes {
+                drop(family.get_or_create(&PerOutcome { resource: resource.clone(), outcome }));
+            }
+        }
+    }
+
+    /// GetPreferredAllocation was answered.
+    pub fn chosen(&self, resource: &ResourceName, report: &AllocationReport, elapsed: Duration) {
+        let resource = resource.to_string();
+        let outcome = match report.fallback {
+            Some(_) => "fallback",
+            None if report.exact => "exact",
+            None => "best_found",
+        };
+        self.choices.get_or_create(&PerOutcome { resource: resource.clone(), outcome }).inc();
+        if let Some(reason) = report.fallback {
+            let labels = PerReason { resource: resource.clone(), reason: reason.label() };
+            self.fallbacks.get_or_create(&labels).inc();
+        }
+        self.choice_seconds.get_or_create(&PerResource { resource }).observe(elapsed.as_secs_f64());
+    }
+
+    /// Allocate was answered.
+    pub fn allocated(&self, resource: &ResourceName, ok: bool) {
+        let outcome = if ok { "ok" } else { "refused" };
+        self.allocations.get_or_create(&PerOutcome { resource: resource.to_string(), outcome }).inc();
+    }
+
+    /// An RPC ended. A stream's length says nothing of speed and is not observed.
+    pub fn rpc(&self, resource: &ResourceName, method: &str, code: &'static str, elapsed: Duration) {
+        let resource = resource.to_string();
+        // The path comes from the caller: what we do not serve has one common series.
+        let method = if code == "UNIMPLEMENTED" { "unknown" } else { method }.to_owned();
+        self.rpcs.get_or_create(&PerCall { resource: resource.clone(), method: method.clone(), code }).inc();
+        if method != "ListAndWatch" {
+            self.rpc_seconds.get_or_create(&PerMethod { resource, method }).observe(elapsed.as_secs_f64());
+        }
+    }
+
+    /// A registration ended.
+    pub fn registered(&self, resource: &ResourceName, ok: bool) {
+        let outcome = if ok { "ok" } else { "failed" };
+        self.registrations.get_or_create(&PerOutcome { resource: resource.to_string(), outcome }).inc();
+    }
+
+    /// The kubelet opened or lost its stream.
+    pub fn connected(&self, resource: &ResourceName, open: bool) {
+        self.connected.get_or_create(&PerResource { resource: resource.to_string() }).set(i64::from(open));
+    }
+
+    /// The driver reported an XID.
+    pub fn xid(&self, gpu: &GpuUuid, xid: u64) {
+        self.xids.get_or_create(&PerXid { uuid: gpu.to_string(), xid }).inc();
+    }
+
+    /// The process that speaks to NVML was started.
+    pub fn agent_started(&self) {
+        self.agent_starts.inc();
+    }
+
+    /// It answers, or does not any more.
+    pub fn agent_up(&self, up: bool) {
+        self.agent_up.set(i64::from(up));
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,85 @@
+//! The golden test: names, types, help and labels are an interface.
+
+use super::*;
+use crate::inventory::Event;
+use crate::topology::{GpuObservation, HostObservation, NodeObservation};
+
+fn node() -> Inventory {
+    let gpu: GpuObservation = serde_saphyr::from_str(
+        "{index: 0, uuid: GPU-a, pci: '0000:01:00.0', model: \"A \\\"quoted\\\" GPU\", numa: 1}",
+    )
+    .unwrap();
+    let other = GpuObservation { index: 1, uuid: "GPU-b".parse().unwrap(), numa: None, model: None, ..gpu.clone() };
+    let observed = NodeObservation { gpus: vec![gpu, other], host: HostObservation::default(), failures: vec![] };
+    let (inventory, _) = Inventory::default().apply(Event::Observed(Box::new(observed)), Duration::ZERO);
+    let xid = Event::Xid { gpu: "GPU-b".parse().unwrap(), code: 79 };
+    inventory.apply(xid, Duration::from_secs(1_700_000_000)).0
+}
+
+fn metrics() -> (Metrics, watch::Sender<Arc<Inventory>>) {
+    let (sender, inventory) = watch::channel(Arc::new(node()));
+    (Metrics::new("1.2.3", inventory), sender)
+}
+
+/// The series of each metric in alphabetical order: the library writes them in a random one.
+fn sorted(text: &str) -> String {
+    let mut blocks: Vec<Vec<&str>> = Vec::new();
+    for line in text.lines() {
+        let comment = line.starts_with('#');
+        match blocks.last_mut() {
+            Some(block) if block.last().is_some_and(|last| last.starts_with('#')) == comment => block.push(line),
+            _ => blocks.push(vec![line]),
+        }
+    }
+    for block in blocks.iter_mut().filter(|block| !block.iter().any(|line| line.starts_with('#'))) {
+        block.sort_unstable();
+    }
+    blocks.concat().join("\n")
+}
+
+#[test]
+fn what_is_written_is_an_interface() {
+    let (metrics, sender) = metrics();
+    let resource = ResourceName::gpu();
+    metrics.resource(&resource);
+    metrics.registered(&resource, true);
+    metrics.connected(&resource, true);
+    metrics.allocated(&resource, true);
+    metrics.rpc(&resource, "Allocate", "OK", Duration::from_micros(300));
+    metrics.rpc(&resource, "ListAndWatch", "CANCELLED", Duration::from_secs(9));
+    metrics.rpc(&resource, "Anything", "UNIMPLEMENTED", Duration::from_micros(1));
+    let inventory = sender.borrow().clone();
+    let request = crate::allocation::AllocationRequest::default();
+    let (_, report) = crate::allocation::preferred_allocation(
+        inventory.tables(),
+        &request,
+        crate::allocation::AllocationPolicy::BestEffort,
+    );
+    metrics.chosen(&resource, &report, Duration::from_micros(3));
+    metrics.xid(&"GPU-b".parse().unwrap(), 79);
+    metrics.agent_started();
+    metrics.agent_up(true);
+    insta::assert_snapshot!(sorted(&metrics.encode().unwrap()));
+}
+
+#[test]
+fn a_gpu_that_is_gone_has_no_series() {
+    let (metrics, sender) = metrics();
+    assert!(metrics.encode().unwrap().contains("linkwise_gpu_healthy{uuid=\"GPU-a\"} 1"));
+    sender.send_replace(Arc::default());
+    assert!(!metrics.encode().unwrap().contains("GPU-a"));
+}
+
+#[test]
+fn every_metric_is_documented() {
+    let (metrics, _sender) = metrics();
+    let documented = include_str!("../../docs/metrics.md");
+    let text = metrics.encode().unwrap();
+    let names = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")).filter_map(|line| line.split(' ').next());
+    let mut seen = 0;
+    for name in names {
+        assert!(documented.contains(&format!("`{name}")), "docs/metrics.md does not mention {name}");
+        seen += 1;
+    }
+    assert!(seen > 10, "{text}");
+}
