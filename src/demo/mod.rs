@@ -36,7 +36,7 @@ async fn demo(args: &DemoArgs, machine: Machine) -> Result<()> {
         kubelet: kubelet::Settings {
             // Nobody else uses this folder: nothing to wait for politely.
             longest_pause: Duration::from_secs(1),
-            ..kubelet::Settings::new(folder.path().join(crate::kubelet_box::SOCKET))
+            ..kubelet::Settings::new(folder.path().join(Options::SOCKET))
         },
         metrics_address: args.metrics_address,
     };

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use tokio::sync::{mpsc, watch};
 
 use super::show;
@@ -108,14 +108,15 @@ impl Script<'_> {
         let pod = Pod::single(name, self.resource.as_str(), size);
         let admitted = match self.kubelet.admit(&pod, None).await {
             Ok(admitted) => admitted,
-            Err(error @ AdmissionError::Insufficient { .. }) => {
+            Err(error @ (AdmissionError::Insufficient { .. } | AdmissionError::NoHealthyDevices { .. })) => {
                 tally.rejected += 1;
                 return self.say(&format!("✗ {name} wants {size}: rejected, {error}\n"));
             }
             Err(error) => return Err(error).with_context(|| format!("pod {name} was not admitted")),
         };
         tally.admitted += 1;
-        let grant = admitted.grant(CONTAINER, self.resource.as_str()).context("the pod was admitted without devices")?;
+        let grant =
+            admitted.grant(CONTAINER, self.resource.as_str()).context("the pod was admitted without devices")?;
         let report = grant.asked.as_ref().and_then(|_| self.report.borrow().clone());
         if let (Some(asked), Some(report)) = (&grant.asked, &report) {
             tally.asked += 1;
@@ -169,9 +170,10 @@ impl Script<'_> {
         let inventory = Arc::clone(&self.inventory.borrow());
         let state = self.state();
         let note = |gpu: &Gpu| {
-            let holder = state.allocated.iter().find(|(_, containers)| {
-                containers.values().any(|devices| devices.contains(gpu.uuid.as_str()))
-            });
+            let holder = state
+                .allocated
+                .iter()
+                .find(|(_, containers)| containers.values().any(|devices| devices.contains(gpu.uuid.as_str())));
             let device = inventory.devices(&self.resource).find(|(_, device)| device.gpu.uuid == gpu.uuid);
             match (device.map(|(_, device)| &device.health), holder) {
                 (Some(Health::Unhealthy { reason, .. }), _) => format!("✗ {reason}"),
@@ -180,13 +182,10 @@ impl Script<'_> {
             }
         };
         let tree = crate::commands::tree(&self.machine.observed, self.topology, note);
-        self.say(&format!("{tree}"))
+        self.say(&tree)
     }
 
     fn say(&self, text: &str) -> Result<()> {
-        if text.contains('\0') {
-            bail!("a name with a zero byte");
-        }
         Ok(print(&format!("{text}\n"))?)
     }
 }

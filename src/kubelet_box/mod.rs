@@ -28,6 +28,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crate::proto::v1beta1 as wire;
 use tokio::time::timeout;
 
 pub use errors::{AdmissionError, BoxError, CallError, WaitError};
@@ -56,6 +57,9 @@ pub struct Options {
 }
 
 impl Options {
+    /// The file name of the registration socket in the folder.
+    pub const SOCKET: &str = wire::KUBELET_SOCKET;
+
     /// A kubelet's own values, seed 1.
     pub fn new(dir: impl Into<PathBuf>) -> Self {
         Self {

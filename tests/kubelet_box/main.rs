@@ -1,6 +1,8 @@
 //! The kubelet in the box against a plugin of our own, over real sockets. Every wait is for a
 //! state; the short durations below are deadlines that a test wants to run out.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 mod admission;
 mod connection;
 mod plugin;
@@ -12,6 +14,7 @@ use linkwise::kubelet_box::{KubeletBox, Options};
 use plugin::{GPU, Plugin};
 use tempfile::TempDir;
 
+/// A deadline that a test wants to run out.
 pub const SOON: Duration = Duration::from_millis(50);
 
 /// A kubelet in a folder of its own, with options of the test's.
@@ -43,6 +46,7 @@ pub async fn node(
     (dir, kubelet, plugin)
 }
 
+/// A set of ids from words.
 pub fn ids(list: &str) -> BTreeSet<String> {
     list.split_whitespace().map(String::from).collect()
 }

@@ -8,10 +8,10 @@ use std::sync::{Arc, Mutex};
 use hyper_util::rt::TokioIo;
 use linkwise::proto::v1beta1 as wire;
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
-use tokio_stream::wrappers::{UnixListenerStream, WatchStream};
-use tokio_stream::{Stream, StreamExt};
+use tokio_stream::Stream;
+use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
 use tonic::transport::{Endpoint, Server, Uri};
 use tonic::{Request, Response, Status};
 use tower::util::MapRequestLayer;
@@ -178,8 +178,20 @@ impl wire::device_plugin_server::DevicePlugin for Service {
     }
 
     async fn list_and_watch(&self, _: Request<wire::Empty>) -> Result<Response<Self::ListAndWatchStream>, Status> {
-        let lists = WatchStream::new(self.0.devices.subscribe()).map_while(|list| list);
-        Ok(Response::new(Box::pin(lists.map(|devices| Ok(wire::ListAndWatchResponse { devices })))))
+        let mut lists = self.0.devices.subscribe();
+        let (send, stream) = mpsc::channel(1);
+        tokio::spawn(async move {
+            loop {
+                let list = lists.borrow_and_update().clone();
+                let Some(devices) = list else { return };
+                let sent = send.send(Ok(wire::ListAndWatchResponse { devices })).await;
+                tokio::select! {
+                    changed = lists.changed(), if sent.is_ok() => if changed.is_err() { return },
+                    () = send.closed() => return,
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(stream))))
     }
 
     async fn get_preferred_allocation(
