@@ -94,13 +94,10 @@ fn link() -> impl Strategy<Value = PcieLink> {
 }
 
 fn host() -> impl Strategy<Value = HostObservation> {
-    let bridge = (weighted(0.8, 0..4_u32), weighted(0.3, 0..2_u32), vec(device(), 0..4)).prop_map(
-        |(numa, package, devices)| HostBridgeObservation {
-            numa: numa.map(NumaNodeId),
-            package: package.map(PackageId),
-            devices,
-        },
-    );
+    let bridge =
+        (weighted(0.8, 0..4_u32), weighted(0.3, 0..2_u32), vec(device(), 0..4)).prop_map(|(numa, package, devices)| {
+            HostBridgeObservation { numa: numa.map(NumaNodeId), package: package.map(PackageId), devices }
+        });
     let packages = vec(weighted(0.8, 0..2_u32), 0..4).prop_map(|packages| {
         let nodes = packages.into_iter().zip(0..);
         let node = |(package, id): (Option<u32>, u32)| NumaNodeObservation {
@@ -110,8 +107,11 @@ fn host() -> impl Strategy<Value = HostObservation> {
         };
         nodes.map(node).collect()
     });
-    (weighted(0.8, cpu()), packages, vec(bridge, 0..4))
-        .prop_map(|(cpu, numa_nodes, host_bridges)| HostObservation { cpu, numa_nodes, host_bridges })
+    (weighted(0.8, cpu()), packages, vec(bridge, 0..4)).prop_map(|(cpu, numa_nodes, host_bridges)| HostObservation {
+        cpu,
+        numa_nodes,
+        host_bridges,
+    })
 }
 
 /// Every processor that the table of crossings knows, and one that it does not.
@@ -153,17 +153,16 @@ fn device() -> impl Strategy<Value = PciObservation> {
         .prop_map(move |(link, numa, nics)| device(PciKind::Nic, link, numa, nics, Vec::new()));
     let whole = (weighted(0.7, link()), weighted(0.1, 0..4_u32))
         .prop_map(move |(link, numa)| device(PciKind::Switch, link, numa, Vec::new(), Vec::new()));
-    let empty_port = weighted(0.7, link())
-        .prop_map(move |link| device(PciKind::RootPort, link, None, Vec::new(), Vec::new()));
+    let empty_port =
+        weighted(0.7, link()).prop_map(move |link| device(PciKind::RootPort, link, None, Vec::new(), Vec::new()));
     let leaf = prop_oneof![3 => card, 2 => whole, 1 => empty_port].boxed();
     leaf.prop_recursive(3, 12, 3, move |below| {
         let below = below.prop_filter("a root port is at the root", |below| below.kind != PciKind::RootPort);
         let whole = (weighted(0.7, link()), vec(below.clone(), 0..3))
             .prop_map(move |(link, devices)| device(PciKind::Switch, link, None, Vec::new(), devices));
-        let port = (weighted(0.7, link()), proptest::option::of(below))
-            .prop_map(move |(link, below)| {
-                device(PciKind::DownstreamPort, link, None, Vec::new(), below.into_iter().collect())
-            });
+        let port = (weighted(0.7, link()), proptest::option::of(below)).prop_map(move |(link, below)| {
+            device(PciKind::DownstreamPort, link, None, Vec::new(), below.into_iter().collect())
+        });
         let ports = (weighted(0.7, link()), vec(port, 0..3))
             .prop_map(move |(link, ports)| device(PciKind::UpstreamPort, link, None, Vec::new(), ports));
         let switch = prop_oneof![whole, ports].boxed();
@@ -195,7 +194,8 @@ fn nvlinks(most: usize) -> impl Strategy<Value = Links> {
     let all = vec(port(vec![18, 18, 18, 18, 12]), most).boxed();
     let few = vec(port(vec![0, 6, 12]), most).boxed();
     let no_switch = Just(vec![(0, None); most]).boxed();
-    let silent = prop_oneof![3 => Just(vec![false; most]).boxed(), 1 => vec(proptest::bool::weighted(0.2), most).boxed()];
+    let silent =
+        prop_oneof![3 => Just(vec![false; most]).boxed(), 1 => vec(proptest::bool::weighted(0.2), most).boxed()];
     let odd = prop_oneof![2 => Just(Vec::new()).boxed(), 1 => vec((0..most, 0..6_u8), 1..4).boxed()];
     let kind = prop_oneof![
         2 => (none.clone(), no_switch.clone()),
