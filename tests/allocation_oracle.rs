@@ -1,5 +1,13 @@
 //! The choice among whole GPUs against a brute force of its definition.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::cast_possible_truncation,
+    reason = "the helpers of a test may end it, and count a few GPUs"
+)]
+
 #[path = "oracle/mod.rs"]
 mod oracle;
 #[path = "random_node/mod.rs"]

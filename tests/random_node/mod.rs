@@ -19,7 +19,7 @@ pub fn node(most: usize) -> impl Strategy<Value = NodeObservation> {
 }
 
 /// A machine in which nothing needs to make sense.
-#[allow(dead_code)]
+#[allow(dead_code, reason = "not every test wants it")]
 pub fn odd_node(most: usize) -> impl Strategy<Value = NodeObservation> {
     let clashes = vec((0..most, 0..most, 0..4_u8), 0..6);
     let parts = (vec(gpu(), 0..=most), host(), nvlinks(most), order(most), order(most), clashes);
