@@ -20,7 +20,9 @@ use linkwise::allocation::{
     PreferredAllocation, preferred_allocation,
 };
 use linkwise::machines;
-use linkwise::topology::{NodeObservation, NodeTopology, NvLinkObservation, NvLinkRemote};
+use linkwise::topology::{
+    GpuObservation, NodeObservation, NodeTopology, NvLinkObservation, NvLinkRemote, PciAddress, PciKind,
+};
 use oracle::{Oracle, Set, places, subsets};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -101,7 +103,7 @@ proptest! {
     /// On any machine, for any request: the set, its values, the runner-up, the number of sets.
     #[test]
     fn random_machines_answer_as_the_brute_force(
-        observed in random_node::node(8),
+        observed in prop_oneof![4 => random_node::node(8).boxed(), 1 => random_node::odd_node(8).boxed()],
         requests in vec((any::<u8>(), any::<u8>(), any::<u8>(), 0..9_u32), 1..24),
     ) {
         let tables = tables(&observed);
@@ -200,6 +202,28 @@ fn every_request_to_a_built_in_machine_is_answered_as_by_the_brute_force() {
     }
 }
 
+#[test]
+fn a_machine_beyond_the_tables_is_answered_in_sorted_order() {
+    let mut observed = machines::load("pcie-8x-pix-pairs").unwrap().observed;
+    let template = observed.gpus[0].clone();
+    observed.gpus = (0..70_u8)
+        .map(|number| {
+            let uuid = format!("GPU-{:02}", 69 - number).parse().unwrap();
+            GpuObservation { uuid, pci: PciAddress::new(2, number, 0, 0).unwrap(), ..template.clone() }
+        })
+        .collect();
+    for seen in [70, 64, 17] {
+        observed.gpus.truncate(seen);
+        let tables = tables(&observed);
+        let mut ids: Vec<DeviceId> = tables.topology().gpus().iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect();
+        let (answer, report) = ask(&tables, ids.clone(), ids[3..4].to_vec(), 5);
+        let must = ids.remove(3);
+        ids.sort();
+        assert_eq!(answer.devices, [&[must], &ids[..4]].concat());
+        assert_eq!((report.fallback, report.exact), (Some(FallbackReason::TooManyGpus), false));
+    }
+}
+
 /// The indices of the GPUs chosen.
 fn choice(machine: &str, available: &[usize], size: usize) -> Vec<u32> {
     let tables = built_in(machine);
@@ -248,7 +272,7 @@ fn sets_of_sixteen_gpus_are_worth_what_the_brute_force_says() {
 /// A machine of 16 GPUs, two on each switch; of 10 pairs `density` are linked.
 fn sixteen(numbers: &mut Numbers, density: u32) -> NodeObservation {
     let mut observed = machines::load("pcie-8x-pix-pairs").unwrap().observed;
-    let gpu = |index: u8| linkwise::topology::PciAddress::new(1, index, 0, 0).unwrap();
+    let gpu = |index: u8| PciAddress::new(1, index, 0, 0).unwrap();
     let templates = observed.gpus.clone();
     observed.gpus = (0..16)
         .map(|index| {
@@ -267,7 +291,7 @@ fn sixteen(numbers: &mut Numbers, density: u32) -> NodeObservation {
     assert_eq!(all.len(), 8);
     for function in all {
         let mut board = function.clone();
-        board.kind = linkwise::topology::PciKind::Switch;
+        board.kind = PciKind::Switch;
         board.pci = None;
         board.devices = vec![function.clone(), function.clone()];
         for below in &mut board.devices {
