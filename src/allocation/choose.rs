@@ -111,7 +111,7 @@ impl Candidate<'_> {
     /// Whether this set is better (`Greater`) than another, and the value that decided.
     fn compare(self, other: Self) -> (Ordering, Value) {
         let (a, b) = (self, other);
-        let (sets, tables) = (a.sets, a.tables);
+        let sets = a.sets;
         let row = |table: &[u32], a, b| at(table, a).cmp(&at(table, b));
         let order = row(&sets.collective, a.chosen, b.chosen);
         if order.is_ne() {
@@ -129,7 +129,7 @@ impl Candidate<'_> {
         if order.is_ne() {
             return (order, Value::Closeness);
         }
-        let order = tables.room(a.remains).cmp(&tables.room(b.remains));
+        let order = at(&sets.room, a.remains).cmp(&at(&sets.room, b.remains));
         if order.is_ne() {
             return (order, Value::Room);
         }
@@ -137,7 +137,7 @@ impl Candidate<'_> {
         if order.is_ne() {
             return (order, Value::RemainingCloseness);
         }
-        let order = tables.nics(a.chosen).cmp(&tables.nics(b.chosen));
+        let order = at(&sets.nics, a.chosen).cmp(&at(&sets.nics, b.chosen));
         if order.is_ne() {
             return (order, Value::Nics);
         }
@@ -151,9 +151,9 @@ impl Candidate<'_> {
             remaining: u64::from(at(&self.sets.remaining, self.remains)),
             pairs: at(&self.sets.pairs, self.chosen),
             closeness: minus(at(&self.sets.distance, self.chosen)),
-            room: self.tables.room(self.remains),
+            room: u64::from(at(&self.sets.room, self.remains)),
             remaining_closeness: minus(u64::from(at(&self.sets.remaining_distance, self.remains))),
-            nics: self.tables.nics(self.chosen),
+            nics: at(&self.sets.nics, self.chosen),
         }
     }
 

@@ -1,5 +1,7 @@
 //! For every set of GPUs, what no all-reduce over it can beat, MB/s.
 
+use std::collections::BTreeSet;
+
 use super::set::GpuSet;
 use crate::topology::NodeTopology;
 
@@ -7,7 +9,7 @@ use crate::topology::NodeTopology;
 pub(super) fn table(topology: &NodeTopology) -> Vec<u32> {
     let gpus = topology.gpus().len();
     let mut collective = rings(topology);
-    let inside = inside(gpus, |a, b| topology.nvlink(a, b));
+    let links = Links::of(topology);
     let neighbours: Vec<GpuSet> =
         (0..gpus).map(|a| (0..gpus).filter(|&b| a != b && topology.nvlink(a, b) > 0).collect()).collect();
     for (row, best) in collective.iter_mut().enumerate() {
@@ -15,13 +17,44 @@ pub(super) fn table(topology: &NodeTopology) -> Vec<u32> {
         if set.len() < 2 {
             continue;
         }
-        if let Some(port) = smallest_port(topology, set) {
-            *best = port;
-        } else if connected(set, &neighbours) {
-            *best = narrowest_cut(set, &inside);
+        if connected(set, &neighbours) {
+            let port = smallest_port(topology, set).filter(|_| at(&links.direct, set) == 0);
+            *best = port.unwrap_or_else(|| narrowest_cut(set, &links));
         }
     }
     collective
+}
+
+/// What NVLink carries within each set, MB/s.
+struct Links {
+    /// The links from GPU to GPU, summed over the pairs of each set.
+    direct: Vec<u64>,
+    /// For each NVSwitch plane that joins GPUs, the sum of each set's ports on it.
+    planes: Vec<Vec<u64>>,
+}
+
+impl Links {
+    fn of(topology: &NodeTopology) -> Self {
+        let gpus = topology.gpus();
+        let port = |place: usize| gpus.get(place).and_then(|gpu| Some((gpu.nvswitch_plane?, gpu.nvswitch_port)));
+        let direct = |a, b| match (port(a), port(b)) {
+            (Some((plane, a_port)), Some((other, b_port))) if plane == other => {
+                topology.nvlink(a, b).saturating_sub(a_port.min(b_port))
+            }
+            _ => topology.nvlink(a, b),
+        };
+        let members = |plane: u32| gpus.iter().filter(move |gpu| gpu.nvswitch_plane == Some(plane)).count();
+        let planes: BTreeSet<u32> = gpus.iter().filter_map(|gpu| gpu.nvswitch_plane).collect();
+        let ports = |plane: u32| {
+            let carries =
+                |place: usize| port(place).filter(|(on, _)| *on == plane).map_or(0, |(_, port)| u64::from(port));
+            (0..1_u64 << gpus.len()).map(|row| GpuSet(row).places().map(carries).sum()).collect()
+        };
+        Self {
+            direct: inside(gpus.len(), direct),
+            planes: planes.into_iter().filter(|plane| members(*plane) > 1).map(ports).collect(),
+        }
+    }
 }
 
 /// For every set, the sum of a weight over its pairs.
@@ -70,17 +103,21 @@ fn connected(set: GpuSet, neighbours: &[GpuSet]) -> bool {
     }
 }
 
-/// The least total weight between two parts of a set, over all ways to part it; `inside` holds the
-/// weight within each set. What crosses is what the whole holds less what the parts hold.
-fn narrowest_cut(set: GpuSet, inside: &[u64]) -> u32 {
+/// The least that NVLink carries between two parts of a set, over all ways to part it.
+///
+/// What crosses directly is what the whole holds less what the parts hold. What crosses a plane leaves one
+/// part by its ports and enters the other by that one's: the narrower side counts, not each pair anew.
+fn narrowest_cut(set: GpuSet, links: &Links) -> u32 {
     let others = set.without(set.lowest()).0;
-    let whole = at(inside, set);
+    let whole = at(&links.direct, set);
     let mut narrowest = u64::MAX;
     // All non-empty subsets of the others: the part without the lowest member.
     let mut part = others;
     while part != 0 {
-        let within = at(inside, GpuSet(part)) + at(inside, set.without(GpuSet(part)));
-        narrowest = narrowest.min(whole - within.min(whole));
+        let (one, other) = (GpuSet(part), set.without(GpuSet(part)));
+        let within = at(&links.direct, one) + at(&links.direct, other);
+        let through = links.planes.iter().map(|ports| at(ports, one).min(at(ports, other))).sum::<u64>();
+        narrowest = narrowest.min(whole - within.min(whole) + through);
         part = (part - 1) & others;
     }
     u32::try_from(narrowest).unwrap_or(u32::MAX)

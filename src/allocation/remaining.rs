@@ -1,11 +1,13 @@
 //! For every set of GPUs, what it still offers to others.
 
+use std::collections::BTreeMap;
+
 use super::collective::at;
 use super::set::{GpuSet, subsets};
-use crate::topology::NodeTopology;
+use crate::topology::{NodeTopology, PackageId};
 
 /// The sizes of job that what remains is valued for.
-pub(super) const GROUPS: [usize; 3] = [2, 4, 8];
+const GROUPS: [usize; 3] = [2, 4, 8];
 
 /// Thousandths of the machine's best collective, for the groups of one size: the value of one set.
 const WHOLE: u64 = 1_000;
@@ -92,4 +94,27 @@ pub(super) fn closeness_table(topology: &NodeTopology) -> Vec<u8> {
         }
     }
     totals
+}
+
+/// For every set, the GPUs of whole groups of it that fit a package, summed over the group sizes: at
+/// most three times its size.
+pub(super) fn room_table(topology: &NodeTopology) -> Vec<u8> {
+    let packages = packages(topology);
+    let room = |set: GpuSet| {
+        let whole = |group: usize| packages.iter().map(move |package| package.intersection(set).len() / group * group);
+        u8::try_from(GROUPS.into_iter().flat_map(whole).sum::<usize>()).unwrap_or(u8::MAX)
+    };
+    (0..1_u64 << topology.gpus().len()).map(|row| room(GpuSet(row))).collect()
+}
+
+/// The GPUs of each known package.
+fn packages(topology: &NodeTopology) -> Vec<GpuSet> {
+    let mut packages: BTreeMap<PackageId, GpuSet> = BTreeMap::new();
+    for (place, gpu) in topology.gpus().iter().enumerate() {
+        if let Some(package) = gpu.package {
+            let members = packages.entry(package).or_default();
+            *members = members.union(GpuSet::of(place));
+        }
+    }
+    packages.into_values().collect()
 }

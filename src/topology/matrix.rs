@@ -28,7 +28,8 @@ impl LinkMatrix {
     /// Sets both cells of a pair; nothing happens outside of the matrix.
     pub fn set(&mut self, a: usize, b: usize, value: u32) {
         for (row, column) in [(a, b), (b, a)] {
-            if column < self.size
+            if row < self.size
+                && column < self.size
                 && let Some(cell) = self.cells.get_mut(row * self.size + column)
             {
                 *cell = value;
@@ -60,6 +61,7 @@ mod tests {
         matrix.set(0, 2, 7);
         matrix.set(0, 3, 9);
         matrix.set(5, 0, 9);
+        matrix.set(usize::MAX, 0, 9);
         assert_eq!((matrix.get(2, 0), matrix.get(0, 2), matrix.get(1, 0)), (7, 7, 0));
         assert_eq!((matrix.get(3, 0), matrix.get(0, 3), matrix.row(9).len()), (0, 0, 0));
         assert_eq!(serde_json::to_string(&matrix).unwrap(), "[[0,0,7],[0,0,0],[7,0,0]]");

@@ -1,0 +1,329 @@
+//! The choice among whole GPUs against a brute force of its definition.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::cast_possible_truncation,
+    reason = "the helpers of a test may end it, and count a few GPUs"
+)]
+
+#[path = "oracle/mod.rs"]
+mod oracle;
+#[path = "random_node/mod.rs"]
+mod random_node;
+
+use std::sync::Arc;
+
+use linkwise::allocation::{
+    AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, ChosenGpu, DeviceId, FallbackReason,
+    PreferredAllocation, preferred_allocation,
+};
+use linkwise::machines;
+use linkwise::topology::{
+    GpuObservation, NodeObservation, NodeTopology, NvLinkObservation, NvLinkRemote, PciAddress, PciKind,
+};
+use oracle::{Oracle, Set, places, subsets};
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+/// A machine ready to choose from.
+fn tables(observed: &NodeObservation) -> AllocationTables {
+    AllocationTables::new(Arc::new(NodeTopology::assemble(observed).0))
+}
+
+fn built_in(name: &str) -> AllocationTables {
+    tables(&machines::load(name).unwrap().observed)
+}
+
+fn ids(tables: &AllocationTables, set: Set) -> Vec<DeviceId> {
+    places(set).map(|gpu| DeviceId::from(&tables.topology().gpus()[gpu].uuid)).collect()
+}
+
+fn ask(
+    tables: &AllocationTables,
+    available: Vec<DeviceId>,
+    must_include: Vec<DeviceId>,
+    size: usize,
+) -> (PreferredAllocation, AllocationReport) {
+    let request = AllocationRequest { available, must_include, size };
+    preferred_allocation(tables, &request, AllocationPolicy::BestEffort)
+}
+
+/// Asks the implementation and the brute force the same question; the whole answers must be equal.
+fn compare(tables: &AllocationTables, oracle: &Oracle<'_>, available: Set, must_include: Set, size: u32) {
+    let question = format!("{size} of {available:b} with {must_include:b}");
+    let (answer, report) = ask(tables, ids(tables, available), ids(tables, must_include), size as usize);
+    let chosen = |gpus: &[ChosenGpu]| {
+        gpus.iter().map(|gpu| tables.topology().position(&gpu.uuid).unwrap()).fold(0, |set: Set, gpu| set | 1 << gpu)
+    };
+    assert_eq!(report.size, size as usize, "{question}");
+    assert_eq!(report.candidates, (available | must_include).count_ones() as usize, "{question}");
+    let Some(expected) = oracle.choose(available, must_include, size) else {
+        assert_eq!(report.fallback, Some(FallbackReason::Size), "{question}");
+        assert_eq!((report.values, report.runner_up), (None, None), "{question}");
+        assert_eq!(answer.devices, sorted(tables, available, must_include, size), "{question}");
+        return;
+    };
+    if size == 0 {
+        // Nothing was asked for: whether that is a choice or a fallback, nothing is the answer.
+        assert!(answer.devices.is_empty(), "{question}");
+        return;
+    }
+    assert_eq!(answer.devices, ids(tables, expected.chosen), "{question}: {report}, expected {expected:?}");
+    assert_eq!(report.values, Some(expected.values), "{question}");
+    let runner_up = report.runner_up.map(|second| (chosen(&second.devices), second.values, second.lost_at));
+    assert_eq!(runner_up, expected.runner_up, "{question}");
+    assert_eq!(chosen(&report.devices), expected.chosen, "{question}");
+    assert_eq!((report.compared, report.exact, report.fallback), (expected.compared, true, None), "{question}");
+}
+
+/// The answer where there is no choice: what must be in, then what is available, each sorted.
+fn sorted(tables: &AllocationTables, available: Set, must_include: Set, size: u32) -> Vec<DeviceId> {
+    let [mut first, mut then] = [must_include, available & !must_include].map(|set| ids(tables, set));
+    first.sort();
+    then.sort();
+    first.into_iter().chain(then).take(size as usize).collect()
+}
+
+/// Every availability and every size of a machine.
+fn compare_all(tables: &AllocationTables) {
+    let oracle = Oracle::new(tables.topology());
+    let count = tables.topology().gpus().len() as u32;
+    for available in subsets((1 << count) - 1) {
+        for size in 0..=available.count_ones() {
+            compare(tables, &oracle, available, 0, size);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1200, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// On any machine, for any request: the set, its values, the runner-up, the number of sets.
+    #[test]
+    fn random_machines_answer_as_the_brute_force(
+        observed in prop_oneof![4 => random_node::node(8).boxed(), 1 => random_node::odd_node(8).boxed()],
+        requests in vec((any::<u8>(), any::<u8>(), any::<u8>(), 0..9_u32), 1..24),
+    ) {
+        let tables = tables(&observed);
+        let oracle = Oracle::new(tables.topology());
+        let machine = (1 << tables.topology().gpus().len()) - 1;
+        for (available, must, also, size) in requests {
+            // Few musts, mostly available ones.
+            let must = Set::from(must & also) & machine & if size % 2 == 0 { 0 } else { 0x5a };
+            compare(&tables, &oracle, Set::from(available) & machine, must, size);
+            compare(&tables, &oracle, Set::from(available | also) & machine, 0, size);
+        }
+    }
+
+    /// All availabilities and sizes of a small machine, which random requests may miss.
+    #[test]
+    fn small_machines_answer_as_the_brute_force_throughout(observed in random_node::node(4)) {
+        compare_all(&tables(&observed));
+    }
+
+    /// The order of the lists and repetitions in them mean nothing; nor does the order of NVML.
+    #[test]
+    fn the_answer_does_not_depend_on_order_or_repetition(
+        observed in random_node::node(8),
+        available in vec(0..8_usize, 0..16),
+        must in vec(0..8_usize, 0..3),
+        size in 0..9_usize,
+        turn in 0..8_usize,
+    ) {
+        let plain = tables(&observed);
+        let gpus = plain.topology().gpus();
+        let named = |list: &[usize]| -> Vec<DeviceId> {
+            list.iter().filter_map(|at| gpus.get(*at)).map(|gpu| DeviceId::from(&gpu.uuid)).collect()
+        };
+        let (available, must) = (named(&available), named(&must));
+        let answer = ask(&plain, available.clone(), must.clone(), size);
+
+        let mut once = available.clone();
+        once.sort();
+        once.dedup();
+        let mut must_once = must.clone();
+        must_once.sort_by(|a, b| b.cmp(a));
+        must_once.dedup();
+        prop_assert_eq!(&ask(&plain, once, must_once, size), &answer);
+
+        let mut turned = observed.clone();
+        turned.gpus.rotate_left(turn % observed.gpus.len());
+        let turned = tables(&turned);
+        let backwards = available.iter().rev().cloned().collect();
+        prop_assert_eq!(ask(&turned, backwards, must, size), answer);
+    }
+
+    /// Ids nobody knows and sizes nobody has: in sorted order, and never a panic.
+    #[test]
+    fn a_request_that_cannot_be_met_is_answered_in_sorted_order(
+        observed in random_node::node(8),
+        available in vec(0..12_usize, 0..10),
+        must in vec(0..12_usize, 0..4),
+        size in prop_oneof![0..10_usize, Just(usize::MAX), Just(1 << 33)],
+    ) {
+        let tables = tables(&observed);
+        let gpus = tables.topology().gpus();
+        let named = |list: &[usize]| -> Vec<DeviceId> {
+            let strange = |at: usize| ["", "GPU-", "GPU-04x", "\u{e9}\n"][at % 4].to_owned().into();
+            list.iter().map(|at| gpus.get(*at).map_or_else(|| strange(*at), |gpu| DeviceId::from(&gpu.uuid))).collect()
+        };
+        let known = available.iter().chain(&must).all(|at| *at < gpus.len());
+        let (available, must) = (named(&available), named(&must));
+        let (answer, report) = ask(&tables, available.clone(), must.clone(), size);
+
+        let mut all = available.clone();
+        all.extend(must.clone());
+        all.sort();
+        all.dedup();
+        let mut first = must;
+        first.sort();
+        first.dedup();
+        let fits = first.len() <= size && size <= all.len();
+        if known && fits {
+            prop_assert_eq!(answer.devices.len(), size);
+            prop_assert!(first.iter().all(|id| answer.devices.contains(id)));
+            return Ok(());
+        }
+        let then: Vec<DeviceId> = all.into_iter().filter(|id| !first.contains(id)).collect();
+        let expected: Vec<DeviceId> = first.into_iter().chain(then).take(size).collect();
+        prop_assert_eq!(answer.devices, expected);
+        let reason = if known { FallbackReason::Size } else { FallbackReason::UnknownDevice };
+        prop_assert_eq!(report.fallback, Some(reason));
+        prop_assert_eq!((report.values, report.runner_up), (None, None));
+    }
+}
+
+#[test]
+fn every_request_to_a_built_in_machine_is_answered_as_by_the_brute_force() {
+    for machine in machines::built_in() {
+        compare_all(&built_in(machine.name));
+    }
+}
+
+#[test]
+fn a_machine_beyond_the_tables_is_answered_in_sorted_order() {
+    let mut observed = machines::load("pcie-8x-pix-pairs").unwrap().observed;
+    let template = observed.gpus[0].clone();
+    observed.gpus = (0..70_u8)
+        .map(|number| {
+            let uuid = format!("GPU-{:02}", 69 - number).parse().unwrap();
+            GpuObservation { uuid, pci: PciAddress::new(2, number, 0, 0).unwrap(), ..template.clone() }
+        })
+        .collect();
+    for seen in [70, 64, 17] {
+        observed.gpus.truncate(seen);
+        let tables = tables(&observed);
+        let mut ids: Vec<DeviceId> = tables.topology().gpus().iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect();
+        let (answer, report) = ask(&tables, ids.clone(), ids[3..4].to_vec(), 5);
+        let must = ids.remove(3);
+        ids.sort();
+        assert_eq!(answer.devices, [&[must], &ids[..4]].concat());
+        assert_eq!((report.fallback, report.exact), (Some(FallbackReason::TooManyGpus), false));
+    }
+}
+
+/// The indices of the GPUs chosen.
+fn choice(machine: &str, available: &[usize], size: usize) -> Vec<u32> {
+    let tables = built_in(machine);
+    let gpus = tables.topology().gpus();
+    let id = |index: &usize| gpus.iter().find(|gpu| gpu.index as usize == *index).unwrap();
+    let available = available.iter().map(|index| DeviceId::from(&id(index).uuid)).collect();
+    let (_, report) = ask(&tables, available, Vec::new(), size);
+    report.devices.iter().map(|gpu| gpu.index).collect()
+}
+
+#[test]
+fn dgx1_gives_four_of_six_on_one_side_of_the_cube() {
+    assert_eq!(choice("dgx1-v100", &[0, 1, 2, 3, 4, 5], 4), [0, 1, 2, 3]);
+}
+
+#[test]
+fn dgx1_prefers_two_links_across_the_sockets_to_one_on_a_switch() {
+    assert_eq!(choice("dgx1-v100", &[0, 1, 4], 2), [0, 4]);
+}
+
+#[test]
+fn dgx_h100_takes_the_two_that_leave_four_together() {
+    assert_eq!(choice("dgx-h100", &[0, 1, 2, 3, 4, 5], 2), [4, 5]);
+}
+
+/// Sixteen GPUs: a random graph of NVLinks over the machine's host, some GPUs on no link at all.
+#[test]
+fn sets_of_sixteen_gpus_are_worth_what_the_brute_force_says() {
+    let mut numbers = Numbers(0x2545_f491_4f6c_dd1d);
+    for density in [3, 6] {
+        let observed = sixteen(&mut numbers, density);
+        let tables = tables(&observed);
+        let oracle = Oracle::new(tables.topology());
+        for _ in 0..12 {
+            let available = numbers.next(1 << 16) | numbers.next(1 << 16);
+            let forced = available & numbers.next(1 << 16);
+            compare(&tables, &oracle, available, forced, forced.count_ones());
+        }
+        for _ in 0..2 {
+            let available = numbers.next(1 << 16);
+            compare(&tables, &oracle, available, 0, available.count_ones() / 3);
+        }
+    }
+}
+
+/// A machine of 16 GPUs, two on each switch; of 10 pairs `density` are linked.
+fn sixteen(numbers: &mut Numbers, density: u32) -> NodeObservation {
+    let mut observed = machines::load("pcie-8x-pix-pairs").unwrap().observed;
+    let gpu = |index: u8| PciAddress::new(1, index, 0, 0).unwrap();
+    let templates = observed.gpus.clone();
+    observed.gpus = (0..16)
+        .map(|index| {
+            let mut seen = templates[usize::from(index) / 2].clone();
+            seen.index = index.into();
+            seen.pci = gpu(index);
+            seen.uuid = format!("GPU-{index:02}").parse().unwrap();
+            seen.nvlinks = Some(Vec::new());
+            seen
+        })
+        .collect();
+    let switches = observed.host.host_bridges.iter_mut().flat_map(|bridge| &mut bridge.devices);
+    let functions = switches.flat_map(|switch| &mut switch.devices);
+    let mut index = 0;
+    let all: Vec<_> = functions.collect();
+    assert_eq!(all.len(), 8);
+    for function in all {
+        let mut board = function.clone();
+        board.kind = PciKind::Switch;
+        board.pci = None;
+        board.devices = vec![function.clone(), function.clone()];
+        for below in &mut board.devices {
+            below.pci = Some(gpu(index));
+            index += 1;
+        }
+        *function = board;
+    }
+    for a in 0..16_u8 {
+        for b in a + 1..16 {
+            if numbers.next(10) < density {
+                let width = 1 + numbers.next(4);
+                for (from, to) in [(a, b), (b, a)] {
+                    let first = u32::from(to) * 8;
+                    let links = (first..first + width).collect();
+                    let group = NvLinkObservation { links, remote: NvLinkRemote::Gpu(gpu(to)), active: true };
+                    observed.gpus[usize::from(from)].nvlinks.as_mut().unwrap().push(group);
+                }
+            }
+        }
+    }
+    observed
+}
+
+/// A small generator of numbers (xorshift), the same ones in every run.
+struct Numbers(u64);
+
+impl Numbers {
+    fn next(&mut self, below: u32) -> u32 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        ((self.0 >> 11) % u64::from(below)) as u32
+    }
+}

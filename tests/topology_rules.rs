@@ -1,0 +1,624 @@
+//! The graph of random machines against the rules that define it, each worked out a second time by
+//! walking the observed tree; and every warning with the one line that people see.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::cast_possible_truncation,
+    reason = "the helpers of a test may end it, and count a few GPUs"
+)]
+
+#[path = "random_node/mod.rs"]
+mod random_node;
+
+use std::collections::BTreeSet;
+
+use linkwise::machines;
+use linkwise::topology::{
+    CpuObservation, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation, NodeObservation,
+    NodeTopology, NumaNodeId, NumaNodeObservation, NvLinkObservation, NvLinkRemote, PackageId, PciAddress, PciKind,
+    PciObservation, PcieLink, ProbeFailure, TopologyLevel, TopologyWarning,
+};
+use proptest::prelude::*;
+
+/// The way from a host bridge down to a function, that one last.
+#[derive(Clone)]
+struct Way<'a> {
+    number: usize,
+    bridge: &'a HostBridgeObservation,
+    functions: Vec<&'a PciObservation>,
+}
+
+impl<'a> Way<'a> {
+    /// To the first function that fits; a way for each host bridge is tried in turn.
+    fn to(host: &'a HostObservation, fits: &dyn Fn(&PciObservation) -> bool) -> Option<Self> {
+        fn down<'a>(
+            list: &'a [PciObservation],
+            above: &[&'a PciObservation],
+            fits: &dyn Fn(&PciObservation) -> bool,
+        ) -> Option<Vec<&'a PciObservation>> {
+            list.iter().find_map(|function| {
+                let way = [above, &[function]].concat();
+                if fits(function) { Some(way) } else { down(&function.devices, &way, fits) }
+            })
+        }
+        let mut bridges = host.host_bridges.iter().enumerate();
+        bridges.find_map(|(number, bridge)| {
+            down(&bridge.devices, &[], fits).map(|functions| Self { number, bridge, functions })
+        })
+    }
+
+    fn to_address(host: &'a HostObservation, pci: PciAddress) -> Option<Self> {
+        Self::to(host, &|function| function.pci == Some(pci))
+    }
+
+    /// The nearest NUMA node the kernel names on the way up.
+    fn numa(&self) -> Option<NumaNodeId> {
+        self.functions.iter().rev().find_map(|function| function.numa).or(self.bridge.numa)
+    }
+
+    /// The package of that NUMA node, or of the host bridge whose NUMA node does not tell.
+    fn package(&self, host: &HostObservation) -> Option<PackageId> {
+        let of_numa = self.numa().and_then(|numa| package_of(host, numa));
+        let own = self.functions.iter().any(|function| function.numa.is_some());
+        of_numa.or(if own { None } else { self.bridge.package })
+    }
+
+    /// How many functions two ways have in common, from the host bridge down.
+    fn common(&self, other: &Self) -> usize {
+        if self.number != other.number {
+            return 0;
+        }
+        let pairs = self.functions.iter().zip(&other.functions);
+        pairs.take_while(|(a, b)| std::ptr::eq::<PciObservation>(**a, **b)).count()
+    }
+}
+
+fn package_of(host: &HostObservation, numa: NumaNodeId) -> Option<PackageId> {
+    host.numa_nodes.iter().rev().find(|node| node.id == numa && node.package.is_some())?.package
+}
+
+/// The rank of two functions of the tree: 0 through one switch at most, 1 through several, 2 through
+/// the host bridge, 3 inside a NUMA node, 4 inside a package, 5 beyond.
+fn rank_in_tree(host: &HostObservation, a: &Way<'_>, b: &Way<'_>) -> u8 {
+    let common = a.common(b);
+    if a.number != b.number {
+        let same_package = a.package(host).is_some() && a.package(host) == b.package(host);
+        return match (a.numa(), b.numa()) {
+            (Some(a), Some(b)) if a == b => 3,
+            _ if same_package => 4,
+            _ => 5,
+        };
+    }
+    if common == 0 {
+        return 2;
+    }
+    // The switches on the way: those above one of the two, from where they meet down.
+    let switch = |function: &&&PciObservation| matches!(function.kind, PciKind::Switch | PciKind::UpstreamPort);
+    let above = |way: &Way<'_>| way.functions[common..].iter().rev().skip(1).filter(switch).count();
+    // They meet in a switch or, at a port that faces down, on one board below it.
+    let meeting = a.functions[..common]
+        .iter()
+        .rev()
+        .take(1)
+        .filter(|function| switch(function) || matches!(function.kind, PciKind::DownstreamPort));
+    if above(a) + above(b) + meeting.count() <= 1 { 0 } else { 1 }
+}
+
+/// MB/s of a link of Gen1 to Gen6: lanes times the rate of a lane, in which Gen3 x16 is 12000.
+fn carries(link: Option<PcieLink>) -> Option<u32> {
+    let link = link?;
+    if link.mts == 0 || link.width == 0 || (link.mts == 2_500 && link.width == 1) {
+        return None;
+    }
+    let sixteen_lanes = match link.mts {
+        2_500 => 3_000,
+        5_000 => 6_000,
+        8_000 => 12_000,
+        16_000 => 24_000,
+        32_000 => 48_000,
+        64_000 => 96_000,
+        other => panic!("the random machines have no links of {other} MT/s"),
+    };
+    Some(sixteen_lanes * link.width / 16)
+}
+
+/// What the PCIe path between two GPUs carries.
+fn pcie(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation, rank: u8) -> u32 {
+    let ways = [a, b].map(|gpu| Way::to_address(&node.host, gpu.pci));
+    let mut hops = Vec::new();
+    if let [Some(from), Some(to)] = &ways {
+        let common = from.common(to);
+        for (way, gpu) in [(from, a), (to, b)] {
+            for at in common..way.functions.len() {
+                let function = way.functions[at];
+                if matches!(function.kind, PciKind::RootPort | PciKind::DownstreamPort) {
+                    continue;
+                }
+                let below = if function.kind == PciKind::Gpu {
+                    carries(function.link).or(carries(gpu.pcie))
+                } else {
+                    carries(function.link)
+                };
+                let port = (at > 0)
+                    .then(|| way.functions[at - 1])
+                    .filter(|port| matches!(port.kind, PciKind::RootPort | PciKind::DownstreamPort));
+                let above = port.and_then(|port| carries(port.link));
+                hops.push(match (below, above) {
+                    (Some(below), Some(above)) => below.min(above),
+                    (Some(known), None) | (None, Some(known)) => known,
+                    (None, None) => 12_000,
+                });
+            }
+        }
+    } else {
+        // Of a path the host does not show, NVML knows the two ends.
+        hops.extend([a, b].map(|gpu| carries(gpu.pcie).unwrap_or(12_000)));
+    }
+    let narrowest = hops.into_iter().min().unwrap_or(12_000);
+    let cpu = node.host.cpu.as_ref();
+    let intel = cpu.is_some_and(|cpu| cpu.vendor.as_deref() == Some("GenuineIntel"));
+    let through = if rank >= 2 && intel { narrowest * 5 / 6 } else { narrowest };
+    if rank == 5 { through.min(crossing(cpu)) } else { through }
+}
+
+/// What a path between packages carries at most, by the processors the random machines have.
+fn crossing(cpu: Option<&CpuObservation>) -> u32 {
+    let Some(cpu) = cpu else { return 10_000 };
+    match (cpu.arch.as_str(), cpu.vendor.as_deref(), cpu.model) {
+        ("ppc64le", ..) => 32_000,
+        ("aarch64", ..) => 6_000,
+        (_, Some("AuthenticAMD"), _) => 16_000,
+        (_, Some("GenuineIntel"), Some(79)) => 6_000,
+        (_, Some("GenuineIntel"), Some(85 | 106)) => 10_000,
+        (_, Some("GenuineIntel"), Some(143)) => 22_000,
+        (_, Some("GenuineIntel"), Some(207)) => 40_000,
+        _ => 10_000,
+    }
+}
+
+/// MB/s of one NVLink of a GPU.
+fn per_link(gpu: &GpuObservation) -> u32 {
+    match gpu.compute_capability.map(|capability| (capability.major, capability.minor)) {
+        Some((6, 0)) => 18_000,
+        Some((8, 6 | 9)) => 12_000,
+        Some((9, 0)) => 20_600,
+        Some((10, 0)) => 40_100,
+        _ => 20_000,
+    }
+}
+
+/// The links of a GPU that are up and lead to what fits; `None` when NVML could not say.
+fn links_to(gpu: &GpuObservation, fits: impl Fn(NvLinkRemote) -> bool) -> Option<u32> {
+    let groups = gpu.nvlinks.as_ref()?.iter().filter(|group| group.active && fits(group.remote));
+    Some(groups.map(|group| group.links.len() as u32).sum())
+}
+
+fn port(gpu: &GpuObservation) -> u32 {
+    links_to(gpu, |remote| matches!(remote, NvLinkRemote::Switch(_))).unwrap_or(0)
+}
+
+/// Whether two GPUs have ports on one plane: one clique, and where one reports none, the only one there is.
+fn share_plane(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -> bool {
+    let switched = node.gpus.iter().filter(|gpu| port(gpu) > 0);
+    let cliques: BTreeSet<&FabricObservation> = switched.filter_map(|gpu| gpu.fabric.as_ref()).collect();
+    let same = match (&a.fabric, &b.fabric) {
+        (Some(a), Some(b)) => a == b,
+        (None, None) => true,
+        _ => cliques.len() == 1,
+    };
+    port(a) > 0 && port(b) > 0 && same
+}
+
+/// Number of NVLinks between two GPUs and what they carry.
+fn nvlink(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -> (u32, u32) {
+    let to = |from: &GpuObservation, to: &GpuObservation| links_to(from, |remote| remote == NvLinkRemote::Gpu(to.pci));
+    let direct = match (to(a, b), to(b, a)) {
+        (Some(a_to_b), Some(b_to_a)) => a_to_b.min(b_to_a),
+        (Some(known), None) | (None, Some(known)) => known,
+        (None, None) => 0,
+    };
+    let (mut count, mut carried) = (direct, direct * per_link(a).min(per_link(b)));
+    if share_plane(node, a, b) {
+        count += port(a).min(port(b));
+        carried += (port(a) * per_link(a)).min(port(b) * per_link(b));
+    }
+    (count, carried)
+}
+
+/// The rank of two GPUs: by the host's tree, else by NVML's common ancestor, else the farthest.
+fn rank(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -> u8 {
+    if let (Some(from), Some(to)) = (Way::to_address(&node.host, a.pci), Way::to_address(&node.host, b.pci)) {
+        return rank_in_tree(&node.host, &from, &to);
+    }
+    // NVML says the same of both; should it not, the GPU with the smaller address is asked first.
+    let (first, second) = if a.pci < b.pci { (a, b) } else { (b, a) };
+    let ancestor = first.common_ancestors.get(&second.index).or_else(|| second.common_ancestors.get(&first.index));
+    match ancestor {
+        Some(TopologyLevel::Internal | TopologyLevel::Single) => 0,
+        Some(TopologyLevel::Multiple) => 1,
+        Some(TopologyLevel::HostBridge) => 2,
+        Some(TopologyLevel::Node) => 3,
+        Some(TopologyLevel::System) | None => {
+            let (a, b) = (near(node, a).1, near(node, b).1);
+            if a.is_some() && a == b { 4 } else { 5 }
+        }
+    }
+}
+
+/// The NUMA node and the package of a GPU: the kernel's where the host sees it, else NVML's.
+fn near(node: &NodeObservation, gpu: &GpuObservation) -> (Option<NumaNodeId>, Option<PackageId>) {
+    match Way::to_address(&node.host, gpu.pci) {
+        Some(way) => (way.numa(), way.package(&node.host)),
+        None => (gpu.numa, gpu.numa.and_then(|numa| package_of(&node.host, numa))),
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Places, ranks, NVLink and PCIe of every pair are what the rules say.
+    #[test]
+    fn random_machines_follow_the_rules(node in random_node::node(8)) {
+        let (topology, _) = NodeTopology::assemble(&node);
+        let mut gpus: Vec<&GpuObservation> = node.gpus.iter().collect();
+        gpus.sort_by_key(|gpu| gpu.pci);
+        prop_assert_eq!(topology.gpus().len(), gpus.len(), "no GPU is dropped");
+        for (place, gpu) in gpus.iter().enumerate() {
+            let ours = &topology.gpus()[place];
+            prop_assert_eq!((ours.pci, &ours.uuid, ours.index), (gpu.pci, &gpu.uuid, gpu.index));
+            prop_assert_eq!((ours.numa, ours.package), near(&node, gpu), "{}", gpu.pci);
+            let plane = port(gpu) > 0;
+            prop_assert_eq!((ours.nvswitch_plane.is_some(), ours.nvswitch_port), (plane, port(gpu) * per_link(gpu)));
+            prop_assert_eq!(topology.symbol(place, place), "X");
+        }
+        for (a, first) in gpus.iter().enumerate() {
+            for (b, second) in gpus.iter().enumerate().filter(|(b, _)| a != *b) {
+                let pair = format!("{} and {}", first.pci, second.pci);
+                let rank = rank(&node, first, second);
+                prop_assert_eq!(topology.rank(a, b).number(), rank, "{}", &pair);
+                let (count, nvlink) = nvlink(&node, first, second);
+                prop_assert_eq!((topology.nvlink_count(a, b), topology.nvlink(a, b)), (count, nvlink), "{}", &pair);
+                let pcie = pcie(&node, first, second, rank);
+                prop_assert_eq!(topology.pcie(a, b), pcie, "{}, rank {}", &pair, rank);
+                prop_assert_eq!(topology.bandwidth(a, b), if nvlink > 0 { nvlink } else { pcie });
+                let planes = [a, b].map(|place| topology.gpus()[place].nvswitch_plane);
+                prop_assert_eq!(planes[0].is_some() && planes[0] == planes[1], share_plane(&node, first, second));
+                let symbol = match (count, rank) {
+                    (0, rank) => ["PIX", "PXB", "PHB", "NODE", "SYS", "SYS"][usize::from(rank)].to_owned(),
+                    (links, _) => format!("NV{links}"),
+                };
+                prop_assert_eq!(topology.symbol(a, b), symbol);
+            }
+        }
+    }
+
+    /// A card is a PCI function with its interfaces; its levels follow the same rules as the GPUs'.
+    #[test]
+    fn random_nics_follow_the_rules(node in random_node::node(4)) {
+        fn cards<'a>(list: &'a [PciObservation], found: &mut Vec<&'a PciObservation>) {
+            for function in list {
+                found.extend((!function.nics.is_empty()).then_some(function));
+                cards(&function.devices, found);
+            }
+        }
+        let (topology, _) = NodeTopology::assemble(&node);
+        let mut expected = Vec::new();
+        for bridge in &node.host.host_bridges {
+            cards(&bridge.devices, &mut expected);
+        }
+        prop_assert_eq!(topology.nics().len(), expected.len());
+        for card in expected {
+            let nic = topology.nics().iter().find(|nic| nic.pci == card.pci).unwrap();
+            let kind = card.nics.iter().map(|nic| nic.kind).min().unwrap();
+            let rates: Vec<u32> = card.nics.iter().filter(|nic| nic.kind == kind).filter_map(|nic| nic.mbps).collect();
+            prop_assert_eq!((nic.kind, nic.names.len()), (kind, card.nics.len()));
+            prop_assert_eq!(nic.mbps, (!rates.is_empty()).then(|| rates.iter().sum()));
+            let way = Way::to(&node.host, &|function| std::ptr::eq(function, card)).unwrap();
+            prop_assert_eq!(nic.numa, way.numa());
+            for (place, gpu) in topology.gpus().iter().enumerate() {
+                let rank = match Way::to_address(&node.host, gpu.pci) {
+                    Some(to) => rank_in_tree(&node.host, &way, &to),
+                    None if gpu.numa.is_some() && gpu.numa == way.numa() => 3,
+                    None if gpu.package.is_some() && gpu.package == way.package(&node.host) => 4,
+                    None => 5,
+                };
+                prop_assert_eq!(nic.level[place].number(), rank, "{:?} and {}", nic.pci, gpu.pci);
+            }
+            let own = topology.nics().iter().position(|other| other == nic).unwrap();
+            for gpu in 0..topology.gpus().len() {
+                let least = topology.nics().iter().map(|nic| nic.level[gpu]).min();
+                let near = nic.level[gpu].number() <= 2 && Some(nic.level[gpu]) == least;
+                prop_assert_eq!(topology.nearest_nics(gpu).contains(&own), near);
+            }
+        }
+    }
+
+    /// What makes no sense makes a graph all the same, a symmetric one, and warnings of one line.
+    #[test]
+    fn odd_machines_make_a_graph(node in random_node::odd_node(12)) {
+        check_graph(&node)?;
+    }
+}
+
+fn check_graph(node: &NodeObservation) -> Result<(), TestCaseError> {
+    let (topology, warnings) = NodeTopology::assemble(node);
+    let count = topology.gpus().len();
+    let uuids: BTreeSet<_> = node.gpus.iter().map(|gpu| &gpu.uuid).collect();
+    prop_assert_eq!(count, uuids.len().min(NodeTopology::MAX_GPUS));
+    prop_assert!(topology.gpus().is_sorted_by_key(|gpu| (gpu.pci, &gpu.uuid)));
+    for warning in &warnings {
+        prop_assert_eq!(warning.to_string().lines().count(), 1, "{:?}", warning);
+    }
+    for a in 0..=count {
+        for b in 0..=count {
+            let cells = |a, b| {
+                let rank = topology.rank(a, b);
+                (
+                    rank,
+                    topology.nvlink_count(a, b),
+                    topology.nvlink(a, b),
+                    topology.pcie(a, b),
+                    topology.bandwidth(a, b),
+                )
+            };
+            prop_assert_eq!(cells(a, b), cells(b, a));
+            let apart = a != b && a < count && b < count;
+            prop_assert_eq!(topology.bandwidth(a, b) > 0, apart, "every pair can talk somehow");
+            prop_assert_eq!(topology.nvlink_count(a, b) > 0, topology.nvlink(a, b) > 0);
+        }
+    }
+    let mut turned = node.clone();
+    turned.gpus.reverse();
+    let indices: BTreeSet<u32> = node.gpus.iter().map(|gpu| gpu.index).collect();
+    let whole = uuids.len() == node.gpus.len() && indices.len() == node.gpus.len();
+    if whole && node.gpus.len() <= NodeTopology::MAX_GPUS {
+        prop_assert_eq!(NodeTopology::assemble(&turned), (topology, warnings), "NVML's order means nothing");
+    }
+    Ok(())
+}
+
+#[test]
+fn no_gpu_is_a_graph_too() {
+    let (topology, warnings) = NodeTopology::assemble(&NodeObservation::default());
+    assert!(topology.gpus().is_empty() && topology.nics().is_empty() && warnings.is_empty());
+    assert_eq!((topology.rank(0, 1).number(), topology.bandwidth(0, 1)), (0, 0));
+}
+
+/// A DGX-1 to be spoilt.
+fn dgx1() -> NodeObservation {
+    machines::load("dgx1-v100").unwrap().observed
+}
+
+/// A DGX H100 to be spoilt.
+fn h100() -> NodeObservation {
+    machines::load("dgx-h100").unwrap().observed
+}
+
+/// What people read, each warning once.
+fn warnings(node: &NodeObservation) -> Vec<String> {
+    let (_, warnings) = NodeTopology::assemble(node);
+    warnings.iter().map(TopologyWarning::to_string).collect()
+}
+
+fn links(gpu: &mut GpuObservation) -> &mut Vec<NvLinkObservation> {
+    gpu.nvlinks.as_mut().unwrap()
+}
+
+#[test]
+fn built_in_machines_are_as_they_should_be() {
+    for machine in machines::built_in() {
+        let node = machines::load(machine.name).unwrap().observed;
+        assert_eq!(warnings(&node), [""; 0], "{}", machine.name);
+        check_graph(&node).unwrap();
+    }
+}
+
+#[test]
+fn an_unanswered_question_is_told() {
+    let mut node = dgx1();
+    node.failures.push(ProbeFailure {
+        subject: "GPU 3".to_owned(),
+        call: "nvmlDeviceGetUUID".to_owned(),
+        error: "GPU is lost".to_owned(),
+    });
+    assert_eq!(warnings(&node), ["GPU 3: nvmlDeviceGetUUID: GPU is lost"]);
+}
+
+#[test]
+fn the_second_gpu_of_one_uuid_is_left_out() {
+    let mut node = h100();
+    node.gpus[7].uuid = node.gpus[2].uuid.clone();
+    let (topology, _) = NodeTopology::assemble(&node);
+    assert_eq!(topology.gpus().len(), 7);
+    assert_eq!(
+        warnings(&node),
+        [
+            "GPU 0000:df:00.0: its UUID GPU-00000002-0000-4000-8000-000000000002 is also that of GPU 0000:52:00.0; it is left out"
+        ],
+    );
+}
+
+#[test]
+fn two_gpus_at_one_address_are_kept_without_links() {
+    let mut node = dgx1();
+    for gpu in &mut node.gpus {
+        links(gpu).clear();
+    }
+    node.gpus[1].pci = node.gpus[0].pci;
+    let to_both = NvLinkRemote::Gpu(node.gpus[0].pci);
+    links(&mut node.gpus[2]).push(NvLinkObservation { links: vec![0], remote: to_both, active: true });
+    let (topology, _) = NodeTopology::assemble(&node);
+    assert_eq!(topology.gpus().len(), 8);
+    assert!((0..8).all(|a| (0..8).all(|b| topology.nvlink(a, b) == 0)));
+    assert_eq!(topology.rank(0, 1).number(), 0);
+    assert_eq!(
+        warnings(&node),
+        [
+            "GPUs GPU-00000001-0000-4000-8000-000000000000 and GPU-00000001-0000-4000-8000-000000000001 both claim PCI address 0000:06:00.0; both are kept, links to it count for neither"
+        ],
+    );
+}
+
+#[test]
+fn more_gpus_than_a_set_holds_are_left_out() {
+    let mut node = NodeObservation::default();
+    let template = dgx1().gpus.remove(0);
+    for number in 0..70_u8 {
+        let mut gpu = template.clone();
+        gpu.index = number.into();
+        gpu.uuid = format!("GPU-{number}").parse().unwrap();
+        gpu.pci = PciAddress::new(0, number, 0, 0).unwrap();
+        gpu.nvlinks = None;
+        node.gpus.push(gpu);
+    }
+    let told = warnings(&node);
+    assert_eq!(told[0], "70 GPUs were seen, 64 is the most a node can have; the rest is left out");
+    check_graph(&node).unwrap();
+}
+
+#[test]
+fn a_gpu_that_the_host_does_not_see_is_told() {
+    let mut node = dgx1();
+    node.host.host_bridges[3].devices[0].devices.truncate(2);
+    for gpu in 0..7 {
+        node.gpus[7].common_ancestors.insert(gpu, TopologyLevel::System);
+    }
+    assert_eq!(warnings(&node), ["GPU 0000:8a:00.0: not in the host's PCI tree; its levels come from NVML"]);
+
+    node.gpus[7].common_ancestors.remove(&6);
+    let told = warnings(&node);
+    assert_eq!(
+        told[1..],
+        [
+            "GPUs 0000:89:00.0 and 0000:8a:00.0: neither the host's PCI tree nor NVML says how far apart they are; taken as SYS"
+        ],
+    );
+}
+
+#[test]
+fn sources_that_differ_on_a_level_are_both_told() {
+    let mut node = dgx1();
+    node.gpus[0].common_ancestors.insert(1, TopologyLevel::Internal);
+    node.gpus[0].common_ancestors.insert(2, TopologyLevel::HostBridge);
+    assert_eq!(
+        warnings(&node),
+        ["GPUs 0000:06:00.0 and 0000:0a:00.0: the host's PCI tree says NODE, NVML says PHB; the tree is believed"],
+    );
+}
+
+#[test]
+fn sources_that_differ_on_a_numa_node_are_both_told() {
+    let mut node = dgx1();
+    node.gpus[0].numa = Some(NumaNodeId(1));
+    assert_eq!(warnings(&node), ["GPU 0000:06:00.0: the kernel says NUMA node 0, NVML says 1; the kernel is believed"],);
+    node.host.host_bridges[0].numa = None;
+    assert_eq!(
+        warnings(&node),
+        [
+            "GPU 0000:06:00.0: the kernel says NUMA node -1, NVML says 1; the kernel is believed",
+            "GPU 0000:07:00.0: the kernel says NUMA node -1, NVML says 0; the kernel is believed",
+        ],
+    );
+    let (topology, _) = NodeTopology::assemble(&node);
+    assert_eq!(topology.gpus()[0].numa, None, "-1 is not node 0");
+}
+
+#[test]
+fn nvlinks_that_lead_nowhere_are_told() {
+    let mut node = dgx1();
+    let last = |gpu: &mut GpuObservation, remote, active| {
+        links(gpu).push(NvLinkObservation { links: vec![6, 7], remote, active });
+    };
+    let gone = NvLinkRemote::Gpu("0000:ff:00.0".parse().unwrap());
+    let own = NvLinkRemote::Gpu(node.gpus[1].pci);
+    last(&mut node.gpus[0], gone, true);
+    last(&mut node.gpus[1], own, true);
+    last(&mut node.gpus[2], NvLinkRemote::Unknown, true);
+    last(&mut node.gpus[3], NvLinkRemote::Unknown, false);
+    last(&mut node.gpus[4], NvLinkRemote::Cpu, true);
+    assert_eq!(
+        warnings(&node),
+        [
+            "GPU 0000:06:00.0: 2 NVLink(s) lead to 0000:ff:00.0, where no GPU of this node is; not counted",
+            "GPU 0000:07:00.0: 2 NVLink(s) lead to itself; not counted",
+            "GPU 0000:0a:00.0: the other end of 2 NVLink(s) is unknown; not counted",
+        ],
+    );
+    assert_eq!(NodeTopology::assemble(&node).0, NodeTopology::assemble(&dgx1()).0);
+}
+
+#[test]
+fn ends_that_count_differently_are_both_told() {
+    let mut node = dgx1();
+    links(&mut node.gpus[0])[2].links.pop();
+    assert_eq!(
+        warnings(&node),
+        ["GPUs 0000:06:00.0 and 0000:0b:00.0: 1 NVLink(s) seen from one end, 2 from the other; 1 counted"],
+    );
+    let (topology, _) = NodeTopology::assemble(&node);
+    assert_eq!((topology.nvlink(0, 3), topology.nvlink(3, 0)), (20_000, 20_000));
+    // Where one end could not be asked, the other is believed.
+    node.gpus[0].nvlinks = None;
+    let (topology, told) = NodeTopology::assemble(&node);
+    assert_eq!((topology.nvlink(0, 3), topology.symbol(0, 3)), (40_000, "NV2".to_owned()));
+    assert!(told.is_empty());
+    // A link that is down does not count.
+    links(&mut node.gpus[3])[0].active = false;
+    assert_eq!(NodeTopology::assemble(&node).0.nvlink(0, 3), 0);
+}
+
+#[test]
+fn nvlinks_of_an_unknown_generation_are_told() {
+    let mut node = dgx1();
+    node.gpus[5].compute_capability = None;
+    assert_eq!(
+        warnings(&node),
+        ["GPU 0000:86:00.0: its compute capability is unknown, each of its NVLinks is taken as 20000 MB/s"],
+    );
+}
+
+#[test]
+fn a_gpu_without_a_fabric_is_told() {
+    let mut node = h100();
+    let own = FabricObservation { cluster: "00000000-0000-0000-0000-000000000000".to_owned(), clique: 0 };
+    for gpu in &mut node.gpus {
+        gpu.fabric = Some(own.clone());
+    }
+    node.gpus[3].fabric = None;
+    let pci = node.gpus[3].pci;
+    assert_eq!(
+        warnings(&node),
+        [format!("GPU {pci}: behind an NVSwitch but reports no fabric; taken to be in the one its neighbours report")],
+    );
+    let (topology, _) = NodeTopology::assemble(&node);
+    assert!(topology.gpus().iter().all(|gpu| gpu.nvswitch_plane == Some(0)));
+}
+
+#[test]
+fn a_function_listed_twice_is_told() {
+    let mut node = dgx1();
+    let again = node.host.host_bridges[0].devices[0].devices[1].clone();
+    node.host.host_bridges[2].devices.push(again);
+    assert_eq!(warnings(&node), ["the host's PCI tree lists 0000:06:00.0 twice; the first place is used"]);
+    assert_eq!(NodeTopology::assemble(&node).0, NodeTopology::assemble(&dgx1()).0);
+}
+
+/// SYS is split by the package, which decides the cap of the crossing too.
+#[test]
+fn sys_is_split_by_the_package() {
+    let mut node = dgx1();
+    let rank = |node: &NodeObservation| {
+        let (topology, _) = NodeTopology::assemble(node);
+        (topology.rank(0, 7).number(), topology.pcie(0, 7))
+    };
+    // Intel Broadwell: Gen3 x16 less a sixth, and 6000 between packages.
+    assert_eq!(rank(&node), (5, 6_000));
+    node.host.numa_nodes[1].package = Some(PackageId(0));
+    assert_eq!(rank(&node), (4, 10_000));
+    for unknown in &mut node.host.numa_nodes {
+        *unknown = NumaNodeObservation { package: None, ..unknown.clone() };
+    }
+    assert_eq!(rank(&node), (5, 6_000));
+}
