@@ -169,7 +169,11 @@ impl fmt::Display for AllocationReport {
             return write!(f, ": in sorted order, {}", reason.label());
         }
         if let Some(values) = self.values {
-            write!(f, ": collective {} MB/s, remaining {}", values.collective, values.remaining)?;
+            // One GPU has nobody to talk to.
+            match self.devices.len() {
+                1 => write!(f, ": remaining {}", values.remaining)?,
+                _ => write!(f, ": collective {} MB/s, remaining {}", values.collective, values.remaining)?,
+            }
             if let Some(second) = &self.runner_up {
                 write!(f, "; before GPU {} by {}", indices(&second.devices), second.lost_at)?;
                 if second.lost_at != Value::PciAddresses {
@@ -179,7 +183,8 @@ impl fmt::Display for AllocationReport {
             }
         }
         let kind = if self.exact { "exact" } else { "not exact" };
-        write!(f, "; {kind}, {} compared", self.compared)
+        let sets = if self.compared == 1 { "set" } else { "sets" };
+        write!(f, "; {kind}, {} {sets} compared", self.compared)
     }
 }
 

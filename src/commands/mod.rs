@@ -21,7 +21,6 @@ use crate::{hwloc, runtime};
 pub use allocate::allocate;
 pub use output::print;
 pub use topology::{TopologyJson, topology};
-pub use tree::tree;
 
 /// Text for people: a machine, its tree and its matrix.
 pub fn machine_text(machine: &Machine) -> String {

@@ -42,10 +42,9 @@ async fn demo(args: &DemoArgs, machine: Machine) -> Result<()> {
     };
     let node = Node::start(settings).await?;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
-    print(&commands::machine_text(&machine))?;
+    print(&(commands::machine_text(&machine) + "\n"))?;
     let events = node.events();
     let script = Script {
-        machine: &machine,
         topology: &topology,
         kubelet: &kubelet,
         events: events.clone(),

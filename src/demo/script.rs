@@ -10,7 +10,6 @@ use crate::allocation::AllocationReport;
 use crate::commands::print;
 use crate::inventory::{Event, Health, Inventory, ResourceName};
 use crate::kubelet_box::{AdmissionError, KubeletBox, Pod, ResourceState, Restart};
-use crate::machines::Machine;
 use crate::topology::{Gpu, NodeTopology};
 
 /// The one container of each pod.
@@ -22,7 +21,6 @@ const APPLICATION_XID: u64 = 31;
 
 /// The players.
 pub(super) struct Script<'a> {
-    pub machine: &'a Machine,
     pub topology: &'a NodeTopology,
     pub kubelet: &'a KubeletBox,
     pub events: mpsc::Sender<Event>,
@@ -54,7 +52,7 @@ impl Script<'_> {
         self.admit("train-a", part(2), &mut tally).await?;
         self.admit("infer-a", part(4), &mut tally).await?;
         self.admit("train-b", part(2), &mut tally).await?;
-        self.show_tree()?;
+        self.show_holders()?;
 
         self.say("The kubelet restarts; its pods go on running.")?;
         let before = self.state().registrations;
@@ -83,7 +81,7 @@ impl Script<'_> {
         self.admit("infer-b", part(4), &mut tally).await?;
         self.remove("train-a")?;
         self.admit("train-c", part(2), &mut tally).await?;
-        self.show_tree()?;
+        self.show_holders()?;
         for pod in ["notebook", "infer-b", "train-c"] {
             self.remove(pod)?;
         }
@@ -166,7 +164,7 @@ impl Script<'_> {
     }
 
     /// Who holds what.
-    fn show_tree(&self) -> Result<()> {
+    fn show_holders(&self) -> Result<()> {
         let inventory = Arc::clone(&self.inventory.borrow());
         let state = self.state();
         let note = |gpu: &Gpu| {
@@ -181,8 +179,7 @@ impl Script<'_> {
                 _ => "○ free".to_owned(),
             }
         };
-        let tree = crate::commands::tree(&self.machine.observed, self.topology, note);
-        self.say(&tree)
+        self.say(&show::holders(self.topology, note))
     }
 
     fn say(&self, text: &str) -> Result<()> {

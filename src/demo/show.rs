@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::allocation::AllocationReport;
-use crate::topology::{Gpu, NodeTopology};
+use crate::topology::{Gpu, NodeTopology, NumaNodeId};
 
 /// A pod that was admitted.
 pub(super) fn pod(
@@ -23,9 +23,27 @@ pub(super) fn pod(
         text += &format!(", links {links}");
     }
     match report {
-        Some(report) => text + &format!("\n  why: {report}\n"),
+        // The report's parts each on a line of their own: 100 columns are few.
+        Some(report) => text + &format!("\n  why: {}\n", report.to_string().replace("; ", "\n       ")),
         None => text + "\n  why: the kubelet did not ask, these were all there was\n",
     }
+}
+
+/// Who holds which GPU, a line for each NUMA node; four GPUs fit a line.
+pub(super) fn holders(topology: &NodeTopology, note: impl Fn(&Gpu) -> String) -> String {
+    let mut nodes: BTreeMap<Option<NumaNodeId>, Vec<String>> = BTreeMap::new();
+    for gpu in topology.gpus() {
+        nodes.entry(gpu.numa).or_default().push(format!("{:<20}", format!("GPU {} {}", gpu.index, note(gpu))));
+    }
+    let mut text = String::new();
+    for (numa, gpus) in nodes {
+        let mut label = numa.map_or("NUMA node unknown".to_owned(), |numa| format!("NUMA node {numa}"));
+        for four in gpus.chunks(4) {
+            text += &format!("  {label:<18}{}\n", four.join("").trim_end());
+            label.clear();
+        }
+    }
+    text
 }
 
 /// The links between all pairs: `NV2`, or `2x NV2, 4x SYS`.
