@@ -96,8 +96,10 @@ async fn a_kubelet_that_comes_later_is_found() {
     // A file of that name is no kubelet.
     std::fs::write(&setup.kubelet_socket, "").unwrap();
     let node = setup.start().await;
-    node.ready(503, "waiting for").await;
+    let path = node.setup.kubelet_socket.display().to_string();
+    node.ready(503, &format!("{path} is not a socket")).await;
     std::fs::remove_file(&node.setup.kubelet_socket).unwrap();
+    node.ready(503, &format!("there is no {path}")).await;
     let kubelet = node.setup.kubelet();
     registered(&kubelet, 1, 8).await;
 }
@@ -105,17 +107,16 @@ async fn a_kubelet_that_comes_later_is_found() {
 #[tokio::test]
 async fn a_kubelet_whose_folder_comes_later_is_found_too() {
     let node = Setup::on("dgx1-v100").start().await;
-    let path = node.setup.kubelet_socket.to_str().unwrap();
-    let line = node.process.said("waiting for the kubelet").await.to_string();
-    assert!(line.contains(path), "{line}");
-    let told = node.ready(503, "waiting for the kubelet").await.body;
-    assert!(told.contains(path), "{told}");
+    let why = format!("there is no folder {}", node.setup.at("k").display());
+    let line = node.process.logged(|line| line["message"] == "waiting for the kubelet").await;
+    assert_eq!((line["level"].as_str(), line["why"].as_str()), (Some("WARN"), Some(why.as_str())));
+    node.ready(503, &why).await;
     let kubelet = node.setup.kubelet();
     registered(&kubelet, 1, 8).await;
     // The folder is made anew, as when somebody cleans up: the new one is followed.
     kubelet.stop().await.unwrap();
     std::fs::remove_dir_all(node.setup.at("k")).unwrap();
-    node.ready(503, "waiting for the kubelet").await;
+    node.ready(503, "waiting for kubelet.sock; there is no folder").await;
     let kubelet = node.setup.kubelet();
     registered(&kubelet, 1, 8).await;
 }

@@ -66,7 +66,7 @@ async fn nvlinks_that_go_one_way_or_nowhere_are_warned_of() {
     let link = |to: &str| format!(", nvlinks: [{{links: [0, 1], remote: {{gpu: \"{to}\"}}}}]");
     let gpus = [
         ("GPU-a", "0000:01:00.0", link("0000:02:00.0")),
-        ("GPU-b", "0000:02:00.0", String::new()),
+        ("GPU-b", "0000:02:00.0", ", nvlinks: []".to_owned()),
         ("GPU-c", "0000:03:00.0", link("0000:77:00.0")),
         ("GPU-d", "0000:04:00.0", link("0000:04:00.0")),
     ];

@@ -73,11 +73,14 @@ async fn the_options_offer_advice_and_want_no_pre_start() {
     client.pre_start_container(request).await.unwrap();
 }
 
+/// What may be in it, what must, the size, the answer, the reason why it is no choice.
+type Case = (&'static [&'static str], &'static [&'static str], i32, &'static [&'static str], &'static str);
+
 #[tokio::test]
 async fn advice_on_any_question_is_an_answer() {
     let (node, _kubelet, mut client) = serve(four(), 4).await;
     // What must be in it first, then what may, each in sorted order, up to the size.
-    let cases: [(&[&str], &[&str], i32, &[&str], &str); 11] = [
+    let cases: [Case; 11] = [
         (&["GPU-d", "GPU-z", "GPU-a"], &[], 2, &["GPU-a", "GPU-d"], "unknown_device"),
         (&["GPU-z", "GPU-y", "GPU-x"], &[], 2, &["GPU-x", "GPU-y"], "unknown_device"),
         (&["GPU-a", "GPU-b"], &["GPU-z"], 2, &["GPU-z", "GPU-a"], "unknown_device"),
@@ -185,8 +188,12 @@ async fn every_one_of_many_streams_gets_the_list_and_its_change() {
     node.setup.tell("xid 5 79");
     for stream in &mut streams {
         let list = timeout(LIMIT, stream.message()).await.unwrap().unwrap().unwrap();
-        let sick: Vec<&str> =
-            list.devices.iter().filter(|device| device.health == "Unhealthy").map(|device| device.id.as_str()).collect();
+        let sick: Vec<&str> = list
+            .devices
+            .iter()
+            .filter(|device| device.health == "Unhealthy")
+            .map(|device| device.id.as_str())
+            .collect();
         assert_eq!((list.devices.len(), sick), (8, vec![uuid(1, 5).as_str()]));
     }
     drop(streams);
