@@ -58,11 +58,11 @@ impl<'a> Way<'a> {
         self.functions.iter().rev().find_map(|function| function.numa).or(self.bridge.numa)
     }
 
-    /// The package of that NUMA node, or of the host bridge whose NUMA node does not tell.
+    /// The package of the nearest NUMA node on the way up that has one, else what the host bridge says.
     fn package(&self, host: &HostObservation) -> Option<PackageId> {
-        let of_numa = self.numa().and_then(|numa| package_of(host, numa));
-        let own = self.functions.iter().any(|function| function.numa.is_some());
-        of_numa.or(if own { None } else { self.bridge.package })
+        let own = self.functions.iter().rev().filter_map(|function| function.numa);
+        let all = own.chain(self.bridge.numa);
+        all.filter_map(|numa| package_of(host, numa)).next().or(self.bridge.package)
     }
 
     /// How many functions two ways have in common, from the host bridge down.
@@ -84,12 +84,7 @@ fn package_of(host: &HostObservation, numa: NumaNodeId) -> Option<PackageId> {
 fn rank_in_tree(host: &HostObservation, a: &Way<'_>, b: &Way<'_>) -> u8 {
     let common = a.common(b);
     if a.number != b.number {
-        let same_package = a.package(host).is_some() && a.package(host) == b.package(host);
-        return match (a.numa(), b.numa()) {
-            (Some(a), Some(b)) if a == b => 3,
-            _ if same_package => 4,
-            _ => 5,
-        };
+        return rank_apart(host, (a.numa(), a.package(host)), (b.numa(), b.package(host)));
     }
     if common == 0 {
         return 2;
@@ -104,6 +99,37 @@ fn rank_in_tree(host: &HostObservation, a: &Way<'_>, b: &Way<'_>) -> u8 {
         .take(1)
         .filter(|function| switch(function) || matches!(function.kind, PciKind::DownstreamPort));
     if above(a) + above(b) + meeting.count() <= 1 { 0 } else { 1 }
+}
+
+/// The rank of two places of the host that no tree joins: 3 on or beside one NUMA node, 4 in one package, 5 beyond.
+fn rank_apart(
+    host: &HostObservation,
+    a: (Option<NumaNodeId>, Option<PackageId>),
+    b: (Option<NumaNodeId>, Option<PackageId>),
+) -> u8 {
+    let node = |(numa, package): (Option<NumaNodeId>, Option<PackageId>)| {
+        numa.map(|numa| beside(host, numa, package).unwrap_or(numa))
+    };
+    if a.0.is_some() && (a.0 == b.0 || node(a) == node(b)) {
+        return 3;
+    }
+    if a.1.is_some() && a.1 == b.1 { 4 } else { 5 }
+}
+
+/// The NUMA node itself if it has CPUs; for one without, the only one with CPUs of the package.
+fn beside(host: &HostObservation, numa: NumaNodeId, package: Option<PackageId>) -> Option<NumaNodeId> {
+    let with_cpus: BTreeSet<NumaNodeId> =
+        host.numa_nodes.iter().filter(|node| !node.cpus.is_empty()).map(|node| node.id).collect();
+    if with_cpus.contains(&numa) {
+        return Some(numa);
+    }
+    host.numa_nodes.iter().find(|node| node.id == numa)?;
+    let inside: Vec<_> =
+        with_cpus.into_iter().filter(|node| package.is_some() && package_of(host, *node) == package).collect();
+    match inside[..] {
+        [only] => Some(only),
+        _ => None,
+    }
 }
 
 /// MB/s of a link of Gen1 to Gen6: lanes times the rate of a lane, in which Gen3 x16 is 12000.
@@ -268,7 +294,9 @@ proptest! {
         for (place, gpu) in gpus.iter().enumerate() {
             let ours = &topology.gpus()[place];
             prop_assert_eq!((ours.pci, &ours.uuid, ours.index), (gpu.pci, &gpu.uuid, gpu.index));
-            prop_assert_eq!((ours.numa, ours.package), near(&node, gpu), "{}", gpu.pci);
+            let (numa, package) = near(&node, gpu);
+            prop_assert_eq!((ours.numa, ours.package), (numa, package), "{}", gpu.pci);
+            prop_assert_eq!(topology.cpu_node(ours), numa.and_then(|numa| beside(&node.host, numa, package)));
             let plane = port(gpu) > 0;
             prop_assert_eq!((ours.nvswitch_plane.is_some(), ours.nvswitch_port), (plane, port(gpu) * per_link(gpu)));
             prop_assert_eq!(topology.symbol(place, place), "X");
@@ -320,9 +348,7 @@ proptest! {
             for (place, gpu) in topology.gpus().iter().enumerate() {
                 let rank = match Way::to_address(&node.host, gpu.pci) {
                     Some(to) => rank_in_tree(&node.host, &way, &to),
-                    None if gpu.numa.is_some() && gpu.numa == way.numa() => 3,
-                    None if gpu.package.is_some() && gpu.package == way.package(&node.host) => 4,
-                    None => 5,
+                    None => rank_apart(&node.host, (gpu.numa, gpu.package), (way.numa(), way.package(&node.host))),
                 };
                 prop_assert_eq!(nic.level[place].number(), rank, "{:?} and {}", nic.pci, gpu.pci);
             }
@@ -603,6 +629,104 @@ fn a_function_listed_twice_is_told() {
     node.host.host_bridges[2].devices.push(again);
     assert_eq!(warnings(&node), ["the host's PCI tree lists 0000:06:00.0 twice; the first place is used"]);
     assert_eq!(NodeTopology::assemble(&node).0, NodeTopology::assemble(&dgx1()).0);
+}
+
+/// GPUs whose memory is a NUMA node of its own, without CPUs: they are beside the node of their package.
+#[test]
+fn a_gpu_on_a_node_without_cpus_is_beside_the_cpus_of_its_package() {
+    let mut node = machines::load("gb200-nvl72-node").unwrap().observed;
+    let own = |node: &mut NodeObservation, gpu: usize, numa| {
+        node.host.host_bridges[gpu].devices[0].numa = Some(NumaNodeId(numa));
+        node.gpus[gpu].numa = Some(NumaNodeId(numa));
+    };
+    let seen = |node: &NodeObservation| {
+        let (topology, told) = NodeTopology::assemble(node);
+        assert!(told.is_empty(), "{told:?}");
+        let beside: Vec<_> = topology.gpus().iter().map(|gpu| topology.cpu_node(gpu).map(|numa| numa.0)).collect();
+        (beside, [topology.rank(0, 1).number(), topology.rank(0, 2).number()])
+    };
+    let plain = (vec![Some(0), Some(0), Some(1), Some(1)], [3, 5]);
+    assert_eq!(seen(&node), plain);
+    for gpu in 0..4 {
+        own(&mut node, gpu, [2, 10, 18, 26][gpu]);
+    }
+    assert_eq!(seen(&node), plain, "the package is the host bridge's");
+    node.gpus[1].numa = Some(NumaNodeId(0));
+    assert_eq!(seen(&node), plain, "the GPU's memory and the CPUs beside it are no contradiction");
+    own(&mut node, 1, 10);
+    let (topology, _) = NodeTopology::assemble(&node);
+    assert_eq!(topology.gpus()[1].numa, Some(NumaNodeId(10)), "what the kernel says stays to be seen");
+
+    // Two nodes with CPUs in the package: which of them is beside the GPU, nobody says.
+    node.host.numa_nodes[5].cpus = "200".to_owned();
+    node.host.numa_nodes[5].package = Some(PackageId(0));
+    assert_eq!(seen(&node), (vec![None, None, Some(1), Some(1)], [4, 5]));
+    // A node of which nothing was seen is no node without CPUs.
+    own(&mut node, 3, 99);
+    assert_eq!(seen(&node).0, [None, None, Some(1), None]);
+}
+
+/// A bus id that repeats in other PCI domains is another place, for trees and NVLinks alike.
+#[test]
+fn bus_ids_may_repeat_across_domains() {
+    let (topology, _) = NodeTopology::assemble(&machines::load("gb200-nvl72-node").unwrap().observed);
+    assert!(topology.gpus().iter().all(|gpu| (gpu.pci.bus(), gpu.pci.device(), gpu.pci.function()) == (1, 0, 0)));
+    assert_eq!(topology.gpus().iter().map(|gpu| gpu.pci.domain()).collect::<Vec<_>>(), [8, 9, 0x18, 0x19]);
+
+    let mut node = machines::load("power9-v100").unwrap().observed;
+    let (before, _) = NodeTopology::assemble(&node);
+    // Give the second socket's GPUs the bus ids of the first's.
+    let twins = ["0035:04:00.0", "0035:05:00.0"].map(|pci| pci.parse::<PciAddress>().unwrap());
+    let old = [node.gpus[2].pci, node.gpus[3].pci];
+    for (at, pci) in [(2, twins[0]), (3, twins[1])] {
+        node.gpus[at].pci = pci;
+        let other = NvLinkRemote::Gpu(twins[3 - at]);
+        links(&mut node.gpus[at])[0].remote = other;
+    }
+    let bridge = node.host.host_bridges.last_mut().unwrap();
+    for (port, pci) in bridge.devices[0].devices[0].devices.iter_mut().zip(twins) {
+        assert!(old.contains(&port.devices[0].pci.unwrap()));
+        port.devices[0].pci = Some(pci);
+    }
+    let (after, told) = NodeTopology::assemble(&node);
+    assert!(told.is_empty());
+    for (a, b) in [(0, 1), (0, 2), (1, 3), (2, 3)] {
+        assert_eq!(after.symbol(a, b), before.symbol(a, b));
+        assert_eq!((after.rank(a, b), after.pcie(a, b)), (before.rank(a, b), before.pcie(a, b)));
+    }
+}
+
+/// PCIe links of different width: the narrowest lane on the way counts, at either end of a link.
+#[test]
+fn the_narrowest_hop_counts() {
+    let (topology, _) = NodeTopology::assemble(&machines::load("power9-v100").unwrap().observed);
+    // V100 that can do Gen3 x16, at switch ports of two lanes; then an uplink of four, and NVLink beside it.
+    assert_eq!((topology.pcie(0, 1), topology.pcie(0, 2)), (1_500, 1_500));
+    assert_eq!((topology.nvlink(0, 1), topology.nvlink(0, 2)), (60_000, 0));
+    // What a virtual switch claims, 2.5 GT/s x1, is not what it can do.
+    let mut node = machines::load("azure-ndv4-a100").unwrap().observed;
+    let (before, _) = NodeTopology::assemble(&node);
+    for bridge in &mut node.host.host_bridges {
+        bridge.devices[0].link = Some(PcieLink { mts: 2_500, width: 1 });
+    }
+    let (after, _) = NodeTopology::assemble(&node);
+    assert_eq!((before.pcie(0, 1), after.pcie(0, 1)), (24_000, 24_000), "below one switch");
+    assert_eq!((before.pcie(0, 2), after.pcie(0, 2)), (24_000, 12_000), "unknown, not 187");
+}
+
+/// The NICs nearest to a GPU are found by their place, whatever their order and that of the GPUs.
+#[test]
+fn the_order_of_nics_is_not_that_of_gpus() {
+    let nearest = |machine: &str| {
+        let (topology, _) = NodeTopology::assemble(&machines::load(machine).unwrap().observed);
+        let names = |gpu| topology.nearest_nics(gpu).into_iter().map(|nic| topology.nics()[nic].names[0].clone());
+        (0..topology.gpus().len()).map(|gpu| names(gpu).collect::<Vec<_>>().join(" ")).collect::<Vec<_>>()
+    };
+    let h100 = ["mlx5_0", "mlx5_3", "mlx5_4", "mlx5_5", "mlx5_6", "mlx5_9", "mlx5_10", "mlx5_11"];
+    assert_eq!(nearest("dgx-h100"), h100);
+    let ndv4 = ["mlx5_ib0 mlx5_ib1", "mlx5_ib2 mlx5_ib3", "mlx5_ib4 mlx5_ib5", "mlx5_ib6 mlx5_ib7"];
+    assert_eq!(nearest("azure-ndv4-a100"), ndv4.iter().flat_map(|nics| [*nics; 2]).collect::<Vec<_>>());
+    assert_eq!(nearest("nvlink-bridge-pairs"), ["", "", "", "", "", "", "mlx5_0 mlx5_1", ""]);
 }
 
 /// SYS is split by the package, which decides the cap of the crossing too.
