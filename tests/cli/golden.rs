@@ -43,7 +43,11 @@ fn choices() {
         let timeless = timeless(&shown);
         assert_eq!(timeless.matches("TIME").count(), 1, "{shown}");
         holds(&format!("allocate-{machine}"), &timeless);
+        let explained = text(&mut linkwise(&[args.as_slice(), &["--explain"]].concat()));
+        holds(&format!("explain-{machine}"), &explained);
     }
+    let few = ["allocate", "--node", "dgx1-v100", "--size", "2", "--available", "0,1,4", "--explain"];
+    holds("explain-0-and-4", &text(&mut linkwise(&few)));
     let one = text(&mut linkwise(&["allocate", "--node", "dgx-h100", "--size", "8"]));
     holds("allocate-all", &timeless(&one));
 }
