@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::Picture;
 use super::links::{Routes, Strand, StrandKind, TRACK, ports};
 use super::text::{Style, clean, fit, width, wrap};
 use super::tree::{Block, LEVEL, Measure, place_row, row_width};
+use super::{Picture, stack};
 use crate::commands::outline::{Node, Package, node_cpus, node_name, package_name};
 
 /// Around the picture.
@@ -16,6 +16,8 @@ const PAD: i64 = 14;
 const NODE_HEAD: i64 = 48;
 /// The head of a package: its name.
 const PACKAGE_HEAD: i64 = 34;
+/// Between two rows of packages: a plane's bar, and counts on both sides.
+const BETWEEN: i64 = 122;
 /// The narrowest picture: that of a machine with one GPU still has a title.
 const NARROWEST: i64 = 560;
 
@@ -120,19 +122,20 @@ pub(super) struct Canvas {
     pub leaf_height: i64,
     pub allocated: BTreeSet<usize>,
     pub gpus: BTreeMap<usize, Rect>,
+    pub frames: Vec<Shape>,
     pub shapes: Vec<Shape>,
     pub wires: Vec<Vec<(i64, i64)>>,
     pub strands: Vec<Strand>,
 }
 
 /// A package, measured.
-struct Home {
+pub(super) struct Home {
     name: String,
     kind: Kind,
     /// NUMA nodes without a PCI device, in one line.
     note: Option<String>,
     nodes: Vec<Room>,
-    width: i64,
+    pub width: i64,
 }
 
 /// A NUMA node, measured.
@@ -146,44 +149,56 @@ struct Room {
 impl Layout {
     pub fn new(picture: &Picture<'_>) -> Self {
         let homes = homes(picture);
-        let rooms = || homes.iter().flat_map(|home| &home.nodes).flat_map(|room| &room.blocks);
-        let content = homes.iter().map(|home| home.width + PAD).sum::<i64>() - PAD;
-        let inside = content.max(NARROWEST);
+        let (upper, lower) = homes.split_at(stack::split(picture, &homes));
+        let inside = row(upper).max(row(lower)).max(NARROWEST);
         let (texts, top) = head(picture, inside);
 
-        let mut canvas = Canvas { allocated: picture.allocated.clone().unwrap_or_default(), ..Default::default() };
+        let blocks = || homes.iter().flat_map(|home| &home.nodes).flat_map(|room| &room.blocks);
         let note = if homes.iter().any(|home| home.note.is_some()) { 20 } else { 0 };
         let node_top = top + PACKAGE_HEAD + note;
-        canvas.bars = node_top + NODE_HEAD;
-        canvas.leaves = canvas.bars + rooms().map(Block::depth).max().unwrap_or(0) * LEVEL;
-        canvas.leaf_height = rooms().map(Block::leaf_height).max().unwrap_or(0);
-        let node_bottom = canvas.leaves + canvas.leaf_height + PAD;
+        let bars = node_top + NODE_HEAD;
+        let leaves = bars + blocks().map(Block::depth).max().unwrap_or(0) * LEVEL;
+        let leaf_height = blocks().map(Block::leaf_height).max().unwrap_or(0);
+        let node_bottom = leaves + leaf_height + PAD;
+        let allocated = picture.allocated.clone().unwrap_or_default();
+        let mut canvas = Canvas { bars, leaves, leaf_height, allocated, ..Default::default() };
+        let mut below = Canvas { allocated: canvas.allocated.clone(), bars, leaves, leaf_height, ..Default::default() };
 
-        let mut frames = Vec::new();
         let mut home_of = BTreeMap::new();
-        let mut x = MARGIN + (inside - content) / 2;
-        for (number, home) in homes.iter().enumerate() {
-            let before: BTreeSet<usize> = canvas.gpus.keys().copied().collect();
-            let rect = Rect { x, y: top, width: home.width, height: node_bottom + PAD - top };
-            frames.push(home.frame(rect));
-            home.place(x, node_top, node_bottom, &mut frames, &mut canvas);
-            home_of.extend(canvas.gpus.keys().filter(|gpu| !before.contains(gpu)).map(|gpu| (*gpu, number)));
-            x += home.width + PAD;
+        let mut number = 0;
+        for (homes, canvas) in [(upper, &mut canvas), (lower, &mut below)] {
+            let mut x = MARGIN + (inside - row(homes)) / 2;
+            for home in homes {
+                let before: BTreeSet<usize> = canvas.gpus.keys().copied().collect();
+                let rect = Rect { x, y: top, width: home.width, height: node_bottom + PAD - top };
+                home.place(rect, node_top, node_bottom, canvas);
+                home_of.extend(canvas.gpus.keys().filter(|gpu| !before.contains(gpu)).map(|gpu| (*gpu, number)));
+                x += home.width + PAD;
+                number += 1;
+            }
         }
 
+        let mut bottom = node_bottom + PAD;
+        let row_height = bottom - top;
+        let planes = picture.planes.len();
+        if !lower.is_empty() {
+            let lower_top = bottom + if planes > 0 { BETWEEN } else { PAD };
+            stack::put_below(below, &mut canvas, top, lower_top, row_height, planes > 0);
+        }
         let routes = Routes::new(picture, &canvas, &home_of);
-        let bottom = node_bottom + PAD + if routes.inner > 0 { routes.inner * TRACK } else { 0 };
-        for frame in frames.iter_mut().filter(|frame| frame.rect.y == top) {
+        bottom += routes.inner * TRACK;
+        for frame in canvas.frames.iter_mut().filter(|frame| frame.rect.y == top) {
             frame.rect.height = bottom - top;
         }
-        let bottom = if homes.is_empty() { top } else { bottom };
-        let below = if routes.crossing > 0 { bottom + 8 } else { bottom };
-        let bottom = routes.draw(picture, &mut canvas, node_bottom + PAD / 2, below);
-        let (legend, bottom) = legend(picture, &canvas.strands, !canvas.wires.is_empty(), inside, bottom + PAD * 2);
+        let start = if homes.is_empty() { top } else { bottom };
+        let start = if routes.crossing > 0 { start + 8 } else { start };
+        let end = routes.draw(picture, &mut canvas, node_bottom + PAD / 2, start);
+        let end = canvas.frames.iter().map(|frame| frame.rect.bottom()).fold(end, i64::max);
+        let (legend, bottom) = legend(picture, &canvas.strands, !canvas.wires.is_empty(), inside, end + PAD * 2);
         Self {
             width: inside + 2 * MARGIN,
             height: bottom + MARGIN,
-            frames,
+            frames: canvas.frames,
             wires: canvas.wires,
             strands: canvas.strands,
             shapes: canvas.shapes,
@@ -191,6 +206,11 @@ impl Layout {
             legend,
         }
     }
+}
+
+/// The width of packages side by side.
+pub(super) fn row(homes: &[Home]) -> i64 {
+    (homes.iter().map(|home| home.width + PAD).sum::<i64>() - PAD).max(0)
 }
 
 impl Home {
@@ -203,8 +223,9 @@ impl Home {
         Shape { rect, kind: self.kind, texts, tooltip: self.note.clone().unwrap_or_default() }
     }
 
-    fn place(&self, x: i64, top: i64, bottom: i64, frames: &mut Vec<Shape>, canvas: &mut Canvas) {
-        let mut x = x + PAD;
+    fn place(&self, around: Rect, top: i64, bottom: i64, canvas: &mut Canvas) {
+        canvas.frames.push(self.frame(around));
+        let mut x = around.x + PAD;
         for room in &self.nodes {
             let rect = Rect { x, y: top, width: room.width, height: bottom - top };
             if let Some((name, cpus)) = &room.head {
@@ -214,7 +235,7 @@ impl Home {
                     Text::left(&short, Style::Mono, x + PAD, top + 37),
                 ];
                 let tooltip = if short == *cpus { String::new() } else { cpus.clone() };
-                frames.push(Shape { rect, kind: Kind::Node, texts, tooltip });
+                canvas.frames.push(Shape { rect, kind: Kind::Node, texts, tooltip });
             }
             place_row(&room.blocks, x + (room.width - row_width(&room.blocks)) / 2, canvas);
             x += room.width + PAD;

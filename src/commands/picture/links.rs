@@ -134,7 +134,6 @@ impl Routes {
     }
 
     fn draw_planes(&self, picture: &Picture<'_>, canvas: &mut Canvas, mut bottom: i64) -> i64 {
-        let from = canvas.leaves + canvas.leaf_height;
         for (number, ports) in &self.planes {
             let rects = || ports.iter().filter_map(|(place, _)| canvas.gpus.get(place));
             let (Some(left), Some(right)) =
@@ -151,8 +150,13 @@ impl Routes {
             for (place, x) in ports {
                 let count = picture.switch_links(*place);
                 let kind = if picture.is_allocated(*place) { StrandKind::Allocated } else { StrandKind::Near };
-                let points = vec![(*x, from), (*x, rect.y)];
-                let label = label(&format!("NV{count}"), *x, rect.y - 20);
+                let Some(gpu) = canvas.gpus.get(place) else { continue };
+                let (from, to, at) = match gpu.y > rect.y {
+                    true => (gpu.y, rect.bottom(), rect.bottom() + 20),
+                    false => (gpu.bottom(), rect.y, rect.y - 20),
+                };
+                let points = vec![(*x, from), (*x, to)];
+                let label = label(&format!("NV{count}"), *x, at);
                 canvas.strands.push(Strand { points, count, kind, label });
             }
             canvas.shapes.push(Shape { rect, kind: Kind::Plane, texts: vec![text], tooltip: String::new() });

@@ -6,6 +6,7 @@
 mod dot;
 mod layout;
 mod links;
+mod stack;
 mod svg;
 #[cfg(test)]
 mod tests;

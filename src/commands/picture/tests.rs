@@ -108,6 +108,13 @@ fn sixteen_gpus_and_odd_links_are_drawn_without_overlaps() {
     machine.observed.host.host_bridges.extend(more.host.host_bridges);
     machine.name = "sixteen".to_owned();
     check(&machine);
+    machine.name = "sixteen, each below the other without NVLinks".to_owned();
+    let mut alone = machine.clone();
+    alone.observed.gpus.iter_mut().for_each(|gpu| gpu.nvlinks = None);
+    check(&alone);
+    let (topology, _) = NodeTopology::assemble(&machine.observed);
+    let layout = Layout::new(&Picture::new(&machine, &topology, None));
+    assert!(layout.width < 2000, "two rows of packages are narrower: {}", layout.width);
     machine.name = "two planes".to_owned();
     for (number, gpu) in machine.observed.gpus.iter_mut().enumerate() {
         let clique = u32::from(number % 2 == 0);
