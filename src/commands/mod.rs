@@ -5,7 +5,9 @@
 
 mod allocate;
 mod matrix;
+mod outline;
 mod output;
+mod picture;
 mod topology;
 mod tree;
 
@@ -13,9 +15,9 @@ use std::path::Path;
 
 use anyhow::Context;
 
-use crate::config::{HostArgs, NodeArgs};
+use crate::config::{GpuName, HostArgs, NodeArgs};
 use crate::machines::{self, Machine};
-use crate::topology::NodeObservation;
+use crate::topology::{Gpu, NodeObservation, NodeTopology};
 use crate::{hwloc, runtime};
 
 pub use allocate::allocate;
@@ -24,7 +26,22 @@ pub use topology::{TopologyJson, topology};
 
 /// Text for people: a machine, its tree and its matrix.
 pub fn machine_text(machine: &Machine) -> String {
-    topology::text(machine)
+    topology::text(machine, None)
+}
+
+/// A name that no GPU of the machine has.
+#[derive(Debug, thiserror::Error)]
+#[error("no GPU {name} on this machine (it has {count})")]
+struct NoSuchGpu {
+    name: GpuName,
+    count: usize,
+}
+
+/// The GPU that a person named, with its place.
+fn find_gpu<'a>(topology: &'a NodeTopology, name: &GpuName) -> Result<(usize, &'a Gpu), NoSuchGpu> {
+    let gpus = topology.gpus();
+    let found = gpus.iter().enumerate().find(|(_, gpu)| name.names(gpu));
+    found.ok_or_else(|| NoSuchGpu { name: name.clone(), count: gpus.len() })
 }
 
 /// The machine a command is about: a built-in one, a file, or this one as NVML and hwloc see it.
