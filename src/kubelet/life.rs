@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::layer::Observe;
 use super::service::Service;
-use super::socket::{Changes, OwnSocket, identify, remove_dead};
+use super::socket::{Changes, FileId, OwnSocket, identify, remove_dead};
 use super::{Occurrence, Phase, Settings, Sources, register};
 use crate::inventory::ResourceName;
 use crate::proto::v1beta1::device_plugin_server::DevicePluginServer;
@@ -89,16 +89,28 @@ impl Plugin {
         loop {
             let Some(mut changes) = shutdown.run_until_cancelled(self.kubelet_socket(folder)).await else { break };
             let begin = tokio::time::Instant::now();
+            let kubelet = identify(socket);
             let Err(ended) = self.session(folder, &mut changes, &shutdown).await else { break };
             self.observe(Occurrence::Ended(chain(&ended)));
             attempt = if begin.elapsed() >= SETTLED { 0 } else { attempt + 1 };
             self.enter(Phase::Pausing);
             let pause = tokio::time::sleep(pause(attempt, self.settings.longest_pause));
-            if shutdown.run_until_cancelled(pause).await.is_none() {
-                break;
+            tokio::select! {
+                () = shutdown.cancelled() => break,
+                () = pause => {}
+                // A kubelet that is gone leaves its socket behind: the pauses grow while it is away. They are not the
+                // new one's.
+                () = self.other_kubelet(kubelet, &mut changes) => attempt = 0,
             }
         }
         Ok(())
+    }
+
+    /// Waits until the kubelet's socket is another one than `known`.
+    async fn other_kubelet(&self, known: Option<FileId>, changes: &mut Changes) {
+        while identify(&self.settings.kubelet_socket).is_none_or(|found| Some(found) == known) {
+            changes.next().await;
+        }
     }
 
     /// Waits until there is a kubelet's socket; then follows its folder.

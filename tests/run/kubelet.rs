@@ -173,6 +173,48 @@ async fn a_stream_that_the_kubelet_drops_is_registered_anew() {
     node.process.said("ListAndWatch stream is gone").await;
 }
 
+/// A plugin of its own, and why its sessions ended.
+fn plugin(settings: Settings) -> (Plugin, mpsc::Receiver<String>) {
+    let machine = machines::load("dgx1-v100").unwrap();
+    let (inventory, _) = Inventory::default().apply(Event::Observed(Box::new(machine.observed)), Duration::ZERO);
+    let inventory = watch::Sender::new(Arc::new(inventory));
+    let (told, ended) = mpsc::channel(64);
+    let sources = inventory.subscribe();
+    let observer: linkwise::kubelet::Observer = Arc::new(move |_, occurrence| {
+        // Lists end with their sender: it lives as long as the plugin.
+        let _ = &inventory;
+        if let Occurrence::Ended(why) = occurrence {
+            let _ = told.try_send(why);
+        }
+    });
+    (Plugin::new(ResourceName::gpu(), Arc::new(settings), Sources { inventory: sources, observer }), ended)
+}
+
+#[tokio::test]
+async fn a_kubelet_that_comes_back_is_not_kept_waiting() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join(linkwise::kubelet_box::Options::SOCKET);
+    // A kubelet that ended leaves its socket behind.
+    drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
+    let longest_pause = Duration::from_secs(64 * 3600);
+    let (plugin, mut ended) = plugin(Settings { longest_pause, ..Settings::new(socket) });
+    let mut phase = plugin.phase();
+    let shutdown = CancellationToken::new();
+    let running = tokio::spawn(plugin.run(shutdown.clone()));
+    // The retry that comes at once has failed too: the next pause is half an hour at least.
+    for _ in 0..2 {
+        let why = timeout(LIMIT, ended.recv()).await.unwrap().unwrap();
+        assert!(why.contains("the registration failed: cannot connect"), "{why}");
+    }
+    timeout(LIMIT, phase.wait_for(|phase| *phase == Phase::Pausing)).await.unwrap().unwrap();
+    let mut options = linkwise::kubelet_box::Options::new(folder.path());
+    (options.dial_retry, options.wait_timeout) = (Duration::from_millis(10), LIMIT);
+    let kubelet = KubeletBox::start(options).unwrap();
+    registered(&kubelet, 1, 8).await;
+    shutdown.cancel();
+    timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
+}
+
 #[tokio::test]
 async fn a_kubelet_that_registers_and_never_calls_back_is_asked_again() {
     let folder = tempfile::tempdir().unwrap();
@@ -181,21 +223,12 @@ async fn a_kubelet_that_registers_and_never_calls_back_is_asked_again() {
     let kubelet = KubeletBox::start(options).unwrap();
     kubelet.set_fault(Fault::AnswerWithoutDial);
 
-    let machine = machines::load("dgx1-v100").unwrap();
-    let (inventory, _) = Inventory::default().apply(Event::Observed(Box::new(machine.observed)), Duration::ZERO);
-    let (_sender, inventory) = watch::channel(Arc::new(inventory));
-    let (told, mut ended) = mpsc::channel(64);
-    let observer: linkwise::kubelet::Observer = Arc::new(move |_, occurrence| {
-        if let Occurrence::Ended(why) = occurrence {
-            let _ = told.try_send(why);
-        }
-    });
     let settings = Settings {
         stream_timeout: Duration::from_millis(50),
         longest_pause: Duration::from_millis(64),
         ..Settings::new(folder.path().join("kubelet.sock"))
     };
-    let plugin = Plugin::new(ResourceName::gpu(), Arc::new(settings), Sources { inventory, observer });
+    let (plugin, mut ended) = plugin(settings);
     let mut phase = plugin.phase();
     let shutdown = CancellationToken::new();
     let running = tokio::spawn(plugin.run(shutdown.clone()));
