@@ -97,9 +97,14 @@ impl Driver {
                     tracing::warn!(%gpu, "a lost GPU answers again; it stays unhealthy until linkwise starts anew");
                     continue;
                 }
+                // What keeps it from seeing the GPUs is what it ends with. Afterwards it goes on, and its end has
+                // another cause.
+                FromAgent::Failed { call, error } if !ready => {
+                    failed = Some(format!("{call}: {error}"));
+                    continue;
+                }
                 FromAgent::Failed { call, error } => {
                     tracing::warn!(call, error, "NVML failed");
-                    failed = Some(format!("{call}: {error}"));
                     continue;
                 }
             };
