@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::hwloc;
@@ -36,21 +37,26 @@ impl Driver {
     }
 
     async fn live(&self) -> Result<()> {
-        let mut pause = PAUSES.0;
+        let mut pause = Duration::ZERO;
         let mut seen = false;
+        let mut told = None;
         loop {
+            let began = Instant::now();
             let (ready, why) = self.one_child().await?;
             self.metrics.agent_up(false);
-            if ready {
-                pause = PAUSES.0;
-            }
+            pause = next_pause(pause, began.elapsed());
             seen |= ready;
             if !seen {
                 self.live_without(&why)?;
             }
-            tracing::warn!(cause = why, again_in = ?pause, "NVML is not to be had");
+            // On a node without GPUs this goes on for ever: one line for a cause, the metric counts the starts.
+            if ready || told.as_ref() != Some(&why) {
+                tracing::warn!(cause = why, again_in = ?pause, "NVML is not to be had");
+            } else {
+                tracing::debug!(cause = why, again_in = ?pause, "NVML is not to be had, as before");
+            }
+            told = Some(why);
             tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(PAUSES.1);
         }
     }
 
@@ -141,6 +147,13 @@ impl Driver {
     }
 }
 
+/// The pause after a child that lived so long. Doubling, also where each child sees the GPUs and dies soon after; one
+/// that lasted died of something new.
+fn next_pause(last: Duration, lived: Duration) -> Duration {
+    let (first, longest) = PAUSES;
+    if lived >= longest { first } else { (last * 2).clamp(first, longest) }
+}
+
 /// One look at the GPUs through a child that then ends.
 pub async fn look(command: &AgentCommand) -> Result<(Vec<GpuObservation>, Vec<ProbeFailure>)> {
     let mut agent = Agent::spawn(command)?;
@@ -158,5 +171,21 @@ pub async fn look(command: &AgentCommand) -> Result<(Vec<GpuObservation>, Vec<Pr
                 None => return Err(ended.into()),
             },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_double_until_a_child_lasts() {
+        let second = Duration::from_secs;
+        let mut pause = Duration::ZERO;
+        let pauses = [0, 1, 59, 0, 2, 0, 3, 0, 61, 0].map(|lived| {
+            pause = next_pause(pause, second(lived));
+            pause.as_secs()
+        });
+        assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60, 1, 2]);
     }
 }

@@ -48,6 +48,15 @@ async fn no_nvml_and_no_gpu_on_the_bus_is_a_node_without_gpus() {
 }
 
 #[tokio::test]
+async fn a_node_without_nvml_is_told_of_once() {
+    let node = Setup::on("dgx1-v100").env("FAKE_NVML_INIT", "9").start().await;
+    node.metric("linkwise_nvml_agent_starts_total", 3).await;
+    let mut lines = node.process.lines();
+    lines.retain(|line| line.contains("NVML_ERROR_DRIVER_NOT_LOADED") && line.starts_with('{'));
+    assert_eq!(lines.len(), 1, "{lines:#?}");
+}
+
+#[tokio::test]
 async fn no_nvml_but_a_gpu_on_the_bus_ends_it_with_that_cause() {
     for (setup, cause) in causes() {
         setup.on_bus("0000:3b:00.0");
