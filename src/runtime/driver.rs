@@ -47,7 +47,7 @@ impl Driver {
             pause = next_pause(pause, began.elapsed());
             seen |= ready;
             if !seen {
-                self.live_without(&why)?;
+                self.live_without(&why).await?;
             }
             // On a node without GPUs this goes on for ever: one line for a cause, the metric counts the starts.
             if ready || told.as_ref() != Some(&why) {
@@ -129,8 +129,11 @@ impl Driver {
     }
 
     /// Whether to live without NVML, which never answered: by the option, else by what is on the PCI bus.
-    fn live_without(&self, why: &str) -> Result<()> {
-        let gpus = hwloc::nvidia_gpus_on_bus(&self.sysfs);
+    async fn live_without(&self, why: &str) -> Result<()> {
+        let sysfs = self.sysfs.clone();
+        // A file of a device in trouble may not answer, and would hold a thread that admissions need.
+        let gpus = tokio::task::spawn_blocking(move || hwloc::nvidia_gpus_on_bus(&sysfs));
+        let gpus = gpus.await.context("the look at the PCI bus broke off")?;
         match (self.fail_on_init_error, gpus.first()) {
             (Some(true), _) => bail!("NVML cannot be initialised: {why}"),
             // Libraries and device nodes are given at a container's creation: it has to be made anew.

@@ -31,7 +31,11 @@ const CONTROL_NODES: [&str; 4] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvi
 /// Runs a future on a runtime of our own.
 pub fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build();
-    runtime.context("cannot start the async runtime")?.block_on(future)
+    let runtime = runtime.context("cannot start the async runtime")?;
+    let result = runtime.block_on(future);
+    // Dropping it would wait for threads that hang in the kernel.
+    runtime.shutdown_background();
+    result
 }
 
 /// Sets up the log, on standard error.
@@ -52,6 +56,9 @@ pub fn run(args: &RunArgs) -> Result<()> {
 }
 
 async fn serve(args: &RunArgs) -> Result<()> {
+    // First of all: a container's first process does not even die of a signal that it does not listen for.
+    let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
     let mut kubelet = kubelet::Settings::new(args.kubelet_socket.clone());
     kubelet.device_nodes =
         args.pass_device_specs.then(|| CONTROL_NODES.iter().map(PathBuf::from).filter(|node| node.exists()).collect());
@@ -68,8 +75,6 @@ async fn serve(args: &RunArgs) -> Result<()> {
     };
     let shutdown = node.shutdown();
     node.spawn("NVML driver", driver.run(shutdown.clone()));
-    let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
-    let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
     node.spawn("signals", async move {
         let name = tokio::select! {
             _ = terminate.recv() => "SIGTERM",

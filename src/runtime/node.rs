@@ -5,11 +5,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, anyhow};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::observe;
@@ -23,6 +24,8 @@ use crate::metrics::{self, Metrics};
 const EVENTS: usize = 256;
 /// Occurrences that may wait for the log; more are counted by the metrics and not logged.
 const OCCURRENCES: usize = 1024;
+/// How long the tasks may take to end; the whole process has a second, and the plugins half of one.
+const LAST_MOMENTS: Duration = Duration::from_millis(750);
 
 /// What a node needs to know.
 #[derive(Clone, Debug)]
@@ -151,7 +154,8 @@ impl Node {
             }
         };
         self.shutdown.cancel();
-        while self.tasks.join_next().await.is_some() {}
+        // What hangs in the kernel (a file of a device in trouble) is left to the end of the process.
+        let _ = timeout(LAST_MOMENTS, async { while self.tasks.join_next().await.is_some() {} }).await;
         ended
     }
 

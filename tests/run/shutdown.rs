@@ -1,5 +1,7 @@
 //! The end of the process, and what an earlier one left behind.
 
+use std::fs::OpenOptions;
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 
 use linkwise::kubelet_box::Fault;
@@ -39,6 +41,24 @@ async fn nothing_that_hangs_holds_up_the_end() {
     node.process.signal("TERM");
     assert_eq!(node.process.ended().await.0.code(), Some(0));
     assert!(node.setup.sockets().is_empty());
+}
+
+#[tokio::test]
+async fn a_file_of_sysfs_that_does_not_answer_holds_up_neither_the_end_nor_anything_else() {
+    let mut setup = Setup::on("dgx1-v100");
+    setup.library = "/no/such/libnvidia-ml.so.1".into();
+    setup.on_bus("0000:3b:00.0");
+    // Reading it waits for somebody who writes.
+    let vendor = setup.at("sys/bus/pci/devices/0000:3b:00.0/vendor");
+    std::fs::remove_file(&vendor).unwrap();
+    assert!(std::process::Command::new("mkfifo").arg(&vendor).status().unwrap().success());
+    let mut node = setup.start().await;
+    // Linux opens the other end, without waiting, where somebody reads.
+    const O_NONBLOCK: i32 = 0o4000;
+    let _silent = until(async || OpenOptions::new().write(true).custom_flags(O_NONBLOCK).open(&vendor)).await;
+    node.ready(503, "the GPUs have not been looked at yet").await;
+    node.process.signal("TERM");
+    assert_eq!(node.process.ended().await.0.code(), Some(0));
 }
 
 #[tokio::test]
