@@ -77,10 +77,19 @@ fn device_node(path: &Path) -> wire::DeviceSpec {
     wire::DeviceSpec { container_path: path.clone(), host_path: path, permissions: "rw".to_owned() }
 }
 
+/// The longest refusal, in characters. It goes into a header and into the log; what Kubernetes allows as an id (63)
+/// and as a resource's name (317) fits.
+const LONGEST_REFUSAL: usize = 512;
+
 /// A refused order: an unknown or repeated id is the caller's mistake, an unhealthy device is not.
 pub(super) fn refusal(error: &AllocateError) -> Status {
+    let mut words = error.to_string();
+    if let Some((end, _)) = words.char_indices().nth(LONGEST_REFUSAL) {
+        words.truncate(end);
+        words.push_str(" ...");
+    }
     match error {
-        AllocateError::Unknown { .. } | AllocateError::Repeated { .. } => Status::invalid_argument(error.to_string()),
-        AllocateError::Unhealthy { .. } => Status::failed_precondition(error.to_string()),
+        AllocateError::Unknown { .. } | AllocateError::Repeated { .. } => Status::invalid_argument(words),
+        AllocateError::Unhealthy { .. } => Status::failed_precondition(words),
     }
 }

@@ -200,3 +200,13 @@ async fn every_one_of_many_streams_gets_the_list_and_its_change() {
     let closed = format!("linkwise_rpcs_total{{resource=\"{GPU}\",method=\"ListAndWatch\",code=\"CANCELLED\"}}");
     node.metric(&closed, 64).await;
 }
+
+#[tokio::test]
+async fn an_id_of_any_length_is_refused_in_a_few_words() {
+    let (node, _kubelet, mut client) = serve(four(), 4).await;
+    let container_requests = vec![wire::ContainerAllocateRequest { devices_ids: vec!["x".repeat(1 << 20)] }];
+    let refused = client.allocate(wire::AllocateRequest { container_requests }).await.unwrap_err();
+    assert_eq!(refused.code(), Code::InvalidArgument, "{}", refused.message().len());
+    let line = node.process.logged(|line| line["message"] == "refused to allocate").await;
+    assert!(line.to_string().len() < 1024 && refused.message().len() < 1024, "{}", refused.message());
+}
