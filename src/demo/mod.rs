@@ -24,7 +24,7 @@ use script::Script;
 
 /// Runs the command.
 pub fn run(args: &DemoArgs) -> Result<()> {
-    runtime::log_to_stderr(&args.log, LogFormat::Text)?;
+    let _log = runtime::log_to_stderr(&args.log, LogFormat::Text)?;
     let machine = machines::load(&args.machine)?;
     runtime::block_on(demo(args, machine))
 }

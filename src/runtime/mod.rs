@@ -5,6 +5,7 @@
 //! its cause.
 
 mod driver;
+mod log;
 mod node;
 mod observe;
 
@@ -13,13 +14,13 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use tokio::signal::unix::{SignalKind, signal};
-use tracing_subscriber::EnvFilter;
 
-use crate::config::{HostArgs, LogFormat, RunArgs};
+use crate::config::{HostArgs, RunArgs};
 use crate::kubelet;
 use crate::nvml::child::AgentCommand;
 
 pub use driver::look;
+pub use log::log_to_stderr;
 pub use node::{Node, NodeSettings};
 
 /// Threads of the runtime. Two, so that a slow write of the log does not hold up an admission.
@@ -38,20 +39,9 @@ pub fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
     result
 }
 
-/// Sets up the log, on standard error.
-pub fn log_to_stderr(filter: &str, format: LogFormat) -> Result<()> {
-    let filter = EnvFilter::try_new(filter).with_context(|| format!("'{filter}' is not a log filter"))?;
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false);
-    let set = match format {
-        LogFormat::Text => log.with_ansi(false).try_init(),
-        LogFormat::Json => log.json().flatten_event(true).try_init(),
-    };
-    set.map_err(|error| anyhow::anyhow!("cannot set up the log: {error}"))
-}
-
 /// Serves this node until it is told to end.
 pub fn run(args: &RunArgs) -> Result<()> {
-    log_to_stderr(&args.log.log, args.log.log_format)?;
+    let _log = log_to_stderr(&args.log.log, args.log.log_format)?;
     block_on(serve(args))
 }
 

@@ -133,8 +133,8 @@ impl Setup {
         paths
     }
 
-    /// Starts linkwise.
-    pub fn spawn(&self) -> Process {
+    /// How linkwise is started on this machine.
+    pub fn command(&self) -> Command {
         let mut command = Command::new(&self.program);
         for variable in VARIABLES {
             command.env_remove(variable);
@@ -144,8 +144,13 @@ impl Setup {
         command.args([OsStr::new("--nvml-library"), self.library.as_os_str()]);
         command.args(&self.args).envs(self.environment.iter().map(|(name, value)| (name, value)));
         command.current_dir(self.folder.path());
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
-        let mut child = command.spawn().unwrap();
+        command.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
+        command
+    }
+
+    /// Starts linkwise.
+    pub fn spawn(&self) -> Process {
+        let mut child = self.command().stderr(Stdio::piped()).spawn().unwrap();
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
         let (sender, log) = watch::channel(Log::default());
         tokio::spawn(async move {

@@ -1,12 +1,15 @@
 //! The end of the process, and what an earlier one left behind.
 
 use std::fs::OpenOptions;
+use std::io::Write;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 
 use linkwise::kubelet_box::Fault;
+use tokio::time::timeout;
 
-use crate::node::{GPU, Setup, registered, until};
+use crate::node::{GPU, LIMIT, Setup, registered, signal, until};
 
 #[tokio::test]
 async fn a_signal_to_end_ends_streams_and_sockets_and_is_no_failure() {
@@ -41,6 +44,22 @@ async fn nothing_that_hangs_holds_up_the_end() {
     node.process.signal("TERM");
     assert_eq!(node.process.ended().await.0.code(), Some(0));
     assert!(node.setup.sockets().is_empty());
+}
+
+#[tokio::test]
+async fn a_log_that_nobody_reads_costs_lines_and_no_time() {
+    let setup = Setup::on("dgx1-v100");
+    let kubelet = setup.kubelet();
+    let (_unread, mut full) = UnixStream::pair().unwrap();
+    full.set_nonblocking(true).unwrap();
+    while full.write(&[b'\n'; 4096]).is_ok() {}
+    full.set_nonblocking(false).unwrap();
+    let mut process = setup.command().stderr(OwnedFd::from(full)).spawn().unwrap();
+    registered(&kubelet, 1, 8).await;
+    signal("TERM", process.id().unwrap());
+    let status = timeout(LIMIT, process.wait()).await.expect("it ends in time").unwrap();
+    assert_eq!(status.code(), Some(0));
+    assert!(setup.sockets().is_empty());
 }
 
 #[tokio::test]
