@@ -1,4 +1,4 @@
-//! GPUs as a person names them.
+//! Values as a person writes them: GPUs, booleans.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,6 +7,15 @@ use serde::Deserialize;
 use thiserror::Error;
 
 use crate::topology::{Gpu, GpuUuid};
+
+/// A boolean in the words of Go's strconv.ParseBool, with which the NVIDIA plugin reads the same variables.
+pub(super) fn boolean(text: &str) -> Result<bool, &'static str> {
+    match text {
+        "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
+        "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
+        _ => Err("expected true or false"),
+    }
+}
 
 /// A GPU by NVML index or by UUID.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]

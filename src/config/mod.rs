@@ -84,11 +84,11 @@ pub struct RunArgs {
     pub kubelet_socket: PathBuf,
     /// Name the device nodes (/dev/nvidia0, /dev/nvidiactl ...) in the answer to Allocate, for runtimes that give a
     /// container only the nodes that are named
-    #[arg(long, value_name = "BOOL", env = "PASS_DEVICE_SPECS", num_args = 0..=1, require_equals = true, default_value_t = false, default_missing_value = "true", action = clap::ArgAction::Set)]
+    #[arg(long, value_name = "BOOL", env = "PASS_DEVICE_SPECS", num_args = 0..=1, require_equals = true, default_value_t = false, default_missing_value = "true", value_parser = list::boolean, action = clap::ArgAction::Set)]
     pub pass_device_specs: bool,
     /// End when NVML cannot be initialised (true), or stay up, say so and look again (false). Without it: end where
     /// the PCI bus has an NVIDIA GPU, stay up where it has none
-    #[arg(long, value_name = "BOOL", env = "FAIL_ON_INIT_ERROR", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    #[arg(long, value_name = "BOOL", env = "FAIL_ON_INIT_ERROR", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = list::boolean)]
     pub fail_on_init_error: Option<bool>,
     /// Where /metrics, /livez and /readyz are served; port 0 takes a free one and the log names it
     #[arg(long, value_name = "ADDRESS", env = "LINKWISE_METRICS_ADDRESS", default_value = "0.0.0.0:9400")]
@@ -236,6 +236,7 @@ mod tests {
         assert_eq!(run(&[]), (false, None));
         assert_eq!(run(&["--pass-device-specs", "--fail-on-init-error"]), (true, Some(true)));
         assert_eq!(run(&["--pass-device-specs=true", "--fail-on-init-error=false"]), (true, Some(false)));
+        assert_eq!(run(&["--pass-device-specs=1", "--fail-on-init-error=False"]), (true, Some(false)));
     }
 
     #[test]
