@@ -39,6 +39,7 @@ async fn demo(args: &DemoArgs, machine: Machine) -> Result<()> {
             ..kubelet::Settings::new(folder.path().join(Options::SOCKET))
         },
         metrics_address: args.metrics_address,
+        numa_hints: args.numa_hints.into(),
     };
     let node = Node::start(settings).await?;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
