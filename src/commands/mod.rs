@@ -15,16 +15,17 @@ use anyhow::Context;
 
 use crate::config::{HostArgs, NodeArgs};
 use crate::machines::{self, Machine};
-use crate::topology::NodeObservation;
+use crate::topology::{NodeObservation, NodeTopology};
 use crate::{hwloc, runtime};
 
 pub use allocate::allocate;
 pub use output::print;
 pub use topology::{TopologyJson, topology};
 
-/// Text for people: a machine, its tree and its matrix.
-pub fn machine_text(machine: &Machine) -> String {
-    topology::text(machine)
+/// Text for people: a machine's title and tree.
+pub fn machine_tree(machine: &Machine) -> String {
+    let (topology, _) = NodeTopology::assemble(&machine.observed);
+    format!("{}\n\n{}", machine.title, tree::tree(&machine.observed, &topology, |_| String::new()))
 }
 
 /// The machine a command is about: a built-in one, a file, or this one as NVML and hwloc see it.

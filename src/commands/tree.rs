@@ -88,9 +88,25 @@ impl Drawing<'_> {
                 cpus.map_or(format!("NUMA node {numa}, no CPUs"), |cpus| format!("NUMA node {numa}, CPUs {cpus}"))
             }
         };
-        let branch = |(package, nodes): (Option<PackageId>, BTreeMap<Option<NumaNodeId>, Vec<Branch>>)| Branch {
-            label: package.map_or("package unknown".to_owned(), |package| format!("package {package}")),
-            below: nodes.into_iter().map(|(numa, below)| Branch { label: numa_label(numa), below }).collect(),
+        let has_cpus = |numa: Option<NumaNodeId>| {
+            observed.host.numa_nodes.iter().any(|node| Some(node.id) == numa && !node.cpus.is_empty())
+        };
+        let branch = |(package, nodes): (Option<PackageId>, BTreeMap<Option<NumaNodeId>, Vec<Branch>>)| {
+            // A machine can have dozens of nodes that are memory and nothing else: one line for all of them.
+            let idle = |(numa, below): &(Option<NumaNodeId>, Vec<Branch>)| below.is_empty() && !has_cpus(*numa);
+            let (idle, nodes): (Vec<_>, Vec<_>) = nodes.into_iter().partition(idle);
+            let mut below: Vec<Branch> =
+                nodes.into_iter().map(|(numa, below)| Branch { label: numa_label(numa), below }).collect();
+            let label = match (idle.as_slice(), idle.last()) {
+                ([(first, _)], _) => Some(numa_label(*first)),
+                ([(Some(first), _), ..], Some((Some(last), _))) => {
+                    Some(format!("{} NUMA nodes from {first} to {last}, no CPUs", idle.len()))
+                }
+                _ => None,
+            };
+            below.extend(label.map(|label| Branch { label, below: Vec::new() }));
+            let label = package.map_or("package unknown".to_owned(), |package| format!("package {package}"));
+            Branch { label, below }
         };
         places.into_iter().map(branch).collect()
     }

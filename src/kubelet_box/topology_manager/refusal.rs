@@ -28,17 +28,21 @@ impl fmt::Display for Refusal {
         if let Some(container) = &self.container {
             write!(f, ", container {container}")?;
         }
-        write!(f, ": TopologyAffinityError under policy {}", self.policy)?;
-        let mut unhappy = self.resources.iter().filter_map(|hints| self.unhappy(hints)).peekable();
-        if unhappy.peek().is_some() {
-            return unhappy.try_for_each(|why| write!(f, "; {why}"));
-        }
-        let wishes: Vec<String> = self.resources.iter().map(wish).collect();
-        write!(f, "; no set of NUMA nodes suits all: {}", wishes.join(", "))
+        write!(f, ": TopologyAffinityError under policy {}; {}", self.policy, self.why())
     }
 }
 
 impl Refusal {
+    /// What stands in the way: each resource that cannot have its own, else what they cannot agree on.
+    pub fn why(&self) -> String {
+        let unhappy: Vec<String> = self.resources.iter().filter_map(|hints| self.unhappy(hints)).collect();
+        if !unhappy.is_empty() {
+            return unhappy.join("; ");
+        }
+        let wishes: Vec<String> = self.resources.iter().map(wish).collect();
+        format!("no set of NUMA nodes suits all: {}", wishes.join(", "))
+    }
+
     /// What is wrong with one resource by itself, if anything is.
     fn unhappy(&self, of: &ResourceHints) -> Option<String> {
         let what = format!("{} {}", of.requested, of.resource);
