@@ -77,8 +77,6 @@ async fn scope_pod_keeps_containers_together_and_scope_container_does_not() {
     let (_dir, kubelet, _plugin) = two_nodes(Policy::Restricted, Scope::Container).await;
     let admitted = kubelet.admit(&pod, None).await.unwrap();
     assert_eq!((got(&admitted, "one"), got(&admitted, "two")), (ids("b"), ids("c d")));
-    kubelet.remove_pod("pod");
-    kubelet.restart(Restart::Node).await.unwrap();
 
     let (_dir, kubelet, _plugin) = two_nodes(Policy::SingleNumaNode, Scope::Pod).await;
     let said = refusal(kubelet.admit(&pod, None).await.unwrap_err());
