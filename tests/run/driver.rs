@@ -92,6 +92,22 @@ async fn a_killed_nvml_process_is_replaced_and_nobody_notices() {
 }
 
 #[tokio::test]
+async fn the_nvml_process_starts_again_after_the_binary_was_replaced() {
+    let mut setup = Setup::on("dgx1-v100");
+    let binary = setup.program.clone();
+    setup.program = binary.with_file_name(format!("linkwise-replaced-{}", std::process::id()));
+    // A link and no copy: what was just written may still be busy.
+    std::fs::hard_link(&binary, &setup.program).unwrap();
+    let (node, kubelet) = setup.serve(8).await;
+    std::fs::remove_file(&node.setup.program).unwrap();
+    node.setup.tell("xid 1 79");
+    unhealthy(&kubelet, &[1]).await;
+    let first = node.agent(&[]).await;
+    signal("KILL", first);
+    survives(&node, &kubelet, first).await;
+}
+
+#[tokio::test]
 async fn a_library_that_crashes_costs_its_process_only() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     node.setup.tell("xid 1 79");

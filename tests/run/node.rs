@@ -40,6 +40,8 @@ const VARIABLES: [&str; 8] = [
 /// A machine before linkwise starts on it.
 pub struct Setup {
     folder: TempDir,
+    /// The binary to start.
+    pub program: PathBuf,
     pub library: PathBuf,
     pub kubelet_socket: PathBuf,
     pub metrics_address: SocketAddr,
@@ -74,7 +76,16 @@ impl Setup {
         ];
         let (library, kubelet_socket) = (fake_nvml::library_path(), at("k").join("kubelet.sock"));
         let args = vec!["--sysfs".into(), at("sys").into()];
-        Self { library, kubelet_socket, metrics_address: ([127, 0, 0, 1], 0).into(), args, environment, folder }
+        let program = env!("CARGO_BIN_EXE_linkwise").into();
+        Self {
+            program,
+            library,
+            kubelet_socket,
+            metrics_address: ([127, 0, 0, 1], 0).into(),
+            args,
+            environment,
+            folder,
+        }
     }
 
     pub fn arg(mut self, arg: impl Into<OsString>) -> Self {
@@ -124,7 +135,7 @@ impl Setup {
 
     /// Starts linkwise.
     pub fn spawn(&self) -> Process {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
+        let mut command = Command::new(&self.program);
         for variable in VARIABLES {
             command.env_remove(variable);
         }
