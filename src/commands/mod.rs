@@ -1,51 +1,28 @@
-//! The commands that look and answer: `topology`, `allocate`.
+//! The commands that look and answer: `topology`, `allocate`, `snapshot`.
 //!
 //! A composition root: it reads a machine (a file, or this one), asks the core and prints. Called by `main`.
 //! What it prints for scripts is an interface; what it prints for people is held by golden tests.
 
 mod allocate;
+mod machine;
 mod matrix;
 mod output;
+mod snapshot;
 mod topology;
 mod tree;
 
-use std::path::Path;
-
-use anyhow::Context;
-
-use crate::config::{HostArgs, NodeArgs};
-use crate::machines::{self, Machine};
-use crate::topology::NodeObservation;
-use crate::{hwloc, runtime};
+use crate::machines::Machine;
 
 pub use allocate::allocate;
+pub use machine::load;
 pub use output::print;
+pub use snapshot::snapshot;
 pub use topology::{TopologyJson, topology};
+pub use tree::tree;
+
+use machine::machine;
 
 /// Text for people: a machine, its tree and its matrix.
 pub fn machine_text(machine: &Machine) -> String {
     topology::text(machine)
-}
-
-/// The machine a command is about: a built-in one, a file, or this one as NVML and hwloc see it.
-async fn machine(node: &NodeArgs) -> anyhow::Result<Machine> {
-    match &node.node {
-        Some(name) => Ok(machines::load(name)?),
-        None => this_machine(&node.host).await,
-    }
-}
-
-async fn this_machine(host: &HostArgs) -> anyhow::Result<Machine> {
-    let observed = observe(host).await.context("cannot look at this machine (--node names another)")?;
-    let name = "this machine".to_owned();
-    let source = vec!["NVML and hwloc, live".to_owned()];
-    Ok(Machine { title: name.clone(), name, source, reconstructed: Vec::new(), observed })
-}
-
-async fn observe(host: &HostArgs) -> anyhow::Result<NodeObservation> {
-    let agent = runtime::agent_command(host)?;
-    let (gpus, mut failures) = runtime::look(&agent).await?;
-    let (seen, more) = hwloc::observe(Path::new(&host.sysfs));
-    failures.extend(more);
-    Ok(NodeObservation { gpus, host: seen, failures })
 }

@@ -17,7 +17,7 @@ use crate::config::{DemoArgs, LogFormat};
 use crate::inventory::{Event, ResourceName};
 use crate::kubelet;
 use crate::kubelet_box::{KubeletBox, Options};
-use crate::machines::{self, Machine};
+use crate::machines::Machine;
 use crate::runtime::{self, Node, NodeSettings};
 use crate::topology::NodeTopology;
 use script::Script;
@@ -25,7 +25,7 @@ use script::Script;
 /// Runs the command.
 pub fn run(args: &DemoArgs) -> Result<()> {
     runtime::log_to_stderr(&args.log, LogFormat::Text)?;
-    let machine = machines::load(&args.machine)?;
+    let machine = commands::load(&args.machine)?;
     runtime::block_on(demo(args, machine))
 }
 
