@@ -66,7 +66,10 @@ fn load(text: &str) -> Result<Topology, HwlocXmlError> {
         HwlocXmlError::Refused(error.to_string().split_whitespace().collect::<Vec<_>>().join(" "))
     }
     let builder = Topology::builder().with_io_type_filter(TypeFilter::KeepAll).map_err(refused)?;
-    builder.from_xml(text).map_err(refused)?.build().map_err(refused)
+    builder.from_xml(text).map_err(refused)?.build().map_err(|error| {
+        let cause = error.errno.map_or_else(|| "no cause given".to_owned(), |errno| errno.to_string());
+        refused(format!("{}: {cause}", error.api))
+    })
 }
 
 /// The NVIDIA GPUs of the PCI tree, with what the NVML and CUDA devices below them tell.

@@ -12,8 +12,12 @@ use quick_xml::reader::Reader;
 pub(super) const MAX_DEPTH: usize = 128;
 /// Elements of a document of which a tree is kept. NCCL itself stops at a few thousand.
 pub(super) const MAX_ELEMENTS: usize = 1 << 14;
-/// Attributes of an element. NCCL itself stops at 16.
+/// Attributes of an element. NCCL itself stops at 16, hwloc has up to some twenty.
 pub(super) const MAX_ATTRIBUTES: usize = 32;
+/// Elements of a document that another reader makes a tree of: hwloc's, of a host of some thousand CPUs.
+pub(super) const MAX_CHECKED_ELEMENTS: usize = 1 << 17;
+/// Bytes of such a document; another reader may need twenty times as much.
+pub(super) const MAX_CHECKED: usize = 16 << 20;
 /// Bytes of a name or a value: the CPU mask of 8192 CPUs takes 2304.
 pub(super) const MAX_VALUE: usize = 4096;
 
@@ -56,9 +60,12 @@ pub enum XmlFault {
     /// Deeper than [`MAX_DEPTH`].
     #[error("elements nest deeper than {MAX_DEPTH}")]
     TooDeep,
-    /// More than [`MAX_ELEMENTS`].
-    #[error("more than {MAX_ELEMENTS} elements")]
-    TooManyElements,
+    /// More elements than are taken.
+    #[error("more than {0} elements")]
+    TooManyElements(usize),
+    /// More than [`MAX_CHECKED`].
+    #[error("more than {} MiB of XML", MAX_CHECKED >> 20)]
+    TooLarge,
     /// More than [`MAX_ATTRIBUTES`].
     #[error("<{0}> has more than {MAX_ATTRIBUTES} attributes")]
     TooManyAttributes(String),
@@ -97,7 +104,7 @@ pub(super) fn tree(text: &str) -> Result<Element, XmlError> {
             Step::Open(start) => {
                 elements += 1;
                 if elements > MAX_ELEMENTS {
-                    return Err(scan.error(XmlFault::TooManyElements));
+                    return Err(scan.error(XmlFault::TooManyElements(MAX_ELEMENTS)));
                 }
                 open.push(element(&start).map_err(|fault| scan.error(fault))?);
                 if let Some(element) = open.last_mut() {
@@ -133,9 +140,23 @@ pub(super) fn root(text: &str) -> Result<String, XmlError> {
 /// Goes through a whole document, so that another reader of it meets no surprise.
 pub(super) fn check(text: &str) -> Result<(), XmlError> {
     let mut scan = Scan::new(text);
+    if text.len() > MAX_CHECKED {
+        return Err(scan.error(XmlFault::TooLarge));
+    }
+    let mut elements = 0;
     while let Some(step) = scan.next()? {
-        if matches!(step, Step::Close) && scan.open.is_empty() {
-            return scan.rest();
+        match step {
+            Step::Open(start) => {
+                elements += 1;
+                if start.attributes().with_checks(false).nth(MAX_ATTRIBUTES).is_some() {
+                    return Err(scan.error(XmlFault::TooManyAttributes(shortened(start.name().as_ref()))));
+                }
+            }
+            Step::Close if scan.open.is_empty() => return scan.rest(),
+            Step::Close | Step::Text(_) => {}
+        }
+        if elements > MAX_CHECKED_ELEMENTS {
+            return Err(scan.error(XmlFault::TooManyElements(MAX_CHECKED_ELEMENTS)));
         }
     }
     Err(scan.error(XmlFault::Empty))

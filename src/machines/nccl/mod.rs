@@ -69,6 +69,7 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Machine, NcclError> {
         "packages are unknown: a dump does not say which NUMA nodes share one".to_owned(),
     ];
     if found.gpus.iter().any(|gpu| gpu.element.is_none()) {
+        found.notes.add(&system, "GPUs without a gpu element: their NVLinks are unknown, levels are those of PCIe");
         reconstructed.push("GPUs are told by their PCI class, their order is that of their addresses".to_owned());
     }
     if found.unnamed_nics {

@@ -3,20 +3,33 @@
 use crate::machines::xml::{Element, shortened};
 use crate::topology::ProbeFailure;
 
-/// Notes that are kept; of more only the number is told.
+/// Kinds of note that are kept; of more only the number is told.
 const MOST: usize = 50;
 
-/// The notes.
+/// The notes, one for each thing that is odd, at the first place where it is.
 #[derive(Default)]
 pub(super) struct Notes {
-    failures: Vec<ProbeFailure>,
+    kept: Vec<Note>,
     more: usize,
+}
+
+struct Note {
+    subject: String,
+    call: String,
+    what: String,
+    /// How many more there are of this kind.
+    again: usize,
 }
 
 impl Notes {
     /// Notes what is odd about an element.
     pub fn add(&mut self, element: &Element, what: impl Into<String>) {
-        if self.failures.len() == MOST {
+        let what = what.into();
+        if let Some(note) = self.kept.iter_mut().find(|note| note.what == what) {
+            note.again += 1;
+            return;
+        }
+        if self.kept.len() == MOST {
             self.more += 1;
             return;
         }
@@ -25,16 +38,21 @@ impl Notes {
             Some(name) => format!("{} {}", shortened(&element.name), shortened(name)),
             None => shortened(&element.name),
         };
-        self.failures.push(ProbeFailure { subject, call, error: what.into() });
+        self.kept.push(Note { subject, call, what, again: 0 });
     }
 
     /// All of them.
-    pub fn into_failures(mut self) -> Vec<ProbeFailure> {
+    pub fn into_failures(self) -> Vec<ProbeFailure> {
+        let failure = |Note { subject, call, what, again }| {
+            let error = if again == 0 { what } else { format!("{what} ({again} more like it)") };
+            ProbeFailure { subject, call, error }
+        };
+        let mut failures: Vec<ProbeFailure> = self.kept.into_iter().map(failure).collect();
         if self.more > 0 {
-            let error = format!("{} more oddities of this kind", self.more);
-            self.failures.push(ProbeFailure { subject: "NCCL dump".to_owned(), call: "and".to_owned(), error });
+            let error = format!("{} more, of other kinds", self.more);
+            failures.push(ProbeFailure { subject: "NCCL dump".to_owned(), call: "oddities".to_owned(), error });
         }
-        self.failures
+        failures
     }
 
     /// A number, decimal or hexadecimal with 0x as NCCL reads them; one that is none is noted.

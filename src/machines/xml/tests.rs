@@ -58,13 +58,19 @@ fn bombs_are_refused() {
     let wide = |count: usize| format!("<a>{}</a>", "<b/>".repeat(count - 1));
     assert!(tree(&wide(MAX_ELEMENTS)).is_ok());
     assert!(refusal(&wide(MAX_ELEMENTS + 1)).contains("more than 16384 elements"));
-    assert!(check(&wide(MAX_ELEMENTS + 1)).is_ok());
+    assert!(check(&wide(MAX_CHECKED_ELEMENTS)).is_ok());
+    assert!(check(&wide(MAX_CHECKED_ELEMENTS + 1)).unwrap_err().to_string().contains("elements"));
+    let long = |bytes: usize| format!("<a>{}</a>", "x".repeat(bytes - 7));
+    assert!(check(&long(MAX_CHECKED)).is_ok());
+    assert!(check(&long(MAX_CHECKED + 1)).unwrap_err().to_string().contains("more than 16 MiB"));
 
     let attributes =
         |count: usize| format!("<a {}/>", (0..count).map(|n| format!("b{n}=''")).collect::<Vec<_>>().join(" "));
     assert!(tree(&attributes(MAX_ATTRIBUTES)).is_ok());
     assert!(refusal(&attributes(MAX_ATTRIBUTES + 1)).contains("attributes"));
     assert!(refusal(&attributes(1 << 18)).contains("attributes"));
+    assert!(check(&attributes(MAX_ATTRIBUTES)).is_ok());
+    assert!(check(&attributes(1 << 18)).unwrap_err().to_string().contains("attributes"));
 
     let value = |length: usize| format!("<a b=\"{}\"/>", "x".repeat(length));
     assert!(tree(&value(MAX_VALUE)).is_ok());
