@@ -173,3 +173,12 @@ fn broken_files_are_refused_in_a_line_that_names_file_and_cause() {
     let message = refused(&["topology", "--host", &folder.holding("dump.xml", &dump)]);
     assert!(message.contains("dump.xml") && message.contains("no hwloc XML"), "{message}");
 }
+
+#[test]
+fn the_example_in_the_docs_is_a_node_file() {
+    let docs = fs::read_to_string(root().join("docs/machines.md")).unwrap();
+    let lines = docs.lines().skip_while(|line| !line.starts_with("    version: 1"));
+    let example: Vec<_> = lines.take_while(|line| line.starts_with("    ")).map(|line| line.split_at(4).1).collect();
+    let machine = Machine::parse(&example.join("\n")).unwrap();
+    assert_eq!((machine.observed.gpus.len(), machine.observed.host.host_bridges.len()), (1, 1));
+}

@@ -100,6 +100,7 @@ impl Question {
             size: self.size,
             policy,
             fallback: None,
+            remains: best.remains,
             devices: devices.clone(),
         };
         let devices = devices.iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect();
@@ -158,13 +159,8 @@ impl Candidate<'_> {
     }
 
     fn gpus(self) -> Vec<ChosenGpu> {
-        self.chosen.places().filter_map(|place| chosen(self.tables, place)).collect()
+        self.chosen.places().filter_map(|place| ChosenGpu::at(self.tables.topology(), place)).collect()
     }
-}
-
-fn chosen(tables: &AllocationTables, place: usize) -> Option<ChosenGpu> {
-    let gpu = tables.topology().gpus().get(place)?;
-    Some(ChosenGpu { index: gpu.index, uuid: gpu.uuid.clone(), pci: gpu.pci })
 }
 
 /// `must_include`, then `available`, each sorted and without repetitions, up to the size.
@@ -180,7 +176,7 @@ fn fall_back(
     let all = must.iter().chain(available.difference(&must)).copied();
     let candidates = must.union(&available).count();
     let devices: Vec<DeviceId> = all.take(request.size).cloned().collect();
-    let gpus = devices.iter().filter_map(|id| chosen(tables, *ids.get(id.as_str())?));
+    let gpus = devices.iter().filter_map(|id| ChosenGpu::at(tables.topology(), *ids.get(id.as_str())?));
     let report = AllocationReport {
         devices: gpus.collect(),
         values: None,
@@ -191,6 +187,7 @@ fn fall_back(
         size: request.size,
         policy,
         fallback: Some(reason),
+        remains: GpuSet::default(),
     };
     (PreferredAllocation { devices }, report)
 }

@@ -6,6 +6,7 @@
 
 mod choose;
 mod collective;
+mod explain;
 mod remaining;
 mod report;
 mod request;
@@ -13,6 +14,7 @@ mod set;
 mod tables;
 
 pub use choose::preferred_allocation;
+pub use explain::{Explanation, NearestNics, Offer};
 pub use report::{AllocationReport, ChosenGpu, FallbackReason, RunnerUp, Value, Values};
 pub use request::{AllocationPolicy, AllocationRequest, DeviceId, PreferredAllocation};
 pub use set::GpuSet;

@@ -5,7 +5,8 @@ use std::fmt;
 use serde::Serialize;
 
 use super::request::AllocationPolicy;
-use crate::topology::{GpuUuid, PciAddress};
+use super::set::GpuSet;
+use crate::topology::{GpuUuid, NodeTopology, PciAddress};
 
 /// The values a set is compared by, in this order; more is better.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -104,6 +105,14 @@ pub struct ChosenGpu {
     pub pci: PciAddress,
 }
 
+impl ChosenGpu {
+    /// The GPU at a place of the topology.
+    pub(super) fn at(topology: &NodeTopology, place: usize) -> Option<Self> {
+        let gpu = topology.gpus().get(place)?;
+        Some(Self { index: gpu.index, uuid: gpu.uuid.clone(), pci: gpu.pci })
+    }
+}
+
 /// The set that came second.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct RunnerUp {
@@ -159,6 +168,9 @@ pub struct AllocationReport {
     pub policy: AllocationPolicy,
     /// Why there was no choice, if there was none.
     pub fallback: Option<FallbackReason>,
+    /// The GPUs that stay free; empty after a fallback.
+    #[serde(skip)]
+    pub remains: GpuSet,
 }
 
 impl fmt::Display for AllocationReport {

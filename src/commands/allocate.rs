@@ -12,8 +12,8 @@ use thiserror::Error;
 
 use super::print;
 use crate::allocation::{
-    AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, ChosenGpu, DeviceId, FallbackReason,
-    Value, preferred_allocation,
+    AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, ChosenGpu, DeviceId, Explanation,
+    FallbackReason, preferred_allocation,
 };
 use crate::config::{AllocateArgs, Format, GpuName};
 use crate::topology::NodeTopology;
@@ -49,9 +49,9 @@ enum QuestionError {
 
 /// An answer for a script.
 #[derive(Serialize)]
-struct Answer<'a> {
+struct Answer<'a, R> {
     #[serde(flatten)]
-    report: &'a AllocationReport,
+    report: &'a R,
     elapsed_ns: u64,
 }
 
@@ -70,8 +70,14 @@ pub async fn allocate(args: &AllocateArgs) -> Result<()> {
     };
     let (report, elapsed) = answer(&tables, &question)?;
     print(&match args.format {
-        Format::Json => json(&report, elapsed)? + "\n",
-        Format::Text => explain(tables.topology(), &report, elapsed),
+        Format::Json if args.explain => {
+            json(&Answer { report: &Explanation::new(&tables, &report), elapsed_ns: nanoseconds(elapsed) })?
+        }
+        Format::Json => json(&Answer { report: &report, elapsed_ns: nanoseconds(elapsed) })?,
+        Format::Text if args.explain => {
+            text(tables.topology(), &report) + &Explanation::new(&tables, &report).to_string()
+        }
+        Format::Text => text(tables.topology(), &report) + &format!("{report}, {elapsed:?}\n"),
     })?;
     Ok(())
 }
@@ -101,7 +107,7 @@ fn answer_all(tables: &AllocationTables, path: &Path) -> Result<()> {
             Err(_) => Err(QuestionError::NotText),
         };
         let answer = match question.and_then(|question| answer(tables, &question)) {
-            Ok((report, elapsed)) => json(&report, elapsed)? + "\n",
+            Ok((report, elapsed)) => json(&Answer { report: &report, elapsed_ns: nanoseconds(elapsed) })?,
             Err(error) => refused(&error)?,
         };
         print(&answer)?;
@@ -113,9 +119,12 @@ fn refused(error: &QuestionError) -> Result<String> {
     Ok(serde_json::to_string(&serde_json::json!({ "error": format!("{error}{cause}") }))? + "\n")
 }
 
-fn json(report: &AllocationReport, elapsed: Duration) -> Result<String> {
-    let elapsed_ns = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
-    Ok(serde_json::to_string(&Answer { report, elapsed_ns })?)
+fn json(answer: &impl Serialize) -> Result<String> {
+    Ok(serde_json::to_string(answer)? + "\n")
+}
+
+fn nanoseconds(elapsed: Duration) -> u64 {
+    u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX)
 }
 
 fn answer(tables: &AllocationTables, question: &Question) -> Result<(AllocationReport, Duration), QuestionError> {
@@ -138,23 +147,15 @@ fn answer(tables: &AllocationTables, question: &Question) -> Result<(AllocationR
     Ok((report, elapsed))
 }
 
-/// The report for people.
-fn explain(topology: &NodeTopology, report: &AllocationReport, elapsed: Duration) -> String {
+/// The GPUs and the links between them, for people.
+fn text(topology: &NodeTopology, report: &AllocationReport) -> String {
     let mut text = String::new();
     for gpu in &report.devices {
         text += &format!("GPU {}  {}  {}\n", gpu.index, gpu.pci, gpu.uuid);
     }
-    text += &format!("{report}, {elapsed:?}\n");
     let links = links(topology, &report.devices);
     if !links.is_empty() {
         text += &format!("links: {links}\n");
-    }
-    let Some(values) = report.values else { return text };
-    let second = report.runner_up.as_ref().map(|second| (second.values, second.lost_at));
-    for value in Value::NUMBERS {
-        let mark = if second.is_some_and(|(_, lost_at)| lost_at == value) { "  <- decided" } else { "" };
-        let beside = second.map(|(second, _)| format!("  {:>10}", second.get(value))).unwrap_or_default();
-        text += &format!("  {:<20}{:>10}{beside}{mark}\n", value.to_string(), values.get(value));
     }
     text
 }

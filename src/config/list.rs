@@ -10,12 +10,20 @@ use crate::topology::{Gpu, GpuUuid};
 
 /// A GPU by NVML index or by UUID.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(untagged)]
+#[serde(try_from = "Written")]
 pub enum GpuName {
     /// NVML's index.
     Index(u32),
     /// NVML's UUID.
     Uuid(GpuUuid),
+}
+
+/// A GPU in JSON: a number, or what could stand on a command line.
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "expected a GPU index or a GPU UUID")]
+enum Written {
+    Number(u32),
+    Text(String),
 }
 
 /// Why a text names no GPU.
@@ -29,6 +37,17 @@ impl GpuName {
         match self {
             Self::Index(index) => gpu.index == *index,
             Self::Uuid(uuid) => gpu.uuid == *uuid,
+        }
+    }
+}
+
+impl TryFrom<Written> for GpuName {
+    type Error = GpuNameError;
+
+    fn try_from(written: Written) -> Result<Self, Self::Error> {
+        match written {
+            Written::Number(index) => Ok(Self::Index(index)),
+            Written::Text(text) => text.parse(),
         }
     }
 }

@@ -178,6 +178,10 @@ pub struct AllocateArgs {
     /// {"size": 2, "available": [0, 1, 4], "must_include": []}, and answer each with one JSON line
     #[arg(long, value_name = "FILE", conflicts_with_all = ["size", "available", "must_include"])]
     pub requests: Option<PathBuf>,
+    /// Explain the choice: its values beside the runner-up's and the idle machine's best, what stays free and what that
+    /// can still offer, the nearest NICs
+    #[arg(long, conflicts_with = "requests")]
+    pub explain: bool,
     /// For people or for scripts
     #[arg(long, default_value = "text")]
     pub format: Format,

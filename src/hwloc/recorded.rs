@@ -24,7 +24,7 @@ pub struct Recorded {
 pub enum HwlocXmlError {
     /// A later hwloc wrote it.
     #[error(
-        "hwloc XML version {found}; the hwloc of this build reads up to version {major}.x (lstopo of that version writes it)"
+        "hwloc XML version {found}; the hwloc of this build reads up to version {major}.x (lstopo --export-xml-flags v{major} writes that)"
     )]
     Newer {
         /// The version in the file.

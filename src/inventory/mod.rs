@@ -91,7 +91,8 @@ impl Inventory {
         self.resources.get(resource).into_iter().flatten()
     }
 
-    /// The devices that an order names: all of them, or the first thing wrong with the order.
+    /// The devices that an order names, in the order of their PCI addresses: all of them, or the first thing
+    /// wrong with the order.
     pub fn allocate(&self, resource: &ResourceName, ids: &[DeviceId]) -> Result<Vec<&Device>, AllocateError> {
         let devices = self.resources.get(resource);
         let mut taken: BTreeMap<&DeviceId, &Device> = BTreeMap::new();
@@ -107,7 +108,9 @@ impl Inventory {
                 return Err(AllocateError::Repeated { resource, id: name });
             }
         }
-        Ok(taken.into_values().collect())
+        let mut taken: Vec<&Device> = taken.into_values().collect();
+        taken.sort_by_key(|device| device.gpu.pci);
+        Ok(taken)
     }
 
     /// The next state after an event, and what has to be done about it.

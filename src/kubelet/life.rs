@@ -105,7 +105,13 @@ impl Plugin {
     async fn kubelet_socket(&self, folder: &Path) -> Changes {
         let mut changes = Changes::of(folder, self.settings.poll);
         self.enter(Phase::WaitingForKubelet);
+        let mut told = None;
         while identify(&self.settings.kubelet_socket).is_none() {
+            let why = absence(folder, &self.settings.kubelet_socket);
+            if told.as_ref() != Some(&why) {
+                self.observe(Occurrence::Waiting(why.clone()));
+                told = Some(why);
+            }
             changes.next().await;
             if !changes.follows(folder) {
                 changes = Changes::of(folder, self.settings.poll);
@@ -203,6 +209,17 @@ fn pause(attempt: u32, longest: Duration) -> Duration {
     let full = (longest / 64).saturating_mul(1 << doublings.min(6)).min(longest);
     let part = u32::try_from(random() % 512).unwrap_or(0);
     full.saturating_sub(full * part / 1024)
+}
+
+/// Why there is no kubelet's socket, for people.
+fn absence(folder: &Path, socket: &Path) -> String {
+    if !folder.is_dir() {
+        format!("there is no folder {}", folder.display())
+    } else if socket.symlink_metadata().is_ok() {
+        format!("{} is not a socket", socket.display())
+    } else {
+        format!("there is no {}", socket.display())
+    }
 }
 
 /// A number nobody can guess; the standard library seeds its hashers with one.

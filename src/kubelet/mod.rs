@@ -88,6 +88,8 @@ impl Phase {
 pub enum Occurrence {
     /// The phase changed.
     Phase(Phase),
+    /// There is no kubelet to register with, and why not.
+    Waiting(String),
     /// A registration ended, `Err` with the whole chain of causes.
     Registered(Result<(), String>),
     /// A session with the kubelet ended, and why.

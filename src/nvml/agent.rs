@@ -78,7 +78,8 @@ impl Parent {
 ///
 /// # Errors
 ///
-/// See [`AgentError`]. The parent has been told of a library that does not load or initialise.
+/// See [`AgentError`]. Of a library that does not load or initialise the parent is told instead, and the
+/// process ends with code 1.
 pub fn main(library: Option<&Path>, poll: Duration) -> Result<(), AgentError> {
     let socket = inherited_socket().map_err(AgentError::Socket)?;
     let reading = socket.try_clone().map_err(AgentError::Socket)?;
@@ -90,7 +91,8 @@ pub fn main(library: Option<&Path>, poll: Duration) -> Result<(), AgentError> {
         Ok(nvml) => nvml,
         Err(error) => {
             parent.send(&failure(&error))?;
-            return Err(error);
+            // The parent knows, and says it in its own log: twice would be once too often.
+            raw::exit_now(1)
         }
     };
     // Alive as long as the process, which never shuts NVML down: that can hang, and ending does it.

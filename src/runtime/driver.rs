@@ -57,7 +57,11 @@ impl Driver {
     /// One child from its start to its end: whether it got as far as to see the GPUs, and why it ended.
     async fn one_child(&self) -> Result<(bool, String)> {
         self.metrics.agent_started();
-        let mut agent = Agent::spawn(&self.command)?;
+        let mut agent = match Agent::spawn(&self.command) {
+            Ok(agent) => agent,
+            // No process or no memory to be had is a matter of time.
+            Err(error) => return Ok((false, format!("{:#}", anyhow::Error::from(error)))),
+        };
         let mut ready = false;
         let mut failed = None;
         loop {

@@ -59,7 +59,7 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let mut node = Node::start(settings).await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
     let driver = driver::Driver {
-        command: agent_command(&args.host)?,
+        command: agent_command(&args.host),
         sysfs: args.host.sysfs.clone(),
         fail_on_init_error: args.fail_on_init_error,
         events: node.events(),
@@ -84,8 +84,8 @@ async fn serve(args: &RunArgs) -> Result<()> {
 }
 
 /// How to start the process that speaks to NVML: this binary.
-pub fn agent_command(host: &HostArgs) -> Result<AgentCommand> {
-    // The link that the kernel keeps names the binary that runs, also when its file was replaced.
-    let program = std::env::current_exe().context("cannot find our own binary")?;
-    Ok(AgentCommand { library: host.nvml_library.clone(), ..AgentCommand::new(program) })
+pub fn agent_command(host: &HostArgs) -> AgentCommand {
+    // The link leads to the binary that runs, also after its file was replaced; current_exe would name a file
+    // that is gone.
+    AgentCommand { library: host.nvml_library.clone(), ..AgentCommand::new("/proc/self/exe") }
 }

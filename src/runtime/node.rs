@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use anyhow::{Context, Result, anyhow};
@@ -39,6 +39,9 @@ type Queue<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
 /// Where each plugin is.
 type Phases = Arc<Mutex<BTreeMap<ResourceName, watch::Receiver<Phase>>>>;
 
+/// What keeps each plugin from serving, for /readyz; gone while it serves.
+type Troubles = Arc<Mutex<BTreeMap<ResourceName, String>>>;
+
 /// A node; it lives in [`Self::serve`].
 pub struct Node {
     kubelet: Arc<kubelet::Settings>,
@@ -47,12 +50,18 @@ pub struct Node {
     events: Queue<Event>,
     occurrences: Queue<(ResourceName, Occurrence)>,
     phases: Phases,
+    troubles: Troubles,
     idle: watch::Sender<String>,
     last_report: watch::Sender<Option<Arc<AllocationReport>>>,
     metrics: Arc<Metrics>,
     metrics_address: SocketAddr,
     tasks: JoinSet<(String, Result<()>)>,
     shutdown: CancellationToken,
+}
+
+/// Only whole entries are ever written: a panic elsewhere leaves nothing half done.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Node {
@@ -71,6 +80,7 @@ impl Node {
             events: mpsc::channel(EVENTS),
             occurrences: mpsc::channel(OCCURRENCES),
             phases,
+            troubles: Troubles::default(),
             idle,
             last_report: watch::Sender::default(),
             metrics,
@@ -182,19 +192,26 @@ impl Node {
         }
     }
 
-    fn phases(&self) -> std::sync::MutexGuard<'_, BTreeMap<ResourceName, watch::Receiver<Phase>>> {
-        // Only whole entries are ever written: a panic elsewhere leaves nothing half done.
-        self.phases.lock().unwrap_or_else(PoisonError::into_inner)
+    fn phases(&self) -> MutexGuard<'_, BTreeMap<ResourceName, watch::Receiver<Phase>>> {
+        lock(&self.phases)
     }
 
     /// Counts at once, for that never waits; the log may, and gets a copy through a queue.
     fn observer(&self) -> kubelet::Observer {
         let (metrics, log) = (Arc::clone(&self.metrics), self.occurrences.0.clone());
-        let last_report = self.last_report.clone();
+        let (last_report, troubles) = (self.last_report.clone(), Arc::clone(&self.troubles));
         Arc::new(move |resource, occurrence| {
             observe::count(&metrics, resource, &occurrence);
             if let Occurrence::Chosen { report, .. } = &occurrence {
                 last_report.send_replace(Some(Arc::clone(report)));
+            }
+            // None of these is on the path of an admission.
+            match &occurrence {
+                Occurrence::Waiting(why) | Occurrence::Ended(why) => {
+                    lock(&troubles).insert(resource.clone(), why.clone());
+                }
+                Occurrence::Phase(Phase::Serving) => drop(lock(&troubles).remove(resource)),
+                _ => {}
             }
             // Full: somebody asks faster than the log is written.
             let _ = log.try_send((resource.clone(), occurrence));
@@ -203,8 +220,9 @@ impl Node {
 
     fn answers(&self) -> Answers {
         let (metrics, phases, idle) = (Arc::clone(&self.metrics), Arc::clone(&self.phases), self.idle.subscribe());
+        let troubles = Arc::clone(&self.troubles);
         let ready = move || {
-            let phases = phases.lock().unwrap_or_else(PoisonError::into_inner);
+            let (phases, troubles) = (lock(&phases), lock(&troubles));
             if phases.is_empty() {
                 return Err(vec![idle.borrow().clone()]);
             }
@@ -212,7 +230,10 @@ impl Node {
                 .iter()
                 .map(|(resource, phase)| (resource, *phase.borrow()))
                 .filter(|(_, phase)| *phase != Phase::Serving)
-                .map(|(resource, phase)| format!("{resource}: {}", phase.words()))
+                .map(|(resource, phase)| match troubles.get(resource) {
+                    Some(why) => format!("{resource}: {}; {why}", phase.words()),
+                    None => format!("{resource}: {}", phase.words()),
+                })
                 .collect();
             if waiting.is_empty() { Ok(()) } else { Err(waiting) }
         };

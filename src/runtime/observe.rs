@@ -12,7 +12,7 @@ pub(super) fn count(metrics: &Metrics, resource: &ResourceName, occurrence: &Occ
     match occurrence {
         Occurrence::Phase(phase) => metrics.connected(resource, *phase == Phase::Serving),
         Occurrence::Registered(result) => metrics.registered(resource, result.is_ok()),
-        Occurrence::Ended(_) => {}
+        Occurrence::Waiting(_) | Occurrence::Ended(_) => {}
         Occurrence::Rpc { method, code, elapsed } => metrics.rpc(resource, method, code, *elapsed),
         Occurrence::Chosen { report, elapsed } => metrics.chosen(resource, report, *elapsed),
         Occurrence::Allocated(result) => metrics.allocated(resource, result.is_ok()),
@@ -23,6 +23,7 @@ pub(super) fn count(metrics: &Metrics, resource: &ResourceName, occurrence: &Occ
 pub(super) fn log(resource: &ResourceName, occurrence: &Occurrence, told: &mut BTreeSet<FallbackReason>) {
     match occurrence {
         Occurrence::Phase(phase) => tracing::info!(%resource, phase = phase.words(), "kubelet"),
+        Occurrence::Waiting(why) => tracing::warn!(%resource, why, "waiting for the kubelet"),
         Occurrence::Registered(Ok(())) => tracing::info!(%resource, "registered"),
         Occurrence::Registered(Err(error)) => tracing::warn!(%resource, error, "not registered"),
         Occurrence::Ended(why) => tracing::warn!(%resource, why, "the session with the kubelet ended"),

@@ -1,0 +1,125 @@
+//! The whole plugin as it runs on a node: start to registered, event to stream, memory, idle CPU.
+//!
+//! The release binary with a libnvidia-ml of our own (8 GPUs), against a kubelet in a box. Memory is that of
+//! both processes, without the driver's library. Run with `cargo bench --bench footprint`; it takes half a minute.
+
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends where it cannot go on")]
+
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use fake_nvml::Control;
+use linkwise::kubelet_box::{KubeletBox, Options};
+
+const RESOURCE: &str = "nvidia.com/gpu";
+/// Starts of the plugin; medians count.
+const STARTS: usize = 11;
+/// Events measured.
+const EVENTS: usize = 7;
+/// How long the idle plugin is watched.
+const IDLE: Duration = Duration::from_secs(20);
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() {
+    let mut registered = Vec::new();
+    for _ in 0..STARTS {
+        let node = Node::start();
+        node.kubelet.wait(|state| state.resources[RESOURCE].healthy.len() == 8).await.unwrap();
+        registered.push(node.begin.elapsed());
+    }
+    println!("start to registered, 8 GPUs listed: {:?} (median of {STARTS})", median(&mut registered));
+
+    let node = Node::start();
+    let all = node.kubelet.wait(|state| state.resources[RESOURCE].healthy.len() == 8).await.unwrap();
+    drop(all);
+    let mut told = Vec::new();
+    for gpu in 0..EVENTS {
+        let begin = Instant::now();
+        node.control.send(&format!("xid {gpu} 79")).unwrap();
+        node.kubelet.wait(|state| state.resources[RESOURCE].unhealthy.len() == gpu + 1).await.unwrap();
+        told.push(begin.elapsed());
+    }
+    println!("XID in the library to the kubelet's stream: {:?} (median of {EVENTS})", median(&mut told));
+
+    let (parent, child) = (node.process.id(), child_of(node.process.id()));
+    for (name, pid) in [("plugin", parent), ("NVML child", child)] {
+        let (rss, pss) = (memory(pid, "Rss:"), memory(pid, "Pss:"));
+        println!("{name:<11} resident {:.1} MiB, proportional share {:.1} MiB", mib(rss), mib(pss));
+    }
+    let before = cpu(parent) + cpu(child);
+    // Time is what is measured here: nothing is waited for.
+    tokio::time::sleep(IDLE).await;
+    let ticks = cpu(parent) + cpu(child) - before;
+    // USER_HZ is 100 on every Linux that Rust runs on.
+    println!("idle for {IDLE:?}: {ticks} ticks of 10 ms, {:.2} % of a core", ticks as f64 / IDLE.as_secs_f64());
+}
+
+/// The plugin on a node of its own.
+struct Node {
+    process: Child,
+    kubelet: KubeletBox,
+    control: Control,
+    begin: Instant,
+    _folder: tempfile::TempDir,
+}
+
+impl Node {
+    fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let kubelet = KubeletBox::start(Options::new(folder.path())).unwrap();
+        let control = folder.path().join("control");
+        let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/machines/dgx-h100.yaml");
+        let begin = Instant::now();
+        let process = Command::new(env!("CARGO_BIN_EXE_linkwise"))
+            .arg("run")
+            .arg("--kubelet-socket")
+            .arg(folder.path().join(Options::SOCKET))
+            .arg("--nvml-library")
+            .arg(fake_nvml::library_path())
+            .args(["--metrics-address", "127.0.0.1:0", "--log", "error"])
+            .env("FAKE_NVML_MACHINE", machine)
+            .env("FAKE_NVML_CONTROL", &control)
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        Self { process, kubelet, control: Control::new(control), begin, _folder: folder }
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn child_of(pid: u32) -> u32 {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let children = tasks.map(|task| fs::read_to_string(task.unwrap().path().join("children")).unwrap());
+    children.collect::<String>().split_whitespace().next().unwrap().parse().unwrap()
+}
+
+/// A line of smaps_rollup, KiB.
+fn memory(pid: u32, name: &str) -> u64 {
+    let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+    line.split_whitespace().next().unwrap().parse().unwrap()
+}
+
+fn mib(kib: u64) -> f64 {
+    kib as f64 / 1024.0
+}
+
+/// User and system time of a process in ticks (proc(5), stat, fields 14 and 15).
+fn cpu(pid: u32) -> u64 {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let after_name = stat.rsplit_once(')').unwrap().1;
+    after_name.split_whitespace().skip(11).take(2).map(|ticks| ticks.parse::<u64>().unwrap()).sum()
+}
+
+fn median(times: &mut [Duration]) -> Duration {
+    times.sort_unstable();
+    times.get(times.len() / 2).copied().unwrap_or_default()
+}

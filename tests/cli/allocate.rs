@@ -1,0 +1,118 @@
+//! `linkwise allocate`: what is chosen, in which form, one request or many.
+
+use serde_json::{Value, json};
+
+use crate::{MACHINES, fed, json as run, linkwise, text, this_is};
+
+fn indices(answer: &Value) -> Vec<u64> {
+    answer["devices"].as_array().unwrap().iter().map(|gpu| gpu["index"].as_u64().unwrap()).collect()
+}
+
+fn allocate(machine: &str, size: &str, more: &[&str]) -> Value {
+    let args = ["allocate", "--node", machine, "--size", size, "--format", "json"];
+    run(&[&args, more].concat())
+}
+
+#[test]
+fn the_named_cases_are_chosen() {
+    let cases: [(&str, &str, &str, &[u64]); 3] = [
+        ("dgx1-v100", "4", "0,1,2,3,4,5", &[0, 1, 2, 3]),
+        ("dgx1-v100", "2", "0,1,4", &[0, 4]),
+        ("dgx-h100", "2", "0,1,2,3,4,5", &[4, 5]),
+    ];
+    for (machine, size, available, expected) in cases {
+        let answer = allocate(machine, size, &["--available", available]);
+        assert_eq!(indices(&answer), expected, "{answer}");
+        assert_eq!((&answer["exact"], &answer["fallback"]), (&json!(true), &Value::Null));
+    }
+}
+
+#[test]
+fn an_answer_has_all_its_fields() {
+    for machine in MACHINES {
+        let answer = allocate(machine, "2", &[]);
+        for gpu in answer["devices"].as_array().unwrap() {
+            assert!(gpu["index"].is_u64() && gpu["uuid"].is_string() && gpu["pci"].is_string(), "{gpu}");
+        }
+        let values = ["collective", "remaining", "pairs", "closeness", "room", "remaining_closeness", "nics"];
+        for place in [&answer["values"], &answer["runner_up"]["values"]] {
+            assert_eq!(place.as_object().unwrap().len(), values.len());
+            assert!(values.iter().all(|value| place[value].is_i64()), "{place}");
+        }
+        assert_eq!(answer["runner_up"]["devices"].as_array().unwrap().len(), 2);
+        assert!(answer["runner_up"]["lost_at"].is_string());
+        assert_eq!(answer["compared"], 28);
+        assert!(answer["elapsed_ns"].is_u64() && answer["exact"] == true);
+    }
+    // Where there is one set only, nothing came second.
+    assert_eq!(allocate("dgx-h100", "8", &[])["runner_up"], Value::Null);
+}
+
+#[test]
+fn lists_take_uuids_and_indices_in_any_order_and_what_must_be_in_is() {
+    let by_index = allocate("dgx1-v100", "4", &["--available", "5,4,3,2,1,0", "--must-include", "4"]);
+    assert!(indices(&by_index).contains(&4), "{by_index}");
+    let uuid = |index: u32| format!("GPU-00000001-0000-4000-8000-{index:012}");
+    let list = format!("{},1,{},3,4,5", uuid(0), uuid(2));
+    let by_uuid = allocate("dgx1-v100", "4", &["--available", &list, "--must-include", &uuid(4)]);
+    assert_eq!(indices(&by_uuid), indices(&by_index));
+    // What must be in need not be available.
+    assert_eq!(indices(&allocate("dgx1-v100", "2", &["--available", "0,1", "--must-include", "7,6"])), [6, 7]);
+}
+
+/// The indices, or what the error says among other things.
+type Outcome = Result<&'static [u64], &'static str>;
+
+#[test]
+fn each_line_of_requests_has_its_line_of_answer() {
+    let long = format!("{{\"size\": 1, \"pad\": \"{}\"}}", "x".repeat(2 << 20));
+    let lines: [(&[u8], Outcome); 16] = [
+        (b"{\"size\": 4, \"available\": [0, 1, 2, 3, 4, 5]}", Ok(&[0, 1, 2, 3])),
+        (b"{\"size\": 2, \"available\": [4, 1, 0], \"must_include\": []}\r", Ok(&[0, 4])),
+        (b"{\"size\": 1, \"available\": [\"GPU-00000001-0000-4000-8000-000000000003\"]}", Ok(&[3])),
+        (b"{\"size\": 2, \"available\": [\"6\", 7]}", Ok(&[6, 7])),
+        (b"  {\"size\": 8}  ", Ok(&[0, 1, 2, 3, 4, 5, 6, 7])),
+        (b"nonsense", Err("not a request")),
+        (b"{\"size\": 2, \"colour\": 1}", Err("unknown field `colour`")),
+        (b"{\"available\": [1]}", Err("missing field `size`")),
+        (b"{\"size\": -1}", Err("`-1`")),
+        (b"{\"size\": 0}", Err("no set of 0 GPUs")),
+        (b"{\"size\": 9}", Err("no set of 9 GPUs: 8 may be taken")),
+        (b"{\"size\": 1, \"available\": [8]}", Err("no GPU 8 on this machine (it has 8)")),
+        (b"{\"size\": 1, \"must_include\": [\"GPU-nobody\"]}", Err("no GPU GPU-nobody on this machine")),
+        (b"{\"size\": 1, \"available\": [1.5]}", Err("a GPU index or a GPU UUID")),
+        (long.as_bytes(), Err("longer than")),
+        (b"\"\xff\"", Err("not UTF-8")),
+    ];
+    let input: Vec<u8> = lines.iter().flat_map(|(line, _)| [line, &b"\n\n"[..]].concat()).collect();
+    let args = ["allocate", "--node", "dgx1-v100", "--requests", "-"];
+    let output = fed(&mut linkwise(&args), &input);
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+    let answers: Vec<Value> =
+        std::str::from_utf8(&output.stdout).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(answers.len(), lines.len(), "{answers:#?}");
+    for ((line, expected), answer) in lines.iter().zip(&answers) {
+        let line = String::from_utf8_lossy(line).chars().take(80).collect::<String>();
+        match expected {
+            Ok(gpus) => assert_eq!(indices(answer), *gpus, "{line}: {answer}"),
+            Err(words) => {
+                assert_eq!(answer.as_object().unwrap().len(), 1);
+                assert!(answer["error"].as_str().unwrap().contains(words), "{line}: {answer}");
+            }
+        }
+    }
+    // The same from a file, the last line without its end.
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("requests.jsonl");
+    std::fs::write(&file, "{\"size\": 2, \"available\": [0, 1, 4]}\n{\"size\": 1, \"available\": [6]}").unwrap();
+    let answers = text(&mut linkwise(&["allocate", "--node", "dgx1-v100", "--requests", file.to_str().unwrap()]));
+    let answers: Vec<Vec<u64>> = answers.lines().map(|line| indices(&serde_json::from_str(line).unwrap())).collect();
+    assert_eq!(answers, [vec![0, 4], vec![6]]);
+}
+
+#[test]
+fn this_machine_is_chosen_from_through_nvml() {
+    let mut command = linkwise(&["allocate", "--size", "2", "--available", "0,1,4", "--format", "json"]);
+    this_is(&mut command, "dgx1-v100");
+    assert_eq!(indices(&serde_json::from_str(&text(&mut command)).unwrap()), [0, 4]);
+}

@@ -1,0 +1,122 @@
+//! What cannot be answered: one line on standard error that names the thing, and a code that is not 0.
+
+use std::path::PathBuf;
+
+use tempfile::TempDir;
+
+use crate::linkwise;
+
+/// What it says and its exit code; nothing on standard output.
+fn refusal(args: &[&str]) -> (Option<i32>, String) {
+    let mut command = linkwise(args);
+    // A machine of its own, where no node is named, is not to be had.
+    command.env("LINKWISE_NVML_LIBRARY", "/no/such/libnvidia-ml.so.1");
+    let output = command.output().unwrap();
+    assert!(output.stdout.is_empty(), "{output:?}");
+    let words = String::from_utf8(output.stderr).unwrap();
+    assert!(!words.contains("panicked") && !words.contains("RUST_BACKTRACE"), "{words}");
+    (output.status.code(), words)
+}
+
+/// One line that begins with our name and has all of these in it.
+fn refused(args: &[&str], named: &[&str]) {
+    let (code, words) = refusal(args);
+    assert_eq!(code, Some(1), "{args:?}: {words}");
+    let one_line = words.starts_with("linkwise: ") && words.lines().count() == 1 && words.ends_with('\n');
+    assert!(one_line && named.iter().all(|name| words.contains(name)), "{args:?} names {named:?}: {words}");
+}
+
+/// Commands that take a machine.
+fn with_machine(machine: &str) -> [Vec<&str>; 3] {
+    let allocate = ["allocate", "--size", "1", "--node", machine];
+    [vec!["topology", "--node", machine], allocate.to_vec(), vec!["demo", "--machine", machine]]
+}
+
+fn file(text: &[u8]) -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("node.yaml");
+    std::fs::write(&path, text).unwrap();
+    (folder, path)
+}
+
+#[test]
+fn a_machine_that_is_not_there_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path().to_str().unwrap();
+    let missing = format!("{folder}/missing.yaml");
+    for args in with_machine(&missing) {
+        refused(&args, &[&missing, "No such file"]);
+    }
+    for args in with_machine(folder) {
+        refused(&args, &[folder, "directory"]);
+    }
+    for args in with_machine("dgx-h200") {
+        refused(&args, &["'dgx-h200'", "dgx1-v100, dgx-h100, pcie-8x-pix-pairs"]);
+    }
+}
+
+#[test]
+fn a_node_file_that_is_none_is_named_with_the_place() {
+    let gpu = "version: 1\nname: x\nobserved:\n  gpus:\n    - {index: 0, uuid: GPU-a, pci: \"zz\"}\n";
+    let cases: [(&[u8], &[&str]); 8] = [
+        (b"version: 1\nname: x\nobserved:\n  gpus: []\n  colour: red\n", &["`colour`", "line 5"]),
+        (b"version: 1\nname: [x\ntitle: y\n", &["line "]),
+        (b"", &["node.yaml"]),
+        (b"version: 9\nname: x\n", &["version 9 is newer"]),
+        (b"version: 1\nname: x\n", &["`observed`"]),
+        (gpu.as_bytes(), &["zz", "line 5"]),
+        (b"version: 1\nname: \xff", &["not UTF-8", "byte 17"]),
+        (b"\0\0\0\0", &["node.yaml"]),
+    ];
+    for (text, named) in cases {
+        let (_folder, path) = file(text);
+        for args in with_machine(path.to_str().unwrap()) {
+            refused(&args, &[&["node.yaml"], named].concat());
+        }
+    }
+}
+
+#[test]
+fn a_choice_that_cannot_be_made_says_why() {
+    let allocate =
+        |more: &[&str], named: &[&str]| refused(&[&["allocate", "--node", "dgx-h100"], more].concat(), named);
+    allocate(&["--size", "9"], &["no set of 9 GPUs", "8 may be taken"]);
+    allocate(&["--size", "0"], &["no set of 0 GPUs"]);
+    allocate(&["--size", "18446744073709551615"], &["no set of 18446744073709551615 GPUs"]);
+    allocate(&["--size", "3", "--available", "0,1"], &["no set of 3 GPUs", "2 may be taken"]);
+    allocate(&["--size", "2", "--available", "1,1,1"], &["no set of 2 GPUs", "1 may be taken"]);
+    allocate(&["--size", "1", "--must-include", "1,2"], &["no set of 1 GPUs", "2 must be included"]);
+    allocate(&["--size", "1", "--available", "0,8"], &["no GPU 8", "it has 8"]);
+    allocate(&["--size", "1", "--must-include", "GPU-nobody"], &["no GPU GPU-nobody"]);
+    allocate(&["--requests", "/no/such/requests"], &["/no/such/requests", "No such file"]);
+    allocate(&["--requests", "/"], &["cannot read /", "directory"]);
+    let (_folder, path) = file(b"version: 1\nname: bare\nobserved: {gpus: []}\n");
+    refused(&["allocate", "--size", "1", "--node", path.to_str().unwrap()], &["no set of 1 GPUs", "0 may be taken"]);
+}
+
+#[test]
+fn this_machine_without_nvml_says_so_and_what_to_do() {
+    for args in [vec!["topology"], vec!["allocate", "--size", "1"]] {
+        refused(&args, &["/no/such/libnvidia-ml.so.1", "--node"]);
+    }
+}
+
+#[test]
+fn what_the_command_line_does_not_know_is_named() {
+    let usage = |args: &[&str], named: &str| {
+        let (code, words) = refusal(args);
+        assert_eq!(code, Some(2), "{args:?}: {words}");
+        assert!(words.starts_with("error: ") && words.contains(named), "{args:?}: {words}");
+    };
+    usage(&["topology", "--wat"], "'--wat'");
+    usage(&["dance"], "'dance'");
+    usage(&["topology", "--node", "dgx-h100", "--list"], "--list");
+    usage(&["topology", "--node", "dgx-h100", "--format", "xml"], "'xml'");
+    usage(&["allocate", "--node", "dgx-h100"], "--size");
+    usage(&["allocate", "--node", "dgx-h100", "--size", "two"], "'two'");
+    usage(&["allocate", "--node", "dgx-h100", "--size", "1", "--available", "0,!?"], "'!?'");
+    usage(&["allocate", "--node", "dgx-h100", "--size", "1", "--available", "0,,1"], "''");
+    usage(&["allocate", "--node", "dgx-h100", "--size", "1", "--must-include", "-3"], "-3");
+    usage(&["run", "--metrics-address", "here"], "'here'");
+    usage(&["run", "--fail-on-init-error=maybe"], "'maybe'");
+}

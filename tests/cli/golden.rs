@@ -1,0 +1,53 @@
+//! What people read, held as text in tests/snapshots. After a change that is meant, look at what
+//! `INSTA_UPDATE=always cargo test --test cli` makes of it.
+
+use crate::{MACHINES, linkwise, text};
+
+/// Compares with tests/snapshots/NAME.snap.
+fn holds(name: &str, text: &str) {
+    let mut settings = insta::Settings::clone_current();
+    settings.set_snapshot_path("../snapshots");
+    settings.set_prepend_module_to_snapshot(false);
+    settings.set_omit_expression(true);
+    settings.bind(|| insta::assert_snapshot!(name, text));
+}
+
+/// The text with the one thing taken out that differs each time: how long the choice took.
+fn timeless(text: &str) -> String {
+    let is_time = |word: &str| {
+        let word = word.trim_end_matches([',', ';', ')']);
+        let number = ["ns", "µs", "ms", "s"].iter().find_map(|unit| word.strip_suffix(unit)?.parse::<f64>().ok());
+        number.is_some()
+    };
+    let line = |line: &str| {
+        line.split(' ').map(|word| if is_time(word) { "TIME" } else { word }).collect::<Vec<_>>().join(" ")
+    };
+    text.lines().map(|text| line(text) + "\n").collect()
+}
+
+#[test]
+fn topologies() {
+    for machine in MACHINES {
+        holds(&format!("topology-{machine}"), &text(&mut linkwise(&["topology", "--node", machine])));
+    }
+    holds("topology-list", &text(&mut linkwise(&["topology", "--list"])));
+}
+
+#[test]
+fn choices() {
+    for (machine, size, available) in
+        [("dgx1-v100", "4", "0,1,2,3,4,5"), ("dgx-h100", "2", "0,1,2,3,4,5"), ("pcie-8x-pix-pairs", "2", "0,2,3,5,6")]
+    {
+        let args = ["allocate", "--node", machine, "--size", size, "--available", available];
+        let shown = text(&mut linkwise(&args));
+        let timeless = timeless(&shown);
+        assert_eq!(timeless.matches("TIME").count(), 1, "{shown}");
+        holds(&format!("allocate-{machine}"), &timeless);
+        let explained = text(&mut linkwise(&[args.as_slice(), &["--explain"]].concat()));
+        holds(&format!("explain-{machine}"), &explained);
+    }
+    let few = ["allocate", "--node", "dgx1-v100", "--size", "2", "--available", "0,1,4", "--explain"];
+    holds("explain-0-and-4", &text(&mut linkwise(&few)));
+    let one = text(&mut linkwise(&["allocate", "--node", "dgx-h100", "--size", "8"]));
+    holds("allocate-all", &timeless(&one));
+}

@@ -1,0 +1,152 @@
+//! `linkwise topology`: names, fields, shapes.
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::Stdio;
+
+use serde_json::Value;
+
+use crate::{MACHINES, json, linkwise, text, this_is};
+
+fn list(value: &Value) -> &[Value] {
+    value.as_array().unwrap()
+}
+
+fn square(value: &Value) -> Vec<Vec<u64>> {
+    list(value).iter().map(|row| list(row).iter().map(|cell| cell.as_u64().unwrap()).collect()).collect()
+}
+
+/// What holds for every machine.
+fn check(topology: &Value) {
+    let keys: Vec<&String> = topology.as_object().unwrap().keys().collect();
+    let mut expected =
+        ["gpus", "level", "nvlink_mbps", "pcie_mbps", "bandwidth_mbps", "nvswitch_plane", "nics", "warnings"];
+    expected.sort_unstable();
+    assert_eq!(keys, expected.iter().collect::<Vec<_>>());
+    let gpus = list(&topology["gpus"]);
+    for (number, gpu) in gpus.iter().enumerate() {
+        assert_eq!(gpu["index"], number);
+        assert!(gpu["uuid"].as_str().unwrap().starts_with("GPU-"), "{gpu}");
+        // Not every source names the product: null is an answer, a missing key is none.
+        assert!(gpu["pci"].is_string() && gpu.get("model").is_some(), "{gpu}");
+        for key in ["numa", "package"] {
+            assert!(gpu[key].is_u64(), "{gpu}");
+        }
+    }
+    let [level, nvlink, pcie, bandwidth] =
+        ["level", "nvlink_mbps", "pcie_mbps", "bandwidth_mbps"].map(|key| square(&topology[key]));
+    for matrix in [&level, &nvlink, &pcie, &bandwidth] {
+        assert_eq!(matrix.len(), gpus.len());
+        for (a, row) in matrix.iter().enumerate() {
+            assert_eq!((row.len(), row[a]), (gpus.len(), 0));
+            assert!(row.iter().enumerate().all(|(b, value)| *value == matrix[b][a]), "{matrix:?}");
+        }
+    }
+    for a in 0..gpus.len() {
+        for b in (0..gpus.len()).filter(|b| *b != a) {
+            assert!(level[a][b] <= 5 && pcie[a][b] > 0);
+            let best = if nvlink[a][b] > 0 { nvlink[a][b] } else { pcie[a][b] };
+            assert_eq!(bandwidth[a][b], best);
+            let one_package = gpus[a]["package"] == gpus[b]["package"];
+            assert_eq!(level[a][b] == 5, !one_package, "{a} {b}");
+        }
+    }
+    assert_eq!(list(&topology["nvswitch_plane"]).len(), gpus.len());
+    for nic in list(&topology["nics"]) {
+        assert_eq!(list(&nic["level"]).len(), gpus.len());
+    }
+}
+
+#[test]
+fn the_list_has_a_line_for_each_machine_its_name_first() {
+    let text = text(&mut linkwise(&["topology", "--list"]));
+    let names: Vec<&str> = text.lines().map(|line| line.split_whitespace().next().unwrap()).collect();
+    assert_eq!(names, MACHINES);
+    assert!(text.lines().all(|line| line.split_whitespace().count() > 2), "{text}");
+}
+
+#[test]
+fn every_machine_has_all_fields_in_their_shapes() {
+    for machine in MACHINES {
+        let topology = json(&["topology", "--node", machine, "--format", "json"]);
+        check(&topology);
+        assert_eq!(list(&topology["gpus"]).len(), 8);
+        assert!(list(&topology["warnings"]).is_empty(), "{machine}: {}", topology["warnings"]);
+        let planes = list(&topology["nvswitch_plane"]);
+        let on_plane = if machine == "dgx-h100" { Value::from(0) } else { Value::Null };
+        assert!(planes.iter().all(|plane| *plane == on_plane), "{machine}: {planes:?}");
+        assert_eq!(list(&topology["nics"]).is_empty(), machine == "pcie-8x-pix-pairs");
+    }
+}
+
+#[test]
+fn the_numbers_are_those_of_the_table() {
+    let v100 = json(&["topology", "--node", "dgx1-v100", "--format", "json"]);
+    assert_eq!(square(&v100["nvlink_mbps"])[0], [0, 20_000, 20_000, 40_000, 40_000, 0, 0, 0]);
+    assert_eq!(square(&v100["level"])[0], [0, 0, 3, 3, 5, 5, 5, 5]);
+    let h100 = json(&["topology", "--node", "dgx-h100", "--format", "json"]);
+    assert!(square(&h100["nvlink_mbps"])[0].iter().skip(1).all(|mbps| *mbps == 18 * 20_600));
+    let pcie = json(&["topology", "--node", "pcie-8x-pix-pairs", "--format", "json"]);
+    assert!(square(&pcie["nvlink_mbps"]).concat().iter().all(|mbps| *mbps == 0));
+    assert_eq!(square(&pcie["level"])[0][1], 0);
+}
+
+#[test]
+fn a_node_file_is_as_good_as_a_name() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/machines/dgx1-v100.yaml");
+    for format in ["text", "json"] {
+        let by_name = text(&mut linkwise(&["topology", "--node", "dgx1-v100", "--format", format]));
+        assert_eq!(text(&mut linkwise(&["topology", "--node", path, "--format", format])), by_name);
+    }
+}
+
+#[test]
+fn this_machine_is_seen_through_nvml_and_hwloc() {
+    let mut command = linkwise(&["topology", "--format", "json"]);
+    this_is(&mut command, "dgx1-v100");
+    let seen: Value = serde_json::from_str(&text(&mut command)).unwrap();
+    check(&seen);
+    let written = json(&["topology", "--node", "dgx1-v100", "--format", "json"]);
+    for key in ["gpus", "nvlink_mbps", "nvswitch_plane"] {
+        assert_eq!(seen[key], written[key], "{key}");
+    }
+    // hwloc sees none of these GPUs: that is said of each, and NVML's levels stand in.
+    let warnings: Vec<&str> = list(&seen["warnings"]).iter().map(|text| text.as_str().unwrap()).collect();
+    assert_eq!(warnings.iter().filter(|text| text.contains("its levels come from NVML")).count(), 8, "{warnings:?}");
+    assert_eq!(square(&seen["level"]), square(&written["level"]));
+    let mut command = linkwise(&["topology"]);
+    this_is(&mut command, "dgx1-v100");
+    let people = text(&mut command);
+    assert!(people.contains("GPU7") && people.contains("NV2") && people.contains("warning: "), "{people}");
+}
+
+#[test]
+fn a_machine_without_gpus_is_shown() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("bare.yaml");
+    std::fs::write(&file, "version: 1\nname: bare\ntitle: A bare node\nobserved: {gpus: []}\n").unwrap();
+    let file = file.to_str().unwrap();
+    let topology = json(&["topology", "--node", file, "--format", "json"]);
+    check(&topology);
+    let people = text(&mut linkwise(&["topology", "--node", file]));
+    assert!(people.starts_with("A bare node\n") && people.contains("no GPUs"), "{people}");
+}
+
+#[test]
+fn a_reader_that_has_read_enough_is_no_error() {
+    for args in [["topology", "--node", "dgx-h100"], ["topology", "--list", "--format=text"]] {
+        let mut child =
+            linkwise(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the binary starts");
+        let mut line = String::new();
+        // As `head -1` does: one line, then the pipe is closed.
+        BufReader::with_capacity(1, child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let mut words = String::new();
+        child.stderr.take().unwrap().read_to_string(&mut words).unwrap();
+        assert!(child.wait().unwrap().success() && words.is_empty(), "{words}");
+    }
+    // And one that reads nothing at all: the pipe is closed before anything is written.
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let output = linkwise(&["topology", "--node", "dgx-h100"]).stdout(writer).stderr(Stdio::piped()).spawn().unwrap();
+    let output = output.wait_with_output().unwrap();
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+}

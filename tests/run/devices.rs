@@ -1,0 +1,115 @@
+//! The main road: registered, listed, chosen, allocated.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use linkwise::kubelet_box::{DeviceSpec, Pod};
+use serde_json::Value;
+
+use crate::node::{GPU, Setup, machine, uuid};
+
+/// What `linkwise allocate` would choose on a built-in machine.
+fn chosen(machine: &str, size: u32, available: &str) -> Vec<String> {
+    let size = size.to_string();
+    let args = ["allocate", "--node", machine, "--size", &size, "--available", available, "--format", "json"];
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_linkwise")).args(args).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
+    answer["devices"].as_array().unwrap().iter().map(|gpu| gpu["uuid"].as_str().unwrap().to_owned()).collect()
+}
+
+fn all(machine: u32) -> BTreeSet<String> {
+    (0..8).map(|index| uuid(machine, index)).collect()
+}
+
+#[tokio::test]
+async fn every_gpu_is_registered_healthy_with_its_numa_node() {
+    for (name, number) in [("dgx1-v100", 1), ("dgx-h100", 2)] {
+        let (_node, kubelet) = Setup::on(name).serve(8).await;
+        let state = kubelet.state();
+        let gpu = &state.resources[GPU];
+        assert_eq!((&gpu.healthy, gpu.unhealthy.len()), (&all(number), 0));
+        let numa: BTreeMap<_, _> =
+            (0..8).map(|index| (uuid(number, index), BTreeSet::from([i64::from(index / 4)]))).collect();
+        assert_eq!(gpu.numa, numa);
+        assert_eq!(state.resources.len(), 1);
+        assert_eq!((gpu.registrations, gpu.open_streams, state.violations.len()), (1, 1, 0));
+    }
+}
+
+#[tokio::test]
+async fn a_numa_node_without_cpus_or_of_another_host_is_not_claimed() {
+    // This host has one NUMA node; NVML names two.
+    let (_node, kubelet) = Setup::on("dgx1-v100").env("HWLOC_SYNTHETIC", "pack:1 numa:1 pu:2").serve(8).await;
+    let gpu = &kubelet.state().resources[GPU];
+    let nodes: Vec<Vec<i64>> = gpu.numa.values().map(|nodes| nodes.iter().copied().collect()).collect();
+    assert_eq!(nodes, [vec![0], vec![0], vec![0], vec![0], vec![], vec![], vec![], vec![]]);
+    // And one whose NUMA node nobody knows claims none: unknown is not node 0.
+    let gpus = [("GPU-a", "0000:01:00.0", ", numa: 1"), ("GPU-b", "0000:02:00.0", "")];
+    let (_node, kubelet) = Setup::with(&machine(&gpus)).serve(2).await;
+    let gpu = &kubelet.state().resources[GPU];
+    assert_eq!((gpu.numa["GPU-a"].len(), gpu.numa["GPU-b"].len()), (1, 0));
+}
+
+#[tokio::test]
+async fn pods_get_what_the_command_line_says_they_would() {
+    for (name, number) in [("dgx1-v100", 1), ("dgx-h100", 2)] {
+        let (node, kubelet) = Setup::on(name).serve(8).await;
+        let mut free: BTreeSet<u32> = (0..8).collect();
+        for (pod, size) in [("four", 4), ("two", 2), ("one", 1)] {
+            let list = free.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+            let expected = chosen(name, size, &list);
+            let admitted = kubelet.admit(&Pod::single(pod, GPU, size), None).await.unwrap();
+            let grant = admitted.grant("main", GPU).unwrap();
+            assert_eq!(grant.allocation.devices, expected, "{name}: {size} of {list}");
+            assert_eq!(grant.asked.as_ref().unwrap().preferred, expected);
+            let visible = BTreeMap::from([("NVIDIA_VISIBLE_DEVICES".to_owned(), expected.join(","))]);
+            assert_eq!(grant.allocation.envs, visible);
+            assert_eq!((grant.allocation.device_specs.len(), grant.allocation.mounts.len()), (0, 0));
+            free.retain(|index| !expected.contains(&uuid(number, *index)));
+        }
+        node.metric("linkwise_allocations_total{resource=\"nvidia.com/gpu\",outcome=\"ok\"}", 3).await;
+        node.metric("linkwise_preferred_allocations_total{resource=\"nvidia.com/gpu\",outcome=\"exact\"}", 3).await;
+        assert_eq!(kubelet.violations(), []);
+    }
+}
+
+#[tokio::test]
+async fn a_container_sees_its_gpus_in_the_order_of_their_pci_addresses() {
+    let gpus = [("GPU-c", "0000:01:00.0", ""), ("GPU-a", "0001:00:00.0", ""), ("GPU-b", "0000:f0:00.0", "")];
+    let (_node, kubelet) = Setup::with(&machine(&gpus)).serve(3).await;
+    let admitted = kubelet.admit(&Pod::single("pod", GPU, 3), None).await.unwrap();
+    let grant = admitted.grant("main", GPU).unwrap();
+    assert_eq!(grant.allocation.envs["NVIDIA_VISIBLE_DEVICES"], "GPU-c,GPU-b,GPU-a");
+}
+
+#[tokio::test]
+async fn device_nodes_are_passed_where_asked_for() {
+    for option in ["--pass-device-specs", "--pass-device-specs=true"] {
+        let (_node, kubelet) = Setup::on("dgx1-v100").arg(option).serve(8).await;
+        let admitted = kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap();
+        let allocation = &admitted.grant("main", GPU).unwrap().allocation;
+        let specs = &allocation.device_specs;
+        // What every GPU container needs is passed where this host has it.
+        let own: Vec<&DeviceSpec> = specs.iter().take(2).collect();
+        let expected: Vec<DeviceSpec> = allocation
+            .devices
+            .iter()
+            .map(|id| {
+                let path = format!("/dev/nvidia{}", id.chars().last().unwrap());
+                DeviceSpec { container_path: path.clone(), host_path: path, permissions: "rw".into() }
+            })
+            .collect();
+        assert_eq!(own, expected.iter().collect::<Vec<_>>());
+        let control = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset"];
+        let control: Vec<&str> = control.into_iter().filter(|path| std::path::Path::new(path).exists()).collect();
+        assert_eq!(specs.iter().skip(2).map(|spec| spec.host_path.as_str()).collect::<Vec<_>>(), control);
+    }
+}
+
+#[tokio::test]
+async fn the_options_can_come_from_the_environment() {
+    let setup = Setup::on("dgx1-v100").env("PASS_DEVICE_SPECS", "true").env("FAIL_ON_INIT_ERROR", "true");
+    let (_node, kubelet) = setup.serve(8).await;
+    let admitted = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
+    assert_eq!(admitted.grant("main", GPU).unwrap().allocation.device_specs[0].host_path, "/dev/nvidia0");
+}

@@ -1,0 +1,142 @@
+//! What the driver reports and how it dies: one GPU's trouble is that GPU's, and admissions go on.
+
+use std::collections::BTreeSet;
+
+use linkwise::kubelet_box::{AdmissionError, KubeletBox, Pod, ResourceState};
+
+use crate::node::{GPU, Node, Setup, signal, uuid};
+
+const STARTS: &str = "linkwise_nvml_agent_starts_total";
+const UP: &str = "linkwise_nvml_agent_up";
+
+/// Waits until exactly these GPUs are unhealthy on the stream.
+async fn unhealthy(kubelet: &KubeletBox, gpus: &[u32]) -> ResourceState {
+    let wanted: BTreeSet<String> = gpus.iter().map(|index| uuid(1, *index)).collect();
+    let state = kubelet.wait(|state| state.resources[GPU].unhealthy == wanted).await.unwrap();
+    let state = state.resources[GPU].clone();
+    assert_eq!(state.healthy.len(), 8 - gpus.len(), "{state:?}");
+    state
+}
+
+async fn admit(kubelet: &KubeletBox, pod: &str, size: u32) -> Result<Vec<String>, AdmissionError> {
+    let admitted = kubelet.admit(&Pod::single(pod, GPU, size), None).await?;
+    Ok(admitted.grant("main", GPU).unwrap().allocation.devices.clone())
+}
+
+#[tokio::test]
+async fn an_xid_of_the_gpus_own_takes_that_gpu_and_no_other() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    node.setup.tell("xid 2 79");
+    unhealthy(&kubelet, &[2]).await;
+    let line = node.process.logged(|line| line["message"] == "the GPU is unhealthy").await;
+    assert_eq!((line["gpu"].as_str(), line["reason"].as_str()), (Some(uuid(1, 2).as_str()), Some("XID 79")));
+    node.metric(&format!("linkwise_gpu_healthy{{uuid=\"{}\"}}", uuid(1, 2)), 0).await;
+    node.metric("linkwise_devices{resource=\"nvidia.com/gpu\",health=\"unhealthy\"}", 1).await;
+    // The rest of the node goes on; the failed one is in no answer.
+    assert!(!admit(&kubelet, "seven", 7).await.unwrap().contains(&uuid(1, 2)));
+    // A second GPU, by an ECC error this time; the first stays out.
+    node.setup.tell("ecc 5");
+    unhealthy(&kubelet, &[2, 5]).await;
+    let gpu = &kubelet.state().resources[GPU];
+    assert_eq!((gpu.registrations, gpu.calls.list_and_watch), (1, 1), "all on one stream");
+    assert_eq!(kubelet.violations(), []);
+}
+
+#[tokio::test]
+async fn an_xid_of_a_programs_making_is_counted_and_changes_nothing() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    node.setup.tell("xid 0 31");
+    node.setup.tell("xid 0 31");
+    let line = node.process.logged(|line| line["xid"] == 31).await;
+    assert_eq!(line["gpu"], uuid(1, 0).as_str());
+    node.metric(&format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"31\"}}", uuid(1, 0)), 2).await;
+    // Events come in order: once this one is seen, the earlier ones have had their effect.
+    node.setup.tell("xid 7 79");
+    unhealthy(&kubelet, &[7]).await;
+}
+
+#[tokio::test]
+async fn a_gpu_that_is_lost_is_taken_out() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    // Seen at the next poll of the GPUs, every 10 s.
+    node.setup.tell("lost 3");
+    unhealthy(&kubelet, &[3]).await;
+    node.metric("linkwise_devices{resource=\"nvidia.com/gpu\",health=\"healthy\"}", 7).await;
+    assert_eq!(admit(&kubelet, "seven", 7).await.unwrap().len(), 7);
+}
+
+/// The child is gone; admissions go on, a new child comes, and what was known stays known.
+async fn survives(node: &Node, kubelet: &KubeletBox, first: u32) {
+    assert_eq!(admit(kubelet, "meanwhile", 2).await.unwrap().len(), 2);
+    let second = node.agent(&[first]).await;
+    node.metric(STARTS, 2).await;
+    node.metric(UP, 1).await;
+    assert!(second != first);
+    node.setup.tell("xid 7 79");
+    unhealthy(kubelet, &[1, 7]).await;
+    assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
+    assert_eq!(kubelet.violations(), []);
+}
+
+#[tokio::test]
+async fn a_killed_nvml_process_is_replaced_and_nobody_notices() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    node.setup.tell("xid 1 79");
+    unhealthy(&kubelet, &[1]).await;
+    let first = node.agent(&[]).await;
+    node.metric(STARTS, 1).await;
+    signal("KILL", first);
+    node.process.said("SIGKILL").await;
+    node.metric(UP, 0).await;
+    survives(&node, &kubelet, first).await;
+}
+
+#[tokio::test]
+async fn the_nvml_process_starts_again_after_the_binary_was_replaced() {
+    let mut setup = Setup::on("dgx1-v100");
+    let binary = setup.program.clone();
+    setup.program = binary.with_file_name(format!("linkwise-replaced-{}", std::process::id()));
+    // A link and no copy: what was just written may still be busy.
+    std::fs::hard_link(&binary, &setup.program).unwrap();
+    let (node, kubelet) = setup.serve(8).await;
+    std::fs::remove_file(&node.setup.program).unwrap();
+    node.setup.tell("xid 1 79");
+    unhealthy(&kubelet, &[1]).await;
+    let first = node.agent(&[]).await;
+    signal("KILL", first);
+    survives(&node, &kubelet, first).await;
+}
+
+#[tokio::test]
+async fn a_library_that_crashes_costs_its_process_only() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    node.setup.tell("xid 1 79");
+    unhealthy(&kubelet, &[1]).await;
+    let first = node.agent(&[]).await;
+    node.setup.tell("crash");
+    node.process.said("SIGABRT").await;
+    survives(&node, &kubelet, first).await;
+}
+
+#[tokio::test]
+async fn admissions_do_not_wait_for_a_library_that_hangs() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    node.setup.tell("hang nvmlDeviceGetTemperature");
+    node.setup.tell("hang nvmlEventSetWait_v2");
+    for (pod, size) in [("a", 4), ("b", 2), ("c", 2)] {
+        assert_eq!(admit(&kubelet, pod, size).await.unwrap().len(), usize::try_from(size).unwrap());
+    }
+    assert!(node.agent(&[]).await > 0);
+}
+
+#[tokio::test]
+async fn a_driver_that_comes_late_is_picked_up_in_place() {
+    let setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false");
+    setup.tell("init 9");
+    let kubelet = setup.kubelet();
+    let node = setup.start().await;
+    node.ready(503, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
+    node.setup.tell("init 0");
+    crate::node::registered(&kubelet, 1, 8).await;
+    node.ready(200, "ready").await;
+}

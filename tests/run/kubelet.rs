@@ -1,0 +1,213 @@
+//! A kubelet that is late, restarts, refuses, drops us or lies; sockets that go.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use linkwise::inventory::{Event, Inventory, ResourceName};
+use linkwise::kubelet::{Occurrence, Phase, Plugin, Settings, Sources};
+use linkwise::kubelet_box::{Fault, KubeletBox, Pod, Restart};
+use linkwise::machines;
+use tokio::sync::{mpsc, watch};
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+use tonic::Code;
+
+use crate::node::{GPU, LIMIT, Node, Setup, registered};
+
+const CONNECTED: &str = "linkwise_kubelet_connected{resource=\"nvidia.com/gpu\"}";
+
+fn registrations(outcome: &str) -> String {
+    format!("linkwise_registrations_total{{resource=\"nvidia.com/gpu\",outcome=\"{outcome}\"}}")
+}
+
+/// Our one socket.
+fn socket(node: &Node) -> PathBuf {
+    let sockets = node.setup.sockets();
+    assert_eq!(sockets.len(), 1, "{sockets:?}");
+    sockets[0].clone()
+}
+
+/// Registered a second time, and all is as it was.
+async fn registered_again(node: &Node, kubelet: &KubeletBox) {
+    let state = registered(kubelet, 2, 8).await;
+    assert_eq!((state.registrations, state.open_streams, kubelet.violations().len()), (2, 1, 0));
+    node.metric(&registrations("ok"), 2).await;
+    node.metric(CONNECTED, 1).await;
+}
+
+#[tokio::test]
+async fn a_restarted_kubelet_gets_its_devices_again_and_pods_keep_theirs() {
+    for after in [Restart::Kubelet, Restart::Node] {
+        let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+        let pod = Pod::single("pod", GPU, 4);
+        let held = kubelet.admit(&pod, None).await.unwrap().grant("main", GPU).unwrap().allocation.clone();
+        let first = socket(&node);
+        kubelet.restart(after).await.unwrap();
+        registered_again(&node, &kubelet).await;
+        assert!(socket(&node) != first, "a kubelet may still hold the connection behind an old name");
+        let in_use = kubelet.state().resources[GPU].in_use();
+        assert_eq!(in_use.into_iter().collect::<Vec<_>>(), held.devices);
+        assert_eq!(kubelet.restart_container("pod", "main").await.unwrap()[GPU], held);
+        assert!(kubelet.admit(&pod, None).await.unwrap().grant("main", GPU).unwrap().reused);
+        kubelet.admit(&Pod::single("other", GPU, 4), None).await.unwrap();
+        assert_eq!(kubelet.state().resources[GPU].free().len(), 0);
+    }
+}
+
+#[tokio::test]
+async fn an_xid_before_a_restart_is_not_forgotten_by_it() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    node.setup.tell("xid 0 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
+    kubelet.restart(Restart::Kubelet).await.unwrap();
+    let state = registered(&kubelet, 2, 7).await;
+    assert_eq!(state.unhealthy.len(), 1);
+}
+
+#[tokio::test]
+async fn our_socket_deleted_is_noticed() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    let first = socket(&node);
+    std::fs::remove_file(&first).unwrap();
+    registered_again(&node, &kubelet).await;
+    assert!(socket(&node) != first && !first.exists());
+    node.process.said("is gone or not ours any more").await;
+}
+
+#[tokio::test]
+async fn a_file_in_the_place_of_our_socket_is_left_alone() {
+    let (mut node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    let first = socket(&node);
+    let other = node.setup.at("k/other");
+    std::fs::write(&other, "somebody's").unwrap();
+    std::fs::rename(&other, &first).unwrap();
+    registered_again(&node, &kubelet).await;
+    node.process.signal("TERM");
+    assert!(node.process.ended().await.0.success());
+    assert_eq!(std::fs::read_to_string(&first).unwrap(), "somebody's");
+    assert_eq!(node.setup.sockets(), [first]);
+}
+
+#[tokio::test]
+async fn a_kubelet_that_comes_later_is_found() {
+    let setup = Setup::on("dgx1-v100");
+    std::fs::create_dir(setup.at("k")).unwrap();
+    // A file of that name is no kubelet.
+    std::fs::write(&setup.kubelet_socket, "").unwrap();
+    let node = setup.start().await;
+    let path = node.setup.kubelet_socket.display().to_string();
+    node.ready(503, &format!("{path} is not a socket")).await;
+    std::fs::remove_file(&node.setup.kubelet_socket).unwrap();
+    node.ready(503, &format!("there is no {path}")).await;
+    let kubelet = node.setup.kubelet();
+    registered(&kubelet, 1, 8).await;
+}
+
+#[tokio::test]
+async fn a_kubelet_whose_folder_comes_later_is_found_too() {
+    let node = Setup::on("dgx1-v100").start().await;
+    let why = format!("there is no folder {}", node.setup.at("k").display());
+    let line = node.process.logged(|line| line["message"] == "waiting for the kubelet").await;
+    assert_eq!((line["level"].as_str(), line["why"].as_str()), (Some("WARN"), Some(why.as_str())));
+    node.ready(503, &why).await;
+    let kubelet = node.setup.kubelet();
+    registered(&kubelet, 1, 8).await;
+    // The folder is made anew, as when somebody cleans up: the new one is followed.
+    kubelet.stop().await.unwrap();
+    std::fs::remove_dir_all(node.setup.at("k")).unwrap();
+    node.ready(503, "waiting for kubelet.sock; there is no folder").await;
+    let kubelet = node.setup.kubelet();
+    registered(&kubelet, 1, 8).await;
+}
+
+#[tokio::test]
+async fn a_folder_we_cannot_bind_in_is_named_and_tried_again() {
+    let mut setup = Setup::on("dgx1-v100");
+    // A path of a socket has at most 107 bytes: the kubelet's fits into this folder, ours does not.
+    let room = 107 - "/kubelet.sock".len() - setup.at("").to_str().unwrap().len();
+    let folder = setup.at(&"f".repeat(room));
+    setup.kubelet_socket = folder.join("kubelet.sock");
+    let kubelet = setup.kubelet();
+    let node = setup.start().await;
+    let line = node.process.logged(|line| line["message"] == "the session with the kubelet ended").await;
+    let cause = format!("cannot bind {}", folder.display());
+    assert!(line["why"].as_str().unwrap().starts_with(&cause), "{line}");
+    node.ready(503, &cause).await;
+    assert_eq!((node.get("/livez").await.status, kubelet.state().resources.len()), (200, 0));
+}
+
+#[tokio::test]
+async fn a_kubelet_that_refuses_is_asked_again() {
+    let setup = Setup::on("dgx1-v100");
+    let kubelet = setup.kubelet();
+    kubelet.set_fault(Fault::Refuse { code: Code::ResourceExhausted, message: "not today".into() });
+    let node = setup.start().await;
+    kubelet.wait(|state| state.refused >= 2).await.unwrap();
+    let line = node.process.logged(|line| line["message"] == "not registered").await;
+    assert!(line["error"].as_str().unwrap().contains("refused to register nvidia.com/gpu: not today"), "{line}");
+    node.ready(503, "not today").await;
+    kubelet.set_fault(Fault::None);
+    registered(&kubelet, 1, 8).await;
+    node.metric(&registrations("ok"), 1).await;
+    node.ready(200, "").await;
+}
+
+#[tokio::test]
+async fn a_kubelet_that_hangs_in_register_and_fails_is_asked_again() {
+    let setup = Setup::on("dgx1-v100");
+    let kubelet = setup.kubelet();
+    kubelet.set_fault(Fault::Hang);
+    let node = setup.start().await;
+    kubelet.wait(|state| state.registering == 1).await.unwrap();
+    node.ready(503, "registering").await;
+    kubelet.set_fault(Fault::None);
+    registered(&kubelet, 1, 8).await;
+}
+
+#[tokio::test]
+async fn a_stream_that_the_kubelet_drops_is_registered_anew() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    assert!(kubelet.disconnect(GPU));
+    registered_again(&node, &kubelet).await;
+    node.process.said("ListAndWatch stream is gone").await;
+}
+
+#[tokio::test]
+async fn a_kubelet_that_registers_and_never_calls_back_is_asked_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut options = linkwise::kubelet_box::Options::new(folder.path());
+    (options.dial_retry, options.wait_timeout) = (Duration::from_millis(10), LIMIT);
+    let kubelet = KubeletBox::start(options).unwrap();
+    kubelet.set_fault(Fault::AnswerWithoutDial);
+
+    let machine = machines::load("dgx1-v100").unwrap();
+    let (inventory, _) = Inventory::default().apply(Event::Observed(Box::new(machine.observed)), Duration::ZERO);
+    let (_sender, inventory) = watch::channel(Arc::new(inventory));
+    let (told, mut ended) = mpsc::channel(64);
+    let observer: linkwise::kubelet::Observer = Arc::new(move |_, occurrence| {
+        if let Occurrence::Ended(why) = occurrence {
+            let _ = told.try_send(why);
+        }
+    });
+    let settings = Settings {
+        stream_timeout: Duration::from_millis(50),
+        longest_pause: Duration::from_millis(64),
+        ..Settings::new(folder.path().join("kubelet.sock"))
+    };
+    let plugin = Plugin::new(ResourceName::gpu(), Arc::new(settings), Sources { inventory, observer });
+    let mut phase = plugin.phase();
+    let shutdown = CancellationToken::new();
+    let running = tokio::spawn(plugin.run(shutdown.clone()));
+    for _ in 0..3 {
+        let why = timeout(LIMIT, ended.recv()).await.unwrap().unwrap();
+        assert_eq!(why, "the kubelet did not open ListAndWatch within 50ms of the registration");
+    }
+    kubelet.set_fault(Fault::None);
+    registered(&kubelet, 1, 8).await;
+    timeout(LIMIT, phase.wait_for(|phase| *phase == Phase::Serving)).await.unwrap().unwrap();
+    shutdown.cancel();
+    timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
+    let left: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(left, ["kubelet.sock"]);
+}

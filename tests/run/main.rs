@@ -1,0 +1,21 @@
+//! `linkwise run` as a real process: the kubelet in the box on one side, a libnvidia-ml of our own on the other,
+//! over real sockets. Every wait is for a state: a list on the stream, a log line, an answer over HTTP; the limits are
+//! there so that a failure ends.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "what a helper cannot do fails the test"
+)]
+
+mod devices;
+mod driver;
+mod endpoints;
+mod kubelet;
+mod node;
+mod oddities;
+mod refusals;
+mod rpc;
+mod shutdown;

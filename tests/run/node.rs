@@ -1,0 +1,365 @@
+//! What the tests stand on: a folder with a machine in it, the process on that machine, and ways to
+//! wait for what it does. Knows no test.
+
+use std::ffi::{OsStr, OsString};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::{ExitStatus, Stdio};
+use std::time::Duration;
+
+use fake_nvml::Control;
+use linkwise::kubelet_box::{KubeletBox, Options, ResourceState};
+use serde_json::Value;
+use tempfile::TempDir;
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::TcpStream;
+use tokio::process::{Child, Command};
+use tokio::sync::watch;
+use tokio::time::timeout;
+
+pub const GPU: &str = "nvidia.com/gpu";
+
+/// After this long, what should have happened will not.
+pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// How often something is asked that cannot tell by itself.
+const ASK_AGAIN: Duration = Duration::from_millis(10);
+
+/// What the process would read of the environment of whoever runs the tests.
+const VARIABLES: [&str; 8] = [
+    "KUBELET_SOCKET",
+    "PASS_DEVICE_SPECS",
+    "FAIL_ON_INIT_ERROR",
+    "LINKWISE_NVML_LIBRARY",
+    "LINKWISE_SYSFS",
+    "LINKWISE_METRICS_ADDRESS",
+    "LINKWISE_LOG",
+    "LINKWISE_LOG_FORMAT",
+];
+
+/// A machine before linkwise starts on it.
+pub struct Setup {
+    folder: TempDir,
+    /// The binary to start.
+    pub program: PathBuf,
+    pub library: PathBuf,
+    pub kubelet_socket: PathBuf,
+    pub metrics_address: SocketAddr,
+    args: Vec<OsString>,
+    environment: Vec<(&'static str, OsString)>,
+}
+
+impl Setup {
+    /// A built-in machine, by NVML; a host of two packages with a NUMA node each, and nothing on its PCI bus.
+    pub fn on(machine: &str) -> Self {
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("src/machines/{machine}.yaml"));
+        Self::new(|_| file)
+    }
+
+    /// A machine of the test's own.
+    pub fn with(yaml: &str) -> Self {
+        Self::new(|folder| {
+            let file = folder.join("machine.yaml");
+            std::fs::write(&file, yaml).unwrap();
+            file
+        })
+    }
+
+    fn new(machine: impl FnOnce(&Path) -> PathBuf) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        std::fs::create_dir(at("sys")).unwrap();
+        let environment = vec![
+            ("FAKE_NVML_MACHINE", machine(folder.path()).into()),
+            ("FAKE_NVML_CONTROL", at("control").into()),
+            ("HWLOC_SYNTHETIC", "pack:2 numa:1 pu:2".into()),
+        ];
+        let (library, kubelet_socket) = (fake_nvml::library_path(), at("k").join("kubelet.sock"));
+        let args = vec!["--sysfs".into(), at("sys").into()];
+        let program = env!("CARGO_BIN_EXE_linkwise").into();
+        Self {
+            program,
+            library,
+            kubelet_socket,
+            metrics_address: ([127, 0, 0, 1], 0).into(),
+            args,
+            environment,
+            folder,
+        }
+    }
+
+    pub fn arg(mut self, arg: impl Into<OsString>) -> Self {
+        self.args.push(arg.into());
+        self
+    }
+
+    pub fn env(mut self, variable: &'static str, value: &str) -> Self {
+        self.environment.push((variable, value.into()));
+        self
+    }
+
+    /// A path in this machine's folder.
+    pub fn at(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// A GPU on the PCI bus, as the kernel lists it.
+    pub fn on_bus(&self, pci: &str) {
+        let device = self.at("sys/bus/pci/devices").join(pci);
+        std::fs::create_dir_all(&device).unwrap();
+        std::fs::write(device.join("vendor"), "0x10de\n").unwrap();
+        std::fs::write(device.join("class"), "0x030200\n").unwrap();
+    }
+
+    /// Tells the library what happens.
+    pub fn tell(&self, command: &str) {
+        Control::new(self.at("control")).send(command).unwrap();
+    }
+
+    /// A kubelet on this machine.
+    pub fn kubelet(&self) -> KubeletBox {
+        let mut options = Options::new(self.kubelet_socket.parent().unwrap());
+        options.dial_retry = Duration::from_millis(10);
+        options.wait_timeout = LIMIT;
+        KubeletBox::start(options).unwrap()
+    }
+
+    /// Our sockets in the kubelet's folder.
+    pub fn sockets(&self) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(self.kubelet_socket.parent().unwrap()).into_iter().flatten();
+        let mut paths: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
+        paths.retain(|path| path.file_name().unwrap().to_str().unwrap().starts_with("linkwise-"));
+        paths.sort();
+        paths
+    }
+
+    /// Starts linkwise.
+    pub fn spawn(&self) -> Process {
+        let mut command = Command::new(&self.program);
+        for variable in VARIABLES {
+            command.env_remove(variable);
+        }
+        command.args(["run", "--log-format", "json", "--metrics-address", &self.metrics_address.to_string()]);
+        command.args([OsStr::new("--kubelet-socket"), self.kubelet_socket.as_os_str()]);
+        command.args([OsStr::new("--nvml-library"), self.library.as_os_str()]);
+        command.args(&self.args).envs(self.environment.iter().map(|(name, value)| (name, value)));
+        command.current_dir(self.folder.path());
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
+        let mut child = command.spawn().unwrap();
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        let (sender, log) = watch::channel(Log::default());
+        tokio::spawn(async move {
+            while let Ok(Some(line)) = lines.next_line().await {
+                sender.send_modify(|log| log.lines.push(line));
+            }
+            sender.send_modify(|log| log.ended = true);
+        });
+        Process { child, log }
+    }
+
+    /// Starts linkwise and waits until it is up.
+    pub async fn start(self) -> Node {
+        let process = self.spawn();
+        let up = process.logged(|line| line["message"] == "linkwise is up").await;
+        let address = up["metrics"].as_str().unwrap().parse().unwrap();
+        Node { setup: self, process, address }
+    }
+
+    /// Starts linkwise and a kubelet, and waits until all `gpus` are on the kubelet's list.
+    pub async fn serve(self, gpus: usize) -> (Node, KubeletBox) {
+        let kubelet = self.kubelet();
+        let node = self.start().await;
+        registered(&kubelet, 1, gpus).await;
+        (node, kubelet)
+    }
+}
+
+/// Waits until the kubelet has taken at least this many registrations and lists `gpus` healthy devices.
+pub async fn registered(kubelet: &KubeletBox, times: u64, gpus: usize) -> ResourceState {
+    let wanted = |state: &ResourceState| {
+        let listed = state.connected && state.healthy.len() == gpus;
+        state.registrations >= times && listed
+    };
+    kubelet.wait(|state| wanted(&state.resources[GPU])).await.unwrap().resources[GPU].clone()
+}
+
+#[derive(Default)]
+struct Log {
+    lines: Vec<String>,
+    ended: bool,
+}
+
+/// A linkwise that may or may not stay up.
+pub struct Process {
+    pub child: Child,
+    log: watch::Receiver<Log>,
+}
+
+impl Process {
+    /// Waits for a log line.
+    pub async fn logged(&self, wanted: impl Fn(&Value) -> bool) -> Value {
+        let find = |log: &Log| log.lines.iter().map(|line| parse(line)).find(|line| wanted(line));
+        let mut log = self.log.clone();
+        let seen = timeout(LIMIT, log.wait_for(|log| log.ended || find(log).is_some())).await;
+        let seen = seen.expect("the line is logged in time").unwrap();
+        find(&seen).expect("the line is logged before the process ends")
+    }
+
+    /// Waits for a log line with this text somewhere in it.
+    pub async fn said(&self, text: &str) -> Value {
+        self.logged(|line| line.to_string().contains(text)).await
+    }
+
+    /// All lines so far.
+    pub fn lines(&self) -> Vec<String> {
+        self.log.borrow().lines.clone()
+    }
+
+    /// Waits until it ends by itself: how, and what it said last to people.
+    pub async fn ended(&mut self) -> (ExitStatus, Vec<String>) {
+        let status = timeout(LIMIT, self.child.wait()).await.expect("it ends in time").unwrap();
+        let mut log = self.log.clone();
+        let seen = timeout(LIMIT, log.wait_for(|log| log.ended)).await.expect("its standard error ends").unwrap();
+        (status, seen.lines.iter().filter(|line| !line.starts_with('{')).cloned().collect())
+    }
+
+    pub fn id(&self) -> u32 {
+        self.child.id().unwrap()
+    }
+
+    pub fn signal(&self, name: &str) {
+        signal(name, self.id());
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let lines = self.lines();
+        if std::thread::panicking() {
+            // The harness shows what goes through the macro, and only where the test failed.
+            #[allow(clippy::print_stderr, reason = "the log explains the failure")]
+            {
+                eprintln!("the log of linkwise:\n{}", lines.join("\n"));
+            }
+            return;
+        }
+        assert!(!lines.iter().any(|line| line.contains("panicked")), "{lines:#?}");
+    }
+}
+
+fn parse(line: &str) -> Value {
+    serde_json::from_str(line).unwrap_or_else(|_| Value::String(line.to_owned()))
+}
+
+pub fn signal(name: &str, process: u32) {
+    let sent = std::process::Command::new("sh").args(["-c", &format!("kill -{name} {process}")]).status();
+    assert!(sent.unwrap().success());
+}
+
+/// A linkwise that is up.
+pub struct Node {
+    pub setup: Setup,
+    pub process: Process,
+    pub address: SocketAddr,
+}
+
+/// What came back over HTTP.
+#[derive(Debug)]
+pub struct Answer {
+    pub status: u16,
+    pub head: String,
+    pub body: String,
+}
+
+impl Node {
+    /// The text of `GET path`.
+    pub async fn get(&self, path: &str) -> Answer {
+        let exchange = async {
+            let mut stream = TcpStream::connect(self.address).await?;
+            let request = format!("GET {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n", self.address);
+            stream.write_all(request.as_bytes()).await?;
+            let mut text = String::new();
+            stream.read_to_string(&mut text).await?;
+            std::io::Result::Ok(text)
+        };
+        let text = timeout(LIMIT, exchange).await.expect("an answer in time").unwrap();
+        let (head, body) = text.split_once("\r\n\r\n").unwrap();
+        let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+        Answer { status, head: head.to_ascii_lowercase(), body: body.to_owned() }
+    }
+
+    /// Waits until /readyz answers so, with this text in it.
+    pub async fn ready(&self, status: u16, text: &str) -> Answer {
+        let ask = async || {
+            let answer = self.get("/readyz").await;
+            let wanted = answer.status == status && answer.body.contains(text);
+            if wanted { Ok(answer) } else { Err(answer) }
+        };
+        until(ask).await
+    }
+
+    /// Waits until a series has this value; one that is missing has none.
+    pub async fn metric(&self, series: &str, wanted: u64) {
+        let ask = async || {
+            let text = self.get("/metrics").await.body;
+            let value = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' ')?.parse::<u64>().ok());
+            if value == Some(wanted) { Ok(()) } else { Err((series, wanted, text)) }
+        };
+        until(ask).await;
+    }
+
+    /// The process that speaks to NVML, once there is one beside those known.
+    pub async fn agent(&self, known: &[u32]) -> u32 {
+        until(async || children(self.process.id()).into_iter().find(|child| !known.contains(child)).ok_or(known)).await
+    }
+}
+
+/// Asks until the answer is good; then gives it.
+pub async fn until<T, E: std::fmt::Debug>(ask: impl AsyncFn() -> Result<T, E>) -> T {
+    let mut last = None;
+    let asking = async {
+        let mut again = tokio::time::interval(ASK_AGAIN);
+        loop {
+            again.tick().await;
+            match ask().await {
+                Ok(good) => return good,
+                Err(bad) => last = Some(bad),
+            }
+        }
+    };
+    let found = timeout(LIMIT, asking).await.ok();
+    found.unwrap_or_else(|| panic!("what was waited for did not come; last: {last:?}"))
+}
+
+/// The living children of a process.
+fn children(parent: u32) -> Vec<u32> {
+    let entries = std::fs::read_dir("/proc").unwrap().flatten();
+    let ids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let is_child = |id: &u32| {
+        let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
+        // The name in brackets may hold anything; state and parent follow it.
+        let mut rest = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
+        rest.next().is_some_and(|state| state != "Z") && rest.next() == Some(&parent.to_string())
+    };
+    ids.filter(is_child).collect()
+}
+
+/// The id of a built-in machine's GPU: `machine` is 1 for dgx1-v100, 2 for dgx-h100.
+pub fn uuid(machine: u32, index: u32) -> String {
+    format!("GPU-{machine:08}-0000-4000-8000-{index:012}")
+}
+
+/// A machine file with these GPUs, all of one kind; `more` is what else is said of each.
+pub fn machine(gpus: &[(&str, &str, &str)]) -> String {
+    let gpus: Vec<String> = gpus
+        .iter()
+        .enumerate()
+        .map(|(index, (uuid, pci, more))| {
+            format!(
+                "    - {{index: {index}, uuid: {uuid}, pci: \"{pci}\", minor: {index}, model: H100, \
+                 compute_capability: \"9.0\", pcie: {{mts: 32000, width: 16}}{more}}}\n"
+            )
+        })
+        .collect();
+    format!("version: 1\nname: test\nobserved:\n  gpus:\n{}", gpus.concat())
+}

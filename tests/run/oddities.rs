@@ -1,0 +1,95 @@
+//! Machines that are odd: a warning, and a node that keeps working.
+
+use linkwise::kubelet_box::Pod;
+
+use crate::node::{GPU, Setup, machine, registered, uuid};
+
+#[tokio::test]
+async fn a_node_without_gpus_stays_up_and_says_so() {
+    let setup = Setup::with("version: 1\nname: bare\nobserved: {gpus: []}\n");
+    let kubelet = setup.kubelet();
+    let node = setup.start().await;
+    node.ready(503, "NVML lists no GPU on this node").await;
+    assert_eq!(node.get("/livez").await.status, 200);
+    node.metric("linkwise_nvml_agent_up", 1).await;
+    assert!(kubelet.state().resources.is_empty(), "nothing is registered");
+}
+
+#[tokio::test]
+async fn a_gpu_that_fails_half_its_calls_costs_the_others_nothing() {
+    let faults = [
+        "1:nvmlDeviceGetName:999",
+        "1:nvmlDeviceGetMemoryInfo_v2:999",
+        "1:nvmlDeviceGetNvLinkState:999",
+        "1:nvmlDeviceGetTopologyCommonAncestor:999",
+        "1:nvmlDeviceRegisterEvents:999",
+        "2:nvmlDeviceGetUUID:999",
+        "3:nvmlDeviceGetPciInfo_v3:999",
+    ];
+    let (node, kubelet) = Setup::on("dgx1-v100").env("FAKE_NVML_FAIL", &faults.join(",")).serve(6).await;
+    let healthy = kubelet.state().resources[GPU].healthy.clone();
+    let expected = [0, 1, 4, 5, 6, 7].map(|index| uuid(1, index));
+    assert_eq!(healthy.iter().collect::<Vec<_>>(), expected.iter().collect::<Vec<_>>());
+    for call in ["nvmlDeviceGetName", "nvmlDeviceGetUUID", "nvmlDeviceGetPciInfo_v3"] {
+        let line = node.process.logged(|line| line.to_string().contains(call)).await;
+        assert_eq!(line["level"], "WARN");
+    }
+    let admitted = kubelet.admit(&Pod::single("pod", GPU, 6), None).await.unwrap();
+    assert_eq!(admitted.grant("main", GPU).unwrap().allocation.devices.len(), 6);
+    // Events of the GPUs that answer still arrive.
+    node.setup.tell("xid 4 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 4))).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_gpu_that_is_lost_from_the_start_is_left_out() {
+    let setup = Setup::on("dgx1-v100");
+    setup.tell("lost 6");
+    let (node, kubelet) = setup.serve(7).await;
+    assert!(!kubelet.state().resources[GPU].numa.contains_key(&uuid(1, 6)));
+    node.process.said("NVML_ERROR_GPU_IS_LOST (15)").await;
+}
+
+#[tokio::test]
+async fn two_gpus_with_one_pci_address_are_both_offered() {
+    let gpus = [("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:01:00.0", ""), ("GPU-c", "0000:02:00.0", "")];
+    let (node, kubelet) = Setup::with(&machine(&gpus)).serve(3).await;
+    let line = node.process.said("both claim PCI address 0000:01:00.0").await;
+    let message = line["message"].as_str().unwrap();
+    assert!(message.contains("GPU-a") && message.contains("GPU-b"), "{message}");
+    let admitted = kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap();
+    assert_eq!(admitted.grant("main", GPU).unwrap().allocation.devices.len(), 2);
+}
+
+#[tokio::test]
+async fn nvlinks_that_go_one_way_or_nowhere_are_warned_of() {
+    let link = |to: &str| format!(", nvlinks: [{{links: [0, 1], remote: {{gpu: \"{to}\"}}}}]");
+    let gpus = [
+        ("GPU-a", "0000:01:00.0", link("0000:02:00.0")),
+        ("GPU-b", "0000:02:00.0", ", nvlinks: []".to_owned()),
+        ("GPU-c", "0000:03:00.0", link("0000:77:00.0")),
+        ("GPU-d", "0000:04:00.0", link("0000:04:00.0")),
+    ];
+    let gpus = gpus.each_ref().map(|(uuid, pci, more)| (*uuid, *pci, more.as_str()));
+    let (node, kubelet) = Setup::with(&machine(&gpus)).serve(4).await;
+    for text in [
+        "GPUs 0000:01:00.0 and 0000:02:00.0: 2 NVLink(s) seen from one end, 0 from the other",
+        "GPU 0000:03:00.0: 2 NVLink(s) lead to 0000:77:00.0",
+        "GPU 0000:04:00.0: 2 NVLink(s) lead to itself",
+    ] {
+        assert_eq!(node.process.said(text).await["level"], "WARN");
+    }
+    let admitted = kubelet.admit(&Pod::single("pod", GPU, 3), None).await.unwrap();
+    assert_eq!(admitted.grant("main", GPU).unwrap().allocation.devices.len(), 3);
+}
+
+#[tokio::test]
+async fn two_gpus_with_one_name_are_one_device() {
+    let gpus = [("GPU-a", "0000:01:00.0", ""), ("GPU-a", "0000:02:00.0", ""), ("GPU-b", "0000:03:00.0", "")];
+    let setup = Setup::with(&machine(&gpus));
+    let kubelet = setup.kubelet();
+    let node = setup.start().await;
+    registered(&kubelet, 1, 2).await;
+    node.process.said("its UUID GPU-a is also that of GPU 0000:01:00.0").await;
+    assert_eq!(kubelet.violations(), []);
+}

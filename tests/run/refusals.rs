@@ -1,0 +1,94 @@
+//! What linkwise does not start with: one line that names the cause; or it stays up and says why it has nothing.
+
+use std::net::TcpListener;
+
+use crate::node::{Process, Setup};
+
+/// Ends with code 1 and one line for people, which is given.
+async fn refused(mut process: Process) -> String {
+    let (status, words) = process.ended().await;
+    assert_eq!(status.code(), Some(1), "{words:?}");
+    let words: Vec<String> = words.into_iter().filter(|line| !line.starts_with("fake-nvml:")).collect();
+    assert!(words.len() == 1 && words[0].starts_with("linkwise: "), "{words:#?}");
+    words[0].clone()
+}
+
+/// NVML that cannot be initialised, for each known cause: the setup and what names the cause.
+fn causes() -> [(Setup, &'static str); 3] {
+    let unreadable = Setup::on("dgx1-v100").env("FAKE_NVML_INIT", "9");
+    let mismatch = Setup::on("dgx1-v100").env("FAKE_NVML_INIT", "18");
+    let mut missing = Setup::on("dgx1-v100");
+    missing.library = "/no/such/libnvidia-ml.so.1".into();
+    [
+        (unreadable, "nvmlInit_v2: NVML_ERROR_DRIVER_NOT_LOADED (9)"),
+        (mismatch, "nvmlInit_v2: NVML_ERROR_LIB_RM_VERSION_MISMATCH (18)"),
+        (missing, "cannot load /no/such/libnvidia-ml.so.1"),
+    ]
+}
+
+#[tokio::test]
+async fn no_nvml_ends_it_where_asked_to() {
+    for (setup, cause) in causes() {
+        let words = refused(setup.arg("--fail-on-init-error=true").spawn()).await;
+        assert!(words.contains("NVML cannot be initialised") && words.contains(cause), "{words}");
+    }
+}
+
+#[tokio::test]
+async fn no_nvml_and_no_gpu_on_the_bus_is_a_node_without_gpus() {
+    for (setup, cause) in causes() {
+        let kubelet = setup.kubelet();
+        let node = setup.start().await;
+        let answer = node.ready(503, "no NVIDIA GPU on the PCI bus").await;
+        assert!(answer.body.contains(cause), "{answer:?}");
+        assert_eq!(node.get("/livez").await.status, 200);
+        assert!(kubelet.state().resources.is_empty());
+        node.process.logged(|line| line["message"] == "NVML is not to be had").await;
+    }
+}
+
+#[tokio::test]
+async fn no_nvml_but_a_gpu_on_the_bus_ends_it_with_that_cause() {
+    for (setup, cause) in causes() {
+        setup.on_bus("0000:3b:00.0");
+        setup.on_bus("0000:af:00.0");
+        let words = refused(setup.spawn()).await;
+        assert!(words.contains("2 NVIDIA GPU(s) on the PCI bus (0000:3b:00.0 ...)"), "{words}");
+        assert!(words.contains(cause), "{words}");
+    }
+}
+
+#[tokio::test]
+async fn a_gpu_on_the_bus_and_no_nvml_can_be_lived_with() {
+    for (setup, cause) in causes() {
+        setup.on_bus("0000:3b:00.0");
+        let node = setup.arg("--fail-on-init-error=false").start().await;
+        node.ready(503, cause).await;
+    }
+}
+
+#[tokio::test]
+async fn a_metrics_address_that_is_taken_is_named() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut setup = Setup::on("dgx1-v100");
+    setup.metrics_address = taken.local_addr().unwrap();
+    let words = refused(setup.spawn()).await;
+    let expected = format!("linkwise: cannot listen on {} for metrics and probes: ", setup.metrics_address);
+    assert!(words.starts_with(&expected), "{words}");
+}
+
+#[tokio::test]
+async fn a_kubelet_socket_without_a_folder_is_refused() {
+    for path in ["kubelet.sock", "/"] {
+        let mut setup = Setup::on("dgx1-v100");
+        setup.kubelet_socket = path.into();
+        let words = refused(setup.spawn()).await;
+        assert!(words.contains(&format!("'{path}' is no path of a kubelet socket")), "{words}");
+    }
+}
+
+#[tokio::test]
+async fn a_log_filter_that_is_none_is_named() {
+    let words = refused(Setup::on("dgx1-v100").arg("--log").arg("linkwise=loud").spawn()).await;
+    assert!(words.contains("'linkwise=loud' is not a log filter"), "{words}");
+}

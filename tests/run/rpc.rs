@@ -1,0 +1,202 @@
+//! The plugin's calls, asked by a client of the tests' own: advice never fails, orders are strict.
+
+use hyper_util::rt::TokioIo;
+use linkwise::kubelet_box::KubeletBox;
+use linkwise::proto::v1beta1 as wire;
+use tokio::net::UnixStream;
+use tokio::time::timeout;
+use tonic::codegen::http::uri::PathAndQuery;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Request};
+use tonic_prost::ProstCodec;
+use wire::device_plugin_client::DevicePluginClient;
+
+use crate::node::{GPU, LIMIT, Node, Setup, machine, uuid};
+
+async fn channel(node: &Node) -> Channel {
+    let path = node.setup.sockets().remove(0);
+    let connector = tower::service_fn(move |_| {
+        let path = path.clone();
+        async move { std::io::Result::Ok(TokioIo::new(UnixStream::connect(path).await?)) }
+    });
+    Endpoint::from_static("http://localhost").connect_with_connector(connector).await.unwrap()
+}
+
+async fn serve(setup: Setup, gpus: usize) -> (Node, KubeletBox, DevicePluginClient<Channel>) {
+    let (node, kubelet) = setup.serve(gpus).await;
+    let client = DevicePluginClient::new(channel(&node).await);
+    (node, kubelet, client)
+}
+
+fn strings(ids: &[&str]) -> Vec<String> {
+    ids.iter().map(ToString::to_string).collect()
+}
+
+fn question(available: &[&str], must_include: &[&str], size: i32) -> wire::ContainerPreferredAllocationRequest {
+    wire::ContainerPreferredAllocationRequest {
+        available_device_i_ds: strings(available),
+        must_include_device_i_ds: strings(must_include),
+        allocation_size: size,
+    }
+}
+
+async fn preferred(
+    client: &mut DevicePluginClient<Channel>,
+    container_requests: Vec<wire::ContainerPreferredAllocationRequest>,
+) -> Vec<Vec<String>> {
+    let answer = client.get_preferred_allocation(wire::PreferredAllocationRequest { container_requests }).await;
+    let answer = answer.expect("advice never fails").into_inner();
+    answer.container_responses.into_iter().map(|container| container.device_i_ds).collect()
+}
+
+fn fallbacks(reason: &str) -> String {
+    format!("linkwise_preferred_allocation_fallbacks_total{{resource=\"nvidia.com/gpu\",reason=\"{reason}\"}}")
+}
+
+/// Four GPUs named a to d, c and d at the lower addresses.
+fn four() -> Setup {
+    let gpus = [
+        ("GPU-c", "0000:01:00.0", ""),
+        ("GPU-d", "0000:02:00.0", ""),
+        ("GPU-a", "0000:03:00.0", ""),
+        ("GPU-b", "0000:04:00.0", ""),
+    ];
+    Setup::with(&machine(&gpus))
+}
+
+#[tokio::test]
+async fn the_options_offer_advice_and_want_no_pre_start() {
+    let (_node, _kubelet, mut client) = serve(four(), 4).await;
+    let options = client.get_device_plugin_options(wire::Empty {}).await.unwrap().into_inner();
+    assert!(options.get_preferred_allocation_available && !options.pre_start_required);
+    let request = wire::PreStartContainerRequest { devices_ids: strings(&["GPU-a", "GPU-z"]) };
+    client.pre_start_container(request).await.unwrap();
+}
+
+/// What may be in it, what must, the size, the answer, the reason why it is no choice.
+type Case = (&'static [&'static str], &'static [&'static str], i32, &'static [&'static str], &'static str);
+
+#[tokio::test]
+async fn advice_on_any_question_is_an_answer() {
+    let (node, _kubelet, mut client) = serve(four(), 4).await;
+    // What must be in it first, then what may, each in sorted order, up to the size.
+    let cases: [Case; 11] = [
+        (&["GPU-d", "GPU-z", "GPU-a"], &[], 2, &["GPU-a", "GPU-d"], "unknown_device"),
+        (&["GPU-z", "GPU-y", "GPU-x"], &[], 2, &["GPU-x", "GPU-y"], "unknown_device"),
+        (&["GPU-a", "GPU-b"], &["GPU-z"], 2, &["GPU-z", "GPU-a"], "unknown_device"),
+        (&["GPU-a", ""], &[], 1, &[""], "unknown_device"),
+        (&["GPU-a", "GPU-b"], &[], 0, &[], "size"),
+        (&["GPU-a", "GPU-b"], &[], -1, &[], "size"),
+        (&["GPU-a", "GPU-b"], &["GPU-b"], i32::MIN, &[], "size"),
+        (&["GPU-b", "GPU-a"], &["GPU-d"], 10_000, &["GPU-d", "GPU-a", "GPU-b"], "size"),
+        (&["GPU-a", "GPU-a", "GPU-a"], &[], 2, &["GPU-a"], "size"),
+        (&["GPU-a", "GPU-b"], &["GPU-d", "GPU-c"], 1, &["GPU-c"], "size"),
+        (&[], &[], 1, &[], "size"),
+    ];
+    let (mut unknown, mut size) = (0, 0);
+    for (available, must_include, count, expected, reason) in cases {
+        let answers = preferred(&mut client, vec![question(available, must_include, count)]).await;
+        assert_eq!(answers, [strings(expected)], "{count} of {available:?} with {must_include:?}");
+        *(if reason == "size" { &mut size } else { &mut unknown }) += 1;
+        node.metric(&fallbacks("unknown_device"), unknown).await;
+        if size > 0 {
+            node.metric(&fallbacks("size"), size).await;
+        }
+    }
+    let total = "linkwise_preferred_allocations_total{resource=\"nvidia.com/gpu\",outcome=";
+    node.metric(&format!("{total}\"fallback\"}}"), 11).await;
+    // Each kind is logged once, however often it comes.
+    let told = |line: &String| line.contains("preferred in sorted order") && line.contains("WARN");
+    node.process.said("in sorted order, size").await;
+    assert_eq!(node.process.lines().iter().filter(|line| told(line)).count(), 2);
+    // Repetitions of what is known are no fault.
+    let answers = preferred(&mut client, vec![question(&["GPU-a", "GPU-b", "GPU-a", "GPU-b"], &["GPU-b"], 2)]).await;
+    assert_eq!(answers, [strings(&["GPU-a", "GPU-b"])]);
+    node.metric(&format!("{total}\"exact\"}}"), 1).await;
+}
+
+#[tokio::test]
+async fn each_container_of_a_question_is_answered_and_no_container_is_no_answer() {
+    let (_node, _kubelet, mut client) = serve(four(), 4).await;
+    assert!(preferred(&mut client, Vec::new()).await.is_empty());
+    let questions = vec![question(&["GPU-b"], &[], 1), question(&["GPU-z"], &[], 1), question(&["GPU-d"], &[], 1)];
+    let answers = preferred(&mut client, questions).await;
+    assert_eq!(answers, [strings(&["GPU-b"]), strings(&["GPU-z"]), strings(&["GPU-d"])]);
+    // A question as long as a kubelet could ever ask, and longer.
+    let many: Vec<String> = (0..5_000).map(|number| format!("GPU-{number:05}")).collect();
+    let many: Vec<&str> = many.iter().map(String::as_str).collect();
+    assert_eq!(preferred(&mut client, vec![question(&many, &[], 3)]).await, [strings(&many[..3])]);
+}
+
+#[tokio::test]
+async fn an_order_that_cannot_be_met_is_refused_by_name() {
+    let (node, kubelet, mut client) = serve(Setup::on("dgx1-v100"), 8).await;
+    node.setup.tell("xid 3 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
+    let mut order = async |ids: &[&str]| {
+        let container_requests = vec![wire::ContainerAllocateRequest { devices_ids: strings(ids) }];
+        client.allocate(wire::AllocateRequest { container_requests }).await.map(tonic::Response::into_inner)
+    };
+    let (good, sick) = (uuid(1, 0), uuid(1, 3));
+    let cases: [(&[&str], Code, &str); 4] = [
+        (&[&good, "GPU-nobody"], Code::InvalidArgument, "GPU-nobody"),
+        (&[""], Code::InvalidArgument, "''"),
+        (&[&good, &good], Code::InvalidArgument, &good),
+        (&[&good, &sick], Code::FailedPrecondition, &sick),
+    ];
+    for (ids, code, named) in cases {
+        let status = order(ids).await.unwrap_err();
+        assert_eq!(status.code(), code, "{status}");
+        assert!(status.message().contains(named) && status.message().contains(GPU), "{status}");
+    }
+    assert!(order(&[&sick]).await.unwrap_err().message().contains("XID 79"));
+    assert_eq!(order(&[&good]).await.unwrap().container_responses.len(), 1);
+    node.metric("linkwise_allocations_total{resource=\"nvidia.com/gpu\",outcome=\"refused\"}", 5).await;
+    node.metric("linkwise_allocations_total{resource=\"nvidia.com/gpu\",outcome=\"ok\"}", 1).await;
+    let rpcs = |code: &str| format!("linkwise_rpcs_total{{resource=\"{GPU}\",method=\"Allocate\",code=\"{code}\"}}");
+    node.metric(&rpcs("INVALID_ARGUMENT"), 3).await;
+    node.metric(&rpcs("FAILED_PRECONDITION"), 2).await;
+    node.metric(&rpcs("OK"), 1).await;
+}
+
+#[tokio::test]
+async fn a_method_we_do_not_serve_is_unimplemented_and_has_one_series() {
+    let (node, _kubelet, _client) = serve(four(), 4).await;
+    let mut client = tonic::client::Grpc::new(channel(&node).await);
+    for path in ["/v1beta1.DevicePlugin/Dance", "/v1beta1.Registration/Register", "/other.Service/Any"] {
+        client.ready().await.unwrap();
+        let codec = ProstCodec::<wire::Empty, wire::Empty>::default();
+        let answer = client.unary(Request::new(wire::Empty {}), PathAndQuery::from_static(path), codec).await;
+        assert_eq!(answer.unwrap_err().code(), Code::Unimplemented, "{path}");
+    }
+    let unknown = format!("linkwise_rpcs_total{{resource=\"{GPU}\",method=\"unknown\",code=\"UNIMPLEMENTED\"}}");
+    node.metric(&unknown, 3).await;
+    let text = node.get("/metrics").await.body;
+    assert!(!text.contains("Dance") && !text.contains("Any"), "what a caller makes up makes no series: {text}");
+}
+
+#[tokio::test]
+async fn every_one_of_many_streams_gets_the_list_and_its_change() {
+    let (node, _kubelet, client) = serve(Setup::on("dgx1-v100"), 8).await;
+    let mut streams = Vec::new();
+    for _ in 0..64 {
+        let mut stream = client.clone().list_and_watch(wire::Empty {}).await.unwrap().into_inner();
+        let list = timeout(LIMIT, stream.message()).await.unwrap().unwrap().unwrap();
+        assert!(list.devices.len() == 8 && list.devices.iter().all(|device| device.health == "Healthy"));
+        streams.push(stream);
+    }
+    node.setup.tell("xid 5 79");
+    for stream in &mut streams {
+        let list = timeout(LIMIT, stream.message()).await.unwrap().unwrap().unwrap();
+        let sick: Vec<&str> = list
+            .devices
+            .iter()
+            .filter(|device| device.health == "Unhealthy")
+            .map(|device| device.id.as_str())
+            .collect();
+        assert_eq!((list.devices.len(), sick), (8, vec![uuid(1, 5).as_str()]));
+    }
+    drop(streams);
+    let closed = format!("linkwise_rpcs_total{{resource=\"{GPU}\",method=\"ListAndWatch\",code=\"CANCELLED\"}}");
+    node.metric(&closed, 64).await;
+}
