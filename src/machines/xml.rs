@@ -57,19 +57,19 @@ pub enum XmlFault {
     /// A document type with declarations of its own.
     #[error("a document type with declarations of its own (entities) is not taken")]
     Declarations,
-    /// Deeper than [`MAX_DEPTH`].
+    /// Deeper than `MAX_DEPTH`.
     #[error("elements nest deeper than {MAX_DEPTH}")]
     TooDeep,
     /// More elements than are taken.
     #[error("more than {0} elements")]
     TooManyElements(usize),
-    /// More than [`MAX_CHECKED`].
+    /// More than `MAX_CHECKED`.
     #[error("more than {} MiB of XML", MAX_CHECKED >> 20)]
     TooLarge,
-    /// More than [`MAX_ATTRIBUTES`].
+    /// More than `MAX_ATTRIBUTES`.
     #[error("<{0}> has more than {MAX_ATTRIBUTES} attributes")]
     TooManyAttributes(String),
-    /// Longer than [`MAX_VALUE`].
+    /// Longer than `MAX_VALUE`.
     #[error("a name or value is longer than {MAX_VALUE} bytes")]
     TooLong,
     /// One attribute twice.

@@ -86,6 +86,8 @@ fn a_cloud_file_is_read_by_pci_class() {
     let expected =
         [("0000:10:1b.0", NicKind::Rdma), ("0101:00:00.0", NicKind::Rdma), ("0102:00:00.0", NicKind::Ethernet)];
     assert_eq!(nics, expected.map(|(name, kind)| (name.to_owned(), kind)));
+    let ranks = |nic: usize| topology.nics()[nic].level.iter().map(|rank| rank.symbol()).collect::<Vec<_>>();
+    assert_eq!(ranks(1), ["NODE", "SYS", "SYS"], "beside the first GPU on one CPU");
     assert!(machine.reconstructed.iter().any(|line| line.contains("PCI class")));
 }
 
