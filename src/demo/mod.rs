@@ -21,7 +21,7 @@ use crate::config::{DemoArgs, LogFormat, ScopeArg, TopologyPolicyArg};
 use crate::inventory::{Event, ResourceName};
 use crate::kubelet;
 use crate::kubelet_box::{BoxError, KubeletBox, NumaNode, Options, Policy, Scope, TopologyManager};
-use crate::machines::{self, Machine};
+use crate::machines::Machine;
 use crate::runtime::{self, Node, NodeSettings};
 use crate::topology::{HostObservation, NodeTopology};
 use script::Script;
@@ -32,7 +32,7 @@ pub fn run(args: &DemoArgs) -> Result<()> {
     runtime::log_to_stderr(&args.log, LogFormat::Text)?;
     let style = Style { colour: !args.no_color && std::io::stdout().is_terminal() };
     let say = move |text: &str| Ok(print(&style.render(text))?);
-    let machine = machines::load(&args.machine)?;
+    let machine = commands::load(&args.machine)?;
     runtime::block_on(demo(args, machine, &say))
 }
 
