@@ -58,11 +58,11 @@ impl<'a> Way<'a> {
         self.functions.iter().rev().find_map(|function| function.numa).or(self.bridge.numa)
     }
 
-    /// The package of that NUMA node, or of the host bridge whose NUMA node does not tell.
+    /// The package of the nearest NUMA node on the way up that has one, else what the host bridge says.
     fn package(&self, host: &HostObservation) -> Option<PackageId> {
-        let of_numa = self.numa().and_then(|numa| package_of(host, numa));
-        let own = self.functions.iter().any(|function| function.numa.is_some());
-        of_numa.or(if own { None } else { self.bridge.package })
+        let own = self.functions.iter().rev().filter_map(|function| function.numa);
+        let all = own.chain(self.bridge.numa);
+        all.filter_map(|numa| package_of(host, numa)).next().or(self.bridge.package)
     }
 
     /// How many functions two ways have in common, from the host bridge down.
@@ -84,12 +84,7 @@ fn package_of(host: &HostObservation, numa: NumaNodeId) -> Option<PackageId> {
 fn rank_in_tree(host: &HostObservation, a: &Way<'_>, b: &Way<'_>) -> u8 {
     let common = a.common(b);
     if a.number != b.number {
-        let same_package = a.package(host).is_some() && a.package(host) == b.package(host);
-        return match (a.numa(), b.numa()) {
-            (Some(a), Some(b)) if a == b => 3,
-            _ if same_package => 4,
-            _ => 5,
-        };
+        return rank_apart(host, (a.numa(), a.package(host)), (b.numa(), b.package(host)));
     }
     if common == 0 {
         return 2;
@@ -104,6 +99,37 @@ fn rank_in_tree(host: &HostObservation, a: &Way<'_>, b: &Way<'_>) -> u8 {
         .take(1)
         .filter(|function| switch(function) || matches!(function.kind, PciKind::DownstreamPort));
     if above(a) + above(b) + meeting.count() <= 1 { 0 } else { 1 }
+}
+
+/// The rank of two places of the host that no tree joins: 3 on or beside one NUMA node, 4 in one package, 5 beyond.
+fn rank_apart(
+    host: &HostObservation,
+    a: (Option<NumaNodeId>, Option<PackageId>),
+    b: (Option<NumaNodeId>, Option<PackageId>),
+) -> u8 {
+    let node = |(numa, package): (Option<NumaNodeId>, Option<PackageId>)| {
+        numa.map(|numa| beside(host, numa, package).unwrap_or(numa))
+    };
+    if a.0.is_some() && (a.0 == b.0 || node(a) == node(b)) {
+        return 3;
+    }
+    if a.1.is_some() && a.1 == b.1 { 4 } else { 5 }
+}
+
+/// The NUMA node itself if it has CPUs; for one without, the only one with CPUs of the package.
+fn beside(host: &HostObservation, numa: NumaNodeId, package: Option<PackageId>) -> Option<NumaNodeId> {
+    let with_cpus: BTreeSet<NumaNodeId> =
+        host.numa_nodes.iter().filter(|node| !node.cpus.is_empty()).map(|node| node.id).collect();
+    if with_cpus.contains(&numa) {
+        return Some(numa);
+    }
+    host.numa_nodes.iter().find(|node| node.id == numa)?;
+    let inside: Vec<_> =
+        with_cpus.into_iter().filter(|node| package.is_some() && package_of(host, *node) == package).collect();
+    match inside[..] {
+        [only] => Some(only),
+        _ => None,
+    }
 }
 
 /// MB/s of a link of Gen1 to Gen6: lanes times the rate of a lane, in which Gen3 x16 is 12000.
@@ -268,7 +294,9 @@ proptest! {
         for (place, gpu) in gpus.iter().enumerate() {
             let ours = &topology.gpus()[place];
             prop_assert_eq!((ours.pci, &ours.uuid, ours.index), (gpu.pci, &gpu.uuid, gpu.index));
-            prop_assert_eq!((ours.numa, ours.package), near(&node, gpu), "{}", gpu.pci);
+            let (numa, package) = near(&node, gpu);
+            prop_assert_eq!((ours.numa, ours.package), (numa, package), "{}", gpu.pci);
+            prop_assert_eq!(topology.cpu_node(ours), numa.and_then(|numa| beside(&node.host, numa, package)));
             let plane = port(gpu) > 0;
             prop_assert_eq!((ours.nvswitch_plane.is_some(), ours.nvswitch_port), (plane, port(gpu) * per_link(gpu)));
             prop_assert_eq!(topology.symbol(place, place), "X");
@@ -320,9 +348,7 @@ proptest! {
             for (place, gpu) in topology.gpus().iter().enumerate() {
                 let rank = match Way::to_address(&node.host, gpu.pci) {
                     Some(to) => rank_in_tree(&node.host, &way, &to),
-                    None if gpu.numa.is_some() && gpu.numa == way.numa() => 3,
-                    None if gpu.package.is_some() && gpu.package == way.package(&node.host) => 4,
-                    None => 5,
+                    None => rank_apart(&node.host, (gpu.numa, gpu.package), (way.numa(), way.package(&node.host))),
                 };
                 prop_assert_eq!(nic.level[place].number(), rank, "{:?} and {}", nic.pci, gpu.pci);
             }

@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use super::print;
+use super::{NoSuchGpu, find_gpu, print};
 use crate::allocation::{
     AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, ChosenGpu, DeviceId, Explanation,
     FallbackReason, preferred_allocation,
@@ -35,8 +35,8 @@ struct Question {
 /// Why a question has no answer.
 #[derive(Debug, Error)]
 enum QuestionError {
-    #[error("no GPU {name} on this machine (it has {count})")]
-    NoSuchGpu { name: GpuName, count: usize },
+    #[error(transparent)]
+    NoSuchGpu(#[from] NoSuchGpu),
     #[error("no set of {size} GPUs: {candidates} may be taken, {must} must be included")]
     Size { size: usize, candidates: usize, must: usize },
     #[error("not a request")]
@@ -129,9 +129,9 @@ fn nanoseconds(elapsed: Duration) -> u64 {
 
 fn answer(tables: &AllocationTables, question: &Question) -> Result<(AllocationReport, Duration), QuestionError> {
     let gpus = tables.topology().gpus();
-    let find = |name: &GpuName| {
-        let gpu = gpus.iter().find(|gpu| name.names(gpu)).map(|gpu| DeviceId::from(&gpu.uuid));
-        gpu.ok_or_else(|| QuestionError::NoSuchGpu { name: name.clone(), count: gpus.len() })
+    let find = |name: &GpuName| -> Result<DeviceId, QuestionError> {
+        let (_, gpu) = find_gpu(tables.topology(), name)?;
+        Ok(DeviceId::from(&gpu.uuid))
     };
     let all = || Ok(gpus.iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect());
     let available = question.available.as_ref().map_or_else(all, |names| names.iter().map(find).collect())?;

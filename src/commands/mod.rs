@@ -6,23 +6,41 @@
 mod allocate;
 mod machine;
 mod matrix;
+mod outline;
 mod output;
+mod picture;
 mod snapshot;
 mod topology;
 mod tree;
 
+use crate::config::GpuName;
 use crate::machines::Machine;
+use crate::topology::{Gpu, NodeTopology};
 
 pub use allocate::allocate;
 pub use machine::load;
 pub use output::print;
 pub use snapshot::snapshot;
 pub use topology::{TopologyJson, topology};
-pub use tree::tree;
 
 use machine::machine;
 
 /// Text for people: a machine, its tree and its matrix.
 pub fn machine_text(machine: &Machine) -> String {
-    topology::text(machine)
+    topology::text(machine, None)
+}
+
+/// A name that no GPU of the machine has.
+#[derive(Debug, thiserror::Error)]
+#[error("no GPU {name} on this machine (it has {count})")]
+struct NoSuchGpu {
+    name: GpuName,
+    count: usize,
+}
+
+/// The GPU that a person named, with its place.
+fn find_gpu<'a>(topology: &'a NodeTopology, name: &GpuName) -> Result<(usize, &'a Gpu), NoSuchGpu> {
+    let gpus = topology.gpus();
+    let found = gpus.iter().enumerate().find(|(_, gpu)| name.names(gpu));
+    found.ok_or_else(|| NoSuchGpu { name: name.clone(), count: gpus.len() })
 }

@@ -1,12 +1,14 @@
 //! `linkwise topology`: the machine, for people and for scripts.
 
+use std::collections::BTreeSet;
 use std::fmt::Write;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use serde::Serialize;
 
-use super::{matrix, print, tree};
-use crate::config::{Format, TopologyArgs};
+use super::picture::{self, Picture};
+use super::{find_gpu, matrix, print, tree};
+use crate::config::{TopologyArgs, TopologyFormat};
 use crate::machines::{self, Machine};
 use crate::topology::{Gpu, LinkMatrix, Nic, NodeTopology, Rank};
 
@@ -19,14 +21,24 @@ pub async fn topology(args: &TopologyArgs) -> Result<()> {
         return Ok(print(&lines.collect::<String>())?);
     }
     let machine = super::machine(&args.node).await?;
-    match args.format {
-        Format::Text => print(&text(&machine))?,
-        Format::Json => {
-            let (topology, warnings) = NodeTopology::assemble(&machine.observed);
-            let warnings = warnings.iter().map(ToString::to_string).collect();
-            print(&(serde_json::to_string_pretty(&TopologyJson::new(&topology, warnings))? + "\n"))?;
+    let (topology, warnings) = NodeTopology::assemble(&machine.observed);
+    let allocated: Option<BTreeSet<usize>> = match &args.allocated {
+        Some(names) => {
+            let places = names.iter().map(|name| Ok(find_gpu(&topology, name)?.0));
+            Some(places.collect::<Result<_>>()?)
         }
-    }
+        None => None,
+    };
+    print(&match args.format {
+        TopologyFormat::Text => text(&machine, allocated.as_ref()),
+        TopologyFormat::Json if allocated.is_some() => bail!("--allocated is for text, svg and dot"),
+        TopologyFormat::Json => {
+            let warnings = warnings.iter().map(ToString::to_string).collect();
+            serde_json::to_string_pretty(&TopologyJson::new(&topology, warnings))? + "\n"
+        }
+        TopologyFormat::Svg => picture::svg(&Picture::new(&machine, &topology, allocated)),
+        TopologyFormat::Dot => picture::dot(&Picture::new(&machine, &topology, allocated)),
+    })?;
     Ok(())
 }
 
@@ -72,11 +84,13 @@ impl<'a> TopologyJson<'a> {
     }
 }
 
-/// The machine for people: title, tree, matrix, warnings.
-pub(super) fn text(machine: &Machine) -> String {
+/// The machine for people: title, tree, matrix, warnings; `allocated` are places of GPUs that somebody holds.
+pub(super) fn text(machine: &Machine, allocated: Option<&BTreeSet<usize>>) -> String {
     let (topology, warnings) = NodeTopology::assemble(&machine.observed);
     let mut text = format!("{}\n\n", machine.title);
-    text += &tree::tree(&machine.observed, &topology, |_| String::new());
+    let held = |gpu: &Gpu| allocated.zip(topology.position(&gpu.uuid)).is_some_and(|(held, gpu)| held.contains(&gpu));
+    let note = |gpu: &Gpu| if held(gpu) { "allocated".to_owned() } else { String::new() };
+    text += &tree::tree(&machine.observed, &topology, note);
     text.push('\n');
     text += &matrix::matrix(&topology, &machine.observed.host);
     for warning in warnings {

@@ -145,6 +145,19 @@ pub enum Format {
     Json,
 }
 
+/// The form of a machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum TopologyFormat {
+    /// For people: tree and matrix.
+    Text,
+    /// For scripts.
+    Json,
+    /// A picture, for a browser.
+    Svg,
+    /// A picture, for Graphviz.
+    Dot,
+}
+
 /// `linkwise topology`.
 #[derive(Clone, Debug, Args)]
 pub struct TopologyArgs {
@@ -154,9 +167,12 @@ pub struct TopologyArgs {
     /// List the built-in machines, one a line, its name first
     #[arg(long, conflicts_with = "node")]
     pub list: bool,
-    /// For people or for scripts
+    /// For people, for scripts, or a picture: for a browser (svg) or for Graphviz (dot)
     #[arg(long, default_value = "text")]
-    pub format: Format,
+    pub format: TopologyFormat,
+    /// The GPUs that are held, as indices or UUIDs with commas: pictures colour them, the text says so; not for json
+    #[arg(long, value_name = "LIST", value_delimiter = ',', conflicts_with = "list")]
+    pub allocated: Option<Vec<GpuName>>,
 }
 
 /// `linkwise allocate`.

@@ -96,6 +96,8 @@ fn gpus(topology: &Topology) -> Vec<GpuObservation> {
         pcie: None,
         nvlinks: None,
         fabric: None,
+        c2c: None,
+        display: None,
         common_ancestors: Default::default(),
     });
     gpus.collect()

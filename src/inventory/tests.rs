@@ -17,6 +17,8 @@ fn gpu(index: u8) -> GpuObservation {
         numa: Some(NumaNodeId(u32::from(index))),
         pcie: None,
         nvlinks: None,
+        c2c: None,
+        display: None,
         fabric: None,
         common_ancestors: BTreeMap::new(),
     }

@@ -24,10 +24,22 @@ pub use xml::{XmlError, XmlFault};
 pub const MAX_FILE_BYTES: u64 = 64 << 20;
 
 /// The machines that are built in: name and text.
-const BUILT_IN: [(&str, &str); 3] = [
+const BUILT_IN: [(&str, &str); 15] = [
     ("dgx1-v100", include_str!("dgx1-v100.yaml")),
+    ("dgx2-v100", include_str!("dgx2-v100.yaml")),
+    ("dgx-a100", include_str!("dgx-a100.yaml")),
     ("dgx-h100", include_str!("dgx-h100.yaml")),
+    ("hgx-h200", include_str!("hgx-h200.yaml")),
+    ("hgx-b200", include_str!("hgx-b200.yaml")),
+    ("gb200-nvl72-node", include_str!("gb200-nvl72-node.yaml")),
+    ("nvlink-bridge-pairs", include_str!("nvlink-bridge-pairs.yaml")),
     ("pcie-8x-pix-pairs", include_str!("pcie-8x-pix-pairs.yaml")),
+    ("workstation-a6000", include_str!("workstation-a6000.yaml")),
+    ("power9-v100", include_str!("power9-v100.yaml")),
+    ("azure-ndv2-v100", include_str!("azure-ndv2-v100.yaml")),
+    ("azure-ndv4-a100", include_str!("azure-ndv4-a100.yaml")),
+    ("aws-p4d", include_str!("aws-p4d.yaml")),
+    ("aws-p5", include_str!("aws-p5.yaml")),
 ];
 
 /// One machine: what was observed of it, by whom, and what was filled in.
@@ -187,7 +199,7 @@ mod tests {
             assert_eq!(machine.name, listed.name);
             assert_eq!(machine.title, listed.title);
             assert!(!machine.title.is_empty() && !machine.source.is_empty() && !machine.reconstructed.is_empty());
-            assert_eq!(machine.observed.gpus.len(), 8, "{}", machine.name);
+            assert!(machine.observed.gpus.len() >= 2, "{}", machine.name);
         }
     }
 
@@ -257,7 +269,7 @@ mod tests {
     fn unknown_machine_lists_the_known_ones() {
         let message = refusal("dgx-h200");
         assert!(message.contains("'dgx-h200'"), "{message}");
-        assert!(message.contains("dgx1-v100, dgx-h100, pcie-8x-pix-pairs"), "{message}");
+        assert!(message.contains("dgx1-v100, dgx2-v100, dgx-a100, dgx-h100, hgx-h200"), "{message}");
     }
 
     #[test]

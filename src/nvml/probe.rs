@@ -69,6 +69,8 @@ pub fn observe(gpus: &[Gpu<'_>]) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
             numa: numa(device, &mut findings),
             pcie: pcie(device, &mut findings),
             nvlinks: links::observe(device, |pci| gpus.iter().any(|gpu| gpu.pci == pci), &mut findings),
+            c2c: findings.fact(raw::c2c(device)),
+            display: findings.fact(answer("nvmlDeviceGetDisplayActive", device.is_display_active())),
             fabric: fabric(device, &mut findings),
             common_ancestors,
         }

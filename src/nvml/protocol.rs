@@ -174,6 +174,8 @@ mod tests {
                 link(vec![1], NvLinkRemote::Switch(None), true),
                 link(vec![2], NvLinkRemote::Cpu, true),
             ]),
+            c2c: None,
+            display: None,
             fabric: Some(FabricObservation { cluster: "0".into(), clique: 1 }),
             common_ancestors: [(1, TopologyLevel::HostBridge)].into(),
         };

@@ -51,6 +51,16 @@ pub fn memory_total(device: &Device<'_>) -> Answer<u64> {
     returned("nvmlDeviceGetMemoryInfo", code, || Some(memory.total))
 }
 
+/// Whether NVLink-C2C joins the GPU to a processor.
+pub fn c2c(device: &Device<'_>) -> Answer<bool> {
+    let Ok(call) = &device.nvml().lib().nvmlDeviceGetC2cModeInfoV else { return Ok(None) };
+    let mut mode = sys::nvmlC2cModeInfo_v1_t { isC2cEnabled: 0 };
+    // JUSTIFICATION: nvml-wrapper does not have this call.
+    // SAFETY: the handle is live, and `mode` is the structure this call fills.
+    let code = unsafe { call(device.handle(), &mut mode) };
+    returned("nvmlDeviceGetC2cModeInfoV", code, || Some(mode.isC2cEnabled != 0))
+}
+
 /// A GPU's fabric registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fabric {

@@ -37,6 +37,9 @@ pub struct Gpu {
     pub model: Option<String>,
     /// The NUMA node, memory-only ones included.
     pub numa: Option<NumaNodeId>,
+    /// The NUMA node with CPUs that it is on or, where its own has none, beside: the only one of its package.
+    #[serde(skip)]
+    pub cpu_node: Option<NumaNodeId>,
     /// The CPU package.
     pub package: Option<PackageId>,
     /// The NVSwitch plane it has a port on: a number of ours, from 0.
@@ -87,6 +90,7 @@ impl NodeTopology {
             pci: gpu.pci,
             model: gpu.model.clone(),
             numa: place.numa,
+            cpu_node: tree.cpu_node(*place),
             package: place.package,
             nvswitch_plane: port.map(|(plane, _)| plane),
             nvswitch_port: port.map_or(0, |(_, carries)| carries),
@@ -170,9 +174,9 @@ impl NodeTopology {
         &self.cpu_nodes
     }
 
-    /// A GPU's NUMA node if it has CPUs: what the kubelet may align to.
+    /// The NUMA node with CPUs that a GPU is on or beside: what the kubelet may align to.
     pub fn cpu_node(&self, gpu: &Gpu) -> Option<NumaNodeId> {
-        gpu.numa.filter(|numa| self.cpu_nodes.contains_key(numa))
+        gpu.cpu_node
     }
 
     /// The level of a pair as nvidia-smi prints it: `NV4`, `PIX`, `SYS` ...; `X` for a GPU and itself.
@@ -224,9 +228,11 @@ fn place(
         return Place { function: None, numa: gpu.numa, package };
     };
     tree.fill_link(place, gpu.pcie);
-    // With one NUMA node NVML can name no other; the kernel's -1 beside it is no contradiction.
+    // With one NUMA node NVML can name no other; the kernel's -1 beside it is no contradiction. Nor is
+    // the GPU's own memory beside the node with CPUs that it hangs on.
     if let Some(nvml) = gpu.numa
         && place.numa != Some(nvml)
+        && tree.cpu_node(place) != Some(nvml)
         && observed.host.numa_nodes.len() > 1
     {
         warnings.push(TopologyWarning::NumaDisagreement { pci: gpu.pci, host: place.numa, nvml });
@@ -282,8 +288,7 @@ fn nics(tree: &PciTree<'_>, gpus: &[Place]) -> Vec<Nic> {
         let mbps = rates.fold(None, |sum: Option<u32>, rate| Some(sum.unwrap_or(0).saturating_add(rate)));
         let place = first.place;
         let rank = |gpu: &Place| {
-            let near = || gpu.numa.is_some() && gpu.numa == place.numa;
-            let apart = || if near() { TopologyLevel::Node } else { TopologyLevel::System };
+            let apart = || if tree.share_node(*gpu, place) { TopologyLevel::Node } else { TopologyLevel::System };
             Rank::new(tree.level(place, *gpu).unwrap_or_else(apart), place.shares_package(*gpu))
         };
         nics.push(Nic {

@@ -55,6 +55,12 @@ pub struct GpuObservation {
     /// The NVLinks grouped by remote end; `None` when NVML could not say, empty when it has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nvlinks: Option<Vec<NvLinkObservation>>,
+    /// Whether NVLink-C2C joins it to a processor, as on Grace machines (`nvmlDeviceGetC2cModeInfoV`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub c2c: Option<bool>,
+    /// Whether a display is set up on it (`nvmlDeviceGetDisplayActive`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub display: Option<bool>,
     /// The NVLink fabric the GPU has joined, where the driver reports one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fabric: Option<FabricObservation>,
@@ -151,7 +157,7 @@ pub struct HostObservation {
     /// The processor; machines mix no models.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<CpuObservation>,
-    /// The NUMA nodes, those without CPUs included.
+    /// The NUMA nodes, those without CPUs included (GPU memory as the kernel sees it on POWER9 and Grace).
     #[serde(default)]
     pub numa_nodes: Vec<NumaNodeObservation>,
     /// The PCI host bridges with what hangs below.

@@ -47,17 +47,24 @@ pub(super) struct PciTree<'a> {
     functions: Vec<Function>,
     by_address: BTreeMap<PciAddress, usize>,
     packages: BTreeMap<NumaNodeId, PackageId>,
+    /// For each NUMA node that was seen, whether it has CPUs.
+    has_cpus: BTreeMap<NumaNodeId, bool>,
     cpu: Option<&'a CpuObservation>,
     pub nics: Vec<PlacedNic<'a>>,
 }
 
 impl<'a> PciTree<'a> {
     pub fn new(host: &'a HostObservation, warnings: &mut Vec<TopologyWarning>) -> Self {
+        let mut has_cpus = BTreeMap::new();
+        for node in &host.numa_nodes {
+            *has_cpus.entry(node.id).or_default() |= !node.cpus.is_empty();
+        }
         let packages = host.numa_nodes.iter().filter_map(|node| Some((node.id, node.package?))).collect();
         let mut tree = Self {
             functions: Vec::new(),
             by_address: BTreeMap::new(),
             packages,
+            has_cpus,
             cpu: host.cpu.as_ref(),
             nics: Vec::new(),
         };
@@ -85,7 +92,10 @@ impl<'a> PciTree<'a> {
     ) -> Place {
         let index = self.functions.len();
         let place = match device.numa {
-            Some(numa) => Place { function: Some(index), numa: Some(numa), package: self.package_of(numa) },
+            Some(numa) => {
+                let package = self.package_of(numa).or(around.package);
+                Place { function: Some(index), numa: Some(numa), package }
+            }
             None => Place { function: Some(index), ..around },
         };
         let depth = parent.and_then(|parent| self.functions.get(parent)).map_or(0, |above| above.depth + 1);
@@ -103,6 +113,26 @@ impl<'a> PciTree<'a> {
     /// The package of a NUMA node.
     pub fn package_of(&self, numa: NumaNodeId) -> Option<PackageId> {
         self.packages.get(&numa).copied()
+    }
+
+    /// The NUMA node with CPUs that a device is on, or beside: for one on a node without CPUs (a GPU's
+    /// own memory) the only node with CPUs of its package.
+    pub fn cpu_node(&self, place: Place) -> Option<NumaNodeId> {
+        let numa = place.numa?;
+        if *self.has_cpus.get(&numa)? {
+            return Some(numa);
+        }
+        let package = place.package?;
+        let with_cpus = self.has_cpus.iter().filter(|(_, has_cpus)| **has_cpus).map(|(numa, _)| *numa);
+        let mut inside = with_cpus.filter(|numa| self.package_of(*numa) == Some(package));
+        let only = inside.next();
+        if inside.next().is_none() { only } else { None }
+    }
+
+    /// Whether two devices are known to be on one NUMA node, or beside one.
+    pub fn share_node(&self, a: Place, b: Place) -> bool {
+        let beside = |place: Place| self.cpu_node(place).or(place.numa);
+        a.numa.is_some() && (a.numa == b.numa || beside(a) == beside(b))
     }
 
     /// The place of the function at an address.
@@ -126,7 +156,7 @@ impl<'a> PciTree<'a> {
         Some(if a_index == b_index {
             TopologyLevel::Internal
         } else if first.host_bridge != second.host_bridge {
-            if a.numa.is_some() && a.numa == b.numa { TopologyLevel::Node } else { TopologyLevel::System }
+            if self.share_node(a, b) { TopologyLevel::Node } else { TopologyLevel::System }
         } else if self.meeting_point(a_index, b_index).is_none() {
             TopologyLevel::HostBridge
         } else if self.switch_above(a_index) == self.switch_above(b_index) {

@@ -51,7 +51,7 @@ fn a_machine_that_is_not_there_is_named() {
         refused(&args, &[folder, "directory"]);
     }
     for args in with_machine("dgx-h200") {
-        refused(&args, &["'dgx-h200'", "dgx1-v100, dgx-h100, pcie-8x-pix-pairs"]);
+        refused(&args, &["'dgx-h200'", "dgx1-v100, dgx2-v100, dgx-a100, dgx-h100, hgx-h200"]);
     }
 }
 

@@ -21,7 +21,7 @@ use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
-/// The built-in machines.
+/// Built-in machines of eight GPUs: what is printed of them is held to the letter.
 const MACHINES: [&str; 3] = ["dgx1-v100", "dgx-h100", "pcie-8x-pix-pairs"];
 
 /// The binary, without what the environment of whoever runs the tests would tell it.

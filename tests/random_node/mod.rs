@@ -248,6 +248,8 @@ fn build(
             numa: gpu.numa.map(NumaNodeId),
             pcie: gpu.pcie,
             nvlinks: (!links.silent[at]).then(|| groups(at, count, most, links, addresses)),
+            c2c: None,
+            display: None,
             fabric: clique.map(|clique| FabricObservation { cluster: "0".to_owned(), clique }),
             common_ancestors: gpu
                 .ancestors

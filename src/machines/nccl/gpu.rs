@@ -49,6 +49,11 @@ pub(super) fn observe(mut candidates: Vec<Candidate<'_>>, notes: &mut Notes) -> 
             pcie: gpu.link,
             nvlinks: gpu.element.map(|element| nvlinks(element, &addresses, notes)),
             fabric: None,
+            // NCCL writes c2c where it found such links; an older one never looked.
+            c2c: gpu
+                .element
+                .and_then(|element| element.children.iter().any(|child| child.name == "c2c").then_some(true)),
+            display: None,
             common_ancestors: BTreeMap::new(),
         })
         .collect();

@@ -28,6 +28,8 @@ pub struct Gpu {
     pub numa: Option<u32>,
     pub pcie: Option<PcieLink>,
     pub nvlinks: Option<Vec<NvLinks>>,
+    pub c2c: Option<bool>,
+    pub display: Option<bool>,
     pub fabric: Option<Fabric>,
     #[serde(default)]
     pub common_ancestors: BTreeMap<u32, Level>,

@@ -49,6 +49,16 @@ exports! {
         put(minor, gpu(&state.machine, at)?.minor.ok_or(UNSUPPORTED)?)
     }
 
+    fn nvmlDeviceGetDisplayActive(device: nvmlDevice_t, active: *mut nvmlEnableState_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetDisplayActive", device)?;
+        put(active, gpu(&state.machine, at)?.display.ok_or(UNSUPPORTED)?.into())
+    }
+
+    fn nvmlDeviceGetC2cModeInfoV(device: nvmlDevice_t, mode: *mut nvmlC2cModeInfo_v1_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetC2cModeInfoV", device)?;
+        put(mode, nvmlC2cModeInfo_v1_t { isC2cEnabled: gpu(&state.machine, at)?.c2c.ok_or(UNSUPPORTED)?.into() })
+    }
+
     fn nvmlDeviceGetCudaComputeCapability(device: nvmlDevice_t, major: *mut c_int, minor: *mut c_int) {
         let (state, at) = enter_gpu("nvmlDeviceGetCudaComputeCapability", device)?;
         let capability = gpu(&state.machine, at)?.compute_capability.as_deref().ok_or(UNSUPPORTED)?;

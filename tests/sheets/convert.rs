@@ -1,0 +1,253 @@
+//! A fact sheet as what a probe would have seen.
+//!
+//! Nothing is made up but what an observation cannot do without: an address for a GPU of which none
+//! is recorded, its UUID, NVLink numbers and, where a matrix is all there is, a PCI tree in which it
+//! comes out as it is written.
+
+use linkwise::topology::{
+    ComputeCapability, CpuObservation, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation,
+    NicKind, NicObservation, NodeObservation, NumaNodeId, NumaNodeObservation, NvLinkObservation, NvLinkRemote,
+    PackageId, PciAddress, PciKind, PciObservation, PcieLink,
+};
+
+use crate::sheet::{CpuLinks, Device, Gpu, Nic, Sheet};
+
+/// The whole sheet.
+pub fn observe(sheet: &Sheet) -> NodeObservation {
+    let numa_nodes = sheet.numa.iter().filter_map(|node| {
+        let (id, package) = (numa(Some(node.id))?, node.socket.map(PackageId));
+        Some(NumaNodeObservation { id, package, cpus: node.cpus.clone().unwrap_or_default() })
+    });
+    let mut host_bridges = if sheet.pcie.is_empty() { grow(sheet) } else { tree(sheet) };
+    let known = host_bridges.iter().flat_map(|bridge| names(&bridge.devices)).collect::<Vec<_>>();
+    // A NIC of which no place is recorded sits on a host bridge of its own.
+    let mut others: Vec<&str> = sheet.nics.iter().filter_map(|nic| nic.name.as_deref()).collect();
+    others.extend(sheet.topo_matrix.columns.split_whitespace().filter(|name| !name.starts_with("GPU")));
+    others.retain(|name| !known.iter().any(|known| known == name) && !name.contains(':'));
+    others.sort_unstable();
+    others.dedup();
+    for name in others {
+        let at = sheet.nics.iter().find(|nic| nic.name.as_deref() == Some(name)).and_then(|nic| nic.numa);
+        host_bridges.push(bridge(sheet, at, vec![card(sheet, None, vec![name.to_owned()])]));
+    }
+    let host = HostObservation { cpu: cpu(sheet), numa_nodes: numa_nodes.collect(), host_bridges };
+    NodeObservation { gpus: sheet.gpus.iter().map(|seen| gpu(sheet, seen)).collect(), host, failures: Vec::new() }
+}
+
+fn numa(id: Option<i64>) -> Option<NumaNodeId> {
+    id.and_then(|id| u32::try_from(id).ok()).map(NumaNodeId)
+}
+
+fn address(text: &str) -> Option<PciAddress> {
+    // Devices known to exist, and the placeholders of virtual switches.
+    let unknown = text.starts_with("unknown-") || text.starts_with("ffff:");
+    (!unknown).then(|| text.parse().unwrap_or_else(|error| panic!("{error}")))
+}
+
+/// NCCL adds the extended family, shifted by four bits, to a base family of 15; the display family is their sum.
+fn cpu(sheet: &Sheet) -> Option<CpuObservation> {
+    let cpu = sheet.cpu.as_ref()?;
+    let display = |family: u32| if family & 0xf == 0xf { 0xf + (family >> 4) } else { family };
+    let (arch, vendor) = (cpu.arch.clone(), cpu.vendor.clone());
+    Some(CpuObservation { arch, vendor, family: cpu.family.map(display), model: cpu.model })
+}
+
+fn gpu(sheet: &Sheet, gpu: &Gpu) -> GpuObservation {
+    GpuObservation {
+        index: gpu.index.into(),
+        uuid: format!("GPU-{:02}", gpu.index).parse().unwrap(),
+        pci: place(gpu),
+        model: gpu.model.clone(),
+        minor: None,
+        compute_capability: gpu.model.as_deref().and_then(capability),
+        memory_mib: None,
+        numa: numa(gpu.numa),
+        pcie: None,
+        nvlinks: Some(nvlinks(sheet, gpu)),
+        c2c: None,
+        display: gpu.compute.map(|computes| !computes),
+        fabric: sheet.fabric.as_ref().map(|fabric| FabricObservation {
+            cluster: fabric.cluster_uuid.clone(),
+            clique: u32::from_str_radix(fabric.clique_id.trim_start_matches("0x"), 16).unwrap(),
+        }),
+        common_ancestors: [].into(),
+    }
+}
+
+/// Where a GPU is: where it was recorded, else in a PCI domain that no machine has.
+fn place(gpu: &Gpu) -> PciAddress {
+    let recorded = gpu.bdf.as_deref().and_then(address);
+    recorded.unwrap_or_else(|| PciAddress::new(0xf000, gpu.index, 0, 0).unwrap())
+}
+
+fn capability(model: &str) -> Option<ComputeCapability> {
+    let table: [(&str, &[&str]); 7] = [
+        ("6.0", &["P100"]),
+        ("7.0", &["V100"]),
+        ("7.5", &["T4"]),
+        ("8.0", &["A100"]),
+        ("8.6", &["A10G", "A6000", "RTX 3090"]),
+        ("8.9", &["L20", "L40S", "RTX 4000 Ada", "RTX 4090"]),
+        ("9.0", &["H100", "H800", "H20", "H200"]),
+    ];
+    let row = table.into_iter().find(|(_, models)| models.iter().any(|name| model.contains(name)));
+    let capability = row.map(|(capability, _)| capability).or(model.contains("B200").then_some("10.0"))?;
+    Some(capability.to_owned().try_into().unwrap())
+}
+
+fn nvlinks(sheet: &Sheet, gpu: &Gpu) -> Vec<NvLinkObservation> {
+    let mut ends: Vec<(NvLinkRemote, u32)> = Vec::new();
+    let nvlink = &sheet.nvlink;
+    match nvlink.kind.as_str() {
+        "none" => {}
+        "direct" => {
+            let row = &nvlink.matrix.as_ref().expect("a matrix of links")[usize::from(gpu.index)];
+            let others = sheet.gpus.iter().map(|other| NvLinkRemote::Gpu(place(other)));
+            ends.extend(others.zip(row.iter().copied()));
+        }
+        "nvswitch" => match &gpu.nvlinks {
+            Some(links) => ends.extend(links.iter().map(|to| (NvLinkRemote::Switch(address(&to.target)), to.count))),
+            None => ends.push((NvLinkRemote::Switch(None), nvlink.nvswitch.as_ref().unwrap().links_per_gpu)),
+        },
+        other => panic!("NVLinks of kind {other}"),
+    }
+    let to_cpu = nvlink.cpu_links.as_ref().map(|links| match links {
+        CpuLinks::Each(words) => words.split(' ').next().unwrap().parse().unwrap(),
+        CpuLinks::PerGpu(words) => words[&format!("GPU{}", gpu.index)].rsplit('x').next().unwrap().parse().unwrap(),
+    });
+    ends.extend(to_cpu.map(|count| (NvLinkRemote::Cpu, count)));
+    let mut first = 0;
+    let groups = ends.into_iter().filter(|(_, count)| *count > 0).map(|(remote, count)| {
+        let links = (first..first + count).collect();
+        first += count;
+        NvLinkObservation { links, remote, active: true }
+    });
+    groups.collect()
+}
+
+/// A host bridge; its package where its NUMA node is -1.
+fn bridge(sheet: &Sheet, at: Option<i64>, devices: Vec<PciObservation>) -> HostBridgeObservation {
+    let node = sheet.numa.iter().find(|node| Some(node.id) == at && node.id < 0);
+    HostBridgeObservation { numa: numa(at), package: node.and_then(|node| node.socket).map(PackageId), devices }
+}
+
+/// The recorded tree. NCCL prints no host bridges: there each root is taken to have one of its own.
+fn tree(sheet: &Sheet) -> Vec<HostBridgeObservation> {
+    let mut bridges = Vec::new();
+    for root in &sheet.pcie {
+        // hwloc shows both ports of a switch, NCCL one entry for all of it.
+        let ports = root.root.as_ref().is_some_and(|root| root.starts_with("host bridge"));
+        let kind = if ports { PciKind::RootPort } else { PciKind::Switch };
+        let devices = root.children.iter().filter_map(|device| function(sheet, device, kind));
+        if root.root.is_some() {
+            bridges.push(bridge(sheet, root.numa, devices.collect()));
+        } else {
+            bridges.extend(devices.map(|device| bridge(sheet, root.numa, vec![device])));
+        }
+    }
+    bridges
+}
+
+/// A function with what is below; `None` for what is neither GPU nor NIC nor on the way to one.
+fn function(sheet: &Sheet, device: &Device, port: PciKind) -> Option<PciObservation> {
+    let pci = device.bdf.as_deref().and_then(address);
+    let kind = match device.kind.as_str() {
+        "switch" => port,
+        "gpu" => PciKind::Gpu,
+        "nic" => {
+            let named = if device.names.is_empty() { &device.os_devices } else { &device.names };
+            let same = sheet.nics.iter().filter(|nic| nic.bdf == device.bdf);
+            let listed = same.map(|nic| nic.name.clone().or(nic.bdf.clone()).unwrap());
+            let names = if named.is_empty() { listed.collect() } else { named.clone() };
+            return Some(PciObservation { link: link(device), ..card(sheet, pci, names) });
+        }
+        _ => return None,
+    };
+    let below = match kind {
+        PciKind::RootPort | PciKind::DownstreamPort => PciKind::UpstreamPort,
+        PciKind::UpstreamPort => PciKind::DownstreamPort,
+        other => other,
+    };
+    let devices: Vec<_> = device.children.iter().filter_map(|child| function(sheet, child, below)).collect();
+    let wanted = kind == PciKind::Gpu || !devices.is_empty();
+    wanted.then(|| PciObservation { pci, kind, link: link(device), numa: None, nics: Vec::new(), devices })
+}
+
+fn link(device: &Device) -> Option<PcieLink> {
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "GT/s of a link: 2.5 to 64")]
+    let mts = (device.link_gts? * 1000.0) as u32;
+    Some(PcieLink { mts, width: device.link_width? })
+}
+
+fn card(sheet: &Sheet, pci: Option<PciAddress>, names: Vec<String>) -> PciObservation {
+    let rate = |name: &str| sheet.nics.iter().find(|nic: &&Nic| nic.name.as_deref() == Some(name))?.speed_mbps;
+    let rdma = |name: &str| ["mlx5", "efa", "rdma"].iter().any(|start| name.starts_with(start));
+    let interface = |name: String| NicObservation {
+        kind: if rdma(&name) { NicKind::Rdma } else { NicKind::Ethernet },
+        mbps: rate(&name),
+        name,
+    };
+    let nics = names.into_iter().map(interface).collect();
+    PciObservation { pci, kind: PciKind::Nic, link: None, numa: None, nics, devices: Vec::new() }
+}
+
+fn names(devices: &[PciObservation]) -> Vec<String> {
+    let own = |device: &PciObservation| device.nics.iter().map(|nic| nic.name.clone()).collect::<Vec<_>>();
+    devices.iter().flat_map(|device| [own(device), names(&device.devices)].concat()).collect()
+}
+
+/// A tree in which a matrix comes out: what is PHB or closer shares a host bridge, what is PXB or closer a
+/// tree of switches, what is PIX a switch.
+fn grow(sheet: &Sheet) -> Vec<HostBridgeObservation> {
+    let all: Vec<&str> = sheet.topo_matrix.columns.split_whitespace().collect();
+    let below_bridge = |names: &Vec<&str>| {
+        let trees = groups(sheet, names, &["PIX", "PXB"]);
+        let devices = trees.iter().map(|names| {
+            let mut leaves = groups(sheet, names, &["PIX"]);
+            let leaf = |names: &Vec<&str>| switch(names.iter().map(|name| end(sheet, name)).collect());
+            match (leaves.len(), names.len()) {
+                (1, 1) => end(sheet, names[0]),
+                (1, _) => leaf(&leaves.remove(0)),
+                _ => switch(leaves.iter().map(leaf).collect()),
+            }
+        });
+        bridge(sheet, recorded_numa(sheet, names[0]), devices.collect())
+    };
+    groups(sheet, &all, &["PIX", "PXB", "PHB"]).iter().map(below_bridge).collect()
+}
+
+/// The names in groups; two are in one where the matrix has one of the symbols, directly or through others.
+fn groups<'a>(sheet: &Sheet, names: &[&'a str], symbols: &[&str]) -> Vec<Vec<&'a str>> {
+    let matrix = &sheet.topo_matrix;
+    let near = |a: &str, b: &str| {
+        [matrix.symbol(a, b), matrix.symbol(b, a)].into_iter().flatten().any(|symbol| symbols.contains(&symbol))
+    };
+    let mut groups: Vec<Vec<&str>> = Vec::new();
+    for &name in names {
+        let (mut joined, mut apart): (Vec<_>, Vec<_>) =
+            groups.into_iter().partition(|group| group.iter().any(|other| near(name, other)));
+        joined.push(vec![name]);
+        apart.push(joined.concat());
+        groups = apart;
+    }
+    groups
+}
+
+fn switch(devices: Vec<PciObservation>) -> PciObservation {
+    PciObservation { pci: None, kind: PciKind::Switch, link: None, numa: None, nics: Vec::new(), devices }
+}
+
+/// A GPU or a NIC by its name in the matrix.
+fn end(sheet: &Sheet, name: &str) -> PciObservation {
+    match sheet.gpus.iter().find(|gpu| format!("GPU{}", gpu.index) == name) {
+        Some(gpu) => PciObservation { pci: Some(place(gpu)), kind: PciKind::Gpu, ..switch(Vec::new()) },
+        None => card(sheet, None, vec![name.to_owned()]),
+    }
+}
+
+fn recorded_numa(sheet: &Sheet, name: &str) -> Option<i64> {
+    match sheet.gpus.iter().find(|gpu| format!("GPU{}", gpu.index) == name) {
+        Some(gpu) => gpu.numa,
+        None => sheet.nics.iter().find(|nic| nic.name.as_deref() == Some(name))?.numa,
+    }
+}
