@@ -25,9 +25,10 @@ pub use topology::{TopologyJson, topology};
 
 use machine::machine;
 
-/// Text for people: a machine, its tree and its matrix.
-pub fn machine_text(machine: &Machine) -> String {
-    topology::text(machine, None)
+/// Text for people: a machine's title and tree.
+pub fn machine_tree(machine: &Machine) -> String {
+    let (topology, _) = NodeTopology::assemble(&machine.observed);
+    format!("{}\n\n{}", machine.title, tree::tree(&machine.observed, &topology, |_| String::new()))
 }
 
 /// A name that no GPU of the machine has.

@@ -4,6 +4,7 @@
 //! from which the composition roots build live objects. Files of configuration will be read here too.
 
 mod list;
+mod topology_manager;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -11,6 +12,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub use list::GpuName;
+pub use topology_manager::{NumaHintsArg, ScopeArg, TopologyPolicyArg};
 
 /// A topology-aware Kubernetes device plugin for NVIDIA GPUs.
 ///
@@ -95,6 +97,9 @@ pub struct RunArgs {
     /// Where /metrics, /livez and /readyz are served; port 0 takes a free one and the log names it
     #[arg(long, value_name = "ADDRESS", env = "LINKWISE_METRICS_ADDRESS", default_value = "0.0.0.0:9400")]
     pub metrics_address: SocketAddr,
+    /// Which NUMA nodes devices claim, for a kubelet with a Topology Manager (see docs/topology-manager.md)
+    #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node")]
+    pub numa_hints: NumaHintsArg,
     /// The driver and the host.
     #[command(flatten)]
     pub host: HostArgs,
@@ -110,6 +115,18 @@ pub struct DemoArgs {
     /// (NCCL_TOPO_DUMP_FILE) or a hwloc XML
     #[arg(long, value_name = "NAME|FILE", default_value = "dgx-h100")]
     pub machine: String,
+    /// The kubelet's Topology Manager: how strict it is
+    #[arg(long, value_name = "POLICY", default_value = "none")]
+    pub topology_manager_policy: TopologyPolicyArg,
+    /// What the Topology Manager aligns as one
+    #[arg(long, value_name = "SCOPE", default_value = "container")]
+    pub scope: ScopeArg,
+    /// Which NUMA nodes devices claim (see docs/topology-manager.md)
+    #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node")]
+    pub numa_hints: NumaHintsArg,
+    /// Plain text, also on a terminal
+    #[arg(long, env = "NO_COLOR", action = clap::ArgAction::SetTrue, value_parser = clap::builder::FalseyValueParser::new())]
+    pub no_color: bool,
     /// Keep serving after the script, until interrupted; prints where /metrics is
     #[arg(long)]
     pub hold: bool,

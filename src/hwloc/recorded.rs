@@ -95,9 +95,9 @@ fn gpus(topology: &Topology) -> Vec<GpuObservation> {
         numa: None,
         pcie: None,
         nvlinks: None,
-        fabric: None,
         c2c: None,
         display: None,
+        fabric: None,
         common_ancestors: Default::default(),
     });
     gpus.collect()
