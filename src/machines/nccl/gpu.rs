@@ -48,9 +48,12 @@ pub(super) fn observe(mut candidates: Vec<Candidate<'_>>, notes: &mut Notes) -> 
             numa: None,
             pcie: gpu.link,
             nvlinks: gpu.element.map(|element| nvlinks(element, &addresses, notes)),
-            c2c: None,
-            display: None,
             fabric: None,
+            // NCCL writes c2c where it found such links; an older one never looked.
+            c2c: gpu
+                .element
+                .and_then(|element| element.children.iter().any(|child| child.name == "c2c").then_some(true)),
+            display: None,
             common_ancestors: BTreeMap::new(),
         })
         .collect();

@@ -58,6 +58,8 @@ fn a_dump_becomes_a_machine() {
     let capability = |gpu: usize| machine.observed.gpus[gpu].compute_capability.map(String::from).unwrap();
     assert_eq!([capability(0), capability(1), capability(2)], ["8.0", "10.3", "9.0"]);
 
+    assert_eq!(machine.observed.gpus.iter().map(|gpu| gpu.c2c).collect::<Vec<_>>(), [None, Some(true), None]);
+
     let (topology, warnings) = NodeTopology::assemble(&machine.observed);
     assert_eq!(warnings, []);
     assert_eq!(symbols(&topology), ["X NV4 SYS", "NV4 X SYS", "SYS SYS X"]);
