@@ -29,6 +29,7 @@ async fn main() {
     let settings = NodeSettings {
         kubelet: Settings::new(folder.path().join(Options::SOCKET)),
         metrics_address: "127.0.0.1:0".parse().unwrap(),
+        numa_hints: linkwise::inventory::NumaHints::default(),
     };
     let node = Node::start(settings).await.unwrap();
     let observed = machines::load("dgx-h100").unwrap().observed;

@@ -16,10 +16,7 @@ pub fn tree(observed: &NodeObservation, topology: &NodeTopology, note: impl Fn(&
     let mut roots: Vec<Branch> = outline
         .packages
         .iter()
-        .map(|package| Branch {
-            label: package_name(package.id),
-            below: package.nodes.iter().map(|node| drawing.node(node)).collect(),
-        })
+        .map(|package| Branch { label: package_name(package.id), below: drawing.nodes(&package.nodes) })
         .collect();
     if !outline.unseen.is_empty() {
         let below = outline.unseen.iter().map(|place| Branch { label: drawing.gpu(*place), below: Vec::new() });
@@ -50,6 +47,23 @@ struct Drawing<'a> {
 }
 
 impl Drawing<'_> {
+    /// The NUMA nodes of a package. A machine can have dozens that are memory and nothing else: one line for them all.
+    fn nodes(&self, nodes: &[Node<'_>]) -> Vec<Branch> {
+        let (idle, busy): (Vec<_>, Vec<_>) =
+            nodes.iter().partition(|node| node.id.is_some() && node.cpus.is_empty() && node.bridges.is_empty());
+        let mut branches: Vec<Branch> = busy.into_iter().map(|node| self.node(node)).collect();
+        match idle.as_slice() {
+            [] => {}
+            [only] => branches.push(self.node(only)),
+            [first, .., last] => {
+                let count = idle.len();
+                let label = format!("{} to {}, {count} without CPUs", node_name(first.id), node_name(last.id));
+                branches.push(Branch { label, below: Vec::new() });
+            }
+        }
+        branches
+    }
+
     fn node(&self, node: &Node<'_>) -> Branch {
         let bridge = |devices: &Vec<Device<'_>>| Branch {
             label: "host bridge".to_owned(),

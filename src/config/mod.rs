@@ -4,6 +4,7 @@
 //! from which the composition roots build live objects. Files of configuration will be read here too.
 
 mod list;
+mod topology_manager;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -11,6 +12,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub use list::GpuName;
+pub use topology_manager::{NumaHintsArg, ScopeArg, TopologyPolicyArg};
 
 /// A topology-aware Kubernetes device plugin for NVIDIA GPUs.
 ///
@@ -35,6 +37,8 @@ pub enum Command {
     Topology(TopologyArgs),
     /// Show what would be chosen on a machine, and why
     Allocate(AllocateArgs),
+    /// Write this machine, as NVML and hwloc see it, as a node file that every --node takes
+    Snapshot(SnapshotArgs),
     /// The process that speaks to NVML, started by the others
     #[command(hide = true)]
     NvmlAgent(AgentArgs),
@@ -93,6 +97,9 @@ pub struct RunArgs {
     /// Where /metrics, /livez and /readyz are served; port 0 takes a free one and the log names it
     #[arg(long, value_name = "ADDRESS", env = "LINKWISE_METRICS_ADDRESS", default_value = "0.0.0.0:9400")]
     pub metrics_address: SocketAddr,
+    /// Which NUMA nodes devices claim, for a kubelet with a Topology Manager (see docs/topology-manager.md)
+    #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node")]
+    pub numa_hints: NumaHintsArg,
     /// The driver and the host.
     #[command(flatten)]
     pub host: HostArgs,
@@ -104,9 +111,22 @@ pub struct RunArgs {
 /// `linkwise demo`.
 #[derive(Clone, Debug, Args)]
 pub struct DemoArgs {
-    /// The machine: a built-in name (see `linkwise topology --list`) or a node file
+    /// The machine: a built-in name (see `linkwise topology --list`), a node file, an NCCL topology dump
+    /// (NCCL_TOPO_DUMP_FILE) or a hwloc XML
     #[arg(long, value_name = "NAME|FILE", default_value = "dgx-h100")]
     pub machine: String,
+    /// The kubelet's Topology Manager: how strict it is
+    #[arg(long, value_name = "POLICY", default_value = "none")]
+    pub topology_manager_policy: TopologyPolicyArg,
+    /// What the Topology Manager aligns as one
+    #[arg(long, value_name = "SCOPE", default_value = "container")]
+    pub scope: ScopeArg,
+    /// Which NUMA nodes devices claim (see docs/topology-manager.md)
+    #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node")]
+    pub numa_hints: NumaHintsArg,
+    /// Plain text, also on a terminal
+    #[arg(long, env = "NO_COLOR", action = clap::ArgAction::SetTrue, value_parser = clap::builder::FalseyValueParser::new())]
+    pub no_color: bool,
     /// Keep serving after the script, until interrupted; prints where /metrics is
     #[arg(long)]
     pub hold: bool,
@@ -121,9 +141,13 @@ pub struct DemoArgs {
 /// Which machine a command looks at.
 #[derive(Clone, Debug, Args)]
 pub struct NodeArgs {
-    /// The machine: a built-in name (see `linkwise topology --list`) or a node file; without it, this one
+    /// The machine: a built-in name (see `linkwise topology --list`), a node file (`linkwise snapshot` writes one), an
+    /// NCCL topology dump (NCCL_TOPO_DUMP_FILE) or a hwloc XML; without it, this one
     #[arg(long, value_name = "NAME|FILE")]
     pub node: Option<String>,
+    /// Take the host around the GPUs from a hwloc XML (lstopo host.xml) instead
+    #[arg(long = "host", value_name = "FILE")]
+    pub host_xml: Option<String>,
     /// The driver and the host, where no node is named.
     #[command(flatten)]
     pub host: HostArgs,
@@ -194,6 +218,27 @@ pub struct AllocateArgs {
     /// For people or for scripts
     #[arg(long, default_value = "text")]
     pub format: Format,
+}
+
+/// `linkwise snapshot`.
+#[derive(Clone, Debug, Args)]
+pub struct SnapshotArgs {
+    /// The machine; another kind of file is so turned into a node file.
+    #[command(flatten)]
+    pub node: NodeArgs,
+    /// Write to this file instead of standard output; it is there whole or not at all
+    #[arg(long, short, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    /// Replace the file if there is one
+    #[arg(long, requires = "output")]
+    pub force: bool,
+    /// What the machine is called; without it, by the host's name
+    #[arg(long, value_name = "NAME")]
+    pub name: Option<String>,
+    /// Replace what names this very machine by made-up values: the UUIDs of GPUs and of the NVLink fabric, the host's
+    /// name. PCI addresses, models and NIC names stay
+    #[arg(long)]
+    pub redact: bool,
 }
 
 /// `linkwise nvml-agent`.

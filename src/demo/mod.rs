@@ -1,37 +1,46 @@
 //! `linkwise demo`: a whole node in one process, on a simulated machine.
 //!
 //! A composition root: our node and a kubelet in a box, over real sockets and real gRPC in a temporary
-//! folder. `script` says what happens, `show` what is printed of it. Nothing is simulated between the kubelet's
-//! call and the plugin's answer.
+//! folder. `script` says what happens, `show` what is printed of it, `style` how. Nothing is simulated between the
+//! kubelet's call and the plugin's answer.
 
 mod script;
 mod show;
+mod style;
 
+use std::collections::BTreeSet;
+use std::io::IsTerminal;
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::commands::{self, print};
-use crate::config::{DemoArgs, LogFormat};
+use crate::config::{DemoArgs, LogFormat, ScopeArg, TopologyPolicyArg};
 use crate::inventory::{Event, ResourceName};
 use crate::kubelet;
-use crate::kubelet_box::{KubeletBox, Options};
-use crate::machines::{self, Machine};
+use crate::kubelet_box::{BoxError, KubeletBox, NumaNode, Options, Policy, Scope, TopologyManager};
+use crate::machines::Machine;
 use crate::runtime::{self, Node, NodeSettings};
-use crate::topology::NodeTopology;
+use crate::topology::{HostObservation, NodeTopology};
 use script::Script;
+use style::Style;
 
 /// Runs the command.
 pub fn run(args: &DemoArgs) -> Result<()> {
     let _log = runtime::log_to_stderr(&args.log, LogFormat::Text)?;
-    let machine = machines::load(&args.machine)?;
-    runtime::block_on(demo(args, machine))
+    let style = Style { colour: !args.no_color && std::io::stdout().is_terminal() };
+    let say = move |text: &str| Ok(print(&style.render(text))?);
+    let machine = commands::load(&args.machine)?;
+    runtime::block_on(demo(args, machine, &say))
 }
 
-async fn demo(args: &DemoArgs, machine: Machine) -> Result<()> {
+/// Plays the demo on a machine; `say` gets everything that is printed.
+pub async fn demo(args: &DemoArgs, machine: Machine, say: &(impl Fn(&str) -> Result<()> + Sync)) -> Result<()> {
     let folder = tempfile::Builder::new().prefix("linkwise-").tempdir().context("cannot make a temporary folder")?;
-    let kubelet = KubeletBox::start(Options::new(folder.path()))?;
+    say(&format!("# {}\n", show::cut(&commands::machine_tree(&machine))))?;
+    let kubelet = start_kubelet(args, &machine.observed.host, folder.path(), say)?;
     let settings = NodeSettings {
         kubelet: kubelet::Settings {
             // Nobody else uses this folder: nothing to wait for politely.
@@ -39,28 +48,30 @@ async fn demo(args: &DemoArgs, machine: Machine) -> Result<()> {
             ..kubelet::Settings::new(folder.path().join(Options::SOCKET))
         },
         metrics_address: args.metrics_address,
+        numa_hints: args.numa_hints.into(),
     };
     let node = Node::start(settings).await?;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
-    print(&(commands::machine_text(&machine) + "\n"))?;
     let events = node.events();
     let script = Script {
+        machine: &machine,
         topology: &topology,
         kubelet: &kubelet,
         events: events.clone(),
         inventory: node.inventory(),
         report: node.last_report(),
         resource: ResourceName::gpu(),
+        print: say,
     };
     let (shutdown, address) = (node.shutdown(), node.metrics_address());
     let play = async {
         events.send(Event::Observed(Box::new(machine.observed.clone()))).await.context("the node ended")?;
         if topology.gpus().is_empty() {
-            print("\nThis machine has no GPU: linkwise stays up, offers nothing, and /readyz says so.\n")?;
+            say("\nThis machine has no GPU: linkwise stays up, offers nothing, and /readyz says so.\n")?;
         } else {
             script.play().await?;
         }
-        if args.hold { hold(address).await } else { Ok(()) }
+        if args.hold { hold(address, say).await } else { Ok(()) }
     };
     let mut serve = std::pin::pin!(node.serve());
     let result = tokio::select! {
@@ -74,9 +85,64 @@ async fn demo(args: &DemoArgs, machine: Machine) -> Result<()> {
     result
 }
 
+/// A kubelet with the Topology Manager that was asked for, or without one where it would not live on this machine.
+fn start_kubelet(
+    args: &DemoArgs,
+    host: &HostObservation,
+    folder: &Path,
+    say: &impl Fn(&str) -> Result<()>,
+) -> Result<KubeletBox> {
+    let mut options = Options::new(folder);
+    options.topology_manager = TopologyManager {
+        policy: match args.topology_manager_policy {
+            TopologyPolicyArg::None => Policy::None,
+            TopologyPolicyArg::BestEffort => Policy::BestEffort,
+            TopologyPolicyArg::Restricted => Policy::Restricted,
+            TopologyPolicyArg::SingleNumaNode => Policy::SingleNumaNode,
+        },
+        scope: match args.scope {
+            ScopeArg::Container => Scope::Container,
+            ScopeArg::Pod => Scope::Pod,
+        },
+        numa_nodes: numa_nodes(host),
+        static_cpus: false,
+    };
+    let TopologyManager { policy, scope, .. } = options.topology_manager;
+    if policy != Policy::None {
+        say(&format!("The kubelet's Topology Manager: policy {policy}, scope {scope}.\n"))?;
+    }
+    match KubeletBox::start(options.clone()) {
+        Err(BoxError::Unsupported(why)) => {
+            say(&format!("✗ {why}\n"))?;
+            say("  Such a node runs without a Topology Manager, and so does the rest of this demo.\n")?;
+            options.topology_manager.policy = Policy::None;
+            Ok(KubeletBox::start(options)?)
+        }
+        started => Ok(started?),
+    }
+}
+
+/// The NUMA nodes as a kubelet counts them: memory-only ones too, and node 0 where the host names none.
+pub fn numa_nodes(host: &HostObservation) -> Vec<NumaNode> {
+    let node = |(id, cpus): (u32, &str)| NumaNode { id: i64::from(id), cpus: cpus_of(cpus) };
+    match host.numa_nodes.as_slice() {
+        [] => vec![node((0, ""))],
+        nodes => nodes.iter().map(|numa| node((numa.id.0, &numa.cpus))).collect(),
+    }
+}
+
+/// The CPUs of a kernel list such as `0-3,8`. What is no number is no CPU.
+fn cpus_of(list: &str) -> BTreeSet<u32> {
+    let range = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Some(first.trim().parse().ok()?..=last.trim().parse().ok()?)
+    };
+    list.split(',').filter_map(range).flatten().collect()
+}
+
 /// Keeps serving until interrupted.
-async fn hold(address: std::net::SocketAddr) -> Result<()> {
-    print(&format!("\nServing until interrupted (Ctrl-C): http://{address}/metrics /livez /readyz\n"))?;
+async fn hold(address: std::net::SocketAddr, say: &impl Fn(&str) -> Result<()>) -> Result<()> {
+    say(&format!("\nServing until interrupted (Ctrl-C): http://{address}/metrics /livez /readyz\n"))?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     tokio::select! {
@@ -84,4 +150,21 @@ async fn hold(address: std::net::SocketAddr) -> Result<()> {
         _ = terminate.recv() => {}
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernel_lists_name_cpus() {
+        assert_eq!(cpus_of("0-2,8, 10-11"), [0, 1, 2, 8, 10, 11].into());
+        assert_eq!(cpus_of(""), BTreeSet::new());
+    }
+
+    #[test]
+    fn a_host_that_names_no_numa_node_has_node_0() {
+        let nodes = numa_nodes(&HostObservation::default());
+        assert_eq!(nodes, [NumaNode { id: 0, cpus: BTreeSet::new() }]);
+    }
 }

@@ -1,4 +1,5 @@
-//! What happens in the demo: pods of mixed sizes come and go, a GPU fails, the kubelet restarts.
+//! What happens in the demo: pods of mixed sizes come and go, the kubelet restarts, a GPU leaves and comes back,
+//! another fails.
 
 use std::sync::Arc;
 
@@ -7,9 +8,9 @@ use tokio::sync::{mpsc, watch};
 
 use super::show;
 use crate::allocation::AllocationReport;
-use crate::commands::print;
 use crate::inventory::{Event, Health, Inventory, ResourceName};
 use crate::kubelet_box::{AdmissionError, KubeletBox, Pod, ResourceState, Restart};
+use crate::machines::Machine;
 use crate::topology::{Gpu, NodeTopology};
 
 /// The one container of each pod.
@@ -20,13 +21,15 @@ const GPU_XID: u64 = 79;
 const APPLICATION_XID: u64 = 31;
 
 /// The players.
-pub(super) struct Script<'a> {
+pub(super) struct Script<'a, P> {
+    pub machine: &'a Machine,
     pub topology: &'a NodeTopology,
     pub kubelet: &'a KubeletBox,
     pub events: mpsc::Sender<Event>,
     pub inventory: watch::Receiver<Arc<Inventory>>,
     pub report: watch::Receiver<Option<Arc<AllocationReport>>>,
     pub resource: ResourceName,
+    pub print: &'a P,
 }
 
 /// What came of the pods.
@@ -34,17 +37,17 @@ pub(super) struct Script<'a> {
 struct Tally {
     admitted: usize,
     rejected: usize,
+    misaligned: usize,
     exact: usize,
     asked: usize,
 }
 
-impl Script<'_> {
+impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
     /// Plays it all. Fails when something does that should not.
     pub async fn play(&self) -> Result<()> {
         let gpus = self.topology.gpus().len();
         let part = |of: usize| u32::try_from((gpus / of).max(1)).unwrap_or(u32::MAX);
         let mut tally = Tally::default();
-        let healthy = |count: usize| move |state: &ResourceState| state.connected && state.healthy.len() == count;
         let state = self.wait("the plugin to register", healthy(gpus)).await?;
         self.say(&format!("The kubelet knows {} healthy {}.\n", state.healthy.len(), self.resource))?;
 
@@ -54,38 +57,70 @@ impl Script<'_> {
         self.admit("train-b", part(2), &mut tally).await?;
         self.show_holders()?;
 
+        self.restart().await?;
+        self.leave_and_return().await?;
+        self.fail().await?;
+
+        for pod in ["train-a", "infer-a", "train-b"] {
+            self.remove(pod)?;
+        }
+        self.admit("train-c", part(2), &mut tally).await?;
+        self.admit("infer-b", part(4), &mut tally).await?;
+        self.show_holders()?;
+        for pod in ["notebook", "train-c", "infer-b"] {
+            self.remove(pod)?;
+        }
+        self.finish(&tally)
+    }
+
+    async fn restart(&self) -> Result<()> {
         self.say("The kubelet restarts; its pods go on running.")?;
-        let before = self.state().registrations;
+        let (before, gpus) = (self.state().registrations, self.topology.gpus().len());
         self.kubelet.restart(Restart::Kubelet).await?;
         let again = move |state: &ResourceState| state.registrations > before && healthy(gpus)(state);
         self.wait("the plugin to register again", again).await?;
         self.kubelet.restart_container("notebook", CONTAINER).await.context("notebook's container did not restart")?;
-        self.say("  linkwise has registered again; notebook's container restarts with the GPU it had.\n")?;
+        self.say("  linkwise has registered again; notebook's container restarts with the GPU it had.\n")
+    }
 
-        let (failing, place) = self.victim().context("no GPU to fail")?;
-        self.xid(failing, APPLICATION_XID).await?;
-        self.xid(failing, GPU_XID).await?;
-        let uuid = failing.uuid.as_str();
-        let failed = |state: &ResourceState| state.unhealthy.contains(uuid);
-        let state = self.wait("the failing GPU to be unhealthy", failed).await?;
-        ensure!(state.healthy.len() + 1 == gpus, "XID {GPU_XID} of one GPU changed the health of others");
+    /// A GPU that a pod holds goes and comes: a kubelet can crash where such an id is gone from the list.
+    async fn leave_and_return(&self) -> Result<()> {
+        let gpu = self.held_by("notebook").context("notebook holds no GPU")?;
+        let uuid = gpu.uuid.as_str();
+        let mut without = self.machine.observed.clone();
+        without.gpus.retain(|seen| seen.uuid != gpu.uuid);
+        self.send(Event::Observed(Box::new(without))).await?;
+        self.wait("the missing GPU to be unhealthy", |state| state.unhealthy.contains(uuid)).await?;
+        self.say(&format!(
+            "GPU {} (notebook's) leaves the bus: it stays on the list, unhealthy, because a pod holds it.",
+            gpu.index
+        ))?;
+        self.send(Event::Observed(Box::new(self.machine.observed.clone()))).await?;
+        self.wait("the GPU that came back to be healthy", healthy(self.topology.gpus().len())).await?;
+        self.say("  It comes back and is healthy again.\n")
+    }
+
+    /// A GPU fails for good, after an application's fault that changes nothing.
+    async fn fail(&self) -> Result<()> {
+        let gpus = self.topology.gpus();
+        let held = self.held_by("train-a");
+        let (gpu, place) = match held {
+            Some(gpu) => (gpu, "train-a's"),
+            None => (gpus.last().context("no GPU to fail")?, "the last one"),
+        };
+        for code in [APPLICATION_XID, GPU_XID] {
+            self.send(Event::Xid { gpu: gpu.uuid.clone(), code }).await?;
+        }
+        let uuid = gpu.uuid.as_str();
+        let state = self.wait("the failing GPU to be unhealthy", |state| state.unhealthy.contains(uuid)).await?;
+        ensure!(state.healthy.len() + 1 == gpus.len(), "XID {GPU_XID} of one GPU changed the health of others");
         self.say(&format!(
             "GPU {} ({place}) reports XID {APPLICATION_XID}, an application's fault: it stays healthy.\n\
              GPU {} reports XID {GPU_XID}, its own fault: it alone is unhealthy, {} others go on.\n",
-            failing.index,
-            failing.index,
+            gpu.index,
+            gpu.index,
             state.healthy.len()
-        ))?;
-
-        self.remove("infer-a")?;
-        self.admit("infer-b", part(4), &mut tally).await?;
-        self.remove("train-a")?;
-        self.admit("train-c", part(2), &mut tally).await?;
-        self.show_holders()?;
-        for pod in ["notebook", "infer-b", "train-c"] {
-            self.remove(pod)?;
-        }
-        self.finish(&tally)
+        ))
     }
 
     fn finish(&self, tally: &Tally) -> Result<()> {
@@ -94,18 +129,29 @@ impl Script<'_> {
         let held = self.state().in_use();
         ensure!(held.is_empty(), "devices are still held: {held:?}");
         ensure!(tally.admitted > 0, "no pod was admitted");
-        let Tally { admitted, rejected, exact, asked } = tally;
+        let Tally { admitted, rejected, misaligned, exact, asked } = tally;
+        let misaligned = match misaligned {
+            0 => String::new(),
+            count => format!(", {count} refused by the Topology Manager"),
+        };
         self.say(&format!(
-            "\nSummary: {admitted} pods admitted, {rejected} rejected for want of GPUs; {exact} of {asked} choices exact; \
-             one kubelet restart,\none failed GPU; nothing left behind."
+            "\nSummary: {admitted} pods admitted, {rejected} rejected for want of GPUs{misaligned};\n\
+             {exact} of {asked} choices exact; one kubelet restart, one GPU back, one failed; nothing left behind."
         ))
     }
 
-    /// A pod comes; too few GPUs is an answer, any other failure is not.
+    /// A pod comes; too few GPUs, or none on the right NUMA nodes, is an answer, any other failure is not.
     async fn admit(&self, name: &str, size: u32, tally: &mut Tally) -> Result<()> {
         let pod = Pod::single(name, self.resource.as_str(), size);
         let admitted = match self.kubelet.admit(&pod, None).await {
             Ok(admitted) => admitted,
+            Err(AdmissionError::TopologyAffinity { refusal }) => {
+                tally.misaligned += 1;
+                let free = self.state().free().len();
+                let why = refusal.why();
+                return self
+                    .say(&format!("✗ {name} wants {size}, {free} are free: TopologyAffinityError\n  why: {why}\n"));
+            }
             Err(error @ (AdmissionError::Insufficient { .. } | AdmissionError::NoHealthyDevices { .. })) => {
                 tally.rejected += 1;
                 return self.say(&format!("✗ {name} wants {size}: rejected, {error}\n"));
@@ -130,7 +176,10 @@ impl Script<'_> {
             .enumerate()
             .filter(|(_, gpu)| grant.allocation.devices.iter().any(|id| id == gpu.uuid.as_str()))
             .collect();
-        self.say(&show::pod(name, size, self.topology, &gpus, report.as_deref()))
+        let hint = admitted.containers.get(CONTAINER).and_then(|container| container.hint.as_ref());
+        let offered = grant.asked.as_ref().map(|asked| (asked.available.len(), asked.must_include.len()));
+        let manager = hint.map(|hint| show::hint(hint, offered));
+        self.say(&show::pod(name, size, self.topology, &gpus, (manager, report.as_deref())))
     }
 
     fn remove(&self, pod: &str) -> Result<()> {
@@ -140,16 +189,14 @@ impl Script<'_> {
         Ok(())
     }
 
-    /// A GPU to fail: a free one where there is one, so that no pod has to be explained away.
-    fn victim(&self) -> Option<(&Gpu, &'static str)> {
-        let (gpus, free) = (self.topology.gpus(), self.state().free());
-        let idle = gpus.iter().rev().find(|gpu| free.contains(gpu.uuid.as_str())).map(|gpu| (gpu, "free"));
-        idle.or_else(|| gpus.last().map(|gpu| (gpu, "in use")))
+    /// The last of the GPUs that a pod holds.
+    fn held_by(&self, pod: &str) -> Option<&Gpu> {
+        let state = self.state();
+        let devices = state.allocated.get(pod)?.get(CONTAINER)?;
+        self.topology.gpus().iter().rev().find(|gpu| devices.contains(gpu.uuid.as_str()))
     }
 
-    /// The driver reports an XID; returns when the node has seen it.
-    async fn xid(&self, gpu: &Gpu, code: u64) -> Result<()> {
-        let event = Event::Xid { gpu: gpu.uuid.clone(), code };
+    async fn send(&self, event: Event) -> Result<()> {
         self.events.send(event).await.context("the node ended")
     }
 
@@ -183,6 +230,11 @@ impl Script<'_> {
     }
 
     fn say(&self, text: &str) -> Result<()> {
-        Ok(print(&format!("{text}\n"))?)
+        (self.print)(&format!("{text}\n"))
     }
+}
+
+/// Registered, with so many healthy devices.
+fn healthy(count: usize) -> impl Fn(&ResourceState) -> bool {
+    move |state| state.connected && state.healthy.len() == count
 }

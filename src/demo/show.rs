@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::allocation::AllocationReport;
+use crate::kubelet_box::Hint;
 use crate::topology::{Gpu, NodeTopology, NumaNodeId};
 
 /// A pod that was admitted.
@@ -11,7 +12,7 @@ pub(super) fn pod(
     size: u32,
     topology: &NodeTopology,
     gpus: &[(usize, &Gpu)],
-    report: Option<&AllocationReport>,
+    (manager, report): (Option<String>, Option<&AllocationReport>),
 ) -> String {
     let indices = gpus.iter().map(|(_, gpu)| gpu.index.to_string()).collect::<Vec<_>>().join(",");
     let nodes: BTreeSet<String> =
@@ -22,11 +23,38 @@ pub(super) fn pod(
     if !links.is_empty() {
         text += &format!(", links {links}");
     }
+    if let Some(manager) = manager {
+        text += &format!("\n  NUMA: {manager}");
+    }
     match report {
         // The report's parts each on a line of their own: 100 columns are few.
         Some(report) => text + &format!("\n  why: {}\n", report.to_string().replace("; ", "\n       ")),
         None => text + "\n  why: the kubelet did not ask, these were all there was\n",
     }
+}
+
+/// What the Topology Manager settled, and what of the node we saw: how many were offered and how many taken before.
+pub(super) fn hint(hint: &Hint, offered: Option<(usize, usize)>) -> String {
+    let nodes = hint.numa.iter().flatten().map(ToString::to_string).collect::<Vec<_>>().join(",");
+    let settled = match (&hint.numa, hint.preferred) {
+        (None, _) => "the Topology Manager leaves it open".to_owned(),
+        (Some(_), true) => format!("the Topology Manager wants {{{nodes}}}"),
+        (Some(_), false) => format!("the Topology Manager takes {{{nodes}}} for want of better"),
+    };
+    match offered {
+        None => format!("{settled}, which has just as many"),
+        Some((offered, 0)) => format!("{settled}; {offered} to choose from"),
+        Some((offered, taken)) => format!("{settled}; {taken} taken, the rest of {offered} to choose from"),
+    }
+}
+
+/// Cuts lines to 100 columns.
+pub(super) fn cut(text: &str) -> String {
+    let cut = |line: &str| match line.char_indices().nth(99) {
+        Some((end, _)) if line.chars().count() > 100 => line.get(..end).unwrap_or(line).to_owned() + "…",
+        _ => line.to_owned(),
+    };
+    text.lines().map(cut).collect::<Vec<_>>().join("\n") + "\n"
 }
 
 /// Who holds which GPU, a line for each NUMA node; four GPUs fit a line.

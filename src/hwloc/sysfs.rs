@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use super::{DISPLAY, NVIDIA};
 use crate::topology::{NumaNodeId, PciAddress, PcieLink};
 
-/// A sysfs tree.
+/// A sysfs tree, or none.
 pub(super) struct Sysfs {
-    root: PathBuf,
+    root: Option<PathBuf>,
 }
 
 /// The NVIDIA GPUs on the PCI bus by the kernel's word, whether or not a driver holds them.
@@ -30,7 +30,12 @@ pub fn nvidia_gpus_on_bus(sysfs: &Path) -> Vec<PciAddress> {
 
 impl Sysfs {
     pub fn new(root: &Path) -> Self {
-        Self { root: root.to_owned() }
+        Self { root: Some(root.to_owned()) }
+    }
+
+    /// No tree: every question has no answer.
+    pub fn nowhere() -> Self {
+        Self { root: None }
     }
 
     /// What a function's link can do, not what it does now.
@@ -47,12 +52,12 @@ impl Sysfs {
 
     /// Whether a function is one of many that an SR-IOV card pretends to be.
     pub fn is_virtual_function(&self, pci: PciAddress) -> bool {
-        self.root.join(format!("bus/pci/devices/{pci}/physfn")).exists()
+        self.at(&format!("bus/pci/devices/{pci}/physfn")).is_some_and(|path| path.exists())
     }
 
     /// The summed rates of an RDMA device's ports, Mbit/s.
     pub fn rdma_rate(&self, name: &str) -> Option<u32> {
-        let ports = fs::read_dir(self.root.join(format!("class/infiniband/{name}/ports"))).ok()?;
+        let ports = fs::read_dir(self.at(&format!("class/infiniband/{name}/ports"))?).ok()?;
         let rate = |port: PathBuf| {
             // "200 Gb/sec (4X HDR)", "2.5 Gb/sec (1X SDR)": the number is in Gbit/s.
             let text = fs::read_to_string(port.join("rate")).ok()?;
@@ -72,7 +77,11 @@ impl Sysfs {
     }
 
     fn read(&self, path: &str) -> Option<String> {
-        fs::read_to_string(self.root.join(path)).ok().map(|text| text.trim().to_owned())
+        fs::read_to_string(self.at(path)?).ok().map(|text| text.trim().to_owned())
+    }
+
+    fn at(&self, path: &str) -> Option<PathBuf> {
+        self.root.as_ref().map(|root| root.join(path))
     }
 }
 

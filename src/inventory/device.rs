@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde::Serialize;
 use thiserror::Error;
 
+use super::numa_hints::NumaHints;
 use crate::topology::{Gpu, NodeTopology, NumaNodeId};
 
 /// A moment: time since the Unix epoch, as whoever calls reads its clock.
@@ -25,8 +26,8 @@ pub struct Device {
 
 impl Device {
     /// A healthy device.
-    pub fn new(topology: &NodeTopology, gpu: &Gpu) -> Self {
-        let numa_nodes = topology.cpu_node(gpu).into_iter().collect();
+    pub fn new(topology: &NodeTopology, gpu: &Gpu, hints: NumaHints) -> Self {
+        let numa_nodes = hints.nodes(topology, gpu);
         Self { gpu: gpu.clone(), numa_nodes, health: Health::Healthy }
     }
 }

@@ -6,6 +6,7 @@
 
 mod device;
 mod event;
+mod numa_hints;
 mod xid;
 
 use std::collections::BTreeMap;
@@ -16,12 +17,14 @@ use crate::topology::{GpuUuid, NodeObservation, NodeTopology, TopologyWarning};
 
 pub use device::{Device, Health, ResourceName, ResourceNameError, Timestamp, UnhealthyReason};
 pub use event::{Effect, Event};
+pub use numa_hints::NumaHints;
 pub use xid::XidClass;
 
 /// One whole state of the node. Cheap to share, never changed in place.
 #[derive(Clone, Debug)]
 pub struct Inventory {
     tables: Arc<AllocationTables>,
+    numa_hints: NumaHints,
     warnings: Vec<TopologyWarning>,
     resources: BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>,
 }
@@ -58,14 +61,19 @@ pub enum AllocateError {
 }
 
 impl Default for Inventory {
-    /// Nothing seen yet.
+    /// Nothing seen yet; devices will claim their own NUMA nodes.
     fn default() -> Self {
-        let tables = Arc::new(AllocationTables::new(Arc::default()));
-        Self { tables, warnings: Vec::new(), resources: BTreeMap::new() }
+        Self::new(NumaHints::default())
     }
 }
 
 impl Inventory {
+    /// Nothing seen yet.
+    pub fn new(numa_hints: NumaHints) -> Self {
+        let tables = Arc::new(AllocationTables::new(Arc::default()));
+        Self { tables, numa_hints, warnings: Vec::new(), resources: BTreeMap::new() }
+    }
+
     /// The graph of the node.
     pub fn topology(&self) -> &Arc<NodeTopology> {
         self.tables.topology()
@@ -89,6 +97,12 @@ impl Inventory {
     /// The devices of one resource, by id.
     pub fn devices(&self, resource: &ResourceName) -> impl Iterator<Item = (&DeviceId, &Device)> + use<'_> {
         self.resources.get(resource).into_iter().flatten()
+    }
+
+    /// Whether there is such a device, in health.
+    pub fn is_healthy(&self, resource: &ResourceName, id: &DeviceId) -> bool {
+        let device = self.resources.get(resource).and_then(|devices| devices.get(id));
+        device.is_some_and(|device| device.health == Health::Healthy)
     }
 
     /// The devices that an order names, in the order of their PCI addresses: all of them, or the first thing
@@ -139,8 +153,11 @@ impl Inventory {
             self.tables = Arc::new(AllocationTables::new(Arc::new(topology)));
         }
         let topology = Arc::clone(self.topology());
-        let mut fresh: BTreeMap<DeviceId, Device> =
-            topology.gpus().iter().map(|gpu| (DeviceId::from(&gpu.uuid), Device::new(&topology, gpu))).collect();
+        let mut fresh: BTreeMap<DeviceId, Device> = topology
+            .gpus()
+            .iter()
+            .map(|gpu| (DeviceId::from(&gpu.uuid), Device::new(&topology, gpu, self.numa_hints)))
+            .collect();
         let resource = ResourceName::gpu();
         for (id, known) in self.resources.get(&resource).into_iter().flatten() {
             match (fresh.get_mut(id), &known.health) {

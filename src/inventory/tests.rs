@@ -1,7 +1,7 @@
 //! The state machine, event by event.
 
 use super::*;
-use crate::topology::{GpuObservation, HostObservation, NumaNodeId, NumaNodeObservation, PciAddress};
+use crate::topology::{GpuObservation, HostObservation, NumaNodeId, NumaNodeObservation, PackageId, PciAddress};
 
 const NOON: Timestamp = Timestamp::from_secs(12 * 3600);
 
@@ -54,6 +54,26 @@ fn a_look_makes_devices_and_their_numa_nodes() {
     let numa: Vec<_> = state.devices(&ResourceName::gpu()).map(|(_, device)| device.numa_nodes.clone()).collect();
     // Node 1 has no CPUs, node 2 is not known to have any.
     assert_eq!(numa, [vec![NumaNodeId(0)], vec![], vec![]]);
+}
+
+#[test]
+fn numa_hints_are_the_gpus_own_node_its_packages_or_none() {
+    let mut observed = NodeObservation::default();
+    // Package 0: nodes 0 and 1 with CPUs, node 2 without; package 1: node 3; node 4 of no known package.
+    let places = [(0, Some(0), "0-3"), (1, Some(0), "4-7"), (2, Some(0), ""), (3, Some(1), "8-11"), (4, None, "12-15")];
+    for (id, package, cpus) in places {
+        let (id, package) = (NumaNodeId(id), package.map(PackageId));
+        observed.host.numa_nodes.push(NumaNodeObservation { id, package, cpus: cpus.into() });
+    }
+    observed.gpus = (0..6).map(gpu).collect();
+    let nodes = |hints| {
+        let (state, _) = Inventory::new(hints).apply(Event::Observed(Box::new(observed.clone())), NOON);
+        let nodes = state.devices(&ResourceName::gpu()).map(|(_, device)| device.numa_nodes.clone());
+        nodes.map(|nodes| nodes.iter().map(|node| node.0).collect()).collect::<Vec<Vec<u32>>>()
+    };
+    assert_eq!(nodes(NumaHints::Node), [vec![0], vec![1], vec![], vec![3], vec![4], vec![]]);
+    assert_eq!(nodes(NumaHints::Package), [vec![0, 1], vec![0, 1], vec![0, 1], vec![3], vec![4], vec![]]);
+    assert_eq!(nodes(NumaHints::Off), vec![Vec::<u32>::new(); 6]);
 }
 
 #[test]

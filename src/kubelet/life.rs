@@ -6,7 +6,7 @@ use std::hash::{BuildHasher, Hasher};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use thiserror::Error;
@@ -153,6 +153,7 @@ impl Plugin {
             settings: Arc::clone(&self.settings),
             sources: self.sources.clone(),
             streams,
+            offers: Mutex::default(),
             end: end.clone(),
         };
         let observe = Observe { resource: self.resource.clone(), observer: Arc::clone(&self.sources.observer) };

@@ -8,6 +8,7 @@
 mod convert;
 mod layer;
 mod life;
+mod offers;
 mod register;
 mod service;
 mod socket;
@@ -109,6 +110,8 @@ pub enum Occurrence {
         report: Arc<AllocationReport>,
         /// What the choice alone took.
         elapsed: Duration,
+        /// Whether the kubelet held back devices that are healthy and free, or had taken some already.
+        narrowed: bool,
     },
     /// Allocate was answered, `Err` with the refusal.
     Allocated(Result<Vec<String>, String>),

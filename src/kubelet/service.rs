@@ -1,7 +1,7 @@
 //! The five RPCs of one resource.
 
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use futures_util::stream::{self, Stream, StreamExt};
@@ -9,6 +9,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
+use super::offers::Offers;
 use super::{Occurrence, Settings, Sources, convert};
 use crate::allocation::{AllocationPolicy, preferred_allocation};
 use crate::inventory::{Inventory, ResourceName};
@@ -22,6 +23,8 @@ pub(super) struct Service {
     pub sources: Sources,
     /// How many ListAndWatch streams are open.
     pub streams: watch::Sender<usize>,
+    /// What the kubelet has offered in this session.
+    pub offers: Mutex<Offers>,
     /// Ends the open streams: tonic's graceful shutdown waits for them.
     pub end: CancellationToken,
 }
@@ -29,6 +32,11 @@ pub(super) struct Service {
 impl Service {
     fn inventory(&self) -> Arc<Inventory> {
         Arc::clone(&self.sources.inventory.borrow())
+    }
+
+    fn offers(&self) -> std::sync::MutexGuard<'_, Offers> {
+        // Only whole ids are ever put in or taken out.
+        self.offers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn observe(&self, occurrence: Occurrence) {
@@ -77,7 +85,9 @@ impl DevicePlugin for Service {
             let question = convert::request(container);
             let start = Instant::now();
             let (answer, report) = preferred_allocation(inventory.tables(), &question, AllocationPolicy::BestEffort);
-            self.observe(Occurrence::Chosen { report: Arc::new(report), elapsed: start.elapsed() });
+            let elapsed = start.elapsed();
+            let narrowed = self.offers().narrowed(&question, |id| inventory.is_healthy(&self.resource, id));
+            self.observe(Occurrence::Chosen { report: Arc::new(report), elapsed, narrowed });
             convert::preferred(answer)
         });
         Ok(Response::new(wire::PreferredAllocationResponse { container_responses: answers.collect() }))
@@ -91,6 +101,7 @@ impl DevicePlugin for Service {
         let mut container_responses = Vec::new();
         for container in request.into_inner().container_requests {
             let ids = convert::ids(container.devices_ids);
+            self.offers().allocated(&ids);
             let answer = inventory
                 .allocate(&self.resource, &ids)
                 .map_err(|error| convert::refusal(&error))

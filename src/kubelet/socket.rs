@@ -85,7 +85,11 @@ pub(super) async fn remove_dead(folder: &Path, prefix: &str) -> io::Result<()> {
         }
         let answer = tokio::time::timeout(PROBE_TIMEOUT, UnixStream::connect(&path)).await;
         if matches!(&answer, Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused) {
-            std::fs::remove_file(&path)?;
+            match std::fs::remove_file(&path) {
+                // A kubelet that starts removes them too.
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
         }
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! Admits a pod: decides with `selection`, asks and orders through `endpoint`, records in `devices`.
+//! Admits a pod: `affinity` says which NUMA nodes, `selection` decides, `endpoint` asks and orders, `devices` records.
 //!
 //! Called by `KubeletBox` only, one pod at a time. It holds no lock across a call, and every call it
 //! makes has a deadline. The order of checks is that of the device manager, read at 1.33.
@@ -6,34 +6,58 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use super::affinity;
 use super::devices::Endpoint;
 use super::endpoint::Plugin;
 use super::errors::{AdmissionError, CallError};
 use super::life::{Core, Life, lock};
 use super::pod::{Admitted, AdmittedContainer, Allocation, Asked, Container, Grant, Hint, Place, Pod};
 use super::selection::{Plan, Pool, plan};
+use super::topology_manager::{NumaMask, Policy, Scope};
 
 /// Admits the pod and starts its containers. A pod that is rejected holds nothing afterwards; one
 /// whose admission was cut off by the end of the kubelet holds what it held before.
 pub(super) async fn admit(life: &Arc<Life>, pod: &Pod, hint: Option<&Hint>) -> Result<Admitted, AdmissionError> {
     let core = &life.core;
     let _turn = core.turn.lock().await;
-    let before = core.read(|book| book.pod(&pod.name));
-    let mut admitted = Admitted::default();
-    for container in &pod.containers {
-        match allocate(life, &pod.name, container, hint).await {
-            Ok(granted) => admitted.containers.insert(container.name.clone(), granted),
-            Err(error) => {
-                core.change(|book| match life.end.is_cancelled() {
-                    true => book.restore_pod(&pod.name, before),
-                    false => drop(book.remove_pod(&pod.name)),
-                });
-                return Err(error);
-            }
-        };
-    }
+    let before = core.read(|book| (book.pod(&pod.name), book.cpus.all().get(&pod.name).cloned()));
+    let admitted = match allocate_all(life, pod, hint).await {
+        Ok(admitted) => admitted,
+        Err(error) => {
+            core.change(|book| match life.end.is_cancelled() {
+                true => {
+                    book.restore_pod(&pod.name, before.0);
+                    book.cpus.restore_pod(&pod.name, before.1.unwrap_or_default());
+                }
+                false => drop(book.remove_pod(&pod.name)),
+            });
+            return Err(error);
+        }
+    };
     for container in &pod.containers {
         start(life, &pod.name, &container.name).await?;
+    }
+    Ok(admitted)
+}
+
+/// Every container in turn: in scope container each is settled when those before it have what they got.
+async fn allocate_all(life: &Arc<Life>, pod: &Pod, hint: Option<&Hint>) -> Result<Admitted, AdmissionError> {
+    let core = &life.core;
+    let manager = &core.options.topology_manager;
+    let refused = |refusal| AdmissionError::TopologyAffinity { refusal };
+    let mut hint = hint.cloned();
+    let settles = hint.is_none() && manager.policy != Policy::None;
+    if settles && manager.scope == Scope::Pod {
+        hint = Some(core.read(|book| affinity::of_pod(book, manager, pod)).map_err(refused)?);
+    }
+    let mut admitted = Admitted::default();
+    for container in &pod.containers {
+        if settles && manager.scope == Scope::Container {
+            let settled = core.read(|book| affinity::of_container(book, manager, &pod.name, container));
+            hint = Some(settled.map_err(refused)?);
+        }
+        let granted = allocate(life, &pod.name, container, hint.as_ref()).await?;
+        admitted.containers.insert(container.name.clone(), granted);
     }
     Ok(admitted)
 }
@@ -61,7 +85,7 @@ async fn allocate(
     container: &Container,
     hint: Option<&Hint>,
 ) -> Result<AdmittedContainer, AdmissionError> {
-    let mut granted = AdmittedContainer::default();
+    let mut granted = AdmittedContainer { hint: hint.cloned(), ..AdmittedContainer::default() };
     let still_running = life.core.change(|book| book.take_still_running(pod, &container.name));
     for (resource, requested) in shuffled(&life.core, container.requests.clone()) {
         let place = Place { pod: pod.to_owned(), container: container.name.clone(), resource: resource.clone() };
@@ -69,7 +93,25 @@ async fn allocate(
             granted.resources.insert(resource, grant);
         }
     }
+    granted.cpus = cpus(&life.core, pod, container, hint)?;
     Ok(granted)
+}
+
+/// CPUs of its own for a container that asks for some: after the devices, as in a kubelet.
+fn cpus(core: &Core, pod: &str, container: &Container, hint: Option<&Hint>) -> Result<BTreeSet<u32>, AdmissionError> {
+    let manager = &core.options.topology_manager;
+    if container.cpus == 0 || !manager.static_cpus {
+        return Ok(BTreeSet::new());
+    }
+    let mask = hint.and_then(|hint| hint.numa.as_ref()).map(|nodes| NumaMask::new(nodes.iter().copied()));
+    let count = usize::try_from(container.cpus).unwrap_or(usize::MAX);
+    let taken = core.change(|book| book.cpus.take(manager, (pod, &container.name), count, mask));
+    taken.map_err(|available| AdmissionError::InsufficientCpus {
+        pod: pod.to_owned(),
+        container: container.name.clone(),
+        requested: container.cpus,
+        available,
+    })
 }
 
 /// One resource of one container; `None` where it neither has nor needs any.

@@ -10,6 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::pod::{Allocation, Place};
 use super::selection::{Ids, Pool};
 use super::state::{Calls, Violation};
+use super::topology_manager::CpuBook;
 
 mod snapshot;
 #[cfg(test)]
@@ -72,6 +73,8 @@ pub(super) struct Book {
     resources: BTreeMap<String, Resource>,
     /// Survives a restart: the checkpoint file.
     held: BTreeMap<Place, Allocation>,
+    /// Survives a restart too.
+    pub(super) cpus: CpuBook,
     /// Containers that ran when the kubelet started: (pod, container).
     still_running: BTreeSet<(String, String)>,
     /// The current connection of each resource, connecting ones included.
@@ -215,6 +218,25 @@ impl Book {
         self.resources.get(resource).filter(|entry| entry.registered).map(|entry| &entry.healthy)
     }
 
+    /// Whether a kubelet takes this name as a device plugin's: listed, or held by a container.
+    pub(super) fn is_known(&self, resource: &str) -> bool {
+        let listed = self.resources.get(resource).is_some_and(|entry| entry.registered);
+        listed || self.held.keys().any(|place| place.resource == resource)
+    }
+
+    /// NUMA nodes of every device of the resource's last list.
+    pub(super) fn numa(&self, resource: &str) -> Option<&BTreeMap<String, BTreeSet<i64>>> {
+        self.resources.get(resource).map(|entry| &entry.numa)
+    }
+
+    /// The devices of one resource that these containers of a pod hold.
+    pub(super) fn held_of(&self, pod: &str, containers: &[&str], resource: &str) -> impl Iterator<Item = &String> {
+        let here = move |place: &Place| {
+            place.pod == pod && place.resource == resource && containers.contains(&place.container.as_str())
+        };
+        self.held.iter().filter(move |(place, _)| here(place)).flat_map(|(_, allocation)| &allocation.devices)
+    }
+
     /// What a container holds.
     pub(super) fn held(&self, place: &Place) -> Option<&Allocation> {
         self.held.get(place)
@@ -241,9 +263,10 @@ impl Book {
         self.held.insert(place, allocation);
     }
 
-    /// Takes everything from a pod and gives it back to the caller.
+    /// Takes everything from a pod and gives its devices back to the caller.
     pub(super) fn remove_pod(&mut self, pod: &str) -> BTreeMap<Place, Allocation> {
         self.still_running.retain(|(name, _)| name != pod);
+        self.cpus.remove_pod(pod);
         let removed = self.pod(pod);
         self.held.retain(|place, _| place.pod != pod);
         removed

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::pod::Place;
 use super::state::State;
+use super::topology_manager::{Refusal, UnsupportedMachine};
 
 /// Starting, stopping or restarting the box.
 #[derive(Debug, thiserror::Error)]
@@ -24,6 +25,9 @@ pub enum BoxError {
     /// `start` on a box that is running.
     #[error("the kubelet is already running")]
     Running,
+    /// The Topology Manager does not work on this machine.
+    #[error(transparent)]
+    Unsupported(#[from] UnsupportedMachine),
     /// A task of the box panicked.
     #[error("a task of the kubelet ended badly")]
     Task {
@@ -131,6 +135,24 @@ pub enum AdmissionError {
         /// Devices it asks for.
         requested: u32,
         /// Devices that are healthy and free.
+        available: usize,
+    },
+    /// The Topology Manager refuses: `TopologyAffinityError`.
+    #[error("{refusal}")]
+    TopologyAffinity {
+        /// What was asked and why there is no mask for it.
+        refusal: Box<Refusal>,
+    },
+    /// Too few CPUs are free for a container that wants them for itself.
+    #[error("pod {pod}, container {container}: requested {requested} CPUs, available {available}")]
+    InsufficientCpus {
+        /// The pod.
+        pod: String,
+        /// The container.
+        container: String,
+        /// CPUs it asks for.
+        requested: u32,
+        /// CPUs that no container has for itself.
         available: usize,
     },
     /// GetPreferredAllocation failed.

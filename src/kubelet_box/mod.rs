@@ -7,10 +7,10 @@
 //! `crate::proto` and nothing else of this crate: it must not use linkwise's own types, or it
 //! would agree with linkwise's mistakes.
 //!
-//! What it does not have: init containers, the Topology Manager (a [`Hint`] is given from
-//! outside), the PodResources API, the checkpoint as a file.
+//! What it does not have: init containers, the Memory Manager, the PodResources API, the checkpoint as a file.
 
 mod admission;
+mod affinity;
 mod devices;
 mod endpoint;
 mod errors;
@@ -22,6 +22,7 @@ mod registration;
 mod rng;
 mod selection;
 mod state;
+mod topology_manager;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -34,6 +35,9 @@ use tokio::time::timeout;
 pub use errors::{AdmissionError, BoxError, CallError, WaitError};
 pub use pod::{Admitted, AdmittedContainer, Allocation, Asked, Container, DeviceSpec, Grant, Hint, Mount, Place, Pod};
 pub use state::{Calls, ResourceState, Resources, State, Violation};
+pub use topology_manager::{
+    NumaMask, NumaNode, Policy, Refusal, ResourceHints, Scope, TopologyHint, TopologyManager, UnsupportedMachine,
+};
 
 use life::{Core, Life, lock};
 
@@ -54,6 +58,8 @@ pub struct Options {
     pub grace: Duration,
     /// How long [`KubeletBox::wait`] waits (20 s).
     pub wait_timeout: Duration,
+    /// The Topology Manager and the machine it works on (policy none).
+    pub topology_manager: TopologyManager,
 }
 
 impl Options {
@@ -70,6 +76,7 @@ impl Options {
             call_timeout: Duration::from_secs(30),
             grace: Duration::from_secs(300),
             wait_timeout: Duration::from_secs(20),
+            topology_manager: TopologyManager::default(),
         }
     }
 }
@@ -115,6 +122,7 @@ impl KubeletBox {
     /// Removes every socket in the folder, binds `kubelet.sock` there and serves registrations.
     /// Must be called within a tokio runtime.
     pub fn start(options: Options) -> Result<Self, BoxError> {
+        options.topology_manager.check()?;
         let this = Self { core: Arc::new(Core::new(options)), life: Mutex::default() };
         this.start_again(Restart::Node)?;
         Ok(this)
@@ -155,6 +163,8 @@ impl KubeletBox {
 
     /// Admits a pod and starts its containers: all of it or nothing. Admissions wait for each
     /// other. Of a call that is dropped midway, what was taken stays until [`KubeletBox::remove_pod`].
+    ///
+    /// A `hint` is for all containers and stands for the Topology Manager's; without one, the box's own settles.
     pub async fn admit(&self, pod: &Pod, hint: Option<&Hint>) -> Result<Admitted, AdmissionError> {
         let life = self.life(&pod.name)?;
         admission::admit(&life, pod, hint).await
@@ -178,7 +188,18 @@ impl KubeletBox {
 
     /// The pod is gone: its devices are free. Says whether it held any.
     pub fn remove_pod(&self, pod: &str) -> bool {
-        self.core.change(|book| !book.remove_pod(pod).is_empty())
+        self.core.change(|book| {
+            let cpus = book.cpus.all().contains_key(pod);
+            !book.remove_pod(pod).is_empty() || cpus
+        })
+    }
+
+    /// Puts into the books that a container holds these devices, as the checkpoint of an earlier kubelet would: for
+    /// a node that is to begin half full.
+    pub fn hold(&self, place: Place, devices: impl IntoIterator<Item = String>) {
+        let mut devices: Vec<String> = devices.into_iter().collect();
+        devices.sort_unstable();
+        self.core.change(|book| book.commit(place, Allocation { devices, ..Allocation::default() }));
     }
 
     /// What can be seen now.

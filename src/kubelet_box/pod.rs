@@ -22,6 +22,8 @@ pub struct Container {
     pub name: String,
     /// Resource name to number of devices.
     pub requests: BTreeMap<String, u32>,
+    /// How many CPUs it wants for itself: a container of a Guaranteed pod that asks for whole CPUs. 0 for any other.
+    pub cpus: u32,
 }
 
 impl Pod {
@@ -43,22 +45,33 @@ impl Pod {
         requests: impl IntoIterator<Item = (R, u32)>,
     ) -> Self {
         let requests = requests.into_iter().map(|(resource, count)| (resource.into(), count)).collect();
-        self.containers.push(Container { name: name.into(), requests });
+        self.containers.push(Container { name: name.into(), requests, cpus: 0 });
+        self
+    }
+
+    /// The same pod, whose last container wants `count` CPUs for itself.
+    #[must_use]
+    pub fn with_cpus(mut self, count: u32) -> Self {
+        if let Some(container) = self.containers.last_mut() {
+            container.cpus = count;
+        }
         self
     }
 }
 
-/// What the Topology Manager has settled for the pod.
+/// What the Topology Manager has settled for a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Hint {
     /// The NUMA nodes of the chosen mask; `None` where any node will do.
     pub numa: Option<BTreeSet<i64>>,
+    /// Whether that is as good as it can get.
+    pub preferred: bool,
 }
 
 impl Hint {
     /// A hint for these NUMA nodes.
     pub fn numa(nodes: impl IntoIterator<Item = i64>) -> Self {
-        Self { numa: Some(nodes.into_iter().collect()) }
+        Self { numa: Some(nodes.into_iter().collect()), preferred: true }
     }
 }
 
@@ -131,6 +144,10 @@ pub struct Admitted {
 pub struct AdmittedContainer {
     /// Resource name to what it got.
     pub resources: BTreeMap<String, Grant>,
+    /// The CPUs it has for itself.
+    pub cpus: BTreeSet<u32>,
+    /// What the Topology Manager settled for it; `None` under policy none.
+    pub hint: Option<Hint>,
 }
 
 impl Admitted {

@@ -17,6 +17,8 @@ pub struct State {
     pub refused: u64,
     /// Every resource that was ever registered.
     pub resources: Resources,
+    /// Pod name to container name to the CPUs it has for itself; empty without a static CPU manager.
+    pub cpus: BTreeMap<String, BTreeMap<String, BTreeSet<u32>>>,
     /// What plugins did that can harm a kubelet, in order.
     pub violations: Vec<Violation>,
 }

@@ -1,20 +1,24 @@
-//! Machines as YAML: the ones built in, and node files (`linkwise snapshot` writes such a file).
+//! Machines as files: the ones built in, node files (`linkwise snapshot` writes such a file), NCCL topology dumps.
 //!
-//! Owns the file format, version 1: raw facts under `observed`, where they come from under
-//! `source`, what was filled in under `reconstructed`. Called by the composition roots; derives
-//! nothing, and knows nothing of NVML, hwloc or the kubelet.
+//! Owns the format of node files, version 1: raw facts under `observed`, where they come from under
+//! `source`, what was filled in under `reconstructed`. Tells files apart by content; a hwloc XML it hands on
+//! unread. Called by the composition roots; derives nothing, and knows nothing of NVML, hwloc or the kubelet.
 
 mod file;
+mod load;
+mod nccl;
+mod xml;
 
-use std::fs::File;
-use std::io::{self, Read};
-use std::path::Path;
+use std::io;
 
 use serde::{Deserialize, Serialize};
 
 use crate::topology::NodeObservation;
 use file::MachineFile;
 pub use file::MachineFileError;
+pub use load::{HostXml, Loaded, host_xml, load, read};
+pub use nccl::NcclError;
+pub use xml::{XmlError, XmlFault};
 
 /// The largest node file that is read, in bytes.
 pub const MAX_FILE_BYTES: u64 = 64 << 20;
@@ -102,6 +106,48 @@ pub enum MachineError {
         /// What is wrong with it, and where.
         error: MachineFileError,
     },
+    /// Not the XML it looks like.
+    #[error("'{path}': {error}")]
+    Xml {
+        /// The file.
+        path: String,
+        /// What is wrong with it, and where.
+        error: XmlError,
+    },
+    /// Not an NCCL topology dump, though its root says so.
+    #[error("NCCL topology dump '{path}': {error}")]
+    Nccl {
+        /// The file.
+        path: String,
+        /// What is wrong with it, and where.
+        error: NcclError,
+    },
+    /// What NCCL made of a topology, not the topology.
+    #[error("'{path}' is an NCCL graph dump; the topology is what NCCL_TOPO_DUMP_FILE writes")]
+    NcclGraph {
+        /// The file.
+        path: String,
+    },
+    /// XML of something else.
+    #[error("'{path}' is XML with the root <{root}>, neither <system> (an NCCL topology dump) nor <topology> (hwloc)")]
+    UnknownXml {
+        /// The file.
+        path: String,
+        /// Its root element.
+        root: String,
+    },
+    /// A hwloc XML where a whole machine is needed.
+    #[error("'{path}' is a hwloc XML, which describes a host; a node file or an NCCL topology dump is needed here")]
+    HostOnly {
+        /// The file.
+        path: String,
+    },
+    /// A machine where a host is needed.
+    #[error("'{path}' is no hwloc XML (as lstopo writes it), which is what describes a host")]
+    NotAHost {
+        /// The file.
+        path: String,
+    },
 }
 
 impl Machine {
@@ -124,36 +170,6 @@ pub fn built_in() -> impl Iterator<Item = BuiltIn> {
     })
 }
 
-/// Loads a built-in machine by its name, else the node file at that path.
-pub fn load(name_or_path: &str) -> Result<Machine, MachineError> {
-    let text = match BUILT_IN.iter().find(|(name, _)| *name == name_or_path) {
-        Some((_, text)) => (*text).to_owned(),
-        None => read(name_or_path)?,
-    };
-    Machine::parse(&text).map_err(|error| MachineError::Content { path: name_or_path.to_owned(), error })
-}
-
-fn read(name_or_path: &str) -> Result<String, MachineError> {
-    let path = || name_or_path.to_owned();
-    let mut bytes = Vec::new();
-    // One byte more than allowed is enough to know, whatever the file's size claims to be.
-    let outcome = File::open(name_or_path).and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes));
-    match outcome {
-        Err(error) if error.kind() == io::ErrorKind::NotFound && looks_like_a_name(name_or_path) => {
-            Err(MachineError::Unknown { name: path() })
-        }
-        Err(error) => Err(MachineError::Read { path: path(), error }),
-        Ok(length) if u64::try_from(length).is_ok_and(|length| length <= MAX_FILE_BYTES) => String::from_utf8(bytes)
-            .map_err(|error| MachineError::NotText { path: path(), offset: error.utf8_error().valid_up_to() }),
-        Ok(_) => Err(MachineError::TooLarge { path: path() }),
-    }
-}
-
-/// A text without a folder and without an extension was hardly meant as a file.
-fn looks_like_a_name(text: &str) -> bool {
-    !text.contains('/') && Path::new(text).extension().is_none()
-}
-
 fn names() -> String {
     BUILT_IN.map(|(name, _)| name).join(", ")
 }
@@ -161,7 +177,7 @@ fn names() -> String {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
-    use std::fs;
+    use std::fs::{self, File};
 
     use super::*;
     use crate::topology::{NvLinkRemote, PciAddress, PciKind, PciObservation};

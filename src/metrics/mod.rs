@@ -74,6 +74,7 @@ pub struct Metrics {
     choices: Family<PerOutcome, Counter>,
     fallbacks: Family<PerReason, Counter>,
     choice_seconds: Family<PerResource, Histogram, fn() -> Histogram>,
+    narrowed: Family<PerResource, Counter>,
     allocations: Family<PerOutcome, Counter>,
     rpcs: Family<PerCall, Counter>,
     rpc_seconds: Family<PerMethod, Histogram, fn() -> Histogram>,
@@ -98,6 +99,7 @@ impl Metrics {
             choices: Family::default(),
             fallbacks: Family::default(),
             choice_seconds: Family::new_with_constructor(|| Histogram::new(CHOICE_BUCKETS)),
+            narrowed: Family::default(),
             allocations: Family::default(),
             rpcs: Family::default(),
             rpc_seconds: Family::new_with_constructor(|| Histogram::new(RPC_BUCKETS)),
@@ -124,6 +126,11 @@ impl Metrics {
             "Time the choice of a set of devices took, without the RPC around it",
             Unit::Seconds,
             metrics.choice_seconds.clone(),
+        );
+        registry.register(
+            "narrowed_requests",
+            "GetPreferredAllocation requests that held back a device that is healthy and free, or had taken one already",
+            metrics.narrowed.clone(),
         );
         registry.register("allocations", "Answers to Allocate: ok or refused", metrics.allocations.clone());
         registry.register("rpcs", "RPCs of the kubelet that ended, by method and gRPC code", metrics.rpcs.clone());
@@ -165,6 +172,7 @@ impl Metrics {
     pub fn resource(&self, resource: &ResourceName) {
         let resource = resource.to_string();
         drop(self.connected.get_or_create(&PerResource { resource: resource.clone() }));
+        drop(self.narrowed.get_or_create(&PerResource { resource: resource.clone() }));
         let outcomes = [
             (&self.allocations, ["ok", "refused"].as_slice()),
             (&self.choices, &["exact", "best_found", "fallback"]),
@@ -178,7 +186,7 @@ impl Metrics {
     }
 
     /// GetPreferredAllocation was answered.
-    pub fn chosen(&self, resource: &ResourceName, report: &AllocationReport, elapsed: Duration) {
+    pub fn chosen(&self, resource: &ResourceName, report: &AllocationReport, elapsed: Duration, narrowed: bool) {
         let resource = resource.to_string();
         let outcome = match report.fallback {
             Some(_) => "fallback",
@@ -190,7 +198,11 @@ impl Metrics {
             let labels = PerReason { resource: resource.clone(), reason: reason.label() };
             self.fallbacks.get_or_create(&labels).inc();
         }
-        self.choice_seconds.get_or_create(&PerResource { resource }).observe(elapsed.as_secs_f64());
+        let per_resource = PerResource { resource };
+        if narrowed {
+            self.narrowed.get_or_create(&per_resource).inc();
+        }
+        self.choice_seconds.get_or_create(&per_resource).observe(elapsed.as_secs_f64());
     }
 
     /// Allocate was answered.

@@ -55,7 +55,7 @@ fn everything() -> String {
         &request,
         crate::allocation::AllocationPolicy::BestEffort,
     );
-    metrics.chosen(&resource, &report, Duration::from_micros(3));
+    metrics.chosen(&resource, &report, Duration::from_micros(3), true);
     metrics.xid(&"GPU-b".parse().unwrap(), 79);
     metrics.agent_started();
     metrics.agent_up(true);

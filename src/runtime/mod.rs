@@ -52,7 +52,7 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let mut kubelet = kubelet::Settings::new(args.kubelet_socket.clone());
     kubelet.device_nodes =
         args.pass_device_specs.then(|| CONTROL_NODES.iter().map(PathBuf::from).filter(|node| node.exists()).collect());
-    let settings = NodeSettings { kubelet, metrics_address: args.metrics_address };
+    let settings = NodeSettings { kubelet, metrics_address: args.metrics_address, numa_hints: args.numa_hints.into() };
     let mut node = Node::start(settings).await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
     let driver = driver::Driver {

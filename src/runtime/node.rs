@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 use super::observe;
 use crate::admin::{Admin, Answers};
 use crate::allocation::AllocationReport;
-use crate::inventory::{Effect, Event, Health, Inventory, ResourceName, Timestamp};
+use crate::inventory::{Effect, Event, Health, Inventory, NumaHints, ResourceName, Timestamp};
 use crate::kubelet::{self, Occurrence, Phase, Plugin, Sources};
 use crate::metrics::{self, Metrics};
 
@@ -34,6 +34,8 @@ pub struct NodeSettings {
     pub kubelet: kubelet::Settings,
     /// Where the HTTP endpoints are served.
     pub metrics_address: SocketAddr,
+    /// Which NUMA nodes devices claim.
+    pub numa_hints: NumaHints,
 }
 
 /// Both ends of a bounded queue.
@@ -70,7 +72,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Node {
     /// Binds the endpoints and starts to serve them; nothing is offered before the first event.
     pub async fn start(settings: NodeSettings) -> Result<Self> {
-        let (snapshots, inventory) = watch::channel(Arc::new(Inventory::default()));
+        let (snapshots, inventory) = watch::channel(Arc::new(Inventory::new(settings.numa_hints)));
         let metrics = Arc::new(Metrics::new(env!("CARGO_PKG_VERSION"), inventory));
         let admin = Admin::bind(settings.metrics_address).await?;
         let metrics_address = admin.address();
@@ -78,7 +80,7 @@ impl Node {
         let idle = watch::Sender::new("the GPUs have not been looked at yet".to_owned());
         let mut node = Self {
             kubelet: Arc::new(settings.kubelet),
-            state: Inventory::default(),
+            state: Inventory::new(settings.numa_hints),
             snapshots,
             events: mpsc::channel(EVENTS),
             occurrences: mpsc::channel(OCCURRENCES),

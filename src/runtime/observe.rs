@@ -14,7 +14,7 @@ pub(super) fn count(metrics: &Metrics, resource: &ResourceName, occurrence: &Occ
         Occurrence::Registered(result) => metrics.registered(resource, result.is_ok()),
         Occurrence::Waiting(_) | Occurrence::Ended(_) => {}
         Occurrence::Rpc { method, code, elapsed } => metrics.rpc(resource, method, code, *elapsed),
-        Occurrence::Chosen { report, elapsed } => metrics.chosen(resource, report, *elapsed),
+        Occurrence::Chosen { report, elapsed, narrowed } => metrics.chosen(resource, report, *elapsed, *narrowed),
         Occurrence::Allocated(result) => metrics.allocated(resource, result.is_ok()),
     }
 }
@@ -28,12 +28,12 @@ pub(super) fn log(resource: &ResourceName, occurrence: &Occurrence, told: &mut B
         Occurrence::Registered(Err(error)) => tracing::warn!(%resource, error, "not registered"),
         Occurrence::Ended(why) => tracing::warn!(%resource, why, "the session with the kubelet ended"),
         Occurrence::Rpc { method, code, elapsed } => tracing::debug!(%resource, method, code, ?elapsed, "rpc"),
-        Occurrence::Chosen { report, elapsed } => match report.fallback {
+        Occurrence::Chosen { report, elapsed, narrowed } => match report.fallback {
             Some(reason) if told.insert(reason) => {
                 tracing::warn!(%resource, %report, "preferred in sorted order; further ones are counted, not logged");
             }
             Some(_) => tracing::debug!(%resource, %report, "preferred in sorted order"),
-            None => tracing::info!(%resource, %report, ?elapsed, "preferred"),
+            None => tracing::info!(%resource, %report, ?elapsed, narrowed, "preferred"),
         },
         Occurrence::Allocated(Ok(devices)) => tracing::info!(%resource, devices = devices.join(","), "allocated"),
         Occurrence::Allocated(Err(refusal)) => tracing::warn!(%resource, refusal, "refused to allocate"),

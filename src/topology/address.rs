@@ -123,6 +123,13 @@ impl GpuUuid {
     pub fn as_str(&self) -> &str {
         &self.0
     }
+
+    /// A made-up UUID for the GPU at an address, for sources that know no UUIDs: always the same one, another for
+    /// each address, and recognisable by its zeros.
+    pub fn made_up(pci: PciAddress) -> Self {
+        let PciAddress { domain, bus, device, function } = pci;
+        Self(format!("GPU-00000000-0000-0000-000{function:x}-{domain:08x}{bus:02x}{device:02x}"))
+    }
 }
 
 impl fmt::Display for GpuUuid {
@@ -201,6 +208,14 @@ mod tests {
             let error = text.parse::<PciAddress>().unwrap_err().to_string();
             assert!(error.contains(&format!("'{text}'")), "{error}");
         }
+    }
+
+    #[test]
+    fn made_up_uuids_tell_addresses_apart() {
+        let of = |pci: &str| GpuUuid::made_up(pci.parse().unwrap()).to_string();
+        assert_eq!(of("0000:3b:00.0"), "GPU-00000000-0000-0000-0000-000000003b00");
+        assert_eq!(of("ffffffff:ff:1f.7"), "GPU-00000000-0000-0000-0007-ffffffffff1f");
+        assert!(of("ffffffff:ff:1f.7").parse::<GpuUuid>().is_ok());
     }
 
     #[test]

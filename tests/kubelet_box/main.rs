@@ -6,6 +6,7 @@
 mod admission;
 mod connection;
 mod plugin;
+mod topology;
 
 use std::collections::BTreeSet;
 use std::time::Duration;

@@ -170,11 +170,13 @@ impl Setup {
         Node { setup: self, process, address }
     }
 
-    /// Starts linkwise and a kubelet, and waits until all `gpus` are on the kubelet's list.
+    /// Starts linkwise and a kubelet, and waits until all `gpus` are on the kubelet's list and linkwise knows it: the
+    /// list can be there before the answer to Register is.
     pub async fn serve(self, gpus: usize) -> (Node, KubeletBox) {
         let kubelet = self.kubelet();
         let node = self.start().await;
         registered(&kubelet, 1, gpus).await;
+        node.ready(200, "ready").await;
         (node, kubelet)
     }
 }
@@ -182,7 +184,7 @@ impl Setup {
 /// Waits until the kubelet has taken at least this many registrations and lists `gpus` healthy devices.
 pub async fn registered(kubelet: &KubeletBox, times: u64, gpus: usize) -> ResourceState {
     let wanted = |state: &ResourceState| {
-        let listed = state.connected && state.healthy.len() == gpus;
+        let listed = state.connected && state.open_streams == 1 && state.healthy.len() == gpus;
         state.registrations >= times && listed
     };
     kubelet.wait(|state| wanted(&state.resources[GPU])).await.unwrap().resources[GPU].clone()

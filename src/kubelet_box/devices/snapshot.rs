@@ -15,6 +15,7 @@ impl Book {
             registering: self.registering,
             refused: self.refused,
             resources: Resources(resources),
+            cpus: self.cpus.all().clone(),
             violations,
         }
     }

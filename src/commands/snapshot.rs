@@ -1,0 +1,168 @@
+//! `linkwise snapshot`: a machine's observations as a node file.
+
+use std::collections::BTreeMap;
+use std::fs::{self, Permissions};
+use std::io::{ErrorKind, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use super::print;
+use crate::config::SnapshotArgs;
+use crate::machines::Machine;
+use crate::topology::{GpuUuid, NodeObservation};
+
+/// Where Linux tells the host's name.
+const HOST_NAME: &str = "/proc/sys/kernel/hostname";
+/// The name of a machine whose name is not to be told.
+const NO_NAME: &str = "node";
+/// The cluster UUID of a machine that is an NVLink fabric of its own: it names nobody.
+const OWN_FABRIC: &str = "00000000-0000-0000-0000-000000000000";
+
+/// Runs the command.
+pub async fn snapshot(args: &SnapshotArgs) -> Result<()> {
+    // Before the look, which takes its time.
+    if let Some(path) = args.output.as_deref() {
+        may_write(path, args.force)?;
+    }
+    let mut machine = super::machine(&args.node).await?;
+    let live = args.node.node.is_none();
+    if args.redact {
+        redact(&mut machine.observed);
+        machine.reconstructed.push("UUIDs are made up (linkwise snapshot --redact)".to_owned());
+    }
+    match &args.name {
+        Some(name) => machine.name.clone_from(name),
+        None if args.redact => NO_NAME.clone_into(&mut machine.name),
+        None if live => machine.name = host_name(),
+        None => {}
+    }
+    if live || args.redact {
+        machine.title = title(&machine.observed);
+    }
+    machine.source.push(format!("written by linkwise {} snapshot", env!("CARGO_PKG_VERSION")));
+    let text = machine.to_yaml()?;
+    // What is not read back as it was written had better not be sent to anybody.
+    let same = Machine::parse(&text).is_ok_and(|read| read == machine);
+    ensure!(
+        same,
+        "the snapshot does not read back as it was seen; please report this with the output of linkwise topology"
+    );
+    match args.output.as_deref() {
+        Some(path) => write(path, &text, args.force).with_context(|| format!("cannot write {}", path.display())),
+        None => Ok(print(&text)?),
+    }
+}
+
+fn host_name() -> String {
+    let name = fs::read_to_string(HOST_NAME).unwrap_or_default();
+    let name = name.trim();
+    if name.is_empty() { NO_NAME.to_owned() } else { name.to_owned() }
+}
+
+/// "8x NVIDIA H100 80GB HBM3", the models in the order of the GPUs.
+fn title(observed: &NodeObservation) -> String {
+    let mut models: Vec<(&str, usize)> = Vec::new();
+    for gpu in &observed.gpus {
+        let model = gpu.model.as_deref().unwrap_or("GPU of unknown model");
+        match models.iter_mut().find(|(known, _)| *known == model) {
+            Some((_, count)) => *count += 1,
+            None => models.push((model, 1)),
+        }
+    }
+    let parts: Vec<String> = models.into_iter().map(|(model, count)| format!("{count}x {model}")).collect();
+    if parts.is_empty() { "no GPUs".to_owned() } else { parts.join(", ") }
+}
+
+/// Puts made-up values where something names this machine and no other, wherever it is said.
+fn redact(observed: &mut NodeObservation) {
+    let mut names: BTreeMap<String, String> = BTreeMap::new();
+    for gpu in &mut observed.gpus {
+        let made_up = GpuUuid::made_up(gpu.pci);
+        names.insert(gpu.uuid.to_string(), made_up.to_string());
+        gpu.uuid = made_up;
+        if let Some(fabric) = gpu.fabric.as_mut().filter(|fabric| fabric.cluster != OWN_FABRIC) {
+            let next = format!("00000000-0000-0000-0000-{:012}", names.len());
+            fabric.cluster = names.entry(fabric.cluster.clone()).or_insert(next).clone();
+        }
+    }
+    for failure in &mut observed.failures {
+        for (name, made_up) in &names {
+            for text in [&mut failure.subject, &mut failure.error] {
+                *text = text.replace(name, made_up);
+            }
+        }
+    }
+}
+
+/// Whether a file may be put there: not over another without --force, never over what is no file.
+fn may_write(path: &Path, force: bool) -> Result<()> {
+    match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error).with_context(|| format!("cannot write {}", path.display())),
+        Ok(there) if !there.is_file() => bail!("{} is there and is no file; not written", path.display()),
+        Ok(_) if !force => bail!("{} is there already; --force replaces it", path.display()),
+        Ok(_) => Ok(()),
+    }
+}
+
+/// Writes a file beside its place and moves it there.
+fn write(path: &Path, text: &str, force: bool) -> Result<()> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let mut file = tempfile::Builder::new()
+        .prefix(".linkwise-")
+        // As any file a person makes: the umask takes its part.
+        .permissions(Permissions::from_mode(0o666))
+        .tempfile_in(folder)?;
+    file.write_all(text.as_bytes())?;
+    file.as_file().sync_all()?;
+    if force {
+        file.persist(path)?;
+    } else {
+        file.persist_noclobber(path)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::machines;
+    use crate::topology::{FabricObservation, NodeTopology, ProbeFailure};
+
+    #[test]
+    fn redacted_observations_name_nobody_and_mean_the_same() {
+        let mut observed = machines::load("dgx-h100").unwrap().observed;
+        let cluster = "3143b15b-c2cd-192b-28cc-9b5473fb5b93".to_owned();
+        for gpu in &mut observed.gpus {
+            gpu.fabric = Some(FabricObservation { cluster: cluster.clone(), clique: 7 });
+        }
+        let uuid = observed.gpus[0].uuid.to_string();
+        let (subject, error) = (uuid.clone(), format!("{uuid} of {cluster}"));
+        observed.failures = vec![ProbeFailure { subject, call: "nvmlDeviceGetName".to_owned(), error }];
+        let before = observed.clone();
+        redact(&mut observed);
+        let text = format!("{observed:?}");
+        assert!(!text.contains(&cluster));
+        assert!(before.gpus.iter().all(|gpu| !text.contains(gpu.uuid.as_str())));
+        let matrix = |observed: &NodeObservation| {
+            let topology = NodeTopology::assemble(observed).0;
+            let all = topology.gpus().iter().map(|gpu| (gpu.pci, gpu.numa, gpu.nvswitch_plane)).collect::<Vec<_>>();
+            (all, format!("{:?}", (0..8).map(|b| topology.bandwidth(0, b)).collect::<Vec<_>>()))
+        };
+        assert_eq!(matrix(&observed), matrix(&before));
+        let again = observed.clone();
+        redact(&mut observed);
+        assert_eq!(observed, again, "made-up names stay");
+    }
+
+    #[test]
+    fn titles_count_models() {
+        let mut observed = machines::load("dgx-h100").unwrap().observed;
+        assert_eq!(title(&observed), "8x NVIDIA H100 80GB HBM3");
+        observed.gpus[7].model = None;
+        assert_eq!(title(&observed), "7x NVIDIA H100 80GB HBM3, 1x GPU of unknown model");
+        assert_eq!(title(&NodeObservation::default()), "no GPUs");
+    }
+}

@@ -1,0 +1,136 @@
+//! `gpu`, `nvlink`: the GPUs by NVML's index, their capability and their NVLinks.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::Notes;
+use crate::machines::xml::{Element, shortened};
+use crate::topology::{
+    ComputeCapability, GpuObservation, GpuUuid, NvLinkObservation, NvLinkRemote, PciAddress, PcieLink,
+};
+
+/// The most NVLinks that are believed of one GPU. The most there are is 18.
+const MAX_LINKS: u32 = 64;
+
+/// A function that is a GPU.
+pub(super) struct Candidate<'d> {
+    pub pci: PciAddress,
+    pub link: Option<PcieLink>,
+    /// Its `pci` element.
+    pub function: &'d Element,
+    /// Its `gpu` element, which files made by hand leave out.
+    pub element: Option<&'d Element>,
+}
+
+/// The GPUs in the order of their indices.
+pub(super) fn observe(mut candidates: Vec<Candidate<'_>>, notes: &mut Notes) -> Vec<GpuObservation> {
+    // NVML numbers GPUs by PCI address: that is the order for those that do not say.
+    candidates.sort_by_key(|gpu| (gpu.pci, gpu.function.line));
+    let mut addresses = BTreeSet::new();
+    candidates.retain(|gpu| {
+        let first = addresses.insert(gpu.pci);
+        if !first {
+            notes.add(gpu.function, "another GPU at this PCI address; the first is kept");
+        }
+        first
+    });
+    let indices = indices(&candidates, notes);
+    let mut gpus: Vec<GpuObservation> = candidates
+        .iter()
+        .zip(indices)
+        .map(|(gpu, index)| GpuObservation {
+            index,
+            uuid: GpuUuid::made_up(gpu.pci),
+            pci: gpu.pci,
+            model: None,
+            minor: None,
+            compute_capability: gpu.element.and_then(|element| capability(element, notes)),
+            memory_mib: None,
+            numa: None,
+            pcie: gpu.link,
+            nvlinks: gpu.element.map(|element| nvlinks(element, &addresses, notes)),
+            fabric: None,
+            // NCCL writes c2c where it found such links; an older one never looked.
+            c2c: gpu
+                .element
+                .and_then(|element| element.children.iter().any(|child| child.name == "c2c").then_some(true)),
+            display: None,
+            common_ancestors: BTreeMap::new(),
+        })
+        .collect();
+    gpus.sort_by_key(|gpu| gpu.index);
+    gpus
+}
+
+/// An index for each: what it says where nobody said so before, else the next that is free.
+fn indices(candidates: &[Candidate<'_>], notes: &mut Notes) -> Vec<u32> {
+    let mut taken = BTreeSet::new();
+    let mut said = |gpu: &Candidate<'_>| {
+        let element = gpu.element?;
+        let index = notes.number(element, "dev");
+        match index {
+            None => notes.add(element, "without a dev; it gets the next free index"),
+            Some(index) if !taken.insert(index) => {
+                notes.add(element, format!("dev {index} is also that of another GPU; it gets the next free index"));
+                return None;
+            }
+            Some(_) => {}
+        }
+        index
+    };
+    let said: Vec<Option<u32>> = candidates.iter().map(&mut said).collect();
+    let mut free = (0..u32::MAX).filter(|index| !taken.contains(index));
+    said.into_iter().map(|index| index.or_else(|| free.next()).unwrap_or(u32::MAX)).collect()
+}
+
+/// `sm` is the compute capability without its dot: 80, 103.
+fn capability(gpu: &Element, notes: &mut Notes) -> Option<ComputeCapability> {
+    let sm = notes.number(gpu, "sm")?;
+    Some(ComputeCapability { major: sm / 10, minor: sm % 10 })
+}
+
+/// The links, numbered as they come.
+fn nvlinks(gpu: &Element, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> Vec<NvLinkObservation> {
+    let mut next: u32 = 0;
+    let mut seen = Vec::new();
+    for element in &gpu.children {
+        match element.name.as_str() {
+            "nvlink" => {}
+            // The link to the processor of a superchip, which is no way to another GPU.
+            "c2c" => continue,
+            _ => {
+                notes.add(element, "not expected below <gpu>; left out");
+                continue;
+            }
+        }
+        let count = notes.number(element, "count").unwrap_or(0);
+        let Some(end) = next.checked_add(count).filter(|end| count > 0 && *end <= MAX_LINKS) else {
+            let count = element.get("count").map_or("none".to_owned(), shortened);
+            notes.add(element, format!("{count} is no number of links (1 to {MAX_LINKS} for a GPU); left out"));
+            continue;
+        };
+        let remote = remote(element, gpus, notes);
+        seen.push(NvLinkObservation { links: (next..end).collect(), remote, active: true });
+        next = end;
+    }
+    seen
+}
+
+/// What is at the other end, by its PCI class (`tclass`) and address (`target`).
+fn remote(link: &Element, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> NvLinkRemote {
+    // VMs have no address for a switch: NVML's FFFFFFFF:FF:FF.0 is none.
+    let target: Option<PciAddress> = link.get("target").and_then(|target| target.parse().ok());
+    let class = link.get("tclass").unwrap_or_default().to_ascii_lowercase();
+    match (class.as_str(), target) {
+        // The bridge of a POWER processor.
+        (class, _) if class.starts_with("0x068001") => NvLinkRemote::Cpu,
+        (class, target) if class.starts_with("0x0680") => NvLinkRemote::Switch(target),
+        (class, Some(target)) if class.starts_with("0x03") => NvLinkRemote::Gpu(target),
+        ("", Some(target)) if gpus.contains(&target) => NvLinkRemote::Gpu(target),
+        (class, _) => {
+            let target = link.get("target").map_or("nowhere".to_owned(), shortened);
+            let class = if class.is_empty() { "unknown".to_owned() } else { shortened(class) };
+            notes.add(link, format!("leads to {target}, of class {class}: neither GPU, NVSwitch nor processor"));
+            NvLinkRemote::Unknown
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! NCCL topology dumps: the XML that NCCL_TOPO_DUMP_FILE writes and NCCL_TOPO_FILE reads.
+//!
+//! Owns what its elements and attributes mean (NCCL's src/graph/xml.cc and topo.cc say so) and what a dump does not
+//! say: host bridges, packages, UUIDs. Topology files that clouds ship are such dumps by hand: they leave out `gpu`
+//! and `net`, and then the PCI class decides. What is odd becomes a warning (a [`ProbeFailure`]) that names the line; only
+//! a text that is no dump at all is an error. Called by `machines`.
+//!
+//! [`ProbeFailure`]: crate::topology::ProbeFailure
+
+mod cpu;
+mod gpu;
+mod net;
+mod notes;
+mod pci;
+
+use super::Machine;
+use super::xml::{self, Element, XmlError, shortened};
+use crate::topology::{HostObservation, NodeObservation};
+use gpu::Candidate;
+use notes::Notes;
+
+/// The version of the format (NCCL's `NCCL_TOPO_XML_VERSION`).
+const VERSION: &str = "1";
+
+/// What is wrong with an NCCL topology dump, in one line.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NcclError {
+    /// No XML, or more of it than is taken.
+    #[error("{0}")]
+    Xml(XmlError),
+    /// Another version of the format.
+    #[error("line {line}: NCCL topology version '{found}' is not known (this build reads version {VERSION})")]
+    Version {
+        /// The line of the root element.
+        line: usize,
+        /// What the file says.
+        found: String,
+    },
+}
+
+/// What was found on the way through the PCI tree.
+#[derive(Default)]
+struct Found<'d> {
+    notes: Notes,
+    gpus: Vec<Candidate<'d>>,
+    /// Whether a NIC had to be named after its address.
+    unnamed_nics: bool,
+}
+
+/// Reads a dump; `name` is what the machine is called.
+pub(super) fn parse(name: &str, text: &str) -> Result<Machine, NcclError> {
+    let system = xml::tree(text).map_err(NcclError::Xml)?;
+    let mut found = Found::default();
+    match system.get("version") {
+        Some(VERSION) => {}
+        Some(other) => return Err(NcclError::Version { line: system.line, found: shortened(other) }),
+        None => found.notes.add(&system, "no version; taken as version 1"),
+    }
+    let mut host = HostObservation::default();
+    for cpu in this_host(&system, &mut found.notes) {
+        let numa = cpu::observe(cpu, &mut host, &mut found.notes);
+        for element in &cpu.children {
+            host.host_bridges.extend(pci::below_cpu(element, numa, &mut found));
+        }
+    }
+    let mut reconstructed = vec![
+        "UUIDs are made from PCI addresses: a dump has none".to_owned(),
+        "a host bridge for each device below a CPU: a dump shows none, NODE may be PHB".to_owned(),
+        "packages are unknown: a dump does not say which NUMA nodes share one".to_owned(),
+    ];
+    if found.gpus.iter().any(|gpu| gpu.element.is_none()) {
+        found.notes.add(&system, "GPUs without a gpu element: their NVLinks are unknown, levels are those of PCIe");
+        reconstructed.push("GPUs are told by their PCI class, their order is that of their addresses".to_owned());
+    }
+    if found.unnamed_nics {
+        reconstructed.push("NICs without a name are called by their PCI address".to_owned());
+    }
+    let gpus = gpu::observe(found.gpus, &mut found.notes);
+    if gpus.is_empty() {
+        found.notes.add(&system, "no GPU in it; NCCL_TOPO_DUMP_FILE, on the running machine, writes them");
+    }
+    Ok(Machine {
+        name: name.to_owned(),
+        title: format!("{name}: {} GPUs by an NCCL topology dump", gpus.len()),
+        source: vec!["NCCL topology dump".to_owned()],
+        reconstructed,
+        observed: NodeObservation { gpus, host, failures: found.notes.into_failures() },
+    })
+}
+
+/// The `cpu` elements of the first host: a dump of a multi-node NVLink domain holds several.
+fn this_host<'d>(system: &'d Element, notes: &mut Notes) -> Vec<&'d Element> {
+    let mut cpus: Vec<&Element> = Vec::new();
+    for element in &system.children {
+        if element.name == "cpu" {
+            cpus.push(element);
+        } else {
+            notes.add(element, "not expected below <system>; left out");
+        }
+    }
+    let Some(first) = cpus.first().copied() else { return cpus };
+    let other = |cpu: &&Element| cpu.get("host_hash") != first.get("host_hash");
+    if let Some(cpu) = cpus.iter().find(|cpu| other(cpu)) {
+        notes.add(cpu, "of another host than the first one; other hosts are left out");
+    }
+    cpus.retain(|cpu| !other(cpu));
+    cpus
+}
+
+#[cfg(test)]
+mod tests;

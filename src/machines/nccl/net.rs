@@ -1,0 +1,59 @@
+//! `nic` and `net`: network cards and their interfaces.
+
+use super::Notes;
+use crate::machines::xml::{Element, shortened};
+use crate::topology::{NicKind, NicObservation, PciAddress};
+
+/// How the kernel names RDMA devices, by driver.
+const RDMA_NAMES: [&str; 11] =
+    ["mlx", "rdma", "efa", "bnxt_re", "irdma", "ib", "roce", "hns", "erdma", "cxgb4_", "qedr"];
+/// The PCI class of InfiniBand controllers.
+const INFINIBAND: &str = "0x0207";
+/// Vendors all of whose network functions in a GPU machine do RDMA: Mellanox, and Amazon by its EFA ids.
+const MELLANOX: &str = "0x15b3";
+const AMAZON: &str = "0x1d0f";
+const EFA: &str = "0xefa";
+
+/// The interfaces of a `nic`; `function` is the PCI function it belongs to.
+pub(super) fn interfaces(nic: &Element, function: Option<&Element>, notes: &mut Notes) -> Vec<NicObservation> {
+    let mut interfaces = Vec::new();
+    for net in &nic.children {
+        if net.name != "net" {
+            // What a collective offload engine adds (`coll`) carries no traffic of its own.
+            if net.name != "coll" {
+                notes.add(net, "not expected below <nic>; left out");
+            }
+            continue;
+        }
+        let Some(name) = net.get("name").filter(|name| !name.is_empty()) else {
+            notes.add(net, "without a name; left out");
+            continue;
+        };
+        let rdma =
+            function.is_some_and(is_rdma) || has_guid(net) || RDMA_NAMES.iter().any(|rdma| name.starts_with(rdma));
+        let kind = if rdma { NicKind::Rdma } else { NicKind::Ethernet };
+        let mbps = notes.number(net, "speed").filter(|mbps| *mbps > 0);
+        interfaces.push(NicObservation { name: shortened(name), kind, mbps });
+    }
+    interfaces
+}
+
+/// The interface of a card of which only the PCI function is listed.
+pub(super) fn unnamed(function: &Element, pci: Option<PciAddress>) -> NicObservation {
+    let kind = if is_rdma(function) { NicKind::Rdma } else { NicKind::Ethernet };
+    let name = pci.map_or_else(|| "unnamed".to_owned(), |pci| pci.to_string());
+    NicObservation { name, kind, mbps: None }
+}
+
+fn is_rdma(function: &Element) -> bool {
+    let starts = |attribute: &str, prefix: &str| {
+        function.get(attribute).is_some_and(|value| value.to_ascii_lowercase().starts_with(prefix))
+    };
+    starts("class", INFINIBAND) || starts("vendor", MELLANOX) || (starts("vendor", AMAZON) && starts("device", EFA))
+}
+
+/// Whether an interface has a GUID of its own: NCCL's socket transport counts from 0 there.
+fn has_guid(net: &Element) -> bool {
+    let digits = net.get("guid").and_then(|guid| guid.strip_prefix("0x")).unwrap_or_default();
+    u64::from_str_radix(digits, 16).is_ok_and(|guid| guid > u64::from(u16::MAX))
+}

@@ -1,0 +1,314 @@
+//! XML within bounds: a tree of elements with their lines, however hostile the text.
+//!
+//! Owns the limits: a depth, a number of elements and attributes, a length of each value, no entities of the
+//! document's own. A text that keeps them costs memory in proportion to its elements, any other an error that
+//! names the line. Called by `machines`; knows nothing of what the elements mean.
+
+use quick_xml::XmlVersion;
+use quick_xml::events::{BytesStart, Event};
+use quick_xml::reader::Reader;
+
+/// Elements inside of each other. The deepest real ones (hwloc's) stay below 40.
+pub(super) const MAX_DEPTH: usize = 128;
+/// Elements of a document of which a tree is kept. NCCL itself stops at a few thousand.
+pub(super) const MAX_ELEMENTS: usize = 1 << 14;
+/// Attributes of an element. NCCL itself stops at 16, hwloc has up to some twenty.
+pub(super) const MAX_ATTRIBUTES: usize = 32;
+/// Elements of a document that another reader makes a tree of: hwloc's, of a host of some thousand CPUs.
+pub(super) const MAX_CHECKED_ELEMENTS: usize = 1 << 17;
+/// Bytes of such a document; another reader may need twenty times as much.
+pub(super) const MAX_CHECKED: usize = 16 << 20;
+/// Bytes of a name or a value: the CPU mask of 8192 CPUs takes 2304.
+pub(super) const MAX_VALUE: usize = 4096;
+
+/// What is wrong with an XML text, and where: one line.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("line {line}: {fault}")]
+pub struct XmlError {
+    /// The line, counted from 1.
+    pub line: usize,
+    /// What is wrong with it.
+    pub fault: XmlFault,
+}
+
+/// What can be wrong with an XML text.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum XmlFault {
+    /// Not XML.
+    #[error("not XML: {0}")]
+    Syntax(String),
+    /// Nothing but blanks and comments.
+    #[error("no element in it")]
+    Empty,
+    /// It stops before its elements are closed.
+    #[error("the text ends inside <{name}>, which opens on line {opened}")]
+    Truncated {
+        /// The innermost open element.
+        name: String,
+        /// Its line.
+        opened: usize,
+    },
+    /// More after the end.
+    #[error("more follows the end of the root element")]
+    Trailing,
+    /// Words where elements belong.
+    #[error("text where elements belong: '{0}'")]
+    Text(String),
+    /// A document type with declarations of its own.
+    #[error("a document type with declarations of its own (entities) is not taken")]
+    Declarations,
+    /// Deeper than `MAX_DEPTH`.
+    #[error("elements nest deeper than {MAX_DEPTH}")]
+    TooDeep,
+    /// More elements than are taken.
+    #[error("more than {0} elements")]
+    TooManyElements(usize),
+    /// More than `MAX_CHECKED`.
+    #[error("more than {} MiB of XML", MAX_CHECKED >> 20)]
+    TooLarge,
+    /// More than `MAX_ATTRIBUTES`.
+    #[error("<{0}> has more than {MAX_ATTRIBUTES} attributes")]
+    TooManyAttributes(String),
+    /// Longer than `MAX_VALUE`.
+    #[error("a name or value is longer than {MAX_VALUE} bytes")]
+    TooLong,
+    /// One attribute twice.
+    #[error("attribute '{0}' twice")]
+    DuplicateAttribute(String),
+}
+
+/// One element.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Element {
+    pub name: String,
+    /// The line on which it opens, from 1.
+    pub line: usize,
+    attributes: Vec<(String, String)>,
+    pub children: Vec<Element>,
+}
+
+impl Element {
+    /// The value of an attribute.
+    pub fn get(&self, attribute: &str) -> Option<&str> {
+        self.attributes.iter().find(|(name, _)| name == attribute).map(|(_, value)| value.as_str())
+    }
+}
+
+/// Reads a document that consists of elements only.
+pub(super) fn tree(text: &str) -> Result<Element, XmlError> {
+    let mut scan = Scan::new(text);
+    let mut open: Vec<Element> = Vec::new();
+    let mut elements = 0;
+    while let Some(step) = scan.next()? {
+        let closed = match step {
+            Step::Open(start) => {
+                elements += 1;
+                if elements > MAX_ELEMENTS {
+                    return Err(scan.error(XmlFault::TooManyElements(MAX_ELEMENTS)));
+                }
+                open.push(element(&start).map_err(|fault| scan.error(fault))?);
+                if let Some(element) = open.last_mut() {
+                    element.line = scan.line;
+                }
+                continue;
+            }
+            Step::Close => open.pop(),
+            Step::Text(text) => return Err(scan.error(XmlFault::Text(shortened(text)))),
+        };
+        match (closed, open.last_mut()) {
+            (Some(closed), Some(parent)) => parent.children.push(closed),
+            (Some(root), None) => {
+                scan.rest()?;
+                return Ok(root);
+            }
+            (None, _) => {}
+        }
+    }
+    Err(scan.error(XmlFault::Empty))
+}
+
+/// The name of the root element, read no further than that.
+pub(super) fn root(text: &str) -> Result<String, XmlError> {
+    let mut scan = Scan::new(text);
+    match scan.next()? {
+        Some(Step::Open(start)) => name(&start).map_err(|fault| scan.error(fault)),
+        Some(Step::Text(text)) => Err(scan.error(XmlFault::Text(shortened(text)))),
+        Some(Step::Close) | None => Err(scan.error(XmlFault::Empty)),
+    }
+}
+
+/// Goes through a whole document, so that another reader of it meets no surprise.
+pub(super) fn check(text: &str) -> Result<(), XmlError> {
+    let mut scan = Scan::new(text);
+    if text.len() > MAX_CHECKED {
+        return Err(scan.error(XmlFault::TooLarge));
+    }
+    let mut elements = 0;
+    while let Some(step) = scan.next()? {
+        match step {
+            Step::Open(start) => {
+                elements += 1;
+                if start.attributes().with_checks(false).nth(MAX_ATTRIBUTES).is_some() {
+                    return Err(scan.error(XmlFault::TooManyAttributes(shortened(start.name().as_ref()))));
+                }
+            }
+            Step::Close if scan.open.is_empty() => return scan.rest(),
+            Step::Close | Step::Text(_) => {}
+        }
+        if elements > MAX_CHECKED_ELEMENTS {
+            return Err(scan.error(XmlFault::TooManyElements(MAX_CHECKED_ELEMENTS)));
+        }
+    }
+    Err(scan.error(XmlFault::Empty))
+}
+
+/// What a stranger wrote, fit for one line of a message.
+pub(super) fn shortened(text: &str) -> String {
+    const MOST: usize = 60;
+    let mut words = text.split_whitespace().flat_map(|word| word.chars().chain([' ']));
+    let mut short: String = words.by_ref().take(MOST).collect();
+    let more = words.next().is_some();
+    short.truncate(short.trim_end().len());
+    let printable = short.chars().map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c });
+    printable.chain(if more { " ..." } else { "" }.chars()).collect()
+}
+
+fn name(start: &BytesStart<'_>) -> Result<String, XmlFault> {
+    own(start.name().as_ref())
+}
+
+fn own(text: &str) -> Result<String, XmlFault> {
+    if text.len() > MAX_VALUE { Err(XmlFault::TooLong) } else { Ok(text.to_owned()) }
+}
+
+fn element(start: &BytesStart<'_>) -> Result<Element, XmlFault> {
+    let mut element = Element { name: name(start)?, ..Element::default() };
+    let mut attributes = start.attributes();
+    // Their own check compares each with all before it, however many there are.
+    for attribute in attributes.with_checks(false) {
+        let attribute = attribute.map_err(|error| XmlFault::Syntax(shortened(&error.to_string())))?;
+        if element.attributes.len() == MAX_ATTRIBUTES {
+            return Err(XmlFault::TooManyAttributes(shortened(&element.name)));
+        }
+        if attribute.value.len() > MAX_VALUE {
+            return Err(XmlFault::TooLong);
+        }
+        let key = own(attribute.key.as_ref())?;
+        if element.get(&key).is_some() {
+            return Err(XmlFault::DuplicateAttribute(shortened(&key)));
+        }
+        // Only the five predefined entities and character references are known, and those do not multiply.
+        let value = attribute.normalized_value(XmlVersion::Implicit1_0);
+        let value = value.map_err(|error| XmlFault::Syntax(shortened(&error.to_string())))?;
+        element.attributes.push((key, value.into_owned()));
+    }
+    Ok(element)
+}
+
+/// What comes next in a document, comments and instructions left out.
+enum Step<'t> {
+    Open(BytesStart<'t>),
+    Close,
+    /// Text that is not blank.
+    Text(&'t str),
+}
+
+/// A walk over a document that holds the limits on structure.
+struct Scan<'t> {
+    text: &'t str,
+    reader: Reader<&'t [u8]>,
+    /// The line of the step last returned.
+    line: usize,
+    /// Up to where lines were counted.
+    counted: usize,
+    /// The open elements: name and line.
+    open: Vec<(String, usize)>,
+    /// An empty element was opened and has to be closed.
+    closing: bool,
+}
+
+impl<'t> Scan<'t> {
+    fn new(text: &'t str) -> Self {
+        let text = text.trim_start_matches('\u{feff}');
+        let reader = Reader::from_str(text);
+        Self { text, reader, line: 1, counted: 0, open: Vec::new(), closing: false }
+    }
+
+    fn error(&self, fault: XmlFault) -> XmlError {
+        XmlError { line: self.line, fault }
+    }
+
+    /// Counts lines up to a byte.
+    fn count_to(&mut self, byte: u64) {
+        let byte = usize::try_from(byte).unwrap_or(usize::MAX).min(self.text.len());
+        let passed = self.text.as_bytes().get(self.counted..byte).unwrap_or_default();
+        self.line += passed.iter().filter(|byte| **byte == b'\n').count();
+        self.counted = self.counted.max(byte);
+    }
+
+    fn next(&mut self) -> Result<Option<Step<'t>>, XmlError> {
+        if std::mem::take(&mut self.closing) {
+            self.open.pop();
+            return Ok(Some(Step::Close));
+        }
+        loop {
+            let from = self.reader.buffer_position();
+            self.count_to(from);
+            let event = match self.reader.read_event() {
+                Ok(event) => event,
+                Err(error) => {
+                    self.count_to(self.reader.error_position());
+                    return Err(self.error(XmlFault::Syntax(shortened(&error.to_string()))));
+                }
+            };
+            match event {
+                Event::Start(start) => return self.opened(start).map(Some),
+                Event::Empty(start) => {
+                    self.closing = true;
+                    return self.opened(start).map(Some);
+                }
+                Event::End(_) => {
+                    self.open.pop();
+                    return Ok(Some(Step::Close));
+                }
+                Event::Text(_) | Event::CData(_) | Event::GeneralRef(_) => {
+                    let from = usize::try_from(from).unwrap_or(usize::MAX);
+                    let to = usize::try_from(self.reader.buffer_position()).unwrap_or(usize::MAX);
+                    let text = self.text.get(from..to).unwrap_or_default();
+                    let blanks = text.len() - text.trim_start().len();
+                    if blanks < text.len() {
+                        self.count_to(u64::try_from(from + blanks).unwrap_or(u64::MAX));
+                        return Ok(Some(Step::Text(text)));
+                    }
+                }
+                Event::DocType(declared) if declared.contains('[') => return Err(self.error(XmlFault::Declarations)),
+                Event::DocType(_) | Event::Comment(_) | Event::Decl(_) | Event::PI(_) => {}
+                Event::Eof => {
+                    let innermost = self.open.last().map(|(name, opened)| (shortened(name), *opened));
+                    let truncated = innermost.map(|(name, opened)| XmlFault::Truncated { name, opened });
+                    return truncated.map_or(Ok(None), |fault| Err(self.error(fault)));
+                }
+            }
+        }
+    }
+
+    fn opened(&mut self, start: BytesStart<'t>) -> Result<Step<'t>, XmlError> {
+        if self.open.len() == MAX_DEPTH {
+            return Err(self.error(XmlFault::TooDeep));
+        }
+        let name = name(&start).map_err(|fault| self.error(fault))?;
+        self.open.push((name, self.line));
+        Ok(Step::Open(start))
+    }
+
+    /// Makes sure that nothing follows the root element.
+    fn rest(mut self) -> Result<(), XmlError> {
+        match self.next()? {
+            None => Ok(()),
+            Some(_) => Err(self.error(XmlFault::Trailing)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,104 @@
+//! The bounds, each from both sides.
+
+use super::*;
+
+fn refusal(text: &str) -> String {
+    let message = tree(text).unwrap_err().to_string();
+    assert!(!message.contains('\n') && message.len() < 300, "not one short line: {message}");
+    message
+}
+
+#[test]
+fn elements_come_with_their_lines_and_values() {
+    let text = "\u{feff}<?xml version='1.0'?>\n<!-- <x> -->\n<system version=\"1\">\n  <cpu numaid='0'\n    affinity=\"&quot;&#x41;\"/>\n\n  <cpu/>\n</system>\n<!-- end -->\n";
+    let system = tree(text).unwrap();
+    assert_eq!((system.name.as_str(), system.line, system.get("version")), ("system", 3, Some("1")));
+    let lines: Vec<usize> = system.children.iter().map(|cpu| cpu.line).collect();
+    assert_eq!(lines, [4, 7]);
+    assert_eq!(system.children[0].get("affinity"), Some("\"A"));
+    assert_eq!(system.children[1].get("affinity"), None);
+    assert_eq!(root(text).unwrap(), "system");
+    assert_eq!(check(text), Ok(()));
+}
+
+#[test]
+fn broken_text_is_placed() {
+    for (text, line, word) in [
+        ("<a>\n<b>\n</a>", 3, "b"),
+        ("<a>\n<b", 2, "not closed"),
+        ("<a>\n\n<b c=\"1>\n</a>", 3, "not closed"),
+        ("<a>\n<b>\n", 3, "the text ends inside <b>, which opens on line 2"),
+        ("<a>\n<b c></b></a>", 2, "not XML"),
+        ("<a>\n<b c=1/></a>", 2, "not XML"),
+        ("<a>\n<b c='&lol;'/></a>", 2, "lol"),
+        ("<a>\n<b c='1' c='2'/></a>", 2, "'c' twice"),
+        ("<a/>\n<a/>", 2, "more follows"),
+        ("<a/>\nwords", 2, "more follows"),
+        ("<a>\n\n  words\n</a>", 3, "'words'"),
+        ("<!-- nothing -->\n", 2, "no element"),
+        ("\n</a>", 2, "a"),
+    ] {
+        let message = refusal(text);
+        assert!(message.starts_with(&format!("line {line}: ")) && message.contains(word), "{text:?}: {message}");
+    }
+}
+
+#[test]
+fn bombs_are_refused() {
+    let laughs = "<!DOCTYPE a [\n<!ENTITY b \"ha\">\n<!ENTITY c \"&b;&b;\">\n]>\n<a d=\"&c;\"/>";
+    assert!(refusal(laughs).contains("entities"));
+    assert!(check(laughs).unwrap_err().to_string().contains("entities"));
+    assert!(root(laughs).unwrap_err().to_string().contains("entities"));
+
+    let nest = |depth: usize| "<a>".repeat(depth) + &"</a>".repeat(depth);
+    assert!(tree(&nest(MAX_DEPTH)).is_ok());
+    assert!(refusal(&nest(MAX_DEPTH + 1)).contains("deeper"));
+    assert!(check(&nest(1 << 20)).unwrap_err().to_string().contains("deeper"));
+
+    let wide = |count: usize| format!("<a>{}</a>", "<b/>".repeat(count - 1));
+    assert!(tree(&wide(MAX_ELEMENTS)).is_ok());
+    assert!(refusal(&wide(MAX_ELEMENTS + 1)).contains("more than 16384 elements"));
+    assert!(check(&wide(MAX_CHECKED_ELEMENTS)).is_ok());
+    assert!(check(&wide(MAX_CHECKED_ELEMENTS + 1)).unwrap_err().to_string().contains("elements"));
+    let long = |bytes: usize| format!("<a>{}</a>", "x".repeat(bytes - 7));
+    assert!(check(&long(MAX_CHECKED)).is_ok());
+    assert!(check(&long(MAX_CHECKED + 1)).unwrap_err().to_string().contains("more than 16 MiB"));
+
+    let attributes =
+        |count: usize| format!("<a {}/>", (0..count).map(|n| format!("b{n}=''")).collect::<Vec<_>>().join(" "));
+    assert!(tree(&attributes(MAX_ATTRIBUTES)).is_ok());
+    assert!(refusal(&attributes(MAX_ATTRIBUTES + 1)).contains("attributes"));
+    assert!(refusal(&attributes(1 << 18)).contains("attributes"));
+    assert!(check(&attributes(MAX_ATTRIBUTES)).is_ok());
+    assert!(check(&attributes(1 << 18)).unwrap_err().to_string().contains("attributes"));
+
+    let value = |length: usize| format!("<a b=\"{}\"/>", "x".repeat(length));
+    assert!(tree(&value(MAX_VALUE)).is_ok());
+    assert!(refusal(&value(MAX_VALUE + 1)).contains("longer than 4096"));
+    refusal(&format!("<{}/>", "x".repeat(1 << 20)));
+}
+
+#[test]
+fn megabytes_of_nonsense_end_at_once() {
+    for junk in ["<", "<<a>", "<a ", "&", "<!", "<!--", "<![CDATA[", "\u{0}", "</a>", "<a/>", "<!DOCTYPE ["] {
+        refusal(&format!("<system>{}", junk.repeat((8 << 20) / junk.len())));
+        let text = junk.repeat((1 << 20) / junk.len());
+        let _ = (tree(&text), root(&text), check(&text));
+    }
+}
+
+#[test]
+fn every_cut_of_a_document_is_refused_without_a_panic() {
+    let text = "<?xml version=\"1.0\"?>\n<a b=\"&lt;\u{e9}\"><!-- c --><d e='1'/></a>";
+    for cut in (0..text.len()).filter_map(|cut| text.get(..cut)) {
+        assert!(tree(cut).is_err(), "{cut}");
+    }
+    assert!(tree(text).is_ok());
+}
+
+#[test]
+fn what_strangers_wrote_is_kept_short() {
+    assert_eq!(shortened("a\n  b\tc"), "a b c");
+    assert_eq!(shortened("\u{1b}[31m"), "\u{fffd}[31m");
+    assert_eq!(shortened(&"x".repeat(1000)).chars().count(), 64);
+}

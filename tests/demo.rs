@@ -1,0 +1,129 @@
+//! The demo ends well on every machine under every policy and scope, and stays watchable.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
+
+use std::process::Command;
+use std::sync::Mutex;
+
+use clap::Parser;
+use linkwise::config::{Cli, Command as Linkwise, DemoArgs};
+use linkwise::kubelet_box::TopologyManager;
+use linkwise::machines::{self, Machine};
+use linkwise::topology::{HostObservation, NodeObservation, NumaNodeId, NumaNodeObservation};
+
+const POLICIES: [&str; 4] = ["none", "best-effort", "restricted", "single-numa-node"];
+const SCOPES: [&str; 2] = ["container", "pod"];
+/// Demos at a time: more would wait for each other's processors.
+const AT_ONCE: usize = 8;
+
+fn args(options: &[&str]) -> DemoArgs {
+    match Cli::try_parse_from(["linkwise", "demo"].iter().chain(options)).unwrap().command {
+        Linkwise::Demo(args) => args,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// What a demo prints.
+async fn played(machine: Machine, options: &[&str]) -> String {
+    let said = Mutex::new(String::new());
+    let say = |text: &str| {
+        said.lock().unwrap().push_str(text);
+        Ok(())
+    };
+    let name = machine.name.clone();
+    let ended = linkwise::demo::demo(&args(options), machine, &say).await;
+    let said = said.into_inner().unwrap();
+    ended.unwrap_or_else(|error| panic!("{name} {options:?}: {error:#}\n{said}"));
+    said
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn it_ends_well_on_every_machine_under_every_policy_and_scope() {
+    let mut demos = tokio::task::JoinSet::new();
+    for machine in machines::built_in() {
+        for (policy, scope) in POLICIES.into_iter().flat_map(|policy| SCOPES.map(|scope| (policy, scope))) {
+            let machine = machines::load(machine.name).unwrap();
+            if demos.len() == AT_ONCE {
+                demos.join_next().await.unwrap().unwrap();
+            }
+            demos.spawn(async move {
+                let nodes = linkwise::demo::numa_nodes(&machine.observed.host).len();
+                let (name, gpus) = (machine.name.clone(), machine.observed.gpus.len());
+                let said = played(machine, &["--topology-manager-policy", policy, "--scope", scope]).await;
+                assert!(gpus == 0 || said.contains("nothing left behind"), "{name} {policy} {scope}\n{said}");
+                let refuses = said.contains("unsupported on machines with more than 8 NUMA nodes");
+                assert_eq!(refuses, policy != "none" && nodes > TopologyManager::MAX_NODES, "{name} {policy}\n{said}");
+            });
+        }
+    }
+    while let Some(demo) = demos.join_next().await {
+        demo.unwrap();
+    }
+}
+
+/// Machines that no one has built in: few GPUs, no NUMA nodes, too many, with numbers that no mask holds, four to a package.
+fn odd_machines() -> Vec<Machine> {
+    let odd = |name: &str, change: &dyn Fn(&mut NodeObservation)| {
+        let mut machine = machines::load("dgx-h100").unwrap();
+        machine.name = name.to_owned();
+        change(&mut machine.observed);
+        machine
+    };
+    let memory_only = |id| NumaNodeObservation { id: NumaNodeId(id), package: None, cpus: String::new() };
+    vec![
+        odd("no GPU", &|seen| seen.gpus.clear()),
+        odd("one GPU", &|seen| seen.gpus.truncate(1)),
+        odd("two GPUs", &|seen| seen.gpus.truncate(2)),
+        odd("three GPUs", &|seen| seen.gpus.truncate(3)),
+        odd("no host", &|seen| seen.host = HostObservation::default()),
+        odd("no NUMA node known", &|seen| {
+            seen.host = HostObservation::default();
+            seen.gpus.iter_mut().for_each(|gpu| gpu.numa = None);
+        }),
+        odd("36 NUMA nodes", &|seen| seen.host.numa_nodes.extend((2..36).map(memory_only))),
+        odd("node 252", &|seen| seen.host.numa_nodes.push(memory_only(252))),
+        odd("a GPU without CPUs near", &|seen| seen.host.numa_nodes[1].cpus.clear()),
+    ]
+}
+
+#[tokio::test]
+async fn it_ends_well_on_odd_machines_too() {
+    for machine in odd_machines() {
+        for policy in POLICIES {
+            for hints in ["node", "package", "off"] {
+                let said = played(machine.clone(), &["--topology-manager-policy", policy, "--numa-hints", hints]).await;
+                assert!(said.contains("nothing left behind") || said.contains("no GPU"), "{said}");
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_pod_that_fits_the_machine_but_no_numa_node_is_refused_with_the_reason() {
+    let refused = "TopologyAffinityError\n  why: 4 nvidia.com/gpu would fit 1 NUMA node, but what is free needs {0,1}";
+    for (policy, refuses) in POLICIES.into_iter().zip([false, false, true, true]) {
+        let machine = machines::load("dgx-h100").unwrap();
+        let said = played(machine, &["--topology-manager-policy", policy]).await;
+        assert_eq!(said.contains(refused), refuses, "{policy}\n{said}");
+        assert!(said.contains("leaves the bus") && said.contains("It comes back and is healthy again"), "{said}");
+    }
+    // Without hints the Topology Manager has nothing to say about GPUs.
+    let machine = machines::load("dgx-h100").unwrap();
+    let said = played(machine, &["--topology-manager-policy", "single-numa-node", "--numa-hints", "off"]).await;
+    assert!(!said.contains("TopologyAffinityError"), "{said}");
+}
+
+#[test]
+fn it_prints_plain_lines_of_100_columns_where_there_is_no_terminal() {
+    for machine in machines::built_in() {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
+        command.args(["demo", "--machine", machine.name, "--topology-manager-policy", "restricted"]);
+        let output = command.output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(output.status.success(), "{}: {}\n{text}", machine.name, String::from_utf8_lossy(&output.stderr));
+        assert!(!text.contains('\x1b'), "{text}");
+        for line in text.lines() {
+            assert!(line.chars().count() <= 100, "{}: {line}", machine.name);
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! The Topology Manager in the box: what a plugin sees of it, and pods that it refuses.
+
+use std::collections::BTreeSet;
+
+use linkwise::kubelet_box::{
+    AdmissionError, Admitted, BoxError, Hint, KubeletBox, NumaNode, Options, Place, Pod, Policy, Restart, Scope,
+    TopologyManager, UnsupportedMachine,
+};
+use tempfile::TempDir;
+
+use crate::plugin::{GPU, Plugin};
+use crate::{ids, node};
+
+/// A machine with two nodes of four CPUs and two devices each.
+async fn two_nodes(policy: Policy, scope: Scope) -> (TempDir, KubeletBox, Plugin) {
+    let numa_nodes = (0..2).map(|id| NumaNode { id: i64::from(id), cpus: (4 * id..4 * id + 4).collect() }).collect();
+    let manager = TopologyManager { policy, scope, numa_nodes, static_cpus: true };
+    let settings = |options: &mut Options| options.topology_manager = manager;
+    node("a:0 b:0 c:1 d:1", settings, |plugin| plugin.advise("b d")).await
+}
+
+fn got(admitted: &Admitted, container: &str) -> BTreeSet<String> {
+    admitted.grant(container, GPU).unwrap().allocation.devices.iter().cloned().collect()
+}
+
+fn refusal(error: AdmissionError) -> String {
+    assert!(matches!(error, AdmissionError::TopologyAffinity { .. }), "{error}");
+    error.to_string()
+}
+
+#[tokio::test]
+async fn under_a_policy_the_plugin_sees_one_side_of_the_machine() {
+    for (policy, offered) in [(Policy::None, "a b c d"), (Policy::BestEffort, "a b"), (Policy::SingleNumaNode, "a b")] {
+        let (_dir, kubelet, _plugin) = two_nodes(policy, Scope::Container).await;
+        let admitted = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
+        let asked = admitted.grant("main", GPU).unwrap().asked.as_ref().unwrap();
+        assert_eq!(asked.available.iter().cloned().collect::<BTreeSet<_>>(), ids(offered), "{policy}");
+        let hint = admitted.containers["main"].hint.clone();
+        assert_eq!(hint, (policy != Policy::None).then(|| Hint::numa([0])), "{policy}");
+    }
+}
+
+#[tokio::test]
+async fn exactly_one_node_full_is_taken_unasked_and_the_next_pod_goes_to_the_other() {
+    let (_dir, kubelet, plugin) = two_nodes(Policy::Restricted, Scope::Container).await;
+    for (pod, devices) in [("first", "a b"), ("second", "c d")] {
+        let admitted = kubelet.admit(&Pod::single(pod, GPU, 2), None).await.unwrap();
+        assert_eq!(got(&admitted, "main"), ids(devices));
+    }
+    assert_eq!(plugin.seen().preferred.len(), 0);
+}
+
+#[tokio::test]
+async fn what_is_left_on_two_nodes_is_refused_by_the_strict_policies_only() {
+    for (policy, admits) in
+        [(Policy::None, true), (Policy::BestEffort, true), (Policy::Restricted, false), (Policy::SingleNumaNode, false)]
+    {
+        let (_dir, kubelet, _plugin) = two_nodes(policy, Scope::Container).await;
+        for (pod, device) in [("x", "a"), ("y", "c")] {
+            let place = Place { pod: pod.into(), container: "main".into(), resource: GPU.into() };
+            kubelet.hold(place, [device.to_owned()]);
+        }
+        match kubelet.admit(&Pod::single("pod", GPU, 2), None).await {
+            Ok(admitted) => assert!(admits && got(&admitted, "main") == ids("b d"), "{policy}"),
+            Err(error) => {
+                let said = refusal(error);
+                assert!(!admits && said.contains("but what is free needs {0,1}"), "{policy}: {said}");
+                assert_eq!(kubelet.state().resources[GPU].free(), ids("b d"));
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn scope_pod_keeps_containers_together_and_scope_container_does_not() {
+    let pod = Pod::new("pod").with_container("one", [(GPU, 1)]).with_container("two", [(GPU, 2)]);
+    let (_dir, kubelet, _plugin) = two_nodes(Policy::Restricted, Scope::Container).await;
+    let admitted = kubelet.admit(&pod, None).await.unwrap();
+    assert_eq!((got(&admitted, "one"), got(&admitted, "two")), (ids("b"), ids("c d")));
+
+    let (_dir, kubelet, _plugin) = two_nodes(Policy::SingleNumaNode, Scope::Pod).await;
+    let said = refusal(kubelet.admit(&pod, None).await.unwrap_err());
+    assert!(said.starts_with("pod pod: ") && said.contains("3 nvidia.com/gpu need 2 NUMA nodes"), "{said}");
+    let pair = Pod::new("pair").with_container("one", [(GPU, 1)]).with_container("two", [(GPU, 1)]);
+    let admitted = kubelet.admit(&pair, None).await.unwrap();
+    assert_eq!(&got(&admitted, "one") | &got(&admitted, "two"), ids("a b"));
+    assert_eq!(admitted.containers["one"].hint, admitted.containers["two"].hint);
+}
+
+#[tokio::test]
+async fn cpus_and_devices_meet_on_one_node() {
+    let (_dir, kubelet, _plugin) = two_nodes(Policy::SingleNumaNode, Scope::Container).await;
+    kubelet.admit(&Pod::new("cpus").with_container("main", [] as [(&str, u32); 0]).with_cpus(2), None).await.unwrap();
+    assert_eq!(kubelet.state().cpus["cpus"]["main"], [0, 1].into());
+    let admitted = kubelet.admit(&Pod::single("both", GPU, 1).with_cpus(3), None).await.unwrap();
+    assert_eq!((got(&admitted, "main"), &admitted.containers["main"].cpus), (ids("d"), &[4, 5, 6].into()));
+    let said = refusal(kubelet.admit(&Pod::single("late", GPU, 1).with_cpus(3), None).await.unwrap_err());
+    assert!(said.contains("3 cpu would fit 1 NUMA node, but what is free needs {0,1}"), "{said}");
+    assert!(kubelet.remove_pod("cpus") && !kubelet.remove_pod("cpus"));
+    kubelet.admit(&Pod::single("late", GPU, 1).with_cpus(3), None).await.unwrap();
+}
+
+#[tokio::test]
+async fn without_a_policy_a_shortage_of_cpus_has_an_error_of_its_own() {
+    let (_dir, kubelet, _plugin) = two_nodes(Policy::None, Scope::Container).await;
+    let error = kubelet.admit(&Pod::single("pod", GPU, 1).with_cpus(9), None).await.unwrap_err();
+    assert!(matches!(error, AdmissionError::InsufficientCpus { requested: 9, available: 8, .. }), "{error}");
+    assert_eq!(kubelet.state().resources[GPU].free(), ids("a b c d"), "rejected as a whole");
+}
+
+#[tokio::test]
+async fn a_running_pod_keeps_what_it_has_after_a_restart_of_the_kubelet() {
+    let (_dir, kubelet, _plugin) = two_nodes(Policy::SingleNumaNode, Scope::Pod).await;
+    let pod = Pod::single("pod", GPU, 2).with_cpus(3);
+    let before = kubelet.admit(&pod, None).await.unwrap();
+    kubelet.restart(Restart::Kubelet).await.unwrap();
+    let after = kubelet.admit(&pod, None).await.unwrap();
+    assert_eq!((got(&after, "main"), &after.containers["main"].cpus), (got(&before, "main"), &[0, 1, 2].into()));
+}
+
+#[tokio::test]
+async fn on_a_machine_with_too_many_nodes_the_kubelet_does_not_start() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut options = Options::new(dir.path());
+    options.topology_manager.policy = Policy::BestEffort;
+    options.topology_manager.numa_nodes = (0..9).map(|id| NumaNode { id, cpus: BTreeSet::new() }).collect();
+    let error = KubeletBox::start(options.clone()).unwrap_err();
+    let expected = UnsupportedMachine::TooManyNodes { policy: Policy::BestEffort, found: 9 };
+    assert!(matches!(&error, BoxError::Unsupported(found) if *found == expected), "{error}");
+    options.topology_manager.policy = Policy::None;
+    KubeletBox::start(options).unwrap();
+}

@@ -1,0 +1,209 @@
+//! Recorded originals of machines in the field against what is known of those machines.
+//!
+//! Beside this repository there may be a folder `shared/topologies`: one sheet of facts for each machine, and under `raw`
+//! the files they were taken from, which are not ours to copy. Where it is missing, nothing is compared and a line says so;
+//! dumps of our own test the same readers in `src/`. Each original has a row below; each difference has its reason there.
+
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr, reason = "what a helper cannot do fails the test")]
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use linkwise::commands;
+use linkwise::topology::{NodeTopology, PciAddress};
+use serde::Deserialize;
+
+/// What an original is compared with.
+enum Expect {
+    /// The sheet's matrix, NVLinks included.
+    Matrix(&'static str),
+    /// The sheet's matrix of PCIe alone; why there are no NVLinks.
+    Pcie(&'static str, &'static str),
+    /// The sheet's matrix of PCIe alone, of a sibling whose addresses differ; why.
+    Sibling(&'static str, &'static str),
+    /// No GPU; the words with which the user is told.
+    NoGpu(&'static str),
+    /// Refused; a part of the message.
+    Refused(&'static str),
+}
+use Expect::{Matrix, NoGpu, Pcie, Refused, Sibling};
+
+const NO_NVLINKS: &str = "made by hand for NCCL to complete: it has no gpu elements, hence no NVLinks";
+const HWLOC: &str = "hwloc does not record NVLinks";
+const VERSION_3: &str = "hwloc XML version 3.0; the hwloc of this build reads up to version 2.x";
+
+const TABLE: &[(&str, Expect)] = &[
+    ("hwloc-24em64t-2n6c2t-pci.xml", Refused(VERSION_3)),
+    ("hwloc-llnl-coral-ea-hwloc1.xml", Sibling("ibm-s822lc-minsky-4x-p100", "one of the same model, other domains")),
+    ("hwloc-llnl-coral-lassen-hwloc1.xml", Pcie("llnl-lassen-ac922-4x-v100", HWLOC)),
+    ("hwloc-llnl-cts1-pascal.xml", Matrix("llnl-pascal-2x-p100-pcie")),
+    ("hwloc-llnl-g4dnmetal.xml", Matrix("aws-g4dn.metal-8x-t4")),
+    ("hwloc-nvidia-dgx-gb10.xml", Refused(VERSION_3)),
+    ("hwloc-nvidiaDGX2.xml", Refused(VERSION_3)),
+    ("hwloc-power8gpudistances.xml", Refused(VERSION_3)),
+    ("nccl-8x-rtx3090-two-switches.xml", Matrix("pcie-8x-rtx3090-two-switches")),
+    ("nccl-aws-g5.48xlarge.xml", NoGpu("without a class, a gpu or a nic; left out (8 more like it)")),
+    ("nccl-aws-p4d.24xlarge.xml", Pcie("aws-p4d.24xlarge", NO_NVLINKS)),
+    ("nccl-aws-p4de.24xlarge.xml", Pcie("aws-p4de.24xlarge", NO_NVLINKS)),
+    ("nccl-aws-p5.48xlarge.xml", NoGpu("without a class, a gpu or a nic; left out (31 more like it)")),
+    ("nccl-azure-ncv4-graph.xml", Refused("NCCL graph dump")),
+    (
+        "nccl-azure-ncv4-topo.xml",
+        Pcie("azure-nc96ads-a100-v4", "its NVLinks lead from each GPU to itself, the vendor's bug"),
+    ),
+    ("nccl-azure-ndv2-topo.xml", Pcie("azure-nd40rs-v2-v100", NO_NVLINKS)),
+    ("nccl-azure-ndv4-topo.xml", Pcie("azure-nd96asr-v4-a100", NO_NVLINKS)),
+    ("nccl-azure-ndv5-topo.xml", Pcie("azure-nd96isr-h100-v5", NO_NVLINKS)),
+    ("nccl-oci-bm-gpu-b4-8.xml", Pcie("oci-bm.gpu.a100-b4.8", NO_NVLINKS)),
+    ("nccl-oci-bm-gpu-h100-8.xml", Matrix("oci-bm.gpu.h100.8")),
+    ("nccl-oci-bm-gpu4-8.xml", Sibling("oci-bm.gpu.a100-b4.8", "the same shape a generation of CPUs earlier")),
+];
+
+/// What is read of a sheet.
+#[derive(Deserialize)]
+struct Sheet {
+    gpus: Vec<SheetGpu>,
+    nics: Vec<SheetNic>,
+    topo_matrix: SheetMatrix,
+    gpu_pcie_matrix: Option<BTreeMap<String, String>>,
+}
+
+#[derive(Deserialize)]
+struct SheetGpu {
+    index: u32,
+    bdf: PciAddress,
+}
+
+#[derive(Deserialize)]
+struct SheetNic {
+    name: Option<String>,
+    bdf: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct SheetMatrix {
+    columns: String,
+    rows: BTreeMap<String, String>,
+}
+
+fn folder() -> Option<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).parent()?.join("shared/topologies");
+    if folder.join("raw").is_dir() {
+        return Some(folder);
+    }
+    eprintln!("skipped: no recorded originals in {}", folder.join("raw").display());
+    None
+}
+
+fn sheet(folder: &Path, name: &str) -> Sheet {
+    let text = std::fs::read_to_string(folder.join(format!("{name}.yaml"))).unwrap();
+    serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+/// The words of a row of a sheet.
+fn words(row: &str) -> Vec<String> {
+    row.split_whitespace().map(str::to_owned).collect()
+}
+
+/// The sheet's rows of GPUs against GPUs, in the order of its columns.
+fn of_sheet(sheet: &Sheet, nvlinks: bool) -> Vec<Vec<String>> {
+    let rows = if nvlinks { Some(&sheet.topo_matrix.rows) } else { sheet.gpu_pcie_matrix.as_ref() };
+    let count = sheet.gpus.len();
+    let row = |gpu: &SheetGpu| match rows {
+        Some(rows) => words(&rows[&format!("GPU{}", gpu.index)])[..count].to_vec(),
+        None => panic!("the sheet has no gpu_pcie_matrix"),
+    };
+    sheet.gpus.iter().map(row).collect()
+}
+
+/// Our rows of GPUs against GPUs, by index.
+fn ours(topology: &NodeTopology) -> Vec<Vec<String>> {
+    let gpus = by_index(topology);
+    gpus.iter().map(|&a| gpus.iter().map(|&b| topology.symbol(a, b)).collect()).collect()
+}
+
+fn by_index(topology: &NodeTopology) -> Vec<usize> {
+    let mut gpus: Vec<usize> = (0..topology.gpus().len()).collect();
+    gpus.sort_by_key(|&gpu| topology.gpus()[gpu].index);
+    gpus
+}
+
+/// Compares the levels between GPUs and those NICs that the sheet's matrix has and we see; says how many those are.
+fn compare_nics(raw: &str, topology: &NodeTopology, sheet: &Sheet) -> usize {
+    let columns = words(&sheet.topo_matrix.columns);
+    let mut compared = 0;
+    for nic in &sheet.nics {
+        let column = columns.iter().position(|name| nic.name.as_ref() == Some(name) || nic.bdf.as_ref() == Some(name));
+        let seen = topology.nics().iter().find(|seen| {
+            let pci = seen.pci.map(|pci| pci.to_string());
+            pci.is_some() && pci == nic.bdf
+        });
+        let (Some(column), Some(seen)) = (column, seen) else { continue };
+        compared += 1;
+        for gpu in by_index(topology) {
+            let name = format!("GPU{}", topology.gpus()[gpu].index);
+            let expected = &words(&sheet.topo_matrix.rows[&name])[column];
+            assert_eq!(seen.level[gpu].symbol(), expected, "{raw}: {name} and {}", columns[column]);
+        }
+    }
+    compared
+}
+
+#[test]
+fn originals_agree_with_what_is_known_of_their_machines() {
+    let Some(folder) = folder() else { return };
+    let mut nics = 0;
+    for (raw, expect) in TABLE {
+        let machine = commands::load(folder.join("raw").join(raw).to_str().unwrap());
+        if let Refused(words) = expect {
+            let message = format!("{:#}", machine.unwrap_err());
+            assert!(message.contains(words) && message.contains(raw) && !message.contains('\n'), "{raw}: {message}");
+            continue;
+        }
+        let machine = machine.unwrap_or_else(|error| panic!("{error:#}"));
+        let (topology, warnings) = NodeTopology::assemble(&machine.observed);
+        let warnings: Vec<String> = warnings.iter().map(ToString::to_string).collect();
+        let addresses = |sheet: &Sheet| {
+            for (gpu, known) in by_index(&topology).into_iter().zip(&sheet.gpus) {
+                assert_eq!(topology.gpus()[gpu].pci, known.bdf, "{raw}: GPU {}", known.index);
+            }
+        };
+        match expect {
+            Matrix(name) => {
+                let sheet = sheet(&folder, name);
+                addresses(&sheet);
+                assert_eq!(ours(&topology), of_sheet(&sheet, true), "{raw}");
+                nics += compare_nics(raw, &topology, &sheet);
+                assert_eq!(warnings, [""; 0], "{raw}");
+            }
+            Pcie(name, why) => {
+                let sheet = sheet(&folder, name);
+                addresses(&sheet);
+                assert_eq!(ours(&topology), of_sheet(&sheet, false), "{raw}: {why}");
+                nics += compare_nics(raw, &topology, &sheet);
+            }
+            Sibling(name, why) => {
+                assert_eq!(ours(&topology), of_sheet(&sheet(&folder, name), false), "{raw}: {why}");
+            }
+            NoGpu(words) => {
+                assert!(topology.gpus().is_empty(), "{raw}");
+                for words in [words, "NCCL_TOPO_DUMP_FILE"] {
+                    assert!(warnings.iter().any(|warning| warning.contains(words)), "{raw}: {warnings:#?}");
+                }
+            }
+            Refused(_) => {}
+        }
+    }
+    assert!(nics > 50, "{nics} NICs compared");
+}
+
+#[test]
+fn each_original_has_its_row() {
+    let Some(folder) = folder() else { return };
+    for file in std::fs::read_dir(folder.join("raw")).unwrap() {
+        let name = file.unwrap().file_name().into_string().unwrap();
+        if name.ends_with(".xml") {
+            assert!(TABLE.iter().any(|(raw, _)| *raw == name), "{name} has no row");
+        }
+    }
+}

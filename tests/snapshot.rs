@@ -1,0 +1,184 @@
+//! `linkwise snapshot` and the files that `--node` and `--host` take, through the real binary over a libnvidia-ml of our own.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "what a helper cannot do fails the test")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use linkwise::machines::Machine;
+use tempfile::TempDir;
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn linkwise(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_linkwise"))
+        .args(args)
+        .env("LINKWISE_NVML_LIBRARY", fake_nvml::library_path())
+        .env("FAKE_NVML_MACHINE", root().join("tests/fake-nvml/machines/four-gpus.yaml"))
+        .output()
+        .unwrap()
+}
+
+/// Standard output of a command that succeeds.
+fn said(args: &[&str]) -> String {
+    let output = linkwise(args);
+    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// The one line with which a command is refused.
+fn refused(args: &[&str]) -> String {
+    let output = linkwise(args);
+    assert_eq!(output.status.code(), Some(1), "{args:?}");
+    assert_eq!(output.stdout, b"", "{args:?}");
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(message.lines().count(), 1, "{message}");
+    message
+}
+
+struct Folder(TempDir);
+
+impl Folder {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.0.path().join(name).to_str().unwrap().to_owned()
+    }
+
+    fn holding(&self, name: &str, text: &str) -> String {
+        fs::write(self.path(name), text).unwrap();
+        self.path(name)
+    }
+
+    fn names(&self) -> Vec<PathBuf> {
+        let mut names: Vec<_> =
+            fs::read_dir(self.0.path()).unwrap().map(|file| file.unwrap().file_name().into()).collect();
+        names.sort();
+        names
+    }
+}
+
+fn topology(more: &[&str]) -> String {
+    said(&[&["topology", "--format", "json"], more].concat())
+}
+
+#[test]
+fn what_is_written_reads_back_to_the_same_topology() {
+    let folder = Folder::new();
+    let file = folder.path("node.yaml");
+    assert_eq!(said(&["snapshot", "--output", &file]), "");
+    assert_eq!(topology(&["--node", &file]), topology(&[]));
+
+    let text = fs::read_to_string(&file).unwrap();
+    let machine = Machine::parse(&text).unwrap();
+    assert_eq!(machine.title, "3x NVIDIA H100 80GB HBM3, 1x GPU of unknown model");
+    assert_eq!(machine.name, fs::read_to_string("/proc/sys/kernel/hostname").unwrap().trim());
+    assert_eq!(machine.observed.gpus.len(), 4);
+    let named = said(&["snapshot", "--name", "rack 7"]);
+    assert_eq!(Machine::parse(&named).unwrap(), Machine { name: "rack 7".to_owned(), ..machine });
+}
+
+#[test]
+fn a_redacted_snapshot_names_nobody() {
+    let open = Machine::parse(&said(&["snapshot"])).unwrap();
+    let text = said(&["snapshot", "--redact"]);
+    for gpu in &open.observed.gpus {
+        assert!(!text.contains(gpu.uuid.as_str()), "{}", gpu.uuid);
+    }
+    let clusters = open.observed.gpus.iter().filter_map(|gpu| Some(gpu.fabric.as_ref()?.cluster.clone()));
+    let mut clusters = clusters.filter(|cluster| cluster.contains("abc")).peekable();
+    assert!(clusters.peek().is_some() && clusters.all(|cluster| !text.contains(&cluster)));
+    let redacted = Machine::parse(&text).unwrap();
+    assert_eq!(redacted.name, "node");
+    assert_eq!(redacted.observed.host, open.observed.host);
+    assert_eq!(Machine::parse(&said(&["snapshot", "--redact", "--name", "x"])).unwrap().name, "x");
+}
+
+#[test]
+fn a_file_that_is_there_is_kept_unless_forced() {
+    let folder = Folder::new();
+    let file = folder.holding("node.yaml", "precious");
+    let message = refused(&["snapshot", "--output", &file]);
+    assert!(message.contains("node.yaml") && message.contains("--force"), "{message}");
+    assert_eq!(fs::read_to_string(&file).unwrap(), "precious");
+    said(&["snapshot", "--output", &file, "--force"]);
+    assert!(Machine::parse(&fs::read_to_string(&file).unwrap()).is_ok());
+    assert!(refused(&["snapshot", "--output", "/dev/null", "--force"]).contains("is no file"));
+    assert!(refused(&["snapshot", "--output", &folder.path("no/where")]).contains("no/where"));
+    assert_eq!(folder.names(), [PathBuf::from("node.yaml")], "nothing half-written stays");
+}
+
+#[test]
+fn other_files_become_node_files() {
+    let folder = Folder::new();
+    let dump = root().join("src/machines/nccl/testdata/dump.xml");
+    let file = folder.path("node.yaml");
+    said(&["snapshot", "--node", dump.to_str().unwrap(), "--output", &file]);
+    assert_eq!(topology(&["--node", &file]), topology(&["--node", dump.to_str().unwrap()]));
+    assert_eq!(Machine::parse(&fs::read_to_string(&file).unwrap()).unwrap().name, "dump");
+}
+
+#[test]
+fn a_snapshot_of_a_newer_version_is_refused() {
+    let folder = Folder::new();
+    let newer = folder.holding("newer.yaml", &said(&["snapshot"]).replacen("version: 1", "version: 2\nnews: [1]", 1));
+    let message = refused(&["topology", "--node", &newer]);
+    assert!(message.contains("newer.yaml") && message.contains("version 2 is newer"), "{message}");
+}
+
+#[test]
+fn a_hwloc_file_is_a_machine_and_a_host() {
+    let host = root().join("src/hwloc/testdata/two-packages.xml");
+    let host = host.to_str().unwrap();
+    let text = said(&["topology", "--node", host]);
+    assert!(text.contains("3 GPUs by a hwloc XML") && text.contains("PIX") && text.contains("mlx5_0"), "{text}");
+    let chosen = said(&["allocate", "--node", host, "--size", "2"]);
+    assert!(chosen.contains("GPU 0") && chosen.contains("GPU 1"), "{chosen}");
+
+    // The fake's GPUs are elsewhere on the bus: the host side is the file's, the GPUs are not.
+    let with = topology(&["--host", host]);
+    assert!(with.contains("mlx5_0") && !topology(&[]).contains("mlx5_0"), "{with}");
+    assert!(with.contains("0000:18:00.0") && with.contains("not in the host's PCI tree"), "{with}");
+}
+
+#[test]
+fn broken_files_are_refused_in_a_line_that_names_file_and_cause() {
+    let folder = Folder::new();
+    let host = fs::read_to_string(root().join("src/hwloc/testdata/two-packages.xml")).unwrap();
+    let dump = fs::read_to_string(root().join("src/machines/nccl/testdata/dump.xml")).unwrap();
+    let half = |text: &str| text.chars().take(text.len() / 2).collect::<String>();
+    let cases = [
+        ("half-host.xml", half(&host), "line "),
+        ("newer-host.xml", host.replacen("\"2.0\"", "\"3.0\"", 1), "version 3.0"),
+        ("empty-host.xml", "<topology version=\"2.0\"></topology>".to_owned(), "hwloc cannot read it"),
+        ("nested-host.xml", "<topology>".repeat(100_000), "nest deeper"),
+        ("half-dump.xml", half(&dump), "line "),
+        ("page.html", "<!DOCTYPE html><html/>".to_owned(), "<html>"),
+        ("nonsense.xml", "<system version=\"1\">".to_owned() + &"<<&>".repeat(1 << 18), "line 1"),
+    ];
+    for (name, text, cause) in cases {
+        let file = folder.holding(name, &text);
+        let message = refused(&["topology", "--node", &file]);
+        assert!(message.contains(name) && message.contains(cause), "{message}");
+    }
+    for (name, cause) in [("half-host.xml", "line "), ("half-dump.xml", "line "), ("newer-host.xml", "version 3.0")] {
+        let message = refused(&["topology", "--node", "dgx-h100", "--host", &folder.path(name)]);
+        assert!(message.contains(name) && message.contains(cause), "{message}");
+    }
+    let message = refused(&["topology", "--host", &folder.holding("dump.xml", &dump)]);
+    assert!(message.contains("dump.xml") && message.contains("no hwloc XML"), "{message}");
+}
+
+#[test]
+fn the_example_in_the_docs_is_a_node_file() {
+    let docs = fs::read_to_string(root().join("docs/machines.md")).unwrap();
+    let lines = docs.lines().skip_while(|line| !line.starts_with("    version: 1"));
+    let example: Vec<_> = lines.take_while(|line| line.starts_with("    ")).map(|line| line.split_at(4).1).collect();
+    let machine = Machine::parse(&example.join("\n")).unwrap();
+    assert_eq!((machine.observed.gpus.len(), machine.observed.host.host_bridges.len()), (1, 1));
+}
