@@ -67,7 +67,7 @@ fuzz: setup ## fuzz what strangers send, a short while (FUZZ_SECONDS=60, all tar
 	  mkdir -p fuzz/target/found/$$target; \
 	  dictionary=(); if [[ -f fuzz/dictionaries/$$target.dict ]]; then dictionary=(-dict=fuzz/dictionaries/$$target.dict); fi; \
 	  $(CARGO) fuzz run --sanitizer none $$target fuzz/target/found/$$target fuzz/corpus/$$target -- \
-	    -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZ_TARGETS)))) -timeout=10 -rss_limit_mb=1024 -print_final_stats=1 \
+	    -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZ_TARGETS)) + 1)) -timeout=10 -rss_limit_mb=1024 -print_final_stats=1 \
 	    -verbosity=0 "$${dictionary[@]}"; \
 	done
 	@echo "== fuzz: nothing found"
