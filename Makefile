@@ -8,6 +8,7 @@ SHELL := /bin/bash
 CARGO ?= cargo
 IMAGE ?= linkwise:dev
 MACHINE ?= dgx-h100
+FUZZ_SECONDS ?= 60
 
 # To build: hwloc's headers, udev's (hwloc's pkg-config file asks for them), pkg-config itself.
 PACKAGES := libhwloc-dev libudev-dev pkg-config
@@ -49,6 +50,27 @@ test: setup ## everything that must pass
 	@echo "== docs, warnings are errors"
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace --no-deps
 	@echo "== all passed"
+
+# No sanitizer: outside of nvml/raw.rs, which no target reaches, there is no unsafe code of ours for one to look at,
+# and without it a stable compiler does. What is found on the way is kept in fuzz/target, a failure in fuzz/artifacts.
+FUZZ_TARGETS := request node_file nccl_xml agent_protocol
+
+.PHONY: fuzz
+fuzz: setup ## fuzz what strangers send, a short while (FUZZ_SECONDS=60, all targets together)
+	@command -v c++ >/dev/null || { echo "fuzz: no C++ compiler (c++) on the PATH, which libFuzzer needs; install g++"; exit 1; }
+	@$(CARGO) fuzz --version >/dev/null 2>&1 || { \
+	  echo "fuzz: installing cargo-fuzz from crates.io"; $(CARGO) install --locked cargo-fuzz; }
+	$(CARGO) fmt --manifest-path fuzz/Cargo.toml --check
+	$(CARGO) fuzz build --sanitizer none
+	@for target in $(FUZZ_TARGETS); do \
+	  echo "== fuzz: $$target"; \
+	  mkdir -p fuzz/target/found/$$target; \
+	  dictionary=(); if [[ -f fuzz/dictionaries/$$target.dict ]]; then dictionary=(-dict=fuzz/dictionaries/$$target.dict); fi; \
+	  $(CARGO) fuzz run --sanitizer none $$target fuzz/target/found/$$target fuzz/corpus/$$target -- \
+	    -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZ_TARGETS)) + 1)) -timeout=10 -rss_limit_mb=1024 -print_final_stats=1 \
+	    -verbosity=0 "$${dictionary[@]}"; \
+	done
+	@echo "== fuzz: nothing found"
 
 .PHONY: bench
 bench: setup ## measure the choice and the RPC; prints numbers, judges none

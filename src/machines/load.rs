@@ -33,12 +33,22 @@ pub fn read(name_or_path: &str) -> Result<Loaded, MachineError> {
     if let Some((_, text)) = BUILT_IN.iter().find(|(name, _)| *name == name_or_path) {
         return Machine::parse(text).map(|machine| Loaded::Machine(Box::new(machine))).map_err(content);
     }
-    let text = text_of(name_or_path)?;
+    of_bytes(name_or_path, bytes_of(name_or_path)?)
+}
+
+/// Takes the bytes of a file for what their content says. `path` is where they come from: messages name it, and a
+/// dump, which has no name of its own, is called after its last part. Reads no file.
+pub fn of_bytes(path: &str, bytes: Vec<u8>) -> Result<Loaded, MachineError> {
+    let from = path;
+    let path = || from.to_owned();
+    let content = |error| MachineError::Content { path: path(), error };
+    let text = String::from_utf8(bytes)
+        .map_err(|error| MachineError::NotText { path: path(), offset: error.utf8_error().valid_up_to() })?;
     if !text.trim_start_matches('\u{feff}').trim_start().starts_with('<') {
         return Machine::parse(&text).map(|machine| Loaded::Machine(Box::new(machine))).map_err(content);
     }
     let broken = |error| MachineError::Xml { path: path(), error };
-    let name = Path::new(name_or_path).file_stem().map_or_else(path, |stem| stem.to_string_lossy().into_owned());
+    let name = Path::new(from).file_stem().map_or_else(path, |stem| stem.to_string_lossy().into_owned());
     match xml::root(&text).map_err(broken)?.as_str() {
         "system" => nccl::parse(&name, &text)
             .map(|machine| Loaded::Machine(Box::new(machine)))
@@ -68,7 +78,7 @@ pub fn host_xml(path: &str) -> Result<HostXml, MachineError> {
     }
 }
 
-fn text_of(name_or_path: &str) -> Result<String, MachineError> {
+fn bytes_of(name_or_path: &str) -> Result<Vec<u8>, MachineError> {
     let path = || name_or_path.to_owned();
     let mut bytes = Vec::new();
     // One byte more than allowed is enough to know, whatever the file's size claims to be.
@@ -78,8 +88,7 @@ fn text_of(name_or_path: &str) -> Result<String, MachineError> {
             Err(MachineError::Unknown { name: path() })
         }
         Err(error) => Err(MachineError::Read { path: path(), error }),
-        Ok(length) if u64::try_from(length).is_ok_and(|length| length <= MAX_FILE_BYTES) => String::from_utf8(bytes)
-            .map_err(|error| MachineError::NotText { path: path(), offset: error.utf8_error().valid_up_to() }),
+        Ok(length) if u64::try_from(length).is_ok_and(|length| length <= MAX_FILE_BYTES) => Ok(bytes),
         Ok(_) => Err(MachineError::TooLarge { path: path() }),
     }
 }

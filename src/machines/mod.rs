@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::topology::NodeObservation;
 use file::MachineFile;
 pub use file::MachineFileError;
-pub use load::{HostXml, Loaded, host_xml, load, read};
+pub use load::{HostXml, Loaded, host_xml, load, of_bytes, read};
 pub use nccl::NcclError;
 pub use xml::{XmlError, XmlFault};
 

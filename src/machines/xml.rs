@@ -8,8 +8,12 @@ use quick_xml::XmlVersion;
 use quick_xml::events::{BytesStart, Event};
 use quick_xml::reader::Reader;
 
-/// Elements inside of each other. The deepest real ones (hwloc's) stay below 40.
-pub(super) const MAX_DEPTH: usize = 128;
+/// Elements inside of each other in a document of which a tree is kept. Real ones (NCCL's) stay below 12. A node file
+/// takes two levels for each PCI device in another, and its reader stops at 64.
+pub(super) const MAX_DEPTH: usize = 28;
+/// Elements inside of each other in a document that another reader makes a tree of. The deepest real ones (hwloc's)
+/// stay below 40.
+pub(super) const MAX_CHECKED_DEPTH: usize = 128;
 /// Elements of a document of which a tree is kept. NCCL itself stops at a few thousand.
 pub(super) const MAX_ELEMENTS: usize = 1 << 14;
 /// Attributes of an element. NCCL itself stops at 16, hwloc has up to some twenty.
@@ -57,9 +61,9 @@ pub enum XmlFault {
     /// A document type with declarations of its own.
     #[error("a document type with declarations of its own (entities) is not taken")]
     Declarations,
-    /// Deeper than `MAX_DEPTH`.
-    #[error("elements nest deeper than {MAX_DEPTH}")]
-    TooDeep,
+    /// Deeper than is taken.
+    #[error("elements nest deeper than {0}")]
+    TooDeep(usize),
     /// More elements than are taken.
     #[error("more than {0} elements")]
     TooManyElements(usize),
@@ -96,7 +100,7 @@ impl Element {
 
 /// Reads a document that consists of elements only.
 pub(super) fn tree(text: &str) -> Result<Element, XmlError> {
-    let mut scan = Scan::new(text);
+    let mut scan = Scan::new(text, MAX_DEPTH);
     let mut open: Vec<Element> = Vec::new();
     let mut elements = 0;
     while let Some(step) = scan.next()? {
@@ -129,7 +133,7 @@ pub(super) fn tree(text: &str) -> Result<Element, XmlError> {
 
 /// The name of the root element, read no further than that.
 pub(super) fn root(text: &str) -> Result<String, XmlError> {
-    let mut scan = Scan::new(text);
+    let mut scan = Scan::new(text, MAX_CHECKED_DEPTH);
     match scan.next()? {
         Some(Step::Open(start)) => name(&start).map_err(|fault| scan.error(fault)),
         Some(Step::Text(text)) => Err(scan.error(XmlFault::Text(shortened(text)))),
@@ -139,7 +143,7 @@ pub(super) fn root(text: &str) -> Result<String, XmlError> {
 
 /// Goes through a whole document, so that another reader of it meets no surprise.
 pub(super) fn check(text: &str) -> Result<(), XmlError> {
-    let mut scan = Scan::new(text);
+    let mut scan = Scan::new(text, MAX_CHECKED_DEPTH);
     if text.len() > MAX_CHECKED {
         return Err(scan.error(XmlFault::TooLarge));
     }
@@ -221,6 +225,8 @@ struct Scan<'t> {
     line: usize,
     /// Up to where lines were counted.
     counted: usize,
+    /// How many elements may be open.
+    deepest: usize,
     /// The open elements: name and line.
     open: Vec<(String, usize)>,
     /// An empty element was opened and has to be closed.
@@ -228,10 +234,10 @@ struct Scan<'t> {
 }
 
 impl<'t> Scan<'t> {
-    fn new(text: &'t str) -> Self {
+    fn new(text: &'t str, deepest: usize) -> Self {
         let text = text.trim_start_matches('\u{feff}');
         let reader = Reader::from_str(text);
-        Self { text, reader, line: 1, counted: 0, open: Vec::new(), closing: false }
+        Self { text, reader, line: 1, counted: 0, deepest, open: Vec::new(), closing: false }
     }
 
     fn error(&self, fault: XmlFault) -> XmlError {
@@ -293,8 +299,8 @@ impl<'t> Scan<'t> {
     }
 
     fn opened(&mut self, start: BytesStart<'t>) -> Result<Step<'t>, XmlError> {
-        if self.open.len() == MAX_DEPTH {
-            return Err(self.error(XmlFault::TooDeep));
+        if self.open.len() == self.deepest {
+            return Err(self.error(XmlFault::TooDeep(self.deepest)));
         }
         let name = name(&start).map_err(|fault| self.error(fault))?;
         self.open.push((name, self.line));

@@ -1,6 +1,6 @@
 //! [`NodeTopology`]: the immutable graph of a node, and how it is assembled from what was seen.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use serde::Serialize;
 
@@ -9,7 +9,7 @@ use super::level::{Rank, TopologyLevel};
 use super::matrix::LinkMatrix;
 use super::nvlink;
 use super::observation::{GpuObservation, NicKind, NodeObservation, PcieLink};
-use super::pcie::{PciTree, Place};
+use super::pcie::{PciTree, Place, PlacedNic};
 use super::warning::TopologyWarning;
 
 /// The GPUs of a node and how they hang together. Never changes; a new look makes a new one.
@@ -278,9 +278,13 @@ fn cpu_nodes(observed: &NodeObservation) -> BTreeMap<NumaNodeId, Option<PackageI
 /// The network cards with their ranks to the GPUs: interfaces of one PCI function are one card.
 fn nics(tree: &PciTree<'_>, gpus: &[Place]) -> Vec<Nic> {
     let mut nics = Vec::new();
-    let cards: BTreeSet<usize> = tree.nics.iter().filter_map(|nic| nic.place.function).collect();
-    for card in cards {
-        let mut ports: Vec<_> = tree.nics.iter().filter(|nic| nic.place.function == Some(card)).collect();
+    let mut cards: BTreeMap<usize, Vec<&PlacedNic<'_>>> = BTreeMap::new();
+    for nic in &tree.nics {
+        if let Some(card) = nic.place.function {
+            cards.entry(card).or_default().push(nic);
+        }
+    }
+    for mut ports in cards.into_values() {
         ports.sort_by(|a, b| (a.nic.kind, &a.nic.name).cmp(&(b.nic.kind, &b.nic.name)));
         let Some(first) = ports.first() else { continue };
         // One port is often both mlx5_0 and eth0: its rate counts once, as RDMA where it is.

@@ -49,6 +49,8 @@ pub(super) struct PciTree<'a> {
     packages: BTreeMap<NumaNodeId, PackageId>,
     /// For each NUMA node that was seen, whether it has CPUs.
     has_cpus: BTreeMap<NumaNodeId, bool>,
+    /// For each package with CPUs, its only NUMA node that has them; `None` where several have.
+    only_cpu_node: BTreeMap<PackageId, Option<NumaNodeId>>,
     cpu: Option<&'a CpuObservation>,
     pub nics: Vec<PlacedNic<'a>>,
 }
@@ -59,12 +61,20 @@ impl<'a> PciTree<'a> {
         for node in &host.numa_nodes {
             *has_cpus.entry(node.id).or_default() |= !node.cpus.is_empty();
         }
-        let packages = host.numa_nodes.iter().filter_map(|node| Some((node.id, node.package?))).collect();
+        let packages: BTreeMap<_, _> =
+            host.numa_nodes.iter().filter_map(|node| Some((node.id, node.package?))).collect();
+        let mut only_cpu_node = BTreeMap::new();
+        for (numa, _) in has_cpus.iter().filter(|(_, has_cpus)| **has_cpus) {
+            if let Some(package) = packages.get(numa) {
+                only_cpu_node.entry(*package).and_modify(|only| *only = None).or_insert(Some(*numa));
+            }
+        }
         let mut tree = Self {
             functions: Vec::new(),
             by_address: BTreeMap::new(),
             packages,
             has_cpus,
+            only_cpu_node,
             cpu: host.cpu.as_ref(),
             nics: Vec::new(),
         };
@@ -122,11 +132,7 @@ impl<'a> PciTree<'a> {
         if *self.has_cpus.get(&numa)? {
             return Some(numa);
         }
-        let package = place.package?;
-        let with_cpus = self.has_cpus.iter().filter(|(_, has_cpus)| **has_cpus).map(|(numa, _)| *numa);
-        let mut inside = with_cpus.filter(|numa| self.package_of(*numa) == Some(package));
-        let only = inside.next();
-        if inside.next().is_none() { only } else { None }
+        self.only_cpu_node.get(&place.package?).copied().flatten()
     }
 
     /// Whether two devices are known to be on one NUMA node, or beside one.

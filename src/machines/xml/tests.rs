@@ -53,6 +53,7 @@ fn bombs_are_refused() {
     let nest = |depth: usize| "<a>".repeat(depth) + &"</a>".repeat(depth);
     assert!(tree(&nest(MAX_DEPTH)).is_ok());
     assert!(refusal(&nest(MAX_DEPTH + 1)).contains("deeper"));
+    assert!(check(&nest(MAX_CHECKED_DEPTH)).is_ok());
     assert!(check(&nest(1 << 20)).unwrap_err().to_string().contains("deeper"));
 
     let wide = |count: usize| format!("<a>{}</a>", "<b/>".repeat(count - 1));

@@ -1,0 +1,4 @@
+//! Any bytes from the NVML child.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| linkwise_fuzz::agent_protocol(bytes));

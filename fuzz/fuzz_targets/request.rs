@@ -1,0 +1,4 @@
+//! Any request on any small machine.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| linkwise_fuzz::request(bytes));

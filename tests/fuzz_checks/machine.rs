@@ -1,0 +1,69 @@
+//! Files that describe machines: whatever they hold, they are refused in one line or make a topology.
+//! Called by the targets `node_file` and `nccl_xml`.
+
+use std::sync::Arc;
+
+use linkwise::allocation::{AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, preferred_allocation};
+use linkwise::machines::{Loaded, Machine, of_bytes};
+use linkwise::topology::NodeTopology;
+
+use super::request::holds;
+
+/// The most GPUs for which a file's tables are computed: for more they take longer than a fuzzer should wait.
+const MOST_GPUS: usize = 12;
+
+/// A node file.
+pub fn node_file(bytes: &[u8]) {
+    let Ok(text) = std::str::from_utf8(bytes) else { return };
+    match Machine::parse(text) {
+        Ok(machine) => becomes_a_topology(&machine),
+        Err(error) => is_one_line(&error.to_string()),
+    }
+}
+
+/// A file as `--node FILE` reads it: an NCCL topology dump, a hwloc XML (no further than our own look at it, for
+/// the C library is not the subject), anything else.
+pub fn nccl_xml(bytes: &[u8]) {
+    match of_bytes("dumps/fuzz.xml", bytes.to_vec()) {
+        Ok(Loaded::Machine(machine)) => becomes_a_topology(&machine),
+        Ok(Loaded::Host(host)) => assert_eq!(host.name, "fuzz"),
+        Err(error) => is_one_line(&error.to_string()),
+    }
+}
+
+fn is_one_line(message: &str) {
+    assert!(!message.contains('\n'), "more than one line: {message}");
+    assert!(message.len() < 4096, "a message of {} bytes", message.len());
+}
+
+fn becomes_a_topology(machine: &Machine) {
+    let text = machine.to_yaml().expect("what was read can be written");
+    match Machine::parse(&text) {
+        Ok(again) => assert_eq!(again, *machine, "read back as another machine:\n{text}"),
+        Err(error) => panic!("not read back: {error}\n{text}"),
+    }
+    let (topology, warnings) = NodeTopology::assemble(&machine.observed);
+    for warning in &warnings {
+        assert!(!warning.to_string().is_empty());
+    }
+    let gpus = topology.gpus();
+    assert!(gpus.len() <= machine.observed.gpus.len().min(NodeTopology::MAX_GPUS), "GPUs from nowhere");
+    for a in 0..gpus.len() {
+        assert_eq!(topology.position(&gpus[a].uuid), Some(a), "a UUID twice");
+        for b in 0..gpus.len() {
+            assert_eq!(topology.symbol(a, b), topology.symbol(b, a), "two levels of one pair");
+            assert_eq!(topology.bandwidth(a, b), topology.bandwidth(b, a), "two bandwidths of one pair");
+        }
+        for nic in topology.nearest_nics(a) {
+            assert!(topology.nics()[nic].level.len() == gpus.len(), "a NIC without a level to some GPU");
+        }
+    }
+    if gpus.len() <= MOST_GPUS {
+        let available: Vec<DeviceId> = gpus.iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect();
+        let size = available.len().div_ceil(2);
+        let request = AllocationRequest { available, must_include: Vec::new(), size };
+        let tables = AllocationTables::new(Arc::new(topology));
+        let (answer, report) = preferred_allocation(&tables, &request, AllocationPolicy::BestEffort);
+        holds(&tables, &request, &answer, &report);
+    }
+}
