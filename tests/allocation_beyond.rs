@@ -122,7 +122,8 @@ proptest! {
         for (number, count, size, forced) in requests {
             let available = pick(20, count, number);
             let must = pick(20, forced, number.rotate_left(9) | 1);
-            if available.union(must).len() >= size && size > forced && available.len() < size + 8 {
+            // Fewer than eight stay free: the brute force would take minutes for the machine's best eight.
+            if available.union(must).len() >= size && size > forced && available.len() + forced < size + 8 {
                 prop_assert!(compare(&tables, &oracle, available, must, size));
             }
         }
@@ -139,9 +140,14 @@ proptest! {
         }
     }
 
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 8, failure_persistence: None, ..ProptestConfig::default() })]
+
     /// Meshes of any kind, all sizes: an answer and no panic.
     #[test]
-    fn a_mesh_has_an_answer_for_every_size(observed in random_node::node_between(17, 24), number in 1..u64::MAX) {
+    fn a_mesh_has_an_answer_for_every_size(observed in random_node::node_between(17, 20), number in 1..u64::MAX) {
         let tables = tables(&observed);
         let gpus = tables.topology().gpus().len();
         for size in [1, 2, 5, 8, 13, gpus] {
