@@ -1,66 +1,131 @@
-//! The choice: every availability and size of a machine, the worst of them named.
+//! The choice: every availability and size of a machine, the worst of them named, beside a brute force.
 //!
-//! Prints a table: machine and size, our time over all availabilities of a machine of up to 8 GPUs (for 16: a
-//! sample), and what the tables took to build. It judges nothing: DESIGN section 8 has the budgets. Run it
-//! with `cargo bench --bench choice`; a figure is quoted with the machine it was measured on.
+//! Prints a table: machine and size; our time over all availabilities of a machine of up to 8 GPUs (for more: a
+//! sample); the most sets compared; how many answers were proven best; and what the definition costs when worked out
+//! plainly on the idle machine, where that ends (`-` where it would not). Below each machine what its tables took to
+//! build and occupy. It judges nothing: DESIGN section 8 has the budgets. Run it with `cargo bench --bench choice`; a
+//! figure is quoted with the machine it was measured on.
 
-#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends where it cannot go on")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::cast_possible_truncation,
+    clippy::print_stdout,
+    reason = "a benchmark prints, and ends where it cannot go on"
+)]
+
+#[path = "../tests/large_node/mod.rs"]
+mod large_node;
+#[path = "../tests/oracle/mod.rs"]
+mod oracle;
 
 use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use linkwise::allocation::{AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, preferred_allocation};
+use linkwise::allocation::{
+    AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, GpuSet, preferred_allocation,
+};
 use linkwise::machines;
-use linkwise::topology::NodeTopology;
+use linkwise::topology::{NodeObservation, NodeTopology};
+use oracle::Oracle;
 
 /// Each request is asked this often and its median counts: the machine is not ours alone.
 const ROUNDS: usize = 9;
 /// Requests of one size beyond which a machine's availabilities are sampled.
 const MOST: usize = 300;
+/// Rounds of the brute force, on machines of up to so many GPUs: from 16 on it takes minutes and more.
+const BRUTE: (usize, usize) = (3, 8);
 
 fn main() {
-    println!("{:<28}{:>5}{:>11}{:>14}{:>14}{:>14}", "machine", "size", "requests", "median", "worst", "most sets");
+    println!(
+        "{:<28}{:>5}{:>10}{:>12}{:>12}{:>10}{:>8}{:>14}",
+        "machine", "size", "requests", "median", "worst", "most sets", "exact", "brute force"
+    );
     for machine in machines::built_in() {
-        let observed = machines::load(machine.name).unwrap().observed;
-        let topology = Arc::new(NodeTopology::assemble(&observed).0);
-        let mut builds: Vec<Duration> = Vec::new();
-        for _ in 0..ROUNDS {
-            let start = Instant::now();
-            black_box(AllocationTables::new(Arc::clone(&topology)));
-            builds.push(start.elapsed());
-        }
-        let tables = AllocationTables::new(Arc::clone(&topology));
-        for size in [1, 2, 4, 8].into_iter().filter(|size| *size <= topology.gpus().len()) {
-            row(machine.name, size, &tables);
-        }
-        println!("{:<28}tables built in {:?}", machine.name, median(&mut builds));
+        table(machine.name, &machines::load(machine.name).unwrap().observed);
     }
+    for (name, observed) in large_node::all() {
+        table(name, &observed);
+    }
+}
+
+fn table(machine: &str, observed: &NodeObservation) {
+    let topology = Arc::new(NodeTopology::assemble(observed).0);
+    let mut builds: Vec<Duration> = Vec::new();
+    for _ in 0..ROUNDS {
+        let start = Instant::now();
+        black_box(AllocationTables::new(Arc::clone(&topology)));
+        builds.push(start.elapsed());
+    }
+    let tables = AllocationTables::new(Arc::clone(&topology));
+    for size in [1, 2, 3, 4, 8, 12, 16, 32].into_iter().filter(|size| *size <= topology.gpus().len()) {
+        row(machine, size, &tables);
+    }
+    println!("{machine:<28}tables built in {:?}, {} bytes", median(&mut builds), tables.bytes());
 }
 
 fn row(machine: &str, size: usize, tables: &AllocationTables) {
     let ids: Vec<DeviceId> = tables.topology().gpus().iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect();
-    let sets = 1_u64 << ids.len();
-    // All availabilities, or every so many of them; the whole machine is always one.
-    let step = (sets / MOST as u64).max(1) | 1;
     let mut times = Vec::new();
-    let mut most = 0;
-    let availabilities = (0..sets).rev().step_by(usize::try_from(step).unwrap());
-    for availability in availabilities.filter(|set| set.count_ones() as usize >= size) {
-        let free = ids.iter().enumerate().filter(|(place, _)| availability >> place & 1 == 1);
-        let available = free.map(|(_, id)| id.clone()).collect();
+    let (mut most, mut exact) = (0, 0);
+    for availability in availabilities(ids.len()).filter(|set| set.len() >= size) {
+        let available = availability.places().map(|place| ids[place].clone()).collect();
         let request = AllocationRequest { available, must_include: Vec::new(), size };
         let mut rounds: Vec<Duration> = Vec::new();
+        let mut proven = false;
         for _ in 0..ROUNDS {
             let start = Instant::now();
             let answer = preferred_allocation(tables, black_box(&request), AllocationPolicy::BestEffort);
             rounds.push(start.elapsed());
             most = most.max(answer.1.compared);
+            proven = answer.1.exact;
         }
+        exact += usize::from(proven);
         times.push(median(&mut rounds));
     }
     let (requests, worst) = (times.len(), times.iter().max().copied().unwrap_or_default());
-    println!("{machine:<28}{size:>5}{requests:>11}{:>14?}{worst:>14?}{most:>14}", median(&mut times));
+    let brute = brute_force(tables, size).map_or_else(|| "-".to_owned(), |time| format!("{time:.2?}"));
+    println!(
+        "{machine:<28}{size:>5}{requests:>10}{:>12}{:>12}{most:>10}{:>7}%{brute:>14}",
+        format!("{:.2?}", median(&mut times)),
+        format!("{worst:.2?}"),
+        exact * 100 / requests.max(1)
+    );
+}
+
+/// All availabilities, or a sample of them; the whole machine is always one. Beyond 16 GPUs half of the sample is dense.
+fn availabilities(gpus: usize) -> Box<dyn Iterator<Item = GpuSet>> {
+    if gpus <= 16 {
+        let sets = 1_u64 << gpus;
+        let step = (sets / MOST as u64).max(1) | 1;
+        return Box::new((0..sets).rev().step_by(step as usize).map(GpuSet));
+    }
+    let all: GpuSet = (0..gpus).collect();
+    let mut number = 0x2545_f491_4f6c_dd1d_u64;
+    let mut next = move || {
+        number ^= number << 13;
+        number ^= number >> 7;
+        number ^= number << 17;
+        GpuSet(number)
+    };
+    let sample = (0..MOST / 3).map(move |at| if at % 2 == 0 { next() } else { next().union(next()).union(next()) });
+    Box::new(std::iter::once(all).chain(sample.map(move |set| set.intersection(all))))
+}
+
+/// The definition worked out plainly, from nothing, for the idle machine.
+fn brute_force(tables: &AllocationTables, size: usize) -> Option<Duration> {
+    let gpus = tables.topology().gpus().len();
+    if gpus > BRUTE.1 {
+        return None;
+    }
+    let mut rounds: Vec<Duration> = Vec::new();
+    for _ in 0..BRUTE.0 {
+        let start = Instant::now();
+        black_box(Oracle::new(tables.topology()).choose((1 << gpus) - 1, 0, size as u32));
+        rounds.push(start.elapsed());
+    }
+    Some(median(&mut rounds))
 }
 
 fn median(times: &mut [Duration]) -> Duration {

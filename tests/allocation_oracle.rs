@@ -20,9 +20,7 @@ use linkwise::allocation::{
     PreferredAllocation, preferred_allocation,
 };
 use linkwise::machines;
-use linkwise::topology::{
-    GpuObservation, NodeObservation, NodeTopology, NvLinkObservation, NvLinkRemote, PciAddress, PciKind,
-};
+use linkwise::topology::{NodeObservation, NodeTopology, NvLinkObservation, NvLinkRemote, PciAddress, PciKind};
 use oracle::{Oracle, Set, places, subsets};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -200,28 +198,6 @@ fn every_request_to_a_built_in_machine_is_answered_as_by_the_brute_force() {
     let all = machines::built_in().map(|machine| built_in(machine.name));
     for tables in all.filter(|tables| tables.topology().gpus().len() <= 8) {
         compare_all(&tables);
-    }
-}
-
-#[test]
-fn a_machine_beyond_the_tables_is_answered_in_sorted_order() {
-    let mut observed = machines::load("pcie-8x-pix-pairs").unwrap().observed;
-    let template = observed.gpus[0].clone();
-    observed.gpus = (0..70_u8)
-        .map(|number| {
-            let uuid = format!("GPU-{:02}", 69 - number).parse().unwrap();
-            GpuObservation { uuid, pci: PciAddress::new(2, number, 0, 0).unwrap(), ..template.clone() }
-        })
-        .collect();
-    for seen in [70, 64, 17] {
-        observed.gpus.truncate(seen);
-        let tables = tables(&observed);
-        let mut ids: Vec<DeviceId> = tables.topology().gpus().iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect();
-        let (answer, report) = ask(&tables, ids.clone(), ids[3..4].to_vec(), 5);
-        let must = ids.remove(3);
-        ids.sort();
-        assert_eq!(answer.devices, [&[must], &ids[..4]].concat());
-        assert_eq!((report.fallback, report.exact), (Some(FallbackReason::TooManyGpus), false));
     }
 }
 

@@ -6,8 +6,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::collective::at;
 use super::report::{AllocationReport, ChosenGpu, FallbackReason, RunnerUp, Value, Values};
 use super::request::{AllocationPolicy, AllocationRequest, DeviceId, PreferredAllocation};
+use super::search;
 use super::set::{GpuSet, subsets};
-use super::tables::{AllocationTables, SetTables};
+use super::tables::{AllocationTables, SetTables, SetValues};
 
 /// Chooses the best devices for a request, and says why.
 ///
@@ -21,21 +22,23 @@ pub fn preferred_allocation(
     let AllocationPolicy::BestEffort = policy;
     let ids: BTreeMap<&str, usize> =
         tables.topology().gpus().iter().enumerate().map(|(place, gpu)| (gpu.uuid.as_str(), place)).collect();
-    let sets = tables.sets().ok_or(FallbackReason::TooManyGpus);
-    let question = sets.and_then(|sets| Ok((sets, Question::new(&ids, request)?)));
-    match question {
-        Ok((sets, question)) => question.answer(tables, sets, policy),
+    match Question::new(&ids, request) {
+        Ok(question) => match tables.values() {
+            SetValues::Tables(sets) => question.answer(tables, sets, policy),
+            SetValues::Tree(tree) => search::answer(tables.topology(), tree, &question, policy),
+        },
         Err(reason) => fall_back(tables, &ids, request, policy, reason),
     }
 }
 
 /// A request in terms of places.
-struct Question {
-    must: GpuSet,
+#[derive(Clone, Copy)]
+pub(super) struct Question {
+    pub must: GpuSet,
     /// What may be taken beside `must`.
-    free: GpuSet,
-    available: GpuSet,
-    size: usize,
+    pub free: GpuSet,
+    pub available: GpuSet,
+    pub size: usize,
 }
 
 /// One set under comparison; the later values are computed when the earlier ones tie.
@@ -60,7 +63,8 @@ impl Question {
         possible.then_some(Self { must, free, available, size: request.size }).ok_or(FallbackReason::Size)
     }
 
-    fn answer(
+    /// Walks all sets.
+    pub(super) fn answer(
         &self,
         tables: &AllocationTables,
         sets: &SetTables,

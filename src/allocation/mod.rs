@@ -10,8 +10,10 @@ mod explain;
 mod remaining;
 mod report;
 mod request;
+mod search;
 mod set;
 mod tables;
+mod tree;
 
 pub use choose::preferred_allocation;
 pub use explain::{Explanation, NearestNics, Offer};

@@ -7,17 +7,17 @@ use super::set::{GpuSet, subsets};
 use crate::topology::{NodeTopology, PackageId};
 
 /// The sizes of job that what remains is valued for.
-const GROUPS: [usize; 3] = [2, 4, 8];
+pub(super) const GROUPS: [usize; 3] = [2, 4, 8];
 
 /// Thousandths of the machine's best collective, for the groups of one size: the value of one set.
-const WHOLE: u64 = 1_000;
+pub(super) const WHOLE: u64 = 1_000;
 
 /// For every set R: the sum over group sizes j up to |R| of j times the largest total value of disjoint
-/// sets of j GPUs of R, each valued by its collective in thousandths of the machine's best for j.
-pub(super) fn table(gpus: usize, collective: &[u32]) -> Vec<u32> {
+/// sets of j GPUs of R, each valued by its collective in thousandths of `top` of j, the machine's best.
+pub(super) fn table(gpus: usize, collective: &[u32], top: impl Fn(usize) -> u32) -> Vec<u32> {
     let mut remaining = vec![0; 1 << gpus];
     for group in GROUPS.into_iter().filter(|group| *group <= gpus) {
-        let packed = packing(gpus, group, collective);
+        let packed = packing(gpus, group, collective, top(group));
         let weight = u32::try_from(group).unwrap_or(0);
         for (total, packed) in remaining.iter_mut().zip(packed) {
             *total += weight * packed;
@@ -26,10 +26,14 @@ pub(super) fn table(gpus: usize, collective: &[u32]) -> Vec<u32> {
     remaining
 }
 
-/// For every set, the largest total value of disjoint groups of `group` GPUs inside it.
-fn packing(gpus: usize, group: usize, collective: &[u32]) -> Vec<u32> {
+/// The best collective of any `group` GPUs of a machine of which `collective` has every set.
+pub(super) fn top(gpus: usize, collective: &[u32], group: usize) -> u32 {
     let all = GpuSet((1_u64 << gpus) - 1);
-    let top = subsets(all, group).map(|set| at(collective, set)).max().unwrap_or(0);
+    subsets(all, group).map(|set| at(collective, set)).max().unwrap_or(0)
+}
+
+/// For every set, the largest total value of disjoint groups of `group` GPUs inside it.
+fn packing(gpus: usize, group: usize, collective: &[u32], top: u32) -> Vec<u32> {
     let value = |set: GpuSet| {
         let thousandths = u64::from(at(collective, set)) * WHOLE / u64::from(top.max(1));
         u32::try_from(thousandths).unwrap_or(0)
@@ -100,15 +104,17 @@ pub(super) fn closeness_table(topology: &NodeTopology) -> Vec<u8> {
 /// most three times its size.
 pub(super) fn room_table(topology: &NodeTopology) -> Vec<u8> {
     let packages = packages(topology);
-    let room = |set: GpuSet| {
-        let whole = |group: usize| packages.iter().map(move |package| package.intersection(set).len() / group * group);
-        u8::try_from(GROUPS.into_iter().flat_map(whole).sum::<usize>()).unwrap_or(u8::MAX)
-    };
-    (0..1_u64 << topology.gpus().len()).map(|row| room(GpuSet(row))).collect()
+    (0..1_u64 << topology.gpus().len()).map(|row| room(&packages, GpuSet(row))).collect()
+}
+
+/// The GPUs of whole groups of a set that fit a package.
+pub(super) fn room(packages: &[GpuSet], set: GpuSet) -> u8 {
+    let whole = |group: usize| packages.iter().map(move |package| package.intersection(set).len() / group * group);
+    u8::try_from(GROUPS.into_iter().flat_map(whole).sum::<usize>()).unwrap_or(u8::MAX)
 }
 
 /// The GPUs of each known package.
-fn packages(topology: &NodeTopology) -> Vec<GpuSet> {
+pub(super) fn packages(topology: &NodeTopology) -> Vec<GpuSet> {
     let mut packages: BTreeMap<PackageId, GpuSet> = BTreeMap::new();
     for (place, gpu) in topology.gpus().iter().enumerate() {
         if let Some(package) = gpu.package {

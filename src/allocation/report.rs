@@ -132,8 +132,6 @@ pub enum FallbackReason {
     UnknownDevice,
     /// There is no set of that size that holds all of `must_include`.
     Size,
-    /// The node has more GPUs than there are tables for.
-    TooManyGpus,
 }
 
 impl FallbackReason {
@@ -142,7 +140,6 @@ impl FallbackReason {
         match self {
             Self::UnknownDevice => "unknown_device",
             Self::Size => "size",
-            Self::TooManyGpus => "too_many_gpus",
         }
     }
 }

@@ -5,16 +5,25 @@ use std::sync::Arc;
 
 use super::collective::at;
 use super::set::GpuSet;
+use super::tree::Tree;
 use super::{collective, remaining};
 use crate::topology::{NodeTopology, bandwidth};
 
 /// The tables of one topology. Off the admission path to build, read-only afterwards, swapped in whole.
 ///
-/// Up to [`Self::EXACT_GPUS`] GPUs they hold a row for each of the 2^n sets: 2.1 MiB for 16 GPUs, 9 KiB for 8.
+/// Up to [`Self::EXACT_GPUS`] GPUs they hold a row for each of the 2^n sets: 2.1 MiB for 16 GPUs, 9 KiB for 8. For
+/// more they hold the tree of the machine, and sets are valued when they are asked for.
 #[derive(Clone, Debug)]
 pub struct AllocationTables {
     topology: Arc<NodeTopology>,
-    sets: Option<SetTables>,
+    values: SetValues,
+}
+
+/// Where the values of a set come from.
+#[derive(Clone, Debug)]
+pub(super) enum SetValues {
+    Tables(SetTables),
+    Tree(Tree),
 }
 
 /// One row for each set of GPUs.
@@ -41,20 +50,17 @@ impl AllocationTables {
 
     /// Computes the tables of a topology.
     pub fn new(topology: Arc<NodeTopology>) -> Self {
-        let gpus = topology.gpus().len();
-        let sets = (gpus <= Self::EXACT_GPUS).then(|| {
-            let collective = collective::table(&topology);
-            SetTables {
-                remaining: remaining::table(gpus, &collective),
-                pairs: collective::inside(gpus, |a, b| topology.bandwidth(a, b)),
-                distance: collective::inside(gpus, |a, b| u32::from(topology.rank(a, b).number())),
-                remaining_distance: remaining::closeness_table(&topology),
-                room: remaining::room_table(&topology),
-                nics: nics_table(&topology),
-                collective,
-            }
-        });
-        Self { sets, topology }
+        let values = if topology.gpus().len() <= Self::EXACT_GPUS {
+            SetValues::Tables(SetTables::new(&topology, None))
+        } else {
+            SetValues::Tree(Tree::new(&topology))
+        };
+        Self { values, topology }
+    }
+
+    /// The tables of a few GPUs of a larger machine: what remains is valued by that machine's best.
+    pub(super) fn of_part(part: NodeTopology, tree: &Tree) -> Self {
+        Self { values: SetValues::Tables(SetTables::new(&part, Some(tree))), topology: Arc::new(part) }
     }
 
     /// The topology they were computed from.
@@ -62,9 +68,40 @@ impl AllocationTables {
         &self.topology
     }
 
-    /// The tables with a row for each set; `None` beyond [`Self::EXACT_GPUS`].
-    pub(super) fn sets(&self) -> Option<&SetTables> {
-        self.sets.as_ref()
+    /// What they occupy, in bytes, the topology left out.
+    pub fn bytes(&self) -> usize {
+        match &self.values {
+            SetValues::Tables(sets) => sets.bytes(),
+            SetValues::Tree(tree) => tree.bytes(),
+        }
+    }
+
+    /// Where the values of a set come from.
+    pub(super) fn values(&self) -> &SetValues {
+        &self.values
+    }
+}
+
+impl SetTables {
+    fn new(topology: &NodeTopology, tree: Option<&Tree>) -> Self {
+        let gpus = topology.gpus().len();
+        let collective = collective::table(topology);
+        let top = |group| tree.map_or_else(|| remaining::top(gpus, &collective, group), |tree| tree.top(group).mbps);
+        Self {
+            remaining: remaining::table(gpus, &collective, top),
+            pairs: collective::inside(gpus, |a, b| topology.bandwidth(a, b)),
+            distance: collective::inside(gpus, |a, b| u32::from(topology.rank(a, b).number())),
+            remaining_distance: remaining::closeness_table(topology),
+            room: remaining::room_table(topology),
+            nics: nics_table(topology),
+            collective,
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        let words = [&self.collective, &self.remaining].into_iter().map(|table| size_of_val(table.as_slice()));
+        let doubles = [&self.pairs, &self.distance, &self.nics].into_iter().map(|table| size_of_val(table.as_slice()));
+        words.chain(doubles).sum::<usize>() + self.remaining_distance.len() + self.room.len()
     }
 }
 
@@ -88,7 +125,7 @@ fn nics_table(topology: &NodeTopology) -> Vec<u64> {
 ///
 /// Nearest are all NICs of the smallest rank, if that is PHB or closer. Only NICs that are nearest to some
 /// GPU have a bit; the 65th such (no machine has it) would count for none.
-fn nearest_nics(topology: &NodeTopology) -> (Vec<u64>, Vec<u64>) {
+pub(super) fn nearest_nics(topology: &NodeTopology) -> (Vec<u64>, Vec<u64>) {
     let mut bits: BTreeMap<usize, u64> = BTreeMap::new();
     let mut rates = Vec::new();
     let mut nearest = Vec::new();

@@ -37,6 +37,12 @@ impl LinkMatrix {
         }
     }
 
+    /// The matrix of some of the GPUs, in the order given.
+    pub fn restricted(&self, places: &[usize]) -> Self {
+        let cells = places.iter().flat_map(|&a| places.iter().map(move |&b| self.get(a, b)));
+        Self { size: places.len(), cells: cells.collect() }
+    }
+
     /// One row; empty outside of the matrix.
     pub fn row(&self, a: usize) -> &[u32] {
         let start = a.saturating_mul(self.size);

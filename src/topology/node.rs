@@ -179,6 +179,24 @@ impl NodeTopology {
         gpu.cpu_node
     }
 
+    /// The graph of some of the GPUs, in the order given; what they are to each other stays. Unknown places are left out.
+    pub fn restricted(&self, places: &[usize]) -> Self {
+        let places: Vec<usize> = places.iter().copied().filter(|place| *place < self.gpus.len()).collect();
+        let nics = self.nics.iter().map(|nic| {
+            let level = places.iter().filter_map(|place| nic.level.get(*place).copied()).collect();
+            Nic { level, ..nic.clone() }
+        });
+        Self {
+            gpus: places.iter().filter_map(|place| self.gpus.get(*place).cloned()).collect(),
+            ranks: self.ranks.restricted(&places),
+            nvlink_counts: self.nvlink_counts.restricted(&places),
+            nvlink: self.nvlink.restricted(&places),
+            pcie: self.pcie.restricted(&places),
+            nics: nics.collect(),
+            cpu_nodes: self.cpu_nodes.clone(),
+        }
+    }
+
     /// The level of a pair as nvidia-smi prints it: `NV4`, `PIX`, `SYS` ...; `X` for a GPU and itself.
     pub fn symbol(&self, a: usize, b: usize) -> String {
         match self.nvlink_count(a, b) {

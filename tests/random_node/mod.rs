@@ -13,8 +13,14 @@ use proptest::sample::select;
 
 /// A machine of up to `most` GPUs at addresses and with UUIDs of their own, in a tree as buses make
 /// them: a port has one switch below it, or the functions of one board.
+#[allow(dead_code, reason = "not every test wants it")]
 pub fn node(most: usize) -> impl Strategy<Value = NodeObservation> {
-    let parts = (vec(gpu(), 1..=most), host(), nvlinks(most), order(most), order(most));
+    node_between(1, most)
+}
+
+/// The same with at least so many GPUs.
+pub fn node_between(least: usize, most: usize) -> impl Strategy<Value = NodeObservation> {
+    let parts = (vec(gpu(), least..=most), host(), nvlinks(most), order(most), order(most));
     parts.prop_map(|(gpus, host, links, addresses, uuids)| build(gpus, host, &links, &addresses, &uuids))
 }
 
