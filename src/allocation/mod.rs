@@ -11,6 +11,7 @@ mod remaining;
 mod report;
 mod request;
 mod set;
+mod shared;
 mod tables;
 
 pub use choose::preferred_allocation;
@@ -18,4 +19,5 @@ pub use explain::{Explanation, NearestNics, Offer};
 pub use report::{AllocationReport, ChosenGpu, FallbackReason, RunnerUp, Value, Values};
 pub use request::{AllocationPolicy, AllocationRequest, DeviceId, PreferredAllocation};
 pub use set::GpuSet;
+pub use shared::{Units, preferred_units};
 pub use tables::AllocationTables;
