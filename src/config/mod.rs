@@ -4,6 +4,7 @@
 //! from which the composition roots build live objects. Files of configuration will be read here too.
 
 mod list;
+mod simulate;
 mod topology_manager;
 
 use std::net::SocketAddr;
@@ -12,6 +13,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub use list::GpuName;
+pub use simulate::{SimulateArgs, SimulatePolicy};
 pub use topology_manager::{NumaHintsArg, ScopeArg, TopologyPolicyArg};
 
 /// A topology-aware Kubernetes device plugin for NVIDIA GPUs.
@@ -37,6 +39,8 @@ pub enum Command {
     Topology(TopologyArgs),
     /// Show what would be chosen on a machine, and why
     Allocate(AllocateArgs),
+    /// Replay a trace of jobs on a machine, and show what each policy gives them
+    Simulate(SimulateArgs),
     /// Write this machine, as NVML and hwloc see it, as a node file that every --node takes
     Snapshot(SnapshotArgs),
     /// The process that speaks to NVML, started by the others
