@@ -19,7 +19,7 @@ pub fn preferred_allocation(
     request: &AllocationRequest,
     policy: AllocationPolicy,
 ) -> (PreferredAllocation, AllocationReport) {
-    let AllocationPolicy::BestEffort = policy;
+    // Of whole GPUs all policies take the best set: none is more used than another.
     let ids: BTreeMap<&str, usize> =
         tables.topology().gpus().iter().enumerate().map(|(place, gpu)| (gpu.uuid.as_str(), place)).collect();
     match Question::new(&ids, request) {
@@ -168,7 +168,7 @@ impl Candidate<'_> {
 }
 
 /// `must_include`, then `available`, each sorted and without repetitions, up to the size.
-fn fall_back(
+pub(super) fn fall_back(
     tables: &AllocationTables,
     ids: &BTreeMap<&str, usize>,
     request: &AllocationRequest,

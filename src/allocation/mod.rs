@@ -12,6 +12,7 @@ mod report;
 mod request;
 mod search;
 mod set;
+mod shared;
 mod tables;
 mod tree;
 
@@ -20,4 +21,5 @@ pub use explain::{Explanation, NearestNics, Offer};
 pub use report::{AllocationReport, ChosenGpu, FallbackReason, RunnerUp, Value, Values};
 pub use request::{AllocationPolicy, AllocationRequest, DeviceId, PreferredAllocation};
 pub use set::GpuSet;
+pub use shared::{Units, preferred_units};
 pub use tables::AllocationTables;

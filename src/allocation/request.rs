@@ -8,7 +8,7 @@ use crate::topology::GpuUuid;
 
 /// The name under which the kubelet knows a device.
 ///
-/// For a whole GPU it is its UUID. It may be any text: the kubelet may name devices that are gone.
+/// For a whole GPU it is its UUID, for a slot `UUID::N`, for a MIG device the MIG device's UUID. It may be any text: the kubelet may name devices that are gone.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(transparent)]
 pub struct DeviceId(String);
@@ -56,6 +56,10 @@ pub enum AllocationPolicy {
     /// The best set of whole GPUs, by the order of [`super::Value`].
     #[default]
     BestEffort,
+    /// Units of distinct GPUs first, the least used GPUs first; among equals the best set of GPUs.
+    Distributed,
+    /// The most used GPU filled first; among equals the best set of GPUs.
+    Packed,
 }
 
 /// The answer: ids of the request, in the order of their PCI addresses.

@@ -13,10 +13,10 @@ use thiserror::Error;
 use super::{NoSuchGpu, find_gpu, print};
 use crate::allocation::{
     AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, ChosenGpu, DeviceId, Explanation,
-    FallbackReason, preferred_allocation,
+    FallbackReason, Units, preferred_allocation, preferred_units,
 };
-use crate::config::{AllocateArgs, Format, GpuName};
-use crate::topology::NodeTopology;
+use crate::config::{AllocateArgs, Format, GpuName, PolicyArg, UnitName};
+use crate::topology::{GpuUuid, NodeTopology, PciAddress};
 
 /// The longest request line, in bytes: a request for 64 GPUs by UUID takes 6 KiB.
 const MAX_LINE: u64 = 1 << 20;
@@ -27,9 +27,9 @@ const MAX_LINE: u64 = 1 << 20;
 struct Question {
     size: usize,
     /// All GPUs where it is left out.
-    available: Option<Vec<GpuName>>,
+    available: Option<Vec<UnitName>>,
     #[serde(default)]
-    must_include: Vec<GpuName>,
+    must_include: Vec<UnitName>,
 }
 
 /// Why a question has no answer.
@@ -37,8 +37,12 @@ struct Question {
 enum QuestionError {
     #[error(transparent)]
     NoSuchGpu(#[from] NoSuchGpu),
-    #[error("no set of {size} GPUs: {candidates} may be taken, {must} must be included")]
-    Size { size: usize, candidates: usize, must: usize },
+    #[error("no set of {size} {what}: {candidates} may be taken, {must} must be included")]
+    Size { size: usize, what: &'static str, candidates: usize, must: usize },
+    #[error("a slot is named ({gpu}::{slot}), but GPUs are whole without --replicas")]
+    Whole { gpu: GpuName, slot: usize },
+    #[error("no slot {slot} of GPU {gpu} (it has {replicas}, from 0)")]
+    NoSuchSlot { gpu: GpuName, slot: usize, replicas: usize },
     #[error("not a request")]
     Nonsense(#[from] serde_json::Error),
     #[error("the line is longer than {MAX_LINE} bytes")]
@@ -47,11 +51,38 @@ enum QuestionError {
     NotText,
 }
 
+/// What to choose from, and how.
+struct Choice {
+    tables: AllocationTables,
+    /// Where GPUs are shared: how many slots each has, and the slots.
+    shared: Option<(usize, Units)>,
+    policy: AllocationPolicy,
+}
+
+/// What was chosen.
+struct Chosen {
+    report: AllocationReport,
+    /// The slots where GPUs are shared.
+    slots: Option<Vec<Slot>>,
+    elapsed: Duration,
+}
+
+/// A slot of an answer.
+#[derive(Serialize)]
+struct Slot {
+    id: DeviceId,
+    index: u32,
+    uuid: GpuUuid,
+    pci: PciAddress,
+}
+
 /// An answer for a script.
 #[derive(Serialize)]
 struct Answer<'a, R> {
     #[serde(flatten)]
     report: &'a R,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    slots: Option<&'a [Slot]>,
     elapsed_ns: u64,
 }
 
@@ -59,31 +90,38 @@ struct Answer<'a, R> {
 pub async fn allocate(args: &AllocateArgs) -> Result<()> {
     let machine = super::machine(&args.node).await?;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
-    let tables = AllocationTables::new(Arc::new(topology));
+    let shared = args.replicas.map(usize::from).map(|replicas| (replicas, Units::slots(&topology, replicas)));
+    let policy = match args.policy {
+        Some(PolicyArg::BestEffort) => AllocationPolicy::BestEffort,
+        Some(PolicyArg::Distributed) => AllocationPolicy::Distributed,
+        Some(PolicyArg::Packed) => AllocationPolicy::Packed,
+        None if shared.is_some() => AllocationPolicy::Distributed,
+        None => AllocationPolicy::BestEffort,
+    };
+    let choice = Choice { tables: AllocationTables::new(Arc::new(topology)), shared, policy };
     if let Some(path) = &args.requests {
-        return answer_all(&tables, path);
+        return answer_all(&choice, path);
     }
     let question = Question {
         size: args.size.unwrap_or_default(),
         available: args.available.clone(),
         must_include: args.must_include.clone(),
     };
-    let (report, elapsed) = answer(&tables, &question)?;
+    let chosen = choice.answer(&question)?;
+    let (tables, report) = (&choice.tables, &chosen.report);
     print(&match args.format {
-        Format::Json if args.explain => {
-            json(&Answer { report: &Explanation::new(&tables, &report), elapsed_ns: nanoseconds(elapsed) })?
-        }
-        Format::Json => json(&Answer { report: &report, elapsed_ns: nanoseconds(elapsed) })?,
+        Format::Json if args.explain => chosen.json(&Explanation::new(tables, report))?,
+        Format::Json => chosen.json(report)?,
         Format::Text if args.explain => {
-            text(tables.topology(), &report) + &Explanation::new(&tables, &report).to_string()
+            text(tables.topology(), &chosen) + &Explanation::new(tables, report).to_string()
         }
-        Format::Text => text(tables.topology(), &report) + &format!("{report}, {elapsed:?}\n"),
+        Format::Text => text(tables.topology(), &chosen) + &format!("{report}, {:?}\n", chosen.elapsed),
     })?;
     Ok(())
 }
 
 /// One JSON line for each request line; one that cannot be answered does not end the others.
-fn answer_all(tables: &AllocationTables, path: &Path) -> Result<()> {
+fn answer_all(choice: &Choice, path: &Path) -> Result<()> {
     let input: Box<dyn Read> = match path.to_str() {
         Some("-") => Box::new(io::stdin().lock()),
         _ => Box::new(File::open(path).with_context(|| format!("cannot open {}", path.display()))?),
@@ -106,8 +144,8 @@ fn answer_all(tables: &AllocationTables, path: &Path) -> Result<()> {
             Ok(text) => serde_json::from_str::<Question>(text).map_err(QuestionError::from),
             Err(_) => Err(QuestionError::NotText),
         };
-        let answer = match question.and_then(|question| answer(tables, &question)) {
-            Ok((report, elapsed)) => json(&Answer { report: &report, elapsed_ns: nanoseconds(elapsed) })?,
+        let answer = match question.and_then(|question| choice.answer(&question)) {
+            Ok(chosen) => chosen.json(&chosen.report)?,
             Err(error) => refused(&error)?,
         };
         print(&answer)?;
@@ -119,41 +157,86 @@ fn refused(error: &QuestionError) -> Result<String> {
     Ok(serde_json::to_string(&serde_json::json!({ "error": format!("{error}{cause}") }))? + "\n")
 }
 
-fn json(answer: &impl Serialize) -> Result<String> {
-    Ok(serde_json::to_string(answer)? + "\n")
-}
-
-fn nanoseconds(elapsed: Duration) -> u64 {
-    u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX)
-}
-
-fn answer(tables: &AllocationTables, question: &Question) -> Result<(AllocationReport, Duration), QuestionError> {
-    let gpus = tables.topology().gpus();
-    let find = |name: &GpuName| -> Result<DeviceId, QuestionError> {
-        let (_, gpu) = find_gpu(tables.topology(), name)?;
-        Ok(DeviceId::from(&gpu.uuid))
-    };
-    let all = || Ok(gpus.iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect());
-    let available = question.available.as_ref().map_or_else(all, |names| names.iter().map(find).collect())?;
-    let must_include: Vec<DeviceId> = question.must_include.iter().map(find).collect::<Result<_, _>>()?;
-    let request = AllocationRequest { available, must_include, size: question.size };
-    let start = Instant::now();
-    let (_, report) = preferred_allocation(tables, &request, AllocationPolicy::BestEffort);
-    let elapsed = start.elapsed();
-    if report.fallback == Some(FallbackReason::Size) {
-        let must = request.must_include.iter().collect::<std::collections::BTreeSet<_>>().len();
-        return Err(QuestionError::Size { size: request.size, candidates: report.candidates, must });
+impl Chosen {
+    /// One line: the report or what holds it, the slots and the time.
+    fn json(&self, report: &impl Serialize) -> Result<String> {
+        let elapsed_ns = u64::try_from(self.elapsed.as_nanos()).unwrap_or(u64::MAX);
+        Ok(serde_json::to_string(&Answer { report, slots: self.slots.as_deref(), elapsed_ns })? + "\n")
     }
-    Ok((report, elapsed))
 }
 
-/// The GPUs and the links between them, for people.
-fn text(topology: &NodeTopology, report: &AllocationReport) -> String {
+impl Choice {
+    fn answer(&self, question: &Question) -> Result<Chosen, QuestionError> {
+        let ids = |names: &[UnitName]| -> Result<Vec<DeviceId>, QuestionError> {
+            let ids: Vec<Vec<DeviceId>> = names.iter().map(|name| self.ids(name)).collect::<Result<_, _>>()?;
+            Ok(ids.concat())
+        };
+        let available = match &question.available {
+            Some(names) => ids(names)?,
+            None => self.all(),
+        };
+        let request = AllocationRequest { available, must_include: ids(&question.must_include)?, size: question.size };
+        let start = Instant::now();
+        let (answer, report) = match &self.shared {
+            Some((_, units)) => preferred_units(&self.tables, units, &request, self.policy),
+            None => preferred_allocation(&self.tables, &request, self.policy),
+        };
+        let elapsed = start.elapsed();
+        if report.fallback == Some(FallbackReason::Size) {
+            let must = request.must_include.iter().collect::<std::collections::BTreeSet<_>>().len();
+            let what = if self.shared.is_some() { "slots" } else { "GPUs" };
+            return Err(QuestionError::Size { size: request.size, what, candidates: report.candidates, must });
+        }
+        let slot = |units: &Units, id: DeviceId| {
+            let gpu = self.tables.topology().gpus().get(units.gpu(&id)?)?;
+            Some(Slot { id, index: gpu.index, uuid: gpu.uuid.clone(), pci: gpu.pci })
+        };
+        let slots = self
+            .shared
+            .as_ref()
+            .map(|(_, units)| answer.devices.into_iter().filter_map(|id| slot(units, id)).collect());
+        Ok(Chosen { report, slots, elapsed })
+    }
+
+    /// All that there is to choose from.
+    fn all(&self) -> Vec<DeviceId> {
+        match &self.shared {
+            Some((_, units)) => units.ids().cloned().collect(),
+            None => self.tables.topology().gpus().iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect(),
+        }
+    }
+
+    /// What a name means: a GPU, a slot, or all slots of a GPU.
+    fn ids(&self, name: &UnitName) -> Result<Vec<DeviceId>, QuestionError> {
+        let (_, gpu) = find_gpu(self.tables.topology(), &name.gpu)?;
+        match (&self.shared, name.slot) {
+            (None, None) => Ok(vec![DeviceId::from(&gpu.uuid)]),
+            (None, Some(slot)) => Err(QuestionError::Whole { gpu: name.gpu.clone(), slot }),
+            (Some((replicas, _)), None) => Ok((0..*replicas).map(|slot| Units::slot(&gpu.uuid, slot)).collect()),
+            (Some((replicas, _)), Some(slot)) if slot < *replicas => Ok(vec![Units::slot(&gpu.uuid, slot)]),
+            (Some((replicas, _)), Some(slot)) => {
+                Err(QuestionError::NoSuchSlot { gpu: name.gpu.clone(), slot, replicas: *replicas })
+            }
+        }
+    }
+}
+
+/// The GPUs or slots and the links between the GPUs, for people.
+fn text(topology: &NodeTopology, chosen: &Chosen) -> String {
     let mut text = String::new();
-    for gpu in &report.devices {
-        text += &format!("GPU {}  {}  {}\n", gpu.index, gpu.pci, gpu.uuid);
+    match &chosen.slots {
+        Some(slots) => {
+            for slot in slots {
+                text += &format!("GPU {}  {}  {}\n", slot.index, slot.pci, slot.id);
+            }
+        }
+        None => {
+            for gpu in &chosen.report.devices {
+                text += &format!("GPU {}  {}  {}\n", gpu.index, gpu.pci, gpu.uuid);
+            }
+        }
     }
-    let links = links(topology, &report.devices);
+    let links = links(topology, &chosen.report.devices);
     if !links.is_empty() {
         text += &format!("links: {links}\n");
     }

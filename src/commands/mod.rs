@@ -1,4 +1,4 @@
-//! The commands that look and answer: `topology`, `allocate`, `snapshot`.
+//! The commands that look and answer: `topology`, `allocate`, `simulate`, `snapshot`.
 //!
 //! A composition root: it reads a machine (a file, or this one), asks the core and prints. Called by `main`.
 //! What it prints for scripts is an interface; what it prints for people is held by golden tests.
@@ -9,6 +9,7 @@ mod matrix;
 mod outline;
 mod output;
 mod picture;
+mod simulate;
 mod snapshot;
 mod topology;
 mod tree;
@@ -20,6 +21,7 @@ use crate::topology::{Gpu, NodeTopology};
 pub use allocate::allocate;
 pub use machine::load;
 pub use output::print;
+pub use simulate::simulate;
 pub use snapshot::snapshot;
 pub use topology::{TopologyJson, topology};
 

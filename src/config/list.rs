@@ -18,13 +18,22 @@ pub(super) fn boolean(text: &str) -> Result<bool, &'static str> {
 }
 
 /// A GPU by NVML index or by UUID.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-#[serde(try_from = "Written")]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GpuName {
     /// NVML's index.
     Index(u32),
     /// NVML's UUID.
     Uuid(GpuUuid),
+}
+
+/// A GPU, or one slot of a shared GPU: `0`, `0::3`, `GPU-...`, `GPU-...::3`.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "Written")]
+pub struct UnitName {
+    /// The GPU.
+    pub gpu: GpuName,
+    /// The slot, from 0; without one, the whole GPU.
+    pub slot: Option<usize>,
 }
 
 /// A GPU in JSON: a number, or what could stand on a command line.
@@ -50,13 +59,25 @@ impl GpuName {
     }
 }
 
-impl TryFrom<Written> for GpuName {
+impl TryFrom<Written> for UnitName {
     type Error = GpuNameError;
 
     fn try_from(written: Written) -> Result<Self, Self::Error> {
         match written {
-            Written::Number(index) => Ok(Self::Index(index)),
+            Written::Number(index) => Ok(Self { gpu: GpuName::Index(index), slot: None }),
             Written::Text(text) => text.parse(),
+        }
+    }
+}
+
+impl FromStr for UnitName {
+    type Err = GpuNameError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let slot = text.rsplit_once("::").and_then(|(gpu, slot)| Some((gpu, slot.trim().parse().ok()?)));
+        match slot {
+            Some((gpu, slot)) => Ok(Self { gpu: gpu.parse()?, slot: Some(slot) }),
+            None => Ok(Self { gpu: text.parse()?, slot: None }),
         }
     }
 }

@@ -4,6 +4,7 @@
 //! from which the composition roots build live objects. Files of configuration will be read here too.
 
 mod list;
+mod simulate;
 mod topology_manager;
 
 use std::net::SocketAddr;
@@ -11,7 +12,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-pub use list::GpuName;
+pub use list::{GpuName, UnitName};
+pub use simulate::{SimulateArgs, SimulatePolicy};
 pub use topology_manager::{NumaHintsArg, ScopeArg, TopologyPolicyArg};
 
 /// A topology-aware Kubernetes device plugin for NVIDIA GPUs.
@@ -37,6 +39,8 @@ pub enum Command {
     Topology(TopologyArgs),
     /// Show what would be chosen on a machine, and why
     Allocate(AllocateArgs),
+    /// Replay a trace of jobs on a machine, and show what each policy gives them
+    Simulate(SimulateArgs),
     /// Write this machine, as NVML and hwloc see it, as a node file that every --node takes
     Snapshot(SnapshotArgs),
     /// The process that speaks to NVML, started by the others
@@ -198,15 +202,23 @@ pub struct AllocateArgs {
     /// The machine.
     #[command(flatten)]
     pub node: NodeArgs,
-    /// How many GPUs
+    /// How many GPUs; with --replicas, how many slots
     #[arg(long, value_name = "N", required_unless_present = "requests")]
     pub size: Option<usize>,
-    /// The GPUs that are free, as indices or UUIDs with commas; without it, all
+    /// The GPUs that are free, as indices or UUIDs with commas; without it, all. With --replicas, slots as INDEX::SLOT or
+    /// UUID::SLOT, or GPUs with all their slots
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
-    pub available: Option<Vec<GpuName>>,
-    /// The GPUs that must be in the answer, as indices or UUIDs with commas
+    pub available: Option<Vec<UnitName>>,
+    /// The GPUs that must be in the answer, as indices or UUIDs with commas; with --replicas, slots
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
-    pub must_include: Vec<GpuName>,
+    pub must_include: Vec<UnitName>,
+    /// Share each GPU: choose among N slots of each (time-slicing, MPS), numbered from 0
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub replicas: Option<u16>,
+    /// How to choose: the best set (default), or among slots the least used GPUs first (default with --replicas) or the
+    /// most used GPU first; of whole GPUs none is more used than another, and all three choose the best set
+    #[arg(long, value_name = "POLICY")]
+    pub policy: Option<PolicyArg>,
     /// Take requests from a file (- for standard input), a JSON object a line such as
     /// {"size": 2, "available": [0, 1, 4], "must_include": []}, and answer each with one JSON line
     #[arg(long, value_name = "FILE", conflicts_with_all = ["size", "available", "must_include"])]
@@ -218,6 +230,17 @@ pub struct AllocateArgs {
     /// For people or for scripts
     #[arg(long, default_value = "text")]
     pub format: Format,
+}
+
+/// How to choose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum PolicyArg {
+    /// The best set of distinct GPUs, however used they are
+    BestEffort,
+    /// Distinct GPUs, the least used first
+    Distributed,
+    /// The most used GPU first
+    Packed,
 }
 
 /// `linkwise snapshot`.
@@ -286,9 +309,18 @@ mod tests {
 
     #[test]
     fn lists_name_gpus_by_index_or_uuid() {
-        let cli = Cli::try_parse_from(["linkwise", "allocate", "--size", "2", "--available", "0,GPU-a"]).unwrap();
+        let cli = Cli::try_parse_from(["linkwise", "allocate", "--size", "2", "--available", "0,GPU-a,3::10,GPU-a::0"])
+            .unwrap();
         let Command::Allocate(allocate) = cli.command else { panic!("{cli:?}") };
-        assert_eq!(allocate.available, Some(vec![GpuName::Index(0), GpuName::Uuid("GPU-a".parse().unwrap())]));
+        let unit = |gpu, slot| UnitName { gpu, slot };
+        let uuid = || GpuName::Uuid("GPU-a".parse().unwrap());
+        let expected = [
+            unit(GpuName::Index(0), None),
+            unit(uuid(), None),
+            unit(GpuName::Index(3), Some(10)),
+            unit(uuid(), Some(0)),
+        ];
+        assert_eq!(allocate.available, Some(expected.to_vec()));
         let error = Cli::try_parse_from(["linkwise", "allocate", "--size", "2", "--available", "0,?"]).unwrap_err();
         assert!(error.to_string().contains("'?' is neither a GPU index nor a GPU UUID"), "{error}");
     }

@@ -116,3 +116,32 @@ fn this_machine_is_chosen_from_through_nvml() {
     this_is(&mut command, "dgx1-v100");
     assert_eq!(indices(&serde_json::from_str(&text(&mut command)).unwrap()), [0, 4]);
 }
+
+#[test]
+fn slots_of_shared_gpus_are_chosen() {
+    let slots = |answer: &Value| -> Vec<String> {
+        answer["slots"].as_array().unwrap().iter().map(|slot| slot["id"].as_str().unwrap().to_owned()).collect()
+    };
+    let id = |gpu: u32, slot: u32| format!("GPU-00000001-0000-4000-8000-{gpu:012}::{slot}");
+    // GPUs 1 to 3 and 5 to 7 have a slot in use: the unused ones are 0 and 4.
+    let free = "0,4,1::0,2::1,3::2,5::3,6::0,7::0";
+    let spread = allocate("dgx1-v100", "2", &["--replicas", "4", "--available", free]);
+    assert_eq!((slots(&spread), indices(&spread)), (vec![id(0, 0), id(4, 0)], vec![0, 4]), "{spread}");
+    assert_eq!((&spread["policy"], &spread["slots"][1]["index"]), (&json!("distributed"), &json!(4)));
+    let one = format!("{},0::3,{}", id(0, 2), id(5, 1));
+    let packed = allocate("dgx1-v100", "2", &["--replicas", "4", "--policy", "packed", "--available", &one]);
+    // GPU 5 has three of its four in use, GPU 0 two.
+    assert_eq!(slots(&packed), [id(0, 2), id(5, 1)]);
+    assert!(allocate("dgx1-v100", "2", &[])["slots"].is_null());
+    let shown = text(&mut linkwise(&["allocate", "--node", "dgx1-v100", "--size", "1", "--replicas", "2"]));
+    assert!(shown.lines().next().unwrap().ends_with("::0"), "{shown}");
+    for (more, expected) in [
+        (&["--available", "0::1"][..], "a slot is named (0::1), but GPUs are whole without --replicas"),
+        (&["--available", "0::4", "--replicas", "4"], "no slot 4 of GPU 0 (it has 4, from 0)"),
+        (&["--available", "0", "--replicas", "1"], "no set of 2 slots: 1 may be taken"),
+    ] {
+        let args = [&["allocate", "--node", "dgx1-v100", "--size", "2"], more].concat();
+        let error = String::from_utf8(linkwise(&args).output().unwrap().stderr).unwrap();
+        assert!(error.contains(expected) && error.lines().count() == 1, "{error}");
+    }
+}

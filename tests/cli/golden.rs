@@ -34,6 +34,15 @@ fn topologies() {
 }
 
 #[test]
+fn simulations() {
+    let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/traces/sample.csv");
+    for machine in ["dgx1-v100", "pcie-8x-pix-pairs"] {
+        let args = ["simulate", "--node", machine, "--trace", trace];
+        holds(&format!("simulate-{machine}"), &text(&mut linkwise(&args)));
+    }
+}
+
+#[test]
 fn choices() {
     for (machine, size, available) in
         [("dgx1-v100", "4", "0,1,2,3,4,5"), ("dgx-h100", "2", "0,1,2,3,4,5"), ("pcie-8x-pix-pairs", "2", "0,2,3,5,6")]

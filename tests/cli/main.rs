@@ -12,6 +12,7 @@ mod allocate;
 mod bad_input;
 mod demo;
 mod golden;
+mod simulate;
 mod topology;
 
 use std::ffi::OsStr;

@@ -1,0 +1,137 @@
+//! `linkwise simulate`: what a trace of jobs gets from each policy on one machine.
+//!
+//! Reads the trace, runs [`replay`] for each policy and prints. The figures for scripts are an interface.
+
+mod replay;
+mod trace;
+
+use std::fs::File;
+use std::io::{self, IsTerminal, Read, Write};
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use serde::Serialize;
+
+use super::print;
+use crate::allocation::{AllocationPolicy, AllocationTables};
+use crate::config::{Format, SimulateArgs, SimulatePolicy};
+use crate::topology::NodeTopology;
+use replay::{CLASSES, Chooser, Figures, replay};
+use trace::Job;
+
+/// The longest trace, in bytes: some five million jobs.
+const MAX_TRACE: u64 = 64 << 20;
+
+/// Jobs between two looks of the progress line.
+const PROGRESS_EVERY: usize = 4096;
+
+/// The answer for scripts.
+#[derive(Serialize)]
+struct Simulation {
+    machine: String,
+    gpus: usize,
+    policies: Vec<Outcome>,
+}
+
+/// One policy's figures.
+#[derive(Serialize)]
+struct Outcome {
+    policy: &'static str,
+    /// What `random` drew from.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    seed: Option<u64>,
+    #[serde(flatten)]
+    figures: Figures,
+}
+
+/// Runs the command.
+pub async fn simulate(args: &SimulateArgs) -> Result<()> {
+    let jobs = read(&args.trace)?;
+    let machine = super::machine(&args.node).await?;
+    let (topology, _) = NodeTopology::assemble(&machine.observed);
+    let tables = AllocationTables::new(Arc::new(topology));
+    let gpus = tables.topology().gpus().len();
+    if jobs.iter().all(|job| job.size > gpus) {
+        bail!("no job of {} fits this machine (it has {gpus} GPUs)", args.trace.display());
+    }
+    let policies = args.policy.iter().map(|policy| outcome(&tables, &jobs, *policy, args.seed)).collect();
+    let simulation = Simulation { machine: machine.title, gpus, policies };
+    print(&match args.format {
+        Format::Json => serde_json::to_string(&simulation)? + "\n",
+        Format::Text => text(&simulation),
+    })?;
+    Ok(())
+}
+
+fn read(path: &Path) -> Result<Vec<Job>> {
+    let input: Box<dyn Read> = match path.to_str() {
+        Some("-") => Box::new(io::stdin().lock()),
+        _ => Box::new(File::open(path).with_context(|| format!("cannot open {}", path.display()))?),
+    };
+    let mut bytes = Vec::new();
+    input.take(MAX_TRACE + 1).read_to_end(&mut bytes).with_context(|| format!("cannot read {}", path.display()))?;
+    if bytes.len() as u64 > MAX_TRACE {
+        bail!("{} is longer than {} MiB", path.display(), MAX_TRACE >> 20);
+    }
+    let text = String::from_utf8(bytes).ok().with_context(|| format!("{} is not UTF-8", path.display()))?;
+    trace::parse(&text).with_context(|| path.display().to_string())
+}
+
+fn outcome(tables: &AllocationTables, jobs: &[Job], policy: SimulatePolicy, seed: u64) -> Outcome {
+    let (name, chooser) = match policy {
+        SimulatePolicy::BestEffort => ("best-effort", Chooser::Engine(AllocationPolicy::BestEffort)),
+        SimulatePolicy::Distributed => ("distributed", Chooser::Engine(AllocationPolicy::Distributed)),
+        SimulatePolicy::Packed => ("packed", Chooser::Engine(AllocationPolicy::Packed)),
+        SimulatePolicy::FirstFit => ("first-fit", Chooser::FirstFit),
+        SimulatePolicy::Random => ("random", Chooser::Random(seed)),
+    };
+    let mut terminal = Some(io::stderr()).filter(|stderr| stderr.is_terminal() && jobs.len() > PROGRESS_EVERY);
+    let figures = replay(tables, jobs, chooser, &mut |done| {
+        if let Some(stderr) = terminal.as_mut().filter(|_| done % PROGRESS_EVERY == 0) {
+            // A progress line that cannot be written is no reason to stop.
+            let _ = write!(stderr, "\r{name}: {done} of {} jobs ({} %)", jobs.len(), done * 100 / jobs.len());
+        }
+    });
+    if let Some(stderr) = terminal.as_mut() {
+        // Back to the start of the line, and clear it.
+        let _ = write!(stderr, "\r\x1b[K");
+    }
+    let seed = matches!(chooser, Chooser::Random(_)).then_some(seed);
+    Outcome { policy: name, seed, figures }
+}
+
+/// A table for people.
+fn text(simulation: &Simulation) -> String {
+    let mut text = format!("{}\n", simulation.machine);
+    if let Some(Outcome { figures, .. }) = simulation.policies.first() {
+        text += &format!("{} jobs, {} of several GPUs", figures.jobs, figures.several);
+        if figures.skipped > 0 {
+            text += &format!("; {} left out: more GPUs than the {} here", figures.skipped, simulation.gpus);
+        }
+        text += &format!("; all done after {} s\n\n", figures.end_seconds);
+    }
+    text += &format!("{:<16}{:>12}{:>14}", "policy", "collective", "by GPU-hours");
+    text += &CLASSES.map(|class| format!("{class:>8}")).concat();
+    text += &format!("{:>11}{:>11}  NUMA nodes: jobs\n", "mean wait", "max wait");
+    for Outcome { policy, seed, figures } in &simulation.policies {
+        let name = seed.map_or_else(|| (*policy).to_owned(), |seed| format!("{policy} (seed {seed})"));
+        text += &format!("{name:<16}{:>12}", percent(figures.collective_by_count));
+        text += &format!("{:>14}", percent(figures.collective_by_gpu_hours));
+        let class = |class| figures.link_classes.get(class).copied().unwrap_or(0);
+        text += &CLASSES.map(|name| format!("{:>8}", class(name))).concat();
+        text += &format!("{:>9} s{:>9} s", figures.mean_wait_seconds, figures.max_wait_seconds);
+        let mut spans: Vec<String> =
+            figures.numa_nodes.iter().map(|(nodes, jobs)| format!("{nodes}: {jobs}")).collect();
+        if figures.numa_unknown > 0 {
+            spans.push(format!("unknown: {}", figures.numa_unknown));
+        }
+        text += &format!("  {}\n", spans.join(", "));
+    }
+    text + "\ncollective: of the idle machine's best for that size, mean over the jobs of several GPUs; classes: worst pair\n"
+}
+
+/// Millionths as percent, rounded down to hundredths.
+fn percent(millionths: Option<u64>) -> String {
+    millionths.map_or_else(|| "-".to_owned(), |share| format!("{}.{:02} %", share / 10_000, share % 10_000 / 100))
+}

@@ -1,0 +1,136 @@
+//! Traces: CSV with the columns `size`, `duration_seconds` and perhaps `arrival_seconds`.
+//!
+//! Reads text into jobs or names the line that is wrong; decides nothing about them.
+
+use thiserror::Error;
+
+/// One job of a trace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Job {
+    /// GPUs, at least one.
+    pub size: usize,
+    /// Seconds.
+    pub duration: u64,
+    /// Seconds from the trace's zero.
+    pub arrival: u64,
+}
+
+/// Why a text is no trace.
+#[derive(Debug, PartialEq, Eq, Error)]
+pub(super) enum TraceError {
+    #[error("no header: the first line must name the columns size, duration_seconds and perhaps arrival_seconds")]
+    NoHeader,
+    #[error("line {line}: no column '{0}'", line = .1)]
+    MissingColumn(&'static str, usize),
+    #[error("line {line}: unknown column '{name}' (known: size, duration_seconds, arrival_seconds)")]
+    UnknownColumn { line: usize, name: String },
+    #[error("line {line}: column '{name}' is there twice")]
+    DoubleColumn { line: usize, name: String },
+    #[error("line {line}: {found} fields where the header has {expected}")]
+    Fields { line: usize, found: usize, expected: usize },
+    #[error("line {line}: {column} '{text}' is not a whole number{least}", least = if *.column == SIZE { " of at least 1" } else { "" })]
+    Number { line: usize, column: &'static str, text: String },
+    #[error("no jobs")]
+    NoJobs,
+}
+
+const SIZE: &str = "size";
+const DURATION: &str = "duration_seconds";
+const ARRIVAL: &str = "arrival_seconds";
+
+/// The most of a wrong field that an error repeats, in characters.
+const MOST_SHOWN: usize = 40;
+
+/// The jobs in the order in which they come; those that come at one time in the order of the lines.
+///
+/// Blank lines are skipped, the columns may stand in any order; without arrivals all jobs come at 0.
+pub(super) fn parse(text: &str) -> Result<Vec<Job>, TraceError> {
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let lines = text.lines().enumerate().map(|(at, line)| (at + 1, line.trim()));
+    let mut lines = lines.filter(|(_, line)| !line.is_empty());
+    let (line, header) = lines.next().ok_or(TraceError::NoHeader)?;
+    let columns = columns(line, header)?;
+    let mut jobs = lines.map(|(line, row)| job(line, row, &columns)).collect::<Result<Vec<Job>, _>>()?;
+    if jobs.is_empty() {
+        return Err(TraceError::NoJobs);
+    }
+    jobs.sort_by_key(|job| job.arrival);
+    Ok(jobs)
+}
+
+fn columns(line: usize, header: &str) -> Result<Vec<&'static str>, TraceError> {
+    let mut columns: Vec<&'static str> = Vec::new();
+    for name in header.split(',').map(str::trim) {
+        let known = [SIZE, DURATION, ARRIVAL].into_iter().find(|known| *known == name);
+        let column = known.ok_or_else(|| match name.parse::<f64>() {
+            Ok(_) => TraceError::NoHeader,
+            Err(_) => TraceError::UnknownColumn { line, name: shown(name) },
+        })?;
+        if columns.contains(&column) {
+            return Err(TraceError::DoubleColumn { line, name: column.to_owned() });
+        }
+        columns.push(column);
+    }
+    for needed in [SIZE, DURATION] {
+        if !columns.contains(&needed) {
+            return Err(TraceError::MissingColumn(needed, line));
+        }
+    }
+    Ok(columns)
+}
+
+fn job(line: usize, row: &str, columns: &[&'static str]) -> Result<Job, TraceError> {
+    let mut job = Job { size: 0, duration: 0, arrival: 0 };
+    let found = row.split(',').count();
+    if found != columns.len() {
+        return Err(TraceError::Fields { line, found, expected: columns.len() });
+    }
+    for (column, text) in columns.iter().copied().zip(row.split(',').map(str::trim)) {
+        let wrong = || TraceError::Number { line, column, text: shown(text) };
+        match column {
+            SIZE => job.size = text.parse().ok().filter(|size| *size > 0).ok_or_else(wrong)?,
+            DURATION => job.duration = text.parse().map_err(|_| wrong())?,
+            _ => job.arrival = text.parse().map_err(|_| wrong())?,
+        }
+    }
+    Ok(job)
+}
+
+fn shown(text: &str) -> String {
+    text.chars().take(MOST_SHOWN).filter(|char| !char.is_control()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_stand_in_any_order_and_jobs_are_sorted_by_arrival() {
+        let text = "\u{feff}duration_seconds, arrival_seconds,size\r\n10,7,2\r\n\r\n20,3,1\n30,3,4";
+        let job = |size, duration, arrival| Job { size, duration, arrival };
+        assert_eq!(parse(text).unwrap(), [job(1, 20, 3), job(4, 30, 3), job(2, 10, 7)]);
+        assert_eq!(parse("size,duration_seconds\n1,0\n").unwrap(), [job(1, 0, 0)]);
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_its_line() {
+        for (text, expected) in [
+            ("", "no header"),
+            ("2,10\n", "no header"),
+            ("size\n2\n", "line 1: no column 'duration_seconds'"),
+            ("\nsize,duration_seconds,colour\n", "line 2: unknown column 'colour'"),
+            ("size,size,duration_seconds\n", "line 1: column 'size' is there twice"),
+            ("size,duration_seconds\n", "no jobs"),
+            ("size,duration_seconds\n1,2\n\n3\n", "line 4: 1 fields where the header has 2"),
+            ("size,duration_seconds\n1,2,3\n", "line 2: 3 fields"),
+            ("size,duration_seconds\n0,2\n", "line 2: size '0' is not a whole number of at least 1"),
+            ("size,duration_seconds\n-1,2\n", "line 2: size '-1'"),
+            ("size,duration_seconds\n1,2.5\n", "line 2: duration_seconds '2.5' is not a whole number"),
+            ("size,duration_seconds\n1,99999999999999999999\n", "line 2: duration_seconds '9999"),
+            ("size,duration_seconds,arrival_seconds\n1,2,\n", "line 2: arrival_seconds ''"),
+        ] {
+            let error = parse(text).unwrap_err().to_string();
+            assert!(error.starts_with(expected), "{text:?}: {error}");
+        }
+    }
+}

@@ -1,0 +1,379 @@
+//! Units on GPUs (slots, MIG devices) against a naive reading of the definition: all ways to spread a request over
+//! the GPUs, those struck out that a rule forbids, and the brute force of whole GPUs for what is left.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::cast_possible_truncation,
+    reason = "the helpers of a test may end it, and count a few GPUs"
+)]
+
+#[allow(dead_code, reason = "the sibling test uses all of it")]
+#[path = "oracle/mod.rs"]
+mod oracle;
+#[allow(dead_code, reason = "the sibling test uses all of it")]
+#[path = "random_node/mod.rs"]
+mod random_node;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use linkwise::allocation::{
+    AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, DeviceId, FallbackReason,
+    PreferredAllocation, Units, preferred_allocation, preferred_units,
+};
+use linkwise::machines;
+use linkwise::topology::{NodeObservation, NodeTopology};
+use oracle::{Oracle, Set};
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+const POLICIES: [AllocationPolicy; 3] =
+    [AllocationPolicy::BestEffort, AllocationPolicy::Distributed, AllocationPolicy::Packed];
+
+fn tables(observed: &NodeObservation) -> AllocationTables {
+    AllocationTables::new(Arc::new(NodeTopology::assemble(observed).0))
+}
+
+fn built_in(name: &str) -> AllocationTables {
+    tables(&machines::load(name).unwrap().observed)
+}
+
+/// What is on one GPU: `busy` units are held, `must` are demanded, `free` are offered, `others` belong to others.
+#[derive(Clone, Copy, Debug)]
+struct Shelf {
+    busy: usize,
+    must: usize,
+    free: usize,
+    others: usize,
+}
+
+/// How many units each GPU gives, `must` among them.
+type Counts = Vec<usize>;
+
+fn all_spreads(shelves: &[Shelf], size: usize) -> Vec<Counts> {
+    let mut all = vec![Vec::new()];
+    for shelf in shelves {
+        let longer = |counts: &Counts| {
+            let counts = counts.clone();
+            (shelf.must..=shelf.must + shelf.free).map(move |count| [counts.clone(), vec![count]].concat())
+        };
+        all = all.iter().flat_map(longer).collect();
+    }
+    all.retain(|counts| counts.iter().sum::<usize>() == size);
+    all
+}
+
+fn gpus_with(counts: &Counts, least: usize) -> Set {
+    counts.iter().enumerate().filter(|(_, count)| **count >= least).fold(0, |set, (gpu, _)| set | 1 << gpu)
+}
+
+/// Keeps the spreads whose GPUs with `least` units are what the choice of whole GPUs takes among all such.
+fn keep_best(oracle: &Oracle<'_>, spreads: &mut Vec<Counts>, least: usize) {
+    let sets: BTreeSet<Set> = spreads.iter().map(|counts| gpus_with(counts, least)).collect();
+    if sets.len() > 1 {
+        let (any, every) = sets.iter().fold((0, Set::MAX), |(any, every), set| (any | set, every & set));
+        let size = sets.first().unwrap().count_ones();
+        let best = oracle.choose(any, every, size).unwrap().chosen;
+        spreads.retain(|counts| gpus_with(counts, least) == best);
+    }
+}
+
+fn distributed(oracle: &Oracle<'_>, shelves: &[Shelf], size: usize, by_use: bool) -> Option<Counts> {
+    let mut spreads = all_spreads(shelves, size);
+    // Never one more of a GPU that has given more than another that has a free one still.
+    spreads.retain(|counts| {
+        let pairs = (0..counts.len()).flat_map(|a| (0..counts.len()).map(move |b| (a, b)));
+        pairs.into_iter().all(|(a, b)| {
+            let (gives, takes) = (counts[a] > shelves[a].must, counts[b] < shelves[b].must + shelves[b].free);
+            !(gives && takes && counts[a] > counts[b] + 1)
+        })
+    });
+    if by_use {
+        let uses = |counts: &Counts| {
+            let used = |gpu: usize| shelves[gpu].busy + shelves[gpu].others;
+            let mut uses: Vec<usize> =
+                (0..counts.len()).flat_map(|gpu| std::iter::repeat_n(used(gpu), counts[gpu])).collect();
+            uses.sort_unstable();
+            uses
+        };
+        let least = spreads.iter().map(uses).min()?;
+        spreads.retain(|counts| uses(counts) == least);
+    }
+    for round in 1..=size {
+        keep_best(oracle, &mut spreads, round);
+    }
+    assert!(spreads.len() < 2, "{spreads:?}");
+    spreads.pop()
+}
+
+fn packed(oracle: &Oracle<'_>, shelves: &[Shelf], size: usize) -> Option<Counts> {
+    let start: Counts = shelves.iter().map(|shelf| shelf.must).collect();
+    let missing = size.checked_sub(start.iter().sum())?;
+    let mut spreads = BTreeSet::from([start]);
+    for _ in 0..missing {
+        let mut next = BTreeSet::new();
+        for counts in &spreads {
+            let left = |gpu: usize| shelves[gpu].must + shelves[gpu].free - counts[gpu];
+            // Equally used: one that carries a unit; of those that carry none, one with more to give.
+            let key = |gpu: usize| {
+                let used = shelves[gpu].busy + shelves[gpu].others + counts[gpu];
+                (used, counts[gpu] > 0, left(gpu))
+            };
+            let open: Vec<usize> = (0..shelves.len()).filter(|gpu| left(*gpu) > 0).collect();
+            let top = open.iter().map(|gpu| key(*gpu)).max();
+            for gpu in open.into_iter().filter(|gpu| Some(key(*gpu)) == top) {
+                let mut counts = counts.clone();
+                counts[gpu] += 1;
+                next.insert(counts);
+            }
+        }
+        spreads = next;
+    }
+    let mut spreads: Vec<Counts> = spreads.into_iter().collect();
+    keep_best(oracle, &mut spreads, 1);
+    spreads.into_iter().max()
+}
+
+/// The ids on a shelf in their order: held, demanded and offered ones mixed by `turn`.
+fn stock(tables: &AllocationTables, shelves: &[Shelf], turn: usize) -> (Units, [Vec<Vec<DeviceId>>; 2]) {
+    let mut units = Vec::new();
+    let mut lists = [vec![Vec::new(); shelves.len()], vec![Vec::new(); shelves.len()]];
+    for (place, shelf) in shelves.iter().enumerate() {
+        let count = shelf.busy + shelf.must + shelf.free;
+        for slot in 0..count {
+            let id = Units::slot(&tables.topology().gpus()[place].uuid, slot);
+            let at = (slot + turn) % count;
+            if at < shelf.free {
+                lists[0][place].push(id.clone());
+            } else if at < shelf.free + shelf.must {
+                lists[1][place].push(id.clone());
+            }
+            units.push((id, place));
+        }
+    }
+    let others = shelves.iter().enumerate().map(|(place, shelf)| (place, shelf.others)).collect();
+    (Units::new(units, others), lists)
+}
+
+fn ask(
+    tables: &AllocationTables,
+    units: &Units,
+    [available, must]: [Vec<DeviceId>; 2],
+    size: usize,
+    policy: AllocationPolicy,
+) -> (PreferredAllocation, AllocationReport) {
+    preferred_units(tables, units, &AllocationRequest { available, must_include: must, size }, policy)
+}
+
+fn compare(tables: &AllocationTables, shelves: &[Shelf], turn: usize, size: usize) {
+    let oracle = Oracle::new(tables.topology());
+    let (units, lists) = stock(tables, shelves, turn);
+    let flat = |backwards: bool| {
+        [0, 1].map(|list: usize| {
+            let mut ids: Vec<DeviceId> = lists[list].concat();
+            if backwards {
+                ids.reverse();
+            }
+            ids
+        })
+    };
+    for policy in POLICIES {
+        let question = format!("{policy:?} {size} of {shelves:?} turned {turn}");
+        let (answer, report) = ask(tables, &units, flat(false), size, policy);
+        let again = ask(tables, &units, flat(true), size, policy);
+        assert_eq!((&answer, &report), (&again.0, &again.1), "{question}");
+        let expected = match policy {
+            AllocationPolicy::Packed => packed(&oracle, shelves, size),
+            AllocationPolicy::Distributed => distributed(&oracle, shelves, size, true),
+            AllocationPolicy::BestEffort => distributed(&oracle, shelves, size, false),
+        };
+        let most: usize = shelves.iter().map(|shelf| shelf.must + shelf.free).sum();
+        let Some(counts) = expected.filter(|_| size > 0 && size <= most) else {
+            assert_eq!(report.fallback, Some(FallbackReason::Size), "{question}");
+            continue;
+        };
+        // Of each GPU what is demanded and then the lowest numbers; the lists are in that order.
+        let mut chosen: BTreeSet<DeviceId> = lists[1].concat().into_iter().collect();
+        for (place, count) in counts.iter().enumerate() {
+            chosen.extend(lists[0][place].iter().take(count - shelves[place].must).cloned());
+        }
+        assert_eq!(answer.devices.len(), size, "{question}");
+        assert_eq!(answer.devices.iter().cloned().collect::<BTreeSet<_>>(), chosen, "{question}: {counts:?}");
+        let behind = gpus_with(&counts, 1);
+        let told = report.devices.iter().map(|gpu| tables.topology().position(&gpu.uuid).unwrap());
+        assert_eq!(told.fold(0, |set: Set, gpu| set | 1 << gpu), behind, "{question}");
+        assert!(report.exact && report.fallback.is_none() && report.policy == policy, "{question}");
+        let values = oracle.values(0, behind);
+        let ours = report.values.unwrap();
+        let of_set =
+            |values: linkwise::allocation::Values| (values.collective, values.pairs, values.closeness, values.nics);
+        assert_eq!(of_set(ours), of_set(values), "{question}");
+    }
+}
+
+fn shelf() -> impl Strategy<Value = Shelf> {
+    (
+        0..3_usize,
+        prop_oneof![4 => Just(0_usize), 1 => 1..3_usize],
+        0..4_usize,
+        prop_oneof![3 => Just(0), 1 => 0..3_usize],
+    )
+        .prop_map(|(busy, must, free, others)| Shelf { busy, must, free, others })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_units_on_any_machine_are_spread_as_the_definition_says(
+        observed in random_node::node(6),
+        shelves in vec(shelf(), 6),
+        turn in 0..7_usize,
+        sizes in vec(0..14_usize, 1..6),
+    ) {
+        let tables = tables(&observed);
+        let shelves = &shelves[..tables.topology().gpus().len().min(6)];
+        for size in sizes {
+            compare(&tables, shelves, turn, size);
+        }
+    }
+
+    /// Machines on which nearly everything ties: what decides is the choice of whole GPUs.
+    #[test]
+    fn equally_used_gpus_are_chosen_as_whole_ones(
+        observed in random_node::node(6),
+        free in 1..4_usize,
+        busy in 0..3_usize,
+        sizes in vec(1..10_usize, 1..4),
+    ) {
+        let tables = tables(&observed);
+        let shelves = vec![Shelf { busy, must: 0, free, others: 0 }; tables.topology().gpus().len()];
+        for size in sizes {
+            compare(&tables, &shelves, 0, size);
+        }
+    }
+
+    /// One slot on each GPU: the same as whole GPUs, whatever the policy.
+    #[test]
+    fn one_slot_each_is_whole_gpus(
+        observed in random_node::node(8),
+        available in vec(any::<bool>(), 8),
+        must in vec(0..12_usize, 0..3),
+        size in 1..9_usize,
+    ) {
+        let tables = tables(&observed);
+        let gpus = tables.topology().gpus();
+        let available: Vec<_> = gpus.iter().zip(available).filter(|(_, free)| *free).map(|(gpu, _)| gpu).collect();
+        let must: Vec<_> = must.iter().filter_map(|place| gpus.get(*place)).collect();
+        let whole = |list: &[&linkwise::topology::Gpu]| list.iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect();
+        let slots = |list: &[&linkwise::topology::Gpu]| list.iter().map(|gpu| Units::slot(&gpu.uuid, 0)).collect();
+        let request = AllocationRequest { available: whole(&available), must_include: whole(&must), size };
+        let (expected, why) = preferred_allocation(&tables, &request, AllocationPolicy::BestEffort);
+        let units = Units::slots(tables.topology(), 1);
+        for policy in POLICIES {
+            let (answer, report) = ask(&tables, &units, [slots(&available), slots(&must)], size, policy);
+            let bare: Vec<DeviceId> =
+                answer.devices.iter().map(|id| id.as_str().trim_end_matches("::0").to_owned().into()).collect();
+            prop_assert_eq!(&bare, &expected.devices, "{:?}", policy);
+            prop_assert_eq!(report.fallback, why.fallback);
+            prop_assert_eq!(report.values.map(|v| v.collective), why.values.map(|v| v.collective));
+        }
+    }
+}
+
+/// GPU places of the answer with the slot numbers, on a machine whose GPUs all have `replicas` slots.
+fn slots_of(
+    tables: &AllocationTables,
+    replicas: usize,
+    held: &[(usize, usize)],
+    must: &[(usize, usize)],
+    size: usize,
+    policy: AllocationPolicy,
+) -> Vec<(usize, usize)> {
+    let gpus = tables.topology().gpus();
+    let units = Units::slots(tables.topology(), replicas);
+    let id = |(gpu, slot): (usize, usize)| Units::slot(&gpus[gpu].uuid, slot);
+    let all = (0..gpus.len()).flat_map(|gpu| (0..replicas).map(move |slot| (gpu, slot)));
+    let names: BTreeMap<DeviceId, (usize, usize)> = all.map(|slot| (id(slot), slot)).collect();
+    let available = names.iter().filter(|(_, slot)| !held.contains(slot)).map(|(id, _)| id.clone()).collect();
+    let must = must.iter().map(|slot| id(*slot)).collect();
+    let (answer, _) = ask(tables, &units, [available, must], size, policy);
+    answer.devices.iter().map(|id| names[id]).collect()
+}
+
+#[test]
+fn the_named_cases_are_chosen() {
+    use AllocationPolicy::{BestEffort, Distributed, Packed};
+    let v100 = built_in("dgx1-v100");
+    let case = |held: &[_], must: &[_], size, policy| slots_of(&v100, 4, held, must, size, policy);
+    // What best-effort takes of eight idle GPUs: the best-joined pair that spares the others most.
+    let best: Vec<usize> = case(&[], &[], 2, Distributed).iter().map(|slot| slot.0).collect();
+    let whole = ids_of_best(&v100, 2);
+    assert_eq!(best, whole);
+    // GPUs 1, 2, 3, 5, 6, 7 have a slot in use each: the unused ones are 0 and 4, joined by two NVLinks.
+    let held = [(1, 0), (2, 0), (3, 1), (5, 0), (6, 3), (7, 0)];
+    assert_eq!(case(&held, &[], 2, Distributed), [(0, 0), (4, 0)]);
+    // However used they are, the best pair stays the best; the lowest free slots of it.
+    assert_eq!(case(&held, &[], 2, BestEffort).iter().map(|slot| slot.0).collect::<Vec<_>>(), whole);
+    // More slots than GPUs: one of each, then a second of two.
+    let ten = case(&[], &[], 10, Distributed);
+    let firsts: Vec<usize> = ten.iter().filter(|slot| slot.1 == 0).map(|slot| slot.0).collect();
+    let seconds: Vec<usize> = ten.iter().filter(|slot| slot.1 == 1).map(|slot| slot.0).collect();
+    assert_eq!((firsts, seconds), ((0..8).collect(), whole));
+    // Slots of one GPU that must be in: the others come from other GPUs; packed, from this one.
+    let must = [(5, 1), (5, 2)];
+    let spread = case(&[], &must, 3, Distributed);
+    assert_eq!(spread.iter().filter(|slot| slot.0 == 5).count(), 2, "{spread:?}");
+    assert_eq!(case(&[], &must, 3, Packed), [(5, 0), (5, 1), (5, 2)]);
+    // Packed: the GPU with a slot in use first, its lowest free ones, then its best neighbour.
+    let packed = case(&[(0, 0)], &[], 4, Packed);
+    assert_eq!(packed[..3], [(0, 1), (0, 2), (0, 3)]);
+    assert!(v100.topology().symbol(0, packed[3].0).starts_with("NV2"), "{packed:?}");
+    // Slot 2 comes before slot 10.
+    assert_eq!(slots_of(&v100, 12, &[(3, 0)], &[], 4, Packed), [(3, 1), (3, 2), (3, 3), (3, 4)]);
+}
+
+fn ids_of_best(tables: &AllocationTables, size: usize) -> Vec<usize> {
+    let available = tables.topology().gpus().iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect();
+    let request = AllocationRequest { available, must_include: Vec::new(), size };
+    let report = preferred_allocation(tables, &request, AllocationPolicy::BestEffort).1;
+    report.devices.iter().map(|gpu| tables.topology().position(&gpu.uuid).unwrap()).collect()
+}
+
+#[test]
+fn mig_devices_count_the_other_profiles_on_their_parent() {
+    let tables = built_in("dgx-h100");
+    let id = |name: &str| DeviceId::from(name.to_owned());
+    let parents = [("MIG-a", 0), ("MIG-b", 1), ("MIG-c", 2)];
+    let units = Units::new(parents.map(|(name, gpu)| (id(name), gpu)), BTreeMap::from([(0, 2), (1, 1), (2, 1)]));
+    let lists = || [parents.map(|(name, _)| id(name)).to_vec(), Vec::new()];
+    let one = |policy| ask(&tables, &units, lists(), 1, policy).0.devices;
+    assert_eq!(one(AllocationPolicy::Distributed), [id("MIG-b")]);
+    assert_eq!(one(AllocationPolicy::Packed), [id("MIG-a")]);
+}
+
+#[test]
+fn what_cannot_be_met_is_answered_in_sorted_order() {
+    let tables = built_in("dgx1-v100");
+    let units = Units::slots(tables.topology(), 2);
+    let id = |name: &str| DeviceId::from(name.to_owned());
+    let known: Vec<DeviceId> = units.ids().take(3).cloned().collect();
+    for policy in POLICIES {
+        let lists = [[vec![id("x::9")], known.clone()].concat(), vec![id("nobody")]];
+        let (answer, report) = ask(&tables, &units, lists, 2, policy);
+        assert_eq!(answer.devices, [id("nobody"), known[0].clone()]);
+        assert_eq!((report.fallback, report.exact), (Some(FallbackReason::UnknownDevice), false));
+        for size in [0, 4, usize::MAX] {
+            let (answer, report) = ask(&tables, &units, [known.clone(), Vec::new()], size, policy);
+            assert_eq!((answer.devices.len(), report.fallback), (size.min(3), Some(FallbackReason::Size)));
+        }
+        // A whole GPU is no unit here, and a unit of a GPU that is not there none either.
+        let bare = vec![DeviceId::from(&tables.topology().gpus()[0].uuid)];
+        assert!(ask(&tables, &units, [bare, Vec::new()], 1, policy).1.fallback.is_some());
+        let odd = Units::new([(id("a"), 99), (id("a"), 0), (id("b"), 0)], BTreeMap::from([(0, usize::MAX), (70, 1)]));
+        assert!(ask(&tables, &odd, [vec![id("a")], Vec::new()], 1, policy).1.fallback.is_some());
+        assert_eq!(ask(&tables, &odd, [vec![id("b")], Vec::new()], 1, policy).1.fallback, None);
+    }
+}
