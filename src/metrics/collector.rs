@@ -49,6 +49,9 @@ impl Collector for State {
         let devices = || inventory.resources().values().flat_map(BTreeMap::values);
         let gpu = |device: &Device| ("uuid", device.gpu.uuid.to_string());
 
+        let count = i64::try_from(devices().count()).unwrap_or(i64::MAX);
+        gauge(&mut encoder, "gpus", "GPUs of the node, healthy or not; 0 on a node without", [(Vec::new(), count)])?;
+
         let info = devices().map(|device| {
             let or_empty = |text: Option<String>| text.unwrap_or_default();
             let labels = vec![
