@@ -339,6 +339,19 @@ fn by_hand(control: &Control) -> (UnixStream, Child) {
 }
 
 #[tokio::test]
+async fn a_child_that_hangs_before_its_first_words_is_given_up() {
+    let machine = machine();
+    machine.tell("hang nvmlInit_v2");
+    let mut agent = machine.agent();
+    let process = agent.id().unwrap();
+    let ended = timeout(LIMIT, agent.next_within(Duration::from_millis(50))).await.unwrap().unwrap_err();
+    assert!(matches!(ended, AgentEnded::Late(_)), "{ended}");
+    assert_eq!(ended.to_string(), "the NVML agent said nothing within 50ms and was killed");
+    let after = timeout(LIMIT, agent.next()).await.unwrap().unwrap_err();
+    assert!(after.to_string().contains("SIGKILL"), "{after}: {process} goes on");
+}
+
+#[tokio::test]
 async fn a_child_whose_parent_is_gone_ends_even_while_nvml_hangs_at_init() {
     let machine = machine();
     machine.tell("hang nvmlInit_v2");

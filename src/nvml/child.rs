@@ -70,6 +70,9 @@ pub enum AgentEnded {
     /// It closed its socket but went on, and was killed.
     #[error("the NVML agent stopped talking and was killed")]
     Silent,
+    /// It said nothing in time, and was killed.
+    #[error("the NVML agent said nothing within {0:?} and was killed")]
+    Late(Duration),
     /// It said what is no message, and was killed.
     #[error("the NVML agent said what is no message")]
     Protocol(#[source] ProtocolError),
@@ -146,10 +149,21 @@ impl Agent {
         match timeout(LAST_MOMENTS, self.process.wait()).await {
             Ok(Ok(status)) => Err(AgentEnded::Exited(status)),
             Ok(Err(error)) => Err(AgentEnded::Io(error)),
-            Err(_) => {
-                self.process.kill().await.map_err(AgentEnded::Io)?;
-                Err(AgentEnded::Silent)
-            }
+            // Not waited for: a child that is stuck in the kernel does not even die.
+            Err(_) => Err(self.give_up(AgentEnded::Silent)),
+        }
+    }
+
+    /// [`Self::next`], but a child that says nothing for so long is killed. For its first words: later it may have
+    /// nothing to say for days.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::next`], and [`AgentEnded::Late`].
+    pub async fn next_within(&mut self, limit: Duration) -> Result<FromAgent, AgentEnded> {
+        match timeout(limit, self.next()).await {
+            Ok(said) => said,
+            Err(_) => Err(self.give_up(AgentEnded::Late(limit))),
         }
     }
 

@@ -19,6 +19,10 @@ use crate::topology::{GpuObservation, NodeObservation, ProbeFailure};
 /// Pauses before the child is started again: doubling from the first to the second.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 
+/// How long a child may take to initialise NVML and see all GPUs. Without persistence mode the driver starts each GPU for
+/// it, which takes seconds; a call that hangs takes for ever.
+const FIRST_LOOK: Duration = Duration::from_secs(120);
+
 /// The driver's side of the node.
 pub(super) struct Driver {
     pub command: AgentCommand,
@@ -71,7 +75,8 @@ impl Driver {
         let mut ready = false;
         let mut failed = None;
         loop {
-            let message = match agent.next().await {
+            let said = if ready { agent.next().await } else { agent.next_within(FIRST_LOOK).await };
+            let message = match said {
                 Ok(message) => message,
                 // What the child said before it ended explains more than its exit code.
                 Err(ended) => {
@@ -162,7 +167,7 @@ pub async fn look(command: &AgentCommand) -> Result<(Vec<GpuObservation>, Vec<Pr
     let mut agent = Agent::spawn(command)?;
     let mut failed = None;
     loop {
-        match agent.next().await {
+        match agent.next_within(FIRST_LOOK).await {
             Ok(FromAgent::Ready { gpus, failures, .. }) => {
                 agent.end().await.context("cannot end the NVML agent")?;
                 return Ok((gpus, failures));
