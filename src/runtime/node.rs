@@ -94,7 +94,10 @@ impl Node {
             shutdown: CancellationToken::new(),
         };
         let (answers, shutdown) = (node.answers(), node.shutdown());
-        node.spawn("metrics and probes", async move { Ok(admin.serve(answers, shutdown).await?) });
+        node.spawn("metrics and probes", async move {
+            admin.serve(answers, shutdown).await;
+            Ok(())
+        });
         Ok(node)
     }
 
