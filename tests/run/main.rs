@@ -10,12 +10,18 @@
     reason = "what a helper cannot do fails the test"
 )]
 
+mod callers;
+mod cut;
 mod devices;
 mod driver;
 mod endpoints;
+mod endurance;
 mod kubelet;
 mod node;
 mod oddities;
+mod pod_resources;
 mod refusals;
 mod rpc;
 mod shutdown;
+mod sockets;
+mod stops;
