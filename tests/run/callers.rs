@@ -21,7 +21,7 @@ use wire::device_plugin_client::DevicePluginClient;
 use crate::kubelet::sources;
 use crate::node::{GPU, LIMIT, Setup, registered};
 
-async fn client(path: PathBuf) -> Result<DevicePluginClient<Channel>, tonic::transport::Error> {
+pub async fn client(path: PathBuf) -> Result<DevicePluginClient<Channel>, tonic::transport::Error> {
     let connector = tower::service_fn(move |_| {
         let path = path.clone();
         async move { std::io::Result::Ok(TokioIo::new(UnixStream::connect(path).await?)) }
