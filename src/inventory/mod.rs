@@ -7,6 +7,7 @@
 mod device;
 mod event;
 mod numa_hints;
+mod poll;
 mod xid;
 
 use std::collections::BTreeMap;
@@ -16,8 +17,9 @@ use crate::allocation::{AllocationTables, DeviceId};
 use crate::topology::{GpuUuid, NodeObservation, NodeTopology, TopologyWarning};
 
 pub use device::{Device, Health, ResourceName, ResourceNameError, Timestamp, UnhealthyReason};
-pub use event::{Effect, Event};
+pub use event::{Effect, Event, MigInstance};
 pub use numa_hints::NumaHints;
+pub use poll::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
 pub use xid::XidClass;
 
 /// One whole state of the node. Cheap to share, never changed in place.
@@ -131,12 +133,20 @@ impl Inventory {
     pub fn apply(mut self, event: Event, now: Timestamp) -> (Self, Vec<Effect>) {
         let effects = match event {
             Event::Observed(observed) => self.observed(&observed, now),
-            Event::Xid { gpu, code } => match XidClass::of(code) {
+            Event::Xid { gpu, code, .. } => match XidClass::of(code) {
                 XidClass::Application => vec![Effect::XidIgnored { gpu, code }],
                 XidClass::Gpu => self.fail(&gpu, &UnhealthyReason::Xid { code }, now),
             },
             Event::DoubleBitEcc { gpu } => self.fail(&gpu, &UnhealthyReason::DoubleBitEcc, now),
             Event::GpuLost { gpu, call } => self.fail(&gpu, &UnhealthyReason::Lost { call }, now),
+            Event::Polled(_)
+            | Event::LeftOut { .. }
+            | Event::TakenBackIn { .. }
+            | Event::DriverAway { .. }
+            | Event::DriverBack
+            | Event::Cleared { .. }
+            | Event::Holders(_)
+            | Event::Tick => Vec::new(),
         };
         (self, effects)
     }
