@@ -68,6 +68,12 @@ struct PerXid {
     xid: u64,
 }
 
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PerFailure {
+    uuid: String,
+    reason: &'static str,
+}
+
 /// All metrics of the process.
 pub struct Metrics {
     registry: Registry,
@@ -81,6 +87,7 @@ pub struct Metrics {
     registrations: Family<PerOutcome, Counter>,
     connected: Family<PerResource, Gauge>,
     xids: Family<PerXid, Counter>,
+    failures: Family<PerFailure, Counter>,
     agent_up: Gauge,
     agent_starts: Counter,
 }
@@ -106,6 +113,7 @@ impl Metrics {
             registrations: Family::default(),
             connected: Family::default(),
             xids: Family::default(),
+            failures: Family::default(),
             agent_up: Gauge::default(),
             agent_starts: Counter::default(),
             registry: Registry::default(),
@@ -151,6 +159,11 @@ impl Metrics {
             metrics.connected.clone(),
         );
         registry.register("xid_errors", "XIDs the driver reported, of any class", metrics.xids.clone());
+        registry.register(
+            "gpu_failures",
+            "Times the GPU became unhealthy, or its first reason another",
+            metrics.failures.clone(),
+        );
         registry.register("nvml_agent_up", "1 while the process that speaks to NVML answers", metrics.agent_up.clone());
         registry.register(
             "nvml_agent_starts",
@@ -236,6 +249,11 @@ impl Metrics {
     /// The driver reported an XID.
     pub fn xid(&self, gpu: &GpuUuid, xid: u64) {
         self.xids.get_or_create(&PerXid { uuid: gpu.to_string(), xid }).inc();
+    }
+
+    /// A GPU became unhealthy.
+    pub fn gpu_failed(&self, gpu: &GpuUuid, reason: &'static str) {
+        self.failures.get_or_create(&PerFailure { uuid: gpu.to_string(), reason }).inc();
     }
 
     /// The process that speaks to NVML was started.
