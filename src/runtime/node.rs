@@ -189,6 +189,7 @@ impl Node {
     /// Lives until the shutdown, or until something ends that should not.
     pub async fn serve(mut self) -> Result<()> {
         let mut told = observe::Told::default();
+        let mut holders = self.holders.subscribe();
         let ended = loop {
             let deadline = self.state.next_deadline().map(|moment| self.clock.instant(moment));
             let tick = async {
@@ -201,6 +202,10 @@ impl Node {
                 () = self.shutdown.cancelled() => break Ok(()),
                 Some(event) = self.events.1.recv() => self.take(event),
                 () = tick => self.apply(Event::Tick),
+                Ok(()) = holders.changed() => {
+                    let now = holders.borrow_and_update().clone();
+                    self.apply(Event::Holders(now));
+                }
                 Some((resource, occurrence)) = self.occurrences.1.recv() => observe::log(&resource, &occurrence, &mut told),
                 Some(task) = self.tasks.join_next() => match task {
                     Ok((_, Ok(()))) if self.shutdown.is_cancelled() => break Ok(()),
@@ -382,6 +387,7 @@ mod tests {
             kubelet: kubelet::Settings::new(folder.path().join("kubelet.sock")),
             metrics_address: "127.0.0.1:0".parse().unwrap(),
             numa_hints: NumaHints::default(),
+            health: HealthSettings::default(),
         };
         let mut node = Node::start(settings).await.unwrap();
         let ready = node.answers().ready;
