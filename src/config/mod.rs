@@ -6,6 +6,7 @@
 mod list;
 mod simulate;
 mod topology_manager;
+mod xids;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -15,6 +16,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 pub use list::{GpuName, UnitName};
 pub use simulate::{SimulateArgs, SimulatePolicy};
 pub use topology_manager::{NumaHintsArg, ScopeArg, TopologyPolicyArg};
+pub use xids::XidArgs;
 
 /// A topology-aware Kubernetes device plugin for NVIDIA GPUs.
 ///
@@ -116,6 +118,12 @@ pub struct RunArgs {
     /// Which NUMA nodes devices claim, for a kubelet with a Topology Manager (see docs/topology-manager.md)
     #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node")]
     pub numa_hints: NumaHintsArg,
+    /// Where the GPUs' health is kept for the next start, as linkwise_health.json; without it, beside the kubelet's socket
+    #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
+    pub state_dir: Option<PathBuf>,
+    /// Which XIDs count.
+    #[command(flatten)]
+    pub xids: XidArgs,
     /// The driver and the host.
     #[command(flatten)]
     pub host: HostArgs,

@@ -101,7 +101,8 @@ pub async fn holders(socket: &Path) -> Result<BTreeSet<(ResourceName, DeviceId)>
     Ok(held.await?.into_iter().filter_map(named).collect())
 }
 
-/// Follows the holders until `shutdown`; a failure is "not known" until the next answer.
+/// Follows the holders until `shutdown`; a failure is "not known" until the next answer. Every answer is told, also one
+/// like the last: what is gone leaves the list by what is said after it went.
 pub async fn follow_holders(socket: &Path, holders_now: watch::Sender<Holders>, shutdown: CancellationToken) {
     let mut again = tokio::time::interval(ASK_BETWEEN);
     again.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -109,11 +110,7 @@ pub async fn follow_holders(socket: &Path, holders_now: watch::Sender<Holders>, 
         loop {
             again.tick().await;
             let known = holders(socket).await.ok();
-            holders_now.send_if_modified(|now| {
-                let changed = *now != known;
-                *now = known;
-                changed
-            });
+            holders_now.send_replace(known);
         }
     };
     shutdown.run_until_cancelled(follow).await;

@@ -68,6 +68,12 @@ struct PerXid {
     xid: u64,
 }
 
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PerFailure {
+    uuid: String,
+    reason: &'static str,
+}
+
 /// All metrics of the process.
 pub struct Metrics {
     registry: Registry,
@@ -82,6 +88,7 @@ pub struct Metrics {
     connected: Family<PerResource, Gauge>,
     refused: Family<PerResource, Counter>,
     xids: Family<PerXid, Counter>,
+    failures: Family<PerFailure, Counter>,
     agent_up: Gauge,
     agent_starts: Counter,
 }
@@ -108,6 +115,7 @@ impl Metrics {
             connected: Family::default(),
             refused: Family::default(),
             xids: Family::default(),
+            failures: Family::default(),
             agent_up: Gauge::default(),
             agent_starts: Counter::default(),
             registry: Registry::default(),
@@ -158,6 +166,11 @@ impl Metrics {
             metrics.refused.clone(),
         );
         registry.register("xid_errors", "XIDs the driver reported, of any class", metrics.xids.clone());
+        registry.register(
+            "gpu_failures",
+            "Times the GPU became unhealthy, or its first reason another",
+            metrics.failures.clone(),
+        );
         registry.register("nvml_agent_up", "1 while the process that speaks to NVML answers", metrics.agent_up.clone());
         registry.register(
             "nvml_agent_starts",
@@ -254,6 +267,11 @@ impl Metrics {
     /// The driver reported an XID.
     pub fn xid(&self, gpu: &GpuUuid, xid: u64) {
         self.xids.get_or_create(&PerXid { uuid: gpu.to_string(), xid }).inc();
+    }
+
+    /// A GPU became unhealthy.
+    pub fn gpu_failed(&self, gpu: &GpuUuid, reason: &'static str) {
+        self.failures.get_or_create(&PerFailure { uuid: gpu.to_string(), reason }).inc();
     }
 
     /// The process that speaks to NVML was started.
