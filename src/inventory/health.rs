@@ -56,7 +56,7 @@ enum Proof {
 #[derive(Clone, Debug, Default)]
 pub(super) struct GpuHealth {
     standing: Vec<Standing>,
-    /// Whether a look at the node has listed it.
+    /// Whether a look of this process ever listed it: before, nobody has seen its health.
     listed: bool,
     polled: Option<Timestamp>,
     /// Doublings of the hold; `None` before it first failed.
@@ -144,7 +144,6 @@ impl GpuHealth {
 
     /// A look at the node does not list it; `off_bus` where the PCI bus does not either.
     pub fn missed(&mut self, off_bus: bool) {
-        self.listed = false;
         self.seen.off_bus |= off_bus;
     }
 
