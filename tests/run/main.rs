@@ -13,6 +13,7 @@
 mod devices;
 mod driver;
 mod endpoints;
+mod health;
 mod kubelet;
 mod node;
 mod oddities;
