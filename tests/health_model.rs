@@ -51,7 +51,7 @@ enum Step {
     Away,
     DriverBack,
     Cleared(usize),
-    Poll([HealthPoll; 2]),
+    Poll(Box<[HealthPoll; 2]>),
     /// So many good polls, 10 s apart.
     Good(u8),
     /// Which of the two are there.
@@ -127,7 +127,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => Just(Step::Away),
         1 => Just(Step::DriverBack),
         1 => gpu().prop_map(Step::Cleared),
-        6 => [poll(), poll()].prop_map(Step::Poll),
+        6 => [poll(), poll()].prop_map(|polls| Step::Poll(Box::new(polls))),
         5 => (1_u8..40).prop_map(Step::Good),
         2 => any::<[bool; 2]>().prop_map(Step::Look),
         1 => (0_u8..2, 0_u8..2).prop_map(|(boot, driver)| Step::Identified(boot, driver)),
@@ -142,7 +142,10 @@ fn pace() -> impl Strategy<Value = (u64, i64)> {
     (0_u64..40, jump)
 }
 
-fn history() -> impl Strategy<Value = (Vec<(Step, (u64, i64))>, bool)> {
+/// What happens, seconds after what was before, with a jump of the clock; and whether the driver has a word for it.
+type History = (Vec<(Step, (u64, i64))>, bool);
+
+fn history() -> impl Strategy<Value = History> {
     (prop::collection::vec((step(), pace()), 1..40), any::<bool>())
 }
 
