@@ -53,6 +53,8 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
     let mut kubelet = kubelet::Settings::new(args.kubelet_socket.clone());
+    kubelet.pod_resources_socket = Some(args.pod_resources_socket.clone());
+    kubelet.callers = kubelet::Callers::and(args.allowed_uids.iter().copied());
     kubelet.device_nodes =
         args.pass_device_specs.then(|| CONTROL_NODES.iter().map(PathBuf::from).filter(|node| node.exists()).collect());
     let beside = || args.kubelet_socket.parent().map(PathBuf::from);
