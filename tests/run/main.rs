@@ -16,6 +16,7 @@ mod devices;
 mod driver;
 mod endpoints;
 mod endurance;
+mod health;
 mod kubelet;
 mod node;
 mod oddities;
