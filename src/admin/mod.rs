@@ -3,6 +3,8 @@
 //! Owns the listener and the routes; the runtime hands it functions to ask and owns its task. It
 //! changes nothing and never will: what changes something goes over a Unix socket.
 
+mod listen;
+
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -28,8 +30,8 @@ pub struct Answers {
     pub metrics: Arc<dyn Fn() -> Option<String> + Send + Sync>,
     /// The content type of that text.
     pub metrics_type: &'static str,
-    /// `Ok` while the node serves; else why it does not, a line each.
-    pub ready: Arc<dyn Fn() -> Result<(), Vec<String>> + Send + Sync>,
+    /// `Ok` with a word on it while the node serves, or has nothing to serve; else why it does not, a line each.
+    pub ready: Arc<dyn Fn() -> Result<String, Vec<String>> + Send + Sync>,
 }
 
 /// Why the endpoints cannot be served.
@@ -62,9 +64,9 @@ pub struct Admin {
 }
 
 impl Admin {
-    /// Binds the address; port 0 takes a free one.
+    /// Binds the address; port 0 takes a free one, `[::]` serves IPv4 too and is 0.0.0.0 where IPv6 is off.
     pub async fn bind(address: SocketAddr) -> Result<Self, AdminError> {
-        let bound = TcpListener::bind(address).await.and_then(|listener| Ok((listener.local_addr()?, listener)));
+        let bound = listen::listen(address).and_then(|listener| Ok((listener.local_addr()?, listener)));
         let (address, listener) = bound.map_err(|source| AdminError::Bind { address, source })?;
         Ok(Self { listener, address, head_timeout: HEAD_TIMEOUT })
     }
@@ -115,7 +117,7 @@ async fn metrics(State(answers): State<Answers>) -> Response {
 
 async fn ready(State(answers): State<Answers>) -> Response {
     match (answers.ready)() {
-        Ok(()) => "ready\n".into_response(),
+        Ok(word) => (word + "\n").into_response(),
         Err(reasons) => (StatusCode::SERVICE_UNAVAILABLE, reasons.join("\n") + "\n").into_response(),
     }
 }
@@ -139,7 +141,11 @@ mod tests {
         let mut admin = Admin::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
         admin.head_timeout = Duration::from_millis(50);
         let address = admin.address();
-        let answers = Answers { metrics: Arc::new(|| None), metrics_type: "text/plain", ready: Arc::new(|| Ok(())) };
+        let answers = Answers {
+            metrics: Arc::new(|| None),
+            metrics_type: "text/plain",
+            ready: Arc::new(|| Ok("ready".to_owned())),
+        };
         let shutdown = CancellationToken::new();
         let ask = async {
             let mut silent = Vec::new();

@@ -99,7 +99,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "BOOL", env = "FAIL_ON_INIT_ERROR", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = list::boolean)]
     pub fail_on_init_error: Option<bool>,
     /// Where /metrics, /livez and /readyz are served; port 0 takes a free one and the log names it
-    #[arg(long, value_name = "ADDRESS", env = "LINKWISE_METRICS_ADDRESS", default_value = "0.0.0.0:9400")]
+    #[arg(long, value_name = "ADDRESS", env = "LINKWISE_METRICS_ADDRESS", default_value = "[::]:9400")]
     pub metrics_address: SocketAddr,
     /// Which NUMA nodes devices claim, for a kubelet with a Topology Manager (see docs/topology-manager.md)
     #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node")]

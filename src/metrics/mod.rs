@@ -81,6 +81,7 @@ pub struct Metrics {
     registrations: Family<PerOutcome, Counter>,
     connected: Family<PerResource, Gauge>,
     xids: Family<PerXid, Counter>,
+    idle: Gauge,
     agent_up: Gauge,
     agent_starts: Counter,
 }
@@ -106,6 +107,7 @@ impl Metrics {
             registrations: Family::default(),
             connected: Family::default(),
             xids: Family::default(),
+            idle: Gauge::default(),
             agent_up: Gauge::default(),
             agent_starts: Counter::default(),
             registry: Registry::default(),
@@ -151,6 +153,11 @@ impl Metrics {
             metrics.connected.clone(),
         );
         registry.register("xid_errors", "XIDs the driver reported, of any class", metrics.xids.clone());
+        registry.register(
+            "idle",
+            "1 while this host has no NVIDIA GPU and linkwise waits for one",
+            metrics.idle.clone(),
+        );
         registry.register("nvml_agent_up", "1 while the process that speaks to NVML answers", metrics.agent_up.clone());
         registry.register(
             "nvml_agent_starts",
@@ -236,6 +243,11 @@ impl Metrics {
     /// The driver reported an XID.
     pub fn xid(&self, gpu: &GpuUuid, xid: u64) {
         self.xids.get_or_create(&PerXid { uuid: gpu.to_string(), xid }).inc();
+    }
+
+    /// This host has no NVIDIA GPU, or has one now.
+    pub fn idle(&self, idle: bool) {
+        self.idle.set(i64::from(idle));
     }
 
     /// The process that speaks to NVML was started.

@@ -58,6 +58,7 @@ fn everything() -> String {
     metrics.chosen(&resource, &report, Duration::from_micros(3), true);
     metrics.xid(&"GPU-b".parse().unwrap(), 79);
     metrics.agent_started();
+    metrics.idle(true);
     metrics.agent_up(true);
     sorted(&metrics.encode().unwrap())
 }

@@ -5,6 +5,7 @@
 //! its cause.
 
 mod driver;
+mod idle;
 mod log;
 mod node;
 mod observe;

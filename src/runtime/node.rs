@@ -13,6 +13,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
+use super::idle::Idle;
 use super::observe;
 use crate::admin::{Admin, Answers};
 use crate::allocation::AllocationReport;
@@ -56,7 +57,7 @@ pub struct Node {
     occurrences: Queue<(ResourceName, Occurrence)>,
     phases: Phases,
     troubles: Troubles,
-    idle: watch::Sender<String>,
+    idle: watch::Sender<Idle>,
     last_report: watch::Sender<Option<Arc<AllocationReport>>>,
     metrics: Arc<Metrics>,
     metrics_address: SocketAddr,
@@ -77,7 +78,7 @@ impl Node {
         let admin = Admin::bind(settings.metrics_address).await?;
         let metrics_address = admin.address();
         let phases = Phases::default();
-        let idle = watch::Sender::new("the GPUs have not been looked at yet".to_owned());
+        let idle = watch::Sender::new(Idle::Waiting("the GPUs have not been looked at yet".to_owned()));
         let mut node = Self {
             kubelet: Arc::new(settings.kubelet),
             state: Inventory::new(settings.numa_hints),
@@ -132,7 +133,7 @@ impl Node {
     }
 
     /// Why there is nothing to offer, where there is not: for /readyz.
-    pub(super) fn idle_reason(&self) -> watch::Sender<String> {
+    pub(super) fn idle_reason(&self) -> watch::Sender<Idle> {
         self.idle.clone()
     }
 
@@ -233,7 +234,10 @@ impl Node {
         let ready = move || {
             let (phases, troubles) = (lock(&phases), lock(&troubles));
             if phases.is_empty() {
-                return Err(vec![idle.borrow().clone()]);
+                return match &*idle.borrow() {
+                    Idle::NoGpu(reason) => Ok(reason.clone()),
+                    Idle::Waiting(reason) => Err(vec![reason.clone()]),
+                };
             }
             let waiting: Vec<String> = phases
                 .iter()
@@ -244,7 +248,7 @@ impl Node {
                     None => format!("{resource}: {}", phase.words()),
                 })
                 .collect();
-            if waiting.is_empty() { Ok(()) } else { Err(waiting) }
+            if waiting.is_empty() { Ok("ready".to_owned()) } else { Err(waiting) }
         };
         Answers {
             metrics: Arc::new(move || metrics.encode().ok()),

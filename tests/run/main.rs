@@ -13,6 +13,7 @@
 mod devices;
 mod driver;
 mod endpoints;
+mod idle;
 mod kubelet;
 mod node;
 mod oddities;
