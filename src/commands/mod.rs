@@ -1,8 +1,9 @@
-//! The commands that look and answer: `topology`, `allocate`, `simulate`, `snapshot`.
+//! The commands that look and answer: `topology`, `allocate`, `simulate`, `snapshot`, `doctor`, `admin`.
 //!
 //! A composition root: it reads a machine (a file, or this one), asks the core and prints. Called by `main`.
 //! What it prints for scripts is an interface; what it prints for people is held by golden tests.
 
+mod admin;
 mod allocate;
 mod machine;
 mod matrix;
@@ -18,6 +19,7 @@ use crate::config::GpuName;
 use crate::machines::Machine;
 use crate::topology::{Gpu, NodeTopology};
 
+pub use admin::admin;
 pub use allocate::allocate;
 pub use machine::load;
 pub use output::print;

@@ -3,6 +3,7 @@
 //! Owns the options, their names, defaults and help texts. Called by `main`; what it makes is plain data
 //! from which the composition roots build live objects. Files of configuration will be read here too.
 
+mod admin;
 mod list;
 mod simulate;
 mod topology_manager;
@@ -12,6 +13,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+pub use admin::{AdminArgs, AdminOrder};
 pub use list::{GpuName, UnitName};
 pub use simulate::{SimulateArgs, SimulatePolicy};
 pub use topology_manager::{NumaHintsArg, ScopeArg, TopologyPolicyArg};
@@ -43,6 +45,8 @@ pub enum Command {
     Simulate(SimulateArgs),
     /// Write this machine, as NVML and hwloc see it, as a node file that every --node takes
     Snapshot(SnapshotArgs),
+    /// Ask the linkwise that runs on this host, or order: its state, the driver, a GPU's health
+    Admin(AdminArgs),
     /// The process that speaks to NVML, started by the others
     #[command(hide = true)]
     NvmlAgent(AgentArgs),
@@ -101,6 +105,9 @@ pub struct RunArgs {
     /// Where /metrics, /livez and /readyz are served; port 0 takes a free one and the log names it
     #[arg(long, value_name = "ADDRESS", env = "LINKWISE_METRICS_ADDRESS", default_value = "[::]:9400")]
     pub metrics_address: SocketAddr,
+    /// Serve `linkwise admin` on this Unix socket, for root and our own user; without it nowhere
+    #[arg(long, value_name = "PATH", env = "LINKWISE_ADMIN_SOCKET")]
+    pub admin_socket: Option<PathBuf>,
     /// Which NUMA nodes devices claim, for a kubelet with a Topology Manager (see docs/topology-manager.md)
     #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node")]
     pub numa_hints: NumaHintsArg,

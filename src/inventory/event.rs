@@ -28,6 +28,11 @@ pub enum Event {
         /// The NVML call.
         call: String,
     },
+    /// An operator says that a GPU is well again, whatever was held against it.
+    Cleared {
+        /// The GPU.
+        gpu: GpuUuid,
+    },
 }
 
 /// Something to do, by the runtime: the inventory itself touches nothing.

@@ -137,6 +137,7 @@ impl Inventory {
             },
             Event::DoubleBitEcc { gpu } => self.fail(&gpu, &UnhealthyReason::DoubleBitEcc, now),
             Event::GpuLost { gpu, call } => self.fail(&gpu, &UnhealthyReason::Lost { call }, now),
+            Event::Cleared { gpu } => self.clear(&gpu),
         };
         (self, effects)
     }
@@ -191,6 +192,23 @@ impl Inventory {
                 let health = Health::Unhealthy { reason: reason.clone(), since: now };
                 device.health = health.clone();
                 effects.push(Effect::HealthChanged { gpu: gpu.clone(), health });
+                effects.push(Effect::Publish);
+            }
+        }
+        effects
+    }
+
+    /// Somebody vouches for a GPU: what was held against it ends. A GPU that is not there is not made to be there.
+    fn clear(&mut self, gpu: &GpuUuid) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        for device in self.resources.values_mut().flat_map(BTreeMap::values_mut) {
+            let standing = match &device.health {
+                Health::Healthy => false,
+                Health::Unhealthy { reason, .. } => *reason != UnhealthyReason::Gone,
+            };
+            if device.gpu.uuid == *gpu && standing {
+                device.health = Health::Healthy;
+                effects.push(Effect::HealthChanged { gpu: gpu.clone(), health: Health::Healthy });
                 effects.push(Effect::Publish);
             }
         }

@@ -149,3 +149,18 @@ fn resource_names_follow_kubernetes() {
         assert!(name.parse::<ResourceName>().is_err(), "{name}");
     }
 }
+
+#[test]
+fn an_operators_word_ends_what_was_held_against_a_gpu_that_is_there() {
+    let failed = [node(&[0, 1, 2]), Event::Xid { gpu: uuid(0), code: 79 }, Event::DoubleBitEcc { gpu: uuid(1) }];
+    let (state, _) = after(failed);
+    let (state, effects) = state.apply(Event::Cleared { gpu: uuid(0) }, NOON);
+    assert_eq!(healthy(&state), ["GPU-0", "GPU-2"]);
+    assert_eq!(effects, [Effect::HealthChanged { gpu: uuid(0), health: Health::Healthy }, Effect::Publish]);
+    let (state, effects) = state.apply(Event::Cleared { gpu: uuid(0) }, NOON);
+    assert_eq!(effects, [], "nothing is held against it");
+    // No word makes a GPU be there.
+    let (state, _) = state.apply(node(&[0, 1]), NOON);
+    let (state, effects) = state.apply(Event::Cleared { gpu: uuid(2) }, NOON);
+    assert_eq!((healthy(&state), effects), (vec!["GPU-0"], vec![]));
+}

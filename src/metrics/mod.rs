@@ -82,6 +82,7 @@ pub struct Metrics {
     connected: Family<PerResource, Gauge>,
     xids: Family<PerXid, Counter>,
     idle: Gauge,
+    released: Gauge,
     agent_up: Gauge,
     agent_starts: Counter,
 }
@@ -108,6 +109,7 @@ impl Metrics {
             connected: Family::default(),
             xids: Family::default(),
             idle: Gauge::default(),
+            released: Gauge::default(),
             agent_up: Gauge::default(),
             agent_starts: Counter::default(),
             registry: Registry::default(),
@@ -157,6 +159,11 @@ impl Metrics {
             "idle",
             "1 while this host has no NVIDIA GPU and linkwise waits for one",
             metrics.idle.clone(),
+        );
+        registry.register(
+            "driver_released",
+            "1 while linkwise lets go of the driver because an operator asked it to",
+            metrics.released.clone(),
         );
         registry.register("nvml_agent_up", "1 while the process that speaks to NVML answers", metrics.agent_up.clone());
         registry.register(
@@ -248,6 +255,11 @@ impl Metrics {
     /// This host has no NVIDIA GPU, or has one now.
     pub fn idle(&self, idle: bool) {
         self.idle.set(i64::from(idle));
+    }
+
+    /// The driver is let go of at an operator's word, or taken up again.
+    pub fn driver_released(&self, released: bool) {
+        self.released.set(i64::from(released));
     }
 
     /// The process that speaks to NVML was started.

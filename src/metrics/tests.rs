@@ -59,6 +59,7 @@ fn everything() -> String {
     metrics.xid(&"GPU-b".parse().unwrap(), 79);
     metrics.agent_started();
     metrics.idle(true);
+    metrics.driver_released(true);
     metrics.agent_up(true);
     sorted(&metrics.encode().unwrap())
 }

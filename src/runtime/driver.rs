@@ -10,6 +10,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::idle::{self, Idle};
+use super::operator::Release;
 use crate::hwloc;
 use crate::inventory::Event;
 use crate::metrics::Metrics;
@@ -34,6 +35,8 @@ pub(super) struct Driver {
     pub fail_on_init_error: Option<bool>,
     pub events: mpsc::Sender<Event>,
     pub metrics: Arc<Metrics>,
+    /// Whether an operator wants the driver for something else.
+    pub release: Release,
     /// Why there is nothing to offer, for /readyz.
     pub idle: watch::Sender<Idle>,
 }
@@ -49,9 +52,16 @@ impl Driver {
         let mut seen = false;
         let mut told = None;
         loop {
+            self.release.over().await;
             let began = Instant::now();
+            let holding = self.release.holding();
             let (ready, why) = self.one_child().await?;
+            drop(holding);
             self.metrics.agent_up(false);
+            if self.release.is_wished() {
+                pause = Duration::ZERO;
+                continue;
+            }
             pause = next_pause(pause, began.elapsed());
             seen |= ready;
             if !seen && self.live_without(&why).await? {
@@ -66,7 +76,10 @@ impl Driver {
                 tracing::debug!(cause = why, again_in = ?pause, "NVML is not to be had, as before");
             }
             told = Some(why);
-            tokio::time::sleep(pause).await;
+            tokio::select! {
+                () = tokio::time::sleep(pause) => {}
+                () = self.release.wished() => {}
+            }
         }
     }
 
@@ -81,7 +94,14 @@ impl Driver {
         let mut ready = false;
         let mut failed = None;
         loop {
-            let said = if ready { agent.next().await } else { agent.next_within(FIRST_LOOK).await };
+            let said = async { if ready { agent.next().await } else { agent.next_within(FIRST_LOOK).await } };
+            let said = tokio::select! {
+                said = said => said,
+                () = self.release.wished() => {
+                    agent.end().await.context("cannot end the NVML agent")?;
+                    return Ok((ready, "an operator asked to let go of the driver".to_owned()));
+                }
+            };
             let message = match said {
                 Ok(message) => message,
                 // What the child said before it ended explains more than its exit code.

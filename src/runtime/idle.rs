@@ -22,6 +22,15 @@ pub(super) enum Idle {
     NoGpu(String),
 }
 
+impl Idle {
+    /// Why, for people.
+    pub fn reason(&self) -> &str {
+        match self {
+            Self::Waiting(reason) | Self::NoGpu(reason) => reason,
+        }
+    }
+}
+
 /// The NVIDIA GPUs on the PCI bus.
 pub(super) async fn on_bus(sysfs: &Path) -> Result<Vec<PciAddress>> {
     let sysfs = PathBuf::from(sysfs);

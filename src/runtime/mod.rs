@@ -9,6 +9,7 @@ mod idle;
 mod log;
 mod node;
 mod observe;
+mod operator;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,6 +17,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use tokio::signal::unix::{SignalKind, signal};
 
+use crate::admin::Local;
 use crate::config::{HostArgs, RunArgs};
 use crate::kubelet;
 use crate::nvml::child::AgentCommand;
@@ -50,13 +52,18 @@ async fn serve(args: &RunArgs) -> Result<()> {
     // First of all: a container's first process does not even die of a signal that it does not listen for.
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+    let mut let_go = signal(SignalKind::user_defined1()).context("cannot listen for SIGUSR1")?;
+    let mut take_up = signal(SignalKind::user_defined2()).context("cannot listen for SIGUSR2")?;
+    let admin = args.admin_socket.as_deref().map(Local::bind).transpose()?;
     let mut kubelet = kubelet::Settings::new(args.kubelet_socket.clone());
     kubelet.device_nodes =
         args.pass_device_specs.then(|| CONTROL_NODES.iter().map(PathBuf::from).filter(|node| node.exists()).collect());
     let settings = NodeSettings { kubelet, metrics_address: args.metrics_address, numa_hints: args.numa_hints.into() };
     let mut node = Node::start(settings).await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
+    let release = operator::Release::new(Arc::clone(node.metrics()));
     let driver = driver::Driver {
+        release: release.clone(),
         command: agent_command(&args.host),
         sysfs: args.host.sysfs.clone(),
         fail_on_init_error: args.fail_on_init_error,
@@ -66,11 +73,22 @@ async fn serve(args: &RunArgs) -> Result<()> {
     };
     let shutdown = node.shutdown();
     node.spawn("NVML driver", driver.run(shutdown.clone()));
+    if let Some(admin) = admin {
+        let (orders, shutdown) = (operator::orders(&node, &release), shutdown.clone());
+        node.spawn("admin socket", async move {
+            admin.serve(orders, shutdown).await;
+            Ok(())
+        });
+    }
     node.spawn("signals", async move {
-        let name = tokio::select! {
-            _ = terminate.recv() => "SIGTERM",
-            _ = interrupt.recv() => "SIGINT",
-            () = shutdown.cancelled() => return Ok(()),
+        let name = loop {
+            tokio::select! {
+                _ = terminate.recv() => break "SIGTERM",
+                _ = interrupt.recv() => break "SIGINT",
+                _ = let_go.recv() => release.wish(true),
+                _ = take_up.recv() => release.wish(false),
+                () = shutdown.cancelled() => return Ok(()),
+            }
         };
         tracing::info!(signal = name, "ending");
         shutdown.cancel();

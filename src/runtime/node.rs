@@ -228,22 +228,30 @@ impl Node {
         })
     }
 
-    fn answers(&self) -> Answers {
-        let (metrics, phases, idle) = (Arc::clone(&self.metrics), Arc::clone(&self.phases), self.idle.subscribe());
-        let troubles = Arc::clone(&self.troubles);
-        let ready = move || {
+    /// Where each plugin is, and what keeps it from serving.
+    pub(super) fn plugins(&self) -> impl Fn() -> Vec<(String, Phase, Option<String>)> + Send + Sync + use<> {
+        let (phases, troubles) = (Arc::clone(&self.phases), Arc::clone(&self.troubles));
+        move || {
             let (phases, troubles) = (lock(&phases), lock(&troubles));
-            if phases.is_empty() {
+            let plugins = phases.iter().map(|(resource, phase)| (resource, *phase.borrow()));
+            plugins.map(|(resource, phase)| (resource.to_string(), phase, troubles.get(resource).cloned())).collect()
+        }
+    }
+
+    fn answers(&self) -> Answers {
+        let (metrics, plugins, idle) = (Arc::clone(&self.metrics), self.plugins(), self.idle.subscribe());
+        let ready = move || {
+            let plugins = plugins();
+            if plugins.is_empty() {
                 return match &*idle.borrow() {
                     Idle::NoGpu(reason) => Ok(reason.clone()),
                     Idle::Waiting(reason) => Err(vec![reason.clone()]),
                 };
             }
-            let waiting: Vec<String> = phases
-                .iter()
-                .map(|(resource, phase)| (resource, *phase.borrow()))
-                .filter(|(_, phase)| *phase != Phase::Serving)
-                .map(|(resource, phase)| match troubles.get(resource) {
+            let waiting: Vec<String> = plugins
+                .into_iter()
+                .filter(|(_, phase, _)| *phase != Phase::Serving)
+                .map(|(resource, phase, trouble)| match trouble {
                     Some(why) => format!("{resource}: {}; {why}", phase.words()),
                     None => format!("{resource}: {}", phase.words()),
                 })

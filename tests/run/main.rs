@@ -17,6 +17,7 @@ mod idle;
 mod kubelet;
 mod node;
 mod oddities;
+mod operator;
 mod refusals;
 mod rpc;
 mod shutdown;

@@ -26,7 +26,8 @@ pub const LIMIT: Duration = Duration::from_secs(60);
 const ASK_AGAIN: Duration = Duration::from_millis(10);
 
 /// What the process would read of the environment of whoever runs the tests.
-const VARIABLES: [&str; 8] = [
+const VARIABLES: [&str; 9] = [
+    "LINKWISE_ADMIN_SOCKET",
     "KUBELET_SOCKET",
     "PASS_DEVICE_SPECS",
     "FAIL_ON_INIT_ERROR",
