@@ -5,6 +5,7 @@
 
 mod admin;
 mod allocate;
+mod doctor;
 mod machine;
 mod matrix;
 mod outline;
@@ -21,6 +22,7 @@ use crate::topology::{Gpu, NodeTopology};
 
 pub use admin::admin;
 pub use allocate::allocate;
+pub use doctor::doctor;
 pub use machine::load;
 pub use output::print;
 pub use simulate::simulate;

@@ -4,6 +4,7 @@
 //! from which the composition roots build live objects. Files of configuration will be read here too.
 
 mod admin;
+mod doctor;
 mod list;
 mod simulate;
 mod topology_manager;
@@ -14,6 +15,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub use admin::{AdminArgs, AdminOrder};
+pub use doctor::DoctorArgs;
 pub use list::{GpuName, UnitName};
 pub use simulate::{SimulateArgs, SimulatePolicy};
 pub use topology_manager::{NumaHintsArg, ScopeArg, TopologyPolicyArg};
@@ -45,6 +47,8 @@ pub enum Command {
     Simulate(SimulateArgs),
     /// Write this machine, as NVML and hwloc see it, as a node file that every --node takes
     Snapshot(SnapshotArgs),
+    /// Say what is wrong with this node, and what to do about it
+    Doctor(DoctorArgs),
     /// Ask the linkwise that runs on this host, or order: its state, the driver, a GPU's health
     Admin(AdminArgs),
     /// The process that speaks to NVML, started by the others

@@ -9,6 +9,7 @@ mod convert;
 mod layer;
 mod life;
 mod offers;
+mod probe;
 mod register;
 mod service;
 mod socket;
@@ -23,6 +24,7 @@ use crate::allocation::AllocationReport;
 use crate::inventory::{Inventory, ResourceName};
 
 pub use life::{Plugin, PluginError};
+pub use probe::{ProbeError, probe};
 
 /// How a plugin finds its kubelet and what it hands to containers.
 #[derive(Clone, Debug)]

@@ -11,6 +11,7 @@
 )]
 
 mod devices;
+mod doctor;
 mod driver;
 mod endpoints;
 mod idle;
