@@ -59,7 +59,8 @@ pub enum Command {
 /// How to reach the driver and the host.
 #[derive(Clone, Debug, Args)]
 pub struct HostArgs {
-    /// The driver's NVML library, instead of libnvidia-ml.so.1 on the library path
+    /// The driver's NVML library, instead of libnvidia-ml.so.1 on the library path; or the root folder under which a
+    /// driver is installed, where it is looked for in the usual places each time it is needed
     #[arg(long, value_name = "PATH", env = "LINKWISE_NVML_LIBRARY")]
     pub nvml_library: Option<PathBuf>,
     /// Where the host's /sys is

@@ -61,3 +61,22 @@ async fn a_late_gpu_that_cannot_be_opened_ends_it_with_that_cause() {
     assert!(words.contains("1 NVIDIA GPU(s) on the PCI bus (0000:06:00.0 ...)"), "{words}");
     assert!(words.contains("cannot load /no/such/libnvidia-ml.so.1"), "{words}");
 }
+
+#[tokio::test]
+async fn a_driver_that_is_installed_late_under_a_mounted_root_is_picked_up_in_place() {
+    let mut setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false");
+    setup.on_bus("0000:06:00.0");
+    let root = setup.at("driver-root");
+    let library = std::mem::replace(&mut setup.library, root);
+    let folder = setup.at("driver-root/usr/lib/x86_64-linux-gnu");
+    std::fs::create_dir_all(setup.at("driver-root")).unwrap();
+    let kubelet = setup.kubelet();
+    let node = setup.start().await;
+    node.ready(503, "driver-root/usr/lib64/libnvidia-ml.so.1").await;
+    std::fs::create_dir_all(&folder).unwrap();
+    // As drivers install it: a link to the file that has the version in its name.
+    std::fs::copy(library, folder.join("libnvidia-ml.so.580.95.05")).unwrap();
+    std::os::unix::fs::symlink("libnvidia-ml.so.580.95.05", folder.join("libnvidia-ml.so.1")).unwrap();
+    registered(&kubelet, 1, 8).await;
+    node.ready(200, "ready").await;
+}

@@ -8,7 +8,7 @@ use linkwise::kubelet_box::Pod;
 use serde_json::Value;
 use tokio::process::Command;
 
-use crate::node::{GPU, Node, Setup, until, uuid};
+use crate::node::{GPU, Node, Setup, signal, until, uuid};
 
 /// A machine whose linkwise has an admin socket.
 fn setup() -> Setup {
@@ -66,6 +66,15 @@ async fn a_driver_whose_calls_hang_is_let_go_of_too() {
     let (node, _kubelet) = setup().serve(8).await;
     node.setup.tell("hang nvmlDeviceGetTemperature");
     node.setup.tell("hang nvmlEventSetWait_v2");
+    ordered(&node, &["release"]).await;
+    assert!(!driver_is_held(&node));
+}
+
+#[tokio::test]
+async fn the_answer_waits_for_a_process_that_has_to_be_killed() {
+    let (node, _kubelet) = setup().serve(8).await;
+    signal("STOP", node.agent(&[]).await);
+    assert!(driver_is_held(&node));
     ordered(&node, &["release"]).await;
     assert!(!driver_is_held(&node));
 }
