@@ -25,7 +25,7 @@ use tokio_util::sync::CancellationToken;
 
 use connections::HEAD_TIMEOUT;
 pub use local::{Answer, Local, LocalError, Orders, Outcome};
-pub use state::{GpuState, ResourceState, State};
+pub use state::{GpuState, ReasonState, ResourceState, State};
 
 /// What the endpoints answer from.
 #[derive(Clone)]

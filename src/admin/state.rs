@@ -47,8 +47,15 @@ pub struct GpuState {
     pub model: Option<String>,
     /// Whether it may be given to pods.
     pub healthy: bool,
-    /// Why not.
-    pub reason: Option<String>,
-    /// Since when not, in seconds since 1970.
-    pub since: Option<u64>,
+    /// All that stands against it, in the order in which it began.
+    pub reasons: Vec<ReasonState>,
+}
+
+/// One thing that stands against a GPU.
+#[derive(Clone, Debug, Serialize)]
+pub struct ReasonState {
+    /// What.
+    pub reason: String,
+    /// Since when, in seconds since 1970.
+    pub since: u64,
 }

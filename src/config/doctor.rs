@@ -21,6 +21,14 @@ pub struct DoctorArgs {
         default_value = "/var/lib/kubelet/device-plugins/kubelet.sock"
     )]
     pub kubelet_socket: PathBuf,
+    /// The kubelet's PodResources socket
+    #[arg(
+        long,
+        value_name = "PATH",
+        env = "LINKWISE_POD_RESOURCES_SOCKET",
+        default_value = "/var/lib/kubelet/pod-resources/kubelet.sock"
+    )]
+    pub pod_resources_socket: PathBuf,
     /// Where the host's /dev, /proc, /etc/cdi and /var/run/cdi are found
     #[arg(long, value_name = "FOLDER", default_value = "/")]
     pub root: PathBuf,

@@ -10,7 +10,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 
 use super::node::Node;
-use crate::admin::{GpuState, Orders, Outcome, ResourceState, State};
+use crate::admin::{GpuState, Orders, Outcome, ReasonState, ResourceState, State};
 use crate::inventory::{Event, Health, Inventory};
 use crate::kubelet::Phase;
 use crate::metrics::Metrics;
@@ -114,7 +114,7 @@ pub(super) fn orders(node: &Node, release: &Release) -> Orders {
         clear: Arc::new(move |gpu| {
             let (known, events) = (Arc::clone(&inventory.borrow()), events.clone());
             Box::pin(async move {
-                if known.topology().position(&gpu).is_none() {
+                if !known.resources().values().flatten().any(|(_, device)| device.gpu.uuid == gpu) {
                     return Outcome::Unknown(format!("no GPU {gpu} on this node"));
                 }
                 match events.try_send(Event::Cleared { gpu: gpu.clone() }) {
@@ -143,19 +143,18 @@ fn state(
     for (resource, devices) in inventory.resources() {
         let count = counts.entry(resource.to_string()).or_default();
         for device in devices.values() {
-            let (reason, since) = match &device.health {
-                Health::Healthy => (None, None),
-                Health::Unhealthy { reason, since } => (Some(reason.to_string()), Some(since.as_secs())),
-            };
-            *(if reason.is_none() { &mut count.0 } else { &mut count.1 }) += 1;
+            let healthy = device.health == Health::Healthy;
+            *(if healthy { &mut count.0 } else { &mut count.1 }) += 1;
+            let standing = inventory.standing(&device.gpu.uuid);
             gpus.push(GpuState {
                 uuid: device.gpu.uuid.to_string(),
                 index: device.gpu.index,
                 pci: device.gpu.pci.to_string(),
                 model: device.gpu.model.clone(),
-                healthy: reason.is_none(),
-                reason,
-                since,
+                healthy,
+                reasons: standing
+                    .map(|(reason, since)| ReasonState { reason: reason.to_string(), since: since.as_secs() })
+                    .collect(),
             });
         }
     }

@@ -112,12 +112,13 @@ async fn an_operator_vouches_for_a_gpu() {
     node.setup.tell("xid 2 79");
     kubelet.wait(|state| state.resources[GPU].healthy.len() == 7).await.unwrap();
     let gpu = state(&node).await["gpus"][2].clone();
-    assert_eq!((&gpu["uuid"], &gpu["reason"]), (&uuid(1, 2).into(), &"XID 79".into()));
-    assert!(gpu["since"].as_u64().unwrap() > 1_700_000_000 && gpu["healthy"] == false, "{gpu}");
+    let reason = &gpu["reasons"][0];
+    assert_eq!((&gpu["uuid"], &reason["reason"]), (&uuid(1, 2).into(), &"XID 79".into()));
+    assert!(reason["since"].as_u64().unwrap() > 1_700_000_000 && gpu["healthy"] == false, "{gpu}");
     ordered(&node, &["clear", &uuid(1, 2)]).await;
     kubelet.wait(|state| state.resources[GPU].healthy.len() == 8).await.unwrap();
     let seen = state(&node).await;
-    assert_eq!(seen["gpus"][2]["reason"], Value::Null);
+    assert_eq!(seen["gpus"][2]["reasons"], Value::Array(Vec::new()));
     let resource = &seen["resources"][GPU];
     assert_eq!((&resource["phase"], &resource["healthy"]), (&"serving".into(), &8.into()), "{seen}");
     let refused = admin(&node, &["clear", "GPU-nobody"]).await;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
@@ -71,7 +71,7 @@ pub(super) fn check(folders: &[PathBuf]) -> Vec<Finding> {
 }
 
 /// A device that two specs have.
-fn twice(found: &mut Findings, devices: &mut BTreeMap<String, PathBuf>, spec: Spec, path: &PathBuf) {
+fn twice(found: &mut Findings, devices: &mut BTreeMap<String, PathBuf>, spec: Spec, path: &Path) {
     let mut common = 0;
     let mut other = None;
     for device in spec.devices {
@@ -81,7 +81,7 @@ fn twice(found: &mut Findings, devices: &mut BTreeMap<String, PathBuf>, spec: Sp
                 common += 1;
                 other = Some(known.clone());
             }
-            None => drop(devices.insert(name, path.clone())),
+            None => drop(devices.insert(name, path.to_owned())),
         }
     }
     if let Some(other) = other {

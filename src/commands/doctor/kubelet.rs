@@ -21,7 +21,7 @@ const NVIDIA: &str = "nvidia-";
 const OURS: (&str, &str) = ("linkwise-nvidia.com_gpu-", "linkwise-");
 
 /// Looks at the folder of the kubelet's socket, and beside it.
-pub(super) async fn check(socket: &Path, limit: Duration) -> Vec<Finding> {
+pub(super) async fn check(socket: &Path, resources: &Path, limit: Duration) -> Vec<Finding> {
     let mut found = Findings::of("kubelet");
     let Some(folder) = socket.parent().filter(|folder| !folder.as_os_str().is_empty()) else {
         found.failed(format!("'{}' is no path of a kubelet socket", socket.display()), "see --kubelet-socket");
@@ -52,16 +52,12 @@ pub(super) async fn check(socket: &Path, limit: Duration) -> Vec<Finding> {
         Ok(()) => found.ok(format!("{} accepts", socket.display())),
         Err((why, advice)) => found.failed(format!("{}: {why}", socket.display()), advice),
     }
-    // The kubelet's folders lie beside each other below its root.
-    if let Some(root) = folder.parent() {
-        let resources = root.join("pod-resources/kubelet.sock");
-        match answers(&resources).await {
-            Ok(()) => found.ok(format!("{} accepts", resources.display())),
-            Err((why, _)) => found.skipped(
-                format!("{}: {why}", resources.display()),
-                Some("not needed; where it is mounted it tells which pods hold which GPUs"),
-            ),
-        }
+    match answers(resources).await {
+        Ok(()) => found.ok(format!("{} accepts", resources.display())),
+        Err((why, _)) => found.skipped(
+            format!("{}: {why}", resources.display()),
+            Some("not needed; where it is mounted it confirms registrations and tells which devices pods hold"),
+        ),
     }
     let mut found = found.all();
     found.extend(plugins(sockets).await);

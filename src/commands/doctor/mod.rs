@@ -54,13 +54,13 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
             let observed = NodeObservation { gpus: nvml.gpus().to_vec(), host, failures };
             let (topology, warnings) = NodeTopology::assemble(&observed);
             found.extend(host::topology(&observed, &warnings));
-            found.extend(kubelet::check(&args.kubelet_socket, limit).await);
+            found.extend(kubelet::check(&args.kubelet_socket, &args.pod_resources_socket, limit).await);
             found.extend(runtime(&args.root, limit).await);
             found.extend(topology_manager::check(&observed, &topology, args.numa_hints.into()));
         }
         None => {
             found.extend(hangs("topology", limit));
-            found.extend(kubelet::check(&args.kubelet_socket, limit).await);
+            found.extend(kubelet::check(&args.kubelet_socket, &args.pod_resources_socket, limit).await);
             found.extend(runtime(&args.root, limit).await);
         }
     }
