@@ -168,3 +168,19 @@ fn an_xid_of_a_mig_instance_concerns_that_instance_alone() {
     health.fail(UnhealthyReason::DoubleBitEcc, NOON);
     assert_eq!(devices.map(|device| hit(&health, device)), [true; 4]);
 }
+
+#[test]
+fn an_operators_word_ends_what_was_held_against_a_gpu_that_is_there() {
+    let failed =
+        [node(&[0, 1, 2]), Event::Xid { gpu: uuid(0), code: 79, instance: None }, Event::DoubleBitEcc { gpu: uuid(1) }];
+    let (state, _) = after(failed);
+    let (state, effects) = state.apply(Event::Cleared { gpu: uuid(0) }, NOON);
+    assert_eq!(healthy(&state), ["GPU-0", "GPU-2"]);
+    assert_eq!(effects, [Effect::HealthChanged { gpu: uuid(0), health: Health::Healthy }, Effect::Publish]);
+    let (state, effects) = state.apply(Event::Cleared { gpu: uuid(0) }, NOON);
+    assert_eq!(effects, [], "nothing is held against it");
+    // No word makes a GPU be there.
+    let (state, _) = state.apply(node(&[0, 1]), NOON);
+    let (state, effects) = state.apply(Event::Cleared { gpu: uuid(2) }, NOON);
+    assert_eq!((healthy(&state), effects), (vec!["GPU-0"], vec![]));
+}

@@ -13,13 +13,16 @@
 mod callers;
 mod cut;
 mod devices;
+mod doctor;
 mod driver;
 mod endpoints;
 mod endurance;
 mod health;
+mod idle;
 mod kubelet;
 mod node;
 mod oddities;
+mod operator;
 mod pod_resources;
 mod refusals;
 mod rpc;
