@@ -3,6 +3,7 @@
 //! Owns the options, their names, defaults and help texts. Called by `main`; what it makes is plain data
 //! from which the composition roots build live objects. Files of configuration will be read here too.
 
+mod handover;
 mod list;
 mod simulate;
 mod topology_manager;
@@ -12,6 +13,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+pub use handover::{DeviceIdStrategyArg, DeviceListStrategyArg, HandoverArgs};
 pub use list::{GpuName, UnitName};
 pub use simulate::{SimulateArgs, SimulatePolicy};
 pub use topology_manager::{NumaHintsArg, ScopeArg, TopologyPolicyArg};
@@ -104,6 +106,9 @@ pub struct RunArgs {
     /// Which NUMA nodes devices claim, for a kubelet with a Topology Manager (see docs/topology-manager.md)
     #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node")]
     pub numa_hints: NumaHintsArg,
+    /// How a container gets its GPUs.
+    #[command(flatten)]
+    pub handover: HandoverArgs,
     /// The driver and the host.
     #[command(flatten)]
     pub host: HostArgs,

@@ -6,6 +6,7 @@
 //! admission reads one inventory snapshot: no NVML, no lock held by a probe, no disk.
 
 mod convert;
+mod handover;
 mod layer;
 mod life;
 mod offers;
@@ -22,6 +23,7 @@ use tokio::sync::watch;
 use crate::allocation::AllocationReport;
 use crate::inventory::{Inventory, ResourceName};
 
+pub use handover::{CdiNames, DeviceIds, Handover, Surroundings};
 pub use life::{Plugin, PluginError};
 
 /// How a plugin finds its kubelet and what it hands to containers.
@@ -29,9 +31,8 @@ pub use life::{Plugin, PluginError};
 pub struct Settings {
     /// The kubelet's registration socket; our own sockets lie beside it.
     pub kubelet_socket: PathBuf,
-    /// Device nodes that every container with a GPU needs, such as /dev/nvidiactl; with the GPU's own
-    /// they are named in the answer to Allocate. `None` where the container runtime sees to it.
-    pub device_nodes: Option<Vec<PathBuf>>,
+    /// How containers get their GPUs.
+    pub handover: Handover,
     /// How long the kubelet may take to answer Register. It dials back meanwhile, for up to 10 s.
     pub register_timeout: Duration,
     /// How long after Register the kubelet may take to open ListAndWatch.
@@ -47,7 +48,7 @@ impl Settings {
     pub fn new(kubelet_socket: PathBuf) -> Self {
         Self {
             kubelet_socket,
-            device_nodes: None,
+            handover: Handover::default(),
             register_timeout: Duration::from_secs(15),
             stream_timeout: Duration::from_secs(10),
             poll: Duration::from_secs(1),

@@ -58,6 +58,8 @@ fn everything() -> String {
     metrics.chosen(&resource, &report, Duration::from_micros(3), true);
     metrics.xid(&"GPU-b".parse().unwrap(), 79);
     metrics.agent_started();
+    metrics.cdi_written(true);
+    metrics.cdi_written(false);
     metrics.agent_up(true);
     sorted(&metrics.encode().unwrap())
 }

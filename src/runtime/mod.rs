@@ -1,15 +1,15 @@
 //! `linkwise run`: builds everything, owns every task, turns effects into calls.
 //!
 //! A composition root. `node` holds the one loop that writes the inventory, and the plugins; `driver`
-//! keeps the NVML child alive; this file starts and ends them. A task that ends unexpectedly ends the process, with
+//! keeps the NVML child alive; `handover` keeps CDI specs and device nodes up to date; this file starts and ends them. A task that ends unexpectedly ends the process, with
 //! its cause.
 
 mod driver;
+mod handover;
 mod log;
 mod node;
 mod observe;
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
@@ -25,9 +25,6 @@ pub use node::{Node, NodeSettings};
 
 /// Threads of the runtime. Two, so that a slow write of the log does not hold up an admission.
 const THREADS: usize = 2;
-
-/// Device nodes that every container with a GPU needs, where the node has them.
-const CONTROL_NODES: [&str; 4] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset"];
 
 /// Runs a future on a runtime of our own.
 pub fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
@@ -49,9 +46,8 @@ async fn serve(args: &RunArgs) -> Result<()> {
     // First of all: a container's first process does not even die of a signal that it does not listen for.
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
-    let mut kubelet = kubelet::Settings::new(args.kubelet_socket.clone());
-    kubelet.device_nodes =
-        args.pass_device_specs.then(|| CONTROL_NODES.iter().map(PathBuf::from).filter(|node| node.exists()).collect());
+    let (handover, upkeep) = handover::prepare(args)?;
+    let kubelet = kubelet::Settings { handover, ..kubelet::Settings::new(args.kubelet_socket.clone()) };
     let settings = NodeSettings { kubelet, metrics_address: args.metrics_address, numa_hints: args.numa_hints.into() };
     let mut node = Node::start(settings).await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
@@ -64,6 +60,11 @@ async fn serve(args: &RunArgs) -> Result<()> {
         idle: node.idle_reason(),
     };
     let shutdown = node.shutdown();
+    if let Some(upkeep) = upkeep {
+        node.hold_plugins_until(upkeep.ready());
+        let (inventory, metrics) = (node.inventory(), Arc::clone(node.metrics()));
+        node.spawn("what containers are handed", upkeep.run(inventory, metrics, shutdown.clone()));
+    }
     node.spawn("NVML driver", driver.run(shutdown.clone()));
     node.spawn("signals", async move {
         let name = tokio::select! {

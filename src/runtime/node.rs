@@ -60,6 +60,8 @@ pub struct Node {
     last_report: watch::Sender<Option<Arc<AllocationReport>>>,
     metrics: Arc<Metrics>,
     metrics_address: SocketAddr,
+    /// Plugins begin when it is true; without it, at once.
+    gate: Option<watch::Receiver<bool>>,
     tasks: JoinSet<(String, Result<()>)>,
     shutdown: CancellationToken,
 }
@@ -90,6 +92,7 @@ impl Node {
             last_report: watch::Sender::default(),
             metrics,
             metrics_address,
+            gate: None,
             tasks: JoinSet::new(),
             shutdown: CancellationToken::new(),
         };
@@ -134,6 +137,11 @@ impl Node {
     /// Why there is nothing to offer, where there is not: for /readyz.
     pub(super) fn idle_reason(&self) -> watch::Sender<String> {
         self.idle.clone()
+    }
+
+    /// Holds plugins back until this is true: a pod may be admitted as soon as one is registered.
+    pub(super) fn hold_plugins_until(&mut self, ready: watch::Receiver<bool>) {
+        self.gate = Some(ready);
     }
 
     /// Starts a task of this node. One that ends before the shutdown ends the node.
@@ -196,8 +204,14 @@ impl Node {
             let sources = Sources { inventory: self.snapshots.subscribe(), observer: self.observer() };
             let plugin = Plugin::new(resource.clone(), Arc::clone(&self.kubelet), sources);
             self.phases().insert(resource.clone(), plugin.phase());
-            let shutdown = self.shutdown();
-            self.spawn(format!("plugin of {resource}"), async move { Ok(plugin.run(shutdown).await?) });
+            let (shutdown, gate) = (self.shutdown(), self.gate.clone());
+            self.spawn(format!("plugin of {resource}"), async move {
+                if let Some(mut gate) = gate {
+                    // Who opens it ends with the node only.
+                    let _ = shutdown.run_until_cancelled(gate.wait_for(|ready| *ready)).await;
+                }
+                Ok(plugin.run(shutdown).await?)
+            });
         }
     }
 
