@@ -18,7 +18,7 @@ pub struct HandoverArgs {
     pub cdi_annotation_prefix: String,
     /// nvidia-cdi-hook (or nvidia-ctk) on the host, for the hooks of CDI specs. Without it:
     /// /usr/bin/nvidia-cdi-hook, where the driver root shows it, else no hooks
-    #[arg(long, value_name = "PATH", env = "NVIDIA_CDI_HOOK_PATH", alias = "nvidia-ctk-path")]
+    #[arg(long, value_name = "PATH", env = "NVIDIA_CDI_HOOK_PATH", alias = "nvidia-ctk-path", value_parser = absolute)]
     pub nvidia_cdi_hook_path: Option<String>,
     /// Where this container has the driver root, to look for what CDI specs name
     #[arg(
@@ -26,15 +26,16 @@ pub struct HandoverArgs {
         value_name = "PATH",
         env = "DRIVER_ROOT_CTR_PATH",
         alias = "container-driver-root",
+        value_parser = absolute,
         default_value = "/driver-root"
     )]
-    pub driver_root_ctr_path: PathBuf,
+    pub driver_root_ctr_path: String,
     /// Where the host has the driver: / or the root of a driver container, such as /run/nvidia/driver
-    #[arg(long, value_name = "PATH", env = "NVIDIA_DRIVER_ROOT", alias = "driver-root", default_value = "/")]
-    pub nvidia_driver_root: PathBuf,
+    #[arg(long, value_name = "PATH", env = "NVIDIA_DRIVER_ROOT", alias = "driver-root", value_parser = absolute, default_value = "/")]
+    pub nvidia_driver_root: String,
     /// The root of /dev on the host; without it, the driver root
-    #[arg(long, value_name = "PATH", env = "NVIDIA_DEV_ROOT", alias = "nvidia-dev-root")]
-    pub dev_root: Option<PathBuf>,
+    #[arg(long, value_name = "PATH", env = "NVIDIA_DEV_ROOT", alias = "nvidia-dev-root", value_parser = absolute)]
+    pub dev_root: Option<String>,
     /// The folder of CDI specs, that of the host at the same path
     #[arg(long, value_name = "PATH", env = "LINKWISE_CDI_DIR", default_value = "/var/run/cdi")]
     pub cdi_dir: PathBuf,
@@ -60,4 +61,10 @@ pub enum DeviceIdStrategyArg {
     Uuid,
     /// NVML's index
     Index,
+}
+
+/// A path that means the same to whoever reads it in a CDI spec. None at all is as if the option were not given, as the
+/// NVIDIA plugin has it: charts set variables to nothing.
+fn absolute(text: &str) -> Result<String, &'static str> {
+    if text.is_empty() || text.starts_with('/') { Ok(text.to_owned()) } else { Err("expected an absolute path") }
 }

@@ -215,3 +215,83 @@ fn annotation(resource: &ResourceName) -> String {
     let kept: String = name.chars().take(LONGEST_NAME - hash.len()).collect();
     kept + &hash
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::inventory::{Event, Inventory};
+    use crate::topology::{HostObservation, NodeObservation};
+
+    fn inventory(minor: &str) -> Inventory {
+        let gpu = format!("[{{index: 4, uuid: GPU-a, pci: '0000:01:00.0'{minor}}}]");
+        let gpus = serde_saphyr::from_str(&gpu).unwrap();
+        let observed = NodeObservation { gpus, host: HostObservation::default(), failures: vec![] };
+        Inventory::default().apply(Event::Observed(Box::new(observed)), std::time::Duration::ZERO).0
+    }
+
+    fn answer(handover: &Handover, inventory: &Inventory) -> Result<Answer, HandoverError> {
+        let devices: Vec<&Device> = inventory.devices(&ResourceName::gpu()).map(|(_, device)| device).collect();
+        handover.answer(&ResourceName::gpu(), &devices)
+    }
+
+    fn around(surroundings: Surroundings) -> watch::Receiver<Arc<Surroundings>> {
+        watch::channel(Arc::new(surroundings)).1
+    }
+
+    fn cdi() -> CdiNames {
+        CdiNames { kind: "vendor/gpu".to_owned(), annotations: Some(String::new()), cri: true }
+    }
+
+    #[test]
+    fn imex_channels_go_the_way_of_the_gpus() {
+        let surroundings = Surroundings {
+            imex_channels: vec![0, 3],
+            cdi: vec!["vendor/imex-channel=0".to_owned(), "vendor/gds=all".to_owned()],
+            ..Surroundings::default()
+        };
+        let variables = BTreeMap::from([("NVIDIA_GDS".to_owned(), "enabled".to_owned())]);
+        let base = Handover { surroundings: around(surroundings), variables, ..Handover::default() };
+        let got = answer(&base, &inventory("")).unwrap();
+        let variables = [("NVIDIA_GDS", "enabled"), (IMEX_CHANNELS, "0,3"), (VISIBLE_DEVICES, "GPU-a")];
+        let texts = |pairs: &[(&str, &str)]| {
+            pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect::<BTreeMap<_, _>>()
+        };
+        assert_eq!(got, Answer { variables: texts(&variables), ..Answer::default() });
+
+        let mounts = Handover { envvar: false, volume_mounts: true, ids: DeviceIds::Index, ..base.clone() };
+        let got = answer(&mounts, &inventory("")).unwrap();
+        assert_eq!(got.variables, texts(&[("NVIDIA_GDS", "enabled"), (VISIBLE_DEVICES, MOUNTS_FOLDER)]));
+        let mount = |name: &str| (NOTHING.to_owned(), format!("{MOUNTS_FOLDER}/{name}"));
+        assert_eq!(got.mounts, [mount("4"), mount("imex/0"), mount("imex/3")]);
+
+        let cdi = Handover { envvar: false, cdi: Some(cdi()), ..base };
+        let got = answer(&cdi, &inventory(", minor: 0")).unwrap();
+        assert_eq!(got.cdi, ["vendor/gpu=GPU-a", "vendor/imex-channel=0", "vendor/gds=all"]);
+        assert_eq!(got.annotations["nvidia-device-plugin_nvidia.com_gpu"], got.cdi.join(","));
+        assert_eq!((got.variables.len(), got.mounts.len()), (0, 0));
+    }
+
+    #[test]
+    fn a_gpu_without_a_node_is_refused_where_the_node_is_what_is_given() {
+        let without = inventory("");
+        let by_name = Handover::default();
+        assert!(answer(&by_name, &without).is_ok());
+        for handover in [
+            Handover { device_nodes: true, ..by_name.clone() },
+            Handover { envvar: false, cdi: Some(cdi()), ..by_name.clone() },
+        ] {
+            assert!(answer(&handover, &inventory(", minor: 0")).is_ok());
+            let refusal = answer(&handover, &without).unwrap_err().to_string();
+            assert_eq!(refusal, "the minor number of GPU-a is unknown: no device node to pass");
+        }
+    }
+
+    #[test]
+    fn annotations_of_resources_with_long_names_stay_apart() {
+        let name = |end: &str| -> ResourceName { format!("nvidia.com/{}{end}", "x".repeat(60)).parse().unwrap() };
+        let (a, b) = (annotation(&name("a")), annotation(&name("b")));
+        assert_ne!(a, b);
+        assert_eq!((a.len(), b.len()), (LONGEST_NAME, LONGEST_NAME));
+        assert_eq!(a, annotation(&name("a")), "always the same");
+    }
+}

@@ -4,7 +4,7 @@
 //! nodes. What goes wrong later than at the start leaves the last good state as it is.
 
 use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -58,7 +58,7 @@ pub(super) fn prepare(args: &RunArgs) -> Result<(Handover, Option<Upkeep>)> {
     let names = (cri || names.annotations.is_some()).then_some(names);
     let sight = Sight {
         roots: roots(options, args.host.sysfs.clone()),
-        options: cdi::Options { hook: options.nvidia_cdi_hook_path.clone(), ..cdi::Options::default() },
+        options: cdi::Options { hook: given(options.nvidia_cdi_hook_path.as_ref()), ..cdi::Options::default() },
         folder: names.is_some().then(|| options.cdi_dir.clone()),
     };
     if let Some(folder) = &sight.folder {
@@ -83,9 +83,18 @@ pub(super) fn prepare(args: &RunArgs) -> Result<(Handover, Option<Upkeep>)> {
 }
 
 fn roots(options: &HandoverArgs, sysfs: PathBuf) -> cdi::Roots {
-    let driver = options.nvidia_driver_root.clone();
-    let dev = options.dev_root.clone().unwrap_or_else(|| driver.clone());
-    cdi::Roots { driver, driver_here: options.driver_root_ctr_path.clone(), dev, sysfs }
+    let root = || Path::new("/").to_owned();
+    let driver = given(Some(&options.nvidia_driver_root)).map_or_else(root, PathBuf::from);
+    let driver_here = given(Some(&options.driver_root_ctr_path)).map_or_else(root, PathBuf::from);
+    let dev = given(options.dev_root.as_ref()).map_or_else(|| driver.clone(), PathBuf::from);
+    // The folder that holds /dev is meant, and /dev itself is understood.
+    let dev = if dev.ends_with("dev") { dev.parent().map_or_else(root, Path::to_owned) } else { dev };
+    cdi::Roots { driver, driver_here, dev, sysfs }
+}
+
+/// What was given, unless it is nothing.
+fn given(option: Option<&String>) -> Option<String> {
+    option.filter(|text| !text.is_empty()).cloned()
 }
 
 impl Upkeep {

@@ -13,9 +13,15 @@
 mod devices;
 mod driver;
 mod endpoints;
+mod handover;
 mod kubelet;
 mod node;
 mod oddities;
 mod refusals;
+#[path = "../cdi/root.rs"]
+#[allow(dead_code, reason = "tests/cdi.rs uses all of it")]
+mod root;
 mod rpc;
+#[path = "../cdi/schema.rs"]
+mod schema;
 mod shutdown;

@@ -26,7 +26,15 @@ pub const LIMIT: Duration = Duration::from_secs(60);
 const ASK_AGAIN: Duration = Duration::from_millis(10);
 
 /// What the process would read of the environment of whoever runs the tests.
-const VARIABLES: [&str; 8] = [
+const VARIABLES: [&str; 16] = [
+    "CDI_ANNOTATION_PREFIX",
+    "DEVICE_ID_STRATEGY",
+    "DEVICE_LIST_STRATEGY",
+    "DRIVER_ROOT_CTR_PATH",
+    "LINKWISE_CDI_DIR",
+    "NVIDIA_CDI_HOOK_PATH",
+    "NVIDIA_DEV_ROOT",
+    "NVIDIA_DRIVER_ROOT",
     "KUBELET_SOCKET",
     "PASS_DEVICE_SPECS",
     "FAIL_ON_INIT_ERROR",
