@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use super::description::{Description, Extra, ExtraFiles, GpuEntry, imex_node};
 use super::driver;
 use super::oddity::Oddity;
-use crate::inventory::{Device, Health, Inventory, UnhealthyReason};
+use crate::inventory::{Device, Inventory};
 use crate::topology::{GpuUuid, PciAddress};
 
 /// The control device of the driver.
@@ -115,7 +115,7 @@ fn gpus(roots: &Roots, inventory: &Inventory, oddities: &mut Vec<Oddity>) -> Vec
             oddities.push(Oddity::NoMinor { uuid: gpu.uuid.clone() });
             return None;
         };
-        let present = !matches!(device.health, Health::Unhealthy { reason: UnhealthyReason::Gone, .. });
+        let present = inventory.topology().position(&gpu.uuid).is_some();
         let dri = if present { dri(roots, gpu.pci) } else { Vec::new() };
         Some(GpuEntry { uuid: gpu.uuid.clone(), index: gpu.index, pci: gpu.pci, minor, present, dri })
     };

@@ -7,6 +7,7 @@ mod handover;
 mod list;
 mod simulate;
 mod topology_manager;
+mod xids;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -17,6 +18,7 @@ pub use handover::{DeviceIdStrategyArg, DeviceListStrategyArg, HandoverArgs};
 pub use list::{GpuName, UnitName};
 pub use simulate::{SimulateArgs, SimulatePolicy};
 pub use topology_manager::{NumaHintsArg, ScopeArg, TopologyPolicyArg};
+pub use xids::XidArgs;
 
 /// A topology-aware Kubernetes device plugin for NVIDIA GPUs.
 ///
@@ -109,6 +111,12 @@ pub struct RunArgs {
     /// How a container gets its GPUs.
     #[command(flatten)]
     pub handover: HandoverArgs,
+    /// Where the GPUs' health is kept for the next start, as linkwise_health.json; without it, beside the kubelet's socket
+    #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
+    pub state_dir: Option<PathBuf>,
+    /// Which XIDs count.
+    #[command(flatten)]
+    pub xids: XidArgs,
     /// The driver and the host.
     #[command(flatten)]
     pub host: HostArgs,

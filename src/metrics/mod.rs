@@ -73,6 +73,12 @@ struct PerXid {
     xid: u64,
 }
 
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PerFailure {
+    uuid: String,
+    reason: &'static str,
+}
+
 /// All metrics of the process.
 pub struct Metrics {
     registry: Registry,
@@ -86,6 +92,7 @@ pub struct Metrics {
     registrations: Family<PerOutcome, Counter>,
     connected: Family<PerResource, Gauge>,
     xids: Family<PerXid, Counter>,
+    failures: Family<PerFailure, Counter>,
     agent_up: Gauge,
     agent_starts: Counter,
     cdi_writes: Family<ByOutcome, Counter>,
@@ -112,6 +119,7 @@ impl Metrics {
             registrations: Family::default(),
             connected: Family::default(),
             xids: Family::default(),
+            failures: Family::default(),
             agent_up: Gauge::default(),
             agent_starts: Counter::default(),
             cdi_writes: Family::default(),
@@ -158,6 +166,11 @@ impl Metrics {
             metrics.connected.clone(),
         );
         registry.register("xid_errors", "XIDs the driver reported, of any class", metrics.xids.clone());
+        registry.register(
+            "gpu_failures",
+            "Times the GPU became unhealthy, or its first reason another",
+            metrics.failures.clone(),
+        );
         registry.register("nvml_agent_up", "1 while the process that speaks to NVML answers", metrics.agent_up.clone());
         registry.register(
             "nvml_agent_starts",
@@ -248,6 +261,11 @@ impl Metrics {
     /// The driver reported an XID.
     pub fn xid(&self, gpu: &GpuUuid, xid: u64) {
         self.xids.get_or_create(&PerXid { uuid: gpu.to_string(), xid }).inc();
+    }
+
+    /// A GPU became unhealthy.
+    pub fn gpu_failed(&self, gpu: &GpuUuid, reason: &'static str) {
+        self.failures.get_or_create(&PerFailure { uuid: gpu.to_string(), reason }).inc();
     }
 
     /// The process that speaks to NVML was started.

@@ -1,15 +1,18 @@
 //! `linkwise run`: builds everything, owns every task, turns effects into calls.
 //!
 //! A composition root. `node` holds the one loop that writes the inventory, and the plugins; `driver`
-//! keeps the NVML child alive; `handover` keeps CDI specs and device nodes up to date; this file starts and ends them. A task that ends unexpectedly ends the process, with
-//! its cause.
+//! keeps the NVML child alive; `handover` keeps CDI specs and device nodes up to date; this file starts and ends them.
+//! A task that ends unexpectedly ends the process, with its cause.
 
+mod clock;
 mod driver;
 mod handover;
+mod keeper;
 mod log;
 mod node;
 mod observe;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
@@ -20,6 +23,7 @@ use crate::kubelet;
 use crate::nvml::child::AgentCommand;
 
 pub use driver::look;
+pub use keeper::HealthSettings;
 pub use log::log_to_stderr;
 pub use node::{Node, NodeSettings};
 
@@ -48,7 +52,18 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
     let (handover, upkeep) = handover::prepare(args)?;
     let kubelet = kubelet::Settings { handover, ..kubelet::Settings::new(args.kubelet_socket.clone()) };
-    let settings = NodeSettings { kubelet, metrics_address: args.metrics_address, numa_hints: args.numa_hints.into() };
+    let beside = || args.kubelet_socket.parent().map(PathBuf::from);
+    let health = HealthSettings {
+        xids: args.xids.policy(),
+        await_first_poll: false,
+        state_dir: args.state_dir.clone().or_else(beside),
+        sysfs: Some(args.host.sysfs.clone()),
+    };
+    let settings =
+        NodeSettings { kubelet, metrics_address: args.metrics_address, numa_hints: args.numa_hints.into(), health };
+    for (variable, passed_over) in args.xids.passed_over() {
+        tracing::warn!(variable, passed_over, "no XID; passed over");
+    }
     let mut node = Node::start(settings).await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
     let driver = driver::Driver {

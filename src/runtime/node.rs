@@ -5,18 +5,20 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
-use tokio::time::timeout;
+use tokio::time::{sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
+use super::clock::Clock;
+use super::keeper::{HealthSettings, Keeper};
 use super::observe;
 use crate::admin::{Admin, Answers};
 use crate::allocation::AllocationReport;
-use crate::inventory::{Effect, Event, Health, Inventory, NumaHints, ResourceName, Timestamp};
+use crate::inventory::{Effect, Event, Health, HealthRecord, Inventory, NumaHints, ResourceName};
 use crate::kubelet::{self, Occurrence, Phase, Plugin, Sources};
 use crate::metrics::{self, Metrics};
 
@@ -36,6 +38,8 @@ pub struct NodeSettings {
     pub metrics_address: SocketAddr,
     /// Which NUMA nodes devices claim.
     pub numa_hints: NumaHints,
+    /// How health is judged and kept.
+    pub health: HealthSettings,
 }
 
 /// Both ends of a bounded queue.
@@ -51,6 +55,9 @@ type Troubles = Arc<Mutex<BTreeMap<ResourceName, String>>>;
 pub struct Node {
     kubelet: Arc<kubelet::Settings>,
     state: Inventory,
+    clock: Clock,
+    keeper: Keeper,
+    records: watch::Sender<Option<HealthRecord>>,
     snapshots: watch::Sender<Arc<Inventory>>,
     events: Queue<Event>,
     occurrences: Queue<(ResourceName, Occurrence)>,
@@ -74,7 +81,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Node {
     /// Binds the endpoints and starts to serve them; nothing is offered before the first event.
     pub async fn start(settings: NodeSettings) -> Result<Self> {
-        let (snapshots, inventory) = watch::channel(Arc::new(Inventory::new(settings.numa_hints)));
+        let mut state = Inventory::new(settings.numa_hints).with_xids(settings.health.xids.clone());
+        if settings.health.await_first_poll {
+            state = state.awaiting_the_first_poll();
+        }
+        let (snapshots, inventory) = watch::channel(Arc::new(state.clone()));
+        let keeper = Keeper::new(&settings.health);
+        let kept = keeper.read().await;
         let metrics = Arc::new(Metrics::new(env!("CARGO_PKG_VERSION"), inventory));
         let admin = Admin::bind(settings.metrics_address).await?;
         let metrics_address = admin.address();
@@ -82,7 +95,10 @@ impl Node {
         let idle = watch::Sender::new("the GPUs have not been looked at yet".to_owned());
         let mut node = Self {
             kubelet: Arc::new(settings.kubelet),
-            state: Inventory::new(settings.numa_hints),
+            state,
+            clock: Clock::start(),
+            keeper: keeper.clone(),
+            records: watch::Sender::new(None),
             snapshots,
             events: mpsc::channel(EVENTS),
             occurrences: mpsc::channel(OCCURRENCES),
@@ -101,6 +117,14 @@ impl Node {
             admin.serve(answers, shutdown).await;
             Ok(())
         });
+        let (records, shutdown) = (node.records.subscribe(), node.shutdown());
+        node.spawn("health record", async move {
+            keeper.follow(records, shutdown).await;
+            Ok(())
+        });
+        if let Some(record) = kept {
+            node.apply(Event::Restored(Box::new(record)));
+        }
         Ok(node)
     }
 
@@ -154,9 +178,17 @@ impl Node {
     pub async fn serve(mut self) -> Result<()> {
         let mut told = BTreeSet::new();
         let ended = loop {
+            let deadline = self.state.next_deadline().map(|moment| self.clock.instant(moment));
+            let tick = async {
+                match deadline {
+                    Some(deadline) => sleep_until(deadline).await,
+                    None => std::future::pending().await,
+                }
+            };
             tokio::select! {
                 () = self.shutdown.cancelled() => break Ok(()),
-                Some(event) = self.events.1.recv() => self.apply(event),
+                Some(event) = self.events.1.recv() => self.take(event),
+                () = tick => self.apply(Event::Tick),
                 Some((resource, occurrence)) = self.occurrences.1.recv() => observe::log(&resource, &occurrence, &mut told),
                 Some(task) = self.tasks.join_next() => match task {
                     Ok((_, Ok(()))) if self.shutdown.is_cancelled() => break Ok(()),
@@ -172,20 +204,32 @@ impl Node {
         ended
     }
 
+    /// A look at the node may be a look through another driver: who it is goes first.
+    fn take(&mut self, event: Event) {
+        if let (Event::Observed(_), Some(identity)) = (&event, self.keeper.identity()) {
+            self.apply(Event::Identified(identity));
+        }
+        self.apply(event);
+    }
+
     fn apply(&mut self, event: Event) {
-        // A clock before 1970 is no reason to end; then all moments are that one.
-        let now: Timestamp = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let (state, effects) = std::mem::take(&mut self.state).apply(event, now);
+        let (state, effects) = std::mem::take(&mut self.state).apply(event, self.clock.now());
         self.state = state;
         for effect in effects {
             match effect {
                 Effect::Publish => self.publish(),
                 Effect::HealthChanged { gpu, health: Health::Healthy } => tracing::info!(%gpu, "the GPU is healthy"),
-                Effect::HealthChanged { gpu, health: Health::Unhealthy { reason, .. } } => {
-                    tracing::warn!(%gpu, %reason, "the GPU is unhealthy");
+                Effect::HealthChanged { gpu, health: Health::Unhealthy { reason, since } } => {
+                    self.metrics.gpu_failed(&gpu, reason.label());
+                    let (since, ends_with) = (since.as_secs(), reason.ends_with());
+                    tracing::warn!(%gpu, %reason, since, ends_with, "the GPU is unhealthy");
                 }
-                Effect::XidIgnored { gpu, code } => {
-                    tracing::info!(%gpu, xid = code, "an XID of an application's making; the GPU stays healthy");
+                Effect::XidIgnored { gpu, code, times } => {
+                    tracing::info!(%gpu, xid = code, times, "an XID that is no fault of the GPU; it stays as it is");
+                }
+                Effect::Keep => drop(self.records.send_replace(Some(self.state.record()))),
+                Effect::RecordIgnored { version } => {
+                    tracing::warn!(version, "the health record is of another version of linkwise and is not used");
                 }
                 Effect::Warn(warning) => tracing::warn!("{warning}"),
             }
