@@ -39,6 +39,9 @@ pub struct HandoverArgs {
     /// The folder of CDI specs, that of the host at the same path
     #[arg(long, value_name = "PATH", env = "LINKWISE_CDI_DIR", default_value = "/var/run/cdi")]
     pub cdi_dir: PathBuf,
+    /// Give containers the RDMA NICs nearest to their GPUs too: names in LINKWISE_NICS, and device nodes
+    #[arg(long, value_name = "BOOL", env = "LINKWISE_EXPOSE_NICS", num_args = 0..=1, require_equals = true, default_value_t = false, default_missing_value = "true", value_parser = super::list::boolean, action = clap::ArgAction::Set)]
+    pub expose_nics: bool,
 }
 
 /// `--device-list-strategy`.

@@ -12,8 +12,9 @@ use std::sync::Arc;
 use thiserror::Error;
 use tokio::sync::watch;
 
+use super::nics::RdmaNodes;
 use crate::inventory::{Device, ResourceName};
-use crate::topology::GpuUuid;
+use crate::topology::{GpuUuid, NodeTopology};
 
 /// The variable by which NVIDIA's container runtime knows which GPUs to hand in.
 const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
@@ -85,6 +86,8 @@ pub struct Surroundings {
     pub imex_channels: Vec<u32>,
     /// The full names of CDI devices.
     pub cdi: Vec<String>,
+    /// The nodes of RDMA NICs, where a container is to get those nearest to its GPUs.
+    pub rdma: Option<RdmaNodes>,
 }
 
 /// What one container gets.
@@ -130,15 +133,33 @@ impl Handover {
     ///
     /// A GPU whose minor number is unknown has no node, and the order is refused where the node is what would be given: a
     /// container without its GPU is worse than none.
-    pub(super) fn answer(&self, resource: &ResourceName, devices: &[&Device]) -> Result<Answer, HandoverError> {
-        let mut answer = Answer::default();
+    pub(super) fn answer(
+        &self,
+        resource: &ResourceName,
+        topology: &NodeTopology,
+        devices: &[&Device],
+    ) -> Result<Answer, HandoverError> {
         let around = Arc::clone(&self.surroundings.borrow());
+        let mut answer = self.gpus(resource, devices, &around)?;
+        if let Some(rdma) = &around.rdma {
+            rdma.answer(topology, devices, &mut answer);
+        }
+        Ok(answer)
+    }
+
+    fn gpus(
+        &self,
+        resource: &ResourceName,
+        devices: &[&Device],
+        around: &Surroundings,
+    ) -> Result<Answer, HandoverError> {
+        let mut answer = Answer::default();
         let names: Vec<String> = devices.iter().map(|device| self.ids.name(device)).collect();
         if let Some(cdi) = &self.cdi {
             for device in devices {
                 minor(device)?;
             }
-            cdi.answer(resource, &names, &around, &mut answer);
+            cdi.answer(resource, &names, around, &mut answer);
         }
         // The rest is for runtimes that do without CDI.
         if !self.envvar && !self.volume_mounts {
@@ -231,7 +252,7 @@ mod tests {
 
     fn answer(handover: &Handover, inventory: &Inventory) -> Result<Answer, HandoverError> {
         let devices: Vec<&Device> = inventory.devices(&ResourceName::gpu()).map(|(_, device)| device).collect();
-        handover.answer(&ResourceName::gpu(), &devices)
+        handover.answer(&ResourceName::gpu(), inventory.topology(), &devices)
     }
 
     fn around(surroundings: Surroundings) -> watch::Receiver<Arc<Surroundings>> {

@@ -9,6 +9,7 @@ mod convert;
 mod handover;
 mod layer;
 mod life;
+mod nics;
 mod offers;
 mod register;
 mod service;
@@ -25,6 +26,7 @@ use crate::inventory::{Inventory, ResourceName};
 
 pub use handover::{CdiNames, DeviceIds, Handover, Surroundings};
 pub use life::{Plugin, PluginError};
+pub use nics::RdmaNodes;
 
 /// How a plugin finds its kubelet and what it hands to containers.
 #[derive(Clone, Debug)]

@@ -14,8 +14,9 @@ use tokio_util::sync::CancellationToken;
 
 use crate::cdi;
 use crate::config::{DeviceIdStrategyArg, DeviceListStrategyArg, HandoverArgs, RunArgs};
+use crate::hwloc;
 use crate::inventory::Inventory;
-use crate::kubelet::{CdiNames, DeviceIds, Handover, Surroundings};
+use crate::kubelet::{CdiNames, DeviceIds, Handover, RdmaNodes, Surroundings};
 use crate::metrics::Metrics;
 
 /// How often the node is looked at where the inventory does not change: /dev/nvidia-uvm comes with its first use, and a
@@ -36,6 +37,8 @@ struct Sight {
     options: cdi::Options,
     /// Where specs go; `None` where containers do without CDI.
     folder: Option<PathBuf>,
+    /// Whether RDMA NICs are looked for.
+    nics: bool,
 }
 
 /// What one look brought.
@@ -60,6 +63,7 @@ pub(super) fn prepare(args: &RunArgs) -> Result<(Handover, Option<Upkeep>)> {
         roots: roots(options, args.host.sysfs.clone()),
         options: cdi::Options { hook: given(options.nvidia_cdi_hook_path.as_ref()), ..cdi::Options::default() },
         folder: names.is_some().then(|| options.cdi_dir.clone()),
+        nics: options.expose_nics,
     };
     if let Some(folder) = &sight.folder {
         cdi::prepare(folder).context("--device-list-strategy asks for CDI")?;
@@ -77,7 +81,8 @@ pub(super) fn prepare(args: &RunArgs) -> Result<(Handover, Option<Upkeep>)> {
         surroundings: surroundings.subscribe(),
         ..Handover::default()
     };
-    let needed = handover.cdi.is_some() || handover.device_nodes || !sight.options.imex_channels.is_empty();
+    let beside = sight.nics || !sight.options.imex_channels.is_empty();
+    let needed = handover.cdi.is_some() || handover.device_nodes || beside;
     let ready = watch::Sender::new(sight.folder.is_none());
     Ok((handover, needed.then(|| Upkeep { sight: Arc::new(sight), surroundings, ready })))
 }
@@ -163,6 +168,10 @@ impl Sight {
             control_nodes: cdi::control_nodes(&self.roots),
             imex_channels: cdi::imex_channels(&self.roots, &self.options),
             cdi: Vec::new(),
+            rdma: self.nics.then(|| RdmaNodes {
+                devices: hwloc::rdma_nodes(&self.roots.sysfs),
+                common: hwloc::rdma_cm_node(&self.roots.sysfs).into_iter().collect(),
+            }),
         }
     }
 

@@ -270,3 +270,29 @@ async fn device_nodes_that_come_later_are_passed_too() {
     };
     until(ask).await;
 }
+
+#[tokio::test]
+async fn containers_get_the_nics_beside_their_gpus_where_asked_for() {
+    // hwloc reads this host: the first GPU and an RDMA NIC below one switch, the second GPU alone on the other package.
+    let host = concat!(env!("CARGO_MANIFEST_DIR"), "/src/hwloc/testdata/two-packages.xml");
+    let setup = Setup::with(&machine(&[("GPU-a", "0000:03:00.0", ""), ("GPU-b", "0000:81:00.0", "")]));
+    let setup = setup.host(host).env("LINKWISE_EXPOSE_NICS", "true");
+    for (node, device) in [("uverbs3", "mlx5_0"), ("uverbs4", "mlx5_1")] {
+        let folder = setup.at("sys/class/infiniband_verbs").join(node);
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join("ibdev"), format!("{device}\n")).unwrap();
+    }
+    fs::create_dir_all(setup.at("sys/class/misc/rdma_cm")).unwrap();
+    let (_node, kubelet) = setup.serve(2).await;
+    let mut pods = vec![lines(&allocation(&kubelet, "one", 1).await), lines(&allocation(&kubelet, "two", 1).await)];
+    pods.sort();
+    let near: &[&str] = &[
+        "env LINKWISE_NICS=mlx5_0",
+        "env NVIDIA_VISIBLE_DEVICES=GPU-a",
+        "node /dev/infiniband/uverbs3 at /dev/infiniband/uverbs3 rw",
+        "node /dev/infiniband/rdma_cm at /dev/infiniband/rdma_cm rw",
+    ];
+    let mut expected = vec![near, &["env LINKWISE_NICS=", "env NVIDIA_VISIBLE_DEVICES=GPU-b"]];
+    expected.sort();
+    assert_eq!(pods, expected);
+}
