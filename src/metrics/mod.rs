@@ -91,6 +91,7 @@ pub struct Metrics {
     rpc_seconds: Family<PerMethod, Histogram, fn() -> Histogram>,
     registrations: Family<PerOutcome, Counter>,
     connected: Family<PerResource, Gauge>,
+    refused: Family<PerResource, Counter>,
     xids: Family<PerXid, Counter>,
     failures: Family<PerFailure, Counter>,
     agent_up: Gauge,
@@ -118,6 +119,7 @@ impl Metrics {
             rpc_seconds: Family::new_with_constructor(|| Histogram::new(RPC_BUCKETS)),
             registrations: Family::default(),
             connected: Family::default(),
+            refused: Family::default(),
             xids: Family::default(),
             failures: Family::default(),
             agent_up: Gauge::default(),
@@ -162,8 +164,13 @@ impl Metrics {
         );
         registry.register(
             "kubelet_connected",
-            "1 while the kubelet holds an open ListAndWatch stream for the resource",
+            "1 while the registration of the resource stands: the kubelet holds an open stream and lists the devices",
             metrics.connected.clone(),
+        );
+        registry.register(
+            "refused_callers",
+            "Connections to our sockets that were refused for their uid",
+            metrics.refused.clone(),
         );
         registry.register("xid_errors", "XIDs the driver reported, of any class", metrics.xids.clone());
         registry.register(
@@ -198,6 +205,7 @@ impl Metrics {
         let resource = resource.to_string();
         drop(self.connected.get_or_create(&PerResource { resource: resource.clone() }));
         drop(self.narrowed.get_or_create(&PerResource { resource: resource.clone() }));
+        drop(self.refused.get_or_create(&PerResource { resource: resource.clone() }));
         let outcomes = [
             (&self.allocations, ["ok", "refused"].as_slice()),
             (&self.choices, &["exact", "best_found", "fallback"]),
@@ -256,6 +264,16 @@ impl Metrics {
     /// The kubelet opened or lost its stream.
     pub fn connected(&self, resource: &ResourceName, open: bool) {
         self.connected.get_or_create(&PerResource { resource: resource.to_string() }).set(i64::from(open));
+    }
+
+    /// A resource is no longer offered: nobody waits for its stream.
+    pub fn withdrawn(&self, resource: &ResourceName) {
+        self.connected.remove(&PerResource { resource: resource.to_string() });
+    }
+
+    /// A caller was turned away.
+    pub fn refused(&self, resource: &ResourceName) {
+        self.refused.get_or_create(&PerResource { resource: resource.to_string() }).inc();
     }
 
     /// The driver reported an XID.

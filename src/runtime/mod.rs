@@ -51,7 +51,12 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
     let (handover, upkeep) = handover::prepare(args)?;
-    let kubelet = kubelet::Settings { handover, ..kubelet::Settings::new(args.kubelet_socket.clone()) };
+    let kubelet = kubelet::Settings {
+        handover,
+        pod_resources_socket: Some(args.pod_resources_socket.clone()),
+        callers: kubelet::Callers::and(args.allowed_uids.iter().copied()),
+        ..kubelet::Settings::new(args.kubelet_socket.clone())
+    };
     let beside = || args.kubelet_socket.parent().map(PathBuf::from);
     let health = HealthSettings {
         xids: args.xids.policy(),
