@@ -36,7 +36,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Serve this node's GPUs to its kubelet (the DaemonSet's command)
-    Run(RunArgs),
+    Run(Box<RunArgs>),
     /// Show a whole node in one process: a simulated machine, a kubelet, pods that come and go
     Demo(DemoArgs),
     /// Show a machine: its tree, and its matrix as `nvidia-smi topo -m` prints it
