@@ -16,6 +16,7 @@ mod machine;
 mod nics;
 mod offers;
 pub mod pod_resources;
+mod probe;
 mod register;
 mod service;
 mod session;
@@ -34,6 +35,7 @@ pub use callers::Callers;
 pub use handover::{CdiNames, DeviceIds, Handover, Surroundings};
 pub use life::{Plugin, PluginError};
 pub use nics::RdmaNodes;
+pub use probe::{ProbeError, probe};
 
 /// How a plugin finds its kubelet and what it hands to containers.
 #[derive(Clone, Debug)]

@@ -61,6 +61,8 @@ fn everything() -> String {
     metrics.agent_started();
     metrics.cdi_written(true);
     metrics.cdi_written(false);
+    metrics.idle(true);
+    metrics.driver_released(true);
     metrics.agent_up(true);
     sorted(&metrics.encode().unwrap())
 }

@@ -7,10 +7,12 @@
 mod clock;
 mod driver;
 mod handover;
+mod idle;
 mod keeper;
 mod log;
 mod node;
 mod observe;
+mod operator;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -18,6 +20,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use tokio::signal::unix::{SignalKind, signal};
 
+use crate::admin::Local;
 use crate::config::{HostArgs, RunArgs};
 use crate::kubelet;
 use crate::nvml::child::AgentCommand;
@@ -50,6 +53,9 @@ async fn serve(args: &RunArgs) -> Result<()> {
     // First of all: a container's first process does not even die of a signal that it does not listen for.
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+    let mut let_go = signal(SignalKind::user_defined1()).context("cannot listen for SIGUSR1")?;
+    let mut take_up = signal(SignalKind::user_defined2()).context("cannot listen for SIGUSR2")?;
+    let admin = args.admin_socket.as_deref().map(Local::bind).transpose()?;
     let (handover, upkeep) = handover::prepare(args)?;
     let kubelet = kubelet::Settings {
         handover,
@@ -71,7 +77,9 @@ async fn serve(args: &RunArgs) -> Result<()> {
     }
     let mut node = Node::start(settings).await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
+    let release = operator::Release::new(Arc::clone(node.metrics()));
     let driver = driver::Driver {
+        release: release.clone(),
         command: agent_command(&args.host),
         sysfs: args.host.sysfs.clone(),
         fail_on_init_error: args.fail_on_init_error,
@@ -86,11 +94,22 @@ async fn serve(args: &RunArgs) -> Result<()> {
         node.spawn("what containers are handed", upkeep.run(inventory, metrics, shutdown.clone()));
     }
     node.spawn("NVML driver", driver.run(shutdown.clone()));
+    if let Some(admin) = admin {
+        let (orders, shutdown) = (operator::orders(&node, &release), shutdown.clone());
+        node.spawn("admin socket", async move {
+            admin.serve(orders, shutdown).await;
+            Ok(())
+        });
+    }
     node.spawn("signals", async move {
-        let name = tokio::select! {
-            _ = terminate.recv() => "SIGTERM",
-            _ = interrupt.recv() => "SIGINT",
-            () = shutdown.cancelled() => return Ok(()),
+        let name = loop {
+            tokio::select! {
+                _ = terminate.recv() => break "SIGTERM",
+                _ = interrupt.recv() => break "SIGINT",
+                _ = let_go.recv() => release.wish(true),
+                _ = take_up.recv() => release.wish(false),
+                () = shutdown.cancelled() => return Ok(()),
+            }
         };
         tracing::info!(signal = name, "ending");
         shutdown.cancel();

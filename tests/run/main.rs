@@ -10,13 +10,21 @@
     reason = "what a helper cannot do fails the test"
 )]
 
+mod callers;
+mod cut;
 mod devices;
+mod doctor;
 mod driver;
 mod endpoints;
+mod endurance;
 mod handover;
+mod health;
+mod idle;
 mod kubelet;
 mod node;
 mod oddities;
+mod operator;
+mod pod_resources;
 mod refusals;
 #[path = "../cdi/root.rs"]
 #[allow(dead_code, reason = "tests/cdi.rs uses all of it")]
@@ -25,3 +33,5 @@ mod rpc;
 #[path = "../cdi/schema.rs"]
 mod schema;
 mod shutdown;
+mod sockets;
+mod stops;
