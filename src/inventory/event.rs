@@ -3,6 +3,7 @@
 use crate::topology::{GpuUuid, NodeObservation, TopologyWarning};
 
 use super::device::Health;
+use super::numa_hints::NumaHints;
 
 /// Something that happened, as a plain value.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,6 +29,8 @@ pub enum Event {
         /// The NVML call.
         call: String,
     },
+    /// The operator wants devices to claim other NUMA nodes.
+    NumaHints(NumaHints),
 }
 
 /// Something to do, by the runtime: the inventory itself touches nothing.

@@ -137,6 +137,7 @@ impl Inventory {
             },
             Event::DoubleBitEcc { gpu } => self.fail(&gpu, &UnhealthyReason::DoubleBitEcc, now),
             Event::GpuLost { gpu, call } => self.fail(&gpu, &UnhealthyReason::Lost { call }, now),
+            Event::NumaHints(hints) => self.hinted(hints),
         };
         (self, effects)
     }
@@ -181,6 +182,16 @@ impl Inventory {
         }
         effects.push(Effect::Publish);
         effects
+    }
+
+    /// All devices claim their NUMA nodes anew, those of GPUs that are gone included: they are on the list too.
+    fn hinted(&mut self, hints: NumaHints) -> Vec<Effect> {
+        let topology = Arc::clone(self.topology());
+        self.numa_hints = hints;
+        for device in self.resources.values_mut().flat_map(BTreeMap::values_mut) {
+            device.numa_nodes = hints.nodes(&topology, &device.gpu);
+        }
+        vec![Effect::Publish]
     }
 
     /// One GPU is in trouble; the first reason stands until its own evidence ends it.
