@@ -1,9 +1,10 @@
-//! The commands that look and answer: `topology`, `allocate`, `simulate`, `snapshot`.
+//! The commands that look and answer: `topology`, `allocate`, `simulate`, `snapshot`, `config`.
 //!
 //! A composition root: it reads a machine (a file, or this one), asks the core and prints. Called by `main`.
 //! What it prints for scripts is an interface; what it prints for people is held by golden tests.
 
 mod allocate;
+mod config;
 mod machine;
 mod matrix;
 mod outline;
@@ -19,6 +20,7 @@ use crate::machines::Machine;
 use crate::topology::{Gpu, NodeTopology};
 
 pub use allocate::allocate;
+pub use config::config;
 pub use machine::load;
 pub use output::print;
 pub use simulate::simulate;

@@ -83,6 +83,7 @@ pub struct Metrics {
     xids: Family<PerXid, Counter>,
     agent_up: Gauge,
     agent_starts: Counter,
+    config_valid: Gauge,
 }
 
 impl fmt::Debug for Metrics {
@@ -108,6 +109,7 @@ impl Metrics {
             xids: Family::default(),
             agent_up: Gauge::default(),
             agent_starts: Counter::default(),
+            config_valid: Gauge::default(),
             registry: Registry::default(),
         };
         registry.register("build", "The version that runs", Info::new(vec![("version", version)]));
@@ -157,6 +159,13 @@ impl Metrics {
             "Starts of the process that speaks to NVML; more than one means that it died",
             metrics.agent_starts.clone(),
         );
+        registry.register(
+            "config_valid",
+            "1 while the configuration that was read last is the one that counts, 0 while it was refused and an older one counts",
+            metrics.config_valid.clone(),
+        );
+        // What starts, starts with a configuration.
+        metrics.config_valid.set(1);
         registry.register_collector(Box::new(collector::State { inventory }));
         Self { registry, ..metrics }
     }
@@ -236,6 +245,11 @@ impl Metrics {
     /// The driver reported an XID.
     pub fn xid(&self, gpu: &GpuUuid, xid: u64) {
         self.xids.get_or_create(&PerXid { uuid: gpu.to_string(), xid }).inc();
+    }
+
+    /// The configuration was read again.
+    pub fn config_valid(&self, valid: bool) {
+        self.config_valid.set(i64::from(valid));
     }
 
     /// The process that speaks to NVML was started.

@@ -1,9 +1,10 @@
 //! `linkwise run`: builds everything, owns every task, turns effects into calls.
 //!
 //! A composition root. `node` holds the one loop that writes the inventory, and the plugins; `driver`
-//! keeps the NVML child alive; this file starts and ends them. A task that ends unexpectedly ends the process, with
+//! keeps the NVML child alive; `config` reads the configuration again; this file starts and ends them. A task that ends unexpectedly ends the process, with
 //! its cause.
 
+mod config;
 mod driver;
 mod log;
 mod node;
@@ -14,8 +15,10 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
 
-use crate::config::{HostArgs, RunArgs};
+use crate::config::settings::load;
+use crate::config::{Environment, HostArgs, RunArgs};
 use crate::kubelet;
 use crate::nvml::child::AgentCommand;
 
@@ -49,22 +52,37 @@ async fn serve(args: &RunArgs) -> Result<()> {
     // First of all: a container's first process does not even die of a signal that it does not listen for.
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
-    let mut kubelet = kubelet::Settings::new(args.kubelet_socket.clone());
-    kubelet.device_nodes =
-        args.pass_device_specs.then(|| CONTROL_NODES.iter().map(PathBuf::from).filter(|node| node.exists()).collect());
-    let settings = NodeSettings { kubelet, metrics_address: args.metrics_address, numa_hints: args.numa_hints.into() };
-    let mut node = Node::start(settings).await?;
+    let hangup = signal(SignalKind::hangup()).context("cannot listen for SIGHUP")?;
+    let environment = Environment::read();
+    let loaded = load(&args.flags, &environment)?;
+    config::log(&loaded);
+    let settings = loaded.settings;
+    let mut kubelet = kubelet::Settings::new(settings.kubelet_socket.value.clone());
+    let control_nodes = || CONTROL_NODES.iter().map(PathBuf::from).filter(|node| node.exists()).collect();
+    kubelet.device_nodes = settings.pass_device_specs.value.then(control_nodes);
+    let mut node = Node::start(NodeSettings {
+        kubelet,
+        metrics_address: settings.metrics_address.value,
+        numa_hints: settings.numa_hints.value.into(),
+    })
+    .await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
     let driver = driver::Driver {
         command: agent_command(&args.host),
         sysfs: args.host.sysfs.clone(),
-        fail_on_init_error: args.fail_on_init_error,
+        fail_on_init_error: settings.fail_on_init_error.value,
         events: node.events(),
         metrics: Arc::clone(node.metrics()),
         idle: node.idle_reason(),
     };
     let shutdown = node.shutdown();
     node.spawn("NVML driver", driver.run(shutdown.clone()));
+    let settings = watch::Sender::new(Arc::new(settings));
+    let follower = config::Follower { settings: settings.subscribe(), events: node.events() };
+    node.spawn("configuration's follower", follower.run(shutdown.clone()));
+    let reader =
+        config::Reader { flags: args.flags.clone(), environment, settings, metrics: Arc::clone(node.metrics()) };
+    node.spawn("configuration", reader.run(hangup, shutdown.clone()));
     node.spawn("signals", async move {
         let name = tokio::select! {
             _ = terminate.recv() => "SIGTERM",

@@ -10,6 +10,7 @@
     reason = "what a helper cannot do fails the test"
 )]
 
+mod config;
 mod devices;
 mod driver;
 mod endpoints;
