@@ -63,7 +63,10 @@ impl<'a> Given<'a> {
             return Ok(vec![read(self)?]);
         }
         let text = self.written().ok_or_else(|| self.refused(expected))?;
-        text.split(',').map(str::trim).filter(|item| !item.is_empty()).map(|item| read(Given::Text(item))).collect()
+        if text.trim().is_empty() {
+            return Ok(Vec::new());
+        }
+        text.split(',').map(|item| read(Given::Text(item.trim()))).collect()
     }
 }
 
@@ -119,7 +122,8 @@ pub fn text(given: Given<'_>) -> Result<String, Problem> {
 
 /// Texts.
 pub fn texts(given: Given<'_>) -> Result<Vec<String>, Problem> {
-    given.items("a list of texts", text)
+    let item = |item: Given<'_>| text(item).ok().filter(|text| !text.is_empty()).ok_or_else(|| item.refused("a name"));
+    given.items("a list of texts", item)
 }
 
 /// A path.
