@@ -11,6 +11,7 @@ pub mod settings;
 mod simulate;
 mod topology_manager;
 mod watch;
+mod xids;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -24,6 +25,7 @@ pub use settings::{Environment, Flags, Settings};
 pub use simulate::{SimulateArgs, SimulatePolicy};
 pub use topology_manager::{NumaHintsArg, ScopeArg, TopologyPolicyArg};
 pub use watch::FileWatch;
+pub use xids::XidArgs;
 
 /// A topology-aware Kubernetes device plugin for NVIDIA GPUs.
 ///
@@ -96,6 +98,12 @@ pub struct RunArgs {
     /// What the configuration says, as far as flags say it.
     #[command(flatten)]
     pub flags: Flags,
+    /// Where the GPUs' health is kept for the next start, as linkwise_health.json; without it, beside the kubelet's socket
+    #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
+    pub state_dir: Option<PathBuf>,
+    /// Which XIDs count.
+    #[command(flatten)]
+    pub xids: XidArgs,
     /// The driver and the host.
     #[command(flatten)]
     pub host: HostArgs,
@@ -304,6 +312,16 @@ mod tests {
         assert_eq!(run(&["--pass-device-specs", "--fail-on-init-error"]), (true, Some(true)));
         assert_eq!(run(&["--pass-device-specs=true", "--fail-on-init-error=false"]), (true, Some(false)));
         assert_eq!(run(&["--pass-device-specs=1", "--fail-on-init-error=False"]), (true, Some(false)));
+    }
+
+    #[test]
+    fn uids_are_a_list_of_numbers() {
+        let run = |args: &[&str]| Cli::try_parse_from(["linkwise", "run"].iter().chain(args));
+        assert!(run(&["--allowed-uids", "1000,65534"]).is_ok());
+        for wrong in ["root", "-1", "1000,,5", "4294967296"] {
+            let error = run(&[&format!("--allowed-uids={wrong}")]).unwrap_err().to_string();
+            assert!(error.contains("--allowed-uids"), "{error}");
+        }
     }
 
     #[test]

@@ -109,7 +109,7 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
             None => (gpus.last().context("no GPU to fail")?, "the last one"),
         };
         for code in [APPLICATION_XID, GPU_XID] {
-            self.send(Event::Xid { gpu: gpu.uuid.clone(), code }).await?;
+            self.send(Event::Xid { gpu: gpu.uuid.clone(), code, instance: None }).await?;
         }
         let uuid = gpu.uuid.as_str();
         let state = self.wait("the failing GPU to be unhealthy", |state| state.unhealthy.contains(uuid)).await?;

@@ -12,7 +12,7 @@ fn node() -> Inventory {
     let other = GpuObservation { index: 1, uuid: "GPU-b".parse().unwrap(), numa: None, model: None, ..gpu.clone() };
     let observed = NodeObservation { gpus: vec![gpu, other], host: HostObservation::default(), failures: vec![] };
     let (inventory, _) = Inventory::default().apply(Event::Observed(Box::new(observed)), Duration::ZERO);
-    let xid = Event::Xid { gpu: "GPU-b".parse().unwrap(), code: 79 };
+    let xid = Event::Xid { gpu: "GPU-b".parse().unwrap(), code: 79, instance: None };
     inventory.apply(xid, Duration::from_secs(1_700_000_000)).0
 }
 
@@ -57,6 +57,7 @@ fn everything() -> String {
     );
     metrics.chosen(&resource, &report, Duration::from_micros(3), true);
     metrics.xid(&"GPU-b".parse().unwrap(), 79);
+    metrics.gpu_failed(&"GPU-b".parse().unwrap(), "xid");
     metrics.agent_started();
     metrics.agent_up(true);
     sorted(&metrics.encode().unwrap())

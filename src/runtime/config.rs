@@ -15,12 +15,15 @@ use crate::inventory::Event;
 use crate::metrics::Metrics;
 
 /// The keys that do something, all at the start.
-const AT_START: [&str; 5] = [
+const AT_START: [&str; 8] = [
     "configFile",
     "flags.failOnInitError",
     "flags.plugin.passDeviceSpecs",
     "flags.plugin.kubeletSocket",
+    "linkwise.allowedUids",
+    "linkwise.health.xids",
     "linkwise.metricsAddress",
+    "linkwise.podResourcesSocket",
 ];
 /// The keys that do something while linkwise runs.
 const AT_ONCE: [&str; 2] = ["linkwise.numaHints", "linkwise.naming"];

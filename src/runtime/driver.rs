@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::hwloc;
-use crate::inventory::Event;
+use crate::inventory::{Event, MigInstance};
 use crate::metrics::Metrics;
 use crate::nvml::child::{Agent, AgentCommand};
 use crate::nvml::protocol::FromAgent;
@@ -98,9 +98,10 @@ impl Driver {
                     }
                     Event::Observed(Box::new(self.observed(gpus, failures).await?))
                 }
-                FromAgent::Xid { gpu, code, .. } => {
+                FromAgent::Xid { gpu, code, gpu_instance, compute_instance } => {
                     self.metrics.xid(&gpu, code);
-                    Event::Xid { gpu, code }
+                    let instance = gpu_instance.map(|gpu_instance| MigInstance { gpu_instance, compute_instance });
+                    Event::Xid { gpu, code, instance }
                 }
                 FromAgent::DoubleBitEcc { gpu } => Event::DoubleBitEcc { gpu },
                 FromAgent::Lost { gpu, call } => Event::GpuLost { gpu, call },

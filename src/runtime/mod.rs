@@ -4,8 +4,10 @@
 //! keeps the NVML child alive; `config` reads the configuration again; this file starts and ends them. A task that ends unexpectedly ends the process, with
 //! its cause.
 
+mod clock;
 mod config;
 mod driver;
+mod keeper;
 mod log;
 mod node;
 mod observe;
@@ -19,10 +21,12 @@ use tokio::sync::watch;
 
 use crate::config::settings::load;
 use crate::config::{Environment, HostArgs, RunArgs};
+use crate::inventory::XidPolicy;
 use crate::kubelet;
 use crate::nvml::child::AgentCommand;
 
 pub use driver::look;
+pub use keeper::HealthSettings;
 pub use log::log_to_stderr;
 pub use node::{Node, NodeSettings};
 
@@ -58,12 +62,26 @@ async fn serve(args: &RunArgs) -> Result<()> {
     config::log(&loaded);
     let settings = loaded.settings;
     let mut kubelet = kubelet::Settings::new(settings.kubelet_socket.value.clone());
+    kubelet.pod_resources_socket = Some(settings.pod_resources_socket.value.clone());
+    kubelet.callers = kubelet::Callers::and(settings.allowed_uids.value.iter().copied());
     let control_nodes = || CONTROL_NODES.iter().map(PathBuf::from).filter(|node| node.exists()).collect();
     kubelet.device_nodes = settings.pass_device_specs.value.then(control_nodes);
+    let beside = || settings.kubelet_socket.value.parent().map(PathBuf::from);
+    let overrides = settings.xids.value.iter().map(|(xid, action)| (*xid, (*action).into())).collect();
+    let health = HealthSettings {
+        xids: XidPolicy { overrides, ..args.xids.policy() },
+        await_first_poll: false,
+        state_dir: args.state_dir.clone().or_else(beside),
+        sysfs: Some(args.host.sysfs.clone()),
+    };
+    for (variable, passed_over) in args.xids.passed_over() {
+        tracing::warn!(variable, passed_over, "no XID; passed over");
+    }
     let mut node = Node::start(NodeSettings {
         kubelet,
         metrics_address: settings.metrics_address.value,
         numa_hints: settings.numa_hints.value.into(),
+        health,
     })
     .await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");

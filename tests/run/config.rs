@@ -154,3 +154,13 @@ async fn the_nvidia_plugins_command_serves_with_its_variables_and_its_file() {
     let nodes: Vec<_> = grant.device_specs.iter().map(|node| node.host_path.as_str()).collect();
     assert!(nodes.contains(&"/dev/nvidia7"), "{nodes:?}");
 }
+
+#[tokio::test]
+async fn the_file_says_what_an_xid_means() {
+    let text = "linkwise:\n  health:\n    xids: {31: reset-gpu, 79: application}\n";
+    let (node, kubelet, _file) = serve(text).await;
+    // By our table it is the other way round.
+    node.setup.tell("xid 1 79");
+    node.setup.tell("xid 2 31");
+    kubelet.wait(|state| state.resources[GPU].unhealthy == BTreeSet::from([uuid(1, 2)])).await.unwrap();
+}

@@ -112,7 +112,13 @@ impl Setup {
         let mut options = Options::new(self.kubelet_socket.parent().unwrap());
         options.dial_retry = Duration::from_millis(10);
         options.wait_timeout = LIMIT;
+        options.pod_resources = Some(self.pod_resources());
         KubeletBox::start(options).unwrap()
+    }
+
+    /// Where a kubelet on this machine serves PodResources.
+    pub fn pod_resources(&self) -> PathBuf {
+        self.at("p/kubelet.sock")
     }
 
     /// Our sockets in the kubelet's folder.
@@ -132,6 +138,7 @@ impl Setup {
         command.args(self.subcommand);
         command.args(["--log-format", "json", "--metrics-address", &self.metrics_address.to_string()]);
         command.args([OsStr::new("--kubelet-socket"), self.kubelet_socket.as_os_str()]);
+        command.args([OsStr::new("--pod-resources-socket"), self.pod_resources().as_os_str()]);
         command.args([OsStr::new("--nvml-library"), self.library.as_os_str()]);
         command.args(&self.args).envs(self.environment.iter().map(|(name, value)| (name, value)));
         command.current_dir(self.folder.path());

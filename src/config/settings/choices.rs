@@ -3,6 +3,8 @@
 use clap::ValueEnum;
 use serde::Serialize;
 
+use crate::inventory::XidClass;
+
 /// How MIG devices are offered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -85,4 +87,15 @@ pub enum XidAction {
     ResetGpu,
     /// The node needs a reboot.
     RebootNode,
+}
+
+impl From<XidAction> for XidClass {
+    fn from(action: XidAction) -> Self {
+        match action {
+            XidAction::Ignore => Self::Ignore,
+            XidAction::Application => Self::Application,
+            XidAction::ResetGpu => Self::ResetGpu,
+            XidAction::RebootNode => Self::RebootNode,
+        }
+    }
 }
