@@ -5,14 +5,14 @@ use clap::{Args, Command, FromArgMatches};
 use super::*;
 use crate::config::file::{Problem, Weight};
 
-fn flags(args: &[&str]) -> Flags {
+fn given(args: &[&str]) -> Flags {
     let command = Flags::augment_args(Command::new("run").no_binary_name(true));
     Flags::from_arg_matches(&command.try_get_matches_from(args).unwrap()).unwrap()
 }
 
 fn build(args: &[&str], environment: &Environment, text: &str) -> (Settings, Vec<Finding>) {
     let (file, mut findings) = File::parse(text);
-    let sources = Sources { flags: &flags(args), environment, file: &file };
+    let sources = Sources { flags: &given(args), environment, file: &file };
     let settings = Settings::build(&sources, &mut findings);
     (settings, findings)
 }
@@ -187,5 +187,23 @@ fn every_key_of_the_table_can_be_written_and_is_read() {
         let errors = errors(&text);
         assert_eq!(errors.len(), 1, "{key}: {errors:?}");
         assert!(errors[0].starts_with(&format!("line {}: {key}: expected ", parts.len())), "{errors:?}");
+    }
+}
+
+#[test]
+fn every_setting_is_documented() {
+    let documents =
+        concat!(include_str!("../../../docs/compatibility.md"), include_str!("../../../docs/configuration.md"),);
+    let written = |name: &str| documents.contains(&format!("`{name}`"));
+    for flag in flags() {
+        assert!(written(&format!("--{flag}")), "--{flag}");
+    }
+    for variable in variables() {
+        assert!(written(variable), "{variable}");
+    }
+    for key in keys() {
+        // Those of gpu-feature-discovery are listed behind their first.
+        let last = key.rsplit('.').next().unwrap_or(key);
+        assert!(written(key) || key.starts_with("flags.gfd.") && written(last), "{key}");
     }
 }
