@@ -3,7 +3,9 @@
 //! Owns the options, their names, defaults and help texts. Called by `main`; what it makes is plain data
 //! from which the composition roots build live objects.
 
+mod admin;
 mod check;
+mod doctor;
 pub mod file;
 mod list;
 mod program;
@@ -19,7 +21,9 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::Serialize;
 
+pub use admin::{AdminArgs, AdminOrder};
 pub use check::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs};
+pub use doctor::DoctorArgs;
 pub use list::{GpuName, UnitName};
 pub use settings::{Environment, Flags, Settings};
 pub use simulate::{SimulateArgs, SimulatePolicy};
@@ -54,6 +58,10 @@ pub enum Command {
     Simulate(SimulateArgs),
     /// Write this machine, as NVML and hwloc see it, as a node file that every --node takes
     Snapshot(SnapshotArgs),
+    /// Say what is wrong with this node, and what to do about it
+    Doctor(DoctorArgs),
+    /// Ask the linkwise that runs on this host, or order: its state, the driver, a GPU's health
+    Admin(AdminArgs),
     /// Look at a configuration: what is wrong with a file, or what counts and who says so
     Config(ConfigArgs),
     /// The process that speaks to NVML, started by the others
@@ -64,7 +72,8 @@ pub enum Command {
 /// How to reach the driver and the host.
 #[derive(Clone, Debug, Args)]
 pub struct HostArgs {
-    /// The driver's NVML library, instead of libnvidia-ml.so.1 on the library path
+    /// The driver's NVML library, instead of libnvidia-ml.so.1 on the library path; or the root folder under which a
+    /// driver is installed, where it is looked for in the usual places each time it is needed
     #[arg(long, value_name = "PATH", env = "LINKWISE_NVML_LIBRARY")]
     pub nvml_library: Option<PathBuf>,
     /// Where the host's /sys is

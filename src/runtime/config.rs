@@ -15,11 +15,12 @@ use crate::inventory::Event;
 use crate::metrics::Metrics;
 
 /// The keys that do something, all at the start.
-const AT_START: [&str; 8] = [
+const AT_START: [&str; 9] = [
     "configFile",
     "flags.failOnInitError",
     "flags.plugin.passDeviceSpecs",
     "flags.plugin.kubeletSocket",
+    "linkwise.adminSocket",
     "linkwise.allowedUids",
     "linkwise.health.xids",
     "linkwise.metricsAddress",

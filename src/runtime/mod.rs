@@ -7,10 +7,12 @@
 mod clock;
 mod config;
 mod driver;
+mod idle;
 mod keeper;
 mod log;
 mod node;
 mod observe;
+mod operator;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,6 +21,7 @@ use anyhow::{Context, Result};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
+use crate::admin::Local;
 use crate::config::settings::load;
 use crate::config::{Environment, HostArgs, RunArgs};
 use crate::inventory::XidPolicy;
@@ -57,10 +60,13 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
     let hangup = signal(SignalKind::hangup()).context("cannot listen for SIGHUP")?;
+    let mut let_go = signal(SignalKind::user_defined1()).context("cannot listen for SIGUSR1")?;
+    let mut take_up = signal(SignalKind::user_defined2()).context("cannot listen for SIGUSR2")?;
     let environment = Environment::read();
     let loaded = load(&args.flags, &environment)?;
     config::log(&loaded);
     let settings = loaded.settings;
+    let admin = settings.admin_socket.value.as_deref().map(Local::bind).transpose()?;
     let mut kubelet = kubelet::Settings::new(settings.kubelet_socket.value.clone());
     kubelet.pod_resources_socket = Some(settings.pod_resources_socket.value.clone());
     kubelet.callers = kubelet::Callers::and(settings.allowed_uids.value.iter().copied());
@@ -85,7 +91,9 @@ async fn serve(args: &RunArgs) -> Result<()> {
     })
     .await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
+    let release = operator::Release::new(Arc::clone(node.metrics()));
     let driver = driver::Driver {
+        release: release.clone(),
         command: agent_command(&args.host),
         sysfs: args.host.sysfs.clone(),
         fail_on_init_error: settings.fail_on_init_error.value,
@@ -101,11 +109,22 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let reader =
         config::Reader { flags: args.flags.clone(), environment, settings, metrics: Arc::clone(node.metrics()) };
     node.spawn("configuration", reader.run(hangup, shutdown.clone()));
+    if let Some(admin) = admin {
+        let (orders, shutdown) = (operator::orders(&node, &release), shutdown.clone());
+        node.spawn("admin socket", async move {
+            admin.serve(orders, shutdown).await;
+            Ok(())
+        });
+    }
     node.spawn("signals", async move {
-        let name = tokio::select! {
-            _ = terminate.recv() => "SIGTERM",
-            _ = interrupt.recv() => "SIGINT",
-            () = shutdown.cancelled() => return Ok(()),
+        let name = loop {
+            tokio::select! {
+                _ = terminate.recv() => break "SIGTERM",
+                _ = interrupt.recv() => break "SIGINT",
+                _ = let_go.recv() => release.wish(true),
+                _ = take_up.recv() => release.wish(false),
+                () = shutdown.cancelled() => return Ok(()),
+            }
         };
         tracing::info!(signal = name, "ending");
         shutdown.cancel();

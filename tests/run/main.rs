@@ -10,13 +10,23 @@
     reason = "what a helper cannot do fails the test"
 )]
 
+mod callers;
 mod config;
+mod cut;
 mod devices;
+mod doctor;
 mod driver;
 mod endpoints;
+mod endurance;
+mod health;
+mod idle;
 mod kubelet;
 mod node;
 mod oddities;
+mod operator;
+mod pod_resources;
 mod refusals;
 mod rpc;
 mod shutdown;
+mod sockets;
+mod stops;

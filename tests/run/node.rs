@@ -146,6 +146,19 @@ impl Setup {
         command
     }
 
+    /// How the doctor looks at this machine; more arguments can follow.
+    pub fn doctor(&self) -> Command {
+        let mut command = Command::new(&self.program);
+        command.env_clear();
+        command.arg("doctor").arg("--kubelet-socket").arg(&self.kubelet_socket);
+        command.arg("--nvml-library").arg(&self.library).arg("--sysfs").arg(self.at("sys"));
+        command.arg("--root").arg(self.folder.path());
+        command.arg("--pod-resources-socket").arg(self.at("pod-resources/kubelet.sock"));
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
+        command.stdin(Stdio::null()).kill_on_drop(true);
+        command
+    }
+
     /// Starts linkwise.
     pub fn spawn(&self) -> Process {
         let mut child = self.command().stderr(Stdio::piped()).spawn().unwrap();

@@ -15,7 +15,7 @@ mod sharing;
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::net::SocketAddr;
+use std::net::{Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 
 use clap::Arg;
@@ -300,12 +300,12 @@ settings! {
     /// Whether containers get a NCCL topology file
     expose_nccl_topology: bool = false, "linkwise.expose.ncclTopology", Row::new(boolean);
     /// Where /metrics, /livez and /readyz are served; port 0 takes a free one and the log names it
-    metrics_address: SocketAddr = SocketAddr::from(([0, 0, 0, 0], 9400)), "linkwise.metricsAddress",
+    metrics_address: SocketAddr = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 9400)), "linkwise.metricsAddress",
         Row::new(address).flag("metrics-address", "ADDRESS").variables(&["LINKWISE_METRICS_ADDRESS"]);
     /// The kubelet's PodResources socket
     pod_resources_socket: PathBuf = PathBuf::from("/var/lib/kubelet/pod-resources/kubelet.sock"), "linkwise.podResourcesSocket",
         Row::new(path).flag("pod-resources-socket", "PATH").variables(&["LINKWISE_POD_RESOURCES_SOCKET"]);
-    /// Our own socket for operators' commands
+    /// Serve `linkwise admin` on this Unix socket, for root and our own user; without it nowhere
     admin_socket: Option<PathBuf> = None, "linkwise.adminSocket",
         Row::new(maybe_path).flag("admin-socket", "PATH").variables(&["LINKWISE_ADMIN_SOCKET"]);
 }
