@@ -8,6 +8,7 @@ use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, NodeObservation, TopologyWarning};
 
 use super::device::{Health, ResourceName};
+use super::numa_hints::NumaHints;
 use super::poll::HealthPoll;
 use super::record::{HealthRecord, NodeIdentity};
 
@@ -37,6 +38,8 @@ pub enum Event {
         /// The NVML call.
         call: String,
     },
+    /// The operator wants devices to claim other NUMA nodes.
+    NumaHints(NumaHints),
     /// A round of cheap looks at the GPUs; one that is missing was not asked.
     Polled(BTreeMap<GpuUuid, HealthPoll>),
     /// Looking at a GPU ended the process that looked, and it is not looked at any more for now.

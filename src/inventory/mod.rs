@@ -227,6 +227,7 @@ impl Inventory {
             Event::Holders(held) => self.held(held.as_ref()),
             Event::Identified(identity) => self.identified(&identity),
             Event::Restored(record) => self.restored(&record),
+            Event::NumaHints(hints) => self.hinted(hints),
             Event::Tick => Vec::new(),
         };
         effects.extend(self.tick(now));
@@ -252,6 +253,16 @@ impl Inventory {
         self.list(BTreeMap::from([(ResourceName::gpu(), fresh)]), now);
         effects.extend(self.settle(true));
         effects
+    }
+
+    /// All devices claim their NUMA nodes anew, those of GPUs that are gone included: they are on the list too.
+    fn hinted(&mut self, hints: NumaHints) -> Vec<Effect> {
+        let topology = Arc::clone(self.topology());
+        self.numa_hints = hints;
+        for device in self.resources.values_mut().flat_map(BTreeMap::values_mut) {
+            device.numa_nodes = hints.nodes(&topology, &device.gpu);
+        }
+        vec![Effect::Publish]
     }
 }
 
