@@ -6,7 +6,7 @@ use linkwise::inventory::{Event, NumaHints, ResourceName};
 use linkwise::kubelet::{Phase, Settings, pod_resources};
 use linkwise::kubelet_box::{Fault, KubeletBox, Options, Place, Pod};
 use linkwise::machines;
-use linkwise::runtime::{Node, NodeSettings};
+use linkwise::runtime::{HealthSettings, Node, NodeSettings};
 use tokio::net::UnixListener;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -87,6 +87,7 @@ async fn who_holds_what_is_known_where_pod_resources_is_there_and_not_known_else
         kubelet: kubelet_settings,
         metrics_address: "127.0.0.1:0".parse().unwrap(),
         numa_hints: NumaHints::default(),
+        health: HealthSettings::default(),
     };
     let node = Node::start(settings).await.unwrap();
     let (mut holders, shutdown, events) = (node.holders(), node.shutdown(), node.events());
