@@ -62,7 +62,6 @@ fn the_defaults_are_the_nvidia_plugins() {
         ("flags.deviceDiscoveryStrategy", "auto"),
         ("flags.plugin.deviceIDStrategy", "uuid"),
         ("flags.plugin.cdiAnnotationPrefix", "cdi.k8s.io/"),
-        ("flags.plugin.nvidiaCTKPath", "/usr/bin/nvidia-ctk"),
         ("flags.plugin.containerDriverRoot", "/driver-root"),
         ("flags.plugin.kubeletSocket", "/var/lib/kubelet/device-plugins/kubelet.sock"),
         ("flags.plugin.sharedDevicesAllocationPolicy", "distributed"),
