@@ -223,6 +223,7 @@ fn gpu(bytes: &mut Bytes<'_>, number: usize, gpus: usize) -> GpuObservation {
         nvlinks: bytes.maybe(|bytes| (0..bytes.below(5)).map(|_| group(bytes)).collect()),
         c2c: None,
         display: None,
+        mig: None,
         fabric: bytes.maybe(|bytes| FabricObservation { cluster: "0".to_owned(), clique: u32::from(bytes.byte() % 3) }),
         common_ancestors: (0..bytes.below(4))
             .map(|_| (u32::try_from(bytes.below(gpus)).expect("few GPUs"), levels[bytes.below(6)]))
