@@ -8,16 +8,25 @@ use serde::Serialize;
 use thiserror::Error;
 
 use super::numa_hints::NumaHints;
-use crate::topology::{Gpu, NodeTopology, NumaNodeId};
+use crate::allocation::DeviceId;
+use crate::topology::{Gpu, MigDevice, MigProfile, NodeTopology, NumaNodeId};
 
 /// A moment: time since the Unix epoch, as whoever calls reads its clock.
 pub type Timestamp = Duration;
 
-/// One device on the kubelet's list: for now, a whole GPU.
+/// How long a device that left stays on the list at least. Pods that were being admitted as it left are among those that
+/// the kubelet lists by then.
+const PARTING: Duration = Duration::from_secs(60);
+
+/// One device on the kubelet's list: a whole GPU, a MIG device of one, or a slot on either.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
     /// The GPU.
     pub gpu: Gpu,
+    /// The MIG device, where it is not the whole GPU.
+    pub mig: Option<MigDevice>,
+    /// The slot, from 0, where it is shared.
+    pub slot: Option<u32>,
     /// The NUMA nodes the kubelet is told of: CPU-bearing ones only, none when unknown.
     pub numa_nodes: Vec<NumaNodeId>,
     /// Whether it may be given to a pod.
@@ -25,10 +34,59 @@ pub struct Device {
 }
 
 impl Device {
-    /// A healthy device.
+    /// A healthy whole GPU.
     pub fn new(topology: &NodeTopology, gpu: &Gpu, hints: NumaHints) -> Self {
         let numa_nodes = hints.nodes(topology, gpu);
-        Self { gpu: gpu.clone(), numa_nodes, health: Health::Healthy }
+        Self { gpu: gpu.clone(), mig: None, slot: None, numa_nodes, health: Health::Healthy }
+    }
+
+    /// Its name for the kubelet, as the NVIDIA plugin has it: [`Self::uuid`], for a slot `UUID::N`.
+    pub fn id(&self) -> DeviceId {
+        Self::id_of(&self.gpu, self.mig.as_ref(), self.slot)
+    }
+
+    pub(super) fn id_of(gpu: &Gpu, mig: Option<&MigDevice>, slot: Option<u32>) -> DeviceId {
+        let uuid = mig.map_or(gpu.uuid.as_str(), |mig| mig.uuid.as_str());
+        DeviceId::from(slot.map_or_else(|| uuid.to_owned(), |slot| format!("{uuid}::{slot}")))
+    }
+
+    /// Whether something is wrong with it, rather than that it is not there or not offered.
+    pub(super) fn is_sick(&self) -> bool {
+        match &self.health {
+            Health::Healthy => false,
+            Health::Unhealthy { reason, .. } => !matches!(reason, UnhealthyReason::Gone | UnhealthyReason::Withdrawn),
+        }
+    }
+
+    /// Whether it went a while ago.
+    pub(super) fn has_left(&self, now: Timestamp) -> bool {
+        match &self.health {
+            Health::Unhealthy { since, .. } => !self.is_sick() && now.saturating_sub(*since) >= PARTING,
+            Health::Healthy => false,
+        }
+    }
+
+    /// What a container gets, by UUID: the MIG device, or else the GPU. All slots of it have the same.
+    pub fn uuid(&self) -> &str {
+        self.mig.as_ref().map_or(self.gpu.uuid.as_str(), |mig| mig.uuid.as_str())
+    }
+
+    /// The nodes below /dev of what a container gets: the GPU's, then those of the MIG device's capabilities; `None`
+    /// where a minor number is not known.
+    pub fn device_nodes(&self) -> Option<Vec<String>> {
+        let mut nodes = vec![format!("/dev/nvidia{}", self.gpu.minor?)];
+        if let Some(mig) = &self.mig {
+            nodes.extend(mig.capabilities?.device_nodes());
+        }
+        Some(nodes)
+    }
+
+    /// What a container gets, by index: `0` for a GPU, `0:1` for a MIG device.
+    pub fn index(&self) -> String {
+        match &self.mig {
+            Some(mig) => format!("{}:{}", self.gpu.index, mig.index),
+            None => self.gpu.index.to_string(),
+        }
     }
 }
 
@@ -67,6 +125,9 @@ pub enum UnhealthyReason {
     /// It is no longer there.
     #[error("the GPU is gone from the node")]
     Gone,
+    /// It is there, but no longer offered under this name.
+    #[error("it is no longer offered as this resource")]
+    Withdrawn,
 }
 
 impl UnhealthyReason {
@@ -77,6 +138,7 @@ impl UnhealthyReason {
             Self::DoubleBitEcc => "double_bit_ecc",
             Self::Lost { .. } => "lost",
             Self::Gone => "gone",
+            Self::Withdrawn => "withdrawn",
         }
     }
 }
@@ -97,6 +159,11 @@ impl ResourceName {
     /// `nvidia.com/gpu`, the whole GPUs of a node.
     pub fn gpu() -> Self {
         Self("nvidia.com/gpu".to_owned())
+    }
+
+    /// The MIG devices of one profile, as the NVIDIA plugin names them: `nvidia.com/mig-1g.10gb.me`.
+    pub fn mig(profile: &MigProfile) -> Self {
+        Self(format!("nvidia.com/mig-{}", profile.to_string().replace('+', ".")))
     }
 
     /// The name as text.

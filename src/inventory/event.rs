@@ -6,13 +6,17 @@ use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, NodeObservation, TopologyWarning};
 
 use super::device::{Health, ResourceName};
+use super::plan::ResourcePlan;
 use super::poll::HealthPoll;
+use super::problem::PlanProblem;
 
 /// Something that happened, as a plain value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A complete look at the node.
     Observed(Box<NodeObservation>),
+    /// An operator wants other resources made of the GPUs.
+    Planned(Box<ResourcePlan>),
     /// The driver reported an XID.
     Xid {
         /// The GPU.
@@ -96,4 +100,6 @@ pub enum Effect {
     },
     /// Tell people what is odd about the node, once.
     Warn(TopologyWarning),
+    /// Tell people what the plan cannot have on this node, once.
+    PlanProblem(PlanProblem),
 }

@@ -7,19 +7,30 @@
 mod device;
 mod event;
 mod numa_hints;
+mod offer;
+mod plan;
 mod poll;
+mod problem;
+mod resources;
 mod xid;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::allocation::{AllocationTables, DeviceId};
 use crate::topology::{GpuUuid, NodeObservation, NodeTopology, TopologyWarning};
+use resources::Choice;
 
 pub use device::{Device, Health, ResourceName, ResourceNameError, Timestamp, UnhealthyReason};
 pub use event::{Effect, Event, MigInstance};
 pub use numa_hints::NumaHints;
+pub use plan::{
+    DeviceSelector, DeviceSelectorError, Filter, GpuSelector, MigStrategy, NamePattern, Pattern, ResourcePlan,
+    SharedDevices, SharedResource, Sharing, SharingKind,
+};
 pub use poll::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
+pub use problem::PlanProblem;
+pub use resources::MOST_SLOTS;
 pub use xid::XidClass;
 
 /// One whole state of the node. Cheap to share, never changed in place.
@@ -28,7 +39,13 @@ pub struct Inventory {
     tables: Arc<AllocationTables>,
     numa_hints: NumaHints,
     warnings: Vec<TopologyWarning>,
+    /// What an operator wants, and what is carried out: the last plan that could be, where the wanted one cannot.
+    wanted: Arc<ResourcePlan>,
+    plan: Arc<ResourcePlan>,
+    problems: Vec<PlanProblem>,
+    held: Arc<BTreeSet<(ResourceName, DeviceId)>>,
     resources: BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>,
+    choices: Arc<BTreeMap<ResourceName, Choice>>,
 }
 
 /// Why a device cannot be given out.
@@ -52,6 +69,14 @@ pub enum AllocateError {
         /// Why.
         reason: UnhealthyReason,
     },
+    /// More than one slot of shared devices, where the plan allows one.
+    #[error("{size} devices of {resource} are asked for, which is shared: a container may have 1")]
+    OneSlot {
+        /// The resource asked.
+        resource: ResourceName,
+        /// How many.
+        size: usize,
+    },
     /// One device twice in one request.
     #[error("device '{id}' of {resource} is asked for twice")]
     Repeated {
@@ -73,7 +98,17 @@ impl Inventory {
     /// Nothing seen yet.
     pub fn new(numa_hints: NumaHints) -> Self {
         let tables = Arc::new(AllocationTables::new(Arc::default()));
-        Self { tables, numa_hints, warnings: Vec::new(), resources: BTreeMap::new() }
+        Self {
+            tables,
+            numa_hints,
+            warnings: Vec::new(),
+            wanted: Arc::default(),
+            plan: Arc::default(),
+            problems: Vec::new(),
+            held: Arc::default(),
+            resources: BTreeMap::new(),
+            choices: Arc::default(),
+        }
     }
 
     /// The graph of the node.
@@ -89,6 +124,16 @@ impl Inventory {
     /// What was odd about the node.
     pub fn warnings(&self) -> &[TopologyWarning] {
         &self.warnings
+    }
+
+    /// What is made of the GPUs.
+    pub fn plan(&self) -> &ResourcePlan {
+        &self.plan
+    }
+
+    /// What an operator asked for and cannot have on this node.
+    pub fn problems(&self) -> &[PlanProblem] {
+        &self.problems
     }
 
     /// The resources this node offers, with their devices by id.
@@ -125,7 +170,11 @@ impl Inventory {
             }
         }
         let mut taken: Vec<&Device> = taken.into_values().collect();
-        taken.sort_by_key(|device| device.gpu.pci);
+        let one_slot = self.choices.get(resource).is_some_and(|choice| choice.one_slot);
+        if one_slot && taken.len() > 1 && taken.iter().any(|device| device.slot.is_some()) {
+            return Err(AllocateError::OneSlot { resource: resource.clone(), size: taken.len() });
+        }
+        taken.sort_by_key(|device| (device.gpu.pci, device.mig.as_ref().map(|mig| mig.index), device.slot));
         Ok(taken)
     }
 
@@ -133,6 +182,8 @@ impl Inventory {
     pub fn apply(mut self, event: Event, now: Timestamp) -> (Self, Vec<Effect>) {
         let effects = match event {
             Event::Observed(observed) => self.observed(&observed, now),
+            Event::Planned(plan) => self.planned(*plan, now),
+            Event::Holders(held) => self.held(held, now),
             Event::Xid { gpu, code, .. } => match XidClass::of(code) {
                 XidClass::Application => vec![Effect::XidIgnored { gpu, code }],
                 XidClass::Gpu => self.fail(&gpu, &UnhealthyReason::Xid { code }, now),
@@ -145,7 +196,6 @@ impl Inventory {
             | Event::DriverAway { .. }
             | Event::DriverBack
             | Event::Cleared { .. }
-            | Event::Holders(_)
             | Event::Tick => Vec::new(),
         };
         (self, effects)
@@ -162,34 +212,7 @@ impl Inventory {
         if topology != **self.topology() {
             self.tables = Arc::new(AllocationTables::new(Arc::new(topology)));
         }
-        let topology = Arc::clone(self.topology());
-        let mut fresh: BTreeMap<DeviceId, Device> = topology
-            .gpus()
-            .iter()
-            .map(|gpu| (DeviceId::from(&gpu.uuid), Device::new(&topology, gpu, self.numa_hints)))
-            .collect();
-        let resource = ResourceName::gpu();
-        for (id, known) in self.resources.get(&resource).into_iter().flatten() {
-            match (fresh.get_mut(id), &known.health) {
-                // Gone and back is the evidence that ends a disappearance.
-                (Some(_), Health::Unhealthy { reason: UnhealthyReason::Gone, .. }) => {
-                    effects.push(Effect::HealthChanged { gpu: known.gpu.uuid.clone(), health: Health::Healthy });
-                }
-                (Some(device), _) => device.health = known.health.clone(),
-                (None, Health::Unhealthy { .. }) => {
-                    fresh.insert(id.clone(), known.clone());
-                }
-                (None, Health::Healthy) => {
-                    let health = Health::Unhealthy { reason: UnhealthyReason::Gone, since: now };
-                    effects.push(Effect::HealthChanged { gpu: known.gpu.uuid.clone(), health: health.clone() });
-                    fresh.insert(id.clone(), Device { health, ..known.clone() });
-                }
-            }
-        }
-        if !fresh.is_empty() {
-            self.resources.insert(resource, fresh);
-        }
-        effects.push(Effect::Publish);
+        effects.extend(self.offer(now));
         effects
     }
 
@@ -200,8 +223,11 @@ impl Inventory {
             if device.gpu.uuid == *gpu && device.health == Health::Healthy {
                 let health = Health::Unhealthy { reason: reason.clone(), since: now };
                 device.health = health.clone();
-                effects.push(Effect::HealthChanged { gpu: gpu.clone(), health });
-                effects.push(Effect::Publish);
+                // A GPU's slots and MIG devices change with it: people are told once.
+                if effects.is_empty() {
+                    effects.push(Effect::HealthChanged { gpu: gpu.clone(), health });
+                    effects.push(Effect::Publish);
+                }
             }
         }
         effects

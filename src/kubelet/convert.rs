@@ -48,24 +48,32 @@ pub(super) fn ids(ids: Vec<String>) -> Vec<DeviceId> {
     ids.into_iter().map(DeviceId::from).collect()
 }
 
-/// What one container gets: its GPUs by UUID, and where asked for the device nodes.
+/// What one container gets: its GPUs and MIG devices by UUID, and where asked for the device nodes. Two slots of one GPU
+/// are one GPU.
 ///
-/// `control` are the nodes every container with a GPU needs. A GPU whose minor number is unknown has no
-/// node to name, and the order is refused: a container without its GPU is worse than none.
+/// `control` are the nodes every container with a GPU needs. A GPU or MIG device of which a minor number is unknown has
+/// no node to name, and the order is refused: a container without its GPU is worse than none.
 pub(super) fn container(
     devices: &[&Device],
     control: Option<&[PathBuf]>,
 ) -> Result<wire::ContainerAllocateResponse, Status> {
-    let uuids: Vec<&str> = devices.iter().map(|device| device.gpu.uuid.as_str()).collect();
+    let mut devices = devices.to_vec();
+    // The slots of one device lie beside each other.
+    devices.dedup_by_key(|device| device.uuid());
+    let uuids: Vec<&str> = devices.iter().map(|device| device.uuid()).collect();
     let envs = HashMap::from([(VISIBLE_DEVICES.to_owned(), uuids.join(","))]);
     let mut nodes = Vec::new();
     if let Some(control) = control {
         for device in devices {
-            let minor = device.gpu.minor.ok_or_else(|| {
-                let uuid = &device.gpu.uuid;
+            for node in device.device_nodes().ok_or_else(|| {
+                let uuid = device.uuid();
                 Status::failed_precondition(format!("the minor number of {uuid} is unknown: no device node to pass"))
-            })?;
-            nodes.push(device_node(Path::new(&format!("/dev/nvidia{minor}"))));
+            })? {
+                let node = device_node(Path::new(&node));
+                if !nodes.contains(&node) {
+                    nodes.push(node);
+                }
+            }
         }
         nodes.extend(control.iter().map(|path| device_node(path)));
     }
@@ -89,7 +97,9 @@ pub(super) fn refusal(error: &AllocateError) -> Status {
         words.push_str(" ...");
     }
     match error {
-        AllocateError::Unknown { .. } | AllocateError::Repeated { .. } => Status::invalid_argument(words),
+        AllocateError::Unknown { .. } | AllocateError::Repeated { .. } | AllocateError::OneSlot { .. } => {
+            Status::invalid_argument(words)
+        }
         AllocateError::Unhealthy { .. } => Status::failed_precondition(words),
     }
 }

@@ -180,6 +180,7 @@ impl Node {
                     tracing::info!(%gpu, xid = code, "an XID of an application's making; the GPU stays healthy");
                 }
                 Effect::Warn(warning) => tracing::warn!("{warning}"),
+                Effect::PlanProblem(problem) => tracing::warn!("{problem}"),
             }
         }
     }

@@ -8,8 +8,16 @@
     reason = "what a helper cannot do fails the test"
 )]
 
+mod invariants;
 mod look;
+mod node;
+mod plans;
 
+#[path = "../random_node/mod.rs"]
+#[allow(dead_code, reason = "other tests use all of it")]
+mod random_node;
+
+use linkwise::inventory::ResourceName;
 use linkwise::machines;
 use linkwise::topology::NodeObservation;
 
@@ -19,4 +27,9 @@ pub const MIXED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fake-nvml/ma
 /// The machine of [`MIXED`].
 pub fn mixed() -> NodeObservation {
     machines::load(MIXED).unwrap().observed
+}
+
+/// A resource by its name.
+pub fn resource(name: &str) -> ResourceName {
+    name.parse().unwrap()
 }
