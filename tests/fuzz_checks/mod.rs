@@ -7,6 +7,7 @@
 mod bytes;
 mod machine;
 mod request;
+mod slots;
 
 pub use machine::{nccl_xml, node_file};
 pub use request::request;

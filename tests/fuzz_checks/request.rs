@@ -16,6 +16,7 @@ use linkwise::topology::{
 };
 
 use super::bytes::Bytes;
+use super::slots::slots;
 
 /// The most GPUs of a machine made of bytes: its tables are computed for every input.
 const MOST_GPUS: usize = 8;
@@ -59,6 +60,7 @@ pub fn request(bytes: &[u8]) {
     turned.available.extend(request.available.iter().cloned());
     let again = preferred_allocation(tables, &turned, AllocationPolicy::BestEffort);
     assert_eq!(again, (answer, report), "the order of the request's lists changes the answer");
+    slots(bytes, tables, [&asked.available, &asked.must_include], asked.size);
 }
 
 /// What DESIGN promises of an answer, told anew.
