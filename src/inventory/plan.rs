@@ -24,9 +24,10 @@ pub struct ResourcePlan {
     pub sharing: Option<Sharing>,
     /// Which GPUs are left out.
     pub filter: Filter,
-    /// How devices of a resource, by the name under which it is offered, are chosen. Others: whole GPUs best-effort,
-    /// slots and MIG devices distributed.
+    /// How devices of a resource, by the name under which it is offered, are chosen.
     pub policies: BTreeMap<ResourceName, AllocationPolicy>,
+    /// How slots and MIG devices of other resources are chosen: distributed, unless said. Whole GPUs: best-effort.
+    pub shared_policy: Option<AllocationPolicy>,
 }
 
 /// What becomes of GPUs in MIG mode, as the NVIDIA plugin's `--mig-strategy`.

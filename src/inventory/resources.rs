@@ -86,7 +86,10 @@ impl Resources {
                 let units = devices.iter().filter_map(|(id, device)| Some((id.clone(), place(device)?)));
                 Units::new(units, made.others(topology, name, held))
             });
-            let usual = if units.is_some() { AllocationPolicy::Distributed } else { AllocationPolicy::BestEffort };
+            let usual = match units {
+                Some(_) => plan.shared_policy.unwrap_or(AllocationPolicy::Distributed),
+                None => AllocationPolicy::BestEffort,
+            };
             let policy = plan.policies.get(name).copied().unwrap_or(usual);
             made.choices.insert(name.clone(), Choice { policy, units, one_slot });
         }

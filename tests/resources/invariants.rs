@@ -100,6 +100,7 @@ fn plan() -> impl Strategy<Value = ResourcePlan> {
             sharing,
             filter: Filter { exclude, keep_display },
             policies: BTreeMap::new(),
+            shared_policy: None,
         },
     )
 }

@@ -257,6 +257,12 @@ fn a_policy_is_a_resources_own_and_sees_what_is_held_of_others() {
     let held = BTreeSet::from([(other.clone(), inventory.devices(&other).next().unwrap().0.clone())]);
     let (inventory, effects) = inventory.apply(Event::Holders(Some(held.clone())), NOW);
     assert_eq!((parent(&inventory), effects), (1, vec![Effect::Publish]));
+    plan.shared_policy = Some(AllocationPolicy::Packed);
+    let (inventory, _) = inventory.apply(planned(&plan), NOW);
+    assert_eq!(parent(&inventory), 3);
+    plan.policies.insert(one.clone(), AllocationPolicy::Distributed);
+    let (inventory, _) = inventory.apply(planned(&plan), NOW);
+    assert_eq!(parent(&inventory), 1);
     plan.policies.insert(one.clone(), AllocationPolicy::Packed);
     let (inventory, _) = inventory.apply(planned(&plan), NOW);
     assert_eq!(parent(&inventory), 3);
