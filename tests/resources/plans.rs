@@ -8,7 +8,7 @@ use linkwise::inventory::{
     Effect, Event, Health, Inventory, MigStrategy, NamePattern, Pattern, PlanProblem, ResourceName, ResourcePlan,
     SharedDevices, SharedResource, Sharing, SharingKind, UnhealthyReason,
 };
-use linkwise::topology::NodeObservation;
+use linkwise::topology::{NodeObservation, NodeTopology};
 
 use crate::{mixed, resource};
 
@@ -331,4 +331,25 @@ fn a_fault_is_the_hardwares_whatever_it_is_offered_as() {
     let (inventory, _) = inventory.apply(xid(), NOW);
     let (inventory, _) = inventory.apply(planned(&plan), NOW);
     assert_eq!(sick(&inventory), BTreeSet::from([(1, true, None)]));
+}
+
+#[test]
+fn mig_devices_are_in_order_and_one_uuid_is_one_device() {
+    let mut node = mixed();
+    let taken = node.gpus[1].mig.as_ref().unwrap().devices[0].uuid.clone();
+    let devices = &mut node.gpus[3].mig.as_mut().unwrap().devices;
+    devices.reverse();
+    devices[0].uuid = taken;
+    let (topology, warnings) = NodeTopology::assemble(&node);
+    let order: Vec<(usize, u32)> = topology.mig_devices().iter().map(|mig| (mig.parent, mig.index)).collect();
+    let whole_order: Vec<(usize, u32)> =
+        (0..7).map(|index| (1, index)).chain([(2, 0), (2, 1), (2, 2), (3, 0), (3, 1)]).collect();
+    assert_eq!(order, whole_order);
+    let told: Vec<String> = warnings.iter().map(ToString::to_string).collect();
+    let words = "GPU 0000:4e:00.0: one of its MIG devices has a UUID that another has too, \
+                 MIG-00000010-0000-0000-0000-000000000000; it is left out";
+    assert_eq!(told, [words]);
+    // The graph of some GPUs has their MIG devices.
+    let some = topology.restricted(&[3, 0]);
+    assert_eq!(some.mig_devices().iter().map(|mig| (mig.parent, mig.index)).collect::<Vec<_>>(), [(0, 0), (0, 1)]);
 }
