@@ -7,16 +7,15 @@ use std::time::Duration;
 use serde::Serialize;
 use thiserror::Error;
 
+use super::event::MigInstance;
 use super::numa_hints::NumaHints;
+use super::reason::UnhealthyReason;
 use crate::allocation::DeviceId;
 use crate::topology::{Gpu, MigDevice, MigProfile, NodeTopology, NumaNodeId};
 
-/// A moment: time since the Unix epoch, as whoever calls reads its clock.
+/// A moment: time since the Unix epoch. The runtime reads the wall clock once, at its start, and adds what a monotonic clock
+/// says has passed: moments of one process are in order, and hold durations of it are true.
 pub type Timestamp = Duration;
-
-/// How long a device that left stays on the list at least. Pods that were being admitted as it left are among those that
-/// the kubelet lists by then.
-const PARTING: Duration = Duration::from_secs(60);
 
 /// One device on the kubelet's list: a whole GPU, a MIG device of one, or a slot on either.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,22 +49,6 @@ impl Device {
         DeviceId::from(slot.map_or_else(|| uuid.to_owned(), |slot| format!("{uuid}::{slot}")))
     }
 
-    /// Whether something is wrong with it, rather than that it is not there or not offered.
-    pub(super) fn is_sick(&self) -> bool {
-        match &self.health {
-            Health::Healthy => false,
-            Health::Unhealthy { reason, .. } => !matches!(reason, UnhealthyReason::Gone | UnhealthyReason::Withdrawn),
-        }
-    }
-
-    /// Whether it went a while ago.
-    pub(super) fn has_left(&self, now: Timestamp) -> bool {
-        match &self.health {
-            Health::Unhealthy { since, .. } => !self.is_sick() && now.saturating_sub(*since) >= PARTING,
-            Health::Healthy => false,
-        }
-    }
-
     /// What a container gets, by UUID: the MIG device, or else the GPU. All slots of it have the same.
     pub fn uuid(&self) -> &str {
         self.mig.as_ref().map_or(self.gpu.uuid.as_str(), |mig| mig.uuid.as_str())
@@ -88,6 +71,12 @@ impl Device {
             None => self.gpu.index.to_string(),
         }
     }
+
+    /// The MIG instance it is; none for a whole GPU, or a slot on one.
+    pub fn instance(&self) -> Option<MigInstance> {
+        let mig = self.mig.as_ref()?;
+        Some(MigInstance { gpu_instance: mig.gpu_instance, compute_instance: Some(mig.compute_instance) })
+    }
 }
 
 /// Whether a device may be given to a pod.
@@ -104,41 +93,13 @@ pub enum Health {
     },
 }
 
-/// What makes a device unhealthy.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum UnhealthyReason {
-    /// The driver reported an XID of the GPU's own.
-    #[error("XID {code}")]
-    Xid {
-        /// The number, as NVIDIA's XID catalog lists it.
-        code: u64,
-    },
-    /// An uncorrectable (double-bit) ECC error.
-    #[error("double-bit ECC error")]
-    DoubleBitEcc,
-    /// The driver cannot reach it any more.
-    #[error("{call} says that the GPU is lost")]
-    Lost {
-        /// The NVML call that said so.
-        call: String,
-    },
-    /// It is no longer there.
-    #[error("the GPU is gone from the node")]
-    Gone,
-    /// It is there, but no longer offered under this name.
-    #[error("it is no longer offered as this resource")]
-    Withdrawn,
-}
-
-impl UnhealthyReason {
-    /// The kind of reason, as a metric's label.
-    pub fn label(&self) -> &'static str {
-        match self {
-            Self::Xid { .. } => "xid",
-            Self::DoubleBitEcc => "double_bit_ecc",
-            Self::Lost { .. } => "lost",
-            Self::Gone => "gone",
-            Self::Withdrawn => "withdrawn",
+impl Health {
+    /// Whether people who were told the one know the other: it differs in details at most.
+    pub(super) fn tells_the_same(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Healthy, Self::Healthy) => true,
+            (Self::Unhealthy { reason, .. }, Self::Unhealthy { reason: other, .. }) => reason.is(other),
+            _ => false,
         }
     }
 }

@@ -2,11 +2,11 @@
 //!
 //! Part of [`Inventory`]; `resources` makes the devices, here the new ones meet what was offered before.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::Inventory;
-use super::device::{Device, Health, ResourceName, Timestamp, UnhealthyReason};
+use super::device::{Device, ResourceName, Timestamp};
 use super::event::Effect;
 use super::plan::ResourcePlan;
 use super::problem::PlanProblem;
@@ -40,25 +40,18 @@ impl Inventory {
         self.offer(now)
     }
 
-    /// What pods hold: it tells how used the GPUs are, and what may leave the list. A device that went a while ago and
-    /// that no pod holds is forgotten; without that knowledge none is.
-    pub(super) fn held(&mut self, held: Option<BTreeSet<(ResourceName, DeviceId)>>, now: Timestamp) -> Vec<Effect> {
-        let mut changed = false;
-        if let Some(held) = &held {
-            for (resource, devices) in &mut self.resources {
-                let before = devices.len();
-                devices.retain(|id, device| !device.has_left(now) || held.contains(&(resource.clone(), id.clone())));
-                changed |= devices.len() != before;
-            }
-            self.resources.retain(|_, devices| !devices.is_empty());
-        }
+    /// What pods hold: it tells how used the GPUs are, and what may leave the list.
+    pub(super) fn holders(&mut self, held: Option<BTreeSet<(ResourceName, DeviceId)>>) -> Vec<Effect> {
+        let mut effects = self.held(held.as_ref());
         let held = held.unwrap_or_default();
         if held != *self.held {
             self.held = Arc::new(held);
             self.choices = Arc::new(self.made(&self.plan).choices);
-            changed = true;
+            if !effects.contains(&Effect::Publish) {
+                effects.extend(self.settle(true));
+            }
         }
-        if changed { vec![Effect::Publish] } else { Vec::new() }
+        effects
     }
 
     fn made(&self, plan: &ResourcePlan) -> Resources {
@@ -87,45 +80,20 @@ impl Inventory {
         let mut effects: Vec<Effect> = told.cloned().map(Effect::PlanProblem).collect();
         self.problems = made.problems;
         self.choices = Arc::new(made.choices);
-        // A fault is the hardware's, whatever it is offered as.
-        let known = || self.resources.values().flat_map(BTreeMap::values);
-        let sick: BTreeMap<&str, &Health> =
-            known().filter(|device| device.is_sick()).map(|device| (device.uuid(), &device.health)).collect();
-        for device in made.devices.values_mut().flat_map(BTreeMap::values_mut) {
-            let health = sick.get(device.uuid()).or_else(|| sick.get(device.gpu.uuid.as_str()));
-            device.health = health.map_or(Health::Healthy, |health| (*health).clone());
+        for (resource, known) in self.resources.iter().filter(|(resource, _)| made.withheld.contains(*resource)) {
+            let stays = |(id, known): &(&DeviceId, &Device)| {
+                !self.gone.contains_key(&(resource.clone(), (*id).clone())) && self.is_there(known)
+            };
+            let staying = known.iter().filter(stays).map(|(id, known)| (id.clone(), known.clone()));
+            made.devices.entry(resource.clone()).or_default().extend(staying);
         }
-        let mut changed = BTreeMap::new();
-        for (resource, known) in &self.resources {
-            let withheld = made.withheld.contains(resource);
-            let fresh = made.devices.entry(resource.clone()).or_default();
-            for (id, known) in known {
-                if let Some(device) = fresh.get(id) {
-                    // Gone and back is the evidence that ends a disappearance.
-                    if device.health != known.health {
-                        changed.insert(device.gpu.uuid.clone(), device.health.clone());
-                    }
-                    continue;
-                }
-                let mut gone = known.clone();
-                let there = self.is_there(known);
-                if known.health == Health::Healthy && !(there && withheld) {
-                    let reason = if there { UnhealthyReason::Withdrawn } else { UnhealthyReason::Gone };
-                    gone.health = Health::Unhealthy { reason, since: now };
-                    changed.insert(known.gpu.uuid.clone(), gone.health.clone());
-                }
-                fresh.insert(id.clone(), gone);
-            }
-        }
-        effects.extend(changed.into_iter().map(|(gpu, health)| Effect::HealthChanged { gpu, health }));
-        made.devices.retain(|_, devices| !devices.is_empty());
-        self.resources = made.devices;
-        effects.push(Effect::Publish);
+        self.list(made.devices, now);
+        effects.extend(self.settle(true));
         effects
     }
 
     /// Whether the machine has what is behind a device: its GPU, and its MIG device.
-    fn is_there(&self, device: &Device) -> bool {
+    pub(super) fn is_there(&self, device: &Device) -> bool {
         let topology = self.topology();
         match &device.mig {
             Some(mig) => topology.mig_devices().iter().any(|there| there.uuid == mig.uuid),

@@ -81,7 +81,12 @@ async fn on<T>(script: impl AsyncFnOnce(&Scene) -> T) -> T {
     let mut settings = Settings::new(folder.path().join(Options::SOCKET));
     settings.device_nodes = Some(vec![PathBuf::from("/dev/nvidiactl")]);
     let metrics_address = "127.0.0.1:0".parse().unwrap();
-    let node = Node::start(NodeSettings { kubelet: settings, metrics_address, numa_hints: Default::default() });
+    let node = Node::start(NodeSettings {
+        kubelet: settings,
+        metrics_address,
+        numa_hints: Default::default(),
+        health: Default::default(),
+    });
     let node = node.await.unwrap();
     let (scene, shutdown) = (Scene { kubelet, events: node.events() }, node.shutdown());
     let play = async {
