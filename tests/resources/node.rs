@@ -1,17 +1,17 @@
 //! A whole node over the kubelet in the box: what is offered, what a pod gets, and what changes while it runs.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::sync::Arc;
 
 use linkwise::inventory::{
     Event, Filter, GpuSelector, MigStrategy, NamePattern, Pattern, ResourcePlan, SharedDevices, SharedResource,
     Sharing, SharingKind,
 };
-use linkwise::kubelet::Settings;
+use linkwise::kubelet::{Settings, Surroundings};
 use linkwise::kubelet_box::{Allocation, KubeletBox, Options, Pod, State};
 use linkwise::runtime::{Node, NodeSettings};
 use linkwise::topology::NodeObservation;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 use crate::look::Driver;
 use crate::{mixed, resource};
@@ -34,7 +34,7 @@ impl Scene {
     }
 
     /// Waits until the kubelet lists exactly these resources with so many healthy devices, those without any left out.
-    async fn offers(&self, wanted: &[(&str, usize)]) -> std::sync::Arc<State> {
+    async fn offers(&self, wanted: &[(&str, usize)]) -> Arc<State> {
         let wanted: BTreeMap<String, usize> = wanted.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect();
         let offered = |state: &State| {
             let healthy = wanted.iter().all(|(name, count)| {
@@ -79,7 +79,11 @@ async fn on<T>(script: impl AsyncFnOnce(&Scene) -> T) -> T {
     let folder = tempfile::tempdir().unwrap();
     let kubelet = KubeletBox::start(Options::new(folder.path())).unwrap();
     let mut settings = Settings::new(folder.path().join(Options::SOCKET));
-    settings.device_nodes = Some(vec![PathBuf::from("/dev/nvidiactl")]);
+    let control_nodes = vec!["/dev/nvidiactl".into()];
+    let around = Surroundings { dev_root: "/".into(), control_nodes, ..Surroundings::default() };
+    let surroundings = watch::Sender::new(Arc::new(around));
+    settings.handover.device_nodes = true;
+    settings.handover.surroundings = surroundings.subscribe();
     let metrics_address = "127.0.0.1:0".parse().unwrap();
     let node = Node::start(NodeSettings {
         kubelet: settings,
