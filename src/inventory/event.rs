@@ -9,7 +9,9 @@ use crate::topology::{GpuUuid, NodeObservation, TopologyWarning};
 
 use super::device::{Health, ResourceName};
 use super::numa_hints::NumaHints;
+use super::plan::ResourcePlan;
 use super::poll::HealthPoll;
+use super::problem::PlanProblem;
 use super::record::{HealthRecord, NodeIdentity};
 
 /// Something that happened, as a plain value.
@@ -17,6 +19,8 @@ use super::record::{HealthRecord, NodeIdentity};
 pub enum Event {
     /// A complete look at the node.
     Observed(Box<NodeObservation>),
+    /// An operator wants other resources made of the GPUs.
+    Planned(Box<ResourcePlan>),
     /// The driver reported an XID.
     Xid {
         /// The GPU.
@@ -116,4 +120,6 @@ pub enum Effect {
     },
     /// Tell people what is odd about the node, once.
     Warn(TopologyWarning),
+    /// Tell people what the plan cannot have on this node, once.
+    PlanProblem(PlanProblem),
 }

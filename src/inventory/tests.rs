@@ -19,6 +19,7 @@ fn gpu(index: u8) -> GpuObservation {
         nvlinks: None,
         c2c: None,
         display: None,
+        mig: None,
         fabric: None,
         common_ancestors: BTreeMap::new(),
     }

@@ -8,6 +8,7 @@ mod bytes;
 mod config;
 mod machine;
 mod request;
+mod slots;
 
 pub use config::config;
 pub use machine::{nccl_xml, node_file};
