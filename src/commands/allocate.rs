@@ -15,7 +15,7 @@ use crate::allocation::{
     AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, ChosenGpu, DeviceId, Explanation,
     FallbackReason, Units, preferred_allocation, preferred_units,
 };
-use crate::config::{AllocateArgs, Format, GpuName, PolicyArg, UnitName};
+use crate::config::{AllocateArgs, Format, GpuName, UnitName};
 use crate::topology::{GpuUuid, NodeTopology, PciAddress};
 
 /// The longest request line, in bytes: a request for 64 GPUs by UUID takes 6 KiB.
@@ -92,9 +92,7 @@ pub async fn allocate(args: &AllocateArgs) -> Result<()> {
     let (topology, _) = NodeTopology::assemble(&machine.observed);
     let shared = args.replicas.map(usize::from).map(|replicas| (replicas, Units::slots(&topology, replicas)));
     let policy = match args.policy {
-        Some(PolicyArg::BestEffort) => AllocationPolicy::BestEffort,
-        Some(PolicyArg::Distributed) => AllocationPolicy::Distributed,
-        Some(PolicyArg::Packed) => AllocationPolicy::Packed,
+        Some(policy) => policy.into(),
         None if shared.is_some() => AllocationPolicy::Distributed,
         None => AllocationPolicy::BestEffort,
     };

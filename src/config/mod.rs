@@ -21,6 +21,8 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::Serialize;
 
+use crate::allocation::AllocationPolicy;
+
 pub use admin::{AdminArgs, AdminOrder};
 pub use check::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs};
 pub use doctor::DoctorArgs;
@@ -251,6 +253,16 @@ pub enum PolicyArg {
     Distributed,
     /// The most used GPU first
     Packed,
+}
+
+impl From<PolicyArg> for AllocationPolicy {
+    fn from(policy: PolicyArg) -> Self {
+        match policy {
+            PolicyArg::BestEffort => Self::BestEffort,
+            PolicyArg::Distributed => Self::Distributed,
+            PolicyArg::Packed => Self::Packed,
+        }
+    }
 }
 
 /// `linkwise snapshot`.

@@ -7,6 +7,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
+use serde::Serialize;
+
 use super::device::ResourceName;
 use crate::allocation::AllocationPolicy;
 use crate::topology::{Gpu, GpuUuid, MigDevice, PciAddress};
@@ -52,7 +54,8 @@ pub struct NamePattern {
 }
 
 /// A wildcard pattern: `*` stands for anything. It matches wherever it is found, as in the NVIDIA plugin.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(transparent)]
 pub struct Pattern(String);
 
 impl Pattern {
@@ -65,6 +68,11 @@ impl Pattern {
     pub fn matches(&self, text: &str) -> bool {
         let found = self.0.split('*').try_fold(text, |rest, literal| rest.split_once(literal).map(|(_, after)| after));
         found.is_some()
+    }
+
+    /// Whether it matches all that another one matches, as far as their texts tell.
+    pub fn covers(&self, other: &Self) -> bool {
+        self.matches(&other.0.replace('*', "\0"))
     }
 }
 
@@ -170,13 +178,28 @@ impl DeviceSelector {
 impl FromStr for DeviceSelector {
     type Err = DeviceSelectorError;
 
+    /// The forms that the NVIDIA plugin knows: an index, `GPU:MIG`, `GPU-<uuid>`, `MIG-<uuid>` and the older
+    /// `MIG-GPU-<uuid>/<gi>/<ci>`.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let number = |text: &str| text.bytes().all(|b| b.is_ascii_digit()).then(|| text.parse().ok()).flatten();
         let mig = |(gpu, index)| Some(Self::MigIndex(number(gpu)?, number(index)?));
-        let uuid = || (text.starts_with("GPU-") || text.starts_with("MIG-")).then(|| Self::Uuid(text.to_owned()));
+        let gpu = |text: &str| text.strip_prefix("GPU-").is_some_and(is_uuid);
+        let old = |text: &str| {
+            let parts: Vec<&str> = text.split('/').collect();
+            matches!(parts.as_slice(), [parent, gi, ci] if gpu(parent) && number(gi).is_some() && number(ci).is_some())
+        };
+        let of_mig = |text: &str| text.strip_prefix("MIG-").is_some_and(|rest| is_uuid(rest) || old(rest));
+        let uuid = || (gpu(text) || of_mig(text)).then(|| Self::Uuid(text.to_owned()));
         let named = number(text).map(Self::Index).or_else(|| text.split_once(':').and_then(mig)).or_else(uuid);
         named.ok_or_else(|| DeviceSelectorError { text: text.to_owned() })
     }
+}
+
+/// 32 hexadecimal digits in groups of 8, 4, 4, 4 and 12.
+fn is_uuid(text: &str) -> bool {
+    let groups: Vec<&str> = text.split('-').collect();
+    let hexadecimal = |group: &&str| group.bytes().all(|b| b.is_ascii_hexdigit());
+    groups.iter().map(|group| group.len()).eq([8, 4, 4, 4, 12]) && groups.iter().all(hexadecimal)
 }
 
 impl fmt::Display for DeviceSelector {
@@ -251,14 +274,28 @@ mod tests {
             assert!(Pattern::new(pattern).matches(found), "{pattern} in {found}");
             assert!(missed.is_empty() || !Pattern::new(pattern).matches(missed), "{pattern} in {missed}");
         }
+        assert!(Pattern::new("*A100*").covers(&Pattern::new("NVIDIA A100-*")));
+        assert!(!Pattern::new("A100-SXM").covers(&Pattern::new("A100*SXM")));
     }
 
     #[test]
     fn devices_are_named_by_index_mig_index_or_uuid() {
-        for text in ["0", "7", "0:1", "GPU-b1028956-cfa2-0990-bf4a-5da9abb51763", "MIG-1"] {
-            assert_eq!(text.parse::<DeviceSelector>().unwrap().to_string(), text);
+        let uuid = "b1028956-cfa2-0990-bf4a-5da9abb51763";
+        for (text, expected) in [
+            ("0", DeviceSelector::Index(0)),
+            ("0:1", DeviceSelector::MigIndex(0, 1)),
+            (&format!("GPU-{uuid}"), DeviceSelector::Uuid(format!("GPU-{uuid}"))),
+            (&format!("MIG-{uuid}"), DeviceSelector::Uuid(format!("MIG-{uuid}"))),
+            (&format!("MIG-GPU-{uuid}/3/0"), DeviceSelector::Uuid(format!("MIG-GPU-{uuid}/3/0"))),
+        ] {
+            assert_eq!(text.parse(), Ok(expected.clone()));
+            assert_eq!(expected.to_string(), text);
         }
-        for text in ["", "-1", "+1", "0:", ":1", "0:1:2", "all", "99999999999", "gpu-1"] {
+        let odd = [format!("MIG-GPU-{uuid}"), format!("XPU-{uuid}")];
+        for text in ["", "-1", "+1", "0:", ":1", "0:1:2", "all", "99999999999", "gpu-1", "GPU-1", "GPU"]
+            .into_iter()
+            .chain(odd.iter().map(String::as_str))
+        {
             assert_eq!(text.parse::<DeviceSelector>(), Err(DeviceSelectorError { text: text.to_owned() }));
         }
     }

@@ -41,7 +41,17 @@ const AT_START: [&str; 23] = [
     "linkwise.podResourcesSocket",
 ];
 /// The keys that do something while linkwise runs.
-const AT_ONCE: [&str; 2] = ["linkwise.numaHints", "linkwise.naming"];
+const AT_ONCE: [&str; 9] = [
+    "flags.migStrategy",
+    "flags.plugin.sharedDevicesAllocationPolicy",
+    "linkwise.filter.exclude",
+    "linkwise.filter.keepDisplay",
+    "linkwise.naming",
+    "linkwise.numaHints",
+    "linkwise.policies",
+    "resources",
+    "sharing",
+];
 
 /// Tells people what is odd about a configuration, and what of it does nothing yet.
 pub(super) fn log(loaded: &Loaded) {
@@ -146,14 +156,22 @@ impl Follower {
     }
 
     async fn follow(&mut self) -> Result<()> {
-        let mut hints = self.settings.borrow_and_update().numa_hints.value;
+        let mut last = Arc::clone(&self.settings.borrow_and_update());
         loop {
             self.settings.changed().await.context("nobody reads the configuration any more")?;
-            let now = self.settings.borrow_and_update().numa_hints.value;
-            if now != hints {
-                hints = now;
-                self.events.send(Event::NumaHints(hints.into())).await.context("nobody takes events any more")?;
+            let now = Arc::clone(&self.settings.borrow_and_update());
+            let mut events = Vec::new();
+            if now.numa_hints.value != last.numa_hints.value {
+                events.push(Event::NumaHints(now.numa_hints.value.into()));
             }
+            let plan = now.plan();
+            if plan != last.plan() {
+                events.push(Event::Planned(Box::new(plan)));
+            }
+            for event in events {
+                self.events.send(event).await.context("nobody takes events any more")?;
+            }
+            last = now;
         }
     }
 }

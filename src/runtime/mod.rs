@@ -25,7 +25,7 @@ use tokio::sync::watch;
 use crate::admin::Local;
 use crate::config::settings::load;
 use crate::config::{Environment, HostArgs, RunArgs};
-use crate::inventory::XidPolicy;
+use crate::inventory::{Event, XidPolicy};
 use crate::kubelet;
 use crate::nvml::child::AgentCommand;
 
@@ -107,6 +107,9 @@ async fn serve(args: &RunArgs) -> Result<()> {
         let (inventory, metrics) = (node.inventory(), Arc::clone(node.metrics()));
         node.spawn("what containers are handed", upkeep.run(inventory, metrics, shutdown.clone()));
     }
+    // Before anything is seen: what is made of the GPUs is decided when they are.
+    let planned = Event::Planned(Box::new(settings.plan()));
+    node.events().send(planned).await.context("nobody takes events")?;
     node.spawn("NVML driver", driver.run(shutdown.clone()));
     let settings = watch::Sender::new(Arc::new(settings));
     let follower = config::Follower { settings: settings.subscribe(), events: node.events() };

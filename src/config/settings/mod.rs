@@ -8,6 +8,7 @@ mod choices;
 mod environment;
 mod given;
 mod load;
+mod plan;
 mod row;
 mod rules;
 mod selection;
@@ -37,8 +38,8 @@ pub use environment::Environment;
 pub use given::Interval;
 pub use load::{ConfigError, Loaded, check, load, text_of};
 pub use row::{Flags, Sources};
-pub use selection::{Excluded, GpuFilter, NamedPattern, Pattern, Resources};
-pub use sharing::{DeviceRef, Replicated, ReplicatedDevices, ReplicatedResource, Sharing};
+pub use selection::{Excluded, GpuFilter, NamedPattern, Resources};
+pub use sharing::{Replicated, ReplicatedDevices, ReplicatedResource, Sharing};
 
 /// A setting.
 #[derive(Clone, Debug, PartialEq, Eq)]

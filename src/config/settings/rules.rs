@@ -1,10 +1,10 @@
 //! What must hold between settings that are each well written. Judges what counts, whoever said it.
 
 use super::selection::{GpuFilter, NamedPattern};
-use super::sharing::{DeviceRef, Replicated, ReplicatedDevices, ReplicatedResource};
+use super::sharing::{Replicated, ReplicatedDevices, ReplicatedResource};
 use super::{MigStrategy, Origin, Setting, Settings};
 use crate::config::file::{Finding, Problem};
-use crate::inventory::ResourceName;
+use crate::inventory::{DeviceSelector, ResourceName};
 
 /// Finds what does not fit together.
 pub fn check(settings: &Settings, findings: &mut Vec<Finding>) {
@@ -125,8 +125,8 @@ fn devices(
             told(findings, resource.line, path.clone(), problem);
         }
         let same = |gpu: &GpuFilter| match (gpu, device) {
-            (GpuFilter::Index(gpu), DeviceRef::Index(index) | DeviceRef::MigIndex(index, _)) => gpu == index,
-            (GpuFilter::Uuid(gpu), DeviceRef::Uuid(uuid)) => gpu.as_str() == uuid,
+            (GpuFilter::Index(gpu), DeviceSelector::Index(index) | DeviceSelector::MigIndex(index, _)) => gpu == index,
+            (GpuFilter::Uuid(gpu), DeviceSelector::Uuid(uuid)) => gpu.as_str() == uuid,
             _ => false,
         };
         if let Some(excluded) = settings.exclude.value.iter().find(|excluded| same(&excluded.gpu)) {

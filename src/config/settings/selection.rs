@@ -12,7 +12,7 @@ use super::row::tell;
 use super::{Origin, Setting};
 use crate::config::PolicyArg;
 use crate::config::file::{File, Finding, Node, Problem, Value};
-use crate::inventory::ResourceName;
+use crate::inventory::{Pattern, ResourceName};
 use crate::topology::{GpuUuid, PciAddress};
 
 /// Names for GPUs and MIG devices, by what they are.
@@ -36,36 +36,6 @@ pub struct NamedPattern {
     /// Where the file says so.
     #[serde(skip)]
     pub line: u64,
-}
-
-/// Text with `*` for anything. As with the NVIDIA plugin it may match anywhere in a name: `A100` matches
-/// `NVIDIA A100-SXM4-40GB`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[serde(transparent)]
-pub struct Pattern(String);
-
-impl Pattern {
-    /// A pattern of this text.
-    pub fn new(text: impl Into<String>) -> Self {
-        Self(text.into())
-    }
-
-    /// Whether it matches a name.
-    pub fn matches(&self, name: &str) -> bool {
-        // The pieces between the stars one after the other, each at the first place: no later one could do better.
-        self.0.split('*').try_fold(name, |rest, piece| Some(rest.split_once(piece)?.1)).is_some()
-    }
-
-    /// Whether it matches all that another one matches, as far as their texts tell.
-    pub fn covers(&self, other: &Self) -> bool {
-        self.matches(&other.0.replace('*', "\0"))
-    }
-}
-
-impl fmt::Display for Pattern {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
 }
 
 /// GPUs that are left out.
@@ -239,19 +209,6 @@ pub fn policies(file: &File, findings: &mut Vec<Finding>) -> Setting<BTreeMap<Re
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn patterns_match_anywhere_and_stars_match_anything() {
-        let model = "NVIDIA A100-SXM4-40GB";
-        for pattern in ["*", "A100", "*A100*", "NVIDIA*40GB", "A100*40", "NVIDIA A100-SXM4-40GB", ""] {
-            assert!(Pattern::new(pattern).matches(model), "{pattern}");
-        }
-        for pattern in ["a100", "40GB*A100", "A100-*-80GB", "H100", "GBB"] {
-            assert!(!Pattern::new(pattern).matches(model), "{pattern}");
-        }
-        assert!(Pattern::new("*A100*").covers(&Pattern::new("NVIDIA A100-*")));
-        assert!(!Pattern::new("A100-SXM").covers(&Pattern::new("A100*SXM")));
-    }
 
     #[test]
     fn a_gpu_is_left_out_by_any_of_its_names() {

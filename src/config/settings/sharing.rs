@@ -3,16 +3,13 @@
 //! Without `linkwise.naming` what counts is what counts with the NVIDIA plugin: `rename` is the default one or none,
 //! and all devices of a resource are shared.
 
-use std::fmt;
-use std::str::FromStr;
-
 use serde::{Serialize, Serializer};
 
 use super::given::{Given, boolean, resource_name, whole};
 use super::row::tell;
 use super::{Origin, Setting};
 use crate::config::file::{File, Finding, Node, Problem, Value};
-use crate::inventory::ResourceName;
+use crate::inventory::{DeviceSelector, ResourceName};
 
 /// The most replicas of one device. 16 GPUs of 64 slots are what the choice is measured with; more of fewer GPUs is as
 /// many. The NVIDIA plugin has no bound.
@@ -70,34 +67,13 @@ pub enum ReplicatedDevices {
     /// So many, whichever.
     Count(u32),
     /// These, each once.
-    List(Vec<DeviceRef>),
-}
-
-/// A device, by one of its names.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum DeviceRef {
-    /// A GPU, by NVML's index.
-    Index(u32),
-    /// A MIG device: its GPU's index and its own on that GPU, written `0:1`.
-    MigIndex(u32, u32),
-    /// A GPU or a MIG device, by NVML's UUID.
-    Uuid(String),
+    List(Vec<DeviceSelector>),
 }
 
 impl ReplicatedResource {
     /// The name under which it is offered.
     pub fn offered_as(&self) -> &ResourceName {
         self.rename.as_ref().unwrap_or(&self.name)
-    }
-}
-
-impl fmt::Display for DeviceRef {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Index(index) => index.fmt(f),
-            Self::MigIndex(gpu, index) => write!(f, "{gpu}:{index}"),
-            Self::Uuid(uuid) => uuid.fmt(f),
-        }
     }
 }
 
@@ -112,36 +88,6 @@ impl Serialize for ReplicatedDevices {
     }
 }
 
-impl FromStr for DeviceRef {
-    type Err = ();
-
-    /// The forms that the NVIDIA plugin knows: an index, `GPU:MIG`, `GPU-<uuid>`, `MIG-<uuid>` and the older
-    /// `MIG-GPU-<uuid>/<gi>/<ci>`.
-    fn from_str(text: &str) -> Result<Self, ()> {
-        let index = |text: &str| if text.bytes().all(|b| b.is_ascii_digit()) { text.parse().ok() } else { None };
-        if let Some(index) = index(text) {
-            return Ok(Self::Index(index));
-        }
-        if let Some((gpu, mig)) = text.split_once(':') {
-            return Ok(Self::MigIndex(index(gpu).ok_or(())?, index(mig).ok_or(())?));
-        }
-        let gpu = |text: &str| text.strip_prefix("GPU-").is_some_and(is_uuid);
-        let old = |text: &str| {
-            let parts: Vec<&str> = text.split('/').collect();
-            matches!(parts.as_slice(), [parent, gi, ci] if gpu(parent) && index(gi).is_some() && index(ci).is_some())
-        };
-        let mig = |text: &str| text.strip_prefix("MIG-").is_some_and(|rest| is_uuid(rest) || old(rest));
-        if gpu(text) || mig(text) { Ok(Self::Uuid(text.to_owned())) } else { Err(()) }
-    }
-}
-
-/// 32 hexadecimal digits in groups of 8, 4, 4, 4 and 12.
-fn is_uuid(text: &str) -> bool {
-    let groups: Vec<&str> = text.split('-').collect();
-    let hexadecimal = |group: &&str| group.bytes().all(|b| b.is_ascii_hexdigit());
-    groups.iter().map(|group| group.len()).eq([8, 4, 4, 4, 12]) && groups.iter().all(hexadecimal)
-}
-
 /// Which devices: `all`, a count, or a list.
 fn devices(given: Given<'_>) -> Result<ReplicatedDevices, Problem> {
     const EXPECTED: &str = "'all', a number of devices, or a list of indices, MIG indices (0:1) or UUIDs";
@@ -152,8 +98,8 @@ fn devices(given: Given<'_>) -> Result<ReplicatedDevices, Problem> {
         Value::Whole(_) => whole(given, 1, MOST_DEVICES).map(ReplicatedDevices::Count),
         Value::List(items) if !items.is_empty() => {
             let device = |item: &Node| match &item.value {
-                Value::Whole(number) => u32::try_from(*number).map(DeviceRef::Index).map_err(|_| ()),
-                Value::Text(text) => text.parse(),
+                Value::Whole(number) => u32::try_from(*number).map(DeviceSelector::Index).map_err(|_| ()),
+                Value::Text(text) => text.parse().map_err(|_| ()),
                 _ => Err(()),
             };
             let read =
@@ -268,29 +214,4 @@ fn resource(
         (by_default, ReplicatedDevices::All)
     };
     Some(ReplicatedResource { name, rename, devices, replicas, line: node.line })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn devices_are_named_in_the_nvidia_plugins_forms() {
-        let uuid = "b1028956-cfa2-0990-bf4a-5da9abb51763";
-        for (text, expected) in [
-            ("0", DeviceRef::Index(0)),
-            ("0:1", DeviceRef::MigIndex(0, 1)),
-            (&format!("GPU-{uuid}"), DeviceRef::Uuid(format!("GPU-{uuid}"))),
-            (&format!("MIG-{uuid}"), DeviceRef::Uuid(format!("MIG-{uuid}"))),
-            (&format!("MIG-GPU-{uuid}/3/0"), DeviceRef::Uuid(format!("MIG-GPU-{uuid}/3/0"))),
-        ] {
-            assert_eq!(text.parse(), Ok(expected.clone()));
-            assert_eq!(expected.to_string(), text);
-        }
-        for text in
-            ["", "-1", "+1", "0:", ":1", "0:1:2", "GPU-1", "GPU", &format!("MIG-GPU-{uuid}"), &format!("XPU-{uuid}")]
-        {
-            assert_eq!(text.parse::<DeviceRef>(), Err(()), "{text}");
-        }
-    }
 }

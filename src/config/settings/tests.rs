@@ -4,6 +4,7 @@ use clap::{Args, Command, FromArgMatches};
 
 use super::*;
 use crate::config::file::{Problem, Weight};
+use crate::inventory::DeviceSelector;
 
 fn given(args: &[&str]) -> Flags {
     let command = Flags::augment_args(Command::new("run").no_binary_name(true));
@@ -126,7 +127,7 @@ fn without_naming_what_the_nvidia_plugin_ignores_is_ignored_and_told_of() {
     let slicing = settings.sharing.value.time_slicing.unwrap();
     let names: Vec<_> = slicing.resources.iter().map(|resource| resource.offered_as().as_str()).collect();
     assert_eq!(names, ["nvidia.com/mine", "nvidia.com/gpu.shared"]);
-    assert_eq!(slicing.resources[0].devices, ReplicatedDevices::List(vec![DeviceRef::Index(0)]));
+    assert_eq!(slicing.resources[0].devices, ReplicatedDevices::List(vec![DeviceSelector::Index(0)]));
 }
 
 #[test]
