@@ -4,6 +4,7 @@
 //! from which the composition roots build live objects. Files of configuration will be read here too.
 
 mod list;
+mod mps;
 mod simulate;
 mod topology_manager;
 
@@ -13,6 +14,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub use list::{GpuName, UnitName};
+pub use mps::{MpsCommand, MpsControlDaemonArgs, SharedResource};
 pub use simulate::{SimulateArgs, SimulatePolicy};
 pub use topology_manager::{NumaHintsArg, ScopeArg, TopologyPolicyArg};
 
@@ -43,6 +45,8 @@ pub enum Command {
     Simulate(SimulateArgs),
     /// Write this machine, as NVML and hwloc see it, as a node file that every --node takes
     Snapshot(SnapshotArgs),
+    /// Run the control daemons of the GPUs that are shared by MPS (see docs/mps.md)
+    MpsControlDaemon(MpsControlDaemonArgs),
     /// The process that speaks to NVML, started by the others
     #[command(hide = true)]
     NvmlAgent(AgentArgs),

@@ -1,11 +1,12 @@
 //! `linkwise run`: builds everything, owns every task, turns effects into calls.
 //!
 //! A composition root. `node` holds the one loop that writes the inventory, and the plugins; `driver`
-//! keeps the NVML child alive; this file starts and ends them. A task that ends unexpectedly ends the process, with
+//! keeps the NVML child alive; `mps` is a process of its own, `linkwise mps-control-daemon`; this file starts and ends them. A task that ends unexpectedly ends the process, with
 //! its cause.
 
 mod driver;
 mod log;
+mod mps;
 mod node;
 mod observe;
 
@@ -21,6 +22,7 @@ use crate::nvml::child::AgentCommand;
 
 pub use driver::look;
 pub use log::log_to_stderr;
+pub use mps::mps_control_daemon;
 pub use node::{Node, NodeSettings};
 
 /// Threads of the runtime. Two, so that a slow write of the log does not hold up an admission.

@@ -9,5 +9,6 @@
     reason = "what a helper cannot do fails the test"
 )]
 
+mod command;
 mod node;
 mod supervised;
