@@ -3,20 +3,26 @@
 //! Owns the options, their names, defaults and help texts. Called by `main`; what it makes is plain data
 //! from which the composition roots build live objects. Files of configuration will be read here too.
 
+mod admin;
+mod doctor;
 mod list;
 mod mps;
 mod simulate;
 mod topology_manager;
+mod xids;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+pub use admin::{AdminArgs, AdminOrder};
+pub use doctor::DoctorArgs;
 pub use list::{GpuName, UnitName};
 pub use mps::{MpsCommand, MpsControlDaemonArgs, SharedResource};
 pub use simulate::{SimulateArgs, SimulatePolicy};
 pub use topology_manager::{NumaHintsArg, ScopeArg, TopologyPolicyArg};
+pub use xids::XidArgs;
 
 /// A topology-aware Kubernetes device plugin for NVIDIA GPUs.
 ///
@@ -45,6 +51,10 @@ pub enum Command {
     Simulate(SimulateArgs),
     /// Write this machine, as NVML and hwloc see it, as a node file that every --node takes
     Snapshot(SnapshotArgs),
+    /// Say what is wrong with this node, and what to do about it
+    Doctor(DoctorArgs),
+    /// Ask the linkwise that runs on this host, or order: its state, the driver, a GPU's health
+    Admin(AdminArgs),
     /// Run the control daemons of the GPUs that are shared by MPS (see docs/mps.md)
     MpsControlDaemon(MpsControlDaemonArgs),
     /// The process that speaks to NVML, started by the others
@@ -55,7 +65,8 @@ pub enum Command {
 /// How to reach the driver and the host.
 #[derive(Clone, Debug, Args)]
 pub struct HostArgs {
-    /// The driver's NVML library, instead of libnvidia-ml.so.1 on the library path
+    /// The driver's NVML library, instead of libnvidia-ml.so.1 on the library path; or the root folder under which a
+    /// driver is installed, where it is looked for in the usual places each time it is needed
     #[arg(long, value_name = "PATH", env = "LINKWISE_NVML_LIBRARY")]
     pub nvml_library: Option<PathBuf>,
     /// Where the host's /sys is
@@ -94,6 +105,18 @@ pub struct RunArgs {
         default_value = "/var/lib/kubelet/device-plugins/kubelet.sock"
     )]
     pub kubelet_socket: PathBuf,
+    /// The kubelet's PodResources socket: confirms a registration and tells which devices are held. Where it is not
+    /// there, the kubelet's stream is the confirmation
+    #[arg(
+        long,
+        value_name = "PATH",
+        env = "LINKWISE_POD_RESOURCES_SOCKET",
+        default_value = "/var/lib/kubelet/pod-resources/kubelet.sock"
+    )]
+    pub pod_resources_socket: PathBuf,
+    /// Who may call our sockets besides root and our own user, as uids with commas
+    #[arg(long, value_name = "UIDS", env = "LINKWISE_ALLOWED_UIDS", value_delimiter = ',')]
+    pub allowed_uids: Vec<u32>,
     /// Name the device nodes (/dev/nvidia0, /dev/nvidiactl ...) in the answer to Allocate, for runtimes that give a
     /// container only the nodes that are named
     #[arg(long, value_name = "BOOL", env = "PASS_DEVICE_SPECS", num_args = 0..=1, require_equals = true, default_value_t = false, default_missing_value = "true", value_parser = list::boolean, action = clap::ArgAction::Set)]
@@ -103,11 +126,20 @@ pub struct RunArgs {
     #[arg(long, value_name = "BOOL", env = "FAIL_ON_INIT_ERROR", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = list::boolean)]
     pub fail_on_init_error: Option<bool>,
     /// Where /metrics, /livez and /readyz are served; port 0 takes a free one and the log names it
-    #[arg(long, value_name = "ADDRESS", env = "LINKWISE_METRICS_ADDRESS", default_value = "0.0.0.0:9400")]
+    #[arg(long, value_name = "ADDRESS", env = "LINKWISE_METRICS_ADDRESS", default_value = "[::]:9400")]
     pub metrics_address: SocketAddr,
+    /// Serve `linkwise admin` on this Unix socket, for root and our own user; without it nowhere
+    #[arg(long, value_name = "PATH", env = "LINKWISE_ADMIN_SOCKET")]
+    pub admin_socket: Option<PathBuf>,
     /// Which NUMA nodes devices claim, for a kubelet with a Topology Manager (see docs/topology-manager.md)
     #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node")]
     pub numa_hints: NumaHintsArg,
+    /// Where the GPUs' health is kept for the next start, as linkwise_health.json; without it, beside the kubelet's socket
+    #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
+    pub state_dir: Option<PathBuf>,
+    /// Which XIDs count.
+    #[command(flatten)]
+    pub xids: XidArgs,
     /// The driver and the host.
     #[command(flatten)]
     pub host: HostArgs,
@@ -309,6 +341,21 @@ mod tests {
         assert_eq!(run(&["--pass-device-specs", "--fail-on-init-error"]), (true, Some(true)));
         assert_eq!(run(&["--pass-device-specs=true", "--fail-on-init-error=false"]), (true, Some(false)));
         assert_eq!(run(&["--pass-device-specs=1", "--fail-on-init-error=False"]), (true, Some(false)));
+    }
+
+    #[test]
+    fn uids_are_a_list_of_numbers() {
+        let run = |args: &[&str]| Cli::try_parse_from(["linkwise", "run"].iter().chain(args));
+        let uids = |args: &[&str]| match run(args).map(|cli| cli.command) {
+            Ok(Command::Run(run)) => run.allowed_uids,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(uids(&["--allowed-uids", "1000,65534"]), [1000, 65_534]);
+        assert_eq!(uids(&[]), [0_u32; 0]);
+        for wrong in ["root", "-1", "1000,,5", "4294967296"] {
+            let error = run(&[&format!("--allowed-uids={wrong}")]).unwrap_err().to_string();
+            assert!(error.contains("--allowed-uids"), "{error}");
+        }
     }
 
     #[test]

@@ -81,17 +81,19 @@ fn a_gpu_xid_fails_that_gpu_alone_and_once() {
     let xid = |code| Event::Xid { gpu: uuid(1), code, instance: None };
     let (state, effects) = after([node(&[0, 1]), xid(79)]);
     assert_eq!(healthy(&state), ["GPU-0"]);
-    let health = Health::Unhealthy { reason: UnhealthyReason::Xid { code: 79 }, since: NOON };
-    assert_eq!(effects, [Effect::HealthChanged { gpu: uuid(1), health }, Effect::Publish]);
-    let (_, again) = state.apply(xid(48), NOON);
-    assert_eq!(again, [], "the first reason stands");
+    let health = Health::Unhealthy { reason: UnhealthyReason::Xid { code: 79, instance: None }, since: NOON };
+    assert_eq!(effects, [Effect::HealthChanged { gpu: uuid(1), health }, Effect::Publish, Effect::Keep]);
+    let (state, again) = state.apply(xid(79), NOON);
+    assert_eq!(again, [], "the same again is no news");
+    let (_, another) = state.apply(xid(48), NOON);
+    assert_eq!(another, [Effect::Keep], "the first reason is the one that people are told");
 }
 
 #[test]
 fn an_application_xid_changes_nothing() {
     for code in [13, 31, 43, 45, 68, 109] {
         let (state, effects) = after([node(&[0]), Event::Xid { gpu: uuid(0), code, instance: None }]);
-        assert_eq!((healthy(&state).len(), effects), (1, vec![Effect::XidIgnored { gpu: uuid(0), code }]));
+        assert_eq!((healthy(&state).len(), effects), (1, vec![Effect::XidIgnored { gpu: uuid(0), code, times: 1 }]));
     }
 }
 
@@ -148,4 +150,37 @@ fn resource_names_follow_kubernetes() {
     for name in ["gpu", "nvidia.com/", "/gpu", "nvidia..com/gpu", "NVIDIA.com/gpu", "nvidia.com/-gpu", "a/b/c"] {
         assert!(name.parse::<ResourceName>().is_err(), "{name}");
     }
+}
+
+#[test]
+fn an_xid_of_a_mig_instance_concerns_that_instance_alone() {
+    let instance = |gpu_instance, compute_instance| MigInstance { gpu_instance, compute_instance };
+    let mut health = GpuHealth::default();
+    let hit = |health: &GpuHealth, device| health.verdict(device) != Health::Healthy;
+    let reason = UnhealthyReason::Xid { code: 79, instance: Some(instance(1, Some(0))) };
+    assert_eq!(reason.to_string(), "XID 79 of GPU instance 1, compute instance 0");
+    assert!(health.fail(reason.clone(), NOON) && !health.fail(reason, NOON));
+    let devices = [Some(instance(1, Some(0))), Some(instance(1, Some(1))), Some(instance(2, Some(0))), None];
+    assert_eq!(devices.map(|device| hit(&health, device)), [true, false, false, true]);
+    // An event that names no compute instance is about all of them; one that names nothing, about the GPU.
+    health.fail(UnhealthyReason::Xid { code: 79, instance: Some(instance(1, None)) }, NOON);
+    assert_eq!(devices.map(|device| hit(&health, device)), [true, true, false, true]);
+    health.fail(UnhealthyReason::DoubleBitEcc, NOON);
+    assert_eq!(devices.map(|device| hit(&health, device)), [true; 4]);
+}
+
+#[test]
+fn an_operators_word_ends_what_was_held_against_a_gpu_that_is_there() {
+    let failed =
+        [node(&[0, 1, 2]), Event::Xid { gpu: uuid(0), code: 79, instance: None }, Event::DoubleBitEcc { gpu: uuid(1) }];
+    let (state, _) = after(failed);
+    let (state, effects) = state.apply(Event::Cleared { gpu: uuid(0) }, NOON);
+    assert_eq!(healthy(&state), ["GPU-0", "GPU-2"]);
+    assert_eq!(effects, [Effect::HealthChanged { gpu: uuid(0), health: Health::Healthy }, Effect::Publish]);
+    let (state, effects) = state.apply(Event::Cleared { gpu: uuid(0) }, NOON);
+    assert_eq!(effects, [], "nothing is held against it");
+    // No word makes a GPU be there.
+    let (state, _) = state.apply(node(&[0, 1]), NOON);
+    let (state, effects) = state.apply(Event::Cleared { gpu: uuid(2) }, NOON);
+    assert_eq!((healthy(&state), effects), (vec!["GPU-0"], vec![]));
 }

@@ -68,6 +68,12 @@ struct PerXid {
     xid: u64,
 }
 
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PerFailure {
+    uuid: String,
+    reason: &'static str,
+}
+
 /// All metrics of the process.
 pub struct Metrics {
     registry: Registry,
@@ -80,7 +86,11 @@ pub struct Metrics {
     rpc_seconds: Family<PerMethod, Histogram, fn() -> Histogram>,
     registrations: Family<PerOutcome, Counter>,
     connected: Family<PerResource, Gauge>,
+    refused: Family<PerResource, Counter>,
     xids: Family<PerXid, Counter>,
+    failures: Family<PerFailure, Counter>,
+    idle: Gauge,
+    released: Gauge,
     agent_up: Gauge,
     agent_starts: Counter,
 }
@@ -105,7 +115,11 @@ impl Metrics {
             rpc_seconds: Family::new_with_constructor(|| Histogram::new(RPC_BUCKETS)),
             registrations: Family::default(),
             connected: Family::default(),
+            refused: Family::default(),
             xids: Family::default(),
+            failures: Family::default(),
+            idle: Gauge::default(),
+            released: Gauge::default(),
             agent_up: Gauge::default(),
             agent_starts: Counter::default(),
             registry: Registry::default(),
@@ -147,10 +161,30 @@ impl Metrics {
         );
         registry.register(
             "kubelet_connected",
-            "1 while the kubelet holds an open ListAndWatch stream for the resource",
+            "1 while the registration of the resource stands: the kubelet holds an open stream and lists the devices",
             metrics.connected.clone(),
         );
+        registry.register(
+            "refused_callers",
+            "Connections to our sockets that were refused for their uid",
+            metrics.refused.clone(),
+        );
         registry.register("xid_errors", "XIDs the driver reported, of any class", metrics.xids.clone());
+        registry.register(
+            "gpu_failures",
+            "Times the GPU became unhealthy, or its first reason another",
+            metrics.failures.clone(),
+        );
+        registry.register(
+            "idle",
+            "1 while this host has no NVIDIA GPU and linkwise waits for one",
+            metrics.idle.clone(),
+        );
+        registry.register(
+            "driver_released",
+            "1 while linkwise lets go of the driver because an operator asked it to",
+            metrics.released.clone(),
+        );
         registry.register("nvml_agent_up", "1 while the process that speaks to NVML answers", metrics.agent_up.clone());
         registry.register(
             "nvml_agent_starts",
@@ -173,6 +207,7 @@ impl Metrics {
         let resource = resource.to_string();
         drop(self.connected.get_or_create(&PerResource { resource: resource.clone() }));
         drop(self.narrowed.get_or_create(&PerResource { resource: resource.clone() }));
+        drop(self.refused.get_or_create(&PerResource { resource: resource.clone() }));
         let outcomes = [
             (&self.allocations, ["ok", "refused"].as_slice()),
             (&self.choices, &["exact", "best_found", "fallback"]),
@@ -233,9 +268,34 @@ impl Metrics {
         self.connected.get_or_create(&PerResource { resource: resource.to_string() }).set(i64::from(open));
     }
 
+    /// A resource is no longer offered: nobody waits for its stream.
+    pub fn withdrawn(&self, resource: &ResourceName) {
+        self.connected.remove(&PerResource { resource: resource.to_string() });
+    }
+
+    /// A caller was turned away.
+    pub fn refused(&self, resource: &ResourceName) {
+        self.refused.get_or_create(&PerResource { resource: resource.to_string() }).inc();
+    }
+
     /// The driver reported an XID.
     pub fn xid(&self, gpu: &GpuUuid, xid: u64) {
         self.xids.get_or_create(&PerXid { uuid: gpu.to_string(), xid }).inc();
+    }
+
+    /// A GPU became unhealthy.
+    pub fn gpu_failed(&self, gpu: &GpuUuid, reason: &'static str) {
+        self.failures.get_or_create(&PerFailure { uuid: gpu.to_string(), reason }).inc();
+    }
+
+    /// This host has no NVIDIA GPU, or has one now.
+    pub fn idle(&self, idle: bool) {
+        self.idle.set(i64::from(idle));
+    }
+
+    /// The driver is let go of at an operator's word, or taken up again.
+    pub fn driver_released(&self, released: bool) {
+        self.released.set(i64::from(released));
     }
 
     /// The process that speaks to NVML was started.

@@ -57,7 +57,10 @@ fn everything() -> String {
     );
     metrics.chosen(&resource, &report, Duration::from_micros(3), true);
     metrics.xid(&"GPU-b".parse().unwrap(), 79);
+    metrics.gpu_failed(&"GPU-b".parse().unwrap(), "xid");
     metrics.agent_started();
+    metrics.idle(true);
+    metrics.driver_released(true);
     metrics.agent_up(true);
     sorted(&metrics.encode().unwrap())
 }

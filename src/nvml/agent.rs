@@ -20,7 +20,7 @@ use super::call::{CallError, answer};
 use super::probe::{self, Findings, Gpu};
 use super::protocol::{FromAgent, Incoming, ProtocolError, ToAgent, encode};
 use super::watch::Watch;
-use super::{events, raw};
+use super::{events, library, raw};
 use crate::topology::ProbeFailure;
 
 /// How often each GPU is asked whether it is still there.
@@ -73,7 +73,7 @@ impl Parent {
     }
 }
 
-/// Runs until the parent is gone. `library` is the path of the driver's library, or the usual
+/// Runs until the parent is gone. `library` is the path of the driver's library or of a driver's root, or the usual
 /// names are tried; `poll` is how often each GPU is asked whether it is still there.
 ///
 /// # Errors
@@ -158,8 +158,8 @@ fn listen(mut socket: UnixStream, ask: &mpsc::Sender<ToAgent>) {
     }
 }
 
-fn load(library: Option<&Path>) -> Result<Nvml, AgentError> {
-    let Some(library) = library else {
+fn load(named: Option<&Path>) -> Result<Nvml, AgentError> {
+    let Some(named) = named else {
         let [first, second] = LIBRARIES.map(OsStr::new);
         return match init(first) {
             Err(first @ AgentError::Load { .. }) => match init(second) {
@@ -169,7 +169,11 @@ fn load(library: Option<&Path>) -> Result<Nvml, AgentError> {
             other => other,
         };
     };
-    init(library.as_os_str())
+    // A folder is a driver's root, looked through anew by each child: the driver may come late.
+    if named.is_dir() {
+        return init(library::under(named).as_os_str());
+    }
+    init(named.as_os_str())
 }
 
 fn init(library: &OsStr) -> Result<Nvml, AgentError> {

@@ -30,7 +30,7 @@ const READ: usize = 8 << 10;
 pub struct AgentCommand {
     /// The program that has the subcommand `nvml-agent`: ours.
     pub program: PathBuf,
-    /// The path of the driver's library; the usual names are tried without one.
+    /// The path of the driver's library, or of a driver's root; the usual names are tried without one.
     pub library: Option<PathBuf>,
     /// How often the child asks each GPU whether it is still there.
     pub poll: Duration,

@@ -12,6 +12,7 @@ pub mod agent;
 mod call;
 pub mod child;
 mod events;
+mod library;
 mod links;
 mod probe;
 pub mod protocol;

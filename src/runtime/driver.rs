@@ -9,6 +9,8 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use super::idle::{self, Idle};
+use super::operator::Release;
 use crate::hwloc;
 use crate::inventory::{Event, MigInstance};
 use crate::metrics::Metrics;
@@ -23,6 +25,9 @@ const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_sec
 /// it, which takes seconds; a call that hangs takes for ever.
 const FIRST_LOOK: Duration = Duration::from_secs(120);
 
+/// What NVML's answer comes to where it works and there is no GPU.
+const NO_GPUS: &str = "NVML lists no GPU on this node";
+
 /// The driver's side of the node.
 pub(super) struct Driver {
     pub command: AgentCommand,
@@ -30,8 +35,10 @@ pub(super) struct Driver {
     pub fail_on_init_error: Option<bool>,
     pub events: mpsc::Sender<Event>,
     pub metrics: Arc<Metrics>,
+    /// Whether an operator wants the driver for something else.
+    pub release: Release,
     /// Why there is nothing to offer, for /readyz.
-    pub idle: watch::Sender<String>,
+    pub idle: watch::Sender<Idle>,
 }
 
 impl Driver {
@@ -45,22 +52,34 @@ impl Driver {
         let mut seen = false;
         let mut told = None;
         loop {
+            self.release.over().await;
             let began = Instant::now();
+            let holding = self.release.holding();
             let (ready, why) = self.one_child().await?;
+            drop(holding);
             self.metrics.agent_up(false);
+            if self.release.is_wished() {
+                pause = Duration::ZERO;
+                continue;
+            }
             pause = next_pause(pause, began.elapsed());
             seen |= ready;
-            if !seen {
-                self.live_without(&why).await?;
+            if !seen && self.live_without(&why).await? {
+                // A GPU has come: the pauses were another matter's.
+                pause = Duration::ZERO;
+                continue;
             }
-            // On a node without GPUs this goes on for ever: one line for a cause, the metric counts the starts.
+            // Where there is no driver this goes on for ever: one line for a cause, the metric counts the starts.
             if ready || told.as_ref() != Some(&why) {
                 tracing::warn!(cause = why, again_in = ?pause, "NVML is not to be had");
             } else {
                 tracing::debug!(cause = why, again_in = ?pause, "NVML is not to be had, as before");
             }
             told = Some(why);
-            tokio::time::sleep(pause).await;
+            tokio::select! {
+                () = tokio::time::sleep(pause) => {}
+                () = self.release.wished() => {}
+            }
         }
     }
 
@@ -75,7 +94,14 @@ impl Driver {
         let mut ready = false;
         let mut failed = None;
         loop {
-            let said = if ready { agent.next().await } else { agent.next_within(FIRST_LOOK).await };
+            let said = async { if ready { agent.next().await } else { agent.next_within(FIRST_LOOK).await } };
+            let said = tokio::select! {
+                said = said => said,
+                () = self.release.wished() => {
+                    agent.end().await.context("cannot end the NVML agent")?;
+                    return Ok((ready, "an operator asked to let go of the driver".to_owned()));
+                }
+            };
             let message = match said {
                 Ok(message) => message,
                 // What the child said before it ended explains more than its exit code.
@@ -84,6 +110,11 @@ impl Driver {
                 }
             };
             let event = match message {
+                // Nothing to look after, and a child would look at it for ever.
+                FromAgent::Ready { gpus, .. } if gpus.is_empty() && idle::on_bus(&self.sysfs).await?.is_empty() => {
+                    agent.end().await.context("cannot end the NVML agent")?;
+                    return Ok((ready, NO_GPUS.to_owned()));
+                }
                 FromAgent::Ready { driver, nvml, gpus, failures } => {
                     ready = true;
                     self.metrics.agent_up(true);
@@ -94,7 +125,7 @@ impl Driver {
                         "NVML answers"
                     );
                     if gpus.is_empty() {
-                        self.idle.send_replace("NVML lists no GPU on this node".to_owned());
+                        self.idle.send_replace(Idle::Waiting(NO_GPUS.to_owned()));
                     }
                     Event::Observed(Box::new(self.observed(gpus, failures).await?))
                 }
@@ -134,13 +165,12 @@ impl Driver {
         Ok(NodeObservation { gpus, host, failures })
     }
 
-    /// Whether to live without NVML, which never answered: by the option, else by what is on the PCI bus.
-    async fn live_without(&self, why: &str) -> Result<()> {
-        let sysfs = self.sysfs.clone();
-        // A file of a device in trouble may not answer, and would hold a thread that admissions need.
-        let gpus = tokio::task::spawn_blocking(move || hwloc::nvidia_gpus_on_bus(&sysfs));
-        let gpus = gpus.await.context("the look at the PCI bus broke off")?;
+    /// Whether to live without NVML, which never answered: by the option, else by what is on the PCI bus. `true` once a
+    /// node without GPUs has got one.
+    async fn live_without(&self, why: &str) -> Result<bool> {
+        let gpus = idle::on_bus(&self.sysfs).await?;
         match (self.fail_on_init_error, gpus.first()) {
+            (_, None) if why == NO_GPUS => {}
             (Some(true), _) => bail!("NVML cannot be initialised: {why}"),
             // Libraries and device nodes are given at a container's creation: it has to be made anew.
             (None, Some(first)) => {
@@ -149,10 +179,21 @@ impl Driver {
                     gpus.len()
                 )
             }
-            (Some(false), Some(_)) => self.idle.send_replace(format!("NVML cannot be initialised: {why}")),
-            (_, None) => self.idle.send_replace(format!("no NVIDIA GPU on the PCI bus, and no NVML: {why}")),
-        };
-        Ok(())
+            (Some(false), Some(_)) => {
+                self.idle.send_replace(Idle::Waiting(format!("NVML cannot be initialised: {why}")));
+                return Ok(false);
+            }
+            (None | Some(false), None) => {}
+        }
+        let reason = format!("no NVIDIA GPU on the PCI bus, and none by NVML: {why}");
+        tracing::info!(reason, "this node has no NVIDIA GPU: idle until one is on its PCI bus");
+        self.idle.send_replace(Idle::NoGpu(reason));
+        self.metrics.idle(true);
+        let first = idle::gpu_appears(&self.sysfs).await?;
+        self.metrics.idle(false);
+        self.idle.send_replace(Idle::Waiting(format!("GPU {first} has come, and was not looked at yet")));
+        tracing::info!(gpu = %first, "an NVIDIA GPU is on the PCI bus now");
+        Ok(true)
     }
 }
 

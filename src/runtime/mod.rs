@@ -4,11 +4,15 @@
 //! keeps the NVML child alive; `mps` is a process of its own, `linkwise mps-control-daemon`; this file starts and ends them. A task that ends unexpectedly ends the process, with
 //! its cause.
 
+mod clock;
 mod driver;
+mod idle;
+mod keeper;
 mod log;
 mod mps;
 mod node;
 mod observe;
+mod operator;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,11 +20,13 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use tokio::signal::unix::{SignalKind, signal};
 
+use crate::admin::Local;
 use crate::config::{HostArgs, RunArgs};
 use crate::kubelet;
 use crate::nvml::child::AgentCommand;
 
 pub use driver::look;
+pub use keeper::HealthSettings;
 pub use log::log_to_stderr;
 pub use mps::mps_control_daemon;
 pub use node::{Node, NodeSettings};
@@ -51,13 +57,31 @@ async fn serve(args: &RunArgs) -> Result<()> {
     // First of all: a container's first process does not even die of a signal that it does not listen for.
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+    let mut let_go = signal(SignalKind::user_defined1()).context("cannot listen for SIGUSR1")?;
+    let mut take_up = signal(SignalKind::user_defined2()).context("cannot listen for SIGUSR2")?;
+    let admin = args.admin_socket.as_deref().map(Local::bind).transpose()?;
     let mut kubelet = kubelet::Settings::new(args.kubelet_socket.clone());
+    kubelet.pod_resources_socket = Some(args.pod_resources_socket.clone());
+    kubelet.callers = kubelet::Callers::and(args.allowed_uids.iter().copied());
     kubelet.device_nodes =
         args.pass_device_specs.then(|| CONTROL_NODES.iter().map(PathBuf::from).filter(|node| node.exists()).collect());
-    let settings = NodeSettings { kubelet, metrics_address: args.metrics_address, numa_hints: args.numa_hints.into() };
+    let beside = || args.kubelet_socket.parent().map(PathBuf::from);
+    let health = HealthSettings {
+        xids: args.xids.policy(),
+        await_first_poll: false,
+        state_dir: args.state_dir.clone().or_else(beside),
+        sysfs: Some(args.host.sysfs.clone()),
+    };
+    let settings =
+        NodeSettings { kubelet, metrics_address: args.metrics_address, numa_hints: args.numa_hints.into(), health };
+    for (variable, passed_over) in args.xids.passed_over() {
+        tracing::warn!(variable, passed_over, "no XID; passed over");
+    }
     let mut node = Node::start(settings).await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
+    let release = operator::Release::new(Arc::clone(node.metrics()));
     let driver = driver::Driver {
+        release: release.clone(),
         command: agent_command(&args.host),
         sysfs: args.host.sysfs.clone(),
         fail_on_init_error: args.fail_on_init_error,
@@ -67,11 +91,22 @@ async fn serve(args: &RunArgs) -> Result<()> {
     };
     let shutdown = node.shutdown();
     node.spawn("NVML driver", driver.run(shutdown.clone()));
+    if let Some(admin) = admin {
+        let (orders, shutdown) = (operator::orders(&node, &release), shutdown.clone());
+        node.spawn("admin socket", async move {
+            admin.serve(orders, shutdown).await;
+            Ok(())
+        });
+    }
     node.spawn("signals", async move {
-        let name = tokio::select! {
-            _ = terminate.recv() => "SIGTERM",
-            _ = interrupt.recv() => "SIGINT",
-            () = shutdown.cancelled() => return Ok(()),
+        let name = loop {
+            tokio::select! {
+                _ = terminate.recv() => break "SIGTERM",
+                _ = interrupt.recv() => break "SIGINT",
+                _ = let_go.recv() => release.wish(true),
+                _ = take_up.recv() => release.wish(false),
+                () = shutdown.cancelled() => return Ok(()),
+            }
         };
         tracing::info!(signal = name, "ending");
         shutdown.cancel();
