@@ -6,6 +6,7 @@
 
 pub mod admin;
 pub mod allocation;
+pub mod cdi;
 pub mod commands;
 pub mod config;
 pub mod demo;

@@ -5,6 +5,7 @@
 
 mod admin;
 mod doctor;
+mod handover;
 mod list;
 mod mps;
 mod simulate;
@@ -18,6 +19,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub use admin::{AdminArgs, AdminOrder};
 pub use doctor::DoctorArgs;
+pub use handover::{DeviceIdStrategyArg, DeviceListStrategyArg, HandoverArgs};
 pub use list::{GpuName, UnitName};
 pub use mps::{MpsCommand, MpsControlDaemonArgs, SharedResource};
 pub use simulate::{SimulateArgs, SimulatePolicy};
@@ -40,7 +42,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Serve this node's GPUs to its kubelet (the DaemonSet's command)
-    Run(RunArgs),
+    Run(Box<RunArgs>),
     /// Show a whole node in one process: a simulated machine, a kubelet, pods that come and go
     Demo(DemoArgs),
     /// Show a machine: its tree, and its matrix as `nvidia-smi topo -m` prints it
@@ -134,6 +136,9 @@ pub struct RunArgs {
     /// Which NUMA nodes devices claim, for a kubelet with a Topology Manager (see docs/topology-manager.md)
     #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node")]
     pub numa_hints: NumaHintsArg,
+    /// How a container gets its GPUs.
+    #[command(flatten)]
+    pub handover: HandoverArgs,
     /// Where the GPUs' health is kept for the next start, as linkwise_health.json; without it, beside the kubelet's socket
     #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
     pub state_dir: Option<PathBuf>,

@@ -1,5 +1,6 @@
 //! What the kernel says and hwloc does not: /sys, read-only, a missing file being no answer.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -26,6 +27,22 @@ pub fn nvidia_gpus_on_bus(sysfs: &Path) -> Vec<PciAddress> {
     let mut gpus: Vec<PciAddress> = gpus.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
     gpus.sort_unstable();
     gpus
+}
+
+/// The RDMA devices of this host with their device nodes: `mlx5_0` has `/dev/infiniband/uverbs0`. The kernel names both.
+pub fn rdma_nodes(sysfs: &Path) -> BTreeMap<String, String> {
+    let entries = fs::read_dir(sysfs.join("class/infiniband_verbs")).into_iter().flatten().flatten();
+    let nodes = entries.filter_map(|entry| {
+        let device = fs::read_to_string(entry.path().join("ibdev")).ok()?;
+        let node = entry.file_name().into_string().ok()?;
+        Some((device.trim().to_owned(), format!("/dev/infiniband/{node}")))
+    });
+    nodes.collect()
+}
+
+/// The node of the RDMA connection manager, where the host has one.
+pub fn rdma_cm_node(sysfs: &Path) -> Option<String> {
+    sysfs.join("class/misc/rdma_cm").exists().then(|| "/dev/infiniband/rdma_cm".to_owned())
 }
 
 impl Sysfs {

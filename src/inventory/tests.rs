@@ -176,7 +176,8 @@ fn an_operators_word_ends_what_was_held_against_a_gpu_that_is_there() {
     let (state, _) = after(failed);
     let (state, effects) = state.apply(Event::Cleared { gpu: uuid(0) }, NOON);
     assert_eq!(healthy(&state), ["GPU-0", "GPU-2"]);
-    assert_eq!(effects, [Effect::HealthChanged { gpu: uuid(0), health: Health::Healthy }, Effect::Publish]);
+    let changed = Effect::HealthChanged { gpu: uuid(0), health: Health::Healthy };
+    assert_eq!(effects, [changed, Effect::Publish, Effect::Keep]);
     let (state, effects) = state.apply(Event::Cleared { gpu: uuid(0) }, NOON);
     assert_eq!(effects, [], "nothing is held against it");
     // No word makes a GPU be there.

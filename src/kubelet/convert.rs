@@ -1,16 +1,11 @@
 //! Wire types to core types and back. prost types go no further than this.
 
-use std::collections::HashMap;
-use std::path::{Path, PathBuf};
-
 use tonic::Status;
 
+use super::handover::{Answer, HandoverError};
 use crate::allocation::{AllocationRequest, DeviceId, PreferredAllocation};
-use crate::inventory::{AllocateError, Device, Health, Inventory, ResourceName};
+use crate::inventory::{AllocateError, Health, Inventory, ResourceName};
 use crate::proto::v1beta1 as wire;
-
-/// The variable by which NVIDIA's container runtime knows which GPUs to hand in.
-const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
 
 pub(super) fn options() -> wire::DevicePluginOptions {
     wire::DevicePluginOptions { pre_start_required: false, get_preferred_allocation_available: true }
@@ -48,33 +43,23 @@ pub(super) fn ids(ids: Vec<String>) -> Vec<DeviceId> {
     ids.into_iter().map(DeviceId::from).collect()
 }
 
-/// What one container gets: its GPUs by UUID, and where asked for the device nodes.
-///
-/// `control` are the nodes every container with a GPU needs. A GPU whose minor number is unknown has no
-/// node to name, and the order is refused: a container without its GPU is worse than none.
-pub(super) fn container(
-    devices: &[&Device],
-    control: Option<&[PathBuf]>,
-) -> Result<wire::ContainerAllocateResponse, Status> {
-    let uuids: Vec<&str> = devices.iter().map(|device| device.gpu.uuid.as_str()).collect();
-    let envs = HashMap::from([(VISIBLE_DEVICES.to_owned(), uuids.join(","))]);
-    let mut nodes = Vec::new();
-    if let Some(control) = control {
-        for device in devices {
-            let minor = device.gpu.minor.ok_or_else(|| {
-                let uuid = &device.gpu.uuid;
-                Status::failed_precondition(format!("the minor number of {uuid} is unknown: no device node to pass"))
-            })?;
-            nodes.push(device_node(Path::new(&format!("/dev/nvidia{minor}"))));
-        }
-        nodes.extend(control.iter().map(|path| device_node(path)));
+/// What one container gets.
+pub(super) fn container(answer: Answer) -> wire::ContainerAllocateResponse {
+    let node =
+        |(host_path, container_path)| wire::DeviceSpec { container_path, host_path, permissions: "rw".to_owned() };
+    let mount = |(host_path, container_path)| wire::Mount { container_path, host_path, read_only: false };
+    wire::ContainerAllocateResponse {
+        envs: answer.variables.into_iter().collect(),
+        mounts: answer.mounts.into_iter().map(mount).collect(),
+        devices: answer.nodes.into_iter().map(node).collect(),
+        annotations: answer.annotations.into_iter().collect(),
+        cdi_devices: answer.cdi.into_iter().map(|name| wire::CdiDevice { name }).collect(),
     }
-    Ok(wire::ContainerAllocateResponse { envs, devices: nodes, ..Default::default() })
 }
 
-fn device_node(path: &Path) -> wire::DeviceSpec {
-    let path = path.display().to_string();
-    wire::DeviceSpec { container_path: path.clone(), host_path: path, permissions: "rw".to_owned() }
+/// A GPU that was granted and cannot be handed over.
+pub(super) fn not_handed_over(error: &HandoverError) -> Status {
+    Status::failed_precondition(error.to_string())
 }
 
 /// The longest refusal, in characters. It goes into a header and into the log; what Kubernetes allows as an id (63)

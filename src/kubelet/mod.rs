@@ -3,14 +3,17 @@
 //! Owns our socket, the registration and the streams of one resource. The runtime makes a
 //! [`Plugin`] for each resource and owns the task that runs it; this module starts no task. Wire
 //! types stop at `convert.rs` and the files that speak them: `service.rs`, `register.rs`, `pod_resources.rs`. What to do
-//! next is `machine`'s to say, `life` does it (docs/life-cycle.md). The path of an admission reads one inventory snapshot: no NVML, no lock held by a probe, no disk.
+//! next is `machine`'s to say, `life` does it (docs/life-cycle.md); how a container gets its GPUs is `handover`'s.
+//! The path of an admission reads one inventory snapshot: no NVML, no lock held by a probe, no disk.
 
 mod callers;
 mod connection;
 mod convert;
+mod handover;
 mod layer;
 mod life;
 mod machine;
+mod nics;
 mod offers;
 pub mod pod_resources;
 mod probe;
@@ -29,7 +32,9 @@ use crate::allocation::AllocationReport;
 use crate::inventory::{Inventory, ResourceName};
 
 pub use callers::Callers;
+pub use handover::{CdiNames, DeviceIds, Handover, Surroundings};
 pub use life::{Plugin, PluginError};
+pub use nics::RdmaNodes;
 pub use probe::{ProbeError, probe};
 
 /// How a plugin finds its kubelet and what it hands to containers.
@@ -37,9 +42,8 @@ pub use probe::{ProbeError, probe};
 pub struct Settings {
     /// The kubelet's registration socket; our own sockets lie beside it.
     pub kubelet_socket: PathBuf,
-    /// Device nodes that every container with a GPU needs, such as /dev/nvidiactl; with the GPU's own
-    /// they are named in the answer to Allocate. `None` where the container runtime sees to it.
-    pub device_nodes: Option<Vec<PathBuf>>,
+    /// How containers get their GPUs.
+    pub handover: Handover,
     /// The kubelet's PodResources socket, by which a registration is confirmed; without it the stream confirms it.
     pub pod_resources_socket: Option<PathBuf>,
     /// Who may call our sockets.
@@ -63,7 +67,7 @@ impl Settings {
     pub fn new(kubelet_socket: PathBuf) -> Self {
         Self {
             kubelet_socket,
-            device_nodes: None,
+            handover: Handover::default(),
             pod_resources_socket: None,
             callers: Callers::default(),
             register_timeout: Duration::from_secs(15),

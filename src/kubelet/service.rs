@@ -115,10 +115,11 @@ impl DevicePlugin for Service {
         for container in request.into_inner().container_requests {
             let ids = convert::ids(container.devices_ids);
             self.offers().allocated(&ids);
-            let answer = inventory
-                .allocate(&self.resource, &ids)
-                .map_err(|error| convert::refusal(&error))
-                .and_then(|devices| convert::container(&devices, self.settings.device_nodes.as_deref()));
+            let granted = inventory.allocate(&self.resource, &ids).map_err(|error| convert::refusal(&error));
+            let answer = granted.and_then(|devices| {
+                let answer = self.settings.handover.answer(&self.resource, inventory.topology(), &devices);
+                answer.map(convert::container).map_err(|error| convert::not_handed_over(&error))
+            });
             let told = ids.iter().map(|id| id.as_str().to_owned()).collect();
             let told = answer.as_ref().map(|_| told).map_err(|refusal| refusal.message().to_owned());
             self.observe(Occurrence::Allocated(told));

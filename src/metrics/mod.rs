@@ -44,6 +44,11 @@ struct PerOutcome {
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct ByOutcome {
+    outcome: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct PerReason {
     resource: String,
     reason: &'static str,
@@ -93,6 +98,7 @@ pub struct Metrics {
     released: Gauge,
     agent_up: Gauge,
     agent_starts: Counter,
+    cdi_writes: Family<ByOutcome, Counter>,
 }
 
 impl fmt::Debug for Metrics {
@@ -122,6 +128,7 @@ impl Metrics {
             released: Gauge::default(),
             agent_up: Gauge::default(),
             agent_starts: Counter::default(),
+            cdi_writes: Family::default(),
             registry: Registry::default(),
         };
         registry.register("build", "The version that runs", Info::new(vec![("version", version)]));
@@ -190,6 +197,11 @@ impl Metrics {
             "nvml_agent_starts",
             "Starts of the process that speaks to NVML; more than one means that it died",
             metrics.agent_starts.clone(),
+        );
+        registry.register(
+            "cdi_spec_writes",
+            "CDI specs that changed: ok (written) or failed (the last one stays)",
+            metrics.cdi_writes.clone(),
         );
         registry.register_collector(Box::new(collector::State { inventory }));
         Self { registry, ..metrics }
@@ -301,6 +313,12 @@ impl Metrics {
     /// The process that speaks to NVML was started.
     pub fn agent_started(&self) {
         self.agent_starts.inc();
+    }
+
+    /// A CDI spec that changed was written, or could not be.
+    pub fn cdi_written(&self, ok: bool) {
+        let outcome = if ok { "ok" } else { "failed" };
+        self.cdi_writes.get_or_create(&ByOutcome { outcome }).inc();
     }
 
     /// It answers, or does not any more.

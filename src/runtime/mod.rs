@@ -1,11 +1,13 @@
 //! `linkwise run`: builds everything, owns every task, turns effects into calls.
 //!
 //! A composition root. `node` holds the one loop that writes the inventory, and the plugins; `driver`
-//! keeps the NVML child alive; `mps` is a process of its own, `linkwise mps-control-daemon`; this file starts and ends them. A task that ends unexpectedly ends the process, with
+//! keeps the NVML child alive; `handover` keeps CDI specs and device nodes up to date; `mps` is a process of its own,
+//! `linkwise mps-control-daemon`; this file starts and ends them. A task that ends unexpectedly ends the process, with
 //! its cause.
 
 mod clock;
 mod driver;
+mod handover;
 mod idle;
 mod keeper;
 mod log;
@@ -34,9 +36,6 @@ pub use node::{Node, NodeSettings};
 /// Threads of the runtime. Two, so that a slow write of the log does not hold up an admission.
 const THREADS: usize = 2;
 
-/// Device nodes that every container with a GPU needs, where the node has them.
-const CONTROL_NODES: [&str; 4] = ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset"];
-
 /// Runs a future on a runtime of our own.
 pub fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build();
@@ -60,11 +59,13 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let mut let_go = signal(SignalKind::user_defined1()).context("cannot listen for SIGUSR1")?;
     let mut take_up = signal(SignalKind::user_defined2()).context("cannot listen for SIGUSR2")?;
     let admin = args.admin_socket.as_deref().map(Local::bind).transpose()?;
-    let mut kubelet = kubelet::Settings::new(args.kubelet_socket.clone());
-    kubelet.pod_resources_socket = Some(args.pod_resources_socket.clone());
-    kubelet.callers = kubelet::Callers::and(args.allowed_uids.iter().copied());
-    kubelet.device_nodes =
-        args.pass_device_specs.then(|| CONTROL_NODES.iter().map(PathBuf::from).filter(|node| node.exists()).collect());
+    let (handover, upkeep) = handover::prepare(args)?;
+    let kubelet = kubelet::Settings {
+        handover,
+        pod_resources_socket: Some(args.pod_resources_socket.clone()),
+        callers: kubelet::Callers::and(args.allowed_uids.iter().copied()),
+        ..kubelet::Settings::new(args.kubelet_socket.clone())
+    };
     let beside = || args.kubelet_socket.parent().map(PathBuf::from);
     let health = HealthSettings {
         xids: args.xids.policy(),
@@ -90,6 +91,11 @@ async fn serve(args: &RunArgs) -> Result<()> {
         idle: node.idle_reason(),
     };
     let shutdown = node.shutdown();
+    if let Some(upkeep) = upkeep {
+        node.hold_plugins_until(upkeep.ready());
+        let (inventory, metrics) = (node.inventory(), Arc::clone(node.metrics()));
+        node.spawn("what containers are handed", upkeep.run(inventory, metrics, shutdown.clone()));
+    }
     node.spawn("NVML driver", driver.run(shutdown.clone()));
     if let Some(admin) = admin {
         let (orders, shutdown) = (operator::orders(&node, &release), shutdown.clone());

@@ -77,6 +77,8 @@ pub struct Node {
     last_report: watch::Sender<Option<Arc<AllocationReport>>>,
     metrics: Arc<Metrics>,
     metrics_address: SocketAddr,
+    /// Plugins begin when it is true; without it, at once.
+    gate: Option<watch::Receiver<bool>>,
     tasks: JoinSet<(String, Result<()>)>,
     shutdown: CancellationToken,
 }
@@ -122,6 +124,7 @@ impl Node {
             last_report: watch::Sender::default(),
             metrics,
             metrics_address,
+            gate: None,
             tasks: JoinSet::new(),
             shutdown: CancellationToken::new(),
         };
@@ -179,6 +182,11 @@ impl Node {
     /// Why there is nothing to offer, where there is not: for /readyz.
     pub(super) fn idle_reason(&self) -> watch::Sender<Idle> {
         self.idle.clone()
+    }
+
+    /// Holds plugins back until this is true: a pod may be admitted as soon as one is registered.
+    pub(super) fn hold_plugins_until(&mut self, ready: watch::Receiver<bool>) {
+        self.gate = Some(ready);
     }
 
     /// Starts a task of this node. One that ends before the shutdown ends the node.
@@ -284,7 +292,14 @@ impl Node {
         let plugin = Plugin::new(resource.clone(), Arc::clone(&self.kubelet), sources);
         let end = self.shutdown.child_token();
         lock(&self.plugins).insert(resource.clone(), Running { phase: plugin.phase(), end: end.clone() });
-        self.spawn(plugin_task(&resource), async move { Ok(plugin.run(end).await?) });
+        let gate = self.gate.clone();
+        self.spawn(plugin_task(&resource), async move {
+            if let Some(mut gate) = gate {
+                // Who opens it ends with the node only.
+                let _ = end.run_until_cancelled(gate.wait_for(|ready| *ready)).await;
+            }
+            Ok(plugin.run(end).await?)
+        });
     }
 
     /// Starts to ask who holds which devices, once.

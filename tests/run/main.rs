@@ -17,6 +17,7 @@ mod doctor;
 mod driver;
 mod endpoints;
 mod endurance;
+mod handover;
 mod health;
 mod idle;
 mod kubelet;
@@ -25,7 +26,12 @@ mod oddities;
 mod operator;
 mod pod_resources;
 mod refusals;
+#[path = "../cdi/root.rs"]
+#[allow(dead_code, reason = "tests/cdi.rs uses all of it")]
+mod root;
 mod rpc;
+#[path = "../cdi/schema.rs"]
+mod schema;
 mod shutdown;
 mod sockets;
 mod stops;

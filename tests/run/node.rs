@@ -26,7 +26,16 @@ pub const LIMIT: Duration = Duration::from_secs(60);
 const ASK_AGAIN: Duration = Duration::from_millis(10);
 
 /// What the process would read of the environment of whoever runs the tests.
-const VARIABLES: [&str; 12] = [
+const VARIABLES: [&str; 21] = [
+    "CDI_ANNOTATION_PREFIX",
+    "DEVICE_ID_STRATEGY",
+    "DEVICE_LIST_STRATEGY",
+    "DRIVER_ROOT_CTR_PATH",
+    "LINKWISE_CDI_DIR",
+    "LINKWISE_EXPOSE_NICS",
+    "NVIDIA_CDI_HOOK_PATH",
+    "NVIDIA_DEV_ROOT",
+    "NVIDIA_DRIVER_ROOT",
     "LINKWISE_ADMIN_SOCKET",
     "LINKWISE_NUMA_HINTS",
     "KUBELET_SOCKET",
@@ -100,6 +109,12 @@ impl Setup {
     pub fn env(mut self, variable: &'static str, value: &str) -> Self {
         self.environment.push((variable, value.into()));
         self
+    }
+
+    /// A host as hwloc recorded it, instead of the two packages.
+    pub fn host(mut self, xml: &str) -> Self {
+        self.environment.retain(|(variable, _)| *variable != "HWLOC_SYNTHETIC");
+        self.env("HWLOC_XMLFILE", xml)
     }
 
     /// A path in this machine's folder.

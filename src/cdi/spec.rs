@@ -1,0 +1,127 @@
+//! A CDI spec as it is written: the part of the format that we use.
+//!
+//! Field names and rules: SPEC.md of cncf-tags/container-device-interface. Pure; `build` makes it, `write` writes it.
+
+use serde::Serialize;
+
+use super::kind;
+
+/// One spec: a kind and its devices. One file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Spec {
+    /// The least version of the format that has what is used here, so that old runtimes take it too.
+    pub cdi_version: &'static str,
+    /// `vendor/class`.
+    pub kind: String,
+    /// The devices, by name.
+    pub devices: Vec<Device>,
+    /// What every container gets that asks for any of them.
+    #[serde(skip_serializing_if = "ContainerEdits::is_empty")]
+    pub container_edits: ContainerEdits,
+    #[serde(skip)]
+    class: &'static str,
+}
+
+/// A device: a name to ask for and what it brings along.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Device {
+    /// Letters, digits and `_ - . :`, a letter or digit first and last.
+    pub name: String,
+    /// What a container gets that asks for it.
+    pub container_edits: ContainerEdits,
+}
+
+/// What is done to a container.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ContainerEdits {
+    /// Environment, `NAME=value`.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub env: Vec<String>,
+    /// Device nodes.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub device_nodes: Vec<DeviceNode>,
+    /// Bind mounts.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub mounts: Vec<Mount>,
+    /// Programs of the host that are run for the container.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub hooks: Vec<Hook>,
+}
+
+/// A device node; type, numbers and rights are those of the host's.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct DeviceNode {
+    /// Where the container has it.
+    pub path: String,
+    /// Where the host has it; `None` where that is the same. Since version 0.5.0.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub host_path: Option<String>,
+}
+
+/// A bind mount.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Mount {
+    /// Where the host has it.
+    pub host_path: String,
+    /// Where the container has it.
+    pub container_path: String,
+    /// As mount(8) has them.
+    pub options: Vec<&'static str>,
+}
+
+/// A hook of the OCI runtime specification.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Hook {
+    /// When: `createContainer` is after the mounts, before the container's own program, in its mount namespace.
+    pub hook_name: &'static str,
+    /// The program, on the host.
+    pub path: String,
+    /// Its arguments, its own name first.
+    pub args: Vec<String>,
+}
+
+impl Spec {
+    /// A spec of a class; `None` without devices, which the format does not allow.
+    pub(super) fn new(class: &'static str, devices: Vec<Device>, container_edits: ContainerEdits) -> Option<Self> {
+        let cdi_version = least_version(&devices, &container_edits);
+        (!devices.is_empty()).then(|| Self { cdi_version, kind: kind(class), devices, container_edits, class })
+    }
+
+    /// The name of its file: `k8s.device-plugin.nvidia.com-gpu.json`.
+    pub fn file_name(&self) -> String {
+        format!("{}-{}.json", super::VENDOR, self.class)
+    }
+
+    /// The full names of its devices, by which containers ask for them: `k8s.device-plugin.nvidia.com/gpu=0`.
+    pub fn names(&self) -> impl Iterator<Item = String> + use<'_> {
+        self.devices.iter().map(|device| format!("{}={}", self.kind, device.name))
+    }
+
+    /// The text of its file.
+    pub fn json(&self) -> Result<String, serde_json::Error> {
+        serde_json::to_string_pretty(self).map(|text| text + "\n")
+    }
+}
+
+impl ContainerEdits {
+    /// Whether there is nothing to do.
+    pub fn is_empty(&self) -> bool {
+        let Self { env, device_nodes, mounts, hooks } = self;
+        env.is_empty() && device_nodes.is_empty() && mounts.is_empty() && hooks.is_empty()
+    }
+}
+
+/// The least version that has all of it. Of what we use, 0.5.0 brought names that begin with a digit and `hostPath` of
+/// device nodes; the rest is in 0.3.0, the oldest that runtimes still read.
+fn least_version(devices: &[Device], edits: &ContainerEdits) -> &'static str {
+    let digit = |device: &Device| !device.name.starts_with(|c: char| c.is_ascii_alphabetic());
+    let all = devices.iter().map(|device| &device.container_edits).chain([edits]);
+    let mut nodes = all.flat_map(|edits| &edits.device_nodes);
+    if devices.iter().any(digit) || nodes.any(|node| node.host_path.is_some()) { "0.5.0" } else { "0.3.0" }
+}

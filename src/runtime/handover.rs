@@ -1,0 +1,201 @@
+//! Keeps up to date what containers are handed: CDI specs, and the device nodes that an answer to Allocate names.
+//!
+//! One task follows the inventory, looks at the node off the path of an admission, writes what changed and publishes the
+//! nodes. What goes wrong later than at the start leaves the last good state as it is.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use crate::cdi;
+use crate::config::{DeviceIdStrategyArg, DeviceListStrategyArg, HandoverArgs, RunArgs};
+use crate::hwloc;
+use crate::inventory::Inventory;
+use crate::kubelet::{CdiNames, DeviceIds, Handover, RdmaNodes, Surroundings};
+use crate::metrics::Metrics;
+
+/// How often the node is looked at where the inventory does not change: /dev/nvidia-uvm comes with its first use, and a
+/// folder of specs may be emptied. As often as NVML is polled.
+const LOOK_AGAIN: Duration = Duration::from_secs(10);
+
+/// What is looked at and kept up to date.
+pub(super) struct Upkeep {
+    sight: Arc<Sight>,
+    surroundings: watch::Sender<Arc<Surroundings>>,
+    /// Whether the specs were written for the first GPUs.
+    ready: watch::Sender<bool>,
+}
+
+/// What one look needs.
+struct Sight {
+    roots: cdi::Roots,
+    options: cdi::Options,
+    /// Where specs go; `None` where containers do without CDI.
+    folder: Option<PathBuf>,
+    /// Whether RDMA NICs are looked for.
+    nics: bool,
+}
+
+/// What one look brought.
+struct Round {
+    surroundings: Surroundings,
+    oddities: Vec<cdi::Oddity>,
+    /// Files that changed.
+    written: Vec<String>,
+    error: Option<cdi::WriteError>,
+}
+
+/// How containers get their GPUs, and what has to be kept up to date for it. Fails where CDI specs are wanted and their folder
+/// cannot be written.
+pub(super) fn prepare(args: &RunArgs) -> Result<(Handover, Option<Upkeep>)> {
+    let options = &args.handover;
+    let wants = |strategy| options.device_list_strategy.contains(&strategy);
+    let annotations = wants(DeviceListStrategyArg::CdiAnnotations).then(|| options.cdi_annotation_prefix.clone());
+    let cri = wants(DeviceListStrategyArg::CdiCri);
+    let names = CdiNames { kind: cdi::kind(cdi::GPU_CLASS), annotations, cri };
+    let names = (cri || names.annotations.is_some()).then_some(names);
+    let sight = Sight {
+        roots: roots(options, args.host.sysfs.clone()),
+        options: cdi::Options { hook: given(options.nvidia_cdi_hook_path.as_ref()), ..cdi::Options::default() },
+        folder: names.is_some().then(|| options.cdi_dir.clone()),
+        nics: options.expose_nics,
+    };
+    if let Some(folder) = &sight.folder {
+        cdi::prepare(folder).context("--device-list-strategy asks for CDI")?;
+    }
+    let surroundings = watch::Sender::new(Arc::new(sight.surroundings()));
+    let handover = Handover {
+        envvar: wants(DeviceListStrategyArg::Envvar),
+        volume_mounts: wants(DeviceListStrategyArg::VolumeMounts),
+        ids: match options.device_id_strategy {
+            DeviceIdStrategyArg::Uuid => DeviceIds::Uuid,
+            DeviceIdStrategyArg::Index => DeviceIds::Index,
+        },
+        device_nodes: args.pass_device_specs,
+        cdi: names,
+        surroundings: surroundings.subscribe(),
+        ..Handover::default()
+    };
+    let beside = sight.nics || !sight.options.imex_channels.is_empty();
+    let needed = handover.cdi.is_some() || handover.device_nodes || beside;
+    let ready = watch::Sender::new(sight.folder.is_none());
+    Ok((handover, needed.then(|| Upkeep { sight: Arc::new(sight), surroundings, ready })))
+}
+
+fn roots(options: &HandoverArgs, sysfs: PathBuf) -> cdi::Roots {
+    let root = || Path::new("/").to_owned();
+    let driver = given(Some(&options.nvidia_driver_root)).map_or_else(root, PathBuf::from);
+    let driver_here = given(Some(&options.driver_root_ctr_path)).map_or_else(root, PathBuf::from);
+    let dev = given(options.dev_root.as_ref()).map_or_else(|| driver.clone(), PathBuf::from);
+    // The folder that holds /dev is meant, and /dev itself is understood.
+    let dev = if dev.ends_with("dev") { dev.parent().map_or_else(root, Path::to_owned) } else { dev };
+    cdi::Roots { driver, driver_here, dev, sysfs }
+}
+
+/// What was given, unless it is nothing.
+fn given(option: Option<&String>) -> Option<String> {
+    option.filter(|text| !text.is_empty()).cloned()
+}
+
+impl Upkeep {
+    /// Becomes true when containers can be handed the first GPUs.
+    pub fn ready(&self) -> watch::Receiver<bool> {
+        self.ready.subscribe()
+    }
+
+    /// Lives until `shutdown`; fails where the first specs cannot be written.
+    pub async fn run(
+        self,
+        inventory: watch::Receiver<Arc<Inventory>>,
+        metrics: Arc<Metrics>,
+        shutdown: CancellationToken,
+    ) -> Result<()> {
+        shutdown.run_until_cancelled(self.live(inventory, &metrics)).await.unwrap_or(Ok(()))
+    }
+
+    async fn live(&self, mut inventory: watch::Receiver<Arc<Inventory>>, metrics: &Metrics) -> Result<()> {
+        let mut told = BTreeSet::new();
+        let mut failing = None;
+        loop {
+            let current = Arc::clone(&inventory.borrow_and_update());
+            let some = !current.resources().is_empty();
+            let sight = Arc::clone(&self.sight);
+            // Files of a device or disk in trouble may not answer, and would hold a thread that admissions need.
+            let round = tokio::task::spawn_blocking(move || sight.round(&current));
+            let round = round.await.context("the look at what containers need broke off")?;
+            self.surroundings.send_replace(Arc::new(round.surroundings));
+            for oddity in round.oddities {
+                if told.insert(oddity.clone()) {
+                    tracing::warn!("{oddity}");
+                }
+            }
+            for path in round.written {
+                tracing::info!(path, "CDI spec written");
+                metrics.cdi_written(true);
+            }
+            if let Some(error) = round.error {
+                metrics.cdi_written(false);
+                if !*self.ready.borrow() {
+                    return Err(error.into());
+                }
+                let error = format!("{:#}", anyhow::Error::from(error));
+                if failing.as_ref() != Some(&error) {
+                    tracing::error!(error, "the last CDI spec stays; further failures are counted, not logged");
+                    failing = Some(error);
+                }
+            } else {
+                failing = None;
+                self.ready.send_if_modified(|ready| !std::mem::replace(ready, *ready || some) && some);
+            }
+            tokio::select! {
+                changed = inventory.changed() => if changed.is_err() { return Ok(()) },
+                () = tokio::time::sleep(LOOK_AGAIN) => {}
+            }
+        }
+    }
+}
+
+impl Sight {
+    /// What the node has beside its GPUs, CDI devices left out.
+    fn surroundings(&self) -> Surroundings {
+        Surroundings {
+            dev_root: self.roots.dev.clone(),
+            control_nodes: cdi::control_nodes(&self.roots),
+            imex_channels: cdi::imex_channels(&self.roots, &self.options),
+            cdi: Vec::new(),
+            rdma: self.nics.then(|| RdmaNodes {
+                devices: hwloc::rdma_nodes(&self.roots.sysfs),
+                common: hwloc::rdma_cm_node(&self.roots.sysfs).into_iter().collect(),
+            }),
+        }
+    }
+
+    /// Looks, and writes what is new. On a node without GPUs there is nothing to write, and nothing odd.
+    fn round(&self, inventory: &Inventory) -> Round {
+        let surroundings = self.surroundings();
+        let mut round = Round { surroundings, oddities: Vec::new(), written: Vec::new(), error: None };
+        let Some(folder) = self.folder.as_deref().filter(|_| !inventory.resources().is_empty()) else { return round };
+        let look = cdi::look(&self.roots, &self.options, inventory);
+        round.oddities = look.oddities;
+        for spec in cdi::specs(&look.description) {
+            match cdi::write(folder, &spec) {
+                Ok(true) => round.written.push(folder.join(spec.file_name()).display().to_string()),
+                Ok(false) => {}
+                Err(error) => {
+                    round.error = Some(error);
+                    continue;
+                }
+            }
+            // What has no spec cannot be asked for: a runtime refuses a container that names it.
+            if spec.kind != cdi::kind(cdi::GPU_CLASS) {
+                round.surroundings.cdi.extend(spec.names());
+            }
+        }
+        round
+    }
+}

@@ -1,0 +1,298 @@
+//! How containers get their GPUs: each way's answer to Allocate, and CDI specs that follow the machine.
+
+use std::fs;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+
+use linkwise::kubelet_box::{Allocation, KubeletBox, Pod};
+
+use crate::node::{GPU, Node, Setup, machine, registered, until};
+use crate::root::Root;
+use crate::schema;
+
+/// Of open(2), on Linux.
+const O_NONBLOCK: i32 = 0o4000;
+
+const TWO: [(&str, &str, &str); 2] = [("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:41:00.0", "")];
+
+/// A machine with a driver root and a folder for specs.
+fn setup(gpus: &[(&str, &str, &str)]) -> Setup {
+    let setup = Setup::with(&machine(gpus));
+    let (root, specs) = (setup.at("driver"), setup.at("cdi"));
+    Root::full(&root);
+    setup.arg("--driver-root-ctr-path").arg(root).arg("--cdi-dir").arg(specs).arg("--nvidia-driver-root=/run/driver")
+}
+
+fn spec_file(setup: &Setup) -> PathBuf {
+    setup.at("cdi").join("k8s.device-plugin.nvidia.com-gpu.json")
+}
+
+/// The names of all devices of the spec, once it is as wanted.
+async fn spec_with(node: &Node, wanted: &[&str]) {
+    let ask = async || {
+        let text = fs::read_to_string(spec_file(&node.setup)).unwrap_or_default();
+        let names: Vec<&str> = text.lines().filter_map(|line| line.trim().strip_prefix("\"name\": \"")).collect();
+        let names: Vec<&str> = names.iter().map(|name| name.trim_end_matches("\",")).collect();
+        if names == wanted { Ok(text) } else { Err(text) }
+    };
+    let text = until(ask).await;
+    assert_eq!(schema::check(&text), [""; 0], "{text}");
+}
+
+async fn allocation(kubelet: &KubeletBox, pod: &str, gpus: u32) -> Allocation {
+    let admitted = kubelet.admit(&Pod::single(pod, GPU, gpus), None).await.unwrap();
+    admitted.grant("main", GPU).unwrap().allocation.clone()
+}
+
+/// An answer, a line for each thing that a container gets.
+fn lines(allocation: &Allocation) -> Vec<String> {
+    let envs = allocation.envs.iter().map(|(name, value)| format!("env {name}={value}"));
+    let mounts = allocation.mounts.iter();
+    let mounts = mounts.map(|mount| format!("mount {} at {}", mount.host_path, mount.container_path));
+    let annotations = allocation.annotations.iter().map(|(key, value)| format!("annotation {key}: {value}"));
+    let names = allocation.cdi_names.iter().map(|name| format!("cdi {name}"));
+    let nodes = allocation.device_specs.iter();
+    let nodes = nodes.map(|spec| format!("node {} at {} {}", spec.host_path, spec.container_path, spec.permissions));
+    envs.chain(mounts).chain(annotations).chain(names).chain(nodes).collect()
+}
+
+#[tokio::test]
+async fn each_way_and_some_together() {
+    let ways: [(&[&str], &[&str]); 10] = [
+        (&[], &["env NVIDIA_VISIBLE_DEVICES=GPU-a,GPU-b"]),
+        (&["--device-list-strategy=envvar", "--device-id-strategy=index"], &["env NVIDIA_VISIBLE_DEVICES=0,1"]),
+        (
+            &["--device-list-strategy=volume-mounts"],
+            &[
+                "env NVIDIA_VISIBLE_DEVICES=/var/run/nvidia-container-devices",
+                "mount /dev/null at /var/run/nvidia-container-devices/GPU-a",
+                "mount /dev/null at /var/run/nvidia-container-devices/GPU-b",
+            ],
+        ),
+        (
+            &["--device-list-strategy=cdi-annotations"],
+            &["annotation cdi.k8s.io/nvidia-device-plugin_nvidia.com_gpu: \
+                 k8s.device-plugin.nvidia.com/gpu=GPU-a,k8s.device-plugin.nvidia.com/gpu=GPU-b"],
+        ),
+        (
+            &[
+                "--device-list-strategy=cdi-annotations",
+                "--cdi-annotation-prefix=nvidia.cdi.k8s.io/",
+                "--device-id-strategy=index",
+            ],
+            &["annotation nvidia.cdi.k8s.io/nvidia-device-plugin_nvidia.com_gpu: \
+                 k8s.device-plugin.nvidia.com/gpu=0,k8s.device-plugin.nvidia.com/gpu=1"],
+        ),
+        // With CDI alone nothing else is handed over, asked for or not.
+        (
+            &["--device-list-strategy=cdi-cri", "--pass-device-specs"],
+            &["cdi k8s.device-plugin.nvidia.com/gpu=GPU-a", "cdi k8s.device-plugin.nvidia.com/gpu=GPU-b"],
+        ),
+        (
+            &["--device-list-strategy=cdi-cri,cdi-annotations", "--device-id-strategy=index"],
+            &[
+                "annotation cdi.k8s.io/nvidia-device-plugin_nvidia.com_gpu: \
+                 k8s.device-plugin.nvidia.com/gpu=0,k8s.device-plugin.nvidia.com/gpu=1",
+                "cdi k8s.device-plugin.nvidia.com/gpu=0",
+                "cdi k8s.device-plugin.nvidia.com/gpu=1",
+            ],
+        ),
+        (
+            &["--device-list-strategy=envvar,cdi-cri", "--pass-device-specs"],
+            &[
+                "env NVIDIA_VISIBLE_DEVICES=GPU-a,GPU-b",
+                "cdi k8s.device-plugin.nvidia.com/gpu=GPU-a",
+                "cdi k8s.device-plugin.nvidia.com/gpu=GPU-b",
+                "node /run/driver/dev/nvidia0 at /dev/nvidia0 rw",
+                "node /run/driver/dev/nvidia1 at /dev/nvidia1 rw",
+                "node /run/driver/dev/nvidiactl at /dev/nvidiactl rw",
+                "node /run/driver/dev/nvidia-uvm at /dev/nvidia-uvm rw",
+                "node /run/driver/dev/nvidia-uvm-tools at /dev/nvidia-uvm-tools rw",
+            ],
+        ),
+        // Both name the same variable; the mounts need it to say where they are.
+        (
+            &["--device-list-strategy=envvar,volume-mounts", "--device-id-strategy=index"],
+            &[
+                "env NVIDIA_VISIBLE_DEVICES=/var/run/nvidia-container-devices",
+                "mount /dev/null at /var/run/nvidia-container-devices/0",
+                "mount /dev/null at /var/run/nvidia-container-devices/1",
+            ],
+        ),
+        // Variables that a chart sets to nothing.
+        (
+            &["--pass-device-specs", "--dev-root=", "--nvidia-cdi-hook-path=", "--driver-root-ctr-path=/nowhere"],
+            &[
+                "env NVIDIA_VISIBLE_DEVICES=GPU-a,GPU-b",
+                "node /run/driver/dev/nvidia0 at /dev/nvidia0 rw",
+                "node /run/driver/dev/nvidia1 at /dev/nvidia1 rw",
+            ],
+        ),
+    ];
+    for (args, expected) in ways {
+        // An option that is given again is the test's.
+        let own = |name: &str| args.iter().any(|arg| arg.starts_with(name));
+        let setup = if own("--driver-root-ctr-path") {
+            Setup::with(&machine(&TWO)).arg("--nvidia-driver-root=/run/driver")
+        } else {
+            setup(&TWO)
+        };
+        let setup = args.iter().fold(setup, |setup, arg| setup.arg(arg));
+        let (node, kubelet) = setup.serve(2).await;
+        let mut got = lines(&allocation(&kubelet, "pod", 2).await);
+        if own("--driver-root-ctr-path") {
+            // Control nodes would be those of the machine that runs the test.
+            got.retain(|line| !["nvidiactl", "nvidia-uvm", "nvidia-modeset"].iter().any(|node| line.contains(node)));
+        }
+        assert_eq!(got, expected, "{args:?}");
+        let with_cdi = got.iter().any(|line| line.contains("k8s.device-plugin.nvidia.com/gpu="));
+        assert_eq!(spec_file(&node.setup).exists(), with_cdi, "{args:?}");
+        assert_eq!(kubelet.violations(), []);
+    }
+}
+
+#[tokio::test]
+async fn ways_can_come_from_the_environment() {
+    let setup = setup(&TWO).env("DEVICE_LIST_STRATEGY", "cdi-cri,envvar").env("DEVICE_ID_STRATEGY", "index");
+    let (_node, kubelet) = setup.serve(2).await;
+    let got = lines(&allocation(&kubelet, "pod", 1).await);
+    assert_eq!(got, ["env NVIDIA_VISIBLE_DEVICES=0", "cdi k8s.device-plugin.nvidia.com/gpu=0"]);
+}
+
+#[tokio::test]
+async fn what_is_no_way_is_refused_by_name() {
+    for (arg, said) in [
+        ("--device-list-strategy=envvar,cdi", "invalid value 'cdi' for '--device-list-strategy"),
+        ("--device-list-strategy=", "a value is required for '--device-list-strategy"),
+        ("--device-id-strategy=name", "invalid value 'name' for '--device-id-strategy"),
+        ("--nvidia-driver-root=run/driver", "expected an absolute path"),
+        ("--nvidia-cdi-hook-path=nvidia-cdi-hook", "expected an absolute path"),
+    ] {
+        let (status, words) = Setup::with(&machine(&TWO)).arg(arg).spawn().ended().await;
+        assert_eq!(status.code(), Some(2), "{words:?}");
+        assert!(words.join("\n").contains(said), "{words:#?}");
+    }
+}
+
+#[tokio::test]
+async fn the_spec_follows_the_machine() {
+    let (node, kubelet) = setup(&TWO).arg("--device-list-strategy=cdi-cri").serve(2).await;
+    let text = fs::read_to_string(spec_file(&node.setup)).unwrap();
+    assert!(text.contains("/run/driver/usr/lib/x86_64-linux-gnu/libcuda.so.550.54.15"), "{text}");
+    spec_with(&node, &["0", "GPU-a", "1", "GPU-b", "all"]).await;
+    node.process.said("libraries are mounted under the names of their links").await;
+    node.metric("linkwise_cdi_spec_writes_total{outcome=\"ok\"}", 1).await;
+    // A third GPU, and the driver anew; then the first one leaves.
+    let change = |gpus: &[(&str, &str, &str)]| {
+        fs::write(node.setup.at("machine.yaml"), machine(gpus)).unwrap();
+        node.setup.tell("crash");
+    };
+    let first = node.agent(&[]).await;
+    change(&[TWO[0], TWO[1], ("GPU-c", "0000:81:00.0", "")]);
+    spec_with(&node, &["0", "GPU-a", "1", "GPU-b", "2", "GPU-c", "all"]).await;
+    registered(&kubelet, 1, 3).await;
+    node.agent(&[first]).await;
+    change(&[TWO[1], ("GPU-c", "0000:81:00.0", "")]);
+    // Its containers may be started again: it stays under its UUID. Its index is another's.
+    spec_with(&node, &["GPU-a", "0", "GPU-b", "1", "GPU-c", "all"]).await;
+    node.metric("linkwise_cdi_spec_writes_total{outcome=\"ok\"}", 3).await;
+}
+
+#[tokio::test]
+async fn no_plugin_registers_before_the_spec_is_there() {
+    let setup = setup(&TWO).arg("--device-list-strategy=cdi-cri");
+    // Who reads it waits until somebody writes to it: a disk that takes its time.
+    let slow = spec_file(&setup);
+    fs::create_dir(slow.parent().unwrap()).unwrap();
+    assert!(std::process::Command::new("mkfifo").arg(&slow).status().unwrap().success());
+    let kubelet = setup.kubelet();
+    let node = setup.start().await;
+    node.metric("linkwise_gpus", 2).await;
+    // Time for whoever does not wait.
+    for code in 0..20 {
+        node.setup.tell(&format!("xid 0 {}", 1000 + code));
+        node.metric(&format!("linkwise_xid_errors_total{{uuid=\"GPU-a\",xid=\"{}\"}}", 1000 + code), 1).await;
+    }
+    let registers = |line: &String| line.contains("\"phase\":\"registering\"");
+    assert!(!node.process.lines().iter().any(registers));
+    // Fails where nobody reads.
+    drop(fs::OpenOptions::new().write(true).custom_flags(O_NONBLOCK).open(&slow).unwrap());
+    registered(&kubelet, 1, 1).await;
+    spec_with(&node, &["0", "GPU-a", "1", "GPU-b", "all"]).await;
+}
+
+#[tokio::test]
+async fn a_folder_that_cannot_be_written_ends_it_at_the_start() {
+    let setup = Setup::with(&machine(&TWO));
+    fs::write(setup.at("file"), "").unwrap();
+    let folder = setup.at("file").join("cdi");
+    let setup = setup.arg("--device-list-strategy=cdi-cri").arg("--cdi-dir").arg(&folder);
+    let (status, words) = setup.spawn().ended().await;
+    assert_eq!(status.code(), Some(1), "{words:?}");
+    let said = format!("cannot write CDI specs to the folder {}", folder.display());
+    assert!(words.iter().any(|line| line.starts_with("linkwise: ") && line.contains(&said)), "{words:#?}");
+}
+
+#[tokio::test]
+async fn a_folder_that_cannot_be_written_later_is_told_of_once_and_the_node_serves_on() {
+    let (node, kubelet) = setup(&TWO).arg("--device-list-strategy=cdi-cri").serve(2).await;
+    let folder = node.setup.at("cdi");
+    fs::remove_dir_all(&folder).unwrap();
+    fs::write(&folder, "").unwrap();
+    // Each change of the inventory is a reason to look.
+    node.setup.tell("xid 0 79");
+    node.metric("linkwise_cdi_spec_writes_total{outcome=\"failed\"}", 1).await;
+    node.setup.tell("xid 1 79");
+    node.metric("linkwise_cdi_spec_writes_total{outcome=\"failed\"}", 2).await;
+    registered(&kubelet, 1, 0).await;
+    let told = |line: &&String| line.contains("the last CDI spec stays");
+    assert_eq!(node.process.lines().iter().filter(told).count(), 1);
+    // It comes back by itself when the folder does.
+    fs::remove_file(&folder).unwrap();
+    spec_with(&node, &["0", "GPU-a", "1", "GPU-b", "all"]).await;
+}
+
+#[tokio::test]
+async fn device_nodes_that_come_later_are_passed_too() {
+    let setup = setup(&TWO).arg("--pass-device-specs");
+    let uvm = setup.at("driver/dev/nvidia-uvm");
+    fs::remove_file(&uvm).unwrap();
+    let (node, kubelet) = setup.serve(2).await;
+    let has = |lines: &[String]| lines.iter().any(|line| line.contains("/dev/nvidia-uvm at"));
+    assert!(!has(&lines(&allocation(&kubelet, "before", 1).await)));
+    assert!(kubelet.remove_pod("before"));
+    std::os::unix::fs::symlink("/dev/null", &uvm).unwrap();
+    node.setup.tell("xid 1 79");
+    let ask = async || {
+        let got = lines(&allocation(&kubelet, "after", 1).await);
+        assert!(kubelet.remove_pod("after"));
+        if has(&got) { Ok(()) } else { Err(got) }
+    };
+    until(ask).await;
+}
+
+#[tokio::test]
+async fn containers_get_the_nics_beside_their_gpus_where_asked_for() {
+    // hwloc reads this host: the first GPU and an RDMA NIC below one switch, the second GPU alone on the other package.
+    let host = concat!(env!("CARGO_MANIFEST_DIR"), "/src/hwloc/testdata/two-packages.xml");
+    let setup = Setup::with(&machine(&[("GPU-a", "0000:03:00.0", ""), ("GPU-b", "0000:81:00.0", "")]));
+    let setup = setup.host(host).env("LINKWISE_EXPOSE_NICS", "true");
+    for (node, device) in [("uverbs3", "mlx5_0"), ("uverbs4", "mlx5_1")] {
+        let folder = setup.at("sys/class/infiniband_verbs").join(node);
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join("ibdev"), format!("{device}\n")).unwrap();
+    }
+    fs::create_dir_all(setup.at("sys/class/misc/rdma_cm")).unwrap();
+    let (_node, kubelet) = setup.serve(2).await;
+    let mut pods = vec![lines(&allocation(&kubelet, "one", 1).await), lines(&allocation(&kubelet, "two", 1).await)];
+    pods.sort();
+    let near: &[&str] = &[
+        "env LINKWISE_NICS=mlx5_0",
+        "env NVIDIA_VISIBLE_DEVICES=GPU-a",
+        "node /dev/infiniband/uverbs3 at /dev/infiniband/uverbs3 rw",
+        "node /dev/infiniband/rdma_cm at /dev/infiniband/rdma_cm rw",
+    ];
+    let mut expected = vec![near, &["env LINKWISE_NICS=", "env NVIDIA_VISIBLE_DEVICES=GPU-b"]];
+    expected.sort();
+    assert_eq!(pods, expected);
+}
