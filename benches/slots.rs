@@ -1,19 +1,20 @@
-//! Slots: 1024 on 16 GPUs, any size, all policies; the worst named.
+//! Slots: 1024 on 16 GPUs, any size, all policies; the worst named. Asked as GetPreferredAllocation asks, of a snapshot.
 //!
 //! Prints a table beside the budget of DESIGN section 8 (1 ms); it judges nothing. `cargo bench --bench slots`.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends where it cannot go on")]
 
 use std::hint::black_box;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use linkwise::allocation::{AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, Units, preferred_units};
+use linkwise::allocation::{AllocationPolicy, AllocationRequest, DeviceId};
+use linkwise::inventory::{
+    Event, Filter, Inventory, ResourceName, ResourcePlan, SharedResource, Sharing, SharingKind, Timestamp,
+};
 use linkwise::machines;
-use linkwise::topology::NodeTopology;
 
 /// Slots on each GPU.
-const REPLICAS: usize = 64;
+const REPLICAS: u32 = 64;
 /// Each request is asked this often and its median counts.
 const ROUNDS: usize = 9;
 
@@ -21,20 +22,29 @@ fn main() {
     println!("{:<28}{:>7}{:>14}{:>14}{:>14}{:>12}", "machine", "slots", "policy", "median", "worst", "worst size");
     for machine in machines::built_in() {
         let observed = machines::load(machine.name).unwrap().observed;
-        let topology = Arc::new(NodeTopology::assemble(&observed).0);
-        if topology.gpus().len() < 8 {
+        if observed.gpus.len() < 8 {
             continue;
         }
-        let tables = AllocationTables::new(Arc::clone(&topology));
-        let units = Units::slots(&topology, REPLICAS);
+        let (seen, _) = Inventory::default().apply(Event::Observed(Box::new(observed)), Timestamp::ZERO);
         for policy in [AllocationPolicy::BestEffort, AllocationPolicy::Distributed, AllocationPolicy::Packed] {
-            row(machine.name, &tables, &units, policy);
+            let shared = vec![SharedResource::new(ResourceName::gpu(), REPLICAS)];
+            let plan = ResourcePlan {
+                sharing: Some(Sharing::new(SharingKind::TimeSlicing, shared)),
+                filter: Filter { keep_display: true, ..Filter::default() },
+                policies: [(ResourceName::gpu(), policy)].into(),
+                ..ResourcePlan::default()
+            };
+            let (inventory, _) = seen.clone().apply(Event::Planned(Box::new(plan)), Timestamp::ZERO);
+            row(machine.name, &inventory, policy);
         }
     }
 }
 
-fn row(machine: &str, tables: &AllocationTables, units: &Units, policy: AllocationPolicy) {
-    let all: Vec<DeviceId> = units.ids().cloned().collect();
+fn row(machine: &str, inventory: &Inventory, policy: AllocationPolicy) {
+    let resource = ResourceName::gpu();
+    // The whole GPUs of before stay on the list; no kubelet offers them any more.
+    let all: Vec<DeviceId> =
+        inventory.devices(&resource).filter(|(_, device)| device.slot.is_some()).map(|(id, _)| id.clone()).collect();
     let request = |size: usize| AllocationRequest { available: all.clone(), must_include: Vec::new(), size };
     let mut times = Vec::new();
     for size in (1..=all.len()).filter(|size| *size <= 32 || size % 37 == 0 || *size == all.len()) {
@@ -42,7 +52,7 @@ fn row(machine: &str, tables: &AllocationTables, units: &Units, policy: Allocati
         let mut rounds: Vec<Duration> = Vec::new();
         for _ in 0..ROUNDS {
             let start = Instant::now();
-            black_box(preferred_units(tables, units, black_box(&request), policy));
+            black_box(inventory.preferred(&resource, black_box(&request)));
             rounds.push(start.elapsed());
         }
         rounds.sort_unstable();

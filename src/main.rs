@@ -15,6 +15,7 @@ fn main() -> ExitCode {
         Command::Allocate(args) => runtime::block_on(commands::allocate(&args)),
         Command::Simulate(args) => runtime::block_on(commands::simulate(&args)),
         Command::Snapshot(args) => runtime::block_on(commands::snapshot(&args)),
+        Command::Config(args) => commands::config(&args),
         Command::Doctor(args) => match runtime::block_on(commands::doctor(&args)) {
             Ok(code) => return code,
             Err(error) => Err(error),

@@ -46,6 +46,11 @@ fn nccl_dumps() {
 }
 
 #[test]
+fn configurations() {
+    check("config", fuzz_checks::config);
+}
+
+#[test]
 fn agent_messages() {
     check("agent_protocol", fuzz_checks::agent_protocol);
 }

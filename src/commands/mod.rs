@@ -1,10 +1,11 @@
-//! The commands that look and answer: `topology`, `allocate`, `simulate`, `snapshot`, `doctor`, `admin`.
+//! The commands that look and answer: `topology`, `allocate`, `simulate`, `snapshot`, `doctor`, `admin`, `config`.
 //!
 //! A composition root: it reads a machine (a file, or this one), asks the core and prints. Called by `main`.
 //! What it prints for scripts is an interface; what it prints for people is held by golden tests.
 
 mod admin;
 mod allocate;
+mod config;
 mod doctor;
 mod machine;
 mod matrix;
@@ -22,6 +23,7 @@ use crate::topology::{Gpu, NodeTopology};
 
 pub use admin::admin;
 pub use allocate::allocate;
+pub use config::config;
 pub use doctor::doctor;
 pub use machine::load;
 pub use output::print;

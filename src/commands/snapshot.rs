@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail, ensure};
 use super::print;
 use crate::config::SnapshotArgs;
 use crate::machines::Machine;
-use crate::topology::{GpuUuid, NodeObservation};
+use crate::topology::{GpuUuid, MigUuid, NodeObservation};
 
 /// Where Linux tells the host's name.
 const HOST_NAME: &str = "/proc/sys/kernel/hostname";
@@ -82,6 +82,11 @@ fn redact(observed: &mut NodeObservation) {
         let made_up = GpuUuid::made_up(gpu.pci);
         names.insert(gpu.uuid.to_string(), made_up.to_string());
         gpu.uuid = made_up;
+        for device in gpu.mig.iter_mut().flat_map(|mig| &mut mig.devices) {
+            let made_up = MigUuid::made_up(gpu.pci, device.index);
+            names.insert(device.uuid.to_string(), made_up.to_string());
+            device.uuid = made_up;
+        }
         if let Some(fabric) = gpu.fabric.as_mut().filter(|fabric| fabric.cluster != OWN_FABRIC) {
             let next = format!("00000000-0000-0000-0000-{:012}", names.len());
             fabric.cluster = names.entry(fabric.cluster.clone()).or_insert(next).clone();
@@ -129,7 +134,22 @@ fn write(path: &Path, text: &str, force: bool) -> Result<()> {
 mod tests {
     use super::*;
     use crate::machines;
-    use crate::topology::{FabricObservation, NodeTopology, ProbeFailure};
+    use crate::topology::{FabricObservation, MigDeviceObservation, MigObservation, NodeTopology, ProbeFailure};
+
+    fn mig_of_one_device() -> MigObservation {
+        let device = MigDeviceObservation {
+            index: 0,
+            uuid: "MIG-5ec7e7".parse().unwrap(),
+            gpu_instance: 1,
+            compute_instance: 0,
+            gpu_slices: 1,
+            compute_slices: 1,
+            memory_mib: 9728,
+            extension: None,
+            capabilities: None,
+        };
+        MigObservation { enabled: true, devices: vec![device] }
+    }
 
     #[test]
     fn redacted_observations_name_nobody_and_mean_the_same() {
@@ -141,10 +161,11 @@ mod tests {
         let uuid = observed.gpus[0].uuid.to_string();
         let (subject, error) = (uuid.clone(), format!("{uuid} of {cluster}"));
         observed.failures = vec![ProbeFailure { subject, call: "nvmlDeviceGetName".to_owned(), error }];
+        observed.gpus[1].mig = Some(mig_of_one_device());
         let before = observed.clone();
         redact(&mut observed);
         let text = format!("{observed:?}");
-        assert!(!text.contains(&cluster));
+        assert!(!text.contains(&cluster) && !text.contains("MIG-5ec7e7"));
         assert!(before.gpus.iter().all(|gpu| !text.contains(gpu.uuid.as_str())));
         let matrix = |observed: &NodeObservation| {
             let topology = NodeTopology::assemble(observed).0;

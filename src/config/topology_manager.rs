@@ -1,11 +1,13 @@
 //! The options around the kubelet's Topology Manager, by the names that a kubelet gives them.
 
 use clap::ValueEnum;
+use serde::Serialize;
 
 use crate::inventory::NumaHints;
 
 /// `--numa-hints`: which NUMA nodes devices claim.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum NumaHintsArg {
     /// The GPU's own node
     Node,

@@ -97,6 +97,7 @@ fn gpus(topology: &Topology) -> Vec<GpuObservation> {
         nvlinks: None,
         c2c: None,
         display: None,
+        mig: None,
         fabric: None,
         common_ancestors: Default::default(),
     });

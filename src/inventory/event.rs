@@ -8,7 +8,10 @@ use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, NodeObservation, TopologyWarning};
 
 use super::device::{Health, ResourceName};
+use super::numa_hints::NumaHints;
+use super::plan::ResourcePlan;
 use super::poll::HealthPoll;
+use super::problem::PlanProblem;
 use super::record::{HealthRecord, NodeIdentity};
 
 /// Something that happened, as a plain value.
@@ -16,6 +19,8 @@ use super::record::{HealthRecord, NodeIdentity};
 pub enum Event {
     /// A complete look at the node.
     Observed(Box<NodeObservation>),
+    /// An operator wants other resources made of the GPUs.
+    Planned(Box<ResourcePlan>),
     /// The driver reported an XID.
     Xid {
         /// The GPU.
@@ -37,6 +42,8 @@ pub enum Event {
         /// The NVML call.
         call: String,
     },
+    /// The operator wants devices to claim other NUMA nodes.
+    NumaHints(NumaHints),
     /// A round of cheap looks at the GPUs; one that is missing was not asked.
     Polled(BTreeMap<GpuUuid, HealthPoll>),
     /// Looking at a GPU ended the process that looked, and it is not looked at any more for now.
@@ -113,4 +120,6 @@ pub enum Effect {
     },
     /// Tell people what is odd about the node, once.
     Warn(TopologyWarning),
+    /// Tell people what the plan cannot have on this node, once.
+    PlanProblem(PlanProblem),
 }

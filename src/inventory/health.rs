@@ -410,9 +410,10 @@ impl Standing {
                 passes(self.remedied && matches!(poll.reach, Reach::Answers | Reach::Unknown))
             }
             UnhealthyReason::OffBus => passes(self.remedied || poll.on_bus == Some(true)),
-            UnhealthyReason::FabricJoining | UnhealthyReason::DriverAway { .. } | UnhealthyReason::Gone => {
-                Proof::Silence
-            }
+            UnhealthyReason::FabricJoining
+            | UnhealthyReason::DriverAway { .. }
+            | UnhealthyReason::Gone
+            | UnhealthyReason::Withdrawn => Proof::Silence,
         }
     }
 }

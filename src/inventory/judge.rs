@@ -20,10 +20,11 @@ pub(super) const FIRST_POLL: Timestamp = Timestamp::from_secs(20);
 /// The double-bit ECC event is this XID by another way: what is said of the one holds for the other.
 const DOUBLE_BIT_ECC: u64 = 48;
 
-/// A device that is no longer there.
+/// A device that is no longer there, or no longer offered.
 #[derive(Clone, Debug)]
 pub(super) struct GoneDevice {
     since: Timestamp,
+    why: UnhealthyReason,
     /// The kubelet listed nobody who holds it. It is asked twice: the first answer may be older than the last pod.
     unheld: bool,
 }
@@ -171,7 +172,9 @@ impl Inventory {
                 match fresh.entry(resource.clone()).or_default().entry(id) {
                     Entry::Occupied(_) => drop(self.gone.remove(&key)),
                     Entry::Vacant(place) => {
-                        self.gone.entry(key).or_insert(GoneDevice { since: now, unheld: false });
+                        let why =
+                            if self.is_there(&known) { UnhealthyReason::Withdrawn } else { UnhealthyReason::Gone };
+                        self.gone.entry(key).or_insert(GoneDevice { since: now, why, unheld: false });
                         place.insert(known);
                     }
                 }
@@ -225,7 +228,7 @@ impl Inventory {
                 let gone = self.gone.get(&(resource.clone(), id.clone()));
                 let own = self.health.get(&device.gpu.uuid);
                 let health = match gone {
-                    Some(gone) => Health::Unhealthy { reason: UnhealthyReason::Gone, since: gone.since },
+                    Some(gone) => Health::Unhealthy { reason: gone.why.clone(), since: gone.since },
                     None => own.map_or(Health::Healthy, |own| own.verdict(device.instance())),
                 };
                 changed |= device.health != health;
@@ -234,7 +237,12 @@ impl Inventory {
                     (None, Some(own)) => own.verdict(None),
                     _ => health.clone(),
                 };
-                let gone = |health: &Health| matches!(health, Health::Unhealthy { reason: UnhealthyReason::Gone, .. });
+                let gone = |health: &Health| match health {
+                    Health::Unhealthy { reason, .. } => {
+                        matches!(reason, UnhealthyReason::Gone | UnhealthyReason::Withdrawn)
+                    }
+                    Health::Healthy => false,
+                };
                 match whole.get_mut(&device.gpu.uuid) {
                     Some(told) if gone(told) => *told = all,
                     Some(_) => {}

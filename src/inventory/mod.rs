@@ -9,17 +9,22 @@ mod event;
 mod health;
 mod judge;
 mod numa_hints;
+mod offer;
+mod plan;
 mod poll;
+mod problem;
 mod quiet;
 mod reason;
 mod record;
+mod resources;
 mod xid;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::allocation::{AllocationTables, DeviceId};
 use crate::topology::{GpuUuid, NodeObservation, NodeTopology, TopologyWarning};
+use resources::Choice;
 
 use health::GpuHealth;
 use judge::GoneDevice;
@@ -28,9 +33,15 @@ use quiet::Quiet;
 pub use device::{Device, Health, ResourceName, ResourceNameError, Timestamp};
 pub use event::{Effect, Event, MigInstance};
 pub use numa_hints::NumaHints;
+pub use plan::{
+    DeviceSelector, DeviceSelectorError, Filter, GpuSelector, MigStrategy, NamePattern, Pattern, ResourcePlan,
+    SharedDevices, SharedResource, Sharing, SharingKind,
+};
 pub use poll::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
+pub use problem::PlanProblem;
 pub use reason::UnhealthyReason;
 pub use record::{Accepted, GpuRecord, HealthRecord, KeptReason, LastSeen, NodeIdentity};
+pub use resources::MOST_SLOTS;
 pub use xid::{XidClass, XidPolicy, XidSet};
 
 /// One whole state of the node. Cheap to share, never changed in place.
@@ -39,7 +50,13 @@ pub struct Inventory {
     tables: Arc<AllocationTables>,
     numa_hints: NumaHints,
     warnings: Vec<TopologyWarning>,
+    /// What an operator wants, and what is carried out: the last plan that could be, where the wanted one cannot.
+    wanted: Arc<ResourcePlan>,
+    plan: Arc<ResourcePlan>,
+    problems: Vec<PlanProblem>,
+    held: Arc<BTreeSet<(ResourceName, DeviceId)>>,
     resources: BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>,
+    choices: Arc<BTreeMap<ResourceName, Choice>>,
     xids: XidPolicy,
     health: BTreeMap<GpuUuid, GpuHealth>,
     /// The devices that are listed though they are no longer there.
@@ -85,6 +102,14 @@ pub enum AllocateError {
         /// Why.
         reason: UnhealthyReason,
     },
+    /// More than one slot of shared devices, where the plan allows one.
+    #[error("{size} devices of {resource} are asked for, which is shared: a container may have 1")]
+    OneSlot {
+        /// The resource asked.
+        resource: ResourceName,
+        /// How many.
+        size: usize,
+    },
     /// One device twice in one request.
     #[error("device '{id}' of {resource} is asked for twice")]
     Repeated {
@@ -110,7 +135,12 @@ impl Inventory {
             tables,
             numa_hints,
             warnings: Vec::new(),
+            wanted: Arc::default(),
+            plan: Arc::default(),
+            problems: Vec::new(),
+            held: Arc::default(),
             resources: BTreeMap::new(),
+            choices: Arc::default(),
             xids: XidPolicy::default(),
             health: BTreeMap::new(),
             gone: BTreeMap::new(),
@@ -171,6 +201,16 @@ impl Inventory {
         &self.warnings
     }
 
+    /// What is made of the GPUs.
+    pub fn plan(&self) -> &ResourcePlan {
+        &self.plan
+    }
+
+    /// What an operator asked for and cannot have on this node.
+    pub fn problems(&self) -> &[PlanProblem] {
+        &self.problems
+    }
+
     /// The resources this node offers, with their devices by id.
     pub fn resources(&self) -> &BTreeMap<ResourceName, BTreeMap<DeviceId, Device>> {
         &self.resources
@@ -205,7 +245,11 @@ impl Inventory {
             }
         }
         let mut taken: Vec<&Device> = taken.into_values().collect();
-        taken.sort_by_key(|device| device.gpu.pci);
+        let one_slot = self.choices.get(resource).is_some_and(|choice| choice.one_slot);
+        if one_slot && taken.len() > 1 && taken.iter().any(|device| device.slot.is_some()) {
+            return Err(AllocateError::OneSlot { resource: resource.clone(), size: taken.len() });
+        }
+        taken.sort_by_key(|device| (device.gpu.pci, device.mig.as_ref().map(|mig| mig.index), device.slot));
         Ok(taken)
     }
 
@@ -215,6 +259,7 @@ impl Inventory {
     pub fn apply(mut self, event: Event, now: Timestamp) -> (Self, Vec<Effect>) {
         let mut effects = match event {
             Event::Observed(observed) => self.observed(&observed, now),
+            Event::Planned(plan) => self.planned(*plan, now),
             Event::Xid { gpu, code, instance } => self.xid(gpu, code, instance, now),
             Event::DoubleBitEcc { gpu } => self.double_bit_ecc(&gpu, now),
             Event::GpuLost { gpu, call } => self.failed(&gpu, UnhealthyReason::Lost { call }, now),
@@ -224,9 +269,10 @@ impl Inventory {
             Event::DriverAway { why } => self.away(&why, now),
             Event::DriverBack => self.driver_back(),
             Event::Cleared { gpu } => self.about(&gpu, GpuHealth::cleared),
-            Event::Holders(held) => self.held(held.as_ref()),
+            Event::Holders(held) => self.holders(held),
             Event::Identified(identity) => self.identified(&identity),
             Event::Restored(record) => self.restored(&record),
+            Event::NumaHints(hints) => self.hinted(hints),
             Event::Tick => Vec::new(),
         };
         effects.extend(self.tick(now));
@@ -242,16 +288,19 @@ impl Inventory {
         if topology != **self.topology() {
             self.tables = Arc::new(AllocationTables::new(Arc::new(topology)));
         }
-        let topology = Arc::clone(self.topology());
-        let fresh: BTreeMap<DeviceId, Device> = topology
-            .gpus()
-            .iter()
-            .map(|gpu| (DeviceId::from(&gpu.uuid), Device::new(&topology, gpu, self.numa_hints)))
-            .collect();
         self.follow(observed, now);
-        self.list(BTreeMap::from([(ResourceName::gpu(), fresh)]), now);
-        effects.extend(self.settle(true));
+        effects.extend(self.offer(now));
         effects
+    }
+
+    /// All devices claim their NUMA nodes anew, those of GPUs that are gone included: they are on the list too.
+    fn hinted(&mut self, hints: NumaHints) -> Vec<Effect> {
+        let topology = Arc::clone(self.topology());
+        self.numa_hints = hints;
+        for device in self.resources.values_mut().flat_map(BTreeMap::values_mut) {
+            device.numa_nodes = hints.nodes(&topology, &device.gpu);
+        }
+        vec![Effect::Publish]
     }
 }
 

@@ -89,6 +89,9 @@ pub enum UnhealthyReason {
     /// It is no longer there.
     #[error("the GPU is gone from the node")]
     Gone,
+    /// It is there, but no longer offered as this resource.
+    #[error("it is no longer offered as this resource")]
+    Withdrawn,
 }
 
 fn of(instance: Option<MigInstance>) -> String {
@@ -134,6 +137,7 @@ impl UnhealthyReason {
             Self::DriverAway { .. } => "driver_away",
             Self::OffBus => "off_bus",
             Self::Gone => "gone",
+            Self::Withdrawn => "withdrawn",
         }
     }
 
@@ -158,6 +162,7 @@ impl UnhealthyReason {
             Self::DriverAway { .. } => "NVML answering again",
             Self::OffBus => "the GPU on the PCI bus again, through the hold",
             Self::Gone => "the GPU in its place again",
+            Self::Withdrawn => "a plan that offers it so",
         }
     }
 
@@ -177,7 +182,8 @@ impl UnhealthyReason {
             | Self::LeftOut { .. }
             | Self::DriverAway { .. }
             | Self::OffBus
-            | Self::Gone => ReasonClass::Probe,
+            | Self::Gone
+            | Self::Withdrawn => ReasonClass::Probe,
         }
     }
 

@@ -19,6 +19,7 @@ fn gpu(index: u8) -> GpuObservation {
         nvlinks: None,
         c2c: None,
         display: None,
+        mig: None,
         fabric: None,
         common_ancestors: BTreeMap::new(),
     }
@@ -74,6 +75,14 @@ fn numa_hints_are_the_gpus_own_node_its_packages_or_none() {
     assert_eq!(nodes(NumaHints::Node), [vec![0], vec![1], vec![], vec![3], vec![4], vec![]]);
     assert_eq!(nodes(NumaHints::Package), [vec![0, 1], vec![0, 1], vec![0, 1], vec![3], vec![4], vec![]]);
     assert_eq!(nodes(NumaHints::Off), vec![Vec::<u32>::new(); 6]);
+    // Other hints later come to the same devices as the same hints at once, of GPUs that are gone too.
+    let (state, _) = Inventory::new(NumaHints::Off).apply(Event::Observed(Box::new(observed.clone())), NOON);
+    let fewer = NodeObservation { gpus: (0..4).map(gpu).collect(), ..observed.clone() };
+    let (state, _) = state.apply(Event::Observed(Box::new(fewer)), NOON);
+    let (state, effects) = state.apply(Event::NumaHints(NumaHints::Package), NOON);
+    let claimed =
+        state.devices(&ResourceName::gpu()).map(|(_, device)| device.numa_nodes.iter().map(|node| node.0).collect());
+    assert_eq!((claimed.collect::<Vec<Vec<u32>>>(), effects), (nodes(NumaHints::Package), vec![Effect::Publish]));
 }
 
 #[test]

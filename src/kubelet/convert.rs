@@ -74,7 +74,9 @@ pub(super) fn refusal(error: &AllocateError) -> Status {
         words.push_str(" ...");
     }
     match error {
-        AllocateError::Unknown { .. } | AllocateError::Repeated { .. } => Status::invalid_argument(words),
+        AllocateError::Unknown { .. } | AllocateError::Repeated { .. } | AllocateError::OneSlot { .. } => {
+            Status::invalid_argument(words)
+        }
         AllocateError::Unhealthy { .. } => Status::failed_precondition(words),
     }
 }

@@ -14,7 +14,7 @@ use tokio::sync::watch;
 
 use super::nics::RdmaNodes;
 use crate::inventory::{Device, ResourceName};
-use crate::topology::{GpuUuid, NodeTopology};
+use crate::topology::NodeTopology;
 
 /// The variable by which NVIDIA's container runtime knows which GPUs to hand in.
 const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
@@ -110,7 +110,7 @@ pub(super) struct Answer {
 pub(super) enum HandoverError {
     /// No minor number, no /dev/nvidiaN, neither to pass nor in the CDI spec.
     #[error("the minor number of {0} is unknown: no device node to pass")]
-    NoMinor(GpuUuid),
+    NoMinor(String),
 }
 
 impl Default for Handover {
@@ -140,9 +140,12 @@ impl Handover {
         devices: &[&Device],
     ) -> Result<Answer, HandoverError> {
         let around = Arc::clone(&self.surroundings.borrow());
-        let mut answer = self.gpus(resource, devices, &around)?;
+        // Slots of one device lie beside each other, and are that device once.
+        let mut devices = devices.to_vec();
+        devices.dedup_by_key(|device| device.uuid());
+        let mut answer = self.gpus(resource, &devices, &around)?;
         if let Some(rdma) = &around.rdma {
-            rdma.answer(topology, devices, &mut answer);
+            rdma.answer(topology, &devices, &mut answer);
         }
         Ok(answer)
     }
@@ -157,7 +160,7 @@ impl Handover {
         let names: Vec<String> = devices.iter().map(|device| self.ids.name(device)).collect();
         if let Some(cdi) = &self.cdi {
             for device in devices {
-                minor(device)?;
+                device_nodes(device)?;
             }
             cdi.answer(resource, &names, around, &mut answer);
         }
@@ -182,7 +185,13 @@ impl Handover {
         }
         if self.device_nodes {
             for device in devices {
-                answer.nodes.push(around.node(&format!("/dev/nvidia{}", minor(device)?)));
+                for node in device_nodes(device)? {
+                    let node = around.node(&node);
+                    // MIG devices of one GPU share its node.
+                    if !answer.nodes.contains(&node) {
+                        answer.nodes.push(node);
+                    }
+                }
             }
             answer.nodes.extend(around.control_nodes.iter().map(|path| around.node(path)));
         }
@@ -206,8 +215,8 @@ impl CdiNames {
 impl DeviceIds {
     fn name(self, device: &Device) -> String {
         match self {
-            Self::Uuid => device.gpu.uuid.as_str().to_owned(),
-            Self::Index => device.gpu.index.to_string(),
+            Self::Uuid => device.uuid().to_owned(),
+            Self::Index => device.index(),
         }
     }
 }
@@ -219,8 +228,8 @@ impl Surroundings {
     }
 }
 
-fn minor(device: &Device) -> Result<u32, HandoverError> {
-    device.gpu.minor.ok_or_else(|| HandoverError::NoMinor(device.gpu.uuid.clone()))
+fn device_nodes(device: &Device) -> Result<Vec<String>, HandoverError> {
+    device.device_nodes().ok_or_else(|| HandoverError::NoMinor(device.uuid().to_owned()))
 }
 
 /// The annotation's name without its prefix. A container gets one answer for each resource, so the resource tells its

@@ -12,7 +12,6 @@ use tonic::{Request, Response, Status};
 use super::callers::Peer;
 use super::offers::Offers;
 use super::{Occurrence, Settings, Sources, convert};
-use crate::allocation::{AllocationPolicy, preferred_allocation};
 use crate::inventory::{Inventory, ResourceName};
 use crate::proto::v1beta1 as wire;
 use crate::proto::v1beta1::device_plugin_server::DevicePlugin;
@@ -97,7 +96,7 @@ impl DevicePlugin for Service {
         let answers = containers.map(|container| {
             let question = convert::request(container);
             let start = Instant::now();
-            let (answer, report) = preferred_allocation(inventory.tables(), &question, AllocationPolicy::BestEffort);
+            let (answer, report) = inventory.preferred(&self.resource, &question);
             let elapsed = start.elapsed();
             let narrowed = self.offers().narrowed(&question, |id| inventory.is_healthy(&self.resource, id));
             self.observe(Occurrence::Chosen { report: Arc::new(report), elapsed, narrowed });

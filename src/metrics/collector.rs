@@ -11,6 +11,7 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use tokio::sync::watch;
 
 use crate::inventory::{Device, Health, Inventory};
+use crate::topology::{GpuUuid, PciAddress};
 
 /// Reads the current inventory at each scrape.
 pub(super) struct State {
@@ -46,10 +47,18 @@ fn gauge(
 impl Collector for State {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let inventory = Arc::clone(&self.inventory.borrow());
-        let devices = || inventory.resources().values().flat_map(BTreeMap::values);
+        // A GPU may be many devices: slots, MIG devices. The healthiest stands for it.
+        let mut gpus: BTreeMap<(&PciAddress, &GpuUuid), &Device> = BTreeMap::new();
+        for device in inventory.resources().values().flat_map(BTreeMap::values) {
+            let of_gpu = gpus.entry((&device.gpu.pci, &device.gpu.uuid)).or_insert(device);
+            if device.health == Health::Healthy {
+                *of_gpu = device;
+            }
+        }
+        let devices = || gpus.values().copied();
         let gpu = |device: &Device| ("uuid", device.gpu.uuid.to_string());
 
-        let count = i64::try_from(devices().count()).unwrap_or(i64::MAX);
+        let count = i64::try_from(gpus.len()).unwrap_or(i64::MAX);
         gauge(&mut encoder, "gpus", "GPUs of the node, healthy or not; 0 on a node without", [(Vec::new(), count)])?;
 
         let info = devices().map(|device| {

@@ -99,6 +99,7 @@ pub struct Metrics {
     agent_up: Gauge,
     agent_starts: Counter,
     cdi_writes: Family<ByOutcome, Counter>,
+    config_valid: Gauge,
 }
 
 impl fmt::Debug for Metrics {
@@ -129,6 +130,7 @@ impl Metrics {
             agent_up: Gauge::default(),
             agent_starts: Counter::default(),
             cdi_writes: Family::default(),
+            config_valid: Gauge::default(),
             registry: Registry::default(),
         };
         registry.register("build", "The version that runs", Info::new(vec![("version", version)]));
@@ -203,6 +205,13 @@ impl Metrics {
             "CDI specs that changed: ok (written) or failed (the last one stays)",
             metrics.cdi_writes.clone(),
         );
+        registry.register(
+            "config_valid",
+            "1 while the configuration that was read last is the one that counts, 0 while it was refused and an older one counts",
+            metrics.config_valid.clone(),
+        );
+        // What starts, starts with a configuration.
+        metrics.config_valid.set(1);
         registry.register_collector(Box::new(collector::State { inventory }));
         Self { registry, ..metrics }
     }
@@ -298,6 +307,11 @@ impl Metrics {
     /// A GPU became unhealthy.
     pub fn gpu_failed(&self, gpu: &GpuUuid, reason: &'static str) {
         self.failures.get_or_create(&PerFailure { uuid: gpu.to_string(), reason }).inc();
+    }
+
+    /// The configuration was read again.
+    pub fn config_valid(&self, valid: bool) {
+        self.config_valid.set(i64::from(valid));
     }
 
     /// This host has no NVIDIA GPU, or has one now.

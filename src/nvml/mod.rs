@@ -1,7 +1,7 @@
 //! NVML, spoken to in a child process: what a library or a driver does wrong costs that child.
 //!
 //! `agent` is the child's main and `child` the parent's end of it; `protocol` is what they say
-//! to each other. In the child, `probe` observes, `links` does so for NVLinks, `events` waits,
+//! to each other. In the child, `probe` observes, `links` does so for NVLinks and `mig` for MIG devices, `events` waits,
 //! `watch` polls; `raw` has the calls that nvml-wrapper lacks or has wrong, and `call` the words
 //! for what comes back. Only the child ever loads the library.
 //!
@@ -14,6 +14,7 @@ pub mod child;
 mod events;
 mod library;
 mod links;
+mod mig;
 mod probe;
 pub mod protocol;
 mod raw;

@@ -12,7 +12,7 @@ use nvml_wrapper_sys::bindings as sys;
 
 use super::call::{Answer, CallError, answer};
 use super::links::{self, Errors};
-use super::raw;
+use super::{mig, raw};
 use crate::topology::{
     ComputeCapability, FabricObservation, GpuObservation, GpuUuid, NumaNodeId, PciAddress, PcieLink, ProbeFailure,
     TopologyLevel,
@@ -58,12 +58,13 @@ pub fn observe(gpus: &[Gpu<'_>]) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
     let observe = |(gpu, common_ancestors): (&Gpu<'_>, _)| {
         let device = &gpu.device;
         let mut findings = Findings::new(gpu.pci.to_string(), &mut failures);
+        let minor = findings.fact(answer("nvmlDeviceGetMinorNumber", device.minor_number()));
         GpuObservation {
             index: gpu.index,
             uuid: gpu.uuid.clone(),
             pci: gpu.pci,
             model: findings.fact(answer("nvmlDeviceGetName", device.name())),
-            minor: findings.fact(answer("nvmlDeviceGetMinorNumber", device.minor_number())),
+            minor,
             compute_capability: compute_capability(device, &mut findings),
             memory_mib: memory(device, &mut findings),
             numa: numa(device, &mut findings),
@@ -71,6 +72,7 @@ pub fn observe(gpus: &[Gpu<'_>]) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
             nvlinks: links::observe(device, |pci| gpus.iter().any(|gpu| gpu.pci == pci), &mut findings),
             c2c: findings.fact(raw::c2c(device)),
             display: findings.fact(answer("nvmlDeviceGetDisplayActive", device.is_display_active())),
+            mig: mig::observe(device, minor, &mut findings),
             fabric: fabric(device, &mut findings),
             common_ancestors,
         }

@@ -176,6 +176,7 @@ mod tests {
             ]),
             c2c: None,
             display: None,
+            mig: None,
             fabric: Some(FabricObservation { cluster: "0".into(), clique: 1 }),
             common_ancestors: [(1, TopologyLevel::HostBridge)].into(),
         };

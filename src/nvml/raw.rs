@@ -111,6 +111,69 @@ fn first_fabric(device: &Device<'_>) -> Answer<Fabric> {
     })
 }
 
+/// The id of the GPU instance that a MIG device is of.
+pub fn gpu_instance_id(mig_device: &Device<'_>) -> Answer<u32> {
+    let Ok(call) = &mig_device.nvml().lib().nvmlDeviceGetGpuInstanceId else { return Ok(None) };
+    let mut id = 0;
+    // JUSTIFICATION: nvml-wrapper does not have this call.
+    // SAFETY: the handle is live, and `id` is a valid place for the answer.
+    let code = unsafe { call(mig_device.handle(), &mut id) };
+    returned("nvmlDeviceGetGpuInstanceId", code, || Some(id))
+}
+
+/// The id of the compute instance that a MIG device is, within its GPU instance.
+pub fn compute_instance_id(mig_device: &Device<'_>) -> Answer<u32> {
+    let Ok(call) = &mig_device.nvml().lib().nvmlDeviceGetComputeInstanceId else { return Ok(None) };
+    let mut id = 0;
+    // JUSTIFICATION: nvml-wrapper does not have this call.
+    // SAFETY: the handle is live, and `id` is a valid place for the answer.
+    let code = unsafe { call(mig_device.handle(), &mut id) };
+    returned("nvmlDeviceGetComputeInstanceId", code, || Some(id))
+}
+
+/// The id of the profile that a GPU instance was made by; ids are the driver's own, see [`profile_id`].
+pub fn gpu_instance_profile(device: &Device<'_>, gpu_instance: u32) -> Answer<u32> {
+    let lib = device.nvml().lib();
+    let (Ok(find), Ok(describe)) = (&lib.nvmlDeviceGetGpuInstanceById, &lib.nvmlGpuInstanceGetInfo) else {
+        return Ok(None);
+    };
+    let mut instance: sys::nvmlGpuInstance_t = std::ptr::null_mut();
+    // JUSTIFICATION: nvml-wrapper does not have this call.
+    // SAFETY: the handle is live, and `instance` is a valid place for the answer.
+    let code = unsafe { find(device.handle(), gpu_instance, &mut instance) };
+    if returned("nvmlDeviceGetGpuInstanceById", code, || Some(()))?.is_none() {
+        return Ok(None);
+    }
+    let placement = sys::nvmlGpuInstancePlacement_t { start: 0, size: 0 };
+    let mut info = sys::nvmlGpuInstanceInfo_t { device: std::ptr::null_mut(), id: 0, profileId: 0, placement };
+    // JUSTIFICATION: nvml-wrapper does not have this call.
+    // SAFETY: NVML has just given `instance`, and `info` is the structure this call fills.
+    let code = unsafe { describe(instance, &mut info) };
+    returned("nvmlGpuInstanceGetInfo", code, || Some(info.profileId))
+}
+
+/// The driver's id of a profile on this GPU, by its number (`NVML_GPU_INSTANCE_PROFILE_*`).
+pub fn profile_id(device: &Device<'_>, number: u32) -> Answer<u32> {
+    let Ok(call) = &device.nvml().lib().nvmlDeviceGetGpuInstanceProfileInfo else { return Ok(None) };
+    let mut info = sys::nvmlGpuInstanceProfileInfo_t {
+        id: 0,
+        isP2pSupported: 0,
+        sliceCount: 0,
+        instanceCount: 0,
+        multiprocessorCount: 0,
+        copyEngineCount: 0,
+        decoderCount: 0,
+        encoderCount: 0,
+        jpegCount: 0,
+        ofaCount: 0,
+        memorySizeMB: 0,
+    };
+    // JUSTIFICATION: nvml-wrapper does not have this call.
+    // SAFETY: the handle is live, and `info` is the structure this call fills.
+    let code = unsafe { call(device.handle(), number, &mut info) };
+    returned("nvmlDeviceGetGpuInstanceProfileInfo", code, || Some(info.id))
+}
+
 /// A set of events to wait for; freed when dropped.
 pub struct EventSet<'nvml> {
     nvml: &'nvml Nvml,

@@ -8,12 +8,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::cdi;
-use crate::config::{DeviceIdStrategyArg, DeviceListStrategyArg, HandoverArgs, RunArgs};
+use crate::config::Settings;
+use crate::config::settings::{DeviceIdStrategy, DeviceListStrategy};
 use crate::hwloc;
 use crate::inventory::Inventory;
 use crate::kubelet::{CdiNames, DeviceIds, Handover, RdmaNodes, Surroundings};
@@ -51,35 +52,52 @@ struct Round {
 }
 
 /// How containers get their GPUs, and what has to be kept up to date for it. Fails where CDI specs are wanted and their folder
-/// cannot be written.
-pub(super) fn prepare(args: &RunArgs) -> Result<(Handover, Option<Upkeep>)> {
-    let options = &args.handover;
-    let wants = |strategy| options.device_list_strategy.contains(&strategy);
-    let annotations = wants(DeviceListStrategyArg::CdiAnnotations).then(|| options.cdi_annotation_prefix.clone());
-    let cri = wants(DeviceListStrategyArg::CdiCri);
+/// cannot be written, or where an IMEX channel that is required is not there.
+pub(super) fn prepare(settings: &Settings, sysfs: &Path) -> Result<(Handover, Option<Upkeep>)> {
+    let wants = |strategy| settings.device_list_strategy.value.contains(&strategy);
+    let annotations = wants(DeviceListStrategy::CdiAnnotations).then(|| settings.cdi_annotation_prefix.value.clone());
+    let cri = wants(DeviceListStrategy::CdiCri);
     let names = CdiNames { kind: cdi::kind(cdi::GPU_CLASS), annotations, cri };
     let names = (cri || names.annotations.is_some()).then_some(names);
+    let extras = [
+        (cdi::Extra::GdrCopy, "NVIDIA_GDRCOPY", settings.gdrcopy_enabled.value),
+        (cdi::Extra::Gds, "NVIDIA_GDS", settings.gds_enabled.value),
+        (cdi::Extra::Mofed, "NVIDIA_MOFED", settings.mofed_enabled.value),
+    ];
+    let extras: Vec<(cdi::Extra, &str)> =
+        extras.into_iter().filter(|(_, _, enabled)| *enabled).map(|(extra, variable, _)| (extra, variable)).collect();
     let sight = Sight {
-        roots: roots(options, args.host.sysfs.clone()),
-        options: cdi::Options { hook: given(options.nvidia_cdi_hook_path.as_ref()), ..cdi::Options::default() },
-        folder: names.is_some().then(|| options.cdi_dir.clone()),
-        nics: options.expose_nics,
+        roots: roots(settings, sysfs),
+        options: cdi::Options {
+            hook: settings.nvidia_cdi_hook_path.value.as_ref().map(|hook| hook.display().to_string()),
+            extras: extras.iter().map(|(extra, _)| *extra).collect(),
+            imex_channels: settings.imex_channel_ids.value.clone(),
+        },
+        folder: names.is_some().then(|| settings.cdi_dir.value.clone()),
+        nics: settings.expose_nics.value,
     };
     if let Some(folder) = &sight.folder {
         cdi::prepare(folder).context("--device-list-strategy asks for CDI")?;
     }
-    let surroundings = watch::Sender::new(Arc::new(sight.surroundings()));
+    let around = sight.surroundings();
+    if settings.imex_required.value {
+        let missing = settings.imex_channel_ids.value.iter().find(|channel| !around.imex_channels.contains(channel));
+        if let Some(channel) = missing {
+            bail!("--imex-required: IMEX channel {channel} is not there");
+        }
+    }
+    let surroundings = watch::Sender::new(Arc::new(around));
     let handover = Handover {
-        envvar: wants(DeviceListStrategyArg::Envvar),
-        volume_mounts: wants(DeviceListStrategyArg::VolumeMounts),
-        ids: match options.device_id_strategy {
-            DeviceIdStrategyArg::Uuid => DeviceIds::Uuid,
-            DeviceIdStrategyArg::Index => DeviceIds::Index,
+        envvar: wants(DeviceListStrategy::Envvar),
+        volume_mounts: wants(DeviceListStrategy::VolumeMounts),
+        ids: match settings.device_id_strategy.value {
+            DeviceIdStrategy::Uuid => DeviceIds::Uuid,
+            DeviceIdStrategy::Index => DeviceIds::Index,
         },
-        device_nodes: args.pass_device_specs,
+        variables: extras.iter().map(|(_, variable)| ((*variable).to_owned(), "enabled".to_owned())).collect(),
+        device_nodes: settings.pass_device_specs.value,
         cdi: names,
         surroundings: surroundings.subscribe(),
-        ..Handover::default()
     };
     let beside = sight.nics || !sight.options.imex_channels.is_empty();
     let needed = handover.cdi.is_some() || handover.device_nodes || beside;
@@ -87,19 +105,16 @@ pub(super) fn prepare(args: &RunArgs) -> Result<(Handover, Option<Upkeep>)> {
     Ok((handover, needed.then(|| Upkeep { sight: Arc::new(sight), surroundings, ready })))
 }
 
-fn roots(options: &HandoverArgs, sysfs: PathBuf) -> cdi::Roots {
-    let root = || Path::new("/").to_owned();
-    let driver = given(Some(&options.nvidia_driver_root)).map_or_else(root, PathBuf::from);
-    let driver_here = given(Some(&options.driver_root_ctr_path)).map_or_else(root, PathBuf::from);
-    let dev = given(options.dev_root.as_ref()).map_or_else(|| driver.clone(), PathBuf::from);
+fn roots(settings: &Settings, sysfs: &Path) -> cdi::Roots {
+    let dev = &settings.dev_root.value;
     // The folder that holds /dev is meant, and /dev itself is understood.
-    let dev = if dev.ends_with("dev") { dev.parent().map_or_else(root, Path::to_owned) } else { dev };
-    cdi::Roots { driver, driver_here, dev, sysfs }
-}
-
-/// What was given, unless it is nothing.
-fn given(option: Option<&String>) -> Option<String> {
-    option.filter(|text| !text.is_empty()).cloned()
+    let dev = if dev.ends_with("dev") { dev.parent().unwrap_or(Path::new("/")) } else { dev };
+    cdi::Roots {
+        driver: settings.driver_root.value.clone(),
+        driver_here: settings.driver_root_ctr_path.value.clone(),
+        dev: dev.to_owned(),
+        sysfs: sysfs.to_owned(),
+    }
 }
 
 impl Upkeep {

@@ -1,11 +1,12 @@
 //! `linkwise run`: builds everything, owns every task, turns effects into calls.
 //!
 //! A composition root. `node` holds the one loop that writes the inventory, and the plugins; `driver`
-//! keeps the NVML child alive; `handover` keeps CDI specs and device nodes up to date; `mps` is a process of its own,
-//! `linkwise mps-control-daemon`; this file starts and ends them. A task that ends unexpectedly ends the process, with
-//! its cause.
+//! keeps the NVML child alive; `handover` keeps CDI specs and device nodes up to date; `config` reads the configuration
+//! again; `mps` is a process of its own, `linkwise mps-control-daemon`; this file starts and ends them. A task that ends
+//! unexpectedly ends the process, with its cause.
 
 mod clock;
+mod config;
 mod driver;
 mod handover;
 mod idle;
@@ -21,9 +22,12 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
 
 use crate::admin::Local;
-use crate::config::{HostArgs, RunArgs};
+use crate::config::settings::load;
+use crate::config::{Environment, HostArgs, RunArgs};
+use crate::inventory::XidPolicy;
 use crate::kubelet;
 use crate::nvml::child::AgentCommand;
 
@@ -56,36 +60,46 @@ async fn serve(args: &RunArgs) -> Result<()> {
     // First of all: a container's first process does not even die of a signal that it does not listen for.
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+    let hangup = signal(SignalKind::hangup()).context("cannot listen for SIGHUP")?;
     let mut let_go = signal(SignalKind::user_defined1()).context("cannot listen for SIGUSR1")?;
     let mut take_up = signal(SignalKind::user_defined2()).context("cannot listen for SIGUSR2")?;
-    let admin = args.admin_socket.as_deref().map(Local::bind).transpose()?;
-    let (handover, upkeep) = handover::prepare(args)?;
+    let environment = Environment::read();
+    let loaded = load(&args.flags, &environment)?;
+    config::log(&loaded);
+    let settings = loaded.settings;
+    let admin = settings.admin_socket.value.as_deref().map(Local::bind).transpose()?;
+    let (handover, upkeep) = handover::prepare(&settings, &args.host.sysfs)?;
     let kubelet = kubelet::Settings {
         handover,
-        pod_resources_socket: Some(args.pod_resources_socket.clone()),
-        callers: kubelet::Callers::and(args.allowed_uids.iter().copied()),
-        ..kubelet::Settings::new(args.kubelet_socket.clone())
+        pod_resources_socket: Some(settings.pod_resources_socket.value.clone()),
+        callers: kubelet::Callers::and(settings.allowed_uids.value.iter().copied()),
+        ..kubelet::Settings::new(settings.kubelet_socket.value.clone())
     };
-    let beside = || args.kubelet_socket.parent().map(PathBuf::from);
+    let beside = || settings.kubelet_socket.value.parent().map(PathBuf::from);
+    let overrides = settings.xids.value.iter().map(|(xid, action)| (*xid, (*action).into())).collect();
     let health = HealthSettings {
-        xids: args.xids.policy(),
+        xids: XidPolicy { overrides, ..args.xids.policy() },
         await_first_poll: false,
         state_dir: args.state_dir.clone().or_else(beside),
         sysfs: Some(args.host.sysfs.clone()),
     };
-    let settings =
-        NodeSettings { kubelet, metrics_address: args.metrics_address, numa_hints: args.numa_hints.into(), health };
     for (variable, passed_over) in args.xids.passed_over() {
         tracing::warn!(variable, passed_over, "no XID; passed over");
     }
-    let mut node = Node::start(settings).await?;
+    let mut node = Node::start(NodeSettings {
+        kubelet,
+        metrics_address: settings.metrics_address.value,
+        numa_hints: settings.numa_hints.value.into(),
+        health,
+    })
+    .await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
     let release = operator::Release::new(Arc::clone(node.metrics()));
     let driver = driver::Driver {
         release: release.clone(),
         command: agent_command(&args.host),
         sysfs: args.host.sysfs.clone(),
-        fail_on_init_error: args.fail_on_init_error,
+        fail_on_init_error: settings.fail_on_init_error.value,
         events: node.events(),
         metrics: Arc::clone(node.metrics()),
         idle: node.idle_reason(),
@@ -97,6 +111,12 @@ async fn serve(args: &RunArgs) -> Result<()> {
         node.spawn("what containers are handed", upkeep.run(inventory, metrics, shutdown.clone()));
     }
     node.spawn("NVML driver", driver.run(shutdown.clone()));
+    let settings = watch::Sender::new(Arc::new(settings));
+    let follower = config::Follower { settings: settings.subscribe(), events: node.events() };
+    node.spawn("configuration's follower", follower.run(shutdown.clone()));
+    let reader =
+        config::Reader { flags: args.flags.clone(), environment, settings, metrics: Arc::clone(node.metrics()) };
+    node.spawn("configuration", reader.run(hangup, shutdown.clone()));
     if let Some(admin) = admin {
         let (orders, shutdown) = (operator::orders(&node, &release), shutdown.clone());
         node.spawn("admin socket", async move {

@@ -259,6 +259,7 @@ impl Node {
                     tracing::warn!(version, "the health record is of another version of linkwise and is not used");
                 }
                 Effect::Warn(warning) => tracing::warn!("{warning}"),
+                Effect::PlanProblem(problem) => tracing::warn!("{problem}"),
             }
         }
     }

@@ -7,6 +7,7 @@ mod address;
 pub mod bandwidth;
 mod level;
 mod matrix;
+mod mig;
 mod node;
 mod nvlink;
 mod observation;
@@ -16,6 +17,9 @@ mod warning;
 pub use address::{GpuUuid, GpuUuidError, NumaNodeId, PackageId, PciAddress, PciAddressError};
 pub use level::{Rank, TopologyLevel};
 pub use matrix::LinkMatrix;
+pub use mig::{
+    MigCapabilities, MigDevice, MigDeviceObservation, MigExtension, MigObservation, MigProfile, MigUuid, MigUuidError,
+};
 pub use node::{Gpu, Nic, NodeTopology};
 pub use observation::{
     ComputeCapability, CpuObservation, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation,

@@ -1,12 +1,13 @@
 //! [`NodeTopology`]: the immutable graph of a node, and how it is assembled from what was seen.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
 
 use super::address::{GpuUuid, NumaNodeId, PackageId, PciAddress};
 use super::level::{Rank, TopologyLevel};
 use super::matrix::LinkMatrix;
+use super::mig::{MigDevice, MigProfile};
 use super::nvlink;
 use super::observation::{GpuObservation, NicKind, NodeObservation, PcieLink};
 use super::pcie::{PciTree, Place, PlacedNic};
@@ -20,6 +21,7 @@ pub struct NodeTopology {
     nvlink_counts: LinkMatrix,
     nvlink: LinkMatrix,
     pcie: LinkMatrix,
+    mig_devices: Vec<MigDevice>,
     nics: Vec<Nic>,
     cpu_nodes: BTreeMap<NumaNodeId, Option<PackageId>>,
 }
@@ -53,6 +55,12 @@ pub struct Gpu {
     /// Its memory in MiB.
     #[serde(skip)]
     pub memory_mib: Option<u64>,
+    /// Whether MIG mode is on: then it runs nothing itself, its MIG devices do.
+    #[serde(skip)]
+    pub mig_enabled: bool,
+    /// Whether a display is set up on it; `None` where the driver does not say.
+    #[serde(skip)]
+    pub display: Option<bool>,
 }
 
 /// One network card: a PCI function with its interfaces.
@@ -96,6 +104,8 @@ impl NodeTopology {
             nvswitch_port: port.map_or(0, |(_, carries)| carries),
             minor: gpu.minor,
             memory_mib: gpu.memory_mib,
+            mig_enabled: gpu.mig.as_ref().is_some_and(|mig| mig.enabled),
+            display: gpu.display,
         });
         let mut topology = Self {
             gpus: gpus.collect(),
@@ -103,6 +113,7 @@ impl NodeTopology {
             nvlink_counts: links.counts,
             nvlink: links.rates,
             pcie: LinkMatrix::zeros(seen.len()),
+            mig_devices: mig_devices(&seen, &mut warnings),
             nics: nics(&tree, &places),
             cpu_nodes: cpu_nodes(observed),
         };
@@ -156,6 +167,11 @@ impl NodeTopology {
         }
     }
 
+    /// The MIG devices of all GPUs in MIG mode, by the places of their GPUs and then by index.
+    pub fn mig_devices(&self) -> &[MigDevice] {
+        &self.mig_devices
+    }
+
     /// The network cards.
     pub fn nics(&self) -> &[Nic] {
         &self.nics
@@ -186,12 +202,17 @@ impl NodeTopology {
             let level = places.iter().filter_map(|place| nic.level.get(*place).copied()).collect();
             Nic { level, ..nic.clone() }
         });
+        let mig_devices = places.iter().enumerate().flat_map(|(parent, place)| {
+            let own = self.mig_devices.iter().filter(move |device| device.parent == *place);
+            own.map(move |device| MigDevice { parent, ..device.clone() })
+        });
         Self {
             gpus: places.iter().filter_map(|place| self.gpus.get(*place).cloned()).collect(),
             ranks: self.ranks.restricted(&places),
             nvlink_counts: self.nvlink_counts.restricted(&places),
             nvlink: self.nvlink.restricted(&places),
             pcie: self.pcie.restricted(&places),
+            mig_devices: mig_devices.collect(),
             nics: nics.collect(),
             cpu_nodes: self.cpu_nodes.clone(),
         }
@@ -279,6 +300,33 @@ fn level(
             TopologyLevel::System
         }
     }
+}
+
+/// The MIG devices of the GPUs in MIG mode; one UUID is one device id.
+fn mig_devices(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarning>) -> Vec<MigDevice> {
+    let mut names = BTreeSet::new();
+    let mut devices = Vec::new();
+    for (parent, gpu) in gpus.iter().enumerate() {
+        let own = gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| &mig.devices);
+        let mut own: Vec<_> = own.collect();
+        own.sort_by_key(|device| device.index);
+        for device in own {
+            if !names.insert(&device.uuid) {
+                warnings.push(TopologyWarning::DuplicateMigUuid { pci: gpu.pci, uuid: device.uuid.clone() });
+                continue;
+            }
+            devices.push(MigDevice {
+                parent,
+                index: device.index,
+                uuid: device.uuid.clone(),
+                gpu_instance: device.gpu_instance,
+                compute_instance: device.compute_instance,
+                profile: MigProfile::new(device, gpu.memory_mib),
+                capabilities: device.capabilities,
+            });
+        }
+    }
+    devices
 }
 
 /// The narrower of two links by NVML's maxima, MB/s.

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::address::{GpuUuid, NumaNodeId, PackageId, PciAddress};
 use super::level::TopologyLevel;
+use super::mig::MigObservation;
 
 /// Everything that was seen of one node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,6 +62,9 @@ pub struct GpuObservation {
     /// Whether a display is set up on it (`nvmlDeviceGetDisplayActive`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub display: Option<bool>,
+    /// MIG, on GPUs and drivers that have it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mig: Option<MigObservation>,
     /// The NVLink fabric the GPU has joined, where the driver reports one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fabric: Option<FabricObservation>,

@@ -4,6 +4,7 @@ use thiserror::Error;
 
 use super::address::{GpuUuid, NumaNodeId, PciAddress};
 use super::level::TopologyLevel;
+use super::mig::MigUuid;
 use super::observation::ProbeFailure;
 
 /// Something odd in the observations. The node keeps working; each names the thing and both values.
@@ -21,6 +22,14 @@ pub enum TopologyWarning {
         other: PciAddress,
         /// Their common name.
         uuid: GpuUuid,
+    },
+    /// One UUID is one device id: the second MIG device of that name cannot be offered.
+    #[error("GPU {pci}: one of its MIG devices has a UUID that another has too, {uuid}; it is left out")]
+    DuplicateMigUuid {
+        /// The GPU of the device left out.
+        pci: PciAddress,
+        /// The name.
+        uuid: MigUuid,
     },
     /// Two GPUs at one address: both are kept, links to that address are counted for neither.
     #[error("GPUs {a} and {b} both claim PCI address {pci}; both are kept, links to it count for neither")]

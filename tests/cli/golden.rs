@@ -4,7 +4,7 @@
 use crate::{MACHINES, linkwise, text};
 
 /// Compares with tests/snapshots/NAME.snap.
-fn holds(name: &str, text: &str) {
+pub fn holds(name: &str, text: &str) {
     let mut settings = insta::Settings::clone_current();
     settings.set_snapshot_path("../snapshots");
     settings.set_prepend_module_to_snapshot(false);

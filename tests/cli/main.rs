@@ -1,4 +1,4 @@
-//! The commands that look and answer, as a person or a script runs them: `topology`, `allocate`, `demo`.
+//! The commands that look and answer, as a person or a script runs them: `topology`, `allocate`, `demo`, `config`.
 
 #![allow(
     clippy::unwrap_used,
@@ -10,6 +10,7 @@
 
 mod allocate;
 mod bad_input;
+mod config;
 mod demo;
 mod golden;
 mod simulate;
@@ -28,10 +29,7 @@ const MACHINES: [&str; 3] = ["dgx1-v100", "dgx-h100", "pcie-8x-pix-pairs"];
 /// The binary, without what the environment of whoever runs the tests would tell it.
 fn linkwise(args: &[impl AsRef<OsStr>]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
-    for variable in ["LINKWISE_NVML_LIBRARY", "LINKWISE_SYSFS", "LINKWISE_LOG"] {
-        command.env_remove(variable);
-    }
-    command.args(args).stdin(Stdio::null());
+    command.env_clear().args(args).stdin(Stdio::null());
     command
 }
 

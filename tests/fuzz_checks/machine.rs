@@ -31,7 +31,7 @@ pub fn nccl_xml(bytes: &[u8]) {
     }
 }
 
-fn is_one_line(message: &str) {
+pub(super) fn is_one_line(message: &str) {
     assert!(!message.contains('\n'), "more than one line: {message}");
     assert!(message.len() < 4096, "a message of {} bytes", message.len());
 }

@@ -16,6 +16,7 @@ use linkwise::topology::{
 };
 
 use super::bytes::Bytes;
+use super::slots::slots;
 
 /// The most GPUs of a machine made of bytes: its tables are computed for every input.
 const MOST_GPUS: usize = 8;
@@ -59,6 +60,7 @@ pub fn request(bytes: &[u8]) {
     turned.available.extend(request.available.iter().cloned());
     let again = preferred_allocation(tables, &turned, AllocationPolicy::BestEffort);
     assert_eq!(again, (answer, report), "the order of the request's lists changes the answer");
+    slots(bytes, tables, [&asked.available, &asked.must_include], asked.size);
 }
 
 /// What DESIGN promises of an answer, told anew.
@@ -223,6 +225,7 @@ fn gpu(bytes: &mut Bytes<'_>, number: usize, gpus: usize) -> GpuObservation {
         nvlinks: bytes.maybe(|bytes| (0..bytes.below(5)).map(|_| group(bytes)).collect()),
         c2c: None,
         display: None,
+        mig: None,
         fabric: bytes.maybe(|bytes| FabricObservation { cluster: "0".to_owned(), clique: u32::from(bytes.byte() % 3) }),
         common_ancestors: (0..bytes.below(4))
             .map(|_| (u32::try_from(bytes.below(gpus)).expect("few GPUs"), levels[bytes.below(6)]))

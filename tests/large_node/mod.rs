@@ -122,6 +122,7 @@ fn machine(packages: &[Vec<usize>], plane: Option<usize>) -> NodeObservation {
                     nvlinks: Some(clique.map(|_| links).into_iter().collect()),
                     c2c: None,
                     display: None,
+                    mig: None,
                     fabric: clique.map(|clique| FabricObservation { cluster: "0".to_owned(), clique }),
                     common_ancestors: std::collections::BTreeMap::new(),
                 });

@@ -256,6 +256,7 @@ fn build(
             nvlinks: (!links.silent[at]).then(|| groups(at, count, most, links, addresses)),
             c2c: None,
             display: None,
+            mig: None,
             fabric: clique.map(|clique| FabricObservation { cluster: "0".to_owned(), clique }),
             common_ancestors: gpu
                 .ancestors

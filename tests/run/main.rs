@@ -11,6 +11,7 @@
 )]
 
 mod callers;
+mod config;
 mod cut;
 mod devices;
 mod doctor;

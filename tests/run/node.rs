@@ -25,36 +25,13 @@ pub const LIMIT: Duration = Duration::from_secs(60);
 /// How often something is asked that cannot tell by itself.
 const ASK_AGAIN: Duration = Duration::from_millis(10);
 
-/// What the process would read of the environment of whoever runs the tests.
-const VARIABLES: [&str; 21] = [
-    "CDI_ANNOTATION_PREFIX",
-    "DEVICE_ID_STRATEGY",
-    "DEVICE_LIST_STRATEGY",
-    "DRIVER_ROOT_CTR_PATH",
-    "LINKWISE_CDI_DIR",
-    "LINKWISE_EXPOSE_NICS",
-    "NVIDIA_CDI_HOOK_PATH",
-    "NVIDIA_DEV_ROOT",
-    "NVIDIA_DRIVER_ROOT",
-    "LINKWISE_ADMIN_SOCKET",
-    "LINKWISE_NUMA_HINTS",
-    "KUBELET_SOCKET",
-    "LINKWISE_POD_RESOURCES_SOCKET",
-    "LINKWISE_ALLOWED_UIDS",
-    "PASS_DEVICE_SPECS",
-    "FAIL_ON_INIT_ERROR",
-    "LINKWISE_NVML_LIBRARY",
-    "LINKWISE_SYSFS",
-    "LINKWISE_METRICS_ADDRESS",
-    "LINKWISE_LOG",
-    "LINKWISE_LOG_FORMAT",
-];
-
 /// A machine before linkwise starts on it.
 pub struct Setup {
     folder: TempDir,
     /// The binary to start.
     pub program: PathBuf,
+    /// Its first word.
+    pub subcommand: Option<&'static str>,
     pub library: PathBuf,
     pub kubelet_socket: PathBuf,
     pub metrics_address: SocketAddr,
@@ -92,6 +69,7 @@ impl Setup {
         let program = env!("CARGO_BIN_EXE_linkwise").into();
         Self {
             program,
+            subcommand: Some("run"),
             library,
             kubelet_socket,
             metrics_address: ([127, 0, 0, 1], 0).into(),
@@ -161,10 +139,10 @@ impl Setup {
     /// How linkwise is started on this machine.
     pub fn command(&self) -> Command {
         let mut command = Command::new(&self.program);
-        for variable in VARIABLES {
-            command.env_remove(variable);
-        }
-        command.args(["run", "--log-format", "json", "--metrics-address", &self.metrics_address.to_string()]);
+        // What the tests are started with is nobody's configuration.
+        command.env_clear();
+        command.args(self.subcommand);
+        command.args(["--log-format", "json", "--metrics-address", &self.metrics_address.to_string()]);
         command.args([OsStr::new("--kubelet-socket"), self.kubelet_socket.as_os_str()]);
         command.args([OsStr::new("--pod-resources-socket"), self.pod_resources().as_os_str()]);
         command.args([OsStr::new("--nvml-library"), self.library.as_os_str()]);
@@ -177,9 +155,7 @@ impl Setup {
     /// How the doctor looks at this machine; more arguments can follow.
     pub fn doctor(&self) -> Command {
         let mut command = Command::new(&self.program);
-        for variable in VARIABLES {
-            command.env_remove(variable);
-        }
+        command.env_clear();
         command.arg("doctor").arg("--kubelet-socket").arg(&self.kubelet_socket);
         command.arg("--nvml-library").arg(&self.library).arg("--sysfs").arg(self.at("sys"));
         command.arg("--root").arg(self.folder.path());

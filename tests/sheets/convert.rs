@@ -66,6 +66,7 @@ fn gpu(sheet: &Sheet, gpu: &Gpu) -> GpuObservation {
         nvlinks: Some(nvlinks(sheet, gpu)),
         c2c: None,
         display: gpu.compute.map(|computes| !computes),
+        mig: None,
         fabric: sheet.fabric.as_ref().map(|fabric| FabricObservation {
             cluster: fabric.cluster_uuid.clone(),
             clique: u32::from_str_radix(fabric.clique_id.trim_start_matches("0x"), 16).unwrap(),

@@ -54,6 +54,7 @@ pub(super) fn observe(mut candidates: Vec<Candidate<'_>>, notes: &mut Notes) -> 
                 .element
                 .and_then(|element| element.children.iter().any(|child| child.name == "c2c").then_some(true)),
             display: None,
+            mig: None,
             common_ancestors: BTreeMap::new(),
         })
         .collect();

@@ -4,6 +4,8 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use crate::machine::Mig;
+
 /// What a call does instead of answering.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
@@ -60,6 +62,11 @@ pub enum Command {
         gpu: Selector,
         action: u32,
     },
+    /// The GPU is in this MIG layout from now on.
+    Mig {
+        gpu: Selector,
+        mig: Mig,
+    },
 }
 
 impl Command {
@@ -115,6 +122,10 @@ impl FromStr for Command {
             }
             ["init", code] => Self::Init { code: number(code)? },
             ["recovery", which, action] => Self::Recovery { gpu: gpu(which), action: number(action)? },
+            ["mig", which, ref layout @ ..] if !layout.is_empty() => {
+                let layout = serde_saphyr::from_str(&layout.join(" "));
+                Self::Mig { gpu: gpu(which), mig: layout.map_err(|error| error.to_string())? }
+            }
             _ => return Err(format!("'{line}' is no command")),
         })
     }
@@ -138,7 +149,11 @@ mod tests {
         assert!("lost 1".parse::<Command>().unwrap().is_kept());
         assert_eq!("crash".parse(), Ok(Command::CrashNow));
         assert!("crash 0 nvmlDeviceGetName".parse::<Command>().unwrap().is_kept());
-        for line in ["", "xid", "xid 0 many", "explode"] {
+        let layout = "mig 0 {enabled: true, devices: [{index: 0, uuid: MIG-1, gpu_instance: 1, compute_instance: 0, \
+                      gpu_slices: 1, compute_slices: 1, memory_mib: 4864}]}";
+        let Ok(Command::Mig { mig, .. }) = layout.parse() else { panic!("{layout}") };
+        assert_eq!((mig.enabled, mig.instance(1)), (true, mig.device(0)));
+        for line in ["", "xid", "xid 0 many", "explode", "mig 0", "mig 0 off"] {
             assert!(line.parse::<Command>().is_err(), "{line}");
         }
     }

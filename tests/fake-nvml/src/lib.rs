@@ -27,6 +27,7 @@
 //! | `crash [GPU] FUNCTION`, `uncrash [GPU] FUNCTION` | the process aborts in that call |
 //! | `init CODE` | the next nvmlInit answers the code; 0 is success |
 //! | `recovery GPU ACTION` | the driver's recovery action, NVML's numbers |
+//! | `mig GPU LAYOUT` | the MIG layout from now on: what a machine file has under `mig`, as YAML on one line |
 //! | `calls FUNCTION N` | no change: the answer comes once the function was called N times more |
 //!
 //! What is wrong with a machine does not end with the process that looked at it: everything but

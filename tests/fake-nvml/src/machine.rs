@@ -30,6 +30,7 @@ pub struct Gpu {
     pub nvlinks: Option<Vec<NvLinks>>,
     pub c2c: Option<bool>,
     pub display: Option<bool>,
+    pub mig: Option<Mig>,
     pub fabric: Option<Fabric>,
     #[serde(default)]
     pub common_ancestors: BTreeMap<u32, Level>,
@@ -66,6 +67,39 @@ pub enum Remote {
 pub struct Fabric {
     pub cluster: String,
     pub clique: u32,
+}
+
+/// MIG on one GPU; also what the command `mig` takes.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+pub struct Mig {
+    pub enabled: bool,
+    #[serde(default)]
+    pub devices: Vec<MigDevice>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+pub struct MigDevice {
+    pub index: u32,
+    pub uuid: String,
+    pub gpu_instance: u32,
+    pub compute_instance: u32,
+    pub gpu_slices: u32,
+    pub compute_slices: u32,
+    pub memory_mib: u64,
+    /// `none`, `media`, `all-media`, `graphics` or `no-media`.
+    pub extension: Option<String>,
+}
+
+impl Mig {
+    /// The device of an index.
+    pub fn device(&self, index: u32) -> Option<&MigDevice> {
+        self.devices.iter().find(|device| device.index == index)
+    }
+
+    /// A device of a GPU instance.
+    pub fn instance(&self, id: u32) -> Option<&MigDevice> {
+        self.devices.iter().find(|device| device.gpu_instance == id)
+    }
 }
 
 /// NVML's levels with NVML's numbers.

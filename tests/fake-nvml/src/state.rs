@@ -69,6 +69,24 @@ pub fn handle(position: usize) -> nvmlDevice_t {
     std::ptr::without_provenance_mut(0x1000 + position)
 }
 
+/// The handle of a MIG device by its GPU's position and its index there, or of a GPU instance by its id.
+pub fn mig_handle(position: usize, number: u32) -> nvmlDevice_t {
+    std::ptr::without_provenance_mut(0x10_0000 + position * 0x100 + number as usize)
+}
+
+/// The position and the number that such a handle stands for; `None` for a GPU's.
+pub fn mig_position(handle: nvmlDevice_t) -> Option<(usize, u32)> {
+    let number = handle.addr().checked_sub(0x10_0000)?;
+    Some((number / 0x100, u32::try_from(number % 0x100).ok()?))
+}
+
+/// Begins a call about a MIG device by its handle: it also fails, hangs and is lost with its GPU.
+pub fn enter_mig(function: &str, device: nvmlDevice_t) -> Answer<(MutexGuard<'static, State>, usize, u32)> {
+    let (gpu, index) = mig_position(device).ok_or(nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT)?;
+    let state = enter_with(function, |_| Ok(vec![gpu]))?;
+    Ok((state, gpu, index))
+}
+
 /// Runs a call's body; a panic becomes NVML_ERROR_UNKNOWN, for it must not reach C.
 pub fn guard(body: impl FnOnce() -> Answer) -> nvmlReturn_t {
     match catch_unwind(AssertUnwindSafe(body)) {
@@ -193,6 +211,13 @@ pub fn apply(command: &Command) -> Result<(), String> {
         Command::Recovery { gpu, action } => {
             for gpu in state.each(gpu)? {
                 state.recovery.insert(gpu, *action);
+            }
+        }
+        Command::Mig { gpu, mig } => {
+            for at in state.each(gpu)? {
+                if let Some(gpu) = state.machine.gpus.get_mut(at) {
+                    gpu.mig = Some(mig.clone());
+                }
             }
         }
         Command::CrashNow => std::process::abort(),

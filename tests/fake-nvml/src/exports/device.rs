@@ -7,7 +7,7 @@ use nvml_wrapper_sys::bindings::*;
 
 use super::{INVALID, UNSUPPORTED, exports, pci_info, put, put_text};
 use crate::machine::{Gpu, Machine};
-use crate::state::{self, Answer, enter_gpu, enter_with};
+use crate::state::{self, Answer, enter_gpu, enter_mig, enter_with};
 
 fn gpu(machine: &Machine, position: usize) -> Answer<&Gpu> {
     machine.gpus.get(position).ok_or(INVALID)
@@ -25,6 +25,11 @@ fn generation(gpu: &Gpu) -> Answer<c_uint> {
 
 exports! {
     fn nvmlDeviceGetUUID(device: nvmlDevice_t, uuid: *mut c_char, length: c_uint) {
+        if state::mig_position(device).is_some() {
+            let (state, at, index) = enter_mig("nvmlDeviceGetUUID", device)?;
+            let mig = gpu(&state.machine, at)?.mig.as_ref().and_then(|mig| mig.device(index));
+            return put_text(uuid, length, &mig.ok_or(nvmlReturn_enum_NVML_ERROR_NOT_FOUND)?.uuid);
+        }
         let (state, at) = enter_gpu("nvmlDeviceGetUUID", device)?;
         put_text(uuid, length, &gpu(&state.machine, at)?.uuid)
     }
@@ -139,12 +144,6 @@ exports! {
     fn nvmlDeviceGetTemperature(device: nvmlDevice_t, _sensor: nvmlTemperatureSensors_t, celsius: *mut c_uint) {
         let (_state, _) = enter_gpu("nvmlDeviceGetTemperature", device)?;
         put(celsius, 35)
-    }
-
-    fn nvmlDeviceGetMigMode(device: nvmlDevice_t, current: *mut c_uint, pending: *mut c_uint) {
-        let (_state, _) = enter_gpu("nvmlDeviceGetMigMode", device)?;
-        put(current, NVML_DEVICE_MIG_DISABLE)?;
-        put(pending, NVML_DEVICE_MIG_DISABLE)
     }
 
     fn nvmlDeviceGetFieldValues(device: nvmlDevice_t, count: c_int, values: *mut nvmlFieldValue_t) {

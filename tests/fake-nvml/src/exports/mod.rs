@@ -3,6 +3,7 @@
 mod device;
 mod events;
 mod links;
+mod mig;
 mod system;
 
 use std::ffi::{c_char, c_uint};

@@ -1,0 +1,92 @@
+//! `linkwise config`: what is wrong with a file, and what counts.
+
+use anyhow::{Result, bail};
+use serde_json::{Map, Value, json};
+
+use super::output::print;
+use crate::config::file::{Finding, Weight};
+use crate::config::settings::{Loaded, Origin, Setting, Shown, check, load, plain};
+use crate::config::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs, Environment, Format};
+
+/// Runs `linkwise config`.
+pub fn config(args: &ConfigArgs) -> Result<()> {
+    match &args.command {
+        ConfigCommand::Check(args) => check_file(args),
+        ConfigCommand::Show(args) => show(args),
+    }
+}
+
+/// Says everything there is to say of a file; fails where it would be refused, or where a key is unknown.
+fn check_file(args: &ConfigCheckArgs) -> Result<()> {
+    let findings = check(&args.file)?;
+    let file = args.file.display();
+    let mut text = String::new();
+    for Finding { line, key, problem } in &findings {
+        let place = line.map_or_else(String::new, |line| format!(":{line}"));
+        let key = if key.is_empty() { String::new() } else { format!(" {key}:") };
+        let note = if problem.weight() == Weight::Note { " note:" } else { "" };
+        text.push_str(&format!("{file}{place}:{note}{key} {problem}\n"));
+    }
+    let wrong = findings.iter().filter(|finding| finding.problem.weight() > Weight::Note).count();
+    if wrong == 0 {
+        text.push_str(&format!("{file}: valid\n"));
+    }
+    print(&text)?;
+    match wrong {
+        0 => Ok(()),
+        1 => bail!("{file}: 1 problem"),
+        more => bail!("{file}: {more} problems"),
+    }
+}
+
+/// Shows what counts and who says so.
+fn show(args: &ConfigShowArgs) -> Result<()> {
+    let Loaded { settings, findings } = load(&args.flags, &Environment::read())?;
+    let shown = settings.shown();
+    let text = match args.format {
+        Format::Text => as_text(&shown, &settings.config_file, &findings),
+        Format::Json => {
+            let entry =
+                |shown: Shown| (shown.key.to_owned(), json!({"value": shown.value, "origin": origin(shown.origin)}));
+            let settings: Map<String, Value> = shown.into_iter().map(entry).collect();
+            let said = |finding: &Finding| json!({"line": finding.line, "key": finding.key, "problem": finding.problem.to_string()});
+            let findings: Vec<Value> = findings.iter().map(said).collect();
+            format!("{:#}\n", json!({"settings": settings, "findings": findings}))
+        }
+    };
+    Ok(print(&text)?)
+}
+
+fn origin(origin: Origin) -> Value {
+    match origin {
+        Origin::Flag { flag } => json!({"from": "flag", "flag": flag}),
+        Origin::Environment { variable } => json!({"from": "environment", "variable": variable}),
+        Origin::File { line } => json!({"from": "file", "line": line}),
+        Origin::Default => json!({"from": "default"}),
+    }
+}
+
+/// A line for each setting: key, value, who says so; then what is odd.
+fn as_text(shown: &[Shown], file: &Setting<Option<std::path::PathBuf>>, findings: &[Finding]) -> String {
+    let value = |shown: &Shown| match plain(&shown.value) {
+        nothing if nothing.is_empty() => "-".to_owned(),
+        value => value,
+    };
+    let width =
+        |of: &dyn Fn(&Shown) -> usize, most: usize| shown.iter().map(of).filter(|n| *n <= most).max().unwrap_or(0);
+    let keys = width(&|shown| shown.key.chars().count(), usize::MAX);
+    // A long value (sharing, resources) pushes its origin out, not everybody's.
+    let values = width(&|shown| value(shown).chars().count(), 48);
+    let mut text = String::new();
+    for shown in shown {
+        text.push_str(&format!("{:keys$}  {:values$}  {}\n", shown.key, value(shown), shown.origin));
+    }
+    for finding in findings {
+        let place = match (&file.value, finding.line) {
+            (Some(path), Some(line)) => format!("{}:{line}: ", path.display()),
+            _ => String::new(),
+        };
+        text.push_str(&format!("note: {place}{}: {}\n", finding.key, finding.problem));
+    }
+    text
+}

@@ -1,0 +1,26 @@
+//! The variables that settings know, read once: what changes in the environment of a running process is nobody's word.
+
+use std::collections::BTreeMap;
+
+/// Variables and their texts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Environment(BTreeMap<String, String>);
+
+impl Environment {
+    /// This process's.
+    pub fn read() -> Self {
+        let known = super::variables().into_iter();
+        #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
+        let text = |variable: &str| Some(std::env::var_os(variable)?.to_string_lossy().into_owned());
+        Self(known.filter_map(|variable| Some((variable.to_owned(), text(variable)?))).collect())
+    }
+
+    /// A made-up one.
+    pub fn of<const N: usize>(variables: [(&str, &str); N]) -> Self {
+        Self(variables.into_iter().map(|(name, text)| (name.to_owned(), text.to_owned())).collect())
+    }
+
+    pub(super) fn get(&self, variable: &str) -> Option<&str> {
+        self.0.get(variable).map(String::as_str)
+    }
+}

@@ -1,0 +1,97 @@
+//! The configuration file, followed: tells when its text is another one.
+//!
+//! Called by `run`, which owns the task that waits here. A ConfigMap's files are links into a folder that Kubernetes swaps as
+//! a whole; so the folder is followed, and what counts is the text.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use notify::{RecommendedWatcher, RecursiveMode, Watcher};
+use tokio::sync::watch;
+
+use super::settings::text_of;
+
+/// How often the text is read where nobody tells: the file may be a link into a folder that is not followed.
+const POLL: Duration = Duration::from_secs(10);
+
+/// How long a new text has to stand still. An editor that empties the file before it writes would else have us serve the
+/// defaults for a moment.
+const SETTLE: Duration = Duration::from_millis(100);
+
+/// A file and the text it last had; none where it could not be read.
+pub struct FileWatch {
+    path: PathBuf,
+    text: Option<String>,
+    told: watch::Receiver<u64>,
+    _watcher: Option<RecommendedWatcher>,
+}
+
+impl FileWatch {
+    /// Follows a file from now on. inotify is an optimisation: where it is not to be had, polling remains.
+    pub fn of(path: &Path) -> Self {
+        let (sender, told) = watch::channel(0);
+        let tell = move |event: notify::Result<notify::Event>| {
+            // That somebody reads, as we do, is no news.
+            if !event.is_ok_and(|event| event.kind.is_access()) {
+                sender.send_modify(|count: &mut u64| *count = count.wrapping_add(1));
+            }
+        };
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let watcher = notify::recommended_watcher(tell).and_then(|mut watcher| {
+            watcher.watch(folder, RecursiveMode::NonRecursive)?;
+            Ok(watcher)
+        });
+        Self { path: path.to_owned(), text: text_of(path).ok(), told, _watcher: watcher.ok() }
+    }
+
+    /// Waits until the file has another text than before, or none any more, or one again.
+    pub async fn changed(&mut self) {
+        loop {
+            let text = text_of(&self.path).ok();
+            if text != self.text {
+                // Somebody may be writing: a text counts once it stands still.
+                tokio::time::sleep(SETTLE).await;
+                if text == text_of(&self.path).ok() {
+                    self.text = text;
+                    return;
+                }
+                continue;
+            }
+            let told = async {
+                if self.told.changed().await.is_err() {
+                    // No watcher: nobody will tell.
+                    std::future::pending::<()>().await;
+                }
+            };
+            let _ = tokio::time::timeout(POLL, told).await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_config_map_that_is_swapped_is_a_change() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        for (version, text) in [("v1", "a: 1\n"), ("v2", "a: 2\n")] {
+            fs::create_dir(at(version)).unwrap();
+            fs::write(at(version).join("config"), text).unwrap();
+        }
+        symlink("v1", at("..data")).unwrap();
+        symlink("..data/config", at("config")).unwrap();
+        let mut watch = FileWatch::of(&at("config"));
+        symlink("v2", at("..data_tmp")).unwrap();
+        fs::rename(at("..data_tmp"), at("..data")).unwrap();
+        watch.changed().await;
+        assert_eq!(watch.text.as_deref(), Some("a: 2\n"));
+        fs::remove_file(at("config")).unwrap();
+        watch.changed().await;
+        assert_eq!(watch.text, None);
+    }
+}

@@ -1,0 +1,145 @@
+//! `linkwise config`: every example of the NVIDIA plugin's README comes to what that says, and what is wrong with a
+//! file is told, all of it, by line and key.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use crate::golden::holds;
+use crate::{linkwise, text};
+
+fn configs() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/configs")
+}
+
+/// What counts, by key.
+fn shown(file: &str, args: &[&str]) -> Value {
+    let mut command = linkwise(&[&["config", "show", "--format", "json", "--config-file", file], args].concat());
+    serde_json::from_str(&text(command.current_dir(configs()))).unwrap()
+}
+
+/// The value of each key that is not the default's.
+fn values(file: &str) -> Value {
+    let defaults: Value = serde_json::from_str(&text(&mut linkwise(&["config", "show", "--format", "json"]))).unwrap();
+    let shown = shown(file, &[]);
+    assert_eq!(shown["findings"], json!([]), "{file}");
+    let settings = shown["settings"].as_object().unwrap().iter();
+    let changed = settings.filter(|(key, shown)| shown["value"] != defaults["settings"][*key]["value"]);
+    let changed = changed.filter(|(key, _)| *key != "configFile");
+    changed.map(|(key, shown)| (key.clone(), shown["value"].clone())).collect::<serde_json::Map<_, _>>().into()
+}
+
+/// The files of a folder, by name.
+fn files(folder: &str) -> Vec<String> {
+    let entries = std::fs::read_dir(configs().join(folder)).unwrap();
+    let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    assert!(!names.is_empty());
+    names
+}
+
+#[test]
+fn the_readmes_examples_come_to_what_it_says() {
+    let gpus = |replicas: u32| json!({"name": "nvidia.com/gpu", "devices": "all", "replicas": replicas});
+    let renamed =
+        json!({"name": "nvidia.com/gpu", "rename": "nvidia.com/gpu.shared", "devices": "all", "replicas": 10});
+    let shared = |by_default: bool, single: bool, resource: Value| json!({"renameByDefault": by_default, "failRequestsGreaterThanOne": single, "resources": [resource]});
+    let mig: Vec<Value> = [("gpu", 4), ("mig-1g.5gb", 2), ("mig-2g.10gb", 2), ("mig-3g.20gb", 3), ("mig-7g.40gb", 7)]
+        .map(|(name, replicas)| json!({"name": format!("nvidia.com/{name}"), "devices": "all", "replicas": replicas}))
+        .to_vec();
+    let flags = json!({"flags.failOnInitError": true});
+    let expected = [
+        ("flags.yaml", flags),
+        ("imex-none.yaml", json!({"imex.required": true})),
+        ("imex-optional.yaml", json!({"imex.channelIDs": [0]})),
+        ("imex-required.yaml", json!({"imex.channelIDs": [0], "imex.required": true})),
+        ("mixed.yaml", json!({"flags.failOnInitError": true, "flags.migStrategy": "mixed"})),
+        ("mps-renamed.yaml", json!({"sharing": {"mps": shared(true, true, renamed.clone())}})),
+        ("mps.yaml", json!({"sharing": {"mps": shared(false, true, gpus(10))}})),
+        (
+            "time-slicing-mig.yaml",
+            json!({
+                "flags.migStrategy": "mixed",
+                "sharing": {"timeSlicing": {
+                    "renameByDefault": false, "failRequestsGreaterThanOne": false, "resources": mig,
+                }},
+            }),
+        ),
+        ("time-slicing-renamed.yaml", json!({"sharing": {"timeSlicing": shared(true, false, renamed)}})),
+        ("time-slicing-single.yaml", json!({"sharing": {"timeSlicing": shared(false, true, gpus(10))}})),
+        ("time-slicing.yaml", json!({"sharing": {"timeSlicing": shared(false, false, gpus(10))}})),
+    ];
+    assert_eq!(files("nvidia"), expected.each_ref().map(|(file, _)| *file));
+    for (file, expected) in expected {
+        let file = format!("nvidia/{file}");
+        assert_eq!(values(&file), expected, "{file}");
+        let checked = text(linkwise(&["config", "check", &file]).current_dir(configs()));
+        assert_eq!(checked, format!("{file}: valid\n"));
+    }
+}
+
+#[test]
+fn what_counts_and_who_says_so_is_shown() {
+    for file in files("linkwise") {
+        let path = format!("linkwise/{file}");
+        let mut command = linkwise(&["config", "show", "--config-file", &path]);
+        holds(&format!("config-show-{file}"), &text(command.current_dir(configs())));
+    }
+    let args =
+        ["config", "show", "--config-file=nvidia/mixed.yaml", "--device-id-strategy=index", "--imex-channel-ids=0"];
+    let mut command = linkwise(&args);
+    command.env("MIG_STRATEGY", "single").env("PASS_DEVICE_SPECS", "true").current_dir(configs());
+    holds("config-show-who", &text(&mut command));
+    holds("config-show-defaults", &text(&mut linkwise(&["config", "show"])));
+}
+
+#[test]
+fn no_key_is_left_out_of_the_file_that_has_them_all() {
+    let shown = shown("linkwise/everything.yaml", &[]);
+    for (key, shown) in shown["settings"].as_object().unwrap() {
+        let from = if key == "configFile" { "flag" } else { "file" };
+        assert_eq!(shown["origin"]["from"], from, "{key}");
+    }
+}
+
+#[test]
+fn everything_that_is_wrong_with_a_file_is_told() {
+    for file in files("bad") {
+        let output = linkwise(&["config", "check", &file]).current_dir(configs().join("bad")).output().unwrap();
+        let (told, said) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
+        let notes = told.lines().filter(|line| line.contains(": note: ")).count();
+        match told.lines().count() - notes {
+            _ if file == "ignored.yaml" => assert!(output.status.success() && told.ends_with("ignored.yaml: valid\n")),
+            0 => panic!("{file} passes"),
+            1 => assert_eq!(said, format!("linkwise: {file}: 1 problem\n")),
+            more => assert_eq!(said, format!("linkwise: {file}: {more} problems\n")),
+        }
+        assert_eq!(output.status.code(), Some(if file == "ignored.yaml" { 0 } else { 1 }), "{file}");
+        holds(&format!("config-check-{file}"), &told);
+    }
+}
+
+#[test]
+fn a_file_that_cannot_be_read_is_named() {
+    for args in [["config", "check", "/no/such/file"], ["config", "show", "--config-file=/no/such/file"]] {
+        let output = linkwise(&args).output().unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(said.starts_with("linkwise: cannot read the configuration file /no/such/file: "), "{said}");
+    }
+}
+
+#[test]
+fn the_nvidia_plugins_name_stands_for_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let link = folder.path().join("nvidia-device-plugin");
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_linkwise"), &link).unwrap();
+    let help = |program: &Path, args: &[&str]| {
+        let output = std::process::Command::new(program).args(args).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap().replace("nvidia-device-plugin", "linkwise")
+    };
+    let run = help(Path::new(env!("CARGO_BIN_EXE_linkwise")), &["run", "--help"]);
+    assert!(run.contains("--mig-strategy"), "{run}");
+    assert_eq!(help(&link, &["--help"]), run);
+}

@@ -1,0 +1,77 @@
+//! MIG through the real NVML child: what the fake library's machine has is what is observed.
+
+use linkwise::nvml::child::AgentCommand;
+use linkwise::runtime::look;
+use linkwise::topology::{GpuObservation, ProbeFailure};
+use tempfile::TempDir;
+
+use crate::{MIXED, mixed};
+
+/// A simulated driver with four GPUs in different MIG layouts.
+pub struct Driver {
+    _folder: TempDir,
+    control: fake_nvml::Control,
+    command: AgentCommand,
+}
+
+impl Driver {
+    pub fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("control");
+        let mut command = AgentCommand::new(env!("CARGO_BIN_EXE_linkwise"));
+        command.library = Some(fake_nvml::library_path());
+        command.environment =
+            vec![("FAKE_NVML_MACHINE".into(), MIXED.into()), ("FAKE_NVML_CONTROL".into(), socket.clone().into())];
+        Self { _folder: folder, control: fake_nvml::Control::new(socket), command }
+    }
+
+    /// Tells the driver what happens; before a look it is kept for the next process.
+    pub fn tell(&self, command: &str) {
+        self.control.send(command).unwrap();
+    }
+
+    /// What a child sees now.
+    pub async fn look(&self) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
+        let (mut gpus, failures) = look(&self.command).await.unwrap();
+        for gpu in &mut gpus {
+            gpu.common_ancestors.clear();
+        }
+        (without_capabilities(gpus), failures)
+    }
+}
+
+/// Capabilities are the kernel's, not the library's: those of the machine that the test runs on, or none.
+fn without_capabilities(mut gpus: Vec<GpuObservation>) -> Vec<GpuObservation> {
+    for device in gpus.iter_mut().flat_map(|gpu| &mut gpu.mig).flat_map(|mig| &mut mig.devices) {
+        device.capabilities = None;
+    }
+    gpus
+}
+
+#[tokio::test]
+async fn what_the_driver_has_of_mig_is_observed() {
+    let (gpus, failures) = Driver::new().look().await;
+    assert_eq!((gpus, failures), (without_capabilities(mixed().gpus), vec![]));
+}
+
+#[tokio::test]
+async fn a_mig_call_that_fails_costs_what_it_would_have_told() {
+    let driver = Driver::new();
+    driver.tell("fail 1 nvmlDeviceGetGpuInstanceById 4");
+    driver.tell("fail 2 nvmlDeviceGetAttributes_v2 999");
+    driver.tell("fail 3 nvmlDeviceGetMigMode 999");
+    let (gpus, failures) = driver.look().await;
+    let mig = |gpu: usize| gpus[gpu].mig.as_ref();
+    // Without its profile a device is still there; without its slices it is none.
+    assert!(mig(1).unwrap().devices.len() == 7 && mig(1).unwrap().devices.iter().all(|it| it.extension.is_none()));
+    assert!(mig(2).unwrap().enabled && mig(2).unwrap().devices.is_empty() && mig(3).is_none());
+    let told: Vec<(&str, &str)> =
+        failures.iter().map(|failure| (failure.subject.as_str(), failure.call.as_str())).collect();
+    let expected = [
+        vec![("0000:0f:00.0", "nvmlDeviceGetGpuInstanceById"); 7],
+        vec![("0000:47:00.0", "nvmlDeviceGetAttributes_v2"); 3],
+        vec![("0000:4e:00.0", "nvmlDeviceGetMigMode")],
+    ];
+    assert_eq!(told, expected.concat());
+    assert!(failures[0].error.contains("NVML_ERROR_NO_PERMISSION (4)"), "{failures:?}");
+}

@@ -1,0 +1,361 @@
+//! Plans on a machine, without a node around them: what each asks for that cannot be had, in words, and what then stays.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use linkwise::allocation::{AllocationPolicy, AllocationRequest, DeviceId};
+use linkwise::inventory::{
+    Effect, Event, Health, Inventory, MigInstance, MigStrategy, NamePattern, Pattern, PlanProblem, ResourceName,
+    ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind, UnhealthyReason,
+};
+use linkwise::topology::{NodeObservation, NodeTopology};
+
+use crate::{mixed, resource};
+
+const NOW: Duration = Duration::from_secs(1_000_000);
+
+fn gpu() -> ResourceName {
+    ResourceName::gpu()
+}
+
+fn seen(node: NodeObservation) -> Event {
+    Event::Observed(Box::new(node))
+}
+
+fn planned(plan: &ResourcePlan) -> Event {
+    Event::Planned(Box::new(plan.clone()))
+}
+
+/// The problems that people are told of.
+fn told(effects: &[Effect]) -> Vec<String> {
+    let problem = |effect: &Effect| match effect {
+        Effect::PlanProblem(problem) => Some(problem.to_string()),
+        _ => None,
+    };
+    effects.iter().filter_map(problem).collect()
+}
+
+fn sharing(kind: SharingKind, resources: Vec<SharedResource>) -> ResourcePlan {
+    ResourcePlan { sharing: Some(Sharing::new(kind, resources)), ..ResourcePlan::default() }
+}
+
+fn slices(name: &str, replicas: u32) -> SharedResource {
+    SharedResource::new(resource(name), replicas)
+}
+
+fn offered(inventory: &Inventory) -> Vec<(String, usize)> {
+    let healthy = |resource| inventory.devices(resource).filter(|(_, device)| device.health == Health::Healthy).count();
+    let all = inventory.resources().keys().map(|resource| (resource.to_string(), healthy(resource)));
+    all.filter(|(_, count)| *count > 0).collect()
+}
+
+/// A plan that is there before the first look: what it cannot have is withheld, the rest is offered.
+#[test]
+fn what_cannot_be_had_is_withheld_and_named() {
+    let on_mig = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
+    let with = |plan: &ResourcePlan, shared: Vec<SharedResource>, kind| ResourcePlan {
+        sharing: Some(Sharing::new(kind, shared)),
+        ..plan.clone()
+    };
+    let slicing = |shared| with(&on_mig, shared, SharingKind::TimeSlicing);
+    let devices = |devices| SharedResource { devices, ..slices("nvidia.com/gpu", 2) };
+    let list = |text: &str| SharedDevices::List(vec![text.parse().unwrap()]);
+    let renamed = |name: &str, to: &str| SharedResource { rename: Some(resource(to)), ..slices(name, 2) };
+    let long = format!("{}.com/{}", "x".repeat(40), "y".repeat(60));
+    let cases = [
+        (
+            ResourcePlan { mig_strategy: MigStrategy::Single, ..ResourcePlan::default() },
+            "MIG strategy single: the MIG devices differ (1g.10gb on 0000:0f:00.0, 0000:4e:00.0; 1g.10gb+me on \
+             0000:4e:00.0; 2c.4g.40gb on 0000:47:00.0; 2g.20gb on 0000:4e:00.0; 3g.40gb on 0000:47:00.0); none is offered",
+            0,
+        ),
+        (
+            slicing(vec![slices("nvidia.com/gpu", 2), slices("nvidia.com/gpu", 3)]),
+            "nvidia.com/gpu is to be shared twice; it is not offered",
+            13,
+        ),
+        (
+            slicing(vec![slices("nvidia.com/gpu", 1)]),
+            "nvidia.com/gpu is to be shared with 1 replicas, 2 is the least; it is not offered",
+            13,
+        ),
+        (
+            slicing(vec![slices("nvidia.com/mig-1g.10gb", u32::MAX)]),
+            "nvidia.com/mig-1g.10gb is to be shared in 34359738360 slots, 16384 is the most; it is not offered",
+            6,
+        ),
+        (
+            slicing(vec![devices(SharedDevices::Count(2))]),
+            "2 devices of nvidia.com/gpu are to be shared, the node has 1; it is not offered",
+            13,
+        ),
+        (
+            slicing(vec![devices(list("1"))]),
+            "device 1 is to be shared, but it is none of nvidia.com/gpu; that is not offered",
+            13,
+        ),
+        (
+            slicing(vec![devices(list("GPU-gone"))]),
+            "device GPU-gone is to be shared, but it is none of nvidia.com/gpu; that is not offered",
+            13,
+        ),
+        (
+            with(&on_mig, vec![slices("nvidia.com/mig-3g.40gb", 2)], SharingKind::Mps),
+            "nvidia.com/mig-3g.40gb is to be shared by MPS, but GPUs 0000:47:00.0 are in MIG mode; it is not offered",
+            13,
+        ),
+        (
+            with(&ResourcePlan::default(), vec![slices("nvidia.com/gpu", 2)], SharingKind::Mps),
+            "nvidia.com/gpu is to be shared by MPS, but GPUs 0000:0f:00.0, 0000:47:00.0, 0000:4e:00.0 are in MIG mode; \
+             it is not offered",
+            0,
+        ),
+        (
+            slicing(vec![renamed("nvidia.com/gpu", "nvidia.com/mig-2g.20gb")]),
+            "nvidia.com/gpu is to be shared as nvidia.com/mig-2g.20gb, which is another resource already; it is not offered",
+            13,
+        ),
+        (
+            slicing(vec![renamed("nvidia.com/gpu", "a.b/c"), renamed("nvidia.com/mig-2g.20gb", "a.b/c")]),
+            "nvidia.com/mig-2g.20gb is to be shared as a.b/c, which is another resource already; it is not offered",
+            14,
+        ),
+        (
+            ResourcePlan {
+                sharing: Some(Sharing {
+                    rename_by_default: true,
+                    ..Sharing::new(SharingKind::TimeSlicing, vec![slices(&long, 2)])
+                }),
+                ..ResourcePlan::default()
+            },
+            &*format!("'{long}.shared' is no resource name; what would have it is not offered"),
+            4,
+        ),
+    ];
+    for (plan, words, devices) in cases {
+        let (inventory, mut effects) = Inventory::default().apply(planned(&plan), NOW);
+        let (inventory, on_sight) = inventory.apply(seen(mixed()), NOW);
+        effects.extend(on_sight);
+        let told = told(&effects);
+        assert!(told.iter().any(|told| told == words), "{words}\nin {told:#?}");
+        let count: usize = offered(&inventory).iter().map(|(_, count)| count).sum();
+        assert_eq!(count, devices, "{words}: {:?}", offered(&inventory));
+        // Told once.
+        let (_, effects) = inventory.apply(seen(mixed()), NOW);
+        assert!(!effects.iter().any(|effect| matches!(effect, Effect::PlanProblem(_))), "{effects:?}");
+    }
+}
+
+#[test]
+fn a_slots_id_has_to_fit() {
+    let mut node = mixed();
+    node.gpus.truncate(1);
+    node.gpus[0].uuid = format!("GPU-{}", "x".repeat(56)).parse().unwrap();
+    let plan = |replicas| sharing(SharingKind::TimeSlicing, vec![slices("nvidia.com/gpu", replicas)]);
+    let (inventory, _) = Inventory::default().apply(seen(node), NOW);
+    let (inventory, effects) = inventory.apply(planned(&plan(10)), NOW);
+    assert_eq!((told(&effects), offered(&inventory)), (vec![], vec![(gpu().to_string(), 10)]));
+    let (_, effects) = inventory.apply(planned(&plan(11)), NOW);
+    assert!(told(&effects)[0].contains("::10 is longer than 63 characters"), "{effects:?}");
+}
+
+#[test]
+fn gpus_that_offer_nothing_are_named() {
+    let mut node = mixed();
+    node.gpus[0].display = Some(true);
+    node.gpus[2].mig.as_mut().unwrap().devices.clear();
+    let plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
+    let (inventory, _) = Inventory::default().apply(planned(&plan), NOW);
+    let (inventory, effects) = inventory.apply(seen(node), NOW);
+    let words = [
+        "GPU 0000:07:00.0 (GPU-00000000-0000-0000-0000-000000000000): a display is set up on it; it is left out",
+        "GPU 0000:47:00.0: MIG mode is on, but it has no MIG device; it offers nothing",
+    ];
+    assert_eq!(told(&effects), words);
+    assert_eq!(offered(&inventory).iter().map(|(_, count)| count).sum::<usize>(), 10);
+}
+
+/// Single beside a GPU that is not in MIG mode, as the NVIDIA plugin: nothing at all.
+#[test]
+fn single_wants_all_gpus_in_one_mode() {
+    let mut node = mixed();
+    node.gpus.truncate(2);
+    let plan = ResourcePlan { mig_strategy: MigStrategy::Single, ..ResourcePlan::default() };
+    let (inventory, _) = Inventory::default().apply(planned(&plan), NOW);
+    let (inventory, effects) = inventory.apply(seen(node), NOW);
+    let words = "MIG strategy single: GPUs 0000:0f:00.0 are in MIG mode and 0000:07:00.0 are not; none is offered";
+    assert_eq!((told(&effects), offered(&inventory)), (vec![words.to_owned()], vec![]));
+}
+
+#[test]
+fn a_new_plan_that_cannot_be_had_waits_while_the_old_one_stays() {
+    let (inventory, _) = Inventory::default().apply(seen(mixed()), NOW);
+    let wanted = ResourcePlan { mig_strategy: MigStrategy::Single, ..ResourcePlan::default() };
+    let (inventory, effects) = inventory.apply(planned(&wanted), NOW);
+    let told = told(&effects);
+    assert!(told[0].contains("the MIG devices differ") && told[2].contains("the last one stays"), "{told:?}");
+    assert_eq!((offered(&inventory), inventory.plan()), (vec![(gpu().to_string(), 4)], &ResourcePlan::default()));
+    assert!(inventory.problems().contains(&PlanProblem::OldPlanStays));
+    // The node becomes what the plan wants.
+    let mut alike = mixed();
+    for gpu in [0, 2, 3] {
+        alike.gpus[gpu].mig = alike.gpus[1].mig.clone();
+        for device in &mut alike.gpus[gpu].mig.as_mut().unwrap().devices {
+            device.uuid = format!("{}-{gpu}", device.uuid).parse().unwrap();
+        }
+    }
+    let (inventory, _) = inventory.apply(seen(alike), NOW);
+    assert_eq!((offered(&inventory), inventory.plan()), (vec![(gpu().to_string(), 28)], &wanted));
+    assert_eq!(inventory.problems(), []);
+}
+
+#[test]
+fn names_come_from_the_first_pattern_that_matches() {
+    let name = |pattern: &str, name: &str| NamePattern { pattern: Pattern::new(pattern), name: resource(name) };
+    let plan = ResourcePlan {
+        mig_strategy: MigStrategy::Mixed,
+        gpu_names: vec![
+            name("H100", "nvidia.com/h100"),
+            name("A100*80GB", "nvidia.com/a100-80"),
+            name("*", "nvidia.com/x"),
+        ],
+        mig_names: vec![name("3g.", "nvidia.com/large")],
+        ..ResourcePlan::default()
+    };
+    let (inventory, _) = Inventory::default().apply(planned(&plan), NOW);
+    let (inventory, _) = inventory.apply(seen(mixed()), NOW);
+    let names: Vec<&str> = inventory.resources().keys().map(ResourceName::as_str).collect();
+    let expected = [
+        "nvidia.com/a100-80",
+        "nvidia.com/large",
+        "nvidia.com/mig-1g.10gb",
+        "nvidia.com/mig-1g.10gb.me",
+        "nvidia.com/mig-2c.4g.40gb",
+        "nvidia.com/mig-2g.20gb",
+    ];
+    assert_eq!(names, expected);
+}
+
+fn first(inventory: &Inventory, resource: &ResourceName, size: usize) -> Vec<String> {
+    let available = inventory.devices(resource).map(|(id, _)| id.clone()).collect();
+    let (answer, _) = inventory.preferred(resource, &AllocationRequest { available, must_include: Vec::new(), size });
+    answer.devices.iter().map(|id| id.as_str().to_owned()).collect()
+}
+
+#[test]
+fn a_policy_is_a_resources_own_and_sees_what_is_held_of_others() {
+    let one = resource("nvidia.com/mig-1g.10gb");
+    let mut plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
+    let (inventory, _) = Inventory::default().apply(planned(&plan), NOW);
+    let (inventory, _) = inventory.apply(seen(mixed()), NOW);
+    let parent = |inventory: &Inventory| {
+        let id = DeviceId::from(first(inventory, &one, 1).remove(0));
+        inventory.devices(&one).find(|(known, _)| **known == id).unwrap().1.gpu.index
+    };
+    // GPU 1 and GPU 3 have such devices; nothing of GPU 1 is held.
+    let other = resource("nvidia.com/mig-2g.20gb");
+    let held = BTreeSet::from([(other.clone(), inventory.devices(&other).next().unwrap().0.clone())]);
+    let (inventory, effects) = inventory.apply(Event::Holders(Some(held.clone())), NOW);
+    assert_eq!((parent(&inventory), effects), (1, vec![Effect::Publish]));
+    plan.shared_policy = Some(AllocationPolicy::Packed);
+    let (inventory, _) = inventory.apply(planned(&plan), NOW);
+    assert_eq!(parent(&inventory), 3);
+    plan.policies.insert(one.clone(), AllocationPolicy::Distributed);
+    let (inventory, _) = inventory.apply(planned(&plan), NOW);
+    assert_eq!(parent(&inventory), 1);
+    plan.policies.insert(one.clone(), AllocationPolicy::Packed);
+    let (inventory, _) = inventory.apply(planned(&plan), NOW);
+    assert_eq!(parent(&inventory), 3);
+    let (inventory, effects) = inventory.apply(Event::Holders(Some(held)), NOW);
+    assert_eq!(effects, [], "the same again");
+    let (inventory, _) = inventory.apply(Event::Holders(None), NOW);
+    assert_eq!(parent(&inventory), 1, "nothing is known to be held");
+}
+
+#[test]
+fn what_was_withdrawn_leaves_when_no_pod_holds_it_for_certain() {
+    let (inventory, _) = Inventory::default().apply(seen(mixed()), NOW);
+    let renamed = ResourcePlan {
+        gpu_names: vec![NamePattern { pattern: Pattern::new("*"), name: resource("nvidia.com/a100") }],
+        ..ResourcePlan::default()
+    };
+    let (inventory, _) = inventory.apply(planned(&renamed), NOW);
+    let left = |inventory: &Inventory| inventory.devices(&gpu()).count();
+    let reason = |inventory: &Inventory| inventory.devices(&gpu()).next().unwrap().1.health.clone();
+    assert_eq!(left(&inventory), 4);
+    assert_eq!(reason(&inventory), Health::Unhealthy { reason: UnhealthyReason::Withdrawn, since: NOW });
+    let held = BTreeSet::from([(gpu(), inventory.devices(&gpu()).next().unwrap().0.clone())]);
+    for _ in 0..2 {
+        let (inventory, _) = inventory.clone().apply(Event::Holders(None), NOW);
+        assert_eq!(left(&inventory), 4, "nobody knows who holds what");
+    }
+    let (inventory, _) = inventory.apply(Event::Holders(Some(held.clone())), NOW);
+    assert_eq!(left(&inventory), 4, "a pod may just be coming");
+    let (inventory, effects) = inventory.apply(Event::Holders(Some(held)), NOW);
+    assert_eq!((left(&inventory), effects), (1, vec![Effect::Publish]));
+    let (inventory, _) = inventory.apply(Event::Holders(Some(BTreeSet::new())), NOW);
+    let (inventory, _) = inventory.apply(Event::Holders(Some(BTreeSet::new())), NOW);
+    assert_eq!(left(&inventory), 0);
+    assert_eq!(inventory.resources().len(), 1);
+    // Back to the first plan.
+    let (inventory, _) = inventory.apply(planned(&ResourcePlan::default()), NOW);
+    assert_eq!(offered(&inventory), [(gpu().to_string(), 4)]);
+}
+
+#[test]
+fn a_fault_is_the_hardwares_whatever_it_is_offered_as() {
+    let faulty = mixed().gpus[1].uuid.clone();
+    let xid = || Event::Xid { gpu: faulty.clone(), code: 79, instance: None };
+    let sick = |inventory: &Inventory| {
+        let devices = inventory.resources().values().flat_map(|devices| devices.values());
+        let sick =
+            devices.filter(|it| matches!(&it.health, Health::Unhealthy { reason: UnhealthyReason::Xid { .. }, .. }));
+        sick.map(|device| (device.gpu.index, device.mig.is_some(), device.slot)).collect::<BTreeSet<_>>()
+    };
+    let (inventory, _) = Inventory::default().apply(seen(mixed()), NOW);
+    let (inventory, _) = inventory.apply(xid(), NOW);
+    assert_eq!(sick(&inventory), BTreeSet::from([(1, false, None)]));
+    // Its slots, under another name, and its MIG devices are as faulty.
+    let slots = SharedResource { rename: Some(resource("a.b/c")), ..slices("nvidia.com/gpu", 2) };
+    let (inventory, _) = inventory.apply(planned(&sharing(SharingKind::TimeSlicing, vec![slots])), NOW);
+    assert_eq!(sick(&inventory), BTreeSet::from([(1, false, Some(0)), (1, false, Some(1))]));
+    assert_eq!(offered(&inventory), [("a.b/c".to_owned(), 6)]);
+    let plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
+    let (inventory, _) = inventory.apply(planned(&plan), NOW);
+    assert_eq!(sick(&inventory), BTreeSet::from([(1, true, None)]));
+    let one = resource("nvidia.com/mig-1g.10gb");
+    let healthy =
+        |inventory: &Inventory| inventory.devices(&one).filter(|(_, it)| it.health == Health::Healthy).count();
+    assert_eq!(healthy(&inventory), 1);
+    // A fault of the time in which a device was not offered.
+    let (inventory, _) = Inventory::default().apply(planned(&plan), NOW);
+    let (inventory, _) = inventory.apply(seen(mixed()), NOW);
+    let (faulty, _) = inventory.clone().apply(xid(), NOW);
+    let (faulty, _) = faulty.apply(planned(&ResourcePlan::default()), NOW);
+    assert_eq!(sick(&faulty), BTreeSet::from([(1, false, None)]));
+    // A fault of one instance is its device's alone.
+    let instance = Some(MigInstance { gpu_instance: 9, compute_instance: Some(0) });
+    let (inventory, _) = inventory.apply(Event::Xid { gpu: mixed().gpus[1].uuid.clone(), code: 79, instance }, NOW);
+    assert_eq!(healthy(&inventory), 7);
+}
+
+#[test]
+fn mig_devices_are_in_order_and_one_uuid_is_one_device() {
+    let mut node = mixed();
+    let taken = node.gpus[1].mig.as_ref().unwrap().devices[0].uuid.clone();
+    let devices = &mut node.gpus[3].mig.as_mut().unwrap().devices;
+    devices.reverse();
+    devices[0].uuid = taken;
+    let (topology, warnings) = NodeTopology::assemble(&node);
+    let order: Vec<(usize, u32)> = topology.mig_devices().iter().map(|mig| (mig.parent, mig.index)).collect();
+    let whole_order: Vec<(usize, u32)> =
+        (0..7).map(|index| (1, index)).chain([(2, 0), (2, 1), (2, 2), (3, 0), (3, 1)]).collect();
+    assert_eq!(order, whole_order);
+    let told: Vec<String> = warnings.iter().map(ToString::to_string).collect();
+    let words = "GPU 0000:4e:00.0: one of its MIG devices has a UUID that another has too, \
+                 MIG-00000010-0000-0000-0000-000000000000; it is left out";
+    assert_eq!(told, [words]);
+    // The graph of some GPUs has their MIG devices.
+    let some = topology.restricted(&[3, 0]);
+    assert_eq!(some.mig_devices().iter().map(|mig| (mig.parent, mig.index)).collect::<Vec<_>>(), [(0, 0), (0, 1)]);
+}

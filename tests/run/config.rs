@@ -1,0 +1,166 @@
+//! The configuration file under a running plugin: what changes, what is refused, and by which name we are called.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use linkwise::kubelet_box::{KubeletBox, Pod};
+
+use crate::node::{GPU, Node, Setup, registered, uuid};
+
+const VALID: &str = "linkwise_config_valid";
+
+/// Writes a file whole: nobody reads half of it.
+fn write(file: &Path, text: &str) {
+    let new = file.with_extension("new");
+    std::fs::write(&new, text).unwrap();
+    std::fs::rename(new, file).unwrap();
+}
+
+/// A machine with a configuration file of this text, not yet started.
+fn with_file(text: &str) -> (Setup, PathBuf) {
+    let setup = Setup::on("dgx1-v100");
+    let folder = setup.at("config");
+    std::fs::create_dir(&folder).unwrap();
+    let file = folder.join("config.yaml");
+    write(&file, text);
+    (setup.arg("--config-file").arg(&file), file)
+}
+
+async fn serve(text: &str) -> (Node, KubeletBox, PathBuf) {
+    let (setup, file) = with_file(text);
+    let (node, kubelet) = setup.serve(8).await;
+    (node, kubelet, file)
+}
+
+/// Waits until every GPU claims NUMA nodes, or none does.
+async fn hinted(kubelet: &KubeletBox, hinted: bool) {
+    let claims = |nodes: &BTreeSet<i64>| nodes.is_empty() != hinted;
+    kubelet
+        .wait(|state| state.resources[GPU].numa.len() == 8 && state.resources[GPU].numa.values().all(claims))
+        .await
+        .unwrap();
+}
+
+#[tokio::test]
+async fn a_changed_file_counts_without_a_restart_and_pods_keep_their_gpus() {
+    let (node, kubelet, file) = serve("version: v1\n").await;
+    hinted(&kubelet, true).await;
+    kubelet.admit(&Pod::single("before", GPU, 2), None).await.unwrap();
+    let held = kubelet.state().resources[GPU].in_use();
+    write(&file, "version: v1\nlinkwise:\n  numaHints: off\n");
+    hinted(&kubelet, false).await;
+    let line = node.process.logged(|line| line["message"] == "a new configuration counts").await;
+    assert_eq!(
+        (line["changed"].as_str(), line["why"].as_str()),
+        (Some("linkwise.numaHints"), Some("the file changed"))
+    );
+    let state = &kubelet.state().resources[GPU];
+    assert_eq!((state.registrations, state.in_use(), kubelet.violations().len()), (1, held, 0));
+    node.metric(VALID, 1).await;
+}
+
+#[tokio::test]
+async fn a_file_that_became_wrong_is_reported_and_the_one_before_counts_on() {
+    let (node, kubelet, file) = serve("linkwise: {numaHints: off}\n").await;
+    hinted(&kubelet, false).await;
+    write(&file, "linkwise: {numaHints: socket}\n");
+    node.metric(VALID, 0).await;
+    let line = node.process.logged(|line| line["level"] == "ERROR" && line["key"] == "linkwise.numaHints").await;
+    assert_eq!(line["line"], 1);
+    // It serves as before, and a file that is gone is no better.
+    kubelet.admit(&Pod::single("meanwhile", GPU, 1), None).await.unwrap();
+    hinted(&kubelet, false).await;
+    std::fs::remove_file(&file).unwrap();
+    node.process.said("cannot read the configuration file").await;
+    write(&file, "linkwise: {numaHints: node}\n");
+    hinted(&kubelet, true).await;
+    node.metric(VALID, 1).await;
+}
+
+#[tokio::test]
+async fn sighup_reads_the_file_again() {
+    let (node, _kubelet, _file) = serve("version: v1\n").await;
+    node.process.signal("HUP");
+    let line = node.process.said("read again; nothing in it is another").await;
+    assert_eq!(line["why"], "SIGHUP");
+    node.metric(VALID, 1).await;
+}
+
+#[tokio::test]
+async fn sighup_without_a_file_ends_nothing() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    node.process.signal("HUP");
+    node.process.said("read again; nothing in it is another").await;
+    kubelet.admit(&Pod::single("after", GPU, 1), None).await.unwrap();
+}
+
+#[tokio::test]
+async fn an_unknown_key_is_told_of_and_the_rest_of_the_file_counts() {
+    let (node, kubelet, _file) = serve("flags:\n  migStratgey: none\nlinkwise: {numaHints: off}\n").await;
+    hinted(&kubelet, false).await;
+    let line = node.process.logged(|line| line["key"] == "flags.migStratgey").await;
+    assert_eq!((line["level"].as_str(), line["line"].as_u64()), (Some("WARN"), Some(2)));
+    assert!(line["problem"].as_str().unwrap().contains("did you mean 'migStrategy'?"), "{line}");
+}
+
+#[tokio::test]
+async fn names_that_the_nvidia_plugin_ignores_are_told_of_with_the_key_that_turns_them_on() {
+    let text = "resources:\n  gpus:\n  - {pattern: '*', name: v100}\n";
+    let (node, _kubelet, _file) = serve(text).await;
+    let line = node.process.logged(|line| line["key"] == "resources").await;
+    assert!(line["problem"].as_str().unwrap().contains("linkwise: {naming: true}"), "{line}");
+}
+
+#[tokio::test]
+async fn what_this_version_does_not_work_by_is_told_of() {
+    let process = Setup::on("dgx1-v100").env("MIG_STRATEGY", "mixed").start().await.process;
+    let line = process.logged(|line| line["key"] == "flags.migStrategy").await;
+    assert_eq!((line["value"].as_str(), line["origin"].as_str()), (Some("mixed"), Some("environment MIG_STRATEGY")));
+}
+
+#[tokio::test]
+async fn nothing_starts_with_a_wrong_configuration() {
+    let (setup, file) = with_file("flags:\n  failOnInitError: maybe\n  migStrategy: some\n");
+    let mut process = setup.spawn();
+    let (status, words) = process.ended().await;
+    assert_eq!(status.code(), Some(1));
+    let file = file.display();
+    assert_eq!(
+        words,
+        [format!(
+            "linkwise: {file}: line 2: flags.failOnInitError: expected true or false, found 'maybe' \
+         (and 1 more: see 'linkwise config check {file}')"
+        )]
+    );
+
+    let (status, words) = Setup::on("dgx1-v100").env("DEVICE_LIST_STRATEGY", "cdi").spawn().ended().await;
+    assert_eq!(status.code(), Some(1));
+    let expected =
+        "linkwise: DEVICE_LIST_STRATEGY: expected envvar, volume-mounts, cdi-annotations or cdi-cri, found 'cdi'";
+    assert_eq!(words, [expected]);
+}
+
+#[tokio::test]
+async fn the_nvidia_plugins_command_serves_with_its_variables_and_its_file() {
+    let (mut setup, _file) = with_file("version: v1\nflags:\n  plugin:\n    passDeviceSpecs: true\n");
+    let link = setup.at("nvidia-device-plugin");
+    std::os::unix::fs::symlink(&setup.program, &link).unwrap();
+    (setup.program, setup.subcommand) = (link, None);
+    let (_node, kubelet) = setup.env("FAIL_ON_INIT_ERROR", "true").serve(8).await;
+    registered(&kubelet, 1, 8).await;
+    let admitted = kubelet.admit(&Pod::single("pod", GPU, 8), None).await.unwrap();
+    let grant = &admitted.grant("main", GPU).unwrap().allocation;
+    assert!(grant.devices.contains(&uuid(1, 0)), "{grant:?}");
+    let nodes: Vec<_> = grant.device_specs.iter().map(|node| node.host_path.as_str()).collect();
+    assert!(nodes.contains(&"/dev/nvidia7"), "{nodes:?}");
+}
+
+#[tokio::test]
+async fn the_file_says_what_an_xid_means() {
+    let text = "linkwise:\n  health:\n    xids: {31: reset-gpu, 79: application}\n";
+    let (node, kubelet, _file) = serve(text).await;
+    // By our table it is the other way round.
+    node.setup.tell("xid 1 79");
+    node.setup.tell("xid 2 31");
+    kubelet.wait(|state| state.resources[GPU].unhealthy == BTreeSet::from([uuid(1, 2)])).await.unwrap();
+}
