@@ -16,6 +16,7 @@ pub mod kubelet;
 pub mod kubelet_box;
 pub mod machines;
 pub mod metrics;
+pub mod mps;
 pub mod nvml;
 pub mod proto;
 pub mod runtime;

@@ -21,6 +21,7 @@ fn main() -> ExitCode {
             Err(error) => Err(error),
         },
         Command::Admin(args) => runtime::block_on(commands::admin(&args)),
+        Command::MpsControlDaemon(args) => runtime::mps_control_daemon(&args),
         Command::NvmlAgent(args) => {
             nvml::agent::main(args.library.as_deref(), Duration::from_millis(args.poll_ms)).map_err(Into::into)
         }

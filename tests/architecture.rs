@@ -22,7 +22,7 @@ const CORE: [&str; 3] = ["topology", "allocation", "inventory"];
 const ROOTS: [&str; 5] = ["runtime", "demo", "commands", "main", "lib"];
 
 /// Each module and the modules of ours that it may name.
-const LAYERS: [(&str, &[&str]); 14] = [
+const LAYERS: [(&str, &[&str]); 15] = [
     ("topology", &[]),
     ("allocation", &["topology"]),
     ("inventory", &["topology", "allocation"]),
@@ -37,6 +37,7 @@ const LAYERS: [(&str, &[&str]); 14] = [
     ("cdi", &CORE),
     ("labels", &CORE),
     ("machines", &CORE),
+    ("mps", &CORE),
 ];
 
 /// What the core may not name: runs of path segments.

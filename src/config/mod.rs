@@ -8,6 +8,7 @@ mod check;
 mod doctor;
 pub mod file;
 mod list;
+mod mps;
 mod program;
 pub mod settings;
 mod simulate;
@@ -27,6 +28,7 @@ pub use admin::{AdminArgs, AdminOrder};
 pub use check::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs};
 pub use doctor::DoctorArgs;
 pub use list::{GpuName, UnitName};
+pub use mps::{MpsCommand, MpsControlDaemonArgs, SharedResource};
 pub use settings::{Environment, Flags, Settings};
 pub use simulate::{SimulateArgs, SimulatePolicy};
 pub use topology_manager::{NumaHintsArg, ScopeArg, TopologyPolicyArg};
@@ -64,6 +66,8 @@ pub enum Command {
     Doctor(DoctorArgs),
     /// Ask the linkwise that runs on this host, or order: its state, the driver, a GPU's health
     Admin(AdminArgs),
+    /// Run the control daemons of the GPUs that are shared by MPS (see docs/mps.md)
+    MpsControlDaemon(MpsControlDaemonArgs),
     /// Look at a configuration: what is wrong with a file, or what counts and who says so
     Config(ConfigArgs),
     /// The process that speaks to NVML, started by the others

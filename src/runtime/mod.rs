@@ -2,7 +2,8 @@
 //!
 //! A composition root. `node` holds the one loop that writes the inventory, and the plugins; `driver`
 //! keeps the NVML child alive; `handover` keeps CDI specs and device nodes up to date; `config` reads the configuration
-//! again; this file starts and ends them. A task that ends unexpectedly ends the process, with its cause.
+//! again; `mps` is a process of its own, `linkwise mps-control-daemon`; this file starts and ends them. A task that ends
+//! unexpectedly ends the process, with its cause.
 
 mod clock;
 mod config;
@@ -11,6 +12,7 @@ mod handover;
 mod idle;
 mod keeper;
 mod log;
+mod mps;
 mod node;
 mod observe;
 mod operator;
@@ -32,6 +34,7 @@ use crate::nvml::child::AgentCommand;
 pub use driver::look;
 pub use keeper::HealthSettings;
 pub use log::log_to_stderr;
+pub use mps::mps_control_daemon;
 pub use node::{Node, NodeSettings};
 
 /// Threads of the runtime. Two, so that a slow write of the log does not hold up an admission.

@@ -1,0 +1,138 @@
+//! Where things are under the MPS root. Pure.
+//!
+//! The layout is that of the NVIDIA device plugin (its `cmd/mps-control-daemon/mps/root.go`): containers that were
+//! started under one plugin find their pipes again under the other.
+
+use std::path::{Path, PathBuf};
+
+use crate::inventory::ResourceName;
+
+/// Where the MPS root is in the containers of the daemon, of the plugin and of the pods.
+pub const CONTAINER_ROOT: &str = "/mps";
+
+/// Where the MPS root is on the host, unless the operator says otherwise: the default of NVIDIA's chart.
+pub const HOST_ROOT: &str = "/run/nvidia/mps";
+
+/// The longest path of a Unix socket on Linux, in bytes: `sun_path` holds 108 with its zero.
+const LONGEST_SOCKET: usize = 107;
+
+/// The longest name of a socket that the control daemon makes in its pipe directory.
+const LONGEST_PIPE: &str = "control_privileged";
+
+/// The folder that all daemons and all their clients have as /dev/shm.
+const SHM: &str = "shm";
+
+/// An MPS root.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    root: PathBuf,
+}
+
+/// Why a resource can have no place under an MPS root.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LayoutError {
+    /// The kernel would not take the path of the control daemon's socket.
+    #[error(
+        "{resource}: the control daemon's socket would be {path}, longer than a socket's path may be ({LONGEST_SOCKET} bytes)"
+    )]
+    TooLong {
+        /// The resource.
+        resource: ResourceName,
+        /// The path that is too long.
+        path: PathBuf,
+    },
+    /// Its folder would be the clients' /dev/shm.
+    #[error(
+        "{resource}: a resource of the domain '{SHM}' cannot be shared by MPS, whose clients have that folder as /dev/shm"
+    )]
+    Shm {
+        /// The resource.
+        resource: ResourceName,
+    },
+}
+
+impl Layout {
+    /// An MPS root, as whoever asks sees it.
+    pub fn new(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into() }
+    }
+
+    /// The root itself.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// What is of one resource alone.
+    pub fn resource(&self, resource: &ResourceName) -> PathBuf {
+        self.root.join(resource.as_str())
+    }
+
+    /// The control daemon's sockets: `CUDA_MPS_PIPE_DIRECTORY`.
+    pub fn pipe(&self, resource: &ResourceName) -> PathBuf {
+        self.resource(resource).join("pipe")
+    }
+
+    /// The logs of the control daemon and its servers: `CUDA_MPS_LOG_DIRECTORY`.
+    pub fn log(&self, resource: &ResourceName) -> PathBuf {
+        self.resource(resource).join("log")
+    }
+
+    /// The file that says that a resource's limits hold; see [`super::Marker`].
+    pub fn marker(&self, resource: &ResourceName) -> PathBuf {
+        self.resource(resource).join(".started")
+    }
+
+    /// The file by which one daemon process keeps another from the root.
+    pub fn lock(&self) -> PathBuf {
+        self.root.join(".lock")
+    }
+
+    /// What daemons and clients share as /dev/shm.
+    pub fn shm(&self) -> PathBuf {
+        self.root.join(SHM)
+    }
+
+    /// Whether a resource can have its place here.
+    ///
+    /// # Errors
+    ///
+    /// See [`LayoutError`].
+    pub fn check(&self, resource: &ResourceName) -> Result<(), LayoutError> {
+        if Path::new(resource.as_str()).starts_with(SHM) {
+            return Err(LayoutError::Shm { resource: resource.clone() });
+        }
+        let path = self.pipe(resource).join(LONGEST_PIPE);
+        if path.as_os_str().len() > LONGEST_SOCKET {
+            return Err(LayoutError::TooLong { resource: resource.clone(), path });
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_layout_is_the_nvidia_plugins() {
+        let (mps, gpu) = (Layout::new(CONTAINER_ROOT), ResourceName::gpu());
+        assert_eq!(mps.pipe(&gpu), Path::new("/mps/nvidia.com/gpu/pipe"));
+        assert_eq!(mps.log(&gpu), Path::new("/mps/nvidia.com/gpu/log"));
+        assert_eq!(mps.marker(&gpu), Path::new("/mps/nvidia.com/gpu/.started"));
+        assert_eq!(mps.shm(), Path::new("/mps/shm"));
+    }
+
+    #[test]
+    fn names_that_have_no_place_are_refused() {
+        let check = |name: &str| Layout::new(CONTAINER_ROOT).check(&name.parse().unwrap()).map_err(|e| e.to_string());
+        assert_eq!(check("nvidia.com/gpu.shared"), Ok(()));
+        let fits = format!(
+            "{}/gpu",
+            "a".repeat(LONGEST_SOCKET - "/mps//gpu/pipe/control_privileged".len()).replacen("aa", "a.", 20)
+        );
+        assert_eq!(check(&fits), Ok(()), "{fits}");
+        let long = check(&format!("{fits}s")).unwrap_err();
+        assert!(long.contains("longer than a socket's path may be") && long.contains("gpus/pipe"), "{long}");
+        assert!(check("shm/gpu").unwrap_err().contains("/dev/shm"));
+    }
+}

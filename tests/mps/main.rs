@@ -1,0 +1,14 @@
+//! GPUs shared by MPS: our supervisor and the plugin's eye on one side, a nvidia-cuda-mps-control of our own on the other.
+//! Every wait is for a state; the limits are there so that a failure ends.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "what a helper cannot do fails the test"
+)]
+
+mod command;
+mod node;
+mod supervised;
