@@ -16,7 +16,8 @@ fn main() -> ExitCode {
         Command::Simulate(args) => runtime::block_on(commands::simulate(&args)),
         Command::Snapshot(args) => runtime::block_on(commands::snapshot(&args)),
         Command::NvmlAgent(args) => {
-            nvml::agent::main(args.library.as_deref(), Duration::from_millis(args.poll_ms)).map_err(Into::into)
+            nvml::agent::main(args.library.as_deref(), Duration::from_millis(args.poll_ms), &args.skip)
+                .map_err(Into::into)
         }
     };
     let Err(error) = result else { return ExitCode::SUCCESS };

@@ -4,6 +4,7 @@
 //! from which the composition roots build live objects. Files of configuration will be read here too.
 
 mod list;
+mod nvml;
 mod simulate;
 mod topology_manager;
 
@@ -13,6 +14,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub use list::{GpuName, UnitName};
+pub use nvml::{NvmlArgs, OnNvmlLoss};
 pub use simulate::{SimulateArgs, SimulatePolicy};
 pub use topology_manager::{NumaHintsArg, ScopeArg, TopologyPolicyArg};
 
@@ -104,6 +106,9 @@ pub struct RunArgs {
     /// Which NUMA nodes devices claim, for a kubelet with a Topology Manager (see docs/topology-manager.md)
     #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node")]
     pub numa_hints: NumaHintsArg,
+    /// How NVML is lived with.
+    #[command(flatten)]
+    pub nvml: NvmlArgs,
     /// The driver and the host.
     #[command(flatten)]
     pub host: HostArgs,
@@ -270,9 +275,12 @@ pub struct AgentArgs {
     /// The driver's NVML library
     #[arg(long, value_name = "PATH")]
     pub library: Option<PathBuf>,
-    /// How often each GPU is asked whether it is still there, in milliseconds
+    /// How long from one round of cheap calls to the next, in milliseconds
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     pub poll_ms: u64,
+    /// A GPU that is not to be touched: its index, and of how many
+    #[arg(long, value_name = "INDEX/COUNT")]
+    pub skip: Vec<String>,
 }
 
 impl Cli {

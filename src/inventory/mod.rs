@@ -139,8 +139,14 @@ impl Inventory {
             },
             Event::DoubleBitEcc { gpu } => self.fail(&gpu, &UnhealthyReason::DoubleBitEcc, now),
             Event::GpuLost { gpu, call } => self.fail(&gpu, &UnhealthyReason::Lost { call }, now),
-            Event::Polled(_)
-            | Event::LeftOut { .. }
+            Event::Polled(polls) => {
+                let lost = polls.into_iter().filter_map(|(gpu, poll)| match poll.reach {
+                    Reach::Lost { call } => Some((gpu, UnhealthyReason::Lost { call })),
+                    _ => None,
+                });
+                lost.collect::<Vec<_>>().iter().flat_map(|(gpu, reason)| self.fail(gpu, reason, now)).collect()
+            }
+            Event::LeftOut { .. }
             | Event::TakenBackIn { .. }
             | Event::DriverAway { .. }
             | Event::DriverBack

@@ -68,6 +68,11 @@ struct PerXid {
     xid: u64,
 }
 
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PerCause {
+    cause: &'static str,
+}
+
 /// All metrics of the process.
 pub struct Metrics {
     registry: Registry,
@@ -83,6 +88,8 @@ pub struct Metrics {
     xids: Family<PerXid, Counter>,
     agent_up: Gauge,
     agent_starts: Counter,
+    agent_ends: Family<PerCause, Counter>,
+    nvml_away: Gauge,
 }
 
 impl fmt::Debug for Metrics {
@@ -108,6 +115,8 @@ impl Metrics {
             xids: Family::default(),
             agent_up: Gauge::default(),
             agent_starts: Counter::default(),
+            agent_ends: Family::default(),
+            nvml_away: Gauge::default(),
             registry: Registry::default(),
         };
         registry.register("build", "The version that runs", Info::new(vec![("version", version)]));
@@ -154,8 +163,18 @@ impl Metrics {
         registry.register("nvml_agent_up", "1 while the process that speaks to NVML answers", metrics.agent_up.clone());
         registry.register(
             "nvml_agent_starts",
-            "Starts of the process that speaks to NVML; more than one means that it died",
+            "Starts of the process that speaks to NVML; more than one means that it died or was replaced",
             metrics.agent_starts.clone(),
+        );
+        registry.register(
+            "nvml_agent_ends",
+            "Ends of the process that speaks to NVML, by cause",
+            metrics.agent_ends.clone(),
+        );
+        registry.register(
+            "nvml_away",
+            "1 while NVML has not answered for longer than the grace period",
+            metrics.nvml_away.clone(),
         );
         registry.register_collector(Box::new(collector::State { inventory }));
         Self { registry, ..metrics }
@@ -241,6 +260,16 @@ impl Metrics {
     /// The process that speaks to NVML was started.
     pub fn agent_started(&self) {
         self.agent_starts.inc();
+    }
+
+    /// It ended: `exited` by itself, `crashed`, `hung`, `silent`, `replaced` by a newer one, `released` on request.
+    pub fn agent_ended(&self, cause: &'static str) {
+        self.agent_ends.get_or_create(&PerCause { cause }).inc();
+    }
+
+    /// NVML has been away for too long, or is back.
+    pub fn nvml_away(&self, away: bool) {
+        self.nvml_away.set(i64::from(away));
     }
 
     /// It answers, or does not any more.

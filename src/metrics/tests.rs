@@ -59,6 +59,8 @@ fn everything() -> String {
     metrics.xid(&"GPU-b".parse().unwrap(), 79);
     metrics.agent_started();
     metrics.agent_up(true);
+    metrics.agent_ended("crashed");
+    metrics.nvml_away(true);
     sorted(&metrics.encode().unwrap())
 }
 

@@ -11,12 +11,15 @@ mod observe;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
 
-use crate::config::{HostArgs, RunArgs};
+use crate::config::{HostArgs, OnNvmlLoss, RunArgs};
 use crate::kubelet;
+use crate::nvml::Limits;
 use crate::nvml::child::AgentCommand;
 
 pub use driver::look;
@@ -55,8 +58,22 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let settings = NodeSettings { kubelet, metrics_address: args.metrics_address, numa_hints: args.numa_hints.into() };
     let mut node = Node::start(settings).await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
+    let milliseconds = Duration::from_millis;
+    // Nobody lets go of the driver yet.
+    let (_released, released) = watch::channel(false);
     let driver = driver::Driver {
-        command: agent_command(&args.host),
+        command: AgentCommand {
+            poll: milliseconds(args.nvml.nvml_poll_ms),
+            limits: Limits { start: milliseconds(args.nvml.nvml_start_ms), call: milliseconds(args.nvml.nvml_call_ms) },
+            ..agent_command(&args.host)
+        },
+        settings: driver::Settings {
+            unhealthy_when_away: args.nvml.on_nvml_loss == OnNvmlLoss::Unhealthy,
+            pause: milliseconds(args.nvml.nvml_pause_ms),
+            grace: milliseconds(args.nvml.nvml_grace_ms),
+            trial: milliseconds(args.nvml.nvml_trial_ms),
+        },
+        released,
         sysfs: args.host.sysfs.clone(),
         fail_on_init_error: args.fail_on_init_error,
         events: node.events(),

@@ -12,10 +12,13 @@
 
 mod devices;
 mod driver;
+mod drivers;
 mod endpoints;
 mod kubelet;
 mod node;
 mod oddities;
+mod rediscovery;
 mod refusals;
 mod rpc;
 mod shutdown;
+mod watchdog;

@@ -26,11 +26,12 @@ pub const LIMIT: Duration = Duration::from_secs(60);
 const ASK_AGAIN: Duration = Duration::from_millis(10);
 
 /// What the process would read of the environment of whoever runs the tests.
-const VARIABLES: [&str; 8] = [
+const VARIABLES: [&str; 9] = [
     "KUBELET_SOCKET",
     "PASS_DEVICE_SPECS",
     "FAIL_ON_INIT_ERROR",
     "LINKWISE_NVML_LIBRARY",
+    "LINKWISE_ON_NVML_LOSS",
     "LINKWISE_SYSFS",
     "LINKWISE_METRICS_ADDRESS",
     "LINKWISE_LOG",
@@ -114,6 +115,11 @@ impl Setup {
     /// Tells the library what happens.
     pub fn tell(&self, command: &str) {
         Control::new(self.at("control")).send(command).unwrap();
+    }
+
+    /// Tells it, if somebody is there to be told.
+    pub fn try_tell(&self, command: &str) -> std::io::Result<()> {
+        Control::new(self.at("control")).send(command)
     }
 
     /// A kubelet on this machine.
@@ -318,6 +324,13 @@ impl Node {
     /// The process that speaks to NVML, once there is one beside those known.
     pub async fn agent(&self, known: &[u32]) -> u32 {
         until(async || children(self.process.id()).into_iter().find(|child| !known.contains(child)).ok_or(known)).await
+    }
+}
+
+impl Node {
+    /// The processes that speak to NVML.
+    pub fn agent_ids(&self) -> Vec<u32> {
+        children(self.process.id())
     }
 }
 

@@ -1,0 +1,107 @@
+//! GPUs that come and go, links that go down: the list, the choice and the events follow without a restart; files that hang
+//! hold up nothing.
+
+use std::collections::BTreeSet;
+
+use linkwise::kubelet_box::Pod;
+
+use crate::node::{GPU, Setup, registered, until, uuid};
+
+fn quick() -> Setup {
+    Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg("--nvml-pause-ms=10")
+}
+
+fn fifo(path: &std::path::Path) {
+    assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
+}
+
+#[tokio::test]
+async fn a_gpu_that_comes_is_offered_and_its_events_are_heard() {
+    let setup = quick();
+    setup.tell("remove 7");
+    let (node, kubelet) = setup.serve(7).await;
+    let first = node.agent(&[]).await;
+    node.setup.tell("add 7");
+    registered(&kubelet, 1, 8).await;
+    // Its events need a process of their own, which takes over while the first one still listens.
+    node.agent(&[first]).await;
+    until(async || node.setup.try_tell("xid 7 79")).await;
+    kubelet.wait(|state| state.resources[GPU].unhealthy == BTreeSet::from([uuid(1, 7)])).await.unwrap();
+    assert_eq!(kubelet.state().resources[GPU].registrations, 1);
+    // And one that goes.
+    node.setup.tell("remove 0");
+    kubelet.wait(|state| state.resources[GPU].unhealthy == BTreeSet::from([uuid(1, 0), uuid(1, 7)])).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_change_of_the_pci_bus_gets_a_new_process() {
+    let setup = quick();
+    setup.on_bus("0000:06:00.0");
+    let (node, kubelet) = setup.serve(8).await;
+    let first = node.agent(&[]).await;
+    node.setup.on_bus("0000:77:00.0");
+    node.process.said("the PCI bus has other GPUs than before").await;
+    until(async || if node.agent_ids().contains(&first) { Err("the first one lives") } else { Ok(()) }).await;
+    registered(&kubelet, 1, 8).await;
+}
+
+#[tokio::test]
+async fn links_that_go_down_change_the_choice() {
+    let (node, kubelet) = quick().serve(8).await;
+    let choice = async |pod: &str| {
+        let admitted = kubelet.admit(&Pod::single(pod, GPU, 2), None).await.unwrap();
+        let devices = admitted.grant("main", GPU).unwrap().allocation.devices.clone();
+        assert!(kubelet.remove_pod(pod));
+        devices
+    };
+    let before = choice("before").await;
+    let gpu = (0..8).find(|index| uuid(1, *index) == before[0]).unwrap();
+    for link in 0..6 {
+        node.setup.tell(&format!("link {gpu} {link} down"));
+    }
+    let mut pod = 0;
+    loop {
+        pod += 1;
+        let now = choice(&format!("after-{pod}")).await;
+        if !now.contains(&before[0]) {
+            break;
+        }
+    }
+    assert_eq!(kubelet.state().resources[GPU].healthy.len(), 8);
+}
+
+#[tokio::test]
+async fn files_that_hang_hold_up_neither_rounds_nor_events() {
+    let setup = quick();
+    setup.on_bus("0000:06:00.0");
+    let (node, kubelet) = setup.serve(8).await;
+    let device = node.setup.at("sys/bus/pci/devices/0000:77:00.0");
+    let new = node.setup.at("new");
+    std::fs::create_dir(&new).unwrap();
+    fifo(&new.join("vendor"));
+    std::fs::rename(&new, &device).unwrap();
+    // Linux opens the other end, without waiting, where somebody reads.
+    const O_NONBLOCK: i32 = 0o4000;
+    let open = async || {
+        use std::os::unix::fs::OpenOptionsExt;
+        std::fs::OpenOptions::new().write(true).custom_flags(O_NONBLOCK).open(device.join("vendor"))
+    };
+    let _silent = until(open).await;
+    node.setup.tell("lost 3");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 3))).await.unwrap();
+    node.setup.tell("xid 4 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 4))).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_look_at_the_host_that_hangs_leaves_the_gpus_and_is_taken_when_it_ends() {
+    let setup = quick().arg("--nvml-call-ms=1500");
+    let xml = setup.at("host.xml");
+    fifo(&xml);
+    let setup = setup.env("HWLOC_COMPONENTS", "xml,stop").env("HWLOC_XMLFILE", xml.to_str().unwrap());
+    let (node, kubelet) = setup.serve(8).await;
+    node.process.said("it takes too long").await;
+    assert!(kubelet.state().resources[GPU].numa.values().all(BTreeSet::is_empty), "nothing is known of the host");
+    node.setup.tell("xid 4 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 4))).await.unwrap();
+}
