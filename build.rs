@@ -8,11 +8,14 @@ use std::{env, error::Error, fs};
 
 #[expect(clippy::disallowed_methods, reason = "a build script is told by its environment")]
 fn main() -> Result<(), Box<dyn Error>> {
-    let api = "proto/deviceplugin/v1beta1/api.proto";
-    println!("cargo:rerun-if-changed={api}");
-    let out = PathBuf::from(env::var("OUT_DIR")?).join("deviceplugin");
-    fs::create_dir_all(&out)?;
-    let descriptors = protox::compile([api], ["proto"])?;
-    tonic_prost_build::configure().out_dir(out).compile_fds(descriptors)?;
+    for (api, folder) in
+        [("proto/deviceplugin/v1beta1/api.proto", "deviceplugin"), ("proto/podresources/v1/api.proto", "podresources")]
+    {
+        println!("cargo:rerun-if-changed={api}");
+        let out = PathBuf::from(env::var("OUT_DIR")?).join(folder);
+        fs::create_dir_all(&out)?;
+        let descriptors = protox::compile([api], ["proto"])?;
+        tonic_prost_build::configure().out_dir(out).compile_fds(descriptors)?;
+    }
     Ok(())
 }

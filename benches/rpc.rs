@@ -15,7 +15,7 @@ use linkwise::kubelet_box::{KubeletBox, Options};
 use linkwise::machines;
 use linkwise::proto::v1beta1 as wire;
 use linkwise::proto::v1beta1::device_plugin_client::DevicePluginClient;
-use linkwise::runtime::{Node, NodeSettings};
+use linkwise::runtime::{HealthSettings, Node, NodeSettings};
 use tokio::net::UnixStream;
 use tonic::transport::Endpoint;
 
@@ -30,6 +30,7 @@ async fn main() {
         kubelet: Settings::new(folder.path().join(Options::SOCKET)),
         metrics_address: "127.0.0.1:0".parse().unwrap(),
         numa_hints: linkwise::inventory::NumaHints::default(),
+        health: HealthSettings::default(),
     };
     let node = Node::start(settings).await.unwrap();
     let observed = machines::load("dgx-h100").unwrap().observed;

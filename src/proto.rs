@@ -17,3 +17,9 @@ pub mod v1beta1 {
     /// The file name of the kubelet's registration socket in its device-plugins folder.
     pub const KUBELET_SOCKET: &str = "kubelet.sock";
 }
+
+/// PodResources API v1 (`proto/podresources/v1/api.proto`), as far as it is read here.
+#[allow(clippy::all, clippy::pedantic, clippy::restriction, missing_docs, reason = "generated")]
+pub mod podresources {
+    include!(concat!(env!("OUT_DIR"), "/podresources/v1.rs"));
+}

@@ -11,7 +11,7 @@ use linkwise::kubelet::Settings;
 use linkwise::kubelet_box::{KubeletBox, Options, Pod, Policy, Scope, TopologyManager};
 use linkwise::machines;
 use linkwise::metrics::Metrics;
-use linkwise::runtime::{Node, NodeSettings};
+use linkwise::runtime::{HealthSettings, Node, NodeSettings};
 use linkwise::topology::{NodeObservation, NumaNodeId, NumaNodeObservation, PackageId};
 
 const GPU: &str = "nvidia.com/gpu";
@@ -49,6 +49,7 @@ async fn on<T>(
         kubelet: Settings::new(folder.path().join(Options::SOCKET)),
         metrics_address: "127.0.0.1:0".parse().unwrap(),
         numa_hints,
+        health: HealthSettings::default(),
     };
     let node = Node::start(settings).await.unwrap();
     let (events, shutdown, metrics) = (node.events(), node.shutdown(), Arc::clone(node.metrics()));

@@ -22,7 +22,7 @@ use linkwise::kubelet_box::{
     AdmissionError, Admitted, BoxError, KubeletBox, Options, Place, Pod, Policy, Scope, TopologyManager,
 };
 use linkwise::machines::{self, Machine};
-use linkwise::runtime::{Node, NodeSettings};
+use linkwise::runtime::{HealthSettings, Node, NodeSettings};
 use linkwise::topology::NodeTopology;
 
 const GPU: &str = "nvidia.com/gpu";
@@ -91,6 +91,7 @@ async fn column(machine: &Machine, engine: &Engine, policy: Policy) -> Result<Co
         kubelet: Settings::new(folder.path().join(Options::SOCKET)),
         metrics_address: "127.0.0.1:0".parse().unwrap(),
         numa_hints: NumaHints::Node,
+        health: HealthSettings::default(),
     };
     let node = Node::start(settings).await.unwrap();
     let (events, shutdown, report) = (node.events(), node.shutdown(), node.last_report());

@@ -7,6 +7,7 @@ mod list;
 mod nvml;
 mod simulate;
 mod topology_manager;
+mod xids;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -17,6 +18,7 @@ pub use list::{GpuName, UnitName};
 pub use nvml::{NvmlArgs, OnNvmlLoss};
 pub use simulate::{SimulateArgs, SimulatePolicy};
 pub use topology_manager::{NumaHintsArg, ScopeArg, TopologyPolicyArg};
+pub use xids::XidArgs;
 
 /// A topology-aware Kubernetes device plugin for NVIDIA GPUs.
 ///
@@ -92,6 +94,18 @@ pub struct RunArgs {
         default_value = "/var/lib/kubelet/device-plugins/kubelet.sock"
     )]
     pub kubelet_socket: PathBuf,
+    /// The kubelet's PodResources socket: confirms a registration and tells which devices are held. Where it is not
+    /// there, the kubelet's stream is the confirmation
+    #[arg(
+        long,
+        value_name = "PATH",
+        env = "LINKWISE_POD_RESOURCES_SOCKET",
+        default_value = "/var/lib/kubelet/pod-resources/kubelet.sock"
+    )]
+    pub pod_resources_socket: PathBuf,
+    /// Who may call our sockets besides root and our own user, as uids with commas
+    #[arg(long, value_name = "UIDS", env = "LINKWISE_ALLOWED_UIDS", value_delimiter = ',')]
+    pub allowed_uids: Vec<u32>,
     /// Name the device nodes (/dev/nvidia0, /dev/nvidiactl ...) in the answer to Allocate, for runtimes that give a
     /// container only the nodes that are named
     #[arg(long, value_name = "BOOL", env = "PASS_DEVICE_SPECS", num_args = 0..=1, require_equals = true, default_value_t = false, default_missing_value = "true", value_parser = list::boolean, action = clap::ArgAction::Set)]
@@ -109,6 +123,12 @@ pub struct RunArgs {
     /// How NVML is lived with.
     #[command(flatten)]
     pub nvml: NvmlArgs,
+    /// Where the GPUs' health is kept for the next start, as linkwise_health.json; without it, beside the kubelet's socket
+    #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
+    pub state_dir: Option<PathBuf>,
+    /// Which XIDs count.
+    #[command(flatten)]
+    pub xids: XidArgs,
     /// The driver and the host.
     #[command(flatten)]
     pub host: HostArgs,
@@ -313,6 +333,21 @@ mod tests {
         assert_eq!(run(&["--pass-device-specs", "--fail-on-init-error"]), (true, Some(true)));
         assert_eq!(run(&["--pass-device-specs=true", "--fail-on-init-error=false"]), (true, Some(false)));
         assert_eq!(run(&["--pass-device-specs=1", "--fail-on-init-error=False"]), (true, Some(false)));
+    }
+
+    #[test]
+    fn uids_are_a_list_of_numbers() {
+        let run = |args: &[&str]| Cli::try_parse_from(["linkwise", "run"].iter().chain(args));
+        let uids = |args: &[&str]| match run(args).map(|cli| cli.command) {
+            Ok(Command::Run(run)) => run.allowed_uids,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(uids(&["--allowed-uids", "1000,65534"]), [1000, 65_534]);
+        assert_eq!(uids(&[]), [0_u32; 0]);
+        for wrong in ["root", "-1", "1000,,5", "4294967296"] {
+            let error = run(&[&format!("--allowed-uids={wrong}")]).unwrap_err().to_string();
+            assert!(error.contains("--allowed-uids"), "{error}");
+        }
     }
 
     #[test]

@@ -22,7 +22,7 @@ use crate::inventory::{Event, ResourceName};
 use crate::kubelet;
 use crate::kubelet_box::{BoxError, KubeletBox, NumaNode, Options, Policy, Scope, TopologyManager};
 use crate::machines::Machine;
-use crate::runtime::{self, Node, NodeSettings};
+use crate::runtime::{self, HealthSettings, Node, NodeSettings};
 use crate::topology::{HostObservation, NodeTopology};
 use script::Script;
 use style::Style;
@@ -49,6 +49,7 @@ pub async fn demo(args: &DemoArgs, machine: Machine, say: &(impl Fn(&str) -> Res
         },
         metrics_address: args.metrics_address,
         numa_hints: args.numa_hints.into(),
+        health: HealthSettings::default(),
     };
     let node = Node::start(settings).await?;
     let (topology, _) = NodeTopology::assemble(&machine.observed);

@@ -7,10 +7,13 @@ use std::time::Duration;
 use serde::Serialize;
 use thiserror::Error;
 
+use super::event::MigInstance;
 use super::numa_hints::NumaHints;
+use super::reason::UnhealthyReason;
 use crate::topology::{Gpu, NodeTopology, NumaNodeId};
 
-/// A moment: time since the Unix epoch, as whoever calls reads its clock.
+/// A moment: time since the Unix epoch. The runtime reads the wall clock once, at its start, and adds what a monotonic clock
+/// says has passed: moments of one process are in order, and hold durations of it are true.
 pub type Timestamp = Duration;
 
 /// One device on the kubelet's list: for now, a whole GPU.
@@ -30,6 +33,11 @@ impl Device {
         let numa_nodes = hints.nodes(topology, gpu);
         Self { gpu: gpu.clone(), numa_nodes, health: Health::Healthy }
     }
+
+    /// The MIG instance it is; none for a whole GPU, or a slot on one.
+    pub fn instance(&self) -> Option<MigInstance> {
+        None
+    }
 }
 
 /// Whether a device may be given to a pod.
@@ -46,37 +54,13 @@ pub enum Health {
     },
 }
 
-/// What makes a device unhealthy.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum UnhealthyReason {
-    /// The driver reported an XID of the GPU's own.
-    #[error("XID {code}")]
-    Xid {
-        /// The number, as NVIDIA's XID catalog lists it.
-        code: u64,
-    },
-    /// An uncorrectable (double-bit) ECC error.
-    #[error("double-bit ECC error")]
-    DoubleBitEcc,
-    /// The driver cannot reach it any more.
-    #[error("{call} says that the GPU is lost")]
-    Lost {
-        /// The NVML call that said so.
-        call: String,
-    },
-    /// It is no longer there.
-    #[error("the GPU is gone from the node")]
-    Gone,
-}
-
-impl UnhealthyReason {
-    /// The kind of reason, as a metric's label.
-    pub fn label(&self) -> &'static str {
-        match self {
-            Self::Xid { .. } => "xid",
-            Self::DoubleBitEcc => "double_bit_ecc",
-            Self::Lost { .. } => "lost",
-            Self::Gone => "gone",
+impl Health {
+    /// Whether people who were told the one know the other: it differs in details at most.
+    pub(super) fn tells_the_same(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Healthy, Self::Healthy) => true,
+            (Self::Unhealthy { reason, .. }, Self::Unhealthy { reason: other, .. }) => reason.is(other),
+            _ => false,
         }
     }
 }

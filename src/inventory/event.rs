@@ -2,11 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use serde::{Deserialize, Serialize};
+
 use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, NodeObservation, TopologyWarning};
 
 use super::device::{Health, ResourceName};
 use super::poll::HealthPoll;
+use super::record::{HealthRecord, NodeIdentity};
 
 /// Something that happened, as a plain value.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,14 +63,19 @@ pub enum Event {
         /// The GPU.
         gpu: GpuUuid,
     },
-    /// The devices that pods hold, as the kubelet lists them; `None` where it cannot be asked.
+    /// The devices that pods hold, as the kubelet lists them; `None` where it cannot be asked. A device that is gone leaves
+    /// the list when two in a row name nobody who holds it.
     Holders(Option<BTreeSet<(ResourceName, DeviceId)>>),
+    /// Which boot and which load of the driver this is: before the first look, and before each that another child made.
+    Identified(NodeIdentity),
+    /// What was kept when our last process ended, before [`Self::Identified`].
+    Restored(Box<HealthRecord>),
     /// Nothing happened but time.
     Tick,
 }
 
 /// One MIG instance of a GPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct MigInstance {
     /// The GPU instance.
     pub gpu_instance: u32,
@@ -87,12 +95,21 @@ pub enum Effect {
         /// What it is now.
         health: Health,
     },
-    /// Tell people that an XID was an application's fault and changes nothing.
+    /// Tell people that an XID changes nothing: an application's fault, or ignored.
     XidIgnored {
         /// The GPU.
         gpu: GpuUuid,
         /// The number.
         code: u64,
+        /// How often it came: the first time at once, then what came in a minute as one.
+        times: u64,
+    },
+    /// Write [`super::Inventory::record`] where the next process will find it.
+    Keep,
+    /// Tell people that what was kept has a form that this version does not know.
+    RecordIgnored {
+        /// The form.
+        version: u32,
     },
     /// Tell people what is odd about the node, once.
     Warn(TopologyWarning),

@@ -6,8 +6,13 @@
 
 mod device;
 mod event;
+mod health;
+mod judge;
 mod numa_hints;
 mod poll;
+mod quiet;
+mod reason;
+mod record;
 mod xid;
 
 use std::collections::BTreeMap;
@@ -16,11 +21,17 @@ use std::sync::Arc;
 use crate::allocation::{AllocationTables, DeviceId};
 use crate::topology::{GpuUuid, NodeObservation, NodeTopology, TopologyWarning};
 
-pub use device::{Device, Health, ResourceName, ResourceNameError, Timestamp, UnhealthyReason};
+use health::GpuHealth;
+use judge::GoneDevice;
+use quiet::Quiet;
+
+pub use device::{Device, Health, ResourceName, ResourceNameError, Timestamp};
 pub use event::{Effect, Event, MigInstance};
 pub use numa_hints::NumaHints;
 pub use poll::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
-pub use xid::XidClass;
+pub use reason::UnhealthyReason;
+pub use record::{Accepted, GpuRecord, HealthRecord, KeptReason, LastSeen, NodeIdentity};
+pub use xid::{XidClass, XidPolicy, XidSet};
 
 /// One whole state of the node. Cheap to share, never changed in place.
 #[derive(Clone, Debug)]
@@ -29,6 +40,28 @@ pub struct Inventory {
     numa_hints: NumaHints,
     warnings: Vec<TopologyWarning>,
     resources: BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>,
+    xids: XidPolicy,
+    health: BTreeMap<GpuUuid, GpuHealth>,
+    /// The devices that are listed though they are no longer there.
+    gone: BTreeMap<(ResourceName, DeviceId), GoneDevice>,
+    /// What people were told of each GPU last.
+    told: BTreeMap<GpuUuid, Health>,
+    quiet: Quiet,
+    identity: NodeIdentity,
+    /// What the runtime was asked to keep last.
+    kept: HealthRecord,
+    listing: Listing,
+}
+
+/// Whether the kubelet may see the list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Listing {
+    /// It may.
+    Open,
+    /// Not before the node was looked at and polled.
+    NotYet,
+    /// Not before the GPUs were polled, or that took too long.
+    Awaiting { since: Timestamp },
 }
 
 /// Why a device cannot be given out.
@@ -73,7 +106,54 @@ impl Inventory {
     /// Nothing seen yet.
     pub fn new(numa_hints: NumaHints) -> Self {
         let tables = Arc::new(AllocationTables::new(Arc::default()));
-        Self { tables, numa_hints, warnings: Vec::new(), resources: BTreeMap::new() }
+        Self {
+            tables,
+            numa_hints,
+            warnings: Vec::new(),
+            resources: BTreeMap::new(),
+            xids: XidPolicy::default(),
+            health: BTreeMap::new(),
+            gone: BTreeMap::new(),
+            told: BTreeMap::new(),
+            quiet: Quiet::default(),
+            identity: NodeIdentity::default(),
+            kept: HealthRecord::default(),
+            listing: Listing::Open,
+        }
+    }
+
+    /// The same, with an operator's word on XIDs.
+    #[must_use]
+    pub fn with_xids(self, xids: XidPolicy) -> Self {
+        Self { xids, ..self }
+    }
+
+    /// The same, publishing nothing before a complete snapshot: a look at the node, and a first [`Event::Polled`] of
+    /// its GPUs. Where that does not come, [`Self::next_deadline`] ends the wait.
+    #[must_use]
+    pub fn awaiting_the_first_poll(self) -> Self {
+        Self { listing: Listing::NotYet, ..self }
+    }
+
+    /// The reasons that stand against a GPU, in the order in which they began, each with its beginning.
+    pub fn standing(&self, gpu: &GpuUuid) -> impl Iterator<Item = (&UnhealthyReason, Timestamp)> + use<'_> {
+        self.health.get(gpu).into_iter().flat_map(GpuHealth::standing)
+    }
+
+    /// What the next process of ours has to know of the GPUs' health; [`Effect::Keep`] says when it changed.
+    pub fn record(&self) -> HealthRecord {
+        let gpus = self.health.iter().filter_map(|(gpu, health)| Some((gpu.clone(), health.kept()?)));
+        HealthRecord { version: HealthRecord::VERSION, identity: self.identity.clone(), gpus: gpus.collect() }
+    }
+
+    /// The next moment at which time alone changes something: then [`Event::Tick`] is due. Health is not among it: a hold
+    /// is as long as polls that pass, and ends with one.
+    pub fn next_deadline(&self) -> Option<Timestamp> {
+        let first_poll = match self.listing {
+            Listing::Awaiting { since } => Some(since.saturating_add(judge::FIRST_POLL)),
+            Listing::Open | Listing::NotYet => None,
+        };
+        first_poll.into_iter().chain(self.quiet.deadline()).min()
     }
 
     /// The graph of the node.
@@ -130,36 +210,30 @@ impl Inventory {
     }
 
     /// The next state after an event, and what has to be done about it.
+    ///
+    /// `now` may be any clock; one that jumps makes `since` wrong and nothing else. The runtime gives one that does not.
     pub fn apply(mut self, event: Event, now: Timestamp) -> (Self, Vec<Effect>) {
-        let effects = match event {
+        let mut effects = match event {
             Event::Observed(observed) => self.observed(&observed, now),
-            Event::Xid { gpu, code, .. } => match XidClass::of(code) {
-                XidClass::Application => vec![Effect::XidIgnored { gpu, code }],
-                XidClass::Gpu => self.fail(&gpu, &UnhealthyReason::Xid { code }, now),
-            },
-            Event::DoubleBitEcc { gpu } => self.fail(&gpu, &UnhealthyReason::DoubleBitEcc, now),
-            Event::GpuLost { gpu, call } => self.fail(&gpu, &UnhealthyReason::Lost { call }, now),
-            Event::Polled(polls) => {
-                let lost = polls.into_iter().filter_map(|(gpu, poll)| match poll.reach {
-                    Reach::Lost { call } => Some((gpu, UnhealthyReason::Lost { call })),
-                    _ => None,
-                });
-                lost.collect::<Vec<_>>().iter().flat_map(|(gpu, reason)| self.fail(gpu, reason, now)).collect()
-            }
-            Event::LeftOut { .. }
-            | Event::TakenBackIn { .. }
-            | Event::DriverAway { .. }
-            | Event::DriverBack
-            | Event::Cleared { .. }
-            | Event::Holders(_)
-            | Event::Tick => Vec::new(),
+            Event::Xid { gpu, code, instance } => self.xid(gpu, code, instance, now),
+            Event::DoubleBitEcc { gpu } => self.double_bit_ecc(&gpu, now),
+            Event::GpuLost { gpu, call } => self.failed(&gpu, UnhealthyReason::Lost { call }, now),
+            Event::Polled(polls) => self.polled(&polls, now),
+            Event::LeftOut { gpu, why } => self.failed(&gpu, UnhealthyReason::LeftOut { why }, now),
+            Event::TakenBackIn { gpu } => self.about(&gpu, GpuHealth::taken_back_in),
+            Event::DriverAway { why } => self.away(&why, now),
+            Event::DriverBack => self.driver_back(),
+            Event::Cleared { gpu } => self.about(&gpu, GpuHealth::cleared),
+            Event::Holders(held) => self.held(held.as_ref()),
+            Event::Identified(identity) => self.identified(&identity),
+            Event::Restored(record) => self.restored(&record),
+            Event::Tick => Vec::new(),
         };
+        effects.extend(self.tick(now));
         (self, effects)
     }
 
     /// A complete new look at the node: what is new is added, what is gone stays as unhealthy.
-    ///
-    /// The kubelet dereferences ids that pods hold, so an id once advertised does not leave the list.
     fn observed(&mut self, observed: &NodeObservation, now: Timestamp) -> Vec<Effect> {
         let (topology, warnings) = NodeTopology::assemble(observed);
         let mut effects: Vec<Effect> =
@@ -169,47 +243,14 @@ impl Inventory {
             self.tables = Arc::new(AllocationTables::new(Arc::new(topology)));
         }
         let topology = Arc::clone(self.topology());
-        let mut fresh: BTreeMap<DeviceId, Device> = topology
+        let fresh: BTreeMap<DeviceId, Device> = topology
             .gpus()
             .iter()
             .map(|gpu| (DeviceId::from(&gpu.uuid), Device::new(&topology, gpu, self.numa_hints)))
             .collect();
-        let resource = ResourceName::gpu();
-        for (id, known) in self.resources.get(&resource).into_iter().flatten() {
-            match (fresh.get_mut(id), &known.health) {
-                // Gone and back is the evidence that ends a disappearance.
-                (Some(_), Health::Unhealthy { reason: UnhealthyReason::Gone, .. }) => {
-                    effects.push(Effect::HealthChanged { gpu: known.gpu.uuid.clone(), health: Health::Healthy });
-                }
-                (Some(device), _) => device.health = known.health.clone(),
-                (None, Health::Unhealthy { .. }) => {
-                    fresh.insert(id.clone(), known.clone());
-                }
-                (None, Health::Healthy) => {
-                    let health = Health::Unhealthy { reason: UnhealthyReason::Gone, since: now };
-                    effects.push(Effect::HealthChanged { gpu: known.gpu.uuid.clone(), health: health.clone() });
-                    fresh.insert(id.clone(), Device { health, ..known.clone() });
-                }
-            }
-        }
-        if !fresh.is_empty() {
-            self.resources.insert(resource, fresh);
-        }
-        effects.push(Effect::Publish);
-        effects
-    }
-
-    /// One GPU is in trouble; the first reason stands until its own evidence ends it.
-    fn fail(&mut self, gpu: &GpuUuid, reason: &UnhealthyReason, now: Timestamp) -> Vec<Effect> {
-        let mut effects = Vec::new();
-        for device in self.resources.values_mut().flat_map(BTreeMap::values_mut) {
-            if device.gpu.uuid == *gpu && device.health == Health::Healthy {
-                let health = Health::Unhealthy { reason: reason.clone(), since: now };
-                device.health = health.clone();
-                effects.push(Effect::HealthChanged { gpu: gpu.clone(), health });
-                effects.push(Effect::Publish);
-            }
-        }
+        self.follow(observed, now);
+        self.list(BTreeMap::from([(ResourceName::gpu(), fresh)]), now);
+        effects.extend(self.settle(true));
         effects
     }
 }

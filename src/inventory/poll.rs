@@ -3,6 +3,8 @@
 //! The NVML adapter makes these values every few seconds; what each means for health is `health`'s. Unknown,
 //! unsupported and unanswered stay `None`: silence is no failure.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 /// What one round of calls said of one GPU.
@@ -75,6 +77,22 @@ pub enum RecoveryAction {
     SystemReboot,
     /// A number that this version does not know.
     Other(u32),
+}
+
+impl fmt::Display for RecoveryAction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("nothing"),
+            Self::GpuReset => f.write_str("GPU reset"),
+            Self::NodeReboot => f.write_str("node reboot"),
+            Self::DrainP2p => f.write_str("drain peer-to-peer"),
+            Self::DrainAndReset => f.write_str("drain and GPU reset"),
+            Self::RecoverImexDomain => f.write_str("recover the IMEX domain"),
+            Self::BusReset => f.write_str("PCI bus reset"),
+            Self::SystemReboot => f.write_str("system reboot"),
+            Self::Other(number) => write!(f, "recovery action {number}"),
+        }
+    }
 }
 
 impl From<u32> for RecoveryAction {

@@ -81,17 +81,19 @@ fn a_gpu_xid_fails_that_gpu_alone_and_once() {
     let xid = |code| Event::Xid { gpu: uuid(1), code, instance: None };
     let (state, effects) = after([node(&[0, 1]), xid(79)]);
     assert_eq!(healthy(&state), ["GPU-0"]);
-    let health = Health::Unhealthy { reason: UnhealthyReason::Xid { code: 79 }, since: NOON };
-    assert_eq!(effects, [Effect::HealthChanged { gpu: uuid(1), health }, Effect::Publish]);
-    let (_, again) = state.apply(xid(48), NOON);
-    assert_eq!(again, [], "the first reason stands");
+    let health = Health::Unhealthy { reason: UnhealthyReason::Xid { code: 79, instance: None }, since: NOON };
+    assert_eq!(effects, [Effect::HealthChanged { gpu: uuid(1), health }, Effect::Publish, Effect::Keep]);
+    let (state, again) = state.apply(xid(79), NOON);
+    assert_eq!(again, [], "the same again is no news");
+    let (_, another) = state.apply(xid(48), NOON);
+    assert_eq!(another, [Effect::Keep], "the first reason is the one that people are told");
 }
 
 #[test]
 fn an_application_xid_changes_nothing() {
     for code in [13, 31, 43, 45, 68, 109] {
         let (state, effects) = after([node(&[0]), Event::Xid { gpu: uuid(0), code, instance: None }]);
-        assert_eq!((healthy(&state).len(), effects), (1, vec![Effect::XidIgnored { gpu: uuid(0), code }]));
+        assert_eq!((healthy(&state).len(), effects), (1, vec![Effect::XidIgnored { gpu: uuid(0), code, times: 1 }]));
     }
 }
 

@@ -2,15 +2,20 @@
 //!
 //! Owns our socket, the registration and the streams of one resource. The runtime makes a
 //! [`Plugin`] for each resource and owns the task that runs it; this module starts no task. Wire
-//! types stop at `convert.rs` and the two files that speak them, `service.rs` and `register.rs`. The path of an
-//! admission reads one inventory snapshot: no NVML, no lock held by a probe, no disk.
+//! types stop at `convert.rs` and the files that speak them: `service.rs`, `register.rs`, `pod_resources.rs`. What to do
+//! next is `machine`'s to say, `life` does it (docs/life-cycle.md). The path of an admission reads one inventory snapshot: no NVML, no lock held by a probe, no disk.
 
+mod callers;
+mod connection;
 mod convert;
 mod layer;
 mod life;
+mod machine;
 mod offers;
+pub mod pod_resources;
 mod register;
 mod service;
+mod session;
 mod socket;
 
 use std::path::PathBuf;
@@ -22,6 +27,7 @@ use tokio::sync::watch;
 use crate::allocation::AllocationReport;
 use crate::inventory::{Inventory, ResourceName};
 
+pub use callers::Callers;
 pub use life::{Plugin, PluginError};
 
 /// How a plugin finds its kubelet and what it hands to containers.
@@ -32,12 +38,20 @@ pub struct Settings {
     /// Device nodes that every container with a GPU needs, such as /dev/nvidiactl; with the GPU's own
     /// they are named in the answer to Allocate. `None` where the container runtime sees to it.
     pub device_nodes: Option<Vec<PathBuf>>,
+    /// The kubelet's PodResources socket, by which a registration is confirmed; without it the stream confirms it.
+    pub pod_resources_socket: Option<PathBuf>,
+    /// Who may call our sockets.
+    pub callers: Callers,
     /// How long the kubelet may take to answer Register. It dials back meanwhile, for up to 10 s.
     pub register_timeout: Duration,
     /// How long after Register the kubelet may take to open ListAndWatch.
     pub stream_timeout: Duration,
+    /// How long after that it may take until PodResources lists our devices.
+    pub confirm_timeout: Duration,
     /// How often the sockets are looked at where inotify is silent.
     pub poll: Duration,
+    /// Whether inotify is asked for. Where it is not to be had, or not wanted, polling remains.
+    pub inotify: bool,
     /// The longest pause between attempts; the first retry comes at once, the next after 1/64 of this.
     pub longest_pause: Duration,
 }
@@ -48,9 +62,13 @@ impl Settings {
         Self {
             kubelet_socket,
             device_nodes: None,
+            pod_resources_socket: None,
+            callers: Callers::default(),
             register_timeout: Duration::from_secs(15),
             stream_timeout: Duration::from_secs(10),
+            confirm_timeout: Duration::from_secs(10),
             poll: Duration::from_secs(1),
+            inotify: true,
             longest_pause: Duration::from_secs(16),
         }
     }
@@ -61,12 +79,18 @@ impl Settings {
 pub enum Phase {
     /// There is no kubelet.sock.
     WaitingForKubelet,
+    /// Our socket is about to be bound.
+    Binding,
     /// Our socket is served, the kubelet has not answered yet.
     Registering,
     /// Registered; the kubelet has not opened ListAndWatch yet.
     WaitingForStream,
-    /// The kubelet holds an open ListAndWatch stream.
+    /// The kubelet holds an open ListAndWatch stream; PodResources does not list our devices yet.
+    Confirming,
+    /// The kubelet holds an open ListAndWatch stream, and where PodResources is there it lists our devices.
     Serving,
+    /// The session ended; its connections are closing.
+    Ending,
     /// Something ended; the next attempt is to come.
     Pausing,
 }
@@ -76,9 +100,12 @@ impl Phase {
     pub fn words(self) -> &'static str {
         match self {
             Self::WaitingForKubelet => "waiting for kubelet.sock",
+            Self::Binding => "binding our socket",
             Self::Registering => "registering",
             Self::WaitingForStream => "registered, waiting for the kubelet's ListAndWatch",
+            Self::Confirming => "registered, waiting for PodResources to list our devices",
             Self::Serving => "serving",
+            Self::Ending => "ending the session, waiting for its connections to close",
             Self::Pausing => "pausing before the next attempt",
         }
     }
@@ -95,6 +122,15 @@ pub enum Occurrence {
     Registered(Result<(), String>),
     /// A session with the kubelet ended, and why.
     Ended(String),
+    /// A caller that may not call was turned away.
+    Refused {
+        /// Its uid.
+        uid: u32,
+        /// Its pid, where the kernel says it; 0 for a process of another PID namespace.
+        pid: Option<i32>,
+    },
+    /// A connection could not be accepted, and why not.
+    NotAccepted(String),
     /// An RPC ended.
     Rpc {
         /// `Allocate`, `ListAndWatch` ...
@@ -127,4 +163,10 @@ pub struct Sources {
     pub inventory: watch::Receiver<Arc<Inventory>>,
     /// Where occurrences go.
     pub observer: Observer,
+}
+
+/// An error with all its causes, in one line.
+fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(error.source(), |cause| cause.source());
+    causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
 }

@@ -1,7 +1,7 @@
 //! The five RPCs of one resource.
 
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 use futures_util::stream::{self, Stream, StreamExt};
@@ -9,6 +9,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
+use super::callers::Peer;
 use super::offers::Offers;
 use super::{Occurrence, Settings, Sources, convert};
 use crate::allocation::{AllocationPolicy, preferred_allocation};
@@ -21,7 +22,9 @@ pub(super) struct Service {
     pub resource: ResourceName,
     pub settings: Arc<Settings>,
     pub sources: Sources,
-    /// How many ListAndWatch streams are open.
+    /// Who listens on kubelet.sock, once known.
+    pub kubelet: Arc<OnceLock<Peer>>,
+    /// How many ListAndWatch streams the kubelet holds.
     pub streams: watch::Sender<usize>,
     /// What the kubelet has offered in this session.
     pub offers: Mutex<Offers>,
@@ -37,6 +40,12 @@ impl Service {
     fn offers(&self) -> std::sync::MutexGuard<'_, Offers> {
         // Only whole ids are ever put in or taken out.
         self.offers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the caller is the process that listens on kubelet.sock, as far as the kernel tells.
+    fn is_kubelet<T>(&self, request: &Request<T>) -> bool {
+        let caller = request.extensions().get::<Peer>();
+        caller.zip(self.kubelet.get()).is_none_or(|(caller, kubelet)| caller.may_be(kubelet))
     }
 
     fn observe(&self, occurrence: Occurrence) {
@@ -56,9 +65,13 @@ impl DevicePlugin for Service {
     }
 
     /// The whole list at once, then again whenever it differs from the last one sent.
-    async fn list_and_watch(&self, _: Request<wire::Empty>) -> Result<Response<Self::ListAndWatchStream>, Status> {
+    async fn list_and_watch(
+        &self,
+        request: Request<wire::Empty>,
+    ) -> Result<Response<Self::ListAndWatchStream>, Status> {
         let resource = self.resource.clone();
-        let state = (self.sources.inventory.clone(), None, OpenStream::new(self.streams.clone()));
+        let open = self.is_kubelet(&request).then(|| OpenStream::new(self.streams.clone()));
+        let state = (self.sources.inventory.clone(), None, open);
         let lists = stream::unfold(state, move |(mut inventory, mut last, open)| {
             let resource = resource.clone();
             async move {

@@ -5,11 +5,12 @@ use std::fs::Metadata;
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use notify::{RecommendedWatcher, RecursiveMode, Watcher};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 /// How long a socket may take to accept before it counts as alive but busy.
 const PROBE_TIMEOUT: Duration = Duration::from_millis(200);
@@ -19,22 +20,31 @@ const PROBE_TIMEOUT: Duration = Duration::from_millis(200);
 pub(super) struct FileId {
     device: u64,
     inode: u64,
-    changed: (i64, i64),
+    /// Since the epoch. The file's birth, where the file system keeps it; else its last modification, which no change
+    /// of mode or owner touches.
+    made: Option<Duration>,
 }
 
 impl FileId {
     fn new(metadata: &Metadata) -> Self {
-        let changed = (metadata.ctime(), metadata.ctime_nsec());
-        Self { device: metadata.dev(), inode: metadata.ino(), changed }
+        let made = metadata.created().or_else(|_| metadata.modified());
+        let made = made.ok().and_then(|made| made.duration_since(SystemTime::UNIX_EPOCH).ok());
+        Self { device: metadata.dev(), inode: metadata.ino(), made }
+    }
+
+    /// The part that a change of a folder's content leaves alone on any file system.
+    fn place(self) -> (u64, u64) {
+        (self.device, self.inode)
+    }
+
+    /// A file of a test's own.
+    #[cfg(test)]
+    pub fn numbered(inode: u64) -> Self {
+        Self { device: 0, inode, made: None }
     }
 
     fn of(path: &Path) -> Option<Self> {
         std::fs::symlink_metadata(path).ok().as_ref().map(Self::new)
-    }
-
-    /// The part that a change of the file's content leaves alone.
-    fn place(self) -> (u64, u64) {
-        (self.device, self.inode)
     }
 }
 
@@ -100,21 +110,25 @@ pub(super) struct Changes {
     folder: Option<FileId>,
     changed: watch::Receiver<u64>,
     poll: Duration,
-    _watcher: Option<RecommendedWatcher>,
+    due: Instant,
+    watcher: Option<RecommendedWatcher>,
 }
 
 impl Changes {
     /// Follows a folder. inotify is an optimisation: where it is not to be had, polling remains.
-    pub fn of(folder: &Path, poll: Duration) -> Self {
+    pub fn of(folder: &Path, poll: Duration, inotify: bool) -> Self {
         let (sender, changed) = watch::channel(0);
         let told = move |_: notify::Result<notify::Event>| {
             sender.send_modify(|count: &mut u64| *count = count.wrapping_add(1))
         };
-        let watcher = notify::recommended_watcher(told).and_then(|mut watcher| {
-            watcher.watch(folder, RecursiveMode::NonRecursive)?;
-            Ok(watcher)
+        let watcher = inotify.then(|| {
+            notify::recommended_watcher(told).and_then(|mut watcher| {
+                watcher.watch(folder, RecursiveMode::NonRecursive)?;
+                Ok(watcher)
+            })
         });
-        Self { folder: FileId::of(folder), changed, poll, _watcher: watcher.ok() }
+        let watcher = watcher.and_then(Result::ok);
+        Self { folder: FileId::of(folder), changed, poll, due: Instant::now() + poll, watcher }
     }
 
     /// Whether the path still names the folder that is followed: inotify follows the folder itself.
@@ -122,7 +136,12 @@ impl Changes {
         self.folder.is_some() && FileId::of(folder).map(FileId::place) == self.folder.map(FileId::place)
     }
 
-    /// Waits until something may have changed.
+    /// Whether inotify tells of changes.
+    pub fn is_told(&self) -> bool {
+        self.watcher.is_some()
+    }
+
+    /// Waits until something may have changed. Dropped and asked again, it is due when it was.
     pub async fn next(&mut self) {
         let told = async {
             if self.changed.changed().await.is_err() {
@@ -130,7 +149,8 @@ impl Changes {
                 std::future::pending::<()>().await;
             }
         };
-        let _ = tokio::time::timeout(self.poll, told).await;
+        let _ = tokio::time::timeout_at(self.due, told).await;
+        self.due = Instant::now() + self.poll;
     }
 }
 
@@ -159,6 +179,9 @@ mod tests {
         let path = folder.path().join("own.sock");
         let (own, _listener) = OwnSocket::bind(path.clone()).unwrap();
         assert!(own.stands());
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o640)).unwrap();
+        assert!(own.stands(), "a change of mode makes no other socket");
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         std::fs::remove_file(&path).unwrap();
         assert!(!own.stands());
@@ -174,10 +197,12 @@ mod tests {
     #[tokio::test]
     async fn a_change_is_told_by_inotify_or_by_the_clock() {
         let folder = tempfile::tempdir().unwrap();
-        let mut changes = Changes::of(folder.path(), Duration::from_secs(3600));
+        let mut changes = Changes::of(folder.path(), Duration::from_secs(3600), true);
         std::fs::write(folder.path().join("new"), "").unwrap();
         changes.next().await;
-        let mut polled = Changes::of(&folder.path().join("missing"), Duration::from_millis(1));
+        let mut polled = Changes::of(&folder.path().join("missing"), Duration::from_millis(1), true);
+        polled.next().await;
+        let mut polled = Changes::of(folder.path(), Duration::from_millis(1), false);
         polled.next().await;
     }
 }

@@ -173,7 +173,9 @@ impl Life {
         let Ok(mut stream) = plugin.list_and_watch().await else { return };
         self.core.change(|book| book.stream_opened(resource, id));
         while let Ok(Some(message)) = stream.message().await {
-            self.core.change(|book| book.list(resource, advertised(message)));
+            if *self.core.fault.borrow() != Fault::Forget {
+                self.core.change(|book| book.list(resource, advertised(message)));
+            }
         }
     }
 

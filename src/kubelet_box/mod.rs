@@ -7,7 +7,7 @@
 //! `crate::proto` and nothing else of this crate: it must not use linkwise's own types, or it
 //! would agree with linkwise's mistakes.
 //!
-//! What it does not have: init containers, the Memory Manager, the PodResources API, the checkpoint as a file.
+//! What it does not have: init containers, the Memory Manager, of PodResources what is no device, the checkpoint as a file.
 
 mod admission;
 mod affinity;
@@ -18,6 +18,7 @@ mod guarded;
 mod life;
 mod names;
 mod pod;
+mod pod_resources;
 mod registration;
 mod rng;
 mod selection;
@@ -60,6 +61,8 @@ pub struct Options {
     pub wait_timeout: Duration,
     /// The Topology Manager and the machine it works on (policy none).
     pub topology_manager: TopologyManager,
+    /// Where PodResources is served, in a folder of its own (nowhere).
+    pub pod_resources: Option<PathBuf>,
 }
 
 impl Options {
@@ -77,6 +80,7 @@ impl Options {
             grace: Duration::from_secs(300),
             wait_timeout: Duration::from_secs(20),
             topology_manager: TopologyManager::default(),
+            pod_resources: None,
         }
     }
 }
@@ -98,6 +102,9 @@ pub enum Fault {
     Hang,
     /// Answers, but never dials the plugin.
     AnswerWithoutDial,
+    /// Dials, answers and follows the stream, but none of its lists gets into the books: kubelets up to 1.36 can lose a
+    /// registration so when an older stream of the resource ends.
+    Forget,
 }
 
 /// What happened between two lives of the kubelet.
@@ -137,6 +144,7 @@ impl KubeletBox {
         }
         let life = Life::new(Arc::clone(&self.core));
         registration::serve(&life)?;
+        pod_resources::serve(&life)?;
         let stamps = self.core.change(|book| book.started(after == Restart::Kubelet));
         for (resource, stamp) in stamps {
             life.expire_later(resource, stamp);

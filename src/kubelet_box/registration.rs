@@ -23,25 +23,37 @@ use super::names;
 use crate::proto::v1beta1 as wire;
 use wire::registration_server::{Registration, RegistrationServer};
 
-/// Makes the folder, removes every socket in it, binds `kubelet.sock` and serves it in a task of `life`.
-pub(super) fn serve(life: &Arc<Life>) -> Result<(), BoxError> {
-    let dir = &life.core.options.dir;
+/// Binds a socket of the kubelet's, in place of what it left there; makes its folder.
+pub(super) fn bind(path: &Path) -> Result<UnixListener, BoxError> {
     let failed = |action, path: &Path| {
         let path = path.to_owned();
         move |source| BoxError::Io { action, path, source }
     };
+    let dir = path.parent().unwrap_or(path);
     fs::DirBuilder::new().recursive(true).mode(0o750).create(dir).map_err(failed("create", dir))?;
     remove_sockets(dir).map_err(failed("remove the sockets in", dir))?;
-    let path = dir.join(wire::KUBELET_SOCKET);
-    let listener = UnixListener::bind(&path).map_err(failed("bind", &path))?;
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).map_err(failed("protect", &path))?;
+    let listener = UnixListener::bind(path).map_err(failed("bind", path))?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(failed("protect", path))?;
+    Ok(listener)
+}
 
+/// The connections to a socket of this life, which does not end before they do.
+pub(super) fn incoming(
+    life: &Arc<Life>,
+    listener: UnixListener,
+) -> impl tokio_stream::Stream<Item = io::Result<Guarded>> + use<> {
     let guarding = Arc::clone(life);
-    let incoming = UnixListenerStream::new(listener).filter_map(move |stream| match (stream, guarding.guard()) {
+    UnixListenerStream::new(listener).filter_map(move |stream| match (stream, guarding.guard()) {
         (Ok(stream), Some(guard)) => Some(Ok(Guarded::new(stream, guard))),
         (Err(error), _) => Some(Err(error)),
         (Ok(_), None) => None,
-    });
+    })
+}
+
+/// Makes the folder, removes every socket in it, binds `kubelet.sock` and serves it in a task of `life`.
+pub(super) fn serve(life: &Arc<Life>) -> Result<(), BoxError> {
+    let listener = bind(&life.core.options.dir.join(wire::KUBELET_SOCKET))?;
+    let incoming = incoming(life, listener);
     let service = RegistrationServer::new(Service { life: Arc::clone(life) });
     let end = life.end.clone();
     life.spawn(async move {
@@ -78,7 +90,7 @@ impl Registration for Service {
         let _unanswered = Unanswered::new(&self.life.core);
         let request = request.into_inner();
         let outcome = match self.fault() {
-            Fault::None => self.accept(request).await,
+            Fault::None | Fault::Forget => self.accept(request).await,
             Fault::Refuse { code, message } => Err(Status::new(code, message)),
             Fault::AnswerWithoutDial => Ok(()),
             Fault::Hang => {

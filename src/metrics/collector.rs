@@ -68,14 +68,23 @@ impl Collector for State {
         let healthy = devices().map(|device| (vec![gpu(device)], i64::from(device.health == Health::Healthy)));
         gauge(&mut encoder, "gpu_healthy", "1 while the GPU may be given to pods", healthy)?;
 
-        let reasons = devices().filter_map(|device| match &device.health {
-            Health::Healthy => None,
-            Health::Unhealthy { reason, since } => {
+        // A GPU has several devices once it is shared or cut, and several reasons may stand: one series for each kind.
+        let mut reasons: BTreeMap<(String, &'static str), i64> = BTreeMap::new();
+        for device in devices() {
+            let first = match &device.health {
+                Health::Unhealthy { reason, since } => Some((reason, *since)),
+                Health::Healthy => None,
+            };
+            for (reason, since) in inventory.standing(&device.gpu.uuid).chain(first) {
                 let since = i64::try_from(since.as_secs()).unwrap_or(i64::MAX);
-                Some((vec![gpu(device), ("reason", reason.label().to_owned())], since))
+                let series = reasons.entry((device.gpu.uuid.to_string(), reason.label())).or_insert(since);
+                *series = since.min(*series);
             }
-        });
-        let help = "Since when the GPU is unhealthy (Unix time), by reason; no series while it is healthy";
+        }
+        let reasons = reasons
+            .into_iter()
+            .map(|((uuid, reason), since)| (vec![("uuid", uuid), ("reason", reason.to_owned())], since));
+        let help = "Since when (Unix time) a reason stands against the GPU; several may, none while it is healthy";
         gauge(&mut encoder, "gpu_unhealthy_since_seconds", help, reasons)?;
 
         let mut counts: BTreeMap<(String, &'static str), i64> = BTreeMap::new();

@@ -73,6 +73,12 @@ struct PerCause {
     cause: &'static str,
 }
 
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PerFailure {
+    uuid: String,
+    reason: &'static str,
+}
+
 /// All metrics of the process.
 pub struct Metrics {
     registry: Registry,
@@ -85,7 +91,9 @@ pub struct Metrics {
     rpc_seconds: Family<PerMethod, Histogram, fn() -> Histogram>,
     registrations: Family<PerOutcome, Counter>,
     connected: Family<PerResource, Gauge>,
+    refused: Family<PerResource, Counter>,
     xids: Family<PerXid, Counter>,
+    failures: Family<PerFailure, Counter>,
     agent_up: Gauge,
     agent_starts: Counter,
     agent_ends: Family<PerCause, Counter>,
@@ -112,7 +120,9 @@ impl Metrics {
             rpc_seconds: Family::new_with_constructor(|| Histogram::new(RPC_BUCKETS)),
             registrations: Family::default(),
             connected: Family::default(),
+            refused: Family::default(),
             xids: Family::default(),
+            failures: Family::default(),
             agent_up: Gauge::default(),
             agent_starts: Counter::default(),
             agent_ends: Family::default(),
@@ -156,10 +166,20 @@ impl Metrics {
         );
         registry.register(
             "kubelet_connected",
-            "1 while the kubelet holds an open ListAndWatch stream for the resource",
+            "1 while the registration of the resource stands: the kubelet holds an open stream and lists the devices",
             metrics.connected.clone(),
         );
+        registry.register(
+            "refused_callers",
+            "Connections to our sockets that were refused for their uid",
+            metrics.refused.clone(),
+        );
         registry.register("xid_errors", "XIDs the driver reported, of any class", metrics.xids.clone());
+        registry.register(
+            "gpu_failures",
+            "Times the GPU became unhealthy, or its first reason another",
+            metrics.failures.clone(),
+        );
         registry.register("nvml_agent_up", "1 while the process that speaks to NVML answers", metrics.agent_up.clone());
         registry.register(
             "nvml_agent_starts",
@@ -192,6 +212,7 @@ impl Metrics {
         let resource = resource.to_string();
         drop(self.connected.get_or_create(&PerResource { resource: resource.clone() }));
         drop(self.narrowed.get_or_create(&PerResource { resource: resource.clone() }));
+        drop(self.refused.get_or_create(&PerResource { resource: resource.clone() }));
         let outcomes = [
             (&self.allocations, ["ok", "refused"].as_slice()),
             (&self.choices, &["exact", "best_found", "fallback"]),
@@ -252,9 +273,24 @@ impl Metrics {
         self.connected.get_or_create(&PerResource { resource: resource.to_string() }).set(i64::from(open));
     }
 
+    /// A resource is no longer offered: nobody waits for its stream.
+    pub fn withdrawn(&self, resource: &ResourceName) {
+        self.connected.remove(&PerResource { resource: resource.to_string() });
+    }
+
+    /// A caller was turned away.
+    pub fn refused(&self, resource: &ResourceName) {
+        self.refused.get_or_create(&PerResource { resource: resource.to_string() }).inc();
+    }
+
     /// The driver reported an XID.
     pub fn xid(&self, gpu: &GpuUuid, xid: u64) {
         self.xids.get_or_create(&PerXid { uuid: gpu.to_string(), xid }).inc();
+    }
+
+    /// A GPU became unhealthy.
+    pub fn gpu_failed(&self, gpu: &GpuUuid, reason: &'static str) {
+        self.failures.get_or_create(&PerFailure { uuid: gpu.to_string(), reason }).inc();
     }
 
     /// The process that speaks to NVML was started.

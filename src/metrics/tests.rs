@@ -57,6 +57,7 @@ fn everything() -> String {
     );
     metrics.chosen(&resource, &report, Duration::from_micros(3), true);
     metrics.xid(&"GPU-b".parse().unwrap(), 79);
+    metrics.gpu_failed(&"GPU-b".parse().unwrap(), "xid");
     metrics.agent_started();
     metrics.agent_up(true);
     metrics.agent_ended("crashed");

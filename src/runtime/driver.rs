@@ -217,6 +217,8 @@ impl Driver {
                             return Ok(End::Died { ready: false, why });
                         };
                         shift.ready = true;
+                        // Another child may be another driver's: that it was looked at is news, whatever it saw.
+                        known.told = None;
                         self.metrics.agent_up(true);
                         known.working.send_replace(Working::Yes);
                         tracing::info!(
@@ -419,7 +421,9 @@ impl Driver {
             return Ok(None);
         };
         if before.driver != now.driver {
-            let name = |version: &Option<String>| version.clone().unwrap_or_else(|| "none".to_owned());
+            let name = |driver: &Option<(String, u64)>| {
+                driver.as_ref().map_or_else(|| "none".to_owned(), |(version, load)| format!("{version} (load {load})"))
+            };
             return Ok(Some(format!("the driver was {}, and is {}", name(&before.driver), name(&now.driver))));
         }
         let other_library = before.library.is_some() && before.library != now.library;

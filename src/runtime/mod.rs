@@ -4,7 +4,9 @@
 //! keeps the NVML child alive; this file starts and ends them. A task that ends unexpectedly ends the process, with
 //! its cause.
 
+mod clock;
 mod driver;
+mod keeper;
 mod log;
 mod node;
 mod observe;
@@ -23,6 +25,7 @@ use crate::nvml::Limits;
 use crate::nvml::child::AgentCommand;
 
 pub use driver::look;
+pub use keeper::HealthSettings;
 pub use log::log_to_stderr;
 pub use node::{Node, NodeSettings};
 
@@ -53,9 +56,22 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
     let mut kubelet = kubelet::Settings::new(args.kubelet_socket.clone());
+    kubelet.pod_resources_socket = Some(args.pod_resources_socket.clone());
+    kubelet.callers = kubelet::Callers::and(args.allowed_uids.iter().copied());
     kubelet.device_nodes =
         args.pass_device_specs.then(|| CONTROL_NODES.iter().map(PathBuf::from).filter(|node| node.exists()).collect());
-    let settings = NodeSettings { kubelet, metrics_address: args.metrics_address, numa_hints: args.numa_hints.into() };
+    let beside = || args.kubelet_socket.parent().map(PathBuf::from);
+    let health = HealthSettings {
+        xids: args.xids.policy(),
+        await_first_poll: false,
+        state_dir: args.state_dir.clone().or_else(beside),
+        sysfs: Some(args.host.sysfs.clone()),
+    };
+    let settings =
+        NodeSettings { kubelet, metrics_address: args.metrics_address, numa_hints: args.numa_hints.into(), health };
+    for (variable, passed_over) in args.xids.passed_over() {
+        tracing::warn!(variable, passed_over, "no XID; passed over");
+    }
     let mut node = Node::start(settings).await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
     let milliseconds = Duration::from_millis;

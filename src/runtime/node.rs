@@ -2,21 +2,24 @@
 //!
 //! `run` feeds it from the driver, `demo` from a script; everything in between is the same.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
-use tokio::time::timeout;
+use tokio::time::{sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
+use super::clock::Clock;
+use super::keeper::{HealthSettings, Keeper};
 use super::observe;
 use crate::admin::{Admin, Answers};
 use crate::allocation::AllocationReport;
-use crate::inventory::{Effect, Event, Health, Inventory, NumaHints, ResourceName, Timestamp};
+use crate::inventory::{Effect, Event, Health, HealthRecord, Inventory, NumaHints, ResourceName};
+use crate::kubelet::pod_resources::{self, Holders};
 use crate::kubelet::{self, Occurrence, Phase, Plugin, Sources};
 use crate::metrics::{self, Metrics};
 
@@ -36,13 +39,21 @@ pub struct NodeSettings {
     pub metrics_address: SocketAddr,
     /// Which NUMA nodes devices claim.
     pub numa_hints: NumaHints,
+    /// How health is judged and kept.
+    pub health: HealthSettings,
 }
 
 /// Both ends of a bounded queue.
 type Queue<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
 
-/// Where each plugin is.
-type Phases = Arc<Mutex<BTreeMap<ResourceName, watch::Receiver<Phase>>>>;
+/// A plugin that runs, and what ends it alone.
+struct Running {
+    phase: watch::Receiver<Phase>,
+    end: CancellationToken,
+}
+
+/// The plugins that run, those that are ending included.
+type Plugins = Arc<Mutex<BTreeMap<ResourceName, Running>>>;
 
 /// What keeps each plugin from serving, for /readyz; gone while it serves.
 type Troubles = Arc<Mutex<BTreeMap<ResourceName, String>>>;
@@ -51,10 +62,15 @@ type Troubles = Arc<Mutex<BTreeMap<ResourceName, String>>>;
 pub struct Node {
     kubelet: Arc<kubelet::Settings>,
     state: Inventory,
+    clock: Clock,
+    keeper: Keeper,
+    records: watch::Sender<Option<HealthRecord>>,
     snapshots: watch::Sender<Arc<Inventory>>,
     events: Queue<Event>,
     occurrences: Queue<(ResourceName, Occurrence)>,
-    phases: Phases,
+    plugins: Plugins,
+    holders: watch::Sender<Holders>,
+    follows_holders: bool,
     troubles: Troubles,
     idle: watch::Sender<String>,
     last_report: watch::Sender<Option<Arc<AllocationReport>>>,
@@ -62,6 +78,11 @@ pub struct Node {
     metrics_address: SocketAddr,
     tasks: JoinSet<(String, Result<()>)>,
     shutdown: CancellationToken,
+}
+
+/// The name of a plugin's task.
+fn plugin_task(resource: &ResourceName) -> String {
+    format!("plugin of {resource}")
 }
 
 /// Only whole entries are ever written: a panic elsewhere leaves nothing half done.
@@ -72,19 +93,29 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Node {
     /// Binds the endpoints and starts to serve them; nothing is offered before the first event.
     pub async fn start(settings: NodeSettings) -> Result<Self> {
-        let (snapshots, inventory) = watch::channel(Arc::new(Inventory::new(settings.numa_hints)));
+        let mut state = Inventory::new(settings.numa_hints).with_xids(settings.health.xids.clone());
+        if settings.health.await_first_poll {
+            state = state.awaiting_the_first_poll();
+        }
+        let (snapshots, inventory) = watch::channel(Arc::new(state.clone()));
+        let keeper = Keeper::new(&settings.health);
+        let kept = keeper.read().await;
         let metrics = Arc::new(Metrics::new(env!("CARGO_PKG_VERSION"), inventory));
         let admin = Admin::bind(settings.metrics_address).await?;
         let metrics_address = admin.address();
-        let phases = Phases::default();
         let idle = watch::Sender::new("the GPUs have not been looked at yet".to_owned());
         let mut node = Self {
             kubelet: Arc::new(settings.kubelet),
-            state: Inventory::new(settings.numa_hints),
+            state,
+            clock: Clock::start(),
+            keeper: keeper.clone(),
+            records: watch::Sender::new(None),
             snapshots,
             events: mpsc::channel(EVENTS),
             occurrences: mpsc::channel(OCCURRENCES),
-            phases,
+            plugins: Plugins::default(),
+            holders: watch::Sender::default(),
+            follows_holders: false,
             troubles: Troubles::default(),
             idle,
             last_report: watch::Sender::default(),
@@ -98,6 +129,14 @@ impl Node {
             admin.serve(answers, shutdown).await;
             Ok(())
         });
+        let (records, shutdown) = (node.records.subscribe(), node.shutdown());
+        node.spawn("health record", async move {
+            keeper.follow(records, shutdown).await;
+            Ok(())
+        });
+        if let Some(record) = kept {
+            node.apply(Event::Restored(Box::new(record)));
+        }
         Ok(node)
     }
 
@@ -126,6 +165,11 @@ impl Node {
         self.last_report.subscribe()
     }
 
+    /// Follows which devices the kubelet says that containers hold. It begins with the first resource.
+    pub fn holders(&self) -> watch::Receiver<Holders> {
+        self.holders.subscribe()
+    }
+
     /// Ends the node when cancelled.
     pub fn shutdown(&self) -> CancellationToken {
         self.shutdown.clone()
@@ -144,14 +188,28 @@ impl Node {
 
     /// Lives until the shutdown, or until something ends that should not.
     pub async fn serve(mut self) -> Result<()> {
-        let mut told = BTreeSet::new();
+        let mut told = observe::Told::default();
+        let mut holders = self.holders.subscribe();
         let ended = loop {
+            let deadline = self.state.next_deadline().map(|moment| self.clock.instant(moment));
+            let tick = async {
+                match deadline {
+                    Some(deadline) => sleep_until(deadline).await,
+                    None => std::future::pending().await,
+                }
+            };
             tokio::select! {
                 () = self.shutdown.cancelled() => break Ok(()),
-                Some(event) = self.events.1.recv() => self.apply(event),
+                Some(event) = self.events.1.recv() => self.take(event),
+                () = tick => self.apply(Event::Tick),
+                Ok(()) = holders.changed() => {
+                    let now = holders.borrow_and_update().clone();
+                    self.apply(Event::Holders(now));
+                }
                 Some((resource, occurrence)) = self.occurrences.1.recv() => observe::log(&resource, &occurrence, &mut told),
                 Some(task) = self.tasks.join_next() => match task {
                     Ok((_, Ok(()))) if self.shutdown.is_cancelled() => break Ok(()),
+                    Ok((name, Ok(()))) if self.withdrawn(&name) => {}
                     Ok((name, Ok(()))) => break Err(anyhow!("the task '{name}' ended")),
                     Ok((name, Err(error))) => break Err(error.context(format!("the task '{name}' failed"))),
                     Err(error) => break Err(error).context("a task broke off"),
@@ -164,45 +222,95 @@ impl Node {
         ended
     }
 
+    /// A look at the node may be a look through another driver: who it is goes first.
+    fn take(&mut self, event: Event) {
+        if let (Event::Observed(_), Some(identity)) = (&event, self.keeper.identity()) {
+            self.apply(Event::Identified(identity));
+        }
+        self.apply(event);
+    }
+
     fn apply(&mut self, event: Event) {
-        // A clock before 1970 is no reason to end; then all moments are that one.
-        let now: Timestamp = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let (state, effects) = std::mem::take(&mut self.state).apply(event, now);
+        let (state, effects) = std::mem::take(&mut self.state).apply(event, self.clock.now());
         self.state = state;
         for effect in effects {
             match effect {
                 Effect::Publish => self.publish(),
                 Effect::HealthChanged { gpu, health: Health::Healthy } => tracing::info!(%gpu, "the GPU is healthy"),
-                Effect::HealthChanged { gpu, health: Health::Unhealthy { reason, .. } } => {
-                    tracing::warn!(%gpu, %reason, "the GPU is unhealthy");
+                Effect::HealthChanged { gpu, health: Health::Unhealthy { reason, since } } => {
+                    self.metrics.gpu_failed(&gpu, reason.label());
+                    let (since, ends_with) = (since.as_secs(), reason.ends_with());
+                    tracing::warn!(%gpu, %reason, since, ends_with, "the GPU is unhealthy");
                 }
-                Effect::XidIgnored { gpu, code } => {
-                    tracing::info!(%gpu, xid = code, "an XID of an application's making; the GPU stays healthy");
+                Effect::XidIgnored { gpu, code, times } => {
+                    tracing::info!(%gpu, xid = code, times, "an XID that is no fault of the GPU; it stays as it is");
+                }
+                Effect::Keep => drop(self.records.send_replace(Some(self.state.record()))),
+                Effect::RecordIgnored { version } => {
+                    tracing::warn!(version, "the health record is of another version of linkwise and is not used");
                 }
                 Effect::Warn(warning) => tracing::warn!("{warning}"),
             }
         }
     }
 
-    /// Hands the state to everybody who follows it; a resource that is new gets its plugin.
+    /// Hands the state to everybody who follows it; a resource that is new gets its plugin, one that is gone loses it.
     fn publish(&mut self) {
         self.snapshots.send_replace(Arc::new(self.state.clone()));
+        self.match_plugins();
+    }
+
+    /// A plugin for each resource. One that comes back while its plugin is ending gets the next when that has ended:
+    /// two of one name would take the kubelet's one endpoint from each other.
+    fn match_plugins(&mut self) {
         let resources: Vec<ResourceName> = self.state.resources().keys().cloned().collect();
-        for resource in resources {
-            if self.phases().contains_key(&resource) {
-                continue;
+        for (resource, plugin) in lock(&self.plugins).iter() {
+            if !resources.contains(resource) {
+                plugin.end.cancel();
             }
-            self.metrics.resource(&resource);
-            let sources = Sources { inventory: self.snapshots.subscribe(), observer: self.observer() };
-            let plugin = Plugin::new(resource.clone(), Arc::clone(&self.kubelet), sources);
-            self.phases().insert(resource.clone(), plugin.phase());
-            let shutdown = self.shutdown();
-            self.spawn(format!("plugin of {resource}"), async move { Ok(plugin.run(shutdown).await?) });
+        }
+        for resource in resources {
+            if !lock(&self.plugins).contains_key(&resource) {
+                self.start_plugin(resource);
+            }
         }
     }
 
-    fn phases(&self) -> MutexGuard<'_, BTreeMap<ResourceName, watch::Receiver<Phase>>> {
-        lock(&self.phases)
+    fn start_plugin(&mut self, resource: ResourceName) {
+        self.metrics.resource(&resource);
+        self.follow_holders();
+        let sources = Sources { inventory: self.snapshots.subscribe(), observer: self.observer() };
+        let plugin = Plugin::new(resource.clone(), Arc::clone(&self.kubelet), sources);
+        let end = self.shutdown.child_token();
+        lock(&self.plugins).insert(resource.clone(), Running { phase: plugin.phase(), end: end.clone() });
+        self.spawn(plugin_task(&resource), async move { Ok(plugin.run(end).await?) });
+    }
+
+    /// Starts to ask who holds which devices, once.
+    fn follow_holders(&mut self) {
+        let Some(socket) = self.kubelet.pod_resources_socket.clone() else { return };
+        if !self.follows_holders {
+            self.follows_holders = true;
+            let (holders, shutdown) = (self.holders.clone(), self.shutdown());
+            self.spawn("holders of devices", async move {
+                pod_resources::follow_holders(&socket, holders, shutdown).await;
+                Ok(())
+            });
+        }
+    }
+
+    /// Whether the task that ended was a plugin whose resource was withdrawn; then it is forgotten.
+    fn withdrawn(&mut self, task: &str) -> bool {
+        let ended = |(resource, plugin): (&ResourceName, &Running)| {
+            (plugin.end.is_cancelled() && plugin_task(resource) == task).then(|| resource.clone())
+        };
+        let Some(resource) = lock(&self.plugins).iter().find_map(ended) else { return false };
+        lock(&self.plugins).remove(&resource);
+        lock(&self.troubles).remove(&resource);
+        self.metrics.withdrawn(&resource);
+        tracing::info!(%resource, "withdrawn: nothing of it is left on this node");
+        self.match_plugins();
+        true
     }
 
     /// Counts at once, for that never waits; the log may, and gets a copy through a queue.
@@ -228,16 +336,17 @@ impl Node {
     }
 
     fn answers(&self) -> Answers {
-        let (metrics, phases, idle) = (Arc::clone(&self.metrics), Arc::clone(&self.phases), self.idle.subscribe());
+        let (metrics, plugins, idle) = (Arc::clone(&self.metrics), Arc::clone(&self.plugins), self.idle.subscribe());
         let troubles = Arc::clone(&self.troubles);
         let ready = move || {
-            let (phases, troubles) = (lock(&phases), lock(&troubles));
-            if phases.is_empty() {
+            let (plugins, troubles) = (lock(&plugins), lock(&troubles));
+            // One that is ending is nothing to wait for.
+            let offered = || plugins.iter().filter(|(_, plugin)| !plugin.end.is_cancelled());
+            if offered().next().is_none() {
                 return Err(vec![idle.borrow().clone()]);
             }
-            let waiting: Vec<String> = phases
-                .iter()
-                .map(|(resource, phase)| (resource, *phase.borrow()))
+            let waiting: Vec<String> = offered()
+                .map(|(resource, plugin)| (resource, *plugin.phase.borrow()))
                 .filter(|(_, phase)| *phase != Phase::Serving)
                 .map(|(resource, phase)| match troubles.get(resource) {
                     Some(why) => format!("{resource}: {}; {why}", phase.words()),
@@ -251,5 +360,63 @@ impl Node {
             metrics_type: metrics::CONTENT_TYPE,
             ready: Arc::new(ready),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    async fn phase(node: &Node, wanted: impl Fn(Phase) -> bool) {
+        let mut phase = lock(&node.plugins)[&ResourceName::gpu()].phase.clone();
+        phase.wait_for(|phase| wanted(*phase)).await.unwrap();
+    }
+
+    /// Waits for the task that ends next, and says whether that was the withdrawal of a resource.
+    async fn withdraws(node: &mut Node) -> bool {
+        let (name, result) = node.tasks.join_next().await.unwrap().unwrap();
+        result.unwrap();
+        node.withdrawn(&name)
+    }
+
+    #[tokio::test]
+    async fn a_resource_that_is_gone_loses_its_plugin_and_gets_one_when_it_is_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let kubelet = crate::kubelet_box::KubeletBox::start(crate::kubelet_box::Options::new(folder.path())).unwrap();
+        let settings = NodeSettings {
+            kubelet: kubelet::Settings::new(folder.path().join("kubelet.sock")),
+            metrics_address: "127.0.0.1:0".parse().unwrap(),
+            numa_hints: NumaHints::default(),
+            health: HealthSettings::default(),
+        };
+        let mut node = Node::start(settings).await.unwrap();
+        let ready = node.answers().ready;
+        let observed = crate::machines::load("dgx1-v100").unwrap().observed;
+        node.apply(Event::Observed(Box::new(observed)));
+        let offering = node.state.clone();
+        phase(&node, |phase| phase == Phase::Serving).await;
+        assert_eq!(ready(), Ok(()));
+        let connected = |node: &Node| node.metrics.encode().unwrap().contains("linkwise_kubelet_connected{");
+        assert!(connected(&node));
+        // Nothing of it is left: the session closes and nothing else ends.
+        node.state = Inventory::default();
+        node.publish();
+        assert!(ready().unwrap_err()[0].contains("not been looked at"));
+        // Back before its plugin has ended: the next one waits for that.
+        node.state = offering.clone();
+        node.publish();
+        assert_eq!(lock(&node.plugins).len(), 1);
+        assert!(withdraws(&mut node).await);
+        phase(&node, |phase| phase == Phase::Serving).await;
+        kubelet.wait(|state| state.resources["nvidia.com/gpu"].registrations == 2).await.unwrap();
+        node.state = Inventory::default();
+        node.publish();
+        assert!(withdraws(&mut node).await && lock(&node.plugins).is_empty() && !connected(&node));
+        let left: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, ["kubelet.sock"]);
+        kubelet.wait(|state| state.resources["nvidia.com/gpu"].open_streams == 0).await.unwrap();
+        // The endpoints are still served: their end is none that was wished for.
+        node.tasks.spawn(async { ("somebody".to_owned(), Ok(())) });
+        assert!(!withdraws(&mut node).await);
     }
 }

@@ -1,4 +1,5 @@
-//! Machines of more than 16 GPUs, made up: packages, switches, GPUs, and NVSwitch planes where there are any.
+//! Machines of more than 16 GPUs, made up: packages, switches, GPUs, and NVSwitch planes or NVLink meshes where there
+//! are any.
 
 use linkwise::topology::{
     ComputeCapability, CpuObservation, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation,
@@ -8,7 +9,14 @@ use linkwise::topology::{
 
 /// The machines the tests and the benchmark speak of: a name, and what would be seen of it.
 pub fn all() -> Vec<(&'static str, NodeObservation)> {
-    vec![("20 on 5 switches", twenty()), ("32 on 4 packages", thirty_two()), ("64 on 8 planes", sixty_four())]
+    vec![
+        ("20 on 5 switches", twenty()),
+        ("32 on 4 packages", thirty_two()),
+        ("64 on 8 planes", sixty_four()),
+        ("24 in 3 cube meshes", twenty_four()),
+        ("32 in a hypercube", hypercube(&[[2; 4]; 4].map(|switches| switches.to_vec()))),
+        ("64 in a hypercube", hypercube(&[vec![2; 16], vec![2; 16]])),
+    ]
 }
 
 /// Five switches of four GPUs: three on one package, two on the other.
@@ -24,6 +32,50 @@ pub fn thirty_two() -> NodeObservation {
 /// Eight NVSwitch planes of eight GPUs, two to a switch, four planes to a package.
 pub fn sixty_four() -> NodeObservation {
     machine(&[vec![2; 16], vec![2; 16]], Some(8))
+}
+
+/// Three hybrid cube meshes as a DGX-1 with V100s has one, two packages each: six links a GPU, two of them double.
+fn twenty_four() -> NodeObservation {
+    /// NVLinks between the GPUs of one mesh, by `nvidia-smi topo -m` of a DGX-1 with V100s.
+    const LINKS: [[u32; 8]; 8] = [
+        [0, 1, 1, 2, 2, 0, 0, 0],
+        [1, 0, 2, 1, 0, 2, 0, 0],
+        [1, 2, 0, 2, 0, 0, 1, 0],
+        [2, 1, 2, 0, 0, 0, 0, 1],
+        [2, 0, 0, 0, 0, 1, 1, 2],
+        [0, 2, 0, 0, 1, 0, 2, 1],
+        [0, 0, 1, 0, 1, 2, 0, 2],
+        [0, 0, 0, 1, 2, 1, 2, 0],
+    ];
+    let mut observed = machine(&[[2; 2]; 6].map(|switches| switches.to_vec()), None);
+    join(&mut observed, |one, two| if one / 8 == two / 8 { LINKS[one % 8][two % 8] } else { 0 });
+    observed
+}
+
+/// One NVLink between GPUs whose numbers differ in one bit.
+fn hypercube(packages: &[Vec<usize>]) -> NodeObservation {
+    let mut observed = machine(packages, None);
+    join(&mut observed, |one, two| u32::from((one ^ two).is_power_of_two()));
+    observed
+}
+
+/// Joins Volta GPUs by so many NVLinks for each pair.
+fn join(observed: &mut NodeObservation, links: impl Fn(usize, usize) -> u32) {
+    let places: Vec<PciAddress> = observed.gpus.iter().map(|gpu| gpu.pci).collect();
+    for (at, gpu) in observed.gpus.iter_mut().enumerate() {
+        let mut next = 0;
+        let remotes = places.iter().enumerate().filter_map(|(other, pci)| {
+            let first = next;
+            next += links(at, other);
+            (next > first).then(|| NvLinkObservation {
+                links: (first..next).collect(),
+                remote: NvLinkRemote::Gpu(*pci),
+                active: true,
+            })
+        });
+        gpu.nvlinks = Some(remotes.collect());
+        gpu.compute_capability = Some(ComputeCapability { major: 7, minor: 0 });
+    }
 }
 
 /// For each package its switches, each with so many GPUs; a host bridge to a switch. With planes: 18 links of each

@@ -29,7 +29,8 @@ async fn a_driver_that_is_replaced_gets_a_new_process_at_once() {
     let first = node.agent(&[]).await;
     node.setup.tell("driver 590.44.01");
     version(&node.setup, "590.44.01");
-    node.process.said("the driver was 580.95.05, and is 590.44.01").await;
+    let line = node.process.said("the driver was 580.95.05").await;
+    assert!(line["cause"].as_str().unwrap().contains("and is 590.44.01"), "{line}");
     node.agent(&[first]).await;
     node.process.logged(|line| line["message"] == "NVML answers" && line["driver"] == "590.44.01").await;
     node.metric(UP, 1).await;
@@ -55,6 +56,34 @@ async fn a_driver_that_is_unloaded_and_loaded_again_is_waited_for_and_pods_are_a
     node.metric(UP, 1).await;
     node.setup.tell("xid 3 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 3))).await.unwrap();
+}
+
+#[tokio::test]
+async fn the_same_driver_loaded_anew_gets_a_new_process_too() {
+    let (node, _kubelet) = quick().serve(8).await;
+    let first = node.agent(&[]).await;
+    let module = node.setup.at("sys/module/nvidia");
+    let anew = node.setup.at("anew");
+    std::fs::create_dir(&anew).unwrap();
+    std::fs::copy(module.join("version"), anew.join("version")).unwrap();
+    std::fs::rename(&module, node.setup.at("old")).unwrap();
+    std::fs::rename(&anew, &module).unwrap();
+    node.process.said("the driver was 580.95.05").await;
+    node.agent(&[first]).await;
+    node.metric(UP, 1).await;
+}
+
+#[tokio::test]
+async fn where_the_operator_says_so_no_gpu_is_given_out_while_nvml_is_away() {
+    let (node, kubelet) = quick().arg("--on-nvml-loss=unhealthy").serve(8).await;
+    node.setup.tell("init 9");
+    node.setup.tell("fail * nvmlDeviceGetCount_v2 9");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 8).await.unwrap();
+    assert!(kubelet.admit(&Pod::single("none", GPU, 1), None).await.is_err());
+    node.setup.tell("unfail * nvmlDeviceGetCount_v2");
+    node.setup.tell("init 0");
+    kubelet.wait(|state| state.resources[GPU].healthy.len() == 8).await.unwrap();
+    kubelet.admit(&Pod::single("all", GPU, 8), None).await.unwrap();
 }
 
 #[tokio::test]

@@ -131,7 +131,7 @@ async fn a_folder_we_cannot_bind_in_is_named_and_tried_again() {
     let kubelet = setup.kubelet();
     let node = setup.start().await;
     let line = node.process.logged(|line| line["message"] == "the session with the kubelet ended").await;
-    let cause = format!("cannot bind {}", folder.display());
+    let cause = format!("cannot bind a socket in {}", folder.display());
     assert!(line["why"].as_str().unwrap().starts_with(&cause), "{line}");
     node.ready(503, &cause).await;
     assert_eq!((node.get("/livez").await.status, kubelet.state().resources.len()), (200, 0));

@@ -26,8 +26,10 @@ pub const LIMIT: Duration = Duration::from_secs(60);
 const ASK_AGAIN: Duration = Duration::from_millis(10);
 
 /// What the process would read of the environment of whoever runs the tests.
-const VARIABLES: [&str; 9] = [
+const VARIABLES: [&str; 11] = [
     "KUBELET_SOCKET",
+    "LINKWISE_POD_RESOURCES_SOCKET",
+    "LINKWISE_ALLOWED_UIDS",
     "PASS_DEVICE_SPECS",
     "FAIL_ON_INIT_ERROR",
     "LINKWISE_NVML_LIBRARY",
@@ -127,7 +129,13 @@ impl Setup {
         let mut options = Options::new(self.kubelet_socket.parent().unwrap());
         options.dial_retry = Duration::from_millis(10);
         options.wait_timeout = LIMIT;
+        options.pod_resources = Some(self.pod_resources());
         KubeletBox::start(options).unwrap()
+    }
+
+    /// Where a kubelet on this machine serves PodResources.
+    pub fn pod_resources(&self) -> PathBuf {
+        self.at("p/kubelet.sock")
     }
 
     /// Our sockets in the kubelet's folder.
@@ -147,6 +155,7 @@ impl Setup {
         }
         command.args(["run", "--log-format", "json", "--metrics-address", &self.metrics_address.to_string()]);
         command.args([OsStr::new("--kubelet-socket"), self.kubelet_socket.as_os_str()]);
+        command.args([OsStr::new("--pod-resources-socket"), self.pod_resources().as_os_str()]);
         command.args([OsStr::new("--nvml-library"), self.library.as_os_str()]);
         command.args(&self.args).envs(self.environment.iter().map(|(name, value)| (name, value)));
         command.current_dir(self.folder.path());

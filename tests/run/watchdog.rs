@@ -28,6 +28,8 @@ async fn works(node: &Node, kubelet: &KubeletBox, gpu: u32) {
     node.metric(UP, 1).await;
     // The child may be replaced at this very moment: then nobody listens yet.
     until(async || node.setup.try_tell(&format!("xid {gpu} 79"))).await;
+    let series = format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"79\"}}", uuid(1, gpu));
+    until(async || if node.get("/metrics").await.body.contains(&series) { Ok(()) } else { Err("not heard") }).await;
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, gpu))).await.unwrap();
     let admitted = kubelet.admit(&Pod::single(&format!("pod-{gpu}"), GPU, 1), None).await.unwrap();
     assert_eq!(admitted.grant("main", GPU).unwrap().allocation.devices.len(), 1);
@@ -76,6 +78,7 @@ async fn a_gpu_that_crashes_children_is_left_out_and_taken_back_in() {
     assert_eq!((line["gpu"].as_str(), line["index"].as_u64()), (Some(uuid(1, 5).as_str()), Some(5)));
     let cause = line["cause"].as_str().unwrap();
     assert!(cause.contains("SIGABRT") && cause.contains("nvmlDeviceGetTemperature"), "{cause}");
+    kubelet.wait(|state| state.resources[GPU].unhealthy == [uuid(1, 5)].into()).await.unwrap();
     // Trials end like this, and the child beside them works on: nobody else is laid to.
     node.process.logged(|line| line["message"].to_string().contains("the second NVML agent came to nothing")).await;
     node.metric("linkwise_gpus", 8).await;

@@ -54,8 +54,9 @@ impl<T: Send + 'static> Slow<T> {
 pub struct Outside {
     /// The NVIDIA GPUs on the PCI bus; `None` where the kernel does not list it here.
     pub bus: Option<BTreeSet<PciAddress>>,
-    /// The version of the kernel's driver, while it is loaded and says it here.
-    pub driver: Option<String>,
+    /// The kernel's driver, while it is loaded and says so here: its version, and which load of it this is (sysfs gives each
+    /// folder that it makes a new inode).
+    pub driver: Option<(String, u64)>,
     /// The library, once a child has loaded it.
     pub library: Option<Library>,
 }
@@ -77,7 +78,9 @@ pub fn look(bus: &mut PciBus, sysfs: &Path, child: Option<u32>, library: Option<
         let mapped = mapped(&maps, library).map(str::to_owned);
         Library { file: loadable(mapped.as_deref(), library).as_deref().and_then(identity), mapped }
     });
-    Outside { bus: bus.gpus(sysfs), driver: read(sysfs.join("module/nvidia/version")), library }
+    let module = sysfs.join("module/nvidia");
+    let load = std::fs::metadata(&module).ok().map(|module| module.ino());
+    Outside { bus: bus.gpus(sysfs), driver: read(module.join("version")).zip(load), library }
 }
 
 /// The library's line in a process's memory map (proc_pid_maps(5)), by its path on.

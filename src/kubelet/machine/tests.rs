@@ -1,0 +1,461 @@
+//! The machine in a simulated world: random events, simulated time, and what must hold whatever comes.
+//!
+//! The world below keeps its own books (which socket of ours the kubelet knows, which connections are open) from the
+//! machine's actions and its own events alone; nothing here reads the machine's state but its phase and its timer.
+
+use proptest::prelude::*;
+use proptest::test_runner::Config;
+
+use super::*;
+
+const LIMITS: Limits = Limits {
+    register: Duration::from_secs(15),
+    stream: Duration::from_secs(10),
+    confirm: Duration::from_secs(10),
+    close: Duration::from_millis(500),
+    longest_pause: Duration::from_secs(16),
+};
+
+/// From any state, with a world that works: the longest deadline, then a close, then the longest pause, and the calls.
+const RECOVERY: Duration = Duration::from_secs(15 + 1 + 16 + 1);
+/// What a benign world takes for anything.
+const BRISK: Duration = Duration::from_millis(10);
+
+/// What can happen to us.
+#[derive(Clone, Debug)]
+enum Happening {
+    Passes(u64),
+    KubeletGone,
+    KubeletNew,
+    KubeletTouched,
+    OwnGone,
+    BindEnds(bool),
+    RegisterEnds(bool),
+    StreamOpens,
+    StreamEnds,
+    AskEnds(Listing),
+    ServerEnds,
+    ConnectionsClose,
+    /// Told though nobody waits for it.
+    Spurious(u8),
+}
+
+/// A socket of ours.
+#[derive(Clone, Copy, Debug, Default)]
+struct Socket {
+    number: u64,
+    stands: bool,
+    ended: bool,
+    registered: bool,
+    /// Of the kubelet's.
+    streams: usize,
+    /// What PodResources said last: `Missing` twice in a row, with the last time it did not.
+    missing: u32,
+    asked: bool,
+}
+
+struct World {
+    machine: Machine,
+    now: Duration,
+    kubelet: Option<u64>,
+    /// The newest kubelet so far.
+    kubelets: u64,
+    /// The socket that is bound, or still has connections.
+    socket: Option<Socket>,
+    sockets: u64,
+    binding: bool,
+    registering: Option<u64>,
+    asking: bool,
+    /// When each thing was done, for storms.
+    done: Vec<(Duration, Action)>,
+    jitter: u64,
+}
+
+impl World {
+    fn new(jitter: u64) -> Self {
+        Self {
+            machine: Machine::new(LIMITS),
+            now: Duration::ZERO,
+            kubelet: None,
+            kubelets: 0,
+            socket: None,
+            sockets: 0,
+            binding: false,
+            registering: None,
+            asking: false,
+            done: Vec::new(),
+            jitter,
+        }
+    }
+
+    fn tell(&mut self, input: Input) {
+        self.jitter = self.jitter.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let moment = Moment { now: self.now, jitter: self.jitter >> 33 };
+        let (machine, actions) = self.machine.clone().step(input, moment);
+        self.machine = machine;
+        for action in actions {
+            self.done.push((self.now, action.clone()));
+            self.perform(action);
+        }
+        self.check();
+    }
+
+    fn perform(&mut self, action: Action) {
+        match action {
+            Action::Bind => {
+                assert!(self.socket.is_none(), "a new socket while connections to the old one are open");
+                assert!(!self.binding, "two sockets at once");
+                self.binding = true;
+            }
+            Action::Register => {
+                let socket = self.socket.as_ref().expect("registers a socket that is served");
+                assert!(!socket.ended && !socket.registered, "registers what has ended, or twice");
+                assert!(self.kubelet.is_some(), "registers with nobody");
+                self.registering = Some(socket.number);
+            }
+            Action::Ask => {
+                assert!(!self.asking, "asks twice at once");
+                self.asking = true;
+            }
+            Action::End => {
+                (self.binding, self.registering, self.asking) = (false, None, false);
+                if let Some(socket) = &mut self.socket {
+                    (socket.ended, socket.stands) = (true, false);
+                }
+            }
+            Action::Cut => {
+                assert!(self.socket.is_some_and(|socket| socket.ended), "cuts what has not ended");
+                self.close();
+            }
+            Action::SayWaiting(_) | Action::SayEnded(_) => {}
+        }
+    }
+
+    fn check(&self) {
+        if self.machine.phase() == Phase::Serving {
+            let socket = self.socket.expect("ready without a socket");
+            assert!(!socket.ended, "ready while the session ends");
+            assert!(socket.registered, "ready, and this very socket was not registered");
+            assert!(socket.streams > 0, "ready without a stream of the kubelet's");
+            assert!(socket.asked, "ready before PodResources was asked");
+            assert!(socket.missing < 2, "ready though PodResources does not list our devices");
+        }
+        if let Some(wake) = self.machine.wake() {
+            let longest = LIMITS.register.max(LIMITS.longest_pause).max(Duration::from_secs(30));
+            assert!(wake <= self.now + longest, "waits for longer than anything may take: {wake:?}");
+        }
+        if self.machine.phase() == Phase::Pausing {
+            let until = self.machine.wake().expect("a pause ends");
+            assert!(until <= self.now + LIMITS.longest_pause, "a pause beyond the longest");
+        }
+    }
+
+    /// All connections to a socket that has ended are closed.
+    fn close(&mut self) {
+        if self.socket.is_some_and(|socket| socket.ended) {
+            self.socket = None;
+            // Told later, like everything else.
+        }
+    }
+
+    fn look(&mut self) {
+        let kubelet = self.kubelet.map(FileId::numbered).ok_or_else(|| "there is none".to_owned());
+        let own = self.socket.is_some_and(|socket| socket.stands);
+        self.tell(Input::Looked { kubelet, own });
+    }
+
+    /// The timer, if it is due.
+    fn tick(&mut self) {
+        if self.machine.wake().is_some_and(|wake| wake <= self.now) {
+            self.tell(Input::Tick);
+        }
+    }
+
+    fn streams(&mut self, change: impl FnOnce(usize) -> usize) {
+        let Some(socket) = self.socket.as_mut().filter(|socket| !socket.ended) else { return };
+        let open = change(socket.streams);
+        socket.streams = open;
+        self.tell(Input::Streams(open));
+    }
+
+    fn happens(&mut self, happening: Happening) {
+        match happening {
+            Happening::Passes(millis) => {
+                let until = self.now + Duration::from_millis(millis);
+                // Timers go off when they are due, a few at most before something else has to happen.
+                for _ in 0..1000 {
+                    match self.machine.wake().filter(|wake| *wake <= until) {
+                        Some(wake) => self.now = self.now.max(wake),
+                        None => break,
+                    }
+                    self.tick();
+                    self.closed();
+                }
+                self.now = until;
+            }
+            Happening::KubeletGone => {
+                self.kubelet = None;
+                self.look();
+            }
+            Happening::KubeletNew => {
+                self.kubelets += 1;
+                self.kubelet = Some(self.kubelets);
+                self.look();
+            }
+            Happening::KubeletTouched => self.look(),
+            Happening::OwnGone => {
+                if let Some(socket) = &mut self.socket {
+                    socket.stands = false;
+                }
+                self.look();
+            }
+            Happening::BindEnds(ok) => {
+                if std::mem::take(&mut self.binding) {
+                    let result = if ok {
+                        self.sockets += 1;
+                        self.socket = Some(Socket { number: self.sockets, stands: true, ..Socket::default() });
+                        Ok(())
+                    } else {
+                        Err("the disk is full".to_owned())
+                    };
+                    self.tell(Input::Bound(result));
+                }
+            }
+            Happening::RegisterEnds(ok) => {
+                if let (Some(number), Some(socket)) = (self.registering.take(), &mut self.socket) {
+                    assert_eq!(number, socket.number);
+                    socket.registered = ok;
+                    self.tell(Input::Registered(if ok { Ok(()) } else { Err("not today".to_owned()) }));
+                }
+            }
+            Happening::StreamOpens => self.streams(|open| open + 1),
+            Happening::StreamEnds => self.streams(|open| open.saturating_sub(1)),
+            Happening::AskEnds(listing) => {
+                if std::mem::take(&mut self.asking)
+                    && let Some(socket) = &mut self.socket
+                {
+                    // In doubt for one answer while we serve, and for none before.
+                    let served = self.machine.phase() == Phase::Serving;
+                    socket.missing = match listing {
+                        Listing::Missing if served => socket.missing + 1,
+                        Listing::Missing => 2,
+                        Listing::Listed | Listing::Unknown => 0,
+                    };
+                    socket.asked = true;
+                    self.tell(Input::Asked(listing));
+                }
+            }
+            Happening::ServerEnds => {
+                if self.socket.is_some() {
+                    self.tell(Input::ServerEnded("no more".to_owned()));
+                }
+            }
+            Happening::ConnectionsClose => {
+                self.close();
+                self.closed();
+            }
+            Happening::Spurious(which) => self.spurious(which),
+        }
+        self.closed();
+    }
+
+    /// Tells that the connections of an ended session are closed, once.
+    fn closed(&mut self) {
+        if self.machine.phase() == Phase::Ending && self.socket.is_none() {
+            self.tell(Input::Closed);
+        }
+    }
+
+    /// An answer that nobody waits for: it must change nothing that matters.
+    fn spurious(&mut self, which: u8) {
+        let input = match which % 6 {
+            0 if self.registering.is_none() => Input::Registered(Ok(())),
+            1 if self.registering.is_none() => Input::Registered(Err("late".to_owned())),
+            2 if !self.asking => Input::Asked(Listing::Listed),
+            3 if !self.asking => Input::Asked(Listing::Missing),
+            4 if !self.binding => Input::Bound(Ok(())),
+            _ => Input::Tick,
+        };
+        self.tell(input);
+    }
+
+    /// From now on everything around us works, and at once.
+    fn benign_until_serving(&mut self) {
+        if self.kubelet.is_none() {
+            self.happens(Happening::KubeletNew);
+        } else {
+            self.look();
+        }
+        let end = self.now + RECOVERY;
+        while self.machine.phase() != Phase::Serving {
+            assert!(self.now < end, "not registered in time: {:?}", self.machine.phase());
+            self.happens(Happening::BindEnds(true));
+            self.happens(Happening::RegisterEnds(true));
+            if self.socket.is_some_and(|socket| socket.registered && socket.streams == 0) {
+                self.happens(Happening::StreamOpens);
+            }
+            self.happens(Happening::AskEnds(Listing::Listed));
+            self.happens(Happening::ConnectionsClose);
+            self.happens(Happening::Passes(u64::try_from(BRISK.as_millis()).unwrap()));
+        }
+    }
+
+    /// No second of the whole story had more actions than these.
+    fn no_storm(&self) {
+        for kind in [Action::Bind, Action::Register, Action::Ask, Action::End, Action::Cut] {
+            let times: Vec<Duration> = self.done.iter().filter(|(_, done)| *done == kind).map(|(at, _)| *at).collect();
+            // 24: every tenth of a second a new kubelet, to each an attempt and its first retry, and the ends of both.
+            for window in times.windows(25) {
+                assert!(window[24] - window[0] >= Duration::from_secs(1), "a storm of {kind:?}: {window:?}");
+            }
+        }
+    }
+}
+
+fn happening() -> impl Strategy<Value = Happening> {
+    prop_oneof![
+        4 => (0_u64..400).prop_map(Happening::Passes),
+        2 => (0_u64..40_000).prop_map(Happening::Passes),
+        1 => Just(Happening::KubeletGone),
+        3 => Just(Happening::KubeletNew),
+        1 => Just(Happening::KubeletTouched),
+        1 => Just(Happening::OwnGone),
+        6 => prop::bool::weighted(0.8).prop_map(Happening::BindEnds),
+        6 => prop::bool::weighted(0.8).prop_map(Happening::RegisterEnds),
+        6 => Just(Happening::StreamOpens),
+        2 => Just(Happening::StreamEnds),
+        5 => prop_oneof![Just(Listing::Listed), Just(Listing::Missing), Just(Listing::Unknown)]
+            .prop_map(Happening::AskEnds),
+        1 => Just(Happening::ServerEnds),
+        3 => Just(Happening::ConnectionsClose),
+        2 => any::<u8>().prop_map(Happening::Spurious),
+    ]
+}
+
+proptest! {
+    #![proptest_config(Config { cases: 2000, failure_persistence: None, ..Config::default() })]
+
+    /// The invariants of docs/life-cycle.md, after every input; then the world mends, and we serve in time.
+    #[test]
+    fn whatever_happens_the_invariants_hold_and_it_registers_in_the_end(
+        story in prop::collection::vec(happening(), 0..120),
+        jitter in any::<u64>(),
+    ) {
+        let mut world = World::new(jitter);
+        world.look();
+        for happening in story {
+            world.happens(happening);
+        }
+        world.no_storm();
+        world.benign_until_serving();
+    }
+
+    /// A world that answers everything at once and badly, as fast as it can: a few actions a second, however long.
+    #[test]
+    fn a_world_that_fails_at_once_makes_no_storm(
+        fails in prop::collection::vec(0_u8..6, 1..4),
+        jitter in any::<u64>(),
+    ) {
+        let mut world = World::new(jitter);
+        world.happens(Happening::KubeletNew);
+        for round in 0..2000 {
+            match fails[round % fails.len()] {
+                0 => world.happens(Happening::KubeletNew),
+                1 => world.happens(Happening::BindEnds(false)),
+                2 => world.happens(Happening::OwnGone),
+                3 => world.happens(Happening::ServerEnds),
+                4 => world.happens(Happening::StreamEnds),
+                _ => world.happens(Happening::RegisterEnds(false)),
+            }
+            world.happens(Happening::BindEnds(round % 2 == 0));
+            world.happens(Happening::RegisterEnds(round % 3 == 0));
+            world.happens(Happening::StreamOpens);
+            world.happens(Happening::AskEnds(Listing::Missing));
+            world.happens(Happening::ConnectionsClose);
+            world.happens(Happening::Passes(5));
+        }
+        world.no_storm();
+    }
+
+    /// Told to end, it is over as soon as its connections are closed, half a second at the latest, wherever it was.
+    #[test]
+    fn told_to_end_it_ends(story in prop::collection::vec(happening(), 0..60)) {
+        let mut world = World::new(0);
+        world.look();
+        for happening in story {
+            world.happens(happening);
+        }
+        let told = world.now;
+        world.tell(Input::Shutdown);
+        world.happens(Happening::Passes(500));
+        prop_assert!(world.machine.is_over() && world.now <= told + LIMITS.close);
+        prop_assert!(!world.binding && world.registering.is_none() && !world.asking);
+        world.happens(Happening::KubeletNew);
+        prop_assert!(world.machine.is_over() && !world.binding);
+    }
+}
+
+#[test]
+fn the_first_retry_comes_at_once_and_the_others_double_with_jitter() {
+    let longest = Duration::from_secs(16);
+    assert_eq!([pause(0, longest, 7), pause(1, longest, 7)], [Duration::ZERO; 2]);
+    for (attempt, full) in [(2, 250), (3, 500), (8, 16_000), (9, 16_000), (u32::MAX, 16_000)] {
+        let full = Duration::from_millis(full);
+        for jitter in (0..1024).chain([u64::MAX]) {
+            let pause = pause(attempt, longest, jitter);
+            assert!(pause <= full && pause >= full / 2, "{attempt}: {pause:?}");
+        }
+    }
+    assert!(pause(9, Duration::MAX, 511) > Duration::ZERO);
+}
+
+/// One registration that goes well, told step by step.
+#[test]
+fn the_way_to_serving() {
+    let mut world = World::new(1);
+    let mut phases = vec![world.machine.phase()];
+    world.look();
+    for happening in [
+        Happening::KubeletNew,
+        Happening::BindEnds(true),
+        // The kubelet dials back, and opens the stream, before it answers.
+        Happening::StreamOpens,
+        Happening::RegisterEnds(true),
+        Happening::AskEnds(Listing::Missing),
+        Happening::Passes(100),
+        Happening::AskEnds(Listing::Listed),
+        Happening::StreamEnds,
+        Happening::ConnectionsClose,
+    ] {
+        world.happens(happening);
+        if phases.last() != Some(&world.machine.phase()) {
+            phases.push(world.machine.phase());
+        }
+    }
+    let road = [
+        Phase::WaitingForKubelet,
+        Phase::Binding,
+        Phase::Registering,
+        Phase::Confirming,
+        Phase::Serving,
+        Phase::Ending,
+        Phase::Binding,
+    ];
+    assert_eq!(phases, road);
+}
+
+#[test]
+fn pod_resources_that_never_list_us_end_the_session() {
+    let mut world = World::new(1);
+    for happening in
+        [Happening::KubeletNew, Happening::BindEnds(true), Happening::RegisterEnds(true), Happening::StreamOpens]
+    {
+        world.happens(happening);
+    }
+    for _ in 0..200 {
+        world.happens(Happening::AskEnds(Listing::Missing));
+        world.happens(Happening::Passes(100));
+    }
+    let told = |cause: &Cause| world.done.iter().any(|(_, done)| *done == Action::SayEnded(cause.clone()));
+    assert!(told(&Cause::NotListed(LIMITS.confirm)));
+}

@@ -1,0 +1,33 @@
+//! The node's clock: wall time that does not jump.
+
+use std::time::{Duration, SystemTime};
+
+use tokio::time::Instant;
+
+use crate::inventory::Timestamp;
+
+/// Wall time as of the start, and what has passed since by a monotonic clock.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Clock {
+    started: Instant,
+    wall: Duration,
+}
+
+impl Clock {
+    /// Reads the wall clock, for the only time. Before 1970 is 1970.
+    pub fn start() -> Self {
+        let wall = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        Self { started: Instant::now(), wall }
+    }
+
+    /// Now.
+    pub fn now(&self) -> Timestamp {
+        self.wall.saturating_add(self.started.elapsed())
+    }
+
+    /// When a moment is; one that has passed, or is beyond what the clock can say, is now.
+    pub fn instant(&self, moment: Timestamp) -> Instant {
+        let now = Instant::now();
+        self.started.checked_add(moment.saturating_sub(self.wall)).unwrap_or(now)
+    }
+}

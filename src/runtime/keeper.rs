@@ -1,0 +1,160 @@
+//! Keeps the GPUs' health across restarts: one small file, written whole or not at all, off every admission's path.
+//!
+//! Called by `node`. What has to be kept, and what of it still holds, is decided by `inventory`.
+
+use std::fs;
+use std::io::{self, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::Deserialize;
+use tokio::sync::watch;
+use tokio::task::spawn_blocking;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+
+use crate::inventory::{HealthRecord, NodeIdentity, XidPolicy};
+
+/// The file; not a name that begins like our sockets'.
+const FILE: &str = "linkwise_health.json";
+/// The longest file that is read, in bytes: a hundred times that of a node with 16 GPUs in trouble.
+const LONGEST: u64 = 1 << 20;
+/// How long a start waits for a disk.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// The kernel's name for this boot.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// How health is judged and kept.
+#[derive(Clone, Debug, Default)]
+pub struct HealthSettings {
+    /// An operator's word on XIDs.
+    pub xids: XidPolicy,
+    /// Whether somebody polls the GPUs, so that the first list may wait for it.
+    pub await_first_poll: bool,
+    /// Where it is kept; nowhere without one.
+    pub state_dir: Option<PathBuf>,
+    /// Where the host's /sys is; without it nobody asks which driver is loaded.
+    pub sysfs: Option<PathBuf>,
+}
+
+/// Reads and writes.
+#[derive(Clone, Debug)]
+pub(super) struct Keeper {
+    folder: Option<PathBuf>,
+    sysfs: Option<PathBuf>,
+}
+
+/// Why what was kept is not used.
+#[derive(Debug, thiserror::Error)]
+enum ReadError {
+    #[error("cannot read it")]
+    Io(#[from] io::Error),
+    #[error("it has {0} bytes, more than {LONGEST}")]
+    TooLong(u64),
+    #[error("it is no health record")]
+    Nonsense(#[from] serde_json::Error),
+}
+
+/// What every version of the record has.
+#[derive(Deserialize)]
+struct Version {
+    version: u32,
+}
+
+impl Keeper {
+    pub fn new(settings: &HealthSettings) -> Self {
+        Self { folder: settings.state_dir.clone(), sysfs: settings.sysfs.clone() }
+    }
+
+    /// What the last process kept. A file that is broken is set aside, and a person is told.
+    pub async fn read(&self) -> Option<HealthRecord> {
+        let file = self.folder.as_ref()?.join(FILE);
+        let reading = spawn_blocking(move || (read(&file), file));
+        let (error, file) = match timeout(PATIENCE, reading).await {
+            Ok(Ok((Ok(record), _))) => return record,
+            Ok(Ok((Err(error), file))) => (anyhow::Error::from(error), file),
+            Ok(Err(_)) | Err(_) => {
+                tracing::warn!(folder = ?self.folder, "the health record cannot be read in time and is not used");
+                return None;
+            }
+        };
+        let aside = file.with_extension("json.broken");
+        let moved = fs::rename(&file, &aside).is_ok();
+        let (error, aside) = (format!("{error:#}"), if moved { aside.display().to_string() } else { String::new() });
+        tracing::warn!(file = %file.display(), error, aside, "the health record is not used");
+        None
+    }
+
+    /// Which boot and which load of the driver this is. What the kernel keeps in memory: nothing here waits for a device.
+    pub fn identity(&self) -> Option<NodeIdentity> {
+        let module = self.sysfs.as_ref()?.join("module/nvidia");
+        let line = |path: &Path| fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
+        // sysfs gives each directory it makes a new inode number: another load, another number. Its times say when
+        // somebody looked first, and change.
+        let driver = fs::metadata(&module).ok().map(|folder| {
+            let version = line(&module.join("version")).unwrap_or_else(|| "unknown version".to_owned());
+            format!("{version}, load {}", folder.ino())
+        });
+        Some(NodeIdentity { boot: line(Path::new(BOOT_ID)), driver })
+    }
+
+    /// Writes each record that comes, the last one for certain, until the shutdown. A disk that is full is told of once.
+    pub async fn follow(&self, mut records: watch::Receiver<Option<HealthRecord>>, shutdown: CancellationToken) {
+        let mut failing = false;
+        while let Some(Ok(())) = shutdown.run_until_cancelled(records.changed()).await {
+            self.write(&mut records, &mut failing).await;
+        }
+        if records.has_changed().unwrap_or(false) {
+            self.write(&mut records, &mut failing).await;
+        }
+        shutdown.cancelled().await;
+    }
+
+    async fn write(&self, records: &mut watch::Receiver<Option<HealthRecord>>, failing: &mut bool) {
+        let record = records.borrow_and_update().clone();
+        let (Some(folder), Some(record)) = (self.folder.clone(), record) else { return };
+        let written = spawn_blocking(move || write(&folder, &record).map_err(anyhow::Error::from)).await;
+        match written.unwrap_or_else(|broke_off| Err(broke_off.into())) {
+            Ok(()) if *failing => {
+                *failing = false;
+                tracing::info!("the health record is written again");
+            }
+            Err(error) if !*failing => {
+                *failing = true;
+                let error = format!("{error:#}");
+                tracing::warn!(error, "cannot write the health record: a restart now would forget what is in it");
+            }
+            Ok(()) | Err(_) => {}
+        }
+    }
+}
+
+fn read(file: &Path) -> Result<Option<HealthRecord>, ReadError> {
+    let length = match fs::metadata(file) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error.into()),
+        Ok(found) => found.len(),
+    };
+    if length > LONGEST {
+        return Err(ReadError::TooLong(length));
+    }
+    let text = fs::read_to_string(file)?;
+    let Version { version } = serde_json::from_str(&text)?;
+    if version != HealthRecord::VERSION {
+        // Not broken: a newer linkwise wrote it. Who decides what that means is the inventory.
+        return Ok(Some(HealthRecord { version, ..HealthRecord::default() }));
+    }
+    Ok(Some(serde_json::from_str(&text)?))
+}
+
+fn write(folder: &Path, record: &HealthRecord) -> io::Result<()> {
+    let file = folder.join(FILE);
+    let fresh = file.with_extension("json.new");
+    let mut text = serde_json::to_vec_pretty(record)?;
+    text.push(b'\n');
+    let mut written = fs::File::create(&fresh)?;
+    written.write_all(&text)?;
+    written.sync_all()?;
+    fs::rename(&fresh, &file)
+}
