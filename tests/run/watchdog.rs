@@ -87,7 +87,7 @@ async fn a_gpu_that_crashes_children_is_left_out_and_taken_back_in() {
     let line = node.process.logged(|line| line["message"].to_string().contains("taken back in")).await;
     assert_eq!(line["gpu"].as_str(), Some(uuid(1, 5).as_str()));
     works(&node, &kubelet, 5).await;
-    let left_out = node.process.lines().iter().filter(|line| line.contains("left out")).count();
+    let left_out = node.process.lines().iter().filter(|line| line.contains("ends whoever looks at it")).count();
     assert_eq!(left_out, 1);
 }
 
