@@ -51,6 +51,10 @@ test: setup ## everything that must pass
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace --no-deps
 	@echo "== all passed"
 
+.PHONY: test-long
+test-long: setup ## what takes minutes: the same faults hundreds of times (not part of test)
+	$(CARGO) test --locked --workspace -- --ignored
+
 # No sanitizer: outside of nvml/raw.rs, which no target reaches, there is no unsafe code of ours for one to look at,
 # and without it a stable compiler does. What is found on the way is kept in fuzz/target, a failure in fuzz/artifacts.
 FUZZ_TARGETS := request node_file nccl_xml agent_protocol

@@ -1,7 +1,8 @@
-//! The whole plugin as it runs on a node: start to registered, event to stream, memory, idle CPU.
+//! The whole plugin as it runs on a node: start to registered, event to stream, memory, idle CPU; and on a node without
+//! GPUs: memory and wake-ups.
 //!
 //! The release binary with a libnvidia-ml of our own (8 GPUs), against a kubelet in a box. Memory is that of
-//! both processes, without the driver's library. Run with `cargo bench --bench footprint`; it takes half a minute.
+//! both processes, without the driver's library. Run with `cargo bench --bench footprint`; it takes a minute.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends where it cannot go on")]
 
@@ -18,6 +19,8 @@ const RESOURCE: &str = "nvidia.com/gpu";
 const STARTS: usize = 11;
 /// Events measured.
 const EVENTS: usize = 7;
+/// After this long nothing is left of the start.
+const SETTLE: Duration = Duration::from_secs(12);
 /// How long the idle plugin is watched.
 const IDLE: Duration = Duration::from_secs(20);
 
@@ -54,6 +57,44 @@ async fn main() {
     let ticks = cpu(parent) + cpu(child) - before;
     // USER_HZ is 100 on every Linux that Rust runs on.
     println!("idle for {IDLE:?}: {ticks} ticks of 10 ms, {:.2} % of a core", ticks as f64 / IDLE.as_secs_f64());
+    without_gpus().await;
+}
+
+/// A node with no NVIDIA device on its PCI bus and no library.
+async fn without_gpus() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::create_dir_all(folder.path().join("sys/bus/pci/devices")).unwrap();
+    let mut process = Command::new(env!("CARGO_BIN_EXE_linkwise"))
+        .arg("run")
+        .arg("--kubelet-socket")
+        .arg(folder.path().join(Options::SOCKET))
+        .args(["--nvml-library", "/no/such/libnvidia-ml.so.1", "--metrics-address", "127.0.0.1:0", "--log", "error"])
+        .arg("--sysfs")
+        .arg(folder.path().join("sys"))
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    // Threads of the start are gone after 10 s.
+    tokio::time::sleep(SETTLE).await;
+    let pid = process.id();
+    let (rss, pss) = (memory(pid, "Rss:"), memory(pid, "Pss:"));
+    println!("no GPU      resident {:.1} MiB, proportional share {:.1} MiB", mib(rss), mib(pss));
+    let (ticks, wakes) = (cpu(pid), wake_ups(pid));
+    tokio::time::sleep(IDLE).await;
+    let (ticks, wakes) = (cpu(pid) - ticks, wake_ups(pid) - wakes);
+    println!("no GPU, idle for {IDLE:?}: {wakes} voluntary context switches, {ticks} ticks of 10 ms");
+    let _ = process.kill();
+    let _ = process.wait();
+}
+
+/// How often the threads of a process have gone to sleep of themselves.
+fn wake_ups(pid: u32) -> u64 {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let counts = tasks.filter_map(|task| {
+        let text = fs::read_to_string(task.unwrap().path().join("status")).ok()?;
+        text.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"))?.trim().parse::<u64>().ok()
+    });
+    counts.sum()
 }
 
 /// The plugin on a node of its own.

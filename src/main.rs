@@ -15,6 +15,11 @@ fn main() -> ExitCode {
         Command::Allocate(args) => runtime::block_on(commands::allocate(&args)),
         Command::Simulate(args) => runtime::block_on(commands::simulate(&args)),
         Command::Snapshot(args) => runtime::block_on(commands::snapshot(&args)),
+        Command::Doctor(args) => match runtime::block_on(commands::doctor(&args)) {
+            Ok(code) => return code,
+            Err(error) => Err(error),
+        },
+        Command::Admin(args) => runtime::block_on(commands::admin(&args)),
         Command::NvmlAgent(args) => {
             nvml::agent::main(args.library.as_deref(), Duration::from_millis(args.poll_ms), &args.skip)
                 .map_err(Into::into)

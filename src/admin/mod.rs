@@ -1,7 +1,13 @@
-//! What people and probes ask over HTTP: /metrics, /livez, /readyz.
+//! What people and probes ask over HTTP: /metrics, /livez, /readyz on a port; and, on a Unix socket, what an operator
+//! orders (`local`).
 //!
-//! Owns the listener and the routes; the runtime hands it functions to ask and owns its task. It
-//! changes nothing and never will: what changes something goes over a Unix socket.
+//! Owns the listeners and the routes; the runtime hands it functions to call and owns its tasks. Over the port nothing can be
+//! changed, and never will: what changes something goes over the Unix socket.
+
+mod connections;
+mod listen;
+mod local;
+mod state;
 
 use std::io;
 use std::net::SocketAddr;
@@ -9,17 +15,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::extract::State;
+use axum::extract::State as StateOf;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use futures_util::stream::{FuturesUnordered, StreamExt};
-use hyper::server::conn::http1;
-use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::service::TowerToHyperService;
 use thiserror::Error;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
+
+use connections::HEAD_TIMEOUT;
+pub use local::{Answer, Local, LocalError, Orders, Outcome};
+pub use state::{GpuState, ReasonState, ResourceState, State};
 
 /// What the endpoints answer from.
 #[derive(Clone)]
@@ -28,8 +34,8 @@ pub struct Answers {
     pub metrics: Arc<dyn Fn() -> Option<String> + Send + Sync>,
     /// The content type of that text.
     pub metrics_type: &'static str,
-    /// `Ok` while the node serves; else why it does not, a line each.
-    pub ready: Arc<dyn Fn() -> Result<(), Vec<String>> + Send + Sync>,
+    /// `Ok` with a word on it while the node serves, or has nothing to serve; else why it does not, a line each.
+    pub ready: Arc<dyn Fn() -> Result<String, Vec<String>> + Send + Sync>,
 }
 
 /// Why the endpoints cannot be served.
@@ -45,28 +51,20 @@ pub enum AdminError {
     },
 }
 
-/// Connections served at once; further ones wait until one is closed. Each costs some 20 KB.
-const MOST_CONNECTIONS: usize = 64;
-/// How long a request's head may take, from the connection or from the last answer on. Who opens connections and says
-/// nothing keeps nobody else out for longer.
-const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
-/// The pause after an accept that failed: file descriptors may be out for a while.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-
 /// A bound listener.
 #[derive(Debug)]
 pub struct Admin {
-    listener: TcpListener,
+    listener: Arc<TcpListener>,
     address: SocketAddr,
     head_timeout: Duration,
 }
 
 impl Admin {
-    /// Binds the address; port 0 takes a free one.
+    /// Binds the address; port 0 takes a free one, `[::]` serves IPv4 too and is 0.0.0.0 where IPv6 is off.
     pub async fn bind(address: SocketAddr) -> Result<Self, AdminError> {
-        let bound = TcpListener::bind(address).await.and_then(|listener| Ok((listener.local_addr()?, listener)));
+        let bound = listen::listen(address).and_then(|listener| Ok((listener.local_addr()?, listener)));
         let (address, listener) = bound.map_err(|source| AdminError::Bind { address, source })?;
-        Ok(Self { listener, address, head_timeout: HEAD_TIMEOUT })
+        Ok(Self { listener: Arc::new(listener), address, head_timeout: HEAD_TIMEOUT })
     }
 
     /// The address in fact bound.
@@ -81,47 +79,32 @@ impl Admin {
             .route("/livez", get(|| async { "alive\n" }))
             .route("/readyz", get(ready))
             .with_state(answers);
+        let accept = || {
+            let (listener, routes) = (Arc::clone(&self.listener), routes.clone());
+            async move { Ok((listener.accept().await?.0, routes)) }
+        };
         // A scraper that keeps its connection open does not hold up the end.
-        shutdown.run_until_cancelled(self.accept(routes)).await;
-    }
-
-    /// All connections in one task: none outlives it.
-    async fn accept(&self, routes: Router) {
-        let mut http = http1::Builder::new();
-        http.timer(TokioTimer::new()).header_read_timeout(self.head_timeout);
-        let mut open = FuturesUnordered::new();
-        loop {
-            tokio::select! {
-                accepted = self.listener.accept(), if open.len() < MOST_CONNECTIONS => match accepted {
-                    Ok((stream, _)) => {
-                        let service = TowerToHyperService::new(routes.clone());
-                        open.push(http.serve_connection(TokioIo::new(stream), service));
-                    }
-                    Err(_) => tokio::time::sleep(ACCEPT_PAUSE).await,
-                },
-                // What a caller did wrong on its connection is its own affair.
-                Some(_) = open.next(), if !open.is_empty() => {}
-            }
-        }
+        shutdown.run_until_cancelled(connections::serve(self.head_timeout, accept)).await;
     }
 }
 
-async fn metrics(State(answers): State<Answers>) -> Response {
+async fn metrics(StateOf(answers): StateOf<Answers>) -> Response {
     match (answers.metrics)() {
         Some(text) => ([(header::CONTENT_TYPE, answers.metrics_type)], text).into_response(),
         None => (StatusCode::INTERNAL_SERVER_ERROR, "the metrics could not be written\n").into_response(),
     }
 }
 
-async fn ready(State(answers): State<Answers>) -> Response {
+async fn ready(StateOf(answers): StateOf<Answers>) -> Response {
     match (answers.ready)() {
-        Ok(()) => "ready\n".into_response(),
+        Ok(word) => (word + "\n").into_response(),
         Err(reasons) => (StatusCode::SERVICE_UNAVAILABLE, reasons.join("\n") + "\n").into_response(),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::connections::MOST_CONNECTIONS;
     use super::*;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::TcpStream;
@@ -139,7 +122,11 @@ mod tests {
         let mut admin = Admin::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
         admin.head_timeout = Duration::from_millis(50);
         let address = admin.address();
-        let answers = Answers { metrics: Arc::new(|| None), metrics_type: "text/plain", ready: Arc::new(|| Ok(())) };
+        let answers = Answers {
+            metrics: Arc::new(|| None),
+            metrics_type: "text/plain",
+            ready: Arc::new(|| Ok("ready".to_owned())),
+        };
         let shutdown = CancellationToken::new();
         let ask = async {
             let mut silent = Vec::new();

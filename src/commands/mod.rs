@@ -1,9 +1,11 @@
-//! The commands that look and answer: `topology`, `allocate`, `simulate`, `snapshot`.
+//! The commands that look and answer: `topology`, `allocate`, `simulate`, `snapshot`, `doctor`, `admin`.
 //!
 //! A composition root: it reads a machine (a file, or this one), asks the core and prints. Called by `main`.
 //! What it prints for scripts is an interface; what it prints for people is held by golden tests.
 
+mod admin;
 mod allocate;
+mod doctor;
 mod machine;
 mod matrix;
 mod outline;
@@ -18,7 +20,9 @@ use crate::config::GpuName;
 use crate::machines::Machine;
 use crate::topology::{Gpu, NodeTopology};
 
+pub use admin::admin;
 pub use allocate::allocate;
+pub use doctor::doctor;
 pub use machine::load;
 pub use output::print;
 pub use simulate::simulate;

@@ -3,6 +3,8 @@
 //! Owns the options, their names, defaults and help texts. Called by `main`; what it makes is plain data
 //! from which the composition roots build live objects. Files of configuration will be read here too.
 
+mod admin;
+mod doctor;
 mod list;
 mod nvml;
 mod simulate;
@@ -14,6 +16,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+pub use admin::{AdminArgs, AdminOrder};
+pub use doctor::DoctorArgs;
 pub use list::{GpuName, UnitName};
 pub use nvml::{NvmlArgs, OnNvmlLoss};
 pub use simulate::{SimulateArgs, SimulatePolicy};
@@ -47,6 +51,10 @@ pub enum Command {
     Simulate(SimulateArgs),
     /// Write this machine, as NVML and hwloc see it, as a node file that every --node takes
     Snapshot(SnapshotArgs),
+    /// Say what is wrong with this node, and what to do about it
+    Doctor(DoctorArgs),
+    /// Ask the linkwise that runs on this host, or order: its state, the driver, a GPU's health
+    Admin(AdminArgs),
     /// The process that speaks to NVML, started by the others
     #[command(hide = true)]
     NvmlAgent(AgentArgs),
@@ -55,7 +63,8 @@ pub enum Command {
 /// How to reach the driver and the host.
 #[derive(Clone, Debug, Args)]
 pub struct HostArgs {
-    /// The driver's NVML library, instead of libnvidia-ml.so.1 on the library path
+    /// The driver's NVML library, instead of libnvidia-ml.so.1 on the library path; or the root folder under which a
+    /// driver is installed, where it is looked for in the usual places each time it is needed
     #[arg(long, value_name = "PATH", env = "LINKWISE_NVML_LIBRARY")]
     pub nvml_library: Option<PathBuf>,
     /// Where the host's /sys is
@@ -115,8 +124,11 @@ pub struct RunArgs {
     #[arg(long, value_name = "BOOL", env = "FAIL_ON_INIT_ERROR", num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = list::boolean)]
     pub fail_on_init_error: Option<bool>,
     /// Where /metrics, /livez and /readyz are served; port 0 takes a free one and the log names it
-    #[arg(long, value_name = "ADDRESS", env = "LINKWISE_METRICS_ADDRESS", default_value = "0.0.0.0:9400")]
+    #[arg(long, value_name = "ADDRESS", env = "LINKWISE_METRICS_ADDRESS", default_value = "[::]:9400")]
     pub metrics_address: SocketAddr,
+    /// Serve `linkwise admin` on this Unix socket, for root and our own user; without it nowhere
+    #[arg(long, value_name = "PATH", env = "LINKWISE_ADMIN_SOCKET")]
+    pub admin_socket: Option<PathBuf>,
     /// Which NUMA nodes devices claim, for a kubelet with a Topology Manager (see docs/topology-manager.md)
     #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node")]
     pub numa_hints: NumaHintsArg,

@@ -56,7 +56,7 @@ enum Proof {
 #[derive(Clone, Debug, Default)]
 pub(super) struct GpuHealth {
     standing: Vec<Standing>,
-    /// Whether a look at the node has listed it.
+    /// Whether a look of this process ever listed it: before, nobody has seen its health.
     listed: bool,
     polled: Option<Timestamp>,
     /// Doublings of the hold; `None` before it first failed.
@@ -144,18 +144,15 @@ impl GpuHealth {
 
     /// A look at the node does not list it; `off_bus` where the PCI bus does not either.
     pub fn missed(&mut self, off_bus: bool) {
-        self.listed = false;
         self.seen.off_bus |= off_bus;
     }
 
     /// Something happened to it. True where that is news.
     pub fn fail(&mut self, reason: UnhealthyReason, now: Timestamp) -> bool {
-        let falls = self.falls();
-        let news = self.begin(reason, now, false);
-        if news && falls {
+        if self.falls(&reason) {
             self.fall();
         }
-        news
+        self.begin(reason, now, false)
     }
 
     /// Something happened to the whole node: no fault of this GPU.
@@ -211,7 +208,8 @@ impl GpuHealth {
         }
         self.learn(poll);
         let shown = self.shown(poll);
-        let (falls, hold, mut fell) = (self.falls(), self.hold(), false);
+        let falls = !node_wide && shown.iter().any(|reason| self.falls(reason));
+        let hold = self.hold();
         self.standing.retain_mut(|standing| {
             if shown.iter().any(|reason| reason.is(&standing.reason)) {
                 return true;
@@ -234,10 +232,9 @@ impl GpuHealth {
             true
         });
         for reason in shown {
-            fell |= !matches!(reason, UnhealthyReason::FabricJoining) && !node_wide;
             self.begin(reason, now, true);
         }
-        if fell && falls {
+        if falls {
             self.fall();
         }
         if self.standing.is_empty() {
@@ -245,9 +242,19 @@ impl GpuHealth {
         }
     }
 
-    /// Whether something new would be a fall: it is in health, or on its way there.
-    fn falls(&self) -> bool {
-        self.standing.iter().all(|standing| standing.steady.is_some())
+    /// Whether a poll shows a link down that was active once.
+    pub fn loses_links(&self, poll: &HealthPoll) -> bool {
+        poll.nvlinks_down.iter().flatten().any(|link| self.links.contains(link))
+    }
+
+    /// Whether a reason is a fall: the first against a GPU in health, or one that shows again during its hold. What comes on
+    /// top, as the driver's word does after an XID, belongs to the same fall.
+    fn falls(&self, reason: &UnhealthyReason) -> bool {
+        let blames = |reason: &UnhealthyReason| {
+            !matches!(reason, UnhealthyReason::FabricJoining | UnhealthyReason::DriverAway { .. })
+        };
+        let broken = self.standing.iter().any(|standing| standing.reason.is(reason) && standing.steady.is_some());
+        blames(reason) && (broken || !self.standing.iter().any(|standing| blames(&standing.reason)))
     }
 
     /// How long its evidence has to last.

@@ -78,7 +78,7 @@ impl Inventory {
 
     /// A round of looks.
     pub(super) fn polled(&mut self, polls: &BTreeMap<GpuUuid, HealthPoll>, now: Timestamp) -> Vec<Effect> {
-        let node_wide = hits_all(polls);
+        let node_wide = self.hits_all(polls);
         for (gpu, poll) in polls {
             if let Some(health) = self.health.get_mut(gpu) {
                 health.poll(poll, node_wide, now);
@@ -89,6 +89,15 @@ impl Inventory {
             self.listing = Listing::Open;
         }
         self.settle(opens)
+    }
+
+    /// Whether the same trouble is every GPU's: then it is the node's.
+    fn hits_all(&self, polls: &BTreeMap<GpuUuid, HealthPoll>) -> bool {
+        let known = || polls.iter().filter_map(|(gpu, poll)| Some((self.health.get(gpu)?, poll)));
+        let all = |trouble: fn(&GpuHealth, &HealthPoll) -> bool| known().all(|(health, poll)| trouble(health, poll));
+        let silent = |_: &GpuHealth, poll: &HealthPoll| matches!(poll.reach, Reach::Failed { .. } | Reach::Lost { .. });
+        let fabric = |_: &GpuHealth, poll: &HealthPoll| matches!(poll.fabric, Some(FabricHealth::Failed { .. }));
+        known().nth(1).is_some() && (all(silent) || all(fabric) || all(GpuHealth::loses_links))
     }
 
     /// Which boot and driver this is.
@@ -250,14 +259,6 @@ impl Inventory {
         }
         effects
     }
-}
-
-/// Whether the same trouble is every GPU's: then it is the node's.
-fn hits_all(polls: &BTreeMap<GpuUuid, HealthPoll>) -> bool {
-    let all = |trouble: fn(&HealthPoll) -> bool| polls.len() > 1 && polls.values().all(trouble);
-    all(|poll| matches!(poll.reach, Reach::Failed { .. } | Reach::Lost { .. }))
-        || all(|poll| matches!(poll.fabric, Some(FabricHealth::Failed { .. })))
-        || all(|poll| poll.nvlinks_down.as_ref().is_some_and(|down| !down.is_empty()))
 }
 
 /// The addresses on the host's PCI bus.

@@ -151,3 +151,37 @@ fn resource_names_follow_kubernetes() {
         assert!(name.parse::<ResourceName>().is_err(), "{name}");
     }
 }
+
+#[test]
+fn an_xid_of_a_mig_instance_concerns_that_instance_alone() {
+    let instance = |gpu_instance, compute_instance| MigInstance { gpu_instance, compute_instance };
+    let mut health = GpuHealth::default();
+    let hit = |health: &GpuHealth, device| health.verdict(device) != Health::Healthy;
+    let reason = UnhealthyReason::Xid { code: 79, instance: Some(instance(1, Some(0))) };
+    assert_eq!(reason.to_string(), "XID 79 of GPU instance 1, compute instance 0");
+    assert!(health.fail(reason.clone(), NOON) && !health.fail(reason, NOON));
+    let devices = [Some(instance(1, Some(0))), Some(instance(1, Some(1))), Some(instance(2, Some(0))), None];
+    assert_eq!(devices.map(|device| hit(&health, device)), [true, false, false, true]);
+    // An event that names no compute instance is about all of them; one that names nothing, about the GPU.
+    health.fail(UnhealthyReason::Xid { code: 79, instance: Some(instance(1, None)) }, NOON);
+    assert_eq!(devices.map(|device| hit(&health, device)), [true, true, false, true]);
+    health.fail(UnhealthyReason::DoubleBitEcc, NOON);
+    assert_eq!(devices.map(|device| hit(&health, device)), [true; 4]);
+}
+
+#[test]
+fn an_operators_word_ends_what_was_held_against_a_gpu_that_is_there() {
+    let failed =
+        [node(&[0, 1, 2]), Event::Xid { gpu: uuid(0), code: 79, instance: None }, Event::DoubleBitEcc { gpu: uuid(1) }];
+    let (state, _) = after(failed);
+    let (state, effects) = state.apply(Event::Cleared { gpu: uuid(0) }, NOON);
+    assert_eq!(healthy(&state), ["GPU-0", "GPU-2"]);
+    let changed = Effect::HealthChanged { gpu: uuid(0), health: Health::Healthy };
+    assert_eq!(effects, [changed, Effect::Publish, Effect::Keep]);
+    let (state, effects) = state.apply(Event::Cleared { gpu: uuid(0) }, NOON);
+    assert_eq!(effects, [], "nothing is held against it");
+    // No word makes a GPU be there.
+    let (state, _) = state.apply(node(&[0, 1]), NOON);
+    let (state, effects) = state.apply(Event::Cleared { gpu: uuid(2) }, NOON);
+    assert_eq!((healthy(&state), effects), (vec!["GPU-0"], vec![]));
+}

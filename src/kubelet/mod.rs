@@ -13,6 +13,7 @@ mod life;
 mod machine;
 mod offers;
 pub mod pod_resources;
+mod probe;
 mod register;
 mod service;
 mod session;
@@ -29,6 +30,7 @@ use crate::inventory::{Inventory, ResourceName};
 
 pub use callers::Callers;
 pub use life::{Plugin, PluginError};
+pub use probe::{ProbeError, probe};
 
 /// How a plugin finds its kubelet and what it hands to containers.
 #[derive(Clone, Debug)]

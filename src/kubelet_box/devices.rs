@@ -237,6 +237,11 @@ impl Book {
         self.held.iter().filter(move |(place, _)| here(place)).flat_map(|(_, allocation)| &allocation.devices)
     }
 
+    /// What every container holds, of whatever resource.
+    pub(super) fn all_held(&self) -> Vec<(Place, Vec<String>)> {
+        self.held.iter().map(|(place, allocation)| (place.clone(), allocation.devices.clone())).collect()
+    }
+
     /// What a container holds.
     pub(super) fn held(&self, place: &Place) -> Option<&Allocation> {
         self.held.get(place)

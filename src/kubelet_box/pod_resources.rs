@@ -1,12 +1,13 @@
 //! The PodResources service, on a socket of its own where [`super::Options::pod_resources`] names one.
 //!
-//! Started with each life of the kubelet; answers from what can be seen of the books, as a kubelet answers from its
+//! Started with each life of the kubelet; answers from the books, as a kubelet answers from its
 //! device manager: the devices that containers hold, and those that are healthy. Changes nothing.
 
 use std::sync::Arc;
 
 use tonic::{Request, Response, Status};
 
+use super::devices::Book;
 use super::errors::BoxError;
 use super::life::{Core, Life};
 use super::registration::{bind, incoming};
@@ -41,17 +42,16 @@ impl PodResourcesLister for Service {
         &self,
         _: Request<wire::ListPodResourcesRequest>,
     ) -> Result<Response<wire::ListPodResourcesResponse>, Status> {
-        let state = self.core.state.borrow().clone();
-        let mut pods = Vec::new();
-        for (resource, seen) in state.resources.iter() {
-            for (name, containers) in &seen.allocated {
-                let containers = containers.iter().map(|(name, ids)| wire::ContainerResources {
-                    name: name.clone(),
-                    devices: vec![devices(resource, ids)],
-                });
-                pods.push(wire::PodResources { name: name.clone(), containers: containers.collect() });
-            }
-        }
+        let held = self.core.read(Book::all_held);
+        let pods = held.into_iter().map(|(place, ids)| wire::PodResources {
+            name: place.pod,
+            containers: vec![wire::ContainerResources {
+                name: place.container,
+                devices: vec![devices(&place.resource, &ids)],
+            }],
+        });
+        // A pod may come several times; whoever reads it looks at the devices.
+        let pods = pods.collect();
         Ok(Response::new(wire::ListPodResourcesResponse { pod_resources: pods }))
     }
 

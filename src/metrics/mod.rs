@@ -94,6 +94,8 @@ pub struct Metrics {
     refused: Family<PerResource, Counter>,
     xids: Family<PerXid, Counter>,
     failures: Family<PerFailure, Counter>,
+    idle: Gauge,
+    released: Gauge,
     agent_up: Gauge,
     agent_starts: Counter,
     agent_ends: Family<PerCause, Counter>,
@@ -123,6 +125,8 @@ impl Metrics {
             refused: Family::default(),
             xids: Family::default(),
             failures: Family::default(),
+            idle: Gauge::default(),
+            released: Gauge::default(),
             agent_up: Gauge::default(),
             agent_starts: Counter::default(),
             agent_ends: Family::default(),
@@ -179,6 +183,16 @@ impl Metrics {
             "gpu_failures",
             "Times the GPU became unhealthy, or its first reason another",
             metrics.failures.clone(),
+        );
+        registry.register(
+            "idle",
+            "1 while this host has no NVIDIA GPU and linkwise waits for one",
+            metrics.idle.clone(),
+        );
+        registry.register(
+            "driver_released",
+            "1 while linkwise lets go of the driver because an operator asked it to",
+            metrics.released.clone(),
         );
         registry.register("nvml_agent_up", "1 while the process that speaks to NVML answers", metrics.agent_up.clone());
         registry.register(
@@ -291,6 +305,16 @@ impl Metrics {
     /// A GPU became unhealthy.
     pub fn gpu_failed(&self, gpu: &GpuUuid, reason: &'static str) {
         self.failures.get_or_create(&PerFailure { uuid: gpu.to_string(), reason }).inc();
+    }
+
+    /// This host has no NVIDIA GPU, or has one now.
+    pub fn idle(&self, idle: bool) {
+        self.idle.set(i64::from(idle));
+    }
+
+    /// The driver is let go of at an operator's word, or taken up again.
+    pub fn driver_released(&self, released: bool) {
+        self.released.set(i64::from(released));
     }
 
     /// The process that speaks to NVML was started.

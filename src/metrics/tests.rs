@@ -59,6 +59,8 @@ fn everything() -> String {
     metrics.xid(&"GPU-b".parse().unwrap(), 79);
     metrics.gpu_failed(&"GPU-b".parse().unwrap(), "xid");
     metrics.agent_started();
+    metrics.idle(true);
+    metrics.driver_released(true);
     metrics.agent_up(true);
     metrics.agent_ended("crashed");
     metrics.nvml_away(true);

@@ -22,7 +22,7 @@ use super::calls::Calls;
 use super::events::{self, Waiting};
 use super::protocol::{FromAgent, Incoming, Place, ProtocolError, ToAgent, encode};
 use super::watch::{Fingerprint, Watch};
-use super::{probe, raw};
+use super::{library, probe, raw};
 
 /// How long from one round of cheap calls to the next (DESIGN: a poll every 10 s).
 pub const POLL_INTERVAL: Duration = Duration::from_secs(10);
@@ -77,7 +77,7 @@ impl Parent {
     }
 }
 
-/// Runs until the parent is gone. `library` is the path of the driver's library, or the usual
+/// Runs until the parent is gone. `library` is the path of the driver's library or of a driver's root, or the usual
 /// names are tried; `poll` is how long from one round of cheap calls to the next; GPUs to `skip` are not touched.
 ///
 /// # Errors
@@ -166,8 +166,8 @@ fn listen(mut socket: UnixStream, ask: &mpsc::Sender<ToAgent>) {
     }
 }
 
-fn load(library: Option<&Path>, calls: &Calls) -> Result<Nvml, AgentError> {
-    let Some(library) = library else {
+fn load(named: Option<&Path>, calls: &Calls) -> Result<Nvml, AgentError> {
+    let Some(named) = named else {
         let [first, second] = LIBRARIES.map(OsStr::new);
         return match init(first, calls) {
             Err(first @ AgentError::Load { .. }) => match init(second, calls) {
@@ -177,7 +177,11 @@ fn load(library: Option<&Path>, calls: &Calls) -> Result<Nvml, AgentError> {
             other => other,
         };
     };
-    init(library.as_os_str(), calls)
+    // A folder is a driver's root, looked through anew by each child: the driver may come late.
+    if named.is_dir() {
+        return init(library::under(named).as_os_str(), calls);
+    }
+    init(named.as_os_str(), calls)
 }
 
 fn init(library: &OsStr, calls: &Calls) -> Result<Nvml, AgentError> {

@@ -31,7 +31,7 @@ const READ: usize = 8 << 10;
 pub struct AgentCommand {
     /// The program that has the subcommand `nvml-agent`: ours.
     pub program: PathBuf,
-    /// The path of the driver's library; the usual names are tried without one.
+    /// The path of the driver's library, or of a driver's root; the usual names are tried without one.
     pub library: Option<PathBuf>,
     /// How long from one of the child's rounds to the next.
     pub poll: Duration,

@@ -14,6 +14,7 @@ mod call;
 mod calls;
 pub mod child;
 mod events;
+mod library;
 mod links;
 mod poll;
 mod probe;

@@ -21,6 +21,8 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use super::idle::{self, Idle};
+use super::operator::Release;
 use crate::hwloc::{self, PciBus};
 use crate::inventory::{Event, HealthPoll, MigInstance};
 use crate::metrics::Metrics;
@@ -35,6 +37,9 @@ use suspects::Suspects;
 
 /// The longest pause before a child is started again, as a multiple of the first; doubling from the one to the other.
 const LONGEST: u32 = 60;
+
+/// What NVML's answer comes to where it works and there is no GPU.
+const NO_GPUS: &str = "NVML lists no GPU on this node";
 
 /// How long a round waits for files; what they would have said counts at a later one.
 const FILES: Duration = Duration::from_millis(500);
@@ -64,9 +69,9 @@ pub(super) struct Driver {
     pub events: mpsc::Sender<Event>,
     pub metrics: Arc<Metrics>,
     /// Why there is nothing to offer, for /readyz.
-    pub idle: watch::Sender<String>,
-    /// While true, no child holds the driver.
-    pub released: watch::Receiver<bool>,
+    pub idle: watch::Sender<Idle>,
+    /// Whether an operator wants the driver for something else.
+    pub release: Release,
 }
 
 /// How a child's time ended.
@@ -114,9 +119,11 @@ impl Driver {
         let mut seen = false;
         let mut told = None;
         loop {
-            self.while_released(false).await;
+            self.release.over().await;
             let began = Instant::now();
+            let holding = self.release.holding();
             let end = self.one_child(&mut known).await?;
+            drop(holding);
             self.metrics.agent_up(false);
             let (ready, why) = match end {
                 End::Died { ready, why } => (ready, why),
@@ -127,8 +134,8 @@ impl Driver {
                     continue;
                 }
                 End::Released => {
-                    tracing::info!("the driver was let go; the GPUs are offered as last seen");
-                    known.away("it was let go on request".to_owned());
+                    known.away("an operator asked to let go of the driver".to_owned());
+                    pause = Duration::ZERO;
                     continue;
                 }
             };
@@ -136,27 +143,22 @@ impl Driver {
             seen |= ready;
             if seen {
                 known.away(why.clone());
-            } else {
-                self.live_without(&why).await?;
+            } else if self.live_without(&why).await? {
+                // A GPU has come: the pauses were another matter's.
+                pause = Duration::ZERO;
+                continue;
             }
-            // On a node without GPUs this goes on for ever: one line for a cause, the metric counts the starts.
+            // Where there is no driver this goes on for ever: one line for a cause, the metric counts the starts.
             if ready || told.as_ref() != Some(&why) {
                 tracing::warn!(cause = why, again_in = ?pause, "NVML is not to be had");
             } else {
                 tracing::debug!(cause = why, again_in = ?pause, "NVML is not to be had, as before");
             }
             told = Some(why);
-            // Who lets go of the driver during the pause finds it let go.
-            tokio::time::sleep(pause).await;
-        }
-    }
-
-    /// Waits until the driver is let go, or is no longer; for ever where nobody is left to say so.
-    async fn while_released(&self, wanted: bool) {
-        let mut released = self.released.clone();
-        let known = released.wait_for(|released| *released == wanted).await.is_ok();
-        if !known && wanted {
-            std::future::pending::<()>().await;
+            tokio::select! {
+                () = tokio::time::sleep(pause) => {}
+                () = self.release.wished() => {}
+            }
         }
     }
 
@@ -187,7 +189,7 @@ impl Driver {
                     self.begin(&mut shift, errand, known).await;
                     continue;
                 }
-                () = self.while_released(true) => {
+                () = self.release.wished() => {
                     self.metrics.agent_ended("released");
                     shift.end().await;
                     return Ok(End::Released);
@@ -207,6 +209,14 @@ impl Driver {
                 },
             };
             match message {
+                // Nothing to look after, and a child would look at it for ever.
+                FromAgent::Ready { gpus, .. }
+                    if known.told.is_none() && gpus.is_empty() && idle::on_bus(&self.sysfs).await?.is_empty() =>
+                {
+                    self.metrics.agent_ended("replaced");
+                    shift.end().await;
+                    return Ok(End::Died { ready: false, why: NO_GPUS.to_owned() });
+                }
                 FromAgent::Ready { driver, nvml, count, gpus, failures } => {
                     if !shift.ready {
                         shift.at_start = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
@@ -233,7 +243,7 @@ impl Driver {
                         shift.renew(format!("GPU {} has come, and its events are to be heard", new.uuid));
                     }
                     if gpus.is_empty() {
-                        self.idle.send_replace("NVML lists no GPU on this node".to_owned());
+                        self.idle.send_replace(Idle::Waiting(NO_GPUS.to_owned()));
                     }
                     known.look(count, gpus, failures);
                     self.observed(known).await?;
@@ -459,13 +469,12 @@ impl Driver {
         next_pause(self.settings.pause, last, lived)
     }
 
-    /// Whether to live without NVML, which never answered: by the option, else by what is on the PCI bus.
-    async fn live_without(&self, why: &str) -> Result<()> {
-        let sysfs = self.sysfs.clone();
-        // A file of a device in trouble may not answer, and would hold a thread that admissions need.
-        let gpus = tokio::task::spawn_blocking(move || hwloc::nvidia_gpus_on_bus(&sysfs));
-        let gpus = gpus.await.context("the look at the PCI bus broke off")?;
+    /// Whether to live without NVML, which never answered: by the option, else by what is on the PCI bus. `true` once a
+    /// node without GPUs has got one.
+    async fn live_without(&self, why: &str) -> Result<bool> {
+        let gpus = idle::on_bus(&self.sysfs).await?;
         match (self.fail_on_init_error, gpus.first()) {
+            (_, None) if why == NO_GPUS => {}
             (Some(true), _) => bail!("NVML cannot be initialised: {why}"),
             // Libraries and device nodes are given at a container's creation: it has to be made anew.
             (None, Some(first)) => {
@@ -474,10 +483,21 @@ impl Driver {
                     gpus.len()
                 )
             }
-            (Some(false), Some(_)) => self.idle.send_replace(format!("NVML cannot be initialised: {why}")),
-            (_, None) => self.idle.send_replace(format!("no NVIDIA GPU on the PCI bus, and no NVML: {why}")),
-        };
-        Ok(())
+            (Some(false), Some(_)) => {
+                self.idle.send_replace(Idle::Waiting(format!("NVML cannot be initialised: {why}")));
+                return Ok(false);
+            }
+            (None | Some(false), None) => {}
+        }
+        let reason = format!("no NVIDIA GPU on the PCI bus, and none by NVML: {why}");
+        tracing::info!(reason, "this node has no NVIDIA GPU: idle until one is on its PCI bus");
+        self.idle.send_replace(Idle::NoGpu(reason));
+        self.metrics.idle(true);
+        let first = idle::gpu_appears(&self.sysfs).await?;
+        self.metrics.idle(false);
+        self.idle.send_replace(Idle::Waiting(format!("GPU {first} has come, and was not looked at yet")));
+        tracing::info!(gpu = %first, "an NVIDIA GPU is on the PCI bus now");
+        Ok(true)
     }
 }
 

@@ -6,10 +6,12 @@
 
 mod clock;
 mod driver;
+mod idle;
 mod keeper;
 mod log;
 mod node;
 mod observe;
+mod operator;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,8 +19,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::watch;
 
+use crate::admin::Local;
 use crate::config::{HostArgs, OnNvmlLoss, RunArgs};
 use crate::kubelet;
 use crate::nvml::Limits;
@@ -55,6 +57,9 @@ async fn serve(args: &RunArgs) -> Result<()> {
     // First of all: a container's first process does not even die of a signal that it does not listen for.
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+    let mut let_go = signal(SignalKind::user_defined1()).context("cannot listen for SIGUSR1")?;
+    let mut take_up = signal(SignalKind::user_defined2()).context("cannot listen for SIGUSR2")?;
+    let admin = args.admin_socket.as_deref().map(Local::bind).transpose()?;
     let mut kubelet = kubelet::Settings::new(args.kubelet_socket.clone());
     kubelet.pod_resources_socket = Some(args.pod_resources_socket.clone());
     kubelet.callers = kubelet::Callers::and(args.allowed_uids.iter().copied());
@@ -74,9 +79,8 @@ async fn serve(args: &RunArgs) -> Result<()> {
     }
     let mut node = Node::start(settings).await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
+    let release = operator::Release::new(Arc::clone(node.metrics()));
     let milliseconds = Duration::from_millis;
-    // Nobody lets go of the driver yet.
-    let (_released, released) = watch::channel(false);
     let driver = driver::Driver {
         command: AgentCommand {
             poll: milliseconds(args.nvml.nvml_poll_ms),
@@ -89,7 +93,7 @@ async fn serve(args: &RunArgs) -> Result<()> {
             grace: milliseconds(args.nvml.nvml_grace_ms),
             trial: milliseconds(args.nvml.nvml_trial_ms),
         },
-        released,
+        release: release.clone(),
         sysfs: args.host.sysfs.clone(),
         fail_on_init_error: args.fail_on_init_error,
         events: node.events(),
@@ -98,11 +102,22 @@ async fn serve(args: &RunArgs) -> Result<()> {
     };
     let shutdown = node.shutdown();
     node.spawn("NVML driver", driver.run(shutdown.clone()));
+    if let Some(admin) = admin {
+        let (orders, shutdown) = (operator::orders(&node, &release), shutdown.clone());
+        node.spawn("admin socket", async move {
+            admin.serve(orders, shutdown).await;
+            Ok(())
+        });
+    }
     node.spawn("signals", async move {
-        let name = tokio::select! {
-            _ = terminate.recv() => "SIGTERM",
-            _ = interrupt.recv() => "SIGINT",
-            () = shutdown.cancelled() => return Ok(()),
+        let name = loop {
+            tokio::select! {
+                _ = terminate.recv() => break "SIGTERM",
+                _ = interrupt.recv() => break "SIGINT",
+                _ = let_go.recv() => release.wish(true),
+                _ = take_up.recv() => release.wish(false),
+                () = shutdown.cancelled() => return Ok(()),
+            }
         };
         tracing::info!(signal = name, "ending");
         shutdown.cancel();

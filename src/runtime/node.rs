@@ -14,6 +14,7 @@ use tokio::time::{sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::clock::Clock;
+use super::idle::Idle;
 use super::keeper::{HealthSettings, Keeper};
 use super::observe;
 use crate::admin::{Admin, Answers};
@@ -72,7 +73,7 @@ pub struct Node {
     holders: watch::Sender<Holders>,
     follows_holders: bool,
     troubles: Troubles,
-    idle: watch::Sender<String>,
+    idle: watch::Sender<Idle>,
     last_report: watch::Sender<Option<Arc<AllocationReport>>>,
     metrics: Arc<Metrics>,
     metrics_address: SocketAddr,
@@ -103,7 +104,7 @@ impl Node {
         let metrics = Arc::new(Metrics::new(env!("CARGO_PKG_VERSION"), inventory));
         let admin = Admin::bind(settings.metrics_address).await?;
         let metrics_address = admin.address();
-        let idle = watch::Sender::new("the GPUs have not been looked at yet".to_owned());
+        let idle = watch::Sender::new(Idle::Waiting("the GPUs have not been looked at yet".to_owned()));
         let mut node = Self {
             kubelet: Arc::new(settings.kubelet),
             state,
@@ -176,7 +177,7 @@ impl Node {
     }
 
     /// Why there is nothing to offer, where there is not: for /readyz.
-    pub(super) fn idle_reason(&self) -> watch::Sender<String> {
+    pub(super) fn idle_reason(&self) -> watch::Sender<Idle> {
         self.idle.clone()
     }
 
@@ -335,25 +336,36 @@ impl Node {
         })
     }
 
-    fn answers(&self) -> Answers {
-        let (metrics, plugins, idle) = (Arc::clone(&self.metrics), Arc::clone(&self.plugins), self.idle.subscribe());
-        let troubles = Arc::clone(&self.troubles);
-        let ready = move || {
+    /// Where each plugin is that offers something, and what keeps it from serving. One that is ending is nothing to wait for.
+    pub(super) fn plugins(&self) -> impl Fn() -> Vec<(String, Phase, Option<String>)> + Send + Sync + use<> {
+        let (plugins, troubles) = (Arc::clone(&self.plugins), Arc::clone(&self.troubles));
+        move || {
             let (plugins, troubles) = (lock(&plugins), lock(&troubles));
-            // One that is ending is nothing to wait for.
-            let offered = || plugins.iter().filter(|(_, plugin)| !plugin.end.is_cancelled());
-            if offered().next().is_none() {
-                return Err(vec![idle.borrow().clone()]);
+            let offered = plugins.iter().filter(|(_, plugin)| !plugin.end.is_cancelled());
+            let offered = offered.map(|(resource, plugin)| (resource, *plugin.phase.borrow()));
+            offered.map(|(resource, phase)| (resource.to_string(), phase, troubles.get(resource).cloned())).collect()
+        }
+    }
+
+    fn answers(&self) -> Answers {
+        let (metrics, plugins, idle) = (Arc::clone(&self.metrics), self.plugins(), self.idle.subscribe());
+        let ready = move || {
+            let plugins = plugins();
+            if plugins.is_empty() {
+                return match &*idle.borrow() {
+                    Idle::NoGpu(reason) => Ok(reason.clone()),
+                    Idle::Waiting(reason) => Err(vec![reason.clone()]),
+                };
             }
-            let waiting: Vec<String> = offered()
-                .map(|(resource, plugin)| (resource, *plugin.phase.borrow()))
-                .filter(|(_, phase)| *phase != Phase::Serving)
-                .map(|(resource, phase)| match troubles.get(resource) {
+            let waiting: Vec<String> = plugins
+                .into_iter()
+                .filter(|(_, phase, _)| *phase != Phase::Serving)
+                .map(|(resource, phase, trouble)| match trouble {
                     Some(why) => format!("{resource}: {}; {why}", phase.words()),
                     None => format!("{resource}: {}", phase.words()),
                 })
                 .collect();
-            if waiting.is_empty() { Ok(()) } else { Err(waiting) }
+            if waiting.is_empty() { Ok("ready".to_owned()) } else { Err(waiting) }
         };
         Answers {
             metrics: Arc::new(move || metrics.encode().ok()),
@@ -395,7 +407,7 @@ mod tests {
         node.apply(Event::Observed(Box::new(observed)));
         let offering = node.state.clone();
         phase(&node, |phase| phase == Phase::Serving).await;
-        assert_eq!(ready(), Ok(()));
+        assert_eq!(ready(), Ok("ready".to_owned()));
         let connected = |node: &Node| node.metrics.encode().unwrap().contains("linkwise_kubelet_connected{");
         assert!(connected(&node));
         // Nothing of it is left: the session closes and nothing else ends.

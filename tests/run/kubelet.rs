@@ -173,21 +173,29 @@ async fn a_stream_that_the_kubelet_drops_is_registered_anew() {
     node.process.said("ListAndWatch stream is gone").await;
 }
 
-/// A plugin of its own, and why its sessions ended.
-fn plugin(settings: Settings) -> (Plugin, mpsc::Receiver<String>) {
+/// A machine of eight GPUs for a plugin of its own, and somebody who is told what that does.
+pub fn sources(told: impl Fn(Occurrence) + Send + Sync + 'static) -> Sources {
     let machine = machines::load("dgx1-v100").unwrap();
     let (inventory, _) = Inventory::default().apply(Event::Observed(Box::new(machine.observed)), Duration::ZERO);
-    let inventory = watch::Sender::new(Arc::new(inventory));
-    let (told, ended) = mpsc::channel(64);
-    let sources = inventory.subscribe();
+    let sender = watch::Sender::new(Arc::new(inventory));
+    let inventory = sender.subscribe();
     let observer: linkwise::kubelet::Observer = Arc::new(move |_, occurrence| {
         // Lists end with their sender: it lives as long as the plugin.
-        let _ = &inventory;
+        let _ = &sender;
+        told(occurrence);
+    });
+    Sources { inventory, observer }
+}
+
+/// A plugin of its own, and why its sessions ended.
+pub fn plugin(settings: Settings) -> (Plugin, mpsc::Receiver<String>) {
+    let (told, ended) = mpsc::channel(64);
+    let sources = sources(move |occurrence| {
         if let Occurrence::Ended(why) = occurrence {
             let _ = told.try_send(why);
         }
     });
-    (Plugin::new(ResourceName::gpu(), Arc::new(settings), Sources { inventory: sources, observer }), ended)
+    (Plugin::new(ResourceName::gpu(), Arc::new(settings), sources), ended)
 }
 
 #[tokio::test]

@@ -10,15 +10,25 @@
     reason = "what a helper cannot do fails the test"
 )]
 
+mod callers;
+mod cut;
 mod devices;
+mod doctor;
 mod driver;
 mod drivers;
 mod endpoints;
+mod endurance;
+mod health;
+mod idle;
 mod kubelet;
 mod node;
 mod oddities;
+mod operator;
+mod pod_resources;
 mod rediscovery;
 mod refusals;
 mod rpc;
 mod shutdown;
+mod sockets;
+mod stops;
 mod watchdog;

@@ -26,7 +26,9 @@ pub const LIMIT: Duration = Duration::from_secs(60);
 const ASK_AGAIN: Duration = Duration::from_millis(10);
 
 /// What the process would read of the environment of whoever runs the tests.
-const VARIABLES: [&str; 11] = [
+const VARIABLES: [&str; 13] = [
+    "LINKWISE_ADMIN_SOCKET",
+    "LINKWISE_NUMA_HINTS",
     "KUBELET_SOCKET",
     "LINKWISE_POD_RESOURCES_SOCKET",
     "LINKWISE_ALLOWED_UIDS",
@@ -160,6 +162,21 @@ impl Setup {
         command.args(&self.args).envs(self.environment.iter().map(|(name, value)| (name, value)));
         command.current_dir(self.folder.path());
         command.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
+        command
+    }
+
+    /// How the doctor looks at this machine; more arguments can follow.
+    pub fn doctor(&self) -> Command {
+        let mut command = Command::new(&self.program);
+        for variable in VARIABLES {
+            command.env_remove(variable);
+        }
+        command.arg("doctor").arg("--kubelet-socket").arg(&self.kubelet_socket);
+        command.arg("--nvml-library").arg(&self.library).arg("--sysfs").arg(self.at("sys"));
+        command.arg("--root").arg(self.folder.path());
+        command.arg("--pod-resources-socket").arg(self.at("pod-resources/kubelet.sock"));
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
+        command.stdin(Stdio::null()).kill_on_drop(true);
         command
     }
 

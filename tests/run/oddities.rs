@@ -5,17 +5,6 @@ use linkwise::kubelet_box::Pod;
 use crate::node::{GPU, Setup, machine, registered, uuid};
 
 #[tokio::test]
-async fn a_node_without_gpus_stays_up_and_says_so() {
-    let setup = Setup::with("version: 1\nname: bare\nobserved: {gpus: []}\n");
-    let kubelet = setup.kubelet();
-    let node = setup.start().await;
-    node.ready(503, "NVML lists no GPU on this node").await;
-    assert_eq!(node.get("/livez").await.status, 200);
-    node.metric("linkwise_nvml_agent_up", 1).await;
-    assert!(kubelet.state().resources.is_empty(), "nothing is registered");
-}
-
-#[tokio::test]
 async fn a_gpu_that_fails_half_its_calls_costs_the_others_nothing() {
     let faults = [
         "1:nvmlDeviceGetName:999",

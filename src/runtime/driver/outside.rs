@@ -73,6 +73,8 @@ pub struct Library {
 /// Looks: `child` is the process that has loaded the library, if one has, `library` its path where one is configured.
 pub fn look(bus: &mut PciBus, sysfs: &Path, child: Option<u32>, library: Option<&Path>) -> Outside {
     let read = |path: PathBuf| std::fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
+    // A folder is a driver's root, in which the library has its usual name.
+    let library = library.filter(|path| !path.is_dir());
     let maps = child.and_then(|child| read(format!("/proc/{child}/maps").into()));
     let library = maps.map(|maps| {
         let mapped = mapped(&maps, library).map(str::to_owned);

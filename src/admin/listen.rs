@@ -1,0 +1,72 @@
+//! The listening TCP socket: one that serves IPv4 and IPv6 both, whatever the host's defaults are.
+
+use std::io::{self, ErrorKind};
+use std::net::{Ipv4Addr, SocketAddr};
+
+use socket2::{Domain, Socket, Type};
+use tokio::net::TcpListener;
+
+/// Connections that may wait to be accepted; what tokio asks for too.
+const BACKLOG: i32 = 1024;
+
+/// Listens on an address. `[::]` takes IPv4 as well, also where the host says otherwise (net.ipv6.bindv6only), and is
+/// 0.0.0.0 on a host without IPv6.
+pub(super) fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+    listen_with(address, bind)
+}
+
+fn listen_with(address: SocketAddr, bind: impl Fn(SocketAddr) -> io::Result<Socket>) -> io::Result<TcpListener> {
+    let any = address.is_ipv6() && address.ip().is_unspecified();
+    let socket = match bind(address) {
+        // A port that is taken is taken; anything else means that there is no IPv6 to be had.
+        Err(error) if any && !matches!(error.kind(), ErrorKind::AddrInUse | ErrorKind::PermissionDenied) => {
+            bind((Ipv4Addr::UNSPECIFIED, address.port()).into())?
+        }
+        socket => socket?,
+    };
+    TcpListener::from_std(socket.into())
+}
+
+fn bind(address: SocketAddr) -> io::Result<Socket> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
+    if address.is_ipv6() && address.ip().is_unspecified() {
+        socket.set_only_v6(false)?;
+    }
+    // A restart does not wait for the connections of the last one to be forgotten.
+    socket.set_reuse_address(true)?;
+    socket.set_nonblocking(true)?;
+    socket.bind(&address.into())?;
+    socket.listen(BACKLOG)?;
+    Ok(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::{Ipv6Addr, TcpStream};
+
+    const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V6(Ipv6Addr::UNSPECIFIED), 0);
+
+    #[tokio::test]
+    async fn any_address_is_both_kinds() {
+        let listener = listen(ANY).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
+        TcpStream::connect((Ipv6Addr::LOCALHOST, port)).unwrap();
+    }
+
+    #[tokio::test]
+    async fn without_ipv6_any_address_is_any_ipv4_address() {
+        // What the kernel answers where it has no IPv6: EAFNOSUPPORT.
+        let without = |address: SocketAddr| match address {
+            SocketAddr::V6(_) => Err(io::Error::from_raw_os_error(97)),
+            SocketAddr::V4(_) => bind(address),
+        };
+        let listener = listen_with(ANY, without).unwrap();
+        assert!(listener.local_addr().unwrap().is_ipv4());
+        // One address of IPv6 stays one, and a port that is taken is not taken elsewhere.
+        assert!(listen_with((Ipv6Addr::LOCALHOST, 0).into(), without).is_err());
+        let taken = |_| Err(io::Error::from(ErrorKind::AddrInUse));
+        assert_eq!(listen_with(ANY, taken).unwrap_err().kind(), ErrorKind::AddrInUse);
+    }
+}

@@ -1,0 +1,45 @@
+//! `linkwise admin`: asks the linkwise that runs on this host, over its Unix socket.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::time::timeout;
+
+use super::print;
+use crate::config::{AdminArgs, AdminOrder};
+
+/// How long an answer may take: an order to let go of the driver waits 10 s for a process to end.
+const ANSWER: Duration = Duration::from_secs(20);
+
+/// Runs the command.
+pub async fn admin(args: &AdminArgs) -> Result<()> {
+    let line = match &args.order {
+        AdminOrder::State => "GET /state".to_owned(),
+        AdminOrder::Release => "POST /driver/release".to_owned(),
+        AdminOrder::Resume => "POST /driver/resume".to_owned(),
+        AdminOrder::Clear { gpu } => format!("POST /gpus/{gpu}/clear"),
+    };
+    let socket = args.socket.display();
+    let answer = timeout(ANSWER, ask(&args.socket, &line)).await;
+    let text = answer.with_context(|| format!("no answer on {socket} within {ANSWER:?}"))?;
+    let text = text.with_context(|| format!("cannot ask linkwise on {socket} (its --admin-socket)"))?;
+    let (head, body) = text.split_once("\r\n\r\n").unwrap_or((&text, ""));
+    let status = head.split(' ').nth(1).unwrap_or_default();
+    ensure!(head.starts_with("HTTP/1."), "what answers on {socket} is no linkwise");
+    if status != "200" {
+        bail!("{}", body.trim_end());
+    }
+    Ok(print(body)?)
+}
+
+async fn ask(socket: &Path, line: &str) -> std::io::Result<String> {
+    let mut stream = UnixStream::connect(socket).await?;
+    let request = format!("{line} HTTP/1.1\r\nHost: linkwise\r\nConnection: close\r\nContent-Length: 0\r\n\r\n");
+    stream.write_all(request.as_bytes()).await?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text).await?;
+    Ok(text)
+}

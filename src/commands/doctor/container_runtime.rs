@@ -1,0 +1,103 @@
+//! Hints of the container runtime: the CDI folders, and which specs for NVIDIA devices lie there.
+
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use super::count;
+use super::finding::{Finding, Findings};
+
+/// What of a CDI spec matters here (CDI specification, SPEC.md: `kind` is vendor/class).
+#[derive(Deserialize)]
+struct Spec {
+    kind: String,
+    #[serde(default)]
+    devices: Vec<Device>,
+}
+
+#[derive(Deserialize)]
+struct Device {
+    name: String,
+}
+
+/// Reads the specs in the folders.
+pub(super) fn check(folders: &[PathBuf]) -> Vec<Finding> {
+    let mut found = Findings::of("container runtime");
+    let mut specs = 0;
+    let mut devices: BTreeMap<String, PathBuf> = BTreeMap::new();
+    for folder in folders {
+        let entries = match std::fs::read_dir(folder) {
+            Ok(entries) => entries.flatten(),
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            Err(error) => {
+                found.warning(
+                    format!("{}: {error}", folder.display()),
+                    "run as uid 0 with the folder mounted to look at its specs",
+                );
+                continue;
+            }
+        };
+        let is_spec = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "json" || kind == "yaml");
+        let mut paths: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(is_spec).collect();
+        paths.sort();
+        for path in paths {
+            let text = std::fs::read_to_string(&path).map_err(|error| error.to_string());
+            // JSON is YAML.
+            let spec = text.and_then(|text| serde_saphyr::from_str::<Spec>(&text).map_err(|error| first_line(&error)));
+            match spec {
+                Ok(spec) if spec.kind.starts_with("nvidia.com/") => {
+                    specs += 1;
+                    found.ok(format!("{}: {} of {}", path.display(), count(spec.devices.len(), "device"), spec.kind));
+                    twice(&mut found, &mut devices, spec, &path);
+                }
+                Ok(_) => {}
+                Err(error) => found.warning(
+                    format!("{} is no CDI spec: {error}", path.display()),
+                    "a runtime with CDI leaves it out, and some refuse every container: write it anew (nvidia-ctk cdi generate) or remove it",
+                ),
+            }
+        }
+    }
+    if specs == 0 {
+        let folders: Vec<String> = folders.iter().map(|folder| folder.display().to_string()).collect();
+        found.skipped(
+            format!("no CDI spec for NVIDIA devices in {}", folders.join(" or ")),
+            Some("not needed where containers get their GPUs by NVIDIA_VISIBLE_DEVICES, from the NVIDIA container runtime"),
+        );
+    }
+    found.all()
+}
+
+/// A device that two specs have.
+fn twice(found: &mut Findings, devices: &mut BTreeMap<String, PathBuf>, spec: Spec, path: &Path) {
+    let mut common = 0;
+    let mut other = None;
+    for device in spec.devices {
+        let name = format!("{}={}", spec.kind, device.name);
+        match devices.get(&name) {
+            Some(known) => {
+                common += 1;
+                other = Some(known.clone());
+            }
+            None => drop(devices.insert(name, path.to_owned())),
+        }
+    }
+    if let Some(other) = other {
+        found.warning(
+            format!(
+                "{} and {} both have {} of {}",
+                other.display(),
+                path.display(),
+                count(common, "device"),
+                spec.kind
+            ),
+            "of two in one folder a runtime takes neither, else that of /var/run/cdi: remove the older one",
+        );
+    }
+}
+
+fn first_line(error: &impl ToString) -> String {
+    error.to_string().lines().next().unwrap_or_default().to_owned()
+}

@@ -1,0 +1,99 @@
+//! The device nodes: there, of the right kind, and to be opened by this process.
+
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use super::driver::Nvml;
+use super::finding::{Finding, Findings};
+
+/// The nodes without which no GPU can be used: the control node, and that of each GPU.
+fn needed(dev: &Path, nvml: &Nvml) -> Vec<PathBuf> {
+    let minors = nvml.gpus().iter().filter_map(|gpu| gpu.minor);
+    std::iter::once("nvidiactl".to_owned())
+        .chain(minors.map(|minor| format!("nvidia{minor}")))
+        .map(|name| dev.join(name))
+        .collect()
+}
+
+/// Nodes that are there and are none, and such that are not there.
+pub(super) fn nodes(dev: &Path, nvml: &Nvml) -> Vec<Finding> {
+    let mut found = Findings::of("device nodes");
+    if nvml.gpus().is_empty() && !dev.join("nvidiactl").exists() {
+        found.skipped(format!("no GPU is known, and there is no {}", dev.join("nvidiactl").display()), None);
+        return found.all();
+    }
+    let needed = needed(dev, nvml);
+    let mut good = 0;
+    for node in &needed {
+        match fs::metadata(node) {
+            Ok(meta) if meta.file_type().is_char_device() => good += 1,
+            Ok(_) => found.failed(
+                format!("{} is no character device", node.display()),
+                "something else was put in its place: remove it on the host and run nvidia-modprobe (-c MINOR for a GPU's)",
+            ),
+            Err(error) => found.failed(
+                format!("{}: {error}", node.display()),
+                "on the host: nvidia-smi makes the nodes; in a container: it was made before the node was there, or not for \
+                 all GPUs (NVIDIA_VISIBLE_DEVICES=all): delete the pod",
+            ),
+        }
+    }
+    if good == needed.len() {
+        found.ok(format!("{}: all {good} nodes are there", dev.display()));
+    }
+    let unknown = nvml.gpus().iter().filter(|gpu| gpu.minor.is_none()).count();
+    if unknown > 0 {
+        found.warning(
+            format!("NVML does not say which nodes {unknown} of the GPUs have"),
+            "with --pass-device-specs their pods get no node of theirs: leave it off",
+        );
+    }
+    optional(&mut found, dev);
+    found.all()
+}
+
+fn optional(found: &mut Findings, dev: &Path) {
+    let there = |name: &str| dev.join(name).exists();
+    if there("nvidia-uvm") {
+        found.ok(format!("{}: CUDA's node is there", dev.join("nvidia-uvm").display()));
+    } else {
+        found.skipped(
+            format!("there is no {}", dev.join("nvidia-uvm").display()),
+            Some("of matter with --pass-device-specs only: then set NVIDIA_DRIVER_CAPABILITIES=compute,utility for linkwise"),
+        );
+    }
+    if there("nvidia-caps") {
+        found.ok(format!("{}: MIG's nodes are there", dev.join("nvidia-caps").display()));
+    } else {
+        found.skipped(format!("there is no {}", dev.join("nvidia-caps").display()), Some("of matter for MIG only"));
+    }
+}
+
+/// What of the nodes that are there this process may open.
+pub(super) fn permissions(dev: &Path, nvml: &Nvml) -> Vec<Finding> {
+    let mut found = Findings::of("permissions");
+    // Who we are, without a system call that needs unsafe code. What that uid may not do is found where it is tried.
+    if let Ok(own) = fs::metadata("/proc/self") {
+        found.ok(format!("runs as uid {}", own.uid()));
+    }
+    let is_node = |node: &PathBuf| fs::metadata(node).is_ok_and(|meta| meta.file_type().is_char_device());
+    let nodes: Vec<PathBuf> = needed(dev, nvml).into_iter().filter(is_node).collect();
+    let mut good = 0;
+    for node in &nodes {
+        match OpenOptions::new().read(true).write(true).open(node) {
+            Ok(_) => good += 1,
+            Err(error) => found.failed(
+                format!("{}: {error}", node.display()),
+                "the container's device rules do not allow it: it was made before the node was there, or a cgroup change took it \
+                 (systemctl daemon-reload does, with runc): delete the pod; see manifests/README.md for SELinux",
+            ),
+        }
+    }
+    match (good, nodes.len()) {
+        (_, 0) => found.skipped("no device node to open", None),
+        (good, all) if good == all => found.ok(format!("all {good} device nodes can be opened")),
+        _ => {}
+    }
+    found.all()
+}

@@ -1,0 +1,174 @@
+//! The driver and its library: found, loaded, of one version. NVML is asked in the child process, as `run` does.
+
+use std::path::Path;
+use std::time::Duration;
+
+use tokio::time::{Instant, timeout, timeout_at};
+
+use super::count;
+use super::finding::{Finding, Findings};
+use crate::config::HostArgs;
+use crate::nvml::child::Agent;
+use crate::nvml::protocol::FromAgent;
+use crate::runtime;
+use crate::topology::{GpuObservation, PciAddress, ProbeFailure};
+
+/// What NVML says.
+#[derive(Clone, Debug)]
+pub(super) enum Nvml {
+    /// It lists GPUs.
+    Answers {
+        /// The driver's version.
+        driver: Option<String>,
+        /// The library's.
+        library: Option<String>,
+        /// The GPUs.
+        gpus: Vec<GpuObservation>,
+        /// What was asked and not answered.
+        failures: Vec<ProbeFailure>,
+    },
+    /// It cannot be had: the call, or `dlopen`, and what came back.
+    Fails(String),
+    /// A call hangs.
+    Hangs(Duration),
+}
+
+impl Nvml {
+    /// The GPUs it lists.
+    pub fn gpus(&self) -> &[GpuObservation] {
+        match self {
+            Self::Answers { gpus, .. } => gpus,
+            Self::Fails(_) | Self::Hangs(_) => &[],
+        }
+    }
+}
+
+/// Asks NVML for all it sees, through a child that then ends.
+pub(super) async fn ask(host: &HostArgs, limit: Duration) -> Nvml {
+    let mut agent = match Agent::spawn(&runtime::agent_command(host)) {
+        Ok(agent) => agent,
+        Err(error) => return Nvml::Fails(format!("{:#}", anyhow::Error::from(error))),
+    };
+    let deadline = Instant::now() + limit;
+    let mut failed = None;
+    loop {
+        let Ok(said) = timeout_at(deadline, agent.next()).await else { return Nvml::Hangs(limit) };
+        match said {
+            Ok(FromAgent::Ready { driver, nvml, gpus, failures, .. }) => {
+                // Its end is of no interest; dropping it kills it.
+                let _ = timeout(limit, agent.end()).await;
+                return Nvml::Answers { driver, library: nvml, gpus, failures };
+            }
+            Ok(FromAgent::Failed { call, error }) => failed = Some(format!("{call}: {error}")),
+            Ok(_) => {}
+            Err(ended) => {
+                return Nvml::Fails(failed.unwrap_or_else(|| format!("{:#}", anyhow::Error::from(ended))));
+            }
+        }
+    }
+}
+
+/// The version of the kernel module that is loaded, from /proc/driver/nvidia/version: the first word of its line NVRM that
+/// is a number with dots.
+pub(super) fn module_version(path: &Path) -> Option<String> {
+    let text = std::fs::read_to_string(path).ok()?;
+    let line = text.lines().find(|line| line.starts_with("NVRM version:"))?;
+    let version = |word: &&str| word.contains('.') && word.chars().all(|c| c.is_ascii_digit() || c == '.');
+    line.split_whitespace().find(version).map(str::to_owned)
+}
+
+/// What is to be said of driver and library.
+pub(super) fn check(nvml: &Nvml, bus: Option<&[PciAddress]>, module: Option<&str>) -> Vec<Finding> {
+    let mut found = Findings::of("driver");
+    match nvml {
+        Nvml::Answers { driver, library, gpus, .. } => {
+            let (driver, library) = (driver.as_deref(), library.as_deref());
+            let or = |version: Option<&str>| version.unwrap_or("unknown").to_owned();
+            let gpus = count(gpus.len(), "GPU");
+            found.ok(format!("NVML answers: driver {}, library {}, {gpus}", or(driver), or(library)));
+            versions(&mut found, driver, library, module);
+        }
+        Nvml::Fails(why) if bus.is_some_and(<[_]>::is_empty) => found.skipped(
+            format!("no NVIDIA GPU on the PCI bus, and no NVML ({why}): linkwise run idles here, and is ready"),
+            Some("nothing to do, unless this node should have GPUs: then lspci -d 10de: on the host shows whether it does"),
+        ),
+        Nvml::Fails(why) => found.failed(format!("NVML cannot be had: {why}"), advice(why, module)),
+        Nvml::Hangs(limit) => found.failed(
+            format!("NVML does not answer within {limit:?}"),
+            "the driver hangs: dmesg on the host names the GPU (NVRM, Xid); drain the node and reset the GPU or reboot",
+        ),
+    }
+    found.all()
+}
+
+fn versions(found: &mut Findings, driver: Option<&str>, library: Option<&str>, module: Option<&str>) {
+    if let (Some(driver), Some(module)) = (driver, module)
+        && driver != module
+    {
+        found.failed(
+            format!("the kernel module is {module}, the driver says {driver}"),
+            "the driver was replaced while the module stayed loaded: drain the node, reload the module or reboot",
+        );
+    }
+    // The library calls itself CUDA.DRIVER, such as 13.580.95.05.
+    if let (Some(driver), Some(library)) = (driver, library)
+        && library != driver
+        && !library.ends_with(&format!(".{driver}"))
+    {
+        found.warning(
+            format!("the library is {library}, the driver {driver}: not of one release"),
+            "the container holds an older driver's library: make it anew (delete the pod)",
+        );
+    }
+}
+
+fn advice(why: &str, module: Option<&str>) -> &'static str {
+    let has = |text: &str| why.contains(text);
+    if has("dlopen") {
+        "the library is not in this container: run it with the NVIDIA container runtime (runtimeClassName: nvidia, \
+         NVIDIA_VISIBLE_DEVICES=all), or name the library or the driver's root with --nvml-library"
+    } else if has("LIB_RM_VERSION_MISMATCH") {
+        "the library and the loaded kernel module are of different releases: drain the node, reload the module or reboot, \
+         and delete this pod"
+    } else if has("NO_PERMISSION") {
+        "this process may not open the device nodes: see permissions below"
+    } else if has("GPU_IS_LOST") {
+        "a GPU has fallen off the bus: drain the node and reboot it"
+    } else if has("DRIVER_NOT_LOADED") && module.is_none() {
+        "the kernel module is not loaded: modprobe nvidia on the host; dmesg says why it does not load"
+    } else if has("DRIVER_NOT_LOADED") {
+        "the kernel module is loaded, but this container cannot reach it: its device nodes are missing or not allowed, see below"
+    } else {
+        "nvidia-smi on the host, and dmesg (NVRM, Xid), say more"
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_of_another_release_than_the_driver_is_told() {
+        let told = |driver: &str, library: &str| {
+            let (driver, library) = (Some(driver.to_owned()), Some(library.to_owned()));
+            let nvml = Nvml::Answers { driver, library, gpus: Vec::new(), failures: Vec::new() };
+            serde_json::to_string(&check(&nvml, None, None)).unwrap().contains("not of one release")
+        };
+        assert!(!told("580.95.05", "13.580.95.05") && !told("580.95.05", "580.95.05"));
+        assert!(told("580.95.05", "13.580.9.05") && told("580.95.05", "12.570.1"));
+    }
+
+    #[test]
+    fn the_modules_version_is_found_in_both_forms_of_its_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("version");
+        for line in [
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025",
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (root@x)",
+        ] {
+            std::fs::write(&path, format!("{line}\nGCC version:  gcc version 12.2.0\n")).unwrap();
+            assert_eq!(module_version(&path).as_deref(), Some("580.95.05"));
+        }
+        assert_eq!(module_version(&folder.path().join("none")), None);
+    }
+}

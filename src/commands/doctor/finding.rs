@@ -1,0 +1,131 @@
+//! What a check found, and how all of it is shown: for people, and as JSON.
+
+use std::fmt::Write;
+
+use serde::Serialize;
+
+/// How it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Status {
+    /// As it should be.
+    Ok,
+    /// linkwise works, but not as well as it could.
+    Warning,
+    /// GPUs are not offered, or not all of them, until somebody does something.
+    Failed,
+    /// It could not be looked at, or does not matter here.
+    Skipped,
+}
+
+impl Status {
+    fn word(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warning => "warning",
+            Self::Failed => "failed",
+            Self::Skipped => "skipped",
+        }
+    }
+}
+
+/// One line.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(super) struct Finding {
+    /// Which check found it.
+    check: &'static str,
+    status: Status,
+    what: String,
+    /// What to do about it.
+    advice: Option<String>,
+}
+
+/// What one check finds, in order.
+#[derive(Debug)]
+pub(super) struct Findings {
+    check: &'static str,
+    found: Vec<Finding>,
+}
+
+impl Findings {
+    /// Nothing yet.
+    pub fn of(check: &'static str) -> Self {
+        Self { check, found: Vec::new() }
+    }
+
+    fn add(&mut self, status: Status, what: impl Into<String>, advice: Option<&str>) {
+        let advice = advice.map(str::to_owned);
+        self.found.push(Finding { check: self.check, status, what: what.into(), advice });
+    }
+
+    /// As it should be.
+    pub fn ok(&mut self, what: impl Into<String>) {
+        self.add(Status::Ok, what, None);
+    }
+
+    /// Not as good as it could be.
+    pub fn warning(&mut self, what: impl Into<String>, advice: &str) {
+        self.add(Status::Warning, what, Some(advice));
+    }
+
+    /// In the way.
+    pub fn failed(&mut self, what: impl Into<String>, advice: &str) {
+        self.add(Status::Failed, what, Some(advice));
+    }
+
+    /// Not looked at, or of no matter here.
+    pub fn skipped(&mut self, what: impl Into<String>, advice: Option<&str>) {
+        self.add(Status::Skipped, what, advice);
+    }
+
+    /// All of it.
+    pub fn all(self) -> Vec<Finding> {
+        self.found
+    }
+}
+
+/// Everything that was found.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    findings: Vec<Finding>,
+    ok: usize,
+    warnings: usize,
+    failed: usize,
+    skipped: usize,
+}
+
+impl Report {
+    /// Findings in the order of the checks.
+    pub fn new(findings: Vec<Finding>) -> Self {
+        let count = |status| findings.iter().filter(|finding| finding.status == status).count();
+        let (ok, warnings) = (count(Status::Ok), count(Status::Warning));
+        let (failed, skipped) = (count(Status::Failed), count(Status::Skipped));
+        Self { findings, ok, warnings, failed, skipped }
+    }
+
+    /// Whether anything failed.
+    pub fn has_failed(&self) -> bool {
+        self.failed > 0
+    }
+
+    /// For people.
+    pub fn text(&self) -> String {
+        let mut text = String::new();
+        let mut check = "";
+        for finding in &self.findings {
+            // Writing to a String cannot fail.
+            if finding.check != check {
+                check = finding.check;
+                let _ = writeln!(text, "{check}");
+            }
+            let _ = writeln!(text, "  {:<8} {}", finding.status.word(), finding.what);
+            if let Some(advice) = &finding.advice {
+                let _ = writeln!(text, "           -> {advice}");
+            }
+        }
+        let Self { ok, warnings, failed, skipped, .. } = self;
+        let warnings = super::count(*warnings, "warning");
+        let _ = writeln!(text, "\n{ok} ok, {warnings}, {failed} failed, {skipped} skipped");
+        text
+    }
+}

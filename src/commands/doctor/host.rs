@@ -1,0 +1,119 @@
+//! The host around the GPUs: what the kernel has on its PCI bus, and whether hwloc and NVML tell the same of it.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use super::count;
+use super::driver::Nvml;
+use super::finding::{Finding, Findings};
+use crate::hwloc;
+use crate::topology::{NodeObservation, PciAddress, TopologyWarning};
+
+/// Warnings of one kind that are told one by one; of more the first is told, and how many there are.
+const EACH: usize = 3;
+
+/// The NVIDIA GPUs on the PCI bus; `None` where there is no PCI bus to look at.
+pub(super) fn bus(sysfs: &Path) -> Option<Vec<PciAddress>> {
+    sysfs.join("bus/pci/devices").is_dir().then(|| hwloc::nvidia_gpus_on_bus(sysfs))
+}
+
+/// The kernel's GPUs against NVML's.
+pub(super) fn sysfs(sysfs: &Path, bus: Option<&[PciAddress]>, nvml: &Nvml) -> Vec<Finding> {
+    let mut found = Findings::of("sysfs");
+    let Some(bus) = bus else {
+        found.failed(
+            format!("there is no PCI bus under {}", sysfs.display()),
+            "mount the host's /sys, or name its place with --sysfs: without it linkwise cannot see how near GPUs are",
+        );
+        return found.all();
+    };
+    let Nvml::Answers { gpus, .. } = nvml else {
+        found.ok(format!("{} on the PCI bus", count(bus.len(), "NVIDIA GPU")));
+        return found.all();
+    };
+    for pci in bus.iter().filter(|pci| !gpus.iter().any(|gpu| gpu.pci == **pci)) {
+        match bound_to(sysfs, *pci).as_deref() {
+            Some("nvidia") => found.failed(
+                format!("GPU {pci} is on the PCI bus, but NVML does not list it"),
+                "the driver could not start it, or this container was not made for all GPUs: dmesg names its address (NVRM); \
+                 NVIDIA_VISIBLE_DEVICES=all",
+            ),
+            Some(driver) => found.warning(
+                format!("GPU {pci} is on the PCI bus, and bound to {driver}: NVML does not list it"),
+                "right for a GPU that is passed through to virtual machines; else bind it to nvidia",
+            ),
+            None => found.failed(
+                format!("GPU {pci} is on the PCI bus, and bound to no driver"),
+                "the driver does not know it or could not start it: dmesg names its address (NVRM)",
+            ),
+        }
+    }
+    let absent = gpus.iter().filter(|gpu| !bus.contains(&gpu.pci)).count();
+    if absent > 0 {
+        found.warning(
+            format!(
+                "{absent} of {} that NVML lists are not on the PCI bus under {}",
+                count(gpus.len(), "GPU"),
+                sysfs.display()
+            ),
+            "this /sys is not the host's: mount it, or name its place with --sysfs",
+        );
+    } else if bus.len() == gpus.len() {
+        found.ok(format!("{} on the PCI bus, the same by NVML", count(bus.len(), "NVIDIA GPU")));
+    }
+    found.all()
+}
+
+/// The kernel driver that holds a device.
+fn bound_to(sysfs: &Path, pci: PciAddress) -> Option<String> {
+    let link = std::fs::read_link(sysfs.join(format!("bus/pci/devices/{pci}/driver"))).ok()?;
+    Some(link.file_name()?.to_string_lossy().into_owned())
+}
+
+/// hwloc's view against NVML's.
+pub(super) fn topology(observed: &NodeObservation, warnings: &[TopologyWarning]) -> Vec<Finding> {
+    let mut found = Findings::of("topology");
+    if observed.gpus.is_empty() && warnings.is_empty() {
+        found.skipped("no GPU is known: nothing to compare", None);
+        return found.all();
+    }
+    let mut kinds: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    for warning in warnings {
+        kinds.entry(advice(warning)).or_default().push(warning.to_string());
+    }
+    if kinds.is_empty() {
+        let nodes = count(observed.host.numa_nodes.len(), "NUMA node");
+        found.ok(format!("hwloc and NVML tell the same of {}; {nodes}", count(observed.gpus.len(), "GPU")));
+    }
+    for (advice, told) in kinds {
+        let more = told.len().saturating_sub(EACH);
+        for (number, text) in told.iter().take(if more > 0 { 1 } else { EACH }).enumerate() {
+            let text =
+                if more > 0 && number == 0 { format!("{text} (and {} like it)", told.len() - 1) } else { text.clone() };
+            found.warning(text, advice);
+        }
+    }
+    found.all()
+}
+
+fn advice(warning: &TopologyWarning) -> &'static str {
+    match warning {
+        TopologyWarning::Probe(_) => "hwloc could not look at the host: is /sys mounted and readable here?",
+        TopologyWarning::DuplicateUuid { .. } | TopologyWarning::DuplicateAddress { .. } => {
+            "the driver contradicts itself: send NVIDIA nvidia-bug-report.sh"
+        }
+        TopologyWarning::NotInHostTree { .. } => {
+            "mount the host's /sys; in some virtual machines there is nothing to see, and NVML's levels are all there is"
+        }
+        TopologyWarning::UnknownLevel { .. } => "the pair is taken as far apart: choices between such GPUs are guesses",
+        TopologyWarning::LevelDisagreement { .. } | TopologyWarning::NumaDisagreement { .. } => {
+            "nothing to do: known of virtual switches and of firmware; linkwise snapshot records both for a report"
+        }
+        TopologyWarning::NvLinkOneSided { .. } | TopologyWarning::NvLinkUnknownRemote { .. } => {
+            "an NVLink is down or still in training: nvidia-smi nvlink -s; on NVSwitch machines is the fabric manager running?"
+        }
+        _ => {
+            "linkwise goes on without it; linkwise topology shows what is left, linkwise snapshot records it for a report"
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! The kubelet's folder and what listens in it: the kubelet, linkwise, and whoever else.
+
+use std::io::ErrorKind;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tokio::net::UnixStream;
+use tokio::time::timeout;
+
+use super::blocking;
+use super::finding::{Finding, Findings};
+use crate::kubelet::{self, ProbeError};
+
+/// How long somebody may take to accept, or to answer.
+const ANSWER: Duration = Duration::from_secs(2);
+
+/// The sockets of NVIDIA's own device plugin begin so: nvidia-gpu.sock, nvidia-mig-1g.10gb.sock.
+const NVIDIA: &str = "nvidia-";
+/// Ours for whole GPUs, and all of ours.
+const OURS: (&str, &str) = ("linkwise-nvidia.com_gpu-", "linkwise-");
+
+/// Looks at the folder of the kubelet's socket, and beside it.
+pub(super) async fn check(socket: &Path, resources: &Path, limit: Duration) -> Vec<Finding> {
+    let mut found = Findings::of("kubelet");
+    let Some(folder) = socket.parent().filter(|folder| !folder.as_os_str().is_empty()) else {
+        found.failed(format!("'{}' is no path of a kubelet socket", socket.display()), "see --kubelet-socket");
+        return found.all();
+    };
+    let (at, own) = (folder.to_owned(), socket.to_owned());
+    let Some(sockets) = blocking(limit, move || sockets(&at, &own)).await else {
+        return super::hangs("kubelet", limit);
+    };
+    let sockets = match sockets {
+        Ok(sockets) => sockets,
+        Err(error) => {
+            let advice = match error.kind() {
+                ErrorKind::NotFound => {
+                    "the kubelet does not run here, has another --root-dir (see --kubelet-socket), or its folder is not mounted"
+                }
+                _ => {
+                    "linkwise needs uid 0 and this folder mounted for reading and writing; under SELinux see manifests/README.md"
+                }
+            };
+            found.failed(format!("{}: {error}", folder.display()), advice);
+            return found.all();
+        }
+    };
+    found.ok(format!("{} can be written to", folder.display()));
+    let registration = answers(socket).await;
+    match &registration {
+        Ok(()) => found.ok(format!("{} accepts", socket.display())),
+        Err((why, advice)) => found.failed(format!("{}: {why}", socket.display()), advice),
+    }
+    match answers(resources).await {
+        Ok(()) => found.ok(format!("{} accepts", resources.display())),
+        Err((why, _)) => found.skipped(
+            format!("{}: {why}", resources.display()),
+            Some("not needed; where it is mounted it confirms registrations and tells which devices pods hold"),
+        ),
+    }
+    let mut found = found.all();
+    found.extend(plugins(sockets).await);
+    found
+}
+
+/// The sockets in the folder but the kubelet's, once it is sure that the folder can be written to.
+fn sockets(folder: &Path, kubelet: &Path) -> std::io::Result<Vec<PathBuf>> {
+    // Without a name: nobody who watches the folder sees it.
+    drop(tempfile::tempfile_in(folder)?);
+    let paths = std::fs::read_dir(folder)?.flatten().map(|entry| entry.path()).filter(|path| path != kubelet);
+    let is_socket = |path: &PathBuf| std::fs::metadata(path).is_ok_and(|found| found.file_type().is_socket());
+    let mut sockets: Vec<PathBuf> = paths.filter(is_socket).collect();
+    sockets.sort();
+    Ok(sockets)
+}
+
+/// Whether somebody accepts; else why not, and what to do.
+async fn answers(socket: &Path) -> Result<(), (String, &'static str)> {
+    match timeout(ANSWER, UnixStream::connect(socket)).await {
+        Ok(Ok(_)) => Ok(()),
+        Ok(Err(error)) => Err(match error.kind() {
+            ErrorKind::NotFound => (
+                "there is none".to_owned(),
+                "the kubelet does not run, or has another --root-dir: see --kubelet-socket",
+            ),
+            ErrorKind::ConnectionRefused if !is_socket(socket) => {
+                ("is not a socket".to_owned(), "remove it on the host and restart the kubelet")
+            }
+            ErrorKind::ConnectionRefused => {
+                ("nobody listens on it".to_owned(), "the kubelet has ended: systemctl status kubelet on the host")
+            }
+            ErrorKind::PermissionDenied => (error.to_string(), "run as uid 0; under SELinux see manifests/README.md"),
+            _ => (error.to_string(), "journalctl -u kubelet on the host says more"),
+        }),
+        Err(_) => {
+            Err((format!("nobody accepts within {ANSWER:?}"), "the kubelet hangs: journalctl -u kubelet on the host"))
+        }
+    }
+}
+
+fn is_socket(path: &Path) -> bool {
+    std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket())
+}
+
+/// Whoever else listens in the folder.
+async fn plugins(sockets: Vec<PathBuf>) -> Vec<Finding> {
+    let mut found = Findings::of("plugins");
+    let (mut ours, mut others) = (Vec::new(), Vec::new());
+    for path in sockets {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        match (kubelet::probe(&path, ANSWER).await, name) {
+            (Ok(()), name) if name.starts_with(NVIDIA) => found.failed(
+                format!("the NVIDIA device plugin serves {name}"),
+                "both register nvidia.com/gpu, and the kubelet keeps one of them: take the NVIDIA plugin off this node",
+            ),
+            (Ok(()), name) if name.starts_with(OURS.0) => ours.push(name),
+            (Ok(()), name) => others.push(name),
+            (Err(error), name) if error.is_dead() && name.starts_with(OURS.1) => found.warning(
+                format!("{name} was left by a linkwise that is gone"),
+                "nothing to do: the next linkwise removes it",
+            ),
+            // The kubelet removes them all when it starts.
+            (Err(error), _) if error.is_dead() => {}
+            (Err(ProbeError::Connect(error)), _) if error.kind() == ErrorKind::NotFound => {}
+            (Err(error @ ProbeError::Silent(_)), name) => found.warning(
+                format!("{name}: {error}"),
+                "a plugin that hangs: restart its pod; the kubelet waits for it while pods are admitted",
+            ),
+            (Err(error), name) => found.warning(
+                format!("{name}: {:#}", anyhow::Error::from(error)),
+                "whatever it is, it does not belong into the kubelet's folder, or not to a device plugin that works",
+            ),
+        }
+    }
+    match ours.as_slice() {
+        [] => found.skipped("linkwise does not serve nvidia.com/gpu here now", None),
+        [one] => found.ok(format!("linkwise serves {one}")),
+        several => found.failed(
+            format!("{} linkwise serve nvidia.com/gpu: {}", several.len(), several.join(", ")),
+            "the kubelet keeps one of them: is the DaemonSet deployed twice? (while a pod is replaced this is so for a moment)",
+        ),
+    }
+    if !others.is_empty() {
+        found.ok(format!("other plugins: {}", others.join(", ")));
+    }
+    found.all()
+}

@@ -1,0 +1,62 @@
+//! What a kubelet with a Topology Manager would make of this node, and which --numa-hints suit it.
+
+use super::count;
+use super::finding::{Finding, Findings};
+use crate::inventory::NumaHints;
+use crate::topology::{NodeObservation, NodeTopology};
+
+/// With more NUMA nodes a kubelet under any policy but none does not start (pkg/kubelet/cm/topologymanager,
+/// maxAllowableNUMANodes).
+const MOST_NODES: usize = 8;
+
+/// Looks at NUMA nodes, packages, and where GPUs are.
+pub(super) fn check(observed: &NodeObservation, topology: &NodeTopology, hints: NumaHints) -> Vec<Finding> {
+    let mut found = Findings::of("topology manager");
+    let gpus = topology.gpus();
+    if gpus.is_empty() {
+        found.skipped("no GPU is known: nothing to align", None);
+        return found.all();
+    }
+    let nodes = observed.host.numa_nodes.len();
+    let without = observed.host.numa_nodes.iter().filter(|node| node.cpus.is_empty()).count();
+    if nodes > MOST_NODES {
+        found.warning(
+            format!(
+                "{nodes} NUMA nodes, {without} of them without CPUs: more than the {MOST_NODES} that a kubelet aligns"
+            ),
+            "run the kubelet with --topology-manager-policy=none: under another policy it does not start",
+        );
+    } else {
+        found.ok(format!("{} of which {without} without CPUs", count(nodes, "NUMA node")));
+    }
+    let unknown = gpus.iter().filter(|gpu| gpu.numa.is_none()).count();
+    if unknown == gpus.len() {
+        found.ok("no GPU has a NUMA node (-1): the Topology Manager leaves GPUs to linkwise");
+    } else if unknown > 0 && hints != NumaHints::Off {
+        found.warning(
+            format!("{unknown} of {} have no NUMA node (-1)", count(gpus.len(), "GPU")),
+            "a Topology Manager never calls these aligned, and uses them last: set --numa-hints=off",
+        );
+    }
+    let silent = gpus.iter().filter(|gpu| gpu.numa.is_some() && hints.nodes(topology, gpu).is_empty()).count();
+    if silent > 0 && hints != NumaHints::Off {
+        found.warning(
+            format!("{silent} of {} are on NUMA nodes without CPUs, and claim none", count(gpus.len(), "GPU")),
+            "set --numa-hints=package, or off",
+        );
+    }
+    if hints == NumaHints::Node && several_to_a_package(topology) {
+        found.warning(
+            "packages have several NUMA nodes with CPUs, and GPUs on more than one of them",
+            "under a Topology Manager set --numa-hints=package, or pods of several GPUs are spread or refused \
+             (docs/topology-manager.md); under policy none nothing is to be done",
+        );
+    }
+    found.all()
+}
+
+/// Whether GPUs of one package are on more than one of its nodes.
+fn several_to_a_package(topology: &NodeTopology) -> bool {
+    let places: Vec<_> = topology.gpus().iter().filter_map(|gpu| Some((gpu.package?, gpu.cpu_node?))).collect();
+    places.iter().any(|(package, node)| places.iter().any(|(other, beside)| package == other && node != beside))
+}

@@ -1,0 +1,47 @@
+//! The options of `linkwise doctor`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::{Format, HostArgs, NumaHintsArg};
+
+/// `linkwise doctor`.
+#[derive(Clone, Debug, Args)]
+#[command(
+    after_help = "Ends with code 0 where nothing failed (there may be warnings), with 1 where something did, with 2 \
+                        where the command line is wrong."
+)]
+pub struct DoctorArgs {
+    /// The kubelet's registration socket
+    #[arg(
+        long,
+        value_name = "PATH",
+        env = "KUBELET_SOCKET",
+        default_value = "/var/lib/kubelet/device-plugins/kubelet.sock"
+    )]
+    pub kubelet_socket: PathBuf,
+    /// The kubelet's PodResources socket
+    #[arg(
+        long,
+        value_name = "PATH",
+        env = "LINKWISE_POD_RESOURCES_SOCKET",
+        default_value = "/var/lib/kubelet/pod-resources/kubelet.sock"
+    )]
+    pub pod_resources_socket: PathBuf,
+    /// Where the host's /dev, /proc, /etc/cdi and /var/run/cdi are found
+    #[arg(long, value_name = "FOLDER", default_value = "/")]
+    pub root: PathBuf,
+    /// Which NUMA nodes devices claim where linkwise runs (see docs/topology-manager.md)
+    #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node")]
+    pub numa_hints: NumaHintsArg,
+    /// How long each check may take; what hangs then has failed
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub timeout: u64,
+    /// For people or for scripts
+    #[arg(long, default_value = "text")]
+    pub format: Format,
+    /// The driver and the host.
+    #[command(flatten)]
+    pub host: HostArgs,
+}

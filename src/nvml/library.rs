@@ -1,0 +1,49 @@
+//! Where the driver's library is in a driver root: a folder that holds the files of a driver as a host's root does.
+//!
+//! Called by `agent` each time it starts, so that a driver that was installed meanwhile is found. It loads nothing.
+
+use std::path::{Path, PathBuf};
+
+/// The file, as drivers install it.
+const NAME: &str = "libnvidia-ml.so.1";
+
+/// The folders where drivers put their libraries: Debian's multiarch folders, those of Red Hat and SUSE, WSL's, NixOS's, and
+/// what the drivers that cloud providers install below a folder of their own use.
+const FOLDERS: [&str; 12] = [
+    "usr/lib64",
+    "usr/lib/x86_64-linux-gnu",
+    "usr/lib/aarch64-linux-gnu",
+    "usr/lib/powerpc64le-linux-gnu",
+    "lib64",
+    "lib/x86_64-linux-gnu",
+    "lib/aarch64-linux-gnu",
+    "usr/lib/x86_64-linux-gnu/nvidia/current",
+    "usr/lib/wsl/lib",
+    "run/opengl-driver/lib",
+    "usr/lib",
+    "lib",
+];
+
+/// The library under a driver root; where there is none, the most usual place, so that an error can name it.
+pub fn under(root: &Path) -> PathBuf {
+    let [usual, ..] = FOLDERS;
+    let candidates = FOLDERS.iter().map(|folder| root.join(folder).join(NAME));
+    candidates.into_iter().find(|path| path.exists()).unwrap_or_else(|| root.join(usual).join(NAME))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_found_in_each_folder_and_named_where_it_is_in_none() {
+        for folder in FOLDERS {
+            let root = tempfile::tempdir().unwrap();
+            assert_eq!(under(root.path()), root.path().join("usr/lib64/libnvidia-ml.so.1"));
+            let path = root.path().join(folder);
+            std::fs::create_dir_all(&path).unwrap();
+            std::fs::write(path.join(NAME), "").unwrap();
+            assert_eq!(under(root.path()), path.join(NAME));
+        }
+    }
+}

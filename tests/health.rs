@@ -1,0 +1,474 @@
+//! Health, rule by rule, as docs/health.md has them: one test for each way in and each way out.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may panic")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use linkwise::allocation::DeviceId;
+use linkwise::inventory::{
+    Effect, Event, FabricHealth, Health, HealthPoll, HealthRecord, Inventory, NodeIdentity, Reach, RecoveryAction,
+    ResourceName, RowRemapping, XidPolicy, XidSet,
+};
+use linkwise::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation};
+
+/// A node, its clock, and everything it was told to do.
+struct World {
+    inventory: Inventory,
+    now: Duration,
+    effects: Vec<Effect>,
+}
+
+fn uuid(gpu: usize) -> GpuUuid {
+    format!("GPU-{gpu}").parse().unwrap()
+}
+
+fn id(gpu: usize) -> DeviceId {
+    DeviceId::from(&uuid(gpu))
+}
+
+fn look(gpus: impl IntoIterator<Item = usize>) -> Event {
+    let gpu = |index: usize| -> GpuObservation {
+        // Links 0 to 2 are active, link 3 never was.
+        let links = "[{links: [0, 1, 2], remote: {switch: null}}, {links: [3], remote: unknown, active: false}]";
+        let text = format!("{{index: {index}, uuid: GPU-{index}, pci: '0000:0{index}:00.0', nvlinks: {links}}}");
+        serde_saphyr::from_str(&text).unwrap()
+    };
+    let gpus = gpus.into_iter().map(gpu).collect();
+    Event::Observed(Box::new(NodeObservation { gpus, host: HostObservation::default(), failures: Vec::new() }))
+}
+
+/// What a modern driver says of a GPU that is well.
+fn well() -> HealthPoll {
+    let links = Some(vec![3]);
+    let rows = Some(RowRemapping::default());
+    let none = Some(RecoveryAction::None);
+    HealthPoll {
+        reach: Reach::Answers,
+        recovery_action: none,
+        row_remapping: rows,
+        nvlinks_down: links,
+        ..HealthPoll::default()
+    }
+}
+
+/// What an old driver says of an old GPU that is well.
+fn old() -> HealthPoll {
+    HealthPoll { reach: Reach::Answers, uncorrectable_ecc: Some(0), ..HealthPoll::default() }
+}
+
+fn failed() -> Reach {
+    Reach::Failed { call: "nvmlDeviceGetTemperature".into(), error: "NVML_ERROR_UNKNOWN (999)".into() }
+}
+
+fn acts(action: RecoveryAction) -> HealthPoll {
+    HealthPoll { recovery_action: Some(action), ..well() }
+}
+
+fn xid(code: u64) -> Event {
+    Event::Xid { gpu: uuid(0), code, instance: None }
+}
+
+impl World {
+    fn of(inventory: Inventory) -> Self {
+        let now = Duration::from_secs(1_700_000_000);
+        let mut world = Self { inventory, now, effects: Vec::new() };
+        world.tell(look([0, 1]));
+        world
+    }
+
+    fn new() -> Self {
+        Self::of(Inventory::default())
+    }
+
+    fn tell(&mut self, event: Event) -> &mut Self {
+        let before = std::mem::take(&mut self.inventory);
+        let (inventory, effects) = before.apply(event, self.now);
+        self.inventory = inventory;
+        self.effects.extend(effects);
+        self
+    }
+
+    /// Ten seconds later: GPU 0 is polled so, GPU 1 is well.
+    fn poll(&mut self, poll: &HealthPoll) -> &mut Self {
+        self.now += Duration::from_secs(10);
+        self.tell(Event::Polled(BTreeMap::from([(uuid(0), poll.clone()), (uuid(1), well())])))
+    }
+
+    fn polls(&mut self, times: usize, poll: &HealthPoll) -> &mut Self {
+        for _ in 0..times {
+            self.poll(poll);
+        }
+        self
+    }
+
+    /// How many of these polls it takes until it is healthy, at most `limit`.
+    fn heals_after(&mut self, poll: &HealthPoll, limit: usize) -> Option<usize> {
+        (0..=limit).find(|times| {
+            if *times > 0 {
+                self.poll(poll);
+            }
+            self.healthy()
+        })
+    }
+
+    fn healthy(&self) -> bool {
+        assert!(self.inventory.is_healthy(&ResourceName::gpu(), &id(1)), "GPU 1 is nobody's business");
+        self.inventory.is_healthy(&ResourceName::gpu(), &id(0))
+    }
+
+    fn reason(&self) -> String {
+        match &self.inventory.resources()[&ResourceName::gpu()][&id(0)].health {
+            Health::Healthy => "healthy".to_owned(),
+            Health::Unhealthy { reason, .. } => reason.to_string(),
+        }
+    }
+
+    fn restart(&self, identity: NodeIdentity) -> Self {
+        let record = Box::new(self.inventory.record());
+        let now = self.now;
+        let mut world = Self { inventory: Inventory::default(), now, effects: Vec::new() };
+        world.tell(Event::Restored(record)).tell(Event::Identified(identity)).tell(look([0, 1]));
+        world
+    }
+}
+
+fn identity(boot: &str, driver: &str) -> NodeIdentity {
+    NodeIdentity { boot: Some(boot.into()), driver: Some(driver.into()) }
+}
+
+#[test]
+fn the_drivers_word_through_the_hold_ends_an_xid() {
+    let mut world = World::new();
+    world.poll(&well()).tell(xid(79));
+    assert_eq!(world.reason(), "XID 79");
+    // The first poll may be older than the XID, the second begins the hold of 60 s.
+    assert_eq!(world.heals_after(&well(), 20), Some(8));
+}
+
+#[test]
+fn a_driver_that_asks_for_a_reset_is_taken_at_its_word() {
+    let mut world = World::new();
+    // The XID comes before the driver has made up its mind.
+    world.tell(xid(95)).polls(3, &well()).polls(100, &acts(RecoveryAction::GpuReset));
+    assert_eq!(world.reason(), "XID 95");
+    let standing: Vec<String> = world.inventory.standing(&uuid(0)).map(|(reason, _)| reason.to_string()).collect();
+    assert_eq!(standing, ["XID 95", "the driver asks for: GPU reset"]);
+    assert_eq!(world.heals_after(&well(), 20), Some(7));
+    // Also without an XID.
+    let mut world = World::new();
+    world.poll(&acts(RecoveryAction::Other(12)));
+    assert_eq!(world.reason(), "the driver asks for: recovery action 12");
+}
+
+#[test]
+fn without_the_drivers_word_an_xid_stands_until_a_reset_shows() {
+    let mut world = World::new();
+    world.poll(&old()).tell(xid(79)).polls(1000, &old());
+    assert_eq!(world.reason(), "XID 79");
+    // A counter that goes back, a remapping that is done, a GPU that may be used again.
+    let counted = HealthPoll { uncorrectable_ecc: Some(2), ..old() };
+    let pending = HealthPoll { row_remapping: Some(RowRemapping { pending: true, failed: false }), ..old() };
+    let done = HealthPoll { row_remapping: Some(RowRemapping::default()), ..old() };
+    let refused = HealthPoll { reach: Reach::ResetRequired { call: "nvmlDeviceGetTemperature".into() }, ..old() };
+    let off = HealthPoll { on_bus: Some(false), ..old() };
+    let on = HealthPoll { on_bus: Some(true), ..old() };
+    for (before, after) in [(&counted, &old()), (&pending, &done), (&refused, &old()), (&off, &on)] {
+        let mut world = World::new();
+        world.poll(&old()).tell(xid(79)).polls(2, before).polls(3, after);
+        assert_eq!(world.reason(), "XID 79", "the hold runs");
+        assert!(world.heals_after(after, 10).is_some(), "{before:?}");
+    }
+}
+
+#[test]
+fn another_xid_of_the_kind_begins_anew() {
+    let mut world = World::new();
+    world.tell(xid(79)).polls(6, &well()).tell(xid(79));
+    assert_eq!(world.heals_after(&well(), 30), Some(14), "the hold was broken: 120 s");
+}
+
+#[test]
+fn a_lost_gpu_has_to_answer() {
+    let mut world = World::new();
+    let silent = HealthPoll { reach: Reach::Unknown, ..well() };
+    world.tell(Event::GpuLost { gpu: uuid(0), call: "nvmlDeviceGetUUID".into() }).polls(50, &silent);
+    assert_eq!(world.reason(), "nvmlDeviceGetUUID says that the GPU is lost");
+    assert_eq!(world.heals_after(&well(), 20), Some(7));
+}
+
+#[test]
+fn an_operators_word_is_heard_at_once_and_lasts() {
+    for bad in [
+        acts(RecoveryAction::NodeReboot),
+        HealthPoll { row_remapping: Some(RowRemapping { pending: false, failed: true }), ..well() },
+        HealthPoll { nvlinks_down: Some(vec![1, 3]), ..well() },
+        HealthPoll { uncorrectable_ecc: Some(3), ..old() },
+    ] {
+        let mut world = World::new();
+        world.tell(xid(79)).polls(2, &bad);
+        assert!(!world.healthy());
+        world.tell(Event::Cleared { gpu: uuid(0) });
+        assert!(world.healthy());
+        assert!(world.polls(5, &bad).healthy(), "{bad:?} was accepted");
+        // Until it changes: here, well and bad again.
+        let good = if bad.recovery_action.is_some() { well() } else { old() };
+        world.polls(2, &good).tell(look([0, 1]));
+        assert!(!world.poll(&bad).healthy(), "{bad:?} is new");
+    }
+    let mut world = World::new();
+    world.poll(&HealthPoll { reach: failed(), ..well() }).tell(Event::Cleared { gpu: uuid(0) });
+    assert!(!world.poll(&HealthPoll { reach: failed(), ..well() }).healthy(), "a word cannot make it answer");
+}
+
+#[test]
+fn a_hold_doubles_for_a_gpu_that_flaps_and_comes_back() {
+    let mut world = World::new();
+    let bad = HealthPoll { reach: failed(), ..well() };
+    let mut fail = || {
+        world.poll(&bad);
+        world.heals_after(&well(), 1000).unwrap() - 1
+    };
+    let holds: Vec<usize> = (0..9).map(|_| fail() * 10).collect();
+    assert_eq!(holds, [60, 120, 240, 480, 960, 1920, 3600, 3600, 3600]);
+    // Two hours of health take two doublings of six back.
+    world.polls(721, &well()).poll(&bad);
+    assert_eq!(world.heals_after(&well(), 1000), Some(1 + 96));
+}
+
+#[test]
+fn what_hits_every_gpu_is_no_flap() {
+    let mut world = World::new();
+    let bad = HealthPoll { reach: failed(), ..well() };
+    for _ in 0..4 {
+        world.now += Duration::from_secs(10);
+        world.tell(Event::Polled(BTreeMap::from([(uuid(0), bad.clone()), (uuid(1), bad.clone())])));
+        let times = (1..100).find(|_| {
+            world.now += Duration::from_secs(10);
+            world.tell(Event::Polled(BTreeMap::from([(uuid(0), well()), (uuid(1), well())])));
+            world.inventory.is_healthy(&ResourceName::gpu(), &id(0))
+        });
+        assert_eq!(times, Some(7));
+    }
+}
+
+#[test]
+fn time_counts_as_polls_cover_it() {
+    let mut world = World::new();
+    world.tell(xid(79)).polls(2, &well());
+    // The clock leaps forth and back; each poll still covers 20 s at most, and none less than nothing.
+    world.now += Duration::from_secs(1_000_000);
+    world.poll(&well());
+    world.now -= Duration::from_secs(2_000_000);
+    world.poll(&well());
+    assert_eq!(world.heals_after(&well(), 20), Some(4), "20 s and four times 10 s");
+    // Time without polls is nothing.
+    world.tell(xid(79));
+    world.now += Duration::from_secs(1_000_000);
+    assert!(!world.tell(Event::Tick).healthy());
+}
+
+#[test]
+fn silence_is_neither_failure_nor_proof() {
+    let mut world = World::new();
+    assert!(world.polls(5, &HealthPoll::default()).healthy());
+    world.poll(&HealthPoll { reach: failed(), ..well() }).polls(4, &well()).polls(500, &HealthPoll::default());
+    assert!(!world.healthy());
+    assert_eq!(world.heals_after(&well(), 10), Some(3), "30 s were passed before");
+}
+
+#[test]
+fn memory_errors_count_where_nothing_contains_them() {
+    let counted = |base: HealthPoll| HealthPoll { uncorrectable_ecc: Some(1), ..base };
+    let mut world = World::new();
+    assert_eq!(world.poll(&counted(old())).reason(), "1 uncorrectable ECC errors since the driver was loaded");
+    assert_eq!(world.heals_after(&old(), 20), Some(7));
+    let remaps = HealthPoll { row_remapping: Some(RowRemapping { pending: true, failed: false }), ..old() };
+    assert!(World::new().poll(&counted(remaps.clone())).healthy(), "contained, and replaced at the next reset");
+    assert!(World::new().poll(&counted(well())).healthy(), "the driver has a word for it");
+    // A poll that fails to say once more that the GPU can remap rows changes nothing.
+    assert!(World::new().poll(&remaps).poll(&counted(old())).healthy());
+    let failed = HealthPoll { row_remapping: Some(RowRemapping { pending: false, failed: true }), ..well() };
+    assert_eq!(World::new().poll(&failed).reason(), "a row remapping failed");
+}
+
+#[test]
+fn links_are_compared_with_the_gpus_own_past() {
+    let mut world = World::new();
+    assert!(world.poll(&well()).healthy(), "link 3 was never active");
+    let down = HealthPoll { nvlinks_down: Some(vec![0, 2, 3]), ..well() };
+    assert_eq!(world.poll(&down).reason(), "NVLinks down: 0,2");
+    assert!(world.polls(500, &HealthPoll { nvlinks_down: Some(vec![2, 3]), ..well() }).reason() == "NVLinks down: 2");
+    assert_eq!(world.heals_after(&well(), 20), Some(7));
+}
+
+#[test]
+fn a_gpu_that_is_late_for_its_fabric_is_not_ill() {
+    let fabric = |fabric| HealthPoll { fabric: Some(fabric), ..well() };
+    let mut world = World::new();
+    assert_eq!(world.poll(&fabric(FabricHealth::Joining)).reason(), "still joining the NVLink fabric");
+    assert!(world.poll(&fabric(FabricHealth::Joined)).healthy());
+    world.poll(&fabric(FabricHealth::Failed { status: 999 }));
+    assert_eq!(world.heals_after(&fabric(FabricHealth::Joined), 20), Some(7));
+    // From joining to failed and back: nothing of the first is left.
+    world.poll(&fabric(FabricHealth::Joining)).poll(&fabric(FabricHealth::Failed { status: 999 }));
+    assert_eq!(world.heals_after(&fabric(FabricHealth::Joined), 20), Some(13), "120 s");
+}
+
+#[test]
+fn a_gpu_that_kills_processes_waits_to_be_taken_back() {
+    let mut world = World::new();
+    world.tell(Event::LeftOut { gpu: uuid(0), why: "SIGSEGV in nvmlDeviceGetTemperature".into() });
+    world.tell(Event::Cleared { gpu: uuid(0) }).polls(100, &well());
+    assert_eq!(world.reason(), "left out: SIGSEGV in nvmlDeviceGetTemperature");
+    world.tell(Event::TakenBackIn { gpu: uuid(0) });
+    assert_eq!(world.heals_after(&well(), 20), Some(7));
+}
+
+#[test]
+fn a_driver_that_is_back_is_polled_first() {
+    let mut world = World::new();
+    let all = |world: &World| [0, 1].map(|gpu| world.inventory.is_healthy(&ResourceName::gpu(), &id(gpu)));
+    world.tell(Event::DriverAway { why: "no answer".into() });
+    assert_eq!(all(&world), [false; 2]);
+    world.tell(Event::Cleared { gpu: uuid(0) }).tell(Event::DriverBack);
+    assert_eq!(all(&world), [false; 2]);
+    world.poll(&HealthPoll { reach: failed(), ..well() });
+    assert_eq!(all(&world), [false, true]);
+    // That a GPU failed meanwhile is its own affair.
+    assert_eq!(world.heals_after(&well(), 20), Some(7));
+}
+
+#[test]
+fn what_needs_a_reset_outlives_us_but_no_boot_and_no_driver() {
+    let mut world = World::new();
+    world.tell(Event::Identified(identity("boot", "580, load 7"))).tell(xid(79)).poll(&old());
+    assert_eq!(world.restart(identity("boot", "580, load 7")).reason(), "XID 79");
+    assert_eq!(world.restart(NodeIdentity::default()).reason(), "XID 79", "unknown is no change");
+    assert!(world.restart(identity("another", "580, load 7")).healthy());
+    assert!(world.restart(identity("boot", "580, load 8")).healthy());
+    // The driver is loaded anew while we look: its first poll decides.
+    world.tell(Event::Identified(identity("boot", "580, load 8")));
+    assert!(!world.healthy());
+    assert!(world.poll(&old()).healthy());
+    // A probe's reason is the next probe's again.
+    world.poll(&HealthPoll { reach: failed(), ..old() });
+    assert!(world.restart(identity("boot", "580, load 8")).healthy());
+}
+
+#[test]
+fn a_reset_while_we_were_down_shows() {
+    let mut world = World::new();
+    let counted = HealthPoll { uncorrectable_ecc: Some(4), ..old() };
+    world.tell(Event::Identified(identity("boot", "load"))).tell(xid(48)).polls(2, &counted);
+    let mut next = world.restart(identity("boot", "load"));
+    assert!(next.heals_after(&old(), 20).is_some());
+    let mut next = world.restart(identity("boot", "load"));
+    assert_eq!(next.heals_after(&counted, 200), None);
+}
+
+#[test]
+fn a_record_of_another_version_is_told_of_and_not_used() {
+    let mut world = World::new();
+    world.tell(xid(79));
+    let record = HealthRecord { version: 2, ..world.inventory.record() };
+    let (inventory, effects) = Inventory::default().apply(Event::Restored(Box::new(record)), world.now);
+    assert_eq!(effects, [Effect::RecordIgnored { version: 2 }]);
+    assert_eq!(inventory.record(), HealthRecord::default());
+}
+
+#[test]
+fn the_first_list_waits_for_the_first_poll() {
+    let mut world = World::of(Inventory::default().awaiting_the_first_poll());
+    assert!(!world.effects.contains(&Effect::Publish));
+    let deadline = world.inventory.next_deadline().unwrap();
+    world.poll(&acts(RecoveryAction::GpuReset));
+    assert!(world.effects.contains(&Effect::Publish));
+    assert!(!world.healthy());
+    assert_eq!(world.inventory.next_deadline(), None);
+    // Nobody polls: then the list goes without.
+    let mut world = World::of(Inventory::default().awaiting_the_first_poll());
+    world.now = deadline;
+    world.tell(Event::Tick);
+    assert!(world.effects.contains(&Effect::Publish) && world.healthy());
+    // Nobody to poll.
+    let (_, effects) = Inventory::default().awaiting_the_first_poll().apply(look([]), deadline);
+    assert_eq!(effects, [Effect::Publish]);
+}
+
+#[test]
+fn a_storm_of_xids_is_one_transition_and_few_words() {
+    let mut world = World::new();
+    world.effects.clear();
+    for storm in 0..100_000_u64 {
+        let (code, instance) = (if storm % 2 == 0 { 79 } else { 13 }, None);
+        world.tell(Event::Xid { gpu: uuid(0), code, instance });
+    }
+    let changes = world.effects.iter().filter(|effect| matches!(effect, Effect::HealthChanged { .. })).count();
+    assert_eq!((changes, world.effects.len()), (1, 4), "{:?}", world.effects);
+    // What was not told is told in one, a minute later.
+    world.now = world.inventory.next_deadline().unwrap();
+    world.effects.clear();
+    world.tell(Event::Tick);
+    assert_eq!(world.effects, [Effect::XidIgnored { gpu: uuid(0), code: 13, times: 49_999 }]);
+    assert_eq!(world.inventory.next_deadline(), None, "nothing waits, nobody is woken");
+    // 100,000 different ones: memory has a bound, and the GPU stays out until the last is proved over.
+    let mut world = World::new();
+    for code in 1_000..101_000 {
+        world.tell(xid(code));
+    }
+    assert!(world.inventory.standing(&uuid(0)).count() <= 32);
+    assert!(world.inventory.record().gpus[&uuid(0)].reasons.len() <= 32);
+    world.polls(5, &well()).tell(xid(200_000));
+    assert!(!world.polls(4, &well()).healthy());
+}
+
+#[test]
+fn an_operator_may_silence_xids() {
+    let policy = XidPolicy { disabled: XidSet::All, ..XidPolicy::default() };
+    let mut world = World::of(Inventory::default().with_xids(policy));
+    assert!(world.tell(xid(79)).tell(Event::DoubleBitEcc { gpu: uuid(0) }).healthy());
+    assert!(!world.poll(&acts(RecoveryAction::GpuReset)).healthy(), "what polls find counts");
+}
+
+#[test]
+fn what_is_gone_leaves_once_nobody_holds_it() {
+    let mut world = World::new();
+    let resource = ResourceName::gpu();
+    let listed = |world: &World| world.inventory.devices(&resource).count();
+    let held = |gpus: &[usize]| {
+        let held: BTreeSet<_> = gpus.iter().map(|gpu| (resource.clone(), id(*gpu))).collect();
+        Event::Holders(Some(held))
+    };
+    world.tell(look([1])).tell(Event::Holders(None)).tell(Event::Holders(None));
+    assert_eq!((listed(&world), world.reason().as_str()), (2, "the GPU is gone from the node"));
+    // The first answer may be older than the last pod.
+    world.tell(held(&[])).tell(held(&[0])).tell(held(&[1]));
+    assert_eq!(listed(&world), 2);
+    world.effects.clear();
+    world.tell(held(&[1]));
+    assert_eq!((listed(&world), &world.effects[..]), (1, &[Effect::Publish][..]));
+    // What is there stays, held or not; what comes back is new.
+    world.tell(held(&[])).tell(held(&[])).tell(look([0, 1]));
+    assert_eq!((listed(&world), world.healthy()), (2, true));
+    world.tell(look([])).tell(held(&[])).tell(held(&[]));
+    assert!(world.inventory.resources().is_empty(), "a resource with no devices is no resource");
+}
+
+#[test]
+fn a_gpu_that_left_the_bus_and_came_back_was_reset() {
+    let on_bus = |gpus: &[usize], listed: &[usize]| {
+        let Event::Observed(mut observed) = look(listed.iter().copied()) else { unreachable!() };
+        let devices: Vec<String> = gpus.iter().map(|gpu| format!("{{pci: '0000:0{gpu}:00.0', kind: gpu}}")).collect();
+        let bridges = format!("[{{numa: 0, devices: [{}]}}]", devices.join(", "));
+        observed.host.host_bridges = serde_saphyr::from_str(&bridges).unwrap();
+        Event::Observed(observed)
+    };
+    for (bus, healed) in [(&[1][..], true), (&[0, 1], false)] {
+        let mut world = World::new();
+        world.tell(on_bus(&[0, 1], &[0, 1])).poll(&old()).tell(xid(79)).poll(&old());
+        world.tell(on_bus(bus, &[1])).tell(on_bus(&[0, 1], &[0, 1]));
+        assert_eq!(world.reason(), "XID 79");
+        assert_eq!(world.heals_after(&old(), 50).is_some(), healed, "on the bus meanwhile: {bus:?}");
+    }
+}

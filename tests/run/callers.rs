@@ -1,0 +1,202 @@
+//! Who calls our sockets: strangers, other processes, those who do not speak gRPC, those who speak too much.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use hyper_util::rt::TokioIo;
+use linkwise::inventory::ResourceName;
+use linkwise::kubelet::{Callers, Occurrence, Phase, Plugin, Settings};
+use linkwise::kubelet_box::{Fault, KubeletBox, Options, Pod};
+use linkwise::proto::v1beta1 as wire;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+use tonic::Code;
+use tonic::transport::{Channel, Endpoint};
+use wire::device_plugin_client::DevicePluginClient;
+
+use crate::kubelet::sources;
+use crate::node::{GPU, LIMIT, Setup, registered};
+
+pub async fn client(path: PathBuf) -> Result<DevicePluginClient<Channel>, tonic::transport::Error> {
+    let connector = tower::service_fn(move |_| {
+        let path = path.clone();
+        async move { std::io::Result::Ok(TokioIo::new(UnixStream::connect(path).await?)) }
+    });
+    let channel = Endpoint::from_static("http://localhost").connect_with_connector(connector).await?;
+    Ok(DevicePluginClient::new(channel))
+}
+
+#[tokio::test]
+async fn a_caller_whose_uid_may_not_call_is_turned_away_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let kubelet = KubeletBox::start(Options::new(folder.path())).unwrap();
+    // A uid that nobody has: not even we may call, whoever runs this.
+    let callers = Callers::only([4_000_000_000]);
+    let settings = Settings { callers, ..Settings::new(folder.path().join("kubelet.sock")) };
+    let (told, mut refused) = mpsc::channel(64);
+    let sources = sources(move |occurrence| {
+        if let Occurrence::Refused { uid, pid } = occurrence {
+            let _ = told.try_send((uid, pid));
+        }
+    });
+    let plugin = Plugin::new(ResourceName::gpu(), settings.into(), sources);
+    let phase = plugin.phase();
+    let shutdown = CancellationToken::new();
+    let running = tokio::spawn(plugin.run(shutdown.clone()));
+    // The kubelet dials back and is us.
+    let (uid, pid) = timeout(LIMIT, refused.recv()).await.unwrap().unwrap();
+    let us = std::os::unix::fs::MetadataExt::uid(&std::fs::metadata(folder.path()).unwrap());
+    assert_eq!((uid, pid), (us, i32::try_from(std::process::id()).ok()));
+    assert!(*phase.borrow() != Phase::Serving);
+    assert_eq!(kubelet.state().resources[GPU].calls.list_and_watch, 0);
+    shutdown.cancel();
+    timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
+}
+
+/// Not a test: what [`a_stream_of_another_process_is_not_the_kubelets`] starts as a process of its own, in a folder with
+/// a socket of ours. Anywhere else it does nothing.
+#[tokio::test]
+#[ignore = "the other process of another test"]
+async fn the_other_process() {
+    let Some(socket) = own_socket(Path::new("k")) else { return };
+    let mut client = client(socket).await.unwrap();
+    let mut stream = client.list_and_watch(wire::Empty {}).await.unwrap().into_inner();
+    while let Ok(Some(list)) = stream.message().await {
+        assert_eq!(list.devices.len(), 8);
+        std::fs::write("listed", "").unwrap();
+    }
+}
+
+fn own_socket(folder: &Path) -> Option<PathBuf> {
+    let entries = std::fs::read_dir(folder).ok()?;
+    entries.flatten().map(|entry| entry.path()).find(|path| path.to_string_lossy().contains("linkwise-"))
+}
+
+#[tokio::test]
+async fn a_stream_of_another_process_is_not_the_kubelets() {
+    let setup = Setup::on("dgx1-v100");
+    let kubelet = setup.kubelet();
+    // It says that it knows us, and never calls.
+    kubelet.set_fault(Fault::AnswerWithoutDial);
+    let node = setup.start().await;
+    node.process.said("\"registered\"").await;
+    let mut other = tokio::process::Command::new(std::env::current_exe().unwrap())
+        .args(["callers::the_other_process", "--exact", "--ignored"])
+        .current_dir(node.setup.at(""))
+        .stdout(Stdio::null())
+        .kill_on_drop(true)
+        .spawn()
+        .unwrap();
+    crate::node::until(async || std::fs::metadata(node.setup.at("listed"))).await;
+    // It gets its list, and we are as ready as before.
+    let answer = node.ready(503, "waiting for the kubelet's ListAndWatch").await;
+    assert!(answer.body.contains(GPU));
+    kubelet.set_fault(Fault::None);
+    registered(&kubelet, 1, 8).await;
+    node.ready(200, "").await;
+    let _ = other.kill().await;
+}
+
+/// Everything is as it was: the one registration stands, and pods are admitted.
+async fn undisturbed(node: &crate::node::Node, kubelet: &KubeletBox, pod: &str) {
+    let state = kubelet.state().resources[GPU].clone();
+    assert_eq!((state.registrations, state.open_streams, state.connected), (1, 1, true));
+    kubelet.admit(&Pod::single(pod, GPU, 1), None).await.unwrap();
+    assert!(kubelet.remove_pod(pod));
+    assert_eq!(node.get("/readyz").await.status, 200);
+}
+
+#[tokio::test]
+async fn what_is_no_http2_is_closed_and_disturbs_nobody() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    let preface: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+    let settings: &[u8] = &[0, 0, 0, 4, 0, 0, 0, 0, 0];
+    let with = |frames: &[u8]| [preface, settings, frames].concat();
+    let cases: [(&str, Vec<u8>); 9] = [
+        ("another protocol", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".to_vec()),
+        ("noise", (0..4096_u32).map(|number| u8::try_from(number * 7 % 251).unwrap()).collect()),
+        ("half a preface", preface[..10].iter().copied().chain(std::iter::repeat_n(b'x', 64)).collect()),
+        ("a frame longer than any may be", with(&[0xff, 0xff, 0xff, 0, 0, 0, 0, 0, 1])),
+        ("settings of a wrong length", with(&[0, 0, 5, 4, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5])),
+        ("data on stream 0", with(&[0, 0, 1, 0, 0, 0, 0, 0, 0, 1])),
+        ("headers that are none", with(&[0, 0, 4, 1, 5, 0, 0, 0, 1, 0xff, 0xff, 0xff, 0xff])),
+        ("a window of 0", with(&[0, 0, 4, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0])),
+        ("a continuation of nothing", with(&[0, 0, 1, 9, 4, 0, 0, 0, 1, 0])),
+    ];
+    for (index, (what, bytes)) in cases.into_iter().enumerate() {
+        let mut stream = UnixStream::connect(&node.setup.sockets()[0]).await.unwrap();
+        // It may be closed while we still write.
+        let _ = stream.write_all(&bytes).await;
+        let mut answer = Vec::new();
+        let end = timeout(LIMIT, stream.read_to_end(&mut answer)).await;
+        assert!(end.is_ok(), "{what}: not closed");
+        undisturbed(&node, &kubelet, &format!("pod-{index}")).await;
+    }
+    // And who says nothing at all, or stops midway, is in nobody's way.
+    let mut silent = Vec::new();
+    for bytes in [&[][..], &preface[..5], preface, &with(&[0, 0, 9, 1, 4, 0, 0, 0, 1, 0x83])] {
+        let mut stream = UnixStream::connect(&node.setup.sockets()[0]).await.unwrap();
+        stream.write_all(bytes).await.unwrap();
+        silent.push(stream);
+    }
+    undisturbed(&node, &kubelet, "last").await;
+}
+
+#[tokio::test]
+async fn a_message_beyond_all_measure_is_refused() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    let mut client = client(node.setup.sockets().remove(0)).await.unwrap();
+    let container_requests = vec![wire::ContainerAllocateRequest { devices_ids: vec!["x".repeat(5 << 20)] }];
+    let refused = client.allocate(wire::AllocateRequest { container_requests }).await.unwrap_err();
+    assert_eq!(refused.code(), Code::OutOfRange, "{refused}");
+    // A head without end.
+    let mut request = tonic::Request::new(wire::Empty {});
+    request.metadata_mut().insert("x-long", "x".repeat(1 << 20).parse().unwrap());
+    assert!(client.get_device_plugin_options(request).await.is_err());
+    undisturbed(&node, &kubelet, "pod").await;
+}
+
+#[tokio::test]
+async fn sixty_four_streams_and_ten_thousand_calls_at_once_are_all_answered() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    let socket = node.setup.sockets().remove(0);
+    let ids: Vec<String> = kubelet.state().resources[GPU].healthy.iter().cloned().collect();
+    let mut streams = Vec::new();
+    let mut calls = JoinSet::new();
+    for _ in 0..8 {
+        let client = client(socket.clone()).await.unwrap();
+        for _ in 0..8 {
+            let mut stream = client.clone().list_and_watch(wire::Empty {}).await.unwrap().into_inner();
+            assert_eq!(timeout(LIMIT, stream.message()).await.unwrap().unwrap().unwrap().devices.len(), 8);
+            streams.push(stream);
+        }
+        for _ in 0..1250 {
+            let (mut client, ids) = (client.clone(), ids.clone());
+            calls.spawn(async move {
+                let question = wire::ContainerPreferredAllocationRequest {
+                    available_device_i_ds: ids,
+                    must_include_device_i_ds: Vec::new(),
+                    allocation_size: 4,
+                };
+                let request = wire::PreferredAllocationRequest { container_requests: vec![question] };
+                let answer = client.get_preferred_allocation(request).await.unwrap().into_inner();
+                answer.container_responses[0].device_i_ds.clone()
+            });
+        }
+    }
+    // In the middle of it all a pod is admitted.
+    kubelet.admit(&Pod::single("pod", GPU, 4), None).await.unwrap();
+    let answers = timeout(LIMIT, calls.join_all()).await.unwrap();
+    assert!(answers.len() == 10_000 && answers.iter().all(|answer| *answer == answers[0] && answer.len() == 4));
+    node.setup.tell("xid 7 79");
+    for stream in &mut streams {
+        let list = timeout(LIMIT, stream.message()).await.unwrap().unwrap().unwrap();
+        assert_eq!(list.devices.iter().filter(|device| device.health == wire::UNHEALTHY).count(), 1);
+    }
+    let state = kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
+    assert_eq!((state.resources[GPU].registrations, state.resources[GPU].open_streams), (1, 1));
+}

@@ -1,0 +1,364 @@
+//! `linkwise doctor` on machines that are well and on machines that are not: each line that is not `ok` is produced here by
+//! what it is about.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixListener;
+
+use linkwise::kubelet_box::KubeletBox;
+use serde_json::Value;
+use tokio::process::Command;
+use tokio::time::timeout;
+
+use crate::node::{LIMIT, Setup, machine, registered};
+
+/// The GPUs of dgx1-v100 by address.
+const GPUS: [&str; 8] = ["06", "07", "0a", "0b", "85", "86", "89", "8a"];
+
+/// A machine on which nothing is wrong; what is at its paths is what a container sees.
+fn well(name: &str) -> (Setup, KubeletBox, UnixListener) {
+    let setup = Setup::on(name);
+    for bus in GPUS {
+        setup.on_bus(&format!("0000:{bus}:00.0"));
+    }
+    around(setup)
+}
+
+/// What is around the GPUs: device nodes (any character device will do), the kernel module's words, a kubelet.
+fn around(setup: Setup) -> (Setup, KubeletBox, UnixListener) {
+    for folder in ["dev/nvidia-caps", "proc/driver/nvidia", "pod-resources"] {
+        fs::create_dir_all(setup.at(folder)).unwrap();
+    }
+    for node in (0..8).map(|minor| format!("nvidia{minor}")).chain(["nvidiactl".into(), "nvidia-uvm".into()]) {
+        symlink("/dev/null", setup.at("dev").join(node)).unwrap();
+    }
+    let module = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025\n";
+    fs::write(setup.at("proc/driver/nvidia/version"), module).unwrap();
+    let resources = UnixListener::bind(setup.at("pod-resources/kubelet.sock")).unwrap();
+    let kubelet = setup.kubelet();
+    (setup, kubelet, resources)
+}
+
+/// Its exit code and its answer.
+async fn run(mut command: Command) -> (Option<i32>, String) {
+    let output = timeout(LIMIT, command.output()).await.expect("it ends in time").unwrap();
+    let words: Vec<&str> = std::str::from_utf8(&output.stderr).unwrap().lines().collect();
+    assert!(words.iter().all(|line| line.starts_with("fake-nvml:")), "{words:?}");
+    (output.status.code(), String::from_utf8(output.stdout).unwrap())
+}
+
+/// What it finds, and whether anything failed.
+async fn look(setup: &Setup, more: &[&str]) -> Value {
+    let mut command = setup.doctor();
+    command.args(["--format", "json"]).args(more);
+    let (code, text) = run(command).await;
+    let report: Value = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
+    assert_eq!(code, Some(i32::from(report["failed"].as_u64().unwrap() > 0)), "{text}");
+    for finding in report["findings"].as_array().unwrap() {
+        let bad = finding["status"] == "warning" || finding["status"] == "failed";
+        assert!(!bad || finding["advice"].as_str().is_some_and(|advice| advice.len() > 10), "{finding}");
+    }
+    report
+}
+
+/// There is such a finding.
+fn found(report: &Value, check: &str, status: &str, text: &str) {
+    let is = |finding: &&Value| {
+        let what = finding["what"].as_str().unwrap();
+        finding["check"] == check && finding["status"] == status && what.contains(text)
+    };
+    let findings = report["findings"].as_array().unwrap();
+    assert!(findings.iter().any(|finding| is(&finding)), "no {status} in {check} with '{text}': {findings:#?}");
+}
+
+/// What people and scripts read, held in tests/snapshots.
+fn holds(setup: &Setup, name: &str, text: &str) {
+    let uid = std::os::unix::fs::MetadataExt::uid(&fs::metadata(setup.at("")).unwrap());
+    let root = setup.at("").display().to_string();
+    let text = text.replace(root.trim_end_matches('/'), "ROOT").replace(&format!("as uid {uid}"), "as uid N");
+    let mut settings = insta::Settings::clone_current();
+    settings.set_snapshot_path("../snapshots");
+    settings.set_prepend_module_to_snapshot(false);
+    settings.set_omit_expression(true);
+    settings.bind(|| insta::assert_snapshot!(name, text));
+}
+
+#[tokio::test]
+async fn what_is_read_is_an_interface() {
+    let (setup, _kubelet, _resources) = well("dgx1-v100");
+    let (code, text) = run(setup.doctor()).await;
+    holds(&setup, "doctor-dgx1-v100.txt", &text);
+    assert_eq!(code, Some(0), "{text}");
+    let mut command = setup.doctor();
+    command.args(["--format", "json"]);
+    let (code, json) = run(command).await;
+    holds(&setup, "doctor-dgx1-v100.json", &json);
+    assert_eq!(code, Some(0), "{json}");
+}
+
+#[tokio::test]
+async fn a_node_without_gpus_is_well_and_told_so() {
+    let mut setup = Setup::on("dgx1-v100");
+    setup.library = "/no/such/libnvidia-ml.so.1".into();
+    fs::create_dir_all(setup.at("sys/bus/pci/devices")).unwrap();
+    let _kubelet = setup.kubelet();
+    let (code, text) = run(setup.doctor()).await;
+    holds(&setup, "doctor-no-gpu.txt", &text);
+    assert_eq!(code, Some(0), "{text}");
+}
+
+#[tokio::test]
+async fn a_driver_that_is_not_to_be_had_has_its_cause_and_its_remedy() {
+    let remedy = |report: &Value, text: &str| {
+        let advice = report["findings"][0]["advice"].as_str().unwrap();
+        assert!(advice.contains(text), "{advice}");
+    };
+    for (code, cause, advice) in [
+        ("9", "NVML_ERROR_DRIVER_NOT_LOADED (9)", "modprobe nvidia"),
+        ("18", "NVML_ERROR_LIB_RM_VERSION_MISMATCH (18)", "different releases"),
+        ("4", "NVML_ERROR_NO_PERMISSION (4)", "permissions"),
+        ("15", "NVML_ERROR_GPU_IS_LOST (15)", "reboot"),
+        ("999", "NVML_ERROR_UNKNOWN (999)", "dmesg"),
+    ] {
+        let (setup, _kubelet, _resources) = well("dgx1-v100");
+        fs::remove_file(setup.at("proc/driver/nvidia/version")).unwrap();
+        setup.tell(&format!("init {code}"));
+        let report = look(&setup, &[]).await;
+        found(&report, "driver", "failed", cause);
+        remedy(&report, advice);
+        found(&report, "gpus", "skipped", "NVML does not answer");
+    }
+    let (mut setup, _kubelet, _resources) = well("dgx1-v100");
+    setup.tell("init 9");
+    remedy(&look(&setup, &[]).await, "cannot reach it");
+    setup.library = "/no/such/libnvidia-ml.so.1".into();
+    let report = look(&setup, &[]).await;
+    found(&report, "driver", "failed", "cannot load /no/such/libnvidia-ml.so.1");
+    remedy(&report, "runtimeClassName: nvidia");
+}
+
+#[tokio::test]
+async fn a_driver_that_hangs_does_not_hang_the_doctor() {
+    let (setup, _kubelet, _resources) = well("dgx1-v100");
+    for call in ["nvmlInit_v2", "nvmlDeviceGetName"] {
+        setup.tell(&format!("hang {call}"));
+        let report = look(&setup, &["--timeout", "1"]).await;
+        found(&report, "driver", "failed", "NVML does not answer within 1s");
+        found(&report, "sysfs", "ok", "8 NVIDIA GPUs on the PCI bus");
+        setup.tell(&format!("unhang {call}"));
+    }
+}
+
+#[tokio::test]
+async fn files_that_hang_do_not_hang_the_doctor() {
+    let (setup, _kubelet, _resources) = well("dgx1-v100");
+    let fifo = |path: &str| {
+        let path = setup.at(path);
+        let _ = fs::remove_file(&path);
+        assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+    };
+    fs::create_dir_all(setup.at("etc/cdi")).unwrap();
+    fifo("etc/cdi/nvidia.yaml");
+    found(&look(&setup, &["--timeout", "1"]).await, "container runtime", "failed", "no answer within 1s");
+    fifo("sys/bus/pci/devices/0000:06:00.0/vendor");
+    found(&look(&setup, &["--timeout", "1"]).await, "sysfs", "failed", "no answer within 1s");
+}
+
+#[tokio::test]
+async fn versions_that_differ_are_named() {
+    let (setup, _kubelet, _resources) = well("dgx1-v100");
+    let module = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.1.2  Release Build\n";
+    fs::write(setup.at("proc/driver/nvidia/version"), module).unwrap();
+    let report = look(&setup, &[]).await;
+    found(&report, "driver", "failed", "the kernel module is 570.1.2, the driver says 580.95.05");
+}
+
+#[tokio::test]
+async fn device_nodes_that_are_missing_or_none_or_closed_are_named() {
+    let (setup, _kubelet, _resources) = well("dgx1-v100");
+    for name in ["nvidia3", "nvidia-uvm", "nvidia4", "nvidia5"] {
+        fs::remove_file(setup.at("dev").join(name)).unwrap();
+    }
+    fs::remove_dir(setup.at("dev/nvidia-caps")).unwrap();
+    fs::write(setup.at("dev/nvidia4"), "").unwrap();
+    // Nobody can open that who has no terminal.
+    symlink("/dev/tty", setup.at("dev/nvidia5")).unwrap();
+    let doctor = setup.doctor();
+    let mut command = Command::new("setsid");
+    command
+        .arg("--wait")
+        .arg(doctor.as_std().get_program())
+        .args(doctor.as_std().get_args())
+        .args(["--format", "json"]);
+    for (name, value) in doctor.as_std().get_envs() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    let (code, text) = run(command).await;
+    let report: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(code, Some(1), "{text}");
+    found(&report, "device nodes", "failed", "dev/nvidia3: No such file");
+    found(&report, "device nodes", "failed", "dev/nvidia4 is no character device");
+    found(&report, "device nodes", "skipped", "there is no");
+    found(&report, "permissions", "failed", "dev/nvidia5: No such device");
+}
+
+#[tokio::test]
+async fn the_kernels_gpus_and_nvmls_are_compared() {
+    let (setup, _kubelet, _resources) = well("dgx1-v100");
+    for (pci, driver) in [("0000:b0:00.0", Some("nvidia")), ("0000:b1:00.0", Some("vfio-pci")), ("0000:b2:00.0", None)]
+    {
+        setup.on_bus(pci);
+        if let Some(driver) = driver {
+            symlink(format!("../../drivers/{driver}"), setup.at("sys/bus/pci/devices").join(pci).join("driver"))
+                .unwrap();
+        }
+    }
+    fs::remove_dir_all(setup.at("sys/bus/pci/devices/0000:8a:00.0")).unwrap();
+    let report = look(&setup, &[]).await;
+    found(&report, "sysfs", "failed", "0000:b0:00.0 is on the PCI bus, but NVML does not list it");
+    found(&report, "sysfs", "warning", "0000:b1:00.0 is on the PCI bus, and bound to vfio-pci");
+    found(&report, "sysfs", "failed", "0000:b2:00.0 is on the PCI bus, and bound to no driver");
+    found(&report, "sysfs", "warning", "1 of 8 GPUs that NVML lists are not on the PCI bus");
+    fs::remove_dir_all(setup.at("sys")).unwrap();
+    found(&look(&setup, &[]).await, "sysfs", "failed", "there is no PCI bus under");
+}
+
+#[tokio::test]
+async fn sources_that_differ_are_told_with_what_they_mean() {
+    let link = ", nvlinks: [{links: [0, 1], remote: {gpu: \"0000:02:00.0\"}}]";
+    let gpus = [("GPU-a", "0000:01:00.0", link), ("GPU-b", "0000:02:00.0", ", nvlinks: []")];
+    let (setup, _kubelet, _resources) = around(Setup::with(&machine(&gpus)));
+    setup.on_bus("0000:01:00.0");
+    setup.on_bus("0000:02:00.0");
+    let report = look(&setup, &[]).await;
+    found(&report, "topology", "warning", "2 NVLink(s) seen from one end, 0 from the other");
+    found(&report, "topology", "warning", "GPU 0000:01:00.0: not in the host's PCI tree");
+}
+
+#[tokio::test]
+async fn a_kubelet_that_is_not_there_is_told_in_each_of_its_ways() {
+    let (setup, kubelet, resources) = well("dgx1-v100");
+    kubelet.stop().await.unwrap();
+    found(&look(&setup, &[]).await, "kubelet", "failed", "kubelet.sock: nobody listens on it");
+    fs::remove_file(&setup.kubelet_socket).unwrap();
+    found(&look(&setup, &[]).await, "kubelet", "failed", "kubelet.sock: there is none");
+    fs::write(&setup.kubelet_socket, "").unwrap();
+    found(&look(&setup, &[]).await, "kubelet", "failed", "kubelet.sock: is not a socket");
+    drop(resources);
+    found(&look(&setup, &[]).await, "kubelet", "skipped", "pod-resources/kubelet.sock: nobody listens on it");
+    fs::remove_dir_all(setup.at("k")).unwrap();
+    found(&look(&setup, &[]).await, "kubelet", "failed", "No such file or directory");
+    fs::write(setup.at("k"), "").unwrap();
+    found(&look(&setup, &[]).await, "kubelet", "failed", "Not a directory");
+}
+
+#[tokio::test]
+async fn whoever_else_listens_in_the_kubelets_folder_is_named() {
+    let (setup, kubelet, _resources) = well("dgx1-v100");
+    let node = setup.start().await;
+    registered(&kubelet, 1, 8).await;
+    let setup = &node.setup;
+    let own = setup.sockets().remove(0);
+    let report = look(setup, &[]).await;
+    found(&report, "plugins", "ok", "linkwise serves linkwise-nvidia.com_gpu-");
+    assert_eq!(kubelet.state().resources["nvidia.com/gpu"].open_streams, 1, "nobody was disturbed");
+
+    // Other names for a plugin that works.
+    let folder = own.parent().unwrap();
+    for name in ["nvidia-gpu.sock", "linkwise-nvidia.com_gpu-00000000.sock", "sriov.sock"] {
+        symlink(&own, folder.join(name)).unwrap();
+    }
+    drop(UnixListener::bind(folder.join("linkwise-nvidia.com_gpu-11111111.sock")).unwrap());
+    drop(UnixListener::bind(folder.join("dead.sock")).unwrap());
+    let _silent = UnixListener::bind(folder.join("silent.sock")).unwrap();
+    let stranger = UnixListener::bind(folder.join("stranger.sock")).unwrap();
+    let answering = std::thread::spawn(move || {
+        let (mut stream, _) = stranger.accept().unwrap();
+        std::io::Write::write_all(&mut stream, b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
+    });
+    let report = look(setup, &[]).await;
+    answering.join().unwrap();
+    found(&report, "plugins", "failed", "the NVIDIA device plugin serves nvidia-gpu.sock");
+    found(&report, "plugins", "failed", "2 linkwise serve nvidia.com/gpu: linkwise-nvidia.com_gpu-00000000.sock, ");
+    found(&report, "plugins", "warning", "linkwise-nvidia.com_gpu-11111111.sock was left by a linkwise that is gone");
+    found(&report, "plugins", "warning", "silent.sock: it accepts, and does not answer within 2s");
+    found(&report, "plugins", "warning", "stranger.sock: it accepts, and is no device plugin");
+    found(&report, "plugins", "ok", "other plugins: sriov.sock");
+    assert!(!report.to_string().contains("dead.sock"), "nobody's, and removed by the next kubelet");
+}
+
+#[tokio::test]
+async fn cdi_specs_are_read_and_broken_or_double_ones_told() {
+    let (setup, _kubelet, _resources) = well("dgx1-v100");
+    let spec = "cdiVersion: 0.6.0\nkind: nvidia.com/gpu\ndevices: [{name: '0'}, {name: all}]\ncontainerEdits: {}\n";
+    let write = |path: &str, text: &str| {
+        fs::create_dir_all(setup.at(path).parent().unwrap()).unwrap();
+        fs::write(setup.at(path), text).unwrap();
+    };
+    write("etc/cdi/nvidia.yaml", spec);
+    write("etc/cdi/other.json", "{\"cdiVersion\": \"0.6.0\", \"kind\": \"example.com/nic\", \"devices\": []}");
+    write("etc/cdi/notes.txt", "no spec");
+    let report = look(&setup, &[]).await;
+    found(&report, "container runtime", "ok", "etc/cdi/nvidia.yaml: 2 devices of nvidia.com/gpu");
+    assert_eq!(report["warnings"], look(&setup, &[]).await["warnings"]);
+    write("var/run/cdi/nvidia.yaml", spec);
+    write("var/run/cdi/broken.json", "{\"cdiVersion\": ");
+    let report = look(&setup, &[]).await;
+    found(&report, "container runtime", "warning", "both have 2 devices of nvidia.com/gpu");
+    found(&report, "container runtime", "warning", "broken.json is no CDI spec");
+    fs::remove_dir_all(setup.at("etc/cdi")).unwrap();
+    write("etc/cdi", "a file");
+    found(&look(&setup, &[]).await, "container runtime", "warning", "Not a directory");
+}
+
+#[tokio::test]
+async fn machines_that_a_topology_manager_does_not_suit_are_told_which_hints_do() {
+    let of = async |synthetic: &str, gpus: &[(&str, &str, &str)], more: &[&str]| {
+        let (setup, _kubelet, _resources) = around(Setup::with(&machine(gpus)).env("HWLOC_SYNTHETIC", synthetic));
+        look(&setup, more).await
+    };
+    let on = |node: u32| format!(", numa: {node}");
+    let (near, far) = (on(0), on(1));
+    let two = [("GPU-a", "0000:01:00.0", near.as_str()), ("GPU-b", "0000:02:00.0", far.as_str())];
+    let report = of("pack:1 numa:2 pu:2", &two, &[]).await;
+    found(&report, "topology manager", "warning", "packages have several NUMA nodes with CPUs");
+    let report = of("pack:1 numa:2 pu:2", &two, &["--numa-hints=package"]).await;
+    assert!(!report.to_string().contains("packages have several"), "{report}");
+    let report = of("pack:9 numa:1 pu:2", &two, &[]).await;
+    found(&report, "topology manager", "warning", "9 NUMA nodes, 0 of them without CPUs: more than the 8");
+    let some = [("GPU-a", "0000:01:00.0", near.as_str()), ("GPU-b", "0000:02:00.0", "")];
+    let report = of("pack:2 numa:1 pu:2", &some, &[]).await;
+    found(&report, "topology manager", "warning", "1 of 2 GPUs have no NUMA node (-1)");
+    let report = of("pack:2 numa:1 pu:2", &[("GPU-a", "0000:01:00.0", "")], &[]).await;
+    found(&report, "topology manager", "ok", "no GPU has a NUMA node (-1)");
+    // A node that the host does not have, or that has no CPUs.
+    let beyond = [("GPU-a", "0000:01:00.0", ", numa: 7")];
+    let report = of("pack:2 numa:1 pu:2", &beyond, &[]).await;
+    found(&report, "topology manager", "warning", "1 of 1 GPU are on NUMA nodes without CPUs");
+}
+
+#[tokio::test]
+async fn what_ails_a_gpu_is_told_of_that_gpu() {
+    let faults =
+        "1:nvmlDeviceGetName:999,1:nvmlDeviceRegisterEvents:999,2:nvmlDeviceGetUUID:999,4:nvmlDeviceGetName:16";
+    let (setup, _kubelet, _resources) = well("dgx1-v100");
+    let setup = setup.env("FAKE_NVML_FAIL", faults);
+    setup.tell("lost 6");
+    let report = look(&setup, &[]).await;
+    found(&report, "gpus", "ok", "GPU 0 (0000:06:00.0, GPU-00000001-0000-4000-8000-000000000000)");
+    found(
+        &report,
+        "gpus",
+        "warning",
+        "GPU 1 (0000:07:00.0, GPU-00000001-0000-4000-8000-000000000001): nvmlDeviceGetName",
+    );
+    found(&report, "gpus", "warning", "nvmlDeviceRegisterEvents: NVML_ERROR_UNKNOWN (999)");
+    found(&report, "gpus", "failed", "0000:0a:00.0: nvmlDeviceGetUUID");
+    found(&report, "gpus", "warning", "NVML_ERROR_RESET_REQUIRED (16)");
+    found(&report, "gpus", "failed", "NVML_ERROR_GPU_IS_LOST (15)");
+    // The kernel still has the two that NVML does not know.
+    found(&report, "sysfs", "failed", "0000:0a:00.0");
+}

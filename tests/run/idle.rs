@@ -1,0 +1,82 @@
+//! Nodes without GPUs: up, ready, idle, and awake once a GPU comes.
+
+use crate::node::{Setup, registered};
+
+const BARE: &str = "version: 1\nname: bare\nobserved: {gpus: []}\n";
+const STARTS: &str = "linkwise_nvml_agent_starts_total";
+
+#[tokio::test]
+async fn a_node_without_gpus_stays_up_and_is_as_ready_as_it_will_be() {
+    let setup = Setup::with(BARE);
+    let kubelet = setup.kubelet();
+    let node = setup.start().await;
+    let answer = node.ready(200, "no NVIDIA GPU on the PCI bus").await;
+    assert!(answer.body.contains("NVML lists no GPU on this node"), "{answer:?}");
+    assert_eq!(node.get("/livez").await.status, 200);
+    node.metric("linkwise_idle", 1).await;
+    node.metric("linkwise_nvml_agent_up", 0).await;
+    assert!(kubelet.state().resources.is_empty(), "nothing is registered");
+}
+
+#[tokio::test]
+async fn a_gpu_on_the_bus_that_nvml_does_not_list_is_not_ready() {
+    let setup = Setup::with(BARE);
+    setup.on_bus("0000:3b:00.0");
+    let node = setup.start().await;
+    node.ready(503, "NVML lists no GPU on this node").await;
+    node.metric("linkwise_idle", 0).await;
+    node.metric("linkwise_nvml_agent_up", 1).await;
+}
+
+#[tokio::test]
+async fn a_gpu_that_comes_late_is_picked_up_in_place() {
+    for option in ["--fail-on-init-error=false", "--log=info"] {
+        let setup = Setup::on("dgx1-v100").arg(option);
+        setup.tell("init 9");
+        let kubelet = setup.kubelet();
+        let node = setup.start().await;
+        node.ready(200, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
+        node.process.said("this node has no NVIDIA GPU").await;
+        node.metric(STARTS, 1).await;
+        node.setup.tell("init 0");
+        // Seen at the next look at the bus, every 10 s.
+        node.setup.on_bus("0000:06:00.0");
+        registered(&kubelet, 1, 8).await;
+        node.ready(200, "ready").await;
+        node.metric("linkwise_idle", 0).await;
+        node.metric(STARTS, 2).await;
+    }
+}
+
+#[tokio::test]
+async fn a_late_gpu_that_cannot_be_opened_ends_it_with_that_cause() {
+    let mut setup = Setup::on("dgx1-v100");
+    setup.library = "/no/such/libnvidia-ml.so.1".into();
+    let mut node = setup.start().await;
+    node.ready(200, "no NVIDIA GPU on the PCI bus").await;
+    node.setup.on_bus("0000:06:00.0");
+    let (status, words) = node.process.ended().await;
+    assert_eq!(status.code(), Some(1));
+    let words = words.join("\n");
+    assert!(words.contains("1 NVIDIA GPU(s) on the PCI bus (0000:06:00.0 ...)"), "{words}");
+    assert!(words.contains("cannot load /no/such/libnvidia-ml.so.1"), "{words}");
+}
+
+#[tokio::test]
+async fn a_driver_that_is_installed_late_under_a_mounted_root_is_picked_up_in_place() {
+    let mut setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false");
+    setup.on_bus("0000:06:00.0");
+    let root = setup.at("driver-root");
+    let library = std::mem::replace(&mut setup.library, root);
+    let folder = setup.at("driver-root/usr/lib/x86_64-linux-gnu");
+    std::fs::create_dir_all(setup.at("driver-root")).unwrap();
+    let kubelet = setup.kubelet();
+    let node = setup.start().await;
+    node.ready(503, "driver-root/usr/lib64/libnvidia-ml.so.1").await;
+    std::fs::create_dir_all(&folder).unwrap();
+    // As drivers install it: a link to the file that has the version in its name.
+    std::fs::copy(library, folder.join("libnvidia-ml.so.580.95.05")).unwrap();
+    std::os::unix::fs::symlink("libnvidia-ml.so.580.95.05", folder.join("libnvidia-ml.so.1")).unwrap();
+    registered(&kubelet, 1, 8).await;
+    node.ready(200, "ready").await;
+}

@@ -1,0 +1,144 @@
+//! What an operator orders: let go of the driver, take it up, vouch for a GPU; by socket and by signal.
+
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::process::Output;
+
+use linkwise::kubelet_box::Pod;
+use serde_json::Value;
+use tokio::process::Command;
+
+use crate::node::{GPU, Node, Setup, signal, until, uuid};
+
+/// A machine whose linkwise has an admin socket.
+fn setup() -> Setup {
+    let setup = Setup::on("dgx1-v100");
+    let socket = setup.at("admin/admin.sock");
+    setup.arg("--admin-socket").arg(socket)
+}
+
+/// `linkwise admin` beside it.
+async fn admin(node: &Node, order: &[&str]) -> Output {
+    let mut command = Command::new(&node.setup.program);
+    command.arg("admin").arg("--socket").arg(node.setup.at("admin/admin.sock")).args(order);
+    command.output().await.unwrap()
+}
+
+async fn ordered(node: &Node, order: &[&str]) -> String {
+    let output = admin(node, order).await;
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+async fn state(node: &Node) -> Value {
+    serde_json::from_str(&ordered(node, &["state"]).await).unwrap()
+}
+
+/// Whether a process has the driver's library loaded.
+fn driver_is_held(node: &Node) -> bool {
+    UnixStream::connect(node.setup.at("control")).is_ok()
+}
+
+#[tokio::test]
+async fn the_driver_is_let_go_of_and_taken_up_and_pods_are_admitted_meanwhile() {
+    let (node, kubelet) = setup().serve(8).await;
+    assert!(driver_is_held(&node));
+    let said = ordered(&node, &["release"]).await;
+    assert!(said.contains("no process of linkwise holds the driver"), "{said}");
+    assert!(!driver_is_held(&node), "the answer comes after the child's end");
+    node.metric("linkwise_driver_released", 1).await;
+    assert_eq!(state(&node).await["driver_released"], true);
+    kubelet.admit(&Pod::single("meanwhile", GPU, 2), None).await.unwrap();
+    node.ready(200, "ready").await;
+    // A second time changes nothing; and no child was started anew.
+    ordered(&node, &["release"]).await;
+    node.metric("linkwise_nvml_agent_starts_total", 1).await;
+    ordered(&node, &["resume"]).await;
+    node.metric("linkwise_nvml_agent_up", 1).await;
+    node.metric("linkwise_nvml_agent_starts_total", 2).await;
+    node.setup.tell("xid 3 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 3))).await.unwrap();
+    assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
+}
+
+#[tokio::test]
+async fn a_driver_whose_calls_hang_is_let_go_of_too() {
+    let (node, _kubelet) = setup().serve(8).await;
+    node.setup.tell("hang nvmlDeviceGetTemperature");
+    node.setup.tell("hang nvmlEventSetWait_v2");
+    ordered(&node, &["release"]).await;
+    assert!(!driver_is_held(&node));
+}
+
+#[tokio::test]
+async fn the_answer_waits_for_a_process_that_has_to_be_killed() {
+    let (node, _kubelet) = setup().serve(8).await;
+    signal("STOP", node.agent(&[]).await);
+    assert!(driver_is_held(&node));
+    ordered(&node, &["release"]).await;
+    assert!(!driver_is_held(&node));
+}
+
+#[tokio::test]
+async fn a_driver_that_is_let_go_of_before_it_answered_does_not_end_the_node() {
+    let setup = setup();
+    setup.on_bus("0000:06:00.0");
+    setup.tell("hang nvmlInit_v2");
+    let node = setup.start().await;
+    until(async || if driver_is_held(&node) { Ok(()) } else { Err("nobody calls") }).await;
+    ordered(&node, &["release"]).await;
+    node.ready(503, "the GPUs have not been looked at yet").await;
+    node.setup.tell("unhang nvmlInit_v2");
+    let kubelet = node.setup.kubelet();
+    ordered(&node, &["resume"]).await;
+    crate::node::registered(&kubelet, 1, 8).await;
+}
+
+#[tokio::test]
+async fn signals_let_go_and_take_up() {
+    let (node, _kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    node.process.signal("USR1");
+    node.metric("linkwise_driver_released", 1).await;
+    until(async || if driver_is_held(&node) { Err("the driver is held") } else { Ok(()) }).await;
+    node.process.signal("USR2");
+    node.metric("linkwise_driver_released", 0).await;
+    node.metric("linkwise_nvml_agent_starts_total", 2).await;
+    node.metric("linkwise_nvml_agent_up", 1).await;
+}
+
+#[tokio::test]
+async fn an_operator_vouches_for_a_gpu() {
+    let (node, kubelet) = setup().serve(8).await;
+    node.setup.tell("xid 2 79");
+    kubelet.wait(|state| state.resources[GPU].healthy.len() == 7).await.unwrap();
+    let gpu = state(&node).await["gpus"][2].clone();
+    let reason = &gpu["reasons"][0];
+    assert_eq!((&gpu["uuid"], &reason["reason"]), (&uuid(1, 2).into(), &"XID 79".into()));
+    assert!(reason["since"].as_u64().unwrap() > 1_700_000_000 && gpu["healthy"] == false, "{gpu}");
+    ordered(&node, &["clear", &uuid(1, 2)]).await;
+    kubelet.wait(|state| state.resources[GPU].healthy.len() == 8).await.unwrap();
+    let seen = state(&node).await;
+    assert_eq!(seen["gpus"][2]["reasons"], Value::Array(Vec::new()));
+    let resource = &seen["resources"][GPU];
+    assert_eq!((&resource["phase"], &resource["healthy"]), (&"serving".into(), &8.into()), "{seen}");
+    let refused = admin(&node, &["clear", "GPU-nobody"]).await;
+    assert_eq!(refused.status.code(), Some(1));
+    let words = String::from_utf8(refused.stderr).unwrap();
+    assert_eq!(words, "linkwise: no GPU GPU-nobody on this node\n");
+}
+
+#[tokio::test]
+async fn orders_are_not_taken_over_the_metrics_port_and_the_socket_is_ours_alone() {
+    let (mut node, _kubelet) = setup().serve(8).await;
+    let socket = node.setup.at("admin/admin.sock");
+    assert_eq!(std::fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
+    for path in ["/state", "/driver/release", "/driver/resume"] {
+        assert_eq!(node.get(path).await.status, 404);
+    }
+    node.process.signal("TERM");
+    assert_eq!(node.process.ended().await.0.code(), Some(0));
+    assert!(!socket.exists());
+    let nobody = admin(&node, &["state"]).await;
+    let words = String::from_utf8(nobody.stderr).unwrap();
+    assert!(words.starts_with("linkwise: cannot ask linkwise on ") && words.lines().count() == 1, "{words}");
+}

@@ -1,0 +1,119 @@
+//! PodResources: it confirms registrations, and says who holds what.
+
+use std::collections::BTreeSet;
+
+use linkwise::inventory::{Event, NumaHints, ResourceName};
+use linkwise::kubelet::{Phase, Settings, pod_resources};
+use linkwise::kubelet_box::{Fault, KubeletBox, Options, Place, Pod};
+use linkwise::machines;
+use linkwise::runtime::{HealthSettings, Node, NodeSettings};
+use tokio::net::UnixListener;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+
+use crate::kubelet::plugin;
+use crate::node::{GPU, LIMIT, Setup, registered, uuid};
+
+#[tokio::test]
+async fn a_registration_that_the_kubelet_forgets_is_none_and_is_made_again() {
+    let setup = Setup::on("dgx1-v100");
+    let kubelet = setup.kubelet();
+    kubelet.set_fault(Fault::Forget);
+    let node = setup.start().await;
+    // The stream is open, and yet no pod could get a GPU.
+    kubelet.wait(|state| state.resources[GPU].open_streams == 1).await.unwrap();
+    node.ready(503, "waiting for PodResources to list our devices").await;
+    kubelet.set_fault(Fault::None);
+    // What was not listened to is not said again on its own: only a new registration helps.
+    registered(&kubelet, 2, 8).await;
+    node.process.said("PodResources does not list our devices").await;
+    node.ready(200, "").await;
+}
+
+#[tokio::test]
+async fn without_an_answer_from_pod_resources_the_stream_is_the_confirmation() {
+    // Nothing there; something that does not speak; something that never answers.
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    std::fs::write(at("file"), "").unwrap();
+    let _silent = UnixListener::bind(at("silent")).unwrap();
+    for socket in ["missing", "file", "silent"] {
+        let dir = at(&format!("k-{socket}"));
+        let kubelet = KubeletBox::start(Options::new(&dir)).unwrap();
+        let settings = Settings { pod_resources_socket: Some(at(socket)), ..Settings::new(dir.join("kubelet.sock")) };
+        let (plugin, _ended) = plugin(settings);
+        let mut phase = plugin.phase();
+        let shutdown = CancellationToken::new();
+        let running = tokio::spawn(plugin.run(shutdown.clone()));
+        timeout(LIMIT, phase.wait_for(|phase| *phase == Phase::Serving)).await.unwrap().unwrap();
+        assert_eq!(kubelet.state().resources[GPU].registrations, 1, "{socket}");
+        shutdown.cancel();
+        timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_resource_whose_devices_are_all_sick_is_confirmed_by_its_stream() {
+    let setup = Setup::with(&crate::node::machine(&[("GPU-a", "0000:01:00.0", "")]));
+    let (node, kubelet) = setup.serve(1).await;
+    node.setup.tell("xid 0 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
+    kubelet.restart(linkwise::kubelet_box::Restart::Kubelet).await.unwrap();
+    // A kubelet lists healthy devices only.
+    kubelet.wait(|state| state.resources[GPU].registrations == 2 && state.resources[GPU].connected).await.unwrap();
+    node.ready(200, "").await;
+}
+
+#[tokio::test]
+async fn who_holds_what_is_known_where_pod_resources_is_there_and_not_known_elsewhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("p/kubelet.sock");
+    let error = pod_resources::holders(&socket).await.unwrap_err();
+    assert!(error.to_string().contains("p/kubelet.sock"), "{error}");
+    let mut options = Options::new(folder.path().join("k"));
+    options.pod_resources = Some(socket.clone());
+    let kubelet = KubeletBox::start(options).unwrap();
+    assert_eq!(pod_resources::holders(&socket).await.unwrap(), BTreeSet::new());
+    let place = |pod: &str, resource: &str| Place {
+        pod: pod.to_owned(),
+        container: "main".to_owned(),
+        resource: resource.to_owned(),
+    };
+    kubelet.hold(place("earlier", GPU), [uuid(1, 2), "GPU-gone".to_owned()]);
+    kubelet.hold(place("earlier", "other.vendor/nic"), ["nic0".to_owned()]);
+    let kubelet_settings =
+        Settings { pod_resources_socket: Some(socket), ..Settings::new(folder.path().join("k/kubelet.sock")) };
+    let settings = NodeSettings {
+        kubelet: kubelet_settings,
+        metrics_address: "127.0.0.1:0".parse().unwrap(),
+        numa_hints: NumaHints::default(),
+        health: HealthSettings::default(),
+    };
+    let node = Node::start(settings).await.unwrap();
+    let (mut holders, shutdown, events) = (node.holders(), node.shutdown(), node.events());
+    assert_eq!(*holders.borrow(), None, "nobody has asked yet");
+    let running = tokio::spawn(node.serve());
+    let observed = machines::load("dgx1-v100").unwrap().observed;
+    events.send(Event::Observed(Box::new(observed))).await.unwrap();
+    let known = timeout(LIMIT, holders.wait_for(Option::is_some)).await.unwrap().unwrap().clone().unwrap();
+    // Held devices are named also where no plugin of ours lists them.
+    let gpu = |id: &str| (ResourceName::gpu(), id.to_owned());
+    let named: Vec<(ResourceName, String)> = known.iter().map(|(name, id)| (name.clone(), id.to_string())).collect();
+    assert!(named.contains(&gpu("GPU-gone")) && named.contains(&gpu(&uuid(1, 2))), "{named:?}");
+    assert!(named.contains(&("other.vendor/nic".parse().unwrap(), "nic0".to_owned())) && named.len() == 3);
+    shutdown.cancel();
+    running.await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn a_registration_is_confirmed_again_while_pods_come_and_go() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    kubelet.admit(&Pod::single("pod", GPU, 8), None).await.unwrap();
+    // Devices in use are listed as much as free ones.
+    node.setup.tell("xid 3 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
+    kubelet.restart(linkwise::kubelet_box::Restart::Kubelet).await.unwrap();
+    registered(&kubelet, 2, 7).await;
+    node.ready(200, "").await;
+    assert_eq!(kubelet.violations(), []);
+}

@@ -1,0 +1,124 @@
+//! What else can stand where a socket should: on the kubelet's side, on ours, and in the way of both.
+
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
+use std::time::Duration;
+
+use linkwise::kubelet::{Phase, Settings};
+use linkwise::kubelet_box::{KubeletBox, Options, Restart};
+use linkwise::proto::v1beta1::Empty;
+use tokio::net::UnixStream;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+
+use crate::kubelet::plugin;
+use crate::node::{GPU, LIMIT, Setup, registered};
+
+#[tokio::test]
+async fn whatever_stands_in_the_place_of_kubelet_sock_the_next_kubelet_is_found() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    let path = node.setup.kubelet_socket.clone();
+    kubelet.stop().await.unwrap();
+    node.ready(503, GPU).await;
+    // A directory.
+    std::fs::remove_file(&path).unwrap();
+    std::fs::create_dir(&path).unwrap();
+    node.ready(503, &format!("{} is not a socket", path.display())).await;
+    // A socket that nobody listens on.
+    std::fs::remove_dir(&path).unwrap();
+    drop(UnixListener::bind(&path).unwrap());
+    node.ready(503, "cannot connect to").await;
+    // One whose listener accepts nobody.
+    std::fs::remove_file(&path).unwrap();
+    let silent = UnixListener::bind(&path).unwrap();
+    node.ready(503, "registering").await;
+    // A link into nowhere.
+    std::fs::remove_file(&path).unwrap();
+    std::os::unix::fs::symlink("nowhere", &path).unwrap();
+    node.ready(503, "is not a socket").await;
+    drop(silent);
+    std::fs::remove_file(&path).unwrap();
+    kubelet.start_again(Restart::Kubelet).unwrap();
+    registered(&kubelet, 2, 8).await;
+    node.ready(200, "").await;
+    assert_eq!((node.setup.sockets().len(), kubelet.violations().len()), (1, 0));
+}
+
+#[tokio::test]
+async fn a_change_of_mode_is_no_new_kubelet() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    std::fs::set_permissions(&node.setup.kubelet_socket, std::fs::Permissions::from_mode(0o660)).unwrap();
+    // Whoever sees this has seen that, and would say of the two that the kubelet restarted.
+    std::fs::remove_file(&node.setup.sockets()[0]).unwrap();
+    registered(&kubelet, 2, 8).await;
+    node.ready(200, "").await;
+    node.process.said("our socket is gone").await;
+    assert!(!node.process.lines().iter().any(|line| line.contains("the kubelet restarted")));
+}
+
+#[tokio::test]
+async fn where_inotify_is_not_to_be_had_looking_is_enough() {
+    let folder = tempfile::tempdir().unwrap();
+    let poll = Duration::from_millis(20);
+    let settings = Settings { inotify: false, poll, ..Settings::new(folder.path().join("k/kubelet.sock")) };
+    let (plugin, mut ended) = plugin(settings);
+    let mut phase = plugin.phase();
+    let shutdown = CancellationToken::new();
+    let running = tokio::spawn(plugin.run(shutdown.clone()));
+    let mut serving = async || timeout(LIMIT, phase.wait_for(|phase| *phase == Phase::Serving)).await.unwrap().is_ok();
+    let mut options = Options::new(folder.path().join("k"));
+    (options.dial_retry, options.wait_timeout) = (Duration::from_millis(10), LIMIT);
+    let kubelet = KubeletBox::start(options).unwrap();
+    assert!(serving().await);
+    // Nothing but the file tells of this one.
+    let ours = |entry: &std::path::PathBuf| entry.to_string_lossy().contains("linkwise-");
+    let entries = std::fs::read_dir(folder.path().join("k")).unwrap().map(|entry| entry.unwrap().path());
+    std::fs::remove_file(entries.into_iter().find(ours).unwrap()).unwrap();
+    let why = timeout(LIMIT, ended.recv()).await.unwrap().unwrap();
+    assert_eq!(why, "our socket is gone or not ours any more");
+    registered(&kubelet, 2, 8).await;
+    assert!(serving().await);
+    kubelet.restart(Restart::Kubelet).await.unwrap();
+    registered(&kubelet, 3, 8).await;
+    assert!(serving().await);
+    shutdown.cancel();
+    timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn file_descriptors_that_run_out_come_back() {
+    let mut setup = Setup::on("dgx1-v100");
+    let kubelet = setup.kubelet();
+    // As many as it takes to start, and some for connections.
+    let script = setup.at("few");
+    std::fs::write(&script, format!("#!/bin/sh\nulimit -n 64\nexec {} \"$@\"\n", setup.program.display())).unwrap();
+    std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o700)).unwrap();
+    setup.program = script;
+    let node = setup.start().await;
+    registered(&kubelet, 1, 8).await;
+    node.ready(200, "").await;
+    // As many callers as there is room for, and more.
+    let own = node.setup.sockets().remove(0);
+    let mut callers = Vec::new();
+    for _ in 0..100 {
+        callers.push(UnixStream::connect(&own).await.unwrap());
+    }
+    let line = node.process.logged(|line| line["message"] == "a connection could not be accepted").await;
+    assert!(line["error"].as_str().unwrap().contains("Too many open files"), "{line}");
+    // When they have gone, the next one is served on the same socket.
+    callers.clear();
+    let mut client = crate::callers::client(own.clone()).await.unwrap();
+    timeout(LIMIT, client.get_device_plugin_options(Empty {})).await.expect("an answer in time").unwrap();
+    assert_eq!(kubelet.state().resources[GPU].registrations, 1);
+    for _ in 0..100 {
+        callers.push(UnixStream::connect(&own).await.unwrap());
+    }
+    // The kubelet of such a moment: nothing can be bound, nobody called.
+    kubelet.restart(Restart::Kubelet).await.unwrap();
+    drop(callers);
+    registered(&kubelet, 2, 8).await;
+    node.ready(200, "").await;
+    assert_eq!(node.setup.sockets().len(), 1);
+    let said = node.process.lines().iter().filter(|line| line.contains("could not be accepted")).count();
+    assert!(said <= 2, "said once for each time that it served, not once for each caller: {said}");
+}

@@ -1,0 +1,119 @@
+//! Processes that stop, two of a kind, and connections that do not end.
+
+use linkwise::kubelet_box::{Pod, Restart};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::time::timeout;
+
+use crate::node::{GPU, LIMIT, Setup, registered};
+
+#[tokio::test]
+async fn a_process_that_was_stopped_goes_on_where_the_world_is() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    kubelet.admit(&Pod::single("pod", GPU, 4), None).await.unwrap();
+    node.process.signal("STOP");
+    // The kubelet does not notice by itself; it notices what it asks for, and its own restart.
+    kubelet.restart(Restart::Kubelet).await.unwrap();
+    let state = kubelet.state();
+    assert!(!state.resources[GPU].connected && state.resources[GPU].in_use().len() == 4);
+    node.process.signal("CONT");
+    registered(&kubelet, 2, 8).await;
+    node.ready(200, "").await;
+    // And one that slept through nothing goes on as if nothing had been.
+    node.process.signal("STOP");
+    let pod = Pod::single("other", GPU, 4);
+    let asked = kubelet.admit(&pod, None);
+    let mut asked = std::pin::pin!(asked);
+    kubelet_asks(&kubelet, &mut asked).await;
+    node.process.signal("CONT");
+    timeout(LIMIT, asked).await.unwrap().unwrap();
+    let state = kubelet.state();
+    assert_eq!((state.resources[GPU].registrations, state.resources[GPU].free().len()), (2, 0));
+    assert_eq!(state.violations, []);
+}
+
+/// Lets an admission run until its first call is made; it cannot be answered.
+async fn kubelet_asks(
+    kubelet: &linkwise::kubelet_box::KubeletBox,
+    admission: &mut (impl Future<Output: std::fmt::Debug> + Unpin),
+) {
+    let calls = kubelet.state().resources[GPU].calls.preferred;
+    tokio::select! {
+        answer = admission => panic!("answered by a process that is stopped: {answer:?}"),
+        state = kubelet.wait(|state| state.resources[GPU].calls.preferred > calls) => drop(state.unwrap()),
+    }
+}
+
+#[tokio::test]
+async fn of_two_for_one_resource_neither_harms_the_other_and_the_one_that_stays_serves() {
+    let (mut first, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap();
+    let own = first.setup.sockets();
+    // The same machine, a second time: a rolling update that overlaps.
+    let second = first.setup.spawn();
+    kubelet.wait(|state| state.resources[GPU].registrations >= 2).await.unwrap();
+    second.said("\"serving\"").await;
+    assert!(own[0].exists(), "a live predecessor's socket is not ours to remove");
+    assert_eq!(first.setup.sockets().len(), 2);
+    assert_eq!(first.get("/livez").await.status, 200);
+    // The end of the old stream disconnects whichever client is current: the second registers anew.
+    first.process.signal("TERM");
+    assert!(first.process.ended().await.0.success());
+    registered(&kubelet, 3, 8).await;
+    kubelet.admit(&Pod::single("other", GPU, 6), None).await.unwrap();
+    let state = kubelet.state();
+    assert_eq!((state.resources[GPU].free().len(), state.violations.len()), (0, 0));
+    assert!(!own[0].exists() && first.setup.sockets().len() == 1);
+    second.signal("TERM");
+}
+
+/// A connection with an open stream whose caller reads nothing and closes nothing.
+async fn stuck(socket: &std::path::Path) -> UnixStream {
+    let mut stream = UnixStream::connect(socket).await.unwrap();
+    let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+    // SETTINGS with a window of 0: no byte of a list may be sent.
+    bytes.extend([0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0, 0]);
+    // HEADERS of POST /v1beta1.DevicePlugin/ListAndWatch, in plain literals, and an empty message.
+    let literal = |name: &str, value: &str| {
+        let mut field = vec![0];
+        for text in [name, value] {
+            field.push(u8::try_from(text.len()).unwrap());
+            field.extend(text.as_bytes());
+        }
+        field
+    };
+    let fields = [
+        literal(":method", "POST"),
+        literal(":scheme", "http"),
+        literal(":path", "/v1beta1.DevicePlugin/ListAndWatch"),
+        literal(":authority", "localhost"),
+        literal("content-type", "application/grpc"),
+        literal("te", "trailers"),
+    ]
+    .concat();
+    bytes.extend([0, 0, u8::try_from(fields.len()).unwrap(), 1, 4, 0, 0, 0, 1]);
+    bytes.extend(fields);
+    bytes.extend([0, 0, 5, 0, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0]);
+    stream.write_all(&bytes).await.unwrap();
+    stream
+}
+
+#[tokio::test]
+async fn a_connection_that_does_not_close_is_cut_before_the_next_registration() {
+    let (mut node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    let mut stuck_one = stuck(&node.setup.sockets()[0]).await;
+    // It was heard: our settings and their acknowledgement came.
+    let mut some = [0; 16];
+    stuck_one.read_exact(&mut some).await.unwrap();
+    kubelet.restart(Restart::Kubelet).await.unwrap();
+    registered(&kubelet, 2, 8).await;
+    node.ready(200, "").await;
+    // What is registered now was registered after this one was closed.
+    let mut rest = Vec::new();
+    let _ = timeout(LIMIT, stuck_one.read_to_end(&mut rest)).await.expect("the old connection is closed");
+    // Nor does such a one hold up the end.
+    let _stuck = stuck(&node.setup.sockets()[0]).await;
+    node.process.signal("TERM");
+    assert_eq!(node.process.ended().await.0.code(), Some(0));
+    assert!(node.setup.sockets().is_empty());
+}
