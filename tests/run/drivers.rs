@@ -54,7 +54,7 @@ async fn a_driver_that_is_unloaded_and_loaded_again_is_waited_for_and_pods_are_a
     node.setup.tell("init 0");
     node.metric("linkwise_nvml_away", 0).await;
     node.metric(UP, 1).await;
-    node.setup.tell("xid 3 79");
+    until(async || node.setup.try_tell("xid 3 79")).await;
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 3))).await.unwrap();
 }
 

@@ -116,6 +116,13 @@ impl Setup {
         std::fs::write(device.join("class"), "0x030200\n").unwrap();
     }
 
+    /// All GPUs of dgx1-v100 on the PCI bus: one that is missing there is unhealthy.
+    pub fn all_on_bus(&self) {
+        for bus in ["06", "07", "0a", "0b", "85", "86", "89", "8a"] {
+            self.on_bus(&format!("0000:{bus}:00.0"));
+        }
+    }
+
     /// Tells the library what happens.
     pub fn tell(&self, command: &str) {
         Control::new(self.at("control")).send(command).unwrap();

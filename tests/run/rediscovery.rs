@@ -11,13 +11,6 @@ fn quick() -> Setup {
     Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg("--nvml-pause-ms=10")
 }
 
-/// The GPUs of the machine, as the kernel lists them.
-fn all_on_bus(setup: &Setup) {
-    for bus in ["06", "07", "0a", "0b", "85", "86", "89", "8a"] {
-        setup.on_bus(&format!("0000:{bus}:00.0"));
-    }
-}
-
 fn fifo(path: &std::path::Path) {
     assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
 }
@@ -43,7 +36,7 @@ async fn a_gpu_that_comes_is_offered_and_its_events_are_heard() {
 #[tokio::test]
 async fn a_change_of_the_pci_bus_gets_a_new_process() {
     let setup = quick();
-    all_on_bus(&setup);
+    setup.all_on_bus();
     let (node, kubelet) = setup.serve(8).await;
     let first = node.agent(&[]).await;
     node.setup.on_bus("0000:77:00.0");
@@ -69,7 +62,7 @@ async fn links_that_go_down_are_gone_from_the_graph() {
 #[tokio::test]
 async fn a_gpu_that_leaves_the_bus_is_seen_without_nvml() {
     let setup = quick();
-    all_on_bus(&setup);
+    setup.all_on_bus();
     let (node, kubelet) = setup.serve(8).await;
     std::fs::remove_dir_all(node.setup.at("sys/bus/pci/devices/0000:8a:00.0")).unwrap();
     kubelet.wait(|state| state.resources[GPU].unhealthy == BTreeSet::from([uuid(1, 7)])).await.unwrap();
@@ -80,7 +73,7 @@ async fn a_gpu_that_leaves_the_bus_is_seen_without_nvml() {
 #[tokio::test]
 async fn files_that_hang_hold_up_neither_rounds_nor_events() {
     let setup = quick();
-    all_on_bus(&setup);
+    setup.all_on_bus();
     let (node, kubelet) = setup.serve(8).await;
     let device = node.setup.at("sys/bus/pci/devices/0000:77:00.0");
     let new = node.setup.at("new");

@@ -94,6 +94,7 @@ async fn a_gpu_that_crashes_children_is_left_out_and_taken_back_in() {
 #[tokio::test]
 async fn a_gpu_that_hangs_children_before_it_says_its_name_is_left_out() {
     let setup = quick("dgx1-v100").arg("--fail-on-init-error=false");
+    setup.all_on_bus();
     setup.tell("hang 2 nvmlDeviceGetHandleByIndex_v2");
     let kubelet = setup.kubelet();
     let node = setup.start().await;
