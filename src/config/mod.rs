@@ -9,6 +9,7 @@ mod doctor;
 pub mod file;
 mod list;
 mod mps;
+mod nvml;
 mod program;
 pub mod settings;
 mod simulate;
@@ -29,6 +30,7 @@ pub use check::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs};
 pub use doctor::DoctorArgs;
 pub use list::{GpuName, UnitName};
 pub use mps::{MpsCommand, MpsControlDaemonArgs, SharedResource};
+pub use nvml::NvmlArgs;
 pub use settings::{Environment, Flags, Settings};
 pub use simulate::{SimulateArgs, SimulatePolicy};
 pub use topology_manager::{NumaHintsArg, ScopeArg, TopologyPolicyArg};
@@ -113,6 +115,9 @@ pub struct RunArgs {
     /// What the configuration says, as far as flags say it.
     #[command(flatten)]
     pub flags: Flags,
+    /// How long NVML may take.
+    #[command(flatten)]
+    pub nvml: NvmlArgs,
     /// Where the GPUs' health is kept for the next start, as linkwise_health.json; without it, beside the kubelet's socket
     #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
     pub state_dir: Option<PathBuf>,
@@ -296,9 +301,12 @@ pub struct AgentArgs {
     /// The driver's NVML library
     #[arg(long, value_name = "PATH")]
     pub library: Option<PathBuf>,
-    /// How often each GPU is asked whether it is still there, in milliseconds
+    /// How long from one round of cheap calls to the next, in milliseconds
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     pub poll_ms: u64,
+    /// A GPU that is not to be touched: its index, and of how many
+    #[arg(long, value_name = "INDEX/COUNT")]
+    pub skip: Vec<String>,
 }
 
 impl Cli {

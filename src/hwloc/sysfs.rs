@@ -1,6 +1,7 @@
 //! What the kernel says and hwloc does not: /sys, read-only, a missing file being no answer.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -15,18 +16,41 @@ pub(super) struct Sysfs {
 /// The NVIDIA GPUs on the PCI bus by the kernel's word, whether or not a driver holds them.
 pub fn nvidia_gpus_on_bus(sysfs: &Path) -> Vec<PciAddress> {
     let entries = fs::read_dir(sysfs.join("bus/pci/devices")).into_iter().flatten().flatten();
+    let gpus = entries.filter(|entry| is_nvidia_gpu(&entry.path()) == Some(true));
+    let mut gpus: Vec<PciAddress> = gpus.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
+    gpus.sort_unstable();
+    gpus
+}
+
+/// `None` while the device does not say what it is.
+fn is_nvidia_gpu(path: &Path) -> Option<bool> {
     let hex = |path: PathBuf| {
         let text = fs::read_to_string(path).ok()?;
         u32::from_str_radix(text.trim().trim_start_matches("0x"), 16).ok()
     };
-    let gpu = |path: &Path| {
-        hex(path.join("vendor")) == Some(u32::from(NVIDIA))
-            && hex(path.join("class")).is_some_and(|class| class >> 16 == u32::from(DISPLAY))
-    };
-    let gpus = entries.filter(|entry| gpu(&entry.path()));
-    let mut gpus: Vec<PciAddress> = gpus.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
-    gpus.sort_unstable();
-    gpus
+    Some(hex(path.join("vendor"))? == u32::from(NVIDIA) && hex(path.join("class"))? >> 16 == u32::from(DISPLAY))
+}
+
+/// The PCI bus, looked at again and again: what a device is, is read when it is new only.
+#[derive(Debug, Default)]
+pub struct PciBus {
+    is_gpu: BTreeMap<OsString, bool>,
+}
+
+impl PciBus {
+    /// The NVIDIA GPUs on the bus by the kernel's word; `None` where it lists no bus here.
+    pub fn gpus(&mut self, sysfs: &Path) -> Option<BTreeSet<PciAddress>> {
+        let mut now = BTreeMap::new();
+        for entry in fs::read_dir(sysfs.join("bus/pci/devices")).ok()? {
+            let entry = entry.ok()?;
+            let name = entry.file_name();
+            let known = self.is_gpu.get(&name).copied();
+            now.extend(known.or_else(|| is_nvidia_gpu(&entry.path())).map(|gpu| (name, gpu)));
+        }
+        self.is_gpu = now;
+        let gpus = self.is_gpu.iter().filter(|(_, gpu)| **gpu);
+        Some(gpus.filter_map(|(name, _)| name.to_str()?.parse().ok()).collect())
+    }
 }
 
 /// The RDMA devices of this host with their device nodes: `mlx5_0` has `/dev/infiniband/uverbs0`. The kernel names both.

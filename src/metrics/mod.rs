@@ -74,6 +74,11 @@ struct PerXid {
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PerCause {
+    cause: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct PerFailure {
     uuid: String,
     reason: &'static str,
@@ -100,6 +105,8 @@ pub struct Metrics {
     agent_starts: Counter,
     cdi_writes: Family<ByOutcome, Counter>,
     config_valid: Gauge,
+    agent_ends: Family<PerCause, Counter>,
+    nvml_away: Gauge,
 }
 
 impl fmt::Debug for Metrics {
@@ -131,6 +138,8 @@ impl Metrics {
             agent_starts: Counter::default(),
             cdi_writes: Family::default(),
             config_valid: Gauge::default(),
+            agent_ends: Family::default(),
+            nvml_away: Gauge::default(),
             registry: Registry::default(),
         };
         registry.register("build", "The version that runs", Info::new(vec![("version", version)]));
@@ -197,7 +206,7 @@ impl Metrics {
         registry.register("nvml_agent_up", "1 while the process that speaks to NVML answers", metrics.agent_up.clone());
         registry.register(
             "nvml_agent_starts",
-            "Starts of the process that speaks to NVML; more than one means that it died",
+            "Starts of the process that speaks to NVML; more than one means that it died or was replaced",
             metrics.agent_starts.clone(),
         );
         registry.register(
@@ -212,6 +221,16 @@ impl Metrics {
         );
         // What starts, starts with a configuration.
         metrics.config_valid.set(1);
+        registry.register(
+            "nvml_agent_ends",
+            "Ends of the process that speaks to NVML, by cause",
+            metrics.agent_ends.clone(),
+        );
+        registry.register(
+            "nvml_away",
+            "1 while NVML has not answered for longer than the grace period",
+            metrics.nvml_away.clone(),
+        );
         registry.register_collector(Box::new(collector::State { inventory }));
         Self { registry, ..metrics }
     }
@@ -333,6 +352,16 @@ impl Metrics {
     pub fn cdi_written(&self, ok: bool) {
         let outcome = if ok { "ok" } else { "failed" };
         self.cdi_writes.get_or_create(&ByOutcome { outcome }).inc();
+    }
+
+    /// It ended: `exited` by itself, `crashed`, `hung`, `silent`, `replaced` by a newer one, `released` on request.
+    pub fn agent_ended(&self, cause: &'static str) {
+        self.agent_ends.get_or_create(&PerCause { cause }).inc();
+    }
+
+    /// NVML has been away for too long, or is back.
+    pub fn nvml_away(&self, away: bool) {
+        self.nvml_away.set(i64::from(away));
     }
 
     /// It answers, or does not any more.

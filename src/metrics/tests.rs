@@ -64,6 +64,8 @@ fn everything() -> String {
     metrics.idle(true);
     metrics.driver_released(true);
     metrics.agent_up(true);
+    metrics.agent_ended("crashed");
+    metrics.nvml_away(true);
     sorted(&metrics.encode().unwrap())
 }
 

@@ -1,9 +1,10 @@
 //! The NVML child's main: the hidden subcommand `linkwise nvml-agent`.
 //!
-//! Three threads: this one waits for events, one polls and looks again (`watch`), and one reads
+//! Three threads: this one waits for events, one goes its rounds (`watch`), and one reads
 //! what the parent says and ends the process when the parent is gone, whatever NVML does
 //! meanwhile; that one therefore never calls NVML. Synchronous on purpose: the calls block.
 
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
@@ -17,13 +18,13 @@ use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 
 use super::call::{CallError, answer};
-use super::probe::{self, Findings, Gpu};
-use super::protocol::{FromAgent, Incoming, ProtocolError, ToAgent, encode};
-use super::watch::Watch;
-use super::{events, library, raw};
-use crate::topology::ProbeFailure;
+use super::calls::Calls;
+use super::events::{self, Waiting};
+use super::protocol::{FromAgent, Incoming, Place, ProtocolError, ToAgent, encode};
+use super::watch::{Fingerprint, Watch};
+use super::{library, probe, raw};
 
-/// How often each GPU is asked whether it is still there.
+/// How long from one round of cheap calls to the next (DESIGN: a poll every 10 s).
 pub const POLL_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The driver's library, as drivers install it, and as development packages do.
@@ -35,6 +36,9 @@ pub enum AgentError {
     /// Standard input is not the parent's socket.
     #[error("standard input is not the socket that 'nvml-agent' is started with")]
     Socket(#[source] io::Error),
+    /// A GPU to skip is not named as one can be.
+    #[error("{0}")]
+    Skip(String),
     /// The library could not be loaded.
     #[error("cannot load {library}: {reason}")]
     Load {
@@ -74,20 +78,23 @@ impl Parent {
 }
 
 /// Runs until the parent is gone. `library` is the path of the driver's library or of a driver's root, or the usual
-/// names are tried; `poll` is how often each GPU is asked whether it is still there.
+/// names are tried; `poll` is how long from one round of cheap calls to the next; GPUs to `skip` are not touched.
 ///
 /// # Errors
 ///
 /// See [`AgentError`]. Of a library that does not load or initialise the parent is told instead, and the
 /// process ends with code 1.
-pub fn main(library: Option<&Path>, poll: Duration) -> Result<(), AgentError> {
+pub fn main(library: Option<&Path>, poll: Duration, skip: &[String]) -> Result<(), AgentError> {
     let socket = inherited_socket().map_err(AgentError::Socket)?;
     let reading = socket.try_clone().map_err(AgentError::Socket)?;
     let parent = Arc::new(Parent(Mutex::new(socket)));
     let (ask, asked) = mpsc::channel();
     thread::Builder::new().name("parent".into()).spawn(move || listen(reading, &ask)).map_err(AgentError::Thread)?;
 
-    let nvml = match load(library) {
+    let skip: Result<Vec<Place>, String> = skip.iter().map(|place| place.parse()).collect();
+    let skip = skip.map_err(AgentError::Skip)?;
+    let calls = Calls::new(Arc::clone(&parent));
+    let nvml = match load(library, &calls) {
         Ok(nvml) => nvml,
         Err(error) => {
             parent.send(&failure(&error))?;
@@ -97,34 +104,35 @@ pub fn main(library: Option<&Path>, poll: Duration) -> Result<(), AgentError> {
     };
     // Alive as long as the process, which never shuts NVML down: that can hang, and ending does it.
     let nvml: &'static Nvml = Box::leak(Box::new(nvml));
-    let (gpus, mut failures) = probe::list(nvml);
+    let listed = probe::list(nvml, &calls, &skip);
     let mut unregistered = Vec::new();
     // Before the look at the GPUs, so that nothing falls between the look and the events.
-    let set = events::register(nvml, &gpus, &mut unregistered);
-    failures.extend(unregistered.iter().cloned());
-    parent.send(&ready(nvml, &gpus, failures))?;
-
-    let gpus = Arc::new(gpus);
-    let watch =
-        Watch { nvml, parent: Arc::clone(&parent), asked, interval: poll, gpus: Arc::clone(&gpus), unregistered };
-    let watching = thread::Builder::new().name("watch".into()).spawn(|| watch.run()).map_err(AgentError::Thread)?;
+    let set = events::register(nvml, &calls, &listed.gpus, &mut unregistered);
+    let waiting = Arc::new(Waiting::new());
+    let mut watch = Watch {
+        nvml,
+        parent: Arc::clone(&parent),
+        calls,
+        interval: poll,
+        skip,
+        gpus: Arc::default(),
+        at_start: listed.gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
+        unregistered,
+        waiting: Arc::clone(&waiting),
+        silence: BTreeMap::new(),
+        seen: Fingerprint::default(),
+    };
+    watch.begin(listed)?;
+    let gpus = Arc::clone(&watch.gpus);
+    let watching = thread::Builder::new().name("watch".into());
+    let watching = watching.spawn(move || watch.run(&asked)).map_err(AgentError::Thread)?;
     if let Some(set) = set {
-        events::tell(&set, &gpus, &parent, || !watching.is_finished())?;
+        events::tell(&set, &gpus, &parent, &waiting, || !watching.is_finished())?;
     }
     match watching.join() {
         Ok(Ok(())) | Err(_) => Err(AgentError::Watch(None)),
         Ok(Err(error)) => Err(AgentError::Watch(Some(Box::new(error)))),
     }
-}
-
-/// Everything that is seen now, as a message.
-pub fn ready(nvml: &Nvml, gpus: &[Gpu<'_>], mut failures: Vec<ProbeFailure>) -> FromAgent {
-    let mut findings = Findings::new("driver", &mut failures);
-    let driver = findings.fact(answer("nvmlSystemGetDriverVersion", nvml.sys_driver_version()));
-    let library = findings.fact(answer("nvmlSystemGetNVMLVersion", nvml.sys_nvml_version()));
-    let (gpus, unanswered) = probe::observe(gpus);
-    failures.extend(unanswered);
-    FromAgent::Ready { driver, nvml: library, gpus, failures }
 }
 
 fn inherited_socket() -> io::Result<UnixStream> {
@@ -158,11 +166,11 @@ fn listen(mut socket: UnixStream, ask: &mpsc::Sender<ToAgent>) {
     }
 }
 
-fn load(named: Option<&Path>) -> Result<Nvml, AgentError> {
+fn load(named: Option<&Path>, calls: &Calls) -> Result<Nvml, AgentError> {
     let Some(named) = named else {
         let [first, second] = LIBRARIES.map(OsStr::new);
-        return match init(first) {
-            Err(first @ AgentError::Load { .. }) => match init(second) {
+        return match init(first, calls) {
+            Err(first @ AgentError::Load { .. }) => match init(second, calls) {
                 Err(AgentError::Load { .. }) => Err(first),
                 other => other,
             },
@@ -171,18 +179,20 @@ fn load(named: Option<&Path>) -> Result<Nvml, AgentError> {
     };
     // A folder is a driver's root, looked through anew by each child: the driver may come late.
     if named.is_dir() {
-        return init(library::under(named).as_os_str());
+        return init(library::under(named).as_os_str(), calls);
     }
-    init(named.as_os_str())
+    init(named.as_os_str(), calls)
 }
 
-fn init(library: &OsStr) -> Result<Nvml, AgentError> {
+fn init(library: &OsStr, calls: &Calls) -> Result<Nvml, AgentError> {
     let missing = |reason: String| {
         let library = library.display().to_string();
         // The dynamic linker begins with the name too.
         let reason = reason.strip_prefix(&format!("{library}: ")).unwrap_or(&reason).to_owned();
         AgentError::Load { library, reason }
     };
+    // nvml-wrapper loads the library and initialises it in one go.
+    calls.tell("nvmlInit_v2");
     match Nvml::builder().lib_path(library).init() {
         Err(NvmlError::LibloadingError(error)) => Err(missing(error.to_string())),
         result => match answer("nvmlInit_v2", result) {
@@ -196,8 +206,8 @@ fn init(library: &OsStr) -> Result<Nvml, AgentError> {
 fn failure(error: &AgentError) -> FromAgent {
     match error {
         AgentError::Init(CallError { call, reason }) => {
-            FromAgent::Failed { call: (*call).to_owned(), error: reason.to_string() }
+            FromAgent::Leaving { call: (*call).to_owned(), error: reason.to_string() }
         }
-        other => FromAgent::Failed { call: "dlopen".to_owned(), error: other.to_string() },
+        other => FromAgent::Leaving { call: "dlopen".to_owned(), error: other.to_string() },
     }
 }

@@ -35,6 +35,17 @@ impl CallError {
         self.is(sys::nvmlReturn_enum_NVML_ERROR_GPU_IS_LOST)
     }
 
+    /// Whether the driver itself is not there any more, or is another one than the library's: nothing that this process
+    /// asks will be answered again.
+    pub fn is_driver_gone(&self) -> bool {
+        let gone = [
+            sys::nvmlReturn_enum_NVML_ERROR_UNINITIALIZED,
+            sys::nvmlReturn_enum_NVML_ERROR_DRIVER_NOT_LOADED,
+            sys::nvmlReturn_enum_NVML_ERROR_LIB_RM_VERSION_MISMATCH,
+        ];
+        gone.iter().any(|code| self.is(*code))
+    }
+
     /// Whether NVML gave this return code.
     pub fn is(&self, code: u32) -> bool {
         self.reason == Reason::Code(code)
@@ -84,6 +95,14 @@ pub fn returned<T>(call: &'static str, code: u32, value: impl FnOnce() -> Option
         sys::nvmlReturn_enum_NVML_SUCCESS => Ok(value()),
         sys::nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED | sys::nvmlReturn_enum_NVML_ERROR_FUNCTION_NOT_FOUND => Ok(None),
         code => Err(CallError { call, reason: Reason::Code(code) }),
+    }
+}
+
+/// INVALID_ARGUMENT is how NVML says that a GPU has no link of this number, a link no remote, a driver no such field.
+pub fn offered<T>(answer: Answer<T>) -> Answer<T> {
+    match answer {
+        Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT) => Ok(None),
+        other => other,
     }
 }
 

@@ -14,10 +14,11 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::process::{Child, Command};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::agent::POLL_INTERVAL;
-use super::protocol::{FromAgent, Incoming, ProtocolError, ToAgent, encode};
+use super::protocol::{Called, FromAgent, Incoming, Place, ProtocolError, ToAgent, encode};
+use super::watchdog::{Limits, Watchdog};
 
 /// How long a child whose socket is closed has to end by itself.
 const LAST_MOMENTS: Duration = Duration::from_secs(2);
@@ -32,8 +33,12 @@ pub struct AgentCommand {
     pub program: PathBuf,
     /// The path of the driver's library, or of a driver's root; the usual names are tried without one.
     pub library: Option<PathBuf>,
-    /// How often the child asks each GPU whether it is still there.
+    /// How long from one of the child's rounds to the next.
     pub poll: Duration,
+    /// How long its calls may take.
+    pub limits: Limits,
+    /// The GPUs that it is not to touch.
+    pub skip: Vec<Place>,
     /// Variables added to the inherited environment.
     pub environment: Vec<(OsString, OsString)>,
 }
@@ -41,7 +46,14 @@ pub struct AgentCommand {
 impl AgentCommand {
     /// The usual way to start a child of this program.
     pub fn new(program: impl Into<PathBuf>) -> Self {
-        Self { program: program.into(), library: None, poll: POLL_INTERVAL, environment: Vec::new() }
+        Self {
+            program: program.into(),
+            library: None,
+            poll: POLL_INTERVAL,
+            limits: Limits::default(),
+            skip: Vec::new(),
+            environment: Vec::new(),
+        }
     }
 }
 
@@ -73,6 +85,20 @@ pub enum AgentEnded {
     /// It said nothing in time, and was killed.
     #[error("the NVML agent said nothing within {0:?} and was killed")]
     Late(Duration),
+    /// A call of its did not return in time, and it was killed.
+    #[error("{called} did not return within {limit:?}, and the NVML agent was killed")]
+    Hung {
+        /// The call.
+        called: Called,
+        /// How long it was given.
+        limit: Duration,
+    },
+    /// Its wait for events did not end, and it was killed.
+    #[error("nvmlEventSetWait_v2 has not returned for {0:?}, and the NVML agent was killed")]
+    Deaf(Duration),
+    /// Somebody has stopped it, and it was killed.
+    #[error("the NVML agent has been stopped (a signal, a debugger) for {0:?} and was killed")]
+    Stopped(Duration),
     /// It said what is no message, and was killed.
     #[error("the NVML agent said what is no message")]
     Protocol(#[source] ProtocolError),
@@ -92,6 +118,7 @@ pub struct Agent {
     process: Child,
     stream: UnixStream,
     incoming: Incoming<FromAgent>,
+    watchdog: Watchdog,
     /// Whether the child's end of the socket is closed.
     closed: bool,
 }
@@ -112,11 +139,15 @@ impl Agent {
             process.args([OsStr::new("--library"), library.as_os_str()]);
         }
         process.arg("--poll-ms").arg(command.poll.as_millis().to_string());
+        for place in &command.skip {
+            process.arg("--skip").arg(place.to_string());
+        }
         process.envs(command.environment.iter().map(|(name, value)| (name, value)));
         process.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).kill_on_drop(true);
         let process = process.spawn();
         let process = process.map_err(|source| SpawnError::Program { program: command.program.clone(), source })?;
-        Ok(Self { process, stream, incoming: Incoming::default(), closed: false })
+        let watchdog = Watchdog::new(command.limits, command.poll, Instant::now());
+        Ok(Self { process, stream, incoming: Incoming::default(), watchdog, closed: false })
     }
 
     /// The child's process id; `None` once it has ended and has been seen to.
@@ -124,12 +155,57 @@ impl Agent {
         self.process.id()
     }
 
-    /// What the child says next. Cancel safe: nothing is lost when the future is dropped.
+    /// The call that the child was in when it was last heard of: what a crash is laid to.
+    pub fn open(&self) -> Option<&Called> {
+        self.watchdog.open()
+    }
+
+    /// What the child says next, but for the calls it tells of: those are the watchdog's. A child that is late is killed.
+    /// Cancel safe: nothing is lost when the future is dropped.
     ///
     /// # Errors
     ///
-    /// The child is gone, or is being killed for what it said; see [`AgentEnded`].
+    /// The child is gone, or is being killed for what it said or did not say; see [`AgentEnded`].
     pub async fn next(&mut self) -> Result<FromAgent, AgentEnded> {
+        loop {
+            if self.closed {
+                return self.hear().await;
+            }
+            let Ok(heard) = timeout_at(self.watchdog.until(), self.hear()).await else {
+                if self.closed || !self.watchdog.bites(Instant::now()) {
+                    continue;
+                }
+                let cause = self.silence().await;
+                return Err(self.give_up(cause));
+            };
+            let message = heard?;
+            if let Some(waiting) = self.watchdog.heard(&message, Instant::now()) {
+                return Err(self.give_up(AgentEnded::Deaf(waiting)));
+            }
+            if !matches!(message, FromAgent::Calling(_)) {
+                return Ok(message);
+            }
+        }
+    }
+
+    /// Why nothing comes: who is stopped cannot be in the wrong, nor can the GPU that it was about to ask.
+    async fn silence(&self) -> AgentEnded {
+        let limit = self.watchdog.limit();
+        let stat = match self.id() {
+            Some(id) => tokio::fs::read_to_string(format!("/proc/{id}/stat")).await.unwrap_or_default(),
+            None => String::new(),
+        };
+        // The name in brackets may hold anything; the state follows it (proc_pid_stat(5)): stopped, or traced.
+        let state = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().next());
+        match (state, self.open()) {
+            (Some("T" | "t"), _) => AgentEnded::Stopped(limit),
+            (_, Some(called)) => AgentEnded::Hung { called: called.clone(), limit },
+            (_, None) => AgentEnded::Late(limit),
+        }
+    }
+
+    /// What the child says next. Cancel safe.
+    async fn hear(&mut self) -> Result<FromAgent, AgentEnded> {
         while !self.closed {
             match self.incoming.take() {
                 Ok(Some(message)) => return Ok(message),
@@ -151,19 +227,6 @@ impl Agent {
             Ok(Err(error)) => Err(AgentEnded::Io(error)),
             // Not waited for: a child that is stuck in the kernel does not even die.
             Err(_) => Err(self.give_up(AgentEnded::Silent)),
-        }
-    }
-
-    /// [`Self::next`], but a child that says nothing for so long is killed. For its first words: later it may have
-    /// nothing to say for days.
-    ///
-    /// # Errors
-    ///
-    /// As [`Self::next`], and [`AgentEnded::Late`].
-    pub async fn next_within(&mut self, limit: Duration) -> Result<FromAgent, AgentEnded> {
-        match timeout(limit, self.next()).await {
-            Ok(said) => said,
-            Err(_) => Err(self.give_up(AgentEnded::Late(limit))),
         }
     }
 
@@ -198,7 +261,13 @@ impl Agent {
             Ok(status) => status,
             Err(_) => {
                 self.process.start_kill()?;
-                self.process.wait().await
+                // What is stuck in the kernel does not even die.
+                match timeout(LAST_MOMENTS, self.process.wait()).await {
+                    Ok(status) => status,
+                    Err(_) => {
+                        Err(io::Error::new(io::ErrorKind::TimedOut, "it was killed and goes on, stuck in the kernel"))
+                    }
+                }
             }
         }
     }

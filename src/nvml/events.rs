@@ -3,6 +3,7 @@
 //! Called by `agent` on the child's main thread. A GPU that cannot register costs its own events
 //! only; a wait that keeps failing is tried again with a pause, never in a spin.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -11,6 +12,7 @@ use nvml_wrapper_sys::bindings as sys;
 
 use super::agent::{AgentError, Parent};
 use super::call::{Answer, CallError, answer};
+use super::calls::Calls;
 use super::probe::{Findings, Gpu};
 use super::protocol::FromAgent;
 use super::raw::{self, Event, EventSet};
@@ -19,35 +21,64 @@ use crate::topology::{GpuUuid, ProbeFailure};
 /// The events that count here.
 const WANTED: u64 = (sys::nvmlEventTypeXidCriticalError | sys::nvmlEventTypeDoubleBitEccError) as u64;
 /// How long one wait lasts; an event ends it at once.
-const WAIT: Duration = Duration::from_secs(5);
+pub const WAIT: Duration = Duration::from_secs(5);
 /// The pause after a first failed wait; it doubles up to [`WAIT`].
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
+
+/// Since when a thread waits for events, for the other threads to see.
+#[derive(Debug)]
+pub struct Waiting {
+    start: Instant,
+    /// Milliseconds after the start, and one; 0 while nobody waits.
+    since: AtomicU64,
+}
+
+impl Waiting {
+    /// Nobody waits yet.
+    pub fn new() -> Self {
+        Self { start: Instant::now(), since: AtomicU64::new(0) }
+    }
+
+    /// For how long the present wait has lasted.
+    pub fn lasts(&self) -> Duration {
+        match self.since.load(Ordering::Relaxed) {
+            0 => Duration::ZERO,
+            since => self.start.elapsed().saturating_sub(Duration::from_millis(since - 1)),
+        }
+    }
+
+    fn set(&self, waits: bool) {
+        let now = u64::try_from(self.start.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
+        self.since.store(if waits { now + 1 } else { 0 }, Ordering::Relaxed);
+    }
+}
 
 /// Registers every GPU that can be; `None` where none has events.
 pub fn register<'nvml>(
     nvml: &'nvml Nvml,
+    calls: &Calls,
     gpus: &[Gpu<'nvml>],
     failures: &mut Vec<ProbeFailure>,
 ) -> Option<EventSet<'nvml>> {
     let mut candidates: Vec<&Gpu<'nvml>> = gpus.iter().collect();
     // A set is undefined after UNKNOWN: each such error costs one GPU and begins a new set.
     loop {
-        let set = Findings::new("driver", failures).fact(EventSet::create(nvml))?;
+        let set = Findings::new("driver", failures).fact(calls.raw("nvmlEventSetCreate", || EventSet::create(nvml)))?;
         let mut undefined = false;
         candidates.retain(|gpu| {
             if undefined {
                 return true;
             }
             let mut findings = Findings::new(gpu.pci.to_string(), failures);
-            let supported = gpu.device.supported_event_types().map(|kinds| kinds.bits());
-            let kinds = match findings.fact(answer("nvmlDeviceGetSupportedEventTypes", supported)) {
+            let supported = || gpu.device.supported_event_types().map(|kinds| kinds.bits());
+            let kinds = match findings.fact(gpu.calls.ask("nvmlDeviceGetSupportedEventTypes", supported)) {
                 Some(supported) => supported & WANTED,
                 None => WANTED,
             };
             if kinds == 0 {
                 return false;
             }
-            let registered = set.register(&gpu.device, kinds);
+            let registered = gpu.calls.raw("nvmlDeviceRegisterEvents", || set.register(&gpu.device, kinds));
             undefined = matches!(&registered, Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_UNKNOWN));
             findings.fact(registered).is_some()
         });
@@ -63,12 +94,16 @@ pub fn tell<'nvml>(
     set: &EventSet<'nvml>,
     gpus: &[Gpu<'nvml>],
     parent: &Parent,
+    waiting: &Waiting,
     go_on: impl Fn() -> bool,
 ) -> Result<(), AgentError> {
     let mut pause: Option<Duration> = None;
     while go_on() {
         let began = Instant::now();
-        match set.wait(WAIT) {
+        waiting.set(true);
+        let waited = set.wait(WAIT);
+        waiting.set(false);
+        match waited {
             Ok(Some(event)) => {
                 pause = None;
                 parent.send(&message(&event, gpus))?;

@@ -5,25 +5,30 @@
 use nvml_wrapper::Device;
 use nvml_wrapper_sys::bindings as sys;
 
-use super::call::{Answer, CallError, answer};
+use super::call::{CallError, offered};
+use super::calls::Calls;
 use super::probe::Findings;
 use super::raw;
 use crate::topology::{NvLinkObservation, NvLinkRemote, PciAddress};
 
+/// The call that says whether a link is up.
+pub const STATE: &str = "nvmlDeviceGetNvLinkState";
+
 /// Asks every link and groups them by remote end and state, in the order of their first links; `None` where all that came back were errors, empty where there is no link.
 pub fn observe(
     device: &Device<'_>,
+    calls: &Calls,
     is_gpu_here: impl Fn(PciAddress) -> bool,
     findings: &mut Findings<'_>,
 ) -> Option<Vec<NvLinkObservation>> {
     let mut groups: Vec<NvLinkObservation> = Vec::new();
     let (mut answered, mut failed) = (false, Errors::default());
     for link in 0..sys::NVML_NVLINK_MAX_LINKS {
-        match offered(answer("nvmlDeviceGetNvLinkState", device.link_wrapper_for(link).is_active())) {
+        match offered(calls.ask(STATE, || device.link_wrapper_for(link).is_active())) {
             Ok(None) => answered = true,
             Ok(Some(active)) => {
                 answered = true;
-                let remote = remote(device, link, &is_gpu_here, &mut failed);
+                let remote = remote(device, calls, link, &is_gpu_here, &mut failed);
                 match groups.iter_mut().find(|group| (group.remote, group.active) == (remote, active)) {
                     Some(group) => group.links.push(link),
                     None => groups.push(NvLinkObservation { links: vec![link], remote, active }),
@@ -36,29 +41,23 @@ pub fn observe(
     answered.then_some(groups)
 }
 
-/// INVALID_ARGUMENT is how NVML says that a GPU has no link of this number, or a link no remote.
-fn offered<T>(answer: Answer<T>) -> Answer<T> {
-    match answer {
-        Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT) => Ok(None),
-        other => other,
-    }
-}
-
 fn remote(
     device: &Device<'_>,
+    calls: &Calls,
     link: u32,
     is_gpu_here: &impl Fn(PciAddress) -> bool,
     failed: &mut Errors,
 ) -> NvLinkRemote {
     let mut ask = |error| failed.add(link, error);
-    let kind = offered(raw::remote_device_type(device, link)).unwrap_or_else(|error| {
-        ask(error);
-        None
-    });
+    let kind = offered(calls.raw("nvmlDeviceGetNvLinkRemoteDeviceType", || raw::remote_device_type(device, link)))
+        .unwrap_or_else(|error| {
+            ask(error);
+            None
+        });
     if kind == Some(sys::nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_IBMNPU) {
         return NvLinkRemote::Cpu;
     }
-    let info = answer("nvmlDeviceGetNvLinkRemotePciInfo_v2", device.link_wrapper_for(link).remote_pci_info());
+    let info = calls.ask("nvmlDeviceGetNvLinkRemotePciInfo_v2", || device.link_wrapper_for(link).remote_pci_info());
     let info = offered(info).unwrap_or_else(|error| {
         ask(error);
         None

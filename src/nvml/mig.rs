@@ -6,23 +6,33 @@
 use nvml_wrapper::Device;
 use nvml_wrapper_sys::bindings as sys;
 
-use super::call::{Answer, CallError, answer};
+use super::call::{Answer, CallError};
+use super::calls::Calls;
 use super::probe::Findings;
 use super::raw;
 use crate::topology::{MigCapabilities, MigDeviceObservation, MigExtension, MigObservation, MigUuid};
+
+/// An index that nothing was created for is no failure of this call.
+const HANDLE: &str = "nvmlDeviceGetMigDeviceHandleByIndex";
 
 /// The kernel's list of MIG capabilities, the same in every container.
 const MINORS: &str = "/proc/driver/nvidia-caps/mig-minors";
 
 /// What is seen of a GPU's MIG; `minor` is N of the GPU's /dev/nvidiaN.
-pub fn observe(device: &Device<'_>, minor: Option<u32>, findings: &mut Findings<'_>) -> Option<MigObservation> {
-    let mode = findings.fact(answer("nvmlDeviceGetMigMode", device.mig_mode()))?;
+pub fn observe(
+    device: &Device<'_>,
+    calls: &Calls,
+    minor: Option<u32>,
+    findings: &mut Findings<'_>,
+) -> Option<MigObservation> {
+    let mode = findings.fact(calls.ask("nvmlDeviceGetMigMode", || device.mig_mode()))?;
     let enabled = mode.current == sys::NVML_DEVICE_MIG_ENABLE;
-    let count = if enabled { answer("nvmlDeviceGetMaxMigDeviceCount", device.mig_device_count()) } else { Ok(None) };
+    let count =
+        if enabled { calls.ask("nvmlDeviceGetMaxMigDeviceCount", || device.mig_device_count()) } else { Ok(None) };
     // Absent where the driver has no MIG; then no device has capabilities.
     let minors = if enabled { std::fs::read_to_string(MINORS).unwrap_or_default() } else { String::new() };
     let devices = (0..findings.fact(count).unwrap_or(0)).filter_map(|index| {
-        let mut found = mig_device(device, index, findings)?;
+        let mut found = mig_device(device, calls, index, findings)?;
         let find = |minor| MigCapabilities::find(&minors, minor, found.gpu_instance, found.compute_instance);
         found.capabilities = minor.and_then(find);
         Some(found)
@@ -30,21 +40,37 @@ pub fn observe(device: &Device<'_>, minor: Option<u32>, findings: &mut Findings<
     Some(MigObservation { enabled, devices: devices.collect() })
 }
 
-fn mig_device(parent: &Device<'_>, index: u32, findings: &mut Findings<'_>) -> Option<MigDeviceObservation> {
-    let device = match answer("nvmlDeviceGetMigDeviceHandleByIndex", parent.mig_device_by_index(index)) {
+/// The names of the MIG devices of a GPU in MIG mode: what a look finds changed.
+pub fn names(device: &Device<'_>, calls: &Calls) -> Vec<MigUuid> {
+    let count = calls.ask("nvmlDeviceGetMaxMigDeviceCount", || device.mig_device_count()).ok().flatten();
+    let name = |index| {
+        let mig = calls.ask(HANDLE, || device.mig_device_by_index(index)).ok().flatten()?;
+        calls.ask("nvmlDeviceGetUUID", || mig.uuid()).ok().flatten()?.parse().ok()
+    };
+    (0..count.unwrap_or(0)).filter_map(name).collect()
+}
+
+fn mig_device(
+    parent: &Device<'_>,
+    calls: &Calls,
+    index: u32,
+    findings: &mut Findings<'_>,
+) -> Option<MigDeviceObservation> {
+    let device = match calls.ask(HANDLE, || parent.mig_device_by_index(index)) {
         // An index that nothing was created for.
         Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_NOT_FOUND) => return None,
         other => findings.fact(other)?,
     };
-    let uuid = answer("nvmlDeviceGetUUID", device.uuid()).and_then(|uuid| match uuid.map(|uuid| uuid.parse()) {
+    let uuid = calls.ask("nvmlDeviceGetUUID", || device.uuid()).and_then(|uuid| match uuid.map(|uuid| uuid.parse()) {
         Some(Ok(uuid)) => Ok(Some::<MigUuid>(uuid)),
         Some(Err(error)) => Err(CallError::unreadable("nvmlDeviceGetUUID", error)),
         None => Ok(None),
     });
     let uuid = findings.fact(uuid)?;
-    let gpu_instance = findings.fact(raw::gpu_instance_id(&device))?;
-    let compute_instance = findings.fact(raw::compute_instance_id(&device))?;
-    let attributes = findings.fact(answer("nvmlDeviceGetAttributes_v2", device.attributes()))?;
+    let gpu_instance = findings.fact(calls.raw("nvmlDeviceGetGpuInstanceId", || raw::gpu_instance_id(&device)))?;
+    let compute_instance =
+        findings.fact(calls.raw("nvmlDeviceGetComputeInstanceId", || raw::compute_instance_id(&device)))?;
+    let attributes = findings.fact(calls.ask("nvmlDeviceGetAttributes_v2", || device.attributes()))?;
     Some(MigDeviceObservation {
         index,
         uuid,
@@ -53,16 +79,18 @@ fn mig_device(parent: &Device<'_>, index: u32, findings: &mut Findings<'_>) -> O
         gpu_slices: attributes.gpu_instance_slice_count,
         compute_slices: attributes.compute_instance_slice_count,
         memory_mib: attributes.memory_size_mb,
-        extension: findings.fact(extension(parent, gpu_instance)),
+        extension: findings.fact(extension(parent, calls, gpu_instance)),
         capabilities: None,
     })
 }
 
 /// The GPU instance says the id of its profile; which profile that is, only a walk over all of them tells.
-fn extension(parent: &Device<'_>, gpu_instance: u32) -> Answer<MigExtension> {
-    let Some(id) = raw::gpu_instance_profile(parent, gpu_instance)? else { return Ok(None) };
+fn extension(parent: &Device<'_>, calls: &Calls, gpu_instance: u32) -> Answer<MigExtension> {
+    let Some(id) = calls.raw("nvmlGpuInstanceGetInfo", || raw::gpu_instance_profile(parent, gpu_instance))? else {
+        return Ok(None);
+    };
     for number in 0..sys::NVML_GPU_INSTANCE_PROFILE_COUNT {
-        match raw::profile_id(parent, number) {
+        match calls.raw("nvmlDeviceGetGpuInstanceProfileInfo", || raw::profile_id(parent, number)) {
             Ok(Some(known)) if known == id => return Ok(Some(MigExtension::of_profile(number))),
             // A profile that this GPU does not have.
             Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT) => {}

@@ -7,11 +7,14 @@
 use std::collections::BTreeMap;
 use std::ffi::c_ulong;
 
+use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml};
 use nvml_wrapper_sys::bindings as sys;
 
-use super::call::{Answer, CallError, answer};
+use super::call::{Answer, CallError};
+use super::calls::Calls;
 use super::links::{self, Errors};
+use super::protocol::Place;
 use super::{mig, raw};
 use crate::topology::{
     ComputeCapability, FabricObservation, GpuObservation, GpuUuid, NumaNodeId, PciAddress, PcieLink, ProbeFailure,
@@ -28,27 +31,55 @@ pub struct Gpu<'nvml> {
     pub pci: PciAddress,
     /// NVML's handle.
     pub device: Device<'nvml>,
+    /// Tells the parent of calls about it.
+    pub calls: Calls,
 }
 
-/// Finds the GPUs, in NVML's order, by their names and places.
-pub fn list(nvml: &Nvml) -> (Vec<Gpu<'_>>, Vec<ProbeFailure>) {
+/// The GPUs that were found, and how many there are.
+pub struct Listed<'nvml> {
+    /// NVML's count; `None` where it does not say.
+    pub count: Option<u32>,
+    /// Those that said who and where they are, in NVML's order.
+    pub gpus: Vec<Gpu<'nvml>>,
+    /// What was asked and not answered.
+    pub failures: Vec<ProbeFailure>,
+}
+
+/// Finds the GPUs by their names and places. Those to `skip` are not touched.
+pub fn list<'nvml>(nvml: &'nvml Nvml, calls: &Calls, skip: &[Place]) -> Listed<'nvml> {
     let mut failures = Vec::new();
-    let count = Findings::new("driver", &mut failures).required("nvmlDeviceGetCount_v2", nvml.device_count());
-    let gpus = (0..count.unwrap_or(0)).filter_map(|index| identify(nvml, index, &mut failures)).collect();
-    (gpus, failures)
+    let count = Findings::new("driver", &mut failures).required(calls, COUNT, || nvml.device_count());
+    let of = count.unwrap_or(0);
+    let places = (0..of).map(|index| Place { index, of }).filter(|place| !skip.contains(place));
+    let gpus = places.filter_map(|place| identify(nvml, calls, place, &mut failures)).collect();
+    Listed { count, gpus, failures }
 }
 
-fn identify<'nvml>(nvml: &'nvml Nvml, index: u32, failures: &mut Vec<ProbeFailure>) -> Option<Gpu<'nvml>> {
+/// The call that counts the GPUs.
+pub const COUNT: &str = "nvmlDeviceGetCount_v2";
+/// The call that gives a GPU's handle, and may have to start the GPU for it.
+pub const HANDLE: &str = "nvmlDeviceGetHandleByIndex_v2";
+/// The call that gives a GPU's UUID.
+pub const UUID: &str = "nvmlDeviceGetUUID";
+
+fn identify<'nvml>(
+    nvml: &'nvml Nvml,
+    calls: &Calls,
+    place: Place,
+    failures: &mut Vec<ProbeFailure>,
+) -> Option<Gpu<'nvml>> {
+    let index = place.index;
+    let calls = calls.about(place, None);
     let mut findings = Findings::new(format!("GPU {index}"), failures);
-    let device = findings.required("nvmlDeviceGetHandleByIndex_v2", nvml.device_by_index(index))?;
+    let device = findings.required(&calls, HANDLE, || nvml.device_by_index(index))?;
     const PCI: &str = "nvmlDeviceGetPciInfo_v3";
-    let pci = findings.required(PCI, device.pci_info())?;
+    let pci = findings.required(&calls, PCI, || device.pci_info())?;
     let pci: PciAddress = findings.parsed(PCI, pci.bus_id.parse())?;
     findings.subject = pci.to_string();
-    const UUID: &str = "nvmlDeviceGetUUID";
-    let uuid = findings.required(UUID, device.uuid())?;
-    let uuid = findings.parsed(UUID, uuid.parse())?;
-    Some(Gpu { index, uuid, pci, device })
+    let uuid = findings.required(&calls, UUID, || device.uuid())?;
+    let uuid: GpuUuid = findings.parsed(UUID, uuid.parse())?;
+    let calls = calls.about(place, Some(uuid.clone()));
+    Some(Gpu { index, uuid, pci, device, calls })
 }
 
 /// Asks the GPUs for everything else: what was seen, and what was not answered.
@@ -56,24 +87,24 @@ pub fn observe(gpus: &[Gpu<'_>]) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
     let mut failures = Vec::new();
     let ancestors = common_ancestors(gpus, &mut failures);
     let observe = |(gpu, common_ancestors): (&Gpu<'_>, _)| {
-        let device = &gpu.device;
+        let (device, calls) = (&gpu.device, &gpu.calls);
         let mut findings = Findings::new(gpu.pci.to_string(), &mut failures);
-        let minor = findings.fact(answer("nvmlDeviceGetMinorNumber", device.minor_number()));
+        let minor = findings.fact(calls.ask("nvmlDeviceGetMinorNumber", || device.minor_number()));
         GpuObservation {
             index: gpu.index,
             uuid: gpu.uuid.clone(),
             pci: gpu.pci,
-            model: findings.fact(answer("nvmlDeviceGetName", device.name())),
+            model: findings.fact(calls.ask("nvmlDeviceGetName", || device.name())),
             minor,
-            compute_capability: compute_capability(device, &mut findings),
-            memory_mib: memory(device, &mut findings),
-            numa: numa(device, &mut findings),
-            pcie: pcie(device, &mut findings),
-            nvlinks: links::observe(device, |pci| gpus.iter().any(|gpu| gpu.pci == pci), &mut findings),
-            c2c: findings.fact(raw::c2c(device)),
-            display: findings.fact(answer("nvmlDeviceGetDisplayActive", device.is_display_active())),
-            mig: mig::observe(device, minor, &mut findings),
-            fabric: fabric(device, &mut findings),
+            compute_capability: compute_capability(device, calls, &mut findings),
+            memory_mib: memory(device, calls, &mut findings),
+            numa: numa(device, calls, &mut findings),
+            pcie: pcie(device, calls, &mut findings),
+            nvlinks: links::observe(device, calls, |pci| gpus.iter().any(|gpu| gpu.pci == pci), &mut findings),
+            c2c: findings.fact(calls.raw("nvmlDeviceGetC2cModeInfoV", || raw::c2c(device))),
+            display: findings.fact(calls.ask("nvmlDeviceGetDisplayActive", || device.is_display_active())),
+            mig: mig::observe(device, calls, minor, &mut findings),
+            fabric: fabric(device, calls, &mut findings),
             common_ancestors,
         }
     };
@@ -81,27 +112,27 @@ pub fn observe(gpus: &[Gpu<'_>]) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
     (observations, failures)
 }
 
-fn compute_capability(device: &Device<'_>, findings: &mut Findings<'_>) -> Option<ComputeCapability> {
-    let capability = answer("nvmlDeviceGetCudaComputeCapability", device.cuda_compute_capability());
+fn compute_capability(device: &Device<'_>, calls: &Calls, findings: &mut Findings<'_>) -> Option<ComputeCapability> {
+    let capability = calls.ask("nvmlDeviceGetCudaComputeCapability", || device.cuda_compute_capability());
     let capability = findings.fact(capability)?;
     Some(ComputeCapability { major: capability.major.try_into().ok()?, minor: capability.minor.try_into().ok()? })
 }
 
 /// In MiB.
-fn memory(device: &Device<'_>, findings: &mut Findings<'_>) -> Option<u64> {
-    let memory = match answer("nvmlDeviceGetMemoryInfo_v2", device.memory_info()) {
-        Ok(None) => raw::memory_total(device),
+fn memory(device: &Device<'_>, calls: &Calls, findings: &mut Findings<'_>) -> Option<u64> {
+    let memory = match calls.ask("nvmlDeviceGetMemoryInfo_v2", || device.memory_info()) {
+        Ok(None) => calls.raw("nvmlDeviceGetMemoryInfo", || raw::memory_total(device)),
         other => other.map(|memory| memory.map(|memory| memory.total)),
     };
     findings.fact(memory).map(|bytes| bytes >> 20)
 }
 
 /// The one NUMA node of the memory affinity; several or none is unknown.
-fn numa(device: &Device<'_>, findings: &mut Findings<'_>) -> Option<NumaNodeId> {
+fn numa(device: &Device<'_>, calls: &Calls, findings: &mut Findings<'_>) -> Option<NumaNodeId> {
     /// Room for the 1024 nodes that Linux can have (CONFIG_NODES_SHIFT is at most 10).
     const WORDS: usize = 1024 / c_ulong::BITS as usize;
-    let nodes = device.memory_affinity(WORDS, sys::NVML_AFFINITY_SCOPE_NODE);
-    only_node(&findings.fact(answer("nvmlDeviceGetMemoryAffinity", nodes))?)
+    let nodes = || device.memory_affinity(WORDS, sys::NVML_AFFINITY_SCOPE_NODE);
+    only_node(&findings.fact(calls.ask("nvmlDeviceGetMemoryAffinity", nodes))?)
 }
 
 fn only_node(words: &[c_ulong]) -> Option<NumaNodeId> {
@@ -112,9 +143,9 @@ fn only_node(words: &[c_ulong]) -> Option<NumaNodeId> {
 }
 
 /// What the link can do: the lesser of GPU and slot.
-fn pcie(device: &Device<'_>, findings: &mut Findings<'_>) -> Option<PcieLink> {
-    let generation = findings.fact(answer("nvmlDeviceGetMaxPcieLinkGeneration", device.max_pcie_link_gen()));
-    let width = findings.fact(answer("nvmlDeviceGetMaxPcieLinkWidth", device.max_pcie_link_width()));
+fn pcie(device: &Device<'_>, calls: &Calls, findings: &mut Findings<'_>) -> Option<PcieLink> {
+    let generation = findings.fact(calls.ask("nvmlDeviceGetMaxPcieLinkGeneration", || device.max_pcie_link_gen()));
+    let width = findings.fact(calls.ask("nvmlDeviceGetMaxPcieLinkWidth", || device.max_pcie_link_width()));
     pcie_link(generation?, width?)
 }
 
@@ -133,9 +164,12 @@ fn pcie_link(generation: u32, width: u32) -> Option<PcieLink> {
     (width > 0).then_some(PcieLink { mts, width })
 }
 
+/// The call that tells of the NVLink fabric.
+pub const FABRIC: &str = "nvmlDeviceGetGpuFabricInfoV";
+
 /// The fabric, once the GPU has joined it.
-fn fabric(device: &Device<'_>, findings: &mut Findings<'_>) -> Option<FabricObservation> {
-    let fabric = findings.fact(raw::fabric(device))?;
+fn fabric(device: &Device<'_>, calls: &Calls, findings: &mut Findings<'_>) -> Option<FabricObservation> {
+    let fabric = findings.fact(calls.raw(FABRIC, || raw::fabric(device)))?;
     let joined =
         fabric.state == sys::NVML_GPU_FABRIC_STATE_COMPLETED && fabric.status == sys::nvmlReturn_enum_NVML_SUCCESS;
     joined.then(|| FabricObservation { cluster: hyphenated(fabric.cluster), clique: fabric.clique })
@@ -175,8 +209,10 @@ fn common_ancestors(gpus: &[Gpu<'_>], failures: &mut Vec<ProbeFailure>) -> Vec<B
 }
 
 fn common_ancestor(one: &Gpu<'_>, two: &Gpu<'_>) -> Answer<TopologyLevel> {
-    let Some(number) = raw::common_ancestor(&one.device, &two.device)? else { return Ok(None) };
-    let unknown = || CallError::unreadable("nvmlDeviceGetTopologyCommonAncestor", format!("unknown level {number}"));
+    const CALL: &str = "nvmlDeviceGetTopologyCommonAncestor";
+    let level = one.calls.raw(CALL, || raw::common_ancestor(&one.device, &two.device))?;
+    let Some(number) = level else { return Ok(None) };
+    let unknown = || CallError::unreadable(CALL, format!("unknown level {number}"));
     TopologyLevel::from_nvml(number).map(Some).ok_or_else(unknown)
 }
 
@@ -206,9 +242,14 @@ impl<'a> Findings<'a> {
     }
 
     /// A fact without which there is no GPU: no answer is a failure too.
-    fn required<T>(&mut self, call: &'static str, result: Result<T, nvml_wrapper::error::NvmlError>) -> Option<T> {
+    fn required<T>(
+        &mut self,
+        calls: &Calls,
+        call: &'static str,
+        made: impl FnOnce() -> Result<T, NvmlError>,
+    ) -> Option<T> {
         let missing = || CallError::unreadable(call, "NVML does not offer this call here");
-        let found = answer(call, result).and_then(|value| value.ok_or_else(missing));
+        let found = calls.ask(call, made).and_then(|value| value.ok_or_else(missing));
         self.fact(found.map(Some))
     }
 

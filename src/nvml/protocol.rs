@@ -3,11 +3,15 @@
 //!
 //! Used by `agent` and `child`. No I/O happens here: bytes in, messages out, and back.
 
+use std::collections::BTreeMap;
+use std::fmt;
 use std::marker::PhantomData;
+use std::str::FromStr;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::inventory::HealthPoll;
 use crate::topology::{GpuObservation, GpuUuid, ProbeFailure};
 
 /// The longest line, in bytes, that either side accepts. Sixteen GPUs with all that can be said
@@ -18,12 +22,19 @@ pub const MAX_LINE: usize = 4 << 20;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub enum FromAgent {
-    /// What was seen: once at the start, after which events follow, and for each [`ToAgent::Observe`].
+    /// A call is about to be made; it has returned when the next one is told, or a message of another round's end:
+    /// [`FromAgent::Ready`], [`FromAgent::Polled`], [`FromAgent::Leaving`].
+    Calling(Called),
+    /// What was seen: once at the start, after which events follow, whenever the node has changed, and for each
+    /// [`ToAgent::Observe`]. At the start a [`FromAgent::Polled`] follows at once.
     Ready {
         /// The driver's version, such as `580.95.05`.
         driver: Option<String>,
         /// The library's version.
         nvml: Option<String>,
+        /// How many GPUs NVML counts, those included that were skipped or do not say who they are; `None` where it does
+        /// not say, and then it does not list any either.
+        count: Option<u32>,
         /// The GPUs, in NVML's order.
         gpus: Vec<GpuObservation>,
         /// What was asked and not answered.
@@ -45,26 +56,85 @@ pub enum FromAgent {
         /// The physical GPU.
         gpu: GpuUuid,
     },
-    /// The GPU no longer answers: a call came back with NVML_ERROR_GPU_IS_LOST.
-    Lost {
-        /// Which GPU.
-        gpu: GpuUuid,
-        /// The C function that told.
-        call: String,
+    /// A round of cheap calls to every GPU: one message, and the sign that the child lives.
+    Polled {
+        /// What each GPU said.
+        gpus: BTreeMap<GpuUuid, HealthPoll>,
+        /// For how long the present wait for events has lasted, in milliseconds; 0 where nobody waits.
+        waiting_ms: u64,
     },
-    /// A GPU that was lost answers again.
-    Back {
-        /// Which GPU.
-        gpu: GpuUuid,
-    },
-    /// A call that is about no single GPU failed. Before the first [`FromAgent::Ready`] the child
-    /// then ends; afterwards it goes on, and tries again.
+    /// A call that is about no single GPU failed. The child goes on, and tries again.
     Failed {
+        /// The C function.
+        call: String,
+        /// What came back.
+        error: String,
+    },
+    /// The child ends, for NVML is not to be had by it: it does not load or initialise, or the driver has gone.
+    Leaving {
         /// The C function, or `dlopen`.
         call: String,
         /// What came back.
         error: String,
     },
+}
+
+/// A call, and the GPU it is about.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Called {
+    /// The C function, or `dlopen`.
+    pub call: String,
+    /// The GPU, for a call that is about one.
+    pub gpu: Option<CalledGpu>,
+}
+
+/// A GPU, as far as it is known when a call is made.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CalledGpu {
+    /// NVML's index, and how many GPUs NVML counts.
+    pub place: Place,
+    /// Its UUID, once NVML has said it.
+    pub uuid: Option<GpuUuid>,
+}
+
+/// NVML's name of a GPU before it is touched: an index, which means something for this number of GPUs only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Place {
+    /// The index.
+    pub index: u32,
+    /// Of how many.
+    pub of: u32,
+}
+
+impl fmt::Display for Place {
+    /// `3/8`, as `--skip` takes it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.index, self.of)
+    }
+}
+
+impl FromStr for Place {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let place = text
+            .split_once('/')
+            .and_then(|(index, of)| Some(Self { index: index.parse().ok()?, of: of.parse().ok()? }));
+        place.filter(|place| place.index < place.of).ok_or_else(|| format!("'{text}' is no place such as 3/8"))
+    }
+}
+
+impl fmt::Display for Called {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.gpu {
+            None => f.write_str(&self.call),
+            Some(CalledGpu { uuid: Some(uuid), .. }) => write!(f, "{} of {uuid}", self.call),
+            Some(CalledGpu { place, .. }) => write!(f, "{} of GPU {}", self.call, place.index),
+        }
+    }
 }
 
 /// To the child.
@@ -153,6 +223,7 @@ impl<M: DeserializeOwned> Incoming<M> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::inventory::{FabricHealth, Reach, RecoveryAction, RowRemapping};
     use crate::topology::{FabricObservation, NvLinkObservation, NvLinkRemote, PcieLink, TopologyLevel};
 
     fn every_message() -> Vec<FromAgent> {
@@ -180,14 +251,33 @@ mod tests {
             fabric: Some(FabricObservation { cluster: "0".into(), clique: 1 }),
             common_ancestors: [(1, TopologyLevel::HostBridge)].into(),
         };
+        let poll = HealthPoll {
+            reach: Reach::Failed { call: "f".into(), error: "e".into() },
+            recovery_action: Some(RecoveryAction::Other(99)),
+            row_remapping: Some(RowRemapping { pending: true, failed: false }),
+            uncorrectable_ecc: Some(u64::MAX),
+            nvlinks_down: Some(vec![1, 17]),
+            fabric: Some(FabricHealth::Failed { status: 999 }),
+            on_bus: None,
+        };
         let failures = vec![ProbeFailure { subject: "GPU 1".into(), call: "f".into(), error: "e".into() }];
         vec![
-            FromAgent::Ready { driver: Some("580".into()), nvml: None, gpus: vec![observation], failures },
+            FromAgent::Ready {
+                driver: Some("580".into()),
+                nvml: None,
+                count: Some(2),
+                gpus: vec![observation],
+                failures,
+            },
             FromAgent::Xid { gpu: gpu.clone(), code: 79, gpu_instance: Some(1), compute_instance: None },
             FromAgent::DoubleBitEcc { gpu: gpu.clone() },
-            FromAgent::Lost { gpu: gpu.clone(), call: "f".into() },
-            FromAgent::Back { gpu },
-            FromAgent::Failed { call: "nvmlInit_v2".into(), error: "e".into() },
+            FromAgent::Calling(Called {
+                call: "f".into(),
+                gpu: Some(CalledGpu { place: Place { index: 0, of: 2 }, uuid: Some(gpu.clone()) }),
+            }),
+            FromAgent::Polled { gpus: [(gpu, poll)].into(), waiting_ms: 3 },
+            FromAgent::Failed { call: "nvmlEventSetWait_v2".into(), error: "e".into() },
+            FromAgent::Leaving { call: "nvmlInit_v2".into(), error: "e".into() },
         ]
     }
 
@@ -215,6 +305,15 @@ mod tests {
         assert!(matches!(incoming.take(), Ok(None)));
         incoming.buffer().push(b'x');
         assert!(matches!(incoming.take(), Err(ProtocolError::TooLong)));
+    }
+
+    #[test]
+    fn a_place_is_written_as_it_is_read() {
+        let place = Place { index: 3, of: 8 };
+        assert_eq!((place.to_string().as_str(), "3/8".parse()), ("3/8", Ok(place)));
+        for text in ["", "3", "8/8", "-1/8", "a/b", "3/8/9"] {
+            assert!(text.parse::<Place>().is_err(), "{text}");
+        }
     }
 
     #[test]

@@ -61,6 +61,16 @@ pub fn c2c(device: &Device<'_>) -> Answer<bool> {
     returned("nvmlDeviceGetC2cModeInfoV", code, || Some(mode.isC2cEnabled != 0))
 }
 
+/// Whether a row remapping is pending, and whether one failed.
+pub fn remapped_rows(device: &Device<'_>) -> Answer<(bool, bool)> {
+    let Ok(call) = &device.nvml().lib().nvmlDeviceGetRemappedRows else { return Ok(None) };
+    let (mut corrected, mut uncorrected, mut pending, mut failed) = (0, 0, 0, 0);
+    // JUSTIFICATION: nvml-wrapper does not have this call.
+    // SAFETY: the handle is live, and each pointer is a valid place for an answer.
+    let code = unsafe { call(device.handle(), &mut corrected, &mut uncorrected, &mut pending, &mut failed) };
+    returned("nvmlDeviceGetRemappedRows", code, || Some((pending != 0, failed != 0)))
+}
+
 /// A GPU's fabric registration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fabric {

@@ -1,56 +1,115 @@
-//! The child's second look at its GPUs: a cheap call to each, again and again, and a full look
-//! whenever the parent asks for one.
+//! The child's rounds: cheap calls to each GPU, again and again, and a full look whenever they show that the node has
+//! changed or the parent asks for one.
 //!
 //! Runs on a thread of its own, so that neither a wait for events nor the parent's socket waits
 //! for it. Called by `agent`.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use nvml_wrapper::Nvml;
-use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
 
-use super::agent::{AgentError, Parent, ready};
-use super::call::answer;
-use super::probe::{self, Gpu};
-use super::protocol::{FromAgent, ToAgent};
-use crate::topology::{GpuUuid, ProbeFailure};
+use super::agent::{AgentError, Parent};
+use super::call::CallError;
+use super::calls::Calls;
+use super::events::Waiting;
+use super::poll::{self, Polled, Silence};
+use super::probe::{self, COUNT, Findings, Gpu, HANDLE, Listed, UUID};
+use super::protocol::{FromAgent, Place, ToAgent};
+use super::raw;
+use crate::inventory::HealthPoll;
+use crate::topology::{GpuUuid, MigUuid, ProbeFailure};
 
-/// What the thread works with.
+/// What the rounds work with.
 pub struct Watch {
     /// The library.
     pub nvml: &'static Nvml,
     /// Where to tell it.
     pub parent: Arc<Parent>,
-    /// What the parent asks.
-    pub asked: Receiver<ToAgent>,
+    /// Calls that are about no GPU.
+    pub calls: Calls,
     /// How long from one round of calls to the next.
     pub interval: Duration,
-    /// The GPUs that were there at the start, whose events are told.
+    /// GPUs that are not to be touched.
+    pub skip: Vec<Place>,
+    /// The GPUs there are now.
     pub gpus: Arc<Vec<Gpu<'static>>>,
+    /// The GPUs whose events are told: those of the start.
+    pub at_start: Vec<GpuUuid>,
     /// What went wrong when their events were registered; true until the child ends.
     pub unregistered: Vec<ProbeFailure>,
+    /// How long the thread that waits for events has waited.
+    pub waiting: Arc<Waiting>,
+    /// What each GPU does not offer.
+    pub silence: BTreeMap<GpuUuid, Silence>,
+    /// What the node looked like in the latest round.
+    pub seen: Fingerprint,
+}
+
+/// What cheap calls show of the node; where one of them changes, a full look is due. What did not answer is not in it:
+/// silence is no change.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Fingerprint {
+    count: Option<u32>,
+    names: BTreeMap<u32, GpuUuid>,
+    links: BTreeMap<(GpuUuid, u32), bool>,
+    mig: BTreeMap<GpuUuid, Option<Vec<MigUuid>>>,
+}
+
+impl Fingerprint {
+    /// Takes what a round saw; whether any of it differs from what was known.
+    fn learn(&mut self, round: Self) -> bool {
+        fn merge<K: Ord, V: PartialEq>(known: &mut BTreeMap<K, V>, seen: BTreeMap<K, V>) -> bool {
+            // No short cut: everything is to be learnt.
+            seen.into_iter().fold(false, |changed, (key, value)| {
+                let differs = known.get(&key) != Some(&value);
+                known.insert(key, value);
+                changed | differs
+            })
+        }
+        let other_count = round.count.is_some() && round.count != self.count;
+        if other_count {
+            // An index means something for one number of GPUs only.
+            *self = Self { count: round.count, ..Self::default() };
+        }
+        let changed =
+            [merge(&mut self.names, round.names), merge(&mut self.links, round.links), merge(&mut self.mig, round.mig)];
+        other_count || changed.contains(&true)
+    }
 }
 
 impl Watch {
-    /// Polls and answers until the parent is gone.
+    /// The first full look and the first round; nothing is told before both are done.
     ///
     /// # Errors
     ///
     /// The parent cannot be told.
-    pub fn run(self) -> Result<(), AgentError> {
-        let mut lost: Vec<GpuUuid> = Vec::new();
-        // GPUs that came later: polled, though without events until a new child registers them.
-        let mut later: Vec<Gpu<'static>> = Vec::new();
-        let mut next_round = Instant::now();
+    pub fn begin(&mut self, mut listed: Listed<'static>) -> Result<(), AgentError> {
+        let count = listed.count;
+        self.gpus = Arc::new(std::mem::take(&mut listed.gpus));
+        let ready = self.look(listed);
+        let (polls, round) = self.poll();
+        self.seen = round;
+        self.seen.count = count;
+        self.know();
+        self.parent.send(&ready)?;
+        self.tell(polls)
+    }
+
+    /// Goes its rounds and answers until the parent is gone.
+    ///
+    /// # Errors
+    ///
+    /// The parent cannot be told.
+    pub fn run(mut self, asked: &Receiver<ToAgent>) -> Result<(), AgentError> {
+        let mut next_round = Instant::now() + self.interval;
         loop {
-            match self.asked.recv_timeout(next_round.saturating_duration_since(Instant::now())) {
-                Ok(ToAgent::Observe) => later = self.observe()?,
+            match asked.recv_timeout(next_round.saturating_duration_since(Instant::now())) {
+                Ok(ToAgent::Observe) => self.observe()?,
                 Err(RecvTimeoutError::Timeout) => {
-                    for gpu in self.gpus.iter().chain(&later) {
-                        self.poll(gpu, &mut lost)?;
-                    }
+                    self.round()?;
                     next_round = Instant::now() + self.interval;
                 }
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
@@ -58,37 +117,133 @@ impl Watch {
         }
     }
 
-    /// Tells a change between lost and not lost. Any other answer, or none, proves neither.
-    fn poll(&self, gpu: &Gpu<'_>, lost: &mut Vec<GpuUuid>) -> Result<(), AgentError> {
-        // The memory and the names are answered from a cache; a temperature has to be read.
-        const CALL: &str = "nvmlDeviceGetTemperature";
-        let known = lost.iter().position(|uuid| *uuid == gpu.uuid);
-        match (answer(CALL, gpu.device.temperature(TemperatureSensor::Gpu)), known) {
-            (Err(error), None) if error.is_gpu_lost() => {
-                lost.push(gpu.uuid.clone());
-                self.parent.send(&FromAgent::Lost { gpu: gpu.uuid.clone(), call: CALL.to_owned() })
-            }
-            (Ok(Some(_)), Some(at)) => {
-                lost.swap_remove(at);
-                self.parent.send(&FromAgent::Back { gpu: gpu.uuid.clone() })
-            }
-            _ => Ok(()),
+    fn round(&mut self) -> Result<(), AgentError> {
+        let (mut polls, mut round) = self.poll();
+        match self.names(&mut round) {
+            Err(error) if error.is_driver_gone() => self.leave(&error)?,
+            _ => {}
         }
+        if self.seen.learn(round) {
+            self.observe()?;
+            // What has come is polled at once; a full look is rare.
+            let (again, links) = self.poll();
+            self.seen.learn(links);
+            polls = again;
+        }
+        self.tell(polls)
     }
 
-    /// A fresh look; gives the GPUs that were not there at the start.
-    fn observe(&self) -> Result<Vec<Gpu<'static>>, AgentError> {
-        let (gpus, mut failures) = probe::list(self.nvml);
-        let at_start = |gpu: &Gpu<'_>| self.gpus.iter().any(|known| known.uuid == gpu.uuid);
+    /// Which GPU NVML has at each index.
+    fn names(&self, round: &mut Fingerprint) -> Result<(), CallError> {
+        round.count = self.calls.ask(COUNT, || self.nvml.device_count())?;
+        let of = round.count.unwrap_or(0);
+        for place in (0..of).map(|index| Place { index, of }).filter(|place| !self.skip.contains(place)) {
+            let calls = self.calls.about(place, None);
+            let Ok(Some(device)) = calls.ask(HANDLE, || self.nvml.device_by_index(place.index)) else { continue };
+            let Ok(Some(uuid)) = calls.ask(UUID, || device.uuid()) else { continue };
+            round.names.extend(uuid.parse().ok().map(|uuid| (place.index, uuid)));
+        }
+        Ok(())
+    }
+
+    fn poll(&mut self) -> (BTreeMap<GpuUuid, HealthPoll>, Fingerprint) {
+        let mut round = Fingerprint::default();
+        let mut polls = BTreeMap::new();
+        for gpu in self.gpus.iter() {
+            let silence = self.silence.entry(gpu.uuid.clone()).or_default();
+            let Polled { health, links, mig } = poll::poll(gpu, silence);
+            let links = links.into_iter().flatten().map(|(link, up)| ((gpu.uuid.clone(), link), up));
+            round.links.extend(links);
+            round.mig.extend(mig.map(|mig| (gpu.uuid.clone(), mig)));
+            polls.insert(gpu.uuid.clone(), health);
+        }
+        (polls, round)
+    }
+
+    fn tell(&self, gpus: BTreeMap<GpuUuid, HealthPoll>) -> Result<(), AgentError> {
+        let waiting_ms = u64::try_from(self.waiting.lasts().as_millis()).unwrap_or(u64::MAX);
+        self.parent.send(&FromAgent::Polled { gpus, waiting_ms })
+    }
+
+    /// A full look.
+    fn observe(&mut self) -> Result<(), AgentError> {
+        let mut listed = probe::list(self.nvml, &self.calls, &self.skip);
+        self.gpus = Arc::new(std::mem::take(&mut listed.gpus));
+        let ready = self.look(listed);
+        self.know();
+        self.parent.send(&ready)
+    }
+
+    /// Knows the names of the GPUs that were looked at, and no others: one that says its name later is news.
+    fn know(&mut self) {
+        self.seen.names = self.gpus.iter().map(|gpu| (gpu.index, gpu.uuid.clone())).collect();
+    }
+
+    /// Everything that is seen of the GPUs there are, as a message.
+    fn look(&self, listed: Listed<'static>) -> FromAgent {
+        let mut failures = listed.failures;
         failures.extend(self.unregistered.iter().cloned());
-        for gpu in gpus.iter().filter(|gpu| !at_start(gpu)) {
+        for gpu in self.gpus.iter().filter(|gpu| !self.at_start.contains(&gpu.uuid)) {
             failures.push(ProbeFailure {
                 subject: gpu.pci.to_string(),
                 call: "nvmlDeviceRegisterEvents".to_owned(),
                 error: "it came after the agent's start: no events until the agent starts again".to_owned(),
             });
         }
-        self.parent.send(&ready(self.nvml, &gpus, failures))?;
-        Ok(gpus.into_iter().filter(|gpu| !at_start(gpu)).collect())
+        let mut findings = Findings::new("driver", &mut failures);
+        let (nvml, calls) = (self.nvml, &self.calls);
+        let driver = findings.fact(calls.ask("nvmlSystemGetDriverVersion", || nvml.sys_driver_version()));
+        let library = findings.fact(calls.ask("nvmlSystemGetNVMLVersion", || nvml.sys_nvml_version()));
+        let (gpus, unanswered) = probe::observe(&self.gpus);
+        failures.extend(unanswered);
+        FromAgent::Ready { driver, nvml: library, count: listed.count, gpus, failures }
+    }
+
+    /// The driver has gone, or is another one: only a new process can speak to what there is now.
+    fn leave(&self, error: &CallError) -> Result<(), AgentError> {
+        let (call, error) = (error.call.to_owned(), error.reason.to_string());
+        self.parent.send(&FromAgent::Leaving { call, error })?;
+        raw::exit_now(1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(number: u32) -> GpuUuid {
+        format!("GPU-{number}").parse().unwrap()
+    }
+
+    fn round(count: u32, names: &[u32], links: &[(u32, u32, bool)]) -> Fingerprint {
+        Fingerprint {
+            count: Some(count),
+            names: names.iter().map(|index| (*index, gpu(*index))).collect(),
+            links: links.iter().map(|(of, link, up)| ((gpu(*of), *link), *up)).collect(),
+            mig: BTreeMap::new(),
+        }
+    }
+
+    #[test]
+    fn silence_is_no_change_and_news_are() {
+        let mut seen = Fingerprint::default();
+        assert!(seen.learn(round(2, &[0, 1], &[(0, 3, true)])));
+        assert!(!seen.learn(round(2, &[0, 1], &[(0, 3, true)])));
+        // A GPU that does not answer, and one whose links do not.
+        assert!(!seen.learn(round(2, &[0], &[])));
+        assert!(!seen.learn(Fingerprint::default()));
+        assert!(!seen.learn(round(2, &[0, 1], &[(0, 3, true)])), "back as it was");
+        assert!(seen.learn(round(2, &[0, 1], &[(0, 3, false)])), "a link went down");
+        assert!(seen.learn(round(1, &[0], &[])), "a GPU went");
+        assert!(seen.learn(round(2, &[0, 1], &[])), "and came");
+        for (layout, change) in
+            [(None, "first seen"), (Some(vec![]), "turned on"), (Some(vec!["MIG-1".parse().unwrap()]), "laid out")]
+        {
+            let mig = || Fingerprint { mig: [(gpu(0), layout.clone())].into(), ..round(2, &[], &[]) };
+            assert!(seen.learn(mig()), "MIG: {change}");
+            assert!(!seen.learn(mig()), "MIG: {change}");
+        }
+        let other = Fingerprint { names: [(1, gpu(7))].into(), ..round(2, &[], &[]) };
+        assert!(seen.learn(other), "another GPU in its place");
     }
 }

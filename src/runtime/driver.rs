@@ -1,5 +1,17 @@
 //! Keeps the NVML child alive and turns what it says into events.
+//!
+//! One child works at a time. A second one is started beside it where a new one is needed though the first still works (a GPU
+//! has come, the library's file is another one, a GPU that was left out is to be tried), and takes over once it has seen the
+//! GPUs: no event falls between the two, and a second one that dies costs nothing.
 
+mod away;
+mod known;
+mod outside;
+mod shift;
+mod suspects;
+
+use std::collections::BTreeMap;
+use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,43 +23,98 @@ use tokio_util::sync::CancellationToken;
 
 use super::idle::{self, Idle};
 use super::operator::Release;
-use crate::hwloc;
-use crate::inventory::{Event, MigInstance};
+use crate::hwloc::{self, PciBus};
+use crate::inventory::{Event, HealthPoll, MigInstance};
 use crate::metrics::Metrics;
-use crate::nvml::child::{Agent, AgentCommand};
-use crate::nvml::protocol::FromAgent;
-use crate::topology::{GpuObservation, NodeObservation, ProbeFailure};
+use crate::nvml::child::{Agent, AgentCommand, AgentEnded};
+use crate::nvml::protocol::{Called, CalledGpu, FromAgent, Place};
+use crate::topology::{GpuObservation, GpuUuid, NodeObservation, ProbeFailure};
+use away::{Away, Working};
+use known::Known;
+use outside::{Outside, Slow};
+use shift::{Errand, Shift, Successor, Who, at, end};
+use suspects::Suspects;
 
-/// Pauses before the child is started again: doubling from the first to the second.
-const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
-
-/// How long a child may take to initialise NVML and see all GPUs. Without persistence mode the driver starts each GPU for
-/// it, which takes seconds; a call that hangs takes for ever.
-const FIRST_LOOK: Duration = Duration::from_secs(120);
+/// The longest pause before a child is started again, as a multiple of the first; doubling from the one to the other.
+const LONGEST: u32 = 60;
 
 /// What NVML's answer comes to where it works and there is no GPU.
 const NO_GPUS: &str = "NVML lists no GPU on this node";
 
+/// How long a round waits for files; what they would have said counts at a later one.
+const FILES: Duration = Duration::from_millis(500);
+
+/// Signals that are not the library's doing: an operator's, or the kernel's for want of memory. SIGHUP, SIGINT, SIGKILL,
+/// SIGTERM (signal(7)).
+const FROM_OUTSIDE: [i32; 4] = [1, 2, 9, 15];
+
+/// How the driver is lived with; see `config::NvmlArgs`.
+pub(super) struct Settings {
+    /// Whether GPUs are not given out while NVML is away.
+    pub unhealthy_when_away: bool,
+    /// The pause before a second child.
+    pub pause: Duration,
+    /// How long NVML may be away.
+    pub grace: Duration,
+    /// When a GPU that was left out is tried first.
+    pub trial: Duration,
+}
+
 /// The driver's side of the node.
 pub(super) struct Driver {
     pub command: AgentCommand,
+    pub settings: Settings,
     pub sysfs: PathBuf,
     pub fail_on_init_error: Option<bool>,
     pub events: mpsc::Sender<Event>,
     pub metrics: Arc<Metrics>,
-    /// Whether an operator wants the driver for something else.
-    pub release: Release,
     /// Why there is nothing to offer, for /readyz.
     pub idle: watch::Sender<Idle>,
+    /// Whether an operator wants the driver for something else.
+    pub release: Release,
+}
+
+/// How a child's time ended.
+enum End {
+    /// It died, or was killed; whether it had got as far as to see the GPUs.
+    Died { ready: bool, why: String },
+    /// What it was started for is no more: a new one, at once.
+    Outdated(String),
+    /// The driver is to be let go.
+    Released,
 }
 
 impl Driver {
     /// Lives until `shutdown`; fails where NVML cannot be initialised and that is not to be lived with.
     pub async fn run(self, shutdown: CancellationToken) -> Result<()> {
-        shutdown.run_until_cancelled(self.live()).await.unwrap_or(Ok(()))
+        let (working, follow) = watch::channel(Working::Never);
+        let away = Away {
+            working: follow,
+            grace: self.settings.grace,
+            unhealthy: self.settings.unhealthy_when_away,
+            events: self.events.clone(),
+            metrics: Arc::clone(&self.metrics),
+        };
+        let known = Known {
+            suspects: Suspects::new(self.settings.trial),
+            looked: None,
+            host: None,
+            told: None,
+            hosts: Slow::default(),
+            outsides: Slow::default(),
+            bus: PciBus::default(),
+            working,
+        };
+        let life = async {
+            tokio::select! {
+                ended = self.live(known) => ended,
+                ended = away.run() => ended,
+            }
+        };
+        shutdown.run_until_cancelled(life).await.unwrap_or(Ok(()))
     }
 
-    async fn live(&self) -> Result<()> {
+    async fn live(&self, mut known: Known) -> Result<()> {
         let mut pause = Duration::ZERO;
         let mut seen = false;
         let mut told = None;
@@ -55,16 +122,28 @@ impl Driver {
             self.release.over().await;
             let began = Instant::now();
             let holding = self.release.holding();
-            let (ready, why) = self.one_child().await?;
+            let end = self.one_child(&mut known).await?;
             drop(holding);
             self.metrics.agent_up(false);
-            if self.release.is_wished() {
-                pause = Duration::ZERO;
-                continue;
-            }
-            pause = next_pause(pause, began.elapsed());
+            let (ready, why) = match end {
+                End::Died { ready, why } => (ready, why),
+                End::Outdated(why) => {
+                    tracing::warn!(cause = why, "a new NVML agent is started");
+                    known.away(why);
+                    pause = Duration::ZERO;
+                    continue;
+                }
+                End::Released => {
+                    known.away("an operator asked to let go of the driver".to_owned());
+                    pause = Duration::ZERO;
+                    continue;
+                }
+            };
+            pause = self.next_pause(pause, began.elapsed());
             seen |= ready;
-            if !seen && self.live_without(&why).await? {
+            if seen {
+                known.away(why.clone());
+            } else if self.live_without(&why).await? {
                 // A GPU has come: the pauses were another matter's.
                 pause = Duration::ZERO;
                 continue;
@@ -83,86 +162,311 @@ impl Driver {
         }
     }
 
-    /// One child from its start to its end: whether it got as far as to see the GPUs, and why it ended.
-    async fn one_child(&self) -> Result<(bool, String)> {
+    fn spawn(&self, known: &Known, trial: Option<Place>) -> Result<(Agent, Vec<Place>), String> {
         self.metrics.agent_started();
-        let mut agent = match Agent::spawn(&self.command) {
-            Ok(agent) => agent,
+        let skipped = known.suspects.skip(trial);
+        let command = AgentCommand { skip: skipped.clone(), ..self.command.clone() };
+        match Agent::spawn(&command) {
+            Ok(agent) => Ok((agent, skipped)),
             // No process or no memory to be had is a matter of time.
-            Err(error) => return Ok((false, format!("{:#}", anyhow::Error::from(error)))),
+            Err(error) => Err(format!("{:#}", anyhow::Error::from(error))),
+        }
+    }
+
+    /// One child from its start to its end, and those that follow it without a gap.
+    async fn one_child(&self, known: &mut Known) -> Result<End> {
+        let outside = self.outside(None, known).await;
+        let mut shift = match self.spawn(known, None) {
+            Ok((agent, skipped)) => Shift::new(agent, skipped, outside),
+            Err(why) => return Ok(End::Died { ready: false, why }),
         };
-        let mut ready = false;
-        let mut failed = None;
+        let mut leaving = None;
         loop {
-            let said = async { if ready { agent.next().await } else { agent.next_within(FIRST_LOOK).await } };
-            let said = tokio::select! {
-                said = said => said,
+            let due = shift.due(&known.suspects);
+            let (who, said) = tokio::select! {
+                said = shift.next() => said,
+                errand = at(due) => {
+                    self.begin(&mut shift, errand, known).await;
+                    continue;
+                }
                 () = self.release.wished() => {
-                    agent.end().await.context("cannot end the NVML agent")?;
-                    return Ok((ready, "an operator asked to let go of the driver".to_owned()));
+                    self.metrics.agent_ended("released");
+                    shift.end().await;
+                    return Ok(End::Released);
                 }
             };
-            let message = match said {
-                Ok(message) => message,
-                // What the child said before it ended explains more than its exit code.
-                Err(ended) => {
-                    return Ok((ready, failed.unwrap_or_else(|| format!("{:#}", anyhow::Error::from(ended)))));
+            let message = match (who, said) {
+                (Who::First, Ok(message)) => message,
+                (Who::First, Err(ended)) => {
+                    let trial = matches!(&shift.successor, Some(Successor { errand: Errand::Trial(_), .. }));
+                    let why = self.ended(&ended, &shift.agent, known, !trial);
+                    // What the child said before it ended explains more than its exit code.
+                    return Ok(End::Died { ready: shift.ready, why: leaving.unwrap_or(why) });
                 }
+                (Who::Second, said) => match self.second(&mut shift, said, known).await {
+                    Some(ready) => ready,
+                    None => continue,
+                },
             };
-            let event = match message {
+            match message {
                 // Nothing to look after, and a child would look at it for ever.
-                FromAgent::Ready { gpus, .. } if gpus.is_empty() && idle::on_bus(&self.sysfs).await?.is_empty() => {
-                    agent.end().await.context("cannot end the NVML agent")?;
-                    return Ok((ready, NO_GPUS.to_owned()));
+                FromAgent::Ready { gpus, .. }
+                    if known.told.is_none() && gpus.is_empty() && idle::on_bus(&self.sysfs).await?.is_empty() =>
+                {
+                    self.metrics.agent_ended("replaced");
+                    shift.end().await;
+                    return Ok(End::Died { ready: false, why: NO_GPUS.to_owned() });
                 }
-                FromAgent::Ready { driver, nvml, gpus, failures } => {
-                    ready = true;
-                    self.metrics.agent_up(true);
-                    tracing::info!(
-                        gpus = gpus.len(),
-                        driver = driver.as_deref().unwrap_or("unknown"),
-                        nvml = nvml.as_deref().unwrap_or("unknown"),
-                        "NVML answers"
-                    );
+                FromAgent::Ready { driver, nvml, count, gpus, failures } => {
+                    if !shift.ready {
+                        shift.at_start = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+                        let Some(verdict) = known.suspects.lives(&shift.skipped, gpus.len(), count.unwrap_or(0)) else {
+                            self.metrics.agent_ended("replaced");
+                            shift.end().await;
+                            let why = "children die whichever GPU they leave out".to_owned();
+                            return Ok(End::Died { ready: false, why });
+                        };
+                        shift.ready = true;
+                        // Another child may be another driver's: that it was looked at is news, whatever it saw.
+                        known.told = None;
+                        self.metrics.agent_up(true);
+                        known.working.send_replace(Working::Yes);
+                        tracing::info!(
+                            gpus = gpus.len(),
+                            driver = driver.as_deref().unwrap_or("unknown"),
+                            nvml = nvml.as_deref().unwrap_or("unknown"),
+                            "NVML answers"
+                        );
+                        self.tell_of(verdict, known).await?;
+                    }
+                    if let Some(new) = gpus.iter().find(|gpu| !shift.at_start.contains(&gpu.uuid)) {
+                        shift.renew(format!("GPU {} has come, and its events are to be heard", new.uuid));
+                    }
                     if gpus.is_empty() {
                         self.idle.send_replace(Idle::Waiting(NO_GPUS.to_owned()));
                     }
-                    Event::Observed(Box::new(self.observed(gpus, failures).await?))
+                    known.look(count, gpus, failures);
+                    self.observed(known).await?;
+                }
+                FromAgent::Polled { gpus, .. } => {
+                    if let Some(outdated) = self.polled(gpus, &mut shift, known).await? {
+                        self.metrics.agent_ended("replaced");
+                        shift.end().await;
+                        return Ok(End::Outdated(outdated));
+                    }
                 }
                 FromAgent::Xid { gpu, code, gpu_instance, compute_instance } => {
                     self.metrics.xid(&gpu, code);
                     let instance = gpu_instance.map(|gpu_instance| MigInstance { gpu_instance, compute_instance });
-                    Event::Xid { gpu, code, instance }
+                    self.tell(Event::Xid { gpu, code, instance }).await?;
                 }
-                FromAgent::DoubleBitEcc { gpu } => Event::DoubleBitEcc { gpu },
-                FromAgent::Lost { gpu, call } => Event::GpuLost { gpu, call },
-                FromAgent::Back { gpu } => {
-                    tracing::warn!(%gpu, "a lost GPU answers again; it stays unhealthy until linkwise starts anew");
-                    continue;
-                }
-                // What keeps it from seeing the GPUs is what it ends with. Afterwards it goes on, and its end has
-                // another cause.
-                FromAgent::Failed { call, error } if !ready => {
-                    failed = Some(format!("{call}: {error}"));
-                    continue;
-                }
-                FromAgent::Failed { call, error } => {
-                    tracing::warn!(call, error, "NVML failed");
-                    continue;
-                }
-            };
-            self.events.send(event).await.context("nobody takes events any more")?;
+                FromAgent::DoubleBitEcc { gpu } => self.tell(Event::DoubleBitEcc { gpu }).await?,
+                FromAgent::Leaving { call, error } => leaving = Some(format!("{call}: {error}")),
+                FromAgent::Failed { call, error } => tracing::warn!(call, error, "NVML failed"),
+                // The agent keeps these to itself.
+                FromAgent::Calling(_) => {}
+            }
         }
     }
 
-    /// NVML's GPUs and the host around them.
-    async fn observed(&self, gpus: Vec<GpuObservation>, mut failures: Vec<ProbeFailure>) -> Result<NodeObservation> {
+    /// Starts a second child.
+    async fn begin(&self, shift: &mut Shift, errand: Errand, known: &mut Known) {
+        let trial = match &errand {
+            Errand::Trial(place) => Some(*place),
+            Errand::Renewal(_) => None,
+        };
+        tracing::info!(?errand, "a second NVML agent is started; the first one works on");
+        if trial.is_none() {
+            shift.renewal = None;
+        }
+        let outside = self.outside(None, known).await;
+        match self.spawn(known, trial) {
+            Ok((agent, skipped)) => {
+                shift.successor = Some(Successor { agent, skipped, errand, outside, failed: None });
+            }
+            Err(why) => self.in_vain(shift, errand, why, known),
+        }
+    }
+
+    /// What a second child says: its first look, with which it takes over, is passed on.
+    async fn second(
+        &self,
+        shift: &mut Shift,
+        said: Result<FromAgent, AgentEnded>,
+        known: &mut Known,
+    ) -> Option<FromAgent> {
+        let mut successor = shift.successor.take()?;
+        match said {
+            Ok(ready @ FromAgent::Ready { .. }) => {
+                let next = Shift::new(successor.agent, successor.skipped, successor.outside);
+                let old = std::mem::replace(shift, next);
+                self.metrics.agent_ended("replaced");
+                end(old.agent).await;
+                return Some(ready);
+            }
+            Ok(message) => {
+                if let FromAgent::Leaving { call, error } = message {
+                    successor.failed = Some(format!("{call}: {error}"));
+                }
+                shift.successor = Some(successor);
+            }
+            Err(ended) => {
+                let why = self.ended(&ended, &successor.agent, known, true);
+                self.in_vain(shift, successor.errand, successor.failed.unwrap_or(why), known);
+            }
+        }
+        None
+    }
+
+    /// A second child came to nothing: again, later.
+    fn in_vain(&self, shift: &mut Shift, errand: Errand, why: String, known: &mut Known) {
+        shift.pause = self.next_pause(shift.pause, Duration::ZERO);
+        match &errand {
+            // Its own doing has set a later time already.
+            Errand::Trial(place)
+                if known.suspects.next_trial().is_some_and(|(at, next)| next == *place && at <= Instant::now()) =>
+            {
+                known.suspects.put_off(*place, Instant::now())
+            }
+            Errand::Trial(_) => {}
+            Errand::Renewal(wish) => shift.renewal = Some((Instant::now() + shift.pause, wish.clone())),
+        }
+        tracing::warn!(?errand, cause = why, "the second NVML agent came to nothing; the first one works on");
+    }
+
+    /// How a child ended, in words; counts it, and lays it to the GPU whose call it was.
+    fn ended(&self, ended: &AgentEnded, agent: &Agent, known: &mut Known, may_blame: bool) -> String {
+        let crashed = matches!(ended, AgentEnded::Exited(status)
+            if status.signal().is_some_and(|signal| !FROM_OUTSIDE.contains(&signal)));
+        let (cause, during) = match ended {
+            AgentEnded::Hung { called, .. } => ("hung", Some(called)),
+            AgentEnded::Exited(_) if crashed => ("crashed", agent.open()),
+            AgentEnded::Deaf(_) => ("hung", None),
+            AgentEnded::Exited(_) => ("exited", None),
+            AgentEnded::Late(_) | AgentEnded::Stopped(_) | AgentEnded::Silent => ("silent", None),
+            AgentEnded::Protocol(_) | AgentEnded::Io(_) => ("exited", None),
+        };
+        self.metrics.agent_ended(cause);
+        let source = std::error::Error::source(ended).map(|source| format!(": {source}")).unwrap_or_default();
+        let call = during.filter(|_| crashed).map(|called| format!(", in {called}")).unwrap_or_default();
+        let why = format!("{ended}{source}{call}");
+        if let Some(Called { gpu: Some(CalledGpu { place, .. }), .. }) = during.filter(|_| may_blame) {
+            known.suspects.blame(*place, why.clone(), Instant::now());
+        }
+        why
+    }
+
+    /// Who is left out from now on, and who no longer.
+    async fn tell_of(&self, verdict: suspects::Verdict, known: &Known) -> Result<()> {
+        for (place, why) in verdict.left_out {
+            let gpu = known.name(place);
+            let named = gpu.as_ref().map(ToString::to_string).unwrap_or_default();
+            tracing::error!(
+                gpu = named,
+                index = place.index,
+                cause = why,
+                "the GPU ends whoever looks at it: left out"
+            );
+            // One that never said who it is was never offered.
+            if let Some(gpu) = gpu {
+                self.tell(Event::LeftOut { gpu, why }).await?;
+            }
+        }
+        for place in verdict.taken_back_in {
+            let gpu = known.name(place);
+            let named = gpu.as_ref().map(ToString::to_string).unwrap_or_default();
+            tracing::warn!(gpu = named, index = place.index, "the GPU can be looked at again: taken back in");
+            if let Some(gpu) = gpu {
+                self.tell(Event::TakenBackIn { gpu }).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// NVML's GPUs and the host around them, where they are not as they were told last.
+    async fn observed(&self, known: &mut Known) -> Result<()> {
+        let Some((_, gpus, failures)) = &known.looked else { return Ok(()) };
+        let (gpus, mut failures) = (gpus.clone(), failures.clone());
         let sysfs = self.sysfs.clone();
         // hwloc takes tens of milliseconds.
-        let host = tokio::task::spawn_blocking(move || hwloc::observe(&sysfs));
-        let (host, more) = host.await.context("the look at the host broke off")?;
+        if let Some(host) = known.hosts.within(self.command.limits.call / 3, move || hwloc::observe(&sysfs)).await {
+            known.host = Some(host);
+        } else {
+            let (subject, call) = ("hwloc".to_owned(), "hwloc_topology_load".to_owned());
+            let error = "it takes too long; the host is as it was seen before, if it was".to_owned();
+            failures.push(ProbeFailure { subject, call, error });
+        }
+        let (host, more) = known.host.clone().unwrap_or_default();
         failures.extend(more);
-        Ok(NodeObservation { gpus, host, failures })
+        let observed = NodeObservation { gpus, host, failures };
+        if known.told.as_ref() != Some(&observed) {
+            known.told = Some(observed.clone());
+            self.tell(Event::Observed(Box::new(observed))).await?;
+        }
+        Ok(())
+    }
+
+    /// A round's answers, with what is seen from outside; why the child is of no more use, if it is.
+    async fn polled(
+        &self,
+        mut polls: BTreeMap<GpuUuid, HealthPoll>,
+        shift: &mut Shift,
+        known: &mut Known,
+    ) -> Result<Option<String>> {
+        if let Some(host) = known.hosts.late().await {
+            // It took too long before; what it says now is as good as any.
+            known.host = Some(host);
+            self.observed(known).await?;
+        }
+        let outside = self.outside(shift.agent.id(), known).await;
+        if let Some(bus) = outside.as_ref().and_then(|outside| outside.bus.as_ref()) {
+            for (gpu, poll) in &mut polls {
+                poll.on_bus = known.pci(gpu).map(|pci| bus.contains(&pci));
+            }
+        }
+        self.tell(Event::Polled(polls)).await?;
+        let Some(now) = outside else { return Ok(None) };
+        let Some(before) = &shift.outside else {
+            shift.outside = Some(now);
+            return Ok(None);
+        };
+        if before.driver != now.driver {
+            let name = |driver: &Option<(String, u64)>| {
+                driver.as_ref().map_or_else(|| "none".to_owned(), |(version, load)| format!("{version} (load {load})"))
+            };
+            return Ok(Some(format!("the driver was {}, and is {}", name(&before.driver), name(&now.driver))));
+        }
+        let other_library = before.library.is_some() && before.library != now.library;
+        let other_bus = before.bus != now.bus;
+        shift.outside = Some(now);
+        if other_library {
+            shift.renew("the file of NVML's library is another one".to_owned());
+        }
+        if other_bus {
+            shift.renew("the PCI bus has other GPUs than before".to_owned());
+        }
+        Ok(None)
+    }
+
+    async fn outside(&self, child: Option<u32>, known: &mut Known) -> Option<Outside> {
+        let (sysfs, library) = (self.sysfs.clone(), self.command.library.clone());
+        let mut bus = std::mem::take(&mut known.bus);
+        // What hangs already is not waited for again.
+        let limit = if known.outsides.runs() { Duration::ZERO } else { FILES };
+        let look = move || (outside::look(&mut bus, &sysfs, child, library.as_deref()), bus);
+        let (outside, bus) = known.outsides.within(limit, look).await?;
+        known.bus = bus;
+        Some(outside)
+    }
+
+    async fn tell(&self, event: Event) -> Result<()> {
+        self.events.send(event).await.context("nobody takes events any more")
+    }
+
+    /// The pause after a child that lived so long. Doubling, also where each child sees the GPUs and dies soon after; one
+    /// that lasted died of something new.
+    fn next_pause(&self, last: Duration, lived: Duration) -> Duration {
+        next_pause(self.settings.pause, last, lived)
     }
 
     /// Whether to live without NVML, which never answered: by the option, else by what is on the PCI bus. `true` once a
@@ -197,10 +501,9 @@ impl Driver {
     }
 }
 
-/// The pause after a child that lived so long. Doubling, also where each child sees the GPUs and dies soon after; one
-/// that lasted died of something new.
-fn next_pause(last: Duration, lived: Duration) -> Duration {
-    let (first, longest) = PAUSES;
+/// The pause after a child that lived so long, from the `first` to its multiple.
+fn next_pause(first: Duration, last: Duration, lived: Duration) -> Duration {
+    let longest = first * LONGEST;
     if lived >= longest { first } else { (last * 2).clamp(first, longest) }
 }
 
@@ -209,12 +512,12 @@ pub async fn look(command: &AgentCommand) -> Result<(Vec<GpuObservation>, Vec<Pr
     let mut agent = Agent::spawn(command)?;
     let mut failed = None;
     loop {
-        match agent.next_within(FIRST_LOOK).await {
+        match agent.next().await {
             Ok(FromAgent::Ready { gpus, failures, .. }) => {
                 agent.end().await.context("cannot end the NVML agent")?;
                 return Ok((gpus, failures));
             }
-            Ok(FromAgent::Failed { call, error }) => failed = Some(format!("{call}: {error}")),
+            Ok(FromAgent::Leaving { call, error }) => failed = Some(format!("{call}: {error}")),
             Ok(_) => {}
             Err(ended) => match failed {
                 Some(failed) => bail!("{failed}"),
@@ -233,7 +536,7 @@ mod tests {
         let second = Duration::from_secs;
         let mut pause = Duration::ZERO;
         let pauses = [0, 1, 59, 0, 2, 0, 3, 0, 61, 0].map(|lived| {
-            pause = next_pause(pause, second(lived));
+            pause = next_pause(second(1), pause, second(lived));
             pause.as_secs()
         });
         assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60, 1, 2]);

@@ -19,16 +19,18 @@ mod operator;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 use crate::admin::Local;
-use crate::config::settings::load;
+use crate::config::settings::{OnNvmlLoss, load};
 use crate::config::{Environment, HostArgs, RunArgs};
 use crate::inventory::{Event, XidPolicy};
 use crate::kubelet;
+use crate::nvml::Limits;
 use crate::nvml::child::AgentCommand;
 
 pub use driver::look;
@@ -79,7 +81,7 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let overrides = settings.xids.value.iter().map(|(xid, action)| (*xid, (*action).into())).collect();
     let health = HealthSettings {
         xids: XidPolicy { overrides, ..args.xids.policy() },
-        await_first_poll: false,
+        await_first_poll: true,
         state_dir: args.state_dir.clone().or_else(beside),
         sysfs: Some(args.host.sysfs.clone()),
     };
@@ -95,9 +97,20 @@ async fn serve(args: &RunArgs) -> Result<()> {
     .await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
     let release = operator::Release::new(Arc::clone(node.metrics()));
+    let milliseconds = Duration::from_millis;
     let driver = driver::Driver {
+        command: AgentCommand {
+            poll: milliseconds(args.nvml.nvml_poll_ms),
+            limits: Limits { start: milliseconds(args.nvml.nvml_start_ms), call: milliseconds(args.nvml.nvml_call_ms) },
+            ..agent_command(&args.host)
+        },
+        settings: driver::Settings {
+            unhealthy_when_away: settings.on_nvml_loss.value == OnNvmlLoss::Unhealthy,
+            pause: milliseconds(args.nvml.nvml_pause_ms),
+            grace: milliseconds(args.nvml.nvml_grace_ms),
+            trial: milliseconds(args.nvml.nvml_trial_ms),
+        },
         release: release.clone(),
-        command: agent_command(&args.host),
         sysfs: args.host.sysfs.clone(),
         fail_on_init_error: settings.fail_on_init_error.value,
         events: node.events(),

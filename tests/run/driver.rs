@@ -133,7 +133,7 @@ async fn admissions_do_not_wait_for_a_library_that_hangs() {
 async fn a_driver_that_comes_late_is_picked_up_in_place() {
     let setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false");
     setup.tell("init 9");
-    setup.on_bus("0000:06:00.0");
+    setup.all_on_bus();
     let kubelet = setup.kubelet();
     let node = setup.start().await;
     node.ready(503, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;

@@ -40,7 +40,7 @@ async fn a_gpu_that_comes_late_is_picked_up_in_place() {
         node.metric(STARTS, 1).await;
         node.setup.tell("init 0");
         // Seen at the next look at the bus, every 10 s.
-        node.setup.on_bus("0000:06:00.0");
+        node.setup.all_on_bus();
         registered(&kubelet, 1, 8).await;
         node.ready(200, "ready").await;
         node.metric("linkwise_idle", 0).await;
@@ -65,7 +65,7 @@ async fn a_late_gpu_that_cannot_be_opened_ends_it_with_that_cause() {
 #[tokio::test]
 async fn a_driver_that_is_installed_late_under_a_mounted_root_is_picked_up_in_place() {
     let mut setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false");
-    setup.on_bus("0000:06:00.0");
+    setup.all_on_bus();
     let root = setup.at("driver-root");
     let library = std::mem::replace(&mut setup.library, root);
     let folder = setup.at("driver-root/usr/lib/x86_64-linux-gnu");

@@ -16,6 +16,7 @@ mod cut;
 mod devices;
 mod doctor;
 mod driver;
+mod drivers;
 mod endpoints;
 mod endurance;
 mod handover;
@@ -26,6 +27,7 @@ mod node;
 mod oddities;
 mod operator;
 mod pod_resources;
+mod rediscovery;
 mod refusals;
 #[path = "../cdi/root.rs"]
 #[allow(dead_code, reason = "tests/cdi.rs uses all of it")]
@@ -36,3 +38,4 @@ mod schema;
 mod shutdown;
 mod sockets;
 mod stops;
+mod watchdog;

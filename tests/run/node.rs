@@ -108,9 +108,21 @@ impl Setup {
         std::fs::write(device.join("class"), "0x030200\n").unwrap();
     }
 
+    /// All GPUs of dgx1-v100 on the PCI bus: one that is missing there is unhealthy.
+    pub fn all_on_bus(&self) {
+        for bus in ["06", "07", "0a", "0b", "85", "86", "89", "8a"] {
+            self.on_bus(&format!("0000:{bus}:00.0"));
+        }
+    }
+
     /// Tells the library what happens.
     pub fn tell(&self, command: &str) {
         Control::new(self.at("control")).send(command).unwrap();
+    }
+
+    /// Tells it, if somebody is there to be told.
+    pub fn try_tell(&self, command: &str) -> std::io::Result<()> {
+        Control::new(self.at("control")).send(command)
     }
 
     /// A kubelet on this machine.
@@ -335,6 +347,13 @@ impl Node {
     /// The process that speaks to NVML, once there is one beside those known.
     pub async fn agent(&self, known: &[u32]) -> u32 {
         until(async || children(self.process.id()).into_iter().find(|child| !known.contains(child)).ok_or(known)).await
+    }
+}
+
+impl Node {
+    /// The processes that speak to NVML.
+    pub fn agent_ids(&self) -> Vec<u32> {
+        children(self.process.id())
     }
 }
 

@@ -59,7 +59,7 @@ pub(super) async fn ask(host: &HostArgs, limit: Duration) -> Nvml {
                 let _ = timeout(limit, agent.end()).await;
                 return Nvml::Answers { driver, library: nvml, gpus, failures };
             }
-            Ok(FromAgent::Failed { call, error }) => failed = Some(format!("{call}: {error}")),
+            Ok(FromAgent::Leaving { call, error }) => failed = Some(format!("{call}: {error}")),
             Ok(_) => {}
             Err(ended) => {
                 return Nvml::Fails(failed.unwrap_or_else(|| format!("{:#}", anyhow::Error::from(ended))));

@@ -38,31 +38,51 @@ impl Control {
         &self.socket
     }
 
-    /// Sends one command and waits until it is done. With no process listening, a command that
-    /// is kept (see the crate's page) is written down for the next process.
+    /// Sends one command to every process that listens and waits until it is done. A command that is kept (see the crate's
+    /// page) is written down for the next process, also where none listens now.
     ///
     /// # Errors
     ///
-    /// The command was refused, or nobody listens and the command cannot wait.
+    /// The command was refused by all, or nobody listens and the command cannot wait.
     pub fn send(&self, line: &str) -> io::Result<()> {
         let command: Command = line.parse().map_err(io::Error::other)?;
         let journal = command::journal(&self.socket);
         let mut journal = OpenOptions::new().create(true).append(true).open(journal)?;
         journal.lock()?;
-        match UnixStream::connect(&self.socket) {
-            Ok(mut stream) => {
-                writeln!(stream, "{line}")?;
-                let mut answer = String::new();
-                BufReader::new(stream).read_line(&mut answer)?;
-                match answer.trim_end() {
-                    "ok" => Ok(()),
-                    "" if matches!(command, Command::CrashNow) => Ok(()),
-                    "" => Err(io::Error::other(format!("'{line}': the process ended"))),
-                    other => Err(io::Error::other(format!("'{line}': {other}"))),
-                }
+        let (mut done, mut refused) = (false, None);
+        for stream in self.listeners() {
+            match ask(stream, line) {
+                Ok(answer) if answer == "ok" => done = true,
+                Ok(answer) if answer.is_empty() => done |= matches!(command, Command::CrashNow),
+                Ok(answer) => refused = Some(io::Error::other(format!("'{line}': {answer}"))),
+                // It has ended meanwhile.
+                Err(_) => {}
             }
-            Err(_) if command.is_kept() => writeln!(journal, "{line}"),
-            Err(error) => Err(io::Error::new(error.kind(), format!("'{line}': nobody listens: {error}"))),
+        }
+        match refused {
+            Some(refused) if !done => Err(refused),
+            _ if command.is_kept() => writeln!(journal, "{line}"),
+            _ if done => Ok(()),
+            _ => Err(io::Error::new(io::ErrorKind::ConnectionRefused, format!("'{line}': nobody listens"))),
         }
     }
+
+    /// Whether any process listens.
+    pub fn is_heard(&self) -> bool {
+        !self.listeners().is_empty()
+    }
+
+    fn listeners(&self) -> Vec<UnixStream> {
+        let entries = self.socket.parent().and_then(|folder| folder.read_dir().ok()).into_iter().flatten().flatten();
+        let sockets = entries.map(|entry| entry.path()).filter(|path| command::is_process_of(path, &self.socket));
+        sockets.filter_map(|socket| UnixStream::connect(socket).ok()).collect()
+    }
+}
+
+/// One command's answer; empty when the process ends over it.
+fn ask(mut stream: UnixStream, line: &str) -> io::Result<String> {
+    writeln!(stream, "{line}")?;
+    let mut answer = String::new();
+    BufReader::new(stream).read_line(&mut answer)?;
+    Ok(answer.trim_end().to_owned())
 }

@@ -13,6 +13,8 @@ pub enum Fault {
     Code(u32),
     /// Block until the rule is gone.
     Hang,
+    /// The same, and every other call with it: as one that holds the library's lock.
+    Hold,
     /// Abort the process.
     Crash,
 }
@@ -44,12 +46,49 @@ pub enum Command {
         function: String,
         fault: Fault,
     },
-    /// `unfail`, `unhang` and `uncrash` all end whatever the function does.
+    /// `unfail`, `unhang`, `unhold` and `uncrash` all end whatever the function does.
     NoFault {
         gpu: Selector,
         function: String,
     },
     CrashNow,
+    /// So many XID events at once.
+    Storm {
+        gpu: Selector,
+        code: u64,
+        events: usize,
+    },
+    /// The row remapping: pending, failed.
+    Rows {
+        gpu: Selector,
+        pending: bool,
+        failed: bool,
+    },
+    /// The volatile uncorrectable ECC errors.
+    Uncorrectable {
+        gpu: Selector,
+        errors: u64,
+    },
+    Link {
+        gpu: Selector,
+        link: u32,
+        up: bool,
+    },
+    /// The fabric's state and status, NVML's numbers.
+    Fabric {
+        gpu: Selector,
+        state: u32,
+        status: u32,
+    },
+    /// The GPU is not there, or is again.
+    Present {
+        gpu: Selector,
+        present: bool,
+    },
+    /// The driver's version.
+    Driver {
+        version: String,
+    },
     /// Wait until the function was called this many times more.
     Calls {
         function: String,
@@ -72,7 +111,11 @@ pub enum Command {
 impl Command {
     /// Whether the next process starts with it too.
     pub fn is_kept(&self) -> bool {
-        !matches!(self, Self::Xid { .. } | Self::Ecc { .. } | Self::CrashNow | Self::Calls { .. })
+        let passing = [
+            matches!(self, Self::Xid { .. } | Self::Ecc { .. } | Self::Storm { .. }),
+            matches!(self, Self::CrashNow | Self::Calls { .. }),
+        ];
+        !passing.contains(&true)
     }
 }
 
@@ -81,6 +124,19 @@ pub fn journal(socket: &Path) -> PathBuf {
     let mut name = OsString::from(socket);
     name.push(".journal");
     PathBuf::from(name)
+}
+
+/// Where one process listens: several may have the library loaded at a time.
+pub fn process(socket: &Path, id: u32) -> PathBuf {
+    let mut name = OsString::from(socket);
+    name.push(format!(".{id}"));
+    PathBuf::from(name)
+}
+
+/// Whether a path is where a process listens.
+pub fn is_process_of(path: &Path, socket: &Path) -> bool {
+    let id = path.extension().and_then(|id| id.to_str()).and_then(|id| id.parse().ok());
+    id.is_some_and(|id| process(socket, id) == path)
 }
 
 impl FromStr for Command {
@@ -110,14 +166,32 @@ impl FromStr for Command {
             }
             ["hang", function] => Self::Fault { gpu: gpu("*"), function: name(function), fault: Fault::Hang },
             ["hang", which, function] => Self::Fault { gpu: gpu(which), function: name(function), fault: Fault::Hang },
+            ["hold", which, function] => Self::Fault { gpu: gpu(which), function: name(function), fault: Fault::Hold },
+            ["storm", which, code, events] => {
+                Self::Storm { gpu: gpu(which), code: number(code)?, events: number(events)? }
+            }
+            ["rows", which, pending, failed] => {
+                Self::Rows { gpu: gpu(which), pending: number(pending)?, failed: number(failed)? }
+            }
+            ["uncorrectable", which, errors] => Self::Uncorrectable { gpu: gpu(which), errors: number(errors)? },
+            ["link", which, link, to @ ("up" | "down")] => {
+                Self::Link { gpu: gpu(which), link: number(link)?, up: to == "up" }
+            }
+            ["fabric", which, state, status] => {
+                Self::Fabric { gpu: gpu(which), state: number(state)?, status: number(status)? }
+            }
+            [to @ ("add" | "remove"), which] => Self::Present { gpu: gpu(which), present: to == "add" },
+            ["driver", version] => Self::Driver { version: name(version) },
             ["crash"] => Self::CrashNow,
             ["calls", function, more] => Self::Calls { function: name(function), more: number(more)? },
             ["crash", function] => Self::Fault { gpu: gpu("*"), function: name(function), fault: Fault::Crash },
             ["crash", which, function] => {
                 Self::Fault { gpu: gpu(which), function: name(function), fault: Fault::Crash }
             }
-            ["unfail" | "unhang" | "uncrash", function] => Self::NoFault { gpu: gpu("*"), function: name(function) },
-            ["unfail" | "unhang" | "uncrash", which, function] | ["unfail", which, function, _] => {
+            ["unfail" | "unhang" | "unhold" | "uncrash", function] => {
+                Self::NoFault { gpu: gpu("*"), function: name(function) }
+            }
+            ["unfail" | "unhang" | "unhold" | "uncrash", which, function] | ["unfail", which, function, _] => {
                 Self::NoFault { gpu: gpu(which), function: name(function) }
             }
             ["init", code] => Self::Init { code: number(code)? },
@@ -153,7 +227,8 @@ mod tests {
                       gpu_slices: 1, compute_slices: 1, memory_mib: 4864}]}";
         let Ok(Command::Mig { mig, .. }) = layout.parse() else { panic!("{layout}") };
         assert_eq!((mig.enabled, mig.instance(1)), (true, mig.device(0)));
-        for line in ["", "xid", "xid 0 many", "explode", "mig 0", "mig 0 off"] {
+        assert!(!"storm 0 31 1000".parse::<Command>().unwrap().is_kept());
+        for line in ["link 0 1 sideways", "", "xid", "xid 0 many", "explode", "mig 0", "mig 0 off"] {
             assert!(line.parse::<Command>().is_err(), "{line}");
         }
     }

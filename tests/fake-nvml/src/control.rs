@@ -1,10 +1,9 @@
 //! The control socket's server: a thread inside the process that loaded the library.
 
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
 use crate::command::{self, Command};
@@ -12,13 +11,14 @@ use crate::state::{self, FAKE};
 
 /// Binds the socket, replays what was kept for this machine, and serves in a thread of its own.
 ///
-/// The journal is locked from before the socket is bound until it has been read, so that a
+/// The journal is locked from before the socket is bound until it has been read, and by who sends while it sends, so that a
 /// command is either answered here or found in the journal, never lost between.
 pub fn start(socket: &Path) -> io::Result<()> {
     let journal = command::journal(socket);
     let file = OpenOptions::new().create(true).append(true).read(true).open(&journal)?;
     file.lock()?;
-    match std::fs::remove_file(socket) {
+    let socket = command::process(socket, std::process::id());
+    match std::fs::remove_file(&socket) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
@@ -30,29 +30,22 @@ pub fn start(socket: &Path) -> io::Result<()> {
         }
     }
     file.unlock()?;
-    let journal = Arc::new(Mutex::new(file));
     thread::Builder::new().name("fake-nvml".into()).spawn(move || {
         for stream in listener.incoming().flatten() {
-            let journal = Arc::clone(&journal);
-            thread::spawn(move || serve(stream, &journal));
+            thread::spawn(move || serve(stream));
         }
     })?;
     Ok(())
 }
 
-fn serve(stream: UnixStream, journal: &Mutex<File>) {
+fn serve(stream: UnixStream) {
     let Ok(mut answers) = stream.try_clone() else { return };
     for line in BufReader::new(stream).lines().map_while(Result::ok) {
         let done = line.parse().and_then(|command| {
             if matches!(command, Command::CrashNow) {
                 std::process::abort();
             }
-            state::apply(&command)?;
-            if command.is_kept() {
-                let mut journal = journal.lock().unwrap_or_else(PoisonError::into_inner);
-                writeln!(journal, "{line}").map_err(|error| error.to_string())?;
-            }
-            Ok(())
+            state::apply(&command)
         });
         FAKE.changed.notify_all();
         let sent = match done {

@@ -11,7 +11,7 @@
 //! | `FAKE_NVML_MACHINE` | the machine file; without it nvmlInit fails and says so on stderr |
 //! | `FAKE_NVML_INIT` | the return code of nvmlInit |
 //! | `FAKE_NVML_FAIL` | `gpu:function:code,...`: calls that fail from the start (`*`: every GPU) |
-//! | `FAKE_NVML_CONTROL` | the path of the control socket |
+//! | `FAKE_NVML_CONTROL` | the path of the control socket; each process adds `.` and its id |
 //!
 //! The control socket takes one command a line and answers `ok` or `error ...`; a GPU is named
 //! by index, UUID or `*`:
@@ -23,11 +23,19 @@
 //! | `lost GPU`, `back GPU` | every call on the GPU answers NVML_ERROR_GPU_IS_LOST, or no longer |
 //! | `fail GPU FUNCTION CODE`, `unfail GPU FUNCTION` | the function answers the code, or no longer |
 //! | `hang [GPU] FUNCTION`, `unhang [GPU] FUNCTION` | the call blocks, until it is released |
+//! | `hold GPU FUNCTION`, `unhold GPU FUNCTION` | the same, and every other call waits for it |
 //! | `crash` | the process aborts now |
 //! | `crash [GPU] FUNCTION`, `uncrash [GPU] FUNCTION` | the process aborts in that call |
 //! | `init CODE` | the next nvmlInit answers the code; 0 is success |
 //! | `recovery GPU ACTION` | the driver's recovery action, NVML's numbers |
 //! | `mig GPU LAYOUT` | the MIG layout from now on: what a machine file has under `mig`, as YAML on one line |
+//! | `rows GPU PENDING FAILED` | the row remapping, each `true` or `false` |
+//! | `uncorrectable GPU N` | volatile uncorrectable ECC errors in all |
+//! | `link GPU LINK up`, `link GPU LINK down` | an NVLink's state |
+//! | `fabric GPU STATE STATUS` | the fabric's state and status, NVML's numbers |
+//! | `remove GPU`, `add GPU` | the GPU is not counted any more, or is again |
+//! | `driver VERSION` | the driver's version |
+//! | `storm GPU CODE N` | N XID events at once |
 //! | `calls FUNCTION N` | no change: the answer comes once the function was called N times more |
 //!
 //! What is wrong with a machine does not end with the process that looked at it: everything but

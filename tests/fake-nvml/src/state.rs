@@ -37,6 +37,17 @@ pub struct State {
     /// How often each function was called.
     calls: BTreeMap<String, u64>,
     pub recovery: BTreeMap<usize, u32>,
+    /// Pending and failed.
+    pub rows: BTreeMap<usize, (bool, bool)>,
+    pub uncorrectable: BTreeMap<usize, u64>,
+    /// Links that are not as the machine file says.
+    pub links: BTreeMap<(usize, u32), bool>,
+    /// State and status.
+    pub fabrics: BTreeMap<usize, (u32, u32)>,
+    pub driver: Option<String>,
+    absent: BTreeSet<usize>,
+    /// A call holds the library's lock.
+    held: bool,
     pub sets: BTreeMap<usize, EventSet>,
     pub sets_made: usize,
 }
@@ -122,7 +133,11 @@ pub fn enter_with(function: &str, which: impl Fn(&State) -> Answer<Vec<usize>>) 
     let mut state = lock();
     *state.calls.entry(function.to_owned()).or_default() += 1;
     FAKE.called.notify_all();
+    let mut holds = false;
     loop {
+        while state.held && !holds {
+            state = FAKE.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
         if state.inits == 0 {
             return Err(nvmlReturn_enum_NVML_ERROR_UNINITIALIZED);
         }
@@ -130,14 +145,20 @@ pub fn enter_with(function: &str, which: impl Fn(&State) -> Answer<Vec<usize>>) 
         if gpus.iter().any(|gpu| *gpu >= state.machine.gpus.len()) {
             return Err(nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT);
         }
-        if gpus.iter().any(|gpu| state.lost.contains(gpu)) {
+        if gpus.iter().any(|gpu| state.lost.contains(gpu) || state.absent.contains(gpu)) {
             return Err(nvmlReturn_enum_NVML_ERROR_GPU_IS_LOST);
         }
-        match state.fault(function, &gpus) {
+        let fault = state.fault(function, &gpus);
+        if fault == Some(Fault::Hold) || holds {
+            holds = fault == Some(Fault::Hold);
+            state.held = holds;
+            FAKE.changed.notify_all();
+        }
+        match fault {
             None => return Ok(state),
             Some(Fault::Code(code)) => return Err(code),
             Some(Fault::Crash) => std::process::abort(),
-            Some(Fault::Hang) => state = FAKE.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            Some(Fault::Hang | Fault::Hold) => state = FAKE.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
         }
     }
 }
@@ -147,6 +168,13 @@ impl State {
     fn fault(&self, function: &str, gpus: &[usize]) -> Option<Fault> {
         let applies = |rule: &&Rule| rule.gpu.is_none_or(|gpu| gpus.contains(&gpu)) && rule.function == function;
         self.rules.iter().rev().find(applies).map(|rule| rule.fault)
+    }
+
+    /// The GPUs that NVML counts, in its order.
+    pub fn present(&self) -> Vec<usize> {
+        let mut present: Vec<usize> = (0..self.machine.gpus.len()).filter(|gpu| !self.absent.contains(gpu)).collect();
+        present.sort_by_key(|gpu| self.machine.gpus[*gpu].index);
+        present
     }
 
     fn resolve(&self, selector: &Selector) -> Result<usize, String> {
@@ -221,6 +249,44 @@ pub fn apply(command: &Command) -> Result<(), String> {
             }
         }
         Command::CrashNow => std::process::abort(),
+        Command::Storm { gpu, code, events } => {
+            let kind = nvmlEventTypeXidCriticalError.into();
+            for gpu in state.each(gpu)? {
+                for _ in 0..*events {
+                    state.post(Event { gpu, kind, data: *code, gpu_instance: None, compute_instance: None })?;
+                }
+            }
+        }
+        Command::Rows { gpu, pending, failed } => {
+            for gpu in state.each(gpu)? {
+                state.rows.insert(gpu, (*pending, *failed));
+            }
+        }
+        Command::Uncorrectable { gpu, errors } => {
+            for gpu in state.each(gpu)? {
+                state.uncorrectable.insert(gpu, *errors);
+            }
+        }
+        Command::Link { gpu, link, up } => {
+            for gpu in state.each(gpu)? {
+                state.links.insert((gpu, *link), *up);
+            }
+        }
+        Command::Fabric { gpu, state: joining, status } => {
+            for gpu in state.each(gpu)? {
+                state.fabrics.insert(gpu, (*joining, *status));
+            }
+        }
+        Command::Present { gpu, present } => {
+            for gpu in state.each(gpu)? {
+                if *present {
+                    state.absent.remove(&gpu);
+                } else {
+                    state.absent.insert(gpu);
+                }
+            }
+        }
+        Command::Driver { version } => state.driver = Some(version.clone()),
         Command::Calls { function, more } => {
             let calls = |state: &State| state.calls.get(function).copied().unwrap_or(0);
             let enough = calls(state) + more;
@@ -262,7 +328,7 @@ pub fn init() -> Answer {
         match fault {
             Fault::Code(code) => return Err(code),
             Fault::Crash => std::process::abort(),
-            Fault::Hang => state = FAKE.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            Fault::Hang | Fault::Hold => state = FAKE.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
         }
     }
     if state.init_code != 0 {

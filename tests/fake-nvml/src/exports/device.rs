@@ -1,6 +1,6 @@
 //! What a GPU says of itself and of its place in the machine.
 
-use std::ffi::{c_char, c_int, c_uint, c_ulong};
+use std::ffi::{c_char, c_int, c_uint, c_ulong, c_ulonglong};
 use std::mem::size_of;
 
 use nvml_wrapper_sys::bindings::*;
@@ -36,7 +36,8 @@ exports! {
 
     fn nvmlDeviceGetIndex(device: nvmlDevice_t, index: *mut c_uint) {
         let (state, at) = enter_gpu("nvmlDeviceGetIndex", device)?;
-        put(index, gpu(&state.machine, at)?.index)
+        let present = state.present().iter().position(|gpu| *gpu == at);
+        put(index, present.ok_or(INVALID)? as c_uint)
     }
 
     fn nvmlDeviceGetName(device: nvmlDevice_t, name: *mut c_char, length: c_uint) {
@@ -144,6 +145,34 @@ exports! {
     fn nvmlDeviceGetTemperature(device: nvmlDevice_t, _sensor: nvmlTemperatureSensors_t, celsius: *mut c_uint) {
         let (_state, _) = enter_gpu("nvmlDeviceGetTemperature", device)?;
         put(celsius, 35)
+    }
+
+    fn nvmlDeviceGetRemappedRows(
+        device: nvmlDevice_t,
+        corrected: *mut c_uint,
+        uncorrected: *mut c_uint,
+        pending: *mut c_uint,
+        failed: *mut c_uint,
+    ) {
+        let (state, at) = enter_gpu("nvmlDeviceGetRemappedRows", device)?;
+        let (is_pending, has_failed) = *state.rows.get(&at).ok_or(UNSUPPORTED)?;
+        put(corrected, 0)?;
+        put(uncorrected, 1)?;
+        put(pending, is_pending.into())?;
+        put(failed, has_failed.into())
+    }
+
+    fn nvmlDeviceGetTotalEccErrors(
+        device: nvmlDevice_t,
+        kind: nvmlMemoryErrorType_t,
+        counter: nvmlEccCounterType_t,
+        count: *mut c_ulonglong,
+    ) {
+        let (state, at) = enter_gpu("nvmlDeviceGetTotalEccErrors", device)?;
+        let uncorrected = kind == nvmlMemoryErrorType_enum_NVML_MEMORY_ERROR_TYPE_UNCORRECTED;
+        let volatile = counter == nvmlEccCounterType_enum_NVML_VOLATILE_ECC;
+        let errors = *state.uncorrectable.get(&at).ok_or(UNSUPPORTED)?;
+        put(count, if uncorrected && volatile { errors } else { 1_000_000 })
     }
 
     fn nvmlDeviceGetFieldValues(device: nvmlDevice_t, count: c_int, values: *mut nvmlFieldValue_t) {

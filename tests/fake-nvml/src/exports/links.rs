@@ -6,17 +6,18 @@ use std::mem::size_of;
 use nvml_wrapper_sys::bindings::*;
 
 use super::{INVALID, UNSUPPORTED, exports, pci_info, put};
-use crate::machine::{Fabric, Machine, Remote};
-use crate::state::{Answer, enter_gpu};
+use crate::machine::{Fabric, Machine, NvLinks, Remote};
+use crate::state::{Answer, State, enter_gpu};
 
 /// A link's remote end and whether it is up. A machine file that says nothing of NVLinks is a GPU that
 /// cannot say: UNKNOWN. One that has none supports none. A number beyond the links is invalid.
-fn link(machine: &Machine, at: usize, link: c_uint) -> Answer<(Remote, bool)> {
-    let gpu = machine.gpus.get(at).ok_or(INVALID)?;
+fn link(state: &State, at: usize, link: c_uint) -> Answer<(Remote, bool)> {
+    let gpu = state.machine.gpus.get(at).ok_or(INVALID)?;
     let groups = gpu.nvlinks.as_ref().ok_or(nvmlReturn_enum_NVML_ERROR_UNKNOWN)?;
     let group = groups.iter().find(|group| group.links.contains(&link));
     let none = if groups.is_empty() { UNSUPPORTED } else { INVALID };
-    group.map(|group| (group.remote, group.active)).ok_or(none)
+    let up = |group: &NvLinks| state.links.get(&(at, link)).copied().unwrap_or(group.active);
+    group.map(|group| (group.remote, up(group))).ok_or(none)
 }
 
 fn fabric(machine: &Machine, at: usize) -> Answer<(&Fabric, [u8; 16])> {
@@ -26,10 +27,15 @@ fn fabric(machine: &Machine, at: usize) -> Answer<(&Fabric, [u8; 16])> {
     Ok((fabric, number.to_be_bytes()))
 }
 
+/// The fabric's state and status: joined, unless a test says otherwise.
+fn joined(state: &State, at: usize) -> (u32, u32) {
+    state.fabrics.get(&at).copied().unwrap_or((NVML_GPU_FABRIC_STATE_COMPLETED, nvmlReturn_enum_NVML_SUCCESS))
+}
+
 exports! {
     fn nvmlDeviceGetNvLinkState(device: nvmlDevice_t, number: c_uint, active: *mut nvmlEnableState_t) {
         let (state, at) = enter_gpu("nvmlDeviceGetNvLinkState", device)?;
-        put(active, link(&state.machine, at, number)?.1.into())
+        put(active, link(&state, at, number)?.1.into())
     }
 
     fn nvmlDeviceGetNvLinkCapability(
@@ -39,12 +45,12 @@ exports! {
         result: *mut c_uint,
     ) {
         let (state, at) = enter_gpu("nvmlDeviceGetNvLinkCapability", device)?;
-        put(result, link(&state.machine, at, number)?.1.into())
+        put(result, link(&state, at, number)?.1.into())
     }
 
     fn nvmlDeviceGetNvLinkRemotePciInfo_v2(device: nvmlDevice_t, number: c_uint, pci: *mut nvmlPciInfo_t) {
         let (state, at) = enter_gpu("nvmlDeviceGetNvLinkRemotePciInfo_v2", device)?;
-        let remote = match link(&state.machine, at, number)?.0 {
+        let remote = match link(&state, at, number)?.0 {
             Remote::Gpu(remote) => Some(remote),
             Remote::Switch(remote) => remote,
             Remote::Cpu | Remote::Unknown => return Err(UNSUPPORTED),
@@ -58,7 +64,7 @@ exports! {
         kind: *mut nvmlIntNvLinkDeviceType_t,
     ) {
         let (state, at) = enter_gpu("nvmlDeviceGetNvLinkRemoteDeviceType", device)?;
-        put(kind, match link(&state.machine, at, number)?.0 {
+        put(kind, match link(&state, at, number)?.0 {
             Remote::Gpu(_) => nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_GPU,
             Remote::Cpu => nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_IBMNPU,
             Remote::Switch(_) => nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_SWITCH,
@@ -71,9 +77,9 @@ exports! {
         let (fabric, cluster) = fabric(&state.machine, at)?;
         put(info, nvmlGpuFabricInfo_t {
             clusterUuid: cluster,
-            status: nvmlReturn_enum_NVML_SUCCESS,
+            status: joined(&state, at).1,
             cliqueId: fabric.clique,
-            state: NVML_GPU_FABRIC_STATE_COMPLETED as _,
+            state: joined(&state, at).0 as _,
         })
     }
 
@@ -95,9 +101,9 @@ exports! {
         put(info, nvmlGpuFabricInfo_v2_t {
             version,
             clusterUuid: cluster,
-            status: nvmlReturn_enum_NVML_SUCCESS,
+            status: joined(&state, at).1,
             cliqueId: fabric.clique,
-            state: NVML_GPU_FABRIC_STATE_COMPLETED as _,
+            state: joined(&state, at).0 as _,
             healthMask: 0,
         })
     }

@@ -26,8 +26,8 @@ exports! {
     }
 
     fn nvmlSystemGetDriverVersion(version: *mut c_char, length: c_uint) {
-        let _state = enter("nvmlSystemGetDriverVersion")?;
-        put_text(version, length, DRIVER_VERSION)
+        let state = enter("nvmlSystemGetDriverVersion")?;
+        put_text(version, length, state.driver.as_deref().unwrap_or(DRIVER_VERSION))
     }
 
     fn nvmlSystemGetNVMLVersion(version: *mut c_char, length: c_uint) {
@@ -37,11 +37,11 @@ exports! {
 
     fn nvmlDeviceGetCount_v2(count: *mut c_uint) {
         let state = enter("nvmlDeviceGetCount_v2")?;
-        put(count, state.machine.gpus.len() as c_uint)
+        put(count, state.present().len() as c_uint)
     }
 
     fn nvmlDeviceGetHandleByIndex_v2(index: c_uint, device: *mut nvmlDevice_t) {
-        let find = |state: &state::State| state.machine.position(&index.to_string()).ok_or(INVALID);
+        let find = |state: &state::State| state.present().get(index as usize).copied().ok_or(INVALID);
         let state = enter_with("nvmlDeviceGetHandleByIndex_v2", |state| Ok(vec![find(state)?]))?;
         put(device, state::handle(find(&state)?))
     }

@@ -1,0 +1,183 @@
+//! One round's questions to a GPU: cheap calls whose answers tell of its health.
+//!
+//! Called by `watch`. It judges nothing; what a GPU does not offer is `None`, and is not asked again by this child.
+
+use std::collections::BTreeSet;
+
+use nvml_wrapper::enum_wrappers::device::{EccCounter, MemoryError, TemperatureSensor};
+use nvml_wrapper::enums::device::SampleValue;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::structs::device::FieldId;
+use nvml_wrapper_sys::bindings as sys;
+
+use super::call::{Answer, offered};
+use super::links::STATE;
+use super::mig;
+use super::probe::{FABRIC, Gpu};
+use super::raw::{self, Fabric};
+use crate::inventory::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
+use crate::topology::MigUuid;
+
+/// The call that has to reach the GPU: memory and names are answered from a cache, a temperature is read.
+const REACH: &str = "nvmlDeviceGetTemperature";
+
+/// What one GPU has turned out not to offer.
+#[derive(Debug, Default)]
+pub struct Silence {
+    calls: BTreeSet<&'static str>,
+    links: BTreeSet<u32>,
+}
+
+/// What a round found out about one GPU.
+pub struct Polled {
+    /// For the parent.
+    pub health: HealthPoll,
+    /// Each NVLink that said whether it is up; `None` where links cannot be asked.
+    pub links: Option<Vec<(u32, bool)>>,
+    /// The MIG devices in NVML's order; `None` inside where MIG is off.
+    pub mig: Option<Option<Vec<MigUuid>>>,
+}
+
+/// Asks a GPU.
+pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
+    let device = &gpu.device;
+    let reach = reach(gpu.calls.ask(REACH, || device.temperature(TemperatureSensor::Gpu)));
+    let rows = || raw::remapped_rows(device);
+    let ecc = || device.total_ecc_errors(MemoryError::Uncorrected, EccCounter::Volatile);
+    let calls = &gpu.calls;
+    let mut fact = Facts(silence);
+    let recovery_action = fact.of("nvmlDeviceGetFieldValues", |call| offered(calls.ask(call, || recovery_action(gpu))));
+    let row_remapping = fact.of("nvmlDeviceGetRemappedRows", |call| calls.raw(call, rows));
+    let uncorrectable_ecc = fact.of("nvmlDeviceGetTotalEccErrors", |call| calls.ask(call, ecc));
+    let fabric = fact.of(FABRIC, |call| calls.raw(call, || raw::fabric(device)));
+    let mig = fact.of("nvmlDeviceGetMigMode", |call| calls.ask(call, || device.mig_mode()));
+    let mig = mig.map(|mode| mode.current != sys::NVML_DEVICE_MIG_DISABLE);
+    // A GPU that is divided up has no use for its NVLinks, and some drivers switch them off: that is no trouble.
+    let links = if mig == Some(true) { None } else { links(gpu, silence) };
+    let down = |links: &Vec<(u32, bool)>| links.iter().filter(|(_, up)| !up).map(|(link, _)| *link).collect();
+    let health = HealthPoll {
+        reach,
+        recovery_action: recovery_action.map(RecoveryAction::from),
+        row_remapping: row_remapping.map(|(pending, failed)| RowRemapping { pending, failed }),
+        uncorrectable_ecc,
+        nvlinks_down: links.as_ref().map(down),
+        fabric: fabric.and_then(joined),
+        on_bus: None,
+    };
+    Polled { health, links, mig: mig.map(|on| on.then(|| mig::names(device, calls))) }
+}
+
+/// Asks what is offered. A call that fails says nothing here: the one that has to reach the GPU says it.
+struct Facts<'a>(&'a mut Silence);
+
+impl Facts<'_> {
+    fn of<T>(&mut self, call: &'static str, ask: impl FnOnce(&'static str) -> Answer<T>) -> Option<T> {
+        if self.0.calls.contains(call) {
+            return None;
+        }
+        match ask(call) {
+            Ok(Some(fact)) => Some(fact),
+            Ok(None) => {
+                self.0.calls.insert(call);
+                None
+            }
+            Err(_) => None,
+        }
+    }
+}
+
+fn reach(answer: Answer<u32>) -> Reach {
+    match answer {
+        Ok(Some(_)) => Reach::Answers,
+        Ok(None) => Reach::Unknown,
+        Err(error) => {
+            let call = error.call.to_owned();
+            if error.is_gpu_lost() {
+                Reach::Lost { call }
+            } else if error.is(sys::nvmlReturn_enum_NVML_ERROR_RESET_REQUIRED) {
+                Reach::ResetRequired { call }
+            } else {
+                Reach::Failed { call, error: error.reason.to_string() }
+            }
+        }
+    }
+}
+
+/// NVML's number of the recovery action.
+fn recovery_action(gpu: &Gpu<'_>) -> Result<u32, NvmlError> {
+    let field = FieldId(sys::field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION);
+    let values = gpu.device.field_values_for(&[field])?;
+    match values.into_iter().next().ok_or(NvmlError::NotSupported)??.value? {
+        SampleValue::U32(number) => Ok(number),
+        SampleValue::U64(number) => u32::try_from(number).map_err(|_| NvmlError::Unknown),
+        _ => Err(NvmlError::Unknown),
+    }
+}
+
+/// Where the GPU is meant to join a fabric.
+fn joined(fabric: Fabric) -> Option<FabricHealth> {
+    match (fabric.state, fabric.status) {
+        (sys::NVML_GPU_FABRIC_STATE_COMPLETED, sys::nvmlReturn_enum_NVML_SUCCESS) => Some(FabricHealth::Joined),
+        (sys::NVML_GPU_FABRIC_STATE_COMPLETED, status) => Some(FabricHealth::Failed { status }),
+        (sys::NVML_GPU_FABRIC_STATE_NOT_STARTED | sys::NVML_GPU_FABRIC_STATE_IN_PROGRESS, _) => {
+            Some(FabricHealth::Joining)
+        }
+        _ => None,
+    }
+}
+
+/// Whether each link is up; a link that failed to say is left out.
+fn links(gpu: &Gpu<'_>, silence: &mut Silence) -> Option<Vec<(u32, bool)>> {
+    let wanted: Vec<u32> = (0..sys::NVML_NVLINK_MAX_LINKS).filter(|link| !silence.links.contains(link)).collect();
+    if wanted.is_empty() {
+        return Some(Vec::new());
+    }
+    // One record for all: a link that hangs is as good as another.
+    gpu.calls.tell(STATE);
+    let mut answered = false;
+    let mut links = Vec::new();
+    for link in wanted {
+        match offered(super::call::answer(STATE, gpu.device.link_wrapper_for(link).is_active())) {
+            Ok(Some(up)) => {
+                answered = true;
+                links.push((link, up));
+            }
+            Ok(None) => {
+                answered = true;
+                silence.links.insert(link);
+            }
+            Err(_) => {}
+        }
+    }
+    answered.then_some(links)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fabric_that_is_not_there_is_none_and_one_that_failed_says_why() {
+        let fabric = |state, status| joined(Fabric { cluster: [0; 16], clique: 0, state, status });
+        let states = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 999), (77, 0)].map(|(state, status)| fabric(state, status));
+        use FabricHealth::{Failed, Joined, Joining};
+        assert_eq!(states, [None, Some(Joining), Some(Joining), Some(Joined), Some(Failed { status: 999 }), None]);
+    }
+
+    #[test]
+    fn what_is_not_offered_is_asked_once_and_what_fails_again() {
+        let mut silence = Silence::default();
+        let mut asked = 0;
+        for _ in 0..3 {
+            let none = Facts(&mut silence).of("f", |_| {
+                asked += 1;
+                Ok::<Option<u32>, _>(None)
+            });
+            assert_eq!(none, None);
+        }
+        assert_eq!(asked, 1);
+        let failed = super::super::call::returned::<u32>("g", 999, || None);
+        assert_eq!(Facts(&mut silence).of("g", |_| failed.clone()), None);
+        assert_eq!(Facts(&mut silence).of("g", |_| Ok(Some(1))), Some(1));
+    }
+}

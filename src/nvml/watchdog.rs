@@ -1,0 +1,161 @@
+//! How long the child may be silent, and what it was doing when it fell silent: a pure state machine.
+//!
+//! Called by `child`, which tells it what it hears and kills when it says so. Moments are arguments.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::events::WAIT;
+use super::probe::HANDLE;
+use super::protocol::{Called, FromAgent};
+
+/// How long things may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Starting the process, loading and initialising the library, the first call to each GPU: without persistence mode the
+    /// driver starts the GPUs for it, which takes seconds each.
+    pub start: Duration,
+    /// Any other call.
+    pub call: Duration,
+}
+
+impl Default for Limits {
+    /// A call that meets a fault may take several time-outs of the driver's own before it answers: one to the GPU's
+    /// system processor is 6 s (the text of XID 119), and an answer is better evidence than a kill.
+    fn default() -> Self {
+        Self { start: Duration::from_secs(120), call: Duration::from_secs(30) }
+    }
+}
+
+/// Being later than this is our own doing: this process was stopped, maybe the child with it.
+const LATE: Duration = Duration::from_secs(1);
+
+/// Follows one child.
+#[derive(Debug)]
+pub struct Watchdog {
+    limits: Limits,
+    /// From one round to the next.
+    poll: Duration,
+    open: Option<Called>,
+    limit: Duration,
+    until: Instant,
+}
+
+impl Watchdog {
+    /// A child that is being started.
+    pub fn new(limits: Limits, poll: Duration, now: Instant) -> Self {
+        Self { limits, poll, open: None, limit: limits.start, until: now + limits.start }
+    }
+
+    /// When the child is given up, if nothing comes.
+    pub fn until(&self) -> Instant {
+        self.until
+    }
+
+    /// The call that has not returned.
+    pub fn open(&self) -> Option<&Called> {
+        self.open.as_ref()
+    }
+
+    /// How long the child was given.
+    pub fn limit(&self) -> Duration {
+        self.limit
+    }
+
+    /// The child is about to make a call.
+    pub fn calling(&mut self, called: Called, now: Instant) {
+        let starts = matches!(called.call.as_str(), "dlopen" | "nvmlInit_v2") || called.call == HANDLE;
+        self.open = Some(called);
+        self.give(if starts { self.limits.start } else { self.limits.call }, now);
+    }
+
+    /// The child has said something else. For how long the wait for events has lasted beyond all measure, if it has.
+    pub fn heard(&mut self, message: &FromAgent, now: Instant) -> Option<Duration> {
+        match message {
+            FromAgent::Ready { .. } | FromAgent::Polled { .. } | FromAgent::Leaving { .. } => {
+                self.open = None;
+                self.give(self.poll + self.limits.call, now);
+            }
+            // These come from the thread that waits, whatever the other one does.
+            FromAgent::Xid { .. } | FromAgent::DoubleBitEcc { .. } | FromAgent::Failed { .. } => {}
+            FromAgent::Calling(called) => self.calling(called.clone(), now),
+        }
+        let FromAgent::Polled { waiting_ms, .. } = message else { return None };
+        let waiting = Duration::from_millis(*waiting_ms);
+        (waiting > WAIT + self.limits.call).then_some(waiting)
+    }
+
+    /// Whether to give the child up, now that nothing has come until then. Who comes late because it was stopped itself
+    /// gives the child its time again.
+    pub fn bites(&mut self, now: Instant) -> bool {
+        if now.saturating_duration_since(self.until) > LATE {
+            self.give(self.limit, now);
+            return false;
+        }
+        true
+    }
+
+    fn give(&mut self, limit: Duration, now: Instant) {
+        self.limit = limit;
+        self.until = now + limit;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    const LIMITS: Limits = Limits { start: Duration::from_secs(120), call: Duration::from_secs(30) };
+    const POLL: Duration = Duration::from_secs(10);
+
+    fn called(call: &str) -> Called {
+        Called { call: call.to_owned(), gpu: None }
+    }
+
+    fn polled(waiting_ms: u64) -> FromAgent {
+        FromAgent::Polled { gpus: BTreeMap::new(), waiting_ms }
+    }
+
+    #[test]
+    fn each_call_has_its_time_and_the_rounds_have_theirs() {
+        let start = Instant::now();
+        let mut watchdog = Watchdog::new(LIMITS, POLL, start);
+        let left = |watchdog: &Watchdog| watchdog.until() - start;
+        assert_eq!((left(&watchdog), watchdog.open()), (LIMITS.start, None));
+        watchdog.calling(called("nvmlInit_v2"), start);
+        assert_eq!(left(&watchdog), LIMITS.start);
+        watchdog.calling(called(HANDLE), start);
+        assert_eq!(left(&watchdog), LIMITS.start);
+        watchdog.calling(called("nvmlDeviceGetName"), start);
+        assert_eq!((left(&watchdog), watchdog.open()), (LIMITS.call, Some(&called("nvmlDeviceGetName"))));
+        // An event says nothing of the call that is open.
+        let xid = FromAgent::DoubleBitEcc { gpu: "GPU-1".parse().unwrap() };
+        assert_eq!(watchdog.heard(&xid, start + POLL), None);
+        assert_eq!((left(&watchdog), watchdog.open().is_some()), (LIMITS.call, true));
+        assert_eq!(watchdog.heard(&polled(0), start), None);
+        assert_eq!((left(&watchdog), watchdog.open()), (POLL + LIMITS.call, None));
+        assert!(watchdog.bites(watchdog.until()));
+    }
+
+    #[test]
+    fn a_wait_for_events_that_never_ends_is_noticed() {
+        let start = Instant::now();
+        let mut watchdog = Watchdog::new(LIMITS, POLL, start);
+        let longest = u64::try_from((WAIT + LIMITS.call).as_millis()).unwrap();
+        assert_eq!(watchdog.heard(&polled(longest), start), None);
+        assert_eq!(watchdog.heard(&polled(longest + 1), start), Some(Duration::from_millis(longest + 1)));
+    }
+
+    #[test]
+    fn who_was_stopped_itself_does_not_bite() {
+        let start = Instant::now();
+        let mut watchdog = Watchdog::new(LIMITS, POLL, start);
+        watchdog.calling(called("nvmlDeviceGetName"), start);
+        let late = watchdog.until() + Duration::from_secs(60);
+        assert!(!watchdog.bites(late));
+        assert_eq!(watchdog.until(), late + LIMITS.call);
+        assert!(watchdog.bites(watchdog.until()));
+    }
+}

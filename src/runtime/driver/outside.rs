@@ -1,0 +1,148 @@
+//! What the parent sees of the driver without NVML: the PCI bus, the driver's version, the library's file.
+//!
+//! Called by `driver` once a round. All of it is files, and a file of a device in trouble may never answer: such work runs
+//! beside, a piece at a time, and is not waited for longer than said.
+
+use std::collections::BTreeSet;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+
+use crate::hwloc::PciBus;
+use crate::topology::PciAddress;
+
+/// Blocking work of one kind, of which there is never more than one piece.
+#[derive(Debug)]
+pub struct Slow<T> {
+    running: Option<JoinHandle<T>>,
+}
+
+impl<T> Default for Slow<T> {
+    fn default() -> Self {
+        Self { running: None }
+    }
+}
+
+impl<T: Send + 'static> Slow<T> {
+    /// Starts the work, unless an earlier piece still runs, and waits for what runs; `None` when it takes too long.
+    pub async fn within(&mut self, limit: Duration, work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+        let running = self.running.get_or_insert_with(|| tokio::task::spawn_blocking(work));
+        let done = timeout(limit, running).await.ok()?;
+        self.running = None;
+        // What broke off has no result either; the next piece is a new one.
+        done.ok()
+    }
+
+    /// The result of a piece that was not waited for to its end, once there is one.
+    pub async fn late(&mut self) -> Option<T> {
+        let done = timeout(Duration::ZERO, self.running.as_mut()?).await.ok()?;
+        self.running = None;
+        done.ok()
+    }
+
+    /// Whether a piece still runs.
+    pub fn runs(&self) -> bool {
+        self.running.is_some()
+    }
+}
+
+/// What there is to be seen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Outside {
+    /// The NVIDIA GPUs on the PCI bus; `None` where the kernel does not list it here.
+    pub bus: Option<BTreeSet<PciAddress>>,
+    /// The kernel's driver, while it is loaded and says so here: its version, and which load of it this is (sysfs gives each
+    /// folder that it makes a new inode).
+    pub driver: Option<(String, u64)>,
+    /// The library, once a child has loaded it.
+    pub library: Option<Library>,
+}
+
+/// The file of the driver's library, as far as it can be told from another one in its place.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Library {
+    /// What the child has mapped, in the kernel's words: a file that has gone is marked.
+    mapped: Option<String>,
+    /// What a new child would load: device, inode, time and size.
+    file: Option<(u64, u64, i64, i64, u64)>,
+}
+
+/// Looks: `child` is the process that has loaded the library, if one has, `library` its path where one is configured.
+pub fn look(bus: &mut PciBus, sysfs: &Path, child: Option<u32>, library: Option<&Path>) -> Outside {
+    let read = |path: PathBuf| std::fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
+    // A folder is a driver's root, in which the library has its usual name.
+    let library = library.filter(|path| !path.is_dir());
+    let maps = child.and_then(|child| read(format!("/proc/{child}/maps").into()));
+    let library = maps.map(|maps| {
+        let mapped = mapped(&maps, library).map(str::to_owned);
+        Library { file: loadable(mapped.as_deref(), library).as_deref().and_then(identity), mapped }
+    });
+    let module = sysfs.join("module/nvidia");
+    let load = std::fs::metadata(&module).ok().map(|module| module.ino());
+    Outside { bus: bus.gpus(sysfs), driver: read(module.join("version")).zip(load), library }
+}
+
+/// The library's line in a process's memory map (proc_pid_maps(5)), by its path on.
+fn mapped<'a>(maps: &'a str, library: Option<&Path>) -> Option<&'a str> {
+    let configured = library.and_then(|path| path.canonicalize().ok());
+    let name = configured.as_deref().or(library).and_then(Path::file_name);
+    maps.lines().find_map(|line| {
+        let path = line.get(line.find('/')?..)?;
+        let file = Path::new(path.trim_end_matches(" (deleted)")).file_name()?;
+        let usual = file.to_str().is_some_and(|file| file.starts_with("libnvidia-ml.so"));
+        (name == Some(file) || (name.is_none() && usual)).then_some(path)
+    })
+}
+
+/// What a new child would load: the configured path, or the usual name where the present one lies.
+fn loadable(mapped: Option<&str>, library: Option<&Path>) -> Option<PathBuf> {
+    let usual = || Some(Path::new(mapped?).with_file_name("libnvidia-ml.so.1"));
+    library.map(Path::to_owned).or_else(usual)
+}
+
+fn identity(path: &Path) -> Option<(u64, u64, i64, i64, u64)> {
+    let file = std::fs::metadata(path).ok()?;
+    Some((file.dev(), file.ino(), file.mtime(), file.mtime_nsec(), file.size()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MAPS: &str = "\
+7f1c2a000000-7f1c2a021000 rw-p 00000000 00:00 0
+7f1c2b000000-7f1c2b200000 r-xp 00000000 fd:01 393  /usr/lib/x86_64-linux-gnu/libnvidia-ml.so.580.95.05
+7f1c2b200000-7f1c2b400000 r--p 00200000 fd:01 393  /usr/lib/x86_64-linux-gnu/libnvidia-ml.so.580.95.05
+7f1c2c000000-7f1c2c200000 r-xp 00000000 fd:01 394  /opt/my libs/lib.so (deleted)";
+
+    #[test]
+    fn finds_the_library_in_a_memory_map() {
+        let usual = "/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.580.95.05";
+        assert_eq!(mapped(MAPS, None), Some(usual));
+        assert_eq!(mapped(MAPS, Some(Path::new("/opt/my libs/lib.so"))), Some("/opt/my libs/lib.so (deleted)"));
+        assert_eq!(mapped(MAPS, Some(Path::new("/opt/other.so"))), None);
+        assert_eq!(mapped("", None), None);
+        let link = Some(PathBuf::from("/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1"));
+        assert_eq!(loadable(Some(usual), None), link);
+        assert_eq!(loadable(None, None), None);
+    }
+
+    #[tokio::test]
+    async fn work_that_hangs_is_waited_for_once_and_its_late_result_is_taken() {
+        let mut slow = Slow::default();
+        let (go_on, wait) = std::sync::mpsc::channel::<()>();
+        let hangs = move || {
+            let _ = wait.recv();
+            1
+        };
+        assert_eq!(slow.within(Duration::ZERO, hangs).await, None);
+        assert_eq!(slow.within(Duration::ZERO, || 2).await, None, "no second piece beside the first");
+        assert_eq!((slow.runs(), slow.late().await), (true, None));
+        drop(go_on);
+        assert_eq!(slow.within(Duration::from_secs(60), || 2).await, Some(1));
+        assert_eq!(slow.within(Duration::from_secs(60), || 2).await, Some(2));
+    }
+}

@@ -1,0 +1,130 @@
+//! The driver under linkwise's feet: unloaded, replaced, loaded again; its library replaced on disk; NVML away for long.
+
+use linkwise::kubelet_box::Pod;
+
+use crate::node::{GPU, Setup, registered, until, uuid};
+
+const UP: &str = "linkwise_nvml_agent_up";
+
+fn quick() -> Setup {
+    let mut setup = Setup::on("dgx1-v100");
+    for (option, milliseconds) in [("poll", 20), ("pause", 10), ("grace", 100)] {
+        setup = setup.arg(format!("--nvml-{option}-ms={milliseconds}"));
+    }
+    std::fs::create_dir_all(setup.at("sys/module/nvidia")).unwrap();
+    version(&setup, "580.95.05");
+    setup
+}
+
+fn version(setup: &Setup, version: &str) {
+    // Whole or not at all, as the kernel's is.
+    let new = setup.at("version");
+    std::fs::write(&new, format!("{version}\n")).unwrap();
+    std::fs::rename(new, setup.at("sys/module/nvidia/version")).unwrap();
+}
+
+#[tokio::test]
+async fn a_driver_that_is_replaced_gets_a_new_process_at_once() {
+    let (node, kubelet) = quick().serve(8).await;
+    let first = node.agent(&[]).await;
+    node.setup.tell("driver 590.44.01");
+    version(&node.setup, "590.44.01");
+    let line = node.process.said("the driver was 580.95.05").await;
+    assert!(line["cause"].as_str().unwrap().contains("and is 590.44.01"), "{line}");
+    node.agent(&[first]).await;
+    node.process.logged(|line| line["message"] == "NVML answers" && line["driver"] == "590.44.01").await;
+    node.metric(UP, 1).await;
+    assert_eq!(kubelet.state().resources[GPU].registrations, 1);
+}
+
+#[tokio::test]
+async fn a_driver_that_is_unloaded_and_loaded_again_is_waited_for_and_pods_are_admitted_meanwhile() {
+    let (node, kubelet) = quick().serve(8).await;
+    node.setup.tell("init 9");
+    node.setup.tell("fail * nvmlDeviceGetCount_v2 9");
+    std::fs::remove_file(node.setup.at("sys/module/nvidia/version")).unwrap();
+    node.process.said("NVML has been away for too long").await;
+    node.metric("linkwise_nvml_away", 1).await;
+    // Ready is whether the kubelet is served, and it is.
+    node.ready(200, "ready").await;
+    let admitted = kubelet.admit(&Pod::single("meanwhile", GPU, 4), None).await.unwrap();
+    assert_eq!(admitted.grant("main", GPU).unwrap().allocation.devices.len(), 4);
+    version(&node.setup, "580.95.05");
+    node.setup.tell("unfail * nvmlDeviceGetCount_v2");
+    node.setup.tell("init 0");
+    node.metric("linkwise_nvml_away", 0).await;
+    node.metric(UP, 1).await;
+    until(async || node.setup.try_tell("xid 3 79")).await;
+    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 3))).await.unwrap();
+}
+
+#[tokio::test]
+async fn the_same_driver_loaded_anew_gets_a_new_process_too() {
+    let (node, _kubelet) = quick().serve(8).await;
+    let first = node.agent(&[]).await;
+    let module = node.setup.at("sys/module/nvidia");
+    let anew = node.setup.at("anew");
+    std::fs::create_dir(&anew).unwrap();
+    std::fs::copy(module.join("version"), anew.join("version")).unwrap();
+    std::fs::rename(&module, node.setup.at("old")).unwrap();
+    std::fs::rename(&anew, &module).unwrap();
+    node.process.said("the driver was 580.95.05").await;
+    node.agent(&[first]).await;
+    node.metric(UP, 1).await;
+}
+
+#[tokio::test]
+async fn where_the_operator_says_so_no_gpu_is_given_out_while_nvml_is_away() {
+    let (node, kubelet) = quick().arg("--on-nvml-loss=unhealthy").serve(8).await;
+    node.setup.tell("init 9");
+    node.setup.tell("fail * nvmlDeviceGetCount_v2 9");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 8).await.unwrap();
+    assert!(kubelet.admit(&Pod::single("none", GPU, 1), None).await.is_err());
+    node.setup.tell("unfail * nvmlDeviceGetCount_v2");
+    node.setup.tell("init 0");
+    kubelet.wait(|state| state.resources[GPU].healthy.len() == 8).await.unwrap();
+    kubelet.admit(&Pod::single("all", GPU, 8), None).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_library_that_is_replaced_on_disk_is_taken_up_without_a_gap() {
+    let mut setup = quick();
+    let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
+    std::fs::copy(&real, &library).unwrap();
+    setup.library.clone_from(&library);
+    let (node, kubelet) = setup.serve(8).await;
+    let replace = |with: &dyn Fn(&std::path::Path)| {
+        let new = node.setup.at("new.so");
+        with(&new);
+        std::fs::rename(&new, &library).unwrap();
+    };
+    let first = node.agent(&[]).await;
+    // Half a library: the process that has the old one works on.
+    replace(&|new| std::fs::write(new, b"\x7fELF").unwrap());
+    node.process.said("the second NVML agent came to nothing").await;
+    assert_eq!(node.agent(&[]).await, first);
+    node.setup.tell("xid 1 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 1))).await.unwrap();
+    // The whole one.
+    replace(&|new| assert!(std::fs::copy(&real, new).unwrap() > 0));
+    until(async || if node.agent_ids().contains(&first) { Err("the first one lives") } else { Ok(()) }).await;
+    node.metric(UP, 1).await;
+    until(async || node.setup.try_tell("xid 2 79")).await;
+    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 2))).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_library_that_begins_to_fail_for_want_of_its_driver_gets_a_new_process() {
+    for code in [9, 18] {
+        let (node, kubelet) = quick().serve(8).await;
+        let first = node.agent(&[]).await;
+        node.setup.tell(&format!("fail * nvmlDeviceGetCount_v2 {code}"));
+        node.process
+            .said(&format!("nvmlDeviceGetCount_v2: NVML_ERROR_{}", if code == 9 { "DRIVER" } else { "LIB" }))
+            .await;
+        node.setup.tell("unfail * nvmlDeviceGetCount_v2");
+        node.agent(&[first]).await;
+        node.metric(UP, 1).await;
+        registered(&kubelet, 1, 8).await;
+    }
+}

@@ -1,0 +1,107 @@
+//! GPUs that come and go, links that go down: the list, the choice and the events follow without a restart; files that hang
+//! hold up nothing.
+
+use std::collections::BTreeSet;
+
+use linkwise::kubelet_box::Pod;
+
+use crate::node::{GPU, Setup, registered, until, uuid};
+
+fn quick() -> Setup {
+    Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg("--nvml-pause-ms=10")
+}
+
+fn fifo(path: &std::path::Path) {
+    assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
+}
+
+#[tokio::test]
+async fn a_gpu_that_comes_is_offered_and_its_events_are_heard() {
+    let setup = quick();
+    setup.tell("remove 7");
+    let (node, kubelet) = setup.serve(7).await;
+    let first = node.agent(&[]).await;
+    node.setup.tell("add 7");
+    registered(&kubelet, 1, 8).await;
+    // Its events need a process of their own, which takes over while the first one still listens.
+    node.agent(&[first]).await;
+    until(async || node.setup.try_tell("xid 7 79")).await;
+    kubelet.wait(|state| state.resources[GPU].unhealthy == BTreeSet::from([uuid(1, 7)])).await.unwrap();
+    assert_eq!(kubelet.state().resources[GPU].registrations, 1);
+    // And one that goes.
+    node.setup.tell("remove 0");
+    kubelet.wait(|state| state.resources[GPU].unhealthy == BTreeSet::from([uuid(1, 0), uuid(1, 7)])).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_change_of_the_pci_bus_gets_a_new_process() {
+    let setup = quick();
+    setup.all_on_bus();
+    let (node, kubelet) = setup.serve(8).await;
+    let first = node.agent(&[]).await;
+    node.setup.on_bus("0000:77:00.0");
+    node.process.said("the PCI bus has other GPUs than before").await;
+    until(async || if node.agent_ids().contains(&first) { Err("the first one lives") } else { Ok(()) }).await;
+    registered(&kubelet, 1, 8).await;
+}
+
+#[tokio::test]
+async fn links_that_go_down_are_gone_from_the_graph() {
+    let (node, kubelet) = quick().serve(8).await;
+    for link in 0..6 {
+        node.setup.tell(&format!("link 2 {link} down"));
+    }
+    // The other ends still say that they are up: the graph was made anew, and the two sources differ.
+    let line = node.process.said("seen from one end, 0 from the other").await;
+    assert_eq!(line["level"], "WARN");
+    kubelet.wait(|state| state.resources[GPU].unhealthy == BTreeSet::from([uuid(1, 2)])).await.unwrap();
+    let admitted = kubelet.admit(&Pod::single("seven", GPU, 7), None).await.unwrap();
+    assert_eq!(admitted.grant("main", GPU).unwrap().allocation.devices.len(), 7);
+}
+
+#[tokio::test]
+async fn a_gpu_that_leaves_the_bus_is_seen_without_nvml() {
+    let setup = quick();
+    setup.all_on_bus();
+    let (node, kubelet) = setup.serve(8).await;
+    std::fs::remove_dir_all(node.setup.at("sys/bus/pci/devices/0000:8a:00.0")).unwrap();
+    kubelet.wait(|state| state.resources[GPU].unhealthy == BTreeSet::from([uuid(1, 7)])).await.unwrap();
+    let line = node.process.logged(|line| line["message"] == "the GPU is unhealthy").await;
+    assert_eq!(line["gpu"], uuid(1, 7).as_str());
+}
+
+#[tokio::test]
+async fn files_that_hang_hold_up_neither_rounds_nor_events() {
+    let setup = quick();
+    setup.all_on_bus();
+    let (node, kubelet) = setup.serve(8).await;
+    let device = node.setup.at("sys/bus/pci/devices/0000:77:00.0");
+    let new = node.setup.at("new");
+    std::fs::create_dir(&new).unwrap();
+    fifo(&new.join("vendor"));
+    std::fs::rename(&new, &device).unwrap();
+    // Linux opens the other end, without waiting, where somebody reads.
+    const O_NONBLOCK: i32 = 0o4000;
+    let open = async || {
+        use std::os::unix::fs::OpenOptionsExt;
+        std::fs::OpenOptions::new().write(true).custom_flags(O_NONBLOCK).open(device.join("vendor"))
+    };
+    let _silent = until(open).await;
+    node.setup.tell("lost 3");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 3))).await.unwrap();
+    node.setup.tell("xid 4 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 4))).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_look_at_the_host_that_hangs_leaves_the_gpus_and_is_taken_when_it_ends() {
+    let setup = quick().arg("--nvml-call-ms=1500");
+    let xml = setup.at("host.xml");
+    fifo(&xml);
+    let setup = setup.env("HWLOC_COMPONENTS", "xml,stop").env("HWLOC_XMLFILE", xml.to_str().unwrap());
+    let (node, kubelet) = setup.serve(8).await;
+    node.process.said("it takes too long").await;
+    assert!(kubelet.state().resources[GPU].numa.values().all(BTreeSet::is_empty), "nothing is known of the host");
+    node.setup.tell("xid 4 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 4))).await.unwrap();
+}

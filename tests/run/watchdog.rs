@@ -1,0 +1,176 @@
+//! A library that hangs or crashes, a process that is stopped or killed, a GPU that ends whoever looks at it: each costs a
+//! child, the log names call and GPU, and admissions go on.
+
+use linkwise::kubelet_box::{KubeletBox, Pod};
+
+use crate::node::{GPU, LIMIT, Node, Setup, signal, until, uuid};
+
+const STARTS: &str = "linkwise_nvml_agent_starts_total";
+const UP: &str = "linkwise_nvml_agent_up";
+
+/// A machine on which everything happens soon.
+fn quick(machine: &str) -> Setup {
+    let mut setup = Setup::on(machine);
+    for (option, milliseconds) in
+        [("poll", 20), ("call", 1_000), ("start", 5_000), ("pause", 10), ("grace", 100), ("trial", 50)]
+    {
+        setup = setup.arg(format!("--nvml-{option}-ms={milliseconds}"));
+    }
+    setup
+}
+
+fn ends(cause: &str) -> String {
+    format!("linkwise_nvml_agent_ends_total{{cause=\"{cause}\"}}")
+}
+
+/// The node works as ever: pods are admitted, and what the driver reports of this GPU arrives.
+async fn works(node: &Node, kubelet: &KubeletBox, gpu: u32) {
+    node.metric(UP, 1).await;
+    // The child may be replaced at this very moment: then nobody listens yet.
+    until(async || node.setup.try_tell(&format!("xid {gpu} 79"))).await;
+    let series = format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"79\"}}", uuid(1, gpu));
+    until(async || if node.get("/metrics").await.body.contains(&series) { Ok(()) } else { Err("not heard") }).await;
+    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, gpu))).await.unwrap();
+    let admitted = kubelet.admit(&Pod::single(&format!("pod-{gpu}"), GPU, 1), None).await.unwrap();
+    assert_eq!(admitted.grant("main", GPU).unwrap().allocation.devices.len(), 1);
+    assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
+    assert_eq!(kubelet.violations(), []);
+}
+
+#[tokio::test]
+async fn a_call_that_hangs_costs_its_child_with_and_without_the_librarys_lock() {
+    for fault in ["hang", "hold"] {
+        let (node, kubelet) = quick("dgx1-v100").serve(8).await;
+        let first = node.agent(&[]).await;
+        node.setup.tell(&format!("{fault} 3 nvmlDeviceGetTemperature"));
+        let line = node.process.logged(|line| line["message"] == "NVML is not to be had").await;
+        let named = format!("nvmlDeviceGetTemperature of {} did not return within 1s", uuid(1, 3));
+        assert!(line["cause"].as_str().unwrap().starts_with(&named), "{line}");
+        node.setup.tell(&format!("un{fault} 3 nvmlDeviceGetTemperature"));
+        node.agent(&[first]).await;
+        node.metric(&ends("hung"), 1).await;
+        works(&node, &kubelet, 3).await;
+    }
+}
+
+#[tokio::test]
+async fn admissions_are_answered_while_a_call_hangs() {
+    // Longer than the test may take: whatever is answered is answered while it hangs.
+    let limit = LIMIT.as_millis() * 2;
+    let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg(format!("--nvml-call-ms={limit}"));
+    let (node, kubelet) = setup.serve(8).await;
+    node.setup.tell("hold 0 nvmlDeviceGetTemperature");
+    // The wait for events hangs with it, so that this call was made when the lock was held.
+    node.setup.tell("hang nvmlEventSetWait_v2");
+    for pod in ["a", "b", "c", "d"] {
+        let admitted = kubelet.admit(&Pod::single(pod, GPU, 2), None).await.unwrap();
+        assert_eq!(admitted.grant("main", GPU).unwrap().allocation.devices.len(), 2);
+    }
+    node.metric(STARTS, 1).await;
+    node.metric(UP, 1).await;
+}
+
+#[tokio::test]
+async fn a_gpu_that_crashes_children_is_left_out_and_taken_back_in() {
+    let (node, kubelet) = quick("dgx1-v100").serve(8).await;
+    node.setup.tell("crash 5 nvmlDeviceGetTemperature");
+    let line = node.process.logged(|line| line["message"].to_string().contains("left out")).await;
+    assert_eq!((line["gpu"].as_str(), line["index"].as_u64()), (Some(uuid(1, 5).as_str()), Some(5)));
+    let cause = line["cause"].as_str().unwrap();
+    assert!(cause.contains("SIGABRT") && cause.contains("nvmlDeviceGetTemperature"), "{cause}");
+    kubelet.wait(|state| state.resources[GPU].unhealthy == [uuid(1, 5)].into()).await.unwrap();
+    // Trials end like this, and the child beside them works on: nobody else is laid to.
+    node.process.logged(|line| line["message"].to_string().contains("the second NVML agent came to nothing")).await;
+    node.metric("linkwise_gpus", 8).await;
+    works(&node, &kubelet, 6).await;
+    node.setup.tell("uncrash 5 nvmlDeviceGetTemperature");
+    let line = node.process.logged(|line| line["message"].to_string().contains("taken back in")).await;
+    assert_eq!(line["gpu"].as_str(), Some(uuid(1, 5).as_str()));
+    works(&node, &kubelet, 5).await;
+    let left_out = node.process.lines().iter().filter(|line| line.contains("ends whoever looks at it")).count();
+    assert_eq!(left_out, 1);
+}
+
+#[tokio::test]
+async fn a_gpu_that_hangs_children_before_it_says_its_name_is_left_out() {
+    let setup = quick("dgx1-v100").arg("--fail-on-init-error=false");
+    setup.all_on_bus();
+    setup.tell("hang 2 nvmlDeviceGetHandleByIndex_v2");
+    let kubelet = setup.kubelet();
+    let node = setup.start().await;
+    let line = node.process.logged(|line| line["message"].to_string().contains("left out")).await;
+    assert!(line["cause"].as_str().unwrap().contains("nvmlDeviceGetHandleByIndex_v2 of GPU 2 did not"), "{line}");
+    crate::node::registered(&kubelet, 1, 7).await;
+    node.setup.tell("unhang 2 nvmlDeviceGetHandleByIndex_v2");
+    crate::node::registered(&kubelet, 1, 8).await;
+}
+
+#[tokio::test]
+async fn where_every_gpu_ends_children_none_is_left_out() {
+    let (node, kubelet) = quick("dgx1-v100").serve(8).await;
+    node.setup.tell("crash nvmlDeviceGetTemperature");
+    node.process.said("children die whichever GPU they leave out").await;
+    node.metric("linkwise_nvml_away", 1).await;
+    assert!(!node.process.lines().iter().any(|line| line.contains("left out\"")));
+    kubelet.admit(&Pod::single("meanwhile", GPU, 4), None).await.unwrap();
+    node.setup.tell("uncrash nvmlDeviceGetTemperature");
+    node.metric("linkwise_nvml_away", 0).await;
+    works(&node, &kubelet, 0).await;
+}
+
+#[tokio::test]
+async fn a_process_that_is_stopped_is_replaced_and_no_gpu_is_to_blame() {
+    let (node, kubelet) = quick("dgx1-v100").serve(8).await;
+    let mut known = Vec::new();
+    for times in 1..=3 {
+        let agent = node.agent(&known).await;
+        known.push(agent);
+        node.metric(UP, 1).await;
+        signal("STOP", agent);
+        node.metric(&ends("silent"), times).await;
+    }
+    node.process.said("has been stopped").await;
+    works(&node, &kubelet, 4).await;
+    assert!(!node.process.lines().iter().any(|line| line.contains("left out")));
+}
+
+#[tokio::test]
+async fn killed_at_any_point_the_process_comes_back_and_no_gpu_is_to_blame() {
+    let (node, kubelet) = quick("dgx1-v100").serve(8).await;
+    let mut known = Vec::new();
+    // A fixed sequence of points (a linear congruence), from the first moment to well into the rounds.
+    let mut point = 1u32;
+    for _ in 0..30 {
+        let agent = node.agent(&known).await;
+        known.push(agent);
+        point = point.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        for _ in 0..point >> 18 {
+            tokio::task::yield_now().await;
+        }
+        signal("KILL", agent);
+    }
+    works(&node, &kubelet, 1).await;
+    assert_eq!(kubelet.state().resources[GPU].healthy.len(), 7);
+    assert!(!node.process.lines().iter().any(|line| line.contains("left out")));
+}
+
+#[tokio::test]
+async fn a_storm_of_xids_loses_no_change_and_takes_no_memory() {
+    let (node, kubelet) = quick("dgx1-v100").serve(8).await;
+    let peak = || {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", node.process.id())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap().trim();
+        line.trim_end_matches(" kB").parse::<u64>().unwrap()
+    };
+    let before = peak();
+    node.setup.tell("storm 0 31 50000");
+    node.setup.tell("xid 2 79");
+    node.setup.tell("storm 0 31 50000");
+    node.setup.tell("xid 3 79");
+    let both = [uuid(1, 2), uuid(1, 3)].into();
+    kubelet.wait(|state| state.resources[GPU].unhealthy == both).await.unwrap();
+    node.metric(&format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"31\"}}", uuid(1, 0)), 100_000).await;
+    // An event alone takes a hundred bytes: kept, they would take ten times as much.
+    assert!(peak() < before + 4 * 1024, "{before} KiB before, {} KiB after", peak());
+    works(&node, &kubelet, 4).await;
+}
