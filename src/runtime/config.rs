@@ -15,7 +15,7 @@ use crate::inventory::Event;
 use crate::metrics::Metrics;
 
 /// The keys that do something, all at the start.
-const AT_START: [&str; 23] = [
+const AT_START: [&str; 24] = [
     "configFile",
     "flags.failOnInitError",
     "flags.nvidiaDriverRoot",
@@ -38,6 +38,7 @@ const AT_START: [&str; 23] = [
     "linkwise.allowedUids",
     "linkwise.health.xids",
     "linkwise.metricsAddress",
+    "linkwise.onNvmlLoss",
     "linkwise.podResourcesSocket",
 ];
 /// The keys that do something while linkwise runs.
