@@ -15,7 +15,7 @@ use crate::inventory::Event;
 use crate::metrics::Metrics;
 
 /// The keys that do something, all at the start.
-const AT_START: [&str; 24] = [
+const AT_START: [&str; 25] = [
     "configFile",
     "flags.failOnInitError",
     "flags.nvidiaDriverRoot",
@@ -28,6 +28,7 @@ const AT_START: [&str; 24] = [
     "flags.plugin.deviceIDStrategy",
     "flags.plugin.cdiAnnotationPrefix",
     "flags.plugin.nvidiaCTKPath",
+    "flags.plugin.cdiDisableHooks",
     "flags.plugin.containerDriverRoot",
     "flags.plugin.kubeletSocket",
     "imex.channelIDs",
@@ -54,6 +55,9 @@ const AT_ONCE: [&str; 9] = [
     "sharing",
 ];
 
+/// The keys that do nothing here; where somebody may expect something of them, a finding says so.
+const WITHOUT_EFFECT: [&str; 2] = ["flags.deviceDiscoveryStrategy", "flags.plugin.cdiFeatureFlags"];
+
 /// Tells people what is odd about a configuration, and what of it does nothing yet.
 pub(super) fn log(loaded: &Loaded) {
     for finding in &loaded.findings {
@@ -62,7 +66,8 @@ pub(super) fn log(loaded: &Loaded) {
     let told = |key: &str| loaded.findings.iter().any(|finding| finding.key == key);
     let defaults = Settings::defaults().shown();
     for (shown, default) in loaded.settings.shown().into_iter().zip(defaults) {
-        let works = AT_START.contains(&shown.key) || AT_ONCE.contains(&shown.key) || told(shown.key);
+        let known = AT_START.iter().chain(&AT_ONCE).chain(&WITHOUT_EFFECT).any(|key| *key == shown.key);
+        let works = known || told(shown.key);
         // The device nodes' root follows the driver's, and is not said by anybody then.
         if !works && shown.value != default.value && shown.origin != Origin::Default {
             let (key, value, origin) = (shown.key, plain(&shown.value), shown.origin);

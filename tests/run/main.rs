@@ -23,6 +23,7 @@ mod handover;
 mod health;
 mod idle;
 mod kubelet;
+mod mig;
 mod node;
 mod oddities;
 mod operator;
