@@ -25,9 +25,6 @@ use wire::pod_resources_lister_client::PodResourcesListerClient;
 const TIMEOUT: Duration = Duration::from_secs(2);
 /// The longest answer that is read, as much as the kubelet's own clients take.
 const LONGEST: usize = 16 << 20;
-/// How often the holders are asked for.
-const ASK_BETWEEN: Duration = Duration::from_secs(30);
-
 /// Which devices containers held when the kubelet was last asked, as the kubelet names them; `None`: not known.
 pub type Holders = Option<BTreeSet<(ResourceName, DeviceId)>>;
 
@@ -101,10 +98,15 @@ pub async fn holders(socket: &Path) -> Result<BTreeSet<(ResourceName, DeviceId)>
     Ok(held.await?.into_iter().filter_map(named).collect())
 }
 
-/// Follows the holders until `shutdown`; a failure is "not known" until the next answer. Every answer is told, also one
+/// Follows the holders until `shutdown`, with so much time between two questions; a failure is "not known" until the next answer. Every answer is told, also one
 /// like the last: what is gone leaves the list by what is said after it went.
-pub async fn follow_holders(socket: &Path, holders_now: watch::Sender<Holders>, shutdown: CancellationToken) {
-    let mut again = tokio::time::interval(ASK_BETWEEN);
+pub async fn follow_holders(
+    socket: &Path,
+    between: Duration,
+    holders_now: watch::Sender<Holders>,
+    shutdown: CancellationToken,
+) {
+    let mut again = tokio::time::interval(between);
     again.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let follow = async {
         loop {

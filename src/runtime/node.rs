@@ -308,9 +308,9 @@ impl Node {
         let Some(socket) = self.kubelet.pod_resources_socket.clone() else { return };
         if !self.follows_holders {
             self.follows_holders = true;
-            let (holders, shutdown) = (self.holders.clone(), self.shutdown());
+            let (between, holders, shutdown) = (self.kubelet.holders_poll, self.holders.clone(), self.shutdown());
             self.spawn("holders of devices", async move {
-                pod_resources::follow_holders(&socket, holders, shutdown).await;
+                pod_resources::follow_holders(&socket, between, holders, shutdown).await;
                 Ok(())
             });
         }
