@@ -11,6 +11,7 @@
 )]
 
 mod callers;
+mod chart;
 mod config;
 mod cut;
 mod devices;
@@ -30,6 +31,7 @@ mod node;
 mod oddities;
 mod operator;
 mod pod_resources;
+mod predecessor;
 mod rediscovery;
 mod refusals;
 #[path = "../cdi/root.rs"]
@@ -41,4 +43,5 @@ mod schema;
 mod shutdown;
 mod sockets;
 mod stops;
+mod swap;
 mod watchdog;
