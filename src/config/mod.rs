@@ -127,9 +127,6 @@ pub struct RunArgs {
     /// Which XIDs count.
     #[command(flatten)]
     pub xids: XidArgs,
-    /// How often PodResources is asked who holds which devices: for tests, which cannot wait as long as a node can
-    #[arg(long, value_name = "N", default_value_t = 30_000, hide = true)]
-    pub pod_resources_poll_ms: u64,
     /// The driver and the host.
     #[command(flatten)]
     pub host: HostArgs,

@@ -56,8 +56,6 @@ pub struct Settings {
     pub confirm_timeout: Duration,
     /// How often the sockets are looked at where inotify is silent.
     pub poll: Duration,
-    /// How often PodResources is asked who holds which devices.
-    pub holders_poll: Duration,
     /// Whether inotify is asked for. Where it is not to be had, or not wanted, polling remains.
     pub inotify: bool,
     /// The longest pause between attempts; the first retry comes at once, the next after 1/64 of this.
@@ -76,7 +74,6 @@ impl Settings {
             stream_timeout: Duration::from_secs(10),
             confirm_timeout: Duration::from_secs(10),
             poll: Duration::from_secs(1),
-            holders_poll: Duration::from_secs(30),
             inotify: true,
             longest_pause: Duration::from_secs(16),
         }

@@ -74,7 +74,6 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let kubelet = kubelet::Settings {
         handover,
         pod_resources_socket: Some(settings.pod_resources_socket.value.clone()),
-        holders_poll: Duration::from_millis(args.pod_resources_poll_ms),
         callers: kubelet::Callers::and(settings.allowed_uids.value.iter().copied()),
         ..kubelet::Settings::new(settings.kubelet_socket.value.clone())
     };

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use linkwise::kubelet_box::{Allocation, KubeletBox, Pod};
 
 use crate::handover::allocation;
-use crate::mig::{MIXED, listed, mig_uuid};
+use crate::mig::{MIXED, gpu, listed, mig_uuid};
 use crate::node::{GPU, Node, Setup, registered};
 
 const SHARED: &str = "version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2}]}}\n";
@@ -39,9 +39,9 @@ impl ConfigMap {
     }
 }
 
-/// Eight GPUs and a ConfigMap of this text; who holds what is asked for all the time.
+/// Eight GPUs and a ConfigMap of this text.
 fn setup(text: &str) -> (Setup, ConfigMap) {
-    let setup = Setup::on("dgx1-v100").arg("--pod-resources-poll-ms=20");
+    let setup = Setup::on("dgx1-v100");
     let map = ConfigMap::new(setup.at("config"), text);
     let file = map.0.join("config.yaml");
     (setup.arg("--config-file").arg(file), map)
@@ -73,18 +73,20 @@ async fn sharing_is_turned_on_and_off_again_while_pods_run() {
     let (node, kubelet) = setup.serve(8).await;
     let whole = allocation(&kubelet, "whole", GPU, 2).await;
     map.swap("..2", SHARED);
-    // All names are others now. What nobody holds leaves the list; what the pod holds stays on it.
-    lists(&kubelet, GPU, 16, &whole.devices).await;
+    // All names are others now. What nobody holds leaves the list; what the pod holds stays on it, and what was promised
+    // to it whole is shared with nobody.
+    let promised: Vec<String> =
+        whole.devices.iter().flat_map(|gpu| [format!("{gpu}::0"), format!("{gpu}::1")]).collect();
+    lists(&kubelet, GPU, 12, &[whole.devices.clone(), promised].concat()).await;
     keeps(&kubelet, "whole", GPU, &whole).await;
-    // Slots are on GPUs that nobody has for himself, as long as there are some.
     let slots = allocation(&kubelet, "slots", GPU, 6).await;
     assert!(slots.devices.iter().all(|id| id.ends_with("::0")), "{slots:?}");
-    assert!(sees(&slots).iter().all(|gpu| !whole.devices.contains(&(*gpu).to_owned())), "{slots:?} {whole:?}");
     // The first pod ends, and with it the last of the old names.
     assert!(kubelet.remove_pod("whole"));
     lists(&kubelet, GPU, 16, &[]).await;
     map.swap("..3", WHOLE);
-    lists(&kubelet, GPU, 8, &slots.devices).await;
+    let shared: Vec<String> = sees(&slots).into_iter().map(str::to_owned).collect();
+    lists(&kubelet, GPU, 2, &[slots.devices.clone(), shared].concat()).await;
     keeps(&kubelet, "slots", GPU, &slots).await;
     assert!(kubelet.remove_pod("slots"));
     lists(&kubelet, GPU, 8, &[]).await;
@@ -124,7 +126,10 @@ async fn another_name_for_what_is_shared_gets_a_plugin_of_its_own() {
     keeps(&kubelet, "pod", GPU, &held).await;
     let error = kubelet.admit(&Pod::single("late", GPU, 1), None).await.unwrap_err();
     assert!(error.to_string().contains("no device is healthy"), "{error}");
-    allocation(&kubelet, "new", RENAMED, 2).await;
+    // A GPU that carries a slot under the old name is more used than the others.
+    let new = allocation(&kubelet, "new", RENAMED, 7).await;
+    let used = held.devices[0].split("::").next().unwrap();
+    assert!(sees(&new).len() == 7 && !sees(&new).contains(&used), "{new:?} {held:?}");
     assert!(kubelet.remove_pod("pod"));
     node.process.said("withdrawn: nothing of it is left on this node").await;
     assert_eq!(kubelet.violations(), []);
@@ -143,12 +148,13 @@ fn linked(setup: Setup, text: &str) -> (Setup, PathBuf) {
 
 #[tokio::test]
 async fn a_sighup_makes_the_file_count_that_nobody_told_of() {
-    let (setup, file) = linked(Setup::on("dgx1-v100").arg("--pod-resources-poll-ms=20"), WHOLE);
+    let (setup, file) = linked(Setup::on("dgx1-v100"), WHOLE);
     let (node, kubelet) = setup.serve(8).await;
     let held = allocation(&kubelet, "pod", GPU, 1).await;
     replace(&file, SHARED);
     node.process.signal("HUP");
-    lists(&kubelet, GPU, 16, &held.devices).await;
+    let gpu = &held.devices[0];
+    lists(&kubelet, GPU, 14, &[gpu.clone(), format!("{gpu}::0"), format!("{gpu}::1")]).await;
     let line = node.process.logged(|line| line["message"] == "a new configuration counts").await;
     assert_eq!((line["why"].as_str(), line["changed"].as_str()), (Some("SIGHUP"), Some("sharing")));
     keeps(&kubelet, "pod", GPU, &held).await;
@@ -164,7 +170,7 @@ fn replace(file: &Path, text: &str) {
 /// Four GPUs in different MIG layouts, looked at all the time.
 async fn mig() -> (Node, KubeletBox) {
     let setup = Setup::with(&std::fs::read_to_string(MIXED).unwrap()).arg("--nvml-poll-ms=20");
-    setup.env("MIG_STRATEGY", "mixed").arg("--pod-resources-poll-ms=20").serve(1).await
+    setup.env("MIG_STRATEGY", "mixed").serve(1).await
 }
 
 #[tokio::test]
@@ -197,14 +203,15 @@ async fn a_mig_layout_that_changes_is_followed_and_a_pod_keeps_what_was_not_touc
 
 #[tokio::test]
 async fn a_strategy_that_changes_keeps_the_devices_of_pods_on_the_list() {
-    let setup = Setup::with(&std::fs::read_to_string(MIXED).unwrap()).arg("--pod-resources-poll-ms=20");
+    let setup = Setup::with(&std::fs::read_to_string(MIXED).unwrap());
     let map = ConfigMap::new(setup.at("config"), "flags: {migStrategy: mixed}\n");
     let file = map.0.join("config.yaml");
     let (_node, kubelet) = setup.arg("--config-file").arg(file).serve(1).await;
     listed(&kubelet, "nvidia.com/mig-3g.40gb", 1).await;
     let held = allocation(&kubelet, "pod", "nvidia.com/mig-3g.40gb", 1).await;
     map.swap("..2", "flags: {migStrategy: none}\n");
-    registered(&kubelet, 1, 4).await;
+    // The pod's GPU is nobody else's, though it is whole by its name now.
+    lists(&kubelet, GPU, 3, &[gpu(2)]).await;
     lists(&kubelet, "nvidia.com/mig-3g.40gb", 0, &held.devices).await;
     keeps(&kubelet, "pod", "nvidia.com/mig-3g.40gb", &held).await;
     map.swap("..3", "flags: {migStrategy: mixed}\n");
