@@ -33,8 +33,8 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 COPY --from=build /src/target/release/linkwise /usr/bin/linkwise
 COPY LICENSE /usr/share/doc/linkwise/LICENSE
-# The NVIDIA plugin's command, as its chart and others call it: it means `linkwise run`.
-RUN ln -s linkwise /usr/bin/nvidia-device-plugin
+# The NVIDIA plugin's commands, as its chart and others call them: `linkwise run` and `linkwise mps-control-daemon`.
+RUN ln -s linkwise /usr/bin/nvidia-device-plugin && ln -s linkwise /usr/bin/mps-control-daemon
 
 # All GPUs, and of the driver only the management library: what NVIDIA's container runtime gives
 # to a container that asks for these.

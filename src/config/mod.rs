@@ -29,7 +29,7 @@ pub use admin::{AdminArgs, AdminOrder};
 pub use check::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs};
 pub use doctor::DoctorArgs;
 pub use list::{GpuName, UnitName};
-pub use mps::{MpsCommand, MpsControlDaemonArgs, SharedResource};
+pub use mps::{MpsCommand, MpsControlDaemonArgs, MpsRootArgs};
 pub use nvml::NvmlArgs;
 pub use settings::{Environment, Flags, Settings};
 pub use simulate::{SimulateArgs, SimulatePolicy};
@@ -69,7 +69,7 @@ pub enum Command {
     /// Ask the linkwise that runs on this host, or order: its state, the driver, a GPU's health
     Admin(AdminArgs),
     /// Run the control daemons of the GPUs that are shared by MPS (see docs/mps.md)
-    MpsControlDaemon(MpsControlDaemonArgs),
+    MpsControlDaemon(Box<MpsControlDaemonArgs>),
     /// Look at a configuration: what is wrong with a file, or what counts and who says so
     Config(ConfigArgs),
     /// The process that speaks to NVML, started by the others
@@ -121,6 +121,9 @@ pub struct RunArgs {
     /// Where the GPUs' health is kept for the next start, as linkwise_health.json; without it, beside the kubelet's socket
     #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
     pub state_dir: Option<PathBuf>,
+    /// Where the MPS root is.
+    #[command(flatten)]
+    pub mps: MpsRootArgs,
     /// Which XIDs count.
     #[command(flatten)]
     pub xids: XidArgs,

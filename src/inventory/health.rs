@@ -413,7 +413,8 @@ impl Standing {
             UnhealthyReason::FabricJoining
             | UnhealthyReason::DriverAway { .. }
             | UnhealthyReason::Gone
-            | UnhealthyReason::Withdrawn => Proof::Silence,
+            | UnhealthyReason::Withdrawn
+            | UnhealthyReason::MpsNotReady => Proof::Silence,
         }
     }
 }

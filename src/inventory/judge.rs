@@ -229,7 +229,12 @@ impl Inventory {
                 let own = self.health.get(&device.gpu.uuid);
                 let health = match gone {
                     Some(gone) => Health::Unhealthy { reason: gone.why.clone(), since: gone.since },
-                    None => own.map_or(Health::Healthy, |own| own.verdict(device.instance())),
+                    None => match (own.map(|own| own.verdict(device.instance())), self.mps.waits(resource, device)) {
+                        (None | Some(Health::Healthy), Some(since)) => {
+                            Health::Unhealthy { reason: UnhealthyReason::MpsNotReady, since }
+                        }
+                        (own, _) => own.unwrap_or(Health::Healthy),
+                    },
                 };
                 changed |= device.health != health;
                 // Of a GPU people are told as a whole: gone once all its devices are.

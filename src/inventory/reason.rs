@@ -92,6 +92,9 @@ pub enum UnhealthyReason {
     /// It is there, but no longer offered as this resource.
     #[error("it is no longer offered as this resource")]
     Withdrawn,
+    /// It is shared by MPS, and nobody holds its clients to their limits.
+    #[error("the MPS control daemon of its resource is not ready")]
+    MpsNotReady,
 }
 
 fn of(instance: Option<MigInstance>) -> String {
@@ -138,6 +141,7 @@ impl UnhealthyReason {
             Self::OffBus => "off_bus",
             Self::Gone => "gone",
             Self::Withdrawn => "withdrawn",
+            Self::MpsNotReady => "mps_not_ready",
         }
     }
 
@@ -163,6 +167,7 @@ impl UnhealthyReason {
             Self::OffBus => "the GPU on the PCI bus again, through the hold",
             Self::Gone => "the GPU in its place again",
             Self::Withdrawn => "a plan that offers it so",
+            Self::MpsNotReady => "the daemon serving, with the limits that the plan asks for",
         }
     }
 
@@ -183,7 +188,8 @@ impl UnhealthyReason {
             | Self::DriverAway { .. }
             | Self::OffBus
             | Self::Gone
-            | Self::Withdrawn => ReasonClass::Probe,
+            | Self::Withdrawn
+            | Self::MpsNotReady => ReasonClass::Probe,
         }
     }
 

@@ -6,15 +6,14 @@
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use thiserror::Error;
 use tokio::sync::watch;
 
 use super::nics::RdmaNodes;
-use crate::inventory::{Device, ResourceName};
-use crate::topology::NodeTopology;
+use crate::inventory::{Device, Inventory, ResourceName};
 
 /// The variable by which NVIDIA's container runtime knows which GPUs to hand in.
 const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
@@ -50,6 +49,8 @@ pub struct Handover {
     /// Whether device nodes are named in the answer (`--pass-device-specs`): for runtimes that give a container
     /// only the nodes that are named.
     pub device_nodes: bool,
+    /// What clients of an MPS daemon get beside their GPUs.
+    pub mps: MpsClients,
     /// What the node has beside its GPUs, as last looked at.
     pub surroundings: watch::Receiver<Arc<Surroundings>>,
 }
@@ -63,6 +64,31 @@ pub struct CdiNames {
     pub annotations: Option<String>,
     /// In the field of the device plugin API that the kubelet hands on over CRI.
     pub cri: bool,
+}
+
+/// What a container gets that shares its GPUs by MPS.
+#[derive(Clone, Debug)]
+pub struct MpsClients {
+    /// The MPS root on the host.
+    pub root: PathBuf,
+    /// What it is for a resource under this root. Its caller is on the path of an admission: it has to be pure.
+    pub grant: fn(&Path, &ResourceName) -> MpsClient,
+}
+
+/// What one such container gets.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MpsClient {
+    /// Environment.
+    pub variables: Vec<(String, String)>,
+    /// Folders: on the host, in the container.
+    pub mounts: Vec<(String, String)>,
+}
+
+impl Default for MpsClients {
+    /// Nothing, for nodes that share nothing by MPS.
+    fn default() -> Self {
+        Self { root: PathBuf::new(), grant: |_, _| MpsClient::default() }
+    }
 }
 
 /// By which names devices are handed over.
@@ -123,6 +149,7 @@ impl Default for Handover {
             ids: DeviceIds::default(),
             variables: BTreeMap::new(),
             device_nodes: false,
+            mps: MpsClients::default(),
             surroundings: watch::channel(Arc::default()).1,
         }
     }
@@ -136,7 +163,7 @@ impl Handover {
     pub(super) fn answer(
         &self,
         resource: &ResourceName,
-        topology: &NodeTopology,
+        inventory: &Inventory,
         devices: &[&Device],
     ) -> Result<Answer, HandoverError> {
         let around = Arc::clone(&self.surroundings.borrow());
@@ -144,8 +171,14 @@ impl Handover {
         let mut devices = devices.to_vec();
         devices.dedup_by_key(|device| device.uuid());
         let mut answer = self.gpus(resource, &devices, &around)?;
+        // Whatever the way: no runtime knows of MPS.
+        if inventory.mps_shares().contains_key(resource) && devices.iter().any(|device| device.slot.is_some()) {
+            let MpsClient { variables, mounts } = (self.mps.grant)(&self.mps.root, resource);
+            answer.variables.extend(variables);
+            answer.mounts.extend(mounts);
+        }
         if let Some(rdma) = &around.rdma {
-            rdma.answer(topology, &devices, &mut answer);
+            rdma.answer(inventory.topology(), &devices, &mut answer);
         }
         Ok(answer)
     }
@@ -261,7 +294,7 @@ mod tests {
 
     fn answer(handover: &Handover, inventory: &Inventory) -> Result<Answer, HandoverError> {
         let devices: Vec<&Device> = inventory.devices(&ResourceName::gpu()).map(|(_, device)| device).collect();
-        handover.answer(&ResourceName::gpu(), inventory.topology(), &devices)
+        handover.answer(&ResourceName::gpu(), inventory, &devices)
     }
 
     fn around(surroundings: Surroundings) -> watch::Receiver<Arc<Surroundings>> {

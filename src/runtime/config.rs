@@ -15,9 +15,10 @@ use crate::inventory::Event;
 use crate::metrics::Metrics;
 
 /// The keys that do something, all at the start.
-const AT_START: [&str; 23] = [
+const AT_START: [&str; 24] = [
     "configFile",
     "flags.failOnInitError",
+    "flags.mpsRoot",
     "flags.nvidiaDriverRoot",
     "flags.nvidiaDevRoot",
     "flags.gdrcopyEnabled",

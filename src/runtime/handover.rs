@@ -16,9 +16,10 @@ use crate::cdi;
 use crate::config::Settings;
 use crate::config::settings::{DeviceIdStrategy, DeviceListStrategy};
 use crate::hwloc;
-use crate::inventory::Inventory;
-use crate::kubelet::{CdiNames, DeviceIds, Handover, RdmaNodes, Surroundings};
+use crate::inventory::{Inventory, ResourceName};
+use crate::kubelet::{CdiNames, DeviceIds, Handover, MpsClient, MpsClients, RdmaNodes, Surroundings};
 use crate::metrics::Metrics;
+use crate::mps;
 
 /// How often the node is looked at where the inventory does not change: /dev/nvidia-uvm comes with its first use, and a
 /// folder of specs may be emptied. As often as NVML is polled.
@@ -97,12 +98,20 @@ pub(super) fn prepare(settings: &Settings, sysfs: &Path) -> Result<(Handover, Op
         variables: extras.iter().map(|(_, variable)| ((*variable).to_owned(), "enabled".to_owned())).collect(),
         device_nodes: settings.pass_device_specs.value,
         cdi: names,
+        mps: MpsClients { root: settings.mps_root.value.clone(), grant: mps_client },
         surroundings: surroundings.subscribe(),
     };
     let beside = sight.nics || !sight.options.imex_channels.is_empty();
     let needed = handover.cdi.is_some() || handover.device_nodes || beside;
     let ready = watch::Sender::new(sight.folder.is_none());
     Ok((handover, needed.then(|| Upkeep { sight: Arc::new(sight), surroundings, ready })))
+}
+
+/// What a container with a slot of a resource that is shared by MPS gets, under the MPS root on the host.
+fn mps_client(root: &Path, resource: &ResourceName) -> MpsClient {
+    let mps::Grant { environment, mounts } = mps::grant(root, resource);
+    let mount = |mount: mps::Mount| (mount.host.display().to_string(), mount.container.display().to_string());
+    MpsClient { variables: environment, mounts: mounts.into_iter().map(mount).collect() }
 }
 
 fn roots(settings: &Settings, sysfs: &Path) -> cdi::Roots {

@@ -10,6 +10,7 @@
 
 mod invariants;
 mod look;
+mod mps;
 mod node;
 mod plans;
 
