@@ -39,6 +39,7 @@ const AT_START: [&str; 24] = [
     "linkwise.allowedUids",
     "linkwise.health.xids",
     "linkwise.metricsAddress",
+    "linkwise.onNvmlLoss",
     "linkwise.podResourcesSocket",
 ];
 /// The keys that do something while linkwise runs.

@@ -49,6 +49,9 @@ fn offered(inventory: &Inventory) -> Vec<(String, usize)> {
     all.filter(|(_, count)| *count > 0).collect()
 }
 
+/// A UUID that is no GPU's here.
+const GONE: &str = "GPU-99999999-0000-4000-8000-000000000000";
+
 /// A plan that is there before the first look: what it cannot have is withheld, the rest is offered.
 #[test]
 fn what_cannot_be_had_is_withheld_and_named() {
@@ -95,8 +98,8 @@ fn what_cannot_be_had_is_withheld_and_named() {
             13,
         ),
         (
-            slicing(vec![devices(list("GPU-gone"))]),
-            "device GPU-gone is to be shared, but it is none of nvidia.com/gpu; that is not offered",
+            slicing(vec![devices(list(GONE))]),
+            "device GPU-99999999-0000-4000-8000-000000000000 is to be shared, but it is none of nvidia.com/gpu; that is not offered",
             13,
         ),
         (

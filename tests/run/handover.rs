@@ -162,8 +162,7 @@ async fn ways_can_come_from_the_environment() {
 #[tokio::test]
 async fn what_is_no_way_is_refused_by_name() {
     for (arg, said) in [
-        ("--device-list-strategy=envvar,cdi", "invalid value 'cdi' for '--device-list-strategy"),
-        ("--device-list-strategy=", "a value is required for '--device-list-strategy"),
+        ("--device-list-strategy=envvar,cdi", "cdi-annotations or cdi-cri, found 'cdi'"),
         ("--device-id-strategy=name", "invalid value 'name' for '--device-id-strategy"),
         ("--nvidia-driver-root=run/driver", "expected an absolute path"),
         ("--nvidia-cdi-hook-path=nvidia-cdi-hook", "expected an absolute path"),

@@ -31,7 +31,7 @@ async fn works(node: &Node, kubelet: &KubeletBox, gpu: u32) {
     let series = format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"79\"}}", uuid(1, gpu));
     until(async || if node.get("/metrics").await.body.contains(&series) { Ok(()) } else { Err("not heard") }).await;
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, gpu))).await.unwrap();
-    let admitted = kubelet.admit(&Pod::single(&format!("pod-{gpu}"), GPU, 1), None).await.unwrap();
+    let admitted = kubelet.admit(&Pod::single(format!("pod-{gpu}"), GPU, 1), None).await.unwrap();
     assert_eq!(admitted.grant("main", GPU).unwrap().allocation.devices.len(), 1);
     assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
     assert_eq!(kubelet.violations(), []);

@@ -137,6 +137,16 @@ pub fn maybe_path(given: Given<'_>) -> Result<Option<PathBuf>, Problem> {
     path(given).map(Some)
 }
 
+/// A path that means the same to whoever reads it: the host, a CDI spec, a container runtime.
+pub fn absolute(given: Given<'_>) -> Result<PathBuf, Problem> {
+    path(given).ok().filter(|path| path.is_absolute()).ok_or_else(|| given.refused("an absolute path"))
+}
+
+/// [`absolute`], for a setting that has none by default.
+pub fn maybe_absolute(given: Given<'_>) -> Result<Option<PathBuf>, Problem> {
+    absolute(given).map(Some)
+}
+
 /// Where to listen.
 pub fn address(given: Given<'_>) -> Result<SocketAddr, Problem> {
     let address = given.written().and_then(|text| text.parse().ok());

@@ -27,7 +27,8 @@ use super::file::{File, Finding};
 use super::{NumaHintsArg, PolicyArg};
 use crate::inventory::ResourceName;
 use given::{
-    address, boolean, choice, choices, imex_channels, interval, maybe_boolean, maybe_path, path, text, texts, uids,
+    absolute, address, boolean, choice, choices, imex_channels, interval, maybe_absolute, maybe_boolean, maybe_path,
+    path, text, texts, uids,
 };
 use row::Row;
 
@@ -212,13 +213,13 @@ settings! {
         Row::new(maybe_boolean).flag("fail-on-init-error", "BOOL").variables(&["FAIL_ON_INIT_ERROR"]);
     /// Where MPS keeps its pipes, logs and shared memory on the host
     mps_root: PathBuf = PathBuf::from("/run/nvidia/mps"), "flags.mpsRoot",
-        Row::new(path).flag("mps-root", "PATH").variables(&["MPS_ROOT"]);
+        Row::new(absolute).flag("mps-root", "PATH").variables(&["MPS_ROOT"]);
     /// The root of the driver's installation on the host: / or such as /run/nvidia/driver
     driver_root: PathBuf = PathBuf::from("/"), "flags.nvidiaDriverRoot",
-        Row::new(path).flag("driver-root", "PATH").aliases(&["nvidia-driver-root"]).variables(&["NVIDIA_DRIVER_ROOT"]);
+        Row::new(absolute).flag("driver-root", "PATH").aliases(&["nvidia-driver-root"]).variables(&["NVIDIA_DRIVER_ROOT"]);
     /// The root of the device nodes on the host; without it, the driver's root
     dev_root: PathBuf = PathBuf::new(), "flags.nvidiaDevRoot",
-        Row::new(path).flag("dev-root", "PATH").aliases(&["nvidia-dev-root"]).variables(&["NVIDIA_DEV_ROOT"]);
+        Row::new(absolute).flag("dev-root", "PATH").aliases(&["nvidia-dev-root"]).variables(&["NVIDIA_DEV_ROOT"]);
     /// Start containers with GDRCopy's devices
     gdrcopy_enabled: bool = false, "flags.gdrcopyEnabled",
         Row::new(boolean).flag("gdrcopy-enabled", "BOOL").variables(&["GDRCOPY_ENABLED"]);
@@ -249,11 +250,11 @@ settings! {
     /// nvidia-cdi-hook (or nvidia-ctk) on the host, for the hooks of CDI specs. Without it: /usr/bin/nvidia-cdi-hook, where
     /// the driver root shows it, else no hooks
     nvidia_cdi_hook_path: Option<PathBuf> = None, "flags.plugin.nvidiaCTKPath",
-        Row::new(maybe_path).flag("nvidia-cdi-hook-path", "PATH").aliases(&["nvidia-ctk-path"])
+        Row::new(maybe_absolute).flag("nvidia-cdi-hook-path", "PATH").aliases(&["nvidia-ctk-path"])
             .variables(&["NVIDIA_CDI_HOOK_PATH", "NVIDIA_CTK_PATH"]);
     /// Where the driver's root is mounted in our own container
     driver_root_ctr_path: PathBuf = PathBuf::from("/driver-root"), "flags.plugin.containerDriverRoot",
-        Row::new(path).flag("driver-root-ctr-path", "PATH").aliases(&["container-driver-root"])
+        Row::new(absolute).flag("driver-root-ctr-path", "PATH").aliases(&["container-driver-root"])
             .variables(&["DRIVER_ROOT_CTR_PATH", "CONTAINER_DRIVER_ROOT"]);
     /// How slots and MIG devices are chosen: distributed or packed
     shared_devices_allocation_policy: SharedPolicy = SharedPolicy::Distributed, "flags.plugin.sharedDevicesAllocationPolicy",
@@ -304,7 +305,7 @@ settings! {
     expose_nccl_topology: bool = false, "linkwise.expose.ncclTopology", Row::new(boolean);
     /// The folder of CDI specs, that of the host at the same path
     cdi_dir: PathBuf = PathBuf::from("/var/run/cdi"), "linkwise.cdiDir",
-        Row::new(path).flag("cdi-dir", "PATH").variables(&["LINKWISE_CDI_DIR"]);
+        Row::new(absolute).flag("cdi-dir", "PATH").variables(&["LINKWISE_CDI_DIR"]);
     /// Where /metrics, /livez and /readyz are served; port 0 takes a free one and the log names it
     metrics_address: SocketAddr = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 9400)), "linkwise.metricsAddress",
         Row::new(address).flag("metrics-address", "ADDRESS").variables(&["LINKWISE_METRICS_ADDRESS"]);

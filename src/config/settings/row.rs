@@ -55,7 +55,7 @@ impl<T: 'static> Row<T> {
     /// The flag for clap.
     pub fn arg(&self, help: &str, default: &str) -> Option<Arg> {
         let flag = self.flag?;
-        let read = self.read;
+        let (read, boolean) = (self.read, self.is_boolean());
         let mut help = help.to_owned();
         if let Some(variable) = self.variables.first() {
             help.push_str(&format!(" [env: {variable}]"));
@@ -63,7 +63,10 @@ impl<T: 'static> Row<T> {
         if !default.is_empty() {
             help.push_str(&format!(" [default: {default}]"));
         }
-        let check = move |text: &str| read(Given::Text(text)).map(|_| text.to_owned()).map_err(|p| p.to_string());
+        let check = move |text: &str| match read(Given::Text(text)) {
+            Err(problem) if boolean || !text.is_empty() => Err(problem.to_string()),
+            _ => Ok(text.to_owned()),
+        };
         let arg = Arg::new(flag).long(flag).value_name(self.takes).help(help).value_parser(check);
         let arg = arg.visible_aliases(self.aliases.iter().copied());
         Some(match self.takes {
@@ -95,7 +98,9 @@ impl<T: 'static> Row<T> {
             value.map(|value| Setting { value, origin: Origin::Environment { variable } })
         });
         let from_flag = self.flag.and_then(|flag| {
-            let value = told(Given::Text(sources.flags.get(flag)?), None, format!("--{flag}"))?;
+            // As with a variable: charts set both to nothing.
+            let text = sources.flags.get(flag).filter(|text| !text.is_empty() || self.is_boolean())?;
+            let value = told(Given::Text(text), None, format!("--{flag}"))?;
             Some(Setting { value, origin: Origin::Flag { flag } })
         });
         let found = from_flag.or(from_environment).or(from_file);
