@@ -107,9 +107,8 @@ impl Inventory {
         self.mps.shares =
             shares.filter_map(|(name, devices)| Some((name.clone(), MpsShare::of(devices, gpus)?))).collect();
         let Mps { shares, ready, waiting } = &mut self.mps;
-        let is_ready = |(name, share): &(&ResourceName, &MpsShare)| {
-            ready.get(*name).is_some_and(|judged| judged.covers(share))
-        };
+        let is_ready =
+            |(name, share): &(&ResourceName, &MpsShare)| ready.get(*name).is_some_and(|judged| judged.covers(share));
         let not_ready: BTreeSet<&ResourceName> =
             shares.iter().filter(|share| !is_ready(share)).map(|(name, _)| name).collect();
         waiting.retain(|name, _| not_ready.contains(name));
@@ -117,9 +116,8 @@ impl Inventory {
             waiting.entry(name.clone()).or_insert(now);
             let listed = self.resources.get(name);
             if let Some(devices) = made.get_mut(name) {
-                devices.retain(|id, device| {
-                    device.slot.is_none() || listed.is_some_and(|listed| listed.contains_key(id))
-                });
+                devices
+                    .retain(|id, device| device.slot.is_none() || listed.is_some_and(|listed| listed.contains_key(id)));
             }
         }
         made.retain(|_, devices| !devices.is_empty());

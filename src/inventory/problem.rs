@@ -87,7 +87,10 @@ pub enum PlanProblem {
         gpus: Vec<PciAddress>,
     },
     /// MPS does not know GPUs as old as these.
-    #[error("{resource} is to be shared by MPS, for which GPUs {} are too old (compute capability below 3.5); it is not offered", list(gpus))]
+    #[error(
+        "{resource} is to be shared by MPS, for which GPUs {} are too old (compute capability below 3.5); it is not offered",
+        list(gpus)
+    )]
     MpsTooOld {
         /// The resource.
         resource: ResourceName,
@@ -95,7 +98,9 @@ pub enum PlanProblem {
         gpus: Vec<PciAddress>,
     },
     /// More replicas than an MPS server takes clients.
-    #[error("{resource} is to be shared by MPS with {replicas} replicas, but the MPS server of GPU {gpu} takes {most} clients at most; it is not offered")]
+    #[error(
+        "{resource} is to be shared by MPS with {replicas} replicas, but the MPS server of GPU {gpu} takes {most} clients at most; it is not offered"
+    )]
     MpsTooManyClients {
         /// The resource.
         resource: ResourceName,

@@ -55,7 +55,8 @@ impl Limits {
         // sees all may count GPUs of others.
         let seen = if self.shown_only { same_gpus } else { !wanted.shown_only };
         let held = |one: &MemoryLimit| {
-            let any = |same: &dyn Fn(&MemoryLimit) -> bool| self.memory.iter().any(|own| same(own) && own.mib == one.mib);
+            let any =
+                |same: &dyn Fn(&MemoryLimit) -> bool| self.memory.iter().any(|own| same(own) && own.mib == one.mib);
             any(&|own| own.gpu == one.gpu) && any(&|own| own.device == one.device)
         };
         self.thread_percentage == wanted.thread_percentage && seen && wanted.memory.iter().all(held)

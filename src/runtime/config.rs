@@ -15,7 +15,7 @@ use crate::inventory::Event;
 use crate::metrics::Metrics;
 
 /// The keys that do something, all at the start.
-const AT_START: [&str; 24] = [
+const AT_START: [&str; 25] = [
     "configFile",
     "flags.failOnInitError",
     "flags.mpsRoot",

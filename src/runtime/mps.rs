@@ -98,7 +98,8 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
 
     let programs = Programs { control: "nvidia-cuda-mps-control".into(), smi: "nvidia-smi".into() };
     let mut daemons = Daemons::new(Settings { layout: layout.clone(), programs, pace: PACE });
-    let mut sight = Sight { state: Inventory::default(), clock: Clock::start(), refused: BTreeSet::new(), told_idle: false };
+    let mut sight =
+        Sight { state: Inventory::default(), clock: Clock::start(), refused: BTreeSet::new(), told_idle: false };
     let ended = loop {
         tokio::select! {
             Some(event) = happened.recv() => daemons.want(sight.apply(event, &layout)),

@@ -155,7 +155,10 @@ fn gpus_that_are_too_old_are_refused() {
         node.gpus[2].compute_capability = Some(ComputeCapability { major, minor });
         let (inventory, effects) =
             apply(planned(Inventory::default(), replicas(count)), Event::Observed(Box::new(node)), NOW);
-        assert_eq!(listed(&ready(inventory)).is_empty(), !effects.iter().all(|it| !matches!(it, Effect::PlanProblem(_))));
+        assert_eq!(
+            listed(&ready(inventory)).is_empty(),
+            !effects.iter().all(|it| !matches!(it, Effect::PlanProblem(_)))
+        );
         let problem = |effect| match effect {
             Effect::PlanProblem(problem) => Some(problem.to_string()),
             _ => None,

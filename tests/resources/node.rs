@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use linkwise::inventory::{
-    Event, Filter, GpuSelector, MigStrategy, MpsGpu, MpsShare, NamePattern, Pattern, ResourcePlan, SharedDevices, SharedResource,
-    Sharing, SharingKind,
+    Event, Filter, GpuSelector, MigStrategy, MpsGpu, MpsShare, NamePattern, Pattern, ResourcePlan, SharedDevices,
+    SharedResource, Sharing, SharingKind,
 };
 use linkwise::kubelet::{Settings, Surroundings};
 use linkwise::kubelet_box::{Allocation, KubeletBox, Options, Pod, State};

@@ -45,7 +45,7 @@ async fn allocation(kubelet: &KubeletBox, pod: &str, gpus: u32) -> Allocation {
 }
 
 /// An answer, a line for each thing that a container gets.
-fn lines(allocation: &Allocation) -> Vec<String> {
+pub fn lines(allocation: &Allocation) -> Vec<String> {
     let envs = allocation.envs.iter().map(|(name, value)| format!("env {name}={value}"));
     let mounts = allocation.mounts.iter();
     let mounts = mounts.map(|mount| format!("mount {} at {}", mount.host_path, mount.container_path));
