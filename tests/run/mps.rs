@@ -17,6 +17,13 @@ use crate::root::Root;
 /// The example of the NVIDIA plugin's README, which promises 80 of `nvidia.com/gpu` on a node with 8 GPUs.
 const README: &str = "version: v1\nsharing:\n  mps:\n    resources:\n    - name: nvidia.com/gpu\n      replicas: 10\n";
 
+/// GPUs of 40 GiB.
+const GPUS: [(&str, &str, &str); 3] = [
+    ("GPU-a", "0000:01:00.0", ", memory_mib: 40960"),
+    ("GPU-b", "0000:41:00.0", ", memory_mib: 40960"),
+    ("GPU-c", "0000:81:00.0", ", memory_mib: 40960"),
+];
+
 /// What it says for another number.
 fn replicas(count: u32) -> String {
     README.replace("10", &count.to_string())
@@ -52,8 +59,7 @@ impl Shared {
 
     /// Two GPUs of 40 GiB.
     fn two(config: &str) -> (Self, Setup) {
-        let memory = ", memory_mib: 40960";
-        let setup = Setup::with(&machine(&[("GPU-a", "0000:01:00.0", memory), ("GPU-b", "0000:41:00.0", memory)]));
+        let setup = Setup::with(&machine(&GPUS[..2]));
         let machine = setup.at("machine.yaml");
         Self::prepare(setup, machine, config)
     }
@@ -78,6 +84,7 @@ impl Shared {
         }
         let mut command = Command::new(link);
         command.env_clear().env("PATH", format!("{}:/usr/bin:/bin", self.bin().display()));
+        command.env("FAKE_NVML_CONTROL", self.folder.join("control"));
         command.env("FAKE_NVML_MACHINE", &self.machine).env("HWLOC_SYNTHETIC", "pack:2 numa:1 pu:2");
         command.args(["--log-format", "json", "--mps-container-root"]).arg(self.root());
         command.arg("--config-file").arg(self.config()).arg("--nvml-library").arg(&self.library);
@@ -90,6 +97,13 @@ impl Shared {
     fn control(&self) -> u32 {
         let path = self.root().join(GPU).join("pipe/nvidia-cuda-mps-control.pid");
         fs::read_to_string(path).unwrap().trim().parse().unwrap()
+    }
+
+    /// Other GPUs, for both processes: what sees them is started anew.
+    fn replace_gpus(&self, node: &Node, gpus: &[(&str, &str, &str)]) {
+        write(&self.machine, &machine(gpus));
+        node.setup.tell("crash");
+        fake_nvml::Control::new(self.folder.join("control")).send("crash").unwrap();
     }
 
     fn refuse_start(&self, refuse: bool) {
@@ -261,6 +275,26 @@ async fn other_replicas_are_offered_when_the_daemon_holds_their_limits() {
     .await;
     assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations().len()), (1, 0));
     drop(node);
+}
+
+#[tokio::test]
+async fn a_gpu_that_leaves_ends_no_daemon_and_one_that_comes_is_shared_too() {
+    let (shared, daemons, node, kubelet) = serve(Shared::two(&replicas(3)), 6).await;
+    let control = shared.control();
+    shared.replace_gpus(&node, &GPUS[..1]);
+    slots(&kubelet, 3, 3).await;
+    daemons.said("NVML is not to be had").await;
+    until(async || {
+        let seen = |line: &&String| line.contains("NVML answers");
+        let looks = daemons.lines().iter().filter(seen).count();
+        if looks == 2 { Ok(()) } else { Err(looks) }
+    })
+    .await;
+    assert_eq!(shared.control(), control, "its clients on the GPU that stays work on");
+    shared.replace_gpus(&node, &GPUS);
+    slots(&kubelet, 9, 0).await;
+    assert_ne!(shared.control(), control);
+    assert_eq!(kubelet.violations(), []);
 }
 
 #[tokio::test]
