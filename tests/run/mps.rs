@@ -259,10 +259,10 @@ async fn other_replicas_are_offered_when_the_daemon_holds_their_limits() {
     slots(&kubelet, 10, 0).await;
     assert_ne!(shared.control(), before);
     daemons.logged(|line| line["message"] == "the MPS daemon serves, its limits hold" && line["threads"] == 20).await;
-    // Whole again: the slots stay on the list while a pod may hold them.
+    // Whole again, once no pod can hold a slot any more.
     assert!(kubelet.remove_pod("before"));
     write(&shared.config(), "version: v1\n");
-    slots(&kubelet, 2, 10).await;
+    registered(&kubelet, 1, 2).await;
     daemons.said("it is no longer shared by MPS").await;
     let admitted = kubelet.admit(&Pod::single("whole", GPU, 1), None).await.unwrap();
     let got = lines(&admitted.grant("main", GPU).unwrap().allocation);
