@@ -28,6 +28,15 @@ const MOUNTS_FOLDER: &str = "/var/run/nvidia-container-devices";
 /// What is mounted there: the name is all that counts.
 const NOTHING: &str = "/dev/null";
 
+/// The variable in which NCCL finds the name of a topology file.
+const NCCL_TOPO_FILE: &str = "NCCL_TOPO_FILE";
+
+/// The folder that the file is in, as a container sees it.
+const NCCL_FOLDER: &str = "/run/linkwise/nccl";
+
+/// The file's name in its folder.
+pub const NCCL_FILE: &str = "topology.xml";
+
 /// Whom a CDI annotation comes from: the first part of its name, as the NVIDIA device plugin writes it.
 const ANNOTATION_PLUGIN: &str = "nvidia-device-plugin";
 
@@ -50,6 +59,8 @@ pub struct Handover {
     /// Whether device nodes are named in the answer (`--pass-device-specs`): for runtimes that give a container
     /// only the nodes that are named.
     pub device_nodes: bool,
+    /// The folder on the host with [`NCCL_FILE`] in it, where containers are to get that.
+    pub nccl_topology: Option<PathBuf>,
     /// What the node has beside its GPUs, as last looked at.
     pub surroundings: watch::Receiver<Arc<Surroundings>>,
 }
@@ -99,6 +110,8 @@ pub(super) struct Answer {
     pub nodes: Vec<(String, String)>,
     /// Mounts: on the host, in the container.
     pub mounts: Vec<(String, String)>,
+    /// Mounts that are read only.
+    pub read_only: Vec<(String, String)>,
     /// Annotations.
     pub annotations: BTreeMap<String, String>,
     /// Full names of CDI devices.
@@ -123,6 +136,7 @@ impl Default for Handover {
             ids: DeviceIds::default(),
             variables: BTreeMap::new(),
             device_nodes: false,
+            nccl_topology: None,
             surroundings: watch::channel(Arc::default()).1,
         }
     }
@@ -146,6 +160,11 @@ impl Handover {
         let mut answer = self.gpus(resource, &devices, &around)?;
         if let Some(rdma) = &around.rdma {
             rdma.answer(topology, &devices, &mut answer);
+        }
+        if let Some(folder) = &self.nccl_topology {
+            // The folder, not the file: a container that runs sees what is moved to the file's place later.
+            answer.read_only.push((folder.display().to_string(), NCCL_FOLDER.to_owned()));
+            answer.variables.insert(NCCL_TOPO_FILE.to_owned(), format!("{NCCL_FOLDER}/{NCCL_FILE}"));
         }
         Ok(answer)
     }

@@ -13,6 +13,7 @@ mod idle;
 mod keeper;
 mod log;
 mod mps;
+mod nccl;
 mod node;
 mod observe;
 mod operator;
@@ -70,7 +71,8 @@ async fn serve(args: &RunArgs) -> Result<()> {
     config::log(&loaded);
     let settings = loaded.settings;
     let admin = settings.admin_socket.value.as_deref().map(Local::bind).transpose()?;
-    let (handover, upkeep) = handover::prepare(&settings, &args.host.sysfs)?;
+    let seen = watch::Sender::default();
+    let (handover, upkeep) = handover::prepare(&settings, &args.host.sysfs, seen.subscribe())?;
     let kubelet = kubelet::Settings {
         handover,
         pod_resources_socket: Some(settings.pod_resources_socket.value.clone()),
@@ -114,6 +116,7 @@ async fn serve(args: &RunArgs) -> Result<()> {
         sysfs: args.host.sysfs.clone(),
         fail_on_init_error: settings.fail_on_init_error.value,
         events: node.events(),
+        seen,
         metrics: Arc::clone(node.metrics()),
         idle: node.idle_reason(),
     };
