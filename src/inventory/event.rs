@@ -12,6 +12,7 @@ use super::numa_hints::NumaHints;
 use super::plan::ResourcePlan;
 use super::poll::HealthPoll;
 use super::problem::PlanProblem;
+use super::reason::UnhealthyReason;
 use super::record::{HealthRecord, NodeIdentity};
 
 /// Something that happened, as a plain value.
@@ -117,6 +118,15 @@ pub enum Effect {
     RecordIgnored {
         /// The form.
         version: u32,
+    },
+    /// Tell people that devices of a resource cannot be given out for now: a pod holds the hardware under another name.
+    HeldElsewhere {
+        /// The GPU.
+        gpu: GpuUuid,
+        /// The resource.
+        resource: ResourceName,
+        /// Who holds it.
+        reason: UnhealthyReason,
     },
     /// Tell people what is odd about the node, once.
     Warn(TopologyWarning),

@@ -413,6 +413,7 @@ impl Standing {
             UnhealthyReason::FabricJoining
             | UnhealthyReason::DriverAway { .. }
             | UnhealthyReason::Gone
+            | UnhealthyReason::HeldElsewhere { .. }
             | UnhealthyReason::Withdrawn => Proof::Silence,
         }
     }

@@ -5,6 +5,7 @@
 //! resources they make up; which GPUs to choose is `allocation`'s.
 
 mod device;
+mod elsewhere;
 mod event;
 mod health;
 mod judge;
@@ -55,6 +56,8 @@ pub struct Inventory {
     plan: Arc<ResourcePlan>,
     problems: Vec<PlanProblem>,
     held: Arc<BTreeSet<(ResourceName, DeviceId)>>,
+    /// Since when the kubelet says so; `None` where it says nothing.
+    holders_since: Option<Timestamp>,
     resources: BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>,
     choices: Arc<BTreeMap<ResourceName, Choice>>,
     xids: XidPolicy,
@@ -139,6 +142,7 @@ impl Inventory {
             plan: Arc::default(),
             problems: Vec::new(),
             held: Arc::default(),
+            holders_since: None,
             resources: BTreeMap::new(),
             choices: Arc::default(),
             xids: XidPolicy::default(),
@@ -269,7 +273,7 @@ impl Inventory {
             Event::DriverAway { why } => self.away(&why, now),
             Event::DriverBack => self.driver_back(),
             Event::Cleared { gpu } => self.about(&gpu, GpuHealth::cleared),
-            Event::Holders(held) => self.holders(held),
+            Event::Holders(held) => self.holders(held, now),
             Event::Identified(identity) => self.identified(&identity),
             Event::Restored(record) => self.restored(&record),
             Event::NumaHints(hints) => self.hinted(hints),

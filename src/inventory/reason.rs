@@ -89,6 +89,14 @@ pub enum UnhealthyReason {
     /// It is no longer there.
     #[error("the GPU is gone from the node")]
     Gone,
+    /// A pod holds its hardware under another name.
+    #[error("a pod holds it as '{id}' of {resource}")]
+    HeldElsewhere {
+        /// The resource.
+        resource: String,
+        /// The id.
+        id: String,
+    },
     /// It is there, but no longer offered as this resource.
     #[error("it is no longer offered as this resource")]
     Withdrawn,
@@ -137,6 +145,7 @@ impl UnhealthyReason {
             Self::DriverAway { .. } => "driver_away",
             Self::OffBus => "off_bus",
             Self::Gone => "gone",
+            Self::HeldElsewhere { .. } => "held_elsewhere",
             Self::Withdrawn => "withdrawn",
         }
     }
@@ -162,6 +171,7 @@ impl UnhealthyReason {
             Self::DriverAway { .. } => "NVML answering again",
             Self::OffBus => "the GPU on the PCI bus again, through the hold",
             Self::Gone => "the GPU in its place again",
+            Self::HeldElsewhere { .. } => "the pod's end",
             Self::Withdrawn => "a plan that offers it so",
         }
     }
@@ -183,6 +193,7 @@ impl UnhealthyReason {
             | Self::DriverAway { .. }
             | Self::OffBus
             | Self::Gone
+            | Self::HeldElsewhere { .. }
             | Self::Withdrawn => ReasonClass::Probe,
         }
     }

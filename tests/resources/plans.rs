@@ -302,6 +302,8 @@ fn what_was_withdrawn_leaves_when_no_pod_holds_it_for_certain() {
     assert_eq!(inventory.resources().len(), 1);
     // Back to the first plan.
     let (inventory, _) = inventory.apply(planned(&ResourcePlan::default()), NOW);
+    let nobody = || Event::Holders(Some(BTreeSet::new()));
+    let (inventory, _) = inventory.apply(nobody(), NOW).0.apply(nobody(), NOW);
     assert_eq!(offered(&inventory), [(gpu().to_string(), 4)]);
 }
 
