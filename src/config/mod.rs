@@ -200,6 +200,8 @@ pub enum TopologyFormat {
     Svg,
     /// A picture, for Graphviz.
     Dot,
+    /// A topology file, for NCCL's NCCL_TOPO_FILE.
+    Nccl,
 }
 
 /// `linkwise topology`.
@@ -211,10 +213,10 @@ pub struct TopologyArgs {
     /// List the built-in machines, one a line, its name first
     #[arg(long, conflicts_with = "node")]
     pub list: bool,
-    /// For people, for scripts, or a picture: for a browser (svg) or for Graphviz (dot)
+    /// For people, for scripts, a picture (for a browser: svg, for Graphviz: dot), or a topology file for NCCL
     #[arg(long, default_value = "text")]
     pub format: TopologyFormat,
-    /// The GPUs that are held, as indices or UUIDs with commas: pictures colour them, the text says so; not for json
+    /// The GPUs that are held, as indices or UUIDs with commas: pictures colour them, the text says so; not for json and nccl
     #[arg(long, value_name = "LIST", value_delimiter = ',', conflicts_with = "list")]
     pub allocated: Option<Vec<GpuName>>,
 }

@@ -27,6 +27,15 @@ const MOUNTS_FOLDER: &str = "/var/run/nvidia-container-devices";
 /// What is mounted there: the name is all that counts.
 const NOTHING: &str = "/dev/null";
 
+/// The variable in which NCCL finds the name of a topology file.
+const NCCL_TOPO_FILE: &str = "NCCL_TOPO_FILE";
+
+/// The folder that the file is in, as a container sees it.
+const NCCL_FOLDER: &str = "/run/linkwise/nccl";
+
+/// The file's name in its folder.
+pub const NCCL_FILE: &str = "topology.xml";
+
 /// Whom a CDI annotation comes from: the first part of its name, as the NVIDIA device plugin writes it.
 const ANNOTATION_PLUGIN: &str = "nvidia-device-plugin";
 
@@ -51,6 +60,8 @@ pub struct Handover {
     pub device_nodes: bool,
     /// What clients of an MPS daemon get beside their GPUs.
     pub mps: MpsClients,
+    /// The folder on the host with [`NCCL_FILE`] in it, where containers are to get that.
+    pub nccl_topology: Option<PathBuf>,
     /// What the node has beside its GPUs, as last looked at.
     pub surroundings: watch::Receiver<Arc<Surroundings>>,
 }
@@ -125,6 +136,8 @@ pub(super) struct Answer {
     pub nodes: Vec<(String, String)>,
     /// Mounts: on the host, in the container.
     pub mounts: Vec<(String, String)>,
+    /// Mounts that are read only.
+    pub read_only: Vec<(String, String)>,
     /// Annotations.
     pub annotations: BTreeMap<String, String>,
     /// Full names of CDI devices.
@@ -150,6 +163,7 @@ impl Default for Handover {
             variables: BTreeMap::new(),
             device_nodes: false,
             mps: MpsClients::default(),
+            nccl_topology: None,
             surroundings: watch::channel(Arc::default()).1,
         }
     }
@@ -179,6 +193,11 @@ impl Handover {
         }
         if let Some(rdma) = &around.rdma {
             rdma.answer(inventory.topology(), &devices, &mut answer);
+        }
+        if let Some(folder) = &self.nccl_topology {
+            // The folder, not the file: a container that runs sees what is moved to the file's place later.
+            answer.read_only.push((folder.display().to_string(), NCCL_FOLDER.to_owned()));
+            answer.variables.insert(NCCL_TOPO_FILE.to_owned(), format!("{NCCL_FOLDER}/{NCCL_FILE}"));
         }
         Ok(answer)
     }

@@ -15,7 +15,7 @@ use crate::inventory::Event;
 use crate::metrics::Metrics;
 
 /// The keys that do something, all at the start.
-const AT_START: [&str; 25] = [
+const AT_START: [&str; 27] = [
     "configFile",
     "flags.failOnInitError",
     "flags.mpsRoot",
@@ -34,7 +34,9 @@ const AT_START: [&str; 25] = [
     "imex.channelIDs",
     "imex.required",
     "linkwise.cdiDir",
+    "linkwise.expose.ncclTopology",
     "linkwise.expose.nics",
+    "linkwise.ncclTopologyDir",
     "linkwise.adminSocket",
     "linkwise.allowedUids",
     "linkwise.health.xids",

@@ -13,6 +13,7 @@ mod idle;
 mod keeper;
 mod log;
 mod mps;
+mod nccl;
 mod node;
 mod observe;
 mod operator;
@@ -74,7 +75,8 @@ async fn serve(args: &RunArgs) -> Result<()> {
     config::log(&loaded);
     let settings = loaded.settings;
     let admin = settings.admin_socket.value.as_deref().map(Local::bind).transpose()?;
-    let (handover, upkeep) = handover::prepare(&settings, &args.host.sysfs)?;
+    let seen = watch::Sender::default();
+    let (handover, upkeep) = handover::prepare(&settings, &args.host.sysfs, seen.subscribe())?;
     let kubelet = kubelet::Settings {
         handover,
         pod_resources_socket: Some(settings.pod_resources_socket.value.clone()),
@@ -102,7 +104,7 @@ async fn serve(args: &RunArgs) -> Result<()> {
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
     let release = operator::Release::new(Arc::clone(node.metrics()));
     let beside = (node.metrics(), node.idle_reason(), release.clone());
-    let driver = driver_of(&args.nvml, &args.host, &settings, node.events(), beside);
+    let driver = driver::Driver { seen, ..driver_of(&args.nvml, &args.host, &settings, node.events(), beside) };
     let watch = mps::Watch {
         layout: Layout::new(&args.mps.container_root),
         inventory: node.inventory(),
@@ -177,6 +179,7 @@ fn driver_of(
         sysfs: host.sysfs.clone(),
         fail_on_init_error: settings.fail_on_init_error.value,
         events,
+        seen: watch::Sender::default(),
         metrics: Arc::clone(metrics),
         idle,
     }
