@@ -8,6 +8,7 @@ use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, NodeObservation, TopologyWarning};
 
 use super::device::{Health, ResourceName};
+use super::mps::MpsShare;
 use super::numa_hints::NumaHints;
 use super::plan::ResourcePlan;
 use super::poll::HealthPoll;
@@ -22,6 +23,9 @@ pub enum Event {
     Observed(Box<NodeObservation>),
     /// An operator wants other resources made of the GPUs.
     Planned(Box<ResourcePlan>),
+    /// The MPS control daemons whose limits hold now, each with the share by which that was judged: one of another share
+    /// makes nothing ready.
+    MpsReady(BTreeMap<ResourceName, MpsShare>),
     /// The driver reported an XID.
     Xid {
         /// The GPU.

@@ -414,7 +414,8 @@ impl Standing {
             | UnhealthyReason::DriverAway { .. }
             | UnhealthyReason::Gone
             | UnhealthyReason::HeldElsewhere { .. }
-            | UnhealthyReason::Withdrawn => Proof::Silence,
+            | UnhealthyReason::Withdrawn
+            | UnhealthyReason::MpsNotReady => Proof::Silence,
         }
     }
 }

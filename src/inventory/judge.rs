@@ -231,7 +231,12 @@ impl Inventory {
                 let own = self.health.get(&device.gpu.uuid);
                 let mut health = match gone {
                     Some(gone) => Health::Unhealthy { reason: gone.why.clone(), since: gone.since },
-                    None => own.map_or(Health::Healthy, |own| own.verdict(device.instance())),
+                    None => match (own.map(|own| own.verdict(device.instance())), self.mps.waits(resource, device)) {
+                        (None | Some(Health::Healthy), Some(since)) => {
+                            Health::Unhealthy { reason: UnhealthyReason::MpsNotReady, since }
+                        }
+                        (own, _) => own.unwrap_or(Health::Healthy),
+                    },
                 };
                 if let (Health::Healthy, Some((reason, since))) = (&health, elsewhere.remove(&key)) {
                     health = Health::Unhealthy { reason: reason.clone(), since };

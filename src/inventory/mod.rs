@@ -9,6 +9,7 @@ mod elsewhere;
 mod event;
 mod health;
 mod judge;
+mod mps;
 mod numa_hints;
 mod offer;
 mod plan;
@@ -29,10 +30,12 @@ use resources::Choice;
 
 use health::GpuHealth;
 use judge::GoneDevice;
+use mps::Mps;
 use quiet::Quiet;
 
 pub use device::{Device, Health, ResourceName, ResourceNameError, Timestamp};
 pub use event::{Effect, Event, MigInstance};
+pub use mps::{MpsGpu, MpsShare};
 pub use numa_hints::NumaHints;
 pub use plan::{
     DeviceSelector, DeviceSelectorError, Filter, GpuSelector, MigStrategy, NamePattern, Pattern, ResourcePlan,
@@ -64,6 +67,7 @@ pub struct Inventory {
     health: BTreeMap<GpuUuid, GpuHealth>,
     /// The devices that are listed though they are no longer there.
     gone: BTreeMap<(ResourceName, DeviceId), GoneDevice>,
+    mps: Mps,
     /// What people were told of each GPU last.
     told: BTreeMap<GpuUuid, Health>,
     quiet: Quiet,
@@ -148,6 +152,7 @@ impl Inventory {
             xids: XidPolicy::default(),
             health: BTreeMap::new(),
             gone: BTreeMap::new(),
+            mps: Mps::default(),
             told: BTreeMap::new(),
             quiet: Quiet::default(),
             identity: NodeIdentity::default(),
@@ -264,6 +269,7 @@ impl Inventory {
         let mut effects = match event {
             Event::Observed(observed) => self.observed(&observed, now),
             Event::Planned(plan) => self.planned(*plan, now),
+            Event::MpsReady(ready) => self.mps_ready(ready, now),
             Event::Xid { gpu, code, instance } => self.xid(gpu, code, instance, now),
             Event::DoubleBitEcc { gpu } => self.double_bit_ecc(&gpu, now),
             Event::GpuLost { gpu, call } => self.failed(&gpu, UnhealthyReason::Lost { call }, now),

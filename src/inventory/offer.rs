@@ -89,6 +89,7 @@ impl Inventory {
             let staying = known.iter().filter(stays).map(|(id, known)| (id.clone(), known.clone()));
             made.devices.entry(resource.clone()).or_default().extend(staying);
         }
+        self.wait_for_daemons(&mut made.devices, now);
         self.list(made.devices, now);
         effects.extend(self.settle(true));
         effects

@@ -100,6 +100,9 @@ pub enum UnhealthyReason {
     /// It is there, but no longer offered as this resource.
     #[error("it is no longer offered as this resource")]
     Withdrawn,
+    /// It is shared by MPS, and nobody holds its clients to their limits.
+    #[error("the MPS control daemon of its resource is not ready")]
+    MpsNotReady,
 }
 
 fn of(instance: Option<MigInstance>) -> String {
@@ -147,6 +150,7 @@ impl UnhealthyReason {
             Self::Gone => "gone",
             Self::HeldElsewhere { .. } => "held_elsewhere",
             Self::Withdrawn => "withdrawn",
+            Self::MpsNotReady => "mps_not_ready",
         }
     }
 
@@ -173,6 +177,7 @@ impl UnhealthyReason {
             Self::Gone => "the GPU in its place again",
             Self::HeldElsewhere { .. } => "the pod's end",
             Self::Withdrawn => "a plan that offers it so",
+            Self::MpsNotReady => "the daemon serving, with the limits that the plan asks for",
         }
     }
 
@@ -194,7 +199,8 @@ impl UnhealthyReason {
             | Self::OffBus
             | Self::Gone
             | Self::HeldElsewhere { .. }
-            | Self::Withdrawn => ReasonClass::Probe,
+            | Self::Withdrawn
+            | Self::MpsNotReady => ReasonClass::Probe,
         }
     }
 

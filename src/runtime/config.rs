@@ -9,15 +9,16 @@ use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::config::file::{Finding, Weight};
-use crate::config::settings::{ConfigError, Loaded, Origin, load, plain};
+use crate::config::settings::{ConfigError, Loaded, load};
 use crate::config::{Environment, FileWatch, Flags, Settings};
 use crate::inventory::Event;
 use crate::metrics::Metrics;
 
-/// The keys that do something, all at the start.
-const AT_START: [&str; 25] = [
+/// The keys that count at the start. All others count at once, or have no effect, of which a finding tells.
+const AT_START: [&str; 28] = [
     "configFile",
     "flags.failOnInitError",
+    "flags.mpsRoot",
     "flags.nvidiaDriverRoot",
     "flags.nvidiaDevRoot",
     "flags.gdrcopyEnabled",
@@ -34,7 +35,9 @@ const AT_START: [&str; 25] = [
     "imex.channelIDs",
     "imex.required",
     "linkwise.cdiDir",
+    "linkwise.expose.ncclTopology",
     "linkwise.expose.nics",
+    "linkwise.ncclTopologyDir",
     "linkwise.adminSocket",
     "linkwise.allowedUids",
     "linkwise.health.xids",
@@ -42,37 +45,10 @@ const AT_START: [&str; 25] = [
     "linkwise.onNvmlLoss",
     "linkwise.podResourcesSocket",
 ];
-/// The keys that do something while linkwise runs.
-const AT_ONCE: [&str; 9] = [
-    "flags.migStrategy",
-    "flags.plugin.sharedDevicesAllocationPolicy",
-    "linkwise.filter.exclude",
-    "linkwise.filter.keepDisplay",
-    "linkwise.naming",
-    "linkwise.numaHints",
-    "linkwise.policies",
-    "resources",
-    "sharing",
-];
-
-/// The keys that do nothing here; where somebody may expect something of them, a finding says so.
-const WITHOUT_EFFECT: [&str; 2] = ["flags.deviceDiscoveryStrategy", "flags.plugin.cdiFeatureFlags"];
-
-/// Tells people what is odd about a configuration, and what of it does nothing yet.
+/// Tells people what is odd about a configuration.
 pub(super) fn log(loaded: &Loaded) {
     for finding in &loaded.findings {
         log_finding(finding);
-    }
-    let told = |key: &str| loaded.findings.iter().any(|finding| finding.key == key);
-    let defaults = Settings::defaults().shown();
-    for (shown, default) in loaded.settings.shown().into_iter().zip(defaults) {
-        let known = AT_START.iter().chain(&AT_ONCE).chain(&WITHOUT_EFFECT).any(|key| *key == shown.key);
-        let works = known || told(shown.key);
-        // The device nodes' root follows the driver's, and is not said by anybody then.
-        if !works && shown.value != default.value && shown.origin != Origin::Default {
-            let (key, value, origin) = (shown.key, plain(&shown.value), shown.origin);
-            tracing::warn!(key, value, %origin, "this version takes the setting, but does not work by it yet");
-        }
     }
 }
 
@@ -179,5 +155,42 @@ impl Follower {
             }
             last = now;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    /// Who adds a setting says here when it counts.
+    #[test]
+    fn every_setting_counts_at_the_start_or_at_once_or_is_known_to_have_no_effect() {
+        let at_once = [
+            "flags.migStrategy",
+            "flags.plugin.sharedDevicesAllocationPolicy",
+            "linkwise.filter.exclude",
+            "linkwise.filter.keepDisplay",
+            "linkwise.naming",
+            "linkwise.numaHints",
+            "linkwise.policies",
+            "resources",
+            "sharing",
+        ];
+        let no_effect = [
+            "flags.deviceDiscoveryStrategy",
+            "flags.gfd.machineTypeFile",
+            "flags.gfd.noTimestamp",
+            "flags.gfd.oneshot",
+            "flags.gfd.outputFile",
+            "flags.gfd.sleepInterval",
+            "flags.plugin.cdiFeatureFlags",
+            "flags.useNodeFeatureAPI",
+        ];
+        let known: Vec<&str> = AT_START.into_iter().chain(at_once).chain(no_effect).collect();
+        let settings: BTreeSet<&str> = Settings::defaults().shown().iter().map(|shown| shown.key).collect();
+        assert_eq!(known.iter().copied().collect::<BTreeSet<_>>(), settings);
+        assert_eq!(known.len(), settings.len(), "none is in two of the lists");
     }
 }

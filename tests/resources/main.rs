@@ -11,6 +11,7 @@
 mod elsewhere;
 mod invariants;
 mod look;
+mod mps;
 mod node;
 mod plans;
 

@@ -27,6 +27,7 @@ mod idle;
 mod kubelet;
 mod live;
 mod mig;
+mod mps;
 mod node;
 mod oddities;
 mod operator;
