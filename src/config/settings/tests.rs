@@ -75,13 +75,14 @@ fn the_defaults_are_the_nvidia_plugins() {
 
 #[test]
 fn other_names_of_a_flag_and_a_variable_count() {
-    let environment = Environment::of([("CONTAINER_DRIVER_ROOT", "/d"), ("CDI_DISABLE_HOOKS", "a, b")]);
-    let (settings, findings) = build(&["--nvidia-driver-root=/r", "--cdi-disabled-hooks=x"], &environment, "");
+    let environment =
+        Environment::of([("CONTAINER_DRIVER_ROOT", "/d"), ("CDI_DISABLE_HOOKS", "create-symlinks, update-ldcache")]);
+    let (settings, findings) = build(&["--nvidia-driver-root=/r", "--cdi-disabled-hooks=all"], &environment, "");
     assert_eq!(findings, []);
     assert_eq!(settings.driver_root.value, PathBuf::from("/r"));
     assert_eq!(settings.dev_root.value, PathBuf::from("/r"), "the device nodes are where the driver is");
     assert_eq!(settings.driver_root_ctr_path.value, PathBuf::from("/d"));
-    assert_eq!(settings.cdi_disable_hooks.value, ["x"]);
+    assert_eq!(settings.cdi_disable_hooks.value, ["all"]);
 }
 
 #[test]
