@@ -81,6 +81,7 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let overrides = settings.xids.value.iter().map(|(xid, action)| (*xid, (*action).into())).collect();
     let health = HealthSettings {
         xids: XidPolicy { overrides, ..args.xids.policy() },
+        hold: args.nvml.health_hold_ms.map(Duration::from_millis),
         await_first_poll: true,
         state_dir: args.state_dir.clone().or_else(beside),
         sysfs: Some(args.host.sysfs.clone()),
@@ -109,6 +110,7 @@ async fn serve(args: &RunArgs) -> Result<()> {
             pause: milliseconds(args.nvml.nvml_pause_ms),
             grace: milliseconds(args.nvml.nvml_grace_ms),
             trial: milliseconds(args.nvml.nvml_trial_ms),
+            bus_look: milliseconds(args.nvml.bus_look_ms),
         },
         release: release.clone(),
         sysfs: args.host.sysfs.clone(),

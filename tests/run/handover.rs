@@ -20,7 +20,13 @@ fn setup(gpus: &[(&str, &str, &str)]) -> Setup {
     let setup = Setup::with(&machine(gpus));
     let (root, specs) = (setup.at("driver"), setup.at("cdi"));
     Root::full(&root);
-    setup.arg("--driver-root-ctr-path").arg(root).arg("--cdi-dir").arg(specs).arg("--nvidia-driver-root=/run/driver")
+    setup
+        .arg("--driver-root-ctr-path")
+        .arg(root)
+        .arg("--cdi-dir")
+        .arg(specs)
+        .arg("--nvidia-driver-root=/run/driver")
+        .arg("--nvml-pause-ms=10")
 }
 
 fn spec_file(setup: &Setup) -> PathBuf {
