@@ -82,7 +82,7 @@ impl Inventory {
         let node_wide = self.hits_all(polls);
         for (gpu, poll) in polls {
             if let Some(health) = self.health.get_mut(gpu) {
-                health.poll(poll, node_wide, now);
+                health.poll(poll, node_wide, self.hold, now);
             }
         }
         let opens = matches!(self.listing, Listing::Awaiting { .. }) && !polls.is_empty();

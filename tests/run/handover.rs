@@ -24,7 +24,13 @@ fn setup(gpus: &[(&str, &str, &str)]) -> Setup {
 pub fn cdi_setup(setup: Setup) -> Setup {
     let (root, specs) = (setup.at("driver"), setup.at("cdi"));
     Root::full(&root);
-    setup.arg("--driver-root-ctr-path").arg(root).arg("--cdi-dir").arg(specs).arg("--nvidia-driver-root=/run/driver")
+    setup
+        .arg("--driver-root-ctr-path")
+        .arg(root)
+        .arg("--cdi-dir")
+        .arg(specs)
+        .arg("--nvidia-driver-root=/run/driver")
+        .arg("--nvml-pause-ms=10")
 }
 
 pub fn spec_file(setup: &Setup) -> PathBuf {

@@ -35,14 +35,15 @@ mod pod_resources;
 mod predecessor;
 mod rediscovery;
 mod refusals;
-#[path = "../cdi/root.rs"]
-#[allow(dead_code, reason = "tests/cdi.rs uses all of it")]
-mod root;
 mod rpc;
-#[path = "../cdi/schema.rs"]
-mod schema;
 mod shutdown;
 mod sockets;
 mod stops;
 mod swap;
 mod watchdog;
+
+#[path = "../cdi/root.rs"]
+#[allow(dead_code, reason = "tests/cdi.rs uses all of it")]
+mod root;
+#[path = "../cdi/schema.rs"]
+mod schema;
