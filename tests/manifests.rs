@@ -179,7 +179,8 @@ fn linkwise_takes_the_settings_in_them() {
             .map(|arg| arg.replace("=/config/", &format!("={}/", temporary.path().display())));
         let env = list(container, "/env")
             .into_iter()
-            .map(|env| (env["name"].as_str().unwrap(), env["value"].as_str().unwrap()));
+            .map(|env| (env["name"].as_str().unwrap(), env["value"].as_str().unwrap()))
+            .map(|(name, value)| (name, value.replace("/config/", &format!("{}/", temporary.path().display()))));
         let show = Command::new(env!("CARGO_BIN_EXE_linkwise")).args(["config", "show"]).args(args).envs(env).output();
         let show = show.unwrap();
         assert!(show.status.success(), "{}: {}", folder.display(), String::from_utf8_lossy(&show.stderr));
