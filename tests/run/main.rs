@@ -19,6 +19,7 @@ mod driver;
 mod drivers;
 mod endpoints;
 mod endurance;
+mod full;
 mod handover;
 mod health;
 mod idle;
