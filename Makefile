@@ -9,6 +9,8 @@ CARGO ?= cargo
 IMAGE ?= linkwise:dev
 MACHINE ?= dgx-h100
 FUZZ_SECONDS ?= 60
+SOAK_SECONDS ?= 300
+SOAK_SEED ?=
 
 # To build: hwloc's headers, udev's (hwloc's pkg-config file asks for them), pkg-config itself.
 PACKAGES := libhwloc-dev libudev-dev pkg-config
@@ -45,6 +47,8 @@ test: setup ## everything that must pass
 	$(CARGO) fmt --all --check
 	@echo "== clippy, warnings are errors"
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+	@command -v kubectl >/dev/null || command -v kustomize >/dev/null || \
+	  echo "== neither kubectl nor kustomize here: the manifests are not rendered, only looked at"
 	@echo "== tests: unit, property, golden, integration, layering, examples in the docs"
 	$(CARGO) test --locked --workspace
 	@echo "== docs, warnings are errors"
@@ -54,6 +58,10 @@ test: setup ## everything that must pass
 .PHONY: test-long
 test-long: setup ## what takes minutes: the same faults hundreds of times (not part of test)
 	$(CARGO) test --locked --workspace -- --ignored
+
+.PHONY: soak
+soak: setup ## faults at random while pods come and go, then a ledger (SOAK_SECONDS=300, SOAK_SEED=)
+	SOAK_SECONDS=$(SOAK_SECONDS) SOAK_SEED=$(SOAK_SEED) $(CARGO) test --release --locked --test soak
 
 # No sanitizer: outside of nvml/raw.rs, which no target reaches, there is no unsafe code of ours for one to look at,
 # and without it a stable compiler does. What is found on the way is kept in fuzz/target, a failure in fuzz/artifacts.

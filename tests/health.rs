@@ -147,6 +147,16 @@ fn the_drivers_word_through_the_hold_ends_an_xid() {
 }
 
 #[test]
+fn another_first_hold_counts_and_doubles_to_its_sixtyfold() {
+    let mut world = World::of(Inventory::default().with_hold(Duration::from_secs(20)));
+    // The poll that may be older, the one that begins the hold, and the hold itself: 20 s, then 40, 80 ... and no more than 1200.
+    for expected in [4, 6, 10, 18, 34, 66, 122, 122] {
+        world.poll(&well()).tell(xid(79));
+        assert_eq!(world.heals_after(&well(), 200), Some(expected));
+    }
+}
+
+#[test]
 fn a_driver_that_asks_for_a_reset_is_taken_at_its_word() {
     let mut world = World::new();
     // The XID comes before the driver has made up its mind.

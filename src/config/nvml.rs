@@ -1,8 +1,8 @@
-//! How long things may take that have to do with NVML: for tests, which cannot wait as long as a node can.
+//! How long things may take that have to do with NVML and with health: for tests, which cannot wait as long as a node can.
 
 use clap::Args;
 
-/// How long NVML may take.
+/// How long NVML may take, and health.
 #[derive(Clone, Debug, Args)]
 pub struct NvmlArgs {
     /// From one look at the GPUs to the next
@@ -23,4 +23,10 @@ pub struct NvmlArgs {
     /// When a GPU that was left out is tried again for the first time; the pause doubles to its sixtyfold
     #[arg(long, value_name = "N", default_value_t = 60_000, hide = true)]
     pub nvml_trial_ms: u64,
+    /// How long polls have to show that a GPU is well again, 60000 without it; it doubles to its sixtyfold
+    #[arg(long, value_name = "N", hide = true)]
+    pub health_hold_ms: Option<u64>,
+    /// From one look at the PCI bus to the next on a node without GPUs
+    #[arg(long, value_name = "N", default_value_t = 10_000, hide = true)]
+    pub bus_look_ms: u64,
 }

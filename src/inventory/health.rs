@@ -16,8 +16,8 @@ use super::record::{Accepted, GpuRecord, KeptReason, LastSeen};
 
 /// How long the evidence has to last: DESIGN section 5.
 pub(super) const HOLD: Duration = Duration::from_secs(60);
-/// The longest hold of a GPU that flaps: DESIGN section 5.
-pub(super) const LONGEST_HOLD: Duration = Duration::from_secs(3600);
+/// The longest hold of a GPU that flaps, in first holds: the hour of DESIGN section 5.
+const LONGEST_HOLD: u32 = 60;
 /// Doublings that make the one out of the other.
 const MOST_FLAPS: u32 = 6;
 /// So long in health takes one doubling back.
@@ -201,8 +201,9 @@ impl GpuHealth {
         (self.flaps, self.well) = (None, Duration::ZERO);
     }
 
-    /// What a round of calls said of it; `node_wide` where it said the same of every GPU.
-    pub fn poll(&mut self, poll: &HealthPoll, node_wide: bool, now: Timestamp) {
+    /// What a round of calls said of it; `node_wide` where it said the same of every GPU. `first_hold` is how long the evidence
+    /// has to last that a GPU which does not flap is well again.
+    pub fn poll(&mut self, poll: &HealthPoll, node_wide: bool, first_hold: Duration, now: Timestamp) {
         let covered = self.polled.map_or(Duration::ZERO, |last| now.saturating_sub(last)).min(COVERED);
         self.polled = Some(now);
         if self.shows_reset(poll) {
@@ -212,7 +213,7 @@ impl GpuHealth {
         self.learn(poll);
         let shown = self.shown(poll);
         let falls = !node_wide && shown.iter().any(|reason| self.falls(reason));
-        let hold = self.hold();
+        let hold = self.hold(first_hold);
         self.standing.retain_mut(|standing| {
             if shown.iter().any(|reason| reason.is(&standing.reason)) {
                 return true;
@@ -261,9 +262,9 @@ impl GpuHealth {
     }
 
     /// How long its evidence has to last.
-    fn hold(&self) -> Duration {
-        let doubled = HOLD.saturating_mul(1 << self.flaps.unwrap_or(0).min(MOST_FLAPS));
-        doubled.min(LONGEST_HOLD)
+    fn hold(&self, first: Duration) -> Duration {
+        let doublings = 1 << self.flaps.unwrap_or(0).min(MOST_FLAPS);
+        first.saturating_mul(LONGEST_HOLD.min(doublings))
     }
 
     fn fall(&mut self) {
@@ -416,7 +417,9 @@ impl Standing {
             UnhealthyReason::FabricJoining
             | UnhealthyReason::DriverAway { .. }
             | UnhealthyReason::Gone
-            | UnhealthyReason::Withdrawn => Proof::Silence,
+            | UnhealthyReason::HeldElsewhere { .. }
+            | UnhealthyReason::Withdrawn
+            | UnhealthyReason::MpsNotReady => Proof::Silence,
         }
     }
 }

@@ -15,9 +15,10 @@ use crate::inventory::Event;
 use crate::metrics::Metrics;
 
 /// The keys that do something, all at the start.
-const AT_START: [&str; 24] = [
+const AT_START: &[&str] = &[
     "configFile",
     "flags.failOnInitError",
+    "flags.mpsRoot",
     "flags.nvidiaDriverRoot",
     "flags.nvidiaDevRoot",
     "flags.gdrcopyEnabled",
@@ -28,12 +29,15 @@ const AT_START: [&str; 24] = [
     "flags.plugin.deviceIDStrategy",
     "flags.plugin.cdiAnnotationPrefix",
     "flags.plugin.nvidiaCTKPath",
+    "flags.plugin.cdiDisableHooks",
     "flags.plugin.containerDriverRoot",
     "flags.plugin.kubeletSocket",
     "imex.channelIDs",
     "imex.required",
     "linkwise.cdiDir",
+    "linkwise.expose.ncclTopology",
     "linkwise.expose.nics",
+    "linkwise.ncclTopologyDir",
     "linkwise.adminSocket",
     "linkwise.allowedUids",
     "linkwise.health.xids",
@@ -42,7 +46,7 @@ const AT_START: [&str; 24] = [
     "linkwise.podResourcesSocket",
 ];
 /// The keys that do something while linkwise runs.
-const AT_ONCE: [&str; 9] = [
+const AT_ONCE: &[&str] = &[
     "flags.migStrategy",
     "flags.plugin.sharedDevicesAllocationPolicy",
     "linkwise.filter.exclude",
@@ -54,6 +58,9 @@ const AT_ONCE: [&str; 9] = [
     "sharing",
 ];
 
+/// The keys that do nothing here; where somebody may expect something of them, a finding says so.
+const WITHOUT_EFFECT: &[&str] = &["flags.deviceDiscoveryStrategy", "flags.plugin.cdiFeatureFlags"];
+
 /// Tells people what is odd about a configuration, and what of it does nothing yet.
 pub(super) fn log(loaded: &Loaded) {
     for finding in &loaded.findings {
@@ -62,7 +69,8 @@ pub(super) fn log(loaded: &Loaded) {
     let told = |key: &str| loaded.findings.iter().any(|finding| finding.key == key);
     let defaults = Settings::defaults().shown();
     for (shown, default) in loaded.settings.shown().into_iter().zip(defaults) {
-        let works = AT_START.contains(&shown.key) || AT_ONCE.contains(&shown.key) || told(shown.key);
+        let known = AT_START.iter().chain(AT_ONCE).chain(WITHOUT_EFFECT).any(|key| *key == shown.key);
+        let works = known || told(shown.key);
         // The device nodes' root follows the driver's, and is not said by anybody then.
         if !works && shown.value != default.value && shown.origin != Origin::Default {
             let (key, value, origin) = (shown.key, plain(&shown.value), shown.origin);

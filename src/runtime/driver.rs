@@ -61,6 +61,8 @@ pub(super) struct Settings {
     pub grace: Duration,
     /// When a GPU that was left out is tried first.
     pub trial: Duration,
+    /// How often the PCI bus is looked at on a node without GPUs.
+    pub bus_look: Duration,
 }
 
 /// The driver's side of the node.
@@ -70,6 +72,8 @@ pub(super) struct Driver {
     pub sysfs: PathBuf,
     pub fail_on_init_error: Option<bool>,
     pub events: mpsc::Sender<Event>,
+    /// The node as it was told last, for whoever needs more than the graph.
+    pub seen: watch::Sender<Arc<NodeObservation>>,
     pub metrics: Arc<Metrics>,
     /// Why there is nothing to offer, for /readyz.
     pub idle: watch::Sender<Idle>,
@@ -441,6 +445,7 @@ impl Driver {
         let observed = NodeObservation { gpus, host, failures };
         if known.told.as_ref() != Some(&observed) {
             known.told = Some(observed.clone());
+            self.seen.send_replace(Arc::new(observed.clone()));
             self.tell(Event::Observed(Box::new(observed))).await?;
         }
         Ok(())
@@ -547,7 +552,7 @@ impl Driver {
         tracing::info!(reason, "this node has no NVIDIA GPU: idle until one is on its PCI bus");
         self.idle.send_replace(Idle::NoGpu(reason));
         self.metrics.idle(true);
-        let first = idle::gpu_appears(&self.sysfs).await?;
+        let first = idle::gpu_appears(&self.sysfs, self.settings.bus_look).await?;
         self.metrics.idle(false);
         self.idle.send_replace(Idle::Waiting(format!("GPU {first} has come, and was not looked at yet")));
         tracing::info!(gpu = %first, "an NVIDIA GPU is on the PCI bus now");

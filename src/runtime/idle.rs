@@ -10,9 +10,6 @@ use anyhow::{Context, Result};
 use crate::hwloc;
 use crate::topology::PciAddress;
 
-/// How often the PCI bus is looked at on a node without GPUs: one folder and two short files of each device in it.
-const LOOK: Duration = Duration::from_secs(10);
-
 /// Why a node offers nothing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Idle {
@@ -39,10 +36,11 @@ async fn on_bus(sysfs: &Path) -> Result<Vec<PciAddress>> {
     gpus.await.context("the look at the PCI bus broke off")
 }
 
-/// Waits until the PCI bus has an NVIDIA GPU, and gives its address.
-pub(super) async fn gpu_appears(sysfs: &Path) -> Result<PciAddress> {
+/// Waits until the PCI bus has an NVIDIA GPU, and gives its address. A look is one folder and two short files of each
+/// device in it.
+pub(super) async fn gpu_appears(sysfs: &Path, between_looks: Duration) -> Result<PciAddress> {
     loop {
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(between_looks).await;
         if let Some(first) = on_bus(sysfs).await?.first() {
             return Ok(*first);
         }

@@ -36,6 +36,8 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 pub struct HealthSettings {
     /// An operator's word on XIDs.
     pub xids: XidPolicy,
+    /// The first hold; without it, the inventory's own.
+    pub hold: Option<Duration>,
     /// Whether somebody polls the GPUs, so that the first list may wait for it.
     pub await_first_poll: bool,
     /// Where it is kept; nowhere without one.

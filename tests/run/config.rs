@@ -10,7 +10,7 @@ use crate::node::{GPU, Node, Setup, registered, uuid};
 const VALID: &str = "linkwise_config_valid";
 
 /// Writes a file whole: nobody reads half of it.
-fn write(file: &Path, text: &str) {
+pub fn write(file: &Path, text: &str) {
     let new = file.with_extension("new");
     std::fs::write(&new, text).unwrap();
     std::fs::rename(new, file).unwrap();
@@ -113,10 +113,28 @@ async fn names_that_the_nvidia_plugin_ignores_are_told_of_with_the_key_that_turn
 
 #[tokio::test]
 async fn what_this_version_does_not_work_by_is_told_of() {
-    let process = Setup::on("dgx1-v100").env("CDI_FEATURE_FLAGS", "none-of-ours").start().await.process;
-    let line = process.logged(|line| line["key"] == "flags.plugin.cdiFeatureFlags").await;
-    let origin = Some("environment CDI_FEATURE_FLAGS");
-    assert_eq!((line["value"].as_str(), line["origin"].as_str()), (Some("none-of-ours"), origin));
+    let (node, _kubelet, _file) = serve("linkwise:\n  expose: {ncclTopology: true}\n").await;
+    let line = node.process.logged(|line| line["key"] == "linkwise.expose.ncclTopology").await;
+    assert_eq!((line["value"].as_str(), line["origin"].as_str()), (Some("true"), Some("file, line 2")));
+}
+
+#[tokio::test]
+async fn what_has_no_sense_here_is_taken_with_one_line() {
+    let variables = [
+        ("CDI_FEATURE_FLAGS", "disable-nvsandboxutils", "no effect: they tell NVIDIA's generator"),
+        ("CDI_DISABLE_HOOKS", "enable-cuda-compat,update-ldcache", "other hooks are in no CDI spec of linkwise"),
+        ("DEVICE_DISCOVERY_STRATEGY", "tegra", "no effect: linkwise looks for GPUs by NVML only"),
+    ];
+    for (variable, value, said) in variables {
+        let (node, _kubelet) = Setup::on("dgx1-v100").env(variable, value).serve(8).await;
+        let line = node.process.logged(|line| line["key"] == variable).await;
+        assert!(line["problem"].as_str().unwrap().contains(said), "{line}");
+        let again = "does not work by it yet";
+        assert!(!node.process.lines().iter().any(|line| line.contains(again)), "{:#?}", node.process.lines());
+    }
+    // What is as it is here anyway is no line at all.
+    let (node, _kubelet) = Setup::on("dgx1-v100").env("DEVICE_DISCOVERY_STRATEGY", "nvml").serve(8).await;
+    assert!(!node.process.lines().iter().any(|line| line.contains("iscovery")), "{:#?}", node.process.lines());
 }
 
 #[tokio::test]

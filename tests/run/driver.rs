@@ -57,8 +57,8 @@ async fn an_xid_of_a_programs_making_is_counted_and_changes_nothing() {
 
 #[tokio::test]
 async fn a_gpu_that_is_lost_is_taken_out() {
-    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
-    // Seen at the next poll of the GPUs, every 10 s.
+    let (node, kubelet) = Setup::on("dgx1-v100").arg("--nvml-poll-ms=50").serve(8).await;
+    // Seen at the next poll of the GPUs.
     node.setup.tell("lost 3");
     unhealthy(&kubelet, &[3]).await;
     node.metric("linkwise_devices{resource=\"nvidia.com/gpu\",health=\"healthy\"}", 7).await;

@@ -15,20 +15,30 @@ const O_NONBLOCK: i32 = 0o4000;
 
 const TWO: [(&str, &str, &str); 2] = [("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:41:00.0", "")];
 
-/// A machine with a driver root and a folder for specs.
+/// These GPUs, a driver root and a folder for specs.
 fn setup(gpus: &[(&str, &str, &str)]) -> Setup {
-    let setup = Setup::with(&machine(gpus));
-    let (root, specs) = (setup.at("driver"), setup.at("cdi"));
-    Root::full(&root);
-    setup.arg("--driver-root-ctr-path").arg(root).arg("--cdi-dir").arg(specs).arg("--nvidia-driver-root=/run/driver")
+    cdi_setup(Setup::with(&machine(gpus)))
 }
 
-fn spec_file(setup: &Setup) -> PathBuf {
+/// The machine with a driver root and a folder for specs.
+pub fn cdi_setup(setup: Setup) -> Setup {
+    let (root, specs) = (setup.at("driver"), setup.at("cdi"));
+    Root::full(&root);
+    setup
+        .arg("--driver-root-ctr-path")
+        .arg(root)
+        .arg("--cdi-dir")
+        .arg(specs)
+        .arg("--nvidia-driver-root=/run/driver")
+        .arg("--nvml-pause-ms=10")
+}
+
+pub fn spec_file(setup: &Setup) -> PathBuf {
     setup.at("cdi").join("k8s.device-plugin.nvidia.com-gpu.json")
 }
 
 /// The names of all devices of the spec, once it is as wanted.
-async fn spec_with(node: &Node, wanted: &[&str]) {
+pub async fn spec_with(node: &Node, wanted: &[&str]) {
     let ask = async || {
         let text = fs::read_to_string(spec_file(&node.setup)).unwrap_or_default();
         let names: Vec<&str> = text.lines().filter_map(|line| line.trim().strip_prefix("\"name\": \"")).collect();
@@ -39,13 +49,13 @@ async fn spec_with(node: &Node, wanted: &[&str]) {
     assert_eq!(schema::check(&text), [""; 0], "{text}");
 }
 
-async fn allocation(kubelet: &KubeletBox, pod: &str, gpus: u32) -> Allocation {
-    let admitted = kubelet.admit(&Pod::single(pod, GPU, gpus), None).await.unwrap();
-    admitted.grant("main", GPU).unwrap().allocation.clone()
+pub async fn allocation(kubelet: &KubeletBox, pod: &str, resource: &str, count: u32) -> Allocation {
+    let admitted = kubelet.admit(&Pod::single(pod, resource, count), None).await.unwrap();
+    admitted.grant("main", resource).unwrap().allocation.clone()
 }
 
 /// An answer, a line for each thing that a container gets.
-fn lines(allocation: &Allocation) -> Vec<String> {
+pub fn lines(allocation: &Allocation) -> Vec<String> {
     let envs = allocation.envs.iter().map(|(name, value)| format!("env {name}={value}"));
     let mounts = allocation.mounts.iter();
     let mounts = mounts.map(|mount| format!("mount {} at {}", mount.host_path, mount.container_path));
@@ -139,7 +149,7 @@ async fn each_way_and_some_together() {
         };
         let setup = args.iter().fold(setup, |setup, arg| setup.arg(arg));
         let (node, kubelet) = setup.serve(2).await;
-        let mut got = lines(&allocation(&kubelet, "pod", 2).await);
+        let mut got = lines(&allocation(&kubelet, "pod", GPU, 2).await);
         if own("--driver-root-ctr-path") {
             // Control nodes would be those of the machine that runs the test.
             got.retain(|line| !["nvidiactl", "nvidia-uvm", "nvidia-modeset"].iter().any(|node| line.contains(node)));
@@ -155,7 +165,7 @@ async fn each_way_and_some_together() {
 async fn ways_can_come_from_the_environment() {
     let setup = setup(&TWO).env("DEVICE_LIST_STRATEGY", "cdi-cri,envvar").env("DEVICE_ID_STRATEGY", "index");
     let (_node, kubelet) = setup.serve(2).await;
-    let got = lines(&allocation(&kubelet, "pod", 1).await);
+    let got = lines(&allocation(&kubelet, "pod", GPU, 1).await);
     assert_eq!(got, ["env NVIDIA_VISIBLE_DEVICES=0", "cdi k8s.device-plugin.nvidia.com/gpu=0"]);
 }
 
@@ -244,7 +254,7 @@ async fn a_folder_that_cannot_be_written_later_is_told_of_once_and_the_node_serv
     node.setup.tell("xid 1 79");
     node.metric("linkwise_cdi_spec_writes_total{outcome=\"failed\"}", 2).await;
     registered(&kubelet, 1, 0).await;
-    let told = |line: &&String| line.contains("the last CDI spec stays");
+    let told = |line: &&String| line.contains("what was written last stays");
     assert_eq!(node.process.lines().iter().filter(told).count(), 1);
     // It comes back by itself when the folder does.
     fs::remove_file(&folder).unwrap();
@@ -258,12 +268,12 @@ async fn device_nodes_that_come_later_are_passed_too() {
     fs::remove_file(&uvm).unwrap();
     let (node, kubelet) = setup.serve(2).await;
     let has = |lines: &[String]| lines.iter().any(|line| line.contains("/dev/nvidia-uvm at"));
-    assert!(!has(&lines(&allocation(&kubelet, "before", 1).await)));
+    assert!(!has(&lines(&allocation(&kubelet, "before", GPU, 1).await)));
     assert!(kubelet.remove_pod("before"));
     std::os::unix::fs::symlink("/dev/null", &uvm).unwrap();
     node.setup.tell("xid 1 79");
     let ask = async || {
-        let got = lines(&allocation(&kubelet, "after", 1).await);
+        let got = lines(&allocation(&kubelet, "after", GPU, 1).await);
         assert!(kubelet.remove_pod("after"));
         if has(&got) { Ok(()) } else { Err(got) }
     };
@@ -283,7 +293,8 @@ async fn containers_get_the_nics_beside_their_gpus_where_asked_for() {
     }
     fs::create_dir_all(setup.at("sys/class/misc/rdma_cm")).unwrap();
     let (_node, kubelet) = setup.serve(2).await;
-    let mut pods = vec![lines(&allocation(&kubelet, "one", 1).await), lines(&allocation(&kubelet, "two", 1).await)];
+    let mut pods =
+        vec![lines(&allocation(&kubelet, "one", GPU, 1).await), lines(&allocation(&kubelet, "two", GPU, 1).await)];
     pods.sort();
     let near: &[&str] = &[
         "env LINKWISE_NICS=mlx5_0",
@@ -294,4 +305,40 @@ async fn containers_get_the_nics_beside_their_gpus_where_asked_for() {
     let mut expected = vec![near, &["env LINKWISE_NICS=", "env NVIDIA_VISIBLE_DEVICES=GPU-b"]];
     expected.sort();
     assert_eq!(pods, expected);
+}
+
+#[tokio::test]
+async fn containers_get_an_nccl_topology_file_where_asked_for() {
+    let setup = Setup::on("dgx1-v100").env("LINKWISE_EXPOSE_NCCL_TOPOLOGY", "true");
+    let folder = setup.at("nccl");
+    let setup = setup.arg("--nccl-topology-dir").arg(&folder);
+    let (node, kubelet) = setup.serve(8).await;
+    let allocation = allocation(&kubelet, "one", GPU, 1).await;
+    assert_eq!(allocation.envs["NCCL_TOPO_FILE"], "/run/linkwise/nccl/topology.xml");
+    let [mount] = &allocation.mounts[..] else { panic!("{:?}", allocation.mounts) };
+    assert_eq!(mount.host_path, folder.display().to_string());
+    assert_eq!((mount.container_path.as_str(), mount.read_only), ("/run/linkwise/nccl", true));
+
+    // The file was there before the first pod could be; it says what NVML says, and follows it.
+    let file = folder.join("topology.xml");
+    let links = || {
+        let gpus = linkwise::machines::load(file.to_str().unwrap()).unwrap().observed.gpus;
+        let links = gpus.iter().map(|gpu| gpu.nvlinks.iter().flatten().map(|group| group.links.len()).sum::<usize>());
+        links.collect::<Vec<_>>()
+    };
+    assert_eq!(links(), [6; 8]);
+    node.setup.tell("link 2 0 down");
+    until(async || if links()[2] == 5 { Ok(()) } else { Err(links()) }).await;
+}
+
+#[tokio::test]
+async fn a_folder_for_the_nccl_file_that_cannot_be_written_ends_it_at_the_start() {
+    let setup = Setup::with(&machine(&TWO)).env("LINKWISE_EXPOSE_NCCL_TOPOLOGY", "true");
+    fs::write(setup.at("file"), "").unwrap();
+    let folder = setup.at("file").join("nccl");
+    let setup = setup.arg("--nccl-topology-dir").arg(&folder);
+    let (status, words) = setup.spawn().ended().await;
+    assert_eq!(status.code(), Some(1), "{words:?}");
+    let said = format!("cannot write NCCL's topology file to {}", folder.display());
+    assert!(words.iter().any(|line| line.starts_with("linkwise: ") && line.contains(&said)), "{words:#?}");
 }

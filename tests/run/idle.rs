@@ -3,6 +3,8 @@
 use crate::node::{Setup, registered};
 
 const BARE: &str = "version: 1\nname: bare\nobserved: {gpus: []}\n";
+/// The PCI bus is looked at so often, and not every 10 s.
+const SOON: &str = "--bus-look-ms=50";
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 
 #[tokio::test]
@@ -54,7 +56,7 @@ async fn a_bus_that_does_not_answer_holds_up_no_driver_that_comes() {
 #[tokio::test]
 async fn a_gpu_that_comes_late_is_picked_up_in_place() {
     for option in ["--fail-on-init-error=false", "--log=info"] {
-        let setup = Setup::on("dgx1-v100").arg(option);
+        let setup = Setup::on("dgx1-v100").arg(option).arg(SOON);
         setup.tell("init 9");
         let kubelet = setup.kubelet();
         let node = setup.start().await;
@@ -62,7 +64,7 @@ async fn a_gpu_that_comes_late_is_picked_up_in_place() {
         node.process.said("this node has no NVIDIA GPU").await;
         node.metric(STARTS, 1).await;
         node.setup.tell("init 0");
-        // Seen at the next look at the bus, every 10 s.
+        // Seen at the next look at the bus.
         node.setup.all_on_bus();
         registered(&kubelet, 1, 8).await;
         node.ready(200, "ready").await;
@@ -73,7 +75,7 @@ async fn a_gpu_that_comes_late_is_picked_up_in_place() {
 
 #[tokio::test]
 async fn a_late_gpu_that_cannot_be_opened_ends_it_with_that_cause() {
-    let mut setup = Setup::on("dgx1-v100");
+    let mut setup = Setup::on("dgx1-v100").arg(SOON);
     setup.library = "/no/such/libnvidia-ml.so.1".into();
     let mut node = setup.start().await;
     node.ready(200, "no NVIDIA GPU on the PCI bus").await;

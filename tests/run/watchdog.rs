@@ -12,7 +12,7 @@ const UP: &str = "linkwise_nvml_agent_up";
 fn quick(machine: &str) -> Setup {
     let mut setup = Setup::on(machine);
     for (option, milliseconds) in
-        [("poll", 20), ("call", 1_000), ("start", 5_000), ("pause", 10), ("grace", 100), ("trial", 50)]
+        [("poll", 20), ("call", 1_000), ("start", 5_000), ("pause", 2), ("grace", 100), ("trial", 50)]
     {
         setup = setup.arg(format!("--nvml-{option}-ms={milliseconds}"));
     }
