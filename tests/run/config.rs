@@ -112,32 +112,6 @@ async fn names_that_the_nvidia_plugin_ignores_are_told_of_with_the_key_that_turn
 }
 
 #[tokio::test]
-async fn what_this_version_does_not_work_by_is_told_of() {
-    let (node, _kubelet, _file) = serve("linkwise:\n  expose: {ncclTopology: true}\n").await;
-    let line = node.process.logged(|line| line["key"] == "linkwise.expose.ncclTopology").await;
-    assert_eq!((line["value"].as_str(), line["origin"].as_str()), (Some("true"), Some("file, line 2")));
-}
-
-#[tokio::test]
-async fn what_has_no_sense_here_is_taken_with_one_line() {
-    let variables = [
-        ("CDI_FEATURE_FLAGS", "disable-nvsandboxutils", "no effect: they tell NVIDIA's generator"),
-        ("CDI_DISABLE_HOOKS", "enable-cuda-compat,update-ldcache", "other hooks are in no CDI spec of linkwise"),
-        ("DEVICE_DISCOVERY_STRATEGY", "tegra", "no effect: linkwise looks for GPUs by NVML only"),
-    ];
-    for (variable, value, said) in variables {
-        let (node, _kubelet) = Setup::on("dgx1-v100").env(variable, value).serve(8).await;
-        let line = node.process.logged(|line| line["key"] == variable).await;
-        assert!(line["problem"].as_str().unwrap().contains(said), "{line}");
-        let again = "does not work by it yet";
-        assert!(!node.process.lines().iter().any(|line| line.contains(again)), "{:#?}", node.process.lines());
-    }
-    // What is as it is here anyway is no line at all.
-    let (node, _kubelet) = Setup::on("dgx1-v100").env("DEVICE_DISCOVERY_STRATEGY", "nvml").serve(8).await;
-    assert!(!node.process.lines().iter().any(|line| line.contains("iscovery")), "{:#?}", node.process.lines());
-}
-
-#[tokio::test]
 async fn nothing_starts_with_a_wrong_configuration() {
     let (setup, file) = with_file("flags:\n  failOnInitError: maybe\n  migStrategy: some\n");
     let mut process = setup.spawn();

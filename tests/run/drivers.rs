@@ -53,14 +53,14 @@ async fn a_driver_that_is_unloaded_and_loaded_again_is_waited_for_and_pods_are_a
     node.setup.tell("unfail * nvmlDeviceGetCount_v2");
     node.setup.tell("init 0");
     node.metric("linkwise_nvml_away", 0).await;
-    // A process that began before the driver was whole is followed by one more: told until one hears it.
-    let heard = async || {
-        node.setup.try_tell("xid 3 79").map_err(|error| error.to_string())?;
-        let unhealthy = &kubelet.state().resources[GPU].unhealthy;
-        if unhealthy.contains(&uuid(1, 3)) { Ok(()) } else { Err("not heard".to_owned()) }
-    };
-    until(heard).await;
     node.metric(UP, 1).await;
+    // A process that has heard of it may be the one that the driver's return ends.
+    until(async || {
+        node.setup.try_tell("xid 3 79").map_err(|error| error.to_string())?;
+        let unhealthy = kubelet.state().resources[GPU].unhealthy.clone();
+        if unhealthy.contains(&uuid(1, 3)) { Ok(()) } else { Err(format!("unhealthy: {unhealthy:?}")) }
+    })
+    .await;
 }
 
 #[tokio::test]
