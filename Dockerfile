@@ -33,13 +33,21 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 COPY --from=build /src/target/release/linkwise /usr/bin/linkwise
 COPY LICENSE /usr/share/doc/linkwise/LICENSE
-# The NVIDIA plugin's command, as its chart and others call it: it means `linkwise run`.
-RUN ln -s linkwise /usr/bin/nvidia-device-plugin
+# The NVIDIA plugin's commands, as its chart and others call them: `linkwise run` and `linkwise mps-control-daemon`.
+RUN ln -s linkwise /usr/bin/nvidia-device-plugin && ln -s linkwise /usr/bin/mps-control-daemon
 
-# All GPUs, and of the driver only the management library: what NVIDIA's container runtime gives
-# to a container that asks for these.
+# As NVIDIA's image has it, so that a changed image is all there is to a swap: all GPUs for the container runtime to hand in;
+# NVML by utility, nvidia-uvm (which --pass-device-specs names) and the MPS programs by compute; and no refusal to start for
+# what a driver may be too old for.
 ENV NVIDIA_VISIBLE_DEVICES=all \
-    NVIDIA_DRIVER_CAPABILITIES=utility
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    NVIDIA_DISABLE_REQUIRE=true
+
+ARG VERSION=unknown
+LABEL org.opencontainers.image.title="linkwise" \
+      org.opencontainers.image.description="A topology-aware Kubernetes device plugin for NVIDIA GPUs" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}"
 
 # Root, without any capability (manifests/base): the kubelet's device-plugins folder is root's with
 # mode 0750, and our socket has to be made in it.

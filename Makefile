@@ -47,6 +47,8 @@ test: setup ## everything that must pass
 	$(CARGO) fmt --all --check
 	@echo "== clippy, warnings are errors"
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+	@command -v kubectl >/dev/null || command -v kustomize >/dev/null || \
+	  echo "== neither kubectl nor kustomize here: the manifests are not rendered, only looked at"
 	@echo "== tests: unit, property, golden, integration, layering, examples in the docs"
 	$(CARGO) test --locked --workspace
 	@echo "== docs, warnings are errors"

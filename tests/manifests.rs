@@ -1,5 +1,5 @@
-//! The manifests: they parse, and what they name is there. kubectl is not needed; what it would do with strategic merges is not
-//! played here.
+//! The manifests: they parse, what they name is there, and linkwise takes the settings in them. Where kubectl or kustomize is at
+//! hand (`make test` says so where neither is) each is rendered and looked at as the cluster would get it.
 
 #![allow(
     clippy::unwrap_used,
@@ -10,6 +10,7 @@
 )]
 
 use std::collections::BTreeSet;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -64,6 +65,7 @@ fn overlays_change_what_the_base_has() {
         let kustomization = read(&folder.join("kustomization.yaml"));
         for patch in list(&kustomization, "/patches") {
             let text = read(&folder.join(patch["path"].as_str().unwrap()));
+            // A patch without a target of its own, or of another kind or name, would be refused or lost.
             for (named, by) in [(&patch["target"]["kind"], "kind"), (&text["kind"], "kind")] {
                 assert_eq!(*named, base[by], "{}", folder.display());
             }
@@ -73,30 +75,122 @@ fn overlays_change_what_the_base_has() {
             // A container of another name would be a second one.
             let containers = format!("{POD}/containers");
             assert!(names(&text, &containers).is_subset(&names(&base, &containers)), "{}", folder.display());
-            holds(&[&base, &text]);
+            holds(&folder, &[&base, &text]);
         }
     }
-    holds(&[&base]);
+    holds(&manifests().join("base"), &[&base]);
 }
 
-/// Every mount has its volume, every volume its mount, every port of a probe its name.
-fn holds(parts: &[&Value]) {
+/// Every mount has its volume, every volume its mount, every port of a probe its name. Of parts that are merged, in all of them.
+fn holds(folder: &Path, parts: &[&Value]) {
     let all = |pointer: &str| parts.iter().flat_map(|part| names(part, pointer)).collect::<BTreeSet<String>>();
-    assert_eq!(all(&format!("{POD}/containers/0/volumeMounts")), all(&format!("{POD}/volumes")));
+    let containers = |kind: &str| {
+        let count = parts.iter().map(|part| list(part, &format!("{POD}/{kind}")).len()).max().unwrap();
+        (0..count).map(|number| format!("{POD}/{kind}/{number}")).collect::<Vec<_>>()
+    };
+    let containers: Vec<String> = [containers("initContainers"), containers("containers")].concat();
+    let mounts = containers.iter().flat_map(|container| all(&format!("{container}/volumeMounts")));
+    assert_eq!(mounts.collect::<BTreeSet<_>>(), all(&format!("{POD}/volumes")), "{}", folder.display());
     let ports = all(&format!("{POD}/containers/0/ports"));
     for probe in ["startupProbe", "livenessProbe", "readinessProbe"] {
         for part in parts {
             if let Some(port) = part.pointer(&format!("{POD}/containers/0/{probe}/httpGet/port")) {
-                assert!(ports.contains(port.as_str().unwrap()), "{probe}: {port}");
+                assert!(ports.contains(port.as_str().unwrap()), "{}: {probe}: {port}", folder.display());
             }
         }
     }
 }
 
+/// What kubectl, or kustomize, makes of a folder; `None` where this machine has neither.
+fn rendered(folder: &Path) -> Option<Vec<Value>> {
+    let ways: [(&str, &[&str]); 2] = [("kubectl", &["kustomize"]), ("kustomize", &["build"])];
+    let output =
+        ways.iter().find_map(|(program, args)| match Command::new(program).args(*args).arg(folder).output() {
+            Err(error) if error.kind() == ErrorKind::NotFound => None,
+            output => Some(output.unwrap_or_else(|error| panic!("{program}: {error}"))),
+        })?;
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{}: {}", folder.display(), String::from_utf8_lossy(&output.stderr));
+    Some(text.split("\n---\n").map(|document| serde_saphyr::from_str(document).unwrap()).collect())
+}
+
+#[test]
+fn what_the_cluster_would_get_is_whole() {
+    let Some(base) = rendered(&manifests().join("base")) else { return };
+    for folder in overlays().into_iter().chain([manifests().join("base")]) {
+        let objects = rendered(&folder).unwrap();
+        assert!(folder.ends_with("base") || objects != base, "{} changes nothing", folder.display());
+        let of_kind = |kind: &'static str| objects.iter().filter(move |object| object["kind"] == kind);
+        assert_eq!(of_kind("ServiceAccount").count(), 1, "{}", folder.display());
+        let maps: BTreeSet<&str> = of_kind("ConfigMap").map(|map| map["metadata"]["name"].as_str().unwrap()).collect();
+        for object in &objects {
+            assert_eq!(object["metadata"]["namespace"], "kube-system", "{}: {}", folder.display(), object["kind"]);
+        }
+        let linkwise = of_kind("DaemonSet").find(|object| object["metadata"]["name"] == "linkwise").unwrap();
+        assert_eq!(list(linkwise, &format!("{POD}/containers")).len(), 1, "{}", folder.display());
+        for set in of_kind("DaemonSet") {
+            holds(&folder, &[set]);
+            for container in ["initContainers", "containers"].iter().flat_map(|of| list(set, &format!("{POD}/{of}"))) {
+                assert_eq!(container["image"], "linkwise:dev", "{}: {container}", folder.display());
+                // The API server refuses the pair.
+                let security = &container["securityContext"];
+                let privileged = security["privileged"] == true || format!("{security}").contains("SYS_ADMIN");
+                let refused = privileged && security["allowPrivilegeEscalation"] == false;
+                assert!(!refused, "{}: {container}", folder.display());
+            }
+            for map in
+                list(set, &format!("{POD}/volumes")).iter().filter_map(|volume| volume["configMap"]["name"].as_str())
+            {
+                assert!(maps.contains(map), "{}: no ConfigMap {map}", folder.display());
+            }
+        }
+    }
+}
+
+/// The files of ConfigMaps in a folder, with their names.
+fn configurations(folder: &Path) -> Vec<(String, String)> {
+    let resources = read(&folder.join("kustomization.yaml"));
+    let files = list(&resources, "/resources").into_iter().map(|file| folder.join(file.as_str().unwrap()));
+    let objects = files.filter(|file| file.is_file()).map(|file| read(&file));
+    let maps: Vec<Value> = objects.filter(|object| object["kind"] == "ConfigMap").collect();
+    let texts = maps.iter().flat_map(|map| map["data"].as_object().unwrap());
+    texts.map(|(name, text)| (name.clone(), text.as_str().unwrap().to_owned())).collect()
+}
+
+#[test]
+fn linkwise_takes_the_settings_in_them() {
+    let mut files = 0;
+    for folder in overlays().into_iter().chain([manifests().join("base")]) {
+        let temporary = tempfile::tempdir().unwrap();
+        for (name, text) in configurations(&folder) {
+            let file = temporary.path().join(&name);
+            std::fs::write(&file, text).unwrap();
+            let check = Command::new(env!("CARGO_BIN_EXE_linkwise")).args(["config", "check"]).arg(&file).output();
+            let check = check.unwrap();
+            assert!(check.status.success(), "{}: {name}: {}", folder.display(), String::from_utf8_lossy(&check.stdout));
+            files += 1;
+        }
+        // The flags and variables of `run`, and the file that they name, come to settings.
+        let daemonset = read(&folder.join("daemonset.yaml"));
+        let container = daemonset.pointer(&format!("{POD}/containers/0")).unwrap();
+        let args = list(container, "/args").into_iter().map(|arg| arg.as_str().unwrap());
+        let args = args
+            .filter(|arg| *arg != "run")
+            .map(|arg| arg.replace("=/config/", &format!("={}/", temporary.path().display())));
+        let env = list(container, "/env")
+            .into_iter()
+            .map(|env| (env["name"].as_str().unwrap(), env["value"].as_str().unwrap()));
+        let show = Command::new(env!("CARGO_BIN_EXE_linkwise")).args(["config", "show"]).args(args).envs(env).output();
+        let show = show.unwrap();
+        assert!(show.status.success(), "{}: {}", folder.display(), String::from_utf8_lossy(&show.stderr));
+    }
+    assert!(files > 0);
+}
+
 #[test]
 fn variables_are_those_that_linkwise_reads() {
     // Read by the NVIDIA container runtime, not by us.
-    const RUNTIMES: [&str; 2] = ["NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"];
+    const RUNTIMES: [&str; 3] = ["NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_MIG_MONITOR_DEVICES"];
     let help = Command::new(env!("CARGO_BIN_EXE_linkwise")).args(["run", "--help"]).output().unwrap();
     // Lines are broken to the width of a terminal.
     let help = String::from_utf8(help.stdout).unwrap().split_whitespace().collect::<Vec<_>>().join(" ");

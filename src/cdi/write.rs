@@ -44,22 +44,26 @@ pub enum WriteError {
 
 /// Makes the folder where there is none, and sees whether files can be made in it.
 pub fn prepare(folder: &Path) -> Result<(), WriteError> {
-    let tried = fs::create_dir_all(folder).and_then(|()| temporary(folder)).map(drop);
-    tried.map_err(|source| WriteError::Folder { folder: folder.display().to_string(), source })
+    writable(folder).map_err(|source| WriteError::Folder { folder: folder.display().to_string(), source })
+}
+
+/// Makes a folder where there is none, and a file in it that goes again.
+pub fn writable(folder: &Path) -> io::Result<()> {
+    fs::create_dir_all(folder).and_then(|()| temporary(folder)).map(drop)
 }
 
 /// Puts a spec at its place; says whether there was another one, or none.
 pub fn write(folder: &Path, spec: &Spec) -> Result<bool, WriteError> {
     let text = spec.json().map_err(|source| WriteError::Json { kind: spec.kind.clone(), source })?;
     let path = folder.join(spec.file_name());
-    if fs::read(&path).is_ok_and(|there| there == text.as_bytes()) {
-        return Ok(false);
-    }
-    replace(folder, &path, &text).map_err(|source| WriteError::File { path: path.display().to_string(), source })?;
-    Ok(true)
+    replace(folder, &path, &text).map_err(|source| WriteError::File { path: path.display().to_string(), source })
 }
 
-fn replace(folder: &Path, path: &Path, text: &str) -> io::Result<()> {
+/// Puts a text at a path in a folder, whole or not at all; says whether there was another one, or none.
+pub fn replace(folder: &Path, path: &Path, text: &str) -> io::Result<bool> {
+    if fs::read(path).is_ok_and(|there| there == text.as_bytes()) {
+        return Ok(false);
+    }
     // /var/run/cdi is in memory: a reboot takes the folder with it, and somebody may.
     fs::create_dir_all(folder)?;
     let mut file = temporary(folder)?;
@@ -67,7 +71,8 @@ fn replace(folder: &Path, path: &Path, text: &str) -> io::Result<()> {
     file.as_file().sync_all()?;
     file.persist(path)?;
     // The name is in the folder, and lasts with it.
-    File::open(folder)?.sync_all()
+    File::open(folder)?.sync_all()?;
+    Ok(true)
 }
 
 /// A file that no runtime reads (they take *.json and *.yaml), gone unless moved to its place.

@@ -31,13 +31,16 @@ pub async fn topology(args: &TopologyArgs) -> Result<()> {
     };
     print(&match args.format {
         TopologyFormat::Text => text(&machine, allocated.as_ref()),
-        TopologyFormat::Json if allocated.is_some() => bail!("--allocated is for text, svg and dot"),
+        TopologyFormat::Json | TopologyFormat::Nccl if allocated.is_some() => {
+            bail!("--allocated is for text, svg and dot")
+        }
         TopologyFormat::Json => {
             let warnings = warnings.iter().map(ToString::to_string).collect();
             serde_json::to_string_pretty(&TopologyJson::new(&topology, warnings))? + "\n"
         }
         TopologyFormat::Svg => picture::svg(&Picture::new(&machine, &topology, allocated)),
         TopologyFormat::Dot => picture::dot(&Picture::new(&machine, &topology, allocated)),
+        TopologyFormat::Nccl => machines::nccl_topology_file(&machine.observed),
     })?;
     Ok(())
 }

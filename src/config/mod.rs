@@ -29,7 +29,7 @@ pub use admin::{AdminArgs, AdminOrder};
 pub use check::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs};
 pub use doctor::DoctorArgs;
 pub use list::{GpuName, UnitName};
-pub use mps::{MpsCommand, MpsControlDaemonArgs, SharedResource};
+pub use mps::{MpsCommand, MpsControlDaemonArgs, MpsRootArgs};
 pub use nvml::NvmlArgs;
 pub use settings::{Environment, Flags, Settings};
 pub use simulate::{SimulateArgs, SimulatePolicy};
@@ -69,7 +69,7 @@ pub enum Command {
     /// Ask the linkwise that runs on this host, or order: its state, the driver, a GPU's health
     Admin(AdminArgs),
     /// Run the control daemons of the GPUs that are shared by MPS (see docs/mps.md)
-    MpsControlDaemon(MpsControlDaemonArgs),
+    MpsControlDaemon(Box<MpsControlDaemonArgs>),
     /// Look at a configuration: what is wrong with a file, or what counts and who says so
     Config(ConfigArgs),
     /// The process that speaks to NVML, started by the others
@@ -121,6 +121,9 @@ pub struct RunArgs {
     /// Where the GPUs' health is kept for the next start, as linkwise_health.json; without it, beside the kubelet's socket
     #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
     pub state_dir: Option<PathBuf>,
+    /// Where the MPS root is.
+    #[command(flatten)]
+    pub mps: MpsRootArgs,
     /// Which XIDs count.
     #[command(flatten)]
     pub xids: XidArgs,
@@ -197,6 +200,8 @@ pub enum TopologyFormat {
     Svg,
     /// A picture, for Graphviz.
     Dot,
+    /// A topology file, for NCCL's NCCL_TOPO_FILE.
+    Nccl,
 }
 
 /// `linkwise topology`.
@@ -208,10 +213,10 @@ pub struct TopologyArgs {
     /// List the built-in machines, one a line, its name first
     #[arg(long, conflicts_with = "node")]
     pub list: bool,
-    /// For people, for scripts, or a picture: for a browser (svg) or for Graphviz (dot)
+    /// For people, for scripts, a picture (for a browser: svg, for Graphviz: dot), or a topology file for NCCL
     #[arg(long, default_value = "text")]
     pub format: TopologyFormat,
-    /// The GPUs that are held, as indices or UUIDs with commas: pictures colour them, the text says so; not for json
+    /// The GPUs that are held, as indices or UUIDs with commas: pictures colour them, the text says so; not for json and nccl
     #[arg(long, value_name = "LIST", value_delimiter = ',', conflicts_with = "list")]
     pub allocated: Option<Vec<GpuName>>,
 }

@@ -6,20 +6,26 @@ use std::path::Path;
 /// The NVIDIA plugin's command, for which `run` stands.
 const DEVICE_PLUGIN: &str = "nvidia-device-plugin";
 
-/// The words of the command line with the subcommand that they leave out: `run`, where we are called by the NVIDIA
-/// plugin's name, or where the first word is a flag that is not for help or version. `linkwise` alone shows its help.
+/// The NVIDIA plugin's command for the daemons of GPUs that are shared by MPS, and our subcommand of the same name.
+const MPS_CONTROL_DAEMON: &str = "mps-control-daemon";
+
+/// The words of the command line with the subcommand that they leave out: the one for which the name stands that we are
+/// called by, or `run` where the first word is a flag that is not for help or version. `linkwise` alone shows its help.
 pub(super) fn words(words: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     let mut words: Vec<OsString> = words.into_iter().collect();
     let name = words.first().and_then(|name| Path::new(name).file_name());
     let plugin = name.is_some_and(|name| name == DEVICE_PLUGIN);
+    let daemon = name.is_some_and(|name| name == MPS_CONTROL_DAEMON);
     let first = words.get(1).map(|word| word.to_string_lossy().into_owned());
-    let run = match first.as_deref() {
-        Some("-V" | "--version") => false,
-        Some("-h" | "--help") | None => plugin,
-        Some(word) => word.starts_with('-'),
+    let subcommand = match first.as_deref() {
+        Some("-V" | "--version") => None,
+        // This one has a subcommand of its own, `mount-shm`.
+        _ if daemon => (first.as_deref() != Some(MPS_CONTROL_DAEMON)).then_some(MPS_CONTROL_DAEMON),
+        Some("-h" | "--help") | None => plugin.then_some("run"),
+        Some(word) => word.starts_with('-').then_some("run"),
     };
-    if run && !words.is_empty() {
-        words.insert(1, "run".into());
+    if let Some(subcommand) = subcommand.filter(|_| !words.is_empty()) {
+        words.insert(1, subcommand.into());
     }
     words
 }
@@ -47,6 +53,13 @@ mod tests {
             ("nvidia-device-plugin --version", "nvidia-device-plugin --version"),
             ("nvidia-device-plugin run", "nvidia-device-plugin run"),
             ("nvidia-device-plugin topology", "nvidia-device-plugin topology"),
+            ("mps-control-daemon", "mps-control-daemon mps-control-daemon"),
+            ("/usr/bin/mps-control-daemon mount-shm", "/usr/bin/mps-control-daemon mps-control-daemon mount-shm"),
+            ("mps-control-daemon --config-file x", "mps-control-daemon mps-control-daemon --config-file x"),
+            ("mps-control-daemon --help", "mps-control-daemon mps-control-daemon --help"),
+            ("mps-control-daemon --version", "mps-control-daemon --version"),
+            ("mps-control-daemon mps-control-daemon", "mps-control-daemon mps-control-daemon"),
+            ("linkwise mps-control-daemon", "linkwise mps-control-daemon"),
             ("", ""),
         ] {
             assert_eq!(words(line), read, "{line}");

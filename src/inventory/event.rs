@@ -8,10 +8,12 @@ use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, NodeObservation, TopologyWarning};
 
 use super::device::{Health, ResourceName};
+use super::mps::MpsShare;
 use super::numa_hints::NumaHints;
 use super::plan::ResourcePlan;
 use super::poll::HealthPoll;
 use super::problem::PlanProblem;
+use super::reason::UnhealthyReason;
 use super::record::{HealthRecord, NodeIdentity};
 
 /// Something that happened, as a plain value.
@@ -21,6 +23,9 @@ pub enum Event {
     Observed(Box<NodeObservation>),
     /// An operator wants other resources made of the GPUs.
     Planned(Box<ResourcePlan>),
+    /// The MPS control daemons whose limits hold now, each with the share by which that was judged: one of another share
+    /// makes nothing ready.
+    MpsReady(BTreeMap<ResourceName, MpsShare>),
     /// The driver reported an XID.
     Xid {
         /// The GPU.
@@ -117,6 +122,15 @@ pub enum Effect {
     RecordIgnored {
         /// The form.
         version: u32,
+    },
+    /// Tell people that devices of a resource cannot be given out for now: a pod holds the hardware under another name.
+    HeldElsewhere {
+        /// The GPU.
+        gpu: GpuUuid,
+        /// The resource.
+        resource: ResourceName,
+        /// Who holds it.
+        reason: UnhealthyReason,
     },
     /// Tell people what is odd about the node, once.
     Warn(TopologyWarning),

@@ -414,7 +414,9 @@ impl Standing {
             UnhealthyReason::FabricJoining
             | UnhealthyReason::DriverAway { .. }
             | UnhealthyReason::Gone
-            | UnhealthyReason::Withdrawn => Proof::Silence,
+            | UnhealthyReason::HeldElsewhere { .. }
+            | UnhealthyReason::Withdrawn
+            | UnhealthyReason::MpsNotReady => Proof::Silence,
         }
     }
 }

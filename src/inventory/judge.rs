@@ -23,8 +23,8 @@ const DOUBLE_BIT_ECC: u64 = 48;
 /// A device that is no longer there, or no longer offered.
 #[derive(Clone, Debug)]
 pub(super) struct GoneDevice {
-    since: Timestamp,
-    why: UnhealthyReason,
+    pub(super) since: Timestamp,
+    pub(super) why: UnhealthyReason,
     /// The kubelet listed nobody who holds it. It is asked twice: the first answer may be older than the last pod.
     unheld: bool,
 }
@@ -222,15 +222,28 @@ impl Inventory {
     /// Brings the devices' health up to date; says what changed, and publishes it, or in any case where `publish`.
     pub(super) fn settle(&mut self, publish: bool) -> Vec<Effect> {
         let (mut effects, mut changed) = (Vec::new(), publish);
+        let (mut elsewhere, mut hindered) = (self.held_elsewhere(), BTreeMap::new());
         let mut whole: BTreeMap<GpuUuid, Health> = BTreeMap::new();
         for (resource, devices) in &mut self.resources {
             for (id, device) in devices {
-                let gone = self.gone.get(&(resource.clone(), id.clone()));
+                let key = (resource.clone(), id.clone());
+                let gone = self.gone.get(&key);
                 let own = self.health.get(&device.gpu.uuid);
-                let health = match gone {
+                let mut health = match gone {
                     Some(gone) => Health::Unhealthy { reason: gone.why.clone(), since: gone.since },
-                    None => own.map_or(Health::Healthy, |own| own.verdict(device.instance())),
+                    None => match (own.map(|own| own.verdict(device.instance())), self.mps.waits(resource, device)) {
+                        (None | Some(Health::Healthy), Some(since)) => {
+                            Health::Unhealthy { reason: UnhealthyReason::MpsNotReady, since }
+                        }
+                        (own, _) => own.unwrap_or(Health::Healthy),
+                    },
                 };
+                if let (Health::Healthy, Some((reason, since))) = (&health, elsewhere.remove(&key)) {
+                    health = Health::Unhealthy { reason: reason.clone(), since };
+                    if device.health != health {
+                        hindered.insert((device.gpu.uuid.clone(), resource.clone()), reason);
+                    }
+                }
                 changed |= device.health != health;
                 // Of a GPU people are told as a whole: gone once all its devices are.
                 let all = match (gone, own) {
@@ -256,6 +269,8 @@ impl Inventory {
                 effects.push(Effect::HealthChanged { gpu: gpu.clone(), health: health.clone() });
             }
         }
+        let held = |((gpu, resource), reason)| Effect::HeldElsewhere { gpu, resource, reason };
+        effects.extend(hindered.into_iter().map(held));
         self.told = whole;
         if changed && self.listing == Listing::Open {
             effects.push(Effect::Publish);

@@ -5,9 +5,11 @@
 //! resources they make up; which GPUs to choose is `allocation`'s.
 
 mod device;
+mod elsewhere;
 mod event;
 mod health;
 mod judge;
+mod mps;
 mod numa_hints;
 mod offer;
 mod plan;
@@ -29,10 +31,12 @@ use resources::Choice;
 
 use health::GpuHealth;
 use judge::GoneDevice;
+use mps::Mps;
 use quiet::Quiet;
 
 pub use device::{Device, Health, ResourceName, ResourceNameError, Timestamp};
 pub use event::{Effect, Event, MigInstance};
+pub use mps::{MpsGpu, MpsShare};
 pub use numa_hints::NumaHints;
 pub use plan::{
     DeviceSelector, DeviceSelectorError, Filter, GpuSelector, MigStrategy, NamePattern, Pattern, ResourcePlan,
@@ -56,6 +60,8 @@ pub struct Inventory {
     plan: Arc<ResourcePlan>,
     problems: Vec<PlanProblem>,
     held: Arc<BTreeSet<(ResourceName, DeviceId)>>,
+    /// Since when the kubelet says so; `None` where it says nothing.
+    holders_since: Option<Timestamp>,
     resources: BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>,
     choices: Arc<BTreeMap<ResourceName, Choice>>,
     xids: XidPolicy,
@@ -64,6 +70,7 @@ pub struct Inventory {
     health: BTreeMap<GpuUuid, GpuHealth>,
     /// The devices that are listed though they are no longer there.
     gone: BTreeMap<(ResourceName, DeviceId), GoneDevice>,
+    mps: Mps,
     /// What people were told of each GPU last.
     told: BTreeMap<GpuUuid, Health>,
     quiet: Quiet,
@@ -142,12 +149,14 @@ impl Inventory {
             plan: Arc::default(),
             problems: Vec::new(),
             held: Arc::default(),
+            holders_since: None,
             resources: BTreeMap::new(),
             choices: Arc::default(),
             xids: XidPolicy::default(),
             hold: health::HOLD,
             health: BTreeMap::new(),
             gone: BTreeMap::new(),
+            mps: Mps::default(),
             told: BTreeMap::new(),
             quiet: Quiet::default(),
             identity: NodeIdentity::default(),
@@ -270,6 +279,7 @@ impl Inventory {
         let mut effects = match event {
             Event::Observed(observed) => self.observed(&observed, now),
             Event::Planned(plan) => self.planned(*plan, now),
+            Event::MpsReady(ready) => self.mps_ready(ready, now),
             Event::Xid { gpu, code, instance } => self.xid(gpu, code, instance, now),
             Event::DoubleBitEcc { gpu } => self.double_bit_ecc(&gpu, now),
             Event::GpuLost { gpu, call } => self.failed(&gpu, UnhealthyReason::Lost { call }, now),
@@ -279,7 +289,7 @@ impl Inventory {
             Event::DriverAway { why } => self.away(&why, now),
             Event::DriverBack => self.driver_back(),
             Event::Cleared { gpu } => self.about(&gpu, GpuHealth::cleared),
-            Event::Holders(held) => self.holders(held),
+            Event::Holders(held) => self.holders(held, now),
             Event::Identified(identity) => self.identified(&identity),
             Event::Restored(record) => self.restored(&record),
             Event::NumaHints(hints) => self.hinted(hints),

@@ -86,6 +86,31 @@ pub enum PlanProblem {
         /// The GPUs.
         gpus: Vec<PciAddress>,
     },
+    /// MPS does not know GPUs as old as these.
+    #[error(
+        "{resource} is to be shared by MPS, for which GPUs {} are too old (compute capability below 3.5); it is not offered",
+        list(gpus)
+    )]
+    MpsTooOld {
+        /// The resource.
+        resource: ResourceName,
+        /// The GPUs.
+        gpus: Vec<PciAddress>,
+    },
+    /// More replicas than an MPS server takes clients.
+    #[error(
+        "{resource} is to be shared by MPS with {replicas} replicas, but the MPS server of GPU {gpu} takes {most} clients at most; it is not offered"
+    )]
+    MpsTooManyClients {
+        /// The resource.
+        resource: ResourceName,
+        /// The first such GPU.
+        gpu: PciAddress,
+        /// As the plan has it.
+        replicas: u32,
+        /// What there may be.
+        most: u32,
+    },
     /// Two resources would have one name.
     #[error("{resource} is to be shared as {name}, which is another resource already; it is not offered")]
     NameTaken {

@@ -89,9 +89,20 @@ pub enum UnhealthyReason {
     /// It is no longer there.
     #[error("the GPU is gone from the node")]
     Gone,
+    /// A pod holds its hardware under another name.
+    #[error("a pod holds it as '{id}' of {resource}")]
+    HeldElsewhere {
+        /// The resource.
+        resource: String,
+        /// The id.
+        id: String,
+    },
     /// It is there, but no longer offered as this resource.
     #[error("it is no longer offered as this resource")]
     Withdrawn,
+    /// It is shared by MPS, and nobody holds its clients to their limits.
+    #[error("the MPS control daemon of its resource is not ready")]
+    MpsNotReady,
 }
 
 fn of(instance: Option<MigInstance>) -> String {
@@ -137,7 +148,9 @@ impl UnhealthyReason {
             Self::DriverAway { .. } => "driver_away",
             Self::OffBus => "off_bus",
             Self::Gone => "gone",
+            Self::HeldElsewhere { .. } => "held_elsewhere",
             Self::Withdrawn => "withdrawn",
+            Self::MpsNotReady => "mps_not_ready",
         }
     }
 
@@ -162,7 +175,9 @@ impl UnhealthyReason {
             Self::DriverAway { .. } => "NVML answering again",
             Self::OffBus => "the GPU on the PCI bus again, through the hold",
             Self::Gone => "the GPU in its place again",
+            Self::HeldElsewhere { .. } => "the pod's end",
             Self::Withdrawn => "a plan that offers it so",
+            Self::MpsNotReady => "the daemon serving, with the limits that the plan asks for",
         }
     }
 
@@ -183,7 +198,9 @@ impl UnhealthyReason {
             | Self::DriverAway { .. }
             | Self::OffBus
             | Self::Gone
-            | Self::Withdrawn => ReasonClass::Probe,
+            | Self::HeldElsewhere { .. }
+            | Self::Withdrawn
+            | Self::MpsNotReady => ReasonClass::Probe,
         }
     }
 

@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::device::{Device, ResourceName};
+use super::mps;
 use super::numa_hints::NumaHints;
 use super::plan::{MigStrategy, NamePattern, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind};
 use super::problem::PlanProblem;
@@ -263,11 +264,10 @@ fn chosen<'a>(
             all.iter().partition(|piece| list.iter().any(|device| device.is(piece.gpu, piece.mig)))
         }
     };
-    let mut in_mig_mode: Vec<PciAddress> =
-        chosen.iter().filter(|piece| piece.gpu.mig_enabled).map(|piece| piece.gpu.pci).collect();
-    in_mig_mode.dedup();
-    if kind == SharingKind::Mps && !in_mig_mode.is_empty() {
-        return Err(PlanProblem::MpsOnMig { resource: of, gpus: in_mig_mode });
+    if kind == SharingKind::Mps
+        && let Some(refusal) = mps::refusal(&of, replicas, chosen.iter().map(|piece| piece.gpu))
+    {
+        return Err(refusal);
     }
     let slots = u64::from(replicas).saturating_mul(u64::try_from(chosen.len()).unwrap_or(u64::MAX));
     if slots > MOST_SLOTS {

@@ -47,10 +47,15 @@ pub(super) fn ids(ids: Vec<String>) -> Vec<DeviceId> {
 pub(super) fn container(answer: Answer) -> wire::ContainerAllocateResponse {
     let node =
         |(host_path, container_path)| wire::DeviceSpec { container_path, host_path, permissions: "rw".to_owned() };
-    let mount = |(host_path, container_path)| wire::Mount { container_path, host_path, read_only: false };
+    let mount = |read_only| move |(host_path, container_path)| wire::Mount { container_path, host_path, read_only };
     wire::ContainerAllocateResponse {
         envs: answer.variables.into_iter().collect(),
-        mounts: answer.mounts.into_iter().map(mount).collect(),
+        mounts: answer
+            .mounts
+            .into_iter()
+            .map(mount(false))
+            .chain(answer.read_only.into_iter().map(mount(true)))
+            .collect(),
         devices: answer.nodes.into_iter().map(node).collect(),
         annotations: answer.annotations.into_iter().collect(),
         cdi_devices: answer.cdi.into_iter().map(|name| wire::CdiDevice { name }).collect(),

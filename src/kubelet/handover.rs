@@ -6,15 +6,14 @@
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use thiserror::Error;
 use tokio::sync::watch;
 
 use super::nics::RdmaNodes;
-use crate::inventory::{Device, ResourceName};
-use crate::topology::NodeTopology;
+use crate::inventory::{Device, Inventory, ResourceName};
 
 /// The variable by which NVIDIA's container runtime knows which GPUs to hand in.
 const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
@@ -27,6 +26,15 @@ const MOUNTS_FOLDER: &str = "/var/run/nvidia-container-devices";
 
 /// What is mounted there: the name is all that counts.
 const NOTHING: &str = "/dev/null";
+
+/// The variable in which NCCL finds the name of a topology file.
+const NCCL_TOPO_FILE: &str = "NCCL_TOPO_FILE";
+
+/// The folder that the file is in, as a container sees it.
+const NCCL_FOLDER: &str = "/run/linkwise/nccl";
+
+/// The file's name in its folder.
+pub const NCCL_FILE: &str = "topology.xml";
 
 /// Whom a CDI annotation comes from: the first part of its name, as the NVIDIA device plugin writes it.
 const ANNOTATION_PLUGIN: &str = "nvidia-device-plugin";
@@ -50,6 +58,10 @@ pub struct Handover {
     /// Whether device nodes are named in the answer (`--pass-device-specs`): for runtimes that give a container
     /// only the nodes that are named.
     pub device_nodes: bool,
+    /// What clients of an MPS daemon get beside their GPUs.
+    pub mps: MpsClients,
+    /// The folder on the host with [`NCCL_FILE`] in it, where containers are to get that.
+    pub nccl_topology: Option<PathBuf>,
     /// What the node has beside its GPUs, as last looked at.
     pub surroundings: watch::Receiver<Arc<Surroundings>>,
 }
@@ -63,6 +75,31 @@ pub struct CdiNames {
     pub annotations: Option<String>,
     /// In the field of the device plugin API that the kubelet hands on over CRI.
     pub cri: bool,
+}
+
+/// What a container gets that shares its GPUs by MPS.
+#[derive(Clone, Debug)]
+pub struct MpsClients {
+    /// The MPS root on the host.
+    pub root: PathBuf,
+    /// What it is for a resource under this root. Its caller is on the path of an admission: it has to be pure.
+    pub grant: fn(&Path, &ResourceName) -> MpsClient,
+}
+
+/// What one such container gets.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MpsClient {
+    /// Environment.
+    pub variables: Vec<(String, String)>,
+    /// Folders: on the host, in the container.
+    pub mounts: Vec<(String, String)>,
+}
+
+impl Default for MpsClients {
+    /// Nothing, for nodes that share nothing by MPS.
+    fn default() -> Self {
+        Self { root: PathBuf::new(), grant: |_, _| MpsClient::default() }
+    }
 }
 
 /// By which names devices are handed over.
@@ -99,6 +136,8 @@ pub(super) struct Answer {
     pub nodes: Vec<(String, String)>,
     /// Mounts: on the host, in the container.
     pub mounts: Vec<(String, String)>,
+    /// Mounts that are read only.
+    pub read_only: Vec<(String, String)>,
     /// Annotations.
     pub annotations: BTreeMap<String, String>,
     /// Full names of CDI devices.
@@ -123,6 +162,8 @@ impl Default for Handover {
             ids: DeviceIds::default(),
             variables: BTreeMap::new(),
             device_nodes: false,
+            mps: MpsClients::default(),
+            nccl_topology: None,
             surroundings: watch::channel(Arc::default()).1,
         }
     }
@@ -136,7 +177,7 @@ impl Handover {
     pub(super) fn answer(
         &self,
         resource: &ResourceName,
-        topology: &NodeTopology,
+        inventory: &Inventory,
         devices: &[&Device],
     ) -> Result<Answer, HandoverError> {
         let around = Arc::clone(&self.surroundings.borrow());
@@ -144,8 +185,19 @@ impl Handover {
         let mut devices = devices.to_vec();
         devices.dedup_by_key(|device| device.uuid());
         let mut answer = self.gpus(resource, &devices, &around)?;
+        // Whatever the way: no runtime knows of MPS.
+        if inventory.mps_shares().contains_key(resource) && devices.iter().any(|device| device.slot.is_some()) {
+            let MpsClient { variables, mounts } = (self.mps.grant)(&self.mps.root, resource);
+            answer.variables.extend(variables);
+            answer.mounts.extend(mounts);
+        }
         if let Some(rdma) = &around.rdma {
-            rdma.answer(topology, &devices, &mut answer);
+            rdma.answer(inventory.topology(), &devices, &mut answer);
+        }
+        if let Some(folder) = &self.nccl_topology {
+            // The folder, not the file: a container that runs sees what is moved to the file's place later.
+            answer.read_only.push((folder.display().to_string(), NCCL_FOLDER.to_owned()));
+            answer.variables.insert(NCCL_TOPO_FILE.to_owned(), format!("{NCCL_FOLDER}/{NCCL_FILE}"));
         }
         Ok(answer)
     }
@@ -261,7 +313,7 @@ mod tests {
 
     fn answer(handover: &Handover, inventory: &Inventory) -> Result<Answer, HandoverError> {
         let devices: Vec<&Device> = inventory.devices(&ResourceName::gpu()).map(|(_, device)| device).collect();
-        handover.answer(&ResourceName::gpu(), inventory.topology(), &devices)
+        handover.answer(&ResourceName::gpu(), inventory, &devices)
     }
 
     fn around(surroundings: Surroundings) -> watch::Receiver<Arc<Surroundings>> {

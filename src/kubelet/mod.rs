@@ -32,7 +32,7 @@ use crate::allocation::AllocationReport;
 use crate::inventory::{Inventory, ResourceName};
 
 pub use callers::Callers;
-pub use handover::{CdiNames, DeviceIds, Handover, Surroundings};
+pub use handover::{CdiNames, DeviceIds, Handover, MpsClient, MpsClients, NCCL_FILE, Surroundings};
 pub use life::{Plugin, PluginError};
 pub use nics::RdmaNodes;
 pub use probe::{ProbeError, probe};

@@ -25,7 +25,9 @@ use wire::pod_resources_lister_client::PodResourcesListerClient;
 const TIMEOUT: Duration = Duration::from_secs(2);
 /// The longest answer that is read, as much as the kubelet's own clients take.
 const LONGEST: usize = 16 << 20;
-/// How often the holders are asked for.
+/// How often the holders are asked for while an answer is waited for.
+const ASK_OFTEN: Duration = Duration::from_secs(1);
+/// How often while nobody waits for an answer.
 const ASK_BETWEEN: Duration = Duration::from_secs(30);
 
 /// Which devices containers held when the kubelet was last asked, as the kubelet names them; `None`: not known.
@@ -101,16 +103,28 @@ pub async fn holders(socket: &Path) -> Result<BTreeSet<(ResourceName, DeviceId)>
     Ok(held.await?.into_iter().filter_map(named).collect())
 }
 
-/// Follows the holders until `shutdown`; a failure is "not known" until the next answer. Every answer is told, also one
+/// Follows the holders until `shutdown`, every second while somebody waits for an answer (`often`), else now and then; a failure is "not known" until the next answer. Every answer is told, also one
 /// like the last: what is gone leaves the list by what is said after it went.
-pub async fn follow_holders(socket: &Path, holders_now: watch::Sender<Holders>, shutdown: CancellationToken) {
-    let mut again = tokio::time::interval(ASK_BETWEEN);
-    again.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+pub async fn follow_holders(
+    socket: &Path,
+    holders_now: watch::Sender<Holders>,
+    mut often: watch::Receiver<bool>,
+    shutdown: CancellationToken,
+) {
+    let mut pause = ASK_BETWEEN;
     let follow = async {
         loop {
-            again.tick().await;
-            let known = holders(socket).await.ok();
-            holders_now.send_replace(known);
+            holders_now.send_replace(holders(socket).await.ok());
+            // Of what a pod holds for days an answer a second would be many.
+            let waited_for = *often.borrow_and_update();
+            pause = if waited_for { (pause * 2).min(ASK_BETWEEN) } else { ASK_BETWEEN };
+            let begins = async {
+                // Whoever would say so is gone only when the node ends.
+                let _ = often.changed().await;
+            };
+            if tokio::time::timeout(pause, begins).await.is_ok() {
+                pause = ASK_OFTEN / 2;
+            }
         }
     };
     shutdown.run_until_cancelled(follow).await;

@@ -116,7 +116,7 @@ impl DevicePlugin for Service {
             self.offers().allocated(&ids);
             let granted = inventory.allocate(&self.resource, &ids).map_err(|error| convert::refusal(&error));
             let answer = granted.and_then(|devices| {
-                let answer = self.settings.handover.answer(&self.resource, inventory.topology(), &devices);
+                let answer = self.settings.handover.answer(&self.resource, &inventory, &devices);
                 answer.map(convert::container).map_err(|error| convert::not_handed_over(&error))
             });
             let told = ids.iter().map(|id| id.as_str().to_owned()).collect();

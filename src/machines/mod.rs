@@ -17,7 +17,7 @@ use crate::topology::NodeObservation;
 use file::MachineFile;
 pub use file::MachineFileError;
 pub use load::{HostXml, Loaded, host_xml, load, of_bytes, read};
-pub use nccl::NcclError;
+pub use nccl::{NcclError, topology_file as nccl_topology_file};
 pub use xml::{XmlError, XmlFault};
 
 /// The largest node file that is read, in bytes.

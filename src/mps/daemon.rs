@@ -19,7 +19,8 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::control::{Control, ControlError, is_memory, is_percentage};
 use super::layout::Layout;
-use super::limits::{Limits, MpsResource};
+use super::limits::Limits;
+use crate::inventory::ResourceName;
 use crate::topology::GpuUuid;
 
 /// Answered by every driver that knows MPS limits, and changes nothing.
@@ -144,9 +145,9 @@ impl Daemon {
     /// # Errors
     ///
     /// See [`StartError`]; nothing runs any more then.
-    pub async fn start(settings: &Settings, resource: &MpsResource, limits: &Limits) -> Result<Self, StartError> {
+    pub async fn start(settings: &Settings, resource: &ResourceName, limits: &Limits) -> Result<Self, StartError> {
         let Settings { layout, programs, pace } = settings;
-        let (pipe, log) = (layout.pipe(&resource.name), layout.log(&resource.name));
+        let (pipe, log) = (layout.pipe(resource), layout.log(resource));
         for path in [&pipe, &log] {
             // Kept over restarts: running containers have the folder itself mounted.
             fs::create_dir_all(path).map_err(|source| StartError::Write { path: path.clone(), source })?;

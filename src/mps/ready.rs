@@ -3,11 +3,7 @@
 //! Called by the runtime, off the path of admissions: it reads small files, and asks no driver and no daemon. A resource
 //! may be offered while its [`Readiness`] is `Ready`, and at no other time.
 
-use std::collections::BTreeMap;
 use std::fmt;
-use std::time::Duration;
-
-use tokio::sync::watch;
 
 use super::layout::Layout;
 use super::limits::Limits;
@@ -35,35 +31,16 @@ impl fmt::Display for Readiness {
     }
 }
 
-/// Looks once. `wanted` are the limits that the plugin's own configuration and GPUs call for: the daemon may still hold
+/// Looks. `wanted` are the limits that the plugin's own configuration and GPUs call for: the daemon may still hold
 /// those of another configuration.
 pub fn look(layout: &Layout, resource: &ResourceName, wanted: &Limits) -> Readiness {
     let path = layout.marker(resource);
     let why = match marker::read(&path) {
-        Ok(Said::Holds(limits)) if limits == *wanted => return Readiness::Ready,
+        Ok(Said::Holds(limits)) if limits.hold(wanted) => return Readiness::Ready,
         Ok(Said::Holds(_)) => "the MPS daemon holds other limits than the configuration asks for".to_owned(),
         Ok(Said::Nothing) => "the MPS daemon does not serve it".to_owned(),
         Ok(Said::Stale) => format!("the MPS daemon is gone and left {} behind", path.display()),
         Err(error) => format!("cannot read {}: {error}", path.display()),
     };
     Readiness::Waiting { why }
-}
-
-/// Looks again and again, and tells of what changed. Never ends by itself; whoever calls drops it.
-pub async fn follow(
-    layout: &Layout,
-    wanted: &BTreeMap<ResourceName, Limits>,
-    every: Duration,
-    told: &watch::Sender<BTreeMap<ResourceName, Readiness>>,
-) {
-    loop {
-        let now: BTreeMap<_, _> =
-            wanted.iter().map(|(name, limits)| (name.clone(), look(layout, name, limits))).collect();
-        told.send_if_modified(|before| {
-            let changed = *before != now;
-            *before = now;
-            changed
-        });
-        tokio::time::sleep(every).await;
-    }
 }

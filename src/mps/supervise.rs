@@ -10,8 +10,9 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::daemon::{Daemon, Settings, StartError};
-use super::limits::{Limits, MpsResource};
+use super::limits::Limits;
 use super::marker::Marker;
+use crate::inventory::ResourceName;
 
 /// What happened to the control daemon of a resource.
 #[derive(Clone, Debug)]
@@ -32,7 +33,7 @@ pub enum Occurrence {
 /// Serves one resource until `shutdown`.
 pub async fn supervise(
     settings: &Settings,
-    resource: &MpsResource,
+    resource: &ResourceName,
     limits: &Limits,
     shutdown: &CancellationToken,
     mut report: impl FnMut(Occurrence),
@@ -58,12 +59,12 @@ pub async fn supervise(
 /// One daemon from its start to its end; `Ok` when that was by `shutdown`.
 async fn one_daemon(
     settings: &Settings,
-    resource: &MpsResource,
+    resource: &ResourceName,
     limits: &Limits,
     shutdown: &CancellationToken,
     report: &mut impl FnMut(Occurrence),
 ) -> Result<(), StartError> {
-    let path = settings.layout.marker(&resource.name);
+    let path = settings.layout.marker(resource);
     let write = |source| StartError::Write { path: path.clone(), source };
     Marker::clear(&path).map_err(write)?;
     let Some(daemon) = shutdown.run_until_cancelled(Daemon::start(settings, resource, limits)).await else {

@@ -15,9 +15,10 @@ use crate::inventory::Event;
 use crate::metrics::Metrics;
 
 /// The keys that do something, all at the start.
-const AT_START: [&str; 24] = [
+const AT_START: [&str; 27] = [
     "configFile",
     "flags.failOnInitError",
+    "flags.mpsRoot",
     "flags.nvidiaDriverRoot",
     "flags.nvidiaDevRoot",
     "flags.gdrcopyEnabled",
@@ -33,7 +34,9 @@ const AT_START: [&str; 24] = [
     "imex.channelIDs",
     "imex.required",
     "linkwise.cdiDir",
+    "linkwise.expose.ncclTopology",
     "linkwise.expose.nics",
+    "linkwise.ncclTopologyDir",
     "linkwise.adminSocket",
     "linkwise.allowedUids",
     "linkwise.health.xids",

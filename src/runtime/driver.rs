@@ -69,6 +69,8 @@ pub(super) struct Driver {
     pub sysfs: PathBuf,
     pub fail_on_init_error: Option<bool>,
     pub events: mpsc::Sender<Event>,
+    /// The node as it was told last, for whoever needs more than the graph.
+    pub seen: watch::Sender<Arc<NodeObservation>>,
     pub metrics: Arc<Metrics>,
     /// Why there is nothing to offer, for /readyz.
     pub idle: watch::Sender<Idle>,
@@ -403,6 +405,7 @@ impl Driver {
         let observed = NodeObservation { gpus, host, failures };
         if known.told.as_ref() != Some(&observed) {
             known.told = Some(observed.clone());
+            self.seen.send_replace(Arc::new(observed.clone()));
             self.tell(Event::Observed(Box::new(observed))).await?;
         }
         Ok(())

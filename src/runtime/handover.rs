@@ -1,9 +1,11 @@
-//! Keeps up to date what containers are handed: CDI specs, and the device nodes that an answer to Allocate names.
+//! Keeps up to date what containers are handed: CDI specs, the device nodes that an answer to Allocate names, NCCL's
+//! topology file.
 //!
 //! One task follows the inventory, looks at the node off the path of an admission, writes what changed and publishes the
 //! nodes. What goes wrong later than at the start leaves the last good state as it is.
 
 use std::collections::BTreeSet;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,13 +14,16 @@ use anyhow::{Context, Result, bail};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+use super::nccl::TopologyFile;
 use crate::cdi;
 use crate::config::Settings;
 use crate::config::settings::{DeviceIdStrategy, DeviceListStrategy};
 use crate::hwloc;
-use crate::inventory::Inventory;
-use crate::kubelet::{CdiNames, DeviceIds, Handover, RdmaNodes, Surroundings};
+use crate::inventory::{Inventory, ResourceName};
+use crate::kubelet::{CdiNames, DeviceIds, Handover, MpsClient, MpsClients, RdmaNodes, Surroundings};
 use crate::metrics::Metrics;
+use crate::mps;
+use crate::topology::NodeObservation;
 
 /// How often the node is looked at where the inventory does not change: /dev/nvidia-uvm comes with its first use, and a
 /// folder of specs may be emptied. As often as NVML is polled.
@@ -40,6 +45,8 @@ struct Sight {
     folder: Option<PathBuf>,
     /// Whether RDMA NICs are looked for.
     nics: bool,
+    /// The topology file for NCCL, where containers get one.
+    nccl: Option<TopologyFile>,
 }
 
 /// What one look brought.
@@ -49,11 +56,17 @@ struct Round {
     /// Files that changed.
     written: Vec<String>,
     error: Option<cdi::WriteError>,
+    /// Whether NCCL's topology file changed; `None` where there is none.
+    nccl: Option<io::Result<bool>>,
 }
 
 /// How containers get their GPUs, and what has to be kept up to date for it. Fails where CDI specs are wanted and their folder
-/// cannot be written, or where an IMEX channel that is required is not there.
-pub(super) fn prepare(settings: &Settings, sysfs: &Path) -> Result<(Handover, Option<Upkeep>)> {
+/// cannot be written, the same with NCCL's topology file, or where an IMEX channel that is required is not there.
+pub(super) fn prepare(
+    settings: &Settings,
+    sysfs: &Path,
+    seen: watch::Receiver<Arc<NodeObservation>>,
+) -> Result<(Handover, Option<Upkeep>)> {
     let wants = |strategy| settings.device_list_strategy.value.contains(&strategy);
     let annotations = wants(DeviceListStrategy::CdiAnnotations).then(|| settings.cdi_annotation_prefix.value.clone());
     let cri = wants(DeviceListStrategy::CdiCri);
@@ -75,6 +88,7 @@ pub(super) fn prepare(settings: &Settings, sysfs: &Path) -> Result<(Handover, Op
         },
         folder: names.is_some().then(|| settings.cdi_dir.value.clone()),
         nics: settings.expose_nics.value,
+        nccl: TopologyFile::prepare(settings, seen)?,
     };
     if let Some(folder) = &sight.folder {
         cdi::prepare(folder).context("--device-list-strategy asks for CDI")?;
@@ -96,13 +110,22 @@ pub(super) fn prepare(settings: &Settings, sysfs: &Path) -> Result<(Handover, Op
         },
         variables: extras.iter().map(|(_, variable)| ((*variable).to_owned(), "enabled".to_owned())).collect(),
         device_nodes: settings.pass_device_specs.value,
+        nccl_topology: sight.nccl.as_ref().map(TopologyFile::folder),
         cdi: names,
+        mps: MpsClients { root: settings.mps_root.value.clone(), grant: mps_client },
         surroundings: surroundings.subscribe(),
     };
-    let beside = sight.nics || !sight.options.imex_channels.is_empty();
+    let beside = sight.nics || sight.nccl.is_some() || !sight.options.imex_channels.is_empty();
     let needed = handover.cdi.is_some() || handover.device_nodes || beside;
-    let ready = watch::Sender::new(sight.folder.is_none());
+    let ready = watch::Sender::new(sight.folder.is_none() && sight.nccl.is_none());
     Ok((handover, needed.then(|| Upkeep { sight: Arc::new(sight), surroundings, ready })))
+}
+
+/// What a container with a slot of a resource that is shared by MPS gets, under the MPS root on the host.
+fn mps_client(root: &Path, resource: &ResourceName) -> MpsClient {
+    let mps::Grant { environment, mounts } = mps::grant(root, resource);
+    let mount = |mount: mps::Mount| (mount.host.display().to_string(), mount.container.display().to_string());
+    MpsClient { variables: environment, mounts: mounts.into_iter().map(mount).collect() }
 }
 
 fn roots(settings: &Settings, sysfs: &Path) -> cdi::Roots {
@@ -153,14 +176,23 @@ impl Upkeep {
                 tracing::info!(path, "CDI spec written");
                 metrics.cdi_written(true);
             }
-            if let Some(error) = round.error {
+            if let Some(Ok(true)) = round.nccl {
+                tracing::info!("NCCL topology file written");
+            }
+            if round.error.is_some() {
                 metrics.cdi_written(false);
+            }
+            let nccl = round
+                .nccl
+                .and_then(Result::err)
+                .map(|error| anyhow::Error::from(error).context("cannot write NCCL's topology file"));
+            if let Some(error) = round.error.map(anyhow::Error::from).or(nccl) {
                 if !*self.ready.borrow() {
-                    return Err(error.into());
+                    return Err(error);
                 }
-                let error = format!("{:#}", anyhow::Error::from(error));
+                let error = format!("{error:#}");
                 if failing.as_ref() != Some(&error) {
-                    tracing::error!(error, "the last CDI spec stays; further failures are counted, not logged");
+                    tracing::error!(error, "what was written last stays; further failures are not logged");
                     failing = Some(error);
                 }
             } else {
@@ -193,8 +225,12 @@ impl Sight {
     /// Looks, and writes what is new. On a node without GPUs there is nothing to write, and nothing odd.
     fn round(&self, inventory: &Inventory) -> Round {
         let surroundings = self.surroundings();
-        let mut round = Round { surroundings, oddities: Vec::new(), written: Vec::new(), error: None };
-        let Some(folder) = self.folder.as_deref().filter(|_| !inventory.resources().is_empty()) else { return round };
+        let mut round = Round { surroundings, oddities: Vec::new(), written: Vec::new(), error: None, nccl: None };
+        if inventory.resources().is_empty() {
+            return round;
+        }
+        round.nccl = self.nccl.as_ref().map(TopologyFile::write);
+        let Some(folder) = self.folder.as_deref() else { return round };
         let look = cdi::look(&self.roots, &self.options, inventory);
         round.oddities = look.oddities;
         for spec in cdi::specs(&look.description) {

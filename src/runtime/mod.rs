@@ -13,6 +13,7 @@ mod idle;
 mod keeper;
 mod log;
 mod mps;
+mod nccl;
 mod node;
 mod observe;
 mod operator;
@@ -23,15 +24,19 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 
 use crate::admin::Local;
 use crate::config::settings::{OnNvmlLoss, load};
-use crate::config::{Environment, HostArgs, RunArgs};
+use crate::config::{Environment, HostArgs, NvmlArgs, RunArgs, Settings};
 use crate::inventory::{Event, XidPolicy};
 use crate::kubelet;
+use crate::metrics::Metrics;
+use crate::mps::Layout;
 use crate::nvml::Limits;
 use crate::nvml::child::AgentCommand;
+
+use idle::Idle;
 
 pub use driver::look;
 pub use keeper::HealthSettings;
@@ -70,7 +75,8 @@ async fn serve(args: &RunArgs) -> Result<()> {
     config::log(&loaded);
     let settings = loaded.settings;
     let admin = settings.admin_socket.value.as_deref().map(Local::bind).transpose()?;
-    let (handover, upkeep) = handover::prepare(&settings, &args.host.sysfs)?;
+    let seen = watch::Sender::default();
+    let (handover, upkeep) = handover::prepare(&settings, &args.host.sysfs, seen.subscribe())?;
     let kubelet = kubelet::Settings {
         handover,
         pod_resources_socket: Some(settings.pod_resources_socket.value.clone()),
@@ -98,25 +104,12 @@ async fn serve(args: &RunArgs) -> Result<()> {
     .await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
     let release = operator::Release::new(Arc::clone(node.metrics()));
-    let milliseconds = Duration::from_millis;
-    let driver = driver::Driver {
-        command: AgentCommand {
-            poll: milliseconds(args.nvml.nvml_poll_ms),
-            limits: Limits { start: milliseconds(args.nvml.nvml_start_ms), call: milliseconds(args.nvml.nvml_call_ms) },
-            ..agent_command(&args.host)
-        },
-        settings: driver::Settings {
-            unhealthy_when_away: settings.on_nvml_loss.value == OnNvmlLoss::Unhealthy,
-            pause: milliseconds(args.nvml.nvml_pause_ms),
-            grace: milliseconds(args.nvml.nvml_grace_ms),
-            trial: milliseconds(args.nvml.nvml_trial_ms),
-            bus_look: milliseconds(args.nvml.bus_look_ms),
-        },
-        release: release.clone(),
-        sysfs: args.host.sysfs.clone(),
-        fail_on_init_error: settings.fail_on_init_error.value,
+    let beside = (node.metrics(), node.idle_reason(), release.clone());
+    let driver = driver::Driver { seen, ..driver_of(&args.nvml, &args.host, &settings, node.events(), beside) };
+    let watch = mps::Watch {
+        layout: Layout::new(&args.mps.container_root),
+        inventory: node.inventory(),
         events: node.events(),
-        metrics: Arc::clone(node.metrics()),
         idle: node.idle_reason(),
     };
     let shutdown = node.shutdown();
@@ -129,6 +122,7 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let planned = Event::Planned(Box::new(settings.plan()));
     node.events().send(planned).await.context("nobody takes events")?;
     node.spawn("NVML driver", driver.run(shutdown.clone()));
+    node.spawn("MPS daemons' watch", watch.run(shutdown.clone()));
     let settings = watch::Sender::new(Arc::new(settings));
     let follower = config::Follower { settings: settings.subscribe(), events: node.events() };
     node.spawn("configuration's follower", follower.run(shutdown.clone()));
@@ -157,6 +151,40 @@ async fn serve(args: &RunArgs) -> Result<()> {
         Ok(())
     });
     node.serve().await
+}
+
+/// Lives with the driver as the options say, and tells of it by events. `beside`: where it counts, why there is nothing to
+/// offer, and whether an operator wants the driver for something else.
+fn driver_of(
+    nvml: &NvmlArgs,
+    host: &HostArgs,
+    settings: &Settings,
+    events: mpsc::Sender<Event>,
+    beside: (&Arc<Metrics>, watch::Sender<Idle>, operator::Release),
+) -> driver::Driver {
+    let milliseconds = Duration::from_millis;
+    let (metrics, idle, release) = beside;
+    driver::Driver {
+        command: AgentCommand {
+            poll: milliseconds(nvml.nvml_poll_ms),
+            limits: Limits { start: milliseconds(nvml.nvml_start_ms), call: milliseconds(nvml.nvml_call_ms) },
+            ..agent_command(host)
+        },
+        settings: driver::Settings {
+            unhealthy_when_away: settings.on_nvml_loss.value == OnNvmlLoss::Unhealthy,
+            pause: milliseconds(nvml.nvml_pause_ms),
+            grace: milliseconds(nvml.nvml_grace_ms),
+            trial: milliseconds(nvml.nvml_trial_ms),
+            bus_look: milliseconds(nvml.bus_look_ms),
+        },
+        release,
+        sysfs: host.sysfs.clone(),
+        fail_on_init_error: settings.fail_on_init_error.value,
+        events,
+        seen: watch::Sender::default(),
+        metrics: Arc::clone(metrics),
+        idle,
+    }
 }
 
 /// How to start the process that speaks to NVML: this binary.

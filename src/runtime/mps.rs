@@ -1,22 +1,36 @@
-//! `linkwise mps-control-daemon`: looks at the GPUs, runs a supervised control daemon for each resource that is shared by
-//! MPS, and ends them all. A process of its own, in a container with the privileges that MPS takes; the plugin has none.
+//! `linkwise mps-control-daemon`: a supervised control daemon for each resource that is shared by MPS, and the end of them
+//! all. A process of its own, in a container with the privileges that MPS takes; the plugin has none.
+//!
+//! It reads the plugin's configuration and sees the GPUs as the plugin does, and makes the same of them: an inventory that
+//! offers nothing. `daemons` carries out what that wants; `plugin` is the other side, in `linkwise run`.
 
-use std::collections::BTreeMap;
+mod daemons;
+mod plugin;
+
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File, TryLockError};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
-use tokio::signal::unix::{Signal, SignalKind, signal};
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::config::{MpsCommand, MpsControlDaemonArgs, SharedResource};
-use crate::inventory::ResourceName;
-use crate::mps::{
-    Layout, Limits, MpsGpu, MpsResource, Occurrence, Pace, Programs, Settings, Shm, mount_shm, supervise,
-};
-use crate::topology::GpuObservation;
+use super::clock::Clock;
+use super::config;
+use super::idle::Idle;
+use super::operator::Release;
+use crate::config::settings::load;
+use crate::config::{Environment, MpsCommand, MpsControlDaemonArgs};
+use crate::inventory::{Effect, Event, Inventory, ResourceName};
+use crate::metrics::Metrics;
+use crate::mps::{Layout, LayoutError, Limits, Pace, Programs, Settings, Shm, mount_shm};
+use daemons::Daemons;
+
+pub(super) use plugin::Watch;
 
 /// How long things may take. `quit` gives the servers a second; the next half is the daemon's own.
 const PACE: Pace = Pace {
@@ -27,37 +41,8 @@ const PACE: Pace = Pace {
     pauses: (Duration::from_secs(1), Duration::from_secs(60)),
 };
 
-/// What ends a round.
-enum Order {
-    End(&'static str),
-    Reload,
-}
-
-/// The signals that are listened for.
-struct Orders {
-    terminate: Signal,
-    interrupt: Signal,
-    hangup: Signal,
-}
-
-impl Orders {
-    fn listen() -> Result<Self> {
-        let listen = |kind, name| signal(kind).with_context(|| format!("cannot listen for {name}"));
-        Ok(Self {
-            terminate: listen(SignalKind::terminate(), "SIGTERM")?,
-            interrupt: listen(SignalKind::interrupt(), "SIGINT")?,
-            hangup: listen(SignalKind::hangup(), "SIGHUP")?,
-        })
-    }
-
-    async fn next(&mut self) -> Order {
-        tokio::select! {
-            _ = self.terminate.recv() => Order::End("SIGTERM"),
-            _ = self.interrupt.recv() => Order::End("SIGINT"),
-            _ = self.hangup.recv() => Order::Reload,
-        }
-    }
-}
+/// Events that may wait.
+const EVENTS: usize = 256;
 
 /// Runs the control daemons until told to end.
 pub fn mps_control_daemon(args: &MpsControlDaemonArgs) -> Result<()> {
@@ -66,7 +51,7 @@ pub fn mps_control_daemon(args: &MpsControlDaemonArgs) -> Result<()> {
         match args.command {
             None => serve(args).await,
             Some(MpsCommand::MountShm) => {
-                let layout = Layout::new(&args.container_root);
+                let layout = Layout::new(&args.root.container_root);
                 let path = layout.shm();
                 match mount_shm(&layout).await? {
                     Shm::Mounted => tracing::info!(path = %path.display(), "shared memory mounted"),
@@ -78,103 +63,99 @@ pub fn mps_control_daemon(args: &MpsControlDaemonArgs) -> Result<()> {
     })
 }
 
+/// What the resources of this node that are shared by MPS call for: the same for the plugin and for the daemons.
+fn wanted(layout: &Layout, inventory: &Inventory) -> BTreeMap<ResourceName, Result<Limits, LayoutError>> {
+    let limits = |(name, share)| layout.check(name).map(|()| Limits::of(share));
+    inventory.mps_shares().iter().map(|(name, share)| (name.clone(), limits((name, share)))).collect()
+}
+
 async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     // First of all: a container's first process does not even die of a signal that it does not listen for.
-    let mut orders = Orders::listen()?;
-    let layout = Layout::new(&args.container_root);
+    let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
+    let hangup = signal(SignalKind::hangup()).context("cannot listen for SIGHUP")?;
+    let environment = Environment::read();
+    let loaded = load(&args.flags, &environment)?;
+    config::log(&loaded);
+    let layout = Layout::new(&args.root.container_root);
     let _lock = lock(&layout)?;
-    loop {
-        let shutdown = CancellationToken::new();
-        let mut tasks = JoinSet::new();
-        let started = tokio::select! {
-            started = start(args, &layout, &mut tasks, &shutdown) => started,
-            order = orders.next() => match order {
-                Order::End(signal) => { tracing::info!(signal, "ending"); return Ok(()) }
-                Order::Reload => continue,
-            },
-        };
-        started?;
-        let order = tokio::select! {
-            order = orders.next() => order,
-            Some(ended) = tasks.join_next() => {
-                ended.context("the supervisor of an MPS daemon broke off")?;
-                bail!("the supervisor of an MPS daemon ended by itself");
-            }
-        };
-        match order {
-            Order::End(signal) => tracing::info!(signal, "ending"),
-            Order::Reload => tracing::info!("SIGHUP: looking at the GPUs and starting the MPS daemons anew"),
-        }
-        shutdown.cancel();
-        while let Some(ended) = tasks.join_next().await {
-            ended.context("the supervisor of an MPS daemon broke off")?;
-        }
-        if let Order::End(_) = order {
-            return Ok(());
-        }
-    }
-}
+    let (events, mut happened) = mpsc::channel(EVENTS);
+    // Nobody reads these here: what is counted goes with the process.
+    let metrics = Arc::new(Metrics::new(env!("CARGO_PKG_VERSION"), watch::channel(Arc::default()).1));
+    let shutdown = CancellationToken::new();
+    let mut tasks = JoinSet::new();
+    let idle = watch::Sender::new(Idle::Waiting(String::new()));
+    let release = Release::new(Arc::clone(&metrics));
+    let driver = super::driver_of(&args.nvml, &args.host, &loaded.settings, events.clone(), (&metrics, idle, release));
+    let planned = Event::Planned(Box::new(loaded.settings.plan()));
+    events.send(planned).await.context("nobody takes events")?;
+    tasks.spawn(named("NVML driver", driver.run(shutdown.clone())));
+    let settings = watch::Sender::new(Arc::new(loaded.settings));
+    let follower = config::Follower { settings: settings.subscribe(), events };
+    tasks.spawn(named("configuration's follower", follower.run(shutdown.clone())));
+    let reader = config::Reader { flags: args.flags.clone(), environment, settings, metrics };
+    tasks.spawn(named("configuration", reader.run(hangup, shutdown.clone())));
 
-/// Starts the supervisors of one round.
-async fn start(
-    args: &MpsControlDaemonArgs,
-    layout: &Layout,
-    tasks: &mut JoinSet<()>,
-    shutdown: &CancellationToken,
-) -> Result<()> {
-    if args.resource.is_none() {
-        tracing::info!("no resource is shared by MPS: nothing to do but to wait");
-        return Ok(());
-    }
-    let (gpus, failures) = super::look(&super::agent_command(&args.host)).await.context("cannot see the GPUs")?;
-    for failure in failures {
-        tracing::warn!(subject = failure.subject, call = failure.call, error = failure.error, "not answered");
-    }
     let programs = Programs { control: "nvidia-cuda-mps-control".into(), smi: "nvidia-smi".into() };
-    let settings = Settings { layout: layout.clone(), programs, pace: PACE };
-    for (resource, limits) in plan(layout, &resources(args.resource.as_slice(), &gpus))? {
-        let (settings, shutdown) = (settings.clone(), shutdown.clone());
-        tasks.spawn(async move {
-            supervise(&settings, &resource, &limits, &shutdown, |what| log(&resource.name, &limits, &what)).await;
-        });
-    }
-    Ok(())
+    let mut daemons = Daemons::new(Settings { layout: layout.clone(), programs, pace: PACE });
+    let mut sight =
+        Sight { state: Inventory::default(), clock: Clock::start(), refused: BTreeSet::new(), told_idle: false };
+    let ended = loop {
+        tokio::select! {
+            Some(event) = happened.recv() => daemons.want(sight.apply(event, &layout)),
+            ended = daemons.next() => if let Err(error) = ended { break Err(error) },
+            Some(task) = tasks.join_next() => match task {
+                Ok((name, Ok(()))) => break Err(anyhow!("the task '{name}' ended")),
+                Ok((name, Err(error))) => break Err(error.context(format!("the task '{name}' failed"))),
+                Err(error) => break Err(error).context("a task broke off"),
+            },
+            _ = terminate.recv() => { tracing::info!(signal = "SIGTERM", "ending"); break Ok(()) }
+            _ = interrupt.recv() => { tracing::info!(signal = "SIGINT", "ending"); break Ok(()) }
+        }
+    };
+    daemons.end().await?;
+    shutdown.cancel();
+    while tasks.join_next().await.is_some() {}
+    ended
 }
 
-/// The resources that are shared by MPS. Here the configuration file's `sharing.mps` and the plan of resources belong:
-/// until they are read, each resource has all GPUs.
-fn resources(shared: &[SharedResource], gpus: &[GpuObservation]) -> Vec<MpsResource> {
-    let gpu = |gpu: &GpuObservation| MpsGpu {
-        uuid: gpu.uuid.clone(),
-        index: gpu.index,
-        memory_mib: gpu.memory_mib,
-        compute_capability: gpu.compute_capability,
-        // What is seen of a GPU does not say yet whether it is in MIG mode.
-        mig: false,
-    };
-    let resource = |one: &SharedResource| MpsResource {
-        name: one.name.clone(),
-        gpus: gpus.iter().map(gpu).collect(),
-        replicas: one.replicas,
-        whole_node: true,
-    };
-    shared.iter().map(resource).collect()
+async fn named(name: &'static str, task: impl Future<Output = Result<()>>) -> (&'static str, Result<()>) {
+    (name, task.await)
 }
 
-/// The limits of each resource; refuses what MPS cannot do, by name.
-fn plan(layout: &Layout, resources: &[MpsResource]) -> Result<Vec<(MpsResource, Limits)>> {
-    let mut of = BTreeMap::new();
-    let mut planned = Vec::new();
-    for resource in resources {
-        layout.check(&resource.name)?;
-        for gpu in &resource.gpus {
-            if let Some(other) = of.insert(&gpu.uuid, &resource.name) {
-                bail!("{} is shared by MPS as {other} and as {}: a GPU has one MPS daemon", gpu.uuid, resource.name);
+/// What is seen of the node, and what people were told of it.
+struct Sight {
+    state: Inventory,
+    clock: Clock,
+    refused: BTreeSet<String>,
+    told_idle: bool,
+}
+
+impl Sight {
+    /// What happened, and what is to be served now.
+    fn apply(&mut self, event: Event, layout: &Layout) -> BTreeMap<ResourceName, Limits> {
+        let looked = matches!(event, Event::Observed(_));
+        let (state, effects) = std::mem::take(&mut self.state).apply(event, self.clock.now());
+        self.state = state;
+        for effect in effects {
+            if let Effect::PlanProblem(problem) = effect {
+                tracing::warn!("{problem}");
             }
         }
-        planned.push((resource.clone(), resource.limits()?));
+        let mut servable = BTreeMap::new();
+        for (resource, limits) in wanted(layout, &self.state) {
+            match limits {
+                Ok(limits) => drop(servable.insert(resource, limits)),
+                Err(error) if self.refused.insert(error.to_string()) => tracing::error!("{error}"),
+                Err(_) => {}
+            }
+        }
+        if looked && servable.is_empty() && !self.told_idle {
+            tracing::info!("no resource of this node is shared by MPS: nothing to do but to wait");
+        }
+        self.told_idle = servable.is_empty() && (looked || self.told_idle);
+        servable
     }
-    Ok(planned)
 }
 
 /// Keeps other daemon processes from the root, as long as this one lives.
@@ -182,7 +163,7 @@ fn lock(layout: &Layout) -> Result<File> {
     let root = layout.root();
     ensure!(
         root.is_dir(),
-        "no folder {}: mount the host's MPS root there, or name it by --container-root",
+        "no folder {}: mount the host's MPS root there, or name it by --mps-container-root",
         root.display()
     );
     let path: PathBuf = layout.lock();
@@ -193,27 +174,4 @@ fn lock(layout: &Layout) -> Result<File> {
         Err(TryLockError::WouldBlock) => bail!("another linkwise mps-control-daemon serves {}", root.display()),
         Err(TryLockError::Error(error)) => Err(error).with_context(|| format!("cannot lock {}", path.display())),
     }
-}
-
-fn log(resource: &ResourceName, limits: &Limits, what: &Occurrence) {
-    match what {
-        Occurrence::Serving => {
-            let memory: Vec<String> = limits.memory.iter().map(|one| memory(&one.gpu, one.mib)).collect();
-            let memory = memory.join(",");
-            tracing::info!(%resource, threads = limits.thread_percentage, memory, "the MPS daemon serves, its limits hold");
-        }
-        Occurrence::Failed { why, again_in } => {
-            let cause = format!("{:#}", anyhow::Error::from(why.clone()));
-            tracing::warn!(%resource, cause, ?again_in, "the MPS daemon does not serve");
-        }
-        Occurrence::Ended(None) => tracing::info!(%resource, "the MPS daemon ended"),
-        Occurrence::Ended(Some(why)) => {
-            let cause = format!("{:#}", anyhow::Error::from(why.clone()));
-            tracing::warn!(%resource, cause, "the MPS daemon ended, and left something behind");
-        }
-    }
-}
-
-fn memory(gpu: &crate::topology::GpuUuid, mib: Option<u64>) -> String {
-    mib.map_or_else(|| format!("{gpu}=unlimited"), |mib| format!("{gpu}={mib}M"))
 }

@@ -72,6 +72,8 @@ pub struct Node {
     plugins: Plugins,
     holders: watch::Sender<Holders>,
     follows_holders: bool,
+    /// Whether an answer about holders is waited for.
+    asks_often: watch::Sender<bool>,
     troubles: Troubles,
     idle: watch::Sender<Idle>,
     last_report: watch::Sender<Option<Arc<AllocationReport>>>,
@@ -122,6 +124,7 @@ impl Node {
             plugins: Plugins::default(),
             holders: watch::Sender::default(),
             follows_holders: false,
+            asks_often: watch::Sender::default(),
             troubles: Troubles::default(),
             idle,
             last_report: watch::Sender::default(),
@@ -245,6 +248,8 @@ impl Node {
     fn apply(&mut self, event: Event) {
         let (state, effects) = std::mem::take(&mut self.state).apply(event, self.clock.now());
         self.state = state;
+        let awaits = self.state.awaits_holders();
+        self.asks_often.send_if_modified(|often| std::mem::replace(often, awaits) != awaits);
         for effect in effects {
             match effect {
                 Effect::Publish => self.publish(),
@@ -260,6 +265,9 @@ impl Node {
                 Effect::Keep => drop(self.records.send_replace(Some(self.state.record()))),
                 Effect::RecordIgnored { version } => {
                     tracing::warn!(version, "the health record is of another version of linkwise and is not used");
+                }
+                Effect::HeldElsewhere { gpu, resource, reason } => {
+                    tracing::info!(%gpu, %resource, %reason, "not given out so until the pod has ended");
                 }
                 Effect::Warn(warning) => tracing::warn!("{warning}"),
                 Effect::PlanProblem(problem) => tracing::warn!("{problem}"),
@@ -311,9 +319,9 @@ impl Node {
         let Some(socket) = self.kubelet.pod_resources_socket.clone() else { return };
         if !self.follows_holders {
             self.follows_holders = true;
-            let (holders, shutdown) = (self.holders.clone(), self.shutdown());
+            let (holders, often, shutdown) = (self.holders.clone(), self.asks_often.subscribe(), self.shutdown());
             self.spawn("holders of devices", async move {
-                pod_resources::follow_holders(&socket, holders, shutdown).await;
+                pod_resources::follow_holders(&socket, holders, often, shutdown).await;
                 Ok(())
             });
         }

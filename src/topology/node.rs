@@ -9,7 +9,7 @@ use super::level::{Rank, TopologyLevel};
 use super::matrix::LinkMatrix;
 use super::mig::{MigDevice, MigProfile};
 use super::nvlink;
-use super::observation::{GpuObservation, NicKind, NodeObservation, PcieLink};
+use super::observation::{ComputeCapability, GpuObservation, NicKind, NodeObservation, PcieLink};
 use super::pcie::{PciTree, Place, PlacedNic};
 use super::warning::TopologyWarning;
 
@@ -55,6 +55,9 @@ pub struct Gpu {
     /// Its memory in MiB.
     #[serde(skip)]
     pub memory_mib: Option<u64>,
+    /// Its compute capability.
+    #[serde(skip)]
+    pub compute_capability: Option<ComputeCapability>,
     /// Whether MIG mode is on: then it runs nothing itself, its MIG devices do.
     #[serde(skip)]
     pub mig_enabled: bool,
@@ -104,6 +107,7 @@ impl NodeTopology {
             nvswitch_port: port.map_or(0, |(_, carries)| carries),
             minor: gpu.minor,
             memory_mib: gpu.memory_mib,
+            compute_capability: gpu.compute_capability,
             mig_enabled: gpu.mig.as_ref().is_some_and(|mig| mig.enabled),
             display: gpu.display,
         });

@@ -105,6 +105,18 @@ fn a_node_file_is_as_good_as_a_name() {
 }
 
 #[test]
+fn a_topology_file_for_nccl_is_as_good_as_the_machine() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("dgx-h100.xml");
+    std::fs::write(&path, text(&mut linkwise(&["topology", "--node", "dgx-h100", "--format", "nccl"]))).unwrap();
+    let [machine, file] =
+        ["dgx-h100", path.to_str().unwrap()].map(|node| json(&["topology", "--node", node, "--format", "json"]));
+    for key in ["nvlink_mbps", "nvswitch_plane", "pcie_mbps"] {
+        assert_eq!(file[key], machine[key], "{key}");
+    }
+}
+
+#[test]
 fn this_machine_is_seen_through_nvml_and_hwloc() {
     let mut command = linkwise(&["topology", "--format", "json"]);
     this_is(&mut command, "dgx1-v100");

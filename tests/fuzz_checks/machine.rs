@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use linkwise::allocation::{AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, preferred_allocation};
-use linkwise::machines::{Loaded, Machine, of_bytes};
+use linkwise::machines::{Loaded, Machine, nccl_topology_file, of_bytes};
 use linkwise::topology::NodeTopology;
 
 use super::request::holds;
@@ -36,6 +36,23 @@ pub(super) fn is_one_line(message: &str) {
     assert!(message.len() < 4096, "a message of {} bytes", message.len());
 }
 
+/// The topology file for NCCL has all GPUs; only what is larger or deeper than a dump may be is not read back.
+fn reaches_nccl(machine: &Machine, topology: &NodeTopology) {
+    let text = nccl_topology_file(&machine.observed);
+    match of_bytes("nccl.xml", text.clone().into_bytes()) {
+        Ok(Loaded::Machine(again)) => {
+            for gpu in topology.gpus() {
+                assert!(again.observed.gpus.iter().any(|read| read.pci == gpu.pci), "{} is lost:\n{text}", gpu.pci);
+            }
+        }
+        Ok(Loaded::Host(_)) => panic!("taken for a hwloc XML:\n{text}"),
+        Err(error) => {
+            let error = error.to_string();
+            assert!(error.contains("nest deeper") || error.contains("more than"), "{error}:\n{text}");
+        }
+    }
+}
+
 fn becomes_a_topology(machine: &Machine) {
     let text = machine.to_yaml().expect("what was read can be written");
     match Machine::parse(&text) {
@@ -43,6 +60,7 @@ fn becomes_a_topology(machine: &Machine) {
         Err(error) => panic!("not read back: {error}\n{text}"),
     }
     let (topology, warnings) = NodeTopology::assemble(&machine.observed);
+    reaches_nccl(machine, &topology);
     for warning in &warnings {
         assert!(!warning.to_string().is_empty());
     }

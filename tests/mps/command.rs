@@ -1,10 +1,11 @@
 //! `linkwise mps-control-daemon` as a real process.
 
 use std::fs;
+use std::path::PathBuf;
 use std::process::{Output, Stdio};
 
-use linkwise::inventory::ResourceName;
-use linkwise::mps::{Limits, Marker, MpsResource, Readiness, look};
+use linkwise::inventory::{MpsGpu, MpsShare, ResourceName};
+use linkwise::mps::{Limits, Marker, Readiness, look};
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStderr, Command};
 use tokio::time::timeout;
@@ -14,13 +15,27 @@ use crate::node::{LIMIT, Node, kill, runs, until, waiting};
 /// A built-in machine of 8 GPUs of 80 GiB.
 const MACHINE: &str = "dgx-h100";
 
+/// GPUs in so many replicas, in the NVIDIA plugin's words.
+fn sharing(name: &str, replicas: u32) -> String {
+    format!("version: v1\nsharing:\n  mps:\n    resources:\n    - name: {name}\n      replicas: {replicas}\n")
+}
+
+/// Writes the configuration whole: nobody reads half of it.
+fn configure(node: &Node, text: &str) -> PathBuf {
+    let (file, new) = (node.layout().root().join("config.yaml"), node.layout().root().join("config.new"));
+    fs::write(&new, text).unwrap();
+    fs::rename(new, &file).unwrap();
+    file
+}
+
 fn command(node: &Node, args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
     let file = format!("{}/src/machines/{MACHINE}.yaml", env!("CARGO_MANIFEST_DIR"));
     let path = format!("{}:/usr/bin:/bin", node.bin().display());
-    command.args(["mps-control-daemon", "--container-root"]).arg(node.layout().root()).args(args);
+    command.args(["mps-control-daemon", "--mps-container-root"]).arg(node.layout().root()).args(args);
     command.env("LINKWISE_NVML_LIBRARY", fake_nvml::library_path()).env("FAKE_NVML_MACHINE", file);
-    command.env_remove("FAKE_NVML_CONTROL").env_remove("LINKWISE_LOG").env_remove("LINKWISE_MPS_RESOURCE");
+    command.env_remove("FAKE_NVML_CONTROL").env_remove("LINKWISE_LOG").env_remove("CONFIG_FILE");
+    command.arg("--sysfs").arg(node.layout().root()).env("HWLOC_SYNTHETIC", "pack:2 numa:1 pu:2");
     command.env("PATH", path).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
     command
 }
@@ -33,7 +48,12 @@ struct Daemon {
 
 impl Daemon {
     fn start(node: &Node) -> Self {
-        let mut child = command(node, &["--resource", "nvidia.com/gpu=10"]).spawn().unwrap();
+        Self::with(node, &sharing("nvidia.com/gpu", 10))
+    }
+
+    fn with(node: &Node, config: &str) -> Self {
+        let file = configure(node, config);
+        let mut child = command(node, &["--config-file", file.to_str().unwrap()]).spawn().unwrap();
         let log = BufReader::new(child.stderr.take().unwrap()).lines();
         Self { child, log }
     }
@@ -66,17 +86,10 @@ async fn refused(node: &Node, args: &[&str]) -> String {
 }
 
 /// What the plugin calls for on the same machine.
-fn wanted() -> Limits {
-    let gpus = linkwise::machines::load(MACHINE).unwrap().observed.gpus;
-    let gpu = |gpu: linkwise::topology::GpuObservation| linkwise::mps::MpsGpu {
-        uuid: gpu.uuid,
-        index: gpu.index,
-        memory_mib: gpu.memory_mib,
-        compute_capability: gpu.compute_capability,
-        mig: false,
-    };
-    let gpus = gpus.into_iter().map(gpu).collect();
-    MpsResource { name: ResourceName::gpu(), gpus, replicas: 10, whole_node: true }.limits().unwrap()
+fn wanted(replicas: u32) -> Limits {
+    let gpus = linkwise::machines::load(MACHINE).unwrap().observed.gpus.into_iter();
+    let gpus = gpus.map(|gpu| MpsGpu { uuid: gpu.uuid, index: gpu.index, memory_mib: gpu.memory_mib }).collect();
+    Limits::of(&MpsShare { replicas, gpus, whole_node: true })
 }
 
 #[tokio::test]
@@ -85,27 +98,43 @@ async fn sigterm_ends_it_in_order() {
     let mut daemon = Daemon::start(&node);
     let line = daemon.says("its limits hold").await;
     assert!(line.contains("resource=nvidia.com/gpu") && line.contains("threads=10"), "{line}");
-    assert_eq!(look(node.layout(), &gpu, &wanted()), Readiness::Ready);
-    assert_eq!(node.kept(&gpu, "memory-7"), (wanted().memory[7].mib.unwrap()).to_string());
+    assert_eq!(look(node.layout(), &gpu, &wanted(10)), Readiness::Ready);
+    assert_eq!(node.kept(&gpu, "memory-7"), (wanted(10).memory[7].mib.unwrap()).to_string());
     let pid = node.pid(&gpu);
     daemon.signal("-TERM");
     daemon.says("the MPS daemon ended").await;
     assert!(timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap().success());
     assert!(!runs(pid));
-    assert!(waiting(&look(node.layout(), &gpu, &wanted())).contains("does not serve"));
+    assert!(waiting(&look(node.layout(), &gpu, &wanted(10))).contains("does not serve"));
 }
 
 #[tokio::test]
-async fn sighup_starts_the_daemons_anew() {
+async fn other_replicas_are_other_limits_and_the_same_ones_end_nothing() {
     let (node, gpu) = (Node::new(), ResourceName::gpu());
     let mut daemon = Daemon::start(&node);
     daemon.says("its limits hold").await;
     let before = node.pid(&gpu);
     daemon.signal("-HUP");
+    daemon.says("nothing in it is another").await;
+    // Of no matter for MPS.
+    configure(&node, &(sharing("nvidia.com/gpu", 10) + "linkwise: {numaHints: off}\n"));
+    daemon.says("a new configuration counts").await;
+    assert_eq!((node.pid(&gpu), look(node.layout(), &gpu, &wanted(10))), (before, Readiness::Ready));
+    configure(&node, &sharing("nvidia.com/gpu", 4));
     daemon.says("the MPS daemon ended").await;
-    daemon.says("its limits hold").await;
+    let line = daemon.says("its limits hold").await;
+    assert!(line.contains("threads=25"), "{line}");
     assert_ne!(node.pid(&gpu), before);
-    assert_eq!(look(node.layout(), &gpu, &wanted()), Readiness::Ready);
+    assert_eq!(look(node.layout(), &gpu, &wanted(4)), Readiness::Ready);
+    assert!(waiting(&look(node.layout(), &gpu, &wanted(10))).contains("other limits"));
+    // A file that is wrong changes nothing; one that shares nothing ends the daemon.
+    let serving = node.pid(&gpu);
+    configure(&node, &sharing("nvidia.com/gpu", 1));
+    daemon.says("the configuration is refused").await;
+    assert!(runs(serving));
+    configure(&node, "version: v1\n");
+    daemon.says("the MPS daemon ended").await;
+    until(|| !runs(serving)).await;
 }
 
 #[tokio::test]
@@ -118,13 +147,13 @@ async fn what_a_killed_daemon_left_behind_is_nobodys_word() {
     kill(daemon.child.id().unwrap());
     timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap();
     assert_eq!(fs::read_to_string(node.layout().marker(&gpu)).unwrap(), text);
-    assert!(waiting(&look(node.layout(), &gpu, &wanted())).contains("is gone and left"));
+    assert!(waiting(&look(node.layout(), &gpu, &wanted(10))).contains("is gone and left"));
     // The control daemon lives on, where its process group was not ended with the container, and gives way.
     assert!(runs(orphan));
     let mut next = Daemon::start(&node);
     next.says("its limits hold").await;
     until(|| !runs(orphan)).await;
-    assert_eq!(look(node.layout(), &gpu, &wanted()), Readiness::Ready);
+    assert_eq!(look(node.layout(), &gpu, &wanted(10)), Readiness::Ready);
     next.signal("-TERM");
     timeout(LIMIT, next.child.wait()).await.unwrap().unwrap();
 }
@@ -134,26 +163,38 @@ async fn a_second_daemon_on_a_root_is_refused_and_disturbs_nothing() {
     let (node, gpu) = (Node::new(), ResourceName::gpu());
     let mut daemon = Daemon::start(&node);
     daemon.says("its limits hold").await;
-    let said = refused(&node, &["--resource", "nvidia.com/gpu=10"]).await;
+    let said = refused(&node, &[]).await;
     assert!(said.contains("another linkwise mps-control-daemon serves"), "{said}");
-    assert_eq!(look(node.layout(), &gpu, &wanted()), Readiness::Ready);
+    assert_eq!(look(node.layout(), &gpu, &wanted(10)), Readiness::Ready);
 }
 
 #[tokio::test]
-async fn what_cannot_work_is_refused_in_one_line() {
+async fn what_mps_cannot_do_is_named() {
     let node = Node::new();
-    let said = refused(&node, &["--resource", "nvidia.com/gpu=49"]).await;
-    assert!(said.contains("49 replicas of GPU-") && said.contains("takes 48 clients at most"), "{said}");
-    let long = format!("{}/gpu=2", ["a".repeat(60), "b".repeat(40)].join("."));
-    let said = refused(&node, &["--resource", &long]).await;
-    assert!(said.contains("longer than a socket's path may be"), "{said}");
-    let said = refused(&node, &["--resource", "nvidia.com/gpu"]).await;
-    assert!(said.contains("expected NAME=N"), "{said}");
+    let mut daemon = Daemon::with(&node, &sharing("nvidia.com/gpu", 49));
+    let line = daemon.says("49 replicas").await;
+    assert!(line.contains("the MPS server of GPU 0000:1b:00.0 takes 48 clients at most"), "{line}");
+    daemon.says("nothing to do but to wait").await;
+    let long = ["a".repeat(60), "b".repeat(40)].join(".");
+    let naming = format!(
+        "linkwise: {{naming: true}}\nresources:\n  gpus: [{{pattern: '*', name: {long}/gpu}}]\n{}",
+        sharing(&format!("{long}/gpu"), 2)
+    );
+    configure(&node, &naming);
+    daemon.says("longer than a socket's path may be").await;
+}
+
+#[tokio::test]
+async fn it_does_not_start_where_it_could_not_work() {
+    let node = Node::new();
+    let file = configure(&node, &sharing("nvidia.com/gpu", 1));
+    let said = refused(&node, &["--config-file", file.to_str().unwrap()]).await;
+    assert!(said.contains("config.yaml: line 6: sharing.mps.resources[0].replicas"), "{said}");
     for (root, why) in
         [("/nowhere", "no folder /nowhere"), ("/proc/self", "cannot write to the MPS root: /proc/self/.lock")]
     {
         let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
-        let output = command.args(["mps-control-daemon", "--container-root", root]).output().await.unwrap();
+        let output = command.args(["mps-control-daemon", "--mps-container-root", root]).output().await.unwrap();
         let said = String::from_utf8(output.stderr).unwrap();
         assert!(!output.status.success() && said.contains(why), "{said}");
     }
@@ -164,5 +205,5 @@ async fn what_cannot_work_is_refused_in_one_line() {
 fn a_marker_without_a_folder_is_an_error() {
     let node = Node::new();
     let path = node.layout().marker(&ResourceName::gpu());
-    assert!(Marker::set(&path, &wanted()).is_err() && Marker::clear(&path).is_ok());
+    assert!(Marker::set(&path, &wanted(10)).is_err() && Marker::clear(&path).is_ok());
 }

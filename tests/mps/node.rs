@@ -6,10 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
-use linkwise::inventory::ResourceName;
-use linkwise::mps::{
-    Layout, Limits, MpsGpu, MpsResource, Occurrence, Pace, Programs, Readiness, Settings, look, supervise,
-};
+use linkwise::inventory::{MpsGpu, MpsShare, ResourceName};
+use linkwise::mps::{Layout, Limits, Occurrence, Pace, Programs, Readiness, Settings, look, supervise};
 use tempfile::TempDir;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -87,14 +85,14 @@ impl Node {
         pid_in(&self.layout().pipe(resource).join("nvidia-cuda-mps-control.pid"))
     }
 
-    pub fn supervise(&self, resource: &MpsResource) -> Supervised {
-        let (settings, resource) = (self.settings.clone(), resource.clone());
-        let (limits, shutdown) = (resource.limits().unwrap(), CancellationToken::new());
+    pub fn supervise(&self, (name, share): (&str, MpsShare)) -> Supervised {
+        let (settings, name) = (self.settings.clone(), name.parse::<ResourceName>().unwrap());
+        let (limits, shutdown) = (Limits::of(&share), CancellationToken::new());
         let (tell, told) = mpsc::channel(1000);
-        let (layout, name) = (settings.layout.clone(), resource.name.clone());
+        let layout = settings.layout.clone();
         let task = tokio::spawn({
-            let (limits, shutdown) = (limits.clone(), shutdown.clone());
-            async move { supervise(&settings, &resource, &limits, &shutdown, |what| tell.try_send(what).unwrap()).await }
+            let (name, limits, shutdown) = (name.clone(), limits.clone(), shutdown.clone());
+            async move { supervise(&settings, &name, &limits, &shutdown, |what| tell.try_send(what).unwrap()).await }
         });
         Supervised { layout, name, limits, shutdown, told, task }
     }
@@ -167,16 +165,9 @@ pub fn words(error: &dyn std::error::Error) -> String {
 }
 
 /// GPUs of 40 GiB in `replicas`, all that the node has.
-pub fn shared(name: &str, gpus: impl IntoIterator<Item = u32>, replicas: u32) -> MpsResource {
-    let gpu = |index| MpsGpu {
-        uuid: format!("GPU-{index}").parse().unwrap(),
-        index,
-        memory_mib: Some(40_960),
-        compute_capability: None,
-        mig: false,
-    };
-    let gpus = gpus.into_iter().map(gpu).collect();
-    MpsResource { name: name.parse().unwrap(), gpus, replicas, whole_node: true }
+pub fn shared(name: &str, gpus: impl IntoIterator<Item = u32>, replicas: u32) -> (&str, MpsShare) {
+    let gpu = |index| MpsGpu { uuid: format!("GPU-{index}").parse().unwrap(), index, memory_mib: Some(40_960) };
+    (name, MpsShare { replicas, gpus: gpus.into_iter().map(gpu).collect(), whole_node: true })
 }
 
 pub fn waiting(readiness: &Readiness) -> &str {

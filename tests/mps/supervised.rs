@@ -1,20 +1,17 @@
 //! One supervisor and what can become of its control daemon.
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::time::Duration;
 
-use linkwise::inventory::ResourceName;
-use linkwise::mps::{Limits, Marker, MpsResource, Readiness, follow, look};
-use tokio::sync::watch;
-use tokio::time::timeout;
+use linkwise::inventory::{MpsShare, ResourceName};
+use linkwise::mps::{Limits, Marker, Readiness, look};
 
-use crate::node::{LIMIT, Node, kill, pid_in, runs, shared, until, waiting};
+use crate::node::{Node, kill, pid_in, runs, shared, until, waiting};
 
 #[tokio::test]
 async fn a_daemon_serves_once_its_limits_hold_and_ends_in_order() {
     let node = Node::new();
-    let mut gpu = node.supervise(&shared("nvidia.com/gpu", [0, 1], 3));
+    let mut gpu = node.supervise(shared("nvidia.com/gpu", [0, 1], 3));
     assert!(waiting(&gpu.readiness()).contains("does not serve"));
     gpu.serving().await;
     assert_eq!(gpu.readiness(), Readiness::Ready);
@@ -41,7 +38,7 @@ async fn a_daemon_serves_once_its_limits_hold_and_ends_in_order() {
 #[tokio::test]
 async fn a_daemon_that_dies_is_withdrawn_and_started_again() {
     let node = Node::new();
-    let mut gpu = node.supervise(&shared("nvidia.com/gpu", [0], 2));
+    let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
     gpu.serving().await;
     let (died, server) = (node.pid(&gpu.name), pid_in(&node.layout().pipe(&gpu.name).join("state/server")));
     // What is started next is to be seen not to serve yet.
@@ -63,7 +60,7 @@ async fn a_daemon_that_dies_is_withdrawn_and_started_again() {
 async fn a_daemon_that_hangs_is_withdrawn_and_replaced() {
     let mut node = Node::new();
     node.settings.pace.answer = Duration::from_millis(500);
-    let mut gpu = node.supervise(&shared("nvidia.com/gpu", [0], 2));
+    let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
     gpu.serving().await;
     let hung = node.pid(&gpu.name);
     node.misbehave("hang");
@@ -93,7 +90,7 @@ async fn a_daemon_whose_limits_do_not_hold_never_serves() {
     ] {
         let node = Node::new();
         node.misbehave(how);
-        let mut gpu = node.supervise(&shared("nvidia.com/gpu", [0], 2));
+        let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
         let failure = gpu.failure().await;
         assert!(failure.ends_with(why), "{how}: {failure}");
         assert!(waiting(&gpu.readiness()).contains("does not serve"));
@@ -107,7 +104,7 @@ async fn a_daemon_whose_limits_do_not_hold_never_serves() {
 async fn a_driver_without_mps_is_named() {
     let mut node = Node::new();
     node.settings.programs.control = node.bin().join("missing");
-    let mut gpu = node.supervise(&shared("nvidia.com/gpu", [0], 2));
+    let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
     let failure = gpu.failure().await;
     assert!(failure.contains("cannot start") && failure.contains("missing: No such file"), "{failure}");
     gpu.end().await;
@@ -116,9 +113,9 @@ async fn a_driver_without_mps_is_named() {
 #[tokio::test]
 async fn resources_have_daemons_of_their_own() {
     let node = Node::new();
-    let some = |name, index, replicas| MpsResource { whole_node: false, ..shared(name, [index], replicas) };
-    let mut small = node.supervise(&some("nvidia.com/gpu.small", 2, 10));
-    let mut large = node.supervise(&some("nvidia.com/gpu.large", 5, 2));
+    let some = |name, index, replicas| (name, MpsShare { whole_node: false, ..shared(name, [index], replicas).1 });
+    let mut small = node.supervise(some("nvidia.com/gpu.small", 2, 10));
+    let mut large = node.supervise(some("nvidia.com/gpu.large", 5, 2));
     small.serving().await;
     large.serving().await;
     assert_eq!(node.kept(&small.name, "memory-0"), "4096");
@@ -138,7 +135,7 @@ async fn resources_have_daemons_of_their_own() {
 async fn a_daemon_that_does_not_quit_is_killed() {
     let mut node = Node::new();
     node.settings.pace.quit = Duration::from_millis(200);
-    let mut gpu = node.supervise(&shared("nvidia.com/gpu", [0], 2));
+    let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
     gpu.serving().await;
     node.misbehave("refuse-quit");
     let pid = node.pid(&gpu.name);
@@ -149,7 +146,7 @@ async fn a_daemon_that_does_not_quit_is_killed() {
 #[tokio::test]
 async fn what_cannot_be_put_back_is_told() {
     let node = Node::new();
-    let mut gpu = node.supervise(&shared("nvidia.com/gpu", [0], 2));
+    let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
     gpu.serving().await;
     node.misbehave("refuse-mode");
     let left = gpu.end().await.unwrap();
@@ -160,16 +157,15 @@ async fn what_cannot_be_put_back_is_told() {
 #[tokio::test]
 async fn a_marker_counts_while_its_process_stands_by_it() {
     let node = Node::new();
-    let resource = shared("nvidia.com/gpu", [0], 2);
-    let (name, limits) = (resource.name.clone(), resource.limits().unwrap());
+    let limits_of = |replicas| Limits::of(&shared("nvidia.com/gpu", [0], replicas).1);
+    let (name, limits) = (ResourceName::gpu(), limits_of(2));
     let path = node.layout().marker(&name);
     fs::create_dir_all(path.parent().unwrap()).unwrap();
     let why = |wanted: &Limits| waiting(&look(node.layout(), &name, wanted)).to_owned();
 
     let marker = Marker::set(&path, &limits).unwrap();
     assert_eq!(look(node.layout(), &name, &limits), Readiness::Ready);
-    let others = shared("nvidia.com/gpu", [0], 4).limits().unwrap();
-    assert!(why(&others).contains("other limits than the configuration asks for"));
+    assert!(why(&limits_of(4)).contains("other limits than the configuration asks for"));
     let left_behind = fs::read(&path).unwrap();
     drop(marker);
     assert!(why(&limits).contains("does not serve"));
@@ -179,30 +175,4 @@ async fn a_marker_counts_while_its_process_stands_by_it() {
     let file = fs::File::create(&path).unwrap();
     file.lock().unwrap();
     assert!(why(&limits).contains("cannot read"));
-}
-
-#[tokio::test]
-async fn the_plugin_follows_what_comes_and_goes() {
-    let node = Node::new();
-    let resource = shared("nvidia.com/gpu", [0], 2);
-    let (name, limits) = (resource.name.clone(), resource.limits().unwrap());
-    let (tell, mut told) = watch::channel(BTreeMap::<ResourceName, Readiness>::new());
-    let (layout, wanted) = (node.layout().clone(), BTreeMap::from([(name.clone(), limits)]));
-    let following = tokio::spawn(async move { follow(&layout, &wanted, Duration::from_millis(10), &tell).await });
-    let mut is = async |ready: bool| {
-        let seen = told.wait_for(|seen| seen.get(&name).is_some_and(|one| (*one == Readiness::Ready) == ready));
-        timeout(LIMIT, seen).await.expect("it is not told").unwrap();
-    };
-    is(false).await;
-    let mut gpu = node.supervise(&resource);
-    gpu.serving().await;
-    is(true).await;
-    node.misbehave("refuse-start");
-    kill(node.pid(&gpu.name));
-    is(false).await;
-    node.behave("refuse-start");
-    is(true).await;
-    gpu.end().await;
-    is(false).await;
-    following.abort();
 }

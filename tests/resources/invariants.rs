@@ -150,6 +150,15 @@ proptest! {
         inventory = inventory.apply(Event::Planned(Box::new(plan)), NOW).0;
         inventory = inventory.apply(Event::Observed(Box::new(seen.clone())), NOW).0;
         let plan = inventory.plan().clone();
+        let mps = plan.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps);
+        for (resource, devices) in inventory.resources() {
+            let slots = devices.iter().filter(|(_, device)| mps && device.slot.is_some());
+            for (id, _) in slots {
+                prop_assert!(!inventory.is_healthy(resource, id) && !fresh, "{id}: its daemon is not ready");
+            }
+        }
+        let ready = inventory.mps_shares().clone();
+        inventory = inventory.apply(Event::MpsReady(ready), NOW).0;
         let topology = NodeTopology::assemble(&seen).0;
         let pieces = pieces(&topology, &seen, &plan);
 
@@ -188,7 +197,6 @@ proptest! {
         if fresh && inventory.problems().is_empty() {
             prop_assert_eq!(offered.keys().cloned().collect::<BTreeSet<_>>(), pieces);
         }
-        let mps = plan.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps);
         for device in inventory.resources().values().flat_map(BTreeMap::values) {
             if fresh && mps && device.slot.is_some() {
                 prop_assert!(device.mig.is_none() && !device.gpu.mig_enabled);

@@ -8,8 +8,10 @@
     reason = "what a helper cannot do fails the test"
 )]
 
+mod elsewhere;
 mod invariants;
 mod look;
+mod mps;
 mod node;
 mod plans;
 

@@ -4,13 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use linkwise::inventory::{
-    Event, Filter, GpuSelector, MigStrategy, NamePattern, Pattern, ResourcePlan, SharedDevices, SharedResource,
-    Sharing, SharingKind,
+    Event, Filter, GpuSelector, MigStrategy, MpsGpu, MpsShare, NamePattern, Pattern, ResourcePlan, SharedDevices,
+    SharedResource, Sharing, SharingKind,
 };
 use linkwise::kubelet::{Settings, Surroundings};
 use linkwise::kubelet_box::{Allocation, KubeletBox, Options, Pod, State};
 use linkwise::runtime::{Node, NodeSettings};
-use linkwise::topology::NodeObservation;
+use linkwise::topology::{GpuObservation, NodeObservation};
 use tokio::sync::{mpsc, watch};
 
 use crate::look::Driver;
@@ -303,6 +303,17 @@ async fn requests_greater_than_one_are_refused_where_sharing_says_so() {
             let mut seen = mixed();
             for gpu in &mut seen.gpus {
                 gpu.mig = None;
+            }
+            if kind == SharingKind::Mps {
+                let gpus = seen.gpus.iter();
+                let gpu = |gpu: &GpuObservation| MpsGpu {
+                    uuid: gpu.uuid.clone(),
+                    index: gpu.index,
+                    memory_mib: gpu.memory_mib,
+                };
+                let share = MpsShare { replicas: 2, gpus: gpus.map(gpu).collect(), whole_node: true };
+                let ready = BTreeMap::from([(resource("nvidia.com/gpu.shared"), share)]);
+                scene.events.send(Event::MpsReady(ready)).await.unwrap();
             }
             scene.see(seen).await;
             scene.offers(&[("nvidia.com/gpu.shared", 8)]).await;

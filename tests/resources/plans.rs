@@ -114,6 +114,12 @@ fn what_cannot_be_had_is_withheld_and_named() {
             0,
         ),
         (
+            with(&on_mig, vec![slices("nvidia.com/gpu", 49)], SharingKind::Mps),
+            "nvidia.com/gpu is to be shared by MPS with 49 replicas, but the MPS server of GPU 0000:07:00.0 takes 48 \
+             clients at most; it is not offered",
+            13 - 1,
+        ),
+        (
             slicing(vec![renamed("nvidia.com/gpu", "nvidia.com/mig-2g.20gb")]),
             "nvidia.com/gpu is to be shared as nvidia.com/mig-2g.20gb, which is another resource already; it is not offered",
             13,
@@ -302,6 +308,8 @@ fn what_was_withdrawn_leaves_when_no_pod_holds_it_for_certain() {
     assert_eq!(inventory.resources().len(), 1);
     // Back to the first plan.
     let (inventory, _) = inventory.apply(planned(&ResourcePlan::default()), NOW);
+    let nobody = || Event::Holders(Some(BTreeSet::new()));
+    let (inventory, _) = inventory.apply(nobody(), NOW).0.apply(nobody(), NOW);
     assert_eq!(offered(&inventory), [(gpu().to_string(), 4)]);
 }
 

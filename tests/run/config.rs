@@ -10,7 +10,7 @@ use crate::node::{GPU, Node, Setup, registered, uuid};
 const VALID: &str = "linkwise_config_valid";
 
 /// Writes a file whole: nobody reads half of it.
-fn write(file: &Path, text: &str) {
+pub fn write(file: &Path, text: &str) {
     let new = file.with_extension("new");
     std::fs::write(&new, text).unwrap();
     std::fs::rename(new, file).unwrap();

@@ -51,7 +51,7 @@ async fn allocation(kubelet: &KubeletBox, pod: &str, gpus: u32) -> Allocation {
 }
 
 /// An answer, a line for each thing that a container gets.
-fn lines(allocation: &Allocation) -> Vec<String> {
+pub fn lines(allocation: &Allocation) -> Vec<String> {
     let envs = allocation.envs.iter().map(|(name, value)| format!("env {name}={value}"));
     let mounts = allocation.mounts.iter();
     let mounts = mounts.map(|mount| format!("mount {} at {}", mount.host_path, mount.container_path));
@@ -250,7 +250,7 @@ async fn a_folder_that_cannot_be_written_later_is_told_of_once_and_the_node_serv
     node.setup.tell("xid 1 79");
     node.metric("linkwise_cdi_spec_writes_total{outcome=\"failed\"}", 2).await;
     registered(&kubelet, 1, 0).await;
-    let told = |line: &&String| line.contains("the last CDI spec stays");
+    let told = |line: &&String| line.contains("what was written last stays");
     assert_eq!(node.process.lines().iter().filter(told).count(), 1);
     // It comes back by itself when the folder does.
     fs::remove_file(&folder).unwrap();
@@ -300,4 +300,40 @@ async fn containers_get_the_nics_beside_their_gpus_where_asked_for() {
     let mut expected = vec![near, &["env LINKWISE_NICS=", "env NVIDIA_VISIBLE_DEVICES=GPU-b"]];
     expected.sort();
     assert_eq!(pods, expected);
+}
+
+#[tokio::test]
+async fn containers_get_an_nccl_topology_file_where_asked_for() {
+    let setup = Setup::on("dgx1-v100").env("LINKWISE_EXPOSE_NCCL_TOPOLOGY", "true");
+    let folder = setup.at("nccl");
+    let setup = setup.arg("--nccl-topology-dir").arg(&folder);
+    let (node, kubelet) = setup.serve(8).await;
+    let allocation = allocation(&kubelet, "one", 1).await;
+    assert_eq!(allocation.envs["NCCL_TOPO_FILE"], "/run/linkwise/nccl/topology.xml");
+    let [mount] = &allocation.mounts[..] else { panic!("{:?}", allocation.mounts) };
+    assert_eq!(mount.host_path, folder.display().to_string());
+    assert_eq!((mount.container_path.as_str(), mount.read_only), ("/run/linkwise/nccl", true));
+
+    // The file was there before the first pod could be; it says what NVML says, and follows it.
+    let file = folder.join("topology.xml");
+    let links = || {
+        let gpus = linkwise::machines::load(file.to_str().unwrap()).unwrap().observed.gpus;
+        let links = gpus.iter().map(|gpu| gpu.nvlinks.iter().flatten().map(|group| group.links.len()).sum::<usize>());
+        links.collect::<Vec<_>>()
+    };
+    assert_eq!(links(), [6; 8]);
+    node.setup.tell("link 2 0 down");
+    until(async || if links()[2] == 5 { Ok(()) } else { Err(links()) }).await;
+}
+
+#[tokio::test]
+async fn a_folder_for_the_nccl_file_that_cannot_be_written_ends_it_at_the_start() {
+    let setup = Setup::with(&machine(&TWO)).env("LINKWISE_EXPOSE_NCCL_TOPOLOGY", "true");
+    fs::write(setup.at("file"), "").unwrap();
+    let folder = setup.at("file").join("nccl");
+    let setup = setup.arg("--nccl-topology-dir").arg(&folder);
+    let (status, words) = setup.spawn().ended().await;
+    assert_eq!(status.code(), Some(1), "{words:?}");
+    let said = format!("cannot write NCCL's topology file to {}", folder.display());
+    assert!(words.iter().any(|line| line.starts_with("linkwise: ") && line.contains(&said)), "{words:#?}");
 }

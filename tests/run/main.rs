@@ -23,6 +23,7 @@ mod handover;
 mod health;
 mod idle;
 mod kubelet;
+mod mps;
 mod node;
 mod oddities;
 mod operator;

@@ -179,16 +179,7 @@ impl Setup {
 
     /// Starts linkwise.
     pub fn spawn(&self) -> Process {
-        let mut child = self.command().stderr(Stdio::piped()).spawn().unwrap();
-        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-        let (sender, log) = watch::channel(Log::default());
-        tokio::spawn(async move {
-            while let Ok(Some(line)) = lines.next_line().await {
-                sender.send_modify(|log| log.lines.push(line));
-            }
-            sender.send_modify(|log| log.ended = true);
-        });
-        Process { child, log }
+        Process::of(self.command())
     }
 
     /// Starts linkwise and waits until it is up.
@@ -232,6 +223,20 @@ pub struct Process {
 }
 
 impl Process {
+    /// One that runs from now on, its standard error being its log.
+    pub fn of(mut command: Command) -> Self {
+        let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        let (sender, log) = watch::channel(Log::default());
+        tokio::spawn(async move {
+            while let Ok(Some(line)) = lines.next_line().await {
+                sender.send_modify(|log| log.lines.push(line));
+            }
+            sender.send_modify(|log| log.ended = true);
+        });
+        Self { child, log }
+    }
+
     /// Waits for a log line.
     pub async fn logged(&self, wanted: impl Fn(&Value) -> bool) -> Value {
         let find = |log: &Log| log.lines.iter().map(|line| parse(line)).find(|line| wanted(line));

@@ -301,8 +301,12 @@ settings! {
     /// Give containers the RDMA NICs nearest to their GPUs too: names in LINKWISE_NICS, and device nodes
     expose_nics: bool = false, "linkwise.expose.nics",
         Row::new(boolean).flag("expose-nics", "BOOL").variables(&["LINKWISE_EXPOSE_NICS"]);
-    /// Whether containers get a NCCL topology file
-    expose_nccl_topology: bool = false, "linkwise.expose.ncclTopology", Row::new(boolean);
+    /// Give containers with GPUs an NCCL topology file of this machine, and NCCL_TOPO_FILE
+    expose_nccl_topology: bool = false, "linkwise.expose.ncclTopology",
+        Row::new(boolean).flag("expose-nccl-topology", "BOOL").variables(&["LINKWISE_EXPOSE_NCCL_TOPOLOGY"]);
+    /// The folder in which that file is, that of the host at the same path
+    nccl_topology_dir: PathBuf = PathBuf::from("/run/linkwise/nccl"), "linkwise.ncclTopologyDir",
+        Row::new(absolute).flag("nccl-topology-dir", "PATH").variables(&["LINKWISE_NCCL_TOPOLOGY_DIR"]);
     /// The folder of CDI specs, that of the host at the same path
     cdi_dir: PathBuf = PathBuf::from("/var/run/cdi"), "linkwise.cdiDir",
         Row::new(absolute).flag("cdi-dir", "PATH").variables(&["LINKWISE_CDI_DIR"]);

@@ -3,7 +3,7 @@
 //! Owns what its elements and attributes mean (NCCL's src/graph/xml.cc and topo.cc say so) and what a dump does not
 //! say: host bridges, packages, UUIDs. Topology files that clouds ship are such dumps by hand: they leave out `gpu`
 //! and `net`, and then the PCI class decides. What is odd becomes a warning (a [`ProbeFailure`]) that names the line; only
-//! a text that is no dump at all is an error. Called by `machines`.
+//! a text that is no dump at all is an error. `write` makes such a file. Called by `machines`.
 //!
 //! [`ProbeFailure`]: crate::topology::ProbeFailure
 
@@ -12,12 +12,14 @@ mod gpu;
 mod net;
 mod notes;
 mod pci;
+mod write;
 
 use super::Machine;
 use super::xml::{self, Element, XmlError, shortened};
 use crate::topology::{HostObservation, NodeObservation};
 use gpu::Candidate;
 use notes::Notes;
+pub use write::topology_file;
 
 /// The version of the format (NCCL's `NCCL_TOPO_XML_VERSION`).
 const VERSION: &str = "1";

@@ -1,0 +1,304 @@
+//! An NCCL topology file of what was seen, for NCCL_TOPO_FILE: the counterpart of [`super::parse`]. Pure.
+//!
+//! NCCL finds its own GPUs and NICs in the file by `busid`, leaves out what no rank of the job has, and asks driver and
+//! kernel for what an element does not say (src/graph/xml.cc). So what differs from container to container, a GPU's
+//! `dev` and a NIC's `net`, is not written, nor anything that nobody saw. Where the host's tree lacks GPUs, as in some VMs, the
+//! levels that NVML names are shown as switches with made-up addresses, as the clouds' files show them.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use crate::topology::{
+    CpuObservation, Gpu, GpuObservation, HostBridgeObservation, HostObservation, NicKind, NodeObservation,
+    NodeTopology, NumaNodeId, NvLinkRemote, PciAddress, PciKind, PciObservation, PcieLink, Rank, TopologyLevel,
+};
+
+/// PCI classes: a PCI bridge, a 3D controller, an InfiniBand and an Ethernet controller, an NVSwitch, a POWER processor's bridge.
+const BRIDGE: &str = "0x060400";
+const GPU: &str = "0x030200";
+const INFINIBAND: &str = "0x020700";
+const ETHERNET: &str = "0x020000";
+const NVSWITCH: &str = "0x068000";
+const NPU: &str = "0x068001";
+
+/// How NVML names a switch in a VM that does not show it.
+const HIDDEN_SWITCH: &str = "ffffffff:ff:ff.0";
+
+/// The longest value that NCCL reads (`MAX_STR_LEN`).
+const LONGEST_VALUE: usize = 255;
+
+/// The text of a topology file. It says the same of the same machine, so that it can be compared.
+pub fn topology_file(observed: &NodeObservation) -> String {
+    let (topology, _) = NodeTopology::assemble(observed);
+    let mut writer = Writer { observed, topology: &topology, made_up: 0 };
+    let mut below: BTreeMap<Option<NumaNodeId>, Vec<Element>> = BTreeMap::new();
+    let mut shown = Vec::new();
+    for bridge in &observed.host.host_bridges {
+        for device in &bridge.devices {
+            for element in writer.device(device, None) {
+                below.entry(writer.numa(&element, device, bridge)).or_default().push(element);
+            }
+        }
+    }
+    below.values().flatten().for_each(|element| element.gpus(&mut shown));
+    for (numa, element) in writer.hidden(&shown) {
+        below.entry(numa).or_default().push(element);
+    }
+    let mut text = "<system version=\"1\">\n".to_owned();
+    for (numa, elements) in &below {
+        let id = numa.map_or("-1".to_owned(), |numa| numa.to_string());
+        cpu(&id, *numa, &observed.host).open(1, &mut text, elements);
+    }
+    text + "</system>\n"
+}
+
+/// An element with its attributes in order.
+#[derive(Default)]
+struct Element {
+    name: &'static str,
+    attributes: Vec<(&'static str, String)>,
+    children: Vec<Element>,
+    /// The GPU that a `pci` is.
+    gpu: Option<PciAddress>,
+}
+
+impl Element {
+    fn new(name: &'static str) -> Self {
+        Self { name, ..Self::default() }
+    }
+
+    /// With an attribute; values that would have to be escaped, which NCCL does not know, or are too long are left out.
+    fn with(mut self, attribute: &'static str, value: impl ToString) -> Self {
+        let value = value.to_string();
+        let plain = value.chars().all(|c| c.is_ascii_alphanumeric() || " .,:/-_+".contains(c));
+        if plain && value.len() <= LONGEST_VALUE {
+            self.attributes.push((attribute, value));
+        }
+        self
+    }
+
+    fn pci(busid: impl ToString, class: &str, link: Option<PcieLink>) -> Self {
+        let element = Self::new("pci").with("busid", busid).with("class", class);
+        match link {
+            Some(PcieLink { mts, width }) => {
+                let speed = format!("{}.{} GT/s PCIe", mts / 1000, mts % 1000 / 100);
+                element.with("link_speed", speed).with("link_width", width)
+            }
+            None => element,
+        }
+    }
+
+    fn gpus(&self, found: &mut Vec<PciAddress>) {
+        found.extend(self.gpu);
+        self.children.iter().for_each(|child| child.gpus(found));
+    }
+
+    fn write(&self, depth: usize, text: &mut String) {
+        self.open(depth, text, &self.children);
+    }
+
+    fn open(&self, depth: usize, text: &mut String, children: &[Self]) {
+        let blanks = "  ".repeat(depth);
+        // Writing to a text cannot fail.
+        _ = write!(text, "{blanks}<{}", self.name);
+        for (attribute, value) in &self.attributes {
+            _ = write!(text, " {attribute}=\"{value}\"");
+        }
+        if children.is_empty() {
+            text.push_str("/>\n");
+            return;
+        }
+        text.push_str(">\n");
+        children.iter().for_each(|child| child.write(depth + 1, text));
+        _ = writeln!(text, "{blanks}</{}>", self.name);
+    }
+}
+
+struct Writer<'o> {
+    observed: &'o NodeObservation,
+    topology: &'o NodeTopology,
+    /// How many addresses were made up.
+    made_up: u32,
+}
+
+impl Writer<'_> {
+    /// What a device comes to; `port` is the link of the port above it. NCCL knows switches, not their ports nor root ports.
+    fn device(&mut self, device: &PciObservation, port: Option<PcieLink>) -> Vec<Element> {
+        let link = lesser(device.link, port);
+        match device.kind {
+            PciKind::RootPort | PciKind::DownstreamPort => {
+                device.devices.iter().flat_map(|below| self.device(below, device.link)).collect()
+            }
+            PciKind::UpstreamPort | PciKind::Switch => {
+                let children: Vec<Element> = device.devices.iter().flat_map(|below| self.device(below, None)).collect();
+                if children.is_empty() {
+                    return children;
+                }
+                let busid = device.pci.map_or_else(|| self.address(), |pci| pci.to_string());
+                vec![Element { children, ..Element::pci(busid, BRIDGE, link) }]
+            }
+            PciKind::Gpu => {
+                let gpu = self.observed.gpus.iter().find(|gpu| Some(gpu.pci) == device.pci);
+                gpu.map(|gpu| self.gpu(gpu, link)).into_iter().collect()
+            }
+            PciKind::Nic => {
+                let rdma = device.nics.iter().any(|nic| nic.kind == NicKind::Rdma);
+                let class = if rdma { INFINIBAND } else { ETHERNET };
+                // Without its address NCCL would never find it.
+                device.pci.map(|pci| Element::pci(pci, class, link)).into_iter().collect()
+            }
+        }
+    }
+
+    fn gpu(&self, gpu: &GpuObservation, link: Option<PcieLink>) -> Element {
+        let function = Element::pci(gpu.pci, GPU, link.or(gpu.pcie));
+        // Its links unknown, NCCL has to ask for all of it; and a reader takes a `gpu` without any for one that has none.
+        let Some(groups) = &gpu.nvlinks else { return Element { gpu: Some(gpu.pci), ..function } };
+        let mut element = Element::new("gpu");
+        if let Some(capability) = gpu.compute_capability {
+            element = element.with("sm", u64::from(capability.major) * 10 + u64::from(capability.minor));
+        }
+        for group in groups.iter().filter(|group| group.active && !group.links.is_empty()) {
+            let (target, class) = match group.remote {
+                NvLinkRemote::Gpu(pci) => (pci.to_string(), GPU),
+                NvLinkRemote::Switch(Some(pci)) => (pci.to_string(), NVSWITCH),
+                NvLinkRemote::Switch(None) => (HIDDEN_SWITCH.to_owned(), NVSWITCH),
+                NvLinkRemote::Cpu => (HIDDEN_SWITCH.to_owned(), NPU),
+                NvLinkRemote::Unknown => continue,
+            };
+            let nvlink = Element::new("nvlink").with("target", target).with("count", group.links.len());
+            element.children.push(nvlink.with("tclass", class));
+        }
+        Element { gpu: Some(gpu.pci), children: vec![element], ..function }
+    }
+
+    /// The NUMA node of what hangs directly below a host bridge: that of its first GPU, whose sources are two.
+    fn numa(&self, element: &Element, device: &PciObservation, bridge: &HostBridgeObservation) -> Option<NumaNodeId> {
+        let mut gpus = Vec::new();
+        element.gpus(&mut gpus);
+        let first = gpus.first().and_then(|pci| self.placed().find(|gpu| gpu.pci == *pci));
+        first.and_then(numa).or(device.numa).or(bridge.numa)
+    }
+
+    fn placed(&self) -> impl Iterator<Item = &Gpu> {
+        self.topology.gpus().iter()
+    }
+
+    /// The GPUs that the host's tree does not show: below switches where NVML says so, else below their NUMA node.
+    fn hidden(&mut self, shown: &[PciAddress]) -> Vec<(Option<NumaNodeId>, Element)> {
+        let all = self.topology.gpus();
+        let places: Vec<usize> =
+            (0..all.len()).filter(|place| all.get(*place).is_some_and(|gpu| !shown.contains(&gpu.pci))).collect();
+        let mut elements = Vec::new();
+        for wide in self.together(&places, Rank::HOST_BRIDGE) {
+            let numa = wide.first().and_then(|place| all.get(*place)).and_then(numa);
+            let parts = self.together(&wide, Rank::new(TopologyLevel::Multiple, false));
+            let switched = parts.len() > 1;
+            let mut switches = Vec::new();
+            for part in parts {
+                let gpus = part.iter().filter_map(|place| {
+                    let pci = all.get(*place)?.pci;
+                    let gpu = self.observed.gpus.iter().find(|gpu| gpu.pci == pci)?;
+                    Some(self.gpu(gpu, None))
+                });
+                let gpus: Vec<Element> = gpus.collect();
+                // Several switches to pass make PXB, also where each has one GPU.
+                if switched || gpus.len() > 1 {
+                    switches.push(self.switch(gpus));
+                } else {
+                    switches.extend(gpus);
+                }
+            }
+            let top = if switched { vec![self.switch(switches)] } else { switches };
+            elements.extend(top.into_iter().map(|element| (numa, element)));
+        }
+        elements
+    }
+
+    /// Parts of these GPUs, in order: each with all that are nearer to its first than `below`.
+    fn together(&self, places: &[usize], below: Rank) -> Vec<Vec<usize>> {
+        let mut parts: Vec<Vec<usize>> = Vec::new();
+        for &place in places {
+            let near =
+                |part: &&mut Vec<usize>| part.first().is_some_and(|first| self.topology.rank(*first, place) < below);
+            match parts.iter_mut().find(near) {
+                Some(part) => part.push(place),
+                None => parts.push(vec![place]),
+            }
+        }
+        parts
+    }
+
+    /// A switch that nobody saw.
+    fn switch(&mut self, children: Vec<Element>) -> Element {
+        Element { children, ..Element::pci(self.address(), BRIDGE, None) }
+    }
+
+    /// An address that no machine has: bus 255 of the last domain, device 31 as the last to be used.
+    fn address(&mut self) -> String {
+        let number = self.made_up;
+        self.made_up = self.made_up.saturating_add(1);
+        let bus = 0xff_u32.saturating_sub(number / 256);
+        format!("ffff:{bus:02x}:{:02x}.{}", number % 256 / 8, number % 8)
+    }
+}
+
+/// The NUMA node that a GPU hangs on: one with CPUs where there is such a one.
+fn numa(gpu: &Gpu) -> Option<NumaNodeId> {
+    gpu.cpu_node.or(gpu.numa)
+}
+
+/// The lesser end of a link, where both are known.
+fn lesser(a: Option<PcieLink>, b: Option<PcieLink>) -> Option<PcieLink> {
+    let carries = |link: &PcieLink| u64::from(link.mts) * u64::from(link.width);
+    [a, b].into_iter().flatten().filter(|link| carries(link) > 0).min_by_key(carries)
+}
+
+fn cpu(id: &str, numa: Option<NumaNodeId>, host: &HostObservation) -> Element {
+    let mut element = Element::new("cpu").with("numaid", id);
+    let node = host.numa_nodes.iter().find(|node| Some(node.id) == numa);
+    if let Some(mask) = node.and_then(|node| mask(&node.cpus)) {
+        element = element.with("affinity", mask);
+    }
+    let Some(CpuObservation { arch, vendor, family, model }) = &host.cpu else { return element };
+    let arch = match arch.as_str() {
+        "aarch64" => "arm64",
+        "ppc64le" => "ppc64",
+        other => other,
+    };
+    element = element.with("arch", arch);
+    if let Some(vendor) = vendor {
+        element = element.with("vendor", vendor);
+    }
+    // NCCL reads both or none from the processor, and counts the extended family 16-fold.
+    if let (Some(family), Some(model)) = (family, model) {
+        let family = family.checked_sub(0xf).map_or(*family, |extended| extended.saturating_mul(16) | 0xf);
+        element = element.with("familyid", family).with("modelid", model);
+    }
+    element
+}
+
+/// The kernel's mask (words of 32 bits, the highest first) of its list (`0-15,32-47`); `None` for no CPU, or for more than
+/// a value has room for: NCCL reads it itself then.
+fn mask(list: &str) -> Option<String> {
+    let mut words: Vec<u32> = Vec::new();
+    for range in list.split(',').filter(|range| !range.is_empty()) {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (first, last): (u32, u32) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
+        if first > last || last > 0xffff {
+            return None;
+        }
+        for cpu in first..=last {
+            let word = usize::try_from(cpu / 32).ok()?;
+            words.resize(words.len().max(word + 1), 0);
+            if let Some(word) = words.get_mut(word) {
+                *word |= 1 << (cpu % 32);
+            }
+        }
+    }
+    let words: Vec<String> = words.iter().rev().map(|word| format!("{word:08x}")).collect();
+    (!words.is_empty()).then(|| words.join(","))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,105 @@
+//! Hardware that pods hold under other names: what of it may be given out.
+
+use std::time::Duration;
+
+use linkwise::allocation::DeviceId;
+use linkwise::inventory::{
+    Effect, Event, Health, Inventory, MigStrategy, NamePattern, Pattern, ResourceName, ResourcePlan, SharedResource,
+    Sharing, SharingKind, UnhealthyReason,
+};
+
+use crate::{mixed, resource};
+
+const NOW: Duration = Duration::from_secs(1_000_000);
+const LATER: Duration = Duration::from_secs(1_000_060);
+
+fn held(devices: &[(&str, &str)]) -> Event {
+    let devices = devices.iter().map(|(name, id)| (resource(name), DeviceId::from((*id).to_owned())));
+    Event::Holders(Some(devices.collect()))
+}
+
+fn planned(plan: &ResourcePlan) -> Event {
+    Event::Planned(Box::new(plan.clone()))
+}
+
+fn with(plan: &ResourcePlan) -> Inventory {
+    let (inventory, _) = Inventory::default().apply(planned(plan), NOW);
+    inventory.apply(Event::Observed(Box::new(mixed())), NOW).0
+}
+
+fn renamed() -> ResourcePlan {
+    let name = NamePattern { pattern: Pattern::new("*"), name: resource("nvidia.com/a100") };
+    ResourcePlan { gpu_names: vec![name], ..ResourcePlan::default() }
+}
+
+fn sliced() -> ResourcePlan {
+    let shared = SharedResource::new(ResourceName::gpu(), 2);
+    let sharing = Some(Sharing::new(SharingKind::TimeSlicing, vec![shared]));
+    ResourcePlan { sharing, ..ResourcePlan::default() }
+}
+
+/// The ids of a resource that are not given out because of a holder.
+fn hindered(inventory: &Inventory, name: &str) -> Vec<String> {
+    let hindered =
+        |health: &Health| matches!(health, Health::Unhealthy { reason: UnhealthyReason::HeldElsewhere { .. }, .. });
+    let name = resource(name);
+    let devices = inventory.devices(&name).filter(|(_, device)| hindered(&device.health));
+    devices.map(|(id, _)| id.to_string()).collect()
+}
+
+#[test]
+fn what_a_pod_holds_under_another_name_is_not_given_out() {
+    let gpus: Vec<String> = mixed().gpus.iter().map(|gpu| gpu.uuid.to_string()).collect();
+    let gpu = |at: usize| gpus[at].as_str();
+    let mig = mixed().gpus[1].mig.as_ref().unwrap().devices[0].uuid.to_string();
+    let slot = format!("{}::1", gpu(0));
+    let (whole, of_mig) = (ResourcePlan::default(), MigStrategy::Mixed);
+    let divided = ResourcePlan { mig_strategy: of_mig, ..ResourcePlan::default() };
+    let slots = [format!("{}::0", gpu(0)), slot.clone()];
+    let slots = [slots[0].as_str(), slots[1].as_str()];
+    let none: &[&str] = &[];
+    for (what, plan, (of, id), offered, expected) in [
+        ("its own name", &whole, ("nvidia.com/gpu", gpu(0)), "nvidia.com/gpu", none),
+        ("a new name", &renamed(), ("nvidia.com/gpu", gpu(0)), "nvidia.com/a100", &[gpu(0)]),
+        ("whole, then in slots", &sliced(), ("nvidia.com/gpu", gpu(0)), "nvidia.com/gpu", &slots),
+        ("a slot, then whole", &whole, ("nvidia.com/gpu", slot.as_str()), "nvidia.com/gpu", &[gpu(0)]),
+        ("a slot, then slots of another name", &sliced(), ("a.b/c", slot.as_str()), "nvidia.com/gpu", none),
+        ("a MIG device by another name", &divided, ("a.b/c", mig.as_str()), "nvidia.com/mig-1g.10gb", &[mig.as_str()]),
+        ("a MIG device, then its GPU", &whole, ("a.b/c", mig.as_str()), "nvidia.com/gpu", &[gpu(1)]),
+        ("something of another vendor", &whole, ("a.b/nic", "nic0"), "nvidia.com/gpu", none),
+    ] {
+        let inventory = with(plan);
+        let (inventory, effects) = inventory.apply(held(&[(of, id)]), LATER);
+        assert_eq!(hindered(&inventory, offered), expected, "{what}");
+        let told = effects.iter().filter(|effect| matches!(effect, Effect::HeldElsewhere { .. })).count();
+        assert_eq!(told, usize::from(!expected.is_empty()), "{what}: once for a GPU and a resource");
+        assert_eq!(inventory.awaits_holders(), !expected.is_empty(), "{what}");
+        let refused = inventory
+            .allocate(&resource(offered), &[DeviceId::from(expected.first().map_or("none", |id| id).to_owned())]);
+        assert!(refused.is_err(), "{what}");
+        let (ended, _) = inventory.clone().apply(held(&[]), LATER);
+        assert_eq!(hindered(&ended, offered), none, "{what}: the pod has ended");
+        let (unknown, _) = inventory.apply(Event::Holders(None), LATER);
+        assert_eq!(hindered(&unknown, offered), none, "{what}: nobody can say");
+    }
+}
+
+/// A pod may have come since the kubelet was asked last: a plan that changes waits for its word.
+#[test]
+fn a_device_that_was_withdrawn_may_have_a_holder_until_the_kubelet_has_said_no_twice() {
+    let (inventory, _) = with(&ResourcePlan::default()).apply(held(&[]), NOW);
+    let (inventory, _) = inventory.apply(planned(&renamed()), LATER);
+    assert_eq!(hindered(&inventory, "nvidia.com/a100").len(), 4);
+    let (inventory, _) = inventory.apply(held(&[]), LATER);
+    assert_eq!(hindered(&inventory, "nvidia.com/a100").len(), 4, "asked before the plan changed");
+    let (inventory, _) = inventory.apply(held(&[]), LATER);
+    assert_eq!(hindered(&inventory, "nvidia.com/a100"), [] as [&str; 0]);
+    assert!(!inventory.awaits_holders());
+}
+
+/// Without the kubelet's word nothing can be waited for.
+#[test]
+fn where_nobody_says_who_holds_what_a_plan_that_changes_takes_effect_at_once() {
+    let (inventory, _) = with(&ResourcePlan::default()).apply(planned(&renamed()), LATER);
+    assert_eq!(hindered(&inventory, "nvidia.com/a100"), [] as [&str; 0]);
+}

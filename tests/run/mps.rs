@@ -1,0 +1,313 @@
+//! GPUs shared by MPS, both processes being real: `linkwise run` between a kubelet and the driver's fake, and `linkwise
+//! mps-control-daemon` with the fake of nvidia-cuda-mps-control that tests/mps has.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use linkwise::kubelet_box::{KubeletBox, Pod};
+use tokio::process::Command;
+
+use crate::config::write;
+use crate::handover::lines;
+use crate::node::{GPU, Node, Process, Setup, machine, registered, signal, until, uuid};
+use crate::root::Root;
+
+/// The example of the NVIDIA plugin's README, which promises 80 of `nvidia.com/gpu` on a node with 8 GPUs.
+const README: &str = "version: v1\nsharing:\n  mps:\n    resources:\n    - name: nvidia.com/gpu\n      replicas: 10\n";
+
+/// GPUs of 40 GiB.
+const GPUS: [(&str, &str, &str); 3] = [
+    ("GPU-a", "0000:01:00.0", ", memory_mib: 40960"),
+    ("GPU-b", "0000:41:00.0", ", memory_mib: 40960"),
+    ("GPU-c", "0000:81:00.0", ", memory_mib: 40960"),
+];
+
+/// What it says for another number.
+fn replicas(count: u32) -> String {
+    README.replace("10", &count.to_string())
+}
+
+/// The folders that both processes have.
+struct Shared {
+    folder: PathBuf,
+    library: PathBuf,
+    machine: PathBuf,
+}
+
+impl Shared {
+    /// Prepares a machine whose folder has the configuration, the MPS root, and the driver's programs.
+    fn prepare(setup: Setup, machine: PathBuf, config: &str) -> (Self, Setup) {
+        let shared = Self { folder: setup.at("mps"), library: setup.library.clone(), machine };
+        fs::create_dir_all(shared.root()).unwrap();
+        fs::create_dir(shared.bin()).unwrap();
+        for program in ["nvidia-cuda-mps-control", "nvidia-smi"] {
+            let ours = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/mps").join(program);
+            symlink(ours, shared.bin().join(program)).unwrap();
+        }
+        write(&shared.config(), config);
+        let setup = setup.arg("--mps-container-root").arg(shared.root()).arg("--config-file").arg(shared.config());
+        (shared, setup)
+    }
+
+    /// 8 GPUs of 80 GiB.
+    fn dgx(config: &str) -> (Self, Setup) {
+        let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/machines/dgx-h100.yaml");
+        Self::prepare(Setup::on("dgx-h100"), machine, config)
+    }
+
+    /// Two GPUs of 40 GiB.
+    fn two(config: &str) -> (Self, Setup) {
+        let setup = Setup::with(&machine(&GPUS[..2]));
+        let machine = setup.at("machine.yaml");
+        Self::prepare(setup, machine, config)
+    }
+
+    fn root(&self) -> PathBuf {
+        self.folder.join("root")
+    }
+
+    fn bin(&self) -> PathBuf {
+        self.folder.join("bin")
+    }
+
+    fn config(&self) -> PathBuf {
+        self.folder.join("config.yaml")
+    }
+
+    /// Starts the daemons' process, called as the NVIDIA plugin's is.
+    fn daemons(&self) -> Process {
+        let link = self.folder.join("mps-control-daemon");
+        if !link.exists() {
+            symlink(env!("CARGO_BIN_EXE_linkwise"), &link).unwrap();
+        }
+        let mut command = Command::new(link);
+        command.env_clear().env("PATH", format!("{}:/usr/bin:/bin", self.bin().display()));
+        command.env("FAKE_NVML_CONTROL", self.folder.join("control"));
+        command.env("FAKE_NVML_MACHINE", &self.machine).env("HWLOC_SYNTHETIC", "pack:2 numa:1 pu:2");
+        command.args(["--log-format", "json", "--mps-container-root"]).arg(self.root());
+        command.arg("--config-file").arg(self.config()).arg("--nvml-library").arg(&self.library);
+        command.arg("--sysfs").arg(&self.folder);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
+        Process::of(command)
+    }
+
+    /// The control daemon's process.
+    fn control(&self) -> u32 {
+        let path = self.root().join(GPU).join("pipe/nvidia-cuda-mps-control.pid");
+        fs::read_to_string(path).unwrap().trim().parse().unwrap()
+    }
+
+    /// Other GPUs, for both processes: what sees them is started anew.
+    fn replace_gpus(&self, node: &Node, gpus: &[(&str, &str, &str)]) {
+        write(&self.machine, &machine(gpus));
+        node.setup.tell("crash");
+        fake_nvml::Control::new(self.folder.join("control")).send("crash").unwrap();
+    }
+
+    fn refuse_start(&self, refuse: bool) {
+        let file = self.bin().join("refuse-start");
+        if refuse { fs::write(file, "").unwrap() } else { fs::remove_file(file).unwrap() }
+    }
+}
+
+impl Drop for Shared {
+    /// Ends the control daemon whose supervisor was killed: nobody else does.
+    fn drop(&mut self) {
+        let pid = fs::read_to_string(self.root().join(GPU).join("pipe/nvidia-cuda-mps-control.pid"));
+        if let Ok(group) = pid.map(|pid| format!("-{}", pid.trim())) {
+            let _ = std::process::Command::new("kill").args(["-9", "--", &group]).stderr(Stdio::null()).status();
+        }
+    }
+}
+
+/// Both processes, and all `slots` offered.
+async fn serve((shared, setup): (Shared, Setup), slots: usize) -> (Shared, Process, Node, KubeletBox) {
+    let daemons = shared.daemons();
+    let (node, kubelet) = setup.serve(slots).await;
+    (shared, daemons, node, kubelet)
+}
+
+/// Waits until so many slots are healthy, and so many are not.
+async fn slots(kubelet: &KubeletBox, healthy: usize, unhealthy: usize) {
+    let counts = |resource: &linkwise::kubelet_box::ResourceState| (resource.healthy.len(), resource.unhealthy.len());
+    kubelet.wait(|state| counts(&state.resources[GPU]) == (healthy, unhealthy)).await.unwrap();
+}
+
+#[tokio::test]
+async fn the_nvidia_plugins_example_is_offered_once_its_limits_hold() {
+    let (shared, setup) = Shared::dgx(README);
+    let kubelet = setup.kubelet();
+    let node = setup.start().await;
+    node.ready(503, "nvidia.com/gpu: its MPS control daemon is not ready: the MPS daemon does not serve it").await;
+    assert_eq!(kubelet.state().resources[GPU].registrations, 0);
+    let daemons = shared.daemons();
+    registered(&kubelet, 1, 80).await;
+    let line = daemons.said("its limits hold").await;
+    assert_eq!((line["resource"].as_str(), line["threads"].as_u64()), (Some(GPU), Some(10)));
+    node.ready(200, "ready").await;
+
+    let admitted = kubelet.admit(&Pod::single("one", GPU, 1), None).await.unwrap();
+    let allocation = &admitted.grant("main", GPU).unwrap().allocation;
+    let gpu = allocation.devices[0].split_once("::").unwrap().0;
+    assert!((0..8).any(|index| gpu == uuid(2, index)), "{gpu}");
+    let expected = [
+        "env CUDA_MPS_PIPE_DIRECTORY=/mps/nvidia.com/gpu/pipe".to_owned(),
+        format!("env NVIDIA_VISIBLE_DEVICES={gpu}"),
+        "mount /run/nvidia/mps/nvidia.com/gpu/pipe at /mps/nvidia.com/gpu/pipe".to_owned(),
+        "mount /run/nvidia/mps/shm at /dev/shm".to_owned(),
+    ];
+    assert_eq!(lines(allocation), expected);
+    // MPS isolates nobody who has two: a request for more than one is refused unless the file allows it.
+    let refused = kubelet.admit(&Pod::single("two", GPU, 2), None).await.unwrap_err();
+    let words = "2 devices of nvidia.com/gpu are asked for, which is shared: a container may have 1";
+    assert!(format!("{refused:?}").contains(words), "{refused:?}");
+    assert_eq!(kubelet.violations(), []);
+}
+
+#[tokio::test]
+async fn every_way_to_hand_over_gpus_brings_the_pipe_and_the_shared_memory() {
+    let mps = [
+        "mount /srv/mps/nvidia.com/gpu.shared/pipe at /mps/nvidia.com/gpu.shared/pipe",
+        "mount /srv/mps/shm at /dev/shm",
+    ];
+    for way in ["envvar", "volume-mounts", "cdi-annotations", "cdi-cri", "cdi-cri,envvar"] {
+        let config = README.replace("    resources:", "    renameByDefault: true\n    resources:");
+        let (shared, setup) = Shared::two(&config);
+        let (root, specs) = (setup.at("driver"), setup.at("cdi"));
+        Root::full(&root);
+        let setup = setup.arg("--driver-root-ctr-path").arg(root).arg("--cdi-dir").arg(specs);
+        let setup = setup.arg("--mps-root=/srv/mps").arg("--device-list-strategy").arg(way);
+        let _daemons = shared.daemons();
+        let kubelet = setup.kubelet();
+        let _node = setup.start().await;
+        let name = "nvidia.com/gpu.shared";
+        kubelet.wait(|state| state.resources[name].healthy.len() == 20).await.unwrap();
+        let admitted = kubelet.admit(&Pod::single("pod", name, 1), None).await.unwrap();
+        let got = lines(&admitted.grant("main", name).unwrap().allocation);
+        assert!(
+            got.contains(&"env CUDA_MPS_PIPE_DIRECTORY=/mps/nvidia.com/gpu.shared/pipe".to_owned()),
+            "{way}: {got:?}"
+        );
+        for mount in mps {
+            assert!(got.iter().any(|line| line == mount), "{way}: {got:?}");
+        }
+        assert_eq!(got.iter().any(|line| line.contains("k8s.device-plugin.nvidia.com/gpu=GPU-")), way.contains("cdi"));
+    }
+}
+
+#[tokio::test]
+async fn a_control_daemon_that_dies_withdraws_its_slots_until_it_is_back() {
+    let (shared, daemons, node, kubelet) = serve(Shared::two(&replicas(3)), 6).await;
+    kubelet.admit(&Pod::single("before", GPU, 1), None).await.unwrap();
+    let held = kubelet.state().resources[GPU].in_use();
+    shared.refuse_start(true);
+    signal("KILL", shared.control());
+    // A pod may hold any of them: they stay on the list.
+    slots(&kubelet, 0, 6).await;
+    let line = daemons.said("nvidia-cuda-mps-control ended: signal: 9 (SIGKILL)").await;
+    assert_eq!(line["level"], "WARN");
+    let line = node.process.said("its MPS daemon is not ready").await;
+    assert_eq!(line["why"], "the MPS daemon does not serve it");
+    shared.refuse_start(false);
+    slots(&kubelet, 6, 0).await;
+    kubelet.admit(&Pod::single("after", GPU, 1), None).await.unwrap();
+    let state = &kubelet.state().resources[GPU];
+    assert!(state.in_use().is_superset(&held));
+    assert_eq!((state.registrations, kubelet.violations().len()), (1, 0));
+}
+
+#[tokio::test]
+async fn the_daemons_process_that_is_killed_withdraws_them_until_another_serves() {
+    let (shared, daemons, node, kubelet) = serve(Shared::two(&replicas(3)), 6).await;
+    let left_behind = shared.control();
+    daemons.signal("KILL");
+    slots(&kubelet, 0, 6).await;
+    node.process.said("the MPS daemon is gone and left").await;
+    let daemons = shared.daemons();
+    slots(&kubelet, 6, 0).await;
+    assert_ne!(shared.control(), left_behind);
+    // In order: nothing is left, and nothing is offered.
+    daemons.signal("TERM");
+    slots(&kubelet, 0, 6).await;
+    assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations().len()), (1, 0));
+}
+
+#[tokio::test]
+async fn a_plugin_that_is_started_again_disturbs_no_daemon() {
+    let (shared, _daemons, mut node, kubelet) = serve(Shared::two(&replicas(3)), 6).await;
+    let control = shared.control();
+    node.process.signal("TERM");
+    assert!(node.process.ended().await.0.success());
+    let again = node.setup.spawn();
+    registered(&kubelet, 2, 6).await;
+    assert_eq!(shared.control(), control);
+    drop(again);
+}
+
+#[tokio::test]
+async fn other_replicas_are_offered_when_the_daemon_holds_their_limits() {
+    let (shared, daemons, node, kubelet) = serve(Shared::two(&replicas(2)), 4).await;
+    kubelet.admit(&Pod::single("before", GPU, 1), None).await.unwrap();
+    let before = shared.control();
+    shared.refuse_start(true);
+    write(&shared.config(), &replicas(5));
+    daemons.said("its limits are others now").await;
+    slots(&kubelet, 0, 4).await;
+    shared.refuse_start(false);
+    slots(&kubelet, 10, 0).await;
+    assert_ne!(shared.control(), before);
+    daemons.logged(|line| line["message"] == "the MPS daemon serves, its limits hold" && line["threads"] == 20).await;
+    // Whole again, once no pod can hold a slot any more.
+    assert!(kubelet.remove_pod("before"));
+    write(&shared.config(), "version: v1\n");
+    registered(&kubelet, 1, 2).await;
+    daemons.said("it is no longer shared by MPS").await;
+    let admitted = kubelet.admit(&Pod::single("whole", GPU, 1), None).await.unwrap();
+    let got = lines(&admitted.grant("main", GPU).unwrap().allocation);
+    assert!(got.len() == 1 && got[0].starts_with("env NVIDIA_VISIBLE_DEVICES=GPU-"), "{got:?}");
+    let modes = || async { fs::read_to_string(shared.bin().join("modes")).map_err(|error| error.to_string()) };
+    until(async || {
+        let modes = modes().await?;
+        if modes.matches("-c DEFAULT").count() == 4 { Ok(()) } else { Err(modes) }
+    })
+    .await;
+    assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations().len()), (1, 0));
+    drop(node);
+}
+
+#[tokio::test]
+async fn a_gpu_that_leaves_ends_no_daemon_and_one_that_comes_is_shared_too() {
+    let (shared, daemons, node, kubelet) = serve(Shared::two(&replicas(3)), 6).await;
+    let control = shared.control();
+    shared.replace_gpus(&node, &GPUS[..1]);
+    slots(&kubelet, 3, 3).await;
+    daemons.said("NVML is not to be had").await;
+    until(async || {
+        let seen = |line: &&String| line.contains("NVML answers");
+        let looks = daemons.lines().iter().filter(seen).count();
+        if looks == 2 { Ok(()) } else { Err(looks) }
+    })
+    .await;
+    assert_eq!(shared.control(), control, "its clients on the GPU that stays work on");
+    shared.replace_gpus(&node, &GPUS);
+    slots(&kubelet, 9, 0).await;
+    assert_ne!(shared.control(), control);
+    assert_eq!(kubelet.violations(), []);
+}
+
+#[tokio::test]
+async fn what_mps_cannot_do_is_named_by_both_and_not_offered() {
+    let (shared, setup) = Shared::two(&replicas(49));
+    let daemons = shared.daemons();
+    let node = setup.start().await;
+    let words =
+        "is to be shared by MPS with 49 replicas, but the MPS server of GPU 0000:01:00.0 takes 48 clients at most";
+    daemons.said(words).await;
+    node.process.said(words).await;
+    // One number less can be had.
+    let kubelet = node.setup.kubelet();
+    write(&shared.config(), &replicas(48));
+    registered(&kubelet, 1, 96).await;
+}
