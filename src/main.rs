@@ -23,8 +23,8 @@ fn main() -> ExitCode {
         Command::Admin(args) => runtime::block_on(commands::admin(&args)),
         Command::MpsControlDaemon(args) => runtime::mps_control_daemon(&args),
         Command::NvmlAgent(args) => {
-            nvml::agent::main(args.library.as_deref(), Duration::from_millis(args.poll_ms), &args.skip)
-                .map_err(Into::into)
+            let poll = Duration::from_millis(args.poll_ms);
+            nvml::agent::main(args.library.as_deref(), args.procfs, poll, &args.skip).map_err(Into::into)
         }
     };
     let Err(error) = result else { return ExitCode::SUCCESS };

@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use linkwise::cdi::{self, Description, Extra, GpuEntry, Library, MigEntry, Oddity, Options, Roots, Spec};
 use linkwise::inventory::{Event, Inventory};
-use linkwise::topology::{GpuObservation, HostObservation, NodeObservation};
+use linkwise::topology::{GpuObservation, HostObservation, MigCapabilities, NodeObservation};
 use root::{LIBRARIES, Root, VERSION};
 use tempfile::{TempDir, tempdir};
 
@@ -75,9 +75,9 @@ fn a_host_with_hooks_and_everything_else() {
     root.drm("0000:01:00.0", &["card1", "renderD128", "controlD64"]);
     root.drm("0000:41:00.0", &["card2", "renderD129"]);
     let options = Options {
-        hook: None,
         extras: BTreeSet::from([Extra::GdrCopy, Extra::Gds, Extra::Mofed]),
         imex_channels: vec![1, 0, 1, 7],
+        ..Options::default()
     };
     root.node("nvidia-caps-imex-channels/channel0");
     root.node("nvidia-caps-imex-channels/channel1");
@@ -109,6 +109,32 @@ fn an_older_toolkit_has_its_hooks_one_level_down() {
     let args: Vec<String> = spec.container_edits.hooks.iter().map(|hook| hook.args[..4].join(" ")).collect();
     assert_eq!(args[0], "nvidia-ctk hook create-symlinks --link");
     assert_eq!(args[1], "nvidia-ctk hook update-ldcache --folder");
+}
+
+#[test]
+fn hooks_are_left_out_by_name_and_what_they_would_do_is_done_without_them() {
+    let folder = tempdir().unwrap();
+    Root::full(folder.path()).hook();
+    // The hooks of the spec, and whether a link's name is mounted.
+    let made = |names: &[&str]| {
+        let disabled_hooks = names.iter().map(|name| (*name).to_owned()).collect();
+        let options = Options { disabled_hooks, ..Options::default() };
+        let look = cdi::look(&on_host(&folder), &options, &inventory(&TWO));
+        // Who wants none is not told that there are none.
+        assert_eq!(look.oddities, []);
+        written(&look.description);
+        let edits = &cdi::specs(&look.description)[0].container_edits;
+        let mounted = edits.mounts.iter().any(|mount| mount.container_path.ends_with("/libcuda.so.1"));
+        (edits.hooks.iter().map(|hook| hook.args[1].clone()).collect::<Vec<_>>(), mounted)
+    };
+    let (links, cache) = ("create-symlinks".to_owned(), "update-ldcache".to_owned());
+    assert_eq!(made(&[]), (vec![links.clone(), cache.clone()], false));
+    assert_eq!(made(&["enable-cuda-compat"]), (vec![links.clone(), cache.clone()], false));
+    assert_eq!(made(&["update-ldcache"]), (vec![links], false));
+    assert_eq!(made(&["create-symlinks"]), (vec![cache], true));
+    for all in [&["all"] as &[&str], &["create-symlinks", "update-ldcache"]] {
+        assert_eq!(made(all), (vec![], true));
+    }
 }
 
 #[test]
@@ -191,14 +217,11 @@ fn a_gpu_without_a_minor_number_is_left_out_and_told_of() {
 #[test]
 fn mig_devices_have_their_parents_node_and_their_capabilities() {
     let mig = |index, uuid: &str, caps: (u32, u32)| MigEntry {
-        uuid: uuid.to_owned(),
+        uuid: uuid.parse().unwrap(),
         gpu_index: 3,
         gpu_minor: 5,
         index,
-        gpu_instance: 7 + index,
-        compute_instance: 0,
-        gpu_instance_cap: caps.0,
-        compute_instance_cap: caps.1,
+        capabilities: MigCapabilities { gpu_instance: caps.0, compute_instance: caps.1 },
     };
     let gpu = GpuEntry {
         uuid: "GPU-p".parse().unwrap(),

@@ -342,6 +342,56 @@ fn ids_of_best(tables: &AllocationTables, size: usize) -> Vec<usize> {
     report.devices.iter().map(|gpu| tables.topology().position(&gpu.uuid).unwrap()).collect()
 }
 
+/// What slots of the MIG devices of one GPU are taken, step by step as the definition says; slots are (device, slot).
+fn stepwise(policy: AllocationPolicy, slots: &BTreeMap<(usize, usize), char>, size: usize) -> BTreeSet<(usize, usize)> {
+    let all = |what: char| slots.iter().filter(move |(_, is)| **is == what).map(|(slot, _)| *slot);
+    let mut taken: BTreeSet<(usize, usize)> = all('m').collect();
+    while taken.len() < size {
+        let key = |slot: &(usize, usize)| {
+            let carried = taken.iter().filter(|(device, _)| *device == slot.0).count();
+            let used = all('u').filter(|(device, _)| *device == slot.0).count();
+            match policy {
+                AllocationPolicy::Packed => {
+                    let must = all('m').filter(|(device, _)| *device == slot.0).count();
+                    (usize::MAX - used - must, 0, *slot)
+                }
+                AllocationPolicy::Distributed => (carried, used, *slot),
+                AllocationPolicy::BestEffort => (carried, 0, *slot),
+            }
+        };
+        let next = all('f').filter(|slot| !taken.contains(slot)).min_by_key(key).unwrap();
+        taken.insert(next);
+    }
+    taken
+}
+
+proptest! {
+    /// Used, free, demanded slots of up to four devices on one GPU; any number of them.
+    #[test]
+    fn slots_of_mig_devices_are_taken_device_by_device(
+        what in vec(prop_oneof![Just('u'), Just('f'), Just('f'), Just('m')], 16),
+        (devices, replicas) in (1..=4_usize, 1..=4_usize),
+        more in 0..16_usize,
+    ) {
+        let tables = built_in("dgx-h100");
+        let id = |(device, slot): (usize, usize)| DeviceId::from(format!("MIG-{device}::{slot}"));
+        let slots = (0..devices).flat_map(|device| (0..replicas).map(move |slot| (device, slot)));
+        let slots: BTreeMap<(usize, usize), char> = slots.zip(what).collect();
+        let units = Units::new(slots.keys().map(|slot| (id(*slot), 3)), BTreeMap::new());
+        let of = |what: char| slots.iter().filter(move |(_, is)| **is == what).map(|(slot, _)| id(*slot));
+        let (must, free) = (of('m').count(), of('f').count());
+        let size = must + more.min(free);
+        prop_assume!(size > 0);
+        let request =
+            AllocationRequest { available: of('f').collect(), must_include: of('m').collect(), size };
+        for policy in POLICIES {
+            let (answer, _) = preferred_units(&tables, &units, &request, policy);
+            let expected: BTreeSet<DeviceId> = stepwise(policy, &slots, size).into_iter().map(id).collect();
+            prop_assert_eq!(answer.devices.into_iter().collect::<BTreeSet<_>>(), expected, "{:?}", policy);
+        }
+    }
+}
+
 #[test]
 fn mig_devices_count_the_other_profiles_on_their_parent() {
     let tables = built_in("dgx-h100");

@@ -22,6 +22,9 @@ pub struct Units {
     by_id: BTreeMap<DeviceId, usize>,
     /// For each GPU's place, the units of other resources on it that are in use.
     others: BTreeMap<usize, usize>,
+    /// For each unit, the number of the device that it is a slot of: a GPU may have several MIG devices. Empty where every
+    /// unit of a GPU is as good as another.
+    devices: Vec<usize>,
 }
 
 impl Units {
@@ -35,7 +38,8 @@ impl Units {
         let mut units: Vec<(DeviceId, usize)> = places.into_iter().collect();
         units.sort_by(|(a, on), (b, other)| (on, natural(a)).cmp(&(other, natural(b))));
         let by_id = units.iter().enumerate().map(|(at, (id, _))| (id.clone(), at)).collect();
-        Self { units, by_id, others }
+        let devices = devices(&units);
+        Self { units, by_id, others, devices }
     }
 
     /// The same number of slots on each GPU of a machine.
@@ -61,6 +65,28 @@ impl Units {
     }
 }
 
+/// The devices that units are slots of, by number, where a GPU has several of which one at least has several slots. Slots
+/// of one device lie beside each other.
+fn devices(units: &[(DeviceId, usize)]) -> Vec<usize> {
+    let mut numbers = Vec::with_capacity(units.len());
+    let (mut number, mut slots, mut several) = (0, false, false);
+    let mut last: Option<(&str, usize)> = None;
+    for (id, gpu) in units {
+        let device = natural(id).0;
+        match last {
+            Some((before, on)) if before == device && on == *gpu => slots = true,
+            Some((_, on)) => {
+                number += 1;
+                several |= on == *gpu;
+            }
+            None => {}
+        }
+        last = Some((device, *gpu));
+        numbers.push(number);
+    }
+    if slots && several { numbers } else { Vec::new() }
+}
+
 /// The key by which slot 2 comes before slot 10.
 fn natural(id: &DeviceId) -> (&str, u64) {
     let slot = id.as_str().rsplit_once("::").and_then(|(gpu, slot)| Some((gpu, slot.parse().ok()?)));
@@ -80,7 +106,9 @@ fn natural(id: &DeviceId) -> (&str, u64) {
 ///   first those that carry a unit of this request, then those with more free units, then what the choice of whole
 ///   GPUs takes beside the GPUs that carry units already; the last of them by PCI address may stay partly free.
 ///
-/// Within one GPU the units with the lowest numbers are taken. With one unit on each GPU and no others all three are the
+/// Within one GPU that has several devices (shared MIG devices) `distributed` and `best-effort` go from device to device
+/// in the same way, those that carry fewest units of this request first, then the less used ones; `packed` fills
+/// the most used device first. Of one device the slots with the lowest numbers are taken. With one unit on each GPU and no others all three are the
 /// choice of whole GPUs. The report is that of the GPUs behind the units, its `size` and `candidates` count GPUs; after
 /// a fallback they count units.
 pub fn preferred_units(
@@ -110,7 +138,7 @@ struct Share {
     used: usize,
     /// Units of `must_include`, as places in [`Units`].
     must: Vec<usize>,
-    /// Units that may be taken, as places in [`Units`], ascending.
+    /// Units that may be taken, as places in [`Units`], in the order in which they are taken.
     free: Vec<usize>,
     /// How many of `free` are taken.
     taken: usize,
@@ -123,6 +151,43 @@ impl Share {
 
     fn left(&self) -> usize {
         self.free.len().saturating_sub(self.taken)
+    }
+}
+
+/// Puts the free units of each GPU in the order in which they are taken, by the devices they are slots of.
+fn arrange(gpus: &mut [Share], units: &Units, policy: AllocationPolicy) {
+    // By device: units that the request demands, and units that are in use.
+    let mut carried: BTreeMap<usize, usize> = BTreeMap::new();
+    let mut used: BTreeMap<usize, usize> = BTreeMap::new();
+    let device = |at: &usize| units.devices.get(*at).copied().unwrap_or_default();
+    for device in &units.devices {
+        *used.entry(*device).or_default() += 1;
+    }
+    for share in gpus.iter() {
+        for at in share.free.iter().chain(&share.must) {
+            used.entry(device(at)).and_modify(|used| *used = used.saturating_sub(1));
+        }
+        for at in &share.must {
+            *carried.entry(device(at)).or_default() += 1;
+        }
+    }
+    let of = |counts: &BTreeMap<usize, usize>, device| counts.get(&device).copied().unwrap_or(0);
+    let mut rounds = carried.clone();
+    for share in gpus {
+        let key = |at| {
+            let device = device(at);
+            match policy {
+                AllocationPolicy::Packed => (usize::MAX - of(&used, device).saturating_add(of(&carried, device)), 0),
+                AllocationPolicy::Distributed | AllocationPolicy::BestEffort => {
+                    let round = rounds.entry(device).or_default();
+                    *round += 1;
+                    (*round, if policy == AllocationPolicy::BestEffort { 0 } else { of(&used, device) })
+                }
+            }
+        };
+        let mut keyed: Vec<_> = share.free.iter().map(key).zip(share.free.iter().copied()).collect();
+        keyed.sort_unstable();
+        share.free = keyed.into_iter().map(|(_, at)| at).collect();
     }
 }
 
@@ -171,6 +236,9 @@ impl<'a> Spread<'a> {
         for (place, share) in gpus.iter_mut().enumerate() {
             let others = units.others.get(&place).copied().unwrap_or(0);
             share.used = if policy == AllocationPolicy::BestEffort { 0 } else { share.used.saturating_add(others) };
+        }
+        if !units.devices.is_empty() {
+            arrange(&mut gpus, units, policy);
         }
         let must: usize = gpus.iter().map(|share| share.must.len()).sum();
         let free: usize = gpus.iter().map(|share| share.free.len()).sum();

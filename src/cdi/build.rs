@@ -16,6 +16,12 @@ const SOCKET_OPTIONS: [&str; 6] = ["ro", "nosuid", "nodev", "noexec", "rbind", "
 /// NVIDIA_VISIBLE_DEVICES says: with this value it adds none.
 const NOTHING_BY_ENVIRONMENT: &str = "NVIDIA_VISIBLE_DEVICES=void";
 
+/// The hook that makes links in the container.
+const CREATE_SYMLINKS: &str = "create-symlinks";
+
+/// The hook that brings the dynamic linker's cache up to date.
+const UPDATE_LDCACHE: &str = "update-ldcache";
+
 /// The specs of a node, at most one a kind; a kind of which the node has nothing has none.
 pub fn specs(description: &Description) -> Vec<Spec> {
     let gpus = Spec::new(GPU_CLASS, gpu_devices(description), common(description));
@@ -44,7 +50,7 @@ fn gpu_devices(description: &Description) -> Vec<Device> {
     }
     for mig in &description.migs {
         let index = format!("{}:{}", mig.gpu_index, mig.index);
-        add([Some(index), Some(mig.uuid.clone())], mig_nodes(mig), true);
+        add([Some(index), Some(mig.uuid.as_str().to_owned())], mig_nodes(mig), true);
     }
     if !all.is_empty() {
         all.sort_unstable();
@@ -61,8 +67,8 @@ fn gpu_nodes(gpu: &GpuEntry) -> Vec<String> {
 }
 
 fn mig_nodes(mig: &MigEntry) -> Vec<String> {
-    let cap = |minor| format!("/dev/nvidia-caps/nvidia-cap{minor}");
-    vec![format!("/dev/nvidia{}", mig.gpu_minor), cap(mig.gpu_instance_cap), cap(mig.compute_instance_cap)]
+    let gpu = format!("/dev/nvidia{}", mig.gpu_minor);
+    [gpu].into_iter().chain(mig.capabilities.device_nodes()).collect()
 }
 
 fn imex_devices(description: &Description) -> Vec<Device> {
@@ -95,7 +101,7 @@ fn common(description: &Description) -> ContainerEdits {
         let path = library(&found.name);
         mounts.push(description.mount(&path, &path, &MOUNT_OPTIONS));
         for (name, target) in &found.links {
-            if description.hook.is_some() {
+            if description.has_hook(CREATE_SYMLINKS) {
                 links.push(format!("{target}::{}", library(name)));
             } else {
                 mounts.push(description.mount(&path, &library(name), &MOUNT_OPTIONS));
@@ -105,8 +111,9 @@ fn common(description: &Description) -> ContainerEdits {
     mounts.extend(driver.files.iter().map(|path| description.mount(path, path, &MOUNT_OPTIONS)));
     let sockets = driver.sockets.iter();
     mounts.extend(sockets.map(|socket| description.mount(&socket.host, &socket.container, &SOCKET_OPTIONS)));
-    let hooks = description.hook.as_deref().filter(|_| !driver.libraries.is_empty());
-    let hooks = hooks.map_or_else(Vec::new, |path| hooks_with(path, links, driver.library_folder.clone()));
+    let cache = description.has_hook(UPDATE_LDCACHE) && !driver.libraries.is_empty();
+    let folder = cache.then(|| driver.library_folder.clone());
+    let hooks = description.hook.as_deref().map_or_else(Vec::new, |path| hooks_with(path, links, folder));
     ContainerEdits {
         env: vec![NOTHING_BY_ENVIRONMENT.to_owned()],
         device_nodes: description.nodes(&description.control_nodes),
@@ -117,7 +124,7 @@ fn common(description: &Description) -> ContainerEdits {
 
 /// The links first, then the cache of the dynamic linker. Both subcommands are in every release that has CDI hooks; newer
 /// ones (`enable-cuda-compat` ...) would keep all containers from starting under an older toolkit, and are not used.
-fn hooks_with(path: &str, links: Vec<String>, folder: String) -> Vec<Hook> {
+fn hooks_with(path: &str, links: Vec<String>, folder: Option<String>) -> Vec<Hook> {
     let program = path.rsplit('/').next().unwrap_or(path).to_owned();
     // In nvidia-ctk the hooks are one level down.
     let nested = (program == "nvidia-ctk").then(|| "hook".to_owned());
@@ -126,11 +133,16 @@ fn hooks_with(path: &str, links: Vec<String>, folder: String) -> Vec<Hook> {
         let values = values.into_iter().flat_map(|value| [option.to_owned(), value]);
         Hook { hook_name: "createContainer", path: path.to_owned(), args: words.chain(values).collect() }
     };
-    let symlinks = (!links.is_empty()).then(|| hook("create-symlinks", "--link", links));
-    symlinks.into_iter().chain([hook("update-ldcache", "--folder", vec![folder])]).collect()
+    let symlinks = (!links.is_empty()).then(|| hook(CREATE_SYMLINKS, "--link", links));
+    symlinks.into_iter().chain(folder.map(|folder| hook(UPDATE_LDCACHE, "--folder", vec![folder]))).collect()
 }
 
 impl Description {
+    /// Whether this hook is to run: there is a program for it, and nobody leaves it out.
+    fn has_hook(&self, name: &str) -> bool {
+        self.hook.is_some() && ![ALL, name].iter().any(|name| self.disabled_hooks.contains(*name))
+    }
+
     fn nodes(&self, paths: &[String]) -> Vec<DeviceNode> {
         let node = |path: &String| {
             let host = below(&self.dev_root, path);

@@ -2,9 +2,9 @@
 //!
 //! All paths are as a container sees them, from its root; the two roots of the host say where they lie there.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use crate::topology::{GpuUuid, PciAddress};
+use crate::topology::{GpuUuid, MigCapabilities, MigUuid, PciAddress};
 
 /// Everything the specs of a node are made from.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -23,6 +23,8 @@ pub struct Description {
     pub driver: DriverFiles,
     /// nvidia-cdi-hook (or nvidia-ctk), as the host has it; `None` where it is not to be used.
     pub hook: Option<String>,
+    /// Hooks that are left out, by name.
+    pub disabled_hooks: BTreeSet<String>,
     /// What is handed in beside GPUs where asked for, a kind each.
     pub extras: BTreeMap<Extra, ExtraFiles>,
     /// The IMEX channels, by number, sorted.
@@ -50,22 +52,15 @@ pub struct GpuEntry {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MigEntry {
     /// NVML's UUID of the MIG device.
-    pub uuid: String,
+    pub uuid: MigUuid,
     /// NVML's index of the parent GPU.
     pub gpu_index: u32,
     /// N of the parent's /dev/nvidiaN.
     pub gpu_minor: u32,
     /// NVML's index among the parent's MIG devices.
     pub index: u32,
-    /// The GPU instance's id.
-    pub gpu_instance: u32,
-    /// The compute instance's id.
-    pub compute_instance: u32,
-    /// N of /dev/nvidia-caps/nvidia-capN that opens the GPU instance (/proc/driver/nvidia/capabilities,
-    /// `gpuM/mig/giG/access`).
-    pub gpu_instance_cap: u32,
-    /// The same for the compute instance (`.../giG/ciC/access`).
-    pub compute_instance_cap: u32,
+    /// The minors of its nodes under /dev/nvidia-caps.
+    pub capabilities: MigCapabilities,
 }
 
 /// What the driver brings along for containers.

@@ -7,11 +7,12 @@ use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
-use super::description::{Description, Extra, ExtraFiles, GpuEntry, imex_node};
+use super::ALL;
+use super::description::{Description, Extra, ExtraFiles, GpuEntry, MigEntry, imex_node};
 use super::driver;
 use super::oddity::Oddity;
 use crate::inventory::{Device, Inventory};
-use crate::topology::{GpuUuid, PciAddress};
+use crate::topology::{GpuUuid, MigDevice, MigUuid, PciAddress};
 
 /// The control device of the driver.
 const CONTROL_NODE: &str = "/dev/nvidiactl";
@@ -41,6 +42,8 @@ pub struct Options {
     /// The hooks' program, on the host. `None`: the toolkit's, where it is to be seen. One that is named is taken at
     /// its word: it may lie where our container does not see it.
     pub hook: Option<String>,
+    /// Hooks that are left out, by name; `all` is every one.
+    pub disabled_hooks: BTreeSet<String>,
     /// What is handed in beside GPUs.
     pub extras: BTreeSet<Extra>,
     /// The IMEX channels that are offered, where they are there.
@@ -76,14 +79,16 @@ pub fn look(roots: &Roots, options: &Options, inventory: &Inventory) -> Look {
         let root = roots.dev_here().display().to_string();
         oddities.push(Oddity::NoControlNode { node: CONTROL_NODE.to_owned(), root });
     }
+    let gpus = gpus(roots, inventory, &mut oddities);
     let description = Description {
         driver_root: roots.driver.display().to_string(),
         dev_root: roots.dev.display().to_string(),
-        gpus: gpus(roots, inventory, &mut oddities),
-        migs: Vec::new(),
+        migs: migs(inventory, &mut oddities),
+        gpus,
         control_nodes,
         driver: files,
         hook: hook(roots, options, &mut oddities),
+        disabled_hooks: options.disabled_hooks.clone(),
         extras: options.extras.iter().map(|extra| (*extra, extra_files(roots, *extra))).collect(),
         imex_channels: imex_channels(roots, options),
     };
@@ -122,6 +127,27 @@ fn gpus(roots: &Roots, inventory: &Inventory, oddities: &mut Vec<Oddity>) -> Vec
     devices.values().filter_map(entry).collect()
 }
 
+/// The MIG devices that the kubelet was told of and that are there.
+///
+/// One that is gone does not stay, other than a GPU: its instances' numbers are given to whatever is made next, and with
+/// them its nodes. A container that is started again under the old name would be let into somebody else's device.
+fn migs(inventory: &Inventory, oddities: &mut Vec<Oddity>) -> Vec<MigEntry> {
+    let offered = inventory.resources().values().flat_map(BTreeMap::values).filter_map(|device| device.mig.as_ref());
+    let offered: BTreeSet<&MigUuid> = offered.map(|mig| &mig.uuid).collect();
+    let topology = inventory.topology();
+    let entry = |mig: &MigDevice| {
+        let gpu = topology.gpus().get(mig.parent)?;
+        // A GPU of unknown minor number was told of.
+        let gpu_minor = gpu.minor?;
+        let Some(capabilities) = mig.capabilities else {
+            oddities.push(Oddity::NoCapabilities { uuid: mig.uuid.clone() });
+            return None;
+        };
+        Some(MigEntry { uuid: mig.uuid.clone(), gpu_index: gpu.index, gpu_minor, index: mig.index, capabilities })
+    };
+    topology.mig_devices().iter().filter(|mig| offered.contains(&mig.uuid)).filter_map(entry).collect()
+}
+
 /// A GPU's nodes under /dev/dri: the kernel lists them below its PCI device.
 fn dri(roots: &Roots, pci: PciAddress) -> Vec<String> {
     let names = driver::entries(&roots.sysfs.join(format!("bus/pci/devices/{pci}/drm")));
@@ -154,6 +180,9 @@ fn extra_files(roots: &Roots, extra: Extra) -> ExtraFiles {
 
 /// The hooks' program: the one that is named, else the toolkit's where the host has it.
 fn hook(roots: &Roots, options: &Options, oddities: &mut Vec<Oddity>) -> Option<String> {
+    if options.disabled_hooks.contains(ALL) {
+        return None;
+    }
     if let Some(named) = &options.hook {
         return Some(named.clone());
     }

@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-use crate::topology::GpuUuid;
+use crate::topology::{GpuUuid, MigUuid};
 
 /// Something that a complete spec would have and this one has not. The spec is written all the same.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Error)]
@@ -28,6 +28,12 @@ pub enum Oddity {
     NoMinor {
         /// The GPU.
         uuid: GpuUuid,
+    },
+    /// A MIG device that nobody can open: without its capabilities a container has its GPU's node and no part of the GPU.
+    #[error("the kernel lists no capabilities of {uuid}: it is left out of the CDI spec")]
+    NoCapabilities {
+        /// The MIG device.
+        uuid: MigUuid,
     },
     /// No container can use a GPU without it.
     #[error("no {node} below {root}: the CDI spec names no control node, and CUDA will not start")]

@@ -87,6 +87,9 @@ pub struct HostArgs {
     /// Where the host's /sys is
     #[arg(long, value_name = "PATH", env = "LINKWISE_SYSFS", default_value = "/sys")]
     pub sysfs: PathBuf,
+    /// Where the kernel's /proc is; the numbers of MIG devices' nodes are in its driver/nvidia-caps
+    #[arg(long, value_name = "PATH", env = "LINKWISE_PROCFS", default_value = "/proc", hide = true)]
+    pub procfs: PathBuf,
 }
 
 /// What the log says and how.
@@ -306,6 +309,9 @@ pub struct AgentArgs {
     /// The driver's NVML library
     #[arg(long, value_name = "PATH")]
     pub library: Option<PathBuf>,
+    /// Where the kernel's /proc is
+    #[arg(long, value_name = "PATH", default_value = "/proc")]
+    pub procfs: PathBuf,
     /// How long from one round of cheap calls to the next, in milliseconds
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     pub poll_ms: u64,

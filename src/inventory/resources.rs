@@ -97,7 +97,8 @@ impl Resources {
         made
     }
 
-    /// For each GPU's place, the devices of other resources on it that pods hold.
+    /// For each GPU's place, the devices on it that pods hold and that are none of the resource's own: those of other
+    /// resources, and those that were offered before under another plan.
     fn others(
         &self,
         topology: &NodeTopology,
@@ -105,9 +106,9 @@ impl Resources {
         held: &BTreeSet<(ResourceName, DeviceId)>,
     ) -> BTreeMap<usize, usize> {
         let mut others = BTreeMap::new();
-        for (of, id) in held.iter().filter(|(of, _)| of != resource) {
-            let device = self.devices.get(of).and_then(|devices| devices.get(id));
-            if let Some(place) = device.and_then(|device| topology.position(&device.gpu.uuid)) {
+        let own = self.devices.get(resource);
+        for (_, id) in held.iter().filter(|(of, id)| of != resource || !own.is_some_and(|own| own.contains_key(id))) {
+            if let Some(place) = place(topology, id) {
                 *others.entry(place).or_default() += 1;
             }
         }
@@ -226,6 +227,14 @@ impl Resources {
         self.problems.push(problem);
         self.withhold(pieces, &BTreeSet::from([resource.clone()]));
     }
+}
+
+/// The place of the GPU behind a device, by its id: [`Device::id`].
+fn place(topology: &NodeTopology, id: &DeviceId) -> Option<usize> {
+    let uuid = id.as_str().split_once("::").map_or(id.as_str(), |(uuid, _)| uuid);
+    let gpu = || topology.gpus().iter().position(|gpu| gpu.uuid.as_str() == uuid);
+    let mig = || Some(topology.mig_devices().iter().find(|mig| mig.uuid.as_str() == uuid)?.parent);
+    gpu().or_else(mig)
 }
 
 /// The name under which the shared devices of a resource are offered.

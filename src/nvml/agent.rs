@@ -9,7 +9,7 @@ use std::ffi::OsStr;
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
@@ -78,13 +78,14 @@ impl Parent {
 }
 
 /// Runs until the parent is gone. `library` is the path of the driver's library or of a driver's root, or the usual
-/// names are tried; `poll` is how long from one round of cheap calls to the next; GPUs to `skip` are not touched.
+/// names are tried; `procfs` is where the kernel's /proc is; `poll` is how long from one round of cheap calls to the
+/// next; GPUs to `skip` are not touched.
 ///
 /// # Errors
 ///
 /// See [`AgentError`]. Of a library that does not load or initialise the parent is told instead, and the
 /// process ends with code 1.
-pub fn main(library: Option<&Path>, poll: Duration, skip: &[String]) -> Result<(), AgentError> {
+pub fn main(library: Option<&Path>, procfs: PathBuf, poll: Duration, skip: &[String]) -> Result<(), AgentError> {
     let socket = inherited_socket().map_err(AgentError::Socket)?;
     let reading = socket.try_clone().map_err(AgentError::Socket)?;
     let parent = Arc::new(Parent(Mutex::new(socket)));
@@ -114,6 +115,7 @@ pub fn main(library: Option<&Path>, poll: Duration, skip: &[String]) -> Result<(
         parent: Arc::clone(&parent),
         calls,
         interval: poll,
+        procfs,
         skip,
         gpus: Arc::default(),
         at_start: listed.gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),

@@ -33,6 +33,8 @@ pub struct AgentCommand {
     pub program: PathBuf,
     /// The path of the driver's library, or of a driver's root; the usual names are tried without one.
     pub library: Option<PathBuf>,
+    /// Where the kernel's /proc is.
+    pub procfs: PathBuf,
     /// How long from one of the child's rounds to the next.
     pub poll: Duration,
     /// How long its calls may take.
@@ -49,6 +51,7 @@ impl AgentCommand {
         Self {
             program: program.into(),
             library: None,
+            procfs: PathBuf::from("/proc"),
             poll: POLL_INTERVAL,
             limits: Limits::default(),
             skip: Vec::new(),
@@ -138,6 +141,7 @@ impl Agent {
         if let Some(library) = &command.library {
             process.args([OsStr::new("--library"), library.as_os_str()]);
         }
+        process.args([OsStr::new("--procfs"), command.procfs.as_os_str()]);
         process.arg("--poll-ms").arg(command.poll.as_millis().to_string());
         for place in &command.skip {
             process.arg("--skip").arg(place.to_string());

@@ -3,6 +3,8 @@
 //! Called by `probe` for each GPU. One call that fails costs one fact; a device without a UUID or instance ids is left
 //! out, with a failure that names the call. A GPU or a driver without MIG is silence.
 
+use std::path::Path;
+
 use nvml_wrapper::Device;
 use nvml_wrapper_sys::bindings as sys;
 
@@ -15,14 +17,15 @@ use crate::topology::{MigCapabilities, MigDeviceObservation, MigExtension, MigOb
 /// An index that nothing was created for is no failure of this call.
 const HANDLE: &str = "nvmlDeviceGetMigDeviceHandleByIndex";
 
-/// The kernel's list of MIG capabilities, the same in every container.
-const MINORS: &str = "/proc/driver/nvidia-caps/mig-minors";
+/// The kernel's list of MIG capabilities below /proc, the same in every container.
+const MINORS: &str = "driver/nvidia-caps/mig-minors";
 
 /// What is seen of a GPU's MIG; `minor` is N of the GPU's /dev/nvidiaN.
 pub fn observe(
     device: &Device<'_>,
     calls: &Calls,
     minor: Option<u32>,
+    procfs: &Path,
     findings: &mut Findings<'_>,
 ) -> Option<MigObservation> {
     let mode = findings.fact(calls.ask("nvmlDeviceGetMigMode", || device.mig_mode()))?;
@@ -30,7 +33,7 @@ pub fn observe(
     let count =
         if enabled { calls.ask("nvmlDeviceGetMaxMigDeviceCount", || device.mig_device_count()) } else { Ok(None) };
     // Absent where the driver has no MIG; then no device has capabilities.
-    let minors = if enabled { std::fs::read_to_string(MINORS).unwrap_or_default() } else { String::new() };
+    let minors = if enabled { std::fs::read_to_string(procfs.join(MINORS)).unwrap_or_default() } else { String::new() };
     let devices = (0..findings.fact(count).unwrap_or(0)).filter_map(|index| {
         let mut found = mig_device(device, calls, index, findings)?;
         let find = |minor| MigCapabilities::find(&minors, minor, found.gpu_instance, found.compute_instance);

@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::c_ulong;
+use std::path::Path;
 
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml};
@@ -82,8 +83,8 @@ fn identify<'nvml>(
     Some(Gpu { index, uuid, pci, device, calls })
 }
 
-/// Asks the GPUs for everything else: what was seen, and what was not answered.
-pub fn observe(gpus: &[Gpu<'_>]) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
+/// Asks the GPUs, and the kernel under `procfs`, for everything else: what was seen, and what was not answered.
+pub fn observe(gpus: &[Gpu<'_>], procfs: &Path) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
     let mut failures = Vec::new();
     let ancestors = common_ancestors(gpus, &mut failures);
     let observe = |(gpu, common_ancestors): (&Gpu<'_>, _)| {
@@ -103,7 +104,7 @@ pub fn observe(gpus: &[Gpu<'_>]) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
             nvlinks: links::observe(device, calls, |pci| gpus.iter().any(|gpu| gpu.pci == pci), &mut findings),
             c2c: findings.fact(calls.raw("nvmlDeviceGetC2cModeInfoV", || raw::c2c(device))),
             display: findings.fact(calls.ask("nvmlDeviceGetDisplayActive", || device.is_display_active())),
-            mig: mig::observe(device, calls, minor, &mut findings),
+            mig: mig::observe(device, calls, minor, procfs, &mut findings),
             fabric: fabric(device, calls, &mut findings),
             common_ancestors,
         }

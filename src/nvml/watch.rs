@@ -5,6 +5,7 @@
 //! for it. Called by `agent`.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
@@ -32,6 +33,8 @@ pub struct Watch {
     pub calls: Calls,
     /// How long from one round of calls to the next.
     pub interval: Duration,
+    /// Where the kernel's /proc is.
+    pub procfs: PathBuf,
     /// GPUs that are not to be touched.
     pub skip: Vec<Place>,
     /// The GPUs there are now.
@@ -194,7 +197,7 @@ impl Watch {
         let (nvml, calls) = (self.nvml, &self.calls);
         let driver = findings.fact(calls.ask("nvmlSystemGetDriverVersion", || nvml.sys_driver_version()));
         let library = findings.fact(calls.ask("nvmlSystemGetNVMLVersion", || nvml.sys_nvml_version()));
-        let (gpus, unanswered) = probe::observe(&self.gpus);
+        let (gpus, unanswered) = probe::observe(&self.gpus, &self.procfs);
         failures.extend(unanswered);
         FromAgent::Ready { driver, nvml: library, count: listed.count, gpus, failures }
     }

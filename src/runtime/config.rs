@@ -9,43 +9,13 @@ use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::config::file::{Finding, Weight};
-use crate::config::settings::{ConfigError, Loaded, Origin, load, plain};
+use crate::config::settings::{ConfigError, Loaded, load};
 use crate::config::{Environment, FileWatch, Flags, Settings};
 use crate::inventory::Event;
 use crate::metrics::Metrics;
 
-/// The keys that do something, all at the start.
-const AT_START: [&str; 27] = [
-    "configFile",
-    "flags.failOnInitError",
-    "flags.mpsRoot",
-    "flags.nvidiaDriverRoot",
-    "flags.nvidiaDevRoot",
-    "flags.gdrcopyEnabled",
-    "flags.gdsEnabled",
-    "flags.mofedEnabled",
-    "flags.plugin.passDeviceSpecs",
-    "flags.plugin.deviceListStrategy",
-    "flags.plugin.deviceIDStrategy",
-    "flags.plugin.cdiAnnotationPrefix",
-    "flags.plugin.nvidiaCTKPath",
-    "flags.plugin.containerDriverRoot",
-    "flags.plugin.kubeletSocket",
-    "imex.channelIDs",
-    "imex.required",
-    "linkwise.cdiDir",
-    "linkwise.expose.ncclTopology",
-    "linkwise.expose.nics",
-    "linkwise.ncclTopologyDir",
-    "linkwise.adminSocket",
-    "linkwise.allowedUids",
-    "linkwise.health.xids",
-    "linkwise.metricsAddress",
-    "linkwise.onNvmlLoss",
-    "linkwise.podResourcesSocket",
-];
-/// The keys that do something while linkwise runs.
-const AT_ONCE: [&str; 9] = [
+/// The keys that count at once while linkwise runs; the others count at its next start.
+const AT_ONCE: &[&str] = &[
     "flags.migStrategy",
     "flags.plugin.sharedDevicesAllocationPolicy",
     "linkwise.filter.exclude",
@@ -57,21 +27,9 @@ const AT_ONCE: [&str; 9] = [
     "sharing",
 ];
 
-/// Tells people what is odd about a configuration, and what of it does nothing yet.
+/// Tells people what is odd about a configuration.
 pub(super) fn log(loaded: &Loaded) {
-    for finding in &loaded.findings {
-        log_finding(finding);
-    }
-    let told = |key: &str| loaded.findings.iter().any(|finding| finding.key == key);
-    let defaults = Settings::defaults().shown();
-    for (shown, default) in loaded.settings.shown().into_iter().zip(defaults) {
-        let works = AT_START.contains(&shown.key) || AT_ONCE.contains(&shown.key) || told(shown.key);
-        // The device nodes' root follows the driver's, and is not said by anybody then.
-        if !works && shown.value != default.value && shown.origin != Origin::Default {
-            let (key, value, origin) = (shown.key, plain(&shown.value), shown.origin);
-            tracing::warn!(key, value, %origin, "this version takes the setting, but does not work by it yet");
-        }
-    }
+    loaded.findings.iter().for_each(log_finding);
 }
 
 fn log_finding(finding: &Finding) {
@@ -129,7 +87,7 @@ impl Reader {
                     return;
                 }
                 tracing::info!(why, changed = changed.join(","), "a new configuration counts");
-                let late: Vec<&str> = changed.into_iter().filter(|key| AT_START.contains(key)).collect();
+                let late: Vec<&str> = changed.into_iter().filter(|key| !AT_ONCE.contains(key)).collect();
                 if !late.is_empty() {
                     tracing::warn!(keys = late.join(","), "these take effect when linkwise is started the next time");
                 }

@@ -83,6 +83,7 @@ pub(super) fn prepare(
         roots: roots(settings, sysfs),
         options: cdi::Options {
             hook: settings.nvidia_cdi_hook_path.value.as_ref().map(|hook| hook.display().to_string()),
+            disabled_hooks: settings.cdi_disable_hooks.value.iter().cloned().collect(),
             extras: extras.iter().map(|(extra, _)| *extra).collect(),
             imex_channels: settings.imex_channel_ids.value.clone(),
         },

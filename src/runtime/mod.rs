@@ -191,5 +191,9 @@ fn driver_of(
 pub fn agent_command(host: &HostArgs) -> AgentCommand {
     // The link leads to the binary that runs, also after its file was replaced; current_exe would name a file
     // that is gone.
-    AgentCommand { library: host.nvml_library.clone(), ..AgentCommand::new("/proc/self/exe") }
+    AgentCommand {
+        library: host.nvml_library.clone(),
+        procfs: host.procfs.clone(),
+        ..AgentCommand::new("/proc/self/exe")
+    }
 }

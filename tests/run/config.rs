@@ -112,14 +112,6 @@ async fn names_that_the_nvidia_plugin_ignores_are_told_of_with_the_key_that_turn
 }
 
 #[tokio::test]
-async fn what_this_version_does_not_work_by_is_told_of() {
-    let process = Setup::on("dgx1-v100").env("CDI_FEATURE_FLAGS", "none-of-ours").start().await.process;
-    let line = process.logged(|line| line["key"] == "flags.plugin.cdiFeatureFlags").await;
-    let origin = Some("environment CDI_FEATURE_FLAGS");
-    assert_eq!((line["value"].as_str(), line["origin"].as_str()), (Some("none-of-ours"), origin));
-}
-
-#[tokio::test]
 async fn nothing_starts_with_a_wrong_configuration() {
     let (setup, file) = with_file("flags:\n  failOnInitError: maybe\n  migStrategy: some\n");
     let mut process = setup.spawn();

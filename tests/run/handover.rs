@@ -15,9 +15,13 @@ const O_NONBLOCK: i32 = 0o4000;
 
 const TWO: [(&str, &str, &str); 2] = [("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:41:00.0", "")];
 
-/// A machine with a driver root and a folder for specs.
+/// These GPUs, a driver root and a folder for specs.
 fn setup(gpus: &[(&str, &str, &str)]) -> Setup {
-    let setup = Setup::with(&machine(gpus));
+    cdi_setup(Setup::with(&machine(gpus)))
+}
+
+/// The machine with a driver root and a folder for specs.
+pub fn cdi_setup(setup: Setup) -> Setup {
     let (root, specs) = (setup.at("driver"), setup.at("cdi"));
     Root::full(&root);
     setup
@@ -29,12 +33,12 @@ fn setup(gpus: &[(&str, &str, &str)]) -> Setup {
         .arg("--nvml-pause-ms=10")
 }
 
-fn spec_file(setup: &Setup) -> PathBuf {
+pub fn spec_file(setup: &Setup) -> PathBuf {
     setup.at("cdi").join("k8s.device-plugin.nvidia.com-gpu.json")
 }
 
 /// The names of all devices of the spec, once it is as wanted.
-async fn spec_with(node: &Node, wanted: &[&str]) {
+pub async fn spec_with(node: &Node, wanted: &[&str]) {
     let ask = async || {
         let text = fs::read_to_string(spec_file(&node.setup)).unwrap_or_default();
         let names: Vec<&str> = text.lines().filter_map(|line| line.trim().strip_prefix("\"name\": \"")).collect();
@@ -45,9 +49,9 @@ async fn spec_with(node: &Node, wanted: &[&str]) {
     assert_eq!(schema::check(&text), [""; 0], "{text}");
 }
 
-async fn allocation(kubelet: &KubeletBox, pod: &str, gpus: u32) -> Allocation {
-    let admitted = kubelet.admit(&Pod::single(pod, GPU, gpus), None).await.unwrap();
-    admitted.grant("main", GPU).unwrap().allocation.clone()
+pub async fn allocation(kubelet: &KubeletBox, pod: &str, resource: &str, count: u32) -> Allocation {
+    let admitted = kubelet.admit(&Pod::single(pod, resource, count), None).await.unwrap();
+    admitted.grant("main", resource).unwrap().allocation.clone()
 }
 
 /// An answer, a line for each thing that a container gets.
@@ -145,7 +149,7 @@ async fn each_way_and_some_together() {
         };
         let setup = args.iter().fold(setup, |setup, arg| setup.arg(arg));
         let (node, kubelet) = setup.serve(2).await;
-        let mut got = lines(&allocation(&kubelet, "pod", 2).await);
+        let mut got = lines(&allocation(&kubelet, "pod", GPU, 2).await);
         if own("--driver-root-ctr-path") {
             // Control nodes would be those of the machine that runs the test.
             got.retain(|line| !["nvidiactl", "nvidia-uvm", "nvidia-modeset"].iter().any(|node| line.contains(node)));
@@ -161,7 +165,7 @@ async fn each_way_and_some_together() {
 async fn ways_can_come_from_the_environment() {
     let setup = setup(&TWO).env("DEVICE_LIST_STRATEGY", "cdi-cri,envvar").env("DEVICE_ID_STRATEGY", "index");
     let (_node, kubelet) = setup.serve(2).await;
-    let got = lines(&allocation(&kubelet, "pod", 1).await);
+    let got = lines(&allocation(&kubelet, "pod", GPU, 1).await);
     assert_eq!(got, ["env NVIDIA_VISIBLE_DEVICES=0", "cdi k8s.device-plugin.nvidia.com/gpu=0"]);
 }
 
@@ -264,12 +268,12 @@ async fn device_nodes_that_come_later_are_passed_too() {
     fs::remove_file(&uvm).unwrap();
     let (node, kubelet) = setup.serve(2).await;
     let has = |lines: &[String]| lines.iter().any(|line| line.contains("/dev/nvidia-uvm at"));
-    assert!(!has(&lines(&allocation(&kubelet, "before", 1).await)));
+    assert!(!has(&lines(&allocation(&kubelet, "before", GPU, 1).await)));
     assert!(kubelet.remove_pod("before"));
     std::os::unix::fs::symlink("/dev/null", &uvm).unwrap();
     node.setup.tell("xid 1 79");
     let ask = async || {
-        let got = lines(&allocation(&kubelet, "after", 1).await);
+        let got = lines(&allocation(&kubelet, "after", GPU, 1).await);
         assert!(kubelet.remove_pod("after"));
         if has(&got) { Ok(()) } else { Err(got) }
     };
@@ -289,7 +293,8 @@ async fn containers_get_the_nics_beside_their_gpus_where_asked_for() {
     }
     fs::create_dir_all(setup.at("sys/class/misc/rdma_cm")).unwrap();
     let (_node, kubelet) = setup.serve(2).await;
-    let mut pods = vec![lines(&allocation(&kubelet, "one", 1).await), lines(&allocation(&kubelet, "two", 1).await)];
+    let mut pods =
+        vec![lines(&allocation(&kubelet, "one", GPU, 1).await), lines(&allocation(&kubelet, "two", GPU, 1).await)];
     pods.sort();
     let near: &[&str] = &[
         "env LINKWISE_NICS=mlx5_0",
@@ -308,7 +313,7 @@ async fn containers_get_an_nccl_topology_file_where_asked_for() {
     let folder = setup.at("nccl");
     let setup = setup.arg("--nccl-topology-dir").arg(&folder);
     let (node, kubelet) = setup.serve(8).await;
-    let allocation = allocation(&kubelet, "one", 1).await;
+    let allocation = allocation(&kubelet, "one", GPU, 1).await;
     assert_eq!(allocation.envs["NCCL_TOPO_FILE"], "/run/linkwise/nccl/topology.xml");
     let [mount] = &allocation.mounts[..] else { panic!("{:?}", allocation.mounts) };
     assert_eq!(mount.host_path, folder.display().to_string());

@@ -11,10 +11,12 @@
 )]
 
 mod callers;
+mod chart;
 mod config;
 mod cut;
 mod devices;
 mod doctor;
+mod documented;
 mod driver;
 mod drivers;
 mod endpoints;
@@ -23,20 +25,25 @@ mod handover;
 mod health;
 mod idle;
 mod kubelet;
+mod live;
+mod mig;
 mod mps;
 mod node;
 mod oddities;
 mod operator;
 mod pod_resources;
+mod predecessor;
 mod rediscovery;
 mod refusals;
-#[path = "../cdi/root.rs"]
-#[allow(dead_code, reason = "tests/cdi.rs uses all of it")]
-mod root;
 mod rpc;
-#[path = "../cdi/schema.rs"]
-mod schema;
 mod shutdown;
 mod sockets;
 mod stops;
+mod swap;
 mod watchdog;
+
+#[path = "../cdi/root.rs"]
+#[allow(dead_code, reason = "tests/cdi.rs uses all of it")]
+mod root;
+#[path = "../cdi/schema.rs"]
+mod schema;

@@ -32,6 +32,8 @@ pub struct Setup {
     pub program: PathBuf,
     /// Its first word.
     pub subcommand: Option<&'static str>,
+    /// Whether it gets no other words, and all that they say by variables; those of [`Self::arg`] are not given then.
+    pub by_variables: bool,
     pub library: PathBuf,
     pub kubelet_socket: PathBuf,
     pub metrics_address: SocketAddr,
@@ -70,6 +72,7 @@ impl Setup {
         Self {
             program,
             subcommand: Some("run"),
+            by_variables: false,
             library,
             kubelet_socket,
             metrics_address: ([127, 0, 0, 1], 0).into(),
@@ -154,11 +157,21 @@ impl Setup {
         // What the tests are started with is nobody's configuration.
         command.env_clear();
         command.args(self.subcommand);
-        command.args(["--log-format", "json", "--metrics-address", &self.metrics_address.to_string()]);
-        command.args([OsStr::new("--kubelet-socket"), self.kubelet_socket.as_os_str()]);
-        command.args([OsStr::new("--pod-resources-socket"), self.pod_resources().as_os_str()]);
-        command.args([OsStr::new("--nvml-library"), self.library.as_os_str()]);
-        command.args(&self.args).envs(self.environment.iter().map(|(name, value)| (name, value)));
+        let (address, pod_resources) = (self.metrics_address.to_string(), self.pod_resources());
+        let settings: [(&str, &str, &OsStr); 5] = [
+            ("--log-format", "LINKWISE_LOG_FORMAT", "json".as_ref()),
+            ("--metrics-address", "LINKWISE_METRICS_ADDRESS", address.as_ref()),
+            ("--kubelet-socket", "KUBELET_SOCKET", self.kubelet_socket.as_os_str()),
+            ("--pod-resources-socket", "LINKWISE_POD_RESOURCES_SOCKET", pod_resources.as_os_str()),
+            ("--nvml-library", "LINKWISE_NVML_LIBRARY", self.library.as_os_str()),
+        ];
+        if self.by_variables {
+            command.envs(settings.map(|(_, variable, value)| (variable, value)));
+            command.env("LINKWISE_SYSFS", self.at("sys"));
+        } else {
+            command.args(settings.iter().flat_map(|(flag, _, value)| [OsStr::new(*flag), *value])).args(&self.args);
+        }
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command.current_dir(self.folder.path());
         command.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
         command

@@ -6,6 +6,9 @@ use super::{MigStrategy, Origin, Setting, Settings};
 use crate::config::file::{Finding, Problem};
 use crate::inventory::{DeviceSelector, ResourceName};
 
+/// What --cdi-disable-hooks can leave out.
+const CDI_HOOKS: [&str; 3] = ["all", "create-symlinks", "update-ldcache"];
+
 /// Finds what does not fit together.
 pub fn check(settings: &Settings, findings: &mut Vec<Finding>) {
     let sharing = &settings.sharing.value;
@@ -171,11 +174,23 @@ fn filters(settings: &Settings, findings: &mut Vec<Finding>) {
 /// What is taken because the NVIDIA plugin takes it, and does nothing here.
 fn accepted(settings: &Settings, findings: &mut Vec<Finding>) {
     use super::{DiscoveryStrategy, SharedPolicy};
+    const CDI_FEATURES: &str =
+        "no effect: they tell NVIDIA's generator of CDI specs how to go about it, and linkwise has its own";
+    const OTHER_HOOKS: &str = "only create-symlinks and update-ldcache (or all) are there to be left out; other hooks \
+                               are in no CDI spec of linkwise";
     const GFD: &str = "no effect: linkwise is no gpu-feature-discovery";
     if settings.device_discovery_strategy.value == DiscoveryStrategy::Tegra {
         let problem =
             Problem::NoEffect("no effect: linkwise looks for GPUs by NVML only, Tegra has none that it shows");
         findings.push(at(&settings.device_discovery_strategy, "flags.deviceDiscoveryStrategy", problem));
+    }
+    if !settings.cdi_feature_flags.value.is_empty() {
+        let problem = Problem::NoEffect(CDI_FEATURES);
+        findings.push(at(&settings.cdi_feature_flags, "flags.plugin.cdiFeatureFlags", problem));
+    }
+    if settings.cdi_disable_hooks.value.iter().any(|hook| !CDI_HOOKS.contains(&hook.as_str())) {
+        let problem = Problem::NoEffect(OTHER_HOOKS);
+        findings.push(at(&settings.cdi_disable_hooks, "flags.plugin.cdiDisableHooks", problem));
     }
     if settings.shared_devices_allocation_policy.value == SharedPolicy::Spread {
         let problem = Problem::NoEffect("the same as distributed, which takes distinct GPUs for one request here");

@@ -1,0 +1,115 @@
+//! The NVIDIA plugin's command as its Helm chart calls it: our binary under its name, its variables, its flags.
+
+use std::os::unix::fs::symlink;
+
+use crate::handover::{allocation, cdi_setup, lines};
+use crate::mig::{MIXED, listed, minors};
+use crate::node::{GPU, Setup};
+
+/// The binary installed under the NVIDIA plugin's name, without a subcommand.
+fn installed(mut setup: Setup) -> Setup {
+    let bin = setup.at("bin");
+    std::fs::create_dir(&bin).unwrap();
+    let link = bin.join("nvidia-device-plugin");
+    symlink(&setup.program, &link).unwrap();
+    (setup.program, setup.subcommand) = (link, None);
+    setup
+}
+
+/// GPUs in different MIG layouts, a driver root, a folder for specs, the kernel's list of MIG devices.
+fn machine() -> Setup {
+    let setup = cdi_setup(Setup::with(&std::fs::read_to_string(MIXED).unwrap()));
+    let proc = setup.at("proc");
+    minors(&proc, &linkwise::machines::load(MIXED).unwrap().observed);
+    setup.arg("--procfs").arg(proc)
+}
+
+const HALF: &str = "nvidia.com/mig-3g.40gb";
+
+/// What a container gets of a MIG device, by all of the ways that are asked for below.
+const EXPECTED: [&str; 6] = [
+    "env NVIDIA_VISIBLE_DEVICES=2:0",
+    "cdi k8s.device-plugin.nvidia.com/gpu=2:0",
+    "node /run/driver/dev/nvidia2 at /dev/nvidia2 rw",
+    "node /run/driver/dev/nvidia-caps/nvidia-cap282 at /dev/nvidia-caps/nvidia-cap282 rw",
+    "node /run/driver/dev/nvidia-caps/nvidia-cap283 at /dev/nvidia-caps/nvidia-cap283 rw",
+    "node /run/driver/dev/nvidiactl at /dev/nvidiactl rw",
+];
+
+async fn serves(setup: Setup) {
+    let (node, kubelet) = setup.serve(1).await;
+    listed(&kubelet, HALF, 1).await;
+    let got = lines(&allocation(&kubelet, "pod", HALF, 1).await);
+    assert_eq!(got[..6], EXPECTED);
+    assert_eq!(kubelet.state().resources[GPU].healthy.len(), 1);
+    // No variable of the chart is unknown, and none is without its effect unsaid.
+    for line in node.process.lines() {
+        assert!(!line.contains("does not work by it yet") || line.contains("mpsRoot"), "{line}");
+    }
+}
+
+/// No word on the command line: by which name we are called says what to do.
+///
+/// The variables of daemonset-device-plugin.yml of the chart 0.17 to 0.19 with every value set; those that are not the
+/// plugin's own but the container runtime's are last.
+#[tokio::test]
+async fn with_the_variables_of_the_chart() {
+    let mut setup = installed(machine())
+        .env("MPS_ROOT", "/run/nvidia/mps")
+        .env("MIG_STRATEGY", "mixed")
+        .env("FAIL_ON_INIT_ERROR", "true")
+        .env("PASS_DEVICE_SPECS", "true")
+        .env("DEVICE_LIST_STRATEGY", "envvar,cdi-cri")
+        .env("DEVICE_ID_STRATEGY", "index")
+        .env("NVIDIA_DRIVER_ROOT", "/run/driver")
+        .env("NVIDIA_DEV_ROOT", "")
+        .env("NVIDIA_CDI_HOOK_PATH", "/usr/bin/nvidia-cdi-hook")
+        .env("CDI_FEATURE_FLAGS", "")
+        .env("GDRCOPY_ENABLED", "false")
+        .env("GDS_ENABLED", "false")
+        .env("MOFED_ENABLED", "false")
+        .env("DEVICE_DISCOVERY_STRATEGY", "auto")
+        .env("NVIDIA_MIG_MONITOR_DEVICES", "all")
+        .env("NVIDIA_VISIBLE_DEVICES", "all")
+        .env("NVIDIA_DRIVER_CAPABILITIES", "compute,utility");
+    let file = setup.at("config.yaml");
+    std::fs::write(&file, "version: v1\nflags:\n  migStrategy: none\n").unwrap();
+    setup.by_variables = true;
+    // Where the chart mounts these; on this machine they are elsewhere.
+    let places = [
+        ("CONFIG_FILE", file),
+        ("DRIVER_ROOT_CTR_PATH", setup.at("driver")),
+        ("LINKWISE_CDI_DIR", setup.at("cdi")),
+        ("LINKWISE_PROCFS", setup.at("proc")),
+    ];
+    serves(places.iter().fold(setup, |setup, (variable, path)| setup.env(variable, path.to_str().unwrap()))).await;
+}
+
+#[tokio::test]
+async fn with_the_flags_of_the_nvidia_plugin() {
+    let flags = [
+        "--mig-strategy=mixed",
+        "--fail-on-init-error=true",
+        "--mps-root=/run/nvidia/mps",
+        "--nvidia-dev-root=/run/driver",
+        "--pass-device-specs=true",
+        "--device-list-strategy=envvar",
+        "--device-list-strategy=cdi-cri",
+        "--device-id-strategy=index",
+        "--gdrcopy-enabled=false",
+        "--gds-enabled=false",
+        "--mofed-enabled=false",
+        "--cdi-annotation-prefix=cdi.k8s.io/",
+        "--nvidia-cdi-hook-path=/usr/bin/nvidia-cdi-hook",
+        "--device-discovery-strategy=nvml",
+    ];
+    serves(flags.iter().fold(installed(machine()), |setup, flag| setup.arg(flag))).await;
+}
+
+#[tokio::test]
+async fn a_flag_that_neither_has_is_refused_under_its_name() {
+    let mut process = installed(machine()).arg("--mig-stratgey=mixed").spawn();
+    let (status, words) = process.ended().await;
+    assert_eq!(status.code(), Some(2), "{words:?}");
+    assert!(words.join("\n").contains("a similar argument exists: '--mig-strategy'"), "{words:?}");
+}

@@ -1,0 +1,293 @@
+//! The configurations that the NVIDIA plugin documents, retold in `tests/configs/nvidia`, each on a whole process: which
+//! resources there are, how many devices with which ids, and what a container gets. Goldens, to be read beside its README.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::path::Path;
+
+use linkwise::kubelet_box::{KubeletBox, Pod};
+
+use crate::handover::{cdi_setup, lines};
+use crate::mig::{MIXED, listed, minors};
+use crate::node::{GPU, Node, Setup, until};
+
+/// Starts linkwise, waits for so many healthy devices of each resource, and sees that there is no other resource.
+async fn offers(setup: Setup, wanted: &[(&str, usize)]) -> (Node, KubeletBox) {
+    let kubelet = setup.kubelet();
+    let node = setup.start().await;
+    for (resource, healthy) in wanted {
+        listed(&kubelet, resource, *healthy).await;
+    }
+    let wanted: BTreeSet<&str> = wanted.iter().map(|(resource, _)| *resource).collect();
+    let ask = async || {
+        let text = node.get("/metrics").await.body;
+        let of = |line: &str| {
+            Some(line.strip_prefix("linkwise_kubelet_connected{resource=\"")?.split_once('"')?.0.to_owned())
+        };
+        let found: BTreeSet<String> = text.lines().filter_map(of).collect();
+        if found.iter().eq(wanted.iter()) { Ok(()) } else { Err(found) }
+    };
+    until(ask).await;
+    (node, kubelet)
+}
+
+/// What the kubelet lists: each resource with its devices, slots of one device on one line.
+fn listing(kubelet: &KubeletBox) -> String {
+    let mut text = String::new();
+    for (name, resource) in kubelet.state().resources.iter() {
+        writeln!(text, "{name}: {} healthy, {} not", resource.healthy.len(), resource.unhealthy.len()).unwrap();
+        let mut slots: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
+        for id in &resource.healthy {
+            let (device, slot) = id.split_once("::").unwrap_or((id, ""));
+            slots.entry(device).or_default().extend(slot.parse::<u32>());
+        }
+        for (device, mut slots) in slots {
+            slots.sort_unstable();
+            let slots: Vec<String> = slots.iter().map(u32::to_string).collect();
+            let slots = if slots.is_empty() { String::new() } else { format!(" :: {}", slots.join(" ")) };
+            writeln!(text, "  {device}{slots}").unwrap();
+        }
+    }
+    text
+}
+
+/// What pods of one container get, or why they do not.
+async fn pods(kubelet: &KubeletBox, asks: &[(&str, u32)]) -> String {
+    let mut text = String::new();
+    for (number, (resource, count)) in asks.iter().enumerate() {
+        writeln!(text, "a container with {resource}: {count}").unwrap();
+        match kubelet.admit(&Pod::single(format!("pod-{number}"), *resource, *count), None).await {
+            Ok(admitted) => {
+                let allocation = &admitted.grant("main", resource).unwrap().allocation;
+                writeln!(text, "  devices {}", allocation.devices.join(" ")).unwrap();
+                for line in lines(allocation) {
+                    // Control nodes are those of the machine that runs the test, where it has some.
+                    if !["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-modeset"].iter().any(|it| line.contains(it))
+                    {
+                        writeln!(text, "  {line}").unwrap();
+                    }
+                }
+            }
+            Err(error) => {
+                let mut error: Option<&dyn std::error::Error> = Some(&error);
+                while let Some(link) = error {
+                    writeln!(text, "  {link}").unwrap();
+                    error = link.source();
+                }
+            }
+        }
+    }
+    text
+}
+
+/// The whole story of a configuration.
+async fn story(setup: Setup, wanted: &[(&str, usize)], asks: &[(&str, u32)]) -> String {
+    let (_node, kubelet) = offers(setup, wanted).await;
+    let text = listing(&kubelet) + &pods(&kubelet, asks).await;
+    assert_eq!(kubelet.violations(), []);
+    text
+}
+
+/// A file of tests/configs.
+fn file(setup: Setup, name: &str) -> Setup {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/configs").join(name);
+    assert!(path.exists(), "{}", path.display());
+    setup.arg("--config-file").arg(path)
+}
+
+fn dgx1() -> Setup {
+    Setup::on("dgx1-v100")
+}
+
+/// A100s with so much memory, each cut into MIG devices of so many slices and so much memory; whole without any.
+fn a100s(memory: u64, layouts: &[&[(u32, u64)]]) -> String {
+    let mut text = "version: 1\nname: test\nobserved:\n  gpus:\n".to_owned();
+    for (gpu, devices) in layouts.iter().enumerate() {
+        let device = |(index, (slices, memory)): (usize, &(u32, u64))| {
+            let cap = 1000 * gpu + 10 * index;
+            format!(
+                "{{index: {index}, uuid: MIG-0000000{gpu}-0000-4000-8000-00000000000{index}, gpu_instance: {}, \
+                 compute_instance: 0, gpu_slices: {slices}, compute_slices: {slices}, memory_mib: {memory}, \
+                 extension: none, capabilities: {{gpu_instance: {}, compute_instance: {}}}}}",
+                index + 1,
+                cap + 1,
+                cap + 2,
+            )
+        };
+        let devices: Vec<String> = devices.iter().enumerate().map(device).collect();
+        writeln!(
+            text,
+            "    - {{index: {gpu}, uuid: GPU-0000000{gpu}-0000-4000-8000-000000000000, pci: '0000:{gpu}0:00.0', \
+             minor: {gpu}, model: NVIDIA A100, compute_capability: '8.0', memory_mib: {memory}, \
+             pcie: {{mts: 16000, width: 16}}, mig: {{enabled: {}, devices: [{}]}}}}",
+            !devices.is_empty(),
+            devices.join(", "),
+        )
+        .unwrap();
+    }
+    text
+}
+
+/// The machine of such a text, with the kernel's list of its MIG devices' nodes.
+fn with_mig(text: &str) -> Setup {
+    let setup = Setup::with(text);
+    let proc = setup.at("proc");
+    let path = setup.at("machine.yaml");
+    minors(&proc, &linkwise::machines::load(path.to_str().unwrap()).unwrap().observed);
+    setup.arg("--procfs").arg(proc)
+}
+
+fn mixed() -> Setup {
+    with_mig(&std::fs::read_to_string(MIXED).unwrap())
+}
+
+#[tokio::test]
+async fn without_a_word_and_with_every_default_said() {
+    let asks = [(GPU, 2), (GPU, 7)];
+    let silent = story(dgx1(), &[(GPU, 8)], &asks).await;
+    insta::assert_snapshot!(silent);
+    let said = story(file(dgx1(), "nvidia/flags.yaml"), &[(GPU, 8)], &asks).await;
+    assert_eq!(said, silent);
+    // The README's flags and variables, at their defaults.
+    let flags = [
+        "--mig-strategy=none",
+        "--fail-on-init-error=true",
+        "--nvidia-driver-root=/",
+        "--pass-device-specs=false",
+        "--device-list-strategy=envvar",
+        "--device-id-strategy=uuid",
+    ];
+    let flags = flags.iter().fold(dgx1(), |setup, flag| setup.arg(flag));
+    assert_eq!(story(flags, &[(GPU, 8)], &asks).await, silent);
+    let variables = dgx1()
+        .env("MIG_STRATEGY", "none")
+        .env("FAIL_ON_INIT_ERROR", "true")
+        .env("NVIDIA_DRIVER_ROOT", "/")
+        .env("PASS_DEVICE_SPECS", "false")
+        .env("DEVICE_LIST_STRATEGY", "envvar")
+        .env("DEVICE_ID_STRATEGY", "uuid");
+    assert_eq!(story(variables, &[(GPU, 8)], &asks).await, silent);
+}
+
+#[tokio::test]
+async fn a_flag_beats_a_variable_and_a_variable_the_file() {
+    let setup = file(mixed(), "nvidia/mixed.yaml").env("MIG_STRATEGY", "none").arg("--device-id-strategy=index");
+    let setup = setup.env("DEVICE_ID_STRATEGY", "uuid").env("PASS_DEVICE_SPECS", "true");
+    insta::assert_snapshot!(story(setup, &[(GPU, 4)], &[(GPU, 2)]).await);
+}
+
+#[tokio::test]
+async fn mig_strategy_none() {
+    let setup = file(mixed(), "nvidia/flags.yaml");
+    insta::assert_snapshot!(story(setup, &[(GPU, 4)], &[(GPU, 4)]).await);
+}
+
+#[tokio::test]
+async fn mig_strategy_single() {
+    let sevenths: &[(u32, u64)] = &[(1, 9728); 7];
+    let setup = with_mig(&a100s(81920, &[sevenths, sevenths])).env("MIG_STRATEGY", "single");
+    insta::assert_snapshot!(story(setup.arg("--pass-device-specs"), &[(GPU, 14)], &[(GPU, 1), (GPU, 2)]).await);
+}
+
+/// What `mixed` makes of the machine with different layouts.
+const MIXED_OFFER: [(&str, usize); 6] = [
+    (GPU, 1),
+    ("nvidia.com/mig-1g.10gb", 8),
+    ("nvidia.com/mig-1g.10gb.me", 1),
+    ("nvidia.com/mig-2g.20gb", 1),
+    ("nvidia.com/mig-3g.40gb", 1),
+    // Not in the NVIDIA plugin (docs/mig.md).
+    ("nvidia.com/mig-2c.4g.40gb", 2),
+];
+
+#[tokio::test]
+async fn mig_strategy_mixed() {
+    let setup = file(mixed(), "nvidia/mixed.yaml").env("PASS_DEVICE_SPECS", "true");
+    let asks =
+        [(GPU, 1), ("nvidia.com/mig-1g.10gb", 2), ("nvidia.com/mig-1g.10gb.me", 1), ("nvidia.com/mig-3g.40gb", 1)];
+    insta::assert_snapshot!(story(setup, &MIXED_OFFER, &asks).await);
+}
+
+#[tokio::test]
+async fn time_slicing() {
+    let setup = file(dgx1(), "nvidia/time-slicing.yaml");
+    insta::assert_snapshot!(story(setup, &[(GPU, 80)], &[(GPU, 1), (GPU, 2)]).await);
+}
+
+#[tokio::test]
+async fn time_slicing_renamed_by_default() {
+    let shared = "nvidia.com/gpu.shared";
+    let setup = file(dgx1(), "nvidia/time-slicing-renamed.yaml").arg("--pass-device-specs");
+    insta::assert_snapshot!(story(setup, &[(shared, 80)], &[(shared, 1), (shared, 1)]).await);
+}
+
+#[tokio::test]
+async fn time_slicing_that_fails_requests_greater_than_one() {
+    let setup = file(dgx1(), "nvidia/time-slicing-single.yaml");
+    insta::assert_snapshot!(story(setup, &[(GPU, 80)], &[(GPU, 2), (GPU, 1)]).await);
+}
+
+#[tokio::test]
+async fn time_slicing_of_mig_devices() {
+    let layouts: [&[(u32, u64)]; 5] =
+        [&[], &[(1, 4864); 7], &[(2, 9984), (2, 9984), (2, 9984), (1, 4864)], &[(3, 20096); 2], &[(7, 40192)]];
+    let setup = file(with_mig(&a100s(40536, &layouts)), "nvidia/time-slicing-mig.yaml");
+    let wanted = [
+        (GPU, 4),
+        ("nvidia.com/mig-1g.5gb", 16),
+        ("nvidia.com/mig-2g.10gb", 6),
+        ("nvidia.com/mig-3g.20gb", 6),
+        ("nvidia.com/mig-7g.40gb", 7),
+    ];
+    let asks = [("nvidia.com/mig-7g.40gb", 2), ("nvidia.com/mig-3g.20gb", 1), ("nvidia.com/mig-1g.5gb", 3), (GPU, 1)];
+    insta::assert_snapshot!(story(setup, &wanted, &asks).await);
+}
+
+#[tokio::test]
+async fn some_gpus_are_shared_under_another_name_with_naming_on() {
+    let setup = file(dgx1(), "linkwise/some-shared.yaml");
+    let slice = "nvidia.com/gpu.slice";
+    let text = story(setup, &[(GPU, 6), (slice, 8)], &[(GPU, 6), (slice, 1), (slice, 2)]).await;
+    insta::assert_snapshot!(text);
+}
+
+#[tokio::test]
+async fn the_same_file_without_naming_is_what_the_nvidia_plugin_makes_of_it() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/configs/linkwise/some-shared.yaml");
+    let text = std::fs::read_to_string(path).unwrap();
+    let without = text.replace("linkwise:\n  naming: true\n", "");
+    assert_ne!(text, without);
+    let setup = dgx1();
+    let file = setup.at("config.yaml");
+    std::fs::write(&file, without).unwrap();
+    let (_node, kubelet) = offers(setup.arg("--config-file").arg(file), &[(GPU, 32)]).await;
+    assert_eq!(kubelet.state().resources.len(), 1);
+}
+
+#[tokio::test]
+async fn imex_channels() {
+    let channel = |setup: Setup| {
+        let folder = setup.at("driver/dev/nvidia-caps-imex-channels");
+        std::fs::create_dir_all(&folder).unwrap();
+        std::os::unix::fs::symlink("/dev/null", folder.join("channel0")).unwrap();
+        setup
+    };
+    let mut text = String::new();
+    for (name, with) in [("none", true), ("optional", false), ("optional", true), ("required", true)] {
+        let setup =
+            file(cdi_setup(dgx1()), &format!("nvidia/imex-{name}.yaml")).arg("--device-list-strategy=envvar,cdi-cri");
+        let setup = if with { channel(setup) } else { setup };
+        let (_node, kubelet) = offers(setup, &[(GPU, 8)]).await;
+        write!(
+            text,
+            "{name}, channel {}:\n{}",
+            if with { "there" } else { "missing" },
+            pods(&kubelet, &[(GPU, 1)]).await
+        )
+        .unwrap();
+    }
+    insta::assert_snapshot!(text);
+    let (status, words) = file(cdi_setup(dgx1()), "nvidia/imex-required.yaml").spawn().ended().await;
+    assert_eq!(status.code(), Some(1));
+    assert!(words.join("\n").contains("IMEX channel 0 is not there"), "{words:?}");
+}

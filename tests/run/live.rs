@@ -1,0 +1,221 @@
+//! What changes under a running plugin with a pod on it: the configuration, as Kubernetes and the NVIDIA plugin's
+//! config-manager change it, the MIG layout, sharing. What a pod holds stays on the kubelet's list until it is gone.
+
+use std::collections::BTreeSet;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+use linkwise::kubelet_box::{Allocation, KubeletBox, Pod};
+
+use crate::handover::allocation;
+use crate::mig::{MIXED, gpu, listed, mig_uuid};
+use crate::node::{GPU, Node, Setup, registered};
+
+const SHARED: &str = "version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2}]}}\n";
+const WHOLE: &str = "version: v1\n";
+
+/// A ConfigMap's volume: the file is a link into `..data`, which is a link to the folder of one version.
+struct ConfigMap(PathBuf);
+
+impl ConfigMap {
+    fn new(folder: PathBuf, text: &str) -> Self {
+        std::fs::create_dir(&folder).unwrap();
+        symlink("..data/config.yaml", folder.join("config.yaml")).unwrap();
+        let map = Self(folder);
+        map.swap("..1", text);
+        map
+    }
+
+    /// Another version, in one step, as the kubelet does it; the one before is removed.
+    fn swap(&self, version: &str, text: &str) {
+        let before = std::fs::read_link(self.0.join("..data")).ok();
+        std::fs::create_dir(self.0.join(version)).unwrap();
+        std::fs::write(self.0.join(version).join("config.yaml"), text).unwrap();
+        symlink(version, self.0.join("..data_tmp")).unwrap();
+        std::fs::rename(self.0.join("..data_tmp"), self.0.join("..data")).unwrap();
+        if let Some(before) = before {
+            std::fs::remove_dir_all(self.0.join(before)).unwrap();
+        }
+    }
+}
+
+/// Eight GPUs and a ConfigMap of this text.
+fn setup(text: &str) -> (Setup, ConfigMap) {
+    let setup = Setup::on("dgx1-v100");
+    let map = ConfigMap::new(setup.at("config"), text);
+    let file = map.0.join("config.yaml");
+    (setup.arg("--config-file").arg(file), map)
+}
+
+/// Waits until exactly these devices of a resource are on the list as unhealthy, and so many as healthy.
+async fn lists(kubelet: &KubeletBox, resource: &str, healthy: usize, unhealthy: &[String]) {
+    let unhealthy: BTreeSet<String> = unhealthy.iter().cloned().collect();
+    let wanted = |state: &linkwise::kubelet_box::State| {
+        let resource = &state.resources[resource];
+        resource.healthy.len() == healthy && resource.unhealthy == unhealthy
+    };
+    let seen = kubelet.wait(wanted).await;
+    seen.unwrap_or_else(|error| panic!("{healthy} healthy, unhealthy {unhealthy:?}: {error}"));
+}
+
+/// The pod's container is started again, and has what it had.
+async fn keeps(kubelet: &KubeletBox, pod: &str, resource: &str, held: &Allocation) {
+    assert_eq!(&kubelet.restart_container(pod, "main").await.unwrap()[resource], held);
+}
+
+fn sees(allocation: &Allocation) -> Vec<&str> {
+    allocation.envs["NVIDIA_VISIBLE_DEVICES"].split(',').collect()
+}
+
+#[tokio::test]
+async fn sharing_is_turned_on_and_off_again_while_pods_run() {
+    let (setup, map) = setup(WHOLE);
+    let (node, kubelet) = setup.serve(8).await;
+    let whole = allocation(&kubelet, "whole", GPU, 2).await;
+    map.swap("..2", SHARED);
+    // All names are others now. What nobody holds leaves the list; what the pod holds stays on it, and what was promised
+    // to it whole is shared with nobody.
+    let promised: Vec<String> =
+        whole.devices.iter().flat_map(|gpu| [format!("{gpu}::0"), format!("{gpu}::1")]).collect();
+    lists(&kubelet, GPU, 12, &[whole.devices.clone(), promised].concat()).await;
+    keeps(&kubelet, "whole", GPU, &whole).await;
+    let slots = allocation(&kubelet, "slots", GPU, 6).await;
+    assert!(slots.devices.iter().all(|id| id.ends_with("::0")), "{slots:?}");
+    // The first pod ends, and with it the last of the old names.
+    assert!(kubelet.remove_pod("whole"));
+    lists(&kubelet, GPU, 16, &[]).await;
+    map.swap("..3", WHOLE);
+    let shared: Vec<String> = sees(&slots).into_iter().map(str::to_owned).collect();
+    lists(&kubelet, GPU, 2, &[slots.devices.clone(), shared].concat()).await;
+    keeps(&kubelet, "slots", GPU, &slots).await;
+    assert!(kubelet.remove_pod("slots"));
+    lists(&kubelet, GPU, 8, &[]).await;
+    assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations()), (1, vec![]));
+    node.ready(200, "ready").await;
+}
+
+#[tokio::test]
+async fn a_configuration_that_is_wrong_leaves_the_last_good_one_and_its_pods() {
+    let (setup, map) = setup(SHARED);
+    let (node, kubelet) = setup.serve(16).await;
+    let held = allocation(&kubelet, "pod", GPU, 1).await;
+    map.swap("..2", &SHARED.replace("replicas: 2", "replicas: -2"));
+    node.metric("linkwise_config_valid", 0).await;
+    node.process
+        .logged(|line| line["level"] == "ERROR" && line["key"].as_str().is_some_and(|key| key.ends_with("replicas")))
+        .await;
+    lists(&kubelet, GPU, 16, &[]).await;
+    keeps(&kubelet, "pod", GPU, &held).await;
+    allocation(&kubelet, "another", GPU, 1).await;
+    // And the next good one counts.
+    map.swap("..3", &SHARED.replace("replicas: 2", "replicas: 4"));
+    lists(&kubelet, GPU, 32, &[]).await;
+    keeps(&kubelet, "pod", GPU, &held).await;
+    assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations()), (1, vec![]));
+}
+
+#[tokio::test]
+async fn another_name_for_what_is_shared_gets_a_plugin_of_its_own() {
+    const RENAMED: &str = "nvidia.com/gpu.shared";
+    let (setup, map) = setup(SHARED);
+    let (node, kubelet) = setup.serve(16).await;
+    let held = allocation(&kubelet, "pod", GPU, 1).await;
+    map.swap("..2", &SHARED.replace("{timeSlicing: {", "{timeSlicing: {renameByDefault: true, "));
+    listed(&kubelet, RENAMED, 16).await;
+    lists(&kubelet, GPU, 0, &held.devices).await;
+    keeps(&kubelet, "pod", GPU, &held).await;
+    let error = kubelet.admit(&Pod::single("late", GPU, 1), None).await.unwrap_err();
+    assert!(error.to_string().contains("no device is healthy"), "{error}");
+    // A GPU that carries a slot under the old name is more used than the others.
+    let new = allocation(&kubelet, "new", RENAMED, 7).await;
+    let used = held.devices[0].split("::").next().unwrap();
+    assert!(sees(&new).len() == 7 && !sees(&new).contains(&used), "{new:?} {held:?}");
+    assert!(kubelet.remove_pod("pod"));
+    node.process.said("withdrawn: nothing of it is left on this node").await;
+    assert_eq!(kubelet.violations(), []);
+}
+
+/// The file as the NVIDIA plugin's config-manager has it: a link into a folder that nobody here follows.
+fn linked(setup: Setup, text: &str) -> (Setup, PathBuf) {
+    let (folder, elsewhere) = (setup.at("config"), setup.at("available-configs"));
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::create_dir(&elsewhere).unwrap();
+    let file = elsewhere.join("default");
+    std::fs::write(&file, text).unwrap();
+    symlink(&file, folder.join("config.yaml")).unwrap();
+    (setup.arg("--config-file").arg(folder.join("config.yaml")), file)
+}
+
+#[tokio::test]
+async fn a_sighup_makes_the_file_count_that_nobody_told_of() {
+    let (setup, file) = linked(Setup::on("dgx1-v100"), WHOLE);
+    let (node, kubelet) = setup.serve(8).await;
+    let held = allocation(&kubelet, "pod", GPU, 1).await;
+    replace(&file, SHARED);
+    node.process.signal("HUP");
+    let gpu = &held.devices[0];
+    lists(&kubelet, GPU, 14, &[gpu.clone(), format!("{gpu}::0"), format!("{gpu}::1")]).await;
+    let line = node.process.logged(|line| line["message"] == "a new configuration counts").await;
+    assert_eq!((line["why"].as_str(), line["changed"].as_str()), (Some("SIGHUP"), Some("sharing")));
+    keeps(&kubelet, "pod", GPU, &held).await;
+    assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations()), (1, vec![]));
+}
+
+fn replace(file: &Path, text: &str) {
+    let new = file.with_extension("new");
+    std::fs::write(&new, text).unwrap();
+    std::fs::rename(new, file).unwrap();
+}
+
+/// Four GPUs in different MIG layouts, looked at all the time.
+async fn mig() -> (Node, KubeletBox) {
+    let setup = Setup::with(&std::fs::read_to_string(MIXED).unwrap()).arg("--nvml-poll-ms=20");
+    setup.env("MIG_STRATEGY", "mixed").serve(1).await
+}
+
+#[tokio::test]
+async fn a_mig_layout_that_changes_is_followed_and_a_pod_keeps_what_was_not_touched() {
+    const SEVENTH: &str = "nvidia.com/mig-1g.10gb";
+    let (node, kubelet) = mig().await;
+    listed(&kubelet, SEVENTH, 8).await;
+    // One MIG device of GPU 1 and one of GPU 3.
+    let held = allocation(&kubelet, "pod", SEVENTH, 2).await;
+    assert_eq!(held.devices, [mig_uuid(0x10), mig_uuid(0x30)]);
+    // An administrator takes GPU 1 out of MIG mode under the pod.
+    node.setup.tell("mig 1 {enabled: false}");
+    lists(&kubelet, SEVENTH, 1, &[mig_uuid(0x10)]).await;
+    registered(&kubelet, 1, 2).await;
+    keeps(&kubelet, "pod", SEVENTH, &held).await;
+    let error = kubelet.admit(&Pod::single("late", SEVENTH, 1), None).await.unwrap_err();
+    assert!(error.to_string().contains("requested 1, available 0"), "{error}");
+    assert!(kubelet.remove_pod("pod"));
+    lists(&kubelet, SEVENTH, 1, &[]).await;
+    // A profile that nobody had, on the GPU that was whole: a resource of its own; and the profile that was alone leaves.
+    node.setup.tell(
+        "mig 0 {enabled: true, devices: [{index: 0, uuid: MIG-00000077-0000-0000-0000-000000000000, gpu_instance: 0, \
+         compute_instance: 0, gpu_slices: 7, compute_slices: 7, memory_mib: 80128, extension: none}]}",
+    );
+    listed(&kubelet, "nvidia.com/mig-7g.80gb", 1).await;
+    registered(&kubelet, 1, 1).await;
+    assert_eq!(allocation(&kubelet, "big", "nvidia.com/mig-7g.80gb", 1).await.devices, [mig_uuid(0x77)]);
+    assert_eq!(kubelet.violations(), []);
+}
+
+#[tokio::test]
+async fn a_strategy_that_changes_keeps_the_devices_of_pods_on_the_list() {
+    let setup = Setup::with(&std::fs::read_to_string(MIXED).unwrap());
+    let map = ConfigMap::new(setup.at("config"), "flags: {migStrategy: mixed}\n");
+    let file = map.0.join("config.yaml");
+    let (_node, kubelet) = setup.arg("--config-file").arg(file).serve(1).await;
+    listed(&kubelet, "nvidia.com/mig-3g.40gb", 1).await;
+    let held = allocation(&kubelet, "pod", "nvidia.com/mig-3g.40gb", 1).await;
+    map.swap("..2", "flags: {migStrategy: none}\n");
+    // The pod's GPU is nobody else's, though it is whole by its name now.
+    lists(&kubelet, GPU, 3, &[gpu(2)]).await;
+    lists(&kubelet, "nvidia.com/mig-3g.40gb", 0, &held.devices).await;
+    keeps(&kubelet, "pod", "nvidia.com/mig-3g.40gb", &held).await;
+    map.swap("..3", "flags: {migStrategy: mixed}\n");
+    lists(&kubelet, "nvidia.com/mig-3g.40gb", 1, &[]).await;
+    keeps(&kubelet, "pod", "nvidia.com/mig-3g.40gb", &held).await;
+    assert_eq!(kubelet.violations(), []);
+}

@@ -1,0 +1,185 @@
+//! MIG through the whole process: what NVML and the kernel say of it, in what containers get and in the CDI spec.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+
+use crate::handover::{allocation, cdi_setup, lines, spec_file, spec_with};
+use crate::node::{GPU, Node, Setup, until};
+use linkwise::kubelet_box::KubeletBox;
+use linkwise::machines;
+use linkwise::topology::NodeObservation;
+
+/// GPU 0 whole, GPU 1 in seven, GPU 2 in a 3g and two halves of a 4g, GPU 3 in two 1g, one with media, and a 2g.
+pub const MIXED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fake-nvml/machines/four-gpus-mig.yaml");
+
+/// The kernel's list of what a machine file says of capabilities, below a /proc of the test's own.
+pub fn minors(proc: &Path, machine: &NodeObservation) {
+    let mut list = "config 1\nmonitor 2\n".to_owned();
+    for gpu in &machine.gpus {
+        for device in gpu.mig.iter().flat_map(|mig| &mig.devices) {
+            let instance = format!("gpu{}/gi{}", gpu.minor.unwrap(), device.gpu_instance);
+            let capabilities = device.capabilities.unwrap();
+            writeln!(list, "{instance}/access {}", capabilities.gpu_instance).unwrap();
+            writeln!(list, "{instance}/ci{}/access {}", device.compute_instance, capabilities.compute_instance)
+                .unwrap();
+        }
+    }
+    let folder = proc.join("driver/nvidia-caps");
+    fs::create_dir_all(&folder).unwrap();
+    fs::write(folder.join("mig-minors"), list).unwrap();
+}
+
+/// The machine of [`MIXED`], a driver root, a folder for specs, and the kernel's list.
+fn setup() -> Setup {
+    let setup = cdi_setup(Setup::with(&fs::read_to_string(MIXED).unwrap()));
+    let proc = setup.at("proc");
+    minors(&proc, &machines::load(MIXED).unwrap().observed);
+    setup.arg("--procfs").arg(proc)
+}
+
+/// The names of the spec's devices: GPUs by index, UUID; MIG devices by parent and index, UUID; all.
+fn names(gpus: &[u32], migs: &[(u32, u32, u32)]) -> Vec<String> {
+    let gpu = |index: &u32| [index.to_string(), gpu(*index)];
+    let mig = |(parent, index, number): &(u32, u32, u32)| [format!("{parent}:{index}"), mig_uuid(*number)];
+    gpus.iter().flat_map(gpu).chain(migs.iter().flat_map(mig)).chain(["all".to_owned()]).collect()
+}
+
+pub fn gpu(index: u32) -> String {
+    format!("GPU-00000000-0000-0000-0000-{index:012}")
+}
+
+pub fn mig_uuid(number: u32) -> String {
+    format!("MIG-{number:08x}-0000-0000-0000-000000000000")
+}
+
+async fn spec(node: &Node, gpus: &[u32], migs: &[(u32, u32, u32)]) {
+    let names = names(gpus, migs);
+    spec_with(node, &names.iter().map(String::as_str).collect::<Vec<_>>()).await;
+}
+
+/// All MIG devices of the machine: parent, index, and what its UUID is made of.
+const ALL: [(u32, u32, u32); 13] = [
+    (1, 0, 0x10),
+    (1, 1, 0x11),
+    (1, 2, 0x12),
+    (1, 3, 0x13),
+    (1, 4, 0x14),
+    (1, 5, 0x15),
+    (1, 6, 0x16),
+    (2, 0, 0x20),
+    (2, 1, 0x21),
+    (2, 2, 0x22),
+    (3, 0, 0x30),
+    (3, 1, 0x31),
+    (3, 4, 0x34),
+];
+
+/// Waits until the kubelet lists so many healthy devices of a resource.
+pub async fn listed(kubelet: &KubeletBox, resource: &str, healthy: usize) {
+    let wanted = |state: &linkwise::kubelet_box::State| {
+        let resource = &state.resources[resource];
+        resource.connected && resource.healthy.len() == healthy
+    };
+    let seen = kubelet.wait(wanted).await;
+    seen.unwrap_or_else(|error| panic!("{healthy} of {resource}: {error}"));
+}
+
+#[tokio::test]
+async fn the_spec_has_each_mig_device_with_its_nodes() {
+    let setup = setup().arg("--device-list-strategy=cdi-cri").arg("--mig-strategy=mixed");
+    let (node, kubelet) = setup.serve(1).await;
+    listed(&kubelet, "nvidia.com/mig-1g.10gb", 8).await;
+    spec(&node, &[0, 1, 2, 3], &ALL).await;
+    let text = fs::read_to_string(spec_file(&node.setup)).unwrap();
+    let spec: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let mut golden = format!("{} {}\n", spec["kind"], spec["cdiVersion"]);
+    for device in spec["devices"].as_array().unwrap() {
+        let nodes = device["containerEdits"]["deviceNodes"].as_array().unwrap();
+        let node = |node: &serde_json::Value| format!("\n  {} at {}", node["hostPath"], node["path"]);
+        golden.push_str(&format!("{}:{}\n", device["name"], nodes.iter().map(node).collect::<String>()));
+    }
+    insta::assert_snapshot!(golden.replace('"', ""));
+}
+
+#[tokio::test]
+async fn a_container_gets_its_mig_devices_by_every_way() {
+    const HALF: &str = "nvidia.com/mig-2c.4g.40gb";
+    let ways: [(&[&str], &[&str]); 4] = [
+        (
+            &["--pass-device-specs"],
+            &[
+                "env NVIDIA_VISIBLE_DEVICES=MIG-00000021-0000-0000-0000-000000000000,\
+                 MIG-00000022-0000-0000-0000-000000000000",
+                "node /run/driver/dev/nvidia2 at /dev/nvidia2 rw",
+                "node /run/driver/dev/nvidia-caps/nvidia-cap291 at /dev/nvidia-caps/nvidia-cap291 rw",
+                "node /run/driver/dev/nvidia-caps/nvidia-cap292 at /dev/nvidia-caps/nvidia-cap292 rw",
+                "node /run/driver/dev/nvidia-caps/nvidia-cap293 at /dev/nvidia-caps/nvidia-cap293 rw",
+                "node /run/driver/dev/nvidiactl at /dev/nvidiactl rw",
+                "node /run/driver/dev/nvidia-uvm at /dev/nvidia-uvm rw",
+                "node /run/driver/dev/nvidia-uvm-tools at /dev/nvidia-uvm-tools rw",
+            ],
+        ),
+        (&["--device-id-strategy=index"], &["env NVIDIA_VISIBLE_DEVICES=2:1,2:2"]),
+        (
+            &["--device-list-strategy=cdi-cri", "--device-id-strategy=index"],
+            &["cdi k8s.device-plugin.nvidia.com/gpu=2:1", "cdi k8s.device-plugin.nvidia.com/gpu=2:2"],
+        ),
+        (
+            &["--device-list-strategy=volume-mounts"],
+            &[
+                "env NVIDIA_VISIBLE_DEVICES=/var/run/nvidia-container-devices",
+                "mount /dev/null at /var/run/nvidia-container-devices/MIG-00000021-0000-0000-0000-000000000000",
+                "mount /dev/null at /var/run/nvidia-container-devices/MIG-00000022-0000-0000-0000-000000000000",
+            ],
+        ),
+    ];
+    for (args, expected) in ways {
+        let setup = args.iter().fold(setup().arg("--mig-strategy=mixed"), |setup, arg| setup.arg(arg));
+        let (_node, kubelet) = setup.serve(1).await;
+        listed(&kubelet, HALF, 2).await;
+        assert_eq!(lines(&allocation(&kubelet, "pod", HALF, 2).await), expected, "{args:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_mig_device_without_capabilities_is_left_out_of_the_spec_and_refused_by_name() {
+    let setup = setup().arg("--device-list-strategy=cdi-cri").arg("--mig-strategy=mixed");
+    let list = setup.at("proc/driver/nvidia-caps/mig-minors");
+    let text = fs::read_to_string(&list).unwrap().replace("gpu3/gi3/access 435\n", "");
+    fs::write(&list, text).unwrap();
+    let (node, kubelet) = setup.serve(1).await;
+    listed(&kubelet, "nvidia.com/mig-2g.20gb", 1).await;
+    spec(&node, &[0, 1, 2, 3], &ALL[..12]).await;
+    node.process.said(&format!("no capabilities of {}", mig_uuid(0x34))).await;
+    let pod = linkwise::kubelet_box::Pod::single("pod", "nvidia.com/mig-2g.20gb", 1);
+    let error = kubelet.admit(&pod, None).await.unwrap_err();
+    assert!(format!("{error:?}").contains(&mig_uuid(0x34)), "{error:?}");
+}
+
+#[tokio::test]
+async fn the_spec_follows_the_layout_and_lets_nobody_into_what_was_made_anew() {
+    let setup = setup().arg("--device-list-strategy=cdi-cri").arg("--mig-strategy=mixed").arg("--nvml-poll-ms=20");
+    let (node, kubelet) = setup.serve(1).await;
+    listed(&kubelet, "nvidia.com/mig-3g.40gb", 1).await;
+    let held = allocation(&kubelet, "pod", "nvidia.com/mig-3g.40gb", 1).await;
+    assert_eq!(held.devices, [mig_uuid(0x20)]);
+    // The same instance numbers, and so the same nodes, for another device.
+    node.setup.tell(
+        "mig 2 {enabled: true, devices: [{index: 0, uuid: MIG-00000099-0000-0000-0000-000000000000, gpu_instance: 1, \
+         compute_instance: 0, gpu_slices: 3, compute_slices: 3, memory_mib: 40192, extension: none}]}",
+    );
+    let mut now = ALL[..7].to_vec();
+    now.push((2, 0, 0x99));
+    now.extend(&ALL[10..]);
+    spec(&node, &[0, 1, 2, 3], &now).await;
+    listed(&kubelet, "nvidia.com/mig-3g.40gb", 1).await;
+    // The pod that lost its device is still known to hold it.
+    let ask = async || {
+        let unhealthy = kubelet.state().resources["nvidia.com/mig-3g.40gb"].unhealthy.clone();
+        if unhealthy.contains(&mig_uuid(0x20)) { Ok(()) } else { Err(unhealthy) }
+    };
+    until(ask).await;
+    assert_eq!(kubelet.state().resources[GPU].registrations, 1);
+    assert_eq!(kubelet.violations(), []);
+}

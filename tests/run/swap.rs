@@ -1,0 +1,135 @@
+//! linkwise in the place of the NVIDIA plugin, and back, with pods running: the kubelet remembers ids and answers, and they
+//! must go on to mean what they meant.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use linkwise::kubelet_box::{Allocation, KubeletBox, Pod, Restart, State};
+
+use crate::handover::allocation;
+use crate::node::{GPU, Setup, registered, uuid};
+use crate::predecessor::Predecessor;
+
+const SHARED: &str = "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2}]}}\n";
+
+/// The NVIDIA plugin's ids on dgx1-v100: UUIDs, or `UUID::N`.
+fn ids(replicas: Option<u32>) -> Vec<String> {
+    let of = |index| match replicas {
+        None => vec![uuid(1, index)],
+        Some(replicas) => (0..replicas).map(|slot| format!("{}::{slot}", uuid(1, index))).collect(),
+    };
+    (0..8).flat_map(of).collect()
+}
+
+fn folder(setup: &Setup) -> std::path::PathBuf {
+    setup.kubelet_socket.parent().unwrap().to_owned()
+}
+
+/// Pods that run, each with what it was given.
+type Pods = BTreeMap<&'static str, Allocation>;
+
+/// Every pod holds what it held, its container starts with what it had, and nothing is held twice.
+async fn untouched(kubelet: &KubeletBox, pods: &Pods) {
+    let state = kubelet.state();
+    let held = &state.resources[GPU].allocated;
+    let mut seen = BTreeSet::new();
+    for (pod, allocation) in pods {
+        assert_eq!(held[*pod]["main"].iter().collect::<Vec<_>>(), allocation.devices.iter().collect::<Vec<_>>());
+        assert!(
+            allocation.devices.iter().all(|id| seen.insert(id.clone())),
+            "{pod} has what another one has: {pods:?}"
+        );
+        assert_eq!(&kubelet.restart_container(pod, "main").await.unwrap()[GPU], allocation, "{pod}");
+    }
+    assert_eq!(held.len(), pods.len());
+    assert_eq!(kubelet.violations(), []);
+}
+
+/// Forth and back for devices of these ids.
+async fn swapped(setup: Setup, ids: Vec<String>) {
+    let kubelet = setup.kubelet();
+    let (folder, all) = (folder(&setup), ids.len());
+    let before = Predecessor::start(&folder, GPU, ids.clone()).await;
+    registered(&kubelet, 1, all).await;
+    let mut pods = Pods::new();
+    pods.insert("first", allocation(&kubelet, "first", GPU, 2).await);
+    pods.insert("second", allocation(&kubelet, "second", GPU, 1).await);
+    before.end().await;
+    kubelet.wait(|state| state.resources[GPU].open_streams == 0).await.unwrap();
+    untouched(&kubelet, &pods).await;
+
+    let node = setup.start().await;
+    let listed = registered(&kubelet, 2, all).await;
+    assert_eq!(listed.healthy, ids.iter().cloned().collect(), "the same ids");
+    node.ready(200, "ready").await;
+    untouched(&kubelet, &pods).await;
+    // What linkwise answers for the same devices is what the NVIDIA plugin answered.
+    assert!(kubelet.remove_pod("second"));
+    let given = pods.remove("second").unwrap();
+    let free = kubelet.state().resources[GPU].free().len();
+    pods.insert("third", allocation(&kubelet, "third", GPU, u32::try_from(free).unwrap()).await);
+    untouched(&kubelet, &pods).await;
+    assert!(pods["third"].devices.contains(&given.devices[0]));
+    assert!(pods["third"].envs["NVIDIA_VISIBLE_DEVICES"].contains(&given.envs["NVIDIA_VISIBLE_DEVICES"]));
+    // All is held: nothing is left to be given twice.
+    assert!(kubelet.admit(&Pod::single("late", GPU, 1), None).await.is_err());
+    // A restart of the kubelet between the two changes nothing.
+    kubelet.restart(Restart::Kubelet).await.unwrap();
+    registered(&kubelet, 3, all).await;
+    untouched(&kubelet, &pods).await;
+    assert!(kubelet.remove_pod("first"));
+    pods.remove("first");
+    pods.insert("fourth", allocation(&kubelet, "fourth", GPU, 1).await);
+
+    // And back.
+    let mut process = node.process;
+    process.signal("TERM");
+    assert!(process.ended().await.0.success());
+    kubelet.wait(|state| state.resources[GPU].open_streams == 0).await.unwrap();
+    assert!(node.setup.sockets().is_empty());
+    let after = Predecessor::start(&folder, GPU, ids).await;
+    registered(&kubelet, 4, all).await;
+    untouched(&kubelet, &pods).await;
+    pods.insert("fifth", allocation(&kubelet, "fifth", GPU, 1).await);
+    untouched(&kubelet, &pods).await;
+    after.end().await;
+}
+
+#[tokio::test]
+async fn forth_and_back_with_gpus() {
+    swapped(Setup::on("dgx1-v100"), ids(None)).await;
+}
+
+#[tokio::test]
+async fn forth_and_back_with_slots() {
+    let setup = Setup::on("dgx1-v100");
+    let file = setup.at("config.yaml");
+    std::fs::write(&file, SHARED).unwrap();
+    swapped(setup.arg("--config-file").arg(file), ids(Some(2))).await;
+}
+
+#[tokio::test]
+async fn both_at_once_do_each_other_no_harm() {
+    let setup = Setup::on("dgx1-v100");
+    let kubelet = setup.kubelet();
+    let before = Predecessor::start(&folder(&setup), GPU, ids(None)).await;
+    registered(&kubelet, 1, 8).await;
+    let mut pods = Pods::new();
+    pods.insert("first", allocation(&kubelet, "first", GPU, 2).await);
+    // A rolling update that starts the new one first: the kubelet turns to it, and the old one lives on.
+    let node = setup.start().await;
+    // The list is linkwise's: it names NUMA nodes.
+    let ours =
+        |state: &State| state.resources[GPU].registrations == 2 && state.resources[GPU].numa[&uuid(1, 0)].len() == 1;
+    kubelet.wait(ours).await.unwrap();
+    node.ready(200, "ready").await;
+    assert!(before.lives().await, "its socket and its process are its own");
+    untouched(&kubelet, &pods).await;
+    pods.insert("between", allocation(&kubelet, "between", GPU, 2).await);
+    untouched(&kubelet, &pods).await;
+    // The old one ends. Its stream's end takes the new one's connection along in a kubelet up to 1.36; that is noticed.
+    before.end().await;
+    registered(&kubelet, 3, 8).await;
+    node.ready(200, "ready").await;
+    pods.insert("after", allocation(&kubelet, "after", GPU, 4).await);
+    untouched(&kubelet, &pods).await;
+}
