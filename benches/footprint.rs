@@ -1,8 +1,8 @@
-//! The whole plugin as it runs on a node: start to registered, event to stream, memory, idle CPU; and on a node without
-//! GPUs: memory and wake-ups.
+//! The whole plugin as it runs on a node: start to registered, kubelet restart to registered, event to stream, memory with whole
+//! and with shared GPUs, idle CPU and wake-ups; and on a node without GPUs: memory, idle CPU and wake-ups.
 //!
 //! The release binary with a libnvidia-ml of our own (8 GPUs), against a kubelet in a box. Memory is that of
-//! both processes, without the driver's library. Run with `cargo bench --bench footprint`; it takes a minute.
+//! both processes, without the driver's library. Run with `cargo bench --bench footprint`; it takes two minutes.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends where it cannot go on")]
 
@@ -12,31 +12,45 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use fake_nvml::Control;
-use linkwise::kubelet_box::{KubeletBox, Options};
+use linkwise::kubelet_box::{KubeletBox, Options, Restart};
 
 const RESOURCE: &str = "nvidia.com/gpu";
 /// Starts of the plugin; medians count.
 const STARTS: usize = 11;
 /// Events measured.
 const EVENTS: usize = 7;
+/// Restarts of the kubelet.
+const RESTARTS: usize = 11;
+/// Slots of each GPU where they are shared.
+const REPLICAS: usize = 16;
 /// After this long nothing is left of the start.
 const SETTLE: Duration = Duration::from_secs(12);
 /// How long the idle plugin is watched.
-const IDLE: Duration = Duration::from_secs(20);
+const IDLE: Duration = Duration::from_secs(30);
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() {
     let mut registered = Vec::new();
     for _ in 0..STARTS {
-        let node = Node::start();
-        node.kubelet.wait(|state| state.resources[RESOURCE].healthy.len() == 8).await.unwrap();
+        let node = Node::start("");
+        node.lists(8).await;
         registered.push(node.begin.elapsed());
     }
-    println!("start to registered, 8 GPUs listed: {:?} (median of {STARTS})", median(&mut registered));
+    println!("start to registered, 8 GPUs listed: {} of {STARTS} starts", spread(&mut registered));
 
-    let node = Node::start();
-    let all = node.kubelet.wait(|state| state.resources[RESOURCE].healthy.len() == 8).await.unwrap();
-    drop(all);
+    let node = Node::start("");
+    node.lists(8).await;
+    let mut registered = Vec::new();
+    for _ in 0..RESTARTS {
+        node.kubelet.stop().await.unwrap();
+        // A kubelet takes seconds to come back, and a plugin has noticed by then: what counts is from there on.
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        let begin = Instant::now();
+        node.kubelet.start_again(Restart::Kubelet).unwrap();
+        node.lists(8).await;
+        registered.push(begin.elapsed());
+    }
+    println!("kubelet.sock new to registered, 8 GPUs listed: {} of {RESTARTS} restarts", spread(&mut registered));
     let mut told = Vec::new();
     for gpu in 0..EVENTS {
         let begin = Instant::now();
@@ -44,19 +58,36 @@ async fn main() {
         node.kubelet.wait(|state| state.resources[RESOURCE].unhealthy.len() == gpu + 1).await.unwrap();
         told.push(begin.elapsed());
     }
-    println!("XID in the library to the kubelet's stream: {:?} (median of {EVENTS})", median(&mut told));
+    println!("XID in the library to the kubelet's stream: {} of {EVENTS} events", spread(&mut told));
+    drop(node);
 
-    let (parent, child) = (node.process.id(), child_of(node.process.id()));
-    for (name, pid) in [("plugin", parent), ("NVML child", child)] {
-        let (rss, pss) = (memory(pid, "Rss:"), memory(pid, "Pss:"));
-        println!("{name:<11} resident {:.1} MiB, proportional share {:.1} MiB", mib(rss), mib(pss));
-    }
-    let before = cpu(parent) + cpu(child);
+    // A node as it is in service: nothing was restarted, nothing has failed.
+    let node = Node::start("");
+    node.lists(8).await;
+    tokio::time::sleep(SETTLE).await;
+    node.memory("8 GPUs");
+    let pids = [node.process.id(), child_of(node.process.id())];
+    let both = |of: fn(u32) -> u64| pids.map(of).iter().sum::<u64>();
+    let (ticks, wakes) = (both(cpu), pids.map(wake_ups));
     // Time is what is measured here: nothing is waited for.
     tokio::time::sleep(IDLE).await;
-    let ticks = cpu(parent) + cpu(child) - before;
+    let (ticks, after) = (both(cpu) - ticks, pids.map(wake_ups));
+    let wakes = [after[0] - wakes[0], after[1] - wakes[1]];
     // USER_HZ is 100 on every Linux that Rust runs on.
-    println!("idle for {IDLE:?}: {ticks} ticks of 10 ms, {:.2} % of a core", ticks as f64 / IDLE.as_secs_f64());
+    println!(
+        "8 GPUs, idle for {IDLE:?}: {} + {} voluntary context switches, {ticks} ticks of 10 ms, {:.3} % of a core",
+        wakes[0],
+        wakes[1],
+        ticks as f64 / IDLE.as_secs_f64()
+    );
+    drop(node);
+
+    let sharing = format!("resources: [{{name: nvidia.com/gpu, replicas: {REPLICAS}}}]");
+    let node = Node::start(&format!("version: v1\nsharing:\n  timeSlicing:\n    {sharing}\n"));
+    node.lists(8 * REPLICAS).await;
+    tokio::time::sleep(SETTLE).await;
+    node.memory(&format!("8 GPUs in {} slots", 8 * REPLICAS));
+    drop(node);
     without_gpus().await;
 }
 
@@ -107,11 +138,14 @@ struct Node {
 }
 
 impl Node {
-    fn start() -> Self {
+    /// Starts with a configuration file of this text.
+    fn start(config: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let kubelet = KubeletBox::start(Options::new(folder.path())).unwrap();
         let control = folder.path().join("control");
         let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/machines/dgx-h100.yaml");
+        let file = folder.path().join("config.yaml");
+        fs::write(&file, config).unwrap();
         let begin = Instant::now();
         let process = Command::new(env!("CARGO_BIN_EXE_linkwise"))
             .arg("run")
@@ -119,6 +153,8 @@ impl Node {
             .arg(folder.path().join(Options::SOCKET))
             .arg("--nvml-library")
             .arg(fake_nvml::library_path())
+            .arg("--config-file")
+            .arg(file)
             .args(["--metrics-address", "127.0.0.1:0", "--log", "error"])
             .env("FAKE_NVML_MACHINE", machine)
             .env("FAKE_NVML_CONTROL", &control)
@@ -126,6 +162,22 @@ impl Node {
             .spawn()
             .unwrap();
         Self { process, kubelet, control: Control::new(control), begin, _folder: folder }
+    }
+
+    /// Waits until the kubelet lists so many healthy devices.
+    async fn lists(&self, devices: usize) {
+        self.kubelet.wait(|state| state.resources[RESOURCE].healthy.len() == devices).await.unwrap();
+    }
+
+    /// Prints the memory of both processes.
+    fn memory(&self, what: &str) {
+        let pids = [self.process.id(), child_of(self.process.id())];
+        let ([rss, child], pss) = (pids.map(|pid| memory(pid, "Rss:")), pids.map(|pid| memory(pid, "Pss:")));
+        let (total, share) = (mib(rss + child), mib(pss[0] + pss[1]));
+        let (rss, child) = (mib(rss), mib(child));
+        println!(
+            "{what}: resident {total:.1} MiB (plugin {rss:.1}, NVML child {child:.1}), proportional share {share:.1} MiB"
+        );
     }
 }
 
@@ -160,7 +212,9 @@ fn cpu(pid: u32) -> u64 {
     after_name.split_whitespace().skip(11).take(2).map(|ticks| ticks.parse::<u64>().unwrap()).sum()
 }
 
-fn median(times: &mut [Duration]) -> Duration {
+/// Median and worst.
+fn spread(times: &mut [Duration]) -> String {
     times.sort_unstable();
-    times.get(times.len() / 2).copied().unwrap_or_default()
+    let median = times.get(times.len() / 2).copied().unwrap_or_default();
+    format!("median {median:?}, worst {:?}", times.last().copied().unwrap_or_default())
 }

@@ -1,13 +1,17 @@
-//! GetPreferredAllocation over the socket beside an empty RPC on the same socket.
+//! GetPreferredAllocation over the socket beside an empty RPC on the same socket, and a whole admission while NVML hangs beside
+//! one while it does not.
 //!
-//! The whole node serves a simulated dgx-h100 as in `linkwise run`; the empty RPC is
-//! GetDevicePluginOptions. The two are asked in turn, so that noise meets both. Run with
-//! `cargo bench --bench rpc`.
+//! The first: the whole node serves a simulated dgx-h100 as in `linkwise run`; the empty RPC is
+//! GetDevicePluginOptions. The second: the binary, with a libnvidia-ml of our own whose lock is held by a call that does not
+//! return. What is compared is asked in turn, so that noise meets both. Run with `cargo bench --bench rpc`.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends where it cannot go on")]
 
+use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use fake_nvml::Control;
 use hyper_util::rt::TokioIo;
 use linkwise::inventory::Event;
 use linkwise::kubelet::Settings;
@@ -17,10 +21,16 @@ use linkwise::proto::v1beta1 as wire;
 use linkwise::proto::v1beta1::device_plugin_client::DevicePluginClient;
 use linkwise::runtime::{HealthSettings, Node, NodeSettings};
 use tokio::net::UnixStream;
-use tonic::transport::Endpoint;
+use tonic::transport::{Channel, Endpoint};
 
 /// Pairs of calls after the warm-up.
 const ROUNDS: usize = 5_000;
+/// Admissions in a row, while NVML hangs and while it does not.
+const BLOCK: usize = 500;
+/// How often the one follows the other.
+const BLOCKS: usize = 10;
+/// The resource.
+const RESOURCE: &str = "nvidia.com/gpu";
 
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]
 async fn main() {
@@ -38,23 +48,11 @@ async fn main() {
     let (events, shutdown) = (node.events(), node.shutdown());
     let measure = async {
         events.send(Event::Observed(Box::new(observed))).await.unwrap();
-        kubelet.wait(|state| state.resources["nvidia.com/gpu"].connected).await.unwrap();
-        let names = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path());
-        let socket = names.into_iter().find(|path| path.to_str().unwrap().contains("linkwise-")).unwrap();
-        let connector = tower::service_fn(move |_| {
-            let socket = socket.clone();
-            async move { Ok::<_, std::io::Error>(TokioIo::new(UnixStream::connect(socket).await?)) }
-        });
-        let channel = Endpoint::from_static("http://localhost").connect_with_connector(connector).await.unwrap();
-        let mut client = DevicePluginClient::new(channel);
+        kubelet.wait(|state| state.resources[RESOURCE].connected).await.unwrap();
+        let mut client = client(folder.path()).await;
         println!("{:<28}{:>12}{:>12}{:>12}{:>10}", "GetPreferredAllocation of", "median", "p99", "empty RPC", "ratio");
         for size in [1, 2, 4] {
-            let question = wire::ContainerPreferredAllocationRequest {
-                available_device_i_ds: ids.clone(),
-                must_include_device_i_ds: Vec::new(),
-                allocation_size: size,
-            };
-            let request = wire::PreferredAllocationRequest { container_requests: vec![question] };
+            let request = question(&ids, size);
             let (mut empty, mut asked) = (Vec::new(), Vec::new());
             for round in 0..ROUNDS + ROUNDS / 10 {
                 let start = Instant::now();
@@ -76,9 +74,87 @@ async fn main() {
     let (served, ()) = tokio::join!(node.serve(), measure);
     served.unwrap();
     kubelet.stop().await.unwrap();
+    while_nvml_hangs().await;
+}
+
+/// A connection to the plugin whose socket is in this folder.
+async fn client(folder: &Path) -> DevicePluginClient<Channel> {
+    let names = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let socket = names.into_iter().find(|path| path.to_str().unwrap().contains("linkwise-")).unwrap();
+    let connector = tower::service_fn(move |_| {
+        let socket = socket.clone();
+        async move { Ok::<_, std::io::Error>(TokioIo::new(UnixStream::connect(socket).await?)) }
+    });
+    let channel = Endpoint::from_static("http://localhost").connect_with_connector(connector).await.unwrap();
+    DevicePluginClient::new(channel)
+}
+
+fn question(ids: &[String], size: i32) -> wire::PreferredAllocationRequest {
+    let question = wire::ContainerPreferredAllocationRequest {
+        available_device_i_ds: ids.to_vec(),
+        must_include_device_i_ds: Vec::new(),
+        allocation_size: size,
+    };
+    wire::PreferredAllocationRequest { container_requests: vec![question] }
+}
+
+/// GetPreferredAllocation and Allocate of 4 of 8 GPUs, in blocks while a call to the driver holds its library and does not return.
+async fn while_nvml_hangs() {
+    let folder = tempfile::tempdir().unwrap();
+    // A folder of its own: nothing else in it has our sockets' name.
+    let sockets = folder.path().join("kubelet");
+    let kubelet = KubeletBox::start(Options::new(&sockets)).unwrap();
+    let control = Control::new(folder.path().join("control"));
+    let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/machines/dgx-h100.yaml");
+    let mut process = Command::new(env!("CARGO_BIN_EXE_linkwise"))
+        .arg("run")
+        .arg("--kubelet-socket")
+        .arg(sockets.join(Options::SOCKET))
+        .arg("--nvml-library")
+        .arg(fake_nvml::library_path())
+        .args(["--metrics-address", "127.0.0.1:0", "--nvml-poll-ms=20", "--nvml-call-ms=3600000"])
+        .env("FAKE_NVML_MACHINE", machine)
+        .env("FAKE_NVML_CONTROL", control.socket())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let listed = kubelet.wait(|state| state.resources[RESOURCE].healthy.len() == 8).await.unwrap();
+    let ids: Vec<String> = listed.resources[RESOURCE].healthy.iter().cloned().collect();
+    let mut client = client(&sockets).await;
+    // By whether NVML hangs.
+    let mut times = [Vec::new(), Vec::new()];
+    for block in 0..BLOCKS * 2 {
+        let hangs = block % 2 == 1;
+        let word = if hangs { "hold" } else { "unhold" };
+        control.send(&format!("{word} 0 nvmlDeviceGetTemperature")).unwrap();
+        // Some rounds later the call has been made, or rounds go on.
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        for round in 0..BLOCK + BLOCK / 10 {
+            let start = Instant::now();
+            let preferred = client.get_preferred_allocation(question(&ids, 4)).await.unwrap().into_inner();
+            let devices_ids = preferred.container_responses.into_iter().next().unwrap().device_i_ds;
+            let order = wire::ContainerAllocateRequest { devices_ids };
+            client.allocate(wire::AllocateRequest { container_requests: vec![order] }).await.unwrap();
+            if round >= BLOCK / 10 {
+                times[usize::from(hangs)].push(start.elapsed());
+            }
+        }
+    }
+    let [well, hung] = &mut times;
+    println!("\n{:<28}{:>12}{:>12}{:>12}", "an admission, 4 of 8", "median", "p99", "worst");
+    for (name, times) in [("NVML answers", &mut *well), ("NVML hangs", &mut *hung)] {
+        let [median, tail, worst] = [50, 99, 100].map(|part| percentile(times, part));
+        println!("{name:<28}{median:>12?}{tail:>12?}{worst:>12?}");
+    }
+    let ratio = percentile(hung, 50).as_secs_f64() / percentile(well, 50).as_secs_f64();
+    println!("{:<28}{ratio:>12.2}", "ratio");
+    let _ = process.kill();
+    let _ = process.wait();
+    kubelet.stop().await.unwrap();
 }
 
 fn percentile(times: &mut [Duration], part: usize) -> Duration {
     times.sort_unstable();
-    times.get(times.len() * part / 100).copied().unwrap_or_default()
+    times.get((times.len() * part / 100).min(times.len().saturating_sub(1))).copied().unwrap_or_default()
 }

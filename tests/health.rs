@@ -202,8 +202,9 @@ fn another_xid_of_the_kind_begins_anew() {
 fn a_lost_gpu_has_to_answer() {
     let mut world = World::new();
     let silent = HealthPoll { reach: Reach::Unknown, ..well() };
-    world.tell(Event::GpuLost { gpu: uuid(0), call: "nvmlDeviceGetUUID".into() }).polls(50, &silent);
-    assert_eq!(world.reason(), "nvmlDeviceGetUUID says that the GPU is lost");
+    let lost = HealthPoll { reach: Reach::Lost { call: "nvmlDeviceGetTemperature".into() }, ..old() };
+    world.poll(&lost).polls(50, &silent);
+    assert_eq!(world.reason(), "nvmlDeviceGetTemperature says that the GPU is lost");
     assert_eq!(world.heals_after(&well(), 20), Some(7));
 }
 
@@ -452,8 +453,8 @@ fn what_is_gone_leaves_once_nobody_holds_it() {
     };
     world.tell(look([1])).tell(Event::Holders(None)).tell(Event::Holders(None));
     assert_eq!((listed(&world), world.reason().as_str()), (2, "the GPU is gone from the node"));
-    // The first answer may be older than the last pod.
-    world.tell(held(&[])).tell(held(&[0])).tell(held(&[1]));
+    // The first answer may be older than the last pod, and one after a silence may be of another kubelet.
+    world.tell(held(&[])).tell(held(&[0])).tell(held(&[1])).tell(Event::Holders(None)).tell(held(&[1]));
     assert_eq!(listed(&world), 2);
     world.effects.clear();
     world.tell(held(&[1]));
@@ -474,6 +475,19 @@ fn a_gpu_that_left_the_bus_and_came_back_was_reset() {
         observed.host.host_bridges = serde_saphyr::from_str(&bridges).unwrap();
         Event::Observed(observed)
     };
+    // One that NVML still counts while the bus has not got it is not back.
+    let mut world = World::new();
+    let gone = HealthPoll { on_bus: Some(false), ..old() };
+    world
+        .tell(on_bus(&[0, 1], &[0, 1]))
+        .poll(&old())
+        .tell(xid(79))
+        .poll(&old())
+        .poll(&gone)
+        .tell(on_bus(&[1], &[0, 1]));
+    assert_eq!((world.reason().as_str(), world.heals_after(&old(), 50)), ("XID 79", None));
+    let back = HealthPoll { on_bus: Some(true), ..old() };
+    assert_eq!(world.heals_after(&back, 50), Some(7));
     for (bus, healed) in [(&[1][..], true), (&[0, 1], false)] {
         let mut world = World::new();
         world.tell(on_bus(&[0, 1], &[0, 1])).poll(&old()).tell(xid(79)).poll(&old());

@@ -45,7 +45,6 @@ fn identity(boot: u8, driver: u8) -> NodeIdentity {
 enum Step {
     Xid(usize, u64),
     Ecc(usize),
-    Lost(usize),
     LeftOut(usize),
     TakenBackIn(usize),
     Away,
@@ -121,7 +120,6 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         3 => (gpu(), prop::sample::select(vec![13_u64, 48, 63, 79, 94, 119, 555])).prop_map(|(gpu, code)| Step::Xid(gpu, code)),
         1 => gpu().prop_map(Step::Ecc),
-        1 => gpu().prop_map(Step::Lost),
         1 => gpu().prop_map(Step::LeftOut),
         1 => gpu().prop_map(Step::TakenBackIn),
         1 => Just(Step::Away),
@@ -284,10 +282,6 @@ impl World {
             }
             Step::Ecc(gpu) if self.tells(*gpu) => {
                 self.tell(Event::DoubleBitEcc { gpu: uuid(*gpu) });
-                self.owed[*gpu].trouble.owe(2);
-            }
-            Step::Lost(gpu) if self.tells(*gpu) => {
-                self.tell(Event::GpuLost { gpu: uuid(*gpu), call: "x".to_owned() });
                 self.owed[*gpu].trouble.owe(2);
             }
             Step::LeftOut(gpu) if self.tells(*gpu) => {

@@ -173,13 +173,12 @@ fn linkwise_takes_the_settings_in_them() {
         // The flags and variables of `run`, and the file that they name, come to settings.
         let daemonset = read(&folder.join("daemonset.yaml"));
         let container = daemonset.pointer(&format!("{POD}/containers/0")).unwrap();
-        let args = list(container, "/args").into_iter().map(|arg| arg.as_str().unwrap());
-        let args = args
-            .filter(|arg| *arg != "run")
-            .map(|arg| arg.replace("=/config/", &format!("={}/", temporary.path().display())));
-        let env = list(container, "/env")
-            .into_iter()
-            .map(|env| (env["name"].as_str().unwrap(), env["value"].as_str().unwrap()));
+        // /config is where the ConfigMap is mounted.
+        let here =
+            |value: &Value| value.as_str().unwrap().replace("/config/", &format!("{}/", temporary.path().display()));
+        let args = list(container, "/args").into_iter().filter(|arg| **arg != "run").map(here);
+        let env = list(container, "/env").into_iter();
+        let env = env.map(|env| (env["name"].as_str().unwrap(), here(&env["value"])));
         let show = Command::new(env!("CARGO_BIN_EXE_linkwise")).args(["config", "show"]).args(args).envs(env).output();
         let show = show.unwrap();
         assert!(show.status.success(), "{}: {}", folder.display(), String::from_utf8_lossy(&show.stderr));

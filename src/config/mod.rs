@@ -121,7 +121,8 @@ pub struct RunArgs {
     /// How long NVML may take.
     #[command(flatten)]
     pub nvml: NvmlArgs,
-    /// Where the GPUs' health is kept for the next start, as linkwise_health.json; without it, beside the kubelet's socket
+    /// Where the GPUs' health is kept for the next start, as linkwise_health.json; without it, in the folder linkwise beside
+    /// the kubelet's socket
     #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
     pub state_dir: Option<PathBuf>,
     /// Where the MPS root is.

@@ -40,13 +40,6 @@ pub enum Event {
         /// The GPU.
         gpu: GpuUuid,
     },
-    /// A call said that the GPU is lost.
-    GpuLost {
-        /// The GPU.
-        gpu: GpuUuid,
-        /// The NVML call.
-        call: String,
-    },
     /// The operator wants devices to claim other NUMA nodes.
     NumaHints(NumaHints),
     /// A round of cheap looks at the GPUs; one that is missing was not asked.

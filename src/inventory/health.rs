@@ -128,17 +128,20 @@ impl GpuHealth {
         }
     }
 
-    /// A look at the node lists it, with these NVLinks active.
-    pub fn observed(&mut self, links: impl Iterator<Item = u32>) {
+    /// A look at the node lists it, with these NVLinks active. `off_bus` where the PCI bus does not list it: then NVML only has
+    /// not noticed yet.
+    pub fn observed(&mut self, links: impl Iterator<Item = u32>, off_bus: bool) {
         self.links.extend(links);
         if !self.listed {
             self.standing.retain(|standing| !standing.over);
         }
         self.listed = true;
-        if std::mem::take(&mut self.seen.off_bus) {
-            self.remedy(|reason| reason.class() == ReasonClass::Reset);
+        if !off_bus {
+            if std::mem::take(&mut self.seen.off_bus) {
+                self.remedy(|reason| reason.class() == ReasonClass::Reset);
+            }
+            self.remedy(|reason| matches!(reason, UnhealthyReason::OffBus));
         }
-        self.remedy(|reason| matches!(reason, UnhealthyReason::OffBus));
         self.driver_back();
     }
 

@@ -141,7 +141,8 @@ impl Inventory {
         for gpu in &observed.gpus {
             let links = gpu.nvlinks.iter().flatten().filter(|link| link.active);
             let links = links.flat_map(|link| link.links.iter().copied());
-            self.health.entry(gpu.uuid.clone()).or_default().observed(links);
+            let off_bus = !bus.is_empty() && !bus.contains(&gpu.pci);
+            self.health.entry(gpu.uuid.clone()).or_default().observed(links, off_bus);
         }
         let places: BTreeMap<&GpuUuid, PciAddress> = self
             .resources
@@ -186,7 +187,11 @@ impl Inventory {
 
     /// Who holds what: what is gone, and held by nobody in two answers in a row, leaves the list.
     pub(super) fn held(&mut self, held: Option<&BTreeSet<(ResourceName, DeviceId)>>) -> Vec<Effect> {
-        let Some(held) = held else { return Vec::new() };
+        let Some(held) = held else {
+            // The kubelet may be another one when it answers next, and know less at first.
+            self.gone.values_mut().for_each(|gone| gone.unheld = false);
+            return Vec::new();
+        };
         let mut leaving = Vec::new();
         for (key, gone) in &mut self.gone {
             let unheld = !held.contains(key);

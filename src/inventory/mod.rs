@@ -282,7 +282,6 @@ impl Inventory {
             Event::MpsReady(ready) => self.mps_ready(ready, now),
             Event::Xid { gpu, code, instance } => self.xid(gpu, code, instance, now),
             Event::DoubleBitEcc { gpu } => self.double_bit_ecc(&gpu, now),
-            Event::GpuLost { gpu, call } => self.failed(&gpu, UnhealthyReason::Lost { call }, now),
             Event::Polled(polls) => self.polled(&polls, now),
             Event::LeftOut { gpu, why } => self.failed(&gpu, UnhealthyReason::LeftOut { why }, now),
             Event::TakenBackIn { gpu } => self.about(&gpu, GpuHealth::taken_back_in),

@@ -108,7 +108,7 @@ fn an_application_xid_changes_nothing() {
 
 #[test]
 fn trouble_of_a_gpu_that_nobody_knows_is_nobodys() {
-    let (state, effects) = after([node(&[0]), Event::GpuLost { gpu: uuid(9), call: "nvmlDeviceGetUUID".into() }]);
+    let (state, effects) = after([node(&[0]), Event::DoubleBitEcc { gpu: uuid(9) }]);
     assert_eq!((healthy(&state).len(), effects), (1, vec![]));
 }
 

@@ -21,6 +21,32 @@ use super::{Settings, Sources};
 use crate::inventory::ResourceName;
 use crate::proto::v1beta1::device_plugin_server::DevicePluginServer;
 
+/// The longest path that a Unix socket can have, in bytes: sun_path of unix(7) less its closing zero.
+const LONGEST_PATH: usize = 107;
+/// What follows the prefix: eight digits and `.sock`.
+const REST: usize = 13;
+/// The kubelet's own path of the folder; in our container it may be a shorter one.
+const KUBELETS_FOLDER: &str = "/var/lib/kubelet/device-plugins";
+
+/// What the names of a resource's sockets begin with, in any start of ours. A resource with a name too long for a socket's path
+/// has a shorter one with a number that is its own.
+fn prefix(folder: &Path, resource: &ResourceName) -> String {
+    let whole = format!("linkwise-{}-", resource.as_str().replace('/', "_"));
+    let room = LONGEST_PATH.saturating_sub(folder.as_os_str().len().max(KUBELETS_FOLDER.len()) + 1 + REST);
+    if whole.len() <= room {
+        return whole;
+    }
+    // FNV-1a, 64 bits: the same in every version of linkwise, for what one leaves behind the next one clears away.
+    let number = resource
+        .as_str()
+        .bytes()
+        .fold(0xcbf2_9ce4_8422_2325_u64, |number, byte| (number ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+    let number = format!("-{number:016x}-");
+    // A resource's name is ASCII.
+    let begin: String = whole.chars().take(room.saturating_sub(number.len())).collect();
+    begin + &number
+}
+
 /// A future that is polled where it lies.
 pub(super) type Held<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
@@ -75,7 +101,7 @@ impl Session {
         random: u64,
     ) -> Result<Self, BindError> {
         let folder = settings.kubelet_socket.parent().unwrap_or(Path::new("."));
-        let prefix = format!("linkwise-{}-", resource.as_str().replace('/', "_"));
+        let prefix = prefix(folder, &resource);
         let in_folder = |source| BindError::Folder { folder: folder.display().to_string(), source };
         remove_dead(folder, &prefix).await.map_err(in_folder)?;
         // Unique to this start: a kubelet may still hold the connection of an earlier one.
@@ -152,5 +178,31 @@ impl Session {
             _ = self.connections.wait_for(|open| *open == 0), if !served => Happened::Closed,
             Ok(()) = self.streams.changed() => Happened::Streams(*self.streams.borrow_and_update()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn the_longest_name_of_a_resource_has_a_socket_too() {
+        let name =
+            |domain: usize| format!("{}.example.com/{}", ["a"; 100].concat().get(..domain).unwrap(), "b".repeat(63));
+        let longest: ResourceName =
+            format!("{}.{}/{}", "a".repeat(63), "a".repeat(63), "b".repeat(63)).parse().unwrap();
+        let kubelets = Path::new(KUBELETS_FOLDER);
+        for resource in [ResourceName::gpu(), longest.clone(), name(60).parse().unwrap()] {
+            let prefix = prefix(kubelets, &resource);
+            assert!(kubelets.join(&prefix).as_os_str().len() + REST <= LONGEST_PATH, "{prefix}");
+        }
+        assert_eq!(prefix(kubelets, &ResourceName::gpu()), "linkwise-nvidia.com_gpu-");
+        // Names that differ at their end only have sockets that differ.
+        let prefixes =
+            [1, 2].map(|last| prefix(kubelets, &format!("{longest}{last}").replace("bb", "b").parse().unwrap()));
+        assert_ne!(prefixes[0], prefixes[1]);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(format!("{}01234567.sock", prefix(folder.path(), &longest)));
+        assert!(OwnSocket::bind(path).is_ok());
     }
 }

@@ -251,16 +251,26 @@ impl Agent {
         self.stream.write_all(&line).await.map_err(RequestError)
     }
 
+    /// Asks the child to end, by closing our half of the socket; what it had said comes from [`Agent::next`] still, and then its
+    /// end.
+    ///
+    /// # Errors
+    ///
+    /// The socket cannot be closed.
+    pub async fn dismiss(&mut self) -> io::Result<()> {
+        self.stream.shutdown().await.or_else(|error| match error.kind() {
+            io::ErrorKind::NotConnected => Ok(()),
+            _ => Err(error),
+        })
+    }
+
     /// Ends the child: asks it to by closing the socket, and kills it where that does not help.
     ///
     /// # Errors
     ///
     /// Its end cannot be learnt.
     pub async fn end(mut self) -> io::Result<ExitStatus> {
-        self.stream.shutdown().await.or_else(|error| match error.kind() {
-            io::ErrorKind::NotConnected => Ok(()),
-            _ => Err(error),
-        })?;
+        self.dismiss().await?;
         match timeout(LAST_MOMENTS, self.process.wait()).await {
             Ok(status) => status,
             Err(_) => {

@@ -28,12 +28,12 @@ use crate::inventory::{Event, HealthPoll, MigInstance};
 use crate::metrics::Metrics;
 use crate::nvml::child::{Agent, AgentCommand, AgentEnded};
 use crate::nvml::protocol::{Called, CalledGpu, FromAgent, Place};
-use crate::topology::{GpuObservation, GpuUuid, NodeObservation, ProbeFailure};
+use crate::topology::{GpuObservation, GpuUuid, NodeObservation, PciAddress, ProbeFailure};
 use away::{Away, Working};
 use known::Known;
 use outside::{Outside, Slow};
 use shift::{Errand, Shift, Successor, Who, at, end};
-use suspects::Suspects;
+use suspects::{Suspects, Verdict};
 
 /// The longest pause before a child is started again, as a multiple of the first; doubling from the one to the other.
 const LONGEST: u32 = 60;
@@ -43,6 +43,9 @@ const NO_GPUS: &str = "NVML lists no GPU on this node";
 
 /// How long a round waits for files; what they would have said counts at a later one.
 const FILES: Duration = Duration::from_millis(500);
+
+/// How long a child that was told to end is listened to: what it had said lies in its socket.
+const HEARING_OUT: Duration = Duration::from_secs(1);
 
 /// Signals that are not the library's doing: an operator's, or the kernel's for want of memory. SIGHUP, SIGINT, SIGKILL,
 /// SIGTERM (signal(7)).
@@ -106,6 +109,7 @@ impl Driver {
             told: None,
             hosts: Slow::default(),
             outsides: Slow::default(),
+            buses: Slow::default(),
             bus: PciBus::default(),
             working,
         };
@@ -147,7 +151,7 @@ impl Driver {
             seen |= ready;
             if seen {
                 known.away(why.clone());
-            } else if self.live_without(&why).await? {
+            } else if self.live_without(&why, &mut known).await? {
                 // A GPU has come: the pauses were another matter's.
                 pause = Duration::ZERO;
                 continue;
@@ -207,7 +211,7 @@ impl Driver {
                     // What the child said before it ended explains more than its exit code.
                     return Ok(End::Died { ready: shift.ready, why: leaving.unwrap_or(why) });
                 }
-                (Who::Second, said) => match self.second(&mut shift, said, known).await {
+                (Who::Second, said) => match self.second(&mut shift, said, known).await? {
                     Some(ready) => ready,
                     None => continue,
                 },
@@ -215,7 +219,9 @@ impl Driver {
             match message {
                 // Nothing to look after, and a child would look at it for ever.
                 FromAgent::Ready { gpus, .. }
-                    if known.told.is_none() && gpus.is_empty() && idle::on_bus(&self.sysfs).await?.is_empty() =>
+                    if known.told.is_none()
+                        && gpus.is_empty()
+                        && self.on_bus(known).await.is_some_and(|gpus| gpus.is_empty()) =>
                 {
                     self.metrics.agent_ended("replaced");
                     shift.end().await;
@@ -224,7 +230,12 @@ impl Driver {
                 FromAgent::Ready { driver, nvml, count, gpus, failures } => {
                     if !shift.ready {
                         shift.at_start = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-                        let Some(verdict) = known.suspects.lives(&shift.skipped, gpus.len(), count.unwrap_or(0)) else {
+                        let verdict = match count {
+                            Some(count) => known.suspects.lives(&shift.skipped, gpus.len(), count),
+                            // Who sees nothing is no witness.
+                            None => Some(Verdict::default()),
+                        };
+                        let Some(verdict) = verdict else {
                             self.metrics.agent_ended("replaced");
                             shift.end().await;
                             let why = "children die whichever GPU they leave out".to_owned();
@@ -259,12 +270,7 @@ impl Driver {
                         return Ok(End::Outdated(outdated));
                     }
                 }
-                FromAgent::Xid { gpu, code, gpu_instance, compute_instance } => {
-                    self.metrics.xid(&gpu, code);
-                    let instance = gpu_instance.map(|gpu_instance| MigInstance { gpu_instance, compute_instance });
-                    self.tell(Event::Xid { gpu, code, instance }).await?;
-                }
-                FromAgent::DoubleBitEcc { gpu } => self.tell(Event::DoubleBitEcc { gpu }).await?,
+                event @ (FromAgent::Xid { .. } | FromAgent::DoubleBitEcc { .. }) => self.happened(event).await?,
                 FromAgent::Leaving { call, error } => leaving = Some(format!("{call}: {error}")),
                 FromAgent::Failed { call, error } => tracing::warn!(call, error, "NVML failed"),
                 // The agent keeps these to itself.
@@ -298,15 +304,22 @@ impl Driver {
         shift: &mut Shift,
         said: Result<FromAgent, AgentEnded>,
         known: &mut Known,
-    ) -> Option<FromAgent> {
-        let mut successor = shift.successor.take()?;
+    ) -> Result<Option<FromAgent>> {
+        let Some(mut successor) = shift.successor.take() else { return Ok(None) };
         match said {
+            // One that cannot even count the GPUs sees less than the one that works.
+            Ok(FromAgent::Ready { count: None, .. }) => {
+                self.metrics.agent_ended("replaced");
+                end(successor.agent).await;
+                self.in_vain(shift, successor.errand, "it cannot count the GPUs".to_owned(), known);
+            }
             Ok(ready @ FromAgent::Ready { .. }) => {
                 let next = Shift::new(successor.agent, successor.skipped, successor.outside);
-                let old = std::mem::replace(shift, next);
+                let mut old = std::mem::replace(shift, next);
                 self.metrics.agent_ended("replaced");
+                self.hear_out(&mut old.agent).await?;
                 end(old.agent).await;
-                return Some(ready);
+                return Ok(Some(ready));
             }
             Ok(message) => {
                 if let FromAgent::Leaving { call, error } = message {
@@ -319,7 +332,34 @@ impl Driver {
                 self.in_vain(shift, successor.errand, successor.failed.unwrap_or(why), known);
             }
         }
-        None
+        Ok(None)
+    }
+
+    /// What a child that is followed by another had said, and nobody had heard: events from before the other one listened.
+    async fn hear_out(&self, agent: &mut Agent) -> Result<()> {
+        if agent.dismiss().await.is_err() {
+            return Ok(());
+        }
+        let hear = async {
+            while let Ok(message) = agent.next().await {
+                self.happened(message).await?;
+            }
+            Ok(())
+        };
+        tokio::time::timeout(HEARING_OUT, hear).await.unwrap_or(Ok(()))
+    }
+
+    /// An event that the driver reported; anything else is none.
+    async fn happened(&self, message: FromAgent) -> Result<()> {
+        match message {
+            FromAgent::Xid { gpu, code, gpu_instance, compute_instance } => {
+                self.metrics.xid(&gpu, code);
+                let instance = gpu_instance.map(|gpu_instance| MigInstance { gpu_instance, compute_instance });
+                self.tell(Event::Xid { gpu, code, instance }).await
+            }
+            FromAgent::DoubleBitEcc { gpu } => self.tell(Event::DoubleBitEcc { gpu }).await,
+            _ => Ok(()),
+        }
     }
 
     /// A second child came to nothing: again, later.
@@ -361,7 +401,7 @@ impl Driver {
     }
 
     /// Who is left out from now on, and who no longer.
-    async fn tell_of(&self, verdict: suspects::Verdict, known: &Known) -> Result<()> {
+    async fn tell_of(&self, verdict: Verdict, known: &Known) -> Result<()> {
         for (place, why) in verdict.left_out {
             let gpu = known.name(place);
             let named = gpu.as_ref().map(ToString::to_string).unwrap_or_default();
@@ -474,10 +514,24 @@ impl Driver {
         next_pause(self.settings.pause, last, lived)
     }
 
+    /// The NVIDIA GPUs on the PCI bus; `None` while a file there does not answer.
+    async fn on_bus(&self, known: &mut Known) -> Option<Vec<PciAddress>> {
+        let sysfs = self.sysfs.clone();
+        known.buses.within(FILES, move || hwloc::nvidia_gpus_on_bus(&sysfs)).await
+    }
+
     /// Whether to live without NVML, which never answered: by the option, else by what is on the PCI bus. `true` once a
     /// node without GPUs has got one.
-    async fn live_without(&self, why: &str) -> Result<bool> {
-        let gpus = idle::on_bus(&self.sysfs).await?;
+    async fn live_without(&self, why: &str, known: &mut Known) -> Result<bool> {
+        let Some(gpus) = self.on_bus(known).await else {
+            if self.fail_on_init_error == Some(true) {
+                bail!("NVML cannot be initialised: {why}");
+            }
+            // Whether there is a GPU is not known, and neither ends a node nor lets it rest.
+            let reason = format!("NVML cannot be initialised, and the PCI bus does not answer: {why}");
+            self.idle.send_replace(Idle::Waiting(reason));
+            return Ok(false);
+        };
         match (self.fail_on_init_error, gpus.first()) {
             (_, None) if why == NO_GPUS => {}
             (Some(true), _) => bail!("NVML cannot be initialised: {why}"),

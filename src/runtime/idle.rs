@@ -28,8 +28,8 @@ impl Idle {
     }
 }
 
-/// The NVIDIA GPUs on the PCI bus.
-pub(super) async fn on_bus(sysfs: &Path) -> Result<Vec<PciAddress>> {
+/// The NVIDIA GPUs on the PCI bus, however long that takes.
+async fn on_bus(sysfs: &Path) -> Result<Vec<PciAddress>> {
     let sysfs = PathBuf::from(sysfs);
     // A file of a device in trouble may not answer, and would hold a thread that admissions need.
     let gpus = tokio::task::spawn_blocking(move || hwloc::nvidia_gpus_on_bus(&sysfs));

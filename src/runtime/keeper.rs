@@ -4,7 +4,7 @@
 
 use std::fs;
 use std::io::{self, Write};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -16,12 +16,18 @@ use tokio_util::sync::CancellationToken;
 
 use crate::inventory::{HealthRecord, NodeIdentity, XidPolicy};
 
-/// The file; not a name that begins like our sockets'.
+/// The file.
 const FILE: &str = "linkwise_health.json";
+/// The folder of our own beside the kubelet's socket. Kubelets that clean up that folder at their start leave folders alone; up to
+/// 1.31 and longer they remove every file there but their own checkpoint (CleanupPluginDirectory in
+/// pkg/kubelet/cm/devicemanager/manager.go).
+const FOLDER: &str = "linkwise";
 /// The longest file that is read, in bytes: a hundred times that of a node with 16 GPUs in trouble.
 const LONGEST: u64 = 1 << 20;
 /// How long a start waits for a disk.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// How soon a record that could not be written is tried again: a disk is full for a while, and the next news may be days off.
+const AGAIN: Duration = Duration::from_secs(10);
 /// The kernel's name for this boot.
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
@@ -45,6 +51,12 @@ pub struct HealthSettings {
 pub(super) struct Keeper {
     folder: Option<PathBuf>,
     sysfs: Option<PathBuf>,
+    again: Duration,
+}
+
+/// Where the record is kept unless somebody says otherwise: in a folder of our own beside the kubelet's socket.
+pub(super) fn beside(kubelet_socket: &Path) -> Option<PathBuf> {
+    Some(kubelet_socket.parent()?.join(FOLDER))
 }
 
 /// Why what was kept is not used.
@@ -66,7 +78,7 @@ struct Version {
 
 impl Keeper {
     pub fn new(settings: &HealthSettings) -> Self {
-        Self { folder: settings.state_dir.clone(), sysfs: settings.sysfs.clone() }
+        Self { folder: settings.state_dir.clone(), sysfs: settings.sysfs.clone(), again: AGAIN }
     }
 
     /// What the last process kept. A file that is broken is set aside, and a person is told.
@@ -101,21 +113,35 @@ impl Keeper {
         Some(NodeIdentity { boot: line(Path::new(BOOT_ID)), driver })
     }
 
-    /// Writes each record that comes, the last one for certain, until the shutdown. A disk that is full is told of once.
+    /// Writes each record that comes, the last one for certain, until the shutdown. A disk that is full is told of once, and
+    /// tried again.
     pub async fn follow(&self, mut records: watch::Receiver<Option<HealthRecord>>, shutdown: CancellationToken) {
         let mut failing = false;
-        while let Some(Ok(())) = shutdown.run_until_cancelled(records.changed()).await {
+        loop {
+            let news = async {
+                if records.changed().await.is_err() {
+                    // Nobody will tell: what is left is the shutdown.
+                    std::future::pending::<()>().await;
+                }
+            };
+            let due = async {
+                // Late: what could not be written is tried again.
+                if failing { timeout(self.again, news).await.unwrap_or(()) } else { news.await }
+            };
+            if shutdown.run_until_cancelled(due).await.is_none() {
+                break;
+            }
             self.write(&mut records, &mut failing).await;
         }
-        if records.has_changed().unwrap_or(false) {
+        if failing || records.has_changed().unwrap_or(false) {
             self.write(&mut records, &mut failing).await;
         }
-        shutdown.cancelled().await;
     }
 
     async fn write(&self, records: &mut watch::Receiver<Option<HealthRecord>>, failing: &mut bool) {
         let record = records.borrow_and_update().clone();
         let (Some(folder), Some(record)) = (self.folder.clone(), record) else { return };
+        let file = folder.join(FILE);
         let written = spawn_blocking(move || write(&folder, &record).map_err(anyhow::Error::from)).await;
         match written.unwrap_or_else(|broke_off| Err(broke_off.into())) {
             Ok(()) if *failing => {
@@ -124,8 +150,12 @@ impl Keeper {
             }
             Err(error) if !*failing => {
                 *failing = true;
-                let error = format!("{error:#}");
-                tracing::warn!(error, "cannot write the health record: a restart now would forget what is in it");
+                let (file, error) = (file.display(), format!("{error:#}"));
+                tracing::warn!(
+                    %file,
+                    error,
+                    "cannot write the health record: a restart now would forget what is in it"
+                );
             }
             Ok(()) | Err(_) => {}
         }
@@ -151,6 +181,10 @@ fn read(file: &Path) -> Result<Option<HealthRecord>, ReadError> {
 }
 
 fn write(folder: &Path, record: &HealthRecord) -> io::Result<()> {
+    match fs::DirBuilder::new().mode(0o700).create(folder) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        Ok(()) | Err(_) => {}
+    }
     let file = folder.join(FILE);
     let fresh = file.with_extension("json.new");
     let mut text = serde_json::to_vec_pretty(record)?;
@@ -159,4 +193,53 @@ fn write(folder: &Path, record: &HealthRecord) -> io::Result<()> {
     written.write_all(&text)?;
     written.sync_all()?;
     fs::rename(&fresh, &file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::inventory::GpuRecord;
+
+    /// A record of one GPU, whose hold was doubled so often.
+    fn record(flaps: u32) -> HealthRecord {
+        let gpu = GpuRecord { flaps: Some(flaps), ..GpuRecord::default() };
+        HealthRecord { gpus: [("GPU-1".parse().unwrap(), gpu)].into(), ..HealthRecord::default() }
+    }
+
+    /// Waits until the file on the disk says this.
+    async fn kept(keeper: &Keeper, wanted: &HealthRecord) {
+        let reads = async {
+            while keeper.read().await.as_ref() != Some(wanted) {
+                tokio::task::yield_now().await;
+            }
+        };
+        timeout(Duration::from_secs(20), reads).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_full_disk_costs_no_record_once_it_has_room_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let settings = HealthSettings { state_dir: Some(folder.path().join(FOLDER)), ..HealthSettings::default() };
+        let keeper = Keeper { again: Duration::from_millis(1), ..Keeper::new(&settings) };
+        let (records, shutdown) = (watch::Sender::new(Some(record(1))), CancellationToken::new());
+        let mut followed = records.subscribe();
+        followed.mark_changed();
+        let life = async {
+            kept(&keeper, &record(1)).await;
+            // What is written there does not fit: ENOSPC.
+            let fresh = settings.state_dir.as_ref().unwrap().join(FILE).with_extension("json.new");
+            std::os::unix::fs::symlink("/dev/full", &fresh).unwrap();
+            records.send_replace(Some(record(2)));
+            // A second change is written no better, and the file stays whole.
+            records.send_replace(Some(record(3)));
+            let error = spawn_blocking(move || fs::File::create(&fresh).and_then(|mut file| file.write_all(b"x")));
+            assert_eq!(error.await.unwrap().unwrap_err().kind(), io::ErrorKind::StorageFull);
+            assert_eq!(keeper.read().await, Some(record(1)));
+            // Room again, and no news: what could not be kept is kept now.
+            fs::remove_file(settings.state_dir.as_ref().unwrap().join("linkwise_health.json.new")).unwrap();
+            kept(&keeper, &record(3)).await;
+            shutdown.cancel();
+        };
+        tokio::join!(keeper.follow(followed, shutdown.clone()), life);
+    }
 }

@@ -18,7 +18,6 @@ mod node;
 mod observe;
 mod operator;
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -83,13 +82,12 @@ async fn serve(args: &RunArgs) -> Result<()> {
         callers: kubelet::Callers::and(settings.allowed_uids.value.iter().copied()),
         ..kubelet::Settings::new(settings.kubelet_socket.value.clone())
     };
-    let beside = || settings.kubelet_socket.value.parent().map(PathBuf::from);
     let overrides = settings.xids.value.iter().map(|(xid, action)| (*xid, (*action).into())).collect();
     let health = HealthSettings {
         xids: XidPolicy { overrides, ..args.xids.policy() },
         hold: args.nvml.health_hold_ms.map(Duration::from_millis),
         await_first_poll: true,
-        state_dir: args.state_dir.clone().or_else(beside),
+        state_dir: args.state_dir.clone().or_else(|| keeper::beside(&settings.kubelet_socket.value)),
         sysfs: Some(args.host.sysfs.clone()),
     };
     for (variable, passed_over) in args.xids.passed_over() {

@@ -411,6 +411,15 @@ mod tests {
         phase.wait_for(|phase| wanted(*phase)).await.unwrap();
     }
 
+    fn settings(folder: &std::path::Path) -> NodeSettings {
+        NodeSettings {
+            kubelet: kubelet::Settings::new(folder.join("kubelet.sock")),
+            metrics_address: "127.0.0.1:0".parse().unwrap(),
+            numa_hints: NumaHints::default(),
+            health: HealthSettings::default(),
+        }
+    }
+
     /// Waits for the task that ends next, and says whether that was the withdrawal of a resource.
     async fn withdraws(node: &mut Node) -> bool {
         let (name, result) = node.tasks.join_next().await.unwrap().unwrap();
@@ -419,16 +428,33 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_task_that_ends_unexpectedly_ends_the_node_with_its_cause() {
+        let folder = tempfile::tempdir().unwrap();
+        type Task = std::pin::Pin<Box<dyn Future<Output = Result<()>> + Send>>;
+        let tasks: [(Task, &str); 3] = [
+            (Box::pin(async { Ok(()) }), "the task 'somebody' ended"),
+            (Box::pin(async { Err(anyhow!("no room")) }), "the task 'somebody' failed: no room"),
+            (Box::pin(async { panic!("at the disco") }), "a task broke off"),
+        ];
+        for (task, cause) in tasks {
+            let mut node = Node::start(settings(folder.path())).await.unwrap();
+            let shutdown = node.shutdown();
+            node.spawn("somebody", task);
+            let ended = timeout(Duration::from_secs(20), node.serve()).await.unwrap();
+            let words = format!("{:#}", ended.unwrap_err());
+            assert!(words.starts_with(cause), "{words}");
+            assert!(shutdown.is_cancelled(), "the others are told to end");
+        }
+        let node = Node::start(settings(folder.path())).await.unwrap();
+        node.shutdown().cancel();
+        node.serve().await.unwrap();
+    }
+
+    #[tokio::test]
     async fn a_resource_that_is_gone_loses_its_plugin_and_gets_one_when_it_is_back() {
         let folder = tempfile::tempdir().unwrap();
         let kubelet = crate::kubelet_box::KubeletBox::start(crate::kubelet_box::Options::new(folder.path())).unwrap();
-        let settings = NodeSettings {
-            kubelet: kubelet::Settings::new(folder.path().join("kubelet.sock")),
-            metrics_address: "127.0.0.1:0".parse().unwrap(),
-            numa_hints: NumaHints::default(),
-            health: HealthSettings::default(),
-        };
-        let mut node = Node::start(settings).await.unwrap();
+        let mut node = Node::start(settings(folder.path())).await.unwrap();
         let ready = node.answers().ready;
         let observed = crate::machines::load("dgx1-v100").unwrap().observed;
         node.apply(Event::Observed(Box::new(observed)));

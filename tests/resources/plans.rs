@@ -117,7 +117,7 @@ fn what_cannot_be_had_is_withheld_and_named() {
             with(&on_mig, vec![slices("nvidia.com/gpu", 49)], SharingKind::Mps),
             "nvidia.com/gpu is to be shared by MPS with 49 replicas, but the MPS server of GPU 0000:07:00.0 takes 48 \
              clients at most; it is not offered",
-            13 - 1,
+            13,
         ),
         (
             slicing(vec![renamed("nvidia.com/gpu", "nvidia.com/mig-2g.20gb")]),

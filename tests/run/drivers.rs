@@ -2,7 +2,7 @@
 
 use linkwise::kubelet_box::Pod;
 
-use crate::node::{GPU, Setup, registered, until, uuid};
+use crate::node::{GPU, Setup, machine, registered, until, uuid};
 
 const UP: &str = "linkwise_nvml_agent_up";
 
@@ -116,6 +116,59 @@ async fn a_library_that_is_replaced_on_disk_is_taken_up_without_a_gap() {
     node.metric(UP, 1).await;
     until(async || node.setup.try_tell("xid 2 79")).await;
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 2))).await.unwrap();
+}
+
+#[tokio::test]
+async fn what_happened_before_a_second_process_listened_is_heard_from_the_first() {
+    // Few calls: what both say has to fit into their sockets while nobody hears them.
+    let mut setup = Setup::with(&machine(&[("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:41:00.0", "")]));
+    setup = setup.arg("--nvml-poll-ms=200").arg("--nvml-pause-ms=10");
+    let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
+    std::fs::copy(&real, &library).unwrap();
+    setup.library.clone_from(&library);
+    let (node, _kubelet) = setup.serve(2).await;
+    // Which of two that have something to say is heard first is a matter of chance: each time again.
+    for xid in [46, 48, 62, 64, 79, 95] {
+        let first = node.agent(&[]).await;
+        node.setup.tell("hang nvmlInit_v2");
+        let new = node.setup.at("new.so");
+        std::fs::copy(&real, &new).unwrap();
+        std::fs::rename(&new, &library).unwrap();
+        let second = node.agent(&[first]).await;
+        let control = node.setup.at(&format!("control.{second}"));
+        until(async || control.exists().then_some(()).ok_or(second)).await;
+        node.process.signal("STOP");
+        // The second one does not listen yet, and nobody hears the first.
+        node.setup.tell(&format!("xid 0 {xid}"));
+        node.setup.tell("unhang nvmlInit_v2");
+        // More rounds than the second one goes before it says that it has seen the GPUs.
+        node.setup.tell("calls nvmlDeviceGetTemperature 5");
+        node.process.signal("CONT");
+        let series = format!("linkwise_xid_errors_total{{uuid=\"GPU-a\",xid=\"{xid}\"}}");
+        until(async || if node.get("/metrics").await.body.contains(&series) { Ok(()) } else { Err(xid) }).await;
+        until(async || if node.agent_ids() == [second] { Ok(()) } else { Err(node.agent_ids()) }).await;
+        node.metric(UP, 1).await;
+    }
+}
+
+#[tokio::test]
+async fn a_second_process_that_cannot_count_the_gpus_does_not_take_over() {
+    let mut setup = quick();
+    let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
+    std::fs::copy(&real, &library).unwrap();
+    setup.library.clone_from(&library);
+    let (node, kubelet) = setup.serve(8).await;
+    let first = node.agent(&[]).await;
+    node.setup.tell("fail * nvmlDeviceGetCount_v2 999");
+    let new = node.setup.at("new.so");
+    std::fs::copy(&real, &new).unwrap();
+    std::fs::rename(&new, &library).unwrap();
+    node.process.said("it cannot count the GPUs").await;
+    assert!(node.agent_ids().contains(&first));
+    node.setup.tell("xid 1 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 1))).await.unwrap();
+    node.setup.tell("unfail * nvmlDeviceGetCount_v2");
+    until(async || if node.agent_ids().contains(&first) { Err("the first one lives") } else { Ok(()) }).await;
 }
 
 #[tokio::test]

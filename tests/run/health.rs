@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::node::{GPU, Node, Setup, registered, uuid};
 
 fn file(setup: &Setup) -> PathBuf {
-    setup.at("k/linkwise_health.json")
+    setup.at("k/linkwise/linkwise_health.json")
 }
 
 /// Waits until the GPU is in what is kept.
@@ -67,15 +67,33 @@ async fn what_needs_a_reset_is_remembered_over_restarts_until_the_node_reboots()
 }
 
 #[tokio::test]
+async fn a_kubelet_that_clears_its_folder_leaves_the_record() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    node.setup.tell("xid 2 79");
+    kept(&node.setup, &uuid(1, 2)).await;
+    let setup = end(node).await;
+    // What kubelets do at their start: every file goes but their checkpoint, and folders stay.
+    for entry in std::fs::read_dir(setup.at("k")).unwrap().map(Result::unwrap) {
+        if !entry.file_type().unwrap().is_dir() && entry.file_name() != "kubelet.sock" {
+            std::fs::remove_file(entry.path()).unwrap();
+        }
+    }
+    let node = setup.start().await;
+    lists(&kubelet, 2, 7).await;
+    end(node).await;
+}
+
+#[tokio::test]
 async fn a_record_that_is_broken_or_new_costs_a_line_in_the_log() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
+    std::fs::create_dir(file(&setup).parent().unwrap()).unwrap();
     std::fs::write(file(&setup), "{\"version\": 1, \"gpus\": [").unwrap();
     let node = setup.start().await;
     let line = node.process.logged(|line| line["message"] == "the health record is not used").await;
     assert!(line["aside"].as_str().unwrap().ends_with("linkwise_health.json.broken"), "{line}");
     lists(&kubelet, 1, 8).await;
-    assert!(node.setup.at("k/linkwise_health.json.broken").exists());
+    assert!(file(&node.setup).with_extension("json.broken").exists());
     let setup = end(node).await;
     std::fs::write(file(&setup), "{\"version\": 7, \"anything\": []}").unwrap();
     let node = setup.start().await;
@@ -91,7 +109,8 @@ async fn a_record_that_cannot_be_written_is_told_of_once() {
     node.setup.tell("xid 2 79");
     node.setup.tell("xid 3 79");
     lists(&kubelet, 1, 6).await;
-    node.process.said("cannot write the health record").await;
+    let line = node.process.said("cannot write the health record").await;
+    assert_eq!(line["file"], "/dev/null/nowhere/linkwise_health.json");
     let told = || node.process.lines().iter().filter(|line| line.contains("cannot write the health record")).count();
     assert_eq!(told(), 1);
     let (mut node, told) = (node, 1);

@@ -31,6 +31,29 @@ async fn a_gpu_on_the_bus_that_nvml_does_not_list_is_not_ready() {
 }
 
 #[tokio::test]
+async fn a_bus_that_does_not_answer_holds_up_no_driver_that_comes() {
+    for option in ["--log=info", "--fail-on-init-error=false"] {
+        let setup = Setup::on("dgx1-v100").arg(option).arg("--nvml-pause-ms=10").arg("--nvml-call-ms=1500");
+        setup.tell("init 9");
+        // A file that nobody ever answers for.
+        let device = setup.at("sys/bus/pci/devices/0000:06:00.0");
+        std::fs::create_dir_all(&device).unwrap();
+        assert!(std::process::Command::new("mkfifo").arg(device.join("vendor")).status().unwrap().success());
+        let kubelet = setup.kubelet();
+        let node = setup.start().await;
+        node.ready(503, "the PCI bus does not answer").await;
+        node.setup.tell("init 0");
+        registered(&kubelet, 1, 8).await;
+    }
+    let setup = Setup::with(BARE);
+    let device = setup.at("sys/bus/pci/devices/0000:06:00.0");
+    std::fs::create_dir_all(&device).unwrap();
+    assert!(std::process::Command::new("mkfifo").arg(device.join("vendor")).status().unwrap().success());
+    let node = setup.start().await;
+    node.ready(503, "NVML lists no GPU on this node").await;
+}
+
+#[tokio::test]
 async fn a_gpu_that_comes_late_is_picked_up_in_place() {
     for option in ["--fail-on-init-error=false", "--log=info"] {
         let setup = Setup::on("dgx1-v100").arg(option).arg(SOON);

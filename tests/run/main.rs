@@ -21,6 +21,7 @@ mod driver;
 mod drivers;
 mod endpoints;
 mod endurance;
+mod full;
 mod handover;
 mod health;
 mod idle;

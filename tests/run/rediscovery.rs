@@ -71,6 +71,23 @@ async fn a_gpu_that_leaves_the_bus_is_seen_without_nvml() {
 }
 
 #[tokio::test]
+async fn a_gpu_that_is_lost_during_a_full_look_stays_on_the_list() {
+    let (node, kubelet) = quick().serve(8).await;
+    // A look that stands still in the middle: the first GPUs have been looked at, the others have not.
+    node.setup.tell("hang 4 nvmlDeviceGetName");
+    node.setup.tell("link 0 0 down");
+    node.setup.tell("calls nvmlDeviceGetHandleByIndex_v2 16");
+    node.setup.tell("lost 2");
+    node.setup.tell("lost 6");
+    node.setup.tell("unhang 4 nvmlDeviceGetName");
+    let lost = BTreeSet::from([uuid(1, 0), uuid(1, 2), uuid(1, 6)]);
+    kubelet.wait(|state| state.resources[GPU].unhealthy == lost).await.unwrap();
+    assert_eq!(kubelet.state().resources[GPU].healthy.len(), 5);
+    node.metric("linkwise_gpus", 8).await;
+    node.metric("linkwise_nvml_agent_starts_total", 1).await;
+}
+
+#[tokio::test]
 async fn files_that_hang_hold_up_neither_rounds_nor_events() {
     let setup = quick();
     setup.all_on_bus();

@@ -5,7 +5,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-use crate::node::{GPU, LIMIT, Setup, registered};
+use crate::node::{GPU, LIMIT, Setup, registered, signal, uuid};
 
 #[tokio::test]
 async fn a_process_that_was_stopped_goes_on_where_the_world_is() {
@@ -30,6 +30,46 @@ async fn a_process_that_was_stopped_goes_on_where_the_world_is() {
     let state = kubelet.state();
     assert_eq!((state.resources[GPU].registrations, state.resources[GPU].free().len()), (2, 0));
     assert_eq!(state.violations, []);
+}
+
+/// Stops linkwise with its child for so long, as a freezer does; nothing must have happened meanwhile.
+async fn frozen(seconds: f64) {
+    let limits = if seconds < 10.0 { ["--nvml-call-ms=500", "--nvml-poll-ms=20"].as_slice() } else { &[] };
+    let setup = limits.iter().fold(Setup::on("dgx1-v100"), |setup, limit| setup.arg(limit));
+    let (node, kubelet) = setup.serve(8).await;
+    let agent = node.agent(&[]).await;
+    let uptime = || {
+        let text = std::fs::read_to_string("/proc/uptime").unwrap();
+        text.split(' ').next().unwrap().parse::<f64>().unwrap()
+    };
+    node.process.signal("STOP");
+    signal("STOP", agent);
+    let over = uptime() + seconds;
+    let mut look = tokio::time::interval(std::time::Duration::from_millis(50));
+    while uptime() < over {
+        look.tick().await;
+    }
+    // The child later: who was stopped himself does not take that for a call that hangs.
+    node.process.signal("CONT");
+    node.ready(200, "ready").await;
+    signal("CONT", agent);
+    node.setup.tell("xid 3 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 3))).await.unwrap();
+    kubelet.admit(&Pod::single("after", GPU, 7), None).await.unwrap();
+    assert_eq!(node.agent_ids(), [agent], "{:#?}", node.process.lines());
+    let state = kubelet.state();
+    assert_eq!((state.resources[GPU].registrations, &state.violations[..]), (1, &[][..]));
+}
+
+#[tokio::test]
+async fn a_node_that_was_frozen_for_seconds_goes_on_as_if_nothing_had_been() {
+    frozen(3.0).await;
+}
+
+#[tokio::test]
+#[ignore = "takes a minute: make test-long"]
+async fn a_node_that_was_frozen_for_a_minute_goes_on_as_if_nothing_had_been() {
+    frozen(61.0).await;
 }
 
 /// Lets an admission run until its first call is made; it cannot be answered.

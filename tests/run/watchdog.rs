@@ -26,10 +26,13 @@ fn ends(cause: &str) -> String {
 /// The node works as ever: pods are admitted, and what the driver reports of this GPU arrives.
 async fn works(node: &Node, kubelet: &KubeletBox, gpu: u32) {
     node.metric(UP, 1).await;
-    // The child may be replaced at this very moment: then nobody listens yet.
-    until(async || node.setup.try_tell(&format!("xid {gpu} 79"))).await;
     let series = format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"79\"}}", uuid(1, gpu));
-    until(async || if node.get("/metrics").await.body.contains(&series) { Ok(()) } else { Err("not heard") }).await;
+    // The child may be replaced at this very moment: told until one hears it.
+    let heard = async || {
+        node.setup.try_tell(&format!("xid {gpu} 79")).map_err(|error| error.to_string())?;
+        if node.get("/metrics").await.body.contains(&series) { Ok(()) } else { Err("not heard".to_owned()) }
+    };
+    until(heard).await;
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, gpu))).await.unwrap();
     let admitted = kubelet.admit(&Pod::single(format!("pod-{gpu}"), GPU, 1), None).await.unwrap();
     assert_eq!(admitted.grant("main", GPU).unwrap().allocation.devices.len(), 1);

@@ -153,13 +153,10 @@ impl Worker {
     /// An admission that failed though nobody disturbed it.
     async fn judge(&self, pod: &Pod, error: AdmissionError) -> Outcome {
         match &error {
-            // The kubelet's own books, as far as some devices are listed: it asked nobody.
-            AdmissionError::Insufficient { .. } => return Outcome::Full,
-            AdmissionError::NoHealthyDevices { place } | AdmissionError::Unregistered { place }
-                if place.resource.starts_with(MIG) =>
-            {
-                return Outcome::Full;
-            }
+            // The kubelet's own books: it asked nobody. Just after a change of sharing no device may be healthy: what pods
+            // held under the other name has to be let go of first. That it does not stay so is `World::whole`'s to see.
+            AdmissionError::Insufficient { .. } | AdmissionError::NoHealthyDevices { .. } => return Outcome::Full,
+            AdmissionError::Unregistered { place } if place.resource.starts_with(MIG) => return Outcome::Full,
             // It failed after the kubelet's last list: then the next list says so.
             AdmissionError::Allocate { place, devices, .. } if error.status().is_some() => {
                 let ill = |id: &String, state: &linkwise::kubelet_box::State| {

@@ -157,9 +157,15 @@ impl World {
         self.node.agent_ids().first().copied()
     }
 
-    /// Kills the plugin and starts it again, as a kubelet does with its container.
+    /// Kills the plugin and starts it again, as a kubelet does with its container: nothing in a container outlives its first
+    /// process, a child that hangs in the library neither.
     pub async fn replace(&mut self) {
+        let children = self.node.agent_ids();
         self.node.process.signal("KILL");
+        for child in children.into_iter().filter(|child| Footprint::of(*child).is_some()) {
+            // It may see the end of its parent first.
+            let _ = std::process::Command::new("kill").args(["-KILL", &child.to_string()]).output();
+        }
         self.node.process.ended().await;
         self.ledger.logged(self.node.process.lines().len());
         self.node.process = self.node.setup.spawn();

@@ -22,6 +22,7 @@ pub(super) struct Known {
     pub(super) told: Option<NodeObservation>,
     pub(super) hosts: Slow<(HostObservation, Vec<ProbeFailure>)>,
     pub(super) outsides: Slow<(Outside, PciBus)>,
+    pub(super) buses: Slow<Vec<PciAddress>>,
     pub(super) bus: PciBus,
     pub(super) working: watch::Sender<Working>,
 }

@@ -44,7 +44,7 @@ struct Out {
 }
 
 /// What a child that lives shows.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq, Eq)]
 pub struct Verdict {
     /// These are left out from now on, and why.
     pub left_out: Vec<(Place, String)>,
