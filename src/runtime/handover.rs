@@ -191,10 +191,13 @@ impl Upkeep {
                 if !*self.ready.borrow() {
                     return Err(error);
                 }
-                let error = format!("{error:#}");
-                if failing.as_ref() != Some(&error) {
+                // Not the words in between: they have the name of a temporary file, another one each time.
+                let kind = error.chain().find_map(|cause| cause.downcast_ref::<io::Error>()).map(io::Error::kind);
+                let cause = (error.to_string(), kind);
+                if failing.as_ref() != Some(&cause) {
+                    let error = format!("{error:#}");
                     tracing::error!(error, "what was written last stays; further failures are not logged");
-                    failing = Some(error);
+                    failing = Some(cause);
                 }
             } else {
                 failing = None;
