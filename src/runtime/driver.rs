@@ -10,7 +10,7 @@ mod outside;
 mod shift;
 mod suspects;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -111,6 +111,7 @@ impl Driver {
             outsides: Slow::default(),
             buses: Slow::default(),
             bus: PciBus::default(),
+            once_on_bus: BTreeSet::new(),
             working,
         };
         let life = async {
@@ -465,8 +466,12 @@ impl Driver {
         }
         let outside = self.outside(shift.agent.id(), known).await;
         if let Some(bus) = outside.as_ref().and_then(|outside| outside.bus.as_ref()) {
+            known.once_on_bus.extend(bus);
             for (gpu, poll) in &mut polls {
-                poll.on_bus = known.pci(gpu).map(|pci| bus.contains(&pci));
+                // A GPU that never was on it is none that fell off: under WSL, or with a /sys that is not the host's, the bus
+                // shows no GPU, and all of them are well.
+                let pci = known.pci(gpu).filter(|pci| known.once_on_bus.contains(pci));
+                poll.on_bus = pci.map(|pci| bus.contains(&pci));
             }
         }
         self.tell(Event::Polled(polls)).await?;

@@ -122,3 +122,21 @@ async fn a_look_at_the_host_that_hangs_leaves_the_gpus_and_is_taken_when_it_ends
     node.setup.tell("xid 4 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 4))).await.unwrap();
 }
+
+/// As under WSL, or in a container whose /sys is not the host's.
+#[tokio::test]
+async fn a_bus_that_never_showed_a_gpu_says_nothing_of_its_health() {
+    let setup = quick();
+    setup.on_bus("0000:77:00.0");
+    let (node, kubelet) = setup.serve(8).await;
+    // Two rounds of looks later all are what they were.
+    node.setup.tell("calls nvmlDeviceGetTemperature 16");
+    assert_eq!(kubelet.state().resources[GPU].healthy.len(), 8);
+    assert!(
+        !node
+            .process
+            .lines()
+            .iter()
+            .any(|line| line.contains("PCI bus any more") || line.contains("not on the PCI bus"))
+    );
+}

@@ -2,6 +2,8 @@
 //!
 //! Called by `driver`.
 
+use std::collections::BTreeSet;
+
 use tokio::sync::watch;
 
 use super::away::Working;
@@ -24,6 +26,8 @@ pub(super) struct Known {
     pub(super) outsides: Slow<(Outside, PciBus)>,
     pub(super) buses: Slow<Vec<PciAddress>>,
     pub(super) bus: PciBus,
+    /// GPUs that the kernel has listed on the bus since we started.
+    pub(super) once_on_bus: BTreeSet<PciAddress>,
     pub(super) working: watch::Sender<Working>,
 }
 
