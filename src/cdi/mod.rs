@@ -2,7 +2,7 @@
 //! container (Container Device Interface, <https://github.com/cncf-tags/container-device-interface>).
 //!
 //! Owns the way from the machine to the files: the look at driver root and device nodes ([`look`]), a plain
-//! [`Description`], the specs that follow from it ([`specs`], pure) and their files ([`write`]). Called by the runtime, off the
+//! [`Description`], the specs that follow from it ([`specs`], pure) and their files ([`write()`]). Called by the runtime, off the
 //! path of an admission; starts no task, and knows nothing of how a container asks for a device.
 //!
 //! Kinds, file names and device names are those of the NVIDIA device plugin (`internal/cdi/cdi.go` of
