@@ -142,7 +142,10 @@ impl Node {
     fn start(config: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let kubelet = KubeletBox::start(Options::new(folder.path())).unwrap();
-        let control = folder.path().join("control");
+        // Not beside the kubelet's sockets: a kubelet that starts removes every socket there.
+        let library = folder.path().join("nvml");
+        fs::create_dir(&library).unwrap();
+        let control = library.join("control");
         let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/machines/dgx-h100.yaml");
         let file = folder.path().join("config.yaml");
         fs::write(&file, config).unwrap();
