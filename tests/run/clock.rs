@@ -65,15 +65,15 @@ async fn a_wall_clock_that_jumps_ends_no_hold_and_no_registration_and_dates_noth
     let bad = |gpus: &[u32]| gpus.iter().map(|gpu| uuid(1, *gpu)).collect::<BTreeSet<_>>();
     node.setup.tell("fail 2 nvmlDeviceGetTemperature 999");
     kubelet.wait(|state| state.resources[GPU].unhealthy == bad(&[2])).await.unwrap();
-    // It answers again: the hold of an hour has begun.
+    // It answers again, and three rounds of eight GPUs show it: the hold of an hour has begun.
     node.setup.tell("unfail 2 nvmlDeviceGetTemperature");
+    node.setup.tell("calls nvmlDeviceGetTemperature 24");
     let this_year = year_of(&node, 13).await;
     for (xid, jumped) in [(31, AGES), (43, -AGES), (32, -2 * AGES)] {
         jump(&node.setup, jumped);
         // The process sees it.
         let years = year_of(&node, xid).await - this_year;
         assert!((years - jumped / (AGES / 20)).abs() <= 1, "{years} years");
-        // Three rounds of eight GPUs.
         node.setup.tell("calls nvmlDeviceGetTemperature 24");
         assert_eq!(kubelet.state().resources[GPU].unhealthy, bad(&[2]));
         node.ready(200, "ready").await;
