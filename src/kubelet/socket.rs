@@ -169,6 +169,7 @@ impl Changes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use socket2::{Domain, SockAddr, Socket, Type};
 
     #[tokio::test]
     async fn dead_sockets_go_and_live_ones_and_others_stay() {
@@ -176,13 +177,25 @@ mod tests {
         let at = |name: &str| folder.path().join(name);
         drop(std::os::unix::net::UnixListener::bind(at("linkwise-dead.sock")).unwrap());
         let _alive = std::os::unix::net::UnixListener::bind(at("linkwise-alive.sock")).unwrap();
+        // One whose listener has as many callers waiting as it takes.
+        let unix = || Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
+        let (busy, address) = (unix(), SockAddr::unix(at("linkwise-busy.sock")).unwrap());
+        busy.bind(&address).unwrap();
+        busy.listen(0).unwrap();
+        let waiting: Vec<Socket> = std::iter::repeat_with(unix)
+            .take_while(|caller| {
+                caller.set_nonblocking(true).unwrap();
+                caller.connect(&address).is_ok()
+            })
+            .collect();
+        assert!(!waiting.is_empty());
         drop(std::os::unix::net::UnixListener::bind(at("somebody.sock")).unwrap());
         std::fs::write(at("linkwise-file.sock"), "").unwrap();
         remove_dead(folder.path(), "linkwise-").await.unwrap();
         let mut left: Vec<_> =
             std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         left.sort();
-        assert_eq!(left, ["linkwise-alive.sock", "linkwise-file.sock", "somebody.sock"]);
+        assert_eq!(left, ["linkwise-alive.sock", "linkwise-busy.sock", "linkwise-file.sock", "somebody.sock"]);
     }
 
     #[tokio::test]
