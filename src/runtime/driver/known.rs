@@ -36,6 +36,11 @@ pub(super) struct Known {
 }
 
 impl Known {
+    /// Whether a child has ever seen the GPUs, however it ended: then there are some, and a driver that is gone is waited for.
+    pub(super) fn worked(&self) -> bool {
+        *self.working.borrow() != Working::Never
+    }
+
     /// No child works any more.
     pub(super) fn away(&self, why: String) {
         // One that never worked is not missed.
