@@ -110,6 +110,8 @@ impl Driver {
             hosts: Slow::default(),
             outsides: Slow::default(),
             buses: Slow::default(),
+            identities: Slow::default(),
+            identified: true,
             bus: PciBus::default(),
             once_on_bus: BTreeSet::new(),
             working,
@@ -125,7 +127,6 @@ impl Driver {
 
     async fn live(&self, mut known: Known) -> Result<()> {
         let mut pause = Duration::ZERO;
-        let mut seen = false;
         let mut told = None;
         loop {
             self.release.over().await;
@@ -149,8 +150,7 @@ impl Driver {
                 }
             };
             pause = self.next_pause(pause, began.elapsed());
-            seen |= ready;
-            if seen {
+            if known.worked() {
                 known.away(why.clone());
             } else if self.live_without(&why, &mut known).await? {
                 // A GPU has come: the pauses were another matter's.
@@ -446,10 +446,26 @@ impl Driver {
         let observed = NodeObservation { gpus, host, failures };
         if known.told.as_ref() != Some(&observed) {
             known.told = Some(observed.clone());
+            // A look at the node may be a look through another driver: who it is goes first.
+            self.identify(known).await?;
             self.seen.send_replace(Arc::new(observed.clone()));
             self.tell(Event::Observed(Box::new(observed))).await?;
         }
         Ok(())
+    }
+
+    /// Which boot and which load of the driver this is; where that does not come in time, with a later round.
+    async fn identify(&self, known: &mut Known) -> Result<()> {
+        // What was asked before may be of another driver.
+        drop(known.identities.late().await);
+        let (sysfs, hangs) = (self.sysfs.clone(), known.identities.runs());
+        let limit = if hangs { Duration::ZERO } else { FILES };
+        let identity = known.identities.within(limit, move || outside::identity(&sysfs)).await;
+        known.identified = identity.is_some();
+        match identity {
+            Some(identity) => self.tell(Event::Identified(identity)).await,
+            None => Ok(()),
+        }
     }
 
     /// A round's answers, with what is seen from outside; why the child is of no more use, if it is.
@@ -463,6 +479,9 @@ impl Driver {
             // It took too long before; what it says now is as good as any.
             known.host = Some(host);
             self.observed(known).await?;
+        }
+        if !known.identified {
+            self.identify(known).await?;
         }
         let outside = self.outside(shift.agent.id(), known).await;
         if let Some(bus) = outside.as_ref().and_then(|outside| outside.bus.as_ref()) {

@@ -64,7 +64,6 @@ pub struct Node {
     kubelet: Arc<kubelet::Settings>,
     state: Inventory,
     clock: Clock,
-    keeper: Keeper,
     records: watch::Sender<Option<HealthRecord>>,
     snapshots: watch::Sender<Arc<Inventory>>,
     events: Queue<Event>,
@@ -116,7 +115,6 @@ impl Node {
             kubelet: Arc::new(settings.kubelet),
             state,
             clock: Clock::start(),
-            keeper: keeper.clone(),
             records: watch::Sender::new(None),
             snapshots,
             events: mpsc::channel(EVENTS),
@@ -215,7 +213,7 @@ impl Node {
             };
             tokio::select! {
                 () = self.shutdown.cancelled() => break Ok(()),
-                Some(event) = self.events.1.recv() => self.take(event),
+                Some(event) = self.events.1.recv() => self.apply(event),
                 () = tick => self.apply(Event::Tick),
                 Ok(()) = holders.changed() => {
                     let now = holders.borrow_and_update().clone();
@@ -235,14 +233,6 @@ impl Node {
         // What hangs in the kernel (a file of a device in trouble) is left to the end of the process.
         let _ = timeout(LAST_MOMENTS, async { while self.tasks.join_next().await.is_some() {} }).await;
         ended
-    }
-
-    /// A look at the node may be a look through another driver: who it is goes first.
-    fn take(&mut self, event: Event) {
-        if let (Event::Observed(_), Some(identity)) = (&event, self.keeper.identity()) {
-            self.apply(Event::Identified(identity));
-        }
-        self.apply(event);
     }
 
     fn apply(&mut self, event: Event) {

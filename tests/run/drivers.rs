@@ -63,6 +63,28 @@ async fn a_driver_that_is_unloaded_and_loaded_again_is_waited_for_and_pods_are_a
     .await;
 }
 
+/// Nothing is on the PCI bus here: who forgets that there were GPUs takes this for a node without any, and waits for the bus.
+#[tokio::test]
+async fn a_driver_that_is_gone_is_waited_for_however_the_process_before_ended() {
+    for released in [false, true] {
+        let (node, kubelet) = quick().serve(8).await;
+        node.setup.tell("init 9");
+        if released {
+            node.process.signal("USR1");
+            node.metric(UP, 0).await;
+            node.process.signal("USR2");
+        } else {
+            std::fs::remove_file(node.setup.at("sys/module/nvidia/version")).unwrap();
+        }
+        node.process.said("NVML is not to be had").await;
+        version(&node.setup, "580.95.05");
+        node.setup.tell("init 0");
+        node.metric(UP, 1).await;
+        node.metric("linkwise_idle", 0).await;
+        assert_eq!(kubelet.state().resources[GPU].registrations, 1);
+    }
+}
+
 #[tokio::test]
 async fn the_same_driver_loaded_anew_gets_a_new_process_too() {
     let (node, _kubelet) = quick().serve(8).await;

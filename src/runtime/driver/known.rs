@@ -10,6 +10,7 @@ use super::away::Working;
 use super::outside::{Outside, Slow};
 use super::suspects::Suspects;
 use crate::hwloc::PciBus;
+use crate::inventory::NodeIdentity;
 use crate::nvml::protocol::Place;
 use crate::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation, PciAddress, ProbeFailure};
 
@@ -25,6 +26,9 @@ pub(super) struct Known {
     pub(super) hosts: Slow<(HostObservation, Vec<ProbeFailure>)>,
     pub(super) outsides: Slow<(Outside, PciBus)>,
     pub(super) buses: Slow<Vec<PciAddress>>,
+    pub(super) identities: Slow<NodeIdentity>,
+    /// Whether it was told, since the node was told last, which boot and which load of the driver this is.
+    pub(super) identified: bool,
     pub(super) bus: PciBus,
     /// GPUs that the kernel has listed on the bus since we started.
     pub(super) once_on_bus: BTreeSet<PciAddress>,
@@ -32,6 +36,11 @@ pub(super) struct Known {
 }
 
 impl Known {
+    /// Whether a child has ever seen the GPUs, however it ended: then there are some, and a driver that is gone is waited for.
+    pub(super) fn worked(&self) -> bool {
+        *self.working.borrow() != Working::Never
+    }
+
     /// No child works any more.
     pub(super) fn away(&self, why: String) {
         // One that never worked is not missed.

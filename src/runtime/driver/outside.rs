@@ -12,7 +12,11 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 use crate::hwloc::PciBus;
+use crate::inventory::NodeIdentity;
 use crate::topology::PciAddress;
+
+/// The kernel's name for this boot.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 /// Blocking work of one kind, of which there is never more than one piece.
 #[derive(Debug)]
@@ -54,8 +58,7 @@ impl<T: Send + 'static> Slow<T> {
 pub struct Outside {
     /// The NVIDIA GPUs on the PCI bus; `None` where the kernel does not list it here.
     pub bus: Option<BTreeSet<PciAddress>>,
-    /// The kernel's driver, while it is loaded and says so here: its version, and which load of it this is (sysfs gives each
-    /// folder that it makes a new inode).
+    /// The kernel's driver, while it is loaded and says so here: its version, and which load of it this is.
     pub driver: Option<(String, u64)>,
     /// The library, once a child has loaded it.
     pub library: Option<Library>,
@@ -72,17 +75,34 @@ pub struct Library {
 
 /// Looks: `child` is the process that has loaded the library, if one has, `library` its path where one is configured.
 pub fn look(bus: &mut PciBus, sysfs: &Path, child: Option<u32>, library: Option<&Path>) -> Outside {
-    let read = |path: PathBuf| std::fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
     // A folder is a driver's root, in which the library has its usual name.
     let library = library.filter(|path| !path.is_dir());
-    let maps = child.and_then(|child| read(format!("/proc/{child}/maps").into()));
+    let maps = child.and_then(|child| line(Path::new(&format!("/proc/{child}/maps"))));
     let library = maps.map(|maps| {
         let mapped = mapped(&maps, library).map(str::to_owned);
-        Library { file: loadable(mapped.as_deref(), library).as_deref().and_then(identity), mapped }
+        Library { file: loadable(mapped.as_deref(), library).as_deref().and_then(file_id), mapped }
     });
+    let driver = driver(sysfs).and_then(|(version, load)| Some((version?, load)));
+    Outside { bus: bus.gpus(sysfs), driver, library }
+}
+
+/// Which boot and which load of the driver this is.
+pub fn identity(sysfs: &Path) -> NodeIdentity {
+    let driver = driver(sysfs)
+        .map(|(version, load)| format!("{}, load {load}", version.unwrap_or_else(|| "unknown version".to_owned())));
+    NodeIdentity { boot: line(Path::new(BOOT_ID)), driver }
+}
+
+/// The loaded driver: its version, where it says so, and which load of it this is. sysfs gives each folder it makes a new inode
+/// number: another load, another number. Its times say when somebody looked first, and change.
+fn driver(sysfs: &Path) -> Option<(Option<String>, u64)> {
     let module = sysfs.join("module/nvidia");
-    let load = std::fs::metadata(&module).ok().map(|module| module.ino());
-    Outside { bus: bus.gpus(sysfs), driver: read(module.join("version")).zip(load), library }
+    let load = std::fs::metadata(&module).ok()?.ino();
+    Some((line(&module.join("version")), load))
+}
+
+fn line(path: &Path) -> Option<String> {
+    std::fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
 
 /// The library's line in a process's memory map (proc_pid_maps(5)), by its path on.
@@ -103,7 +123,7 @@ fn loadable(mapped: Option<&str>, library: Option<&Path>) -> Option<PathBuf> {
     library.map(Path::to_owned).or_else(usual)
 }
 
-fn identity(path: &Path) -> Option<(u64, u64, i64, i64, u64)> {
+fn file_id(path: &Path) -> Option<(u64, u64, i64, i64, u64)> {
     let file = std::fs::metadata(path).ok()?;
     Some((file.dev(), file.ino(), file.mtime(), file.mtime_nsec(), file.size()))
 }
