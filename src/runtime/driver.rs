@@ -125,7 +125,6 @@ impl Driver {
 
     async fn live(&self, mut known: Known) -> Result<()> {
         let mut pause = Duration::ZERO;
-        let mut seen = false;
         let mut told = None;
         loop {
             self.release.over().await;
@@ -149,8 +148,7 @@ impl Driver {
                 }
             };
             pause = self.next_pause(pause, began.elapsed());
-            seen |= ready;
-            if seen {
+            if known.worked() {
                 known.away(why.clone());
             } else if self.live_without(&why, &mut known).await? {
                 // A GPU has come: the pauses were another matter's.

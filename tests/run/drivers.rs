@@ -64,6 +64,24 @@ async fn a_driver_that_is_unloaded_and_loaded_again_is_waited_for_and_pods_are_a
 }
 
 #[tokio::test]
+async fn a_driver_that_is_unloaded_under_gpus_that_are_on_the_bus_does_not_end_the_node() {
+    let setup = quick();
+    setup.all_on_bus();
+    let (node, kubelet) = setup.serve(8).await;
+    // The first process does its work to the end: it is told by the parent that its driver has gone.
+    node.setup.tell("init 9");
+    std::fs::remove_file(node.setup.at("sys/module/nvidia/version")).unwrap();
+    node.process.said("NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
+    node.metric("linkwise_nvml_away", 1).await;
+    kubelet.admit(&Pod::single("meanwhile", GPU, 4), None).await.unwrap();
+    version(&node.setup, "590.44.01");
+    node.setup.tell("init 0");
+    node.metric("linkwise_nvml_away", 0).await;
+    node.metric(UP, 1).await;
+    assert_eq!(kubelet.state().resources[GPU].registrations, 1);
+}
+
+#[tokio::test]
 async fn the_same_driver_loaded_anew_gets_a_new_process_too() {
     let (node, _kubelet) = quick().serve(8).await;
     let first = node.agent(&[]).await;

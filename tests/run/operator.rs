@@ -94,6 +94,21 @@ async fn a_driver_that_is_let_go_of_before_it_answered_does_not_end_the_node() {
 }
 
 #[tokio::test]
+async fn a_driver_that_is_taken_up_again_before_it_is_back_is_waited_for() {
+    let setup = setup().arg("--nvml-pause-ms=10");
+    setup.all_on_bus();
+    let (node, kubelet) = setup.serve(8).await;
+    ordered(&node, &["release"]).await;
+    node.setup.tell("init 9");
+    ordered(&node, &["resume"]).await;
+    node.process.said("NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
+    kubelet.admit(&Pod::single("meanwhile", GPU, 2), None).await.unwrap();
+    node.setup.tell("init 0");
+    node.metric("linkwise_nvml_agent_up", 1).await;
+    assert_eq!(kubelet.state().resources[GPU].healthy.len(), 8);
+}
+
+#[tokio::test]
 async fn signals_let_go_and_take_up() {
     let (node, _kubelet) = Setup::on("dgx1-v100").serve(8).await;
     node.process.signal("USR1");

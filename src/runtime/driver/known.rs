@@ -32,6 +32,11 @@ pub(super) struct Known {
 }
 
 impl Known {
+    /// Whether any child has ever worked, however its time ended.
+    pub(super) fn worked(&self) -> bool {
+        *self.working.borrow() != Working::Never
+    }
+
     /// No child works any more.
     pub(super) fn away(&self, why: String) {
         // One that never worked is not missed.
