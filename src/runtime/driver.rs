@@ -112,6 +112,7 @@ impl Driver {
             buses: Slow::default(),
             bus: PciBus::default(),
             once_on_bus: BTreeSet::new(),
+            library: None,
             working,
         };
         let life = async {
@@ -484,7 +485,7 @@ impl Driver {
             };
             return Ok(Some(format!("the driver was {}, and is {}", name(&before.driver), name(&now.driver))));
         }
-        let other_library = before.library.is_some() && before.library != now.library;
+        let other_library = now.has_other_library(before);
         let other_bus = before.bus != now.bus;
         shift.outside = Some(now);
         if other_library {
@@ -501,9 +502,11 @@ impl Driver {
         let mut bus = std::mem::take(&mut known.bus);
         // What hangs already is not waited for again.
         let limit = if known.outsides.runs() { Duration::ZERO } else { FILES };
-        let look = move || (outside::look(&mut bus, &sysfs, child, library.as_deref()), bus);
+        let last = known.library.clone();
+        let look = move || (outside::look(&mut bus, &sysfs, child, library.as_deref(), last), bus);
         let (outside, bus) = known.outsides.within(limit, look).await?;
         known.bus = bus;
+        known.library = outside.library.as_ref().map(|library| library.path.clone());
         Some(outside)
     }
 

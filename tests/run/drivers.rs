@@ -137,6 +137,27 @@ async fn a_library_that_is_replaced_on_disk_is_taken_up_without_a_gap() {
 }
 
 #[tokio::test]
+async fn a_library_that_is_replaced_while_a_process_starts_is_taken_up_too() {
+    let mut setup = quick();
+    let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
+    std::fs::copy(&real, &library).unwrap();
+    setup.library.clone_from(&library);
+    setup.tell("hang nvmlInit_v2");
+    let node = setup.start().await;
+    let first = node.agent(&[]).await;
+    let control = node.setup.at(&format!("control.{first}"));
+    until(async || control.exists().then_some(()).ok_or(first)).await;
+    // It has loaded the old one, and has not seen the GPUs yet.
+    let new = node.setup.at("new.so");
+    std::fs::copy(&real, &new).unwrap();
+    std::fs::rename(&new, &library).unwrap();
+    node.setup.tell("unhang nvmlInit_v2");
+    node.process.said("the file of NVML's library is another one").await;
+    until(async || if node.agent_ids().contains(&first) { Err("the first one lives") } else { Ok(()) }).await;
+    node.metric(UP, 1).await;
+}
+
+#[tokio::test]
 async fn what_happened_before_a_second_process_listened_is_heard_from_the_first() {
     // Few calls: what both say has to fit into their sockets while nobody hears them.
     let mut setup = Setup::with(&machine(&[("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:41:00.0", "")]));

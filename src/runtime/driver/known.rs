@@ -3,6 +3,7 @@
 //! Called by `driver`.
 
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 
 use tokio::sync::watch;
 
@@ -28,6 +29,8 @@ pub(super) struct Known {
     pub(super) bus: PciBus,
     /// GPUs that the kernel has listed on the bus since we started.
     pub(super) once_on_bus: BTreeSet<PciAddress>,
+    /// Where the library lay when it was last looked for.
+    pub(super) library: Option<PathBuf>,
     pub(super) working: watch::Sender<Working>,
 }
 

@@ -57,29 +57,42 @@ pub struct Outside {
     /// The kernel's driver, while it is loaded and says so here: its version, and which load of it this is (sysfs gives each
     /// folder that it makes a new inode).
     pub driver: Option<(String, u64)>,
-    /// The library, once a child has loaded it.
+    /// The library that a new child would load, as far as that is known.
     pub library: Option<Library>,
+}
+
+impl Outside {
+    /// Whether the library is another one than it was: where it is only known by now where it lies, it is none.
+    pub fn has_other_library(&self, before: &Self) -> bool {
+        let other = |(now, before): (&Library, &Library)| now.path == before.path && now.file != before.file;
+        self.library.as_ref().zip(before.library.as_ref()).is_some_and(other)
+    }
 }
 
 /// The file of the driver's library, as far as it can be told from another one in its place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Library {
-    /// What the child has mapped, in the kernel's words: a file that has gone is marked.
-    mapped: Option<String>,
-    /// What a new child would load: device, inode, time and size.
+    /// Where it lies.
+    pub path: PathBuf,
+    /// Device, inode, time and size.
     file: Option<(u64, u64, i64, i64, u64)>,
 }
 
-/// Looks: `child` is the process that has loaded the library, if one has, `library` its path where one is configured.
-pub fn look(bus: &mut PciBus, sysfs: &Path, child: Option<u32>, library: Option<&Path>) -> Outside {
+/// Looks: `child` is the process that has loaded the library, if one has, `library` its path where one is configured, `last`
+/// where it lay for the child before.
+pub fn look(
+    bus: &mut PciBus,
+    sysfs: &Path,
+    child: Option<u32>,
+    library: Option<&Path>,
+    last: Option<PathBuf>,
+) -> Outside {
     let read = |path: PathBuf| std::fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
     // A folder is a driver's root, in which the library has its usual name.
     let library = library.filter(|path| !path.is_dir());
     let maps = child.and_then(|child| read(format!("/proc/{child}/maps").into()));
-    let library = maps.map(|maps| {
-        let mapped = mapped(&maps, library).map(str::to_owned);
-        Library { file: loadable(mapped.as_deref(), library).as_deref().and_then(identity), mapped }
-    });
+    let path = loadable(maps.as_deref().and_then(|maps| mapped(maps, library)), library).or(last);
+    let library = path.map(|path| Library { file: identity(&path), path });
     let module = sysfs.join("module/nvidia");
     let load = std::fs::metadata(&module).ok().map(|module| module.ino());
     Outside { bus: bus.gpus(sysfs), driver: read(module.join("version")).zip(load), library }
@@ -128,6 +141,21 @@ mod tests {
         let link = Some(PathBuf::from("/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1"));
         assert_eq!(loadable(Some(usual), None), link);
         assert_eq!(loadable(None, None), None);
+    }
+
+    #[test]
+    fn another_library_is_another_file_where_it_lay_before() {
+        let outside = |library: Option<(&str, u64)>| {
+            let library = library.map(|(path, inode)| Library { path: path.into(), file: Some((1, inode, 0, 0, 9)) });
+            Outside { bus: None, driver: None, library }
+        };
+        let before = outside(Some(("/a", 1)));
+        for (library, other) in
+            [(Some(("/a", 1)), false), (Some(("/a", 2)), true), (Some(("/b", 2)), false), (None, false)]
+        {
+            assert_eq!(outside(library).has_other_library(&before), other, "{library:?}");
+        }
+        assert!(!before.has_other_library(&outside(None)));
     }
 
     #[tokio::test]

@@ -30,7 +30,7 @@ pub(super) struct Shift {
     pub(super) ready: bool,
     /// The GPUs whose events it tells.
     pub(super) at_start: BTreeSet<GpuUuid>,
-    /// What there was outside before it began, and the library that it loaded.
+    /// What there was outside before it began, or when it was last seen.
     pub(super) outside: Option<Outside>,
     pub(super) successor: Option<Successor>,
     /// What a second one is to be started for, and when.
