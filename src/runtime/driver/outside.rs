@@ -27,8 +27,10 @@ impl<T> Default for Slow<T> {
 }
 
 impl<T: Send + 'static> Slow<T> {
-    /// Starts the work, unless an earlier piece still runs, and waits for what runs; `None` when it takes too long.
+    /// Starts the work and waits for it; `None` when it takes too long. Where an earlier piece still runs, that one's result
+    /// is taken, and not waited for again.
     pub async fn within(&mut self, limit: Duration, work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+        let limit = if self.running.is_some() { Duration::ZERO } else { limit };
         let running = self.running.get_or_insert_with(|| tokio::task::spawn_blocking(work));
         let done = timeout(limit, running).await.ok()?;
         self.running = None;
@@ -41,11 +43,6 @@ impl<T: Send + 'static> Slow<T> {
         let done = timeout(Duration::ZERO, self.running.as_mut()?).await.ok()?;
         self.running = None;
         done.ok()
-    }
-
-    /// Whether a piece still runs.
-    pub fn runs(&self) -> bool {
-        self.running.is_some()
     }
 }
 
@@ -167,10 +164,19 @@ mod tests {
             1
         };
         assert_eq!(slow.within(Duration::ZERO, hangs).await, None);
-        assert_eq!(slow.within(Duration::ZERO, || 2).await, None, "no second piece beside the first");
-        assert_eq!((slow.runs(), slow.late().await), (true, None));
+        let again = timeout(Duration::from_secs(20), slow.within(Duration::MAX, || 2));
+        assert_eq!(again.await, Ok(None), "no second piece beside the first, and no second wait for it");
+        assert_eq!(slow.late().await, None);
         drop(go_on);
-        assert_eq!(slow.within(Duration::from_secs(60), || 2).await, Some(1));
+        let late = async {
+            loop {
+                if let Some(late) = slow.late().await {
+                    return late;
+                }
+                tokio::task::yield_now().await;
+            }
+        };
+        assert_eq!(timeout(Duration::from_secs(20), late).await, Ok(1));
         assert_eq!(slow.within(Duration::from_secs(60), || 2).await, Some(2));
     }
 }

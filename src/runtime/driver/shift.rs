@@ -35,7 +35,7 @@ pub(super) struct Shift {
     pub(super) successor: Option<Successor>,
     /// What a second one is to be started for, and when.
     pub(super) renewal: Option<(Instant, String)>,
-    /// The pause after a second one that came to nothing.
+    /// The pause after one that was started for that and came to nothing.
     pub(super) pause: Duration,
 }
 
@@ -86,9 +86,9 @@ impl Shift {
         [renewal, trial].into_iter().flatten().min_by_key(|(at, _)| *at)
     }
 
-    /// A new child is needed soon.
+    /// A new child is needed; when, is known where one has come to nothing.
     pub(super) fn renew(&mut self, why: String) {
-        self.renewal.get_or_insert((Instant::now() + self.pause, why));
+        self.renewal.get_or_insert((Instant::now(), why));
     }
 
     /// Ends both in order; those that do not end are killed.
