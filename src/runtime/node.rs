@@ -441,6 +441,19 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn where_polls_come_nothing_is_offered_before_the_first() {
+        let folder = tempfile::tempdir().unwrap();
+        let health = HealthSettings { await_first_poll: true, ..HealthSettings::default() };
+        let mut node = Node::start(NodeSettings { health, ..settings(folder.path()) }).await.unwrap();
+        let observed = crate::machines::load("dgx1-v100").unwrap().observed;
+        let gpu = observed.gpus[0].uuid.clone();
+        node.apply(Event::Observed(Box::new(observed)));
+        assert!(lock(&node.plugins).is_empty());
+        node.apply(Event::Polled([(gpu, crate::inventory::HealthPoll::default())].into()));
+        assert!(lock(&node.plugins).contains_key(&ResourceName::gpu()));
+    }
+
+    #[tokio::test]
     async fn a_resource_that_is_gone_loses_its_plugin_and_gets_one_when_it_is_back() {
         let folder = tempfile::tempdir().unwrap();
         let kubelet = crate::kubelet_box::KubeletBox::start(crate::kubelet_box::Options::new(folder.path())).unwrap();

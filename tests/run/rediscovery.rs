@@ -121,6 +121,10 @@ async fn a_look_at_the_host_that_hangs_leaves_the_gpus_and_is_taken_when_it_ends
     assert!(kubelet.state().resources[GPU].numa.values().all(BTreeSet::is_empty), "nothing is known of the host");
     node.setup.tell("xid 4 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 4))).await.unwrap();
+    // It ends at last.
+    let host = concat!(env!("CARGO_MANIFEST_DIR"), "/src/hwloc/testdata/two-packages.xml");
+    std::fs::write(&xml, std::fs::read(host).unwrap()).unwrap();
+    kubelet.wait(|state| state.resources[GPU].numa.values().all(|nodes| nodes.len() == 1)).await.unwrap();
 }
 
 #[tokio::test]
