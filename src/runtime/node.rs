@@ -245,7 +245,7 @@ impl Node {
         self.apply(event);
     }
 
-    fn apply(&mut self, event: Event) {
+    pub(super) fn apply(&mut self, event: Event) {
         let (state, effects) = std::mem::take(&mut self.state).apply(event, self.clock.now());
         self.state = state;
         let awaits = self.state.awaits_holders();
@@ -448,6 +448,24 @@ mod tests {
         let node = Node::start(settings(folder.path())).await.unwrap();
         node.shutdown().cancel();
         node.serve().await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn what_kept_a_plugin_from_serving_is_forgotten_with_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut node = Node::start(settings(folder.path())).await.unwrap();
+        let ready = node.answers().ready;
+        let observed = crate::machines::load("dgx1-v100").unwrap().observed;
+        node.apply(Event::Observed(Box::new(observed)));
+        let waits = async {
+            while !ready().unwrap_err()[0].contains("there is no") {
+                tokio::task::yield_now().await;
+            }
+        };
+        timeout(Duration::from_secs(20), waits).await.unwrap();
+        node.state = Inventory::default();
+        node.publish();
+        assert!(withdraws(&mut node).await && lock(&node.troubles).is_empty());
     }
 
     #[tokio::test]
