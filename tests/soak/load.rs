@@ -157,12 +157,14 @@ impl Worker {
             // held under the other name has to be let go of first. That it does not stay so is `World::whole`'s to see.
             AdmissionError::Insufficient { .. } | AdmissionError::NoHealthyDevices { .. } => return Outcome::Full,
             AdmissionError::Unregistered { place } if place.resource.starts_with(MIG) => return Outcome::Full,
-            // It failed after the kubelet's last list: then the next list says so.
-            AdmissionError::Allocate { place, devices, .. } if error.status().is_some() => {
+            // The device that the refusal names failed after the kubelet's last list: then the next list says so.
+            AdmissionError::Allocate { place, devices, .. } => {
+                let words = error.status().map(|status| status.message().to_owned()).unwrap_or_default();
+                let named: Vec<&String> = devices.iter().filter(|id| words.contains(&format!("'{id}'"))).collect();
                 let ill = |id: &String, state: &linkwise::kubelet_box::State| {
                     !state.resources[&place.resource].healthy.contains(id)
                 };
-                let news = self.kubelet.wait(|state| devices.iter().any(|id| ill(id, state)));
+                let news = self.kubelet.wait(|state| named.iter().any(|id| ill(id, state)));
                 if matches!(timeout(NEWS, news).await, Ok(Ok(_))) {
                     return Outcome::Overtaken;
                 }

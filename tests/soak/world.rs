@@ -188,6 +188,13 @@ impl World {
         ill.expect("the kubelet is told of the GPU's failure");
     }
 
+    /// Waits until this GPU is given out.
+    pub async fn well(&self, gpu: u32) {
+        let id = uuid(gpu);
+        let well = self.kubelet.wait(|state| state.resources[GPU].healthy.contains(&id)).await;
+        well.expect("the kubelet is told that the GPU is well");
+    }
+
     /// Waits until the node is as it was: how long that was after `since`, or what was missing in the end.
     pub async fn whole(&mut self, since: Instant, limit: Duration) -> Result<Duration, String> {
         let mut missing = String::new();
