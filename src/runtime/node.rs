@@ -235,7 +235,7 @@ impl Node {
         ended
     }
 
-    fn apply(&mut self, event: Event) {
+    pub(super) fn apply(&mut self, event: Event) {
         let (state, effects) = std::mem::take(&mut self.state).apply(event, self.clock.now());
         self.state = state;
         let awaits = self.state.awaits_holders();
@@ -451,6 +451,24 @@ mod tests {
         assert!(lock(&node.plugins).is_empty());
         node.apply(Event::Polled([(gpu, crate::inventory::HealthPoll::default())].into()));
         assert!(lock(&node.plugins).contains_key(&ResourceName::gpu()));
+    }
+
+    #[tokio::test]
+    async fn what_kept_a_plugin_from_serving_is_forgotten_with_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut node = Node::start(settings(folder.path())).await.unwrap();
+        let ready = node.answers().ready;
+        let observed = crate::machines::load("dgx1-v100").unwrap().observed;
+        node.apply(Event::Observed(Box::new(observed)));
+        let waits = async {
+            while !ready().unwrap_err()[0].contains("there is no") {
+                tokio::task::yield_now().await;
+            }
+        };
+        timeout(Duration::from_secs(20), waits).await.unwrap();
+        node.state = Inventory::default();
+        node.publish();
+        assert!(withdraws(&mut node).await && lock(&node.troubles).is_empty());
     }
 
     #[tokio::test]

@@ -184,7 +184,7 @@ impl Setup {
         command.arg("doctor").arg("--kubelet-socket").arg(&self.kubelet_socket);
         command.arg("--nvml-library").arg(&self.library).arg("--sysfs").arg(self.at("sys"));
         command.arg("--root").arg(self.folder.path());
-        command.arg("--pod-resources-socket").arg(self.at("pod-resources/kubelet.sock"));
+        command.arg("--pod-resources-socket").arg(self.pod_resources());
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command.stdin(Stdio::null()).kill_on_drop(true);
         command
