@@ -398,7 +398,7 @@ mod tests {
 
     async fn phase(node: &Node, wanted: impl Fn(Phase) -> bool) {
         let mut phase = lock(&node.plugins)[&ResourceName::gpu()].phase.clone();
-        phase.wait_for(|phase| wanted(*phase)).await.unwrap();
+        timeout(Duration::from_secs(20), phase.wait_for(|phase| wanted(*phase))).await.unwrap().unwrap();
     }
 
     fn settings(folder: &std::path::Path) -> NodeSettings {
@@ -412,7 +412,8 @@ mod tests {
 
     /// Waits for the task that ends next, and says whether that was the withdrawal of a resource.
     async fn withdraws(node: &mut Node) -> bool {
-        let (name, result) = node.tasks.join_next().await.unwrap().unwrap();
+        let ended = timeout(Duration::from_secs(20), node.tasks.join_next()).await.unwrap();
+        let (name, result) = ended.unwrap().unwrap();
         result.unwrap();
         node.withdrawn(&name)
     }
