@@ -325,6 +325,7 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     world.sharing.set(false);
     if let Some(others) = others {
         if others.is_finished() {
+            print_log(world);
             world.ledger.error(format!("during {}: {}", names.join(" and "), others.await.unwrap()));
             return false;
         }
@@ -341,9 +342,7 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
             }
         }
         Err(missing) => {
-            let lines = world.node.process.lines();
-            let last = lines[lines.len().saturating_sub(30)..].join("\n");
-            println!("the last lines of the log:\n{last}");
+            print_log(world);
             world.ledger.error(format!("{}: not over within {RECOVERY:?}: {missing}", names.join(" and ")));
             return false;
         }
@@ -355,6 +354,12 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     // A moment in which nothing happens: for what comes late.
     tokio::time::sleep(random.milliseconds(0..300)).await;
     true
+}
+
+/// What the process said last.
+fn print_log(world: &World) {
+    let lines = world.node.process.lines();
+    println!("the last lines of the log:\n{}", lines[lines.len().saturating_sub(30)..].join("\n"));
 }
 
 /// How two at once are called.
