@@ -306,7 +306,8 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     world.sharing.set(faults.contains(&GpusShared));
     // Where GPUs begin to be shared each waits for the pods that hold it; a kubelet that loses its stream calls all ill.
     let of_one = !faults.iter().any(|fault| fault.is_between() || *fault == GpusShared);
-    let others = of_one.then(|| tokio::task::spawn_local(world.others(gpu)));
+    let others = world.others(gpu);
+    let others = of_one.then(|| tokio::task::spawn_local(others));
     let mut over = Instant::now();
     for fault in &faults {
         world.ledger.injected(fault.name());
@@ -356,9 +357,10 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     true
 }
 
-/// What the process said last.
+/// What the process said last of other things than pods.
 fn print_log(world: &World) {
-    let lines = world.node.process.lines();
+    let of_pods = |line: &String| line.contains("\"preferred\"") || line.contains("\"allocated\"");
+    let lines: Vec<String> = world.node.process.lines().into_iter().filter(|line| !of_pods(line)).collect();
     println!("the last lines of the log:\n{}", lines[lines.len().saturating_sub(30)..].join("\n"));
 }
 
