@@ -27,6 +27,9 @@ use super::{library, probe, raw};
 /// How long from one round of cheap calls to the next (DESIGN: a poll every 10 s).
 pub const POLL_INTERVAL: Duration = Duration::from_secs(10);
 
+/// The call that initialises NVML.
+pub const INIT: &str = "nvmlInit_v2";
+
 /// The driver's library, as drivers install it, and as development packages do.
 const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
 
@@ -194,10 +197,10 @@ fn init(library: &OsStr, calls: &Calls) -> Result<Nvml, AgentError> {
         AgentError::Load { library, reason }
     };
     // nvml-wrapper loads the library and initialises it in one go.
-    calls.tell("nvmlInit_v2");
+    calls.tell(INIT);
     match Nvml::builder().lib_path(library).init() {
         Err(NvmlError::LibloadingError(error)) => Err(missing(error.to_string())),
-        result => match answer("nvmlInit_v2", result) {
+        result => match answer(INIT, result) {
             Ok(Some(nvml)) => Ok(nvml),
             Ok(None) => Err(missing("it has no working nvmlInit_v2".to_owned())),
             Err(error) => Err(AgentError::Init(error)),
