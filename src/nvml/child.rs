@@ -164,6 +164,11 @@ impl Agent {
         self.watchdog.open()
     }
 
+    /// Whether NVML was initialised when the child was last heard of.
+    pub fn has_initialised(&self) -> bool {
+        self.watchdog.has_initialised()
+    }
+
     /// What the child says next, but for the calls it tells of: those are the watchdog's. A child that is late is killed.
     /// Cancel safe: nothing is lost when the future is dropped.
     ///

@@ -27,7 +27,7 @@ use crate::hwloc;
 use crate::inventory::{Event, HealthPoll, MigInstance};
 use crate::metrics::Metrics;
 use crate::nvml::child::{Agent, AgentCommand, AgentEnded};
-use crate::nvml::protocol::{Called, CalledGpu, FromAgent, Place};
+use crate::nvml::protocol::{Called, FromAgent, Place};
 use crate::topology::{GpuObservation, GpuUuid, NodeObservation, PciAddress, ProbeFailure};
 use away::{Away, Working};
 use known::Known;
@@ -81,10 +81,21 @@ pub(super) struct Driver {
     pub release: Release,
 }
 
+/// How far a child had got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reached {
+    /// Not so far that NVML was initialised, or NVML has no GPU.
+    Nothing,
+    /// NVML was initialised: what ended it was a call after that, and may be one GPU's doing.
+    Nvml,
+    /// It saw the GPUs.
+    Gpus,
+}
+
 /// How a child's time ended.
 enum End {
-    /// It died, or was killed; whether it had got as far as to see the GPUs.
-    Died { ready: bool, why: String },
+    /// It died, or was killed.
+    Died { reached: Reached, why: String },
     /// It was ended: its driver is no more, or is wanted by somebody else. A new one follows at once, or once that is over.
     Ended(String),
 }
@@ -112,6 +123,7 @@ impl Driver {
 
     async fn live(&self, mut known: Known) -> Result<()> {
         let mut pause = Duration::ZERO;
+        let mut opened = false;
         let mut told = None;
         loop {
             self.release.over().await;
@@ -120,8 +132,8 @@ impl Driver {
             let end = self.one_child(&mut known).await?;
             drop(holding);
             self.metrics.agent_up(false);
-            let (ready, why) = match end {
-                End::Died { ready, why } => (ready, why),
+            let (reached, why) = match end {
+                End::Died { reached, why } => (reached, why),
                 End::Ended(why) => {
                     known.away(why);
                     // The pauses were another matter's.
@@ -130,15 +142,21 @@ impl Driver {
                 }
             };
             pause = self.next_pause(pause, began.elapsed());
+            opened |= reached != Reached::Nothing;
             if known.worked() {
                 known.away(why.clone());
+            } else if opened && why != NO_GPUS {
+                // This container can open the driver: what is in its way is for `suspects` to find, and another container would
+                // fare no better.
+                let reason = format!("NVML is initialised, and no process has got to see the GPUs: {why}");
+                self.idle.send_replace(Idle::Waiting(reason));
             } else if self.live_without(&why, &mut known).await? {
                 // A GPU has come: the pauses were another matter's.
                 pause = Duration::ZERO;
                 continue;
             }
             // Where there is no driver this goes on for ever: one line for a cause, the metric counts the starts.
-            if ready || told.as_ref() != Some(&why) {
+            if reached == Reached::Gpus || told.as_ref() != Some(&why) {
                 tracing::warn!(cause = why, again_in = ?pause, "NVML is not to be had");
             } else {
                 tracing::debug!(cause = why, again_in = ?pause, "NVML is not to be had, as before");
@@ -167,7 +185,7 @@ impl Driver {
         let outside = self.outside(None, known).await;
         let mut shift = match self.spawn(known, None) {
             Ok((agent, skipped)) => Shift::new(agent, skipped, outside),
-            Err(why) => return Ok(End::Died { ready: false, why }),
+            Err(why) => return Ok(End::Died { reached: Reached::Nothing, why }),
         };
         let mut leaving = None;
         loop {
@@ -189,8 +207,13 @@ impl Driver {
                 (Who::First, Err(ended)) => {
                     let trial = matches!(&shift.successor, Some(Successor { errand: Errand::Trial(_), .. }));
                     let why = self.ended(&ended, &shift.agent, known, !trial);
+                    let reached = match &leaving {
+                        _ if shift.ready => Reached::Gpus,
+                        None if shift.agent.has_initialised() => Reached::Nvml,
+                        _ => Reached::Nothing,
+                    };
                     // What the child said before it ended explains more than its exit code.
-                    return Ok(End::Died { ready: shift.ready, why: leaving.unwrap_or(why) });
+                    return Ok(End::Died { reached, why: leaving.unwrap_or(why) });
                 }
                 (Who::Second, said) => match self.second(&mut shift, said, known).await? {
                     Some(ready) => ready,
@@ -202,11 +225,12 @@ impl Driver {
                 FromAgent::Ready { gpus, .. }
                     if known.told.is_none()
                         && gpus.is_empty()
+                        && shift.skipped.is_empty()
                         && self.on_bus(known).await.is_some_and(|gpus| gpus.is_empty()) =>
                 {
                     self.metrics.agent_ended("replaced");
                     shift.end().await;
-                    return Ok(End::Died { ready: false, why: NO_GPUS.to_owned() });
+                    return Ok(End::Died { reached: Reached::Nothing, why: NO_GPUS.to_owned() });
                 }
                 FromAgent::Ready { driver, nvml, count, gpus, failures } => {
                     if !shift.ready {
@@ -215,7 +239,7 @@ impl Driver {
                             self.metrics.agent_ended("replaced");
                             shift.end().await;
                             let why = "children die whichever GPU they leave out".to_owned();
-                            return Ok(End::Died { ready: false, why });
+                            return Ok(End::Died { reached: Reached::Nvml, why });
                         };
                         shift.ready = true;
                         // Another child may be another driver's: that it was looked at is news, whatever it saw.
@@ -362,31 +386,33 @@ impl Driver {
         let source = std::error::Error::source(ended).map(|source| format!(": {source}")).unwrap_or_default();
         let call = during.filter(|_| cause == "crashed").map(|called| format!(", in {called}")).unwrap_or_default();
         let why = format!("{ended}{source}{call}");
-        if let Some(Called { gpu: Some(CalledGpu { place, .. }), .. }) = during.filter(|_| may_blame) {
-            known.suspects.blame(*place, why.clone(), Instant::now());
+        if let Some(Called { gpu: Some(gpu), .. }) = during.filter(|_| may_blame) {
+            known.suspects.blame(gpu, why.clone(), Instant::now());
         }
         why
     }
 
     /// Who is left out from now on, and who no longer.
     async fn tell_of(&self, verdict: Verdict, known: &Known) -> Result<()> {
+        let words = |place| {
+            let uuid = known.name(place).or_else(|| known.suspects.name(place).cloned());
+            uuid.map(|uuid| uuid.to_string()).unwrap_or_default()
+        };
         for (place, why) in verdict.left_out {
-            let gpu = known.name(place);
-            let named = gpu.as_ref().map(ToString::to_string).unwrap_or_default();
+            let (gpu, named) = (known.name(place), words(place));
             tracing::error!(
                 gpu = named,
                 index = place.index,
                 cause = why,
                 "the GPU ends whoever looks at it: left out"
             );
-            // One that never said who it is was never offered.
+            // One that was never seen whole was never offered.
             if let Some(gpu) = gpu {
                 self.tell(Event::LeftOut { gpu, why }).await?;
             }
         }
         for place in verdict.taken_back_in {
-            let gpu = known.name(place);
-            let named = gpu.as_ref().map(ToString::to_string).unwrap_or_default();
+            let (gpu, named) = (known.name(place), words(place));
             tracing::warn!(gpu = named, index = place.index, "the GPU can be looked at again: taken back in");
             if let Some(gpu) = gpu {
                 self.tell(Event::TakenBackIn { gpu }).await?;
