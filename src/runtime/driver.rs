@@ -5,6 +5,7 @@
 //! GPUs: no event falls between the two, and a second one that dies costs nothing.
 
 mod away;
+mod dying;
 mod known;
 mod outside;
 mod shift;
@@ -22,7 +23,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::idle::{self, Idle};
-use super::operator::Release;
+use super::operator::{Holding, Release};
 use crate::hwloc;
 use crate::inventory::{Event, HealthPoll, MigInstance};
 use crate::metrics::Metrics;
@@ -30,6 +31,7 @@ use crate::nvml::child::{Agent, AgentCommand, AgentEnded};
 use crate::nvml::protocol::{Called, FromAgent, Place};
 use crate::topology::{GpuObservation, GpuUuid, NodeObservation, PciAddress, ProbeFailure};
 use away::{Away, Working};
+use dying::Dying;
 use known::Known;
 use outside::Outside;
 use shift::{Errand, Shift, Successor, Who, at, end};
@@ -111,7 +113,8 @@ impl Driver {
             events: self.events.clone(),
             metrics: Arc::clone(&self.metrics),
         };
-        let known = Known::new(self.settings.trial, working);
+        let dying = Dying::new(self.release.clone(), Arc::clone(&self.metrics));
+        let known = Known::new(self.settings.trial, working, dying);
         let life = async {
             tokio::select! {
                 ended = self.live(known) => ended,
@@ -126,9 +129,8 @@ impl Driver {
         let mut opened = false;
         let mut told = None;
         loop {
-            self.release.over().await;
+            let holding = self.may_start(&mut known).await;
             let began = Instant::now();
-            let holding = self.release.holding();
             let end = self.one_child(&mut known).await?;
             drop(holding);
             self.metrics.agent_up(false);
@@ -169,6 +171,19 @@ impl Driver {
         }
     }
 
+    /// Waits until a child may be started: from now on the driver is held.
+    async fn may_start(&self, known: &mut Known) -> Holding {
+        loop {
+            self.release.over().await;
+            known.dying.room().await;
+            let holding = self.release.holding();
+            // An order may have come meanwhile, and may have been answered already.
+            if !self.release.is_wished() {
+                return holding;
+            }
+        }
+    }
+
     fn spawn(&self, known: &Known, trial: Option<Place>) -> Result<(Agent, Vec<Place>), String> {
         self.metrics.agent_started();
         let skipped = known.suspects.skip(trial);
@@ -189,7 +204,7 @@ impl Driver {
         };
         let mut leaving = None;
         loop {
-            let due = shift.due(&known.suspects);
+            let due = shift.due(&known.suspects).filter(|_| known.dying.leave_room());
             let (who, said) = tokio::select! {
                 said = shift.next() => said,
                 errand = at(due) => {
@@ -198,7 +213,7 @@ impl Driver {
                 }
                 () = self.release.wished() => {
                     self.metrics.agent_ended("released");
-                    shift.end().await;
+                    shift.end(&mut known.dying).await;
                     return Ok(End::Ended("an operator asked to let go of the driver".to_owned()));
                 }
             };
@@ -212,6 +227,7 @@ impl Driver {
                         None if shift.agent.has_initialised() => Reached::Nvml,
                         _ => Reached::Nothing,
                     };
+                    shift.kill(&mut known.dying);
                     // What the child said before it ended explains more than its exit code.
                     return Ok(End::Died { reached, why: leaving.unwrap_or(why) });
                 }
@@ -229,7 +245,7 @@ impl Driver {
                         && self.on_bus(known).await.is_some_and(|gpus| gpus.is_empty()) =>
                 {
                     self.metrics.agent_ended("replaced");
-                    shift.end().await;
+                    shift.end(&mut known.dying).await;
                     return Ok(End::Died { reached: Reached::Nothing, why: NO_GPUS.to_owned() });
                 }
                 FromAgent::Ready { driver, nvml, count, gpus, failures } => {
@@ -237,7 +253,7 @@ impl Driver {
                         shift.at_start = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
                         let Some(verdict) = known.suspects.lives(&shift.skipped, gpus.len(), count) else {
                             self.metrics.agent_ended("replaced");
-                            shift.end().await;
+                            shift.end(&mut known.dying).await;
                             let why = "children die whichever GPU they leave out".to_owned();
                             return Ok(End::Died { reached: Reached::Nvml, why });
                         };
@@ -266,7 +282,7 @@ impl Driver {
                 FromAgent::Polled { gpus, .. } => {
                     if let Some(outdated) = self.polled(gpus, &mut shift, known).await? {
                         self.metrics.agent_ended("replaced");
-                        shift.end().await;
+                        shift.end(&mut known.dying).await;
                         tracing::warn!(cause = outdated, "a new NVML agent is started");
                         return Ok(End::Ended(outdated));
                     }
@@ -308,7 +324,7 @@ impl Driver {
             // One that cannot even count the GPUs sees less than the one that works.
             Ok(FromAgent::Ready { count: None, .. }) => {
                 self.metrics.agent_ended("replaced");
-                end(successor.agent).await;
+                end(successor.agent, &mut known.dying).await;
                 self.in_vain(shift, successor.errand, "it cannot count the GPUs".to_owned(), known);
             }
             Ok(ready @ FromAgent::Ready { .. }) => {
@@ -316,7 +332,7 @@ impl Driver {
                 let mut old = std::mem::replace(shift, next);
                 self.metrics.agent_ended("replaced");
                 self.hear_out(&mut old.agent).await?;
-                end(old.agent).await;
+                end(old.agent, &mut known.dying).await;
                 return Ok(Some(ready));
             }
             Ok(message) => {
@@ -327,6 +343,7 @@ impl Driver {
             }
             Err(ended) => {
                 let why = self.ended(&ended, &successor.agent, known, true);
+                known.dying.take(successor.agent);
                 self.in_vain(shift, successor.errand, successor.failed.unwrap_or(why), known);
             }
         }

@@ -9,6 +9,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 use super::away::Working;
+use super::dying::Dying;
 use super::outside::{Outside, Slow};
 use super::suspects::Suspects;
 use crate::hwloc::PciBus;
@@ -37,11 +38,13 @@ pub(super) struct Known {
     /// Where the library lay when it was last looked for.
     pub(super) library: Option<PathBuf>,
     pub(super) working: watch::Sender<Working>,
+    /// Children that were killed and have not ended.
+    pub(super) dying: Dying,
 }
 
 impl Known {
     /// Nothing; a GPU that is left out is tried again after `first_trial`.
-    pub(super) fn new(first_trial: Duration, working: watch::Sender<Working>) -> Self {
+    pub(super) fn new(first_trial: Duration, working: watch::Sender<Working>, dying: Dying) -> Self {
         Self {
             suspects: Suspects::new(first_trial),
             looked: None,
@@ -56,6 +59,7 @@ impl Known {
             once_on_bus: BTreeSet::new(),
             library: None,
             working,
+            dying,
         }
     }
 
@@ -125,7 +129,7 @@ mod tests {
     use crate::topology::TopologyLevel;
 
     fn known() -> Known {
-        Known::new(Duration::ZERO, watch::Sender::new(Working::Never))
+        Known::new(Duration::ZERO, watch::Sender::new(Working::Never), Dying::of_nobody())
     }
 
     fn uuid(number: u32) -> GpuUuid {
