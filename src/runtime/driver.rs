@@ -7,6 +7,7 @@
 mod away;
 mod dying;
 mod known;
+mod look;
 mod outside;
 mod shift;
 mod suspects;
@@ -134,6 +135,10 @@ impl Driver {
             let end = self.one_child(&mut known).await?;
             drop(holding);
             self.metrics.agent_up(false);
+            if known.untold.is_some() {
+                let host = known.host().await;
+                self.observed(host, &mut known).await?;
+            }
             let (reached, why) = match end {
                 End::Died { reached, why } => (reached, why),
                 End::Ended(why) => {
@@ -207,6 +212,10 @@ impl Driver {
             let due = shift.due(&known.suspects).filter(|_| known.dying.leave_room());
             let (who, said) = tokio::select! {
                 said = shift.next() => said,
+                host = known.host() => {
+                    self.observed(host, known).await?;
+                    continue;
+                }
                 errand = at(due) => {
                     self.begin(&mut shift, errand, known).await;
                     continue;
@@ -236,6 +245,7 @@ impl Driver {
                     None => continue,
                 },
             };
+            self.introduce(&message, known).await?;
             match message {
                 // Nothing to look after, and a child would look at it for ever.
                 FromAgent::Ready { gpus, .. }
@@ -277,7 +287,7 @@ impl Driver {
                         self.idle.send_replace(Idle::Waiting(NO_GPUS.to_owned()));
                     }
                     known.look(count, gpus, failures);
-                    self.observed(known).await?;
+                    self.look_at_host(known).await?;
                 }
                 FromAgent::Polled { gpus, .. } => {
                     if let Some(outdated) = self.polled(gpus, &mut shift, known).await? {
@@ -438,30 +448,6 @@ impl Driver {
         Ok(())
     }
 
-    /// NVML's GPUs and the host around them, where they are not as they were told last.
-    async fn observed(&self, known: &mut Known) -> Result<()> {
-        let Some((_, gpus, failures)) = &known.looked else { return Ok(()) };
-        let (gpus, mut failures) = (gpus.clone(), failures.clone());
-        let sysfs = self.sysfs.clone();
-        // hwloc takes tens of milliseconds.
-        if let Some(host) = known.hosts.within(self.command.limits.call / 3, move || hwloc::observe(&sysfs)).await {
-            known.host = Some(host);
-        } else {
-            let (subject, call) = ("hwloc".to_owned(), "hwloc_topology_load".to_owned());
-            let error = "it takes too long; the host is as it was seen before, if it was".to_owned();
-            failures.push(ProbeFailure { subject, call, error });
-        }
-        let (host, more) = known.host.clone().unwrap_or_default();
-        failures.extend(more);
-        if let Some(observed) = known.news(NodeObservation { gpus, host, failures }) {
-            // A look at the node may be a look through another driver: who it is goes first.
-            self.identify(known).await?;
-            self.seen.send_replace(Arc::new(observed.clone()));
-            self.tell(Event::Observed(Box::new(observed))).await?;
-        }
-        Ok(())
-    }
-
     /// Which boot and which load of the driver this is; where that does not come in time, with a later round.
     async fn identify(&self, known: &mut Known) -> Result<()> {
         // What was asked before may be of another driver.
@@ -482,11 +468,6 @@ impl Driver {
         shift: &mut Shift,
         known: &mut Known,
     ) -> Result<Option<String>> {
-        if let Some(host) = known.hosts.late().await {
-            // It took too long before; what it says now is as good as any.
-            known.host = Some(host);
-            self.observed(known).await?;
-        }
         if !known.identified {
             self.identify(known).await?;
         }

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use tokio::sync::watch;
+use tokio::time::{Instant, timeout_at};
 
 use super::away::Working;
 use super::dying::Dying;
@@ -17,16 +18,21 @@ use crate::inventory::NodeIdentity;
 use crate::nvml::protocol::Place;
 use crate::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation, PciAddress, ProbeFailure};
 
+/// What a look at the host has seen, and what it has not.
+pub(super) type Host = (HostObservation, Vec<ProbeFailure>);
+
 /// What is known across children.
 pub(super) struct Known {
     pub(super) suspects: Suspects,
     /// The latest look through NVML, and how many GPUs NVML counted then.
     pub(super) looked: Option<(u32, Vec<GpuObservation>, Vec<ProbeFailure>)>,
     /// The latest look at the host.
-    pub(super) host: Option<(HostObservation, Vec<ProbeFailure>)>,
+    pub(super) host: Option<Host>,
     /// What was told last.
     pub(super) told: Option<NodeObservation>,
-    pub(super) hosts: Slow<(HostObservation, Vec<ProbeFailure>)>,
+    pub(super) hosts: Slow<Host>,
+    /// Until when a look through NVML that was not told yet waits for the look at the host.
+    pub(super) untold: Option<Instant>,
     pub(super) outsides: Slow<(Outside, PciBus)>,
     pub(super) buses: Slow<Vec<PciAddress>>,
     pub(super) identities: Slow<NodeIdentity>,
@@ -51,6 +57,7 @@ impl Known {
             host: None,
             told: None,
             hosts: Slow::default(),
+            untold: None,
             outsides: Slow::default(),
             buses: Slow::default(),
             identities: Slow::default(),
@@ -66,6 +73,15 @@ impl Known {
     /// Whether a child has ever seen the GPUs, however it ended: then there are some, and a driver that is gone is waited for.
     pub(super) fn worked(&self) -> bool {
         *self.working.borrow() != Working::Never
+    }
+
+    /// What the look at the host has seen, once it ends; `None` where it takes too long, or broke off. Never, where none runs.
+    /// What has taken too long already is as good as any when it comes. Cancel safe.
+    pub(super) async fn host(&mut self) -> Option<Host> {
+        match self.untold {
+            Some(until) => timeout_at(until, self.hosts.ended()).await.ok().flatten(),
+            None => self.hosts.ended().await,
+        }
     }
 
     /// No child works any more.
