@@ -277,8 +277,21 @@ mod tests {
         let local = Local::bind(&path).unwrap();
         assert!(matches!(Local::bind(&path), Err(LocalError::Taken { .. })));
         drop(local);
+        assert!(!path.exists());
         fs::write(&path, "a file").unwrap();
         assert!(matches!(Local::bind(&path), Err(LocalError::Bind { .. })));
         assert_eq!(fs::read_to_string(&path).unwrap(), "a file");
+    }
+
+    #[tokio::test]
+    async fn the_folder_that_is_made_is_ours_alone_and_what_stands_in_our_place_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run/admin.sock");
+        let local = Local::bind(&path).unwrap();
+        assert_eq!(fs::metadata(path.parent().unwrap()).unwrap().mode() & 0o777, 0o700);
+        fs::write(folder.path().join("file"), "somebody's").unwrap();
+        fs::rename(folder.path().join("file"), &path).unwrap();
+        drop(local);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "somebody's");
     }
 }

@@ -204,10 +204,10 @@ mod tests {
         let path = folder.path().join("own.sock");
         let (own, _listener) = OwnSocket::bind(path.clone()).unwrap();
         assert!(own.stands());
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o640)).unwrap();
         assert!(own.stands(), "a change of mode makes no other socket");
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
-        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        assert!(own.id.is_some_and(|id| id.made.is_some()), "an inode is used again");
         std::fs::remove_file(&path).unwrap();
         assert!(!own.stands());
         std::fs::write(&path, "a file").unwrap();
@@ -244,10 +244,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut changes = Changes::of(folder.path(), Duration::from_secs(3600), true);
         std::fs::write(folder.path().join("new"), "").unwrap();
-        changes.next().await;
+        let limit = Duration::from_secs(20);
+        tokio::time::timeout(limit, changes.next()).await.unwrap();
         let mut polled = Changes::of(&folder.path().join("missing"), Duration::from_millis(1), true);
-        polled.next().await;
+        tokio::time::timeout(limit, polled.next()).await.unwrap();
         let mut polled = Changes::of(folder.path(), Duration::from_millis(1), false);
-        polled.next().await;
+        tokio::time::timeout(limit, polled.next()).await.unwrap();
     }
 }

@@ -228,4 +228,29 @@ mod tests {
         };
         tokio::join!(keeper.follow(followed, shutdown.clone()), life);
     }
+
+    #[tokio::test]
+    async fn the_last_record_is_written_though_the_end_has_come() {
+        let folder = tempfile::tempdir().unwrap();
+        let settings = HealthSettings { state_dir: Some(folder.path().join(FOLDER)), ..HealthSettings::default() };
+        let (keeper, records) = (Keeper::new(&settings), watch::Sender::new(None));
+        let (followed, shutdown) = (records.subscribe(), CancellationToken::new());
+        shutdown.cancel();
+        records.send_replace(Some(record(7)));
+        keeper.follow(followed, shutdown).await;
+        assert_eq!(keeper.read().await, Some(record(7)));
+    }
+
+    #[tokio::test]
+    async fn a_file_beyond_all_measure_is_not_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join(FILE);
+        let mut text = serde_json::to_vec(&record(1)).unwrap();
+        let longest = usize::try_from(LONGEST).unwrap();
+        for (length, is_read) in [(longest, true), (longest + 1, false)] {
+            text.resize(length, b' ');
+            fs::write(&file, &text).unwrap();
+            assert_eq!(read(&file).is_ok(), is_read, "{length}");
+        }
+    }
 }

@@ -235,7 +235,7 @@ impl Node {
         ended
     }
 
-    fn apply(&mut self, event: Event) {
+    pub(super) fn apply(&mut self, event: Event) {
         let (state, effects) = std::mem::take(&mut self.state).apply(event, self.clock.now());
         self.state = state;
         let awaits = self.state.awaits_holders();
@@ -398,7 +398,7 @@ mod tests {
 
     async fn phase(node: &Node, wanted: impl Fn(Phase) -> bool) {
         let mut phase = lock(&node.plugins)[&ResourceName::gpu()].phase.clone();
-        phase.wait_for(|phase| wanted(*phase)).await.unwrap();
+        timeout(Duration::from_secs(20), phase.wait_for(|phase| wanted(*phase))).await.unwrap().unwrap();
     }
 
     fn settings(folder: &std::path::Path) -> NodeSettings {
@@ -412,7 +412,8 @@ mod tests {
 
     /// Waits for the task that ends next, and says whether that was the withdrawal of a resource.
     async fn withdraws(node: &mut Node) -> bool {
-        let (name, result) = node.tasks.join_next().await.unwrap().unwrap();
+        let ended = timeout(Duration::from_secs(20), node.tasks.join_next()).await.unwrap();
+        let (name, result) = ended.unwrap().unwrap();
         result.unwrap();
         node.withdrawn(&name)
     }
@@ -451,6 +452,24 @@ mod tests {
         assert!(lock(&node.plugins).is_empty());
         node.apply(Event::Polled([(gpu, crate::inventory::HealthPoll::default())].into()));
         assert!(lock(&node.plugins).contains_key(&ResourceName::gpu()));
+    }
+
+    #[tokio::test]
+    async fn what_kept_a_plugin_from_serving_is_forgotten_with_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut node = Node::start(settings(folder.path())).await.unwrap();
+        let ready = node.answers().ready;
+        let observed = crate::machines::load("dgx1-v100").unwrap().observed;
+        node.apply(Event::Observed(Box::new(observed)));
+        let waits = async {
+            while !ready().unwrap_err()[0].contains("there is no") {
+                tokio::task::yield_now().await;
+            }
+        };
+        timeout(Duration::from_secs(20), waits).await.unwrap();
+        node.state = Inventory::default();
+        node.publish();
+        assert!(withdraws(&mut node).await && lock(&node.troubles).is_empty());
     }
 
     #[tokio::test]

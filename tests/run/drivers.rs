@@ -258,6 +258,30 @@ async fn a_library_that_is_replaced_while_a_process_starts_is_taken_up_too() {
 }
 
 #[tokio::test]
+async fn under_a_drivers_root_the_library_is_known_from_the_process_before() {
+    let mut setup = quick();
+    let root = setup.at("root");
+    let real = std::mem::replace(&mut setup.library, root);
+    let library = setup.at("root/usr/lib64/libnvidia-ml.so.1");
+    std::fs::create_dir_all(library.parent().unwrap()).unwrap();
+    std::fs::copy(&real, &library).unwrap();
+    let (node, _kubelet) = setup.serve(8).await;
+    let first = node.agent(&[]).await;
+    node.setup.tell("hang nvmlInit_v2");
+    signal("KILL", first);
+    let second = node.agent(&[first]).await;
+    let control = node.setup.at(&format!("control.{second}"));
+    until(async || control.exists().then_some(()).ok_or(second)).await;
+    let new = node.setup.at("new.so");
+    std::fs::copy(&real, &new).unwrap();
+    std::fs::rename(&new, &library).unwrap();
+    node.setup.tell("unhang nvmlInit_v2");
+    node.process.said("the file of NVML's library is another one").await;
+    until(async || if node.agent_ids().contains(&second) { Err("the second one lives") } else { Ok(()) }).await;
+    node.metric(UP, 1).await;
+}
+
+#[tokio::test]
 async fn a_gpu_that_waits_for_its_trial_holds_up_no_new_library() {
     let mut setup = quick().arg("--nvml-trial-ms=3600000");
     let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));

@@ -85,6 +85,10 @@ async fn a_gpu_that_comes_late_is_picked_up_in_place() {
     for option in ["--fail-on-init-error=false", "--log=info"] {
         let setup = Setup::on("dgx1-v100").arg(option).arg(SOON);
         setup.tell("init 9");
+        // All at once: one that comes after the look at the first is looked at by a third process.
+        setup.all_on_bus();
+        let (bus, later) = (setup.at("sys/bus"), setup.at("bus"));
+        std::fs::rename(&bus, &later).unwrap();
         let kubelet = setup.kubelet();
         let node = setup.start().await;
         node.ready(200, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
@@ -92,12 +96,25 @@ async fn a_gpu_that_comes_late_is_picked_up_in_place() {
         node.metric(STARTS, 1).await;
         node.setup.tell("init 0");
         // Seen at the next look at the bus.
-        node.setup.all_on_bus();
+        std::fs::rename(&later, &bus).unwrap();
         registered(&kubelet, 1, 8).await;
         node.ready(200, "ready").await;
         node.metric("linkwise_idle", 0).await;
         node.metric(STARTS, 2).await;
     }
+}
+
+#[tokio::test]
+async fn a_node_whose_gpu_has_come_is_not_ready_before_it_was_looked_at() {
+    let setup = Setup::on("dgx1-v100").arg(SOON);
+    setup.tell("init 9");
+    let node = setup.start().await;
+    node.ready(200, "no NVIDIA GPU on the PCI bus").await;
+    node.setup.tell("init 0");
+    node.setup.tell("hang nvmlInit_v2");
+    node.setup.on_bus("0000:06:00.0");
+    node.ready(503, "GPU 0000:06:00.0 has come, and was not looked at yet").await;
+    node.metric("linkwise_idle", 0).await;
 }
 
 #[tokio::test]

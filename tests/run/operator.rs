@@ -3,7 +3,7 @@
 use std::os::unix::fs::PermissionsExt;
 use std::process::Output;
 
-use linkwise::kubelet_box::Pod;
+use linkwise::kubelet_box::{Pod, Restart};
 use serde_json::Value;
 use tokio::process::Command;
 
@@ -145,6 +145,41 @@ async fn an_operator_vouches_for_a_gpu() {
     assert_eq!(refused.status.code(), Some(1));
     let words = String::from_utf8(refused.stderr).unwrap();
     assert_eq!(words, "linkwise: no GPU GPU-nobody on this node\n");
+}
+
+#[tokio::test]
+async fn what_kept_it_from_serving_is_no_trouble_while_it_serves() {
+    let (node, kubelet) = setup().serve(8).await;
+    kubelet.restart(Restart::Kubelet).await.unwrap();
+    crate::node::registered(&kubelet, 2, 8).await;
+    node.process.said("the session with the kubelet ended").await;
+    node.ready(200, "ready").await;
+    let resource = state(&node).await["resources"][GPU].clone();
+    assert_eq!((&resource["phase"], &resource["trouble"]), (&"serving".into(), &Value::Null), "{resource}");
+}
+
+#[tokio::test]
+async fn a_stranger_on_the_admin_socket_is_no_linkwise() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("admin.sock");
+    let stranger = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let speaking = std::thread::spawn(move || {
+        let (mut stream, _) = stranger.accept().unwrap();
+        // All of it: who closes with something unread resets the connection.
+        let mut asked = Vec::new();
+        while !asked.ends_with(b"\r\n\r\n") {
+            let mut byte = [0];
+            std::io::Read::read_exact(&mut stream, &mut byte).unwrap();
+            asked.extend(byte);
+        }
+        std::io::Write::write_all(&mut stream, b"SSH 200 hello\r\n\r\nwelcome\n").unwrap();
+    });
+    let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
+    let output = command.args(["admin", "--socket"]).arg(&socket).arg("state").output().await.unwrap();
+    speaking.join().unwrap();
+    let words = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(words, format!("linkwise: what answers on {} is no linkwise\n", socket.display()));
+    assert_eq!((output.status.code(), output.stdout), (Some(1), Vec::new()));
 }
 
 #[tokio::test]

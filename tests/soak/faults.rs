@@ -213,6 +213,11 @@ impl Fault {
             XidUntilRecovery | XidUntilCleared => {
                 world.tell(&format!("recovery {gpu} 1")).await;
                 world.tell(&format!("xid {gpu} 79")).await;
+                if alone {
+                    // The recovery action alone makes it ill as well.
+                    let series = format!("linkwise_gpu_unhealthy_since_seconds{{uuid=\"{id}\",reason=\"xid\"}}");
+                    until(async || world.metric(&series).await.ok_or("the XID does not stand")).await;
+                }
             }
             LinksDown => {
                 for link in 0..LINKS {
@@ -254,6 +259,8 @@ impl Fault {
             XidUntilRecovery => world.tell(&format!("recovery {gpu} 0")).await,
             XidUntilCleared => {
                 world.admin(&["clear", &uuid(gpu)]).await;
+                // By the operator's word: what the driver says of it has not changed yet.
+                world.well(gpu).await;
                 world.tell(&format!("recovery {gpu} 0")).await;
             }
             LinksDown => {
@@ -318,6 +325,7 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     world.sharing.set(false);
     if let Some(others) = others {
         if others.is_finished() {
+            print_log(world);
             world.ledger.error(format!("during {}: {}", names.join(" and "), others.await.unwrap()));
             return false;
         }
@@ -334,9 +342,7 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
             }
         }
         Err(missing) => {
-            let lines = world.node.process.lines();
-            let last = lines[lines.len().saturating_sub(30)..].join("\n");
-            println!("the last lines of the log:\n{last}");
+            print_log(world);
             world.ledger.error(format!("{}: not over within {RECOVERY:?}: {missing}", names.join(" and ")));
             return false;
         }
@@ -348,6 +354,12 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     // A moment in which nothing happens: for what comes late.
     tokio::time::sleep(random.milliseconds(0..300)).await;
     true
+}
+
+/// What the process said last.
+fn print_log(world: &World) {
+    let lines = world.node.process.lines();
+    println!("the last lines of the log:\n{}", lines[lines.len().saturating_sub(30)..].join("\n"));
 }
 
 /// How two at once are called.
