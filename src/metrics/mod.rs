@@ -114,6 +114,7 @@ pub struct Metrics {
     cdi_writes: Family<ByOutcome, Counter>,
     config_valid: Gauge,
     agent_ends: Family<PerCause, Counter>,
+    agents_stuck: Gauge,
     nvml_away: Gauge,
 }
 
@@ -147,6 +148,7 @@ impl Metrics {
             cdi_writes: Family::default(),
             config_valid: Gauge::default(),
             agent_ends: Family::default(),
+            agents_stuck: Gauge::default(),
             nvml_away: Gauge::default(),
             registry: Registry::default(),
         };
@@ -233,6 +235,11 @@ impl Metrics {
             "nvml_agent_ends",
             "Ends of the process that speaks to NVML, by cause",
             metrics.agent_ends.clone(),
+        );
+        registry.register(
+            "nvml_agents_stuck",
+            "Processes that spoke to NVML, were killed and have not ended",
+            metrics.agents_stuck.clone(),
         );
         registry.register(
             "nvml_away",
@@ -366,6 +373,11 @@ impl Metrics {
     /// It ended: `exited` by itself, `crashed`, `hung`, `silent`, `replaced` by a newer one, `released` on request.
     pub fn agent_ended(&self, cause: &'static str) {
         self.agent_ends.get_or_create(&PerCause { cause }).inc();
+    }
+
+    /// So many were killed and have not ended.
+    pub fn agents_stuck(&self, number: usize) {
+        self.agents_stuck.set(i64::try_from(number).unwrap_or(i64::MAX));
     }
 
     /// NVML has been away for too long, or is back.

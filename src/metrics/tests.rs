@@ -66,6 +66,7 @@ fn everything() -> String {
     metrics.driver_released(true);
     metrics.agent_up(true);
     metrics.agent_ended("crashed");
+    metrics.agents_stuck(3);
     metrics.nvml_away(true);
     sorted(&metrics.encode().unwrap())
 }

@@ -1,8 +1,8 @@
 //! The NVML child's main: the hidden subcommand `linkwise nvml-agent`.
 //!
 //! Three threads: this one waits for events, one goes its rounds (`watch`), and one reads
-//! what the parent says and ends the process when the parent is gone, whatever NVML does
-//! meanwhile; that one therefore never calls NVML. Synchronous on purpose: the calls block.
+//! what the parent says and ends the process when the parent is gone or wants no more of it,
+//! whatever NVML does meanwhile; that one therefore never calls NVML. Synchronous on purpose: the calls block.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -10,9 +10,10 @@ use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
@@ -27,8 +28,16 @@ use super::{library, probe, raw};
 /// How long from one round of cheap calls to the next (DESIGN: a poll every 10 s).
 pub const POLL_INTERVAL: Duration = Duration::from_secs(10);
 
+/// The call that initialises NVML.
+pub const INIT: &str = "nvmlInit_v2";
+
 /// The driver's library, as drivers install it, and as development packages do.
 const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
+
+/// A wait for events that has lasted so long found none: one that is there ends it at once.
+const SETTLED: Duration = Duration::from_millis(20);
+/// How long the process goes on for events that the parent has not taken. The parent listens for as long (`runtime`).
+const HEARING_OUT: Duration = Duration::from_secs(1);
 
 /// Why the child ended.
 #[derive(Debug, thiserror::Error)]
@@ -65,14 +74,23 @@ pub enum AgentError {
 }
 
 /// The way to the parent, for all threads.
-pub struct Parent(Mutex<UnixStream>);
+pub struct Parent {
+    stream: Mutex<UnixStream>,
+    /// Whether the parent wants this process to end: then it listens to events only.
+    dismissed: AtomicBool,
+}
 
 impl Parent {
-    /// Sends a message, whole.
+    /// Sends a message, whole. What comes of the rounds goes nowhere, and does not return, once the parent wants no more of it.
     pub fn send(&self, message: &FromAgent) -> Result<(), AgentError> {
         let line = encode(message).map_err(AgentError::Message)?;
+        let event =
+            matches!(message, FromAgent::Xid { .. } | FromAgent::DoubleBitEcc { .. } | FromAgent::Failed { .. });
+        while !event && self.dismissed.load(Ordering::Acquire) {
+            thread::park();
+        }
         // A thread that panicked while writing has left half a line, which the parent will refuse.
-        let mut stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
         stream.write_all(&line).map_err(AgentError::Parent)
     }
 }
@@ -88,9 +106,21 @@ impl Parent {
 pub fn main(library: Option<&Path>, procfs: PathBuf, poll: Duration, skip: &[String]) -> Result<(), AgentError> {
     let socket = inherited_socket().map_err(AgentError::Socket)?;
     let reading = socket.try_clone().map_err(AgentError::Socket)?;
-    let parent = Arc::new(Parent(Mutex::new(socket)));
+    let parent = Arc::new(Parent { stream: Mutex::new(socket), dismissed: AtomicBool::new(false) });
+    let hears: Arc<OnceLock<Arc<Waiting>>> = Arc::default();
     let (ask, asked) = mpsc::channel();
-    thread::Builder::new().name("parent".into()).spawn(move || listen(reading, &ask)).map_err(AgentError::Thread)?;
+    let listening = {
+        let (parent, hears) = (Arc::clone(&parent), Arc::clone(&hears));
+        move || {
+            listen(reading, &ask);
+            parent.dismissed.store(true, Ordering::Release);
+            if let Some(waiting) = hears.get() {
+                hear_out(waiting);
+            }
+            raw::exit_now(0)
+        }
+    };
+    thread::Builder::new().name("parent".into()).spawn(listening).map_err(AgentError::Thread)?;
 
     let skip: Result<Vec<Place>, String> = skip.iter().map(|place| place.parse()).collect();
     let skip = skip.map_err(AgentError::Skip)?;
@@ -129,6 +159,8 @@ pub fn main(library: Option<&Path>, procfs: PathBuf, poll: Duration, skip: &[Str
     let watching = thread::Builder::new().name("watch".into());
     let watching = watching.spawn(move || watch.run(&asked)).map_err(AgentError::Thread)?;
     if let Some(set) = set {
+        // It is set once.
+        let _ = hears.set(Arc::clone(&waiting));
         events::tell(&set, &gpus, &parent, &waiting, || !watching.is_finished())?;
     }
     match watching.join() {
@@ -144,14 +176,14 @@ fn inherited_socket() -> io::Result<UnixStream> {
     Ok(socket)
 }
 
-/// Passes on what the parent asks; its end, or nonsense from it, is the end of the process.
+/// Passes on what the parent asks, until it asks no more; nonsense from it is the end of the process.
 fn listen(mut socket: UnixStream, ask: &mpsc::Sender<ToAgent>) {
     let mut incoming = Incoming::default();
     let mut chunk = [0; 4096];
     loop {
         match socket.read(&mut chunk) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Ok(0) | Err(_) => raw::exit_now(0),
+            Ok(0) | Err(_) => return,
             Ok(length) => incoming.buffer().extend(chunk.iter().take(length)),
         }
         loop {
@@ -165,6 +197,14 @@ fn listen(mut socket: UnixStream, ask: &mpsc::Sender<ToAgent>) {
                 }
             }
         }
+    }
+}
+
+/// Returns when the thread that waits for events has told what the driver had for it, and waits for more.
+fn hear_out(waiting: &Waiting) {
+    let began = Instant::now();
+    while waiting.lasts() < SETTLED && began.elapsed() < HEARING_OUT {
+        thread::park_timeout(SETTLED / 4);
     }
 }
 
@@ -194,10 +234,10 @@ fn init(library: &OsStr, calls: &Calls) -> Result<Nvml, AgentError> {
         AgentError::Load { library, reason }
     };
     // nvml-wrapper loads the library and initialises it in one go.
-    calls.tell("nvmlInit_v2");
+    calls.tell(INIT);
     match Nvml::builder().lib_path(library).init() {
         Err(NvmlError::LibloadingError(error)) => Err(missing(error.to_string())),
-        result => match answer("nvmlInit_v2", result) {
+        result => match answer(INIT, result) {
             Ok(Some(nvml)) => Ok(nvml),
             Ok(None) => Err(missing("it has no working nvmlInit_v2".to_owned())),
             Err(error) => Err(AgentError::Init(error)),

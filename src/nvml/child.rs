@@ -164,6 +164,11 @@ impl Agent {
         self.watchdog.open()
     }
 
+    /// Whether NVML was initialised when the child was last heard of.
+    pub fn has_initialised(&self) -> bool {
+        self.watchdog.has_initialised()
+    }
+
     /// What the child says next, but for the calls it tells of: those are the watchdog's. A child that is late is killed.
     /// Cancel safe: nothing is lost when the future is dropped.
     ///
@@ -265,8 +270,8 @@ impl Agent {
     ///
     /// # Errors
     ///
-    /// Its end cannot be learnt.
-    pub async fn end(mut self) -> io::Result<ExitStatus> {
+    /// Its end cannot be learnt, or does not come: see [`Self::gone`].
+    pub async fn end(&mut self) -> io::Result<ExitStatus> {
         self.dismiss().await?;
         match timeout(LAST_MOMENTS, self.process.wait()).await {
             Ok(status) => status,
@@ -280,6 +285,16 @@ impl Agent {
                     }
                 }
             }
+        }
+    }
+
+    /// Kills the child and waits until it has ended, however long that takes.
+    pub fn gone(self) -> impl Future<Output = ()> + Send + use<> {
+        let mut process = self.process;
+        async move {
+            // Either fails only when it has ended already.
+            let _ = process.start_kill();
+            let _ = process.wait().await;
         }
     }
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::agent::INIT;
 use super::events::WAIT;
 use super::probe::HANDLE;
 use super::protocol::{Called, FromAgent};
@@ -13,8 +14,8 @@ use super::protocol::{Called, FromAgent};
 /// How long things may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Starting the process, loading and initialising the library, the first call to each GPU: without persistence mode the
-    /// driver starts the GPUs for it, which takes seconds each.
+    /// Starting the process, loading and initialising the library, the call that gives a GPU's handle until the child has seen
+    /// the GPUs: without persistence mode the driver starts the GPUs for it, which takes seconds each.
     pub start: Duration,
     /// Any other call.
     pub call: Duration,
@@ -40,12 +41,25 @@ pub struct Watchdog {
     open: Option<Called>,
     limit: Duration,
     until: Instant,
+    stage: Stage,
+}
+
+/// How far the child has got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// It loads and initialises the library.
+    Initialising,
+    /// It looks at the GPUs for the first time.
+    Looking,
+    /// It has seen them.
+    Ready,
 }
 
 impl Watchdog {
     /// A child that is being started.
     pub fn new(limits: Limits, poll: Duration, now: Instant) -> Self {
-        Self { limits, poll, open: None, limit: limits.start, until: now + limits.start }
+        let (limit, stage) = (limits.start, Stage::Initialising);
+        Self { limits, poll, open: None, limit, until: now + limit, stage }
     }
 
     /// When the child is given up, if nothing comes.
@@ -58,6 +72,11 @@ impl Watchdog {
         self.open.as_ref()
     }
 
+    /// Whether NVML is initialised, as far as was heard.
+    pub fn has_initialised(&self) -> bool {
+        self.stage != Stage::Initialising
+    }
+
     /// How long the child was given.
     pub fn limit(&self) -> Duration {
         self.limit
@@ -65,7 +84,11 @@ impl Watchdog {
 
     /// The child is about to make a call.
     pub fn calling(&mut self, called: Called, now: Instant) {
-        let starts = matches!(called.call.as_str(), "dlopen" | "nvmlInit_v2") || called.call == HANDLE;
+        let initialises = called.call == INIT;
+        if !initialises && self.stage == Stage::Initialising {
+            self.stage = Stage::Looking;
+        }
+        let starts = initialises || (called.call == HANDLE && self.stage == Stage::Looking);
         self.open = Some(called);
         self.give(if starts { self.limits.start } else { self.limits.call }, now);
     }
@@ -74,6 +97,9 @@ impl Watchdog {
     pub fn heard(&mut self, message: &FromAgent, now: Instant) -> Option<Duration> {
         match message {
             FromAgent::Ready { .. } | FromAgent::Polled { .. } | FromAgent::Leaving { .. } => {
+                if matches!(message, FromAgent::Ready { .. }) {
+                    self.stage = Stage::Ready;
+                }
                 self.open = None;
                 self.give(self.poll + self.limits.call, now);
             }
@@ -124,8 +150,10 @@ mod tests {
         let mut watchdog = Watchdog::new(LIMITS, POLL, start);
         let left = |watchdog: &Watchdog| watchdog.until() - start;
         assert_eq!((left(&watchdog), watchdog.open()), (LIMITS.start, None));
-        watchdog.calling(called("nvmlInit_v2"), start);
-        assert_eq!(left(&watchdog), LIMITS.start);
+        watchdog.calling(called(INIT), start);
+        assert_eq!((left(&watchdog), watchdog.has_initialised()), (LIMITS.start, false));
+        watchdog.calling(called("nvmlDeviceGetCount_v2"), start);
+        assert_eq!((left(&watchdog), watchdog.has_initialised()), (LIMITS.call, true));
         watchdog.calling(called(HANDLE), start);
         assert_eq!(left(&watchdog), LIMITS.start);
         watchdog.calling(called("nvmlDeviceGetName"), start);
@@ -137,6 +165,24 @@ mod tests {
         assert_eq!(watchdog.heard(&polled(0), start), None);
         assert_eq!((left(&watchdog), watchdog.open()), (POLL + LIMITS.call, None));
         assert!(watchdog.bites(watchdog.until()));
+    }
+
+    #[test]
+    fn the_call_that_starts_a_gpu_has_its_long_limit_until_the_gpus_were_seen() {
+        let start = Instant::now();
+        let mut watchdog = Watchdog::new(LIMITS, POLL, start);
+        let handle = |watchdog: &mut Watchdog| {
+            watchdog.calling(called(HANDLE), start);
+            watchdog.until() - start
+        };
+        // GPU after GPU.
+        assert_eq!((handle(&mut watchdog), handle(&mut watchdog)), (LIMITS.start, LIMITS.start));
+        let (gpus, failures) = (Vec::new(), Vec::new());
+        let ready = FromAgent::Ready { driver: None, nvml: None, count: Some(0), gpus, failures };
+        assert_eq!(watchdog.heard(&ready, start), None);
+        assert_eq!(handle(&mut watchdog), LIMITS.call);
+        assert_eq!(watchdog.heard(&polled(0), start), None);
+        assert_eq!(handle(&mut watchdog), LIMITS.call);
     }
 
     #[test]

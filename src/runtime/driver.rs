@@ -5,7 +5,9 @@
 //! GPUs: no event falls between the two, and a second one that dies costs nothing.
 
 mod away;
+mod dying;
 mod known;
+mod look;
 mod outside;
 mod shift;
 mod suspects;
@@ -22,14 +24,15 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::idle::{self, Idle};
-use super::operator::Release;
+use super::operator::{Holding, Release};
 use crate::hwloc;
 use crate::inventory::{Event, HealthPoll, MigInstance};
 use crate::metrics::Metrics;
 use crate::nvml::child::{Agent, AgentCommand, AgentEnded};
-use crate::nvml::protocol::{Called, CalledGpu, FromAgent, Place};
+use crate::nvml::protocol::{Called, FromAgent, Place};
 use crate::topology::{GpuObservation, GpuUuid, NodeObservation, PciAddress, ProbeFailure};
 use away::{Away, Working};
+use dying::Dying;
 use known::Known;
 use outside::Outside;
 use shift::{Errand, Shift, Successor, Who, at, end};
@@ -81,10 +84,21 @@ pub(super) struct Driver {
     pub release: Release,
 }
 
+/// How far a child had got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reached {
+    /// Not so far that NVML was initialised, or NVML has no GPU.
+    Nothing,
+    /// NVML was initialised: what ended it was a call after that, and may be one GPU's doing.
+    Nvml,
+    /// It saw the GPUs.
+    Gpus,
+}
+
 /// How a child's time ended.
 enum End {
-    /// It died, or was killed; whether it had got as far as to see the GPUs.
-    Died { ready: bool, why: String },
+    /// It died, or was killed.
+    Died { reached: Reached, why: String },
     /// It was ended: its driver is no more, or is wanted by somebody else. A new one follows at once, or once that is over.
     Ended(String),
 }
@@ -100,7 +114,8 @@ impl Driver {
             events: self.events.clone(),
             metrics: Arc::clone(&self.metrics),
         };
-        let known = Known::new(self.settings.trial, working);
+        let dying = Dying::new(self.release.clone(), Arc::clone(&self.metrics));
+        let known = Known::new(self.settings.trial, working, dying);
         let life = async {
             tokio::select! {
                 ended = self.live(known) => ended,
@@ -112,16 +127,20 @@ impl Driver {
 
     async fn live(&self, mut known: Known) -> Result<()> {
         let mut pause = Duration::ZERO;
+        let mut opened = false;
         let mut told = None;
         loop {
-            self.release.over().await;
+            let holding = self.may_start(&mut known).await;
             let began = Instant::now();
-            let holding = self.release.holding();
             let end = self.one_child(&mut known).await?;
             drop(holding);
             self.metrics.agent_up(false);
-            let (ready, why) = match end {
-                End::Died { ready, why } => (ready, why),
+            if known.untold.is_some() {
+                let host = known.host().await;
+                self.observed(host, &mut known).await?;
+            }
+            let (reached, why) = match end {
+                End::Died { reached, why } => (reached, why),
                 End::Ended(why) => {
                     known.away(why);
                     // The pauses were another matter's.
@@ -130,15 +149,21 @@ impl Driver {
                 }
             };
             pause = self.next_pause(pause, began.elapsed());
+            opened |= reached != Reached::Nothing;
             if known.worked() {
                 known.away(why.clone());
+            } else if opened && why != NO_GPUS {
+                // This container can open the driver: what is in its way is for `suspects` to find, and another container would
+                // fare no better.
+                let reason = format!("NVML is initialised, and no process has got to see the GPUs: {why}");
+                self.idle.send_replace(Idle::Waiting(reason));
             } else if self.live_without(&why, &mut known).await? {
                 // A GPU has come: the pauses were another matter's.
                 pause = Duration::ZERO;
                 continue;
             }
             // Where there is no driver this goes on for ever: one line for a cause, the metric counts the starts.
-            if ready || told.as_ref() != Some(&why) {
+            if reached == Reached::Gpus || told.as_ref() != Some(&why) {
                 tracing::warn!(cause = why, again_in = ?pause, "NVML is not to be had");
             } else {
                 tracing::debug!(cause = why, again_in = ?pause, "NVML is not to be had, as before");
@@ -147,6 +172,19 @@ impl Driver {
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
                 () = self.release.wished() => pause = Duration::ZERO,
+            }
+        }
+    }
+
+    /// Waits until a child may be started: from now on the driver is held.
+    async fn may_start(&self, known: &mut Known) -> Holding {
+        loop {
+            self.release.over().await;
+            known.dying.room().await;
+            let holding = self.release.holding();
+            // An order may have come meanwhile, and may have been answered already.
+            if !self.release.is_wished() {
+                return holding;
             }
         }
     }
@@ -167,20 +205,24 @@ impl Driver {
         let outside = self.outside(None, known).await;
         let mut shift = match self.spawn(known, None) {
             Ok((agent, skipped)) => Shift::new(agent, skipped, outside),
-            Err(why) => return Ok(End::Died { ready: false, why }),
+            Err(why) => return Ok(End::Died { reached: Reached::Nothing, why }),
         };
         let mut leaving = None;
         loop {
-            let due = shift.due(&known.suspects);
+            let due = shift.due(&known.suspects).filter(|_| known.dying.leave_room());
             let (who, said) = tokio::select! {
                 said = shift.next() => said,
+                host = known.host() => {
+                    self.observed(host, known).await?;
+                    continue;
+                }
                 errand = at(due) => {
                     self.begin(&mut shift, errand, known).await;
                     continue;
                 }
                 () = self.release.wished() => {
                     self.metrics.agent_ended("released");
-                    shift.end().await;
+                    shift.end(&mut known.dying).await;
                     return Ok(End::Ended("an operator asked to let go of the driver".to_owned()));
                 }
             };
@@ -189,33 +231,41 @@ impl Driver {
                 (Who::First, Err(ended)) => {
                     let trial = matches!(&shift.successor, Some(Successor { errand: Errand::Trial(_), .. }));
                     let why = self.ended(&ended, &shift.agent, known, !trial);
+                    let reached = match &leaving {
+                        _ if shift.ready => Reached::Gpus,
+                        None if shift.agent.has_initialised() => Reached::Nvml,
+                        _ => Reached::Nothing,
+                    };
+                    shift.kill(&mut known.dying);
                     // What the child said before it ended explains more than its exit code.
-                    return Ok(End::Died { ready: shift.ready, why: leaving.unwrap_or(why) });
+                    return Ok(End::Died { reached, why: leaving.unwrap_or(why) });
                 }
                 (Who::Second, said) => match self.second(&mut shift, said, known).await? {
                     Some(ready) => ready,
                     None => continue,
                 },
             };
+            self.introduce(&message, known).await?;
             match message {
                 // Nothing to look after, and a child would look at it for ever.
                 FromAgent::Ready { gpus, .. }
                     if known.told.is_none()
                         && gpus.is_empty()
+                        && shift.skipped.is_empty()
                         && self.on_bus(known).await.is_some_and(|gpus| gpus.is_empty()) =>
                 {
                     self.metrics.agent_ended("replaced");
-                    shift.end().await;
-                    return Ok(End::Died { ready: false, why: NO_GPUS.to_owned() });
+                    shift.end(&mut known.dying).await;
+                    return Ok(End::Died { reached: Reached::Nothing, why: NO_GPUS.to_owned() });
                 }
                 FromAgent::Ready { driver, nvml, count, gpus, failures } => {
                     if !shift.ready {
                         shift.at_start = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
                         let Some(verdict) = known.suspects.lives(&shift.skipped, gpus.len(), count) else {
                             self.metrics.agent_ended("replaced");
-                            shift.end().await;
+                            shift.end(&mut known.dying).await;
                             let why = "children die whichever GPU they leave out".to_owned();
-                            return Ok(End::Died { ready: false, why });
+                            return Ok(End::Died { reached: Reached::Nvml, why });
                         };
                         shift.ready = true;
                         // Another child may be another driver's: that it was looked at is news, whatever it saw.
@@ -237,12 +287,12 @@ impl Driver {
                         self.idle.send_replace(Idle::Waiting(NO_GPUS.to_owned()));
                     }
                     known.look(count, gpus, failures);
-                    self.observed(known).await?;
+                    self.look_at_host(known).await?;
                 }
                 FromAgent::Polled { gpus, .. } => {
                     if let Some(outdated) = self.polled(gpus, &mut shift, known).await? {
                         self.metrics.agent_ended("replaced");
-                        shift.end().await;
+                        shift.end(&mut known.dying).await;
                         tracing::warn!(cause = outdated, "a new NVML agent is started");
                         return Ok(End::Ended(outdated));
                     }
@@ -284,7 +334,7 @@ impl Driver {
             // One that cannot even count the GPUs sees less than the one that works.
             Ok(FromAgent::Ready { count: None, .. }) => {
                 self.metrics.agent_ended("replaced");
-                end(successor.agent).await;
+                end(successor.agent, &mut known.dying).await;
                 self.in_vain(shift, successor.errand, "it cannot count the GPUs".to_owned(), known);
             }
             Ok(ready @ FromAgent::Ready { .. }) => {
@@ -292,7 +342,7 @@ impl Driver {
                 let mut old = std::mem::replace(shift, next);
                 self.metrics.agent_ended("replaced");
                 self.hear_out(&mut old.agent).await?;
-                end(old.agent).await;
+                end(old.agent, &mut known.dying).await;
                 return Ok(Some(ready));
             }
             Ok(message) => {
@@ -303,6 +353,7 @@ impl Driver {
             }
             Err(ended) => {
                 let why = self.ended(&ended, &successor.agent, known, true);
+                known.dying.take(successor.agent);
                 self.in_vain(shift, successor.errand, successor.failed.unwrap_or(why), known);
             }
         }
@@ -362,59 +413,37 @@ impl Driver {
         let source = std::error::Error::source(ended).map(|source| format!(": {source}")).unwrap_or_default();
         let call = during.filter(|_| cause == "crashed").map(|called| format!(", in {called}")).unwrap_or_default();
         let why = format!("{ended}{source}{call}");
-        if let Some(Called { gpu: Some(CalledGpu { place, .. }), .. }) = during.filter(|_| may_blame) {
-            known.suspects.blame(*place, why.clone(), Instant::now());
+        if let Some(Called { gpu: Some(gpu), .. }) = during.filter(|_| may_blame) {
+            known.suspects.blame(gpu, why.clone(), Instant::now());
         }
         why
     }
 
     /// Who is left out from now on, and who no longer.
     async fn tell_of(&self, verdict: Verdict, known: &Known) -> Result<()> {
+        let words = |place| {
+            let uuid = known.name(place).or_else(|| known.suspects.name(place).cloned());
+            uuid.map(|uuid| uuid.to_string()).unwrap_or_default()
+        };
         for (place, why) in verdict.left_out {
-            let gpu = known.name(place);
-            let named = gpu.as_ref().map(ToString::to_string).unwrap_or_default();
+            let (gpu, named) = (known.name(place), words(place));
             tracing::error!(
                 gpu = named,
                 index = place.index,
                 cause = why,
                 "the GPU ends whoever looks at it: left out"
             );
-            // One that never said who it is was never offered.
+            // One that was never seen whole was never offered.
             if let Some(gpu) = gpu {
                 self.tell(Event::LeftOut { gpu, why }).await?;
             }
         }
         for place in verdict.taken_back_in {
-            let gpu = known.name(place);
-            let named = gpu.as_ref().map(ToString::to_string).unwrap_or_default();
+            let (gpu, named) = (known.name(place), words(place));
             tracing::warn!(gpu = named, index = place.index, "the GPU can be looked at again: taken back in");
             if let Some(gpu) = gpu {
                 self.tell(Event::TakenBackIn { gpu }).await?;
             }
-        }
-        Ok(())
-    }
-
-    /// NVML's GPUs and the host around them, where they are not as they were told last.
-    async fn observed(&self, known: &mut Known) -> Result<()> {
-        let Some((_, gpus, failures)) = &known.looked else { return Ok(()) };
-        let (gpus, mut failures) = (gpus.clone(), failures.clone());
-        let sysfs = self.sysfs.clone();
-        // hwloc takes tens of milliseconds.
-        if let Some(host) = known.hosts.within(self.command.limits.call / 3, move || hwloc::observe(&sysfs)).await {
-            known.host = Some(host);
-        } else {
-            let (subject, call) = ("hwloc".to_owned(), "hwloc_topology_load".to_owned());
-            let error = "it takes too long; the host is as it was seen before, if it was".to_owned();
-            failures.push(ProbeFailure { subject, call, error });
-        }
-        let (host, more) = known.host.clone().unwrap_or_default();
-        failures.extend(more);
-        if let Some(observed) = known.news(NodeObservation { gpus, host, failures }) {
-            // A look at the node may be a look through another driver: who it is goes first.
-            self.identify(known).await?;
-            self.seen.send_replace(Arc::new(observed.clone()));
-            self.tell(Event::Observed(Box::new(observed))).await?;
         }
         Ok(())
     }
@@ -441,11 +470,6 @@ impl Driver {
         shift: &mut Shift,
         known: &mut Known,
     ) -> Result<Option<String>> {
-        if let Some(host) = known.hosts.late().await {
-            // It took too long before; what it says now is as good as any.
-            known.host = Some(host);
-            self.observed(known).await?;
-        }
         if !known.identified {
             self.identify(known).await?;
         }

@@ -18,29 +18,29 @@ use crate::metrics::Metrics;
 /// [`Release::patience`].
 const LETTING_GO: Duration = Duration::from_secs(10);
 
-/// Whether the driver is to be let go of, and whether a child of ours holds it.
+/// Whether the driver is to be let go of, and how many hold it.
 #[derive(Clone, Debug)]
 pub(super) struct Release {
     wished: watch::Sender<bool>,
-    held: watch::Sender<bool>,
-    /// How long an order to let go waits for the child's end before it says that this is still to come.
+    held: watch::Sender<usize>,
+    /// How long an order to let go waits for the children's end before it says that this is still to come.
     patience: Duration,
     metrics: Arc<Metrics>,
 }
 
-/// A child lives as long as this does.
-pub(super) struct Holding(watch::Sender<bool>);
+/// Children work, or one that was killed has not ended, as long as this lives.
+pub(super) struct Holding(watch::Sender<usize>);
 
 impl Drop for Holding {
     fn drop(&mut self) {
-        self.0.send_replace(false);
+        self.0.send_modify(|held| *held = held.saturating_sub(1));
     }
 }
 
 impl Release {
     /// Nobody wishes anything.
     pub fn new(metrics: Arc<Metrics>) -> Self {
-        let (wished, held) = (watch::Sender::new(false), watch::Sender::new(false));
+        let (wished, held) = (watch::Sender::new(false), watch::Sender::new(0));
         Self { wished, held, patience: LETTING_GO, metrics }
     }
 
@@ -61,23 +61,28 @@ impl Release {
 
     /// Waits until the driver is to be let go of.
     pub async fn wished(&self) {
-        self.becomes(&self.wished, true).await;
+        self.becomes(true).await;
     }
 
     /// For whom starts children: waits until it may.
     pub async fn over(&self) {
-        self.becomes(&self.wished, false).await;
+        self.becomes(false).await;
     }
 
-    /// For whom starts children: one begins, and ends with what is given.
+    /// For whom starts children: the driver is held, until what is given is dropped.
     pub fn holding(&self) -> Holding {
-        self.held.send_replace(true);
+        self.held.send_modify(|held| *held += 1);
         Holding(self.held.clone())
     }
 
-    async fn becomes(&self, what: &watch::Sender<bool>, wanted: bool) {
+    /// Whether nobody holds the driver before so long has passed.
+    pub async fn is_let_go_within(&self, limit: Duration) -> bool {
+        timeout(limit, self.held.subscribe().wait_for(|held| *held == 0)).await.is_ok()
+    }
+
+    async fn becomes(&self, wanted: bool) {
         // It cannot fail: the sender is ours.
-        let _ = what.subscribe().wait_for(|is| *is == wanted).await;
+        let _ = self.wished.subscribe().wait_for(|is| *is == wanted).await;
     }
 
     async fn order(&self, release: bool) -> Outcome {
@@ -85,13 +90,13 @@ impl Release {
         if !release {
             return Outcome::Done("the driver is taken up again".to_owned());
         }
-        match timeout(self.patience, self.becomes(&self.held, false)).await {
-            Ok(()) => Outcome::Done("no process of linkwise holds the driver".to_owned()),
-            Err(_) => Outcome::NotYet(format!(
-                "the process that speaks to NVML has not ended within {:?} (it may hang in the kernel); the order stands",
-                self.patience
-            )),
+        if self.is_let_go_within(self.patience).await {
+            return Outcome::Done("no process of linkwise holds the driver".to_owned());
         }
+        Outcome::NotYet(format!(
+            "a process that speaks to NVML has not ended within {:?} (it may hang in the kernel); the order stands",
+            self.patience
+        ))
     }
 }
 

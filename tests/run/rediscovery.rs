@@ -2,16 +2,20 @@
 //! hold up nothing.
 
 use std::collections::BTreeSet;
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
 
-use linkwise::kubelet_box::Pod;
+use linkwise::kubelet_box::{KubeletBox, Pod, State};
 
-use crate::node::{GPU, Setup, registered, until, uuid};
+use crate::node::{GPU, LIMIT, Setup, machine, registered, until, uuid};
 
 fn quick() -> Setup {
     Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg("--nvml-pause-ms=10")
 }
 
-fn fifo(path: &std::path::Path) {
+fn fifo(path: &Path) {
     assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
 }
 
@@ -97,34 +101,89 @@ async fn files_that_hang_hold_up_neither_rounds_nor_events() {
     std::fs::create_dir(&new).unwrap();
     fifo(&new.join("vendor"));
     std::fs::rename(&new, &device).unwrap();
-    // Linux opens the other end, without waiting, where somebody reads.
-    const O_NONBLOCK: i32 = 0o4000;
-    let open = async || {
-        use std::os::unix::fs::OpenOptionsExt;
-        std::fs::OpenOptions::new().write(true).custom_flags(O_NONBLOCK).open(device.join("vendor"))
-    };
-    let _silent = until(open).await;
+    let _silent = writer(&device.join("vendor")).await;
     node.setup.tell("lost 3");
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 3))).await.unwrap();
     node.setup.tell("xid 4 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 4))).await.unwrap();
 }
 
+/// A machine of two packages with a GPU each, whose host is seen by hwloc alone, in a file of the test's making.
+fn seen_by_hwloc(call_ms: u128) -> Setup {
+    let setup = Setup::with(&machine(&[("GPU-a", "0000:03:00.0", ""), ("GPU-b", "0000:81:00.0", "")]));
+    let setup = setup.arg("--nvml-poll-ms=20").arg(format!("--nvml-call-ms={call_ms}"));
+    let xml = setup.at("host.xml");
+    setup.host(xml.to_str().unwrap())
+}
+
+const HOST: &[u8] = include_bytes!("../../src/hwloc/testdata/two-packages.xml");
+
+/// The other end of a file that somebody reads; what is read goes on until it is dropped.
+async fn writer(path: &Path) -> File {
+    // Linux opens it, without waiting, where somebody reads.
+    const O_NONBLOCK: i32 = 0o4000;
+    until(async || OpenOptions::new().write(true).custom_flags(O_NONBLOCK).open(path)).await
+}
+
+fn numa(kubelet: &KubeletBox) -> Vec<Vec<i64>> {
+    kubelet.state().resources[GPU].numa.values().map(|nodes| nodes.iter().copied().collect()).collect()
+}
+
 #[tokio::test]
 async fn a_look_at_the_host_that_hangs_leaves_the_gpus_and_is_taken_when_it_ends() {
-    let setup = quick().arg("--nvml-call-ms=1500");
+    // A third of it is how long the look is waited for.
+    let setup = seen_by_hwloc(1500);
+    fifo(&setup.at("host.xml"));
+    let (node, kubelet) = setup.serve(2).await;
+    node.process.said("it takes too long").await;
+    assert!(numa(&kubelet).iter().all(Vec::is_empty), "nothing is known of the host");
+    let mut host = writer(&node.setup.at("host.xml")).await;
+    node.setup.tell("xid 0 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.contains("GPU-a")).await.unwrap();
+    host.write_all(HOST).unwrap();
+    drop(host);
+    kubelet.wait(|state| state.resources[GPU].numa.values().all(|nodes| nodes.len() == 1)).await.unwrap();
+    assert_eq!(numa(&kubelet), [[0], [1]]);
+}
+
+#[tokio::test]
+async fn events_come_through_while_the_host_is_looked_at() {
+    // The look is waited for longer than the test may take.
+    let setup = seen_by_hwloc(LIMIT.as_millis() * 6);
+    let xml = setup.at("host.xml");
+    std::fs::write(&xml, HOST).unwrap();
+    let (node, kubelet) = setup.serve(2).await;
+    fifo(&node.setup.at("new"));
+    std::fs::rename(node.setup.at("new"), &xml).unwrap();
+    node.setup.tell("remove 1");
+    let mut host = writer(&xml).await;
+    node.setup.tell("xid 0 79");
+    let state = kubelet.wait(|state| state.resources[GPU].unhealthy.contains("GPU-a")).await.unwrap();
+    assert!(state.resources[GPU].healthy.contains("GPU-b"), "the look is not over: {state:?}");
+    host.write_all(HOST).unwrap();
+    drop(host);
+    kubelet.wait(|state| state.resources[GPU].unhealthy.contains("GPU-b")).await.unwrap();
+}
+
+#[tokio::test]
+async fn an_event_of_a_gpu_that_nobody_knows_yet_is_not_lost() {
+    let setup = seen_by_hwloc(LIMIT.as_millis() * 6);
     let xml = setup.at("host.xml");
     fifo(&xml);
-    let setup = setup.env("HWLOC_COMPONENTS", "xml,stop").env("HWLOC_XMLFILE", xml.to_str().unwrap());
-    let (node, kubelet) = setup.serve(8).await;
-    node.process.said("it takes too long").await;
-    assert!(kubelet.state().resources[GPU].numa.values().all(BTreeSet::is_empty), "nothing is known of the host");
-    node.setup.tell("xid 4 79");
-    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 4))).await.unwrap();
-    // It ends at last.
-    let host = concat!(env!("CARGO_MANIFEST_DIR"), "/src/hwloc/testdata/two-packages.xml");
-    std::fs::write(&xml, std::fs::read(host).unwrap()).unwrap();
-    kubelet.wait(|state| state.resources[GPU].numa.values().all(|nodes| nodes.len() == 1)).await.unwrap();
+    let kubelet = setup.kubelet();
+    let node = setup.start().await;
+    // NVML was looked at, the host is being looked at, and then both will be told.
+    let mut host = writer(&xml).await;
+    node.setup.tell("xid 1 79");
+    node.setup.tell("calls nvmlDeviceGetTemperature 6");
+    host.write_all(HOST).unwrap();
+    drop(host);
+    let listed = |state: &State| {
+        let gpus = &state.resources.get(GPU)?.unhealthy;
+        gpus.contains("GPU-b").then_some(())
+    };
+    kubelet.wait(|state| listed(state).is_some()).await.unwrap();
+    assert_eq!(numa(&kubelet), [[0], [1]]);
 }
 
 #[tokio::test]

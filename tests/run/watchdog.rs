@@ -3,14 +3,17 @@
 
 use linkwise::kubelet_box::{KubeletBox, Pod};
 
-use crate::node::{GPU, LIMIT, Node, Setup, signal, until, uuid};
+use crate::node::{GPU, LIMIT, Node, Setup, machine, registered, signal, until, uuid};
 
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";
 
 /// A machine on which everything happens soon.
 fn quick(machine: &str) -> Setup {
-    let mut setup = Setup::on(machine);
+    quick_on(Setup::on(machine))
+}
+
+fn quick_on(mut setup: Setup) -> Setup {
     for (option, milliseconds) in
         [("poll", 20), ("call", 1_000), ("start", 5_000), ("pause", 2), ("grace", 100), ("trial", 50)]
     {
@@ -100,16 +103,67 @@ async fn a_gpu_that_crashes_children_is_left_out_and_taken_back_in() {
 
 #[tokio::test]
 async fn a_gpu_that_hangs_children_before_it_says_its_name_is_left_out() {
-    let setup = quick("dgx1-v100").arg("--fail-on-init-error=false");
+    let setup = quick("dgx1-v100");
     setup.all_on_bus();
     setup.tell("hang 2 nvmlDeviceGetHandleByIndex_v2");
     let kubelet = setup.kubelet();
     let node = setup.start().await;
     let line = node.process.logged(|line| line["message"].to_string().contains("left out")).await;
     assert!(line["cause"].as_str().unwrap().contains("nvmlDeviceGetHandleByIndex_v2 of GPU 2 did not"), "{line}");
-    crate::node::registered(&kubelet, 1, 7).await;
+    registered(&kubelet, 1, 7).await;
     node.setup.tell("unhang 2 nvmlDeviceGetHandleByIndex_v2");
-    crate::node::registered(&kubelet, 1, 8).await;
+    registered(&kubelet, 1, 8).await;
+}
+
+#[tokio::test]
+async fn a_gpu_that_crashes_children_from_the_start_costs_itself_only() {
+    for option in ["--log=info", "--fail-on-init-error=true"] {
+        let setup = quick("dgx1-v100").arg(option);
+        setup.all_on_bus();
+        setup.tell("crash 5 nvmlDeviceGetTemperature");
+        let kubelet = setup.kubelet();
+        let node = setup.start().await;
+        let line = node.process.logged(|line| line["message"].to_string().contains("left out")).await;
+        assert_eq!((line["gpu"].as_str(), line["index"].as_u64()), (Some(uuid(1, 5).as_str()), Some(5)), "{line}");
+        let others = registered(&kubelet, 1, 7).await;
+        assert!(!others.healthy.contains(&uuid(1, 5)), "{others:?}");
+        works(&node, &kubelet, 6).await;
+        node.setup.tell("uncrash 5 nvmlDeviceGetTemperature");
+        kubelet.wait(|state| state.resources[GPU].healthy.contains(&uuid(1, 5))).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn where_every_gpu_ends_children_from_the_start_it_is_not_ready_and_comes_when_they_do() {
+    let one = machine(&[("GPU-a", "0000:06:00.0", "")]);
+    let machines = [(quick_on(Setup::with(&one)), 1), (quick("dgx1-v100").arg("--fail-on-init-error=true"), 8)];
+    for (setup, gpus) in machines {
+        if gpus == 8 {
+            setup.all_on_bus();
+        }
+        setup.tell("crash nvmlDeviceGetTemperature");
+        let kubelet = setup.kubelet();
+        let node = setup.start().await;
+        node.process.said("children die whichever GPU they leave out").await;
+        node.ready(503, "NVML is initialised, and no process has got to see the GPUs").await;
+        node.setup.tell("uncrash nvmlDeviceGetTemperature");
+        registered(&kubelet, 1, gpus).await;
+    }
+}
+
+#[tokio::test]
+async fn a_library_that_crashes_or_hangs_while_it_is_initialised_ends_the_node_with_that_cause() {
+    let hung = "nvmlInit_v2 did not return within 1s";
+    for (fault, cause) in [("crash", "SIGABRT"), ("hang", hung)] {
+        let setup = Setup::on("dgx1-v100").arg("--nvml-start-ms=1000");
+        setup.all_on_bus();
+        setup.tell(&format!("{fault} nvmlInit_v2"));
+        let (status, words) = setup.spawn().ended().await;
+        let words = words.join("\n");
+        assert_eq!(status.code(), Some(1), "{words}");
+        let known = ["8 NVIDIA GPU(s) on the PCI bus", "NVML cannot be initialised", "nvmlInit_v2", cause];
+        assert!(known.iter().all(|part| words.contains(part)), "{words}");
+    }
 }
 
 #[tokio::test]

@@ -7,8 +7,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use tokio::sync::watch;
+use tokio::time::{Instant, timeout_at};
 
 use super::away::Working;
+use super::dying::Dying;
 use super::outside::{Outside, Slow};
 use super::suspects::Suspects;
 use crate::hwloc::PciBus;
@@ -16,16 +18,21 @@ use crate::inventory::NodeIdentity;
 use crate::nvml::protocol::Place;
 use crate::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation, PciAddress, ProbeFailure};
 
+/// What a look at the host has seen, and what it has not.
+pub(super) type Host = (HostObservation, Vec<ProbeFailure>);
+
 /// What is known across children.
 pub(super) struct Known {
     pub(super) suspects: Suspects,
     /// The latest look through NVML, and how many GPUs NVML counted then.
     pub(super) looked: Option<(u32, Vec<GpuObservation>, Vec<ProbeFailure>)>,
     /// The latest look at the host.
-    pub(super) host: Option<(HostObservation, Vec<ProbeFailure>)>,
+    pub(super) host: Option<Host>,
     /// What was told last.
     pub(super) told: Option<NodeObservation>,
-    pub(super) hosts: Slow<(HostObservation, Vec<ProbeFailure>)>,
+    pub(super) hosts: Slow<Host>,
+    /// Until when a look through NVML that was not told yet waits for the look at the host.
+    pub(super) untold: Option<Instant>,
     pub(super) outsides: Slow<(Outside, PciBus)>,
     pub(super) buses: Slow<Vec<PciAddress>>,
     pub(super) identities: Slow<NodeIdentity>,
@@ -37,17 +44,20 @@ pub(super) struct Known {
     /// Where the library lay when it was last looked for.
     pub(super) library: Option<PathBuf>,
     pub(super) working: watch::Sender<Working>,
+    /// Children that were killed and have not ended.
+    pub(super) dying: Dying,
 }
 
 impl Known {
     /// Nothing; a GPU that is left out is tried again after `first_trial`.
-    pub(super) fn new(first_trial: Duration, working: watch::Sender<Working>) -> Self {
+    pub(super) fn new(first_trial: Duration, working: watch::Sender<Working>, dying: Dying) -> Self {
         Self {
             suspects: Suspects::new(first_trial),
             looked: None,
             host: None,
             told: None,
             hosts: Slow::default(),
+            untold: None,
             outsides: Slow::default(),
             buses: Slow::default(),
             identities: Slow::default(),
@@ -56,12 +66,22 @@ impl Known {
             once_on_bus: BTreeSet::new(),
             library: None,
             working,
+            dying,
         }
     }
 
     /// Whether a child has ever seen the GPUs, however it ended: then there are some, and a driver that is gone is waited for.
     pub(super) fn worked(&self) -> bool {
         *self.working.borrow() != Working::Never
+    }
+
+    /// What the look at the host has seen, once it ends; `None` where it takes too long, or broke off. Never, where none runs.
+    /// What has taken too long already is as good as any when it comes. Cancel safe.
+    pub(super) async fn host(&mut self) -> Option<Host> {
+        match self.untold {
+            Some(until) => timeout_at(until, self.hosts.ended()).await.ok().flatten(),
+            None => self.hosts.ended().await,
+        }
     }
 
     /// No child works any more.
@@ -125,7 +145,7 @@ mod tests {
     use crate::topology::TopologyLevel;
 
     fn known() -> Known {
-        Known::new(Duration::ZERO, watch::Sender::new(Working::Never))
+        Known::new(Duration::ZERO, watch::Sender::new(Working::Never), Dying::of_nobody())
     }
 
     fn uuid(number: u32) -> GpuUuid {

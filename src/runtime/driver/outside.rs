@@ -31,27 +31,36 @@ impl<T> Default for Slow<T> {
 }
 
 impl<T: Send + 'static> Slow<T> {
-    /// Whether a piece runs that was not waited for to its end.
+    /// Starts the work, unless an earlier piece still runs.
+    pub fn start(&mut self, work: impl FnOnce() -> T + Send + 'static) {
+        self.running.get_or_insert_with(|| tokio::task::spawn_blocking(work));
+    }
+
+    /// Whether a piece runs, or has a result that was not taken.
     pub fn runs(&self) -> bool {
         self.running.is_some()
+    }
+
+    /// The result of what runs, once it ends; `None` where it broke off. Never, where nothing runs. Cancel safe.
+    pub async fn ended(&mut self) -> Option<T> {
+        let Some(running) = &mut self.running else { return std::future::pending().await };
+        let done = running.await;
+        self.running = None;
+        // What broke off has no result; the next piece is a new one.
+        done.ok()
     }
 
     /// Starts the work and waits for it; `None` when it takes too long. Where an earlier piece still runs, that one's result
     /// is taken, and not waited for again.
     pub async fn within(&mut self, limit: Duration, work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
-        let limit = if self.running.is_some() { Duration::ZERO } else { limit };
-        let running = self.running.get_or_insert_with(|| tokio::task::spawn_blocking(work));
-        let done = timeout(limit, running).await.ok()?;
-        self.running = None;
-        // What broke off has no result either; the next piece is a new one.
-        done.ok()
+        let limit = if self.runs() { Duration::ZERO } else { limit };
+        self.start(work);
+        timeout(limit, self.ended()).await.ok().flatten()
     }
 
     /// The result of a piece that was not waited for to its end, once there is one.
     pub async fn late(&mut self) -> Option<T> {
-        let done = timeout(Duration::ZERO, self.running.as_mut()?).await.ok()?;
-        self.running = None;
-        done.ok()
+        timeout(Duration::ZERO, self.ended()).await.ok().flatten()
     }
 }
 
@@ -192,16 +201,10 @@ mod tests {
         let again = timeout(Duration::from_secs(20), slow.within(Duration::MAX, || 2));
         assert_eq!(again.await, Ok(None), "no second piece beside the first, and no second wait for it");
         assert_eq!(slow.late().await, None);
+        assert!(slow.runs());
         drop(go_on);
-        let late = async {
-            loop {
-                if let Some(late) = slow.late().await {
-                    return late;
-                }
-                tokio::task::yield_now().await;
-            }
-        };
-        assert_eq!(timeout(Duration::from_secs(20), late).await, Ok(1));
+        assert_eq!(timeout(Duration::from_secs(20), slow.ended()).await, Ok(Some(1)));
+        assert!(!slow.runs() && timeout(Duration::ZERO, slow.ended()).await.is_err(), "it is taken");
         assert_eq!(slow.within(Duration::from_secs(60), || 2).await, Some(2));
     }
 }

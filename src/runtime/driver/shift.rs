@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
 
+use super::dying::Dying;
 use super::outside::Outside;
 use super::suspects::Suspects;
 use crate::nvml::child::{Agent, AgentEnded};
@@ -92,10 +93,19 @@ impl Shift {
     }
 
     /// Ends both in order; those that do not end are killed.
-    pub(super) async fn end(self) {
-        for agent in [Some(self.agent), self.successor.map(|successor| successor.agent)].into_iter().flatten() {
-            end(agent).await;
+    pub(super) async fn end(self, dying: &mut Dying) {
+        for agent in self.agents() {
+            end(agent, dying).await;
         }
+    }
+
+    /// Kills both, where they live.
+    pub(super) fn kill(self, dying: &mut Dying) {
+        self.agents().for_each(|agent| dying.take(agent));
+    }
+
+    fn agents(self) -> impl Iterator<Item = Agent> {
+        [Some(self.agent), self.successor.map(|successor| successor.agent)].into_iter().flatten()
     }
 }
 
@@ -106,8 +116,9 @@ pub(super) async fn at(due: Option<(Instant, Errand)>) -> Errand {
     errand
 }
 
-pub(super) async fn end(agent: Agent) {
+pub(super) async fn end(mut agent: Agent, dying: &mut Dying) {
     if let Err(error) = agent.end().await {
         tracing::warn!(%error, "the NVML agent does not end");
     }
+    dying.take(agent);
 }

@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::nvml::protocol::Place;
+use crate::nvml::protocol::{CalledGpu, Place};
+use crate::topology::GpuUuid;
 
 /// How many children it takes.
 const STRIKES: u32 = 2;
@@ -27,6 +28,8 @@ pub struct Suspects {
 
 #[derive(Debug)]
 struct Suspect {
+    /// As far as it has said.
+    uuid: Option<GpuUuid>,
     strikes: u32,
     last: Instant,
     /// What happened last.
@@ -59,11 +62,15 @@ impl Suspects {
     }
 
     /// A call about a GPU ended a child.
-    pub fn blame(&mut self, place: Place, why: String, now: Instant) {
-        let fresh = || Suspect { strikes: 0, last: now, why: String::new(), pause: Duration::ZERO, out: None };
-        let suspect = self.known.entry(place).or_insert_with(fresh);
+    pub fn blame(&mut self, gpu: &CalledGpu, why: String, now: Instant) {
+        let fresh =
+            || Suspect { uuid: None, strikes: 0, last: now, why: String::new(), pause: Duration::ZERO, out: None };
+        let suspect = self.known.entry(gpu.place).or_insert_with(fresh);
         if now.saturating_duration_since(suspect.last) > WINDOW && suspect.out.is_none() {
             *suspect = fresh();
+        }
+        if gpu.uuid.is_some() {
+            suspect.uuid.clone_from(&gpu.uuid);
         }
         suspect.strikes += 1;
         (suspect.last, suspect.why) = (now, why);
@@ -79,6 +86,11 @@ impl Suspects {
     pub fn skip(&self, trial: Option<Place>) -> Vec<Place> {
         let out = self.known.iter().filter(|(_, suspect)| suspect.out.is_some());
         out.map(|(place, _)| *place).filter(|place| Some(*place) != trial).collect()
+    }
+
+    /// Who the GPU at a place is, where it has said so before it ended a child.
+    pub fn name(&self, place: Place) -> Option<&GpuUuid> {
+        self.known.get(&place)?.uuid.as_ref()
     }
 
     /// The GPU that is tried next, and when.
@@ -138,10 +150,14 @@ mod tests {
         Place { index, of: 8 }
     }
 
+    fn gpu(index: u32) -> CalledGpu {
+        CalledGpu { place: place(index), uuid: None }
+    }
+
     fn out(suspects: &mut Suspects, index: u32, now: Instant) -> Vec<Place> {
-        suspects.blame(place(index), "first".into(), now);
+        suspects.blame(&gpu(index), "first".into(), now);
         assert!(!suspects.skip(None).contains(&place(index)), "once is an accident");
-        suspects.blame(place(index), "second".into(), now);
+        suspects.blame(&gpu(index), "second".into(), now);
         suspects.skip(None)
     }
 
@@ -159,7 +175,7 @@ mod tests {
         let mut pauses = Vec::new();
         for _ in 0..7 {
             assert_eq!(suspects.skip(Some(place(3))), []);
-            suspects.blame(place(3), "again".into(), now);
+            suspects.blame(&gpu(3), "again".into(), now);
             pauses.push((suspects.next_trial().unwrap().0 - now).as_secs() / 60);
         }
         assert_eq!(pauses, [2, 4, 8, 16, 32, 60, 60]);
@@ -169,23 +185,34 @@ mod tests {
         assert_eq!(suspects.next_trial(), Some((later + MINUTE * 60, place(3))));
         assert_eq!((suspects.lives(&[], 0, None), suspects.skip(None)), (Some(Verdict::default()), vec![place(3)]));
         // However late it ends a child again, it stays left out.
-        suspects.blame(place(3), "at last".into(), later + WINDOW * 2);
+        suspects.blame(&gpu(3), "at last".into(), later + WINDOW * 2);
         assert_eq!(suspects.skip(None), [place(3)]);
         // A trial that it survives.
         let verdict = suspects.lives(&[], 8, Some(8)).unwrap();
         assert_eq!((verdict.taken_back_in, suspects.skip(None)), (vec![place(3)], vec![]));
         // Then once more is enough.
-        suspects.blame(place(3), "once more".into(), later + WINDOW * 3);
+        suspects.blame(&gpu(3), "once more".into(), later + WINDOW * 3);
         assert_eq!(suspects.skip(None), [place(3)]);
+    }
+
+    #[test]
+    fn a_gpu_that_has_said_its_name_once_has_one() {
+        let (mut suspects, now) = (Suspects::new(MINUTE), Instant::now());
+        let named = CalledGpu { uuid: Some("GPU-a".parse().unwrap()), ..gpu(3) };
+        suspects.blame(&gpu(3), String::new(), now);
+        assert_eq!(suspects.name(place(3)), None);
+        suspects.blame(&named, String::new(), now);
+        suspects.blame(&gpu(3), String::new(), now);
+        assert_eq!((suspects.name(place(3)), suspects.name(place(4))), (named.uuid.as_ref(), None));
     }
 
     #[test]
     fn what_is_long_ago_is_forgotten() {
         let (mut suspects, now) = (Suspects::new(MINUTE), Instant::now());
-        suspects.blame(place(1), String::new(), now);
-        suspects.blame(place(1), String::new(), now + WINDOW + MINUTE);
+        suspects.blame(&gpu(1), String::new(), now);
+        suspects.blame(&gpu(1), String::new(), now + WINDOW + MINUTE);
         assert_eq!(suspects.skip(None), []);
-        suspects.blame(place(1), String::new(), now + WINDOW + MINUTE * 2);
+        suspects.blame(&gpu(1), String::new(), now + WINDOW + MINUTE * 2);
         assert_eq!(suspects.skip(None), [place(1)]);
     }
 
@@ -208,7 +235,7 @@ mod tests {
         assert_eq!((verdict.taken_back_in, suspects.skip(None)), (vec![place(3)], vec![]));
         // What was held against the index is not held against whoever has it next.
         suspects.lives(&[], 8, Some(8)).unwrap();
-        suspects.blame(place(3), String::new(), now);
+        suspects.blame(&gpu(3), String::new(), now);
         assert_eq!(suspects.skip(None), []);
     }
 }
