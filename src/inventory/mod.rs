@@ -319,7 +319,7 @@ impl Inventory {
         for device in self.resources.values_mut().flat_map(BTreeMap::values_mut) {
             device.numa_nodes = hints.nodes(&topology, &device.gpu);
         }
-        vec![Effect::Publish]
+        self.settle(true)
     }
 }
 
