@@ -142,6 +142,7 @@ fn state(
     let mut counts = std::collections::BTreeMap::<String, (usize, usize)>::new();
     for (resource, devices) in inventory.resources() {
         let count = counts.entry(resource.to_string()).or_default();
+        count.1 += inventory.absent(resource).count();
         for device in devices.values() {
             let healthy = device.health == Health::Healthy;
             *(if healthy { &mut count.0 } else { &mut count.1 }) += 1;
