@@ -296,6 +296,10 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     let (gpu, alone) = (random.within(0..GPUS), faults.len() == 1);
     let names: Vec<&str> = faults.iter().map(|fault| fault.name()).collect();
     world.disturbance.set(faults.iter().any(|fault| fault.is_between()));
+    world.sharing.set(faults.contains(&GpusShared));
+    // Where GPUs begin to be shared each waits for the pods that hold it; a kubelet that loses its stream calls all ill.
+    let of_one = !faults.iter().any(|fault| fault.is_between() || *fault == GpusShared);
+    let others = of_one.then(|| tokio::task::spawn_local(world.others(gpu)));
     let mut over = Instant::now();
     for fault in &faults {
         world.ledger.injected(fault.name());
@@ -311,6 +315,14 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     }
     let recovered = world.whole(over, RECOVERY).await;
     world.disturbance.set(false);
+    world.sharing.set(false);
+    if let Some(others) = others {
+        if others.is_finished() {
+            world.ledger.error(format!("during {}: {}", names.join(" and "), others.await.unwrap()));
+            return false;
+        }
+        others.abort();
+    }
     match recovered {
         Ok(after) => {
             for fault in &faults {
