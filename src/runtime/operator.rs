@@ -154,7 +154,12 @@ fn state(
                 model: device.gpu.model.clone(),
                 healthy,
                 reasons: standing
-                    .map(|(reason, since)| ReasonState { reason: reason.to_string(), since: since.as_secs() })
+                    .map(|(reason, since)| ReasonState {
+                        reason: reason.to_string(),
+                        kind: reason.label(),
+                        since: since.as_secs(),
+                        ends_with: reason.ends_with(),
+                    })
                     .collect(),
             });
         }

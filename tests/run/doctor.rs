@@ -1,6 +1,8 @@
 //! `linkwise doctor` on machines that are well and on machines that are not: each line that is not `ok` is produced here by
 //! what it is about.
 
+mod gpus;
+
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
