@@ -71,12 +71,15 @@ async fn next(agent: &mut Agent) -> Result<FromAgent, AgentEnded> {
 
 /// What comes next but for rounds.
 async fn said(agent: &mut Agent) -> Result<FromAgent, AgentEnded> {
-    loop {
-        match next(agent).await {
-            Ok(FromAgent::Polled { .. }) => {}
-            other => return other,
+    let wait = async {
+        loop {
+            match next(agent).await {
+                Ok(FromAgent::Polled { .. }) => {}
+                other => return other,
+            }
         }
-    }
+    };
+    timeout(LIMIT, wait).await.expect("the agent says more than rounds in time")
 }
 
 async fn ready(agent: &mut Agent) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
@@ -88,13 +91,21 @@ async fn ready(agent: &mut Agent) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
 
 /// Waits for a round in which this holds of one GPU.
 async fn polled(agent: &mut Agent, gpu: u32, wanted: impl Fn(&HealthPoll) -> bool) -> HealthPoll {
-    loop {
-        if let FromAgent::Polled { gpus, .. } = next(agent).await.unwrap()
-            && let Some(poll) = gpus.get(&uuid(gpu)).filter(|poll| wanted(poll))
-        {
-            return poll.clone();
+    let wait = async {
+        loop {
+            if let FromAgent::Polled { gpus, .. } = next(agent).await.unwrap()
+                && let Some(poll) = gpus.get(&uuid(gpu)).filter(|poll| wanted(poll))
+            {
+                return poll.clone();
+            }
         }
-    }
+    };
+    timeout(LIMIT, wait).await.expect("such a round comes in time")
+}
+
+fn signal(name: &str, agent: &Agent) {
+    let kill = format!("kill -{name} {}", agent.id().unwrap());
+    assert!(std::process::Command::new("sh").args(["-c", &kill]).status().unwrap().success());
 }
 
 fn uuid(index: u32) -> GpuUuid {
@@ -187,6 +198,20 @@ async fn a_gpu_that_fails_half_its_calls_costs_those_facts_only() {
 }
 
 #[tokio::test]
+async fn a_gpu_that_cannot_register_costs_its_own_events_only() {
+    // What kinds of events the third one has it does not say.
+    let faults = "1:nvmlDeviceRegisterEvents:999,2:nvmlDeviceGetSupportedEventTypes:3";
+    let machine = machine().with("FAKE_NVML_FAIL", faults);
+    let mut agent = machine.agent();
+    ready(&mut agent).await;
+    for gpu in [0, 2, 3] {
+        machine.tell(&format!("xid {gpu} 79"));
+        let xid = FromAgent::Xid { gpu: uuid(gpu), code: 79, gpu_instance: None, compute_instance: None };
+        assert_eq!(said(&mut agent).await.unwrap(), xid);
+    }
+}
+
+#[tokio::test]
 async fn a_gpu_that_is_lost_from_the_start_costs_itself_only() {
     let machine = machine();
     machine.tell("lost *");
@@ -259,6 +284,25 @@ async fn a_round_says_how_each_gpu_is() {
 }
 
 #[tokio::test]
+async fn a_gpu_that_is_divided_up_is_not_asked_for_its_links() {
+    let machine = machine();
+    machine.tell("mig 0 {enabled: true, devices: []}");
+    let mut agent = machine.agent();
+    assert_eq!(polled(&mut agent, 0, |_| true).await.nvlinks_down, None);
+    assert!(polled(&mut agent, 2, |_| true).await.nvlinks_down.is_some());
+}
+
+#[tokio::test]
+async fn the_first_round_waits_for_no_interval() {
+    let mut machine = machine();
+    machine.command.poll = Duration::from_secs(3600);
+    let mut agent = machine.agent();
+    ready(&mut agent).await;
+    let FromAgent::Polled { gpus, .. } = next(&mut agent).await.unwrap() else { panic!("no round") };
+    assert_eq!(gpus.len(), 4);
+}
+
+#[tokio::test]
 async fn a_round_has_the_drivers_word_and_counters_where_there_are_any() {
     let machine = machine();
     for command in ["recovery 1 0", "rows 1 false false", "uncorrectable 1 0"] {
@@ -305,10 +349,30 @@ async fn a_change_is_looked_at_by_itself() {
     assert_eq!(gpus.iter().map(|gpu| gpu.uuid.clone()).collect::<Vec<_>>(), [0, 2, 3].map(uuid));
     machine.tell("add 1");
     assert_eq!(ready(&mut agent).await.0.len(), 4);
+    // What has come is polled at once.
+    let FromAgent::Polled { gpus, .. } = next(&mut agent).await.unwrap() else { panic!("no round with the look") };
+    assert_eq!(gpus.len(), 4);
     // Nothing changes: there are rounds, and no look.
     for _ in 0..5 {
         assert!(matches!(next(&mut agent).await.unwrap(), FromAgent::Polled { .. }));
     }
+}
+
+#[tokio::test]
+async fn a_gpu_that_does_not_say_where_it_is_is_looked_for_cheaply() {
+    let machine = machine().with("FAKE_NVML_FAIL", "2:nvmlDeviceGetPciInfo_v3:999");
+    let mut agent = machine.agent();
+    let (gpus, failures) = ready(&mut agent).await;
+    assert_eq!(gpus.iter().map(|gpu| gpu.index).collect::<Vec<_>>(), [0, 1, 3]);
+    let failed: Vec<_> = failures.iter().filter(|failure| failure.subject == "GPU 2").collect();
+    assert_eq!(failed.iter().map(|failure| failure.call.as_str()).collect::<Vec<_>>(), ["nvmlDeviceGetPciInfo_v3"]);
+    // Rounds, and no full look among them.
+    for _ in 0..5 {
+        let said = next(&mut agent).await.unwrap();
+        assert!(matches!(said, FromAgent::Polled { .. }), "{said:?}");
+    }
+    machine.tell("unfail 2 nvmlDeviceGetPciInfo_v3");
+    assert_eq!(ready(&mut agent).await.0.len(), 4);
 }
 
 #[tokio::test]
@@ -324,6 +388,8 @@ async fn a_gpu_that_is_skipped_is_not_touched() {
     for _ in 0..3 {
         polled(&mut agent, 0, |_| true).await;
     }
+    agent.request(ToAgent::Observe).await.unwrap();
+    assert_eq!(ready(&mut agent).await.0.len(), 3);
     // Of another number of GPUs, the index is another GPU's.
     machine.command.skip = vec![Place { index: 1, of: 5 }];
     let mut agent = machine.agent();
@@ -352,6 +418,17 @@ async fn a_call_that_hangs_is_named_with_its_gpu() {
 }
 
 #[tokio::test]
+async fn a_link_that_hangs_in_a_round_is_named_with_its_gpu() {
+    let mut machine = machine();
+    machine.command.limits = SHORT;
+    let mut agent = machine.agent();
+    ready(&mut agent).await;
+    machine.tell("hang 1 nvmlDeviceGetNvLinkState");
+    let ended = said(&mut agent).await.unwrap_err().to_string();
+    assert!(ended.starts_with(&format!("nvmlDeviceGetNvLinkState of {} did not return", uuid(1))), "{ended}");
+}
+
+#[tokio::test]
 async fn a_wait_for_events_that_hangs_is_noticed() {
     let mut machine = machine();
     machine.command.limits = SHORT;
@@ -368,8 +445,7 @@ async fn a_child_that_is_stopped_is_not_taken_for_a_call_that_hangs() {
     machine.command.limits = SHORT;
     let mut agent = machine.agent();
     ready(&mut agent).await;
-    let stop = format!("kill -STOP {}", agent.id().unwrap());
-    assert!(std::process::Command::new("sh").args(["-c", &stop]).status().unwrap().success());
+    signal("STOP", &agent);
     let ended = said(&mut agent).await.unwrap_err();
     assert!(matches!(ended, AgentEnded::Stopped(_)), "{ended}");
 }
@@ -420,6 +496,29 @@ async fn a_driver_that_does_not_initialise_is_named() {
     assert_eq!(next(&mut agent).await.unwrap(), failed);
     let Err(AgentEnded::Exited(status)) = next(&mut agent).await else { panic!("it goes on") };
     assert_eq!(status.code(), Some(1));
+}
+
+#[tokio::test]
+async fn the_library_is_found_by_its_usual_names() {
+    let folder = tempfile::tempdir().unwrap();
+    for names in [&["libnvidia-ml.so"][..], &["libnvidia-ml.so", "libnvidia-ml.so.1"], &["libnvidia-ml.so.1"], &[]] {
+        for name in names {
+            std::os::unix::fs::symlink(fake_nvml::library_path(), folder.path().join(name)).unwrap();
+        }
+        let mut machine = machine().with("LD_LIBRARY_PATH", folder.path());
+        machine.command.library = None;
+        let mut agent = machine.agent();
+        if names.is_empty() {
+            // The name that drivers install.
+            let FromAgent::Leaving { error, .. } = next(&mut agent).await.unwrap() else { panic!("it found one") };
+            assert!(error.contains("cannot load libnvidia-ml.so.1: "), "{error}");
+        } else {
+            assert_eq!(ready(&mut agent).await.0.len(), 4, "{names:?}");
+        }
+        for name in names {
+            std::fs::remove_file(folder.path().join(name)).unwrap();
+        }
+    }
 }
 
 #[tokio::test]
@@ -478,18 +577,36 @@ async fn ending_a_child_is_its_own_doing_even_while_a_call_hangs() {
 
 #[tokio::test]
 async fn dropping_the_agent_ends_the_child() {
+    // One that is stopped too, which does not see that its parent is gone.
+    for stopped in [false, true] {
+        let machine = machine();
+        let mut agent = machine.agent();
+        ready(&mut agent).await;
+        if stopped {
+            signal("STOP", &agent);
+        }
+        drop(agent);
+        // Its control socket closes with it.
+        timeout(LIMIT, async {
+            while machine.control.is_heard() {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await
+        .unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_child_that_ends_before_it_was_heard_is_known_to_have_ended() {
     let machine = machine();
     let mut agent = machine.agent();
     ready(&mut agent).await;
-    drop(agent);
-    // Its control socket closes with it.
-    timeout(LIMIT, async {
-        while machine.control.is_heard() {
-            tokio::task::yield_now().await;
-        }
-    })
-    .await
-    .unwrap();
+    signal("STOP", &agent);
+    agent.request(ToAgent::Observe).await.unwrap();
+    signal("KILL", &agent);
+    let ended = said(&mut agent).await.unwrap_err();
+    assert!(ended.to_string().contains("SIGKILL"), "{ended}");
 }
 
 #[tokio::test]

@@ -97,34 +97,53 @@ pub fn tell<'nvml>(
     waiting: &Waiting,
     go_on: impl Fn() -> bool,
 ) -> Result<(), AgentError> {
-    let mut pause: Option<Duration> = None;
+    let mut pauses = Pauses::default();
     while go_on() {
         let began = Instant::now();
         waiting.set(true);
         let waited = set.wait(WAIT);
         waiting.set(false);
-        match waited {
-            Ok(Some(event)) => {
-                pause = None;
-                parent.send(&message(&event, gpus))?;
-            }
-            Ok(None) => {
-                pause = None;
-                // A library that does not wait must not make us spin.
-                rest(FIRST_PAUSE.saturating_sub(began.elapsed()));
+        rest(match waited {
+            Ok(event) => {
+                if let Some(event) = &event {
+                    parent.send(&message(event, gpus))?;
+                }
+                pauses.waited(event.is_some(), began.elapsed())
             }
             Err(error) => {
-                // Told once, until a wait succeeds again.
-                if pause.is_none() {
+                if pauses.works() {
                     parent.send(&failed(&error))?;
                 }
-                let length = pause.map_or(FIRST_PAUSE, |last| (last * 2).min(WAIT));
-                pause = Some(length);
-                rest(length);
+                pauses.failed()
             }
-        }
+        });
     }
     Ok(())
+}
+
+/// The pauses between waits. Pure.
+#[derive(Debug, Default)]
+struct Pauses {
+    /// After the last wait, where it failed.
+    failing: Option<Duration>,
+}
+
+impl Pauses {
+    /// Whether the last wait did not fail: a failure now is news.
+    fn works(&self) -> bool {
+        self.failing.is_none()
+    }
+
+    /// The pause after a wait that `lasted` so long and brought an event, or none: a library that does not wait must not make us spin.
+    fn waited(&mut self, event: bool, lasted: Duration) -> Duration {
+        self.failing = None;
+        if event { Duration::ZERO } else { FIRST_PAUSE.saturating_sub(lasted) }
+    }
+
+    /// The pause after a wait that failed.
+    fn failed(&mut self) -> Duration {
+        *self.failing.insert(self.failing.map_or(FIRST_PAUSE, |last| (last * 2).min(WAIT)))
+    }
 }
 
 /// Pauses this thread, which has nothing else to do; the process ends from another one.
@@ -165,4 +184,29 @@ fn name(event: &Event<'_>, gpus: &[Gpu<'_>]) -> Answer<GpuUuid> {
     }
     let uuid = answer("nvmlDeviceGetUUID", event.device.uuid())?;
     Ok(uuid.and_then(|uuid| uuid.parse().ok()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_that_does_not_wait_or_fails_makes_nobody_spin_and_is_told_of_once() {
+        let mut pauses = Pauses::default();
+        assert_eq!(pauses.waited(false, WAIT), Duration::ZERO);
+        assert_eq!(pauses.waited(false, Duration::ZERO), FIRST_PAUSE);
+        assert_eq!(pauses.waited(false, FIRST_PAUSE / 4), FIRST_PAUSE / 4 * 3);
+        assert_eq!(pauses.waited(true, Duration::ZERO), Duration::ZERO, "another event may wait already");
+        for event in [true, false] {
+            let mut told = 0;
+            let failed: Vec<u128> = (0..8)
+                .map(|_| {
+                    told += u32::from(pauses.works());
+                    pauses.failed().as_millis()
+                })
+                .collect();
+            assert_eq!((told, failed), (1, vec![100, 200, 400, 800, 1600, 3200, 5000, 5000]));
+            pauses.waited(event, Duration::ZERO);
+        }
+    }
 }

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nvml_wrapper::Nvml;
 
@@ -73,10 +73,7 @@ impl Fingerprint {
             })
         }
         let other_count = round.count.is_some() && round.count != self.count;
-        if other_count {
-            // An index means something for one number of GPUs only.
-            *self = Self { count: round.count, ..Self::default() };
-        }
+        self.count = round.count.or(self.count);
         let changed =
             [merge(&mut self.names, round.names), merge(&mut self.links, round.links), merge(&mut self.mig, round.mig)];
         other_count || changed.contains(&true)
@@ -107,14 +104,10 @@ impl Watch {
     ///
     /// The parent cannot be told.
     pub fn run(mut self, asked: &Receiver<ToAgent>) -> Result<(), AgentError> {
-        let mut next_round = Instant::now() + self.interval;
         loop {
-            match asked.recv_timeout(next_round.saturating_duration_since(Instant::now())) {
+            match asked.recv_timeout(self.interval) {
                 Ok(ToAgent::Observe) => self.observe()?,
-                Err(RecvTimeoutError::Timeout) => {
-                    self.round()?;
-                    next_round = Instant::now() + self.interval;
-                }
+                Err(RecvTimeoutError::Timeout) => self.round()?,
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
             }
         }
@@ -136,7 +129,7 @@ impl Watch {
         self.tell(polls)
     }
 
-    /// Which GPU NVML has at each index.
+    /// Which GPU NVML has at each index, as far as a full look would list it.
     fn names(&self, round: &mut Fingerprint) -> Result<(), CallError> {
         round.count = self.calls.ask(COUNT, || self.nvml.device_count())?;
         let of = round.count.unwrap_or(0);
@@ -144,7 +137,12 @@ impl Watch {
             let calls = self.calls.about(place, None);
             let Ok(Some(device)) = calls.ask(HANDLE, || self.nvml.device_by_index(place.index)) else { continue };
             let Ok(Some(uuid)) = calls.ask(UUID, || device.uuid()) else { continue };
-            round.names.extend(uuid.parse().ok().map(|uuid| (place.index, uuid)));
+            let Ok(uuid) = uuid.parse() else { continue };
+            // A full look would leave out again one that does not say where it is.
+            let listed = self.gpus.iter().any(|gpu| gpu.uuid == uuid);
+            if listed || probe::place_on_bus(&device, &calls).is_ok() {
+                round.names.insert(place.index, uuid);
+            }
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::keeper::{self, HealthSettings, Keeper};
+use super::{driver, keeper};
 use crate::inventory::{HealthRecord, NodeIdentity};
 
 /// What is kept.
@@ -25,10 +25,8 @@ pub struct Kept {
 pub fn kept(folder: Option<&Path>, kubelet_socket: &Path, sysfs: &Path) -> Result<Kept, (PathBuf, anyhow::Error)> {
     let folder = folder.map(Path::to_owned).or_else(|| keeper::beside(kubelet_socket)).unwrap_or_default();
     let file = folder.join(keeper::FILE);
-    let identity =
-        Keeper::new(&HealthSettings { sysfs: Some(sysfs.to_owned()), ..HealthSettings::default() }).identity();
     match keeper::read(&file) {
-        Ok(record) => Ok(Kept { file, record, identity: identity.unwrap_or_default() }),
+        Ok(record) => Ok(Kept { file, record, identity: driver::identity(sysfs) }),
         Err(error) => Err((file, error.into())),
     }
 }

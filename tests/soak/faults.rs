@@ -213,6 +213,11 @@ impl Fault {
             XidUntilRecovery | XidUntilCleared => {
                 world.tell(&format!("recovery {gpu} 1")).await;
                 world.tell(&format!("xid {gpu} 79")).await;
+                if alone {
+                    // The recovery action alone makes it ill as well.
+                    let series = format!("linkwise_gpu_unhealthy_since_seconds{{uuid=\"{id}\",reason=\"xid\"}}");
+                    until(async || world.metric(&series).await.ok_or("the XID does not stand")).await;
+                }
             }
             LinksDown => {
                 for link in 0..LINKS {
@@ -254,6 +259,8 @@ impl Fault {
             XidUntilRecovery => world.tell(&format!("recovery {gpu} 0")).await,
             XidUntilCleared => {
                 world.admin(&["clear", &uuid(gpu)]).await;
+                // By the operator's word: what the driver says of it has not changed yet.
+                world.well(gpu).await;
                 world.tell(&format!("recovery {gpu} 0")).await;
             }
             LinksDown => {

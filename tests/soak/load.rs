@@ -165,12 +165,14 @@ impl Worker {
             {
                 return Outcome::Full;
             }
-            // It failed after the kubelet's last list: then the next list says so.
-            AdmissionError::Allocate { place, devices, .. } if error.status().is_some() => {
+            // The device that the refusal names failed after the kubelet's last list: then the next list says so.
+            AdmissionError::Allocate { place, devices, .. } => {
+                let words = error.status().map(|status| status.message().to_owned()).unwrap_or_default();
+                let named: Vec<&String> = devices.iter().filter(|id| words.contains(&format!("'{id}'"))).collect();
                 let ill = |id: &String, state: &linkwise::kubelet_box::State| {
                     !state.resources[&place.resource].healthy.contains(id)
                 };
-                let news = self.kubelet.wait(|state| devices.iter().any(|id| ill(id, state)));
+                let news = self.kubelet.wait(|state| named.iter().any(|id| ill(id, state)));
                 if matches!(timeout(NEWS, news).await, Ok(Ok(_))) {
                     return Outcome::Overtaken;
                 }

@@ -197,6 +197,13 @@ impl World {
         ill.expect("the kubelet is told of the GPU's failure");
     }
 
+    /// Waits until this GPU is given out.
+    pub async fn well(&self, gpu: u32) {
+        let id = uuid(gpu);
+        let well = self.kubelet.wait(|state| state.resources[GPU].healthy.contains(&id)).await;
+        well.expect("the kubelet is told that the GPU is well");
+    }
+
     /// Ends with what is wrong as soon as the kubelet is told that a GPU is ill that nothing has happened to.
     pub fn others(&self, gpu: u32) -> impl Future<Output = String> + use<> {
         let kubelet = Arc::clone(&self.kubelet);
