@@ -424,13 +424,15 @@ impl Driver {
     async fn identify(&self, known: &mut Known) -> Result<()> {
         // What was asked before may be of another driver.
         drop(known.identities.late().await);
+        known.identified = false;
+        if known.identities.runs() {
+            return Ok(());
+        }
         let sysfs = self.sysfs.clone();
         let identity = known.identities.within(FILES, move || outside::identity(&sysfs)).await;
-        known.identified = identity.is_some();
-        match identity {
-            Some(identity) => self.tell(Event::Identified(identity)).await,
-            None => Ok(()),
-        }
+        let Some(identity) = identity else { return Ok(()) };
+        known.identified = true;
+        self.tell(Event::Identified(identity)).await
     }
 
     /// A round's answers, with what is seen from outside; why the child is of no more use, if it is.

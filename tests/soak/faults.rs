@@ -306,7 +306,8 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     world.sharing.set(faults.contains(&GpusShared));
     // Where GPUs begin to be shared each waits for the pods that hold it; a kubelet that loses its stream calls all ill.
     let of_one = !faults.iter().any(|fault| fault.is_between() || *fault == GpusShared);
-    let others = of_one.then(|| tokio::task::spawn_local(world.others(gpu)));
+    let others = world.others(gpu);
+    let others = of_one.then(|| tokio::task::spawn_local(others));
     let mut over = Instant::now();
     for fault in &faults {
         world.ledger.injected(fault.name());
@@ -325,6 +326,7 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     world.sharing.set(false);
     if let Some(others) = others {
         if others.is_finished() {
+            print_log(world);
             world.ledger.error(format!("during {}: {}", names.join(" and "), others.await.unwrap()));
             return false;
         }
@@ -341,9 +343,7 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
             }
         }
         Err(missing) => {
-            let lines = world.node.process.lines();
-            let last = lines[lines.len().saturating_sub(30)..].join("\n");
-            println!("the last lines of the log:\n{last}");
+            print_log(world);
             world.ledger.error(format!("{}: not over within {RECOVERY:?}: {missing}", names.join(" and ")));
             return false;
         }
@@ -355,6 +355,13 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     // A moment in which nothing happens: for what comes late.
     tokio::time::sleep(random.milliseconds(0..300)).await;
     true
+}
+
+/// What the process said last of other things than pods.
+fn print_log(world: &World) {
+    let of_pods = |line: &String| line.contains("\"preferred\"") || line.contains("\"allocated\"");
+    let lines: Vec<String> = world.node.process.lines().into_iter().filter(|line| !of_pods(line)).collect();
+    println!("the last lines of the log:\n{}", lines[lines.len().saturating_sub(30)..].join("\n"));
 }
 
 /// How two at once are called.

@@ -64,6 +64,8 @@ pub struct World {
     /// Whether sharing is being changed: what pods hold under the other name has to be let go of before a device is healthy.
     pub sharing: Disturbance,
     pub ledger: Ledger,
+    /// The GPU of the last round.
+    last: Option<u32>,
     began: Instant,
 }
 
@@ -114,6 +116,7 @@ impl World {
             disturbance: Disturbance::default(),
             sharing: Disturbance::default(),
             ledger,
+            last: None,
             began: Instant::now(),
         }
     }
@@ -204,11 +207,14 @@ impl World {
         well.expect("the kubelet is told that the GPU is well");
     }
 
-    /// Ends with what is wrong as soon as the kubelet is told that a GPU is ill that nothing has happened to.
-    pub fn others(&self, gpu: u32) -> impl Future<Output = String> + use<> {
+    /// Ends with what is wrong as soon as the kubelet is told that a GPU is ill that nothing has happened to. What happened in the
+    /// round before may be told late.
+    pub fn others(&mut self, gpu: u32) -> impl Future<Output = String> + use<> {
         let kubelet = Arc::clone(&self.kubelet);
+        let last = self.last.replace(gpu);
         async move {
-            let unhurt: Vec<String> = (0..GPUS).filter(|other| *other != gpu).map(uuid).collect();
+            let hurt = |other: &u32| *other == gpu || Some(*other) == last;
+            let unhurt: Vec<String> = (0..GPUS).filter(|other| !hurt(other)).map(uuid).collect();
             let ill = |state: &State| unhurt.iter().find(|id| state.resources[GPU].unhealthy.contains(*id)).cloned();
             loop {
                 // A wait that ends for its time begins again.

@@ -31,6 +31,11 @@ impl<T> Default for Slow<T> {
 }
 
 impl<T: Send + 'static> Slow<T> {
+    /// Whether a piece runs that was not waited for to its end.
+    pub fn runs(&self) -> bool {
+        self.running.is_some()
+    }
+
     /// Starts the work and waits for it; `None` when it takes too long. Where an earlier piece still runs, that one's result
     /// is taken, and not waited for again.
     pub async fn within(&mut self, limit: Duration, work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
