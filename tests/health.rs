@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use linkwise::allocation::DeviceId;
 use linkwise::inventory::{
-    Effect, Event, FabricHealth, Health, HealthPoll, HealthRecord, Inventory, NodeIdentity, Reach, RecoveryAction,
-    ResourceName, RowRemapping, XidPolicy, XidSet,
+    Effect, Event, FabricHealth, Health, HealthPoll, HealthRecord, Inventory, NodeIdentity, NumaHints, Reach,
+    RecoveryAction, ResourceName, RowRemapping, XidPolicy, XidSet,
 };
 use linkwise::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation};
 
@@ -397,8 +397,10 @@ fn the_first_list_waits_for_the_first_poll() {
     assert!(world.effects.contains(&Effect::Publish));
     assert!(!world.healthy());
     assert_eq!(world.inventory.next_deadline(), None);
-    // Nobody polls: then the list goes without.
+    // Nobody polls: then the list goes without. A configuration that changes meanwhile opens nothing.
     let mut world = World::of(Inventory::default().awaiting_the_first_poll());
+    world.tell(Event::NumaHints(NumaHints::Package));
+    assert!(!world.effects.contains(&Effect::Publish), "no GPU was polled yet");
     world.now = deadline;
     world.tell(Event::Tick);
     assert!(world.effects.contains(&Effect::Publish) && world.healthy());

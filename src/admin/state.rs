@@ -56,6 +56,10 @@ pub struct GpuState {
 pub struct ReasonState {
     /// What.
     pub reason: String,
+    /// The kind of reason, as docs/health.md and the metrics name it.
+    pub kind: &'static str,
     /// Since when, in seconds since 1970.
     pub since: u64,
+    /// The evidence that would end it: what to do, or what to wait for.
+    pub ends_with: &'static str,
 }

@@ -22,17 +22,22 @@ pub async fn admin(args: &AdminArgs) -> Result<()> {
         AdminOrder::Resume => "POST /driver/resume".to_owned(),
         AdminOrder::Clear { gpu } => format!("POST /gpus/{gpu}/clear"),
     };
-    let socket = args.socket.display();
-    let answer = timeout(ANSWER, ask(&args.socket, &line)).await;
-    let text = answer.with_context(|| format!("no answer on {socket} within {ANSWER:?}"))?;
-    let text = text.with_context(|| format!("cannot ask linkwise on {socket} (its --admin-socket)"))?;
+    Ok(print(&order(&args.socket, &line, ANSWER).await?)?)
+}
+
+/// What linkwise answers to an order, in time.
+pub(super) async fn order(socket: &Path, line: &str, limit: Duration) -> Result<String> {
+    let at = socket.display();
+    let answer = timeout(limit, ask(socket, line)).await;
+    let text = answer.with_context(|| format!("no answer on {at} within {limit:?}"))?;
+    let text = text.with_context(|| format!("cannot ask linkwise on {at} (its --admin-socket)"))?;
     let (head, body) = text.split_once("\r\n\r\n").unwrap_or((&text, ""));
     let status = head.split(' ').nth(1).unwrap_or_default();
-    ensure!(head.starts_with("HTTP/1."), "what answers on {socket} is no linkwise");
+    ensure!(head.starts_with("HTTP/1."), "what answers on {at} is no linkwise");
     if status != "200" {
         bail!("{}", body.trim_end());
     }
-    Ok(print(body)?)
+    Ok(body.to_owned())
 }
 
 async fn ask(socket: &Path, line: &str) -> std::io::Result<String> {

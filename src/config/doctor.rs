@@ -29,6 +29,12 @@ pub struct DoctorArgs {
         default_value = "/var/lib/kubelet/pod-resources/kubelet.sock"
     )]
     pub pod_resources_socket: PathBuf,
+    /// The admin socket of the linkwise that runs here, if it has one: what it holds against GPUs is asked there
+    #[arg(long, value_name = "PATH", env = "LINKWISE_ADMIN_SOCKET", default_value = "/run/linkwise/admin.sock")]
+    pub admin_socket: PathBuf,
+    /// Where linkwise keeps the GPUs' health; without it, in the folder linkwise beside the kubelet's socket
+    #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
+    pub state_dir: Option<PathBuf>,
     /// Where the host's /dev, /proc, /etc/cdi and /var/run/cdi are found
     #[arg(long, value_name = "FOLDER", default_value = "/")]
     pub root: PathBuf,

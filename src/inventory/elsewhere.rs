@@ -42,7 +42,7 @@ impl Inventory {
             .filter_map(|mig| Some((mig.uuid.as_str(), self.topology().gpus().get(mig.parent)?.uuid.as_str())))
             .collect();
         // What was withdrawn may have got a holder since the kubelet was asked last.
-        let withdrawn = self.gone.iter().filter(|(_, gone)| gone.why == UnhealthyReason::Withdrawn);
+        let withdrawn = self.gone.iter().filter(|(_, gone)| gone.offered && gone.why == UnhealthyReason::Withdrawn);
         let withdrawn = withdrawn.map(|(key, gone)| (key, gone.since));
         for (key, since) in self.held.iter().map(|key| (key, known_since)).chain(withdrawn) {
             let id = key.1.as_str();

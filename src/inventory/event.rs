@@ -125,6 +125,13 @@ pub enum Effect {
         /// Who holds it.
         reason: UnhealthyReason,
     },
+    /// Tell people that pods hold devices of a resource that are not offered, or not any more; they are on its list now.
+    HeldUnoffered {
+        /// The resource.
+        resource: ResourceName,
+        /// The ids, in order.
+        ids: Vec<DeviceId>,
+    },
     /// Tell people what is odd about the node, once.
     Warn(TopologyWarning),
     /// Tell people what the plan cannot have on this node, once.

@@ -10,7 +10,7 @@ use super::health::GpuHealth;
 use super::poll::{FabricHealth, HealthPoll, Reach};
 use super::reason::UnhealthyReason;
 use super::record::{HealthRecord, NodeIdentity};
-use super::{Inventory, Listing};
+use super::{Awaited, Inventory, Listing};
 use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, HostObservation, NodeObservation, PciAddress, PciObservation};
 
@@ -25,8 +25,21 @@ const DOUBLE_BIT_ECC: u64 = 48;
 pub(super) struct GoneDevice {
     pub(super) since: Timestamp,
     pub(super) why: UnhealthyReason,
+    /// Whether this process offered it: then a pod may have got it since the kubelet was asked last.
+    pub(super) offered: bool,
     /// The kubelet listed nobody who holds it. It is asked twice: the first answer may be older than the last pod.
     unheld: bool,
+}
+
+impl GoneDevice {
+    /// One that we never offered, and that a pod holds.
+    pub(super) fn held(since: Timestamp, why: UnhealthyReason) -> Self {
+        Self { since, why, offered: false, unheld: false }
+    }
+
+    pub(super) fn health(&self) -> Health {
+        Health::Unhealthy { reason: self.why.clone(), since: self.since }
+    }
 }
 
 impl Inventory {
@@ -85,11 +98,20 @@ impl Inventory {
                 health.poll(poll, node_wide, self.hold, now);
             }
         }
-        let opens = matches!(self.listing, Listing::Awaiting { .. }) && !polls.is_empty();
+        if matches!(self.listing, Listing::Awaiting { .. }) && !polls.is_empty() {
+            self.awaited.poll = false;
+        }
+        let opens = self.opens();
+        self.settle(opens)
+    }
+
+    /// Whether the list, which waited, waits for nothing any more.
+    pub(super) fn opens(&mut self) -> bool {
+        let opens = matches!(self.listing, Listing::Awaiting { .. }) && self.awaited == Awaited::default();
         if opens {
             self.listing = Listing::Open;
         }
-        self.settle(opens)
+        opens
     }
 
     /// Whether the same trouble is every GPU's: then it is the node's.
@@ -156,7 +178,12 @@ impl Inventory {
             health.missed(off_bus);
         }
         if matches!(self.listing, Listing::NotYet) {
-            self.listing = if present.is_empty() { Listing::Open } else { Listing::Awaiting { since: now } };
+            self.listing = Listing::Awaiting { since: now };
+            if present.is_empty() {
+                // There is nobody to poll, and nothing to hold.
+                self.awaited = Awaited::default();
+            }
+            self.opens();
         }
     }
 
@@ -167,30 +194,34 @@ impl Inventory {
         mut fresh: BTreeMap<ResourceName, BTreeMap<DeviceId, super::Device>>,
         now: Timestamp,
     ) {
+        self.gone.retain(|(resource, id), _| !fresh.get(resource).is_some_and(|devices| devices.contains_key(id)));
         for (resource, devices) in std::mem::take(&mut self.resources) {
+            let listed = fresh.entry(resource.clone()).or_default();
             for (id, known) in devices {
                 let key = (resource.clone(), id.clone());
-                match fresh.entry(resource.clone()).or_default().entry(id) {
-                    Entry::Occupied(_) => drop(self.gone.remove(&key)),
-                    Entry::Vacant(place) => {
-                        let why =
-                            if self.is_there(&known) { UnhealthyReason::Withdrawn } else { UnhealthyReason::Gone };
-                        self.gone.entry(key).or_insert(GoneDevice { since: now, why, unheld: false });
-                        place.insert(known);
-                    }
+                if let Entry::Vacant(place) = listed.entry(id) {
+                    let why = if self.is_there(&known) { UnhealthyReason::Withdrawn } else { UnhealthyReason::Gone };
+                    self.gone.entry(key).or_insert(GoneDevice { since: now, why, offered: true, unheld: false });
+                    place.insert(known);
                 }
             }
         }
-        fresh.retain(|_, devices| !devices.is_empty());
         self.resources = fresh;
+        self.forget_empty();
     }
 
-    /// Who holds what: what is gone, and held by nobody in two answers in a row, leaves the list.
-    pub(super) fn held(&mut self, held: Option<&BTreeSet<(ResourceName, DeviceId)>>) -> Vec<Effect> {
+    /// A resource is one as long as anything is on its list.
+    fn forget_empty(&mut self) {
+        let listed: BTreeSet<&ResourceName> = self.gone.keys().map(|(resource, _)| resource).collect();
+        self.resources.retain(|resource, devices| !devices.is_empty() || listed.contains(resource));
+    }
+
+    /// Who holds what: what is gone, and held by nobody in two answers in a row, leaves the list. Whether anything did.
+    pub(super) fn held(&mut self, held: Option<&BTreeSet<(ResourceName, DeviceId)>>) -> bool {
         let Some(held) = held else {
             // The kubelet may be another one when it answers next, and know less at first.
             self.gone.values_mut().for_each(|gone| gone.unheld = false);
-            return Vec::new();
+            return false;
         };
         let mut leaving = Vec::new();
         for (key, gone) in &mut self.gone {
@@ -207,8 +238,8 @@ impl Inventory {
                 devices.remove(id);
             }
         }
-        self.resources.retain(|_, devices| !devices.is_empty());
-        self.settle(!leaving.is_empty())
+        self.forget_empty();
+        !leaving.is_empty()
     }
 
     /// What time alone brings.
@@ -235,7 +266,7 @@ impl Inventory {
                 let gone = self.gone.get(&key);
                 let own = self.health.get(&device.gpu.uuid);
                 let mut health = match gone {
-                    Some(gone) => Health::Unhealthy { reason: gone.why.clone(), since: gone.since },
+                    Some(gone) => gone.health(),
                     None => match (own.map(|own| own.verdict(device.instance())), self.mps.waits(resource, device)) {
                         (None | Some(Health::Healthy), Some(since)) => {
                             Health::Unhealthy { reason: UnhealthyReason::MpsNotReady, since }

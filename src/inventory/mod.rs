@@ -4,6 +4,7 @@
 //! caller and writer; everybody else reads whole snapshots. It owns devices, their health and the
 //! resources they make up; which GPUs to choose is `allocation`'s.
 
+mod absent;
 mod device;
 mod elsewhere;
 mod event;
@@ -68,7 +69,7 @@ pub struct Inventory {
     /// The first hold; see `health`.
     hold: Duration,
     health: BTreeMap<GpuUuid, GpuHealth>,
-    /// The devices that are listed though they are no longer there.
+    /// The devices that are listed though they are no longer there, or no longer offered; of some nothing else is known.
     gone: BTreeMap<(ResourceName, DeviceId), GoneDevice>,
     mps: Mps,
     /// What people were told of each GPU last.
@@ -78,6 +79,16 @@ pub struct Inventory {
     /// What the runtime was asked to keep last.
     kept: HealthRecord,
     listing: Listing,
+    awaited: Awaited,
+}
+
+/// What the first list still waits for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Awaited {
+    /// The first poll.
+    poll: bool,
+    /// The first word of who holds what.
+    holders: bool,
 }
 
 /// Whether the kubelet may see the list.
@@ -85,9 +96,9 @@ pub struct Inventory {
 enum Listing {
     /// It may.
     Open,
-    /// Not before the node was looked at and polled.
+    /// Not before the node was looked at.
     NotYet,
-    /// Not before the GPUs were polled, or that took too long.
+    /// Not before what it waits for has come, or that took too long.
     Awaiting { since: Timestamp },
 }
 
@@ -162,6 +173,7 @@ impl Inventory {
             identity: NodeIdentity::default(),
             kept: HealthRecord::default(),
             listing: Listing::Open,
+            awaited: Awaited::default(),
         }
     }
 
@@ -181,7 +193,14 @@ impl Inventory {
     /// its GPUs. Where that does not come, [`Self::next_deadline`] ends the wait.
     #[must_use]
     pub fn awaiting_the_first_poll(self) -> Self {
-        Self { listing: Listing::NotYet, ..self }
+        Self { listing: Listing::NotYet, awaited: Awaited { poll: true, ..self.awaited }, ..self }
+    }
+
+    /// The same, publishing nothing before a first [`Event::Holders`], if only that nobody knows: the first list has
+    /// what pods hold. The wait ends as that for the first poll.
+    #[must_use]
+    pub fn awaiting_the_holders(self) -> Self {
+        Self { listing: Listing::NotYet, awaited: Awaited { holders: true, ..self.awaited }, ..self }
     }
 
     /// The reasons that stand against a GPU, in the order in which they began, each with its beginning.
@@ -254,7 +273,13 @@ impl Inventory {
         for id in ids {
             let (resource, name) = (resource.clone(), id.clone());
             let Some(device) = devices.and_then(|devices| devices.get(id)) else {
-                return Err(AllocateError::Unknown { resource, id: name });
+                let key = (resource, name);
+                let gone = self.gone.get(&key).map(|gone| gone.why.clone());
+                let (resource, id) = key;
+                return Err(match gone {
+                    Some(reason) => AllocateError::Unhealthy { resource, id, reason },
+                    None => AllocateError::Unknown { resource, id },
+                });
             };
             if let Health::Unhealthy { reason, .. } = &device.health {
                 return Err(AllocateError::Unhealthy { resource, id: name, reason: reason.clone() });
@@ -319,7 +344,7 @@ impl Inventory {
         for device in self.resources.values_mut().flat_map(BTreeMap::values_mut) {
             device.numa_nodes = hints.nodes(&topology, &device.gpu);
         }
-        vec![Effect::Publish]
+        self.settle(true)
     }
 }
 

@@ -43,16 +43,19 @@ impl Inventory {
     /// What pods hold: it tells how used the GPUs are, and what may leave the list.
     pub(super) fn holders(&mut self, held: Option<BTreeSet<(ResourceName, DeviceId)>>, now: Timestamp) -> Vec<Effect> {
         let known = held.is_some();
-        let mut effects = self.held(held.as_ref());
+        let mut effects = Vec::new();
+        let mut changed = self.held(held.as_ref());
         let held = held.unwrap_or_default();
         if held != *self.held || known != self.holders_since.is_some() {
             self.held = Arc::new(held);
             self.holders_since = known.then_some(now);
             self.choices = Arc::new(self.made(&self.plan).choices);
-            if !effects.contains(&Effect::Publish) {
-                effects.extend(self.settle(true));
-            }
+            effects = self.adopt(now);
+            changed = true;
         }
+        self.awaited.holders = false;
+        changed |= self.opens();
+        effects.extend(self.settle(changed));
         effects
     }
 
@@ -91,6 +94,7 @@ impl Inventory {
         }
         self.wait_for_daemons(&mut made.devices, now);
         self.list(made.devices, now);
+        effects.extend(self.adopt(now));
         effects.extend(self.settle(true));
         effects
     }

@@ -230,7 +230,7 @@ impl Resources {
 }
 
 /// The place of the GPU behind a device, by its id: [`Device::id`].
-fn place(topology: &NodeTopology, id: &DeviceId) -> Option<usize> {
+pub(super) fn place(topology: &NodeTopology, id: &DeviceId) -> Option<usize> {
     let uuid = id.as_str().split_once("::").map_or(id.as_str(), |(uuid, _)| uuid);
     let gpu = || topology.gpus().iter().position(|gpu| gpu.uuid.as_str() == uuid);
     let mig = || Some(topology.mig_devices().iter().find(|mig| mig.uuid.as_str() == uuid)?.parent);

@@ -22,7 +22,12 @@ pub(super) fn device_list(inventory: &Inventory, resource: &ResourceName) -> wir
             topology: (!nodes.is_empty()).then_some(wire::TopologyInfo { nodes }),
         }
     });
-    wire::ListAndWatchResponse { devices: devices.collect() }
+    let absent = inventory.absent(resource).map(|(id, _)| wire::Device {
+        id: id.as_str().to_owned(),
+        health: wire::UNHEALTHY.to_owned(),
+        topology: None,
+    });
+    wire::ListAndWatchResponse { devices: devices.chain(absent).collect() }
 }
 
 /// One container's question. A negative size is a size that cannot be met, like 0.

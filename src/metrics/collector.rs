@@ -105,6 +105,8 @@ impl Collector for State {
                 let health = if device.health == Health::Healthy { "healthy" } else { "unhealthy" };
                 *counts.entry((resource.to_string(), health)).or_default() += 1;
             }
+            let absent = i64::try_from(inventory.absent(resource).count()).unwrap_or(i64::MAX);
+            *counts.entry((resource.to_string(), "unhealthy")).or_default() += absent;
         }
         let devices = counts
             .into_iter()

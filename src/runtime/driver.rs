@@ -35,6 +35,7 @@ use away::{Away, Working};
 use dying::Dying;
 use known::Known;
 use outside::Outside;
+pub(super) use outside::identity;
 use shift::{Errand, Shift, Successor, Who, at, end};
 use suspects::Verdict;
 

@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 use crate::inventory::{HealthRecord, XidPolicy};
 
 /// The file.
-const FILE: &str = "linkwise_health.json";
+pub(super) const FILE: &str = "linkwise_health.json";
 /// The folder of our own beside the kubelet's socket. Kubelets that clean up that folder at their start leave folders alone; up to
 /// 1.31 and longer they remove every file there but their own checkpoint (CleanupPluginDirectory in
 /// pkg/kubelet/cm/devicemanager/manager.go).
@@ -56,7 +56,7 @@ pub(super) fn beside(kubelet_socket: &Path) -> Option<PathBuf> {
 
 /// Why what was kept is not used.
 #[derive(Debug, thiserror::Error)]
-enum ReadError {
+pub(super) enum ReadError {
     #[error("cannot read it")]
     Io(#[from] io::Error),
     #[error("it has {0} bytes, more than {LONGEST}")]
@@ -148,7 +148,7 @@ fn set_aside(file: &Path) -> String {
     fs::rename(file, &aside).map_or_else(|_| String::new(), |()| aside.display().to_string())
 }
 
-fn read(file: &Path) -> Result<Option<HealthRecord>, ReadError> {
+pub(super) fn read(file: &Path) -> Result<Option<HealthRecord>, ReadError> {
     let length = match fs::metadata(file) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(error.into()),

@@ -11,6 +11,7 @@ mod driver;
 mod handover;
 mod idle;
 mod keeper;
+mod kept;
 mod log;
 mod mps;
 mod nccl;
@@ -39,6 +40,7 @@ use idle::Idle;
 
 pub use driver::look;
 pub use keeper::HealthSettings;
+pub use kept::{Kept, kept};
 pub use log::log_to_stderr;
 pub use mps::mps_control_daemon;
 pub use node::{Node, NodeSettings};

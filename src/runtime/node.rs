@@ -103,6 +103,9 @@ impl Node {
         }
         if settings.health.await_first_poll {
             state = state.awaiting_the_first_poll();
+            if settings.kubelet.pod_resources_socket.is_some() {
+                state = state.awaiting_the_holders();
+            }
         }
         let (snapshots, inventory) = watch::channel(Arc::new(state.clone()));
         let keeper = Keeper::new(&settings.health);
@@ -173,7 +176,7 @@ impl Node {
         self.last_report.subscribe()
     }
 
-    /// Follows which devices the kubelet says that containers hold. It begins with the first resource.
+    /// Follows which devices the kubelet says that containers hold. It begins with the first GPU that is seen.
     pub fn holders(&self) -> watch::Receiver<Holders> {
         self.holders.subscribe()
     }
@@ -240,6 +243,9 @@ impl Node {
         self.state = state;
         let awaits = self.state.awaits_holders();
         self.asks_often.send_if_modified(|often| std::mem::replace(often, awaits) != awaits);
+        if !self.state.topology().gpus().is_empty() {
+            self.follow_holders();
+        }
         for effect in effects {
             match effect {
                 Effect::Publish => self.publish(),
@@ -258,6 +264,14 @@ impl Node {
                 }
                 Effect::HeldElsewhere { gpu, resource, reason } => {
                     tracing::info!(%gpu, %resource, %reason, "not given out so until the pod has ended");
+                }
+                Effect::HeldUnoffered { resource, ids } => {
+                    let devices = observe::some(&ids);
+                    tracing::warn!(
+                        %resource,
+                        devices,
+                        "pods hold devices that are not offered here, or not any more: listed as unhealthy until they have ended"
+                    );
                 }
                 Effect::Warn(warning) => tracing::warn!("{warning}"),
                 Effect::PlanProblem(problem) => tracing::warn!("{problem}"),
@@ -289,7 +303,6 @@ impl Node {
 
     fn start_plugin(&mut self, resource: ResourceName) {
         self.metrics.resource(&resource);
-        self.follow_holders();
         let sources = Sources { inventory: self.snapshots.subscribe(), observer: self.observer() };
         let plugin = Plugin::new(resource.clone(), Arc::clone(&self.kubelet), sources);
         let end = self.shutdown.child_token();
@@ -304,7 +317,7 @@ impl Node {
         });
     }
 
-    /// Starts to ask who holds which devices, once.
+    /// Starts to ask who holds which devices, once: before the first list, which has to have them.
     fn follow_holders(&mut self) {
         let Some(socket) = self.kubelet.pod_resources_socket.clone() else { return };
         if !self.follows_holders {
@@ -439,6 +452,23 @@ mod tests {
         let node = Node::start(settings(folder.path())).await.unwrap();
         node.shutdown().cancel();
         node.serve().await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn nothing_is_registered_before_the_kubelet_was_asked_what_pods_hold() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut settings = settings(folder.path());
+        settings.kubelet.pod_resources_socket = Some(folder.path().join("pod-resources.sock"));
+        settings.health.await_first_poll = true;
+        let mut node = Node::start(settings).await.unwrap();
+        let observed = crate::machines::load("dgx1-v100").unwrap().observed;
+        let first = observed.gpus[0].uuid.clone();
+        node.apply(Event::Observed(Box::new(observed)));
+        assert!(node.follows_holders, "who waits for an answer asks");
+        node.apply(Event::Polled([(first, Default::default())].into()));
+        assert!(lock(&node.plugins).is_empty());
+        node.apply(Event::Holders(None));
+        assert_eq!(lock(&node.plugins).len(), 1);
     }
 
     #[tokio::test]

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::allocation::FallbackReason;
+use crate::allocation::{DeviceId, FallbackReason};
 use crate::inventory::ResourceName;
 use crate::kubelet::{Occurrence, Phase};
 use crate::metrics::Metrics;
@@ -20,6 +20,19 @@ pub(super) fn count(metrics: &Metrics, resource: &ResourceName, occurrence: &Occ
         Occurrence::Rpc { method, code, elapsed } => metrics.rpc(resource, method, code, *elapsed),
         Occurrence::Chosen { report, elapsed, narrowed } => metrics.chosen(resource, report, *elapsed, *narrowed),
         Occurrence::Allocated(result) => metrics.allocated(resource, result.is_ok()),
+    }
+}
+
+/// Ids that one line of the log names; of more it says how many.
+const NAMED: usize = 8;
+
+/// Ids for a line of the log.
+pub(super) fn some(ids: &[DeviceId]) -> String {
+    let named: Vec<&str> = ids.iter().take(NAMED).map(DeviceId::as_str).collect();
+    let named = named.join(", ");
+    match ids.len().saturating_sub(NAMED) {
+        0 => named,
+        more => format!("{named} and {more} more"),
     }
 }
 

@@ -151,6 +151,7 @@ fn state(
     let mut counts = std::collections::BTreeMap::<String, (usize, usize)>::new();
     for (resource, devices) in inventory.resources() {
         let count = counts.entry(resource.to_string()).or_default();
+        count.1 += inventory.absent(resource).count();
         for device in devices.values() {
             let healthy = device.health == Health::Healthy;
             *(if healthy { &mut count.0 } else { &mut count.1 }) += 1;
@@ -162,7 +163,12 @@ fn state(
                 model: device.gpu.model.clone(),
                 healthy,
                 reasons: standing
-                    .map(|(reason, since)| ReasonState { reason: reason.to_string(), since: since.as_secs() })
+                    .map(|(reason, since)| ReasonState {
+                        reason: reason.to_string(),
+                        kind: reason.label(),
+                        since: since.as_secs(),
+                        ends_with: reason.ends_with(),
+                    })
                     .collect(),
             });
         }
@@ -186,7 +192,7 @@ fn state(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::inventory::{NumaHints, ResourceName};
+    use crate::inventory::{NumaHints, ResourceName, UnhealthyReason};
     use crate::runtime::{HealthSettings, NodeSettings};
     use crate::topology::GpuUuid;
 
@@ -215,11 +221,15 @@ mod tests {
     fn the_state_says_all_that_is() {
         let gpu = ResourceName::gpu().to_string();
         let plugins = vec![(gpu.clone(), Phase::Pausing, Some("nobody is there".to_owned()))];
-        let told = serde_json::to_value(state(&inventory(), plugins, Some("why".to_owned()), true)).unwrap();
+        // One that a pod holds and this node does not have is on the list too.
+        let held = [(ResourceName::gpu(), crate::allocation::DeviceId::from("GPU-gone".to_owned()))].into();
+        let (inventory, _) = inventory().apply(Event::Holders(Some(held)), Duration::from_secs(1_700_000_000));
+        let told = serde_json::to_value(state(&inventory, plugins, Some("why".to_owned()), true)).unwrap();
+        let way_out = UnhealthyReason::Xid { code: 79, instance: None }.ends_with();
         assert_eq!(
             told["resources"],
             serde_json::json!({ gpu: {
-                "phase": Phase::Pausing.words(), "trouble": "nobody is there", "healthy": 7, "unhealthy": 1,
+                "phase": Phase::Pausing.words(), "trouble": "nobody is there", "healthy": 7, "unhealthy": 2,
             }})
         );
         assert_eq!((&told["idle"], &told["driver_released"]), (&"why".into(), &true.into()));
@@ -232,7 +242,7 @@ mod tests {
             serde_json::json!({
                 "uuid": "GPU-00000001-0000-4000-8000-000000000003", "index": 3, "pci": "0000:0b:00.0",
                 "model": "Tesla V100-SXM2-32GB", "healthy": false,
-                "reasons": [{"reason": "XID 79", "since": 1_700_000_000}],
+                "reasons": [{"reason": "XID 79", "kind": "xid", "since": 1_700_000_000, "ends_with": way_out}],
             })
         );
     }

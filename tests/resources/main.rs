@@ -8,6 +8,7 @@
     reason = "what a helper cannot do fails the test"
 )]
 
+mod absent;
 mod elsewhere;
 mod invariants;
 mod look;

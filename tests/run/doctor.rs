@@ -1,6 +1,8 @@
 //! `linkwise doctor` on machines that are well and on machines that are not: each line that is not `ok` is produced here by
 //! what it is about.
 
+mod gpus;
+
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
@@ -317,7 +319,9 @@ async fn whoever_else_listens_in_the_kubelets_folder_is_named() {
 
     // Other names for a plugin that works.
     let folder = own.parent().unwrap();
-    for name in ["nvidia-gpu.sock", "linkwise-nvidia.com_gpu-00000000.sock", "sriov.sock"] {
+    let mig = "linkwise-nvidia.com_mig-1g.10gb-";
+    let twins = [format!("{mig}00000000.sock"), format!("{mig}11111111.sock")];
+    for name in ["nvidia-gpu.sock", "linkwise-nvidia.com_gpu-00000000.sock", "sriov.sock", &twins[0], &twins[1]] {
         symlink(&own, folder.join(name)).unwrap();
     }
     drop(UnixListener::bind(folder.join("linkwise-nvidia.com_gpu-11111111.sock")).unwrap());
@@ -331,11 +335,13 @@ async fn whoever_else_listens_in_the_kubelets_folder_is_named() {
     let report = look(setup, &[]).await;
     answering.join().unwrap();
     found(&report, "plugins", "failed", "the NVIDIA device plugin serves nvidia-gpu.sock");
-    found(&report, "plugins", "failed", "2 linkwise serve nvidia.com/gpu: linkwise-nvidia.com_gpu-00000000.sock, ");
+    found(&report, "plugins", "warning", "2 linkwise serve nvidia.com/gpu: linkwise-nvidia.com_gpu-00000000.sock, ");
     found(&report, "plugins", "warning", "linkwise-nvidia.com_gpu-11111111.sock was left by a linkwise that is gone");
     found(&report, "plugins", "warning", "silent.sock: somebody listens, and does not answer within 2s");
     found(&report, "plugins", "warning", "stranger.sock: it accepts, and is no device plugin");
     found(&report, "plugins", "ok", "other plugins: sriov.sock");
+    let both = format!("2 linkwise serve nvidia.com/mig-1g.10gb: {}", twins.join(", "));
+    found(&report, "plugins", "warning", &both);
     assert!(!report.to_string().contains("dead.sock"), "nobody's, and removed by the next kubelet");
 }
 

@@ -25,6 +25,7 @@ mod endurance;
 mod full;
 mod handover;
 mod health;
+mod held;
 mod idle;
 mod kubelet;
 mod live;

@@ -149,6 +149,11 @@ impl Setup {
         self.at("p/kubelet.sock")
     }
 
+    /// Where linkwise serves an admin socket on this machine, if it is told to.
+    pub fn admin_socket(&self) -> PathBuf {
+        self.at("admin/admin.sock")
+    }
+
     /// Our sockets in the kubelet's folder.
     pub fn sockets(&self) -> Vec<PathBuf> {
         let entries = std::fs::read_dir(self.kubelet_socket.parent().unwrap()).into_iter().flatten();
@@ -190,6 +195,7 @@ impl Setup {
         command.env_clear();
         command.arg("doctor").arg("--kubelet-socket").arg(&self.kubelet_socket);
         command.arg("--nvml-library").arg(&self.library).arg("--sysfs").arg(self.at("sys"));
+        command.arg("--admin-socket").arg(self.admin_socket());
         command.arg("--root").arg(self.folder.path());
         command.arg("--pod-resources-socket").arg(self.pod_resources());
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));

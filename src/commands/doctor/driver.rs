@@ -1,5 +1,6 @@
 //! The driver and its library: found, loaded, of one version. NVML is asked in the child process, as `run` does.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
@@ -8,10 +9,11 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::count;
 use super::finding::{Finding, Findings};
 use crate::config::HostArgs;
+use crate::inventory::HealthPoll;
 use crate::nvml::child::Agent;
 use crate::nvml::protocol::FromAgent;
 use crate::runtime;
-use crate::topology::{GpuObservation, PciAddress, ProbeFailure};
+use crate::topology::{GpuObservation, GpuUuid, PciAddress, ProbeFailure};
 
 /// What NVML says.
 #[derive(Clone, Debug)]
@@ -26,6 +28,8 @@ pub(super) enum Nvml {
         gpus: Vec<GpuObservation>,
         /// What was asked and not answered.
         failures: Vec<ProbeFailure>,
+        /// How each GPU said that it is; one that is missing did not say.
+        polls: BTreeMap<GpuUuid, HealthPoll>,
     },
     /// It cannot be had: the call, or `dlopen`, and what came back.
     Fails(String),
@@ -50,18 +54,25 @@ pub(super) async fn ask(host: &HostArgs, limit: Duration) -> Nvml {
         Err(error) => return Nvml::Fails(format!("{:#}", anyhow::Error::from(error))),
     };
     let deadline = Instant::now() + limit;
-    let mut failed = None;
+    let (mut failed, mut seen) = (None, None);
     loop {
         let Ok(said) = timeout_at(deadline, agent.next()).await else { return Nvml::Hangs(limit) };
-        match said {
-            Ok(FromAgent::Ready { driver, nvml, gpus, failures, .. }) => {
+        match (said, seen.take()) {
+            (Ok(FromAgent::Ready { driver, nvml, gpus, failures, .. }), _) => {
+                seen = Some((driver, nvml, gpus, failures))
+            }
+            // The first round follows at once; a child that ends before has said who is there.
+            (Ok(FromAgent::Polled { gpus: polls, .. }), Some((driver, library, gpus, failures))) => {
                 // Its end is of no interest; dropping it kills it.
                 let _ = timeout(limit, agent.end()).await;
-                return Nvml::Answers { driver, library: nvml, gpus, failures };
+                return Nvml::Answers { driver, library, gpus, failures, polls };
             }
-            Ok(FromAgent::Leaving { call, error }) => failed = Some(format!("{call}: {error}")),
-            Ok(_) => {}
-            Err(ended) => {
+            (Err(_), Some((driver, library, gpus, failures))) => {
+                return Nvml::Answers { driver, library, gpus, failures, polls: BTreeMap::new() };
+            }
+            (Ok(FromAgent::Leaving { call, error }), _) => failed = Some(format!("{call}: {error}")),
+            (Ok(_), before) => seen = before,
+            (Err(ended), None) => {
                 return Nvml::Fails(failed.unwrap_or_else(|| format!("{:#}", anyhow::Error::from(ended))));
             }
         }
@@ -151,7 +162,8 @@ mod tests {
     fn a_library_of_another_release_than_the_driver_is_told() {
         let told = |driver: &str, library: &str| {
             let (driver, library) = (Some(driver.to_owned()), Some(library.to_owned()));
-            let nvml = Nvml::Answers { driver, library, gpus: Vec::new(), failures: Vec::new() };
+            let (gpus, failures, polls) = Default::default();
+            let nvml = Nvml::Answers { driver, library, gpus, failures, polls };
             serde_json::to_string(&check(&nvml, None, None)).unwrap().contains("not of one release")
         };
         assert!(!told("580.95.05", "13.580.95.05") && !told("580.95.05", "580.95.05"));

@@ -1,13 +1,13 @@
-//! The GPUs one by one, as NVML sees them now.
+//! The GPUs one by one: what NVML could not say of each, and what is held against it.
 
 use super::driver::Nvml;
 use super::finding::{Finding, Findings};
+use super::health::{self, Told};
 use super::name;
 use crate::nvml::COUNT;
-use crate::topology::{GpuObservation, ProbeFailure};
+use crate::topology::{GpuObservation, HostObservation, NodeObservation, ProbeFailure};
 
-/// What keeps a GPU from being used, or from being watched: the words and what to do. What NVML has to say of a GPU's
-/// health is added here.
+/// What of a GPU could not be seen: the words and what to do.
 fn ailments(gpu: &GpuObservation, failures: &[ProbeFailure]) -> Vec<(String, &'static str)> {
     let pci = gpu.pci.to_string();
     let own = failures.iter().filter(|failure| failure.subject == pci || failure.subject == gpu.uuid.as_str());
@@ -27,23 +27,38 @@ fn advice(failure: &ProbeFailure) -> &'static str {
 }
 
 /// A line for each GPU that is well, and each thing that is not.
-pub(super) fn check(nvml: &Nvml) -> Vec<Finding> {
+pub(super) fn check(nvml: &Nvml, host: HostObservation, told: Told) -> Vec<Finding> {
     let mut found = Findings::of("gpus");
-    let Nvml::Answers { gpus, failures, .. } = nvml else {
+    let now = health::now();
+    let Nvml::Answers { gpus, failures, polls, .. } = nvml else {
         found.skipped("NVML does not answer: no GPU can be asked", None);
+        for (gpu, held) in told.against(&NodeObservation::default(), &Default::default(), now) {
+            held.iter().for_each(|held| held.tell(&mut found, &format!("GPU {gpu}"), now));
+        }
         return found.all();
     };
     if gpus.is_empty() && failures.is_empty() {
         found.skipped("NVML lists no GPU", None);
     }
+    let observed = NodeObservation { gpus: gpus.clone(), host, failures: Vec::new() };
+    let mut against = told.against(&observed, polls, now);
     for gpu in gpus {
-        let ailments = ailments(gpu, failures);
-        if ailments.is_empty() {
+        let (ailments, held) = (ailments(gpu, failures), against.remove(&gpu.uuid).unwrap_or_default());
+        let asked = polls.contains_key(&gpu.uuid);
+        if ailments.is_empty() && held.is_empty() && asked {
             found.ok(format!("{}: {}", name(gpu), gpu.model.as_deref().unwrap_or("model unknown")));
         }
         for (what, advice) in ailments {
             found.warning(format!("{}: {what}", name(gpu)), advice);
         }
+        held.iter().for_each(|held| held.tell(&mut found, &name(gpu), now));
+        if !asked {
+            let what = format!("{}: the process that asked NVML ended before it said how the GPU is", name(gpu));
+            found.warning(what, "run this again; where it stays so, dmesg (NVRM, Xid) may say why");
+        }
+    }
+    for (gpu, held) in against {
+        held.iter().for_each(|held| held.tell(&mut found, &format!("GPU {gpu}, which NVML does not list"), now));
     }
     // What is about none of those: a GPU that does not even say who it is cannot be offered.
     let known = |failure: &ProbeFailure| {

@@ -1,5 +1,6 @@
 //! The kubelet's folder and what listens in it: the kubelet, linkwise, and whoever else.
 
+use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -14,8 +15,8 @@ const ANSWER: Duration = Duration::from_secs(2);
 
 /// The sockets of NVIDIA's own device plugin begin so: nvidia-gpu.sock, nvidia-mig-1g.10gb.sock.
 const NVIDIA: &str = "nvidia-";
-/// Ours for whole GPUs, and all of ours.
-const OURS: (&str, &str) = ("linkwise-nvidia.com_gpu-", "linkwise-");
+/// Ours begin so, and go on as `RESOURCE-NUMBER.sock`, with `_` for the resource's `/`.
+const OURS: &str = "linkwise-";
 
 /// Looks at the folder of the kubelet's socket, and beside it.
 pub(super) async fn check(socket: &Path, resources: &Path, limit: Duration) -> Vec<Finding> {
@@ -105,7 +106,7 @@ fn is_socket(path: &Path) -> bool {
 /// Whoever else listens in the folder.
 async fn plugins(sockets: Vec<PathBuf>) -> Vec<Finding> {
     let mut found = Findings::of("plugins");
-    let (mut ours, mut others) = (Vec::new(), Vec::new());
+    let (mut ours, mut others) = (BTreeMap::<String, Vec<String>>::new(), Vec::new());
     for path in sockets {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         match (kubelet::probe(&path, ANSWER).await, name) {
@@ -113,9 +114,11 @@ async fn plugins(sockets: Vec<PathBuf>) -> Vec<Finding> {
                 format!("the NVIDIA device plugin serves {name}"),
                 "both register nvidia.com/gpu, and the kubelet keeps one of them: take the NVIDIA plugin off this node",
             ),
-            (Ok(()), name) if name.starts_with(OURS.0) => ours.push(name),
-            (Ok(()), name) => others.push(name),
-            (Err(error), name) if error.is_dead() && name.starts_with(OURS.1) => found.warning(
+            (Ok(()), name) => match resource(&name) {
+                Some(resource) => ours.entry(resource).or_default().push(name),
+                None => others.push(name),
+            },
+            (Err(error), name) if error.is_dead() && name.starts_with(OURS) => found.warning(
                 format!("{name} was left by a linkwise that is gone"),
                 "nothing to do: the next linkwise removes it",
             ),
@@ -132,16 +135,29 @@ async fn plugins(sockets: Vec<PathBuf>) -> Vec<Finding> {
             ),
         }
     }
-    match ours.as_slice() {
-        [] => found.skipped("linkwise does not serve nvidia.com/gpu here now", None),
-        [one] => found.ok(format!("linkwise serves {one}")),
-        several => found.failed(
-            format!("{} linkwise serve nvidia.com/gpu: {}", several.len(), several.join(", ")),
-            "the kubelet keeps one of them: is the DaemonSet deployed twice? (while a pod is replaced this is so for a moment)",
-        ),
+    if ours.is_empty() {
+        found.skipped("linkwise does not serve nvidia.com/gpu here now", None);
+    }
+    for (resource, sockets) in ours {
+        match sockets.as_slice() {
+            [one] => found.ok(format!("linkwise serves {one}")),
+            several => found.warning(
+                format!("{} linkwise serve {resource}: {}", several.len(), several.join(", ")),
+                "the kubelet keeps one of them: is the DaemonSet deployed twice? (while a pod is replaced this is so for a moment)",
+            ),
+        }
     }
     if !others.is_empty() {
-        found.ok(format!("other plugins: {}", others.join(", ")));
+        let others = others.join(", ");
+        found.ok(format!(
+            "other plugins: {others} (a plugin does not say of which resource: none of them may be one of linkwise's)"
+        ));
     }
     found.all()
+}
+
+/// The resource that a socket of ours is for; of a very long name, what fits into a path.
+fn resource(socket: &str) -> Option<String> {
+    let (resource, _) = socket.strip_prefix(OURS)?.strip_suffix(".sock")?.rsplit_once('-')?;
+    Some(resource.replacen('_', "/", 1))
 }

@@ -8,6 +8,7 @@ mod devices;
 mod driver;
 mod finding;
 mod gpus;
+mod health;
 mod host;
 mod kubelet;
 mod topology_manager;
@@ -22,7 +23,7 @@ use tokio::time::timeout;
 use super::print;
 use crate::config::{DoctorArgs, Format};
 use crate::hwloc;
-use crate::topology::{GpuObservation, NodeObservation, NodeTopology};
+use crate::topology::{GpuObservation, HostObservation, NodeObservation, NodeTopology};
 use finding::{Finding, Findings, Report};
 
 /// Runs the command; the code is 1 where anything failed.
@@ -48,8 +49,10 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     });
 
     let sysfs = args.host.sysfs.clone();
+    let mut around = HostObservation::default();
     match blocking(limit, move || hwloc::observe(&sysfs)).await {
         Some((host, failures)) => {
+            around = host.clone();
             // What NVML did not answer is told with the GPUs.
             let observed = NodeObservation { gpus: nvml.gpus().to_vec(), host, failures };
             let (topology, warnings) = NodeTopology::assemble(&observed);
@@ -64,7 +67,9 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
             found.extend(runtime(&args.root, limit).await);
         }
     }
-    found.extend(gpus::check(&nvml));
+    let (told, by_whom) = health::Told::ask(args, !nvml.gpus().is_empty(), limit).await;
+    found.extend(by_whom);
+    found.extend(gpus::check(&nvml, around, told));
 
     let report = Report::new(found);
     print(&match args.format {

@@ -1,0 +1,211 @@
+//! What is held against the GPUs: by the linkwise that runs here, or by what one kept, and by what NVML says now.
+//!
+//! There is no rule of health here: `inventory` judges, by the rules of `run`, and a linkwise that runs has judged already.
+
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use serde::Deserialize;
+
+use super::blocking;
+use super::finding::{Finding, Findings};
+use crate::commands::admin;
+use crate::config::DoctorArgs;
+use crate::inventory::{Event, HealthPoll, HealthRecord, Inventory, Timestamp, UnhealthyReason};
+use crate::runtime::{self, Kept};
+use crate::topology::{GpuUuid, NodeObservation};
+
+/// What matters here of the answer to `GET /state`.
+#[derive(Debug, Deserialize)]
+struct State {
+    driver_released: bool,
+    gpus: Vec<GpuState>,
+}
+
+#[derive(Debug, Deserialize)]
+struct GpuState {
+    uuid: GpuUuid,
+    reasons: Vec<Held>,
+}
+
+/// One thing that is held against a GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+pub(super) struct Held {
+    reason: String,
+    /// As `UnhealthyReason::label` has it.
+    kind: String,
+    /// In seconds since 1970.
+    since: u64,
+    ends_with: String,
+    /// NVML says so now, and the linkwise that runs gives the GPU out all the same.
+    #[serde(skip)]
+    unheeded: bool,
+}
+
+impl Held {
+    fn new(reason: &UnhealthyReason, since: Timestamp) -> Self {
+        Self {
+            reason: reason.to_string(),
+            kind: reason.label().to_owned(),
+            since: since.as_secs(),
+            ends_with: reason.ends_with().to_owned(),
+            unheeded: false,
+        }
+    }
+
+    /// A line about the GPU that is named so.
+    pub fn tell(&self, found: &mut Findings, gpu: &str, now: Timestamp) {
+        let Self { reason, ends_with, .. } = self;
+        let what = format!("{gpu}: {reason}{}", for_how_long(now.as_secs().saturating_sub(self.since)));
+        if self.unheeded {
+            found.warning(
+                format!("{what}; linkwise does not hold it against the GPU, and gives it out"),
+                "an operator vouched for it (linkwise admin clear), or linkwise has not looked since: it polls every 10 s",
+            );
+            return;
+        }
+        let clear = if ends_with.contains("`clear`") {
+            " (linkwise admin clear UUID, once you know that it is well)"
+        } else {
+            ""
+        };
+        let advice = format!("out of service until: {ends_with}{clear}; see docs/health.md");
+        // What is only late comes by itself.
+        let late = self.kind == UnhealthyReason::FabricJoining.label();
+        if late { found.warning(what, &advice) } else { found.failed(what, &advice) }
+    }
+}
+
+/// What is known of the GPUs' past.
+#[derive(Debug, Default)]
+pub(super) struct Told {
+    /// By the linkwise that runs.
+    running: Option<State>,
+    /// By what is kept, where none answers.
+    kept: Option<Kept>,
+}
+
+impl Told {
+    /// Asks the linkwise that runs, else looks for what is kept; and says which it is. That there is neither is of no
+    /// matter where there is no GPU (`any`).
+    pub async fn ask(args: &DoctorArgs, any: bool, limit: Duration) -> (Self, Vec<Finding>) {
+        let mut found = Findings::of("gpus");
+        let socket = &args.admin_socket;
+        match state(socket, limit).await {
+            Ok(Some(state)) => {
+                found.ok(format!("linkwise answers on {}: what it holds against GPUs is told here", socket.display()));
+                if state.driver_released {
+                    found.warning(
+                        "linkwise has let go of the driver, as an operator asked it to: nobody looks at the GPUs",
+                        "linkwise admin resume takes it up again",
+                    );
+                }
+                return (Self { running: Some(state), kept: None }, found.all());
+            }
+            Ok(None) => {}
+            Err(error) => found.warning(
+                format!("{error:#}"),
+                "what linkwise holds against GPUs is not known here: run this as root, with its --admin-socket",
+            ),
+        }
+        let (folder, kubelet, sysfs) = (args.state_dir.clone(), args.kubelet_socket.clone(), args.host.sysfs.clone());
+        let reading = blocking(limit, move || runtime::kept(folder.as_deref(), &kubelet, &sysfs)).await;
+        let Some(read) = reading else { return (Self::default(), [found.all(), super::hangs("gpus", limit)].concat()) };
+        let kept = match read {
+            Ok(Kept { record: None, .. }) if !any => None,
+            Ok(Kept { record: None, file, .. }) => {
+                found.skipped(
+                    format!("no linkwise answers on {}, and there is no {}", socket.display(), file.display()),
+                    Some("XIDs, and NVLinks that were active once, are not known here: only what NVML says now counts"),
+                );
+                None
+            }
+            Ok(Kept { record: Some(HealthRecord { version, .. }), file, .. }) if version != HealthRecord::VERSION => {
+                let file = file.display();
+                found.skipped(format!("{file}: it is of version {version} of linkwise's records, and not used"), None);
+                None
+            }
+            Ok(kept) => {
+                found.ok(format!("{}: what is kept there of this boot and driver counts", kept.file.display()));
+                Some(kept)
+            }
+            Err((file, error)) => {
+                found.warning(
+                    format!("{}: {error:#}", file.display()),
+                    "the next linkwise sets it aside and knows of no XID of before",
+                );
+                None
+            }
+        };
+        (Self { running: None, kept }, found.all())
+    }
+
+    /// What is held against each GPU, in the order in which it began, after a look at the node and a round of polls.
+    pub fn against(
+        self,
+        observed: &NodeObservation,
+        polls: &BTreeMap<GpuUuid, HealthPoll>,
+        now: Timestamp,
+    ) -> BTreeMap<GpuUuid, Vec<Held>> {
+        let mut events = Vec::new();
+        let mut known: Vec<GpuUuid> = observed.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        if let Some(Kept { record: Some(record), identity, .. }) = self.kept {
+            known.extend(record.gpus.keys().cloned());
+            events.extend([Event::Restored(Box::new(record)), Event::Identified(identity)]);
+        }
+        if !observed.gpus.is_empty() {
+            events.extend([Event::Observed(Box::new(observed.clone())), Event::Polled(polls.clone())]);
+        }
+        let judged = events.into_iter().fold(Inventory::default(), |state, event| state.apply(event, now).0);
+        let mut held: BTreeMap<GpuUuid, Vec<Held>> = BTreeMap::new();
+        for gpu in known {
+            let own = judged.standing(&gpu).map(|(reason, since)| Held::new(reason, since)).collect();
+            held.insert(gpu, own);
+        }
+        for GpuState { uuid, reasons } in self.running.into_iter().flat_map(|state| state.gpus) {
+            let now = held.entry(uuid).or_default();
+            now.retain(|own| !reasons.iter().any(|held| held.kind == own.kind));
+            now.iter_mut().for_each(|own| own.unheeded = reasons.is_empty());
+            now.splice(0..0, reasons);
+        }
+        held.retain(|_, held| !held.is_empty());
+        held
+    }
+}
+
+/// What the linkwise that runs says; `None` where none answers.
+async fn state(socket: &Path, limit: Duration) -> anyhow::Result<Option<State>> {
+    let answer = match admin::order(socket, "GET /state", limit).await {
+        Ok(answer) => answer,
+        Err(error) => {
+            let kind = error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
+            return match kind {
+                Some(ErrorKind::NotFound | ErrorKind::ConnectionRefused) => Ok(None),
+                _ => Err(error),
+            };
+        }
+    };
+    let state = serde_json::from_str(&answer);
+    let state = state.map_err(|error| {
+        anyhow::Error::from(error).context(format!("what answers on {} is no state of linkwise", socket.display()))
+    });
+    Ok(Some(state?))
+}
+
+/// Now, as `run` counts it.
+pub(super) fn now() -> Timestamp {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
+}
+
+/// `, for 3 h`; nothing for what is of now.
+fn for_how_long(seconds: u64) -> String {
+    match seconds {
+        0 => String::new(),
+        1..=119 => format!(", for {seconds} s"),
+        120..=7199 => format!(", for {} min", seconds / 60),
+        7200..=172_799 => format!(", for {} h", seconds / 3600),
+        _ => format!(", for {} days", seconds / 86_400),
+    }
+}

@@ -1,0 +1,291 @@
+//! What pods hold of a resource and this node does not offer (any more), told anew by each start: on the list, unhealthy.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::LazyLock;
+use std::time::Duration;
+
+use linkwise::allocation::DeviceId;
+use linkwise::inventory::{
+    Effect, Event, Health, HealthPoll, Inventory, NamePattern, NumaHints, Pattern, ResourceName, ResourcePlan,
+    SharedResource, Sharing, SharingKind, UnhealthyReason,
+};
+use linkwise::topology::NodeObservation;
+use proptest::collection::{btree_set, vec};
+use proptest::prelude::*;
+
+use crate::{mixed, resource};
+
+const NOW: Duration = Duration::from_secs(1_000_000);
+const LATER: Duration = Duration::from_secs(1_000_060);
+
+fn gpu() -> ResourceName {
+    ResourceName::gpu()
+}
+
+fn id(text: impl Into<String>) -> DeviceId {
+    DeviceId::from(text.into())
+}
+
+/// Read once: the histories below ask often.
+static MACHINE: LazyLock<NodeObservation> = LazyLock::new(mixed);
+
+fn uuid(at: usize) -> String {
+    MACHINE.gpus[at].uuid.to_string()
+}
+
+/// The machine with some of its GPUs.
+fn only(gpus: &BTreeSet<usize>) -> NodeObservation {
+    let mut seen = MACHINE.clone();
+    let mut at = 0..;
+    seen.gpus.retain(|_| gpus.contains(&at.next().unwrap()));
+    seen
+}
+
+fn seen(gpus: impl IntoIterator<Item = usize>) -> Event {
+    Event::Observed(Box::new(only(&gpus.into_iter().collect())))
+}
+
+fn planned(plan: ResourcePlan) -> Event {
+    Event::Planned(Box::new(plan))
+}
+
+fn held(ids: &[&str]) -> Event {
+    Event::Holders(Some(ids.iter().map(|text| (gpu(), id(*text))).collect()))
+}
+
+fn sliced(replicas: u32) -> ResourcePlan {
+    let shared = SharedResource::new(gpu(), replicas);
+    ResourcePlan { sharing: Some(Sharing::new(SharingKind::TimeSlicing, vec![shared])), ..ResourcePlan::default() }
+}
+
+fn renamed() -> ResourcePlan {
+    let name = NamePattern { pattern: Pattern::new("*"), name: resource("nvidia.com/a100") };
+    ResourcePlan { gpu_names: vec![name], ..ResourcePlan::default() }
+}
+
+fn after(events: impl IntoIterator<Item = Event>) -> Inventory {
+    events.into_iter().fold(Inventory::default(), |state, event| state.apply(event, NOW).0)
+}
+
+/// The whole list of a resource as a kubelet gets it: why each is unhealthy, or that it is not.
+fn list(inventory: &Inventory, of: &ResourceName) -> BTreeMap<String, Option<UnhealthyReason>> {
+    let devices = inventory.devices(of).map(|(id, device)| (id, device.health.clone()));
+    let reason = |health| match health {
+        Health::Healthy => None,
+        Health::Unhealthy { reason, .. } => Some(reason),
+    };
+    let mut list = BTreeMap::new();
+    for (id, health) in devices.chain(inventory.absent(of)) {
+        assert!(list.insert(id.to_string(), reason(health)).is_none(), "{id} is listed twice");
+    }
+    list
+}
+
+#[test]
+fn what_a_pod_holds_over_a_restart_and_went_meanwhile_stays_on_the_list_until_the_pod_has_ended() {
+    let (inventory, effects) = after([seen([0, 1])]).apply(held(&[&uuid(3)]), LATER);
+    assert_eq!(list(&inventory, &gpu())[&uuid(3)], Some(UnhealthyReason::Gone));
+    assert_eq!(inventory.devices(&gpu()).count(), 2, "nothing is made up of it");
+    let told = Effect::HeldUnoffered { resource: gpu(), ids: vec![id(uuid(3))] };
+    assert_eq!(effects, [told, Effect::Publish]);
+    assert!(inventory.awaits_holders());
+    let refused = inventory.allocate(&gpu(), &[id(uuid(3))]).unwrap_err().to_string();
+    assert!(refused.contains("is unhealthy: the GPU is gone from the node"), "{refused}");
+    let (inventory, effects) = inventory.apply(held(&[&uuid(3)]), LATER);
+    assert_eq!(effects, [], "the same again is no news");
+    // Nobody says so any more: it stays. The first answer without it may be older than what it holds.
+    let (silent, _) = inventory.clone().apply(Event::Holders(None), LATER);
+    assert_eq!(list(&silent, &gpu()).len(), 3);
+    let (inventory, _) = inventory.apply(held(&[]), LATER);
+    assert_eq!(list(&inventory, &gpu()).len(), 3);
+    let (inventory, effects) = inventory.apply(held(&[]), LATER);
+    assert_eq!((list(&inventory, &gpu()).len(), effects), (2, vec![Effect::Publish]));
+    assert!(!inventory.awaits_holders());
+}
+
+#[test]
+fn what_comes_back_is_a_device_again() {
+    let inventory = after([held(&[&uuid(3)]), seen([0, 1]), seen([0, 1, 3])]);
+    assert_eq!(list(&inventory, &gpu()), [0, 1, 3].map(|at| (uuid(at), None)).into());
+    assert!(!inventory.awaits_holders());
+}
+
+#[test]
+fn slots_of_an_earlier_division_keep_their_gpus_place_and_are_not_given_out() {
+    let slot = |at: usize, slot: u32| format!("{}::{slot}", uuid(at));
+    let (first, last, odd) = (slot(0, 3), slot(3, 7), format!("{}::x", uuid(0)));
+    let inventory = after([planned(sliced(2)), seen([0, 1]), held(&[&slot(0, 1), &first, &last, &odd])]);
+    let listed = list(&inventory, &gpu());
+    assert_eq!(listed[&slot(0, 1)], None, "what is offered as it was is well");
+    assert_eq!(
+        (&listed[&first], &listed[&odd]),
+        (&Some(UnhealthyReason::Withdrawn), &Some(UnhealthyReason::Withdrawn))
+    );
+    assert_eq!(listed[&last], Some(UnhealthyReason::Gone), "its GPU is not there");
+    // A kubelet that starts anew aligns the pod again by the NUMA nodes of what it holds.
+    let place = |of: &str| inventory.devices(&gpu()).find(|(id, _)| id.as_str() == of).map(|(_, it)| &it.numa_nodes);
+    assert!(place(&first).is_some_and(|nodes| !nodes.is_empty()) && place(&first) == place(&slot(0, 1)));
+    assert_eq!((place(&last), place(&odd)), (None, None));
+    // The GPU comes back, and is divided otherwise.
+    let (inventory, _) = inventory.apply(seen([0, 1, 3]), LATER);
+    assert_eq!(list(&inventory, &gpu())[&last], Some(UnhealthyReason::Withdrawn));
+    // The division that it is of comes back.
+    let (inventory, _) = inventory.apply(planned(sliced(8)), LATER);
+    assert_eq!((&list(&inventory, &gpu())[&first], &list(&inventory, &gpu())[&last]), (&None, &None));
+    assert!(list(&inventory, &gpu())[&odd].is_some());
+}
+
+/// Whoever wrote it: it is among what the kubelet's pods hold under this name, and the kubelet looks it up.
+#[test]
+fn an_id_of_anothers_making_is_listed_too_and_anothers_resource_is_left_alone() {
+    let nic = (resource("other.vendor/nic"), id("nic0"));
+    let holders = BTreeSet::from([(gpu(), id("nvidia0")), nic]);
+    let inventory = after([seen([0]), Event::Holders(Some(holders))]);
+    assert_eq!(list(&inventory, &gpu())["nvidia0"], Some(UnhealthyReason::Gone));
+    assert_eq!(inventory.resources().keys().collect::<Vec<_>>(), [&gpu()]);
+}
+
+#[test]
+fn a_resource_of_which_nothing_else_is_offered_is_not_made_of_what_pods_hold() {
+    for inventory in [after([held(&[&uuid(0)]), seen([])]), after([planned(renamed()), seen([0]), held(&[&uuid(0)])])] {
+        assert!(!inventory.resources().contains_key(&gpu()));
+        assert_eq!(inventory.absent(&gpu()).count(), 0);
+    }
+    // Once on a list, they outlast what else was on it.
+    let inventory = after([seen([0, 1]), held(&[&uuid(3)]), seen([])]);
+    let inventory = [held(&[&uuid(3)]), held(&[&uuid(3)])].into_iter().fold(inventory, |it, e| it.apply(e, LATER).0);
+    assert_eq!(list(&inventory, &gpu()), [(uuid(3), Some(UnhealthyReason::Gone))].into());
+    assert!(inventory.resources().contains_key(&gpu()), "its list is still served");
+    let inventory = [held(&[]), held(&[])].into_iter().fold(inventory, |it, e| it.apply(e, LATER).0);
+    assert!(inventory.resources().is_empty() && !inventory.awaits_holders());
+}
+
+#[test]
+fn an_answer_that_is_mad_makes_no_list_that_a_kubelet_cannot_take() {
+    let many = (0..40_000).map(|number| (gpu(), id(format!("GPU-{number:06}"))));
+    let long = [(gpu(), id("x".repeat(64)))];
+    let (inventory, _) = after([seen([0, 1])]).apply(Event::Holders(Some(many.chain(long).collect())), LATER);
+    let listed = list(&inventory, &gpu());
+    assert_eq!(listed.len(), 1 << 14);
+    assert!(listed.keys().all(|id| id.len() <= 63));
+    assert_eq!(listed.values().filter(|reason| reason.is_none()).count(), 2, "what is there is not crowded out");
+}
+
+#[test]
+fn the_first_list_has_what_pods_hold() {
+    let start = || Inventory::default().awaiting_the_first_poll().awaiting_the_holders();
+    let polled = || Event::Polled([(uuid(0).parse().unwrap(), HealthPoll::default())].into());
+    let publishes = |events: Vec<Event>| {
+        let mut state = start();
+        let mut published = Vec::new();
+        for event in events {
+            let (next, effects) = state.apply(event, NOW);
+            (state, _) = (next, published.push(effects.contains(&Effect::Publish)));
+        }
+        published
+    };
+    assert_eq!(publishes(vec![seen([0]), polled(), held(&[])]), [false, false, true]);
+    assert_eq!(publishes(vec![seen([0]), held(&[]), polled()]), [false, false, true]);
+    assert_eq!(publishes(vec![held(&[]), seen([0]), polled()]), [false, false, true]);
+    // Nobody says, and that is an answer too; nothing to hold.
+    assert_eq!(publishes(vec![seen([0]), polled(), Event::Holders(None)]), [false, false, true]);
+    assert_eq!(publishes(vec![seen([])]), [true]);
+    // A poll that came before the look is none of these GPUs'; a plan and other hints do not open the list.
+    let early = vec![polled(), held(&[]), seen([0]), planned(sliced(2)), Event::NumaHints(NumaHints::Off), polled()];
+    assert_eq!(publishes(early), [false, false, false, false, false, true]);
+}
+
+/// One of the plans under which the histories below go on.
+fn plan(which: u8) -> ResourcePlan {
+    match which {
+        0 => ResourcePlan::default(),
+        1 => sliced(2),
+        2 => sliced(3),
+        _ => renamed(),
+    }
+}
+
+/// What the machine's GPUs are offered as, from the plan alone.
+fn offered(which: u8, gpus: &BTreeSet<usize>) -> BTreeSet<(String, String)> {
+    let slots =
+        |count: u32| gpus.iter().flat_map(move |at| (0..count).map(move |slot| format!("{}::{slot}", uuid(*at))));
+    let ids: Vec<String> = match which {
+        1 => slots(2).collect(),
+        2 => slots(3).collect(),
+        _ => gpus.iter().map(|at| uuid(*at)).collect(),
+    };
+    let name = if which == 3 { "nvidia.com/a100" } else { "nvidia.com/gpu" };
+    ids.into_iter().map(|id| (name.to_owned(), id)).collect()
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Look(BTreeSet<usize>),
+    Plan(u8),
+    Holders(BTreeSet<(bool, usize, Option<u32>)>),
+    Silence,
+    Restart,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let id = (any::<bool>(), 0..5_usize, prop::option::of(0..4_u32));
+    prop_oneof![
+        3 => btree_set(0..4_usize, 0..4).prop_map(Step::Look),
+        2 => (0..4_u8).prop_map(Step::Plan),
+        5 => btree_set(id, 0..5).prop_map(Step::Holders),
+        1 => Just(Step::Silence),
+        2 => Just(Step::Restart),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 250, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Of a resource that has a list, everything that pods hold is on it, whatever happened; nothing is healthy that the
+    /// machine and the plan do not have; and what two answers in a row do not name, and nobody offers, is on no list.
+    #[test]
+    fn what_pods_hold_is_on_the_list(steps in vec(step(), 1..40)) {
+        let (mut which, mut gpus) = (0, BTreeSet::from([0, 1]));
+        let begin = |which: u8, gpus: &BTreeSet<usize>| after([planned(plan(which)), seen(gpus.iter().copied())]);
+        let mut inventory = begin(which, &gpus);
+        let mut answers: Vec<BTreeSet<(String, String)>> = Vec::new();
+        for step in steps {
+            let event = match step {
+                Step::Look(there) => { gpus = there; answers.clear(); seen(gpus.iter().copied()) }
+                Step::Plan(other) => { which = other; answers.clear(); planned(plan(which)) }
+                Step::Silence => { answers.clear(); Event::Holders(None) }
+                Step::Restart => {
+                    answers.clear();
+                    inventory = begin(which, &gpus);
+                    Event::Tick
+                }
+                Step::Holders(held) => {
+                    let name = |gpu: bool| if gpu { "nvidia.com/gpu" } else { "nvidia.com/a100" }.to_owned();
+                    let text = |at: usize| if at < 4 { uuid(at) } else { "somebody".to_owned() };
+                    let held: BTreeSet<(String, String)> = held
+                        .into_iter()
+                        .map(|(gpu, at, slot)| (name(gpu), slot.map_or(text(at), |slot| format!("{}::{slot}", text(at)))))
+                        .collect();
+                    answers.push(held.clone());
+                    Event::Holders(Some(held.into_iter().map(|(of, text)| (resource(&of), id(text))).collect()))
+                }
+            };
+            inventory = inventory.apply(event, LATER).0;
+            let offered = offered(which, &gpus);
+            for of in ["nvidia.com/gpu", "nvidia.com/a100"] {
+                let listed = list(&inventory, &resource(of));
+                prop_assert_eq!(inventory.resources().contains_key(&resource(of)), !listed.is_empty());
+                let known = answers.last();
+                for (_, held) in known.into_iter().flatten().filter(|(name, _)| name == of && !listed.is_empty()) {
+                    prop_assert!(listed.contains_key(held), "{held} of {of} is held, and not listed: {listed:?}");
+                }
+                for (text, reason) in &listed {
+                    let key = (of.to_owned(), text.clone());
+                    prop_assert!(reason.is_some() || offered.contains(&key), "{text} of {of} is healthy");
+                    let gone = answers.len() >= 2 && answers.iter().rev().take(2).all(|held| !held.contains(&key));
+                    prop_assert!(!gone || offered.contains(&key), "{text} of {of} is held by nobody");
+                }
+            }
+        }
+    }
+}
