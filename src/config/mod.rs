@@ -13,6 +13,7 @@ mod nvml;
 mod program;
 pub mod settings;
 mod simulate;
+mod subcommands;
 mod topology_manager;
 mod watch;
 mod xids;
@@ -20,7 +21,7 @@ mod xids;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, ValueEnum};
 use serde::Serialize;
 
 use crate::allocation::AllocationPolicy;
@@ -49,31 +50,30 @@ pub struct Cli {
     pub command: Command,
 }
 
-/// What to do.
-#[derive(Debug, Subcommand)]
+/// What to do; `subcommands` has the words.
+#[derive(Debug)]
 pub enum Command {
-    /// Serve this node's GPUs to its kubelet (the DaemonSet's command)
+    /// `linkwise run`.
     Run(Box<RunArgs>),
-    /// Show a whole node in one process: a simulated machine, a kubelet, pods that come and go
+    /// `linkwise demo`.
     Demo(DemoArgs),
-    /// Show a machine: its tree, and its matrix as `nvidia-smi topo -m` prints it
+    /// `linkwise topology`.
     Topology(TopologyArgs),
-    /// Show what would be chosen on a machine, and why
+    /// `linkwise allocate`.
     Allocate(AllocateArgs),
-    /// Replay a trace of jobs on a machine, and show what each policy gives them
+    /// `linkwise simulate`.
     Simulate(SimulateArgs),
-    /// Write this machine, as NVML and hwloc see it, as a node file that every --node takes
+    /// `linkwise snapshot`.
     Snapshot(SnapshotArgs),
-    /// Say what is wrong with this node, and what to do about it
+    /// `linkwise doctor`.
     Doctor(DoctorArgs),
-    /// Ask the linkwise that runs on this host, or order: its state, the driver, a GPU's health
+    /// `linkwise admin`.
     Admin(AdminArgs),
-    /// Run the control daemons of the GPUs that are shared by MPS (see docs/mps.md)
+    /// `linkwise mps-control-daemon`.
     MpsControlDaemon(Box<MpsControlDaemonArgs>),
-    /// Look at a configuration: what is wrong with a file, or what counts and who says so
+    /// `linkwise config`.
     Config(ConfigArgs),
-    /// The process that speaks to NVML, started by the others
-    #[command(hide = true)]
+    /// `linkwise nvml-agent`.
     NvmlAgent(AgentArgs),
 }
 
