@@ -312,6 +312,23 @@ async fn a_change_is_looked_at_by_itself() {
 }
 
 #[tokio::test]
+async fn a_gpu_that_does_not_say_where_it_is_is_looked_for_cheaply() {
+    let machine = machine().with("FAKE_NVML_FAIL", "2:nvmlDeviceGetPciInfo_v3:999");
+    let mut agent = machine.agent();
+    let (gpus, failures) = ready(&mut agent).await;
+    assert_eq!(gpus.iter().map(|gpu| gpu.index).collect::<Vec<_>>(), [0, 1, 3]);
+    let failed: Vec<_> = failures.iter().filter(|failure| failure.subject == "GPU 2").collect();
+    assert_eq!(failed.iter().map(|failure| failure.call.as_str()).collect::<Vec<_>>(), ["nvmlDeviceGetPciInfo_v3"]);
+    // Rounds, and no full look among them.
+    for _ in 0..5 {
+        let said = next(&mut agent).await.unwrap();
+        assert!(matches!(said, FromAgent::Polled { .. }), "{said:?}");
+    }
+    machine.tell("unfail 2 nvmlDeviceGetPciInfo_v3");
+    assert_eq!(ready(&mut agent).await.0.len(), 4);
+}
+
+#[tokio::test]
 async fn a_gpu_that_is_skipped_is_not_touched() {
     let mut machine = machine();
     for call in ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetUUID", "nvmlDeviceGetTemperature"] {

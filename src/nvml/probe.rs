@@ -73,14 +73,23 @@ fn identify<'nvml>(
     let calls = calls.about(place, None);
     let mut findings = Findings::new(format!("GPU {index}"), failures);
     let device = findings.required(&calls, HANDLE, || nvml.device_by_index(index))?;
-    const PCI: &str = "nvmlDeviceGetPciInfo_v3";
-    let pci = findings.required(&calls, PCI, || device.pci_info())?;
-    let pci: PciAddress = findings.parsed(PCI, pci.bus_id.parse())?;
+    let pci = findings.fact(place_on_bus(&device, &calls).map(Some))?;
     findings.subject = pci.to_string();
     let uuid = findings.required(&calls, UUID, || device.uuid())?;
     let uuid: GpuUuid = findings.parsed(UUID, uuid.parse())?;
     let calls = calls.about(place, Some(uuid.clone()));
     Some(Gpu { index, uuid, pci, device, calls })
+}
+
+/// Where a GPU sits. One that does not say so is not taken for a GPU.
+pub fn place_on_bus(device: &Device<'_>, calls: &Calls) -> Result<PciAddress, CallError> {
+    const CALL: &str = "nvmlDeviceGetPciInfo_v3";
+    let info = calls.ask(CALL, || device.pci_info())?.ok_or_else(|| missing(CALL))?;
+    info.bus_id.parse().map_err(|error| CallError::unreadable(CALL, error))
+}
+
+fn missing(call: &'static str) -> CallError {
+    CallError::unreadable(call, "NVML does not offer this call here")
 }
 
 /// Asks the GPUs, and the kernel under `procfs`, for everything else: what was seen, and what was not answered.
@@ -249,8 +258,7 @@ impl<'a> Findings<'a> {
         call: &'static str,
         made: impl FnOnce() -> Result<T, NvmlError>,
     ) -> Option<T> {
-        let missing = || CallError::unreadable(call, "NVML does not offer this call here");
-        let found = calls.ask(call, made).and_then(|value| value.ok_or_else(missing));
+        let found = calls.ask(call, made).and_then(|value| value.ok_or_else(|| missing(call)));
         self.fact(found.map(Some))
     }
 

@@ -136,7 +136,7 @@ impl Watch {
         self.tell(polls)
     }
 
-    /// Which GPU NVML has at each index.
+    /// Which GPU NVML has at each index, as far as a full look would list it.
     fn names(&self, round: &mut Fingerprint) -> Result<(), CallError> {
         round.count = self.calls.ask(COUNT, || self.nvml.device_count())?;
         let of = round.count.unwrap_or(0);
@@ -144,7 +144,12 @@ impl Watch {
             let calls = self.calls.about(place, None);
             let Ok(Some(device)) = calls.ask(HANDLE, || self.nvml.device_by_index(place.index)) else { continue };
             let Ok(Some(uuid)) = calls.ask(UUID, || device.uuid()) else { continue };
-            round.names.extend(uuid.parse().ok().map(|uuid| (place.index, uuid)));
+            let Ok(uuid) = uuid.parse() else { continue };
+            // A full look would leave out again one that does not say where it is.
+            let listed = self.gpus.iter().any(|gpu| gpu.uuid == uuid);
+            if listed || probe::place_on_bus(&device, &calls).is_ok() {
+                round.names.insert(place.index, uuid);
+            }
         }
         Ok(())
     }
