@@ -118,6 +118,7 @@ pub fn main(library: Option<&Path>, procfs: PathBuf, poll: Duration, skip: &[Str
         procfs,
         skip,
         gpus: Arc::default(),
+        missing: Vec::new(),
         at_start: listed.gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
         unregistered,
         waiting: Arc::clone(&waiting),

@@ -10,7 +10,7 @@ use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper_sys::bindings as sys;
 
-use super::call::{Answer, offered};
+use super::call::{Answer, CallError, offered};
 use super::links::STATE;
 use super::mig;
 use super::probe::{FABRIC, Gpu};
@@ -90,16 +90,19 @@ fn reach(answer: Answer<u32>) -> Reach {
     match answer {
         Ok(Some(_)) => Reach::Answers,
         Ok(None) => Reach::Unknown,
-        Err(error) => {
-            let call = error.call.to_owned();
-            if error.is_gpu_lost() {
-                Reach::Lost { call }
-            } else if error.is(sys::nvmlReturn_enum_NVML_ERROR_RESET_REQUIRED) {
-                Reach::ResetRequired { call }
-            } else {
-                Reach::Failed { call, error: error.reason.to_string() }
-            }
-        }
+        Err(error) => unreached(&error),
+    }
+}
+
+/// What it means for a GPU that a call failed without which it cannot be reached.
+pub fn unreached(error: &CallError) -> Reach {
+    let call = error.call.to_owned();
+    if error.is_gpu_lost() {
+        Reach::Lost { call }
+    } else if error.is(sys::nvmlReturn_enum_NVML_ERROR_RESET_REQUIRED) {
+        Reach::ResetRequired { call }
+    } else {
+        Reach::Failed { call, error: error.reason.to_string() }
     }
 }
 

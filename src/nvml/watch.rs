@@ -16,9 +16,9 @@ use super::agent::{AgentError, Parent};
 use super::call::CallError;
 use super::calls::Calls;
 use super::events::Waiting;
-use super::poll::{self, Polled, Silence};
-use super::probe::{self, COUNT, Findings, Gpu, HANDLE, Listed, UUID};
-use super::protocol::{FromAgent, Place, ToAgent};
+use super::poll::{self, Polled, Silence, unreached};
+use super::probe::{self, COUNT, Findings, Gpu, HANDLE, Listed, required};
+use super::protocol::{FromAgent, Missing, Place, ToAgent};
 use super::raw;
 use crate::inventory::HealthPoll;
 use crate::topology::{GpuUuid, MigUuid, ProbeFailure};
@@ -39,6 +39,8 @@ pub struct Watch {
     pub skip: Vec<Place>,
     /// The GPUs there are now.
     pub gpus: Arc<Vec<Gpu<'static>>>,
+    /// The GPUs that do not say who or where they are, as of the latest time they were asked.
+    pub missing: Vec<Missing>,
     /// The GPUs whose events are told: those of the start.
     pub at_start: Vec<GpuUuid>,
     /// What went wrong when their events were registered; true until the child ends.
@@ -91,7 +93,7 @@ impl Watch {
     /// The parent cannot be told.
     pub fn begin(&mut self, mut listed: Listed<'static>) -> Result<(), AgentError> {
         let count = listed.count;
-        self.gpus = Arc::new(std::mem::take(&mut listed.gpus));
+        self.take(&mut listed);
         let ready = self.look(listed);
         let (polls, round) = self.poll();
         self.seen = round;
@@ -128,7 +130,7 @@ impl Watch {
         }
         if self.seen.learn(round) {
             self.observe()?;
-            // What has come is polled at once; a full look is rare.
+            // What has come is polled at once; a full look is rare. Who did not say its name in it is among the missing.
             let (again, links) = self.poll();
             self.seen.learn(links);
             polls = again;
@@ -137,21 +139,31 @@ impl Watch {
     }
 
     /// Which GPU NVML has at each index, as far as a full look would list it.
-    fn names(&self, round: &mut Fingerprint) -> Result<(), CallError> {
-        round.count = self.calls.ask(COUNT, || self.nvml.device_count())?;
-        let of = round.count.unwrap_or(0);
+    fn names(&mut self, round: &mut Fingerprint) -> Result<(), CallError> {
+        self.missing.clear();
+        let count = required(&self.calls, COUNT, || self.nvml.device_count());
+        let of = count.inspect_err(|error| {
+            self.missing.push(Missing { place: None, reach: unreached(error) });
+        })?;
+        round.count = Some(of);
         for place in (0..of).map(|index| Place { index, of }).filter(|place| !self.skip.contains(place)) {
-            let calls = self.calls.about(place, None);
-            let Ok(Some(device)) = calls.ask(HANDLE, || self.nvml.device_by_index(place.index)) else { continue };
-            let Ok(Some(uuid)) = calls.ask(UUID, || device.uuid()) else { continue };
-            let Ok(uuid) = uuid.parse() else { continue };
-            // A full look would leave out again one that does not say where it is.
-            let listed = self.gpus.iter().any(|gpu| gpu.uuid == uuid);
-            if listed || probe::place_on_bus(&device, &calls).is_ok() {
-                round.names.insert(place.index, uuid);
+            match self.name(place) {
+                Ok(uuid) => drop(round.names.insert(place.index, uuid)),
+                Err(error) => self.missing.push(Missing { place: Some(place), reach: unreached(&error) }),
             }
         }
         Ok(())
+    }
+
+    fn name(&self, place: Place) -> Result<GpuUuid, CallError> {
+        let calls = self.calls.about(place, None);
+        let device = required(&calls, HANDLE, || self.nvml.device_by_index(place.index))?;
+        let uuid = probe::name(&device, &calls)?;
+        // A full look would leave out again one that does not say where it is.
+        if !self.gpus.iter().any(|gpu| gpu.uuid == uuid) {
+            probe::place_on_bus(&device, &calls)?;
+        }
+        Ok(uuid)
     }
 
     fn poll(&mut self) -> (BTreeMap<GpuUuid, HealthPoll>, Fingerprint) {
@@ -170,16 +182,22 @@ impl Watch {
 
     fn tell(&self, gpus: BTreeMap<GpuUuid, HealthPoll>) -> Result<(), AgentError> {
         let waiting_ms = u64::try_from(self.waiting.lasts().as_millis()).unwrap_or(u64::MAX);
-        self.parent.send(&FromAgent::Polled { gpus, waiting_ms })
+        self.parent.send(&FromAgent::Polled { gpus, missing: self.missing.clone(), waiting_ms })
     }
 
     /// A full look.
     fn observe(&mut self) -> Result<(), AgentError> {
         let mut listed = probe::list(self.nvml, &self.calls, &self.skip);
-        self.gpus = Arc::new(std::mem::take(&mut listed.gpus));
+        self.take(&mut listed);
         let ready = self.look(listed);
         self.know();
         self.parent.send(&ready)
+    }
+
+    /// These are the GPUs from now on.
+    fn take(&mut self, listed: &mut Listed<'static>) {
+        self.gpus = Arc::new(std::mem::take(&mut listed.gpus));
+        self.missing = std::mem::take(&mut listed.missing);
     }
 
     /// Knows the names of the GPUs that were looked at, and no others: one that says its name later is news.

@@ -264,7 +264,8 @@ impl Driver {
                     known.look(count, gpus, failures);
                     self.observed(known).await?;
                 }
-                FromAgent::Polled { gpus, .. } => {
+                FromAgent::Polled { mut gpus, missing, .. } => {
+                    gpus.extend(known.unpolled(&gpus, &missing, &shift.skipped));
                     if let Some(outdated) = self.polled(gpus, &mut shift, known).await? {
                         self.metrics.agent_ended("replaced");
                         shift.end().await;

@@ -23,6 +23,7 @@ mod endpoints;
 mod endurance;
 mod full;
 mod handover;
+mod heals;
 mod health;
 mod idle;
 mod kubelet;

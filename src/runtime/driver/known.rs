@@ -2,7 +2,7 @@
 //!
 //! Called by `driver`.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use tokio::sync::watch;
 
@@ -10,7 +10,8 @@ use super::away::Working;
 use super::outside::{Outside, Slow};
 use super::suspects::Suspects;
 use crate::hwloc::PciBus;
-use crate::nvml::protocol::Place;
+use crate::inventory::{HealthPoll, Reach};
+use crate::nvml::protocol::{Missing, Place};
 use crate::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation, PciAddress, ProbeFailure};
 
 /// What is known across children.
@@ -64,6 +65,29 @@ impl Known {
         }
         gpus.sort_by_key(|gpu| gpu.index);
         self.looked = Some((count, gpus, failures));
+    }
+
+    /// What a round says of the GPUs that NVML counted and that it did not ask, but for those that are left out on purpose.
+    pub(super) fn unpolled(
+        &self,
+        polled: &BTreeMap<GpuUuid, HealthPoll>,
+        missing: &[Missing],
+        skipped: &[Place],
+    ) -> BTreeMap<GpuUuid, HealthPoll> {
+        let unlisted = || Reach::Failed {
+            call: "nvmlDeviceGetHandleByIndex_v2".to_owned(),
+            error: "NVML does not list it".to_owned(),
+        };
+        let count = self.looked.as_ref().map_or(0, |(count, ..)| *count);
+        let place = |gpu: &GpuObservation| Place { index: gpu.index, of: count };
+        let reach = |place: Place| {
+            let of_it = missing.iter().find(|missing| missing.place.is_none_or(|of| of == place));
+            of_it.map_or_else(unlisted, |missing| missing.reach.clone())
+        };
+        let unpolled = self.gpus().filter(|gpu| !polled.contains_key(&gpu.uuid) && !skipped.contains(&place(gpu)));
+        unpolled
+            .map(|gpu| (gpu.uuid.clone(), HealthPoll { reach: reach(place(gpu)), ..HealthPoll::default() }))
+            .collect()
     }
 
     fn gpus(&self) -> impl Iterator<Item = &GpuObservation> {
