@@ -34,7 +34,7 @@ pub struct Polled {
     pub health: HealthPoll,
     /// Each NVLink that said whether it is up; `None` where links cannot be asked.
     pub links: Option<Vec<(u32, bool)>>,
-    /// The MIG devices in NVML's order; `None` inside where MIG is off.
+    /// The MIG devices in NVML's order, where all could be asked; `None` inside where MIG is off.
     pub mig: Option<Option<Vec<MigUuid>>>,
 }
 
@@ -64,7 +64,7 @@ pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
         fabric: fabric.and_then(joined),
         on_bus: None,
     };
-    Polled { health, links, mig: mig.map(|on| on.then(|| mig::names(device, calls))) }
+    Polled { health, links, mig: mig.and_then(|on| if on { mig::names(device, calls).map(Some) } else { Some(None) }) }
 }
 
 /// Asks what is offered. A call that fails says nothing here: the one that has to reach the GPU says it.

@@ -5,6 +5,7 @@
 //! GPUs: no event falls between the two, and a second one that dies costs nothing.
 
 mod away;
+mod facts;
 mod known;
 mod outside;
 mod shift;
@@ -27,9 +28,10 @@ use crate::hwloc::{self, PciBus};
 use crate::inventory::{Event, HealthPoll, MigInstance};
 use crate::metrics::Metrics;
 use crate::nvml::child::{Agent, AgentCommand, AgentEnded};
-use crate::nvml::protocol::{Called, CalledGpu, FromAgent, Place};
+use crate::nvml::protocol::{Called, CalledGpu, FromAgent, Place, ToAgent};
 use crate::topology::{GpuObservation, GpuUuid, NodeObservation, PciAddress, ProbeFailure};
 use away::{Away, Working};
+use facts::Again;
 use known::Known;
 use outside::{Outside, Slow};
 use shift::{Errand, Shift, Successor, Who, at, end};
@@ -106,6 +108,7 @@ impl Driver {
             suspects: Suspects::new(self.settings.trial),
             looked: None,
             host: None,
+            again: Again::default(),
             told: None,
             hosts: Slow::default(),
             outsides: Slow::default(),
@@ -432,17 +435,20 @@ impl Driver {
     /// NVML's GPUs and the host around them, where they are not as they were told last.
     async fn observed(&self, known: &mut Known) -> Result<()> {
         let Some((_, gpus, failures)) = &known.looked else { return Ok(()) };
-        let (gpus, mut failures) = (gpus.clone(), failures.clone());
+        let (gpus, looked) = (gpus.clone(), failures.clone());
+        let mut failures = looked.clone();
         let sysfs = self.sysfs.clone();
         // hwloc takes tens of milliseconds.
         if let Some(host) = known.hosts.within(self.command.limits.call / 3, move || hwloc::observe(&sysfs)).await {
-            known.host = Some(host);
+            known.look_at_host(host);
         } else {
             let (subject, call) = ("hwloc".to_owned(), "hwloc_topology_load".to_owned());
             let error = "it takes too long; the host is as it was seen before, if it was".to_owned();
             failures.push(ProbeFailure { subject, call, error });
         }
         let (host, more) = known.host.clone().unwrap_or_default();
+        // A look at the host that is late is waited for; every other failure is asked about again.
+        known.again.looked(looked.iter().chain(&more).cloned().collect());
         failures.extend(more);
         let observed = NodeObservation { gpus, host, failures };
         if known.told.as_ref() != Some(&observed) {
@@ -462,8 +468,12 @@ impl Driver {
     ) -> Result<Option<String>> {
         if let Some(host) = known.hosts.late().await {
             // It took too long before; what it says now is as good as any.
-            known.host = Some(host);
+            known.look_at_host(host);
             self.observed(known).await?;
+        }
+        if known.again.is_due() {
+            // One that cannot be asked has ended, and says so by itself.
+            let _ = shift.agent.request(ToAgent::Observe).await;
         }
         let outside = self.outside(shift.agent.id(), known).await;
         if let Some(bus) = outside.as_ref().and_then(|outside| outside.bus.as_ref()) {

@@ -21,6 +21,7 @@ mod driver;
 mod drivers;
 mod endpoints;
 mod endurance;
+mod facts;
 mod full;
 mod handover;
 mod heals;

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use tokio::sync::watch;
 
 use super::away::Working;
+use super::facts::{self, Again};
 use super::outside::{Outside, Slow};
 use super::suspects::Suspects;
 use crate::hwloc::PciBus;
@@ -21,6 +22,8 @@ pub(super) struct Known {
     pub(super) looked: Option<(u32, Vec<GpuObservation>, Vec<ProbeFailure>)>,
     /// The latest look at the host.
     pub(super) host: Option<(HostObservation, Vec<ProbeFailure>)>,
+    /// When to look again because the last look was not complete.
+    pub(super) again: Again,
     /// What was told last.
     pub(super) told: Option<NodeObservation>,
     pub(super) hosts: Slow<(HostObservation, Vec<ProbeFailure>)>,
@@ -46,8 +49,10 @@ impl Known {
     }
 
     /// Takes a look through NVML. GPUs that NVML counts, and that were not asked or did not say who they are, stay as they
-    /// were seen: neither the graph nor the ids change because one GPU is in trouble.
+    /// were seen, and so do the facts of those that said nothing else because a call failed: neither the graph nor the ids change
+    /// because one GPU is in trouble.
     pub(super) fn look(&mut self, count: Option<u32>, mut gpus: Vec<GpuObservation>, failures: Vec<ProbeFailure>) {
+        facts::keep(&mut gpus, self.looked.as_ref().map_or(&[], |(_, before, _)| before), &failures);
         let Some(count) = count.or_else(|| self.looked.as_ref().map(|(count, ..)| *count)) else {
             self.looked = Some((0, gpus, failures));
             return;
@@ -65,6 +70,12 @@ impl Known {
         }
         gpus.sort_by_key(|gpu| gpu.index);
         self.looked = Some((count, gpus, failures));
+    }
+
+    /// Takes a look at the host. One that failed leaves the host as it was seen before.
+    pub(super) fn look_at_host(&mut self, (host, failures): (HostObservation, Vec<ProbeFailure>)) {
+        let before = self.host.take().filter(|_| !failures.is_empty());
+        self.host = Some((before.map_or(host, |(before, _)| before), failures));
     }
 
     /// What a round says of the GPUs that NVML counted and that it did not ask, but for those that are left out on purpose.
