@@ -430,6 +430,32 @@ async fn a_wait_that_fails_is_told_once_and_tried_again() {
 }
 
 #[tokio::test]
+async fn links_are_not_missed_while_mig_is_on_and_silence_ends_with_the_mode() {
+    let machine = machine();
+    machine.tell("mig 0 {enabled: false}");
+    let mut agent = machine.agent();
+    let down = polled(&mut agent, 0, |_| true).await;
+    assert_eq!((down.nvlinks_down, down.row_remapping), (Some(vec![2]), None));
+    machine.tell("mig 0 {enabled: true}");
+    polled(&mut agent, 0, |poll| poll.nvlinks_down == Some(vec![])).await;
+    // One that does not say its mode is in the one it said last.
+    machine.tell("fail 0 nvmlDeviceGetMigMode 999");
+    for _ in 0..2 {
+        polled(&mut agent, 0, |poll| {
+            assert_eq!(poll.nvlinks_down, Some(vec![]));
+            true
+        })
+        .await;
+    }
+    machine.tell("unfail 0 nvmlDeviceGetMigMode");
+    machine.tell("rows 0 false true");
+    machine.tell("mig 0 {enabled: false}");
+    let rows = Some(RowRemapping { pending: false, failed: true });
+    let after = polled(&mut agent, 0, |poll| poll.row_remapping == rows).await;
+    assert_eq!(after.nvlinks_down, Some(vec![2]));
+}
+
+#[tokio::test]
 async fn a_driver_that_does_not_initialise_is_named() {
     let machine = machine().with("FAKE_NVML_INIT", "9");
     let mut agent = machine.agent();

@@ -51,10 +51,13 @@ async fn a_gpu_that_a_new_process_cannot_identify_is_taken_out_and_comes_back() 
     node.metric("linkwise_gpus", 8).await;
     node.setup.tell("unfail 3 nvmlDeviceGetHandleByIndex_v2");
     registered(&kubelet, 1, 8).await;
-    // Nor can one that cannot count them.
-    let second = node.agent(&[first]).await;
+}
+
+#[tokio::test]
+async fn gpus_that_a_new_process_cannot_count_are_taken_out_and_come_back() {
+    let (node, kubelet) = quick().serve(8).await;
     node.setup.tell("fail * nvmlDeviceGetCount_v2 999");
-    signal("KILL", second);
+    signal("KILL", node.agent(&[]).await);
     unhealthy(&kubelet, &[0, 1, 2, 3, 4, 5, 6, 7]).await;
     reason(&node, 5, "nvmlDeviceGetCount_v2 failed: NVML_ERROR_UNKNOWN (999)").await;
     node.setup.tell("unfail * nvmlDeviceGetCount_v2");
@@ -104,4 +107,23 @@ async fn a_gpu_that_crashed_processes_is_given_out_again_once_it_does_not() {
     until(async || node.setup.try_tell("uncrash 5 nvmlDeviceGetTemperature")).await;
     registered(&kubelet, 1, 8).await;
     assert_eq!(kubelet.violations(), []);
+}
+
+#[tokio::test]
+async fn a_gpu_that_is_divided_up_misses_no_links() {
+    let setup = quick();
+    setup.tell("mig 6 {enabled: false}");
+    let (node, kubelet) = setup.serve(8).await;
+    node.setup.tell("link 6 1 down");
+    unhealthy(&kubelet, &[6]).await;
+    node.setup.tell("mig 6 {enabled: true}");
+    registered(&kubelet, 1, 8).await;
+    // What it did not offer meanwhile is asked for again.
+    node.setup.tell("rows 6 false true");
+    node.setup.tell("mig 6 {enabled: false}");
+    unhealthy(&kubelet, &[6]).await;
+    reason(&node, 6, "a row remapping failed").await;
+    node.setup.tell("link 6 1 up");
+    node.setup.tell("rows 6 false false");
+    registered(&kubelet, 1, 8).await;
 }

@@ -108,10 +108,11 @@ fn keep_links(new: &mut Option<Vec<NvLinkObservation>>, old: &[NvLinkObservation
     for (link, (end, active)) in each(old) {
         match links.entry(link) {
             Entry::Vacant(place) if state => drop(place.insert((end, active))),
-            Entry::Occupied(mut known) if remote => match known.get_mut() {
-                (unsaid @ (NvLinkRemote::Unknown | NvLinkRemote::Switch(None)), _) => *unsaid = end,
-                _ => {}
-            },
+            Entry::Occupied(mut known) if remote => {
+                if let (unsaid @ (NvLinkRemote::Unknown | NvLinkRemote::Switch(None)), _) = known.get_mut() {
+                    *unsaid = end;
+                }
+            }
             _ => {}
         }
     }
