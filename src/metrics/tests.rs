@@ -66,6 +66,8 @@ fn everything() -> String {
     metrics.agent_up(true);
     metrics.agent_ended("crashed");
     metrics.nvml_away(true);
+    metrics.unheard_gpus(2);
+    metrics.event_failed();
     sorted(&metrics.encode().unwrap())
 }
 

@@ -19,7 +19,7 @@ use nvml_wrapper::error::NvmlError;
 
 use super::call::{CallError, answer};
 use super::calls::Calls;
-use super::events::{self, Waiting};
+use super::events::{Listener, Waiting};
 use super::protocol::{FromAgent, Incoming, Place, ProtocolError, ToAgent, encode};
 use super::watch::{Fingerprint, Watch};
 use super::{library, probe, raw};
@@ -90,6 +90,7 @@ pub fn main(library: Option<&Path>, procfs: PathBuf, poll: Duration, skip: &[Str
     let reading = socket.try_clone().map_err(AgentError::Socket)?;
     let parent = Arc::new(Parent(Mutex::new(socket)));
     let (ask, asked) = mpsc::channel();
+    let wish = ask.clone();
     thread::Builder::new().name("parent".into()).spawn(move || listen(reading, &ask)).map_err(AgentError::Thread)?;
 
     let skip: Result<Vec<Place>, String> = skip.iter().map(|place| place.parse()).collect();
@@ -106,10 +107,9 @@ pub fn main(library: Option<&Path>, procfs: PathBuf, poll: Duration, skip: &[Str
     // Alive as long as the process, which never shuts NVML down: that can hang, and ending does it.
     let nvml: &'static Nvml = Box::leak(Box::new(nvml));
     let listed = probe::list(nvml, &calls, &skip);
-    let mut unregistered = Vec::new();
-    // Before the look at the GPUs, so that nothing falls between the look and the events.
-    let set = events::register(nvml, &calls, &listed.gpus, &mut unregistered);
     let waiting = Arc::new(Waiting::new());
+    // Before the look at the GPUs, so that nothing falls between the look and the events.
+    let listener = Listener::new(nvml, &calls, &listed.gpus, poll, &waiting);
     let mut watch = Watch {
         nvml,
         parent: Arc::clone(&parent),
@@ -120,7 +120,6 @@ pub fn main(library: Option<&Path>, procfs: PathBuf, poll: Duration, skip: &[Str
         gpus: Arc::default(),
         missing: Vec::new(),
         at_start: listed.gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
-        unregistered,
         waiting: Arc::clone(&waiting),
         silence: BTreeMap::new(),
         seen: Fingerprint::default(),
@@ -129,9 +128,7 @@ pub fn main(library: Option<&Path>, procfs: PathBuf, poll: Duration, skip: &[Str
     let gpus = Arc::clone(&watch.gpus);
     let watching = thread::Builder::new().name("watch".into());
     let watching = watching.spawn(move || watch.run(&asked)).map_err(AgentError::Thread)?;
-    if let Some(set) = set {
-        events::tell(&set, &gpus, &parent, &waiting, || !watching.is_finished())?;
-    }
+    listener.run(&gpus, &parent, &waiting, &wish, || !watching.is_finished())?;
     match watching.join() {
         Ok(Ok(())) | Err(_) => Err(AgentError::Watch(None)),
         Ok(Err(error)) => Err(AgentError::Watch(Some(Box::new(error)))),

@@ -62,6 +62,8 @@ pub enum FromAgent {
         gpus: BTreeMap<GpuUuid, HealthPoll>,
         /// The GPUs that NVML counts and that do not say who or where they are, and why.
         missing: Vec<Missing>,
+        /// How many GPUs are not heard though they have events: their registration failed, or they are lost.
+        unheard: u32,
         /// For how long the present wait for events has lasted, in milliseconds; 0 where nobody waits.
         waiting_ms: u64,
     },
@@ -155,6 +157,8 @@ impl fmt::Display for Called {
 pub enum ToAgent {
     /// Look again, and send a [`FromAgent::Ready`].
     Observe,
+    /// Go a round soon: at once, or a second after the last one.
+    Poll,
 }
 
 /// Why bytes are no message, or a message cannot be written.
@@ -293,6 +297,7 @@ mod tests {
                     place: Some(Place { index: 1, of: 2 }),
                     reach: Reach::Lost { call: "f".into() },
                 }],
+                unheard: 1,
                 waiting_ms: 3,
             },
             FromAgent::Failed { call: "nvmlEventSetWait_v2".into(), error: "e".into() },

@@ -4,7 +4,7 @@
 //! Runs on a thread of its own, so that neither a wait for events nor the parent's socket waits
 //! for it. Called by `agent`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -22,6 +22,9 @@ use super::protocol::{FromAgent, Missing, Place, ToAgent};
 use super::raw;
 use crate::inventory::HealthPoll;
 use crate::topology::{GpuUuid, MigUuid, ProbeFailure};
+
+/// The least time from a round to one that an event brings.
+const AFTER_EVENT: Duration = Duration::from_secs(1);
 
 /// What the rounds work with.
 pub struct Watch {
@@ -43,9 +46,7 @@ pub struct Watch {
     pub missing: Vec<Missing>,
     /// The GPUs whose events are told: those of the start.
     pub at_start: Vec<GpuUuid>,
-    /// What went wrong when their events were registered; true until the child ends.
-    pub unregistered: Vec<ProbeFailure>,
-    /// How long the thread that waits for events has waited.
+    /// What the thread that waits for events does.
     pub waiting: Arc<Waiting>,
     /// What each GPU does not offer.
     pub silence: BTreeMap<GpuUuid, Silence>,
@@ -109,13 +110,17 @@ impl Watch {
     ///
     /// The parent cannot be told.
     pub fn run(mut self, asked: &Receiver<ToAgent>) -> Result<(), AgentError> {
-        let mut next_round = Instant::now() + self.interval;
+        let mut last_round = Instant::now();
+        let mut next_round = last_round + self.interval;
         loop {
             match asked.recv_timeout(next_round.saturating_duration_since(Instant::now())) {
                 Ok(ToAgent::Observe) => self.observe()?,
+                Ok(ToAgent::Poll) => next_round = next_round.min(last_round + AFTER_EVENT),
                 Err(RecvTimeoutError::Timeout) => {
+                    self.waiting.round_begins();
                     self.round()?;
-                    next_round = Instant::now() + self.interval;
+                    last_round = Instant::now();
+                    next_round = last_round + self.interval;
                 }
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
             }
@@ -182,7 +187,12 @@ impl Watch {
 
     fn tell(&self, gpus: BTreeMap<GpuUuid, HealthPoll>) -> Result<(), AgentError> {
         let waiting_ms = u64::try_from(self.waiting.lasts().as_millis()).unwrap_or(u64::MAX);
-        self.parent.send(&FromAgent::Polled { gpus, missing: self.missing.clone(), waiting_ms })
+        let (missing, unheard) = (self.missing.clone(), self.waiting.unheard());
+        let subjects: BTreeSet<String> = unheard.into_iter().map(|failure| failure.subject).collect();
+        // Without a set nobody is heard.
+        let unheard = if subjects.contains("driver") { self.at_start.len() } else { subjects.len() };
+        let unheard = u32::try_from(unheard).unwrap_or(u32::MAX);
+        self.parent.send(&FromAgent::Polled { gpus, missing, unheard, waiting_ms })
     }
 
     /// A full look.
@@ -208,7 +218,7 @@ impl Watch {
     /// Everything that is seen of the GPUs there are, as a message.
     fn look(&self, listed: Listed<'static>) -> FromAgent {
         let mut failures = listed.failures;
-        failures.extend(self.unregistered.iter().cloned());
+        failures.extend(self.waiting.unheard());
         for gpu in self.gpus.iter().filter(|gpu| !self.at_start.contains(&gpu.uuid)) {
             failures.push(ProbeFailure {
                 subject: gpu.pci.to_string(),

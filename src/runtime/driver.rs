@@ -267,7 +267,8 @@ impl Driver {
                     known.look(count, gpus, failures);
                     self.observed(known).await?;
                 }
-                FromAgent::Polled { mut gpus, missing, .. } => {
+                FromAgent::Polled { mut gpus, missing, unheard, .. } => {
+                    self.metrics.unheard_gpus(unheard);
                     gpus.extend(known.unpolled(&gpus, &missing, &shift.skipped));
                     if let Some(outdated) = self.polled(gpus, &mut shift, known).await? {
                         self.metrics.agent_ended("replaced");
@@ -277,7 +278,10 @@ impl Driver {
                 }
                 event @ (FromAgent::Xid { .. } | FromAgent::DoubleBitEcc { .. }) => self.happened(event).await?,
                 FromAgent::Leaving { call, error } => leaving = Some(format!("{call}: {error}")),
-                FromAgent::Failed { call, error } => tracing::warn!(call, error, "NVML failed"),
+                FromAgent::Failed { call, error } => {
+                    self.metrics.event_failed();
+                    tracing::warn!(call, error, "NVML failed");
+                }
                 // The agent keeps these to itself.
                 FromAgent::Calling(_) => {}
             }

@@ -110,6 +110,30 @@ async fn a_gpu_that_crashed_processes_is_given_out_again_once_it_does_not() {
 }
 
 #[tokio::test]
+async fn a_lost_gpu_that_ends_the_wait_for_events_leaves_the_others_heard() {
+    const UNHEARD: &str = "linkwise_nvml_unheard_gpus";
+    let setup = quick();
+    setup.tell("loss-ends-waits");
+    let (node, kubelet) = setup.serve(8).await;
+    node.metric(UNHEARD, 0).await;
+    node.setup.tell("lost 2");
+    node.metric(UNHEARD, 1).await;
+    node.setup.tell("recovery 4 1");
+    node.setup.tell("xid 4 79");
+    reason(&node, 4, "XID 79").await;
+    unhealthy(&kubelet, &[2, 4]).await;
+    node.setup.tell("recovery 4 0");
+    node.setup.tell("back 2");
+    registered(&kubelet, 1, 8).await;
+    node.metric(UNHEARD, 0).await;
+    node.metric("linkwise_nvml_agent_starts_total", 1).await;
+    // The wait, and who was left out of it.
+    node.metric("linkwise_nvml_event_failures_total", 2).await;
+    node.setup.tell("xid 2 79");
+    reason(&node, 2, "XID 79").await;
+}
+
+#[tokio::test]
 async fn a_gpu_that_is_divided_up_misses_no_links() {
     let setup = quick();
     setup.tell("mig 6 {enabled: false}");
