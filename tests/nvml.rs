@@ -74,12 +74,15 @@ async fn next(agent: &mut Agent) -> Result<FromAgent, AgentEnded> {
 
 /// What comes next but for rounds.
 async fn said(agent: &mut Agent) -> Result<FromAgent, AgentEnded> {
-    loop {
-        match next(agent).await {
-            Ok(FromAgent::Polled { .. }) => {}
-            other => return other,
+    let waiting = async {
+        loop {
+            match next(agent).await {
+                Ok(FromAgent::Polled { .. }) => {}
+                other => return other,
+            }
         }
-    }
+    };
+    timeout(LIMIT, waiting).await.expect("the agent says something else than rounds in time")
 }
 
 async fn ready(agent: &mut Agent) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
