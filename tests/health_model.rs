@@ -358,7 +358,6 @@ impl World {
                 self.tell(look(gpus.clone()));
                 for (gpu, owed) in self.owed.iter_mut().enumerate() {
                     owed.absent = !gpus.contains(&gpu);
-                    owed.away_until_poll |= !owed.absent;
                 }
             }
             Step::Identified(boot, driver) => {

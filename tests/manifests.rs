@@ -101,6 +101,14 @@ fn holds(folder: &Path, parts: &[&Value]) {
     }
 }
 
+/// Each pod has SELinux categories of its own unless somebody says otherwise, and files bear those of who made them.
+#[test]
+fn under_selinux_the_next_pod_can_read_what_the_last_one_kept() {
+    let patch = read(&manifests().join("overlays/selinux/daemonset.yaml"));
+    let options = patch.pointer(&format!("{POD}/containers/0/securityContext/seLinuxOptions")).unwrap();
+    assert_eq!(*options, serde_json::json!({"type": "container_device_plugin_t", "level": "s0"}));
+}
+
 /// What kubectl, or kustomize, makes of a folder; `None` where this machine has neither.
 fn rendered(folder: &Path) -> Option<Vec<Value>> {
     let ways: [(&str, &[&str]); 2] = [("kubectl", &["kustomize"]), ("kustomize", &["build"])];

@@ -24,6 +24,8 @@ use tokio::time::timeout;
 
 #[path = "nvml/codes.rs"]
 mod codes;
+#[path = "nvml/events.rs"]
+mod events;
 
 /// After this long, what should have happened will not.
 const LIMIT: Duration = Duration::from_secs(20);
@@ -74,7 +76,7 @@ async fn next(agent: &mut Agent) -> Result<FromAgent, AgentEnded> {
 
 /// What comes next but for rounds.
 async fn said(agent: &mut Agent) -> Result<FromAgent, AgentEnded> {
-    let waiting = async {
+    let wait = async {
         loop {
             match next(agent).await {
                 Ok(FromAgent::Polled { .. }) => {}
@@ -82,7 +84,7 @@ async fn said(agent: &mut Agent) -> Result<FromAgent, AgentEnded> {
             }
         }
     };
-    timeout(LIMIT, waiting).await.expect("the agent says something else than rounds in time")
+    timeout(LIMIT, wait).await.expect("the agent says more than rounds in time")
 }
 
 async fn ready(agent: &mut Agent) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
@@ -94,7 +96,7 @@ async fn ready(agent: &mut Agent) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
 
 /// Waits for a round in which this holds of one GPU.
 async fn polled(agent: &mut Agent, gpu: u32, wanted: impl Fn(&HealthPoll) -> bool) -> HealthPoll {
-    let waiting = async {
+    let wait = async {
         loop {
             if let FromAgent::Polled { gpus, .. } = next(agent).await.unwrap()
                 && let Some(poll) = gpus.get(&uuid(gpu)).filter(|poll| wanted(poll))
@@ -103,7 +105,12 @@ async fn polled(agent: &mut Agent, gpu: u32, wanted: impl Fn(&HealthPoll) -> boo
             }
         }
     };
-    timeout(LIMIT, waiting).await.expect("a round says so in time")
+    timeout(LIMIT, wait).await.expect("such a round comes in time")
+}
+
+fn signal(name: &str, agent: &Agent) {
+    let kill = format!("kill -{name} {}", agent.id().unwrap());
+    assert!(std::process::Command::new("sh").args(["-c", &kill]).status().unwrap().success());
 }
 
 fn uuid(index: u32) -> GpuUuid {
@@ -196,6 +203,20 @@ async fn a_gpu_that_fails_half_its_calls_costs_those_facts_only() {
 }
 
 #[tokio::test]
+async fn a_gpu_that_cannot_register_costs_its_own_events_only() {
+    // What kinds of events the third one has it does not say.
+    let faults = "1:nvmlDeviceRegisterEvents:999,2:nvmlDeviceGetSupportedEventTypes:3";
+    let machine = machine().with("FAKE_NVML_FAIL", faults);
+    let mut agent = machine.agent();
+    ready(&mut agent).await;
+    for gpu in [0, 2, 3] {
+        machine.tell(&format!("xid {gpu} 79"));
+        let xid = FromAgent::Xid { gpu: uuid(gpu), code: 79, gpu_instance: None, compute_instance: None };
+        assert_eq!(said(&mut agent).await.unwrap(), xid);
+    }
+}
+
+#[tokio::test]
 async fn a_gpu_that_is_lost_from_the_start_costs_itself_only() {
     let machine = machine();
     machine.tell("lost *");
@@ -268,6 +289,16 @@ async fn a_round_says_how_each_gpu_is() {
 }
 
 #[tokio::test]
+async fn the_first_round_waits_for_no_interval() {
+    let mut machine = machine();
+    machine.command.poll = Duration::from_secs(3600);
+    let mut agent = machine.agent();
+    ready(&mut agent).await;
+    let FromAgent::Polled { gpus, .. } = next(&mut agent).await.unwrap() else { panic!("no round") };
+    assert_eq!(gpus.len(), 4);
+}
+
+#[tokio::test]
 async fn a_round_has_the_drivers_word_and_counters_where_there_are_any() {
     let machine = machine();
     for command in ["recovery 1 0", "rows 1 false false", "uncorrectable 1 0"] {
@@ -314,6 +345,9 @@ async fn a_change_is_looked_at_by_itself() {
     assert_eq!(gpus.iter().map(|gpu| gpu.uuid.clone()).collect::<Vec<_>>(), [0, 2, 3].map(uuid));
     machine.tell("add 1");
     assert_eq!(ready(&mut agent).await.0.len(), 4);
+    // What has come is polled at once.
+    let FromAgent::Polled { gpus, .. } = next(&mut agent).await.unwrap() else { panic!("no round with the look") };
+    assert_eq!(gpus.len(), 4);
     // Nothing changes: there are rounds, and no look.
     for _ in 0..5 {
         assert!(matches!(next(&mut agent).await.unwrap(), FromAgent::Polled { .. }));
@@ -350,6 +384,8 @@ async fn a_gpu_that_is_skipped_is_not_touched() {
     for _ in 0..3 {
         polled(&mut agent, 0, |_| true).await;
     }
+    agent.request(ToAgent::Observe).await.unwrap();
+    assert_eq!(ready(&mut agent).await.0.len(), 3);
     // Of another number of GPUs, the index is another GPU's.
     machine.command.skip = vec![Place { index: 1, of: 5 }];
     let mut agent = machine.agent();
@@ -378,6 +414,17 @@ async fn a_call_that_hangs_is_named_with_its_gpu() {
 }
 
 #[tokio::test]
+async fn a_link_that_hangs_in_a_round_is_named_with_its_gpu() {
+    let mut machine = machine();
+    machine.command.limits = SHORT;
+    let mut agent = machine.agent();
+    ready(&mut agent).await;
+    machine.tell("hang 1 nvmlDeviceGetNvLinkState");
+    let ended = said(&mut agent).await.unwrap_err().to_string();
+    assert!(ended.starts_with(&format!("nvmlDeviceGetNvLinkState of {} did not return", uuid(1))), "{ended}");
+}
+
+#[tokio::test]
 async fn a_wait_for_events_that_hangs_is_noticed() {
     let mut machine = machine();
     machine.command.limits = SHORT;
@@ -394,8 +441,7 @@ async fn a_child_that_is_stopped_is_not_taken_for_a_call_that_hangs() {
     machine.command.limits = SHORT;
     let mut agent = machine.agent();
     ready(&mut agent).await;
-    let stop = format!("kill -STOP {}", agent.id().unwrap());
-    assert!(std::process::Command::new("sh").args(["-c", &stop]).status().unwrap().success());
+    signal("STOP", &agent);
     let ended = said(&mut agent).await.unwrap_err();
     assert!(matches!(ended, AgentEnded::Stopped(_)), "{ended}");
 }
@@ -438,78 +484,6 @@ async fn a_wait_that_fails_is_told_once_and_tried_again() {
     assert!(matches!(said(&mut agent).await.unwrap(), FromAgent::Xid { code: 63, .. }));
 }
 
-/// Waits until this many GPUs are not heard.
-async fn unheard(agent: &mut Agent, wanted: u32) {
-    let waiting = async {
-        while !matches!(next(agent).await.unwrap(), FromAgent::Polled { unheard, .. } if unheard == wanted) {}
-    };
-    timeout(LIMIT, waiting).await.expect("they are heard, or are not, in time");
-}
-
-/// An XID of this GPU arrives.
-async fn heard(machine: &Machine, agent: &mut Agent, gpu: u32, code: u64) {
-    machine.tell(&format!("xid {gpu} {code}"));
-    let xid = FromAgent::Xid { gpu: uuid(gpu), code, gpu_instance: None, compute_instance: None };
-    let waiting = async { while said(agent).await.unwrap() != xid {} };
-    timeout(LIMIT, waiting).await.expect("it is heard in time");
-}
-
-#[tokio::test]
-async fn a_lost_gpu_that_ends_the_wait_for_all_costs_its_own_events_only() {
-    let machine = machine();
-    machine.tell("loss-ends-waits");
-    let mut agent = machine.agent();
-    ready(&mut agent).await;
-    machine.tell("lost 2");
-    let lost = "NVML_ERROR_GPU_IS_LOST (15)".to_owned();
-    let failed = FromAgent::Failed { call: "nvmlEventSetWait_v2".into(), error: lost.clone() };
-    assert_eq!(said(&mut agent).await.unwrap(), failed);
-    let left_out =
-        FromAgent::Failed { call: "nvmlDeviceGetTemperature".into(), error: format!("0000:3a:00.0: {lost}") };
-    assert_eq!(said(&mut agent).await.unwrap(), left_out);
-    unheard(&mut agent, 1).await;
-    heard(&machine, &mut agent, 3, 79).await;
-    machine.tell("back 2");
-    unheard(&mut agent, 0).await;
-    heard(&machine, &mut agent, 2, 79).await;
-    heard(&machine, &mut agent, 3, 63).await;
-}
-
-#[tokio::test]
-async fn a_gpu_that_could_not_be_registered_is_heard_once_it_can_be() {
-    for (call, which, deaf) in
-        [("nvmlDeviceRegisterEvents", "1", 1), ("nvmlDeviceRegisterEvents", "*", 4), ("nvmlEventSetCreate", "*", 4)]
-    {
-        let machine = machine().with("FAKE_NVML_FAIL", format!("{which}:{call}:999"));
-        let mut agent = machine.agent();
-        let (_, failures) = ready(&mut agent).await;
-        assert!(failures.iter().any(|failure| failure.call == call), "{failures:?}");
-        unheard(&mut agent, deaf).await;
-        machine.tell(&format!("unfail {which} {call}"));
-        unheard(&mut agent, 0).await;
-        heard(&machine, &mut agent, 1, 79).await;
-        heard(&machine, &mut agent, 0, 79).await;
-        agent.request(ToAgent::Observe).await.unwrap();
-        let (_, failures) = ready(&mut agent).await;
-        assert!(!failures.iter().any(|failure| failure.call == call), "{failures:?}");
-    }
-}
-
-#[tokio::test]
-async fn an_event_is_followed_by_a_round_that_finds_what_it_hid() {
-    let mut machine = machine();
-    machine.command.poll = Duration::from_secs(3600);
-    machine.tell("recovery 1 0");
-    let mut agent = machine.agent();
-    polled(&mut agent, 1, |poll| poll.recovery_action == Some(RecoveryAction::None)).await;
-    // As a driver that gives the last of several XIDs for all.
-    for action in [1, 2] {
-        machine.tell(&format!("recovery 1 {action}"));
-        machine.tell("storm 1 31 100");
-        polled(&mut agent, 1, |poll| poll.recovery_action == Some(RecoveryAction::from(action))).await;
-    }
-}
-
 #[tokio::test]
 async fn links_are_not_missed_while_mig_is_on_and_silence_ends_with_the_mode() {
     let machine = machine();
@@ -544,6 +518,29 @@ async fn a_driver_that_does_not_initialise_is_named() {
     assert_eq!(next(&mut agent).await.unwrap(), failed);
     let Err(AgentEnded::Exited(status)) = next(&mut agent).await else { panic!("it goes on") };
     assert_eq!(status.code(), Some(1));
+}
+
+#[tokio::test]
+async fn the_library_is_found_by_its_usual_names() {
+    let folder = tempfile::tempdir().unwrap();
+    for names in [&["libnvidia-ml.so"][..], &["libnvidia-ml.so", "libnvidia-ml.so.1"], &["libnvidia-ml.so.1"], &[]] {
+        for name in names {
+            std::os::unix::fs::symlink(fake_nvml::library_path(), folder.path().join(name)).unwrap();
+        }
+        let mut machine = machine().with("LD_LIBRARY_PATH", folder.path());
+        machine.command.library = None;
+        let mut agent = machine.agent();
+        if names.is_empty() {
+            // The name that drivers install.
+            let FromAgent::Leaving { error, .. } = next(&mut agent).await.unwrap() else { panic!("it found one") };
+            assert!(error.contains("cannot load libnvidia-ml.so.1: "), "{error}");
+        } else {
+            assert_eq!(ready(&mut agent).await.0.len(), 4, "{names:?}");
+        }
+        for name in names {
+            std::fs::remove_file(folder.path().join(name)).unwrap();
+        }
+    }
 }
 
 #[tokio::test]
@@ -602,18 +599,36 @@ async fn ending_a_child_is_its_own_doing_even_while_a_call_hangs() {
 
 #[tokio::test]
 async fn dropping_the_agent_ends_the_child() {
+    // One that is stopped too, which does not see that its parent is gone.
+    for stopped in [false, true] {
+        let machine = machine();
+        let mut agent = machine.agent();
+        ready(&mut agent).await;
+        if stopped {
+            signal("STOP", &agent);
+        }
+        drop(agent);
+        // Its control socket closes with it.
+        timeout(LIMIT, async {
+            while machine.control.is_heard() {
+                tokio::task::yield_now().await;
+            }
+        })
+        .await
+        .unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_child_that_ends_before_it_was_heard_is_known_to_have_ended() {
     let machine = machine();
     let mut agent = machine.agent();
     ready(&mut agent).await;
-    drop(agent);
-    // Its control socket closes with it.
-    timeout(LIMIT, async {
-        while machine.control.is_heard() {
-            tokio::task::yield_now().await;
-        }
-    })
-    .await
-    .unwrap();
+    signal("STOP", &agent);
+    agent.request(ToAgent::Observe).await.unwrap();
+    signal("KILL", &agent);
+    let ended = said(&mut agent).await.unwrap_err();
+    assert!(ended.to_string().contains("SIGKILL"), "{ended}");
 }
 
 #[tokio::test]

@@ -7,7 +7,6 @@
 use std::fs::{self, DirBuilder, Permissions};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
-use std::os::unix::net::UnixStream as StdUnixStream;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -17,6 +16,7 @@ use axum::extract::{Path as PathOf, State as StateOf};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use socket2::{Domain, SockAddr, Socket, Type};
 use thiserror::Error;
 use tokio::net::UnixListener;
 use tokio_util::sync::CancellationToken;
@@ -103,7 +103,7 @@ impl Local {
     pub fn bind(path: &Path) -> Result<Self, LocalError> {
         let failed = |source| LocalError::Bind { path: path.to_owned(), source };
         if fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
-            match StdUnixStream::connect(path) {
+            match connect(path) {
                 Err(error) if error.kind() == ErrorKind::ConnectionRefused => fs::remove_file(path).map_err(failed)?,
                 _ => return Err(LocalError::Taken { path: path.to_owned() }),
             }
@@ -133,6 +133,13 @@ impl Local {
         };
         shutdown.run_until_cancelled(connections::serve(HEAD_TIMEOUT, accept)).await;
     }
+}
+
+/// Connects, or says at once why not: a listener that accepts nobody would be waited for without end.
+fn connect(path: &Path) -> io::Result<()> {
+    let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
+    socket.set_nonblocking(true)?;
+    socket.connect(&SockAddr::unix(path)?)
 }
 
 fn routes(orders: Orders) -> Router {
@@ -239,6 +246,29 @@ mod tests {
         assert!(refused && !text.contains("released"), "{text}");
     }
 
+    #[test]
+    fn a_live_one_that_accepts_nobody_is_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("admin.sock");
+        let silent = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
+        silent.bind(&SockAddr::unix(&path).unwrap()).unwrap();
+        silent.listen(0).unwrap();
+        let mut waiting = Vec::new();
+        let full = loop {
+            let caller = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
+            caller.set_nonblocking(true).unwrap();
+            match caller.connect(&SockAddr::unix(&path).unwrap()) {
+                Ok(()) => waiting.push(caller),
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(full.kind(), ErrorKind::WouldBlock, "no room for another caller");
+        let (said, hear) = std::sync::mpsc::channel();
+        // On a thread of its own: one that waits for ever would hold up the test's end.
+        std::thread::spawn(move || said.send(matches!(Local::bind(&path), Err(LocalError::Taken { .. }))));
+        assert_eq!(hear.recv_timeout(std::time::Duration::from_secs(20)), Ok(true));
+    }
+
     #[tokio::test]
     async fn a_dead_socket_is_replaced_and_a_live_one_or_a_file_never() {
         let folder = tempfile::tempdir().unwrap();
@@ -247,8 +277,21 @@ mod tests {
         let local = Local::bind(&path).unwrap();
         assert!(matches!(Local::bind(&path), Err(LocalError::Taken { .. })));
         drop(local);
+        assert!(!path.exists());
         fs::write(&path, "a file").unwrap();
         assert!(matches!(Local::bind(&path), Err(LocalError::Bind { .. })));
         assert_eq!(fs::read_to_string(&path).unwrap(), "a file");
+    }
+
+    #[tokio::test]
+    async fn the_folder_that_is_made_is_ours_alone_and_what_stands_in_our_place_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run/admin.sock");
+        let local = Local::bind(&path).unwrap();
+        assert_eq!(fs::metadata(path.parent().unwrap()).unwrap().mode() & 0o777, 0o700);
+        fs::write(folder.path().join("file"), "somebody's").unwrap();
+        fs::rename(folder.path().join("file"), &path).unwrap();
+        drop(local);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "somebody's");
     }
 }

@@ -142,4 +142,47 @@ mod tests {
         let ((), answer) = tokio::join!(admin.serve(answers, shutdown.clone()), ask);
         assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with("alive\n"), "{answer}");
     }
+
+    /// Asks on a connection that stays open, and gives what comes.
+    async fn ask(stream: &mut TcpStream) -> String {
+        stream.write_all(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
+        let mut answer = String::new();
+        while !answer.ends_with("alive\n") {
+            answer.push(char::from(stream.read_u8().await.unwrap()));
+        }
+        answer
+    }
+
+    #[tokio::test]
+    async fn one_connection_too_many_waits_until_another_is_closed() {
+        let admin = Admin::bind("127.0.0.1:0".parse().unwrap()).await.unwrap();
+        let address = admin.address();
+        let answers = Answers {
+            metrics: Arc::new(|| None),
+            metrics_type: "text/plain",
+            ready: Arc::new(|| Ok("ready".to_owned())),
+        };
+        let shutdown = CancellationToken::new();
+        let asking = async {
+            let mut open = Vec::new();
+            for _ in 0..MOST_CONNECTIONS {
+                let mut stream = TcpStream::connect(address).await.unwrap();
+                ask(&mut stream).await;
+                open.push(stream);
+            }
+            let mut further = TcpStream::connect(address).await.unwrap();
+            further.write_all(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
+            // One task serves them all: whoever is let in would have been answered between two of these.
+            for stream in &mut open {
+                ask(stream).await;
+            }
+            let early = further.try_read(&mut [0; 16]);
+            assert_eq!(early.unwrap_err().kind(), io::ErrorKind::WouldBlock);
+            open.pop();
+            let first = tokio::time::timeout(Duration::from_secs(20), further.read_u8()).await;
+            shutdown.cancel();
+            assert_eq!(first.expect("an answer once there is room").unwrap(), b'H');
+        };
+        tokio::join!(admin.serve(answers, shutdown.clone()), asking);
+    }
 }

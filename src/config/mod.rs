@@ -95,7 +95,7 @@ pub struct HostArgs {
 /// What the log says and how.
 #[derive(Clone, Debug, Args)]
 pub struct LogArgs {
-    /// What to log: error, warn, info, debug, trace, or a filter such as linkwise=debug
+    /// What to log: error, warn, info, debug, or levels by module, such as warn,linkwise=debug
     #[arg(long, value_name = "FILTER", env = "LINKWISE_LOG", default_value = "info")]
     pub log: String,
     /// How to log

@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use notify::{RecommendedWatcher, RecursiveMode, Watcher};
+use tokio::io::AsyncReadExt;
 use tokio::sync::watch;
 
-use super::settings::text_of;
+use super::settings::LONGEST_FILE;
 
 /// How often the text is read where nobody tells: the file may be a link into a folder that is not followed.
 const POLL: Duration = Duration::from_secs(10);
@@ -28,7 +29,7 @@ pub struct FileWatch {
 
 impl FileWatch {
     /// Follows a file from now on. inotify is an optimisation: where it is not to be had, polling remains.
-    pub fn of(path: &Path) -> Self {
+    pub async fn of(path: &Path) -> Self {
         let (sender, told) = watch::channel(0);
         let tell = move |event: notify::Result<notify::Event>| {
             // That somebody reads, as we do, is no news.
@@ -41,18 +42,18 @@ impl FileWatch {
             watcher.watch(folder, RecursiveMode::NonRecursive)?;
             Ok(watcher)
         });
-        Self { path: path.to_owned(), text: text_of(path).ok(), told, _watcher: watcher.ok() }
+        Self { path: path.to_owned(), text: text(path).await, told, _watcher: watcher.ok() }
     }
 
     /// Waits until the file has another text than before, or none any more, or one again.
     pub async fn changed(&mut self) {
         loop {
-            let text = text_of(&self.path).ok();
-            if text != self.text {
+            let now = text(&self.path).await;
+            if now != self.text {
                 // Somebody may be writing: a text counts once it stands still.
                 tokio::time::sleep(SETTLE).await;
-                if text == text_of(&self.path).ok() {
-                    self.text = text;
+                if now == text(&self.path).await {
+                    self.text = now;
                     return;
                 }
                 continue;
@@ -66,6 +67,14 @@ impl FileWatch {
             let _ = tokio::time::timeout(POLL, told).await;
         }
     }
+}
+
+/// The text, as far as it may be long. A file that does not answer holds up nobody but who waits for this.
+async fn text(path: &Path) -> Option<String> {
+    let mut text = String::new();
+    let file = tokio::fs::File::open(path).await.ok()?;
+    file.take(LONGEST_FILE + 1).read_to_string(&mut text).await.ok()?;
+    Some(text)
 }
 
 #[cfg(test)]
@@ -85,7 +94,7 @@ mod tests {
         }
         symlink("v1", at("..data")).unwrap();
         symlink("..data/config", at("config")).unwrap();
-        let mut watch = FileWatch::of(&at("config"));
+        let mut watch = FileWatch::of(&at("config")).await;
         symlink("v2", at("..data_tmp")).unwrap();
         fs::rename(at("..data_tmp"), at("..data")).unwrap();
         watch.changed().await;
@@ -93,5 +102,31 @@ mod tests {
         fs::remove_file(at("config")).unwrap();
         watch.changed().await;
         assert_eq!(watch.text, None);
+    }
+
+    #[test]
+    fn a_file_that_does_not_answer_holds_up_nobody_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("config");
+        fs::write(&path, "a: 1\n").unwrap();
+        let (said, hear) = std::sync::mpsc::channel();
+        let watched = path.clone();
+        // On a thread of its own: one that is held up would hold up the test's end.
+        std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(async {
+                let mut watch = FileWatch::of(&watched).await;
+                fs::remove_file(&watched).unwrap();
+                // Opening it waits for somebody who writes.
+                assert!(std::process::Command::new("mkfifo").arg(&watched).status().unwrap().success());
+                tokio::select! {
+                    biased;
+                    () = watch.changed() => {}
+                    () = tokio::time::sleep(SETTLE) => said.send(()).unwrap(),
+                }
+            });
+            runtime.shutdown_background();
+        });
+        hear.recv_timeout(Duration::from_secs(20)).unwrap();
     }
 }

@@ -142,7 +142,6 @@ impl GpuHealth {
             }
             self.remedy(|reason| matches!(reason, UnhealthyReason::OffBus));
         }
-        self.driver_back();
     }
 
     /// A look at the node does not list it; `off_bus` where the PCI bus does not either.

@@ -168,7 +168,9 @@ impl Life {
 
     fn look(&mut self) {
         let settings = &self.plugin.settings;
-        if !self.changes.follows(&self.folder) {
+        // Watches and file descriptors may have been out.
+        let untold = settings.inotify && !self.changes.is_told();
+        if untold || !self.changes.follows(&self.folder) {
             self.changes = Changes::of(&self.folder, settings.poll, settings.inotify);
         }
         let socket = &settings.kubelet_socket;
@@ -197,10 +199,6 @@ impl Life {
         let Plugin { resource, settings, sources, .. } = &self.plugin;
         match action {
             Action::Bind => {
-                // Watches and file descriptors may have been out.
-                if settings.inotify && !self.changes.is_told() {
-                    self.changes = Changes::of(&self.folder, settings.poll, true);
-                }
                 let session = Session::begin(resource.clone(), Arc::clone(settings), sources.clone(), random());
                 self.binding = Some(Box::pin(session));
             }

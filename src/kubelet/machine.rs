@@ -45,7 +45,7 @@ pub(super) struct Moment {
 /// What PodResources says of our devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Listing {
-    /// Every healthy one can be given out.
+    /// Every healthy one can be given out; also where none is healthy.
     Listed,
     /// One at least cannot.
     Missing,

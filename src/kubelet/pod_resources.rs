@@ -131,7 +131,7 @@ pub async fn follow_holders(
 }
 
 /// Whether the kubelet would give out every healthy device of a resource. It lists healthy ones of registered
-/// plugins only: where we have none that is healthy, its answer says nothing.
+/// plugins only: where we have none that is healthy, none is missing.
 pub(super) async fn listing(
     socket: Option<&Path>,
     inventory: &watch::Receiver<Arc<Inventory>>,
@@ -145,12 +145,6 @@ pub(super) async fn listing(
     let Ok(listed) = listed.await else { return Listing::Unknown };
     let inventory = Arc::clone(&inventory.borrow());
     let healthy = inventory.devices(resource).filter(|(_, device)| device.health == Health::Healthy);
-    let mut healthy = healthy.map(|(id, _)| (resource.as_str().to_owned(), id.as_str().to_owned())).peekable();
-    if healthy.peek().is_none() {
-        Listing::Unknown
-    } else if healthy.all(|device| listed.contains(&device)) {
-        Listing::Listed
-    } else {
-        Listing::Missing
-    }
+    let mut healthy = healthy.map(|(id, _)| (resource.as_str().to_owned(), id.as_str().to_owned()));
+    if healthy.all(|device| listed.contains(&device)) { Listing::Listed } else { Listing::Missing }
 }

@@ -20,8 +20,8 @@ pub enum ProbeError {
     /// Somebody accepts, and speaks no gRPC or no device plugin API.
     #[error("it accepts, and is no device plugin")]
     Stranger,
-    /// Somebody accepts, and says nothing.
-    #[error("it accepts, and does not answer within {0:?}")]
+    /// Somebody listens, and says nothing; or accepts nobody, and so many wait for that already that the kernel takes no more.
+    #[error("somebody listens, and does not answer within {0:?}")]
     Silent(Duration),
 }
 
@@ -39,7 +39,11 @@ impl ProbeError {
 /// See [`ProbeError`].
 pub async fn probe(socket: &Path, limit: Duration) -> Result<(), ProbeError> {
     let ask = async {
-        let stream = UnixStream::connect(socket).await.map_err(ProbeError::Connect)?;
+        let stream = UnixStream::connect(socket).await.map_err(|error| match error.kind() {
+            // EAGAIN of connect(2): the backlog is full.
+            std::io::ErrorKind::WouldBlock => ProbeError::Silent(limit),
+            _ => ProbeError::Connect(error),
+        })?;
         let mut stream = Some(TokioIo::new(stream));
         // The one connection that there is; the address is not used.
         let connector = tower::service_fn(move |_| {

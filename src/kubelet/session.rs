@@ -186,6 +186,27 @@ mod tests {
     use super::*;
 
     #[tokio::test]
+    async fn a_session_is_closed_when_its_last_connection_is_whatever_the_server_says() {
+        let machine = crate::machines::load("dgx1-v100").unwrap();
+        let seen = crate::inventory::Event::Observed(Box::new(machine.observed));
+        let (inventory, _) = crate::inventory::Inventory::default().apply(seen, std::time::Duration::ZERO);
+        let inventory = watch::Sender::new(Arc::new(inventory));
+        let sources = Sources { inventory: inventory.subscribe(), observer: Arc::new(|_, _| {}) };
+        let folder = tempfile::tempdir().unwrap();
+        let settings = Arc::new(Settings::new(folder.path().join("kubelet.sock")));
+        let mut session = Session::begin(ResourceName::gpu(), settings, sources, 7).await.unwrap();
+        let open = watch::Sender::new(1);
+        let ended: Held<_> = Box::pin(async { Ok(()) });
+        (session.connections, session.server) = (open.subscribe(), Some(ended));
+        assert!(matches!(session.next().await, Happened::ServerEnded(_)));
+        let mut next = Box::pin(session.next());
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+        assert!(next.as_mut().poll(&mut context).is_pending(), "a connection is open");
+        open.send_replace(0);
+        assert!(matches!(next.await, Happened::Closed));
+    }
+
+    #[tokio::test]
     async fn the_longest_name_of_a_resource_has_a_socket_too() {
         let name =
             |domain: usize| format!("{}.example.com/{}", ["a"; 100].concat().get(..domain).unwrap(), "b".repeat(63));

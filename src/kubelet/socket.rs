@@ -15,6 +15,10 @@ use tokio::time::Instant;
 /// How long a socket may take to accept before it counts as alive but busy.
 const PROBE_TIMEOUT: Duration = Duration::from_millis(200);
 
+/// The least time from one look at a folder to the next, however often it changes: whoever waits beside it (streams,
+/// deadlines) has its turn meanwhile, and a storm of changes costs little.
+const GAP: Duration = Duration::from_millis(2);
+
 /// Which file a path names: a new one at the same path differs, even where the inode is used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct FileId {
@@ -110,6 +114,9 @@ pub(super) struct Changes {
     folder: Option<FileId>,
     changed: watch::Receiver<u64>,
     poll: Duration,
+    gap: Duration,
+    /// When a change counts at the earliest.
+    opens: Instant,
     due: Instant,
     watcher: Option<RecommendedWatcher>,
 }
@@ -128,7 +135,8 @@ impl Changes {
             })
         });
         let watcher = watcher.and_then(Result::ok);
-        Self { folder: FileId::of(folder), changed, poll, due: Instant::now() + poll, watcher }
+        let now = Instant::now();
+        Self { folder: FileId::of(folder), changed, poll, gap: GAP, opens: now, due: now + poll, watcher }
     }
 
     /// Whether the path still names the folder that is followed: inotify follows the folder itself.
@@ -144,19 +152,24 @@ impl Changes {
     /// Waits until something may have changed. Dropped and asked again, it is due when it was.
     pub async fn next(&mut self) {
         let told = async {
+            if self.opens > Instant::now() {
+                tokio::time::sleep_until(self.opens).await;
+            }
             if self.changed.changed().await.is_err() {
                 // No watcher: nobody will tell.
                 std::future::pending::<()>().await;
             }
         };
         let _ = tokio::time::timeout_at(self.due, told).await;
-        self.due = Instant::now() + self.poll;
+        let now = Instant::now();
+        (self.opens, self.due) = (now + self.gap, now + self.poll);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use socket2::{Domain, SockAddr, Socket, Type};
 
     #[tokio::test]
     async fn dead_sockets_go_and_live_ones_and_others_stay() {
@@ -164,13 +177,25 @@ mod tests {
         let at = |name: &str| folder.path().join(name);
         drop(std::os::unix::net::UnixListener::bind(at("linkwise-dead.sock")).unwrap());
         let _alive = std::os::unix::net::UnixListener::bind(at("linkwise-alive.sock")).unwrap();
+        // One whose listener has as many callers waiting as it takes.
+        let unix = || Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
+        let (busy, address) = (unix(), SockAddr::unix(at("linkwise-busy.sock")).unwrap());
+        busy.bind(&address).unwrap();
+        busy.listen(0).unwrap();
+        let waiting: Vec<Socket> = std::iter::repeat_with(unix)
+            .take_while(|caller| {
+                caller.set_nonblocking(true).unwrap();
+                caller.connect(&address).is_ok()
+            })
+            .collect();
+        assert!(!waiting.is_empty());
         drop(std::os::unix::net::UnixListener::bind(at("somebody.sock")).unwrap());
         std::fs::write(at("linkwise-file.sock"), "").unwrap();
         remove_dead(folder.path(), "linkwise-").await.unwrap();
         let mut left: Vec<_> =
             std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         left.sort();
-        assert_eq!(left, ["linkwise-alive.sock", "linkwise-file.sock", "somebody.sock"]);
+        assert_eq!(left, ["linkwise-alive.sock", "linkwise-busy.sock", "linkwise-file.sock", "somebody.sock"]);
     }
 
     #[tokio::test]
@@ -179,10 +204,10 @@ mod tests {
         let path = folder.path().join("own.sock");
         let (own, _listener) = OwnSocket::bind(path.clone()).unwrap();
         assert!(own.stands());
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o640)).unwrap();
         assert!(own.stands(), "a change of mode makes no other socket");
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
-        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+        assert!(own.id.is_some_and(|id| id.made.is_some()), "an inode is used again");
         std::fs::remove_file(&path).unwrap();
         assert!(!own.stands());
         std::fs::write(&path, "a file").unwrap();
@@ -195,14 +220,35 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn changes_without_end_leave_room_for_others() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut changes = Changes::of(folder.path(), Duration::from_secs(3600), false);
+        let (storm, changed) = watch::channel(0);
+        (changes.changed, changes.gap) = (changed, Duration::from_secs(3600));
+        storm.send_replace(1);
+        changes.next().await;
+        // One more before anybody else had a turn: as in `life`, where this is asked first.
+        storm.send_replace(2);
+        tokio::select! {
+            biased;
+            () = changes.next() => panic!("nobody else has a turn"),
+            () = std::future::ready(()) => {}
+        }
+        // It is not lost, and comes when it may.
+        changes.opens = Instant::now();
+        changes.next().await;
+    }
+
+    #[tokio::test]
     async fn a_change_is_told_by_inotify_or_by_the_clock() {
         let folder = tempfile::tempdir().unwrap();
         let mut changes = Changes::of(folder.path(), Duration::from_secs(3600), true);
         std::fs::write(folder.path().join("new"), "").unwrap();
-        changes.next().await;
+        let limit = Duration::from_secs(20);
+        tokio::time::timeout(limit, changes.next()).await.unwrap();
         let mut polled = Changes::of(&folder.path().join("missing"), Duration::from_millis(1), true);
-        polled.next().await;
+        tokio::time::timeout(limit, polled.next()).await.unwrap();
         let mut polled = Changes::of(folder.path(), Duration::from_millis(1), false);
-        polled.next().await;
+        tokio::time::timeout(limit, polled.next()).await.unwrap();
     }
 }

@@ -7,6 +7,7 @@
 mod collector;
 
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -31,6 +32,13 @@ pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; cha
 const CHOICE_BUCKETS: [f64; 8] = [1e-6, 4e-6, 16e-6, 64e-6, 256e-6, 1e-3, 4e-3, 16e-3];
 /// Bounds of the RPCs' histogram, in seconds.
 const RPC_BUCKETS: [f64; 8] = [64e-6, 256e-6, 1e-3, 4e-3, 16e-3, 64e-3, 256e-3, 1.0];
+
+/// XIDs with a series of their own, for each GPU. The driver's numbers are small ones (the highest that `inventory` knows is
+/// 158, nverror.h counts up from 1); a library gone mad has no end of others, and these share a series.
+const XIDS: RangeInclusive<u64> = 1..=255;
+/// The methods of the device plugin API. A path comes from its caller: what is none of them has a common series.
+const METHODS: [&str; 5] =
+    ["GetDevicePluginOptions", "ListAndWatch", "GetPreferredAllocation", "Allocate", "PreStartContainer"];
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct PerResource {
@@ -70,7 +78,7 @@ struct PerMethod {
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct PerXid {
     uuid: String,
-    xid: u64,
+    xid: String,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -303,8 +311,8 @@ impl Metrics {
     /// An RPC ended. A stream's length says nothing of speed and is not observed.
     pub fn rpc(&self, resource: &ResourceName, method: &str, code: &'static str, elapsed: Duration) {
         let resource = resource.to_string();
-        // The path comes from the caller: what we do not serve has one common series.
-        let method = if code == "UNIMPLEMENTED" { "unknown" } else { method }.to_owned();
+        let served = code != "UNIMPLEMENTED" && METHODS.contains(&method);
+        let method = if served { method } else { "unknown" }.to_owned();
         self.rpcs.get_or_create(&PerCall { resource: resource.clone(), method: method.clone(), code }).inc();
         if method != "ListAndWatch" {
             self.rpc_seconds.get_or_create(&PerMethod { resource, method }).observe(elapsed.as_secs_f64());
@@ -334,6 +342,7 @@ impl Metrics {
 
     /// The driver reported an XID.
     pub fn xid(&self, gpu: &GpuUuid, xid: u64) {
+        let xid = if XIDS.contains(&xid) { xid.to_string() } else { "other".to_owned() };
         self.xids.get_or_create(&PerXid { uuid: gpu.to_string(), xid }).inc();
     }
 

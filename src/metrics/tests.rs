@@ -57,6 +57,7 @@ fn everything() -> String {
     );
     metrics.chosen(&resource, &report, Duration::from_micros(3), true);
     metrics.xid(&"GPU-b".parse().unwrap(), 79);
+    metrics.xid(&"GPU-b".parse().unwrap(), 4_000_000_000);
     metrics.gpu_failed(&"GPU-b".parse().unwrap(), "xid");
     metrics.agent_started();
     metrics.cdi_written(true);
@@ -82,6 +83,23 @@ fn a_gpu_that_is_gone_has_no_series() {
     assert!(metrics.encode().unwrap().contains("linkwise_gpu_healthy{uuid=\"GPU-a\"} 1"));
     sender.send_replace(Arc::default());
     assert!(!metrics.encode().unwrap().contains("GPU-a"));
+}
+
+#[test]
+fn numbers_and_names_without_end_share_a_series() {
+    let (metrics, _sender) = metrics();
+    let (gpu, resource) = ("GPU-b".parse().unwrap(), ResourceName::gpu());
+    for number in 0..10_000 {
+        metrics.xid(&gpu, number);
+        // A caller may hang up before it is told that there is no such method.
+        metrics.rpc(&resource, &format!("Method{number}"), "CANCELLED", Duration::ZERO);
+    }
+    let text = metrics.encode().unwrap();
+    let series = |of: &str| text.lines().filter(|line| line.starts_with(of)).collect::<Vec<_>>();
+    assert_eq!(series("linkwise_xid_errors_total{").len(), 256);
+    assert_eq!(series("linkwise_xid_errors_total{uuid=\"GPU-b\",xid=\"other\"} 9745").len(), 1);
+    assert_eq!(series("linkwise_rpcs_total{").len(), 1);
+    assert_eq!(series("linkwise_rpc_duration_seconds_count{").len(), 1);
 }
 
 #[test]

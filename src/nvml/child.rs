@@ -258,10 +258,7 @@ impl Agent {
     ///
     /// The socket cannot be closed.
     pub async fn dismiss(&mut self) -> io::Result<()> {
-        self.stream.shutdown().await.or_else(|error| match error.kind() {
-            io::ErrorKind::NotConnected => Ok(()),
-            _ => Err(error),
-        })
+        self.stream.shutdown().await
     }
 
     /// Ends the child: asks it to by closing the socket, and kills it where that does not help.

@@ -70,6 +70,14 @@ impl Waiting {
         self.asked.store(false, Ordering::Relaxed);
     }
 
+    /// Asks for a round, unless one that was asked for is still to come.
+    fn ask_for_a_round(&self, ask: &mpsc::Sender<ToAgent>) {
+        if !self.asked.swap(true, Ordering::Relaxed) {
+            // The receiver ends with the process only.
+            let _ = ask.send(ToAgent::Poll);
+        }
+    }
+
     fn set(&self, waits: bool) {
         let now = u64::try_from(self.start.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
         self.since.store(if waits { now + 1 } else { 0 }, Ordering::Relaxed);
@@ -154,7 +162,7 @@ impl<'nvml> Listener<'nvml> {
         ask: &mpsc::Sender<ToAgent>,
         go_on: impl Fn() -> bool,
     ) -> Result<(), AgentError> {
-        let mut failures = 0;
+        let (mut pauses, mut failures) = (Pauses::default(), 0);
         while go_on() {
             let left = self.again.map(|(at, _)| at.saturating_duration_since(Instant::now()));
             if left.is_some_and(|left| left.is_zero()) {
@@ -174,33 +182,28 @@ impl<'nvml> Listener<'nvml> {
             waiting.set(true);
             let waited = heard.set.wait(limit);
             waiting.set(false);
-            match waited {
-                Ok(Some(event)) => {
+            let pause = match waited {
+                Ok(event) => {
                     failures = 0;
-                    parent.send(&message(&event, gpus))?;
-                    if !waiting.asked.swap(true, Ordering::Relaxed) {
-                        // The receiver ends with the process only.
-                        let _ = ask.send(ToAgent::Poll);
+                    if let Some(event) = &event {
+                        parent.send(&message(event, gpus))?;
+                        waiting.ask_for_a_round(ask);
                     }
-                }
-                Ok(None) => {
-                    failures = 0;
-                    // A library that does not wait must not make us spin.
-                    rest(limit.min(FIRST_PAUSE).saturating_sub(began.elapsed()));
+                    pauses.waited(event.is_some(), began.elapsed())
                 }
                 Err(error) => {
-                    // Told once, until a wait succeeds again.
-                    if failures == 0 {
+                    if pauses.works() {
                         parent.send(&failed(&error))?;
                     }
                     failures += 1;
                     if failures % FAILURES == 0 && self.renew(true, gpus, parent, waiting)? {
-                        failures = 0;
+                        (pauses, failures) = (Pauses::default(), 0);
                         continue;
                     }
-                    rest((FIRST_PAUSE * (1 << failures.min(6)) / 2).min(WAIT));
+                    pauses.failed()
                 }
-            }
+            };
+            rest(pause);
         }
         Ok(())
     }
@@ -269,6 +272,31 @@ impl<'nvml> Listener<'nvml> {
     }
 }
 
+/// The pauses between waits. Pure.
+#[derive(Debug, Default)]
+struct Pauses {
+    /// After the last wait, where it failed.
+    failing: Option<Duration>,
+}
+
+impl Pauses {
+    /// Whether the last wait did not fail: a failure now is news.
+    fn works(&self) -> bool {
+        self.failing.is_none()
+    }
+
+    /// The pause after a wait that `lasted` so long and brought an event, or none: a library that does not wait must not make us spin.
+    fn waited(&mut self, event: bool, lasted: Duration) -> Duration {
+        self.failing = None;
+        if event { Duration::ZERO } else { FIRST_PAUSE.saturating_sub(lasted) }
+    }
+
+    /// The pause after a wait that failed.
+    fn failed(&mut self) -> Duration {
+        *self.failing.insert(self.failing.map_or(FIRST_PAUSE, |last| (last * 2).min(WAIT)))
+    }
+}
+
 /// Pauses this thread, which has nothing else to do; the process ends from another one.
 #[expect(clippy::disallowed_methods, reason = "the child is synchronous and waits for no state here")]
 fn rest(length: Duration) {
@@ -307,4 +335,29 @@ fn name(event: &Event<'_>, gpus: &[Gpu<'_>]) -> Answer<GpuUuid> {
     }
     let uuid = answer("nvmlDeviceGetUUID", event.device.uuid())?;
     Ok(uuid.and_then(|uuid| uuid.parse().ok()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_that_does_not_wait_or_fails_makes_nobody_spin_and_is_told_of_once() {
+        let mut pauses = Pauses::default();
+        assert_eq!(pauses.waited(false, WAIT), Duration::ZERO);
+        assert_eq!(pauses.waited(false, Duration::ZERO), FIRST_PAUSE);
+        assert_eq!(pauses.waited(false, FIRST_PAUSE / 4), FIRST_PAUSE / 4 * 3);
+        assert_eq!(pauses.waited(true, Duration::ZERO), Duration::ZERO, "another event may wait already");
+        for event in [true, false] {
+            let mut told = 0;
+            let failed: Vec<u128> = (0..8)
+                .map(|_| {
+                    told += u32::from(pauses.works());
+                    pauses.failed().as_millis()
+                })
+                .collect();
+            assert_eq!((told, failed), (1, vec![100, 200, 400, 800, 1600, 3200, 5000, 5000]));
+            pauses.waited(event, Duration::ZERO);
+        }
+    }
 }

@@ -25,4 +25,5 @@ mod watch;
 mod watchdog;
 
 pub use call::{CallError, Reason};
+pub use probe::COUNT;
 pub use watchdog::Limits;

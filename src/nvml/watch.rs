@@ -76,10 +76,7 @@ impl Fingerprint {
             })
         }
         let other_count = round.count.is_some() && round.count != self.count;
-        if other_count {
-            // An index means something for one number of GPUs only.
-            *self = Self { count: round.count, ..Self::default() };
-        }
+        self.count = round.count.or(self.count);
         let changed =
             [merge(&mut self.names, round.names), merge(&mut self.links, round.links), merge(&mut self.mig, round.mig)];
         other_count || changed.contains(&true)

@@ -31,3 +31,19 @@ impl Clock {
         self.started.checked_add(moment.saturating_sub(self.wall)).unwrap_or(now)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wall_clock_that_jumps_moves_nothing() {
+        // Started in 1970: the wall clock has jumped by decades since.
+        let started = Instant::now();
+        let clock = Clock { started, wall: Duration::from_secs(1_000) };
+        let now = clock.now();
+        assert!(now >= clock.wall && now <= clock.wall + started.elapsed(), "{now:?}");
+        let in_an_hour = clock.wall + Duration::from_secs(3_600);
+        assert_eq!(clock.instant(in_an_hour), started + Duration::from_secs(3_600));
+    }
+}

@@ -52,11 +52,18 @@ pub(super) struct Reader {
 
 impl Reader {
     /// Lives until `shutdown`. A `hangup` asks for a reading.
-    pub async fn run(self, mut hangup: Signal, shutdown: CancellationToken) -> Result<()> {
+    pub async fn run(self, hangup: Signal, shutdown: CancellationToken) -> Result<()> {
+        shutdown.run_until_cancelled(self.live(hangup)).await.unwrap_or(Ok(()))
+    }
+
+    async fn live(self, mut hangup: Signal) -> Result<()> {
         let path: Option<PathBuf> = self.settings.borrow().config_file.value.clone();
-        let mut file = path.as_deref().map(FileWatch::of);
+        let mut file = match &path {
+            Some(path) => Some(FileWatch::of(path).await),
+            None => None,
+        };
         // What was written between the first reading and this moment is seen now.
-        self.read("start");
+        self.read("start").await?;
         loop {
             let changed = async {
                 match &mut file {
@@ -67,15 +74,17 @@ impl Reader {
             let why = tokio::select! {
                 () = changed => "the file changed",
                 _ = hangup.recv() => "SIGHUP",
-                () = shutdown.cancelled() => return Ok(()),
             };
-            self.read(why);
+            self.read(why).await?;
         }
     }
 
     /// Reads once: what is valid counts from now on, and what is not leaves things as they are.
-    fn read(&self, why: &'static str) {
-        let read = load(&self.flags, &self.environment);
+    async fn read(&self, why: &'static str) -> Result<()> {
+        let (flags, environment) = (self.flags.clone(), self.environment.clone());
+        // A disk in trouble would hold a thread that admissions need.
+        let read = tokio::task::spawn_blocking(move || load(&flags, &environment)).await;
+        let read = read.context("the reading of the configuration broke off")?;
         self.metrics.config_valid(read.is_ok());
         match read {
             Ok(loaded) => {
@@ -84,7 +93,7 @@ impl Reader {
                     if why != "start" {
                         tracing::info!(why, "the configuration was read again; nothing in it is another");
                     }
-                    return;
+                    return Ok(());
                 }
                 tracing::info!(why, changed = changed.join(","), "a new configuration counts");
                 let late: Vec<&str> = changed.into_iter().filter(|key| !AT_ONCE.contains(key)).collect();
@@ -102,6 +111,7 @@ impl Reader {
                 tracing::error!(why, error, "the configuration is refused; the one before counts on");
             }
         }
+        Ok(())
     }
 }
 

@@ -11,7 +11,7 @@ mod outside;
 mod shift;
 mod suspects;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -24,18 +24,17 @@ use tokio_util::sync::CancellationToken;
 
 use super::idle::{self, Idle};
 use super::operator::Release;
-use crate::hwloc::{self, PciBus};
+use crate::hwloc;
 use crate::inventory::{Event, HealthPoll, MigInstance};
 use crate::metrics::Metrics;
 use crate::nvml::child::{Agent, AgentCommand, AgentEnded};
 use crate::nvml::protocol::{Called, CalledGpu, FromAgent, Place, ToAgent};
 use crate::topology::{GpuObservation, GpuUuid, NodeObservation, PciAddress, ProbeFailure};
 use away::{Away, Working};
-use facts::Again;
 use known::Known;
-use outside::{Outside, Slow};
+use outside::Outside;
 use shift::{Errand, Shift, Successor, Who, at, end};
-use suspects::{Suspects, Verdict};
+use suspects::Verdict;
 
 /// The longest pause before a child is started again, as a multiple of the first; doubling from the one to the other.
 const LONGEST: u32 = 60;
@@ -87,10 +86,8 @@ pub(super) struct Driver {
 enum End {
     /// It died, or was killed; whether it had got as far as to see the GPUs.
     Died { ready: bool, why: String },
-    /// What it was started for is no more: a new one, at once.
-    Outdated(String),
-    /// The driver is to be let go.
-    Released,
+    /// It was ended: its driver is no more, or is wanted by somebody else. A new one follows at once, or once that is over.
+    Ended(String),
 }
 
 impl Driver {
@@ -104,19 +101,7 @@ impl Driver {
             events: self.events.clone(),
             metrics: Arc::clone(&self.metrics),
         };
-        let known = Known {
-            suspects: Suspects::new(self.settings.trial),
-            looked: None,
-            host: None,
-            again: Again::default(),
-            told: None,
-            hosts: Slow::default(),
-            outsides: Slow::default(),
-            buses: Slow::default(),
-            bus: PciBus::default(),
-            once_on_bus: BTreeSet::new(),
-            working,
-        };
+        let known = Known::new(self.settings.trial, working);
         let life = async {
             tokio::select! {
                 ended = self.live(known) => ended,
@@ -128,7 +113,6 @@ impl Driver {
 
     async fn live(&self, mut known: Known) -> Result<()> {
         let mut pause = Duration::ZERO;
-        let mut seen = false;
         let mut told = None;
         loop {
             self.release.over().await;
@@ -139,21 +123,15 @@ impl Driver {
             self.metrics.agent_up(false);
             let (ready, why) = match end {
                 End::Died { ready, why } => (ready, why),
-                End::Outdated(why) => {
-                    tracing::warn!(cause = why, "a new NVML agent is started");
+                End::Ended(why) => {
                     known.away(why);
-                    pause = Duration::ZERO;
-                    continue;
-                }
-                End::Released => {
-                    known.away("an operator asked to let go of the driver".to_owned());
+                    // The pauses were another matter's.
                     pause = Duration::ZERO;
                     continue;
                 }
             };
             pause = self.next_pause(pause, began.elapsed());
-            seen |= ready;
-            if seen {
+            if known.worked() {
                 known.away(why.clone());
             } else if self.live_without(&why, &mut known).await? {
                 // A GPU has come: the pauses were another matter's.
@@ -169,7 +147,7 @@ impl Driver {
             told = Some(why);
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
-                () = self.release.wished() => {}
+                () = self.release.wished() => pause = Duration::ZERO,
             }
         }
     }
@@ -204,7 +182,7 @@ impl Driver {
                 () = self.release.wished() => {
                     self.metrics.agent_ended("released");
                     shift.end().await;
-                    return Ok(End::Released);
+                    return Ok(End::Ended("an operator asked to let go of the driver".to_owned()));
                 }
             };
             let message = match (who, said) {
@@ -234,12 +212,7 @@ impl Driver {
                 FromAgent::Ready { driver, nvml, count, gpus, failures } => {
                     if !shift.ready {
                         shift.at_start = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-                        let verdict = match count {
-                            Some(count) => known.suspects.lives(&shift.skipped, gpus.len(), count),
-                            // Who sees nothing is no witness.
-                            None => Some(Verdict::default()),
-                        };
-                        let Some(verdict) = verdict else {
+                        let Some(verdict) = known.suspects.lives(&shift.skipped, gpus.len(), count) else {
                             self.metrics.agent_ended("replaced");
                             shift.end().await;
                             let why = "children die whichever GPU they leave out".to_owned();
@@ -273,7 +246,8 @@ impl Driver {
                     if let Some(outdated) = self.polled(gpus, &mut shift, known).await? {
                         self.metrics.agent_ended("replaced");
                         shift.end().await;
-                        return Ok(End::Outdated(outdated));
+                        tracing::warn!(cause = outdated, "a new NVML agent is started");
+                        return Ok(End::Ended(outdated));
                     }
                 }
                 event @ (FromAgent::Xid { .. } | FromAgent::DoubleBitEcc { .. }) => self.happened(event).await?,
@@ -295,9 +269,6 @@ impl Driver {
             Errand::Renewal(_) => None,
         };
         tracing::info!(?errand, "a second NVML agent is started; the first one works on");
-        if trial.is_none() {
-            shift.renewal = None;
-        }
         let outside = self.outside(None, known).await;
         match self.spawn(known, trial) {
             Ok((agent, skipped)) => {
@@ -373,35 +344,29 @@ impl Driver {
 
     /// A second child came to nothing: again, later.
     fn in_vain(&self, shift: &mut Shift, errand: Errand, why: String, known: &mut Known) {
-        shift.pause = self.next_pause(shift.pause, Duration::ZERO);
-        match &errand {
-            // Its own doing has set a later time already.
-            Errand::Trial(place)
-                if known.suspects.next_trial().is_some_and(|(at, next)| next == *place && at <= Instant::now()) =>
-            {
-                known.suspects.put_off(*place, Instant::now())
+        let now = Instant::now();
+        let again_in = match &errand {
+            Errand::Trial(place) => known.suspects.put_off(*place, now),
+            Errand::Renewal(wish) => {
+                shift.pause = self.next_pause(shift.pause, Duration::ZERO);
+                shift.renewal = Some((now + shift.pause, wish.clone()));
+                shift.pause
             }
-            Errand::Trial(_) => {}
-            Errand::Renewal(wish) => shift.renewal = Some((Instant::now() + shift.pause, wish.clone())),
-        }
-        tracing::warn!(?errand, cause = why, "the second NVML agent came to nothing; the first one works on");
+        };
+        tracing::warn!(
+            ?errand,
+            cause = why,
+            ?again_in,
+            "the second NVML agent came to nothing; the first one works on"
+        );
     }
 
     /// How a child ended, in words; counts it, and lays it to the GPU whose call it was.
     fn ended(&self, ended: &AgentEnded, agent: &Agent, known: &mut Known, may_blame: bool) -> String {
-        let crashed = matches!(ended, AgentEnded::Exited(status)
-            if status.signal().is_some_and(|signal| !FROM_OUTSIDE.contains(&signal)));
-        let (cause, during) = match ended {
-            AgentEnded::Hung { called, .. } => ("hung", Some(called)),
-            AgentEnded::Exited(_) if crashed => ("crashed", agent.open()),
-            AgentEnded::Deaf(_) => ("hung", None),
-            AgentEnded::Exited(_) => ("exited", None),
-            AgentEnded::Late(_) | AgentEnded::Stopped(_) | AgentEnded::Silent => ("silent", None),
-            AgentEnded::Protocol(_) | AgentEnded::Io(_) => ("exited", None),
-        };
+        let (cause, during) = cause(ended, agent.open());
         self.metrics.agent_ended(cause);
         let source = std::error::Error::source(ended).map(|source| format!(": {source}")).unwrap_or_default();
-        let call = during.filter(|_| crashed).map(|called| format!(", in {called}")).unwrap_or_default();
+        let call = during.filter(|_| cause == "crashed").map(|called| format!(", in {called}")).unwrap_or_default();
         let why = format!("{ended}{source}{call}");
         if let Some(Called { gpu: Some(CalledGpu { place, .. }), .. }) = during.filter(|_| may_blame) {
             known.suspects.blame(*place, why.clone(), Instant::now());
@@ -454,13 +419,28 @@ impl Driver {
         // A look at the host that is late is waited for; every other failure is asked about again.
         known.again.looked(looked.iter().chain(&more).cloned().collect());
         failures.extend(more);
-        let observed = NodeObservation { gpus, host, failures };
-        if known.told.as_ref() != Some(&observed) {
-            known.told = Some(observed.clone());
+        if let Some(observed) = known.news(NodeObservation { gpus, host, failures }) {
+            // A look at the node may be a look through another driver: who it is goes first.
+            self.identify(known).await?;
             self.seen.send_replace(Arc::new(observed.clone()));
             self.tell(Event::Observed(Box::new(observed))).await?;
         }
         Ok(())
+    }
+
+    /// Which boot and which load of the driver this is; where that does not come in time, with a later round.
+    async fn identify(&self, known: &mut Known) -> Result<()> {
+        // What was asked before may be of another driver.
+        drop(known.identities.late().await);
+        known.identified = false;
+        if known.identities.runs() {
+            return Ok(());
+        }
+        let sysfs = self.sysfs.clone();
+        let identity = known.identities.within(FILES, move || outside::identity(&sysfs)).await;
+        let Some(identity) = identity else { return Ok(()) };
+        known.identified = true;
+        self.tell(Event::Identified(identity)).await
     }
 
     /// A round's answers, with what is seen from outside; why the child is of no more use, if it is.
@@ -479,6 +459,9 @@ impl Driver {
             // One that cannot be asked has ended, and says so by itself.
             let _ = shift.agent.request(ToAgent::Observe).await;
         }
+        if !known.identified {
+            self.identify(known).await?;
+        }
         let outside = self.outside(shift.agent.id(), known).await;
         if let Some(bus) = outside.as_ref().and_then(|outside| outside.bus.as_ref()) {
             known.once_on_bus.extend(bus);
@@ -491,23 +474,17 @@ impl Driver {
         }
         self.tell(Event::Polled(polls)).await?;
         let Some(now) = outside else { return Ok(None) };
-        let Some(before) = &shift.outside else {
-            shift.outside = Some(now);
-            return Ok(None);
-        };
+        let Some(before) = shift.outside.replace(now.clone()) else { return Ok(None) };
         if before.driver != now.driver {
             let name = |driver: &Option<(String, u64)>| {
                 driver.as_ref().map_or_else(|| "none".to_owned(), |(version, load)| format!("{version} (load {load})"))
             };
             return Ok(Some(format!("the driver was {}, and is {}", name(&before.driver), name(&now.driver))));
         }
-        let other_library = before.library.is_some() && before.library != now.library;
-        let other_bus = before.bus != now.bus;
-        shift.outside = Some(now);
-        if other_library {
+        if now.has_other_library(&before) {
             shift.renew("the file of NVML's library is another one".to_owned());
         }
-        if other_bus {
+        if before.bus != now.bus {
             shift.renew("the PCI bus has other GPUs than before".to_owned());
         }
         Ok(None)
@@ -516,11 +493,11 @@ impl Driver {
     async fn outside(&self, child: Option<u32>, known: &mut Known) -> Option<Outside> {
         let (sysfs, library) = (self.sysfs.clone(), self.command.library.clone());
         let mut bus = std::mem::take(&mut known.bus);
-        // What hangs already is not waited for again.
-        let limit = if known.outsides.runs() { Duration::ZERO } else { FILES };
-        let look = move || (outside::look(&mut bus, &sysfs, child, library.as_deref()), bus);
-        let (outside, bus) = known.outsides.within(limit, look).await?;
+        let last = known.library.clone();
+        let look = move || (outside::look(&mut bus, &sysfs, child, library.as_deref(), last), bus);
+        let (outside, bus) = known.outsides.within(FILES, look).await?;
         known.bus = bus;
+        known.library = outside.library.as_ref().map(|library| library.path.clone());
         Some(outside)
     }
 
@@ -580,6 +557,19 @@ impl Driver {
     }
 }
 
+/// The cause of a child's end, in the metric's word, and the call that it is laid to. `open` is the one it was last heard to make.
+fn cause<'a>(ended: &'a AgentEnded, open: Option<&'a Called>) -> (&'static str, Option<&'a Called>) {
+    match ended {
+        AgentEnded::Hung { called, .. } => ("hung", Some(called)),
+        AgentEnded::Deaf(_) => ("hung", None),
+        AgentEnded::Exited(status) if status.signal().is_some_and(|signal| !FROM_OUTSIDE.contains(&signal)) => {
+            ("crashed", open)
+        }
+        AgentEnded::Late(_) | AgentEnded::Stopped(_) | AgentEnded::Silent => ("silent", None),
+        AgentEnded::Exited(_) | AgentEnded::Protocol(_) | AgentEnded::Io(_) => ("exited", None),
+    }
+}
+
 /// The pause after a child that lived so long, from the `first` to its multiple.
 fn next_pause(first: Duration, last: Duration, lived: Duration) -> Duration {
     let longest = first * LONGEST;
@@ -609,6 +599,29 @@ pub async fn look(command: &AgentCommand) -> Result<(Vec<GpuObservation>, Vec<Pr
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_a_hang_and_a_crash_of_the_librarys_own_are_laid_to_a_call() {
+        let open = Called { call: "nvmlDeviceGetName".to_owned(), gpu: None };
+        let of = |ended: AgentEnded| {
+            let (cause, during) = cause(&ended, Some(&open));
+            (cause, during.map(|called| called.call.clone()))
+        };
+        let exited = |wait_status| of(AgentEnded::Exited(std::process::ExitStatus::from_raw(wait_status)));
+        // SIGABRT, SIGSEGV, SIGBUS; then signals that others send, and exit codes (wait(2)).
+        for signal in [6, 11, 7] {
+            assert_eq!(exited(signal), ("crashed", Some("nvmlDeviceGetName".to_owned())), "signal {signal}");
+        }
+        for outside in [1, 2, 9, 15, 0, 1 << 8] {
+            assert_eq!(exited(outside), ("exited", None), "{outside}");
+        }
+        let (limit, called) = (Duration::ZERO, Called { call: "nvmlInit_v2".to_owned(), gpu: None });
+        assert_eq!(of(AgentEnded::Hung { called, limit }), ("hung", Some("nvmlInit_v2".to_owned())));
+        assert_eq!(of(AgentEnded::Deaf(limit)), ("hung", None));
+        for ended in [AgentEnded::Late(limit), AgentEnded::Stopped(limit), AgentEnded::Silent] {
+            assert_eq!(of(ended), ("silent", None));
+        }
+    }
 
     #[test]
     fn pauses_double_until_a_child_lasts() {

@@ -4,7 +4,7 @@
 
 use std::fs;
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-use crate::inventory::{HealthRecord, NodeIdentity, XidPolicy};
+use crate::inventory::{HealthRecord, XidPolicy};
 
 /// The file.
 const FILE: &str = "linkwise_health.json";
@@ -28,8 +28,6 @@ const LONGEST: u64 = 1 << 20;
 const PATIENCE: Duration = Duration::from_secs(2);
 /// How soon a record that could not be written is tried again: a disk is full for a while, and the next news may be days off.
 const AGAIN: Duration = Duration::from_secs(10);
-/// The kernel's name for this boot.
-const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 /// How health is judged and kept.
 #[derive(Clone, Debug, Default)]
@@ -42,15 +40,12 @@ pub struct HealthSettings {
     pub await_first_poll: bool,
     /// Where it is kept; nowhere without one.
     pub state_dir: Option<PathBuf>,
-    /// Where the host's /sys is; without it nobody asks which driver is loaded.
-    pub sysfs: Option<PathBuf>,
 }
 
 /// Reads and writes.
 #[derive(Clone, Debug)]
 pub(super) struct Keeper {
     folder: Option<PathBuf>,
-    sysfs: Option<PathBuf>,
     again: Duration,
 }
 
@@ -78,39 +73,24 @@ struct Version {
 
 impl Keeper {
     pub fn new(settings: &HealthSettings) -> Self {
-        Self { folder: settings.state_dir.clone(), sysfs: settings.sysfs.clone(), again: AGAIN }
+        Self { folder: settings.state_dir.clone(), again: AGAIN }
     }
 
     /// What the last process kept. A file that is broken is set aside, and a person is told.
     pub async fn read(&self) -> Option<HealthRecord> {
         let file = self.folder.as_ref()?.join(FILE);
-        let reading = spawn_blocking(move || (read(&file), file));
-        let (error, file) = match timeout(PATIENCE, reading).await {
-            Ok(Ok((Ok(record), _))) => return record,
-            Ok(Ok((Err(error), file))) => (anyhow::Error::from(error), file),
+        let reading = spawn_blocking(move || read(&file).map_err(|error| (error, set_aside(&file), file)));
+        match timeout(PATIENCE, reading).await {
+            Ok(Ok(Ok(record))) => return record,
+            Ok(Ok(Err((error, aside, file)))) => {
+                let error = format!("{:#}", anyhow::Error::from(error));
+                tracing::warn!(file = %file.display(), error, aside, "the health record is not used");
+            }
             Ok(Err(_)) | Err(_) => {
                 tracing::warn!(folder = ?self.folder, "the health record cannot be read in time and is not used");
-                return None;
             }
-        };
-        let aside = file.with_extension("json.broken");
-        let moved = fs::rename(&file, &aside).is_ok();
-        let (error, aside) = (format!("{error:#}"), if moved { aside.display().to_string() } else { String::new() });
-        tracing::warn!(file = %file.display(), error, aside, "the health record is not used");
+        }
         None
-    }
-
-    /// Which boot and which load of the driver this is. What the kernel keeps in memory: nothing here waits for a device.
-    pub fn identity(&self) -> Option<NodeIdentity> {
-        let module = self.sysfs.as_ref()?.join("module/nvidia");
-        let line = |path: &Path| fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
-        // sysfs gives each directory it makes a new inode number: another load, another number. Its times say when
-        // somebody looked first, and change.
-        let driver = fs::metadata(&module).ok().map(|folder| {
-            let version = line(&module.join("version")).unwrap_or_else(|| "unknown version".to_owned());
-            format!("{version}, load {}", folder.ino())
-        });
-        Some(NodeIdentity { boot: line(Path::new(BOOT_ID)), driver })
     }
 
     /// Writes each record that comes, the last one for certain, until the shutdown. A disk that is full is told of once, and
@@ -160,6 +140,12 @@ impl Keeper {
             Ok(()) | Err(_) => {}
         }
     }
+}
+
+/// Where the file is now; nowhere, if it could not be moved.
+fn set_aside(file: &Path) -> String {
+    let aside = file.with_extension("json.broken");
+    fs::rename(file, &aside).map_or_else(|_| String::new(), |()| aside.display().to_string())
 }
 
 fn read(file: &Path) -> Result<Option<HealthRecord>, ReadError> {
@@ -241,5 +227,30 @@ mod tests {
             shutdown.cancel();
         };
         tokio::join!(keeper.follow(followed, shutdown.clone()), life);
+    }
+
+    #[tokio::test]
+    async fn the_last_record_is_written_though_the_end_has_come() {
+        let folder = tempfile::tempdir().unwrap();
+        let settings = HealthSettings { state_dir: Some(folder.path().join(FOLDER)), ..HealthSettings::default() };
+        let (keeper, records) = (Keeper::new(&settings), watch::Sender::new(None));
+        let (followed, shutdown) = (records.subscribe(), CancellationToken::new());
+        shutdown.cancel();
+        records.send_replace(Some(record(7)));
+        keeper.follow(followed, shutdown).await;
+        assert_eq!(keeper.read().await, Some(record(7)));
+    }
+
+    #[tokio::test]
+    async fn a_file_beyond_all_measure_is_not_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join(FILE);
+        let mut text = serde_json::to_vec(&record(1)).unwrap();
+        let longest = usize::try_from(LONGEST).unwrap();
+        for (length, is_read) in [(longest, true), (longest + 1, false)] {
+            text.resize(length, b' ');
+            fs::write(&file, &text).unwrap();
+            assert_eq!(read(&file).is_ok(), is_read, "{length}");
+        }
     }
 }

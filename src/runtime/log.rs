@@ -9,8 +9,11 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::Layer as _;
+use tracing_subscriber::filter::Targets;
 use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
 
 use crate::config::LogFormat;
 
@@ -39,15 +42,16 @@ struct Lines(SyncSender<Item>);
 
 /// Sets up the log, on standard error.
 pub fn log_to_stderr(filter: &str, format: LogFormat) -> Result<Log> {
-    let filter = EnvFilter::try_new(filter).with_context(|| format!("'{filter}' is not a log filter"))?;
+    let filter: Targets = filter.parse().with_context(|| format!("'{filter}' is not a log filter"))?;
     let (lines, waiting) = sync_channel(LINES);
     let writer = thread::Builder::new().name("log".to_owned()).spawn(move || write(&waiting));
     writer.context("cannot start the thread that writes the log")?;
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(Lines(lines.clone())).with_target(false);
-    let set = match format {
-        LogFormat::Text => log.with_ansi(false).try_init(),
-        LogFormat::Json => log.json().flatten_event(true).try_init(),
+    let log = tracing_subscriber::fmt::layer().with_writer(Lines(lines.clone())).with_target(false);
+    let log = match format {
+        LogFormat::Text => log.with_ansi(false).boxed(),
+        LogFormat::Json => log.json().flatten_event(true).boxed(),
     };
+    let set = tracing_subscriber::registry().with(filter).with(log).try_init();
     set.map_err(|error| anyhow::anyhow!("cannot set up the log: {error}"))?;
     Ok(Log(lines))
 }

@@ -88,7 +88,6 @@ async fn serve(args: &RunArgs) -> Result<()> {
         hold: args.nvml.health_hold_ms.map(Duration::from_millis),
         await_first_poll: true,
         state_dir: args.state_dir.clone().or_else(|| keeper::beside(&settings.kubelet_socket.value)),
-        sysfs: Some(args.host.sysfs.clone()),
     };
     for (variable, passed_over) in args.xids.passed_over() {
         tracing::warn!(variable, passed_over, "no XID; passed over");

@@ -64,7 +64,6 @@ pub struct Node {
     kubelet: Arc<kubelet::Settings>,
     state: Inventory,
     clock: Clock,
-    keeper: Keeper,
     records: watch::Sender<Option<HealthRecord>>,
     snapshots: watch::Sender<Arc<Inventory>>,
     events: Queue<Event>,
@@ -116,7 +115,6 @@ impl Node {
             kubelet: Arc::new(settings.kubelet),
             state,
             clock: Clock::start(),
-            keeper: keeper.clone(),
             records: watch::Sender::new(None),
             snapshots,
             events: mpsc::channel(EVENTS),
@@ -215,7 +213,7 @@ impl Node {
             };
             tokio::select! {
                 () = self.shutdown.cancelled() => break Ok(()),
-                Some(event) = self.events.1.recv() => self.take(event),
+                Some(event) = self.events.1.recv() => self.apply(event),
                 () = tick => self.apply(Event::Tick),
                 Ok(()) = holders.changed() => {
                     let now = holders.borrow_and_update().clone();
@@ -237,15 +235,7 @@ impl Node {
         ended
     }
 
-    /// A look at the node may be a look through another driver: who it is goes first.
-    fn take(&mut self, event: Event) {
-        if let (Event::Observed(_), Some(identity)) = (&event, self.keeper.identity()) {
-            self.apply(Event::Identified(identity));
-        }
-        self.apply(event);
-    }
-
-    fn apply(&mut self, event: Event) {
+    pub(super) fn apply(&mut self, event: Event) {
         let (state, effects) = std::mem::take(&mut self.state).apply(event, self.clock.now());
         self.state = state;
         let awaits = self.state.awaits_holders();
@@ -408,7 +398,7 @@ mod tests {
 
     async fn phase(node: &Node, wanted: impl Fn(Phase) -> bool) {
         let mut phase = lock(&node.plugins)[&ResourceName::gpu()].phase.clone();
-        phase.wait_for(|phase| wanted(*phase)).await.unwrap();
+        timeout(Duration::from_secs(20), phase.wait_for(|phase| wanted(*phase))).await.unwrap().unwrap();
     }
 
     fn settings(folder: &std::path::Path) -> NodeSettings {
@@ -422,7 +412,8 @@ mod tests {
 
     /// Waits for the task that ends next, and says whether that was the withdrawal of a resource.
     async fn withdraws(node: &mut Node) -> bool {
-        let (name, result) = node.tasks.join_next().await.unwrap().unwrap();
+        let ended = timeout(Duration::from_secs(20), node.tasks.join_next()).await.unwrap();
+        let (name, result) = ended.unwrap().unwrap();
         result.unwrap();
         node.withdrawn(&name)
     }
@@ -448,6 +439,37 @@ mod tests {
         let node = Node::start(settings(folder.path())).await.unwrap();
         node.shutdown().cancel();
         node.serve().await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn where_polls_come_nothing_is_offered_before_the_first() {
+        let folder = tempfile::tempdir().unwrap();
+        let health = HealthSettings { await_first_poll: true, ..HealthSettings::default() };
+        let mut node = Node::start(NodeSettings { health, ..settings(folder.path()) }).await.unwrap();
+        let observed = crate::machines::load("dgx1-v100").unwrap().observed;
+        let gpu = observed.gpus[0].uuid.clone();
+        node.apply(Event::Observed(Box::new(observed)));
+        assert!(lock(&node.plugins).is_empty());
+        node.apply(Event::Polled([(gpu, crate::inventory::HealthPoll::default())].into()));
+        assert!(lock(&node.plugins).contains_key(&ResourceName::gpu()));
+    }
+
+    #[tokio::test]
+    async fn what_kept_a_plugin_from_serving_is_forgotten_with_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut node = Node::start(settings(folder.path())).await.unwrap();
+        let ready = node.answers().ready;
+        let observed = crate::machines::load("dgx1-v100").unwrap().observed;
+        node.apply(Event::Observed(Box::new(observed)));
+        let waits = async {
+            while !ready().unwrap_err()[0].contains("there is no") {
+                tokio::task::yield_now().await;
+            }
+        };
+        timeout(Duration::from_secs(20), waits).await.unwrap();
+        node.state = Inventory::default();
+        node.publish();
+        assert!(withdraws(&mut node).await && lock(&node.troubles).is_empty());
     }
 
     #[tokio::test]

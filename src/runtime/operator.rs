@@ -15,7 +15,7 @@ use crate::inventory::{Event, Health, Inventory};
 use crate::kubelet::Phase;
 use crate::metrics::Metrics;
 
-/// How long an order to let go waits for the child's end before it says that this is still to come.
+/// [`Release::patience`].
 const LETTING_GO: Duration = Duration::from_secs(10);
 
 /// Whether the driver is to be let go of, and whether a child of ours holds it.
@@ -23,6 +23,8 @@ const LETTING_GO: Duration = Duration::from_secs(10);
 pub(super) struct Release {
     wished: watch::Sender<bool>,
     held: watch::Sender<bool>,
+    /// How long an order to let go waits for the child's end before it says that this is still to come.
+    patience: Duration,
     metrics: Arc<Metrics>,
 }
 
@@ -38,7 +40,8 @@ impl Drop for Holding {
 impl Release {
     /// Nobody wishes anything.
     pub fn new(metrics: Arc<Metrics>) -> Self {
-        Self { wished: watch::Sender::new(false), held: watch::Sender::new(false), metrics }
+        let (wished, held) = (watch::Sender::new(false), watch::Sender::new(false));
+        Self { wished, held, patience: LETTING_GO, metrics }
     }
 
     /// An operator's wish.
@@ -82,10 +85,11 @@ impl Release {
         if !release {
             return Outcome::Done("the driver is taken up again".to_owned());
         }
-        match timeout(LETTING_GO, self.becomes(&self.held, false)).await {
+        match timeout(self.patience, self.becomes(&self.held, false)).await {
             Ok(()) => Outcome::Done("no process of linkwise holds the driver".to_owned()),
             Err(_) => Outcome::NotYet(format!(
-                "the process that speaks to NVML has not ended within {LETTING_GO:?} (it may hang in the kernel); the order stands"
+                "the process that speaks to NVML has not ended within {:?} (it may hang in the kernel); the order stands",
+                self.patience
             )),
         }
     }
@@ -171,5 +175,94 @@ fn state(
         resources: resources.collect(),
         gpus,
         warnings: inventory.warnings().iter().map(ToString::to_string).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::inventory::{NumaHints, ResourceName};
+    use crate::runtime::{HealthSettings, NodeSettings};
+    use crate::topology::GpuUuid;
+
+    async fn node(folder: &std::path::Path) -> Node {
+        Node::start(NodeSettings {
+            kubelet: crate::kubelet::Settings::new(folder.join("kubelet.sock")),
+            metrics_address: "127.0.0.1:0".parse().unwrap(),
+            numa_hints: NumaHints::default(),
+            health: HealthSettings::default(),
+        })
+        .await
+        .unwrap()
+    }
+
+    /// A dgx1-v100 whose fourth GPU has failed, with an NVLink that only one end knows.
+    fn inventory() -> Inventory {
+        let mut seen = crate::machines::load("dgx1-v100").unwrap().observed;
+        seen.gpus[0].nvlinks = Some(Vec::new());
+        let gpu: GpuUuid = seen.gpus[3].uuid.clone();
+        let now = Duration::from_secs(1_700_000_000);
+        let (inventory, _) = Inventory::default().apply(Event::Observed(Box::new(seen)), now);
+        inventory.apply(Event::Xid { gpu, code: 79, instance: None }, now).0
+    }
+
+    #[test]
+    fn the_state_says_all_that_is() {
+        let gpu = ResourceName::gpu().to_string();
+        let plugins = vec![(gpu.clone(), Phase::Pausing, Some("nobody is there".to_owned()))];
+        let told = serde_json::to_value(state(&inventory(), plugins, Some("why".to_owned()), true)).unwrap();
+        assert_eq!(
+            told["resources"],
+            serde_json::json!({ gpu: {
+                "phase": Phase::Pausing.words(), "trouble": "nobody is there", "healthy": 7, "unhealthy": 1,
+            }})
+        );
+        assert_eq!((&told["idle"], &told["driver_released"]), (&"why".into(), &true.into()));
+        assert!(told["warnings"].as_array().unwrap().iter().any(|text| text.to_string().contains("NVLink")), "{told}");
+        let gpus = told["gpus"].as_array().unwrap();
+        let pcis: Vec<&str> = gpus.iter().map(|gpu| gpu["pci"].as_str().unwrap()).collect();
+        assert!(pcis.len() == 8 && pcis.is_sorted(), "{pcis:?}");
+        assert_eq!(
+            gpus[3],
+            serde_json::json!({
+                "uuid": "GPU-00000001-0000-4000-8000-000000000003", "index": 3, "pci": "0000:0b:00.0",
+                "model": "Tesla V100-SXM2-32GB", "healthy": false,
+                "reasons": [{"reason": "XID 79", "since": 1_700_000_000}],
+            })
+        );
+    }
+
+    #[tokio::test]
+    async fn an_order_that_cannot_be_carried_out_now_says_so() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut node = node(folder.path()).await;
+        let release = Release::new(Arc::clone(node.metrics()));
+        let seen = crate::machines::load("dgx1-v100").unwrap().observed;
+        let gpu = seen.gpus[0].uuid.clone();
+        node.apply(Event::Observed(Box::new(seen)));
+        let (orders, events) = (orders(&node, &release), node.events());
+        assert_eq!(
+            (orders.clear)(gpu.clone()).await,
+            Outcome::Done(format!("what was held against {gpu} is forgotten"))
+        );
+        // Nobody takes events here: in the end there is no room for one more.
+        while events.try_send(Event::Tick).is_ok() {}
+        let later = Outcome::NotYet("too much happens just now; try again".to_owned());
+        assert_eq!((orders.clear)(gpu.clone()).await, later);
+        drop(node);
+        assert_eq!((orders.clear)(gpu).await, Outcome::NotYet("linkwise is ending".to_owned()));
+    }
+
+    #[tokio::test]
+    async fn a_driver_that_is_still_held_after_a_while_is_told_and_the_order_stands() {
+        let folder = tempfile::tempdir().unwrap();
+        let node = node(folder.path()).await;
+        let release = Release { patience: Duration::from_millis(1), ..Release::new(Arc::clone(node.metrics())) };
+        let holding = release.holding();
+        let answer = timeout(2 * LETTING_GO, release.order(true)).await.unwrap();
+        assert!(matches!(&answer, Outcome::NotYet(words) if words.contains("the order stands")), "{answer:?}");
+        assert!(release.is_wished());
+        drop(holding);
+        assert_eq!(release.order(true).await, Outcome::Done("no process of linkwise holds the driver".to_owned()));
     }
 }

@@ -7,7 +7,8 @@ use linkwise::nvml::child::Agent;
 use linkwise::nvml::protocol::{FromAgent, Missing, Place, ToAgent};
 use linkwise::topology::{GpuObservation, ProbeFailure};
 
-use super::{Duration, LIMIT, Machine, Path, heard, machine, next, polled, ready, said, timeout, uuid};
+use super::events::heard;
+use super::{Duration, LIMIT, Machine, Path, machine, next, polled, ready, said, timeout, uuid};
 
 /// A call about a GPU.
 struct Call {

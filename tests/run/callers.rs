@@ -1,5 +1,7 @@
 //! Who calls our sockets: strangers, other processes, those who do not speak gRPC, those who speak too much.
 
+use std::fs::Permissions;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
@@ -98,7 +100,52 @@ async fn a_stream_of_another_process_is_not_the_kubelets() {
     kubelet.set_fault(Fault::None);
     registered(&kubelet, 1, 8).await;
     node.ready(200, "").await;
+    // The session ended for want of the kubelet's stream: the other's was open all the while.
+    node.process.said("the kubelet did not open ListAndWatch within").await;
+    assert!(!node.process.lines().iter().any(|line| line.contains("PodResources does not list our devices")));
     let _ = other.kill().await;
+}
+
+#[tokio::test]
+async fn another_user_is_refused_counted_and_named_once_unless_he_may_call() {
+    const NOBODY: u32 = 65_534;
+    let mode = |path: &Path, mode| std::fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+    let refused = format!("linkwise_refused_callers_total{{resource=\"{GPU}\"}}");
+    for allowed in [None, Some("--allowed-uids=65534")] {
+        let setup = allowed.into_iter().fold(Setup::on("dgx1-v100"), Setup::arg);
+        let (node, kubelet) = setup.serve(8).await;
+        let (us, folder) = (std::fs::metadata(node.setup.at("")).unwrap().uid(), node.setup.at("k"));
+        if us != 0 {
+            // Only root can be somebody else.
+            return;
+        }
+        // The files let everybody in: it is the kernel's word on who calls that counts.
+        for (path, open) in [(node.setup.at(""), 0o755), (folder, 0o777), (node.setup.sockets().remove(0), 0o666)] {
+            mode(&path, open);
+        }
+        let program = node.setup.at("linkwise");
+        std::fs::copy(&node.setup.program, &program).unwrap();
+        let mut pids = Vec::new();
+        for _ in 0..2 {
+            let mut doctor = tokio::process::Command::new(&program);
+            doctor.args(["doctor", "--kubelet-socket"]).arg(&node.setup.kubelet_socket).uid(NOBODY);
+            let doctor = doctor.env_clear().stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
+            pids.push(doctor.id());
+            let said = timeout(LIMIT, doctor.wait_with_output()).await.unwrap().unwrap().stdout;
+            let (said, served) = (String::from_utf8(said).unwrap(), "linkwise serves linkwise-nvidia.com_gpu-");
+            assert_eq!(said.contains(served), allowed.is_some(), "{said}");
+        }
+        undisturbed(&node, &kubelet, "pod").await;
+        let named = || node.process.lines().into_iter().filter(|line| line.contains("refused a caller"));
+        if allowed.is_some() {
+            assert_eq!(named().count(), 0);
+        } else {
+            node.metric(&refused, 2).await;
+            let line = node.process.said("refused a caller").await;
+            assert_eq!((line["uid"].as_u64(), line["pid"].as_u64()), (Some(NOBODY.into()), pids[0].map(Into::into)));
+            assert_eq!(named().count(), 1, "further ones are counted");
+        }
+    }
 }
 
 /// Everything is as it was: the one registration stands, and pods are admitted.
@@ -170,7 +217,9 @@ async fn sixty_four_streams_and_ten_thousand_calls_at_once_are_all_answered() {
     for _ in 0..8 {
         let client = client(socket.clone()).await.unwrap();
         for _ in 0..8 {
-            let mut stream = client.clone().list_and_watch(wire::Empty {}).await.unwrap().into_inner();
+            let mut client = client.clone();
+            let opened = timeout(LIMIT, client.list_and_watch(wire::Empty {})).await;
+            let mut stream = opened.expect("a stream in time").unwrap().into_inner();
             assert_eq!(timeout(LIMIT, stream.message()).await.unwrap().unwrap().unwrap().devices.len(), 8);
             streams.push(stream);
         }

@@ -16,7 +16,7 @@ use crate::node::{LIMIT, Setup, machine, registered};
 const GPUS: [&str; 8] = ["06", "07", "0a", "0b", "85", "86", "89", "8a"];
 
 /// A machine on which nothing is wrong; what is at its paths is what a container sees.
-fn well(name: &str) -> (Setup, KubeletBox, UnixListener) {
+fn well(name: &str) -> (Setup, KubeletBox) {
     let setup = Setup::on(name);
     for bus in GPUS {
         setup.on_bus(&format!("0000:{bus}:00.0"));
@@ -25,8 +25,8 @@ fn well(name: &str) -> (Setup, KubeletBox, UnixListener) {
 }
 
 /// What is around the GPUs: device nodes (any character device will do), the kernel module's words, a kubelet.
-fn around(setup: Setup) -> (Setup, KubeletBox, UnixListener) {
-    for folder in ["dev/nvidia-caps", "proc/driver/nvidia", "pod-resources"] {
+fn around(setup: Setup) -> (Setup, KubeletBox) {
+    for folder in ["dev/nvidia-caps", "proc/driver/nvidia"] {
         fs::create_dir_all(setup.at(folder)).unwrap();
     }
     for node in (0..8).map(|minor| format!("nvidia{minor}")).chain(["nvidiactl".into(), "nvidia-uvm".into()]) {
@@ -34,9 +34,8 @@ fn around(setup: Setup) -> (Setup, KubeletBox, UnixListener) {
     }
     let module = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2025\n";
     fs::write(setup.at("proc/driver/nvidia/version"), module).unwrap();
-    let resources = UnixListener::bind(setup.at("pod-resources/kubelet.sock")).unwrap();
     let kubelet = setup.kubelet();
-    (setup, kubelet, resources)
+    (setup, kubelet)
 }
 
 /// Its exit code and its answer.
@@ -71,6 +70,25 @@ fn found(report: &Value, check: &str, status: &str, text: &str) {
     assert!(findings.iter().any(|finding| is(&finding)), "no {status} in {check} with '{text}': {findings:#?}");
 }
 
+/// There is no such finding.
+fn absent(report: &Value, check: &str, status: &str, text: &str) {
+    let is = |finding: &Value| {
+        let what = finding["what"].as_str().unwrap();
+        finding["check"] == check && finding["status"] == status && what.contains(text)
+    };
+    let findings = report["findings"].as_array().unwrap();
+    assert!(!findings.iter().any(is), "{status} in {check} with '{text}': {findings:#?}");
+}
+
+/// What is said of this comes with this advice.
+fn advised(report: &Value, what: &str, advice: &str) {
+    let says = |value: &Value, text: &str| value.as_str().is_some_and(|words| words.contains(text));
+    let findings = report["findings"].as_array().unwrap();
+    let is = |finding: &&Value| says(&finding["what"], what);
+    let advised = findings.iter().filter(is).all(|finding| says(&finding["advice"], advice));
+    assert!(advised && findings.iter().any(|finding| is(&finding)), "'{what}', '{advice}': {findings:#?}");
+}
+
 /// What people and scripts read, held in tests/snapshots.
 fn holds(setup: &Setup, name: &str, text: &str) {
     let uid = std::os::unix::fs::MetadataExt::uid(&fs::metadata(setup.at("")).unwrap());
@@ -85,7 +103,7 @@ fn holds(setup: &Setup, name: &str, text: &str) {
 
 #[tokio::test]
 async fn what_is_read_is_an_interface() {
-    let (setup, _kubelet, _resources) = well("dgx1-v100");
+    let (setup, _kubelet) = well("dgx1-v100");
     let (code, text) = run(setup.doctor()).await;
     holds(&setup, "doctor-dgx1-v100.txt", &text);
     assert_eq!(code, Some(0), "{text}");
@@ -120,7 +138,7 @@ async fn a_driver_that_is_not_to_be_had_has_its_cause_and_its_remedy() {
         ("15", "NVML_ERROR_GPU_IS_LOST (15)", "reboot"),
         ("999", "NVML_ERROR_UNKNOWN (999)", "dmesg"),
     ] {
-        let (setup, _kubelet, _resources) = well("dgx1-v100");
+        let (setup, _kubelet) = well("dgx1-v100");
         fs::remove_file(setup.at("proc/driver/nvidia/version")).unwrap();
         setup.tell(&format!("init {code}"));
         let report = look(&setup, &[]).await;
@@ -128,7 +146,7 @@ async fn a_driver_that_is_not_to_be_had_has_its_cause_and_its_remedy() {
         remedy(&report, advice);
         found(&report, "gpus", "skipped", "NVML does not answer");
     }
-    let (mut setup, _kubelet, _resources) = well("dgx1-v100");
+    let (mut setup, _kubelet) = well("dgx1-v100");
     setup.tell("init 9");
     remedy(&look(&setup, &[]).await, "cannot reach it");
     setup.library = "/no/such/libnvidia-ml.so.1".into();
@@ -139,7 +157,7 @@ async fn a_driver_that_is_not_to_be_had_has_its_cause_and_its_remedy() {
 
 #[tokio::test]
 async fn a_driver_that_hangs_does_not_hang_the_doctor() {
-    let (setup, _kubelet, _resources) = well("dgx1-v100");
+    let (setup, _kubelet) = well("dgx1-v100");
     for call in ["nvmlInit_v2", "nvmlDeviceGetName"] {
         setup.tell(&format!("hang {call}"));
         let report = look(&setup, &["--timeout", "1"]).await;
@@ -151,7 +169,7 @@ async fn a_driver_that_hangs_does_not_hang_the_doctor() {
 
 #[tokio::test]
 async fn files_that_hang_do_not_hang_the_doctor() {
-    let (setup, _kubelet, _resources) = well("dgx1-v100");
+    let (setup, _kubelet) = well("dgx1-v100");
     let fifo = |path: &str| {
         let path = setup.at(path);
         let _ = fs::remove_file(&path);
@@ -166,7 +184,7 @@ async fn files_that_hang_do_not_hang_the_doctor() {
 
 #[tokio::test]
 async fn versions_that_differ_are_named() {
-    let (setup, _kubelet, _resources) = well("dgx1-v100");
+    let (setup, _kubelet) = well("dgx1-v100");
     let module = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.1.2  Release Build\n";
     fs::write(setup.at("proc/driver/nvidia/version"), module).unwrap();
     let report = look(&setup, &[]).await;
@@ -175,7 +193,7 @@ async fn versions_that_differ_are_named() {
 
 #[tokio::test]
 async fn device_nodes_that_are_missing_or_none_or_closed_are_named() {
-    let (setup, _kubelet, _resources) = well("dgx1-v100");
+    let (setup, _kubelet) = well("dgx1-v100");
     for name in ["nvidia3", "nvidia-uvm", "nvidia4", "nvidia5"] {
         fs::remove_file(setup.at("dev").join(name)).unwrap();
     }
@@ -203,11 +221,22 @@ async fn device_nodes_that_are_missing_or_none_or_closed_are_named() {
     found(&report, "device nodes", "failed", "dev/nvidia4 is no character device");
     found(&report, "device nodes", "skipped", "there is no");
     found(&report, "permissions", "failed", "dev/nvidia5: No such device");
+    absent(&report, "device nodes", "ok", "nodes are there");
+    absent(&report, "permissions", "ok", "can be opened");
+}
+
+#[tokio::test]
+async fn a_gpu_whose_node_nvml_does_not_name_is_told() {
+    let (setup, _kubelet) = well("dgx1-v100");
+    let setup = setup.env("FAKE_NVML_FAIL", "3:nvmlDeviceGetMinorNumber:3");
+    let report = look(&setup, &[]).await;
+    found(&report, "device nodes", "ok", "all 8 nodes are there");
+    found(&report, "device nodes", "warning", "NVML does not say which nodes 1 of the GPUs have");
 }
 
 #[tokio::test]
 async fn the_kernels_gpus_and_nvmls_are_compared() {
-    let (setup, _kubelet, _resources) = well("dgx1-v100");
+    let (setup, _kubelet) = well("dgx1-v100");
     for (pci, driver) in [("0000:b0:00.0", Some("nvidia")), ("0000:b1:00.0", Some("vfio-pci")), ("0000:b2:00.0", None)]
     {
         setup.on_bus(pci);
@@ -216,6 +245,7 @@ async fn the_kernels_gpus_and_nvmls_are_compared() {
                 .unwrap();
         }
     }
+    absent(&look(&setup, &[]).await, "sysfs", "ok", "the same by NVML");
     fs::remove_dir_all(setup.at("sys/bus/pci/devices/0000:8a:00.0")).unwrap();
     let report = look(&setup, &[]).await;
     found(&report, "sysfs", "failed", "0000:b0:00.0 is on the PCI bus, but NVML does not list it");
@@ -224,13 +254,16 @@ async fn the_kernels_gpus_and_nvmls_are_compared() {
     found(&report, "sysfs", "warning", "1 of 8 GPUs that NVML lists are not on the PCI bus");
     fs::remove_dir_all(setup.at("sys")).unwrap();
     found(&look(&setup, &[]).await, "sysfs", "failed", "there is no PCI bus under");
+    // Whether there is a GPU is not known then, and a driver that is not to be had is a failure.
+    setup.tell("init 9");
+    found(&look(&setup, &[]).await, "driver", "failed", "NVML_ERROR_DRIVER_NOT_LOADED (9)");
 }
 
 #[tokio::test]
 async fn sources_that_differ_are_told_with_what_they_mean() {
     let link = ", nvlinks: [{links: [0, 1], remote: {gpu: \"0000:02:00.0\"}}]";
     let gpus = [("GPU-a", "0000:01:00.0", link), ("GPU-b", "0000:02:00.0", ", nvlinks: []")];
-    let (setup, _kubelet, _resources) = around(Setup::with(&machine(&gpus)));
+    let (setup, _kubelet) = around(Setup::with(&machine(&gpus)));
     setup.on_bus("0000:01:00.0");
     setup.on_bus("0000:02:00.0");
     let report = look(&setup, &[]).await;
@@ -240,24 +273,40 @@ async fn sources_that_differ_are_told_with_what_they_mean() {
 
 #[tokio::test]
 async fn a_kubelet_that_is_not_there_is_told_in_each_of_its_ways() {
-    let (setup, kubelet, resources) = well("dgx1-v100");
+    let (mut setup, kubelet) = well("dgx1-v100");
     kubelet.stop().await.unwrap();
     found(&look(&setup, &[]).await, "kubelet", "failed", "kubelet.sock: nobody listens on it");
     fs::remove_file(&setup.kubelet_socket).unwrap();
     found(&look(&setup, &[]).await, "kubelet", "failed", "kubelet.sock: there is none");
     fs::write(&setup.kubelet_socket, "").unwrap();
     found(&look(&setup, &[]).await, "kubelet", "failed", "kubelet.sock: is not a socket");
-    drop(resources);
-    found(&look(&setup, &[]).await, "kubelet", "skipped", "pod-resources/kubelet.sock: nobody listens on it");
+    found(&look(&setup, &[]).await, "kubelet", "skipped", "p/kubelet.sock: nobody listens on it");
+    // One that hangs: the kernel goes on taking connections for it, until as many wait as it takes.
+    fs::remove_file(&setup.kubelet_socket).unwrap();
+    let _hanging = UnixListener::bind(&setup.kubelet_socket).unwrap();
+    let silent = "kubelet.sock: somebody listens, and does not answer within 2s";
+    found(&look(&setup, &[]).await, "kubelet", "failed", silent);
+    let mut waiting = Vec::new();
+    while let Ok(stream) = tokio::net::UnixStream::connect(&setup.kubelet_socket).await {
+        waiting.push(stream);
+    }
+    let report = look(&setup, &[]).await;
+    found(&report, "kubelet", "failed", silent);
+    advised(&report, silent, "the kubelet hangs");
     fs::remove_dir_all(setup.at("k")).unwrap();
     found(&look(&setup, &[]).await, "kubelet", "failed", "No such file or directory");
     fs::write(setup.at("k"), "").unwrap();
     found(&look(&setup, &[]).await, "kubelet", "failed", "Not a directory");
+    // A folder in which nobody makes a file, and none at all.
+    setup.kubelet_socket = "/proc/kubelet.sock".into();
+    found(&look(&setup, &[]).await, "kubelet", "failed", "/proc: ");
+    setup.kubelet_socket = "kubelet.sock".into();
+    found(&look(&setup, &[]).await, "kubelet", "failed", "'kubelet.sock' is no path of a kubelet socket");
 }
 
 #[tokio::test]
 async fn whoever_else_listens_in_the_kubelets_folder_is_named() {
-    let (setup, kubelet, _resources) = well("dgx1-v100");
+    let (setup, kubelet) = well("dgx1-v100");
     let node = setup.start().await;
     registered(&kubelet, 1, 8).await;
     let setup = &node.setup;
@@ -284,7 +333,7 @@ async fn whoever_else_listens_in_the_kubelets_folder_is_named() {
     found(&report, "plugins", "failed", "the NVIDIA device plugin serves nvidia-gpu.sock");
     found(&report, "plugins", "failed", "2 linkwise serve nvidia.com/gpu: linkwise-nvidia.com_gpu-00000000.sock, ");
     found(&report, "plugins", "warning", "linkwise-nvidia.com_gpu-11111111.sock was left by a linkwise that is gone");
-    found(&report, "plugins", "warning", "silent.sock: it accepts, and does not answer within 2s");
+    found(&report, "plugins", "warning", "silent.sock: somebody listens, and does not answer within 2s");
     found(&report, "plugins", "warning", "stranger.sock: it accepts, and is no device plugin");
     found(&report, "plugins", "ok", "other plugins: sriov.sock");
     assert!(!report.to_string().contains("dead.sock"), "nobody's, and removed by the next kubelet");
@@ -292,18 +341,20 @@ async fn whoever_else_listens_in_the_kubelets_folder_is_named() {
 
 #[tokio::test]
 async fn cdi_specs_are_read_and_broken_or_double_ones_told() {
-    let (setup, _kubelet, _resources) = well("dgx1-v100");
+    let (setup, _kubelet) = well("dgx1-v100");
     let spec = "cdiVersion: 0.6.0\nkind: nvidia.com/gpu\ndevices: [{name: '0'}, {name: all}]\ncontainerEdits: {}\n";
     let write = |path: &str, text: &str| {
         fs::create_dir_all(setup.at(path).parent().unwrap()).unwrap();
         fs::write(setup.at(path), text).unwrap();
     };
+    let before = look(&setup, &[]).await["warnings"].clone();
     write("etc/cdi/nvidia.yaml", spec);
     write("etc/cdi/other.json", "{\"cdiVersion\": \"0.6.0\", \"kind\": \"example.com/nic\", \"devices\": []}");
     write("etc/cdi/notes.txt", "no spec");
     let report = look(&setup, &[]).await;
     found(&report, "container runtime", "ok", "etc/cdi/nvidia.yaml: 2 devices of nvidia.com/gpu");
-    assert_eq!(report["warnings"], look(&setup, &[]).await["warnings"]);
+    absent(&report, "container runtime", "ok", "example.com/nic");
+    assert_eq!(report["warnings"], before);
     write("var/run/cdi/nvidia.yaml", spec);
     write("var/run/cdi/broken.json", "{\"cdiVersion\": ");
     let report = look(&setup, &[]).await;
@@ -317,7 +368,7 @@ async fn cdi_specs_are_read_and_broken_or_double_ones_told() {
 #[tokio::test]
 async fn machines_that_a_topology_manager_does_not_suit_are_told_which_hints_do() {
     let of = async |synthetic: &str, gpus: &[(&str, &str, &str)], more: &[&str]| {
-        let (setup, _kubelet, _resources) = around(Setup::with(&machine(gpus)).env("HWLOC_SYNTHETIC", synthetic));
+        let (setup, _kubelet) = around(Setup::with(&machine(gpus)).env("HWLOC_SYNTHETIC", synthetic));
         look(&setup, more).await
     };
     let on = |node: u32| format!(", numa: {node}");
@@ -332,19 +383,23 @@ async fn machines_that_a_topology_manager_does_not_suit_are_told_which_hints_do(
     let some = [("GPU-a", "0000:01:00.0", near.as_str()), ("GPU-b", "0000:02:00.0", "")];
     let report = of("pack:2 numa:1 pu:2", &some, &[]).await;
     found(&report, "topology manager", "warning", "1 of 2 GPUs have no NUMA node (-1)");
+    let report = of("pack:2 numa:1 pu:2", &some, &["--numa-hints=off"]).await;
+    absent(&report, "topology manager", "warning", "");
     let report = of("pack:2 numa:1 pu:2", &[("GPU-a", "0000:01:00.0", "")], &[]).await;
     found(&report, "topology manager", "ok", "no GPU has a NUMA node (-1)");
     // A node that the host does not have, or that has no CPUs.
     let beyond = [("GPU-a", "0000:01:00.0", ", numa: 7")];
     let report = of("pack:2 numa:1 pu:2", &beyond, &[]).await;
     found(&report, "topology manager", "warning", "1 of 1 GPU are on NUMA nodes without CPUs");
+    let report = of("pack:2 numa:1 pu:2", &beyond, &["--numa-hints=off"]).await;
+    absent(&report, "topology manager", "warning", "");
 }
 
 #[tokio::test]
 async fn what_ails_a_gpu_is_told_of_that_gpu() {
     let faults =
         "1:nvmlDeviceGetName:999,1:nvmlDeviceRegisterEvents:999,2:nvmlDeviceGetUUID:999,4:nvmlDeviceGetName:16";
-    let (setup, _kubelet, _resources) = well("dgx1-v100");
+    let (setup, _kubelet) = well("dgx1-v100");
     let setup = setup.env("FAKE_NVML_FAIL", faults);
     setup.tell("lost 6");
     let report = look(&setup, &[]).await;
@@ -359,6 +414,38 @@ async fn what_ails_a_gpu_is_told_of_that_gpu() {
     found(&report, "gpus", "failed", "0000:0a:00.0: nvmlDeviceGetUUID");
     found(&report, "gpus", "warning", "NVML_ERROR_RESET_REQUIRED (16)");
     found(&report, "gpus", "failed", "NVML_ERROR_GPU_IS_LOST (15)");
+    advised(&report, "nvmlDeviceRegisterEvents", "XIDs");
+    advised(&report, "(16)", "nvidia-smi --gpu-reset");
+    advised(&report, "(15)", "fallen off the bus");
     // The kernel still has the two that NVML does not know.
     found(&report, "sysfs", "failed", "0000:0a:00.0");
+}
+
+#[tokio::test]
+async fn what_the_driver_does_not_say_of_itself_costs_no_gpu_but_its_count_costs_all() {
+    for (fault, status) in [("nvmlEventSetCreate", "warning"), ("nvmlDeviceGetCount_v2", "failed")] {
+        let (setup, _kubelet) = around(Setup::on("dgx1-v100"));
+        let report = look(&setup.env("FAKE_NVML_FAIL", &format!("*:{fault}:999")), &[]).await;
+        found(&report, "gpus", status, &format!("driver: {fault}: NVML_ERROR_UNKNOWN (999)"));
+    }
+    let (setup, _kubelet) = around(Setup::with("version: 1\nname: bare\nobserved: {gpus: []}\n"));
+    found(&look(&setup, &[]).await, "gpus", "skipped", "NVML lists no GPU");
+}
+
+#[tokio::test]
+async fn a_host_that_does_not_answer_hwloc_is_told_and_the_rest_is_looked_at() {
+    let (setup, _kubelet) = well("dgx1-v100");
+    let recorded = setup.at("host.xml");
+    assert!(std::process::Command::new("mkfifo").arg(&recorded).status().unwrap().success());
+    let report = look(&setup.host(recorded.to_str().unwrap()), &["--timeout", "1"]).await;
+    found(&report, "topology", "failed", "no answer within 1s");
+    found(&report, "kubelet", "ok", "kubelet.sock answers");
+    found(&report, "container runtime", "skipped", "no CDI spec");
+}
+
+#[tokio::test]
+async fn a_child_that_does_not_end_does_not_hang_the_doctor() {
+    let (setup, _kubelet) = well("dgx1-v100");
+    setup.tell("hang nvmlShutdown");
+    found(&look(&setup, &["--timeout", "1"]).await, "driver", "ok", "NVML answers");
 }

@@ -1,9 +1,11 @@
 //! The driver under linkwise's feet: unloaded, replaced, loaded again; its library replaced on disk; NVML away for long.
 
 use linkwise::kubelet_box::Pod;
+use serde_json::Value;
 
-use crate::node::{GPU, Setup, machine, registered, until, uuid};
+use crate::node::{GPU, Node, Setup, machine, registered, signal, until, uuid};
 
+const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";
 
 fn quick() -> Setup {
@@ -27,6 +29,8 @@ fn version(setup: &Setup, version: &str) {
 async fn a_driver_that_is_replaced_gets_a_new_process_at_once() {
     let (node, kubelet) = quick().serve(8).await;
     let first = node.agent(&[]).await;
+    node.setup.tell("xid 2 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 2))).await.unwrap();
     node.setup.tell("driver 590.44.01");
     version(&node.setup, "590.44.01");
     let line = node.process.said("the driver was 580.95.05").await;
@@ -34,6 +38,8 @@ async fn a_driver_that_is_replaced_gets_a_new_process_at_once() {
     node.agent(&[first]).await;
     node.process.logged(|line| line["message"] == "NVML answers" && line["driver"] == "590.44.01").await;
     node.metric(UP, 1).await;
+    // What needed a reset has had one.
+    kubelet.wait(|state| state.resources[GPU].healthy.len() == 8).await.unwrap();
     assert_eq!(kubelet.state().resources[GPU].registrations, 1);
 }
 
@@ -63,10 +69,52 @@ async fn a_driver_that_is_unloaded_and_loaded_again_is_waited_for_and_pods_are_a
     .await;
 }
 
+/// Nothing is on the PCI bus here: who forgets that there were GPUs takes this for a node without any, and waits for the bus.
+#[tokio::test]
+async fn a_driver_that_is_gone_is_waited_for_however_the_process_before_ended() {
+    for released in [false, true] {
+        let (node, kubelet) = quick().serve(8).await;
+        node.setup.tell("init 9");
+        if released {
+            node.process.signal("USR1");
+            node.metric(UP, 0).await;
+            node.process.signal("USR2");
+        } else {
+            std::fs::remove_file(node.setup.at("sys/module/nvidia/version")).unwrap();
+        }
+        node.process.said("NVML is not to be had").await;
+        version(&node.setup, "580.95.05");
+        node.setup.tell("init 0");
+        node.metric(UP, 1).await;
+        node.metric("linkwise_idle", 0).await;
+        assert_eq!(kubelet.state().resources[GPU].registrations, 1);
+    }
+}
+
+#[tokio::test]
+async fn a_driver_that_is_unloaded_under_gpus_that_are_on_the_bus_does_not_end_the_node() {
+    let setup = quick();
+    setup.all_on_bus();
+    let (node, kubelet) = setup.serve(8).await;
+    // The first process does its work to the end: it is told by the parent that its driver has gone.
+    node.setup.tell("init 9");
+    std::fs::remove_file(node.setup.at("sys/module/nvidia/version")).unwrap();
+    node.process.said("NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
+    node.metric("linkwise_nvml_away", 1).await;
+    kubelet.admit(&Pod::single("meanwhile", GPU, 4), None).await.unwrap();
+    version(&node.setup, "590.44.01");
+    node.setup.tell("init 0");
+    node.metric("linkwise_nvml_away", 0).await;
+    node.metric(UP, 1).await;
+    assert_eq!(kubelet.state().resources[GPU].registrations, 1);
+}
+
 #[tokio::test]
 async fn the_same_driver_loaded_anew_gets_a_new_process_too() {
-    let (node, _kubelet) = quick().serve(8).await;
+    let (node, kubelet) = quick().serve(8).await;
     let first = node.agent(&[]).await;
+    node.setup.tell("xid 2 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 2))).await.unwrap();
     let module = node.setup.at("sys/module/nvidia");
     let anew = node.setup.at("anew");
     std::fs::create_dir(&anew).unwrap();
@@ -76,6 +124,69 @@ async fn the_same_driver_loaded_anew_gets_a_new_process_too() {
     node.process.said("the driver was 580.95.05").await;
     node.agent(&[first]).await;
     node.metric(UP, 1).await;
+    kubelet.wait(|state| state.resources[GPU].healthy.len() == 8).await.unwrap();
+}
+
+/// The pauses that the log has said of such lines.
+fn pauses(node: &Node, message: &str) -> Vec<String> {
+    let lines = node.process.lines().into_iter().filter_map(|line| serde_json::from_str::<Value>(&line).ok());
+    let told = lines.filter(|line| line["message"].as_str().is_some_and(|text| text.starts_with(message)));
+    told.map(|line| line["again_in"].as_str().unwrap().to_owned()).collect()
+}
+
+/// The same, once there are so many; those after the first `known`.
+async fn next_pauses(node: &Node, message: &str, known: usize, wanted: usize) -> Vec<String> {
+    let ask = async || {
+        let pauses = pauses(node, message).split_off(known);
+        if pauses.len() >= wanted { Ok(pauses) } else { Err(pauses) }
+    };
+    let mut pauses = until(ask).await;
+    pauses.truncate(wanted);
+    pauses
+}
+
+#[tokio::test]
+async fn pauses_double_while_nvml_is_not_to_be_had_and_begin_anew_with_another_matter() {
+    const NOT: &str = "NVML is not to be had";
+    let setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false").arg("--log=debug");
+    let setup = setup.arg("--nvml-pause-ms=100").arg("--nvml-poll-ms=20");
+    setup.all_on_bus();
+    std::fs::create_dir_all(setup.at("sys/module/nvidia")).unwrap();
+    version(&setup, "580.95.05");
+    setup.tell("init 9");
+    let kubelet = setup.kubelet();
+    let node = setup.start().await;
+    assert_eq!(next_pauses(&node, NOT, 0, 3).await, ["100ms", "200ms", "400ms"]);
+    // Of one cause, a person is told once.
+    let told = |line: &&String| line.contains(NOT) && line.contains("WARN");
+    assert_eq!(node.process.lines().iter().filter(told).count(), 1);
+    // An operator's order ends the pause.
+    node.process.signal("USR1");
+    node.metric("linkwise_driver_released", 1).await;
+    let known = pauses(&node, NOT).len();
+    node.process.signal("USR2");
+    assert_eq!(next_pauses(&node, NOT, known, 2).await, ["100ms", "200ms"]);
+    // Another driver, after a process that has worked.
+    node.setup.tell("init 0");
+    registered(&kubelet, 1, 8).await;
+    node.setup.tell("init 9");
+    let known = pauses(&node, NOT).len();
+    version(&node.setup, "590.44.01");
+    assert_eq!(next_pauses(&node, NOT, known, 2).await, ["100ms", "200ms"]);
+}
+
+#[tokio::test]
+async fn a_pause_is_waited_for_and_an_order_ends_it() {
+    let (node, kubelet) = Setup::on("dgx1-v100").arg("--nvml-pause-ms=3600000").serve(8).await;
+    signal("KILL", node.agent(&[]).await);
+    node.process.said("SIGKILL").await;
+    kubelet.admit(&Pod::single("meanwhile", GPU, 4), None).await.unwrap();
+    node.metric(STARTS, 1).await;
+    node.process.signal("USR1");
+    node.metric("linkwise_driver_released", 1).await;
+    node.process.signal("USR2");
+    node.metric(UP, 1).await;
+    node.metric(STARTS, 2).await;
 }
 
 #[tokio::test]
@@ -106,8 +217,12 @@ async fn a_library_that_is_replaced_on_disk_is_taken_up_without_a_gap() {
     let first = node.agent(&[]).await;
     // Half a library: the process that has the old one works on.
     replace(&|new| std::fs::write(new, b"\x7fELF").unwrap());
-    node.process.said("the second NVML agent came to nothing").await;
-    assert_eq!(node.agent(&[]).await, first);
+    let line = node.process.said("the second NVML agent came to nothing").await;
+    assert!(line["cause"].as_str().unwrap().starts_with("dlopen: cannot load "), "{line}");
+    // Tried again, ever more rarely.
+    let pauses = next_pauses(&node, "the second NVML agent came to nothing", 0, 3).await;
+    assert_eq!(pauses, ["10ms", "20ms", "40ms"]);
+    assert!(node.agent_ids().contains(&first));
     node.setup.tell("xid 1 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 1))).await.unwrap();
     // The whole one.
@@ -116,6 +231,68 @@ async fn a_library_that_is_replaced_on_disk_is_taken_up_without_a_gap() {
     node.metric(UP, 1).await;
     until(async || node.setup.try_tell("xid 2 79")).await;
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 2))).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_library_that_is_replaced_while_a_process_starts_is_taken_up_too() {
+    let mut setup = quick();
+    let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
+    std::fs::copy(&real, &library).unwrap();
+    setup.library.clone_from(&library);
+    setup.tell("hang nvmlInit_v2");
+    let node = setup.start().await;
+    let first = node.agent(&[]).await;
+    let control = node.setup.at(&format!("control.{first}"));
+    until(async || control.exists().then_some(()).ok_or(first)).await;
+    // It has loaded the old one, and has not seen the GPUs yet.
+    let new = node.setup.at("new.so");
+    std::fs::copy(&real, &new).unwrap();
+    std::fs::rename(&new, &library).unwrap();
+    node.setup.tell("unhang nvmlInit_v2");
+    node.process.said("the file of NVML's library is another one").await;
+    until(async || if node.agent_ids().contains(&first) { Err("the first one lives") } else { Ok(()) }).await;
+    node.metric(UP, 1).await;
+}
+
+#[tokio::test]
+async fn under_a_drivers_root_the_library_is_known_from_the_process_before() {
+    let mut setup = quick();
+    let root = setup.at("root");
+    let real = std::mem::replace(&mut setup.library, root);
+    let library = setup.at("root/usr/lib64/libnvidia-ml.so.1");
+    std::fs::create_dir_all(library.parent().unwrap()).unwrap();
+    std::fs::copy(&real, &library).unwrap();
+    let (node, _kubelet) = setup.serve(8).await;
+    let first = node.agent(&[]).await;
+    node.setup.tell("hang nvmlInit_v2");
+    signal("KILL", first);
+    let second = node.agent(&[first]).await;
+    let control = node.setup.at(&format!("control.{second}"));
+    until(async || control.exists().then_some(()).ok_or(second)).await;
+    let new = node.setup.at("new.so");
+    std::fs::copy(&real, &new).unwrap();
+    std::fs::rename(&new, &library).unwrap();
+    node.setup.tell("unhang nvmlInit_v2");
+    node.process.said("the file of NVML's library is another one").await;
+    until(async || if node.agent_ids().contains(&second) { Err("the second one lives") } else { Ok(()) }).await;
+    node.metric(UP, 1).await;
+}
+
+#[tokio::test]
+async fn a_gpu_that_waits_for_its_trial_holds_up_no_new_library() {
+    let mut setup = quick().arg("--nvml-trial-ms=3600000");
+    let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
+    std::fs::copy(&real, &library).unwrap();
+    setup.library.clone_from(&library);
+    let (node, _kubelet) = setup.serve(8).await;
+    node.setup.tell("crash 5 nvmlDeviceGetTemperature");
+    node.process.logged(|line| line["message"].to_string().contains("left out")).await;
+    let first = node.agent(&[]).await;
+    let new = node.setup.at("new.so");
+    std::fs::copy(&real, &new).unwrap();
+    std::fs::rename(&new, &library).unwrap();
+    until(async || if node.agent_ids().contains(&first) { Err("the first one lives") } else { Ok(()) }).await;
+    node.metric(UP, 1).await;
 }
 
 #[tokio::test]

@@ -1,12 +1,16 @@
 //! A disk without room: what cannot be written costs neither an admission nor the life with the kubelet, and is written once there
 //! is room.
 //!
-//! The room is the process's own limit on the size of files (RLIMIT_FSIZE of setrlimit(2)), taken and given while it runs: a
-//! write then fails with EFBIG, as it does with ENOSPC on a disk that is full.
+//! For what is written, the room is the process's own limit on the size of files (RLIMIT_FSIZE of setrlimit(2)), taken and given
+//! while it runs: a write then fails with EFBIG, as it does with ENOSPC on a disk that is full. A socket has no size: for ours
+//! there is a file system that is full, in namespaces of the process's own.
 
-use linkwise::kubelet_box::{Pod, Restart};
+use std::io::ErrorKind;
+use std::path::PathBuf;
 
-use crate::node::{GPU, Setup, machine, registered, until, uuid};
+use linkwise::kubelet_box::{KubeletBox, Options, Pod, Restart};
+
+use crate::node::{GPU, LIMIT, Setup, machine, registered, until, uuid};
 use crate::root::Root;
 
 fn room(process: u32, bytes: &str) {
@@ -17,9 +21,13 @@ fn room(process: u32, bytes: &str) {
 }
 
 /// A machine whose linkwise does not die of the limit's signal: what ignores it hands that on to the program it becomes.
-fn setup(mut setup: Setup) -> Setup {
-    let linkwise =
-        std::mem::replace(&mut setup.program, concat!(env!("CARGO_MANIFEST_DIR"), "/tests/run/full.sh").into());
+fn setup(setup: Setup) -> Setup {
+    by(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/run/full.sh"), setup)
+}
+
+/// A machine whose linkwise is started by a script.
+fn by(script: &str, mut setup: Setup) -> Setup {
+    let linkwise = std::mem::replace(&mut setup.program, script.into());
     setup.env("LINKWISE_UNDER_TEST", linkwise.to_str().unwrap())
 }
 
@@ -71,4 +79,47 @@ async fn a_full_disk_leaves_the_last_cdi_spec_whole() {
     assert_eq!(admitted.grant("main", GPU).unwrap().allocation.cdi_names.len(), 1);
     room(node.process.id(), "unlimited");
     until(async || std::fs::read_to_string(&spec).map(|text| assert_eq!(text, whole))).await;
+}
+
+#[tokio::test]
+async fn a_disk_without_room_for_our_socket_is_named_and_the_socket_comes_with_the_room() {
+    const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/run/small.sh");
+    let setup = by(SCRIPT, Setup::on("dgx1-v100"));
+    let (inside, state) = (setup.at("k"), setup.at("state"));
+    std::fs::create_dir(&inside).unwrap();
+    let setup = setup.env("SMALL_FOLDER", inside.to_str().unwrap()).arg("--state-dir").arg(state);
+    // Where namespaces or mounts are not to be had there is nothing to see.
+    let tried = std::process::Command::new(SCRIPT)
+        .env("SMALL_FOLDER", &inside)
+        .env("LINKWISE_UNDER_TEST", "true")
+        .output()
+        .unwrap();
+    if !tried.status.success() {
+        #[allow(clippy::print_stderr, reason = "who reads the tests' output learns that this one saw nothing")]
+        {
+            eprintln!("skipped: no full file system here: {}", String::from_utf8_lossy(&tried.stderr));
+        }
+        return;
+    }
+    let node = setup.start().await;
+    // The folder as the process sees it: through its own root.
+    let seen = PathBuf::from(format!("/proc/{}/root", node.process.id())).join(inside.strip_prefix("/").unwrap());
+    node.ready(503, "there is no").await;
+    let fill = |name: u32| std::fs::write(seen.join(name.to_string()), "");
+    let (room, full) = (0..).find_map(|name| Some((name, fill(name).err()?))).unwrap();
+    assert_eq!((room, full.kind()), (7, ErrorKind::StorageFull), "the folder is the eighth");
+    // Room for the kubelet's socket, and not for ours.
+    std::fs::remove_file(seen.join("0")).unwrap();
+    let mut options = Options::new(&seen);
+    (options.dial_retry, options.wait_timeout) = (std::time::Duration::from_millis(10), LIMIT);
+    let kubelet = KubeletBox::start(options).unwrap();
+    let line = node.process.said("cannot bind a socket in").await;
+    let why = line["why"].as_str().unwrap();
+    assert!(why.contains(inside.to_str().unwrap()) && why.contains("No space left on device"), "{line}");
+    node.ready(503, "No space left on device").await;
+    assert_eq!((node.get("/livez").await.status, kubelet.state().resources.len()), (200, 0));
+    std::fs::remove_file(seen.join("1")).unwrap();
+    registered(&kubelet, 1, 8).await;
+    node.ready(200, "ready").await;
+    kubelet.admit(&Pod::single("after", GPU, 8), None).await.unwrap();
 }

@@ -219,8 +219,8 @@ async fn no_plugin_registers_before_the_spec_is_there() {
     node.metric("linkwise_gpus", 2).await;
     // Time for whoever does not wait.
     for code in 0..20 {
-        node.setup.tell(&format!("xid 0 {}", 1000 + code));
-        node.metric(&format!("linkwise_xid_errors_total{{uuid=\"GPU-a\",xid=\"{}\"}}", 1000 + code), 1).await;
+        node.setup.tell(&format!("xid 0 {}", 200 + code));
+        node.metric(&format!("linkwise_xid_errors_total{{uuid=\"GPU-a\",xid=\"{}\"}}", 200 + code), 1).await;
     }
     let registers = |line: &String| line.contains("\"phase\":\"registering\"");
     assert!(!node.process.lines().iter().any(registers));

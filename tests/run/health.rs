@@ -7,12 +7,12 @@ use serde_json::Value;
 
 use crate::node::{GPU, Node, Setup, registered, uuid};
 
-fn file(setup: &Setup) -> PathBuf {
+pub fn file(setup: &Setup) -> PathBuf {
     setup.at("k/linkwise/linkwise_health.json")
 }
 
 /// Waits until the GPU is in what is kept.
-async fn kept(setup: &Setup, gpu: &str) {
+pub async fn kept(setup: &Setup, gpu: &str) {
     let mut tries = 0;
     loop {
         let text = std::fs::read_to_string(file(setup)).unwrap_or_default();
@@ -27,7 +27,7 @@ async fn kept(setup: &Setup, gpu: &str) {
 }
 
 /// Ends the process; the machine stays.
-async fn end(mut node: Node) -> Setup {
+pub async fn end(mut node: Node) -> Setup {
     node.process.signal("TERM");
     assert!(node.process.ended().await.0.success());
     node.setup

@@ -1,6 +1,6 @@
 //! Nodes without GPUs: up, ready, idle, and awake once a GPU comes.
 
-use crate::node::{Setup, registered};
+use crate::node::{Setup, registered, until};
 
 const BARE: &str = "version: 1\nname: bare\nobserved: {gpus: []}\n";
 /// The PCI bus is looked at so often, and not every 10 s.
@@ -9,7 +9,8 @@ const STARTS: &str = "linkwise_nvml_agent_starts_total";
 
 #[tokio::test]
 async fn a_node_without_gpus_stays_up_and_is_as_ready_as_it_will_be() {
-    let setup = Setup::with(BARE);
+    // That NVML has nothing to list is no failure of it.
+    let setup = Setup::with(BARE).arg("--fail-on-init-error=true");
     let kubelet = setup.kubelet();
     let node = setup.start().await;
     let answer = node.ready(200, "no NVIDIA GPU on the PCI bus").await;
@@ -54,10 +55,40 @@ async fn a_bus_that_does_not_answer_holds_up_no_driver_that_comes() {
 }
 
 #[tokio::test]
+async fn a_bus_that_does_not_answer_does_not_excuse_a_driver_that_has_to_be_there() {
+    let setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=true");
+    setup.tell("init 9");
+    let device = setup.at("sys/bus/pci/devices/0000:06:00.0");
+    std::fs::create_dir_all(&device).unwrap();
+    assert!(std::process::Command::new("mkfifo").arg(device.join("vendor")).status().unwrap().success());
+    let mut node = setup.start().await;
+    let (status, words) = node.process.ended().await;
+    assert_eq!(status.code(), Some(1));
+    assert!(words.join("\n").contains("NVML_ERROR_DRIVER_NOT_LOADED (9)"), "{words:?}");
+}
+
+#[tokio::test]
+async fn a_gpu_that_comes_before_its_driver_is_asked_after_the_first_pause() {
+    let setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false").arg(SOON);
+    setup.tell("init 9");
+    let node = setup.start().await;
+    node.ready(200, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
+    node.setup.all_on_bus();
+    // What came before was another matter.
+    let line = node.process.said("NVML is not to be had").await;
+    assert_eq!(line["again_in"], "1s");
+    node.ready(503, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
+}
+
+#[tokio::test]
 async fn a_gpu_that_comes_late_is_picked_up_in_place() {
     for option in ["--fail-on-init-error=false", "--log=info"] {
         let setup = Setup::on("dgx1-v100").arg(option).arg(SOON);
         setup.tell("init 9");
+        // All at once: one that comes after the look at the first is looked at by a third process.
+        setup.all_on_bus();
+        let (bus, later) = (setup.at("sys/bus"), setup.at("bus"));
+        std::fs::rename(&bus, &later).unwrap();
         let kubelet = setup.kubelet();
         let node = setup.start().await;
         node.ready(200, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
@@ -65,12 +96,25 @@ async fn a_gpu_that_comes_late_is_picked_up_in_place() {
         node.metric(STARTS, 1).await;
         node.setup.tell("init 0");
         // Seen at the next look at the bus.
-        node.setup.all_on_bus();
+        std::fs::rename(&later, &bus).unwrap();
         registered(&kubelet, 1, 8).await;
         node.ready(200, "ready").await;
         node.metric("linkwise_idle", 0).await;
         node.metric(STARTS, 2).await;
     }
+}
+
+#[tokio::test]
+async fn a_node_whose_gpu_has_come_is_not_ready_before_it_was_looked_at() {
+    let setup = Setup::on("dgx1-v100").arg(SOON);
+    setup.tell("init 9");
+    let node = setup.start().await;
+    node.ready(200, "no NVIDIA GPU on the PCI bus").await;
+    node.setup.tell("init 0");
+    node.setup.tell("hang nvmlInit_v2");
+    node.setup.on_bus("0000:06:00.0");
+    node.ready(503, "GPU 0000:06:00.0 has come, and was not looked at yet").await;
+    node.metric("linkwise_idle", 0).await;
 }
 
 #[tokio::test]
@@ -89,7 +133,7 @@ async fn a_late_gpu_that_cannot_be_opened_ends_it_with_that_cause() {
 
 #[tokio::test]
 async fn a_driver_that_is_installed_late_under_a_mounted_root_is_picked_up_in_place() {
-    let mut setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false");
+    let mut setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false").arg("--nvml-poll-ms=20");
     setup.all_on_bus();
     let root = setup.at("driver-root");
     let library = std::mem::replace(&mut setup.library, root);
@@ -100,8 +144,15 @@ async fn a_driver_that_is_installed_late_under_a_mounted_root_is_picked_up_in_pl
     node.ready(503, "driver-root/usr/lib64/libnvidia-ml.so.1").await;
     std::fs::create_dir_all(&folder).unwrap();
     // As drivers install it: a link to the file that has the version in its name.
-    std::fs::copy(library, folder.join("libnvidia-ml.so.580.95.05")).unwrap();
+    std::fs::copy(&library, folder.join("libnvidia-ml.so.580.95.05")).unwrap();
     std::os::unix::fs::symlink("libnvidia-ml.so.580.95.05", folder.join("libnvidia-ml.so.1")).unwrap();
     registered(&kubelet, 1, 8).await;
     node.ready(200, "ready").await;
+    // And so is another one in its place.
+    let first = node.agent(&[]).await;
+    std::fs::copy(&library, folder.join("libnvidia-ml.so.590.44.01")).unwrap();
+    std::os::unix::fs::symlink("libnvidia-ml.so.590.44.01", folder.join("new")).unwrap();
+    std::fs::rename(folder.join("new"), folder.join("libnvidia-ml.so.1")).unwrap();
+    node.agent(&[first]).await;
+    until(async || if node.agent_ids().contains(&first) { Err("the first one lives") } else { Ok(()) }).await;
 }

@@ -135,6 +135,20 @@ async fn a_folder_we_cannot_bind_in_is_named_and_tried_again() {
     assert!(line["why"].as_str().unwrap().starts_with(&cause), "{line}");
     node.ready(503, &cause).await;
     assert_eq!((node.get("/livez").await.status, kubelet.state().resources.len()), (200, 0));
+
+    // Again and again, whatever the cause.
+    let (plugin, mut ended) = plugin(Settings {
+        longest_pause: Duration::from_millis(64),
+        ..Settings::new(node.setup.kubelet_socket.clone())
+    });
+    let shutdown = CancellationToken::new();
+    let running = tokio::spawn(plugin.run(shutdown.clone()));
+    for _ in 0..3 {
+        let why = timeout(LIMIT, ended.recv()).await.unwrap().unwrap();
+        assert!(why.starts_with(&cause), "{why}");
+    }
+    shutdown.cancel();
+    timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
 }
 
 #[tokio::test]
@@ -163,6 +177,64 @@ async fn a_kubelet_that_hangs_in_register_and_fails_is_asked_again() {
     node.ready(503, "registering").await;
     kubelet.set_fault(Fault::None);
     registered(&kubelet, 1, 8).await;
+}
+
+#[tokio::test]
+async fn a_kubelet_that_never_answers_register_is_asked_again_and_the_late_one_is_a_failure() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut options = linkwise::kubelet_box::Options::new(folder.path());
+    options.dial_retry = Duration::from_millis(10);
+    let kubelet = KubeletBox::start(options).unwrap();
+    kubelet.set_fault(Fault::Hang);
+    let settings = Settings {
+        register_timeout: Duration::from_millis(50),
+        longest_pause: Duration::from_millis(64),
+        ..Settings::new(folder.path().join("kubelet.sock"))
+    };
+    let (told, mut failed) = mpsc::channel(64);
+    let sources = sources(move |occurrence| {
+        if let Occurrence::Registered(Err(why)) = occurrence {
+            let _ = told.try_send(why);
+        }
+    });
+    let plugin = Plugin::new(ResourceName::gpu(), Arc::new(settings), sources);
+    let shutdown = CancellationToken::new();
+    let running = tokio::spawn(plugin.run(shutdown.clone()));
+    for _ in 0..3 {
+        let why = timeout(LIMIT, failed.recv()).await.unwrap().unwrap();
+        assert_eq!(why, "the registration failed: the kubelet did not answer Register within 50ms");
+    }
+    shutdown.cancel();
+    timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn another_folder_in_the_place_of_the_kubelets_is_followed() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let start = |name: &str| {
+        let mut options = linkwise::kubelet_box::Options::new(at(name));
+        (options.dial_retry, options.wait_timeout) = (Duration::from_millis(10), LIMIT);
+        KubeletBox::start(options).unwrap()
+    };
+    let first = start("first");
+    std::os::unix::fs::symlink("first", at("k")).unwrap();
+    // Who looks every hour has to be told of what happens in the second folder.
+    let poll = Duration::from_secs(3600);
+    let (plugin, _ended) = plugin(Settings { poll, ..Settings::new(at("k/kubelet.sock")) });
+    let mut phase = plugin.phase();
+    let shutdown = CancellationToken::new();
+    let running = tokio::spawn(plugin.run(shutdown.clone()));
+    registered(&first, 1, 8).await;
+    std::fs::create_dir(at("second")).unwrap();
+    std::os::unix::fs::symlink("second", at("new")).unwrap();
+    std::fs::rename(at("new"), at("k")).unwrap();
+    first.stop().await.unwrap();
+    timeout(LIMIT, phase.wait_for(|phase| *phase == Phase::WaitingForKubelet)).await.unwrap().unwrap();
+    let second = start("second");
+    registered(&second, 1, 8).await;
+    shutdown.cancel();
+    timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
 }
 
 #[tokio::test]

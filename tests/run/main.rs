@@ -12,6 +12,7 @@
 
 mod callers;
 mod chart;
+mod clock;
 mod config;
 mod cut;
 mod devices;

@@ -105,7 +105,11 @@ impl Setup {
 
     /// A GPU on the PCI bus, as the kernel lists it.
     pub fn on_bus(&self, pci: &str) {
-        let device = self.at("sys/bus/pci/devices").join(pci);
+        self.on_bus_at("sys/bus", pci);
+    }
+
+    fn on_bus_at(&self, bus: &str, pci: &str) {
+        let device = self.at(bus).join("pci/devices").join(pci);
         std::fs::create_dir_all(&device).unwrap();
         std::fs::write(device.join("vendor"), "0x10de\n").unwrap();
         std::fs::write(device.join("class"), "0x030200\n").unwrap();
@@ -114,8 +118,11 @@ impl Setup {
     /// All GPUs of dgx1-v100 on the PCI bus: one that is missing there is unhealthy.
     pub fn all_on_bus(&self) {
         for bus in ["06", "07", "0a", "0b", "85", "86", "89", "8a"] {
-            self.on_bus(&format!("0000:{bus}:00.0"));
+            self.on_bus_at("bus", &format!("0000:{bus}:00.0"));
         }
+        // At once: who looks meanwhile sees none of them or all.
+        std::fs::create_dir_all(self.at("sys")).unwrap();
+        std::fs::rename(self.at("bus"), self.at("sys/bus")).unwrap();
     }
 
     /// Tells the library what happens.
@@ -184,7 +191,7 @@ impl Setup {
         command.arg("doctor").arg("--kubelet-socket").arg(&self.kubelet_socket);
         command.arg("--nvml-library").arg(&self.library).arg("--sysfs").arg(self.at("sys"));
         command.arg("--root").arg(self.folder.path());
-        command.arg("--pod-resources-socket").arg(self.at("pod-resources/kubelet.sock"));
+        command.arg("--pod-resources-socket").arg(self.pod_resources());
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command.stdin(Stdio::null()).kill_on_drop(true);
         command

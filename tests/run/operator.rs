@@ -3,7 +3,7 @@
 use std::os::unix::fs::PermissionsExt;
 use std::process::Output;
 
-use linkwise::kubelet_box::Pod;
+use linkwise::kubelet_box::{Pod, Restart};
 use serde_json::Value;
 use tokio::process::Command;
 
@@ -49,9 +49,13 @@ async fn the_driver_is_let_go_of_and_taken_up_and_pods_are_admitted_meanwhile() 
     assert_eq!(state(&node).await["driver_released"], true);
     kubelet.admit(&Pod::single("meanwhile", GPU, 2), None).await.unwrap();
     node.ready(200, "ready").await;
+    // That is not long yet.
+    node.metric("linkwise_nvml_away", 0).await;
     // A second time changes nothing; and no child was started anew.
     ordered(&node, &["release"]).await;
     node.metric("linkwise_nvml_agent_starts_total", 1).await;
+    let told = |line: &&String| line.contains("an operator asks to let go");
+    assert_eq!(node.process.lines().iter().filter(told).count(), 1);
     ordered(&node, &["resume"]).await;
     node.metric("linkwise_nvml_agent_up", 1).await;
     node.metric("linkwise_nvml_agent_starts_total", 2).await;
@@ -94,13 +98,30 @@ async fn a_driver_that_is_let_go_of_before_it_answered_does_not_end_the_node() {
 }
 
 #[tokio::test]
+async fn a_driver_that_is_taken_up_again_before_it_is_back_is_waited_for() {
+    let setup = setup().arg("--nvml-pause-ms=10");
+    setup.all_on_bus();
+    let (node, kubelet) = setup.serve(8).await;
+    ordered(&node, &["release"]).await;
+    node.setup.tell("init 9");
+    ordered(&node, &["resume"]).await;
+    node.process.said("NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
+    kubelet.admit(&Pod::single("meanwhile", GPU, 2), None).await.unwrap();
+    node.setup.tell("init 0");
+    node.metric("linkwise_nvml_agent_up", 1).await;
+    assert_eq!(kubelet.state().resources[GPU].healthy.len(), 8);
+}
+
+#[tokio::test]
 async fn signals_let_go_and_take_up() {
-    let (node, _kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    let (node, _kubelet) = Setup::on("dgx1-v100").arg("--nvml-grace-ms=10").serve(8).await;
     node.process.signal("USR1");
     node.metric("linkwise_driver_released", 1).await;
+    node.metric("linkwise_nvml_away", 1).await;
     until(async || if driver_is_held(&node) { Err("the driver is held") } else { Ok(()) }).await;
     node.process.signal("USR2");
     node.metric("linkwise_driver_released", 0).await;
+    node.metric("linkwise_nvml_away", 0).await;
     node.metric("linkwise_nvml_agent_starts_total", 2).await;
     node.metric("linkwise_nvml_agent_up", 1).await;
 }
@@ -124,6 +145,41 @@ async fn an_operator_vouches_for_a_gpu() {
     assert_eq!(refused.status.code(), Some(1));
     let words = String::from_utf8(refused.stderr).unwrap();
     assert_eq!(words, "linkwise: no GPU GPU-nobody on this node\n");
+}
+
+#[tokio::test]
+async fn what_kept_it_from_serving_is_no_trouble_while_it_serves() {
+    let (node, kubelet) = setup().serve(8).await;
+    kubelet.restart(Restart::Kubelet).await.unwrap();
+    crate::node::registered(&kubelet, 2, 8).await;
+    node.process.said("the session with the kubelet ended").await;
+    node.ready(200, "ready").await;
+    let resource = state(&node).await["resources"][GPU].clone();
+    assert_eq!((&resource["phase"], &resource["trouble"]), (&"serving".into(), &Value::Null), "{resource}");
+}
+
+#[tokio::test]
+async fn a_stranger_on_the_admin_socket_is_no_linkwise() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("admin.sock");
+    let stranger = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let speaking = std::thread::spawn(move || {
+        let (mut stream, _) = stranger.accept().unwrap();
+        // All of it: who closes with something unread resets the connection.
+        let mut asked = Vec::new();
+        while !asked.ends_with(b"\r\n\r\n") {
+            let mut byte = [0];
+            std::io::Read::read_exact(&mut stream, &mut byte).unwrap();
+            asked.extend(byte);
+        }
+        std::io::Write::write_all(&mut stream, b"SSH 200 hello\r\n\r\nwelcome\n").unwrap();
+    });
+    let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
+    let output = command.args(["admin", "--socket"]).arg(&socket).arg("state").output().await.unwrap();
+    speaking.join().unwrap();
+    let words = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(words, format!("linkwise: what answers on {} is no linkwise\n", socket.display()));
+    assert_eq!((output.status.code(), output.stdout), (Some(1), Vec::new()));
 }
 
 #[tokio::test]

@@ -8,6 +8,7 @@ use linkwise::kubelet_box::{Fault, KubeletBox, Options, Place, Pod};
 use linkwise::machines;
 use linkwise::runtime::{HealthSettings, Node, NodeSettings};
 use tokio::net::UnixListener;
+use tokio::sync::watch;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
@@ -103,6 +104,27 @@ async fn who_holds_what_is_known_where_pod_resources_is_there_and_not_known_else
     assert!(named.contains(&("other.vendor/nic".parse().unwrap(), "nic0".to_owned())) && named.len() == 3);
     shutdown.cancel();
     running.await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn who_holds_what_is_not_known_any_more_when_nobody_answers() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("p/kubelet.sock");
+    let mut options = Options::new(folder.path().join("k"));
+    options.pod_resources = Some(socket.clone());
+    let kubelet = KubeletBox::start(options).unwrap();
+    let (sender, mut holders) = watch::channel(None);
+    let (often, asked) = watch::channel(false);
+    let shutdown = CancellationToken::new();
+    let following = pod_resources::follow_holders(&socket, sender, asked, shutdown.clone());
+    let seen = async {
+        timeout(LIMIT, holders.wait_for(Option::is_some)).await.unwrap().unwrap();
+        kubelet.stop().await.unwrap();
+        often.send_replace(true);
+        timeout(LIMIT, holders.wait_for(Option::is_none)).await.unwrap().unwrap();
+        shutdown.cancel();
+    };
+    tokio::join!(following, seen);
 }
 
 #[tokio::test]

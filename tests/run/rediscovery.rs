@@ -121,6 +121,40 @@ async fn a_look_at_the_host_that_hangs_leaves_the_gpus_and_is_taken_when_it_ends
     assert!(kubelet.state().resources[GPU].numa.values().all(BTreeSet::is_empty), "nothing is known of the host");
     node.setup.tell("xid 4 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 4))).await.unwrap();
+    // It ends at last.
+    let host = concat!(env!("CARGO_MANIFEST_DIR"), "/src/hwloc/testdata/two-packages.xml");
+    std::fs::write(&xml, std::fs::read(host).unwrap()).unwrap();
+    kubelet.wait(|state| state.resources[GPU].numa.values().all(|nodes| nodes.len() == 1)).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_driver_whose_version_cannot_be_read_holds_up_nothing_and_is_known_once_it_can() {
+    let setup = quick();
+    let module = setup.at("sys/module/nvidia");
+    std::fs::create_dir_all(&module).unwrap();
+    // Reading it waits for somebody who writes.
+    fifo(&module.join("version"));
+    let (node, kubelet) = setup.serve(8).await;
+    node.setup.tell("xid 4 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, 4))).await.unwrap();
+    let driver = async || {
+        let text = std::fs::read_to_string(node.setup.at("k/linkwise/linkwise_health.json")).unwrap_or_default();
+        let record: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
+        if record["gpus"][uuid(1, 4)].is_null() { Err(text) } else { Ok(record["identity"]["driver"].clone()) }
+    };
+    assert!(until(driver).await.is_null());
+    let hung = node.setup.at("hung");
+    std::fs::rename(module.join("version"), &hung).unwrap();
+    std::fs::write(module.join("version"), "580.95.05\n").unwrap();
+    // Who waits gets nothing to read.
+    drop(std::fs::OpenOptions::new().write(true).open(&hung).unwrap());
+    let load = std::os::unix::fs::MetadataExt::ino(&std::fs::metadata(&module).unwrap());
+    let known = async || match driver().await {
+        Ok(name) if name == format!("580.95.05, load {load}") => Ok(()),
+        other => Err(other),
+    };
+    until(known).await;
+    assert_eq!(kubelet.state().resources[GPU].unhealthy.len(), 1, "the same driver, known late, is no other one");
 }
 
 /// As under WSL, or in a container whose /sys is not the host's.

@@ -6,7 +6,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 
-use linkwise::kubelet_box::Fault;
+use linkwise::kubelet_box::{Fault, Pod};
+use linkwise::proto::v1beta1::Empty;
 use tokio::time::timeout;
 
 use crate::node::{GPU, LIMIT, Setup, registered, signal, until};
@@ -54,8 +55,14 @@ async fn a_log_that_nobody_reads_costs_lines_and_no_time() {
     full.set_nonblocking(true).unwrap();
     while full.write(&[b'\n'; 4096]).is_ok() {}
     full.set_nonblocking(false).unwrap();
+    let setup = setup.arg("--log=debug");
     let mut process = setup.command().stderr(OwnedFd::from(full)).spawn().unwrap();
     registered(&kubelet, 1, 8).await;
+    // More lines than may wait to be written.
+    let mut client = crate::callers::client(setup.sockets().remove(0)).await.unwrap();
+    for _ in 0..2_000 {
+        timeout(LIMIT, client.get_device_plugin_options(Empty {})).await.expect("an answer in time").unwrap();
+    }
     signal("TERM", process.id().unwrap());
     let status = timeout(LIMIT, process.wait()).await.expect("it ends in time").unwrap();
     assert_eq!(status.code(), Some(0));
@@ -78,6 +85,22 @@ async fn a_file_of_sysfs_that_does_not_answer_holds_up_neither_the_end_nor_anyth
     node.ready(503, "the GPUs have not been looked at yet").await;
     node.process.signal("TERM");
     assert_eq!(node.process.ended().await.0.code(), Some(0));
+}
+
+#[tokio::test]
+async fn a_disk_that_hangs_holds_up_neither_an_admission_nor_the_end() {
+    let setup = Setup::on("dgx1-v100");
+    // Opening it waits for somebody who reads.
+    let record = setup.at("k/linkwise/linkwise_health.json.new");
+    std::fs::create_dir_all(record.parent().unwrap()).unwrap();
+    assert!(std::process::Command::new("mkfifo").arg(&record).status().unwrap().success());
+    let (mut node, kubelet) = setup.serve(8).await;
+    node.setup.tell("xid 2 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
+    kubelet.admit(&Pod::single("pod", GPU, 4), None).await.unwrap();
+    node.process.signal("TERM");
+    assert_eq!(node.process.ended().await.0.code(), Some(0));
+    assert!(node.setup.sockets().is_empty());
 }
 
 #[tokio::test]

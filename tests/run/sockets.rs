@@ -7,12 +7,13 @@ use std::time::Duration;
 use linkwise::kubelet::{Phase, Settings};
 use linkwise::kubelet_box::{KubeletBox, Options, Restart};
 use linkwise::proto::v1beta1::Empty;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use crate::kubelet::plugin;
-use crate::node::{GPU, LIMIT, Setup, registered};
+use crate::node::{GPU, LIMIT, Setup, registered, until};
 
 #[tokio::test]
 async fn whatever_stands_in_the_place_of_kubelet_sock_the_next_kubelet_is_found() {
@@ -121,4 +122,55 @@ async fn file_descriptors_that_run_out_come_back() {
     assert_eq!(node.setup.sockets().len(), 1);
     let said = node.process.lines().iter().filter(|line| line.contains("could not be accepted")).count();
     assert!(said <= 2, "said once for each time that it served, not once for each caller: {said}");
+    // Ten times a second at most, for as long as a test may last: not as often as a processor can.
+    let again = node.process.logged(|line| line["phase"] == "serving" && line["repeated"].as_u64() > Some(0)).await;
+    assert!(again["repeated"].as_u64().unwrap() <= 10 * LIMIT.as_secs(), "{again}");
+}
+
+/// No further file descriptor for a process, or as many as it had.
+fn descriptors(process: u32, soft: &str) {
+    let limit = format!("--nofile={soft}:");
+    let set = std::process::Command::new("prlimit").args([limit, format!("--pid={process}")]).status();
+    assert!(set.unwrap().success());
+}
+
+#[tokio::test]
+async fn a_watch_that_could_not_be_had_is_asked_for_again() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    let watches = || {
+        let links = std::fs::read_dir(format!("/proc/{}/fd", node.process.id())).unwrap().flatten();
+        let names = links.filter_map(|link| std::fs::read_link(link.path()).ok());
+        names.filter(|name| name.to_string_lossy().contains("inotify")).count()
+    };
+    assert_eq!(watches(), 1);
+    descriptors(node.process.id(), "3");
+    // Another folder, which no watch can be had of, and no socket bound in.
+    kubelet.stop().await.unwrap();
+    std::fs::rename(node.setup.at("k"), node.setup.at("old")).unwrap();
+    kubelet.start_again(Restart::Kubelet).unwrap();
+    let line = node.process.logged(|line| line["why"].as_str().is_some_and(|why| why.contains("open files"))).await;
+    assert_eq!((line["message"].as_str(), watches()), (Some("the session with the kubelet ended"), 0), "{line}");
+    descriptors(node.process.id(), "1024");
+    registered(&kubelet, 2, 8).await;
+    node.ready(200, "").await;
+    // At the next look, a second later at most.
+    until(async || if watches() == 1 { Ok(()) } else { Err("nobody watches the new folder") }).await;
+}
+
+#[tokio::test]
+async fn a_probe_that_comes_while_descriptors_are_out_is_answered_once_there_are_some() {
+    let (node, _kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    descriptors(node.process.id(), "3");
+    let mut stream = tokio::net::TcpStream::connect(node.address).await.unwrap();
+    stream.write_all(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await.unwrap();
+    // Who serves this has failed to accept that: one thread waits for both.
+    let own = node.setup.sockets().remove(0);
+    let caller = UnixStream::connect(&own).await.unwrap();
+    node.process.said("a connection could not be accepted").await;
+    descriptors(node.process.id(), "1024");
+    drop(caller);
+    let mut answer = String::new();
+    timeout(LIMIT, stream.read_to_string(&mut answer)).await.expect("an answer in time").unwrap();
+    assert!(answer.ends_with("alive\n"), "{answer}");
+    node.ready(200, "").await;
 }

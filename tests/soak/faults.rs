@@ -213,6 +213,11 @@ impl Fault {
             XidUntilRecovery | XidUntilCleared => {
                 world.tell(&format!("recovery {gpu} 1")).await;
                 world.tell(&format!("xid {gpu} 79")).await;
+                if alone {
+                    // The recovery action alone makes it ill as well.
+                    let series = format!("linkwise_gpu_unhealthy_since_seconds{{uuid=\"{id}\",reason=\"xid\"}}");
+                    until(async || world.metric(&series).await.ok_or("the XID does not stand")).await;
+                }
             }
             LinksDown => {
                 for link in 0..LINKS {
@@ -254,6 +259,8 @@ impl Fault {
             XidUntilRecovery => world.tell(&format!("recovery {gpu} 0")).await,
             XidUntilCleared => {
                 world.admin(&["clear", &uuid(gpu)]).await;
+                // By the operator's word: what the driver says of it has not changed yet.
+                world.well(gpu).await;
                 world.tell(&format!("recovery {gpu} 0")).await;
             }
             LinksDown => {
@@ -296,6 +303,11 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     let (gpu, alone) = (random.within(0..GPUS), faults.len() == 1);
     let names: Vec<&str> = faults.iter().map(|fault| fault.name()).collect();
     world.disturbance.set(faults.iter().any(|fault| fault.is_between()));
+    world.sharing.set(faults.contains(&GpusShared));
+    // Where GPUs begin to be shared each waits for the pods that hold it; a kubelet that loses its stream calls all ill.
+    let of_one = !faults.iter().any(|fault| fault.is_between() || *fault == GpusShared);
+    let others = world.others(gpu);
+    let others = of_one.then(|| tokio::task::spawn_local(others));
     let mut over = Instant::now();
     for fault in &faults {
         world.ledger.injected(fault.name());
@@ -311,6 +323,15 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     }
     let recovered = world.whole(over, RECOVERY).await;
     world.disturbance.set(false);
+    world.sharing.set(false);
+    if let Some(others) = others {
+        if others.is_finished() {
+            print_log(world);
+            world.ledger.error(format!("during {}: {}", names.join(" and "), others.await.unwrap()));
+            return false;
+        }
+        others.abort();
+    }
     match recovered {
         Ok(after) => {
             for fault in &faults {
@@ -322,9 +343,7 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
             }
         }
         Err(missing) => {
-            let lines = world.node.process.lines();
-            let last = lines[lines.len().saturating_sub(30)..].join("\n");
-            println!("the last lines of the log:\n{last}");
+            print_log(world);
             world.ledger.error(format!("{}: not over within {RECOVERY:?}: {missing}", names.join(" and ")));
             return false;
         }
@@ -336,6 +355,13 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     // A moment in which nothing happens: for what comes late.
     tokio::time::sleep(random.milliseconds(0..300)).await;
     true
+}
+
+/// What the process said last of other things than pods.
+fn print_log(world: &World) {
+    let of_pods = |line: &String| line.contains("\"preferred\"") || line.contains("\"allocated\"");
+    let lines: Vec<String> = world.node.process.lines().into_iter().filter(|line| !of_pods(line)).collect();
+    println!("the last lines of the log:\n{}", lines[lines.len().saturating_sub(30)..].join("\n"));
 }
 
 /// How two at once are called.

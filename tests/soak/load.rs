@@ -34,6 +34,7 @@ type Held = Arc<Mutex<BTreeMap<(String, String), String>>>;
 struct Worker {
     kubelet: Arc<KubeletBox>,
     disturbance: Disturbance,
+    sharing: Disturbance,
     ledger: Ledger,
     held: Held,
 }
@@ -43,6 +44,7 @@ impl Load {
         let worker = Worker {
             kubelet: Arc::clone(&world.kubelet),
             disturbance: world.disturbance.clone(),
+            sharing: world.sharing.clone(),
             ledger: world.ledger.clone(),
             held: Held::default(),
         };
@@ -94,7 +96,7 @@ impl Worker {
     }
 
     async fn admit(&self, pod: &Pod) {
-        let before = self.moment(pod);
+        let (before, sharing) = (self.moment(pod), self.sharing.calm());
         let begin = Instant::now();
         let result = self.kubelet.admit(pod, None).await;
         let took = begin.elapsed();
@@ -102,6 +104,9 @@ impl Worker {
         let outcome = match result {
             Ok(admitted) => self.answered(pod, &admitted),
             Err(_) if disturbed => Outcome::Interrupted,
+            Err(AdmissionError::NoHealthyDevices { .. }) if sharing.is_none() || sharing != self.sharing.calm() => {
+                Outcome::Full
+            }
             Err(error) => self.judge(pod, error).await,
         };
         self.ledger.admission(outcome, (!disturbed).then_some(took));
@@ -153,16 +158,21 @@ impl Worker {
     /// An admission that failed though nobody disturbed it.
     async fn judge(&self, pod: &Pod, error: AdmissionError) -> Outcome {
         match &error {
-            // The kubelet's own books: it asked nobody. Just after a change of sharing no device may be healthy: what pods
-            // held under the other name has to be let go of first. That it does not stay so is `World::whole`'s to see.
-            AdmissionError::Insufficient { .. } | AdmissionError::NoHealthyDevices { .. } => return Outcome::Full,
-            AdmissionError::Unregistered { place } if place.resource.starts_with(MIG) => return Outcome::Full,
-            // It failed after the kubelet's last list: then the next list says so.
-            AdmissionError::Allocate { place, devices, .. } if error.status().is_some() => {
+            // The kubelet's own books: it asked nobody. That devices do not stay ill is `World::whole`'s to see.
+            AdmissionError::Insufficient { .. } => return Outcome::Full,
+            AdmissionError::Unregistered { place } | AdmissionError::NoHealthyDevices { place }
+                if place.resource.starts_with(MIG) =>
+            {
+                return Outcome::Full;
+            }
+            // The device that the refusal names failed after the kubelet's last list: then the next list says so.
+            AdmissionError::Allocate { place, devices, .. } => {
+                let words = error.status().map(|status| status.message().to_owned()).unwrap_or_default();
+                let named: Vec<&String> = devices.iter().filter(|id| words.contains(&format!("'{id}'"))).collect();
                 let ill = |id: &String, state: &linkwise::kubelet_box::State| {
                     !state.resources[&place.resource].healthy.contains(id)
                 };
-                let news = self.kubelet.wait(|state| devices.iter().any(|id| ill(id, state)));
+                let news = self.kubelet.wait(|state| named.iter().any(|id| ill(id, state)));
                 if matches!(timeout(NEWS, news).await, Ok(Ok(_))) {
                     return Outcome::Overtaken;
                 }

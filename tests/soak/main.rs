@@ -35,6 +35,8 @@ use world::World;
 const RECOVERY: Duration = Duration::from_secs(60);
 /// What is open at the end may be this much more than at the start.
 const MORE_FILES: usize = 16;
+/// And each process may hold this much more, in KiB.
+const MORE_MEMORY: u64 = 16 * 1024;
 
 #[expect(clippy::disallowed_methods, reason = "a test has no configuration; make hands these on")]
 fn setting(name: &str) -> Option<u64> {
@@ -78,6 +80,13 @@ async fn soak(length: Duration, seed: u64) -> bool {
             ledger.logged(world.node.process.lines().len());
             if end.files() > start.files() + MORE_FILES {
                 ledger.error(format!("{} open files at the start, {} at the end", start.files(), end.files()));
+            }
+            for (name, start, end) in
+                [("the plugin", start.plugin, end.plugin), ("the NVML child", start.child, end.child)]
+            {
+                if end.resident > start.resident + MORE_MEMORY {
+                    ledger.error(format!("{name} holds {} KiB, and held {} KiB", end.resident, start.resident));
+                }
             }
             ledger.print(begin.elapsed(), Some((&start, &end)));
             world.end().await;

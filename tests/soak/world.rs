@@ -61,7 +61,11 @@ pub struct World {
     pub node: Node,
     pub kubelet: Arc<KubeletBox>,
     pub disturbance: Disturbance,
+    /// Whether sharing is being changed: what pods hold under the other name has to be let go of before a device is healthy.
+    pub sharing: Disturbance,
     pub ledger: Ledger,
+    /// The GPU of the last round.
+    last: Option<u32>,
     began: Instant,
 }
 
@@ -106,7 +110,15 @@ impl World {
         let node = setup.start().await;
         let ledger = Ledger::default();
         ledger.started();
-        Self { node, kubelet, disturbance: Disturbance::default(), ledger, began: Instant::now() }
+        Self {
+            node,
+            kubelet,
+            disturbance: Disturbance::default(),
+            sharing: Disturbance::default(),
+            ledger,
+            last: None,
+            began: Instant::now(),
+        }
     }
 
     pub fn state(&self) -> Arc<State> {
@@ -186,6 +198,31 @@ impl World {
         let id = uuid(gpu);
         let ill = self.kubelet.wait(|state| !state.resources[GPU].healthy.contains(&id)).await;
         ill.expect("the kubelet is told of the GPU's failure");
+    }
+
+    /// Waits until this GPU is given out.
+    pub async fn well(&self, gpu: u32) {
+        let id = uuid(gpu);
+        let well = self.kubelet.wait(|state| state.resources[GPU].healthy.contains(&id)).await;
+        well.expect("the kubelet is told that the GPU is well");
+    }
+
+    /// Ends with what is wrong as soon as the kubelet is told that a GPU is ill that nothing has happened to. What happened in the
+    /// round before may be told late.
+    pub fn others(&mut self, gpu: u32) -> impl Future<Output = String> + use<> {
+        let kubelet = Arc::clone(&self.kubelet);
+        let last = self.last.replace(gpu);
+        async move {
+            let hurt = |other: &u32| *other == gpu || Some(*other) == last;
+            let unhurt: Vec<String> = (0..GPUS).filter(|other| !hurt(other)).map(uuid).collect();
+            let ill = |state: &State| unhurt.iter().find(|id| state.resources[GPU].unhealthy.contains(*id)).cloned();
+            loop {
+                // A wait that ends for its time begins again.
+                if let Ok(state) = kubelet.wait(|state| ill(state).is_some()).await {
+                    return format!("{:?} is ill, and something happened to {} only", ill(&state), uuid(gpu));
+                }
+            }
+        }
     }
 
     /// Waits until the node is as it was: how long that was after `since`, or what was missing in the end.

@@ -3,6 +3,7 @@
 use super::driver::Nvml;
 use super::finding::{Finding, Findings};
 use super::name;
+use crate::nvml::COUNT;
 use crate::topology::{GpuObservation, ProbeFailure};
 
 /// What keeps a GPU from being used, or from being watched: the words and what to do. What NVML has to say of a GPU's
@@ -51,7 +52,9 @@ pub(super) fn check(nvml: &Nvml) -> Vec<Finding> {
     for failure in failures.iter().filter(|failure| !known(failure)) {
         let ProbeFailure { subject, call, error } = failure;
         let what = format!("{subject}: {call}: {error}");
-        if subject == "driver" { found.warning(what, advice(failure)) } else { found.failed(what, advice(failure)) }
+        // What the driver does not say of itself costs that; without its count there is no GPU to be offered.
+        let costs_gpus = subject != "driver" || call == COUNT;
+        if costs_gpus { found.failed(what, advice(failure)) } else { found.warning(what, advice(failure)) }
     }
     found.all()
 }

@@ -5,14 +5,11 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use tokio::net::UnixStream;
-use tokio::time::timeout;
-
 use super::blocking;
 use super::finding::{Finding, Findings};
 use crate::kubelet::{self, ProbeError};
 
-/// How long somebody may take to accept, or to answer.
+/// How long somebody may take to answer.
 const ANSWER: Duration = Duration::from_secs(2);
 
 /// The sockets of NVIDIA's own device plugin begin so: nvidia-gpu.sock, nvidia-mig-1g.10gb.sock.
@@ -49,11 +46,11 @@ pub(super) async fn check(socket: &Path, resources: &Path, limit: Duration) -> V
     found.ok(format!("{} can be written to", folder.display()));
     let registration = answers(socket).await;
     match &registration {
-        Ok(()) => found.ok(format!("{} accepts", socket.display())),
+        Ok(()) => found.ok(format!("{} answers", socket.display())),
         Err((why, advice)) => found.failed(format!("{}: {why}", socket.display()), advice),
     }
     match answers(resources).await {
-        Ok(()) => found.ok(format!("{} accepts", resources.display())),
+        Ok(()) => found.ok(format!("{} answers", resources.display())),
         Err((why, _)) => found.skipped(
             format!("{}: {why}", resources.display()),
             Some("not needed; where it is mounted it confirms registrations and tells which devices pods hold"),
@@ -75,11 +72,13 @@ fn sockets(folder: &Path, kubelet: &Path) -> std::io::Result<Vec<PathBuf>> {
     Ok(sockets)
 }
 
-/// Whether somebody accepts; else why not, and what to do.
+/// Whether somebody answers; else why not, and what to do.
 async fn answers(socket: &Path) -> Result<(), (String, &'static str)> {
-    match timeout(ANSWER, UnixStream::connect(socket)).await {
-        Ok(Ok(_)) => Ok(()),
-        Ok(Err(error)) => Err(match error.kind() {
+    // That a connection can be had says nothing: the kernel takes it for a process that hangs, too.
+    match kubelet::probe(socket, ANSWER).await {
+        // A kubelet serves another API there, and says so.
+        Ok(()) | Err(ProbeError::Stranger) => Ok(()),
+        Err(ProbeError::Connect(error)) => Err(match error.kind() {
             ErrorKind::NotFound => (
                 "there is none".to_owned(),
                 "the kubelet does not run, or has another --root-dir: see --kubelet-socket",
@@ -93,8 +92,8 @@ async fn answers(socket: &Path) -> Result<(), (String, &'static str)> {
             ErrorKind::PermissionDenied => (error.to_string(), "run as uid 0; under SELinux see manifests/README.md"),
             _ => (error.to_string(), "journalctl -u kubelet on the host says more"),
         }),
-        Err(_) => {
-            Err((format!("nobody accepts within {ANSWER:?}"), "the kubelet hangs: journalctl -u kubelet on the host"))
+        Err(error @ ProbeError::Silent(_)) => {
+            Err((error.to_string(), "the kubelet hangs: journalctl -u kubelet on the host"))
         }
     }
 }

@@ -10,7 +10,7 @@ use super::{Environment, Flags, Settings, Sources};
 use crate::config::file::{File, Finding, Weight};
 
 /// The longest configuration file, in bytes. Kubernetes bounds a ConfigMap to 1 MiB.
-const LONGEST_FILE: u64 = 1 << 20;
+pub(in crate::config) const LONGEST_FILE: u64 = 1 << 20;
 
 /// Why there is no configuration to work with.
 #[derive(Debug, Error)]
@@ -86,7 +86,7 @@ fn settings(flags: &Flags, environment: &Environment, text: &str) -> (Settings, 
 }
 
 /// The text of a configuration file.
-pub fn text_of(path: &Path) -> Result<String, ConfigError> {
+fn text_of(path: &Path) -> Result<String, ConfigError> {
     let unreadable = |source| ConfigError::Unreadable { path: path.to_owned(), source };
     let mut text = String::new();
     let file = fs::File::open(path).map_err(unreadable)?;

@@ -37,7 +37,8 @@ pub use choices::{
 };
 pub use environment::Environment;
 pub use given::Interval;
-pub use load::{ConfigError, Loaded, check, load, text_of};
+pub(in crate::config) use load::LONGEST_FILE;
+pub use load::{ConfigError, Loaded, check, load};
 pub use row::{Flags, Sources};
 pub use selection::{Excluded, GpuFilter, NamedPattern, Resources};
 pub use sharing::{Replicated, ReplicatedDevices, ReplicatedResource, Sharing};

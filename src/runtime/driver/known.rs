@@ -3,6 +3,8 @@
 //! Called by `driver`.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::time::Duration;
 
 use tokio::sync::watch;
 
@@ -11,7 +13,7 @@ use super::facts::{self, Again};
 use super::outside::{Outside, Slow};
 use super::suspects::Suspects;
 use crate::hwloc::PciBus;
-use crate::inventory::{HealthPoll, Reach};
+use crate::inventory::{HealthPoll, NodeIdentity, Reach};
 use crate::nvml::protocol::{Missing, Place};
 use crate::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation, PciAddress, ProbeFailure};
 
@@ -29,13 +31,43 @@ pub(super) struct Known {
     pub(super) hosts: Slow<(HostObservation, Vec<ProbeFailure>)>,
     pub(super) outsides: Slow<(Outside, PciBus)>,
     pub(super) buses: Slow<Vec<PciAddress>>,
+    pub(super) identities: Slow<NodeIdentity>,
+    /// Whether it was told, since the node was told last, which boot and which load of the driver this is.
+    pub(super) identified: bool,
     pub(super) bus: PciBus,
     /// GPUs that the kernel has listed on the bus since we started.
     pub(super) once_on_bus: BTreeSet<PciAddress>,
+    /// Where the library lay when it was last looked for.
+    pub(super) library: Option<PathBuf>,
     pub(super) working: watch::Sender<Working>,
 }
 
 impl Known {
+    /// Nothing; a GPU that is left out is tried again after `first_trial`.
+    pub(super) fn new(first_trial: Duration, working: watch::Sender<Working>) -> Self {
+        Self {
+            suspects: Suspects::new(first_trial),
+            looked: None,
+            host: None,
+            again: Again::default(),
+            told: None,
+            hosts: Slow::default(),
+            outsides: Slow::default(),
+            buses: Slow::default(),
+            identities: Slow::default(),
+            identified: true,
+            bus: PciBus::default(),
+            once_on_bus: BTreeSet::new(),
+            library: None,
+            working,
+        }
+    }
+
+    /// Whether a child has ever seen the GPUs, however it ended: then there are some, and a driver that is gone is waited for.
+    pub(super) fn worked(&self) -> bool {
+        *self.working.borrow() != Working::Never
+    }
+
     /// No child works any more.
     pub(super) fn away(&self, why: String) {
         // One that never worked is not missed.
@@ -101,6 +133,12 @@ impl Known {
             .collect()
     }
 
+    /// A look at the node, where it is not as it was told last.
+    pub(super) fn news(&mut self, observed: NodeObservation) -> Option<NodeObservation> {
+        let news = self.told.as_ref() != Some(&observed);
+        news.then(|| self.told.insert(observed).clone())
+    }
+
     fn gpus(&self) -> impl Iterator<Item = &GpuObservation> {
         self.looked.iter().flat_map(|(_, gpus, _)| gpus)
     }
@@ -113,5 +151,87 @@ impl Known {
 
     pub(super) fn pci(&self, gpu: &GpuUuid) -> Option<PciAddress> {
         self.gpus().find(|seen| seen.uuid == *gpu).map(|gpu| gpu.pci)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::topology::TopologyLevel;
+
+    fn known() -> Known {
+        Known::new(Duration::ZERO, watch::Sender::new(Working::Never))
+    }
+
+    fn uuid(number: u32) -> GpuUuid {
+        format!("GPU-{number}").parse().unwrap()
+    }
+
+    /// A GPU that says which others it shares a host bridge with.
+    fn gpu(index: u32, number: u32, others: &[u32]) -> GpuObservation {
+        let text = format!("{{index: {index}, uuid: GPU-{number}, pci: '0000:0{number}:00.0'}}");
+        let gpu: GpuObservation = serde_saphyr::from_str(&text).unwrap();
+        let levels = others.iter().map(|other| (*other, TopologyLevel::HostBridge));
+        GpuObservation { common_ancestors: levels.collect(), ..gpu }
+    }
+
+    fn seen(known: &Known) -> Vec<GpuObservation> {
+        known.gpus().cloned().collect()
+    }
+
+    #[test]
+    fn a_gpu_that_does_not_say_who_it_is_stays_as_it_was_seen() {
+        let mut known = known();
+        let all = vec![gpu(0, 0, &[1, 2]), gpu(1, 1, &[0, 2]), gpu(2, 2, &[0, 1])];
+        known.look(Some(3), all.clone(), vec![]);
+        // The others cannot say what they share with one that is not asked, and it is not forgotten.
+        known.look(Some(3), vec![gpu(0, 0, &[2]), gpu(2, 2, &[0])], vec![]);
+        assert_eq!(seen(&known), all);
+        // Nor where nobody can be counted.
+        known.look(None, vec![], vec![]);
+        assert_eq!(seen(&known), all);
+        // Another GPU in its place, and itself in another place.
+        known.look(Some(3), vec![gpu(0, 0, &[]), gpu(1, 7, &[]), gpu(2, 2, &[])], vec![]);
+        assert_eq!(seen(&known).iter().map(|gpu| gpu.uuid.clone()).collect::<Vec<_>>(), [0, 7, 2].map(uuid));
+        known.look(Some(3), vec![gpu(0, 2, &[]), gpu(1, 7, &[])], vec![]);
+        assert_eq!(seen(&known).iter().map(|gpu| gpu.uuid.clone()).collect::<Vec<_>>(), [2, 7].map(uuid));
+    }
+
+    #[test]
+    fn an_index_names_a_gpu_of_its_number_only() {
+        let mut known = known();
+        known.look(Some(2), vec![gpu(0, 0, &[1]), gpu(1, 1, &[0])], vec![]);
+        assert_eq!(known.name(Place { index: 1, of: 2 }), Some(uuid(1)));
+        assert_eq!(known.pci(&uuid(1)), "0000:01:00.0".parse().ok());
+        assert_eq!(known.name(Place { index: 1, of: 3 }), None);
+        // Of another number of GPUs, nothing is known of who does not say who it is.
+        known.look(Some(3), vec![gpu(0, 0, &[])], vec![]);
+        assert_eq!((seen(&known), known.pci(&uuid(1))), (vec![gpu(0, 0, &[])], None));
+        assert_eq!(
+            (known.name(Place { index: 0, of: 3 }), known.name(Place { index: 1, of: 3 })),
+            (Some(uuid(0)), None)
+        );
+    }
+
+    #[test]
+    fn what_was_told_last_is_not_told_again() {
+        let mut known = known();
+        let node = |gpus| NodeObservation { gpus, ..NodeObservation::default() };
+        let (one, two) = (node(vec![gpu(0, 0, &[])]), node(vec![gpu(0, 0, &[]), gpu(1, 1, &[])]));
+        assert_eq!(known.news(one.clone()), Some(one.clone()));
+        assert_eq!(known.news(one.clone()), None);
+        assert_eq!(known.news(two.clone()), Some(two.clone()));
+        assert_eq!(known.news(one.clone()), Some(one));
+    }
+
+    #[test]
+    fn a_child_that_never_worked_is_not_missed() {
+        let known = known();
+        known.away("it does not start".to_owned());
+        assert!(!known.worked() && *known.working.borrow() == Working::Never);
+        known.working.send_replace(Working::Yes);
+        known.away("it died".to_owned());
+        known.away("nor does the next one start".to_owned());
+        assert!(known.worked() && *known.working.borrow() == Working::No("it died".to_owned()));
     }
 }

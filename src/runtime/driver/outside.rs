@@ -12,7 +12,11 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 use crate::hwloc::PciBus;
+use crate::inventory::NodeIdentity;
 use crate::topology::PciAddress;
+
+/// The kernel's name for this boot.
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 /// Blocking work of one kind, of which there is never more than one piece.
 #[derive(Debug)]
@@ -27,8 +31,15 @@ impl<T> Default for Slow<T> {
 }
 
 impl<T: Send + 'static> Slow<T> {
-    /// Starts the work, unless an earlier piece still runs, and waits for what runs; `None` when it takes too long.
+    /// Whether a piece runs that was not waited for to its end.
+    pub fn runs(&self) -> bool {
+        self.running.is_some()
+    }
+
+    /// Starts the work and waits for it; `None` when it takes too long. Where an earlier piece still runs, that one's result
+    /// is taken, and not waited for again.
     pub async fn within(&mut self, limit: Duration, work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+        let limit = if self.running.is_some() { Duration::ZERO } else { limit };
         let running = self.running.get_or_insert_with(|| tokio::task::spawn_blocking(work));
         let done = timeout(limit, running).await.ok()?;
         self.running = None;
@@ -42,11 +53,6 @@ impl<T: Send + 'static> Slow<T> {
         self.running = None;
         done.ok()
     }
-
-    /// Whether a piece still runs.
-    pub fn runs(&self) -> bool {
-        self.running.is_some()
-    }
 }
 
 /// What there is to be seen.
@@ -54,35 +60,64 @@ impl<T: Send + 'static> Slow<T> {
 pub struct Outside {
     /// The NVIDIA GPUs on the PCI bus; `None` where the kernel does not list it here.
     pub bus: Option<BTreeSet<PciAddress>>,
-    /// The kernel's driver, while it is loaded and says so here: its version, and which load of it this is (sysfs gives each
-    /// folder that it makes a new inode).
+    /// The kernel's driver, while it is loaded and says so here: its version, and which load of it this is.
     pub driver: Option<(String, u64)>,
-    /// The library, once a child has loaded it.
+    /// The library that a new child would load, as far as that is known.
     pub library: Option<Library>,
+}
+
+impl Outside {
+    /// Whether the library is another one than it was: where it is only known by now where it lies, it is none.
+    pub fn has_other_library(&self, before: &Self) -> bool {
+        let other = |(now, before): (&Library, &Library)| now.path == before.path && now.file != before.file;
+        self.library.as_ref().zip(before.library.as_ref()).is_some_and(other)
+    }
 }
 
 /// The file of the driver's library, as far as it can be told from another one in its place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Library {
-    /// What the child has mapped, in the kernel's words: a file that has gone is marked.
-    mapped: Option<String>,
-    /// What a new child would load: device, inode, time and size.
+    /// Where it lies.
+    pub path: PathBuf,
+    /// Device, inode, time and size.
     file: Option<(u64, u64, i64, i64, u64)>,
 }
 
-/// Looks: `child` is the process that has loaded the library, if one has, `library` its path where one is configured.
-pub fn look(bus: &mut PciBus, sysfs: &Path, child: Option<u32>, library: Option<&Path>) -> Outside {
-    let read = |path: PathBuf| std::fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
+/// Looks: `child` is the process that has loaded the library, if one has, `library` its path where one is configured, `last`
+/// where it lay for the child before.
+pub fn look(
+    bus: &mut PciBus,
+    sysfs: &Path,
+    child: Option<u32>,
+    library: Option<&Path>,
+    last: Option<PathBuf>,
+) -> Outside {
     // A folder is a driver's root, in which the library has its usual name.
     let library = library.filter(|path| !path.is_dir());
-    let maps = child.and_then(|child| read(format!("/proc/{child}/maps").into()));
-    let library = maps.map(|maps| {
-        let mapped = mapped(&maps, library).map(str::to_owned);
-        Library { file: loadable(mapped.as_deref(), library).as_deref().and_then(identity), mapped }
-    });
+    let maps = child.and_then(|child| line(Path::new(&format!("/proc/{child}/maps"))));
+    let path = loadable(maps.as_deref().and_then(|maps| mapped(maps, library)), library).or(last);
+    let library = path.map(|path| Library { file: file_id(&path), path });
+    let driver = driver(sysfs).and_then(|(version, load)| Some((version?, load)));
+    Outside { bus: bus.gpus(sysfs), driver, library }
+}
+
+/// Which boot and which load of the driver this is.
+pub fn identity(sysfs: &Path) -> NodeIdentity {
+    let driver = driver(sysfs)
+        .map(|(version, load)| format!("{}, load {load}", version.unwrap_or_else(|| "unknown version".to_owned())));
+    NodeIdentity { boot: line(Path::new(BOOT_ID)), driver }
+}
+
+/// The loaded driver: its version, where it says so, and which load of it this is. sysfs gives each folder it makes a new inode
+/// number: another load, another number. Its times say when somebody looked first, and change.
+fn driver(sysfs: &Path) -> Option<(Option<String>, u64)> {
     let module = sysfs.join("module/nvidia");
-    let load = std::fs::metadata(&module).ok().map(|module| module.ino());
-    Outside { bus: bus.gpus(sysfs), driver: read(module.join("version")).zip(load), library }
+    let load = std::fs::metadata(&module).ok()?.ino();
+    Some((line(&module.join("version")), load))
+}
+
+fn line(path: &Path) -> Option<String> {
+    std::fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
 
 /// The library's line in a process's memory map (proc_pid_maps(5)), by its path on.
@@ -103,7 +138,7 @@ fn loadable(mapped: Option<&str>, library: Option<&Path>) -> Option<PathBuf> {
     library.map(Path::to_owned).or_else(usual)
 }
 
-fn identity(path: &Path) -> Option<(u64, u64, i64, i64, u64)> {
+fn file_id(path: &Path) -> Option<(u64, u64, i64, i64, u64)> {
     let file = std::fs::metadata(path).ok()?;
     Some((file.dev(), file.ino(), file.mtime(), file.mtime_nsec(), file.size()))
 }
@@ -130,6 +165,21 @@ mod tests {
         assert_eq!(loadable(None, None), None);
     }
 
+    #[test]
+    fn another_library_is_another_file_where_it_lay_before() {
+        let outside = |library: Option<(&str, u64)>| {
+            let library = library.map(|(path, inode)| Library { path: path.into(), file: Some((1, inode, 0, 0, 9)) });
+            Outside { bus: None, driver: None, library }
+        };
+        let before = outside(Some(("/a", 1)));
+        for (library, other) in
+            [(Some(("/a", 1)), false), (Some(("/a", 2)), true), (Some(("/b", 2)), false), (None, false)]
+        {
+            assert_eq!(outside(library).has_other_library(&before), other, "{library:?}");
+        }
+        assert!(!before.has_other_library(&outside(None)));
+    }
+
     #[tokio::test]
     async fn work_that_hangs_is_waited_for_once_and_its_late_result_is_taken() {
         let mut slow = Slow::default();
@@ -139,10 +189,19 @@ mod tests {
             1
         };
         assert_eq!(slow.within(Duration::ZERO, hangs).await, None);
-        assert_eq!(slow.within(Duration::ZERO, || 2).await, None, "no second piece beside the first");
-        assert_eq!((slow.runs(), slow.late().await), (true, None));
+        let again = timeout(Duration::from_secs(20), slow.within(Duration::MAX, || 2));
+        assert_eq!(again.await, Ok(None), "no second piece beside the first, and no second wait for it");
+        assert_eq!(slow.late().await, None);
         drop(go_on);
-        assert_eq!(slow.within(Duration::from_secs(60), || 2).await, Some(1));
+        let late = async {
+            loop {
+                if let Some(late) = slow.late().await {
+                    return late;
+                }
+                tokio::task::yield_now().await;
+            }
+        };
+        assert_eq!(timeout(Duration::from_secs(20), late).await, Ok(1));
         assert_eq!(slow.within(Duration::from_secs(60), || 2).await, Some(2));
     }
 }

@@ -30,12 +30,12 @@ pub(super) struct Shift {
     pub(super) ready: bool,
     /// The GPUs whose events it tells.
     pub(super) at_start: BTreeSet<GpuUuid>,
-    /// What there was outside before it began, and the library that it loaded.
+    /// What there was outside before it began, or when it was last seen.
     pub(super) outside: Option<Outside>,
     pub(super) successor: Option<Successor>,
     /// What a second one is to be started for, and when.
     pub(super) renewal: Option<(Instant, String)>,
-    /// The pause after a second one that came to nothing.
+    /// The pause after one that was started for that and came to nothing.
     pub(super) pause: Duration,
 }
 
@@ -86,9 +86,9 @@ impl Shift {
         [renewal, trial].into_iter().flatten().min_by_key(|(at, _)| *at)
     }
 
-    /// A new child is needed soon.
+    /// A new child is needed; when, is known where one has come to nothing.
     pub(super) fn renew(&mut self, why: String) {
-        self.renewal.get_or_insert((Instant::now() + self.pause, why));
+        self.renewal.get_or_insert((Instant::now(), why));
     }
 
     /// Ends both in order; those that do not end are killed.

@@ -89,17 +89,18 @@ impl Suspects {
         self.known.iter().filter_map(told).min()
     }
 
-    /// A trial came to nothing, and not by the GPU's doing.
-    pub fn put_off(&mut self, place: Place, now: Instant) {
-        if let Some(Suspect { pause, out: Some(out), .. }) = self.known.get_mut(&place) {
-            out.try_at = now + *pause;
-        }
+    /// A trial came to nothing, maybe by nobody's doing: the next one is after the same pause, which is given.
+    pub fn put_off(&mut self, place: Place, now: Instant) -> Duration {
+        let Some(Suspect { pause, out: Some(out), .. }) = self.known.get_mut(&place) else { return Duration::ZERO };
+        out.try_at = now + *pause;
+        *pause
     }
 
     /// A child lives that skipped these and saw `others`, of `count` GPUs. `None` where it saw no GPU besides: then nobody is
-    /// suspected any more, and the child is no good.
-    pub fn lives(&mut self, skipped: &[Place], others: usize, count: u32) -> Option<Verdict> {
-        let mut verdict = Verdict { left_out: Vec::new(), taken_back_in: Vec::new() };
+    /// suspected any more, and the child is no good. One that cannot count the GPUs sees nothing, and is no witness.
+    pub fn lives(&mut self, skipped: &[Place], others: usize, count: Option<u32>) -> Option<Verdict> {
+        let mut verdict = Verdict::default();
+        let Some(count) = count else { return Some(verdict) };
         // An index of another number of GPUs names nobody, and was not skipped.
         let skipped = |place: &Place| place.of == count && skipped.contains(place);
         if others == 0 && self.known.keys().any(skipped) {
@@ -149,11 +150,11 @@ mod tests {
         let (mut suspects, now) = (Suspects::new(MINUTE), Instant::now());
         let skip = out(&mut suspects, 3, now);
         assert_eq!((skip.as_slice(), suspects.next_trial()), (&[place(3)][..], None));
-        let verdict = suspects.lives(&skip, 7, 8).unwrap();
+        let verdict = suspects.lives(&skip, 7, Some(8)).unwrap();
         assert_eq!(verdict, Verdict { left_out: vec![(place(3), "second".into())], taken_back_in: vec![] });
         assert_eq!(suspects.next_trial(), Some((now + MINUTE, place(3))));
         // Told once.
-        assert_eq!(suspects.lives(&skip, 7, 8).unwrap().left_out, []);
+        assert_eq!(suspects.lives(&skip, 7, Some(8)).unwrap().left_out, []);
         // A trial that it ends: the pause doubles, up to an hour.
         let mut pauses = Vec::new();
         for _ in 0..7 {
@@ -162,11 +163,19 @@ mod tests {
             pauses.push((suspects.next_trial().unwrap().0 - now).as_secs() / 60);
         }
         assert_eq!(pauses, [2, 4, 8, 16, 32, 60, 60]);
+        // One that says nothing of it comes after the same pause, and one that sees no GPU is no witness.
+        let later = now + MINUTE * 90;
+        assert_eq!(suspects.put_off(place(3), later), MINUTE * 60);
+        assert_eq!(suspects.next_trial(), Some((later + MINUTE * 60, place(3))));
+        assert_eq!((suspects.lives(&[], 0, None), suspects.skip(None)), (Some(Verdict::default()), vec![place(3)]));
+        // However late it ends a child again, it stays left out.
+        suspects.blame(place(3), "at last".into(), later + WINDOW * 2);
+        assert_eq!(suspects.skip(None), [place(3)]);
         // A trial that it survives.
-        let verdict = suspects.lives(&[], 8, 8).unwrap();
+        let verdict = suspects.lives(&[], 8, Some(8)).unwrap();
         assert_eq!((verdict.taken_back_in, suspects.skip(None)), (vec![place(3)], vec![]));
         // Then once more is enough.
-        suspects.blame(place(3), "once more".into(), now);
+        suspects.blame(place(3), "once more".into(), later + WINDOW * 3);
         assert_eq!(suspects.skip(None), [place(3)]);
     }
 
@@ -186,7 +195,7 @@ mod tests {
         let skip = out(&mut suspects, 0, now);
         let both = out(&mut suspects, 1, now);
         assert_eq!((skip.len(), both.len()), (1, 2));
-        assert_eq!(suspects.lives(&both, 0, 8), None);
+        assert_eq!(suspects.lives(&both, 0, Some(8)), None);
         assert_eq!((suspects.skip(None), suspects.next_trial()), (vec![], None));
     }
 
@@ -194,8 +203,12 @@ mod tests {
     fn another_number_of_gpus_makes_an_index_mean_nothing() {
         let (mut suspects, now) = (Suspects::new(MINUTE), Instant::now());
         let skip = out(&mut suspects, 3, now);
-        suspects.lives(&skip, 7, 8).unwrap();
-        let verdict = suspects.lives(&skip, 7, 7).unwrap();
+        suspects.lives(&skip, 7, Some(8)).unwrap();
+        let verdict = suspects.lives(&skip, 7, Some(7)).unwrap();
         assert_eq!((verdict.taken_back_in, suspects.skip(None)), (vec![place(3)], vec![]));
+        // What was held against the index is not held against whoever has it next.
+        suspects.lives(&[], 8, Some(8)).unwrap();
+        suspects.blame(place(3), String::new(), now);
+        assert_eq!(suspects.skip(None), []);
     }
 }

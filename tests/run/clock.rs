@@ -1,0 +1,130 @@
+//! A wall clock that jumps, on the whole process: by a library of the tests' own (`clock.c`) between it and the C library. The
+//! kernel's clock is nobody's to move.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use linkwise::kubelet_box::Restart;
+use serde_json::Value;
+
+use crate::health::{end, file, kept};
+use crate::node::{GPU, Node, Setup, registered, until, uuid};
+
+/// Twenty years, in seconds.
+const AGES: i64 = 20 * 31_556_952;
+
+fn offset(setup: &Setup) -> PathBuf {
+    setup.at("wall-clock")
+}
+
+/// A machine with a wall clock that can be moved. It needs a C compiler, as Rust's linker does.
+fn movable(setup: Setup) -> Setup {
+    let library = setup.at("clock.so");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/run/clock.c");
+    let made = std::process::Command::new("cc").args(["-shared", "-fPIC", "-o"]).args([&library, &source]).status();
+    assert!(made.unwrap().success());
+    let file = offset(&setup);
+    setup.env("LD_PRELOAD", library.to_str().unwrap()).env("WALL_CLOCK", file.to_str().unwrap())
+}
+
+/// Moves the wall clock to so many seconds from the true one.
+fn jump(setup: &Setup, seconds: i64) {
+    let fresh = setup.at("wall-clock.new");
+    std::fs::write(&fresh, seconds.to_string()).unwrap();
+    std::fs::rename(fresh, offset(setup)).unwrap();
+}
+
+/// True time, in seconds since the Unix epoch.
+fn now() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs()
+}
+
+/// Waits for a line of an XID that is the application's, which was not told of before: when it was, by the process's wall clock.
+async fn year_of(node: &Node, xid: u64) -> i64 {
+    node.setup.tell(&format!("xid 5 {xid}"));
+    let line = node.process.logged(|line| line["xid"] == xid).await;
+    line["timestamp"].as_str().unwrap().rsplitn(5, '-').last().unwrap().parse().unwrap()
+}
+
+/// Since when a GPU is unhealthy, by the metrics.
+async fn since(node: &Node, gpu: u32, reason: &str) -> u64 {
+    let series = format!("linkwise_gpu_unhealthy_since_seconds{{uuid=\"{}\",reason=\"{reason}\"}} ", uuid(1, gpu));
+    let ask = async || {
+        let text = node.get("/metrics").await.body;
+        text.lines().find_map(|line| line.strip_prefix(&series)?.parse().ok()).ok_or(text)
+    };
+    until(ask).await
+}
+
+#[tokio::test]
+async fn a_wall_clock_that_jumps_ends_no_hold_and_no_registration_and_dates_nothing_wrong() {
+    let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg("--health-hold-ms=3600000");
+    let began = now();
+    let (node, kubelet) = movable(setup).serve(8).await;
+    let bad = |gpus: &[u32]| gpus.iter().map(|gpu| uuid(1, *gpu)).collect::<BTreeSet<_>>();
+    node.setup.tell("fail 2 nvmlDeviceGetTemperature 999");
+    kubelet.wait(|state| state.resources[GPU].unhealthy == bad(&[2])).await.unwrap();
+    // It answers again, and three rounds of eight GPUs show it: the hold of an hour has begun.
+    node.setup.tell("unfail 2 nvmlDeviceGetTemperature");
+    node.setup.tell("calls nvmlDeviceGetTemperature 24");
+    let this_year = year_of(&node, 13).await;
+    for (xid, jumped) in [(31, AGES), (43, -AGES), (32, -2 * AGES)] {
+        jump(&node.setup, jumped);
+        // The process sees it.
+        let years = year_of(&node, xid).await - this_year;
+        assert!((years - jumped / (AGES / 20)).abs() <= 1, "{years} years");
+        node.setup.tell("calls nvmlDeviceGetTemperature 24");
+        assert_eq!(kubelet.state().resources[GPU].unhealthy, bad(&[2]));
+        node.ready(200, "ready").await;
+    }
+    assert_eq!(kubelet.state().resources[GPU].registrations, 1);
+    node.setup.tell("xid 4 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy == bad(&[2, 4])).await.unwrap();
+    for (gpu, reason) in [(2, "call_failed"), (4, "xid")] {
+        let since = since(&node, gpu, reason).await;
+        assert!((began..=now()).contains(&since), "GPU {gpu} since {since}, the test since {began}");
+    }
+    kubelet.restart(Restart::Kubelet).await.unwrap();
+    registered(&kubelet, 2, 6).await;
+    node.ready(200, "ready").await;
+}
+
+#[tokio::test]
+async fn a_hold_ends_whatever_the_wall_clock_does() {
+    let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg("--health-hold-ms=200");
+    let (node, kubelet) = movable(setup).serve(8).await;
+    for (gpu, jumped) in [(2, -AGES), (3, -2 * AGES), (6, AGES)] {
+        node.setup.tell(&format!("fail {gpu} nvmlDeviceGetTemperature 999"));
+        kubelet.wait(|state| state.resources[GPU].unhealthy.contains(&uuid(1, gpu))).await.unwrap();
+        node.setup.tell(&format!("unfail {gpu} nvmlDeviceGetTemperature"));
+        jump(&node.setup, jumped);
+        kubelet.wait(|state| state.resources[GPU].unhealthy.is_empty()).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn what_is_kept_is_read_under_a_wall_clock_of_the_past() {
+    let (node, kubelet) = movable(Setup::on("dgx1-v100")).serve(8).await;
+    node.setup.tell("xid 2 79");
+    kept(&node.setup, &uuid(1, 2)).await;
+    let began = since(&node, 2, "xid").await;
+    let setup = end(node).await;
+    // As on a board whose clock has lost its battery. Earlier than 1970 Linux sets no clock (clock_settime(2)).
+    let an_hour = 3600;
+    jump(&setup, an_hour - i64::try_from(now()).unwrap());
+    let node = setup.start().await;
+    registered(&kubelet, 2, 7).await;
+    assert_eq!(since(&node, 2, "xid").await, began);
+    node.setup.tell("xid 3 79");
+    kept(&node.setup, &uuid(1, 3)).await;
+    let early = since(&node, 3, "xid").await;
+    assert!((3600..7200).contains(&early), "by the clock of the start: {early}");
+    let setup = end(node).await;
+    jump(&setup, AGES);
+    let node = setup.start().await;
+    registered(&kubelet, 3, 6).await;
+    assert_eq!((since(&node, 2, "xid").await, since(&node, 3, "xid").await), (began, early));
+    let record: Value = serde_json::from_str(&std::fs::read_to_string(file(&node.setup)).unwrap()).unwrap();
+    assert_eq!(record["gpus"][uuid(1, 2)]["reasons"][0]["since"], began);
+}
