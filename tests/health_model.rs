@@ -215,6 +215,48 @@ impl Owed {
     }
 }
 
+/// A part of a poll.
+#[derive(Clone, Copy, Debug)]
+enum Source {
+    Reach,
+    Action,
+    Rows,
+    Ecc,
+    Links,
+    Fabric,
+    Bus,
+}
+
+impl Source {
+    fn falls_silent(self, poll: &mut HealthPoll) {
+        match self {
+            Self::Reach => poll.reach = Reach::Unknown,
+            Self::Action => poll.recovery_action = None,
+            Self::Rows => poll.row_remapping = None,
+            Self::Ecc => poll.uncorrectable_ecc = None,
+            Self::Links => poll.nvlinks_down = None,
+            Self::Fabric => poll.fabric = None,
+            Self::Bus => poll.on_bus = None,
+        }
+    }
+
+    /// Whether the reason may wait for this source, by the table of docs/health.md; `word`: the driver has a recovery action.
+    fn ends(self, reason: &UnhealthyReason, word: bool) -> bool {
+        let resets = !word || matches!(self, Self::Action);
+        match reason {
+            UnhealthyReason::Xid { .. } | UnhealthyReason::DoubleBitEcc => resets,
+            UnhealthyReason::Lost { .. } => resets || matches!(self, Self::Reach),
+            UnhealthyReason::ResetRequired { .. } | UnhealthyReason::CallFailed { .. } => matches!(self, Self::Reach),
+            UnhealthyReason::RecoveryAction { .. } => resets,
+            UnhealthyReason::RowRemapFailed => matches!(self, Self::Rows),
+            UnhealthyReason::UncorrectableEcc { .. } => matches!(self, Self::Ecc),
+            UnhealthyReason::LinksDown { .. } => matches!(self, Self::Links),
+            UnhealthyReason::FabricJoining | UnhealthyReason::FabricFailed { .. } => matches!(self, Self::Fabric),
+            _ => false,
+        }
+    }
+}
+
 struct World {
     inventory: Inventory,
     now: Timestamp,
@@ -390,6 +432,35 @@ impl World {
         self
     }
 
+    /// A world in which one source has gone silent for good, and all else is well: what stands then could only be ended by that
+    /// source, and an operator's word ends it. Another boot or driver would too.
+    fn heals_beside(&mut self, source: Source) {
+        self.step(&Step::DriverBack);
+        self.step(&Step::Look([true; 2]));
+        (0..2).for_each(|gpu| self.step(&Step::TakenBackIn(gpu)));
+        let mut poll = good(self.word);
+        source.falls_silent(&mut poll);
+        let polls = |world: &mut Self| {
+            for _ in 0..3600 / 20 + 3 {
+                world.now += Duration::from_secs(20);
+                world.polled(&[poll.clone(), poll.clone()]);
+            }
+        };
+        polls(self);
+        for gpu in 0..2 {
+            for (reason, _) in self.inventory.standing(&uuid(gpu)) {
+                // Without its word, what needs a reset may wait for one that shows.
+                assert!(source.ends(reason, self.word), "GPU {gpu} without {source:?}: {reason} never ends");
+            }
+            self.step(&Step::Cleared(gpu));
+        }
+        polls(self);
+        for gpu in 0..GPUS {
+            let standing: Vec<_> = self.inventory.standing(&uuid(gpu)).map(|(reason, _)| reason).collect();
+            assert!(healthy(&self.inventory, gpu), "GPU {gpu} without {source:?}: {standing:?}");
+        }
+    }
+
     /// The benign world, without an operator where the driver has a word; with one where it has not.
     fn heals(&mut self) {
         self.step(&Step::DriverBack);
@@ -421,6 +492,17 @@ proptest! {
     #[test]
     fn nothing_heals_early_and_everything_heals((history, word) in history()) {
         World::new(word, None).play(&history).heals();
+    }
+
+    /// Invariant 2 where a source has nothing more to say.
+    #[test]
+    fn what_a_silent_source_would_end_is_ended_by_an_operator_and_the_rest_by_itself(
+        (history, word) in history(),
+        source in prop::sample::select(vec![
+            Source::Reach, Source::Action, Source::Rows, Source::Ecc, Source::Links, Source::Fabric, Source::Bus,
+        ]),
+    ) {
+        World::new(word, None).play(&history).heals_beside(source);
     }
 
     /// Invariant 3: without the other GPU's history, the same verdicts.

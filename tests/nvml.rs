@@ -22,6 +22,11 @@ use tempfile::TempDir;
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
+#[path = "nvml/codes.rs"]
+mod codes;
+#[path = "nvml/events.rs"]
+mod events;
+
 /// After this long, what should have happened will not.
 const LIMIT: Duration = Duration::from_secs(20);
 
@@ -284,15 +289,6 @@ async fn a_round_says_how_each_gpu_is() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_is_divided_up_is_not_asked_for_its_links() {
-    let machine = machine();
-    machine.tell("mig 0 {enabled: true, devices: []}");
-    let mut agent = machine.agent();
-    assert_eq!(polled(&mut agent, 0, |_| true).await.nvlinks_down, None);
-    assert!(polled(&mut agent, 2, |_| true).await.nvlinks_down.is_some());
-}
-
-#[tokio::test]
 async fn the_first_round_waits_for_no_interval() {
     let mut machine = machine();
     machine.command.poll = Duration::from_secs(3600);
@@ -489,6 +485,32 @@ async fn a_wait_that_fails_is_told_once_and_tried_again() {
 }
 
 #[tokio::test]
+async fn links_are_not_missed_while_mig_is_on_and_silence_ends_with_the_mode() {
+    let machine = machine();
+    machine.tell("mig 0 {enabled: false}");
+    let mut agent = machine.agent();
+    let down = polled(&mut agent, 0, |_| true).await;
+    assert_eq!((down.nvlinks_down, down.row_remapping), (Some(vec![2]), None));
+    machine.tell("mig 0 {enabled: true}");
+    polled(&mut agent, 0, |poll| poll.nvlinks_down == Some(vec![])).await;
+    // One that does not say its mode is in the one it said last.
+    machine.tell("fail 0 nvmlDeviceGetMigMode 999");
+    for _ in 0..2 {
+        polled(&mut agent, 0, |poll| {
+            assert_eq!(poll.nvlinks_down, Some(vec![]));
+            true
+        })
+        .await;
+    }
+    machine.tell("unfail 0 nvmlDeviceGetMigMode");
+    machine.tell("rows 0 false true");
+    machine.tell("mig 0 {enabled: false}");
+    let rows = Some(RowRemapping { pending: false, failed: true });
+    let after = polled(&mut agent, 0, |poll| poll.row_remapping == rows).await;
+    assert_eq!(after.nvlinks_down, Some(vec![2]));
+}
+
+#[tokio::test]
 async fn a_driver_that_does_not_initialise_is_named() {
     let machine = machine().with("FAKE_NVML_INIT", "9");
     let mut agent = machine.agent();
@@ -661,147 +683,4 @@ async fn nonsense_from_the_parent_ends_the_child() {
     assert_eq!(ended.status.code(), Some(1));
     let words = String::from_utf8_lossy(&ended.stderr);
     assert!(words.contains("'dance' is no message"), "{words}");
-}
-
-/// A call, and the facts of a GPU that come from it.
-type Row = (&'static str, &'static [&'static str]);
-
-/// The calls of a full look that cost facts of the GPU they are about.
-const FACTS: [Row; 11] = [
-    ("nvmlDeviceGetName", &["model"]),
-    ("nvmlDeviceGetMinorNumber", &["minor"]),
-    ("nvmlDeviceGetCudaComputeCapability", &["compute_capability"]),
-    ("nvmlDeviceGetMemoryInfo_v2", &["memory_mib"]),
-    ("nvmlDeviceGetMemoryAffinity", &["numa"]),
-    ("nvmlDeviceGetMaxPcieLinkGeneration", &["pcie"]),
-    ("nvmlDeviceGetMaxPcieLinkWidth", &["pcie"]),
-    ("nvmlDeviceGetC2cModeInfoV", &["c2c"]),
-    ("nvmlDeviceGetDisplayActive", &["display"]),
-    ("nvmlDeviceGetGpuFabricInfoV", &["fabric"]),
-    ("nvmlDeviceGetNvLinkState", &["nvlinks"]),
-];
-
-/// The calls of a round, and the fact of it that each gives.
-const POLLS: [Row; 6] = [
-    ("nvmlDeviceGetTemperature", &["reach"]),
-    ("nvmlDeviceGetFieldValues", &["recovery_action"]),
-    ("nvmlDeviceGetRemappedRows", &["row_remapping"]),
-    ("nvmlDeviceGetTotalEccErrors", &["uncorrectable_ecc"]),
-    ("nvmlDeviceGetGpuFabricInfoV", &["fabric"]),
-    ("nvmlDeviceGetNvLinkState", &["nvlinks_down"]),
-];
-
-/// Every nvmlReturn_t of NVML 13 but success, and one that nobody knows.
-fn codes() -> impl Iterator<Item = u32> {
-    (1..=30).chain([77, 999])
-}
-
-/// The keys in which two values differ.
-fn differences(one: &impl serde::Serialize, two: &impl serde::Serialize) -> Vec<String> {
-    let (one, two) = (serde_json::to_value(one).unwrap(), serde_json::to_value(two).unwrap());
-    let (one, two) = (one.as_object().unwrap(), two.as_object().unwrap());
-    let keys: std::collections::BTreeSet<&String> = one.keys().chain(two.keys()).collect();
-    keys.into_iter().filter(|key| one.get(*key) != two.get(*key)).cloned().collect()
-}
-
-#[tokio::test]
-async fn every_call_of_a_look_can_return_each_of_its_codes() {
-    let mut machine = machine();
-    // No round comes between.
-    machine.command.poll = Duration::from_secs(3600);
-    let mut agent = machine.agent();
-    let (before, quiet) = ready(&mut agent).await;
-    for (call, facts) in FACTS {
-        for code in codes() {
-            machine.tell(&format!("fail 0 {call} {code}"));
-            agent.request(ToAgent::Observe).await.unwrap();
-            let (gpus, failures) = ready(&mut agent).await;
-            machine.tell(&format!("unfail 0 {call}"));
-            assert_eq!(gpus[1..], before[1..], "{call} {code}: another GPU");
-            let differing = differences(&before[0], &gpus[0]);
-            assert!(differing.iter().all(|key| facts.contains(&key.as_str())), "{call} {code}: {differing:?}");
-            let new: Vec<_> = failures.iter().filter(|failure| !quiet.contains(failure)).collect();
-            // What is not offered is no failure; of a link's number that is said with INVALID_ARGUMENT too.
-            let silent = matches!(code, 3 | 13) || (code == 2 && call == "nvmlDeviceGetNvLinkState");
-            if silent {
-                assert!(new.is_empty(), "{call} {code}: {new:?}");
-            } else {
-                assert!(!differing.is_empty() && new.len() == 1, "{call} {code}: {differing:?}, {new:?}");
-                assert!(new[0].call == call && new[0].error.contains(&code.to_string()), "{new:?}");
-            }
-        }
-    }
-    // Without these there is no GPU, and the others stay.
-    for call in ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetUUID"] {
-        for code in codes() {
-            machine.tell(&format!("fail 0 {call} {code}"));
-            agent.request(ToAgent::Observe).await.unwrap();
-            let (gpus, failures) = ready(&mut agent).await;
-            machine.tell(&format!("unfail 0 {call}"));
-            let uuids: Vec<_> = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-            assert_eq!(uuids, [1, 2, 3].map(uuid), "{call} {code}");
-            assert!(failures.iter().any(|failure| failure.call == call), "{call} {code}: {failures:?}");
-        }
-    }
-    // And these are about no GPU.
-    for call in ["nvmlSystemGetDriverVersion", "nvmlSystemGetNVMLVersion"] {
-        for code in codes() {
-            machine.tell(&format!("fail * {call} {code}"));
-            agent.request(ToAgent::Observe).await.unwrap();
-            let (gpus, failures) = ready(&mut agent).await;
-            machine.tell(&format!("unfail * {call}"));
-            assert_eq!(gpus, before, "{call} {code}");
-            let noted = failures.iter().any(|failure| failure.subject == "driver" && failure.call == call);
-            assert_eq!(noted, !matches!(code, 3 | 13), "{call} {code}: {failures:?}");
-        }
-    }
-}
-
-#[tokio::test]
-async fn every_call_of_a_round_can_return_each_of_its_codes() {
-    let machine = machine();
-    for command in ["recovery 0 0", "rows 0 false false", "uncorrectable 0 0"] {
-        machine.tell(command);
-    }
-    let mut agent = machine.agent();
-    let before = polled(&mut agent, 0, |_| true).await;
-    let full = |poll: &HealthPoll| differences(poll, &before).is_empty();
-    for (call, facts) in POLLS {
-        // What says "not supported" is not asked again, so that these codes come last.
-        for code in codes().filter(|code| !matches!(code, 2 | 3 | 13)).chain([2, 3, 13]) {
-            machine.tell(&format!("fail 0 {call} {code}"));
-            let poll = polled(&mut agent, 0, |poll| !full(poll)).await;
-            assert_eq!(differences(&poll, &before), facts, "{call} {code}");
-            machine.tell(&format!("unfail 0 {call}"));
-            if matches!(code, 2 | 3 | 13) {
-                agent = machine.agent();
-            }
-            polled(&mut agent, 0, full).await;
-        }
-    }
-}
-
-#[tokio::test]
-async fn every_code_of_initialisation_and_registration_is_survived_and_named() {
-    let mut machine = machine();
-    machine.command.poll = Duration::from_secs(3600);
-    for code in codes() {
-        machine.tell(&format!("init {code}"));
-        let mut agent = machine.agent();
-        let FromAgent::Leaving { call, error } = next(&mut agent).await.unwrap() else { panic!("{code}: it goes on") };
-        // A library without its symbol is told apart from one that fails.
-        let named = error.contains(&format!("({code})")) || error.contains(&format!("code {code}"));
-        assert!((call == "nvmlInit_v2" && named) || matches!(code, 3 | 13), "{code}: {call}: {error}");
-    }
-    machine.tell("init 0");
-    for call in ["nvmlEventSetCreate", "nvmlDeviceGetSupportedEventTypes", "nvmlDeviceRegisterEvents"] {
-        for code in codes() {
-            machine.tell(&format!("fail * {call} {code}"));
-            let (gpus, failures) = ready(&mut machine.agent()).await;
-            machine.tell(&format!("unfail * {call}"));
-            assert_eq!(gpus.len(), 4, "{call} {code}");
-            let noted = failures.iter().any(|failure| failure.call == call);
-            assert_eq!(noted, !matches!(code, 3 | 13), "{call} {code}: {failures:?}");
-        }
-    }
 }

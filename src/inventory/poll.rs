@@ -19,7 +19,8 @@ pub struct HealthPoll {
     pub row_remapping: Option<RowRemapping>,
     /// Uncorrectable ECC errors since the driver was loaded (volatile counter).
     pub uncorrectable_ecc: Option<u64>,
-    /// Numbers of the NVLinks that are not active, ascending; `None` where links cannot be asked.
+    /// Numbers of the NVLinks that are not active, ascending; `None` where links cannot be asked. None are missed while MIG is
+    /// on.
     pub nvlinks_down: Option<Vec<u32>>,
     /// The NVLink fabric (`nvmlDeviceGetGpuFabricInfoV`), where the GPU is meant to join one.
     pub fabric: Option<FabricHealth>,

@@ -116,6 +116,8 @@ pub struct Metrics {
     agent_ends: Family<PerCause, Counter>,
     agents_stuck: Gauge,
     nvml_away: Gauge,
+    unheard_gpus: Gauge,
+    event_failures: Counter,
 }
 
 impl fmt::Debug for Metrics {
@@ -150,6 +152,8 @@ impl Metrics {
             agent_ends: Family::default(),
             agents_stuck: Gauge::default(),
             nvml_away: Gauge::default(),
+            unheard_gpus: Gauge::default(),
+            event_failures: Counter::default(),
             registry: Registry::default(),
         };
         registry.register("build", "The version that runs", Info::new(vec![("version", version)]));
@@ -245,6 +249,16 @@ impl Metrics {
             "nvml_away",
             "1 while NVML has not answered for longer than the grace period",
             metrics.nvml_away.clone(),
+        );
+        registry.register(
+            "nvml_unheard_gpus",
+            "GPUs whose events are not heard: they could not be registered for them, or are lost",
+            metrics.unheard_gpus.clone(),
+        );
+        registry.register(
+            "nvml_event_failures",
+            "Failures to hear the driver's events: a wait for them, a registration, an event without a name",
+            metrics.event_failures.clone(),
         );
         registry.register_collector(Box::new(collector::State { inventory }));
         Self { registry, ..metrics }
@@ -383,6 +397,16 @@ impl Metrics {
     /// NVML has been away for too long, or is back.
     pub fn nvml_away(&self, away: bool) {
         self.nvml_away.set(i64::from(away));
+    }
+
+    /// So many GPUs are not heard.
+    pub fn unheard_gpus(&self, gpus: u32) {
+        self.unheard_gpus.set(i64::from(gpus));
+    }
+
+    /// Events could not be heard, or not be understood.
+    pub fn event_failed(&self) {
+        self.event_failures.inc();
     }
 
     /// It answers, or does not any more.

@@ -68,6 +68,8 @@ fn everything() -> String {
     metrics.agent_ended("crashed");
     metrics.agents_stuck(3);
     metrics.nvml_away(true);
+    metrics.unheard_gpus(2);
+    metrics.event_failed();
     sorted(&metrics.encode().unwrap())
 }
 

@@ -20,7 +20,7 @@ use nvml_wrapper::error::NvmlError;
 
 use super::call::{CallError, answer};
 use super::calls::Calls;
-use super::events::{self, Waiting};
+use super::events::{Listener, Waiting};
 use super::protocol::{FromAgent, Incoming, Place, ProtocolError, ToAgent, encode};
 use super::watch::{Fingerprint, Watch};
 use super::{library, probe, raw};
@@ -109,6 +109,7 @@ pub fn main(library: Option<&Path>, procfs: PathBuf, poll: Duration, skip: &[Str
     let parent = Arc::new(Parent { stream: Mutex::new(socket), dismissed: AtomicBool::new(false) });
     let hears: Arc<OnceLock<Arc<Waiting>>> = Arc::default();
     let (ask, asked) = mpsc::channel();
+    let wish = ask.clone();
     let listening = {
         let (parent, hears) = (Arc::clone(&parent), Arc::clone(&hears));
         move || {
@@ -136,10 +137,9 @@ pub fn main(library: Option<&Path>, procfs: PathBuf, poll: Duration, skip: &[Str
     // Alive as long as the process, which never shuts NVML down: that can hang, and ending does it.
     let nvml: &'static Nvml = Box::leak(Box::new(nvml));
     let listed = probe::list(nvml, &calls, &skip);
-    let mut unregistered = Vec::new();
-    // Before the look at the GPUs, so that nothing falls between the look and the events.
-    let set = events::register(nvml, &calls, &listed.gpus, &mut unregistered);
     let waiting = Arc::new(Waiting::new());
+    // Before the look at the GPUs, so that nothing falls between the look and the events.
+    let listener = Listener::new(nvml, &calls, &listed.gpus, poll, &waiting);
     let mut watch = Watch {
         nvml,
         parent: Arc::clone(&parent),
@@ -148,8 +148,8 @@ pub fn main(library: Option<&Path>, procfs: PathBuf, poll: Duration, skip: &[Str
         procfs,
         skip,
         gpus: Arc::default(),
+        missing: Vec::new(),
         at_start: listed.gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
-        unregistered,
         waiting: Arc::clone(&waiting),
         silence: BTreeMap::new(),
         seen: Fingerprint::default(),
@@ -158,11 +158,11 @@ pub fn main(library: Option<&Path>, procfs: PathBuf, poll: Duration, skip: &[Str
     let gpus = Arc::clone(&watch.gpus);
     let watching = thread::Builder::new().name("watch".into());
     let watching = watching.spawn(move || watch.run(&asked)).map_err(AgentError::Thread)?;
-    if let Some(set) = set {
+    if listener.hears() {
         // It is set once.
         let _ = hears.set(Arc::clone(&waiting));
-        events::tell(&set, &gpus, &parent, &waiting, || !watching.is_finished())?;
     }
+    listener.run(&gpus, &parent, &waiting, &wish, || !watching.is_finished())?;
     match watching.join() {
         Ok(Ok(())) | Err(_) => Err(AgentError::Watch(None)),
         Ok(Err(error)) => Err(AgentError::Watch(Some(Box::new(error)))),

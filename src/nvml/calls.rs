@@ -1,6 +1,6 @@
 //! Tells the parent of each NVML call before it is made, so that one that hangs or crashes has a name.
 //!
-//! Used by all of `nvml`'s child side but the wait for events, which has its own limit. A record is one small write to a
+//! Used by all of `nvml`'s child side but the thread that waits for events, which has its own limit. A record is one small write to a
 //! socket: some hundreds at the start, some dozens a round.
 
 use std::sync::Arc;
@@ -15,19 +15,24 @@ use crate::topology::GpuUuid;
 /// Makes calls about one GPU, or about none.
 #[derive(Clone)]
 pub struct Calls {
-    parent: Arc<Parent>,
+    parent: Option<Arc<Parent>>,
     gpu: Option<CalledGpu>,
 }
 
 impl Calls {
     /// Calls about no GPU.
     pub fn new(parent: Arc<Parent>) -> Self {
-        Self { parent, gpu: None }
+        Self { parent: Some(parent), gpu: None }
+    }
+
+    /// Calls that nobody is told of: those of the thread that waits for events, whose own limit covers them.
+    pub fn untold() -> Self {
+        Self { parent: None, gpu: None }
     }
 
     /// Calls about a GPU.
     pub fn about(&self, place: Place, uuid: Option<GpuUuid>) -> Self {
-        Self { parent: Arc::clone(&self.parent), gpu: Some(CalledGpu { place, uuid }) }
+        Self { parent: self.parent.clone(), gpu: Some(CalledGpu { place, uuid }) }
     }
 
     /// Tells of one of nvml-wrapper's calls and makes it.
@@ -44,8 +49,9 @@ impl Calls {
 
     /// Tells of calls that are made next, all of one name.
     pub fn tell(&self, call: &str) {
+        let Some(parent) = &self.parent else { return };
         let called = Called { call: call.to_owned(), gpu: self.gpu.clone() };
         // Fails where the parent is gone only, and then the thread that hears the parent ends the process.
-        let _ = self.parent.send(&FromAgent::Calling(called));
+        let _ = parent.send(&FromAgent::Calling(called));
     }
 }

@@ -1,9 +1,12 @@
 //! NVML's events, in the child: registering each GPU, waiting, telling the parent.
 //!
 //! Called by `agent` on the child's main thread. A GPU that cannot register costs its own events
-//! only; a wait that keeps failing is tried again with a pause, never in a spin.
+//! only, and is tried again; a wait that fails is tried again with a pause, never in a spin, and where it keeps failing by a
+//! new set without the GPUs that are lost: one that is, by NVML's reference, ends the wait for all.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -13,10 +16,11 @@ use nvml_wrapper_sys::bindings as sys;
 use super::agent::{AgentError, Parent};
 use super::call::{Answer, CallError, answer};
 use super::calls::Calls;
+use super::poll::reading;
 use super::probe::{Findings, Gpu};
-use super::protocol::FromAgent;
+use super::protocol::{FromAgent, ToAgent};
 use super::raw::{self, Event, EventSet};
-use crate::topology::{GpuUuid, ProbeFailure};
+use crate::topology::{GpuUuid, PciAddress, ProbeFailure};
 
 /// The events that count here.
 const WANTED: u64 = (sys::nvmlEventTypeXidCriticalError | sys::nvmlEventTypeDoubleBitEccError) as u64;
@@ -24,19 +28,28 @@ const WANTED: u64 = (sys::nvmlEventTypeXidCriticalError | sys::nvmlEventTypeDoub
 pub const WAIT: Duration = Duration::from_secs(5);
 /// The pause after a first failed wait; it doubles up to [`WAIT`].
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
+/// So many failed waits in a row, and a new set is tried.
+const FAILURES: u32 = 3;
+/// The longest pause between two tries to hear GPUs that are not heard, in rounds; the first is one round, and it doubles.
+const LONGEST: u32 = 8;
 
-/// Since when a thread waits for events, for the other threads to see.
+/// What the thread that waits for events does, for the other threads to see.
 #[derive(Debug)]
 pub struct Waiting {
     start: Instant,
-    /// Milliseconds after the start, and one; 0 while nobody waits.
+    /// Since when it is with NVML: milliseconds after the start, and one; 0 while it is not.
     since: AtomicU64,
+    /// The GPUs that it does not hear though they have events, by what failed.
+    unheard: Mutex<Vec<ProbeFailure>>,
+    /// It has asked for a round, and there was none yet.
+    asked: AtomicBool,
 }
 
 impl Waiting {
     /// Nobody waits yet.
     pub fn new() -> Self {
-        Self { start: Instant::now(), since: AtomicU64::new(0) }
+        let (since, unheard) = (AtomicU64::new(0), Mutex::new(Vec::new()));
+        Self { start: Instant::now(), since, unheard, asked: AtomicBool::new(false) }
     }
 
     /// For how long the present wait has lasted.
@@ -47,78 +60,221 @@ impl Waiting {
         }
     }
 
+    /// What failed for the GPUs that are not heard.
+    pub fn unheard(&self) -> Vec<ProbeFailure> {
+        self.unheard.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// A round begins: what came until now is followed by it.
+    pub fn round_begins(&self) {
+        self.asked.store(false, Ordering::Relaxed);
+    }
+
+    /// Asks for a round, unless one that was asked for is still to come.
+    fn ask_for_a_round(&self, ask: &mpsc::Sender<ToAgent>) {
+        if !self.asked.swap(true, Ordering::Relaxed) {
+            // The receiver ends with the process only.
+            let _ = ask.send(ToAgent::Poll);
+        }
+    }
+
     fn set(&self, waits: bool) {
         let now = u64::try_from(self.start.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
         self.since.store(if waits { now + 1 } else { 0 }, Ordering::Relaxed);
     }
 }
 
-/// Registers every GPU that can be; `None` where none has events.
-pub fn register<'nvml>(
+/// A set, and the GPUs whose events come by it.
+struct Heard<'nvml> {
+    set: EventSet<'nvml>,
+    gpus: BTreeSet<PciAddress>,
+}
+
+/// Registers every GPU that can be; `None` where none has events. `calls` are those of a GPU, or of none.
+fn register<'nvml>(
     nvml: &'nvml Nvml,
-    calls: &Calls,
-    gpus: &[Gpu<'nvml>],
+    mut candidates: Vec<&Gpu<'nvml>>,
+    calls: impl Fn(Option<&Gpu<'nvml>>) -> Calls,
     failures: &mut Vec<ProbeFailure>,
-) -> Option<EventSet<'nvml>> {
-    let mut candidates: Vec<&Gpu<'nvml>> = gpus.iter().collect();
+) -> Option<Heard<'nvml>> {
     // A set is undefined after UNKNOWN: each such error costs one GPU and begins a new set.
     loop {
-        let set = Findings::new("driver", failures).fact(calls.raw("nvmlEventSetCreate", || EventSet::create(nvml)))?;
+        let set = calls(None).raw("nvmlEventSetCreate", || EventSet::create(nvml));
+        let set = Findings::new("driver", failures).fact(set)?;
         let mut undefined = false;
         candidates.retain(|gpu| {
             if undefined {
                 return true;
             }
+            let calls = calls(Some(gpu));
             let mut findings = Findings::new(gpu.pci.to_string(), failures);
             let supported = || gpu.device.supported_event_types().map(|kinds| kinds.bits());
-            let kinds = match findings.fact(gpu.calls.ask("nvmlDeviceGetSupportedEventTypes", supported)) {
+            let kinds = match findings.fact(calls.ask("nvmlDeviceGetSupportedEventTypes", supported)) {
                 Some(supported) => supported & WANTED,
                 None => WANTED,
             };
             if kinds == 0 {
                 return false;
             }
-            let registered = gpu.calls.raw("nvmlDeviceRegisterEvents", || set.register(&gpu.device, kinds));
+            let registered = calls.raw("nvmlDeviceRegisterEvents", || set.register(&gpu.device, kinds));
             undefined = matches!(&registered, Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_UNKNOWN));
             findings.fact(registered).is_some()
         });
         if !undefined {
-            return (!candidates.is_empty()).then_some(set);
+            let gpus: BTreeSet<PciAddress> = candidates.iter().map(|gpu| gpu.pci).collect();
+            return (!gpus.is_empty()).then_some(Heard { set, gpus });
         }
     }
 }
 
-/// Waits for events and tells them, until the parent is gone or `go_on` says no; `go_on` is asked
-/// whenever a wait or a pause has ended.
-pub fn tell<'nvml>(
-    set: &EventSet<'nvml>,
-    gpus: &[Gpu<'nvml>],
-    parent: &Parent,
-    waiting: &Waiting,
-    go_on: impl Fn() -> bool,
-) -> Result<(), AgentError> {
-    let mut pauses = Pauses::default();
-    while go_on() {
-        let began = Instant::now();
-        waiting.set(true);
-        let waited = set.wait(WAIT);
-        waiting.set(false);
-        rest(match waited {
-            Ok(event) => {
-                if let Some(event) = &event {
-                    parent.send(&message(event, gpus))?;
-                }
-                pauses.waited(event.is_some(), began.elapsed())
-            }
-            Err(error) => {
-                if pauses.works() {
-                    parent.send(&failed(&error))?;
-                }
-                pauses.failed()
-            }
-        });
+/// Waits for the events of the GPUs that there were at the start.
+pub struct Listener<'nvml> {
+    nvml: &'nvml Nvml,
+    heard: Option<Heard<'nvml>>,
+    /// From one round to the next.
+    interval: Duration,
+    /// When those that are not heard are tried again, and the pause before that.
+    again: Option<(Instant, Duration)>,
+}
+
+impl<'nvml> Listener<'nvml> {
+    /// Registers the GPUs, and tells the parent of the calls for it.
+    pub fn new(nvml: &'nvml Nvml, calls: &Calls, gpus: &[Gpu<'nvml>], interval: Duration, waiting: &Waiting) -> Self {
+        let mut failures = Vec::new();
+        let told = |gpu: Option<&Gpu<'nvml>>| gpu.map_or(calls, |gpu| &gpu.calls).clone();
+        let heard = register(nvml, gpus.iter().collect(), told, &mut failures);
+        let mut listener = Self { nvml, heard, interval, again: None };
+        listener.note(failures, waiting);
+        listener
     }
-    Ok(())
+
+    /// Whether there are GPUs whose events it hears.
+    pub fn hears(&self) -> bool {
+        self.heard.is_some()
+    }
+
+    /// Waits for events and tells them, until the parent is gone or `go_on` says no; `go_on` is asked
+    /// whenever a wait or a pause has ended. After each event a round is asked for: of several XIDs NVML tells the last one only.
+    ///
+    /// # Errors
+    ///
+    /// The parent cannot be told.
+    pub fn run(
+        mut self,
+        gpus: &[Gpu<'nvml>],
+        parent: &Parent,
+        waiting: &Waiting,
+        ask: &mpsc::Sender<ToAgent>,
+        go_on: impl Fn() -> bool,
+    ) -> Result<(), AgentError> {
+        let (mut pauses, mut failures) = (Pauses::default(), 0);
+        while go_on() {
+            let left = self.again.map(|(at, _)| at.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                self.renew(false, gpus, parent, waiting)?;
+                continue;
+            }
+            let limit = left.map_or(WAIT, |left| left.min(WAIT));
+            let Some(heard) = &self.heard else {
+                if left.is_none() {
+                    // No GPU here has events.
+                    return Ok(());
+                }
+                rest(limit);
+                continue;
+            };
+            let began = Instant::now();
+            waiting.set(true);
+            let waited = heard.set.wait(limit);
+            waiting.set(false);
+            let pause = match waited {
+                Ok(event) => {
+                    failures = 0;
+                    if let Some(event) = &event {
+                        parent.send(&message(event, gpus))?;
+                        waiting.ask_for_a_round(ask);
+                    }
+                    pauses.waited(event.is_some(), began.elapsed())
+                }
+                Err(error) => {
+                    if pauses.works() {
+                        parent.send(&failed(&error))?;
+                    }
+                    failures += 1;
+                    if failures % FAILURES == 0 && self.renew(true, gpus, parent, waiting)? {
+                        (pauses, failures) = (Pauses::default(), 0);
+                        continue;
+                    }
+                    pauses.failed()
+                }
+            };
+            rest(pause);
+        }
+        Ok(())
+    }
+
+    /// Takes a new set of the GPUs that are not lost, where one of them was not heard before, or where the one that there is has
+    /// `failed`. Whether it did. Its calls are not told to the parent: they would hide what the other thread does.
+    fn renew(
+        &mut self,
+        failed: bool,
+        gpus: &[Gpu<'nvml>],
+        parent: &Parent,
+        waiting: &Waiting,
+    ) -> Result<bool, AgentError> {
+        let untold = Calls::untold();
+        let mut failures = Vec::new();
+        waiting.set(true);
+        let mut candidates: Vec<&Gpu<'nvml>> = gpus.iter().collect();
+        candidates.retain(|gpu| match reading(gpu, &untold) {
+            Err(error) if error.is_gpu_lost() => {
+                Findings::new(gpu.pci.to_string(), &mut failures).fail(&error);
+                false
+            }
+            _ => true,
+        });
+        let new = register(self.nvml, candidates, |_| untold.clone(), &mut failures);
+        let first = new.as_ref().map(|new| new.set.wait(Duration::ZERO));
+        waiting.set(false);
+        // A set that fails like the one before is none.
+        let mut taken = false;
+        if let (Some(new), Some(Ok(first))) = (new, first) {
+            let before = self.heard.as_ref().map(|heard| &heard.gpus);
+            taken = failed || before.is_none_or(|before| !new.gpus.is_subset(before));
+            if taken {
+                let before = self.heard.replace(new);
+                // What it had heard; what comes by both is told twice.
+                let until = Instant::now() + WAIT;
+                while let Some(Ok(Some(event))) = before.as_ref().map(|before| before.set.wait(Duration::ZERO))
+                    && Instant::now() < until
+                {
+                    parent.send(&message(&event, gpus))?;
+                }
+            }
+            // One that is not taken is dropped, with what the present one hears too.
+            if let (true, Some(event)) = (taken, first) {
+                parent.send(&message(&event, gpus))?;
+            }
+        }
+        let known = waiting.unheard();
+        self.note(failures, waiting);
+        for failure in waiting.unheard().iter().filter(|failure| !known.contains(failure)) {
+            let (call, error) = (failure.call.clone(), format!("{}: {}", failure.subject, failure.error));
+            parent.send(&FromAgent::Failed { call, error })?;
+        }
+        Ok(taken)
+    }
+
+    /// Takes note of who is not heard, and of when to try again.
+    fn note(&mut self, mut failures: Vec<ProbeFailure>, waiting: &Waiting) {
+        let heard = |subject: &str| {
+            self.heard.as_ref().is_some_and(|heard| heard.gpus.iter().any(|pci| pci.to_string() == subject))
+        };
+        failures.retain(|failure| !heard(&failure.subject));
+        let pause = self.again.map_or(self.interval, |(_, last)| (last * 2).min(self.interval * LONGEST));
+        self.again = (!failures.is_empty()).then(|| (Instant::now() + pause, pause));
+        *waiting.unheard.lock().unwrap_or_else(PoisonError::into_inner) = failures;
+    }
 }
 
 /// The pauses between waits. Pure.

@@ -43,14 +43,21 @@ pub fn observe(
     Some(MigObservation { enabled, devices: devices.collect() })
 }
 
-/// The names of the MIG devices of a GPU in MIG mode: what a look finds changed.
-pub fn names(device: &Device<'_>, calls: &Calls) -> Vec<MigUuid> {
-    let count = calls.ask("nvmlDeviceGetMaxMigDeviceCount", || device.mig_device_count()).ok().flatten();
-    let name = |index| {
-        let mig = calls.ask(HANDLE, || device.mig_device_by_index(index)).ok().flatten()?;
-        calls.ask("nvmlDeviceGetUUID", || mig.uuid()).ok().flatten()?.parse().ok()
-    };
-    (0..count.unwrap_or(0)).filter_map(name).collect()
+/// The names of the MIG devices of a GPU in MIG mode: what a look finds changed. `None` where a call failed: one that does not
+/// say its name is no device less.
+pub fn names(device: &Device<'_>, calls: &Calls) -> Option<Vec<MigUuid>> {
+    let count = calls.ask("nvmlDeviceGetMaxMigDeviceCount", || device.mig_device_count()).ok()?;
+    let mut names = Vec::new();
+    for index in 0..count.unwrap_or(0) {
+        let mig = match calls.ask(HANDLE, || device.mig_device_by_index(index)) {
+            Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_NOT_FOUND) => continue,
+            mig => mig.ok()?,
+        };
+        let Some(mig) = mig else { continue };
+        let uuid = calls.ask("nvmlDeviceGetUUID", || mig.uuid()).ok()?;
+        names.extend(uuid.and_then(|uuid| uuid.parse().ok()));
+    }
+    Some(names)
 }
 
 fn mig_device(

@@ -10,7 +10,8 @@ use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper_sys::bindings as sys;
 
-use super::call::{Answer, offered};
+use super::call::{Answer, CallError, offered};
+use super::calls::Calls;
 use super::links::STATE;
 use super::mig;
 use super::probe::{FABRIC, Gpu};
@@ -26,6 +27,18 @@ const REACH: &str = "nvmlDeviceGetTemperature";
 pub struct Silence {
     calls: BTreeSet<&'static str>,
     links: BTreeSet<u32>,
+    /// Whether it was in MIG mode when it last said so.
+    mig: Option<bool>,
+}
+
+impl Silence {
+    /// What a GPU offers in MIG mode and without is not the same: a change begins anew.
+    fn learn(&mut self, mig: bool) {
+        if self.mig.is_some_and(|before| before != mig) {
+            (self.calls, self.links) = (BTreeSet::new(), BTreeSet::new());
+        }
+        self.mig = Some(mig);
+    }
 }
 
 /// What a round found out about one GPU.
@@ -34,37 +47,41 @@ pub struct Polled {
     pub health: HealthPoll,
     /// Each NVLink that said whether it is up; `None` where links cannot be asked.
     pub links: Option<Vec<(u32, bool)>>,
-    /// The MIG devices in NVML's order; `None` inside where MIG is off.
+    /// The MIG devices in NVML's order, where all could be asked; `None` inside where MIG is off.
     pub mig: Option<Option<Vec<MigUuid>>>,
 }
 
 /// Asks a GPU.
 pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
     let device = &gpu.device;
-    let reach = reach(gpu.calls.ask(REACH, || device.temperature(TemperatureSensor::Gpu)));
+    let reach = reach(reading(gpu, &gpu.calls));
     let rows = || raw::remapped_rows(device);
     let ecc = || device.total_ecc_errors(MemoryError::Uncorrected, EccCounter::Volatile);
     let calls = &gpu.calls;
+    let mig = Facts(silence).of("nvmlDeviceGetMigMode", |call| calls.ask(call, || device.mig_mode()));
+    let mig = mig.map(|mode| mode.current != sys::NVML_DEVICE_MIG_DISABLE);
+    if let Some(mig) = mig {
+        silence.learn(mig);
+    }
     let mut fact = Facts(silence);
     let recovery_action = fact.of("nvmlDeviceGetFieldValues", |call| offered(calls.ask(call, || recovery_action(gpu))));
     let row_remapping = fact.of("nvmlDeviceGetRemappedRows", |call| calls.raw(call, rows));
     let uncorrectable_ecc = fact.of("nvmlDeviceGetTotalEccErrors", |call| calls.ask(call, ecc));
     let fabric = fact.of(FABRIC, |call| calls.raw(call, || raw::fabric(device)));
-    let mig = fact.of("nvmlDeviceGetMigMode", |call| calls.ask(call, || device.mig_mode()));
-    let mig = mig.map(|mode| mode.current != sys::NVML_DEVICE_MIG_DISABLE);
-    // A GPU that is divided up has no use for its NVLinks, and some drivers switch them off: that is no trouble.
-    let links = if mig == Some(true) { None } else { links(gpu, silence) };
+    // A GPU that is divided up has no use for its NVLinks, and some drivers switch them off: none of them is missed.
+    let divided = mig.or(silence.mig) == Some(true);
+    let links = if divided { None } else { links(gpu, silence) };
     let down = |links: &Vec<(u32, bool)>| links.iter().filter(|(_, up)| !up).map(|(link, _)| *link).collect();
     let health = HealthPoll {
         reach,
         recovery_action: recovery_action.map(RecoveryAction::from),
         row_remapping: row_remapping.map(|(pending, failed)| RowRemapping { pending, failed }),
         uncorrectable_ecc,
-        nvlinks_down: links.as_ref().map(down),
+        nvlinks_down: if divided { Some(Vec::new()) } else { links.as_ref().map(down) },
         fabric: fabric.and_then(joined),
         on_bus: None,
     };
-    Polled { health, links, mig: mig.map(|on| on.then(|| mig::names(device, calls))) }
+    Polled { health, links, mig: mig.and_then(|on| if on { mig::names(device, calls).map(Some) } else { Some(None) }) }
 }
 
 /// Asks what is offered. A call that fails says nothing here: the one that has to reach the GPU says it.
@@ -86,20 +103,28 @@ impl Facts<'_> {
     }
 }
 
+/// A reading of the GPU itself.
+pub fn reading(gpu: &Gpu<'_>, calls: &Calls) -> Answer<u32> {
+    calls.ask(REACH, || gpu.device.temperature(TemperatureSensor::Gpu))
+}
+
 fn reach(answer: Answer<u32>) -> Reach {
     match answer {
         Ok(Some(_)) => Reach::Answers,
         Ok(None) => Reach::Unknown,
-        Err(error) => {
-            let call = error.call.to_owned();
-            if error.is_gpu_lost() {
-                Reach::Lost { call }
-            } else if error.is(sys::nvmlReturn_enum_NVML_ERROR_RESET_REQUIRED) {
-                Reach::ResetRequired { call }
-            } else {
-                Reach::Failed { call, error: error.reason.to_string() }
-            }
-        }
+        Err(error) => unreached(&error),
+    }
+}
+
+/// What it means for a GPU that a call failed without which it cannot be reached.
+pub fn unreached(error: &CallError) -> Reach {
+    let call = error.call.to_owned();
+    if error.is_gpu_lost() {
+        Reach::Lost { call }
+    } else if error.is(sys::nvmlReturn_enum_NVML_ERROR_RESET_REQUIRED) {
+        Reach::ResetRequired { call }
+    } else {
+        Reach::Failed { call, error: error.reason.to_string() }
     }
 }
 
@@ -162,6 +187,17 @@ mod tests {
         let states = [(0, 0), (1, 0), (2, 0), (3, 0), (3, 999), (77, 0)].map(|(state, status)| fabric(state, status));
         use FabricHealth::{Failed, Joined, Joining};
         assert_eq!(states, [None, Some(Joining), Some(Joining), Some(Joined), Some(Failed { status: 999 }), None]);
+    }
+
+    #[test]
+    fn another_mig_mode_is_asked_everything_again() {
+        let mut silence = Silence::default();
+        silence.learn(false);
+        (silence.calls, silence.links) = (["f"].into(), [1].into());
+        silence.learn(false);
+        assert!(silence.calls.contains("f") && silence.links.contains(&1));
+        silence.learn(true);
+        assert!(silence.calls.is_empty() && silence.links.is_empty());
     }
 
     #[test]

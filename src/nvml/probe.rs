@@ -2,7 +2,7 @@
 //!
 //! Called by `agent` at its start and whenever it is asked to look again. One call that fails
 //! costs one fact; only a GPU without UUID or PCI address is left out, with a failure that names
-//! it. It must not panic, and it must not wait for anything but NVML.
+//! it, and is reported as missing. It must not panic, and it must not wait for anything but NVML.
 
 use std::collections::BTreeMap;
 use std::ffi::c_ulong;
@@ -15,7 +15,8 @@ use nvml_wrapper_sys::bindings as sys;
 use super::call::{Answer, CallError};
 use super::calls::Calls;
 use super::links::{self, Errors};
-use super::protocol::Place;
+use super::poll::unreached;
+use super::protocol::{Missing, Place};
 use super::{mig, raw};
 use crate::topology::{
     ComputeCapability, FabricObservation, GpuObservation, GpuUuid, NumaNodeId, PciAddress, PcieLink, ProbeFailure,
@@ -42,18 +43,32 @@ pub struct Listed<'nvml> {
     pub count: Option<u32>,
     /// Those that said who and where they are, in NVML's order.
     pub gpus: Vec<Gpu<'nvml>>,
+    /// Those that did not.
+    pub missing: Vec<Missing>,
     /// What was asked and not answered.
     pub failures: Vec<ProbeFailure>,
 }
 
 /// Finds the GPUs by their names and places. Those to `skip` are not touched.
 pub fn list<'nvml>(nvml: &'nvml Nvml, calls: &Calls, skip: &[Place]) -> Listed<'nvml> {
-    let mut failures = Vec::new();
-    let count = Findings::new("driver", &mut failures).required(calls, COUNT, || nvml.device_count());
+    let (mut gpus, mut missing, mut failures) = (Vec::new(), Vec::new(), Vec::new());
+    let count = required(calls, COUNT, || nvml.device_count());
+    if let Err(error) = &count {
+        missing.push(Missing { place: None, reach: unreached(error) });
+    }
+    let count = Findings::new("driver", &mut failures).fact(count.map(Some));
     let of = count.unwrap_or(0);
-    let places = (0..of).map(|index| Place { index, of }).filter(|place| !skip.contains(place));
-    let gpus = places.filter_map(|place| identify(nvml, calls, place, &mut failures)).collect();
-    Listed { count, gpus, failures }
+    for place in (0..of).map(|index| Place { index, of }).filter(|place| !skip.contains(place)) {
+        let mut subject = format!("GPU {}", place.index);
+        match identify(nvml, calls, place, &mut subject) {
+            Ok(gpu) => gpus.push(gpu),
+            Err(error) => {
+                missing.push(Missing { place: Some(place), reach: unreached(&error) });
+                Findings::new(subject, &mut failures).fail(&error);
+            }
+        }
+    }
+    Listed { count, gpus, missing, failures }
 }
 
 /// The call that counts the GPUs.
@@ -63,33 +78,43 @@ pub const HANDLE: &str = "nvmlDeviceGetHandleByIndex_v2";
 /// The call that gives a GPU's UUID.
 pub const UUID: &str = "nvmlDeviceGetUUID";
 
+/// The GPU at a place; `subject` becomes its PCI address once that is known.
 fn identify<'nvml>(
     nvml: &'nvml Nvml,
     calls: &Calls,
     place: Place,
-    failures: &mut Vec<ProbeFailure>,
-) -> Option<Gpu<'nvml>> {
+    subject: &mut String,
+) -> Result<Gpu<'nvml>, CallError> {
     let index = place.index;
     let calls = calls.about(place, None);
-    let mut findings = Findings::new(format!("GPU {index}"), failures);
-    let device = findings.required(&calls, HANDLE, || nvml.device_by_index(index))?;
-    let pci = findings.fact(place_on_bus(&device, &calls).map(Some))?;
-    findings.subject = pci.to_string();
-    let uuid = findings.required(&calls, UUID, || device.uuid())?;
-    let uuid: GpuUuid = findings.parsed(UUID, uuid.parse())?;
+    let device = required(&calls, HANDLE, || nvml.device_by_index(index))?;
+    let pci = place_on_bus(&device, &calls)?;
+    *subject = pci.to_string();
+    let uuid = name(&device, &calls)?;
     let calls = calls.about(place, Some(uuid.clone()));
-    Some(Gpu { index, uuid, pci, device, calls })
+    Ok(Gpu { index, uuid, pci, device, calls })
+}
+
+/// A GPU's name.
+pub fn name(device: &Device<'_>, calls: &Calls) -> Result<GpuUuid, CallError> {
+    required(calls, UUID, || device.uuid())?.parse().map_err(|error| CallError::unreadable(UUID, error))
 }
 
 /// Where a GPU sits. One that does not say so is not taken for a GPU.
 pub fn place_on_bus(device: &Device<'_>, calls: &Calls) -> Result<PciAddress, CallError> {
     const CALL: &str = "nvmlDeviceGetPciInfo_v3";
-    let info = calls.ask(CALL, || device.pci_info())?.ok_or_else(|| missing(CALL))?;
+    let info = required(calls, CALL, || device.pci_info())?;
     info.bus_id.parse().map_err(|error| CallError::unreadable(CALL, error))
 }
 
-fn missing(call: &'static str) -> CallError {
-    CallError::unreadable(call, "NVML does not offer this call here")
+/// A fact without which there is no GPU: no answer is an error too.
+pub fn required<T>(
+    calls: &Calls,
+    call: &'static str,
+    made: impl FnOnce() -> Result<T, NvmlError>,
+) -> Result<T, CallError> {
+    let missing = || CallError::unreadable(call, "NVML does not offer this call here");
+    calls.ask(call, made)?.ok_or_else(missing)
 }
 
 /// Asks the GPUs, and the kernel under `procfs`, for everything else: what was seen, and what was not answered.
@@ -241,29 +266,19 @@ impl<'a> Findings<'a> {
     /// The fact, where there is one; no answer is no failure.
     pub fn fact<T>(&mut self, answer: Answer<T>) -> Option<T> {
         answer.unwrap_or_else(|error| {
-            self.fail_with(&error, error.reason.to_string());
+            self.fail(&error);
             None
         })
+    }
+
+    /// Notes a failed call.
+    pub fn fail(&mut self, error: &CallError) {
+        self.fail_with(error, error.reason.to_string());
     }
 
     /// Notes a failed call, in these words.
     pub fn fail_with(&mut self, error: &CallError, words: String) {
         self.failures.push(ProbeFailure { subject: self.subject.clone(), call: error.call.to_owned(), error: words });
-    }
-
-    /// A fact without which there is no GPU: no answer is a failure too.
-    fn required<T>(
-        &mut self,
-        calls: &Calls,
-        call: &'static str,
-        made: impl FnOnce() -> Result<T, NvmlError>,
-    ) -> Option<T> {
-        let found = calls.ask(call, made).and_then(|value| value.ok_or_else(|| missing(call)));
-        self.fact(found.map(Some))
-    }
-
-    fn parsed<T, E: std::fmt::Display>(&mut self, call: &'static str, parsed: Result<T, E>) -> Option<T> {
-        self.fact(parsed.map(Some).map_err(|error| CallError::unreadable(call, error)))
     }
 }
 

@@ -11,7 +11,7 @@ use std::str::FromStr;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::inventory::HealthPoll;
+use crate::inventory::{HealthPoll, Reach};
 use crate::topology::{GpuObservation, GpuUuid, ProbeFailure};
 
 /// The longest line, in bytes, that either side accepts. Sixteen GPUs with all that can be said
@@ -60,6 +60,10 @@ pub enum FromAgent {
     Polled {
         /// What each GPU said.
         gpus: BTreeMap<GpuUuid, HealthPoll>,
+        /// The GPUs that NVML counts and that do not say who or where they are, and why.
+        missing: Vec<Missing>,
+        /// How many GPUs are not heard though they have events: their registration failed, or they are lost.
+        unheard: u32,
         /// For how long the present wait for events has lasted, in milliseconds; 0 where nobody waits.
         waiting_ms: u64,
     },
@@ -97,6 +101,16 @@ pub struct CalledGpu {
     pub place: Place,
     /// Its UUID, once NVML has said it.
     pub uuid: Option<GpuUuid>,
+}
+
+/// A GPU that could not be asked, for it does not say who or where it is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Missing {
+    /// Which one; `None` where the GPUs could not even be counted: all that were not asked.
+    pub place: Option<Place>,
+    /// How the call for its name ended.
+    pub reach: Reach,
 }
 
 /// NVML's name of a GPU before it is touched: an index, which means something for this number of GPUs only.
@@ -143,6 +157,8 @@ impl fmt::Display for Called {
 pub enum ToAgent {
     /// Look again, and send a [`FromAgent::Ready`].
     Observe,
+    /// Go a round soon: at once, or a second after the last one.
+    Poll,
 }
 
 /// Why bytes are no message, or a message cannot be written.
@@ -275,7 +291,15 @@ mod tests {
                 call: "f".into(),
                 gpu: Some(CalledGpu { place: Place { index: 0, of: 2 }, uuid: Some(gpu.clone()) }),
             }),
-            FromAgent::Polled { gpus: [(gpu, poll)].into(), waiting_ms: 3 },
+            FromAgent::Polled {
+                gpus: [(gpu, poll)].into(),
+                missing: vec![Missing {
+                    place: Some(Place { index: 1, of: 2 }),
+                    reach: Reach::Lost { call: "f".into() },
+                }],
+                unheard: 1,
+                waiting_ms: 3,
+            },
             FromAgent::Failed { call: "nvmlEventSetWait_v2".into(), error: "e".into() },
             FromAgent::Leaving { call: "nvmlInit_v2".into(), error: "e".into() },
         ]

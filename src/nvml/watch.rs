@@ -4,11 +4,11 @@
 //! Runs on a thread of its own, so that neither a wait for events nor the parent's socket waits
 //! for it. Called by `agent`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nvml_wrapper::Nvml;
 
@@ -16,12 +16,15 @@ use super::agent::{AgentError, Parent};
 use super::call::CallError;
 use super::calls::Calls;
 use super::events::Waiting;
-use super::poll::{self, Polled, Silence};
-use super::probe::{self, COUNT, Findings, Gpu, HANDLE, Listed, UUID};
-use super::protocol::{FromAgent, Place, ToAgent};
+use super::poll::{self, Polled, Silence, unreached};
+use super::probe::{self, COUNT, Findings, Gpu, HANDLE, Listed, required};
+use super::protocol::{FromAgent, Missing, Place, ToAgent};
 use super::raw;
 use crate::inventory::HealthPoll;
 use crate::topology::{GpuUuid, MigUuid, ProbeFailure};
+
+/// The least time from a round to one that an event brings.
+const AFTER_EVENT: Duration = Duration::from_secs(1);
 
 /// What the rounds work with.
 pub struct Watch {
@@ -39,11 +42,11 @@ pub struct Watch {
     pub skip: Vec<Place>,
     /// The GPUs there are now.
     pub gpus: Arc<Vec<Gpu<'static>>>,
+    /// The GPUs that do not say who or where they are, as of the latest time they were asked.
+    pub missing: Vec<Missing>,
     /// The GPUs whose events are told: those of the start.
     pub at_start: Vec<GpuUuid>,
-    /// What went wrong when their events were registered; true until the child ends.
-    pub unregistered: Vec<ProbeFailure>,
-    /// How long the thread that waits for events has waited.
+    /// What the thread that waits for events does.
     pub waiting: Arc<Waiting>,
     /// What each GPU does not offer.
     pub silence: BTreeMap<GpuUuid, Silence>,
@@ -88,7 +91,7 @@ impl Watch {
     /// The parent cannot be told.
     pub fn begin(&mut self, mut listed: Listed<'static>) -> Result<(), AgentError> {
         let count = listed.count;
-        self.gpus = Arc::new(std::mem::take(&mut listed.gpus));
+        self.take(&mut listed);
         let ready = self.look(listed);
         let (polls, round) = self.poll();
         self.seen = round;
@@ -104,10 +107,18 @@ impl Watch {
     ///
     /// The parent cannot be told.
     pub fn run(mut self, asked: &Receiver<ToAgent>) -> Result<(), AgentError> {
+        let mut last_round = Instant::now();
+        let mut next_round = last_round + self.interval;
         loop {
-            match asked.recv_timeout(self.interval) {
+            match asked.recv_timeout(next_round.saturating_duration_since(Instant::now())) {
                 Ok(ToAgent::Observe) => self.observe()?,
-                Err(RecvTimeoutError::Timeout) => self.round()?,
+                Ok(ToAgent::Poll) => next_round = next_round.min(last_round + AFTER_EVENT),
+                Err(RecvTimeoutError::Timeout) => {
+                    self.waiting.round_begins();
+                    self.round()?;
+                    last_round = Instant::now();
+                    next_round = last_round + self.interval;
+                }
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
             }
         }
@@ -121,7 +132,7 @@ impl Watch {
         }
         if self.seen.learn(round) {
             self.observe()?;
-            // What has come is polled at once; a full look is rare.
+            // What has come is polled at once; a full look is rare. Who did not say its name in it is among the missing.
             let (again, links) = self.poll();
             self.seen.learn(links);
             polls = again;
@@ -130,21 +141,31 @@ impl Watch {
     }
 
     /// Which GPU NVML has at each index, as far as a full look would list it.
-    fn names(&self, round: &mut Fingerprint) -> Result<(), CallError> {
-        round.count = self.calls.ask(COUNT, || self.nvml.device_count())?;
-        let of = round.count.unwrap_or(0);
+    fn names(&mut self, round: &mut Fingerprint) -> Result<(), CallError> {
+        self.missing.clear();
+        let count = required(&self.calls, COUNT, || self.nvml.device_count());
+        let of = count.inspect_err(|error| {
+            self.missing.push(Missing { place: None, reach: unreached(error) });
+        })?;
+        round.count = Some(of);
         for place in (0..of).map(|index| Place { index, of }).filter(|place| !self.skip.contains(place)) {
-            let calls = self.calls.about(place, None);
-            let Ok(Some(device)) = calls.ask(HANDLE, || self.nvml.device_by_index(place.index)) else { continue };
-            let Ok(Some(uuid)) = calls.ask(UUID, || device.uuid()) else { continue };
-            let Ok(uuid) = uuid.parse() else { continue };
-            // A full look would leave out again one that does not say where it is.
-            let listed = self.gpus.iter().any(|gpu| gpu.uuid == uuid);
-            if listed || probe::place_on_bus(&device, &calls).is_ok() {
-                round.names.insert(place.index, uuid);
+            match self.name(place) {
+                Ok(uuid) => drop(round.names.insert(place.index, uuid)),
+                Err(error) => self.missing.push(Missing { place: Some(place), reach: unreached(&error) }),
             }
         }
         Ok(())
+    }
+
+    fn name(&self, place: Place) -> Result<GpuUuid, CallError> {
+        let calls = self.calls.about(place, None);
+        let device = required(&calls, HANDLE, || self.nvml.device_by_index(place.index))?;
+        let uuid = probe::name(&device, &calls)?;
+        // A full look would leave out again one that does not say where it is.
+        if !self.gpus.iter().any(|gpu| gpu.uuid == uuid) {
+            probe::place_on_bus(&device, &calls)?;
+        }
+        Ok(uuid)
     }
 
     fn poll(&mut self) -> (BTreeMap<GpuUuid, HealthPoll>, Fingerprint) {
@@ -163,16 +184,27 @@ impl Watch {
 
     fn tell(&self, gpus: BTreeMap<GpuUuid, HealthPoll>) -> Result<(), AgentError> {
         let waiting_ms = u64::try_from(self.waiting.lasts().as_millis()).unwrap_or(u64::MAX);
-        self.parent.send(&FromAgent::Polled { gpus, waiting_ms })
+        let (missing, unheard) = (self.missing.clone(), self.waiting.unheard());
+        let subjects: BTreeSet<String> = unheard.into_iter().map(|failure| failure.subject).collect();
+        // Without a set nobody is heard.
+        let unheard = if subjects.contains("driver") { self.at_start.len() } else { subjects.len() };
+        let unheard = u32::try_from(unheard).unwrap_or(u32::MAX);
+        self.parent.send(&FromAgent::Polled { gpus, missing, unheard, waiting_ms })
     }
 
     /// A full look.
     fn observe(&mut self) -> Result<(), AgentError> {
         let mut listed = probe::list(self.nvml, &self.calls, &self.skip);
-        self.gpus = Arc::new(std::mem::take(&mut listed.gpus));
+        self.take(&mut listed);
         let ready = self.look(listed);
         self.know();
         self.parent.send(&ready)
+    }
+
+    /// These are the GPUs from now on.
+    fn take(&mut self, listed: &mut Listed<'static>) {
+        self.gpus = Arc::new(std::mem::take(&mut listed.gpus));
+        self.missing = std::mem::take(&mut listed.missing);
     }
 
     /// Knows the names of the GPUs that were looked at, and no others: one that says its name later is news.
@@ -183,7 +215,7 @@ impl Watch {
     /// Everything that is seen of the GPUs there are, as a message.
     fn look(&self, listed: Listed<'static>) -> FromAgent {
         let mut failures = listed.failures;
-        failures.extend(self.unregistered.iter().cloned());
+        failures.extend(self.waiting.unheard());
         for gpu in self.gpus.iter().filter(|gpu| !self.at_start.contains(&gpu.uuid)) {
             failures.push(ProbeFailure {
                 subject: gpu.pci.to_string(),

@@ -141,7 +141,7 @@ mod tests {
     }
 
     fn polled(waiting_ms: u64) -> FromAgent {
-        FromAgent::Polled { gpus: BTreeMap::new(), waiting_ms }
+        FromAgent::Polled { gpus: BTreeMap::new(), missing: Vec::new(), unheard: 0, waiting_ms }
     }
 
     #[test]

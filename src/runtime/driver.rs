@@ -6,6 +6,7 @@
 
 mod away;
 mod dying;
+mod facts;
 mod known;
 mod look;
 mod outside;
@@ -29,7 +30,7 @@ use crate::hwloc;
 use crate::inventory::{Event, HealthPoll, MigInstance};
 use crate::metrics::Metrics;
 use crate::nvml::child::{Agent, AgentCommand, AgentEnded};
-use crate::nvml::protocol::{Called, FromAgent, Place};
+use crate::nvml::protocol::{Called, FromAgent, Place, ToAgent};
 use crate::topology::{GpuObservation, GpuUuid, NodeObservation, PciAddress, ProbeFailure};
 use away::{Away, Working};
 use dying::Dying;
@@ -290,7 +291,9 @@ impl Driver {
                     known.look(count, gpus, failures);
                     self.look_at_host(known).await?;
                 }
-                FromAgent::Polled { gpus, .. } => {
+                FromAgent::Polled { mut gpus, missing, unheard, .. } => {
+                    self.metrics.unheard_gpus(unheard);
+                    gpus.extend(known.unpolled(&gpus, &missing, &shift.skipped));
                     if let Some(outdated) = self.polled(gpus, &mut shift, known).await? {
                         self.metrics.agent_ended("replaced");
                         shift.end(&mut known.dying).await;
@@ -300,7 +303,10 @@ impl Driver {
                 }
                 event @ (FromAgent::Xid { .. } | FromAgent::DoubleBitEcc { .. }) => self.happened(event).await?,
                 FromAgent::Leaving { call, error } => leaving = Some(format!("{call}: {error}")),
-                FromAgent::Failed { call, error } => tracing::warn!(call, error, "NVML failed"),
+                FromAgent::Failed { call, error } => {
+                    self.metrics.event_failed();
+                    tracing::warn!(call, error, "NVML failed");
+                }
                 // The agent keeps these to itself.
                 FromAgent::Calling(_) => {}
             }
@@ -471,6 +477,10 @@ impl Driver {
         shift: &mut Shift,
         known: &mut Known,
     ) -> Result<Option<String>> {
+        if known.again.is_due() {
+            // One that cannot be asked has ended, and says so by itself.
+            let _ = shift.agent.request(ToAgent::Observe).await;
+        }
         if !known.identified {
             self.identify(known).await?;
         }

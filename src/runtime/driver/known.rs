@@ -2,7 +2,7 @@
 //!
 //! Called by `driver`.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -11,11 +11,12 @@ use tokio::time::{Instant, timeout_at};
 
 use super::away::Working;
 use super::dying::Dying;
+use super::facts::{self, Again};
 use super::outside::{Outside, Slow};
 use super::suspects::Suspects;
 use crate::hwloc::PciBus;
-use crate::inventory::NodeIdentity;
-use crate::nvml::protocol::Place;
+use crate::inventory::{HealthPoll, NodeIdentity, Reach};
+use crate::nvml::protocol::{Missing, Place};
 use crate::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation, PciAddress, ProbeFailure};
 
 /// What a look at the host has seen, and what it has not.
@@ -28,6 +29,8 @@ pub(super) struct Known {
     pub(super) looked: Option<(u32, Vec<GpuObservation>, Vec<ProbeFailure>)>,
     /// The latest look at the host.
     pub(super) host: Option<Host>,
+    /// When to look again because the last look was not complete.
+    pub(super) again: Again,
     /// What was told last.
     pub(super) told: Option<NodeObservation>,
     pub(super) hosts: Slow<Host>,
@@ -55,6 +58,7 @@ impl Known {
             suspects: Suspects::new(first_trial),
             looked: None,
             host: None,
+            again: Again::default(),
             told: None,
             hosts: Slow::default(),
             untold: None,
@@ -97,8 +101,10 @@ impl Known {
     }
 
     /// Takes a look through NVML. GPUs that NVML counts, and that were not asked or did not say who they are, stay as they
-    /// were seen: neither the graph nor the ids change because one GPU is in trouble.
+    /// were seen, and so do the facts of those that said nothing else because a call failed: neither the graph nor the ids change
+    /// because one GPU is in trouble.
     pub(super) fn look(&mut self, count: Option<u32>, mut gpus: Vec<GpuObservation>, failures: Vec<ProbeFailure>) {
+        facts::keep(&mut gpus, self.looked.as_ref().map_or(&[], |(_, before, _)| before), &failures);
         let Some(count) = count.or_else(|| self.looked.as_ref().map(|(count, ..)| *count)) else {
             self.looked = Some((0, gpus, failures));
             return;
@@ -116,6 +122,35 @@ impl Known {
         }
         gpus.sort_by_key(|gpu| gpu.index);
         self.looked = Some((count, gpus, failures));
+    }
+
+    /// Takes a look at the host. One that failed leaves the host as it was seen before.
+    pub(super) fn take_host(&mut self, (host, failures): Host) {
+        let before = self.host.take().filter(|_| !failures.is_empty());
+        self.host = Some((before.map_or(host, |(before, _)| before), failures));
+    }
+
+    /// What a round says of the GPUs that NVML counted and that it did not ask, but for those that are left out on purpose.
+    pub(super) fn unpolled(
+        &self,
+        polled: &BTreeMap<GpuUuid, HealthPoll>,
+        missing: &[Missing],
+        skipped: &[Place],
+    ) -> BTreeMap<GpuUuid, HealthPoll> {
+        let unlisted = || Reach::Failed {
+            call: "nvmlDeviceGetHandleByIndex_v2".to_owned(),
+            error: "NVML does not list it".to_owned(),
+        };
+        let count = self.looked.as_ref().map_or(0, |(count, ..)| *count);
+        let place = |gpu: &GpuObservation| Place { index: gpu.index, of: count };
+        let reach = |place: Place| {
+            let of_it = missing.iter().find(|missing| missing.place.is_none_or(|of| of == place));
+            of_it.map_or_else(unlisted, |missing| missing.reach.clone())
+        };
+        let unpolled = self.gpus().filter(|gpu| !polled.contains_key(&gpu.uuid) && !skipped.contains(&place(gpu)));
+        unpolled
+            .map(|gpu| (gpu.uuid.clone(), HealthPoll { reach: reach(place(gpu)), ..HealthPoll::default() }))
+            .collect()
     }
 
     /// A look at the node, where it is not as it was told last.

@@ -35,15 +35,20 @@ impl Driver {
     pub(super) async fn observed(&self, host: Option<Host>, known: &mut Known) -> Result<()> {
         known.untold = None;
         let late = host.is_none();
-        known.host = host.or(known.host.take());
-        let Some((_, gpus, failures)) = &known.looked else { return Ok(()) };
-        let (gpus, mut failures) = (gpus.clone(), failures.clone());
+        if let Some(host) = host {
+            known.take_host(host);
+        }
+        let Some((_, gpus, looked)) = &known.looked else { return Ok(()) };
+        let (gpus, looked) = (gpus.clone(), looked.clone());
+        let mut failures = looked.clone();
         if late {
             let (subject, call) = ("hwloc".to_owned(), "hwloc_topology_load".to_owned());
             let error = "it takes too long; the host is as it was seen before, if it was".to_owned();
             failures.push(ProbeFailure { subject, call, error });
         }
         let (host, more) = known.host.clone().unwrap_or_default();
+        // A look at the host that is late is waited for; every other failure is asked about again.
+        known.again.looked(looked.into_iter().chain(more.iter().cloned()).collect());
         failures.extend(more);
         if let Some(observed) = known.news(NodeObservation { gpus, host, failures }) {
             // A look at the node may be a look through another driver: who it is goes first.

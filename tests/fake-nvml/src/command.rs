@@ -52,6 +52,8 @@ pub enum Command {
         function: String,
     },
     CrashNow,
+    /// From now on a wait fails while a GPU of its set is lost, as NVML's reference has it.
+    LossEndsWaits,
     /// So many XID events at once.
     Storm {
         gpu: Selector,
@@ -183,6 +185,7 @@ impl FromStr for Command {
             [to @ ("add" | "remove"), which] => Self::Present { gpu: gpu(which), present: to == "add" },
             ["driver", version] => Self::Driver { version: name(version) },
             ["crash"] => Self::CrashNow,
+            ["loss-ends-waits"] => Self::LossEndsWaits,
             ["calls", function, more] => Self::Calls { function: name(function), more: number(more)? },
             ["crash", function] => Self::Fault { gpu: gpu("*"), function: name(function), fault: Fault::Crash },
             ["crash", which, function] => {

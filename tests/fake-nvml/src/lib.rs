@@ -36,6 +36,7 @@
 //! | `remove GPU`, `add GPU` | the GPU is not counted any more, or is again |
 //! | `driver VERSION` | the driver's version |
 //! | `storm GPU CODE N` | N XID events at once |
+//! | `loss-ends-waits` | from now on a wait for events fails with 15 while a GPU of its set is lost |
 //! | `calls FUNCTION N` | no change: the answer comes once the function was called N times more |
 //!
 //! What is wrong with a machine does not end with the process that looked at it: everything but

@@ -33,6 +33,7 @@ pub struct State {
     loaded: bool,
     init_code: u32,
     lost: BTreeSet<usize>,
+    loss_ends_waits: bool,
     rules: Vec<Rule>,
     /// How often each function was called.
     calls: BTreeMap<String, u64>,
@@ -170,6 +171,11 @@ impl State {
         self.rules.iter().rev().find(applies).map(|rule| rule.fault)
     }
 
+    /// Whether a wait on a set fails because one of its GPUs is lost.
+    pub fn loss_ends(&self, set: &EventSet) -> bool {
+        self.loss_ends_waits && set.registered.keys().any(|gpu| self.lost.contains(gpu))
+    }
+
     /// The GPUs that NVML counts, in its order.
     pub fn present(&self) -> Vec<usize> {
         let mut present: Vec<usize> = (0..self.machine.gpus.len()).filter(|gpu| !self.absent.contains(gpu)).collect();
@@ -248,6 +254,7 @@ pub fn apply(command: &Command) -> Result<(), String> {
                 }
             }
         }
+        Command::LossEndsWaits => state.loss_ends_waits = true,
         Command::CrashNow => std::process::abort(),
         Command::Storm { gpu, code, events } => {
             let kind = nvmlEventTypeXidCriticalError.into();

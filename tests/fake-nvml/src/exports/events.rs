@@ -56,6 +56,9 @@ exports! {
         let deadline = Instant::now() + Duration::from_millis(milliseconds.into());
         loop {
             let mut state = enter("nvmlEventSetWait_v2")?;
+            if state.loss_ends(state.sets.get(&set.addr()).ok_or(INVALID)?) {
+                return Err(nvmlReturn_enum_NVML_ERROR_GPU_IS_LOST);
+            }
             let queue = &mut state.sets.get_mut(&set.addr()).ok_or(INVALID)?.queue;
             if let Some(first) = queue.pop_front() {
                 return put(event, data(first));

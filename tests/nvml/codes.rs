@@ -1,0 +1,332 @@
+//! Every call of the child and every code that it can return: each costs what it says, and nothing else.
+
+use std::collections::BTreeSet;
+
+use linkwise::inventory::{HealthPoll, Reach};
+use linkwise::nvml::child::Agent;
+use linkwise::nvml::protocol::{FromAgent, Missing, Place, ToAgent};
+use linkwise::topology::{GpuObservation, ProbeFailure};
+
+use super::events::heard;
+use super::{Duration, LIMIT, Machine, Path, machine, next, polled, ready, said, timeout, uuid};
+
+/// A call about a GPU.
+struct Call {
+    name: &'static str,
+    /// The facts of a full look that come from it.
+    look: &'static [&'static str],
+    /// The facts of a round that come from it.
+    round: &'static [&'static str],
+    /// The codes, besides NOT_SUPPORTED and FUNCTION_NOT_FOUND, that say that there is no such thing.
+    silent: &'static [u32],
+    /// Whether it is about a GPU in MIG mode, number 2 of its machine; the others are about GPU 0.
+    mig: bool,
+}
+
+const fn call(name: &'static str, look: &'static [&'static str], round: &'static [&'static str]) -> Call {
+    Call { name, look, round, silent: &[], mig: false }
+}
+
+const fn mig(name: &'static str, silent: &'static [u32]) -> Call {
+    Call { name, look: &["mig"], round: &[], silent, mig: true }
+}
+
+/// Every call about a GPU but those by which it is known.
+const CALLS: [Call; 27] = [
+    call("nvmlDeviceGetName", &["model"], &[]),
+    call("nvmlDeviceGetMinorNumber", &["minor"], &[]),
+    call("nvmlDeviceGetCudaComputeCapability", &["compute_capability"], &[]),
+    call("nvmlDeviceGetMemoryInfo_v2", &["memory_mib"], &[]),
+    call("nvmlDeviceGetMemoryInfo", &["memory_mib"], &[]),
+    call("nvmlDeviceGetMemoryAffinity", &["numa"], &[]),
+    call("nvmlDeviceGetMaxPcieLinkGeneration", &["pcie"], &[]),
+    call("nvmlDeviceGetMaxPcieLinkWidth", &["pcie"], &[]),
+    call("nvmlDeviceGetC2cModeInfoV", &["c2c"], &[]),
+    call("nvmlDeviceGetDisplayActive", &["display"], &[]),
+    call("nvmlDeviceGetGpuFabricInfoV", &["fabric"], &["fabric"]),
+    call("nvmlDeviceGetTopologyCommonAncestor", &["common_ancestors"], &[]),
+    // Of a link's number that there is none is said with INVALID_ARGUMENT, of the driver's fields too.
+    Call { silent: &[2], ..call("nvmlDeviceGetNvLinkState", &["nvlinks"], &["nvlinks_down"]) },
+    Call { silent: &[2], ..call("nvmlDeviceGetNvLinkRemoteDeviceType", &["nvlinks"], &[]) },
+    Call { silent: &[2], ..call("nvmlDeviceGetNvLinkRemotePciInfo_v2", &["nvlinks"], &[]) },
+    Call { silent: &[2], ..call("nvmlDeviceGetFieldValues", &[], &["recovery_action"]) },
+    call("nvmlDeviceGetTemperature", &[], &["reach"]),
+    call("nvmlDeviceGetRemappedRows", &[], &["row_remapping"]),
+    call("nvmlDeviceGetTotalEccErrors", &[], &["uncorrectable_ecc"]),
+    mig("nvmlDeviceGetMigMode", &[]),
+    mig("nvmlDeviceGetMaxMigDeviceCount", &[]),
+    // NOT_FOUND: an index that nothing was created for.
+    mig("nvmlDeviceGetMigDeviceHandleByIndex", &[6]),
+    mig("nvmlDeviceGetGpuInstanceId", &[]),
+    mig("nvmlDeviceGetComputeInstanceId", &[]),
+    mig("nvmlDeviceGetAttributes_v2", &[]),
+    mig("nvmlGpuInstanceGetInfo", &[]),
+    // INVALID_ARGUMENT: a profile that the GPU has not.
+    mig("nvmlDeviceGetGpuInstanceProfileInfo", &[2]),
+];
+
+/// The calls by which a GPU is known.
+const IDENTITY: [&str; 3] = ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetUUID"];
+
+/// The calls that are about no GPU and give a fact.
+const SYSTEM: [&str; 2] = ["nvmlSystemGetDriverVersion", "nvmlSystemGetNVMLVersion"];
+
+const COUNT: &str = "nvmlDeviceGetCount_v2";
+
+impl Call {
+    fn is_silent(&self, code: u32) -> bool {
+        matches!(code, 3 | 13) || self.silent.contains(&code)
+    }
+
+    /// The position of the GPU it is about.
+    fn gpu(&self) -> usize {
+        if self.mig { 2 } else { 0 }
+    }
+}
+
+/// Every nvmlReturn_t of NVML 13 but success, and one that nobody knows.
+fn codes() -> impl Iterator<Item = u32> {
+    (1..=30).chain([77, 999])
+}
+
+/// The keys in which two values differ.
+fn differences(one: &impl serde::Serialize, two: &impl serde::Serialize) -> Vec<String> {
+    let (one, two) = (serde_json::to_value(one).unwrap(), serde_json::to_value(two).unwrap());
+    let (one, two) = (one.as_object().unwrap(), two.as_object().unwrap());
+    let keys: BTreeSet<&String> = one.keys().chain(two.keys()).collect();
+    keys.into_iter().filter(|key| one.get(*key) != two.get(*key)).cloned().collect()
+}
+
+/// A machine for a call: with MIG, or with an older driver's way to ask for memory.
+fn machine_for(call: &Call) -> Machine {
+    let machine = machine();
+    if call.name == "nvmlDeviceGetMemoryInfo" {
+        machine.tell("fail * nvmlDeviceGetMemoryInfo_v2 13");
+    }
+    if !call.mig {
+        return machine;
+    }
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake-nvml/machines/four-gpus-mig.yaml");
+    machine.with("FAKE_NVML_MACHINE", file)
+}
+
+async fn looked(agent: &mut Agent) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
+    agent.request(ToAgent::Observe).await.unwrap();
+    ready(agent).await
+}
+
+#[tokio::test]
+async fn every_call_of_a_look_can_return_each_of_its_codes() {
+    for call in CALLS.iter().filter(|call| !call.look.is_empty()) {
+        let mut machine = machine_for(call);
+        // No round comes between.
+        machine.command.poll = Duration::from_secs(3600);
+        let mut agent = machine.agent();
+        let (before, quiet) = ready(&mut agent).await;
+        for code in codes() {
+            let (name, at) = (call.name, call.gpu());
+            machine.tell(&format!("fail {at} {name} {code}"));
+            let (gpus, failures) = looked(&mut agent).await;
+            machine.tell(&format!("unfail {at} {name}"));
+            for (position, (is, was)) in gpus.iter().zip(&before).enumerate() {
+                let differing = differences(is, was);
+                // The level of two GPUs is both's.
+                let may = position == at || call.look == ["common_ancestors"];
+                let allowed = |key: &String| may && call.look.contains(&key.as_str());
+                assert!(differing.iter().all(allowed), "{name} {code}: GPU {position}: {differing:?}");
+                assert!(position != at || call.is_silent(code) || !differing.is_empty(), "{name} {code}");
+            }
+            assert_eq!(gpus.len(), before.len());
+            let new: Vec<_> = failures.iter().filter(|failure| !quiet.contains(failure)).collect();
+            assert_eq!(new.is_empty(), call.is_silent(code), "{name} {code}: {new:?}");
+            let named = |failure: &&ProbeFailure| failure.call == name && failure.error.contains(&code.to_string());
+            assert!(new.iter().all(named), "{name} {code}: {new:?}");
+        }
+        assert_eq!(looked(&mut agent).await, (before, quiet));
+    }
+}
+
+#[tokio::test]
+async fn every_call_by_which_gpus_are_found_can_return_each_of_its_codes() {
+    let mut machine = machine();
+    machine.command.poll = Duration::from_secs(3600);
+    let mut agent = machine.agent();
+    let (before, _) = ready(&mut agent).await;
+    // Without these there is no GPU, and the others stay.
+    for call in IDENTITY {
+        for code in codes() {
+            machine.tell(&format!("fail 0 {call} {code}"));
+            let (gpus, failures) = looked(&mut agent).await;
+            machine.tell(&format!("unfail 0 {call}"));
+            let uuids: Vec<_> = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+            assert_eq!(uuids, [1, 2, 3].map(uuid), "{call} {code}");
+            assert!(failures.iter().any(|failure| failure.call == call), "{call} {code}: {failures:?}");
+        }
+    }
+    for code in codes() {
+        machine.tell(&format!("fail * {COUNT} {code}"));
+        agent.request(ToAgent::Observe).await.unwrap();
+        let FromAgent::Ready { count, gpus, failures, .. } = said(&mut agent).await.unwrap() else { panic!("{code}") };
+        machine.tell(&format!("unfail * {COUNT}"));
+        assert!(count.is_none() && gpus.is_empty(), "{code}");
+        assert!(failures.iter().any(|failure| failure.call == COUNT), "{code}: {failures:?}");
+    }
+    // And these are about no GPU.
+    for call in SYSTEM {
+        for code in codes() {
+            machine.tell(&format!("fail * {call} {code}"));
+            let (gpus, failures) = looked(&mut agent).await;
+            machine.tell(&format!("unfail * {call}"));
+            assert_eq!(gpus, before, "{call} {code}");
+            let noted = failures.iter().any(|failure| failure.subject == "driver" && failure.call == call);
+            assert_eq!(noted, !matches!(code, 3 | 13), "{call} {code}: {failures:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn every_call_of_a_round_can_return_each_of_its_codes() {
+    let mut machine = machine();
+    machine.command.poll = Duration::from_millis(2);
+    for command in ["recovery 0 0", "rows 0 false false", "uncorrectable 0 0"] {
+        machine.tell(command);
+    }
+    let mut agent = machine.agent();
+    let before = polled(&mut agent, 0, |_| true).await;
+    let full = |poll: &HealthPoll| differences(poll, &before).is_empty();
+    for call in CALLS.iter().filter(|call| !call.round.is_empty()) {
+        // What says "not supported" is not asked again, so that these codes come last.
+        for code in codes().filter(|code| !matches!(code, 2 | 3 | 13)).chain([2, 3, 13]) {
+            machine.tell(&format!("fail 0 {} {code}", call.name));
+            let poll = polled(&mut agent, 0, |poll| !full(poll)).await;
+            assert_eq!(differences(&poll, &before), call.round, "{} {code}", call.name);
+            machine.tell(&format!("unfail 0 {}", call.name));
+            if matches!(code, 2 | 3 | 13) {
+                agent = machine.agent();
+            }
+            polled(&mut agent, 0, full).await;
+        }
+    }
+}
+
+/// The next rounds' word on who is missing, and that there is no full look among them.
+async fn missing(agent: &mut Agent, wanted: impl Fn(&[Missing]) -> bool) -> Vec<Missing> {
+    let waiting = async {
+        loop {
+            match next(agent).await.unwrap() {
+                FromAgent::Polled { gpus, missing, .. } => {
+                    assert_eq!(gpus.len(), 4, "each is polled by the handle that is known");
+                    if wanted(&missing) {
+                        return missing;
+                    }
+                }
+                other => panic!("no round: {other:?}"),
+            }
+        }
+    };
+    timeout(LIMIT, waiting).await.expect("a round says so in time")
+}
+
+#[tokio::test]
+async fn every_call_for_a_name_in_a_round_can_return_each_of_its_codes() {
+    let machine = machine();
+    let mut agent = machine.agent();
+    ready(&mut agent).await;
+    for call in ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetUUID", COUNT] {
+        // These mean that the driver has gone, where no GPU is named: the child ends, as another test has it.
+        for code in codes().filter(|code| call != COUNT || !matches!(code, 1 | 9 | 18)) {
+            let which = if call == COUNT { "*" } else { "0" };
+            machine.tell(&format!("fail {which} {call} {code}"));
+            let found = missing(&mut agent, |missing| !missing.is_empty()).await;
+            machine.tell(&format!("unfail {which} {call}"));
+            let place = (call != COUNT).then_some(Place { index: 0, of: 4 });
+            assert!(found.len() == 1 && found[0].place == place, "{call} {code}: {found:?}");
+            match &found[0].reach {
+                Reach::Lost { call: named } => assert_eq!((named.as_str(), code), (call, 15)),
+                Reach::ResetRequired { call: named } => assert_eq!((named.as_str(), code), (call, 16)),
+                Reach::Failed { call: named, error } => {
+                    let told = error.contains(&code.to_string()) || matches!(code, 3 | 13);
+                    assert!(named == call && told && !matches!(code, 15 | 16), "{call} {code}: {error}");
+                }
+                other => panic!("{call} {code}: {other:?}"),
+            }
+            missing(&mut agent, <[Missing]>::is_empty).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_call_about_mig_that_fails_in_a_round_is_no_change() {
+    for call in CALLS.iter().filter(|call| call.mig) {
+        let machine = machine_for(call);
+        let mut agent = machine.agent();
+        ready(&mut agent).await;
+        for code in codes().filter(|code| !call.is_silent(*code)) {
+            machine.tell(&format!("fail 2 {} {code}", call.name));
+            for _ in 0..2 {
+                missing(&mut agent, |_| true).await;
+            }
+            machine.tell(&format!("unfail 2 {}", call.name));
+        }
+    }
+}
+
+#[tokio::test]
+async fn every_code_of_a_wait_for_events_is_survived_and_named() {
+    let machine = machine();
+    let mut agent = machine.agent();
+    ready(&mut agent).await;
+    for code in codes() {
+        machine.tell(&format!("fail * nvmlEventSetWait_v2 {code}"));
+        // TIMEOUT is how NVML says that there was nothing.
+        if code == 10 {
+            machine.tell("calls nvmlEventSetWait_v2 3");
+        } else {
+            let failed = loop {
+                match said(&mut agent).await.unwrap() {
+                    FromAgent::Failed { call, error } => break (call, error),
+                    // What came by two sets is told twice.
+                    FromAgent::Xid { .. } => {}
+                    other => panic!("{code}: {other:?}"),
+                }
+            };
+            let named = failed.1.contains(&format!("({code})")) || failed.1.contains(&format!("code {code}"));
+            assert!(failed.0 == "nvmlEventSetWait_v2" && named, "{code}: {failed:?}");
+        }
+        machine.tell("unfail * nvmlEventSetWait_v2");
+        heard(&machine, &mut agent, 0, 1000 + u64::from(code)).await;
+    }
+}
+
+#[tokio::test]
+async fn every_code_of_initialisation_and_registration_is_survived_and_named() {
+    let mut machine = machine();
+    machine.command.poll = Duration::from_secs(3600);
+    for code in codes() {
+        machine.tell(&format!("init {code}"));
+        let mut agent = machine.agent();
+        let FromAgent::Leaving { call, error } = next(&mut agent).await.unwrap() else { panic!("{code}: it goes on") };
+        // A library without its symbol is told apart from one that fails.
+        let named = error.contains(&format!("({code})")) || error.contains(&format!("code {code}"));
+        assert!((call == "nvmlInit_v2" && named) || matches!(code, 3 | 13), "{code}: {call}: {error}");
+    }
+    machine.tell("init 0");
+    for call in ["nvmlEventSetCreate", "nvmlDeviceRegisterEvents"] {
+        for code in codes() {
+            machine.tell(&format!("fail * {call} {code}"));
+            let (gpus, failures) = ready(&mut machine.agent()).await;
+            machine.tell(&format!("unfail * {call}"));
+            assert_eq!(gpus.len(), 4, "{call} {code}");
+            let noted = failures.iter().any(|failure| failure.call == call);
+            assert_eq!(noted, !matches!(code, 3 | 13), "{call} {code}: {failures:?}");
+        }
+    }
+    // One that does not say which events it has is registered for all that count here.
+    for code in codes() {
+        machine.tell(&format!("fail * nvmlDeviceGetSupportedEventTypes {code}"));
+        let mut agent = machine.agent();
+        ready(&mut agent).await;
+        heard(&machine, &mut agent, 3, 79).await;
+        machine.tell("unfail * nvmlDeviceGetSupportedEventTypes");
+    }
+}

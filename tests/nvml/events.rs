@@ -1,0 +1,79 @@
+//! Whose events are heard, and what an event brings.
+
+use linkwise::inventory::RecoveryAction;
+use linkwise::nvml::child::Agent;
+use linkwise::nvml::protocol::{FromAgent, ToAgent};
+
+use super::{Duration, LIMIT, Machine, machine, next, polled, ready, said, timeout, uuid};
+
+/// Waits until this many GPUs are not heard.
+async fn unheard(agent: &mut Agent, wanted: u32) {
+    let waiting = async {
+        while !matches!(next(agent).await.unwrap(), FromAgent::Polled { unheard, .. } if unheard == wanted) {}
+    };
+    timeout(LIMIT, waiting).await.expect("they are heard, or are not, in time");
+}
+
+/// An XID of this GPU arrives.
+pub async fn heard(machine: &Machine, agent: &mut Agent, gpu: u32, code: u64) {
+    machine.tell(&format!("xid {gpu} {code}"));
+    let xid = FromAgent::Xid { gpu: uuid(gpu), code, gpu_instance: None, compute_instance: None };
+    let waiting = async { while said(agent).await.unwrap() != xid {} };
+    timeout(LIMIT, waiting).await.expect("it is heard in time");
+}
+
+#[tokio::test]
+async fn a_lost_gpu_that_ends_the_wait_for_all_costs_its_own_events_only() {
+    let machine = machine();
+    machine.tell("loss-ends-waits");
+    let mut agent = machine.agent();
+    ready(&mut agent).await;
+    machine.tell("lost 2");
+    let lost = "NVML_ERROR_GPU_IS_LOST (15)".to_owned();
+    let failed = FromAgent::Failed { call: "nvmlEventSetWait_v2".into(), error: lost.clone() };
+    assert_eq!(said(&mut agent).await.unwrap(), failed);
+    let left_out =
+        FromAgent::Failed { call: "nvmlDeviceGetTemperature".into(), error: format!("0000:3a:00.0: {lost}") };
+    assert_eq!(said(&mut agent).await.unwrap(), left_out);
+    unheard(&mut agent, 1).await;
+    heard(&machine, &mut agent, 3, 79).await;
+    machine.tell("back 2");
+    unheard(&mut agent, 0).await;
+    heard(&machine, &mut agent, 2, 79).await;
+    heard(&machine, &mut agent, 3, 63).await;
+}
+
+#[tokio::test]
+async fn a_gpu_that_could_not_be_registered_is_heard_once_it_can_be() {
+    for (call, which, deaf) in
+        [("nvmlDeviceRegisterEvents", "1", 1), ("nvmlDeviceRegisterEvents", "*", 4), ("nvmlEventSetCreate", "*", 4)]
+    {
+        let machine = machine().with("FAKE_NVML_FAIL", format!("{which}:{call}:999"));
+        let mut agent = machine.agent();
+        let (_, failures) = ready(&mut agent).await;
+        assert!(failures.iter().any(|failure| failure.call == call), "{failures:?}");
+        unheard(&mut agent, deaf).await;
+        machine.tell(&format!("unfail {which} {call}"));
+        unheard(&mut agent, 0).await;
+        heard(&machine, &mut agent, 1, 79).await;
+        heard(&machine, &mut agent, 0, 79).await;
+        agent.request(ToAgent::Observe).await.unwrap();
+        let (_, failures) = ready(&mut agent).await;
+        assert!(!failures.iter().any(|failure| failure.call == call), "{failures:?}");
+    }
+}
+
+#[tokio::test]
+async fn an_event_is_followed_by_a_round_that_finds_what_it_hid() {
+    let mut machine = machine();
+    machine.command.poll = Duration::from_secs(3600);
+    machine.tell("recovery 1 0");
+    let mut agent = machine.agent();
+    polled(&mut agent, 1, |poll| poll.recovery_action == Some(RecoveryAction::None)).await;
+    // As a driver that gives the last of several XIDs for all.
+    for action in [1, 2] {
+        machine.tell(&format!("recovery 1 {action}"));
+        machine.tell("storm 1 31 100");
+        polled(&mut agent, 1, |poll| poll.recovery_action == Some(RecoveryAction::from(action))).await;
+    }
+}

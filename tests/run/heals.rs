@@ -1,0 +1,153 @@
+//! GPUs in trouble that come back: each is taken out, the others are not, and all eight are healthy in the end, by polls alone.
+
+use std::collections::BTreeSet;
+
+use linkwise::kubelet_box::KubeletBox;
+
+use crate::node::{GPU, Node, Setup, registered, signal, until, uuid};
+
+/// A machine whose driver has a word for what to do, looked at often, with a short hold.
+fn quick() -> Setup {
+    let setup = Setup::on("dgx1-v100");
+    setup.tell("recovery * 0");
+    let options = ["--nvml-poll-ms=20", "--nvml-pause-ms=10", "--nvml-trial-ms=50", "--health-hold-ms=50"];
+    options.into_iter().fold(setup, |setup, option| setup.arg(option))
+}
+
+/// Waits until exactly these GPUs are unhealthy.
+async fn unhealthy(kubelet: &KubeletBox, gpus: &[u32]) {
+    let wanted: BTreeSet<String> = gpus.iter().map(|index| uuid(1, *index)).collect();
+    kubelet.wait(|state| state.resources[GPU].unhealthy == wanted).await.unwrap();
+    assert_eq!(kubelet.state().resources[GPU].healthy.len(), 8 - gpus.len());
+}
+
+/// Waits until a GPU is unhealthy for this reason.
+async fn reason(node: &Node, gpu: u32, reason: &str) {
+    let wanted = |line: &serde_json::Value| {
+        let why = line["reason"].as_str().unwrap_or_default();
+        line["message"] == "the GPU is unhealthy" && line["gpu"] == uuid(1, gpu).as_str() && why.contains(reason)
+    };
+    node.process.logged(wanted).await;
+}
+
+#[tokio::test]
+async fn a_gpu_that_is_lost_and_back_is_given_out_again() {
+    let (node, kubelet) = quick().serve(8).await;
+    node.setup.tell("lost 3");
+    unhealthy(&kubelet, &[3]).await;
+    node.setup.tell("back 3");
+    registered(&kubelet, 1, 8).await;
+}
+
+#[tokio::test]
+async fn a_gpu_that_a_new_process_cannot_identify_is_taken_out_and_comes_back() {
+    let (node, kubelet) = quick().serve(8).await;
+    let first = node.agent(&[]).await;
+    // The process that works knows its handle and goes on with it.
+    node.setup.tell("fail 3 nvmlDeviceGetHandleByIndex_v2 15");
+    signal("KILL", first);
+    unhealthy(&kubelet, &[3]).await;
+    reason(&node, 3, "nvmlDeviceGetHandleByIndex_v2 says that the GPU is lost").await;
+    node.metric("linkwise_gpus", 8).await;
+    node.setup.tell("unfail 3 nvmlDeviceGetHandleByIndex_v2");
+    registered(&kubelet, 1, 8).await;
+}
+
+#[tokio::test]
+async fn gpus_that_a_new_process_cannot_count_are_taken_out_and_come_back() {
+    let (node, kubelet) = quick().serve(8).await;
+    node.setup.tell("fail * nvmlDeviceGetCount_v2 999");
+    signal("KILL", node.agent(&[]).await);
+    unhealthy(&kubelet, &[0, 1, 2, 3, 4, 5, 6, 7]).await;
+    reason(&node, 5, "nvmlDeviceGetCount_v2 failed: NVML_ERROR_UNKNOWN (999)").await;
+    node.setup.tell("unfail * nvmlDeviceGetCount_v2");
+    registered(&kubelet, 1, 8).await;
+}
+
+#[tokio::test]
+async fn a_gpu_that_a_full_look_cannot_identify_is_taken_out_and_comes_back() {
+    for (call, code, why) in [
+        ("nvmlDeviceGetHandleByIndex_v2", 999, "nvmlDeviceGetHandleByIndex_v2 failed: NVML_ERROR_UNKNOWN (999)"),
+        ("nvmlDeviceGetUUID", 16, "nvmlDeviceGetUUID says that the GPU has to be reset"),
+        ("nvmlDeviceGetPciInfo_v3", 15, "nvmlDeviceGetPciInfo_v3 says that the GPU is lost"),
+    ] {
+        let (node, kubelet) = quick().serve(8).await;
+        node.setup.tell(&format!("fail 3 {call} {code}"));
+        node.setup.tell("link 0 0 down");
+        unhealthy(&kubelet, &[0, 3]).await;
+        reason(&node, 3, why).await;
+        node.setup.tell("link 0 0 up");
+        unhealthy(&kubelet, &[3]).await;
+        node.setup.tell(&format!("unfail 3 {call}"));
+        registered(&kubelet, 1, 8).await;
+    }
+}
+
+#[tokio::test]
+async fn what_the_driver_wanted_done_and_links_that_were_down_are_over_once_they_are() {
+    let (node, kubelet) = quick().serve(8).await;
+    node.setup.tell("recovery 2 1");
+    unhealthy(&kubelet, &[2]).await;
+    node.setup.tell("link 6 1 down");
+    unhealthy(&kubelet, &[2, 6]).await;
+    node.setup.tell("xid 4 79");
+    reason(&node, 4, "XID 79").await;
+    node.setup.tell("recovery 2 0");
+    node.setup.tell("link 6 1 up");
+    registered(&kubelet, 1, 8).await;
+}
+
+#[tokio::test]
+async fn a_gpu_that_crashed_processes_is_given_out_again_once_it_does_not() {
+    let (node, kubelet) = quick().serve(8).await;
+    node.setup.tell("crash 5 nvmlDeviceGetTemperature");
+    unhealthy(&kubelet, &[5]).await;
+    reason(&node, 5, "left out").await;
+    // The journal is what the next process begins with.
+    until(async || node.setup.try_tell("uncrash 5 nvmlDeviceGetTemperature")).await;
+    registered(&kubelet, 1, 8).await;
+    assert_eq!(kubelet.violations(), []);
+}
+
+#[tokio::test]
+async fn a_lost_gpu_that_ends_the_wait_for_events_leaves_the_others_heard() {
+    const UNHEARD: &str = "linkwise_nvml_unheard_gpus";
+    let setup = quick();
+    setup.tell("loss-ends-waits");
+    let (node, kubelet) = setup.serve(8).await;
+    node.metric(UNHEARD, 0).await;
+    node.setup.tell("lost 2");
+    node.metric(UNHEARD, 1).await;
+    node.setup.tell("recovery 4 1");
+    node.setup.tell("xid 4 79");
+    reason(&node, 4, "XID 79").await;
+    unhealthy(&kubelet, &[2, 4]).await;
+    node.setup.tell("recovery 4 0");
+    node.setup.tell("back 2");
+    registered(&kubelet, 1, 8).await;
+    node.metric(UNHEARD, 0).await;
+    node.metric("linkwise_nvml_agent_starts_total", 1).await;
+    // The wait, and who was left out of it.
+    node.metric("linkwise_nvml_event_failures_total", 2).await;
+    node.setup.tell("xid 2 79");
+    reason(&node, 2, "XID 79").await;
+}
+
+#[tokio::test]
+async fn a_gpu_that_is_divided_up_misses_no_links() {
+    let setup = quick();
+    setup.tell("mig 6 {enabled: false}");
+    let (node, kubelet) = setup.serve(8).await;
+    node.setup.tell("link 6 1 down");
+    unhealthy(&kubelet, &[6]).await;
+    node.setup.tell("mig 6 {enabled: true}");
+    registered(&kubelet, 1, 8).await;
+    // What it did not offer meanwhile is asked for again.
+    node.setup.tell("rows 6 false true");
+    node.setup.tell("mig 6 {enabled: false}");
+    unhealthy(&kubelet, &[6]).await;
+    reason(&node, 6, "a row remapping failed").await;
+    node.setup.tell("link 6 1 up");
+    node.setup.tell("rows 6 false false");
+    registered(&kubelet, 1, 8).await;
+}
