@@ -120,7 +120,7 @@ async fn a_lost_gpu_that_ends_the_wait_for_events_leaves_the_others_heard() {
     node.metric(UNHEARD, 1).await;
     node.setup.tell("recovery 4 1");
     node.setup.tell("xid 4 79");
-    reason(&node, 4, "XID 79").await;
+    node.metric(&format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"79\"}}", uuid(1, 4)), 1).await;
     unhealthy(&kubelet, &[2, 4]).await;
     node.setup.tell("recovery 4 0");
     node.setup.tell("back 2");

@@ -268,7 +268,9 @@ impl Process {
         let find = |log: &Log| log.lines.iter().map(|line| parse(line)).find(|line| wanted(line));
         let mut log = self.log.clone();
         let seen = timeout(LIMIT, log.wait_for(|log| log.ended || find(log).is_some())).await;
-        let seen = seen.expect("the line is logged in time").unwrap();
+        let last = || self.lines().split_off(self.lines().len().saturating_sub(20)).join("\n");
+        let seen =
+            seen.unwrap_or_else(|_| panic!("the line is not logged in time; the last ones:\n{}", last())).unwrap();
         find(&seen).expect("the line is logged before the process ends")
     }
 
