@@ -7,6 +7,9 @@ RUN apt-get update \
  && apt-get install -y --no-install-recommends libhwloc-dev libudev-dev pkg-config \
  && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
+# A relative relocation in a bit instead of 24 bytes, which each process would read and keep: 0.3 MiB less. It takes glibc 2.36, which
+# both stages have; so it is here and not in Cargo.toml.
+ENV RUSTFLAGS="-C link-arg=-Wl,-z,pack-relative-relocs"
 
 # The dependencies first, against empty sources: a layer that only Cargo.toml, Cargo.lock, build.rs
 # and proto/ can make stale.
