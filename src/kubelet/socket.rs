@@ -15,9 +15,13 @@ use tokio::time::Instant;
 /// How long a socket may take to accept before it counts as alive but busy.
 const PROBE_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// The least time from one look at a folder to the next, however often it changes: whoever waits beside it (streams,
-/// deadlines) has its turn meanwhile, and a storm of changes costs little.
+/// The least time from one look at a folder to the next in a storm of changes: whoever waits beside it (streams,
+/// deadlines) has its turn meanwhile, and the storm costs little.
 const GAP: Duration = Duration::from_millis(2);
+
+/// So many changes in a row, each less than [`GAP`] after the one before, are no storm yet: a kubelet that starts makes a few,
+/// and whoever looks late at its socket registers twice.
+const RUSH: u32 = 8;
 
 /// Which file a path names: a new one at the same path differs, even where the inode is used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,8 +119,10 @@ pub(super) struct Changes {
     changed: watch::Receiver<u64>,
     poll: Duration,
     gap: Duration,
-    /// When a change counts at the earliest.
+    /// When a change is none of a storm.
     opens: Instant,
+    /// Changes in a row that came before that.
+    rushed: u32,
     due: Instant,
     watcher: Option<RecommendedWatcher>,
 }
@@ -136,7 +142,7 @@ impl Changes {
         });
         let watcher = watcher.and_then(Result::ok);
         let now = Instant::now();
-        Self { folder: FileId::of(folder), changed, poll, gap: GAP, opens: now, due: now + poll, watcher }
+        Self { folder: FileId::of(folder), changed, poll, gap: GAP, opens: now, rushed: 0, due: now + poll, watcher }
     }
 
     /// Whether the path still names the folder that is followed: inotify follows the folder itself.
@@ -152,7 +158,7 @@ impl Changes {
     /// Waits until something may have changed. Dropped and asked again, it is due when it was.
     pub async fn next(&mut self) {
         let told = async {
-            if self.opens > Instant::now() {
+            if self.rushed >= RUSH {
                 tokio::time::sleep_until(self.opens).await;
             }
             if self.changed.changed().await.is_err() {
@@ -162,6 +168,7 @@ impl Changes {
         };
         let _ = tokio::time::timeout_at(self.due, told).await;
         let now = Instant::now();
+        self.rushed = if now < self.opens { self.rushed.saturating_add(1) } else { 0 };
         (self.opens, self.due) = (now + self.gap, now + self.poll);
     }
 }
@@ -225,10 +232,12 @@ mod tests {
         let mut changes = Changes::of(folder.path(), Duration::from_secs(3600), false);
         let (storm, changed) = watch::channel(0);
         (changes.changed, changes.gap) = (changed, Duration::from_secs(3600));
-        storm.send_replace(1);
-        changes.next().await;
+        for change in 0..=RUSH {
+            storm.send_replace(change.into());
+            changes.next().await;
+        }
         // One more before anybody else had a turn: as in `life`, where this is asked first.
-        storm.send_replace(2);
+        storm.send_replace(u64::MAX);
         tokio::select! {
             biased;
             () = changes.next() => panic!("nobody else has a turn"),
