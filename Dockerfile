@@ -11,22 +11,26 @@ WORKDIR /src
 # both stages have; so it is here and not in Cargo.toml.
 ENV RUSTFLAGS="-C link-arg=-Wl,-z,pack-relative-relocs"
 
-# The dependencies first, against empty sources: a layer that only Cargo.toml, Cargo.lock, build.rs
-# and proto/ can make stale.
-COPY Cargo.toml Cargo.lock build.rs ./
+# The dependencies first, against empty sources: a layer that only the manifests, Cargo.lock and what is made of proto/ can
+# make stale.
+COPY Cargo.toml Cargo.lock ./
 COPY proto proto
+COPY crates/kubelet-api crates/kubelet-api
+COPY crates/core/Cargo.toml crates/core/Cargo.toml
+COPY crates/kubelet-box/Cargo.toml crates/kubelet-box/Cargo.toml
 COPY tests/fake-nvml/Cargo.toml tests/fake-nvml/Cargo.toml
-RUN mkdir -p src tests/fake-nvml/src \
- && touch src/lib.rs tests/fake-nvml/src/lib.rs \
+RUN for member in . crates/core crates/kubelet-box tests/fake-nvml; do \
+      mkdir -p "$member/src" && touch "$member/src/lib.rs"; done \
  && echo 'fn main() {}' > src/main.rs \
  && for bench in $(sed -n '/^\[\[bench\]\]/,/^$/s/^name = "\(.*\)"/\1/p' Cargo.toml); do \
       mkdir -p benches && echo 'fn main() {}' > "benches/$bench.rs"; done \
  && cargo build --release --locked --bin linkwise \
  && rm -rf src
 
+COPY crates crates
 COPY src src
 # The copied files may be older than what was just built.
-RUN find src -name '*.rs' -exec touch {} + \
+RUN find src crates -name '*.rs' -exec touch {} + \
  && cargo build --release --locked --bin linkwise
 
 FROM docker.io/library/debian:bookworm-slim

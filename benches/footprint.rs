@@ -12,7 +12,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use fake_nvml::Control;
-use linkwise::kubelet_box::{KubeletBox, Options, Restart};
+use linkwise_kubelet_box::{KubeletBox, Options, Restart};
 
 const RESOURCE: &str = "nvidia.com/gpu";
 /// Starts of the plugin; medians count.

@@ -13,13 +13,13 @@ use std::time::{Duration, Instant};
 
 use fake_nvml::Control;
 use hyper_util::rt::TokioIo;
-use linkwise::inventory::Event;
 use linkwise::kubelet::Settings;
-use linkwise::kubelet_box::{KubeletBox, Options};
 use linkwise::machines;
-use linkwise::proto::v1beta1 as wire;
-use linkwise::proto::v1beta1::device_plugin_client::DevicePluginClient;
 use linkwise::runtime::{HealthSettings, Node, NodeSettings};
+use linkwise::state::Event;
+use linkwise_kubelet_api::v1beta1 as wire;
+use linkwise_kubelet_api::v1beta1::device_plugin_client::DevicePluginClient;
+use linkwise_kubelet_box::{KubeletBox, Options};
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint};
 
@@ -39,7 +39,7 @@ async fn main() {
     let settings = NodeSettings {
         kubelet: Settings::new(folder.path().join(Options::SOCKET)),
         metrics_address: "127.0.0.1:0".parse().unwrap(),
-        numa_hints: linkwise::inventory::NumaHints::default(),
+        numa_hints: linkwise::state::NumaHints::default(),
         health: HealthSettings::default(),
     };
     let node = Node::start(settings).await.unwrap();

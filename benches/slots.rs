@@ -8,10 +8,10 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use linkwise::allocation::{AllocationPolicy, AllocationRequest, DeviceId};
-use linkwise::inventory::{
-    Event, Filter, Inventory, ResourceName, ResourcePlan, SharedResource, Sharing, SharingKind, Timestamp,
-};
 use linkwise::machines;
+use linkwise::state::{
+    Event, Filter, NodeState, ResourceName, ResourcePlan, SharedResource, Sharing, SharingKind, Timestamp,
+};
 
 /// Slots on each GPU.
 const REPLICAS: u32 = 64;
@@ -25,7 +25,7 @@ fn main() {
         if observed.gpus.len() < 8 {
             continue;
         }
-        let (seen, _) = Inventory::default().apply(Event::Observed(Box::new(observed)), Timestamp::ZERO);
+        let (seen, _) = NodeState::default().apply(Event::Observed(Box::new(observed)), Timestamp::ZERO);
         for policy in [AllocationPolicy::BestEffort, AllocationPolicy::Distributed, AllocationPolicy::Packed] {
             let shared = vec![SharedResource::new(ResourceName::gpu(), REPLICAS)];
             let plan = ResourcePlan {
@@ -34,17 +34,17 @@ fn main() {
                 policies: [(ResourceName::gpu(), policy)].into(),
                 ..ResourcePlan::default()
             };
-            let (inventory, _) = seen.clone().apply(Event::Planned(Box::new(plan)), Timestamp::ZERO);
-            row(machine.name, &inventory, policy);
+            let (snapshot, _) = seen.clone().apply(Event::Planned(Box::new(plan)), Timestamp::ZERO);
+            row(machine.name, &snapshot, policy);
         }
     }
 }
 
-fn row(machine: &str, inventory: &Inventory, policy: AllocationPolicy) {
+fn row(machine: &str, snapshot: &NodeState, policy: AllocationPolicy) {
     let resource = ResourceName::gpu();
     // The whole GPUs of before stay on the list; no kubelet offers them any more.
     let all: Vec<DeviceId> =
-        inventory.devices(&resource).filter(|(_, device)| device.slot.is_some()).map(|(id, _)| id.clone()).collect();
+        snapshot.devices(&resource).filter(|(_, device)| device.slot.is_some()).map(|(id, _)| id.clone()).collect();
     let request = |size: usize| AllocationRequest { available: all.clone(), must_include: Vec::new(), size };
     let mut times = Vec::new();
     for size in (1..=all.len()).filter(|size| *size <= 32 || size % 37 == 0 || *size == all.len()) {
@@ -52,7 +52,7 @@ fn row(machine: &str, inventory: &Inventory, policy: AllocationPolicy) {
         let mut rounds: Vec<Duration> = Vec::new();
         for _ in 0..ROUNDS {
             let start = Instant::now();
-            black_box(inventory.preferred(&resource, black_box(&request)));
+            black_box(snapshot.preferred(&resource, black_box(&request)));
             rounds.push(start.elapsed());
         }
         rounds.sort_unstable();

@@ -21,24 +21,24 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use linkwise::cdi::{self, Description, Extra, GpuEntry, Library, MigEntry, Oddity, Options, Roots, Spec};
-use linkwise::inventory::{Event, Inventory};
+use linkwise::state::{Event, NodeState};
 use linkwise::topology::{GpuObservation, HostObservation, MigCapabilities, NodeObservation};
 use root::{LIBRARIES, Root, VERSION};
 use tempfile::{TempDir, tempdir};
 
 /// GPUs by index, UUID, PCI address and minor number.
-fn inventory(gpus: &[(u32, &str, &str, Option<u32>)]) -> Inventory {
-    observed(Inventory::default(), gpus)
+fn snapshot(gpus: &[(u32, &str, &str, Option<u32>)]) -> NodeState {
+    observed(NodeState::default(), gpus)
 }
 
-fn observed(inventory: Inventory, gpus: &[(u32, &str, &str, Option<u32>)]) -> Inventory {
+fn observed(snapshot: NodeState, gpus: &[(u32, &str, &str, Option<u32>)]) -> NodeState {
     let gpu = |&(index, uuid, pci, minor): &(u32, &str, &str, Option<u32>)| {
         let yaml = format!("{{index: {index}, uuid: {uuid}, pci: '{pci}'}}");
         GpuObservation { minor, ..serde_saphyr::from_str(&yaml).unwrap() }
     };
     let gpus = gpus.iter().map(gpu).collect();
     let observed = NodeObservation { gpus, host: HostObservation::default(), failures: vec![] };
-    inventory.apply(Event::Observed(Box::new(observed)), Duration::ZERO).0
+    snapshot.apply(Event::Observed(Box::new(observed)), Duration::ZERO).0
 }
 
 const TWO: [(u32, &str, &str, Option<u32>); 2] =
@@ -81,7 +81,7 @@ fn a_host_with_hooks_and_everything_else() {
     };
     root.node("nvidia-caps-imex-channels/channel0");
     root.node("nvidia-caps-imex-channels/channel1");
-    let look = cdi::look(&on_host(&folder), &options, &inventory(&TWO));
+    let look = cdi::look(&on_host(&folder), &options, &snapshot(&TWO));
     assert_eq!(look.oddities, []);
     insta::assert_snapshot!(written(&look.description));
 }
@@ -93,7 +93,7 @@ fn a_driver_container_without_hooks() {
     // On a driver container's root nobody looks for the host's programs.
     root.hook();
     let roots = Roots { dev: "/run/nvidia/driver".into(), ..in_driver_container(&folder) };
-    let look = cdi::look(&roots, &Options::default(), &inventory(&TWO));
+    let look = cdi::look(&roots, &Options::default(), &snapshot(&TWO));
     assert_eq!(look.oddities, [Oddity::NoHook { path: "/usr/bin/nvidia-cdi-hook".to_owned() }]);
     insta::assert_snapshot!(written(&look.description));
 }
@@ -103,7 +103,7 @@ fn an_older_toolkit_has_its_hooks_one_level_down() {
     let folder = tempdir().unwrap();
     Root::full(folder.path());
     let options = Options { hook: Some("/usr/bin/nvidia-ctk".to_owned()), ..Options::default() };
-    let look = cdi::look(&in_driver_container(&folder), &options, &inventory(&TWO));
+    let look = cdi::look(&in_driver_container(&folder), &options, &snapshot(&TWO));
     assert_eq!(look.oddities, []);
     let spec = &cdi::specs(&look.description)[0];
     let args: Vec<String> = spec.container_edits.hooks.iter().map(|hook| hook.args[..4].join(" ")).collect();
@@ -119,7 +119,7 @@ fn hooks_are_left_out_by_name_and_what_they_would_do_is_done_without_them() {
     let made = |names: &[&str]| {
         let disabled_hooks = names.iter().map(|name| (*name).to_owned()).collect();
         let options = Options { disabled_hooks, ..Options::default() };
-        let look = cdi::look(&on_host(&folder), &options, &inventory(&TWO));
+        let look = cdi::look(&on_host(&folder), &options, &snapshot(&TWO));
         // Who wants none is not told that there are none.
         assert_eq!(look.oddities, []);
         written(&look.description);
@@ -140,7 +140,7 @@ fn hooks_are_left_out_by_name_and_what_they_would_do_is_done_without_them() {
 #[test]
 fn libraries_are_those_of_the_driver_that_is_loaded() {
     let names = |libraries: &[Library]| libraries.iter().map(|library| library.name.clone()).collect::<Vec<_>>();
-    let look = |folder: &TempDir| cdi::look(&on_host(folder), &Options::default(), &inventory(&TWO));
+    let look = |folder: &TempDir| cdi::look(&on_host(folder), &Options::default(), &snapshot(&TWO));
     let folder = tempdir().unwrap();
     let root = Root::empty(folder.path());
     root.driver("535.9");
@@ -166,7 +166,7 @@ fn a_root_without_libraries_is_told_of_with_its_folders_and_has_device_nodes_all
     let folder = tempdir().unwrap();
     let root = Root::empty(folder.path());
     root.node("nvidiactl");
-    let look = cdi::look(&on_host(&folder), &Options::default(), &inventory(&TWO));
+    let look = cdi::look(&on_host(&folder), &Options::default(), &snapshot(&TWO));
     let said = look.oddities[0].to_string();
     for part in ["libcuda.so.*", &folder.path().display().to_string(), "usr/lib64, usr/lib/x86_64-linux-gnu,"] {
         assert!(said.contains(part), "{said}");
@@ -184,13 +184,13 @@ fn a_root_without_libraries_is_told_of_with_its_folders_and_has_device_nodes_all
 fn a_gpu_that_is_gone_keeps_its_uuid_and_not_its_index() {
     let folder = tempdir().unwrap();
     Root::full(folder.path());
-    let names = |inventory: &Inventory| {
-        let look = cdi::look(&on_host(&folder), &Options::default(), inventory);
+    let names = |snapshot: &NodeState| {
+        let look = cdi::look(&on_host(&folder), &Options::default(), snapshot);
         written(&look.description);
         let specs = cdi::specs(&look.description);
         specs[0].devices.iter().map(|device| device.name.clone()).collect::<Vec<_>>()
     };
-    let before = inventory(&TWO);
+    let before = snapshot(&TWO);
     assert_eq!(names(&before), ["0", "GPU-a", "1", "GPU-b", "all"]);
     // GPU-a left; GPU-b is the first now, as NVML counts.
     let after = observed(before, &[(0, "GPU-b", "0000:41:00.0", Some(1))]);
@@ -206,11 +206,11 @@ fn a_gpu_without_a_minor_number_is_left_out_and_told_of() {
     let folder = tempdir().unwrap();
     Root::full(folder.path()).hook();
     let gpus = [TWO[0], (1, "GPU-b", "0000:41:00.0", None)];
-    let look = cdi::look(&on_host(&folder), &Options::default(), &inventory(&gpus));
+    let look = cdi::look(&on_host(&folder), &Options::default(), &snapshot(&gpus));
     assert_eq!(look.oddities, [Oddity::NoMinor { uuid: "GPU-b".parse().unwrap() }]);
     assert!(!written(&look.description).contains("GPU-b"));
     // With no GPU at all there is nothing that the format can say.
-    let look = cdi::look(&on_host(&folder), &Options::default(), &inventory(&gpus[1..]));
+    let look = cdi::look(&on_host(&folder), &Options::default(), &snapshot(&gpus[1..]));
     assert_eq!(cdi::specs(&look.description), []);
 }
 

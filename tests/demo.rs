@@ -7,9 +7,9 @@ use std::sync::Mutex;
 
 use clap::Parser;
 use linkwise::config::{Cli, Command as Linkwise, DemoArgs};
-use linkwise::kubelet_box::TopologyManager;
 use linkwise::machines::{self, Machine};
 use linkwise::topology::{HostObservation, NodeObservation, NumaNodeId, NumaNodeObservation};
+use linkwise_kubelet_box::TopologyManager;
 
 const POLICIES: [&str; 4] = ["none", "best-effort", "restricted", "single-numa-node"];
 const SCOPES: [&str; 2] = ["container", "pod"];

@@ -6,15 +6,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use linkwise::allocation::DeviceId;
-use linkwise::inventory::{
-    Effect, Event, FabricHealth, Health, HealthPoll, HealthRecord, Inventory, NodeIdentity, NumaHints, Reach,
+use linkwise::state::{
+    Effect, Event, FabricHealth, Health, HealthPoll, HealthRecord, NodeIdentity, NodeState, NumaHints, Reach,
     RecoveryAction, ResourceName, RowRemapping, XidPolicy, XidSet,
 };
 use linkwise::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation};
 
 /// A node, its clock, and everything it was told to do.
 struct World {
-    inventory: Inventory,
+    snapshot: NodeState,
     now: Duration,
     effects: Vec<Effect>,
 }
@@ -70,21 +70,21 @@ fn xid(code: u64) -> Event {
 }
 
 impl World {
-    fn of(inventory: Inventory) -> Self {
+    fn of(snapshot: NodeState) -> Self {
         let now = Duration::from_secs(1_700_000_000);
-        let mut world = Self { inventory, now, effects: Vec::new() };
+        let mut world = Self { snapshot, now, effects: Vec::new() };
         world.tell(look([0, 1]));
         world
     }
 
     fn new() -> Self {
-        Self::of(Inventory::default())
+        Self::of(NodeState::default())
     }
 
     fn tell(&mut self, event: Event) -> &mut Self {
-        let before = std::mem::take(&mut self.inventory);
-        let (inventory, effects) = before.apply(event, self.now);
-        self.inventory = inventory;
+        let before = std::mem::take(&mut self.snapshot);
+        let (snapshot, effects) = before.apply(event, self.now);
+        self.snapshot = snapshot;
         self.effects.extend(effects);
         self
     }
@@ -113,21 +113,21 @@ impl World {
     }
 
     fn healthy(&self) -> bool {
-        assert!(self.inventory.is_healthy(&ResourceName::gpu(), &id(1)), "GPU 1 is nobody's business");
-        self.inventory.is_healthy(&ResourceName::gpu(), &id(0))
+        assert!(self.snapshot.is_healthy(&ResourceName::gpu(), &id(1)), "GPU 1 is nobody's business");
+        self.snapshot.is_healthy(&ResourceName::gpu(), &id(0))
     }
 
     fn reason(&self) -> String {
-        match &self.inventory.resources()[&ResourceName::gpu()][&id(0)].health {
+        match &self.snapshot.resources()[&ResourceName::gpu()][&id(0)].health {
             Health::Healthy => "healthy".to_owned(),
             Health::Unhealthy { reason, .. } => reason.to_string(),
         }
     }
 
     fn restart(&self, identity: NodeIdentity) -> Self {
-        let record = Box::new(self.inventory.record());
+        let record = Box::new(self.snapshot.record());
         let now = self.now;
-        let mut world = Self { inventory: Inventory::default(), now, effects: Vec::new() };
+        let mut world = Self { snapshot: NodeState::default(), now, effects: Vec::new() };
         world.tell(Event::Restored(record)).tell(Event::Identified(identity)).tell(look([0, 1]));
         world
     }
@@ -148,7 +148,7 @@ fn the_drivers_word_through_the_hold_ends_an_xid() {
 
 #[test]
 fn another_first_hold_counts_and_doubles_to_its_sixtyfold() {
-    let mut world = World::of(Inventory::default().with_hold(Duration::from_secs(20)));
+    let mut world = World::of(NodeState::default().with_hold(Duration::from_secs(20)));
     // The poll that may be older, the one that begins the hold, and the hold itself: 20 s, then 40, 80 ... and no more than 1200.
     for expected in [4, 6, 10, 18, 34, 66, 122, 122] {
         world.poll(&well()).tell(xid(79));
@@ -162,7 +162,7 @@ fn a_driver_that_asks_for_a_reset_is_taken_at_its_word() {
     // The XID comes before the driver has made up its mind.
     world.tell(xid(95)).polls(3, &well()).polls(100, &acts(RecoveryAction::GpuReset));
     assert_eq!(world.reason(), "XID 95");
-    let standing: Vec<String> = world.inventory.standing(&uuid(0)).map(|(reason, _)| reason.to_string()).collect();
+    let standing: Vec<String> = world.snapshot.standing(&uuid(0)).map(|(reason, _)| reason.to_string()).collect();
     assert_eq!(standing, ["XID 95", "the driver asks for: GPU reset"]);
     assert_eq!(world.heals_after(&well(), 20), Some(7));
     // Also without an XID.
@@ -257,7 +257,7 @@ fn what_hits_every_gpu_is_no_flap() {
         let times = (1..100).find(|_| {
             world.now += Duration::from_secs(10);
             world.tell(Event::Polled(BTreeMap::from([(uuid(0), well()), (uuid(1), well())])));
-            world.inventory.is_healthy(&ResourceName::gpu(), &id(0))
+            world.snapshot.is_healthy(&ResourceName::gpu(), &id(0))
         });
         assert_eq!(times, Some(7));
     }
@@ -339,7 +339,7 @@ fn a_gpu_that_kills_processes_waits_to_be_taken_back() {
 #[test]
 fn a_driver_that_is_back_is_polled_first() {
     let mut world = World::new();
-    let all = |world: &World| [0, 1].map(|gpu| world.inventory.is_healthy(&ResourceName::gpu(), &id(gpu)));
+    let all = |world: &World| [0, 1].map(|gpu| world.snapshot.is_healthy(&ResourceName::gpu(), &id(gpu)));
     world.tell(Event::DriverAway { why: "no answer".into() });
     assert_eq!(all(&world), [false; 2]);
     world.tell(Event::Cleared { gpu: uuid(0) }).tell(Event::DriverBack);
@@ -382,30 +382,30 @@ fn a_reset_while_we_were_down_shows() {
 fn a_record_of_another_version_is_told_of_and_not_used() {
     let mut world = World::new();
     world.tell(xid(79));
-    let record = HealthRecord { version: 2, ..world.inventory.record() };
-    let (inventory, effects) = Inventory::default().apply(Event::Restored(Box::new(record)), world.now);
+    let record = HealthRecord { version: 2, ..world.snapshot.record() };
+    let (snapshot, effects) = NodeState::default().apply(Event::Restored(Box::new(record)), world.now);
     assert_eq!(effects, [Effect::RecordIgnored { version: 2 }]);
-    assert_eq!(inventory.record(), HealthRecord::default());
+    assert_eq!(snapshot.record(), HealthRecord::default());
 }
 
 #[test]
 fn the_first_list_waits_for_the_first_poll() {
-    let mut world = World::of(Inventory::default().awaiting_the_first_poll());
+    let mut world = World::of(NodeState::default().awaiting_the_first_poll());
     assert!(!world.effects.contains(&Effect::Publish));
-    let deadline = world.inventory.next_deadline().unwrap();
+    let deadline = world.snapshot.next_deadline().unwrap();
     world.poll(&acts(RecoveryAction::GpuReset));
     assert!(world.effects.contains(&Effect::Publish));
     assert!(!world.healthy());
-    assert_eq!(world.inventory.next_deadline(), None);
+    assert_eq!(world.snapshot.next_deadline(), None);
     // Nobody polls: then the list goes without. A configuration that changes meanwhile opens nothing.
-    let mut world = World::of(Inventory::default().awaiting_the_first_poll());
+    let mut world = World::of(NodeState::default().awaiting_the_first_poll());
     world.tell(Event::NumaHints(NumaHints::Package));
     assert!(!world.effects.contains(&Effect::Publish), "no GPU was polled yet");
     world.now = deadline;
     world.tell(Event::Tick);
     assert!(world.effects.contains(&Effect::Publish) && world.healthy());
     // Nobody to poll.
-    let (_, effects) = Inventory::default().awaiting_the_first_poll().apply(look([]), deadline);
+    let (_, effects) = NodeState::default().awaiting_the_first_poll().apply(look([]), deadline);
     assert_eq!(effects, [Effect::Publish]);
 }
 
@@ -420,18 +420,18 @@ fn a_storm_of_xids_is_one_transition_and_few_words() {
     let changes = world.effects.iter().filter(|effect| matches!(effect, Effect::HealthChanged { .. })).count();
     assert_eq!((changes, world.effects.len()), (1, 4), "{:?}", world.effects);
     // What was not told is told in one, a minute later.
-    world.now = world.inventory.next_deadline().unwrap();
+    world.now = world.snapshot.next_deadline().unwrap();
     world.effects.clear();
     world.tell(Event::Tick);
     assert_eq!(world.effects, [Effect::XidIgnored { gpu: uuid(0), code: 13, times: 49_999 }]);
-    assert_eq!(world.inventory.next_deadline(), None, "nothing waits, nobody is woken");
+    assert_eq!(world.snapshot.next_deadline(), None, "nothing waits, nobody is woken");
     // 100,000 different ones: memory has a bound, and the GPU stays out until the last is proved over.
     let mut world = World::new();
     for code in 1_000..101_000 {
         world.tell(xid(code));
     }
-    assert!(world.inventory.standing(&uuid(0)).count() <= 32);
-    assert!(world.inventory.record().gpus[&uuid(0)].reasons.len() <= 32);
+    assert!(world.snapshot.standing(&uuid(0)).count() <= 32);
+    assert!(world.snapshot.record().gpus[&uuid(0)].reasons.len() <= 32);
     world.polls(5, &well()).tell(xid(200_000));
     assert!(!world.polls(4, &well()).healthy());
 }
@@ -439,7 +439,7 @@ fn a_storm_of_xids_is_one_transition_and_few_words() {
 #[test]
 fn an_operator_may_silence_xids() {
     let policy = XidPolicy { disabled: XidSet::All, ..XidPolicy::default() };
-    let mut world = World::of(Inventory::default().with_xids(policy));
+    let mut world = World::of(NodeState::default().with_xids(policy));
     assert!(world.tell(xid(79)).tell(Event::DoubleBitEcc { gpu: uuid(0) }).healthy());
     assert!(!world.poll(&acts(RecoveryAction::GpuReset)).healthy(), "what polls find counts");
 }
@@ -448,7 +448,7 @@ fn an_operator_may_silence_xids() {
 fn what_is_gone_leaves_once_nobody_holds_it() {
     let mut world = World::new();
     let resource = ResourceName::gpu();
-    let listed = |world: &World| world.inventory.devices(&resource).count();
+    let listed = |world: &World| world.snapshot.devices(&resource).count();
     let held = |gpus: &[usize]| {
         let held: BTreeSet<_> = gpus.iter().map(|gpu| (resource.clone(), id(*gpu))).collect();
         Event::Holders(Some(held))
@@ -465,7 +465,7 @@ fn what_is_gone_leaves_once_nobody_holds_it() {
     world.tell(held(&[])).tell(held(&[])).tell(look([0, 1]));
     assert_eq!((listed(&world), world.healthy()), (2, true));
     world.tell(look([])).tell(held(&[])).tell(held(&[]));
-    assert!(world.inventory.resources().is_empty(), "a resource with no devices is no resource");
+    assert!(world.snapshot.resources().is_empty(), "a resource with no devices is no resource");
 }
 
 #[test]

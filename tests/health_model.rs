@@ -10,8 +10,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use linkwise::allocation::DeviceId;
-use linkwise::inventory::{
-    Event, FabricHealth, Health, HealthPoll, HealthRecord, Inventory, NodeIdentity, Reach, RecoveryAction,
+use linkwise::state::{
+    Event, FabricHealth, Health, HealthPoll, HealthRecord, NodeIdentity, NodeState, Reach, RecoveryAction,
     ResourceName, RowRemapping, Timestamp, UnhealthyReason,
 };
 use linkwise::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation};
@@ -258,7 +258,7 @@ impl Source {
 }
 
 struct World {
-    inventory: Inventory,
+    snapshot: NodeState,
     now: Timestamp,
     identity: NodeIdentity,
     owed: [Owed; GPUS],
@@ -268,14 +268,14 @@ struct World {
     verdicts: Vec<[bool; GPUS]>,
 }
 
-fn healthy(inventory: &Inventory, gpu: usize) -> bool {
-    inventory.is_healthy(&ResourceName::gpu(), &DeviceId::from(&uuid(gpu)))
+fn healthy(snapshot: &NodeState, gpu: usize) -> bool {
+    snapshot.is_healthy(&ResourceName::gpu(), &DeviceId::from(&uuid(gpu)))
 }
 
 impl World {
     fn new(word: bool, only: Option<usize>) -> Self {
         let mut world = Self {
-            inventory: Inventory::default(),
+            snapshot: NodeState::default(),
             now: START,
             identity: identity(0, 0),
             owed: Default::default(),
@@ -289,8 +289,8 @@ impl World {
     }
 
     fn tell(&mut self, event: Event) {
-        let before = std::mem::take(&mut self.inventory);
-        (self.inventory, _) = before.apply(event, self.now);
+        let before = std::mem::take(&mut self.snapshot);
+        (self.snapshot, _) = before.apply(event, self.now);
     }
 
     fn tells(&self, gpu: usize) -> bool {
@@ -310,7 +310,7 @@ impl World {
         }
         self.tell(Event::Polled(told));
         for (gpu, joining) in joining.into_iter().enumerate() {
-            assert!(!(joining && healthy(&self.inventory, gpu)), "GPU {gpu} is joining its fabric");
+            assert!(!(joining && healthy(&self.snapshot, gpu)), "GPU {gpu} is joining its fabric");
         }
     }
 
@@ -379,27 +379,27 @@ impl World {
 
     /// Another process of ours takes over by the record.
     fn restart(&mut self) {
-        let text = serde_json::to_string(&self.inventory.record()).unwrap();
+        let text = serde_json::to_string(&self.snapshot.record()).unwrap();
         let record: HealthRecord = serde_json::from_str(&text).unwrap();
-        assert_eq!(record, self.inventory.record(), "what is written reads back");
-        let needs_reset = |inventory: &Inventory, gpu: usize| {
-            let kept = inventory.record();
+        assert_eq!(record, self.snapshot.record(), "what is written reads back");
+        let needs_reset = |snapshot: &NodeState, gpu: usize| {
+            let kept = snapshot.record();
             kept.gpus.get(&uuid(gpu)).is_some_and(|gpu| !gpu.reasons.is_empty())
         };
-        let before: Vec<bool> = (0..GPUS).map(|gpu| needs_reset(&self.inventory, gpu)).collect();
+        let before: Vec<bool> = (0..GPUS).map(|gpu| needs_reset(&self.snapshot, gpu)).collect();
         // Another boot: it holds against nobody.
-        let mut other = Inventory::default();
+        let mut other = NodeState::default();
         for event in [Event::Restored(Box::new(record.clone())), Event::Identified(identity(9, 0)), look(0..GPUS)] {
             (other, _) = other.apply(event, self.now);
         }
         assert!((0..GPUS).all(|gpu| healthy(&other, gpu)), "another boot");
 
-        self.inventory = Inventory::default();
+        self.snapshot = NodeState::default();
         self.tell(Event::Restored(Box::new(record.clone())));
         self.tell(Event::Identified(self.identity.clone()));
         self.step(&Step::Look([true; 2]));
         for (gpu, needs_reset) in before.into_iter().enumerate() {
-            assert_eq!(healthy(&self.inventory, gpu), !needs_reset, "GPU {gpu} after a restart");
+            assert_eq!(healthy(&self.snapshot, gpu), !needs_reset, "GPU {gpu} after a restart");
             // What only probes see is seen again by the next; what was seen counts on.
             let owed = &mut self.owed[gpu];
             (owed.away, owed.unseen, owed.last_poll) = (false, Debt::default(), None);
@@ -413,12 +413,12 @@ impl World {
 
     fn check(&mut self) {
         for (gpu, owed) in self.owed.iter().enumerate() {
-            if healthy(&self.inventory, gpu) {
+            if healthy(&self.snapshot, gpu) {
                 assert!(owed.nothing(), "GPU {gpu} is healthy and owes {owed:?}");
-                assert_eq!(self.inventory.standing(&uuid(gpu)).count(), 0, "GPU {gpu}: a reason stands");
+                assert_eq!(self.snapshot.standing(&uuid(gpu)).count(), 0, "GPU {gpu}: a reason stands");
             }
         }
-        self.verdicts.push([0, 1, 2].map(|gpu| healthy(&self.inventory, gpu)));
+        self.verdicts.push([0, 1, 2].map(|gpu| healthy(&self.snapshot, gpu)));
     }
 
     fn play(mut self, history: &[(Step, (u64, i64))]) -> Self {
@@ -448,7 +448,7 @@ impl World {
         };
         polls(self);
         for gpu in 0..2 {
-            for (reason, _) in self.inventory.standing(&uuid(gpu)) {
+            for (reason, _) in self.snapshot.standing(&uuid(gpu)) {
                 // Without its word, what needs a reset may wait for one that shows.
                 assert!(source.ends(reason, self.word), "GPU {gpu} without {source:?}: {reason} never ends");
             }
@@ -456,8 +456,8 @@ impl World {
         }
         polls(self);
         for gpu in 0..GPUS {
-            let standing: Vec<_> = self.inventory.standing(&uuid(gpu)).map(|(reason, _)| reason).collect();
-            assert!(healthy(&self.inventory, gpu), "GPU {gpu} without {source:?}: {standing:?}");
+            let standing: Vec<_> = self.snapshot.standing(&uuid(gpu)).map(|(reason, _)| reason).collect();
+            assert!(healthy(&self.snapshot, gpu), "GPU {gpu} without {source:?}: {standing:?}");
         }
     }
 
@@ -479,8 +479,8 @@ impl World {
         }
         for gpu in 0..GPUS {
             let standing: Vec<&UnhealthyReason> =
-                self.inventory.standing(&uuid(gpu)).map(|(reason, _)| reason).collect();
-            assert!(healthy(&self.inventory, gpu), "GPU {gpu} never heals: {standing:?}");
+                self.snapshot.standing(&uuid(gpu)).map(|(reason, _)| reason).collect();
+            assert!(healthy(&self.snapshot, gpu), "GPU {gpu} never heals: {standing:?}");
         }
     }
 }
@@ -523,11 +523,11 @@ proptest! {
             "reasons": [{"reason": {"xid": {"code": 79, "instance": null}}, "since": since}], "flaps": flaps, "links": links,
         }}});
         let record: HealthRecord = serde_json::from_value(text).unwrap();
-        let (inventory, _) = Inventory::default().apply(Event::Restored(Box::new(record)), START);
-        let (inventory, _) = inventory.apply(look([0]), START);
-        prop_assert_eq!(healthy(&inventory, 0), version != HealthRecord::VERSION);
-        let (inventory, _) = inventory.apply(Event::Polled(BTreeMap::from([(uuid(0), good(true))])), Duration::MAX);
-        let (inventory, _) = inventory.apply(Event::Cleared { gpu: uuid(0) }, Duration::ZERO);
-        prop_assert!(matches!(inventory.devices(&ResourceName::gpu()).next().unwrap().1.health, Health::Healthy));
+        let (snapshot, _) = NodeState::default().apply(Event::Restored(Box::new(record)), START);
+        let (snapshot, _) = snapshot.apply(look([0]), START);
+        prop_assert_eq!(healthy(&snapshot, 0), version != HealthRecord::VERSION);
+        let (snapshot, _) = snapshot.apply(Event::Polled(BTreeMap::from([(uuid(0), good(true))])), Duration::MAX);
+        let (snapshot, _) = snapshot.apply(Event::Cleared { gpu: uuid(0) }, Duration::ZERO);
+        prop_assert!(matches!(snapshot.devices(&ResourceName::gpu()).next().unwrap().1.health, Health::Healthy));
     }
 }

@@ -6,13 +6,13 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use linkwise::demo::numa_nodes;
-use linkwise::inventory::{Event, NumaHints};
 use linkwise::kubelet::Settings;
-use linkwise::kubelet_box::{KubeletBox, Options, Pod, Policy, Scope, TopologyManager};
 use linkwise::machines;
 use linkwise::metrics::Metrics;
 use linkwise::runtime::{HealthSettings, Node, NodeSettings};
+use linkwise::state::{Event, NumaHints};
 use linkwise::topology::{NodeObservation, NumaNodeId, NumaNodeObservation, PackageId};
+use linkwise_kubelet_box::{KubeletBox, Options, Pod, Policy, Scope, TopologyManager};
 
 const GPU: &str = "nvidia.com/gpu";
 

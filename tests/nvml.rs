@@ -11,10 +11,10 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use fake_nvml::Control;
-use linkwise::inventory::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
 use linkwise::nvml::Limits;
 use linkwise::nvml::child::{Agent, AgentCommand, AgentEnded};
 use linkwise::nvml::protocol::{FromAgent, Place, ToAgent};
+use linkwise::state::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
 use linkwise::topology::{
     GpuObservation, GpuUuid, NodeObservation, NvLinkObservation, NvLinkRemote, ProbeFailure, TopologyLevel,
 };

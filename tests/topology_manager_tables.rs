@@ -16,14 +16,14 @@ use linkwise::allocation::{
     AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, DeviceId, Value, preferred_allocation,
 };
 use linkwise::demo::numa_nodes;
-use linkwise::inventory::{Event, NumaHints};
 use linkwise::kubelet::Settings;
-use linkwise::kubelet_box::{
-    AdmissionError, Admitted, BoxError, KubeletBox, Options, Place, Pod, Policy, Scope, TopologyManager,
-};
 use linkwise::machines::{self, Machine};
 use linkwise::runtime::{HealthSettings, Node, NodeSettings};
+use linkwise::state::{Event, NumaHints};
 use linkwise::topology::NodeTopology;
+use linkwise_kubelet_box::{
+    AdmissionError, Admitted, BoxError, KubeletBox, Options, Place, Pod, Policy, Scope, TopologyManager,
+};
 
 const GPU: &str = "nvidia.com/gpu";
 const POLICIES: [Policy; 4] = [Policy::None, Policy::BestEffort, Policy::Restricted, Policy::SingleNumaNode];

@@ -1,4 +1,4 @@
-//! The look at this node: device nodes, hook and driver files, joined with the inventory into a [`Description`].
+//! The look at this node: device nodes, hook and driver files, joined with the snapshot into a [`Description`].
 //!
 //! Reads folders and asks for files; changes nothing. It may wait for a disk, so nobody calls it on the path of an admission.
 
@@ -11,7 +11,7 @@ use super::ALL;
 use super::description::{Description, Extra, ExtraFiles, GpuEntry, MigEntry, imex_node};
 use super::driver;
 use super::oddity::Oddity;
-use crate::inventory::{Device, Inventory};
+use crate::state::{Device, NodeState};
 use crate::topology::{GpuUuid, MigDevice, MigUuid, PciAddress};
 
 /// The control device of the driver.
@@ -68,7 +68,7 @@ impl Roots {
 }
 
 /// Looks at the node.
-pub fn look(roots: &Roots, options: &Options, inventory: &Inventory) -> Look {
+pub fn look(roots: &Roots, options: &Options, snapshot: &NodeState) -> Look {
     let mut oddities = Vec::new();
     let loaded = fs::read_to_string(roots.sysfs.join("module/nvidia/version")).ok();
     let loaded = loaded.as_deref().map(str::trim).filter(|version| !version.is_empty());
@@ -79,11 +79,11 @@ pub fn look(roots: &Roots, options: &Options, inventory: &Inventory) -> Look {
         let root = roots.dev_here().display().to_string();
         oddities.push(Oddity::NoControlNode { node: CONTROL_NODE.to_owned(), root });
     }
-    let gpus = gpus(roots, inventory, &mut oddities);
+    let gpus = gpus(roots, snapshot, &mut oddities);
     let description = Description {
         driver_root: roots.driver.display().to_string(),
         dev_root: roots.dev.display().to_string(),
-        migs: migs(inventory, &mut oddities),
+        migs: migs(snapshot, &mut oddities),
         gpus,
         control_nodes,
         driver: files,
@@ -109,9 +109,9 @@ pub fn imex_channels(roots: &Roots, options: &Options) -> Vec<u32> {
 }
 
 /// All GPUs that the kubelet was ever told of. One that is gone stays, for its containers may be started anew.
-fn gpus(roots: &Roots, inventory: &Inventory, oddities: &mut Vec<Oddity>) -> Vec<GpuEntry> {
+fn gpus(roots: &Roots, snapshot: &NodeState, oddities: &mut Vec<Oddity>) -> Vec<GpuEntry> {
     let mut devices: BTreeMap<(PciAddress, &GpuUuid), &Device> = BTreeMap::new();
-    for device in inventory.resources().values().flat_map(BTreeMap::values) {
+    for device in snapshot.resources().values().flat_map(BTreeMap::values) {
         devices.insert((device.gpu.pci, &device.gpu.uuid), device);
     }
     let entry = |device: &&Device| {
@@ -120,7 +120,7 @@ fn gpus(roots: &Roots, inventory: &Inventory, oddities: &mut Vec<Oddity>) -> Vec
             oddities.push(Oddity::NoMinor { uuid: gpu.uuid.clone() });
             return None;
         };
-        let present = inventory.topology().position(&gpu.uuid).is_some();
+        let present = snapshot.topology().position(&gpu.uuid).is_some();
         let dri = if present { dri(roots, gpu.pci) } else { Vec::new() };
         Some(GpuEntry { uuid: gpu.uuid.clone(), index: gpu.index, pci: gpu.pci, minor, present, dri })
     };
@@ -131,10 +131,10 @@ fn gpus(roots: &Roots, inventory: &Inventory, oddities: &mut Vec<Oddity>) -> Vec
 ///
 /// One that is gone does not stay, other than a GPU: its instances' numbers are given to whatever is made next, and with
 /// them its nodes. A container that is started again under the old name would be let into somebody else's device.
-fn migs(inventory: &Inventory, oddities: &mut Vec<Oddity>) -> Vec<MigEntry> {
-    let offered = inventory.resources().values().flat_map(BTreeMap::values).filter_map(|device| device.mig.as_ref());
+fn migs(snapshot: &NodeState, oddities: &mut Vec<Oddity>) -> Vec<MigEntry> {
+    let offered = snapshot.resources().values().flat_map(BTreeMap::values).filter_map(|device| device.mig.as_ref());
     let offered: BTreeSet<&MigUuid> = offered.map(|mig| &mig.uuid).collect();
-    let topology = inventory.topology();
+    let topology = snapshot.topology();
     let entry = |mig: &MigDevice| {
         let gpu = topology.gpus().get(mig.parent)?;
         // A GPU of unknown minor number was told of.

@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 use serde::Serialize;
 
-use crate::inventory::NumaHints;
+use crate::state::NumaHints;
 
 /// `--numa-hints`: which NUMA nodes devices claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]

@@ -2,9 +2,9 @@
 
 use clap::Args;
 
-use crate::inventory::{XidPolicy, XidSet};
+use crate::state::{XidPolicy, XidSet};
 
-/// Which XIDs count; what the lists mean is `inventory`'s.
+/// Which XIDs count; what the lists mean is `snapshot`'s.
 #[derive(Clone, Debug, Default, Args)]
 pub struct XidArgs {
     /// XIDs that shall not make a GPU unhealthy: numbers with commas, or all (see docs/health.md)

@@ -18,12 +18,12 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::commands::{self, print};
 use crate::config::{DemoArgs, LogFormat, ScopeArg, TopologyPolicyArg};
-use crate::inventory::{Event, ResourceName};
 use crate::kubelet;
-use crate::kubelet_box::{BoxError, KubeletBox, NumaNode, Options, Policy, Scope, TopologyManager};
 use crate::machines::Machine;
 use crate::runtime::{self, HealthSettings, Node, NodeSettings};
+use crate::state::{Event, ResourceName};
 use crate::topology::{HostObservation, NodeTopology};
+use linkwise_kubelet_box::{BoxError, KubeletBox, NumaNode, Options, Policy, Scope, TopologyManager};
 use script::Script;
 use style::Style;
 
@@ -59,7 +59,7 @@ pub async fn demo(args: &DemoArgs, machine: Machine, say: &(impl Fn(&str) -> Res
         topology: &topology,
         kubelet: &kubelet,
         events: events.clone(),
-        inventory: node.inventory(),
+        snapshot: node.snapshot(),
         report: node.last_report(),
         resource: ResourceName::gpu(),
         print: say,

@@ -8,10 +8,10 @@ use tokio::sync::{mpsc, watch};
 
 use super::show;
 use crate::allocation::AllocationReport;
-use crate::inventory::{Event, Health, Inventory, ResourceName};
-use crate::kubelet_box::{AdmissionError, KubeletBox, Pod, ResourceState, Restart};
 use crate::machines::Machine;
+use crate::state::{Event, Health, NodeState, ResourceName};
 use crate::topology::{Gpu, NodeTopology};
+use linkwise_kubelet_box::{AdmissionError, KubeletBox, Pod, ResourceState, Restart};
 
 /// The one container of each pod.
 const CONTAINER: &str = "main";
@@ -26,7 +26,7 @@ pub(super) struct Script<'a, P> {
     pub topology: &'a NodeTopology,
     pub kubelet: &'a KubeletBox,
     pub events: mpsc::Sender<Event>,
-    pub inventory: watch::Receiver<Arc<Inventory>>,
+    pub snapshot: watch::Receiver<Arc<NodeState>>,
     pub report: watch::Receiver<Option<Arc<AllocationReport>>>,
     pub resource: ResourceName,
     pub print: &'a P,
@@ -212,14 +212,14 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
 
     /// Who holds what.
     fn show_holders(&self) -> Result<()> {
-        let inventory = Arc::clone(&self.inventory.borrow());
+        let snapshot = Arc::clone(&self.snapshot.borrow());
         let state = self.state();
         let note = |gpu: &Gpu| {
             let holder = state
                 .allocated
                 .iter()
                 .find(|(_, containers)| containers.values().any(|devices| devices.contains(gpu.uuid.as_str())));
-            let device = inventory.devices(&self.resource).find(|(_, device)| device.gpu.uuid == gpu.uuid);
+            let device = snapshot.devices(&self.resource).find(|(_, device)| device.gpu.uuid == gpu.uuid);
             match (device.map(|(_, device)| &device.health), holder) {
                 (Some(Health::Unhealthy { reason, .. }), _) => format!("✗ {reason}"),
                 (_, Some((pod, _))) => format!("● {pod}"),

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::allocation::AllocationReport;
-use crate::kubelet_box::Hint;
 use crate::topology::{Gpu, NodeTopology, NumaNodeId};
+use linkwise_kubelet_box::Hint;
 
 /// A pod that was admitted.
 pub(super) fn pod(

@@ -19,7 +19,7 @@ use tonic::transport::server::Connected;
 
 use super::callers::{Callers, Peer};
 use super::{Observer, Occurrence};
-use crate::inventory::ResourceName;
+use crate::state::ResourceName;
 
 /// The pause after an accept that failed: file descriptors may be out for a while.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);

@@ -4,16 +4,16 @@ use tonic::Status;
 
 use super::handover::{Answer, HandoverError};
 use crate::allocation::{AllocationRequest, DeviceId, PreferredAllocation};
-use crate::inventory::{AllocateError, Health, Inventory, ResourceName};
-use crate::proto::v1beta1 as wire;
+use crate::state::{AllocateError, Health, NodeState, ResourceName};
+use linkwise_kubelet_api::v1beta1 as wire;
 
 pub(super) fn options() -> wire::DevicePluginOptions {
     wire::DevicePluginOptions { pre_start_required: false, get_preferred_allocation_available: true }
 }
 
 /// The whole list of a resource, as ListAndWatch sends it.
-pub(super) fn device_list(inventory: &Inventory, resource: &ResourceName) -> wire::ListAndWatchResponse {
-    let devices = inventory.devices(resource).map(|(id, device)| {
+pub(super) fn device_list(snapshot: &NodeState, resource: &ResourceName) -> wire::ListAndWatchResponse {
+    let devices = snapshot.devices(resource).map(|(id, device)| {
         let nodes: Vec<_> = device.numa_nodes.iter().map(|numa| wire::NumaNode { id: i64::from(numa.0) }).collect();
         let health = if device.health == Health::Healthy { wire::HEALTHY } else { wire::UNHEALTHY };
         wire::Device {
@@ -22,7 +22,7 @@ pub(super) fn device_list(inventory: &Inventory, resource: &ResourceName) -> wir
             topology: (!nodes.is_empty()).then_some(wire::TopologyInfo { nodes }),
         }
     });
-    let absent = inventory.absent(resource).map(|(id, _)| wire::Device {
+    let absent = snapshot.absent(resource).map(|(id, _)| wire::Device {
         id: id.as_str().to_owned(),
         health: wire::UNHEALTHY.to_owned(),
         topology: None,

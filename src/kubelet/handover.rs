@@ -13,7 +13,7 @@ use thiserror::Error;
 use tokio::sync::watch;
 
 use super::nics::RdmaNodes;
-use crate::inventory::{Device, Inventory, ResourceName};
+use crate::state::{Device, NodeState, ResourceName};
 
 /// The variable by which NVIDIA's container runtime knows which GPUs to hand in.
 const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
@@ -177,7 +177,7 @@ impl Handover {
     pub(super) fn answer(
         &self,
         resource: &ResourceName,
-        inventory: &Inventory,
+        snapshot: &NodeState,
         devices: &[&Device],
     ) -> Result<Answer, HandoverError> {
         let around = Arc::clone(&self.surroundings.borrow());
@@ -186,13 +186,13 @@ impl Handover {
         devices.dedup_by_key(|device| device.uuid());
         let mut answer = self.gpus(resource, &devices, &around)?;
         // Whatever the way: no runtime knows of MPS.
-        if inventory.mps_shares().contains_key(resource) && devices.iter().any(|device| device.slot.is_some()) {
+        if snapshot.mps_shares().contains_key(resource) && devices.iter().any(|device| device.slot.is_some()) {
             let MpsClient { variables, mounts } = (self.mps.grant)(&self.mps.root, resource);
             answer.variables.extend(variables);
             answer.mounts.extend(mounts);
         }
         if let Some(rdma) = &around.rdma {
-            rdma.answer(inventory.topology(), &devices, &mut answer);
+            rdma.answer(snapshot.topology(), &devices, &mut answer);
         }
         if let Some(folder) = &self.nccl_topology {
             // The folder, not the file: a container that runs sees what is moved to the file's place later.
@@ -301,19 +301,19 @@ fn annotation(resource: &ResourceName) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::inventory::{Event, Inventory};
+    use crate::state::{Event, NodeState};
     use crate::topology::{HostObservation, NodeObservation};
 
-    fn inventory(minor: &str) -> Inventory {
+    fn snapshot(minor: &str) -> NodeState {
         let gpu = format!("[{{index: 4, uuid: GPU-a, pci: '0000:01:00.0'{minor}}}]");
         let gpus = serde_saphyr::from_str(&gpu).unwrap();
         let observed = NodeObservation { gpus, host: HostObservation::default(), failures: vec![] };
-        Inventory::default().apply(Event::Observed(Box::new(observed)), std::time::Duration::ZERO).0
+        NodeState::default().apply(Event::Observed(Box::new(observed)), std::time::Duration::ZERO).0
     }
 
-    fn answer(handover: &Handover, inventory: &Inventory) -> Result<Answer, HandoverError> {
-        let devices: Vec<&Device> = inventory.devices(&ResourceName::gpu()).map(|(_, device)| device).collect();
-        handover.answer(&ResourceName::gpu(), inventory, &devices)
+    fn answer(handover: &Handover, snapshot: &NodeState) -> Result<Answer, HandoverError> {
+        let devices: Vec<&Device> = snapshot.devices(&ResourceName::gpu()).map(|(_, device)| device).collect();
+        handover.answer(&ResourceName::gpu(), snapshot, &devices)
     }
 
     fn around(surroundings: Surroundings) -> watch::Receiver<Arc<Surroundings>> {
@@ -333,7 +333,7 @@ mod tests {
         };
         let variables = BTreeMap::from([("NVIDIA_GDS".to_owned(), "enabled".to_owned())]);
         let base = Handover { surroundings: around(surroundings), variables, ..Handover::default() };
-        let got = answer(&base, &inventory("")).unwrap();
+        let got = answer(&base, &snapshot("")).unwrap();
         let variables = [("NVIDIA_GDS", "enabled"), (IMEX_CHANNELS, "0,3"), (VISIBLE_DEVICES, "GPU-a")];
         let texts = |pairs: &[(&str, &str)]| {
             pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect::<BTreeMap<_, _>>()
@@ -341,13 +341,13 @@ mod tests {
         assert_eq!(got, Answer { variables: texts(&variables), ..Answer::default() });
 
         let mounts = Handover { envvar: false, volume_mounts: true, ids: DeviceIds::Index, ..base.clone() };
-        let got = answer(&mounts, &inventory("")).unwrap();
+        let got = answer(&mounts, &snapshot("")).unwrap();
         assert_eq!(got.variables, texts(&[("NVIDIA_GDS", "enabled"), (VISIBLE_DEVICES, MOUNTS_FOLDER)]));
         let mount = |name: &str| (NOTHING.to_owned(), format!("{MOUNTS_FOLDER}/{name}"));
         assert_eq!(got.mounts, [mount("4"), mount("imex/0"), mount("imex/3")]);
 
         let cdi = Handover { envvar: false, cdi: Some(cdi()), ..base };
-        let got = answer(&cdi, &inventory(", minor: 0")).unwrap();
+        let got = answer(&cdi, &snapshot(", minor: 0")).unwrap();
         assert_eq!(got.cdi, ["vendor/gpu=GPU-a", "vendor/imex-channel=0", "vendor/gds=all"]);
         assert_eq!(got.annotations["nvidia-device-plugin_nvidia.com_gpu"], got.cdi.join(","));
         assert_eq!((got.variables.len(), got.mounts.len()), (0, 0));
@@ -355,14 +355,14 @@ mod tests {
 
     #[test]
     fn a_gpu_without_a_node_is_refused_where_the_node_is_what_is_given() {
-        let without = inventory("");
+        let without = snapshot("");
         let by_name = Handover::default();
         assert!(answer(&by_name, &without).is_ok());
         for handover in [
             Handover { device_nodes: true, ..by_name.clone() },
             Handover { envvar: false, cdi: Some(cdi()), ..by_name.clone() },
         ] {
-            assert!(answer(&handover, &inventory(", minor: 0")).is_ok());
+            assert!(answer(&handover, &snapshot(", minor: 0")).is_ok());
             let refusal = answer(&handover, &without).unwrap_err().to_string();
             assert_eq!(refusal, "the minor number of GPU-a is unknown: no device node to pass");
         }

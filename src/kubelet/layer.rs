@@ -12,7 +12,7 @@ use tonic::Code;
 use tower::{Layer, Service};
 
 use super::{Observer, Occurrence};
-use crate::inventory::ResourceName;
+use crate::state::ResourceName;
 
 /// Observes the RPCs of the server it is laid around.
 #[derive(Clone)]

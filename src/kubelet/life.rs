@@ -19,7 +19,7 @@ use super::machine::{Action, Cause, Input, Limits, Listing, Machine, Moment};
 use super::session::{BindError, Happened, Held, Session, held};
 use super::socket::{Changes, identify};
 use super::{Occurrence, Phase, Settings, Sources, chain, pod_resources, register};
-use crate::inventory::ResourceName;
+use crate::state::ResourceName;
 
 /// How long open connections may take to close when a session ends; SIGTERM has to be done within a second.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
@@ -217,9 +217,9 @@ impl Life {
             }
             Action::Ask => {
                 let (resource, settings) = (resource.clone(), Arc::clone(settings));
-                let inventory = sources.inventory.clone();
+                let snapshot = sources.snapshot.clone();
                 self.asking = Some(Box::pin(async move {
-                    pod_resources::listing(settings.pod_resources_socket.as_deref(), &inventory, &resource).await
+                    pod_resources::listing(settings.pod_resources_socket.as_deref(), &snapshot, &resource).await
                 }));
             }
             Action::End => {

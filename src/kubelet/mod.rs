@@ -4,7 +4,7 @@
 //! [`Plugin`] for each resource and owns the task that runs it; this module starts no task. Wire
 //! types stop at `convert.rs` and the files that speak them: `service.rs`, `register.rs`, `pod_resources.rs`. What to do
 //! next is `machine`'s to say, `life` does it (docs/life-cycle.md); how a container gets its GPUs is `handover`'s.
-//! The path of an admission reads one inventory snapshot: no NVML, no lock held by a probe, no disk.
+//! The path of an admission reads one snapshot snapshot: no NVML, no lock held by a probe, no disk.
 
 mod callers;
 mod connection;
@@ -29,7 +29,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 use crate::allocation::AllocationReport;
-use crate::inventory::{Inventory, ResourceName};
+use crate::state::{NodeState, ResourceName};
 
 pub use callers::Callers;
 pub use handover::{CdiNames, DeviceIds, Handover, MpsClient, MpsClients, NCCL_FILE, Surroundings};
@@ -165,8 +165,8 @@ pub type Observer = Arc<dyn Fn(&ResourceName, Occurrence) + Send + Sync>;
 /// What all servers of one node follow.
 #[derive(Clone)]
 pub struct Sources {
-    /// The current inventory.
-    pub inventory: watch::Receiver<Arc<Inventory>>,
+    /// The current snapshot.
+    pub snapshot: watch::Receiver<Arc<NodeState>>,
     /// Where occurrences go.
     pub observer: Observer,
 }

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::handover::Answer;
-use crate::inventory::Device;
+use crate::state::Device;
 use crate::topology::NodeTopology;
 
 /// The variable in which a container finds the names of its NICs, as the kernel has them: `mlx5_0,mlx5_1`. Fit for NCCL_IB_HCA.
@@ -45,8 +45,8 @@ impl RdmaNodes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::inventory::{Event, Inventory, ResourceName};
     use crate::machines;
+    use crate::state::{Event, NodeState, ResourceName};
 
     fn rdma() -> RdmaNodes {
         let node = |n: usize| (format!("mlx5_{n}"), format!("/dev/infiniband/uverbs{n}"));
@@ -56,11 +56,11 @@ mod tests {
     /// What a container gets with these GPUs, by index, of a built-in machine: its NICs and its nodes.
     fn answer(machine: &str, gpus: &[u32]) -> (String, Vec<String>) {
         let observed = machines::load(machine).unwrap().observed;
-        let inventory = Inventory::default().apply(Event::Observed(Box::new(observed)), std::time::Duration::ZERO).0;
-        let devices = inventory.devices(&ResourceName::gpu()).map(|(_, device)| device);
+        let snapshot = NodeState::default().apply(Event::Observed(Box::new(observed)), std::time::Duration::ZERO).0;
+        let devices = snapshot.devices(&ResourceName::gpu()).map(|(_, device)| device);
         let devices: Vec<&Device> = devices.filter(|device| gpus.contains(&device.gpu.index)).collect();
         let mut answer = Answer::default();
-        rdma().answer(inventory.topology(), &devices, &mut answer);
+        rdma().answer(snapshot.topology(), &devices, &mut answer);
         assert!(answer.nodes.iter().all(|(host, container)| host == container));
         (answer.variables[NICS].clone(), answer.nodes.into_iter().map(|(host, _)| host).collect())
     }

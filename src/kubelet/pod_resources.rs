@@ -17,8 +17,8 @@ use tonic::transport::Channel;
 use super::machine::Listing;
 use super::register::connect;
 use crate::allocation::DeviceId;
-use crate::inventory::{Health, Inventory, ResourceName};
-use crate::proto::podresources as wire;
+use crate::state::{Health, NodeState, ResourceName};
+use linkwise_kubelet_api::podresources as wire;
 use wire::pod_resources_lister_client::PodResourcesListerClient;
 
 /// How long one answer may take.
@@ -134,7 +134,7 @@ pub async fn follow_holders(
 /// plugins only: where we have none that is healthy, none is missing.
 pub(super) async fn listing(
     socket: Option<&Path>,
-    inventory: &watch::Receiver<Arc<Inventory>>,
+    snapshot: &watch::Receiver<Arc<NodeState>>,
     resource: &ResourceName,
 ) -> Listing {
     let Some(socket) = socket else { return Listing::Unknown };
@@ -143,8 +143,8 @@ pub(super) async fn listing(
         Ok(devices(answer.into_inner().devices))
     });
     let Ok(listed) = listed.await else { return Listing::Unknown };
-    let inventory = Arc::clone(&inventory.borrow());
-    let healthy = inventory.devices(resource).filter(|(_, device)| device.health == Health::Healthy);
+    let snapshot = Arc::clone(&snapshot.borrow());
+    let healthy = snapshot.devices(resource).filter(|(_, device)| device.health == Health::Healthy);
     let mut healthy = healthy.map(|(id, _)| (resource.as_str().to_owned(), id.as_str().to_owned()));
     if healthy.all(|device| listed.contains(&device)) { Listing::Listed } else { Listing::Missing }
 }

@@ -8,8 +8,8 @@ use thiserror::Error;
 use tokio::net::UnixStream;
 use tonic::transport::Endpoint;
 
-use crate::proto::v1beta1 as wire;
-use crate::proto::v1beta1::device_plugin_client::DevicePluginClient;
+use linkwise_kubelet_api::v1beta1 as wire;
+use linkwise_kubelet_api::v1beta1::device_plugin_client::DevicePluginClient;
 
 /// Why no device plugin was found on a socket.
 #[derive(Debug, Error)]

@@ -11,9 +11,9 @@ use tonic::transport::{Channel, Endpoint};
 
 use super::callers::Peer;
 use super::convert;
-use crate::inventory::ResourceName;
-use crate::proto::v1beta1 as wire;
-use crate::proto::v1beta1::registration_client::RegistrationClient;
+use crate::state::ResourceName;
+use linkwise_kubelet_api::v1beta1 as wire;
+use linkwise_kubelet_api::v1beta1::registration_client::RegistrationClient;
 
 /// Why the kubelet does not know us.
 #[derive(Debug, Error)]

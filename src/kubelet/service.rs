@@ -12,9 +12,9 @@ use tonic::{Request, Response, Status};
 use super::callers::Peer;
 use super::offers::Offers;
 use super::{Occurrence, Settings, Sources, convert};
-use crate::inventory::{Inventory, ResourceName};
-use crate::proto::v1beta1 as wire;
-use crate::proto::v1beta1::device_plugin_server::DevicePlugin;
+use crate::state::{NodeState, ResourceName};
+use linkwise_kubelet_api::v1beta1 as wire;
+use linkwise_kubelet_api::v1beta1::device_plugin_server::DevicePlugin;
 
 /// The service of one resource for one session with the kubelet.
 pub(super) struct Service {
@@ -32,8 +32,8 @@ pub(super) struct Service {
 }
 
 impl Service {
-    fn inventory(&self) -> Arc<Inventory> {
-        Arc::clone(&self.sources.inventory.borrow())
+    fn snapshot(&self) -> Arc<NodeState> {
+        Arc::clone(&self.sources.snapshot.borrow())
     }
 
     fn offers(&self) -> std::sync::MutexGuard<'_, Offers> {
@@ -70,17 +70,17 @@ impl DevicePlugin for Service {
     ) -> Result<Response<Self::ListAndWatchStream>, Status> {
         let resource = self.resource.clone();
         let open = self.is_kubelet(&request).then(|| OpenStream::new(self.streams.clone()));
-        let state = (self.sources.inventory.clone(), None, open);
-        let lists = stream::unfold(state, move |(mut inventory, mut last, open)| {
+        let state = (self.sources.snapshot.clone(), None, open);
+        let lists = stream::unfold(state, move |(mut snapshot, mut last, open)| {
             let resource = resource.clone();
             async move {
                 loop {
-                    let list = convert::device_list(&inventory.borrow_and_update(), &resource);
+                    let list = convert::device_list(&snapshot.borrow_and_update(), &resource);
                     if last.as_ref() != Some(&list) {
                         last = Some(list.clone());
-                        return Some((Ok(list), (inventory, last, open)));
+                        return Some((Ok(list), (snapshot, last, open)));
                     }
-                    inventory.changed().await.ok()?;
+                    snapshot.changed().await.ok()?;
                 }
             }
         });
@@ -91,14 +91,14 @@ impl DevicePlugin for Service {
         &self,
         request: Request<wire::PreferredAllocationRequest>,
     ) -> Result<Response<wire::PreferredAllocationResponse>, Status> {
-        let inventory = self.inventory();
+        let snapshot = self.snapshot();
         let containers = request.into_inner().container_requests.into_iter();
         let answers = containers.map(|container| {
             let question = convert::request(container);
             let start = Instant::now();
-            let (answer, report) = inventory.preferred(&self.resource, &question);
+            let (answer, report) = snapshot.preferred(&self.resource, &question);
             let elapsed = start.elapsed();
-            let narrowed = self.offers().narrowed(&question, |id| inventory.is_healthy(&self.resource, id));
+            let narrowed = self.offers().narrowed(&question, |id| snapshot.is_healthy(&self.resource, id));
             self.observe(Occurrence::Chosen { report: Arc::new(report), elapsed, narrowed });
             convert::preferred(answer)
         });
@@ -109,14 +109,14 @@ impl DevicePlugin for Service {
         &self,
         request: Request<wire::AllocateRequest>,
     ) -> Result<Response<wire::AllocateResponse>, Status> {
-        let inventory = self.inventory();
+        let snapshot = self.snapshot();
         let mut container_responses = Vec::new();
         for container in request.into_inner().container_requests {
             let ids = convert::ids(container.devices_ids);
             self.offers().allocated(&ids);
-            let granted = inventory.allocate(&self.resource, &ids).map_err(|error| convert::refusal(&error));
+            let granted = snapshot.allocate(&self.resource, &ids).map_err(|error| convert::refusal(&error));
             let answer = granted.and_then(|devices| {
-                let answer = self.settings.handover.answer(&self.resource, &inventory, &devices);
+                let answer = self.settings.handover.answer(&self.resource, &snapshot, &devices);
                 answer.map(convert::container).map_err(|error| convert::not_handed_over(&error))
             });
             let told = ids.iter().map(|id| id.as_str().to_owned()).collect();

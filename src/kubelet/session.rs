@@ -18,8 +18,8 @@ use super::layer::Observe;
 use super::service::Service;
 use super::socket::{OwnSocket, remove_dead};
 use super::{Settings, Sources};
-use crate::inventory::ResourceName;
-use crate::proto::v1beta1::device_plugin_server::DevicePluginServer;
+use crate::state::ResourceName;
+use linkwise_kubelet_api::v1beta1::device_plugin_server::DevicePluginServer;
 
 /// The longest path that a Unix socket can have, in bytes: sun_path of unix(7) less its closing zero.
 const LONGEST_PATH: usize = 107;
@@ -188,10 +188,10 @@ mod tests {
     #[tokio::test]
     async fn a_session_is_closed_when_its_last_connection_is_whatever_the_server_says() {
         let machine = crate::machines::load("dgx1-v100").unwrap();
-        let seen = crate::inventory::Event::Observed(Box::new(machine.observed));
-        let (inventory, _) = crate::inventory::Inventory::default().apply(seen, std::time::Duration::ZERO);
-        let inventory = watch::Sender::new(Arc::new(inventory));
-        let sources = Sources { inventory: inventory.subscribe(), observer: Arc::new(|_, _| {}) };
+        let seen = crate::state::Event::Observed(Box::new(machine.observed));
+        let (snapshot, _) = crate::state::NodeState::default().apply(seen, std::time::Duration::ZERO);
+        let snapshot = watch::Sender::new(Arc::new(snapshot));
+        let sources = Sources { snapshot: snapshot.subscribe(), observer: Arc::new(|_, _| {}) };
         let folder = tempfile::tempdir().unwrap();
         let settings = Arc::new(Settings::new(folder.path().join("kubelet.sock")));
         let mut session = Session::begin(ResourceName::gpu(), settings, sources, 7).await.unwrap();

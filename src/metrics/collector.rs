@@ -1,4 +1,4 @@
-//! Series that mirror the inventory, read at scrape.
+//! Series that mirror the snapshot, read at scrape.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,12 +10,12 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::gauge::ConstGauge;
 use tokio::sync::watch;
 
-use crate::inventory::{Device, Health, Inventory};
+use crate::state::{Device, Health, NodeState};
 use crate::topology::{GpuUuid, PciAddress};
 
-/// Reads the current inventory at each scrape.
+/// Reads the current snapshot at each scrape.
 pub(super) struct State {
-    pub inventory: watch::Receiver<Arc<Inventory>>,
+    pub snapshot: watch::Receiver<Arc<NodeState>>,
 }
 
 impl fmt::Debug for State {
@@ -46,10 +46,10 @@ fn gauge(
 
 impl Collector for State {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let inventory = Arc::clone(&self.inventory.borrow());
+        let snapshot = Arc::clone(&self.snapshot.borrow());
         // A GPU may be many devices: slots, MIG devices. The healthiest stands for it.
         let mut gpus: BTreeMap<(&PciAddress, &GpuUuid), &Device> = BTreeMap::new();
-        for device in inventory.resources().values().flat_map(BTreeMap::values) {
+        for device in snapshot.resources().values().flat_map(BTreeMap::values) {
             let of_gpu = gpus.entry((&device.gpu.pci, &device.gpu.uuid)).or_insert(device);
             if device.health == Health::Healthy {
                 *of_gpu = device;
@@ -84,7 +84,7 @@ impl Collector for State {
                 Health::Unhealthy { reason, since } => Some((reason, *since)),
                 Health::Healthy => None,
             };
-            for (reason, since) in inventory.standing(&device.gpu.uuid).chain(first) {
+            for (reason, since) in snapshot.standing(&device.gpu.uuid).chain(first) {
                 let since = i64::try_from(since.as_secs()).unwrap_or(i64::MAX);
                 let series = reasons.entry((device.gpu.uuid.to_string(), reason.label())).or_insert(since);
                 *series = since.min(*series);
@@ -97,7 +97,7 @@ impl Collector for State {
         gauge(&mut encoder, "gpu_unhealthy_since_seconds", help, reasons)?;
 
         let mut counts: BTreeMap<(String, &'static str), i64> = BTreeMap::new();
-        for (resource, devices) in inventory.resources() {
+        for (resource, devices) in snapshot.resources() {
             for health in ["healthy", "unhealthy"] {
                 counts.entry((resource.to_string(), health)).or_default();
             }
@@ -105,7 +105,7 @@ impl Collector for State {
                 let health = if device.health == Health::Healthy { "healthy" } else { "unhealthy" };
                 *counts.entry((resource.to_string(), health)).or_default() += 1;
             }
-            let absent = i64::try_from(inventory.absent(resource).count()).unwrap_or(i64::MAX);
+            let absent = i64::try_from(snapshot.absent(resource).count()).unwrap_or(i64::MAX);
             *counts.entry((resource.to_string(), "unhealthy")).or_default() += absent;
         }
         let devices = counts
@@ -113,7 +113,7 @@ impl Collector for State {
             .map(|((resource, health), count)| (vec![("resource", resource), ("health", health.to_owned())], count));
         gauge(&mut encoder, "devices", "Devices on the kubelet's list, by resource and health", devices)?;
 
-        let warnings = i64::try_from(inventory.warnings().len()).unwrap_or(i64::MAX);
+        let warnings = i64::try_from(snapshot.warnings().len()).unwrap_or(i64::MAX);
         gauge(
             &mut encoder,
             "topology_warnings",

@@ -22,7 +22,7 @@ use prometheus_client::registry::{Registry, Unit};
 use tokio::sync::watch;
 
 use crate::allocation::AllocationReport;
-use crate::inventory::{Inventory, ResourceName};
+use crate::state::{NodeState, ResourceName};
 use crate::topology::GpuUuid;
 
 /// The content type of what [`Metrics::encode`] writes; as text/plain Prometheus refuses it.
@@ -33,7 +33,7 @@ const CHOICE_BUCKETS: [f64; 8] = [1e-6, 4e-6, 16e-6, 64e-6, 256e-6, 1e-3, 4e-3, 
 /// Bounds of the RPCs' histogram, in seconds.
 const RPC_BUCKETS: [f64; 8] = [64e-6, 256e-6, 1e-3, 4e-3, 16e-3, 64e-3, 256e-3, 1.0];
 
-/// XIDs with a series of their own, for each GPU. The driver's numbers are small ones (the highest that `inventory` knows is
+/// XIDs with a series of their own, for each GPU. The driver's numbers are small ones (the highest that `snapshot` knows is
 /// 158, nverror.h counts up from 1); a library gone mad has no end of others, and these share a series.
 const XIDS: RangeInclusive<u64> = 1..=255;
 /// The methods of the device plugin API. A path comes from its caller: what is none of them has a common series.
@@ -127,8 +127,8 @@ impl fmt::Debug for Metrics {
 }
 
 impl Metrics {
-    /// Metrics of a process of version `version` that follows `inventory`.
-    pub fn new(version: &'static str, inventory: watch::Receiver<Arc<Inventory>>) -> Self {
+    /// Metrics of a process of version `version` that follows `snapshot`.
+    pub fn new(version: &'static str, snapshot: watch::Receiver<Arc<NodeState>>) -> Self {
         let mut registry = Registry::with_prefix("linkwise");
         let metrics = Self {
             choices: Family::default(),
@@ -260,7 +260,7 @@ impl Metrics {
             "Failures to hear the driver's events: a wait for them, a registration, an event without a name",
             metrics.event_failures.clone(),
         );
-        registry.register_collector(Box::new(collector::State { inventory }));
+        registry.register_collector(Box::new(collector::State { snapshot }));
         Self { registry, ..metrics }
     }
 

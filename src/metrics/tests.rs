@@ -1,24 +1,24 @@
 //! The golden test: names, types, help and labels are an interface.
 
 use super::*;
-use crate::inventory::Event;
+use crate::state::Event;
 use crate::topology::{GpuObservation, HostObservation, NodeObservation};
 
-fn node() -> Inventory {
+fn node() -> NodeState {
     let gpu: GpuObservation = serde_saphyr::from_str(
         "{index: 0, uuid: GPU-a, pci: '0000:01:00.0', model: \"A \\\"quoted\\\" GPU\", numa: 1}",
     )
     .unwrap();
     let other = GpuObservation { index: 1, uuid: "GPU-b".parse().unwrap(), numa: None, model: None, ..gpu.clone() };
     let observed = NodeObservation { gpus: vec![gpu, other], host: HostObservation::default(), failures: vec![] };
-    let (inventory, _) = Inventory::default().apply(Event::Observed(Box::new(observed)), Duration::ZERO);
+    let (snapshot, _) = NodeState::default().apply(Event::Observed(Box::new(observed)), Duration::ZERO);
     let xid = Event::Xid { gpu: "GPU-b".parse().unwrap(), code: 79, instance: None };
-    inventory.apply(xid, Duration::from_secs(1_700_000_000)).0
+    snapshot.apply(xid, Duration::from_secs(1_700_000_000)).0
 }
 
-fn metrics() -> (Metrics, watch::Sender<Arc<Inventory>>) {
-    let (sender, inventory) = watch::channel(Arc::new(node()));
-    (Metrics::new("1.2.3", inventory), sender)
+fn metrics() -> (Metrics, watch::Sender<Arc<NodeState>>) {
+    let (sender, snapshot) = watch::channel(Arc::new(node()));
+    (Metrics::new("1.2.3", snapshot), sender)
 }
 
 /// The series of each metric in alphabetical order: the library writes them in a random one.
@@ -48,10 +48,10 @@ fn everything() -> String {
     metrics.rpc(&resource, "Allocate", "OK", Duration::from_micros(300));
     metrics.rpc(&resource, "ListAndWatch", "CANCELLED", Duration::from_secs(9));
     metrics.rpc(&resource, "Anything", "UNIMPLEMENTED", Duration::from_micros(1));
-    let inventory = sender.borrow().clone();
+    let snapshot = sender.borrow().clone();
     let request = crate::allocation::AllocationRequest::default();
     let (_, report) = crate::allocation::preferred_allocation(
-        inventory.tables(),
+        snapshot.tables(),
         &request,
         crate::allocation::AllocationPolicy::BestEffort,
     );

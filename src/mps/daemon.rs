@@ -20,7 +20,7 @@ use tokio::time::{Instant, sleep, timeout};
 use super::control::{Control, ControlError, is_memory, is_percentage};
 use super::layout::Layout;
 use super::limits::Limits;
-use crate::inventory::ResourceName;
+use crate::state::ResourceName;
 use crate::topology::GpuUuid;
 
 /// Answered by every driver that knows MPS limits, and changes nothing.

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use super::layout::{CONTAINER_ROOT, Layout};
-use crate::inventory::ResourceName;
+use crate::state::ResourceName;
 
 /// By which the CUDA libraries find the control daemon.
 const PIPE_DIRECTORY: &str = "CUDA_MPS_PIPE_DIRECTORY";

@@ -5,7 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::inventory::ResourceName;
+use crate::state::ResourceName;
 
 /// Where the MPS root is in the containers of the daemon, of the plugin and of the pods.
 pub const CONTAINER_ROOT: &str = "/mps";

@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::inventory::MpsShare;
+use crate::state::MpsShare;
 use crate::topology::GpuUuid;
 
 /// What each client may take, and of which GPUs. Two that are equal promise the same to the pods.
@@ -66,7 +66,7 @@ impl Limits {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::inventory::MpsGpu;
+    use crate::state::MpsGpu;
 
     fn gpu(index: u32) -> MpsGpu {
         MpsGpu { uuid: format!("GPU-{index}").parse().unwrap(), index, memory_mib: Some(40_960) }

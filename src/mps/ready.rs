@@ -8,7 +8,7 @@ use std::fmt;
 use super::layout::Layout;
 use super::limits::Limits;
 use super::marker::{self, Said};
-use crate::inventory::ResourceName;
+use crate::state::ResourceName;
 
 /// Whether a resource that is shared by MPS may be offered.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use super::daemon::{Daemon, Settings, StartError};
 use super::limits::Limits;
 use super::marker::Marker;
-use crate::inventory::ResourceName;
+use crate::state::ResourceName;
 
 /// What happened to the control daemon of a resource.
 #[derive(Clone, Debug)]

@@ -7,7 +7,7 @@
 //! it is made. Only the child ever loads the library.
 //!
 //! Called by the composition roots: `child` by the runtime, `agent` by `main`. Nothing here
-//! decides what a fact means; that is for `topology` and `inventory`.
+//! decides what a fact means; that is for `topology` and `snapshot`.
 
 pub mod agent;
 mod call;

@@ -16,7 +16,7 @@ use super::links::STATE;
 use super::mig;
 use super::probe::{FABRIC, Gpu};
 use super::raw::{self, Fabric};
-use crate::inventory::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
+use crate::state::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
 use crate::topology::MigUuid;
 
 /// The call that has to reach the GPU: memory and names are answered from a cache, a temperature is read.

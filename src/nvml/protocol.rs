@@ -11,7 +11,7 @@ use std::str::FromStr;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::inventory::{HealthPoll, Reach};
+use crate::state::{HealthPoll, Reach};
 use crate::topology::{GpuObservation, GpuUuid, ProbeFailure};
 
 /// The longest line, in bytes, that either side accepts. Sixteen GPUs with all that can be said
@@ -239,7 +239,7 @@ impl<M: DeserializeOwned> Incoming<M> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::inventory::{FabricHealth, Reach, RecoveryAction, RowRemapping};
+    use crate::state::{FabricHealth, Reach, RecoveryAction, RowRemapping};
     use crate::topology::{FabricObservation, NvLinkObservation, NvLinkRemote, PcieLink, TopologyLevel};
 
     fn every_message() -> Vec<FromAgent> {

@@ -20,7 +20,7 @@ use super::poll::{self, Polled, Silence, unreached};
 use super::probe::{self, COUNT, Findings, Gpu, HANDLE, Listed, required};
 use super::protocol::{FromAgent, Missing, Place, ToAgent};
 use super::raw;
-use crate::inventory::HealthPoll;
+use crate::state::HealthPoll;
 use crate::topology::{GpuUuid, MigUuid, ProbeFailure};
 
 /// The least time from a round to one that an event brings.

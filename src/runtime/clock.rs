@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use tokio::time::Instant;
 
-use crate::inventory::Timestamp;
+use crate::state::Timestamp;
 
 /// Wall time as of the start, and what has passed since by a monotonic clock.
 #[derive(Clone, Copy, Debug)]

@@ -11,8 +11,8 @@ use tokio_util::sync::CancellationToken;
 use crate::config::file::{Finding, Weight};
 use crate::config::settings::{ConfigError, Loaded, load};
 use crate::config::{Environment, FileWatch, Flags, Settings};
-use crate::inventory::Event;
 use crate::metrics::Metrics;
+use crate::state::Event;
 
 /// The keys that count at once while linkwise runs; the others count at its next start.
 const AT_ONCE: &[&str] = &[

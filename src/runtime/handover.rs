@@ -1,7 +1,7 @@
 //! Keeps up to date what containers are handed: CDI specs, the device nodes that an answer to Allocate names, NCCL's
 //! topology file.
 //!
-//! One task follows the inventory, looks at the node off the path of an admission, writes what changed and publishes the
+//! One task follows the snapshot, looks at the node off the path of an admission, writes what changed and publishes the
 //! nodes. What goes wrong later than at the start leaves the last good state as it is.
 
 use std::collections::BTreeSet;
@@ -19,13 +19,13 @@ use crate::cdi;
 use crate::config::Settings;
 use crate::config::settings::{DeviceIdStrategy, DeviceListStrategy};
 use crate::hwloc;
-use crate::inventory::{Inventory, ResourceName};
 use crate::kubelet::{CdiNames, DeviceIds, Handover, MpsClient, MpsClients, RdmaNodes, Surroundings};
 use crate::metrics::Metrics;
 use crate::mps;
+use crate::state::{NodeState, ResourceName};
 use crate::topology::NodeObservation;
 
-/// How often the node is looked at where the inventory does not change: /dev/nvidia-uvm comes with its first use, and a
+/// How often the node is looked at where the snapshot does not change: /dev/nvidia-uvm comes with its first use, and a
 /// folder of specs may be emptied. As often as NVML is polled.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
@@ -150,18 +150,18 @@ impl Upkeep {
     /// Lives until `shutdown`; fails where the first specs cannot be written.
     pub async fn run(
         self,
-        inventory: watch::Receiver<Arc<Inventory>>,
+        snapshot: watch::Receiver<Arc<NodeState>>,
         metrics: Arc<Metrics>,
         shutdown: CancellationToken,
     ) -> Result<()> {
-        shutdown.run_until_cancelled(self.live(inventory, &metrics)).await.unwrap_or(Ok(()))
+        shutdown.run_until_cancelled(self.live(snapshot, &metrics)).await.unwrap_or(Ok(()))
     }
 
-    async fn live(&self, mut inventory: watch::Receiver<Arc<Inventory>>, metrics: &Metrics) -> Result<()> {
+    async fn live(&self, mut snapshot: watch::Receiver<Arc<NodeState>>, metrics: &Metrics) -> Result<()> {
         let mut told = BTreeSet::new();
         let mut failing = None;
         loop {
-            let current = Arc::clone(&inventory.borrow_and_update());
+            let current = Arc::clone(&snapshot.borrow_and_update());
             let some = !current.resources().is_empty();
             let sight = Arc::clone(&self.sight);
             // Files of a device or disk in trouble may not answer, and would hold a thread that admissions need.
@@ -204,7 +204,7 @@ impl Upkeep {
                 self.ready.send_if_modified(|ready| !std::mem::replace(ready, *ready || some) && some);
             }
             tokio::select! {
-                changed = inventory.changed() => if changed.is_err() { return Ok(()) },
+                changed = snapshot.changed() => if changed.is_err() { return Ok(()) },
                 () = tokio::time::sleep(LOOK_AGAIN) => {}
             }
         }
@@ -227,15 +227,15 @@ impl Sight {
     }
 
     /// Looks, and writes what is new. On a node without GPUs there is nothing to write, and nothing odd.
-    fn round(&self, inventory: &Inventory) -> Round {
+    fn round(&self, snapshot: &NodeState) -> Round {
         let surroundings = self.surroundings();
         let mut round = Round { surroundings, oddities: Vec::new(), written: Vec::new(), error: None, nccl: None };
-        if inventory.resources().is_empty() {
+        if snapshot.resources().is_empty() {
             return round;
         }
         round.nccl = self.nccl.as_ref().map(TopologyFile::write);
         let Some(folder) = self.folder.as_deref() else { return round };
-        let look = cdi::look(&self.roots, &self.options, inventory);
+        let look = cdi::look(&self.roots, &self.options, snapshot);
         round.oddities = look.oddities;
         for spec in cdi::specs(&look.description) {
             match cdi::write(folder, &spec) {

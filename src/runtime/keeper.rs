@@ -1,6 +1,6 @@
 //! Keeps the GPUs' health across restarts: one small file, written whole or not at all, off every admission's path.
 //!
-//! Called by `node`. What has to be kept, and what of it still holds, is decided by `inventory`.
+//! Called by `node`. What has to be kept, and what of it still holds, is decided by `snapshot`.
 
 use std::fs;
 use std::io::{self, Write};
@@ -14,7 +14,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-use crate::inventory::{HealthRecord, XidPolicy};
+use crate::state::{HealthRecord, XidPolicy};
 
 /// The file.
 pub(super) const FILE: &str = "linkwise_health.json";
@@ -34,7 +34,7 @@ const AGAIN: Duration = Duration::from_secs(10);
 pub struct HealthSettings {
     /// An operator's word on XIDs.
     pub xids: XidPolicy,
-    /// The first hold; without it, the inventory's own.
+    /// The first hold; without it, the snapshot's own.
     pub hold: Option<Duration>,
     /// Whether somebody polls the GPUs, so that the first list may wait for it.
     pub await_first_poll: bool,
@@ -160,7 +160,7 @@ pub(super) fn read(file: &Path) -> Result<Option<HealthRecord>, ReadError> {
     let text = fs::read_to_string(file)?;
     let Version { version } = serde_json::from_str(&text)?;
     if version != HealthRecord::VERSION {
-        // Not broken: a newer linkwise wrote it. Who decides what that means is the inventory.
+        // Not broken: a newer linkwise wrote it. Who decides what that means is the snapshot.
         return Ok(Some(HealthRecord { version, ..HealthRecord::default() }));
     }
     Ok(Some(serde_json::from_str(&text)?))
@@ -184,7 +184,7 @@ fn write(folder: &Path, record: &HealthRecord) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::inventory::GpuRecord;
+    use crate::state::GpuRecord;
 
     /// A record of one GPU, whose hold was doubled so often.
     fn record(flaps: u32) -> HealthRecord {

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::{driver, keeper};
-use crate::inventory::{HealthRecord, NodeIdentity};
+use crate::state::{HealthRecord, NodeIdentity};
 
 /// What is kept.
 #[derive(Clone, Debug)]

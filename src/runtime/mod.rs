@@ -1,6 +1,6 @@
 //! `linkwise run`: builds everything, owns every task, turns effects into calls.
 //!
-//! A composition root. `node` holds the one loop that writes the inventory, and the plugins; `driver`
+//! A composition root. `node` holds the one loop that writes the snapshot, and the plugins; `driver`
 //! keeps the NVML child alive; `handover` keeps CDI specs and device nodes up to date; `config` reads the configuration
 //! again; `mps` is a process of its own, `linkwise mps-control-daemon`; this file starts and ends them. A task that ends
 //! unexpectedly ends the process, with its cause.
@@ -29,12 +29,12 @@ use tokio::sync::{mpsc, watch};
 use crate::admin::Local;
 use crate::config::settings::{OnNvmlLoss, load};
 use crate::config::{Environment, HostArgs, NvmlArgs, RunArgs, Settings};
-use crate::inventory::{Event, XidPolicy};
 use crate::kubelet;
 use crate::metrics::Metrics;
 use crate::mps::Layout;
 use crate::nvml::Limits;
 use crate::nvml::child::AgentCommand;
+use crate::state::{Event, XidPolicy};
 
 use idle::Idle;
 
@@ -107,15 +107,15 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let driver = driver::Driver { seen, ..driver_of(&args.nvml, &args.host, &settings, node.events(), beside) };
     let watch = mps::Watch {
         layout: Layout::new(&args.mps.container_root),
-        inventory: node.inventory(),
+        snapshot: node.snapshot(),
         events: node.events(),
         idle: node.idle_reason(),
     };
     let shutdown = node.shutdown();
     if let Some(upkeep) = upkeep {
         node.hold_plugins_until(upkeep.ready());
-        let (inventory, metrics) = (node.inventory(), Arc::clone(node.metrics()));
-        node.spawn("what containers are handed", upkeep.run(inventory, metrics, shutdown.clone()));
+        let (snapshot, metrics) = (node.snapshot(), Arc::clone(node.metrics()));
+        node.spawn("what containers are handed", upkeep.run(snapshot, metrics, shutdown.clone()));
     }
     // Before anything is seen: what is made of the GPUs is decided when they are.
     let planned = Event::Planned(Box::new(settings.plan()));

@@ -1,7 +1,7 @@
 //! `linkwise mps-control-daemon`: a supervised control daemon for each resource that is shared by MPS, and the end of them
 //! all. A process of its own, in a container with the privileges that MPS takes; the plugin has none.
 //!
-//! It reads the plugin's configuration and sees the GPUs as the plugin does, and makes the same of them: an inventory that
+//! It reads the plugin's configuration and sees the GPUs as the plugin does, and makes the same of them: an snapshot that
 //! offers nothing. `daemons` carries out what that wants; `plugin` is the other side, in `linkwise run`.
 
 mod daemons;
@@ -25,9 +25,9 @@ use super::idle::Idle;
 use super::operator::Release;
 use crate::config::settings::load;
 use crate::config::{Environment, MpsCommand, MpsControlDaemonArgs};
-use crate::inventory::{Effect, Event, Inventory, ResourceName};
 use crate::metrics::Metrics;
 use crate::mps::{Layout, LayoutError, Limits, Pace, Programs, Settings, Shm, mount_shm};
+use crate::state::{Effect, Event, NodeState, ResourceName};
 use daemons::Daemons;
 
 pub(super) use plugin::Watch;
@@ -64,9 +64,9 @@ pub fn mps_control_daemon(args: &MpsControlDaemonArgs) -> Result<()> {
 }
 
 /// What the resources of this node that are shared by MPS call for: the same for the plugin and for the daemons.
-fn wanted(layout: &Layout, inventory: &Inventory) -> BTreeMap<ResourceName, Result<Limits, LayoutError>> {
+fn wanted(layout: &Layout, snapshot: &NodeState) -> BTreeMap<ResourceName, Result<Limits, LayoutError>> {
     let limits = |(name, share)| layout.check(name).map(|()| Limits::of(share));
-    inventory.mps_shares().iter().map(|(name, share)| (name.clone(), limits((name, share)))).collect()
+    snapshot.mps_shares().iter().map(|(name, share)| (name.clone(), limits((name, share)))).collect()
 }
 
 async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
@@ -99,7 +99,7 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     let programs = Programs { control: "nvidia-cuda-mps-control".into(), smi: "nvidia-smi".into() };
     let mut daemons = Daemons::new(Settings { layout: layout.clone(), programs, pace: PACE });
     let mut sight =
-        Sight { state: Inventory::default(), clock: Clock::start(), refused: BTreeSet::new(), told_idle: false };
+        Sight { state: NodeState::default(), clock: Clock::start(), refused: BTreeSet::new(), told_idle: false };
     let ended = loop {
         tokio::select! {
             Some(event) = happened.recv() => daemons.want(sight.apply(event, &layout)),
@@ -125,7 +125,7 @@ async fn named(name: &'static str, task: impl Future<Output = Result<()>>) -> (&
 
 /// What is seen of the node, and what people were told of it.
 struct Sight {
-    state: Inventory,
+    state: NodeState,
     clock: Clock,
     refused: BTreeSet<String>,
     told_idle: bool,

@@ -1,4 +1,4 @@
-//! One node: the loop that writes the inventory, a plugin for each resource, the HTTP endpoints.
+//! One node: the loop that writes the snapshot, a plugin for each resource, the HTTP endpoints.
 //!
 //! `run` feeds it from the driver, `demo` from a script; everything in between is the same.
 
@@ -19,10 +19,10 @@ use super::keeper::{HealthSettings, Keeper};
 use super::observe;
 use crate::admin::{Admin, Answers};
 use crate::allocation::AllocationReport;
-use crate::inventory::{Effect, Event, Health, HealthRecord, Inventory, NumaHints, ResourceName};
 use crate::kubelet::pod_resources::{self, Holders};
 use crate::kubelet::{self, Occurrence, Phase, Plugin, Sources};
 use crate::metrics::{self, Metrics};
+use crate::state::{Effect, Event, Health, HealthRecord, NodeState, NumaHints, ResourceName};
 
 /// Events that may wait: a storm of XIDs waits at the driver's end of the queue, not in memory.
 const EVENTS: usize = 256;
@@ -62,10 +62,10 @@ type Troubles = Arc<Mutex<BTreeMap<ResourceName, String>>>;
 /// A node; it lives in [`Self::serve`].
 pub struct Node {
     kubelet: Arc<kubelet::Settings>,
-    state: Inventory,
+    state: NodeState,
     clock: Clock,
     records: watch::Sender<Option<HealthRecord>>,
-    snapshots: watch::Sender<Arc<Inventory>>,
+    snapshots: watch::Sender<Arc<NodeState>>,
     events: Queue<Event>,
     occurrences: Queue<(ResourceName, Occurrence)>,
     plugins: Plugins,
@@ -97,7 +97,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Node {
     /// Binds the endpoints and starts to serve them; nothing is offered before the first event.
     pub async fn start(settings: NodeSettings) -> Result<Self> {
-        let mut state = Inventory::new(settings.numa_hints).with_xids(settings.health.xids.clone());
+        let mut state = NodeState::new(settings.numa_hints).with_xids(settings.health.xids.clone());
         if let Some(hold) = settings.health.hold {
             state = state.with_hold(hold);
         }
@@ -107,10 +107,10 @@ impl Node {
                 state = state.awaiting_the_holders();
             }
         }
-        let (snapshots, inventory) = watch::channel(Arc::new(state.clone()));
+        let (snapshots, snapshot) = watch::channel(Arc::new(state.clone()));
         let keeper = Keeper::new(&settings.health);
         let kept = keeper.read().await;
-        let metrics = Arc::new(Metrics::new(env!("CARGO_PKG_VERSION"), inventory));
+        let metrics = Arc::new(Metrics::new(env!("CARGO_PKG_VERSION"), snapshot));
         let admin = Admin::bind(settings.metrics_address).await?;
         let metrics_address = admin.address();
         let idle = watch::Sender::new(Idle::Waiting("the GPUs have not been looked at yet".to_owned()));
@@ -167,7 +167,7 @@ impl Node {
     }
 
     /// Follows what the node offers.
-    pub fn inventory(&self) -> watch::Receiver<Arc<Inventory>> {
+    pub fn snapshot(&self) -> watch::Receiver<Arc<NodeState>> {
         self.snapshots.subscribe()
     }
 
@@ -303,7 +303,7 @@ impl Node {
 
     fn start_plugin(&mut self, resource: ResourceName) {
         self.metrics.resource(&resource);
-        let sources = Sources { inventory: self.snapshots.subscribe(), observer: self.observer() };
+        let sources = Sources { snapshot: self.snapshots.subscribe(), observer: self.observer() };
         let plugin = Plugin::new(resource.clone(), Arc::clone(&self.kubelet), sources);
         let end = self.shutdown.child_token();
         lock(&self.plugins).insert(resource.clone(), Running { phase: plugin.phase(), end: end.clone() });
@@ -480,7 +480,7 @@ mod tests {
         let gpu = observed.gpus[0].uuid.clone();
         node.apply(Event::Observed(Box::new(observed)));
         assert!(lock(&node.plugins).is_empty());
-        node.apply(Event::Polled([(gpu, crate::inventory::HealthPoll::default())].into()));
+        node.apply(Event::Polled([(gpu, crate::state::HealthPoll::default())].into()));
         assert!(lock(&node.plugins).contains_key(&ResourceName::gpu()));
     }
 
@@ -497,7 +497,7 @@ mod tests {
             }
         };
         timeout(Duration::from_secs(20), waits).await.unwrap();
-        node.state = Inventory::default();
+        node.state = NodeState::default();
         node.publish();
         assert!(withdraws(&mut node).await && lock(&node.troubles).is_empty());
     }
@@ -505,7 +505,8 @@ mod tests {
     #[tokio::test]
     async fn a_resource_that_is_gone_loses_its_plugin_and_gets_one_when_it_is_back() {
         let folder = tempfile::tempdir().unwrap();
-        let kubelet = crate::kubelet_box::KubeletBox::start(crate::kubelet_box::Options::new(folder.path())).unwrap();
+        let kubelet =
+            linkwise_kubelet_box::KubeletBox::start(linkwise_kubelet_box::Options::new(folder.path())).unwrap();
         let mut node = Node::start(settings(folder.path())).await.unwrap();
         let ready = node.answers().ready;
         let observed = crate::machines::load("dgx1-v100").unwrap().observed;
@@ -516,7 +517,7 @@ mod tests {
         let connected = |node: &Node| node.metrics.encode().unwrap().contains("linkwise_kubelet_connected{");
         assert!(connected(&node));
         // Nothing of it is left: the session closes and nothing else ends.
-        node.state = Inventory::default();
+        node.state = NodeState::default();
         node.publish();
         assert!(ready().unwrap_err()[0].contains("not been looked at"));
         // Back before its plugin has ended: the next one waits for that.
@@ -526,7 +527,7 @@ mod tests {
         assert!(withdraws(&mut node).await);
         phase(&node, |phase| phase == Phase::Serving).await;
         kubelet.wait(|state| state.resources["nvidia.com/gpu"].registrations == 2).await.unwrap();
-        node.state = Inventory::default();
+        node.state = NodeState::default();
         node.publish();
         assert!(withdraws(&mut node).await && lock(&node.plugins).is_empty() && !connected(&node));
         let left: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();

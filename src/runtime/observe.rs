@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::allocation::{DeviceId, FallbackReason};
-use crate::inventory::ResourceName;
 use crate::kubelet::{Occurrence, Phase};
 use crate::metrics::Metrics;
+use crate::state::ResourceName;
 
 /// Causes, and uids, that are remembered; what comes on top of so many is not logged.
 const MOST: usize = 64;

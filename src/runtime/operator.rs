@@ -11,9 +11,9 @@ use tokio::time::timeout;
 
 use super::node::Node;
 use crate::admin::{GpuState, Orders, Outcome, ReasonState, ResourceState, State};
-use crate::inventory::{Event, Health, Inventory};
 use crate::kubelet::Phase;
 use crate::metrics::Metrics;
+use crate::state::{Event, Health, NodeState};
 
 /// [`Release::patience`].
 const LETTING_GO: Duration = Duration::from_secs(10);
@@ -102,15 +102,15 @@ impl Release {
 
 /// What the admin socket does on this node.
 pub(super) fn orders(node: &Node, release: &Release) -> Orders {
-    let (inventory, events) = (node.inventory(), node.events());
+    let (snapshot, events) = (node.snapshot(), node.events());
     let (plugins, idle, let_go) = (node.plugins(), node.idle_reason(), release.clone());
     let state = {
-        let inventory = inventory.clone();
+        let snapshot = snapshot.clone();
         move || {
-            let inventory = Arc::clone(&inventory.borrow());
+            let snapshot = Arc::clone(&snapshot.borrow());
             let plugins = plugins();
             let idle = plugins.is_empty().then(|| idle.borrow().reason().to_owned());
-            state(&inventory, plugins, idle, let_go.is_wished())
+            state(&snapshot, plugins, idle, let_go.is_wished())
         }
     };
     let release = release.clone();
@@ -121,7 +121,7 @@ pub(super) fn orders(node: &Node, release: &Release) -> Orders {
             Box::pin(async move { release.order(wish).await })
         }),
         clear: Arc::new(move |gpu| {
-            let (known, events) = (Arc::clone(&inventory.borrow()), events.clone());
+            let (known, events) = (Arc::clone(&snapshot.borrow()), events.clone());
             Box::pin(async move {
                 if !known.resources().values().flatten().any(|(_, device)| device.gpu.uuid == gpu) {
                     return Outcome::Unknown(format!("no GPU {gpu} on this node"));
@@ -142,20 +142,20 @@ pub(super) fn orders(node: &Node, release: &Release) -> Orders {
 }
 
 fn state(
-    inventory: &Inventory,
+    snapshot: &NodeState,
     plugins: Vec<(String, Phase, Option<String>)>,
     idle: Option<String>,
     driver_released: bool,
 ) -> State {
     let mut gpus = Vec::new();
     let mut counts = std::collections::BTreeMap::<String, (usize, usize)>::new();
-    for (resource, devices) in inventory.resources() {
+    for (resource, devices) in snapshot.resources() {
         let count = counts.entry(resource.to_string()).or_default();
-        count.1 += inventory.absent(resource).count();
+        count.1 += snapshot.absent(resource).count();
         for device in devices.values() {
             let healthy = device.health == Health::Healthy;
             *(if healthy { &mut count.0 } else { &mut count.1 }) += 1;
-            let standing = inventory.standing(&device.gpu.uuid);
+            let standing = snapshot.standing(&device.gpu.uuid);
             gpus.push(GpuState {
                 uuid: device.gpu.uuid.to_string(),
                 index: device.gpu.index,
@@ -185,15 +185,15 @@ fn state(
         idle,
         resources: resources.collect(),
         gpus,
-        warnings: inventory.warnings().iter().map(ToString::to_string).collect(),
+        warnings: snapshot.warnings().iter().map(ToString::to_string).collect(),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::inventory::{NumaHints, ResourceName, UnhealthyReason};
     use crate::runtime::{HealthSettings, NodeSettings};
+    use crate::state::{NumaHints, ResourceName, UnhealthyReason};
     use crate::topology::GpuUuid;
 
     async fn node(folder: &std::path::Path) -> Node {
@@ -208,13 +208,13 @@ mod tests {
     }
 
     /// A dgx1-v100 whose fourth GPU has failed, with an NVLink that only one end knows.
-    fn inventory() -> Inventory {
+    fn snapshot() -> NodeState {
         let mut seen = crate::machines::load("dgx1-v100").unwrap().observed;
         seen.gpus[0].nvlinks = Some(Vec::new());
         let gpu: GpuUuid = seen.gpus[3].uuid.clone();
         let now = Duration::from_secs(1_700_000_000);
-        let (inventory, _) = Inventory::default().apply(Event::Observed(Box::new(seen)), now);
-        inventory.apply(Event::Xid { gpu, code: 79, instance: None }, now).0
+        let (snapshot, _) = NodeState::default().apply(Event::Observed(Box::new(seen)), now);
+        snapshot.apply(Event::Xid { gpu, code: 79, instance: None }, now).0
     }
 
     #[test]
@@ -223,8 +223,8 @@ mod tests {
         let plugins = vec![(gpu.clone(), Phase::Pausing, Some("nobody is there".to_owned()))];
         // One that a pod holds and this node does not have is on the list too.
         let held = [(ResourceName::gpu(), crate::allocation::DeviceId::from("GPU-gone".to_owned()))].into();
-        let (inventory, _) = inventory().apply(Event::Holders(Some(held)), Duration::from_secs(1_700_000_000));
-        let told = serde_json::to_value(state(&inventory, plugins, Some("why".to_owned()), true)).unwrap();
+        let (snapshot, _) = snapshot().apply(Event::Holders(Some(held)), Duration::from_secs(1_700_000_000));
+        let told = serde_json::to_value(state(&snapshot, plugins, Some("why".to_owned()), true)).unwrap();
         let way_out = UnhealthyReason::Xid { code: 79, instance: None }.ends_with();
         assert_eq!(
             told["resources"],

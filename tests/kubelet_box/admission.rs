@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use linkwise::kubelet_box::{AdmissionError, CallError, DeviceSpec, Grant, Hint, Mount, Pod, Restart};
+use linkwise_kubelet_box::{AdmissionError, CallError, DeviceSpec, Grant, Hint, Mount, Pod, Restart};
 use tonic::{Code, Status};
 
 use crate::plugin::{GPU, Plugin};
@@ -12,7 +12,7 @@ fn set(list: &[String]) -> BTreeSet<String> {
     list.iter().cloned().collect()
 }
 
-fn grant(admitted: &linkwise::kubelet_box::Admitted) -> &Grant {
+fn grant(admitted: &linkwise_kubelet_box::Admitted) -> &Grant {
     admitted.grant("main", GPU).unwrap()
 }
 

@@ -4,8 +4,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::time::Duration;
 
-use linkwise::kubelet_box::{BoxError, Fault, Pod, Restart, Violation};
-use linkwise::proto::v1beta1 as wire;
+use linkwise_kubelet_api::v1beta1 as wire;
+use linkwise_kubelet_box::{BoxError, Fault, Pod, Restart, Violation};
 use tonic::Code;
 
 use crate::plugin::{GPU, Plugin, register, send};

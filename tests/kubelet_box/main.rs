@@ -11,7 +11,7 @@ mod topology;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use linkwise::kubelet_box::{KubeletBox, Options};
+use linkwise_kubelet_box::{KubeletBox, Options};
 use plugin::{GPU, Plugin};
 use tempfile::TempDir;
 

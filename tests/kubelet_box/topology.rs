@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use linkwise::kubelet_box::{
+use linkwise_kubelet_box::{
     AdmissionError, Admitted, BoxError, Hint, KubeletBox, NumaNode, Options, Place, Pod, Policy, Restart, Scope,
     TopologyManager, UnsupportedMachine,
 };

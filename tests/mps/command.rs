@@ -4,8 +4,8 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::{Output, Stdio};
 
-use linkwise::inventory::{MpsGpu, MpsShare, ResourceName};
 use linkwise::mps::{Limits, Marker, Readiness, look};
+use linkwise::state::{MpsGpu, MpsShare, ResourceName};
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStderr, Command};
 use tokio::time::timeout;

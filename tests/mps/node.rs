@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
-use linkwise::inventory::{MpsGpu, MpsShare, ResourceName};
 use linkwise::mps::{Layout, Limits, Occurrence, Pace, Programs, Readiness, Settings, look, supervise};
+use linkwise::state::{MpsGpu, MpsShare, ResourceName};
 use tempfile::TempDir;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;

@@ -3,8 +3,8 @@
 use std::fs;
 use std::time::Duration;
 
-use linkwise::inventory::{MpsShare, ResourceName};
 use linkwise::mps::{Limits, Marker, Readiness, look};
+use linkwise::state::{MpsShare, ResourceName};
 
 use crate::node::{Node, kill, pid_in, runs, shared, until, waiting};
 

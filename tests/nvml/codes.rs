@@ -2,9 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use linkwise::inventory::{HealthPoll, Reach};
 use linkwise::nvml::child::Agent;
 use linkwise::nvml::protocol::{FromAgent, Missing, Place, ToAgent};
+use linkwise::state::{HealthPoll, Reach};
 use linkwise::topology::{GpuObservation, ProbeFailure};
 
 use super::events::heard;

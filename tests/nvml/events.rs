@@ -1,8 +1,8 @@
 //! Whose events are heard, and what an event brings.
 
-use linkwise::inventory::RecoveryAction;
 use linkwise::nvml::child::Agent;
 use linkwise::nvml::protocol::{FromAgent, ToAgent};
+use linkwise::state::RecoveryAction;
 
 use super::{Duration, LIMIT, Machine, machine, next, polled, ready, said, timeout, uuid};
 

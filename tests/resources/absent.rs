@@ -5,8 +5,8 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use linkwise::allocation::DeviceId;
-use linkwise::inventory::{
-    Effect, Event, Health, HealthPoll, Inventory, NamePattern, NumaHints, Pattern, ResourceName, ResourcePlan,
+use linkwise::state::{
+    Effect, Event, Health, HealthPoll, NamePattern, NodeState, NumaHints, Pattern, ResourceName, ResourcePlan,
     SharedResource, Sharing, SharingKind, UnhealthyReason,
 };
 use linkwise::topology::NodeObservation;
@@ -63,19 +63,19 @@ fn renamed() -> ResourcePlan {
     ResourcePlan { gpu_names: vec![name], ..ResourcePlan::default() }
 }
 
-fn after(events: impl IntoIterator<Item = Event>) -> Inventory {
-    events.into_iter().fold(Inventory::default(), |state, event| state.apply(event, NOW).0)
+fn after(events: impl IntoIterator<Item = Event>) -> NodeState {
+    events.into_iter().fold(NodeState::default(), |state, event| state.apply(event, NOW).0)
 }
 
 /// The whole list of a resource as a kubelet gets it: why each is unhealthy, or that it is not.
-fn list(inventory: &Inventory, of: &ResourceName) -> BTreeMap<String, Option<UnhealthyReason>> {
-    let devices = inventory.devices(of).map(|(id, device)| (id, device.health.clone()));
+fn list(snapshot: &NodeState, of: &ResourceName) -> BTreeMap<String, Option<UnhealthyReason>> {
+    let devices = snapshot.devices(of).map(|(id, device)| (id, device.health.clone()));
     let reason = |health| match health {
         Health::Healthy => None,
         Health::Unhealthy { reason, .. } => Some(reason),
     };
     let mut list = BTreeMap::new();
-    for (id, health) in devices.chain(inventory.absent(of)) {
+    for (id, health) in devices.chain(snapshot.absent(of)) {
         assert!(list.insert(id.to_string(), reason(health)).is_none(), "{id} is listed twice");
     }
     list
@@ -83,39 +83,39 @@ fn list(inventory: &Inventory, of: &ResourceName) -> BTreeMap<String, Option<Unh
 
 #[test]
 fn what_a_pod_holds_over_a_restart_and_went_meanwhile_stays_on_the_list_until_the_pod_has_ended() {
-    let (inventory, effects) = after([seen([0, 1])]).apply(held(&[&uuid(3)]), LATER);
-    assert_eq!(list(&inventory, &gpu())[&uuid(3)], Some(UnhealthyReason::Gone));
-    assert_eq!(inventory.devices(&gpu()).count(), 2, "nothing is made up of it");
+    let (snapshot, effects) = after([seen([0, 1])]).apply(held(&[&uuid(3)]), LATER);
+    assert_eq!(list(&snapshot, &gpu())[&uuid(3)], Some(UnhealthyReason::Gone));
+    assert_eq!(snapshot.devices(&gpu()).count(), 2, "nothing is made up of it");
     let told = Effect::HeldUnoffered { resource: gpu(), ids: vec![id(uuid(3))] };
     assert_eq!(effects, [told, Effect::Publish]);
-    assert!(inventory.awaits_holders());
-    let refused = inventory.allocate(&gpu(), &[id(uuid(3))]).unwrap_err().to_string();
+    assert!(snapshot.awaits_holders());
+    let refused = snapshot.allocate(&gpu(), &[id(uuid(3))]).unwrap_err().to_string();
     assert!(refused.contains("is unhealthy: the GPU is gone from the node"), "{refused}");
-    let (inventory, effects) = inventory.apply(held(&[&uuid(3)]), LATER);
+    let (snapshot, effects) = snapshot.apply(held(&[&uuid(3)]), LATER);
     assert_eq!(effects, [], "the same again is no news");
     // Nobody says so any more: it stays. The first answer without it may be older than what it holds.
-    let (silent, _) = inventory.clone().apply(Event::Holders(None), LATER);
+    let (silent, _) = snapshot.clone().apply(Event::Holders(None), LATER);
     assert_eq!(list(&silent, &gpu()).len(), 3);
-    let (inventory, _) = inventory.apply(held(&[]), LATER);
-    assert_eq!(list(&inventory, &gpu()).len(), 3);
-    let (inventory, effects) = inventory.apply(held(&[]), LATER);
-    assert_eq!((list(&inventory, &gpu()).len(), effects), (2, vec![Effect::Publish]));
-    assert!(!inventory.awaits_holders());
+    let (snapshot, _) = snapshot.apply(held(&[]), LATER);
+    assert_eq!(list(&snapshot, &gpu()).len(), 3);
+    let (snapshot, effects) = snapshot.apply(held(&[]), LATER);
+    assert_eq!((list(&snapshot, &gpu()).len(), effects), (2, vec![Effect::Publish]));
+    assert!(!snapshot.awaits_holders());
 }
 
 #[test]
 fn what_comes_back_is_a_device_again() {
-    let inventory = after([held(&[&uuid(3)]), seen([0, 1]), seen([0, 1, 3])]);
-    assert_eq!(list(&inventory, &gpu()), [0, 1, 3].map(|at| (uuid(at), None)).into());
-    assert!(!inventory.awaits_holders());
+    let snapshot = after([held(&[&uuid(3)]), seen([0, 1]), seen([0, 1, 3])]);
+    assert_eq!(list(&snapshot, &gpu()), [0, 1, 3].map(|at| (uuid(at), None)).into());
+    assert!(!snapshot.awaits_holders());
 }
 
 #[test]
 fn slots_of_an_earlier_division_keep_their_gpus_place_and_are_not_given_out() {
     let slot = |at: usize, slot: u32| format!("{}::{slot}", uuid(at));
     let (first, last, odd) = (slot(0, 3), slot(3, 7), format!("{}::x", uuid(0)));
-    let inventory = after([planned(sliced(2)), seen([0, 1]), held(&[&slot(0, 1), &first, &last, &odd])]);
-    let listed = list(&inventory, &gpu());
+    let snapshot = after([planned(sliced(2)), seen([0, 1]), held(&[&slot(0, 1), &first, &last, &odd])]);
+    let listed = list(&snapshot, &gpu());
     assert_eq!(listed[&slot(0, 1)], None, "what is offered as it was is well");
     assert_eq!(
         (&listed[&first], &listed[&odd]),
@@ -123,16 +123,16 @@ fn slots_of_an_earlier_division_keep_their_gpus_place_and_are_not_given_out() {
     );
     assert_eq!(listed[&last], Some(UnhealthyReason::Gone), "its GPU is not there");
     // A kubelet that starts anew aligns the pod again by the NUMA nodes of what it holds.
-    let place = |of: &str| inventory.devices(&gpu()).find(|(id, _)| id.as_str() == of).map(|(_, it)| &it.numa_nodes);
+    let place = |of: &str| snapshot.devices(&gpu()).find(|(id, _)| id.as_str() == of).map(|(_, it)| &it.numa_nodes);
     assert!(place(&first).is_some_and(|nodes| !nodes.is_empty()) && place(&first) == place(&slot(0, 1)));
     assert_eq!((place(&last), place(&odd)), (None, None));
     // The GPU comes back, and is divided otherwise.
-    let (inventory, _) = inventory.apply(seen([0, 1, 3]), LATER);
-    assert_eq!(list(&inventory, &gpu())[&last], Some(UnhealthyReason::Withdrawn));
+    let (snapshot, _) = snapshot.apply(seen([0, 1, 3]), LATER);
+    assert_eq!(list(&snapshot, &gpu())[&last], Some(UnhealthyReason::Withdrawn));
     // The division that it is of comes back.
-    let (inventory, _) = inventory.apply(planned(sliced(8)), LATER);
-    assert_eq!((&list(&inventory, &gpu())[&first], &list(&inventory, &gpu())[&last]), (&None, &None));
-    assert!(list(&inventory, &gpu())[&odd].is_some());
+    let (snapshot, _) = snapshot.apply(planned(sliced(8)), LATER);
+    assert_eq!((&list(&snapshot, &gpu())[&first], &list(&snapshot, &gpu())[&last]), (&None, &None));
+    assert!(list(&snapshot, &gpu())[&odd].is_some());
 }
 
 /// Whoever wrote it: it is among what the kubelet's pods hold under this name, and the kubelet looks it up.
@@ -140,32 +140,32 @@ fn slots_of_an_earlier_division_keep_their_gpus_place_and_are_not_given_out() {
 fn an_id_of_anothers_making_is_listed_too_and_anothers_resource_is_left_alone() {
     let nic = (resource("other.vendor/nic"), id("nic0"));
     let holders = BTreeSet::from([(gpu(), id("nvidia0")), nic]);
-    let inventory = after([seen([0]), Event::Holders(Some(holders))]);
-    assert_eq!(list(&inventory, &gpu())["nvidia0"], Some(UnhealthyReason::Gone));
-    assert_eq!(inventory.resources().keys().collect::<Vec<_>>(), [&gpu()]);
+    let snapshot = after([seen([0]), Event::Holders(Some(holders))]);
+    assert_eq!(list(&snapshot, &gpu())["nvidia0"], Some(UnhealthyReason::Gone));
+    assert_eq!(snapshot.resources().keys().collect::<Vec<_>>(), [&gpu()]);
 }
 
 #[test]
 fn a_resource_of_which_nothing_else_is_offered_is_not_made_of_what_pods_hold() {
-    for inventory in [after([held(&[&uuid(0)]), seen([])]), after([planned(renamed()), seen([0]), held(&[&uuid(0)])])] {
-        assert!(!inventory.resources().contains_key(&gpu()));
-        assert_eq!(inventory.absent(&gpu()).count(), 0);
+    for snapshot in [after([held(&[&uuid(0)]), seen([])]), after([planned(renamed()), seen([0]), held(&[&uuid(0)])])] {
+        assert!(!snapshot.resources().contains_key(&gpu()));
+        assert_eq!(snapshot.absent(&gpu()).count(), 0);
     }
     // Once on a list, they outlast what else was on it.
-    let inventory = after([seen([0, 1]), held(&[&uuid(3)]), seen([])]);
-    let inventory = [held(&[&uuid(3)]), held(&[&uuid(3)])].into_iter().fold(inventory, |it, e| it.apply(e, LATER).0);
-    assert_eq!(list(&inventory, &gpu()), [(uuid(3), Some(UnhealthyReason::Gone))].into());
-    assert!(inventory.resources().contains_key(&gpu()), "its list is still served");
-    let inventory = [held(&[]), held(&[])].into_iter().fold(inventory, |it, e| it.apply(e, LATER).0);
-    assert!(inventory.resources().is_empty() && !inventory.awaits_holders());
+    let snapshot = after([seen([0, 1]), held(&[&uuid(3)]), seen([])]);
+    let snapshot = [held(&[&uuid(3)]), held(&[&uuid(3)])].into_iter().fold(snapshot, |it, e| it.apply(e, LATER).0);
+    assert_eq!(list(&snapshot, &gpu()), [(uuid(3), Some(UnhealthyReason::Gone))].into());
+    assert!(snapshot.resources().contains_key(&gpu()), "its list is still served");
+    let snapshot = [held(&[]), held(&[])].into_iter().fold(snapshot, |it, e| it.apply(e, LATER).0);
+    assert!(snapshot.resources().is_empty() && !snapshot.awaits_holders());
 }
 
 #[test]
 fn an_answer_that_is_mad_makes_no_list_that_a_kubelet_cannot_take() {
     let many = (0..40_000).map(|number| (gpu(), id(format!("GPU-{number:06}"))));
     let long = [(gpu(), id("x".repeat(64)))];
-    let (inventory, _) = after([seen([0, 1])]).apply(Event::Holders(Some(many.chain(long).collect())), LATER);
-    let listed = list(&inventory, &gpu());
+    let (snapshot, _) = after([seen([0, 1])]).apply(Event::Holders(Some(many.chain(long).collect())), LATER);
+    let listed = list(&snapshot, &gpu());
     assert_eq!(listed.len(), 1 << 14);
     assert!(listed.keys().all(|id| id.len() <= 63));
     assert_eq!(listed.values().filter(|reason| reason.is_none()).count(), 2, "what is there is not crowded out");
@@ -173,7 +173,7 @@ fn an_answer_that_is_mad_makes_no_list_that_a_kubelet_cannot_take() {
 
 #[test]
 fn the_first_list_has_what_pods_hold() {
-    let start = || Inventory::default().awaiting_the_first_poll().awaiting_the_holders();
+    let start = || NodeState::default().awaiting_the_first_poll().awaiting_the_holders();
     let polled = || Event::Polled([(uuid(0).parse().unwrap(), HealthPoll::default())].into());
     let publishes = |events: Vec<Event>| {
         let mut state = start();
@@ -247,7 +247,7 @@ proptest! {
     fn what_pods_hold_is_on_the_list(steps in vec(step(), 1..40)) {
         let (mut which, mut gpus) = (0, BTreeSet::from([0, 1]));
         let begin = |which: u8, gpus: &BTreeSet<usize>| after([planned(plan(which)), seen(gpus.iter().copied())]);
-        let mut inventory = begin(which, &gpus);
+        let mut snapshot = begin(which, &gpus);
         let mut answers: Vec<BTreeSet<(String, String)>> = Vec::new();
         for step in steps {
             let event = match step {
@@ -256,7 +256,7 @@ proptest! {
                 Step::Silence => { answers.clear(); Event::Holders(None) }
                 Step::Restart => {
                     answers.clear();
-                    inventory = begin(which, &gpus);
+                    snapshot = begin(which, &gpus);
                     Event::Tick
                 }
                 Step::Holders(held) => {
@@ -270,11 +270,11 @@ proptest! {
                     Event::Holders(Some(held.into_iter().map(|(of, text)| (resource(&of), id(text))).collect()))
                 }
             };
-            inventory = inventory.apply(event, LATER).0;
+            snapshot = snapshot.apply(event, LATER).0;
             let offered = offered(which, &gpus);
             for of in ["nvidia.com/gpu", "nvidia.com/a100"] {
-                let listed = list(&inventory, &resource(of));
-                prop_assert_eq!(inventory.resources().contains_key(&resource(of)), !listed.is_empty());
+                let listed = list(&snapshot, &resource(of));
+                prop_assert_eq!(snapshot.resources().contains_key(&resource(of)), !listed.is_empty());
                 let known = answers.last();
                 for (_, held) in known.into_iter().flatten().filter(|(name, _)| name == of && !listed.is_empty()) {
                     prop_assert!(listed.contains_key(held), "{held} of {of} is held, and not listed: {listed:?}");

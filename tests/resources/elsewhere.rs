@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use linkwise::allocation::DeviceId;
-use linkwise::inventory::{
-    Effect, Event, Health, Inventory, MigStrategy, NamePattern, Pattern, ResourceName, ResourcePlan, SharedResource,
+use linkwise::state::{
+    Effect, Event, Health, MigStrategy, NamePattern, NodeState, Pattern, ResourceName, ResourcePlan, SharedResource,
     Sharing, SharingKind, UnhealthyReason,
 };
 
@@ -22,9 +22,9 @@ fn planned(plan: &ResourcePlan) -> Event {
     Event::Planned(Box::new(plan.clone()))
 }
 
-fn with(plan: &ResourcePlan) -> Inventory {
-    let (inventory, _) = Inventory::default().apply(planned(plan), NOW);
-    inventory.apply(Event::Observed(Box::new(mixed())), NOW).0
+fn with(plan: &ResourcePlan) -> NodeState {
+    let (snapshot, _) = NodeState::default().apply(planned(plan), NOW);
+    snapshot.apply(Event::Observed(Box::new(mixed())), NOW).0
 }
 
 fn renamed() -> ResourcePlan {
@@ -39,11 +39,11 @@ fn sliced() -> ResourcePlan {
 }
 
 /// The ids of a resource that are not given out because of a holder.
-fn hindered(inventory: &Inventory, name: &str) -> Vec<String> {
+fn hindered(snapshot: &NodeState, name: &str) -> Vec<String> {
     let hindered =
         |health: &Health| matches!(health, Health::Unhealthy { reason: UnhealthyReason::HeldElsewhere { .. }, .. });
     let name = resource(name);
-    let devices = inventory.devices(&name).filter(|(_, device)| hindered(&device.health));
+    let devices = snapshot.devices(&name).filter(|(_, device)| hindered(&device.health));
     devices.map(|(id, _)| id.to_string()).collect()
 }
 
@@ -68,18 +68,18 @@ fn what_a_pod_holds_under_another_name_is_not_given_out() {
         ("a MIG device, then its GPU", &whole, ("a.b/c", mig.as_str()), "nvidia.com/gpu", &[gpu(1)]),
         ("something of another vendor", &whole, ("a.b/nic", "nic0"), "nvidia.com/gpu", none),
     ] {
-        let inventory = with(plan);
-        let (inventory, effects) = inventory.apply(held(&[(of, id)]), LATER);
-        assert_eq!(hindered(&inventory, offered), expected, "{what}");
+        let snapshot = with(plan);
+        let (snapshot, effects) = snapshot.apply(held(&[(of, id)]), LATER);
+        assert_eq!(hindered(&snapshot, offered), expected, "{what}");
         let told = effects.iter().filter(|effect| matches!(effect, Effect::HeldElsewhere { .. })).count();
         assert_eq!(told, usize::from(!expected.is_empty()), "{what}: once for a GPU and a resource");
-        assert_eq!(inventory.awaits_holders(), !expected.is_empty(), "{what}");
-        let refused = inventory
+        assert_eq!(snapshot.awaits_holders(), !expected.is_empty(), "{what}");
+        let refused = snapshot
             .allocate(&resource(offered), &[DeviceId::from(expected.first().map_or("none", |id| id).to_owned())]);
         assert!(refused.is_err(), "{what}");
-        let (ended, _) = inventory.clone().apply(held(&[]), LATER);
+        let (ended, _) = snapshot.clone().apply(held(&[]), LATER);
         assert_eq!(hindered(&ended, offered), none, "{what}: the pod has ended");
-        let (unknown, _) = inventory.apply(Event::Holders(None), LATER);
+        let (unknown, _) = snapshot.apply(Event::Holders(None), LATER);
         assert_eq!(hindered(&unknown, offered), none, "{what}: nobody can say");
     }
 }
@@ -87,19 +87,19 @@ fn what_a_pod_holds_under_another_name_is_not_given_out() {
 /// A pod may have come since the kubelet was asked last: a plan that changes waits for its word.
 #[test]
 fn a_device_that_was_withdrawn_may_have_a_holder_until_the_kubelet_has_said_no_twice() {
-    let (inventory, _) = with(&ResourcePlan::default()).apply(held(&[]), NOW);
-    let (inventory, _) = inventory.apply(planned(&renamed()), LATER);
-    assert_eq!(hindered(&inventory, "nvidia.com/a100").len(), 4);
-    let (inventory, _) = inventory.apply(held(&[]), LATER);
-    assert_eq!(hindered(&inventory, "nvidia.com/a100").len(), 4, "asked before the plan changed");
-    let (inventory, _) = inventory.apply(held(&[]), LATER);
-    assert_eq!(hindered(&inventory, "nvidia.com/a100"), [] as [&str; 0]);
-    assert!(!inventory.awaits_holders());
+    let (snapshot, _) = with(&ResourcePlan::default()).apply(held(&[]), NOW);
+    let (snapshot, _) = snapshot.apply(planned(&renamed()), LATER);
+    assert_eq!(hindered(&snapshot, "nvidia.com/a100").len(), 4);
+    let (snapshot, _) = snapshot.apply(held(&[]), LATER);
+    assert_eq!(hindered(&snapshot, "nvidia.com/a100").len(), 4, "asked before the plan changed");
+    let (snapshot, _) = snapshot.apply(held(&[]), LATER);
+    assert_eq!(hindered(&snapshot, "nvidia.com/a100"), [] as [&str; 0]);
+    assert!(!snapshot.awaits_holders());
 }
 
 /// Without the kubelet's word nothing can be waited for.
 #[test]
 fn where_nobody_says_who_holds_what_a_plan_that_changes_takes_effect_at_once() {
-    let (inventory, _) = with(&ResourcePlan::default()).apply(planned(&renamed()), LATER);
-    assert_eq!(hindered(&inventory, "nvidia.com/a100"), [] as [&str; 0]);
+    let (snapshot, _) = with(&ResourcePlan::default()).apply(planned(&renamed()), LATER);
+    assert_eq!(hindered(&snapshot, "nvidia.com/a100"), [] as [&str; 0]);
 }

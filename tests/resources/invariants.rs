@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use linkwise::allocation::{AllocationRequest, DeviceId};
-use linkwise::inventory::{
-    DeviceSelector, Event, Filter, GpuSelector, Inventory, MigStrategy, NamePattern, Pattern, ResourceName,
+use linkwise::state::{
+    DeviceSelector, Event, Filter, GpuSelector, MigStrategy, NamePattern, NodeState, Pattern, ResourceName,
     ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
 };
 use linkwise::topology::{MigDeviceObservation, MigExtension, MigObservation, NodeObservation, NodeTopology};
@@ -141,35 +141,35 @@ proptest! {
         before in option::of(plan()),
     ) {
         let seen = dress(seen, &looks);
-        let mut inventory = Inventory::default();
+        let mut snapshot = NodeState::default();
         let fresh = before.is_none();
         if let Some(before) = before {
-            inventory = inventory.apply(Event::Planned(Box::new(before)), NOW).0;
-            inventory = inventory.apply(Event::Observed(Box::new(seen.clone())), NOW).0;
+            snapshot = snapshot.apply(Event::Planned(Box::new(before)), NOW).0;
+            snapshot = snapshot.apply(Event::Observed(Box::new(seen.clone())), NOW).0;
         }
-        inventory = inventory.apply(Event::Planned(Box::new(plan)), NOW).0;
-        inventory = inventory.apply(Event::Observed(Box::new(seen.clone())), NOW).0;
-        let plan = inventory.plan().clone();
+        snapshot = snapshot.apply(Event::Planned(Box::new(plan)), NOW).0;
+        snapshot = snapshot.apply(Event::Observed(Box::new(seen.clone())), NOW).0;
+        let plan = snapshot.plan().clone();
         let mps = plan.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps);
-        for (resource, devices) in inventory.resources() {
+        for (resource, devices) in snapshot.resources() {
             let slots = devices.iter().filter(|(_, device)| mps && device.slot.is_some());
             for (id, _) in slots {
-                prop_assert!(!inventory.is_healthy(resource, id) && !fresh, "{id}: its daemon is not ready");
+                prop_assert!(!snapshot.is_healthy(resource, id) && !fresh, "{id}: its daemon is not ready");
             }
         }
-        let ready = inventory.mps_shares().clone();
-        inventory = inventory.apply(Event::MpsReady(ready), NOW).0;
+        let ready = snapshot.mps_shares().clone();
+        snapshot = snapshot.apply(Event::MpsReady(ready), NOW).0;
         let topology = NodeTopology::assemble(&seen).0;
         let pieces = pieces(&topology, &seen, &plan);
 
         let mut offered: BTreeMap<String, BTreeMap<ResourceName, BTreeSet<Option<u32>>>> = BTreeMap::new();
-        for (resource, devices) in inventory.resources() {
+        for (resource, devices) in snapshot.resources() {
             prop_assert!(!devices.is_empty(), "{resource} of nothing");
             for (id, device) in devices {
                 prop_assert!(id.as_str().len() <= 63 && *id == device.id());
                 let name = device.slot.map_or(device.uuid().to_owned(), |slot| format!("{}::{slot}", device.uuid()));
                 prop_assert_eq!(id.as_str(), name);
-                if inventory.is_healthy(resource, id) {
+                if snapshot.is_healthy(resource, id) {
                     let slots = offered.entry(device.uuid().to_owned()).or_default().entry(resource.clone()).or_default();
                     prop_assert!(slots.insert(device.slot), "one slot twice");
                 }
@@ -177,7 +177,7 @@ proptest! {
         }
         for (uuid, resources) in &offered {
             // Whatever the plan before: what it offered and this one does not is not healthy.
-            prop_assert!(pieces.contains(uuid) || !inventory.problems().is_empty(), "{uuid} is not to be offered");
+            prop_assert!(pieces.contains(uuid) || !snapshot.problems().is_empty(), "{uuid} is not to be offered");
             if !fresh {
                 continue;
             }
@@ -194,27 +194,27 @@ proptest! {
             }
         }
         // Nothing is lost without a word; sharing by MPS alone wants no MIG.
-        if fresh && inventory.problems().is_empty() {
+        if fresh && snapshot.problems().is_empty() {
             prop_assert_eq!(offered.keys().cloned().collect::<BTreeSet<_>>(), pieces);
         }
-        for device in inventory.resources().values().flat_map(BTreeMap::values) {
+        for device in snapshot.resources().values().flat_map(BTreeMap::values) {
             if fresh && mps && device.slot.is_some() {
                 prop_assert!(device.mig.is_none() && !device.gpu.mig_enabled);
             }
         }
         // Advice takes the size asked for of what is offered, all else being free.
-        for (resource, devices) in inventory.resources() {
+        for (resource, devices) in snapshot.resources() {
             let available: Vec<DeviceId> =
-                devices.keys().filter(|id| inventory.is_healthy(resource, id)).cloned().collect();
+                devices.keys().filter(|id| snapshot.is_healthy(resource, id)).cloned().collect();
             for size in 1..=available.len().min(7) {
                 let request = AllocationRequest { available: available.clone(), must_include: Vec::new(), size };
-                let (answer, report) = inventory.preferred(resource, &request);
+                let (answer, report) = snapshot.preferred(resource, &request);
                 prop_assert_eq!(answer.devices.len(), size);
                 prop_assert!(report.fallback.is_none(), "{:?}", report.fallback);
                 let distinct: BTreeSet<&str> = answer.devices.iter().map(|id| devices[id].gpu.uuid.as_str()).collect();
                 let gpus: BTreeSet<&str> = available.iter().map(|id| devices[id].gpu.uuid.as_str()).collect();
                 prop_assert_eq!(distinct.len(), size.min(gpus.len()), "distinct GPUs first");
-                let order = inventory.allocate(resource, &answer.devices);
+                let order = snapshot.allocate(resource, &answer.devices);
                 let one = plan.sharing.as_ref().is_some_and(|sharing| sharing.fail_requests_greater_than_one);
                 let slots = answer.devices.iter().any(|id| devices[id].slot.is_some());
                 prop_assert_eq!(order.is_err(), one && slots && size > 1);

@@ -20,8 +20,8 @@ mod plans;
 #[allow(dead_code, reason = "other tests use all of it")]
 mod random_node;
 
-use linkwise::inventory::ResourceName;
 use linkwise::machines;
+use linkwise::state::ResourceName;
 use linkwise::topology::NodeObservation;
 
 /// Four A100: whole, seven 1g, a 3g and two halves of a 4g, two 1g (one with media extensions) and a 2g.

@@ -1,11 +1,11 @@
-//! Resources that are shared by MPS: what the inventory offers of them while their daemons are ready, and while they are not.
+//! Resources that are shared by MPS: what the snapshot offers of them while their daemons are ready, and while they are not.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use linkwise::allocation::DeviceId;
-use linkwise::inventory::{
-    Effect, Event, Health, Inventory, MpsShare, ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing,
+use linkwise::state::{
+    Effect, Event, Health, MpsShare, NodeState, ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing,
     SharingKind, UnhealthyReason,
 };
 use linkwise::topology::{ComputeCapability, NodeObservation};
@@ -30,28 +30,28 @@ fn replicas(count: u32) -> ResourcePlan {
     plan(SharedResource::new(ResourceName::gpu(), count))
 }
 
-fn apply(inventory: Inventory, event: Event, at: Duration) -> (Inventory, Vec<Effect>) {
-    inventory.apply(event, at)
+fn apply(snapshot: NodeState, event: Event, at: Duration) -> (NodeState, Vec<Effect>) {
+    snapshot.apply(event, at)
 }
 
-fn planned(inventory: Inventory, plan: ResourcePlan) -> Inventory {
-    apply(inventory, Event::Planned(Box::new(plan)), NOW).0
+fn planned(snapshot: NodeState, plan: ResourcePlan) -> NodeState {
+    apply(snapshot, Event::Planned(Box::new(plan)), NOW).0
 }
 
-fn seen(inventory: Inventory, node: NodeObservation) -> Inventory {
-    apply(inventory, Event::Observed(Box::new(node)), NOW).0
+fn seen(snapshot: NodeState, node: NodeObservation) -> NodeState {
+    apply(snapshot, Event::Observed(Box::new(node)), NOW).0
 }
 
 /// All daemons are ready for what is wanted now.
-fn ready(inventory: Inventory) -> Inventory {
-    let shares = inventory.mps_shares().clone();
-    apply(inventory, Event::MpsReady(shares), NOW).0
+fn ready(snapshot: NodeState) -> NodeState {
+    let shares = snapshot.mps_shares().clone();
+    apply(snapshot, Event::MpsReady(shares), NOW).0
 }
 
 /// Slots and whole GPUs on the list: healthy, and unhealthy by the reason's label.
-fn listed(inventory: &Inventory) -> BTreeMap<&'static str, usize> {
+fn listed(snapshot: &NodeState) -> BTreeMap<&'static str, usize> {
     let mut counts = BTreeMap::new();
-    for (_, device) in inventory.devices(&ResourceName::gpu()) {
+    for (_, device) in snapshot.devices(&ResourceName::gpu()) {
         let what = match &device.health {
             Health::Healthy => "healthy",
             Health::Unhealthy { reason, .. } => reason.label(),
@@ -63,89 +63,89 @@ fn listed(inventory: &Inventory) -> BTreeMap<&'static str, usize> {
 
 #[test]
 fn nothing_is_offered_before_the_daemon_is_ready() {
-    let inventory = seen(planned(Inventory::default(), replicas(2)), node());
-    assert_eq!(listed(&inventory), BTreeMap::new());
-    let share = &inventory.mps_shares()[&ResourceName::gpu()];
+    let snapshot = seen(planned(NodeState::default(), replicas(2)), node());
+    assert_eq!(listed(&snapshot), BTreeMap::new());
+    let share = &snapshot.mps_shares()[&ResourceName::gpu()];
     assert_eq!((share.replicas, share.gpus.len(), share.whole_node), (2, 4, true));
-    assert_eq!(listed(&ready(inventory)), BTreeMap::from([("healthy", 8)]));
+    assert_eq!(listed(&ready(snapshot)), BTreeMap::from([("healthy", 8)]));
 }
 
 #[test]
 fn a_daemon_that_dies_makes_its_slots_unhealthy_and_no_gpu() {
-    let inventory = ready(seen(planned(Inventory::default(), replicas(2)), node()));
-    let (inventory, effects) = apply(inventory, Event::MpsReady(BTreeMap::new()), LATER);
+    let snapshot = ready(seen(planned(NodeState::default(), replicas(2)), node()));
+    let (snapshot, effects) = apply(snapshot, Event::MpsReady(BTreeMap::new()), LATER);
     assert_eq!(effects, [Effect::Publish], "nothing is said of GPUs, and nothing kept");
-    assert_eq!(listed(&inventory), BTreeMap::from([("mps_not_ready", 8)]));
-    let (id, device) = inventory.devices(&ResourceName::gpu()).next().unwrap();
+    assert_eq!(listed(&snapshot), BTreeMap::from([("mps_not_ready", 8)]));
+    let (id, device) = snapshot.devices(&ResourceName::gpu()).next().unwrap();
     assert_eq!(device.health, Health::Unhealthy { reason: UnhealthyReason::MpsNotReady, since: LATER });
-    let refused = inventory.allocate(&ResourceName::gpu(), std::slice::from_ref(id)).unwrap_err().to_string();
+    let refused = snapshot.allocate(&ResourceName::gpu(), std::slice::from_ref(id)).unwrap_err().to_string();
     assert!(refused.ends_with("is unhealthy: the MPS control daemon of its resource is not ready"), "{refused}");
     // A fault of the GPU says more, and stays when the daemon is back.
     let gpu = device.gpu.uuid.clone();
-    let (inventory, _) = apply(inventory, Event::Xid { gpu, code: 79, instance: None }, LATER);
-    assert_eq!(listed(&inventory), BTreeMap::from([("mps_not_ready", 6), ("xid", 2)]));
-    assert_eq!(listed(&ready(inventory)), BTreeMap::from([("healthy", 6), ("xid", 2)]));
+    let (snapshot, _) = apply(snapshot, Event::Xid { gpu, code: 79, instance: None }, LATER);
+    assert_eq!(listed(&snapshot), BTreeMap::from([("mps_not_ready", 6), ("xid", 2)]));
+    assert_eq!(listed(&ready(snapshot)), BTreeMap::from([("healthy", 6), ("xid", 2)]));
 }
 
 #[test]
 fn a_daemon_of_other_limits_makes_nothing_ready() {
-    let inventory = ready(seen(planned(Inventory::default(), replicas(2)), node()));
-    let inventory = planned(inventory, replicas(4));
+    let snapshot = ready(seen(planned(NodeState::default(), replicas(2)), node()));
+    let snapshot = planned(snapshot, replicas(4));
     // Pods may hold the old slots; the new ones come with the new limits.
-    assert_eq!(listed(&inventory), BTreeMap::from([("mps_not_ready", 8)]));
-    let inventory = ready(inventory);
-    assert_eq!(listed(&inventory), BTreeMap::from([("healthy", 16)]));
-    let inventory = ready(planned(inventory, replicas(3)));
-    assert_eq!(listed(&inventory), BTreeMap::from([("healthy", 12), ("withdrawn", 4)]));
+    assert_eq!(listed(&snapshot), BTreeMap::from([("mps_not_ready", 8)]));
+    let snapshot = ready(snapshot);
+    assert_eq!(listed(&snapshot), BTreeMap::from([("healthy", 16)]));
+    let snapshot = ready(planned(snapshot, replicas(3)));
+    assert_eq!(listed(&snapshot), BTreeMap::from([("healthy", 12), ("withdrawn", 4)]));
     // Whole GPUs need no daemon.
-    let inventory = planned(inventory, ResourcePlan::default());
-    assert_eq!(listed(&inventory), BTreeMap::from([("healthy", 4), ("withdrawn", 16)]));
-    assert!(inventory.mps_shares().is_empty());
+    let snapshot = planned(snapshot, ResourcePlan::default());
+    assert_eq!(listed(&snapshot), BTreeMap::from([("healthy", 4), ("withdrawn", 16)]));
+    assert!(snapshot.mps_shares().is_empty());
     let nobody = || Event::Holders(Some(BTreeSet::new()));
-    let inventory = apply(apply(inventory, nobody(), NOW).0, nobody(), NOW).0;
-    let inventory = planned(inventory, replicas(2));
-    assert_eq!(listed(&inventory), BTreeMap::from([("withdrawn", 4)]), "no slot is on the list yet");
+    let snapshot = apply(apply(snapshot, nobody(), NOW).0, nobody(), NOW).0;
+    let snapshot = planned(snapshot, replicas(2));
+    assert_eq!(listed(&snapshot), BTreeMap::from([("withdrawn", 4)]), "no slot is on the list yet");
 }
 
 #[test]
 fn a_gpu_that_leaves_takes_its_own_slots_only() {
-    let inventory = ready(seen(planned(Inventory::default(), replicas(2)), node()));
+    let snapshot = ready(seen(planned(NodeState::default(), replicas(2)), node()));
     let mut fewer = node();
     let gone = fewer.gpus.pop().unwrap();
-    let inventory = seen(inventory, fewer.clone());
-    assert_eq!(listed(&inventory), BTreeMap::from([("gone", 2), ("healthy", 6)]));
+    let snapshot = seen(snapshot, fewer.clone());
+    assert_eq!(listed(&snapshot), BTreeMap::from([("gone", 2), ("healthy", 6)]));
     // What was judged by fewer GPUs is no word on the one that is back.
-    let inventory = ready(inventory);
-    let inventory = seen(inventory, node());
-    assert_eq!(listed(&inventory), BTreeMap::from([("mps_not_ready", 8)]));
+    let snapshot = ready(snapshot);
+    let snapshot = seen(snapshot, node());
+    assert_eq!(listed(&snapshot), BTreeMap::from([("mps_not_ready", 8)]));
     // As little as by another amount of memory.
-    let inventory = ready(inventory);
+    let snapshot = ready(snapshot);
     fewer.gpus.push(gone);
     fewer.gpus[3].memory_mib = Some(1024);
-    assert_eq!(listed(&seen(inventory, fewer)), BTreeMap::from([("mps_not_ready", 8)]));
+    assert_eq!(listed(&seen(snapshot, fewer)), BTreeMap::from([("mps_not_ready", 8)]));
 }
 
 #[test]
 fn some_gpus_are_shared_and_the_others_wait_for_nobody() {
     let one = SharedResource { devices: SharedDevices::Count(1), ..SharedResource::new(ResourceName::gpu(), 2) };
-    let inventory = seen(planned(Inventory::default(), plan(one)), node());
-    assert_eq!(listed(&inventory), BTreeMap::from([("healthy", 3)]));
-    let MpsShare { replicas, gpus, whole_node } = &inventory.mps_shares()[&ResourceName::gpu()];
+    let snapshot = seen(planned(NodeState::default(), plan(one)), node());
+    assert_eq!(listed(&snapshot), BTreeMap::from([("healthy", 3)]));
+    let MpsShare { replicas, gpus, whole_node } = &snapshot.mps_shares()[&ResourceName::gpu()];
     assert_eq!((*replicas, gpus.len(), *whole_node), (2, 1, false));
     let slot = DeviceId::from(format!("{}::0", gpus[0].uuid));
-    assert!(!inventory.is_healthy(&ResourceName::gpu(), &slot));
-    let inventory = ready(inventory);
-    assert_eq!(listed(&inventory), BTreeMap::from([("healthy", 5)]));
-    let (inventory, _) = apply(inventory, Event::MpsReady(BTreeMap::new()), NOW);
-    assert_eq!(listed(&inventory), BTreeMap::from([("healthy", 3), ("mps_not_ready", 2)]));
+    assert!(!snapshot.is_healthy(&ResourceName::gpu(), &slot));
+    let snapshot = ready(snapshot);
+    assert_eq!(listed(&snapshot), BTreeMap::from([("healthy", 5)]));
+    let (snapshot, _) = apply(snapshot, Event::MpsReady(BTreeMap::new()), NOW);
+    assert_eq!(listed(&snapshot), BTreeMap::from([("healthy", 3), ("mps_not_ready", 2)]));
 }
 
 #[test]
 fn time_slicing_waits_for_nobody() {
     let mut plan = replicas(2);
     plan.sharing.as_mut().unwrap().kind = SharingKind::TimeSlicing;
-    let inventory = seen(planned(Inventory::default(), plan), node());
-    assert_eq!((listed(&inventory), inventory.mps_shares().len()), (BTreeMap::from([("healthy", 8)]), 0));
+    let snapshot = seen(planned(NodeState::default(), plan), node());
+    assert_eq!((listed(&snapshot), snapshot.mps_shares().len()), (BTreeMap::from([("healthy", 8)]), 0));
 }
 
 #[test]
@@ -153,10 +153,10 @@ fn gpus_that_are_too_old_are_refused() {
     let words = |major, minor, count| {
         let mut node = node();
         node.gpus[2].compute_capability = Some(ComputeCapability { major, minor });
-        let (inventory, effects) =
-            apply(planned(Inventory::default(), replicas(count)), Event::Observed(Box::new(node)), NOW);
+        let (snapshot, effects) =
+            apply(planned(NodeState::default(), replicas(count)), Event::Observed(Box::new(node)), NOW);
         assert_eq!(
-            listed(&ready(inventory)).is_empty(),
+            listed(&ready(snapshot)).is_empty(),
             !effects.iter().all(|it| !matches!(it, Effect::PlanProblem(_)))
         );
         let problem = |effect| match effect {

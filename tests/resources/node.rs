@@ -3,14 +3,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use linkwise::inventory::{
+use linkwise::kubelet::{Settings, Surroundings};
+use linkwise::runtime::{Node, NodeSettings};
+use linkwise::state::{
     Event, Filter, GpuSelector, MigStrategy, MpsGpu, MpsShare, NamePattern, Pattern, ResourcePlan, SharedDevices,
     SharedResource, Sharing, SharingKind,
 };
-use linkwise::kubelet::{Settings, Surroundings};
-use linkwise::kubelet_box::{Allocation, KubeletBox, Options, Pod, State};
-use linkwise::runtime::{Node, NodeSettings};
 use linkwise::topology::{GpuObservation, NodeObservation};
+use linkwise_kubelet_box::{Allocation, KubeletBox, Options, Pod, State};
 use tokio::sync::{mpsc, watch};
 
 use crate::look::Driver;

@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use linkwise::allocation::{AllocationPolicy, AllocationRequest, DeviceId};
-use linkwise::inventory::{
-    Effect, Event, Health, Inventory, MigInstance, MigStrategy, NamePattern, Pattern, PlanProblem, ResourceName,
+use linkwise::state::{
+    Effect, Event, Health, MigInstance, MigStrategy, NamePattern, NodeState, Pattern, PlanProblem, ResourceName,
     ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind, UnhealthyReason,
 };
 use linkwise::topology::{NodeObservation, NodeTopology};
@@ -43,9 +43,9 @@ fn slices(name: &str, replicas: u32) -> SharedResource {
     SharedResource::new(resource(name), replicas)
 }
 
-fn offered(inventory: &Inventory) -> Vec<(String, usize)> {
-    let healthy = |resource| inventory.devices(resource).filter(|(_, device)| device.health == Health::Healthy).count();
-    let all = inventory.resources().keys().map(|resource| (resource.to_string(), healthy(resource)));
+fn offered(snapshot: &NodeState) -> Vec<(String, usize)> {
+    let healthy = |resource| snapshot.devices(resource).filter(|(_, device)| device.health == Health::Healthy).count();
+    let all = snapshot.resources().keys().map(|resource| (resource.to_string(), healthy(resource)));
     all.filter(|(_, count)| *count > 0).collect()
 }
 
@@ -142,15 +142,15 @@ fn what_cannot_be_had_is_withheld_and_named() {
         ),
     ];
     for (plan, words, devices) in cases {
-        let (inventory, mut effects) = Inventory::default().apply(planned(&plan), NOW);
-        let (inventory, on_sight) = inventory.apply(seen(mixed()), NOW);
+        let (snapshot, mut effects) = NodeState::default().apply(planned(&plan), NOW);
+        let (snapshot, on_sight) = snapshot.apply(seen(mixed()), NOW);
         effects.extend(on_sight);
         let told = told(&effects);
         assert!(told.iter().any(|told| told == words), "{words}\nin {told:#?}");
-        let count: usize = offered(&inventory).iter().map(|(_, count)| count).sum();
-        assert_eq!(count, devices, "{words}: {:?}", offered(&inventory));
+        let count: usize = offered(&snapshot).iter().map(|(_, count)| count).sum();
+        assert_eq!(count, devices, "{words}: {:?}", offered(&snapshot));
         // Told once.
-        let (_, effects) = inventory.apply(seen(mixed()), NOW);
+        let (_, effects) = snapshot.apply(seen(mixed()), NOW);
         assert!(!effects.iter().any(|effect| matches!(effect, Effect::PlanProblem(_))), "{effects:?}");
     }
 }
@@ -161,10 +161,10 @@ fn a_slots_id_has_to_fit() {
     node.gpus.truncate(1);
     node.gpus[0].uuid = format!("GPU-{}", "x".repeat(56)).parse().unwrap();
     let plan = |replicas| sharing(SharingKind::TimeSlicing, vec![slices("nvidia.com/gpu", replicas)]);
-    let (inventory, _) = Inventory::default().apply(seen(node), NOW);
-    let (inventory, effects) = inventory.apply(planned(&plan(10)), NOW);
-    assert_eq!((told(&effects), offered(&inventory)), (vec![], vec![(gpu().to_string(), 10)]));
-    let (_, effects) = inventory.apply(planned(&plan(11)), NOW);
+    let (snapshot, _) = NodeState::default().apply(seen(node), NOW);
+    let (snapshot, effects) = snapshot.apply(planned(&plan(10)), NOW);
+    assert_eq!((told(&effects), offered(&snapshot)), (vec![], vec![(gpu().to_string(), 10)]));
+    let (_, effects) = snapshot.apply(planned(&plan(11)), NOW);
     assert!(told(&effects)[0].contains("::10 is longer than 63 characters"), "{effects:?}");
 }
 
@@ -174,14 +174,14 @@ fn gpus_that_offer_nothing_are_named() {
     node.gpus[0].display = Some(true);
     node.gpus[2].mig.as_mut().unwrap().devices.clear();
     let plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
-    let (inventory, _) = Inventory::default().apply(planned(&plan), NOW);
-    let (inventory, effects) = inventory.apply(seen(node), NOW);
+    let (snapshot, _) = NodeState::default().apply(planned(&plan), NOW);
+    let (snapshot, effects) = snapshot.apply(seen(node), NOW);
     let words = [
         "GPU 0000:07:00.0 (GPU-00000000-0000-0000-0000-000000000000): a display is set up on it; it is left out",
         "GPU 0000:47:00.0: MIG mode is on, but it has no MIG device; it offers nothing",
     ];
     assert_eq!(told(&effects), words);
-    assert_eq!(offered(&inventory).iter().map(|(_, count)| count).sum::<usize>(), 10);
+    assert_eq!(offered(&snapshot).iter().map(|(_, count)| count).sum::<usize>(), 10);
 }
 
 /// Single beside a GPU that is not in MIG mode, as the NVIDIA plugin: nothing at all.
@@ -190,21 +190,21 @@ fn single_wants_all_gpus_in_one_mode() {
     let mut node = mixed();
     node.gpus.truncate(2);
     let plan = ResourcePlan { mig_strategy: MigStrategy::Single, ..ResourcePlan::default() };
-    let (inventory, _) = Inventory::default().apply(planned(&plan), NOW);
-    let (inventory, effects) = inventory.apply(seen(node), NOW);
+    let (snapshot, _) = NodeState::default().apply(planned(&plan), NOW);
+    let (snapshot, effects) = snapshot.apply(seen(node), NOW);
     let words = "MIG strategy single: GPUs 0000:0f:00.0 are in MIG mode and 0000:07:00.0 are not; none is offered";
-    assert_eq!((told(&effects), offered(&inventory)), (vec![words.to_owned()], vec![]));
+    assert_eq!((told(&effects), offered(&snapshot)), (vec![words.to_owned()], vec![]));
 }
 
 #[test]
 fn a_new_plan_that_cannot_be_had_waits_while_the_old_one_stays() {
-    let (inventory, _) = Inventory::default().apply(seen(mixed()), NOW);
+    let (snapshot, _) = NodeState::default().apply(seen(mixed()), NOW);
     let wanted = ResourcePlan { mig_strategy: MigStrategy::Single, ..ResourcePlan::default() };
-    let (inventory, effects) = inventory.apply(planned(&wanted), NOW);
+    let (snapshot, effects) = snapshot.apply(planned(&wanted), NOW);
     let told = told(&effects);
     assert!(told[0].contains("the MIG devices differ") && told[2].contains("the last one stays"), "{told:?}");
-    assert_eq!((offered(&inventory), inventory.plan()), (vec![(gpu().to_string(), 4)], &ResourcePlan::default()));
-    assert!(inventory.problems().contains(&PlanProblem::OldPlanStays));
+    assert_eq!((offered(&snapshot), snapshot.plan()), (vec![(gpu().to_string(), 4)], &ResourcePlan::default()));
+    assert!(snapshot.problems().contains(&PlanProblem::OldPlanStays));
     // The node becomes what the plan wants.
     let mut alike = mixed();
     for gpu in [0, 2, 3] {
@@ -213,9 +213,9 @@ fn a_new_plan_that_cannot_be_had_waits_while_the_old_one_stays() {
             device.uuid = format!("{}-{gpu}", device.uuid).parse().unwrap();
         }
     }
-    let (inventory, _) = inventory.apply(seen(alike), NOW);
-    assert_eq!((offered(&inventory), inventory.plan()), (vec![(gpu().to_string(), 28)], &wanted));
-    assert_eq!(inventory.problems(), []);
+    let (snapshot, _) = snapshot.apply(seen(alike), NOW);
+    assert_eq!((offered(&snapshot), snapshot.plan()), (vec![(gpu().to_string(), 28)], &wanted));
+    assert_eq!(snapshot.problems(), []);
 }
 
 #[test]
@@ -231,9 +231,9 @@ fn names_come_from_the_first_pattern_that_matches() {
         mig_names: vec![name("3g.", "nvidia.com/large")],
         ..ResourcePlan::default()
     };
-    let (inventory, _) = Inventory::default().apply(planned(&plan), NOW);
-    let (inventory, _) = inventory.apply(seen(mixed()), NOW);
-    let names: Vec<&str> = inventory.resources().keys().map(ResourceName::as_str).collect();
+    let (snapshot, _) = NodeState::default().apply(planned(&plan), NOW);
+    let (snapshot, _) = snapshot.apply(seen(mixed()), NOW);
+    let names: Vec<&str> = snapshot.resources().keys().map(ResourceName::as_str).collect();
     let expected = [
         "nvidia.com/a100-80",
         "nvidia.com/large",
@@ -245,9 +245,9 @@ fn names_come_from_the_first_pattern_that_matches() {
     assert_eq!(names, expected);
 }
 
-fn first(inventory: &Inventory, resource: &ResourceName, size: usize) -> Vec<String> {
-    let available = inventory.devices(resource).map(|(id, _)| id.clone()).collect();
-    let (answer, _) = inventory.preferred(resource, &AllocationRequest { available, must_include: Vec::new(), size });
+fn first(snapshot: &NodeState, resource: &ResourceName, size: usize) -> Vec<String> {
+    let available = snapshot.devices(resource).map(|(id, _)| id.clone()).collect();
+    let (answer, _) = snapshot.preferred(resource, &AllocationRequest { available, must_include: Vec::new(), size });
     answer.devices.iter().map(|id| id.as_str().to_owned()).collect()
 }
 
@@ -255,99 +255,98 @@ fn first(inventory: &Inventory, resource: &ResourceName, size: usize) -> Vec<Str
 fn a_policy_is_a_resources_own_and_sees_what_is_held_of_others() {
     let one = resource("nvidia.com/mig-1g.10gb");
     let mut plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
-    let (inventory, _) = Inventory::default().apply(planned(&plan), NOW);
-    let (inventory, _) = inventory.apply(seen(mixed()), NOW);
-    let parent = |inventory: &Inventory| {
-        let id = DeviceId::from(first(inventory, &one, 1).remove(0));
-        inventory.devices(&one).find(|(known, _)| **known == id).unwrap().1.gpu.index
+    let (snapshot, _) = NodeState::default().apply(planned(&plan), NOW);
+    let (snapshot, _) = snapshot.apply(seen(mixed()), NOW);
+    let parent = |snapshot: &NodeState| {
+        let id = DeviceId::from(first(snapshot, &one, 1).remove(0));
+        snapshot.devices(&one).find(|(known, _)| **known == id).unwrap().1.gpu.index
     };
     // GPU 1 and GPU 3 have such devices; nothing of GPU 1 is held.
     let other = resource("nvidia.com/mig-2g.20gb");
-    let held = BTreeSet::from([(other.clone(), inventory.devices(&other).next().unwrap().0.clone())]);
-    let (inventory, effects) = inventory.apply(Event::Holders(Some(held.clone())), NOW);
-    assert_eq!((parent(&inventory), effects), (1, vec![Effect::Publish]));
+    let held = BTreeSet::from([(other.clone(), snapshot.devices(&other).next().unwrap().0.clone())]);
+    let (snapshot, effects) = snapshot.apply(Event::Holders(Some(held.clone())), NOW);
+    assert_eq!((parent(&snapshot), effects), (1, vec![Effect::Publish]));
     plan.shared_policy = Some(AllocationPolicy::Packed);
-    let (inventory, _) = inventory.apply(planned(&plan), NOW);
-    assert_eq!(parent(&inventory), 3);
+    let (snapshot, _) = snapshot.apply(planned(&plan), NOW);
+    assert_eq!(parent(&snapshot), 3);
     plan.policies.insert(one.clone(), AllocationPolicy::Distributed);
-    let (inventory, _) = inventory.apply(planned(&plan), NOW);
-    assert_eq!(parent(&inventory), 1);
+    let (snapshot, _) = snapshot.apply(planned(&plan), NOW);
+    assert_eq!(parent(&snapshot), 1);
     plan.policies.insert(one.clone(), AllocationPolicy::Packed);
-    let (inventory, _) = inventory.apply(planned(&plan), NOW);
-    assert_eq!(parent(&inventory), 3);
-    let (inventory, effects) = inventory.apply(Event::Holders(Some(held)), NOW);
+    let (snapshot, _) = snapshot.apply(planned(&plan), NOW);
+    assert_eq!(parent(&snapshot), 3);
+    let (snapshot, effects) = snapshot.apply(Event::Holders(Some(held)), NOW);
     assert_eq!(effects, [], "the same again");
-    let (inventory, _) = inventory.apply(Event::Holders(None), NOW);
-    assert_eq!(parent(&inventory), 1, "nothing is known to be held");
+    let (snapshot, _) = snapshot.apply(Event::Holders(None), NOW);
+    assert_eq!(parent(&snapshot), 1, "nothing is known to be held");
 }
 
 #[test]
 fn what_was_withdrawn_leaves_when_no_pod_holds_it_for_certain() {
-    let (inventory, _) = Inventory::default().apply(seen(mixed()), NOW);
+    let (snapshot, _) = NodeState::default().apply(seen(mixed()), NOW);
     let renamed = ResourcePlan {
         gpu_names: vec![NamePattern { pattern: Pattern::new("*"), name: resource("nvidia.com/a100") }],
         ..ResourcePlan::default()
     };
-    let (inventory, _) = inventory.apply(planned(&renamed), NOW);
-    let left = |inventory: &Inventory| inventory.devices(&gpu()).count();
-    let reason = |inventory: &Inventory| inventory.devices(&gpu()).next().unwrap().1.health.clone();
-    assert_eq!(left(&inventory), 4);
-    assert_eq!(reason(&inventory), Health::Unhealthy { reason: UnhealthyReason::Withdrawn, since: NOW });
-    let held = BTreeSet::from([(gpu(), inventory.devices(&gpu()).next().unwrap().0.clone())]);
+    let (snapshot, _) = snapshot.apply(planned(&renamed), NOW);
+    let left = |snapshot: &NodeState| snapshot.devices(&gpu()).count();
+    let reason = |snapshot: &NodeState| snapshot.devices(&gpu()).next().unwrap().1.health.clone();
+    assert_eq!(left(&snapshot), 4);
+    assert_eq!(reason(&snapshot), Health::Unhealthy { reason: UnhealthyReason::Withdrawn, since: NOW });
+    let held = BTreeSet::from([(gpu(), snapshot.devices(&gpu()).next().unwrap().0.clone())]);
     for _ in 0..2 {
-        let (inventory, _) = inventory.clone().apply(Event::Holders(None), NOW);
-        assert_eq!(left(&inventory), 4, "nobody knows who holds what");
+        let (snapshot, _) = snapshot.clone().apply(Event::Holders(None), NOW);
+        assert_eq!(left(&snapshot), 4, "nobody knows who holds what");
     }
-    let (inventory, _) = inventory.apply(Event::Holders(Some(held.clone())), NOW);
-    assert_eq!(left(&inventory), 4, "a pod may just be coming");
-    let (inventory, effects) = inventory.apply(Event::Holders(Some(held)), NOW);
-    assert_eq!((left(&inventory), effects), (1, vec![Effect::Publish]));
-    let (inventory, _) = inventory.apply(Event::Holders(Some(BTreeSet::new())), NOW);
-    let (inventory, _) = inventory.apply(Event::Holders(Some(BTreeSet::new())), NOW);
-    assert_eq!(left(&inventory), 0);
-    assert_eq!(inventory.resources().len(), 1);
+    let (snapshot, _) = snapshot.apply(Event::Holders(Some(held.clone())), NOW);
+    assert_eq!(left(&snapshot), 4, "a pod may just be coming");
+    let (snapshot, effects) = snapshot.apply(Event::Holders(Some(held)), NOW);
+    assert_eq!((left(&snapshot), effects), (1, vec![Effect::Publish]));
+    let (snapshot, _) = snapshot.apply(Event::Holders(Some(BTreeSet::new())), NOW);
+    let (snapshot, _) = snapshot.apply(Event::Holders(Some(BTreeSet::new())), NOW);
+    assert_eq!(left(&snapshot), 0);
+    assert_eq!(snapshot.resources().len(), 1);
     // Back to the first plan.
-    let (inventory, _) = inventory.apply(planned(&ResourcePlan::default()), NOW);
+    let (snapshot, _) = snapshot.apply(planned(&ResourcePlan::default()), NOW);
     let nobody = || Event::Holders(Some(BTreeSet::new()));
-    let (inventory, _) = inventory.apply(nobody(), NOW).0.apply(nobody(), NOW);
-    assert_eq!(offered(&inventory), [(gpu().to_string(), 4)]);
+    let (snapshot, _) = snapshot.apply(nobody(), NOW).0.apply(nobody(), NOW);
+    assert_eq!(offered(&snapshot), [(gpu().to_string(), 4)]);
 }
 
 #[test]
 fn a_fault_is_the_hardwares_whatever_it_is_offered_as() {
     let faulty = mixed().gpus[1].uuid.clone();
     let xid = || Event::Xid { gpu: faulty.clone(), code: 79, instance: None };
-    let sick = |inventory: &Inventory| {
-        let devices = inventory.resources().values().flat_map(|devices| devices.values());
+    let sick = |snapshot: &NodeState| {
+        let devices = snapshot.resources().values().flat_map(|devices| devices.values());
         let sick =
             devices.filter(|it| matches!(&it.health, Health::Unhealthy { reason: UnhealthyReason::Xid { .. }, .. }));
         sick.map(|device| (device.gpu.index, device.mig.is_some(), device.slot)).collect::<BTreeSet<_>>()
     };
-    let (inventory, _) = Inventory::default().apply(seen(mixed()), NOW);
-    let (inventory, _) = inventory.apply(xid(), NOW);
-    assert_eq!(sick(&inventory), BTreeSet::from([(1, false, None)]));
+    let (snapshot, _) = NodeState::default().apply(seen(mixed()), NOW);
+    let (snapshot, _) = snapshot.apply(xid(), NOW);
+    assert_eq!(sick(&snapshot), BTreeSet::from([(1, false, None)]));
     // Its slots, under another name, and its MIG devices are as faulty.
     let slots = SharedResource { rename: Some(resource("a.b/c")), ..slices("nvidia.com/gpu", 2) };
-    let (inventory, _) = inventory.apply(planned(&sharing(SharingKind::TimeSlicing, vec![slots])), NOW);
-    assert_eq!(sick(&inventory), BTreeSet::from([(1, false, Some(0)), (1, false, Some(1))]));
-    assert_eq!(offered(&inventory), [("a.b/c".to_owned(), 6)]);
+    let (snapshot, _) = snapshot.apply(planned(&sharing(SharingKind::TimeSlicing, vec![slots])), NOW);
+    assert_eq!(sick(&snapshot), BTreeSet::from([(1, false, Some(0)), (1, false, Some(1))]));
+    assert_eq!(offered(&snapshot), [("a.b/c".to_owned(), 6)]);
     let plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
-    let (inventory, _) = inventory.apply(planned(&plan), NOW);
-    assert_eq!(sick(&inventory), BTreeSet::from([(1, true, None)]));
+    let (snapshot, _) = snapshot.apply(planned(&plan), NOW);
+    assert_eq!(sick(&snapshot), BTreeSet::from([(1, true, None)]));
     let one = resource("nvidia.com/mig-1g.10gb");
-    let healthy =
-        |inventory: &Inventory| inventory.devices(&one).filter(|(_, it)| it.health == Health::Healthy).count();
-    assert_eq!(healthy(&inventory), 1);
+    let healthy = |snapshot: &NodeState| snapshot.devices(&one).filter(|(_, it)| it.health == Health::Healthy).count();
+    assert_eq!(healthy(&snapshot), 1);
     // A fault of the time in which a device was not offered.
-    let (inventory, _) = Inventory::default().apply(planned(&plan), NOW);
-    let (inventory, _) = inventory.apply(seen(mixed()), NOW);
-    let (faulty, _) = inventory.clone().apply(xid(), NOW);
+    let (snapshot, _) = NodeState::default().apply(planned(&plan), NOW);
+    let (snapshot, _) = snapshot.apply(seen(mixed()), NOW);
+    let (faulty, _) = snapshot.clone().apply(xid(), NOW);
     let (faulty, _) = faulty.apply(planned(&ResourcePlan::default()), NOW);
     assert_eq!(sick(&faulty), BTreeSet::from([(1, false, None)]));
     // A fault of one instance is its device's alone.
     let instance = Some(MigInstance { gpu_instance: 9, compute_instance: Some(0) });
-    let (inventory, _) = inventory.apply(Event::Xid { gpu: mixed().gpus[1].uuid.clone(), code: 79, instance }, NOW);
-    assert_eq!(healthy(&inventory), 7);
+    let (snapshot, _) = snapshot.apply(Event::Xid { gpu: mixed().gpus[1].uuid.clone(), code: 79, instance }, NOW);
+    assert_eq!(healthy(&snapshot), 7);
 }
 
 #[test]

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use hyper_util::rt::TokioIo;
-use linkwise::inventory::ResourceName;
 use linkwise::kubelet::{Callers, Occurrence, Phase, Plugin, Settings};
-use linkwise::kubelet_box::{Fault, KubeletBox, Options, Pod};
-use linkwise::proto::v1beta1 as wire;
+use linkwise::state::ResourceName;
+use linkwise_kubelet_api::v1beta1 as wire;
+use linkwise_kubelet_box::{Fault, KubeletBox, Options, Pod};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::sync::mpsc;

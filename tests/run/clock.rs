@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use linkwise::kubelet_box::Restart;
+use linkwise_kubelet_box::Restart;
 use serde_json::Value;
 
 use crate::health::{end, file, kept};

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use linkwise::kubelet_box::{KubeletBox, Pod};
+use linkwise_kubelet_box::{KubeletBox, Pod};
 
 use crate::node::{GPU, Node, Setup, registered, uuid};
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
 use linkwise::kubelet::{Phase, Settings};
-use linkwise::proto::v1beta1 as wire;
+use linkwise_kubelet_api::v1beta1 as wire;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::mpsc;

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use linkwise::kubelet_box::{DeviceSpec, Pod};
+use linkwise_kubelet_box::{DeviceSpec, Pod};
 use serde_json::Value;
 
 use crate::node::{GPU, Setup, machine, uuid};

@@ -7,7 +7,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
 
-use linkwise::kubelet_box::KubeletBox;
+use linkwise_kubelet_box::KubeletBox;
 use serde_json::Value;
 use tokio::process::Command;
 use tokio::time::timeout;

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::Path;
 
-use linkwise::kubelet_box::{KubeletBox, Pod};
+use linkwise_kubelet_box::{KubeletBox, Pod};
 
 use crate::handover::{cdi_setup, lines};
 use crate::mig::{MIXED, listed, minors};

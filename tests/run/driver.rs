@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use linkwise::kubelet_box::{AdmissionError, KubeletBox, Pod, ResourceState};
+use linkwise_kubelet_box::{AdmissionError, KubeletBox, Pod, ResourceState};
 
 use crate::node::{GPU, Node, Setup, signal, uuid};
 

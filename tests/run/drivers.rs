@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 
-use linkwise::kubelet_box::Pod;
+use linkwise_kubelet_box::Pod;
 use serde_json::Value;
 
 use crate::node::{GPU, Node, Setup, machine, registered, signal, until, uuid};

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use linkwise::kubelet_box::{KubeletBox, Pod, Restart};
+use linkwise_kubelet_box::{KubeletBox, Pod, Restart};
 use tokio::task::JoinSet;
 
 use crate::node::{GPU, Node, Setup, registered};

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use linkwise::kubelet_box::{KubeletBox, Pod};
+use linkwise_kubelet_box::{KubeletBox, Pod};
 
 use crate::mig;
 use crate::node::{GPU, Setup, registered, until, uuid};

@@ -8,7 +8,7 @@
 use std::io::ErrorKind;
 use std::path::PathBuf;
 
-use linkwise::kubelet_box::{KubeletBox, Options, Pod, Restart};
+use linkwise_kubelet_box::{KubeletBox, Options, Pod, Restart};
 
 use crate::node::{GPU, LIMIT, Setup, machine, registered, until, uuid};
 use crate::root::Root;

@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 
-use linkwise::kubelet_box::{Allocation, KubeletBox, Pod};
+use linkwise_kubelet_box::{Allocation, KubeletBox, Pod};
 
 use crate::node::{GPU, Node, Setup, machine, registered, until};
 use crate::root::Root;
@@ -248,7 +248,7 @@ async fn a_folder_that_cannot_be_written_later_is_told_of_once_and_the_node_serv
     let folder = node.setup.at("cdi");
     fs::remove_dir_all(&folder).unwrap();
     fs::write(&folder, "").unwrap();
-    // Each change of the inventory is a reason to look.
+    // Each change of the snapshot is a reason to look.
     node.setup.tell("xid 0 79");
     node.metric("linkwise_cdi_spec_writes_total{outcome=\"failed\"}", 1).await;
     node.setup.tell("xid 1 79");

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use linkwise::kubelet_box::KubeletBox;
+use linkwise_kubelet_box::KubeletBox;
 
 use crate::node::{GPU, Node, Setup, registered, signal, until, uuid};
 

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use linkwise::kubelet_box::KubeletBox;
+use linkwise_kubelet_box::KubeletBox;
 use serde_json::Value;
 
 use crate::node::{GPU, Node, Setup, registered, uuid};

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use linkwise::kubelet_box::Pod;
+use linkwise_kubelet_box::Pod;
 
 use crate::node::{GPU, Node, Setup, until, uuid};
 

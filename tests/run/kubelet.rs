@@ -4,10 +4,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use linkwise::inventory::{Event, Inventory, ResourceName};
 use linkwise::kubelet::{Occurrence, Phase, Plugin, Settings, Sources};
-use linkwise::kubelet_box::{Fault, KubeletBox, Pod, Restart};
 use linkwise::machines;
+use linkwise::state::{Event, NodeState, ResourceName};
+use linkwise_kubelet_box::{Fault, KubeletBox, Pod, Restart};
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -182,7 +182,7 @@ async fn a_kubelet_that_hangs_in_register_and_fails_is_asked_again() {
 #[tokio::test]
 async fn a_kubelet_that_never_answers_register_is_asked_again_and_the_late_one_is_a_failure() {
     let folder = tempfile::tempdir().unwrap();
-    let mut options = linkwise::kubelet_box::Options::new(folder.path());
+    let mut options = linkwise_kubelet_box::Options::new(folder.path());
     options.dial_retry = Duration::from_millis(10);
     let kubelet = KubeletBox::start(options).unwrap();
     kubelet.set_fault(Fault::Hang);
@@ -213,7 +213,7 @@ async fn another_folder_in_the_place_of_the_kubelets_is_followed() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     let start = |name: &str| {
-        let mut options = linkwise::kubelet_box::Options::new(at(name));
+        let mut options = linkwise_kubelet_box::Options::new(at(name));
         (options.dial_retry, options.wait_timeout) = (Duration::from_millis(10), LIMIT);
         KubeletBox::start(options).unwrap()
     };
@@ -248,15 +248,15 @@ async fn a_stream_that_the_kubelet_drops_is_registered_anew() {
 /// A machine of eight GPUs for a plugin of its own, and somebody who is told what that does.
 pub fn sources(told: impl Fn(Occurrence) + Send + Sync + 'static) -> Sources {
     let machine = machines::load("dgx1-v100").unwrap();
-    let (inventory, _) = Inventory::default().apply(Event::Observed(Box::new(machine.observed)), Duration::ZERO);
-    let sender = watch::Sender::new(Arc::new(inventory));
-    let inventory = sender.subscribe();
+    let (snapshot, _) = NodeState::default().apply(Event::Observed(Box::new(machine.observed)), Duration::ZERO);
+    let sender = watch::Sender::new(Arc::new(snapshot));
+    let snapshot = sender.subscribe();
     let observer: linkwise::kubelet::Observer = Arc::new(move |_, occurrence| {
         // Lists end with their sender: it lives as long as the plugin.
         let _ = &sender;
         told(occurrence);
     });
-    Sources { inventory, observer }
+    Sources { snapshot, observer }
 }
 
 /// A plugin of its own, and why its sessions ended.
@@ -273,7 +273,7 @@ pub fn plugin(settings: Settings) -> (Plugin, mpsc::Receiver<String>) {
 #[tokio::test]
 async fn a_kubelet_that_comes_back_is_not_kept_waiting() {
     let folder = tempfile::tempdir().unwrap();
-    let socket = folder.path().join(linkwise::kubelet_box::Options::SOCKET);
+    let socket = folder.path().join(linkwise_kubelet_box::Options::SOCKET);
     // A kubelet that ended leaves its socket behind.
     drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
     let longest_pause = Duration::from_secs(64 * 3600);
@@ -287,7 +287,7 @@ async fn a_kubelet_that_comes_back_is_not_kept_waiting() {
         assert!(why.contains("the registration failed: cannot connect"), "{why}");
     }
     timeout(LIMIT, phase.wait_for(|phase| *phase == Phase::Pausing)).await.unwrap().unwrap();
-    let mut options = linkwise::kubelet_box::Options::new(folder.path());
+    let mut options = linkwise_kubelet_box::Options::new(folder.path());
     (options.dial_retry, options.wait_timeout) = (Duration::from_millis(10), LIMIT);
     let kubelet = KubeletBox::start(options).unwrap();
     registered(&kubelet, 1, 8).await;
@@ -298,7 +298,7 @@ async fn a_kubelet_that_comes_back_is_not_kept_waiting() {
 #[tokio::test]
 async fn a_kubelet_that_registers_and_never_calls_back_is_asked_again() {
     let folder = tempfile::tempdir().unwrap();
-    let mut options = linkwise::kubelet_box::Options::new(folder.path());
+    let mut options = linkwise_kubelet_box::Options::new(folder.path());
     (options.dial_retry, options.wait_timeout) = (Duration::from_millis(10), LIMIT);
     let kubelet = KubeletBox::start(options).unwrap();
     kubelet.set_fault(Fault::AnswerWithoutDial);

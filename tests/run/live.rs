@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-use linkwise::kubelet_box::{Allocation, KubeletBox, Pod};
+use linkwise_kubelet_box::{Allocation, KubeletBox, Pod};
 
 use crate::handover::allocation;
 use crate::mig::{MIXED, gpu, listed, mig_uuid};
@@ -50,7 +50,7 @@ fn setup(text: &str) -> (Setup, ConfigMap) {
 /// Waits until exactly these devices of a resource are on the list as unhealthy, and so many as healthy.
 async fn lists(kubelet: &KubeletBox, resource: &str, healthy: usize, unhealthy: &[String]) {
     let unhealthy: BTreeSet<String> = unhealthy.iter().cloned().collect();
-    let wanted = |state: &linkwise::kubelet_box::State| {
+    let wanted = |state: &linkwise_kubelet_box::State| {
         let resource = &state.resources[resource];
         resource.healthy.len() == healthy && resource.unhealthy == unhealthy
     };

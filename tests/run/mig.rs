@@ -6,9 +6,9 @@ use std::path::Path;
 
 use crate::handover::{allocation, cdi_setup, lines, spec_file, spec_with};
 use crate::node::{GPU, Node, Setup, until};
-use linkwise::kubelet_box::KubeletBox;
 use linkwise::machines;
 use linkwise::topology::NodeObservation;
+use linkwise_kubelet_box::KubeletBox;
 
 /// GPU 0 whole, GPU 1 in seven, GPU 2 in a 3g and two halves of a 4g, GPU 3 in two 1g, one with media, and a 2g.
 pub const MIXED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fake-nvml/machines/four-gpus-mig.yaml");
@@ -77,7 +77,7 @@ const ALL: [(u32, u32, u32); 13] = [
 
 /// Waits until the kubelet lists so many healthy devices of a resource.
 pub async fn listed(kubelet: &KubeletBox, resource: &str, healthy: usize) {
-    let wanted = |state: &linkwise::kubelet_box::State| {
+    let wanted = |state: &linkwise_kubelet_box::State| {
         let resource = &state.resources[resource];
         resource.connected && resource.healthy.len() == healthy
     };
@@ -152,7 +152,7 @@ async fn a_mig_device_without_capabilities_is_left_out_of_the_spec_and_refused_b
     listed(&kubelet, "nvidia.com/mig-2g.20gb", 1).await;
     spec(&node, &[0, 1, 2, 3], &ALL[..12]).await;
     node.process.said(&format!("no capabilities of {}", mig_uuid(0x34))).await;
-    let pod = linkwise::kubelet_box::Pod::single("pod", "nvidia.com/mig-2g.20gb", 1);
+    let pod = linkwise_kubelet_box::Pod::single("pod", "nvidia.com/mig-2g.20gb", 1);
     let error = kubelet.admit(&pod, None).await.unwrap_err();
     assert!(format!("{error:?}").contains(&mig_uuid(0x34)), "{error:?}");
 }

@@ -6,7 +6,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-use linkwise::kubelet_box::{KubeletBox, Pod};
+use linkwise_kubelet_box::{KubeletBox, Pod};
 use tokio::process::Command;
 
 use crate::config::write;
@@ -131,7 +131,7 @@ async fn serve((shared, setup): (Shared, Setup), slots: usize) -> (Shared, Proce
 
 /// Waits until so many slots are healthy, and so many are not.
 async fn slots(kubelet: &KubeletBox, healthy: usize, unhealthy: usize) {
-    let counts = |resource: &linkwise::kubelet_box::ResourceState| (resource.healthy.len(), resource.unhealthy.len());
+    let counts = |resource: &linkwise_kubelet_box::ResourceState| (resource.healthy.len(), resource.unhealthy.len());
     kubelet.wait(|state| counts(&state.resources[GPU]) == (healthy, unhealthy)).await.unwrap();
 }
 

@@ -8,7 +8,7 @@ use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
 use fake_nvml::Control;
-use linkwise::kubelet_box::{KubeletBox, Options, ResourceState};
+use linkwise_kubelet_box::{KubeletBox, Options, ResourceState};
 use serde_json::Value;
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};

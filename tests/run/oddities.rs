@@ -1,6 +1,6 @@
 //! Machines that are odd: a warning, and a node that keeps working.
 
-use linkwise::kubelet_box::Pod;
+use linkwise_kubelet_box::Pod;
 
 use crate::node::{GPU, Setup, machine, registered, uuid};
 

@@ -3,7 +3,7 @@
 use std::os::unix::fs::PermissionsExt;
 use std::process::Output;
 
-use linkwise::kubelet_box::{Pod, Restart};
+use linkwise_kubelet_box::{Pod, Restart};
 use serde_json::Value;
 use tokio::process::Command;
 

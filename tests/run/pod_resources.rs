@@ -2,11 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use linkwise::inventory::{Event, NumaHints, ResourceName};
 use linkwise::kubelet::{Phase, Settings, pod_resources};
-use linkwise::kubelet_box::{Fault, KubeletBox, Options, Place, Pod};
 use linkwise::machines;
 use linkwise::runtime::{HealthSettings, Node, NodeSettings};
+use linkwise::state::{Event, NumaHints, ResourceName};
+use linkwise_kubelet_box::{Fault, KubeletBox, Options, Place, Pod};
 use tokio::net::UnixListener;
 use tokio::sync::watch;
 use tokio::time::timeout;
@@ -59,7 +59,7 @@ async fn a_resource_whose_devices_are_all_sick_is_confirmed_by_its_stream() {
     let (node, kubelet) = setup.serve(1).await;
     node.setup.tell("xid 0 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
-    kubelet.restart(linkwise::kubelet_box::Restart::Kubelet).await.unwrap();
+    kubelet.restart(linkwise_kubelet_box::Restart::Kubelet).await.unwrap();
     // A kubelet lists healthy devices only.
     kubelet.wait(|state| state.resources[GPU].registrations == 2 && state.resources[GPU].connected).await.unwrap();
     node.ready(200, "").await;
@@ -134,7 +134,7 @@ async fn a_registration_is_confirmed_again_while_pods_come_and_go() {
     // Devices in use are listed as much as free ones.
     node.setup.tell("xid 3 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
-    kubelet.restart(linkwise::kubelet_box::Restart::Kubelet).await.unwrap();
+    kubelet.restart(linkwise_kubelet_box::Restart::Kubelet).await.unwrap();
     registered(&kubelet, 2, 7).await;
     node.ready(200, "").await;
     assert_eq!(kubelet.violations(), []);

@@ -6,7 +6,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use hyper_util::rt::TokioIo;
-use linkwise::proto::v1beta1 as wire;
+use linkwise_kubelet_api::v1beta1 as wire;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;

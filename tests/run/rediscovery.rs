@@ -7,7 +7,7 @@ use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-use linkwise::kubelet_box::{KubeletBox, Pod, State};
+use linkwise_kubelet_box::{KubeletBox, Pod, State};
 
 use crate::node::{GPU, LIMIT, Setup, machine, registered, until, uuid};
 

@@ -1,8 +1,8 @@
 //! The plugin's calls, asked by a client of the tests' own: advice never fails, orders are strict.
 
 use hyper_util::rt::TokioIo;
-use linkwise::kubelet_box::KubeletBox;
-use linkwise::proto::v1beta1 as wire;
+use linkwise_kubelet_api::v1beta1 as wire;
+use linkwise_kubelet_box::KubeletBox;
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 use tonic::codegen::http::uri::PathAndQuery;

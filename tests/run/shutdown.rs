@@ -6,8 +6,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 
-use linkwise::kubelet_box::{Fault, Pod};
-use linkwise::proto::v1beta1::Empty;
+use linkwise_kubelet_api::v1beta1::Empty;
+use linkwise_kubelet_box::{Fault, Pod};
 use tokio::time::timeout;
 
 use crate::node::{GPU, LIMIT, Setup, registered, signal, until};

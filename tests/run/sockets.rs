@@ -5,8 +5,8 @@ use std::os::unix::net::UnixListener;
 use std::time::Duration;
 
 use linkwise::kubelet::{Phase, Settings};
-use linkwise::kubelet_box::{KubeletBox, Options, Restart};
-use linkwise::proto::v1beta1::Empty;
+use linkwise_kubelet_api::v1beta1::Empty;
+use linkwise_kubelet_box::{KubeletBox, Options, Restart};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::time::timeout;

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use linkwise::kubelet_box::{Allocation, KubeletBox, Pod, Restart, State};
+use linkwise_kubelet_box::{Allocation, KubeletBox, Pod, Restart, State};
 
 use crate::handover::allocation;
 use crate::node::{GPU, Setup, registered, uuid};

@@ -1,7 +1,7 @@
 //! A library that hangs or crashes, a process that is stopped or killed, a GPU that ends whoever looks at it: each costs a
 //! child, the log names call and GPU, and admissions go on.
 
-use linkwise::kubelet_box::{KubeletBox, Pod};
+use linkwise_kubelet_box::{KubeletBox, Pod};
 
 use crate::node::{GPU, LIMIT, Node, Setup, machine, registered, signal, until, uuid};
 

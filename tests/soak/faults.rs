@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use linkwise::kubelet_box::{Fault as BoxFault, Restart};
+use linkwise_kubelet_box::{Fault as BoxFault, Restart};
 
 use crate::RECOVERY;
 use crate::node::{GPU, signal, until};

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use linkwise::kubelet_box::{AdmissionError, Admitted, KubeletBox, Pod};
+use linkwise_kubelet_box::{AdmissionError, Admitted, KubeletBox, Pod};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -169,7 +169,7 @@ impl Worker {
             AdmissionError::Allocate { place, devices, .. } => {
                 let words = error.status().map(|status| status.message().to_owned()).unwrap_or_default();
                 let named: Vec<&String> = devices.iter().filter(|id| words.contains(&format!("'{id}'"))).collect();
-                let ill = |id: &String, state: &linkwise::kubelet_box::State| {
+                let ill = |id: &String, state: &linkwise_kubelet_box::State| {
                     !state.resources[&place.resource].healthy.contains(id)
                 };
                 let news = self.kubelet.wait(|state| named.iter().any(|id| ill(id, state)));

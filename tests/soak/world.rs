@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use linkwise::kubelet_box::{KubeletBox, Options, State};
+use linkwise_kubelet_box::{KubeletBox, Options, State};
 use tokio::process::Command;
 use tokio::time::timeout;
 

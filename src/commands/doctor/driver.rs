@@ -9,10 +9,10 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::count;
 use super::finding::{Finding, Findings};
 use crate::config::HostArgs;
-use crate::inventory::HealthPoll;
 use crate::nvml::child::Agent;
 use crate::nvml::protocol::FromAgent;
 use crate::runtime;
+use crate::state::HealthPoll;
 use crate::topology::{GpuObservation, GpuUuid, PciAddress, ProbeFailure};
 
 /// What NVML says.

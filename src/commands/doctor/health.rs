@@ -1,6 +1,6 @@
 //! What is held against the GPUs: by the linkwise that runs here, or by what one kept, and by what NVML says now.
 //!
-//! There is no rule of health here: `inventory` judges, by the rules of `run`, and a linkwise that runs has judged already.
+//! There is no rule of health here: `snapshot` judges, by the rules of `run`, and a linkwise that runs has judged already.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -13,8 +13,8 @@ use super::blocking;
 use super::finding::{Finding, Findings};
 use crate::commands::admin;
 use crate::config::DoctorArgs;
-use crate::inventory::{Event, HealthPoll, HealthRecord, Inventory, Timestamp, UnhealthyReason};
 use crate::runtime::{self, Kept};
+use crate::state::{Event, HealthPoll, HealthRecord, NodeState, Timestamp, UnhealthyReason};
 use crate::topology::{GpuUuid, NodeObservation};
 
 /// What matters here of the answer to `GET /state`.
@@ -158,7 +158,7 @@ impl Told {
         if !observed.gpus.is_empty() {
             events.extend([Event::Observed(Box::new(observed.clone())), Event::Polled(polls.clone())]);
         }
-        let judged = events.into_iter().fold(Inventory::default(), |state, event| state.apply(event, now).0);
+        let judged = events.into_iter().fold(NodeState::default(), |state, event| state.apply(event, now).0);
         let mut held: BTreeMap<GpuUuid, Vec<Held>> = BTreeMap::new();
         for gpu in known {
             let own = judged.standing(&gpu).map(|(reason, since)| Held::new(reason, since)).collect();

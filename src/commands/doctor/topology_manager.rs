@@ -2,7 +2,7 @@
 
 use super::count;
 use super::finding::{Finding, Findings};
-use crate::inventory::NumaHints;
+use crate::state::NumaHints;
 use crate::topology::{NodeObservation, NodeTopology};
 
 /// With more NUMA nodes a kubelet under any policy but none does not start (pkg/kubelet/cm/topologymanager,

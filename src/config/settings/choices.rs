@@ -3,7 +3,7 @@
 use clap::ValueEnum;
 use serde::Serialize;
 
-use crate::inventory::XidClass;
+use crate::state::XidClass;
 
 /// How MIG devices are offered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]

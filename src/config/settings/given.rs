@@ -13,7 +13,7 @@ use serde::{Serialize, Serializer};
 
 use crate::config::file::{Node, Problem, Value, quote};
 use crate::config::list;
-use crate::inventory::ResourceName;
+use crate::state::ResourceName;
 
 /// A value as somebody wrote it.
 #[derive(Clone, Copy)]

@@ -25,7 +25,7 @@ use serde_json::Value as Json;
 
 use super::file::{File, Finding};
 use super::{NumaHintsArg, PolicyArg};
-use crate::inventory::ResourceName;
+use crate::state::ResourceName;
 use given::{
     absolute, address, boolean, choice, choices, imex_channels, interval, maybe_absolute, maybe_boolean, maybe_path,
     path, text, texts, uids,

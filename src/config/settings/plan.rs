@@ -1,12 +1,10 @@
-//! What the configuration says of resources, as the plan that the inventory carries out.
+//! What the configuration says of resources, as the plan that the snapshot carries out.
 
 use super::selection::GpuFilter;
 use super::sharing::{Replicated, ReplicatedDevices};
 use super::{MigStrategy, NamedPattern, Origin, Settings, SharedPolicy};
 use crate::allocation::AllocationPolicy;
-use crate::inventory::{
-    self, Filter, GpuSelector, NamePattern, ResourcePlan, SharedDevices, SharedResource, SharingKind,
-};
+use crate::state::{self, Filter, GpuSelector, NamePattern, ResourcePlan, SharedDevices, SharedResource, SharingKind};
 
 impl Settings {
     /// What is to be made of the node's GPUs.
@@ -21,9 +19,9 @@ impl Settings {
         let policy = &self.shared_devices_allocation_policy;
         ResourcePlan {
             mig_strategy: match self.mig_strategy.value {
-                MigStrategy::None => inventory::MigStrategy::None,
-                MigStrategy::Single => inventory::MigStrategy::Single,
-                MigStrategy::Mixed => inventory::MigStrategy::Mixed,
+                MigStrategy::None => state::MigStrategy::None,
+                MigStrategy::Single => state::MigStrategy::Single,
+                MigStrategy::Mixed => state::MigStrategy::Mixed,
             },
             gpu_names: names(&self.resources.value.gpus),
             mig_names: names(&self.resources.value.mig),
@@ -41,7 +39,7 @@ impl Settings {
     }
 }
 
-fn shared(kind: SharingKind, replicated: &Replicated) -> inventory::Sharing {
+fn shared(kind: SharingKind, replicated: &Replicated) -> state::Sharing {
     let resources = replicated.resources.iter().map(|resource| SharedResource {
         name: resource.name.clone(),
         rename: resource.rename.clone(),
@@ -52,7 +50,7 @@ fn shared(kind: SharingKind, replicated: &Replicated) -> inventory::Sharing {
         },
         replicas: resource.replicas,
     });
-    inventory::Sharing {
+    state::Sharing {
         kind,
         // Worked into each resource's own name.
         rename_by_default: false,

@@ -4,7 +4,7 @@ use super::selection::{GpuFilter, NamedPattern};
 use super::sharing::{Replicated, ReplicatedDevices, ReplicatedResource};
 use super::{MigStrategy, Origin, Setting, Settings};
 use crate::config::file::{Finding, Problem};
-use crate::inventory::{DeviceSelector, ResourceName};
+use crate::state::{DeviceSelector, ResourceName};
 
 /// What --cdi-disable-hooks can leave out.
 const CDI_HOOKS: [&str; 3] = ["all", "create-symlinks", "update-ldcache"];

@@ -12,7 +12,7 @@ use super::row::tell;
 use super::{Origin, Setting};
 use crate::config::PolicyArg;
 use crate::config::file::{File, Finding, Node, Problem, Value};
-use crate::inventory::{Pattern, ResourceName};
+use crate::state::{Pattern, ResourceName};
 use crate::topology::{GpuUuid, PciAddress};
 
 /// Names for GPUs and MIG devices, by what they are.

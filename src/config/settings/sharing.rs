@@ -9,7 +9,7 @@ use super::given::{Given, boolean, resource_name, whole};
 use super::row::tell;
 use super::{Origin, Setting};
 use crate::config::file::{File, Finding, Node, Problem, Value};
-use crate::inventory::{DeviceSelector, ResourceName};
+use crate::state::{DeviceSelector, ResourceName};
 
 /// The most replicas of one device. 16 GPUs of 64 slots are what the choice is measured with; more of fewer GPUs is as
 /// many. The NVIDIA plugin has no bound.

@@ -4,7 +4,7 @@ use clap::{Args, Command, FromArgMatches};
 
 use super::*;
 use crate::config::file::{Problem, Weight};
-use crate::inventory::DeviceSelector;
+use crate::state::DeviceSelector;
 
 fn given(args: &[&str]) -> Flags {
     let command = Flags::augment_args(Command::new("run").no_binary_name(true));

@@ -9,8 +9,8 @@ use anyhow::{Context, Result};
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 
-use crate::inventory::Event;
 use crate::metrics::Metrics;
+use crate::state::Event;
 
 /// Whether a child works.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -100,8 +100,8 @@ impl Dying {
 impl Dying {
     /// For tests of who has one: none, on a node of nobody's.
     pub(super) fn of_nobody() -> Self {
-        let (_, inventory) = watch::channel(Arc::default());
-        let metrics = Arc::new(Metrics::new("test", inventory));
+        let (_, snapshot) = watch::channel(Arc::default());
+        let metrics = Arc::new(Metrics::new("test", snapshot));
         Self::new(Release::new(Arc::clone(&metrics)), metrics)
     }
 }

@@ -15,8 +15,8 @@ use super::facts::{self, Again};
 use super::outside::{Outside, Slow};
 use super::suspects::Suspects;
 use crate::hwloc::PciBus;
-use crate::inventory::{HealthPoll, NodeIdentity, Reach};
 use crate::nvml::protocol::{Missing, Place};
+use crate::state::{HealthPoll, NodeIdentity, Reach};
 use crate::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation, PciAddress, ProbeFailure};
 
 /// What a look at the host has seen, and what it has not.

@@ -11,8 +11,8 @@ use tokio::time::Instant;
 use super::Driver;
 use super::known::{Host, Known};
 use crate::hwloc;
-use crate::inventory::Event;
 use crate::nvml::protocol::FromAgent;
+use crate::state::Event;
 use crate::topology::{GpuUuid, NodeObservation, ProbeFailure};
 
 impl Driver {

@@ -12,7 +12,7 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 use crate::hwloc::PciBus;
-use crate::inventory::NodeIdentity;
+use crate::state::NodeIdentity;
 use crate::topology::PciAddress;
 
 /// The kernel's name for this boot.

@@ -8,8 +8,8 @@ use anyhow::{Context, Result, bail};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::inventory::ResourceName;
 use crate::mps::{Limits, Occurrence, Settings, supervise};
+use crate::state::ResourceName;
 
 /// The daemons of this node.
 pub(super) struct Daemons {

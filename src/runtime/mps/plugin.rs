@@ -1,4 +1,4 @@
-//! The plugin's side of MPS: tells the inventory which control daemons are ready. Off the path of admissions.
+//! The plugin's side of MPS: tells the snapshot which control daemons are ready. Off the path of admissions.
 //!
 //! It reads small files in a folder that it shares with the daemons' process, and starts and asks nobody.
 
@@ -10,9 +10,9 @@ use anyhow::{Context, Result};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::inventory::{Event, Inventory, MpsShare, ResourceName};
 use crate::mps::{Layout, Readiness, look};
 use crate::runtime::idle::Idle;
+use crate::state::{Event, MpsShare, NodeState, ResourceName};
 
 /// How often it is looked: a lock that is given up makes no event in a folder. A small file for each resource.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
@@ -20,7 +20,7 @@ const LOOK_AGAIN: Duration = Duration::from_secs(1);
 /// Looks at the daemons' markers.
 pub(in crate::runtime) struct Watch {
     pub layout: Layout,
-    pub inventory: watch::Receiver<Arc<Inventory>>,
+    pub snapshot: watch::Receiver<Arc<NodeState>>,
     pub events: mpsc::Sender<Event>,
     /// Why there is nothing to offer, for /readyz.
     pub idle: watch::Sender<Idle>,
@@ -36,8 +36,8 @@ impl Watch {
         let mut told: BTreeMap<ResourceName, Readiness> = BTreeMap::new();
         let mut ready: BTreeMap<ResourceName, MpsShare> = BTreeMap::new();
         loop {
-            let inventory = Arc::clone(&self.inventory.borrow_and_update());
-            let (layout, seen) = (self.layout.clone(), Arc::clone(&inventory));
+            let snapshot = Arc::clone(&self.snapshot.borrow_and_update());
+            let (layout, seen) = (self.layout.clone(), Arc::clone(&snapshot));
             // A disk in trouble would hold a thread that admissions need.
             let now = tokio::task::spawn_blocking(move || readiness(&layout, &seen)).await;
             let now = now.context("the look at the MPS daemons broke off")?;
@@ -51,7 +51,7 @@ impl Watch {
                     }
                 }
             }
-            let shares = inventory.mps_shares().iter();
+            let shares = snapshot.mps_shares().iter();
             let shares = shares.filter(|(resource, _)| now.get(*resource) == Some(&Readiness::Ready));
             let shares = shares.map(|(resource, share)| (resource.clone(), share.clone())).collect();
             if shares != ready {
@@ -60,14 +60,14 @@ impl Watch {
             }
             told = now;
             tokio::select! {
-                changed = self.inventory.changed() => if changed.is_err() { return Ok(()) },
+                changed = self.snapshot.changed() => if changed.is_err() { return Ok(()) },
                 () = tokio::time::sleep(LOOK_AGAIN), if !told.is_empty() => {}
             }
         }
     }
 }
 
-fn readiness(layout: &Layout, inventory: &Inventory) -> BTreeMap<ResourceName, Readiness> {
+fn readiness(layout: &Layout, snapshot: &NodeState) -> BTreeMap<ResourceName, Readiness> {
     let look = |(resource, limits): (ResourceName, _)| {
         let readiness = match limits {
             Ok(limits) => look(layout, &resource, &limits),
@@ -75,5 +75,5 @@ fn readiness(layout: &Layout, inventory: &Inventory) -> BTreeMap<ResourceName, R
         };
         (resource, readiness)
     };
-    super::wanted(layout, inventory).into_iter().map(look).collect()
+    super::wanted(layout, snapshot).into_iter().map(look).collect()
 }

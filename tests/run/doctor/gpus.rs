@@ -1,6 +1,6 @@
 //! What the doctor says of the GPUs' health: by NVML's word now, by the linkwise that runs, by what the last one kept.
 
-use linkwise::inventory::HealthRecord;
+use linkwise::state::HealthRecord;
 
 use super::*;
 use crate::node::{GPU, Node, until, uuid};

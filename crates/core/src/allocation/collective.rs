@@ -1,0 +1,175 @@
+//! For every set of GPUs, what no all-reduce over it can beat, MB/s.
+
+use crate::prelude::*;
+use alloc::collections::BTreeSet;
+
+use super::set::GpuSet;
+use crate::topology::NodeTopology;
+
+/// A table with one row for each set of the GPUs.
+pub(super) fn table(topology: &NodeTopology) -> Vec<u32> {
+    let gpus = topology.gpus().len();
+    let mut collective = rings(topology);
+    let links = Links::of(topology);
+    let neighbours: Vec<GpuSet> =
+        (0..gpus).map(|a| (0..gpus).filter(|&b| a != b && topology.nvlink(a, b) > 0).collect()).collect();
+    for (row, best) in collective.iter_mut().enumerate() {
+        let set = GpuSet(row as u64);
+        if set.len() < 2 {
+            continue;
+        }
+        if connected(set, &neighbours) {
+            let port = smallest_port(topology, set).filter(|_| at(&links.direct, set) == 0);
+            *best = port.unwrap_or_else(|| narrowest_cut(set, &links));
+        }
+    }
+    collective
+}
+
+/// What NVLink carries within each set, MB/s.
+struct Links {
+    /// The links from GPU to GPU, summed over the pairs of each set.
+    direct: Vec<u64>,
+    /// For each NVSwitch plane that joins GPUs, the sum of each set's ports on it.
+    planes: Vec<Vec<u64>>,
+}
+
+impl Links {
+    fn of(topology: &NodeTopology) -> Self {
+        let gpus = topology.gpus();
+        let port = |place: usize| gpus.get(place).and_then(|gpu| Some((gpu.nvswitch_plane?, gpu.nvswitch_port)));
+        let direct = |a, b| match (port(a), port(b)) {
+            (Some((plane, a_port)), Some((other, b_port))) if plane == other => {
+                topology.nvlink(a, b).saturating_sub(a_port.min(b_port))
+            }
+            _ => topology.nvlink(a, b),
+        };
+        let members = |plane: u32| gpus.iter().filter(move |gpu| gpu.nvswitch_plane == Some(plane)).count();
+        let planes: BTreeSet<u32> = gpus.iter().filter_map(|gpu| gpu.nvswitch_plane).collect();
+        let ports = |plane: u32| {
+            let carries =
+                |place: usize| port(place).filter(|(on, _)| *on == plane).map_or(0, |(_, port)| u64::from(port));
+            (0..1_u64 << gpus.len()).map(|row| GpuSet(row).places().map(carries).sum()).collect()
+        };
+        Self {
+            direct: inside(gpus.len(), direct),
+            planes: planes.into_iter().filter(|plane| members(*plane) > 1).map(ports).collect(),
+        }
+    }
+}
+
+/// For every set, the sum of a weight over its pairs.
+pub(super) fn inside(gpus: usize, weight: impl Fn(usize, usize) -> u32) -> Vec<u64> {
+    let mut sums = vec![0; 1 << gpus];
+    for row in 1..sums.len() {
+        let set = GpuSet(row as u64);
+        let lowest = set.lowest();
+        let rest = set.without(lowest);
+        let first = lowest.places().next().unwrap_or(0);
+        let new = rest.places().map(|other| u64::from(weight(first, other))).sum::<u64>();
+        let sum = at(&sums, rest) + new;
+        if let Some(cell) = sums.get_mut(row) {
+            *cell = sum;
+        }
+    }
+    sums
+}
+
+/// A row of a table; the default where the table has none.
+pub(super) fn at<T: Copy + Default>(table: &[T], set: GpuSet) -> T {
+    table.get(set.row()).copied().unwrap_or_default()
+}
+
+/// The smallest port of a set that is on one NVSwitch plane; `None` for other sets.
+fn smallest_port(topology: &NodeTopology, set: GpuSet) -> Option<u32> {
+    let mut members = set.places().filter_map(|place| topology.gpus().get(place));
+    let first = members.next()?;
+    let plane = first.nvswitch_plane?;
+    members.try_fold(first.nvswitch_port, |port, gpu| {
+        (gpu.nvswitch_plane == Some(plane)).then(|| port.min(gpu.nvswitch_port))
+    })
+}
+
+/// Whether NVLinks alone hold a set together.
+fn connected(set: GpuSet, neighbours: &[GpuSet]) -> bool {
+    let mut reached = set.lowest();
+    loop {
+        let next = reached.places().fold(reached, |next, place| {
+            next.union(neighbours.get(place).copied().unwrap_or_default().intersection(set))
+        });
+        if next == reached {
+            return reached == set;
+        }
+        reached = next;
+    }
+}
+
+/// The least that NVLink carries between two parts of a set, over all ways to part it.
+///
+/// What crosses directly is what the whole holds less what the parts hold. What crosses a plane leaves one
+/// part by its ports and enters the other by that one's: the narrower side counts, not each pair anew.
+fn narrowest_cut(set: GpuSet, links: &Links) -> u32 {
+    let others = set.without(set.lowest()).0;
+    let whole = at(&links.direct, set);
+    let mut narrowest = u64::MAX;
+    // All non-empty subsets of the others: the part without the lowest member.
+    let mut part = others;
+    while part != 0 {
+        let (one, other) = (GpuSet(part), set.without(GpuSet(part)));
+        let within = at(&links.direct, one) + at(&links.direct, other);
+        let through = links.planes.iter().map(|ports| at(ports, one).min(at(ports, other))).sum::<u64>();
+        narrowest = narrowest.min(whole - within.min(whole) + through);
+        part = (part - 1) & others;
+    }
+    u32::try_from(narrowest).unwrap_or(u32::MAX)
+}
+
+/// For every set, the slowest hop of the best ring through it, by bandwidth.
+///
+/// From the widest bandwidth down: a set whose GPUs a ring joins by hops of at least that much, and
+/// that no wider one joined, is settled. Paths are grown from each set's lowest member: `ends` holds, for a
+/// set, the GPUs at which a path through all of it may end (Held and Karp's subsets, as bits).
+fn rings(topology: &NodeTopology) -> Vec<u32> {
+    let gpus = topology.gpus().len();
+    let mut widths: Vec<u32> = (0..gpus).flat_map(|a| (a + 1..gpus).map(move |b| topology.bandwidth(a, b))).collect();
+    widths.sort_unstable_by(|a, b| b.cmp(a));
+    widths.dedup();
+    let mut rings: Vec<u32> = vec![0; 1 << gpus];
+    let mut settled: Vec<bool> = (0..rings.len()).map(|row| GpuSet(row as u64).len() < 2).collect();
+    let mut ends: Vec<u32> = vec![0; rings.len()];
+    for width in widths {
+        let reach: Vec<u32> = (0..gpus)
+            .map(|a| {
+                (0..gpus).filter(|&b| a != b && topology.bandwidth(a, b) >= width).fold(0, |bits, b| bits | 1 << b)
+            })
+            .collect();
+        for row in 1..rings.len() {
+            let set = GpuSet(row as u64);
+            let lowest = set.lowest();
+            let first = lowest.0.trailing_zeros() as usize;
+            let found = if set == lowest {
+                1 << first
+            } else {
+                set.without(lowest).places().fold(0, |found, last| {
+                    let before = at(&ends, set.without(GpuSet::of(last)));
+                    if before & reach.get(last).copied().unwrap_or(0) != 0 { found | 1 << last } else { found }
+                })
+            };
+            if let Some(cell) = ends.get_mut(row) {
+                *cell = found;
+            }
+            // A ring of two is its one pair, there and back.
+            if found & reach.get(first).copied().unwrap_or(0) != 0
+                && let (Some(settled), Some(ring)) = (settled.get_mut(row), rings.get_mut(row))
+                && !*settled
+            {
+                *settled = true;
+                *ring = width;
+            }
+        }
+        if settled.iter().all(|settled| *settled) {
+            break;
+        }
+    }
+    rings
+}

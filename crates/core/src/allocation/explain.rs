@@ -1,0 +1,132 @@
+//! What a person wants to know beyond the report: how good this is at best, what others still find, which NICs.
+//!
+//! Asked for by people and scripts, not on the path of an admission: it asks the choice again, of the idle
+//! machine and of what stays free.
+
+use crate::prelude::*;
+use core::fmt;
+
+use serde::Serialize;
+
+use super::choose::preferred_allocation;
+use super::report::{AllocationReport, ChosenGpu, Value, Values};
+use super::request::{AllocationRequest, DeviceId};
+use super::set::GpuSet;
+use super::tables::AllocationTables;
+
+/// A report and what surrounds it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Explanation<'a> {
+    /// The report.
+    #[serde(flatten)]
+    pub report: &'a AllocationReport,
+    /// What the best set of that size is worth while the machine is idle.
+    pub idle: Option<Values>,
+    /// The GPUs that stay free.
+    pub free: Vec<ChosenGpu>,
+    /// What they offer to the next request.
+    pub offers: Vec<Offer>,
+    /// For each GPU chosen, its nearest NICs.
+    pub nearest_nics: Vec<NearestNics>,
+}
+
+/// The best that the free GPUs can do for one size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Offer {
+    /// GPUs asked for.
+    pub size: usize,
+    /// The collective of the best set of what stays free, MB/s.
+    pub collective: u64,
+    /// That of the best set of the idle machine, MB/s.
+    pub idle: u64,
+}
+
+/// The NICs nearest to one GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct NearestNics {
+    /// NVML's index of the GPU.
+    pub index: u32,
+    /// The names of the interfaces; empty where no NIC is as near as PHB.
+    pub nics: Vec<String>,
+    /// How near they are: PIX, PXB or PHB.
+    pub level: Option<&'static str>,
+}
+
+impl<'a> Explanation<'a> {
+    /// Explains a report that was made from `tables`.
+    pub fn new(tables: &AllocationTables, report: &'a AllocationReport) -> Self {
+        let gpus = tables.topology().gpus();
+        let all: GpuSet = (0..gpus.len()).collect();
+        let best = |of: GpuSet, size: usize| {
+            let ids = of.places().filter_map(|place| gpus.get(place)).map(|gpu| DeviceId::from(&gpu.uuid));
+            let request = AllocationRequest { available: ids.collect(), must_include: Vec::new(), size };
+            preferred_allocation(tables, &request, report.policy).1.values
+        };
+        let offer = |size: usize| {
+            let (free, idle) = (best(report.remains, size)?, best(all, size)?);
+            Some(Offer { size, collective: free.collective, idle: idle.collective })
+        };
+        Self {
+            report,
+            idle: report.values.and_then(|_| best(all, report.size)),
+            free: report.remains.places().filter_map(|place| ChosenGpu::at(tables.topology(), place)).collect(),
+            offers: [2, 4, 8].into_iter().filter_map(offer).collect(),
+            nearest_nics: report.devices.iter().map(|gpu| nearest_nics(tables, gpu)).collect(),
+        }
+    }
+}
+
+fn nearest_nics(tables: &AllocationTables, gpu: &ChosenGpu) -> NearestNics {
+    let topology = tables.topology();
+    let place = topology.position(&gpu.uuid);
+    let cards = place.map(|place| topology.nearest_nics(place)).unwrap_or_default();
+    let cards: Vec<_> = cards.into_iter().filter_map(|card| topology.nics().get(card)).collect();
+    let level = cards.first().and_then(|card| card.level.get(place?)).map(|rank| rank.symbol());
+    NearestNics { index: gpu.index, nics: cards.iter().flat_map(|card| card.names.clone()).collect(), level }
+}
+
+impl fmt::Display for Explanation<'_> {
+    /// For people: the report, the values side by side, what stays free, the NICs.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}", self.report)?;
+        if let Some(values) = self.report.values {
+            self.values(f, &values)?;
+        }
+        let free: Vec<String> = self.free.iter().map(|gpu| gpu.index.to_string()).collect();
+        match free.is_empty() {
+            true => writeln!(f, "stays free: nothing")?,
+            false => writeln!(f, "stays free: GPU {}", free.join(","))?,
+        }
+        for Offer { size, collective, idle } in &self.offers {
+            writeln!(f, "  a job of {size} would reach {collective} of {idle} MB/s there")?;
+        }
+        for near in self.nearest_nics.iter().filter(|near| !near.nics.is_empty()) {
+            writeln!(f, "GPU {}: nearest NIC {} ({})", near.index, near.nics.join(", "), near.level.unwrap_or("-"))?;
+        }
+        Ok(())
+    }
+}
+
+impl Explanation<'_> {
+    /// Up to three columns: the set chosen, the one that came second, the best of the idle machine.
+    fn values(&self, f: &mut fmt::Formatter<'_>, chosen: &Values) -> fmt::Result {
+        let second = self.report.runner_up.as_ref();
+        write!(f, "  {:<20}{:>12}", "", "chosen")?;
+        if second.is_some() {
+            write!(f, "{:>12}", "runner-up")?;
+        }
+        writeln!(f, "{:>12}", "idle best")?;
+        for value in Value::NUMBERS {
+            write!(f, "  {:<20}{:>12}", value.to_string(), chosen.get(value))?;
+            if let Some(second) = second {
+                write!(f, "{:>12}", second.values.get(value))?;
+            }
+            if let Some(idle) = self.idle {
+                write!(f, "{:>12}", idle.get(value))?;
+            }
+            let decided = second.is_some_and(|second| second.lost_at == value);
+            writeln!(f, "{}", if decided { "  <- decided" } else { "" })?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,127 @@
+//! For every set of GPUs, what it still offers to others.
+
+use crate::prelude::*;
+use alloc::collections::BTreeMap;
+
+use super::collective::at;
+use super::set::{GpuSet, subsets};
+use crate::topology::{NodeTopology, PackageId};
+
+/// The sizes of job that what remains is valued for.
+pub(super) const GROUPS: [usize; 3] = [2, 4, 8];
+
+/// Thousandths of the machine's best collective, for the groups of one size: the value of one set.
+pub(super) const WHOLE: u64 = 1_000;
+
+/// For every set R: the sum over group sizes j up to |R| of j times the largest total value of disjoint
+/// sets of j GPUs of R, each valued by its collective in thousandths of `top` of j, the machine's best.
+pub(super) fn table(gpus: usize, collective: &[u32], top: impl Fn(usize) -> u32) -> Vec<u32> {
+    let mut remaining = vec![0; 1 << gpus];
+    for group in GROUPS.into_iter().filter(|group| *group <= gpus) {
+        let packed = packing(gpus, group, collective, top(group));
+        let weight = u32::try_from(group).unwrap_or(0);
+        for (total, packed) in remaining.iter_mut().zip(packed) {
+            *total += weight * packed;
+        }
+    }
+    remaining
+}
+
+/// The best collective of any `group` GPUs of a machine of which `collective` has every set.
+pub(super) fn top(gpus: usize, collective: &[u32], group: usize) -> u32 {
+    let all = GpuSet((1_u64 << gpus) - 1);
+    subsets(all, group).map(|set| at(collective, set)).max().unwrap_or(0)
+}
+
+/// For every set, the largest total value of disjoint groups of `group` GPUs inside it.
+fn packing(gpus: usize, group: usize, collective: &[u32], top: u32) -> Vec<u32> {
+    let value = |set: GpuSet| {
+        let thousandths = u64::from(at(collective, set)) * WHOLE / u64::from(top.max(1));
+        u32::try_from(thousandths).unwrap_or(0)
+    };
+    let mut packed: Vec<u32> = vec![0; 1 << gpus];
+    for row in 1..packed.len() {
+        let set = GpuSet(row as u64);
+        // Either some member is in no group ...
+        let idle = set.places().map(|place| at(&packed, set.without(GpuSet::of(place))));
+        let mut best = idle.max().unwrap_or(0);
+        // ... or all are in one: then the groups divide the set, and one of them holds its lowest member.
+        if set.len().is_multiple_of(group) {
+            let lowest = set.lowest();
+            for others in subsets_of(set.without(lowest), group - 1) {
+                let taken = lowest.union(others);
+                best = best.max(value(taken) + at(&packed, set.without(taken)));
+            }
+        }
+        if let Some(cell) = packed.get_mut(row) {
+            *cell = best;
+        }
+    }
+    packed
+}
+
+/// The subsets of `of` with `size` members, without the tables that [`subsets`] builds for long walks.
+fn subsets_of(of: GpuSet, size: usize) -> impl Iterator<Item = GpuSet> {
+    let mut open = vec![(GpuSet::default(), of)];
+    core::iter::from_fn(move || {
+        while let Some((taken, left)) = open.pop() {
+            if taken.len() == size {
+                return Some(taken);
+            }
+            if taken.len() + left.len() < size || left.is_empty() {
+                continue;
+            }
+            let lowest = left.lowest();
+            open.push((taken, left.without(lowest)));
+            open.push((taken.union(lowest), left.without(lowest)));
+        }
+        None
+    })
+}
+
+/// For every set, the smallest total of ranks over its division into pairs; one GPU stays alone in
+/// a set of odd size.
+pub(super) fn closeness_table(topology: &NodeTopology) -> Vec<u8> {
+    let gpus = topology.gpus().len();
+    let mut totals: Vec<u8> = vec![0; 1 << gpus];
+    for row in 1..totals.len() {
+        let set = GpuSet(row as u64);
+        let lowest = set.lowest();
+        let rest = set.without(lowest);
+        let first = lowest.0.trailing_zeros() as usize;
+        let paired = rest.places().map(|other| {
+            at(&totals, rest.without(GpuSet::of(other))).saturating_add(topology.rank(first, other).number())
+        });
+        let alone = (set.len() % 2 == 1).then(|| at(&totals, rest));
+        let best = paired.chain(alone).min().unwrap_or(0);
+        if let Some(cell) = totals.get_mut(row) {
+            *cell = best;
+        }
+    }
+    totals
+}
+
+/// For every set, the GPUs of whole groups of it that fit a package, summed over the group sizes: at
+/// most three times its size.
+pub(super) fn room_table(topology: &NodeTopology) -> Vec<u8> {
+    let packages = packages(topology);
+    (0..1_u64 << topology.gpus().len()).map(|row| room(&packages, GpuSet(row))).collect()
+}
+
+/// The GPUs of whole groups of a set that fit a package.
+pub(super) fn room(packages: &[GpuSet], set: GpuSet) -> u8 {
+    let whole = |group: usize| packages.iter().map(move |package| package.intersection(set).len() / group * group);
+    u8::try_from(GROUPS.into_iter().flat_map(whole).sum::<usize>()).unwrap_or(u8::MAX)
+}
+
+/// The GPUs of each known package.
+pub(super) fn packages(topology: &NodeTopology) -> Vec<GpuSet> {
+    let mut packages: BTreeMap<PackageId, GpuSet> = BTreeMap::new();
+    for (place, gpu) in topology.gpus().iter().enumerate() {
+        if let Some(package) = gpu.package {
+            let members = packages.entry(package).or_default();
+            *members = members.union(GpuSet::of(place));
+        }
+    }
+    packages.into_values().collect()
+}

@@ -1,0 +1,205 @@
+//! Why this set: one report, printed by the log, by `linkwise allocate --explain` and by the golden tests.
+
+use crate::prelude::*;
+use core::fmt;
+
+use serde::Serialize;
+
+use super::request::AllocationPolicy;
+use super::set::GpuSet;
+use crate::topology::{GpuUuid, NodeTopology, PciAddress};
+
+/// The values a set is compared by, in this order; more is better.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Value {
+    /// What no all-reduce over the set can beat, MB/s.
+    Collective,
+    /// What the GPUs that stay free still offer to others: thousandths of the machine's best.
+    Remaining,
+    /// The sum of the bandwidths of its pairs, MB/s.
+    Pairs,
+    /// Minus the sum of the ranks of its pairs.
+    Closeness,
+    /// GPUs of whole groups that still fit a package.
+    Room,
+    /// Minus the smallest sum of ranks of the free GPUs, taken two by two.
+    RemainingCloseness,
+    /// The rates of the nearest NICs, Mbit/s.
+    Nics,
+    /// The sorted list of PCI addresses.
+    PciAddresses,
+}
+
+impl Value {
+    /// The values that are numbers, in the order of comparison.
+    pub const NUMBERS: [Self; 7] = [
+        Self::Collective,
+        Self::Remaining,
+        Self::Pairs,
+        Self::Closeness,
+        Self::Room,
+        Self::RemainingCloseness,
+        Self::Nics,
+    ];
+}
+
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Collective => "collective",
+            Self::Remaining => "remaining",
+            Self::Pairs => "pairs",
+            Self::Closeness => "closeness",
+            Self::Room => "room",
+            Self::RemainingCloseness => "remaining_closeness",
+            Self::Nics => "nics",
+            Self::PciAddresses => "pci_addresses",
+        })
+    }
+}
+
+/// What a set is worth, in the order of comparison.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Values {
+    /// MB/s; for one GPU a constant, 0.
+    pub collective: u64,
+    /// For group sizes 2, 4 and 8: the size times thousandths of the machine's best, summed.
+    pub remaining: u64,
+    /// MB/s.
+    pub pairs: u64,
+    /// Minus the sum of the ranks.
+    pub closeness: i64,
+    /// GPUs.
+    pub room: u64,
+    /// Minus the sum of the ranks.
+    pub remaining_closeness: i64,
+    /// Mbit/s.
+    pub nics: u64,
+}
+
+impl Values {
+    /// One of the values; the PCI addresses are no number and read as 0.
+    pub fn get(&self, value: Value) -> i64 {
+        let plain = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
+        match value {
+            Value::Collective => plain(self.collective),
+            Value::Remaining => plain(self.remaining),
+            Value::Pairs => plain(self.pairs),
+            Value::Closeness => self.closeness,
+            Value::Room => plain(self.room),
+            Value::RemainingCloseness => self.remaining_closeness,
+            Value::Nics => plain(self.nics),
+            Value::PciAddresses => 0,
+        }
+    }
+}
+
+/// One GPU of an answer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ChosenGpu {
+    /// NVML's index.
+    pub index: u32,
+    /// Its UUID.
+    pub uuid: GpuUuid,
+    /// Its PCI address.
+    pub pci: PciAddress,
+}
+
+impl ChosenGpu {
+    /// The GPU at a place of the topology.
+    pub(super) fn at(topology: &NodeTopology, place: usize) -> Option<Self> {
+        let gpu = topology.gpus().get(place)?;
+        Some(Self { index: gpu.index, uuid: gpu.uuid.clone(), pci: gpu.pci })
+    }
+}
+
+/// The set that came second.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct RunnerUp {
+    /// Its GPUs.
+    pub devices: Vec<ChosenGpu>,
+    /// What it is worth.
+    pub values: Values,
+    /// The first value in which it is worse.
+    pub lost_at: Value,
+}
+
+/// Why a request was answered in sorted order instead of with the best set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FallbackReason {
+    /// The request names a device that this node does not have.
+    UnknownDevice,
+    /// There is no set of that size that holds all of `must_include`.
+    Size,
+}
+
+impl FallbackReason {
+    /// The reason as a metric's label.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::UnknownDevice => "unknown_device",
+            Self::Size => "size",
+        }
+    }
+}
+
+/// How one choice came about.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct AllocationReport {
+    /// The GPUs chosen, those the node knows.
+    pub devices: Vec<ChosenGpu>,
+    /// What they are worth; `None` after a fallback.
+    pub values: Option<Values>,
+    /// The set that came second; `None` when there was no other.
+    pub runner_up: Option<RunnerUp>,
+    /// Whether no set is better, proven so.
+    pub exact: bool,
+    /// Sets compared.
+    pub compared: u64,
+    /// GPUs that could have been chosen.
+    pub candidates: usize,
+    /// GPUs asked for.
+    pub size: usize,
+    /// How it was chosen.
+    pub policy: AllocationPolicy,
+    /// Why there was no choice, if there was none.
+    pub fallback: Option<FallbackReason>,
+    /// The GPUs that stay free; empty after a fallback.
+    #[serde(skip)]
+    pub remains: GpuSet,
+}
+
+impl fmt::Display for AllocationReport {
+    /// One line for the log.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "GPU {} ({} of {})", indices(&self.devices), self.size, self.candidates)?;
+        if let Some(reason) = self.fallback {
+            return write!(f, ": in sorted order, {}", reason.label());
+        }
+        if let Some(values) = self.values {
+            // One GPU has nobody to talk to.
+            match self.devices.len() {
+                1 => write!(f, ": remaining {}", values.remaining)?,
+                _ => write!(f, ": collective {} MB/s, remaining {}", values.collective, values.remaining)?,
+            }
+            if let Some(second) = &self.runner_up {
+                write!(f, "; before GPU {} by {}", indices(&second.devices), second.lost_at)?;
+                if second.lost_at != Value::PciAddresses {
+                    let (ours, theirs) = (values.get(second.lost_at), second.values.get(second.lost_at));
+                    write!(f, " ({ours} to {theirs})")?;
+                }
+            }
+        }
+        let kind = if self.exact { "exact" } else { "not exact" };
+        let sets = if self.compared == 1 { "set" } else { "sets" };
+        write!(f, "; {kind}, {} {sets} compared", self.compared)
+    }
+}
+
+/// GPU indices as nvidia-smi takes them: `0,1,4`.
+fn indices(devices: &[ChosenGpu]) -> String {
+    let indices: Vec<String> = devices.iter().map(|gpu| gpu.index.to_string()).collect();
+    if indices.is_empty() { "none".to_owned() } else { indices.join(",") }
+}

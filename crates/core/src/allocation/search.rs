@@ -1,0 +1,262 @@
+//! The choice on a machine of more than 16 GPUs: by the same eight values, within a number of sets.
+//!
+//! Exact in three steps. The first value leaves only the widest clusters that hold the request. Of GPUs that differ
+//! in nothing but their address, the first ones are taken, so a set is a count for each class. Where that makes at
+//! most [`MOST_SETS`] sets, all are compared. Where it makes more, sets grow GPU by GPU from what must be in and from
+//! whole clusters, the best few of each size going on; the best of those may not be the best of all, and the report
+//! says so. A mesh of NVLinks is no tree of clusters: requests to few of its GPUs get tables of their own.
+
+use crate::prelude::*;
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::sync::Arc;
+use core::cmp::{Ordering, Reverse};
+
+use super::choose::Question;
+use super::remaining::GROUPS;
+use super::report::{AllocationReport, ChosenGpu, RunnerUp, Value, Values};
+use super::request::{AllocationPolicy, DeviceId, PreferredAllocation};
+use super::set::GpuSet;
+use super::tables::{AllocationTables, SetValues};
+use super::tree::{Tree, collective_of};
+use crate::topology::NodeTopology;
+
+/// The most sets that are valued for one request: 5 ms, at half a microsecond each, with room to spare.
+const MOST_SETS: u64 = 4_096;
+
+/// The most GPUs of a mesh that get tables at a request.
+const MOST_TABLED: usize = 10;
+
+/// The most sets of one size that go on growing.
+const MOST_GROWING: u64 = 16;
+
+/// Of a mesh, the sets up to this size, and how many of the best of them, whose collective is found exactly at the end.
+const REFINED: (usize, usize) = (8, 16);
+
+/// Answers a question that some set answers.
+pub(super) fn answer(
+    topology: &Arc<NodeTopology>,
+    tree: &Tree,
+    question: &Question,
+    policy: AllocationPolicy,
+) -> (PreferredAllocation, AllocationReport) {
+    if !tree.exact()
+        && question.must.union(question.available).len() <= MOST_TABLED
+        && let Some(answer) = of_few(topology, tree, question, policy)
+    {
+        return answer;
+    }
+    let search = Search { topology, tree, question };
+    let need = question.size.saturating_sub(question.must.len());
+    let mut found: Vec<Found> = Vec::new();
+    let mut all = None;
+    for regions in search.regions(need) {
+        let classes = search.classes(&regions);
+        let sets = classes.iter().map(|classes| ways(classes, need)).fold(0, u64::saturating_add);
+        // Beyond the widest clusters there is at most a runner-up.
+        all.get_or_insert(sets <= MOST_SETS);
+        if sets <= MOST_SETS {
+            let mut sets = Vec::new();
+            classes.iter().for_each(|classes| compose(classes, need, question.must, &mut sets));
+            found.extend(sets.into_iter().map(|set| search.value(set)));
+        } else {
+            found.extend(search.grow(&regions, &classes, need));
+        }
+        found.sort_by(|a, b| b.compare(a).0);
+        if let Some(best) = found.first().map(|best| best.chosen) {
+            found.extend(search.other_members(best, &classes));
+        }
+        found.sort_by(|a, b| b.compare(a).0);
+        found.dedup_by_key(|found| found.chosen);
+        if found.len() > 1 {
+            break;
+        }
+    }
+    let compared = found.len() as u64;
+    if !tree.exact() && question.size <= REFINED.0 {
+        found.truncate(REFINED.1);
+        for found in &mut found {
+            found.values.collective = u64::from(collective_of(topology, found.chosen));
+        }
+        found.sort_by(|a, b| b.compare(a).0);
+    }
+    let mut found = found.into_iter();
+    // There is a set (`Question::new` made sure), and both ways find one; the empty set stands for a mistake in that.
+    let best = found.next().unwrap_or_else(|| search.value(GpuSet::default()));
+    let second = found.next();
+    let gpus = |set: GpuSet| -> Vec<ChosenGpu> { set.places().filter_map(|at| ChosenGpu::at(topology, at)).collect() };
+    let devices = gpus(best.chosen);
+    let report = AllocationReport {
+        values: Some(best.values),
+        runner_up: second.map(|second| RunnerUp {
+            devices: gpus(second.chosen),
+            values: second.values,
+            lost_at: best.compare(&second).1,
+        }),
+        exact: all == Some(true) && tree.exact(),
+        compared,
+        candidates: question.must.union(question.free).len(),
+        size: question.size,
+        policy,
+        fallback: None,
+        remains: question.available.without(best.chosen),
+        devices: devices.clone(),
+    };
+    (PreferredAllocation { devices: devices.iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect() }, report)
+}
+
+/// Tables for the GPUs of the question alone. Exact if the machine's best is known for each size that still fits
+/// beside the answer.
+fn of_few(
+    topology: &NodeTopology,
+    tree: &Tree,
+    question: &Question,
+    policy: AllocationPolicy,
+) -> Option<(PreferredAllocation, AllocationReport)> {
+    let places: Vec<usize> = question.must.union(question.available).places().collect();
+    let tables = AllocationTables::of_part(topology.restricted(&places), tree);
+    let SetValues::Tables(sets) = tables.values() else { return None };
+    let inside = |set: GpuSet| -> GpuSet {
+        places.iter().enumerate().filter(|(_, place)| set.contains(**place)).map(|(at, _)| at).collect()
+    };
+    let within = Question {
+        must: inside(question.must),
+        free: inside(question.free),
+        available: inside(question.available),
+        size: question.size,
+    };
+    let (answer, mut report) = within.answer(&tables, sets, policy);
+    report.remains = report.remains.places().filter_map(|at| places.get(at).copied()).collect();
+    report.exact = GROUPS.into_iter().filter(|group| *group <= report.remains.len()).all(|group| tree.top(group).exact);
+    Some((answer, report))
+}
+
+struct Search<'a> {
+    topology: &'a NodeTopology,
+    tree: &'a Tree,
+    question: &'a Question,
+}
+
+/// A set and what it is worth.
+#[derive(Clone, Copy)]
+struct Found {
+    chosen: GpuSet,
+    values: Values,
+}
+
+impl Found {
+    /// Whether this set is better (`Greater`) than another of its size, and the value that decided.
+    fn compare(&self, other: &Self) -> (Ordering, Value) {
+        let orders =
+            Value::NUMBERS.into_iter().map(|value| (self.values.get(value).cmp(&other.values.get(value)), value));
+        let decided = orders.into_iter().find(|(order, _)| order.is_ne());
+        decided.unwrap_or_else(|| (self.chosen.by_list(other.chosen), Value::PciAddresses))
+    }
+}
+
+impl Search<'_> {
+    fn value(&self, chosen: GpuSet) -> Found {
+        let remains = self.question.available.without(chosen);
+        Found { chosen, values: self.tree.values(self.topology, chosen, remains) }
+    }
+
+    /// The clusters with room for the request, the widest first and those of one width together: no set that leaves
+    /// these has as good a collective. Everything at once where that is little.
+    fn regions(&self, need: usize) -> Vec<Vec<GpuSet>> {
+        let Question { must, free, size, .. } = *self.question;
+        let everything = vec![must.union(free)];
+        let few = self.classes(&everything).iter().all(|classes| ways(classes, need) <= MOST_SETS);
+        // One GPU needs nobody, and the tree of a mesh is too coarse to leave anything out.
+        if few || size < 2 || !self.tree.exact() {
+            return vec![everything];
+        }
+        let holds =
+            |members: GpuSet| must.without(members).is_empty() && must.union(free.intersection(members)).len() >= size;
+        let clusters = self.tree.clusters().iter().filter(|cluster| holds(cluster.members));
+        let mut regions: BTreeMap<Reverse<u32>, Vec<GpuSet>> = BTreeMap::new();
+        for cluster in clusters {
+            regions.entry(Reverse(cluster.width)).or_default().push(cluster.members);
+        }
+        regions.into_values().chain([everything]).collect()
+    }
+
+    /// For each region, what may be taken of each class in it.
+    fn classes(&self, regions: &[GpuSet]) -> Vec<Vec<GpuSet>> {
+        let free = |region: GpuSet| {
+            let classes = self.tree.classes().iter().map(move |class| class.intersection(region));
+            classes.map(|class| class.intersection(self.question.free)).filter(|class| !class.is_empty()).collect()
+        };
+        regions.iter().map(|region| free(*region)).collect()
+    }
+
+    /// Sets of the size asked for, grown from what must be in and from that with a whole cluster.
+    fn grow(&self, regions: &[GpuSet], classes: &[Vec<GpuSet>], need: usize) -> Vec<Found> {
+        let Question { must, free, size, .. } = *self.question;
+        let inside = |set: GpuSet| regions.iter().any(|region| set.without(*region).is_empty());
+        let seeds = self.tree.clusters().iter().map(|cluster| must.union(cluster.members.intersection(free)));
+        let mut pools: BTreeMap<usize, BTreeSet<u64>> = BTreeMap::from([(must.len(), BTreeSet::from([must.0]))]);
+        for seed in seeds.filter(|seed| seed.len() <= size && inside(*seed)) {
+            pools.entry(seed.len()).or_default().insert(seed.0);
+        }
+        let steps = need.max(1) * classes.iter().map(Vec::len).sum::<usize>().max(1);
+        let most = usize::try_from((MOST_SETS / steps as u64).clamp(1, MOST_GROWING)).unwrap_or(1);
+        for len in must.len()..size {
+            let mut pool: Vec<Found> =
+                pools.remove(&len).into_iter().flatten().map(|set| self.value(GpuSet(set))).collect();
+            pool.sort_by(|a, b| b.compare(a).0);
+            let next = pools.entry(len + 1).or_default();
+            for found in pool.iter().take(most) {
+                for class in classes.iter().flatten() {
+                    let grown = found.chosen.union(class.without(found.chosen).lowest());
+                    if grown != found.chosen && inside(grown) {
+                        next.insert(grown.0);
+                    }
+                }
+            }
+        }
+        pools.remove(&size).into_iter().flatten().map(|set| self.value(GpuSet(set))).collect()
+    }
+
+    /// The set with the last of some class's members exchanged for the next one: as good in every number.
+    fn other_members<'s>(&'s self, best: GpuSet, classes: &'s [Vec<GpuSet>]) -> impl Iterator<Item = Found> + 's {
+        let free = best.without(self.question.must);
+        classes.iter().flatten().filter_map(move |class| {
+            let last = GpuSet::of(class.intersection(free).places().last()?);
+            let next = class.without(free).lowest();
+            (!next.is_empty()).then(|| self.value(best.without(last).union(next)))
+        })
+    }
+}
+
+/// How many sets of `need` GPUs there are, GPUs of one class being the same.
+fn ways(classes: &[GpuSet], need: usize) -> u64 {
+    let mut ways = vec![0_u64; need + 1];
+    ways.first_mut().into_iter().for_each(|none| *none = 1);
+    for class in classes {
+        let with = |total: usize| {
+            let before = (0..=class.len().min(total)).filter_map(|taken| ways.get(total - taken));
+            before.fold(0, |sum: u64, ways| sum.saturating_add(*ways))
+        };
+        ways = (0..=need).map(with).collect();
+    }
+    ways.last().copied().unwrap_or(0)
+}
+
+/// All those sets, the first members of each class taken.
+fn compose(classes: &[GpuSet], need: usize, taken: GpuSet, sets: &mut Vec<GpuSet>) {
+    let left = classes.iter().map(|class| class.len()).sum::<usize>();
+    let Some((class, rest)) = classes.split_first().filter(|_| need > 0) else {
+        if need == 0 {
+            sets.push(taken);
+        }
+        return;
+    };
+    if left < need {
+        return;
+    }
+    let mut with = taken;
+    compose(rest, need, with, sets);
+    for (place, count) in class.places().zip(1..=need) {
+        with = with.union(GpuSet::of(place));
+        compose(rest, need - count, with, sets);
+    }
+}

@@ -1,0 +1,168 @@
+//! A set of GPUs as bits, in the order of their PCI addresses.
+
+use crate::prelude::*;
+use core::cmp::Ordering;
+
+/// A set of up to 64 GPUs; bit i is the GPU at place i of the topology.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GpuSet(pub u64);
+
+impl GpuSet {
+    /// The set of one GPU; empty for a place beyond 63.
+    pub fn of(place: usize) -> Self {
+        Self(u32::try_from(place).ok().and_then(|place| 1_u64.checked_shl(place)).unwrap_or(0))
+    }
+
+    /// The number of members.
+    pub fn len(self) -> usize {
+        // At most 64.
+        self.0.count_ones() as usize
+    }
+
+    /// Whether there is no member.
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
+    }
+
+    /// Whether `place` is a member.
+    pub fn contains(self, place: usize) -> bool {
+        !self.intersection(Self::of(place)).is_empty()
+    }
+
+    /// The members of either.
+    pub fn union(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+
+    /// The members of both.
+    pub fn intersection(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+
+    /// The members that are not in `other`.
+    pub fn without(self, other: Self) -> Self {
+        Self(self.0 & !other.0)
+    }
+
+    /// The lowest member as a set of its own; empty for the empty set.
+    pub fn lowest(self) -> Self {
+        Self(self.0 & self.0.wrapping_neg())
+    }
+
+    /// The places of the members, ascending.
+    pub fn places(self) -> impl Iterator<Item = usize> {
+        // Ends at the empty set; trailing_zeros of the others is at most 63.
+        core::iter::successors(Some(self), |set| Some(set.without(set.lowest())))
+            .take_while(|set| !set.is_empty())
+            .map(|set| set.0.trailing_zeros() as usize)
+    }
+
+    /// The place in a table with one row for each set.
+    pub(super) fn row(self) -> usize {
+        // A set beyond usize has no row in any table.
+        usize::try_from(self.0).unwrap_or(usize::MAX)
+    }
+
+    /// Compares the sorted lists of members of two sets of one size: `Greater` is the
+    /// lexicographically smaller list, which is preferred.
+    pub(super) fn by_list(self, other: Self) -> Ordering {
+        let lowest_difference = Self(self.0 ^ other.0).lowest();
+        self.intersection(lowest_difference).0.cmp(&other.intersection(lowest_difference).0)
+    }
+}
+
+impl FromIterator<usize> for GpuSet {
+    fn from_iter<I: IntoIterator<Item = usize>>(places: I) -> Self {
+        places.into_iter().fold(Self::default(), |set, place| set.union(Self::of(place)))
+    }
+}
+
+/// All subsets of `of` with `size` members, each once.
+///
+/// The next number with as many ones (Gosper's hack) over the members' ranks, spread to their places.
+pub(super) fn subsets(of: GpuSet, size: usize) -> impl Iterator<Item = GpuSet> {
+    let spread = Spread::new(of);
+    let first = u32::try_from(size).ok().and_then(|size| 1_u64.checked_shl(size)).unwrap_or(0).wrapping_sub(1);
+    let end = u32::try_from(of.len()).ok().and_then(|len| 1_u128.checked_shl(len)).unwrap_or(0);
+    let begin = (size <= of.len()).then_some(first);
+    let next = move |ranks: &u64| {
+        let lowest = ranks & ranks.wrapping_neg();
+        if lowest == 0 {
+            return None;
+        }
+        let ripple = u128::from(*ranks) + u128::from(lowest);
+        let rest = ((u128::from(*ranks) ^ ripple) >> 2) >> lowest.trailing_zeros();
+        u64::try_from(ripple | rest).ok().filter(|next| u128::from(*next) < end)
+    };
+    core::iter::successors(begin, next).map(move |ranks| spread.place(ranks))
+}
+
+/// Spreads the low bits of a number to the places of a set's members.
+struct Spread {
+    dense: bool,
+    members: GpuSet,
+    bytes: Vec<[u64; 256]>,
+}
+
+impl Spread {
+    fn new(members: GpuSet) -> Self {
+        // Members in the lowest places: the ranks are the places.
+        let dense = members.0 & members.0.wrapping_add(1) == 0;
+        let mut bytes = Vec::new();
+        let places: Vec<u64> = members.places().map(|place| GpuSet::of(place).0).collect();
+        for places in places.chunks(8).take(if dense { 0 } else { 8 }) {
+            let mut table = [0; 256];
+            for number in 1..256_usize {
+                let lowest = number.trailing_zeros() as usize;
+                let place = places.get(lowest).copied().unwrap_or(0);
+                let rest = table.get(number & (number - 1)).copied().unwrap_or(0);
+                if let Some(cell) = table.get_mut(number) {
+                    *cell = rest | place;
+                }
+            }
+            bytes.push(table);
+        }
+        Self { dense, members, bytes }
+    }
+
+    fn place(&self, ranks: u64) -> GpuSet {
+        if self.dense {
+            return GpuSet(ranks).intersection(self.members);
+        }
+        let parts = ranks.to_le_bytes();
+        let spread =
+            self.bytes.iter().zip(parts).map(|(table, byte)| table.get(usize::from(byte)).copied().unwrap_or(0));
+        GpuSet(spread.fold(0, |set, part| set | part))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn subsets_are_all_and_each_once() {
+        for members in [0_u64, 0b1, 0b1011, 0b1111_1111, 0b1010_0110_0001_1101, 0xFF00_0000_0000_000F] {
+            let of = GpuSet(members);
+            for size in 0..=of.len() + 1 {
+                let mut seen: Vec<u64> = subsets(of, size).map(|set| set.0).collect();
+                let count = seen.len();
+                assert!(seen.iter().all(|set| set & !members == 0 && GpuSet(*set).len() == size));
+                seen.sort_unstable();
+                seen.dedup();
+                let choose = (0..size).fold(1_u128, |n, i| n * (of.len().saturating_sub(i)) as u128 / (i as u128 + 1));
+                assert_eq!((seen.len() as u128, count as u128), (choose, choose), "{members:b} {size}");
+            }
+        }
+        assert_eq!(subsets(GpuSet(u64::MAX), 64).count(), 1);
+        assert_eq!(subsets(GpuSet(u64::MAX), 63).count(), 64);
+    }
+
+    #[test]
+    fn the_smaller_list_is_preferred() {
+        let set = |places: &[usize]| places.iter().copied().collect::<GpuSet>();
+        assert_eq!(set(&[0, 7]).by_list(set(&[1, 2])), Ordering::Greater);
+        assert_eq!(set(&[0, 3]).by_list(set(&[0, 2])), Ordering::Less);
+        assert_eq!(set(&[4, 5]).by_list(set(&[4, 5])), Ordering::Equal);
+    }
+}

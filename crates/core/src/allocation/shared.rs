@@ -1,0 +1,347 @@
+//! Shared and partitioned GPUs: units (slots of time-slicing or MPS, MIG devices) chosen by the GPUs behind them.
+//!
+//! Owns how units are spread over GPUs; which GPUs go well together is the whole-GPU choice's business, and
+//! every tie is handed to [`preferred_allocation`]. Works on counts for each GPU, so that its cost grows with the
+//! number of units only. Never fails, as the whole-GPU choice.
+
+use crate::prelude::*;
+use alloc::collections::BTreeMap;
+
+use super::choose::{fall_back, preferred_allocation};
+use super::report::{AllocationReport, FallbackReason};
+use super::request::{AllocationPolicy, AllocationRequest, DeviceId, PreferredAllocation};
+use super::set::GpuSet;
+use super::tables::AllocationTables;
+use crate::topology::{GpuUuid, NodeTopology};
+
+/// The units of one resource, and how busy the GPUs behind them are otherwise.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Units {
+    /// The id and the GPU's place; by place, within a GPU by number.
+    units: Vec<(DeviceId, usize)>,
+    /// Where in `units` an id is.
+    by_id: BTreeMap<DeviceId, usize>,
+    /// For each GPU's place, the units of other resources on it that are in use.
+    others: BTreeMap<usize, usize>,
+    /// For each unit, the number of the device that it is a slot of: a GPU may have several MIG devices. Empty where every
+    /// unit of a GPU is as good as another.
+    devices: Vec<usize>,
+}
+
+impl Units {
+    /// Units with the places of their GPUs, and for each place how many units of other resources are in use there
+    /// (MIG devices of another profile). The order of the units means nothing; of two with one id the first counts.
+    pub fn new(units: impl IntoIterator<Item = (DeviceId, usize)>, others: BTreeMap<usize, usize>) -> Self {
+        let mut places: BTreeMap<DeviceId, usize> = BTreeMap::new();
+        for (id, gpu) in units {
+            places.entry(id).or_insert(gpu);
+        }
+        let mut units: Vec<(DeviceId, usize)> = places.into_iter().collect();
+        units.sort_by(|(a, on), (b, other)| (on, natural(a)).cmp(&(other, natural(b))));
+        let by_id = units.iter().enumerate().map(|(at, (id, _))| (id.clone(), at)).collect();
+        let devices = devices(&units);
+        Self { units, by_id, others, devices }
+    }
+
+    /// The same number of slots on each GPU of a machine.
+    pub fn slots(topology: &NodeTopology, replicas: usize) -> Self {
+        let gpus = topology.gpus().iter().enumerate();
+        let slots = gpus.flat_map(|(place, gpu)| (0..replicas).map(move |slot| (Self::slot(&gpu.uuid, slot), place)));
+        Self::new(slots, BTreeMap::new())
+    }
+
+    /// The id of a slot, as the NVIDIA device plugin writes it: `UUID::N`, N from 0.
+    pub fn slot(gpu: &GpuUuid, slot: usize) -> DeviceId {
+        DeviceId::from(format!("{gpu}::{slot}"))
+    }
+
+    /// All ids, by the places of their GPUs, within a GPU by number.
+    pub fn ids(&self) -> impl Iterator<Item = &DeviceId> {
+        self.units.iter().map(|(id, _)| id)
+    }
+
+    /// The place of the GPU behind a unit.
+    pub fn gpu(&self, id: &DeviceId) -> Option<usize> {
+        self.units.get(*self.by_id.get(id)?).map(|(_, gpu)| *gpu)
+    }
+}
+
+/// The devices that units are slots of, by number, where a GPU has several of which one at least has several slots. Slots
+/// of one device lie beside each other.
+fn devices(units: &[(DeviceId, usize)]) -> Vec<usize> {
+    let mut numbers = Vec::with_capacity(units.len());
+    let (mut number, mut slots, mut several) = (0, false, false);
+    let mut last: Option<(&str, usize)> = None;
+    for (id, gpu) in units {
+        let device = natural(id).0;
+        match last {
+            Some((before, on)) if before == device && on == *gpu => slots = true,
+            Some((_, on)) => {
+                number += 1;
+                several |= on == *gpu;
+            }
+            None => {}
+        }
+        last = Some((device, *gpu));
+        numbers.push(number);
+    }
+    if slots && several { numbers } else { Vec::new() }
+}
+
+/// The key by which slot 2 comes before slot 10.
+fn natural(id: &DeviceId) -> (&str, u64) {
+    let slot = id.as_str().rsplit_once("::").and_then(|(gpu, slot)| Some((gpu, slot.parse().ok()?)));
+    slot.unwrap_or((id.as_str(), 0))
+}
+
+/// Chooses the best units for a request, and says why.
+///
+/// How used a GPU is: its units that the request neither offers nor demands, and the units of other resources in use.
+/// - `distributed`: round by round one unit of each GPU that has carried fewest of this request (those of
+///   `must_include` count as carried). Where a round needs fewer GPUs than there are, the less used ones take part,
+///   and among equally used ones the choice of whole GPUs decides: it must include the GPUs that take part already, may
+///   take the equally used ones, and sees as remaining those of them that it leaves. These are what the next request
+///   gets first; a more used GPU is not counted as free, and one that takes part is not either.
+/// - `best-effort`: the same, however used the GPUs are.
+/// - `packed`: fills the most used GPU, units taken for this request included, then the next. Among equally used ones
+///   first those that carry a unit of this request, then those with more free units, then what the choice of whole
+///   GPUs takes beside the GPUs that carry units already; the last of them by PCI address may stay partly free.
+///
+/// Within one GPU that has several devices (shared MIG devices) `distributed` and `best-effort` go from device to device
+/// in the same way, those that carry fewest units of this request first, then the less used ones; `packed` fills
+/// the most used device first. Of one device the slots with the lowest numbers are taken. With one unit on each GPU and no others all three are the
+/// choice of whole GPUs. The report is that of the GPUs behind the units, its `size` and `candidates` count GPUs; after
+/// a fallback they count units.
+pub fn preferred_units(
+    tables: &AllocationTables,
+    units: &Units,
+    request: &AllocationRequest,
+    policy: AllocationPolicy,
+) -> (PreferredAllocation, AllocationReport) {
+    let mut spread = match Spread::new(tables, units, request, policy) {
+        Ok(spread) => spread,
+        Err(reason) => {
+            let gpus = units.units.iter().map(|(id, gpu)| (id.as_str(), *gpu)).collect();
+            return fall_back(tables, &gpus, request, policy, reason);
+        }
+    };
+    let report = match policy {
+        AllocationPolicy::Packed => spread.pack(),
+        AllocationPolicy::BestEffort | AllocationPolicy::Distributed => spread.distribute(),
+    };
+    (spread.answer(), report)
+}
+
+/// What one GPU has for a request.
+#[derive(Clone, Debug, Default)]
+struct Share {
+    /// Units in use, as the policy sees it.
+    used: usize,
+    /// Units of `must_include`, as places in [`Units`].
+    must: Vec<usize>,
+    /// Units that may be taken, as places in [`Units`], in the order in which they are taken.
+    free: Vec<usize>,
+    /// How many of `free` are taken.
+    taken: usize,
+}
+
+impl Share {
+    fn carries(&self) -> usize {
+        self.must.len() + self.taken
+    }
+
+    fn left(&self) -> usize {
+        self.free.len().saturating_sub(self.taken)
+    }
+}
+
+/// Puts the free units of each GPU in the order in which they are taken, by the devices they are slots of.
+fn arrange(gpus: &mut [Share], units: &Units, policy: AllocationPolicy) {
+    // By device: units that the request demands, and units that are in use.
+    let mut carried: BTreeMap<usize, usize> = BTreeMap::new();
+    let mut used: BTreeMap<usize, usize> = BTreeMap::new();
+    let device = |at: &usize| units.devices.get(*at).copied().unwrap_or_default();
+    for device in &units.devices {
+        *used.entry(*device).or_default() += 1;
+    }
+    for share in gpus.iter() {
+        for at in share.free.iter().chain(&share.must) {
+            used.entry(device(at)).and_modify(|used| *used = used.saturating_sub(1));
+        }
+        for at in &share.must {
+            *carried.entry(device(at)).or_default() += 1;
+        }
+    }
+    let of = |counts: &BTreeMap<usize, usize>, device| counts.get(&device).copied().unwrap_or(0);
+    let mut rounds = carried.clone();
+    for share in gpus {
+        let key = |at| {
+            let device = device(at);
+            match policy {
+                AllocationPolicy::Packed => (usize::MAX - of(&used, device).saturating_add(of(&carried, device)), 0),
+                AllocationPolicy::Distributed | AllocationPolicy::BestEffort => {
+                    let round = rounds.entry(device).or_default();
+                    *round += 1;
+                    (*round, if policy == AllocationPolicy::BestEffort { 0 } else { of(&used, device) })
+                }
+            }
+        };
+        let mut keyed: Vec<_> = share.free.iter().map(key).zip(share.free.iter().copied()).collect();
+        keyed.sort_unstable();
+        share.free = keyed.into_iter().map(|(_, at)| at).collect();
+    }
+}
+
+/// A request on its way to an answer.
+struct Spread<'a> {
+    tables: &'a AllocationTables,
+    units: &'a Units,
+    policy: AllocationPolicy,
+    /// By place.
+    gpus: Vec<Share>,
+    /// Units still to be taken.
+    need: usize,
+}
+
+impl<'a> Spread<'a> {
+    fn new(
+        tables: &'a AllocationTables,
+        units: &'a Units,
+        request: &AllocationRequest,
+        policy: AllocationPolicy,
+    ) -> Result<Self, FallbackReason> {
+        #[derive(Clone, Copy)]
+        enum Asked {
+            No,
+            Available,
+            Must,
+        }
+        let mut asked = vec![Asked::No; units.units.len()];
+        for (ids, how) in [(&request.available, Asked::Available), (&request.must_include, Asked::Must)] {
+            for id in ids {
+                let cell = units.by_id.get(id).and_then(|at| asked.get_mut(*at));
+                *cell.ok_or(FallbackReason::UnknownDevice)? = how;
+            }
+        }
+        let mut gpus = vec![Share::default(); tables.topology().gpus().len()];
+        for (at, ((_, gpu), asked)) in units.units.iter().zip(asked).enumerate() {
+            match (gpus.get_mut(*gpu), asked) {
+                (Some(share), Asked::No) => share.used += 1,
+                (Some(share), Asked::Available) => share.free.push(at),
+                (Some(share), Asked::Must) => share.must.push(at),
+                // A unit of a GPU that this topology lacks matters only where it is asked for.
+                (None, Asked::No) => {}
+                (None, _) => return Err(FallbackReason::UnknownDevice),
+            }
+        }
+        for (place, share) in gpus.iter_mut().enumerate() {
+            let others = units.others.get(&place).copied().unwrap_or(0);
+            share.used = if policy == AllocationPolicy::BestEffort { 0 } else { share.used.saturating_add(others) };
+        }
+        if !units.devices.is_empty() {
+            arrange(&mut gpus, units, policy);
+        }
+        let must: usize = gpus.iter().map(|share| share.must.len()).sum();
+        let free: usize = gpus.iter().map(|share| share.free.len()).sum();
+        let possible = (must.max(1)..=must + free).contains(&request.size);
+        let need = request.size.saturating_sub(must);
+        possible.then_some(Self { tables, units, policy, gpus, need }).ok_or(FallbackReason::Size)
+    }
+
+    fn distribute(&mut self) -> AllocationReport {
+        let mut chosen = None;
+        while let Some(level) = self.open().map(|(_, share)| share.carries()).min() {
+            let mut tied: Vec<(usize, usize)> = self
+                .open()
+                .filter(|(_, share)| share.carries() == level)
+                .map(|(place, share)| (share.used, place))
+                .collect();
+            let mut round: GpuSet = tied.iter().map(|(_, place)| *place).collect();
+            if tied.len() > self.need {
+                tied.sort_unstable();
+                let most = tied.get(self.need.saturating_sub(1)).map_or(0, |(used, _)| *used);
+                let used = |wanted: &dyn Fn(usize) -> bool| -> GpuSet {
+                    tied.iter().filter(|(used, _)| wanted(*used)).map(|(_, place)| *place).collect()
+                };
+                let part = self.carriers(level + 1);
+                let forced = part.union(used(&|used| used < most));
+                let best = self.choose(forced, used(&|used| used == most), part.len() + self.need);
+                round = best.0.without(part);
+                chosen = Some(best);
+            }
+            for place in round.places() {
+                self.take(place, 1);
+            }
+        }
+        self.report(chosen)
+    }
+
+    fn pack(&mut self) -> AllocationReport {
+        let key = |share: &Share| (share.used.saturating_add(share.carries()), share.carries() > 0, share.left());
+        let mut chosen = None;
+        while let Some((used, carries, left)) = self.open().map(|(_, share)| key(share)).max() {
+            let tied = self.open().filter(|(_, share)| key(share) == (used, carries, left));
+            let mut tied: GpuSet = tied.map(|(place, _)| place).collect();
+            let gpus = self.need.div_ceil(left.max(1));
+            if tied.len() > gpus && !carries {
+                let part = self.carriers(1);
+                let best = self.choose(part, tied, part.len() + gpus);
+                tied = best.0.without(part);
+                chosen = Some(best);
+            }
+            for place in tied.places() {
+                self.take(place, left);
+            }
+        }
+        self.report(chosen)
+    }
+
+    /// The GPUs that have units to take; none once the request is met.
+    fn open(&self) -> impl Iterator<Item = (usize, &Share)> {
+        let gpus = if self.need > 0 { self.gpus.as_slice() } else { &[] };
+        gpus.iter().enumerate().filter(|(_, share)| share.left() > 0)
+    }
+
+    /// The GPUs that carry so many units of this request.
+    fn carriers(&self, least: usize) -> GpuSet {
+        self.gpus.iter().enumerate().filter(|(_, share)| share.carries() >= least).map(|(place, _)| place).collect()
+    }
+
+    /// Takes units of a GPU, at most as many as it has and the request needs.
+    fn take(&mut self, place: usize, count: usize) {
+        if let Some(share) = self.gpus.get_mut(place) {
+            let count = count.min(self.need).min(share.left());
+            share.taken += count;
+            self.need -= count;
+        }
+    }
+
+    /// The best set of `size` GPUs that holds `must`, the others among `tied`.
+    fn choose(&self, must: GpuSet, tied: GpuSet, size: usize) -> (GpuSet, AllocationReport) {
+        let gpus = self.tables.topology().gpus();
+        let ids = |set: GpuSet| set.places().filter_map(|place| gpus.get(place)).map(|gpu| DeviceId::from(&gpu.uuid));
+        let request =
+            AllocationRequest { available: ids(must.union(tied)).collect(), must_include: ids(must).collect(), size };
+        let (answer, report) = preferred_allocation(self.tables, &request, self.policy);
+        let of = |id: &DeviceId| gpus.iter().position(|gpu| gpu.uuid.as_str() == id.as_str());
+        (answer.devices.iter().filter_map(of).collect(), report)
+    }
+
+    /// That of the choice which made the set of GPUs; where they were no choice, what they are worth.
+    fn report(&self, chosen: Option<(GpuSet, AllocationReport)>) -> AllocationReport {
+        let all = self.carriers(1);
+        let made = chosen.filter(|(set, _)| *set == all);
+        made.unwrap_or_else(|| self.choose(all, GpuSet::default(), all.len())).1
+    }
+
+    fn answer(&self) -> PreferredAllocation {
+        let taken = |share: &Share| {
+            let mut units: Vec<usize> = share.free.iter().take(share.taken).chain(&share.must).copied().collect();
+            units.sort_unstable();
+            units
+        };
+        let units = self.gpus.iter().flat_map(taken);
+        let devices = units.filter_map(|at| self.units.units.get(at)).map(|(id, _)| id.clone()).collect();
+        PreferredAllocation { devices }
+    }
+}

@@ -1,0 +1,313 @@
+//! A machine of more than 16 GPUs as a tree of clusters, in which a set's values are sums over the clusters.
+//!
+//! Behind PCIe switches and NVSwitches, bandwidths and ranks are nested: what two GPUs have between them is what the
+//! smallest cluster around both has. Then a collective is the width of the smallest cluster around a set, and the
+//! best packing fills each cluster from within: both exact, without a row for each set. Whether a machine is so
+//! is checked, not assumed; of another one (a mesh of NVLinks) the tree is only a bound, and answers from it say so.
+
+use crate::prelude::*;
+use alloc::collections::BTreeSet;
+
+use super::collective;
+use super::remaining::{self, GROUPS, WHOLE};
+use super::report::Values;
+use super::set::{GpuSet, subsets};
+use super::tables;
+use crate::topology::{NodeTopology, Rank};
+
+/// Sets of one size, of all GPUs of a machine, of which each is valued to find the best: off the admission path, a
+/// few microseconds each. All sets of four of 27 GPUs are fewer.
+const MOST_TOP_SETS: u64 = 20_000;
+
+/// What the values of a set need.
+#[derive(Clone, Debug)]
+pub(super) struct Tree {
+    bandwidths: Forest,
+    /// Over [`Rank::FARTHEST`] less the rank: more is closer.
+    ranks: Forest,
+    packages: Vec<GpuSet>,
+    near_nics: Vec<u64>,
+    nic_rates: Vec<u64>,
+    tops: [Top; 3],
+    /// For each group size, what each cluster of `bandwidths` adds for a whole group in it.
+    shares: [Vec<u64>; 3],
+    /// GPUs of one class differ in nothing but their address.
+    classes: Vec<GpuSet>,
+    exact: bool,
+}
+
+/// The best collective of any so many GPUs of the machine.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Top {
+    /// MB/s.
+    pub mbps: u32,
+    /// Whether it is proven that no set is better.
+    pub exact: bool,
+}
+
+/// GPUs that reach each other by hops of at least `width`, and nobody else so.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cluster {
+    pub members: GpuSet,
+    pub width: u32,
+    /// The width of the next larger cluster around it; 0 without one.
+    below: u32,
+}
+
+/// The clusters of one measure.
+#[derive(Clone, Debug)]
+struct Forest {
+    /// The widest first: a cluster comes before those around it.
+    clusters: Vec<Cluster>,
+    /// Whether every pair has exactly the width of the smallest cluster around it.
+    exact: bool,
+}
+
+impl Forest {
+    fn new(gpus: usize, measure: impl Fn(usize, usize) -> u32) -> Self {
+        let pairs = |gpus: usize| (0..gpus).flat_map(move |a| (a + 1..gpus).map(move |b| (a, b)));
+        let widths: BTreeSet<u32> = pairs(gpus).map(|(a, b)| measure(a, b)).collect();
+        let mut parts: Vec<GpuSet> = (0..gpus).map(GpuSet::of).collect();
+        let mut clusters: Vec<Cluster> = Vec::new();
+        for width in widths.into_iter().rev() {
+            for (a, b) in pairs(gpus).filter(|(a, b)| measure(*a, *b) >= width) {
+                let (joined, others): (Vec<_>, Vec<_>) =
+                    parts.iter().partition(|part| part.contains(a) || part.contains(b));
+                parts = others;
+                parts.push(joined.into_iter().fold(GpuSet::default(), GpuSet::union));
+            }
+            let new: Vec<GpuSet> = parts.iter().copied().filter(|part| part.len() > 1).collect();
+            for members in new {
+                for inner in clusters.iter_mut().filter(|inner| inner.below == 0 && inner.members != members) {
+                    if inner.members.without(members).is_empty() {
+                        inner.below = width;
+                    }
+                }
+                if clusters.iter().all(|known| known.members != members) {
+                    clusters.push(Cluster { members, width, below: 0 });
+                }
+            }
+        }
+        let mut forest = Self { clusters, exact: false };
+        forest.exact = pairs(gpus).all(|(a, b)| forest.width(GpuSet::of(a).union(GpuSet::of(b))) == measure(a, b));
+        forest
+    }
+
+    /// The width of the smallest cluster around a set.
+    fn width(&self, set: GpuSet) -> u32 {
+        let around = self.clusters.iter().find(|cluster| set.without(cluster.members).is_empty());
+        around.map_or(0, |cluster| cluster.width)
+    }
+
+    /// The sum of the measure over the pairs of a set.
+    fn pairs(&self, set: GpuSet) -> u64 {
+        let added = self.clusters.iter().map(|cluster| {
+            let inside = cluster.members.intersection(set).len() as u64;
+            u64::from(cluster.width - cluster.below) * (inside * inside.saturating_sub(1) / 2)
+        });
+        added.sum()
+    }
+
+    /// The largest sum over disjoint pairs of a set, as many as fit.
+    fn matched(&self, set: GpuSet) -> u64 {
+        let whole = |cluster: &Cluster| cluster.members.intersection(set).len() as u64 / 2;
+        self.clusters.iter().map(|cluster| u64::from(cluster.width - cluster.below) * whole(cluster)).sum()
+    }
+}
+
+impl Tree {
+    pub(super) fn new(topology: &NodeTopology) -> Self {
+        let gpus = topology.gpus().len();
+        let bandwidths = Forest::new(gpus, |a, b| topology.bandwidth(a, b));
+        let ranks = Forest::new(gpus, |a, b| closeness(topology, a, b));
+        let exact = bandwidths.exact && ranks.exact && plain_links(topology);
+        let tops = GROUPS.map(|group| if exact { widest(&bandwidths, group) } else { best(topology, group) });
+        let (near_nics, nic_rates) = tables::nearest_nics(topology);
+        let share = |width: u32, top: Top| u64::from(width) * WHOLE / u64::from(top.mbps.max(1));
+        let shares = tops.map(|top| {
+            let clusters = bandwidths.clusters.iter();
+            clusters.map(|cluster| share(cluster.width, top) - share(cluster.below, top)).collect()
+        });
+        let classes = classes(topology, &near_nics);
+        let packages = remaining::packages(topology);
+        Self { bandwidths, ranks, packages, near_nics, nic_rates, tops, shares, classes, exact }
+    }
+
+    /// Whether the values are those of the definition, not bounds.
+    pub(super) fn exact(&self) -> bool {
+        self.exact
+    }
+
+    /// The best collective of `group` GPUs; nothing for sizes that are not valued.
+    pub(super) fn top(&self, group: usize) -> Top {
+        let tops = GROUPS.into_iter().zip(self.tops);
+        tops.into_iter().find(|(size, _)| *size == group).map(|(_, top)| top).unwrap_or_default()
+    }
+
+    /// The clusters by bandwidth, the widest first.
+    pub(super) fn clusters(&self) -> &[Cluster] {
+        &self.bandwidths.clusters
+    }
+
+    /// The classes of GPUs that differ in nothing but their address.
+    pub(super) fn classes(&self) -> &[GpuSet] {
+        &self.classes
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        let clusters = self.bandwidths.clusters.len() + self.ranks.clusters.len();
+        let sets = self.packages.len() + self.classes.len() + self.near_nics.len() + self.nic_rates.len();
+        clusters * size_of::<Cluster>() + (sets + self.shares.iter().map(Vec::len).sum::<usize>()) * size_of::<u64>()
+    }
+
+    /// What a set is worth, and what stays free beside it. Where the tree is not exact, `collective`, `remaining` and
+    /// `remaining_closeness` are bounds.
+    pub(super) fn values(&self, topology: &NodeTopology, chosen: GpuSet, remains: GpuSet) -> Values {
+        let pairs = if self.bandwidths.exact {
+            self.bandwidths.pairs(chosen)
+        } else {
+            over_pairs(chosen, |a, b| topology.bandwidth(a, b))
+        };
+        let near = if self.ranks.exact {
+            self.ranks.pairs(chosen)
+        } else {
+            over_pairs(chosen, |a, b| closeness(topology, a, b))
+        };
+        let count = |set: GpuSet| set.len() as u64;
+        let farthest = u64::from(Rank::FARTHEST.number());
+        let minus =
+            |sum: u64, pairs: u64| i64::try_from(farthest * pairs - sum.min(farthest * pairs)).map_or(0, |sum| -sum);
+        let nics = chosen.places().filter_map(|place| self.near_nics.get(place)).fold(0, |all, own| all | own);
+        Values {
+            collective: u64::from(self.collective(topology, chosen)),
+            remaining: self.remaining(remains),
+            pairs,
+            closeness: minus(near, count(chosen) * count(chosen).saturating_sub(1) / 2),
+            room: u64::from(remaining::room(&self.packages, remains)),
+            remaining_closeness: minus(self.ranks.matched(remains), count(remains) / 2),
+            nics: GpuSet(nics).places().filter_map(|nic| self.nic_rates.get(nic)).sum(),
+        }
+    }
+
+    /// The width of the cluster around a set. In a mesh no more than each GPU's own links can carry, as long as
+    /// all have some.
+    fn collective(&self, topology: &NodeTopology, set: GpuSet) -> u32 {
+        if set.len() < 2 {
+            return 0;
+        }
+        let linked = |a: usize| {
+            set.places().filter(|b| a != *b).fold(0, |sum: u32, b| sum.saturating_add(topology.nvlink(a, b)))
+        };
+        let links = if self.exact { None } else { set.places().map(linked).min().filter(|least| *least > 0) };
+        links.unwrap_or_else(|| self.bandwidths.width(set))
+    }
+
+    /// Each cluster adds, for each whole group in it, what its width is worth above that of the cluster around it.
+    fn remaining(&self, set: GpuSet) -> u64 {
+        let mut total = 0;
+        for (at, cluster) in self.bandwidths.clusters.iter().enumerate() {
+            let inside = cluster.members.intersection(set).len();
+            for (group, shares) in GROUPS.into_iter().zip(&self.shares) {
+                total += shares.get(at).copied().unwrap_or(0) * (inside / group * group) as u64;
+            }
+        }
+        total
+    }
+}
+
+/// How close two GPUs are: more is closer.
+fn closeness(topology: &NodeTopology, a: usize, b: usize) -> u32 {
+    u32::from(Rank::FARTHEST.number().saturating_sub(topology.rank(a, b).number()))
+}
+
+fn over_pairs(set: GpuSet, measure: impl Fn(usize, usize) -> u32) -> u64 {
+    let later = |a: usize| set.places().filter(move |b| a < *b);
+    set.places().flat_map(|a| later(a).map(move |b| (a, b))).map(|(a, b)| u64::from(measure(a, b))).sum()
+}
+
+/// Whether NVLinks add nothing to what bandwidths between pairs say: each GPU has them to one other alone, or
+/// to the others of its NVSwitch plane by its port.
+fn plain_links(topology: &NodeTopology) -> bool {
+    let gpus = topology.gpus();
+    let linked = |a: usize| (0..gpus.len()).filter(move |b| a != *b && topology.nvlink(a, *b) > 0);
+    let by_port = |a: usize, b: usize| {
+        let both = gpus.get(a).zip(gpus.get(b));
+        both.is_some_and(|(one, other)| {
+            one.nvswitch_plane.is_some()
+                && one.nvswitch_plane == other.nvswitch_plane
+                && topology.nvlink(a, b) == one.nvswitch_port.min(other.nvswitch_port)
+        })
+    };
+    // Both ends of a pair see the same; a GPU of a plane with a link elsewhere fails here, whoever looks.
+    (0..gpus.len())
+        .all(|a| linked(a).all(|b| by_port(a, b)) || linked(a).all(|b| linked(b).eq([a]) && linked(a).eq([b])))
+}
+
+/// The width of the widest cluster with room for a group.
+fn widest(bandwidths: &Forest, group: usize) -> Top {
+    let holds = bandwidths.clusters.iter().find(|cluster| cluster.members.len() >= group);
+    Top { mbps: holds.map_or(0, |cluster| cluster.width), exact: true }
+}
+
+/// The best collective of any `group` GPUs: of all sets where they are few, else of those that grow from
+/// each GPU along its strongest links.
+fn best(topology: &NodeTopology, group: usize) -> Top {
+    let gpus = topology.gpus().len();
+    let all: GpuSet = (0..gpus).collect();
+    let few = (0..group as u64).fold(1, |sets: u64, taken| sets.saturating_mul(gpus as u64 - taken) / (taken + 1))
+        <= MOST_TOP_SETS;
+    let reached =
+        |sets: &mut dyn Iterator<Item = GpuSet>| sets.map(|set| collective_of(topology, set)).max().unwrap_or(0);
+    let mbps = if few {
+        reached(&mut subsets(all, group))
+    } else {
+        reached(&mut (0..gpus).map(|first| grown(topology, first, group)))
+    };
+    Top { mbps, exact: few }
+}
+
+/// A set grown from one GPU: each next one has the most bandwidth to those before, the lowest of equals.
+fn grown(topology: &NodeTopology, first: usize, size: usize) -> GpuSet {
+    let all: GpuSet = (0..topology.gpus().len()).collect();
+    let mut set = GpuSet::of(first);
+    while set.len() < size {
+        let drawn = |place: usize| set.places().map(|member| u64::from(topology.bandwidth(place, member))).sum::<u64>();
+        let Some(next) = all.without(set).places().max_by_key(|place| (drawn(*place), usize::MAX - place)) else {
+            break;
+        };
+        set = set.union(GpuSet::of(next));
+    }
+    set
+}
+
+/// The collective of one set, by the tables of these GPUs alone: for sets of up to eight or so.
+pub(super) fn collective_of(topology: &NodeTopology, set: GpuSet) -> u32 {
+    let places: Vec<usize> = set.places().collect();
+    collective::table(&topology.restricted(&places)).last().copied().unwrap_or(0)
+}
+
+/// The classes of GPUs that differ in nothing but their address: equal bandwidths and ranks to all others, one
+/// package, the same NICs.
+fn classes(topology: &NodeTopology, near_nics: &[u64]) -> Vec<GpuSet> {
+    let gpus = topology.gpus();
+    let alike = |a: usize, b: usize| {
+        let package = |place: usize| gpus.get(place).map(|gpu| gpu.package);
+        let others = (0..gpus.len()).filter(|other| *other != a && *other != b);
+        package(a) == package(b)
+            && near_nics.get(a) == near_nics.get(b)
+            && others.into_iter().all(|other| {
+                topology.bandwidth(a, other) == topology.bandwidth(b, other)
+                    && topology.nvlink(a, other) == topology.nvlink(b, other)
+                    && topology.rank(a, other) == topology.rank(b, other)
+            })
+    };
+    let mut classes: Vec<GpuSet> = Vec::new();
+    for place in 0..gpus.len() {
+        let first = |class: &GpuSet| class.places().next().unwrap_or(0);
+        match classes.iter_mut().find(|class| alike(first(class), place)) {
+            Some(class) => *class = class.union(GpuSet::of(place)),
+            None => classes.push(GpuSet::of(place)),
+        }
+    }
+    classes
+}

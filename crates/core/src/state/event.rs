@@ -1,0 +1,140 @@
+//! What happens to the node, and what has to be done about it.
+
+use crate::prelude::*;
+use alloc::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+
+use crate::allocation::DeviceId;
+use crate::topology::{GpuUuid, NodeObservation, TopologyWarning};
+
+use super::device::{Health, ResourceName};
+use super::mps::MpsShare;
+use super::numa_hints::NumaHints;
+use super::plan::ResourcePlan;
+use super::poll::HealthPoll;
+use super::problem::PlanProblem;
+use super::reason::UnhealthyReason;
+use super::record::{HealthRecord, NodeIdentity};
+
+/// Something that happened, as a plain value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// A complete look at the node.
+    Observed(Box<NodeObservation>),
+    /// An operator wants other resources made of the GPUs.
+    Planned(Box<ResourcePlan>),
+    /// The MPS control daemons whose limits hold now, each with the share by which that was judged: one of another share
+    /// makes nothing ready.
+    MpsReady(BTreeMap<ResourceName, MpsShare>),
+    /// The driver reported an XID.
+    Xid {
+        /// The GPU.
+        gpu: GpuUuid,
+        /// The number, as NVIDIA's XID catalog lists it.
+        code: u64,
+        /// The MIG instance it is about, where the driver names one.
+        instance: Option<MigInstance>,
+    },
+    /// The driver reported an uncorrectable ECC error.
+    DoubleBitEcc {
+        /// The GPU.
+        gpu: GpuUuid,
+    },
+    /// The operator wants devices to claim other NUMA nodes.
+    NumaHints(NumaHints),
+    /// A round of cheap looks at the GPUs; one that is missing was not asked.
+    Polled(BTreeMap<GpuUuid, HealthPoll>),
+    /// Looking at a GPU ended the process that looked, and it is not looked at any more for now.
+    LeftOut {
+        /// The GPU.
+        gpu: GpuUuid,
+        /// What happened to the process, and in which call.
+        why: String,
+    },
+    /// A GPU that had been left out was looked at, and the process that looked lived.
+    TakenBackIn {
+        /// The GPU.
+        gpu: GpuUuid,
+    },
+    /// NVML has been away for the grace period, and devices shall not be given out meanwhile.
+    DriverAway {
+        /// Why.
+        why: String,
+    },
+    /// NVML answers again.
+    DriverBack,
+    /// An operator's word that a GPU is well.
+    Cleared {
+        /// The GPU.
+        gpu: GpuUuid,
+    },
+    /// The devices that pods hold, as the kubelet lists them; `None` where it cannot be asked. A device that is gone leaves
+    /// the list when two in a row name nobody who holds it.
+    Holders(Option<BTreeSet<(ResourceName, DeviceId)>>),
+    /// Which boot and which load of the driver this is: before the first look, and before each that another child made.
+    Identified(NodeIdentity),
+    /// What was kept when our last process ended, before [`Self::Identified`].
+    Restored(Box<HealthRecord>),
+    /// Nothing happened but time.
+    Tick,
+}
+
+/// One MIG instance of a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct MigInstance {
+    /// The GPU instance.
+    pub gpu_instance: u32,
+    /// The compute instance in it, where one is named.
+    pub compute_instance: Option<u32>,
+}
+
+/// Something to do, by the runtime: the inventory itself touches nothing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// Hand the new state to everybody who follows it.
+    Publish,
+    /// Tell people that a GPU's health changed.
+    HealthChanged {
+        /// The GPU.
+        gpu: GpuUuid,
+        /// What it is now.
+        health: Health,
+    },
+    /// Tell people that an XID changes nothing: an application's fault, or ignored.
+    XidIgnored {
+        /// The GPU.
+        gpu: GpuUuid,
+        /// The number.
+        code: u64,
+        /// How often it came: the first time at once, then what came in a minute as one.
+        times: u64,
+    },
+    /// Write [`super::NodeState::record`] where the next process will find it.
+    Keep,
+    /// Tell people that what was kept has a form that this version does not know.
+    RecordIgnored {
+        /// The form.
+        version: u32,
+    },
+    /// Tell people that devices of a resource cannot be given out for now: a pod holds the hardware under another name.
+    HeldElsewhere {
+        /// The GPU.
+        gpu: GpuUuid,
+        /// The resource.
+        resource: ResourceName,
+        /// Who holds it.
+        reason: UnhealthyReason,
+    },
+    /// Tell people that pods hold devices of a resource that are not offered, or not any more; they are on its list now.
+    HeldUnoffered {
+        /// The resource.
+        resource: ResourceName,
+        /// The ids, in order.
+        ids: Vec<DeviceId>,
+    },
+    /// Tell people what is odd about the node, once.
+    Warn(TopologyWarning),
+    /// Tell people what the plan cannot have on this node, once.
+    PlanProblem(PlanProblem),
+}

@@ -1,0 +1,152 @@
+//! Resources that are shared by MPS: what each takes of the node, what MPS cannot do, and that one is offered only while its
+//! control daemon is ready.
+//!
+//! Part of [`NodeState`]; whether a daemon is ready is found out by the runtime, which says so by an event. The daemons'
+//! own process asks [`NodeState::mps_shares`] what to serve, so that both sides mean the same.
+
+use crate::prelude::*;
+use alloc::collections::{BTreeMap, BTreeSet};
+
+use super::NodeState;
+use super::device::{Device, ResourceName, Timestamp};
+use super::event::Effect;
+use super::plan::SharingKind;
+use super::problem::PlanProblem;
+use crate::allocation::DeviceId;
+use crate::topology::{ComputeCapability, Gpu, GpuUuid};
+
+/// The first GPUs that MPS works on (man nvidia-cuda-mps-control, driver 580: "SM 3.5 or higher").
+const FIRST: ComputeCapability = ComputeCapability { major: 3, minor: 5 };
+
+/// Clients that an MPS server takes for each GPU: since Volta, and before (man nvidia-cuda-mps-control, driver 580: "SM
+/// 7.0 has a limit of 48", "SM 3.5 through SM 6.0 the limit is 16"). The NVIDIA plugin counts Volta among the older.
+const MOST_CLIENTS: (u32, u32) = (48, 16);
+
+/// The first compute capability of Volta.
+const VOLTA: ComputeCapability = ComputeCapability { major: 7, minor: 0 };
+
+/// What a resource that is shared by MPS takes of the node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MpsShare {
+    /// Into how many each GPU is shared, 2 at least.
+    pub replicas: u32,
+    /// Its GPUs, by index; one at least.
+    pub gpus: Vec<MpsGpu>,
+    /// Whether these are all GPUs of the node.
+    pub whole_node: bool,
+}
+
+/// A GPU that is shared by MPS.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MpsGpu {
+    /// NVML's UUID.
+    pub uuid: GpuUuid,
+    /// NVML's index, which is the GPU's place in the order of PCI addresses.
+    pub index: u32,
+    /// Its memory in MiB, where NVML has such a number.
+    pub memory_mib: Option<u64>,
+}
+
+impl MpsShare {
+    /// What the shared devices among these take; `None` where none is shared.
+    fn of(devices: &BTreeMap<DeviceId, Device>, gpus_of_node: usize) -> Option<Self> {
+        let slots = || devices.values().filter_map(|device| Some((&device.gpu, device.slot?)));
+        let replicas = slots().map(|(_, slot)| slot).max()?.saturating_add(1);
+        let gpu = |gpu: &Gpu| MpsGpu { uuid: gpu.uuid.clone(), index: gpu.index, memory_mib: gpu.memory_mib };
+        let gpus: BTreeMap<(u32, &GpuUuid), MpsGpu> =
+            slots().map(|(shared, _)| ((shared.index, &shared.uuid), gpu(shared))).collect();
+        let gpus: Vec<MpsGpu> = gpus.into_values().collect();
+        Some(Self { replicas, whole_node: gpus.len() == gpus_of_node, gpus })
+    }
+
+    /// Whether a daemon that is ready for this share is so for the other too: a GPU that is gone makes no difference.
+    fn covers(&self, other: &Self) -> bool {
+        let has = |gpu: &MpsGpu| self.gpus.iter().any(|own| own.uuid == gpu.uuid && own.memory_mib == gpu.memory_mib);
+        self.replicas == other.replicas && other.gpus.iter().all(has)
+    }
+}
+
+/// The resources that are shared by MPS, and their daemons as far as they are known.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Mps {
+    shares: BTreeMap<ResourceName, MpsShare>,
+    /// The daemons that are ready, each with the share that it is ready for.
+    ready: BTreeMap<ResourceName, MpsShare>,
+    /// The resources whose daemon is not, and since when.
+    waiting: BTreeMap<ResourceName, Timestamp>,
+}
+
+impl Mps {
+    /// Since when a device waits for the daemon of its resource; `None` where it does not.
+    pub(super) fn waits(&self, resource: &ResourceName, device: &Device) -> Option<Timestamp> {
+        self.waiting.get(resource).copied().filter(|_| device.slot.is_some())
+    }
+}
+
+impl NodeState {
+    /// The resources that are shared by MPS, offered or not, with what each takes of the node.
+    pub fn mps_shares(&self) -> &BTreeMap<ResourceName, MpsShare> {
+        &self.mps.shares
+    }
+
+    /// The daemons that are ready now.
+    pub(super) fn mps_ready(&mut self, ready: BTreeMap<ResourceName, MpsShare>, now: Timestamp) -> Vec<Effect> {
+        self.mps.ready = ready;
+        self.offer(now)
+    }
+
+    /// Takes out of what is to be offered the new slots of resources whose daemon is not ready. Those that are on the list
+    /// stay there, for pods may hold them, and are unhealthy.
+    pub(super) fn wait_for_daemons(
+        &mut self,
+        made: &mut BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>,
+        now: Timestamp,
+    ) {
+        let by_mps = self.plan.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps);
+        let gpus = self.topology().gpus().len();
+        let shares = made.iter().filter(|_| by_mps);
+        self.mps.shares =
+            shares.filter_map(|(name, devices)| Some((name.clone(), MpsShare::of(devices, gpus)?))).collect();
+        let Mps { shares, ready, waiting } = &mut self.mps;
+        let is_ready =
+            |(name, share): &(&ResourceName, &MpsShare)| ready.get(*name).is_some_and(|judged| judged.covers(share));
+        let not_ready: BTreeSet<&ResourceName> =
+            shares.iter().filter(|share| !is_ready(share)).map(|(name, _)| name).collect();
+        waiting.retain(|name, _| not_ready.contains(name));
+        for name in not_ready {
+            waiting.entry(name.clone()).or_insert(now);
+            let listed = self.resources.get(name);
+            if let Some(devices) = made.get_mut(name) {
+                devices
+                    .retain(|id, device| device.slot.is_none() || listed.is_some_and(|listed| listed.contains_key(id)));
+            }
+        }
+        made.retain(|_, devices| !devices.is_empty());
+    }
+}
+
+/// What keeps a resource from being shared by MPS on these GPUs, if anything does.
+pub(super) fn refusal<'a>(
+    resource: &ResourceName,
+    replicas: u32,
+    gpus: impl Iterator<Item = &'a Gpu> + Clone,
+) -> Option<PlanProblem> {
+    let addresses = |wrong: fn(&Gpu) -> bool| {
+        let mut addresses: Vec<_> = gpus.clone().filter(|gpu| wrong(gpu)).map(|gpu| gpu.pci).collect();
+        addresses.dedup();
+        addresses
+    };
+    let in_mig_mode = addresses(|gpu| gpu.mig_enabled);
+    if !in_mig_mode.is_empty() {
+        return Some(PlanProblem::MpsOnMig { resource: resource.clone(), gpus: in_mig_mode });
+    }
+    // One that does not say what it is counts as new: drivers of today all say.
+    let too_old = addresses(|gpu| gpu.compute_capability.is_some_and(|capability| capability < FIRST));
+    if !too_old.is_empty() {
+        return Some(PlanProblem::MpsTooOld { resource: resource.clone(), gpus: too_old });
+    }
+    let (since, before) = MOST_CLIENTS;
+    let most = |gpu: &Gpu| if gpu.compute_capability.is_none_or(|seen| seen >= VOLTA) { since } else { before };
+    let (gpu, most) = gpus.map(|gpu| (gpu.pci, most(gpu))).find(|(_, most)| replicas > *most)?;
+    Some(PlanProblem::MpsTooManyClients { resource: resource.clone(), gpu, replicas, most })
+}

@@ -1,0 +1,139 @@
+//! One cheap look at a GPU's health, as the driver answers it: raw facts, no judgement.
+//!
+//! The NVML adapter makes these values every few seconds; what each means for health is `health`'s. Unknown,
+//! unsupported and unanswered stay `None`: silence is no failure.
+
+use crate::prelude::*;
+use core::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// What one round of calls said of one GPU.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct HealthPoll {
+    /// Whether a call that has to reach the GPU did.
+    pub reach: Reach,
+    /// What the driver wants done (field NVML_FI_DEV_GET_GPU_RECOVERY_ACTION); `None` on drivers that have no such word.
+    pub recovery_action: Option<RecoveryAction>,
+    /// Row remapping (`nvmlDeviceGetRemappedRows`).
+    pub row_remapping: Option<RowRemapping>,
+    /// Uncorrectable ECC errors since the driver was loaded (volatile counter).
+    pub uncorrectable_ecc: Option<u64>,
+    /// Numbers of the NVLinks that are not active, ascending; `None` where links cannot be asked. None are missed while MIG is
+    /// on.
+    pub nvlinks_down: Option<Vec<u32>>,
+    /// The NVLink fabric (`nvmlDeviceGetGpuFabricInfoV`), where the GPU is meant to join one.
+    pub fabric: Option<FabricHealth>,
+    /// Whether the kernel still lists it on the PCI bus.
+    pub on_bus: Option<bool>,
+}
+
+/// How the call that has to reach the GPU ended.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Reach {
+    /// It is not supported here, or was not made: neither proof nor failure.
+    #[default]
+    Unknown,
+    /// The GPU answered.
+    Answers,
+    /// NVML_ERROR_GPU_IS_LOST: it has fallen off the bus.
+    Lost {
+        /// The C function.
+        call: String,
+    },
+    /// NVML_ERROR_RESET_REQUIRED.
+    ResetRequired {
+        /// The C function.
+        call: String,
+    },
+    /// Any other error.
+    Failed {
+        /// The C function.
+        call: String,
+        /// NVML's name and number of it.
+        error: String,
+    },
+}
+
+/// What the driver wants done with a GPU: nvmlDeviceGpuRecoveryAction_t of nvml.h, NVML 13.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RecoveryAction {
+    /// 0: nothing.
+    None,
+    /// 1: reset the GPU.
+    GpuReset,
+    /// 2: reboot the node.
+    NodeReboot,
+    /// 3: drain peer-to-peer traffic.
+    DrainP2p,
+    /// 4: drain the GPU, then reset it.
+    DrainAndReset,
+    /// 5: recover the IMEX domain.
+    RecoverImexDomain,
+    /// 6: reset the bus.
+    BusReset,
+    /// 7: reboot the whole system.
+    SystemReboot,
+    /// A number that this version does not know.
+    Other(u32),
+}
+
+impl fmt::Display for RecoveryAction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("nothing"),
+            Self::GpuReset => f.write_str("GPU reset"),
+            Self::NodeReboot => f.write_str("node reboot"),
+            Self::DrainP2p => f.write_str("drain peer-to-peer"),
+            Self::DrainAndReset => f.write_str("drain and GPU reset"),
+            Self::RecoverImexDomain => f.write_str("recover the IMEX domain"),
+            Self::BusReset => f.write_str("PCI bus reset"),
+            Self::SystemReboot => f.write_str("system reboot"),
+            Self::Other(number) => write!(f, "recovery action {number}"),
+        }
+    }
+}
+
+impl From<u32> for RecoveryAction {
+    fn from(number: u32) -> Self {
+        match number {
+            0 => Self::None,
+            1 => Self::GpuReset,
+            2 => Self::NodeReboot,
+            3 => Self::DrainP2p,
+            4 => Self::DrainAndReset,
+            5 => Self::RecoverImexDomain,
+            6 => Self::BusReset,
+            7 => Self::SystemReboot,
+            other => Self::Other(other),
+        }
+    }
+}
+
+/// Row remapping of Ampere and later.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RowRemapping {
+    /// A remapping waits for the next reset.
+    pub pending: bool,
+    /// A remapping failed: no spare row was left.
+    pub failed: bool,
+}
+
+/// Where a GPU is with its NVLink fabric.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum FabricHealth {
+    /// It has joined.
+    Joined,
+    /// It has not begun, or is still joining.
+    Joining,
+    /// It could not join.
+    Failed {
+        /// The nvmlReturn_t of the fabric's status.
+        status: u32,
+    },
+}

@@ -1,0 +1,229 @@
+//! Why a device may not be given to a pod, and what would end that. What each means is judged in `health`.
+
+use crate::prelude::*;
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use super::event::MigInstance;
+use super::poll::RecoveryAction;
+
+/// What makes a device unhealthy. docs/health.md says of each where it comes from and how it ends.
+#[derive(Clone, Debug, PartialEq, Eq, Error, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum UnhealthyReason {
+    /// The driver reported an XID of the GPU's own.
+    #[error("XID {code}{}", of(*instance))]
+    Xid {
+        /// The number, as NVIDIA's XID catalog lists it.
+        code: u64,
+        /// The MIG instance it is about; without one, the whole GPU.
+        instance: Option<MigInstance>,
+    },
+    /// The driver reported an uncorrectable (double-bit) ECC error.
+    #[error("double-bit ECC error")]
+    DoubleBitEcc,
+    /// The driver counts uncorrectable ECC errors, on a GPU that can neither contain nor remap them.
+    #[error("{count} uncorrectable ECC errors since the driver was loaded")]
+    UncorrectableEcc {
+        /// How many.
+        count: u64,
+    },
+    /// The driver cannot reach it any more.
+    #[error("{call} says that the GPU is lost")]
+    Lost {
+        /// The NVML call that said so.
+        call: String,
+    },
+    /// The driver refuses it until it is reset.
+    #[error("{call} says that the GPU has to be reset")]
+    ResetRequired {
+        /// The NVML call that said so.
+        call: String,
+    },
+    /// The driver wants something done.
+    #[error("the driver asks for: {action}")]
+    RecoveryAction {
+        /// What.
+        action: RecoveryAction,
+    },
+    /// A row of memory could not be remapped: no spare is left.
+    #[error("a row remapping failed")]
+    RowRemapFailed,
+    /// A call that has to reach the GPU failed.
+    #[error("{call} failed: {error}")]
+    CallFailed {
+        /// The NVML call.
+        call: String,
+        /// NVML's name and number of the error.
+        error: String,
+    },
+    /// NVLinks that were active are not any more.
+    #[error("NVLinks down: {}", list(links))]
+    LinksDown {
+        /// Their numbers, ascending.
+        links: Vec<u32>,
+    },
+    /// It has not joined its NVLink fabric yet.
+    #[error("still joining the NVLink fabric")]
+    FabricJoining,
+    /// It could not join its NVLink fabric.
+    #[error("not joined to the NVLink fabric: status {status}")]
+    FabricFailed {
+        /// The nvmlReturn_t of the fabric's status.
+        status: u32,
+    },
+    /// Looking at it ended the process that looked.
+    #[error("left out: {why}")]
+    LeftOut {
+        /// What happened, and in which call.
+        why: String,
+    },
+    /// NVML has been away for the grace period.
+    #[error("NVML is away: {why}")]
+    DriverAway {
+        /// Why.
+        why: String,
+    },
+    /// The kernel does not list it on the PCI bus.
+    #[error("the GPU is not on the PCI bus")]
+    OffBus,
+    /// It is no longer there.
+    #[error("the GPU is gone from the node")]
+    Gone,
+    /// A pod holds its hardware under another name.
+    #[error("a pod holds it as '{id}' of {resource}")]
+    HeldElsewhere {
+        /// The resource.
+        resource: String,
+        /// The id.
+        id: String,
+    },
+    /// It is there, but no longer offered as this resource.
+    #[error("it is no longer offered as this resource")]
+    Withdrawn,
+    /// It is shared by MPS, and nobody holds its clients to their limits.
+    #[error("the MPS control daemon of its resource is not ready")]
+    MpsNotReady,
+}
+
+fn of(instance: Option<MigInstance>) -> String {
+    match instance {
+        None => String::new(),
+        Some(MigInstance { gpu_instance, compute_instance: None }) => format!(" of GPU instance {gpu_instance}"),
+        Some(MigInstance { gpu_instance, compute_instance: Some(compute) }) => {
+            format!(" of GPU instance {gpu_instance}, compute instance {compute}")
+        }
+    }
+}
+
+fn list(links: &[u32]) -> String {
+    let numbers: Vec<String> = links.iter().map(ToString::to_string).collect();
+    numbers.join(",")
+}
+
+/// The two kinds of way out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ReasonClass {
+    /// Something has to be done to the GPU. Kept across our own restarts.
+    Reset,
+    /// The same look that found it finds it ended.
+    Probe,
+}
+
+impl UnhealthyReason {
+    /// The kind of reason, as a metric's label.
+    pub fn label(&self) -> &'static str {
+        match self {
+            Self::Xid { .. } => "xid",
+            Self::DoubleBitEcc => "double_bit_ecc",
+            Self::UncorrectableEcc { .. } => "uncorrectable_ecc",
+            Self::Lost { .. } => "lost",
+            Self::ResetRequired { .. } => "reset_required",
+            Self::RecoveryAction { .. } => "recovery_action",
+            Self::RowRemapFailed => "row_remap_failed",
+            Self::CallFailed { .. } => "call_failed",
+            Self::LinksDown { .. } => "links_down",
+            Self::FabricJoining => "fabric_joining",
+            Self::FabricFailed { .. } => "fabric_failed",
+            Self::LeftOut { .. } => "left_out",
+            Self::DriverAway { .. } => "driver_away",
+            Self::OffBus => "off_bus",
+            Self::Gone => "gone",
+            Self::HeldElsewhere { .. } => "held_elsewhere",
+            Self::Withdrawn => "withdrawn",
+            Self::MpsNotReady => "mps_not_ready",
+        }
+    }
+
+    /// The evidence that would end it, for people: what to do, or what to wait for.
+    pub fn ends_with(&self) -> &'static str {
+        match self {
+            Self::Xid { .. } | Self::DoubleBitEcc | Self::Lost { .. } => {
+                "the driver's recovery action at none through the hold, a GPU reset that shows, the driver reloaded, the \
+                 node rebooted, or `clear`"
+            }
+            Self::UncorrectableEcc { .. } => "the counter back at 0 (GPU reset, driver reload, reboot), or `clear`",
+            Self::ResetRequired { .. } => "a GPU reset",
+            Self::RecoveryAction { .. } => {
+                "what the driver asks for, done: its recovery action back at none; or `clear`"
+            }
+            Self::RowRemapFailed => "another GPU in its place, or `clear`",
+            Self::CallFailed { .. } => "the call passing through the hold",
+            Self::LinksDown { .. } => "the links active through the hold, or `clear`",
+            Self::FabricJoining => "the GPU joined to its fabric",
+            Self::FabricFailed { .. } => "the GPU joined to its fabric through the hold",
+            Self::LeftOut { .. } => "the GPU looked at again without harm, through the hold",
+            Self::DriverAway { .. } => "NVML answering again",
+            Self::OffBus => "the GPU on the PCI bus again, through the hold",
+            Self::Gone => "the GPU in its place again",
+            Self::HeldElsewhere { .. } => "the pod's end",
+            Self::Withdrawn => "a plan that offers it so",
+            Self::MpsNotReady => "the daemon serving, with the limits that the plan asks for",
+        }
+    }
+
+    pub(super) fn class(&self) -> ReasonClass {
+        match self {
+            Self::Xid { .. }
+            | Self::DoubleBitEcc
+            | Self::UncorrectableEcc { .. }
+            | Self::Lost { .. }
+            | Self::ResetRequired { .. }
+            | Self::RecoveryAction { .. }
+            | Self::RowRemapFailed => ReasonClass::Reset,
+            Self::CallFailed { .. }
+            | Self::LinksDown { .. }
+            | Self::FabricJoining
+            | Self::FabricFailed { .. }
+            | Self::LeftOut { .. }
+            | Self::DriverAway { .. }
+            | Self::OffBus
+            | Self::Gone
+            | Self::HeldElsewhere { .. }
+            | Self::Withdrawn
+            | Self::MpsNotReady => ReasonClass::Probe,
+        }
+    }
+
+    /// Whether it is the same reason, whatever its details: each stands once.
+    pub(super) fn is(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Xid { .. }, Self::Xid { .. }) => self == other,
+            _ => core::mem::discriminant(self) == core::mem::discriminant(other),
+        }
+    }
+
+    /// Whether it makes a MIG device of this instance unhealthy; a device without one is a whole GPU.
+    pub(super) fn concerns(&self, instance: Option<MigInstance>) -> bool {
+        match (self, instance) {
+            (Self::Xid { instance: Some(hit), .. }, Some(device)) => {
+                let compute = match (hit.compute_instance, device.compute_instance) {
+                    (Some(hit), Some(device)) => hit == device,
+                    _ => true,
+                };
+                hit.gpu_instance == device.gpu_instance && compute
+            }
+            _ => true,
+        }
+    }
+}

@@ -1,0 +1,295 @@
+//! From a plan and a machine to resources: which devices are offered under which names.
+//!
+//! Pure, and total: what cannot be had is withheld and named as a [`PlanProblem`]. The state machine keeps health and
+//! what was offered before; here every device is new and healthy.
+
+use crate::prelude::*;
+use alloc::collections::{BTreeMap, BTreeSet};
+
+use super::device::{Device, ResourceName};
+use super::mps;
+use super::numa_hints::NumaHints;
+use super::plan::{MigStrategy, NamePattern, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind};
+use super::problem::PlanProblem;
+use crate::allocation::{AllocationPolicy, DeviceId, Units};
+use crate::topology::{Gpu, GpuUuid, MigDevice, NodeTopology, PciAddress};
+
+/// The most slots of one resource. The kubelet takes a list of 4 MiB at most (gRPC's default), and a device on it is
+/// 63 characters of id and some dozens of health and NUMA nodes.
+pub const MOST_SLOTS: u64 = 1 << 14;
+
+/// What a plan makes of a machine.
+#[derive(Clone, Debug, Default)]
+pub struct Resources {
+    /// The devices of each resource, by id.
+    pub devices: BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>,
+    /// How devices of each resource are chosen and ordered.
+    pub choices: BTreeMap<ResourceName, Choice>,
+    /// Resources that the plan names and that cannot be had.
+    pub withheld: BTreeSet<ResourceName>,
+    /// Why, and what else is to be told.
+    pub problems: Vec<PlanProblem>,
+}
+
+/// How devices of one resource are chosen and ordered.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Choice {
+    /// How to choose.
+    pub policy: AllocationPolicy,
+    /// What to choose from, where these are not all whole GPUs.
+    pub units: Option<Units>,
+    /// Whether a container is refused more than one slot.
+    pub one_slot: bool,
+}
+
+/// A device before it has a name: a whole GPU or a MIG device of one.
+#[derive(Clone, Copy)]
+struct Piece<'a> {
+    gpu: &'a Gpu,
+    mig: Option<&'a MigDevice>,
+}
+
+/// A resource before it is shared.
+type Pieces<'a> = BTreeMap<ResourceName, Vec<Piece<'a>>>;
+
+impl Piece<'_> {
+    fn device(self, topology: &NodeTopology, hints: NumaHints, slot: Option<u32>) -> (DeviceId, Device) {
+        let device = Device { mig: self.mig.cloned(), slot, ..Device::new(topology, self.gpu, hints) };
+        (device.id(), device)
+    }
+}
+
+impl Resources {
+    /// Carries out a plan. `held` are the devices that pods hold, where that is known.
+    pub fn make(
+        topology: &NodeTopology,
+        plan: &ResourcePlan,
+        hints: NumaHints,
+        held: &BTreeSet<(ResourceName, DeviceId)>,
+    ) -> Self {
+        let mut made = Self::default();
+        let mut pieces = made.pieces(topology, plan);
+        let shared = plan.sharing.as_ref().map(|sharing| made.share(sharing, &mut pieces)).unwrap_or_default();
+        for (name, pieces) in pieces {
+            let devices = pieces.iter().map(|piece| piece.device(topology, hints, None));
+            made.devices.entry(name).or_default().extend(devices);
+        }
+        for (name, resource, pieces) in shared {
+            let devices = made.devices.entry(name).or_default();
+            for piece in pieces {
+                devices.extend((0..resource.replicas).map(|slot| piece.device(topology, hints, Some(slot))));
+            }
+        }
+        made.devices.retain(|_, devices| !devices.is_empty());
+        let one_slot = plan.sharing.as_ref().is_some_and(|sharing| sharing.fail_requests_greater_than_one);
+        for (name, devices) in &made.devices {
+            let units = devices.values().any(|device| device.mig.is_some() || device.slot.is_some()).then(|| {
+                let place = |device: &Device| topology.position(&device.gpu.uuid);
+                let units = devices.iter().filter_map(|(id, device)| Some((id.clone(), place(device)?)));
+                Units::new(units, made.others(topology, name, held))
+            });
+            let usual = match units {
+                Some(_) => plan.shared_policy.unwrap_or(AllocationPolicy::Distributed),
+                None => AllocationPolicy::BestEffort,
+            };
+            let policy = plan.policies.get(name).copied().unwrap_or(usual);
+            made.choices.insert(name.clone(), Choice { policy, units, one_slot });
+        }
+        made
+    }
+
+    /// For each GPU's place, the devices on it that pods hold and that are none of the resource's own: those of other
+    /// resources, and those that were offered before under another plan.
+    fn others(
+        &self,
+        topology: &NodeTopology,
+        resource: &ResourceName,
+        held: &BTreeSet<(ResourceName, DeviceId)>,
+    ) -> BTreeMap<usize, usize> {
+        let mut others = BTreeMap::new();
+        let own = self.devices.get(resource);
+        for (_, id) in held.iter().filter(|(of, id)| of != resource || !own.is_some_and(|own| own.contains_key(id))) {
+            if let Some(place) = place(topology, id) {
+                *others.entry(place).or_default() += 1;
+            }
+        }
+        others
+    }
+
+    /// What there is to offer, by the names it has unshared.
+    fn pieces<'a>(&mut self, topology: &'a NodeTopology, plan: &ResourcePlan) -> Pieces<'a> {
+        let mut pieces = Pieces::new();
+        let (mut whole, mut in_mig_mode) = (Vec::new(), Vec::new());
+        let mut profiles: BTreeMap<String, Vec<PciAddress>> = BTreeMap::new();
+        let mut mig_names = BTreeSet::new();
+        for (place, gpu) in topology.gpus().iter().enumerate() {
+            if plan.filter.exclude.iter().any(|selector| selector.is(gpu)) {
+                continue;
+            }
+            if gpu.display == Some(true) && !plan.filter.keep_display {
+                self.problems.push(PlanProblem::Display { pci: gpu.pci, uuid: gpu.uuid.clone() });
+                continue;
+            }
+            if !gpu.mig_enabled || plan.mig_strategy == MigStrategy::None {
+                whole.push(gpu.pci);
+                let name = named(&plan.gpu_names, gpu.model.as_deref().unwrap_or_default());
+                let piece = Piece { gpu, mig: None };
+                pieces.entry(name.unwrap_or_else(ResourceName::gpu)).or_default().push(piece);
+                continue;
+            }
+            let devices = topology.mig_devices().iter().filter(|device| device.parent == place);
+            let mut empty = true;
+            for mig in devices {
+                empty = false;
+                let profile = mig.profile.to_string();
+                let name = match (named(&plan.mig_names, &profile), plan.mig_strategy) {
+                    (Some(name), _) => name,
+                    (None, MigStrategy::Mixed) => ResourceName::mig(&mig.profile),
+                    (None, _) => ResourceName::gpu(),
+                };
+                mig_names.insert(name.clone());
+                pieces.entry(name).or_default().push(Piece { gpu, mig: Some(mig) });
+                let gpus = profiles.entry(profile).or_default();
+                if gpus.last() != Some(&gpu.pci) {
+                    gpus.push(gpu.pci);
+                }
+            }
+            if empty {
+                self.problems.push(PlanProblem::NoMigDevice { pci: gpu.pci });
+            } else {
+                in_mig_mode.push(gpu.pci);
+            }
+        }
+        if plan.mig_strategy == MigStrategy::Single {
+            if profiles.len() > 1 {
+                self.problems.push(PlanProblem::MixedProfiles { profiles: profiles.into_iter().collect() });
+                self.withhold(&mut pieces, &mig_names);
+            }
+            if !whole.is_empty() && !in_mig_mode.is_empty() {
+                self.problems.push(PlanProblem::MixedModes { mig: in_mig_mode, whole });
+                let all = pieces.keys().cloned().collect();
+                self.withhold(&mut pieces, &all);
+            }
+        }
+        pieces
+    }
+
+    fn withhold(&mut self, pieces: &mut Pieces<'_>, names: &BTreeSet<ResourceName>) {
+        pieces.retain(|name, _| !names.contains(name));
+        self.withheld.extend(names.iter().cloned());
+    }
+
+    /// Takes what is shared out of the resources; gives it by the names it is offered under.
+    fn share<'a, 'p>(
+        &mut self,
+        sharing: &'p Sharing,
+        pieces: &mut Pieces<'a>,
+    ) -> Vec<(ResourceName, &'p SharedResource, Vec<Piece<'a>>)> {
+        let names: BTreeSet<ResourceName> = pieces.keys().cloned().collect();
+        let (mut shared, mut seen, mut taken) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
+        for resource in &sharing.resources {
+            let twice = !seen.insert(&resource.name);
+            let name = match offered_as(sharing, resource) {
+                Ok(name) => name,
+                Err(problem) => {
+                    self.refuse(pieces, &resource.name, problem);
+                    continue;
+                }
+            };
+            let of = resource.name.clone();
+            let clash = name != of && (names.contains(&name) || taken.contains(&name));
+            let checked = if twice {
+                Err(PlanProblem::SharedTwice { resource: of })
+            } else {
+                match pieces.get(&of) {
+                    // Of a node without such devices nothing is asked: one file serves many nodes.
+                    None => continue,
+                    Some(_) if clash => Err(PlanProblem::NameTaken { resource: of, name: name.clone() }),
+                    Some(all) => chosen(sharing.kind, resource, all),
+                }
+            };
+            match checked {
+                Ok((chosen, rest)) => {
+                    taken.insert(name.clone());
+                    pieces.insert(resource.name.clone(), rest);
+                    shared.push((name, resource, chosen));
+                }
+                Err(problem) => {
+                    shared.retain(|(_, other, _)| other.name != resource.name);
+                    self.withheld.insert(name);
+                    self.refuse(pieces, &resource.name, problem);
+                }
+            }
+        }
+        shared
+    }
+
+    fn refuse(&mut self, pieces: &mut Pieces<'_>, resource: &ResourceName, problem: PlanProblem) {
+        self.problems.push(problem);
+        self.withhold(pieces, &BTreeSet::from([resource.clone()]));
+    }
+}
+
+/// The place of the GPU behind a device, by its id: [`Device::id`].
+pub(super) fn place(topology: &NodeTopology, id: &DeviceId) -> Option<usize> {
+    let uuid = id.as_str().split_once("::").map_or(id.as_str(), |(uuid, _)| uuid);
+    let gpu = || topology.gpus().iter().position(|gpu| gpu.uuid.as_str() == uuid);
+    let mig = || Some(topology.mig_devices().iter().find(|mig| mig.uuid.as_str() == uuid)?.parent);
+    gpu().or_else(mig)
+}
+
+/// The name under which the shared devices of a resource are offered.
+fn offered_as(sharing: &Sharing, resource: &SharedResource) -> Result<ResourceName, PlanProblem> {
+    match &resource.rename {
+        Some(name) => Ok(name.clone()),
+        None if sharing.rename_by_default => {
+            let name = format!("{}.shared", resource.name);
+            name.parse().map_err(|_| PlanProblem::NoName { name })
+        }
+        None => Ok(resource.name.clone()),
+    }
+}
+
+/// Which pieces of a resource are shared, and which are not.
+fn chosen<'a>(
+    kind: SharingKind,
+    resource: &SharedResource,
+    all: &[Piece<'a>],
+) -> Result<(Vec<Piece<'a>>, Vec<Piece<'a>>), PlanProblem> {
+    let (of, replicas) = (resource.name.clone(), resource.replicas);
+    if replicas < 2 {
+        return Err(PlanProblem::TooFewReplicas { resource: of, replicas });
+    }
+    let (chosen, rest): (Vec<Piece<'a>>, Vec<Piece<'a>>) = match &resource.devices {
+        SharedDevices::All => (all.to_vec(), Vec::new()),
+        SharedDevices::Count(count) => match usize::try_from(*count).ok().and_then(|count| all.split_at_checked(count))
+        {
+            Some((chosen, rest)) => (chosen.to_vec(), rest.to_vec()),
+            None => return Err(PlanProblem::TooFewDevices { resource: of, count: *count, devices: all.len() }),
+        },
+        SharedDevices::List(list) => {
+            if let Some(device) = list.iter().find(|device| !all.iter().any(|piece| device.is(piece.gpu, piece.mig))) {
+                return Err(PlanProblem::NoSuchDevice { resource: of, device: device.clone() });
+            }
+            all.iter().partition(|piece| list.iter().any(|device| device.is(piece.gpu, piece.mig)))
+        }
+    };
+    if kind == SharingKind::Mps
+        && let Some(refusal) = mps::refusal(&of, replicas, chosen.iter().map(|piece| piece.gpu))
+    {
+        return Err(refusal);
+    }
+    let slots = u64::from(replicas).saturating_mul(u64::try_from(chosen.len()).unwrap_or(u64::MAX));
+    if slots > MOST_SLOTS {
+        return Err(PlanProblem::TooManySlots { resource: of, slots });
+    }
+    let last = |piece: &Piece<'_>| Device::id_of(piece.gpu, piece.mig, Some(replicas.saturating_sub(1)));
+    match chosen.iter().map(last).find(|id| id.as_str().len() > GpuUuid::MAX) {
+        Some(id) => Err(PlanProblem::LongId { resource: of, id }),
+        None => Ok((chosen, rest)),
+    }
+}
+
+fn named(patterns: &[NamePattern], text: &str) -> Option<ResourceName> {
+    patterns.iter().find(|pattern| pattern.pattern.matches(text)).map(|pattern| pattern.name.clone())
+}

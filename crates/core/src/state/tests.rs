@@ -1,0 +1,196 @@
+//! The state machine, event by event.
+
+use super::*;
+use crate::topology::{GpuObservation, HostObservation, NumaNodeId, NumaNodeObservation, PackageId, PciAddress};
+
+const NOON: Timestamp = Timestamp::from_secs(12 * 3600);
+
+fn gpu(index: u8) -> GpuObservation {
+    GpuObservation {
+        index: u32::from(index),
+        uuid: format!("GPU-{index}").parse().unwrap(),
+        pci: PciAddress::new(0, index, 0, 0).unwrap(),
+        model: None,
+        minor: None,
+        compute_capability: None,
+        memory_mib: None,
+        numa: Some(NumaNodeId(u32::from(index))),
+        pcie: None,
+        nvlinks: None,
+        c2c: None,
+        display: None,
+        mig: None,
+        fabric: None,
+        common_ancestors: BTreeMap::new(),
+    }
+}
+
+fn node(gpus: &[u8]) -> Event {
+    let cpus = [(0, "0-7"), (1, "")];
+    let numa_nodes =
+        cpus.map(|(id, cpus)| NumaNodeObservation { id: NumaNodeId(id), package: None, cpus: cpus.into() });
+    let host = HostObservation { numa_nodes: numa_nodes.to_vec(), ..HostObservation::default() };
+    let gpus = gpus.iter().copied().map(gpu).collect();
+    Event::Observed(Box::new(NodeObservation { gpus, host, failures: Vec::new() }))
+}
+
+fn healthy(inventory: &NodeState) -> Vec<&str> {
+    let devices = inventory.devices(&ResourceName::gpu());
+    devices.filter(|(_, device)| device.health == Health::Healthy).map(|(id, _)| id.as_str()).collect()
+}
+
+fn after(events: impl IntoIterator<Item = Event>) -> (NodeState, Vec<Effect>) {
+    events.into_iter().fold((NodeState::default(), Vec::new()), |(state, _), event| state.apply(event, NOON))
+}
+
+fn uuid(index: u8) -> GpuUuid {
+    gpu(index).uuid
+}
+
+#[test]
+fn a_look_makes_devices_and_their_numa_nodes() {
+    let (state, effects) = after([node(&[0, 1, 2])]);
+    assert_eq!(healthy(&state), ["GPU-0", "GPU-1", "GPU-2"]);
+    assert!(effects.contains(&Effect::Publish));
+    let numa: Vec<_> = state.devices(&ResourceName::gpu()).map(|(_, device)| device.numa_nodes.clone()).collect();
+    // Node 1 has no CPUs, node 2 is not known to have any.
+    assert_eq!(numa, [vec![NumaNodeId(0)], vec![], vec![]]);
+}
+
+#[test]
+fn numa_hints_are_the_gpus_own_node_its_packages_or_none() {
+    let mut observed = NodeObservation::default();
+    // Package 0: nodes 0 and 1 with CPUs, node 2 without; package 1: node 3; node 4 of no known package.
+    let places = [(0, Some(0), "0-3"), (1, Some(0), "4-7"), (2, Some(0), ""), (3, Some(1), "8-11"), (4, None, "12-15")];
+    for (id, package, cpus) in places {
+        let (id, package) = (NumaNodeId(id), package.map(PackageId));
+        observed.host.numa_nodes.push(NumaNodeObservation { id, package, cpus: cpus.into() });
+    }
+    observed.gpus = (0..6).map(gpu).collect();
+    let nodes = |hints| {
+        let (state, _) = NodeState::new(hints).apply(Event::Observed(Box::new(observed.clone())), NOON);
+        let nodes = state.devices(&ResourceName::gpu()).map(|(_, device)| device.numa_nodes.clone());
+        nodes.map(|nodes| nodes.iter().map(|node| node.0).collect()).collect::<Vec<Vec<u32>>>()
+    };
+    assert_eq!(nodes(NumaHints::Node), [vec![0], vec![1], vec![], vec![3], vec![4], vec![]]);
+    assert_eq!(nodes(NumaHints::Package), [vec![0, 1], vec![0, 1], vec![0, 1], vec![3], vec![4], vec![]]);
+    assert_eq!(nodes(NumaHints::Off), vec![Vec::<u32>::new(); 6]);
+    // Other hints later come to the same devices as the same hints at once, of GPUs that are gone too.
+    let (state, _) = NodeState::new(NumaHints::Off).apply(Event::Observed(Box::new(observed.clone())), NOON);
+    let fewer = NodeObservation { gpus: (0..4).map(gpu).collect(), ..observed.clone() };
+    let (state, _) = state.apply(Event::Observed(Box::new(fewer)), NOON);
+    let (state, effects) = state.apply(Event::NumaHints(NumaHints::Package), NOON);
+    let claimed =
+        state.devices(&ResourceName::gpu()).map(|(_, device)| device.numa_nodes.iter().map(|node| node.0).collect());
+    assert_eq!((claimed.collect::<Vec<Vec<u32>>>(), effects), (nodes(NumaHints::Package), vec![Effect::Publish]));
+}
+
+#[test]
+fn a_gpu_xid_fails_that_gpu_alone_and_once() {
+    let xid = |code| Event::Xid { gpu: uuid(1), code, instance: None };
+    let (state, effects) = after([node(&[0, 1]), xid(79)]);
+    assert_eq!(healthy(&state), ["GPU-0"]);
+    let health = Health::Unhealthy { reason: UnhealthyReason::Xid { code: 79, instance: None }, since: NOON };
+    assert_eq!(effects, [Effect::HealthChanged { gpu: uuid(1), health }, Effect::Publish, Effect::Keep]);
+    let (state, again) = state.apply(xid(79), NOON);
+    assert_eq!(again, [], "the same again is no news");
+    let (_, another) = state.apply(xid(48), NOON);
+    assert_eq!(another, [Effect::Keep], "the first reason is the one that people are told");
+}
+
+#[test]
+fn an_application_xid_changes_nothing() {
+    for code in [13, 31, 43, 45, 68, 109] {
+        let (state, effects) = after([node(&[0]), Event::Xid { gpu: uuid(0), code, instance: None }]);
+        assert_eq!((healthy(&state).len(), effects), (1, vec![Effect::XidIgnored { gpu: uuid(0), code, times: 1 }]));
+    }
+}
+
+#[test]
+fn trouble_of_a_gpu_that_nobody_knows_is_nobodys() {
+    let (state, effects) = after([node(&[0]), Event::DoubleBitEcc { gpu: uuid(9) }]);
+    assert_eq!((healthy(&state).len(), effects), (1, vec![]));
+}
+
+#[test]
+fn a_gpu_that_vanishes_stays_on_the_list_and_heals_when_it_is_back() {
+    let (state, _) = after([node(&[0, 1]), node(&[0])]);
+    assert_eq!(healthy(&state), ["GPU-0"]);
+    assert_eq!(state.devices(&ResourceName::gpu()).count(), 2);
+    let (state, _) = state.apply(node(&[0, 1]), NOON);
+    assert_eq!(healthy(&state), ["GPU-0", "GPU-1"]);
+}
+
+#[test]
+fn a_new_look_keeps_what_is_known_of_health() {
+    let (state, _) = after([node(&[0, 1]), Event::Xid { gpu: uuid(0), code: 79, instance: None }, node(&[0, 1])]);
+    assert_eq!(healthy(&state), ["GPU-1"]);
+    // No GPU at all any more: the list stays, all of it unhealthy.
+    let (state, _) = state.apply(node(&[]), NOON);
+    assert_eq!((healthy(&state).len(), state.devices(&ResourceName::gpu()).count()), (0, 2));
+}
+
+#[test]
+fn orders_are_strict_and_name_the_device() {
+    let (state, _) = after([node(&[0, 1]), Event::DoubleBitEcc { gpu: uuid(1) }]);
+    let order = |ids: &[&str]| {
+        let ids: Vec<DeviceId> = ids.iter().map(|id| DeviceId::from((*id).to_owned())).collect();
+        state.allocate(&ResourceName::gpu(), &ids).map(|devices| devices.len()).map_err(|error| error.to_string())
+    };
+    assert_eq!(order(&["GPU-0"]), Ok(1));
+    assert_eq!(order(&["GPU-0", "x"]), Err("nvidia.com/gpu has no device 'x' on this node".into()));
+    assert_eq!(order(&["GPU-1"]), Err("device 'GPU-1' of nvidia.com/gpu is unhealthy: double-bit ECC error".into()));
+    assert_eq!(order(&["GPU-0", "GPU-0"]), Err("device 'GPU-0' of nvidia.com/gpu is asked for twice".into()));
+}
+
+#[test]
+fn a_warning_is_told_once() {
+    let (_, effects) = after([node(&[0])]);
+    assert!(effects.iter().any(|effect| matches!(effect, Effect::Warn(_))), "the GPU is not in the host's tree");
+    let (_, effects) = after([node(&[0]), node(&[0])]);
+    assert_eq!(effects, [Effect::Publish]);
+}
+
+#[test]
+fn resource_names_follow_kubernetes() {
+    for name in ["nvidia.com/gpu", "nvidia.com/mig-1g.10gb", "a.b-c/x_Y.z"] {
+        assert!(name.parse::<ResourceName>().is_ok(), "{name}");
+    }
+    for name in ["gpu", "nvidia.com/", "/gpu", "nvidia..com/gpu", "NVIDIA.com/gpu", "nvidia.com/-gpu", "a/b/c"] {
+        assert!(name.parse::<ResourceName>().is_err(), "{name}");
+    }
+}
+
+#[test]
+fn an_xid_of_a_mig_instance_concerns_that_instance_alone() {
+    let instance = |gpu_instance, compute_instance| MigInstance { gpu_instance, compute_instance };
+    let mut health = GpuHealth::default();
+    let hit = |health: &GpuHealth, device| health.verdict(device) != Health::Healthy;
+    let reason = UnhealthyReason::Xid { code: 79, instance: Some(instance(1, Some(0))) };
+    assert_eq!(reason.to_string(), "XID 79 of GPU instance 1, compute instance 0");
+    assert!(health.fail(reason.clone(), NOON) && !health.fail(reason, NOON));
+    let devices = [Some(instance(1, Some(0))), Some(instance(1, Some(1))), Some(instance(2, Some(0))), None];
+    assert_eq!(devices.map(|device| hit(&health, device)), [true, false, false, true]);
+    // An event that names no compute instance is about all of them; one that names nothing, about the GPU.
+    health.fail(UnhealthyReason::Xid { code: 79, instance: Some(instance(1, None)) }, NOON);
+    assert_eq!(devices.map(|device| hit(&health, device)), [true, true, false, true]);
+    health.fail(UnhealthyReason::DoubleBitEcc, NOON);
+    assert_eq!(devices.map(|device| hit(&health, device)), [true; 4]);
+}
+
+#[test]
+fn an_operators_word_ends_what_was_held_against_a_gpu_that_is_there() {
+    let failed =
+        [node(&[0, 1, 2]), Event::Xid { gpu: uuid(0), code: 79, instance: None }, Event::DoubleBitEcc { gpu: uuid(1) }];
+    let (state, _) = after(failed);
+    let (state, effects) = state.apply(Event::Cleared { gpu: uuid(0) }, NOON);
+    assert_eq!(healthy(&state), ["GPU-0", "GPU-2"]);
+    let changed = Effect::HealthChanged { gpu: uuid(0), health: Health::Healthy };
+    assert_eq!(effects, [changed, Effect::Publish, Effect::Keep]);
+    let (state, effects) = state.apply(Event::Cleared { gpu: uuid(0) }, NOON);
+    assert_eq!(effects, [], "nothing is held against it");
+    // No word makes a GPU be there.
+    let (state, _) = state.apply(node(&[0, 1]), NOON);
+    let (state, effects) = state.apply(Event::Cleared { gpu: uuid(2) }, NOON);
+    assert_eq!((healthy(&state), effects), (vec!["GPU-0"], vec![]));
+}

@@ -1,0 +1,229 @@
+//! Names of things: PCI addresses, GPU UUIDs, NUMA nodes, packages.
+//!
+//! Parsed once, here; inside the program a value of these types is valid because it exists.
+
+use crate::prelude::*;
+use core::fmt;
+use core::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// A PCI function's address, `domain:bus:device.function`, domain included.
+///
+/// Ordered as written, which is the order in which ties between sets are broken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct PciAddress {
+    domain: u32,
+    bus: u8,
+    device: u8,
+    function: u8,
+}
+
+/// Why a text is no PCI address.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("'{text}' is not a PCI address (expected domain:bus:device.function, such as 0000:3b:00.0)")]
+pub struct PciAddressError {
+    text: String,
+}
+
+impl PciAddress {
+    /// An address from its numbers; `None` when the device is above 31 or the function above 7.
+    pub fn new(domain: u32, bus: u8, device: u8, function: u8) -> Option<Self> {
+        (device < 32 && function < 8).then_some(Self { domain, bus, device, function })
+    }
+
+    /// The PCI domain (segment).
+    pub fn domain(self) -> u32 {
+        self.domain
+    }
+
+    /// The bus number.
+    pub fn bus(self) -> u8 {
+        self.bus
+    }
+
+    /// The device number on the bus, 0 to 31.
+    pub fn device(self) -> u8 {
+        self.device
+    }
+
+    /// The function number, 0 to 7.
+    pub fn function(self) -> u8 {
+        self.function
+    }
+}
+
+impl fmt::Display for PciAddress {
+    /// As the kernel names it in /sys/bus/pci/devices: four hexadecimal digits of domain, or more.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { domain, bus, device, function } = self;
+        write!(f, "{domain:04x}:{bus:02x}:{device:02x}.{function:x}")
+    }
+}
+
+impl FromStr for PciAddress {
+    type Err = PciAddressError;
+
+    /// Reads the kernel's form (`0000:3b:00.0`), NVML's (`00000000:3B:00.0`) and the short
+    /// one without a domain (`3b:00.0`, domain 0).
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let error = || PciAddressError { text: text.to_owned() };
+        let hex = |part: &str, most: usize| {
+            let digits = (1..=most).contains(&part.len()) && part.bytes().all(|b| b.is_ascii_hexdigit());
+            digits.then(|| u32::from_str_radix(part, 16).ok()).flatten()
+        };
+        let (rest, function) = text.rsplit_once('.').ok_or_else(error)?;
+        let parts: Vec<&str> = rest.split(':').collect();
+        let (domain, bus, device) = match parts[..] {
+            [domain, bus, device] => (domain, bus, device),
+            [bus, device] => ("0", bus, device),
+            _ => return Err(error()),
+        };
+        let narrow = |part: &str| hex(part, 2).and_then(|n| u8::try_from(n).ok());
+        let (Some(domain), Some(bus), Some(device), Some(function)) =
+            (hex(domain, 8), narrow(bus), narrow(device), narrow(function))
+        else {
+            return Err(error());
+        };
+        Self::new(domain, bus, device, function).ok_or_else(error)
+    }
+}
+
+impl TryFrom<String> for PciAddress {
+    type Error = PciAddressError;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        text.parse()
+    }
+}
+
+impl From<PciAddress> for String {
+    fn from(address: PciAddress) -> Self {
+        address.to_string()
+    }
+}
+
+/// A GPU's UUID as NVML prints it (`GPU-...`), which is also its device id for the kubelet.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct GpuUuid(String);
+
+/// Why a text is no GPU UUID.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("'{text}' is not a GPU UUID (expected 1 to {max} letters, digits and '-')", max = GpuUuid::MAX)]
+pub struct GpuUuidError {
+    text: String,
+}
+
+impl GpuUuid {
+    /// The longest device id the kubelet's API allows, in characters.
+    pub const MAX: usize = 63;
+
+    /// The UUID as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// A made-up UUID for the GPU at an address, for sources that know no UUIDs: always the same one, another for
+    /// each address, and recognisable by its zeros.
+    pub fn made_up(pci: PciAddress) -> Self {
+        let PciAddress { domain, bus, device, function } = pci;
+        Self(format!("GPU-00000000-0000-0000-000{function:x}-{domain:08x}{bus:02x}{device:02x}"))
+    }
+}
+
+impl fmt::Display for GpuUuid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl FromStr for GpuUuid {
+    type Err = GpuUuidError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let fits = (1..=Self::MAX).contains(&text.len());
+        if fits && text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-') {
+            Ok(Self(text.to_owned()))
+        } else {
+            Err(GpuUuidError { text: text.to_owned() })
+        }
+    }
+}
+
+impl TryFrom<String> for GpuUuid {
+    type Error = GpuUuidError;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        text.parse()
+    }
+}
+
+impl From<GpuUuid> for String {
+    fn from(uuid: GpuUuid) -> Self {
+        uuid.0
+    }
+}
+
+/// A NUMA node's number as the kernel gives it; the kernel's -1 is `None`, never 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct NumaNodeId(pub u32);
+
+impl fmt::Display for NumaNodeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A CPU package's (socket's) number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct PackageId(pub u32);
+
+impl fmt::Display for PackageId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_the_forms_of_the_kernel_and_of_nvml() {
+        let kernel: PciAddress = "0000:3b:00.0".parse().unwrap();
+        assert_eq!(kernel, "00000000:3B:00.0".parse().unwrap());
+        assert_eq!(kernel, "3b:00.0".parse().unwrap());
+        assert_eq!(kernel.to_string(), "0000:3b:00.0");
+        let far: PciAddress = "00010000:01:1f.7".parse().unwrap();
+        assert_eq!((far.domain(), far.bus(), far.device(), far.function()), (0x10000, 1, 31, 7));
+        assert_eq!(far.to_string(), "10000:01:1f.7");
+    }
+
+    #[test]
+    fn refuses_what_is_no_address_and_names_it() {
+        for text in ["", "0000:3b:00", "0000:3b:20.0", "0000:3b:00.8", "+0:00.0", "g:00.0", "1:2:3:4.0"] {
+            let error = text.parse::<PciAddress>().unwrap_err().to_string();
+            assert!(error.contains(&format!("'{text}'")), "{error}");
+        }
+    }
+
+    #[test]
+    fn made_up_uuids_tell_addresses_apart() {
+        let of = |pci: &str| GpuUuid::made_up(pci.parse().unwrap()).to_string();
+        assert_eq!(of("0000:3b:00.0"), "GPU-00000000-0000-0000-0000-000000003b00");
+        assert_eq!(of("ffffffff:ff:1f.7"), "GPU-00000000-0000-0000-0007-ffffffffff1f");
+        assert!(of("ffffffff:ff:1f.7").parse::<GpuUuid>().is_ok());
+    }
+
+    #[test]
+    fn refuses_uuids_that_the_kubelet_would_not_take() {
+        assert!("GPU-0b1c".parse::<GpuUuid>().is_ok());
+        for text in ["", "GPU 1", "a/b", &"x".repeat(64)] {
+            assert!(text.parse::<GpuUuid>().is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! A square matrix of integers, one row and column for each GPU.
+
+use crate::prelude::*;
+use serde::{Serialize, Serializer};
+
+/// A symmetric square matrix over the GPUs of a node; outside of it every cell is 0.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LinkMatrix {
+    size: usize,
+    cells: Vec<u32>,
+}
+
+impl LinkMatrix {
+    /// A matrix of zeros for `size` GPUs.
+    pub fn zeros(size: usize) -> Self {
+        Self { size, cells: vec![0; size.saturating_mul(size)] }
+    }
+
+    /// The number of rows.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// The value between `a` and `b`; 0 outside of the matrix.
+    pub fn get(&self, a: usize, b: usize) -> u32 {
+        self.row(a).get(b).copied().unwrap_or(0)
+    }
+
+    /// Sets both cells of a pair; nothing happens outside of the matrix.
+    pub fn set(&mut self, a: usize, b: usize, value: u32) {
+        for (row, column) in [(a, b), (b, a)] {
+            if row < self.size
+                && column < self.size
+                && let Some(cell) = self.cells.get_mut(row * self.size + column)
+            {
+                *cell = value;
+            }
+        }
+    }
+
+    /// The matrix of some of the GPUs, in the order given.
+    pub fn restricted(&self, places: &[usize]) -> Self {
+        let cells = places.iter().flat_map(|&a| places.iter().map(move |&b| self.get(a, b)));
+        Self { size: places.len(), cells: cells.collect() }
+    }
+
+    /// One row; empty outside of the matrix.
+    pub fn row(&self, a: usize) -> &[u32] {
+        let start = a.saturating_mul(self.size);
+        self.cells.get(start..start.saturating_add(self.size)).unwrap_or(&[])
+    }
+}
+
+impl Serialize for LinkMatrix {
+    /// As an array of rows.
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq((0..self.size).map(|a| self.row(a)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn is_symmetric_and_silent_outside() {
+        let mut matrix = LinkMatrix::zeros(3);
+        matrix.set(0, 2, 7);
+        matrix.set(0, 3, 9);
+        matrix.set(5, 0, 9);
+        matrix.set(usize::MAX, 0, 9);
+        assert_eq!((matrix.get(2, 0), matrix.get(0, 2), matrix.get(1, 0)), (7, 7, 0));
+        assert_eq!((matrix.get(3, 0), matrix.get(0, 3), matrix.row(9).len()), (0, 0, 0));
+        assert_eq!(serde_json::to_string(&matrix).unwrap(), "[[0,0,7],[0,0,0],[7,0,0]]");
+    }
+}

@@ -1,0 +1,328 @@
+//! MIG: a GPU cut into devices of their own, as NVML describes them, and what each is called.
+//!
+//! Owns the raw facts ([`MigObservation`]), the devices of the graph ([`MigDevice`]) and the names of profiles. Which
+//! resource a profile makes is `inventory`'s.
+
+use crate::prelude::*;
+use core::fmt;
+use core::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use super::address::{GpuUuid, PciAddress};
+
+/// MIG on one GPU; a GPU or a driver without MIG has none.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MigObservation {
+    /// The current mode (`nvmlDeviceGetMigMode`): the GPU itself runs nothing while it is on.
+    pub enabled: bool,
+    /// The MIG devices, by index.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub devices: Vec<MigDeviceObservation>,
+}
+
+/// One MIG device: a compute instance of a GPU instance.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MigDeviceObservation {
+    /// The index on its GPU (`nvmlDeviceGetMigDeviceHandleByIndex`); there may be gaps.
+    pub index: u32,
+    /// NVML's UUID, `MIG-...`.
+    pub uuid: MigUuid,
+    /// The GPU instance's id.
+    pub gpu_instance: u32,
+    /// The compute instance's id within it.
+    pub compute_instance: u32,
+    /// Compute slices of the GPU instance: G of a profile's name (`nvmlDeviceGetAttributes_v2`).
+    pub gpu_slices: u32,
+    /// Compute slices of the compute instance: C of a profile's name.
+    pub compute_slices: u32,
+    /// The GPU instance's memory in MiB.
+    pub memory_mib: u64,
+    /// What the GPU instance has beyond its slices; `None` where NVML would not tell its profile.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub extension: Option<MigExtension>,
+    /// The minors of its nodes under /dev/nvidia-caps; `None` where the kernel does not list them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub capabilities: Option<MigCapabilities>,
+}
+
+/// What a GPU instance's profile has beyond its slices and memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MigExtension {
+    /// Nothing.
+    None,
+    /// Media engines (JPEG, OFA, decoders): `+me`.
+    Media,
+    /// All media engines of the GPU: `+me.all`.
+    AllMedia,
+    /// Graphics: `+gfx`.
+    Graphics,
+    /// Without the media engines that the plain profile has: `-me`.
+    NoMedia,
+}
+
+impl MigExtension {
+    /// By the number of a GPU instance profile: `NVML_GPU_INSTANCE_PROFILE_*` of nvml.h, NVML 13.
+    pub fn of_profile(number: u32) -> Self {
+        match number {
+            // 1_SLICE_REV1, 2_SLICE_REV1
+            7 | 8 => Self::Media,
+            // 1_SLICE_GFX, 2_SLICE_GFX, 4_SLICE_GFX
+            10..=12 => Self::Graphics,
+            // 1_SLICE_NO_ME, 2_SLICE_NO_ME
+            13 | 14 => Self::NoMedia,
+            // 1_SLICE_ALL_ME, 2_SLICE_ALL_ME
+            15 | 16 => Self::AllMedia,
+            _ => Self::None,
+        }
+    }
+
+    /// As nvidia-smi and go-nvlib end a profile's name.
+    fn suffix(self) -> &'static str {
+        match self {
+            Self::None => "",
+            Self::Media => "+me",
+            Self::AllMedia => "+me.all",
+            Self::Graphics => "+gfx",
+            Self::NoMedia => "-me",
+        }
+    }
+}
+
+/// The minors of a MIG device's nodes: N of /dev/nvidia-caps/nvidia-capN.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MigCapabilities {
+    /// Access to the GPU instance.
+    pub gpu_instance: u32,
+    /// Access to the compute instance.
+    pub compute_instance: u32,
+}
+
+impl MigCapabilities {
+    /// Finds them in the kernel's list, /proc/driver/nvidia-caps/mig-minors, for the GPU of a minor number.
+    ///
+    /// A line is `gpuM/giG/access N` or `gpuM/giG/ciC/access N`, M the GPU's minor number (NVIDIA's MIG user guide,
+    /// "Device Nodes and Capabilities"); others, such as `config 1`, are about something else.
+    pub fn find(list: &str, gpu_minor: u32, gpu_instance: u32, compute_instance: u32) -> Option<Self> {
+        let minor = |path: &str| {
+            let of_line = |line: &str| line.trim().strip_prefix(path)?.strip_prefix(' ')?.trim().parse().ok();
+            list.lines().find_map(of_line)
+        };
+        let instance = format!("gpu{gpu_minor}/gi{gpu_instance}");
+        Some(Self {
+            gpu_instance: minor(&format!("{instance}/access"))?,
+            compute_instance: minor(&format!("{instance}/ci{compute_instance}/access"))?,
+        })
+    }
+
+    /// The device nodes, the GPU instance's first.
+    pub fn device_nodes(self) -> [String; 2] {
+        [self.gpu_instance, self.compute_instance].map(|minor| format!("/dev/nvidia-caps/nvidia-cap{minor}"))
+    }
+}
+
+/// A MIG device's UUID as NVML prints it (`MIG-...`), which is also its device id for the kubelet.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct MigUuid(String);
+
+/// Why a text is no UUID of a MIG device.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("'{text}' is not a MIG device's UUID (expected MIG- and letters, digits, '-' and '/', {max} at most)", max = GpuUuid::MAX)]
+pub struct MigUuidError {
+    text: String,
+}
+
+impl MigUuid {
+    /// The UUID as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// A made-up UUID for the MIG device of an index on the GPU at an address, as [`GpuUuid::made_up`].
+    pub fn made_up(pci: PciAddress, index: u32) -> Self {
+        let (domain, bus, device, function) = (pci.domain(), pci.bus(), pci.device(), pci.function());
+        Self(format!("MIG-{index:08x}-0000-0000-000{function:x}-{domain:08x}{bus:02x}{device:02x}"))
+    }
+}
+
+impl fmt::Display for MigUuid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl FromStr for MigUuid {
+    type Err = MigUuidError;
+
+    /// Drivers before R470 write `MIG-GPU-<the GPU's UUID>/<GPU instance>/<compute instance>`.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let known = |b: u8| b.is_ascii_alphanumeric() || b == b'-' || b == b'/';
+        if text.len() <= GpuUuid::MAX
+            && text.strip_prefix("MIG-").is_some_and(|rest| !rest.is_empty() && rest.bytes().all(known))
+        {
+            Ok(Self(text.to_owned()))
+        } else {
+            Err(MigUuidError { text: text.to_owned() })
+        }
+    }
+}
+
+impl TryFrom<String> for MigUuid {
+    type Error = MigUuidError;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        text.parse()
+    }
+}
+
+impl From<MigUuid> for String {
+    fn from(uuid: MigUuid) -> Self {
+        uuid.0
+    }
+}
+
+/// One MIG device of the graph.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct MigDevice {
+    /// The place of its GPU in the graph.
+    pub parent: usize,
+    /// The index on its GPU.
+    pub index: u32,
+    /// Its name for everybody.
+    pub uuid: MigUuid,
+    /// The GPU instance's id.
+    pub gpu_instance: u32,
+    /// The compute instance's id within it.
+    pub compute_instance: u32,
+    /// What it is.
+    pub profile: MigProfile,
+    /// The minors of its nodes under /dev/nvidia-caps.
+    #[serde(skip)]
+    pub capabilities: Option<MigCapabilities>,
+}
+
+/// What a MIG device is; two of one profile are alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct MigProfile {
+    /// Compute slices of the compute instance.
+    pub compute_slices: u32,
+    /// Compute slices of the GPU instance.
+    pub gpu_slices: u32,
+    /// Memory as the name has it, in GB.
+    pub gb: u64,
+    /// What it has beyond.
+    pub extension: MigExtension,
+}
+
+impl MigProfile {
+    /// Of a device on a GPU with this memory in MiB.
+    ///
+    /// A profile's name does not hold the device's memory but its share of the GPU's: eighths, rounded up, of the GPU's
+    /// whole GiB (go-nvlib, pkg/nvlib/device/mig_profile.go). A GPU of unknown memory leaves the device's own, rounded up.
+    pub fn new(device: &MigDeviceObservation, gpu_memory_mib: Option<u64>) -> Self {
+        let gb = match gpu_memory_mib {
+            Some(total @ 1..) => {
+                let eighths = device.memory_mib.saturating_mul(8).div_ceil(total);
+                eighths.saturating_mul(total.div_ceil(1024)).saturating_add(4) / 8
+            }
+            _ => device.memory_mib.div_ceil(1024),
+        };
+        let extension = device.extension.unwrap_or(MigExtension::None);
+        Self { compute_slices: device.compute_slices, gpu_slices: device.gpu_slices, gb, extension }
+    }
+}
+
+impl fmt::Display for MigProfile {
+    /// As nvidia-smi names it: `1g.10gb`, `1g.10gb+me`, `2c.3g.40gb`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { compute_slices, gpu_slices, gb, extension } = self;
+        if compute_slices != gpu_slices {
+            write!(f, "{compute_slices}c.")?;
+        }
+        write!(f, "{gpu_slices}g.{gb}gb{}", extension.suffix())
+    }
+}
+
+impl Serialize for MigProfile {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A device by its slices and memory on a GPU by its memory, and the name that nvidia-smi has for it.
+    #[test]
+    fn profiles_have_nvidias_names() {
+        // Memory as NVML gives it for A100 40 GB, A100 80 GB, H100 80 GB, H200 141 GB.
+        let cases = [
+            (40_536, 1, 1, 4_864, MigExtension::None, "1g.5gb"),
+            (40_536, 1, 1, 4_864, MigExtension::Media, "1g.5gb+me"),
+            (40_536, 2, 2, 9_984, MigExtension::None, "2g.10gb"),
+            (40_536, 3, 3, 20_096, MigExtension::None, "3g.20gb"),
+            (40_536, 3, 1, 20_096, MigExtension::None, "1c.3g.20gb"),
+            (40_536, 7, 7, 40_192, MigExtension::None, "7g.40gb"),
+            (81_920, 1, 1, 9_728, MigExtension::None, "1g.10gb"),
+            (81_559, 1, 1, 20_096, MigExtension::None, "1g.20gb"),
+            (81_559, 4, 4, 40_448, MigExtension::None, "4g.40gb"),
+            (143_771, 1, 1, 16_384, MigExtension::NoMedia, "1g.18gb-me"),
+            (143_771, 1, 1, 16_384, MigExtension::AllMedia, "1g.18gb+me.all"),
+        ];
+        for (total, gpu_slices, compute_slices, memory_mib, extension, name) in cases {
+            let device = device(gpu_slices, compute_slices, memory_mib, Some(extension));
+            assert_eq!(MigProfile::new(&device, Some(total)).to_string(), name);
+        }
+        assert_eq!(MigProfile::new(&device(1, 1, 9_728, None), None).to_string(), "1g.10gb");
+        assert_eq!(MigProfile::new(&device(1, 1, u64::MAX, None), Some(0)).gb, u64::MAX.div_ceil(1024));
+        assert_eq!(MigProfile::new(&device(1, 1, u64::MAX, None), Some(1)).gb, u64::MAX / 8);
+    }
+
+    fn device(
+        gpu_slices: u32,
+        compute_slices: u32,
+        memory_mib: u64,
+        extension: Option<MigExtension>,
+    ) -> MigDeviceObservation {
+        MigDeviceObservation {
+            index: 0,
+            uuid: "MIG-1".parse().unwrap(),
+            gpu_instance: 1,
+            compute_instance: 0,
+            gpu_slices,
+            compute_slices,
+            memory_mib,
+            extension,
+            capabilities: None,
+        }
+    }
+
+    #[test]
+    fn capabilities_are_found_in_the_kernels_list() {
+        let list = "config 1\nmonitor 2\ngpu0/gi1/access 12\ngpu0/gi1/ci0/access 13\ngpu0/gi1/ci1/access 14\n\
+                    gpu10/gi1/access 99\ngpu1/gi1/access x\ngpu1/gi1/ci0/access 7\n";
+        let found = MigCapabilities::find(list, 0, 1, 1);
+        assert_eq!(found, Some(MigCapabilities { gpu_instance: 12, compute_instance: 14 }));
+        assert_eq!(found.unwrap().device_nodes()[1], "/dev/nvidia-caps/nvidia-cap14");
+        for (gpu, gi, ci) in [(0, 1, 2), (0, 2, 0), (10, 1, 0), (1, 1, 0)] {
+            assert_eq!(MigCapabilities::find(list, gpu, gi, ci), None, "{gpu} {gi} {ci}");
+        }
+        assert_eq!(MigCapabilities::find("", 0, 1, 0), None);
+    }
+
+    #[test]
+    fn refuses_uuids_that_are_none() {
+        for uuid in ["MIG-b1028956-cfa2-0990-bf4a-5da9abb51763", "MIG-GPU-b1028956-cfa2-0990-bf4a-5da9abb51763/3/0"] {
+            assert_eq!(uuid.parse::<MigUuid>().unwrap().as_str(), uuid);
+        }
+        for text in ["", "MIG-", "GPU-1", "MIG-a b", &format!("MIG-{}", "x".repeat(60))] {
+            assert!(text.parse::<MigUuid>().is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,379 @@
+//! [`NodeTopology`]: the immutable graph of a node, and how it is assembled from what was seen.
+
+use crate::prelude::*;
+use alloc::collections::{BTreeMap, BTreeSet};
+
+use serde::Serialize;
+
+use super::address::{GpuUuid, NumaNodeId, PackageId, PciAddress};
+use super::level::{Rank, TopologyLevel};
+use super::matrix::LinkMatrix;
+use super::mig::{MigDevice, MigProfile};
+use super::nvlink;
+use super::observation::{ComputeCapability, GpuObservation, NicKind, NodeObservation, PcieLink};
+use super::pcie::{PciTree, Place, PlacedNic};
+use super::warning::TopologyWarning;
+
+/// The GPUs of a node and how they hang together. Never changes; a new look makes a new one.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NodeTopology {
+    gpus: Vec<Gpu>,
+    ranks: LinkMatrix,
+    nvlink_counts: LinkMatrix,
+    nvlink: LinkMatrix,
+    pcie: LinkMatrix,
+    mig_devices: Vec<MigDevice>,
+    nics: Vec<Nic>,
+    cpu_nodes: BTreeMap<NumaNodeId, Option<PackageId>>,
+}
+
+/// One GPU of the graph.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Gpu {
+    /// NVML's index.
+    pub index: u32,
+    /// Its name for everybody.
+    pub uuid: GpuUuid,
+    /// Where it is.
+    pub pci: PciAddress,
+    /// The product name.
+    pub model: Option<String>,
+    /// The NUMA node, memory-only ones included.
+    pub numa: Option<NumaNodeId>,
+    /// The NUMA node with CPUs that it is on or, where its own has none, beside: the only one of its package.
+    #[serde(skip)]
+    pub cpu_node: Option<NumaNodeId>,
+    /// The CPU package.
+    pub package: Option<PackageId>,
+    /// The NVSwitch plane it has a port on: a number of ours, from 0.
+    pub nvswitch_plane: Option<u32>,
+    /// What that port carries, MB/s; 0 without one.
+    #[serde(skip)]
+    pub nvswitch_port: u32,
+    /// N of /dev/nvidiaN.
+    #[serde(skip)]
+    pub minor: Option<u32>,
+    /// Its memory in MiB.
+    #[serde(skip)]
+    pub memory_mib: Option<u64>,
+    /// Its compute capability.
+    #[serde(skip)]
+    pub compute_capability: Option<ComputeCapability>,
+    /// Whether MIG mode is on: then it runs nothing itself, its MIG devices do.
+    #[serde(skip)]
+    pub mig_enabled: bool,
+    /// Whether a display is set up on it; `None` where the driver does not say.
+    #[serde(skip)]
+    pub display: Option<bool>,
+}
+
+/// One network card: a PCI function with its interfaces.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Nic {
+    /// The interfaces' names, RDMA devices first.
+    pub names: Vec<String>,
+    /// RDMA if any interface is.
+    pub kind: NicKind,
+    /// Where the card is.
+    pub pci: Option<PciAddress>,
+    /// The link rate in Mbit/s, of all RDMA ports (without any: of all Ethernet ports) together.
+    pub mbps: Option<u32>,
+    /// The NUMA node.
+    pub numa: Option<NumaNodeId>,
+    /// Its rank to each GPU, in the order of the GPUs.
+    pub level: Vec<Rank>,
+}
+
+impl NodeTopology {
+    /// The most GPUs a node can have: a set of them is a `u64`.
+    pub const MAX_GPUS: usize = 64;
+
+    /// Builds the graph. Total: whatever was seen makes a graph, and what was odd a warning.
+    pub fn assemble(observed: &NodeObservation) -> (Self, Vec<TopologyWarning>) {
+        let mut warnings: Vec<TopologyWarning> =
+            observed.failures.iter().cloned().map(TopologyWarning::Probe).collect();
+        let seen = accept(&observed.gpus, &mut warnings);
+        let mut tree = PciTree::new(&observed.host, &mut warnings);
+        let places: Vec<Place> = seen.iter().map(|gpu| place(gpu, observed, &mut tree, &mut warnings)).collect();
+        let links = nvlink::connect(&seen, &mut warnings);
+        let gpus = seen.iter().zip(&places).zip(&links.ports).map(|((gpu, place), port)| Gpu {
+            index: gpu.index,
+            uuid: gpu.uuid.clone(),
+            pci: gpu.pci,
+            model: gpu.model.clone(),
+            numa: place.numa,
+            cpu_node: tree.cpu_node(*place),
+            package: place.package,
+            nvswitch_plane: port.map(|(plane, _)| plane),
+            nvswitch_port: port.map_or(0, |(_, carries)| carries),
+            minor: gpu.minor,
+            memory_mib: gpu.memory_mib,
+            compute_capability: gpu.compute_capability,
+            mig_enabled: gpu.mig.as_ref().is_some_and(|mig| mig.enabled),
+            display: gpu.display,
+        });
+        let mut topology = Self {
+            gpus: gpus.collect(),
+            ranks: LinkMatrix::zeros(seen.len()),
+            nvlink_counts: links.counts,
+            nvlink: links.rates,
+            pcie: LinkMatrix::zeros(seen.len()),
+            mig_devices: mig_devices(&seen, &mut warnings),
+            nics: nics(&tree, &places),
+            cpu_nodes: cpu_nodes(observed),
+        };
+        for (a, (first, &from)) in seen.iter().zip(&places).enumerate() {
+            for (b, (second, &to)) in seen.iter().zip(&places).enumerate().skip(a + 1) {
+                let level = level(&tree, (first, from), (second, to), &mut warnings);
+                let rank = Rank::new(level, from.shares_package(to));
+                let hops = tree.path(from, to).unwrap_or_else(|| narrower(first.pcie, second.pcie));
+                topology.ranks.set(a, b, u32::from(rank.number()));
+                topology.pcie.set(a, b, tree.carries(hops, rank));
+            }
+        }
+        (topology, warnings)
+    }
+
+    /// The GPUs, by PCI address; their places here are what the other functions take.
+    pub fn gpus(&self) -> &[Gpu] {
+        &self.gpus
+    }
+
+    /// The place of a GPU.
+    pub fn position(&self, uuid: &GpuUuid) -> Option<usize> {
+        self.gpus.iter().position(|gpu| gpu.uuid == *uuid)
+    }
+
+    /// How far apart two GPUs are on the PCIe side; nearest for a GPU and itself.
+    pub fn rank(&self, a: usize, b: usize) -> Rank {
+        Rank::from_number(self.ranks.get(a, b))
+    }
+
+    /// NVLinks between two GPUs (behind NVSwitches: of the narrower port).
+    pub fn nvlink_count(&self, a: usize, b: usize) -> u32 {
+        self.nvlink_counts.get(a, b)
+    }
+
+    /// What the NVLinks between two GPUs carry, MB/s.
+    pub fn nvlink(&self, a: usize, b: usize) -> u32 {
+        self.nvlink.get(a, b)
+    }
+
+    /// What the PCIe path between two GPUs carries, MB/s.
+    pub fn pcie(&self, a: usize, b: usize) -> u32 {
+        self.pcie.get(a, b)
+    }
+
+    /// What two GPUs can exchange, MB/s: by NVLink where there is any, else by PCIe.
+    pub fn bandwidth(&self, a: usize, b: usize) -> u32 {
+        match self.nvlink(a, b) {
+            0 => self.pcie(a, b),
+            nvlink => nvlink,
+        }
+    }
+
+    /// The MIG devices of all GPUs in MIG mode, by the places of their GPUs and then by index.
+    pub fn mig_devices(&self) -> &[MigDevice] {
+        &self.mig_devices
+    }
+
+    /// The network cards.
+    pub fn nics(&self) -> &[Nic] {
+        &self.nics
+    }
+
+    /// The NICs nearest to a GPU, as places in [`Self::nics`]: all of the smallest rank, if that is PHB or closer.
+    pub fn nearest_nics(&self, gpu: usize) -> Vec<usize> {
+        let rank = |nic: &Nic| nic.level.get(gpu).copied().unwrap_or(Rank::FARTHEST);
+        let nearest = self.nics.iter().map(rank).min().filter(|rank| *rank <= Rank::HOST_BRIDGE);
+        let nics = self.nics.iter().enumerate().filter(|(_, nic)| Some(rank(nic)) == nearest);
+        nics.map(|(place, _)| place).collect()
+    }
+
+    /// The NUMA nodes that have CPUs, with their package: the only ones a kubelet is told of.
+    pub fn cpu_nodes(&self) -> &BTreeMap<NumaNodeId, Option<PackageId>> {
+        &self.cpu_nodes
+    }
+
+    /// The NUMA node with CPUs that a GPU is on or beside: what the kubelet may align to.
+    pub fn cpu_node(&self, gpu: &Gpu) -> Option<NumaNodeId> {
+        gpu.cpu_node
+    }
+
+    /// The graph of some of the GPUs, in the order given; what they are to each other stays. Unknown places are left out.
+    pub fn restricted(&self, places: &[usize]) -> Self {
+        let places: Vec<usize> = places.iter().copied().filter(|place| *place < self.gpus.len()).collect();
+        let nics = self.nics.iter().map(|nic| {
+            let level = places.iter().filter_map(|place| nic.level.get(*place).copied()).collect();
+            Nic { level, ..nic.clone() }
+        });
+        let mig_devices = places.iter().enumerate().flat_map(|(parent, place)| {
+            let own = self.mig_devices.iter().filter(move |device| device.parent == *place);
+            own.map(move |device| MigDevice { parent, ..device.clone() })
+        });
+        Self {
+            gpus: places.iter().filter_map(|place| self.gpus.get(*place).cloned()).collect(),
+            ranks: self.ranks.restricted(&places),
+            nvlink_counts: self.nvlink_counts.restricted(&places),
+            nvlink: self.nvlink.restricted(&places),
+            pcie: self.pcie.restricted(&places),
+            mig_devices: mig_devices.collect(),
+            nics: nics.collect(),
+            cpu_nodes: self.cpu_nodes.clone(),
+        }
+    }
+
+    /// The level of a pair as nvidia-smi prints it: `NV4`, `PIX`, `SYS` ...; `X` for a GPU and itself.
+    pub fn symbol(&self, a: usize, b: usize) -> String {
+        match self.nvlink_count(a, b) {
+            _ if a == b => "X".to_owned(),
+            0 => self.rank(a, b).symbol().to_owned(),
+            links => format!("NV{links}"),
+        }
+    }
+}
+
+/// The GPUs that can be told apart, by PCI address and UUID.
+fn accept<'a>(observed: &'a [GpuObservation], warnings: &mut Vec<TopologyWarning>) -> Vec<&'a GpuObservation> {
+    let mut gpus: Vec<&GpuObservation> = observed.iter().collect();
+    gpus.sort_by(|a, b| (a.pci, &a.uuid, a.index).cmp(&(b.pci, &b.uuid, b.index)));
+    let mut names: BTreeMap<&GpuUuid, PciAddress> = BTreeMap::new();
+    gpus.retain(|gpu| match names.get(&gpu.uuid) {
+        Some(&other) => {
+            warnings.push(TopologyWarning::DuplicateUuid { pci: gpu.pci, other, uuid: gpu.uuid.clone() });
+            false
+        }
+        None => names.insert(&gpu.uuid, gpu.pci).is_none(),
+    });
+    if gpus.len() > NodeTopology::MAX_GPUS {
+        warnings.push(TopologyWarning::TooManyGpus { seen: gpus.len(), kept: NodeTopology::MAX_GPUS });
+        gpus.truncate(NodeTopology::MAX_GPUS);
+    }
+    for pair in gpus.windows(2) {
+        if let [a, b] = pair
+            && a.pci == b.pci
+        {
+            warnings.push(TopologyWarning::DuplicateAddress { pci: a.pci, a: a.uuid.clone(), b: b.uuid.clone() });
+        }
+    }
+    gpus
+}
+
+/// Finds a GPU in the host's tree; where the host does not see it, what NVML says stands.
+fn place(
+    gpu: &GpuObservation,
+    observed: &NodeObservation,
+    tree: &mut PciTree<'_>,
+    warnings: &mut Vec<TopologyWarning>,
+) -> Place {
+    let Some(place) = tree.find(gpu.pci) else {
+        warnings.push(TopologyWarning::NotInHostTree { pci: gpu.pci });
+        let package = gpu.numa.and_then(|numa| tree.package_of(numa));
+        return Place { function: None, numa: gpu.numa, package };
+    };
+    tree.fill_link(place, gpu.pcie);
+    // With one NUMA node NVML can name no other; the kernel's -1 beside it is no contradiction. Nor is
+    // the GPU's own memory beside the node with CPUs that it hangs on.
+    if let Some(nvml) = gpu.numa
+        && place.numa != Some(nvml)
+        && tree.cpu_node(place) != Some(nvml)
+        && observed.host.numa_nodes.len() > 1
+    {
+        warnings.push(TopologyWarning::NumaDisagreement { pci: gpu.pci, host: place.numa, nvml });
+    }
+    place
+}
+
+/// The level of a pair of GPUs: the host's tree where it knows both, else NVML's common ancestor.
+fn level(
+    tree: &PciTree<'_>,
+    (a, from): (&GpuObservation, Place),
+    (b, to): (&GpuObservation, Place),
+    warnings: &mut Vec<TopologyWarning>,
+) -> TopologyLevel {
+    let nvml = a.common_ancestors.get(&b.index).or_else(|| b.common_ancestors.get(&a.index)).copied();
+    match (tree.level(from, to), nvml) {
+        (Some(host), Some(nvml)) => {
+            if host.symbol() != nvml.symbol() {
+                warnings.push(TopologyWarning::LevelDisagreement { a: a.pci, b: b.pci, host, nvml });
+            }
+            host
+        }
+        (Some(level), None) | (None, Some(level)) => level,
+        (None, None) => {
+            warnings.push(TopologyWarning::UnknownLevel { a: a.pci, b: b.pci });
+            TopologyLevel::System
+        }
+    }
+}
+
+/// The MIG devices of the GPUs in MIG mode; one UUID is one device id.
+fn mig_devices(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarning>) -> Vec<MigDevice> {
+    let mut names = BTreeSet::new();
+    let mut devices = Vec::new();
+    for (parent, gpu) in gpus.iter().enumerate() {
+        let own = gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| &mig.devices);
+        let mut own: Vec<_> = own.collect();
+        own.sort_by_key(|device| device.index);
+        for device in own {
+            if !names.insert(&device.uuid) {
+                warnings.push(TopologyWarning::DuplicateMigUuid { pci: gpu.pci, uuid: device.uuid.clone() });
+                continue;
+            }
+            devices.push(MigDevice {
+                parent,
+                index: device.index,
+                uuid: device.uuid.clone(),
+                gpu_instance: device.gpu_instance,
+                compute_instance: device.compute_instance,
+                profile: MigProfile::new(device, gpu.memory_mib),
+                capabilities: device.capabilities,
+            });
+        }
+    }
+    devices
+}
+
+/// The narrower of two links by NVML's maxima, MB/s.
+fn narrower(a: Option<PcieLink>, b: Option<PcieLink>) -> u32 {
+    let carries =
+        |link: Option<PcieLink>| link.and_then(super::bandwidth::pcie).unwrap_or(super::bandwidth::UNKNOWN_HOP);
+    carries(a).min(carries(b))
+}
+
+fn cpu_nodes(observed: &NodeObservation) -> BTreeMap<NumaNodeId, Option<PackageId>> {
+    let nodes = observed.host.numa_nodes.iter();
+    nodes.filter(|node| !node.cpus.is_empty()).map(|node| (node.id, node.package)).collect()
+}
+
+/// The network cards with their ranks to the GPUs: interfaces of one PCI function are one card.
+fn nics(tree: &PciTree<'_>, gpus: &[Place]) -> Vec<Nic> {
+    let mut nics = Vec::new();
+    let mut cards: BTreeMap<usize, Vec<&PlacedNic<'_>>> = BTreeMap::new();
+    for nic in &tree.nics {
+        if let Some(card) = nic.place.function {
+            cards.entry(card).or_default().push(nic);
+        }
+    }
+    for mut ports in cards.into_values() {
+        ports.sort_by(|a, b| (a.nic.kind, &a.nic.name).cmp(&(b.nic.kind, &b.nic.name)));
+        let Some(first) = ports.first() else { continue };
+        // One port is often both mlx5_0 and eth0: its rate counts once, as RDMA where it is.
+        let rates = ports.iter().filter(|port| port.nic.kind == first.nic.kind).filter_map(|port| port.nic.mbps);
+        let mbps = rates.fold(None, |sum: Option<u32>, rate| Some(sum.unwrap_or(0).saturating_add(rate)));
+        let place = first.place;
+        let rank = |gpu: &Place| {
+            let apart = || if tree.share_node(*gpu, place) { TopologyLevel::Node } else { TopologyLevel::System };
+            Rank::new(tree.level(place, *gpu).unwrap_or_else(apart), place.shares_package(*gpu))
+        };
+        nics.push(Nic {
+            names: ports.iter().map(|port| port.nic.name.clone()).collect(),
+            kind: first.nic.kind,
+            pci: first.pci,
+            mbps,
+            numa: place.numa,
+            level: gpus.iter().map(rank).collect(),
+        });
+    }
+    nics
+}

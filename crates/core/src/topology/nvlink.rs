@@ -1,0 +1,158 @@
+//! NVLinks: direct ones by pair, ports of those behind NVSwitches by plane.
+
+use crate::prelude::*;
+use alloc::collections::{BTreeMap, BTreeSet};
+
+use super::address::PciAddress;
+use super::bandwidth;
+use super::matrix::LinkMatrix;
+use super::observation::{FabricObservation, GpuObservation, NvLinkRemote};
+use super::warning::TopologyWarning;
+
+/// The NVLink side of a node.
+#[derive(Debug, Default)]
+pub(super) struct NvLinks {
+    /// NVLinks between two GPUs; of two on one plane, those of the narrower port.
+    pub counts: LinkMatrix,
+    /// What they carry, MB/s.
+    pub rates: LinkMatrix,
+    /// For each GPU its NVSwitch plane and what its port carries, MB/s.
+    pub ports: Vec<Option<(u32, u32)>>,
+}
+
+/// What one GPU reports, links that are down left out.
+#[derive(Default)]
+struct Reported {
+    direct: BTreeMap<usize, u32>,
+    switched: u32,
+}
+
+pub(super) fn connect(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarning>) -> NvLinks {
+    let reports: Vec<Option<Reported>> = (0..gpus.len()).map(|index| report(gpus, index, warnings)).collect();
+    let rate = |index: usize| gpus.get(index).map_or(0, |gpu| bandwidth::nvlink(gpu.compute_capability));
+    let mut links = NvLinks {
+        counts: LinkMatrix::zeros(gpus.len()),
+        rates: LinkMatrix::zeros(gpus.len()),
+        ports: Vec::with_capacity(gpus.len()),
+    };
+    let widths: Vec<u32> = reports.iter().map(|report| report.as_ref().map_or(0, |seen| seen.switched)).collect();
+    let planes = planes(gpus, &widths, warnings);
+    for (index, (plane, width)) in planes.iter().zip(&widths).enumerate() {
+        links.ports.push(plane.map(|plane| (plane, width.saturating_mul(rate(index)))));
+    }
+    for a in 0..gpus.len() {
+        for b in a + 1..gpus.len() {
+            let direct = direct(gpus, &reports, a, b, warnings);
+            let mut count = direct;
+            let mut carried = direct.saturating_mul(rate(a).min(rate(b)));
+            if let (Some(Some((plane_a, port_a))), Some(Some((plane_b, port_b)))) =
+                (links.ports.get(a), links.ports.get(b))
+                && plane_a == plane_b
+            {
+                let width = widths.get(a).min(widths.get(b)).copied().unwrap_or(0);
+                count = count.saturating_add(width);
+                carried = carried.saturating_add(*port_a.min(port_b));
+            }
+            links.counts.set(a, b, count);
+            links.rates.set(a, b, carried);
+        }
+    }
+    links
+}
+
+/// Sorts the active links of one GPU by where they lead; `None` when NVML could not say.
+fn report(gpus: &[&GpuObservation], index: usize, warnings: &mut Vec<TopologyWarning>) -> Option<Reported> {
+    let gpu = gpus.get(index)?;
+    let mut seen = Reported::default();
+    let mut numbers = BTreeSet::new();
+    let mut unknown = 0;
+    let mut lost: BTreeMap<PciAddress, u32> = BTreeMap::new();
+    for group in gpu.nvlinks.as_ref()?.iter().filter(|group| group.active) {
+        // A link number counts once, however often a file names it.
+        let links = group.links.iter().filter(|number| numbers.insert(**number)).count();
+        let links = u32::try_from(links).unwrap_or(u32::MAX);
+        if links == 0 {
+            continue;
+        }
+        match group.remote {
+            NvLinkRemote::Switch(_) => seen.switched = seen.switched.saturating_add(links),
+            // The processor is no GPU: what hangs on it is part of the host's side.
+            NvLinkRemote::Cpu => {}
+            NvLinkRemote::Unknown => unknown += links,
+            NvLinkRemote::Gpu(pci) => {
+                let mut at = gpus.iter().enumerate().filter(|(_, other)| other.pci == pci).map(|(other, _)| other);
+                match (at.next(), at.next()) {
+                    (Some(other), None) => *seen.direct.entry(other).or_default() += links,
+                    // Two GPUs claim the address; that has its own warning.
+                    (Some(_), Some(_)) => {}
+                    (None, _) => *lost.entry(pci).or_default() += links,
+                }
+            }
+        }
+    }
+    if let Some(links) = seen.direct.remove(&index) {
+        warnings.push(TopologyWarning::NvLinkToItself { pci: gpu.pci, links });
+    }
+    for (remote, links) in lost {
+        warnings.push(TopologyWarning::NvLinkToNowhere { pci: gpu.pci, links, remote });
+    }
+    if unknown > 0 {
+        warnings.push(TopologyWarning::NvLinkUnknownRemote { pci: gpu.pci, links: unknown });
+    }
+    if gpu.compute_capability.is_none() && (seen.switched > 0 || !seen.direct.is_empty()) {
+        let mb_per_s = bandwidth::UNKNOWN_NVLINK;
+        warnings.push(TopologyWarning::NvLinkUnknownRate { pci: gpu.pci, mb_per_s });
+    }
+    Some(seen)
+}
+
+/// The links between two GPUs: what both ends agree on, or what one says where the other could not be asked.
+fn direct(
+    gpus: &[&GpuObservation],
+    reports: &[Option<Reported>],
+    a: usize,
+    b: usize,
+    warnings: &mut Vec<TopologyWarning>,
+) -> u32 {
+    let says = |from: usize, to: usize| {
+        let report = reports.get(from).and_then(Option::as_ref)?;
+        Some(report.direct.get(&to).copied().unwrap_or(0))
+    };
+    match (says(a, b), says(b, a)) {
+        (Some(a_to_b), Some(b_to_a)) => {
+            if a_to_b != b_to_a
+                && let (Some(a), Some(b)) = (gpus.get(a), gpus.get(b))
+            {
+                warnings.push(TopologyWarning::NvLinkOneSided { a: a.pci, b: b.pci, a_to_b, b_to_a });
+            }
+            a_to_b.min(b_to_a)
+        }
+        (Some(links), None) | (None, Some(links)) => links,
+        (None, None) => 0,
+    }
+}
+
+/// The plane of each GPU that has links to an NVSwitch: one for each fabric clique the driver reports.
+///
+/// A machine without a reported fabric (before Hopper, or in a VM) is one plane. A GPU that reports none
+/// beside GPUs that all report the same one is taken to be in it.
+fn planes(gpus: &[&GpuObservation], widths: &[u32], warnings: &mut Vec<TopologyWarning>) -> Vec<Option<u32>> {
+    let switched = || gpus.iter().zip(widths).filter(|(_, width)| **width > 0).map(|(gpu, _)| *gpu);
+    let cliques: BTreeSet<&FabricObservation> = switched().filter_map(|gpu| gpu.fabric.as_ref()).collect();
+    let only = if cliques.len() == 1 { cliques.first().copied() } else { None };
+    let mut numbers: BTreeMap<Option<&FabricObservation>, u32> = BTreeMap::new();
+    gpus.iter()
+        .zip(widths)
+        .map(|(gpu, width)| {
+            if *width == 0 {
+                return None;
+            }
+            let clique = gpu.fabric.as_ref().or(only);
+            if gpu.fabric.is_none() && !cliques.is_empty() && only.is_some() {
+                warnings.push(TopologyWarning::FabricUnreported { pci: gpu.pci });
+            }
+            let next = u32::try_from(numbers.len()).unwrap_or(u32::MAX);
+            Some(*numbers.entry(clique).or_insert(next))
+        })
+        .collect()
+}

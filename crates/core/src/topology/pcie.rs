@@ -1,0 +1,236 @@
+//! The host's PCI tree, flattened: where a function sits, how far two are apart, what the path carries.
+
+use crate::prelude::*;
+use alloc::collections::BTreeMap;
+use alloc::collections::btree_map::Entry;
+
+use super::address::{NumaNodeId, PackageId, PciAddress};
+use super::bandwidth;
+use super::level::{Rank, TopologyLevel};
+use super::observation::{CpuObservation, HostObservation, NicObservation, PciKind, PciObservation, PcieLink};
+use super::warning::TopologyWarning;
+
+/// Where a device sits: in the tree if the host sees it, and its NUMA node and package where known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Place {
+    /// The index of its function in the tree.
+    pub function: Option<usize>,
+    pub numa: Option<NumaNodeId>,
+    pub package: Option<PackageId>,
+}
+
+impl Place {
+    /// Whether both are known to be in one package.
+    pub fn shares_package(self, other: Self) -> bool {
+        self.package.is_some() && self.package == other.package
+    }
+}
+
+/// One function of the tree.
+struct Function {
+    parent: Option<usize>,
+    host_bridge: usize,
+    depth: usize,
+    kind: PciKind,
+    link: Option<PcieLink>,
+    place: Place,
+}
+
+/// A network interface and where its card sits.
+pub(super) struct PlacedNic<'a> {
+    pub nic: &'a NicObservation,
+    pub pci: Option<PciAddress>,
+    pub place: Place,
+}
+
+/// The tree.
+pub(super) struct PciTree<'a> {
+    functions: Vec<Function>,
+    by_address: BTreeMap<PciAddress, usize>,
+    packages: BTreeMap<NumaNodeId, PackageId>,
+    /// For each NUMA node that was seen, whether it has CPUs.
+    has_cpus: BTreeMap<NumaNodeId, bool>,
+    /// For each package with CPUs, its only NUMA node that has them; `None` where several have.
+    only_cpu_node: BTreeMap<PackageId, Option<NumaNodeId>>,
+    cpu: Option<&'a CpuObservation>,
+    pub nics: Vec<PlacedNic<'a>>,
+}
+
+impl<'a> PciTree<'a> {
+    pub fn new(host: &'a HostObservation, warnings: &mut Vec<TopologyWarning>) -> Self {
+        let mut has_cpus = BTreeMap::new();
+        for node in &host.numa_nodes {
+            *has_cpus.entry(node.id).or_default() |= !node.cpus.is_empty();
+        }
+        let packages: BTreeMap<_, _> =
+            host.numa_nodes.iter().filter_map(|node| Some((node.id, node.package?))).collect();
+        let mut only_cpu_node = BTreeMap::new();
+        for (numa, _) in has_cpus.iter().filter(|(_, has_cpus)| **has_cpus) {
+            if let Some(package) = packages.get(numa) {
+                only_cpu_node.entry(*package).and_modify(|only| *only = None).or_insert(Some(*numa));
+            }
+        }
+        let mut tree = Self {
+            functions: Vec::new(),
+            by_address: BTreeMap::new(),
+            packages,
+            has_cpus,
+            only_cpu_node,
+            cpu: host.cpu.as_ref(),
+            nics: Vec::new(),
+        };
+        for (host_bridge, bridge) in host.host_bridges.iter().enumerate() {
+            let package = bridge.numa.and_then(|numa| tree.package_of(numa)).or(bridge.package);
+            let around = Place { function: None, numa: bridge.numa, package };
+            // A stack instead of recursion: a file from a stranger may nest as deep as it likes.
+            let mut open: Vec<(&PciObservation, Option<usize>, Place)> =
+                bridge.devices.iter().rev().map(|device| (device, None, around)).collect();
+            while let Some((device, parent, around)) = open.pop() {
+                let place = tree.add(device, parent, host_bridge, around, warnings);
+                open.extend(device.devices.iter().rev().map(|below| (below, place.function, place)));
+            }
+        }
+        tree
+    }
+
+    fn add(
+        &mut self,
+        device: &'a PciObservation,
+        parent: Option<usize>,
+        host_bridge: usize,
+        around: Place,
+        warnings: &mut Vec<TopologyWarning>,
+    ) -> Place {
+        let index = self.functions.len();
+        let place = match device.numa {
+            Some(numa) => {
+                let package = self.package_of(numa).or(around.package);
+                Place { function: Some(index), numa: Some(numa), package }
+            }
+            None => Place { function: Some(index), ..around },
+        };
+        let depth = parent.and_then(|parent| self.functions.get(parent)).map_or(0, |above| above.depth + 1);
+        self.functions.push(Function { parent, host_bridge, depth, kind: device.kind, link: device.link, place });
+        if let Some(pci) = device.pci {
+            match self.by_address.entry(pci) {
+                Entry::Vacant(free) => _ = free.insert(index),
+                Entry::Occupied(_) => warnings.push(TopologyWarning::DuplicateFunction { pci }),
+            }
+        }
+        self.nics.extend(device.nics.iter().map(|nic| PlacedNic { nic, pci: device.pci, place }));
+        place
+    }
+
+    /// The package of a NUMA node.
+    pub fn package_of(&self, numa: NumaNodeId) -> Option<PackageId> {
+        self.packages.get(&numa).copied()
+    }
+
+    /// The NUMA node with CPUs that a device is on, or beside: for one on a node without CPUs (a GPU's
+    /// own memory) the only node with CPUs of its package.
+    pub fn cpu_node(&self, place: Place) -> Option<NumaNodeId> {
+        let numa = place.numa?;
+        if *self.has_cpus.get(&numa)? {
+            return Some(numa);
+        }
+        self.only_cpu_node.get(&place.package?).copied().flatten()
+    }
+
+    /// Whether two devices are known to be on one NUMA node, or beside one.
+    pub fn share_node(&self, a: Place, b: Place) -> bool {
+        let beside = |place: Place| self.cpu_node(place).or(place.numa);
+        a.numa.is_some() && (a.numa == b.numa || beside(a) == beside(b))
+    }
+
+    /// The place of the function at an address.
+    pub fn find(&self, pci: PciAddress) -> Option<Place> {
+        Some(self.functions.get(*self.by_address.get(&pci)?)?.place)
+    }
+
+    /// Gives a function a link of which the host knew nothing.
+    pub fn fill_link(&mut self, place: Place, link: Option<PcieLink>) {
+        if let Some(function) = place.function.and_then(|index| self.functions.get_mut(index))
+            && function.link.and_then(bandwidth::pcie).is_none()
+        {
+            function.link = link;
+        }
+    }
+
+    /// How far apart two functions of the tree are; `None` when one is not in the tree.
+    pub fn level(&self, a: Place, b: Place) -> Option<TopologyLevel> {
+        let (a_index, b_index) = (a.function?, b.function?);
+        let (first, second) = (self.functions.get(a_index)?, self.functions.get(b_index)?);
+        Some(if a_index == b_index {
+            TopologyLevel::Internal
+        } else if first.host_bridge != second.host_bridge {
+            if self.share_node(a, b) { TopologyLevel::Node } else { TopologyLevel::System }
+        } else if self.meeting_point(a_index, b_index).is_none() {
+            TopologyLevel::HostBridge
+        } else if self.switch_above(a_index) == self.switch_above(b_index) {
+            TopologyLevel::Single
+        } else {
+            TopologyLevel::Multiple
+        })
+    }
+
+    /// What the path between two functions carries, MB/s, the crossing of packages not included;
+    /// `None` when one is not in the tree.
+    pub fn path(&self, a: Place, b: Place) -> Option<u32> {
+        let (a_index, b_index) = (a.function?, b.function?);
+        let meeting = self.meeting_point(a_index, b_index);
+        let narrowest = [a_index, b_index]
+            .into_iter()
+            .flat_map(|from| self.upwards(from).take_while(|(index, _)| Some(*index) != meeting))
+            .filter_map(|(_, function)| self.hop(function))
+            .min();
+        Some(narrowest.unwrap_or(bandwidth::UNKNOWN_HOP))
+    }
+
+    /// The bandwidth of a pair of rank `rank` whose hops carry `hops`, MB/s.
+    pub fn carries(&self, hops: u32, rank: Rank) -> u32 {
+        let carried = if rank >= Rank::HOST_BRIDGE { bandwidth::through_host_bridge(hops, self.cpu) } else { hops };
+        if rank == Rank::FARTHEST { carried.min(bandwidth::crossing(self.cpu)) } else { carried }
+    }
+
+    /// The functions from one of them up to the host bridge, itself first.
+    fn upwards(&self, from: usize) -> impl Iterator<Item = (usize, &Function)> {
+        let at = |index: usize| self.functions.get(index).map(|function| (index, function));
+        core::iter::successors(at(from), move |(_, function)| function.parent.and_then(at))
+    }
+
+    /// The lowest function that both hang below (or are); `None` where only a host bridge joins them.
+    fn meeting_point(&self, a: usize, b: usize) -> Option<usize> {
+        let depth = |index: usize| self.functions.get(index).map_or(0, |function| function.depth);
+        let up = |index: usize| self.functions.get(index).and_then(|function| function.parent);
+        let (mut a, mut b) = (a, b);
+        while a != b {
+            if depth(a) >= depth(b) {
+                a = up(a)?;
+            } else {
+                b = up(b)?;
+            }
+        }
+        Some(a)
+    }
+
+    /// The switch (or, without one, the root port) that a function hangs on.
+    fn switch_above(&self, index: usize) -> Option<usize> {
+        let is = |kinds: &'static [PciKind]| {
+            self.upwards(index).skip(1).find(|(_, above)| kinds.contains(&above.kind)).map(|(index, _)| index)
+        };
+        is(&[PciKind::Switch, PciKind::UpstreamPort]).or_else(|| is(&[PciKind::RootPort]))
+    }
+
+    /// What the link above a function carries; `None` for a port that faces down, whose link is
+    /// that of the device below. Both ends of a link count where both are known, as in NCCL.
+    fn hop(&self, function: &Function) -> Option<u32> {
+        let faces_down = |kind| matches!(kind, PciKind::RootPort | PciKind::DownstreamPort);
+        if faces_down(function.kind) {
+            return None;
+        }
+        let port = function.parent.and_then(|parent| self.functions.get(parent)).filter(|port| faces_down(port.kind));
+        let ends = [Some(function), port].into_iter().flatten();
+        let known = ends.filter_map(|end| end.link.and_then(bandwidth::pcie)).min();
+        Some(known.unwrap_or(bandwidth::UNKNOWN_HOP))
+    }
+}

@@ -1,0 +1,147 @@
+//! What the assembly noticed and worked around.
+
+use crate::prelude::*;
+use thiserror::Error;
+
+use super::address::{GpuUuid, NumaNodeId, PciAddress};
+use super::level::TopologyLevel;
+use super::mig::MigUuid;
+use super::observation::ProbeFailure;
+
+/// Something odd in the observations. The node keeps working; each names the thing and both values.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum TopologyWarning {
+    /// A question that a probe asked and that was not answered.
+    #[error("{}: {}: {}", .0.subject, .0.call, .0.error)]
+    Probe(ProbeFailure),
+    /// One UUID is one device id: the second GPU of that name cannot be offered.
+    #[error("GPU {pci}: its UUID {uuid} is also that of GPU {other}; it is left out")]
+    DuplicateUuid {
+        /// The GPU left out.
+        pci: PciAddress,
+        /// The GPU kept.
+        other: PciAddress,
+        /// Their common name.
+        uuid: GpuUuid,
+    },
+    /// One UUID is one device id: the second MIG device of that name cannot be offered.
+    #[error("GPU {pci}: one of its MIG devices has a UUID that another has too, {uuid}; it is left out")]
+    DuplicateMigUuid {
+        /// The GPU of the device left out.
+        pci: PciAddress,
+        /// The name.
+        uuid: MigUuid,
+    },
+    /// Two GPUs at one address: both are kept, links to that address are counted for neither.
+    #[error("GPUs {a} and {b} both claim PCI address {pci}; both are kept, links to it count for neither")]
+    DuplicateAddress {
+        /// The address.
+        pci: PciAddress,
+        /// One GPU.
+        a: GpuUuid,
+        /// The other.
+        b: GpuUuid,
+    },
+    /// More GPUs than a set can hold.
+    #[error("{seen} GPUs were seen, {kept} is the most a node can have; the rest is left out")]
+    TooManyGpus {
+        /// GPUs observed.
+        seen: usize,
+        /// GPUs kept.
+        kept: usize,
+    },
+    /// A GPU that hwloc does not see: its levels come from NVML.
+    #[error("GPU {pci}: not in the host's PCI tree; its levels come from NVML")]
+    NotInHostTree {
+        /// The GPU.
+        pci: PciAddress,
+    },
+    /// A pair whose level nobody knows.
+    #[error("GPUs {a} and {b}: neither the host's PCI tree nor NVML says how far apart they are; taken as SYS")]
+    UnknownLevel {
+        /// One GPU.
+        a: PciAddress,
+        /// The other.
+        b: PciAddress,
+    },
+    /// The two sources differ on a level; the host's PCI tree is believed.
+    #[error("GPUs {a} and {b}: the host's PCI tree says {}, NVML says {}; the tree is believed", .host.symbol(), .nvml.symbol())]
+    LevelDisagreement {
+        /// One GPU.
+        a: PciAddress,
+        /// The other.
+        b: PciAddress,
+        /// From the PCI tree.
+        host: TopologyLevel,
+        /// From NVML.
+        nvml: TopologyLevel,
+    },
+    /// The two sources differ on a NUMA node; the kernel is believed.
+    #[error("GPU {pci}: the kernel says NUMA node {}, NVML says {nvml}; the kernel is believed", .host.map_or("-1".to_owned(), |n| n.to_string()))]
+    NumaDisagreement {
+        /// The GPU.
+        pci: PciAddress,
+        /// From the kernel.
+        host: Option<NumaNodeId>,
+        /// From NVML.
+        nvml: NumaNodeId,
+    },
+    /// An NVLink whose other end is no GPU of this node.
+    #[error("GPU {pci}: {links} NVLink(s) lead to {remote}, where no GPU of this node is; not counted")]
+    NvLinkToNowhere {
+        /// The GPU.
+        pci: PciAddress,
+        /// How many.
+        links: u32,
+        /// Where to.
+        remote: PciAddress,
+    },
+    /// An NVLink from a GPU to itself.
+    #[error("GPU {pci}: {links} NVLink(s) lead to itself; not counted")]
+    NvLinkToItself {
+        /// The GPU.
+        pci: PciAddress,
+        /// How many.
+        links: u32,
+    },
+    /// An active NVLink of which NVML does not know the other end.
+    #[error("GPU {pci}: the other end of {links} NVLink(s) is unknown; not counted")]
+    NvLinkUnknownRemote {
+        /// The GPU.
+        pci: PciAddress,
+        /// How many.
+        links: u32,
+    },
+    /// The two ends of a pair count different numbers of NVLinks; the smaller is believed.
+    #[error("GPUs {a} and {b}: {a_to_b} NVLink(s) seen from one end, {b_to_a} from the other; {} counted", .a_to_b.min(.b_to_a))]
+    NvLinkOneSided {
+        /// One GPU.
+        a: PciAddress,
+        /// The other.
+        b: PciAddress,
+        /// Links that `a` reports to `b`.
+        a_to_b: u32,
+        /// Links that `b` reports to `a`.
+        b_to_a: u32,
+    },
+    /// A GPU with NVLinks of unknown generation.
+    #[error("GPU {pci}: its compute capability is unknown, each of its NVLinks is taken as {mb_per_s} MB/s")]
+    NvLinkUnknownRate {
+        /// The GPU.
+        pci: PciAddress,
+        /// The rate assumed.
+        mb_per_s: u32,
+    },
+    /// A GPU behind an NVSwitch that does not say which fabric it has joined, beside GPUs that do.
+    #[error("GPU {pci}: behind an NVSwitch but reports no fabric; taken to be in the one its neighbours report")]
+    FabricUnreported {
+        /// The GPU.
+        pci: PciAddress,
+    },
+    /// Two functions of the host's PCI tree at one address.
+    #[error("the host's PCI tree lists {pci} twice; the first place is used")]
+    DuplicateFunction {
+        /// The address.
+        pci: PciAddress,
+    },
+}

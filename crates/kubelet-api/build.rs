@@ -1,0 +1,25 @@
+//! Compiles `proto/` into Rust with protox, so that no machine needs `protoc`.
+//!
+//! One output folder per API: several kubelet APIs are `package v1`, and a second
+//! file of one package name would silently overwrite the first.
+
+use std::path::{Path, PathBuf};
+use std::{env, error::Error, fs};
+
+/// Where the definitions lie, from this crate.
+const PROTO: &str = "../../proto";
+
+#[expect(clippy::disallowed_methods, reason = "a build script is told by its environment")]
+fn main() -> Result<(), Box<dyn Error>> {
+    for (api, folder) in
+        [("deviceplugin/v1beta1/api.proto", "deviceplugin"), ("podresources/v1/api.proto", "podresources")]
+    {
+        let api = Path::new(PROTO).join(api);
+        println!("cargo:rerun-if-changed={}", api.display());
+        let out = PathBuf::from(env::var("OUT_DIR")?).join(folder);
+        fs::create_dir_all(&out)?;
+        let descriptors = protox::compile([api], [PROTO])?;
+        tonic_prost_build::configure().out_dir(out).compile_fds(descriptors)?;
+    }
+    Ok(())
+}

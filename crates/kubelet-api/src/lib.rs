@@ -1,0 +1,25 @@
+//! The generated wire types of the kubelet's APIs.
+//!
+//! Generated from `proto/` by the build script. linkwise's `kubelet` module speaks the plugin's side, the kubelet in
+//! the box (`crates/kubelet-box`) the kubelet's.
+
+/// Device plugin API v1beta1 (`proto/deviceplugin/v1beta1/api.proto`).
+#[allow(clippy::all, clippy::pedantic, clippy::restriction, missing_docs, reason = "generated")]
+pub mod v1beta1 {
+    include!(concat!(env!("OUT_DIR"), "/deviceplugin/v1beta1.rs"));
+
+    /// The API version both sides must name in `RegisterRequest::version`.
+    pub const VERSION: &str = "v1beta1";
+    /// The value of `Device::health` for a device that may be given to a pod.
+    pub const HEALTHY: &str = "Healthy";
+    /// The value of `Device::health` for a device that may not.
+    pub const UNHEALTHY: &str = "Unhealthy";
+    /// The file name of the kubelet's registration socket in its device-plugins folder.
+    pub const KUBELET_SOCKET: &str = "kubelet.sock";
+}
+
+/// PodResources API v1 (`proto/podresources/v1/api.proto`), as far as it is read here.
+#[allow(clippy::all, clippy::pedantic, clippy::restriction, missing_docs, reason = "generated")]
+pub mod podresources {
+    include!(concat!(env!("OUT_DIR"), "/podresources/v1.rs"));
+}

@@ -1,0 +1,42 @@
+//! What of the books can be seen from outside. Called after every change; changes nothing.
+
+use std::collections::BTreeMap;
+
+use super::super::state::{ResourceState, Resources, State};
+use super::{Book, Ids, Resource};
+
+impl Book {
+    /// What can be seen from outside.
+    pub(crate) fn snapshot(&self) -> State {
+        let resources = self.resources.iter().map(|(name, entry)| (name.clone(), self.seen(name, entry))).collect();
+        let violations = self.violations.clone();
+        State {
+            running: self.running,
+            registering: self.registering,
+            refused: self.refused,
+            resources: Resources(resources),
+            cpus: self.cpus.all().clone(),
+            violations,
+        }
+    }
+
+    fn seen(&self, name: &str, entry: &Resource) -> ResourceState {
+        let mut allocated: BTreeMap<String, BTreeMap<String, Ids>> = BTreeMap::new();
+        for (place, held) in self.held.iter().filter(|(place, _)| place.resource == name) {
+            let containers = allocated.entry(place.pod.clone()).or_default();
+            containers.entry(place.container.clone()).or_default().extend(held.devices.iter().cloned());
+        }
+        let working = entry.endpoint.filter(|endpoint| endpoint.stopped.is_none()).and_then(|endpoint| endpoint.client);
+        ResourceState {
+            connected: working.is_some_and(|client| self.streams.contains_key(&client)),
+            open_streams: self.streams.values().filter(|resource| *resource == name).count(),
+            removed: entry.removed,
+            registrations: entry.registrations,
+            healthy: entry.healthy.clone(),
+            unhealthy: entry.unhealthy.clone(),
+            numa: entry.numa.clone(),
+            allocated,
+            calls: entry.calls,
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! The PodResources service, on a socket of its own where [`super::Options::pod_resources`] names one.
+//!
+//! Started with each life of the kubelet; answers from the books, as a kubelet answers from its
+//! device manager: the devices that containers hold, and those that are healthy. Changes nothing.
+
+use std::sync::Arc;
+
+use tonic::{Request, Response, Status};
+
+use super::devices::Book;
+use super::errors::BoxError;
+use super::life::{Core, Life};
+use super::registration::{bind, incoming};
+use linkwise_kubelet_api::podresources as wire;
+use wire::pod_resources_lister_server::{PodResourcesLister, PodResourcesListerServer};
+
+/// Serves PodResources in a task of `life`, where it is wanted.
+pub(super) fn serve(life: &Arc<Life>) -> Result<(), BoxError> {
+    let Some(path) = &life.core.options.pod_resources else { return Ok(()) };
+    let listener = bind(path)?;
+    let incoming = incoming(life, listener);
+    let service = PodResourcesListerServer::new(Service { core: Arc::clone(&life.core) });
+    let end = life.end.clone();
+    life.spawn(async move {
+        let server = tonic::transport::Server::builder();
+        let _ = server.serve_with_incoming_shutdown(service, incoming, end.cancelled_owned()).await;
+    });
+    Ok(())
+}
+
+struct Service {
+    core: Arc<Core>,
+}
+
+fn devices<'a>(resource: &str, ids: impl IntoIterator<Item = &'a String>) -> wire::ContainerDevices {
+    wire::ContainerDevices { resource_name: resource.to_owned(), device_ids: ids.into_iter().cloned().collect() }
+}
+
+#[tonic::async_trait]
+impl PodResourcesLister for Service {
+    async fn list(
+        &self,
+        _: Request<wire::ListPodResourcesRequest>,
+    ) -> Result<Response<wire::ListPodResourcesResponse>, Status> {
+        let held = self.core.read(Book::all_held);
+        let pods = held.into_iter().map(|(place, ids)| wire::PodResources {
+            name: place.pod,
+            containers: vec![wire::ContainerResources {
+                name: place.container,
+                devices: vec![devices(&place.resource, &ids)],
+            }],
+        });
+        // A pod may come several times; whoever reads it looks at the devices.
+        let pods = pods.collect();
+        Ok(Response::new(wire::ListPodResourcesResponse { pod_resources: pods }))
+    }
+
+    async fn get_allocatable_resources(
+        &self,
+        _: Request<wire::AllocatableResourcesRequest>,
+    ) -> Result<Response<wire::AllocatableResourcesResponse>, Status> {
+        let state = self.core.state.borrow().clone();
+        let listed = state.resources.iter().map(|(resource, seen)| devices(resource, &seen.healthy));
+        Ok(Response::new(wire::AllocatableResourcesResponse { devices: listed.collect() }))
+    }
+}

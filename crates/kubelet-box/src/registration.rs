@@ -1,0 +1,175 @@
+//! The Registration service on `kubelet.sock`.
+//!
+//! Started by `KubeletBox::start`; hands registrations that pass its checks to `life`. It keeps no
+//! books and dials nobody itself. Faults are played here, before anything is looked at.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt};
+use std::path::Path;
+use std::sync::Arc;
+
+use tokio::net::UnixListener;
+use tokio::sync::oneshot;
+use tokio_stream::StreamExt;
+use tokio_stream::wrappers::UnixListenerStream;
+use tonic::{Request, Response, Status};
+
+use super::Fault;
+use super::errors::BoxError;
+use super::guarded::Guarded;
+use super::life::{Core, Life};
+use super::names;
+use linkwise_kubelet_api::v1beta1 as wire;
+use wire::registration_server::{Registration, RegistrationServer};
+
+/// Binds a socket of the kubelet's, in place of what it left there; makes its folder.
+pub(super) fn bind(path: &Path) -> Result<UnixListener, BoxError> {
+    let failed = |action, path: &Path| {
+        let path = path.to_owned();
+        move |source| BoxError::Io { action, path, source }
+    };
+    let dir = path.parent().unwrap_or(path);
+    fs::DirBuilder::new().recursive(true).mode(0o750).create(dir).map_err(failed("create", dir))?;
+    remove_sockets(dir).map_err(failed("remove the sockets in", dir))?;
+    let listener = UnixListener::bind(path).map_err(failed("bind", path))?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(failed("protect", path))?;
+    Ok(listener)
+}
+
+/// The connections to a socket of this life, which does not end before they do.
+pub(super) fn incoming(
+    life: &Arc<Life>,
+    listener: UnixListener,
+) -> impl tokio_stream::Stream<Item = io::Result<Guarded>> + use<> {
+    let guarding = Arc::clone(life);
+    UnixListenerStream::new(listener).filter_map(move |stream| match (stream, guarding.guard()) {
+        (Ok(stream), Some(guard)) => Some(Ok(Guarded::new(stream, guard))),
+        (Err(error), _) => Some(Err(error)),
+        (Ok(_), None) => None,
+    })
+}
+
+/// Makes the folder, removes every socket in it, binds `kubelet.sock` and serves it in a task of `life`.
+pub(super) fn serve(life: &Arc<Life>) -> Result<(), BoxError> {
+    let listener = bind(&life.core.options.dir.join(wire::KUBELET_SOCKET))?;
+    let incoming = incoming(life, listener);
+    let service = RegistrationServer::new(Service { life: Arc::clone(life) });
+    let end = life.end.clone();
+    life.spawn(async move {
+        let server = tonic::transport::Server::builder();
+        // It ends when told to; a failure to accept shows as registrations that cannot connect.
+        let _ = server.serve_with_incoming_shutdown(service, incoming, end.cancelled_owned()).await;
+    });
+    Ok(())
+}
+
+/// Sockets only: a kubelet's checkpoint and whatever else lies there stays.
+fn remove_sockets(dir: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(dir)? {
+        let path = entry?.path();
+        let is_socket = fs::metadata(&path).is_ok_and(|metadata| metadata.file_type().is_socket());
+        if is_socket {
+            match fs::remove_file(&path) {
+                // A plugin that ends takes its own socket away.
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+        }
+    }
+    Ok(())
+}
+
+struct Service {
+    life: Arc<Life>,
+}
+
+#[tonic::async_trait]
+impl Registration for Service {
+    async fn register(&self, request: Request<wire::RegisterRequest>) -> Result<Response<wire::Empty>, Status> {
+        let _unanswered = Unanswered::new(&self.life.core);
+        let request = request.into_inner();
+        let outcome = match self.fault() {
+            Fault::None | Fault::Forget => self.accept(request).await,
+            Fault::Refuse { code, message } => Err(Status::new(code, message)),
+            Fault::AnswerWithoutDial => Ok(()),
+            Fault::Hang => {
+                self.released().await;
+                Err(Status::unavailable("the kubelet hung and did not register anything"))
+            }
+        };
+        match outcome {
+            Ok(()) => Ok(Response::new(wire::Empty {})),
+            Err(status) => {
+                self.life.core.change(|book| book.refused += 1);
+                Err(status)
+            }
+        }
+    }
+}
+
+/// Counts a call for as long as it has no answer, also where its caller goes away.
+struct Unanswered<'a>(&'a Core);
+
+impl<'a> Unanswered<'a> {
+    fn new(core: &'a Core) -> Self {
+        core.change(|book| book.registering += 1);
+        Self(core)
+    }
+}
+
+impl Drop for Unanswered<'_> {
+    fn drop(&mut self) {
+        self.0.change(|book| book.registering -= 1);
+    }
+}
+
+impl Service {
+    fn fault(&self) -> Fault {
+        self.life.core.fault.borrow().clone()
+    }
+
+    /// Completes when the fault is no longer to hang, or the kubelet ends.
+    async fn released(&self) {
+        let mut fault = self.life.core.fault.subscribe();
+        tokio::select! {
+            () = self.life.end.cancelled() => {}
+            _ = fault.wait_for(|fault| !matches!(fault, Fault::Hang)) => {}
+        }
+    }
+
+    /// The checks of a kubelet, then the dial. As in a kubelet, a caller that goes away does not
+    /// stop the dial: it runs in a task of its own. Refusals have the code Unknown, as Go's plain
+    /// errors do.
+    async fn accept(&self, request: wire::RegisterRequest) -> Result<(), Status> {
+        let wire::RegisterRequest { version, endpoint, resource_name: resource, options: _ } = request;
+        if version != wire::VERSION {
+            return Err(Status::unknown(format!("version {version:?} is not supported, {:?} is", wire::VERSION)));
+        }
+        if !names::is_extended_resource(&resource) {
+            return Err(Status::unknown(format!("{resource:?} is not an extended resource name")));
+        }
+        if !names::is_file_name(&endpoint) {
+            return Err(Status::unknown(format!("endpoint {endpoint:?} is not a file name")));
+        }
+        let (answer, answered) = oneshot::channel();
+        let life = Arc::clone(&self.life);
+        self.life.spawn(async move {
+            tokio::select! {
+                biased;
+                () = life.end.cancelled() => {}
+                outcome = life.connect(&resource, &endpoint) => {
+                    // Nobody may be waiting any more; the registration stands all the same.
+                    let _ = answer.send(outcome.map_err(|error| Status::unknown(chain(&error))));
+                }
+            }
+        });
+        answered.await.unwrap_or_else(|_| Err(Status::unavailable("the kubelet has stopped")))
+    }
+}
+
+/// An error and its causes in one line.
+fn chain(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}

@@ -1,0 +1,79 @@
+//! What one resource would like: every set of NUMA nodes that has enough of it, and which of them are preferred.
+//!
+//! Called by `admission`. Pure. One rule serves devices and CPUs; both are units that sit on NUMA nodes.
+
+use super::mask::NumaMask;
+use super::{NumaNode, TopologyManager};
+
+/// The name under which the CPU manager hints.
+const CPU: &str = "cpu";
+
+/// A set of NUMA nodes from which a request could be met.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TopologyHint {
+    /// The nodes; `None` where any will do.
+    pub mask: Option<NumaMask>,
+    /// Whether there are as few of them as the request could ever do with.
+    pub preferred: bool,
+}
+
+/// What one resource says of one request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ResourceHints {
+    /// The resource's name; `cpu` for CPUs.
+    pub resource: String,
+    /// How many are asked for.
+    pub requested: usize,
+    /// Every mask that would do; none where no mask would. `None`: it does not care.
+    pub hints: Option<Vec<TopologyHint>>,
+    /// The fewest nodes that could meet the request if everything were healthy and free.
+    pub fewest: u32,
+}
+
+/// The units of one resource by the nodes they sit on. A unit that names no node is an empty mask.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Units {
+    /// All of them, healthy or not, used or not.
+    pub(crate) all: Vec<NumaMask>,
+    /// The healthy and free ones.
+    pub(crate) available: Vec<NumaMask>,
+    /// Those that the pod holds already and that have to be part of what it gets.
+    pub(crate) reusable: Vec<NumaMask>,
+}
+
+/// What the device manager says of a request: nothing where no device names a NUMA node.
+pub(crate) fn device_hints(
+    manager: &TopologyManager,
+    resource: &str,
+    requested: usize,
+    devices: &Units,
+) -> ResourceHints {
+    let topology_aware = devices.all.iter().any(|device| *device != NumaMask::default());
+    resource_hints(resource, manager.nodes(), requested, topology_aware.then_some(devices))
+}
+
+/// What the static CPU manager says: it knows only nodes that have CPUs.
+pub(crate) fn cpu_hints(manager: &TopologyManager, requested: usize, cpus: &Units) -> ResourceHints {
+    let with_cpus = manager.numa_nodes.iter().filter(|node| !node.cpus.is_empty());
+    let nodes = NumaMask::new(with_cpus.map(|node: &NumaNode| node.id));
+    resource_hints(CPU, nodes, requested, Some(cpus))
+}
+
+fn resource_hints(resource: &str, nodes: NumaMask, requested: usize, units: Option<&Units>) -> ResourceHints {
+    let mut fewest = nodes.count();
+    let hints = units.map(|units| {
+        let masks = nodes.within();
+        let enough = |mask: &&NumaMask| units.all.iter().filter(|unit| mask.meets(**unit)).count() >= requested;
+        fewest = masks.iter().filter(enough).map(|mask| mask.count()).min().map_or(fewest, |least| least.min(fewest));
+        let fits = masks.into_iter().filter(|mask| fits(*mask, requested, units));
+        fits.map(|mask| TopologyHint { mask: Some(mask), preferred: mask.count() == fewest }).collect()
+    });
+    ResourceHints { resource: resource.to_owned(), requested, hints, fewest }
+}
+
+/// Whether the mask holds all that has to be used again, and enough with what is available.
+fn fits(mask: NumaMask, requested: usize, units: &Units) -> bool {
+    let placed: Vec<&NumaMask> = units.reusable.iter().filter(|unit| **unit != NumaMask::default()).collect();
+    let available = units.available.iter().filter(|unit| mask.meets(**unit)).count();
+    placed.iter().all(|unit| mask.meets(**unit)) && placed.len() + available >= requested
+}

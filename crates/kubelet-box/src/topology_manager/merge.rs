@@ -1,0 +1,107 @@
+//! One mask out of what every resource would like, by the rules of the policy.
+//!
+//! Called by `admission`. Pure, and the same whatever the order of the resources.
+
+use super::hints::{ResourceHints, TopologyHint};
+use super::mask::NumaMask;
+use super::{Policy, TopologyManager};
+
+/// What the Topology Manager settled on, and whether it admits the pod with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Settled {
+    pub(crate) hint: TopologyHint,
+    pub(crate) admitted: bool,
+}
+
+/// A hint that has its mask: what a combination of hints comes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Candidate {
+    mask: NumaMask,
+    preferred: bool,
+}
+
+/// Merges the hints of all resources under the manager's policy; under policy none nothing is settled.
+pub(crate) fn settle(manager: &TopologyManager, resources: &[ResourceHints]) -> Settled {
+    let all = manager.nodes();
+    let lists: Vec<Vec<TopologyHint>> = resources.iter().map(list).collect();
+    match manager.policy {
+        Policy::None => Settled { hint: TopologyHint { mask: None, preferred: true }, admitted: true },
+        Policy::BestEffort => {
+            let best = merge(all, &lists);
+            Settled { hint: TopologyHint { mask: Some(best.mask), preferred: best.preferred }, admitted: true }
+        }
+        Policy::Restricted => {
+            let best = merge(all, &lists);
+            let hint = TopologyHint { mask: Some(best.mask), preferred: best.preferred };
+            Settled { hint, admitted: best.preferred }
+        }
+        Policy::SingleNumaNode => {
+            let single = |hint: &TopologyHint| hint.preferred && hint.mask.is_none_or(|mask| mask.count() == 1);
+            let lists: Vec<Vec<TopologyHint>> =
+                lists.into_iter().map(|list| list.into_iter().filter(single).collect()).collect();
+            let best = merge(all, &lists);
+            // All nodes is what nobody asked for: the devices are then not aligned at all.
+            let mask = (best.mask != all).then_some(best.mask);
+            Settled { hint: TopologyHint { mask, preferred: best.preferred }, admitted: best.preferred }
+        }
+    }
+}
+
+/// The hints of one resource as the merge takes them: who does not care takes any mask, and so does who cannot be
+/// satisfied, but without being pleased.
+fn list(resource: &ResourceHints) -> Vec<TopologyHint> {
+    let any = |preferred| vec![TopologyHint { mask: None, preferred }];
+    match &resource.hints {
+        None => any(true),
+        Some(hints) if hints.is_empty() => any(false),
+        Some(hints) => hints.clone(),
+    }
+}
+
+/// The best of all combinations of one hint from each list; all nodes, not preferred, where none has a node left.
+fn merge(all: NumaMask, lists: &[Vec<TopologyHint>]) -> Candidate {
+    // Where nothing preferred is to be had: as many nodes as the neediest resource needs by itself.
+    let narrowest = |list: &Vec<TopologyHint>| list.iter().filter_map(|hint| hint.mask).map(NumaMask::count).min();
+    let enough = lists.iter().filter_map(narrowest).max().unwrap_or(0);
+    let mut best: Option<Candidate> = None;
+    combinations(all, lists, &mut |candidate| {
+        if candidate.mask != NumaMask::default() {
+            best = Some(best.map_or(candidate, |best| better(best, candidate, enough)));
+        }
+    });
+    best.unwrap_or(Candidate { mask: all, preferred: false })
+}
+
+/// Calls `each` with what every combination comes to: the nodes that all its hints share, preferred where every
+/// hint is and all masks are the same.
+fn combinations(all: NumaMask, lists: &[Vec<TopologyHint>], each: &mut impl FnMut(Candidate)) {
+    fn go(lists: &[Vec<TopologyHint>], so_far: Candidate, first: Option<NumaMask>, each: &mut impl FnMut(Candidate)) {
+        let Some((list, rest)) = lists.split_first() else { return each(so_far) };
+        for hint in list {
+            let same = hint.mask.is_none() || first.is_none() || first == hint.mask;
+            let mask = hint.mask.map_or(so_far.mask, |mask| so_far.mask.and(mask));
+            let preferred = so_far.preferred && hint.preferred && same;
+            go(rest, Candidate { mask, preferred }, first.or(hint.mask), each);
+        }
+    }
+    go(lists, Candidate { mask: all, preferred: true }, None, each);
+}
+
+/// The better of two: preferred before not, then the narrower. Where neither is preferred, the one that is not wider
+/// than `enough` and nearest to it; only above that the narrower.
+fn better(current: Candidate, other: Candidate, enough: u32) -> Candidate {
+    let narrower = if other.mask.is_narrower_than(current.mask) { other } else { current };
+    match (current.preferred, other.preferred) {
+        (true, false) => current,
+        (false, true) => other,
+        (true, true) => narrower,
+        (false, false) => {
+            let (have, offered) = (current.mask.count(), other.mask.count());
+            match () {
+                () if have == offered || have > enough => narrower,
+                () if offered > have && offered <= enough => other,
+                () => current,
+            }
+        }
+    }
+}
