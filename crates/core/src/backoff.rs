@@ -1,0 +1,66 @@
+//! [`Backoff`]: how long to pause between attempts.
+//!
+//! Used wherever something is tried again: the NVML agent, quarantined GPUs, the life with the kubelet, MPS daemons, polls of
+//! the kubelet. It reads no clock and sleeps nowhere; jitter, where a fleet must not knock in step, is added by the caller.
+
+use core::time::Duration;
+
+/// Pauses that double from the first to the longest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Backoff {
+    first: Duration,
+    longest: Duration,
+    /// The last pause; zero before the first failure.
+    last: Duration,
+}
+
+impl Backoff {
+    /// Pauses from `first` to `longest`; where `longest` is the shorter one, it is every pause.
+    pub const fn new(first: Duration, longest: Duration) -> Self {
+        Self { first, longest, last: Duration::ZERO }
+    }
+
+    /// The pause after one more failure: twice the last one.
+    pub fn failed(&mut self) -> Duration {
+        self.last = self.last.saturating_mul(2).max(self.first).min(self.longest);
+        self.last
+    }
+
+    /// The pause after something that worked for `lived` and then failed. One that lived as long as the longest pause did
+    /// work: its failure is a new one, and the pauses begin anew.
+    pub fn failed_after(&mut self, lived: Duration) -> Duration {
+        if lived >= self.longest {
+            self.reset();
+        }
+        self.failed()
+    }
+
+    /// An attempt succeeded: the next pause is the first one again.
+    pub fn reset(&mut self) {
+        self.last = Duration::ZERO;
+    }
+
+    /// Whether an attempt has failed since the last success.
+    pub fn is_failing(&self) -> bool {
+        !self.last.is_zero()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_double_up_to_the_longest_and_begin_anew() {
+        let seconds = Duration::from_secs;
+        let mut backoff = Backoff::new(seconds(1), seconds(5));
+        assert!(!backoff.is_failing());
+        assert_eq!([(); 4].map(|()| backoff.failed()), [1, 2, 4, 5].map(seconds));
+        assert_eq!(backoff.failed_after(seconds(4)), seconds(5));
+        assert_eq!(backoff.failed_after(seconds(5)), seconds(1));
+        backoff.reset();
+        assert!(!backoff.is_failing());
+        assert_eq!(Backoff::new(Duration::MAX, Duration::MAX).failed(), Duration::MAX);
+        assert_eq!(Backoff::new(seconds(9), seconds(5)).failed(), seconds(5));
+    }
+}

@@ -1,0 +1,101 @@
+//! [`Once`]: reports a fact when it begins, and not again while it stands.
+//!
+//! Used wherever a log line would otherwise repeat at every poll. The bound keeps a caller whose keys come from outside
+//! from growing without limit.
+
+use alloc::collections::BTreeMap;
+
+/// What has been reported and still stands, with how often each came again.
+#[derive(Clone, Debug)]
+pub struct Once<K> {
+    standing: BTreeMap<K, u64>,
+    most: usize,
+}
+
+impl<K: Ord> Once<K> {
+    /// The usual bound of [`Self::new`].
+    const MOST: usize = 1024;
+
+    /// Nothing reported yet; follows up to 1024 facts.
+    pub const fn new() -> Self {
+        Self::with_bound(Self::MOST)
+    }
+
+    /// Nothing reported yet; follows up to `most` facts. What comes beyond them is not news.
+    pub const fn with_bound(most: usize) -> Self {
+        Self { standing: BTreeMap::new(), most }
+    }
+
+    /// A fact is there: whether it is news, and should be reported.
+    pub fn is_news(&mut self, key: K) -> bool {
+        let full = self.standing.len() >= self.most;
+        match self.standing.get_mut(&key) {
+            Some(repeated) => {
+                *repeated = repeated.saturating_add(1);
+                false
+            }
+            None if full => false,
+            None => self.standing.insert(key, 0).is_none(),
+        }
+    }
+
+    /// Facts that do not fulfil `stands` are over: they are news when they come again. Returns how often the facts that are
+    /// over had been repeated without a report.
+    pub fn retain(&mut self, mut stands: impl FnMut(&K) -> bool) -> u64 {
+        let mut unreported: u64 = 0;
+        self.standing.retain(|key, repeated| {
+            let stays = stands(key);
+            if !stays {
+                unreported = unreported.saturating_add(*repeated);
+            }
+            stays
+        });
+        unreported
+    }
+
+    /// Every fact is over, as by [`Self::retain`].
+    pub fn clear(&mut self) -> u64 {
+        self.retain(|_| false)
+    }
+
+    /// Exactly these facts stand now: those that are news, in order; the others are over.
+    pub fn replace(&mut self, facts: impl IntoIterator<Item = K>) -> alloc::vec::Vec<K>
+    where
+        K: Clone,
+    {
+        let facts: alloc::collections::BTreeSet<K> = facts.into_iter().collect();
+        self.retain(|key| facts.contains(key));
+        facts.into_iter().filter(|key| self.is_news(key.clone())).collect()
+    }
+}
+
+impl<K: Ord> Default for Once<K> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fact_is_news_once_until_it_is_over() {
+        let mut once = Once::with_bound(2);
+        assert!(once.is_news("a") && !once.is_news("a") && !once.is_news("a"));
+        assert!(once.is_news("b"));
+        assert!(!once.is_news("c"), "beyond the bound");
+        assert_eq!(once.retain(|key| *key != "a"), 2);
+        assert!(once.is_news("a") && !once.is_news("b"));
+        assert_eq!(once.clear(), 1);
+        assert!(once.is_news("b"));
+    }
+
+    #[test]
+    fn replaced_facts_report_what_is_new() {
+        let mut once = Once::new();
+        assert_eq!(once.replace(["b", "a"]), ["a", "b"]);
+        assert_eq!(once.replace(["b", "c"]), ["c"]);
+        assert_eq!(once.replace(["a"]), ["a"]);
+    }
+}
