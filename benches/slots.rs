@@ -44,7 +44,7 @@ fn row(machine: &str, snapshot: &NodeState, policy: AllocationPolicy) {
     let resource = ResourceName::gpu();
     // The whole GPUs of before stay on the list; no kubelet offers them any more.
     let all: Vec<DeviceId> =
-        snapshot.devices(&resource).filter(|(_, device)| device.slot.is_some()).map(|(id, _)| id.clone()).collect();
+        snapshot.offers().of(&resource).filter(|(_, device)| device.slot.is_some()).map(|(id, _)| id.clone()).collect();
     let request = |size: usize| AllocationRequest { available: all.clone(), must_include: Vec::new(), size };
     let mut times = Vec::new();
     for size in (1..=all.len()).filter(|size| *size <= 32 || size % 37 == 0 || *size == all.len()) {

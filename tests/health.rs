@@ -113,19 +113,19 @@ impl World {
     }
 
     fn healthy(&self) -> bool {
-        assert!(self.snapshot.is_healthy(&ResourceName::gpu(), &id(1)), "GPU 1 is nobody's business");
-        self.snapshot.is_healthy(&ResourceName::gpu(), &id(0))
+        assert!(self.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(1)), "GPU 1 is nobody's business");
+        self.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(0))
     }
 
     fn reason(&self) -> String {
-        match &self.snapshot.resources()[&ResourceName::gpu()][&id(0)].health {
+        match &self.snapshot.offers().resources()[&ResourceName::gpu()].devices()[&id(0)].health {
             Health::Healthy => "healthy".to_owned(),
             Health::Unhealthy { reason, .. } => reason.to_string(),
         }
     }
 
     fn restart(&self, identity: NodeIdentity) -> Self {
-        let record = Box::new(self.snapshot.record());
+        let record = Box::new(self.snapshot.hardware().record());
         let now = self.now;
         let mut world = Self { snapshot: NodeState::default(), now, effects: Vec::new() };
         world.tell(Event::Restored(record)).tell(Event::Identified(identity)).tell(look([0, 1]));
@@ -162,13 +162,17 @@ fn a_driver_that_asks_for_a_reset_is_taken_at_its_word() {
     // The XID comes before the driver has made up its mind.
     world.tell(xid(95)).polls(3, &well()).polls(100, &acts(RecoveryAction::GpuReset));
     assert_eq!(world.reason(), "XID 95");
-    let standing: Vec<String> = world.snapshot.standing(&uuid(0)).map(|(reason, _)| reason.to_string()).collect();
+    let standing: Vec<String> =
+        world.snapshot.hardware().standing(&uuid(0)).map(|(reason, _)| reason.to_string()).collect();
     assert_eq!(standing, ["XID 95", "the driver asks for: GPU reset"]);
     assert_eq!(world.heals_after(&well(), 20), Some(7));
     // Also without an XID.
     let mut world = World::new();
-    world.poll(&acts(RecoveryAction::Other(12)));
-    assert_eq!(world.reason(), "the driver asks for: recovery action 12");
+    world.poll(&acts(RecoveryAction::NodeReboot));
+    assert_eq!(world.reason(), "the driver asks for: node reboot");
+    // An action that this version does not know is no proof that the known one was carried out.
+    assert_eq!(world.heals_after(&acts(RecoveryAction::Other(12)), 20), None);
+    assert_eq!(world.heals_after(&well(), 20), Some(7));
 }
 
 #[test]
@@ -257,7 +261,7 @@ fn what_hits_every_gpu_is_no_flap() {
         let times = (1..100).find(|_| {
             world.now += Duration::from_secs(10);
             world.tell(Event::Polled(BTreeMap::from([(uuid(0), well()), (uuid(1), well())])));
-            world.snapshot.is_healthy(&ResourceName::gpu(), &id(0))
+            world.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(0))
         });
         assert_eq!(times, Some(7));
     }
@@ -339,7 +343,7 @@ fn a_gpu_that_kills_processes_waits_to_be_taken_back() {
 #[test]
 fn a_driver_that_is_back_is_polled_first() {
     let mut world = World::new();
-    let all = |world: &World| [0, 1].map(|gpu| world.snapshot.is_healthy(&ResourceName::gpu(), &id(gpu)));
+    let all = |world: &World| [0, 1].map(|gpu| world.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(gpu)));
     world.tell(Event::DriverAway { why: "no answer".into() });
     assert_eq!(all(&world), [false; 2]);
     world.tell(Event::Cleared { gpu: uuid(0) }).tell(Event::DriverBack);
@@ -382,10 +386,10 @@ fn a_reset_while_we_were_down_shows() {
 fn a_record_of_another_version_is_told_of_and_not_used() {
     let mut world = World::new();
     world.tell(xid(79));
-    let record = HealthRecord { version: 2, ..world.snapshot.record() };
+    let record = HealthRecord { version: 2, ..world.snapshot.hardware().record() };
     let (snapshot, effects) = NodeState::default().apply(Event::Restored(Box::new(record)), world.now);
     assert_eq!(effects, [Effect::RecordIgnored { version: 2 }]);
-    assert_eq!(snapshot.record(), HealthRecord::default());
+    assert_eq!(snapshot.hardware().record(), HealthRecord::default());
 }
 
 #[test]
@@ -430,8 +434,8 @@ fn a_storm_of_xids_is_one_transition_and_few_words() {
     for code in 1_000..101_000 {
         world.tell(xid(code));
     }
-    assert!(world.snapshot.standing(&uuid(0)).count() <= 32);
-    assert!(world.snapshot.record().gpus[&uuid(0)].reasons.len() <= 32);
+    assert!(world.snapshot.hardware().standing(&uuid(0)).count() <= 32);
+    assert!(world.snapshot.hardware().record().gpus[&uuid(0)].reasons.len() <= 32);
     world.polls(5, &well()).tell(xid(200_000));
     assert!(!world.polls(4, &well()).healthy());
 }
@@ -448,10 +452,10 @@ fn an_operator_may_silence_xids() {
 fn what_is_gone_leaves_once_nobody_holds_it() {
     let mut world = World::new();
     let resource = ResourceName::gpu();
-    let listed = |world: &World| world.snapshot.devices(&resource).count();
+    let listed = |world: &World| world.snapshot.offers().of(&resource).count();
     let held = |gpus: &[usize]| {
         let held: BTreeSet<_> = gpus.iter().map(|gpu| (resource.clone(), id(*gpu))).collect();
-        Event::Holders(Some(held))
+        Event::Holders(Some(held.into_iter().collect()))
     };
     world.tell(look([1])).tell(Event::Holders(None)).tell(Event::Holders(None));
     assert_eq!((listed(&world), world.reason().as_str()), (2, "the GPU is gone from the node"));
@@ -465,7 +469,7 @@ fn what_is_gone_leaves_once_nobody_holds_it() {
     world.tell(held(&[])).tell(held(&[])).tell(look([0, 1]));
     assert_eq!((listed(&world), world.healthy()), (2, true));
     world.tell(look([])).tell(held(&[])).tell(held(&[]));
-    assert!(world.snapshot.resources().is_empty(), "a resource with no devices is no resource");
+    assert!(world.snapshot.offers().resources().is_empty(), "a resource with no devices is no resource");
 }
 
 #[test]

@@ -269,7 +269,7 @@ struct World {
 }
 
 fn healthy(snapshot: &NodeState, gpu: usize) -> bool {
-    snapshot.is_healthy(&ResourceName::gpu(), &DeviceId::from(&uuid(gpu)))
+    snapshot.offers().is_healthy(&ResourceName::gpu(), &DeviceId::from(&uuid(gpu)))
 }
 
 impl World {
@@ -379,11 +379,11 @@ impl World {
 
     /// Another process of ours takes over by the record.
     fn restart(&mut self) {
-        let text = serde_json::to_string(&self.snapshot.record()).unwrap();
+        let text = serde_json::to_string(&self.snapshot.hardware().record()).unwrap();
         let record: HealthRecord = serde_json::from_str(&text).unwrap();
-        assert_eq!(record, self.snapshot.record(), "what is written reads back");
+        assert_eq!(record, self.snapshot.hardware().record(), "what is written reads back");
         let needs_reset = |snapshot: &NodeState, gpu: usize| {
-            let kept = snapshot.record();
+            let kept = snapshot.hardware().record();
             kept.gpus.get(&uuid(gpu)).is_some_and(|gpu| !gpu.reasons.is_empty())
         };
         let before: Vec<bool> = (0..GPUS).map(|gpu| needs_reset(&self.snapshot, gpu)).collect();
@@ -415,7 +415,7 @@ impl World {
         for (gpu, owed) in self.owed.iter().enumerate() {
             if healthy(&self.snapshot, gpu) {
                 assert!(owed.nothing(), "GPU {gpu} is healthy and owes {owed:?}");
-                assert_eq!(self.snapshot.standing(&uuid(gpu)).count(), 0, "GPU {gpu}: a reason stands");
+                assert_eq!(self.snapshot.hardware().standing(&uuid(gpu)).count(), 0, "GPU {gpu}: a reason stands");
             }
         }
         self.verdicts.push([0, 1, 2].map(|gpu| healthy(&self.snapshot, gpu)));
@@ -448,7 +448,7 @@ impl World {
         };
         polls(self);
         for gpu in 0..2 {
-            for (reason, _) in self.snapshot.standing(&uuid(gpu)) {
+            for (reason, _) in self.snapshot.hardware().standing(&uuid(gpu)) {
                 // Without its word, what needs a reset may wait for one that shows.
                 assert!(source.ends(reason, self.word), "GPU {gpu} without {source:?}: {reason} never ends");
             }
@@ -456,7 +456,7 @@ impl World {
         }
         polls(self);
         for gpu in 0..GPUS {
-            let standing: Vec<_> = self.snapshot.standing(&uuid(gpu)).map(|(reason, _)| reason).collect();
+            let standing: Vec<_> = self.snapshot.hardware().standing(&uuid(gpu)).map(|(reason, _)| reason).collect();
             assert!(healthy(&self.snapshot, gpu), "GPU {gpu} without {source:?}: {standing:?}");
         }
     }
@@ -479,7 +479,7 @@ impl World {
         }
         for gpu in 0..GPUS {
             let standing: Vec<&UnhealthyReason> =
-                self.snapshot.standing(&uuid(gpu)).map(|(reason, _)| reason).collect();
+                self.snapshot.hardware().standing(&uuid(gpu)).map(|(reason, _)| reason).collect();
             assert!(healthy(&self.snapshot, gpu), "GPU {gpu} never heals: {standing:?}");
         }
     }
@@ -528,6 +528,6 @@ proptest! {
         prop_assert_eq!(healthy(&snapshot, 0), version != HealthRecord::VERSION);
         let (snapshot, _) = snapshot.apply(Event::Polled(BTreeMap::from([(uuid(0), good(true))])), Duration::MAX);
         let (snapshot, _) = snapshot.apply(Event::Cleared { gpu: uuid(0) }, Duration::ZERO);
-        prop_assert!(matches!(snapshot.devices(&ResourceName::gpu()).next().unwrap().1.health, Health::Healthy));
+        prop_assert!(matches!(snapshot.offers().of(&ResourceName::gpu()).next().unwrap().1.health, Health::Healthy));
     }
 }

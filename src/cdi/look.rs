@@ -111,7 +111,7 @@ pub fn imex_channels(roots: &Roots, options: &Options) -> Vec<u32> {
 /// All GPUs that the kubelet was ever told of. One that is gone stays, for its containers may be started anew.
 fn gpus(roots: &Roots, snapshot: &NodeState, oddities: &mut Vec<Oddity>) -> Vec<GpuEntry> {
     let mut devices: BTreeMap<(PciAddress, &GpuUuid), &Device> = BTreeMap::new();
-    for device in snapshot.resources().values().flat_map(BTreeMap::values) {
+    for device in snapshot.offers().devices() {
         devices.insert((device.gpu.pci, &device.gpu.uuid), device);
     }
     let entry = |device: &&Device| {
@@ -132,7 +132,7 @@ fn gpus(roots: &Roots, snapshot: &NodeState, oddities: &mut Vec<Oddity>) -> Vec<
 /// One that is gone does not stay, other than a GPU: its instances' numbers are given to whatever is made next, and with
 /// them its nodes. A container that is started again under the old name would be let into somebody else's device.
 fn migs(snapshot: &NodeState, oddities: &mut Vec<Oddity>) -> Vec<MigEntry> {
-    let offered = snapshot.resources().values().flat_map(BTreeMap::values).filter_map(|device| device.mig.as_ref());
+    let offered = snapshot.offers().devices().filter_map(|device| device.mig.as_ref());
     let offered: BTreeSet<&MigUuid> = offered.map(|mig| &mig.uuid).collect();
     let topology = snapshot.topology();
     let entry = |mig: &MigDevice| {

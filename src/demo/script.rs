@@ -219,7 +219,7 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
                 .allocated
                 .iter()
                 .find(|(_, containers)| containers.values().any(|devices| devices.contains(gpu.uuid.as_str())));
-            let device = snapshot.devices(&self.resource).find(|(_, device)| device.gpu.uuid == gpu.uuid);
+            let device = snapshot.offers().of(&self.resource).find(|(_, device)| device.gpu.uuid == gpu.uuid);
             match (device.map(|(_, device)| &device.health), holder) {
                 (Some(Health::Unhealthy { reason, .. }), _) => format!("✗ {reason}"),
                 (_, Some((pod, _))) => format!("● {pod}"),

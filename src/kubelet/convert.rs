@@ -4,7 +4,7 @@ use tonic::Status;
 
 use super::handover::{Answer, HandoverError};
 use crate::allocation::{AllocationRequest, DeviceId, PreferredAllocation};
-use crate::state::{AllocateError, Health, NodeState, ResourceName};
+use crate::state::{AllocateError, Health, NodeState, Resource, ResourceName};
 use linkwise_kubelet_api::v1beta1 as wire;
 
 pub(super) fn options() -> wire::DevicePluginOptions {
@@ -13,7 +13,7 @@ pub(super) fn options() -> wire::DevicePluginOptions {
 
 /// The whole list of a resource, as ListAndWatch sends it.
 pub(super) fn device_list(snapshot: &NodeState, resource: &ResourceName) -> wire::ListAndWatchResponse {
-    let devices = snapshot.devices(resource).map(|(id, device)| {
+    let devices = snapshot.offers().of(resource).map(|(id, device)| {
         let nodes: Vec<_> = device.numa_nodes.iter().map(|numa| wire::NumaNode { id: i64::from(numa.0) }).collect();
         let health = if device.health == Health::Healthy { wire::HEALTHY } else { wire::UNHEALTHY };
         wire::Device {
@@ -22,12 +22,13 @@ pub(super) fn device_list(snapshot: &NodeState, resource: &ResourceName) -> wire
             topology: (!nodes.is_empty()).then_some(wire::TopologyInfo { nodes }),
         }
     });
-    let absent = snapshot.absent(resource).map(|(id, _)| wire::Device {
+    let unknown = snapshot.offers().resources().get(resource).into_iter().flat_map(Resource::unknown);
+    let unknown = unknown.map(|(id, _)| wire::Device {
         id: id.as_str().to_owned(),
         health: wire::UNHEALTHY.to_owned(),
         topology: None,
     });
-    wire::ListAndWatchResponse { devices: devices.chain(absent).collect() }
+    wire::ListAndWatchResponse { devices: devices.chain(unknown).collect() }
 }
 
 /// One container's question. A negative size is a size that cannot be met, like 0.

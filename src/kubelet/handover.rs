@@ -312,7 +312,7 @@ mod tests {
     }
 
     fn answer(handover: &Handover, snapshot: &NodeState) -> Result<Answer, HandoverError> {
-        let devices: Vec<&Device> = snapshot.devices(&ResourceName::gpu()).map(|(_, device)| device).collect();
+        let devices: Vec<&Device> = snapshot.offers().of(&ResourceName::gpu()).map(|(_, device)| device).collect();
         handover.answer(&ResourceName::gpu(), snapshot, &devices)
     }
 

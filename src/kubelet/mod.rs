@@ -4,17 +4,18 @@
 //! [`Plugin`] for each resource and owns the task that runs it; this module starts no task. Wire
 //! types stop at `convert.rs` and the files that speak them: `service.rs`, `register.rs`, `pod_resources.rs`. What to do
 //! next is `machine`'s to say, `life` does it (docs/life-cycle.md); how a container gets its GPUs is `handover`'s.
-//! The path of an admission reads one snapshot snapshot: no NVML, no lock held by a probe, no disk.
+//! The path of an admission reads one snapshot: no NVML, no lock held by a probe, no disk.
 
 mod callers;
+mod checkpoint;
 mod connection;
 mod convert;
 mod handover;
 mod layer;
 mod life;
 mod machine;
+mod narrowing;
 mod nics;
-mod offers;
 pub mod pod_resources;
 mod probe;
 mod register;
@@ -161,6 +162,15 @@ pub enum Occurrence {
 
 /// Where occurrences go. Called on the path of an admission: it must not block.
 pub type Observer = Arc<dyn Fn(&ResourceName, Occurrence) + Send + Sync>;
+
+impl Settings {
+    /// Where the kubelet says who holds what; `None` without a PodResources socket.
+    pub fn holder_sources(&self) -> Option<pod_resources::HolderSources> {
+        let socket = self.pod_resources_socket.clone()?;
+        let folder = self.kubelet_socket.parent()?.to_owned();
+        Some(pod_resources::HolderSources { socket, folder })
+    }
+}
 
 /// What all servers of one node follow.
 #[derive(Clone)]

@@ -57,7 +57,7 @@ mod tests {
     fn answer(machine: &str, gpus: &[u32]) -> (String, Vec<String>) {
         let observed = machines::load(machine).unwrap().observed;
         let snapshot = NodeState::default().apply(Event::Observed(Box::new(observed)), std::time::Duration::ZERO).0;
-        let devices = snapshot.devices(&ResourceName::gpu()).map(|(_, device)| device);
+        let devices = snapshot.offers().of(&ResourceName::gpu()).map(|(_, device)| device);
         let devices: Vec<&Device> = devices.filter(|device| gpus.contains(&device.gpu.index)).collect();
         let mut answer = Answer::default();
         rdma().answer(snapshot.topology(), &devices, &mut answer);

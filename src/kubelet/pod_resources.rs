@@ -4,7 +4,7 @@
 //! on the path of an admission. Where the socket is not there, or has no answer, nothing is known, and that is a value.
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,10 +14,12 @@ use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use tonic::transport::Channel;
 
+use super::checkpoint;
 use super::machine::Listing;
 use super::register::connect;
 use crate::allocation::DeviceId;
-use crate::state::{Health, NodeState, ResourceName};
+use crate::backoff::Backoff;
+use crate::state::{ClaimedDevice, Health, Holdings, NodeState, ResourceName};
 use linkwise_kubelet_api::podresources as wire;
 use wire::pod_resources_lister_client::PodResourcesListerClient;
 
@@ -30,8 +32,23 @@ const ASK_OFTEN: Duration = Duration::from_secs(1);
 /// How often while nobody waits for an answer.
 const ASK_BETWEEN: Duration = Duration::from_secs(30);
 
-/// Which devices containers held when the kubelet was last asked, as the kubelet names them; `None`: not known.
-pub type Holders = Option<BTreeSet<(ResourceName, DeviceId)>>;
+/// Who holds what, as the kubelet lists it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Holders {
+    /// `None`: the kubelet could not be asked.
+    pub held: Option<Holdings>,
+    /// Why the devices of init containers are missing in it, where they are.
+    pub without_init_containers: Option<String>,
+}
+
+/// Where the kubelet says who holds what.
+#[derive(Clone, Debug)]
+pub struct HolderSources {
+    /// The PodResources socket.
+    pub socket: PathBuf,
+    /// The device-plugins folder, where the kubelet keeps its checkpoint.
+    pub folder: PathBuf,
+}
 
 /// Why PodResources has no answer.
 #[derive(Debug, Error)]
@@ -76,11 +93,11 @@ fn devices(listed: impl IntoIterator<Item = wire::ContainerDevices>) -> Devices 
 }
 
 /// Connects, calls, and gives up in time.
-async fn call(
+async fn call<T>(
     socket: &Path,
     call: &'static str,
-    ask: impl AsyncFnOnce(PodResourcesListerClient<Channel>) -> Result<Devices, Status>,
-) -> Result<Devices, PodResourcesError> {
+    ask: impl AsyncFnOnce(PodResourcesListerClient<Channel>) -> Result<T, Status>,
+) -> Result<T, PodResourcesError> {
     let path = || socket.display().to_string();
     let exchange = async {
         let channel = connect(socket, |_| {}).await;
@@ -93,37 +110,65 @@ async fn call(
     tokio::time::timeout(TIMEOUT, exchange).await.map_err(late)?
 }
 
-/// Which devices containers hold now. A name that is no resource's is not ours and is left out.
-pub async fn holders(socket: &Path) -> Result<BTreeSet<(ResourceName, DeviceId)>, PodResourcesError> {
-    let held = call(socket, "List", async |mut client| {
+/// Which devices containers and claims hold now. A name that is no resource's is not ours and is left out.
+async fn listed(socket: &Path) -> Result<Holdings, PodResourcesError> {
+    let containers = call(socket, "List", async |mut client| {
         let pods = client.list(wire::ListPodResourcesRequest {}).await?.into_inner().pod_resources;
-        Ok(devices(pods.into_iter().flat_map(|pod| pod.containers).flat_map(|container| container.devices)))
+        Ok(pods.into_iter().flat_map(|pod| pod.containers).collect::<Vec<_>>())
     });
-    let named = |(resource, id): (String, String)| Some((resource.parse().ok()?, DeviceId::from(id)));
-    Ok(held.await?.into_iter().filter_map(named).collect())
+    let mut holdings = Holdings::default();
+    for container in containers.await? {
+        holdings.claims.extend(container.dynamic_resources.into_iter().flat_map(claimed));
+        for (resource, id) in devices(container.devices) {
+            if let Ok(resource) = resource.parse() {
+                holdings.containers.insert((resource, DeviceId::from(id)));
+            }
+        }
+    }
+    Ok(holdings)
 }
 
-/// Follows the holders until `shutdown`, every second while somebody waits for an answer (`often`), else now and then; a failure is "not known" until the next answer. Every answer is told, also one
-/// like the last: what is gone leaves the list by what is said after it went.
+fn claimed(resource: wire::DynamicResource) -> impl Iterator<Item = ClaimedDevice> {
+    let claim = format!("{}/{}", resource.claim_namespace, resource.claim_name);
+    resource.claim_resources.into_iter().map(move |device| {
+        let names = device.cdi_devices.iter().filter_map(|cdi| Some(cdi.name.split_once('=')?.1.to_owned()));
+        let cdi_names = names.collect();
+        ClaimedDevice { claim: claim.clone(), driver: device.driver_name, device: device.device_name, cdi_names }
+    })
+}
+
+/// Who holds what now. The checkpoint is read after the list: the kubelet drops pods that have ended when it is asked for
+/// the list.
+pub async fn holders(sources: &HolderSources) -> Holders {
+    let Ok(mut held) = listed(&sources.socket).await else { return Holders::default() };
+    let mut without_init_containers = None;
+    match checkpoint::read(&sources.folder).await {
+        Ok(devices) => {
+            held.init_containers = devices.into_iter().filter(|key| !held.containers.contains(key)).collect();
+        }
+        Err(error) => without_init_containers = Some(super::chain(&error)),
+    }
+    Holders { held: Some(held), without_init_containers }
+}
+
+/// Follows the holders until `shutdown`: often while somebody waits for an answer (`often`), else every 30 s. Every answer
+/// is sent on, also one like the last: an orphan leaves the list by what is answered after it went.
 pub async fn follow_holders(
-    socket: &Path,
+    sources: &HolderSources,
     holders_now: watch::Sender<Holders>,
     mut often: watch::Receiver<bool>,
     shutdown: CancellationToken,
 ) {
-    let mut pause = ASK_BETWEEN;
+    let mut often_pause = Backoff::new(ASK_OFTEN, ASK_BETWEEN);
     let follow = async {
         loop {
-            holders_now.send_replace(holders(socket).await.ok());
-            // Of what a pod holds for days an answer a second would be many.
-            let waited_for = *often.borrow_and_update();
-            pause = if waited_for { (pause * 2).min(ASK_BETWEEN) } else { ASK_BETWEEN };
-            let begins = async {
-                // Whoever would say so is gone only when the node ends.
-                let _ = often.changed().await;
-            };
-            if tokio::time::timeout(pause, begins).await.is_ok() {
-                pause = ASK_OFTEN / 2;
+            holders_now.send_replace(holders(sources).await);
+            // A pod may hold its devices for days: the pauses grow.
+            let is_awaited = *often.borrow_and_update();
+            let pause = if is_awaited { often_pause.failed() } else { ASK_BETWEEN };
+            // An error means that the node ends.
+            if tokio::time::timeout(pause, often.changed()).await.is_ok() {
+                often_pause.reset();
             }
         }
     };
@@ -144,7 +189,7 @@ pub(super) async fn listing(
     });
     let Ok(listed) = listed.await else { return Listing::Unknown };
     let snapshot = Arc::clone(&snapshot.borrow());
-    let healthy = snapshot.devices(resource).filter(|(_, device)| device.health == Health::Healthy);
+    let healthy = snapshot.offers().of(resource).filter(|(_, device)| device.health == Health::Healthy);
     let mut healthy = healthy.map(|(id, _)| (resource.as_str().to_owned(), id.as_str().to_owned()));
     if healthy.all(|device| listed.contains(&device)) { Listing::Listed } else { Listing::Missing }
 }

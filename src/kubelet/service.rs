@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
 use super::callers::Peer;
-use super::offers::Offers;
+use super::narrowing::Narrowing;
 use super::{Occurrence, Settings, Sources, convert};
 use crate::state::{NodeState, ResourceName};
 use linkwise_kubelet_api::v1beta1 as wire;
@@ -26,7 +26,7 @@ pub(super) struct Service {
     /// How many ListAndWatch streams the kubelet holds.
     pub streams: watch::Sender<usize>,
     /// What the kubelet has offered in this session.
-    pub offers: Mutex<Offers>,
+    pub narrowing: Mutex<Narrowing>,
     /// Ends the open streams: tonic's graceful shutdown waits for them.
     pub end: CancellationToken,
 }
@@ -36,9 +36,9 @@ impl Service {
         Arc::clone(&self.sources.snapshot.borrow())
     }
 
-    fn offers(&self) -> std::sync::MutexGuard<'_, Offers> {
+    fn narrowing(&self) -> std::sync::MutexGuard<'_, Narrowing> {
         // Only whole ids are ever put in or taken out.
-        self.offers.lock().unwrap_or_else(PoisonError::into_inner)
+        self.narrowing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether the caller is the process that listens on kubelet.sock, as far as the kernel tells.
@@ -98,7 +98,7 @@ impl DevicePlugin for Service {
             let start = Instant::now();
             let (answer, report) = snapshot.preferred(&self.resource, &question);
             let elapsed = start.elapsed();
-            let narrowed = self.offers().narrowed(&question, |id| snapshot.is_healthy(&self.resource, id));
+            let narrowed = self.narrowing().narrowed(&question, |id| snapshot.offers().is_healthy(&self.resource, id));
             self.observe(Occurrence::Chosen { report: Arc::new(report), elapsed, narrowed });
             convert::preferred(answer)
         });
@@ -113,7 +113,7 @@ impl DevicePlugin for Service {
         let mut container_responses = Vec::new();
         for container in request.into_inner().container_requests {
             let ids = convert::ids(container.devices_ids);
-            self.offers().allocated(&ids);
+            self.narrowing().allocated(&ids);
             let granted = snapshot.allocate(&self.resource, &ids).map_err(|error| convert::refusal(&error));
             let answer = granted.and_then(|devices| {
                 let answer = self.settings.handover.answer(&self.resource, &snapshot, &devices);

@@ -128,7 +128,7 @@ impl Session {
             sources,
             kubelet: Arc::clone(&kubelet),
             streams: streams_sender,
-            offers: Mutex::default(),
+            narrowing: Mutex::default(),
             end: end.clone(),
         };
         let server = tonic::transport::Server::builder()

@@ -162,7 +162,7 @@ impl Upkeep {
         let mut failing = None;
         loop {
             let current = Arc::clone(&snapshot.borrow_and_update());
-            let some = !current.resources().is_empty();
+            let some = !current.offers().resources().is_empty();
             let sight = Arc::clone(&self.sight);
             // Files of a device or disk in trouble may not answer, and would hold a thread that admissions need.
             let round = tokio::task::spawn_blocking(move || sight.round(&current));
@@ -230,7 +230,7 @@ impl Sight {
     fn round(&self, snapshot: &NodeState) -> Round {
         let surroundings = self.surroundings();
         let mut round = Round { surroundings, oddities: Vec::new(), written: Vec::new(), error: None, nccl: None };
-        if snapshot.resources().is_empty() {
+        if snapshot.offers().resources().is_empty() {
             return round;
         }
         round.nccl = self.nccl.as_ref().map(TopologyFile::write);

@@ -22,6 +22,7 @@ use crate::allocation::AllocationReport;
 use crate::kubelet::pod_resources::{self, Holders};
 use crate::kubelet::{self, Occurrence, Phase, Plugin, Sources};
 use crate::metrics::{self, Metrics};
+use crate::once::Once;
 use crate::state::{Effect, Event, Health, HealthRecord, NodeState, NumaHints, ResourceName};
 
 /// Events that may wait: a storm of XIDs waits at the driver's end of the queue, not in memory.
@@ -71,6 +72,7 @@ pub struct Node {
     plugins: Plugins,
     holders: watch::Sender<Holders>,
     follows_holders: bool,
+    checkpoint_trouble: Once<String>,
     /// Whether an answer about holders is waited for.
     asks_often: watch::Sender<bool>,
     troubles: Troubles,
@@ -125,6 +127,7 @@ impl Node {
             plugins: Plugins::default(),
             holders: watch::Sender::default(),
             follows_holders: false,
+            checkpoint_trouble: Once::new(),
             asks_often: watch::Sender::default(),
             troubles: Troubles::default(),
             idle,
@@ -176,11 +179,6 @@ impl Node {
         self.last_report.subscribe()
     }
 
-    /// Follows which devices the kubelet says that containers hold. It begins with the first GPU that is seen.
-    pub fn holders(&self) -> watch::Receiver<Holders> {
-        self.holders.subscribe()
-    }
-
     /// Ends the node when cancelled.
     pub fn shutdown(&self) -> CancellationToken {
         self.shutdown.clone()
@@ -220,7 +218,7 @@ impl Node {
                 () = tick => self.apply(Event::Tick),
                 Ok(()) = holders.changed() => {
                     let now = holders.borrow_and_update().clone();
-                    self.apply(Event::Holders(now));
+                    self.holders_changed(now);
                 }
                 Some((resource, occurrence)) = self.occurrences.1.recv() => observe::log(&resource, &occurrence, &mut told),
                 Some(task) = self.tasks.join_next() => match task {
@@ -241,7 +239,7 @@ impl Node {
     pub(super) fn apply(&mut self, event: Event) {
         let (state, effects) = std::mem::take(&mut self.state).apply(event, self.clock.now());
         self.state = state;
-        let awaits = self.state.awaits_holders();
+        let awaits = self.state.offers().awaits_holders();
         self.asks_often.send_if_modified(|often| std::mem::replace(often, awaits) != awaits);
         if !self.state.topology().gpus().is_empty() {
             self.follow_holders();
@@ -249,16 +247,19 @@ impl Node {
         for effect in effects {
             match effect {
                 Effect::Publish => self.publish(),
-                Effect::HealthChanged { gpu, health: Health::Healthy } => tracing::info!(%gpu, "the GPU is healthy"),
-                Effect::HealthChanged { gpu, health: Health::Unhealthy { reason, since } } => {
-                    self.metrics.gpu_failed(&gpu, reason.label());
-                    let (since, ends_with) = (since.as_secs(), reason.ends_with());
-                    tracing::warn!(%gpu, %reason, since, ends_with, "the GPU is unhealthy");
+                Effect::HealthChanged { gpu, mig, health } => {
+                    if let Health::Unhealthy { reason, .. } = &health {
+                        self.metrics.gpu_failed(&gpu, reason.label());
+                    }
+                    observe::health(&gpu, mig.as_ref(), &health);
+                }
+                Effect::UnknownRecoveryAction { gpu, action } => {
+                    tracing::warn!(%gpu, %action, "the driver asks for something unknown to this version; the GPU stays as it is");
                 }
                 Effect::XidIgnored { gpu, code, times } => {
                     tracing::info!(%gpu, xid = code, times, "an XID that is no fault of the GPU; it stays as it is");
                 }
-                Effect::Keep => drop(self.records.send_replace(Some(self.state.record()))),
+                Effect::Keep => drop(self.records.send_replace(Some(self.state.hardware().record()))),
                 Effect::RecordIgnored { version } => {
                     tracing::warn!(version, "the health record is of another version of linkwise and is not used");
                 }
@@ -288,7 +289,7 @@ impl Node {
     /// A plugin for each resource. One that comes back while its plugin is ending gets the next when that has ended:
     /// two of one name would take the kubelet's one endpoint from each other.
     fn match_plugins(&mut self) {
-        let resources: Vec<ResourceName> = self.state.resources().keys().cloned().collect();
+        let resources: Vec<ResourceName> = self.state.offers().resources().keys().cloned().collect();
         for (resource, plugin) in lock(&self.plugins).iter() {
             if !resources.contains(resource) {
                 plugin.end.cancel();
@@ -319,15 +320,22 @@ impl Node {
 
     /// Starts to ask who holds which devices, once: before the first list, which has to have them.
     fn follow_holders(&mut self) {
-        let Some(socket) = self.kubelet.pod_resources_socket.clone() else { return };
+        let Some(sources) = self.kubelet.holder_sources() else { return };
         if !self.follows_holders {
             self.follows_holders = true;
             let (holders, often, shutdown) = (self.holders.clone(), self.asks_often.subscribe(), self.shutdown());
             self.spawn("holders of devices", async move {
-                pod_resources::follow_holders(&socket, holders, often, shutdown).await;
+                pod_resources::follow_holders(&sources, holders, often, shutdown).await;
                 Ok(())
             });
         }
+    }
+
+    fn holders_changed(&mut self, holders: Holders) {
+        for cause in self.checkpoint_trouble.replace(holders.without_init_containers) {
+            tracing::warn!(cause, "devices of init containers are unknown: the kubelet's checkpoint cannot be read");
+        }
+        self.apply(Event::Holders(holders.held));
     }
 
     /// Whether the task that ended was a plugin whose resource was withdrawn; then it is forgotten.

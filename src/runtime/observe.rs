@@ -5,7 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::allocation::{DeviceId, FallbackReason};
 use crate::kubelet::{Occurrence, Phase};
 use crate::metrics::Metrics;
-use crate::state::ResourceName;
+use crate::state::{Health, ResourceName};
+use crate::topology::{GpuUuid, MigUuid};
 
 /// Causes, and uids, that are remembered; what comes on top of so many is not logged.
 const MOST: usize = 64;
@@ -66,6 +67,23 @@ impl Told {
 
     fn first_refusal(&mut self, uid: u32) -> bool {
         self.refused.len() < MOST && self.refused.insert(uid)
+    }
+}
+
+/// Logs a change of health: of a GPU, or of one MIG device of it alone.
+pub(super) fn health(gpu: &GpuUuid, mig: Option<&MigUuid>, health: &Health) {
+    let mig = mig.map(MigUuid::as_str);
+    match (health, mig) {
+        (Health::Healthy, None) => tracing::info!(%gpu, "the GPU is healthy"),
+        (Health::Healthy, Some(mig)) => tracing::info!(%gpu, mig, "the MIG device is healthy"),
+        (Health::Unhealthy { reason, since }, None) => {
+            let (since, ends_with) = (since.as_secs(), reason.ends_with());
+            tracing::warn!(%gpu, %reason, since, ends_with, "the GPU is unhealthy");
+        }
+        (Health::Unhealthy { reason, since }, Some(mig)) => {
+            let (since, ends_with) = (since.as_secs(), reason.ends_with());
+            tracing::warn!(%gpu, mig, %reason, since, ends_with, "the MIG device is unhealthy");
+        }
     }
 }
 

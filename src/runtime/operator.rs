@@ -13,7 +13,7 @@ use super::node::Node;
 use crate::admin::{GpuState, Orders, Outcome, ReasonState, ResourceState, State};
 use crate::kubelet::Phase;
 use crate::metrics::Metrics;
-use crate::state::{Event, Health, NodeState};
+use crate::state::{Event, NodeState};
 
 /// [`Release::patience`].
 const LETTING_GO: Duration = Duration::from_secs(10);
@@ -123,7 +123,7 @@ pub(super) fn orders(node: &Node, release: &Release) -> Orders {
         clear: Arc::new(move |gpu| {
             let (known, events) = (Arc::clone(&snapshot.borrow()), events.clone());
             Box::pin(async move {
-                if !known.resources().values().flatten().any(|(_, device)| device.gpu.uuid == gpu) {
+                if !known.offers().devices().any(|device| device.gpu.uuid == gpu) {
                     return Outcome::Unknown(format!("no GPU {gpu} on this node"));
                 }
                 match events.try_send(Event::Cleared { gpu: gpu.clone() }) {
@@ -147,45 +147,37 @@ fn state(
     idle: Option<String>,
     driver_released: bool,
 ) -> State {
-    let mut gpus = Vec::new();
-    let mut counts = std::collections::BTreeMap::<String, (usize, usize)>::new();
-    for (resource, devices) in snapshot.resources() {
-        let count = counts.entry(resource.to_string()).or_default();
-        count.1 += snapshot.absent(resource).count();
-        for device in devices.values() {
-            let healthy = device.health == Health::Healthy;
-            *(if healthy { &mut count.0 } else { &mut count.1 }) += 1;
-            let standing = snapshot.standing(&device.gpu.uuid);
-            gpus.push(GpuState {
-                uuid: device.gpu.uuid.to_string(),
-                index: device.gpu.index,
-                pci: device.gpu.pci.to_string(),
-                model: device.gpu.model.clone(),
-                healthy,
-                reasons: standing
-                    .map(|(reason, since)| ReasonState {
-                        reason: reason.to_string(),
-                        kind: reason.label(),
-                        since: since.as_secs(),
-                        ends_with: reason.ends_with(),
-                    })
-                    .collect(),
-            });
-        }
-    }
-    gpus.sort_by(|a, b| (&a.pci, &a.uuid).cmp(&(&b.pci, &b.uuid)));
-    gpus.dedup_by(|a, b| a.uuid == b.uuid);
-    let resources = plugins.into_iter().map(|(resource, phase, trouble)| {
-        let (healthy, unhealthy) = counts.get(&resource).copied().unwrap_or_default();
-        (resource, ResourceState { phase: phase.words(), trouble, healthy, unhealthy })
+    let gpus = snapshot.gpus().into_iter().map(|status| GpuState {
+        uuid: status.gpu.uuid.to_string(),
+        index: status.gpu.index,
+        pci: status.gpu.pci.to_string(),
+        model: status.gpu.model.clone(),
+        healthy: status.is_healthy,
+        reasons: status
+            .reasons
+            .into_iter()
+            .map(|(reason, since)| ReasonState {
+                reason: reason.to_string(),
+                kind: reason.label(),
+                since: since.as_secs(),
+                ends_with: reason.ends_with(),
+            })
+            .collect(),
+    });
+    let offered = snapshot.offers().resources();
+    let resources = plugins.into_iter().map(|(name, phase, trouble)| {
+        let counts =
+            offered.iter().find(|(offered, _)| offered.as_str() == name).map(|(_, resource)| resource.counts());
+        let (healthy, unhealthy) = counts.unwrap_or_default();
+        (name, ResourceState { phase: phase.words(), trouble, healthy, unhealthy })
     });
     State {
         version: env!("CARGO_PKG_VERSION"),
         driver_released,
         idle,
         resources: resources.collect(),
-        gpus,
-        warnings: snapshot.warnings().iter().map(ToString::to_string).collect(),
+        gpus: gpus.collect(),
+        warnings: snapshot.hardware().warnings().iter().map(ToString::to_string).collect(),
     }
 }
 
@@ -222,8 +214,9 @@ mod tests {
         let gpu = ResourceName::gpu().to_string();
         let plugins = vec![(gpu.clone(), Phase::Pausing, Some("nobody is there".to_owned()))];
         // One that a pod holds and this node does not have is on the list too.
-        let held = [(ResourceName::gpu(), crate::allocation::DeviceId::from("GPU-gone".to_owned()))].into();
-        let (snapshot, _) = snapshot().apply(Event::Holders(Some(held)), Duration::from_secs(1_700_000_000));
+        let held = [(ResourceName::gpu(), crate::allocation::DeviceId::from("GPU-gone".to_owned()))];
+        let (snapshot, _) =
+            snapshot().apply(Event::Holders(Some(held.into_iter().collect())), Duration::from_secs(1_700_000_000));
         let told = serde_json::to_value(state(&snapshot, plugins, Some("why".to_owned()), true)).unwrap();
         let way_out = UnhealthyReason::Xid { code: 79, instance: None }.ends_with();
         assert_eq!(

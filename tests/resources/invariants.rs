@@ -149,12 +149,12 @@ proptest! {
         }
         snapshot = snapshot.apply(Event::Planned(Box::new(plan)), NOW).0;
         snapshot = snapshot.apply(Event::Observed(Box::new(seen.clone())), NOW).0;
-        let plan = snapshot.plan().clone();
+        let plan = snapshot.offers().plan().clone();
         let mps = plan.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps);
-        for (resource, devices) in snapshot.resources() {
+        for (resource, devices) in snapshot.offers().resources().iter().map(|(name, of)| (name, of.devices())) {
             let slots = devices.iter().filter(|(_, device)| mps && device.slot.is_some());
             for (id, _) in slots {
-                prop_assert!(!snapshot.is_healthy(resource, id) && !fresh, "{id}: its daemon is not ready");
+                prop_assert!(!snapshot.offers().is_healthy(resource, id) && !fresh, "{id}: its daemon is not ready");
             }
         }
         let ready = snapshot.mps_shares().clone();
@@ -163,13 +163,13 @@ proptest! {
         let pieces = pieces(&topology, &seen, &plan);
 
         let mut offered: BTreeMap<String, BTreeMap<ResourceName, BTreeSet<Option<u32>>>> = BTreeMap::new();
-        for (resource, devices) in snapshot.resources() {
+        for (resource, devices) in snapshot.offers().resources().iter().map(|(name, of)| (name, of.devices())) {
             prop_assert!(!devices.is_empty(), "{resource} of nothing");
             for (id, device) in devices {
                 prop_assert!(id.as_str().len() <= 63 && *id == device.id());
                 let name = device.slot.map_or(device.uuid().to_owned(), |slot| format!("{}::{slot}", device.uuid()));
                 prop_assert_eq!(id.as_str(), name);
-                if snapshot.is_healthy(resource, id) {
+                if snapshot.offers().is_healthy(resource, id) {
                     let slots = offered.entry(device.uuid().to_owned()).or_default().entry(resource.clone()).or_default();
                     prop_assert!(slots.insert(device.slot), "one slot twice");
                 }
@@ -177,7 +177,7 @@ proptest! {
         }
         for (uuid, resources) in &offered {
             // Whatever the plan before: what it offered and this one does not is not healthy.
-            prop_assert!(pieces.contains(uuid) || !snapshot.problems().is_empty(), "{uuid} is not to be offered");
+            prop_assert!(pieces.contains(uuid) || !snapshot.offers().problems().is_empty(), "{uuid} is not to be offered");
             if !fresh {
                 continue;
             }
@@ -194,18 +194,18 @@ proptest! {
             }
         }
         // Nothing is lost without a word; sharing by MPS alone wants no MIG.
-        if fresh && snapshot.problems().is_empty() {
+        if fresh && snapshot.offers().problems().is_empty() {
             prop_assert_eq!(offered.keys().cloned().collect::<BTreeSet<_>>(), pieces);
         }
-        for device in snapshot.resources().values().flat_map(BTreeMap::values) {
+        for device in snapshot.offers().devices() {
             if fresh && mps && device.slot.is_some() {
                 prop_assert!(device.mig.is_none() && !device.gpu.mig_enabled);
             }
         }
         // Advice takes the size asked for of what is offered, all else being free.
-        for (resource, devices) in snapshot.resources() {
+        for (resource, devices) in snapshot.offers().resources().iter().map(|(name, of)| (name, of.devices())) {
             let available: Vec<DeviceId> =
-                devices.keys().filter(|id| snapshot.is_healthy(resource, id)).cloned().collect();
+                devices.keys().filter(|id| snapshot.offers().is_healthy(resource, id)).cloned().collect();
             for size in 1..=available.len().min(7) {
                 let request = AllocationRequest { available: available.clone(), must_include: Vec::new(), size };
                 let (answer, report) = snapshot.preferred(resource, &request);

@@ -8,12 +8,13 @@
     reason = "what a helper cannot do fails the test"
 )]
 
-mod absent;
-mod elsewhere;
+mod conflicts;
+mod hardware;
 mod invariants;
 mod look;
 mod mps;
 mod node;
+mod orphans;
 mod plans;
 
 #[path = "../random_node/mod.rs"]

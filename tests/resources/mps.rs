@@ -1,12 +1,12 @@
 //! Resources that are shared by MPS: what the snapshot offers of them while their daemons are ready, and while they are not.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use linkwise::allocation::DeviceId;
 use linkwise::state::{
-    Effect, Event, Health, MpsShare, NodeState, ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing,
-    SharingKind, UnhealthyReason,
+    Effect, Event, Health, Holdings, MpsShare, NodeState, ResourceName, ResourcePlan, SharedDevices, SharedResource,
+    Sharing, SharingKind, UnhealthyReason,
 };
 use linkwise::topology::{ComputeCapability, NodeObservation};
 
@@ -51,7 +51,7 @@ fn ready(snapshot: NodeState) -> NodeState {
 /// Slots and whole GPUs on the list: healthy, and unhealthy by the reason's label.
 fn listed(snapshot: &NodeState) -> BTreeMap<&'static str, usize> {
     let mut counts = BTreeMap::new();
-    for (_, device) in snapshot.devices(&ResourceName::gpu()) {
+    for (_, device) in snapshot.offers().of(&ResourceName::gpu()) {
         let what = match &device.health {
             Health::Healthy => "healthy",
             Health::Unhealthy { reason, .. } => reason.label(),
@@ -76,7 +76,7 @@ fn a_daemon_that_dies_makes_its_slots_unhealthy_and_no_gpu() {
     let (snapshot, effects) = apply(snapshot, Event::MpsReady(BTreeMap::new()), LATER);
     assert_eq!(effects, [Effect::Publish], "nothing is said of GPUs, and nothing kept");
     assert_eq!(listed(&snapshot), BTreeMap::from([("mps_not_ready", 8)]));
-    let (id, device) = snapshot.devices(&ResourceName::gpu()).next().unwrap();
+    let (id, device) = snapshot.offers().of(&ResourceName::gpu()).next().unwrap();
     assert_eq!(device.health, Health::Unhealthy { reason: UnhealthyReason::MpsNotReady, since: LATER });
     let refused = snapshot.allocate(&ResourceName::gpu(), std::slice::from_ref(id)).unwrap_err().to_string();
     assert!(refused.ends_with("is unhealthy: the MPS control daemon of its resource is not ready"), "{refused}");
@@ -101,7 +101,7 @@ fn a_daemon_of_other_limits_makes_nothing_ready() {
     let snapshot = planned(snapshot, ResourcePlan::default());
     assert_eq!(listed(&snapshot), BTreeMap::from([("healthy", 4), ("withdrawn", 16)]));
     assert!(snapshot.mps_shares().is_empty());
-    let nobody = || Event::Holders(Some(BTreeSet::new()));
+    let nobody = || Event::Holders(Some(Holdings::default()));
     let snapshot = apply(apply(snapshot, nobody(), NOW).0, nobody(), NOW).0;
     let snapshot = planned(snapshot, replicas(2));
     assert_eq!(listed(&snapshot), BTreeMap::from([("withdrawn", 4)]), "no slot is on the list yet");
@@ -133,7 +133,7 @@ fn some_gpus_are_shared_and_the_others_wait_for_nobody() {
     let MpsShare { replicas, gpus, whole_node } = &snapshot.mps_shares()[&ResourceName::gpu()];
     assert_eq!((*replicas, gpus.len(), *whole_node), (2, 1, false));
     let slot = DeviceId::from(format!("{}::0", gpus[0].uuid));
-    assert!(!snapshot.is_healthy(&ResourceName::gpu(), &slot));
+    assert!(!snapshot.offers().is_healthy(&ResourceName::gpu(), &slot));
     let snapshot = ready(snapshot);
     assert_eq!(listed(&snapshot), BTreeMap::from([("healthy", 5)]));
     let (snapshot, _) = apply(snapshot, Event::MpsReady(BTreeMap::new()), NOW);

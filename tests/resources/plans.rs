@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use linkwise::allocation::{AllocationPolicy, AllocationRequest, DeviceId};
 use linkwise::state::{
-    Effect, Event, Health, MigInstance, MigStrategy, NamePattern, NodeState, Pattern, PlanProblem, ResourceName,
-    ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind, UnhealthyReason,
+    Effect, Event, Health, Holdings, MigInstance, MigStrategy, NamePattern, NodeState, Pattern, PlanProblem,
+    ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind, UnhealthyReason,
 };
 use linkwise::topology::{NodeObservation, NodeTopology};
 
@@ -44,8 +44,9 @@ fn slices(name: &str, replicas: u32) -> SharedResource {
 }
 
 fn offered(snapshot: &NodeState) -> Vec<(String, usize)> {
-    let healthy = |resource| snapshot.devices(resource).filter(|(_, device)| device.health == Health::Healthy).count();
-    let all = snapshot.resources().keys().map(|resource| (resource.to_string(), healthy(resource)));
+    let healthy =
+        |resource| snapshot.offers().of(resource).filter(|(_, device)| device.health == Health::Healthy).count();
+    let all = snapshot.offers().resources().keys().map(|resource| (resource.to_string(), healthy(resource)));
     all.filter(|(_, count)| *count > 0).collect()
 }
 
@@ -203,8 +204,11 @@ fn a_new_plan_that_cannot_be_had_waits_while_the_old_one_stays() {
     let (snapshot, effects) = snapshot.apply(planned(&wanted), NOW);
     let told = told(&effects);
     assert!(told[0].contains("the MIG devices differ") && told[2].contains("the last one stays"), "{told:?}");
-    assert_eq!((offered(&snapshot), snapshot.plan()), (vec![(gpu().to_string(), 4)], &ResourcePlan::default()));
-    assert!(snapshot.problems().contains(&PlanProblem::OldPlanStays));
+    assert_eq!(
+        (offered(&snapshot), snapshot.offers().plan()),
+        (vec![(gpu().to_string(), 4)], &ResourcePlan::default())
+    );
+    assert!(snapshot.offers().problems().contains(&PlanProblem::OldPlanStays));
     // The node becomes what the plan wants.
     let mut alike = mixed();
     for gpu in [0, 2, 3] {
@@ -214,8 +218,8 @@ fn a_new_plan_that_cannot_be_had_waits_while_the_old_one_stays() {
         }
     }
     let (snapshot, _) = snapshot.apply(seen(alike), NOW);
-    assert_eq!((offered(&snapshot), snapshot.plan()), (vec![(gpu().to_string(), 28)], &wanted));
-    assert_eq!(snapshot.problems(), []);
+    assert_eq!((offered(&snapshot), snapshot.offers().plan()), (vec![(gpu().to_string(), 28)], &wanted));
+    assert_eq!(snapshot.offers().problems(), []);
 }
 
 #[test]
@@ -233,7 +237,7 @@ fn names_come_from_the_first_pattern_that_matches() {
     };
     let (snapshot, _) = NodeState::default().apply(planned(&plan), NOW);
     let (snapshot, _) = snapshot.apply(seen(mixed()), NOW);
-    let names: Vec<&str> = snapshot.resources().keys().map(ResourceName::as_str).collect();
+    let names: Vec<&str> = snapshot.offers().resources().keys().map(ResourceName::as_str).collect();
     let expected = [
         "nvidia.com/a100-80",
         "nvidia.com/large",
@@ -246,7 +250,7 @@ fn names_come_from_the_first_pattern_that_matches() {
 }
 
 fn first(snapshot: &NodeState, resource: &ResourceName, size: usize) -> Vec<String> {
-    let available = snapshot.devices(resource).map(|(id, _)| id.clone()).collect();
+    let available = snapshot.offers().of(resource).map(|(id, _)| id.clone()).collect();
     let (answer, _) = snapshot.preferred(resource, &AllocationRequest { available, must_include: Vec::new(), size });
     answer.devices.iter().map(|id| id.as_str().to_owned()).collect()
 }
@@ -259,12 +263,12 @@ fn a_policy_is_a_resources_own_and_sees_what_is_held_of_others() {
     let (snapshot, _) = snapshot.apply(seen(mixed()), NOW);
     let parent = |snapshot: &NodeState| {
         let id = DeviceId::from(first(snapshot, &one, 1).remove(0));
-        snapshot.devices(&one).find(|(known, _)| **known == id).unwrap().1.gpu.index
+        snapshot.offers().of(&one).find(|(known, _)| **known == id).unwrap().1.gpu.index
     };
     // GPU 1 and GPU 3 have such devices; nothing of GPU 1 is held.
     let other = resource("nvidia.com/mig-2g.20gb");
-    let held = BTreeSet::from([(other.clone(), snapshot.devices(&other).next().unwrap().0.clone())]);
-    let (snapshot, effects) = snapshot.apply(Event::Holders(Some(held.clone())), NOW);
+    let held = BTreeSet::from([(other.clone(), snapshot.offers().of(&other).next().unwrap().0.clone())]);
+    let (snapshot, effects) = snapshot.apply(Event::Holders(Some(held.clone().into_iter().collect())), NOW);
     assert_eq!((parent(&snapshot), effects), (1, vec![Effect::Publish]));
     plan.shared_policy = Some(AllocationPolicy::Packed);
     let (snapshot, _) = snapshot.apply(planned(&plan), NOW);
@@ -275,7 +279,7 @@ fn a_policy_is_a_resources_own_and_sees_what_is_held_of_others() {
     plan.policies.insert(one.clone(), AllocationPolicy::Packed);
     let (snapshot, _) = snapshot.apply(planned(&plan), NOW);
     assert_eq!(parent(&snapshot), 3);
-    let (snapshot, effects) = snapshot.apply(Event::Holders(Some(held)), NOW);
+    let (snapshot, effects) = snapshot.apply(Event::Holders(Some(held.into_iter().collect())), NOW);
     assert_eq!(effects, [], "the same again");
     let (snapshot, _) = snapshot.apply(Event::Holders(None), NOW);
     assert_eq!(parent(&snapshot), 1, "nothing is known to be held");
@@ -289,26 +293,26 @@ fn what_was_withdrawn_leaves_when_no_pod_holds_it_for_certain() {
         ..ResourcePlan::default()
     };
     let (snapshot, _) = snapshot.apply(planned(&renamed), NOW);
-    let left = |snapshot: &NodeState| snapshot.devices(&gpu()).count();
-    let reason = |snapshot: &NodeState| snapshot.devices(&gpu()).next().unwrap().1.health.clone();
+    let left = |snapshot: &NodeState| snapshot.offers().of(&gpu()).count();
+    let reason = |snapshot: &NodeState| snapshot.offers().of(&gpu()).next().unwrap().1.health.clone();
     assert_eq!(left(&snapshot), 4);
     assert_eq!(reason(&snapshot), Health::Unhealthy { reason: UnhealthyReason::Withdrawn, since: NOW });
-    let held = BTreeSet::from([(gpu(), snapshot.devices(&gpu()).next().unwrap().0.clone())]);
+    let held = BTreeSet::from([(gpu(), snapshot.offers().of(&gpu()).next().unwrap().0.clone())]);
     for _ in 0..2 {
         let (snapshot, _) = snapshot.clone().apply(Event::Holders(None), NOW);
         assert_eq!(left(&snapshot), 4, "nobody knows who holds what");
     }
-    let (snapshot, _) = snapshot.apply(Event::Holders(Some(held.clone())), NOW);
+    let (snapshot, _) = snapshot.apply(Event::Holders(Some(held.clone().into_iter().collect())), NOW);
     assert_eq!(left(&snapshot), 4, "a pod may just be coming");
-    let (snapshot, effects) = snapshot.apply(Event::Holders(Some(held)), NOW);
+    let (snapshot, effects) = snapshot.apply(Event::Holders(Some(held.into_iter().collect())), NOW);
     assert_eq!((left(&snapshot), effects), (1, vec![Effect::Publish]));
-    let (snapshot, _) = snapshot.apply(Event::Holders(Some(BTreeSet::new())), NOW);
-    let (snapshot, _) = snapshot.apply(Event::Holders(Some(BTreeSet::new())), NOW);
+    let (snapshot, _) = snapshot.apply(Event::Holders(Some(Holdings::default())), NOW);
+    let (snapshot, _) = snapshot.apply(Event::Holders(Some(Holdings::default())), NOW);
     assert_eq!(left(&snapshot), 0);
-    assert_eq!(snapshot.resources().len(), 1);
+    assert_eq!(snapshot.offers().resources().len(), 1);
     // Back to the first plan.
     let (snapshot, _) = snapshot.apply(planned(&ResourcePlan::default()), NOW);
-    let nobody = || Event::Holders(Some(BTreeSet::new()));
+    let nobody = || Event::Holders(Some(Holdings::default()));
     let (snapshot, _) = snapshot.apply(nobody(), NOW).0.apply(nobody(), NOW);
     assert_eq!(offered(&snapshot), [(gpu().to_string(), 4)]);
 }
@@ -318,7 +322,7 @@ fn a_fault_is_the_hardwares_whatever_it_is_offered_as() {
     let faulty = mixed().gpus[1].uuid.clone();
     let xid = || Event::Xid { gpu: faulty.clone(), code: 79, instance: None };
     let sick = |snapshot: &NodeState| {
-        let devices = snapshot.resources().values().flat_map(|devices| devices.values());
+        let devices = snapshot.offers().devices();
         let sick =
             devices.filter(|it| matches!(&it.health, Health::Unhealthy { reason: UnhealthyReason::Xid { .. }, .. }));
         sick.map(|device| (device.gpu.index, device.mig.is_some(), device.slot)).collect::<BTreeSet<_>>()
@@ -335,7 +339,8 @@ fn a_fault_is_the_hardwares_whatever_it_is_offered_as() {
     let (snapshot, _) = snapshot.apply(planned(&plan), NOW);
     assert_eq!(sick(&snapshot), BTreeSet::from([(1, true, None)]));
     let one = resource("nvidia.com/mig-1g.10gb");
-    let healthy = |snapshot: &NodeState| snapshot.devices(&one).filter(|(_, it)| it.health == Health::Healthy).count();
+    let healthy =
+        |snapshot: &NodeState| snapshot.offers().of(&one).filter(|(_, it)| it.health == Health::Healthy).count();
     assert_eq!(healthy(&snapshot), 1);
     // A fault of the time in which a device was not offered.
     let (snapshot, _) = NodeState::default().apply(planned(&plan), NOW);

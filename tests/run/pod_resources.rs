@@ -1,11 +1,10 @@
 //! PodResources: it confirms registrations, and says who holds what.
 
-use std::collections::BTreeSet;
-
-use linkwise::kubelet::{Phase, Settings, pod_resources};
+use linkwise::kubelet::pod_resources::{self, HolderSources, Holders};
+use linkwise::kubelet::{Phase, Settings};
 use linkwise::machines;
 use linkwise::runtime::{HealthSettings, Node, NodeSettings};
-use linkwise::state::{Event, NumaHints, ResourceName};
+use linkwise::state::{Event, Holdings, NumaHints, ResourceName};
 use linkwise_kubelet_box::{Fault, KubeletBox, Options, Place, Pod};
 use tokio::net::UnixListener;
 use tokio::sync::watch;
@@ -69,12 +68,12 @@ async fn a_resource_whose_devices_are_all_sick_is_confirmed_by_its_stream() {
 async fn who_holds_what_is_known_where_pod_resources_is_there_and_not_known_elsewhere() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("p/kubelet.sock");
-    let error = pod_resources::holders(&socket).await.unwrap_err();
-    assert!(error.to_string().contains("p/kubelet.sock"), "{error}");
+    let sources = HolderSources { socket: socket.clone(), folder: folder.path().join("k") };
+    assert_eq!(pod_resources::holders(&sources).await, Holders::default());
     let mut options = Options::new(folder.path().join("k"));
     options.pod_resources = Some(socket.clone());
     let kubelet = KubeletBox::start(options).unwrap();
-    assert_eq!(pod_resources::holders(&socket).await.unwrap(), BTreeSet::new());
+    assert_eq!(pod_resources::holders(&sources).await.held, Some(Holdings::default()));
     let place = |pod: &str, resource: &str| Place {
         pod: pod.to_owned(),
         container: "main".to_owned(),
@@ -91,15 +90,16 @@ async fn who_holds_what_is_known_where_pod_resources_is_there_and_not_known_else
         health: HealthSettings::default(),
     };
     let node = Node::start(settings).await.unwrap();
-    let (mut holders, shutdown, events) = (node.holders(), node.shutdown(), node.events());
-    assert_eq!(*holders.borrow(), None, "nobody has asked yet");
+    let (mut snapshots, shutdown, events) = (node.snapshot(), node.shutdown(), node.events());
+    assert!(!snapshots.borrow().ledger().is_known(), "the kubelet was not asked yet");
     let running = tokio::spawn(node.serve());
     let observed = machines::load("dgx1-v100").unwrap().observed;
     events.send(Event::Observed(Box::new(observed))).await.unwrap();
-    let known = timeout(LIMIT, holders.wait_for(Option::is_some)).await.unwrap().unwrap().clone().unwrap();
+    let known = timeout(LIMIT, snapshots.wait_for(|state| state.ledger().is_known())).await.unwrap().unwrap().clone();
     // Held devices are named also where no plugin of ours lists them.
     let gpu = |id: &str| (ResourceName::gpu(), id.to_owned());
-    let named: Vec<(ResourceName, String)> = known.iter().map(|(name, id)| (name.clone(), id.to_string())).collect();
+    let named: Vec<(ResourceName, String)> =
+        known.ledger().devices().map(|(name, id)| (name.clone(), id.to_string())).collect();
     assert!(named.contains(&gpu("GPU-gone")) && named.contains(&gpu(&uuid(1, 2))), "{named:?}");
     assert!(named.contains(&("other.vendor/nic".parse().unwrap(), "nic0".to_owned())) && named.len() == 3);
     shutdown.cancel();
@@ -113,15 +113,16 @@ async fn who_holds_what_is_not_known_any_more_when_nobody_answers() {
     let mut options = Options::new(folder.path().join("k"));
     options.pod_resources = Some(socket.clone());
     let kubelet = KubeletBox::start(options).unwrap();
-    let (sender, mut holders) = watch::channel(None);
+    let (sender, mut holders) = watch::channel(Holders::default());
     let (often, asked) = watch::channel(false);
     let shutdown = CancellationToken::new();
-    let following = pod_resources::follow_holders(&socket, sender, asked, shutdown.clone());
+    let sources = HolderSources { socket, folder: folder.path().join("k") };
+    let following = pod_resources::follow_holders(&sources, sender, asked, shutdown.clone());
     let seen = async {
-        timeout(LIMIT, holders.wait_for(Option::is_some)).await.unwrap().unwrap();
+        timeout(LIMIT, holders.wait_for(|now| now.held.is_some())).await.unwrap().unwrap();
         kubelet.stop().await.unwrap();
         often.send_replace(true);
-        timeout(LIMIT, holders.wait_for(Option::is_none)).await.unwrap().unwrap();
+        timeout(LIMIT, holders.wait_for(|now| now.held.is_none())).await.unwrap().unwrap();
         shutdown.cancel();
     };
     tokio::join!(following, seen);

@@ -48,6 +48,7 @@ impl PodResourcesLister for Service {
             containers: vec![wire::ContainerResources {
                 name: place.container,
                 devices: vec![devices(&place.resource, &ids)],
+                dynamic_resources: Vec::new(),
             }],
         });
         // A pod may come several times; whoever reads it looks at the devices.

@@ -161,7 +161,7 @@ impl Told {
         let judged = events.into_iter().fold(NodeState::default(), |state, event| state.apply(event, now).0);
         let mut held: BTreeMap<GpuUuid, Vec<Held>> = BTreeMap::new();
         for gpu in known {
-            let own = judged.standing(&gpu).map(|(reason, since)| Held::new(reason, since)).collect();
+            let own = judged.hardware().standing(&gpu).map(|(reason, since)| Held::new(reason, since)).collect();
             held.insert(gpu, own);
         }
         for GpuState { uuid, reasons } in self.running.into_iter().flat_map(|state| state.gpus) {

@@ -7,6 +7,7 @@
 mod choose;
 mod collective;
 mod explain;
+mod groups;
 mod remaining;
 mod report;
 mod request;
@@ -18,6 +19,7 @@ mod tree;
 
 pub use choose::preferred_allocation;
 pub use explain::{Explanation, NearestNics, Offer};
+pub use groups::Groups;
 pub use report::{AllocationReport, ChosenGpu, FallbackReason, RunnerUp, Value, Values};
 pub use request::{AllocationPolicy, AllocationRequest, DeviceId, PreferredAllocation};
 pub use set::GpuSet;

@@ -1,18 +1,19 @@
 //! What happens to the node, and what has to be done about it.
 
 use crate::prelude::*;
-use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
 use crate::allocation::DeviceId;
-use crate::topology::{GpuUuid, NodeObservation, TopologyWarning};
+use crate::topology::{GpuUuid, MigUuid, NodeObservation, TopologyWarning};
 
 use super::device::{Health, ResourceName};
+use super::ledger::Holdings;
 use super::mps::MpsShare;
 use super::numa_hints::NumaHints;
 use super::plan::ResourcePlan;
-use super::poll::HealthPoll;
+use super::poll::{HealthPoll, RecoveryAction};
 use super::problem::PlanProblem;
 use super::reason::UnhealthyReason;
 use super::record::{HealthRecord, NodeIdentity};
@@ -69,9 +70,9 @@ pub enum Event {
         /// The GPU.
         gpu: GpuUuid,
     },
-    /// The devices that pods hold, as the kubelet lists them; `None` where it cannot be asked. A device that is gone leaves
-    /// the list when two in a row name nobody who holds it.
-    Holders(Option<BTreeSet<(ResourceName, DeviceId)>>),
+    /// The devices that pods hold, as the kubelet lists them; `None` where it cannot be asked. An orphan leaves the list when
+    /// two in a row do not have it.
+    Holders(Option<Holdings>),
     /// Which boot and which load of the driver this is: before the first look, and before each that another child made.
     Identified(NodeIdentity),
     /// What was kept when our last process ended, before [`Self::Identified`].
@@ -94,10 +95,12 @@ pub struct MigInstance {
 pub enum Effect {
     /// Hand the new state to everybody who follows it.
     Publish,
-    /// Tell people that a GPU's health changed.
+    /// Report that the health of a GPU, or of one MIG device alone, changed.
     HealthChanged {
         /// The GPU.
         gpu: GpuUuid,
+        /// The MIG device, where the change is its own and not its whole GPU's.
+        mig: Option<MigUuid>,
         /// What it is now.
         health: Health,
     },
@@ -112,6 +115,13 @@ pub enum Effect {
     },
     /// Write [`super::NodeState::record`] where the next process will find it.
     Keep,
+    /// Report, once, that the driver asks for something that this version does not know. It makes no GPU unhealthy.
+    UnknownRecoveryAction {
+        /// The GPU.
+        gpu: GpuUuid,
+        /// The action.
+        action: RecoveryAction,
+    },
     /// Tell people that what was kept has a form that this version does not know.
     RecordIgnored {
         /// The form.

@@ -1,12 +1,12 @@
 //! The health of one GPU: the reasons that stand against it, and what ends each. docs/health.md has the diagram.
 //!
-//! Pure, and alone: it knows no other GPU. `inventory` feeds it; what it keeps across our restarts is in `record`.
+//! A pure state machine per GPU; `hardware` feeds it. What it keeps across our restarts is in `record`.
 //!
-//! Time counts only as far as polls cover it: from one poll to the next, at most [`COVERED`]. A clock that jumps, a
-//! process that was stopped, a driver that answers late therefore neither heal early nor wedge.
+//! Time counts only as far as polls cover it: from one poll to the next, at most [`COVERED`]. A clock that jumps, a process
+//! that was suspended, or a driver that answers late therefore neither heals a GPU early nor keeps it unhealthy for ever.
 
 use crate::prelude::*;
-use alloc::collections::BTreeSet;
+use alloc::collections::{BTreeMap, BTreeSet};
 use core::time::Duration;
 
 use super::device::{Health, Timestamp};
@@ -14,18 +14,21 @@ use super::event::MigInstance;
 use super::poll::{FabricHealth, HealthPoll, Reach, RecoveryAction};
 use super::reason::{ReasonClass, UnhealthyReason};
 use super::record::{Accepted, GpuRecord, KeptReason, LastSeen};
+use crate::topology::GpuUuid;
 
-/// How long the evidence has to last: DESIGN section 5.
+/// How long evidence has to last before a reason ends.
 pub(super) const HOLD: Duration = Duration::from_secs(60);
-/// The longest hold of a GPU that flaps, in first holds: the hour of DESIGN section 5.
+/// The longest hold of a GPU that flaps, in first holds: an hour.
 const LONGEST_HOLD: u32 = 60;
-/// Doublings that make the one out of the other.
+/// Doublings from the first hold to the longest.
 const MOST_FLAPS: u32 = 6;
-/// So long in health takes one doubling back.
+/// Healthy time that takes one doubling back.
 const DECAY: Duration = Duration::from_secs(3600);
-/// What one poll can cover: two of the intervals at which they come.
+/// The longest time that one poll covers: two poll intervals.
 const COVERED: Duration = Duration::from_secs(20);
-/// Reasons that stand at once. Only XIDs can be many; more of them are counted to the last one, for the whole GPU.
+/// The XID of a GPU that has fallen off the bus (NVIDIA's XID catalog).
+const FALLEN_OFF_THE_BUS: u64 = 79;
+/// Reasons that stand at once. Only XIDs can be many; further ones count to the last reason, for the whole GPU.
 const MOST_REASONS: usize = 32;
 
 /// One reason, and how far its evidence has come.
@@ -35,21 +38,22 @@ struct Standing {
     since: Timestamp,
     /// Time covered by polls that show it ended; `None` until the first.
     steady: Option<Duration>,
-    /// A poll came since it began. What came first may have been asked before, and proves nothing.
-    aged: bool,
-    /// What has to be done has been seen done since: a reset, or the GPU taken back in.
+    /// At least one poll completed after this reason began. The first one may have been issued before it and is not
+    /// evidence.
+    seen_poll_since: bool,
+    /// The remedy was observed since: a reset, or the GPU released from quarantine.
     remedied: bool,
-    /// It ends with the next poll that does not show it anew.
+    /// It ends with the next poll that does not show it again.
     over: bool,
 }
 
-/// What a poll says of a reason that it does not show.
+/// What a poll proves about a reason that it does not show.
 enum Proof {
     /// Nothing.
     Silence,
-    /// It has ended, as long as that lasts.
+    /// The reason has ended, provided that this lasts through the hold.
     Passes,
-    /// It has ended.
+    /// The reason has ended.
     Ends,
 }
 
@@ -57,43 +61,43 @@ enum Proof {
 #[derive(Clone, Debug, Default)]
 pub(super) struct GpuHealth {
     standing: Vec<Standing>,
-    /// Whether a look of this process ever listed it: before, nobody has seen its health.
+    /// Whether a scan of this process ever listed the GPU. Before that, its health is what the record says.
     listed: bool,
     polled: Option<Timestamp>,
     /// Doublings of the hold; `None` before it first failed.
     flaps: Option<u32>,
-    /// Time in health since it last failed, as polls cover it.
+    /// Healthy time since it last failed, as polls cover it.
     well: Duration,
-    /// NVLinks that were active once.
-    links: BTreeSet<u32>,
-    /// The same, as of the last poll: down now.
+    /// NVLinks that were active once, each with the GPU of this node at its far end, where there is one.
+    links: BTreeMap<u32, Option<GpuUuid>>,
+    /// Those of them that the last poll showed down, unless their far end is out of reach.
     links_down: BTreeSet<u32>,
     accepted: Accepted,
     seen: LastSeen,
 }
 
 impl GpuHealth {
-    /// What was kept of it.
+    /// The health that the record of our last process describes.
     pub fn restored(kept: &GpuRecord) -> Self {
         let standing = kept.reasons.iter().take(MOST_REASONS).map(|kept| Standing {
             reason: kept.reason.clone(),
             since: Duration::from_secs(kept.since),
             steady: None,
-            aged: true,
+            seen_poll_since: true,
             remedied: kept.remedied,
             over: false,
         });
         Self {
             standing: standing.collect(),
             flaps: kept.flaps.map(|flaps| flaps.min(MOST_FLAPS)),
-            links: kept.links.clone(),
+            links: kept.links.iter().map(|link| (*link, kept.far_ends.get(link).cloned())).collect(),
             accepted: kept.accepted.clone(),
             seen: kept.seen.clone(),
             ..Self::default()
         }
     }
 
-    /// What has to be kept of it; `None` where there is nothing.
+    /// The record of it for our next process; `None` where there is nothing to keep.
     pub fn kept(&self) -> Option<GpuRecord> {
         let reasons =
             self.standing.iter().filter(|standing| standing.reason.class() == ReasonClass::Reset && !standing.over);
@@ -106,33 +110,67 @@ impl GpuHealth {
                 })
                 .collect(),
             flaps: self.flaps,
-            links: self.links.clone(),
+            links: self.links.keys().copied().collect(),
+            far_ends: self.links.iter().filter_map(|(link, far)| Some((*link, far.clone()?))).collect(),
             accepted: self.accepted.clone(),
             seen: self.seen.clone(),
         };
         (kept != GpuRecord::default()).then_some(kept)
     }
 
-    /// What stands, in the order in which it began.
+    /// The standing reasons, in the order in which they began.
     pub fn standing(&self) -> impl Iterator<Item = (&UnhealthyReason, Timestamp)> {
         self.standing.iter().map(|standing| (&standing.reason, standing.since))
     }
 
-    /// Whether a MIG device (or with `None` the whole GPU) may be given out. Of several reasons the first one that
-    /// needs something done is named, else the first.
+    /// Whether a MIG device (or with `None` the whole GPU) may be given out.
     pub fn verdict(&self, instance: Option<MigInstance>) -> Health {
-        let concerns = || self.standing.iter().filter(|standing| standing.reason.concerns(instance));
-        let needs = concerns().find(|standing| standing.reason.class() == ReasonClass::Reset);
-        match needs.or_else(|| concerns().next()) {
+        self.verdict_on(|reason| reason.concerns(instance))
+    }
+
+    /// The health of one MIG instance alone: only reasons that name it count.
+    pub fn verdict_of_instance(&self, instance: MigInstance) -> Health {
+        self.verdict_on(|reason| reason.instance().is_some() && reason.concerns(Some(instance)))
+    }
+
+    /// The health of a GPU beside that of its MIG instances: reasons that name one of these do not count.
+    pub fn verdict_beside(&self, instances: &BTreeSet<MigInstance>) -> Health {
+        self.verdict_on(|reason| {
+            reason.instance().is_none() || !instances.iter().any(|instance| reason.concerns(Some(*instance)))
+        })
+    }
+
+    /// Of several reasons the first one whose remedy is a reset is named, else the first.
+    fn verdict_on(&self, counts: impl Fn(&UnhealthyReason) -> bool) -> Health {
+        let concerns = || self.standing.iter().filter(|standing| counts(&standing.reason));
+        let needs_reset = concerns().find(|standing| standing.reason.class() == ReasonClass::Reset);
+        match needs_reset.or_else(|| concerns().next()) {
             None => Health::Healthy,
             Some(Standing { reason, since, .. }) => Health::Unhealthy { reason: reason.clone(), since: *since },
         }
     }
 
-    /// A look at the node lists it, with these NVLinks active. `off_bus` where the PCI bus does not list it: then NVML only has
-    /// not noticed yet.
-    pub fn observed(&mut self, links: impl Iterator<Item = u32>, off_bus: bool) {
-        self.links.extend(links);
+    /// Whether what stands says that other GPUs cannot reach it: it is lost, off the bus, refused until a reset, or no
+    /// agent touches it.
+    pub fn is_unreachable(&self) -> bool {
+        self.standing.iter().any(|standing| match standing.reason {
+            UnhealthyReason::Lost { .. }
+            | UnhealthyReason::OffBus
+            | UnhealthyReason::ResetRequired { .. }
+            | UnhealthyReason::LeftOut { .. } => true,
+            UnhealthyReason::Xid { code, .. } => code == FALLEN_OFF_THE_BUS,
+            _ => false,
+        })
+    }
+
+    /// A scan lists it, with these active NVLinks and the GPUs at their far ends. `off_bus` where the PCI bus does not list
+    /// it: then NVML has only not noticed yet.
+    pub fn scanned(&mut self, links: impl Iterator<Item = (u32, Option<GpuUuid>)>, off_bus: bool) {
+        for (link, far_end) in links {
+            // A far end that is no longer scanned is still the far end.
+            let known = self.links.entry(link).or_default();
+            *known = far_end.or(known.take());
+        }
         if !self.listed {
             self.standing.retain(|standing| !standing.over);
         }
@@ -145,12 +183,12 @@ impl GpuHealth {
         }
     }
 
-    /// A look at the node does not list it; `off_bus` where the PCI bus does not either.
+    /// A scan does not list it; `off_bus` where the PCI bus does not either.
     pub fn missed(&mut self, off_bus: bool) {
         self.seen.off_bus |= off_bus;
     }
 
-    /// Something happened to it. True where that is news.
+    /// A reason begins. True where that changes anything.
     pub fn fail(&mut self, reason: UnhealthyReason, now: Timestamp) -> bool {
         if self.falls(&reason) {
             self.fall();
@@ -158,24 +196,24 @@ impl GpuHealth {
         self.begin(reason, now, false)
     }
 
-    /// Something happened to the whole node: no fault of this GPU.
+    /// A reason begins that hits the whole node: no fault of this GPU.
     pub fn suffer(&mut self, reason: UnhealthyReason, now: Timestamp) -> bool {
         self.begin(reason, now, false)
     }
 
-    /// NVML answers again: as at the start, the next poll decides.
+    /// NVML answers again: the next poll decides, as at the start.
     pub fn driver_back(&mut self) {
         for standing in &mut self.standing {
             standing.over |= matches!(standing.reason, UnhealthyReason::DriverAway { .. });
         }
     }
 
-    /// It is looked at again, without harm.
-    pub fn taken_back_in(&mut self) {
+    /// It is released from quarantine: an agent scanned it and lived.
+    pub fn released(&mut self) {
         self.remedy(|reason| matches!(reason, UnhealthyReason::LeftOut { .. }));
     }
 
-    /// Another driver, or another boot: the next poll says what stands.
+    /// The driver was loaded anew or the node booted: the next poll shows what stands.
     pub fn renewed(&mut self) {
         for standing in &mut self.standing {
             standing.over |= !outlasts(&standing.reason);
@@ -184,11 +222,11 @@ impl GpuHealth {
             self.standing.retain(|standing| !standing.over);
         }
         (self.accepted, self.seen, self.flaps) = (Accepted::default(), LastSeen::default(), None);
-        (self.links, self.links_down) = (BTreeSet::new(), BTreeSet::new());
+        (self.links, self.links_down) = (BTreeMap::new(), BTreeSet::new());
     }
 
-    /// An operator's word. What the driver says of it as of now is accepted; a GPU that is not there, or that nobody
-    /// looks at, is not well by anybody's word.
+    /// An operator clears the reasons. What the driver reports now is accepted. A GPU that is missing or quarantined stays
+    /// unhealthy all the same.
     pub fn cleared(&mut self) {
         self.standing.retain(|standing| outlasts(&standing.reason));
         self.accepted = Accepted {
@@ -197,20 +235,28 @@ impl GpuHealth {
             uncorrectable_ecc: self.seen.uncorrectable_ecc,
         };
         let down = core::mem::take(&mut self.links_down);
-        self.links.retain(|link| !down.contains(link));
+        self.links.retain(|link, _| !down.contains(link));
         (self.flaps, self.well) = (None, Duration::ZERO);
     }
 
-    /// What a round of calls said of it; `node_wide` where it said the same of every GPU. `first_hold` is how long the evidence
-    /// has to last that a GPU which does not flap is well again.
-    pub fn poll(&mut self, poll: &HealthPoll, node_wide: bool, first_hold: Duration, now: Timestamp) {
+    /// The result of one poll; `node_wide` where every GPU shows the same trouble. Links that end at an `unreachable` GPU are
+    /// that GPU's fault. `first_hold` is how long evidence has to last for a GPU that does not flap.
+    pub fn poll(
+        &mut self,
+        poll: &HealthPoll,
+        unreachable: &BTreeSet<GpuUuid>,
+        node_wide: bool,
+        first_hold: Duration,
+        now: Timestamp,
+    ) {
         let covered = self.polled.map_or(Duration::ZERO, |last| now.saturating_sub(last)).min(COVERED);
         self.polled = Some(now);
         if self.shows_reset(poll) {
-            let done = |standing: &&mut Standing| standing.aged && standing.reason.class() == ReasonClass::Reset;
+            let done =
+                |standing: &&mut Standing| standing.seen_poll_since && standing.reason.class() == ReasonClass::Reset;
             self.standing.iter_mut().filter(done).for_each(|standing| standing.remedied = true);
         }
-        self.learn(poll);
+        self.learn(poll, unreachable);
         let shown = self.shown(poll);
         let falls = !node_wide && shown.iter().any(|reason| self.falls(reason));
         let hold = self.hold(first_hold);
@@ -221,7 +267,9 @@ impl GpuHealth {
             if standing.over {
                 return false;
             }
+            let excused = self.links_down.is_empty() && standing.has_links_to(&self.links, unreachable);
             match standing.proof(poll) {
+                _ if excused => return false,
                 Proof::Ends => return false,
                 Proof::Silence => {}
                 Proof::Passes => {
@@ -232,7 +280,7 @@ impl GpuHealth {
                     }
                 }
             }
-            standing.aged = true;
+            standing.seen_poll_since = true;
             true
         });
         for reason in shown {
@@ -248,11 +296,11 @@ impl GpuHealth {
 
     /// Whether a poll shows a link down that was active once.
     pub fn loses_links(&self, poll: &HealthPoll) -> bool {
-        poll.nvlinks_down.iter().flatten().any(|link| self.links.contains(link))
+        poll.nvlinks_down.iter().flatten().any(|link| self.links.contains_key(link))
     }
 
-    /// Whether a reason is a fall: the first against a GPU in health, or one that shows again during its hold. What comes on
-    /// top, as the driver's word does after an XID, belongs to the same fall.
+    /// Whether a reason counts as a new failure for the flap count: the first against a healthy GPU, or one that shows again
+    /// during its hold. What comes on top, as a recovery action does after an XID, belongs to the same failure.
     fn falls(&self, reason: &UnhealthyReason) -> bool {
         let blames = |reason: &UnhealthyReason| {
             !matches!(reason, UnhealthyReason::FabricJoining | UnhealthyReason::DriverAway { .. })
@@ -261,7 +309,7 @@ impl GpuHealth {
         blames(reason) && (broken || !self.standing.iter().any(|standing| blames(&standing.reason)))
     }
 
-    /// How long its evidence has to last.
+    /// How long evidence has to last for this GPU.
     fn hold(&self, first: Duration) -> Duration {
         let doublings = 1 << self.flaps.unwrap_or(0).min(MOST_FLAPS);
         first.saturating_mul(LONGEST_HOLD.min(doublings))
@@ -277,23 +325,30 @@ impl GpuHealth {
         self.well = Duration::ZERO;
     }
 
-    /// Lets a reason stand, from its beginning. True where it did not stand, or its evidence had begun.
-    fn begin(&mut self, reason: UnhealthyReason, now: Timestamp, aged: bool) -> bool {
+    /// Lets a reason stand. True where it did not stand before, or evidence against it had begun.
+    fn begin(&mut self, reason: UnhealthyReason, now: Timestamp, seen_poll_since: bool) -> bool {
         let full = self.standing.len() >= MOST_REASONS;
         let known = self.standing.iter().position(|standing| standing.reason.is(&reason));
         let Some(index) = known.or_else(|| full.then(|| self.standing.len() - 1)) else {
-            self.standing.push(Standing { reason, since: now, steady: None, aged, remedied: false, over: false });
+            self.standing.push(Standing {
+                reason,
+                since: now,
+                steady: None,
+                seen_poll_since,
+                remedied: false,
+                over: false,
+            });
             return true;
         };
         let Some(standing) = self.standing.get_mut(index) else { return false };
         let news = standing.reason != reason || standing.steady.is_some() || standing.remedied || standing.over;
         match (&mut standing.reason, known) {
-            // One too many: the last one stands for them all.
+            // No room: the last reason stands for the further ones, too.
             (UnhealthyReason::Xid { instance, .. }, None) => *instance = None,
             (standing, _) => *standing = reason,
         }
         (standing.steady, standing.remedied, standing.over) = (None, false, false);
-        standing.aged = aged;
+        standing.seen_poll_since = seen_poll_since;
         news
     }
 
@@ -304,7 +359,7 @@ impl GpuHealth {
             .for_each(|standing| standing.remedied = true);
     }
 
-    /// Whether something shows now that only a reset does.
+    /// Whether the poll shows something that only a reset does.
     fn shows_reset(&self, poll: &HealthPoll) -> bool {
         let seen = &self.seen;
         let fewer = matches!((seen.uncorrectable_ecc, poll.uncorrectable_ecc), (Some(was), Some(is)) if is < was);
@@ -314,8 +369,8 @@ impl GpuHealth {
         fewer || remapped || allowed || back
     }
 
-    /// Takes note of the facts; what is unknown leaves what was known.
-    fn learn(&mut self, poll: &HealthPoll) {
+    /// Takes over the facts of a poll; an unknown one leaves the last known one.
+    fn learn(&mut self, poll: &HealthPoll, unreachable: &BTreeSet<GpuUuid>) {
         let seen = &mut self.seen;
         seen.action = poll.recovery_action.or(seen.action);
         seen.remaps |= poll.row_remapping.is_some();
@@ -332,9 +387,14 @@ impl GpuHealth {
             seen.off_bus = !on_bus;
         }
         if let Some(down) = &poll.nvlinks_down {
-            self.links_down = down.iter().copied().filter(|link| self.links.contains(link)).collect();
+            let own_fault = |link: &&u32| match self.links.get(link) {
+                Some(Some(far_end)) => !unreachable.contains(far_end),
+                Some(None) => true,
+                None => false,
+            };
+            self.links_down = down.iter().filter(own_fault).copied().collect();
         }
-        // What was accepted is accepted as long as it stays as it was.
+        // What an operator accepted stays accepted while it does not change.
         if self.accepted.action.is_some() && self.accepted.action != seen.action {
             self.accepted.action = None;
         }
@@ -356,14 +416,15 @@ impl GpuHealth {
             }
         }
         match poll.recovery_action {
-            None | Some(RecoveryAction::None) => {}
+            // An action that this version does not know is reported, and judged by nobody but the operator.
+            None | Some(RecoveryAction::None | RecoveryAction::Other(_)) => {}
             Some(action) if self.accepted.action == Some(action) => {}
             Some(action) => shown.push(UnhealthyReason::RecoveryAction { action }),
         }
         if poll.row_remapping.is_some_and(|rows| rows.failed) && !self.accepted.row_remap_failed {
             shown.push(UnhealthyReason::RowRemapFailed);
         }
-        // A driver that has a word for it, and a GPU that can remap rows, need no count.
+        // Recovery action and row remapping, where the driver has them, say more than the count.
         let counts = self.seen.action.is_none() && !self.seen.remaps;
         if let Some(count) =
             poll.uncorrectable_ecc.filter(|count| *count > self.accepted.uncorrectable_ecc.unwrap_or(0))
@@ -387,13 +448,19 @@ impl GpuHealth {
 }
 
 impl Standing {
-    /// What a poll that does not show the reason says of it.
+    /// Whether it is about links that all end at unreachable GPUs.
+    fn has_links_to(&self, far_ends: &BTreeMap<u32, Option<GpuUuid>>, unreachable: &BTreeSet<GpuUuid>) -> bool {
+        let UnhealthyReason::LinksDown { links } = &self.reason else { return false };
+        links.iter().all(|link| matches!(far_ends.get(link), Some(Some(far)) if unreachable.contains(far)))
+    }
+
+    /// What a poll that does not show the reason proves about it.
     fn proof(&self, poll: &HealthPoll) -> Proof {
         let passes = |passes: bool| if passes { Proof::Passes } else { Proof::Silence };
-        if !self.aged {
+        if !self.seen_poll_since {
             return Proof::Silence;
         }
-        // The driver's word beats the table; where it has none, a reset has to have been seen.
+        // The driver's recovery action beats the table; where it has none, a reset must have been observed.
         let healed = match poll.recovery_action {
             Some(action) => action == RecoveryAction::None,
             None => self.remedied,
@@ -405,7 +472,9 @@ impl Standing {
             UnhealthyReason::ResetRequired { .. } | UnhealthyReason::CallFailed { .. } => {
                 passes(poll.reach == Reach::Answers)
             }
-            UnhealthyReason::RecoveryAction { .. } => passes(poll.recovery_action.is_some()),
+            UnhealthyReason::RecoveryAction { .. } => {
+                passes(poll.recovery_action.is_some_and(|action| !matches!(action, RecoveryAction::Other(_))))
+            }
             UnhealthyReason::RowRemapFailed => passes(poll.row_remapping.is_some()),
             UnhealthyReason::LinksDown { .. } => passes(poll.nvlinks_down.is_some()),
             UnhealthyReason::FabricJoining if poll.fabric.is_some() => Proof::Ends,
@@ -418,13 +487,14 @@ impl Standing {
             | UnhealthyReason::DriverAway { .. }
             | UnhealthyReason::Gone
             | UnhealthyReason::HeldElsewhere { .. }
+            | UnhealthyReason::Claimed { .. }
             | UnhealthyReason::Withdrawn
             | UnhealthyReason::MpsNotReady => Proof::Silence,
         }
     }
 }
 
-/// What neither a new driver nor an operator's word ends: nobody looks at the GPU.
+/// What neither a new driver nor an operator ends: the GPU cannot be polled.
 fn outlasts(reason: &UnhealthyReason) -> bool {
     matches!(reason, UnhealthyReason::LeftOut { .. } | UnhealthyReason::DriverAway { .. } | UnhealthyReason::OffBus)
 }

@@ -1,45 +1,51 @@
-//! What this node offers, as a state machine: `apply(state, event, now) -> (state, effects)`.
+//! The state of this node: `apply(state, event, now) -> (state, effects)`.
 //!
-//! Pure: no I/O, no clock (`now` is an argument), no tasks, no logging. The runtime is its one
-//! caller and writer; everybody else reads whole snapshots. It owns devices, their health and the
-//! resources they make up; which GPUs to choose is `allocation`'s.
+//! Pure: no I/O, no clock (`now` is an argument), no tasks, no logging. The runtime is the one caller of
+//! [`NodeState::apply`], and the one writer; everybody else reads whole snapshots. Three parts, from the inside out:
+//!
+//! - [`Hardware`]: the graph, facts and health of GPUs and MIG devices, keyed by UUID.
+//! - [`Ledger`]: which hardware is held, and through which door.
+//! - [`Offers`]: plan × hardware × ledger -> resources, each with its devices and its choice.
+//!
+//! Which set of GPUs is best is decided in [`crate::allocation`].
 
-mod absent;
 mod device;
-mod elsewhere;
 mod event;
+mod hardware;
 mod health;
-mod judge;
+mod ledger;
 mod mps;
 mod numa_hints;
-mod offer;
+mod offers;
+mod opening;
 mod plan;
 mod poll;
 mod problem;
-mod quiet;
 mod reason;
 mod record;
 mod resources;
 mod xid;
+mod xid_log;
 
 use crate::prelude::*;
-use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::collections::BTreeMap;
 use alloc::sync::Arc;
 use core::time::Duration;
 
-use crate::allocation::{AllocationTables, DeviceId};
-use crate::topology::{GpuUuid, NodeObservation, NodeTopology, TopologyWarning};
-use resources::Choice;
-
-use health::GpuHealth;
-use judge::GoneDevice;
-use mps::Mps;
-use quiet::Quiet;
+use crate::allocation::{
+    AllocationReport, AllocationRequest, AllocationTables, DeviceId, PreferredAllocation, preferred_allocation,
+    preferred_units,
+};
+use crate::topology::{Gpu, NodeTopology};
+use opening::Opening;
 
 pub use device::{Device, Health, ResourceName, ResourceNameError, Timestamp};
 pub use event::{Effect, Event, MigInstance};
+pub use hardware::{DriverVersions, Hardware};
+pub use ledger::{ClaimedDevice, Holdings, Ledger, ResourceDevice};
 pub use mps::{MpsGpu, MpsShare};
 pub use numa_hints::NumaHints;
+pub use offers::{Offers, Resource};
 pub use plan::{
     DeviceSelector, DeviceSelectorError, Filter, GpuSelector, MigStrategy, NamePattern, Pattern, ResourcePlan,
     SharedDevices, SharedResource, Sharing, SharingKind,
@@ -51,56 +57,25 @@ pub use record::{Accepted, GpuRecord, HealthRecord, KeptReason, LastSeen, NodeId
 pub use resources::MOST_SLOTS;
 pub use xid::{XidClass, XidPolicy, XidSet};
 
-/// One whole state of the node. Cheap to share, never changed in place.
-#[derive(Clone, Debug)]
+/// One whole state of the node. Cheap to clone; a part that is shared is copied before it changes.
+#[derive(Clone, Debug, Default)]
 pub struct NodeState {
-    tables: Arc<AllocationTables>,
-    numa_hints: NumaHints,
-    warnings: Vec<TopologyWarning>,
-    /// What an operator wants, and what is carried out: the last plan that could be, where the wanted one cannot.
-    wanted: Arc<ResourcePlan>,
-    plan: Arc<ResourcePlan>,
-    problems: Vec<PlanProblem>,
-    held: Arc<BTreeSet<(ResourceName, DeviceId)>>,
-    /// Since when the kubelet says so; `None` where it says nothing.
-    holders_since: Option<Timestamp>,
-    resources: BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>,
-    choices: Arc<BTreeMap<ResourceName, Choice>>,
-    xids: XidPolicy,
-    /// The first hold; see `health`.
-    hold: Duration,
-    health: BTreeMap<GpuUuid, GpuHealth>,
-    /// The devices that are listed though they are no longer there, or no longer offered; of some nothing else is known.
-    gone: BTreeMap<(ResourceName, DeviceId), GoneDevice>,
-    mps: Mps,
-    /// What people were told of each GPU last.
-    told: BTreeMap<GpuUuid, Health>,
-    quiet: Quiet,
-    identity: NodeIdentity,
-    /// What the runtime was asked to keep last.
-    kept: HealthRecord,
-    listing: Listing,
-    awaited: Awaited,
+    hardware: Arc<Hardware>,
+    ledger: Arc<Ledger>,
+    offers: Arc<Offers>,
+    opening: Opening,
 }
 
-/// What the first list still waits for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Awaited {
-    /// The first poll.
-    poll: bool,
-    /// The first word of who holds what.
-    holders: bool,
-}
-
-/// Whether the kubelet may see the list.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Listing {
-    /// It may.
-    Open,
-    /// Not before the node was looked at.
-    NotYet,
-    /// Not before what it waits for has come, or that took too long.
-    Awaiting { since: Timestamp },
+/// A GPU with devices on the kubelet's lists, and how it is.
+#[derive(Clone, Debug)]
+pub struct GpuStatus<'a> {
+    /// The GPU.
+    pub gpu: &'a Gpu,
+    /// Whether any device of it may be given out: a GPU may be many, slots and MIG devices, and the healthiest stands for it.
+    pub is_healthy: bool,
+    /// The reasons that stand against it or its MIG devices, in the order in which they began, each with its beginning; then
+    /// what else keeps its devices from being given out, such as a pod that holds them under another name.
+    pub reasons: Vec<(&'a UnhealthyReason, Timestamp)>,
 }
 
 /// Why a device cannot be given out.
@@ -142,144 +117,123 @@ pub enum AllocateError {
     },
 }
 
-impl Default for NodeState {
-    /// Nothing seen yet; devices will claim their own NUMA nodes.
-    fn default() -> Self {
-        Self::new(NumaHints::default())
-    }
-}
-
 impl NodeState {
     /// Nothing seen yet.
     pub fn new(numa_hints: NumaHints) -> Self {
-        let tables = Arc::new(AllocationTables::new(Arc::default()));
-        Self {
-            tables,
-            numa_hints,
-            warnings: Vec::new(),
-            wanted: Arc::default(),
-            plan: Arc::default(),
-            problems: Vec::new(),
-            held: Arc::default(),
-            holders_since: None,
-            resources: BTreeMap::new(),
-            choices: Arc::default(),
-            xids: XidPolicy::default(),
-            hold: health::HOLD,
-            health: BTreeMap::new(),
-            gone: BTreeMap::new(),
-            mps: Mps::default(),
-            told: BTreeMap::new(),
-            quiet: Quiet::default(),
-            identity: NodeIdentity::default(),
-            kept: HealthRecord::default(),
-            listing: Listing::Open,
-            awaited: Awaited::default(),
-        }
+        Self { offers: Arc::new(Offers::new(numa_hints)), ..Self::default() }
     }
 
-    /// The same, with an operator's word on XIDs.
+    /// The same, with an operator's classes of XIDs.
     #[must_use]
-    pub fn with_xids(self, xids: XidPolicy) -> Self {
-        Self { xids, ..self }
+    pub fn with_xids(mut self, xids: XidPolicy) -> Self {
+        Arc::make_mut(&mut self.hardware).set_xids(xids);
+        self
     }
 
     /// The same, with another first hold than 60 s; the longest one is its sixtyfold.
     #[must_use]
-    pub fn with_hold(self, hold: Duration) -> Self {
-        Self { hold, ..self }
+    pub fn with_hold(mut self, hold: Duration) -> Self {
+        Arc::make_mut(&mut self.hardware).set_hold(hold);
+        self
     }
 
-    /// The same, publishing nothing before a complete snapshot: a look at the node, and a first [`Event::Polled`] of
-    /// its GPUs. Where that does not come, [`Self::next_deadline`] ends the wait.
+    /// The same, publishing nothing before a complete snapshot: a scan of the node, and a first [`Event::Polled`] of its
+    /// GPUs. Where that does not come, [`Self::next_deadline`] ends the wait.
     #[must_use]
-    pub fn awaiting_the_first_poll(self) -> Self {
-        Self { listing: Listing::NotYet, awaited: Awaited { poll: true, ..self.awaited }, ..self }
+    pub fn awaiting_the_first_poll(mut self) -> Self {
+        self.opening.await_poll();
+        self
     }
 
-    /// The same, publishing nothing before a first [`Event::Holders`], if only that nobody knows: the first list has
-    /// what pods hold. The wait ends as that for the first poll.
+    /// The same, publishing nothing before a first [`Event::Holders`], be it that the kubelet cannot be asked: the first list
+    /// has the ids that pods hold. The wait ends as that for the first poll.
     #[must_use]
-    pub fn awaiting_the_holders(self) -> Self {
-        Self { listing: Listing::NotYet, awaited: Awaited { holders: true, ..self.awaited }, ..self }
+    pub fn awaiting_the_holders(mut self) -> Self {
+        self.opening.await_holders();
+        self
     }
 
-    /// The reasons that stand against a GPU, in the order in which they began, each with its beginning.
-    pub fn standing(&self, gpu: &GpuUuid) -> impl Iterator<Item = (&UnhealthyReason, Timestamp)> + use<'_> {
-        self.health.get(gpu).into_iter().flat_map(GpuHealth::standing)
+    /// The GPUs: graph, facts, health.
+    pub fn hardware(&self) -> &Hardware {
+        &self.hardware
     }
 
-    /// What the next process of ours has to know of the GPUs' health; [`Effect::Keep`] says when it changed.
-    pub fn record(&self) -> HealthRecord {
-        let gpus = self.health.iter().filter_map(|(gpu, health)| Some((gpu.clone(), health.kept()?)));
-        HealthRecord { version: HealthRecord::VERSION, identity: self.identity.clone(), gpus: gpus.collect() }
+    /// Who holds which hardware.
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// The resources.
+    pub fn offers(&self) -> &Offers {
+        &self.offers
+    }
+
+    /// The graph of the node.
+    pub fn topology(&self) -> &Arc<NodeTopology> {
+        self.hardware.topology()
+    }
+
+    /// What a choice is made from.
+    pub fn tables(&self) -> &Arc<AllocationTables> {
+        self.hardware.tables()
+    }
+
+    /// The resources that are shared by MPS, offered or not, with what each takes of the node.
+    pub fn mps_shares(&self) -> &BTreeMap<ResourceName, MpsShare> {
+        self.offers.mps.shares()
+    }
+
+    /// The GPUs that have devices on the kubelet's lists, by PCI address and UUID.
+    pub fn gpus(&self) -> Vec<GpuStatus<'_>> {
+        let mut gpus: BTreeMap<_, GpuStatus<'_>> = BTreeMap::new();
+        for device in self.offers.devices() {
+            let gpu = &device.gpu;
+            let status = gpus.entry((gpu.pci, &gpu.uuid)).or_insert_with(|| {
+                let reasons = self.hardware.standing(&gpu.uuid).collect();
+                GpuStatus { gpu, is_healthy: false, reasons }
+            });
+            match &device.health {
+                Health::Healthy => status.is_healthy = true,
+                Health::Unhealthy { reason, since } if !status.reasons.iter().any(|(known, _)| known.is(reason)) => {
+                    status.reasons.push((reason, *since));
+                }
+                Health::Unhealthy { .. } => {}
+            }
+        }
+        gpus.into_values().collect()
     }
 
     /// The next moment at which time alone changes something: then [`Event::Tick`] is due. Health is not among it: a hold
     /// is as long as polls that pass, and ends with one.
     pub fn next_deadline(&self) -> Option<Timestamp> {
-        let first_poll = match self.listing {
-            Listing::Awaiting { since } => Some(since.saturating_add(judge::FIRST_POLL)),
-            Listing::Open | Listing::NotYet => None,
-        };
-        first_poll.into_iter().chain(self.quiet.deadline()).min()
+        self.opening.deadline().into_iter().chain(self.hardware.deadline()).min()
     }
 
-    /// The graph of the node.
-    pub fn topology(&self) -> &Arc<NodeTopology> {
-        self.tables.topology()
-    }
-
-    /// What the choice is made from.
-    pub fn tables(&self) -> &Arc<AllocationTables> {
-        &self.tables
-    }
-
-    /// What was odd about the node.
-    pub fn warnings(&self) -> &[TopologyWarning] {
-        &self.warnings
-    }
-
-    /// What is made of the GPUs.
-    pub fn plan(&self) -> &ResourcePlan {
-        &self.plan
-    }
-
-    /// What an operator asked for and cannot have on this node.
-    pub fn problems(&self) -> &[PlanProblem] {
-        &self.problems
-    }
-
-    /// The resources this node offers, with their devices by id.
-    pub fn resources(&self) -> &BTreeMap<ResourceName, BTreeMap<DeviceId, Device>> {
-        &self.resources
-    }
-
-    /// The devices of one resource, by id.
-    pub fn devices(&self, resource: &ResourceName) -> impl Iterator<Item = (&DeviceId, &Device)> + use<'_> {
-        self.resources.get(resource).into_iter().flatten()
-    }
-
-    /// Whether there is such a device, in health.
-    pub fn is_healthy(&self, resource: &ResourceName, id: &DeviceId) -> bool {
-        let device = self.resources.get(resource).and_then(|devices| devices.get(id));
-        device.is_some_and(|device| device.health == Health::Healthy)
+    /// The best devices of a resource for a request, and why: whole GPUs as such, slots and MIG devices by the GPUs
+    /// behind them. Never fails.
+    pub fn preferred(
+        &self,
+        resource: &ResourceName,
+        request: &AllocationRequest,
+    ) -> (PreferredAllocation, AllocationReport) {
+        let choice = self.offers.resources().get(resource).map(Resource::choice).cloned().unwrap_or_default();
+        match &choice.units {
+            Some(units) => preferred_units(self.tables(), units, request, choice.policy),
+            None => preferred_allocation(self.tables(), request, choice.policy),
+        }
     }
 
     /// The devices that an order names, in the order of their PCI addresses: all of them, or the first thing
     /// wrong with the order.
     pub fn allocate(&self, resource: &ResourceName, ids: &[DeviceId]) -> Result<Vec<&Device>, AllocateError> {
-        let devices = self.resources.get(resource);
+        let listed = self.offers.resources().get(resource);
         let mut taken: BTreeMap<&DeviceId, &Device> = BTreeMap::new();
         for id in ids {
             let (resource, name) = (resource.clone(), id.clone());
-            let Some(device) = devices.and_then(|devices| devices.get(id)) else {
-                let key = (resource, name);
-                let gone = self.gone.get(&key).map(|gone| gone.why.clone());
-                let (resource, id) = key;
-                return Err(match gone {
-                    Some(reason) => AllocateError::Unhealthy { resource, id, reason },
-                    None => AllocateError::Unknown { resource, id },
+            let Some(device) = listed.and_then(|listed| listed.devices().get(id)) else {
+                return Err(match listed.and_then(|listed| listed.refusal(id)).cloned() {
+                    Some(reason) => AllocateError::Unhealthy { resource, id: name, reason },
+                    None => AllocateError::Unknown { resource, id: name },
                 });
             };
             if let Health::Unhealthy { reason, .. } = &device.health {
@@ -290,7 +244,7 @@ impl NodeState {
             }
         }
         let mut taken: Vec<&Device> = taken.into_values().collect();
-        let one_slot = self.choices.get(resource).is_some_and(|choice| choice.one_slot);
+        let one_slot = listed.is_some_and(|listed| listed.choice().one_slot);
         if one_slot && taken.len() > 1 && taken.iter().any(|device| device.slot.is_some()) {
             return Err(AllocateError::OneSlot { resource: resource.clone(), size: taken.len() });
         }
@@ -302,50 +256,64 @@ impl NodeState {
     ///
     /// `now` may be any clock; one that jumps makes `since` wrong and nothing else. The runtime gives one that does not.
     pub fn apply(mut self, event: Event, now: Timestamp) -> (Self, Vec<Effect>) {
-        let mut effects = match event {
-            Event::Observed(observed) => self.observed(&observed, now),
-            Event::Planned(plan) => self.planned(*plan, now),
-            Event::MpsReady(ready) => self.mps_ready(ready, now),
-            Event::Xid { gpu, code, instance } => self.xid(gpu, code, instance, now),
-            Event::DoubleBitEcc { gpu } => self.double_bit_ecc(&gpu, now),
-            Event::Polled(polls) => self.polled(&polls, now),
-            Event::LeftOut { gpu, why } => self.failed(&gpu, UnhealthyReason::LeftOut { why }, now),
-            Event::TakenBackIn { gpu } => self.about(&gpu, GpuHealth::taken_back_in),
-            Event::DriverAway { why } => self.away(&why, now),
-            Event::DriverBack => self.driver_back(),
-            Event::Cleared { gpu } => self.about(&gpu, GpuHealth::cleared),
-            Event::Holders(held) => self.holders(held, now),
-            Event::Identified(identity) => self.identified(&identity),
-            Event::Restored(record) => self.restored(&record),
-            Event::NumaHints(hints) => self.hinted(hints),
-            Event::Tick => Vec::new(),
-        };
-        effects.extend(self.tick(now));
+        let mut effects = Vec::new();
+        // Whether the resources have to be made anew, and whether the lists changed otherwise than by a device's health.
+        let (mut remake, mut publish) = (false, false);
+        let hardware = Arc::make_mut(&mut self.hardware);
+        match event {
+            Event::Observed(observed) => {
+                effects.extend(hardware.scanned(&observed));
+                self.opening.scanned(!observed.gpus.is_empty(), now);
+                remake = true;
+            }
+            Event::Planned(plan) => {
+                Arc::make_mut(&mut self.offers).want(*plan, hardware);
+                remake = true;
+            }
+            Event::MpsReady(ready) => {
+                Arc::make_mut(&mut self.offers).mps.set_ready(ready);
+                remake = true;
+            }
+            Event::Holders(holdings) => {
+                let changed = Arc::make_mut(&mut self.ledger).update(holdings, now);
+                let offers = Arc::make_mut(&mut self.offers);
+                publish = offers.drop_unheld(&self.ledger) | self.opening.holders_known() | changed;
+                if changed {
+                    effects.extend(offers.follow_ledger(hardware, &self.ledger, now));
+                }
+            }
+            Event::NumaHints(hints) => {
+                Arc::make_mut(&mut self.offers).set_numa_hints(hints, hardware);
+                publish = true;
+            }
+            Event::Polled(polls) => {
+                effects.extend(hardware.polled(&polls, now));
+                publish = !polls.is_empty() && self.opening.polled();
+            }
+            Event::Xid { gpu, code, instance } => effects.extend(hardware.xid(gpu, code, instance, now)),
+            Event::DoubleBitEcc { gpu } => hardware.double_bit_ecc(&gpu, now),
+            Event::LeftOut { gpu, why } => hardware.failed(&gpu, UnhealthyReason::LeftOut { why }, now),
+            Event::TakenBackIn { gpu } => hardware.released(&gpu),
+            Event::DriverAway { why } => hardware.driver_away(&why, now),
+            Event::DriverBack => hardware.driver_back(),
+            Event::Cleared { gpu } => hardware.cleared(&gpu),
+            Event::Identified(identity) => hardware.identified(&identity),
+            Event::Restored(record) => effects.extend(hardware.restored(&record)),
+            Event::Tick => {}
+        }
+        effects.extend(hardware.due_xids(now));
+        if remake {
+            effects.extend(Arc::make_mut(&mut self.offers).make(hardware, &self.ledger, now));
+        }
+        publish |= remake | self.opening.tick(now);
+        let (changed, conflicts) = Offers::refresh_health(&mut self.offers, hardware, &self.ledger);
+        effects.extend(hardware.report(self.offers.listed()));
+        effects.extend(conflicts);
+        if (publish || changed) && self.opening.is_open() {
+            effects.push(Effect::Publish);
+        }
+        effects.extend(hardware.keep());
         (self, effects)
-    }
-
-    /// A complete new look at the node: what is new is added, what is gone stays as unhealthy.
-    fn observed(&mut self, observed: &NodeObservation, now: Timestamp) -> Vec<Effect> {
-        let (topology, warnings) = NodeTopology::assemble(observed);
-        let mut effects: Vec<Effect> =
-            warnings.iter().filter(|warning| !self.warnings.contains(warning)).cloned().map(Effect::Warn).collect();
-        self.warnings = warnings;
-        if topology != **self.topology() {
-            self.tables = Arc::new(AllocationTables::new(Arc::new(topology)));
-        }
-        self.follow(observed, now);
-        effects.extend(self.offer(now));
-        effects
-    }
-
-    /// All devices claim their NUMA nodes anew, those of GPUs that are gone included: they are on the list too.
-    fn hinted(&mut self, hints: NumaHints) -> Vec<Effect> {
-        let topology = Arc::clone(self.topology());
-        self.numa_hints = hints;
-        for device in self.resources.values_mut().flat_map(BTreeMap::values_mut) {
-            device.numa_nodes = hints.nodes(&topology, &device.gpu);
-        }
-        self.settle(true)
     }
 }
 

@@ -1,16 +1,14 @@
 //! Resources that are shared by MPS: what each takes of the node, what MPS cannot do, and that one is offered only while its
 //! control daemon is ready.
 //!
-//! Part of [`NodeState`]; whether a daemon is ready is found out by the runtime, which says so by an event. The daemons'
-//! own process asks [`NodeState::mps_shares`] what to serve, so that both sides mean the same.
+//! Part of [`super::Offers`]; whether a daemon is ready is found out by the runtime, which says so by an event. The daemons'
+//! own process asks [`super::NodeState::mps_shares`] what to serve, so that both sides mean the same.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use super::NodeState;
-use super::device::{Device, ResourceName, Timestamp};
-use super::event::Effect;
-use super::plan::SharingKind;
+use super::ResourceName;
+use super::device::{Device, Timestamp};
 use super::problem::PlanProblem;
 use crate::allocation::DeviceId;
 use crate::topology::{ComputeCapability, Gpu, GpuUuid};
@@ -83,42 +81,39 @@ impl Mps {
     }
 }
 
-impl NodeState {
+impl Mps {
     /// The resources that are shared by MPS, offered or not, with what each takes of the node.
-    pub fn mps_shares(&self) -> &BTreeMap<ResourceName, MpsShare> {
-        &self.mps.shares
+    pub(super) fn shares(&self) -> &BTreeMap<ResourceName, MpsShare> {
+        &self.shares
     }
 
     /// The daemons that are ready now.
-    pub(super) fn mps_ready(&mut self, ready: BTreeMap<ResourceName, MpsShare>, now: Timestamp) -> Vec<Effect> {
-        self.mps.ready = ready;
-        self.offer(now)
+    pub(super) fn set_ready(&mut self, ready: BTreeMap<ResourceName, MpsShare>) {
+        self.ready = ready;
     }
 
-    /// Takes out of what is to be offered the new slots of resources whose daemon is not ready. Those that are on the list
+    /// Takes the new slots of resources whose daemon is not ready out of what was made. Slots that are on the list already
     /// stay there, for pods may hold them, and are unhealthy.
-    pub(super) fn wait_for_daemons(
+    pub(super) fn hold_back(
         &mut self,
+        by_mps: bool,
+        gpus_of_node: usize,
         made: &mut BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>,
+        is_listed: impl Fn(&ResourceName, &DeviceId) -> bool,
         now: Timestamp,
     ) {
-        let by_mps = self.plan.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps);
-        let gpus = self.topology().gpus().len();
-        let shares = made.iter().filter(|_| by_mps);
-        self.mps.shares =
-            shares.filter_map(|(name, devices)| Some((name.clone(), MpsShare::of(devices, gpus)?))).collect();
-        let Mps { shares, ready, waiting } = &mut self.mps;
-        let is_ready =
-            |(name, share): &(&ResourceName, &MpsShare)| ready.get(*name).is_some_and(|judged| judged.covers(share));
+        let shared = made.iter().filter(|_| by_mps);
+        self.shares =
+            shared.filter_map(|(name, devices)| Some((name.clone(), MpsShare::of(devices, gpus_of_node)?))).collect();
+        let Self { shares, ready, waiting } = self;
+        let is_ready = |name: &ResourceName, share: &MpsShare| ready.get(name).is_some_and(|of| of.covers(share));
         let not_ready: BTreeSet<&ResourceName> =
-            shares.iter().filter(|share| !is_ready(share)).map(|(name, _)| name).collect();
+            shares.iter().filter(|(name, share)| !is_ready(name, share)).map(|(name, _)| name).collect();
         waiting.retain(|name, _| not_ready.contains(name));
         for name in not_ready {
             waiting.entry(name.clone()).or_insert(now);
-            let listed = self.resources.get(name);
             if let Some(devices) = made.get_mut(name) {
-                devices
-                    .retain(|id, device| device.slot.is_none() || listed.is_some_and(|listed| listed.contains_key(id)));
+                devices.retain(|id, device| device.slot.is_none() || is_listed(name, id));
             }
         }
         made.retain(|_, devices| !devices.is_empty());

@@ -33,6 +33,28 @@ pub struct ResourcePlan {
     pub shared_policy: Option<AllocationPolicy>,
 }
 
+impl ResourcePlan {
+    /// How devices of a resource are chosen; `has_parts` where they are slots or MIG devices.
+    pub(super) fn policy(&self, resource: &ResourceName, has_parts: bool) -> AllocationPolicy {
+        let usual = match self.shared_policy {
+            _ if !has_parts => AllocationPolicy::BestEffort,
+            Some(policy) => policy,
+            None => AllocationPolicy::Distributed,
+        };
+        self.policies.get(resource).copied().unwrap_or(usual)
+    }
+
+    /// Whether a container is refused more than one slot.
+    pub(super) fn one_slot(&self) -> bool {
+        self.sharing.as_ref().is_some_and(|sharing| sharing.fail_requests_greater_than_one)
+    }
+
+    /// Whether devices are shared by MPS.
+    pub(super) fn is_shared_by_mps(&self) -> bool {
+        self.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps)
+    }
+}
+
 /// What becomes of GPUs in MIG mode, as the NVIDIA plugin's `--mig-strategy`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MigStrategy {

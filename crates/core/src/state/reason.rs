@@ -98,6 +98,14 @@ pub enum UnhealthyReason {
         /// The id.
         id: String,
     },
+    /// A DRA claim holds its hardware.
+    #[error("the claim {claim} holds it as '{device}'")]
+    Claimed {
+        /// `namespace/name` of the claim.
+        claim: String,
+        /// The device's name in the DRA driver's pool.
+        device: String,
+    },
     /// It is there, but no longer offered as this resource.
     #[error("it is no longer offered as this resource")]
     Withdrawn,
@@ -150,6 +158,7 @@ impl UnhealthyReason {
             Self::OffBus => "off_bus",
             Self::Gone => "gone",
             Self::HeldElsewhere { .. } => "held_elsewhere",
+            Self::Claimed { .. } => "claimed",
             Self::Withdrawn => "withdrawn",
             Self::MpsNotReady => "mps_not_ready",
         }
@@ -177,6 +186,7 @@ impl UnhealthyReason {
             Self::OffBus => "the GPU on the PCI bus again, through the hold",
             Self::Gone => "the GPU in its place again",
             Self::HeldElsewhere { .. } => "the pod's end",
+            Self::Claimed { .. } => "the claim's end",
             Self::Withdrawn => "a plan that offers it so",
             Self::MpsNotReady => "the daemon serving, with the limits that the plan asks for",
         }
@@ -200,6 +210,7 @@ impl UnhealthyReason {
             | Self::OffBus
             | Self::Gone
             | Self::HeldElsewhere { .. }
+            | Self::Claimed { .. }
             | Self::Withdrawn
             | Self::MpsNotReady => ReasonClass::Probe,
         }
@@ -210,6 +221,14 @@ impl UnhealthyReason {
         match (self, other) {
             (Self::Xid { .. }, Self::Xid { .. }) => self == other,
             _ => core::mem::discriminant(self) == core::mem::discriminant(other),
+        }
+    }
+
+    /// The MIG instance it names.
+    pub(super) fn instance(&self) -> Option<MigInstance> {
+        match self {
+            Self::Xid { instance, .. } => *instance,
+            _ => None,
         }
     }
 

@@ -61,6 +61,9 @@ pub struct GpuRecord {
     pub flaps: Option<u32>,
     /// NVLinks that were active once.
     pub links: BTreeSet<u32>,
+    /// The GPUs of this node at their far ends.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub far_ends: BTreeMap<u32, GpuUuid>,
     /// What an operator accepted.
     pub accepted: Accepted,
     /// What was seen last, by which a reset while nobody looked will show.

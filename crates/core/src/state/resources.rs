@@ -11,7 +11,7 @@ use super::mps;
 use super::numa_hints::NumaHints;
 use super::plan::{MigStrategy, NamePattern, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind};
 use super::problem::PlanProblem;
-use crate::allocation::{AllocationPolicy, DeviceId, Units};
+use crate::allocation::DeviceId;
 use crate::topology::{Gpu, GpuUuid, MigDevice, NodeTopology, PciAddress};
 
 /// The most slots of one resource. The kubelet takes a list of 4 MiB at most (gRPC's default), and a device on it is
@@ -23,23 +23,10 @@ pub const MOST_SLOTS: u64 = 1 << 14;
 pub struct Resources {
     /// The devices of each resource, by id.
     pub devices: BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>,
-    /// How devices of each resource are chosen and ordered.
-    pub choices: BTreeMap<ResourceName, Choice>,
     /// Resources that the plan names and that cannot be had.
     pub withheld: BTreeSet<ResourceName>,
     /// Why, and what else is to be told.
     pub problems: Vec<PlanProblem>,
-}
-
-/// How devices of one resource are chosen and ordered.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Choice {
-    /// How to choose.
-    pub policy: AllocationPolicy,
-    /// What to choose from, where these are not all whole GPUs.
-    pub units: Option<Units>,
-    /// Whether a container is refused more than one slot.
-    pub one_slot: bool,
 }
 
 /// A device before it has a name: a whole GPU or a MIG device of one.
@@ -60,13 +47,8 @@ impl Piece<'_> {
 }
 
 impl Resources {
-    /// Carries out a plan. `held` are the devices that pods hold, where that is known.
-    pub fn make(
-        topology: &NodeTopology,
-        plan: &ResourcePlan,
-        hints: NumaHints,
-        held: &BTreeSet<(ResourceName, DeviceId)>,
-    ) -> Self {
+    /// Carries out a plan.
+    pub fn make(topology: &NodeTopology, plan: &ResourcePlan, hints: NumaHints) -> Self {
         let mut made = Self::default();
         let mut pieces = made.pieces(topology, plan);
         let shared = plan.sharing.as_ref().map(|sharing| made.share(sharing, &mut pieces)).unwrap_or_default();
@@ -81,39 +63,7 @@ impl Resources {
             }
         }
         made.devices.retain(|_, devices| !devices.is_empty());
-        let one_slot = plan.sharing.as_ref().is_some_and(|sharing| sharing.fail_requests_greater_than_one);
-        for (name, devices) in &made.devices {
-            let units = devices.values().any(|device| device.mig.is_some() || device.slot.is_some()).then(|| {
-                let place = |device: &Device| topology.position(&device.gpu.uuid);
-                let units = devices.iter().filter_map(|(id, device)| Some((id.clone(), place(device)?)));
-                Units::new(units, made.others(topology, name, held))
-            });
-            let usual = match units {
-                Some(_) => plan.shared_policy.unwrap_or(AllocationPolicy::Distributed),
-                None => AllocationPolicy::BestEffort,
-            };
-            let policy = plan.policies.get(name).copied().unwrap_or(usual);
-            made.choices.insert(name.clone(), Choice { policy, units, one_slot });
-        }
         made
-    }
-
-    /// For each GPU's place, the devices on it that pods hold and that are none of the resource's own: those of other
-    /// resources, and those that were offered before under another plan.
-    fn others(
-        &self,
-        topology: &NodeTopology,
-        resource: &ResourceName,
-        held: &BTreeSet<(ResourceName, DeviceId)>,
-    ) -> BTreeMap<usize, usize> {
-        let mut others = BTreeMap::new();
-        let own = self.devices.get(resource);
-        for (_, id) in held.iter().filter(|(of, id)| of != resource || !own.is_some_and(|own| own.contains_key(id))) {
-            if let Some(place) = place(topology, id) {
-                *others.entry(place).or_default() += 1;
-            }
-        }
-        others
     }
 
     /// What there is to offer, by the names it has unshared.
@@ -228,14 +178,6 @@ impl Resources {
         self.problems.push(problem);
         self.withhold(pieces, &BTreeSet::from([resource.clone()]));
     }
-}
-
-/// The place of the GPU behind a device, by its id: [`Device::id`].
-pub(super) fn place(topology: &NodeTopology, id: &DeviceId) -> Option<usize> {
-    let uuid = id.as_str().split_once("::").map_or(id.as_str(), |(uuid, _)| uuid);
-    let gpu = || topology.gpus().iter().position(|gpu| gpu.uuid.as_str() == uuid);
-    let mig = || Some(topology.mig_devices().iter().find(|mig| mig.uuid.as_str() == uuid)?.parent);
-    gpu().or_else(mig)
 }
 
 /// The name under which the shared devices of a resource are offered.

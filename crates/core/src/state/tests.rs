@@ -1,7 +1,10 @@
 //! The state machine, event by event.
 
+use super::health::GpuHealth;
 use super::*;
-use crate::topology::{GpuObservation, HostObservation, NumaNodeId, NumaNodeObservation, PackageId, PciAddress};
+use crate::topology::{
+    GpuObservation, GpuUuid, HostObservation, NodeObservation, NumaNodeId, NumaNodeObservation, PackageId, PciAddress,
+};
 
 const NOON: Timestamp = Timestamp::from_secs(12 * 3600);
 
@@ -34,8 +37,8 @@ fn node(gpus: &[u8]) -> Event {
     Event::Observed(Box::new(NodeObservation { gpus, host, failures: Vec::new() }))
 }
 
-fn healthy(inventory: &NodeState) -> Vec<&str> {
-    let devices = inventory.devices(&ResourceName::gpu());
+fn healthy(state: &NodeState) -> Vec<&str> {
+    let devices = state.offers().of(&ResourceName::gpu());
     devices.filter(|(_, device)| device.health == Health::Healthy).map(|(id, _)| id.as_str()).collect()
 }
 
@@ -52,7 +55,7 @@ fn a_look_makes_devices_and_their_numa_nodes() {
     let (state, effects) = after([node(&[0, 1, 2])]);
     assert_eq!(healthy(&state), ["GPU-0", "GPU-1", "GPU-2"]);
     assert!(effects.contains(&Effect::Publish));
-    let numa: Vec<_> = state.devices(&ResourceName::gpu()).map(|(_, device)| device.numa_nodes.clone()).collect();
+    let numa: Vec<_> = state.offers().of(&ResourceName::gpu()).map(|(_, device)| device.numa_nodes.clone()).collect();
     // Node 1 has no CPUs, node 2 is not known to have any.
     assert_eq!(numa, [vec![NumaNodeId(0)], vec![], vec![]]);
 }
@@ -69,7 +72,7 @@ fn numa_hints_are_the_gpus_own_node_its_packages_or_none() {
     observed.gpus = (0..6).map(gpu).collect();
     let nodes = |hints| {
         let (state, _) = NodeState::new(hints).apply(Event::Observed(Box::new(observed.clone())), NOON);
-        let nodes = state.devices(&ResourceName::gpu()).map(|(_, device)| device.numa_nodes.clone());
+        let nodes = state.offers().of(&ResourceName::gpu()).map(|(_, device)| device.numa_nodes.clone());
         nodes.map(|nodes| nodes.iter().map(|node| node.0).collect()).collect::<Vec<Vec<u32>>>()
     };
     assert_eq!(nodes(NumaHints::Node), [vec![0], vec![1], vec![], vec![3], vec![4], vec![]]);
@@ -80,8 +83,10 @@ fn numa_hints_are_the_gpus_own_node_its_packages_or_none() {
     let fewer = NodeObservation { gpus: (0..4).map(gpu).collect(), ..observed.clone() };
     let (state, _) = state.apply(Event::Observed(Box::new(fewer)), NOON);
     let (state, effects) = state.apply(Event::NumaHints(NumaHints::Package), NOON);
-    let claimed =
-        state.devices(&ResourceName::gpu()).map(|(_, device)| device.numa_nodes.iter().map(|node| node.0).collect());
+    let claimed = state
+        .offers()
+        .of(&ResourceName::gpu())
+        .map(|(_, device)| device.numa_nodes.iter().map(|node| node.0).collect());
     assert_eq!((claimed.collect::<Vec<Vec<u32>>>(), effects), (nodes(NumaHints::Package), vec![Effect::Publish]));
 }
 
@@ -91,7 +96,7 @@ fn a_gpu_xid_fails_that_gpu_alone_and_once() {
     let (state, effects) = after([node(&[0, 1]), xid(79)]);
     assert_eq!(healthy(&state), ["GPU-0"]);
     let health = Health::Unhealthy { reason: UnhealthyReason::Xid { code: 79, instance: None }, since: NOON };
-    assert_eq!(effects, [Effect::HealthChanged { gpu: uuid(1), health }, Effect::Publish, Effect::Keep]);
+    assert_eq!(effects, [Effect::HealthChanged { gpu: uuid(1), mig: None, health }, Effect::Publish, Effect::Keep]);
     let (state, again) = state.apply(xid(79), NOON);
     assert_eq!(again, [], "the same again is no news");
     let (_, another) = state.apply(xid(48), NOON);
@@ -116,7 +121,7 @@ fn trouble_of_a_gpu_that_nobody_knows_is_nobodys() {
 fn a_gpu_that_vanishes_stays_on_the_list_and_heals_when_it_is_back() {
     let (state, _) = after([node(&[0, 1]), node(&[0])]);
     assert_eq!(healthy(&state), ["GPU-0"]);
-    assert_eq!(state.devices(&ResourceName::gpu()).count(), 2);
+    assert_eq!(state.offers().of(&ResourceName::gpu()).count(), 2);
     let (state, _) = state.apply(node(&[0, 1]), NOON);
     assert_eq!(healthy(&state), ["GPU-0", "GPU-1"]);
 }
@@ -127,7 +132,7 @@ fn a_new_look_keeps_what_is_known_of_health() {
     assert_eq!(healthy(&state), ["GPU-1"]);
     // No GPU at all any more: the list stays, all of it unhealthy.
     let (state, _) = state.apply(node(&[]), NOON);
-    assert_eq!((healthy(&state).len(), state.devices(&ResourceName::gpu()).count()), (0, 2));
+    assert_eq!((healthy(&state).len(), state.offers().of(&ResourceName::gpu()).count()), (0, 2));
 }
 
 #[test]
@@ -185,7 +190,7 @@ fn an_operators_word_ends_what_was_held_against_a_gpu_that_is_there() {
     let (state, _) = after(failed);
     let (state, effects) = state.apply(Event::Cleared { gpu: uuid(0) }, NOON);
     assert_eq!(healthy(&state), ["GPU-0", "GPU-2"]);
-    let changed = Effect::HealthChanged { gpu: uuid(0), health: Health::Healthy };
+    let changed = Effect::HealthChanged { gpu: uuid(0), mig: None, health: Health::Healthy };
     assert_eq!(effects, [changed, Effect::Publish, Effect::Keep]);
     let (state, effects) = state.apply(Event::Cleared { gpu: uuid(0) }, NOON);
     assert_eq!(effects, [], "nothing is held against it");

@@ -60,6 +60,8 @@ impl Rank {
     pub const NEAREST: Self = Self(0);
     /// The farthest rank, which is also that of a pair of which nothing is known.
     pub const FARTHEST: Self = Self(5);
+    /// The farthest rank of two GPUs below one PCIe switch, or a cascade of them.
+    pub const PCIE_SWITCHES: Self = Self(1);
     /// The farthest rank at which a NIC counts as near a GPU.
     pub const HOST_BRIDGE: Self = Self(2);
 

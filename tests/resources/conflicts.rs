@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use linkwise::allocation::DeviceId;
 use linkwise::state::{
-    Effect, Event, Health, MigStrategy, NamePattern, NodeState, Pattern, ResourceName, ResourcePlan, SharedResource,
-    Sharing, SharingKind, UnhealthyReason,
+    ClaimedDevice, Effect, Event, Health, Holdings, MigStrategy, NamePattern, NodeState, Pattern, ResourceName,
+    ResourcePlan, SharedResource, Sharing, SharingKind, UnhealthyReason,
 };
 
 use crate::{mixed, resource};
@@ -43,7 +43,7 @@ fn hindered(snapshot: &NodeState, name: &str) -> Vec<String> {
     let hindered =
         |health: &Health| matches!(health, Health::Unhealthy { reason: UnhealthyReason::HeldElsewhere { .. }, .. });
     let name = resource(name);
-    let devices = snapshot.devices(&name).filter(|(_, device)| hindered(&device.health));
+    let devices = snapshot.offers().of(&name).filter(|(_, device)| hindered(&device.health));
     devices.map(|(id, _)| id.to_string()).collect()
 }
 
@@ -73,7 +73,7 @@ fn what_a_pod_holds_under_another_name_is_not_given_out() {
         assert_eq!(hindered(&snapshot, offered), expected, "{what}");
         let told = effects.iter().filter(|effect| matches!(effect, Effect::HeldElsewhere { .. })).count();
         assert_eq!(told, usize::from(!expected.is_empty()), "{what}: once for a GPU and a resource");
-        assert_eq!(snapshot.awaits_holders(), !expected.is_empty(), "{what}");
+        assert_eq!(snapshot.offers().awaits_holders(), !expected.is_empty(), "{what}");
         let refused = snapshot
             .allocate(&resource(offered), &[DeviceId::from(expected.first().map_or("none", |id| id).to_owned())]);
         assert!(refused.is_err(), "{what}");
@@ -94,7 +94,7 @@ fn a_device_that_was_withdrawn_may_have_a_holder_until_the_kubelet_has_said_no_t
     assert_eq!(hindered(&snapshot, "nvidia.com/a100").len(), 4, "asked before the plan changed");
     let (snapshot, _) = snapshot.apply(held(&[]), LATER);
     assert_eq!(hindered(&snapshot, "nvidia.com/a100"), [] as [&str; 0]);
-    assert!(!snapshot.awaits_holders());
+    assert!(!snapshot.offers().awaits_holders());
 }
 
 /// Without the kubelet's word nothing can be waited for.
@@ -102,4 +102,52 @@ fn a_device_that_was_withdrawn_may_have_a_holder_until_the_kubelet_has_said_no_t
 fn where_nobody_says_who_holds_what_a_plan_that_changes_takes_effect_at_once() {
     let (snapshot, _) = with(&ResourcePlan::default()).apply(planned(&renamed()), LATER);
     assert_eq!(hindered(&snapshot, "nvidia.com/a100"), [] as [&str; 0]);
+}
+
+/// The kubelet keeps the devices of an init container that has ended until its pod ends.
+#[test]
+fn devices_of_init_containers_are_held_too() {
+    let gpu = mixed().gpus[0].uuid.to_string();
+    let init_containers = [(ResourceName::gpu(), DeviceId::from(gpu.clone()))].into();
+    let holdings = Holdings { init_containers, ..Holdings::default() };
+    let (snapshot, _) = with(&renamed()).apply(Event::Holders(Some(holdings)), LATER);
+    assert_eq!(hindered(&snapshot, "nvidia.com/a100"), [gpu]);
+}
+
+#[test]
+fn claimed_hardware_is_not_given_out_by_the_device_plugin() {
+    let observed = mixed();
+    let (gpu, mig) = (&observed.gpus[0], &observed.gpus[1].mig.as_ref().unwrap().devices[0]);
+    let claimed = |device: &str, cdi: &str| ClaimedDevice {
+        claim: "team/training".to_owned(),
+        driver: "gpu.nvidia.com".to_owned(),
+        device: device.to_owned(),
+        cdi_names: vec![cdi.to_owned()],
+    };
+    let by_minor = format!("gpu-{}", gpu.minor.unwrap());
+    let of_gpu_1 = format!("gpu-{}-mig-1g10gb-19-0", observed.gpus[1].minor.unwrap());
+    let all_of_gpu_1 = observed.gpus[1].mig.as_ref().unwrap().devices.len();
+    let plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
+    for (claim, expected) in [
+        (claimed(&by_minor, "claim-1"), 1),
+        (claimed("any", gpu.uuid.as_str()), 1),
+        (claimed("any", mig.uuid.as_str()), 1),
+        (claimed(&of_gpu_1, "claim-1"), all_of_gpu_1),
+        (claimed("gpu-77", "claim-1"), 0),
+        (ClaimedDevice { driver: "nic.example.com".to_owned(), ..claimed(&by_minor, "nic") }, 0),
+    ] {
+        let holdings = Holdings { claims: [claim.clone()].into(), ..Holdings::default() };
+        let (snapshot, _) = with(&plan).apply(Event::Holders(Some(holdings)), LATER);
+        let held = snapshot.offers().devices().filter(|device| {
+            matches!(&device.health, Health::Unhealthy { reason: UnhealthyReason::Claimed { .. }, .. })
+        });
+        assert_eq!(held.count(), expected, "{claim:?}");
+        assert_eq!(snapshot.offers().awaits_holders(), expected > 0);
+        let (ended, _) = snapshot.apply(held_by_nobody(), LATER);
+        assert!(!ended.offers().awaits_holders());
+    }
+}
+
+fn held_by_nobody() -> Event {
+    Event::Holders(Some(Holdings::default()))
 }

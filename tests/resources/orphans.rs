@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use linkwise::allocation::DeviceId;
 use linkwise::state::{
-    Effect, Event, Health, HealthPoll, NamePattern, NodeState, NumaHints, Pattern, ResourceName, ResourcePlan,
-    SharedResource, Sharing, SharingKind, UnhealthyReason,
+    Effect, Event, Health, HealthPoll, NamePattern, NodeState, NumaHints, Pattern, Resource, ResourceName,
+    ResourcePlan, SharedResource, Sharing, SharingKind, UnhealthyReason,
 };
 use linkwise::topology::NodeObservation;
 use proptest::collection::{btree_set, vec};
@@ -69,13 +69,14 @@ fn after(events: impl IntoIterator<Item = Event>) -> NodeState {
 
 /// The whole list of a resource as a kubelet gets it: why each is unhealthy, or that it is not.
 fn list(snapshot: &NodeState, of: &ResourceName) -> BTreeMap<String, Option<UnhealthyReason>> {
-    let devices = snapshot.devices(of).map(|(id, device)| (id, device.health.clone()));
+    let devices = snapshot.offers().of(of).map(|(id, device)| (id, device.health.clone()));
     let reason = |health| match health {
         Health::Healthy => None,
         Health::Unhealthy { reason, .. } => Some(reason),
     };
     let mut list = BTreeMap::new();
-    for (id, health) in devices.chain(snapshot.absent(of)) {
+    let unknown = snapshot.offers().resources().get(of).into_iter().flat_map(Resource::unknown);
+    for (id, health) in devices.chain(unknown) {
         assert!(list.insert(id.to_string(), reason(health)).is_none(), "{id} is listed twice");
     }
     list
@@ -85,10 +86,10 @@ fn list(snapshot: &NodeState, of: &ResourceName) -> BTreeMap<String, Option<Unhe
 fn what_a_pod_holds_over_a_restart_and_went_meanwhile_stays_on_the_list_until_the_pod_has_ended() {
     let (snapshot, effects) = after([seen([0, 1])]).apply(held(&[&uuid(3)]), LATER);
     assert_eq!(list(&snapshot, &gpu())[&uuid(3)], Some(UnhealthyReason::Gone));
-    assert_eq!(snapshot.devices(&gpu()).count(), 2, "nothing is made up of it");
+    assert_eq!(snapshot.offers().of(&gpu()).count(), 2, "nothing is made up of it");
     let told = Effect::HeldUnoffered { resource: gpu(), ids: vec![id(uuid(3))] };
     assert_eq!(effects, [told, Effect::Publish]);
-    assert!(snapshot.awaits_holders());
+    assert!(snapshot.offers().awaits_holders());
     let refused = snapshot.allocate(&gpu(), &[id(uuid(3))]).unwrap_err().to_string();
     assert!(refused.contains("is unhealthy: the GPU is gone from the node"), "{refused}");
     let (snapshot, effects) = snapshot.apply(held(&[&uuid(3)]), LATER);
@@ -100,14 +101,14 @@ fn what_a_pod_holds_over_a_restart_and_went_meanwhile_stays_on_the_list_until_th
     assert_eq!(list(&snapshot, &gpu()).len(), 3);
     let (snapshot, effects) = snapshot.apply(held(&[]), LATER);
     assert_eq!((list(&snapshot, &gpu()).len(), effects), (2, vec![Effect::Publish]));
-    assert!(!snapshot.awaits_holders());
+    assert!(!snapshot.offers().awaits_holders());
 }
 
 #[test]
 fn what_comes_back_is_a_device_again() {
     let snapshot = after([held(&[&uuid(3)]), seen([0, 1]), seen([0, 1, 3])]);
     assert_eq!(list(&snapshot, &gpu()), [0, 1, 3].map(|at| (uuid(at), None)).into());
-    assert!(!snapshot.awaits_holders());
+    assert!(!snapshot.offers().awaits_holders());
 }
 
 #[test]
@@ -123,7 +124,7 @@ fn slots_of_an_earlier_division_keep_their_gpus_place_and_are_not_given_out() {
     );
     assert_eq!(listed[&last], Some(UnhealthyReason::Gone), "its GPU is not there");
     // A kubelet that starts anew aligns the pod again by the NUMA nodes of what it holds.
-    let place = |of: &str| snapshot.devices(&gpu()).find(|(id, _)| id.as_str() == of).map(|(_, it)| &it.numa_nodes);
+    let place = |of: &str| snapshot.offers().of(&gpu()).find(|(id, _)| id.as_str() == of).map(|(_, it)| &it.numa_nodes);
     assert!(place(&first).is_some_and(|nodes| !nodes.is_empty()) && place(&first) == place(&slot(0, 1)));
     assert_eq!((place(&last), place(&odd)), (None, None));
     // The GPU comes back, and is divided otherwise.
@@ -140,24 +141,23 @@ fn slots_of_an_earlier_division_keep_their_gpus_place_and_are_not_given_out() {
 fn an_id_of_anothers_making_is_listed_too_and_anothers_resource_is_left_alone() {
     let nic = (resource("other.vendor/nic"), id("nic0"));
     let holders = BTreeSet::from([(gpu(), id("nvidia0")), nic]);
-    let snapshot = after([seen([0]), Event::Holders(Some(holders))]);
+    let snapshot = after([seen([0]), Event::Holders(Some(holders.into_iter().collect()))]);
     assert_eq!(list(&snapshot, &gpu())["nvidia0"], Some(UnhealthyReason::Gone));
-    assert_eq!(snapshot.resources().keys().collect::<Vec<_>>(), [&gpu()]);
+    assert_eq!(snapshot.offers().resources().keys().collect::<Vec<_>>(), [&gpu()]);
 }
 
 #[test]
 fn a_resource_of_which_nothing_else_is_offered_is_not_made_of_what_pods_hold() {
     for snapshot in [after([held(&[&uuid(0)]), seen([])]), after([planned(renamed()), seen([0]), held(&[&uuid(0)])])] {
-        assert!(!snapshot.resources().contains_key(&gpu()));
-        assert_eq!(snapshot.absent(&gpu()).count(), 0);
+        assert!(!snapshot.offers().resources().contains_key(&gpu()));
     }
     // Once on a list, they outlast what else was on it.
     let snapshot = after([seen([0, 1]), held(&[&uuid(3)]), seen([])]);
     let snapshot = [held(&[&uuid(3)]), held(&[&uuid(3)])].into_iter().fold(snapshot, |it, e| it.apply(e, LATER).0);
     assert_eq!(list(&snapshot, &gpu()), [(uuid(3), Some(UnhealthyReason::Gone))].into());
-    assert!(snapshot.resources().contains_key(&gpu()), "its list is still served");
+    assert!(snapshot.offers().resources().contains_key(&gpu()), "its list is still served");
     let snapshot = [held(&[]), held(&[])].into_iter().fold(snapshot, |it, e| it.apply(e, LATER).0);
-    assert!(snapshot.resources().is_empty() && !snapshot.awaits_holders());
+    assert!(snapshot.offers().resources().is_empty() && !snapshot.offers().awaits_holders());
 }
 
 #[test]
@@ -274,7 +274,7 @@ proptest! {
             let offered = offered(which, &gpus);
             for of in ["nvidia.com/gpu", "nvidia.com/a100"] {
                 let listed = list(&snapshot, &resource(of));
-                prop_assert_eq!(snapshot.resources().contains_key(&resource(of)), !listed.is_empty());
+                prop_assert_eq!(snapshot.offers().resources().contains_key(&resource(of)), !listed.is_empty());
                 let known = answers.last();
                 for (_, held) in known.into_iter().flatten().filter(|(name, _)| name == of && !listed.is_empty()) {
                     prop_assert!(listed.contains_key(held), "{held} of {of} is held, and not listed: {listed:?}");

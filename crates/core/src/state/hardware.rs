@@ -1,0 +1,372 @@
+//! [`Hardware`]: the graph of the node, what is known of each GPU and MIG device, and whether it is in health.
+//!
+//! One of the three parts of the node's state; it knows neither resources nor pods. Events about GPUs end up here, and
+//! each GPU's own state machine ([`super::health`]) decides. What one GPU's machine cannot see is decided here: trouble that
+//! hits every GPU at once is the node's, and an NVLink whose far end is out of reach is that GPU's fault alone.
+
+use crate::prelude::*;
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::sync::Arc;
+use core::time::Duration;
+
+use super::device::{Device, Health, Timestamp};
+use super::event::{Effect, MigInstance};
+use super::health::{self, GpuHealth};
+use super::poll::{FabricHealth, HealthPoll, Reach, RecoveryAction};
+use super::reason::UnhealthyReason;
+use super::record::{HealthRecord, NodeIdentity};
+use super::xid::XidPolicy;
+use super::xid_log::XidLog;
+use crate::allocation::{AllocationTables, Groups};
+use crate::once::Once;
+use crate::topology::{
+    GpuUuid, HostObservation, MigUuid, NodeObservation, NodeTopology, NvLinkRemote, PciAddress, PciObservation,
+    TopologyWarning,
+};
+
+/// The driver's double-bit ECC event is this XID by another way: the class of the one is the class of the other.
+const DOUBLE_BIT_ECC: u64 = 48;
+
+/// The GPUs of the node.
+#[derive(Clone, Debug)]
+pub struct Hardware {
+    tables: Arc<AllocationTables>,
+    warnings: Vec<TopologyWarning>,
+    versions: DriverVersions,
+    identity: NodeIdentity,
+    xids: XidPolicy,
+    /// The first hold; see [`super::health`].
+    hold: Duration,
+    /// Every GPU that was ever scanned, or that the record names.
+    health: BTreeMap<GpuUuid, GpuHealth>,
+    /// The address at which each was scanned last.
+    addresses: BTreeMap<GpuUuid, PciAddress>,
+    /// The health that was last reported, by GPU and MIG device.
+    reported: BTreeMap<(GpuUuid, Option<MigUuid>), Health>,
+    unknown_actions: Once<(GpuUuid, RecoveryAction)>,
+    xid_log: XidLog,
+    /// The record that the runtime was last asked to keep.
+    kept: HealthRecord,
+}
+
+/// The versions that NVML reports, as it writes them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DriverVersions {
+    /// The driver's, such as `580.82.07` (`nvmlSystemGetDriverVersion`).
+    pub driver: Option<String>,
+    /// The newest CUDA that the driver supports, such as `13.0` (`nvmlSystemGetCudaDriverVersion_v2`).
+    pub cuda: Option<String>,
+}
+
+impl Default for Hardware {
+    fn default() -> Self {
+        Self {
+            tables: Arc::new(AllocationTables::new(Arc::default())),
+            warnings: Vec::new(),
+            versions: DriverVersions::default(),
+            identity: NodeIdentity::default(),
+            xids: XidPolicy::default(),
+            hold: health::HOLD,
+            health: BTreeMap::new(),
+            addresses: BTreeMap::new(),
+            reported: BTreeMap::new(),
+            unknown_actions: Once::new(),
+            xid_log: XidLog::default(),
+            kept: HealthRecord::default(),
+        }
+    }
+}
+
+impl Hardware {
+    /// The graph.
+    pub fn topology(&self) -> &Arc<NodeTopology> {
+        self.tables.topology()
+    }
+
+    /// What a choice is made from.
+    pub fn tables(&self) -> &Arc<AllocationTables> {
+        &self.tables
+    }
+
+    /// What was odd about the last scan.
+    pub fn warnings(&self) -> &[TopologyWarning] {
+        &self.warnings
+    }
+
+    /// The versions that NVML reports.
+    pub fn versions(&self) -> &DriverVersions {
+        &self.versions
+    }
+
+    /// The named groups of the graph. Computed at each call: it costs a choice for each group.
+    pub fn groups(&self) -> Groups {
+        Groups::of(&self.tables)
+    }
+
+    /// Whether a GPU, or with `instance` a MIG device of it, may be given out; `None` for one that was never scanned.
+    pub fn health(&self, gpu: &GpuUuid, instance: Option<MigInstance>) -> Option<Health> {
+        Some(self.health.get(gpu)?.verdict(instance))
+    }
+
+    /// The reasons that stand against a GPU and its MIG devices, in the order in which they began, each with its beginning.
+    pub fn standing(&self, gpu: &GpuUuid) -> impl Iterator<Item = (&UnhealthyReason, Timestamp)> + use<'_> {
+        self.health.get(gpu).into_iter().flat_map(GpuHealth::standing)
+    }
+
+    /// What the next process of ours has to know of the GPUs' health; [`Effect::Keep`] says when it changed.
+    pub fn record(&self) -> HealthRecord {
+        let gpus = self.health.iter().filter_map(|(gpu, health)| Some((gpu.clone(), health.kept()?)));
+        HealthRecord { version: HealthRecord::VERSION, identity: self.identity.clone(), gpus: gpus.collect() }
+    }
+
+    /// Whether the machine has what is behind a device: its GPU, or its MIG device.
+    pub(super) fn has(&self, device: &Device) -> bool {
+        let topology = self.topology();
+        match &device.mig {
+            Some(mig) => topology.mig_devices().iter().any(|there| there.uuid == mig.uuid),
+            None => topology.position(&device.gpu.uuid).is_some(),
+        }
+    }
+
+    /// An operator's classes of XIDs.
+    pub(super) fn set_xids(&mut self, xids: XidPolicy) {
+        self.xids = xids;
+    }
+
+    /// Another first hold.
+    pub(super) fn set_hold(&mut self, hold: Duration) {
+        self.hold = hold;
+    }
+
+    /// A scan of the whole node.
+    pub(super) fn scanned(&mut self, observed: &NodeObservation) -> Vec<Effect> {
+        let (topology, warnings) = NodeTopology::assemble(observed);
+        let news = warnings.iter().filter(|warning| !self.warnings.contains(warning));
+        let effects = news.cloned().map(Effect::Warn).collect();
+        self.warnings = warnings;
+        if topology != **self.topology() {
+            self.tables = Arc::new(AllocationTables::new(Arc::new(topology)));
+        }
+        let bus = addresses(&observed.host);
+        let off_bus = |pci: &PciAddress| !bus.is_empty() && !bus.contains(pci);
+        let by_address: BTreeMap<PciAddress, &GpuUuid> = observed.gpus.iter().map(|gpu| (gpu.pci, &gpu.uuid)).collect();
+        for gpu in &observed.gpus {
+            let active = gpu.nvlinks.iter().flatten().filter(|link| link.active);
+            let links = active.flat_map(|end| {
+                let far_end = match end.remote {
+                    NvLinkRemote::Gpu(pci) => by_address.get(&pci).map(|uuid| (*uuid).clone()),
+                    NvLinkRemote::Switch(_) | NvLinkRemote::Cpu | NvLinkRemote::Unknown => None,
+                };
+                end.links.iter().map(move |link| (*link, far_end.clone()))
+            });
+            self.health.entry(gpu.uuid.clone()).or_default().scanned(links, off_bus(&gpu.pci));
+            self.addresses.insert(gpu.uuid.clone(), gpu.pci);
+        }
+        let present: BTreeSet<&GpuUuid> = observed.gpus.iter().map(|gpu| &gpu.uuid).collect();
+        for (gpu, health) in self.health.iter_mut().filter(|(gpu, _)| !present.contains(gpu)) {
+            // NVML may fail to list a GPU that is there. One that the bus has not either is really gone.
+            health.missed(self.addresses.get(gpu).is_some_and(off_bus));
+        }
+        effects
+    }
+
+    /// An XID: a failure of the GPU by its class, or a line for the log.
+    pub(super) fn xid(
+        &mut self,
+        gpu: GpuUuid,
+        code: u64,
+        instance: Option<MigInstance>,
+        now: Timestamp,
+    ) -> Option<Effect> {
+        if !self.xids.class(code).fails() {
+            return self.xid_log.record(gpu, code, now);
+        }
+        self.failed(&gpu, UnhealthyReason::Xid { code, instance }, now);
+        None
+    }
+
+    /// The driver's event of an uncorrectable error.
+    pub(super) fn double_bit_ecc(&mut self, gpu: &GpuUuid, now: Timestamp) {
+        if self.xids.class(DOUBLE_BIT_ECC).fails() {
+            self.failed(gpu, UnhealthyReason::DoubleBitEcc, now);
+        }
+    }
+
+    /// A reason begins to stand against one GPU. The same reason again, however often it comes, changes nothing.
+    pub(super) fn failed(&mut self, gpu: &GpuUuid, reason: UnhealthyReason, now: Timestamp) {
+        if let Some(health) = self.health.get_mut(gpu) {
+            health.fail(reason, now);
+        }
+    }
+
+    /// A GPU that was quarantined was scanned again.
+    pub(super) fn released(&mut self, gpu: &GpuUuid) {
+        if let Some(health) = self.health.get_mut(gpu) {
+            health.released();
+        }
+    }
+
+    /// An operator clears what stands against a GPU.
+    pub(super) fn cleared(&mut self, gpu: &GpuUuid) {
+        if let Some(health) = self.health.get_mut(gpu) {
+            health.cleared();
+        }
+    }
+
+    /// NVML has been unavailable for the grace period. That is no GPU's fault.
+    pub(super) fn driver_away(&mut self, why: &str, now: Timestamp) {
+        for health in self.health.values_mut() {
+            health.suffer(UnhealthyReason::DriverAway { why: why.to_owned() }, now);
+        }
+    }
+
+    /// NVML answers again.
+    pub(super) fn driver_back(&mut self) {
+        self.health.values_mut().for_each(GpuHealth::driver_back);
+    }
+
+    /// One poll of the GPUs.
+    pub(super) fn polled(&mut self, polls: &BTreeMap<GpuUuid, HealthPoll>, now: Timestamp) -> Vec<Effect> {
+        let node_wide = self.hits_all(polls);
+        let unreachable: BTreeSet<GpuUuid> =
+            self.health.keys().filter(|gpu| self.is_unreachable(gpu, polls.get(gpu))).cloned().collect();
+        for (gpu, poll) in polls {
+            if let Some(health) = self.health.get_mut(gpu) {
+                health.poll(poll, &unreachable, node_wide, self.hold, now);
+            }
+        }
+        let unknown = polls.iter().filter_map(|(gpu, poll)| match poll.recovery_action {
+            Some(action @ RecoveryAction::Other(_)) => Some((gpu.clone(), action)),
+            _ => None,
+        });
+        let news = self.unknown_actions.replace(unknown);
+        news.into_iter().map(|(gpu, action)| Effect::UnknownRecoveryAction { gpu, action }).collect()
+    }
+
+    /// Whether a GPU is lost or gone, by the last scan, what stands against it, and the poll that has just come.
+    fn is_unreachable(&self, gpu: &GpuUuid, poll: Option<&HealthPoll>) -> bool {
+        let shown = poll.is_some_and(|poll| {
+            matches!(poll.reach, Reach::Lost { .. } | Reach::ResetRequired { .. }) || poll.on_bus == Some(false)
+        });
+        let stands = self.health.get(gpu).is_some_and(GpuHealth::is_unreachable);
+        shown || stands || self.topology().position(gpu).is_none()
+    }
+
+    /// Whether the same trouble is every GPU's: then it is the node's.
+    fn hits_all(&self, polls: &BTreeMap<GpuUuid, HealthPoll>) -> bool {
+        let known = || polls.iter().filter_map(|(gpu, poll)| Some((self.health.get(gpu)?, poll)));
+        let all = |trouble: fn(&GpuHealth, &HealthPoll) -> bool| known().all(|(health, poll)| trouble(health, poll));
+        let silent = |_: &GpuHealth, poll: &HealthPoll| matches!(poll.reach, Reach::Failed { .. } | Reach::Lost { .. });
+        let fabric = |_: &GpuHealth, poll: &HealthPoll| matches!(poll.fabric, Some(FabricHealth::Failed { .. }));
+        known().nth(1).is_some() && (all(silent) || all(fabric) || all(GpuHealth::loses_links))
+    }
+
+    /// Which boot and which load of the driver this is.
+    pub(super) fn identified(&mut self, identity: &NodeIdentity) {
+        if identity.differs_from(&self.identity) {
+            self.health.values_mut().for_each(GpuHealth::renewed);
+        }
+        self.identity = NodeIdentity {
+            boot: identity.boot.clone().or(self.identity.boot.take()),
+            driver: identity.driver.clone().or(self.identity.driver.take()),
+        };
+    }
+
+    /// The record of our last process. One of another version is refused.
+    pub(super) fn restored(&mut self, record: &HealthRecord) -> Option<Effect> {
+        if record.version != HealthRecord::VERSION {
+            return Some(Effect::RecordIgnored { version: record.version });
+        }
+        let renewed = self.identity.differs_from(&record.identity);
+        for (gpu, kept) in &record.gpus {
+            self.health.entry(gpu.clone()).or_insert_with(|| {
+                let mut health = GpuHealth::restored(kept);
+                if renewed {
+                    health.renewed();
+                }
+                health
+            });
+        }
+        if self.identity == NodeIdentity::default() {
+            self.identity = record.identity.clone();
+        }
+        None
+    }
+
+    /// XIDs that change nothing and were counted instead of reported, once their period is over.
+    pub(super) fn due_xids(&mut self, now: Timestamp) -> Vec<Effect> {
+        self.xid_log.report(now)
+    }
+
+    /// When [`Self::due_xids`] has something to report.
+    pub(super) fn deadline(&self) -> Option<Timestamp> {
+        self.xid_log.deadline()
+    }
+
+    /// Reports each GPU whose health changed, as a whole, and each MIG device that failed alone. `listed` are all devices
+    /// on the kubelet's lists, `is_orphan` those whose hardware is gone or no longer offered: a GPU is gone once all of
+    /// its devices are.
+    pub(super) fn report<'a>(&mut self, listed: impl Iterator<Item = (&'a Device, bool)> + Clone) -> Vec<Effect> {
+        let mut instances: BTreeMap<&GpuUuid, BTreeSet<MigInstance>> = BTreeMap::new();
+        for (device, _) in listed.clone().filter(|(_, is_orphan)| !is_orphan) {
+            if let Some(instance) = device.instance() {
+                instances.entry(&device.gpu.uuid).or_default().insert(instance);
+            }
+        }
+        let mut now: BTreeMap<(GpuUuid, Option<MigUuid>), Health> = BTreeMap::new();
+        let mut orphaned: BTreeMap<&GpuUuid, &Health> = BTreeMap::new();
+        for (device, is_orphan) in listed {
+            let uuid = &device.gpu.uuid;
+            let whole = (uuid.clone(), None);
+            let Some(health) = self.health.get(uuid).filter(|_| !is_orphan) else {
+                orphaned.entry(uuid).or_insert(&device.health);
+                continue;
+            };
+            if let (Some(instance), Some(mig)) = (device.instance(), &device.mig) {
+                now.insert((uuid.clone(), Some(mig.uuid.clone())), health.verdict_of_instance(instance));
+            }
+            now.entry(whole).or_insert_with(|| match instances.get(uuid) {
+                Some(instances) => health.verdict_beside(instances),
+                None => health.verdict(None),
+            });
+        }
+        for (uuid, health) in orphaned {
+            now.entry((uuid.clone(), None)).or_insert_with(|| health.clone());
+        }
+        let changed = now.iter().filter(|(unit, health)| {
+            let before = self.reported.get(unit).unwrap_or(&Health::Healthy);
+            !before.tells_the_same(health)
+        });
+        let effects = changed.map(|((gpu, mig), health)| Effect::HealthChanged {
+            gpu: gpu.clone(),
+            mig: mig.clone(),
+            health: health.clone(),
+        });
+        let effects = effects.collect();
+        self.reported = now;
+        effects
+    }
+
+    /// Asks to keep the record, where it changed.
+    pub(super) fn keep(&mut self) -> Option<Effect> {
+        let record = self.record();
+        let identity_matters = record.identity != self.kept.identity && !record.gpus.is_empty();
+        if record.gpus == self.kept.gpus && !identity_matters {
+            return None;
+        }
+        self.kept = record;
+        Some(Effect::Keep)
+    }
+}
+
+/// The addresses on the host's PCI bus.
+fn addresses(host: &HostObservation) -> BTreeSet<PciAddress> {
+    // A stack instead of recursion: a file from a stranger may nest as deep as it likes.
+    let mut stack: Vec<&PciObservation> = host.host_bridges.iter().flat_map(|bridge| &bridge.devices).collect();
+    let mut found = BTreeSet::new();
+    while let Some(device) = stack.pop() {
+        found.extend(device.pci);
+        stack.extend(&device.devices);
+    }
+    found
+}

@@ -1,0 +1,209 @@
+//! [`Ledger`]: which hardware is held, and through which door.
+//!
+//! Two doors lead to a GPU: the device plugin API (containers, and init containers that have ended while their pod runs) and
+//! DRA claims. What they call the same hardware differs; here both are told apart by the GPU or MIG device behind the name.
+//! The kubelet adapter reads who holds what ([`Holdings`]); where it cannot, the ledger is unknown, not empty.
+
+use crate::prelude::*;
+use alloc::collections::{BTreeMap, BTreeSet};
+
+use super::ResourceName;
+use super::device::{Device, Timestamp};
+use super::reason::UnhealthyReason;
+use crate::allocation::DeviceId;
+use crate::topology::NodeTopology;
+
+/// The DRA driver whose devices are GPUs of this node: NVIDIA's, and linkwise in its place.
+const DRA_DRIVER: &str = "gpu.nvidia.com";
+
+/// An id of a resource, as the device plugin API has it.
+pub type ResourceDevice = (ResourceName, DeviceId);
+
+/// Everything that pods of this node hold, as the kubelet lists it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Holdings {
+    /// Devices of running containers (PodResources).
+    pub containers: BTreeSet<ResourceDevice>,
+    /// Devices that only the kubelet's checkpoint lists: of init containers that have ended, in pods that have not. The
+    /// checkpoint may also still list a pod that has just ended.
+    pub init_containers: BTreeSet<ResourceDevice>,
+    /// Devices of DRA claims (PodResources, `dynamic_resources`).
+    pub claims: BTreeSet<ClaimedDevice>,
+}
+
+impl FromIterator<ResourceDevice> for Holdings {
+    /// Devices of running containers, and nothing else.
+    fn from_iter<I: IntoIterator<Item = ResourceDevice>>(containers: I) -> Self {
+        Self { containers: containers.into_iter().collect(), ..Self::default() }
+    }
+}
+
+/// A device that a DRA claim holds.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ClaimedDevice {
+    /// `namespace/name` of the claim.
+    pub claim: String,
+    /// The DRA driver.
+    pub driver: String,
+    /// The device's name in the driver's pool, such as `gpu-0` (0: N of /dev/nvidiaN) or `gpu-0-mig-1g10gb-19-0`.
+    pub device: String,
+    /// What follows `=` in its CDI names; UUIDs, where the driver names CDI devices so.
+    pub cdi_names: Vec<String>,
+}
+
+/// Which hardware is held.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Ledger {
+    holdings: Holdings,
+    /// Since when the kubelet lists this; `None` where it cannot be asked.
+    known_since: Option<Timestamp>,
+}
+
+/// The part of a GPU that a holder has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Part<'a> {
+    /// The GPU, or an unknown part of it.
+    Whole,
+    /// One MIG device.
+    Mig(&'a str),
+}
+
+/// A holder of hardware that a device of ours would share.
+struct Holder<'a> {
+    /// Its id, where it came through the device plugin API.
+    key: Option<&'a ResourceDevice>,
+    part: Part<'a>,
+    is_slot: bool,
+    since: Timestamp,
+    reason: UnhealthyReason,
+}
+
+impl Holder<'_> {
+    /// Whether the device would give to another pod what this holder has. Slots are made to be shared.
+    fn conflicts_with(&self, key: &ResourceDevice, device: &Device) -> bool {
+        let apart = match (self.part, &device.mig) {
+            (Part::Mig(held), Some(mig)) => mig.uuid.as_str() != held,
+            _ => false,
+        };
+        self.key != Some(key) && !(self.is_slot && device.slot.is_some()) && !apart
+    }
+}
+
+impl Ledger {
+    /// Takes over what the kubelet lists now; `None` where it cannot be asked. Whether that changed anything.
+    pub(super) fn update(&mut self, holdings: Option<Holdings>, now: Timestamp) -> bool {
+        let known = holdings.is_some();
+        let holdings = holdings.unwrap_or_default();
+        let changed = holdings != self.holdings || known != self.known_since.is_some();
+        if changed {
+            *self = Self { holdings, known_since: known.then_some(now) };
+        }
+        changed
+    }
+
+    /// Whether the kubelet said who holds what.
+    pub fn is_known(&self) -> bool {
+        self.known_since.is_some()
+    }
+
+    /// Everything that is held.
+    pub fn holdings(&self) -> &Holdings {
+        &self.holdings
+    }
+
+    /// The ids that are held through the device plugin API.
+    pub fn devices(&self) -> impl Iterator<Item = &ResourceDevice> {
+        self.holdings.containers.union(&self.holdings.init_containers)
+    }
+
+    /// Whether an id of a resource is held.
+    pub(super) fn holds(&self, key: &ResourceDevice) -> bool {
+        self.holdings.containers.contains(key) || self.holdings.init_containers.contains(key)
+    }
+
+    /// For each GPU's place in the graph, how many of its devices are held otherwise than as one of `own`: ids of other
+    /// resources, ids of earlier plans, claims.
+    pub(super) fn used_otherwise(
+        &self,
+        topology: &NodeTopology,
+        own: impl Fn(&ResourceDevice) -> bool,
+    ) -> BTreeMap<usize, usize> {
+        let ids = self.devices().filter(|key| !own(key)).filter_map(|(_, id)| place(topology, id));
+        let claims = self.holdings.claims.iter().filter_map(|claimed| Some(claimed_hardware(topology, claimed)?.0));
+        let mut used = BTreeMap::new();
+        for place in ids.chain(claims) {
+            *used.entry(place).or_default() += 1;
+        }
+        used
+    }
+
+    /// The devices that cannot be given out because their hardware is held under another name, and why. `withdrawn` are ids
+    /// that were offered until lately: a pod may have got one since the kubelet was asked.
+    pub(super) fn conflicts<'a>(
+        &'a self,
+        topology: &'a NodeTopology,
+        withdrawn: impl Iterator<Item = (&'a ResourceDevice, Timestamp)>,
+        devices: impl Iterator<Item = (ResourceDevice, &'a Device)>,
+    ) -> BTreeMap<ResourceDevice, (UnhealthyReason, Timestamp)> {
+        let Some(known_since) = self.known_since else { return BTreeMap::new() };
+        // By the GPU's UUID: a holder may name a GPU that is not in the graph.
+        let mut holders: BTreeMap<&str, Vec<Holder<'_>>> = BTreeMap::new();
+        for (key, since) in self.devices().map(|key| (key, known_since)).chain(withdrawn) {
+            let (uuid, slot) = split_slot(key.1.as_str());
+            let parent = mig_parent(topology, uuid).and_then(|place| topology.gpus().get(place));
+            let (gpu, part) = parent.map_or((uuid, Part::Whole), |gpu| (gpu.uuid.as_str(), Part::Mig(uuid)));
+            let reason = UnhealthyReason::HeldElsewhere { resource: key.0.to_string(), id: key.1.to_string() };
+            let holder = Holder { key: Some(key), part, is_slot: slot.is_some(), since, reason };
+            holders.entry(gpu).or_default().push(holder);
+        }
+        for claimed in &self.holdings.claims {
+            let Some((place, part)) = claimed_hardware(topology, claimed) else { continue };
+            let Some(gpu) = topology.gpus().get(place) else { continue };
+            let reason = UnhealthyReason::Claimed { claim: claimed.claim.clone(), device: claimed.device.clone() };
+            let holder = Holder { key: None, part, is_slot: false, since: known_since, reason };
+            holders.entry(gpu.uuid.as_str()).or_default().push(holder);
+        }
+        let conflicts = devices.filter_map(|(key, device)| {
+            let of_gpu = holders.get(device.gpu.uuid.as_str())?;
+            let holder = of_gpu.iter().find(|holder| holder.conflicts_with(&key, device))?;
+            Some((key, (holder.reason.clone(), holder.since)))
+        });
+        conflicts.collect()
+    }
+}
+
+/// The UUID of a device id, and the slot, where it has one.
+pub(super) fn split_slot(id: &str) -> (&str, Option<&str>) {
+    id.split_once("::").map_or((id, None), |(uuid, slot)| (uuid, Some(slot)))
+}
+
+/// The place of the GPU behind a device id ([`Device::id`]), MIG devices included.
+pub(super) fn place(topology: &NodeTopology, id: &DeviceId) -> Option<usize> {
+    let (uuid, _) = split_slot(id.as_str());
+    let gpu = topology.gpus().iter().position(|gpu| gpu.uuid.as_str() == uuid);
+    gpu.or_else(|| mig_parent(topology, uuid))
+}
+
+/// The place of the GPU that a MIG device is on.
+fn mig_parent(topology: &NodeTopology, uuid: &str) -> Option<usize> {
+    Some(topology.mig_devices().iter().find(|mig| mig.uuid.as_str() == uuid)?.parent)
+}
+
+/// The hardware behind a claimed device: by a UUID among its CDI names, else by the minor number in its name. A MIG device
+/// without a UUID counts as its whole GPU, for which of them it is cannot be seen.
+fn claimed_hardware<'a>(topology: &NodeTopology, claimed: &'a ClaimedDevice) -> Option<(usize, Part<'a>)> {
+    for name in &claimed.cdi_names {
+        if let Some(place) = topology.gpus().iter().position(|gpu| gpu.uuid.as_str() == name) {
+            return Some((place, Part::Whole));
+        }
+        if let Some(place) = mig_parent(topology, name) {
+            return Some((place, Part::Mig(name)));
+        }
+    }
+    if claimed.driver != DRA_DRIVER {
+        return None;
+    }
+    let number = claimed.device.strip_prefix("gpu-")?;
+    let minor: u32 = number.split('-').next()?.parse().ok()?;
+    Some((topology.gpus().iter().position(|gpu| gpu.minor == Some(minor))?, Part::Whole))
+}

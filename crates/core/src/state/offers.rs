@@ -1,0 +1,420 @@
+//! [`Offers`]: the resources of this node, made from plan × hardware × ledger; each with its devices and its choice.
+//!
+//! One of the three parts of the node's state. An id that the kubelet was once told of stays on its list while a pod may
+//! hold it, because the kubelet dereferences the ids that pods hold: such an [`Orphan`] is unhealthy, and leaves the list when
+//! the ledger shows no holder twice in a row.
+
+use crate::prelude::*;
+use alloc::collections::BTreeMap;
+use alloc::collections::btree_map::Entry;
+use alloc::sync::Arc;
+
+use super::ResourceName;
+use super::device::{Device, Health, Timestamp};
+use super::event::Effect;
+use super::hardware::Hardware;
+use super::ledger::{Ledger, ResourceDevice, place, split_slot};
+use super::mps::Mps;
+use super::numa_hints::NumaHints;
+use super::plan::ResourcePlan;
+use super::problem::PlanProblem;
+use super::reason::UnhealthyReason;
+use super::resources::{MOST_SLOTS, Resources};
+use crate::allocation::{AllocationPolicy, DeviceId, Units};
+use crate::topology::{GpuUuid, NodeTopology};
+
+/// What the node offers.
+#[derive(Clone, Debug, Default)]
+pub struct Offers {
+    numa_hints: NumaHints,
+    /// What an operator wants.
+    wanted: Arc<ResourcePlan>,
+    /// What is carried out: the last plan that could be, where the wanted one cannot.
+    plan: Arc<ResourcePlan>,
+    problems: Vec<PlanProblem>,
+    pub(super) mps: Mps,
+    resources: BTreeMap<ResourceName, Resource>,
+}
+
+/// One resource.
+#[derive(Clone, Debug, Default)]
+pub struct Resource {
+    /// The devices on the kubelet's list, orphans included where their hardware is known.
+    devices: BTreeMap<DeviceId, Device>,
+    /// The ids on the list whose hardware is gone, or no longer offered so.
+    orphans: BTreeMap<DeviceId, Orphan>,
+    choice: Choice,
+}
+
+/// How devices of one resource are chosen and ordered.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Choice {
+    /// How to choose.
+    pub policy: AllocationPolicy,
+    /// What to choose from, where these are not all whole GPUs.
+    pub units: Option<Units>,
+    /// Whether a container is refused more than one slot.
+    pub one_slot: bool,
+}
+
+/// An id that stays on a list only because a pod may hold it.
+#[derive(Clone, Debug)]
+struct Orphan {
+    since: Timestamp,
+    why: UnhealthyReason,
+    /// Whether this process offered it: then a pod may have got it since the kubelet was asked last.
+    was_offered: bool,
+    /// The last list of holders did not have it. It takes two: the first may be older than the last pod.
+    unheld_once: bool,
+}
+
+impl Orphan {
+    fn health(&self) -> Health {
+        Health::Unhealthy { reason: self.why.clone(), since: self.since }
+    }
+}
+
+impl Resource {
+    /// The devices on the kubelet's list, by id; those of orphans too, where this node knows or knew the hardware.
+    pub fn devices(&self) -> &BTreeMap<DeviceId, Device> {
+        &self.devices
+    }
+
+    /// The ids on the list behind which there is no device: pods hold them, and this node does not have them. All are
+    /// unhealthy.
+    pub fn unknown(&self) -> impl Iterator<Item = (&DeviceId, Health)> {
+        let unknown = self.orphans.iter().filter(|(id, _)| !self.devices.contains_key(*id));
+        unknown.map(|(id, orphan)| (id, orphan.health()))
+    }
+
+    /// How many devices on the list may be given out, and how many may not.
+    pub fn counts(&self) -> (usize, usize) {
+        let healthy = self.devices.values().filter(|device| device.health == Health::Healthy).count();
+        (healthy, self.devices.len() + self.unknown().count() - healthy)
+    }
+
+    /// Why an id that is on the list cannot be given out though there is no device behind it.
+    pub(super) fn refusal(&self, id: &DeviceId) -> Option<&UnhealthyReason> {
+        self.orphans.get(id).map(|orphan| &orphan.why)
+    }
+
+    pub(super) fn choice(&self) -> &Choice {
+        &self.choice
+    }
+
+    /// How many ids are on the list.
+    fn len(&self) -> usize {
+        self.devices.len() + self.orphans.keys().filter(|id| !self.devices.contains_key(*id)).count()
+    }
+}
+
+impl Offers {
+    /// No resource yet.
+    pub(super) fn new(numa_hints: NumaHints) -> Self {
+        Self { numa_hints, ..Self::default() }
+    }
+
+    /// The plan that is carried out.
+    pub fn plan(&self) -> &ResourcePlan {
+        &self.plan
+    }
+
+    /// What an operator asked for and cannot have on this node.
+    pub fn problems(&self) -> &[PlanProblem] {
+        &self.problems
+    }
+
+    /// The resources by name.
+    pub fn resources(&self) -> &BTreeMap<ResourceName, Resource> {
+        &self.resources
+    }
+
+    /// The devices on the list of one resource, by id.
+    pub fn of(&self, resource: &ResourceName) -> impl Iterator<Item = (&DeviceId, &Device)> + use<'_> {
+        self.resources.get(resource).into_iter().flat_map(|resource| &resource.devices)
+    }
+
+    /// The devices of all resources, by resource and id.
+    pub fn devices(&self) -> impl Iterator<Item = &Device> + Clone {
+        self.resources.values().flat_map(|resource| resource.devices.values())
+    }
+
+    /// The devices of all resources, each with whether it is an orphan.
+    pub(super) fn listed(&self) -> impl Iterator<Item = (&Device, bool)> + Clone {
+        self.resources.values().flat_map(|resource| {
+            resource.devices.iter().map(|(id, device)| (device, resource.orphans.contains_key(id)))
+        })
+    }
+
+    /// Whether there is such a device, in health.
+    pub fn is_healthy(&self, resource: &ResourceName, id: &DeviceId) -> bool {
+        let device = self.resources.get(resource).and_then(|resource| resource.devices.get(id));
+        device.is_some_and(|device| device.health == Health::Healthy)
+    }
+
+    /// Whether a new list of holders could change something.
+    pub fn awaits_holders(&self) -> bool {
+        let orphans = self.resources.values().any(|resource| !resource.orphans.is_empty());
+        orphans
+            || self.devices().any(|device| match &device.health {
+                Health::Unhealthy { reason, .. } => {
+                    matches!(reason, UnhealthyReason::HeldElsewhere { .. } | UnhealthyReason::Claimed { .. })
+                }
+                Health::Healthy => false,
+            })
+    }
+
+    /// Sets the plan that an operator wants; [`Self::make`] carries it out. Before the first scan it is taken as it is:
+    /// there is no machine yet that could not have it.
+    pub(super) fn want(&mut self, plan: ResourcePlan, hardware: &Hardware) {
+        self.wanted = Arc::new(plan);
+        if hardware.topology().gpus().is_empty() {
+            self.plan = Arc::clone(&self.wanted);
+        }
+    }
+
+    /// All devices, orphans included, claim their NUMA nodes anew.
+    pub(super) fn set_numa_hints(&mut self, hints: NumaHints, hardware: &Hardware) {
+        self.numa_hints = hints;
+        for device in self.resources.values_mut().flat_map(|resource| resource.devices.values_mut()) {
+            device.numa_nodes = hints.nodes(hardware.topology(), &device.gpu);
+        }
+    }
+
+    /// Makes the resources of the plan on the machine as it is. Where the wanted plan cannot be carried out, the last one
+    /// that could be stays; where a resource of that one cannot be made any more, its devices stay as long as their hardware
+    /// is there.
+    pub(super) fn make(&mut self, hardware: &Hardware, ledger: &Ledger, now: Timestamp) -> Vec<Effect> {
+        let topology = hardware.topology();
+        let mut made = Resources::make(topology, &self.wanted, self.numa_hints);
+        if self.wanted == self.plan || made.withheld.is_empty() {
+            self.plan = Arc::clone(&self.wanted);
+        } else {
+            let wanted = core::mem::replace(&mut made, Resources::make(topology, &self.plan, self.numa_hints));
+            let mut problems = wanted.problems;
+            let of_both = made.problems.iter().filter(|problem| !problems.contains(problem)).cloned();
+            problems.extend(of_both.collect::<Vec<_>>());
+            problems.push(PlanProblem::OldPlanStays);
+            made.problems = problems;
+        }
+        let news = made.problems.iter().filter(|problem| !self.problems.contains(problem));
+        let mut effects: Vec<Effect> = news.cloned().map(Effect::PlanProblem).collect();
+        self.problems = made.problems;
+        for (name, resource) in self.resources.iter().filter(|(name, _)| made.withheld.contains(*name)) {
+            let stays =
+                |(id, device): &(&DeviceId, &Device)| !resource.orphans.contains_key(*id) && hardware.has(device);
+            let staying = resource.devices.iter().filter(stays).map(|(id, device)| (id.clone(), device.clone()));
+            made.devices.entry(name.clone()).or_default().extend(staying);
+        }
+        let listed = |name: &ResourceName, id: &DeviceId| {
+            self.resources.get(name).is_some_and(|resource| resource.devices.contains_key(id))
+        };
+        let by_mps = self.plan.is_shared_by_mps();
+        self.mps.hold_back(by_mps, topology.gpus().len(), &mut made.devices, listed, now);
+        self.list(made.devices, hardware, now);
+        effects.extend(self.follow_ledger(hardware, ledger, now));
+        effects
+    }
+
+    /// Follows a change of the ledger, or of the resources: pods may hold ids that no list has, and how used the GPUs are
+    /// decides which are chosen.
+    pub(super) fn follow_ledger(&mut self, hardware: &Hardware, ledger: &Ledger, now: Timestamp) -> Vec<Effect> {
+        let effects = self.adopt(hardware, ledger, now);
+        self.choose(hardware, ledger);
+        effects
+    }
+
+    /// Puts new devices in the place of the old ones. Ids that are on a list and are not made again become orphans.
+    fn list(&mut self, fresh: BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>, hardware: &Hardware, now: Timestamp) {
+        let mut before = core::mem::take(&mut self.resources);
+        for (name, devices) in fresh {
+            let known = before.remove(&name).unwrap_or_default();
+            let mut resource = Resource { devices, orphans: known.orphans, choice: known.choice };
+            resource.orphans.retain(|id, _| !resource.devices.contains_key(id));
+            resource.keep(known.devices, hardware, now);
+            self.resources.insert(name, resource);
+        }
+        for (name, known) in before {
+            let mut resource = Resource { devices: BTreeMap::new(), ..known };
+            resource.keep(known.devices, hardware, now);
+            self.resources.insert(name, resource);
+        }
+        self.forget_empty();
+    }
+
+    /// A resource exists as long as anything is on its list.
+    fn forget_empty(&mut self) {
+        self.resources.retain(|_, resource| resource.len() > 0);
+    }
+
+    /// Counts a list of holders against the orphans: those that nobody holds in two lists in a row leave. Whether any did.
+    pub(super) fn drop_unheld(&mut self, ledger: &Ledger) -> bool {
+        let mut dropped = false;
+        for (name, resource) in &mut self.resources {
+            resource.orphans.retain(|id, orphan| {
+                // The kubelet that answers next may be a new one, which at first knows fewer pods: the count starts again.
+                let unheld = ledger.is_known() && !ledger.holds(&(name.clone(), id.clone()));
+                let leaves = unheld && orphan.unheld_once;
+                orphan.unheld_once = unheld;
+                if leaves {
+                    resource.devices.remove(id);
+                    dropped = true;
+                }
+                !leaves
+            });
+        }
+        self.forget_empty();
+        dropped
+    }
+
+    /// Takes ids that pods hold of our resources onto their lists, where they are missing: the hardware went, or the plan
+    /// changed, while no process of ours ran. Where the hardware is there, the device keeps its NUMA nodes: a kubelet that
+    /// starts anew aligns its pods by them. A resource of which nothing else is offered is not made for them: no list of
+    /// ours lacks them, and the name may be another plugin's by now.
+    fn adopt(&mut self, hardware: &Hardware, ledger: &Ledger, now: Timestamp) -> Vec<Effect> {
+        let topology = hardware.topology();
+        let mut effects = Vec::new();
+        for (name, resource) in &mut self.resources {
+            let most = usize::try_from(MOST_SLOTS).unwrap_or(usize::MAX);
+            let mut room = most.saturating_sub(resource.len());
+            let mut adopted = Vec::new();
+            for (_, id) in ledger.devices().filter(|(of, _)| of == name) {
+                if resource.devices.contains_key(id) {
+                    continue;
+                }
+                let is_there = place(topology, id).is_some();
+                let why = if is_there { UnhealthyReason::Withdrawn } else { UnhealthyReason::Gone };
+                match resource.orphans.entry(id.clone()) {
+                    // Its GPU may be back, and offered otherwise.
+                    Entry::Occupied(known) => known.into_mut().why = why,
+                    // No kubelet took a longer id, and an absurd answer does not make a list without end.
+                    Entry::Vacant(_) if room == 0 || id.as_str().len() > GpuUuid::MAX => continue,
+                    Entry::Vacant(free) => {
+                        room -= 1;
+                        free.insert(Orphan { since: now, why, was_offered: false, unheld_once: false });
+                        adopted.push(id.clone());
+                    }
+                }
+                let device = device_of(topology, id, self.numa_hints);
+                resource.devices.extend(device.map(|device| (id.clone(), device)));
+            }
+            if !adopted.is_empty() {
+                effects.push(Effect::HeldUnoffered { resource: name.clone(), ids: adopted });
+            }
+        }
+        effects
+    }
+
+    /// Brings each resource's choice up to date with its devices.
+    fn choose(&mut self, hardware: &Hardware, ledger: &Ledger) {
+        let topology = hardware.topology();
+        for (name, resource) in &mut self.resources {
+            let offered = || resource.devices.iter().filter(|(id, _)| !resource.orphans.contains_key(*id));
+            let has_parts = offered().any(|(_, device)| device.mig.is_some() || device.slot.is_some());
+            let units = has_parts.then(|| {
+                let place = |device: &Device| topology.position(&device.gpu.uuid);
+                let units = offered().filter_map(|(id, device)| Some((id.clone(), place(device)?)));
+                let is_own = |(of, id): &ResourceDevice| {
+                    of == name && resource.devices.contains_key(id) && !resource.orphans.contains_key(id)
+                };
+                Units::new(units, ledger.used_otherwise(topology, is_own))
+            });
+            resource.choice =
+                Choice { policy: self.plan.policy(name, has_parts), units, one_slot: self.plan.one_slot() };
+        }
+    }
+
+    /// Brings the devices' health up to date with the hardware and the ledger. Whether any changed, and what is to be
+    /// reported of conflicts.
+    pub(super) fn refresh_health(self: &mut Arc<Self>, hardware: &Hardware, ledger: &Ledger) -> (bool, Vec<Effect>) {
+        let mut changed: Vec<(ResourceDevice, Health)> = Vec::new();
+        let mut hindered: BTreeMap<(GpuUuid, ResourceName), UnhealthyReason> = BTreeMap::new();
+        let mut conflicts = self.conflicts(hardware, ledger);
+        for (name, resource) in &self.resources {
+            for (id, device) in &resource.devices {
+                let key = (name.clone(), id.clone());
+                let mut health =
+                    resource.orphans.get(id).map_or_else(|| self.health_of(name, device, hardware), Orphan::health);
+                if let (Health::Healthy, Some((reason, since))) = (&health, conflicts.remove(&key)) {
+                    health = Health::Unhealthy { reason: reason.clone(), since };
+                    if device.health != health {
+                        hindered.insert((device.gpu.uuid.clone(), name.clone()), reason);
+                    }
+                }
+                if device.health != health {
+                    changed.push((key, health));
+                }
+            }
+        }
+        let any = !changed.is_empty();
+        if any {
+            // Only now: a part that is published is copied before it changes, and most polls change nothing.
+            let offers = Arc::make_mut(self);
+            for ((name, id), health) in changed {
+                let resource = offers.resources.get_mut(&name);
+                if let Some(device) = resource.and_then(|resource| resource.devices.get_mut(&id)) {
+                    device.health = health;
+                }
+            }
+        }
+        let held = |((gpu, resource), reason)| Effect::HeldElsewhere { gpu, resource, reason };
+        (any, hindered.into_iter().map(held).collect())
+    }
+
+    /// The health of a device that is offered, its holders aside.
+    fn health_of(&self, resource: &ResourceName, device: &Device, hardware: &Hardware) -> Health {
+        let health = hardware.health(&device.gpu.uuid, device.instance()).unwrap_or(Health::Healthy);
+        match self.mps.waits(resource, device) {
+            Some(since) if health == Health::Healthy => {
+                Health::Unhealthy { reason: UnhealthyReason::MpsNotReady, since }
+            }
+            _ => health,
+        }
+    }
+
+    /// The devices whose hardware is held under another name.
+    fn conflicts(
+        &self,
+        hardware: &Hardware,
+        ledger: &Ledger,
+    ) -> BTreeMap<ResourceDevice, (UnhealthyReason, Timestamp)> {
+        let mut withdrawn = BTreeMap::new();
+        for (name, resource) in &self.resources {
+            let orphans = resource.orphans.iter();
+            let lately = orphans.filter(|(_, orphan)| orphan.was_offered && orphan.why == UnhealthyReason::Withdrawn);
+            withdrawn.extend(lately.map(|(id, orphan)| ((name.clone(), id.clone()), orphan.since)));
+        }
+        let devices = self.resources.iter().flat_map(|(name, resource)| {
+            resource.devices.iter().map(move |(id, device)| ((name.clone(), id.clone()), device))
+        });
+        ledger.conflicts(hardware.topology(), withdrawn.iter().map(|(key, since)| (key, *since)), devices)
+    }
+}
+
+impl Resource {
+    /// Keeps devices of before that are not offered any more on the list, as orphans.
+    fn keep(&mut self, before: BTreeMap<DeviceId, Device>, hardware: &Hardware, now: Timestamp) {
+        for (id, device) in before {
+            if let Entry::Vacant(free) = self.devices.entry(id.clone()) {
+                let why = if hardware.has(&device) { UnhealthyReason::Withdrawn } else { UnhealthyReason::Gone };
+                let orphan = Orphan { since: now, why, was_offered: true, unheld_once: false };
+                self.orphans.entry(id).or_insert(orphan);
+                free.insert(device);
+            }
+        }
+    }
+}
+
+/// The device of an id as it would be offered, where its hardware is there.
+fn device_of(topology: &NodeTopology, id: &DeviceId, hints: NumaHints) -> Option<Device> {
+    let (uuid, slot) = split_slot(id.as_str());
+    let slot = match slot {
+        Some(slot) => Some(slot.parse().ok()?),
+        None => None,
+    };
+    let gpu = topology.gpus().get(place(topology, id)?)?;
+    let mig = topology.mig_devices().iter().find(|mig| mig.uuid.as_str() == uuid).cloned();
+    let device = Device { mig, slot, ..Device::new(topology, gpu, hints) };
+    // `GPU-1::01` was never offered: it is no id of ours, though its hardware is.
+    (device.id() == *id).then_some(device)
+}

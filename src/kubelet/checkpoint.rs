@@ -1,0 +1,126 @@
+//! The kubelet's own list of devices: `kubelet_internal_checkpoint` in its device-plugins folder.
+//!
+//! PodResources leaves out init containers that have ended, though the kubelet keeps their devices until the pod ends; this
+//! file has them. The kubelet writes it at each allocation and at each device list, so that it may still have a pod that has
+//! just ended. Read by `pod_resources`, off the path of an admission.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use thiserror::Error;
+
+use crate::allocation::DeviceId;
+use crate::state::ResourceDevice;
+
+/// The file's name: `kubeletDeviceManagerCheckpoint` of k8s.io/kubernetes/pkg/kubelet/cm/devicemanager.
+const NAME: &str = "kubelet_internal_checkpoint";
+/// The longest file that is read: a node of 16 GPUs in 1024 slots, all held, has less than 1 MiB of it.
+const LONGEST: u64 = 16 << 20;
+
+/// Why the kubelet's checkpoint was not read.
+#[derive(Debug, Error)]
+pub enum CheckpointError {
+    /// The file could not be read.
+    #[error("cannot read {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// The file has another form than that of kubelets from 1.20 on.
+    #[error("{} is no checkpoint of the kubelet's device manager", path.display())]
+    Form {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: serde_json::Error,
+    },
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Checkpoint {
+    data: Data,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Data {
+    pod_device_entries: Option<Vec<Entry>>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Entry {
+    resource_name: String,
+    /// By NUMA node; -1 for devices without one.
+    #[serde(rename = "DeviceIDs")]
+    device_ids: Option<BTreeMap<String, Option<Vec<String>>>>,
+}
+
+/// Reads the devices that the kubelet counts as held. `folder` is the kubelet's device-plugins folder. A kubelet that has
+/// not allocated anything yet has no such file.
+pub(super) async fn read(folder: &Path) -> Result<Vec<ResourceDevice>, CheckpointError> {
+    let path = folder.join(NAME);
+    let text = match bounded(&path).await {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(source) => return Err(CheckpointError::Read { path, source }),
+        Ok(text) => text,
+    };
+    let checkpoint: Checkpoint =
+        serde_json::from_slice(&text).map_err(|source| CheckpointError::Form { path, source })?;
+    let entries = checkpoint.data.pod_device_entries.into_iter().flatten();
+    let devices = entries.filter_map(|entry| {
+        let resource: crate::state::ResourceName = entry.resource_name.parse().ok()?;
+        let ids = entry.device_ids.into_iter().flat_map(BTreeMap::into_values).flatten().flatten();
+        Some(ids.map(move |id| (resource.clone(), DeviceId::from(id))))
+    });
+    Ok(devices.flatten().collect())
+}
+
+async fn bounded(path: &Path) -> io::Result<Vec<u8>> {
+    use tokio::io::AsyncReadExt;
+    let mut text = Vec::new();
+    tokio::fs::File::open(path).await?.take(LONGEST).read_to_end(&mut text).await?;
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    async fn of(text: &str) -> Result<Vec<(String, String)>, CheckpointError> {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join(NAME), text).unwrap();
+        let devices = read(folder.path()).await?;
+        Ok(devices.into_iter().map(|(resource, id)| (resource.to_string(), id.to_string())).collect())
+    }
+
+    #[tokio::test]
+    async fn checkpoint_lists_devices_of_all_numa_nodes() {
+        let text = r#"{"Data":{"PodDeviceEntries":[
+            {"PodUID":"a","ContainerName":"init","ResourceName":"nvidia.com/gpu","DeviceIDs":{"0":["GPU-1"],"-1":["GPU-2"]},"AllocResp":"Eg=="},
+            {"PodUID":"b","ContainerName":"main","ResourceName":"example.com/nic","DeviceIDs":{"1":["eth0"]},"AllocResp":""},
+            {"PodUID":"c","ContainerName":"main","ResourceName":"no name","DeviceIDs":{"0":null},"AllocResp":""}],
+            "RegisteredDevices":{"nvidia.com/gpu":["GPU-1","GPU-2","GPU-3"]}},"Checksum":1}"#;
+        let expected = [("nvidia.com/gpu", "GPU-2"), ("nvidia.com/gpu", "GPU-1"), ("example.com/nic", "eth0")];
+        assert_eq!(of(text).await.unwrap(), expected.map(|(resource, id)| (resource.to_owned(), id.to_owned())));
+        let empty = r#"{"Data":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":1}"#;
+        assert!(of(empty).await.unwrap().is_empty());
+    }
+
+    #[tokio::test]
+    async fn unreadable_checkpoint_is_an_error_that_names_it() {
+        for text in ["", "{}", r#"{"Data":{"PodDeviceEntries":[{"ResourceName":"a/b","DeviceIDs":["GPU-1"]}]}}"#] {
+            let error = of(text).await.unwrap_err();
+            assert!(error.to_string().contains(NAME), "{text}: {error}");
+        }
+        let folder = tempfile::tempdir().unwrap();
+        assert!(read(folder.path()).await.unwrap().is_empty(), "no file: nothing was allocated yet");
+        std::fs::create_dir(folder.path().join(NAME)).unwrap();
+        assert!(matches!(read(folder.path()).await, Err(CheckpointError::Read { .. })));
+    }
+}

@@ -1,0 +1,196 @@
+//! Health that involves more than one device: NVLinks between GPUs, and the MIG devices of one GPU.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use linkwise::machines;
+use linkwise::state::{
+    Effect, Event, Health, HealthPoll, MigInstance, MigStrategy, NodeState, Reach, RecoveryAction, ResourceName,
+    ResourcePlan, UnhealthyReason,
+};
+use linkwise::topology::{GpuUuid, NodeObservation, NvLinkRemote};
+
+use crate::{mixed, resource};
+
+const START: Duration = Duration::from_secs(1_000_000);
+
+/// A machine whose GPUs are polled every ten seconds.
+struct World {
+    observed: NodeObservation,
+    state: NodeState,
+    now: Duration,
+    effects: Vec<Effect>,
+}
+
+impl World {
+    fn new(observed: NodeObservation) -> Self {
+        Self::planned(observed, ResourcePlan::default())
+    }
+
+    fn planned(observed: NodeObservation, plan: ResourcePlan) -> Self {
+        let mut world = Self { observed, state: NodeState::default(), now: START, effects: Vec::new() };
+        world.apply(Event::Planned(Box::new(plan)));
+        world.apply(Event::Observed(Box::new(world.observed.clone())));
+        world
+    }
+
+    fn apply(&mut self, event: Event) {
+        let before = std::mem::take(&mut self.state);
+        let (state, effects) = before.apply(event, self.now);
+        (self.state, self.effects) = (state, effects);
+    }
+
+    fn uuid(&self, gpu: usize) -> GpuUuid {
+        self.observed.gpus[gpu].uuid.clone()
+    }
+
+    /// The links of a GPU that end at another one.
+    fn links(&self, gpu: usize, far_end: usize) -> Vec<u32> {
+        let remote = NvLinkRemote::Gpu(self.observed.gpus[far_end].pci);
+        let ends = self.observed.gpus[gpu].nvlinks.iter().flatten().filter(|end| end.remote == remote);
+        ends.flat_map(|end| end.links.clone()).collect()
+    }
+
+    /// Ten seconds later all GPUs but `lost` answer; `lost` is off the bus, and the links of the others to `silent` are down.
+    fn poll(&mut self, lost: Option<usize>, silent: Option<usize>) {
+        self.now += Duration::from_secs(10);
+        let polls = (0..self.observed.gpus.len()).map(|gpu| {
+            let down = silent.map(|silent| self.links(gpu, silent)).unwrap_or_default();
+            let poll = if lost == Some(gpu) {
+                HealthPoll { reach: Reach::Lost { call: "nvmlDeviceGetTemperature".into() }, ..HealthPoll::default() }
+            } else {
+                HealthPoll { reach: Reach::Answers, nvlinks_down: Some(down), ..HealthPoll::default() }
+            };
+            (self.uuid(gpu), poll)
+        });
+        let polls = polls.collect();
+        self.apply(Event::Polled(polls));
+    }
+
+    fn unhealthy(&self) -> BTreeSet<usize> {
+        let gpus = (0..self.observed.gpus.len()).filter(|gpu| {
+            let uuid = self.uuid(*gpu);
+            self.state.gpus().iter().any(|status| status.gpu.uuid == uuid && !status.is_healthy)
+        });
+        gpus.collect()
+    }
+}
+
+#[test]
+fn links_to_a_lost_gpu_fail_that_gpu_alone() {
+    for machine in ["dgx1-v100", "a6000-8x-bridge-pairs"] {
+        let Ok(machine) = machines::load(machine) else { continue };
+        let mut world = World::new(machine.observed);
+        assert!((1..8).any(|gpu| !world.links(gpu, 0).is_empty()), "somebody is linked to GPU 0");
+        world.poll(None, None);
+        world.poll(Some(0), Some(0));
+        assert_eq!(world.unhealthy(), [0].into());
+        // The agent that scans next does not see it any more.
+        let mut fewer = world.observed.clone();
+        fewer.gpus.remove(0);
+        world.apply(Event::Observed(Box::new(fewer)));
+        world.poll(Some(0), Some(0));
+        assert_eq!(world.unhealthy(), [0].into());
+        // The same over a restart of ours, where the GPU is missing from the start.
+        let record = Box::new(world.state.hardware().record());
+        world.state = NodeState::default();
+        world.apply(Event::Restored(record));
+        let mut fewer = world.observed.clone();
+        fewer.gpus.remove(0);
+        world.apply(Event::Observed(Box::new(fewer)));
+        world.poll(Some(0), Some(0));
+        assert_eq!(world.unhealthy(), BTreeSet::new(), "the others are healthy");
+    }
+}
+
+#[test]
+fn link_between_two_reachable_gpus_fails_its_gpu() {
+    let mut world = World::new(machines::load("dgx1-v100").unwrap().observed);
+    world.poll(None, Some(0));
+    let linked: BTreeSet<usize> = (1..8).filter(|gpu| !world.links(*gpu, 0).is_empty()).collect();
+    assert!(linked.len() > 2);
+    assert_eq!(world.unhealthy(), linked);
+}
+
+#[test]
+fn neighbours_recover_once_the_far_end_proves_lost() {
+    let mut world = World::new(machines::load("dgx1-v100").unwrap().observed);
+    world.poll(None, Some(0));
+    assert!(world.unhealthy().contains(&1), "nothing is known of GPU 0 yet");
+    world.apply(Event::Xid { gpu: world.uuid(0), code: 79, instance: None });
+    world.poll(None, Some(0));
+    assert_eq!(world.unhealthy(), [0].into(), "at once, without a hold");
+    // It comes back from its reset: the links train while it still holds.
+    world.poll(None, None);
+    assert_eq!(world.unhealthy(), [0].into());
+}
+
+#[test]
+fn unknown_recovery_action_warns_once_and_fails_no_gpu() {
+    let mut world = World::new(machines::load("dgx1-v100").unwrap().observed);
+    let (uuid, action) = (world.uuid(3), RecoveryAction::from(12));
+    let poll = HealthPoll { reach: Reach::Answers, recovery_action: Some(action), ..HealthPoll::default() };
+    let polls = BTreeMap::from([(uuid.clone(), poll)]);
+    world.apply(Event::Polled(polls.clone()));
+    assert_eq!(world.effects, [Effect::UnknownRecoveryAction { gpu: uuid, action }, Effect::Keep]);
+    world.apply(Event::Polled(polls));
+    assert_eq!((world.effects.as_slice(), world.unhealthy()), ([].as_slice(), BTreeSet::new()));
+}
+
+#[test]
+fn each_failing_mig_instance_is_reported_and_the_gpu_is_healthy() {
+    let plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
+    let mut world = World::planned(mixed(), plan);
+    let gpu = world.uuid(1);
+    let name = resource("nvidia.com/mig-1g.10gb");
+    let devices: Vec<_> = world.state.offers().of(&name).filter(|(_, device)| device.gpu.uuid == gpu).collect();
+    let (first, second) = (devices[0].1.clone(), devices[1].1.clone());
+    for device in [&first, &second] {
+        let instance: Option<MigInstance> = device.instance();
+        world.apply(Event::Xid { gpu: gpu.clone(), code: 79, instance });
+        let health = Health::Unhealthy { reason: UnhealthyReason::Xid { code: 79, instance }, since: START };
+        let mig = device.mig.as_ref().map(|mig| mig.uuid.clone());
+        assert!(
+            world.effects.contains(&Effect::HealthChanged { gpu: gpu.clone(), mig, health }),
+            "{:?}",
+            world.effects
+        );
+    }
+    let gpus = world.state.gpus();
+    let status = gpus.iter().find(|status| status.gpu.uuid == gpu).unwrap();
+    assert!(status.is_healthy, "its other MIG devices are");
+    assert_eq!(status.reasons.len(), 2);
+    // What hits the whole GPU is reported once, not for each instance.
+    world.apply(Event::DoubleBitEcc { gpu: gpu.clone() });
+    let reported: Vec<_> =
+        world.effects.iter().filter(|effect| matches!(effect, Effect::HealthChanged { .. })).collect();
+    let health = Health::Unhealthy { reason: UnhealthyReason::DoubleBitEcc, since: START };
+    assert_eq!(reported, [&Effect::HealthChanged { gpu, mig: None, health }]);
+}
+
+#[test]
+fn shared_gpus_keep_their_rules_when_one_of_them_goes() {
+    use linkwise::allocation::{AllocationRequest, DeviceId};
+    use linkwise::state::{DeviceSelector, SharedDevices, SharedResource, Sharing, SharingKind};
+    let all = (0..8).map(DeviceSelector::Index).collect();
+    let shared = SharedResource { devices: SharedDevices::List(all), ..SharedResource::new(ResourceName::gpu(), 4) };
+    let mut sharing = Sharing::new(SharingKind::TimeSlicing, vec![shared]);
+    sharing.fail_requests_greater_than_one = true;
+    let mut world = World::new(machines::load("dgx1-v100").unwrap().observed);
+    world.apply(Event::Planned(Box::new(ResourcePlan { sharing: Some(sharing), ..ResourcePlan::default() })));
+    let mut fewer = world.observed.clone();
+    fewer.gpus.pop();
+    world.apply(Event::Observed(Box::new(fewer)));
+    let healthy: Vec<DeviceId> = {
+        let devices = world.state.offers().of(&ResourceName::gpu());
+        devices.filter(|(_, device)| device.health == Health::Healthy).map(|(id, _)| id.clone()).collect()
+    };
+    assert_eq!(healthy.len(), 28);
+    let refused = world.state.allocate(&ResourceName::gpu(), &healthy[..2]).unwrap_err().to_string();
+    assert!(refused.contains("a container may have 1"), "{refused}");
+    let request = AllocationRequest { available: healthy, must_include: Vec::new(), size: 2 };
+    let (chosen, report) = world.state.preferred(&ResourceName::gpu(), &request);
+    assert_eq!(report.fallback, None);
+    let gpus: BTreeSet<&str> = chosen.devices.iter().filter_map(|id| id.as_str().split("::").next()).collect();
+    assert_eq!(gpus.len(), 2, "slots of two GPUs");
+}
