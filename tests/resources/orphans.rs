@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use linkwise::allocation::DeviceId;
 use linkwise::state::{
-    Effect, Event, Health, HealthPoll, NamePattern, NodeState, NumaHints, Pattern, Resource, ResourceName,
+    Effect, Event, Health, HealthPoll, Holdings, NamePattern, NodeState, NumaHints, Pattern, Resource, ResourceName,
     ResourcePlan, SharedResource, Sharing, SharingKind, UnhealthyReason,
 };
 use linkwise::topology::NodeObservation;
@@ -288,4 +288,15 @@ proptest! {
             }
         }
     }
+}
+
+#[test]
+fn id_held_by_an_init_container_alone_does_not_leave_the_list() {
+    let init_containers = BTreeSet::from([(gpu(), id(uuid(1)))]);
+    let held = || Event::Holders(Some(Holdings { init_containers: init_containers.clone(), ..Holdings::default() }));
+    let snapshot = after([seen([0, 1]), held(), seen([0]), held(), held()]);
+    assert_eq!(list(&snapshot, &gpu())[&uuid(1)], Some(UnhealthyReason::Gone));
+    let none = || Event::Holders(Some(Holdings::default()));
+    let snapshot = [none(), none()].into_iter().fold(snapshot, |it, event| it.apply(event, LATER).0);
+    assert_eq!(list(&snapshot, &gpu()).len(), 1);
 }

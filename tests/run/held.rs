@@ -18,7 +18,7 @@ async fn end(mut node: Node) -> Setup {
 }
 
 #[tokio::test]
-async fn a_gpu_that_went_while_linkwise_was_down_stays_on_the_list_as_long_as_its_pod_and_comes_back() {
+async fn held_gpu_lost_during_restart_stays_listed_until_pod_ends() {
     let (node, kubelet) = quick().serve(8).await;
     for pod in ["first", "second"] {
         kubelet.admit(&Pod::single(pod, GPU, 4), None).await.unwrap();
@@ -51,4 +51,42 @@ async fn a_gpu_that_went_while_linkwise_was_down_stays_on_the_list_as_long_as_it
     kubelet.wait(|state| state.resources[GPU].unhealthy.is_empty()).await.unwrap();
     until(async || if kubelet.state().resources[GPU].healthy.len() == 7 { Ok(()) } else { Err("not yet") }).await;
     assert_eq!(kubelet.violations(), []);
+}
+
+/// The kubelet's own list of devices, as it writes it; PodResources leaves out init containers that have ended.
+fn checkpoint(setup: &Setup, ids: &[&str]) {
+    let entries: Vec<serde_json::Value> = ids
+        .iter()
+        .map(|id| {
+            serde_json::json!({"PodUID": "pod", "ContainerName": "init", "ResourceName": GPU,
+                "DeviceIDs": {"0": [id]}, "AllocResp": ""})
+        })
+        .collect();
+    let data = serde_json::json!({"PodDeviceEntries": entries, "RegisteredDevices": {}});
+    let text = serde_json::json!({"Data": data, "Checksum": 1}).to_string();
+    std::fs::write(setup.kubelet_socket.with_file_name("kubelet_internal_checkpoint"), text).unwrap();
+}
+
+#[tokio::test]
+async fn device_of_an_init_container_stays_listed_until_its_pod_ends() {
+    let setup = quick();
+    let kubelet = setup.kubelet();
+    checkpoint(&setup, &["GPU-gone"]);
+    let node = setup.start().await;
+    let gone = BTreeSet::from(["GPU-gone".to_owned()]);
+    kubelet.wait(|state| state.resources[GPU].connected && state.resources[GPU].unhealthy == gone).await.unwrap();
+    checkpoint(&node.setup, &[]);
+    kubelet.wait(|state| state.resources[GPU].unhealthy.is_empty()).await.unwrap();
+    assert_eq!(kubelet.violations(), []);
+}
+
+#[tokio::test]
+async fn unreadable_checkpoint_is_logged_and_hinders_nothing() {
+    let setup = quick();
+    let kubelet = setup.kubelet();
+    std::fs::write(setup.kubelet_socket.with_file_name("kubelet_internal_checkpoint"), "{").unwrap();
+    let node = setup.start().await;
+    kubelet.wait(|state| state.resources[GPU].healthy.len() == 8).await.unwrap();
+    let line = node.process.said("devices of init containers are unknown").await;
+    assert!(line["cause"].as_str().unwrap().contains("kubelet_internal_checkpoint"), "{line}");
 }
