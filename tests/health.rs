@@ -138,7 +138,7 @@ fn identity(boot: &str, driver: &str) -> NodeIdentity {
 }
 
 #[test]
-fn the_drivers_word_through_the_hold_ends_an_xid() {
+fn recovery_action_none_through_hold_ends_xid() {
     let mut world = World::new();
     world.poll(&well()).tell(xid(79));
     assert_eq!(world.reason(), "XID 79");
@@ -147,7 +147,7 @@ fn the_drivers_word_through_the_hold_ends_an_xid() {
 }
 
 #[test]
-fn another_first_hold_counts_and_doubles_to_its_sixtyfold() {
+fn configured_hold_doubles_to_its_sixtyfold() {
     let mut world = World::of(NodeState::default().with_hold(Duration::from_secs(20)));
     // The poll that may be older, the one that begins the hold, and the hold itself: 20 s, then 40, 80 ... and no more than 1200.
     for expected in [4, 6, 10, 18, 34, 66, 122, 122] {
@@ -157,7 +157,7 @@ fn another_first_hold_counts_and_doubles_to_its_sixtyfold() {
 }
 
 #[test]
-fn a_driver_that_asks_for_a_reset_is_taken_at_its_word() {
+fn recovery_action_keeps_gpu_unhealthy_until_none() {
     let mut world = World::new();
     // The XID comes before the driver has made up its mind.
     world.tell(xid(95)).polls(3, &well()).polls(100, &acts(RecoveryAction::GpuReset));
@@ -176,7 +176,7 @@ fn a_driver_that_asks_for_a_reset_is_taken_at_its_word() {
 }
 
 #[test]
-fn without_the_drivers_word_an_xid_stands_until_a_reset_shows() {
+fn xid_without_recovery_action_stands_until_reset() {
     let mut world = World::new();
     world.poll(&old()).tell(xid(79)).polls(1000, &old());
     assert_eq!(world.reason(), "XID 79");
@@ -237,7 +237,7 @@ fn an_operators_word_is_heard_at_once_and_lasts() {
 }
 
 #[test]
-fn a_hold_doubles_for_a_gpu_that_flaps_and_comes_back() {
+fn flapping_doubles_the_hold_and_decays() {
     let mut world = World::new();
     let bad = HealthPoll { reach: failed(), ..well() };
     let mut fail = || {
@@ -293,7 +293,7 @@ fn silence_is_neither_failure_nor_proof() {
 }
 
 #[test]
-fn memory_errors_count_where_nothing_contains_them() {
+fn ecc_errors_count_without_containment() {
     let counted = |base: HealthPoll| HealthPoll { uncorrectable_ecc: Some(1), ..base };
     let mut world = World::new();
     assert_eq!(world.poll(&counted(old())).reason(), "1 uncorrectable ECC errors since the driver was loaded");
@@ -308,7 +308,7 @@ fn memory_errors_count_where_nothing_contains_them() {
 }
 
 #[test]
-fn links_are_compared_with_the_gpus_own_past() {
+fn only_once_active_links_count_as_down() {
     let mut world = World::new();
     assert!(world.poll(&well()).healthy(), "link 3 was never active");
     let down = HealthPoll { nvlinks_down: Some(vec![0, 2, 3]), ..well() };
@@ -318,7 +318,7 @@ fn links_are_compared_with_the_gpus_own_past() {
 }
 
 #[test]
-fn a_gpu_that_is_late_for_its_fabric_is_not_ill() {
+fn late_fabric_join_is_no_failure() {
     let fabric = |fabric| HealthPoll { fabric: Some(fabric), ..well() };
     let mut world = World::new();
     assert_eq!(world.poll(&fabric(FabricHealth::Joining)).reason(), "still joining the NVLink fabric");
@@ -331,7 +331,7 @@ fn a_gpu_that_is_late_for_its_fabric_is_not_ill() {
 }
 
 #[test]
-fn a_gpu_that_kills_processes_waits_to_be_taken_back() {
+fn quarantined_gpu_is_unhealthy_until_released() {
     let mut world = World::new();
     world.tell(Event::LeftOut { gpu: uuid(0), why: "SIGSEGV in nvmlDeviceGetTemperature".into() });
     world.tell(Event::Cleared { gpu: uuid(0) }).polls(100, &well());
@@ -341,7 +341,7 @@ fn a_gpu_that_kills_processes_waits_to_be_taken_back() {
 }
 
 #[test]
-fn a_driver_that_is_back_is_polled_first() {
+fn driver_back_waits_for_the_next_poll() {
     let mut world = World::new();
     let all = |world: &World| [0, 1].map(|gpu| world.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(gpu)));
     world.tell(Event::DriverAway { why: "no answer".into() });
@@ -355,7 +355,7 @@ fn a_driver_that_is_back_is_polled_first() {
 }
 
 #[test]
-fn what_needs_a_reset_outlives_us_but_no_boot_and_no_driver() {
+fn reset_reasons_survive_restart_not_boot_or_driver() {
     let mut world = World::new();
     world.tell(Event::Identified(identity("boot", "580, load 7"))).tell(xid(79)).poll(&old());
     assert_eq!(world.restart(identity("boot", "580, load 7")).reason(), "XID 79");
@@ -383,7 +383,7 @@ fn a_reset_while_we_were_down_shows() {
 }
 
 #[test]
-fn a_record_of_another_version_is_told_of_and_not_used() {
+fn record_of_other_version_is_reported_and_ignored() {
     let mut world = World::new();
     world.tell(xid(79));
     let record = HealthRecord { version: 2, ..world.snapshot.hardware().record() };
@@ -414,7 +414,7 @@ fn the_first_list_waits_for_the_first_poll() {
 }
 
 #[test]
-fn a_storm_of_xids_is_one_transition_and_few_words() {
+fn xid_storm_is_one_transition_and_few_log_lines() {
     let mut world = World::new();
     world.effects.clear();
     for storm in 0..100_000_u64 {
@@ -473,7 +473,7 @@ fn what_is_gone_leaves_once_nobody_holds_it() {
 }
 
 #[test]
-fn a_gpu_that_left_the_bus_and_came_back_was_reset() {
+fn gpu_back_on_the_bus_counts_as_reset() {
     let on_bus = |gpus: &[usize], listed: &[usize]| {
         let Event::Observed(mut observed) = look(listed.iter().copied()) else { unreachable!() };
         let devices: Vec<String> = gpus.iter().map(|gpu| format!("{{pci: '0000:0{gpu}:00.0', kind: gpu}}")).collect();

@@ -48,7 +48,7 @@ fn hindered(snapshot: &NodeState, name: &str) -> Vec<String> {
 }
 
 #[test]
-fn what_a_pod_holds_under_another_name_is_not_given_out() {
+fn hardware_held_under_other_name_is_not_offered() {
     let gpus: Vec<String> = mixed().gpus.iter().map(|gpu| gpu.uuid.to_string()).collect();
     let gpu = |at: usize| gpus[at].as_str();
     let mig = mixed().gpus[1].mig.as_ref().unwrap().devices[0].uuid.to_string();
@@ -86,7 +86,7 @@ fn what_a_pod_holds_under_another_name_is_not_given_out() {
 
 /// A pod may have come since the kubelet was asked last: a plan that changes waits for its word.
 #[test]
-fn a_device_that_was_withdrawn_may_have_a_holder_until_the_kubelet_has_said_no_twice() {
+fn withdrawn_device_counts_as_held_until_two_lists_lack_it() {
     let (snapshot, _) = with(&ResourcePlan::default()).apply(held(&[]), NOW);
     let (snapshot, _) = snapshot.apply(planned(&renamed()), LATER);
     assert_eq!(hindered(&snapshot, "nvidia.com/a100").len(), 4);
@@ -99,7 +99,7 @@ fn a_device_that_was_withdrawn_may_have_a_holder_until_the_kubelet_has_said_no_t
 
 /// Without the kubelet's word nothing can be waited for.
 #[test]
-fn where_nobody_says_who_holds_what_a_plan_that_changes_takes_effect_at_once() {
+fn unknown_holders_let_a_plan_apply_at_once() {
     let (snapshot, _) = with(&ResourcePlan::default()).apply(planned(&renamed()), LATER);
     assert_eq!(hindered(&snapshot, "nvidia.com/a100"), [] as [&str; 0]);
 }
@@ -115,7 +115,7 @@ fn devices_of_init_containers_are_held_too() {
 }
 
 #[test]
-fn claimed_hardware_is_not_given_out_by_the_device_plugin() {
+fn claimed_hardware_is_not_offered() {
     let observed = mixed();
     let (gpu, mig) = (&observed.gpus[0], &observed.gpus[1].mig.as_ref().unwrap().devices[0]);
     let claimed = |device: &str, cdi: &str| ClaimedDevice {

@@ -126,7 +126,7 @@ fn neighbours_recover_once_the_far_end_proves_lost() {
 }
 
 #[test]
-fn unknown_recovery_action_warns_once_and_fails_no_gpu() {
+fn unknown_recovery_action_warns_and_fails_no_gpu() {
     let mut world = World::new(machines::load("dgx1-v100").unwrap().observed);
     let (uuid, action) = (world.uuid(3), RecoveryAction::from(12));
     let poll = HealthPoll { reach: Reach::Answers, recovery_action: Some(action), ..HealthPoll::default() };
@@ -138,7 +138,7 @@ fn unknown_recovery_action_warns_once_and_fails_no_gpu() {
 }
 
 #[test]
-fn each_failing_mig_instance_is_reported_and_the_gpu_is_healthy() {
+fn each_failing_mig_instance_is_reported() {
     let plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
     let mut world = World::planned(mixed(), plan);
     let gpu = world.uuid(1);
@@ -169,7 +169,7 @@ fn each_failing_mig_instance_is_reported_and_the_gpu_is_healthy() {
 }
 
 #[test]
-fn shared_gpus_keep_their_rules_when_one_of_them_goes() {
+fn shared_gpus_keep_rules_when_one_goes() {
     use linkwise::allocation::{AllocationRequest, DeviceId};
     use linkwise::state::{DeviceSelector, SharedDevices, SharedResource, Sharing, SharingKind};
     let all = (0..8).map(DeviceSelector::Index).collect();

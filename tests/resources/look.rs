@@ -55,7 +55,7 @@ async fn what_the_driver_has_of_mig_is_observed() {
 }
 
 #[tokio::test]
-async fn a_mig_call_that_fails_costs_what_it_would_have_told() {
+async fn failed_mig_call_costs_its_own_fact_only() {
     let driver = Driver::new();
     driver.tell("fail 1 nvmlDeviceGetGpuInstanceById 4");
     driver.tell("fail 2 nvmlDeviceGetAttributes_v2 999");

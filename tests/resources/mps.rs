@@ -71,7 +71,7 @@ fn nothing_is_offered_before_the_daemon_is_ready() {
 }
 
 #[test]
-fn a_daemon_that_dies_makes_its_slots_unhealthy_and_no_gpu() {
+fn mps_daemon_death_fails_its_slots_and_no_gpu() {
     let snapshot = ready(seen(planned(NodeState::default(), replicas(2)), node()));
     let (snapshot, effects) = apply(snapshot, Event::MpsReady(BTreeMap::new()), LATER);
     assert_eq!(effects, [Effect::Publish], "nothing is said of GPUs, and nothing kept");
@@ -126,7 +126,7 @@ fn a_gpu_that_leaves_takes_its_own_slots_only() {
 }
 
 #[test]
-fn some_gpus_are_shared_and_the_others_wait_for_nobody() {
+fn mps_wait_spares_gpus_that_are_not_shared() {
     let one = SharedResource { devices: SharedDevices::Count(1), ..SharedResource::new(ResourceName::gpu(), 2) };
     let snapshot = seen(planned(NodeState::default(), plan(one)), node());
     assert_eq!(listed(&snapshot), BTreeMap::from([("healthy", 3)]));

@@ -143,7 +143,7 @@ const MIXED_OFFER: [(&str, usize); 6] = [
 ];
 
 #[tokio::test]
-async fn strategy_none_offers_gpus_whole_whatever_their_mig_mode() {
+async fn mig_none_offers_whole_gpus() {
     on(async |scene| {
         scene.see(mixed()).await;
         let state = scene.offers(&[(GPU, 4)]).await;
@@ -153,7 +153,7 @@ async fn strategy_none_offers_gpus_whole_whatever_their_mig_mode() {
 }
 
 #[tokio::test]
-async fn strategy_mixed_offers_each_profile_with_its_nodes() {
+async fn mig_mixed_offers_each_profile_with_its_nodes() {
     on(async |scene| {
         scene.plan(mig(MigStrategy::Mixed)).await;
         scene.see(mixed()).await;
@@ -195,7 +195,7 @@ fn uniform() -> NodeObservation {
 }
 
 #[tokio::test]
-async fn strategy_single_offers_mig_devices_as_gpus_while_they_are_alike() {
+async fn mig_single_offers_uniform_mig_devices_as_gpus() {
     on(async |scene| {
         scene.plan(mig(MigStrategy::Single)).await;
         scene.see(uniform()).await;
@@ -268,7 +268,7 @@ async fn a_mig_layout_that_changes_is_followed_live() {
 }
 
 #[tokio::test]
-async fn time_slices_are_spread_over_gpus_and_collapse_to_them() {
+async fn time_slices_spread_over_gpus() {
     on(async |scene| {
         scene.plan(shared(time_slicing(4))).await;
         scene.see(mixed()).await;
@@ -288,7 +288,7 @@ async fn time_slices_are_spread_over_gpus_and_collapse_to_them() {
 }
 
 #[tokio::test]
-async fn requests_greater_than_one_are_refused_where_sharing_says_so() {
+async fn more_than_one_slot_is_refused_where_configured() {
     for (kind, fail, refused) in [
         (SharingKind::TimeSlicing, None, false),
         (SharingKind::TimeSlicing, Some(true), true),
@@ -333,7 +333,7 @@ async fn requests_greater_than_one_are_refused_where_sharing_says_so() {
 }
 
 #[tokio::test]
-async fn some_gpus_are_shared_under_another_name_and_some_are_left_out() {
+async fn partial_sharing_with_rename_and_filter() {
     on(async |scene| {
         let half = SharedResource {
             rename: Some(resource("nvidia.com/half")),

@@ -83,7 +83,7 @@ fn list(snapshot: &NodeState, of: &ResourceName) -> BTreeMap<String, Option<Unhe
 }
 
 #[test]
-fn what_a_pod_holds_over_a_restart_and_went_meanwhile_stays_on_the_list_until_the_pod_has_ended() {
+fn held_id_survives_restart_until_pod_ends() {
     let (snapshot, effects) = after([seen([0, 1])]).apply(held(&[&uuid(3)]), LATER);
     assert_eq!(list(&snapshot, &gpu())[&uuid(3)], Some(UnhealthyReason::Gone));
     assert_eq!(snapshot.offers().of(&gpu()).count(), 2, "nothing is made up of it");
@@ -105,14 +105,14 @@ fn what_a_pod_holds_over_a_restart_and_went_meanwhile_stays_on_the_list_until_th
 }
 
 #[test]
-fn what_comes_back_is_a_device_again() {
+fn orphan_is_a_device_again_when_back() {
     let snapshot = after([held(&[&uuid(3)]), seen([0, 1]), seen([0, 1, 3])]);
     assert_eq!(list(&snapshot, &gpu()), [0, 1, 3].map(|at| (uuid(at), None)).into());
     assert!(!snapshot.offers().awaits_holders());
 }
 
 #[test]
-fn slots_of_an_earlier_division_keep_their_gpus_place_and_are_not_given_out() {
+fn slots_of_earlier_plan_keep_numa_and_are_not_offered() {
     let slot = |at: usize, slot: u32| format!("{}::{slot}", uuid(at));
     let (first, last, odd) = (slot(0, 3), slot(3, 7), format!("{}::x", uuid(0)));
     let snapshot = after([planned(sliced(2)), seen([0, 1]), held(&[&slot(0, 1), &first, &last, &odd])]);
@@ -138,7 +138,7 @@ fn slots_of_an_earlier_division_keep_their_gpus_place_and_are_not_given_out() {
 
 /// Whoever wrote it: it is among what the kubelet's pods hold under this name, and the kubelet looks it up.
 #[test]
-fn an_id_of_anothers_making_is_listed_too_and_anothers_resource_is_left_alone() {
+fn foreign_id_is_listed_and_foreign_resource_ignored() {
     let nic = (resource("other.vendor/nic"), id("nic0"));
     let holders = BTreeSet::from([(gpu(), id("nvidia0")), nic]);
     let snapshot = after([seen([0]), Event::Holders(Some(holders.into_iter().collect()))]);
@@ -147,7 +147,7 @@ fn an_id_of_anothers_making_is_listed_too_and_anothers_resource_is_left_alone() 
 }
 
 #[test]
-fn a_resource_of_which_nothing_else_is_offered_is_not_made_of_what_pods_hold() {
+fn held_ids_alone_make_no_resource() {
     for snapshot in [after([held(&[&uuid(0)]), seen([])]), after([planned(renamed()), seen([0]), held(&[&uuid(0)])])] {
         assert!(!snapshot.offers().resources().contains_key(&gpu()));
     }
@@ -161,7 +161,7 @@ fn a_resource_of_which_nothing_else_is_offered_is_not_made_of_what_pods_hold() {
 }
 
 #[test]
-fn an_answer_that_is_mad_makes_no_list_that_a_kubelet_cannot_take() {
+fn absurd_holder_list_is_bounded() {
     let many = (0..40_000).map(|number| (gpu(), id(format!("GPU-{number:06}"))));
     let long = [(gpu(), id("x".repeat(64)))];
     let (snapshot, _) = after([seen([0, 1])]).apply(Event::Holders(Some(many.chain(long).collect())), LATER);
@@ -291,7 +291,7 @@ proptest! {
 }
 
 #[test]
-fn id_held_by_an_init_container_alone_does_not_leave_the_list() {
+fn id_held_by_init_container_stays_listed() {
     let init_containers = BTreeSet::from([(gpu(), id(uuid(1)))]);
     let held = || Event::Holders(Some(Holdings { init_containers: init_containers.clone(), ..Holdings::default() }));
     let snapshot = after([seen([0, 1]), held(), seen([0]), held(), held()]);

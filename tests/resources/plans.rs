@@ -55,7 +55,7 @@ const GONE: &str = "GPU-99999999-0000-4000-8000-000000000000";
 
 /// A plan that is there before the first look: what it cannot have is withheld, the rest is offered.
 #[test]
-fn what_cannot_be_had_is_withheld_and_named() {
+fn impossible_plan_is_withheld_and_named() {
     let on_mig = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
     let with = |plan: &ResourcePlan, shared: Vec<SharedResource>, kind| ResourcePlan {
         sharing: Some(Sharing::new(kind, shared)),
@@ -198,7 +198,7 @@ fn single_wants_all_gpus_in_one_mode() {
 }
 
 #[test]
-fn a_new_plan_that_cannot_be_had_waits_while_the_old_one_stays() {
+fn impossible_new_plan_waits_while_old_one_stays() {
     let (snapshot, _) = NodeState::default().apply(seen(mixed()), NOW);
     let wanted = ResourcePlan { mig_strategy: MigStrategy::Single, ..ResourcePlan::default() };
     let (snapshot, effects) = snapshot.apply(planned(&wanted), NOW);
@@ -256,7 +256,7 @@ fn first(snapshot: &NodeState, resource: &ResourceName, size: usize) -> Vec<Stri
 }
 
 #[test]
-fn a_policy_is_a_resources_own_and_sees_what_is_held_of_others() {
+fn policy_per_resource_counts_other_resources_use() {
     let one = resource("nvidia.com/mig-1g.10gb");
     let mut plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
     let (snapshot, _) = NodeState::default().apply(planned(&plan), NOW);
@@ -286,7 +286,7 @@ fn a_policy_is_a_resources_own_and_sees_what_is_held_of_others() {
 }
 
 #[test]
-fn what_was_withdrawn_leaves_when_no_pod_holds_it_for_certain() {
+fn withdrawn_id_leaves_after_two_lists_without_it() {
     let (snapshot, _) = NodeState::default().apply(seen(mixed()), NOW);
     let renamed = ResourcePlan {
         gpu_names: vec![NamePattern { pattern: Pattern::new("*"), name: resource("nvidia.com/a100") }],
@@ -318,7 +318,7 @@ fn what_was_withdrawn_leaves_when_no_pod_holds_it_for_certain() {
 }
 
 #[test]
-fn a_fault_is_the_hardwares_whatever_it_is_offered_as() {
+fn fault_follows_hardware_through_plan_changes() {
     let faulty = mixed().gpus[1].uuid.clone();
     let xid = || Event::Xid { gpu: faulty.clone(), code: 79, instance: None };
     let sick = |snapshot: &NodeState| {
@@ -355,7 +355,7 @@ fn a_fault_is_the_hardwares_whatever_it_is_offered_as() {
 }
 
 #[test]
-fn mig_devices_are_in_order_and_one_uuid_is_one_device() {
+fn mig_devices_are_ordered_and_unique() {
     let mut node = mixed();
     let taken = node.gpus[1].mig.as_ref().unwrap().devices[0].uuid.clone();
     let devices = &mut node.gpus[3].mig.as_mut().unwrap().devices;

@@ -51,7 +51,7 @@ fn uuid(index: u8) -> GpuUuid {
 }
 
 #[test]
-fn a_look_makes_devices_and_their_numa_nodes() {
+fn scan_makes_devices_with_numa_nodes() {
     let (state, effects) = after([node(&[0, 1, 2])]);
     assert_eq!(healthy(&state), ["GPU-0", "GPU-1", "GPU-2"]);
     assert!(effects.contains(&Effect::Publish));
@@ -61,7 +61,7 @@ fn a_look_makes_devices_and_their_numa_nodes() {
 }
 
 #[test]
-fn numa_hints_are_the_gpus_own_node_its_packages_or_none() {
+fn numa_hints_are_own_node_package_or_none() {
     let mut observed = NodeObservation::default();
     // Package 0: nodes 0 and 1 with CPUs, node 2 without; package 1: node 3; node 4 of no known package.
     let places = [(0, Some(0), "0-3"), (1, Some(0), "4-7"), (2, Some(0), ""), (3, Some(1), "8-11"), (4, None, "12-15")];
@@ -91,7 +91,7 @@ fn numa_hints_are_the_gpus_own_node_its_packages_or_none() {
 }
 
 #[test]
-fn a_gpu_xid_fails_that_gpu_alone_and_once() {
+fn gpu_xid_fails_that_gpu_once() {
     let xid = |code| Event::Xid { gpu: uuid(1), code, instance: None };
     let (state, effects) = after([node(&[0, 1]), xid(79)]);
     assert_eq!(healthy(&state), ["GPU-0"]);
@@ -112,13 +112,13 @@ fn an_application_xid_changes_nothing() {
 }
 
 #[test]
-fn trouble_of_a_gpu_that_nobody_knows_is_nobodys() {
+fn event_of_unknown_gpu_changes_nothing() {
     let (state, effects) = after([node(&[0]), Event::DoubleBitEcc { gpu: uuid(9) }]);
     assert_eq!((healthy(&state).len(), effects), (1, vec![]));
 }
 
 #[test]
-fn a_gpu_that_vanishes_stays_on_the_list_and_heals_when_it_is_back() {
+fn missing_gpu_stays_listed_and_heals_when_back() {
     let (state, _) = after([node(&[0, 1]), node(&[0])]);
     assert_eq!(healthy(&state), ["GPU-0"]);
     assert_eq!(state.offers().of(&ResourceName::gpu()).count(), 2);
@@ -127,7 +127,7 @@ fn a_gpu_that_vanishes_stays_on_the_list_and_heals_when_it_is_back() {
 }
 
 #[test]
-fn a_new_look_keeps_what_is_known_of_health() {
+fn new_scan_keeps_health() {
     let (state, _) = after([node(&[0, 1]), Event::Xid { gpu: uuid(0), code: 79, instance: None }, node(&[0, 1])]);
     assert_eq!(healthy(&state), ["GPU-1"]);
     // No GPU at all any more: the list stays, all of it unhealthy.
@@ -136,7 +136,7 @@ fn a_new_look_keeps_what_is_known_of_health() {
 }
 
 #[test]
-fn orders_are_strict_and_name_the_device() {
+fn allocate_refuses_by_device_name() {
     let (state, _) = after([node(&[0, 1]), Event::DoubleBitEcc { gpu: uuid(1) }]);
     let order = |ids: &[&str]| {
         let ids: Vec<DeviceId> = ids.iter().map(|id| DeviceId::from((*id).to_owned())).collect();
@@ -149,7 +149,7 @@ fn orders_are_strict_and_name_the_device() {
 }
 
 #[test]
-fn a_warning_is_told_once() {
+fn warning_is_reported_once() {
     let (_, effects) = after([node(&[0])]);
     assert!(effects.iter().any(|effect| matches!(effect, Effect::Warn(_))), "the GPU is not in the host's tree");
     let (_, effects) = after([node(&[0]), node(&[0])]);
@@ -167,7 +167,7 @@ fn resource_names_follow_kubernetes() {
 }
 
 #[test]
-fn an_xid_of_a_mig_instance_concerns_that_instance_alone() {
+fn xid_of_mig_instance_fails_that_instance_alone() {
     let instance = |gpu_instance, compute_instance| MigInstance { gpu_instance, compute_instance };
     let mut health = GpuHealth::default();
     let hit = |health: &GpuHealth, device| health.verdict(device) != Health::Healthy;
@@ -184,7 +184,7 @@ fn an_xid_of_a_mig_instance_concerns_that_instance_alone() {
 }
 
 #[test]
-fn an_operators_word_ends_what_was_held_against_a_gpu_that_is_there() {
+fn clear_heals_a_present_gpu_only() {
     let failed =
         [node(&[0, 1, 2]), Event::Xid { gpu: uuid(0), code: 79, instance: None }, Event::DoubleBitEcc { gpu: uuid(1) }];
     let (state, _) = after(failed);
