@@ -10,6 +10,7 @@ use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt}
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{Path as PathOf, State as StateOf};
@@ -21,9 +22,12 @@ use thiserror::Error;
 use tokio::net::UnixListener;
 use tokio_util::sync::CancellationToken;
 
-use super::connections::{self, HEAD_TIMEOUT};
+use super::connections;
 use super::state::State;
 use crate::topology::GpuUuid;
+
+/// How long one connection may last; an order to release the driver takes up to 10 s of it.
+const DEADLINE: Duration = Duration::from_secs(30);
 
 /// What came of an order.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -131,7 +135,7 @@ impl Local {
                 Ok((stream, if admitted.contains(&uid) { routes } else { refusal(uid) }))
             }
         };
-        shutdown.run_until_cancelled(connections::serve(HEAD_TIMEOUT, accept)).await;
+        shutdown.run_until_cancelled(connections::serve(DEADLINE, accept)).await;
     }
 }
 

@@ -111,7 +111,7 @@ impl Node {
         let keeper = Keeper::new(&settings.health);
         let kept = keeper.read().await;
         let metrics = Arc::new(Metrics::new(env!("CARGO_PKG_VERSION"), snapshot));
-        let admin = Admin::bind(settings.metrics_address).await?;
+        let admin = Admin::bind(settings.metrics_address)?;
         let metrics_address = admin.address();
         let idle = watch::Sender::new(Idle::Waiting("the GPUs have not been looked at yet".to_owned()));
         let mut node = Self {
