@@ -22,7 +22,7 @@ pub use description::{Description, DriverFiles, Extra, ExtraFiles, GpuEntry, Lib
 pub use look::{Look, Options, Roots, control_nodes, imex_channels, look};
 pub use oddity::Oddity;
 pub use spec::{ContainerEdits, Device, DeviceNode, Hook, Mount, Spec};
-pub use write::{WriteError, prepare, replace, writable, write};
+pub use write::{WriteError, prepare, write};
 
 /// The vendor of all our kinds: the NVIDIA device plugin's, not `nvidia.com`, which belongs to `nvidia-ctk cdi generate`.
 pub const VENDOR: &str = "k8s.device-plugin.nvidia.com";

@@ -260,7 +260,7 @@ impl Node {
                 }
                 Effect::Keep => drop(self.records.send_replace(Some(self.state.record()))),
                 Effect::RecordIgnored { version } => {
-                    tracing::warn!(version, "the health record is of another version of linkwise and is not used");
+                    tracing::warn!(version, "health record not used: another version of linkwise wrote it");
                 }
                 Effect::HeldElsewhere { gpu, resource, reason } => {
                     tracing::info!(%gpu, %resource, %reason, "not given out so until the pod has ended");
