@@ -31,14 +31,15 @@ impl FolderWatch {
         Self { changes, watcher: watcher.ok() }
     }
 
-    /// Reports what `changes` counts instead of a folder's changes.
-    pub fn of_counter(changes: watch::Receiver<u64>) -> Self {
-        Self { changes, watcher: None }
-    }
-
     /// Reports nothing, ever.
     pub fn inactive() -> Self {
-        Self::of_counter(watch::channel(0).1)
+        Self { changes: watch::channel(0).1, watcher: None }
+    }
+
+    /// Reports what a test counts.
+    #[cfg(test)]
+    pub fn of_counter(changes: watch::Receiver<u64>) -> Self {
+        Self { changes, watcher: None }
     }
 
     /// Whether inotify reports changes.

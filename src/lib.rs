@@ -19,5 +19,6 @@ pub mod metrics;
 pub mod mps;
 pub mod nvml;
 pub mod runtime;
+pub mod uds;
 
 pub use linkwise_core::{allocation, backoff, names, once, state, topology};

@@ -6,7 +6,8 @@
 //! next is `machine`'s to say, `life` does it (docs/life-cycle.md); how a container gets its GPUs is `handover`'s.
 //! The path of an admission reads one snapshot snapshot: no NVML, no lock held by a probe, no disk.
 
-mod callers;
+mod changes;
+mod channel;
 mod connection;
 mod convert;
 mod handover;
@@ -20,7 +21,6 @@ mod probe;
 mod register;
 mod service;
 mod session;
-mod socket;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -30,8 +30,9 @@ use tokio::sync::watch;
 
 use crate::allocation::AllocationReport;
 use crate::state::{NodeState, ResourceName};
+use crate::uds::Callers;
 
-pub use callers::Callers;
+pub use channel::ConnectError;
 pub use handover::{CdiNames, DeviceIds, Handover, MpsClient, MpsClients, NCCL_FILE, Surroundings};
 pub use life::{Plugin, PluginError};
 pub use nics::RdmaNodes;
@@ -169,10 +170,4 @@ pub struct Sources {
     pub snapshot: watch::Receiver<Arc<NodeState>>,
     /// Where occurrences go.
     pub observer: Observer,
-}
-
-/// An error with all its causes, in one line.
-fn chain(error: &dyn std::error::Error) -> String {
-    let causes = std::iter::successors(error.source(), |cause| cause.source());
-    causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
 }

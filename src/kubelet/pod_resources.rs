@@ -14,8 +14,8 @@ use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use tonic::transport::Channel;
 
+use super::channel::{ConnectError, connect};
 use super::machine::Listing;
-use super::register::connect;
 use crate::allocation::DeviceId;
 use crate::state::{Health, NodeState, ResourceName};
 use linkwise_kubelet_api::podresources as wire;
@@ -36,14 +36,9 @@ pub type Holders = Option<BTreeSet<(ResourceName, DeviceId)>>;
 /// Why PodResources has no answer.
 #[derive(Debug, Error)]
 pub enum PodResourcesError {
-    /// Nobody is there.
-    #[error("cannot connect to {path}")]
-    Connect {
-        /// The socket.
-        path: String,
-        /// Why not.
-        source: tonic::transport::Error,
-    },
+    /// There is no connection.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
     /// An error instead of an answer.
     #[error("{path} answered {call} with an error: {} ({})", .status.message(), .status.code())]
     Refused {
@@ -83,8 +78,7 @@ async fn call(
 ) -> Result<Devices, PodResourcesError> {
     let path = || socket.display().to_string();
     let exchange = async {
-        let channel = connect(socket, |_| {}).await;
-        let channel = channel.map_err(|source| PodResourcesError::Connect { path: path(), source })?;
+        let (channel, _) = connect(socket).await?;
         let client = PodResourcesListerClient::new(channel).max_decoding_message_size(LONGEST);
         let refused = |status| PodResourcesError::Refused { path: path(), call, status: Box::new(status) };
         ask(client).await.map_err(refused)

@@ -35,6 +35,7 @@ use crate::mps::Layout;
 use crate::nvml::Limits;
 use crate::nvml::child::AgentCommand;
 use crate::state::{Event, XidPolicy};
+use crate::uds::Callers;
 
 use idle::Idle;
 
@@ -81,7 +82,7 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let kubelet = kubelet::Settings {
         handover,
         pod_resources_socket: Some(settings.pod_resources_socket.value.clone()),
-        callers: kubelet::Callers::and(settings.allowed_uids.value.iter().copied()),
+        callers: Callers::and(settings.allowed_uids.value.iter().copied()),
         ..kubelet::Settings::new(settings.kubelet_socket.value.clone())
     };
     let overrides = settings.xids.value.iter().map(|(xid, action)| (*xid, (*action).into())).collect();
