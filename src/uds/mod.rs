@@ -124,6 +124,8 @@ impl Listener {
 /// The operating system's; `AlreadyExists` where there is a file, of whatever kind.
 pub fn listen(path: &Path, callers: Callers) -> io::Result<(SocketFile, Listener)> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    // The path it is bound at may be the shorter one: this refuses a path that no client could connect to.
+    SockAddr::unix(path)?;
     // Between bind(2) and listen(2) a socket refuses connections, and `remove_dead` of another process would take it for
     // a dead one. So it gets its name when it listens.
     let bound = tempfile::Builder::new().prefix(".lw-").make_in(folder, listen_at)?;
