@@ -23,7 +23,7 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 pub use local::{Answer, Local, LocalError, Orders, Outcome};
-pub use state::{GpuState, ReasonState, ResourceState, State};
+pub use state::{GpuState, PartState, ReasonState, ResourceState, State};
 
 /// How long one connection may last: as long as Prometheus waits for a scrape.
 const DEADLINE: Duration = Duration::from_secs(10);

@@ -14,6 +14,7 @@ mod handover;
 mod layer;
 mod life;
 mod machine;
+mod metrics;
 mod nics;
 mod offers;
 pub mod pod_resources;
@@ -35,6 +36,7 @@ use crate::uds::Callers;
 pub use channel::ConnectError;
 pub use handover::{CdiNames, DeviceIds, Handover, MpsClient, MpsClients, NCCL_FILE, Surroundings};
 pub use life::{Plugin, PluginError};
+pub use metrics::PluginMetrics;
 pub use nics::RdmaNodes;
 pub use probe::{ProbeError, probe};
 
