@@ -9,12 +9,16 @@ pub mod cdi;
 pub mod commands;
 pub mod config;
 pub mod demo;
+pub mod errors;
+pub mod files;
 pub mod hwloc;
+pub mod inotify;
 pub mod kubelet;
 pub mod machines;
 pub mod metrics;
 pub mod mps;
 pub mod nvml;
 pub mod runtime;
+pub mod uds;
 
-pub use linkwise_core::{allocation, backoff, once, state, topology};
+pub use linkwise_core::{allocation, backoff, names, once, state, topology};

@@ -1,56 +1,58 @@
-//! What an operator says over a Unix socket on this host: look at the state, let go of the driver, take it up again,
-//! vouch for a GPU.
+//! An operator's orders over a Unix socket on this host: read the state, release the driver, resume, clear a GPU.
 //!
-//! Owns the socket, who may speak on it, and the routes. The runtime hands it what to do, and owns its task. Nothing of
-//! this is ever served over the metrics port.
+//! Owns the socket and the routes; the runtime passes in what carries the orders out, and owns the task. Nothing of this is
+//! ever served over the metrics port.
 
-use std::fs::{self, DirBuilder, Permissions};
-use std::io::{self, ErrorKind};
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{Path as PathOf, State as StateOf};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use socket2::{Domain, SockAddr, Socket, Type};
 use thiserror::Error;
-use tokio::net::UnixListener;
 use tokio_util::sync::CancellationToken;
 
-use super::connections::{self, HEAD_TIMEOUT};
+use super::connections;
 use super::state::State;
 use crate::topology::GpuUuid;
+use crate::uds::{self, Callers, Listener, SocketFile};
 
-/// What came of an order.
+/// How long one connection may last; an order to release the driver takes up to 10 s of it.
+const DEADLINE: Duration = Duration::from_secs(30);
+
+/// The result of an order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It is so now (200).
+    /// Carried out (200).
     Done(String),
-    /// There is no such thing (404).
+    /// No such GPU (404).
     Unknown(String),
-    /// Not now; the words say whether it is still under way (503).
+    /// Not carried out yet; the text says whether the order stands (503).
     NotYet(String),
 }
 
-/// The answer to an order, once there is one.
+/// The answer to an order, which may take a while.
 pub type Answer = Pin<Box<dyn Future<Output = Outcome> + Send>>;
 
-/// What the runtime does when it is told to.
+/// What carries the orders out.
 #[derive(Clone)]
 pub struct Orders {
-    /// What is so now.
+    /// The current state.
     pub state: Arc<dyn Fn() -> State + Send + Sync>,
-    /// Lets go of the driver (`true`), or takes it up again.
+    /// Releases the driver (`true`), or resumes.
     pub release: Arc<dyn Fn(bool) -> Answer + Send + Sync>,
-    /// Ends what is held against a GPU.
+    /// Ends the reasons for which a GPU is unhealthy.
     pub clear: Arc<dyn Fn(GpuUuid) -> Answer + Send + Sync>,
 }
 
-/// Why there is no socket for operators.
+/// Why there is no admin socket.
 #[derive(Debug, Error)]
 pub enum LocalError {
     /// Another process listens there.
@@ -59,87 +61,60 @@ pub enum LocalError {
         /// The socket.
         path: PathBuf,
     },
-    /// It cannot be made.
+    /// It cannot be bound.
     #[error("cannot listen on {path} for operators")]
     Bind {
         /// The socket.
         path: PathBuf,
-        /// What the operating system said.
+        /// The operating system's error.
         source: io::Error,
     },
 }
 
-/// A bound socket for operators; its file goes when this does.
+/// A bound admin socket; its file is removed when this is dropped.
 #[derive(Debug)]
 pub struct Local {
-    listener: Arc<UnixListener>,
-    /// Whose connections are served: root's, and those of our own user.
-    admitted: [u32; 2],
+    listener: Arc<Listener>,
     _file: SocketFile,
 }
 
-#[derive(Debug)]
-struct SocketFile {
-    path: PathBuf,
-    /// Device and inode: what somebody else put in its place is not ours to remove.
-    id: (u64, u64),
-}
-
-impl Drop for SocketFile {
-    fn drop(&mut self) {
-        if fs::symlink_metadata(&self.path).is_ok_and(|found| (found.dev(), found.ino()) == self.id) {
-            let _ = fs::remove_file(&self.path);
-        }
-    }
-}
-
 impl Local {
-    /// Binds the socket, for our own user and root alone; makes its folder where that is missing. A socket that nobody
-    /// serves any more is replaced, a live one never.
+    /// Binds the socket, for our own user and root alone; makes its folder where that is missing. A socket whose process
+    /// has ended is replaced, a live one never.
     ///
     /// # Errors
     ///
     /// See [`LocalError`]. Must be called within a tokio runtime.
     pub fn bind(path: &Path) -> Result<Self, LocalError> {
+        Self::bind_for(path, Callers::default())
+    }
+
+    fn bind_for(path: &Path, callers: Callers) -> Result<Self, LocalError> {
         let failed = |source| LocalError::Bind { path: path.to_owned(), source };
-        if fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
-            match connect(path) {
-                Err(error) if error.kind() == ErrorKind::ConnectionRefused => fs::remove_file(path).map_err(failed)?,
-                _ => return Err(LocalError::Taken { path: path.to_owned() }),
-            }
+        if uds::is_dead(path) {
+            fs::remove_file(path).map_err(failed)?;
+        } else if uds::FileId::of_socket(path).is_some() {
+            return Err(LocalError::Taken { path: path.to_owned() });
         }
         if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.exists()) {
             DirBuilder::new().mode(0o700).create(folder).map_err(failed)?;
         }
-        let listener = UnixListener::bind(path).map_err(failed)?;
-        fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(failed)?;
-        let made = fs::symlink_metadata(path).map_err(failed)?;
-        let file = SocketFile { path: path.to_owned(), id: (made.dev(), made.ino()) };
-        // Who made the file is who we are.
-        Ok(Self { listener: Arc::new(listener), admitted: [0, made.uid()], _file: file })
+        let (file, listener) = uds::listen(path, callers).map_err(failed)?;
+        Ok(Self { listener: Arc::new(listener), _file: file })
     }
 
     /// Serves until `shutdown`.
     pub async fn serve(self, orders: Orders, shutdown: CancellationToken) {
         let routes = routes(orders);
         let accept = || {
-            let (listener, routes, admitted) = (Arc::clone(&self.listener), routes.clone(), self.admitted);
+            let (listener, routes) = (Arc::clone(&self.listener), routes.clone());
             async move {
-                let (stream, _) = listener.accept().await?;
-                // The kernel's word, as of the connect; the file's mode may have been widened since we made it.
-                let uid = stream.peer_cred()?.uid();
-                Ok((stream, if admitted.contains(&uid) { routes } else { refusal(uid) }))
+                let caller = listener.accept().await?;
+                Ok((caller.stream, if caller.admitted { routes } else { refusal(caller.peer.uid) }))
             }
         };
-        shutdown.run_until_cancelled(connections::serve(HEAD_TIMEOUT, accept)).await;
+        shutdown.run_until_cancelled(connections::serve(DEADLINE, accept)).await;
     }
-}
-
-/// Connects, or says at once why not: a listener that accepts nobody would be waited for without end.
-fn connect(path: &Path) -> io::Result<()> {
-    let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
-    socket.set_nonblocking(true)?;
-    socket.connect(&SockAddr::unix(path)?)
 }
 
 fn routes(orders: Orders) -> Router {
@@ -154,16 +129,16 @@ fn routes(orders: Orders) -> Router {
         .with_state(orders)
 }
 
-/// All that somebody else gets to hear.
+/// The answer to any request of another user.
 fn refusal(uid: u32) -> Router {
-    let words = format!("uid {uid} may not speak here: root and linkwise's own user may\n");
+    let words = format!("uid {uid} may not use this socket: root and linkwise's own user may\n");
     Router::new().fallback(move || async move { (StatusCode::FORBIDDEN, words) })
 }
 
 async fn state(StateOf(orders): StateOf<Orders>) -> Response {
     match serde_json::to_string_pretty(&(orders.state)()) {
         Ok(text) => ([(header::CONTENT_TYPE, "application/json")], text + "\n").into_response(),
-        Err(_) => (StatusCode::INTERNAL_SERVER_ERROR, "the state could not be written\n").into_response(),
+        Err(_) => (StatusCode::INTERNAL_SERVER_ERROR, "the state could not be encoded\n").into_response(),
     }
 }
 
@@ -186,6 +161,7 @@ fn answer(outcome: Outcome) -> Response {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::MetadataExt;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::UnixStream;
 
@@ -197,7 +173,7 @@ mod tests {
         }
     }
 
-    /// What a request's first line is answered with.
+    /// The answer to a request with this first line.
     async fn ask(local: Local, path: &Path, line: &str) -> String {
         let shutdown = CancellationToken::new();
         let asking = async {
@@ -215,7 +191,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn each_order_has_its_way_in() {
+    async fn each_order_has_its_route() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("run/admin.sock");
         for (line, status, words) in [
@@ -234,43 +210,18 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn another_user_is_refused_by_name_whatever_the_files_mode() {
+    async fn another_user_is_refused_by_uid() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("admin.sock");
         let own = fs::metadata(folder.path()).unwrap().uid();
-        let mut local = Local::bind(&path).unwrap();
-        assert_eq!((local.admitted, fs::metadata(&path).unwrap().mode() & 0o777), ([0, own], 0o600));
-        local.admitted = [u32::MAX; 2];
+        let local = Local::bind_for(&path, Callers::only([u32::MAX])).unwrap();
         let text = ask(local, &path, "POST /driver/release").await;
-        let refused = text.starts_with("HTTP/1.1 403 ") && text.contains(&format!("uid {own} may not speak here"));
+        let refused = text.starts_with("HTTP/1.1 403 ") && text.contains(&format!("uid {own} may not use this socket"));
         assert!(refused && !text.contains("released"), "{text}");
     }
 
-    #[test]
-    fn a_live_one_that_accepts_nobody_is_not_waited_for() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("admin.sock");
-        let silent = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
-        silent.bind(&SockAddr::unix(&path).unwrap()).unwrap();
-        silent.listen(0).unwrap();
-        let mut waiting = Vec::new();
-        let full = loop {
-            let caller = Socket::new(Domain::UNIX, Type::STREAM, None).unwrap();
-            caller.set_nonblocking(true).unwrap();
-            match caller.connect(&SockAddr::unix(&path).unwrap()) {
-                Ok(()) => waiting.push(caller),
-                Err(error) => break error,
-            }
-        };
-        assert_eq!(full.kind(), ErrorKind::WouldBlock, "no room for another caller");
-        let (said, hear) = std::sync::mpsc::channel();
-        // On a thread of its own: one that waits for ever would hold up the test's end.
-        std::thread::spawn(move || said.send(matches!(Local::bind(&path), Err(LocalError::Taken { .. }))));
-        assert_eq!(hear.recv_timeout(std::time::Duration::from_secs(20)), Ok(true));
-    }
-
     #[tokio::test]
-    async fn a_dead_socket_is_replaced_and_a_live_one_or_a_file_never() {
+    async fn only_a_dead_socket_is_replaced() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("admin.sock");
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
@@ -284,7 +235,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_folder_that_is_made_is_ours_alone_and_what_stands_in_our_place_stays() {
+    async fn made_folder_is_private_and_foreign_file_stays() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("run/admin.sock");
         let local = Local::bind(&path).unwrap();

@@ -1,32 +1,34 @@
-//! The answer to `GET /state` on the admin socket: what this node is and offers now. docs/operations.md documents it.
+//! The answer to `GET /state` on the admin socket: what this node has and offers now. docs/operations.md documents it.
 
 use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-/// Everything at once, for a person or a script.
+/// The whole state, for a person or a script.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct State {
     /// The version that runs.
     pub version: &'static str,
-    /// Whether linkwise lets go of the driver because an operator asked it to.
+    /// Whether the driver is released on an operator's order.
     pub driver_released: bool,
-    /// Why nothing is offered, where nothing is.
+    /// Why no resource is offered, where none is.
     pub idle: Option<String>,
     /// The resources by name.
     pub resources: BTreeMap<String, ResourceState>,
+    /// The other parts whose readiness counts, by name.
+    pub parts: BTreeMap<String, PartState>,
     /// The GPUs, in the order of their PCI addresses.
     pub gpus: Vec<GpuState>,
-    /// What is odd about the node, as the log told once.
+    /// The warnings about the node, each of which the log has once.
     pub warnings: Vec<String>,
 }
 
 /// One resource.
 #[derive(Clone, Debug, Serialize)]
 pub struct ResourceState {
-    /// Where it is with the kubelet, in words.
+    /// Where its plugin is with the kubelet, in words.
     pub phase: &'static str,
-    /// What keeps it from serving.
+    /// What keeps the plugin from serving.
     pub trouble: Option<String>,
     /// Devices on the kubelet's list that may be given out.
     pub healthy: usize,
@@ -34,32 +36,43 @@ pub struct ResourceState {
     pub unhealthy: usize,
 }
 
+/// One part that is no resource.
+#[derive(Clone, Debug, Serialize)]
+pub struct PartState {
+    /// Where it is, in words.
+    pub phase: &'static str,
+    /// Whether it is ready.
+    pub ready: bool,
+    /// What went wrong last.
+    pub trouble: Option<String>,
+}
+
 /// One GPU.
 #[derive(Clone, Debug, Serialize)]
 pub struct GpuState {
-    /// Its name for everybody.
+    /// Its UUID.
     pub uuid: String,
     /// NVML's index.
     pub index: u32,
-    /// Where it is.
+    /// Its PCI address.
     pub pci: String,
     /// The product name.
     pub model: Option<String>,
-    /// Whether it may be given to pods.
+    /// Whether it may be allocated.
     pub healthy: bool,
-    /// All that stands against it, in the order in which it began.
+    /// Why it is unhealthy, in the order in which the reasons began.
     pub reasons: Vec<ReasonState>,
 }
 
-/// One thing that stands against a GPU.
+/// One reason for which a GPU is unhealthy.
 #[derive(Clone, Debug, Serialize)]
 pub struct ReasonState {
-    /// What.
+    /// The reason in words.
     pub reason: String,
     /// The kind of reason, as docs/health.md and the metrics name it.
     pub kind: &'static str,
     /// Since when, in seconds since 1970.
     pub since: u64,
-    /// The evidence that would end it: what to do, or what to wait for.
+    /// What ends it: what to do, or what to wait for.
     pub ends_with: &'static str,
 }

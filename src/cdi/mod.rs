@@ -13,6 +13,7 @@ mod build;
 mod description;
 mod driver;
 mod look;
+mod metrics;
 mod oddity;
 mod spec;
 mod write;
@@ -20,9 +21,10 @@ mod write;
 pub use build::specs;
 pub use description::{Description, DriverFiles, Extra, ExtraFiles, GpuEntry, Library, MigEntry, Socket};
 pub use look::{Look, Options, Roots, control_nodes, imex_channels, look};
+pub use metrics::CdiMetrics;
 pub use oddity::Oddity;
 pub use spec::{ContainerEdits, Device, DeviceNode, Hook, Mount, Spec};
-pub use write::{WriteError, prepare, replace, writable, write};
+pub use write::{WriteError, prepare, write};
 
 /// The vendor of all our kinds: the NVIDIA device plugin's, not `nvidia.com`, which belongs to `nvidia-ctk cdi generate`.
 pub const VENDOR: &str = "k8s.device-plugin.nvidia.com";

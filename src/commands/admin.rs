@@ -1,18 +1,20 @@
-//! `linkwise admin`: asks the linkwise that runs on this host, over its Unix socket.
+//! `linkwise admin`: sends an order to the agent on this host, over its admin socket.
 
 use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::UnixStream;
 use tokio::time::timeout;
 
 use super::print;
 use crate::config::{AdminArgs, AdminOrder};
+use crate::uds;
 
-/// How long an answer may take: an order to let go of the driver waits 10 s for a process to end.
+/// How long an answer may take: an order to release the driver waits 10 s for a process to end.
 const ANSWER: Duration = Duration::from_secs(20);
+/// The longest answer that is read, in bytes: the state of a node with many GPUs has some 100 KB.
+const LONGEST: u64 = 16 << 20;
 
 /// Runs the command.
 pub async fn admin(args: &AdminArgs) -> Result<()> {
@@ -25,7 +27,7 @@ pub async fn admin(args: &AdminArgs) -> Result<()> {
     Ok(print(&order(&args.socket, &line, ANSWER).await?)?)
 }
 
-/// What linkwise answers to an order, in time.
+/// The body of the answer to an order.
 pub(super) async fn order(socket: &Path, line: &str, limit: Duration) -> Result<String> {
     let at = socket.display();
     let answer = timeout(limit, ask(socket, line)).await;
@@ -41,10 +43,10 @@ pub(super) async fn order(socket: &Path, line: &str, limit: Duration) -> Result<
 }
 
 async fn ask(socket: &Path, line: &str) -> std::io::Result<String> {
-    let mut stream = UnixStream::connect(socket).await?;
+    let (mut stream, _) = uds::connect(socket).await?;
     let request = format!("{line} HTTP/1.1\r\nHost: linkwise\r\nConnection: close\r\nContent-Length: 0\r\n\r\n");
     stream.write_all(request.as_bytes()).await?;
     let mut text = String::new();
-    stream.read_to_string(&mut text).await?;
+    stream.take(LONGEST).read_to_string(&mut text).await?;
     Ok(text)
 }

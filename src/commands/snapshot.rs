@@ -1,18 +1,20 @@
 //! `linkwise snapshot`: a machine's observations as a node file.
 
 use std::collections::BTreeMap;
-use std::fs::{self, Permissions};
-use std::io::{ErrorKind, Write};
-use std::os::unix::fs::PermissionsExt;
+use std::fs;
+use std::io::ErrorKind;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
 
 use super::print;
 use crate::config::SnapshotArgs;
+use crate::files;
 use crate::machines::Machine;
 use crate::topology::{GpuUuid, MigUuid, NodeObservation};
 
+/// As any file that a person makes, less the umask.
+const MODE: u32 = 0o666;
 /// Where Linux tells the host's name.
 const HOST_NAME: &str = "/proc/sys/kernel/hostname";
 /// The name of a machine whose name is not to be told.
@@ -50,7 +52,10 @@ pub async fn snapshot(args: &SnapshotArgs) -> Result<()> {
         "the snapshot does not read back as it was seen; please report this with the output of linkwise topology"
     );
     match args.output.as_deref() {
-        Some(path) => write(path, &text, args.force).with_context(|| format!("cannot write {}", path.display())),
+        Some(path) => {
+            let write = if args.force { files::write } else { files::write_new };
+            write(path, text.as_bytes(), MODE).with_context(|| format!("cannot write {}", path.display()))
+        }
         None => Ok(print(&text)?),
     }
 }
@@ -110,24 +115,6 @@ fn may_write(path: &Path, force: bool) -> Result<()> {
         Ok(_) if !force => bail!("{} is there already; --force replaces it", path.display()),
         Ok(_) => Ok(()),
     }
-}
-
-/// Writes a file beside its place and moves it there.
-fn write(path: &Path, text: &str, force: bool) -> Result<()> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let mut file = tempfile::Builder::new()
-        .prefix(".linkwise-")
-        // As any file a person makes: the umask takes its part.
-        .permissions(Permissions::from_mode(0o666))
-        .tempfile_in(folder)?;
-    file.write_all(text.as_bytes())?;
-    file.as_file().sync_all()?;
-    if force {
-        file.persist(path)?;
-    } else {
-        file.persist_noclobber(path)?;
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -6,11 +6,10 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use notify::{RecommendedWatcher, RecursiveMode, Watcher};
 use tokio::io::AsyncReadExt;
-use tokio::sync::watch;
 
 use super::settings::LONGEST_FILE;
+use crate::inotify::FolderWatch;
 
 /// How often the text is read where nobody tells: the file may be a link into a folder that is not followed.
 const POLL: Duration = Duration::from_secs(10);
@@ -23,26 +22,15 @@ const SETTLE: Duration = Duration::from_millis(100);
 pub struct FileWatch {
     path: PathBuf,
     text: Option<String>,
-    told: watch::Receiver<u64>,
-    _watcher: Option<RecommendedWatcher>,
+    folder: FolderWatch,
 }
 
 impl FileWatch {
     /// Follows a file from now on. inotify is an optimisation: where it is not to be had, polling remains.
     pub async fn of(path: &Path) -> Self {
-        let (sender, told) = watch::channel(0);
-        let tell = move |event: notify::Result<notify::Event>| {
-            // That somebody reads, as we do, is no news.
-            if !event.is_ok_and(|event| event.kind.is_access()) {
-                sender.send_modify(|count: &mut u64| *count = count.wrapping_add(1));
-            }
-        };
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let watcher = notify::recommended_watcher(tell).and_then(|mut watcher| {
-            watcher.watch(folder, RecursiveMode::NonRecursive)?;
-            Ok(watcher)
-        });
-        Self { path: path.to_owned(), text: text(path).await, told, _watcher: watcher.ok() }
+        let folder = FolderWatch::of(folder);
+        Self { path: path.to_owned(), text: text(path).await, folder }
     }
 
     /// Waits until the file has another text than before, or none any more, or one again.
@@ -58,13 +46,7 @@ impl FileWatch {
                 }
                 continue;
             }
-            let told = async {
-                if self.told.changed().await.is_err() {
-                    // No watcher: nobody will tell.
-                    std::future::pending::<()>().await;
-                }
-            };
-            let _ = tokio::time::timeout(POLL, told).await;
+            let _ = tokio::time::timeout(POLL, self.folder.changed()).await;
         }
     }
 }

@@ -1,7 +1,7 @@
-//! The connections to one socket of ours: let in, counted, cut.
+//! The connections to one socket of ours: admitted, counted, cut.
 //!
 //! Called by `session`. tonic serves each connection in a task of its own, which outlives the server; so a connection
-//! carries its own count and breaks by itself when it is told to. Who may not call is turned away before a byte is read.
+//! counts itself, and breaks when the session cuts it. A caller that may not call is refused before a byte is read.
 
 use std::future::Future;
 use std::io;
@@ -12,50 +12,47 @@ use std::time::Duration;
 
 use futures_util::stream::{self, Stream};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{UnixListener, UnixStream};
+use tokio::net::UnixStream;
 use tokio::sync::watch;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::transport::server::Connected;
 
-use super::callers::{Callers, Peer};
 use super::{Observer, Occurrence};
+use crate::errors::chain;
 use crate::state::ResourceName;
+use crate::uds::{Caller, Listener, Peer};
 
-/// The pause after an accept that failed: file descriptors may be out for a while.
+/// The pause after a failed accept: file descriptors may be exhausted for a while.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// What the connections of one session have in common.
 #[derive(Clone)]
 pub(super) struct Gate {
-    pub callers: Callers,
-    pub own_uid: u32,
     /// How many connections are open.
     pub open: watch::Sender<usize>,
-    /// Breaks them.
+    /// Breaks the connections.
     pub cut: CancellationToken,
     pub resource: ResourceName,
     pub observer: Observer,
 }
 
-/// The connections that a listener accepts, for ever: those of callers that may call.
-pub(super) fn accepted(listener: UnixListener, gate: Gate) -> impl Stream<Item = io::Result<Connection>> {
+/// The admitted connections of a listener, for ever.
+pub(super) fn accepted(listener: Listener, gate: Gate) -> impl Stream<Item = io::Result<Connection>> {
     stream::unfold((listener, Arc::new(gate)), |(listener, gate)| async move {
         loop {
-            let accepted = match listener.accept().await {
-                Ok((stream, _)) => Peer::of(&stream).map(|peer| (stream, peer)),
-                Err(error) => {
-                    (gate.observer)(&gate.resource, Occurrence::NotAccepted(error.to_string()));
-                    // Before the pause, that is for the caller's sake: it would come back at once.
-                    tokio::time::sleep(ACCEPT_PAUSE).await;
-                    Err(error)
+            match listener.accept().await {
+                Ok(Caller { stream, peer, admitted: true }) => {
+                    let connection = Connection::new(stream, peer, &gate);
+                    return Some((Ok(connection), (listener, gate)));
                 }
-            };
-            let Ok((stream, peer)) = accepted else { continue };
-            if gate.callers.admit(peer.uid, gate.own_uid) {
-                let connection = Connection::new(stream, peer, &gate);
-                return Some((Ok(connection), (listener, gate)));
+                Ok(Caller { peer, .. }) => {
+                    (gate.observer)(&gate.resource, Occurrence::Refused { uid: peer.uid, pid: peer.pid });
+                }
+                Err(error) => {
+                    (gate.observer)(&gate.resource, Occurrence::NotAccepted(chain(&error)));
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                }
             }
-            (gate.observer)(&gate.resource, Occurrence::Refused { uid: peer.uid, pid: peer.pid });
         }
     })
 }
@@ -71,7 +68,7 @@ pub(super) struct Connection {
 impl Connection {
     fn new(stream: UnixStream, peer: Peer, gate: &Gate) -> Self {
         gate.open.send_modify(|open| *open += 1);
-        // A token of its own: reads of one connection do not wait for those of another.
+        // A token of its own, so that connections do not contend for one lock at each read.
         let cut = Box::pin(gate.cut.child_token().cancelled_owned());
         Self { stream, peer, cut, open: gate.open.clone() }
     }

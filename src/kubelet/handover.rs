@@ -5,7 +5,6 @@
 //! path of an admission: what changes is read from a snapshot, nothing is looked at.
 
 use std::collections::BTreeMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -13,6 +12,7 @@ use thiserror::Error;
 use tokio::sync::watch;
 
 use super::nics::RdmaNodes;
+use crate::names::shortened;
 use crate::state::{Device, NodeState, ResourceName};
 
 /// The variable by which NVIDIA's container runtime knows which GPUs to hand in.
@@ -285,17 +285,9 @@ fn device_nodes(device: &Device) -> Result<Vec<String>, HandoverError> {
 }
 
 /// The annotation's name without its prefix. A container gets one answer for each resource, so the resource tells its
-/// annotations apart; what is too long for a name is cut and told apart by a hash.
+/// annotations apart.
 fn annotation(resource: &ResourceName) -> String {
-    let name = format!("{ANNOTATION_PLUGIN}_{}", resource.as_str().replace('/', "_"));
-    if name.len() <= LONGEST_NAME {
-        return name;
-    }
-    let mut hasher = DefaultHasher::new();
-    resource.hash(&mut hasher);
-    let hash = format!("_{:016x}", hasher.finish());
-    let kept: String = name.chars().take(LONGEST_NAME - hash.len()).collect();
-    kept + &hash
+    shortened(&format!("{ANNOTATION_PLUGIN}_{}", resource.as_str().replace('/', "_")), LONGEST_NAME)
 }
 
 #[cfg(test)]

@@ -15,11 +15,13 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use super::changes::Changes;
 use super::machine::{Action, Cause, Input, Limits, Listing, Machine, Moment};
 use super::session::{BindError, Happened, Held, Session, held};
-use super::socket::{Changes, identify};
-use super::{Occurrence, Phase, Settings, Sources, chain, pod_resources, register};
+use super::{Occurrence, Phase, Settings, Sources, pod_resources, register};
+use crate::errors::chain;
 use crate::state::ResourceName;
+use crate::uds::FileId;
 
 /// How long open connections may take to close when a session ends; SIGTERM has to be done within a second.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
@@ -169,13 +171,13 @@ impl Life {
     fn look(&mut self) {
         let settings = &self.plugin.settings;
         // Watches and file descriptors may have been out.
-        let untold = settings.inotify && !self.changes.is_told();
+        let untold = settings.inotify && !self.changes.has_inotify();
         if untold || !self.changes.follows(&self.folder) {
             self.changes = Changes::of(&self.folder, settings.poll, settings.inotify);
         }
         let socket = &settings.kubelet_socket;
-        let kubelet = identify(socket).ok_or_else(|| absence(&self.folder, socket));
-        let own = self.session.as_ref().is_some_and(Session::stands);
+        let kubelet = FileId::of_socket(socket).ok_or_else(|| absence(&self.folder, socket));
+        let own = self.session.as_ref().is_some_and(Session::has_socket);
         self.feed(Input::Looked { kubelet, own });
     }
 
@@ -207,11 +209,10 @@ impl Life {
                 let (name, kubelet) = (session.name.clone(), Arc::clone(&session.kubelet));
                 let (resource, settings) = (resource.clone(), Arc::clone(settings));
                 self.registering = Some(Box::pin(async move {
-                    // A second connection has the same listener.
-                    let met = move |peer| {
+                    let connected = |peer| {
                         let _ = kubelet.set(peer);
                     };
-                    let answer = register::register(&settings.kubelet_socket, &name, &resource, met).await;
+                    let answer = register::register(&settings.kubelet_socket, &name, &resource, connected).await;
                     answer.map_err(|error| chain(&error))
                 }));
             }

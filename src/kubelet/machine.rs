@@ -9,7 +9,7 @@ use std::time::Duration;
 use thiserror::Error;
 
 use super::Phase;
-use super::socket::FileId;
+use crate::uds::FileId;
 
 /// A session that lasted this long ended for a new reason: the next attempt comes at once.
 const SETTLED: Duration = Duration::from_secs(10);

@@ -6,7 +6,8 @@
 //! next is `machine`'s to say, `life` does it (docs/life-cycle.md); how a container gets its GPUs is `handover`'s.
 //! The path of an admission reads one snapshot: no NVML, no lock held by a probe, no disk.
 
-mod callers;
+mod changes;
+mod channel;
 mod checkpoint;
 mod connection;
 mod convert;
@@ -14,6 +15,7 @@ mod handover;
 mod layer;
 mod life;
 mod machine;
+mod metrics;
 mod narrowing;
 mod nics;
 pub mod pod_resources;
@@ -21,7 +23,6 @@ mod probe;
 mod register;
 mod service;
 mod session;
-mod socket;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -31,10 +32,12 @@ use tokio::sync::watch;
 
 use crate::allocation::AllocationReport;
 use crate::state::{NodeState, ResourceName};
+use crate::uds::Callers;
 
-pub use callers::Callers;
+pub use channel::ConnectError;
 pub use handover::{CdiNames, DeviceIds, Handover, MpsClient, MpsClients, NCCL_FILE, Surroundings};
 pub use life::{Plugin, PluginError};
+pub use metrics::PluginMetrics;
 pub use nics::RdmaNodes;
 pub use probe::{ProbeError, probe};
 
@@ -179,10 +182,4 @@ pub struct Sources {
     pub snapshot: watch::Receiver<Arc<NodeState>>,
     /// Where occurrences go.
     pub observer: Observer,
-}
-
-/// An error with all its causes, in one line.
-fn chain(error: &dyn std::error::Error) -> String {
-    let causes = std::iter::successors(error.source(), |cause| cause.source());
-    causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
 }

@@ -14,9 +14,9 @@ use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use tonic::transport::Channel;
 
+use super::channel::{ConnectError, connect};
 use super::checkpoint;
 use super::machine::Listing;
-use super::register::connect;
 use crate::allocation::DeviceId;
 use crate::backoff::Backoff;
 use crate::state::{ClaimedDevice, Health, Holdings, NodeState, ResourceName};
@@ -53,14 +53,9 @@ pub struct HolderSources {
 /// Why PodResources has no answer.
 #[derive(Debug, Error)]
 pub enum PodResourcesError {
-    /// Nobody is there.
-    #[error("cannot connect to {path}")]
-    Connect {
-        /// The socket.
-        path: String,
-        /// Why not.
-        source: tonic::transport::Error,
-    },
+    /// There is no connection.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
     /// An error instead of an answer.
     #[error("{path} answered {call} with an error: {} ({})", .status.message(), .status.code())]
     Refused {
@@ -100,8 +95,7 @@ async fn call<T>(
 ) -> Result<T, PodResourcesError> {
     let path = || socket.display().to_string();
     let exchange = async {
-        let channel = connect(socket, |_| {}).await;
-        let channel = channel.map_err(|source| PodResourcesError::Connect { path: path(), source })?;
+        let (channel, _) = connect(socket).await?;
         let client = PodResourcesListerClient::new(channel).max_decoding_message_size(LONGEST);
         let refused = |status| PodResourcesError::Refused { path: path(), call, status: Box::new(status) };
         ask(client).await.map_err(refused)
@@ -146,7 +140,7 @@ pub async fn holders(sources: &HolderSources) -> Holders {
         Ok(devices) => {
             held.init_containers = devices.into_iter().filter(|key| !held.containers.contains(key)).collect();
         }
-        Err(error) => without_init_containers = Some(super::chain(&error)),
+        Err(error) => without_init_containers = Some(crate::errors::chain(&error)),
     }
     Holders { held: Some(held), without_init_containers }
 }

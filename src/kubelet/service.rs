@@ -9,10 +9,10 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
-use super::callers::Peer;
 use super::narrowing::Narrowing;
 use super::{Occurrence, Settings, Sources, convert};
 use crate::state::{NodeState, ResourceName};
+use crate::uds::Peer;
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_api::v1beta1::device_plugin_server::DevicePlugin;
 

@@ -1,7 +1,7 @@
-//! One session with the kubelet: our socket, its server, the streams and connections that hang on it.
+//! One session with the kubelet: our socket, its server, its streams and connections.
 //!
-//! Made and driven by `life`, which does with it what the machine says. Everything of it ends when it is dropped: the
-//! socket goes, streams end, connections break.
+//! Made and driven by `life`, as the machine decides. All of it ends when it is dropped: the socket is removed, streams
+//! end, connections break.
 
 use std::io;
 use std::path::Path;
@@ -12,45 +12,37 @@ use thiserror::Error;
 use tokio::sync::watch;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use super::callers::Peer;
 use super::connection::{Gate, accepted};
 use super::layer::Observe;
 use super::service::Service;
-use super::socket::{OwnSocket, remove_dead};
 use super::{Settings, Sources};
+use crate::errors::chain;
+use crate::names::shortened;
 use crate::state::ResourceName;
+use crate::uds::{self, LONGEST_PATH, Peer, SocketFile};
 use linkwise_kubelet_api::v1beta1::device_plugin_server::DevicePluginServer;
 
-/// The longest path that a Unix socket can have, in bytes: sun_path of unix(7) less its closing zero.
-const LONGEST_PATH: usize = 107;
-/// What follows the prefix: eight digits and `.sock`.
-const REST: usize = 13;
-/// The kubelet's own path of the folder; in our container it may be a shorter one.
+/// What follows the name of a resource in its sockets' names: a dash, eight hexadecimal digits, `.sock`.
+const REST: usize = 14;
+/// The kubelet's own path of the folder, which may be longer than the one in our container.
 const KUBELETS_FOLDER: &str = "/var/lib/kubelet/device-plugins";
 
-/// What the names of a resource's sockets begin with, in any start of ours. A resource with a name too long for a socket's path
-/// has a shorter one with a number that is its own.
+/// What the names of a resource's sockets begin with, in every version and every start of linkwise.
 fn prefix(folder: &Path, resource: &ResourceName) -> String {
-    let whole = format!("linkwise-{}-", resource.as_str().replace('/', "_"));
     let room = LONGEST_PATH.saturating_sub(folder.as_os_str().len().max(KUBELETS_FOLDER.len()) + 1 + REST);
-    if whole.len() <= room {
-        return whole;
-    }
-    // FNV-1a, 64 bits: the same in every version of linkwise, for what one leaves behind the next one clears away.
-    let number = resource
-        .as_str()
-        .bytes()
-        .fold(0xcbf2_9ce4_8422_2325_u64, |number, byte| (number ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
-    let number = format!("-{number:016x}-");
-    // A resource's name is ASCII.
-    let begin: String = whole.chars().take(room.saturating_sub(number.len())).collect();
-    begin + &number
+    shortened(&format!("linkwise-{}", resource.as_str().replace('/', "_")), room) + "-"
 }
 
-/// A future that is polled where it lies.
+/// Whether a file name is one of those of a resource with this prefix. That of another resource may begin with it too.
+fn is_ours(name: &str, prefix: &str) -> bool {
+    let rest = name.strip_prefix(prefix).and_then(|rest| rest.strip_suffix(".sock"));
+    rest.is_some_and(|number| number.len() == 8 && number.bytes().all(|byte| byte.is_ascii_hexdigit()))
+}
+
+/// A future on the heap.
 pub(super) type Held<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
-/// Waits for a future that may not be there; then it is no longer there.
+/// Waits for the future in a slot and empties the slot; an empty slot is waited for for ever.
 pub(super) async fn held<T>(slot: &mut Option<Held<T>>) -> T {
     let Some(future) = slot else { return std::future::pending().await };
     let value = future.await;
@@ -58,10 +50,10 @@ pub(super) async fn held<T>(slot: &mut Option<Held<T>>) -> T {
     value
 }
 
-/// Why there is no socket of ours.
+/// Why a session could not begin.
 #[derive(Debug, Error)]
 pub(super) enum BindError {
-    #[error("cannot look for old sockets in {folder}")]
+    #[error("cannot remove dead sockets from {folder}")]
     Folder { folder: String, source: io::Error },
     #[error("cannot bind a socket in {folder}")]
     Bind { folder: String, source: io::Error },
@@ -81,9 +73,9 @@ pub(super) enum Happened {
 pub(super) struct Session {
     /// The socket's file name.
     pub name: String,
-    /// Who listens on kubelet.sock, known once we have connected to it.
+    /// The process that listens on kubelet.sock, known once we have connected to it.
     pub kubelet: Arc<OnceLock<Peer>>,
-    own: Option<OwnSocket>,
+    own: Option<SocketFile>,
     server: Option<Held<Result<(), tonic::transport::Error>>>,
     streams: watch::Receiver<usize>,
     connections: watch::Receiver<usize>,
@@ -93,7 +85,7 @@ pub(super) struct Session {
 }
 
 impl Session {
-    /// Clears away what dead predecessors left, binds a socket with this random number in its name and serves it.
+    /// Removes dead predecessors' sockets, binds a socket with this random number in its name and serves it.
     pub async fn begin(
         resource: ResourceName,
         settings: Arc<Settings>,
@@ -103,24 +95,16 @@ impl Session {
         let folder = settings.kubelet_socket.parent().unwrap_or(Path::new("."));
         let prefix = prefix(folder, &resource);
         let in_folder = |source| BindError::Folder { folder: folder.display().to_string(), source };
-        remove_dead(folder, &prefix).await.map_err(in_folder)?;
+        uds::remove_dead(folder, |name| is_ours(name, &prefix)).map_err(in_folder)?;
         // Unique to this start: a kubelet may still hold the connection of an earlier one.
         let name = format!("{prefix}{:08x}.sock", random & 0xFFFF_FFFF);
         let at_path = |source| BindError::Bind { folder: folder.display().to_string(), source };
-        let (own, listener) = OwnSocket::bind(folder.join(&name)).map_err(at_path)?;
-        let own_uid = Peer::own_uid().map_err(at_path)?;
+        let (own, listener) = uds::listen(&folder.join(&name), settings.callers.clone()).map_err(at_path)?;
 
         let kubelet = Arc::new(OnceLock::new());
         let ((streams_sender, streams), (open, connections)) = (watch::channel(0), watch::channel(0));
         let (end, cut) = (CancellationToken::new(), CancellationToken::new());
-        let gate = Gate {
-            callers: settings.callers.clone(),
-            own_uid,
-            open,
-            cut: cut.clone(),
-            resource: resource.clone(),
-            observer: Arc::clone(&sources.observer),
-        };
+        let gate = Gate { open, cut: cut.clone(), resource: resource.clone(), observer: Arc::clone(&sources.observer) };
         let observe = Observe { resource: resource.clone(), observer: Arc::clone(&sources.observer) };
         let service = Service {
             resource,
@@ -151,11 +135,11 @@ impl Session {
     }
 
     /// Whether our socket is still the file that was bound.
-    pub fn stands(&self) -> bool {
-        self.own.as_ref().is_some_and(OwnSocket::stands)
+    pub fn has_socket(&self) -> bool {
+        self.own.as_ref().is_some_and(SocketFile::is_in_place)
     }
 
-    /// Takes the socket away, ends the streams, accepts nobody any more and asks the connections to close.
+    /// Removes the socket, ends the streams, accepts no more connections and asks the open ones to close.
     pub fn end(&mut self) {
         self.own = None;
         self.end.cancel();
@@ -166,15 +150,15 @@ impl Session {
         self.cut.cancel();
     }
 
-    /// The next thing that happens; may be dropped and asked again. The server works only while this is waited for.
+    /// The next thing that happens. Cancel-safe. The server works only while this is awaited.
     pub async fn next(&mut self) -> Happened {
         let served = self.server.is_some();
         tokio::select! {
             biased;
             result = held(&mut self.server) => {
-                Happened::ServerEnded(result.map_or_else(|error| super::chain(&error), |()| "without an error".to_owned()))
+                Happened::ServerEnded(result.map_or_else(|error| chain(&error), |()| "without an error".to_owned()))
             }
-            // An error is the end of the senders: everything is closed.
+            // An error means that the senders have gone: everything is closed.
             _ = self.connections.wait_for(|open| *open == 0), if !served => Happened::Closed,
             Ok(()) = self.streams.changed() => Happened::Streams(*self.streams.borrow_and_update()),
         }
@@ -186,7 +170,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_session_is_closed_when_its_last_connection_is_whatever_the_server_says() {
+    async fn session_is_closed_with_its_last_connection() {
         let machine = crate::machines::load("dgx1-v100").unwrap();
         let seen = crate::state::Event::Observed(Box::new(machine.observed));
         let (snapshot, _) = crate::state::NodeState::default().apply(seen, std::time::Duration::ZERO);
@@ -207,7 +191,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_longest_name_of_a_resource_has_a_socket_too() {
+    async fn longest_resource_name_fits_a_socket_path() {
         let name =
             |domain: usize| format!("{}.example.com/{}", ["a"; 100].concat().get(..domain).unwrap(), "b".repeat(63));
         let longest: ResourceName =
@@ -215,15 +199,24 @@ mod tests {
         let kubelets = Path::new(KUBELETS_FOLDER);
         for resource in [ResourceName::gpu(), longest.clone(), name(60).parse().unwrap()] {
             let prefix = prefix(kubelets, &resource);
-            assert!(kubelets.join(&prefix).as_os_str().len() + REST <= LONGEST_PATH, "{prefix}");
+            assert!(kubelets.join(&prefix).as_os_str().len() + REST <= LONGEST_PATH + 1, "{prefix}");
         }
         assert_eq!(prefix(kubelets, &ResourceName::gpu()), "linkwise-nvidia.com_gpu-");
-        // Names that differ at their end only have sockets that differ.
+        // Long names that differ at their end only have different sockets.
         let prefixes =
             [1, 2].map(|last| prefix(kubelets, &format!("{longest}{last}").replace("bb", "b").parse().unwrap()));
         assert_ne!(prefixes[0], prefixes[1]);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(format!("{}01234567.sock", prefix(folder.path(), &longest)));
-        assert!(OwnSocket::bind(path).is_ok());
+        assert!(uds::listen(&path, uds::Callers::default()).is_ok());
+    }
+
+    #[test]
+    fn another_resources_sockets_are_not_ours() {
+        let prefix = prefix(Path::new(KUBELETS_FOLDER), &ResourceName::gpu());
+        assert!(is_ours("linkwise-nvidia.com_gpu-0123abcd.sock", &prefix));
+        for other in ["linkwise-nvidia.com_gpu-x-0123abcd.sock", "linkwise-nvidia.com_gpu-0123abcd.sock.old"] {
+            assert!(!is_ours(other, &prefix), "{other}");
+        }
     }
 }

@@ -9,6 +9,7 @@ use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 use super::limits::Limits;
+use crate::files;
 
 /// The longest file that is read, in bytes; 16 GPUs take about 1,500.
 const LONGEST: u64 = 64 << 10;
@@ -39,11 +40,10 @@ impl Marker {
     ///
     /// The folder cannot be written to, or its file system knows no locks.
     pub fn set(path: &Path, limits: &Limits) -> io::Result<Self> {
-        let folder = path.parent().unwrap_or(Path::new("."));
-        let mut file = tempfile::Builder::new().prefix(".started-").tempfile_in(folder)?;
+        let mut file = files::draft(path, 0o600)?;
         file.as_file().lock()?;
         file.write_all(&serde_json::to_vec(limits)?)?;
-        let file = file.persist(path)?;
+        let file = files::place(file, path)?;
         Ok(Self { path: path.to_owned(), _file: file })
     }
 

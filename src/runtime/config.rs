@@ -10,8 +10,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::config::file::{Finding, Weight};
 use crate::config::settings::{ConfigError, Loaded, load};
-use crate::config::{Environment, FileWatch, Flags, Settings};
-use crate::metrics::Metrics;
+use crate::config::{ConfigMetrics, Environment, FileWatch, Flags, Settings};
+use crate::errors::chain;
 use crate::state::Event;
 
 /// The keys that count at once while linkwise runs; the others count at its next start.
@@ -47,7 +47,7 @@ pub(super) struct Reader {
     pub environment: Environment,
     /// What counts; whoever works by it follows it.
     pub settings: watch::Sender<Arc<Settings>>,
-    pub metrics: Arc<Metrics>,
+    pub metrics: ConfigMetrics,
 }
 
 impl Reader {
@@ -107,7 +107,7 @@ impl Reader {
                 if let ConfigError::Refused { findings, .. } = &error {
                     findings.iter().for_each(log_finding);
                 }
-                let error = format!("{:#}", anyhow::Error::from(error));
+                let error = chain(&error);
                 tracing::error!(why, error, "the configuration is refused; the one before counts on");
             }
         }

@@ -9,6 +9,7 @@ mod dying;
 mod facts;
 mod known;
 mod look;
+pub(super) mod metrics;
 mod outside;
 mod shift;
 mod suspects;
@@ -27,7 +28,6 @@ use tokio_util::sync::CancellationToken;
 use super::idle::{self, Idle};
 use super::operator::{Holding, Release};
 use crate::hwloc;
-use crate::metrics::Metrics;
 use crate::nvml::child::{Agent, AgentCommand, AgentEnded};
 use crate::nvml::protocol::{Called, FromAgent, Place, ToAgent};
 use crate::state::{Event, HealthPoll, MigInstance};
@@ -35,6 +35,7 @@ use crate::topology::{GpuObservation, GpuUuid, NodeObservation, PciAddress, Prob
 use away::{Away, Working};
 use dying::Dying;
 use known::Known;
+use metrics::DriverMetrics;
 use outside::Outside;
 pub(super) use outside::identity;
 use shift::{Errand, Shift, Successor, Who, at, end};
@@ -79,7 +80,7 @@ pub(super) struct Driver {
     pub events: mpsc::Sender<Event>,
     /// The node as it was told last, for whoever needs more than the graph.
     pub seen: watch::Sender<Arc<NodeObservation>>,
-    pub metrics: Arc<Metrics>,
+    pub metrics: Arc<DriverMetrics>,
     /// Why there is nothing to offer, for /readyz.
     pub idle: watch::Sender<Idle>,
     /// Whether an operator wants the driver for something else.

@@ -15,12 +15,12 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::nccl::TopologyFile;
+use super::readiness::{Part, Readiness};
 use crate::cdi;
 use crate::config::Settings;
 use crate::config::settings::{DeviceIdStrategy, DeviceListStrategy};
 use crate::hwloc;
 use crate::kubelet::{CdiNames, DeviceIds, Handover, MpsClient, MpsClients, RdmaNodes, Surroundings};
-use crate::metrics::Metrics;
 use crate::mps;
 use crate::state::{NodeState, ResourceName};
 use crate::topology::NodeObservation;
@@ -147,17 +147,29 @@ impl Upkeep {
         self.ready.subscribe()
     }
 
+    /// The phase of a plugin that waits for this.
+    pub fn awaited(&self) -> &'static str {
+        if self.sight.folder.is_some() { "waiting for CDI specs" } else { "waiting for NCCL's topology file" }
+    }
+
     /// Lives until `shutdown`; fails where the first specs cannot be written.
     pub async fn run(
         self,
         snapshot: watch::Receiver<Arc<NodeState>>,
-        metrics: Arc<Metrics>,
+        metrics: cdi::CdiMetrics,
+        readiness: Readiness,
         shutdown: CancellationToken,
     ) -> Result<()> {
-        shutdown.run_until_cancelled(self.live(snapshot, &metrics)).await.unwrap_or(Ok(()))
+        shutdown.run_until_cancelled(self.live(snapshot, &metrics, &readiness)).await.unwrap_or(Ok(()))
     }
 
-    async fn live(&self, mut snapshot: watch::Receiver<Arc<NodeState>>, metrics: &Metrics) -> Result<()> {
+    async fn live(
+        &self,
+        mut snapshot: watch::Receiver<Arc<NodeState>>,
+        metrics: &cdi::CdiMetrics,
+        readiness: &Readiness,
+    ) -> Result<()> {
+        readiness.add(Part::CdiSync, "writing the first files");
         let mut told = BTreeSet::new();
         let mut failing = None;
         loop {
@@ -196,11 +208,13 @@ impl Upkeep {
                 let cause = (error.to_string(), kind);
                 if failing.as_ref() != Some(&cause) {
                     let error = format!("{error:#}");
+                    readiness.trouble(&Part::CdiSync, error.clone());
                     tracing::error!(error, "what was written last stays; further failures are not logged");
                     failing = Some(cause);
                 }
             } else {
                 failing = None;
+                readiness.enter(&Part::CdiSync, "up to date", some);
                 self.ready.send_if_modified(|ready| !std::mem::replace(ready, *ready || some) && some);
             }
             tokio::select! {

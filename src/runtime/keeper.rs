@@ -1,68 +1,79 @@
-//! Keeps the GPUs' health across restarts: one small file, written whole or not at all, off every admission's path.
+//! Keeps the GPUs' health across restarts of the agent: one small file, written off the path of an admission.
 //!
-//! Called by `node`. What has to be kept, and what of it still holds, is decided by `snapshot`.
+//! Called by `node`, which owns the task. The core's `state` decides what is recorded and what of a record still counts.
 
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde::Deserialize;
 use tokio::sync::watch;
-use tokio::task::spawn_blocking;
+use tokio::task::{JoinError, spawn_blocking};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
+use crate::errors::chain;
+use crate::files;
 use crate::state::{HealthRecord, XidPolicy};
 
-/// The file.
+/// The record's file name.
 pub(super) const FILE: &str = "linkwise_health.json";
 /// The folder of our own beside the kubelet's socket. Kubelets that clean up that folder at their start leave folders alone; up to
 /// 1.31 and longer they remove every file there but their own checkpoint (CleanupPluginDirectory in
 /// pkg/kubelet/cm/devicemanager/manager.go).
 const FOLDER: &str = "linkwise";
-/// The longest file that is read, in bytes: a hundred times that of a node with 16 GPUs in trouble.
+/// The longest record that is read, in bytes: a hundred times that of a node with 16 unhealthy GPUs.
 const LONGEST: u64 = 1 << 20;
-/// How long a start waits for a disk.
-const PATIENCE: Duration = Duration::from_secs(2);
-/// How soon a record that could not be written is tried again: a disk is full for a while, and the next news may be days off.
-const AGAIN: Duration = Duration::from_secs(10);
+/// How long a start waits for the disk to give the record.
+const READ_TIMEOUT: Duration = Duration::from_secs(2);
+/// How soon a failed write is tried again: a disk is full for a while, and the next change of health may be days away.
+const RETRY: Duration = Duration::from_secs(10);
 
 /// How health is judged and kept.
 #[derive(Clone, Debug, Default)]
 pub struct HealthSettings {
-    /// An operator's word on XIDs.
+    /// Which XIDs make a GPU unhealthy.
     pub xids: XidPolicy,
-    /// The first hold; without it, the snapshot's own.
+    /// The first hold time; without it, the state's default.
     pub hold: Option<Duration>,
-    /// Whether somebody polls the GPUs, so that the first list may wait for it.
+    /// Whether GPUs are polled, so that the first device list waits for the first poll.
     pub await_first_poll: bool,
-    /// Where it is kept; nowhere without one.
+    /// The record's folder; without one, nothing is kept.
     pub state_dir: Option<PathBuf>,
 }
 
-/// Reads and writes.
+/// Reads and writes the record.
 #[derive(Clone, Debug)]
 pub(super) struct Keeper {
     folder: Option<PathBuf>,
-    again: Duration,
+    retry: Duration,
 }
 
-/// Where the record is kept unless somebody says otherwise: in a folder of our own beside the kubelet's socket.
+/// The record's default folder: one of the agent's own beside the kubelet's socket.
 pub(super) fn beside(kubelet_socket: &Path) -> Option<PathBuf> {
     Some(kubelet_socket.parent()?.join(FOLDER))
 }
 
-/// Why what was kept is not used.
+/// Why a record is not used.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ReadError {
     #[error("cannot read it")]
     Io(#[from] io::Error),
-    #[error("it has {0} bytes, more than {LONGEST}")]
-    TooLong(u64),
-    #[error("it is no health record")]
-    Nonsense(#[from] serde_json::Error),
+    #[error("it is not a health record")]
+    Invalid(#[from] serde_json::Error),
+}
+
+/// Why the record could not be written.
+#[derive(Debug, thiserror::Error)]
+enum WriteError {
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    #[error(transparent)]
+    Json(#[from] serde_json::Error),
+    #[error("the writing task failed")]
+    Task(#[from] JoinError),
 }
 
 /// What every version of the record has.
@@ -73,112 +84,107 @@ struct Version {
 
 impl Keeper {
     pub fn new(settings: &HealthSettings) -> Self {
-        Self { folder: settings.state_dir.clone(), again: AGAIN }
+        Self { folder: settings.state_dir.clone(), retry: RETRY }
     }
 
-    /// What the last process kept. A file that is broken is set aside, and a person is told.
+    /// The record of the previous process. A broken file is renamed, and the log names both.
     pub async fn read(&self) -> Option<HealthRecord> {
         let file = self.folder.as_ref()?.join(FILE);
         let reading = spawn_blocking(move || read(&file).map_err(|error| (error, set_aside(&file), file)));
-        match timeout(PATIENCE, reading).await {
+        match timeout(READ_TIMEOUT, reading).await {
             Ok(Ok(Ok(record))) => return record,
             Ok(Ok(Err((error, aside, file)))) => {
-                let error = format!("{:#}", anyhow::Error::from(error));
-                tracing::warn!(file = %file.display(), error, aside, "the health record is not used");
+                let error = chain(&error);
+                tracing::warn!(file = %file.display(), error, aside, "health record not used");
             }
             Ok(Err(_)) | Err(_) => {
-                tracing::warn!(folder = ?self.folder, "the health record cannot be read in time and is not used");
+                tracing::warn!(folder = ?self.folder, "health record not used: it cannot be read in time");
             }
         }
         None
     }
 
-    /// Writes each record that comes, the last one for certain, until the shutdown. A disk that is full is told of once, and
-    /// tried again.
-    pub async fn follow(&self, mut records: watch::Receiver<Option<HealthRecord>>, shutdown: CancellationToken) {
-        let mut failing = false;
+    /// Writes each record that comes, and the last one also after the shutdown began. A failed write is logged once, and
+    /// tried again until one succeeds.
+    pub async fn follow(&self, records: watch::Receiver<Option<HealthRecord>>, shutdown: CancellationToken) {
+        self.follow_after(false, records, shutdown).await;
+    }
+
+    async fn follow_after(
+        &self,
+        mut failed: bool,
+        mut records: watch::Receiver<Option<HealthRecord>>,
+        shutdown: CancellationToken,
+    ) {
         loop {
-            let news = async {
+            let change = async {
                 if records.changed().await.is_err() {
-                    // Nobody will tell: what is left is the shutdown.
+                    // The node is gone; its shutdown follows.
                     std::future::pending::<()>().await;
                 }
             };
             let due = async {
-                // Late: what could not be written is tried again.
-                if failing { timeout(self.again, news).await.unwrap_or(()) } else { news.await }
+                // Elapsed: the failed write is due again.
+                if failed { timeout(self.retry, change).await.unwrap_or(()) } else { change.await }
             };
             if shutdown.run_until_cancelled(due).await.is_none() {
                 break;
             }
-            self.write(&mut records, &mut failing).await;
+            failed = self.write(&mut records, failed).await;
         }
-        if failing || records.has_changed().unwrap_or(false) {
-            self.write(&mut records, &mut failing).await;
+        if failed || records.has_changed().unwrap_or(false) {
+            self.write(&mut records, failed).await;
         }
     }
 
-    async fn write(&self, records: &mut watch::Receiver<Option<HealthRecord>>, failing: &mut bool) {
+    /// Writes the current record; returns whether that failed. Logs where this differs from the last time.
+    async fn write(&self, records: &mut watch::Receiver<Option<HealthRecord>>, failed: bool) -> bool {
         let record = records.borrow_and_update().clone();
-        let (Some(folder), Some(record)) = (self.folder.clone(), record) else { return };
+        let (Some(folder), Some(record)) = (self.folder.clone(), record) else { return failed };
         let file = folder.join(FILE);
-        let written = spawn_blocking(move || write(&folder, &record).map_err(anyhow::Error::from)).await;
-        match written.unwrap_or_else(|broke_off| Err(broke_off.into())) {
-            Ok(()) if *failing => {
-                *failing = false;
-                tracing::info!("the health record is written again");
+        let written = spawn_blocking(move || write(&folder, &record)).await;
+        match written.map_err(WriteError::from).flatten() {
+            Ok(()) if failed => tracing::info!("health record written again"),
+            Err(error) if !failed => {
+                let (file, error) = (file.display(), chain(&error));
+                tracing::warn!(%file, error, "cannot write the health record: a restart now would lose it");
+                return true;
             }
-            Err(error) if !*failing => {
-                *failing = true;
-                let (file, error) = (file.display(), format!("{error:#}"));
-                tracing::warn!(
-                    %file,
-                    error,
-                    "cannot write the health record: a restart now would forget what is in it"
-                );
-            }
-            Ok(()) | Err(_) => {}
+            Ok(()) => {}
+            Err(_) => return true,
         }
+        false
     }
 }
 
-/// Where the file is now; nowhere, if it could not be moved.
+/// Renames a broken record; returns its new path, empty if it could not be renamed.
 fn set_aside(file: &Path) -> String {
     let aside = file.with_extension("json.broken");
     fs::rename(file, &aside).map_or_else(|_| String::new(), |()| aside.display().to_string())
 }
 
+/// Reads a record of any version; `None` where there is no file. It may block.
 pub(super) fn read(file: &Path) -> Result<Option<HealthRecord>, ReadError> {
-    let length = match fs::metadata(file) {
+    let text = match files::read(file, LONGEST) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(error.into()),
-        Ok(found) => found.len(),
+        text => text?,
     };
-    if length > LONGEST {
-        return Err(ReadError::TooLong(length));
-    }
-    let text = fs::read_to_string(file)?;
-    let Version { version } = serde_json::from_str(&text)?;
+    let Version { version } = serde_json::from_slice(&text)?;
     if version != HealthRecord::VERSION {
-        // Not broken: a newer linkwise wrote it. Who decides what that means is the snapshot.
+        // Not broken: another version of linkwise wrote it. The core's `state` decides what that means.
         return Ok(Some(HealthRecord { version, ..HealthRecord::default() }));
     }
-    Ok(Some(serde_json::from_str(&text)?))
+    Ok(Some(serde_json::from_slice(&text)?))
 }
 
-fn write(folder: &Path, record: &HealthRecord) -> io::Result<()> {
+fn write(folder: &Path, record: &HealthRecord) -> Result<(), WriteError> {
     match fs::DirBuilder::new().mode(0o700).create(folder) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error.into()),
         Ok(()) | Err(_) => {}
     }
-    let file = folder.join(FILE);
-    let fresh = file.with_extension("json.new");
     let mut text = serde_json::to_vec_pretty(record)?;
     text.push(b'\n');
-    let mut written = fs::File::create(&fresh)?;
-    written.write_all(&text)?;
-    written.sync_all()?;
-    fs::rename(&fresh, &file)
+    Ok(files::write(&folder.join(FILE), &text, 0o600)?)
 }
 
 #[cfg(test)]
@@ -186,13 +192,13 @@ mod tests {
     use super::*;
     use crate::state::GpuRecord;
 
-    /// A record of one GPU, whose hold was doubled so often.
+    /// A record of one GPU whose hold time was doubled `flaps` times.
     fn record(flaps: u32) -> HealthRecord {
         let gpu = GpuRecord { flaps: Some(flaps), ..GpuRecord::default() };
         HealthRecord { gpus: [("GPU-1".parse().unwrap(), gpu)].into(), ..HealthRecord::default() }
     }
 
-    /// Waits until the file on the disk says this.
+    /// Waits until the file on the disk has this record.
     async fn kept(keeper: &Keeper, wanted: &HealthRecord) {
         let reads = async {
             while keeper.read().await.as_ref() != Some(wanted) {
@@ -203,34 +209,32 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_full_disk_costs_no_record_once_it_has_room_again() {
+    async fn failed_write_is_retried_without_news() {
         let folder = tempfile::tempdir().unwrap();
-        let settings = HealthSettings { state_dir: Some(folder.path().join(FOLDER)), ..HealthSettings::default() };
-        let keeper = Keeper { again: Duration::from_millis(1), ..Keeper::new(&settings) };
+        let (dir, aside) = (folder.path().join(FOLDER), folder.path().join("aside"));
+        let settings = HealthSettings { state_dir: Some(dir.clone()), ..HealthSettings::default() };
+        let keeper = Keeper { retry: Duration::from_millis(1), ..Keeper::new(&settings) };
         let (records, shutdown) = (watch::Sender::new(Some(record(1))), CancellationToken::new());
         let mut followed = records.subscribe();
-        followed.mark_changed();
-        let life = async {
-            kept(&keeper, &record(1)).await;
-            // What is written there does not fit: ENOSPC.
-            let fresh = settings.state_dir.as_ref().unwrap().join(FILE).with_extension("json.new");
-            std::os::unix::fs::symlink("/dev/full", &fresh).unwrap();
-            records.send_replace(Some(record(2)));
-            // A second change is written no better, and the file stays whole.
-            records.send_replace(Some(record(3)));
-            let error = spawn_blocking(move || fs::File::create(&fresh).and_then(|mut file| file.write_all(b"x")));
-            assert_eq!(error.await.unwrap().unwrap_err().kind(), io::ErrorKind::StorageFull);
-            assert_eq!(keeper.read().await, Some(record(1)));
-            // Room again, and no news: what could not be kept is kept now.
-            fs::remove_file(settings.state_dir.as_ref().unwrap().join("linkwise_health.json.new")).unwrap();
-            kept(&keeper, &record(3)).await;
+        assert!(!keeper.write(&mut followed, false).await);
+        // A file in the folder's place: nothing can be written, not even by root.
+        fs::rename(&dir, &aside).unwrap();
+        fs::write(&dir, "a file").unwrap();
+        records.send_replace(Some(record(2)));
+        assert!(keeper.write(&mut followed, false).await);
+        // Room again, and no further change.
+        fs::remove_file(&dir).unwrap();
+        fs::rename(&aside, &dir).unwrap();
+        assert_eq!(keeper.read().await, Some(record(1)), "the old record is whole");
+        let ends = async {
+            kept(&keeper, &record(2)).await;
             shutdown.cancel();
         };
-        tokio::join!(keeper.follow(followed, shutdown.clone()), life);
+        tokio::join!(keeper.follow_after(true, followed, shutdown.clone()), ends);
     }
 
     #[tokio::test]
-    async fn the_last_record_is_written_though_the_end_has_come() {
+    async fn last_record_is_written_after_shutdown() {
         let folder = tempfile::tempdir().unwrap();
         let settings = HealthSettings { state_dir: Some(folder.path().join(FOLDER)), ..HealthSettings::default() };
         let (keeper, records) = (Keeper::new(&settings), watch::Sender::new(None));
@@ -242,7 +246,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_beyond_all_measure_is_not_read() {
+    async fn too_long_record_is_not_read() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join(FILE);
         let mut text = serde_json::to_vec(&record(1)).unwrap();

@@ -13,11 +13,14 @@ mod idle;
 mod keeper;
 mod kept;
 mod log;
+#[cfg(test)]
+mod metrics_tests;
 mod mps;
 mod nccl;
 mod node;
 mod observe;
 mod operator;
+mod readiness;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,15 +30,17 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 
 use crate::admin::Local;
+use crate::cdi::CdiMetrics;
 use crate::config::settings::{OnNvmlLoss, load};
-use crate::config::{Environment, HostArgs, NvmlArgs, RunArgs, Settings};
+use crate::config::{ConfigMetrics, Environment, HostArgs, NvmlArgs, RunArgs, Settings};
 use crate::kubelet;
-use crate::metrics::Metrics;
 use crate::mps::Layout;
 use crate::nvml::Limits;
 use crate::nvml::child::AgentCommand;
 use crate::state::{Event, XidPolicy};
+use crate::uds::Callers;
 
+use driver::metrics::DriverMetrics;
 use idle::Idle;
 
 pub use driver::look;
@@ -81,7 +86,7 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let kubelet = kubelet::Settings {
         handover,
         pod_resources_socket: Some(settings.pod_resources_socket.value.clone()),
-        callers: kubelet::Callers::and(settings.allowed_uids.value.iter().copied()),
+        callers: Callers::and(settings.allowed_uids.value.iter().copied()),
         ..kubelet::Settings::new(settings.kubelet_socket.value.clone())
     };
     let overrides = settings.xids.value.iter().map(|(xid, action)| (*xid, (*action).into())).collect();
@@ -102,20 +107,25 @@ async fn serve(args: &RunArgs) -> Result<()> {
     })
     .await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
-    let release = operator::Release::new(Arc::clone(node.metrics()));
-    let beside = (node.metrics(), node.idle_reason(), release.clone());
+    let metrics = Arc::new(node.metrics().register(DriverMetrics::register));
+    let release = operator::Release::new(Arc::clone(&metrics));
+    let beside = (&metrics, node.readiness().idle().clone(), release.clone());
     let driver = driver::Driver { seen, ..driver_of(&args.nvml, &args.host, &settings, node.events(), beside) };
     let watch = mps::Watch {
         layout: Layout::new(&args.mps.container_root),
         snapshot: node.snapshot(),
         events: node.events(),
-        idle: node.idle_reason(),
+        idle: node.readiness().idle().clone(),
     };
     let shutdown = node.shutdown();
     if let Some(upkeep) = upkeep {
-        node.hold_plugins_until(upkeep.ready());
-        let (snapshot, metrics) = (node.snapshot(), Arc::clone(node.metrics()));
-        node.spawn("what containers are handed", upkeep.run(snapshot, metrics, shutdown.clone()));
+        node.hold_plugins_until(upkeep.ready(), upkeep.awaited());
+        let (snapshot, readiness) = (node.snapshot(), node.readiness().clone());
+        let metrics = node.metrics().register(CdiMetrics::register);
+        node.spawn("CDI sync", upkeep.run(snapshot, metrics, readiness, shutdown.clone()));
+    } else {
+        // The series is there, on every node.
+        node.metrics().register(CdiMetrics::register);
     }
     // Before anything is seen: what is made of the GPUs is decided when they are.
     let planned = Event::Planned(Box::new(settings.plan()));
@@ -125,8 +135,8 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let settings = watch::Sender::new(Arc::new(settings));
     let follower = config::Follower { settings: settings.subscribe(), events: node.events() };
     node.spawn("configuration's follower", follower.run(shutdown.clone()));
-    let reader =
-        config::Reader { flags: args.flags.clone(), environment, settings, metrics: Arc::clone(node.metrics()) };
+    let metrics = node.metrics().register(ConfigMetrics::register);
+    let reader = config::Reader { flags: args.flags.clone(), environment, settings, metrics };
     node.spawn("configuration", reader.run(hangup, shutdown.clone()));
     if let Some(admin) = admin {
         let (orders, shutdown) = (operator::orders(&node, &release), shutdown.clone());
@@ -159,7 +169,7 @@ fn driver_of(
     host: &HostArgs,
     settings: &Settings,
     events: mpsc::Sender<Event>,
-    beside: (&Arc<Metrics>, watch::Sender<Idle>, operator::Release),
+    beside: (&Arc<DriverMetrics>, watch::Sender<Idle>, operator::Release),
 ) -> driver::Driver {
     let milliseconds = Duration::from_millis;
     let (metrics, idle, release) = beside;

@@ -21,11 +21,11 @@ use tokio_util::sync::CancellationToken;
 
 use super::clock::Clock;
 use super::config;
+use super::driver::metrics::DriverMetrics;
 use super::idle::Idle;
 use super::operator::Release;
 use crate::config::settings::load;
-use crate::config::{Environment, MpsCommand, MpsControlDaemonArgs};
-use crate::metrics::Metrics;
+use crate::config::{ConfigMetrics, Environment, MpsCommand, MpsControlDaemonArgs};
 use crate::mps::{Layout, LayoutError, Limits, Pace, Programs, Settings, Shm, mount_shm};
 use crate::state::{Effect, Event, NodeState, ResourceName};
 use daemons::Daemons;
@@ -81,7 +81,9 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     let _lock = lock(&layout)?;
     let (events, mut happened) = mpsc::channel(EVENTS);
     // Nobody reads these here: what is counted goes with the process.
-    let metrics = Arc::new(Metrics::new(env!("CARGO_PKG_VERSION"), watch::channel(Arc::default()).1));
+    // Counted, and served nowhere.
+    let metrics = Arc::new(DriverMetrics::default());
+    let config_metrics = ConfigMetrics::default();
     let shutdown = CancellationToken::new();
     let mut tasks = JoinSet::new();
     let idle = watch::Sender::new(Idle::Waiting(String::new()));
@@ -93,7 +95,7 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     let settings = watch::Sender::new(Arc::new(loaded.settings));
     let follower = config::Follower { settings: settings.subscribe(), events };
     tasks.spawn(named("configuration's follower", follower.run(shutdown.clone())));
-    let reader = config::Reader { flags: args.flags.clone(), environment, settings, metrics };
+    let reader = config::Reader { flags: args.flags.clone(), environment, settings, metrics: config_metrics };
     tasks.spawn(named("configuration", reader.run(hangup, shutdown.clone())));
 
     let programs = Programs { control: "nvidia-cuda-mps-control".into(), smi: "nvidia-smi".into() };

@@ -11,8 +11,10 @@ use anyhow::{Context, Result};
 use tokio::sync::watch;
 
 use crate::config::Settings;
+use crate::files;
+use crate::kubelet;
+use crate::machines;
 use crate::topology::NodeObservation;
-use crate::{cdi, kubelet, machines};
 
 /// The file and what goes into it.
 pub(super) struct TopologyFile {
@@ -28,7 +30,8 @@ impl TopologyFile {
             return Ok(None);
         }
         let folder = settings.nccl_topology_dir.value.clone();
-        cdi::writable(&folder).with_context(|| format!("cannot write NCCL's topology file to {}", folder.display()))?;
+        files::prepare_folder(&folder)
+            .with_context(|| format!("cannot write NCCL's topology file to {}", folder.display()))?;
         Ok(Some(Self { folder, seen }))
     }
 
@@ -44,6 +47,6 @@ impl TopologyFile {
     /// Writes what was seen last; whether that is new.
     pub fn write(&self) -> io::Result<bool> {
         let seen = Arc::clone(&self.seen.borrow());
-        cdi::replace(&self.folder, &self.path(), &machines::nccl_topology_file(&seen))
+        files::write_if_changed(&self.path(), machines::nccl_topology_file(&seen).as_bytes(), 0o644)
     }
 }

@@ -1,10 +1,11 @@
-//! One node: the loop that writes the snapshot, a plugin for each resource, the HTTP endpoints.
+//! One node: the loop that applies events to the state and publishes it, a plugin for each resource, the HTTP endpoints.
 //!
-//! `run` feeds it from the driver, `demo` from a script; everything in between is the same.
+//! `run` feeds it from the driver, `demo` from a script. It owns every task of the node; one that ends unexpectedly ends
+//! the node.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
@@ -16,49 +17,38 @@ use tokio_util::sync::CancellationToken;
 use super::clock::Clock;
 use super::idle::Idle;
 use super::keeper::{HealthSettings, Keeper};
-use super::observe;
+use super::observe::{self, GpuFailures, Reported};
+use super::readiness::{Part, Readiness};
 use crate::admin::{Admin, Answers};
 use crate::allocation::AllocationReport;
 use crate::kubelet::pod_resources::{self, Holders};
-use crate::kubelet::{self, Occurrence, Phase, Plugin, Sources};
+use crate::kubelet::{self, Occurrence, Phase, Plugin, PluginMetrics, Sources};
 use crate::metrics::{self, Metrics};
 use crate::once::Once;
 use crate::state::{Effect, Event, Health, HealthRecord, NodeState, NumaHints, ResourceName};
 
-/// Events that may wait: a storm of XIDs waits at the driver's end of the queue, not in memory.
+/// Events that may be queued: a storm of XIDs waits at its sender, not in memory.
 const EVENTS: usize = 256;
-/// Occurrences that may wait for the log; more are counted by the metrics and not logged.
+/// Occurrences that may be queued for the log; more are counted by the metrics and not logged.
 const OCCURRENCES: usize = 1024;
 /// How long the tasks may take to end; the whole process has a second, and the plugins half of one.
-const LAST_MOMENTS: Duration = Duration::from_millis(750);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_millis(750);
 
-/// What a node needs to know.
+/// A node's settings.
 #[derive(Clone, Debug)]
 pub struct NodeSettings {
     /// The kubelet's side.
     pub kubelet: kubelet::Settings,
     /// Where the HTTP endpoints are served.
     pub metrics_address: SocketAddr,
-    /// Which NUMA nodes devices claim.
+    /// Which NUMA nodes devices report to the kubelet.
     pub numa_hints: NumaHints,
-    /// How health is judged and kept.
+    /// How health is decided and recorded.
     pub health: HealthSettings,
 }
 
 /// Both ends of a bounded queue.
 type Queue<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
-
-/// A plugin that runs, and what ends it alone.
-struct Running {
-    phase: watch::Receiver<Phase>,
-    end: CancellationToken,
-}
-
-/// The plugins that run, those that are ending included.
-type Plugins = Arc<Mutex<BTreeMap<ResourceName, Running>>>;
-
-/// What keeps each plugin from serving, for /readyz; gone while it serves.
-type Troubles = Arc<Mutex<BTreeMap<ResourceName, String>>>;
 
 /// A node; it lives in [`Self::serve`].
 pub struct Node {
@@ -69,19 +59,21 @@ pub struct Node {
     snapshots: watch::Sender<Arc<NodeState>>,
     events: Queue<Event>,
     occurrences: Queue<(ResourceName, Occurrence)>,
-    plugins: Plugins,
+    /// What ends each plugin that runs; those that are ending are included.
+    plugins: BTreeMap<ResourceName, CancellationToken>,
     holders: watch::Sender<Holders>,
     follows_holders: bool,
     checkpoint_trouble: Once<String>,
-    /// Whether an answer about holders is waited for.
+    /// Whether the state waits for an answer about holders.
     asks_often: watch::Sender<bool>,
-    troubles: Troubles,
-    idle: watch::Sender<Idle>,
+    readiness: Readiness,
     last_report: watch::Sender<Option<Arc<AllocationReport>>>,
-    metrics: Arc<Metrics>,
+    metrics: Metrics,
+    plugin_metrics: PluginMetrics,
+    gpu_failures: GpuFailures,
     metrics_address: SocketAddr,
-    /// Plugins begin when it is true; without it, at once.
-    gate: Option<watch::Receiver<bool>>,
+    /// Plugins begin when it is true, and until then are in this phase; without it, they begin at once.
+    gate: Option<(watch::Receiver<bool>, &'static str)>,
     tasks: JoinSet<(String, Result<()>)>,
     shutdown: CancellationToken,
 }
@@ -89,11 +81,6 @@ pub struct Node {
 /// The name of a plugin's task.
 fn plugin_task(resource: &ResourceName) -> String {
     format!("plugin of {resource}")
-}
-
-/// Only whole entries are ever written: a panic elsewhere leaves nothing half done.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Node {
@@ -112,10 +99,9 @@ impl Node {
         let (snapshots, snapshot) = watch::channel(Arc::new(state.clone()));
         let keeper = Keeper::new(&settings.health);
         let kept = keeper.read().await;
-        let metrics = Arc::new(Metrics::new(env!("CARGO_PKG_VERSION"), snapshot));
-        let admin = Admin::bind(settings.metrics_address).await?;
+        let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), snapshot);
+        let admin = Admin::bind(settings.metrics_address)?;
         let metrics_address = admin.address();
-        let idle = watch::Sender::new(Idle::Waiting("the GPUs have not been looked at yet".to_owned()));
         let mut node = Self {
             kubelet: Arc::new(settings.kubelet),
             state,
@@ -124,14 +110,15 @@ impl Node {
             snapshots,
             events: mpsc::channel(EVENTS),
             occurrences: mpsc::channel(OCCURRENCES),
-            plugins: Plugins::default(),
+            plugins: BTreeMap::new(),
             holders: watch::Sender::default(),
             follows_holders: false,
             checkpoint_trouble: Once::new(),
             asks_often: watch::Sender::default(),
-            troubles: Troubles::default(),
-            idle,
+            readiness: Readiness::new(Idle::Waiting("the GPUs have not been discovered yet".to_owned())),
             last_report: watch::Sender::default(),
+            plugin_metrics: metrics.register(PluginMetrics::register),
+            gpu_failures: metrics.register(GpuFailures::register),
             metrics,
             metrics_address,
             gate: None,
@@ -160,16 +147,16 @@ impl Node {
     }
 
     /// The metrics.
-    pub fn metrics(&self) -> &Arc<Metrics> {
+    pub fn metrics(&self) -> &Metrics {
         &self.metrics
     }
 
-    /// Where the HTTP endpoints are in fact.
+    /// Where the HTTP endpoints are served.
     pub fn metrics_address(&self) -> SocketAddr {
         self.metrics_address
     }
 
-    /// Follows what the node offers.
+    /// Follows the node's state.
     pub fn snapshot(&self) -> watch::Receiver<Arc<NodeState>> {
         self.snapshots.subscribe()
     }
@@ -184,14 +171,14 @@ impl Node {
         self.shutdown.clone()
     }
 
-    /// Why there is nothing to offer, where there is not: for /readyz.
-    pub(super) fn idle_reason(&self) -> watch::Sender<Idle> {
-        self.idle.clone()
+    /// Which parts of the node are ready.
+    pub(super) fn readiness(&self) -> &Readiness {
+        &self.readiness
     }
 
-    /// Holds plugins back until this is true: a pod may be admitted as soon as one is registered.
-    pub(super) fn hold_plugins_until(&mut self, ready: watch::Receiver<bool>) {
-        self.gate = Some(ready);
+    /// Holds plugins back until `ready`, in this phase: a pod may be admitted as soon as a plugin has registered.
+    pub(super) fn hold_plugins_until(&mut self, ready: watch::Receiver<bool>, phase: &'static str) {
+        self.gate = Some((ready, phase));
     }
 
     /// Starts a task of this node. One that ends before the shutdown ends the node.
@@ -200,9 +187,9 @@ impl Node {
         self.tasks.spawn(async move { (name, task.await) });
     }
 
-    /// Lives until the shutdown, or until something ends that should not.
+    /// Serves until the shutdown, or until a task ends unexpectedly.
     pub async fn serve(mut self) -> Result<()> {
-        let mut told = observe::Told::default();
+        let mut reported = Reported::default();
         let mut holders = self.holders.subscribe();
         let ended = loop {
             let deadline = self.state.next_deadline().map(|moment| self.clock.instant(moment));
@@ -220,19 +207,19 @@ impl Node {
                     let now = holders.borrow_and_update().clone();
                     self.holders_changed(now);
                 }
-                Some((resource, occurrence)) = self.occurrences.1.recv() => observe::log(&resource, &occurrence, &mut told),
+                Some((resource, occurrence)) = self.occurrences.1.recv() => reported.log(&resource, &occurrence),
                 Some(task) = self.tasks.join_next() => match task {
                     Ok((_, Ok(()))) if self.shutdown.is_cancelled() => break Ok(()),
                     Ok((name, Ok(()))) if self.withdrawn(&name) => {}
                     Ok((name, Ok(()))) => break Err(anyhow!("the task '{name}' ended")),
                     Ok((name, Err(error))) => break Err(error.context(format!("the task '{name}' failed"))),
-                    Err(error) => break Err(error).context("a task broke off"),
+                    Err(error) => break Err(error).context("a task panicked"),
                 },
             }
         };
         self.shutdown.cancel();
-        // What hangs in the kernel (a file of a device in trouble) is left to the end of the process.
-        let _ = timeout(LAST_MOMENTS, async { while self.tasks.join_next().await.is_some() {} }).await;
+        // A task that hangs in the kernel is left to the end of the process.
+        let _ = timeout(SHUTDOWN_TIMEOUT, async { while self.tasks.join_next().await.is_some() {} }).await;
         ended
     }
 
@@ -249,7 +236,7 @@ impl Node {
                 Effect::Publish => self.publish(),
                 Effect::HealthChanged { gpu, mig, health } => {
                     if let Health::Unhealthy { reason, .. } = &health {
-                        self.metrics.gpu_failed(&gpu, reason.label());
+                        self.gpu_failures.count(&gpu, reason.label());
                     }
                     observe::health(&gpu, mig.as_ref(), &health);
                 }
@@ -261,7 +248,7 @@ impl Node {
                 }
                 Effect::Keep => drop(self.records.send_replace(Some(self.state.hardware().record()))),
                 Effect::RecordIgnored { version } => {
-                    tracing::warn!(version, "the health record is of another version of linkwise and is not used");
+                    tracing::warn!(version, "health record not used: another version of linkwise wrote it");
                 }
                 Effect::HeldElsewhere { gpu, resource, reason } => {
                     tracing::info!(%gpu, %resource, %reason, "not given out so until the pod has ended");
@@ -280,45 +267,49 @@ impl Node {
         }
     }
 
-    /// Hands the state to everybody who follows it; a resource that is new gets its plugin, one that is gone loses it.
+    /// Publishes the state. A new resource gets a plugin; the plugin of one that is gone ends.
     fn publish(&mut self) {
         self.snapshots.send_replace(Arc::new(self.state.clone()));
         self.match_plugins();
     }
 
-    /// A plugin for each resource. One that comes back while its plugin is ending gets the next when that has ended:
-    /// two of one name would take the kubelet's one endpoint from each other.
+    /// A plugin for each resource. One that comes back while its plugin is ending gets the next when that has ended: two
+    /// of one name would take the kubelet's one endpoint from each other.
     fn match_plugins(&mut self) {
         let resources: Vec<ResourceName> = self.state.offers().resources().keys().cloned().collect();
-        for (resource, plugin) in lock(&self.plugins).iter() {
-            if !resources.contains(resource) {
-                plugin.end.cancel();
-            }
+        for (resource, end) in self.plugins.iter().filter(|(resource, _)| !resources.contains(resource)) {
+            end.cancel();
+            self.readiness.remove(&Part::Plugin(resource.clone()));
         }
         for resource in resources {
-            if !lock(&self.plugins).contains_key(&resource) {
+            if !self.plugins.contains_key(&resource) {
                 self.start_plugin(resource);
             }
         }
     }
 
     fn start_plugin(&mut self, resource: ResourceName) {
-        self.metrics.resource(&resource);
+        self.plugin_metrics.offered(&resource);
         let sources = Sources { snapshot: self.snapshots.subscribe(), observer: self.observer() };
         let plugin = Plugin::new(resource.clone(), Arc::clone(&self.kubelet), sources);
-        let end = self.shutdown.child_token();
-        lock(&self.plugins).insert(resource.clone(), Running { phase: plugin.phase(), end: end.clone() });
-        let gate = self.gate.clone();
-        self.spawn(plugin_task(&resource), async move {
-            if let Some(mut gate) = gate {
-                // Who opens it ends with the node only.
-                let _ = end.run_until_cancelled(gate.wait_for(|ready| *ready)).await;
+        let (end, gate) = (self.shutdown.child_token(), self.gate.clone());
+        let waits = gate.as_ref().filter(|(ready, _)| !*ready.borrow());
+        let phase = waits.map_or(Phase::WaitingForKubelet.words(), |(_, phase)| phase);
+        self.readiness.add(Part::Plugin(resource.clone()), phase);
+        self.spawn(plugin_task(&resource), {
+            let end = end.clone();
+            async move {
+                if let Some((mut ready, _)) = gate {
+                    // An error means that the node is ending.
+                    let _ = end.run_until_cancelled(ready.wait_for(|ready| *ready)).await;
+                }
+                Ok(plugin.run(end).await?)
             }
-            Ok(plugin.run(end).await?)
         });
+        self.plugins.insert(resource, end);
     }
 
-    /// Starts to ask who holds which devices, once: before the first list, which has to have them.
+    /// Starts to ask which devices containers hold, once: the first device list depends on the answer.
     fn follow_holders(&mut self) {
         let Some(sources) = self.kubelet.holder_sources() else { return };
         if !self.follows_holders {
@@ -340,75 +331,45 @@ impl Node {
 
     /// Whether the task that ended was a plugin whose resource was withdrawn; then it is forgotten.
     fn withdrawn(&mut self, task: &str) -> bool {
-        let ended = |(resource, plugin): (&ResourceName, &Running)| {
-            (plugin.end.is_cancelled() && plugin_task(resource) == task).then(|| resource.clone())
+        let ended = |(resource, end): (&ResourceName, &CancellationToken)| {
+            (end.is_cancelled() && plugin_task(resource) == task).then(|| resource.clone())
         };
-        let Some(resource) = lock(&self.plugins).iter().find_map(ended) else { return false };
-        lock(&self.plugins).remove(&resource);
-        lock(&self.troubles).remove(&resource);
-        self.metrics.withdrawn(&resource);
+        let Some(resource) = self.plugins.iter().find_map(ended) else { return false };
+        self.plugins.remove(&resource);
+        self.plugin_metrics.withdrawn(&resource);
         tracing::info!(%resource, "withdrawn: nothing of it is left on this node");
         self.match_plugins();
         true
     }
 
-    /// Counts at once, for that never waits; the log may, and gets a copy through a queue.
+    /// Counts at once, which never waits; the log may, and gets a copy through a queue.
     fn observer(&self) -> kubelet::Observer {
-        let (metrics, log) = (Arc::clone(&self.metrics), self.occurrences.0.clone());
-        let (last_report, troubles) = (self.last_report.clone(), Arc::clone(&self.troubles));
+        let (metrics, log) = (self.plugin_metrics.clone(), self.occurrences.0.clone());
+        let (last_report, readiness) = (self.last_report.clone(), self.readiness.clone());
         Arc::new(move |resource, occurrence| {
-            observe::count(&metrics, resource, &occurrence);
-            if let Occurrence::Chosen { report, .. } = &occurrence {
-                last_report.send_replace(Some(Arc::clone(report)));
-            }
-            // None of these is on the path of an admission.
+            metrics.count(resource, &occurrence);
             match &occurrence {
+                Occurrence::Chosen { report, .. } => drop(last_report.send_replace(Some(Arc::clone(report)))),
+                // None of these is on the path of an admission.
                 Occurrence::Waiting(why) | Occurrence::Ended(why) => {
-                    lock(&troubles).insert(resource.clone(), why.clone());
+                    readiness.trouble(&Part::Plugin(resource.clone()), why.clone());
                 }
-                Occurrence::Phase(Phase::Serving) => drop(lock(&troubles).remove(resource)),
+                Occurrence::Phase(phase) => {
+                    readiness.enter(&Part::Plugin(resource.clone()), phase.words(), *phase == Phase::Serving);
+                }
                 _ => {}
             }
-            // Full: somebody asks faster than the log is written.
+            // Full: requests come faster than the log is written.
             let _ = log.try_send((resource.clone(), occurrence));
         })
     }
 
-    /// Where each plugin is that offers something, and what keeps it from serving. One that is ending is nothing to wait for.
-    pub(super) fn plugins(&self) -> impl Fn() -> Vec<(String, Phase, Option<String>)> + Send + Sync + use<> {
-        let (plugins, troubles) = (Arc::clone(&self.plugins), Arc::clone(&self.troubles));
-        move || {
-            let (plugins, troubles) = (lock(&plugins), lock(&troubles));
-            let offered = plugins.iter().filter(|(_, plugin)| !plugin.end.is_cancelled());
-            let offered = offered.map(|(resource, plugin)| (resource, *plugin.phase.borrow()));
-            offered.map(|(resource, phase)| (resource.to_string(), phase, troubles.get(resource).cloned())).collect()
-        }
-    }
-
     fn answers(&self) -> Answers {
-        let (metrics, plugins, idle) = (Arc::clone(&self.metrics), self.plugins(), self.idle.subscribe());
-        let ready = move || {
-            let plugins = plugins();
-            if plugins.is_empty() {
-                return match &*idle.borrow() {
-                    Idle::NoGpu(reason) => Ok(reason.clone()),
-                    Idle::Waiting(reason) => Err(vec![reason.clone()]),
-                };
-            }
-            let waiting: Vec<String> = plugins
-                .into_iter()
-                .filter(|(_, phase, _)| *phase != Phase::Serving)
-                .map(|(resource, phase, trouble)| match trouble {
-                    Some(why) => format!("{resource}: {}; {why}", phase.words()),
-                    None => format!("{resource}: {}", phase.words()),
-                })
-                .collect();
-            if waiting.is_empty() { Ok("ready".to_owned()) } else { Err(waiting) }
-        };
+        let (metrics, readiness) = (self.metrics.clone(), self.readiness.clone());
         Answers {
             metrics: Arc::new(move || metrics.encode().ok()),
             metrics_type: metrics::CONTENT_TYPE,
-            ready: Arc::new(ready),
+            ready: Arc::new(move || readiness.summary()),
         }
     }
 }
@@ -417,9 +378,19 @@ impl Node {
 mod tests {
     use super::*;
 
-    async fn phase(node: &Node, wanted: impl Fn(Phase) -> bool) {
-        let mut phase = lock(&node.plugins)[&ResourceName::gpu()].phase.clone();
-        timeout(Duration::from_secs(20), phase.wait_for(|phase| wanted(*phase))).await.unwrap().unwrap();
+    /// Waits until /readyz answers so.
+    async fn ready(node: &Node, wanted: impl Fn(Result<String, Vec<String>>) -> bool) {
+        let ready = node.answers().ready;
+        let waits = async {
+            while !wanted(ready()) {
+                tokio::task::yield_now().await;
+            }
+        };
+        timeout(Duration::from_secs(20), waits).await.unwrap_or_else(|_| panic!("{:?}", ready()));
+    }
+
+    fn observed() -> Event {
+        Event::Observed(Box::new(crate::machines::load("dgx1-v100").unwrap().observed))
     }
 
     fn settings(folder: &std::path::Path) -> NodeSettings {
@@ -431,7 +402,7 @@ mod tests {
         }
     }
 
-    /// Waits for the task that ends next, and says whether that was the withdrawal of a resource.
+    /// Waits for the task that ends next; returns whether that was the withdrawal of a resource.
     async fn withdraws(node: &mut Node) -> bool {
         let ended = timeout(Duration::from_secs(20), node.tasks.join_next()).await.unwrap();
         let (name, result) = ended.unwrap().unwrap();
@@ -440,13 +411,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_task_that_ends_unexpectedly_ends_the_node_with_its_cause() {
+    async fn unexpected_task_end_ends_the_node() {
         let folder = tempfile::tempdir().unwrap();
         type Task = std::pin::Pin<Box<dyn Future<Output = Result<()>> + Send>>;
         let tasks: [(Task, &str); 3] = [
             (Box::pin(async { Ok(()) }), "the task 'somebody' ended"),
             (Box::pin(async { Err(anyhow!("no room")) }), "the task 'somebody' failed: no room"),
-            (Box::pin(async { panic!("at the disco") }), "a task broke off"),
+            (Box::pin(async { panic!("at the disco") }), "a task panicked"),
         ];
         for (task, cause) in tasks {
             let mut node = Node::start(settings(folder.path())).await.unwrap();
@@ -455,7 +426,7 @@ mod tests {
             let ended = timeout(Duration::from_secs(20), node.serve()).await.unwrap();
             let words = format!("{:#}", ended.unwrap_err());
             assert!(words.starts_with(cause), "{words}");
-            assert!(shutdown.is_cancelled(), "the others are told to end");
+            assert!(shutdown.is_cancelled(), "the other tasks are asked to end");
         }
         let node = Node::start(settings(folder.path())).await.unwrap();
         node.shutdown().cancel();
@@ -463,7 +434,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn nothing_is_registered_before_the_kubelet_was_asked_what_pods_hold() {
+    async fn no_plugin_before_the_holders_were_asked() {
         let folder = tempfile::tempdir().unwrap();
         let mut settings = settings(folder.path());
         settings.kubelet.pod_resources_socket = Some(folder.path().join("pod-resources.sock"));
@@ -472,76 +443,80 @@ mod tests {
         let observed = crate::machines::load("dgx1-v100").unwrap().observed;
         let first = observed.gpus[0].uuid.clone();
         node.apply(Event::Observed(Box::new(observed)));
-        assert!(node.follows_holders, "who waits for an answer asks");
+        assert!(node.follows_holders, "it asks what it waits for");
         node.apply(Event::Polled([(first, Default::default())].into()));
-        assert!(lock(&node.plugins).is_empty());
+        assert!(node.plugins.is_empty());
         node.apply(Event::Holders(None));
-        assert_eq!(lock(&node.plugins).len(), 1);
+        assert_eq!(node.plugins.len(), 1);
     }
 
     #[tokio::test]
-    async fn where_polls_come_nothing_is_offered_before_the_first() {
+    async fn no_plugin_before_the_first_poll() {
         let folder = tempfile::tempdir().unwrap();
         let health = HealthSettings { await_first_poll: true, ..HealthSettings::default() };
         let mut node = Node::start(NodeSettings { health, ..settings(folder.path()) }).await.unwrap();
         let observed = crate::machines::load("dgx1-v100").unwrap().observed;
         let gpu = observed.gpus[0].uuid.clone();
         node.apply(Event::Observed(Box::new(observed)));
-        assert!(lock(&node.plugins).is_empty());
+        assert!(node.plugins.is_empty());
         node.apply(Event::Polled([(gpu, crate::state::HealthPoll::default())].into()));
-        assert!(lock(&node.plugins).contains_key(&ResourceName::gpu()));
+        assert!(node.plugins.contains_key(&ResourceName::gpu()));
     }
 
     #[tokio::test]
-    async fn what_kept_a_plugin_from_serving_is_forgotten_with_it() {
+    async fn readyz_names_cdi_specs_until_they_are_written() {
         let folder = tempfile::tempdir().unwrap();
         let mut node = Node::start(settings(folder.path())).await.unwrap();
-        let ready = node.answers().ready;
-        let observed = crate::machines::load("dgx1-v100").unwrap().observed;
-        node.apply(Event::Observed(Box::new(observed)));
-        let waits = async {
-            while !ready().unwrap_err()[0].contains("there is no") {
-                tokio::task::yield_now().await;
-            }
-        };
-        timeout(Duration::from_secs(20), waits).await.unwrap();
-        node.state = NodeState::default();
-        node.publish();
-        assert!(withdraws(&mut node).await && lock(&node.troubles).is_empty());
+        let written = watch::Sender::new(false);
+        node.hold_plugins_until(written.subscribe(), "waiting for CDI specs");
+        node.apply(observed());
+        let readyz = node.answers().ready;
+        assert_eq!(readyz(), Err(vec!["nvidia.com/gpu: waiting for CDI specs".to_owned()]));
+        written.send_replace(true);
+        ready(&node, |answer| answer.unwrap_err()[0].contains("waiting for kubelet.sock; there is no")).await;
     }
 
     #[tokio::test]
-    async fn a_resource_that_is_gone_loses_its_plugin_and_gets_one_when_it_is_back() {
+    async fn trouble_of_a_withdrawn_plugin_is_forgotten() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut node = Node::start(settings(folder.path())).await.unwrap();
+        node.apply(observed());
+        ready(&node, |answer| answer.unwrap_err()[0].contains("there is no")).await;
+        node.state = NodeState::default();
+        node.publish();
+        assert!(withdraws(&mut node).await && node.readiness.all().is_empty());
+    }
+
+    #[tokio::test]
+    async fn withdrawn_resource_gets_a_new_plugin_when_back() {
         let folder = tempfile::tempdir().unwrap();
         let kubelet =
             linkwise_kubelet_box::KubeletBox::start(linkwise_kubelet_box::Options::new(folder.path())).unwrap();
         let mut node = Node::start(settings(folder.path())).await.unwrap();
-        let ready = node.answers().ready;
-        let observed = crate::machines::load("dgx1-v100").unwrap().observed;
-        node.apply(Event::Observed(Box::new(observed)));
+        node.apply(observed());
         let offering = node.state.clone();
-        phase(&node, |phase| phase == Phase::Serving).await;
-        assert_eq!(ready(), Ok("ready".to_owned()));
+        let serving = |answer| answer == Ok("ready".to_owned());
+        ready(&node, serving).await;
         let connected = |node: &Node| node.metrics.encode().unwrap().contains("linkwise_kubelet_connected{");
         assert!(connected(&node));
         // Nothing of it is left: the session closes and nothing else ends.
         node.state = NodeState::default();
         node.publish();
-        assert!(ready().unwrap_err()[0].contains("not been looked at"));
+        ready(&node, |answer| answer.unwrap_err()[0].contains("not been discovered")).await;
         // Back before its plugin has ended: the next one waits for that.
         node.state = offering.clone();
         node.publish();
-        assert_eq!(lock(&node.plugins).len(), 1);
+        assert_eq!(node.plugins.len(), 1);
         assert!(withdraws(&mut node).await);
-        phase(&node, |phase| phase == Phase::Serving).await;
+        ready(&node, serving).await;
         kubelet.wait(|state| state.resources["nvidia.com/gpu"].registrations == 2).await.unwrap();
         node.state = NodeState::default();
         node.publish();
-        assert!(withdraws(&mut node).await && lock(&node.plugins).is_empty() && !connected(&node));
+        assert!(withdraws(&mut node).await && node.plugins.is_empty() && !connected(&node));
         let left: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert_eq!(left, ["kubelet.sock"]);
         kubelet.wait(|state| state.resources["nvidia.com/gpu"].open_streams == 0).await.unwrap();
-        // The endpoints are still served: their end is none that was wished for.
+        // The end of any other task is unexpected.
         node.tasks.spawn(async { ("somebody".to_owned(), Ok(())) });
         assert!(!withdraws(&mut node).await);
     }

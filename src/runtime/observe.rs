@@ -1,72 +1,58 @@
-//! What the plugins did, into metrics and into the log.
+//! What the plugins did and what became of GPUs, for the log and the metrics.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::registry::Registry;
 
 use crate::allocation::{DeviceId, FallbackReason};
 use crate::kubelet::{Occurrence, Phase};
-use crate::metrics::Metrics;
+use crate::once::Once;
 use crate::state::{Health, ResourceName};
 use crate::topology::{GpuUuid, MigUuid};
 
-/// Causes, and uids, that are remembered; what comes on top of so many is not logged.
+/// Troubles of a resource, and refused users, that are remembered; beyond so many none is logged.
 const MOST: usize = 64;
 
-/// Counts an occurrence. On the path of an admission: nothing here waits.
-pub(super) fn count(metrics: &Metrics, resource: &ResourceName, occurrence: &Occurrence) {
-    match occurrence {
-        Occurrence::Phase(phase) => metrics.connected(resource, *phase == Phase::Serving),
-        Occurrence::Registered(result) => metrics.registered(resource, result.is_ok()),
-        Occurrence::Waiting(_) | Occurrence::Ended(_) | Occurrence::NotAccepted(_) => {}
-        Occurrence::Refused { .. } => metrics.refused(resource),
-        Occurrence::Rpc { method, code, elapsed } => metrics.rpc(resource, method, code, *elapsed),
-        Occurrence::Chosen { report, elapsed, narrowed } => metrics.chosen(resource, report, *elapsed, *narrowed),
-        Occurrence::Allocated(result) => metrics.allocated(resource, result.is_ok()),
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PerFailure {
+    uuid: String,
+    reason: &'static str,
+}
+
+/// Counts GPUs that became unhealthy.
+#[derive(Clone, Debug)]
+pub(super) struct GpuFailures {
+    failures: Family<PerFailure, Counter>,
+}
+
+impl GpuFailures {
+    /// Makes and registers them.
+    pub fn register(registry: &mut Registry) -> Self {
+        let failures = Family::<PerFailure, Counter>::default();
+        let help = "Times the GPU became unhealthy, or its first reason another";
+        registry.register("gpu_failures", help, failures.clone());
+        Self { failures }
+    }
+
+    /// A GPU became unhealthy.
+    pub fn count(&self, gpu: &GpuUuid, reason: &'static str) {
+        self.failures.get_or_create(&PerFailure { uuid: gpu.to_string(), reason }).inc();
     }
 }
 
 /// Ids that one line of the log names; of more it says how many.
 const NAMED: usize = 8;
 
-/// Ids for a line of the log.
+/// The first of some ids, for a line of the log.
 pub(super) fn some(ids: &[DeviceId]) -> String {
     let named: Vec<&str> = ids.iter().take(NAMED).map(DeviceId::as_str).collect();
     let named = named.join(", ");
     match ids.len().saturating_sub(NAMED) {
         0 => named,
         more => format!("{named} and {more} more"),
-    }
-}
-
-/// What the log has said already: a thing is said once, what repeats it is counted.
-#[derive(Debug, Default)]
-pub(super) struct Told {
-    fallbacks: BTreeSet<FallbackReason>,
-    /// The troubles of each resource since it last served, with how often each was not said.
-    troubles: BTreeMap<ResourceName, BTreeMap<String, u64>>,
-    refused: BTreeSet<u32>,
-}
-
-impl Told {
-    /// Whether this is new since the resource last served.
-    fn first(&mut self, resource: &ResourceName, kind: &str, why: &str) -> bool {
-        let troubles = self.troubles.entry(resource.clone()).or_default();
-        let key = format!("{kind}: {why}");
-        let full = troubles.len() >= MOST;
-        match troubles.get_mut(&key) {
-            Some(unsaid) => *unsaid += 1,
-            None if full => {}
-            None => return troubles.insert(key, 0).is_none(),
-        }
-        false
-    }
-
-    /// It serves: what troubles come next are new. How many were not said.
-    fn served(&mut self, resource: &ResourceName) -> u64 {
-        self.troubles.remove(resource).unwrap_or_default().into_values().sum()
-    }
-
-    fn first_refusal(&mut self, uid: u32) -> bool {
-        self.refused.len() < MOST && self.refused.insert(uid)
     }
 }
 
@@ -87,47 +73,70 @@ pub(super) fn health(gpu: &GpuUuid, mig: Option<&MigUuid>, health: &Health) {
     }
 }
 
-/// Logs an occurrence.
-pub(super) fn log(resource: &ResourceName, occurrence: &Occurrence, told: &mut Told) {
-    match occurrence {
-        Occurrence::Phase(Phase::Serving) => {
-            let unsaid = told.served(resource);
-            tracing::info!(%resource, phase = Phase::Serving.words(), repeated = unsaid, "kubelet");
-        }
-        Occurrence::Phase(phase) => tracing::debug!(%resource, phase = phase.words(), "kubelet"),
-        Occurrence::Waiting(why) if told.first(resource, "waiting", why) => {
-            tracing::warn!(%resource, why, "waiting for the kubelet");
-        }
-        Occurrence::Registered(Ok(())) if told.first(resource, "registered", "") => {
-            tracing::info!(%resource, "registered");
-        }
-        Occurrence::Registered(Err(error)) if told.first(resource, "not registered", error) => {
-            tracing::warn!(%resource, error, "not registered");
-        }
-        Occurrence::Ended(why) if told.first(resource, "ended", why) => {
-            tracing::warn!(%resource, why, "the session with the kubelet ended");
-        }
-        Occurrence::NotAccepted(error) if told.first(resource, "not accepted", error) => {
-            tracing::warn!(%resource, error, "a connection could not be accepted");
-        }
-        Occurrence::Refused { uid, pid } if told.first_refusal(*uid) => {
-            tracing::warn!(%resource, uid, pid, "refused a caller; --allowed-uids names who may call besides root");
-        }
-        Occurrence::Waiting(_)
-        | Occurrence::Registered(_)
-        | Occurrence::Ended(_)
-        | Occurrence::NotAccepted(_)
-        | Occurrence::Refused { .. } => tracing::debug!(%resource, ?occurrence, "again"),
-        Occurrence::Rpc { method, code, elapsed } => tracing::debug!(%resource, method, code, ?elapsed, "rpc"),
-        Occurrence::Chosen { report, elapsed, narrowed } => match report.fallback {
-            Some(reason) if told.fallbacks.insert(reason) => {
-                tracing::warn!(%resource, %report, "preferred in sorted order; further ones are counted, not logged");
+/// What the log has already: a fact is logged once, and its repetitions are counted.
+#[derive(Debug)]
+pub(super) struct Reported {
+    fallbacks: Once<FallbackReason>,
+    /// The troubles of each resource since it last served.
+    troubles: BTreeMap<ResourceName, Once<String>>,
+    refused: Once<u32>,
+}
+
+impl Default for Reported {
+    fn default() -> Self {
+        Self { fallbacks: Once::new(), troubles: BTreeMap::new(), refused: Once::with_bound(MOST) }
+    }
+}
+
+impl Reported {
+    /// Whether this is new since the resource last served.
+    fn is_news(&mut self, resource: &ResourceName, kind: &str, why: &str) -> bool {
+        let troubles = self.troubles.entry(resource.clone()).or_insert_with(|| Once::with_bound(MOST));
+        troubles.is_news(format!("{kind}: {why}"))
+    }
+
+    /// Logs an occurrence; what was logged already, at debug level.
+    pub fn log(&mut self, resource: &ResourceName, occurrence: &Occurrence) {
+        match occurrence {
+            Occurrence::Phase(Phase::Serving) => {
+                let repeated = self.troubles.remove(resource).map_or(0, |mut troubles| troubles.clear());
+                tracing::info!(%resource, phase = Phase::Serving.words(), repeated, "kubelet");
             }
-            Some(_) => tracing::debug!(%resource, %report, "preferred in sorted order"),
-            None => tracing::info!(%resource, %report, ?elapsed, narrowed, "preferred"),
-        },
-        Occurrence::Allocated(Ok(devices)) => tracing::info!(%resource, devices = devices.join(","), "allocated"),
-        Occurrence::Allocated(Err(refusal)) => tracing::warn!(%resource, refusal, "refused to allocate"),
+            Occurrence::Phase(phase) => tracing::debug!(%resource, phase = phase.words(), "kubelet"),
+            Occurrence::Waiting(why) if self.is_news(resource, "waiting", why) => {
+                tracing::warn!(%resource, why, "waiting for the kubelet");
+            }
+            Occurrence::Registered(Ok(())) if self.is_news(resource, "registered", "") => {
+                tracing::info!(%resource, "registered");
+            }
+            Occurrence::Registered(Err(error)) if self.is_news(resource, "not registered", error) => {
+                tracing::warn!(%resource, error, "not registered");
+            }
+            Occurrence::Ended(why) if self.is_news(resource, "ended", why) => {
+                tracing::warn!(%resource, why, "the session with the kubelet ended");
+            }
+            Occurrence::NotAccepted(error) if self.is_news(resource, "not accepted", error) => {
+                tracing::warn!(%resource, error, "a connection could not be accepted");
+            }
+            Occurrence::Refused { uid, pid } if self.refused.is_news(*uid) => {
+                tracing::warn!(%resource, uid, pid, "refused a caller; --allowed-uids names who may call besides root");
+            }
+            Occurrence::Waiting(_)
+            | Occurrence::Registered(_)
+            | Occurrence::Ended(_)
+            | Occurrence::NotAccepted(_)
+            | Occurrence::Refused { .. } => tracing::debug!(%resource, ?occurrence, "again"),
+            Occurrence::Rpc { method, code, elapsed } => tracing::debug!(%resource, method, code, ?elapsed, "rpc"),
+            Occurrence::Chosen { report, elapsed, narrowed } => match report.fallback {
+                Some(reason) if self.fallbacks.is_news(reason) => {
+                    tracing::warn!(%resource, %report, "preferred in sorted order; further ones are counted, not logged");
+                }
+                Some(_) => tracing::debug!(%resource, %report, "preferred in sorted order"),
+                None => tracing::info!(%resource, %report, ?elapsed, narrowed, "preferred"),
+            },
+            Occurrence::Allocated(Ok(devices)) => tracing::info!(%resource, devices = devices.join(","), "allocated"),
+            Occurrence::Allocated(Err(refusal)) => tracing::warn!(%resource, refusal, "refused to allocate"),
+        }
     }
 }
 
@@ -136,21 +145,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_trouble_is_said_once_until_it_serves_again() {
-        let (mut told, gpu) = (Told::default(), ResourceName::gpu());
-        assert!(told.first(&gpu, "ended", "a") && told.first(&gpu, "ended", "b") && told.first(&gpu, "waiting", "a"));
-        assert!(!told.first(&gpu, "ended", "a") && !told.first(&gpu, "ended", "a") && !told.first(&gpu, "ended", "b"));
-        assert_eq!(told.served(&gpu), 3);
-        assert!(told.first(&gpu, "ended", "a"));
-        assert_eq!((told.served(&gpu), told.served(&gpu)), (0, 0));
+    fn troubles_are_news_again_once_it_has_served() {
+        let (mut reported, gpu) = (Reported::default(), ResourceName::gpu());
+        assert!(reported.is_news(&gpu, "ended", "a") && reported.is_news(&gpu, "waiting", "a"));
+        assert!(!reported.is_news(&gpu, "ended", "a"));
+        reported.log(&gpu, &Occurrence::Phase(Phase::Serving));
+        assert!(reported.is_news(&gpu, "ended", "a"));
     }
 
     #[test]
-    fn strangers_fill_neither_the_log_nor_memory() {
-        let (mut told, gpu) = (Told::default(), ResourceName::gpu());
-        let said = (0..10_000).filter(|uid| told.first_refusal(*uid)).count();
-        assert_eq!((said, told.first_refusal(0)), (MOST, false));
-        let said = (0..10_000).filter(|number| told.first(&gpu, "ended", &number.to_string())).count();
-        assert_eq!(said, MOST);
+    fn strangers_fill_neither_log_nor_memory() {
+        let (mut reported, gpu) = (Reported::default(), ResourceName::gpu());
+        let logged = (0..10_000).filter(|uid| reported.refused.is_news(*uid)).count();
+        assert_eq!(logged, MOST);
+        let logged = (0..10_000).filter(|number| reported.is_news(&gpu, "ended", &number.to_string())).count();
+        assert_eq!(logged, MOST);
     }
 }

@@ -3,17 +3,18 @@
 //!
 //! Owns the wish and what has become of it. `driver` heeds it; nothing here starts or ends a child.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 
+use super::driver::metrics::DriverMetrics;
 use super::node::Node;
-use crate::admin::{GpuState, Orders, Outcome, ReasonState, ResourceState, State};
-use crate::kubelet::Phase;
-use crate::metrics::Metrics;
-use crate::state::{Event, NodeState};
+use super::readiness::{Part, Readiness, Standing};
+use crate::admin::{GpuState, Orders, Outcome, PartState, ReasonState, ResourceState, State};
+use crate::state::{Event, NodeState, Resource};
 
 /// [`Release::patience`].
 const LETTING_GO: Duration = Duration::from_secs(10);
@@ -25,7 +26,7 @@ pub(super) struct Release {
     held: watch::Sender<usize>,
     /// How long an order to let go waits for the children's end before it says that this is still to come.
     patience: Duration,
-    metrics: Arc<Metrics>,
+    metrics: Arc<DriverMetrics>,
 }
 
 /// Children work, or one that was killed has not ended, as long as this lives.
@@ -39,7 +40,7 @@ impl Drop for Holding {
 
 impl Release {
     /// Nobody wishes anything.
-    pub fn new(metrics: Arc<Metrics>) -> Self {
+    pub fn new(metrics: Arc<DriverMetrics>) -> Self {
         let (wished, held) = (watch::Sender::new(false), watch::Sender::new(0));
         Self { wished, held, patience: LETTING_GO, metrics }
     }
@@ -103,15 +104,10 @@ impl Release {
 /// What the admin socket does on this node.
 pub(super) fn orders(node: &Node, release: &Release) -> Orders {
     let (snapshot, events) = (node.snapshot(), node.events());
-    let (plugins, idle, let_go) = (node.plugins(), node.idle_reason(), release.clone());
+    let (readiness, let_go) = (node.readiness().clone(), release.clone());
     let state = {
         let snapshot = snapshot.clone();
-        move || {
-            let snapshot = Arc::clone(&snapshot.borrow());
-            let plugins = plugins();
-            let idle = plugins.is_empty().then(|| idle.borrow().reason().to_owned());
-            state(&snapshot, plugins, idle, let_go.is_wished())
-        }
+        move || state(&Arc::clone(&snapshot.borrow()), &readiness, let_go.is_wished())
     };
     let release = release.clone();
     Orders {
@@ -141,12 +137,7 @@ pub(super) fn orders(node: &Node, release: &Release) -> Orders {
     }
 }
 
-fn state(
-    snapshot: &NodeState,
-    plugins: Vec<(String, Phase, Option<String>)>,
-    idle: Option<String>,
-    driver_released: bool,
-) -> State {
+fn state(snapshot: &NodeState, readiness: &Readiness, driver_released: bool) -> State {
     let gpus = snapshot.gpus().into_iter().map(|status| GpuState {
         uuid: status.gpu.uuid.to_string(),
         index: status.gpu.index,
@@ -165,17 +156,21 @@ fn state(
             .collect(),
     });
     let offered = snapshot.offers().resources();
-    let resources = plugins.into_iter().map(|(name, phase, trouble)| {
-        let counts =
-            offered.iter().find(|(offered, _)| offered.as_str() == name).map(|(_, resource)| resource.counts());
-        let (healthy, unhealthy) = counts.unwrap_or_default();
-        (name, ResourceState { phase: phase.words(), trouble, healthy, unhealthy })
-    });
+    let (mut parts, mut resources) = (BTreeMap::new(), BTreeMap::new());
+    for (part, Standing { phase, ready, trouble }) in readiness.all() {
+        if let Part::Plugin(resource) = &part {
+            let (healthy, unhealthy) = offered.get(resource).map(Resource::counts).unwrap_or_default();
+            resources.insert(resource.to_string(), ResourceState { phase, trouble, healthy, unhealthy });
+        } else {
+            parts.insert(part.to_string(), PartState { phase, ready, trouble });
+        }
+    }
     State {
         version: env!("CARGO_PKG_VERSION"),
         driver_released,
-        idle,
-        resources: resources.collect(),
+        idle: resources.is_empty().then(|| readiness.idle().borrow().reason().to_owned()),
+        resources,
+        parts,
         gpus: gpus.collect(),
         warnings: snapshot.hardware().warnings().iter().map(ToString::to_string).collect(),
     }
@@ -184,6 +179,8 @@ fn state(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kubelet::Phase;
+    use crate::runtime::idle::Idle;
     use crate::runtime::{HealthSettings, NodeSettings};
     use crate::state::{NumaHints, ResourceName, UnhealthyReason};
     use crate::topology::GpuUuid;
@@ -212,20 +209,26 @@ mod tests {
     #[test]
     fn the_state_says_all_that_is() {
         let gpu = ResourceName::gpu().to_string();
-        let plugins = vec![(gpu.clone(), Phase::Pausing, Some("nobody is there".to_owned()))];
+        let (readiness, plugin) = (Readiness::new(Idle::Waiting(String::new())), Part::Plugin(ResourceName::gpu()));
+        readiness.add(Part::CdiSync, "up to date");
+        readiness.enter(&Part::CdiSync, "up to date", true);
+        readiness.add(plugin.clone(), Phase::Pausing.words());
+        readiness.trouble(&plugin, "no kubelet".to_owned());
         // One that a pod holds and this node does not have is on the list too.
         let held = [(ResourceName::gpu(), crate::allocation::DeviceId::from("GPU-gone".to_owned()))];
         let (snapshot, _) =
             snapshot().apply(Event::Holders(Some(held.into_iter().collect())), Duration::from_secs(1_700_000_000));
-        let told = serde_json::to_value(state(&snapshot, plugins, Some("why".to_owned()), true)).unwrap();
+        let told = serde_json::to_value(state(&snapshot, &readiness, true)).unwrap();
         let way_out = UnhealthyReason::Xid { code: 79, instance: None }.ends_with();
         assert_eq!(
             told["resources"],
             serde_json::json!({ gpu: {
-                "phase": Phase::Pausing.words(), "trouble": "nobody is there", "healthy": 7, "unhealthy": 2,
+                "phase": Phase::Pausing.words(), "trouble": "no kubelet", "healthy": 7, "unhealthy": 2,
             }})
         );
-        assert_eq!((&told["idle"], &told["driver_released"]), (&"why".into(), &true.into()));
+        assert_eq!((&told["idle"], &told["driver_released"]), (&serde_json::Value::Null, &true.into()));
+        let cdi = serde_json::json!({"CDI sync": {"phase": "up to date", "ready": true, "trouble": null}});
+        assert_eq!(told["parts"], cdi);
         assert!(told["warnings"].as_array().unwrap().iter().any(|text| text.to_string().contains("NVLink")), "{told}");
         let gpus = told["gpus"].as_array().unwrap();
         let pcis: Vec<&str> = gpus.iter().map(|gpu| gpu["pci"].as_str().unwrap()).collect();
@@ -244,7 +247,7 @@ mod tests {
     async fn an_order_that_cannot_be_carried_out_now_says_so() {
         let folder = tempfile::tempdir().unwrap();
         let mut node = node(folder.path()).await;
-        let release = Release::new(Arc::clone(node.metrics()));
+        let release = Release::new(Arc::new(DriverMetrics::default()));
         let seen = crate::machines::load("dgx1-v100").unwrap().observed;
         let gpu = seen.gpus[0].uuid.clone();
         node.apply(Event::Observed(Box::new(seen)));
@@ -263,9 +266,8 @@ mod tests {
 
     #[tokio::test]
     async fn a_driver_that_is_still_held_after_a_while_is_told_and_the_order_stands() {
-        let folder = tempfile::tempdir().unwrap();
-        let node = node(folder.path()).await;
-        let release = Release { patience: Duration::from_millis(1), ..Release::new(Arc::clone(node.metrics())) };
+        let release =
+            Release { patience: Duration::from_millis(1), ..Release::new(Arc::new(DriverMetrics::default())) };
         let holding = release.holding();
         let answer = timeout(2 * LETTING_GO, release.order(true)).await.unwrap();
         assert!(matches!(&answer, Outcome::NotYet(words) if words.contains("the order stands")), "{answer:?}");

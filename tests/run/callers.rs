@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use hyper_util::rt::TokioIo;
-use linkwise::kubelet::{Callers, Occurrence, Phase, Plugin, Settings};
+use linkwise::kubelet::{Occurrence, Phase, Plugin, Settings};
 use linkwise::state::ResourceName;
+use linkwise::uds::Callers;
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_box::{Fault, KubeletBox, Options, Pod};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};

@@ -286,7 +286,7 @@ async fn a_kubelet_that_is_not_there_is_told_in_each_of_its_ways() {
     // One that hangs: the kernel goes on taking connections for it, until as many wait as it takes.
     fs::remove_file(&setup.kubelet_socket).unwrap();
     let _hanging = UnixListener::bind(&setup.kubelet_socket).unwrap();
-    let silent = "kubelet.sock: somebody listens, and does not answer within 2s";
+    let silent = "kubelet.sock: a process listens, and does not answer within 2s";
     found(&look(&setup, &[]).await, "kubelet", "failed", silent);
     let mut waiting = Vec::new();
     while let Ok(stream) = tokio::net::UnixStream::connect(&setup.kubelet_socket).await {
@@ -337,7 +337,7 @@ async fn whoever_else_listens_in_the_kubelets_folder_is_named() {
     found(&report, "plugins", "failed", "the NVIDIA device plugin serves nvidia-gpu.sock");
     found(&report, "plugins", "warning", "2 linkwise serve nvidia.com/gpu: linkwise-nvidia.com_gpu-00000000.sock, ");
     found(&report, "plugins", "warning", "linkwise-nvidia.com_gpu-11111111.sock was left by a linkwise that is gone");
-    found(&report, "plugins", "warning", "silent.sock: somebody listens, and does not answer within 2s");
+    found(&report, "plugins", "warning", "silent.sock: a process listens, and does not answer within 2s");
     found(&report, "plugins", "warning", "stranger.sock: it accepts, and is no device plugin");
     found(&report, "plugins", "ok", "other plugins: sriov.sock");
     let both = format!("2 linkwise serve nvidia.com/mig-1g.10gb: {}", twins.join(", "));

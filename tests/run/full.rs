@@ -52,7 +52,7 @@ async fn a_full_disk_costs_no_admission_and_what_could_not_be_kept_is_kept_in_th
     room(node.process.id(), "unlimited");
     // Nothing new happens: it is tried again every 10 s.
     until(async || if kept() == serde_json::json!([]) { Err("not kept") } else { Ok(()) }).await;
-    node.process.said("the health record is written again").await;
+    node.process.said("health record written again").await;
 }
 
 #[tokio::test]

@@ -90,7 +90,7 @@ async fn a_record_that_is_broken_or_new_costs_a_line_in_the_log() {
     std::fs::create_dir(file(&setup).parent().unwrap()).unwrap();
     std::fs::write(file(&setup), "{\"version\": 1, \"gpus\": [").unwrap();
     let node = setup.start().await;
-    let line = node.process.logged(|line| line["message"] == "the health record is not used").await;
+    let line = node.process.logged(|line| line["message"] == "health record not used").await;
     assert!(line["aside"].as_str().unwrap().ends_with("linkwise_health.json.broken"), "{line}");
     lists(&kubelet, 1, 8).await;
     assert!(file(&node.setup).with_extension("json.broken").exists());

@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 
-use crate::metrics::Metrics;
+use super::metrics::DriverMetrics;
 use crate::state::Event;
 
 /// Whether a child works.
@@ -34,7 +34,7 @@ pub struct Away {
     /// Where events go.
     pub events: mpsc::Sender<Event>,
     /// The metrics.
-    pub metrics: Arc<Metrics>,
+    pub metrics: Arc<DriverMetrics>,
 }
 
 impl Away {

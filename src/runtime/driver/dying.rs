@@ -10,7 +10,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use super::super::operator::Release;
-use crate::metrics::Metrics;
+use super::metrics::DriverMetrics;
 use crate::nvml::child::Agent;
 
 /// So many may be stuck, and another child is still started: one for each of the two that can work beside each other.
@@ -21,16 +21,16 @@ pub(super) struct Dying {
     ends: JoinSet<()>,
     number: watch::Sender<usize>,
     release: Release,
-    metrics: Arc<Metrics>,
+    metrics: Arc<DriverMetrics>,
     /// Whether the log says that no child is started.
     said: bool,
 }
 
 /// One of them, until it is dropped.
-struct Counted(watch::Sender<usize>, Arc<Metrics>);
+struct Counted(watch::Sender<usize>, Arc<DriverMetrics>);
 
 impl Counted {
-    fn new(number: &watch::Sender<usize>, metrics: &Arc<Metrics>) -> Self {
+    fn new(number: &watch::Sender<usize>, metrics: &Arc<DriverMetrics>) -> Self {
         let one = Self(number.clone(), Arc::clone(metrics));
         one.add(1);
         one
@@ -52,7 +52,7 @@ impl Drop for Counted {
 
 impl Dying {
     /// None yet.
-    pub(super) fn new(release: Release, metrics: Arc<Metrics>) -> Self {
+    pub(super) fn new(release: Release, metrics: Arc<DriverMetrics>) -> Self {
         Self { ends: JoinSet::new(), number: watch::Sender::new(0), release, metrics, said: false }
     }
 
@@ -100,8 +100,7 @@ impl Dying {
 impl Dying {
     /// For tests of who has one: none, on a node of nobody's.
     pub(super) fn of_nobody() -> Self {
-        let (_, snapshot) = watch::channel(Arc::default());
-        let metrics = Arc::new(Metrics::new("test", snapshot));
+        let metrics = Arc::new(DriverMetrics::default());
         Self::new(Release::new(Arc::clone(&metrics)), metrics)
     }
 }
@@ -123,8 +122,7 @@ mod tests {
             dying.follow(async move { drop(ended.await) });
             end
         };
-        let stuck =
-            |number: usize| metrics.encode().unwrap().contains(&format!("linkwise_nvml_agents_stuck {number}\n"));
+        let stuck = |number: i64| metrics.stuck() == number;
         let at_once = Duration::ZERO;
         assert!(release.is_let_go_within(at_once).await && stuck(0));
         let mut ends = vec![process(&mut dying), process(&mut dying)];

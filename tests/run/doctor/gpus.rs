@@ -126,7 +126,7 @@ async fn what_the_last_linkwise_kept_counts_on_the_same_boot() {
     says(&look(setup, &[]).await, &uuid(1, 2), "ok", "Tesla V100", "");
     // A file that is none is left as it is.
     for (text, status, words) in [
-        ("{", "warning", "linkwise_health.json: it is no health record"),
+        ("{", "warning", "linkwise_health.json: it is not a health record"),
         ("{\"version\": 7}", "skipped", "of version 7"),
     ] {
         fs::write(&file, text).unwrap();

@@ -1,7 +1,17 @@
-//! The golden test: names, types, help and labels are an interface.
+//! The golden test of all modules' metrics: names, types, help and labels are an interface.
 
-use super::*;
-use crate::state::Event;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+
+use super::driver::metrics::DriverMetrics;
+use super::observe::GpuFailures;
+use crate::cdi::CdiMetrics;
+use crate::config::ConfigMetrics;
+use crate::kubelet::{Occurrence, Phase, PluginMetrics};
+use crate::metrics::Metrics;
+use crate::state::{Event, NodeState, ResourceName};
 use crate::topology::{GpuObservation, HostObservation, NodeObservation};
 
 fn node() -> NodeState {
@@ -21,33 +31,39 @@ fn metrics() -> (Metrics, watch::Sender<Arc<NodeState>>) {
     (Metrics::new("1.2.3", snapshot), sender)
 }
 
-/// The series of each metric in alphabetical order: the library writes them in a random one.
+/// Metrics and their series in alphabetical order: the library writes the series in a random one.
 fn sorted(text: &str) -> String {
     let mut blocks: Vec<Vec<&str>> = Vec::new();
     for line in text.lines() {
-        let comment = line.starts_with('#');
         match blocks.last_mut() {
-            Some(block) if block.last().is_some_and(|last| last.starts_with('#')) == comment => block.push(line),
+            Some(block) if !(line.starts_with("# HELP") || line.starts_with("# EOF")) => block.push(line),
             _ => blocks.push(vec![line]),
         }
     }
-    for block in blocks.iter_mut().filter(|block| !block.iter().any(|line| line.starts_with('#'))) {
-        block.sort_unstable();
-    }
+    blocks.iter_mut().for_each(|block| block.sort_unstable());
+    // "# EOF" comes first.
+    blocks.sort_unstable();
     blocks.concat().join("\n")
 }
 
-/// Everything once.
+/// An RPC that ended.
+fn rpc(method: &str, code: &'static str, elapsed: Duration) -> Occurrence {
+    Occurrence::Rpc { method: method.to_owned(), code, elapsed }
+}
+
+/// Each metric once.
 fn everything() -> String {
     let (metrics, sender) = metrics();
     let resource = ResourceName::gpu();
-    metrics.resource(&resource);
-    metrics.registered(&resource, true);
-    metrics.connected(&resource, true);
-    metrics.allocated(&resource, true);
-    metrics.rpc(&resource, "Allocate", "OK", Duration::from_micros(300));
-    metrics.rpc(&resource, "ListAndWatch", "CANCELLED", Duration::from_secs(9));
-    metrics.rpc(&resource, "Anything", "UNIMPLEMENTED", Duration::from_micros(1));
+    let plugins = metrics.register(PluginMetrics::register);
+    plugins.offered(&resource);
+    let count = |occurrence| plugins.count(&resource, &occurrence);
+    count(Occurrence::Registered(Ok(())));
+    count(Occurrence::Phase(Phase::Serving));
+    count(Occurrence::Allocated(Ok(Vec::new())));
+    count(rpc("Allocate", "OK", Duration::from_micros(300)));
+    count(rpc("ListAndWatch", "CANCELLED", Duration::from_secs(9)));
+    count(rpc("Anything", "UNIMPLEMENTED", Duration::from_micros(1)));
     let snapshot = sender.borrow().clone();
     let request = crate::allocation::AllocationRequest::default();
     let (_, report) = crate::allocation::preferred_allocation(
@@ -55,31 +71,34 @@ fn everything() -> String {
         &request,
         crate::allocation::AllocationPolicy::BestEffort,
     );
-    metrics.chosen(&resource, &report, Duration::from_micros(3), true);
-    metrics.xid(&"GPU-b".parse().unwrap(), 79);
-    metrics.xid(&"GPU-b".parse().unwrap(), 4_000_000_000);
-    metrics.gpu_failed(&"GPU-b".parse().unwrap(), "xid");
-    metrics.agent_started();
-    metrics.cdi_written(true);
-    metrics.cdi_written(false);
-    metrics.idle(true);
-    metrics.driver_released(true);
-    metrics.agent_up(true);
-    metrics.agent_ended("crashed");
-    metrics.agents_stuck(3);
-    metrics.nvml_away(true);
-    metrics.unheard_gpus(2);
-    metrics.event_failed();
+    count(Occurrence::Chosen { report: Arc::new(report), elapsed: Duration::from_micros(3), narrowed: true });
+    metrics.register(GpuFailures::register).count(&"GPU-b".parse().unwrap(), "xid");
+    let driver = metrics.register(DriverMetrics::register);
+    driver.xid(&"GPU-b".parse().unwrap(), 79);
+    driver.xid(&"GPU-b".parse().unwrap(), 4_000_000_000);
+    driver.idle(true);
+    driver.driver_released(true);
+    driver.agent_started();
+    driver.agent_up(true);
+    driver.agent_ended("crashed");
+    driver.agents_stuck(3);
+    driver.nvml_away(true);
+    driver.unheard_gpus(2);
+    driver.event_failed();
+    let cdi = metrics.register(CdiMetrics::register);
+    cdi.cdi_written(true);
+    cdi.cdi_written(false);
+    metrics.register(ConfigMetrics::register);
     sorted(&metrics.encode().unwrap())
 }
 
 #[test]
-fn what_is_written_is_an_interface() {
+fn metrics_text_is_an_interface() {
     insta::assert_snapshot!(everything());
 }
 
 #[test]
-fn a_gpu_that_is_gone_has_no_series() {
+fn gone_gpu_has_no_series() {
     let (metrics, sender) = metrics();
     assert!(metrics.encode().unwrap().contains("linkwise_gpu_healthy{uuid=\"GPU-a\"} 1"));
     sender.send_replace(Arc::default());
@@ -87,13 +106,14 @@ fn a_gpu_that_is_gone_has_no_series() {
 }
 
 #[test]
-fn numbers_and_names_without_end_share_a_series() {
+fn unbounded_labels_share_a_series() {
     let (metrics, _sender) = metrics();
     let (gpu, resource) = ("GPU-b".parse().unwrap(), ResourceName::gpu());
+    let (driver, plugins) = (metrics.register(DriverMetrics::register), metrics.register(PluginMetrics::register));
     for number in 0..10_000 {
-        metrics.xid(&gpu, number);
-        // A caller may hang up before it is told that there is no such method.
-        metrics.rpc(&resource, &format!("Method{number}"), "CANCELLED", Duration::ZERO);
+        driver.xid(&gpu, number);
+        // A caller may disconnect before it is answered that there is no such method.
+        plugins.count(&resource, &rpc(&format!("Method{number}"), "CANCELLED", Duration::ZERO));
     }
     let text = metrics.encode().unwrap();
     let series = |of: &str| text.lines().filter(|line| line.starts_with(of)).collect::<Vec<_>>();

@@ -1,0 +1,43 @@
+//! Names that have to fit a limit: of sockets, of annotations.
+
+use alloc::borrow::ToOwned;
+use alloc::format;
+use alloc::string::String;
+
+/// Characters of what [`shortened`] puts behind a shortened name: a dash and 16 hexadecimal digits.
+const SUFFIX: usize = 17;
+
+/// `name` if it has at most `longest` bytes; else its beginning and a hash of the whole, so that names that differ stay
+/// different. The same in every version of linkwise, for names outlive the process that made them. Where `longest` leaves
+/// no room for a beginning, the result is the hash, which is longer than `longest` below 17.
+pub fn shortened(name: &str, longest: usize) -> String {
+    if name.len() <= longest {
+        return name.to_owned();
+    }
+    let mut kept = longest.saturating_sub(SUFFIX);
+    while !name.is_char_boundary(kept) {
+        kept = kept.saturating_sub(1);
+    }
+    let begin = name.get(..kept).unwrap_or_default();
+    format!("{begin}-{:016x}", fnv1a(name))
+}
+
+/// FNV-1a, 64 bits (<http://www.isthe.com/chongo/tech/comp/fnv/>).
+fn fnv1a(text: &str) -> u64 {
+    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_names_are_cut_and_stay_different() {
+        assert_eq!(shortened("nvidia.com_gpu", 14), "nvidia.com_gpu");
+        // The FNV authors' test vector: "foobar" is 85944171f73967e8.
+        assert_eq!(shortened("foobar", 5), "-85944171f73967e8");
+        let (one, other) = (format!("{}1", "é".repeat(50)), format!("{}2", "é".repeat(50)));
+        assert_eq!(shortened(&one, 40).len(), 39, "a character is not cut in two");
+        assert_ne!(shortened(&one, 40), shortened(&other, 40));
+    }
+}

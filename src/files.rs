@@ -1,0 +1,153 @@
+//! Files that are written whole or not at all, and small files that are read with a bound.
+//!
+//! The one writer of files of ours: CDI specs, NCCL's topology file, the health record, MPS markers, snapshots. It blocks:
+//! callers in async code use a blocking task. It starts no task and logs nothing.
+
+use std::fs::{self, File, Permissions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use tempfile::{Builder, NamedTempFile};
+
+/// A temporary file beside `path`, removed unless it is placed there. Its name begins with a dot, so that no reader of
+/// the folder takes it for a finished one. `mode` is subject to the umask.
+///
+/// # Errors
+///
+/// The folder does not exist or cannot be written to.
+pub fn draft(path: &Path, mode: u32) -> io::Result<NamedTempFile> {
+    Builder::new().prefix(".linkwise-").permissions(Permissions::from_mode(mode)).tempfile_in(folder(path))
+}
+
+/// Moves a draft to `path`, over what is there. On return its content and its name are on the disk.
+///
+/// # Errors
+///
+/// The operating system's; then `path` is as it was, unless only syncing the folder failed.
+pub fn place(draft: NamedTempFile, path: &Path) -> io::Result<File> {
+    draft.as_file().sync_all()?;
+    let file = draft.persist(path)?;
+    File::open(folder(path))?.sync_all()?;
+    Ok(file)
+}
+
+/// Puts `bytes` at `path`, over what is there.
+///
+/// # Errors
+///
+/// As [`draft`] and [`place`].
+pub fn write(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+    let mut file = draft(path, mode)?;
+    file.write_all(bytes)?;
+    place(file, path).map(drop)
+}
+
+/// Puts `bytes` at `path`, where no file may be yet.
+///
+/// # Errors
+///
+/// As [`write`]; `AlreadyExists` where there is a file.
+pub fn write_new(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+    let mut file = draft(path, mode)?;
+    file.write_all(bytes)?;
+    file.as_file().sync_all()?;
+    file.persist_noclobber(path)?;
+    File::open(folder(path))?.sync_all()
+}
+
+/// Puts `bytes` at `path` unless they are there already; makes the folder where it is missing. Returns whether it wrote.
+///
+/// # Errors
+///
+/// As [`write`], or the folder cannot be made.
+pub fn write_if_changed(path: &Path, bytes: &[u8], mode: u32) -> io::Result<bool> {
+    if fs::read(path).is_ok_and(|there| there == bytes) {
+        return Ok(false);
+    }
+    fs::create_dir_all(folder(path))?;
+    write(path, bytes, mode)?;
+    Ok(true)
+}
+
+/// Makes a folder where it is missing, and checks that files can be made in it.
+///
+/// # Errors
+///
+/// It cannot be made, or not be written to.
+pub fn prepare_folder(folder: &Path) -> io::Result<()> {
+    fs::create_dir_all(folder)?;
+    draft(&folder.join("x"), 0o600).map(drop)
+}
+
+/// Reads a file of at most `limit` bytes.
+///
+/// # Errors
+///
+/// The operating system's; `FileTooLarge` for a longer file.
+pub fn read(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let length = File::open(path)?.take(limit.saturating_add(1)).read_to_end(&mut bytes)?;
+    if u64::try_from(length).is_ok_and(|length| length <= limit) {
+        return Ok(bytes);
+    }
+    Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("it is longer than {limit} bytes")))
+}
+
+/// Where a path lies; a bare file name lies in the current folder.
+fn folder(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = fs::read_dir(folder).unwrap();
+        let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn file_is_replaced_whole_with_its_mode() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        write(&path, b"one", 0o644).unwrap();
+        write(&path, b"two", 0o600).unwrap();
+        assert_eq!((fs::read(&path).unwrap(), names(folder.path())), (b"two".to_vec(), vec!["file".to_owned()]));
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn failed_write_leaves_the_old_file_and_no_other() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        fs::create_dir(&path).unwrap();
+        assert!(write(&path, b"x", 0o600).is_err(), "a folder is not replaced");
+        assert_eq!(names(folder.path()), ["file"]);
+        let path = folder.path().join("other");
+        fs::write(&path, "one").unwrap();
+        assert_eq!(write_new(&path, b"two", 0o600).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!((fs::read(&path).unwrap(), names(folder.path()).len()), (b"one".to_vec(), 2));
+    }
+
+    #[test]
+    fn unchanged_file_is_not_written_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("made/on/the/way");
+        assert!(write_if_changed(&path, b"x", 0o644).unwrap());
+        assert!(!write_if_changed(&path, b"x", 0o644).unwrap());
+        assert!(write_if_changed(&path, b"y", 0o644).unwrap());
+    }
+
+    #[test]
+    fn read_is_bounded() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        fs::write(&path, "four").unwrap();
+        assert_eq!(read(&path, 4).unwrap(), b"four");
+        assert_eq!(read(&path, 3).unwrap_err().kind(), io::ErrorKind::FileTooLarge);
+    }
+}

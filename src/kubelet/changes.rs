@@ -1,0 +1,105 @@
+//! When to look at the kubelet's folder again: on a change, and on a timer.
+//!
+//! Used by `life`. A storm of changes neither starves what `life` waits for beside it, nor costs much.
+
+use std::path::Path;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::inotify::FolderWatch;
+use crate::uds::FileId;
+
+/// The least time between two looks in a storm of changes. Streams and deadlines get their turn meanwhile.
+const GAP: Duration = Duration::from_millis(2);
+
+/// This many changes in a row, each less than [`GAP`] after the one before, are no storm yet: a kubelet that starts makes
+/// a few, and a plugin that looks late at its socket registers twice.
+const RUSH: u32 = 8;
+
+/// Follows a folder: by inotify where it works, and at least every `poll`.
+pub(super) struct Changes {
+    folder: Option<FileId>,
+    watch: FolderWatch,
+    poll: Duration,
+    gap: Duration,
+    /// A change before this moment counts as one of a storm.
+    opens: Instant,
+    /// Such changes in a row.
+    rushed: u32,
+    due: Instant,
+}
+
+impl Changes {
+    /// Follows a folder from now on.
+    pub fn of(folder: &Path, poll: Duration, inotify: bool) -> Self {
+        let watch = if inotify { FolderWatch::of(folder) } else { FolderWatch::inactive() };
+        let now = Instant::now();
+        Self { folder: FileId::of(folder), watch, poll, gap: GAP, opens: now, rushed: 0, due: now + poll }
+    }
+
+    /// Whether the path still names the folder that is followed: inotify follows the folder, not the path.
+    pub fn follows(&self, folder: &Path) -> bool {
+        self.folder.is_some() && FileId::of(folder).map(FileId::place) == self.folder.map(FileId::place)
+    }
+
+    /// Whether inotify reports changes.
+    pub fn has_inotify(&self) -> bool {
+        self.watch.is_active()
+    }
+
+    /// Waits until something may have changed. Cancel-safe: the timer goes on.
+    pub async fn next(&mut self) {
+        let changed = async {
+            if self.rushed >= RUSH {
+                tokio::time::sleep_until(self.opens).await;
+            }
+            self.watch.changed().await;
+        };
+        let _ = tokio::time::timeout_at(self.due, changed).await;
+        let now = Instant::now();
+        self.rushed = if now < self.opens { self.rushed.saturating_add(1) } else { 0 };
+        (self.opens, self.due) = (now + self.gap, now + self.poll);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::sync::watch;
+
+    #[tokio::test]
+    async fn storm_of_changes_starves_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut changes = Changes::of(folder.path(), Duration::from_secs(3600), false);
+        let (storm, changed) = watch::channel(0);
+        (changes.watch, changes.gap) = (FolderWatch::of_counter(changed), Duration::from_secs(3600));
+        for change in 0..=RUSH {
+            storm.send_replace(change.into());
+            changes.next().await;
+        }
+        // One more before anything else had its turn: as in `life`, where this is polled first.
+        storm.send_replace(u64::MAX);
+        tokio::select! {
+            biased;
+            () = changes.next() => panic!("nothing else gets a turn"),
+            () = std::future::ready(()) => {}
+        }
+        // It is not lost, and comes after the gap.
+        changes.opens = Instant::now();
+        changes.next().await;
+    }
+
+    #[tokio::test]
+    async fn change_comes_by_inotify_or_by_timer() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut changes = Changes::of(folder.path(), Duration::from_secs(3600), true);
+        std::fs::write(folder.path().join("new"), "").unwrap();
+        let limit = Duration::from_secs(20);
+        tokio::time::timeout(limit, changes.next()).await.unwrap();
+        let mut polled = Changes::of(&folder.path().join("missing"), Duration::from_millis(1), true);
+        tokio::time::timeout(limit, polled.next()).await.unwrap();
+        let mut polled = Changes::of(folder.path(), Duration::from_millis(1), false);
+        tokio::time::timeout(limit, polled.next()).await.unwrap();
+    }
+}

@@ -1,0 +1,143 @@
+//! Which parts of the node are ready, and what keeps the others from it.
+//!
+//! Written by what owns each part: the plugins' observer, CDI sync. Read by /readyz and `linkwise admin state`. It decides
+//! nothing but the summary.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::watch;
+
+use super::idle::Idle;
+use crate::state::ResourceName;
+
+/// What can be ready or not.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Part {
+    /// The files that containers with GPUs need.
+    CdiSync,
+    /// The device plugin of a resource.
+    Plugin(ResourceName),
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::CdiSync => f.write_str("CDI sync"),
+            Self::Plugin(resource) => resource.fmt(f),
+        }
+    }
+}
+
+/// Where a part is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Standing {
+    /// In words, for people.
+    pub phase: &'static str,
+    pub ready: bool,
+    /// What went wrong last, until the part is ready.
+    pub trouble: Option<String>,
+}
+
+impl fmt::Display for Standing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.phase)?;
+        self.trouble.iter().try_for_each(|trouble| write!(f, "; {trouble}"))
+    }
+}
+
+/// All parts, and why there is no plugin where there is none.
+#[derive(Clone, Debug)]
+pub(super) struct Readiness {
+    parts: Arc<Mutex<BTreeMap<Part, Standing>>>,
+    idle: watch::Sender<Idle>,
+}
+
+impl Readiness {
+    /// No part yet, for this reason.
+    pub fn new(idle: Idle) -> Self {
+        Self { parts: Arc::default(), idle: watch::Sender::new(idle) }
+    }
+
+    /// Why there is no plugin: read where there is none.
+    pub fn idle(&self) -> &watch::Sender<Idle> {
+        &self.idle
+    }
+
+    /// A part begins in this phase, not ready.
+    pub fn add(&self, part: Part, phase: &'static str) {
+        self.parts().insert(part, Standing { phase, ready: false, trouble: None });
+    }
+
+    /// A part is no longer waited for; what still comes from it changes nothing.
+    pub fn remove(&self, part: &Part) {
+        self.parts().remove(part);
+    }
+
+    /// A part is in another phase; one that is ready has no trouble.
+    pub fn enter(&self, part: &Part, phase: &'static str, ready: bool) {
+        if let Some(standing) = self.parts().get_mut(part) {
+            (standing.phase, standing.ready) = (phase, ready);
+            standing.trouble.take_if(|_| ready);
+        }
+    }
+
+    /// Something went wrong with a part; it is as ready as it was.
+    pub fn trouble(&self, part: &Part, why: String) {
+        if let Some(standing) = self.parts().get_mut(part) {
+            standing.trouble = Some(why);
+        }
+    }
+
+    /// Every part.
+    pub fn all(&self) -> BTreeMap<Part, Standing> {
+        self.parts().clone()
+    }
+
+    /// What /readyz answers: `Ok` with a short text, or a line for each part that is not ready.
+    pub fn summary(&self) -> Result<String, Vec<String>> {
+        let parts = self.parts();
+        if !parts.keys().any(|part| matches!(part, Part::Plugin(_))) {
+            return match &*self.idle.borrow() {
+                Idle::NoGpu(reason) => Ok(reason.clone()),
+                Idle::Waiting(reason) => Err(vec![reason.clone()]),
+            };
+        }
+        let unready = parts.iter().filter(|(_, standing)| !standing.ready);
+        let unready: Vec<String> = unready.map(|(part, standing)| format!("{part}: {standing}")).collect();
+        if unready.is_empty() { Ok("ready".to_owned()) } else { Err(unready) }
+    }
+
+    /// Only whole entries are ever written: a panic elsewhere leaves nothing half done.
+    fn parts(&self) -> MutexGuard<'_, BTreeMap<Part, Standing>> {
+        self.parts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unready_parts_are_named_with_their_trouble() {
+        let readiness = Readiness::new(Idle::Waiting("no scan yet".to_owned()));
+        let plugin = Part::Plugin(ResourceName::gpu());
+        readiness.add(Part::CdiSync, "writing");
+        assert_eq!(readiness.summary(), Err(vec!["no scan yet".to_owned()]));
+        readiness.idle().send_replace(Idle::NoGpu("no GPU".to_owned()));
+        assert_eq!(readiness.summary(), Ok("no GPU".to_owned()));
+        readiness.add(plugin.clone(), "waiting");
+        readiness.trouble(&plugin, "no folder".to_owned());
+        let both = ["CDI sync: writing", "nvidia.com/gpu: waiting; no folder"].map(str::to_owned).to_vec();
+        assert_eq!(readiness.summary(), Err(both));
+        readiness.enter(&Part::CdiSync, "written", true);
+        readiness.enter(&plugin, "serving", true);
+        assert_eq!((readiness.summary(), &readiness.all()[&plugin].trouble), (Ok("ready".to_owned()), &None));
+        readiness.trouble(&Part::CdiSync, "disk full".to_owned());
+        assert!(readiness.summary().is_ok(), "what was written stays");
+        readiness.remove(&plugin);
+        readiness.enter(&plugin, "ending", false);
+        assert_eq!(readiness.summary(), Ok("no GPU".to_owned()));
+    }
+}
