@@ -92,7 +92,7 @@ pub async fn allocate(args: &AllocateArgs) -> Result<()> {
     let (topology, _) = NodeTopology::assemble(&machine.observed);
     let shared = args.replicas.map(usize::from).map(|replicas| (replicas, Units::slots(&topology, replicas)));
     let policy = match args.policy {
-        Some(policy) => policy.into(),
+        Some(policy) => policy,
         None if shared.is_some() => AllocationPolicy::Distributed,
         None => AllocationPolicy::BestEffort,
     };

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{Format, HostArgs, NumaHintsArg};
+use super::{Format, HostArgs, word};
+use crate::state::NumaHints;
 
 /// `linkwise doctor`.
 #[derive(Clone, Debug, Args)]
@@ -39,8 +40,8 @@ pub struct DoctorArgs {
     #[arg(long, value_name = "FOLDER", default_value = "/")]
     pub root: PathBuf,
     /// Which NUMA nodes devices claim where linkwise runs (see docs/topology-manager.md)
-    #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node")]
-    pub numa_hints: NumaHintsArg,
+    #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node", value_parser = word::<NumaHints>())]
+    pub numa_hints: NumaHints,
     /// How long each check may take; what hangs then has failed
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub timeout: u64,

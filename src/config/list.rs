@@ -1,4 +1,4 @@
-//! Values as a person writes them: GPUs, booleans.
+//! GPUs and their slots as a person writes them on the command line.
 
 use std::fmt;
 use std::str::FromStr;
@@ -6,16 +6,8 @@ use std::str::FromStr;
 use serde::Deserialize;
 use thiserror::Error;
 
+use crate::quote::quoted;
 use crate::topology::{Gpu, GpuUuid};
-
-/// A boolean in the words of Go's strconv.ParseBool, with which the NVIDIA plugin reads the same variables.
-pub(super) fn boolean(text: &str) -> Result<bool, &'static str> {
-    match text {
-        "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
-        "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
-        _ => Err("expected true or false"),
-    }
-}
 
 /// A GPU by NVML index or by UUID.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,11 +38,11 @@ enum Written {
 
 /// Why a text names no GPU.
 #[derive(Debug, Error)]
-#[error("'{0}' is neither a GPU index nor a GPU UUID")]
+#[error("{} is neither a GPU index nor a GPU UUID", quoted(.0))]
 pub struct GpuNameError(String);
 
 impl GpuName {
-    /// Whether it means this GPU.
+    /// Whether it names this GPU.
     pub fn names(&self, gpu: &Gpu) -> bool {
         match self {
             Self::Index(index) => gpu.index == *index,

@@ -14,17 +14,19 @@ mod program;
 pub mod settings;
 mod simulate;
 mod subcommands;
-mod topology_manager;
 mod watch;
 mod xids;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, ValueEnum};
-use serde::Serialize;
+use linkwise_kubelet_box::{Policy, Scope};
 
 use crate::allocation::AllocationPolicy;
+use crate::state::NumaHints;
+use crate::words::Words;
 
 pub use admin::{AdminArgs, AdminOrder};
 pub use check::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs};
@@ -34,7 +36,6 @@ pub use mps::{MpsCommand, MpsControlDaemonArgs, MpsRootArgs};
 pub use nvml::NvmlArgs;
 pub use settings::{Environment, Flags, Settings};
 pub use simulate::{SimulateArgs, SimulatePolicy};
-pub use topology_manager::{NumaHintsArg, ScopeArg, TopologyPolicyArg};
 pub use watch::FileWatch;
 pub use xids::XidArgs;
 
@@ -147,14 +148,14 @@ pub struct DemoArgs {
     #[arg(long, value_name = "NAME|FILE", default_value = "dgx-h100")]
     pub machine: String,
     /// The kubelet's Topology Manager: how strict it is
-    #[arg(long, value_name = "POLICY", default_value = "none")]
-    pub topology_manager_policy: TopologyPolicyArg,
+    #[arg(long, value_name = "POLICY", default_value = "none", value_parser = one_of(&TOPOLOGY_MANAGER_POLICIES))]
+    pub topology_manager_policy: Policy,
     /// What the Topology Manager aligns as one
-    #[arg(long, value_name = "SCOPE", default_value = "container")]
-    pub scope: ScopeArg,
+    #[arg(long, value_name = "SCOPE", default_value = "container", value_parser = one_of(&SCOPES))]
+    pub scope: Scope,
     /// Which NUMA nodes devices claim (see docs/topology-manager.md)
-    #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node")]
-    pub numa_hints: NumaHintsArg,
+    #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node", value_parser = word::<NumaHints>())]
+    pub numa_hints: NumaHints,
     /// Plain text, also on a terminal
     #[arg(long, env = "NO_COLOR", action = clap::ArgAction::SetTrue, value_parser = clap::builder::FalseyValueParser::new())]
     pub no_color: bool,
@@ -246,8 +247,8 @@ pub struct AllocateArgs {
     pub replicas: Option<u16>,
     /// How to choose: the best set (default), or among slots the least used GPUs first (default with --replicas) or the
     /// most used GPU first; of whole GPUs none is more used than another, and all three choose the best set
-    #[arg(long, value_name = "POLICY")]
-    pub policy: Option<PolicyArg>,
+    #[arg(long, value_name = "POLICY", value_parser = word::<AllocationPolicy>())]
+    pub policy: Option<AllocationPolicy>,
     /// Take requests from a file (- for standard input), a JSON object a line such as
     /// {"size": 2, "available": [0, 1, 4], "must_include": []}, and answer each with one JSON line
     #[arg(long, value_name = "FILE", conflicts_with_all = ["size", "available", "must_include"])]
@@ -259,28 +260,6 @@ pub struct AllocateArgs {
     /// For people or for scripts
     #[arg(long, default_value = "text")]
     pub format: Format,
-}
-
-/// How to choose.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum PolicyArg {
-    /// The best set of distinct GPUs, however used they are
-    BestEffort,
-    /// Distinct GPUs, the least used first
-    Distributed,
-    /// The most used GPU first
-    Packed,
-}
-
-impl From<PolicyArg> for AllocationPolicy {
-    fn from(policy: PolicyArg) -> Self {
-        match policy {
-            PolicyArg::BestEffort => Self::BestEffort,
-            PolicyArg::Distributed => Self::Distributed,
-            PolicyArg::Packed => Self::Packed,
-        }
-    }
 }
 
 /// `linkwise snapshot`.
@@ -319,6 +298,28 @@ pub struct AgentArgs {
     /// A GPU that is not to be touched: its index, and of how many
     #[arg(long, value_name = "INDEX/COUNT")]
     pub skip: Vec<String>,
+}
+
+/// The kubelet's `--topology-manager-policy`.
+const TOPOLOGY_MANAGER_POLICIES: [(&str, Policy); 4] = [
+    ("none", Policy::None),
+    ("best-effort", Policy::BestEffort),
+    ("restricted", Policy::Restricted),
+    ("single-numa-node", Policy::SingleNumaNode),
+];
+
+/// The kubelet's `--topology-manager-scope`.
+const SCOPES: [(&str, Scope); 2] = [("container", Scope::Container), ("pod", Scope::Pod)];
+
+/// A parser for the words of an enum.
+fn word<T: Words + Send + Sync>() -> impl TypedValueParser<Value = T> {
+    one_of(T::WORDS)
+}
+
+/// A parser for one of these words.
+fn one_of<T: Copy + Send + Sync + 'static>(words: &'static [(&'static str, T)]) -> impl TypedValueParser<Value = T> {
+    let value = |text: String| words.iter().find(|(word, _)| *word == text).map(|(_, value)| *value);
+    PossibleValuesParser::new(words.iter().map(|(word, _)| *word)).try_map(move |text| value(text).ok_or("unknown word"))
 }
 
 impl Cli {

@@ -19,6 +19,7 @@ mod problem;
 mod quiet;
 mod reason;
 mod record;
+mod resource_name;
 mod resources;
 mod xid;
 
@@ -36,7 +37,7 @@ use judge::GoneDevice;
 use mps::Mps;
 use quiet::Quiet;
 
-pub use device::{Device, Health, ResourceName, ResourceNameError, Timestamp};
+pub use device::{Device, Health, Timestamp};
 pub use event::{Effect, Event, MigInstance};
 pub use mps::{MpsGpu, MpsShare};
 pub use numa_hints::NumaHints;
@@ -48,6 +49,7 @@ pub use poll::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
 pub use problem::PlanProblem;
 pub use reason::UnhealthyReason;
 pub use record::{Accepted, GpuRecord, HealthRecord, KeptReason, LastSeen, NodeIdentity};
+pub use resource_name::{ResourceName, ResourceNameError};
 pub use resources::MOST_SLOTS;
 pub use xid::{XidClass, XidPolicy, XidSet};
 
