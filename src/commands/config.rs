@@ -49,7 +49,8 @@ fn show(args: &ConfigShowArgs) -> Result<()> {
             let entry =
                 |shown: Shown| (shown.key.to_owned(), json!({"value": shown.value, "origin": origin(shown.origin)}));
             let settings: Map<String, Value> = shown.into_iter().map(entry).collect();
-            let finding = |finding: &Finding| json!({"line": finding.line, "key": finding.key, "problem": finding.problem});
+            let finding =
+                |finding: &Finding| json!({"line": finding.line, "key": finding.key, "problem": finding.problem});
             let findings: Vec<Value> = findings.iter().map(finding).collect();
             format!("{:#}\n", json!({"settings": settings, "findings": findings}))
         }

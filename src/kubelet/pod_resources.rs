@@ -17,6 +17,7 @@ use tonic::transport::Channel;
 use super::machine::Listing;
 use super::register::connect;
 use crate::allocation::DeviceId;
+use crate::quote::one_line;
 use crate::state::{Health, NodeState, ResourceName};
 use linkwise_kubelet_api::podresources as wire;
 use wire::pod_resources_lister_client::PodResourcesListerClient;
@@ -45,7 +46,7 @@ pub enum PodResourcesError {
         source: tonic::transport::Error,
     },
     /// An error instead of an answer.
-    #[error("{path} answered {call} with an error: {} ({})", .status.message(), .status.code())]
+    #[error("{path} answered {call} with an error: {} ({})", one_line(.status.message()), .status.code())]
     Refused {
         /// The socket.
         path: String,

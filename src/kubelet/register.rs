@@ -11,6 +11,7 @@ use tonic::transport::{Channel, Endpoint};
 
 use super::callers::Peer;
 use super::convert;
+use crate::quote::one_line;
 use crate::state::ResourceName;
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_api::v1beta1::registration_client::RegistrationClient;
@@ -20,7 +21,7 @@ use linkwise_kubelet_api::v1beta1::registration_client::RegistrationClient;
 pub(super) enum RegisterError {
     #[error("cannot connect to {path}")]
     Connect { path: String, source: tonic::transport::Error },
-    #[error("the kubelet refused to register {resource}: {} ({})", .status.message(), .status.code())]
+    #[error("the kubelet refused to register {resource}: {} ({})", one_line(.status.message()), .status.code())]
     Refused { resource: ResourceName, status: Box<Status> },
 }
 

@@ -22,7 +22,9 @@ pub(super) fn log(findings: &[Finding]) {
     for Finding { line, key, severity, problem } in findings {
         match severity {
             Severity::Note => tracing::warn!(line, key, problem, "configuration"),
-            Severity::Warning => tracing::warn!(line, key, problem, "configuration, rejected by 'linkwise config check'"),
+            Severity::Warning => {
+                tracing::warn!(line, key, problem, "configuration, rejected by 'linkwise config check'")
+            }
             Severity::Error => tracing::error!(line, key, problem, "configuration, rejected"),
         }
     }
@@ -151,7 +153,11 @@ mod tests {
         let all = settings(&tree);
         for shown in all.shown().into_iter().filter(|shown| shown.key != "configFile") {
             let before = settings(&without(&tree, shown.key));
-            assert!(before.changed(&all).iter().any(|changed| changed.key == shown.key), "{} has its default", shown.key);
+            assert!(
+                before.changed(&all).iter().any(|changed| changed.key == shown.key),
+                "{} has its default",
+                shown.key
+            );
             assert_eq!(!events(&before, &all).is_empty(), shown.at_once, "{}", shown.key);
         }
     }

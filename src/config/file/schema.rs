@@ -84,7 +84,8 @@ fn walk(node: &mut Node, path: &str, shown: &str, known: &[&str], findings: &mut
                     let strict = CASE_SENSITIVE.iter().any(|own| path.starts_with(own));
                     let same = keys.iter().find(|key| !strict && key.eq_ignore_ascii_case(&entry.key));
                     let Some(same) = same else {
-                        let hint = nearest(&entry.key, &keys, path, known).map(|key| format!("; did you mean '{key}'?"));
+                        let hint =
+                            nearest(&entry.key, &keys, path, known).map(|key| format!("; did you mean '{key}'?"));
                         let problem = format!("unknown key{}", hint.unwrap_or_default());
                         findings.push(Finding::warning(entry.line, join(&excerpt(&entry.key), shown), problem));
                         continue;

@@ -245,8 +245,7 @@ mod tests {
     #[test]
     fn durations_are_read_as_go_reads_them() {
         let read = |text| interval(Given::Text(text)).ok().flatten().map(|interval| interval.0);
-        for (text, nanoseconds) in
-            [
+        for (text, nanoseconds) in [
             ("60s", 60_000_000_000),
             ("1m30s", 90_000_000_000),
             ("1.5h", 5_400_000_000_000),
@@ -254,11 +253,11 @@ mod tests {
             ("1.ms", 1_000_000),
             ("+1h2m3s4ms5µs6ns", 3_723_004_005_006),
             ("0", 0),
-        ]
-        {
+        ] {
             assert_eq!(read(text), Some(Duration::from_nanos(nanoseconds)), "{text}");
         }
-        for text in ["", "60", "s", "1d", "-1s", "1.2.3s", "1s 2s", ".s", "99999999999999999999h", "2562048h", "1m-1s"] {
+        for text in ["", "60", "s", "1d", "-1s", "1.2.3s", "1s 2s", ".s", "99999999999999999999h", "2562048h", "1m-1s"]
+        {
             assert_eq!(read(text), None, "{text}");
         }
         let sixty = node(Value::Whole(60));

@@ -69,7 +69,8 @@ fn one_kind(
     for item in mappings(list, &format!("{path}.resources")) {
         let Some(value) = resource(&item, sharing.rename_by_default, naming, findings) else { continue };
         if let Some(earlier) = resources.iter_mut().find(|earlier| !naming && earlier.value.name == value.name) {
-            let problem = "its resource is listed before; the larger number of replicas counts, as with the NVIDIA plugin";
+            let problem =
+                "its resource is listed before; the larger number of replicas counts, as with the NVIDIA plugin";
             findings.push(Finding::note(item.line, item.key, problem));
             earlier.value.replicas = earlier.value.replicas.max(value.replicas);
         } else {

@@ -5,8 +5,8 @@ use core::time::Duration;
 
 use super::event::MigInstance;
 use super::numa_hints::NumaHints;
-pub(super) use super::resource_name::ResourceName;
 use super::reason::UnhealthyReason;
+pub(super) use super::resource_name::ResourceName;
 use crate::allocation::DeviceId;
 use crate::topology::{Gpu, MigDevice, NodeTopology, NumaNodeId};
 

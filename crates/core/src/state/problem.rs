@@ -3,8 +3,8 @@
 use crate::prelude::*;
 use thiserror::Error;
 
-use super::resource_name::ResourceName;
 use super::plan::DeviceSelector;
+use super::resource_name::ResourceName;
 use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, PciAddress};
 

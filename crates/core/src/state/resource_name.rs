@@ -71,9 +71,7 @@ fn broken_rule(text: &str) -> Option<&'static str> {
         return Some("before the slash there must be a DNS name in lower case, such as nvidia.com");
     }
     if !edges(name) || !name.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.')) {
-        return Some(
-            "a name has letters, digits, '-', '_' and '.' only, with a letter or digit first and last",
-        );
+        return Some("a name has letters, digits, '-', '_' and '.' only, with a letter or digit first and last");
     }
     if text.contains("kubernetes.io/") {
         return Some("kubernetes.io is reserved for Kubernetes");
@@ -110,7 +108,8 @@ mod tests {
 
     #[test]
     fn names_that_kubelets_refuse_are_refused() {
-        let long_domain = |length: usize| format!("{}/gpu", vec!["a".repeat(48); 5].join(".") + &"b".repeat(length - 244));
+        let long_domain =
+            |length: usize| format!("{}/gpu", vec!["a".repeat(48); 5].join(".") + &"b".repeat(length - 244));
         let long_name = |length: usize| format!("nvidia.com/{}", "a".repeat(length));
         for good in ["nvidia.com/gpu", "a/B_c", "kubernetes.io.example.com/gpu", &long_domain(244), &long_name(63)] {
             assert_eq!(good.parse::<ResourceName>().map(|name| name.to_string()), Ok(good.to_owned()));
