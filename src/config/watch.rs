@@ -35,11 +35,6 @@ impl FileWatch {
         Self { path: path.to_owned(), text: None, notifications: Notifications::of(folder) }
     }
 
-    /// The file.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// Reads the file at once.
     pub async fn read(&mut self) -> Result<String, ConfigError> {
         let text = text(&self.path).await;

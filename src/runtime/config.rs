@@ -3,7 +3,6 @@
 //! A task of `run` and of `mps-control-daemon`. It turns a valid change into events of the node; an invalid one changes
 //! nothing.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
@@ -52,7 +51,7 @@ impl Reloader {
         let mut reason = "start";
         let mut text = read(&mut file).await;
         loop {
-            self.reload(file.as_ref().map(FileWatch::path), text, reason).await?;
+            self.reload(text, reason).await?;
             let changed = async {
                 match &mut file {
                     Some(file) => file.changed().await,
@@ -67,8 +66,8 @@ impl Reloader {
     }
 
     /// Applies a text: a valid one takes effect, any other leaves things as they are.
-    async fn reload(&mut self, path: Option<&Path>, text: Result<String, ConfigError>, reason: &str) -> Result<()> {
-        let loaded = text.and_then(|text| load_text(&self.flags, &self.environment, path, &text));
+    async fn reload(&mut self, text: Result<String, ConfigError>, reason: &str) -> Result<()> {
+        let loaded = text.and_then(|text| load_text(&self.flags, &self.environment, &text));
         self.metrics.config_valid(loaded.is_ok());
         let loaded = match loaded {
             Ok(loaded) => loaded,
@@ -135,7 +134,7 @@ mod tests {
 
     fn settings(file: &Value) -> Settings {
         // JSON is YAML.
-        load_text(&Flags::default(), &Environment::default(), None, &file.to_string()).unwrap().settings
+        load_text(&Flags::default(), &Environment::default(), &file.to_string()).unwrap().settings
     }
 
     /// Takes the value at a path of keys out of a tree.

@@ -1,6 +1,6 @@
 //! The words by which configuration files and the command line name the values of an enum.
 //!
-//! Read by `config`, which makes its parsers and its error texts from them. The serialised form of each value is its word.
+//! `config` makes its parsers and its error texts from them; a value is serialised as its word.
 
 use crate::allocation::AllocationPolicy;
 use crate::state::{MigStrategy, NumaHints, XidClass};
@@ -16,29 +16,25 @@ pub trait Words: Copy + PartialEq + 'static {
     }
 }
 
-impl Words for MigStrategy {
-    const WORDS: &'static [(&'static str, Self)] =
-        &[("none", Self::None), ("single", Self::Single), ("mixed", Self::Mixed)];
+/// Gives an enum its words: `words!(Switch { On = "on", Off = "off" })`.
+#[macro_export]
+macro_rules! words {
+    ($type:ty { $($value:ident = $word:literal),+ $(,)? }) => {
+        impl $crate::words::Words for $type {
+            const WORDS: &'static [(&'static str, Self)] = &[$(($word, Self::$value)),+];
+        }
+    };
 }
 
-impl Words for NumaHints {
-    const WORDS: &'static [(&'static str, Self)] =
-        &[("node", Self::Node), ("package", Self::Package), ("off", Self::Off)];
-}
-
-impl Words for AllocationPolicy {
-    const WORDS: &'static [(&'static str, Self)] =
-        &[("best-effort", Self::BestEffort), ("distributed", Self::Distributed), ("packed", Self::Packed)];
-}
-
-impl Words for XidClass {
-    const WORDS: &'static [(&'static str, Self)] = &[
-        ("ignore", Self::Ignore),
-        ("application", Self::Application),
-        ("reset-gpu", Self::ResetGpu),
-        ("reboot-node", Self::RebootNode),
-    ];
-}
+words!(MigStrategy { None = "none", Single = "single", Mixed = "mixed" });
+words!(NumaHints { Node = "node", Package = "package", Off = "off" });
+words!(AllocationPolicy { BestEffort = "best-effort", Distributed = "distributed", Packed = "packed" });
+words!(XidClass {
+    Ignore = "ignore",
+    Application = "application",
+    ResetGpu = "reset-gpu",
+    RebootNode = "reboot-node",
+});
 
 #[cfg(test)]
 mod tests {

@@ -39,7 +39,7 @@ const SLIP: usize = 3;
 
 /// Checks the shape of a whole file and reports unknown keys. Keys in another case are renamed to the known spelling.
 pub(super) fn check(root: &mut Node, findings: &mut Vec<Finding>) {
-    let known: Vec<&str> = keys().into_iter().chain(COMPOUND).collect();
+    let known: Vec<&str> = keys().chain(COMPOUND).collect();
     walk(root, "", "", &known, findings);
 }
 

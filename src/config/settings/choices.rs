@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use crate::allocation::AllocationPolicy;
-use crate::words::Words;
+use crate::words;
 
 /// How the container runtime gets the list of a container's GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -19,14 +19,7 @@ pub enum DeviceListStrategy {
     CdiCri,
 }
 
-impl Words for DeviceListStrategy {
-    const WORDS: &'static [(&'static str, Self)] = &[
-        ("envvar", Self::Envvar),
-        ("volume-mounts", Self::VolumeMounts),
-        ("cdi-annotations", Self::CdiAnnotations),
-        ("cdi-cri", Self::CdiCri),
-    ];
-}
+words!(DeviceListStrategy { Envvar = "envvar", VolumeMounts = "volume-mounts", CdiAnnotations = "cdi-annotations", CdiCri = "cdi-cri" });
 
 /// How GPUs are named to the container runtime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -38,9 +31,7 @@ pub enum DeviceIdStrategy {
     Index,
 }
 
-impl Words for DeviceIdStrategy {
-    const WORDS: &'static [(&'static str, Self)] = &[("uuid", Self::Uuid), ("index", Self::Index)];
-}
+words!(DeviceIdStrategy { Uuid = "uuid", Index = "index" });
 
 /// Where the NVIDIA plugin discovers devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -54,10 +45,7 @@ pub enum DiscoveryStrategy {
     Tegra,
 }
 
-impl Words for DiscoveryStrategy {
-    const WORDS: &'static [(&'static str, Self)] =
-        &[("auto", Self::Auto), ("nvml", Self::Nvml), ("tegra", Self::Tegra)];
-}
+words!(DiscoveryStrategy { Auto = "auto", Nvml = "nvml", Tegra = "tegra" });
 
 /// How slots and MIG devices are chosen, by the NVIDIA plugin's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -71,10 +59,7 @@ pub enum SharedPolicy {
     Spread,
 }
 
-impl Words for SharedPolicy {
-    const WORDS: &'static [(&'static str, Self)] =
-        &[("distributed", Self::Distributed), ("packed", Self::Packed), ("spread", Self::Spread)];
-}
+words!(SharedPolicy { Distributed = "distributed", Packed = "packed", Spread = "spread" });
 
 impl From<SharedPolicy> for AllocationPolicy {
     fn from(policy: SharedPolicy) -> Self {
@@ -95,6 +80,4 @@ pub enum OnNvmlLoss {
     Unhealthy,
 }
 
-impl Words for OnNvmlLoss {
-    const WORDS: &'static [(&'static str, Self)] = &[("keep", Self::Keep), ("unhealthy", Self::Unhealthy)];
-}
+words!(OnNvmlLoss { Keep = "keep", Unhealthy = "unhealthy" });

@@ -9,10 +9,10 @@ pub struct Environment(BTreeMap<String, String>);
 impl Environment {
     /// The environment of this process.
     pub fn read() -> Self {
-        let known = super::variables().into_iter();
+        let known = super::VARIABLES.iter().copied().flatten();
         #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
         let text = |variable: &str| Some(std::env::var_os(variable)?.to_string_lossy().into_owned());
-        Self(known.filter_map(|variable| Some((variable.to_owned(), text(variable)?))).collect())
+        Self(known.filter_map(|variable| Some(((*variable).to_owned(), text(variable)?))).collect())
     }
 
     /// An environment of these variables, for tests.

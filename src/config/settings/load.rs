@@ -69,20 +69,14 @@ pub fn check(path: &Path) -> Result<Vec<Finding>, ConfigError> {
 /// The effective configuration of these flags, this environment and the file that they name.
 pub fn load(flags: &Flags, environment: &Environment) -> Result<Loaded, ConfigError> {
     let path = settings(flags, environment, "").0.config_file.value;
-    let text = path.as_deref().map(read).transpose()?.unwrap_or_default();
-    load_text(flags, environment, path.as_deref(), &text)
+    load_text(flags, environment, &path.as_deref().map(read).transpose()?.unwrap_or_default())
 }
 
-/// The effective configuration of these flags, this environment and the text of the file. `path` is for messages.
-pub fn load_text(
-    flags: &Flags,
-    environment: &Environment,
-    path: Option<&Path>,
-    text: &str,
-) -> Result<Loaded, ConfigError> {
+/// The effective configuration of these flags, this environment and the text of the file that they name.
+pub fn load_text(flags: &Flags, environment: &Environment, text: &str) -> Result<Loaded, ConfigError> {
     let (settings, findings) = settings(flags, environment, text);
     if findings.iter().any(|finding| finding.severity == Severity::Error) {
-        return Err(ConfigError::Rejected { path: path.map(Path::to_owned), findings });
+        return Err(ConfigError::Rejected { path: settings.config_file.value, findings });
     }
     Ok(Loaded { settings, findings })
 }

@@ -191,18 +191,14 @@ macro_rules! settings {
         }
 
         /// The names of the flags.
-        fn flags() -> Vec<&'static str> {
-            [$({ let row: Row<$type> = $row; row.flag },)+].into_iter().flatten().collect()
-        }
+        const FLAGS: &[Option<&str>] = &[$({ const ROW: Row<$type> = $row; ROW.flag },)+];
 
-        /// The variables.
-        fn variables() -> Vec<&'static str> {
-            [$({ let row: Row<$type> = $row; row.variables },)+].concat()
-        }
+        /// The names of the variables.
+        const VARIABLES: &[&[&str]] = &[$({ const ROW: Row<$type> = $row; ROW.variables },)+];
 
-        /// The keys of the single settings in a file.
-        pub(super) fn keys() -> Vec<&'static str> {
-            [$($key,)+].into_iter().filter(|key| key.contains('.')).collect()
+        /// The keys of the single settings in a file: all but `configFile`.
+        pub(super) fn keys() -> impl Iterator<Item = &'static str> {
+            [$($key,)+].into_iter().filter(|key| key.contains('.'))
         }
     };
 }

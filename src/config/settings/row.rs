@@ -133,8 +133,11 @@ impl Flags {
 
 impl clap::FromArgMatches for Flags {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        let given =
-            super::flags().into_iter().filter(|flag| matches.value_source(flag) == Some(ValueSource::CommandLine));
+        let given = super::FLAGS
+            .iter()
+            .flatten()
+            .copied()
+            .filter(|flag| matches.value_source(flag) == Some(ValueSource::CommandLine));
         let texts = |flag| matches.get_many::<String>(flag).unwrap_or_default().map(String::as_str).collect::<Vec<_>>();
         Ok(Self(given.map(|flag| (flag, texts(flag).join(","))).collect()))
     }

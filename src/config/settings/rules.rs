@@ -1,7 +1,7 @@
 //! What must hold between settings that are each valid, whichever source they come from.
 
 use super::selection::Item;
-use super::{DiscoveryStrategy, Origin, Setting, Settings, SharedPolicy};
+use super::{DiscoveryStrategy, Origin, Settings, SharedPolicy};
 use crate::config::file::{Finding, Severity};
 use crate::quote::{excerpt, quoted};
 use crate::state::{
@@ -27,9 +27,7 @@ pub fn check(settings: &Settings, lists: &Lists, findings: &mut Vec<Finding>) {
             mps_and_mig(settings, &lists.shared, findings);
         }
         for (number, shared) in lists.shared.iter().enumerate() {
-            let earlier = lists.shared.get(..number).unwrap_or_default();
-            name_is_free(lists, earlier, shared, findings);
-            devices_are_shared_once(lists, earlier, shared, findings);
+            findings.extend(shared_resource(lists, lists.shared.get(..number).unwrap_or_default(), shared));
         }
     }
     for patterns in [&lists.gpus, &lists.mig] {
@@ -37,14 +35,14 @@ pub fn check(settings: &Settings, lists: &Lists, findings: &mut Vec<Finding>) {
             let covers = |earlier: &&Item<NamePattern>| earlier.value.pattern.covers(&later.value.pattern);
             if let Some(earlier) = patterns.iter().take(number).find(covers) {
                 let problem = unreached(&later.value.pattern, earlier.line);
-                findings.push(Finding::error(later.line, format!("{}.pattern", later.key), problem));
+                findings.push(later.error("pattern", problem));
             }
         }
     }
     for mig in &lists.mig {
         if let Some(gpu) = lists.gpus.iter().find(|gpu| gpu.value.name == mig.value.name) {
             let problem = format!("the name {} is taken by the GPUs of line {}", mig.value.name, gpu.line);
-            findings.push(Finding::error(mig.line, format!("{}.name", mig.key), problem));
+            findings.push(mig.error("name", problem));
         }
     }
     exclusions(&lists.exclude, findings);
@@ -57,8 +55,8 @@ fn unreached(pattern: &Pattern, line: u64) -> String {
 }
 
 /// A finding at the place where a setting comes from.
-fn at<T>(setting: &Setting<T>, key: &str, severity: Severity, problem: &str) -> Finding {
-    let (line, key) = match setting.origin {
+fn at(origin: Origin, key: &str, severity: Severity, problem: &str) -> Finding {
+    let (line, key) = match origin {
         Origin::File { line } => (Some(line), key.to_owned()),
         Origin::Environment { variable } => (None, variable.to_owned()),
         Origin::Flag { flag } => (None, format!("--{flag}")),
@@ -78,21 +76,18 @@ fn offered_as(resource: &SharedResource) -> &ResourceName {
 fn mps_and_mig(settings: &Settings, shared: &[Item<SharedResource>], findings: &mut Vec<Finding>) {
     if settings.mig_strategy.value == MigStrategy::Mixed {
         let problem = "MPS cannot share MIG devices: with sharing.mps the strategy is none or single";
-        findings.push(at(&settings.mig_strategy, "flags.migStrategy", Severity::Error, problem));
+        findings.push(at(settings.mig_strategy.origin, "flags.migStrategy", Severity::Error, problem));
     }
     for item in shared.iter().filter(|item| is_mig(&item.value.name)) {
         let problem = format!("MPS cannot share MIG devices: {}", item.value.name);
-        findings.push(Finding::error(item.line, format!("{}.name", item.key), problem));
+        findings.push(item.error("name", problem));
     }
 }
 
-/// No other resource has the name of a shared one.
-fn name_is_free(
-    lists: &Lists,
-    earlier: &[Item<SharedResource>],
-    shared: &Item<SharedResource>,
-    findings: &mut Vec<Finding>,
-) {
+/// What is wrong with a shared resource beside the earlier ones.
+fn shared_resource(lists: &Lists, earlier: &[Item<SharedResource>], shared: &Item<SharedResource>) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    // No other resource has its name.
     let (resource, name) = (&shared.value, offered_as(&shared.value));
     let mut others = earlier.iter().filter(|other| other.value.name != resource.name);
     let by_shared = others.find(|other| offered_as(&other.value) == name).map(|other| format!("line {}", other.line));
@@ -106,22 +101,10 @@ fn name_is_free(
     };
     let renamed = || if *name == resource.name { None } else { by_pattern().or_else(built_in) };
     if let Some(by) = by_shared.or_else(renamed) {
-        let problem = format!("the name {name} is taken by {by}");
-        findings.push(Finding::error(shared.line, format!("{}.rename", shared.key), problem));
+        findings.push(shared.error("rename", format!("the name {name} is taken by {by}")));
     }
-}
-
-/// No device is shared twice, and none is excluded too.
-fn devices_are_shared_once(
-    lists: &Lists,
-    earlier: &[Item<SharedResource>],
-    shared: &Item<SharedResource>,
-    findings: &mut Vec<Finding>,
-) {
-    let resource = &shared.value;
-    let mut error = |problem: String| {
-        findings.push(Finding::error(shared.line, format!("{}.devices", shared.key), problem));
-    };
+    // No device is shared twice, and none is excluded too.
+    let mut error = |problem: String| findings.push(shared.error("devices", problem));
     for other in earlier.iter().filter(|other| other.value.name == resource.name) {
         let what = match (&other.value.devices, &resource.devices) {
             (SharedDevices::List(theirs), SharedDevices::List(ours)) => {
@@ -135,7 +118,7 @@ fn devices_are_shared_once(
             error(format!("some devices of {} are shared twice: line {} takes {what}", resource.name, other.line));
         }
     }
-    let SharedDevices::List(listed) = &resource.devices else { return };
+    let listed = if let SharedDevices::List(listed) = &resource.devices { listed.as_slice() } else { &[] };
     for (number, device) in listed.iter().enumerate() {
         if listed.iter().take(number).any(|earlier| earlier == device) {
             error(format!("{device} is listed already in line {}", shared.line));
@@ -152,6 +135,7 @@ fn devices_are_shared_once(
             error(format!("{device} is shared, but left out by linkwise.filter.exclude in line {line}"));
         }
     }
+    findings
 }
 
 /// No GPU is excluded twice.
@@ -182,30 +166,24 @@ fn without_effect(settings: &Settings, findings: &mut Vec<Finding>) {
     const TEGRA: &str = "no effect: linkwise discovers GPUs by NVML only, which has none on Tegra";
     const SPREAD: &str = "the same as distributed, which takes distinct GPUs for one request here";
     const GFD: &str = "no effect: linkwise is no gpu-feature-discovery";
-    fn note<T>(
-        setting: &Setting<T>,
-        applies: impl Fn(&T) -> bool,
-        key: &str,
-        problem: &str,
-        findings: &mut Vec<Finding>,
-    ) {
-        if setting.origin != Origin::Default && applies(&setting.value) {
-            findings.push(at(setting, key, Severity::Note, problem));
-        }
-    }
     let s = settings;
-    let tegra = |strategy: &DiscoveryStrategy| *strategy == DiscoveryStrategy::Tegra;
-    note(&s.device_discovery_strategy, tegra, "flags.deviceDiscoveryStrategy", TEGRA, findings);
-    note(&s.cdi_feature_flags, |flags| !flags.is_empty(), "flags.plugin.cdiFeatureFlags", CDI_FEATURES, findings);
-    let other_hooks = |hooks: &Vec<String>| hooks.iter().any(|hook| !CDI_HOOKS.contains(&hook.as_str()));
-    note(&s.cdi_disable_hooks, other_hooks, "flags.plugin.cdiDisableHooks", OTHER_HOOKS, findings);
-    let spread = |policy: &SharedPolicy| *policy == SharedPolicy::Spread;
-    let key = "flags.plugin.sharedDevicesAllocationPolicy";
-    note(&s.shared_devices_allocation_policy, spread, key, SPREAD, findings);
-    note(&s.use_node_feature_api, |_| true, "flags.useNodeFeatureAPI", GFD, findings);
-    note(&s.gfd_oneshot, |_| true, "flags.gfd.oneshot", GFD, findings);
-    note(&s.gfd_no_timestamp, |_| true, "flags.gfd.noTimestamp", GFD, findings);
-    note(&s.gfd_sleep_interval, |_| true, "flags.gfd.sleepInterval", GFD, findings);
-    note(&s.gfd_output_file, |_| true, "flags.gfd.outputFile", GFD, findings);
-    note(&s.gfd_machine_type_file, |_| true, "flags.gfd.machineTypeFile", GFD, findings);
+    let tegra = s.device_discovery_strategy.value == DiscoveryStrategy::Tegra;
+    let features = !s.cdi_feature_flags.value.is_empty();
+    let hooks = s.cdi_disable_hooks.value.iter().any(|hook| !CDI_HOOKS.contains(&hook.as_str()));
+    let (policy, spread) = (&s.shared_devices_allocation_policy, SharedPolicy::Spread);
+    let notes = [
+        (tegra, s.device_discovery_strategy.origin, "flags.deviceDiscoveryStrategy", TEGRA),
+        (features, s.cdi_feature_flags.origin, "flags.plugin.cdiFeatureFlags", CDI_FEATURES),
+        (hooks, s.cdi_disable_hooks.origin, "flags.plugin.cdiDisableHooks", OTHER_HOOKS),
+        (policy.value == spread, policy.origin, "flags.plugin.sharedDevicesAllocationPolicy", SPREAD),
+        (true, s.use_node_feature_api.origin, "flags.useNodeFeatureAPI", GFD),
+        (true, s.gfd_oneshot.origin, "flags.gfd.oneshot", GFD),
+        (true, s.gfd_no_timestamp.origin, "flags.gfd.noTimestamp", GFD),
+        (true, s.gfd_sleep_interval.origin, "flags.gfd.sleepInterval", GFD),
+        (true, s.gfd_output_file.origin, "flags.gfd.outputFile", GFD),
+        (true, s.gfd_machine_type_file.origin, "flags.gfd.machineTypeFile", GFD),
+    ];
+    for (applies, origin, key, problem) in notes {
+        findings.extend((applies && origin != Origin::Default).then(|| at(origin, key, Severity::Note, problem)));
+    }
 }

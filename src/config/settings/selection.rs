@@ -34,6 +34,13 @@ pub struct Item<T> {
     pub key: String,
 }
 
+impl<T> Item<T> {
+    /// An error of one of its keys.
+    pub fn error(&self, key: &str, problem: impl Into<String>) -> Finding {
+        Finding::error(self.line, format!("{}.{key}", self.key), problem)
+    }
+}
+
 /// The values of some items, without their places.
 pub fn values<T: Clone>(items: &[Item<T>]) -> Vec<T> {
     items.iter().map(|item| item.value.clone()).collect()
