@@ -21,4 +21,4 @@ pub mod nvml;
 pub mod runtime;
 pub mod uds;
 
-pub use linkwise_core::{allocation, backoff, names, once, state, topology};
+pub use linkwise_core::{allocation, backoff, names, once, quote, state, topology, words};

@@ -26,7 +26,7 @@ const ADAPTERS: [(&str, &[&str]); 9] = [
 const ROOTS: [&str; 5] = ["commands", "demo", "lib", "main", "runtime"];
 
 /// The core, which every module may name.
-const CORE: [&str; 6] = ["allocation", "backoff", "names", "once", "state", "topology"];
+const CORE: [&str; 8] = ["allocation", "backoff", "names", "once", "quote", "state", "topology", "words"];
 
 /// Mechanisms that adapters share. They know nothing of ours but the core, and may be named by every module.
 const SHARED: [&str; 4] = ["errors", "files", "inotify", "uds"];

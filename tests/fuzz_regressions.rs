@@ -1,5 +1,4 @@
-//! Every input of the fuzz targets' corpora, and every one that once failed, through the targets' own checks: what
-//! fuzzing found stays found where nobody fuzzes.
+//! Runs the fuzz targets' checks on their corpora and on every input that once failed.
 
 #![expect(clippy::unwrap_used, clippy::print_stderr, reason = "the helpers of a test may end it, and name the input")]
 

@@ -15,7 +15,8 @@ use crate::allocation::{
     AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, ChosenGpu, DeviceId, Explanation,
     FallbackReason, Units, preferred_allocation, preferred_units,
 };
-use crate::config::{AllocateArgs, Format, GpuName, UnitName};
+use crate::config::{AllocateArgs, Format, UnitName};
+use crate::state::GpuSelector;
 use crate::topology::{GpuUuid, NodeTopology, PciAddress};
 
 /// The longest request line, in bytes: a request for 64 GPUs by UUID takes 6 KiB.
@@ -40,9 +41,9 @@ enum QuestionError {
     #[error("no set of {size} {what}: {candidates} may be taken, {must} must be included")]
     Size { size: usize, what: &'static str, candidates: usize, must: usize },
     #[error("a slot is named ({gpu}::{slot}), but GPUs are whole without --replicas")]
-    Whole { gpu: GpuName, slot: usize },
+    Whole { gpu: GpuSelector, slot: usize },
     #[error("no slot {slot} of GPU {gpu} (it has {replicas}, from 0)")]
-    NoSuchSlot { gpu: GpuName, slot: usize, replicas: usize },
+    NoSuchSlot { gpu: GpuSelector, slot: usize, replicas: usize },
     #[error("not a request")]
     Nonsense(#[from] serde_json::Error),
     #[error("the line is longer than {MAX_LINE} bytes")]
@@ -92,7 +93,7 @@ pub async fn allocate(args: &AllocateArgs) -> Result<()> {
     let (topology, _) = NodeTopology::assemble(&machine.observed);
     let shared = args.replicas.map(usize::from).map(|replicas| (replicas, Units::slots(&topology, replicas)));
     let policy = match args.policy {
-        Some(policy) => policy.into(),
+        Some(policy) => policy,
         None if shared.is_some() => AllocationPolicy::Distributed,
         None => AllocationPolicy::BestEffort,
     };

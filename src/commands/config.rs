@@ -1,10 +1,10 @@
-//! `linkwise config`: what is wrong with a file, and what counts.
+//! `linkwise config`: checks a configuration file, or shows the effective configuration.
 
 use anyhow::{Result, bail};
 use serde_json::{Map, Value, json};
 
 use super::output::print;
-use crate::config::file::{Finding, Weight};
+use crate::config::file::{Finding, Severity};
 use crate::config::settings::{Loaded, Origin, Setting, Shown, check, load, plain};
 use crate::config::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs, Environment, Format};
 
@@ -16,18 +16,18 @@ pub fn config(args: &ConfigArgs) -> Result<()> {
     }
 }
 
-/// Says everything there is to say of a file; fails where it would be refused, or where a key is unknown.
+/// Prints all findings about a file; fails if one is an error or a warning.
 fn check_file(args: &ConfigCheckArgs) -> Result<()> {
     let findings = check(&args.file)?;
     let file = args.file.display();
     let mut text = String::new();
-    for Finding { line, key, problem } in &findings {
+    for Finding { line, key, severity, problem } in &findings {
         let place = line.map_or_else(String::new, |line| format!(":{line}"));
         let key = if key.is_empty() { String::new() } else { format!(" {key}:") };
-        let note = if problem.weight() == Weight::Note { " note:" } else { "" };
+        let note = if *severity == Severity::Note { " note:" } else { "" };
         text.push_str(&format!("{file}{place}:{note}{key} {problem}\n"));
     }
-    let wrong = findings.iter().filter(|finding| finding.problem.weight() > Weight::Note).count();
+    let wrong = findings.iter().filter(|finding| finding.severity > Severity::Note).count();
     if wrong == 0 {
         text.push_str(&format!("{file}: valid\n"));
     }
@@ -39,7 +39,7 @@ fn check_file(args: &ConfigCheckArgs) -> Result<()> {
     }
 }
 
-/// Shows what counts and who says so.
+/// Prints each effective setting and its origin.
 fn show(args: &ConfigShowArgs) -> Result<()> {
     let Loaded { settings, findings } = load(&args.flags, &Environment::read())?;
     let shown = settings.shown();
@@ -49,8 +49,9 @@ fn show(args: &ConfigShowArgs) -> Result<()> {
             let entry =
                 |shown: Shown| (shown.key.to_owned(), json!({"value": shown.value, "origin": origin(shown.origin)}));
             let settings: Map<String, Value> = shown.into_iter().map(entry).collect();
-            let said = |finding: &Finding| json!({"line": finding.line, "key": finding.key, "problem": finding.problem.to_string()});
-            let findings: Vec<Value> = findings.iter().map(said).collect();
+            let finding =
+                |finding: &Finding| json!({"line": finding.line, "key": finding.key, "problem": finding.problem});
+            let findings: Vec<Value> = findings.iter().map(finding).collect();
             format!("{:#}\n", json!({"settings": settings, "findings": findings}))
         }
     };
@@ -66,7 +67,7 @@ fn origin(origin: Origin) -> Value {
     }
 }
 
-/// A line for each setting: key, value, who says so; then what is odd.
+/// A line for each setting: key, value, origin; then the findings.
 fn as_text(shown: &[Shown], file: &Setting<Option<std::path::PathBuf>>, findings: &[Finding]) -> String {
     let value = |shown: &Shown| match plain(&shown.value) {
         nothing if nothing.is_empty() => "-".to_owned(),
@@ -75,7 +76,7 @@ fn as_text(shown: &[Shown], file: &Setting<Option<std::path::PathBuf>>, findings
     let width =
         |of: &dyn Fn(&Shown) -> usize, most: usize| shown.iter().map(of).filter(|n| *n <= most).max().unwrap_or(0);
     let keys = width(&|shown| shown.key.chars().count(), usize::MAX);
-    // A long value (sharing, resources) pushes its origin out, not everybody's.
+    // A long value (sharing, resources) moves only its own origin to the right.
     let values = width(&|shown| value(shown).chars().count(), 48);
     let mut text = String::new();
     for shown in shown {

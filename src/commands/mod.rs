@@ -17,8 +17,8 @@ mod snapshot;
 mod topology;
 mod tree;
 
-use crate::config::GpuName;
 use crate::machines::Machine;
+use crate::state::GpuSelector;
 use crate::topology::{Gpu, NodeTopology};
 
 pub use admin::admin;
@@ -43,13 +43,13 @@ pub fn machine_tree(machine: &Machine) -> String {
 #[derive(Debug, thiserror::Error)]
 #[error("no GPU {name} on this machine (it has {count})")]
 struct NoSuchGpu {
-    name: GpuName,
+    name: GpuSelector,
     count: usize,
 }
 
 /// The GPU that a person named, with its place.
-fn find_gpu<'a>(topology: &'a NodeTopology, name: &GpuName) -> Result<(usize, &'a Gpu), NoSuchGpu> {
+fn find_gpu<'a>(topology: &'a NodeTopology, name: &GpuSelector) -> Result<(usize, &'a Gpu), NoSuchGpu> {
     let gpus = topology.gpus();
-    let found = gpus.iter().enumerate().find(|(_, gpu)| name.names(gpu));
+    let found = gpus.iter().enumerate().find(|(_, gpu)| name.is(gpu));
     found.ok_or_else(|| NoSuchGpu { name: name.clone(), count: gpus.len() })
 }

@@ -9,24 +9,24 @@ use crate::topology::GpuUuid;
 /// `linkwise admin`.
 #[derive(Clone, Debug, Args)]
 pub struct AdminArgs {
-    /// The socket of the linkwise that runs (its --admin-socket)
+    /// The admin socket of the running linkwise (its --admin-socket)
     #[arg(long, value_name = "PATH", env = "LINKWISE_ADMIN_SOCKET", default_value = "/run/linkwise/admin.sock")]
     pub socket: PathBuf,
-    /// What to ask or to order.
+    /// The request or order.
     #[command(subcommand)]
     pub order: AdminOrder,
 }
 
-/// What to ask or to order.
+/// A request or an order.
 #[derive(Clone, Debug, Subcommand)]
 pub enum AdminOrder {
-    /// Print what the node is and offers now, as JSON
+    /// Print the node's GPUs, their health and the offered resources, as JSON
     State,
-    /// Let go of the driver, until resume: for an upgrade or a reset. Pods are admitted from what was last known
+    /// Release the driver until resume, for a driver upgrade or a GPU reset. Pods are still admitted, by the last known state
     Release,
-    /// Take the driver up again
+    /// Use the driver again after a release
     Resume,
-    /// Vouch for a GPU: what is held against it ends, and it is given to pods again
+    /// Clear a GPU's faults: it is healthy, and offered to pods again
     Clear {
         /// The GPU's UUID
         #[arg(value_name = "UUID")]

@@ -9,17 +9,17 @@ use super::{Flags, Format};
 /// `linkwise config`.
 #[derive(Clone, Debug, Args)]
 pub struct ConfigArgs {
-    /// What to do.
+    /// The subcommand.
     #[command(subcommand)]
     pub command: ConfigCommand,
 }
 
-/// What to do with a configuration.
+/// The subcommands of `linkwise config`.
 #[derive(Clone, Debug, Subcommand)]
 pub enum ConfigCommand {
-    /// Say everything that is wrong with a configuration file, unknown keys included; the exit code is 1 if anything is
+    /// Report all errors of a configuration file, unknown keys included; exits with 1 if there is one
     Check(ConfigCheckArgs),
-    /// Show the configuration that counts, of the flags given here, the environment and the file, and who says each value
+    /// Show the effective configuration of these flags, the environment and the file, and where each value comes from
     Show(ConfigShowArgs),
 }
 
@@ -34,10 +34,10 @@ pub struct ConfigCheckArgs {
 /// `linkwise config show`.
 #[derive(Clone, Debug, Args)]
 pub struct ConfigShowArgs {
-    /// What the configuration says, as far as flags say it.
+    /// The settings' flags.
     #[command(flatten)]
     pub flags: Flags,
-    /// For people or for scripts
+    /// Text for people or JSON for scripts
     #[arg(long, default_value = "text")]
     pub format: Format,
 }

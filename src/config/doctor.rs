@@ -4,13 +4,14 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{Format, HostArgs, NumaHintsArg};
+use super::{Format, HostArgs, word};
+use crate::state::NumaHints;
 
 /// `linkwise doctor`.
 #[derive(Clone, Debug, Args)]
 #[command(
-    after_help = "Ends with code 0 where nothing failed (there may be warnings), with 1 where something did, with 2 \
-                        where the command line is wrong."
+    after_help = "Exits with 0 if no check failed (there may be warnings), with 1 if one failed, with 2 if the command \
+                        line is wrong."
 )]
 pub struct DoctorArgs {
     /// The kubelet's registration socket
@@ -29,22 +30,22 @@ pub struct DoctorArgs {
         default_value = "/var/lib/kubelet/pod-resources/kubelet.sock"
     )]
     pub pod_resources_socket: PathBuf,
-    /// The admin socket of the linkwise that runs here, if it has one: what it holds against GPUs is asked there
+    /// The admin socket of the running linkwise, if it has one; the faults of GPUs are read from there
     #[arg(long, value_name = "PATH", env = "LINKWISE_ADMIN_SOCKET", default_value = "/run/linkwise/admin.sock")]
     pub admin_socket: PathBuf,
-    /// Where linkwise keeps the GPUs' health; without it, in the folder linkwise beside the kubelet's socket
+    /// The folder in which linkwise stores the GPUs' health; by default the folder linkwise beside the kubelet's socket
     #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
     pub state_dir: Option<PathBuf>,
-    /// Where the host's /dev, /proc, /etc/cdi and /var/run/cdi are found
+    /// The folder with the host's /dev, /proc, /etc/cdi and /var/run/cdi
     #[arg(long, value_name = "FOLDER", default_value = "/")]
     pub root: PathBuf,
-    /// Which NUMA nodes devices claim where linkwise runs (see docs/topology-manager.md)
-    #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node")]
-    pub numa_hints: NumaHintsArg,
-    /// How long each check may take; what hangs then has failed
+    /// The --numa-hints of the running linkwise (see docs/topology-manager.md)
+    #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node", value_parser = word::<NumaHints>())]
+    pub numa_hints: NumaHints,
+    /// How long each check may take; one that takes longer has failed
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub timeout: u64,
-    /// For people or for scripts
+    /// Text for people or JSON for scripts
     #[arg(long, default_value = "text")]
     pub format: Format,
     /// The driver and the host.

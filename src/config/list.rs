@@ -1,42 +1,24 @@
-//! Values as a person writes them: GPUs, booleans.
+//! GPUs and their slots as a person writes them on the command line and in requests.
 
-use std::fmt;
 use std::str::FromStr;
 
 use serde::Deserialize;
 use thiserror::Error;
 
-use crate::topology::{Gpu, GpuUuid};
-
-/// A boolean in the words of Go's strconv.ParseBool, with which the NVIDIA plugin reads the same variables.
-pub(super) fn boolean(text: &str) -> Result<bool, &'static str> {
-    match text {
-        "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
-        "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
-        _ => Err("expected true or false"),
-    }
-}
-
-/// A GPU by NVML index or by UUID.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum GpuName {
-    /// NVML's index.
-    Index(u32),
-    /// NVML's UUID.
-    Uuid(GpuUuid),
-}
+use crate::quote::quoted;
+use crate::state::GpuSelector;
 
 /// A GPU, or one slot of a shared GPU: `0`, `0::3`, `GPU-...`, `GPU-...::3`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "Written")]
 pub struct UnitName {
     /// The GPU.
-    pub gpu: GpuName,
-    /// The slot, from 0; without one, the whole GPU.
+    pub gpu: GpuSelector,
+    /// The slot, from 0; `None`: the whole GPU.
     pub slot: Option<usize>,
 }
 
-/// A GPU in JSON: a number, or what could stand on a command line.
+/// A GPU in JSON: a number, or a text as on the command line.
 #[derive(Deserialize)]
 #[serde(untagged, expecting = "expected a GPU index or a GPU UUID")]
 enum Written {
@@ -46,16 +28,17 @@ enum Written {
 
 /// Why a text names no GPU.
 #[derive(Debug, Error)]
-#[error("'{0}' is neither a GPU index nor a GPU UUID")]
+#[error("{} is neither a GPU index nor a GPU UUID", quoted(.0))]
 pub struct GpuNameError(String);
 
-impl GpuName {
-    /// Whether it means this GPU.
-    pub fn names(&self, gpu: &Gpu) -> bool {
-        match self {
-            Self::Index(index) => gpu.index == *index,
-            Self::Uuid(uuid) => gpu.uuid == *uuid,
+/// One GPU by index, UUID or PCI address.
+pub(super) fn gpu(text: &str) -> Result<GpuSelector, GpuNameError> {
+    match GpuSelector::from(text.trim()) {
+        // A UUID that does not begin with GPU-: node files may have such.
+        GpuSelector::Model(_) => {
+            text.trim().parse().map(GpuSelector::Uuid).map_err(|_| GpuNameError(text.trim().to_owned()))
         }
+        gpu => Ok(gpu),
     }
 }
 
@@ -64,7 +47,7 @@ impl TryFrom<Written> for UnitName {
 
     fn try_from(written: Written) -> Result<Self, Self::Error> {
         match written {
-            Written::Number(index) => Ok(Self { gpu: GpuName::Index(index), slot: None }),
+            Written::Number(index) => Ok(Self { gpu: GpuSelector::Index(index), slot: None }),
             Written::Text(text) => text.parse(),
         }
     }
@@ -76,29 +59,8 @@ impl FromStr for UnitName {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let slot = text.rsplit_once("::").and_then(|(gpu, slot)| Some((gpu, slot.trim().parse().ok()?)));
         match slot {
-            Some((gpu, slot)) => Ok(Self { gpu: gpu.parse()?, slot: Some(slot) }),
-            None => Ok(Self { gpu: text.parse()?, slot: None }),
-        }
-    }
-}
-
-impl FromStr for GpuName {
-    type Err = GpuNameError;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let text = text.trim();
-        let index = || text.parse().map(Self::Index).ok();
-        // No UUID is all digits: NVML's begin with GPU- or MIG-.
-        let uuid = || text.parse().map(Self::Uuid).ok().filter(|_| !text.bytes().all(|b| b.is_ascii_digit()));
-        index().or_else(uuid).ok_or_else(|| GpuNameError(text.to_owned()))
-    }
-}
-
-impl fmt::Display for GpuName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Index(index) => index.fmt(f),
-            Self::Uuid(uuid) => uuid.fmt(f),
+            Some((text, slot)) => Ok(Self { gpu: gpu(text)?, slot: Some(slot) }),
+            None => Ok(Self { gpu: gpu(text)?, slot: None }),
         }
     }
 }

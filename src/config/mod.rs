@@ -1,7 +1,7 @@
 //! The command line, the environment and the configuration file: the one place that reads them.
 //!
-//! Owns the options, their names, defaults and help texts. Called by `main`; what it makes is plain data
-//! from which the composition roots build live objects.
+//! Owns the options, their names, defaults and help texts. Called by `main` and the composition roots, which build live
+//! objects from its plain data.
 
 mod admin;
 mod check;
@@ -15,92 +15,67 @@ mod program;
 pub mod settings;
 mod simulate;
 mod subcommands;
-mod topology_manager;
 mod watch;
 mod xids;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, ValueEnum};
-use serde::Serialize;
+use linkwise_kubelet_box::{Policy, Scope};
 
 use crate::allocation::AllocationPolicy;
+use crate::state::{GpuSelector, NumaHints};
+use crate::words::Words;
 
 pub use admin::{AdminArgs, AdminOrder};
 pub use check::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs};
 pub use doctor::DoctorArgs;
-pub use list::{GpuName, UnitName};
+pub use list::UnitName;
 pub use metrics::ConfigMetrics;
 pub use mps::{MpsCommand, MpsControlDaemonArgs, MpsRootArgs};
 pub use nvml::NvmlArgs;
 pub use settings::{Environment, Flags, Settings};
 pub use simulate::{SimulateArgs, SimulatePolicy};
-pub use topology_manager::{NumaHintsArg, ScopeArg, TopologyPolicyArg};
+pub use subcommands::Command;
 pub use watch::FileWatch;
 pub use xids::XidArgs;
 
 /// A topology-aware Kubernetes device plugin for NVIDIA GPUs.
 ///
-/// Pods ask for nvidia.com/gpu: N, the kubelet asks linkwise which N, and linkwise answers with the set whose
-/// members are really close: NVLink, PCIe switch, NUMA node, NIC. And it says why.
+/// A pod requests nvidia.com/gpu: N, the kubelet asks linkwise which N, and linkwise answers with the set of GPUs that
+/// are closest by NVLink, PCIe switch, NUMA node and NIC, and explains why.
 #[derive(Debug, Parser)]
 #[command(name = "linkwise", version, max_term_width = 100, arg_required_else_help = true)]
 pub struct Cli {
-    /// What to do.
+    /// The subcommand.
     #[command(subcommand)]
     pub command: Command,
-}
-
-/// What to do; `subcommands` has the words.
-#[derive(Debug)]
-pub enum Command {
-    /// `linkwise run`.
-    Run(Box<RunArgs>),
-    /// `linkwise demo`.
-    Demo(DemoArgs),
-    /// `linkwise topology`.
-    Topology(TopologyArgs),
-    /// `linkwise allocate`.
-    Allocate(AllocateArgs),
-    /// `linkwise simulate`.
-    Simulate(SimulateArgs),
-    /// `linkwise snapshot`.
-    Snapshot(SnapshotArgs),
-    /// `linkwise doctor`.
-    Doctor(DoctorArgs),
-    /// `linkwise admin`.
-    Admin(AdminArgs),
-    /// `linkwise mps-control-daemon`.
-    MpsControlDaemon(Box<MpsControlDaemonArgs>),
-    /// `linkwise config`.
-    Config(ConfigArgs),
-    /// `linkwise nvml-agent`.
-    NvmlAgent(AgentArgs),
 }
 
 /// How to reach the driver and the host.
 #[derive(Clone, Debug, Args)]
 pub struct HostArgs {
-    /// The driver's NVML library, instead of libnvidia-ml.so.1 on the library path; or the root folder under which a
-    /// driver is installed, where it is looked for in the usual places each time it is needed
+    /// The driver's NVML library, instead of libnvidia-ml.so.1 on the library path; or the root folder of a driver's
+    /// installation, which is searched at the usual places each time the library is loaded
     #[arg(long, value_name = "PATH", env = "LINKWISE_NVML_LIBRARY")]
     pub nvml_library: Option<PathBuf>,
-    /// Where the host's /sys is
+    /// The host's /sys
     #[arg(long, value_name = "PATH", env = "LINKWISE_SYSFS", default_value = "/sys")]
     pub sysfs: PathBuf,
-    /// Where the kernel's /proc is; the numbers of MIG devices' nodes are in its driver/nvidia-caps
+    /// The kernel's /proc; its driver/nvidia-caps has the numbers of MIG devices' nodes
     #[arg(long, value_name = "PATH", env = "LINKWISE_PROCFS", default_value = "/proc", hide = true)]
     pub procfs: PathBuf,
 }
 
-/// What the log says and how.
+/// The log's levels and form.
 #[derive(Clone, Debug, Args)]
 pub struct LogArgs {
-    /// What to log: error, warn, info, debug, or levels by module, such as warn,linkwise=debug
+    /// Log level: error, warn, info, debug, or levels by module, such as warn,linkwise=debug
     #[arg(long, value_name = "FILTER", env = "LINKWISE_LOG", default_value = "info")]
     pub log: String,
-    /// How to log
+    /// Form of the log lines
     #[arg(long, value_name = "FORMAT", env = "LINKWISE_LOG_FORMAT", default_value = "text")]
     pub log_format: LogFormat,
 }
@@ -117,20 +92,20 @@ pub enum LogFormat {
 /// `linkwise run`.
 #[derive(Clone, Debug, Args)]
 pub struct RunArgs {
-    /// What the configuration says, as far as flags say it.
+    /// The settings' flags.
     #[command(flatten)]
     pub flags: Flags,
-    /// How long NVML may take.
+    /// Deadlines and intervals.
     #[command(flatten)]
     pub nvml: NvmlArgs,
-    /// Where the GPUs' health is kept for the next start, as linkwise_health.json; without it, in the folder linkwise beside
-    /// the kubelet's socket
+    /// The folder in which the GPUs' health is stored for the next start, as linkwise_health.json; by default the folder
+    /// linkwise beside the kubelet's socket
     #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
     pub state_dir: Option<PathBuf>,
-    /// Where the MPS root is.
+    /// The MPS root.
     #[command(flatten)]
     pub mps: MpsRootArgs,
-    /// Which XIDs count.
+    /// The lists of XIDs.
     #[command(flatten)]
     pub xids: XidArgs,
     /// The driver and the host.
@@ -148,54 +123,54 @@ pub struct DemoArgs {
     /// (NCCL_TOPO_DUMP_FILE) or a hwloc XML
     #[arg(long, value_name = "NAME|FILE", default_value = "dgx-h100")]
     pub machine: String,
-    /// The kubelet's Topology Manager: how strict it is
-    #[arg(long, value_name = "POLICY", default_value = "none")]
-    pub topology_manager_policy: TopologyPolicyArg,
-    /// What the Topology Manager aligns as one
-    #[arg(long, value_name = "SCOPE", default_value = "container")]
-    pub scope: ScopeArg,
-    /// Which NUMA nodes devices claim (see docs/topology-manager.md)
-    #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node")]
-    pub numa_hints: NumaHintsArg,
-    /// Plain text, also on a terminal
+    /// The policy of the kubelet's Topology Manager
+    #[arg(long, value_name = "POLICY", default_value = "none", value_parser = one_of(&TOPOLOGY_MANAGER_POLICIES))]
+    pub topology_manager_policy: Policy,
+    /// The scope of the Topology Manager
+    #[arg(long, value_name = "SCOPE", default_value = "container", value_parser = one_of(&SCOPES))]
+    pub scope: Scope,
+    /// Which NUMA nodes devices report (see docs/topology-manager.md)
+    #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node", value_parser = word::<NumaHints>())]
+    pub numa_hints: NumaHints,
+    /// No colours, also on a terminal
     #[arg(long, env = "NO_COLOR", action = clap::ArgAction::SetTrue, value_parser = clap::builder::FalseyValueParser::new())]
     pub no_color: bool,
-    /// Keep serving after the script, until interrupted; prints where /metrics is
+    /// Keep serving after the script, until interrupted; prints the address of /metrics
     #[arg(long)]
     pub hold: bool,
-    /// Where /metrics, /livez and /readyz are served; port 0 takes a free one
+    /// The address of /metrics, /livez and /readyz; port 0 takes a free port
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:0")]
     pub metrics_address: SocketAddr,
-    /// The log; the demo itself is on standard output, the log on standard error.
+    /// Log level; the demo prints to standard output, the log goes to standard error
     #[arg(long, value_name = "FILTER", env = "LINKWISE_LOG", default_value = "error")]
     pub log: String,
 }
 
-/// Which machine a command looks at.
+/// The machine of a command.
 #[derive(Clone, Debug, Args)]
 pub struct NodeArgs {
     /// The machine: a built-in name (see `linkwise topology --list`), a node file (`linkwise snapshot` writes one), an
-    /// NCCL topology dump (NCCL_TOPO_DUMP_FILE) or a hwloc XML; without it, this one
+    /// NCCL topology dump (NCCL_TOPO_DUMP_FILE) or a hwloc XML; by default this machine
     #[arg(long, value_name = "NAME|FILE")]
     pub node: Option<String>,
     /// Take the host around the GPUs from a hwloc XML (lstopo host.xml) instead
     #[arg(long = "host", value_name = "FILE")]
     pub host_xml: Option<String>,
-    /// The driver and the host, where no node is named.
+    /// The driver and the host, used without --node.
     #[command(flatten)]
     pub host: HostArgs,
 }
 
-/// The form of an answer.
+/// The form of a command's output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Format {
-    /// For people.
+    /// Text for people.
     Text,
-    /// For scripts.
+    /// JSON for scripts.
     Json,
 }
 
-/// The form of a machine.
+/// The form in which a machine is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum TopologyFormat {
     /// For people: tree and matrix.
@@ -216,15 +191,15 @@ pub struct TopologyArgs {
     /// The machine.
     #[command(flatten)]
     pub node: NodeArgs,
-    /// List the built-in machines, one a line, its name first
+    /// List the built-in machines, one per line, with the name first
     #[arg(long, conflicts_with = "node")]
     pub list: bool,
-    /// For people, for scripts, a picture (for a browser: svg, for Graphviz: dot), or a topology file for NCCL
+    /// Text for people, JSON for scripts, a picture (svg for a browser, dot for Graphviz), or a topology file for NCCL
     #[arg(long, default_value = "text")]
     pub format: TopologyFormat,
-    /// The GPUs that are held, as indices or UUIDs with commas: pictures colour them, the text says so; not for json and nccl
-    #[arg(long, value_name = "LIST", value_delimiter = ',', conflicts_with = "list")]
-    pub allocated: Option<Vec<GpuName>>,
+    /// GPUs in use, as indices or UUIDs with commas: pictures colour them, the text marks them; not for json and nccl
+    #[arg(long, value_name = "LIST", value_delimiter = ',', conflicts_with = "list", value_parser = list::gpu)]
+    pub allocated: Option<Vec<GpuSelector>>,
 }
 
 /// `linkwise allocate`.
@@ -236,7 +211,7 @@ pub struct AllocateArgs {
     /// How many GPUs; with --replicas, how many slots
     #[arg(long, value_name = "N", required_unless_present = "requests")]
     pub size: Option<usize>,
-    /// The GPUs that are free, as indices or UUIDs with commas; without it, all. With --replicas, slots as INDEX::SLOT or
+    /// The available GPUs, as indices or UUIDs with commas; by default all. With --replicas, slots as INDEX::SLOT or
     /// UUID::SLOT, or GPUs with all their slots
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub available: Option<Vec<UnitName>>,
@@ -246,61 +221,39 @@ pub struct AllocateArgs {
     /// Share each GPU: choose among N slots of each (time-slicing, MPS), numbered from 0
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub replicas: Option<u16>,
-    /// How to choose: the best set (default), or among slots the least used GPUs first (default with --replicas) or the
-    /// most used GPU first; of whole GPUs none is more used than another, and all three choose the best set
-    #[arg(long, value_name = "POLICY")]
-    pub policy: Option<PolicyArg>,
-    /// Take requests from a file (- for standard input), a JSON object a line such as
+    /// The allocation policy: best-effort takes the best set (default), distributed the slots of the least used GPUs
+    /// (default with --replicas), packed those of the most used GPU. Of whole GPUs all three choose the best set
+    #[arg(long, value_name = "POLICY", value_parser = word::<AllocationPolicy>())]
+    pub policy: Option<AllocationPolicy>,
+    /// Read requests from a file (- for standard input), one JSON object per line, such as
     /// {"size": 2, "available": [0, 1, 4], "must_include": []}, and answer each with one JSON line
     #[arg(long, value_name = "FILE", conflicts_with_all = ["size", "available", "must_include"])]
     pub requests: Option<PathBuf>,
-    /// Explain the choice: its values beside the runner-up's and the idle machine's best, what stays free and what that
-    /// can still offer, the nearest NICs
+    /// Explain the choice: its values beside the runner-up's and the idle machine's best set, the GPUs that stay free and
+    /// the best sets among those, the nearest NICs
     #[arg(long, conflicts_with = "requests")]
     pub explain: bool,
-    /// For people or for scripts
+    /// Text for people or JSON for scripts
     #[arg(long, default_value = "text")]
     pub format: Format,
-}
-
-/// How to choose.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum PolicyArg {
-    /// The best set of distinct GPUs, however used they are
-    BestEffort,
-    /// Distinct GPUs, the least used first
-    Distributed,
-    /// The most used GPU first
-    Packed,
-}
-
-impl From<PolicyArg> for AllocationPolicy {
-    fn from(policy: PolicyArg) -> Self {
-        match policy {
-            PolicyArg::BestEffort => Self::BestEffort,
-            PolicyArg::Distributed => Self::Distributed,
-            PolicyArg::Packed => Self::Packed,
-        }
-    }
 }
 
 /// `linkwise snapshot`.
 #[derive(Clone, Debug, Args)]
 pub struct SnapshotArgs {
-    /// The machine; another kind of file is so turned into a node file.
+    /// The machine; with --node FILE, another format is converted into a node file.
     #[command(flatten)]
     pub node: NodeArgs,
-    /// Write to this file instead of standard output; it is there whole or not at all
+    /// Write to this file instead of standard output, in one step
     #[arg(long, short, value_name = "FILE")]
     pub output: Option<PathBuf>,
     /// Replace the file if there is one
     #[arg(long, requires = "output")]
     pub force: bool,
-    /// What the machine is called; without it, by the host's name
+    /// The machine's name; by default the host's name
     #[arg(long, value_name = "NAME")]
     pub name: Option<String>,
-    /// Replace what names this very machine by made-up values: the UUIDs of GPUs and of the NVLink fabric, the host's
+    /// Replace what identifies this machine by made-up values: the UUIDs of GPUs and of the NVLink fabric, the host's
     /// name. PCI addresses, models and NIC names stay
     #[arg(long)]
     pub redact: bool,
@@ -312,19 +265,42 @@ pub struct AgentArgs {
     /// The driver's NVML library
     #[arg(long, value_name = "PATH")]
     pub library: Option<PathBuf>,
-    /// Where the kernel's /proc is
+    /// The kernel's /proc
     #[arg(long, value_name = "PATH", default_value = "/proc")]
     pub procfs: PathBuf,
-    /// How long from one round of cheap calls to the next, in milliseconds
+    /// The interval of polls, in milliseconds
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     pub poll_ms: u64,
-    /// A GPU that is not to be touched: its index, and of how many
+    /// A GPU to skip: its index, and the number of GPUs
     #[arg(long, value_name = "INDEX/COUNT")]
     pub skip: Vec<String>,
 }
 
+/// The kubelet's `--topology-manager-policy`.
+const TOPOLOGY_MANAGER_POLICIES: [(&str, Policy); 4] = [
+    ("none", Policy::None),
+    ("best-effort", Policy::BestEffort),
+    ("restricted", Policy::Restricted),
+    ("single-numa-node", Policy::SingleNumaNode),
+];
+
+/// The kubelet's `--topology-manager-scope`.
+const SCOPES: [(&str, Scope); 2] = [("container", Scope::Container), ("pod", Scope::Pod)];
+
+/// A parser for the words of an enum.
+fn word<T: Words + Send + Sync>() -> impl TypedValueParser<Value = T> {
+    one_of(T::WORDS)
+}
+
+/// A parser for one of these words.
+fn one_of<T: Copy + Send + Sync + 'static>(words: &'static [(&'static str, T)]) -> impl TypedValueParser<Value = T> {
+    let value = |text: String| words.iter().find(|(word, _)| *word == text).map(|(_, value)| *value);
+    PossibleValuesParser::new(words.iter().map(|(word, _)| *word))
+        .try_map(move |text| value(text).ok_or("unknown word"))
+}
+
 impl Cli {
-    /// Reads argv and the environment; prints help, version or what is wrong with them and ends where asked for.
+    /// Reads argv and the environment. Prints help, version or errors, and exits, where that is called for.
     pub fn read() -> Self {
         #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
         let words = std::env::args_os();
@@ -338,12 +314,12 @@ mod tests {
     use clap::CommandFactory;
 
     #[test]
-    fn the_options_are_consistent() {
+    fn options_are_consistent() {
         Cli::command().debug_assert();
     }
 
     #[test]
-    fn booleans_read_as_the_nvidia_plugin_reads_them() {
+    fn booleans_are_read_as_by_the_nvidia_plugin() {
         let run = |args: &[&str]| {
             let args = ["linkwise", "run"].iter().chain(args);
             let flags = match Cli::try_parse_from(args).map(|cli| cli.command) {
@@ -377,11 +353,11 @@ mod tests {
             .unwrap();
         let Command::Allocate(allocate) = cli.command else { panic!("{cli:?}") };
         let unit = |gpu, slot| UnitName { gpu, slot };
-        let uuid = || GpuName::Uuid("GPU-a".parse().unwrap());
+        let uuid = || GpuSelector::Uuid("GPU-a".parse().unwrap());
         let expected = [
-            unit(GpuName::Index(0), None),
+            unit(GpuSelector::Index(0), None),
             unit(uuid(), None),
-            unit(GpuName::Index(3), Some(10)),
+            unit(GpuSelector::Index(3), Some(10)),
             unit(uuid(), Some(0)),
         ];
         assert_eq!(allocate.available, Some(expected.to_vec()));

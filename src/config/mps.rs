@@ -1,4 +1,4 @@
-//! The options of `linkwise mps-control-daemon`, and what the plugin has of them.
+//! The options of `linkwise mps-control-daemon`, and those that the plugin shares with it.
 
 use std::path::PathBuf;
 
@@ -9,16 +9,16 @@ use super::{Flags, HostArgs, LogArgs, NvmlArgs};
 /// `linkwise mps-control-daemon`.
 #[derive(Clone, Debug, Args)]
 pub struct MpsControlDaemonArgs {
-    /// What else to do than to run the daemons.
+    /// Another task than running the daemons.
     #[command(subcommand)]
     pub command: Option<MpsCommand>,
-    /// Where the MPS root is.
+    /// The MPS root.
     #[command(flatten)]
     pub root: MpsRootArgs,
-    /// What the configuration says, as far as flags say it: the plugin's, for both have to mean the same.
+    /// The settings' flags, which have to be the same as the plugin's.
     #[command(flatten)]
     pub flags: Flags,
-    /// How long NVML may take.
+    /// Deadlines and intervals.
     #[command(flatten)]
     pub nvml: NvmlArgs,
     /// The driver and the host.
@@ -29,10 +29,10 @@ pub struct MpsControlDaemonArgs {
     pub log: LogArgs,
 }
 
-/// Where the plugin and the daemons meet.
+/// The folder that the plugin and the daemons share.
 #[derive(Clone, Debug, Args)]
 pub struct MpsRootArgs {
-    /// Where the host's MPS root is mounted in this container (--mps-root is where it is on the host)
+    /// Where the host's MPS root is mounted in this container (--mps-root is its path on the host)
     #[arg(
         long = "mps-container-root",
         value_name = "PATH",
@@ -43,9 +43,9 @@ pub struct MpsRootArgs {
     pub container_root: PathBuf,
 }
 
-/// What else `linkwise mps-control-daemon` does.
+/// Other tasks of `linkwise mps-control-daemon`.
 #[derive(Clone, Copy, Debug, Subcommand)]
 pub enum MpsCommand {
-    /// Mount the shared memory of MPS under the MPS root, where it is not mounted yet (the privileged init container)
+    /// Mount the shared memory of MPS under the MPS root, if it is not mounted yet (in the privileged init container)
     MountShm,
 }

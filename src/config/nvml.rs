@@ -1,11 +1,11 @@
-//! How long things may take that have to do with NVML and with health: for tests, which cannot wait as long as a node can.
+//! Deadlines and intervals of NVML and health. Hidden: only tests change them.
 
 use clap::Args;
 
-/// How long NVML may take, and health.
+/// Deadlines and intervals of NVML and health.
 #[derive(Clone, Debug, Args)]
 pub struct NvmlArgs {
-    /// From one look at the GPUs to the next
+    /// The interval of polls
     #[arg(long, value_name = "N", default_value_t = 10_000, hide = true)]
     pub nvml_poll_ms: u64,
     /// How long one NVML call may take
@@ -14,19 +14,19 @@ pub struct NvmlArgs {
     /// How long initialising NVML, and the first call to each GPU, may take
     #[arg(long, value_name = "N", default_value_t = 120_000, hide = true)]
     pub nvml_start_ms: u64,
-    /// The pause before a second child is started; it doubles to its sixtyfold
+    /// The pause before a failed agent is restarted; doubles up to 60 times
     #[arg(long, value_name = "N", default_value_t = 1_000, hide = true)]
     pub nvml_pause_ms: u64,
-    /// How long NVML may be away before anything is done about it
+    /// How long NVML may be unavailable before --on-nvml-loss applies
     #[arg(long, value_name = "N", default_value_t = 60_000, hide = true)]
     pub nvml_grace_ms: u64,
-    /// When a GPU that was left out is tried again for the first time; the pause doubles to its sixtyfold
+    /// How long a GPU is quarantined before its first trial; doubles up to 60 times
     #[arg(long, value_name = "N", default_value_t = 60_000, hide = true)]
     pub nvml_trial_ms: u64,
-    /// How long polls have to show that a GPU is well again, 60000 without it; it doubles to its sixtyfold
+    /// How long polls have to show a GPU as recovered, by default 60000; doubles up to 60 times
     #[arg(long, value_name = "N", hide = true)]
     pub health_hold_ms: Option<u64>,
-    /// From one look at the PCI bus to the next on a node without GPUs
+    /// The interval of PCI bus scans on a node without GPUs
     #[arg(long, value_name = "N", default_value_t = 10_000, hide = true)]
     pub bus_look_ms: u64,
 }

@@ -1,4 +1,4 @@
-//! By which name we are called: the image answers to the NVIDIA plugin's commands too, which have no subcommands.
+//! The program's name: called by one of the NVIDIA plugin's commands, which have no subcommands, it runs the matching one.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -9,8 +9,8 @@ const DEVICE_PLUGIN: &str = "nvidia-device-plugin";
 /// The NVIDIA plugin's command for the daemons of GPUs that are shared by MPS, and our subcommand of the same name.
 const MPS_CONTROL_DAEMON: &str = "mps-control-daemon";
 
-/// The words of the command line with the subcommand that they leave out: the one for which the name stands that we are
-/// called by, or `run` where the first word is a flag that is not for help or version. `linkwise` alone shows its help.
+/// The command line with its missing subcommand: that of the program's name, or `run` if the first word is a flag other than
+/// help and version. `linkwise` alone shows its help.
 pub(super) fn words(words: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     let mut words: Vec<OsString> = words.into_iter().collect();
     let name = words.first().and_then(|name| Path::new(name).file_name());
@@ -19,7 +19,7 @@ pub(super) fn words(words: impl IntoIterator<Item = OsString>) -> Vec<OsString> 
     let first = words.get(1).map(|word| word.to_string_lossy().into_owned());
     let subcommand = match first.as_deref() {
         Some("-V" | "--version") => None,
-        // This one has a subcommand of its own, `mount-shm`.
+        // Words may follow: its own subcommand `mount-shm`.
         _ if daemon => (first.as_deref() != Some(MPS_CONTROL_DAEMON)).then_some(MPS_CONTROL_DAEMON),
         Some("-h" | "--help") | None => plugin.then_some("run"),
         Some(word) => word.starts_with('-').then_some("run"),
@@ -39,7 +39,7 @@ mod tests {
     }
 
     #[test]
-    fn no_subcommand_means_run() {
+    fn missing_subcommand_is_run() {
         for (line, read) in [
             ("linkwise", "linkwise"),
             ("linkwise --help", "linkwise --help"),

@@ -16,19 +16,19 @@ pub struct SimulateArgs {
     /// come one after the other, arrival_seconds; whole numbers. docs/traces/sample.csv is one
     #[arg(long, value_name = "FILE")]
     pub trace: PathBuf,
-    /// Who chooses the GPUs, with commas. With whole GPUs none is more used than another: distributed and packed choose as
-    /// best-effort does
+    /// The policies to compare, with commas. Of whole GPUs none is more used than another: distributed and packed choose
+    /// as best-effort does
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "best-effort,first-fit,random")]
     pub policy: Vec<SimulatePolicy>,
-    /// What the policy random draws from: the same number, the same draws
+    /// The seed of the policy random: the same seed gives the same choices
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
-    /// For people or for scripts
+    /// Text for people or JSON for scripts
     #[arg(long, default_value = "text")]
     pub format: Format,
 }
 
-/// Who chooses the GPUs of a job.
+/// A policy to choose the GPUs of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum SimulatePolicy {
     /// The best set

@@ -1,62 +1,71 @@
-//! The configuration file, followed: tells when its text is another one.
+//! [`FileWatch`]: follows the configuration file and returns its text whenever that has changed.
 //!
-//! Called by `run`, which owns the task that waits here. A ConfigMap's files are links into a folder that Kubernetes swaps as
-//! a whole; so the folder is followed, and what counts is the text.
+//! Called by `run`, which owns the task that waits here. A ConfigMap's files are links into a folder that Kubernetes
+//! replaces as a whole; so the file's folder is watched, and the texts are compared.
 
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tokio::io::AsyncReadExt;
 
-use super::settings::LONGEST_FILE;
+use super::settings::{ConfigError, LONGEST_FILE, text_of};
 use crate::inotify::FolderWatch;
 
-/// How often the text is read where nobody tells: the file may be a link into a folder that is not followed.
+/// How often the file is read without a notification: it may be a link into a folder that is not watched.
 const POLL: Duration = Duration::from_secs(10);
 
-/// How long a new text has to stand still. An editor that empties the file before it writes would else have us serve the
-/// defaults for a moment.
+/// How long a new text has to stay the same. An editor that truncates the file before it writes would else switch linkwise
+/// to the defaults for a moment.
 const SETTLE: Duration = Duration::from_millis(100);
 
-/// A file and the text it last had; none where it could not be read.
+/// A file and the text that was returned last.
 pub struct FileWatch {
     path: PathBuf,
+    /// `None` before the first reading, and where the file could not be read.
     text: Option<String>,
     folder: FolderWatch,
 }
 
 impl FileWatch {
-    /// Follows a file from now on. inotify is an optimisation: where it is not to be had, polling remains.
-    pub async fn of(path: &Path) -> Self {
+    /// Watches a file from now on. inotify is an optimisation: where it is unavailable, polling remains.
+    pub fn of(path: &Path) -> Self {
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let folder = FolderWatch::of(folder);
-        Self { path: path.to_owned(), text: text(path).await, folder }
+        Self { path: path.to_owned(), text: None, folder: FolderWatch::of(folder) }
     }
 
-    /// Waits until the file has another text than before, or none any more, or one again.
-    pub async fn changed(&mut self) {
+    /// Reads the file at once.
+    pub async fn read(&mut self) -> Result<String, ConfigError> {
+        let text = text(&self.path).await;
+        self.returned(text)
+    }
+
+    /// Waits until the file has another text than the one returned last, or became unreadable, and returns that text.
+    pub async fn changed(&mut self) -> Result<String, ConfigError> {
         loop {
             let now = text(&self.path).await;
-            if now != self.text {
-                // Somebody may be writing: a text counts once it stands still.
+            if now.as_ref().ok() != self.text.as_ref() {
                 tokio::time::sleep(SETTLE).await;
-                if now == text(&self.path).await {
-                    self.text = now;
-                    return;
+                if now.as_ref().ok() == text(&self.path).await.as_ref().ok() {
+                    return self.returned(now);
                 }
                 continue;
             }
             let _ = tokio::time::timeout(POLL, self.folder.changed()).await;
         }
     }
+
+    fn returned(&mut self, text: io::Result<String>) -> Result<String, ConfigError> {
+        self.text = text.as_ref().ok().cloned();
+        text.map_err(|source| ConfigError::Unreadable { path: self.path.clone(), source })
+    }
 }
 
-/// The text, as far as it may be long. A file that does not answer holds up nobody but who waits for this.
-async fn text(path: &Path) -> Option<String> {
-    let mut text = String::new();
-    let file = tokio::fs::File::open(path).await.ok()?;
-    file.take(LONGEST_FILE + 1).read_to_string(&mut text).await.ok()?;
-    Some(text)
+/// Reads the file up to its limit. While the file system hangs, only the caller waits.
+async fn text(path: &Path) -> io::Result<String> {
+    let mut bytes = Vec::new();
+    tokio::fs::File::open(path).await?.take(LONGEST_FILE + 1).read_to_end(&mut bytes).await?;
+    text_of(bytes)
 }
 
 #[cfg(test)]
@@ -67,7 +76,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_config_map_that_is_swapped_is_a_change() {
+    async fn replaced_config_map_is_a_change() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         for (version, text) in [("v1", "a: 1\n"), ("v2", "a: 2\n")] {
@@ -76,39 +85,47 @@ mod tests {
         }
         symlink("v1", at("..data")).unwrap();
         symlink("..data/config", at("config")).unwrap();
-        let mut watch = FileWatch::of(&at("config")).await;
+        let mut watch = FileWatch::of(&at("config"));
+        assert_eq!(watch.read().await.unwrap(), "a: 1\n");
         symlink("v2", at("..data_tmp")).unwrap();
         fs::rename(at("..data_tmp"), at("..data")).unwrap();
-        watch.changed().await;
-        assert_eq!(watch.text.as_deref(), Some("a: 2\n"));
+        assert_eq!(watch.changed().await.unwrap(), "a: 2\n");
         fs::remove_file(at("config")).unwrap();
-        watch.changed().await;
-        assert_eq!(watch.text, None);
+        assert!(watch.changed().await.is_err());
+    }
+
+    #[tokio::test]
+    async fn text_that_is_too_long_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("config");
+        fs::write(&path, "#".repeat(1 << 20)).unwrap();
+        let mut watch = FileWatch::of(&path);
+        assert!(watch.read().await.is_ok());
+        fs::write(&path, "#".repeat((1 << 20) + 1)).unwrap();
+        let ConfigError::Unreadable { source, .. } = watch.changed().await.unwrap_err() else { panic!() };
+        assert_eq!(source.kind(), io::ErrorKind::FileTooLarge);
     }
 
     #[test]
-    fn a_file_that_does_not_answer_holds_up_nobody_else() {
+    fn hanging_file_blocks_only_its_reader() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("config");
-        fs::write(&path, "a: 1\n").unwrap();
-        let (said, hear) = std::sync::mpsc::channel();
-        let watched = path.clone();
-        // On a thread of its own: one that is held up would hold up the test's end.
+        // Opening a pipe waits for a writer.
+        assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+        let (done, others) = std::sync::mpsc::channel();
+        // On a thread of its own: a runtime that hangs would hang the test.
         std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async {
-                let mut watch = FileWatch::of(&watched).await;
-                fs::remove_file(&watched).unwrap();
-                // Opening it waits for somebody who writes.
-                assert!(std::process::Command::new("mkfifo").arg(&watched).status().unwrap().success());
+                let mut watch = FileWatch::of(&path);
                 tokio::select! {
                     biased;
-                    () = watch.changed() => {}
-                    () = tokio::time::sleep(SETTLE) => said.send(()).unwrap(),
+                    _ = watch.changed() => {}
+                    () = tokio::time::sleep(SETTLE) => done.send(()).unwrap(),
                 }
             });
             runtime.shutdown_background();
         });
-        hear.recv_timeout(Duration::from_secs(20)).unwrap();
+        others.recv_timeout(Duration::from_secs(20)).unwrap();
     }
 }

@@ -1,22 +1,22 @@
-//! Which XIDs count, in the NVIDIA plugin's variables.
+//! The NVIDIA plugin's variables that enable and disable XIDs.
 
 use clap::Args;
 
 use crate::state::{XidPolicy, XidSet};
 
-/// Which XIDs count; what the lists mean is `snapshot`'s.
+/// The lists of XIDs; [`XidSet`] parses them.
 #[derive(Clone, Debug, Default, Args)]
 pub struct XidArgs {
-    /// XIDs that shall not make a GPU unhealthy: numbers with commas, or all (see docs/health.md)
+    /// XIDs that do not make a GPU unhealthy: numbers with commas, or all (see docs/health.md)
     #[arg(long, value_name = "LIST", env = "DP_DISABLE_HEALTHCHECKS", default_value = "", hide_default_value = true)]
     pub disable_healthchecks: String,
-    /// XIDs that shall make a GPU unhealthy, whatever else is said of them: numbers with commas, or all
+    /// XIDs that make a GPU unhealthy, before all other settings but linkwise.health.xids: numbers with commas, or all
     #[arg(long, value_name = "LIST", env = "DP_ENABLE_HEALTHCHECKS", default_value = "", hide_default_value = true)]
     pub enable_healthchecks: String,
 }
 
 impl XidArgs {
-    /// What they say.
+    /// The policy of these lists.
     pub fn policy(&self) -> XidPolicy {
         XidPolicy {
             disabled: XidSet::parse(&self.disable_healthchecks).0,
@@ -25,7 +25,7 @@ impl XidArgs {
         }
     }
 
-    /// What in them is no XID, by variable.
+    /// The items that are no XIDs, by variable.
     pub fn passed_over(&self) -> impl Iterator<Item = (&'static str, String)> {
         let lists = [
             ("DP_DISABLE_HEALTHCHECKS", &self.disable_healthchecks),

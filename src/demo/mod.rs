@@ -17,13 +17,13 @@ use anyhow::{Context, Result, bail};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::commands::{self, print};
-use crate::config::{DemoArgs, LogFormat, ScopeArg, TopologyPolicyArg};
+use crate::config::{DemoArgs, LogFormat};
 use crate::kubelet;
 use crate::machines::Machine;
 use crate::runtime::{self, HealthSettings, Node, NodeSettings};
 use crate::state::{Event, ResourceName};
 use crate::topology::{HostObservation, NodeTopology};
-use linkwise_kubelet_box::{BoxError, KubeletBox, NumaNode, Options, Policy, Scope, TopologyManager};
+use linkwise_kubelet_box::{BoxError, KubeletBox, NumaNode, Options, Policy, TopologyManager};
 use script::Script;
 use style::Style;
 
@@ -48,7 +48,7 @@ pub async fn demo(args: &DemoArgs, machine: Machine, say: &(impl Fn(&str) -> Res
             ..kubelet::Settings::new(folder.path().join(Options::SOCKET))
         },
         metrics_address: args.metrics_address,
-        numa_hints: args.numa_hints.into(),
+        numa_hints: args.numa_hints,
         health: HealthSettings::default(),
     };
     let node = Node::start(settings).await?;
@@ -95,16 +95,8 @@ fn start_kubelet(
 ) -> Result<KubeletBox> {
     let mut options = Options::new(folder);
     options.topology_manager = TopologyManager {
-        policy: match args.topology_manager_policy {
-            TopologyPolicyArg::None => Policy::None,
-            TopologyPolicyArg::BestEffort => Policy::BestEffort,
-            TopologyPolicyArg::Restricted => Policy::Restricted,
-            TopologyPolicyArg::SingleNumaNode => Policy::SingleNumaNode,
-        },
-        scope: match args.scope {
-            ScopeArg::Container => Scope::Container,
-            ScopeArg::Pod => Scope::Pod,
-        },
+        policy: args.topology_manager_policy,
+        scope: args.scope,
         numa_nodes: numa_nodes(host),
         static_cpus: false,
     };

@@ -8,6 +8,7 @@ use hwlocality::object::attributes::ObjectAttributes;
 use hwlocality::topology::builder::TypeFilter;
 
 use super::{DISPLAY, NVIDIA, Sysfs, address, walk};
+use crate::quote::one_line;
 use crate::topology::{GpuObservation, GpuUuid, HostObservation, PciAddress};
 
 /// What a hwloc XML says of a machine.
@@ -63,7 +64,7 @@ fn version(text: &str) -> Option<&str> {
 
 fn load(text: &str) -> Result<Topology, HwlocXmlError> {
     fn refused(error: impl std::fmt::Display) -> HwlocXmlError {
-        HwlocXmlError::Refused(error.to_string().split_whitespace().collect::<Vec<_>>().join(" "))
+        HwlocXmlError::Refused(one_line(&error.to_string()))
     }
     let builder = Topology::builder().with_io_type_filter(TypeFilter::KeepAll).map_err(refused)?;
     builder.from_xml(text).map_err(refused)?.build().map_err(|error| {

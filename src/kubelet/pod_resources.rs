@@ -19,6 +19,7 @@ use super::checkpoint;
 use super::machine::Listing;
 use crate::allocation::DeviceId;
 use crate::backoff::Backoff;
+use crate::quote::one_line;
 use crate::state::{ClaimedDevice, Health, Holdings, NodeState, ResourceName};
 use linkwise_kubelet_api::podresources as wire;
 use wire::pod_resources_lister_client::PodResourcesListerClient;
@@ -57,7 +58,7 @@ pub enum PodResourcesError {
     #[error(transparent)]
     Connect(#[from] ConnectError),
     /// An error instead of an answer.
-    #[error("{path} answered {call} with an error: {} ({})", .status.message(), .status.code())]
+    #[error("{path} answered {call} with an error: {} ({})", one_line(.status.message()), .status.code())]
     Refused {
         /// The socket.
         path: String,

@@ -7,6 +7,7 @@ use tonic::Status;
 
 use super::channel::{ConnectError, connect};
 use super::convert;
+use crate::quote::one_line;
 use crate::state::ResourceName;
 use crate::uds::Peer;
 use linkwise_kubelet_api::v1beta1 as wire;
@@ -17,7 +18,7 @@ use linkwise_kubelet_api::v1beta1::registration_client::RegistrationClient;
 pub(super) enum RegisterError {
     #[error(transparent)]
     Connect(#[from] ConnectError),
-    #[error("the kubelet refused to register {resource}: {} ({})", .status.message(), .status.code())]
+    #[error("the kubelet refused to register {resource}: {} ({})", one_line(.status.message()), .status.code())]
     Refused { resource: ResourceName, status: Box<Status> },
 }
 

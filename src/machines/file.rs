@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 use serde_saphyr::UserMessageFormatter;
 
 use super::Machine;
+use crate::quote::one_line;
 use crate::topology::NodeObservation;
 
 /// The version of the format that this build reads and writes.
@@ -73,10 +74,6 @@ fn yaml<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, MachineFileErro
     let options = serde_saphyr::options! { with_snippet: false };
     serde_saphyr::from_str_with_options(text, options)
         .map_err(|error| MachineFileError::Yaml(one_line(&error.render_with_formatter(&UserMessageFormatter))))
-}
-
-fn one_line(message: &str) -> String {
-    message.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 impl TryFrom<MachineFile> for Machine {

@@ -5,6 +5,7 @@ use std::io::{self, Read};
 use std::path::Path;
 
 use super::{BUILT_IN, MAX_FILE_BYTES, Machine, MachineError, nccl, xml};
+use crate::quote::excerpt;
 
 /// What a name or a path led to.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,7 +59,7 @@ pub fn of_bytes(path: &str, bytes: Vec<u8>) -> Result<Loaded, MachineError> {
             Ok(Loaded::Host(HostXml { path: path(), name, text }))
         }
         "graphs" => Err(MachineError::NcclGraph { path: path() }),
-        root => Err(MachineError::UnknownXml { path: path(), root: xml::shortened(root) }),
+        root => Err(MachineError::UnknownXml { path: path(), root: excerpt(root) }),
     }
 }
 

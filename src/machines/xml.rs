@@ -8,6 +8,8 @@ use quick_xml::XmlVersion;
 use quick_xml::events::{BytesStart, Event};
 use quick_xml::reader::Reader;
 
+use crate::quote::{excerpt, one_line};
+
 /// Elements inside of each other in a document of which a tree is kept. Real ones (NCCL's) stay below 12. A node file
 /// takes two levels for each PCI device in another, and its reader stops at 64.
 pub(super) const MAX_DEPTH: usize = 28;
@@ -117,7 +119,7 @@ pub(super) fn tree(text: &str) -> Result<Element, XmlError> {
                 continue;
             }
             Step::Close => open.pop(),
-            Step::Text(text) => return Err(scan.error(XmlFault::Text(shortened(text)))),
+            Step::Text(text) => return Err(scan.error(XmlFault::Text(excerpt(text.trim())))),
         };
         match (closed, open.last_mut()) {
             (Some(closed), Some(parent)) => parent.children.push(closed),
@@ -136,7 +138,7 @@ pub(super) fn root(text: &str) -> Result<String, XmlError> {
     let mut scan = Scan::new(text, MAX_CHECKED_DEPTH);
     match scan.next()? {
         Some(Step::Open(start)) => name(&start).map_err(|fault| scan.error(fault)),
-        Some(Step::Text(text)) => Err(scan.error(XmlFault::Text(shortened(text)))),
+        Some(Step::Text(text)) => Err(scan.error(XmlFault::Text(excerpt(text.trim())))),
         Some(Step::Close) | None => Err(scan.error(XmlFault::Empty)),
     }
 }
@@ -153,7 +155,7 @@ pub(super) fn check(text: &str) -> Result<(), XmlError> {
             Step::Open(start) => {
                 elements += 1;
                 if start.attributes().with_checks(false).nth(MAX_ATTRIBUTES).is_some() {
-                    return Err(scan.error(XmlFault::TooManyAttributes(shortened(start.name().as_ref()))));
+                    return Err(scan.error(XmlFault::TooManyAttributes(excerpt(start.name().as_ref()))));
                 }
             }
             Step::Close if scan.open.is_empty() => return scan.rest(),
@@ -164,17 +166,6 @@ pub(super) fn check(text: &str) -> Result<(), XmlError> {
         }
     }
     Err(scan.error(XmlFault::Empty))
-}
-
-/// What a stranger wrote, fit for one line of a message.
-pub(super) fn shortened(text: &str) -> String {
-    const MOST: usize = 60;
-    let mut words = text.split_whitespace().flat_map(|word| word.chars().chain([' ']));
-    let mut short: String = words.by_ref().take(MOST).collect();
-    let more = words.next().is_some();
-    short.truncate(short.trim_end().len());
-    let printable = short.chars().map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c });
-    printable.chain(if more { " ..." } else { "" }.chars()).collect()
 }
 
 fn name(start: &BytesStart<'_>) -> Result<String, XmlFault> {
@@ -190,20 +181,20 @@ fn element(start: &BytesStart<'_>) -> Result<Element, XmlFault> {
     let mut attributes = start.attributes();
     // Their own check compares each with all before it, however many there are.
     for attribute in attributes.with_checks(false) {
-        let attribute = attribute.map_err(|error| XmlFault::Syntax(shortened(&error.to_string())))?;
+        let attribute = attribute.map_err(|error| XmlFault::Syntax(one_line(&error.to_string())))?;
         if element.attributes.len() == MAX_ATTRIBUTES {
-            return Err(XmlFault::TooManyAttributes(shortened(&element.name)));
+            return Err(XmlFault::TooManyAttributes(excerpt(&element.name)));
         }
         if attribute.value.len() > MAX_VALUE {
             return Err(XmlFault::TooLong);
         }
         let key = own(attribute.key.as_ref())?;
         if element.get(&key).is_some() {
-            return Err(XmlFault::DuplicateAttribute(shortened(&key)));
+            return Err(XmlFault::DuplicateAttribute(excerpt(&key)));
         }
         // Only the five predefined entities and character references are known, and those do not multiply.
         let value = attribute.normalized_value(XmlVersion::Implicit1_0);
-        let value = value.map_err(|error| XmlFault::Syntax(shortened(&error.to_string())))?;
+        let value = value.map_err(|error| XmlFault::Syntax(one_line(&error.to_string())))?;
         element.attributes.push((key, value.into_owned()));
     }
     Ok(element)
@@ -264,7 +255,7 @@ impl<'t> Scan<'t> {
                 Ok(event) => event,
                 Err(error) => {
                     self.count_to(self.reader.error_position());
-                    return Err(self.error(XmlFault::Syntax(shortened(&error.to_string()))));
+                    return Err(self.error(XmlFault::Syntax(one_line(&error.to_string()))));
                 }
             };
             match event {
@@ -290,7 +281,7 @@ impl<'t> Scan<'t> {
                 Event::DocType(declared) if declared.contains('[') => return Err(self.error(XmlFault::Declarations)),
                 Event::DocType(_) | Event::Comment(_) | Event::Decl(_) | Event::PI(_) => {}
                 Event::Eof => {
-                    let innermost = self.open.last().map(|(name, opened)| (shortened(name), *opened));
+                    let innermost = self.open.last().map(|(name, opened)| (excerpt(name), *opened));
                     let truncated = innermost.map(|(name, opened)| XmlFault::Truncated { name, opened });
                     return truncated.map_or(Ok(None), |fault| Err(self.error(fault)));
                 }

@@ -13,6 +13,8 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 use tokio::process::Command;
 use tokio::time::timeout;
 
+use crate::quote::{one_line, quoted};
+
 /// The longest answer that is read, in bytes.
 const LONGEST: u64 = 8 << 10;
 
@@ -55,7 +57,7 @@ pub enum ControlError {
         after: Duration,
     },
     /// It answered with a failure.
-    #[error("'{command}': nvidia-cuda-mps-control failed ({status}): {output}")]
+    #[error("'{command}': nvidia-cuda-mps-control failed ({status}): {}", one_line(output))]
     Failed {
         /// The command.
         command: String,
@@ -65,7 +67,7 @@ pub enum ControlError {
         output: String,
     },
     /// A limit reads back as another than was set.
-    #[error("'{command}' answered '{answer}', not {wanted}: the limit does not hold")]
+    #[error("'{command}' answered {}, not {wanted}: the limit does not hold", quoted(answer))]
     NotHeld {
         /// The command.
         command: String,

@@ -20,6 +20,7 @@ use tokio::time::{Instant, sleep, timeout};
 use super::control::{Control, ControlError, is_memory, is_percentage};
 use super::layout::Layout;
 use super::limits::Limits;
+use crate::quote::one_line;
 use crate::state::ResourceName;
 use crate::topology::GpuUuid;
 
@@ -267,7 +268,7 @@ async fn set_compute_mode(
                 Ok(Ok(output)) if output.status.success() => return Ok(()),
                 Ok(Ok(output)) => {
                     let said = [output.stdout, output.stderr].concat();
-                    format!("nvidia-smi failed ({}): {}", output.status, String::from_utf8_lossy(&said).trim())
+                    format!("nvidia-smi failed ({}): {}", output.status, one_line(&String::from_utf8_lossy(&said)))
                 }
                 Ok(Err(error)) => format!("cannot start nvidia-smi: {error}"),
                 Err(_) => format!("no answer from nvidia-smi within {deadline:?}"),

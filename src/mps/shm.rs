@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use tokio::process::Command;
 
 use super::layout::Layout;
+use crate::quote::one_line;
 
 /// As the NVIDIA plugin mounts it: 64 MiB, the size container runtimes give a /dev/shm.
 const OPTIONS: &str = "rw,nosuid,nodev,noexec,relatime,size=65536k";
@@ -74,7 +75,7 @@ pub async fn mount_shm(layout: &Layout) -> Result<Shm, ShmError> {
     if done.status.success() {
         return Ok(Shm::Mounted);
     }
-    Err(ShmError::Mount { path, output: String::from_utf8_lossy(&done.stderr).trim().to_owned() })
+    Err(ShmError::Mount { path, output: one_line(&String::from_utf8_lossy(&done.stderr)) })
 }
 
 /// Whether a tmpfs is mounted at `path`, by a text in the form of /proc/self/mountinfo (man 5 proc): the fifth field is

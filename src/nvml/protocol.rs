@@ -11,6 +11,7 @@ use std::str::FromStr;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::quote::excerpt;
 use crate::state::{HealthPoll, Reach};
 use crate::topology::{GpuObservation, GpuUuid, ProbeFailure};
 
@@ -230,7 +231,7 @@ impl<M: DeserializeOwned> Incoming<M> {
             return Err(ProtocolError::TooLong);
         }
         serde_json::from_slice(&line).map(Some).map_err(|source| {
-            let line = String::from_utf8_lossy(&line).trim_end().chars().take(80).collect();
+            let line = excerpt(String::from_utf8_lossy(&line).trim_end());
             ProtocolError::Nonsense { line, source }
         })
     }

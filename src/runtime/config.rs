@@ -1,149 +1,164 @@
-//! The configuration while linkwise runs: read again when the file changes or at SIGHUP, and what a change changes.
-
-use std::path::PathBuf;
-use std::sync::Arc;
+//! The configuration while linkwise runs: reloaded when the file changes or at SIGHUP, and what a change causes.
+//!
+//! A task of `run` and of `mps-control-daemon`. It turns a valid change into events of the node; an invalid one changes
+//! nothing.
 
 use anyhow::{Context, Result};
 use tokio::signal::unix::Signal;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use crate::config::file::{Finding, Weight};
-use crate::config::settings::{ConfigError, Loaded, load};
+use crate::config::file::{Finding, Severity};
+use crate::config::settings::{ConfigError, load_text};
 use crate::config::{ConfigMetrics, Environment, FileWatch, Flags, Settings};
 use crate::errors::chain;
 use crate::state::Event;
 
-/// The keys that count at once while linkwise runs; the others count at its next start.
-const AT_ONCE: &[&str] = &[
-    "flags.migStrategy",
-    "flags.plugin.sharedDevicesAllocationPolicy",
-    "linkwise.filter.exclude",
-    "linkwise.filter.keepDisplay",
-    "linkwise.naming",
-    "linkwise.numaHints",
-    "linkwise.policies",
-    "resources",
-    "sharing",
-];
-
-/// Tells people what is odd about a configuration.
-pub(super) fn log(loaded: &Loaded) {
-    loaded.findings.iter().for_each(log_finding);
-}
-
-fn log_finding(finding: &Finding) {
-    let Finding { line, key, problem } = finding;
-    match problem.weight() {
-        Weight::Note => tracing::warn!(line, key, %problem, "configuration"),
-        Weight::Doubt => tracing::warn!(line, key, %problem, "configuration: 'linkwise config check' refuses this"),
-        Weight::Error => tracing::error!(line, key, %problem, "configuration: refused"),
+/// Logs findings, a line each.
+pub(super) fn log(findings: &[Finding]) {
+    for Finding { line, key, severity, problem } in findings {
+        match severity {
+            Severity::Note => tracing::warn!(line, key, problem, "configuration"),
+            Severity::Warning => {
+                tracing::warn!(line, key, problem, "configuration, rejected by 'linkwise config check'")
+            }
+            Severity::Error => tracing::error!(line, key, problem, "configuration, rejected"),
+        }
     }
 }
 
-/// Reads the configuration again and again.
-pub(super) struct Reader {
+/// Follows the configuration.
+pub(super) struct Reloader {
     pub flags: Flags,
     pub environment: Environment,
-    /// What counts; whoever works by it follows it.
-    pub settings: watch::Sender<Arc<Settings>>,
+    /// The effective settings.
+    pub settings: Settings,
     pub metrics: ConfigMetrics,
+    pub events: mpsc::Sender<Event>,
 }
 
-impl Reader {
-    /// Lives until `shutdown`. A `hangup` asks for a reading.
+impl Reloader {
+    /// Runs until `shutdown`. A `hangup` asks for a reload.
     pub async fn run(self, hangup: Signal, shutdown: CancellationToken) -> Result<()> {
-        shutdown.run_until_cancelled(self.live(hangup)).await.unwrap_or(Ok(()))
+        shutdown.run_until_cancelled(self.follow(hangup)).await.unwrap_or(Ok(()))
     }
 
-    async fn live(self, mut hangup: Signal) -> Result<()> {
-        let path: Option<PathBuf> = self.settings.borrow().config_file.value.clone();
-        let mut file = match &path {
-            Some(path) => Some(FileWatch::of(path).await),
-            None => None,
-        };
-        // What was written between the first reading and this moment is seen now.
-        self.read("start").await?;
+    async fn follow(mut self, mut hangup: Signal) -> Result<()> {
+        let mut file = self.settings.config_file.value.as_deref().map(FileWatch::of);
+        // The file may have changed since it was loaded for the start.
+        let mut reason = "start";
+        let mut text = read(&mut file).await;
         loop {
+            self.reload(text, reason).await?;
             let changed = async {
                 match &mut file {
                     Some(file) => file.changed().await,
                     None => std::future::pending().await,
                 }
             };
-            let why = tokio::select! {
-                () = changed => "the file changed",
-                _ = hangup.recv() => "SIGHUP",
+            (reason, text) = tokio::select! {
+                text = changed => ("the file changed", text),
+                _ = hangup.recv() => ("SIGHUP", read(&mut file).await),
             };
-            self.read(why).await?;
         }
     }
 
-    /// Reads once: what is valid counts from now on, and what is not leaves things as they are.
-    async fn read(&self, why: &'static str) -> Result<()> {
-        let (flags, environment) = (self.flags.clone(), self.environment.clone());
-        // A disk in trouble would hold a thread that admissions need.
-        let read = tokio::task::spawn_blocking(move || load(&flags, &environment)).await;
-        let read = read.context("the reading of the configuration broke off")?;
-        self.metrics.config_valid(read.is_ok());
-        match read {
-            Ok(loaded) => {
-                let changed = loaded.settings.changed(&self.settings.borrow());
-                if changed.is_empty() {
-                    if why != "start" {
-                        tracing::info!(why, "the configuration was read again; nothing in it is another");
-                    }
-                    return Ok(());
-                }
-                tracing::info!(why, changed = changed.join(","), "a new configuration counts");
-                let late: Vec<&str> = changed.into_iter().filter(|key| !AT_ONCE.contains(key)).collect();
-                if !late.is_empty() {
-                    tracing::warn!(keys = late.join(","), "these take effect when linkwise is started the next time");
-                }
-                log(&loaded);
-                self.settings.send_replace(Arc::new(loaded.settings));
-            }
+    /// Applies a text: a valid one takes effect, any other leaves things as they are.
+    async fn reload(&mut self, text: Result<String, ConfigError>, reason: &str) -> Result<()> {
+        let loaded = text.and_then(|text| load_text(&self.flags, &self.environment, &text));
+        self.metrics.config_valid(loaded.is_ok());
+        let loaded = match loaded {
+            Ok(loaded) => loaded,
             Err(error) => {
-                if let ConfigError::Refused { findings, .. } = &error {
-                    findings.iter().for_each(log_finding);
+                if let ConfigError::Rejected { findings, .. } = &error {
+                    log(findings);
                 }
-                let error = chain(&error);
-                tracing::error!(why, error, "the configuration is refused; the one before counts on");
+                tracing::error!(
+                    why = reason,
+                    error = chain(&error),
+                    "configuration rejected, keeping the previous one"
+                );
+                return Ok(());
             }
+        };
+        let changed = loaded.settings.changed(&self.settings);
+        if changed.is_empty() {
+            if reason != "start" {
+                tracing::info!(why = reason, "configuration reloaded, unchanged");
+            }
+            return Ok(());
         }
+        let keys = |at_once: &[bool]| {
+            let keys = changed.iter().filter(|changed| at_once.contains(&changed.at_once)).map(|changed| changed.key);
+            keys.collect::<Vec<_>>().join(",")
+        };
+        tracing::info!(why = reason, changed = keys(&[true, false]), "configuration applied");
+        let later = keys(&[false]);
+        if !later.is_empty() {
+            tracing::warn!(keys = later, "these settings apply at the next start");
+        }
+        log(&loaded.findings);
+        for event in events(&self.settings, &loaded.settings) {
+            self.events.send(event).await.context("the node takes no events")?;
+        }
+        self.settings = loaded.settings;
         Ok(())
     }
 }
 
-/// Turns changes of the configuration into events of the node.
-pub(super) struct Follower {
-    pub settings: watch::Receiver<Arc<Settings>>,
-    pub events: mpsc::Sender<Event>,
+async fn read(file: &mut Option<FileWatch>) -> Result<String, ConfigError> {
+    match file {
+        Some(file) => file.read().await,
+        None => Ok(String::new()),
+    }
 }
 
-impl Follower {
-    /// Lives until `shutdown`.
-    pub async fn run(mut self, shutdown: CancellationToken) -> Result<()> {
-        shutdown.run_until_cancelled(self.follow()).await.unwrap_or(Ok(()))
+/// What a change of the settings causes at once.
+fn events(before: &Settings, now: &Settings) -> Vec<Event> {
+    let mut events = Vec::new();
+    if now.numa_hints.value != before.numa_hints.value {
+        events.push(Event::NumaHints(now.numa_hints.value));
+    }
+    let plan = now.plan();
+    if plan != before.plan() {
+        events.push(Event::Planned(Box::new(plan)));
+    }
+    events
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+
+    const FILE: &str = include_str!("../../tests/configs/linkwise/everything.yaml");
+
+    fn settings(file: &Value) -> Settings {
+        // JSON is YAML.
+        load_text(&Flags::default(), &Environment::default(), &file.to_string()).unwrap().settings
     }
 
-    async fn follow(&mut self) -> Result<()> {
-        let mut last = Arc::clone(&self.settings.borrow_and_update());
-        loop {
-            self.settings.changed().await.context("nobody reads the configuration any more")?;
-            let now = Arc::clone(&self.settings.borrow_and_update());
-            let mut events = Vec::new();
-            if now.numa_hints.value != last.numa_hints.value {
-                events.push(Event::NumaHints(now.numa_hints.value.into()));
-            }
-            let plan = now.plan();
-            if plan != last.plan() {
-                events.push(Event::Planned(Box::new(plan)));
-            }
-            for event in events {
-                self.events.send(event).await.context("nobody takes events any more")?;
-            }
-            last = now;
+    /// Takes the value at a path of keys out of a tree.
+    fn without(tree: &Value, path: &str) -> Value {
+        let mut tree = tree.clone();
+        let (parent, last) = path.rsplit_once('.').unwrap_or(("", path));
+        let parent = if parent.is_empty() { String::new() } else { format!("/{}", parent.replace('.', "/")) };
+        tree.pointer_mut(&parent).unwrap().as_object_mut().unwrap().remove(last).unwrap();
+        tree
+    }
+
+    #[test]
+    fn settings_that_apply_at_once_are_those_that_cause_events() {
+        let tree: Value = serde_saphyr::from_str(FILE).unwrap();
+        let all = settings(&tree);
+        for shown in all.shown().into_iter().filter(|shown| shown.key != "configFile") {
+            let before = settings(&without(&tree, shown.key));
+            assert!(
+                before.changed(&all).iter().any(|changed| changed.key == shown.key),
+                "{} has its default",
+                shown.key
+            );
+            assert_eq!(!events(&before, &all).is_empty(), shown.at_once, "{}", shown.key);
         }
     }
 }

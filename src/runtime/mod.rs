@@ -78,7 +78,7 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let mut take_up = signal(SignalKind::user_defined2()).context("cannot listen for SIGUSR2")?;
     let environment = Environment::read();
     let loaded = load(&args.flags, &environment)?;
-    config::log(&loaded);
+    config::log(&loaded.findings);
     let settings = loaded.settings;
     let admin = settings.admin_socket.value.as_deref().map(Local::bind).transpose()?;
     let seen = watch::Sender::default();
@@ -89,9 +89,8 @@ async fn serve(args: &RunArgs) -> Result<()> {
         callers: Callers::and(settings.allowed_uids.value.iter().copied()),
         ..kubelet::Settings::new(settings.kubelet_socket.value.clone())
     };
-    let overrides = settings.xids.value.iter().map(|(xid, action)| (*xid, (*action).into())).collect();
     let health = HealthSettings {
-        xids: XidPolicy { overrides, ..args.xids.policy() },
+        xids: XidPolicy { overrides: settings.xids.value.clone(), ..args.xids.policy() },
         hold: args.nvml.health_hold_ms.map(Duration::from_millis),
         await_first_poll: true,
         state_dir: args.state_dir.clone().or_else(|| keeper::beside(&settings.kubelet_socket.value)),
@@ -102,7 +101,7 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let mut node = Node::start(NodeSettings {
         kubelet,
         metrics_address: settings.metrics_address.value,
-        numa_hints: settings.numa_hints.value.into(),
+        numa_hints: settings.numa_hints.value,
         health,
     })
     .await?;
@@ -132,12 +131,9 @@ async fn serve(args: &RunArgs) -> Result<()> {
     node.events().send(planned).await.context("nobody takes events")?;
     node.spawn("NVML driver", driver.run(shutdown.clone()));
     node.spawn("MPS daemons' watch", watch.run(shutdown.clone()));
-    let settings = watch::Sender::new(Arc::new(settings));
-    let follower = config::Follower { settings: settings.subscribe(), events: node.events() };
-    node.spawn("configuration's follower", follower.run(shutdown.clone()));
-    let metrics = node.metrics().register(ConfigMetrics::register);
-    let reader = config::Reader { flags: args.flags.clone(), environment, settings, metrics };
-    node.spawn("configuration", reader.run(hangup, shutdown.clone()));
+    let (metrics, events) = (node.metrics().register(ConfigMetrics::register), node.events());
+    let reloader = config::Reloader { flags: args.flags.clone(), environment, settings, metrics, events };
+    node.spawn("configuration", reloader.run(hangup, shutdown.clone()));
     if let Some(admin) = admin {
         let (orders, shutdown) = (operator::orders(&node, &release), shutdown.clone());
         node.spawn("admin socket", async move {

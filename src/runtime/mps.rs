@@ -76,7 +76,7 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     let hangup = signal(SignalKind::hangup()).context("cannot listen for SIGHUP")?;
     let environment = Environment::read();
     let loaded = load(&args.flags, &environment)?;
-    config::log(&loaded);
+    config::log(&loaded.findings);
     let layout = Layout::new(&args.root.container_root);
     let _lock = lock(&layout)?;
     let (events, mut happened) = mpsc::channel(EVENTS);
@@ -92,11 +92,9 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     let planned = Event::Planned(Box::new(loaded.settings.plan()));
     events.send(planned).await.context("nobody takes events")?;
     tasks.spawn(named("NVML driver", driver.run(shutdown.clone())));
-    let settings = watch::Sender::new(Arc::new(loaded.settings));
-    let follower = config::Follower { settings: settings.subscribe(), events };
-    tasks.spawn(named("configuration's follower", follower.run(shutdown.clone())));
-    let reader = config::Reader { flags: args.flags.clone(), environment, settings, metrics: config_metrics };
-    tasks.spawn(named("configuration", reader.run(hangup, shutdown.clone())));
+    let (flags, settings) = (args.flags.clone(), loaded.settings);
+    let reloader = config::Reloader { flags, environment, settings, metrics: config_metrics, events };
+    tasks.spawn(named("configuration", reloader.run(hangup, shutdown.clone())));
 
     let programs = Programs { control: "nvidia-cuda-mps-control".into(), smi: "nvidia-smi".into() };
     let mut daemons = Daemons::new(Settings { layout: layout.clone(), programs, pace: PACE });

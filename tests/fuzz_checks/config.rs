@@ -1,9 +1,10 @@
-//! Configuration files: whatever a text holds, all that is said of it is said in lines of it, and what counts keeps its
-//! promises. Called by the target `config`.
+//! Configuration files: whatever a text holds, each finding is one line about a line of it, and the settings keep their
+//! bounds. Called by the target `config`.
 
 use linkwise::config::file::File;
-use linkwise::config::settings::{ReplicatedDevices, Sources};
+use linkwise::config::settings::Sources;
 use linkwise::config::{Environment, Flags, Settings};
+use linkwise::state::SharedDevices;
 
 use super::machine::is_one_line;
 
@@ -13,7 +14,7 @@ pub fn config(bytes: &[u8]) {
     let (file, mut findings) = File::parse(text);
     let sources = Sources { flags: &Flags::default(), environment: &Environment::default(), file: &file };
     let settings = Settings::build(&sources, &mut findings);
-    // YAML knows other ends of a line than lines() does; a file that ends too early is placed after its last line.
+    // YAML has more line ends than lines(); the finding about a file that ends too early is after its last line.
     let lines =
         u64::try_from(text.split(['\n', '\r', '\u{85}', '\u{2028}', '\u{2029}']).count()).expect("a number of lines");
     for finding in &findings {
@@ -22,15 +23,13 @@ pub fn config(bytes: &[u8]) {
             assert!((1..=lines + 1).contains(&line), "line {line} of {lines}: {finding}");
         }
     }
-    let sharing = &settings.sharing.value;
-    assert!(sharing.time_slicing.is_none() || sharing.mps.is_none(), "shared in two ways");
-    for resource in sharing.time_slicing.iter().chain(&sharing.mps).flat_map(|shared| &shared.resources) {
+    for resource in settings.sharing.value.iter().flat_map(|sharing| &sharing.resources) {
         assert!((2..=1024).contains(&resource.replicas), "{resource:?}");
         let own = resource.rename.as_ref().is_some_and(|name| *name.as_str() != format!("{}.shared", resource.name));
-        let chosen = own || resource.devices != ReplicatedDevices::All;
+        let chosen = own || resource.devices != SharedDevices::All;
         assert!(settings.naming.value || !chosen, "names or devices without naming: {resource:?}");
     }
     let resources = &settings.resources.value;
     assert!(settings.naming.value || resources.gpus.is_empty() && resources.mig.is_empty(), "patterns without naming");
-    assert_eq!(settings.changed(&settings.clone()), [] as [&str; 0]);
+    assert_eq!(settings.changed(&settings.clone()), []);
 }

@@ -47,6 +47,7 @@ fn received<M: DeserializeOwned>(bytes: &[u8], piece: usize) -> (Vec<M>, Option<
                 Ok(None) => break,
                 Err(error) => {
                     let error = error.to_string();
+                    machine::is_one_line(&error);
                     assert!(error.len() < 512, "a message of {} bytes about a message", error.len());
                     return (messages, Some(error));
                 }

@@ -118,7 +118,7 @@ async fn other_replicas_are_other_limits_and_the_same_ones_end_nothing() {
     daemon.says("nothing in it is another").await;
     // Of no matter for MPS.
     configure(&node, &(sharing("nvidia.com/gpu", 10) + "linkwise: {numaHints: off}\n"));
-    daemon.says("a new configuration counts").await;
+    daemon.says("configuration applied").await;
     assert_eq!((node.pid(&gpu), look(node.layout(), &gpu, &wanted(10))), (before, Readiness::Ready));
     configure(&node, &sharing("nvidia.com/gpu", 4));
     daemon.says("the MPS daemon ended").await;

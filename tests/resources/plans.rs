@@ -75,32 +75,32 @@ fn impossible_plan_is_withheld_and_named() {
         ),
         (
             slicing(vec![slices("nvidia.com/gpu", 2), slices("nvidia.com/gpu", 3)]),
-            "nvidia.com/gpu is to be shared twice; it is not offered",
+            "nvidia.com/gpu is listed twice under sharing; it is not offered",
             13,
         ),
         (
             slicing(vec![slices("nvidia.com/gpu", 1)]),
-            "nvidia.com/gpu is to be shared with 1 replicas, 2 is the least; it is not offered",
+            "nvidia.com/gpu: replicas is 1, at least 2 are needed; it is not offered",
             13,
         ),
         (
             slicing(vec![slices("nvidia.com/mig-1g.10gb", u32::MAX)]),
-            "nvidia.com/mig-1g.10gb is to be shared in 34359738360 slots, 16384 is the most; it is not offered",
+            "nvidia.com/mig-1g.10gb would have 34359738360 slots, at most 16384 are possible; it is not offered",
             6,
         ),
         (
             slicing(vec![devices(SharedDevices::Count(2))]),
-            "2 devices of nvidia.com/gpu are to be shared, the node has 1; it is not offered",
+            "nvidia.com/gpu: 2 of its devices are to be shared, the node has 1; it is not offered",
             13,
         ),
         (
             slicing(vec![devices(list("1"))]),
-            "device 1 is to be shared, but it is none of nvidia.com/gpu; that is not offered",
+            "nvidia.com/gpu has no device 1 that could be shared; it is not offered",
             13,
         ),
         (
             slicing(vec![devices(list(GONE))]),
-            "device GPU-99999999-0000-4000-8000-000000000000 is to be shared, but it is none of nvidia.com/gpu; that is not offered",
+            "nvidia.com/gpu has no device GPU-99999999-0000-4000-8000-000000000000 that could be shared; it is not offered",
             13,
         ),
         (
@@ -122,12 +122,12 @@ fn impossible_plan_is_withheld_and_named() {
         ),
         (
             slicing(vec![renamed("nvidia.com/gpu", "nvidia.com/mig-2g.20gb")]),
-            "nvidia.com/gpu is to be shared as nvidia.com/mig-2g.20gb, which is another resource already; it is not offered",
+            "nvidia.com/gpu is to be shared as nvidia.com/mig-2g.20gb, which is another resource's name; it is not offered",
             13,
         ),
         (
             slicing(vec![renamed("nvidia.com/gpu", "a.b/c"), renamed("nvidia.com/mig-2g.20gb", "a.b/c")]),
-            "nvidia.com/mig-2g.20gb is to be shared as a.b/c, which is another resource already; it is not offered",
+            "nvidia.com/mig-2g.20gb is to be shared as a.b/c, which is another resource's name; it is not offered",
             14,
         ),
         (
@@ -138,7 +138,7 @@ fn impossible_plan_is_withheld_and_named() {
                 }),
                 ..ResourcePlan::default()
             },
-            &*format!("'{long}.shared' is no resource name; what would have it is not offered"),
+            &*format!("'{long}.shared' is not a resource name that kubelets accept; it is not offered"),
             4,
         ),
     ];
@@ -178,7 +178,7 @@ fn gpus_that_offer_nothing_are_named() {
     let (snapshot, _) = NodeState::default().apply(planned(&plan), NOW);
     let (snapshot, effects) = snapshot.apply(seen(node), NOW);
     let words = [
-        "GPU 0000:07:00.0 (GPU-00000000-0000-0000-0000-000000000000): a display is set up on it; it is left out",
+        "GPU 0000:07:00.0 (GPU-00000000-0000-0000-0000-000000000000): it has an active display; it is not offered",
         "GPU 0000:47:00.0: MIG mode is on, but it has no MIG device; it offers nothing",
     ];
     assert_eq!(told(&effects), words);

@@ -1,4 +1,4 @@
-//! The configuration file under a running plugin: what changes, what is refused, and by which name we are called.
+//! The configuration file under a running plugin: what a change applies, and what is rejected.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use crate::node::{GPU, Node, Setup, registered, uuid};
 
 const VALID: &str = "linkwise_config_valid";
 
-/// Writes a file whole: nobody reads half of it.
+/// Replaces a file in one step.
 pub fn write(file: &Path, text: &str) {
     let new = file.with_extension("new");
     std::fs::write(&new, text).unwrap();
@@ -42,14 +42,14 @@ async fn hinted(kubelet: &KubeletBox, hinted: bool) {
 }
 
 #[tokio::test]
-async fn a_changed_file_counts_without_a_restart_and_pods_keep_their_gpus() {
+async fn changed_file_applies_while_pods_keep_their_gpus() {
     let (node, kubelet, file) = serve("version: v1\n").await;
     hinted(&kubelet, true).await;
     kubelet.admit(&Pod::single("before", GPU, 2), None).await.unwrap();
     let held = kubelet.state().resources[GPU].in_use();
     write(&file, "version: v1\nlinkwise:\n  numaHints: off\n");
     hinted(&kubelet, false).await;
-    let line = node.process.logged(|line| line["message"] == "a new configuration counts").await;
+    let line = node.process.logged(|line| line["message"] == "configuration applied").await;
     assert_eq!(
         (line["changed"].as_str(), line["why"].as_str()),
         (Some("linkwise.numaHints"), Some("the file changed"))
@@ -60,14 +60,15 @@ async fn a_changed_file_counts_without_a_restart_and_pods_keep_their_gpus() {
 }
 
 #[tokio::test]
-async fn a_file_that_became_wrong_is_reported_and_the_one_before_counts_on() {
+async fn rejected_file_leaves_the_previous_one() {
     let (node, kubelet, file) = serve("linkwise: {numaHints: off}\n").await;
     hinted(&kubelet, false).await;
     write(&file, "linkwise: {numaHints: socket}\n");
     node.metric(VALID, 0).await;
     let line = node.process.logged(|line| line["level"] == "ERROR" && line["key"] == "linkwise.numaHints").await;
     assert_eq!(line["line"], 1);
-    // It serves as before, and a file that is gone is no better.
+    node.process.said("configuration rejected, keeping the previous one").await;
+    // It serves as before. A missing file is rejected too.
     kubelet.admit(&Pod::single("meanwhile", GPU, 1), None).await.unwrap();
     hinted(&kubelet, false).await;
     std::fs::remove_file(&file).unwrap();
@@ -78,24 +79,24 @@ async fn a_file_that_became_wrong_is_reported_and_the_one_before_counts_on() {
 }
 
 #[tokio::test]
-async fn sighup_reads_the_file_again() {
+async fn sighup_reloads_the_file() {
     let (node, _kubelet, _file) = serve("version: v1\n").await;
     node.process.signal("HUP");
-    let line = node.process.said("read again; nothing in it is another").await;
+    let line = node.process.said("configuration reloaded, unchanged").await;
     assert_eq!(line["why"], "SIGHUP");
     node.metric(VALID, 1).await;
 }
 
 #[tokio::test]
-async fn sighup_without_a_file_ends_nothing() {
+async fn sighup_without_a_file_is_harmless() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     node.process.signal("HUP");
-    node.process.said("read again; nothing in it is another").await;
+    node.process.said("configuration reloaded, unchanged").await;
     kubelet.admit(&Pod::single("after", GPU, 1), None).await.unwrap();
 }
 
 #[tokio::test]
-async fn an_unknown_key_is_told_of_and_the_rest_of_the_file_counts() {
+async fn unknown_key_is_a_warning_and_the_file_applies() {
     let (node, kubelet, _file) = serve("flags:\n  migStratgey: none\nlinkwise: {numaHints: off}\n").await;
     hinted(&kubelet, false).await;
     let line = node.process.logged(|line| line["key"] == "flags.migStratgey").await;
@@ -104,7 +105,7 @@ async fn an_unknown_key_is_told_of_and_the_rest_of_the_file_counts() {
 }
 
 #[tokio::test]
-async fn names_that_the_nvidia_plugin_ignores_are_told_of_with_the_key_that_turns_them_on() {
+async fn ignored_names_are_logged_with_the_key_that_enables_them() {
     let text = "resources:\n  gpus:\n  - {pattern: '*', name: v100}\n";
     let (node, _kubelet, _file) = serve(text).await;
     let line = node.process.logged(|line| line["key"] == "resources").await;
@@ -112,11 +113,11 @@ async fn names_that_the_nvidia_plugin_ignores_are_told_of_with_the_key_that_turn
 }
 
 #[tokio::test]
-async fn what_has_no_sense_here_is_taken_with_one_line() {
+async fn setting_without_effect_is_one_log_line() {
     let variables = [
-        ("CDI_FEATURE_FLAGS", "disable-nvsandboxutils", "no effect: they tell NVIDIA's generator"),
+        ("CDI_FEATURE_FLAGS", "disable-nvsandboxutils", "no effect: they are options of NVIDIA's generator"),
         ("CDI_DISABLE_HOOKS", "enable-cuda-compat,update-ldcache", "other hooks are in no CDI spec of linkwise"),
-        ("DEVICE_DISCOVERY_STRATEGY", "tegra", "no effect: linkwise looks for GPUs by NVML only"),
+        ("DEVICE_DISCOVERY_STRATEGY", "tegra", "no effect: linkwise discovers GPUs by NVML only"),
     ];
     for (variable, value, said) in variables {
         let (node, _kubelet) = Setup::on("dgx1-v100").env(variable, value).serve(8).await;
@@ -125,13 +126,13 @@ async fn what_has_no_sense_here_is_taken_with_one_line() {
         let lines = node.process.lines();
         assert_eq!(lines.iter().filter(|line| line.contains("\"message\":\"configuration")).count(), 1, "{lines:#?}");
     }
-    // What is as it is here anyway is no line at all.
+    // The value that linkwise works by anyway is not logged.
     let (node, _kubelet) = Setup::on("dgx1-v100").env("DEVICE_DISCOVERY_STRATEGY", "nvml").serve(8).await;
     assert!(!node.process.lines().iter().any(|line| line.contains("iscovery")), "{:#?}", node.process.lines());
 }
 
 #[tokio::test]
-async fn nothing_starts_with_a_wrong_configuration() {
+async fn invalid_configuration_ends_the_start() {
     let (setup, file) = with_file("flags:\n  failOnInitError: maybe\n  migStrategy: some\n");
     let mut process = setup.spawn();
     let (status, words) = process.ended().await;
@@ -153,7 +154,7 @@ async fn nothing_starts_with_a_wrong_configuration() {
 }
 
 #[tokio::test]
-async fn the_nvidia_plugins_command_serves_with_its_variables_and_its_file() {
+async fn nvidia_plugins_command_serves_by_its_variables_and_file() {
     let (mut setup, _file) = with_file("version: v1\nflags:\n  plugin:\n    passDeviceSpecs: true\n");
     let link = setup.at("nvidia-device-plugin");
     std::os::unix::fs::symlink(&setup.program, &link).unwrap();
@@ -168,10 +169,10 @@ async fn the_nvidia_plugins_command_serves_with_its_variables_and_its_file() {
 }
 
 #[tokio::test]
-async fn the_file_says_what_an_xid_means() {
+async fn file_overrides_the_class_of_an_xid() {
     let text = "linkwise:\n  health:\n    xids: {31: reset-gpu, 79: application}\n";
     let (node, kubelet, _file) = serve(text).await;
-    // By our table it is the other way round.
+    // The built-in table has it the other way round.
     node.setup.tell("xid 1 79");
     node.setup.tell("xid 2 31");
     kubelet.wait(|state| state.resources[GPU].unhealthy == BTreeSet::from([uuid(1, 2)])).await.unwrap();

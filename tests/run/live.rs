@@ -155,7 +155,7 @@ async fn a_sighup_makes_the_file_count_that_nobody_told_of() {
     node.process.signal("HUP");
     let gpu = &held.devices[0];
     lists(&kubelet, GPU, 14, &[gpu.clone(), format!("{gpu}::0"), format!("{gpu}::1")]).await;
-    let line = node.process.logged(|line| line["message"] == "a new configuration counts").await;
+    let line = node.process.logged(|line| line["message"] == "configuration applied").await;
     assert_eq!((line["why"].as_str(), line["changed"].as_str()), (Some("SIGHUP"), Some("sharing")));
     keeps(&kubelet, "pod", GPU, &held).await;
     assert_eq!((kubelet.state().resources[GPU].registrations, kubelet.violations()), (1, vec![]));

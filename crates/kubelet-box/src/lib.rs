@@ -34,6 +34,7 @@ use linkwise_kubelet_api::v1beta1 as wire;
 use tokio::time::timeout;
 
 pub use errors::{AdmissionError, BoxError, CallError, WaitError};
+pub use names::is_extended_resource;
 pub use pod::{Admitted, AdmittedContainer, Allocation, Asked, Container, DeviceSpec, Grant, Hint, Mount, Place, Pod};
 pub use state::{Calls, ResourceState, Resources, State, Violation};
 pub use topology_manager::{

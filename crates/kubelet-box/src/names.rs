@@ -11,7 +11,7 @@ const NAME_MAX: usize = 63;
 
 /// Whether `name` is an extended resource name: `domain/name`, not of kubernetes.io, and still a
 /// qualified name with `requests.` in front of it.
-pub(super) fn is_extended_resource(name: &str) -> bool {
+pub fn is_extended_resource(name: &str) -> bool {
     let Some((domain, rest)) = name.split_once('/') else { return false };
     !name.contains("kubernetes.io/")
         && !name.starts_with(QUOTA_PREFIX)

@@ -8,6 +8,7 @@ use serde::Deserialize;
 
 use super::count;
 use super::finding::{Finding, Findings};
+use crate::quote::{excerpt, one_line};
 
 /// What of a CDI spec matters here (CDI specification, SPEC.md: `kind` is vendor/class).
 #[derive(Deserialize)]
@@ -49,7 +50,7 @@ pub(super) fn check(folders: &[PathBuf]) -> Vec<Finding> {
             match spec {
                 Ok(spec) if spec.kind.starts_with("nvidia.com/") => {
                     specs += 1;
-                    found.ok(format!("{}: {} of {}", path.display(), count(spec.devices.len(), "device"), spec.kind));
+                    found.ok(format!("{}: {} of {}", path.display(), count(spec.devices.len(), "device"), excerpt(&spec.kind)));
                     twice(&mut found, &mut devices, spec, &path);
                 }
                 Ok(_) => {}
@@ -91,7 +92,7 @@ fn twice(found: &mut Findings, devices: &mut BTreeMap<String, PathBuf>, spec: Sp
                 other.display(),
                 path.display(),
                 count(common, "device"),
-                spec.kind
+                excerpt(&spec.kind)
             ),
             "of two in one folder a runtime takes neither, else that of /var/run/cdi: remove the older one",
         );
@@ -99,5 +100,5 @@ fn twice(found: &mut Findings, devices: &mut BTreeMap<String, PathBuf>, spec: Sp
 }
 
 fn first_line(error: &impl ToString) -> String {
-    error.to_string().lines().next().unwrap_or_default().to_owned()
+    one_line(error.to_string().lines().next().unwrap_or_default())
 }

@@ -59,7 +59,7 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
             found.extend(host::topology(&observed, &warnings));
             found.extend(kubelet::check(&args.kubelet_socket, &args.pod_resources_socket, limit).await);
             found.extend(runtime(&args.root, limit).await);
-            found.extend(topology_manager::check(&observed, &topology, args.numa_hints.into()));
+            found.extend(topology_manager::check(&observed, &topology, args.numa_hints));
         }
         None => {
             found.extend(hangs("topology", limit));

@@ -4,6 +4,8 @@
 
 use thiserror::Error;
 
+use crate::quote::excerpt;
+
 /// One job of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Job {
@@ -38,9 +40,6 @@ const SIZE: &str = "size";
 const DURATION: &str = "duration_seconds";
 const ARRIVAL: &str = "arrival_seconds";
 
-/// The most of a wrong field that an error repeats, in characters.
-const MOST_SHOWN: usize = 40;
-
 /// The jobs in the order in which they come; those that come at one time in the order of the lines.
 ///
 /// Blank lines are skipped, the columns may stand in any order; without arrivals all jobs come at 0.
@@ -64,7 +63,7 @@ fn columns(line: usize, header: &str) -> Result<Vec<&'static str>, TraceError> {
         let known = [SIZE, DURATION, ARRIVAL].into_iter().find(|known| *known == name);
         let column = known.ok_or_else(|| match name.parse::<f64>() {
             Ok(_) => TraceError::NoHeader,
-            Err(_) => TraceError::UnknownColumn { line, name: shown(name) },
+            Err(_) => TraceError::UnknownColumn { line, name: excerpt(name) },
         })?;
         if columns.contains(&column) {
             return Err(TraceError::DoubleColumn { line, name: column.to_owned() });
@@ -86,7 +85,7 @@ fn job(line: usize, row: &str, columns: &[&'static str]) -> Result<Job, TraceErr
         return Err(TraceError::Fields { line, found, expected: columns.len() });
     }
     for (column, text) in columns.iter().copied().zip(row.split(',').map(str::trim)) {
-        let wrong = || TraceError::Number { line, column, text: shown(text) };
+        let wrong = || TraceError::Number { line, column, text: excerpt(text) };
         match column {
             SIZE => job.size = text.parse().ok().filter(|size| *size > 0).ok_or_else(wrong)?,
             DURATION => job.duration = text.parse().map_err(|_| wrong())?,
@@ -94,10 +93,6 @@ fn job(line: usize, row: &str, columns: &[&'static str]) -> Result<Job, TraceErr
         }
     }
     Ok(job)
-}
-
-fn shown(text: &str) -> String {
-    text.chars().take(MOST_SHOWN).filter(|char| !char.is_control()).collect()
 }
 
 #[cfg(test)]

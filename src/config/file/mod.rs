@@ -1,26 +1,25 @@
-//! The configuration file: the NVIDIA plugin's format, version v1, with our own keys under `linkwise:`.
+//! The configuration file: the NVIDIA plugin's format, version v1, with linkwise's own keys under `linkwise:`.
 //!
-//! Owns reading the text and finding what is wrong with its keys; what a key means is `settings`' business. Called by
-//! `settings`. Touches no file system.
+//! Reads the text and checks its keys; `settings`, which calls this, reads the values. Touches no file system.
 
 mod finding;
 mod schema;
 mod tree;
 
-pub use finding::{Finding, Problem, Weight};
-pub(super) use tree::{Node, Value, quote};
+pub use finding::{Finding, Severity};
+pub(super) use tree::{Node, Value};
 
 /// The one version of the format.
 const VERSION: &str = "v1";
 
-/// A configuration file that was read: a tree in which every key is known.
+/// A configuration file: a tree of values with their lines.
 #[derive(Clone, Debug, PartialEq)]
 pub struct File {
     root: Node,
 }
 
 impl File {
-    /// Reads a text: the tree, and everything that is odd about its keys. Broken YAML gives an empty tree.
+    /// Reads a text, with findings about its YAML, its keys and its version. Broken YAML gives an empty tree.
     pub fn parse(text: &str) -> (Self, Vec<Finding>) {
         let mut findings = Vec::new();
         let mut root = tree::parse(text).unwrap_or_else(|broken| {
@@ -31,8 +30,8 @@ impl File {
         if let Some(node) = root.value.get("version")
             && !matches!(&node.value, Value::Text(version) if version == VERSION || version.is_empty())
         {
-            let problem = Problem::Version(node.value.describe());
-            findings.push(Finding { line: Some(node.line), key: "version".to_owned(), problem });
+            let problem = format!("this build reads version {VERSION}, found {}", node.value.describe());
+            findings.push(Finding::error(node.line, "version", problem));
         }
         (Self { root }, findings)
     }

@@ -1,11 +1,12 @@
-//! Which keys there are. A key that is not here is unknown; what its value may be is checked where it is read.
+//! Which keys a file may have. Every other key is unknown; values are checked where they are read.
 
-use super::finding::{Finding, Problem};
+use super::finding::Finding;
 use super::tree::{Node, Value};
 use crate::config::settings::keys;
+use crate::quote::excerpt;
 
-/// Keys whose values are read as a whole: patterns of paths, `[]` standing for the items of a list and `*` for any key.
-/// The single settings are added from their own table.
+/// Keys whose values are read as a whole, as paths; `[]` stands for the items of a list. The keys of single settings come
+/// from the settings' table.
 const COMPOUND: [&str; 20] = [
     "version",
     "resources.gpus[].pattern",
@@ -29,20 +30,20 @@ const COMPOUND: [&str; 20] = [
     "linkwise.policies",
 ];
 
-/// Where keys count only in their own letters: the NVIDIA plugin reads these mappings itself, and the rest by Go's JSON
-/// reader, which takes any case. Ours are strict.
-const OWN_LETTERS: [&str; 5] = ["resources.gpus", "resources.mig", "sharing.timeSlicing", "sharing.mps", "linkwise"];
+/// Where the case of keys counts: the NVIDIA plugin reads these mappings itself, and the rest by Go's JSON reader, which
+/// ignores case. linkwise's own keys are case-sensitive too.
+const CASE_SENSITIVE: [&str; 5] = ["resources.gpus", "resources.mig", "sharing.timeSlicing", "sharing.mps", "linkwise"];
 
-/// The share of a key's letters that a slip may change, for a guess at what was meant: one in three.
+/// A suggestion may differ from the unknown key in one of this many letters.
 const SLIP: usize = 3;
 
-/// Checks the shape of a whole file and names what is unknown; keys in other letters get their own.
+/// Checks the shape of a whole file and reports unknown keys. Keys in another case are renamed to the known spelling.
 pub(super) fn check(root: &mut Node, findings: &mut Vec<Finding>) {
-    let known: Vec<&str> = keys().into_iter().chain(COMPOUND).collect();
+    let known: Vec<&str> = keys().chain(COMPOUND).collect();
     walk(root, "", "", &known, findings);
 }
 
-/// The keys that may stand below a path, each once. Below a leaf there is none.
+/// The keys that may stand below a path, each once; none below a leaf.
 fn below<'k>(path: &str, known: &[&'k str]) -> Vec<&'k str> {
     let prefix = if path.is_empty() { String::new() } else { format!("{path}.") };
     let rests = known.iter().filter_map(|pattern| pattern.strip_prefix(prefix.as_str()));
@@ -57,7 +58,7 @@ fn is_list(path: &str, known: &[&str]) -> bool {
     known.iter().any(|pattern| pattern.starts_with(&prefix))
 }
 
-/// `path` is the pattern of where we are, `shown` the same with the numbers of items.
+/// `path` is the pattern of this node's path, `shown` the same with the numbers of list items, for messages.
 fn walk(node: &mut Node, path: &str, shown: &str, known: &[&str], findings: &mut Vec<Finding>) {
     let list = is_list(path, known);
     let keys = below(path, known);
@@ -79,16 +80,17 @@ fn walk(node: &mut Node, path: &str, shown: &str, known: &[&str], findings: &mut
         Value::Map(entries) if !list => {
             let join = |key: &str, path: &str| if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
             for entry in entries {
-                let whole = join(&entry.key, shown);
-                let mut tell = |problem| findings.push(Finding { line: Some(entry.line), key: whole.clone(), problem });
                 if !keys.contains(&entry.key.as_str()) {
-                    let strict = OWN_LETTERS.iter().any(|own| path.starts_with(own));
+                    let strict = CASE_SENSITIVE.iter().any(|own| path.starts_with(own));
                     let same = keys.iter().find(|key| !strict && key.eq_ignore_ascii_case(&entry.key));
                     let Some(same) = same else {
-                        tell(Problem::UnknownKey(nearest(&entry.key, &keys, path, known)));
+                        let hint =
+                            nearest(&entry.key, &keys, path, known).map(|key| format!("; did you mean '{key}'?"));
+                        let problem = format!("unknown key{}", hint.unwrap_or_default());
+                        findings.push(Finding::warning(entry.line, join(&excerpt(&entry.key), shown), problem));
                         continue;
                     };
-                    tell(Problem::OtherCase((*same).to_owned()));
+                    findings.push(Finding::note(entry.line, join(&entry.key, shown), format!("read as {same}")));
                     entry.key = (*same).to_owned();
                 }
                 let whole = join(&entry.key, shown);
@@ -103,15 +105,13 @@ fn walk(node: &mut Node, path: &str, shown: &str, known: &[&str], findings: &mut
 }
 
 fn mismatch(line: u64, key: &str, expected: &str, found: &Value) -> Finding {
-    let (expected, found) = (expected.to_owned(), found.describe());
-    Finding { line: Some(line), key: key.to_owned(), problem: Problem::Value { expected, found } }
+    Finding::error(line, key, format!("expected {expected}, found {}", found.describe()))
 }
 
-/// What was probably meant: a key of the same place that differs by a slip, else the same key at another place, by its
-/// whole path.
+/// The key that was probably meant: a similar key of the same mapping, else the same key elsewhere, by its whole path.
 fn nearest(key: &str, siblings: &[&str], path: &str, known: &[&str]) -> Option<String> {
     let close = |candidate: &&str| {
-        let (ours, theirs) = (key.to_lowercase(), candidate.to_lowercase());
+        let (ours, theirs) = (excerpt(key).to_lowercase(), candidate.to_lowercase());
         let distance = strsim::damerau_levenshtein(&ours, &theirs);
         (distance <= candidate.chars().count().div_ceil(SLIP)).then_some(distance)
     };

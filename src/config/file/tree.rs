@@ -1,22 +1,23 @@
-//! A configuration file's text as a tree that knows its lines.
+//! A configuration file's text as a tree of values with their lines.
 //!
-//! Only YAML (and JSON, which is YAML) is known here, no key. Called by the file's reader.
+//! Reads YAML (and JSON, which is YAML), whatever its keys. Called by [`super::File::parse`].
 
 use std::fmt;
 
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::{Spanned, UserMessageFormatter};
 
-use super::finding::{Finding, Problem};
+use super::finding::{Finding, Severity};
+use crate::quote::{one_line, quoted};
 
-/// A value and the line it stands in, from 1.
+/// A value and its line, from 1.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Node {
     pub line: u64,
     pub value: Value,
 }
 
-/// A value as YAML's rules read it (those of version 1.1 for booleans, as the NVIDIA plugin's reader: `yes` is true).
+/// A value, read by YAML's rules (for booleans those of version 1.1, as the NVIDIA plugin's reader: `yes` is true).
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
     Null,
@@ -28,7 +29,7 @@ pub enum Value {
     Map(Vec<Entry>),
 }
 
-/// A key of a mapping with what it leads to.
+/// A key of a mapping, its line, and its value.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Entry {
     pub key: String,
@@ -46,45 +47,32 @@ pub fn parse(text: &str) -> Result<Node, Finding> {
     let options = serde_saphyr::options! { with_snippet: false };
     serde_saphyr::from_str_with_options(text, options).map_err(|error| {
         let line = error.location().map(|location| location.line());
-        let words = error.render_with_formatter(&UserMessageFormatter);
-        let words = words.split_whitespace().collect::<Vec<_>>().join(" ");
-        Finding { line, key: String::new(), problem: Problem::Yaml(words) }
+        let problem = one_line(&error.render_with_formatter(&UserMessageFormatter));
+        Finding { line, key: String::new(), severity: Severity::Error, problem }
     })
 }
 
 impl Value {
-    /// What it is, in words, for a message.
+    /// The value in words, for a message.
     pub fn describe(&self) -> String {
         match self {
             Self::Null => "nothing".to_owned(),
             Self::Bool(value) => value.to_string(),
             Self::Whole(value) => value.to_string(),
             Self::Fraction(value) => value.to_string(),
-            Self::Text(text) => quote(text),
+            Self::Text(text) => quoted(text),
             Self::List(_) => "a list".to_owned(),
             Self::Map(_) => "a mapping".to_owned(),
         }
     }
 
-    /// The value that a key of this mapping leads to; one that is null counts as missing.
+    /// The value of a key of this mapping; null counts as missing.
     pub fn get(&self, key: &str) -> Option<&Node> {
         let Self::Map(entries) = self else { return None };
-        // Two spellings of one key: the last one counts, as in Go.
+        // Of two spellings of one key the last counts, as in Go.
         let entry = entries.iter().rev().find(|entry| entry.key == key)?;
         (entry.node.value != Value::Null).then_some(&entry.node)
     }
-}
-
-/// The longest piece of somebody's text that a message repeats, in characters.
-const LONGEST_QUOTE: usize = 80;
-
-/// A text in quotes, on one line and not too long.
-pub fn quote(text: &str) -> String {
-    let mut shown: String = text.chars().take(LONGEST_QUOTE).flat_map(char::escape_debug).collect();
-    if text.chars().nth(LONGEST_QUOTE).is_some() {
-        shown.push_str(" ...");
-    }
-    format!("'{shown}'")
 }
 
 impl<'de> Deserialize<'de> for Node {
@@ -100,7 +88,7 @@ impl<'de> Deserialize<'de> for Value {
     }
 }
 
-/// Takes whatever there is.
+/// Accepts any value.
 struct Any;
 
 impl<'de> Visitor<'de> for Any {
@@ -131,7 +119,7 @@ impl<'de> Visitor<'de> for Any {
     }
 
     fn visit_u128<E: de::Error>(self, value: u128) -> Result<Value, E> {
-        // Beyond every range that a key has, either way.
+        // Out of every key's range either way.
         Ok(Value::Whole(i128::try_from(value).unwrap_or(i128::MAX)))
     }
 
@@ -165,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_and_values_know_their_lines() {
+    fn keys_and_values_have_their_lines() {
         let tree = parse("a:\n  b: 1\n\n  c:\n    - x\n    - true\nd: ~\n5: 'no'\n").unwrap();
         let Value::Map(entries) = &tree.value else { panic!("{tree:?}") };
         let shape: Vec<_> = entries.iter().map(|entry| (entry.key.as_str(), entry.line)).collect();
@@ -179,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_text_says_nothing_and_a_broken_one_is_placed() {
+    fn empty_text_is_null_and_broken_text_has_a_line() {
         for text in ["", "\n# nothing\n", "---\n"] {
             assert_eq!(parse(text).unwrap().value, Value::Null, "{text:?}");
         }

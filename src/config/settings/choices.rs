@@ -1,24 +1,12 @@
-//! The values of settings that are one of a few words.
+//! Settings whose value is one of a few words.
 
-use clap::ValueEnum;
 use serde::Serialize;
 
-use crate::state::XidClass;
+use crate::allocation::AllocationPolicy;
+use crate::words;
 
-/// How MIG devices are offered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum MigStrategy {
-    /// Not: a GPU is a GPU.
-    None,
-    /// As `nvidia.com/gpu`, all of one kind.
-    Single,
-    /// Each kind as a resource of its own.
-    Mixed,
-}
-
-/// How the container runtime learns which GPUs a container gets.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+/// How the container runtime gets the list of a container's GPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeviceListStrategy {
     /// `NVIDIA_VISIBLE_DEVICES`.
@@ -31,8 +19,10 @@ pub enum DeviceListStrategy {
     CdiCri,
 }
 
+words!(DeviceListStrategy { Envvar = "envvar", VolumeMounts = "volume-mounts", CdiAnnotations = "cdi-annotations", CdiCri = "cdi-cri" });
+
 /// How GPUs are named to the container runtime.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DeviceIdStrategy {
     /// By NVML's UUID.
@@ -41,61 +31,53 @@ pub enum DeviceIdStrategy {
     Index,
 }
 
-/// Where the NVIDIA plugin looks for devices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+words!(DeviceIdStrategy { Uuid = "uuid", Index = "index" });
+
+/// Where the NVIDIA plugin discovers devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DiscoveryStrategy {
-    /// What there is.
+    /// By whichever is there.
     Auto,
-    /// NVML.
+    /// By NVML.
     Nvml,
     /// Tegra's integrated GPUs.
     Tegra,
 }
 
+words!(DiscoveryStrategy { Auto = "auto", Nvml = "nvml", Tegra = "tegra" });
+
 /// How slots and MIG devices are chosen, by the NVIDIA plugin's names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SharedPolicy {
     /// The least used GPU first.
     Distributed,
     /// The most used GPU first.
     Packed,
-    /// Distinct GPUs for one request; `distributed` does so here.
+    /// Distinct GPUs for one request: the same as `distributed` here.
     Spread,
 }
 
-/// What becomes of the devices when NVML stays away.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+words!(SharedPolicy { Distributed = "distributed", Packed = "packed", Spread = "spread" });
+
+impl From<SharedPolicy> for AllocationPolicy {
+    fn from(policy: SharedPolicy) -> Self {
+        match policy {
+            SharedPolicy::Distributed | SharedPolicy::Spread => Self::Distributed,
+            SharedPolicy::Packed => Self::Packed,
+        }
+    }
+}
+
+/// What happens to the devices while NVML is unavailable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnNvmlLoss {
-    /// They stay as they were.
+    /// Their health stays as it was.
     Keep,
     /// They become unhealthy.
     Unhealthy,
 }
 
-/// What an XID means, where the operator knows better than our table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum XidAction {
-    /// Nothing at all.
-    Ignore,
-    /// An application's fault: counted, the GPU stays healthy.
-    Application,
-    /// The GPU needs a reset.
-    ResetGpu,
-    /// The node needs a reboot.
-    RebootNode,
-}
-
-impl From<XidAction> for XidClass {
-    fn from(action: XidAction) -> Self {
-        match action {
-            XidAction::Ignore => Self::Ignore,
-            XidAction::Application => Self::Application,
-            XidAction::ResetGpu => Self::ResetGpu,
-            XidAction::RebootNode => Self::RebootNode,
-        }
-    }
-}
+words!(OnNvmlLoss { Keep = "keep", Unhealthy = "unhealthy" });

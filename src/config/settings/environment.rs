@@ -1,4 +1,4 @@
-//! The variables that settings know, read once: what changes in the environment of a running process is nobody's word.
+//! The environment variables of the settings, read once at the start.
 
 use std::collections::BTreeMap;
 
@@ -7,15 +7,15 @@ use std::collections::BTreeMap;
 pub struct Environment(BTreeMap<String, String>);
 
 impl Environment {
-    /// This process's.
+    /// The environment of this process.
     pub fn read() -> Self {
-        let known = super::variables().into_iter();
+        let known = super::VARIABLES.iter().copied().flatten();
         #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
         let text = |variable: &str| Some(std::env::var_os(variable)?.to_string_lossy().into_owned());
-        Self(known.filter_map(|variable| Some((variable.to_owned(), text(variable)?))).collect())
+        Self(known.filter_map(|variable| Some(((*variable).to_owned(), text(variable)?))).collect())
     }
 
-    /// A made-up one.
+    /// An environment of these variables, for tests.
     pub fn of<const N: usize>(variables: [(&str, &str); N]) -> Self {
         Self(variables.into_iter().map(|(name, text)| (name.to_owned(), text.to_owned())).collect())
     }

@@ -1,6 +1,7 @@
-//! One setting's names: its flag, its variables, its key in the file, and how it is read.
+//! One setting's names (its flag, its variables, its key in the file), how it is read, and which source wins.
 //!
-//! Also the flags that were given, as clap hands them over: texts by flag, checked, not yet values.
+//! Also [`Flags`], the flags that were given. They are not derived as other commands' options are: a setting's flag, default
+//! and check come from its one row in the table, and the parsed value has to remember its origin.
 
 use std::collections::BTreeMap;
 
@@ -10,25 +11,26 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 use super::environment::Environment;
 use super::given::{Given, Read};
 use super::{Origin, Setting};
-use crate::config::file::{File, Finding, Problem, Value};
+use crate::config::file::{File, Finding, Severity, Value};
 
-/// A setting's names. What it is for stands where the table lists it.
+/// A setting's names and reader.
 #[derive(Clone, Copy)]
 pub struct Row<T: 'static> {
     pub flag: Option<&'static str>,
     aliases: &'static [&'static str],
     pub variables: &'static [&'static str],
-    pub key: Option<&'static str>,
     takes: &'static str,
+    /// Whether a change applies while linkwise runs; otherwise it applies at the next start.
+    pub at_once: bool,
     read: Read<T>,
 }
 
 impl<T: 'static> Row<T> {
     pub const fn new(read: Read<T>) -> Self {
-        Self { flag: None, aliases: &[], variables: &[], key: None, takes: "", read }
+        Self { flag: None, aliases: &[], variables: &[], takes: "", at_once: false, read }
     }
 
-    /// A flag that takes a value, called so in the help. A BOOL may stand alone, a LIST may be given several times.
+    /// The flag, and the name of its value in the help. The value of a BOOL may be left out, a LIST may be repeated.
     pub const fn flag(self, flag: &'static str, takes: &'static str) -> Self {
         Self { flag: Some(flag), takes, ..self }
     }
@@ -38,14 +40,14 @@ impl<T: 'static> Row<T> {
         Self { aliases, ..self }
     }
 
-    /// Its variables; the first one that is set counts.
+    /// The variables; the first one that is set wins.
     pub const fn variables(self, variables: &'static [&'static str]) -> Self {
         Self { variables, ..self }
     }
 
-    /// Its key in the file.
-    pub const fn key(self, key: &'static str) -> Self {
-        Self { key: Some(key), ..self }
+    /// A change applies while linkwise runs.
+    pub const fn at_once(self) -> Self {
+        Self { at_once: true, ..self }
     }
 
     fn is_boolean(&self) -> bool {
@@ -64,43 +66,42 @@ impl<T: 'static> Row<T> {
             help.push_str(&format!(" [default: {default}]"));
         }
         let check = move |text: &str| match read(Given::Text(text)) {
-            Err(problem) if boolean || !text.is_empty() => Err(problem.to_string()),
+            Err(problem) if boolean || !text.is_empty() => Err(problem),
             _ => Ok(text.to_owned()),
         };
         let arg = Arg::new(flag).long(flag).value_name(self.takes).help(help).value_parser(check);
         let arg = arg.visible_aliases(self.aliases.iter().copied());
         Some(match self.takes {
             "LIST" => arg.action(ArgAction::Append),
-            // Given twice, the last one counts.
+            // Of a repeated flag the last one wins.
             "BOOL" => arg.num_args(0..=1).require_equals(true).default_missing_value("true").overrides_with(flag),
             _ => arg.overrides_with(flag),
         })
     }
 
-    /// The value from the first source that has one: flag, environment, file, default. What is wrong with any of them
-    /// is told, also where another one counts.
-    pub fn pick(&self, default: T, sources: &Sources<'_>, findings: &mut Vec<Finding>) -> Setting<T> {
-        let mut told = |given: Given<'_>, line: Option<u64>, key: String| {
-            let tell = |problem| findings.push(Finding { line, key, problem });
-            (self.read)(given).map_err(tell).ok()
+    /// The value from the first source that has one: flag, environment, file, default. Errors are reported for every
+    /// source, also where another one wins.
+    pub fn pick(&self, key: &str, default: T, sources: &Sources<'_>, findings: &mut Vec<Finding>) -> Setting<T> {
+        let mut read = |given: Given<'_>, line: Option<u64>, key: String| {
+            let wrong = |problem| findings.push(Finding { line, key, severity: Severity::Error, problem });
+            (self.read)(given).map_err(wrong).ok()
         };
-        let from_file = self.key.and_then(|key| {
-            let node = sources.file.at(key)?;
+        let from_file = sources.file.at(key).and_then(|node| {
             let empty = matches!(&node.value, Value::Text(text) if text.is_empty()) && !self.is_boolean();
-            let value = if empty { None } else { told(Given::Node(node), Some(node.line), key.to_owned()) };
+            let value = if empty { None } else { read(Given::Node(node), Some(node.line), key.to_owned()) };
             value.map(|value| Setting { value, origin: Origin::File { line: node.line } })
         });
         let from_environment = self.variables.iter().find_map(|variable| {
             let text = sources.environment.get(variable)?;
-            // An empty variable is false where the NVIDIA plugin expects a boolean, else as good as none.
+            // An empty variable is false where the NVIDIA plugin expects a boolean, and otherwise as if unset.
             let text = if text.is_empty() && self.is_boolean() { "false" } else { text };
-            let value = if text.is_empty() { None } else { told(Given::Text(text), None, (*variable).to_owned()) };
+            let value = if text.is_empty() { None } else { read(Given::Text(text), None, (*variable).to_owned()) };
             value.map(|value| Setting { value, origin: Origin::Environment { variable } })
         });
         let from_flag = self.flag.and_then(|flag| {
-            // As with a variable: charts set both to nothing.
+            // An empty flag is as if unset: Helm charts set flags and variables to nothing.
             let text = sources.flags.get(flag).filter(|text| !text.is_empty() || self.is_boolean())?;
-            let value = told(Given::Text(text), None, format!("--{flag}"))?;
+            let value = read(Given::Text(text), None, format!("--{flag}"))?;
             Some(Setting { value, origin: Origin::Flag { flag } })
         });
         let found = from_flag.or(from_environment).or(from_file);
@@ -132,19 +133,17 @@ impl Flags {
 
 impl clap::FromArgMatches for Flags {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        let mut flags = Self::default();
-        flags.update_from_arg_matches(matches)?;
-        Ok(flags)
+        let given = super::FLAGS
+            .iter()
+            .flatten()
+            .copied()
+            .filter(|flag| matches.value_source(flag) == Some(ValueSource::CommandLine));
+        let texts = |flag| matches.get_many::<String>(flag).unwrap_or_default().map(String::as_str).collect::<Vec<_>>();
+        Ok(Self(given.map(|flag| (flag, texts(flag).join(","))).collect()))
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
-        for flag in super::flags() {
-            if matches.value_source(flag) == Some(ValueSource::CommandLine) {
-                let values: Vec<&str> =
-                    matches.get_many::<String>(flag).unwrap_or_default().map(String::as_str).collect();
-                self.0.insert(flag, values.join(","));
-            }
-        }
+        self.0.extend(Self::from_arg_matches(matches)?.0);
         Ok(())
     }
 }
@@ -157,9 +156,4 @@ impl clap::Args for Flags {
     fn augment_args_for_update(command: Command) -> Command {
         Self::augment_args(command)
     }
-}
-
-/// A finding about a key of the file that is read by hand.
-pub fn tell(findings: &mut Vec<Finding>, line: u64, key: impl Into<String>, problem: Problem) {
-    findings.push(Finding { line: Some(line), key: key.into(), problem });
 }

@@ -1,214 +1,189 @@
-//! What must hold between settings that are each well written. Judges what counts, whoever said it.
+//! What must hold between settings that are each valid, whichever source they come from.
 
-use super::selection::{GpuFilter, NamedPattern};
-use super::sharing::{Replicated, ReplicatedDevices, ReplicatedResource};
-use super::{MigStrategy, Origin, Setting, Settings};
-use crate::config::file::{Finding, Problem};
-use crate::state::{DeviceSelector, ResourceName};
+use super::selection::Item;
+use super::{DiscoveryStrategy, Origin, Settings, SharedPolicy};
+use crate::config::file::{Finding, Severity};
+use crate::quote::{excerpt, quoted};
+use crate::state::{
+    DeviceSelector, GpuSelector, MigStrategy, NamePattern, Pattern, ResourceName, SharedDevices, SharedResource,
+    SharingKind,
+};
 
 /// What --cdi-disable-hooks can leave out.
 const CDI_HOOKS: [&str; 3] = ["all", "create-symlinks", "update-ldcache"];
 
-/// Finds what does not fit together.
-pub fn check(settings: &Settings, findings: &mut Vec<Finding>) {
-    let sharing = &settings.sharing.value;
-    if let Some(mps) = &sharing.mps {
-        mps_and_mig(settings, mps, findings);
-    }
-    for (path, replicated) in [("sharing.timeSlicing", &sharing.time_slicing), ("sharing.mps", &sharing.mps)] {
-        let Some(replicated) = replicated else { continue };
-        for (later, number) in replicated.resources.iter().zip(0_usize..) {
-            let path = format!("{path}.resources[{number}]");
-            names(settings, replicated, number, later, &path, findings);
-            devices(settings, replicated, number, later, &path, findings);
-        }
-    }
-    let resources = &settings.resources.value;
-    for (path, patterns) in [("resources.gpus", &resources.gpus), ("resources.mig", &resources.mig)] {
-        unreached(path, patterns, findings);
-    }
-    for (mig, number) in resources.mig.iter().zip(0_usize..) {
-        if let Some(gpu) = resources.gpus.iter().find(|gpu| gpu.name == mig.name) {
-            let by = format!("the GPUs of line {}", gpu.line);
-            let problem = Problem::NameTaken { name: mig.name.to_string(), by };
-            told(findings, mig.line, format!("resources.mig[{number}].name"), problem);
-        }
-    }
-    filters(settings, findings);
-    accepted(settings, findings);
+/// The lists of the file that are in the settings, with the places of their items.
+pub struct Lists {
+    pub gpus: Vec<Item<NamePattern>>,
+    pub mig: Vec<Item<NamePattern>>,
+    pub shared: Vec<Item<SharedResource>>,
+    pub exclude: Vec<Item<GpuSelector>>,
 }
 
-fn told(findings: &mut Vec<Finding>, line: u64, key: String, problem: Problem) {
-    findings.push(Finding { line: Some(line), key, problem });
+/// Reports what does not fit together.
+pub fn check(settings: &Settings, lists: &Lists, findings: &mut Vec<Finding>) {
+    if let Some(sharing) = &settings.sharing.value {
+        if sharing.kind == SharingKind::Mps {
+            mps_and_mig(settings, &lists.shared, findings);
+        }
+        for (number, shared) in lists.shared.iter().enumerate() {
+            findings.extend(shared_resource(lists, lists.shared.get(..number).unwrap_or_default(), shared));
+        }
+    }
+    for patterns in [&lists.gpus, &lists.mig] {
+        for (number, later) in patterns.iter().enumerate() {
+            let covers = |earlier: &&Item<NamePattern>| earlier.value.pattern.covers(&later.value.pattern);
+            if let Some(earlier) = patterns.iter().take(number).find(covers) {
+                let problem = unreached(&later.value.pattern, earlier.line);
+                findings.push(later.error("pattern", problem));
+            }
+        }
+    }
+    for mig in &lists.mig {
+        if let Some(gpu) = lists.gpus.iter().find(|gpu| gpu.value.name == mig.value.name) {
+            let problem = format!("the name {} is taken by the GPUs of line {}", mig.value.name, gpu.line);
+            findings.push(mig.error("name", problem));
+        }
+    }
+    exclusions(&lists.exclude, findings);
+    without_effect(settings, findings);
+}
+
+fn unreached(pattern: &Pattern, line: u64) -> String {
+    let pattern = quoted(&pattern.to_string());
+    format!("pattern {pattern} never counts: all that it matches is matched by line {line}")
 }
 
 /// A finding at the place where a setting comes from.
-fn at<T>(setting: &Setting<T>, key: &str, problem: Problem) -> Finding {
-    let (line, key) = match setting.origin {
+fn at(origin: Origin, key: &str, severity: Severity, problem: &str) -> Finding {
+    let (line, key) = match origin {
         Origin::File { line } => (Some(line), key.to_owned()),
         Origin::Environment { variable } => (None, variable.to_owned()),
         Origin::Flag { flag } => (None, format!("--{flag}")),
         Origin::Default => (None, key.to_owned()),
     };
-    Finding { line, key, problem }
+    Finding { line, key, severity, problem: problem.to_owned() }
 }
 
 fn is_mig(name: &ResourceName) -> bool {
     name.as_str().starts_with("nvidia.com/mig-")
 }
 
-fn mps_and_mig(settings: &Settings, mps: &Replicated, findings: &mut Vec<Finding>) {
+fn offered_as(resource: &SharedResource) -> &ResourceName {
+    resource.rename.as_ref().unwrap_or(&resource.name)
+}
+
+fn mps_and_mig(settings: &Settings, shared: &[Item<SharedResource>], findings: &mut Vec<Finding>) {
     if settings.mig_strategy.value == MigStrategy::Mixed {
-        let why = "with sharing.mps the strategy is none or single";
-        findings.push(at(&settings.mig_strategy, "flags.migStrategy", Problem::MpsWithMig(why.to_owned())));
+        let problem = "MPS cannot share MIG devices: with sharing.mps the strategy is none or single";
+        findings.push(at(settings.mig_strategy.origin, "flags.migStrategy", Severity::Error, problem));
     }
-    for (resource, number) in mps.resources.iter().zip(0_usize..).filter(|(resource, _)| is_mig(&resource.name)) {
-        let key = format!("sharing.mps.resources[{number}].name");
-        told(findings, resource.line, key, Problem::MpsWithMig(resource.name.to_string()));
+    for item in shared.iter().filter(|item| is_mig(&item.value.name)) {
+        let problem = format!("MPS cannot share MIG devices: {}", item.value.name);
+        findings.push(item.error("name", problem));
     }
 }
 
-/// A shared resource's name belongs to nobody else.
-fn names(
-    settings: &Settings,
-    replicated: &Replicated,
-    number: usize,
-    resource: &ReplicatedResource,
-    path: &str,
-    findings: &mut Vec<Finding>,
-) {
-    let name = resource.offered_as();
-    let earlier = replicated.resources.iter().take(number);
-    let taken = earlier.filter(|other| other.offered_as() == name && other.name != resource.name);
-    let taken = taken.map(|other| format!("line {}", other.line)).next();
-    let named = || {
-        let resources = &settings.resources.value;
-        let mut patterns = resources.gpus.iter().chain(&resources.mig);
-        let line = patterns.find(|pattern| pattern.name == *name)?.line;
-        Some(format!("the resource of line {line}"))
+/// What is wrong with a shared resource beside the earlier ones.
+fn shared_resource(lists: &Lists, earlier: &[Item<SharedResource>], shared: &Item<SharedResource>) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    // No other resource has its name.
+    let (resource, name) = (&shared.value, offered_as(&shared.value));
+    let mut others = earlier.iter().filter(|other| other.value.name != resource.name);
+    let by_shared = others.find(|other| offered_as(&other.value) == name).map(|other| format!("line {}", other.line));
+    let by_pattern = || {
+        let pattern = lists.gpus.iter().chain(&lists.mig).find(|pattern| pattern.value.name == *name)?;
+        Some(format!("the resource of line {}", pattern.line))
     };
     let built_in = || {
         let taken = *name == ResourceName::gpu() || is_mig(name) && !name.as_str().ends_with(".shared");
         taken.then(|| "the devices that have it without renaming".to_owned())
     };
-    let renamed = || if *name == resource.name { None } else { named().or_else(built_in) };
-    if let Some(by) = taken.or_else(renamed) {
-        told(findings, resource.line, format!("{path}.rename"), Problem::NameTaken { name: name.to_string(), by });
+    let renamed = || if *name == resource.name { None } else { by_pattern().or_else(built_in) };
+    if let Some(by) = by_shared.or_else(renamed) {
+        findings.push(shared.error("rename", format!("the name {name} is taken by {by}")));
     }
-}
-
-/// A device is shared once, and not left out.
-fn devices(
-    settings: &Settings,
-    replicated: &Replicated,
-    number: usize,
-    resource: &ReplicatedResource,
-    path: &str,
-    findings: &mut Vec<Finding>,
-) {
-    let path = format!("{path}.devices");
-    for earlier in replicated.resources.iter().take(number).filter(|other| other.name == resource.name) {
-        let what = match (&earlier.devices, &resource.devices) {
-            (ReplicatedDevices::List(theirs), ReplicatedDevices::List(ours)) => {
+    // No device is shared twice, and none is excluded too.
+    let mut error = |problem: String| findings.push(shared.error("devices", problem));
+    for other in earlier.iter().filter(|other| other.value.name == resource.name) {
+        let what = match (&other.value.devices, &resource.devices) {
+            (SharedDevices::List(theirs), SharedDevices::List(ours)) => {
                 ours.iter().find(|device| theirs.contains(device)).map(ToString::to_string)
             }
-            (ReplicatedDevices::All, _) => Some("all of them".to_owned()),
-            (ReplicatedDevices::Count(count), _) => Some(format!("any {count} of them")),
-            (_, ReplicatedDevices::All) | (_, ReplicatedDevices::Count(_)) => Some("some of them".to_owned()),
+            (SharedDevices::All, _) => Some("all of them".to_owned()),
+            (SharedDevices::Count(count), _) => Some(format!("any {count} of them")),
+            (_, SharedDevices::All | SharedDevices::Count(_)) => Some("some of them".to_owned()),
         };
         if let Some(what) = what {
-            let problem = Problem::Overlap { name: resource.name.to_string(), line: earlier.line, what };
-            told(findings, resource.line, path.clone(), problem);
+            error(format!("some devices of {} are shared twice: line {} takes {what}", resource.name, other.line));
         }
     }
-    let ReplicatedDevices::List(listed) = &resource.devices else { return };
-    for (place, device) in listed.iter().enumerate() {
-        if listed.iter().take(place).any(|earlier| earlier == device) {
-            let problem = Problem::Again { thing: device.to_string(), line: resource.line };
-            told(findings, resource.line, path.clone(), problem);
+    let listed = if let SharedDevices::List(listed) = &resource.devices { listed.as_slice() } else { &[] };
+    for (number, device) in listed.iter().enumerate() {
+        if listed.iter().take(number).any(|earlier| earlier == device) {
+            error(format!("{device} is listed already in line {}", shared.line));
         }
-        let same = |gpu: &GpuFilter| match (gpu, device) {
-            (GpuFilter::Index(gpu), DeviceSelector::Index(index) | DeviceSelector::MigIndex(index, _)) => gpu == index,
-            (GpuFilter::Uuid(gpu), DeviceSelector::Uuid(uuid)) => gpu.as_str() == uuid,
-            _ => false,
-        };
-        if let Some(excluded) = settings.exclude.value.iter().find(|excluded| same(&excluded.gpu)) {
-            let problem = Problem::SharedAndExcluded { device: device.to_string(), line: excluded.line };
-            told(findings, resource.line, path.clone(), problem);
-        }
-    }
-}
-
-/// A pattern after one that takes all that it could.
-fn unreached(path: &str, patterns: &[NamedPattern], findings: &mut Vec<Finding>) {
-    for (number, later) in patterns.iter().enumerate() {
-        if let Some(wider) = patterns.iter().take(number).find(|earlier| earlier.pattern.covers(&later.pattern)) {
-            let problem = Problem::Unreached { pattern: format!("'{}'", later.pattern), line: wider.line };
-            told(findings, later.line, format!("{path}[{number}].pattern"), problem);
-        }
-    }
-}
-
-/// A GPU is left out by one filter.
-fn filters(settings: &Settings, findings: &mut Vec<Finding>) {
-    let excluded = &settings.exclude.value;
-    for (number, later) in excluded.iter().enumerate() {
-        let key = format!("linkwise.filter.exclude[{number}]");
-        if let Some(earlier) = excluded.iter().take(number).find(|earlier| earlier.gpu == later.gpu) {
-            let problem = Problem::Again { thing: later.gpu.to_string(), line: earlier.line };
-            told(findings, later.line, key, problem);
-            continue;
-        }
-        let GpuFilter::Model(pattern) = &later.gpu else { continue };
-        let wider = excluded.iter().filter(|other| other.gpu != later.gpu).find(|other| match &other.gpu {
-            GpuFilter::Model(wider) => wider.covers(pattern),
+        let excluded = lists.exclude.iter().find(|excluded| match (&excluded.value, device) {
+            (GpuSelector::Index(gpu), DeviceSelector::Index(index) | DeviceSelector::MigIndex(index, _)) => {
+                gpu == index
+            }
+            (GpuSelector::Uuid(gpu), DeviceSelector::Uuid(uuid)) => gpu.as_str() == uuid,
             _ => false,
         });
-        if let Some(wider) = wider {
-            let problem = Problem::Unreached { pattern: format!("'{pattern}'"), line: wider.line };
-            told(findings, later.line, key, problem);
+        if let Some(excluded) = excluded {
+            let line = excluded.line;
+            error(format!("{device} is shared, but left out by linkwise.filter.exclude in line {line}"));
+        }
+    }
+    findings
+}
+
+/// No GPU is excluded twice.
+fn exclusions(excluded: &[Item<GpuSelector>], findings: &mut Vec<Finding>) {
+    for (number, later) in excluded.iter().enumerate() {
+        let same = excluded.iter().take(number).find(|earlier| earlier.value == later.value);
+        let wider = excluded.iter().find_map(|other| match (&other.value, &later.value) {
+            (GpuSelector::Model(wider), GpuSelector::Model(pattern)) if wider != pattern && wider.covers(pattern) => {
+                Some(unreached(pattern, other.line))
+            }
+            _ => None,
+        });
+        let again = |earlier: &Item<GpuSelector>| {
+            format!("{} is listed already in line {}", excerpt(&later.value.to_string()), earlier.line)
+        };
+        if let Some(problem) = same.map(again).or(wider) {
+            findings.push(Finding::error(later.line, &later.key, problem));
         }
     }
 }
 
-/// What is taken because the NVIDIA plugin takes it, and does nothing here.
-fn accepted(settings: &Settings, findings: &mut Vec<Finding>) {
-    use super::{DiscoveryStrategy, SharedPolicy};
+/// What is accepted because the NVIDIA plugin accepts it, and has no effect here.
+fn without_effect(settings: &Settings, findings: &mut Vec<Finding>) {
     const CDI_FEATURES: &str =
-        "no effect: they tell NVIDIA's generator of CDI specs how to go about it, and linkwise has its own";
-    const OTHER_HOOKS: &str = "only create-symlinks and update-ldcache (or all) are there to be left out; other hooks \
-                               are in no CDI spec of linkwise";
+        "no effect: they are options of NVIDIA's generator of CDI specs, and linkwise has a generator of its own";
+    const OTHER_HOOKS: &str = "only create-symlinks and update-ldcache (or all) can be left out; other hooks are in no \
+                               CDI spec of linkwise";
+    const TEGRA: &str = "no effect: linkwise discovers GPUs by NVML only, which has none on Tegra";
+    const SPREAD: &str = "the same as distributed, which takes distinct GPUs for one request here";
     const GFD: &str = "no effect: linkwise is no gpu-feature-discovery";
-    if settings.device_discovery_strategy.value == DiscoveryStrategy::Tegra {
-        let problem =
-            Problem::NoEffect("no effect: linkwise looks for GPUs by NVML only, Tegra has none that it shows");
-        findings.push(at(&settings.device_discovery_strategy, "flags.deviceDiscoveryStrategy", problem));
+    let s = settings;
+    let tegra = s.device_discovery_strategy.value == DiscoveryStrategy::Tegra;
+    let features = !s.cdi_feature_flags.value.is_empty();
+    let hooks = s.cdi_disable_hooks.value.iter().any(|hook| !CDI_HOOKS.contains(&hook.as_str()));
+    let (policy, spread) = (&s.shared_devices_allocation_policy, SharedPolicy::Spread);
+    let notes = [
+        (tegra, s.device_discovery_strategy.origin, "flags.deviceDiscoveryStrategy", TEGRA),
+        (features, s.cdi_feature_flags.origin, "flags.plugin.cdiFeatureFlags", CDI_FEATURES),
+        (hooks, s.cdi_disable_hooks.origin, "flags.plugin.cdiDisableHooks", OTHER_HOOKS),
+        (policy.value == spread, policy.origin, "flags.plugin.sharedDevicesAllocationPolicy", SPREAD),
+        (true, s.use_node_feature_api.origin, "flags.useNodeFeatureAPI", GFD),
+        (true, s.gfd_oneshot.origin, "flags.gfd.oneshot", GFD),
+        (true, s.gfd_no_timestamp.origin, "flags.gfd.noTimestamp", GFD),
+        (true, s.gfd_sleep_interval.origin, "flags.gfd.sleepInterval", GFD),
+        (true, s.gfd_output_file.origin, "flags.gfd.outputFile", GFD),
+        (true, s.gfd_machine_type_file.origin, "flags.gfd.machineTypeFile", GFD),
+    ];
+    for (applies, origin, key, problem) in notes {
+        findings.extend((applies && origin != Origin::Default).then(|| at(origin, key, Severity::Note, problem)));
     }
-    if !settings.cdi_feature_flags.value.is_empty() {
-        let problem = Problem::NoEffect(CDI_FEATURES);
-        findings.push(at(&settings.cdi_feature_flags, "flags.plugin.cdiFeatureFlags", problem));
-    }
-    if settings.cdi_disable_hooks.value.iter().any(|hook| !CDI_HOOKS.contains(&hook.as_str())) {
-        let problem = Problem::NoEffect(OTHER_HOOKS);
-        findings.push(at(&settings.cdi_disable_hooks, "flags.plugin.cdiDisableHooks", problem));
-    }
-    if settings.shared_devices_allocation_policy.value == SharedPolicy::Spread {
-        let problem = Problem::NoEffect("the same as distributed, which takes distinct GPUs for one request here");
-        findings.push(at(
-            &settings.shared_devices_allocation_policy,
-            "flags.plugin.sharedDevicesAllocationPolicy",
-            problem,
-        ));
-    }
-    let mut gfd = |key: &str, origin: Origin| {
-        if let Origin::File { line } = origin {
-            told(findings, line, key.to_owned(), Problem::NoEffect(GFD));
-        }
-    };
-    gfd("flags.useNodeFeatureAPI", settings.use_node_feature_api.origin);
-    gfd("flags.gfd.oneshot", settings.gfd_oneshot.origin);
-    gfd("flags.gfd.noTimestamp", settings.gfd_no_timestamp.origin);
-    gfd("flags.gfd.sleepInterval", settings.gfd_sleep_interval.origin);
-    gfd("flags.gfd.outputFile", settings.gfd_output_file.origin);
-    gfd("flags.gfd.machineTypeFile", settings.gfd_machine_type_file.origin);
 }

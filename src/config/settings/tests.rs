@@ -1,10 +1,11 @@
-//! Who beats whom, and what the file of an operator comes to.
+//! Which source wins, and which settings and findings a file makes.
 
 use clap::{Args, Command, FromArgMatches};
+use proptest::prelude::*;
 
 use super::*;
-use crate::config::file::{Problem, Weight};
-use crate::state::DeviceSelector;
+use crate::config::file::Severity;
+use crate::state::{DeviceSelector, SharedDevices};
 
 fn given(args: &[&str]) -> Flags {
     let command = Flags::augment_args(Command::new("run").no_binary_name(true));
@@ -18,7 +19,7 @@ fn build(args: &[&str], environment: &Environment, text: &str) -> (Settings, Vec
     (settings, findings)
 }
 
-/// A file that says nothing wrong.
+/// The settings of a file without findings.
 fn file(text: &str) -> Settings {
     let (settings, findings) = build(&[], &Environment::default(), text);
     assert_eq!(findings, [], "{text}");
@@ -28,12 +29,12 @@ fn file(text: &str) -> Settings {
 /// The errors of a file, a line each.
 fn errors(text: &str) -> Vec<String> {
     let (_, findings) = build(&[], &Environment::default(), text);
-    let errors = findings.iter().filter(|finding| finding.problem.weight() == Weight::Error);
+    let errors = findings.iter().filter(|finding| finding.severity == Severity::Error);
     errors.map(ToString::to_string).collect()
 }
 
 #[test]
-fn a_flag_beats_a_variable_beats_the_file_beats_the_default() {
+fn flag_wins_over_variable_file_and_default() {
     let text = "flags:\n  migStrategy: single\n  plugin:\n    passDeviceSpecs: true\n";
     let variable = Environment::of([("MIG_STRATEGY", "mixed"), ("PASS_DEVICE_SPECS", "")]);
     let none = Environment::default();
@@ -52,7 +53,7 @@ fn a_flag_beats_a_variable_beats_the_file_beats_the_default() {
 }
 
 #[test]
-fn the_defaults_are_the_nvidia_plugins() {
+fn defaults_are_the_nvidia_plugins() {
     let settings = Settings::defaults();
     let shown = settings.shown();
     let value = |key: &str| shown.iter().find(|shown| shown.key == key).unwrap().value.clone();
@@ -74,7 +75,7 @@ fn the_defaults_are_the_nvidia_plugins() {
 }
 
 #[test]
-fn other_names_of_a_flag_and_a_variable_count() {
+fn aliases_of_flags_and_variables_are_read() {
     let environment =
         Environment::of([("CONTAINER_DRIVER_ROOT", "/d"), ("CDI_DISABLE_HOOKS", "create-symlinks, update-ldcache")]);
     let (settings, findings) = build(&["--nvidia-driver-root=/r", "--cdi-disabled-hooks=all"], &environment, "");
@@ -86,7 +87,7 @@ fn other_names_of_a_flag_and_a_variable_count() {
 }
 
 #[test]
-fn a_list_may_be_given_several_times_and_anything_else_counts_as_it_was_given_last() {
+fn repeated_list_adds_up_and_other_repeated_flag_wins() {
     let args =
         ["--device-list-strategy=envvar", "--device-list-strategy=cdi-cri,cdi-annotations", "--mig-strategy", "single"];
     let (settings, _) = build(&[&args[..], &["--mig-strategy=mixed"]].concat(), &Environment::default(), "");
@@ -96,7 +97,7 @@ fn a_list_may_be_given_several_times_and_anything_else_counts_as_it_was_given_la
 }
 
 #[test]
-fn what_is_wrong_in_the_environment_is_named() {
+fn error_of_the_environment_names_the_variable() {
     let environment = Environment::of([("MIG_STRATEGY", "some"), ("CONFIG_FILE", "")]);
     let (settings, findings) = build(&[], &environment, "");
     assert_eq!(
@@ -107,55 +108,55 @@ fn what_is_wrong_in_the_environment_is_named() {
 }
 
 #[test]
-fn without_naming_what_the_nvidia_plugin_ignores_is_ignored_and_told_of() {
+fn without_naming_ignored_keys_are_notes() {
     let text = "resources: {gpus: [{pattern: '*A100*', name: a100}]}\n\
                 sharing:\n  timeSlicing:\n    renameByDefault: true\n    resources:\n\
                 \x20   - {name: gpu, rename: nvidia.com/mine, devices: [0], replicas: 4}\n\
                 \x20   - {name: gpu, devices: [1], replicas: 8}\n";
     let (settings, findings) = build(&[], &Environment::default(), text);
     let ignored: Vec<_> = findings.iter().map(|finding| (finding.line, finding.key.as_str())).collect();
-    assert!(findings.iter().all(|finding| finding.problem.weight() == Weight::Note), "{findings:?}");
+    assert!(findings.iter().all(|finding| finding.severity == Severity::Note), "{findings:?}");
     assert_eq!(ignored.len(), 5, "{ignored:?}");
     assert_eq!(settings.resources.value, Resources::default());
-    let slicing = settings.sharing.value.time_slicing.unwrap();
+    let slicing = settings.sharing.value.unwrap();
     let [shared] = slicing.resources.as_slice() else { panic!("{slicing:?}") };
-    assert_eq!(shared.offered_as().as_str(), "nvidia.com/gpu.shared");
-    assert_eq!((&shared.devices, shared.replicas), (&ReplicatedDevices::All, 8));
+    assert_eq!(shared.rename.as_ref().unwrap().as_str(), "nvidia.com/gpu.shared");
+    assert_eq!((&shared.devices, shared.replicas), (&SharedDevices::All, 8));
 
     let (settings, findings) = build(&[], &Environment::default(), &format!("linkwise: {{naming: true}}\n{text}"));
     assert_eq!(findings, []);
     assert_eq!(settings.resources.value.gpus[0].name.as_str(), "nvidia.com/a100");
-    let slicing = settings.sharing.value.time_slicing.unwrap();
-    let names: Vec<_> = slicing.resources.iter().map(|resource| resource.offered_as().as_str()).collect();
+    let slicing = settings.sharing.value.unwrap();
+    let names: Vec<_> = slicing.resources.iter().map(|resource| resource.rename.as_ref().unwrap().as_str()).collect();
     assert_eq!(names, ["nvidia.com/mine", "nvidia.com/gpu.shared"]);
-    assert_eq!(slicing.resources[0].devices, ReplicatedDevices::List(vec![DeviceSelector::Index(0)]));
+    assert_eq!(slicing.resources[0].devices, SharedDevices::List(vec![DeviceSelector::Index(0)]));
 }
 
 #[test]
-fn mps_refuses_more_than_one_unless_told_otherwise_and_time_slicing_does_not() {
+fn only_mps_fails_requests_greater_than_one_by_default() {
     let mps = |more: &str| {
         let text = format!("sharing:\n  mps:\n{more}    resources: [{{name: gpu, replicas: 2}}]\n");
-        file(&text).sharing.value.mps.unwrap().fail_requests_greater_than_one
+        file(&text).sharing.value.unwrap().fail_requests_greater_than_one
     };
     assert!(mps(""));
     assert!(!mps("    failRequestsGreaterThanOne: false\n"));
-    let slicing = file("sharing: {timeSlicing: {resources: [{name: gpu, replicas: 2}]}}").sharing.value.time_slicing;
+    let slicing = file("sharing: {timeSlicing: {resources: [{name: gpu, replicas: 2}]}}").sharing.value;
     assert!(!slicing.unwrap().fail_requests_greater_than_one);
 }
 
 #[test]
-fn keys_are_read_in_any_case_where_go_reads_them_so() {
+fn case_of_keys_is_ignored_where_go_ignores_it() {
     let (settings, findings) = build(&[], &Environment::default(), "flags:\n  MIGStrategy: mixed\n");
     assert_eq!(settings.mig_strategy.value, MigStrategy::Mixed);
-    assert_eq!(findings[0].problem, Problem::OtherCase("migStrategy".to_owned()));
+    assert_eq!(findings[0].problem, "read as migStrategy");
     let strict = "sharing: {timeSlicing: {renamebydefault: true, resources: [{name: gpu, replicas: 2}]}}";
     let (settings, findings) = build(&[], &Environment::default(), strict);
-    assert!(!settings.sharing.value.time_slicing.unwrap().rename_by_default);
-    assert_eq!(findings[0].problem, Problem::UnknownKey(Some("renameByDefault".to_owned())));
+    assert!(!settings.sharing.value.unwrap().rename_by_default);
+    assert_eq!(findings[0].problem, "unknown key; did you mean 'renameByDefault'?");
 }
 
 #[test]
-fn every_error_of_a_file_is_told_with_its_line() {
+fn every_error_has_its_line() {
     let text = "version: v1\nflags:\n  migStrategy: sometimes\n  failOnInitError: \"true\"\n  plugin: 3\n\
                 imex:\n  channelIDs: [1]\n";
     assert_eq!(
@@ -170,14 +171,15 @@ fn every_error_of_a_file_is_told_with_its_line() {
 }
 
 #[test]
-fn only_values_make_a_change() {
+fn only_other_values_are_changes() {
     let (one, other) = (file("flags: {migStrategy: none}"), file("\n\nflags: {migStrategy: none, gdsEnabled: true}"));
-    assert_eq!(one.changed(&other), ["flags.gdsEnabled"]);
-    assert_eq!(one.changed(&Settings::defaults()), [] as [&str; 0]);
+    let changed: Vec<_> = one.changed(&other).iter().map(|changed| changed.key).collect();
+    assert_eq!(changed, ["flags.gdsEnabled"]);
+    assert_eq!(one.changed(&Settings::defaults()), []);
 }
 
 #[test]
-fn every_key_of_the_table_can_be_written_and_is_read() {
+fn every_key_of_the_table_is_read() {
     for key in keys() {
         let parts: Vec<&str> = key.split('.').collect();
         let mut text = String::new();
@@ -196,15 +198,65 @@ fn every_setting_is_documented() {
     let documents =
         concat!(include_str!("../../../docs/compatibility.md"), include_str!("../../../docs/configuration.md"),);
     let written = |name: &str| documents.contains(&format!("`{name}`"));
-    for flag in flags() {
+    for flag in FLAGS.iter().flatten() {
         assert!(written(&format!("--{flag}")), "--{flag}");
     }
-    for variable in variables() {
+    for variable in VARIABLES.concat() {
         assert!(written(variable), "{variable}");
     }
     for key in keys() {
         // Those of gpu-feature-discovery are listed behind their first.
         let last = key.rsplit('.').next().unwrap_or(key);
         assert!(written(key) || key.starts_with("flags.gfd.") && written(last), "{key}");
+    }
+}
+
+#[test]
+fn text_of_the_file_is_escaped_in_findings() {
+    let long = "k".repeat(1000);
+    let text = format!(
+        "\"a\\nb\\x1bc\": 1\n{long}: 1\nversion: \"v\\n2\"\nflags: {{\"MIGStr\\u2028ategy\": none}}\n\
+         linkwise:\n  policies: {{\"n\\no\": packed}}\n  health: {{xids: {{\"\\t\": ignore}}}}\n  \
+         filter: {{exclude: [\"T\\n4\", \"T\\n4\", \"T\\n40\"]}}\n"
+    );
+    let (_, findings) = build(&[], &Environment::default(), &text);
+    let lines: Vec<String> = findings.iter().map(ToString::to_string).collect();
+    assert_eq!(lines.len(), 8, "{lines:#?}");
+    assert_eq!(lines[0], r"line 1: a\nb\u{1b}c: unknown key");
+    assert_eq!(lines[1], format!("line 2: {} ...: unknown key", "k".repeat(80)));
+    for line in lines {
+        assert!(line.len() < 400 && !line.chars().any(|c| c.is_control() || c == '\u{2028}'), "{line:?}");
+    }
+}
+
+#[test]
+fn name_that_kubelets_refuse_is_an_error() {
+    let error = errors("linkwise: {naming: true}\nresources: {gpus: [{pattern: '*', name: kubernetes.io/gpu}]}");
+    let expected = "line 2: resources.gpus[0].name: expected a resource name such as nvidia.com/gpu, found \
+                    'kubernetes.io/gpu': kubernetes.io is reserved for Kubernetes";
+    assert_eq!(error, [expected]);
+    let quota = format!("sharing: {{mps: {{resources: [{{name: {}.io/gpu, replicas: 2}}]}}}}", "a".repeat(245));
+    assert!(errors(&quota)[0].ends_with("too long for a quota (244 characters at most)"), "{:?}", errors(&quota));
+}
+
+/// A text that is nearly a resource name.
+fn nearly_a_name() -> impl Strategy<Value = String> {
+    let domain = prop_oneof![
+        4 => "[a-z0-9]{1,3}(\\.[a-z0-9-]{1,3}){0,2}",
+        1 => "(requests\\.)?[a-z]{0,2}\\.?kubernetes\\.io",
+        1 => "requests\\.[a-z]{1,3}",
+        1 => "([a-z]{48}\\.){4}[a-z]{47,58}",
+        1 => "[a-zA-Z0-9._-]{0,4}",
+    ];
+    let name = prop_oneof![4 => "[a-zA-Z0-9._-]{1,6}", 1 => "[a-z]{62,64}", 1 => "[a-z/ é]{0,3}"];
+    (domain, prop_oneof![9 => Just("/"), 1 => Just("")], name).prop_map(|(domain, slash, name)| domain + slash + &name)
+}
+
+proptest! {
+    /// The box's rule is written apart from ours, after the kubelet's source.
+    #[test]
+    fn resource_names_are_those_that_kubelets_take(name in nearly_a_name()) {
+        let ours = name.parse::<ResourceName>();
+        prop_assert_eq!(ours.is_ok(), linkwise_kubelet_box::is_extended_resource(&name), "{:?}", ours);
     }
 }

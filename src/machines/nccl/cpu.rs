@@ -1,7 +1,8 @@
 //! `cpu`: to NCCL a NUMA node with its CPUs and their model.
 
 use super::Notes;
-use crate::machines::xml::{Element, shortened};
+use crate::machines::xml::Element;
+use crate::quote::quoted;
 use crate::topology::{CpuObservation, HostObservation, NumaNodeId, NumaNodeObservation};
 
 /// Takes down a NUMA node; answers its number, `None` where the kernel has none (-1).
@@ -29,7 +30,7 @@ pub(super) fn observe(cpu: &Element, host: &mut HostObservation, notes: &mut Not
     }
     let affinity = cpu.get("affinity").unwrap_or_default();
     let cpus = cpu_list(affinity).unwrap_or_else(|| {
-        notes.add(cpu, format!("affinity '{}' is no CPU mask; its CPUs are unknown", shortened(affinity)));
+        notes.add(cpu, format!("affinity {} is no CPU mask; its CPUs are unknown", quoted(affinity)));
         String::new()
     });
     host.numa_nodes.push(NumaNodeObservation { id, package: None, cpus });

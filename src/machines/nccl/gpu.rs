@@ -3,7 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::Notes;
-use crate::machines::xml::{Element, shortened};
+use crate::machines::xml::Element;
+use crate::quote::excerpt;
 use crate::topology::{
     ComputeCapability, GpuObservation, GpuUuid, NvLinkObservation, NvLinkRemote, PciAddress, PcieLink,
 };
@@ -105,7 +106,7 @@ fn nvlinks(gpu: &Element, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> Vec
         }
         let count = notes.number(element, "count").unwrap_or(0);
         let Some(end) = next.checked_add(count).filter(|end| count > 0 && *end <= MAX_LINKS) else {
-            let count = element.get("count").map_or("none".to_owned(), shortened);
+            let count = element.get("count").map_or("none".to_owned(), excerpt);
             notes.add(element, format!("{count} is no number of links (1 to {MAX_LINKS} for a GPU); left out"));
             continue;
         };
@@ -128,8 +129,8 @@ fn remote(link: &Element, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> NvL
         (class, Some(target)) if class.starts_with("0x03") => NvLinkRemote::Gpu(target),
         ("", Some(target)) if gpus.contains(&target) => NvLinkRemote::Gpu(target),
         (class, _) => {
-            let target = link.get("target").map_or("nowhere".to_owned(), shortened);
-            let class = if class.is_empty() { "unknown".to_owned() } else { shortened(class) };
+            let target = link.get("target").map_or("nowhere".to_owned(), excerpt);
+            let class = if class.is_empty() { "unknown".to_owned() } else { excerpt(class) };
             notes.add(link, format!("leads to {target}, of class {class}: neither GPU, NVSwitch nor processor"));
             NvLinkRemote::Unknown
         }

@@ -15,7 +15,8 @@ mod pci;
 mod write;
 
 use super::Machine;
-use super::xml::{self, Element, XmlError, shortened};
+use super::xml::{self, Element, XmlError};
+use crate::quote::excerpt;
 use crate::topology::{HostObservation, NodeObservation};
 use gpu::Candidate;
 use notes::Notes;
@@ -55,7 +56,7 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Machine, NcclError> {
     let mut found = Found::default();
     match system.get("version") {
         Some(VERSION) => {}
-        Some(other) => return Err(NcclError::Version { line: system.line, found: shortened(other) }),
+        Some(other) => return Err(NcclError::Version { line: system.line, found: excerpt(other) }),
         None => found.notes.add(&system, "no version; taken as version 1"),
     }
     let mut host = HostObservation::default();

@@ -1,7 +1,8 @@
 //! `nic` and `net`: network cards and their interfaces.
 
 use super::Notes;
-use crate::machines::xml::{Element, shortened};
+use crate::machines::xml::Element;
+use crate::quote::excerpt;
 use crate::topology::{NicKind, NicObservation, PciAddress};
 
 /// How the kernel names RDMA devices, by driver.
@@ -33,7 +34,7 @@ pub(super) fn interfaces(nic: &Element, function: Option<&Element>, notes: &mut 
             function.is_some_and(is_rdma) || has_guid(net) || RDMA_NAMES.iter().any(|rdma| name.starts_with(rdma));
         let kind = if rdma { NicKind::Rdma } else { NicKind::Ethernet };
         let mbps = notes.number(net, "speed").filter(|mbps| *mbps > 0);
-        interfaces.push(NicObservation { name: shortened(name), kind, mbps });
+        interfaces.push(NicObservation { name: excerpt(name), kind, mbps });
     }
     interfaces
 }

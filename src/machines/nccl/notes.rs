@@ -1,6 +1,7 @@
 //! What was odd in a dump, for the user to read, and numbers read with such a note.
 
-use crate::machines::xml::{Element, shortened};
+use crate::machines::xml::Element;
+use crate::quote::{excerpt, quoted};
 use crate::topology::ProbeFailure;
 
 /// Kinds of note that are kept; of more only the number is told.
@@ -35,8 +36,8 @@ impl Notes {
         }
         let subject = format!("NCCL dump, line {}", element.line);
         let call = match element.get("busid").or_else(|| element.get("name")) {
-            Some(name) => format!("{} {}", shortened(&element.name), shortened(name)),
-            None => shortened(&element.name),
+            Some(name) => format!("{} {}", excerpt(&element.name), excerpt(name)),
+            None => excerpt(&element.name),
         };
         self.kept.push(Note { subject, call, what, again: 0 });
     }
@@ -63,7 +64,7 @@ impl Notes {
             None => text.parse().ok(),
         };
         if number.is_none() {
-            self.add(element, format!("{attribute} '{}' is no number; taken as unknown", shortened(text)));
+            self.add(element, format!("{attribute} {} is no number; taken as unknown", quoted(text)));
         }
         number
     }

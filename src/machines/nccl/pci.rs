@@ -4,7 +4,8 @@
 
 use super::gpu::Candidate;
 use super::{Found, Notes, net};
-use crate::machines::xml::{Element, shortened};
+use crate::machines::xml::Element;
+use crate::quote::{excerpt, quoted};
 use crate::topology::{HostBridgeObservation, NumaNodeId, PciAddress, PciKind, PciObservation, PcieLink};
 
 /// NVIDIA's PCI vendor id, as the kernel writes it.
@@ -94,7 +95,7 @@ fn kind(element: &Element, gpu: bool, nic: bool, has_below: bool, found: &mut Fo
         () if is("0x0604") || is("0x0801") || is("0x0680") => PciKind::Switch,
         () if has_below => {
             if !class.is_empty() {
-                let class = shortened(&class);
+                let class = excerpt(&class);
                 found.notes.add(element, format!("class {class} with devices below; taken as a switch"));
             }
             PciKind::Switch
@@ -104,7 +105,7 @@ fn kind(element: &Element, gpu: bool, nic: bool, has_below: bool, found: &mut Fo
             return None;
         }
         () => {
-            found.notes.add(element, format!("class {} is neither GPU, NIC nor bridge; left out", shortened(&class)));
+            found.notes.add(element, format!("class {} is neither GPU, NIC nor bridge; left out", excerpt(&class)));
             return None;
         }
     })
@@ -118,7 +119,7 @@ fn address(element: &Element, attribute: &str, notes: &mut Notes) -> Option<PciA
     };
     let address = text.parse().ok();
     if address.is_none() {
-        notes.add(element, format!("{attribute} '{}' is no PCI address; taken as unknown", shortened(text)));
+        notes.add(element, format!("{attribute} {} is no PCI address; taken as unknown", quoted(text)));
     }
     address
 }
@@ -129,7 +130,7 @@ fn link(element: &Element, notes: &mut Notes) -> Option<PcieLink> {
     let mts = speed.and_then(|speed| {
         let mts = megatransfers(speed);
         if mts.is_none() {
-            notes.add(element, format!("link_speed '{}' is no speed; taken as unknown", shortened(speed)));
+            notes.add(element, format!("link_speed {} is no speed; taken as unknown", quoted(speed)));
         }
         mts
     });

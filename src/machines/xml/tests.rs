@@ -96,10 +96,3 @@ fn every_cut_of_a_document_is_refused_without_a_panic() {
     }
     assert!(tree(text).is_ok());
 }
-
-#[test]
-fn what_strangers_wrote_is_kept_short() {
-    assert_eq!(shortened("a\n  b\tc"), "a b c");
-    assert_eq!(shortened("\u{1b}[31m"), "\u{fffd}[31m");
-    assert_eq!(shortened(&"x".repeat(1000)).chars().count(), 64);
-}

@@ -1,18 +1,14 @@
-//! Devices, their health, and the names under which they are offered.
+//! Devices and their health.
 
 use crate::prelude::*;
-use core::fmt;
-use core::str::FromStr;
 use core::time::Duration;
-
-use serde::Serialize;
-use thiserror::Error;
 
 use super::event::MigInstance;
 use super::numa_hints::NumaHints;
 use super::reason::UnhealthyReason;
+pub(super) use super::resource_name::ResourceName;
 use crate::allocation::DeviceId;
-use crate::topology::{Gpu, MigDevice, MigProfile, NodeTopology, NumaNodeId};
+use crate::topology::{Gpu, MigDevice, NodeTopology, NumaNodeId};
 
 /// A moment: time since the Unix epoch. The runtime reads the wall clock once, at its start, and adds what a monotonic clock
 /// says has passed: moments of one process are in order, and hold durations of it are true.
@@ -102,65 +98,5 @@ impl Health {
             (Self::Unhealthy { reason, .. }, Self::Unhealthy { reason: other, .. }) => reason.is(other),
             _ => false,
         }
-    }
-}
-
-/// The name of an extended resource, `domain/name`.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-#[serde(transparent)]
-pub struct ResourceName(String);
-
-/// Why a text is no resource name.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("'{text}' is not an extended resource name (expected domain/name, such as nvidia.com/gpu)")]
-pub struct ResourceNameError {
-    text: String,
-}
-
-impl ResourceName {
-    /// `nvidia.com/gpu`, the whole GPUs of a node.
-    pub fn gpu() -> Self {
-        Self("nvidia.com/gpu".to_owned())
-    }
-
-    /// The MIG devices of one profile, as the NVIDIA plugin names them: `nvidia.com/mig-1g.10gb.me`.
-    pub fn mig(profile: &MigProfile) -> Self {
-        Self(format!("nvidia.com/mig-{}", profile.to_string().replace('+', ".")))
-    }
-
-    /// The name as text.
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
-}
-
-impl FromStr for ResourceName {
-    type Err = ResourceNameError;
-
-    /// Kubernetes' rules for a qualified name: a DNS domain, a slash, and at most 63 letters, digits,
-    /// `-`, `_` and `.`, letters and digits first and last.
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let edges = |part: &str| {
-            let edge = |byte: Option<u8>| byte.is_some_and(|byte| byte.is_ascii_alphanumeric());
-            edge(part.bytes().next()) && edge(part.bytes().last())
-        };
-        let domain = |part: &str| {
-            let bytes = |label: &str| label.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-');
-            part.len() <= 253 && part.split('.').all(|label| label.len() <= 63 && edges(label) && bytes(label))
-        };
-        let name = |part: &str| {
-            let bytes = part.bytes().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.'));
-            part.len() <= 63 && edges(part) && bytes
-        };
-        match text.split_once('/') {
-            Some((before, after)) if domain(before) && name(after) => Ok(Self(text.to_owned())),
-            _ => Err(ResourceNameError { text: text.to_owned() }),
-        }
-    }
-}
-
-impl fmt::Display for ResourceName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
     }
 }

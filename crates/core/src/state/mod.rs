@@ -23,6 +23,7 @@ mod poll;
 mod problem;
 mod reason;
 mod record;
+mod resource_name;
 mod resources;
 mod xid;
 mod xid_log;
@@ -39,7 +40,7 @@ use crate::allocation::{
 use crate::topology::{Gpu, NodeTopology};
 use opening::Opening;
 
-pub use device::{Device, Health, ResourceName, ResourceNameError, Timestamp};
+pub use device::{Device, Health, Timestamp};
 pub use event::{Effect, Event, MigInstance};
 pub use hardware::{DriverVersions, Hardware};
 pub use ledger::{ClaimedDevice, Holdings, Ledger, ResourceDevice};
@@ -54,6 +55,7 @@ pub use poll::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
 pub use problem::PlanProblem;
 pub use reason::UnhealthyReason;
 pub use record::{Accepted, GpuRecord, HealthRecord, KeptReason, LastSeen, NodeIdentity};
+pub use resource_name::{ResourceName, ResourceNameError};
 pub use resources::MOST_SLOTS;
 pub use xid::{XidClass, XidPolicy, XidSet};
 

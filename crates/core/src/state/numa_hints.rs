@@ -3,10 +3,13 @@
 use crate::prelude::*;
 use alloc::collections::BTreeSet;
 
+use serde::Serialize;
+
 use crate::topology::{Gpu, NodeTopology, NumaNodeId};
 
 /// What devices tell the kubelet of NUMA nodes; docs/topology-manager.md says when to use which.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum NumaHints {
     /// The GPU's own node, where it has CPUs.
     #[default]

@@ -1,35 +1,36 @@
-//! [`ResourcePlan`]: what an operator wants made of the node's GPUs, as plain data.
+//! [`ResourcePlan`]: which resources an operator wants made of the node's GPUs, as plain data.
 //!
-//! `config` makes it, `resources` carries it out. It names devices that may not be there; only what no machine could
-//! satisfy is refused before.
+//! `config` reads it from the configuration, `resources` carries it out. A plan may name devices that the node does not
+//! have; `config` refuses only what no machine could satisfy. The serialised forms are those of the configuration file.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
 use core::fmt;
 use core::str::FromStr;
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
-use super::device::ResourceName;
+use super::resource_name::ResourceName;
 use crate::allocation::AllocationPolicy;
+use crate::quote::quoted;
 use crate::topology::{Gpu, GpuUuid, MigDevice, PciAddress};
 
-/// What becomes of the GPUs. The default: every GPU that no display is set up on, whole, as `nvidia.com/gpu`.
+/// Which resources to make of the GPUs. The default: every GPU without an active display, whole, as `nvidia.com/gpu`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ResourcePlan {
-    /// What becomes of GPUs in MIG mode.
+    /// How GPUs in MIG mode are offered.
     pub mig_strategy: MigStrategy,
     /// Names for GPUs by their model, the first that matches; then `nvidia.com/gpu`.
     pub gpu_names: Vec<NamePattern>,
     /// Names for MIG devices by their profile, the first that matches; then the strategy's.
     pub mig_names: Vec<NamePattern>,
-    /// How devices are shared.
+    /// Which devices several containers share, and how.
     pub sharing: Option<Sharing>,
-    /// Which GPUs are left out.
+    /// Which GPUs are not offered.
     pub filter: Filter,
-    /// How devices of a resource, by the name under which it is offered, are chosen.
+    /// The allocation policy of a resource, by the name under which it is offered.
     pub policies: BTreeMap<ResourceName, AllocationPolicy>,
-    /// How slots and MIG devices of other resources are chosen: distributed, unless said. Whole GPUs: best-effort.
+    /// The allocation policy for slots and MIG devices of all other resources; `None`: distributed. Whole GPUs: best-effort.
     pub shared_policy: Option<AllocationPolicy>,
 }
 
@@ -55,45 +56,46 @@ impl ResourcePlan {
     }
 }
 
-/// What becomes of GPUs in MIG mode, as the NVIDIA plugin's `--mig-strategy`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// How GPUs in MIG mode are offered, as the NVIDIA plugin's `--mig-strategy`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum MigStrategy {
-    /// They are offered as whole GPUs, as if MIG were off.
+    /// As whole GPUs, as if MIG were off.
     #[default]
     None,
-    /// Their MIG devices are offered as `nvidia.com/gpu`: all of one profile, on a node whose GPUs are all in MIG mode.
+    /// Their MIG devices as `nvidia.com/gpu`: all of one profile, on a node whose GPUs are all in MIG mode.
     Single,
-    /// Their MIG devices are offered by profile, as `nvidia.com/mig-1g.10gb`, beside GPUs that are whole.
+    /// Their MIG devices by profile, as `nvidia.com/mig-1g.10gb`, beside whole GPUs.
     Mixed,
 }
 
-/// A name for what a pattern matches.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A resource name for the devices that a pattern matches.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct NamePattern {
-    /// What it matches.
+    /// The pattern: of a GPU's model (`NVIDIA A100-SXM4-40GB`) or of a MIG profile (`1g.5gb`).
     pub pattern: Pattern,
     /// The resource.
     pub name: ResourceName,
 }
 
-/// A wildcard pattern: `*` stands for anything. It matches wherever it is found, as in the NVIDIA plugin.
+/// A wildcard pattern: `*` stands for any text. It matches anywhere in a name, as in the NVIDIA plugin.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(transparent)]
 pub struct Pattern(String);
 
 impl Pattern {
-    /// A pattern; any text is one.
+    /// A pattern; every text is one.
     pub fn new(text: impl Into<String>) -> Self {
         Self(text.into())
     }
 
-    /// Whether it is found in the text.
+    /// Whether the text contains it.
     pub fn matches(&self, text: &str) -> bool {
         let found = self.0.split('*').try_fold(text, |rest, literal| rest.split_once(literal).map(|(_, after)| after));
         found.is_some()
     }
 
-    /// Whether it matches all that another one matches, as far as their texts tell.
+    /// Whether it matches everything that another pattern matches. May miss some such pairs, never claims a wrong one.
     pub fn covers(&self, other: &Self) -> bool {
         self.matches(&other.0.replace('*', "\0"))
     }
@@ -106,15 +108,17 @@ impl fmt::Display for Pattern {
 }
 
 /// Devices that several containers use at a time.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
 pub struct Sharing {
-    /// How.
+    /// By time-slicing or by MPS.
+    #[serde(skip)]
     pub kind: SharingKind,
-    /// Offer what is shared under a name of its own, with `.shared` at its end, unless a resource has a `rename`.
+    /// Offer shared devices as `NAME.shared`, unless the resource has a `rename`.
     pub rename_by_default: bool,
     /// Refuse a container more than one slot. Time-slicing allows it by default, MPS does not.
     pub fail_requests_greater_than_one: bool,
-    /// What is shared.
+    /// The resources whose devices are shared.
     pub resources: Vec<SharedResource>,
 }
 
@@ -129,27 +133,28 @@ impl Sharing {
 /// The two ways to share a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SharingKind {
-    /// The GPU's scheduler takes turns.
+    /// The GPU's scheduler switches between the containers.
     TimeSlicing,
-    /// Through CUDA's Multi-Process Service: not for MIG devices.
+    /// CUDA's Multi-Process Service; not for MIG devices.
     Mps,
 }
 
 /// One resource whose devices are shared.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct SharedResource {
-    /// The resource, by the name it would have unshared.
+    /// The resource, by the name it has without sharing.
     pub name: ResourceName,
-    /// The name for the shared devices, where it is another.
+    /// Another name for the shared devices.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub rename: Option<ResourceName>,
-    /// Which of its devices; the others are offered whole, under the name they have.
+    /// Which of its devices; the others are offered unshared under `name`.
     pub devices: SharedDevices,
-    /// Slots of each device, 2 at least.
+    /// Slots of each device, at least 2.
     pub replicas: u32,
 }
 
 impl SharedResource {
-    /// All devices of a resource under its own name.
+    /// All devices of a resource, under its own name.
     pub fn new(name: ResourceName, replicas: u32) -> Self {
         Self { name, rename: None, devices: SharedDevices::All, replicas }
     }
@@ -158,35 +163,45 @@ impl SharedResource {
 /// Which devices of a resource are shared.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum SharedDevices {
-    /// Every one.
+    /// All.
     #[default]
     All,
-    /// So many, the first by PCI address and MIG index.
+    /// This many, the first ones by PCI address and MIG index.
     Count(u32),
     /// These.
     List(Vec<DeviceSelector>),
 }
 
-/// A device, named by an operator.
+impl Serialize for SharedDevices {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::All => serializer.serialize_str("all"),
+            Self::Count(count) => serializer.serialize_u32(*count),
+            Self::List(devices) => serializer.collect_seq(devices.iter().map(ToString::to_string)),
+        }
+    }
+}
+
+/// A GPU or MIG device as an operator names it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum DeviceSelector {
     /// A whole GPU by NVML's index.
     Index(u32),
-    /// A MIG device by its GPU's index and its own, `0:1`.
+    /// A MIG device by its GPU's index and its own: `0:1`.
     MigIndex(u32, u32),
-    /// Either by its UUID.
+    /// A GPU or MIG device by its UUID.
     Uuid(String),
 }
 
 /// Why a text names no device.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("'{text}' names no device (expected an index such as 0, a MIG device such as 0:1, or a UUID)")]
+#[error("{} names no device (expected an index such as 0, a MIG device such as 0:1, or a UUID)", quoted(text))]
 pub struct DeviceSelectorError {
     text: String,
 }
 
 impl DeviceSelector {
-    /// Whether it names this device.
+    /// Whether it names this device: the MIG device where there is one, else the whole GPU.
     pub fn is(&self, gpu: &Gpu, mig: Option<&MigDevice>) -> bool {
         match (self, mig) {
             (Self::Index(index), None) => gpu.index == *index,
@@ -201,7 +216,7 @@ impl DeviceSelector {
 impl FromStr for DeviceSelector {
     type Err = DeviceSelectorError;
 
-    /// The forms that the NVIDIA plugin knows: an index, `GPU:MIG`, `GPU-<uuid>`, `MIG-<uuid>` and the older
+    /// The forms that the NVIDIA plugin takes: an index, `GPU:MIG`, `GPU-<uuid>`, `MIG-<uuid>` and the older
     /// `MIG-GPU-<uuid>/<gi>/<ci>`.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let number = |text: &str| text.bytes().all(|b| b.is_ascii_digit()).then(|| text.parse().ok()).flatten();
@@ -235,16 +250,16 @@ impl fmt::Display for DeviceSelector {
     }
 }
 
-/// Which GPUs are left out, with their MIG devices.
+/// Which GPUs are not offered, nor their MIG devices.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Filter {
-    /// These, by any of their names.
+    /// These.
     pub exclude: Vec<GpuSelector>,
-    /// Offer GPUs also that a display is set up on.
+    /// Offer GPUs with an active display too.
     pub keep_display: bool,
 }
 
-/// GPUs, named by an operator.
+/// One GPU, or all of a model, as an operator names them.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum GpuSelector {
     /// By NVML's index.
@@ -258,7 +273,7 @@ pub enum GpuSelector {
 }
 
 impl GpuSelector {
-    /// Whether it names this GPU. One of unknown model is of no model.
+    /// Whether it names this GPU. A model pattern never names a GPU of unknown model.
     pub fn is(&self, gpu: &Gpu) -> bool {
         match self {
             Self::Index(index) => gpu.index == *index,
@@ -269,14 +284,30 @@ impl GpuSelector {
     }
 }
 
+/// Any text names GPUs: what is no index, UUID or PCI address is a pattern of the model.
+impl From<&str> for GpuSelector {
+    fn from(text: &str) -> Self {
+        let index = || text.parse().ok().map(Self::Index);
+        let uuid = || text.parse().ok().filter(|_| text.starts_with("GPU-")).map(Self::Uuid);
+        let pci = || text.parse().ok().map(Self::Pci);
+        index().or_else(uuid).or_else(pci).unwrap_or_else(|| Self::Model(Pattern::new(text)))
+    }
+}
+
 impl fmt::Display for GpuSelector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Index(index) => write!(f, "GPU {index}"),
-            Self::Uuid(uuid) => write!(f, "{uuid}"),
-            Self::Pci(pci) => write!(f, "GPU {pci}"),
-            Self::Model(pattern) => write!(f, "GPUs of model '{pattern}'"),
+            Self::Index(index) => index.fmt(f),
+            Self::Uuid(uuid) => uuid.fmt(f),
+            Self::Pci(pci) => pci.fmt(f),
+            Self::Model(pattern) => pattern.fmt(f),
         }
+    }
+}
+
+impl Serialize for GpuSelector {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
     }
 }
 
@@ -285,7 +316,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn patterns_are_found_anywhere_and_stars_are_anything() {
+    fn pattern_matches_anywhere_and_star_any_text() {
         for (pattern, found, missed) in [
             ("*", "", ""),
             ("", "anything", ""),
@@ -302,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_are_named_by_index_mig_index_or_uuid() {
+    fn device_is_named_by_index_mig_index_or_uuid() {
         let uuid = "b1028956-cfa2-0990-bf4a-5da9abb51763";
         for (text, expected) in [
             ("0", DeviceSelector::Index(0)),
@@ -321,5 +352,13 @@ mod tests {
         {
             assert_eq!(text.parse::<DeviceSelector>(), Err(DeviceSelectorError { text: text.to_owned() }));
         }
+    }
+
+    #[test]
+    fn gpu_is_named_by_index_uuid_address_or_model() {
+        assert_eq!(GpuSelector::from("3"), GpuSelector::Index(3));
+        assert!(matches!(GpuSelector::from("GPU-00000001-0000-4000-8000-000000000000"), GpuSelector::Uuid(_)));
+        assert!(matches!(GpuSelector::from("0000:3b:00.0"), GpuSelector::Pci(_)));
+        assert_eq!(GpuSelector::from("*T400*"), GpuSelector::Model(Pattern::new("*T400*")));
     }
 }

@@ -1,25 +1,25 @@
-//! What a [`super::ResourcePlan`] cannot have on a machine, by name.
+//! [`PlanProblem`]: what of a [`super::ResourcePlan`] a node cannot offer.
 
 use crate::prelude::*;
 use thiserror::Error;
 
-use super::device::ResourceName;
 use super::plan::DeviceSelector;
+use super::resource_name::ResourceName;
 use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, PciAddress};
 
-/// Why something that a plan asks for is not offered. The rest of the plan is carried out.
+/// Why a part of a plan is not offered. The rest of the plan is carried out.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Error)]
 pub enum PlanProblem {
-    /// A display is set up on a GPU, and the plan does not keep such GPUs.
-    #[error("GPU {pci} ({uuid}): a display is set up on it; it is left out")]
+    /// A GPU has an active display, and the plan does not keep such GPUs.
+    #[error("GPU {pci} ({uuid}): it has an active display; it is not offered")]
     Display {
         /// Where it is.
         pci: PciAddress,
         /// The GPU.
         uuid: GpuUuid,
     },
-    /// MIG mode is on and no MIG device was created.
+    /// MIG mode is on, and there is no MIG device.
     #[error("GPU {pci}: MIG mode is on, but it has no MIG device; it offers nothing")]
     NoMigDevice {
         /// The GPU.
@@ -39,30 +39,30 @@ pub enum PlanProblem {
         /// Each profile with its GPUs.
         profiles: Vec<(String, Vec<PciAddress>)>,
     },
-    /// The resource appears twice among those to be shared.
-    #[error("{resource} is to be shared twice; it is not offered")]
+    /// The plan shares the resource twice.
+    #[error("{resource} is listed twice under sharing; it is not offered")]
     SharedTwice {
         /// The resource.
         resource: ResourceName,
     },
-    /// One slot or none is no sharing.
-    #[error("{resource} is to be shared with {replicas} replicas, 2 is the least; it is not offered")]
+    /// Sharing needs at least two slots.
+    #[error("{resource}: replicas is {replicas}, at least 2 are needed; it is not offered")]
     TooFewReplicas {
         /// The resource.
         resource: ResourceName,
         /// As the plan has it.
         replicas: u32,
     },
-    /// More slots than the kubelet can be told of.
-    #[error("{resource} is to be shared in {slots} slots, {most} is the most; it is not offered", most = super::resources::MOST_SLOTS)]
+    /// More slots than the kubelet's API carries.
+    #[error("{resource} would have {slots} slots, at most {most} are possible; it is not offered", most = super::resources::MOST_SLOTS)]
     TooManySlots {
         /// The resource.
         resource: ResourceName,
         /// Slots of all devices together.
         slots: u64,
     },
-    /// More devices are to be shared than there are.
-    #[error("{count} devices of {resource} are to be shared, the node has {devices}; it is not offered")]
+    /// The plan shares more devices than the node has.
+    #[error("{resource}: {count} of its devices are to be shared, the node has {devices}; it is not offered")]
     TooFewDevices {
         /// The resource.
         resource: ResourceName,
@@ -71,8 +71,8 @@ pub enum PlanProblem {
         /// As the node has it.
         devices: usize,
     },
-    /// A device that is to be shared is none of the resource's.
-    #[error("device {device} is to be shared, but it is none of {resource}; that is not offered")]
+    /// The plan shares a device that the resource does not have.
+    #[error("{resource} has no device {device} that could be shared; it is not offered")]
     NoSuchDevice {
         /// The resource.
         resource: ResourceName,
@@ -87,7 +87,7 @@ pub enum PlanProblem {
         /// The GPUs.
         gpus: Vec<PciAddress>,
     },
-    /// MPS does not know GPUs as old as these.
+    /// MPS does not support GPUs as old as these.
     #[error(
         "{resource} is to be shared by MPS, for which GPUs {} are too old (compute capability below 3.5); it is not offered",
         list(gpus)
@@ -98,7 +98,7 @@ pub enum PlanProblem {
         /// The GPUs.
         gpus: Vec<PciAddress>,
     },
-    /// More replicas than an MPS server takes clients.
+    /// More replicas than an MPS server accepts clients.
     #[error(
         "{resource} is to be shared by MPS with {replicas} replicas, but the MPS server of GPU {gpu} takes {most} clients at most; it is not offered"
     )]
@@ -109,19 +109,19 @@ pub enum PlanProblem {
         gpu: PciAddress,
         /// As the plan has it.
         replicas: u32,
-        /// What there may be.
+        /// The limit.
         most: u32,
     },
     /// Two resources would have one name.
-    #[error("{resource} is to be shared as {name}, which is another resource already; it is not offered")]
+    #[error("{resource} is to be shared as {name}, which is another resource's name; it is not offered")]
     NameTaken {
         /// The resource.
         resource: ResourceName,
         /// The name.
         name: ResourceName,
     },
-    /// The name that sharing or a profile makes is none.
-    #[error("'{name}' is no resource name; what would have it is not offered")]
+    /// Sharing or a MIG profile makes a name that no kubelet accepts.
+    #[error("'{name}' is not a resource name that kubelets accept; it is not offered")]
     NoName {
         /// The name.
         name: String,
@@ -134,8 +134,8 @@ pub enum PlanProblem {
         /// The first such id.
         id: DeviceId,
     },
-    /// A new plan has problems that the one in effect has not.
-    #[error("the new plan cannot be carried out on this node as it is now; the last one stays until it can")]
+    /// A new plan has problems that the plan in effect does not have.
+    #[error("this node cannot offer what the new configuration asks for; the previous plan stays until it can")]
     OldPlanStays,
 }
 

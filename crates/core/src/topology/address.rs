@@ -8,6 +8,8 @@ use core::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use crate::quote::quoted;
+
 /// A PCI function's address, `domain:bus:device.function`, domain included.
 ///
 /// Ordered as written, which is the order in which ties between sets are broken.
@@ -22,7 +24,7 @@ pub struct PciAddress {
 
 /// Why a text is no PCI address.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("'{text}' is not a PCI address (expected domain:bus:device.function, such as 0000:3b:00.0)")]
+#[error("{} is not a PCI address (expected domain:bus:device.function, such as 0000:3b:00.0)", quoted(text))]
 pub struct PciAddressError {
     text: String,
 }
@@ -111,7 +113,7 @@ pub struct GpuUuid(String);
 
 /// Why a text is no GPU UUID.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("'{text}' is not a GPU UUID (expected 1 to {max} letters, digits and '-')", max = GpuUuid::MAX)]
+#[error("{} is not a GPU UUID (expected 1 to {max} letters, digits and '-')", quoted(text), max = GpuUuid::MAX)]
 pub struct GpuUuidError {
     text: String,
 }

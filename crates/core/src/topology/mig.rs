@@ -10,6 +10,7 @@ use core::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use super::address::{GpuUuid, PciAddress};
+use crate::quote::quoted;
 
 /// MIG on one GPU; a GPU or a driver without MIG has none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -132,7 +133,7 @@ pub struct MigUuid(String);
 
 /// Why a text is no UUID of a MIG device.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("'{text}' is not a MIG device's UUID (expected MIG- and letters, digits, '-' and '/', {max} at most)", max = GpuUuid::MAX)]
+#[error("{} is not a MIG device's UUID (expected MIG- and letters, digits, '-' and '/', {max} at most)", quoted(text), max = GpuUuid::MAX)]
 pub struct MigUuidError {
     text: String,
 }

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::address::{GpuUuid, NumaNodeId, PackageId, PciAddress};
 use super::level::TopologyLevel;
 use super::mig::MigObservation;
+use crate::quote::quoted;
 
 /// Everything that was seen of one node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -91,9 +92,10 @@ impl TryFrom<String> for ComputeCapability {
         let parts = text.split_once('.').and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
         match parts {
             Some((major, minor)) => Ok(Self { major, minor }),
-            None => {
-                Err(format!("'{text}' is not a compute capability (expected a quoted major.minor, such as \"9.0\")"))
-            }
+            None => Err(format!(
+                "{} is not a compute capability (expected a quoted major.minor, such as \"9.0\")",
+                quoted(&text)
+            )),
         }
     }
 }

@@ -1,0 +1,57 @@
+//! The words by which configuration files and the command line name the values of an enum.
+//!
+//! `config` makes its parsers and its error texts from them; a value is serialised as its word.
+
+use crate::allocation::AllocationPolicy;
+use crate::state::{MigStrategy, NumaHints, XidClass};
+
+/// An enum whose values each have one word.
+pub trait Words: Copy + PartialEq + 'static {
+    /// Each word and its value, in the order in which people list them.
+    const WORDS: &'static [(&'static str, Self)];
+
+    /// The value of a word.
+    fn from_word(word: &str) -> Option<Self> {
+        Self::WORDS.iter().find(|(known, _)| *known == word).map(|(_, value)| *value)
+    }
+}
+
+/// Gives an enum its words: `words!(Switch { On = "on", Off = "off" })`.
+#[macro_export]
+macro_rules! words {
+    ($type:ty { $($value:ident = $word:literal),+ $(,)? }) => {
+        impl $crate::words::Words for $type {
+            const WORDS: &'static [(&'static str, Self)] = &[$(($word, Self::$value)),+];
+        }
+    };
+}
+
+words!(MigStrategy { None = "none", Single = "single", Mixed = "mixed" });
+words!(NumaHints { Node = "node", Package = "package", Off = "off" });
+words!(AllocationPolicy { BestEffort = "best-effort", Distributed = "distributed", Packed = "packed" });
+words!(XidClass {
+    Ignore = "ignore",
+    Application = "application",
+    ResetGpu = "reset-gpu",
+    RebootNode = "reboot-node",
+});
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde::Serialize;
+
+    fn serialised_as_words<T: Words + Serialize>() {
+        for (word, value) in T::WORDS {
+            assert_eq!(serde_json::to_value(value).unwrap(), *word);
+        }
+    }
+
+    #[test]
+    fn values_are_serialised_as_their_words() {
+        serialised_as_words::<MigStrategy>();
+        serialised_as_words::<NumaHints>();
+        serialised_as_words::<AllocationPolicy>();
+        serialised_as_words::<XidClass>();
+    }
+}
