@@ -202,7 +202,7 @@ fn a_new_plan_that_cannot_be_had_waits_while_the_old_one_stays() {
     let wanted = ResourcePlan { mig_strategy: MigStrategy::Single, ..ResourcePlan::default() };
     let (snapshot, effects) = snapshot.apply(planned(&wanted), NOW);
     let told = told(&effects);
-    assert!(told[0].contains("the MIG devices differ") && told[2].contains("the last one stays"), "{told:?}");
+    assert!(told[0].contains("the MIG devices differ") && told[2].contains("the previous plan stays"), "{told:?}");
     assert_eq!((offered(&snapshot), snapshot.plan()), (vec![(gpu().to_string(), 4)], &ResourcePlan::default()));
     assert!(snapshot.problems().contains(&PlanProblem::OldPlanStays));
     // The node becomes what the plan wants.
