@@ -22,7 +22,8 @@ pub struct AdminArgs {
 pub enum AdminOrder {
     /// Print the node's GPUs, their health and the offered resources, as JSON
     State,
-    /// Release the driver until resume, for a driver upgrade or a GPU reset. Pods are still admitted, by the last known state
+    /// Release the driver until resume, for a driver upgrade or a GPU reset. Pods are still admitted, by the last known
+    /// state
     Release,
     /// Use the driver again after a release
     Resume,

@@ -40,7 +40,13 @@ pub struct DoctorArgs {
     #[arg(long, value_name = "FOLDER", default_value = "/")]
     pub root: PathBuf,
     /// The --numa-hints of the running linkwise (see docs/topology-manager.md)
-    #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node", value_parser = word::<NumaHints>())]
+    #[arg(
+        long,
+        value_name = "HINTS",
+        env = "LINKWISE_NUMA_HINTS",
+        default_value = "node",
+        value_parser = word::<NumaHints>()
+    )]
     pub numa_hints: NumaHints,
     /// How long each check may take; one that takes longer has failed
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]

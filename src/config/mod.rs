@@ -21,7 +21,7 @@ mod xids;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::builder::{FalseyValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, ValueEnum};
 use linkwise_kubelet_box::{Policy, Scope};
 
@@ -98,8 +98,8 @@ pub struct RunArgs {
     /// Deadlines and intervals.
     #[command(flatten)]
     pub nvml: NvmlArgs,
-    /// The folder in which the GPUs' health is stored for the next start, as linkwise_health.json; by default the folder
-    /// linkwise beside the kubelet's socket
+    /// The folder in which the GPUs' health is stored for the next start, as linkwise_health.json; by default the
+    /// folder linkwise beside the kubelet's socket
     #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
     pub state_dir: Option<PathBuf>,
     /// The MPS root.
@@ -130,10 +130,16 @@ pub struct DemoArgs {
     #[arg(long, value_name = "SCOPE", default_value = "container", value_parser = one_of(&SCOPES))]
     pub scope: Scope,
     /// Which NUMA nodes devices report (see docs/topology-manager.md)
-    #[arg(long, value_name = "HINTS", env = "LINKWISE_NUMA_HINTS", default_value = "node", value_parser = word::<NumaHints>())]
+    #[arg(
+        long,
+        value_name = "HINTS",
+        env = "LINKWISE_NUMA_HINTS",
+        default_value = "node",
+        value_parser = word::<NumaHints>()
+    )]
     pub numa_hints: NumaHints,
     /// No colours, also on a terminal
-    #[arg(long, env = "NO_COLOR", action = clap::ArgAction::SetTrue, value_parser = clap::builder::FalseyValueParser::new())]
+    #[arg(long, env = "NO_COLOR", action = clap::ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
     pub no_color: bool,
     /// Keep serving after the script, until interrupted; prints the address of /metrics
     #[arg(long)]
@@ -229,8 +235,8 @@ pub struct AllocateArgs {
     /// {"size": 2, "available": [0, 1, 4], "must_include": []}, and answer each with one JSON line
     #[arg(long, value_name = "FILE", conflicts_with_all = ["size", "available", "must_include"])]
     pub requests: Option<PathBuf>,
-    /// Explain the choice: its values beside the runner-up's and the idle machine's best set, the GPUs that stay free and
-    /// the best sets among those, the nearest NICs
+    /// Explain the choice: its values beside the runner-up's and the idle machine's best set, the GPUs that stay free
+    /// and the best sets among those, the nearest NICs
     #[arg(long, conflicts_with = "requests")]
     pub explain: bool,
     /// Text for people or JSON for scripts

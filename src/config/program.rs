@@ -1,4 +1,5 @@
-//! The program's name: called by one of the NVIDIA plugin's commands, which have no subcommands, it runs the matching one.
+//! The program's name: called by one of the NVIDIA plugin's commands, which have no subcommands, it runs the matching
+//! one.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -9,8 +10,8 @@ const DEVICE_PLUGIN: &str = "nvidia-device-plugin";
 /// The NVIDIA plugin's command for the daemons of GPUs that are shared by MPS, and our subcommand of the same name.
 const MPS_CONTROL_DAEMON: &str = "mps-control-daemon";
 
-/// The command line with its missing subcommand: that of the program's name, or `run` if the first word is a flag other than
-/// help and version. `linkwise` alone shows its help.
+/// The command line with its missing subcommand: that of the program's name, or `run` if the first word is a flag other
+/// than help and version. `linkwise` alone shows its help.
 pub(super) fn words(words: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     let mut words: Vec<OsString> = words.into_iter().collect();
     let name = words.first().and_then(|name| Path::new(name).file_name());

@@ -16,8 +16,8 @@ pub struct SimulateArgs {
     /// come one after the other, arrival_seconds; whole numbers. docs/traces/sample.csv is one
     #[arg(long, value_name = "FILE")]
     pub trace: PathBuf,
-    /// The policies to compare, with commas. Of whole GPUs none is more used than another: distributed and packed choose
-    /// as best-effort does
+    /// The policies to compare, with commas. Of whole GPUs none is more used than another: distributed and packed
+    /// choose as best-effort does
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "best-effort,first-fit,random")]
     pub policy: Vec<SimulatePolicy>,
     /// The seed of the policy random: the same seed gives the same choices

@@ -1,7 +1,7 @@
 //! The subcommands: their names, their lines in `--help`, and the arguments that each reads.
 //!
-//! Not derived: derived code builds the arguments of every subcommand at each start, and the plugin and the NVML agent would
-//! each keep that memory for good. Here only the arguments of the subcommand that is called are built.
+//! Not derived: derived code builds the arguments of every subcommand at each start, and the plugin and the NVML agent
+//! would each keep that memory for good. Here only the arguments of the subcommand that is called are built.
 
 use clap::error::ErrorKind;
 use clap::{ArgMatches, Args, Error, FromArgMatches, Subcommand};

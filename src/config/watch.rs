@@ -15,8 +15,8 @@ use crate::inotify::FolderWatch;
 /// How often the file is read without a notification: it may be a link into a folder that is not watched.
 const POLL: Duration = Duration::from_secs(10);
 
-/// How long a new text has to stay the same. An editor that truncates the file before it writes would else switch linkwise
-/// to the defaults for a moment.
+/// How long a new text has to stay the same. An editor that truncates the file before it writes would else switch
+/// linkwise to the defaults for a moment.
 const SETTLE: Duration = Duration::from_millis(100);
 
 /// A file and the text that was returned last.

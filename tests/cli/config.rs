@@ -1,5 +1,5 @@
-//! `linkwise config`: every example of the NVIDIA plugin's README has the effect that it describes, and every error of a
-//! file is reported by line and key.
+//! `linkwise config`: every example of the NVIDIA plugin's README has the effect that it describes, and every error of
+//! a file is reported by line and key.
 
 use std::path::{Path, PathBuf};
 
@@ -43,7 +43,13 @@ fn examples_of_the_readme_have_their_effect() {
     let gpus = |replicas: u32| json!({"name": "nvidia.com/gpu", "devices": "all", "replicas": replicas});
     let renamed =
         json!({"name": "nvidia.com/gpu", "rename": "nvidia.com/gpu.shared", "devices": "all", "replicas": 10});
-    let shared = |by_default: bool, single: bool, resource: Value| json!({"renameByDefault": by_default, "failRequestsGreaterThanOne": single, "resources": [resource]});
+    let shared = |by_default: bool, single: bool, resource: Value| {
+        json!({
+            "renameByDefault": by_default,
+            "failRequestsGreaterThanOne": single,
+            "resources": [resource],
+        })
+    };
     let mig: Vec<Value> = [("gpu", 4), ("mig-1g.5gb", 2), ("mig-2g.10gb", 2), ("mig-3g.20gb", 3), ("mig-7g.40gb", 7)]
         .map(|(name, replicas)| json!({"name": format!("nvidia.com/{name}"), "devices": "all", "replicas": replicas}))
         .to_vec();

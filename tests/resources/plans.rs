@@ -203,7 +203,7 @@ fn impossible_new_plan_waits_while_old_one_stays() {
     let wanted = ResourcePlan { mig_strategy: MigStrategy::Single, ..ResourcePlan::default() };
     let (snapshot, effects) = snapshot.apply(planned(&wanted), NOW);
     let told = told(&effects);
-    assert!(told[0].contains("the MIG devices differ") && told[2].contains("the last one stays"), "{told:?}");
+    assert!(told[0].contains("the MIG devices differ") && told[2].contains("the previous plan stays"), "{told:?}");
     assert_eq!(
         (offered(&snapshot), snapshot.offers().plan()),
         (vec![(gpu().to_string(), 4)], &ResourcePlan::default())

@@ -1,5 +1,5 @@
-//! The configurations that the NVIDIA plugin documents, retold in `tests/configs/nvidia`, each on a whole process: which
-//! resources there are, how many devices with which ids, and what a container gets. Goldens, to be read beside its README.
+//! The configurations of the NVIDIA plugin's README (`tests/configs/nvidia`), each in a whole process: the resources,
+//! their devices, and what a container gets. Goldens, to be compared with that README.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -11,7 +11,7 @@ use crate::handover::{cdi_setup, lines};
 use crate::mig::{MIXED, listed, minors};
 use crate::node::{GPU, Node, Setup, until};
 
-/// Starts linkwise, waits for so many healthy devices of each resource, and sees that there is no other resource.
+/// Starts linkwise, waits for these numbers of healthy devices by resource, and checks that there is no other resource.
 async fn offers(setup: Setup, wanted: &[(&str, usize)]) -> (Node, KubeletBox) {
     let kubelet = setup.kubelet();
     let node = setup.start().await;
@@ -31,7 +31,7 @@ async fn offers(setup: Setup, wanted: &[(&str, usize)]) -> (Node, KubeletBox) {
     (node, kubelet)
 }
 
-/// What the kubelet lists: each resource with its devices, slots of one device on one line.
+/// The kubelet's list: each resource with its devices, the slots of one device on one line.
 fn listing(kubelet: &KubeletBox) -> String {
     let mut text = String::new();
     for (name, resource) in kubelet.state().resources.iter() {
@@ -51,7 +51,7 @@ fn listing(kubelet: &KubeletBox) -> String {
     text
 }
 
-/// What pods of one container get, or why they do not.
+/// What pods of one container get, or why they are refused.
 async fn pods(kubelet: &KubeletBox, asks: &[(&str, u32)]) -> String {
     let mut text = String::new();
     for (number, (resource, count)) in asks.iter().enumerate() {
@@ -80,7 +80,7 @@ async fn pods(kubelet: &KubeletBox, asks: &[(&str, u32)]) -> String {
     text
 }
 
-/// The whole story of a configuration.
+/// The list and the answers to pods.
 async fn story(setup: Setup, wanted: &[(&str, usize)], asks: &[(&str, u32)]) -> String {
     let (_node, kubelet) = offers(setup, wanted).await;
     let text = listing(&kubelet) + &pods(&kubelet, asks).await;
@@ -142,7 +142,7 @@ fn mixed() -> Setup {
 }
 
 #[tokio::test]
-async fn without_a_word_and_with_every_default_said() {
+async fn without_settings_and_with_all_defaults() {
     let asks = [(GPU, 2), (GPU, 7)];
     let silent = story(dgx1(), &[(GPU, 8)], &asks).await;
     insta::assert_snapshot!(silent);
@@ -170,7 +170,7 @@ async fn without_a_word_and_with_every_default_said() {
 }
 
 #[tokio::test]
-async fn a_flag_beats_a_variable_and_a_variable_the_file() {
+async fn flag_wins_over_variable_and_variable_over_file() {
     let setup = file(mixed(), "nvidia/mixed.yaml").env("MIG_STRATEGY", "none").arg("--device-id-strategy=index");
     let setup = setup.env("DEVICE_ID_STRATEGY", "uuid").env("PASS_DEVICE_SPECS", "true");
     insta::assert_snapshot!(story(setup, &[(GPU, 4)], &[(GPU, 2)]).await);
@@ -222,7 +222,7 @@ async fn time_slicing_renamed_by_default() {
 }
 
 #[tokio::test]
-async fn time_slicing_that_fails_requests_greater_than_one() {
+async fn time_slicing_failing_requests_greater_than_one() {
     let setup = file(dgx1(), "nvidia/time-slicing-single.yaml");
     insta::assert_snapshot!(story(setup, &[(GPU, 80)], &[(GPU, 2), (GPU, 1)]).await);
 }
@@ -244,7 +244,7 @@ async fn time_slicing_of_mig_devices() {
 }
 
 #[tokio::test]
-async fn some_gpus_are_shared_under_another_name_with_naming_on() {
+async fn naming_shares_some_gpus_under_another_name() {
     let setup = file(dgx1(), "linkwise/some-shared.yaml");
     let slice = "nvidia.com/gpu.slice";
     let text = story(setup, &[(GPU, 6), (slice, 8)], &[(GPU, 6), (slice, 1), (slice, 2)]).await;
@@ -252,7 +252,7 @@ async fn some_gpus_are_shared_under_another_name_with_naming_on() {
 }
 
 #[tokio::test]
-async fn the_same_file_without_naming_is_what_the_nvidia_plugin_makes_of_it() {
+async fn without_naming_the_file_means_what_nvidias_plugin_reads() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/configs/linkwise/some-shared.yaml");
     let text = std::fs::read_to_string(path).unwrap();
     let without = text.replace("linkwise:\n  naming: true\n", "");

@@ -1,5 +1,6 @@
-//! What changes under a running plugin with a pod on it: the configuration, as Kubernetes and the NVIDIA plugin's
-//! config-manager change it, the MIG layout, sharing. What a pod holds stays on the kubelet's list until it is gone.
+//! Changes under a running plugin with a pod on it: the configuration, as Kubernetes and the NVIDIA plugin's
+//! config-manager change it, the MIG layout, sharing. A device that a pod holds stays on the kubelet's list until the
+//! pod ends.
 
 use std::collections::BTreeSet;
 use std::os::unix::fs::symlink;
@@ -26,7 +27,7 @@ impl ConfigMap {
         map
     }
 
-    /// Another version, in one step, as the kubelet does it; the one before is removed.
+    /// Replaces the version in one step, as the kubelet does, and removes the old one.
     fn swap(&self, version: &str, text: &str) {
         let before = std::fs::read_link(self.0.join("..data")).ok();
         std::fs::create_dir(self.0.join(version)).unwrap();
@@ -68,20 +69,20 @@ fn sees(allocation: &Allocation) -> Vec<&str> {
 }
 
 #[tokio::test]
-async fn sharing_is_turned_on_and_off_again_while_pods_run() {
+async fn sharing_changes_while_pods_keep_their_devices() {
     let (setup, map) = setup(WHOLE);
     let (node, kubelet) = setup.serve(8).await;
     let whole = allocation(&kubelet, "whole", GPU, 2).await;
     map.swap("..2", SHARED);
-    // All names are others now. What nobody holds leaves the list; what the pod holds stays on it, and what was promised
-    // to it whole is shared with nobody.
+    // All ids change. Ids that no pod holds leave the list; the pod's ids stay, and the slots of its GPUs are not
+    // offered.
     let promised: Vec<String> =
         whole.devices.iter().flat_map(|gpu| [format!("{gpu}::0"), format!("{gpu}::1")]).collect();
     lists(&kubelet, GPU, 12, &[whole.devices.clone(), promised].concat()).await;
     keeps(&kubelet, "whole", GPU, &whole).await;
     let slots = allocation(&kubelet, "slots", GPU, 6).await;
     assert!(slots.devices.iter().all(|id| id.ends_with("::0")), "{slots:?}");
-    // The first pod ends, and with it the last of the old names.
+    // The first pod ends, and the last old ids leave the list.
     assert!(kubelet.remove_pod("whole"));
     lists(&kubelet, GPU, 16, &[]).await;
     map.swap("..3", WHOLE);
@@ -95,7 +96,7 @@ async fn sharing_is_turned_on_and_off_again_while_pods_run() {
 }
 
 #[tokio::test]
-async fn a_configuration_that_is_wrong_leaves_the_last_good_one_and_its_pods() {
+async fn rejected_configuration_leaves_the_previous_one_and_pods() {
     let (setup, map) = setup(SHARED);
     let (node, kubelet) = setup.serve(16).await;
     let held = allocation(&kubelet, "pod", GPU, 1).await;
@@ -107,7 +108,7 @@ async fn a_configuration_that_is_wrong_leaves_the_last_good_one_and_its_pods() {
     lists(&kubelet, GPU, 16, &[]).await;
     keeps(&kubelet, "pod", GPU, &held).await;
     allocation(&kubelet, "another", GPU, 1).await;
-    // And the next good one counts.
+    // The next valid one applies.
     map.swap("..3", &SHARED.replace("replicas: 2", "replicas: 4"));
     lists(&kubelet, GPU, 32, &[]).await;
     keeps(&kubelet, "pod", GPU, &held).await;
@@ -115,7 +116,7 @@ async fn a_configuration_that_is_wrong_leaves_the_last_good_one_and_its_pods() {
 }
 
 #[tokio::test]
-async fn another_name_for_what_is_shared_gets_a_plugin_of_its_own() {
+async fn renamed_shared_resource_gets_its_own_plugin() {
     const RENAMED: &str = "nvidia.com/gpu.shared";
     let (setup, map) = setup(SHARED);
     let (node, kubelet) = setup.serve(16).await;
@@ -126,7 +127,7 @@ async fn another_name_for_what_is_shared_gets_a_plugin_of_its_own() {
     keeps(&kubelet, "pod", GPU, &held).await;
     let error = kubelet.admit(&Pod::single("late", GPU, 1), None).await.unwrap_err();
     assert!(error.to_string().contains("no device is healthy"), "{error}");
-    // A GPU that carries a slot under the old name is more used than the others.
+    // A GPU with a held slot under the old name is more used than the others.
     let new = allocation(&kubelet, "new", RENAMED, 7).await;
     let used = held.devices[0].split("::").next().unwrap();
     assert!(sees(&new).len() == 7 && !sees(&new).contains(&used), "{new:?} {held:?}");
@@ -135,7 +136,7 @@ async fn another_name_for_what_is_shared_gets_a_plugin_of_its_own() {
     assert_eq!(kubelet.violations(), []);
 }
 
-/// The file as the NVIDIA plugin's config-manager has it: a link into a folder that nobody here follows.
+/// The file as the NVIDIA plugin's config-manager has it: a link into a folder that is not watched.
 fn linked(setup: Setup, text: &str) -> (Setup, PathBuf) {
     let (folder, elsewhere) = (setup.at("config"), setup.at("available-configs"));
     std::fs::create_dir(&folder).unwrap();
@@ -147,7 +148,7 @@ fn linked(setup: Setup, text: &str) -> (Setup, PathBuf) {
 }
 
 #[tokio::test]
-async fn a_sighup_makes_the_file_count_that_nobody_told_of() {
+async fn sighup_applies_a_change_without_notification() {
     let (setup, file) = linked(Setup::on("dgx1-v100"), WHOLE);
     let (node, kubelet) = setup.serve(8).await;
     let held = allocation(&kubelet, "pod", GPU, 1).await;
@@ -167,14 +168,14 @@ fn replace(file: &Path, text: &str) {
     std::fs::rename(new, file).unwrap();
 }
 
-/// Four GPUs in different MIG layouts, looked at all the time.
+/// Four GPUs in different MIG layouts, polled all the time.
 async fn mig() -> (Node, KubeletBox) {
     let setup = Setup::with(&std::fs::read_to_string(MIXED).unwrap()).arg("--nvml-poll-ms=20");
     setup.env("MIG_STRATEGY", "mixed").serve(1).await
 }
 
 #[tokio::test]
-async fn a_mig_layout_that_changes_is_followed_and_a_pod_keeps_what_was_not_touched() {
+async fn changed_mig_layout_keeps_the_pods_devices() {
     const SEVENTH: &str = "nvidia.com/mig-1g.10gb";
     let (node, kubelet) = mig().await;
     listed(&kubelet, SEVENTH, 8).await;
@@ -190,7 +191,7 @@ async fn a_mig_layout_that_changes_is_followed_and_a_pod_keeps_what_was_not_touc
     assert!(error.to_string().contains("requested 1, available 0"), "{error}");
     assert!(kubelet.remove_pod("pod"));
     lists(&kubelet, SEVENTH, 1, &[]).await;
-    // A profile that nobody had, on the GPU that was whole: a resource of its own; and the profile that was alone leaves.
+    // A new profile on the GPU that was whole is a new resource.
     node.setup.tell(
         "mig 0 {enabled: true, devices: [{index: 0, uuid: MIG-00000077-0000-0000-0000-000000000000, gpu_instance: 0, \
          compute_instance: 0, gpu_slices: 7, compute_slices: 7, memory_mib: 80128, extension: none}]}",
@@ -202,7 +203,7 @@ async fn a_mig_layout_that_changes_is_followed_and_a_pod_keeps_what_was_not_touc
 }
 
 #[tokio::test]
-async fn a_strategy_that_changes_keeps_the_devices_of_pods_on_the_list() {
+async fn changed_mig_strategy_keeps_held_devices_listed() {
     let setup = Setup::with(&std::fs::read_to_string(MIXED).unwrap());
     let map = ConfigMap::new(setup.at("config"), "flags: {migStrategy: mixed}\n");
     let file = map.0.join("config.yaml");
@@ -210,7 +211,7 @@ async fn a_strategy_that_changes_keeps_the_devices_of_pods_on_the_list() {
     listed(&kubelet, "nvidia.com/mig-3g.40gb", 1).await;
     let held = allocation(&kubelet, "pod", "nvidia.com/mig-3g.40gb", 1).await;
     map.swap("..2", "flags: {migStrategy: none}\n");
-    // The pod's GPU is nobody else's, though it is whole by its name now.
+    // The pod's GPU is offered to no other pod, though it is offered whole now.
     lists(&kubelet, GPU, 3, &[gpu(2)]).await;
     lists(&kubelet, "nvidia.com/mig-3g.40gb", 0, &held.devices).await;
     keeps(&kubelet, "pod", "nvidia.com/mig-3g.40gb", &held).await;

@@ -20,8 +20,8 @@ pub fn quoted(text: &str) -> String {
     format!("'{}'", excerpt(text))
 }
 
-/// A whole message of another library or program, up to 1000 characters: blanks and line ends become one blank, what else
-/// is not printable is escaped.
+/// A whole message of another library or program, up to 1000 characters: blanks and line ends become one blank, what
+/// else is not printable is escaped.
 pub fn one_line(text: &str) -> String {
     shown(&text.split_whitespace().collect::<Vec<_>>().join(" "), MESSAGE)
 }

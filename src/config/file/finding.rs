@@ -7,7 +7,8 @@ use std::fmt;
 pub struct Finding {
     /// The line of the file, from 1; `None` for a flag, a variable, or the file as a whole.
     pub line: Option<u64>,
-    /// The key as a path (`sharing.mps.resources[0].replicas`), or the flag or variable. Text of the file in it is escaped.
+    /// The key as a path (`sharing.mps.resources[0].replicas`), or the flag or variable. Text of the file in it is
+    /// escaped.
     pub key: String,
     /// How severe it is.
     pub severity: Severity,

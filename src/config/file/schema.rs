@@ -5,8 +5,8 @@ use super::tree::{Node, Value};
 use crate::config::settings::keys;
 use crate::quote::excerpt;
 
-/// Keys whose values are read as a whole, as paths; `[]` stands for the items of a list. The keys of single settings come
-/// from the settings' table.
+/// Keys whose values are read as a whole, as paths; `[]` stands for the items of a list. The keys of single settings
+/// come from the settings' table.
 const COMPOUND: [&str; 20] = [
     "version",
     "resources.gpus[].pattern",
@@ -30,8 +30,8 @@ const COMPOUND: [&str; 20] = [
     "linkwise.policies",
 ];
 
-/// Where the case of keys counts: the NVIDIA plugin reads these mappings itself, and the rest by Go's JSON reader, which
-/// ignores case. linkwise's own keys are case-sensitive too.
+/// Where the case of keys counts: the NVIDIA plugin reads these mappings itself, and the rest by Go's JSON reader,
+/// which ignores case. linkwise's own keys are case-sensitive too.
 const CASE_SENSITIVE: [&str; 5] = ["resources.gpus", "resources.mig", "sharing.timeSlicing", "sharing.mps", "linkwise"];
 
 /// A suggestion may differ from the unknown key in one of this many letters.

@@ -19,7 +19,12 @@ pub enum DeviceListStrategy {
     CdiCri,
 }
 
-words!(DeviceListStrategy { Envvar = "envvar", VolumeMounts = "volume-mounts", CdiAnnotations = "cdi-annotations", CdiCri = "cdi-cri" });
+words!(DeviceListStrategy {
+    Envvar = "envvar",
+    VolumeMounts = "volume-mounts",
+    CdiAnnotations = "cdi-annotations",
+    CdiCri = "cdi-cri",
+});
 
 /// How GPUs are named to the container runtime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

@@ -2,7 +2,8 @@
 //!
 //! A flag wins over a variable, a variable over the file, the file over the default. The table in this file is the one
 //! place that lists a setting's flag, variables, key and default, and whether a change applies at once. Plain data: the
-//! composition roots build live objects from it, and `linkwise config show` prints it. Only [`load`] touches the file system.
+//! composition roots build live objects from it, and `linkwise config show` prints it. Only [`load`] touches the file
+//! system.
 
 mod choices;
 mod environment;
@@ -204,15 +205,15 @@ macro_rules! settings {
 }
 
 settings! {
-    /// The configuration file, in the NVIDIA plugin's format with linkwise's own keys under linkwise:. It is reloaded when
-    /// it changes and at SIGHUP
+    /// The configuration file, in the NVIDIA plugin's format with linkwise's own keys under linkwise:. It is reloaded
+    /// when it changes and at SIGHUP
     config_file: Option<PathBuf> = None, "configFile",
         Row::new(maybe_path).flag("config-file", "FILE").variables(&["CONFIG_FILE"]);
     /// How MIG devices are offered: none, single or mixed
     mig_strategy: MigStrategy = MigStrategy::None, "flags.migStrategy",
         Row::new(choice).flag("mig-strategy", "STRATEGY").variables(&["MIG_STRATEGY"]).at_once();
-    /// When NVML cannot be initialised: exit with an error (true), or log it and retry (false). Without it: exit if the PCI
-    /// bus has an NVIDIA GPU, retry if it has none
+    /// When NVML cannot be initialised: exit with an error (true), or log it and retry (false). Without it: exit if the
+    /// PCI bus has an NVIDIA GPU, retry if it has none
     fail_on_init_error: Option<bool> = None, "flags.failOnInitError",
         Row::new(maybe_boolean).flag("fail-on-init-error", "BOOL").variables(&["FAIL_ON_INIT_ERROR"]);
     /// The folder on the host for the pipes, logs and shared memory of MPS
@@ -220,7 +221,8 @@ settings! {
         Row::new(absolute).flag("mps-root", "PATH").variables(&["MPS_ROOT"]);
     /// The root of the driver's installation on the host: / or such as /run/nvidia/driver
     driver_root: PathBuf = PathBuf::from("/"), "flags.nvidiaDriverRoot",
-        Row::new(absolute).flag("driver-root", "PATH").aliases(&["nvidia-driver-root"]).variables(&["NVIDIA_DRIVER_ROOT"]);
+        Row::new(absolute).flag("driver-root", "PATH").aliases(&["nvidia-driver-root"])
+            .variables(&["NVIDIA_DRIVER_ROOT"]);
     /// The root of the device nodes on the host; by default the driver's root
     dev_root: PathBuf = PathBuf::new(), "flags.nvidiaDevRoot",
         Row::new(absolute).flag("dev-root", "PATH").aliases(&["nvidia-dev-root"]).variables(&["NVIDIA_DEV_ROOT"]);
@@ -242,7 +244,8 @@ settings! {
     /// container only the listed nodes
     pass_device_specs: bool = false, "flags.plugin.passDeviceSpecs",
         Row::new(boolean).flag("pass-device-specs", "BOOL").variables(&["PASS_DEVICE_SPECS"]);
-    /// How the container runtime gets the list of GPUs: envvar, volume-mounts, cdi-annotations, cdi-cri, several with commas
+    /// How the container runtime gets the list of GPUs: envvar, volume-mounts, cdi-annotations, cdi-cri, several with
+    /// commas
     device_list_strategy: Vec<DeviceListStrategy> = vec![DeviceListStrategy::Envvar], "flags.plugin.deviceListStrategy",
         Row::new(choices).flag("device-list-strategy", "LIST").variables(&["DEVICE_LIST_STRATEGY"]);
     /// How GPUs are named in that list: uuid or index
@@ -261,18 +264,21 @@ settings! {
         Row::new(absolute).flag("driver-root-ctr-path", "PATH").aliases(&["container-driver-root"])
             .variables(&["DRIVER_ROOT_CTR_PATH", "CONTAINER_DRIVER_ROOT"]);
     /// How slots and MIG devices are chosen: distributed or packed
-    shared_devices_allocation_policy: SharedPolicy = SharedPolicy::Distributed, "flags.plugin.sharedDevicesAllocationPolicy",
+    shared_devices_allocation_policy: SharedPolicy = SharedPolicy::Distributed,
+        "flags.plugin.sharedDevicesAllocationPolicy",
         Row::new(choice).flag("shared-devices-allocation-policy", "POLICY")
             .variables(&["SHARED_DEVICES_ALLOCATION_POLICY"]).at_once();
     /// The kubelet's registration socket; the plugins' sockets are made in its folder
-    kubelet_socket: PathBuf = PathBuf::from("/var/lib/kubelet/device-plugins/kubelet.sock"), "flags.plugin.kubeletSocket",
+    kubelet_socket: PathBuf = PathBuf::from("/var/lib/kubelet/device-plugins/kubelet.sock"),
+        "flags.plugin.kubeletSocket",
         Row::new(path).flag("kubelet-socket", "PATH").variables(&["KUBELET_SOCKET"]);
     /// Features of the CDI spec to enable, with commas
     cdi_feature_flags: Vec<String> = Vec::new(), "flags.plugin.cdiFeatureFlags",
         Row::new(texts).flag("cdi-feature-flags", "LIST").variables(&["CDI_FEATURE_FLAGS"]);
     /// Hooks to leave out of the CDI spec, with commas; all for all
     cdi_disable_hooks: Vec<String> = Vec::new(), "flags.plugin.cdiDisableHooks",
-        Row::new(texts).flag("cdi-disable-hooks", "LIST").aliases(&["cdi-disabled-hooks"]).variables(&["CDI_DISABLE_HOOKS"]);
+        Row::new(texts).flag("cdi-disable-hooks", "LIST").aliases(&["cdi-disabled-hooks"])
+            .variables(&["CDI_DISABLE_HOOKS"]);
     /// Whether gpu-feature-discovery ends after one run
     gfd_oneshot: bool = false, "flags.gfd.oneshot", Row::new(boolean);
     /// Whether gpu-feature-discovery omits its timestamp
@@ -319,7 +325,8 @@ settings! {
     metrics_address: SocketAddr = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 9400)), "linkwise.metricsAddress",
         Row::new(address).flag("metrics-address", "ADDRESS").variables(&["LINKWISE_METRICS_ADDRESS"]);
     /// The kubelet's PodResources socket
-    pod_resources_socket: PathBuf = PathBuf::from("/var/lib/kubelet/pod-resources/kubelet.sock"), "linkwise.podResourcesSocket",
+    pod_resources_socket: PathBuf = PathBuf::from("/var/lib/kubelet/pod-resources/kubelet.sock"),
+        "linkwise.podResourcesSocket",
         Row::new(path).flag("pod-resources-socket", "PATH").variables(&["LINKWISE_POD_RESOURCES_SOCKET"]);
     /// Serve `linkwise admin` on this Unix socket, for root and linkwise's own user; without it, it is not served
     admin_socket: Option<PathBuf> = None, "linkwise.adminSocket",

@@ -1,7 +1,7 @@
 //! One setting's names (its flag, its variables, its key in the file), how it is read, and which source wins.
 //!
-//! Also [`Flags`], the flags that were given. They are not derived as other commands' options are: a setting's flag, default
-//! and check come from its one row in the table, and the parsed value has to remember its origin.
+//! Also [`Flags`], the flags that were given. They are not derived as other commands' options are: a setting's flag,
+//! default and check come from its one row in the table, and the parsed value has to remember its origin.
 
 use std::collections::BTreeMap;
 

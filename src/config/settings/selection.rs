@@ -95,11 +95,12 @@ pub fn resources(
 ) -> (Setting<Resources>, Vec<Item<NamePattern>>, Vec<Item<NamePattern>>) {
     let gpus = patterns(file, "resources.gpus", findings);
     let mig = patterns(file, "resources.mig", findings);
-    if !naming && !(gpus.is_empty() && mig.is_empty()) {
-        findings.extend(file.at("resources").map(|node| Finding::note(node.line, "resources", NAMING_OFF)));
-        return (Setting::default(), Vec::new(), Vec::new());
+    if naming || gpus.is_empty() && mig.is_empty() {
+        let resources = from_file(file, "resources", |_| Resources { gpus: values(&gpus), mig: values(&mig) });
+        return (resources, gpus, mig);
     }
-    (from_file(file, "resources", |_| Resources { gpus: values(&gpus), mig: values(&mig) }), gpus, mig)
+    findings.extend(file.at("resources").map(|node| Finding::note(node.line, "resources", NAMING_OFF)));
+    (Setting::default(), Vec::new(), Vec::new())
 }
 
 fn patterns(file: &File, path: &str, findings: &mut Vec<Finding>) -> Vec<Item<NamePattern>> {

@@ -1,7 +1,7 @@
 //! `sharing`: time-slicing and MPS, as the file has them and as they take effect.
 //!
-//! Without `linkwise.naming` the effect is the NVIDIA plugin's: a shared resource has its own name or the default one with
-//! `.shared`, and all devices of it are shared.
+//! Without `linkwise.naming` the effect is the NVIDIA plugin's: a shared resource has its own name or the default one
+//! with `.shared`, and all devices of it are shared.
 
 use super::given::{Given, boolean, resource_name, whole};
 use super::selection::{Fields, Item, NAMING_OFF, mappings, values};
@@ -94,7 +94,13 @@ fn resource(
     let devices = fields.optional("devices", devices);
     let replicas = fields.required("replicas", |given| whole(given, 2, MOST_REPLICAS));
     let (name, mut rename, mut devices) = (name?, rename?, devices?.unwrap_or_default());
-    let by_default = if rename_by_default { format!("{name}.shared").parse::<ResourceName>().ok() } else { None };
+    let by_default = match rename_by_default.then(|| format!("{name}.shared").parse::<ResourceName>()) {
+        Some(Err(error)) if rename.is_none() || !naming => {
+            findings.push(item.error("name", format!("with renameByDefault, {error}")));
+            None
+        }
+        by_default => by_default.and_then(Result::ok),
+    };
     if naming {
         rename = rename.or(by_default);
     } else {

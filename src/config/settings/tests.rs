@@ -237,6 +237,10 @@ fn name_that_kubelets_refuse_is_an_error() {
     assert_eq!(error, [expected]);
     let quota = format!("sharing: {{mps: {{resources: [{{name: {}.io/gpu, replicas: 2}}]}}}}", "a".repeat(245));
     assert!(errors(&quota)[0].ends_with("too long for a quota (244 characters at most)"), "{:?}", errors(&quota));
+    let name = "a".repeat(57);
+    let text = format!("sharing: {{mps: {{renameByDefault: true, resources: [{{name: {name}, replicas: 2}}]}}}}");
+    let [error] = errors(&text).try_into().unwrap();
+    assert!(error.contains("resources[0].name: with renameByDefault, 'nvidia.com/aaa"), "{error}");
 }
 
 /// A text that is nearly a resource name.

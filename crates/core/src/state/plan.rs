@@ -30,7 +30,8 @@ pub struct ResourcePlan {
     pub filter: Filter,
     /// The allocation policy of a resource, by the name under which it is offered.
     pub policies: BTreeMap<ResourceName, AllocationPolicy>,
-    /// The allocation policy for slots and MIG devices of all other resources; `None`: distributed. Whole GPUs: best-effort.
+    /// The allocation policy for slots and MIG devices of all other resources; `None`: distributed. Whole GPUs:
+    /// best-effort.
     pub shared_policy: Option<AllocationPolicy>,
 }
 

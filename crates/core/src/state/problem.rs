@@ -5,6 +5,7 @@ use thiserror::Error;
 
 use super::plan::DeviceSelector;
 use super::resource_name::ResourceName;
+use super::resources::MOST_SLOTS;
 use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, PciAddress};
 
@@ -34,7 +35,7 @@ pub enum PlanProblem {
         whole: Vec<PciAddress>,
     },
     /// Strategy single, and there are MIG devices of several profiles.
-    #[error("MIG strategy single: the MIG devices differ ({}); none is offered", profiles.iter().map(|(profile, gpus)| format!("{profile} on {}", list(gpus))).collect::<Vec<_>>().join("; "))]
+    #[error("MIG strategy single: the MIG devices differ ({}); none is offered", by_profile(profiles))]
     MixedProfiles {
         /// Each profile with its GPUs.
         profiles: Vec<(String, Vec<PciAddress>)>,
@@ -54,7 +55,7 @@ pub enum PlanProblem {
         replicas: u32,
     },
     /// More slots than the kubelet's API carries.
-    #[error("{resource} would have {slots} slots, at most {most} are possible; it is not offered", most = super::resources::MOST_SLOTS)]
+    #[error("{resource} would have {slots} slots, at most {MOST_SLOTS} are possible; it is not offered")]
     TooManySlots {
         /// The resource.
         resource: ResourceName,
@@ -89,7 +90,8 @@ pub enum PlanProblem {
     },
     /// MPS does not support GPUs as old as these.
     #[error(
-        "{resource} is to be shared by MPS, for which GPUs {} are too old (compute capability below 3.5); it is not offered",
+        "{resource} is to be shared by MPS, for which GPUs {} are too old (compute capability below 3.5); \
+         it is not offered",
         list(gpus)
     )]
     MpsTooOld {
@@ -100,7 +102,8 @@ pub enum PlanProblem {
     },
     /// More replicas than an MPS server accepts clients.
     #[error(
-        "{resource} is to be shared by MPS with {replicas} replicas, but the MPS server of GPU {gpu} takes {most} clients at most; it is not offered"
+        "{resource} is to be shared by MPS with {replicas} replicas, but the MPS server of GPU {gpu} takes {most} \
+         clients at most; it is not offered"
     )]
     MpsTooManyClients {
         /// The resource.
@@ -137,6 +140,11 @@ pub enum PlanProblem {
     /// A new plan has problems that the plan in effect does not have.
     #[error("this node cannot offer what the new configuration asks for; the previous plan stays until it can")]
     OldPlanStays,
+}
+
+fn by_profile(profiles: &[(String, Vec<PciAddress>)]) -> String {
+    let each = profiles.iter().map(|(profile, gpus)| format!("{profile} on {}", list(gpus)));
+    each.collect::<Vec<_>>().join("; ")
 }
 
 fn list(gpus: &[PciAddress]) -> String {

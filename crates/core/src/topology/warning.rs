@@ -7,12 +7,13 @@ use super::address::{GpuUuid, NumaNodeId, PciAddress};
 use super::level::TopologyLevel;
 use super::mig::MigUuid;
 use super::observation::ProbeFailure;
+use crate::quote::one_line;
 
 /// Something odd in the observations. The node keeps working; each names the thing and both values.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum TopologyWarning {
     /// A question that a probe asked and that was not answered.
-    #[error("{}: {}: {}", .0.subject, .0.call, .0.error)]
+    #[error("{}: {}: {}", one_line(&.0.subject), one_line(&.0.call), one_line(&.0.error))]
     Probe(ProbeFailure),
     /// One UUID is one device id: the second GPU of that name cannot be offered.
     #[error("GPU {pci}: its UUID {uuid} is also that of GPU {other}; it is left out")]
