@@ -133,7 +133,8 @@ fn a_snapshot_of_a_newer_version_is_refused() {
 
 #[test]
 fn a_hwloc_file_is_a_machine_and_a_host() {
-    let host = root().join("src/hwloc/testdata/two-packages.xml");
+    // In the form that today's lstopo writes.
+    let host = root().join("src/machines/hwloc_xml/testdata/v3.xml");
     let host = host.to_str().unwrap();
     let text = said(&["topology", "--node", host]);
     assert!(text.contains("3 GPUs by a hwloc XML") && text.contains("PIX") && text.contains("mlx5_0"), "{text}");
@@ -149,13 +150,13 @@ fn a_hwloc_file_is_a_machine_and_a_host() {
 #[test]
 fn broken_files_are_refused_in_a_line_that_names_file_and_cause() {
     let folder = Folder::new();
-    let host = fs::read_to_string(root().join("src/hwloc/testdata/two-packages.xml")).unwrap();
+    let host = fs::read_to_string(root().join("src/machines/hwloc_xml/testdata/v2.xml")).unwrap();
     let dump = fs::read_to_string(root().join("src/machines/nccl/testdata/dump.xml")).unwrap();
     let half = |text: &str| text.chars().take(text.len() / 2).collect::<String>();
     let cases = [
         ("half-host.xml", half(&host), "line "),
-        ("newer-host.xml", host.replacen("\"2.0\"", "\"3.0\"", 1), "version 3.0"),
-        ("empty-host.xml", "<topology version=\"2.0\"></topology>".to_owned(), "hwloc cannot read it"),
+        ("newer-host.xml", host.replacen("\"2.0\"", "\"4.0\"", 1), "version '4.0'"),
+        ("empty-host.xml", "<topology version=\"2.0\"></topology>".to_owned(), "no Machine object"),
         ("nested-host.xml", "<topology>".repeat(100_000), "nest deeper"),
         ("half-dump.xml", half(&dump), "line "),
         ("page.html", "<!DOCTYPE html><html/>".to_owned(), "<html>"),
@@ -166,7 +167,8 @@ fn broken_files_are_refused_in_a_line_that_names_file_and_cause() {
         let message = refused(&["topology", "--node", &file]);
         assert!(message.contains(name) && message.contains(cause), "{message}");
     }
-    for (name, cause) in [("half-host.xml", "line "), ("half-dump.xml", "line "), ("newer-host.xml", "version 3.0")] {
+    let hosts = [("half-host.xml", "line "), ("half-dump.xml", "no hwloc XML"), ("newer-host.xml", "version '4.0'")];
+    for (name, cause) in hosts {
         let message = refused(&["topology", "--node", "dgx-h100", "--host", &folder.path(name)]);
         assert!(message.contains(name) && message.contains(cause), "{message}");
     }

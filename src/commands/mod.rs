@@ -25,7 +25,6 @@ pub use admin::admin;
 pub use allocate::allocate;
 pub use config::config;
 pub use doctor::doctor;
-pub use machine::load;
 pub use output::print;
 pub use simulate::simulate;
 pub use snapshot::snapshot;

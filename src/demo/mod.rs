@@ -19,7 +19,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::commands::{self, print};
 use crate::config::{DemoArgs, LogFormat, ScopeArg, TopologyPolicyArg};
 use crate::kubelet;
-use crate::machines::Machine;
+use crate::machines::{self, Machine};
 use crate::runtime::{self, HealthSettings, Node, NodeSettings};
 use crate::state::{Event, ResourceName};
 use crate::topology::{HostObservation, NodeTopology};
@@ -32,7 +32,7 @@ pub fn run(args: &DemoArgs) -> Result<()> {
     let _log = runtime::log_to_stderr(&args.log, LogFormat::Text)?;
     let style = Style { colour: !args.no_color && std::io::stdout().is_terminal() };
     let say = move |text: &str| Ok(print(&style.render(text))?);
-    let machine = commands::load(&args.machine)?;
+    let machine = machines::load(&args.machine)?;
     runtime::block_on(demo(args, machine, &say))
 }
 

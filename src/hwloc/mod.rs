@@ -4,7 +4,6 @@
 //! what it does now), a NUMA node of -1, a NIC's rate; those come from sysfs. Called by the composition roots at
 //! start and on rediscovery, never on the path of an admission (10 to 30 ms). Knows nothing of NVML.
 
-mod recorded;
 mod sysfs;
 
 use std::path::Path;
@@ -23,7 +22,6 @@ use crate::topology::{
 };
 use sysfs::Sysfs;
 
-pub use recorded::{HwlocXmlError, Recorded, read_xml};
 pub use sysfs::{PciBus, nvidia_gpus_on_bus, rdma_cm_node, rdma_nodes};
 
 /// NVIDIA's PCI vendor id.

@@ -1,23 +1,26 @@
-//! Machines as files: the ones built in, node files (`linkwise snapshot` writes such a file), NCCL topology dumps.
+//! Machines as files: the built-in ones, node files (`linkwise snapshot` writes one), NCCL topology dumps, hwloc XML.
 //!
-//! Owns the format of node files, version 1: raw facts under `observed`, where they come from under
-//! `source`, what was filled in under `reconstructed`. Tells files apart by content; a hwloc XML it hands on
-//! unread. Called by the composition roots; derives nothing, and knows nothing of NVML, hwloc or the kubelet.
+//! Owns the format of node files, version 1: raw facts under `observed`, their sources under `source`, what was
+//! filled in under `reconstructed`. Recognises a file by its content. Called by the composition roots; derives nothing, and
+//! calls neither NVML nor libhwloc nor the kubelet.
 
 mod file;
+mod hwloc_xml;
 mod load;
 mod nccl;
+mod notes;
 mod xml;
 
+use std::collections::BTreeMap;
 use std::io;
 
 use serde::{Deserialize, Serialize};
 
-use crate::topology::NodeObservation;
+use crate::topology::{GpuObservation, GpuUuid, NodeObservation, PciAddress};
 use file::MachineFile;
 pub use file::MachineFileError;
-pub use load::{HostXml, Loaded, host_xml, load, of_bytes, read};
-pub use nccl::{NcclError, topology_file as nccl_topology_file};
+pub use load::{host_xml, load, of_bytes};
+pub use nccl::topology_file as nccl_topology_file;
 pub use xml::{XmlError, XmlFault};
 
 /// The largest node file that is read, in bytes.
@@ -106,21 +109,15 @@ pub enum MachineError {
         /// What is wrong with it, and where.
         error: MachineFileError,
     },
-    /// Not the XML it looks like.
-    #[error("'{path}': {error}")]
+    /// Broken XML, or not the kind of dump that its root names.
+    #[error("{kind} '{path}': {error}")]
     Xml {
+        /// The kind of file.
+        kind: &'static str,
         /// The file.
         path: String,
         /// What is wrong with it, and where.
         error: XmlError,
-    },
-    /// Not an NCCL topology dump, though its root says so.
-    #[error("NCCL topology dump '{path}': {error}")]
-    Nccl {
-        /// The file.
-        path: String,
-        /// What is wrong with it, and where.
-        error: NcclError,
     },
     /// What NCCL made of a topology, not the topology.
     #[error("'{path}' is an NCCL graph dump; the topology is what NCCL_TOPO_DUMP_FILE writes")]
@@ -135,12 +132,6 @@ pub enum MachineError {
         path: String,
         /// Its root element.
         root: String,
-    },
-    /// A hwloc XML where a whole machine is needed.
-    #[error("'{path}' is a hwloc XML, which describes a host; a node file or an NCCL topology dump is needed here")]
-    HostOnly {
-        /// The file.
-        path: String,
     },
     /// A machine where a host is needed.
     #[error("'{path}' is no hwloc XML (as lstopo writes it), which is what describes a host")]
@@ -170,13 +161,50 @@ pub fn built_in() -> impl Iterator<Item = BuiltIn> {
     })
 }
 
+/// A GPU of which only the place is known.
+fn bare_gpu(index: u32, pci: PciAddress) -> GpuObservation {
+    GpuObservation {
+        index,
+        uuid: GpuUuid::made_up(pci),
+        pci,
+        model: None,
+        minor: None,
+        compute_capability: None,
+        memory_mib: None,
+        numa: None,
+        pcie: None,
+        nvlinks: None,
+        c2c: None,
+        display: None,
+        mig: None,
+        fabric: None,
+        common_ancestors: BTreeMap::new(),
+    }
+}
+
+/// The kernel's list (`0-15,32-47`) of a mask: words of 32 bits, the highest first, which `word` reads.
+fn cpu_list(mask: &str, word: fn(&str) -> Option<u32>) -> Option<String> {
+    let mut ranges: Vec<(u32, u32)> = Vec::new();
+    for (number, text) in mask.rsplit(',').enumerate() {
+        let bits = word(text)?;
+        let first = u32::try_from(number).ok()?.checked_mul(32)?;
+        for cpu in (0..32).filter(|bit| bits >> bit & 1 == 1).map(|bit| first + bit) {
+            match ranges.last_mut() {
+                Some((_, last)) if *last + 1 == cpu => *last = cpu,
+                _ => ranges.push((cpu, cpu)),
+            }
+        }
+    }
+    let text = |(first, last): &(u32, u32)| if first == last { first.to_string() } else { format!("{first}-{last}") };
+    Some(ranges.iter().map(text).collect::<Vec<_>>().join(","))
+}
+
 fn names() -> String {
     BUILT_IN.map(|(name, _)| name).join(", ")
 }
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
     use std::fs::{self, File};
 
     use super::*;

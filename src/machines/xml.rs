@@ -1,29 +1,27 @@
 //! XML within bounds: a tree of elements with their lines, however hostile the text.
 //!
 //! Owns the limits: a depth, a number of elements and attributes, a length of each value, no entities of the
-//! document's own. A text that keeps them costs memory in proportion to its elements, any other an error that
-//! names the line. Called by `machines`; knows nothing of what the elements mean.
+//! document's own. A text within them costs memory in proportion to its elements; any other is an error that
+//! names the line. Called by the readers of `machines`; knows nothing of what the elements mean.
 
 use quick_xml::XmlVersion;
 use quick_xml::events::{BytesStart, Event};
 use quick_xml::reader::Reader;
 
-/// Elements inside of each other in a document of which a tree is kept. Real ones (NCCL's) stay below 12. A node file
-/// takes two levels for each PCI device in another, and its reader stops at 64.
-pub(super) const MAX_DEPTH: usize = 28;
-/// Elements inside of each other in a document that another reader makes a tree of. The deepest real ones (hwloc's)
-/// stay below 40.
-pub(super) const MAX_CHECKED_DEPTH: usize = 128;
-/// Elements of a document of which a tree is kept. NCCL itself stops at a few thousand.
-pub(super) const MAX_ELEMENTS: usize = 1 << 14;
 /// Attributes of an element. NCCL itself stops at 16, hwloc has up to some twenty.
 pub(super) const MAX_ATTRIBUTES: usize = 32;
-/// Elements of a document that another reader makes a tree of: hwloc's, of a host of some thousand CPUs.
-pub(super) const MAX_CHECKED_ELEMENTS: usize = 1 << 17;
-/// Bytes of such a document; another reader may need twenty times as much.
-pub(super) const MAX_CHECKED: usize = 16 << 20;
-/// Bytes of a name or a value: the CPU mask of 8192 CPUs takes 2304.
+/// Bytes of a name or a value: the CPU mask of 8192 CPUs takes 2816.
 pub(super) const MAX_VALUE: usize = 4096;
+
+/// What one format may take.
+pub(super) struct Limits {
+    /// Elements inside of each other.
+    pub depth: usize,
+    pub elements: usize,
+    pub bytes: usize,
+    /// Whether words between elements are skipped; without, they are an error.
+    pub text: bool,
+}
 
 /// What is wrong with an XML text, and where: one line.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -67,9 +65,9 @@ pub enum XmlFault {
     /// More elements than are taken.
     #[error("more than {0} elements")]
     TooManyElements(usize),
-    /// More than `MAX_CHECKED`.
-    #[error("more than {} MiB of XML", MAX_CHECKED >> 20)]
-    TooLarge,
+    /// More bytes than are taken.
+    #[error("more than {} MiB of XML", .0 >> 20)]
+    TooLarge(usize),
     /// More than `MAX_ATTRIBUTES`.
     #[error("<{0}> has more than {MAX_ATTRIBUTES} attributes")]
     TooManyAttributes(String),
@@ -79,6 +77,19 @@ pub enum XmlFault {
     /// One attribute twice.
     #[error("attribute '{0}' twice")]
     DuplicateAttribute(String),
+    /// A version of the format that this build does not read.
+    #[error("{format} version '{found}' is not known (this build reads {known})")]
+    Version {
+        /// The format.
+        format: &'static str,
+        /// The version in the file.
+        found: String,
+        /// The versions that are read.
+        known: &'static str,
+    },
+    /// A hwloc XML whose first object is no machine.
+    #[error("no Machine object in the hwloc XML")]
+    NoMachine,
 }
 
 /// One element.
@@ -98,25 +109,27 @@ impl Element {
     }
 }
 
-/// Reads a document that consists of elements only.
-pub(super) fn tree(text: &str) -> Result<Element, XmlError> {
-    let mut scan = Scan::new(text, MAX_DEPTH);
+/// Reads a document within its format's limits.
+pub(super) fn tree(text: &str, limits: &Limits) -> Result<Element, XmlError> {
+    let mut scan = Scan::new(text, limits.depth);
+    if text.len() > limits.bytes {
+        return Err(scan.error(XmlFault::TooLarge(limits.bytes)));
+    }
     let mut open: Vec<Element> = Vec::new();
     let mut elements = 0;
     while let Some(step) = scan.next()? {
         let closed = match step {
             Step::Open(start) => {
                 elements += 1;
-                if elements > MAX_ELEMENTS {
-                    return Err(scan.error(XmlFault::TooManyElements(MAX_ELEMENTS)));
+                if elements > limits.elements {
+                    return Err(scan.error(XmlFault::TooManyElements(limits.elements)));
                 }
-                open.push(element(&start).map_err(|fault| scan.error(fault))?);
-                if let Some(element) = open.last_mut() {
-                    element.line = scan.line;
-                }
+                let element = element(&start).map_err(|fault| scan.error(fault))?;
+                open.push(Element { line: scan.line, ..element });
                 continue;
             }
             Step::Close => open.pop(),
+            Step::Text(_) if limits.text => continue,
             Step::Text(text) => return Err(scan.error(XmlFault::Text(shortened(text)))),
         };
         match (closed, open.last_mut()) {
@@ -133,7 +146,7 @@ pub(super) fn tree(text: &str) -> Result<Element, XmlError> {
 
 /// The name of the root element, read no further than that.
 pub(super) fn root(text: &str) -> Result<String, XmlError> {
-    let mut scan = Scan::new(text, MAX_CHECKED_DEPTH);
+    let mut scan = Scan::new(text, 1);
     match scan.next()? {
         Some(Step::Open(start)) => name(&start).map_err(|fault| scan.error(fault)),
         Some(Step::Text(text)) => Err(scan.error(XmlFault::Text(shortened(text)))),
@@ -141,32 +154,7 @@ pub(super) fn root(text: &str) -> Result<String, XmlError> {
     }
 }
 
-/// Goes through a whole document, so that another reader of it meets no surprise.
-pub(super) fn check(text: &str) -> Result<(), XmlError> {
-    let mut scan = Scan::new(text, MAX_CHECKED_DEPTH);
-    if text.len() > MAX_CHECKED {
-        return Err(scan.error(XmlFault::TooLarge));
-    }
-    let mut elements = 0;
-    while let Some(step) = scan.next()? {
-        match step {
-            Step::Open(start) => {
-                elements += 1;
-                if start.attributes().with_checks(false).nth(MAX_ATTRIBUTES).is_some() {
-                    return Err(scan.error(XmlFault::TooManyAttributes(shortened(start.name().as_ref()))));
-                }
-            }
-            Step::Close if scan.open.is_empty() => return scan.rest(),
-            Step::Close | Step::Text(_) => {}
-        }
-        if elements > MAX_CHECKED_ELEMENTS {
-            return Err(scan.error(XmlFault::TooManyElements(MAX_CHECKED_ELEMENTS)));
-        }
-    }
-    Err(scan.error(XmlFault::Empty))
-}
-
-/// What a stranger wrote, fit for one line of a message.
+/// Text of a file, fit for one line of a message: blanks merged, control characters replaced, cut after 60 characters.
 pub(super) fn shortened(text: &str) -> String {
     const MOST: usize = 60;
     let mut words = text.split_whitespace().flat_map(|word| word.chars().chain([' ']));

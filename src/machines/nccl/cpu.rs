@@ -1,6 +1,7 @@
 //! `cpu`: to NCCL a NUMA node with its CPUs and their model.
 
 use super::Notes;
+use crate::machines::cpu_list;
 use crate::machines::xml::{Element, shortened};
 use crate::topology::{CpuObservation, HostObservation, NumaNodeId, NumaNodeObservation};
 
@@ -28,7 +29,7 @@ pub(super) fn observe(cpu: &Element, host: &mut HostObservation, notes: &mut Not
         return Some(id);
     }
     let affinity = cpu.get("affinity").unwrap_or_default();
-    let cpus = cpu_list(affinity).unwrap_or_else(|| {
+    let cpus = list(affinity).unwrap_or_else(|| {
         notes.add(cpu, format!("affinity '{}' is no CPU mask; its CPUs are unknown", shortened(affinity)));
         String::new()
     });
@@ -53,22 +54,12 @@ fn model(cpu: &Element, notes: &mut Notes) -> Option<CpuObservation> {
     })
 }
 
-/// The kernel's list (`0-15,32-47`) of its mask (`0000ffff,0000ffff`: words of 32 bits, the highest first).
-fn cpu_list(mask: &str) -> Option<String> {
-    let mut ranges: Vec<(u32, u32)> = Vec::new();
-    let words = if mask.is_empty() { Vec::new() } else { mask.rsplit(',').collect() };
-    for (number, word) in words.into_iter().enumerate() {
-        let word = u32::from_str_radix(word, 16).ok()?;
-        let first = u32::try_from(number).ok()?.checked_mul(32)?;
-        for cpu in (0..32).filter(|bit| word >> bit & 1 == 1).map(|bit| first + bit) {
-            match ranges.last_mut() {
-                Some((_, last)) if *last + 1 == cpu => *last = cpu,
-                _ => ranges.push((cpu, cpu)),
-            }
-        }
+/// The kernel's list of its mask, `0000ffff,0000ffff`.
+fn list(mask: &str) -> Option<String> {
+    if mask.is_empty() {
+        return Some(String::new());
     }
-    let text = |(first, last): &(u32, u32)| if first == last { first.to_string() } else { format!("{first}-{last}") };
-    Some(ranges.iter().map(text).collect::<Vec<_>>().join(","))
+    cpu_list(mask, |word| u32::from_str_radix(word, 16).ok())
 }
 
 #[cfg(test)]
@@ -77,7 +68,7 @@ mod tests {
 
     #[test]
     fn masks_become_lists() {
-        for (mask, list) in [
+        for (mask, expected) in [
             ("", ""),
             ("00000000", ""),
             ("0000ffff,0000ffff", "0-15,32-47"),
@@ -85,10 +76,10 @@ mod tests {
             ("fff0000", "16-27"),
             ("5", "0,2"),
         ] {
-            assert_eq!(cpu_list(mask).as_deref(), Some(list), "{mask}");
+            assert_eq!(list(mask).as_deref(), Some(expected), "{mask}");
         }
         for mask in [",", "x", "1ffffffff", "0x1", "-1"] {
-            assert_eq!(cpu_list(mask), None, "{mask}");
+            assert_eq!(list(mask), None, "{mask}");
         }
     }
 }

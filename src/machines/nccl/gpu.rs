@@ -1,12 +1,11 @@
 //! `gpu`, `nvlink`: the GPUs by NVML's index, their capability and their NVLinks.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use super::Notes;
+use crate::machines::bare_gpu;
 use crate::machines::xml::{Element, shortened};
-use crate::topology::{
-    ComputeCapability, GpuObservation, GpuUuid, NvLinkObservation, NvLinkRemote, PciAddress, PcieLink,
-};
+use crate::topology::{ComputeCapability, GpuObservation, NvLinkObservation, NvLinkRemote, PciAddress, PcieLink};
 
 /// The most NVLinks that are believed of one GPU. The most there are is 18.
 const MAX_LINKS: u32 = 64;
@@ -38,24 +37,14 @@ pub(super) fn observe(mut candidates: Vec<Candidate<'_>>, notes: &mut Notes) -> 
         .iter()
         .zip(indices)
         .map(|(gpu, index)| GpuObservation {
-            index,
-            uuid: GpuUuid::made_up(gpu.pci),
-            pci: gpu.pci,
-            model: None,
-            minor: None,
             compute_capability: gpu.element.and_then(|element| capability(element, notes)),
-            memory_mib: None,
-            numa: None,
             pcie: gpu.link,
             nvlinks: gpu.element.map(|element| nvlinks(element, &addresses, notes)),
-            fabric: None,
             // NCCL writes c2c where it found such links; an older one never looked.
             c2c: gpu
                 .element
                 .and_then(|element| element.children.iter().any(|child| child.name == "c2c").then_some(true)),
-            display: None,
-            mig: None,
-            common_ancestors: BTreeMap::new(),
+            ..bare_gpu(index, gpu.pci)
         })
         .collect();
     gpus.sort_by_key(|gpu| gpu.index);

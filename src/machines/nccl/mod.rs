@@ -10,38 +10,24 @@
 mod cpu;
 mod gpu;
 mod net;
-mod notes;
 mod pci;
 mod write;
 
 use super::Machine;
-use super::xml::{self, Element, XmlError, shortened};
+use super::notes::Notes;
+use super::xml::{self, Element, Limits, XmlError, XmlFault, shortened};
 use crate::topology::{HostObservation, NodeObservation};
 use gpu::Candidate;
-use notes::Notes;
 pub use write::topology_file;
 
 /// The version of the format (NCCL's `NCCL_TOPO_XML_VERSION`).
 const VERSION: &str = "1";
 
-/// What is wrong with an NCCL topology dump, in one line.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NcclError {
-    /// No XML, or more of it than is taken.
-    #[error("{0}")]
-    Xml(XmlError),
-    /// Another version of the format.
-    #[error("line {line}: NCCL topology version '{found}' is not known (this build reads version {VERSION})")]
-    Version {
-        /// The line of the root element.
-        line: usize,
-        /// What the file says.
-        found: String,
-    },
-}
+/// A node file takes two levels for each PCI device in another, and its reader stops at 64; real dumps stay below 12.
+/// NCCL itself stops at a few thousand elements.
+const LIMITS: Limits = Limits { depth: 28, elements: 1 << 14, bytes: 64 << 20, text: false };
 
 /// What was found on the way through the PCI tree.
-#[derive(Default)]
 struct Found<'d> {
     notes: Notes,
     gpus: Vec<Candidate<'d>>,
@@ -50,12 +36,16 @@ struct Found<'d> {
 }
 
 /// Reads a dump; `name` is what the machine is called.
-pub(super) fn parse(name: &str, text: &str) -> Result<Machine, NcclError> {
-    let system = xml::tree(text).map_err(NcclError::Xml)?;
-    let mut found = Found::default();
+pub(super) fn parse(name: &str, text: &str) -> Result<Machine, XmlError> {
+    let system = xml::tree(text, &LIMITS)?;
+    let mut found = Found { notes: Notes::new("NCCL dump"), gpus: Vec::new(), unnamed_nics: false };
     match system.get("version") {
         Some(VERSION) => {}
-        Some(other) => return Err(NcclError::Version { line: system.line, found: shortened(other) }),
+        Some(other) => {
+            let (format, known) = ("NCCL topology", "version 1");
+            let fault = XmlFault::Version { format, found: shortened(other), known };
+            return Err(XmlError { line: system.line, fault });
+        }
         None => found.notes.add(&system, "no version; taken as version 1"),
     }
     let mut host = HostObservation::default();

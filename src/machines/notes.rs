@@ -1,4 +1,4 @@
-//! What was odd in a dump, for the user to read, and numbers read with such a note.
+//! What was odd in a dump, as warnings for the user, and numbers read with such a warning. Called by the readers of XML.
 
 use crate::machines::xml::{Element, shortened};
 use crate::topology::ProbeFailure;
@@ -7,8 +7,9 @@ use crate::topology::ProbeFailure;
 const MOST: usize = 50;
 
 /// The notes, one for each thing that is odd, at the first place where it is.
-#[derive(Default)]
 pub(super) struct Notes {
+    /// What kind of file it is, as the warnings name it.
+    file: &'static str,
     kept: Vec<Note>,
     more: usize,
 }
@@ -22,6 +23,11 @@ struct Note {
 }
 
 impl Notes {
+    /// No notes yet on a file of that kind.
+    pub fn new(file: &'static str) -> Self {
+        Self { file, kept: Vec::new(), more: 0 }
+    }
+
     /// Notes what is odd about an element.
     pub fn add(&mut self, element: &Element, what: impl Into<String>) {
         let what = what.into();
@@ -33,7 +39,7 @@ impl Notes {
             self.more += 1;
             return;
         }
-        let subject = format!("NCCL dump, line {}", element.line);
+        let subject = format!("{}, line {}", self.file, element.line);
         let call = match element.get("busid").or_else(|| element.get("name")) {
             Some(name) => format!("{} {}", shortened(&element.name), shortened(name)),
             None => shortened(&element.name),
@@ -50,7 +56,7 @@ impl Notes {
         let mut failures: Vec<ProbeFailure> = self.kept.into_iter().map(failure).collect();
         if self.more > 0 {
             let error = format!("{} more, of other kinds", self.more);
-            failures.push(ProbeFailure { subject: "NCCL dump".to_owned(), call: "oddities".to_owned(), error });
+            failures.push(ProbeFailure { subject: self.file.to_owned(), call: "oddities".to_owned(), error });
         }
         failures
     }
