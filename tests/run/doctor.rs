@@ -261,6 +261,43 @@ async fn the_kernels_gpus_and_nvmls_are_compared() {
     found(&look(&setup, &[]).await, "driver", "failed", "NVML_ERROR_DRIVER_NOT_LOADED (9)");
 }
 
+/// How many findings of a check have this status.
+fn count(report: &Value, check: &str, status: &str) -> usize {
+    let findings = report["findings"].as_array().unwrap();
+    findings.iter().filter(|finding| finding["check"] == check && finding["status"] == status).count()
+}
+
+#[tokio::test]
+async fn same_finding_on_eight_gpus_is_one_entry() {
+    let (setup, _kubelet) = well("dgx1-v100");
+    let faults: Vec<String> = (0..8).map(|gpu| format!("{gpu}:nvmlDeviceRegisterEvents:999")).collect();
+    let setup = setup.env("FAKE_NVML_FAIL", &faults.join(","));
+    for minor in 0..8 {
+        fs::remove_file(setup.at(&format!("dev/nvidia{minor}"))).unwrap();
+        setup.on_bus(&format!("0000:b{minor}:00.0"));
+    }
+    let report = look(&setup, &[]).await;
+    for (check, status, text) in [
+        ("device nodes", "failed", "dev/nvidia0: No such file or directory (os error 2) (and 7 like it)"),
+        ("sysfs", "failed", "GPU 0000:b0:00.0 is on the PCI bus, and bound to no driver (and 7 like it)"),
+        ("gpus", "warning", "nvmlDeviceRegisterEvents: NVML_ERROR_UNKNOWN (999) (and 7 like it)"),
+    ] {
+        found(&report, check, status, text);
+        assert_eq!(count(&report, check, status), 1, "{check}: {report:#}");
+    }
+    // Two kinds of finding stay two entries, whatever their advice; three or fewer of a kind are listed one by one.
+    setup.tell("recovery 0 1");
+    setup.tell("rows 1 false true");
+    for gpu in 2..8 {
+        setup.tell(&format!("recovery {gpu} 2"));
+    }
+    let report = look(&setup, &[]).await;
+    found(&report, "gpus", "failed", "the driver asks for: GPU reset");
+    found(&report, "gpus", "failed", "a row remapping failed");
+    found(&report, "gpus", "failed", "(and 5 like it)");
+    assert_eq!(count(&report, "gpus", "failed"), 3, "{report:#}");
+}
+
 #[tokio::test]
 async fn sources_that_differ_are_told_with_what_they_mean() {
     let link = ", nvlinks: [{links: [0, 1], remote: {gpu: \"0000:02:00.0\"}}]";
@@ -393,10 +430,16 @@ async fn machines_that_a_topology_manager_does_not_suit_are_told_which_hints_do(
     absent(&report, "topology manager", "warning", "");
     let report = of("pack:2 numa:1 pu:2", &[("GPU-a", "0000:01:00.0", "")], &[]).await;
     found(&report, "topology manager", "ok", "no GPU has a NUMA node (-1)");
-    // A node that the host does not have, or that has no CPUs.
+    // A node that NVML reports and the host does not list.
     let beyond = [("GPU-a", "0000:01:00.0", ", numa: 7")];
     let report = of("pack:2 numa:1 pu:2", &beyond, &[]).await;
-    found(&report, "topology manager", "warning", "1 of 1 GPU are on NUMA nodes without CPUs");
+    found(
+        &report,
+        "topology manager",
+        "warning",
+        "1 of 1 GPU are on NUMA nodes that this host does not list (such as 7)",
+    );
+    absent(&report, "topology manager", "warning", "without CPUs");
     let report = of("pack:2 numa:1 pu:2", &beyond, &["--numa-hints=off"]).await;
     absent(&report, "topology manager", "warning", "");
 }

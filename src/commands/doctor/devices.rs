@@ -5,7 +5,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use super::driver::Nvml;
-use super::finding::{Finding, Findings};
+use super::finding::{Finding, Findings, Status};
 
 /// The nodes without which no GPU can be used: the control node, and that of each GPU.
 fn needed(dev: &Path, nvml: &Nvml) -> Vec<PathBuf> {
@@ -28,11 +28,15 @@ pub(super) fn nodes(dev: &Path, nvml: &Nvml) -> Vec<Finding> {
     for node in &needed {
         match fs::metadata(node) {
             Ok(meta) if meta.file_type().is_char_device() => good += 1,
-            Ok(_) => found.failed(
+            Ok(_) => found.each(
+                Status::Failed,
+                "no character device",
                 format!("{} is no character device", node.display()),
                 "something else was put in its place: remove it on the host and run nvidia-modprobe (-c MINOR for a GPU's)",
             ),
-            Err(error) => found.failed(
+            Err(error) => found.each(
+                Status::Failed,
+                error.to_string(),
                 format!("{}: {error}", node.display()),
                 "on the host: nvidia-smi makes the nodes; in a container: it was made before the node was there, or not for \
                  all GPUs (NVIDIA_VISIBLE_DEVICES=all): delete the pod",
@@ -83,7 +87,9 @@ pub(super) fn permissions(dev: &Path, nvml: &Nvml) -> Vec<Finding> {
     for node in &nodes {
         match OpenOptions::new().read(true).write(true).open(node) {
             Ok(_) => good += 1,
-            Err(error) => found.failed(
+            Err(error) => found.each(
+                Status::Failed,
+                error.to_string(),
                 format!("{}: {error}", node.display()),
                 "the container's device rules do not allow it: it was made before the node was there, or a cgroup change took it \
                  (systemctl daemon-reload does, with runc): delete the pod; see manifests/README.md for SELinux",

@@ -1,7 +1,7 @@
 //! The GPUs one by one: what NVML could not say of each, and what is held against it.
 
 use super::driver::Nvml;
-use super::finding::{Finding, Findings};
+use super::finding::{Finding, Findings, Status};
 use super::health::{self, Told};
 use super::name;
 use crate::nvml::COUNT;
@@ -49,12 +49,14 @@ pub(super) fn check(nvml: &Nvml, host: HostObservation, told: Told) -> Vec<Findi
             found.ok(format!("{}: {}", name(gpu), gpu.model.as_deref().unwrap_or("model unknown")));
         }
         for (what, advice) in ailments {
-            found.warning(format!("{}: {what}", name(gpu)), advice);
+            let whole = format!("{}: {what}", name(gpu));
+            found.each(Status::Warning, what, whole, advice);
         }
         held.iter().for_each(|held| held.tell(&mut found, &name(gpu), now));
         if !asked {
-            let what = format!("{}: the process that asked NVML ended before it said how the GPU is", name(gpu));
-            found.warning(what, "run this again; where it stays so, dmesg (NVRM, Xid) may say why");
+            let what = "the process that asked NVML ended before it said how the GPU is";
+            let advice = "run this again; where it stays so, dmesg (NVRM, Xid) may say why";
+            found.each(Status::Warning, what, format!("{}: {what}", name(gpu)), advice);
         }
     }
     for (gpu, held) in against {
@@ -69,7 +71,8 @@ pub(super) fn check(nvml: &Nvml, host: HostObservation, told: Told) -> Vec<Findi
         let what = format!("{subject}: {call}: {error}");
         // What the driver does not say of itself costs that; without its count there is no GPU to be offered.
         let costs_gpus = subject != "driver" || call == COUNT;
-        if costs_gpus { found.failed(what, advice(failure)) } else { found.warning(what, advice(failure)) }
+        let status = if costs_gpus { Status::Failed } else { Status::Warning };
+        found.each(status, format!("{call}: {error}"), what, advice(failure));
     }
     found.all()
 }

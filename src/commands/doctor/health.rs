@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 use serde::Deserialize;
 
 use super::blocking;
-use super::finding::{Finding, Findings};
+use super::finding::{Finding, Findings, Status};
 use crate::commands::admin;
 use crate::config::DoctorArgs;
 use crate::runtime::{self, Kept};
@@ -60,11 +60,10 @@ impl Held {
         let Self { reason, ends_with, .. } = self;
         let what = format!("{gpu}: {reason}{}", for_how_long(now.as_secs().saturating_sub(self.since)));
         if self.unheeded {
-            found.warning(
-                format!("{what}; linkwise does not hold it against the GPU, and gives it out"),
-                "an operator vouched for it (linkwise admin clear), or linkwise has not looked since: it polls every 10 s",
-            );
-            return;
+            let what = format!("{what}; linkwise does not hold it against the GPU, and gives it out");
+            let advice =
+                "an operator cleared it (linkwise admin clear), or linkwise has not polled since: it polls every 10 s";
+            return found.each(Status::Warning, reason, what, advice);
         }
         let clear = if ends_with.contains("`clear`") {
             " (linkwise admin clear UUID, once you know that it is well)"
@@ -74,7 +73,8 @@ impl Held {
         let advice = format!("out of service until: {ends_with}{clear}; see docs/health.md");
         // What is only late comes by itself.
         let late = self.kind == UnhealthyReason::FabricJoining.label();
-        if late { found.warning(what, &advice) } else { found.failed(what, &advice) }
+        let status = if late { Status::Warning } else { Status::Failed };
+        found.each(status, reason, what, &advice);
     }
 }
 

@@ -90,7 +90,7 @@ async fn what_the_linkwise_that_runs_holds_against_a_gpu_is_told() {
     command.args(["admin", "--socket"]).arg(setup.admin_socket()).args(["clear", &uuid(1, 4)]);
     assert_eq!(run(command).await.0, Some(0));
     kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 2).await.unwrap();
-    says(&look(setup, &[]).await, &uuid(1, 4), "warning", "linkwise does not hold it against the GPU", "vouched");
+    says(&look(setup, &[]).await, &uuid(1, 4), "warning", "linkwise does not hold it against the GPU", "cleared it");
     // A driver that is not to be had changes nothing of what linkwise holds.
     setup.tell("init 999");
     let report = look(setup, &[]).await;
