@@ -221,24 +221,19 @@ impl Choice {
 
 /// The GPUs or slots and the links between the GPUs, for people.
 fn text(topology: &NodeTopology, chosen: &Chosen) -> String {
-    let mut text = String::new();
-    match &chosen.slots {
-        Some(slots) => {
-            for slot in slots {
-                text += &format!("GPU {}  {}  {}\n", slot.index, slot.pci, slot.id);
-            }
-        }
-        None => {
-            for gpu in &chosen.report.devices {
-                text += &format!("GPU {}  {}  {}\n", gpu.index, gpu.pci, gpu.uuid);
-            }
-        }
-    }
+    let mut text = match &chosen.slots {
+        Some(slots) => slots.iter().map(|slot| line(slot.index, slot.pci, &slot.id)).collect(),
+        None => chosen.report.devices.iter().map(|gpu| line(gpu.index, gpu.pci, &gpu.uuid)).collect::<String>(),
+    };
     let links = links(topology, &chosen.report.devices);
     if !links.is_empty() {
         text += &format!("links: {links}\n");
     }
     text
+}
+
+fn line(index: u32, pci: PciAddress, id: &impl std::fmt::Display) -> String {
+    format!("GPU {index}  {pci}  {id}\n")
 }
 
 /// The links between the GPUs of a set: `0-1 NV2, 0-4 SYS`.

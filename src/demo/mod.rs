@@ -8,7 +8,6 @@ mod script;
 mod show;
 mod style;
 
-use std::collections::BTreeSet;
 use std::io::IsTerminal;
 use std::path::Path;
 use std::time::Duration;
@@ -125,20 +124,11 @@ fn start_kubelet(
 
 /// The NUMA nodes as a kubelet counts them: memory-only ones too, and node 0 where the host names none.
 pub fn numa_nodes(host: &HostObservation) -> Vec<NumaNode> {
-    let node = |(id, cpus): (u32, &str)| NumaNode { id: i64::from(id), cpus: cpus_of(cpus) };
+    let node = |(id, cpus): (u32, &str)| NumaNode { id: i64::from(id), cpus: machines::cpus(cpus).unwrap_or_default() };
     match host.numa_nodes.as_slice() {
         [] => vec![node((0, ""))],
         nodes => nodes.iter().map(|numa| node((numa.id.0, &numa.cpus))).collect(),
     }
-}
-
-/// The CPUs of a kernel list such as `0-3,8`. What is no number is no CPU.
-fn cpus_of(list: &str) -> BTreeSet<u32> {
-    let range = |part: &str| {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        Some(first.trim().parse().ok()?..=last.trim().parse().ok()?)
-    };
-    list.split(',').filter_map(range).flatten().collect()
 }
 
 /// Keeps serving until interrupted.
@@ -158,14 +148,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kernel_lists_name_cpus() {
-        assert_eq!(cpus_of("0-2,8, 10-11"), [0, 1, 2, 8, 10, 11].into());
-        assert_eq!(cpus_of(""), BTreeSet::new());
-    }
-
-    #[test]
     fn a_host_that_names_no_numa_node_has_node_0() {
         let nodes = numa_nodes(&HostObservation::default());
-        assert_eq!(nodes, [NumaNode { id: 0, cpus: BTreeSet::new() }]);
+        assert_eq!(nodes, [NumaNode { id: 0, cpus: [].into() }]);
     }
 }

@@ -11,7 +11,7 @@ mod nccl;
 mod notes;
 mod xml;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 
 use serde::{Deserialize, Serialize};
@@ -182,6 +182,20 @@ fn bare_gpu(index: u32, pci: PciAddress) -> GpuObservation {
     }
 }
 
+/// The CPUs of a kernel list such as `0-15,32-47`; `None` for what is no such list, or names a CPU beyond 65535.
+pub fn cpus(list: &str) -> Option<BTreeSet<u32>> {
+    let mut cpus = BTreeSet::new();
+    for range in list.split(',').filter(|range| !range.is_empty()) {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (first, last): (u16, u16) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
+        if first > last {
+            return None;
+        }
+        cpus.extend((first..=last).map(u32::from));
+    }
+    Some(cpus)
+}
+
 /// The kernel's list (`0-15,32-47`) of a mask: words of 32 bits, the highest first, which `word` reads.
 fn cpu_list(mask: &str, word: fn(&str) -> Option<u32>) -> Option<String> {
     let mut ranges: Vec<(u32, u32)> = Vec::new();
@@ -290,6 +304,15 @@ mod tests {
             machine.observed.gpus.clear();
             let text = machine.to_yaml().unwrap();
             assert_eq!(Machine::parse(&text).unwrap(), machine, "{text}");
+        }
+    }
+
+    #[test]
+    fn kernel_lists_name_cpus() {
+        assert_eq!(cpus("0-2,8, 10-11"), Some([0, 1, 2, 8, 10, 11].into()));
+        assert_eq!(cpus(""), Some(BTreeSet::new()));
+        for list in ["x", "2-1", "0-4294967295", "1-2-3"] {
+            assert_eq!(cpus(list), None, "{list}");
         }
     }
 

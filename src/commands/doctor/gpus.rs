@@ -2,7 +2,7 @@
 
 use super::driver::Nvml;
 use super::finding::{Finding, Findings, Status};
-use super::health::{self, Told};
+use super::health::{self, Past};
 use super::name;
 use crate::nvml::COUNT;
 use crate::topology::{GpuObservation, HostObservation, NodeObservation, ProbeFailure};
@@ -27,12 +27,12 @@ fn advice(failure: &ProbeFailure) -> &'static str {
 }
 
 /// A line for each GPU that is well, and each thing that is not.
-pub(super) fn check(nvml: &Nvml, host: HostObservation, told: Told) -> Vec<Finding> {
+pub(super) fn check(nvml: &Nvml, host: HostObservation, past: Past) -> Vec<Finding> {
     let mut found = Findings::of("gpus");
     let now = health::now();
     let Nvml::Answers { gpus, failures, polls, .. } = nvml else {
         found.skipped("NVML does not answer: no GPU can be asked", None);
-        for (gpu, held) in told.against(&NodeObservation::default(), &Default::default(), now) {
+        for (gpu, held) in past.against(&NodeObservation::default(), &Default::default(), now) {
             held.iter().for_each(|held| held.tell(&mut found, &format!("GPU {gpu}"), now));
         }
         return found.all();
@@ -41,7 +41,7 @@ pub(super) fn check(nvml: &Nvml, host: HostObservation, told: Told) -> Vec<Findi
         found.skipped("NVML lists no GPU", None);
     }
     let observed = NodeObservation { gpus: gpus.clone(), host, failures: Vec::new() };
-    let mut against = told.against(&observed, polls, now);
+    let mut against = past.against(&observed, polls, now);
     for gpu in gpus {
         let (ailments, held) = (ailments(gpu, failures), against.remove(&gpu.uuid).unwrap_or_default());
         let asked = polls.contains_key(&gpu.uuid);

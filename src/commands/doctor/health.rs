@@ -78,16 +78,16 @@ impl Held {
     }
 }
 
-/// What is known of the GPUs' past.
+/// The GPUs' history, from the linkwise that runs or from the record that one kept.
 #[derive(Debug, Default)]
-pub(super) struct Told {
+pub(super) struct Past {
     /// By the linkwise that runs.
     running: Option<State>,
     /// By what is kept, where none answers.
     kept: Option<Kept>,
 }
 
-impl Told {
+impl Past {
     /// Asks the linkwise that runs, else looks for what is kept; and says which it is. That there is neither is of no
     /// matter where there is no GPU (`any`).
     pub async fn ask(args: &DoctorArgs, any: bool, limit: Duration) -> (Self, Vec<Finding>) {

@@ -157,8 +157,8 @@ impl Layout {
         let note = if homes.iter().any(|home| home.note.is_some()) { 20 } else { 0 };
         let node_top = top + PACKAGE_HEAD + note;
         let bars = node_top + NODE_HEAD;
-        let leaves = bars + blocks().map(Block::depth).max().unwrap_or(0) * LEVEL;
-        let leaf_height = blocks().map(Block::leaf_height).max().unwrap_or(0);
+        let leaves = bars + blocks().map(|block| block.depth).max().unwrap_or(0) * LEVEL;
+        let leaf_height = blocks().map(|block| block.leaf_height).max().unwrap_or(0);
         let node_bottom = leaves + leaf_height + PAD;
         let allocated = picture.allocated.clone().unwrap_or_default();
         let mut canvas = Canvas { bars, leaves, leaf_height, allocated, ..Default::default() };

@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
+use crate::machines::cpus;
 use crate::topology::{
     CpuObservation, Gpu, GpuObservation, HostBridgeObservation, HostObservation, NicKind, NodeObservation,
     NodeTopology, NumaNodeId, NvLinkRemote, PciAddress, PciKind, PciObservation, PcieLink, Rank, TopologyLevel,
@@ -68,24 +69,22 @@ impl Element {
     }
 
     /// With an attribute; values that would have to be escaped, which NCCL does not know, or are too long are left out.
-    fn with(mut self, attribute: &'static str, value: impl ToString) -> Self {
-        let value = value.to_string();
-        let plain = value.chars().all(|c| c.is_ascii_alphanumeric() || " .,:/-_+".contains(c));
-        if plain && value.len() <= LONGEST_VALUE {
-            self.attributes.push((attribute, value));
-        }
+    fn with(self, attribute: &'static str, value: impl ToString) -> Self {
+        self.maybe(attribute, Some(value))
+    }
+
+    fn maybe(mut self, attribute: &'static str, value: Option<impl ToString>) -> Self {
+        let plain = |value: &String| value.chars().all(|c| c.is_ascii_alphanumeric() || " .,:/-_+".contains(c));
+        let value = value.map(|value| value.to_string());
+        let value = value.filter(|value| plain(value) && value.len() <= LONGEST_VALUE);
+        self.attributes.extend(value.map(|value| (attribute, value)));
         self
     }
 
     fn pci(busid: impl ToString, class: &str, link: Option<PcieLink>) -> Self {
+        let speed = link.map(|PcieLink { mts, .. }| format!("{}.{} GT/s PCIe", mts / 1000, mts % 1000 / 100));
         let element = Self::new("pci").with("busid", busid).with("class", class);
-        match link {
-            Some(PcieLink { mts, width }) => {
-                let speed = format!("{}.{} GT/s PCIe", mts / 1000, mts % 1000 / 100);
-                element.with("link_speed", speed).with("link_width", width)
-            }
-            None => element,
-        }
+        element.maybe("link_speed", speed).maybe("link_width", link.map(|link| link.width))
     }
 
     fn gpus(&self, found: &mut Vec<PciAddress>) {
@@ -154,10 +153,8 @@ impl Writer<'_> {
         let function = Element::pci(gpu.pci, GPU, link.or(gpu.pcie));
         // Its links unknown, NCCL has to ask for all of it; and a reader takes a `gpu` without any for one that has none.
         let Some(groups) = &gpu.nvlinks else { return Element { gpu: Some(gpu.pci), ..function } };
-        let mut element = Element::new("gpu");
-        if let Some(capability) = gpu.compute_capability {
-            element = element.with("sm", u64::from(capability.major) * 10 + u64::from(capability.minor));
-        }
+        let sm = gpu.compute_capability.map(|sm| u64::from(sm.major) * 10 + u64::from(sm.minor));
+        let mut element = Element::new("gpu").maybe("sm", sm);
         for group in groups.iter().filter(|group| group.active && !group.links.is_empty()) {
             let (target, class) = match group.remote {
                 NvLinkRemote::Gpu(pci) => (pci.to_string(), GPU),
@@ -255,49 +252,29 @@ fn lesser(a: Option<PcieLink>, b: Option<PcieLink>) -> Option<PcieLink> {
 }
 
 fn cpu(id: &str, numa: Option<NumaNodeId>, host: &HostObservation) -> Element {
-    let mut element = Element::new("cpu").with("numaid", id);
     let node = host.numa_nodes.iter().find(|node| Some(node.id) == numa);
-    if let Some(mask) = node.and_then(|node| mask(&node.cpus)) {
-        element = element.with("affinity", mask);
-    }
+    let element = Element::new("cpu").with("numaid", id).maybe("affinity", node.and_then(|node| mask(&node.cpus)));
     let Some(CpuObservation { arch, vendor, family, model }) = &host.cpu else { return element };
     let arch = match arch.as_str() {
         "aarch64" => "arm64",
         "ppc64le" => "ppc64",
         other => other,
     };
-    element = element.with("arch", arch);
-    if let Some(vendor) = vendor {
-        element = element.with("vendor", vendor);
-    }
     // NCCL reads both or none from the processor, and counts the extended family 16-fold.
-    if let (Some(family), Some(model)) = (family, model) {
-        let family = family.checked_sub(0xf).map_or(*family, |extended| extended.saturating_mul(16) | 0xf);
-        element = element.with("familyid", family).with("modelid", model);
-    }
-    element
+    let (family, model) = family.zip(*model).unzip();
+    let family = family.map(|family| family.checked_sub(0xf).map_or(family, |more| more.saturating_mul(16) | 0xf));
+    let element = element.with("arch", arch).maybe("vendor", vendor.as_ref());
+    element.maybe("familyid", family).maybe("modelid", model)
 }
 
 /// The kernel's mask (words of 32 bits, the highest first) of its list (`0-15,32-47`); `None` for no CPU, or for more than
 /// a value has room for: NCCL reads it itself then.
 fn mask(list: &str) -> Option<String> {
-    let mut words: Vec<u32> = Vec::new();
-    for range in list.split(',').filter(|range| !range.is_empty()) {
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
-        let (first, last): (u32, u32) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
-        if first > last || last > 0xffff {
-            return None;
-        }
-        for cpu in first..=last {
-            let word = usize::try_from(cpu / 32).ok()?;
-            words.resize(words.len().max(word + 1), 0);
-            if let Some(word) = words.get_mut(word) {
-                *word |= 1 << (cpu % 32);
-            }
-        }
-    }
-    let words: Vec<String> = words.iter().rev().map(|word| format!("{word:08x}")).collect();
-    (!words.is_empty()).then(|| words.join(","))
+    let cpus = cpus(list)?;
+    let word =
+        |number: u32| (0..32).filter(|bit| cpus.contains(&(number * 32 + bit))).fold(0, |word, bit| word | 1u32 << bit);
+    let words = (0..=cpus.last()? / 32).rev().map(|number| format!("{:08x}", word(number)));
+    Some(words.collect::<Vec<_>>().join(","))
 }
 
 #[cfg(test)]
