@@ -1,8 +1,9 @@
 //! Recorded originals of machines in the field against what is known of those machines.
 //!
-//! Beside this repository there may be a folder `shared/topologies`: one sheet of facts for each machine, and under `raw`
-//! the files they were taken from, which are not ours to copy. Where it is missing, nothing is compared and a line says so;
-//! dumps of our own test the same readers in `src/`. Each original has a row below; each difference has its reason there.
+//! Beside this repository there may be a folder `shared/topologies`: one sheet of facts for each machine, and under
+//! `raw` the files they were taken from, which are not ours to copy. Where it is missing, nothing is compared and a
+//! line reports that; dumps of our own test the same readers in `src/`. Each original has a row below; each difference
+//! has its reason there.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr, reason = "what a helper cannot do fails the test")]
 
@@ -129,7 +130,8 @@ fn by_index(topology: &NodeTopology) -> Vec<usize> {
     gpus
 }
 
-/// Compares the levels between GPUs and those NICs that the sheet's matrix has and we see; says how many those are.
+/// Compares the levels between GPUs and those NICs that both the sheet's matrix and the topology have; returns their
+/// number.
 fn compare_nics(raw: &str, topology: &NodeTopology, sheet: &Sheet) -> usize {
     let columns = words(&sheet.topo_matrix.columns);
     let mut compared = 0;
@@ -151,7 +153,7 @@ fn compare_nics(raw: &str, topology: &NodeTopology, sheet: &Sheet) -> usize {
 }
 
 #[test]
-fn originals_agree_with_what_is_known_of_their_machines() {
+fn recorded_files_match_fact_sheets() {
     let Some(folder) = folder() else { return };
     let mut nics = 0;
     for (raw, expect) in TABLE {
@@ -204,7 +206,7 @@ fn originals_agree_with_what_is_known_of_their_machines() {
 }
 
 #[test]
-fn each_original_has_its_row() {
+fn each_recorded_file_has_a_row() {
     let Some(folder) = folder() else { return };
     for file in std::fs::read_dir(folder.join("raw")).unwrap() {
         let name = file.unwrap().file_name().into_string().unwrap();

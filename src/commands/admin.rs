@@ -11,7 +11,7 @@ use tokio::time::timeout;
 use super::print;
 use crate::config::{AdminArgs, AdminOrder};
 
-/// How long an answer may take: an order to let go of the driver waits 10 s for a process to end.
+/// How long an answer may take: the order to release the driver waits 10 s for a process to end.
 const ANSWER: Duration = Duration::from_secs(20);
 
 /// Runs the command.

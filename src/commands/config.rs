@@ -16,7 +16,7 @@ pub fn config(args: &ConfigArgs) -> Result<()> {
     }
 }
 
-/// Says everything there is to say of a file; fails where it would be refused, or where a key is unknown.
+/// Prints all findings on a file; fails where it would be refused, or where a key is unknown.
 fn check_file(args: &ConfigCheckArgs) -> Result<()> {
     let findings = check(&args.file)?;
     let file = args.file.display();
@@ -39,7 +39,7 @@ fn check_file(args: &ConfigCheckArgs) -> Result<()> {
     }
 }
 
-/// Shows what counts and who says so.
+/// Prints the effective settings with their origin.
 fn show(args: &ConfigShowArgs) -> Result<()> {
     let Loaded { settings, findings } = load(&args.flags, &Environment::read())?;
     let shown = settings.shown();
@@ -49,8 +49,8 @@ fn show(args: &ConfigShowArgs) -> Result<()> {
             let entry =
                 |shown: Shown| (shown.key.to_owned(), json!({"value": shown.value, "origin": origin(shown.origin)}));
             let settings: Map<String, Value> = shown.into_iter().map(entry).collect();
-            let said = |finding: &Finding| json!({"line": finding.line, "key": finding.key, "problem": finding.problem.to_string()});
-            let findings: Vec<Value> = findings.iter().map(said).collect();
+            let shown = |finding: &Finding| json!({"line": finding.line, "key": finding.key, "problem": finding.problem.to_string()});
+            let findings: Vec<Value> = findings.iter().map(shown).collect();
             format!("{:#}\n", json!({"settings": settings, "findings": findings}))
         }
     };
@@ -66,7 +66,7 @@ fn origin(origin: Origin) -> Value {
     }
 }
 
-/// A line for each setting: key, value, who says so; then what is odd.
+/// A line for each setting: key, value, origin; then the findings.
 fn as_text(shown: &[Shown], file: &Setting<Option<std::path::PathBuf>>, findings: &[Finding]) -> String {
     let value = |shown: &Shown| match plain(&shown.value) {
         nothing if nothing.is_empty() => "-".to_owned(),

@@ -1,4 +1,4 @@
-//! The commands that look and answer: `topology`, `allocate`, `simulate`, `snapshot`, `doctor`, `admin`, `config`.
+//! The commands that read and print: `topology`, `allocate`, `simulate`, `snapshot`, `doctor`, `admin`, `config`.
 //!
 //! A composition root: it reads a machine (a file, or this one), asks the core and prints. Called by `main`.
 //! What it prints for scripts is an interface; what it prints for people is held by golden tests.

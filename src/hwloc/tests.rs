@@ -1,5 +1,5 @@
-//! The walk over hwloc's objects, on a made-up machine and on recorded ones that libhwloc reads from XML. Here alone does
-//! libhwloc read XML: with its own parser, or with libxml2's where that plugin is installed.
+//! The walk over hwloc's objects, on a made-up machine and on recorded ones that libhwloc reads from XML. Here alone
+//! does libhwloc read XML: with its own parser, or with libxml2's where that plugin is installed.
 
 use super::*;
 use std::os::unix::fs::symlink;
@@ -44,7 +44,7 @@ fn functions(host: &HostObservation) -> Vec<(usize, &PciObservation)> {
 }
 
 #[test]
-fn ports_gpus_and_nics_come_with_their_places() {
+fn walk_places_ports_gpus_and_nics() {
     let host = walk(&load(HOST), &Sysfs::new(Path::new("/nonexistent")));
     let cpu = host.cpu.clone().unwrap();
     assert_eq!((cpu.arch.as_str(), cpu.vendor.as_deref(), cpu.model), ("x86_64", Some("GenuineIntel"), Some(85)));
@@ -73,7 +73,7 @@ fn ports_gpus_and_nics_come_with_their_places() {
 }
 
 #[test]
-fn sysfs_adds_what_links_can_do_and_what_nics_carry() {
+fn sysfs_adds_link_maxima_and_nic_rates() {
     let sys = tempfile::tempdir().unwrap();
     let write = |path: &str, text: &str| {
         let path = sys.path().join(path);
@@ -111,7 +111,7 @@ fn sysfs_adds_what_links_can_do_and_what_nics_carry() {
 }
 
 #[test]
-fn this_host_is_read_without_a_failure() {
+fn live_host_is_read_without_failure() {
     let (host, failures) = observe(Path::new("/sys"));
     assert_eq!(failures, []);
     assert!(!host.numa_nodes.is_empty());
@@ -197,7 +197,7 @@ fn tests_pass_under_each_xml_parser() {
 }
 
 #[test]
-fn parser_is_the_one_that_was_chosen() {
+fn environment_chooses_xml_parser() {
     let libxml2 =
         parse(&HOST.replacen("<topology", "<!-- a comment, which only libxml2 takes -->\n<topology", 1)).is_some();
     match env::var(PARSER).as_deref() {

@@ -1,8 +1,8 @@
 //! hwloc's XML (`lstopo host.xml`), versions 1 to 3: the host, and the NVIDIA GPUs that hwloc recorded.
 //!
-//! Owns what its objects and attributes mean (hwloc's topology-xml.c says so), as far as linkwise uses them. Such a file holds
-//! neither what PCIe links can do nor what NICs carry nor NVLinks. It is read here and not by libhwloc, which reads no version
-//! later than its own and whose parser depends on what is installed. Called by `load`.
+//! Owns what its objects and attributes mean (source: hwloc's topology-xml.c), as far as linkwise uses them. Such a
+//! file has neither what PCIe links can do nor what NICs carry nor NVLinks. It is read here and not by libhwloc, which
+//! reads no version later than its own and whose parser depends on what is installed. Called by `load`.
 
 use std::collections::BTreeSet;
 
@@ -16,7 +16,8 @@ use crate::topology::{
 
 /// A host of some thousand CPUs: cores and caches nest below 40 deep. Text stands in lists that are not read.
 const LIMITS: Limits = Limits { depth: 128, elements: 1 << 17, bytes: 16 << 20, text: true };
-/// Bridges inside of each other. Real ones stay below 12; a node file takes two levels for each, and its reader stops at 64.
+/// Bridges inside of each other. Real ones stay below 12; a node file takes two levels for each, and its reader stops
+/// at 64.
 const MAX_BRIDGES: usize = 24;
 /// PCI base classes (PCI Code and ID Assignment): display controllers, network controllers with InfiniBand.
 const DISPLAY: &str = "03";
@@ -126,7 +127,8 @@ impl<'d> Walk<'d> {
         }
     }
 
-    /// A GPU or NIC, or a bridge with such devices below. Ports alternate on the way down; `port` is what a bridge here is.
+    /// A GPU or NIC, or a bridge with such devices below. Ports alternate on the way down; `port` is what a bridge
+    /// here is.
     fn device(&mut self, object: &'d Element, port: PciKind, depth: usize) -> Option<PciObservation> {
         let (port, nics, devices) = match kind(object) {
             "Bridge" if depth > MAX_BRIDGES => {

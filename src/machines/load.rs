@@ -73,7 +73,7 @@ fn stem(path: &str) -> String {
 fn bytes_of(name_or_path: &str) -> Result<Vec<u8>, MachineError> {
     let path = || name_or_path.to_owned();
     let mut bytes = Vec::new();
-    // One byte more than allowed is enough to know, whatever the file's size claims to be.
+    // One byte more than allowed is enough to refuse a file, whatever size it claims.
     let outcome = File::open(name_or_path).and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes));
     match outcome {
         Err(error) if error.kind() == io::ErrorKind::NotFound && looks_like_a_name(name_or_path) => {

@@ -1,7 +1,7 @@
 //! Machines as files: the built-in ones, node files (`linkwise snapshot` writes one), NCCL topology dumps, hwloc XML.
 //!
-//! Owns the format of node files, version 1: raw facts under `observed`, their sources under `source`, what was
-//! filled in under `reconstructed`. Recognises a file by its content. Called by the composition roots; derives nothing, and
+//! Owns the format of node files, version 1: raw facts under `observed`, their sources under `source`, what was filled
+//! in under `reconstructed`. Recognises a file by its content. Called by the composition roots; derives nothing, and
 //! calls neither NVML nor libhwloc nor the kubelet.
 
 mod file;
@@ -51,11 +51,11 @@ const BUILT_IN: [(&str, &str); 15] = [
 pub struct Machine {
     /// A short name, such as `dgx-h100`; for a snapshot the node's name.
     pub name: String,
-    /// One line that tells a person what it is.
+    /// A description for people, one line.
     pub title: String,
     /// Where the facts come from, a line each.
     pub source: Vec<String>,
-    /// What the sources do not say and somebody filled in, a line each.
+    /// What the sources lack and was filled in, a line each.
     pub reconstructed: Vec<String>,
     /// The raw facts.
     pub observed: NodeObservation,
@@ -66,11 +66,11 @@ pub struct Machine {
 pub struct BuiltIn {
     /// The name that [`load`] takes.
     pub name: &'static str,
-    /// One line that tells a person what it is.
+    /// A description for people, one line.
     pub title: String,
 }
 
-/// Why a machine could not be loaded. Each is one line and says all of it (no `source` behind it).
+/// Why a machine could not be loaded. Each message is one line and complete (no `source` behind it).
 #[derive(Debug, thiserror::Error)]
 pub enum MachineError {
     /// Neither a built-in name nor a file.
@@ -84,7 +84,7 @@ pub enum MachineError {
     Read {
         /// The file.
         path: String,
-        /// What the operating system said.
+        /// The operating system's error.
         error: io::Error,
     },
     /// More than [`MAX_FILE_BYTES`].
@@ -196,7 +196,7 @@ pub fn cpus(list: &str) -> Option<BTreeSet<u32>> {
     Some(cpus)
 }
 
-/// The kernel's list (`0-15,32-47`) of a mask: words of 32 bits, the highest first, which `word` reads.
+/// The kernel's list (`0-15,32-47`) of a mask: parts of 32 bits, the highest first, which `word` parses.
 fn cpu_list(mask: &str, word: fn(&str) -> Option<u32>) -> Option<String> {
     let mut ranges: Vec<(u32, u32)> = Vec::new();
     for (number, text) in mask.rsplit(',').enumerate() {
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn gpus_are_found_once_in_the_tree_and_have_names_of_their_own() {
+    fn built_in_gpus_are_unique_in_tree() {
         fn walk(devices: &[PciObservation], gpus: &mut Vec<PciAddress>, all: &mut Vec<PciAddress>) {
             for device in devices {
                 all.extend(device.pci);
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn nvlinks_are_numbered_once_and_go_both_ways() {
+    fn built_in_nvlinks_are_symmetric() {
         for machine in all() {
             let mut between = BTreeMap::new();
             for gpu in &machine.observed.gpus {
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_reads_back_equal() {
+    fn written_machine_reads_back_equal() {
         for mut machine in all() {
             let text = machine.to_yaml().unwrap();
             assert_eq!(Machine::parse(&text).unwrap(), machine, "{text}");
@@ -317,14 +317,14 @@ mod tests {
     }
 
     #[test]
-    fn unknown_machine_lists_the_known_ones() {
+    fn unknown_machine_lists_built_in_names() {
         let message = refusal("dgx-h200");
         assert!(message.contains("'dgx-h200'"), "{message}");
         assert!(message.contains("dgx1-v100, dgx2-v100, dgx-a100, dgx-h100, hgx-h200"), "{message}");
     }
 
     #[test]
-    fn files_that_cannot_be_read_are_named_with_the_reason() {
+    fn unreadable_files_are_named_with_cause() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
 

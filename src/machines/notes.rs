@@ -1,9 +1,10 @@
-//! What was odd in a dump, as warnings for the user, and numbers read with such a warning. Called by the readers of XML.
+//! What was odd in a dump, as warnings for the user, and numbers read with such a warning. Called by the readers of
+//! XML.
 
 use crate::machines::xml::{Element, shortened};
 use crate::topology::ProbeFailure;
 
-/// Kinds of note that are kept; of more only the number is told.
+/// Kinds of note that are kept; further ones are counted.
 const MOST: usize = 50;
 
 /// The notes, one for each thing that is odd, at the first place where it is.
@@ -61,7 +62,7 @@ impl Notes {
         failures
     }
 
-    /// A number, decimal or hexadecimal with 0x as NCCL reads them; one that is none is noted.
+    /// A number, decimal or hexadecimal with 0x as NCCL reads them; an invalid one is noted.
     pub fn number(&mut self, element: &Element, attribute: &str) -> Option<u32> {
         let text = element.get(attribute).filter(|text| !text.is_empty())?;
         let number = match text.strip_prefix("0x") {

@@ -2,7 +2,7 @@
 //!
 //! Owns the limits: a depth, a number of elements and attributes, a length of each value, no entities of the
 //! document's own. A text within them costs memory in proportion to its elements; any other is an error that
-//! names the line. Called by the readers of `machines`; knows nothing of what the elements mean.
+//! names the line. Called by the readers of `machines`; gives the elements no meaning.
 
 use quick_xml::XmlVersion;
 use quick_xml::events::{BytesStart, BytesText, Event};

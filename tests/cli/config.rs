@@ -1,5 +1,5 @@
-//! `linkwise config`: every example of the NVIDIA plugin's README comes to what that says, and what is wrong with a
-//! file is told, all of it, by line and key.
+//! `linkwise config`: every example of the NVIDIA plugin's README gives the settings documented there, and each fault
+//! of a file is reported with line and key.
 
 use std::path::{Path, PathBuf};
 
@@ -39,7 +39,7 @@ fn files(folder: &str) -> Vec<String> {
 }
 
 #[test]
-fn the_readmes_examples_come_to_what_it_says() {
+fn readme_examples_give_documented_settings() {
     let gpus = |replicas: u32| json!({"name": "nvidia.com/gpu", "devices": "all", "replicas": replicas});
     let renamed =
         json!({"name": "nvidia.com/gpu", "rename": "nvidia.com/gpu.shared", "devices": "all", "replicas": 10});
@@ -79,7 +79,7 @@ fn the_readmes_examples_come_to_what_it_says() {
 }
 
 #[test]
-fn what_counts_and_who_says_so_is_shown() {
+fn settings_are_shown_with_their_origin() {
     for file in files("linkwise") {
         let path = format!("linkwise/{file}");
         let mut command = linkwise(&["config", "show", "--config-file", &path]);
@@ -94,7 +94,7 @@ fn what_counts_and_who_says_so_is_shown() {
 }
 
 #[test]
-fn no_key_is_left_out_of_the_file_that_has_them_all() {
+fn example_file_has_each_key() {
     let shown = shown("linkwise/everything.yaml", &[]);
     for (key, shown) in shown["settings"].as_object().unwrap() {
         let from = if key == "configFile" { "flag" } else { "file" };
@@ -103,34 +103,36 @@ fn no_key_is_left_out_of_the_file_that_has_them_all() {
 }
 
 #[test]
-fn everything_that_is_wrong_with_a_file_is_told() {
+fn each_fault_of_a_file_is_reported() {
     for file in files("bad") {
         let output = linkwise(&["config", "check", &file]).current_dir(configs().join("bad")).output().unwrap();
-        let (told, said) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
-        let notes = told.lines().filter(|line| line.contains(": note: ")).count();
-        match told.lines().count() - notes {
-            _ if file == "ignored.yaml" => assert!(output.status.success() && told.ends_with("ignored.yaml: valid\n")),
+        let (stdout, stderr) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
+        let notes = stdout.lines().filter(|line| line.contains(": note: ")).count();
+        match stdout.lines().count() - notes {
+            _ if file == "ignored.yaml" => {
+                assert!(output.status.success() && stdout.ends_with("ignored.yaml: valid\n"))
+            }
             0 => panic!("{file} passes"),
-            1 => assert_eq!(said, format!("linkwise: {file}: 1 problem\n")),
-            more => assert_eq!(said, format!("linkwise: {file}: {more} problems\n")),
+            1 => assert_eq!(stderr, format!("linkwise: {file}: 1 problem\n")),
+            more => assert_eq!(stderr, format!("linkwise: {file}: {more} problems\n")),
         }
         assert_eq!(output.status.code(), Some(if file == "ignored.yaml" { 0 } else { 1 }), "{file}");
-        holds(&format!("config-check-{file}"), &told);
+        holds(&format!("config-check-{file}"), &stdout);
     }
 }
 
 #[test]
-fn a_file_that_cannot_be_read_is_named() {
+fn unreadable_file_is_named() {
     for args in [["config", "check", "/no/such/file"], ["config", "show", "--config-file=/no/such/file"]] {
         let output = linkwise(&args).output().unwrap();
         assert_eq!(output.status.code(), Some(1));
-        let said = String::from_utf8(output.stderr).unwrap();
-        assert!(said.starts_with("linkwise: cannot read the configuration file /no/such/file: "), "{said}");
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert!(stderr.starts_with("linkwise: cannot read the configuration file /no/such/file: "), "{stderr}");
     }
 }
 
 #[test]
-fn the_nvidia_plugins_name_stands_for_run() {
+fn nvidia_plugin_name_runs_linkwise() {
     let folder = tempfile::tempdir().unwrap();
     let link = folder.path().join("nvidia-device-plugin");
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_linkwise"), &link).unwrap();

@@ -9,7 +9,7 @@ use serde::Deserialize;
 use super::count;
 use super::finding::{Finding, Findings};
 
-/// What of a CDI spec matters here (CDI specification, SPEC.md: `kind` is vendor/class).
+/// The part of a CDI spec that is checked (CDI specification, SPEC.md: `kind` is vendor/class).
 #[derive(Deserialize)]
 struct Spec {
     kind: String,

@@ -16,7 +16,7 @@ fn needed(dev: &Path, nvml: &Nvml) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Nodes that are there and are none, and such that are not there.
+/// Nodes that are missing, and files in their place that are no device nodes.
 pub(super) fn nodes(dev: &Path, nvml: &Nvml) -> Vec<Finding> {
     let mut found = Findings::of("device nodes");
     if nvml.gpus().is_empty() && !dev.join("nvidiactl").exists() {
@@ -49,7 +49,7 @@ pub(super) fn nodes(dev: &Path, nvml: &Nvml) -> Vec<Finding> {
     let unknown = nvml.gpus().iter().filter(|gpu| gpu.minor.is_none()).count();
     if unknown > 0 {
         found.warning(
-            format!("NVML does not say which nodes {unknown} of the GPUs have"),
+            format!("NVML does not report the device nodes of {unknown} of the GPUs"),
             "with --pass-device-specs their pods get no node of theirs: leave it off",
         );
     }
@@ -64,20 +64,20 @@ fn optional(found: &mut Findings, dev: &Path) {
     } else {
         found.skipped(
             format!("there is no {}", dev.join("nvidia-uvm").display()),
-            Some("of matter with --pass-device-specs only: then set NVIDIA_DRIVER_CAPABILITIES=compute,utility for linkwise"),
+            Some("needed with --pass-device-specs only: then set NVIDIA_DRIVER_CAPABILITIES=compute,utility for linkwise"),
         );
     }
     if there("nvidia-caps") {
         found.ok(format!("{}: MIG's nodes are there", dev.join("nvidia-caps").display()));
     } else {
-        found.skipped(format!("there is no {}", dev.join("nvidia-caps").display()), Some("of matter for MIG only"));
+        found.skipped(format!("there is no {}", dev.join("nvidia-caps").display()), Some("needed for MIG only"));
     }
 }
 
 /// What of the nodes that are there this process may open.
 pub(super) fn permissions(dev: &Path, nvml: &Nvml) -> Vec<Finding> {
     let mut found = Findings::of("permissions");
-    // Who we are, without a system call that needs unsafe code. What that uid may not do is found where it is tried.
+    // The uid without a system call that needs unsafe code. What that uid may not do is found by trying.
     if let Ok(own) = fs::metadata("/proc/self") {
         found.ok(format!("runs as uid {}", own.uid()));
     }

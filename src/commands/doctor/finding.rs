@@ -16,9 +16,9 @@ pub(super) enum Status {
     Ok,
     /// linkwise works, but not as well as it could.
     Warning,
-    /// GPUs are not offered, or not all of them, until somebody does something.
+    /// GPUs are not offered, or not all of them, until an operator acts.
     Failed,
-    /// It could not be looked at, or does not matter here.
+    /// It could not be checked, or has no effect here.
     Skipped,
 }
 

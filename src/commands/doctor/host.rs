@@ -1,4 +1,4 @@
-//! The host around the GPUs: what the kernel has on its PCI bus, and whether hwloc and NVML tell the same of it.
+//! The host around the GPUs: what the kernel has on its PCI bus, and whether hwloc and NVML agree on it.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use super::finding::{Finding, Findings, Status};
 use crate::hwloc;
 use crate::topology::{NodeObservation, PciAddress, TopologyWarning};
 
-/// The NVIDIA GPUs on the PCI bus; `None` where there is no PCI bus to look at.
+/// The NVIDIA GPUs on the PCI bus; `None` where this sysfs has no PCI bus.
 pub(super) fn bus(sysfs: &Path) -> Option<Vec<PciAddress>> {
     sysfs.join("bus/pci/devices").is_dir().then(|| hwloc::nvidia_gpus_on_bus(sysfs))
 }

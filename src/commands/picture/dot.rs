@@ -18,7 +18,7 @@ pub(in crate::commands) fn dot(picture: &Picture<'_>) -> String {
 struct Writer<'a> {
     picture: &'a Picture<'a>,
     text: String,
-    /// Numbers for the names of nodes and clusters: names are ours, what strangers say stands in labels only.
+    /// Numbers for the names of nodes and clusters: text from files stands in labels only.
     nodes: usize,
     clusters: usize,
     depth: usize,
@@ -183,7 +183,7 @@ impl Writer<'_> {
     }
 }
 
-/// Lines as a quoted string. Graphviz reads escapes and, in labels, XML entities; neither is left to a stranger.
+/// Lines as a quoted string. Graphviz reads escapes and, in labels, XML entities; both are escaped.
 pub(super) fn quote(lines: &[String]) -> String {
     let line = |line: &String| clean(line).replace('&', "&amp;").replace('\\', "\\\\").replace('"', "\\\"");
     format!("\"{}\"", lines.iter().map(line).collect::<Vec<_>>().join("\\n"))

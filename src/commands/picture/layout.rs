@@ -68,7 +68,7 @@ impl Text {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Package,
-    /// A package that nobody knows, or the place of the GPUs that the host does not show.
+    /// An unknown package, or the place of the GPUs that are not in the host's tree.
     Unknown,
     Node,
     Bridge,

@@ -68,7 +68,7 @@ pub(super) struct Routes {
 }
 
 impl Routes {
-    /// Gives each link its ends and its track. `home` says in which box a GPU is.
+    /// Gives each link its ends and its track. `home` maps a GPU to its box.
     pub fn new(picture: &Picture<'_>, canvas: &Canvas, home: &BTreeMap<usize, usize>) -> Self {
         let x = |place: usize| canvas.gpus.get(&place).map_or(0, |rect| rect.x);
         // The ends at each GPU from left to right: links to the left, the farthest last; the plane; links to the

@@ -35,13 +35,13 @@ pub(super) struct Picture<'a> {
     links: Vec<Link>,
     /// The NVSwitch planes, by their number.
     planes: BTreeMap<u32, Plane>,
-    /// The GPUs that are held, as places; `None` where nobody said.
+    /// The GPUs that are held, as places; `None` without --allocated.
     allocated: Option<BTreeSet<usize>>,
     /// Whether addresses are written without their domain, because all are in domain 0.
     short: bool,
 }
 
-/// What is said of one GPU beyond its number and address.
+/// The links of one GPU that do not lead to a GPU.
 #[derive(Default)]
 struct Face {
     /// Active links to NVSwitches.
@@ -179,7 +179,7 @@ impl<'a> Picture<'a> {
         lines
     }
 
-    /// All there is to know of a GPU, for who points at it.
+    /// The facts of a GPU, shown when a viewer points at it.
     fn gpu_tooltip(&self, place: usize) -> String {
         let Some(gpu) = self.gpu(place) else { return String::new() };
         let mut text = format!("GPU {}, {}, {}", gpu.index, gpu.pci, gpu.uuid);
@@ -226,7 +226,7 @@ impl<'a> Picture<'a> {
         }
     }
 
-    /// The legend's line for what is held; `None` where nobody said.
+    /// The legend's line for what is held; `None` without --allocated.
     fn allocated_line(&self) -> Option<String> {
         let allocated = self.allocated.as_ref()?;
         let mut indices: Vec<u32> =

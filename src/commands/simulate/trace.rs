@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_stand_in_any_order_and_jobs_are_sorted_by_arrival() {
+    fn columns_in_any_order_jobs_sorted_by_arrival() {
         let text = "\u{feff}duration_seconds, arrival_seconds,size\r\n10,7,2\r\n\r\n20,3,1\n30,3,4";
         let job = |size, duration, arrival| Job { size, duration, arrival };
         assert_eq!(parse(text).unwrap(), [job(1, 20, 3), job(4, 30, 3), job(2, 10, 7)]);
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named_with_its_line() {
+    fn faults_are_named_with_their_line() {
         for (text, expected) in [
             ("", "no header"),
             ("2,10\n", "no header"),

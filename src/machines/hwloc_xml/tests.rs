@@ -1,4 +1,4 @@
-//! One made-up machine in the form of each version, and what is wrong with files of strangers.
+//! One made-up machine in the form of each version, and the faults of files from elsewhere.
 
 use super::*;
 use crate::machines::of_bytes;

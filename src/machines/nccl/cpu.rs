@@ -16,7 +16,7 @@ pub(super) fn observe(cpu: &Element, host: &mut HostObservation, notes: &mut Not
         _ => {}
     }
     let id = match cpu.get("numaid") {
-        // The kernel's word for unknown.
+        // The kernel's value for unknown.
         Some("-1") => return None,
         Some(_) => NumaNodeId(notes.number(cpu, "numaid")?),
         None => {

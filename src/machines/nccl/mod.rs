@@ -1,8 +1,8 @@
 //! NCCL topology dumps: the XML that NCCL_TOPO_DUMP_FILE writes and NCCL_TOPO_FILE reads.
 //!
-//! Owns what its elements and attributes mean (NCCL's src/graph/xml.cc and topo.cc say so) and what a dump does not
-//! say: host bridges, packages, UUIDs. Topology files that clouds ship are such dumps by hand: they leave out `gpu`
-//! and `net`, and then the PCI class decides. What is odd becomes a warning (a [`ProbeFailure`]) that names the line; only
+//! Owns what its elements and attributes mean (source: NCCL's src/graph/xml.cc and topo.cc) and what a dump lacks:
+//! host bridges, packages, UUIDs. Topology files that clouds ship are such dumps by hand: they leave out `gpu` and
+//! `net`, and then the PCI class decides. What is odd becomes a warning (a [`ProbeFailure`]) that names the line; only
 //! a text that is no dump at all is an error. `write` makes such a file. Called by `machines`.
 //!
 //! [`ProbeFailure`]: crate::topology::ProbeFailure
@@ -58,11 +58,11 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Machine, XmlError> {
     let mut reconstructed = vec![
         "UUIDs are made from PCI addresses: a dump has none".to_owned(),
         "a host bridge for each device below a CPU: a dump shows none, NODE may be PHB".to_owned(),
-        "packages are unknown: a dump does not say which NUMA nodes share one".to_owned(),
+        "packages are unknown: a dump does not have which NUMA nodes share one".to_owned(),
     ];
     if found.gpus.iter().any(|gpu| gpu.element.is_none()) {
         found.notes.add(&system, "GPUs without a gpu element: their NVLinks are unknown, levels are those of PCIe");
-        reconstructed.push("GPUs are told by their PCI class, their order is that of their addresses".to_owned());
+        reconstructed.push("GPUs are recognised by their PCI class, their order is that of their addresses".to_owned());
     }
     if found.unnamed_nics {
         reconstructed.push("NICs without a name are called by their PCI address".to_owned());

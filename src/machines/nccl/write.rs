@@ -1,9 +1,10 @@
 //! An NCCL topology file of what was seen, for NCCL_TOPO_FILE: the counterpart of [`super::parse`]. Pure.
 //!
-//! NCCL finds its own GPUs and NICs in the file by `busid`, leaves out what no rank of the job has, and asks driver and
-//! kernel for what an element does not say (src/graph/xml.cc). So what differs from container to container, a GPU's
-//! `dev` and a NIC's `net`, is not written, nor anything that nobody saw. Where the host's tree lacks GPUs, as in some VMs, the
-//! levels that NVML names are shown as switches with made-up addresses, as the clouds' files show them.
+//! NCCL finds its own GPUs and NICs in the file by `busid`, leaves out what no rank of the job has, and asks driver
+//! and kernel for attributes that an element lacks (src/graph/xml.cc). So what differs from container to container, a
+//! GPU's `dev` and a NIC's `net`, is not written, nor anything that was not observed. Where the host's tree lacks
+//! GPUs, as in some VMs, the levels that NVML names are shown as switches with made-up addresses, as the clouds' files
+//! show them.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -14,7 +15,8 @@ use crate::topology::{
     NodeTopology, NumaNodeId, NvLinkRemote, PciAddress, PciKind, PciObservation, PcieLink, Rank, TopologyLevel,
 };
 
-/// PCI classes: a PCI bridge, a 3D controller, an InfiniBand and an Ethernet controller, an NVSwitch, a POWER processor's bridge.
+/// PCI classes: a PCI bridge, a 3D controller, an InfiniBand and an Ethernet controller, an NVSwitch, a POWER
+/// processor's bridge.
 const BRIDGE: &str = "0x060400";
 const GPU: &str = "0x030200";
 const INFINIBAND: &str = "0x020700";
@@ -28,7 +30,7 @@ const HIDDEN_SWITCH: &str = "ffffffff:ff:ff.0";
 /// The longest value that NCCL reads (`MAX_STR_LEN`).
 const LONGEST_VALUE: usize = 255;
 
-/// The text of a topology file. It says the same of the same machine, so that it can be compared.
+/// The text of a topology file; equal for equal observations, so that it can be compared.
 pub fn topology_file(observed: &NodeObservation) -> String {
     let (topology, _) = NodeTopology::assemble(observed);
     let mut writer = Writer { observed, topology: &topology, made_up: 0 };
@@ -68,7 +70,7 @@ impl Element {
         Self { name, ..Self::default() }
     }
 
-    /// With an attribute; values that would have to be escaped, which NCCL does not know, or are too long are left out.
+    /// With an attribute; values that are too long or would need an escape, which NCCL does not parse, are left out.
     fn with(self, attribute: &'static str, value: impl ToString) -> Self {
         self.maybe(attribute, Some(value))
     }
@@ -121,7 +123,8 @@ struct Writer<'o> {
 }
 
 impl Writer<'_> {
-    /// What a device comes to; `port` is the link of the port above it. NCCL knows switches, not their ports nor root ports.
+    /// The elements of a device; `port` is the link of the port above it. NCCL models switches, neither their ports
+    /// nor root ports.
     fn device(&mut self, device: &PciObservation, port: Option<PcieLink>) -> Vec<Element> {
         let link = lesser(device.link, port);
         match device.kind {
@@ -151,7 +154,8 @@ impl Writer<'_> {
 
     fn gpu(&self, gpu: &GpuObservation, link: Option<PcieLink>) -> Element {
         let function = Element::pci(gpu.pci, GPU, link.or(gpu.pcie));
-        // Its links unknown, NCCL has to ask for all of it; and a reader takes a `gpu` without any for one that has none.
+        // Its links unknown, NCCL has to ask for all of it; and a reader takes a `gpu` without any for one that has
+        // none.
         let Some(groups) = &gpu.nvlinks else { return Element { gpu: Some(gpu.pci), ..function } };
         let sm = gpu.compute_capability.map(|sm| u64::from(sm.major) * 10 + u64::from(sm.minor));
         let mut element = Element::new("gpu").maybe("sm", sm);
@@ -181,7 +185,8 @@ impl Writer<'_> {
         self.topology.gpus().iter()
     }
 
-    /// The GPUs that the host's tree does not show: below switches where NVML says so, else below their NUMA node.
+    /// The GPUs that are not in the host's tree: below switches where NVML's levels imply them, else below their NUMA
+    /// node.
     fn hidden(&mut self, shown: &[PciAddress]) -> Vec<(Option<NumaNodeId>, Element)> {
         let all = self.topology.gpus();
         let places: Vec<usize> =
@@ -226,7 +231,7 @@ impl Writer<'_> {
         parts
     }
 
-    /// A switch that nobody saw.
+    /// A switch that was not observed.
     fn switch(&mut self, children: Vec<Element>) -> Element {
         Element { children, ..Element::pci(self.address(), BRIDGE, None) }
     }
@@ -267,8 +272,8 @@ fn cpu(id: &str, numa: Option<NumaNodeId>, host: &HostObservation) -> Element {
     element.maybe("familyid", family).maybe("modelid", model)
 }
 
-/// The kernel's mask (words of 32 bits, the highest first) of its list (`0-15,32-47`); `None` for no CPU, or for more than
-/// a value has room for: NCCL reads it itself then.
+/// The kernel's mask (words of 32 bits, the highest first) of its list (`0-15,32-47`); `None` for no CPU, or for more
+/// than a value has room for: NCCL reads it itself then.
 fn mask(list: &str) -> Option<String> {
     let cpus = cpus(list)?;
     let word =

@@ -15,7 +15,7 @@ fn refusal(text: &str) -> String {
 }
 
 #[test]
-fn elements_come_with_their_lines_and_values() {
+fn elements_have_lines_and_values() {
     let text = "\u{feff}<?xml version='1.0'?>\n<!-- <x> -->\n<system version=\"1\">\n  <cpu numaid='0'\n    affinity=\"&quot;&#x41;\"/>\n\n  <cpu/>\n</system>\n<!-- end -->\n";
     let system = tree(text).unwrap();
     assert_eq!((system.name.as_str(), system.line, system.get("version")), ("system", 3, Some("1")));
@@ -27,7 +27,7 @@ fn elements_come_with_their_lines_and_values() {
 }
 
 #[test]
-fn broken_text_is_placed() {
+fn broken_text_is_refused_with_line() {
     for (text, line, word) in [
         ("<a>\n<b>\n</a>", 3, "b"),
         ("<a>\n<b", 2, "not closed"),
@@ -49,7 +49,7 @@ fn broken_text_is_placed() {
 }
 
 #[test]
-fn bombs_are_refused() {
+fn documents_beyond_limits_are_refused() {
     let laughs = "<!DOCTYPE a [\n<!ENTITY b \"ha\">\n<!ENTITY c \"&b;&b;\">\n]>\n<a d=\"&c;\"/>";
     assert!(refusal(laughs).contains("entities"));
     assert!(root(laughs).unwrap_err().to_string().contains("entities"));
@@ -84,7 +84,7 @@ fn bombs_are_refused() {
 }
 
 #[test]
-fn megabytes_of_nonsense_end_at_once() {
+fn large_nonsense_is_refused() {
     for junk in ["<", "<<a>", "<a ", "&", "<!", "<!--", "<![CDATA[", "\u{0}", "</a>", "<a/>", "<!DOCTYPE ["] {
         refusal(&format!("<system>{}", junk.repeat((8 << 20) / junk.len())));
         let text = junk.repeat((1 << 20) / junk.len());
@@ -93,7 +93,7 @@ fn megabytes_of_nonsense_end_at_once() {
 }
 
 #[test]
-fn every_cut_of_a_document_is_refused_without_a_panic() {
+fn truncated_documents_are_refused() {
     let text = "<?xml version=\"1.0\"?>\n<a b=\"&lt;\u{e9}\"><!-- c --><d e='1'/></a>";
     for cut in (0..text.len()).filter_map(|cut| text.get(..cut)) {
         assert!(tree(cut).is_err(), "{cut}");
@@ -102,7 +102,7 @@ fn every_cut_of_a_document_is_refused_without_a_panic() {
 }
 
 #[test]
-fn what_strangers_wrote_is_kept_short() {
+fn quoted_text_is_shortened() {
     assert_eq!(shortened("a\n  b\tc"), "a b c");
     assert_eq!(shortened("\u{1b}[31m"), "\u{fffd}[31m");
     assert_eq!(shortened(&"x".repeat(1000)).chars().count(), 64);
