@@ -16,6 +16,7 @@ use crate::allocation::{
     FallbackReason, Units, preferred_allocation, preferred_units,
 };
 use crate::config::{AllocateArgs, Format, GpuName, UnitName};
+use crate::errors::chain;
 use crate::topology::{GpuUuid, NodeTopology, PciAddress};
 
 /// The longest request line, in bytes: a request for 64 GPUs by UUID takes 6 KiB.
@@ -151,8 +152,7 @@ fn answer_all(choice: &Choice, path: &Path) -> Result<()> {
 }
 
 fn refused(error: &QuestionError) -> Result<String> {
-    let cause = std::error::Error::source(error).map(|cause| format!(": {cause}")).unwrap_or_default();
-    Ok(serde_json::to_string(&serde_json::json!({ "error": format!("{error}{cause}") }))? + "\n")
+    Ok(serde_json::json!({ "error": chain(error) }).to_string() + "\n")
 }
 
 impl Chosen {

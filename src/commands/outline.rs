@@ -27,6 +27,14 @@ pub(super) struct Package<'a> {
     pub nodes: Vec<Node<'a>>,
 }
 
+impl Package<'_> {
+    /// The NUMA nodes that have PCI devices, and the numbers of those without.
+    pub fn by_devices(&self) -> (Vec<&Node<'_>>, Vec<u32>) {
+        let (with, without): (Vec<_>, Vec<_>) = self.nodes.iter().partition(|node| !node.bridges.is_empty());
+        (with, without.iter().filter_map(|node| node.id.map(|id| id.0)).collect())
+    }
+}
+
 /// A NUMA node with the host bridges that are attached to it.
 pub(super) struct Node<'a> {
     /// `None` holds the host bridges whose NUMA node is unknown.

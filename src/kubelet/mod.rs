@@ -29,6 +29,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 use crate::allocation::AllocationReport;
+use crate::errors::chain;
 use crate::state::{NodeState, ResourceName};
 
 pub use callers::Callers;
@@ -169,10 +170,4 @@ pub struct Sources {
     pub snapshot: watch::Receiver<Arc<NodeState>>,
     /// Where occurrences go.
     pub observer: Observer,
-}
-
-/// An error with all its causes, in one line.
-fn chain(error: &dyn std::error::Error) -> String {
-    let causes = std::iter::successors(error.source(), |cause| cause.source());
-    causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
 }

@@ -17,7 +17,7 @@ use super::connection::{Gate, accepted};
 use super::layer::Observe;
 use super::service::Service;
 use super::socket::{OwnSocket, remove_dead};
-use super::{Settings, Sources};
+use super::{Settings, Sources, chain};
 use crate::state::ResourceName;
 use linkwise_kubelet_api::v1beta1::device_plugin_server::DevicePluginServer;
 
@@ -172,7 +172,7 @@ impl Session {
         tokio::select! {
             biased;
             result = held(&mut self.server) => {
-                Happened::ServerEnded(result.map_or_else(|error| super::chain(&error), |()| "without an error".to_owned()))
+                Happened::ServerEnded(result.map_or_else(|error| chain(&error), |()| "without an error".to_owned()))
             }
             // An error is the end of the senders: everything is closed.
             _ = self.connections.wait_for(|open| *open == 0), if !served => Happened::Closed,

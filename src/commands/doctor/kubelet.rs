@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use super::blocking;
 use super::finding::{Finding, Findings};
+use crate::errors::chain;
 use crate::kubelet::{self, ProbeError};
 
 /// How long a listener may take to answer.
@@ -130,7 +131,7 @@ async fn plugins(sockets: Vec<PathBuf>) -> Vec<Finding> {
                 "a plugin that hangs: restart its pod; the kubelet waits for it while pods are admitted",
             ),
             (Err(error), name) => found.warning(
-                format!("{name}: {:#}", anyhow::Error::from(error)),
+                format!("{name}: {}", chain(&error)),
                 "whatever it is, it does not belong into the kubelet's folder, or not to a device plugin that works",
             ),
         }

@@ -149,7 +149,7 @@ impl Routes {
             let text = Text::centred(&name, Style::Heading, middle, rect.y + 22);
             for (place, x) in ports {
                 let count = picture.switch_links(*place);
-                let kind = if picture.is_allocated(*place) { StrandKind::Allocated } else { StrandKind::Near };
+                let (_, kind) = picture.kinds_of_gpu(*place);
                 let Some(gpu) = canvas.gpus.get(place) else { continue };
                 let (from, to, at) = match gpu.y > rect.y {
                     true => (gpu.y, rect.bottom(), rect.bottom() + 20),

@@ -18,6 +18,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::outline::{Device, Outline};
 use crate::machines::Machine;
 use crate::topology::{Gpu, NodeObservation, NodeTopology, NumaNodeId, NvLinkRemote, PciAddress};
+use layout::Kind;
 use links::StrandKind;
 use text::clean;
 
@@ -144,13 +145,26 @@ impl<'a> Picture<'a> {
         self.allocated.as_ref().is_some_and(|allocated| allocated.contains(&place))
     }
 
+    /// Whether a link joins two packages.
+    fn crosses(&self, link: Link) -> bool {
+        let package = |place: usize| self.gpu(place).and_then(|gpu| gpu.package);
+        package(link.a) != package(link.b)
+    }
+
     /// How a link is coloured.
     fn kind_of(&self, link: Link) -> StrandKind {
-        let package = |place: usize| self.gpu(place).and_then(|gpu| gpu.package);
-        match package(link.a) == package(link.b) {
+        match self.crosses(link) {
             _ if self.is_allocated(link.a) && self.is_allocated(link.b) => StrandKind::Allocated,
-            true => StrandKind::Near,
-            false => StrandKind::Crossing,
+            true => StrandKind::Crossing,
+            false => StrandKind::Near,
+        }
+    }
+
+    /// How a GPU and its links to NVSwitches are coloured.
+    fn kinds_of_gpu(&self, place: usize) -> (Kind, StrandKind) {
+        match self.is_allocated(place) {
+            true => (Kind::Allocated, StrandKind::Allocated),
+            false => (Kind::Gpu, StrandKind::Near),
         }
     }
 

@@ -37,7 +37,7 @@ enum Content {
     /// A host bridge or a switch; the longest label that fits is shown.
     Bar { kind: Kind, labels: Vec<String>, below: Vec<Block> },
     /// A GPU, with its place where NVML lists it.
-    Gpu { place: Option<usize>, lines: Vec<String> },
+    Gpu { place: Option<usize>, kind: Kind, lines: Vec<String> },
     /// NICs, one above the other.
     Column(Vec<Cell>),
 }
@@ -82,15 +82,10 @@ impl Block {
                 }
                 canvas.shapes.push(shape(rect, *kind, text.into_iter().collect()));
             }
-            Content::Gpu { place, lines } => {
+            Content::Gpu { place, kind, lines } => {
                 let rect = Rect { x, y: canvas.leaves, width: self.width, height: canvas.leaf_height };
-                let kind = match place {
-                    Some(place) if canvas.allocated.contains(place) => Kind::Allocated,
-                    Some(_) => Kind::Gpu,
-                    None => Kind::Unlisted,
-                };
                 canvas.gpus.extend(place.map(|place| (place, rect)));
-                canvas.shapes.push(shape(rect, kind, stacked(lines, rect, Style::Gpu)));
+                canvas.shapes.push(shape(rect, *kind, stacked(lines, rect, Style::Gpu)));
             }
             Content::Column(cells) => place_column(cells, x, self.width, canvas),
         }
@@ -174,7 +169,7 @@ impl Measure<'_> {
     pub fn gpu(&self, place: usize, numa: Option<NumaNodeId>) -> Block {
         let lines = self.picture.gpu_lines(place, numa);
         let ports = self.ports.get(place).copied().unwrap_or(0) * links::PORT;
-        gpu(Some(place), lines, self.picture.gpu_tooltip(place), ports)
+        gpu(Some(place), self.picture.kinds_of_gpu(place).0, lines, self.picture.gpu_tooltip(place), ports)
     }
 
     /// Devices side by side, in their order; NICs that follow each other share columns.
@@ -201,7 +196,7 @@ impl Measure<'_> {
                 What::Gpu(place) => row.block(self.gpu(place, numa)),
                 What::UnlistedGpu => {
                     let lines = vec!["GPU".to_owned(), address.unwrap_or_default(), "not in NVML".to_owned()];
-                    row.block(gpu(None, lines, tooltip("a GPU that NVML does not list:"), 0));
+                    row.block(gpu(None, Kind::Unlisted, lines, tooltip("a GPU that NVML does not list:"), 0));
                 }
                 What::Nic(nics) => row.cell(self.nic(nics, device.pci)),
                 What::Deeper => {
@@ -273,7 +268,7 @@ impl Row {
     }
 }
 
-fn gpu(place: Option<usize>, lines: Vec<String>, tooltip: String, ports: i64) -> Block {
+fn gpu(place: Option<usize>, kind: Kind, lines: Vec<String>, tooltip: String, ports: i64) -> Block {
     let style = |number: usize| if number == 0 { Style::Gpu } else { Style::Mono };
     let widest = lines.iter().enumerate().map(|(number, line)| width(line, style(number))).max().unwrap_or(0);
     let leaf_height = lines_height(lines.len(), Style::Mono) + 18;
@@ -282,7 +277,7 @@ fn gpu(place: Option<usize>, lines: Vec<String>, tooltip: String, ports: i64) ->
         depth: 0,
         leaf_height,
         tooltip,
-        content: Content::Gpu { place, lines },
+        content: Content::Gpu { place, kind, lines },
     }
 }
 
