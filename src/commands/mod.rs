@@ -17,6 +17,8 @@ mod snapshot;
 mod topology;
 mod tree;
 
+use anyhow::{Context, Result};
+
 use crate::config::GpuName;
 use crate::machines::Machine;
 use crate::topology::{Gpu, NodeTopology};
@@ -38,17 +40,9 @@ pub fn machine_tree(machine: &Machine) -> String {
     format!("{}\n\n{}", machine.title, tree::tree(&machine.observed, &topology, |_| String::new()))
 }
 
-/// A name that no GPU of the machine has.
-#[derive(Debug, thiserror::Error)]
-#[error("no GPU {name} on this machine (it has {count})")]
-struct NoSuchGpu {
-    name: GpuName,
-    count: usize,
-}
-
 /// The GPU that a person named, with its place.
-fn find_gpu<'a>(topology: &'a NodeTopology, name: &GpuName) -> Result<(usize, &'a Gpu), NoSuchGpu> {
+fn find_gpu<'a>(topology: &'a NodeTopology, name: &GpuName) -> Result<(usize, &'a Gpu)> {
     let gpus = topology.gpus();
     let found = gpus.iter().enumerate().find(|(_, gpu)| name.names(gpu));
-    found.ok_or_else(|| NoSuchGpu { name: name.clone(), count: gpus.len() })
+    found.with_context(|| format!("no GPU {name} on this machine (it has {})", gpus.len()))
 }
