@@ -38,8 +38,7 @@ setup: ## install what the build needs (Debian packages), where missing
 
 .PHONY: demo
 demo: setup ## a whole node in one process: kubelet, pods, a fault (MACHINE=dgx-h100)
-	$(CARGO) build --release --locked --bin linkwise
-	target/release/linkwise demo --machine $(MACHINE)
+	$(CARGO) run --profile demo --locked --bin linkwise -- demo --machine $(MACHINE)
 
 .PHONY: test
 test: setup ## everything that must pass

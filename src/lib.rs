@@ -9,7 +9,6 @@ pub mod cdi;
 pub mod commands;
 pub mod config;
 pub mod demo;
-pub mod errors;
 pub mod files;
 pub mod hwloc;
 pub mod inotify;
@@ -21,4 +20,4 @@ pub mod nvml;
 pub mod runtime;
 pub mod uds;
 
-pub use linkwise_core::{allocation, backoff, names, once, quote, state, topology, words};
+pub use linkwise_core::{allocation, backoff, errors, names, once, quote, state, topology, words};

@@ -29,7 +29,7 @@ fn tables(observed: &NodeObservation) -> AllocationTables {
     AllocationTables::new(Arc::new(NodeTopology::assemble(observed).0))
 }
 
-/// The report, after what must hold of every answer was looked at.
+/// The report, after checking what must hold of every answer.
 fn ask(tables: &AllocationTables, available: GpuSet, must: GpuSet, size: usize) -> AllocationReport {
     let gpus = tables.topology().gpus();
     let ids = |set: GpuSet| -> Vec<DeviceId> { set.places().map(|at| DeviceId::from(&gpus[at].uuid)).collect() };
@@ -159,7 +159,7 @@ proptest! {
 
 /// More stays free than eight: the machine's best eight by brute force as well.
 #[test]
-fn seventeen_gpus_of_which_most_stay_free_answer_as_the_brute_force() {
+fn seventeen_gpus_match_brute_force() {
     let mut observed = large_node::twenty();
     observed.gpus.truncate(17);
     let tables = tables(&observed);
@@ -176,7 +176,7 @@ fn choice(tables: &AllocationTables, available: impl IntoIterator<Item = usize>,
 
 /// Switches 0 and 2 of the first package are whole, as are those of the second; switch 1 is broken already.
 #[test]
-fn one_of_twenty_comes_from_the_broken_switch() {
+fn single_of_twenty_comes_from_used_switch() {
     let tables = tables(&large_node::twenty());
     assert_eq!(choice(&tables, (0..20).filter(|gpu| *gpu != 5), 1), (vec![4], true));
     assert_eq!(choice(&tables, 2..20, 4), (vec![4, 5, 6, 7], true));
@@ -185,14 +185,14 @@ fn one_of_twenty_comes_from_the_broken_switch() {
 }
 
 #[test]
-fn one_of_thirty_two_comes_from_the_broken_pair_and_eight_are_a_package() {
+fn single_of_32_uses_broken_pair_eight_fill_package() {
     let tables = tables(&large_node::thirty_two());
     assert_eq!(choice(&tables, (0..32).filter(|gpu| *gpu != 21), 1), (vec![20], true));
     assert_eq!(choice(&tables, 4..32, 8), ((8..16).collect(), true));
 }
 
 #[test]
-fn one_of_sixty_four_comes_from_the_broken_plane_and_eight_are_a_plane() {
+fn single_of_64_uses_broken_plane_eight_fill_plane() {
     let tables = tables(&large_node::sixty_four());
     assert_eq!(choice(&tables, (0..64).filter(|gpu| *gpu != 17), 1), (vec![16], true));
     assert_eq!(choice(&tables, 3..64, 8), ((8..16).collect(), true));
@@ -204,7 +204,7 @@ fn one_of_sixty_four_comes_from_the_broken_plane_and_eight_are_a_plane() {
 
 /// A machine that shows more than a set can hold is cut to 64, and answers for those.
 #[test]
-fn seventy_gpus_are_answered_as_sixty_four() {
+fn seventy_gpus_answer_like_sixty_four() {
     let mut observed = large_node::sixty_four();
     let template = observed.gpus[63].clone();
     for number in 64..70_u8 {

@@ -153,7 +153,7 @@ proptest! {
         prop_assert_eq!(ask(&turned, backwards, must, size), answer);
     }
 
-    /// Ids nobody knows and sizes nobody has: in sorted order, and never a panic.
+    /// Unknown ids and impossible sizes: in sorted order, and never a panic.
     #[test]
     fn a_request_that_cannot_be_met_is_answered_in_sorted_order(
         observed in random_node::node(8),
@@ -194,7 +194,7 @@ proptest! {
 }
 
 #[test]
-fn every_request_to_a_built_in_machine_is_answered_as_by_the_brute_force() {
+fn built_in_machines_match_brute_force() {
     let all = machines::built_in().map(|machine| built_in(machine.name));
     for tables in all.filter(|tables| tables.topology().gpus().len() <= 8) {
         compare_all(&tables);
@@ -228,7 +228,7 @@ fn dgx_h100_takes_the_two_that_leave_four_together() {
 
 /// Sixteen GPUs: a random graph of NVLinks over the machine's host, some GPUs on no link at all.
 #[test]
-fn sets_of_sixteen_gpus_are_worth_what_the_brute_force_says() {
+fn values_on_sixteen_gpus_match_brute_force() {
     let mut numbers = Numbers(0x2545_f491_4f6c_dd1d);
     for density in [3, 6] {
         sample(&tables(&sixteen(&mut numbers, density)), &mut numbers);
@@ -237,7 +237,7 @@ fn sets_of_sixteen_gpus_are_worth_what_the_brute_force_says() {
 
 /// All requests to more than eight GPUs are too many: some of each such machine.
 #[test]
-fn some_requests_to_the_large_built_in_machines_are_answered_as_by_the_brute_force() {
+fn large_machines_match_brute_force_on_samples() {
     let mut numbers = Numbers(0x9e37_79b9_7f4a_7c15);
     let all = machines::built_in().map(|machine| built_in(machine.name));
     for tables in all.filter(|tables| tables.topology().gpus().len() > 8) {

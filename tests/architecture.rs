@@ -26,10 +26,10 @@ const ADAPTERS: [(&str, &[&str]); 9] = [
 const ROOTS: [&str; 5] = ["commands", "demo", "lib", "main", "runtime"];
 
 /// The core, which every module may name.
-const CORE: [&str; 8] = ["allocation", "backoff", "names", "once", "quote", "state", "topology", "words"];
+const CORE: [&str; 9] = ["allocation", "backoff", "errors", "names", "once", "quote", "state", "topology", "words"];
 
 /// Mechanisms that adapters share. They know nothing of ours but the core, and may be named by every module.
-const SHARED: [&str; 4] = ["errors", "files", "inotify", "uds"];
+const SHARED: [&str; 3] = ["files", "inotify", "uds"];
 
 /// Words that only some files may say: the word, and how their paths begin.
 const RESERVED: [(&str, &[&str]); 13] = [

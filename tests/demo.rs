@@ -25,20 +25,20 @@ fn args(options: &[&str]) -> DemoArgs {
 
 /// What a demo prints.
 async fn played(machine: Machine, options: &[&str]) -> String {
-    let said = Mutex::new(String::new());
+    let printed = Mutex::new(String::new());
     let say = |text: &str| {
-        said.lock().unwrap().push_str(text);
+        printed.lock().unwrap().push_str(text);
         Ok(())
     };
     let name = machine.name.clone();
     let ended = linkwise::demo::demo(&args(options), machine, &say).await;
-    let said = said.into_inner().unwrap();
-    ended.unwrap_or_else(|error| panic!("{name} {options:?}: {error:#}\n{said}"));
-    said
+    let printed = printed.into_inner().unwrap();
+    ended.unwrap_or_else(|error| panic!("{name} {options:?}: {error:#}\n{printed}"));
+    printed
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn it_ends_well_on_every_machine_under_every_policy_and_scope() {
+async fn demo_succeeds_on_each_machine_policy_and_scope() {
     let mut demos = tokio::task::JoinSet::new();
     for machine in machines::built_in() {
         for (policy, scope) in POLICIES.into_iter().flat_map(|policy| SCOPES.map(|scope| (policy, scope))) {
@@ -49,10 +49,14 @@ async fn it_ends_well_on_every_machine_under_every_policy_and_scope() {
             demos.spawn(async move {
                 let nodes = linkwise::demo::numa_nodes(&machine.observed.host).len();
                 let (name, gpus) = (machine.name.clone(), machine.observed.gpus.len());
-                let said = played(machine, &["--topology-manager-policy", policy, "--scope", scope]).await;
-                assert!(gpus == 0 || said.contains("nothing left behind"), "{name} {policy} {scope}\n{said}");
-                let refuses = said.contains("unsupported on machines with more than 8 NUMA nodes");
-                assert_eq!(refuses, policy != "none" && nodes > TopologyManager::MAX_NODES, "{name} {policy}\n{said}");
+                let printed = played(machine, &["--topology-manager-policy", policy, "--scope", scope]).await;
+                assert!(gpus == 0 || printed.contains("nothing left behind"), "{name} {policy} {scope}\n{printed}");
+                let refuses = printed.contains("unsupported on machines with more than 8 NUMA nodes");
+                assert_eq!(
+                    refuses,
+                    policy != "none" && nodes > TopologyManager::MAX_NODES,
+                    "{name} {policy}\n{printed}"
+                );
             });
         }
     }
@@ -61,7 +65,8 @@ async fn it_ends_well_on_every_machine_under_every_policy_and_scope() {
     }
 }
 
-/// Machines that no one has built in: few GPUs, no NUMA nodes, too many, with numbers that no mask holds, four to a package.
+/// Machines that no one has built in: few GPUs, no NUMA nodes, too many, with numbers that no mask holds, four to a
+/// package.
 fn odd_machines() -> Vec<Machine> {
     let odd = |name: &str, change: &dyn Fn(&mut NodeObservation)| {
         let mut machine = machines::load("dgx-h100").unwrap();
@@ -87,30 +92,34 @@ fn odd_machines() -> Vec<Machine> {
 }
 
 #[tokio::test]
-async fn it_ends_well_on_odd_machines_too() {
+async fn demo_succeeds_on_odd_machines() {
     for machine in odd_machines() {
         for policy in POLICIES {
             for hints in ["node", "package", "off"] {
-                let said = played(machine.clone(), &["--topology-manager-policy", policy, "--numa-hints", hints]).await;
-                assert!(said.contains("nothing left behind") || said.contains("no GPU"), "{said}");
+                let printed =
+                    played(machine.clone(), &["--topology-manager-policy", policy, "--numa-hints", hints]).await;
+                assert!(printed.contains("nothing left behind") || printed.contains("no GPU"), "{printed}");
             }
         }
     }
 }
 
 #[tokio::test]
-async fn a_pod_that_fits_the_machine_but_no_numa_node_is_refused_with_the_reason() {
+async fn pod_larger_than_numa_node_is_refused_with_reason() {
     let refused = "TopologyAffinityError\n  why: 4 nvidia.com/gpu would fit 1 NUMA node, but what is free needs {0,1}";
     for (policy, refuses) in POLICIES.into_iter().zip([false, false, true, true]) {
         let machine = machines::load("dgx-h100").unwrap();
-        let said = played(machine, &["--topology-manager-policy", policy]).await;
-        assert_eq!(said.contains(refused), refuses, "{policy}\n{said}");
-        assert!(said.contains("leaves the bus") && said.contains("It comes back and is healthy again"), "{said}");
+        let printed = played(machine, &["--topology-manager-policy", policy]).await;
+        assert_eq!(printed.contains(refused), refuses, "{policy}\n{printed}");
+        assert!(
+            printed.contains("leaves the bus") && printed.contains("It comes back and is healthy again"),
+            "{printed}"
+        );
     }
-    // Without hints the Topology Manager has nothing to say about GPUs.
+    // Without hints the Topology Manager does not constrain GPUs.
     let machine = machines::load("dgx-h100").unwrap();
-    let said = played(machine, &["--topology-manager-policy", "single-numa-node", "--numa-hints", "off"]).await;
-    assert!(!said.contains("TopologyAffinityError"), "{said}");
+    let printed = played(machine, &["--topology-manager-policy", "single-numa-node", "--numa-hints", "off"]).await;
+    assert!(!printed.contains("TopologyAffinityError"), "{printed}");
 }
 
 #[test]

@@ -80,7 +80,7 @@ fn graphviz(dot: &str) -> Option<String> {
 }
 
 #[test]
-fn pictures_are_as_they_were() {
+fn pictures_match_golden_files() {
     for name in ["dgx1-v100", "dgx-h100", "pcie-8x-pix-pairs"] {
         insta::assert_snapshot!(format!("{name}.svg"), picture(&["--node", name, "--format", "svg"]));
         insta::assert_snapshot!(format!("{name}.dot"), picture(&["--node", name, "--format", "dot"]));
@@ -88,14 +88,14 @@ fn pictures_are_as_they_were() {
 }
 
 #[test]
-fn the_picture_in_the_docs_is_what_the_command_draws() {
+fn picture_in_docs_matches_command_output() {
     let drawn = picture(&["--node", "dgx1-v100", "--format", "svg", "--allocated", "0,1,2,3"]);
     let kept = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/images/dgx1-v100.svg")).unwrap();
     assert!(drawn == kept, "docs/images/dgx1-v100.svg is not what docs/pictures.md says it is; make it again");
 }
 
 #[test]
-fn every_built_in_machine_has_pictures_with_all_its_gpus_and_nics() {
+fn pictures_show_each_gpu_and_nic() {
     for built_in in machines::built_in() {
         let machine = machines::load(built_in.name).unwrap();
         let svg = texts(&picture(&["--node", built_in.name, "--format", "svg"]));
@@ -118,7 +118,7 @@ fn every_built_in_machine_has_pictures_with_all_its_gpus_and_nics() {
 }
 
 #[test]
-fn strangers_texts_stay_texts() {
+fn markup_in_names_is_escaped() {
     let folder = tempfile::tempdir().unwrap();
     for hostile in HOSTILE {
         let mut machine = machines::load("dgx1-v100").unwrap();
@@ -158,7 +158,7 @@ fn texts_of_graphviz(svg: &str) -> Vec<String> {
 }
 
 #[test]
-fn allocated_gpus_are_named_coloured_and_known() {
+fn allocated_gpus_are_named_and_coloured() {
     let uuid = "GPU-00000001-0000-4000-8000-000000000005";
     let allocated = format!("0,{uuid}");
     let svg = picture(&["--node", "dgx1-v100", "--format", "svg", "--allocated", &allocated]);

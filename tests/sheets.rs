@@ -1,6 +1,6 @@
-//! Every machine of the collection of fact sheets can be said in our terms, and its matrix comes out.
+//! Every machine of the collection of fact sheets can be expressed as a node file, and its matrix comes out.
 //!
-//! The sheets are not part of this repository: the test looks for them in `../shared/topologies` and passes
+//! The sheets are not part of this repository: the test reads them from `../shared/topologies` and passes
 //! with a note where they are not. Each is converted to observations and assembled, and the levels of its
 //! GPUs and NICs are compared with its matrix, cell by cell. What differs is in [`DIFFERENCES`], with the reason.
 
@@ -9,7 +9,7 @@
     clippy::expect_used,
     clippy::panic,
     clippy::print_stderr,
-    reason = "the helpers of a test may end it, and it says why it looked at nothing"
+    reason = "the helpers of a test may end it, and reports why it checked nothing"
 )]
 
 #[path = "sheets/convert.rs"]
@@ -162,7 +162,7 @@ fn empty() -> Machine {
 }
 
 #[test]
-fn every_sheet_is_expressed_and_its_matrix_comes_out() {
+fn each_fact_sheet_yields_its_matrix() {
     let sheets = sheets();
     if sheets.is_empty() {
         eprintln!("no fact sheets beside this repository: nothing compared");

@@ -1,4 +1,5 @@
-//! `linkwise snapshot` and the files that `--node` and `--host` take, through the real binary over a libnvidia-ml of our own.
+//! `linkwise snapshot` and the files that `--node` and `--host` take, through the real binary over a libnvidia-ml of
+//! our own.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "what a helper cannot do fails the test")]
 
@@ -23,7 +24,7 @@ fn linkwise(args: &[&str]) -> Output {
 }
 
 /// Standard output of a command that succeeds.
-fn said(args: &[&str]) -> String {
+fn output(args: &[&str]) -> String {
     let output = linkwise(args);
     assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
@@ -64,14 +65,14 @@ impl Folder {
 }
 
 fn topology(more: &[&str]) -> String {
-    said(&[&["topology", "--format", "json"], more].concat())
+    output(&[&["topology", "--format", "json"], more].concat())
 }
 
 #[test]
-fn what_is_written_reads_back_to_the_same_topology() {
+fn snapshot_reads_back_to_same_topology() {
     let folder = Folder::new();
     let file = folder.path("node.yaml");
-    assert_eq!(said(&["snapshot", "--output", &file]), "");
+    assert_eq!(output(&["snapshot", "--output", &file]), "");
     assert_eq!(topology(&["--node", &file]), topology(&[]));
 
     let text = fs::read_to_string(&file).unwrap();
@@ -79,14 +80,14 @@ fn what_is_written_reads_back_to_the_same_topology() {
     assert_eq!(machine.title, "3x NVIDIA H100 80GB HBM3, 1x GPU of unknown model");
     assert_eq!(machine.name, fs::read_to_string("/proc/sys/kernel/hostname").unwrap().trim());
     assert_eq!(machine.observed.gpus.len(), 4);
-    let named = said(&["snapshot", "--name", "rack 7"]);
+    let named = output(&["snapshot", "--name", "rack 7"]);
     assert_eq!(Machine::parse(&named).unwrap(), Machine { name: "rack 7".to_owned(), ..machine });
 }
 
 #[test]
-fn a_redacted_snapshot_names_nobody() {
-    let open = Machine::parse(&said(&["snapshot"])).unwrap();
-    let text = said(&["snapshot", "--redact"]);
+fn redacted_snapshot_has_no_identifiers() {
+    let open = Machine::parse(&output(&["snapshot"])).unwrap();
+    let text = output(&["snapshot", "--redact"]);
     for gpu in &open.observed.gpus {
         assert!(!text.contains(gpu.uuid.as_str()), "{}", gpu.uuid);
     }
@@ -96,17 +97,17 @@ fn a_redacted_snapshot_names_nobody() {
     let redacted = Machine::parse(&text).unwrap();
     assert_eq!(redacted.name, "node");
     assert_eq!(redacted.observed.host, open.observed.host);
-    assert_eq!(Machine::parse(&said(&["snapshot", "--redact", "--name", "x"])).unwrap().name, "x");
+    assert_eq!(Machine::parse(&output(&["snapshot", "--redact", "--name", "x"])).unwrap().name, "x");
 }
 
 #[test]
-fn a_file_that_is_there_is_kept_unless_forced() {
+fn existing_file_is_kept_without_force() {
     let folder = Folder::new();
     let file = folder.holding("node.yaml", "precious");
     let message = refused(&["snapshot", "--output", &file]);
     assert!(message.contains("node.yaml") && message.contains("--force"), "{message}");
     assert_eq!(fs::read_to_string(&file).unwrap(), "precious");
-    said(&["snapshot", "--output", &file, "--force"]);
+    output(&["snapshot", "--output", &file, "--force"]);
     assert!(Machine::parse(&fs::read_to_string(&file).unwrap()).is_ok());
     assert!(refused(&["snapshot", "--output", "/dev/null", "--force"]).contains("is no file"));
     assert!(refused(&["snapshot", "--output", &folder.path("no/where")]).contains("no/where"));
@@ -114,30 +115,31 @@ fn a_file_that_is_there_is_kept_unless_forced() {
 }
 
 #[test]
-fn other_files_become_node_files() {
+fn nccl_dump_becomes_node_file() {
     let folder = Folder::new();
     let dump = root().join("src/machines/nccl/testdata/dump.xml");
     let file = folder.path("node.yaml");
-    said(&["snapshot", "--node", dump.to_str().unwrap(), "--output", &file]);
+    output(&["snapshot", "--node", dump.to_str().unwrap(), "--output", &file]);
     assert_eq!(topology(&["--node", &file]), topology(&["--node", dump.to_str().unwrap()]));
     assert_eq!(Machine::parse(&fs::read_to_string(&file).unwrap()).unwrap().name, "dump");
 }
 
 #[test]
-fn a_snapshot_of_a_newer_version_is_refused() {
+fn newer_snapshot_version_is_refused() {
     let folder = Folder::new();
-    let newer = folder.holding("newer.yaml", &said(&["snapshot"]).replacen("version: 1", "version: 2\nnews: [1]", 1));
+    let newer = folder.holding("newer.yaml", &output(&["snapshot"]).replacen("version: 1", "version: 2\nnews: [1]", 1));
     let message = refused(&["topology", "--node", &newer]);
     assert!(message.contains("newer.yaml") && message.contains("version 2 is newer"), "{message}");
 }
 
 #[test]
-fn a_hwloc_file_is_a_machine_and_a_host() {
-    let host = root().join("src/hwloc/testdata/two-packages.xml");
+fn hwloc_xml_serves_as_machine_and_as_host() {
+    // In the form that today's lstopo writes.
+    let host = root().join("src/machines/hwloc_xml/testdata/v3.xml");
     let host = host.to_str().unwrap();
-    let text = said(&["topology", "--node", host]);
+    let text = output(&["topology", "--node", host]);
     assert!(text.contains("3 GPUs by a hwloc XML") && text.contains("PIX") && text.contains("mlx5_0"), "{text}");
-    let chosen = said(&["allocate", "--node", host, "--size", "2"]);
+    let chosen = output(&["allocate", "--node", host, "--size", "2"]);
     assert!(chosen.contains("GPU 0") && chosen.contains("GPU 1"), "{chosen}");
 
     // The fake's GPUs are elsewhere on the bus: the host side is the file's, the GPUs are not.
@@ -147,15 +149,15 @@ fn a_hwloc_file_is_a_machine_and_a_host() {
 }
 
 #[test]
-fn broken_files_are_refused_in_a_line_that_names_file_and_cause() {
+fn broken_files_are_refused_with_file_and_cause() {
     let folder = Folder::new();
-    let host = fs::read_to_string(root().join("src/hwloc/testdata/two-packages.xml")).unwrap();
+    let host = fs::read_to_string(root().join("src/machines/hwloc_xml/testdata/v2.xml")).unwrap();
     let dump = fs::read_to_string(root().join("src/machines/nccl/testdata/dump.xml")).unwrap();
     let half = |text: &str| text.chars().take(text.len() / 2).collect::<String>();
     let cases = [
         ("half-host.xml", half(&host), "line "),
-        ("newer-host.xml", host.replacen("\"2.0\"", "\"3.0\"", 1), "version 3.0"),
-        ("empty-host.xml", "<topology version=\"2.0\"></topology>".to_owned(), "hwloc cannot read it"),
+        ("newer-host.xml", host.replacen("\"2.0\"", "\"4.0\"", 1), "version '4.0'"),
+        ("empty-host.xml", "<topology version=\"2.0\"></topology>".to_owned(), "no Machine object"),
         ("nested-host.xml", "<topology>".repeat(100_000), "nest deeper"),
         ("half-dump.xml", half(&dump), "line "),
         ("page.html", "<!DOCTYPE html><html/>".to_owned(), "<html>"),
@@ -166,7 +168,8 @@ fn broken_files_are_refused_in_a_line_that_names_file_and_cause() {
         let message = refused(&["topology", "--node", &file]);
         assert!(message.contains(name) && message.contains(cause), "{message}");
     }
-    for (name, cause) in [("half-host.xml", "line "), ("half-dump.xml", "line "), ("newer-host.xml", "version 3.0")] {
+    let hosts = [("half-host.xml", "line "), ("half-dump.xml", "no hwloc XML"), ("newer-host.xml", "version '4.0'")];
+    for (name, cause) in hosts {
         let message = refused(&["topology", "--node", "dgx-h100", "--host", &folder.path(name)]);
         assert!(message.contains(name) && message.contains(cause), "{message}");
     }
@@ -175,7 +178,7 @@ fn broken_files_are_refused_in_a_line_that_names_file_and_cause() {
 }
 
 #[test]
-fn the_example_in_the_docs_is_a_node_file() {
+fn example_in_docs_is_a_node_file() {
     let docs = fs::read_to_string(root().join("docs/machines.md")).unwrap();
     let lines = docs.lines().skip_while(|line| !line.starts_with("    version: 1"));
     let example: Vec<_> = lines.take_while(|line| line.starts_with("    ")).map(|line| line.split_at(4).1).collect();

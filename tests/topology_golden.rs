@@ -1,7 +1,7 @@
 //! The levels of the built-in machines against what nvidia-smi was recorded to print on such machines.
 //!
 //! `tests/golden/topology/<name>.txt` is written from the records, not from our output; comment
-//! lines say where it comes from and what differs. A section `PCIe` holds the levels under the NVLinks.
+//! lines have its source and what differs. A section `PCIe` holds the levels under the NVLinks.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +9,7 @@ use std::path::Path;
 use linkwise::machines;
 use linkwise::topology::NodeTopology;
 
-/// The words of each line that says something.
+/// The fields of each line that is no comment.
 fn facts(text: &str) -> Vec<Vec<String>> {
     let lines = text.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty());
     lines.map(|line| line.split_whitespace().map(str::to_owned).collect()).collect()
@@ -53,7 +53,7 @@ fn name(topology: &NodeTopology, gpu: usize) -> String {
 }
 
 #[test]
-fn built_in_machines_have_the_levels_that_were_recorded() {
+fn built_in_machines_have_recorded_levels() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/topology");
     let mut machines = Vec::new();
     for machine in machines::built_in() {

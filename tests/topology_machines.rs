@@ -8,15 +8,15 @@ use linkwise::topology::{NodeObservation, NodeTopology, NumaNodeId, NvLinkRemote
 
 /// GPUs whose memory is a NUMA node of its own, without CPUs: they are beside the node of their package.
 #[test]
-fn a_gpu_on_a_node_without_cpus_is_beside_the_cpus_of_its_package() {
+fn gpu_on_memory_only_node_uses_its_package_cpus() {
     let mut node = machines::load("gb200-nvl72-node").unwrap().observed;
     let own = |node: &mut NodeObservation, gpu: usize, numa| {
         node.host.host_bridges[gpu].devices[0].numa = Some(NumaNodeId(numa));
         node.gpus[gpu].numa = Some(NumaNodeId(numa));
     };
     let seen = |node: &NodeObservation| {
-        let (topology, told) = NodeTopology::assemble(node);
-        assert!(told.is_empty(), "{told:?}");
+        let (topology, warnings) = NodeTopology::assemble(node);
+        assert!(warnings.is_empty(), "{warnings:?}");
         let beside: Vec<_> = topology.gpus().iter().map(|gpu| topology.cpu_node(gpu).map(|numa| numa.0)).collect();
         (beside, [topology.rank(0, 1).number(), topology.rank(0, 2).number()])
     };
@@ -30,9 +30,9 @@ fn a_gpu_on_a_node_without_cpus_is_beside_the_cpus_of_its_package() {
     assert_eq!(seen(&node), plain, "the GPU's memory and the CPUs beside it are no contradiction");
     own(&mut node, 1, 10);
     let (topology, _) = NodeTopology::assemble(&node);
-    assert_eq!(topology.gpus()[1].numa, Some(NumaNodeId(10)), "what the kernel says stays to be seen");
+    assert_eq!(topology.gpus()[1].numa, Some(NumaNodeId(10)), "the kernel's value is kept");
 
-    // Two nodes with CPUs in the package: which of them is beside the GPU, nobody says.
+    // Two nodes with CPUs in the package: which of them is beside the GPU is unknown.
     node.host.numa_nodes[5].cpus = "200".to_owned();
     node.host.numa_nodes[5].package = Some(PackageId(0));
     assert_eq!(seen(&node), (vec![None, None, Some(1), Some(1)], [4, 5]));
@@ -43,7 +43,7 @@ fn a_gpu_on_a_node_without_cpus_is_beside_the_cpus_of_its_package() {
 
 /// A bus id that repeats in other PCI domains is another place, for trees and NVLinks alike.
 #[test]
-fn bus_ids_may_repeat_across_domains() {
+fn bus_ids_repeat_across_domains() {
     let (topology, _) = NodeTopology::assemble(&machines::load("gb200-nvl72-node").unwrap().observed);
     assert!(topology.gpus().iter().all(|gpu| (gpu.pci.bus(), gpu.pci.device(), gpu.pci.function()) == (1, 0, 0)));
     assert_eq!(topology.gpus().iter().map(|gpu| gpu.pci.domain()).collect::<Vec<_>>(), [8, 9, 0x18, 0x19]);
@@ -63,8 +63,8 @@ fn bus_ids_may_repeat_across_domains() {
         assert!(old.contains(&port.devices[0].pci.unwrap()));
         port.devices[0].pci = Some(pci);
     }
-    let (after, told) = NodeTopology::assemble(&node);
-    assert!(told.is_empty());
+    let (after, warnings) = NodeTopology::assemble(&node);
+    assert!(warnings.is_empty());
     for (a, b) in [(0, 1), (0, 2), (1, 3), (2, 3)] {
         assert_eq!(after.symbol(a, b), before.symbol(a, b));
         assert_eq!((after.rank(a, b), after.pcie(a, b)), (before.rank(a, b), before.pcie(a, b)));
@@ -73,7 +73,7 @@ fn bus_ids_may_repeat_across_domains() {
 
 /// PCIe links of different width: the narrowest lane on the way counts, at either end of a link.
 #[test]
-fn the_narrowest_hop_counts() {
+fn narrowest_hop_sets_pcie_bandwidth() {
     let (topology, _) = NodeTopology::assemble(&machines::load("power9-v100").unwrap().observed);
     // V100 that can do Gen3 x16, at switch ports of two lanes; then an uplink of four, and NVLink beside it.
     assert_eq!((topology.pcie(0, 1), topology.pcie(0, 2)), (1_500, 1_500));
@@ -91,7 +91,7 @@ fn the_narrowest_hop_counts() {
 
 /// The NICs nearest to a GPU are found by their place, whatever their order and that of the GPUs.
 #[test]
-fn the_order_of_nics_is_not_that_of_gpus() {
+fn nic_order_is_independent_of_gpu_order() {
     let nearest = |machine: &str| {
         let (topology, _) = NodeTopology::assemble(&machines::load(machine).unwrap().observed);
         let names = |gpu| topology.nearest_nics(gpu).into_iter().map(|nic| topology.nics()[nic].names[0].clone());

@@ -184,12 +184,12 @@ async fn table(machine: &Machine) -> String {
         let mut before: Option<&String> = None;
         for (policy, column) in &columns {
             let answer = &column[number];
-            let said = if before == Some(answer) {
+            let outcome = if before == Some(answer) {
                 "the same".to_owned()
             } else {
                 answer.replace('\n', "\n                      ")
             };
-            writeln!(text, "  {:<18}  {said}", policy.to_string()).unwrap();
+            writeln!(text, "  {:<18}  {outcome}", policy.to_string()).unwrap();
             before = Some(answer);
         }
     }
@@ -197,7 +197,7 @@ async fn table(machine: &Machine) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_machine_has_its_table() {
+async fn docs_table_matches_each_machine() {
     let mut names = BTreeSet::new();
     for built_in in machines::built_in() {
         let machine = machines::load(built_in.name).unwrap();

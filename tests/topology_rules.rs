@@ -58,7 +58,7 @@ impl<'a> Way<'a> {
         self.functions.iter().rev().find_map(|function| function.numa).or(self.bridge.numa)
     }
 
-    /// The package of the nearest NUMA node on the way up that has one, else what the host bridge says.
+    /// The package of the nearest NUMA node on the way up that has one, else that of the host bridge.
     fn package(&self, host: &HostObservation) -> Option<PackageId> {
         let own = self.functions.iter().rev().filter_map(|function| function.numa);
         let all = own.chain(self.bridge.numa);
@@ -179,7 +179,7 @@ fn pcie(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation, rank: u8
             }
         }
     } else {
-        // Of a path the host does not show, NVML knows the two ends.
+        // Of a path that is not in the host's tree, NVML reports the two ends.
         hops.extend([a, b].map(|gpu| carries(gpu.pcie).unwrap_or(12_000)));
     }
     let narrowest = hops.into_iter().min().unwrap_or(12_000);
@@ -215,7 +215,7 @@ fn per_link(gpu: &GpuObservation) -> u32 {
     }
 }
 
-/// The links of a GPU that are up and lead to what fits; `None` when NVML could not say.
+/// The links of a GPU that are up and lead to what fits; `None` when NVML did not answer.
 fn links_to(gpu: &GpuObservation, fits: impl Fn(NvLinkRemote) -> bool) -> Option<u32> {
     let groups = gpu.nvlinks.as_ref()?.iter().filter(|group| group.active && fits(group.remote));
     Some(groups.map(|group| group.links.len() as u32).sum())
@@ -258,7 +258,7 @@ fn rank(node: &NodeObservation, a: &GpuObservation, b: &GpuObservation) -> u8 {
     if let (Some(from), Some(to)) = (Way::to_address(&node.host, a.pci), Way::to_address(&node.host, b.pci)) {
         return rank_in_tree(&node.host, &from, &to);
     }
-    // NVML says the same of both; should it not, the GPU with the smaller address is asked first.
+    // NVML reports the same for both; should it not, the GPU with the smaller address counts.
     let (first, second) = if a.pci < b.pci { (a, b) } else { (b, a) };
     let ancestor = first.common_ancestors.get(&second.index).or_else(|| second.common_ancestors.get(&first.index));
     match ancestor {
@@ -284,7 +284,7 @@ fn near(node: &NodeObservation, gpu: &GpuObservation) -> (Option<NumaNodeId>, Op
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Places, ranks, NVLink and PCIe of every pair are what the rules say.
+    /// Places, ranks, NVLink and PCIe of every pair follow the rules.
     #[test]
     fn random_machines_follow_the_rules(node in random_node::node(8)) {
         let (topology, _) = NodeTopology::assemble(&node);
@@ -406,7 +406,7 @@ fn check_graph(node: &NodeObservation) -> Result<(), TestCaseError> {
 }
 
 #[test]
-fn no_gpu_is_a_graph_too() {
+fn empty_observation_makes_empty_graph() {
     let (topology, warnings) = NodeTopology::assemble(&NodeObservation::default());
     assert!(topology.gpus().is_empty() && topology.nics().is_empty() && warnings.is_empty());
     assert_eq!((topology.rank(0, 1).number(), topology.bandwidth(0, 1)), (0, 0));
@@ -433,7 +433,7 @@ fn links(gpu: &mut GpuObservation) -> &mut Vec<NvLinkObservation> {
 }
 
 #[test]
-fn built_in_machines_are_as_they_should_be() {
+fn built_in_machines_assemble_without_warnings() {
     for machine in machines::built_in() {
         let node = machines::load(machine.name).unwrap().observed;
         assert_eq!(warnings(&node), [""; 0], "{}", machine.name);
@@ -442,7 +442,7 @@ fn built_in_machines_are_as_they_should_be() {
 }
 
 #[test]
-fn an_unanswered_question_is_told() {
+fn probe_failure_becomes_warning() {
     let mut node = dgx1();
     node.failures.push(ProbeFailure {
         subject: "GPU 3".to_owned(),
@@ -453,7 +453,7 @@ fn an_unanswered_question_is_told() {
 }
 
 #[test]
-fn the_second_gpu_of_one_uuid_is_left_out() {
+fn second_gpu_with_same_uuid_is_dropped() {
     let mut node = h100();
     node.gpus[7].uuid = node.gpus[2].uuid.clone();
     let (topology, _) = NodeTopology::assemble(&node);
@@ -467,7 +467,7 @@ fn the_second_gpu_of_one_uuid_is_left_out() {
 }
 
 #[test]
-fn two_gpus_at_one_address_are_kept_without_links() {
+fn gpus_at_one_address_are_kept_without_links() {
     let mut node = dgx1();
     for gpu in &mut node.gpus {
         links(gpu).clear();
@@ -488,7 +488,7 @@ fn two_gpus_at_one_address_are_kept_without_links() {
 }
 
 #[test]
-fn more_gpus_than_a_set_holds_are_left_out() {
+fn gpus_beyond_maximum_are_dropped() {
     let mut node = NodeObservation::default();
     let template = dgx1().gpus.remove(0);
     for number in 0..70_u8 {
@@ -499,13 +499,13 @@ fn more_gpus_than_a_set_holds_are_left_out() {
         gpu.nvlinks = None;
         node.gpus.push(gpu);
     }
-    let told = warnings(&node);
-    assert_eq!(told[0], "70 GPUs were seen, 64 is the most a node can have; the rest is left out");
+    let found = warnings(&node);
+    assert_eq!(found[0], "70 GPUs were seen, 64 is the most a node can have; the rest is left out");
     check_graph(&node).unwrap();
 }
 
 #[test]
-fn a_gpu_that_the_host_does_not_see_is_told() {
+fn gpu_missing_from_host_tree_warns() {
     let mut node = dgx1();
     node.host.host_bridges[3].devices[0].devices.truncate(2);
     for gpu in 0..7 {
@@ -514,9 +514,9 @@ fn a_gpu_that_the_host_does_not_see_is_told() {
     assert_eq!(warnings(&node), ["GPU 0000:8a:00.0: not in the host's PCI tree; its levels come from NVML"]);
 
     node.gpus[7].common_ancestors.remove(&6);
-    let told = warnings(&node);
+    let found = warnings(&node);
     assert_eq!(
-        told[1..],
+        found[1..],
         [
             "GPUs 0000:89:00.0 and 0000:8a:00.0: neither the host's PCI tree nor NVML says how far apart they are; taken as SYS"
         ],
@@ -524,7 +524,7 @@ fn a_gpu_that_the_host_does_not_see_is_told() {
 }
 
 #[test]
-fn sources_that_differ_on_a_level_are_both_told() {
+fn level_disagreement_names_both_values() {
     let mut node = dgx1();
     node.gpus[0].common_ancestors.insert(1, TopologyLevel::Internal);
     node.gpus[0].common_ancestors.insert(2, TopologyLevel::HostBridge);
@@ -535,7 +535,7 @@ fn sources_that_differ_on_a_level_are_both_told() {
 }
 
 #[test]
-fn sources_that_differ_on_a_numa_node_are_both_told() {
+fn numa_disagreement_names_both_values() {
     let mut node = dgx1();
     node.gpus[0].numa = Some(NumaNodeId(1));
     assert_eq!(warnings(&node), ["GPU 0000:06:00.0: the kernel says NUMA node 0, NVML says 1; the kernel is believed"],);
@@ -552,7 +552,7 @@ fn sources_that_differ_on_a_numa_node_are_both_told() {
 }
 
 #[test]
-fn nvlinks_that_lead_nowhere_are_told() {
+fn nvlinks_to_absent_gpus_warn() {
     let mut node = dgx1();
     let last = |gpu: &mut GpuObservation, remote, active| {
         links(gpu).push(NvLinkObservation { links: vec![6, 7], remote, active });
@@ -576,7 +576,7 @@ fn nvlinks_that_lead_nowhere_are_told() {
 }
 
 #[test]
-fn ends_that_count_differently_are_both_told() {
+fn one_sided_nvlinks_warn_with_both_counts() {
     let mut node = dgx1();
     links(&mut node.gpus[0])[2].links.pop();
     assert_eq!(
@@ -587,16 +587,16 @@ fn ends_that_count_differently_are_both_told() {
     assert_eq!((topology.nvlink(0, 3), topology.nvlink(3, 0)), (20_000, 20_000));
     // Where one end could not be asked, the other is believed.
     node.gpus[0].nvlinks = None;
-    let (topology, told) = NodeTopology::assemble(&node);
+    let (topology, found) = NodeTopology::assemble(&node);
     assert_eq!((topology.nvlink(0, 3), topology.symbol(0, 3)), (40_000, "NV2".to_owned()));
-    assert!(told.is_empty());
+    assert!(found.is_empty());
     // A link that is down does not count.
     links(&mut node.gpus[3])[0].active = false;
     assert_eq!(NodeTopology::assemble(&node).0.nvlink(0, 3), 0);
 }
 
 #[test]
-fn nvlinks_of_an_unknown_generation_are_told() {
+fn nvlinks_of_unknown_generation_warn() {
     let mut node = dgx1();
     node.gpus[5].compute_capability = None;
     assert_eq!(
@@ -606,7 +606,7 @@ fn nvlinks_of_an_unknown_generation_are_told() {
 }
 
 #[test]
-fn a_gpu_without_a_fabric_is_told() {
+fn gpu_without_fabric_warns() {
     let mut node = h100();
     let own = FabricObservation { cluster: "00000000-0000-0000-0000-000000000000".to_owned(), clique: 0 };
     for gpu in &mut node.gpus {
@@ -623,7 +623,7 @@ fn a_gpu_without_a_fabric_is_told() {
 }
 
 #[test]
-fn a_function_listed_twice_is_told() {
+fn pci_function_listed_twice_warns() {
     let mut node = dgx1();
     let again = node.host.host_bridges[0].devices[0].devices[1].clone();
     node.host.host_bridges[2].devices.push(again);
@@ -633,7 +633,7 @@ fn a_function_listed_twice_is_told() {
 
 /// SYS is split by the package, which decides the cap of the crossing too.
 #[test]
-fn sys_is_split_by_the_package() {
+fn sys_rank_depends_on_package() {
     let mut node = dgx1();
     let rank = |node: &NodeObservation| {
         let (topology, _) = NodeTopology::assemble(node);

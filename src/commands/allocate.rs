@@ -6,17 +6,15 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Error, Result, anyhow, bail, ensure};
 use serde::{Deserialize, Serialize};
-use thiserror::Error;
 
-use super::{NoSuchGpu, find_gpu, print};
+use super::{find_gpu, print};
 use crate::allocation::{
     AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, ChosenGpu, DeviceId, Explanation,
     FallbackReason, Units, preferred_allocation, preferred_units,
 };
 use crate::config::{AllocateArgs, Format, UnitName};
-use crate::state::GpuSelector;
 use crate::topology::{GpuUuid, NodeTopology, PciAddress};
 
 /// The longest request line, in bytes: a request for 64 GPUs by UUID takes 6 KiB.
@@ -31,25 +29,6 @@ struct Question {
     available: Option<Vec<UnitName>>,
     #[serde(default)]
     must_include: Vec<UnitName>,
-}
-
-/// Why a question has no answer.
-#[derive(Debug, Error)]
-enum QuestionError {
-    #[error(transparent)]
-    NoSuchGpu(#[from] NoSuchGpu),
-    #[error("no set of {size} {what}: {candidates} may be taken, {must} must be included")]
-    Size { size: usize, what: &'static str, candidates: usize, must: usize },
-    #[error("a slot is named ({gpu}::{slot}), but GPUs are whole without --replicas")]
-    Whole { gpu: GpuSelector, slot: usize },
-    #[error("no slot {slot} of GPU {gpu} (it has {replicas}, from 0)")]
-    NoSuchSlot { gpu: GpuSelector, slot: usize, replicas: usize },
-    #[error("not a request")]
-    Nonsense(#[from] serde_json::Error),
-    #[error("the line is longer than {MAX_LINE} bytes")]
-    TooLong,
-    #[error("the line is not UTF-8")]
-    NotText,
 }
 
 /// What to choose from, and how.
@@ -135,25 +114,24 @@ fn answer_all(choice: &Choice, path: &Path) -> Result<()> {
         if line.len() as u64 == MAX_LINE && !line.ends_with(b"\n") {
             // The rest of such a line is no request either.
             input.skip_until(b'\n')?;
-            print(&refused(&QuestionError::TooLong)?)?;
+            print(&refused(&anyhow!("the line is longer than {MAX_LINE} bytes")))?;
             continue;
         }
         let question = match std::str::from_utf8(&line) {
             Ok(text) if text.trim().is_empty() => continue,
-            Ok(text) => serde_json::from_str::<Question>(text).map_err(QuestionError::from),
-            Err(_) => Err(QuestionError::NotText),
+            Ok(text) => serde_json::from_str::<Question>(text).context("not a request"),
+            Err(_) => Err(anyhow!("the line is not UTF-8")),
         };
         let answer = match question.and_then(|question| choice.answer(&question)) {
             Ok(chosen) => chosen.json(&chosen.report)?,
-            Err(error) => refused(&error)?,
+            Err(error) => refused(&error),
         };
         print(&answer)?;
     }
 }
 
-fn refused(error: &QuestionError) -> Result<String> {
-    let cause = std::error::Error::source(error).map(|cause| format!(": {cause}")).unwrap_or_default();
-    Ok(serde_json::to_string(&serde_json::json!({ "error": format!("{error}{cause}") }))? + "\n")
+fn refused(error: &Error) -> String {
+    serde_json::json!({ "error": format!("{error:#}") }).to_string() + "\n"
 }
 
 impl Chosen {
@@ -165,10 +143,9 @@ impl Chosen {
 }
 
 impl Choice {
-    fn answer(&self, question: &Question) -> Result<Chosen, QuestionError> {
-        let ids = |names: &[UnitName]| -> Result<Vec<DeviceId>, QuestionError> {
-            let ids: Vec<Vec<DeviceId>> = names.iter().map(|name| self.ids(name)).collect::<Result<_, _>>()?;
-            Ok(ids.concat())
+    fn answer(&self, question: &Question) -> Result<Chosen> {
+        let ids = |names: &[UnitName]| -> Result<Vec<DeviceId>> {
+            Ok(names.iter().map(|name| self.ids(name)).collect::<Result<Vec<_>>>()?.concat())
         };
         let available = match &question.available {
             Some(names) => ids(names)?,
@@ -183,8 +160,8 @@ impl Choice {
         let elapsed = start.elapsed();
         if report.fallback == Some(FallbackReason::Size) {
             let must = request.must_include.iter().collect::<std::collections::BTreeSet<_>>().len();
-            let what = if self.shared.is_some() { "slots" } else { "GPUs" };
-            return Err(QuestionError::Size { size: request.size, what, candidates: report.candidates, must });
+            let (size, what) = (request.size, if self.shared.is_some() { "slots" } else { "GPUs" });
+            bail!("no set of {size} {what}: {} may be taken, {must} must be included", report.candidates);
         }
         let slot = |units: &Units, id: DeviceId| {
             let gpu = self.tables.topology().gpus().get(units.gpu(&id)?)?;
@@ -205,41 +182,40 @@ impl Choice {
         }
     }
 
-    /// What a name means: a GPU, a slot, or all slots of a GPU.
-    fn ids(&self, name: &UnitName) -> Result<Vec<DeviceId>, QuestionError> {
+    /// The device ids of a name: a GPU, a slot, or all slots of a GPU.
+    fn ids(&self, name: &UnitName) -> Result<Vec<DeviceId>> {
         let (_, gpu) = find_gpu(self.tables.topology(), &name.gpu)?;
-        match (&self.shared, name.slot) {
-            (None, None) => Ok(vec![DeviceId::from(&gpu.uuid)]),
-            (None, Some(slot)) => Err(QuestionError::Whole { gpu: name.gpu.clone(), slot }),
-            (Some((replicas, _)), None) => Ok((0..*replicas).map(|slot| Units::slot(&gpu.uuid, slot)).collect()),
-            (Some((replicas, _)), Some(slot)) if slot < *replicas => Ok(vec![Units::slot(&gpu.uuid, slot)]),
-            (Some((replicas, _)), Some(slot)) => {
-                Err(QuestionError::NoSuchSlot { gpu: name.gpu.clone(), slot, replicas: *replicas })
+        let named = &name.gpu;
+        let Some((replicas, _)) = &self.shared else {
+            if let Some(slot) = name.slot {
+                bail!("a slot is named ({named}::{slot}), but GPUs are whole without --replicas");
             }
-        }
+            return Ok(vec![DeviceId::from(&gpu.uuid)]);
+        };
+        let slots = match name.slot {
+            Some(slot) => slot..slot.saturating_add(1),
+            None => 0..*replicas,
+        };
+        ensure!(slots.end <= *replicas, "no slot {} of GPU {named} (it has {replicas}, from 0)", slots.start);
+        Ok(slots.map(|slot| Units::slot(&gpu.uuid, slot)).collect())
     }
 }
 
 /// The GPUs or slots and the links between the GPUs, for people.
 fn text(topology: &NodeTopology, chosen: &Chosen) -> String {
-    let mut text = String::new();
-    match &chosen.slots {
-        Some(slots) => {
-            for slot in slots {
-                text += &format!("GPU {}  {}  {}\n", slot.index, slot.pci, slot.id);
-            }
-        }
-        None => {
-            for gpu in &chosen.report.devices {
-                text += &format!("GPU {}  {}  {}\n", gpu.index, gpu.pci, gpu.uuid);
-            }
-        }
-    }
+    let mut text = match &chosen.slots {
+        Some(slots) => slots.iter().map(|slot| line(slot.index, slot.pci, &slot.id)).collect(),
+        None => chosen.report.devices.iter().map(|gpu| line(gpu.index, gpu.pci, &gpu.uuid)).collect::<String>(),
+    };
     let links = links(topology, &chosen.report.devices);
     if !links.is_empty() {
         text += &format!("links: {links}\n");
     }
     text
+}
+
+fn line(index: u32, pci: PciAddress, id: &impl std::fmt::Display) -> String {
+    format!("GPU {index}  {pci}  {id}\n")
 }
 
 /// The links between the GPUs of a set: `0-1 NV2, 0-4 SYS`.

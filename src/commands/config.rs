@@ -16,7 +16,7 @@ pub fn config(args: &ConfigArgs) -> Result<()> {
     }
 }
 
-/// Prints all findings about a file; fails if one is an error or a warning.
+/// Prints all findings on a file; fails where it would be refused, or where a key is unknown.
 fn check_file(args: &ConfigCheckArgs) -> Result<()> {
     let findings = check(&args.file)?;
     let file = args.file.display();
@@ -39,7 +39,7 @@ fn check_file(args: &ConfigCheckArgs) -> Result<()> {
     }
 }
 
-/// Prints each effective setting and its origin.
+/// Prints the effective settings with their origin.
 fn show(args: &ConfigShowArgs) -> Result<()> {
     let Loaded { settings, findings } = load(&args.flags, &Environment::read())?;
     let shown = settings.shown();

@@ -2,51 +2,25 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 
 use crate::config::{HostArgs, NodeArgs};
-use crate::hwloc::{self, Recorded};
-use crate::machines::{self, HostXml, Loaded, Machine};
+use crate::hwloc;
+use crate::machines::{self, Machine};
 use crate::runtime;
 use crate::topology::NodeObservation;
 
 /// The machine of a command's options.
 pub(super) async fn machine(node: &NodeArgs) -> Result<Machine> {
     let mut machine = match &node.node {
-        Some(name) => load(name)?,
+        Some(name) => machines::load(name)?,
         None => this_machine(&node.host).await?,
     };
     if let Some(path) = &node.host_xml {
-        let recorded = recorded(&machines::host_xml(path)?)?;
-        machine.observed.host = recorded.host;
+        machine.observed.host = machines::host_xml(path)?;
         machine.source.push("the host: hwloc XML".to_owned());
     }
     Ok(machine)
-}
-
-/// A built-in machine by its name, else the file at that path: a node file, an NCCL topology dump or a hwloc XML.
-pub fn load(name_or_path: &str) -> Result<Machine> {
-    match machines::read(name_or_path)? {
-        Loaded::Machine(machine) => Ok(*machine),
-        Loaded::Host(file) => {
-            let Recorded { host, gpus } = recorded(&file)?;
-            Ok(Machine {
-                title: format!("{}: {} GPUs by a hwloc XML", file.name, gpus.len()),
-                name: file.name,
-                source: vec!["hwloc XML".to_owned()],
-                reconstructed: vec![
-                    "UUIDs are made from PCI addresses where hwloc has none".to_owned(),
-                    "NVLinks, and what PCIe links can do, are unknown: hwloc does not record them".to_owned(),
-                ],
-                observed: NodeObservation { gpus, host, failures: Vec::new() },
-            })
-        }
-    }
-}
-
-fn recorded(file: &HostXml) -> Result<Recorded> {
-    // The file and the cause in one line, whoever prints it.
-    hwloc::read_xml(&file.text).map_err(|error| anyhow!("'{}': {error}", file.path))
 }
 
 async fn this_machine(host: &HostArgs) -> Result<Machine> {

@@ -1,4 +1,4 @@
-//! The commands that look and answer: `topology`, `allocate`, `simulate`, `snapshot`, `doctor`, `admin`, `config`.
+//! The commands that read and print: `topology`, `allocate`, `simulate`, `snapshot`, `doctor`, `admin`, `config`.
 //!
 //! A composition root: it reads a machine (a file, or this one), asks the core and prints. Called by `main`.
 //! What it prints for scripts is an interface; what it prints for people is held by golden tests.
@@ -17,6 +17,8 @@ mod snapshot;
 mod topology;
 mod tree;
 
+use anyhow::{Context, Result};
+
 use crate::machines::Machine;
 use crate::state::GpuSelector;
 use crate::topology::{Gpu, NodeTopology};
@@ -25,7 +27,6 @@ pub use admin::admin;
 pub use allocate::allocate;
 pub use config::config;
 pub use doctor::doctor;
-pub use machine::load;
 pub use output::print;
 pub use simulate::simulate;
 pub use snapshot::snapshot;
@@ -39,17 +40,9 @@ pub fn machine_tree(machine: &Machine) -> String {
     format!("{}\n\n{}", machine.title, tree::tree(&machine.observed, &topology, |_| String::new()))
 }
 
-/// A name that no GPU of the machine has.
-#[derive(Debug, thiserror::Error)]
-#[error("no GPU {name} on this machine (it has {count})")]
-struct NoSuchGpu {
-    name: GpuSelector,
-    count: usize,
-}
-
 /// The GPU that a person named, with its place.
-fn find_gpu<'a>(topology: &'a NodeTopology, name: &GpuSelector) -> Result<(usize, &'a Gpu), NoSuchGpu> {
+fn find_gpu<'a>(topology: &'a NodeTopology, name: &GpuSelector) -> Result<(usize, &'a Gpu)> {
     let gpus = topology.gpus();
     let found = gpus.iter().enumerate().find(|(_, gpu)| name.is(gpu));
-    found.ok_or_else(|| NoSuchGpu { name: name.clone(), count: gpus.len() })
+    found.with_context(|| format!("no GPU {name} on this machine (it has {})", gpus.len()))
 }

@@ -10,7 +10,7 @@ use crate::topology::{
     PciKind, PciObservation,
 };
 
-/// How deep a tree is followed; real ones have six levels, and a file from a stranger may have any number.
+/// How deep a tree is followed; real ones have six levels, a file may have any number.
 const DEEPEST: usize = 32;
 
 /// The whole machine.
@@ -22,9 +22,17 @@ pub(super) struct Outline<'a> {
 
 /// A package with its NUMA nodes.
 pub(super) struct Package<'a> {
-    /// `None` where the host does not say which package a NUMA node or a host bridge belongs to.
+    /// `None` where the package of a NUMA node or a host bridge is unknown.
     pub id: Option<PackageId>,
     pub nodes: Vec<Node<'a>>,
+}
+
+impl Package<'_> {
+    /// The NUMA nodes that have PCI devices, and the numbers of those without.
+    pub fn by_devices(&self) -> (Vec<&Node<'_>>, Vec<u32>) {
+        let (with, without): (Vec<_>, Vec<_>) = self.nodes.iter().partition(|node| !node.bridges.is_empty());
+        (with, without.iter().filter_map(|node| node.id.map(|id| id.0)).collect())
+    }
 }
 
 /// A NUMA node with the host bridges that are attached to it.
@@ -46,10 +54,10 @@ pub(super) struct Device<'a> {
     pub below: Vec<Self>,
 }
 
-/// What a function is to somebody who looks at the machine.
+/// What a function is to a person.
 #[derive(Clone, Copy)]
 pub(super) enum What<'a> {
-    /// A port that several devices hang on; other ports are left out, what matters is the device on them.
+    /// A port that several devices hang on; other ports are left out in favour of the device on them.
     Port,
     Switch,
     /// A GPU, by its place in [`NodeTopology::gpus`].
@@ -176,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn every_gpu_is_there_once_whatever_the_host_shows() {
+    fn each_gpu_appears_once_in_outline() {
         let twice = function(PciKind::Gpu, "0000:01:00.0");
         let mut deep = function(PciKind::Gpu, "0000:03:00.0");
         for _ in 0..40 {

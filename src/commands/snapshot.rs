@@ -15,16 +15,16 @@ use crate::topology::{GpuUuid, MigUuid, NodeObservation};
 
 /// As any file that a person makes, less the umask.
 const MODE: u32 = 0o666;
-/// Where Linux tells the host's name.
+/// Where Linux has the host's name.
 const HOST_NAME: &str = "/proc/sys/kernel/hostname";
-/// The name of a machine whose name is not to be told.
+/// The name of a machine in a redacted snapshot.
 const NO_NAME: &str = "node";
-/// The cluster UUID of a machine that is an NVLink fabric of its own: it names nobody.
+/// The cluster UUID of a machine that is an NVLink fabric of its own: it identifies no machine.
 const OWN_FABRIC: &str = "00000000-0000-0000-0000-000000000000";
 
 /// Runs the command.
 pub async fn snapshot(args: &SnapshotArgs) -> Result<()> {
-    // Before the look, which takes its time.
+    // Before the observation, which takes seconds.
     if let Some(path) = args.output.as_deref() {
         may_write(path, args.force)?;
     }
@@ -80,7 +80,7 @@ fn title(observed: &NodeObservation) -> String {
     if parts.is_empty() { "no GPUs".to_owned() } else { parts.join(", ") }
 }
 
-/// Puts made-up values where something names this machine and no other, wherever it is said.
+/// Replaces what identifies this machine by made-up values, in error texts too.
 fn redact(observed: &mut NodeObservation) {
     let mut names: BTreeMap<String, String> = BTreeMap::new();
     for gpu in &mut observed.gpus {
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn redacted_observations_name_nobody_and_mean_the_same() {
+    fn redaction_keeps_topology_without_identifiers() {
         let mut observed = machines::load("dgx-h100").unwrap().observed;
         let cluster = "3143b15b-c2cd-192b-28cc-9b5473fb5b93".to_owned();
         for gpu in &mut observed.gpus {

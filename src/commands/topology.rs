@@ -61,7 +61,7 @@ pub struct TopologyJson<'a> {
 }
 
 impl<'a> TopologyJson<'a> {
-    /// All there is to say of a topology.
+    /// The JSON of a topology.
     pub fn new(topology: &'a NodeTopology, warnings: Vec<String>) -> Self {
         let gpus = topology.gpus();
         let square = |value: &dyn Fn(usize, usize) -> u32| {
@@ -87,7 +87,7 @@ impl<'a> TopologyJson<'a> {
     }
 }
 
-/// The machine for people: title, tree, matrix, warnings; `allocated` are places of GPUs that somebody holds.
+/// The machine for people: title, tree, matrix, warnings; `allocated` are places of GPUs that are held.
 pub(super) fn text(machine: &Machine, allocated: Option<&BTreeSet<usize>>) -> String {
     let (topology, warnings) = NodeTopology::assemble(&machine.observed);
     let mut text = format!("{}\n\n", machine.title);

@@ -9,7 +9,7 @@ struct Branch {
     below: Vec<Self>,
 }
 
-/// Draws the tree; `note` says what else is known of a GPU, such as who holds it.
+/// Draws the tree; `note` is an addition to a GPU's line, such as the pod that holds it.
 pub fn tree(observed: &NodeObservation, topology: &NodeTopology, note: impl Fn(&Gpu) -> String) -> String {
     let outline = Outline::new(observed, topology);
     let drawing = Drawing { topology, note: &note };

@@ -1,14 +1,13 @@
 //! `linkwise demo`: a whole node in one process, on a simulated machine.
 //!
-//! A composition root: our node and a kubelet in a box, over real sockets and real gRPC in a temporary
-//! folder. `script` says what happens, `show` what is printed of it, `style` how. Nothing is simulated between the
-//! kubelet's call and the plugin's answer.
+//! A composition root: our node and a kubelet in a box, over real sockets and real gRPC in a temporary folder.
+//! `script` is the sequence of events, `show` the text about them, `style` its colours. Nothing is simulated between
+//! the kubelet's call and the plugin's answer.
 
 mod script;
 mod show;
 mod style;
 
-use std::collections::BTreeSet;
 use std::io::IsTerminal;
 use std::path::Path;
 use std::time::Duration;
@@ -19,7 +18,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::commands::{self, print};
 use crate::config::{DemoArgs, LogFormat};
 use crate::kubelet;
-use crate::machines::Machine;
+use crate::machines::{self, Machine};
 use crate::runtime::{self, HealthSettings, Node, NodeSettings};
 use crate::state::{Event, ResourceName};
 use crate::topology::{HostObservation, NodeTopology};
@@ -31,19 +30,19 @@ use style::Style;
 pub fn run(args: &DemoArgs) -> Result<()> {
     let _log = runtime::log_to_stderr(&args.log, LogFormat::Text)?;
     let style = Style { colour: !args.no_color && std::io::stdout().is_terminal() };
-    let say = move |text: &str| Ok(print(&style.render(text))?);
-    let machine = commands::load(&args.machine)?;
-    runtime::block_on(demo(args, machine, &say))
+    let out = move |text: &str| Ok(print(&style.render(text))?);
+    let machine = machines::load(&args.machine)?;
+    runtime::block_on(demo(args, machine, &out))
 }
 
-/// Plays the demo on a machine; `say` gets everything that is printed.
-pub async fn demo(args: &DemoArgs, machine: Machine, say: &(impl Fn(&str) -> Result<()> + Sync)) -> Result<()> {
+/// Plays the demo on a machine; `out` prints.
+pub async fn demo(args: &DemoArgs, machine: Machine, out: &(impl Fn(&str) -> Result<()> + Sync)) -> Result<()> {
     let folder = tempfile::Builder::new().prefix("linkwise-").tempdir().context("cannot make a temporary folder")?;
-    say(&format!("# {}\n", show::cut(&commands::machine_tree(&machine))))?;
-    let kubelet = start_kubelet(args, &machine.observed.host, folder.path(), say)?;
+    out(&format!("# {}\n", show::cut(&commands::machine_tree(&machine))))?;
+    let kubelet = start_kubelet(args, &machine.observed.host, folder.path(), out)?;
     let settings = NodeSettings {
         kubelet: kubelet::Settings {
-            // Nobody else uses this folder: nothing to wait for politely.
+            // No other plugin uses this folder: no reason for long pauses.
             longest_pause: Duration::from_secs(1),
             ..kubelet::Settings::new(folder.path().join(Options::SOCKET))
         },
@@ -62,17 +61,17 @@ pub async fn demo(args: &DemoArgs, machine: Machine, say: &(impl Fn(&str) -> Res
         snapshot: node.snapshot(),
         report: node.last_report(),
         resource: ResourceName::gpu(),
-        print: say,
+        print: out,
     };
     let (shutdown, address) = (node.shutdown(), node.metrics_address());
     let play = async {
         events.send(Event::Observed(Box::new(machine.observed.clone()))).await.context("the node ended")?;
         if topology.gpus().is_empty() {
-            say("\nThis machine has no GPU: linkwise stays up, offers nothing, and /readyz says so.\n")?;
+            out("\nThis machine has no GPU: linkwise stays up, offers nothing, and /readyz says so.\n")?;
         } else {
             script.play().await?;
         }
-        if args.hold { hold(address, say).await } else { Ok(()) }
+        if args.hold { hold(address, out).await } else { Ok(()) }
     };
     let mut serve = std::pin::pin!(node.serve());
     let result = tokio::select! {
@@ -91,7 +90,7 @@ fn start_kubelet(
     args: &DemoArgs,
     host: &HostObservation,
     folder: &Path,
-    say: &impl Fn(&str) -> Result<()>,
+    out: &impl Fn(&str) -> Result<()>,
 ) -> Result<KubeletBox> {
     let mut options = Options::new(folder);
     options.topology_manager = TopologyManager {
@@ -102,12 +101,12 @@ fn start_kubelet(
     };
     let TopologyManager { policy, scope, .. } = options.topology_manager;
     if policy != Policy::None {
-        say(&format!("The kubelet's Topology Manager: policy {policy}, scope {scope}.\n"))?;
+        out(&format!("The kubelet's Topology Manager: policy {policy}, scope {scope}.\n"))?;
     }
     match KubeletBox::start(options.clone()) {
         Err(BoxError::Unsupported(why)) => {
-            say(&format!("✗ {why}\n"))?;
-            say("  Such a node runs without a Topology Manager, and so does the rest of this demo.\n")?;
+            out(&format!("✗ {why}\n"))?;
+            out("  Such a node runs without a Topology Manager, and so does the rest of this demo.\n")?;
             options.topology_manager.policy = Policy::None;
             Ok(KubeletBox::start(options)?)
         }
@@ -117,25 +116,16 @@ fn start_kubelet(
 
 /// The NUMA nodes as a kubelet counts them: memory-only ones too, and node 0 where the host names none.
 pub fn numa_nodes(host: &HostObservation) -> Vec<NumaNode> {
-    let node = |(id, cpus): (u32, &str)| NumaNode { id: i64::from(id), cpus: cpus_of(cpus) };
+    let node = |(id, cpus): (u32, &str)| NumaNode { id: i64::from(id), cpus: machines::cpus(cpus).unwrap_or_default() };
     match host.numa_nodes.as_slice() {
         [] => vec![node((0, ""))],
         nodes => nodes.iter().map(|numa| node((numa.id.0, &numa.cpus))).collect(),
     }
 }
 
-/// The CPUs of a kernel list such as `0-3,8`. What is no number is no CPU.
-fn cpus_of(list: &str) -> BTreeSet<u32> {
-    let range = |part: &str| {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        Some(first.trim().parse().ok()?..=last.trim().parse().ok()?)
-    };
-    list.split(',').filter_map(range).flatten().collect()
-}
-
 /// Keeps serving until interrupted.
-async fn hold(address: std::net::SocketAddr, say: &impl Fn(&str) -> Result<()>) -> Result<()> {
-    say(&format!("\nServing until interrupted (Ctrl-C): http://{address}/metrics /livez /readyz\n"))?;
+async fn hold(address: std::net::SocketAddr, out: &impl Fn(&str) -> Result<()>) -> Result<()> {
+    out(&format!("\nServing until interrupted (Ctrl-C): http://{address}/metrics /livez /readyz\n"))?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     tokio::select! {
@@ -150,14 +140,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kernel_lists_name_cpus() {
-        assert_eq!(cpus_of("0-2,8, 10-11"), [0, 1, 2, 8, 10, 11].into());
-        assert_eq!(cpus_of(""), BTreeSet::new());
-    }
-
-    #[test]
-    fn a_host_that_names_no_numa_node_has_node_0() {
+    fn host_without_numa_nodes_has_node_0() {
         let nodes = numa_nodes(&HostObservation::default());
-        assert_eq!(nodes, [NumaNode { id: 0, cpus: BTreeSet::new() }]);
+        assert_eq!(nodes, [NumaNode { id: 0, cpus: [].into() }]);
     }
 }

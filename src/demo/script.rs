@@ -49,7 +49,7 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
         let part = |of: usize| u32::try_from((gpus / of).max(1)).unwrap_or(u32::MAX);
         let mut tally = Tally::default();
         let state = self.wait("the plugin to register", healthy(gpus)).await?;
-        self.say(&format!("The kubelet knows {} healthy {}.\n", state.healthy.len(), self.resource))?;
+        self.print_line(&format!("The kubelet knows {} healthy {}.\n", state.healthy.len(), self.resource))?;
 
         self.admit("notebook", 1, &mut tally).await?;
         self.admit("train-a", part(2), &mut tally).await?;
@@ -74,13 +74,13 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
     }
 
     async fn restart(&self) -> Result<()> {
-        self.say("The kubelet restarts; its pods go on running.")?;
+        self.print_line("The kubelet restarts; its pods go on running.")?;
         let (before, gpus) = (self.state().registrations, self.topology.gpus().len());
         self.kubelet.restart(Restart::Kubelet).await?;
         let again = move |state: &ResourceState| state.registrations > before && healthy(gpus)(state);
         self.wait("the plugin to register again", again).await?;
         self.kubelet.restart_container("notebook", CONTAINER).await.context("notebook's container did not restart")?;
-        self.say("  linkwise has registered again; notebook's container restarts with the GPU it had.\n")
+        self.print_line("  linkwise has registered again; notebook's container restarts with the GPU it had.\n")
     }
 
     /// A GPU that a pod holds goes and comes: a kubelet can crash where such an id is gone from the list.
@@ -91,13 +91,13 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
         without.gpus.retain(|seen| seen.uuid != gpu.uuid);
         self.send(Event::Observed(Box::new(without))).await?;
         self.wait("the missing GPU to be unhealthy", |state| state.unhealthy.contains(uuid)).await?;
-        self.say(&format!(
+        self.print_line(&format!(
             "GPU {} (notebook's) leaves the bus: it stays on the list, unhealthy, because a pod holds it.",
             gpu.index
         ))?;
         self.send(Event::Observed(Box::new(self.machine.observed.clone()))).await?;
         self.wait("the GPU that came back to be healthy", healthy(self.topology.gpus().len())).await?;
-        self.say("  It comes back and is healthy again.\n")
+        self.print_line("  It comes back and is healthy again.\n")
     }
 
     /// A GPU fails for good, after an application's fault that changes nothing.
@@ -114,7 +114,7 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
         let uuid = gpu.uuid.as_str();
         let state = self.wait("the failing GPU to be unhealthy", |state| state.unhealthy.contains(uuid)).await?;
         ensure!(state.healthy.len() + 1 == gpus.len(), "XID {GPU_XID} of one GPU changed the health of others");
-        self.say(&format!(
+        self.print_line(&format!(
             "GPU {} ({place}) reports XID {APPLICATION_XID}, an application's fault: it stays healthy.\n\
              GPU {} reports XID {GPU_XID}, its own fault: it alone is unhealthy, {} others go on.\n",
             gpu.index,
@@ -134,7 +134,7 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
             0 => String::new(),
             count => format!(", {count} refused by the Topology Manager"),
         };
-        self.say(&format!(
+        self.print_line(&format!(
             "\nSummary: {admitted} pods admitted, {rejected} rejected for want of GPUs{misaligned};\n\
              {exact} of {asked} choices exact; one kubelet restart, one GPU back, one failed; nothing left behind."
         ))
@@ -149,12 +149,13 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
                 tally.misaligned += 1;
                 let free = self.state().free().len();
                 let why = refusal.why();
-                return self
-                    .say(&format!("✗ {name} wants {size}, {free} are free: TopologyAffinityError\n  why: {why}\n"));
+                return self.print_line(&format!(
+                    "✗ {name} wants {size}, {free} are free: TopologyAffinityError\n  why: {why}\n"
+                ));
             }
             Err(error @ (AdmissionError::Insufficient { .. } | AdmissionError::NoHealthyDevices { .. })) => {
                 tally.rejected += 1;
-                return self.say(&format!("✗ {name} wants {size}: rejected, {error}\n"));
+                return self.print_line(&format!("✗ {name} wants {size}: rejected, {error}\n"));
             }
             Err(error) => return Err(error).with_context(|| format!("pod {name} was not admitted")),
         };
@@ -179,12 +180,12 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
         let hint = admitted.containers.get(CONTAINER).and_then(|container| container.hint.as_ref());
         let offered = grant.asked.as_ref().map(|asked| (asked.available.len(), asked.must_include.len()));
         let manager = hint.map(|hint| show::hint(hint, offered));
-        self.say(&show::pod(name, size, self.topology, &gpus, (manager, report.as_deref())))
+        self.print_line(&show::pod(name, size, self.topology, &gpus, (manager, report.as_deref())))
     }
 
     fn remove(&self, pod: &str) -> Result<()> {
         if self.kubelet.remove_pod(pod) {
-            self.say(&format!("- {pod} ends, its GPUs are free again"))?;
+            self.print_line(&format!("- {pod} ends, its GPUs are free again"))?;
         }
         Ok(())
     }
@@ -210,7 +211,7 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
         Ok(state.with_context(|| format!("waited for {what}"))?.resources[resource].clone())
     }
 
-    /// Who holds what.
+    /// Prints which pod holds which GPU.
     fn show_holders(&self) -> Result<()> {
         let snapshot = Arc::clone(&self.snapshot.borrow());
         let state = self.state();
@@ -226,10 +227,10 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
                 _ => "○ free".to_owned(),
             }
         };
-        self.say(&show::holders(self.topology, note))
+        self.print_line(&show::holders(self.topology, note))
     }
 
-    fn say(&self, text: &str) -> Result<()> {
+    fn print_line(&self, text: &str) -> Result<()> {
         (self.print)(&format!("{text}\n"))
     }
 }

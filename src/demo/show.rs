@@ -57,7 +57,7 @@ pub(super) fn cut(text: &str) -> String {
     text.lines().map(cut).collect::<Vec<_>>().join("\n") + "\n"
 }
 
-/// Who holds which GPU, a line for each NUMA node; four GPUs fit a line.
+/// The GPUs with their holders, a line for each NUMA node; four GPUs fit a line.
 pub(super) fn holders(topology: &NodeTopology, note: impl Fn(&Gpu) -> String) -> String {
     let mut nodes: BTreeMap<Option<NumaNodeId>, Vec<String>> = BTreeMap::new();
     for gpu in topology.gpus() {

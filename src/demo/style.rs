@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn long_lines_break_at_spaces_and_keep_their_words() {
+    fn long_lines_wrap_at_spaces() {
         let long = format!("  ✗ {}", "word ".repeat(40));
         let text = Style { colour: false }.render(&long);
         assert!(text.lines().count() > 1 && text.lines().all(|line| line.chars().count() <= WIDTH), "{text}");
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn plain_text_has_no_escapes_and_a_terminal_gets_some() {
+    fn colour_escapes_only_on_terminal() {
         let text = "  GPU 0 ● train   GPU 1 ○ free";
         assert_eq!(Style { colour: false }.render(text), text);
         let coloured = Style { colour: true }.render(text);

@@ -1,10 +1,9 @@
 //! The host as hwloc sees it: NUMA nodes, packages, the PCI tree down to GPUs and NICs.
 //!
-//! Owns the walk over hwloc's objects and what hwloc does not say: what a PCI link can do (hwloc knows
+//! Owns the walk over hwloc's objects and what hwloc does not have: what a PCI link can do (hwloc has
 //! what it does now), a NUMA node of -1, a NIC's rate; those come from sysfs. Called by the composition roots at
 //! start and on rediscovery, never on the path of an admission (10 to 30 ms). Knows nothing of NVML.
 
-mod recorded;
 mod sysfs;
 
 use std::path::Path;
@@ -23,7 +22,6 @@ use crate::topology::{
 };
 use sysfs::Sysfs;
 
-pub use recorded::{HwlocXmlError, Recorded, read_xml};
 pub use sysfs::{PciBus, nvidia_gpus_on_bus, rdma_cm_node, rdma_nodes};
 
 /// NVIDIA's PCI vendor id.
@@ -33,7 +31,7 @@ const DISPLAY: u16 = 0x03;
 /// PCI base class of network controllers, InfiniBand included (class 02h).
 const NETWORK: u16 = 0x02;
 
-/// Looks at this host; `sysfs` is where its /sys is. What cannot be read is left out and named.
+/// Observes this host; `sysfs` is where its /sys is. What cannot be read is missing and becomes a [`ProbeFailure`].
 pub fn observe(sysfs: &Path) -> (HostObservation, Vec<ProbeFailure>) {
     match discover() {
         Ok(topology) => (walk(&topology, &Sysfs::new(sysfs)), Vec::new()),
@@ -53,7 +51,7 @@ fn discover() -> Result<Topology, Box<dyn std::error::Error>> {
     Ok(builder.with_io_type_filter(TypeFilter::KeepAll).map_err(plain)?.build()?)
 }
 
-/// What a hwloc topology and a sysfs beside it say.
+/// The host of a hwloc topology and a sysfs beside it.
 fn walk(topology: &Topology, sysfs: &Sysfs) -> HostObservation {
     let bridges = topology.objects_with_type(ObjectType::Bridge).filter(|bridge| is_host_bridge(bridge));
     let single = topology.objects_with_type(ObjectType::NUMANode).nth(1).is_none();
@@ -107,7 +105,7 @@ fn address(pci: &PCIDeviceAttributes) -> Option<PciAddress> {
 
 struct Walk<'a> {
     sysfs: &'a Sysfs,
-    /// Whether there is one NUMA node only: then being beside it says nothing about being on it.
+    /// Whether there is one NUMA node only: then being beside it is no evidence of being on it.
     single: bool,
 }
 
@@ -124,7 +122,7 @@ impl Walk<'_> {
         HostBridgeObservation { numa, package: local.and_then(package), devices }
     }
 
-    /// A device that matters here, or a bridge with such devices below. `port` is what a bridge at this place is.
+    /// A GPU or a NIC, or a bridge with such devices below. `port` is what a bridge at this place is.
     ///
     /// Ports alternate on the way down: a root port, then a switch's upstream port, its downstream ports, the next
     /// switch's upstream port. The depth is bounded: a PCI domain has 256 buses.

@@ -74,11 +74,6 @@ impl Sysfs {
         Self { root: Some(root.to_owned()) }
     }
 
-    /// No tree: every question has no answer.
-    pub fn nowhere() -> Self {
-        Self { root: None }
-    }
-
     /// What a function's link can do, not what it does now.
     pub fn link(&self, pci: PciAddress) -> Option<PcieLink> {
         let mts = megatransfers(&self.pci(pci, "max_link_speed")?)?;

@@ -1,24 +1,34 @@
-//! The walk over hwloc's objects, on a small machine of our own and on a recorded one.
+//! The walk over hwloc's objects, on a made-up machine and on recorded ones that libhwloc reads from XML. Here alone
+//! does libhwloc read XML: with its own parser, or with libxml2's where that plugin is installed.
 
 use super::*;
-use std::fs;
 use std::os::unix::fs::symlink;
+use std::path::PathBuf;
+use std::process::Command;
+use std::{env, fs};
 
+use crate::machines;
 use crate::topology::{NodeObservation, PcieLink};
 
 /// Two packages; on the first a switch with two GPUs and a NIC, on the second a GPU on a root port.
-const HOST: &str = include_str!("testdata/two-packages.xml");
+const HOST: &str = include_str!("../machines/hwloc_xml/testdata/v2.xml");
+/// libhwloc's choice of parser, which a process makes once: 0 is its own.
+const PARSER: &str = "HWLOC_LIBXML";
 
 fn load(xml: &str) -> Topology {
-    let builder = Topology::builder().with_io_type_filter(TypeFilter::KeepAll).unwrap();
-    builder.from_xml(xml).unwrap().build().unwrap()
+    parse(xml).unwrap()
+}
+
+fn parse(xml: &str) -> Option<Topology> {
+    let builder = Topology::builder().with_flags(BuildFlags::INCLUDE_DISALLOWED).ok()?;
+    builder.with_io_type_filter(TypeFilter::KeepAll).ok()?.from_xml(xml).ok()?.build().ok()
 }
 
 fn pci(text: &str) -> PciAddress {
     text.parse().unwrap()
 }
 
-/// Every function of a tree with what is said of it, depth first.
+/// Every function of a tree with the place of its host bridge, depth first.
 fn functions(host: &HostObservation) -> Vec<(usize, &PciObservation)> {
     fn below<'a>(bridge: usize, devices: &'a [PciObservation], all: &mut Vec<(usize, &'a PciObservation)>) {
         for device in devices {
@@ -34,7 +44,7 @@ fn functions(host: &HostObservation) -> Vec<(usize, &PciObservation)> {
 }
 
 #[test]
-fn ports_gpus_and_nics_come_with_their_places() {
+fn walk_places_ports_gpus_and_nics() {
     let host = walk(&load(HOST), &Sysfs::new(Path::new("/nonexistent")));
     let cpu = host.cpu.clone().unwrap();
     assert_eq!((cpu.arch.as_str(), cpu.vendor.as_deref(), cpu.model), ("x86_64", Some("GenuineIntel"), Some(85)));
@@ -63,7 +73,7 @@ fn ports_gpus_and_nics_come_with_their_places() {
 }
 
 #[test]
-fn sysfs_adds_what_links_can_do_and_what_nics_carry() {
+fn sysfs_adds_link_maxima_and_nic_rates() {
     let sys = tempfile::tempdir().unwrap();
     let write = |path: &str, text: &str| {
         let path = sys.path().join(path);
@@ -101,10 +111,98 @@ fn sysfs_adds_what_links_can_do_and_what_nics_carry() {
 }
 
 #[test]
-fn this_host_is_read_without_a_failure() {
+fn live_host_is_read_without_failure() {
     let (host, failures) = observe(Path::new("/sys"));
     assert_eq!(failures, []);
     assert!(!host.numa_nodes.is_empty());
     let observed = NodeObservation { gpus: Vec::new(), host, failures };
     assert_eq!(crate::topology::NodeTopology::assemble(&observed).1, []);
+}
+
+/// The reader of XML in `machines` and libhwloc share no code: on each file that libhwloc can read they agree.
+#[test]
+fn xml_reader_agrees_with_libhwloc() {
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let made_up = ["v1.xml", "v2.xml"].map(|name| manifest.join("src/machines/hwloc_xml/testdata").join(name));
+    let recorded = manifest.join("../shared/topologies/raw");
+    let files: Vec<PathBuf> = match fs::read_dir(&recorded) {
+        Ok(entries) => entries.map(|entry| entry.unwrap().path()).collect(),
+        Err(_) => {
+            eprintln!("skipped: no recorded files in {}", recorded.display());
+            Vec::new()
+        }
+    };
+    let is_hwloc = |path: &PathBuf| {
+        let name = path.file_name().unwrap().to_str().unwrap();
+        name.starts_with("hwloc-") && name.ends_with(".xml")
+    };
+    let mut compared = 0;
+    for path in files.into_iter().filter(is_hwloc).chain(made_up) {
+        // libhwloc's own parser refuses comments.
+        let text = fs::read_to_string(&path).unwrap();
+        let text: String =
+            text.lines().filter(|line| !line.starts_with("<!--")).map(|line| line.to_owned() + "\n").collect();
+        if text.contains("<topology version=\"3.0\">") {
+            continue;
+        }
+        let topology = load(&text);
+        let is_version_1 = text.contains("<topology>");
+        let machine = machines::of_bytes(path.to_str().unwrap(), text.into_bytes()).unwrap();
+        let (mut read, host) = (machine.observed.host, walk(&topology, &Sysfs::new(Path::new("/nonexistent"))));
+        if is_version_1 {
+            // libhwloc loses the package of a NUMA node of which some CPUs are offline.
+            let lost = |host: &HostObservation| host.numa_nodes.iter().all(|node| node.package.is_none());
+            if lost(&host) {
+                read.numa_nodes.iter_mut().for_each(|node| node.package = None);
+                read.host_bridges.iter_mut().for_each(|bridge| bridge.package = None);
+            }
+        }
+        assert!(read == host, "{}: {read:?}, by libhwloc {host:?}", path.display());
+        let mut gpus: Vec<PciAddress> = topology
+            .pci_devices()
+            .filter_map(|object| match object.attributes() {
+                Some(ObjectAttributes::PCIDevice(pci))
+                    if pci.vendor_id() == NVIDIA && pci.class_id() >> 8 == DISPLAY =>
+                {
+                    address(pci)
+                }
+                _ => None,
+            })
+            .collect();
+        gpus.sort_unstable();
+        let mut read: Vec<PciAddress> = machine.observed.gpus.iter().map(|gpu| gpu.pci).collect();
+        read.sort_unstable();
+        assert_eq!(read, gpus, "{}", path.display());
+        compared += 1;
+    }
+    assert!(compared >= 2);
+}
+
+/// This module's tests again under each parser, so that they depend on none being installed.
+#[test]
+fn tests_pass_under_each_xml_parser() {
+    if env::var_os(PARSER).is_some() {
+        return;
+    }
+    for choice in ["0", "1"] {
+        let mut tests = Command::new(env::current_exe().unwrap());
+        let output = tests.args(["hwloc::tests::", "--nocapture"]).env(PARSER, choice).output().unwrap();
+        let printed = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{PARSER}={choice}:\n{printed}");
+        printed
+            .lines()
+            .filter(|line| line.contains("skipped:"))
+            .for_each(|line| eprintln!("{PARSER}={choice}: {line}"));
+    }
+}
+
+#[test]
+fn environment_chooses_xml_parser() {
+    let libxml2 =
+        parse(&HOST.replacen("<topology", "<!-- a comment, which only libxml2 takes -->\n<topology", 1)).is_some();
+    match env::var(PARSER).as_deref() {
+        Ok("0") => assert!(!libxml2, "not libhwloc's own parser"),
+        Ok("1") if !libxml2 => eprintln!("skipped: libxml2's plugin (package libhwloc-plugins) is not installed"),
+        _ => {}
+    }
 }

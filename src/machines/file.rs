@@ -1,4 +1,4 @@
-//! The text of a node file: what it looks like, how it is read, how it is written.
+//! The text of a node file: its keys, how it is read, how it is written.
 
 use serde::{Deserialize, Serialize};
 use serde_saphyr::UserMessageFormatter;
@@ -25,7 +25,7 @@ pub enum MachineFileError {
         /// The version in the file.
         found: u32,
     },
-    /// Broken YAML, an unknown key, a value that is none.
+    /// Broken YAML, an unknown key, an invalid value.
     #[error("{0}")]
     Yaml(String),
 }
@@ -105,14 +105,14 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_without_gpus_is_a_machine() {
+    fn machine_without_gpus_parses() {
         let machine = parse("version: 1\nname: bare\nobserved: {gpus: []}\n").unwrap();
         assert_eq!(machine.name, "bare");
         assert_eq!(machine.observed, NodeObservation::default());
     }
 
     #[test]
-    fn versions_other_than_this_one_are_refused_by_number() {
+    fn other_versions_are_refused_by_number() {
         let newer = refusal("version: 2\nname: x\nnovelty: 1\n");
         assert!(newer.contains("version 2 is newer"), "{newer}");
         let none = refusal("version: 0\nname: x\n");
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_key_is_named_with_its_line() {
+    fn unknown_key_is_named_with_line() {
         let outer = refusal("version: 1\nname: x\ncolour: red\nobserved: {gpus: []}\n");
         assert!(outer.contains("colour") && outer.contains("line 3"), "{outer}");
         let inner = refusal("version: 1\nname: x\nobserved:\n  gpus: []\n  host:\n    numa: 1\n");
@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_text_is_placed() {
+    fn broken_text_is_refused_with_line() {
         for (text, line) in [
             ("version: 1\nname: \"x\n", "line "),
             ("version: 1\nname: x\nobserved:\n  gpus: 3\n", "line 4"),
@@ -146,14 +146,14 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_value_is_quoted() {
+    fn invalid_value_is_quoted() {
         let gpu = "version: 1\nname: x\nobserved:\n  gpus:\n    - {index: 0, uuid: GPU-0, pci: \"3b\"}\n";
         let message = refusal(gpu);
         assert!(message.contains("'3b' is not a PCI address") && message.contains("line 5"), "{message}");
     }
 
     #[test]
-    fn alias_bombs_and_deep_nests_are_refused() {
+    fn alias_bombs_and_deep_nesting_are_refused() {
         let mut bomb = "version: 1\nname: x\na0: &a0 [x,x,x,x,x,x,x,x,x,x]\n".to_owned();
         for level in 1..12 {
             let before = format!("*a{}", level - 1);

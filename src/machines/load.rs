@@ -1,88 +1,80 @@
-//! From a name or a path to a machine: what a file is, by its content.
+//! From a name or a path to a machine: which format a file has, by its content.
 
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
-use super::{BUILT_IN, MAX_FILE_BYTES, Machine, MachineError, nccl, xml};
+use super::{BUILT_IN, MAX_FILE_BYTES, Machine, MachineError, hwloc_xml, nccl, xml};
 use crate::quote::excerpt;
+use crate::topology::HostObservation;
 
-/// What a name or a path led to.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Loaded {
-    /// A built-in machine, a node file or an NCCL topology dump.
-    Machine(Box<Machine>),
-    /// A hwloc XML, which an adapter that knows hwloc has to read.
-    Host(HostXml),
-}
-
-/// A hwloc XML: well-formed, its nesting bounded, its root `<topology>`; no more is known of it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HostXml {
-    /// The file's path.
-    pub path: String,
-    /// The file's name without folder and extension.
-    pub name: String,
-    /// The text.
-    pub text: String,
-}
-
-/// Reads a built-in machine by its name, else the file at that path, whatever it is.
-pub fn read(name_or_path: &str) -> Result<Loaded, MachineError> {
-    let path = || name_or_path.to_owned();
-    let content = |error| MachineError::Content { path: path(), error };
-    if let Some((_, text)) = BUILT_IN.iter().find(|(name, _)| *name == name_or_path) {
-        return Machine::parse(text).map(|machine| Loaded::Machine(Box::new(machine))).map_err(content);
-    }
-    of_bytes(name_or_path, bytes_of(name_or_path)?)
-}
-
-/// Takes the bytes of a file for what their content says. `path` is where they come from: messages name it, and a
-/// dump, which has no name of its own, is called after its last part. Reads no file.
-pub fn of_bytes(path: &str, bytes: Vec<u8>) -> Result<Loaded, MachineError> {
-    let from = path;
-    let path = || from.to_owned();
-    let content = |error| MachineError::Content { path: path(), error };
-    let text = String::from_utf8(bytes)
-        .map_err(|error| MachineError::NotText { path: path(), offset: error.utf8_error().valid_up_to() })?;
-    if !text.trim_start_matches('\u{feff}').trim_start().starts_with('<') {
-        return Machine::parse(&text).map(|machine| Loaded::Machine(Box::new(machine))).map_err(content);
-    }
-    let broken = |error| MachineError::Xml { path: path(), error };
-    let name = Path::new(from).file_stem().map_or_else(path, |stem| stem.to_string_lossy().into_owned());
-    match xml::root(&text).map_err(broken)?.as_str() {
-        "system" => nccl::parse(&name, &text)
-            .map(|machine| Loaded::Machine(Box::new(machine)))
-            .map_err(|error| MachineError::Nccl { path: path(), error }),
-        "topology" => {
-            xml::check(&text).map_err(broken)?;
-            Ok(Loaded::Host(HostXml { path: path(), name, text }))
-        }
-        "graphs" => Err(MachineError::NcclGraph { path: path() }),
-        root => Err(MachineError::UnknownXml { path: path(), root: excerpt(root) }),
-    }
-}
-
-/// Loads a built-in machine by its name, else the node file or NCCL topology dump at that path.
+/// Loads a built-in machine by its name, else the file at that path: a node file, an NCCL topology dump or a hwloc XML.
 pub fn load(name_or_path: &str) -> Result<Machine, MachineError> {
-    match read(name_or_path)? {
-        Loaded::Machine(machine) => Ok(*machine),
-        Loaded::Host(host) => Err(MachineError::HostOnly { path: host.path }),
+    match BUILT_IN.iter().find(|(name, _)| *name == name_or_path) {
+        Some((_, text)) => node_file(name_or_path, text),
+        None => of_bytes(name_or_path, bytes_of(name_or_path)?),
     }
 }
 
-/// Reads the hwloc XML at a path.
-pub fn host_xml(path: &str) -> Result<HostXml, MachineError> {
-    match read(path)? {
-        Loaded::Host(host) => Ok(host),
-        Loaded::Machine(_) => Err(MachineError::NotAHost { path: path.to_owned() }),
+/// Reads the host of the hwloc XML at a path.
+pub fn host_xml(path: &str) -> Result<HostObservation, MachineError> {
+    let text = text(path, bytes_of(path)?)?;
+    match root(path, &text)? {
+        Some(root) if root == HWLOC_ROOT => Ok(hwloc(path, &text)?.observed.host),
+        _ => Err(MachineError::NotAHost { path: path.to_owned() }),
     }
+}
+
+/// Reads a file's bytes by what their content is. `path` is where they come from: messages name it, and a
+/// dump, which has no name of its own, is called after its last part. Reads no file.
+pub fn of_bytes(path: &str, bytes: Vec<u8>) -> Result<Machine, MachineError> {
+    let text = text(path, bytes)?;
+    match root(path, &text)?.as_deref() {
+        None => node_file(path, &text),
+        Some(HWLOC_ROOT) => hwloc(path, &text),
+        Some("system") => nccl::parse(&stem(path), &text).map_err(broken("NCCL topology dump", path)),
+        Some("graphs") => Err(MachineError::NcclGraph { path: path.to_owned() }),
+        Some(root) => Err(MachineError::UnknownXml { path: path.to_owned(), root: excerpt(root) }),
+    }
+}
+
+/// The root element of hwloc's XML.
+const HWLOC_ROOT: &str = "topology";
+
+fn text(path: &str, bytes: Vec<u8>) -> Result<String, MachineError> {
+    let path = || path.to_owned();
+    String::from_utf8(bytes)
+        .map_err(|error| MachineError::NotText { path: path(), offset: error.utf8_error().valid_up_to() })
+}
+
+/// The root element of a file that is XML.
+fn root(path: &str, text: &str) -> Result<Option<String>, MachineError> {
+    let is_xml = text.trim_start_matches('\u{feff}').trim_start().starts_with('<');
+    is_xml.then(|| xml::root(text).map_err(broken("XML file", path))).transpose()
+}
+
+fn node_file(path: &str, text: &str) -> Result<Machine, MachineError> {
+    Machine::parse(text).map_err(|error| MachineError::Content { path: path.to_owned(), error })
+}
+
+fn hwloc(path: &str, text: &str) -> Result<Machine, MachineError> {
+    hwloc_xml::parse(&stem(path), text).map_err(broken("hwloc XML", path))
+}
+
+fn broken(kind: &'static str, path: &str) -> impl FnOnce(xml::XmlError) -> MachineError {
+    let path = path.to_owned();
+    move |error| MachineError::Xml { kind, path, error }
+}
+
+/// A file's name without folder and extension.
+fn stem(path: &str) -> String {
+    Path::new(path).file_stem().map_or_else(|| path.to_owned(), |stem| stem.to_string_lossy().into_owned())
 }
 
 fn bytes_of(name_or_path: &str) -> Result<Vec<u8>, MachineError> {
     let path = || name_or_path.to_owned();
     let mut bytes = Vec::new();
-    // One byte more than allowed is enough to know, whatever the file's size claims to be.
+    // One byte more than allowed is enough to refuse a file, whatever size it claims.
     let outcome = File::open(name_or_path).and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes));
     match outcome {
         Err(error) if error.kind() == io::ErrorKind::NotFound && looks_like_a_name(name_or_path) => {
@@ -103,34 +95,31 @@ fn looks_like_a_name(text: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// What a file of that content is taken for.
-    fn read_text(text: &[u8]) -> Result<Loaded, String> {
+    /// What a file of that content is read as.
+    fn read_text(text: &[u8]) -> Result<Machine, String> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("field.xml");
         std::fs::write(&path, text).unwrap();
-        read(path.to_str().unwrap()).map_err(|error| {
+        load(path.to_str().unwrap()).map_err(|error| {
             let message = error.to_string();
             assert!(!message.contains('\n') && message.contains("field.xml"), "{message}");
             message
         })
     }
 
+    const HWLOC: &str = "<!DOCTYPE topology SYSTEM \"hwloc2.dtd\">\n<topology><object type=\"Machine\"/></topology>";
+
     #[test]
-    fn a_file_is_what_its_content_says() {
-        let Ok(Loaded::Machine(yaml)) = read_text(b"version: 1\nname: x\nobserved: {gpus: []}\n") else { panic!() };
-        assert_eq!(yaml.name, "x");
-        let Ok(Loaded::Machine(dump)) = read_text(b"\xef\xbb\xbf\n <!-- c -->\n<system version=\"1\"/>") else {
-            panic!()
-        };
-        assert_eq!(dump.name, "field");
-        let Ok(Loaded::Host(host)) = read_text(b"<!DOCTYPE topology SYSTEM \"hwloc2.dtd\">\n<topology/>") else {
-            panic!()
-        };
-        assert_eq!(host.name, "field");
+    fn content_decides_the_format() {
+        let yaml = read_text(b"version: 1\nname: x\nobserved: {gpus: []}\n").unwrap();
+        let dump = read_text(b"\xef\xbb\xbf\n <!-- c -->\n<system version=\"1\"/>").unwrap();
+        let host = read_text(HWLOC.as_bytes()).unwrap();
+        assert_eq!([yaml.name, dump.name, host.name], ["x", "field", "field"]);
+        assert_eq!([dump.source, host.source], [["NCCL topology dump"], ["hwloc XML"]]);
     }
 
     #[test]
-    fn what_is_no_machine_is_refused_with_file_and_cause() {
+    fn unreadable_files_are_refused_with_path_and_cause() {
         for (text, words) in [
             (&b"<graphs version=\"1\"/>"[..], "NCCL_TOPO_DUMP_FILE"),
             (b"<nvidia_smi_log/>", "<nvidia_smi_log>"),
@@ -148,13 +137,17 @@ mod tests {
     }
 
     #[test]
-    fn a_host_is_no_machine_and_a_machine_no_host() {
+    fn host_is_read_from_hwloc_xml_only() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("host.xml");
-        std::fs::write(&path, "<topology version=\"2.0\"/>").unwrap();
-        let path = path.to_str().unwrap();
-        assert!(load(path).unwrap_err().to_string().contains("hwloc XML"));
-        assert_eq!(host_xml(path).unwrap().text, "<topology version=\"2.0\"/>");
+        let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+        let cases = [("host.xml", HWLOC), ("dump.xml", "<system version=\"1\"/>"), ("node.yaml", "version: 1")];
+        for (name, text) in cases {
+            std::fs::write(path(name), text).unwrap();
+        }
+        assert_eq!(host_xml(&path("host.xml")).unwrap().numa_nodes.len(), 1);
+        for (name, _) in &cases[1..] {
+            assert!(host_xml(&path(name)).unwrap_err().to_string().contains("is no hwloc XML"), "{name}");
+        }
         assert!(host_xml("dgx-h100").unwrap_err().to_string().contains("'dgx-h100'"));
     }
 }

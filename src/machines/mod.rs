@@ -1,23 +1,26 @@
-//! Machines as files: the ones built in, node files (`linkwise snapshot` writes such a file), NCCL topology dumps.
+//! Machines as files: the built-in ones, node files (`linkwise snapshot` writes one), NCCL topology dumps, hwloc XML.
 //!
-//! Owns the format of node files, version 1: raw facts under `observed`, where they come from under
-//! `source`, what was filled in under `reconstructed`. Tells files apart by content; a hwloc XML it hands on
-//! unread. Called by the composition roots; derives nothing, and knows nothing of NVML, hwloc or the kubelet.
+//! Owns the format of node files, version 1: raw facts under `observed`, their sources under `source`, what was filled
+//! in under `reconstructed`. Recognises a file by its content. Called by the composition roots; derives nothing, and
+//! calls neither NVML nor libhwloc nor the kubelet.
 
 mod file;
+mod hwloc_xml;
 mod load;
 mod nccl;
+mod notes;
 mod xml;
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 
 use serde::{Deserialize, Serialize};
 
-use crate::topology::NodeObservation;
+use crate::topology::{GpuObservation, GpuUuid, NodeObservation, PciAddress};
 use file::MachineFile;
 pub use file::MachineFileError;
-pub use load::{HostXml, Loaded, host_xml, load, of_bytes, read};
-pub use nccl::{NcclError, topology_file as nccl_topology_file};
+pub use load::{host_xml, load, of_bytes};
+pub use nccl::topology_file as nccl_topology_file;
 pub use xml::{XmlError, XmlFault};
 
 /// The largest node file that is read, in bytes.
@@ -48,11 +51,11 @@ const BUILT_IN: [(&str, &str); 15] = [
 pub struct Machine {
     /// A short name, such as `dgx-h100`; for a snapshot the node's name.
     pub name: String,
-    /// One line that tells a person what it is.
+    /// A description for people, one line.
     pub title: String,
     /// Where the facts come from, a line each.
     pub source: Vec<String>,
-    /// What the sources do not say and somebody filled in, a line each.
+    /// What the sources lack and was filled in, a line each.
     pub reconstructed: Vec<String>,
     /// The raw facts.
     pub observed: NodeObservation,
@@ -63,11 +66,11 @@ pub struct Machine {
 pub struct BuiltIn {
     /// The name that [`load`] takes.
     pub name: &'static str,
-    /// One line that tells a person what it is.
+    /// A description for people, one line.
     pub title: String,
 }
 
-/// Why a machine could not be loaded. Each is one line and says all of it (no `source` behind it).
+/// Why a machine could not be loaded. Each message is one line and complete (no `source` behind it).
 #[derive(Debug, thiserror::Error)]
 pub enum MachineError {
     /// Neither a built-in name nor a file.
@@ -81,7 +84,7 @@ pub enum MachineError {
     Read {
         /// The file.
         path: String,
-        /// What the operating system said.
+        /// The operating system's error.
         error: io::Error,
     },
     /// More than [`MAX_FILE_BYTES`].
@@ -106,21 +109,15 @@ pub enum MachineError {
         /// What is wrong with it, and where.
         error: MachineFileError,
     },
-    /// Not the XML it looks like.
-    #[error("'{path}': {error}")]
+    /// Broken XML, or not the kind of dump that its root names.
+    #[error("{kind} '{path}': {error}")]
     Xml {
+        /// The kind of file.
+        kind: &'static str,
         /// The file.
         path: String,
         /// What is wrong with it, and where.
         error: XmlError,
-    },
-    /// Not an NCCL topology dump, though its root says so.
-    #[error("NCCL topology dump '{path}': {error}")]
-    Nccl {
-        /// The file.
-        path: String,
-        /// What is wrong with it, and where.
-        error: NcclError,
     },
     /// What NCCL made of a topology, not the topology.
     #[error("'{path}' is an NCCL graph dump; the topology is what NCCL_TOPO_DUMP_FILE writes")]
@@ -135,12 +132,6 @@ pub enum MachineError {
         path: String,
         /// Its root element.
         root: String,
-    },
-    /// A hwloc XML where a whole machine is needed.
-    #[error("'{path}' is a hwloc XML, which describes a host; a node file or an NCCL topology dump is needed here")]
-    HostOnly {
-        /// The file.
-        path: String,
     },
     /// A machine where a host is needed.
     #[error("'{path}' is no hwloc XML (as lstopo writes it), which is what describes a host")]
@@ -170,13 +161,64 @@ pub fn built_in() -> impl Iterator<Item = BuiltIn> {
     })
 }
 
+/// A GPU of which only the place is known.
+fn bare_gpu(index: u32, pci: PciAddress) -> GpuObservation {
+    GpuObservation {
+        index,
+        uuid: GpuUuid::made_up(pci),
+        pci,
+        model: None,
+        minor: None,
+        compute_capability: None,
+        memory_mib: None,
+        numa: None,
+        pcie: None,
+        nvlinks: None,
+        c2c: None,
+        display: None,
+        mig: None,
+        fabric: None,
+        common_ancestors: BTreeMap::new(),
+    }
+}
+
+/// The CPUs of a kernel list such as `0-15,32-47`; `None` for what is no such list, or names a CPU beyond 65535.
+pub fn cpus(list: &str) -> Option<BTreeSet<u32>> {
+    let mut cpus = BTreeSet::new();
+    for range in list.split(',').filter(|range| !range.is_empty()) {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (first, last): (u16, u16) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
+        if first > last {
+            return None;
+        }
+        cpus.extend((first..=last).map(u32::from));
+    }
+    Some(cpus)
+}
+
+/// The kernel's list (`0-15,32-47`) of a mask: parts of 32 bits, the highest first, which `word` parses.
+fn cpu_list(mask: &str, word: fn(&str) -> Option<u32>) -> Option<String> {
+    let mut ranges: Vec<(u32, u32)> = Vec::new();
+    for (number, text) in mask.rsplit(',').enumerate() {
+        let bits = word(text)?;
+        let first = u32::try_from(number).ok()?.checked_mul(32)?;
+        for cpu in (0..32).filter(|bit| bits >> bit & 1 == 1).map(|bit| first + bit) {
+            match ranges.last_mut() {
+                Some((_, last)) if *last + 1 == cpu => *last = cpu,
+                _ => ranges.push((cpu, cpu)),
+            }
+        }
+    }
+    let text = |(first, last): &(u32, u32)| if first == last { first.to_string() } else { format!("{first}-{last}") };
+    Some(ranges.iter().map(text).collect::<Vec<_>>().join(","))
+}
+
 fn names() -> String {
     BUILT_IN.map(|(name, _)| name).join(", ")
 }
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
     use std::fs::{self, File};
 
     use super::*;
@@ -204,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn gpus_are_found_once_in_the_tree_and_have_names_of_their_own() {
+    fn built_in_gpus_are_unique_in_tree() {
         fn walk(devices: &[PciObservation], gpus: &mut Vec<PciAddress>, all: &mut Vec<PciAddress>) {
             for device in devices {
                 all.extend(device.pci);
@@ -231,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn nvlinks_are_numbered_once_and_go_both_ways() {
+    fn built_in_nvlinks_are_symmetric() {
         for machine in all() {
             let mut between = BTreeMap::new();
             for gpu in &machine.observed.gpus {
@@ -252,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_reads_back_equal() {
+    fn written_machine_reads_back_equal() {
         for mut machine in all() {
             let text = machine.to_yaml().unwrap();
             assert_eq!(Machine::parse(&text).unwrap(), machine, "{text}");
@@ -266,14 +308,23 @@ mod tests {
     }
 
     #[test]
-    fn unknown_machine_lists_the_known_ones() {
+    fn kernel_lists_name_cpus() {
+        assert_eq!(cpus("0-2,8, 10-11"), Some([0, 1, 2, 8, 10, 11].into()));
+        assert_eq!(cpus(""), Some(BTreeSet::new()));
+        for list in ["x", "2-1", "0-4294967295", "1-2-3"] {
+            assert_eq!(cpus(list), None, "{list}");
+        }
+    }
+
+    #[test]
+    fn unknown_machine_lists_built_in_names() {
         let message = refusal("dgx-h200");
         assert!(message.contains("'dgx-h200'"), "{message}");
         assert!(message.contains("dgx1-v100, dgx2-v100, dgx-a100, dgx-h100, hgx-h200"), "{message}");
     }
 
     #[test]
-    fn files_that_cannot_be_read_are_named_with_the_reason() {
+    fn unreadable_files_are_named_with_cause() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
 

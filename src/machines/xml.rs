@@ -1,31 +1,29 @@
 //! XML within bounds: a tree of elements with their lines, however hostile the text.
 //!
 //! Owns the limits: a depth, a number of elements and attributes, a length of each value, no entities of the
-//! document's own. A text that keeps them costs memory in proportion to its elements, any other an error that
-//! names the line. Called by `machines`; knows nothing of what the elements mean.
+//! document's own. A text within them costs memory in proportion to its elements; any other is an error that
+//! names the line. Called by the readers of `machines`; gives the elements no meaning.
 
 use quick_xml::XmlVersion;
-use quick_xml::events::{BytesStart, Event};
+use quick_xml::events::{BytesStart, BytesText, Event};
 use quick_xml::reader::Reader;
 
 use crate::quote::{excerpt, one_line};
 
-/// Elements inside of each other in a document of which a tree is kept. Real ones (NCCL's) stay below 12. A node file
-/// takes two levels for each PCI device in another, and its reader stops at 64.
-pub(super) const MAX_DEPTH: usize = 28;
-/// Elements inside of each other in a document that another reader makes a tree of. The deepest real ones (hwloc's)
-/// stay below 40.
-pub(super) const MAX_CHECKED_DEPTH: usize = 128;
-/// Elements of a document of which a tree is kept. NCCL itself stops at a few thousand.
-pub(super) const MAX_ELEMENTS: usize = 1 << 14;
 /// Attributes of an element. NCCL itself stops at 16, hwloc has up to some twenty.
 pub(super) const MAX_ATTRIBUTES: usize = 32;
-/// Elements of a document that another reader makes a tree of: hwloc's, of a host of some thousand CPUs.
-pub(super) const MAX_CHECKED_ELEMENTS: usize = 1 << 17;
-/// Bytes of such a document; another reader may need twenty times as much.
-pub(super) const MAX_CHECKED: usize = 16 << 20;
-/// Bytes of a name or a value: the CPU mask of 8192 CPUs takes 2304.
+/// Bytes of a name or a value: the CPU mask of 8192 CPUs takes 2816.
 pub(super) const MAX_VALUE: usize = 4096;
+
+/// What one format may take.
+pub(super) struct Limits {
+    /// Elements inside of each other.
+    pub depth: usize,
+    pub elements: usize,
+    pub bytes: usize,
+    /// Whether words between elements are skipped; without, they are an error.
+    pub text: bool,
+}
 
 /// What is wrong with an XML text, and where: one line.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -69,9 +67,9 @@ pub enum XmlFault {
     /// More elements than are taken.
     #[error("more than {0} elements")]
     TooManyElements(usize),
-    /// More than `MAX_CHECKED`.
-    #[error("more than {} MiB of XML", MAX_CHECKED >> 20)]
-    TooLarge,
+    /// More bytes than are taken.
+    #[error("more than {} MiB of XML", .0 >> 20)]
+    TooLarge(usize),
     /// More than `MAX_ATTRIBUTES`.
     #[error("<{0}> has more than {MAX_ATTRIBUTES} attributes")]
     TooManyAttributes(String),
@@ -81,6 +79,19 @@ pub enum XmlFault {
     /// One attribute twice.
     #[error("attribute '{0}' twice")]
     DuplicateAttribute(String),
+    /// A version of the format that this build does not read.
+    #[error("{format} version '{found}' is not known (this build reads {known})")]
+    Version {
+        /// The format.
+        format: &'static str,
+        /// The version in the file.
+        found: String,
+        /// The versions that are read.
+        known: &'static str,
+    },
+    /// A hwloc XML whose first object is no machine.
+    #[error("no Machine object in the hwloc XML")]
+    NoMachine,
 }
 
 /// One element.
@@ -100,76 +111,56 @@ impl Element {
     }
 }
 
-/// Reads a document that consists of elements only.
-pub(super) fn tree(text: &str) -> Result<Element, XmlError> {
-    let mut scan = Scan::new(text, MAX_DEPTH);
-    let mut open: Vec<Element> = Vec::new();
+/// Reads a document within its format's limits.
+pub(super) fn tree(text: &str, limits: &Limits) -> Result<Element, XmlError> {
+    let mut scan = Scan::new(text);
+    if text.len() > limits.bytes {
+        return Err(scan.error(XmlFault::TooLarge(limits.bytes)));
+    }
+    let (mut open, mut root): (Vec<Element>, _) = (Vec::new(), None);
     let mut elements = 0;
-    while let Some(step) = scan.next()? {
-        let closed = match step {
-            Step::Open(start) => {
+    loop {
+        match scan.next()? {
+            Event::Start(_) | Event::Text(_) if root.is_some() => return Err(scan.error(XmlFault::Trailing)),
+            Event::Start(start) => {
                 elements += 1;
-                if elements > MAX_ELEMENTS {
-                    return Err(scan.error(XmlFault::TooManyElements(MAX_ELEMENTS)));
+                if elements > limits.elements {
+                    return Err(scan.error(XmlFault::TooManyElements(limits.elements)));
                 }
-                open.push(element(&start).map_err(|fault| scan.error(fault))?);
-                if let Some(element) = open.last_mut() {
-                    element.line = scan.line;
+                if open.len() == limits.depth {
+                    return Err(scan.error(XmlFault::TooDeep(limits.depth)));
                 }
-                continue;
+                let element = element(&start).map_err(|fault| scan.error(fault))?;
+                open.push(Element { line: scan.line, ..element });
             }
-            Step::Close => open.pop(),
-            Step::Text(text) => return Err(scan.error(XmlFault::Text(excerpt(text.trim())))),
-        };
-        match (closed, open.last_mut()) {
-            (Some(closed), Some(parent)) => parent.children.push(closed),
-            (Some(root), None) => {
-                scan.rest()?;
-                return Ok(root);
+            Event::End(_) => match (open.pop(), open.last_mut()) {
+                (Some(closed), Some(parent)) => parent.children.push(closed),
+                (closed, _) => root = closed,
+            },
+            Event::Text(text) if !limits.text || open.is_empty() => {
+                return Err(scan.error(XmlFault::Text(excerpt(&text))));
             }
-            (None, _) => {}
+            Event::Eof => {
+                let innermost = open.last().map(|open| (excerpt(&open.name), open.line));
+                let truncated = innermost.map(|(name, opened)| XmlFault::Truncated { name, opened });
+                return root.ok_or_else(|| scan.error(truncated.unwrap_or(XmlFault::Empty)));
+            }
+            _ => {}
         }
     }
-    Err(scan.error(XmlFault::Empty))
 }
 
 /// The name of the root element, read no further than that.
 pub(super) fn root(text: &str) -> Result<String, XmlError> {
-    let mut scan = Scan::new(text, MAX_CHECKED_DEPTH);
-    match scan.next()? {
-        Some(Step::Open(start)) => name(&start).map_err(|fault| scan.error(fault)),
-        Some(Step::Text(text)) => Err(scan.error(XmlFault::Text(excerpt(text.trim())))),
-        Some(Step::Close) | None => Err(scan.error(XmlFault::Empty)),
-    }
-}
-
-/// Goes through a whole document, so that another reader of it meets no surprise.
-pub(super) fn check(text: &str) -> Result<(), XmlError> {
-    let mut scan = Scan::new(text, MAX_CHECKED_DEPTH);
-    if text.len() > MAX_CHECKED {
-        return Err(scan.error(XmlFault::TooLarge));
-    }
-    let mut elements = 0;
-    while let Some(step) = scan.next()? {
-        match step {
-            Step::Open(start) => {
-                elements += 1;
-                if start.attributes().with_checks(false).nth(MAX_ATTRIBUTES).is_some() {
-                    return Err(scan.error(XmlFault::TooManyAttributes(excerpt(start.name().as_ref()))));
-                }
-            }
-            Step::Close if scan.open.is_empty() => return scan.rest(),
-            Step::Close | Step::Text(_) => {}
-        }
-        if elements > MAX_CHECKED_ELEMENTS {
-            return Err(scan.error(XmlFault::TooManyElements(MAX_CHECKED_ELEMENTS)));
+    let mut scan = Scan::new(text);
+    loop {
+        match scan.next()? {
+            Event::Start(start) => return own(start.name().as_ref()).map_err(|fault| scan.error(fault)),
+            Event::Text(text) => return Err(scan.error(XmlFault::Text(excerpt(&text)))),
+            Event::End(_) | Event::Eof => return Err(scan.error(XmlFault::Empty)),
+            _ => {}
         }
     }
-    Err(scan.error(XmlFault::Empty))
-}
-
-fn name(start: &BytesStart<'_>) -> Result<String, XmlFault> {
-    own(start.name().as_ref())
 }
 
 fn own(text: &str) -> Result<String, XmlFault> {
@@ -177,7 +168,7 @@ fn own(text: &str) -> Result<String, XmlFault> {
 }
 
 fn element(start: &BytesStart<'_>) -> Result<Element, XmlFault> {
-    let mut element = Element { name: name(start)?, ..Element::default() };
+    let mut element = Element { name: own(start.name().as_ref())?, ..Element::default() };
     let mut attributes = start.attributes();
     // Their own check compares each with all before it, however many there are.
     for attribute in attributes.with_checks(false) {
@@ -200,35 +191,22 @@ fn element(start: &BytesStart<'_>) -> Result<Element, XmlFault> {
     Ok(element)
 }
 
-/// What comes next in a document, comments and instructions left out.
-enum Step<'t> {
-    Open(BytesStart<'t>),
-    Close,
-    /// Text that is not blank.
-    Text(&'t str),
-}
-
-/// A walk over a document that holds the limits on structure.
+/// The events of a document, with their lines. An empty element is opened and closed.
 struct Scan<'t> {
     text: &'t str,
     reader: Reader<&'t [u8]>,
-    /// The line of the step last returned.
+    /// The line of the event last returned.
     line: usize,
     /// Up to where lines were counted.
     counted: usize,
-    /// How many elements may be open.
-    deepest: usize,
-    /// The open elements: name and line.
-    open: Vec<(String, usize)>,
-    /// An empty element was opened and has to be closed.
-    closing: bool,
 }
 
 impl<'t> Scan<'t> {
-    fn new(text: &'t str, deepest: usize) -> Self {
+    fn new(text: &'t str) -> Self {
         let text = text.trim_start_matches('\u{feff}');
-        let reader = Reader::from_str(text);
-        Self { text, reader, line: 1, counted: 0, deepest, open: Vec::new(), closing: false }
+        let mut reader = Reader::from_str(text);
+        reader.config_mut().expand_empty_elements = true;
+        Self { text, reader, line: 1, counted: 0 }
     }
 
     fn error(&self, fault: XmlFault) -> XmlError {
@@ -236,73 +214,37 @@ impl<'t> Scan<'t> {
     }
 
     /// Counts lines up to a byte.
-    fn count_to(&mut self, byte: u64) {
+    fn count_to(&mut self, byte: u64) -> usize {
         let byte = usize::try_from(byte).unwrap_or(usize::MAX).min(self.text.len());
         let passed = self.text.as_bytes().get(self.counted..byte).unwrap_or_default();
         self.line += passed.iter().filter(|byte| **byte == b'\n').count();
         self.counted = self.counted.max(byte);
+        byte
     }
 
-    fn next(&mut self) -> Result<Option<Step<'t>>, XmlError> {
-        if std::mem::take(&mut self.closing) {
-            self.open.pop();
-            return Ok(Some(Step::Close));
-        }
+    /// The next event; whatever is text becomes `Text` as it is written, and blanks are left out.
+    fn next(&mut self) -> Result<Event<'t>, XmlError> {
         loop {
-            let from = self.reader.buffer_position();
-            self.count_to(from);
-            let event = match self.reader.read_event() {
-                Ok(event) => event,
-                Err(error) => {
-                    self.count_to(self.reader.error_position());
-                    return Err(self.error(XmlFault::Syntax(one_line(&error.to_string()))));
-                }
-            };
-            match event {
-                Event::Start(start) => return self.opened(start).map(Some),
-                Event::Empty(start) => {
-                    self.closing = true;
-                    return self.opened(start).map(Some);
-                }
-                Event::End(_) => {
-                    self.open.pop();
-                    return Ok(Some(Step::Close));
-                }
-                Event::Text(_) | Event::CData(_) | Event::GeneralRef(_) => {
-                    let from = usize::try_from(from).unwrap_or(usize::MAX);
+            let from = self.count_to(self.reader.buffer_position());
+            match self.reader.read_event() {
+                Ok(Event::Text(_) | Event::CData(_) | Event::GeneralRef(_)) => {
                     let to = usize::try_from(self.reader.buffer_position()).unwrap_or(usize::MAX);
                     let text = self.text.get(from..to).unwrap_or_default();
                     let blanks = text.len() - text.trim_start().len();
                     if blanks < text.len() {
                         self.count_to(u64::try_from(from + blanks).unwrap_or(u64::MAX));
-                        return Ok(Some(Step::Text(text)));
+                        return Ok(Event::Text(BytesText::from_escaped(text)));
                     }
                 }
-                Event::DocType(declared) if declared.contains('[') => return Err(self.error(XmlFault::Declarations)),
-                Event::DocType(_) | Event::Comment(_) | Event::Decl(_) | Event::PI(_) => {}
-                Event::Eof => {
-                    let innermost = self.open.last().map(|(name, opened)| (excerpt(name), *opened));
-                    let truncated = innermost.map(|(name, opened)| XmlFault::Truncated { name, opened });
-                    return truncated.map_or(Ok(None), |fault| Err(self.error(fault)));
+                Ok(Event::DocType(declared)) if declared.contains('[') => {
+                    return Err(self.error(XmlFault::Declarations));
+                }
+                Ok(event) => return Ok(event),
+                Err(error) => {
+                    self.count_to(self.reader.error_position());
+                    return Err(self.error(XmlFault::Syntax(one_line(&error.to_string()))));
                 }
             }
-        }
-    }
-
-    fn opened(&mut self, start: BytesStart<'t>) -> Result<Step<'t>, XmlError> {
-        if self.open.len() == self.deepest {
-            return Err(self.error(XmlFault::TooDeep(self.deepest)));
-        }
-        let name = name(&start).map_err(|fault| self.error(fault))?;
-        self.open.push((name, self.line));
-        Ok(Step::Open(start))
-    }
-
-    /// Makes sure that nothing follows the root element.
-    fn rest(mut self) -> Result<(), XmlError> {
-        match self.next()? {
-            None => Ok(()),
-            Some(_) => Err(self.error(XmlFault::Trailing)),
         }
     }
 }

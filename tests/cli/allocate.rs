@@ -14,7 +14,7 @@ fn allocate(machine: &str, size: &str, more: &[&str]) -> Value {
 }
 
 #[test]
-fn the_named_cases_are_chosen() {
+fn documented_cases_are_chosen() {
     let cases: [(&str, &str, &str, &[u64]); 3] = [
         ("dgx1-v100", "4", "0,1,2,3,4,5", &[0, 1, 2, 3]),
         ("dgx1-v100", "2", "0,1,4", &[0, 4]),
@@ -28,7 +28,7 @@ fn the_named_cases_are_chosen() {
 }
 
 #[test]
-fn an_answer_has_all_its_fields() {
+fn json_answer_has_all_fields() {
     for machine in MACHINES {
         let answer = allocate(machine, "2", &[]);
         for gpu in answer["devices"].as_array().unwrap() {
@@ -49,7 +49,7 @@ fn an_answer_has_all_its_fields() {
 }
 
 #[test]
-fn lists_take_uuids_and_indices_in_any_order_and_what_must_be_in_is() {
+fn lists_take_uuids_and_indices_in_any_order() {
     let by_index = allocate("dgx1-v100", "4", &["--available", "5,4,3,2,1,0", "--must-include", "4"]);
     assert!(indices(&by_index).contains(&4), "{by_index}");
     let uuid = |index: u32| format!("GPU-00000001-0000-4000-8000-{index:012}");
@@ -60,11 +60,11 @@ fn lists_take_uuids_and_indices_in_any_order_and_what_must_be_in_is() {
     assert_eq!(indices(&allocate("dgx1-v100", "2", &["--available", "0,1", "--must-include", "7,6"])), [6, 7]);
 }
 
-/// The indices, or what the error says among other things.
+/// The indices, or a part of the error.
 type Outcome = Result<&'static [u64], &'static str>;
 
 #[test]
-fn each_line_of_requests_has_its_line_of_answer() {
+fn each_request_line_gets_one_answer_line() {
     let long = format!("{{\"size\": 1, \"pad\": \"{}\"}}", "x".repeat(2 << 20));
     let lines: [(&[u8], Outcome); 16] = [
         (b"{\"size\": 4, \"available\": [0, 1, 2, 3, 4, 5]}", Ok(&[0, 1, 2, 3])),
@@ -111,14 +111,14 @@ fn each_line_of_requests_has_its_line_of_answer() {
 }
 
 #[test]
-fn this_machine_is_chosen_from_through_nvml() {
+fn live_machine_is_read_through_nvml() {
     let mut command = linkwise(&["allocate", "--size", "2", "--available", "0,1,4", "--format", "json"]);
     this_is(&mut command, "dgx1-v100");
     assert_eq!(indices(&serde_json::from_str(&text(&mut command)).unwrap()), [0, 4]);
 }
 
 #[test]
-fn slots_of_shared_gpus_are_chosen() {
+fn shared_gpu_slots_are_chosen() {
     let slots = |answer: &Value| -> Vec<String> {
         answer["slots"].as_array().unwrap().iter().map(|slot| slot["id"].as_str().unwrap().to_owned()).collect()
     };

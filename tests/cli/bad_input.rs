@@ -6,7 +6,7 @@ use tempfile::TempDir;
 
 use crate::linkwise;
 
-/// What it says and its exit code; nothing on standard output.
+/// Its standard error and its exit code; nothing on standard output.
 fn refusal(args: &[&str]) -> (Option<i32>, String) {
     let mut command = linkwise(args);
     // A machine of its own, where no node is named, is not to be had.
@@ -40,7 +40,7 @@ fn file(text: &[u8]) -> (TempDir, PathBuf) {
 }
 
 #[test]
-fn a_machine_that_is_not_there_is_named() {
+fn unknown_machine_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path().to_str().unwrap();
     let missing = format!("{folder}/missing.yaml");
@@ -56,7 +56,7 @@ fn a_machine_that_is_not_there_is_named() {
 }
 
 #[test]
-fn a_node_file_that_is_none_is_named_with_the_place() {
+fn broken_node_file_is_named_with_line() {
     let gpu = "version: 1\nname: x\nobserved:\n  gpus:\n    - {index: 0, uuid: GPU-a, pci: \"zz\"}\n";
     let cases: [(&[u8], &[&str]); 8] = [
         (b"version: 1\nname: x\nobserved:\n  gpus: []\n  colour: red\n", &["`colour`", "line 5"]),
@@ -77,7 +77,7 @@ fn a_node_file_that_is_none_is_named_with_the_place() {
 }
 
 #[test]
-fn a_choice_that_cannot_be_made_says_why() {
+fn impossible_choice_reports_cause() {
     let allocate =
         |more: &[&str], named: &[&str]| refused(&[&["allocate", "--node", "dgx-h100"], more].concat(), named);
     allocate(&["--size", "9"], &["no set of 9 GPUs", "8 may be taken"]);
@@ -95,14 +95,14 @@ fn a_choice_that_cannot_be_made_says_why() {
 }
 
 #[test]
-fn this_machine_without_nvml_says_so_and_what_to_do() {
+fn missing_nvml_reports_cause_and_remedy() {
     for args in [vec!["topology"], vec!["allocate", "--size", "1"]] {
         refused(&args, &["/no/such/libnvidia-ml.so.1", "--node"]);
     }
 }
 
 #[test]
-fn what_the_command_line_does_not_know_is_named() {
+fn unknown_arguments_are_named() {
     let usage = |args: &[&str], named: &str| {
         let (code, words) = refusal(args);
         assert_eq!(code, Some(2), "{args:?}: {words}");

@@ -3,7 +3,7 @@
 use crate::{MACHINES, linkwise, text};
 
 #[test]
-fn it_ends_well_on_every_machine() {
+fn demo_succeeds_on_each_machine() {
     for machine in MACHINES {
         let shown = text(&mut linkwise(&["demo", "--machine", machine]));
         for words in ["train-a", "kubelet restarts", "XID 79", "why: ", "NUMA node"] {
@@ -15,7 +15,7 @@ fn it_ends_well_on_every_machine() {
 }
 
 #[test]
-fn a_machine_without_gpus_is_no_failure() {
+fn demo_succeeds_without_gpus() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("bare.yaml");
     std::fs::write(&file, "version: 1\nname: bare\ntitle: A bare node\nobserved: {gpus: []}\n").unwrap();

@@ -1,4 +1,4 @@
-//! What people read, held as text in tests/snapshots. After a change that is meant, look at what
+//! What people read, held as text in tests/snapshots. After an intended change, compare what
 //! `INSTA_UPDATE=always cargo test --test cli` makes of it.
 
 use crate::{MACHINES, linkwise, text};

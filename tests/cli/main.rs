@@ -1,4 +1,4 @@
-//! The commands that look and answer, as a person or a script runs them: `topology`, `allocate`, `demo`, `config`.
+//! The commands that read and print, as a person or a script runs them: `topology`, `allocate`, `demo`, `config`.
 
 #![allow(
     clippy::unwrap_used,
@@ -26,7 +26,7 @@ use serde_json::Value;
 /// Built-in machines of eight GPUs: what is printed of them is held to the letter.
 const MACHINES: [&str; 3] = ["dgx1-v100", "dgx-h100", "pcie-8x-pix-pairs"];
 
-/// The binary, without what the environment of whoever runs the tests would tell it.
+/// The binary, without settings from the environment in which the tests run.
 fn linkwise(args: &[impl AsRef<OsStr>]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
     command.env_clear().args(args).stdin(Stdio::null());
@@ -40,7 +40,7 @@ fn this_is(command: &mut Command, machine: &str) {
     command.env_remove("FAKE_NVML_CONTROL").env("HWLOC_SYNTHETIC", "pack:2 numa:1 pu:2");
 }
 
-/// Runs a command that succeeds without a word on standard error; gives what it printed.
+/// Runs a command that succeeds with nothing on standard error; returns what it printed.
 fn text(command: &mut Command) -> String {
     let output = command.output().unwrap();
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");

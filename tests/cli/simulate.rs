@@ -7,7 +7,7 @@ use crate::{fed, linkwise, text};
 const SIMULATE: [&str; 5] = ["simulate", "--node", "dgx1-v100", "--trace", "-"];
 
 #[test]
-fn a_trace_from_standard_input_gives_figures_for_each_policy() {
+fn trace_from_stdin_gives_figures_for_each_policy() {
     let args = [&SIMULATE[..], &["--policy", "first-fit,best-effort,packed,random", "--seed", "7", "--format", "json"]];
     let output = fed(&mut linkwise(&args.concat()), b"size,duration_seconds\n2,3600\n2,3600\n9,1\n");
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
@@ -28,7 +28,7 @@ fn a_trace_from_standard_input_gives_figures_for_each_policy() {
 }
 
 #[test]
-fn a_bad_trace_is_refused_in_one_line() {
+fn bad_trace_is_refused_in_one_line() {
     let cases: [(&[u8], &str); 5] = [
         (b"", "no header"),
         (b"size,duration_seconds\n2,10\n2,ten\n", "line 3: duration_seconds 'ten' is not a whole number"),
@@ -47,7 +47,7 @@ fn a_bad_trace_is_refused_in_one_line() {
 }
 
 #[test]
-fn the_sample_is_the_same_twice() {
+fn sample_trace_is_reproducible() {
     let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/traces/sample.csv");
     let run = || text(&mut linkwise(&["simulate", "--node", "dgx1-v100", "--trace", trace, "--policy", "random"]));
     assert_eq!(run(), run());

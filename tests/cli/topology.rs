@@ -27,9 +27,9 @@ fn check(topology: &Value) {
     for (number, gpu) in gpus.iter().enumerate() {
         assert_eq!(gpu["index"], number);
         assert!(gpu["uuid"].as_str().unwrap().starts_with("GPU-"), "{gpu}");
-        // Not every source names the product: null is an answer, a missing key is none.
+        // Not every source names the product: null is an answer, a missing key is not.
         assert!(gpu["pci"].is_string() && gpu.get("model").is_some(), "{gpu}");
-        // A kernel may know no NUMA node (-1), a guest no package.
+        // A kernel may report no NUMA node (-1), a guest no package.
         for key in ["numa", "package"] {
             assert!(gpu[key].is_u64() || gpu.get(key).is_some_and(Value::is_null), "{gpu}");
         }
@@ -59,7 +59,7 @@ fn check(topology: &Value) {
 }
 
 #[test]
-fn the_list_has_a_line_for_each_machine_its_name_first() {
+fn list_has_one_line_for_each_machine() {
     let text = text(&mut linkwise(&["topology", "--list"]));
     let names: Vec<&str> = text.lines().map(|line| line.split_whitespace().next().unwrap()).collect();
     assert_eq!(names, machines::built_in().map(|machine| machine.name).collect::<Vec<_>>());
@@ -67,7 +67,7 @@ fn the_list_has_a_line_for_each_machine_its_name_first() {
 }
 
 #[test]
-fn every_machine_has_all_fields_in_their_shapes() {
+fn json_has_all_fields_for_each_machine() {
     for machine in machines::built_in() {
         let topology = json(&["topology", "--node", machine.name, "--format", "json"]);
         check(&topology);
@@ -84,7 +84,7 @@ fn every_machine_has_all_fields_in_their_shapes() {
 }
 
 #[test]
-fn the_numbers_are_those_of_the_table() {
+fn json_bandwidths_match_the_table() {
     let v100 = json(&["topology", "--node", "dgx1-v100", "--format", "json"]);
     assert_eq!(square(&v100["nvlink_mbps"])[0], [0, 20_000, 20_000, 40_000, 40_000, 0, 0, 0]);
     assert_eq!(square(&v100["level"])[0], [0, 0, 3, 3, 5, 5, 5, 5]);
@@ -96,7 +96,7 @@ fn the_numbers_are_those_of_the_table() {
 }
 
 #[test]
-fn a_node_file_is_as_good_as_a_name() {
+fn node_file_equals_built_in_name() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/machines/dgx1-v100.yaml");
     for format in ["text", "json"] {
         let by_name = text(&mut linkwise(&["topology", "--node", "dgx1-v100", "--format", format]));
@@ -105,7 +105,7 @@ fn a_node_file_is_as_good_as_a_name() {
 }
 
 #[test]
-fn a_topology_file_for_nccl_is_as_good_as_the_machine() {
+fn nccl_topology_file_reads_back_to_machine() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("dgx-h100.xml");
     std::fs::write(&path, text(&mut linkwise(&["topology", "--node", "dgx-h100", "--format", "nccl"]))).unwrap();
@@ -117,7 +117,7 @@ fn a_topology_file_for_nccl_is_as_good_as_the_machine() {
 }
 
 #[test]
-fn this_machine_is_seen_through_nvml_and_hwloc() {
+fn live_machine_combines_nvml_and_hwloc() {
     let mut command = linkwise(&["topology", "--format", "json"]);
     this_is(&mut command, "dgx1-v100");
     let seen: Value = serde_json::from_str(&text(&mut command)).unwrap();
@@ -126,7 +126,7 @@ fn this_machine_is_seen_through_nvml_and_hwloc() {
     for key in ["gpus", "nvlink_mbps", "nvswitch_plane"] {
         assert_eq!(seen[key], written[key], "{key}");
     }
-    // hwloc sees none of these GPUs: that is said of each, and NVML's levels stand in.
+    // hwloc sees none of these GPUs: each has a warning, and NVML's levels stand in.
     let warnings: Vec<&str> = list(&seen["warnings"]).iter().map(|text| text.as_str().unwrap()).collect();
     assert_eq!(warnings.iter().filter(|text| text.contains("its levels come from NVML")).count(), 8, "{warnings:?}");
     assert_eq!(square(&seen["level"]), square(&written["level"]));
@@ -137,7 +137,7 @@ fn this_machine_is_seen_through_nvml_and_hwloc() {
 }
 
 #[test]
-fn a_machine_without_gpus_is_shown() {
+fn machine_without_gpus_is_shown() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("bare.yaml");
     std::fs::write(&file, "version: 1\nname: bare\ntitle: A bare node\nobserved: {gpus: []}\n").unwrap();
@@ -149,7 +149,7 @@ fn a_machine_without_gpus_is_shown() {
 }
 
 #[test]
-fn a_reader_that_has_read_enough_is_no_error() {
+fn closed_pipe_is_no_error() {
     for args in [["topology", "--node", "dgx-h100"], ["topology", "--list", "--format=text"]] {
         let mut child =
             linkwise(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the binary starts");

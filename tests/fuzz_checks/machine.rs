@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use linkwise::allocation::{AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, preferred_allocation};
-use linkwise::machines::{Loaded, Machine, nccl_topology_file, of_bytes};
+use linkwise::machines::{Machine, nccl_topology_file, of_bytes};
 use linkwise::topology::NodeTopology;
 
 use super::request::holds;
@@ -21,12 +21,10 @@ pub fn node_file(bytes: &[u8]) {
     }
 }
 
-/// A file as `--node FILE` reads it: an NCCL topology dump, a hwloc XML (no further than our own look at it, for
-/// the C library is not the subject), anything else.
+/// A file as `--node FILE` reads it: an NCCL topology dump, a hwloc XML, anything else.
 pub fn nccl_xml(bytes: &[u8]) {
     match of_bytes("dumps/fuzz.xml", bytes.to_vec()) {
-        Ok(Loaded::Machine(machine)) => becomes_a_topology(&machine),
-        Ok(Loaded::Host(host)) => assert_eq!(host.name, "fuzz"),
+        Ok(machine) => becomes_a_topology(&machine),
         Err(error) => is_one_line(&error.to_string()),
     }
 }
@@ -42,12 +40,11 @@ pub(super) fn is_one_line(message: &str) {
 fn reaches_nccl(machine: &Machine, topology: &NodeTopology) {
     let text = nccl_topology_file(&machine.observed);
     match of_bytes("nccl.xml", text.clone().into_bytes()) {
-        Ok(Loaded::Machine(again)) => {
+        Ok(again) => {
             for gpu in topology.gpus() {
                 assert!(again.observed.gpus.iter().any(|read| read.pci == gpu.pci), "{} is lost:\n{text}", gpu.pci);
             }
         }
-        Ok(Loaded::Host(_)) => panic!("taken for a hwloc XML:\n{text}"),
         Err(error) => {
             let error = error.to_string();
             assert!(error.contains("nest deeper") || error.contains("more than"), "{error}:\n{text}");

@@ -1,5 +1,5 @@
-//! `linkwise doctor` on machines that are well and on machines that are not: each line that is not `ok` is produced here by
-//! what it is about.
+//! `linkwise doctor` on machines that are well and on machines that are not: each line that is not `ok` is produced
+//! here by what it is about.
 
 mod gpus;
 
@@ -82,7 +82,7 @@ fn absent(report: &Value, check: &str, status: &str, text: &str) {
     assert!(!findings.iter().any(is), "{status} in {check} with '{text}': {findings:#?}");
 }
 
-/// What is said of this comes with this advice.
+/// Each finding with this text has this advice.
 fn advised(report: &Value, what: &str, advice: &str) {
     let says = |value: &Value, text: &str| value.as_str().is_some_and(|words| words.contains(text));
     let findings = report["findings"].as_array().unwrap();
@@ -104,7 +104,7 @@ fn holds(setup: &Setup, name: &str, text: &str) {
 }
 
 #[tokio::test]
-async fn what_is_read_is_an_interface() {
+async fn healthy_report_matches_golden_files() {
     let (setup, _kubelet) = well("dgx1-v100");
     let (code, text) = run(setup.doctor()).await;
     holds(&setup, "doctor-dgx1-v100.txt", &text);
@@ -117,7 +117,7 @@ async fn what_is_read_is_an_interface() {
 }
 
 #[tokio::test]
-async fn a_node_without_gpus_is_well_and_told_so() {
+async fn node_without_gpus_is_ok() {
     let mut setup = Setup::on("dgx1-v100");
     setup.library = "/no/such/libnvidia-ml.so.1".into();
     fs::create_dir_all(setup.at("sys/bus/pci/devices")).unwrap();
@@ -128,7 +128,7 @@ async fn a_node_without_gpus_is_well_and_told_so() {
 }
 
 #[tokio::test]
-async fn a_driver_that_is_not_to_be_had_has_its_cause_and_its_remedy() {
+async fn unavailable_driver_reports_cause_and_remedy() {
     let remedy = |report: &Value, text: &str| {
         let advice = report["findings"][0]["advice"].as_str().unwrap();
         assert!(advice.contains(text), "{advice}");
@@ -158,7 +158,7 @@ async fn a_driver_that_is_not_to_be_had_has_its_cause_and_its_remedy() {
 }
 
 #[tokio::test]
-async fn a_driver_that_hangs_does_not_hang_the_doctor() {
+async fn hanging_driver_ends_with_timeout() {
     let (setup, _kubelet) = well("dgx1-v100");
     for call in ["nvmlInit_v2", "nvmlDeviceGetName"] {
         setup.tell(&format!("hang {call}"));
@@ -170,7 +170,7 @@ async fn a_driver_that_hangs_does_not_hang_the_doctor() {
 }
 
 #[tokio::test]
-async fn files_that_hang_do_not_hang_the_doctor() {
+async fn hanging_files_end_with_timeout() {
     let (setup, _kubelet) = well("dgx1-v100");
     let fifo = |path: &str| {
         let path = setup.at(path);
@@ -185,7 +185,7 @@ async fn files_that_hang_do_not_hang_the_doctor() {
 }
 
 #[tokio::test]
-async fn versions_that_differ_are_named() {
+async fn module_and_driver_versions_are_compared() {
     let (setup, _kubelet) = well("dgx1-v100");
     let module = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.1.2  Release Build\n";
     fs::write(setup.at("proc/driver/nvidia/version"), module).unwrap();
@@ -194,14 +194,14 @@ async fn versions_that_differ_are_named() {
 }
 
 #[tokio::test]
-async fn device_nodes_that_are_missing_or_none_or_closed_are_named() {
+async fn missing_or_closed_device_nodes_are_named() {
     let (setup, _kubelet) = well("dgx1-v100");
     for name in ["nvidia3", "nvidia-uvm", "nvidia4", "nvidia5"] {
         fs::remove_file(setup.at("dev").join(name)).unwrap();
     }
     fs::remove_dir(setup.at("dev/nvidia-caps")).unwrap();
     fs::write(setup.at("dev/nvidia4"), "").unwrap();
-    // Nobody can open that who has no terminal.
+    // Without a terminal that cannot be opened.
     symlink("/dev/tty", setup.at("dev/nvidia5")).unwrap();
     let doctor = setup.doctor();
     let mut command = Command::new("setsid");
@@ -228,16 +228,16 @@ async fn device_nodes_that_are_missing_or_none_or_closed_are_named() {
 }
 
 #[tokio::test]
-async fn a_gpu_whose_node_nvml_does_not_name_is_told() {
+async fn gpu_without_minor_number_warns() {
     let (setup, _kubelet) = well("dgx1-v100");
     let setup = setup.env("FAKE_NVML_FAIL", "3:nvmlDeviceGetMinorNumber:3");
     let report = look(&setup, &[]).await;
     found(&report, "device nodes", "ok", "all 8 nodes are there");
-    found(&report, "device nodes", "warning", "NVML does not say which nodes 1 of the GPUs have");
+    found(&report, "device nodes", "warning", "NVML does not report the device nodes of 1 of the GPUs");
 }
 
 #[tokio::test]
-async fn the_kernels_gpus_and_nvmls_are_compared() {
+async fn gpus_of_kernel_and_nvml_are_compared() {
     let (setup, _kubelet) = well("dgx1-v100");
     for (pci, driver) in [("0000:b0:00.0", Some("nvidia")), ("0000:b1:00.0", Some("vfio-pci")), ("0000:b2:00.0", None)]
     {
@@ -261,8 +261,45 @@ async fn the_kernels_gpus_and_nvmls_are_compared() {
     found(&look(&setup, &[]).await, "driver", "failed", "NVML_ERROR_DRIVER_NOT_LOADED (9)");
 }
 
+/// How many findings of a check have this status.
+fn count(report: &Value, check: &str, status: &str) -> usize {
+    let findings = report["findings"].as_array().unwrap();
+    findings.iter().filter(|finding| finding["check"] == check && finding["status"] == status).count()
+}
+
 #[tokio::test]
-async fn sources_that_differ_are_told_with_what_they_mean() {
+async fn same_finding_on_eight_gpus_is_one_entry() {
+    let (setup, _kubelet) = well("dgx1-v100");
+    let faults: Vec<String> = (0..8).map(|gpu| format!("{gpu}:nvmlDeviceRegisterEvents:999")).collect();
+    let setup = setup.env("FAKE_NVML_FAIL", &faults.join(","));
+    for minor in 0..8 {
+        fs::remove_file(setup.at(&format!("dev/nvidia{minor}"))).unwrap();
+        setup.on_bus(&format!("0000:b{minor}:00.0"));
+    }
+    let report = look(&setup, &[]).await;
+    for (check, status, text) in [
+        ("device nodes", "failed", "dev/nvidia0: No such file or directory (os error 2) (and 7 like it)"),
+        ("sysfs", "failed", "GPU 0000:b0:00.0 is on the PCI bus, and bound to no driver (and 7 like it)"),
+        ("gpus", "warning", "nvmlDeviceRegisterEvents: NVML_ERROR_UNKNOWN (999) (and 7 like it)"),
+    ] {
+        found(&report, check, status, text);
+        assert_eq!(count(&report, check, status), 1, "{check}: {report:#}");
+    }
+    // Two kinds of finding stay two entries, whatever their advice; three or fewer of a kind are listed one by one.
+    setup.tell("recovery 0 1");
+    setup.tell("rows 1 false true");
+    for gpu in 2..8 {
+        setup.tell(&format!("recovery {gpu} 2"));
+    }
+    let report = look(&setup, &[]).await;
+    found(&report, "gpus", "failed", "the driver asks for: GPU reset");
+    found(&report, "gpus", "failed", "a row remapping failed");
+    found(&report, "gpus", "failed", "(and 5 like it)");
+    assert_eq!(count(&report, "gpus", "failed"), 3, "{report:#}");
+}
+
+#[tokio::test]
+async fn topology_warnings_come_with_advice() {
     let link = ", nvlinks: [{links: [0, 1], remote: {gpu: \"0000:02:00.0\"}}]";
     let gpus = [("GPU-a", "0000:01:00.0", link), ("GPU-b", "0000:02:00.0", ", nvlinks: []")];
     let (setup, _kubelet) = around(Setup::with(&machine(&gpus)));
@@ -274,15 +311,15 @@ async fn sources_that_differ_are_told_with_what_they_mean() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_is_not_there_is_told_in_each_of_its_ways() {
+async fn absent_kubelet_is_reported_by_cause() {
     let (mut setup, kubelet) = well("dgx1-v100");
     kubelet.stop().await.unwrap();
-    found(&look(&setup, &[]).await, "kubelet", "failed", "kubelet.sock: nobody listens on it");
+    found(&look(&setup, &[]).await, "kubelet", "failed", "kubelet.sock: no process listens on it");
     fs::remove_file(&setup.kubelet_socket).unwrap();
     found(&look(&setup, &[]).await, "kubelet", "failed", "kubelet.sock: there is none");
     fs::write(&setup.kubelet_socket, "").unwrap();
     found(&look(&setup, &[]).await, "kubelet", "failed", "kubelet.sock: is not a socket");
-    found(&look(&setup, &[]).await, "kubelet", "skipped", "p/kubelet.sock: nobody listens on it");
+    found(&look(&setup, &[]).await, "kubelet", "skipped", "p/kubelet.sock: no process listens on it");
     // One that hangs: the kernel goes on taking connections for it, until as many wait as it takes.
     fs::remove_file(&setup.kubelet_socket).unwrap();
     let _hanging = UnixListener::bind(&setup.kubelet_socket).unwrap();
@@ -299,7 +336,7 @@ async fn a_kubelet_that_is_not_there_is_told_in_each_of_its_ways() {
     found(&look(&setup, &[]).await, "kubelet", "failed", "No such file or directory");
     fs::write(setup.at("k"), "").unwrap();
     found(&look(&setup, &[]).await, "kubelet", "failed", "Not a directory");
-    // A folder in which nobody makes a file, and none at all.
+    // A folder in which no file can be made, and none at all.
     setup.kubelet_socket = "/proc/kubelet.sock".into();
     found(&look(&setup, &[]).await, "kubelet", "failed", "/proc: ");
     setup.kubelet_socket = "kubelet.sock".into();
@@ -307,7 +344,7 @@ async fn a_kubelet_that_is_not_there_is_told_in_each_of_its_ways() {
 }
 
 #[tokio::test]
-async fn whoever_else_listens_in_the_kubelets_folder_is_named() {
+async fn other_plugins_in_kubelet_folder_are_named() {
     let (setup, kubelet) = well("dgx1-v100");
     let node = setup.start().await;
     registered(&kubelet, 1, 8).await;
@@ -346,7 +383,7 @@ async fn whoever_else_listens_in_the_kubelets_folder_is_named() {
 }
 
 #[tokio::test]
-async fn cdi_specs_are_read_and_broken_or_double_ones_told() {
+async fn broken_and_duplicate_cdi_specs_are_reported() {
     let (setup, _kubelet) = well("dgx1-v100");
     let spec = "cdiVersion: 0.6.0\nkind: nvidia.com/gpu\ndevices: [{name: '0'}, {name: all}]\ncontainerEdits: {}\n";
     let write = |path: &str, text: &str| {
@@ -372,7 +409,7 @@ async fn cdi_specs_are_read_and_broken_or_double_ones_told() {
 }
 
 #[tokio::test]
-async fn machines_that_a_topology_manager_does_not_suit_are_told_which_hints_do() {
+async fn topology_manager_findings_advise_numa_hints() {
     let of = async |synthetic: &str, gpus: &[(&str, &str, &str)], more: &[&str]| {
         let (setup, _kubelet) = around(Setup::with(&machine(gpus)).env("HWLOC_SYNTHETIC", synthetic));
         look(&setup, more).await
@@ -393,16 +430,22 @@ async fn machines_that_a_topology_manager_does_not_suit_are_told_which_hints_do(
     absent(&report, "topology manager", "warning", "");
     let report = of("pack:2 numa:1 pu:2", &[("GPU-a", "0000:01:00.0", "")], &[]).await;
     found(&report, "topology manager", "ok", "no GPU has a NUMA node (-1)");
-    // A node that the host does not have, or that has no CPUs.
+    // A node that NVML reports and the host does not list.
     let beyond = [("GPU-a", "0000:01:00.0", ", numa: 7")];
     let report = of("pack:2 numa:1 pu:2", &beyond, &[]).await;
-    found(&report, "topology manager", "warning", "1 of 1 GPU are on NUMA nodes without CPUs");
+    found(
+        &report,
+        "topology manager",
+        "warning",
+        "1 of 1 GPU are on NUMA nodes that this host does not list (such as 7)",
+    );
+    absent(&report, "topology manager", "warning", "without CPUs");
     let report = of("pack:2 numa:1 pu:2", &beyond, &["--numa-hints=off"]).await;
     absent(&report, "topology manager", "warning", "");
 }
 
 #[tokio::test]
-async fn what_ails_a_gpu_is_told_of_that_gpu() {
+async fn gpu_faults_are_reported_by_gpu() {
     let faults =
         "1:nvmlDeviceGetName:999,1:nvmlDeviceRegisterEvents:999,2:nvmlDeviceGetUUID:999,4:nvmlDeviceGetName:16";
     let (setup, _kubelet) = well("dgx1-v100");
@@ -423,12 +466,12 @@ async fn what_ails_a_gpu_is_told_of_that_gpu() {
     advised(&report, "nvmlDeviceRegisterEvents", "XIDs");
     advised(&report, "(16)", "nvidia-smi --gpu-reset");
     advised(&report, "(15)", "fallen off the bus");
-    // The kernel still has the two that NVML does not know.
+    // The kernel still has the two that NVML does not list.
     found(&report, "sysfs", "failed", "0000:0a:00.0");
 }
 
 #[tokio::test]
-async fn what_the_driver_does_not_say_of_itself_costs_no_gpu_but_its_count_costs_all() {
+async fn driver_facts_warn_but_missing_count_fails() {
     for (fault, status) in [("nvmlEventSetCreate", "warning"), ("nvmlDeviceGetCount_v2", "failed")] {
         let (setup, _kubelet) = around(Setup::on("dgx1-v100"));
         let report = look(&setup.env("FAKE_NVML_FAIL", &format!("*:{fault}:999")), &[]).await;
@@ -439,7 +482,7 @@ async fn what_the_driver_does_not_say_of_itself_costs_no_gpu_but_its_count_costs
 }
 
 #[tokio::test]
-async fn a_host_that_does_not_answer_hwloc_is_told_and_the_rest_is_looked_at() {
+async fn hwloc_failure_leaves_other_checks_running() {
     let (setup, _kubelet) = well("dgx1-v100");
     let recorded = setup.at("host.xml");
     assert!(std::process::Command::new("mkfifo").arg(&recorded).status().unwrap().success());
@@ -450,7 +493,7 @@ async fn a_host_that_does_not_answer_hwloc_is_told_and_the_rest_is_looked_at() {
 }
 
 #[tokio::test]
-async fn a_child_that_does_not_end_does_not_hang_the_doctor() {
+async fn child_that_does_not_end_is_killed() {
     let (setup, _kubelet) = well("dgx1-v100");
     setup.tell("hang nvmlShutdown");
     found(&look(&setup, &["--timeout", "1"]).await, "driver", "ok", "NVML answers");

@@ -116,7 +116,7 @@ fn seen_by_hwloc(call_ms: u128) -> Setup {
     setup.host(xml.to_str().unwrap())
 }
 
-const HOST: &[u8] = include_bytes!("../../src/hwloc/testdata/two-packages.xml");
+const HOST: &[u8] = include_bytes!("../../src/machines/hwloc_xml/testdata/v2.xml");
 
 /// The other end of a file that somebody reads; what is read goes on until it is dropped.
 async fn writer(path: &Path) -> File {

@@ -10,7 +10,7 @@ use super::count;
 use super::finding::{Finding, Findings};
 use crate::quote::{excerpt, one_line};
 
-/// What of a CDI spec matters here (CDI specification, SPEC.md: `kind` is vendor/class).
+/// The part of a CDI spec that is checked (CDI specification, SPEC.md: `kind` is vendor/class).
 #[derive(Deserialize)]
 struct Spec {
     kind: String,

@@ -5,7 +5,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use super::driver::Nvml;
-use super::finding::{Finding, Findings};
+use super::finding::{Finding, Findings, Status};
 
 /// The nodes without which no GPU can be used: the control node, and that of each GPU.
 fn needed(dev: &Path, nvml: &Nvml) -> Vec<PathBuf> {
@@ -16,7 +16,26 @@ fn needed(dev: &Path, nvml: &Nvml) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Nodes that are there and are none, and such that are not there.
+/// How many nodes pass a check; each other one is a finding, with what is wrong and what to do.
+fn count_good(
+    found: &mut Findings,
+    nodes: &[PathBuf],
+    check: impl Fn(&Path) -> Result<(), (String, &'static str)>,
+) -> usize {
+    let mut good = 0;
+    for node in nodes {
+        match check(node) {
+            Ok(()) => good += 1,
+            Err((fault, advice)) => {
+                let what = format!("{}{fault}", node.display());
+                found.each(Status::Failed, fault, what, advice);
+            }
+        }
+    }
+    good
+}
+
+/// Nodes that are missing, and files in their place that are no device nodes.
 pub(super) fn nodes(dev: &Path, nvml: &Nvml) -> Vec<Finding> {
     let mut found = Findings::of("device nodes");
     if nvml.gpus().is_empty() && !dev.join("nvidiactl").exists() {
@@ -24,28 +43,25 @@ pub(super) fn nodes(dev: &Path, nvml: &Nvml) -> Vec<Finding> {
         return found.all();
     }
     let needed = needed(dev, nvml);
-    let mut good = 0;
-    for node in &needed {
-        match fs::metadata(node) {
-            Ok(meta) if meta.file_type().is_char_device() => good += 1,
-            Ok(_) => found.failed(
-                format!("{} is no character device", node.display()),
-                "something else was put in its place: remove it on the host and run nvidia-modprobe (-c MINOR for a GPU's)",
-            ),
-            Err(error) => found.failed(
-                format!("{}: {error}", node.display()),
-                "on the host: nvidia-smi makes the nodes; in a container: it was made before the node was there, or not for \
-                 all GPUs (NVIDIA_VISIBLE_DEVICES=all): delete the pod",
-            ),
-        }
-    }
+    let good = count_good(&mut found, &needed, |node| match fs::metadata(node) {
+        Ok(meta) if meta.file_type().is_char_device() => Ok(()),
+        Ok(_) => Err((
+            " is no character device".to_owned(),
+            "something else was put in its place: remove it on the host and run nvidia-modprobe (-c MINOR for a GPU's)",
+        )),
+        Err(error) => Err((
+            format!(": {error}"),
+            "on the host: nvidia-smi makes the nodes; in a container: it was made before the node was there, or not for \
+             all GPUs (NVIDIA_VISIBLE_DEVICES=all): delete the pod",
+        )),
+    });
     if good == needed.len() {
         found.ok(format!("{}: all {good} nodes are there", dev.display()));
     }
     let unknown = nvml.gpus().iter().filter(|gpu| gpu.minor.is_none()).count();
     if unknown > 0 {
         found.warning(
-            format!("NVML does not say which nodes {unknown} of the GPUs have"),
+            format!("NVML does not report the device nodes of {unknown} of the GPUs"),
             "with --pass-device-specs their pods get no node of theirs: leave it off",
         );
     }
@@ -54,42 +70,39 @@ pub(super) fn nodes(dev: &Path, nvml: &Nvml) -> Vec<Finding> {
 }
 
 fn optional(found: &mut Findings, dev: &Path) {
-    let there = |name: &str| dev.join(name).exists();
-    if there("nvidia-uvm") {
-        found.ok(format!("{}: CUDA's node is there", dev.join("nvidia-uvm").display()));
-    } else {
-        found.skipped(
-            format!("there is no {}", dev.join("nvidia-uvm").display()),
-            Some("of matter with --pass-device-specs only: then set NVIDIA_DRIVER_CAPABILITIES=compute,utility for linkwise"),
-        );
-    }
-    if there("nvidia-caps") {
-        found.ok(format!("{}: MIG's nodes are there", dev.join("nvidia-caps").display()));
-    } else {
-        found.skipped(format!("there is no {}", dev.join("nvidia-caps").display()), Some("of matter for MIG only"));
+    for (name, whose, use_) in [
+        (
+            "nvidia-uvm",
+            "CUDA's node is",
+            "needed with --pass-device-specs only: then set NVIDIA_DRIVER_CAPABILITIES=compute,utility for linkwise",
+        ),
+        ("nvidia-caps", "MIG's nodes are", "needed for MIG only"),
+    ] {
+        let path = dev.join(name);
+        match path.exists() {
+            true => found.ok(format!("{}: {whose} there", path.display())),
+            false => found.skipped(format!("there is no {}", path.display()), Some(use_)),
+        }
     }
 }
 
 /// What of the nodes that are there this process may open.
 pub(super) fn permissions(dev: &Path, nvml: &Nvml) -> Vec<Finding> {
     let mut found = Findings::of("permissions");
-    // Who we are, without a system call that needs unsafe code. What that uid may not do is found where it is tried.
+    // The uid without a system call that needs unsafe code. What that uid may not do is found by trying.
     if let Ok(own) = fs::metadata("/proc/self") {
         found.ok(format!("runs as uid {}", own.uid()));
     }
     let is_node = |node: &PathBuf| fs::metadata(node).is_ok_and(|meta| meta.file_type().is_char_device());
     let nodes: Vec<PathBuf> = needed(dev, nvml).into_iter().filter(is_node).collect();
-    let mut good = 0;
-    for node in &nodes {
-        match OpenOptions::new().read(true).write(true).open(node) {
-            Ok(_) => good += 1,
-            Err(error) => found.failed(
-                format!("{}: {error}", node.display()),
-                "the container's device rules do not allow it: it was made before the node was there, or a cgroup change took it \
-                 (systemctl daemon-reload does, with runc): delete the pod; see manifests/README.md for SELinux",
-            ),
-        }
-    }
+    let good = count_good(&mut found, &nodes, |node| match OpenOptions::new().read(true).write(true).open(node) {
+        Ok(_) => Ok(()),
+        Err(error) => Err((
+            format!(": {error}"),
+            "the container's device rules do not allow it: it was made before the node was there, or a cgroup change took it \
+             (systemctl daemon-reload does, with runc): delete the pod; see manifests/README.md for SELinux",
+        )),
+    });
     match (good, nodes.len()) {
         (_, 0) => found.skipped("no device node to open", None),
         (good, all) if good == all => found.ok(format!("all {good} device nodes can be opened")),

@@ -1,8 +1,12 @@
 //! What a check found, and how all of it is shown: for people, and as JSON.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 use serde::Serialize;
+
+/// Findings of one kind that are listed one by one; of more, the first is listed with their number.
+const EACH: usize = 3;
 
 /// How it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -12,9 +16,9 @@ pub(super) enum Status {
     Ok,
     /// linkwise works, but not as well as it could.
     Warning,
-    /// GPUs are not offered, or not all of them, until somebody does something.
+    /// GPUs are not offered, or not all of them, until an operator acts.
     Failed,
-    /// It could not be looked at, or does not matter here.
+    /// It could not be checked, or has no effect here.
     Skipped,
 }
 
@@ -38,6 +42,9 @@ pub(super) struct Finding {
     what: String,
     /// What to do about it.
     advice: Option<String>,
+    /// What it has in common with findings of other GPUs or files.
+    #[serde(skip)]
+    kind: Option<String>,
 }
 
 /// What one check finds, in order.
@@ -54,8 +61,8 @@ impl Findings {
     }
 
     fn add(&mut self, status: Status, what: impl Into<String>, advice: Option<&str>) {
-        let advice = advice.map(str::to_owned);
-        self.found.push(Finding { check: self.check, status, what: what.into(), advice });
+        let (what, advice) = (what.into(), advice.map(str::to_owned));
+        self.found.push(Finding { check: self.check, status, what, advice, kind: None });
     }
 
     /// As it should be.
@@ -73,14 +80,35 @@ impl Findings {
         self.add(Status::Failed, what, Some(advice));
     }
 
-    /// Not looked at, or of no matter here.
+    /// Not checked, or of no importance here.
     pub fn skipped(&mut self, what: impl Into<String>, advice: Option<&str>) {
         self.add(Status::Skipped, what, advice);
     }
 
-    /// All of it.
+    /// One of possibly many findings that differ in their subject only: `what` names it, `kind` does not.
+    pub fn each(&mut self, status: Status, kind: impl Into<String>, what: impl Into<String>, advice: &str) {
+        self.add(status, what, Some(advice));
+        if let Some(last) = self.found.last_mut() {
+            last.kind = Some(kind.into());
+        }
+    }
+
+    /// All of it; of more than [`EACH`] findings of one kind the first stands for all.
     pub fn all(self) -> Vec<Finding> {
-        self.found
+        let key = |finding: &Finding| Some((finding.kind.clone()?, finding.status.word(), finding.advice.clone()));
+        let mut counts = BTreeMap::new();
+        for key in self.found.iter().filter_map(key) {
+            *counts.entry(key).or_insert(0usize) += 1;
+        }
+        let mut merged = BTreeSet::new();
+        let one_of_many = |mut finding: Finding| {
+            let many = key(&finding).filter(|key| counts.get(key).is_some_and(|count| *count > EACH));
+            let Some(key) = many else { return Some(finding) };
+            let others = counts.get(&key).map_or(0, |count| count - 1);
+            finding.what += &format!(" (and {others} like it)");
+            merged.insert(key).then_some(finding)
+        };
+        self.found.into_iter().filter_map(one_of_many).collect()
     }
 }
 

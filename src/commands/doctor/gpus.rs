@@ -1,8 +1,8 @@
 //! The GPUs one by one: what NVML could not say of each, and what is held against it.
 
 use super::driver::Nvml;
-use super::finding::{Finding, Findings};
-use super::health::{self, Told};
+use super::finding::{Finding, Findings, Status};
+use super::health::{self, Past};
 use super::name;
 use crate::nvml::COUNT;
 use crate::topology::{GpuObservation, HostObservation, NodeObservation, ProbeFailure};
@@ -27,12 +27,12 @@ fn advice(failure: &ProbeFailure) -> &'static str {
 }
 
 /// A line for each GPU that is well, and each thing that is not.
-pub(super) fn check(nvml: &Nvml, host: HostObservation, told: Told) -> Vec<Finding> {
+pub(super) fn check(nvml: &Nvml, host: HostObservation, past: Past) -> Vec<Finding> {
     let mut found = Findings::of("gpus");
     let now = health::now();
     let Nvml::Answers { gpus, failures, polls, .. } = nvml else {
         found.skipped("NVML does not answer: no GPU can be asked", None);
-        for (gpu, held) in told.against(&NodeObservation::default(), &Default::default(), now) {
+        for (gpu, held) in past.against(&NodeObservation::default(), &Default::default(), now) {
             held.iter().for_each(|held| held.tell(&mut found, &format!("GPU {gpu}"), now));
         }
         return found.all();
@@ -41,7 +41,7 @@ pub(super) fn check(nvml: &Nvml, host: HostObservation, told: Told) -> Vec<Findi
         found.skipped("NVML lists no GPU", None);
     }
     let observed = NodeObservation { gpus: gpus.clone(), host, failures: Vec::new() };
-    let mut against = told.against(&observed, polls, now);
+    let mut against = past.against(&observed, polls, now);
     for gpu in gpus {
         let (ailments, held) = (ailments(gpu, failures), against.remove(&gpu.uuid).unwrap_or_default());
         let asked = polls.contains_key(&gpu.uuid);
@@ -49,12 +49,14 @@ pub(super) fn check(nvml: &Nvml, host: HostObservation, told: Told) -> Vec<Findi
             found.ok(format!("{}: {}", name(gpu), gpu.model.as_deref().unwrap_or("model unknown")));
         }
         for (what, advice) in ailments {
-            found.warning(format!("{}: {what}", name(gpu)), advice);
+            let whole = format!("{}: {what}", name(gpu));
+            found.each(Status::Warning, what, whole, advice);
         }
         held.iter().for_each(|held| held.tell(&mut found, &name(gpu), now));
         if !asked {
-            let what = format!("{}: the process that asked NVML ended before it said how the GPU is", name(gpu));
-            found.warning(what, "run this again; where it stays so, dmesg (NVRM, Xid) may say why");
+            let what = "the process that asked NVML ended before it said how the GPU is";
+            let advice = "run this again; where it stays so, dmesg (NVRM, Xid) may say why";
+            found.each(Status::Warning, what, format!("{}: {what}", name(gpu)), advice);
         }
     }
     for (gpu, held) in against {
@@ -69,7 +71,8 @@ pub(super) fn check(nvml: &Nvml, host: HostObservation, told: Told) -> Vec<Findi
         let what = format!("{subject}: {call}: {error}");
         // What the driver does not say of itself costs that; without its count there is no GPU to be offered.
         let costs_gpus = subject != "driver" || call == COUNT;
-        if costs_gpus { found.failed(what, advice(failure)) } else { found.warning(what, advice(failure)) }
+        let status = if costs_gpus { Status::Failed } else { Status::Warning };
+        found.each(status, format!("{call}: {error}"), what, advice(failure));
     }
     found.all()
 }

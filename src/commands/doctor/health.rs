@@ -1,6 +1,8 @@
-//! What is held against the GPUs: by the linkwise that runs here, or by what one kept, and by what NVML says now.
+//! The reasons for which GPUs are unhealthy: from the linkwise that runs here or the health record of one that ran,
+//! and from a poll of NVML.
 //!
-//! There is no rule of health here: `snapshot` judges, by the rules of `run`, and a linkwise that runs has judged already.
+//! There is no rule of health here: `state` decides, by the rules of `run`, and a linkwise that runs has decided
+//! already.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -10,14 +12,14 @@ use std::time::{Duration, SystemTime};
 use serde::Deserialize;
 
 use super::blocking;
-use super::finding::{Finding, Findings};
+use super::finding::{Finding, Findings, Status};
 use crate::commands::admin;
 use crate::config::DoctorArgs;
 use crate::runtime::{self, Kept};
 use crate::state::{Event, HealthPoll, HealthRecord, NodeState, Timestamp, UnhealthyReason};
 use crate::topology::{GpuUuid, NodeObservation};
 
-/// What matters here of the answer to `GET /state`.
+/// The part of the answer to `GET /state` that the doctor uses.
 #[derive(Debug, Deserialize)]
 struct State {
     driver_released: bool,
@@ -30,7 +32,7 @@ struct GpuState {
     reasons: Vec<Held>,
 }
 
-/// One thing that is held against a GPU.
+/// One reason for which a GPU is unhealthy.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub(super) struct Held {
     reason: String,
@@ -39,7 +41,7 @@ pub(super) struct Held {
     /// In seconds since 1970.
     since: u64,
     ends_with: String,
-    /// NVML says so now, and the linkwise that runs gives the GPU out all the same.
+    /// NVML reports it now, and the linkwise that runs offers the GPU all the same.
     #[serde(skip)]
     unheeded: bool,
 }
@@ -60,46 +62,46 @@ impl Held {
         let Self { reason, ends_with, .. } = self;
         let what = format!("{gpu}: {reason}{}", for_how_long(now.as_secs().saturating_sub(self.since)));
         if self.unheeded {
-            found.warning(
-                format!("{what}; linkwise does not hold it against the GPU, and gives it out"),
-                "an operator vouched for it (linkwise admin clear), or linkwise has not looked since: it polls every 10 s",
-            );
-            return;
+            let what = format!("{what}; linkwise has no reason against the GPU, and offers it");
+            let advice =
+                "an operator cleared it (linkwise admin clear), or linkwise has not polled since: it polls every 10 s";
+            return found.each(Status::Warning, reason, what, advice);
         }
-        let clear = if ends_with.contains("`clear`") {
-            " (linkwise admin clear UUID, once you know that it is well)"
-        } else {
-            ""
-        };
+        let clear =
+            if ends_with.contains("`clear`") { " (linkwise admin clear UUID, once it is repaired)" } else { "" };
         let advice = format!("out of service until: {ends_with}{clear}; see docs/health.md");
         // What is only late comes by itself.
         let late = self.kind == UnhealthyReason::FabricJoining.label();
-        if late { found.warning(what, &advice) } else { found.failed(what, &advice) }
+        let status = if late { Status::Warning } else { Status::Failed };
+        found.each(status, reason, what, &advice);
     }
 }
 
-/// What is known of the GPUs' past.
+/// The GPUs' history, from the linkwise that runs or from the record that one kept.
 #[derive(Debug, Default)]
-pub(super) struct Told {
-    /// By the linkwise that runs.
+pub(super) struct Past {
+    /// The state of the linkwise that runs.
     running: Option<State>,
-    /// By what is kept, where none answers.
+    /// The health record, where no linkwise answers.
     kept: Option<Kept>,
 }
 
-impl Told {
-    /// Asks the linkwise that runs, else looks for what is kept; and says which it is. That there is neither is of no
-    /// matter where there is no GPU (`any`).
+impl Past {
+    /// Asks the linkwise that runs, else reads the health record; the findings name the source. Having neither is no
+    /// finding where there is no GPU (`any`).
     pub async fn ask(args: &DoctorArgs, any: bool, limit: Duration) -> (Self, Vec<Finding>) {
         let mut found = Findings::of("gpus");
         let socket = &args.admin_socket;
         match state(socket, limit).await {
             Ok(Some(state)) => {
-                found.ok(format!("linkwise answers on {}: what it holds against GPUs is told here", socket.display()));
+                found.ok(format!(
+                    "linkwise answers on {}: its reasons for unhealthy GPUs are listed here",
+                    socket.display()
+                ));
                 if state.driver_released {
                     found.warning(
-                        "linkwise has let go of the driver, as an operator asked it to: nobody looks at the GPUs",
-                        "linkwise admin resume takes it up again",
+                        "linkwise has released the driver, as an operator ordered: the GPUs are not monitored",
+                        "linkwise admin resume opens it again",
                     );
                 }
                 return (Self { running: Some(state), kept: None }, found.all());
@@ -107,7 +109,7 @@ impl Told {
             Ok(None) => {}
             Err(error) => found.warning(
                 format!("{error:#}"),
-                "what linkwise holds against GPUs is not known here: run this as root, with its --admin-socket",
+                "its reasons for unhealthy GPUs are unknown here: run this as root, with its --admin-socket",
             ),
         }
         let (folder, kubelet, sysfs) = (args.state_dir.clone(), args.kubelet_socket.clone(), args.host.sysfs.clone());
@@ -118,23 +120,25 @@ impl Told {
             Ok(Kept { record: None, file, .. }) => {
                 found.skipped(
                     format!("no linkwise answers on {}, and there is no {}", socket.display(), file.display()),
-                    Some("XIDs, and NVLinks that were active once, are not known here: only what NVML says now counts"),
+                    Some(
+                        "XIDs, and NVLinks that were active once, are unknown here: only what NVML reports now counts",
+                    ),
                 );
                 None
             }
             Ok(Kept { record: Some(HealthRecord { version, .. }), file, .. }) if version != HealthRecord::VERSION => {
                 let file = file.display();
-                found.skipped(format!("{file}: it is of version {version} of linkwise's records, and not used"), None);
+                found.skipped(format!("{file}: a health record of version {version}, which is not used"), None);
                 None
             }
             Ok(kept) => {
-                found.ok(format!("{}: what is kept there of this boot and driver counts", kept.file.display()));
+                found.ok(format!("{}: its record of this boot and driver counts", kept.file.display()));
                 Some(kept)
             }
             Err((file, error)) => {
                 found.warning(
                     format!("{}: {error:#}", file.display()),
-                    "the next linkwise sets it aside and knows of no XID of before",
+                    "the next linkwise sets it aside and has no earlier XIDs",
                 );
                 None
             }
@@ -142,7 +146,8 @@ impl Told {
         (Self { running: None, kept }, found.all())
     }
 
-    /// What is held against each GPU, in the order in which it began, after a look at the node and a round of polls.
+    /// The reasons of each GPU, in the order in which they began, after an observation of the node and a round of
+    /// polls.
     pub fn against(
         self,
         observed: &NodeObservation,
@@ -175,7 +180,7 @@ impl Told {
     }
 }
 
-/// What the linkwise that runs says; `None` where none answers.
+/// The state of the linkwise that runs; `None` where none answers.
 async fn state(socket: &Path, limit: Duration) -> anyhow::Result<Option<State>> {
     let answer = match admin::order(socket, "GET /state", limit).await {
         Ok(answer) => answer,

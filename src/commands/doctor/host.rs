@@ -1,18 +1,14 @@
-//! The host around the GPUs: what the kernel has on its PCI bus, and whether hwloc and NVML tell the same of it.
+//! The host around the GPUs: what the kernel has on its PCI bus, and whether hwloc and NVML agree on it.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use super::count;
 use super::driver::Nvml;
-use super::finding::{Finding, Findings};
+use super::finding::{Finding, Findings, Status};
 use crate::hwloc;
 use crate::topology::{NodeObservation, PciAddress, TopologyWarning};
 
-/// Warnings of one kind that are told one by one; of more the first is told, and how many there are.
-const EACH: usize = 3;
-
-/// The NVIDIA GPUs on the PCI bus; `None` where there is no PCI bus to look at.
+/// The NVIDIA GPUs on the PCI bus; `None` where this sysfs has no PCI bus.
 pub(super) fn bus(sysfs: &Path) -> Option<Vec<PciAddress>> {
     sysfs.join("bus/pci/devices").is_dir().then(|| hwloc::nvidia_gpus_on_bus(sysfs))
 }
@@ -32,21 +28,26 @@ pub(super) fn sysfs(sysfs: &Path, bus: Option<&[PciAddress]>, nvml: &Nvml) -> Ve
         return found.all();
     };
     for pci in bus.iter().filter(|pci| !gpus.iter().any(|gpu| gpu.pci == **pci)) {
-        match bound_to(sysfs, *pci).as_deref() {
-            Some("nvidia") => found.failed(
-                format!("GPU {pci} is on the PCI bus, but NVML does not list it"),
+        let (status, place, advice) = match bound_to(sysfs, *pci).as_deref() {
+            Some("nvidia") => (
+                Status::Failed,
+                "but NVML does not list it".to_owned(),
                 "the driver could not start it, or this container was not made for all GPUs: dmesg names its address (NVRM); \
                  NVIDIA_VISIBLE_DEVICES=all",
             ),
-            Some(driver) => found.warning(
-                format!("GPU {pci} is on the PCI bus, and bound to {driver}: NVML does not list it"),
+            Some(driver) => (
+                Status::Warning,
+                format!("and bound to {driver}: NVML does not list it"),
                 "right for a GPU that is passed through to virtual machines; else bind it to nvidia",
             ),
-            None => found.failed(
-                format!("GPU {pci} is on the PCI bus, and bound to no driver"),
-                "the driver does not know it or could not start it: dmesg names its address (NVRM)",
+            None => (
+                Status::Failed,
+                "and bound to no driver".to_owned(),
+                "the driver does not support it or could not start it: dmesg names its address (NVRM)",
             ),
-        }
+        };
+        let what = format!("GPU {pci} is on the PCI bus, {place}");
+        found.each(status, place, what, advice);
     }
     let absent = gpus.iter().filter(|gpu| !bus.contains(&gpu.pci)).count();
     if absent > 0 {
@@ -77,21 +78,12 @@ pub(super) fn topology(observed: &NodeObservation, warnings: &[TopologyWarning])
         found.skipped("no GPU is known: nothing to compare", None);
         return found.all();
     }
-    let mut kinds: BTreeMap<&str, Vec<String>> = BTreeMap::new();
-    for warning in warnings {
-        kinds.entry(advice(warning)).or_default().push(warning.to_string());
-    }
-    if kinds.is_empty() {
+    if warnings.is_empty() {
         let nodes = count(observed.host.numa_nodes.len(), "NUMA node");
-        found.ok(format!("hwloc and NVML tell the same of {}; {nodes}", count(observed.gpus.len(), "GPU")));
+        found.ok(format!("hwloc and NVML agree on {}; {nodes}", count(observed.gpus.len(), "GPU")));
     }
-    for (advice, told) in kinds {
-        let more = told.len().saturating_sub(EACH);
-        for (number, text) in told.iter().take(if more > 0 { 1 } else { EACH }).enumerate() {
-            let text =
-                if more > 0 && number == 0 { format!("{text} (and {} like it)", told.len() - 1) } else { text.clone() };
-            found.warning(text, advice);
-        }
+    for warning in warnings {
+        found.each(Status::Warning, "", warning.to_string(), advice(warning));
     }
     found.all()
 }

@@ -1,4 +1,4 @@
-//! The kubelet's folder and what listens in it: the kubelet, linkwise, and whoever else.
+//! The kubelet's folder and what listens in it: the kubelet, linkwise, other plugins.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use super::blocking;
 use super::finding::{Finding, Findings};
+use crate::errors::chain;
 use crate::kubelet::{self, ProbeError};
 
-/// How long somebody may take to answer.
+/// How long a listener may take to answer.
 const ANSWER: Duration = Duration::from_secs(2);
 
 /// The sockets of NVIDIA's own device plugin begin so: nvidia-gpu.sock, nvidia-mig-1g.10gb.sock.
@@ -64,7 +65,7 @@ pub(super) async fn check(socket: &Path, resources: &Path, limit: Duration) -> V
 
 /// The sockets in the folder but the kubelet's, once it is sure that the folder can be written to.
 fn sockets(folder: &Path, kubelet: &Path) -> std::io::Result<Vec<PathBuf>> {
-    // Without a name: nobody who watches the folder sees it.
+    // Without a name: it causes no event for those that watch the folder.
     drop(tempfile::tempfile_in(folder)?);
     let paths = std::fs::read_dir(folder)?.flatten().map(|entry| entry.path()).filter(|path| path != kubelet);
     let is_socket = |path: &PathBuf| std::fs::metadata(path).is_ok_and(|found| found.file_type().is_socket());
@@ -73,11 +74,11 @@ fn sockets(folder: &Path, kubelet: &Path) -> std::io::Result<Vec<PathBuf>> {
     Ok(sockets)
 }
 
-/// Whether somebody answers; else why not, and what to do.
+/// Whether a process answers; else why not, and what to do.
 async fn answers(socket: &Path) -> Result<(), (String, &'static str)> {
-    // That a connection can be had says nothing: the kernel takes it for a process that hangs, too.
+    // A connection alone is no evidence: the kernel accepts it for a process that hangs, too.
     match kubelet::probe(socket, ANSWER).await {
-        // A kubelet serves another API there, and says so.
+        // A kubelet serves another API there, and refuses the call.
         Ok(()) | Err(ProbeError::Stranger) => Ok(()),
         Err(ProbeError::Connect(error)) => Err(match error.kind() {
             ErrorKind::NotFound => (
@@ -88,10 +89,10 @@ async fn answers(socket: &Path) -> Result<(), (String, &'static str)> {
                 ("is not a socket".to_owned(), "remove it on the host and restart the kubelet")
             }
             ErrorKind::ConnectionRefused => {
-                ("nobody listens on it".to_owned(), "the kubelet has ended: systemctl status kubelet on the host")
+                ("no process listens on it".to_owned(), "the kubelet has ended: systemctl status kubelet on the host")
             }
             ErrorKind::PermissionDenied => (error.to_string(), "run as uid 0; under SELinux see manifests/README.md"),
-            _ => (error.to_string(), "journalctl -u kubelet on the host says more"),
+            _ => (error.to_string(), "journalctl -u kubelet on the host has the cause"),
         }),
         Err(error @ ProbeError::Silent(_)) => {
             Err((error.to_string(), "the kubelet hangs: journalctl -u kubelet on the host"))
@@ -103,7 +104,7 @@ fn is_socket(path: &Path) -> bool {
     std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket())
 }
 
-/// Whoever else listens in the folder.
+/// Other listeners in the folder.
 async fn plugins(sockets: Vec<PathBuf>) -> Vec<Finding> {
     let mut found = Findings::of("plugins");
     let (mut ours, mut others) = (BTreeMap::<String, Vec<String>>::new(), Vec::new());
@@ -130,7 +131,7 @@ async fn plugins(sockets: Vec<PathBuf>) -> Vec<Finding> {
                 "a plugin that hangs: restart its pod; the kubelet waits for it while pods are admitted",
             ),
             (Err(error), name) => found.warning(
-                format!("{name}: {:#}", anyhow::Error::from(error)),
+                format!("{name}: {}", chain(&error)),
                 "whatever it is, it does not belong into the kubelet's folder, or not to a device plugin that works",
             ),
         }
@@ -150,7 +151,7 @@ async fn plugins(sockets: Vec<PathBuf>) -> Vec<Finding> {
     if !others.is_empty() {
         let others = others.join(", ");
         found.ok(format!(
-            "other plugins: {others} (a plugin does not say of which resource: none of them may be one of linkwise's)"
+            "other plugins: {others} (their resources are unknown here: none of them may be one of linkwise's)"
         ));
     }
     found.all()

@@ -1,7 +1,7 @@
 //! `linkwise doctor`: what is wrong with this node, and what to do about it.
 //!
-//! A check a file, in the order in which a person would look; each is given what was seen and says what it finds. It changes
-//! nothing on the node, asks NVML in the child process only, and waits for nothing longer than it is told.
+//! One file for each check, in the order in which a person would check; each returns its findings. The doctor changes
+//! nothing on the node, calls NVML in the child process only, and waits for nothing longer than --timeout.
 
 mod container_runtime;
 mod devices;
@@ -13,7 +13,7 @@ mod host;
 mod kubelet;
 mod topology_manager;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -23,10 +23,10 @@ use tokio::time::timeout;
 use super::print;
 use crate::config::{DoctorArgs, Format};
 use crate::hwloc;
-use crate::topology::{GpuObservation, HostObservation, NodeObservation, NodeTopology};
+use crate::topology::{GpuObservation, NodeObservation, NodeTopology};
 use finding::{Finding, Findings, Report};
 
-/// Runs the command; the code is 1 where anything failed.
+/// Runs the command; the exit code is 1 where any check failed.
 pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     let limit = Duration::from_secs(args.timeout);
     let at = |path: &str| args.root.join(path);
@@ -49,27 +49,26 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     });
 
     let sysfs = args.host.sysfs.clone();
-    let mut around = HostObservation::default();
-    match blocking(limit, move || hwloc::observe(&sysfs)).await {
-        Some((host, failures)) => {
-            around = host.clone();
-            // What NVML did not answer is told with the GPUs.
-            let observed = NodeObservation { gpus: nvml.gpus().to_vec(), host, failures };
-            let (topology, warnings) = NodeTopology::assemble(&observed);
-            found.extend(host::topology(&observed, &warnings));
-            found.extend(kubelet::check(&args.kubelet_socket, &args.pod_resources_socket, limit).await);
-            found.extend(runtime(&args.root, limit).await);
-            found.extend(topology_manager::check(&observed, &topology, args.numa_hints));
-        }
-        None => {
-            found.extend(hangs("topology", limit));
-            found.extend(kubelet::check(&args.kubelet_socket, &args.pod_resources_socket, limit).await);
-            found.extend(runtime(&args.root, limit).await);
-        }
+    let assembled = blocking(limit, move || hwloc::observe(&sysfs)).await.map(|(host, failures)| {
+        // What NVML did not answer is reported with the GPUs.
+        let observed = NodeObservation { gpus: nvml.gpus().to_vec(), host, failures };
+        let (topology, warnings) = NodeTopology::assemble(&observed);
+        (observed, topology, warnings)
+    });
+    found.extend(match &assembled {
+        Some((observed, _, warnings)) => host::topology(observed, warnings),
+        None => hangs("topology", limit),
+    });
+    found.extend(kubelet::check(&args.kubelet_socket, &args.pod_resources_socket, limit).await);
+    let folders: Vec<PathBuf> = ["etc/cdi", "var/run/cdi"].map(at).into();
+    found.extend(guarded("container runtime", limit, move || container_runtime::check(&folders)).await);
+    if let Some((observed, topology, _)) = &assembled {
+        found.extend(topology_manager::check(observed, topology, args.numa_hints));
     }
-    let (told, by_whom) = health::Told::ask(args, !nvml.gpus().is_empty(), limit).await;
-    found.extend(by_whom);
-    found.extend(gpus::check(&nvml, around, told));
+    let host = assembled.map(|(observed, ..)| observed.host).unwrap_or_default();
+    let (past, source) = health::Past::ask(args, !nvml.gpus().is_empty(), limit).await;
+    found.extend(source);
+    found.extend(gpus::check(&nvml, host, past));
 
     let report = Report::new(found);
     print(&match args.format {
@@ -79,12 +78,7 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     Ok(if report.has_failed() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-async fn runtime(root: &Path, limit: Duration) -> Vec<Finding> {
-    let folders: Vec<PathBuf> = ["etc/cdi", "var/run/cdi"].map(|folder| root.join(folder)).into();
-    guarded("container runtime", limit, move || container_runtime::check(&folders)).await
-}
-
-/// What may hang in the kernel, on a thread that the end of the process does not wait for; `None` when it does.
+/// Runs what may hang in the kernel on a thread that the end of the process does not wait for; `None` when it hangs.
 async fn blocking<T: Send + 'static>(limit: Duration, look: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     timeout(limit, tokio::task::spawn_blocking(look)).await.ok()?.ok()
 }
@@ -107,7 +101,7 @@ fn hangs(check: &'static str, limit: Duration) -> Vec<Finding> {
     found.all()
 }
 
-/// How a person calls a GPU.
+/// The name of a GPU for people.
 fn name(gpu: &GpuObservation) -> String {
     format!("GPU {} ({}, {})", gpu.index, gpu.pci, gpu.uuid)
 }

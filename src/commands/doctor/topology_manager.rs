@@ -38,7 +38,20 @@ pub(super) fn check(observed: &NodeObservation, topology: &NodeTopology, hints: 
             "a Topology Manager never calls these aligned, and uses them last: set --numa-hints=off",
         );
     }
-    let silent = gpus.iter().filter(|gpu| gpu.numa.is_some() && hints.nodes(topology, gpu).is_empty()).count();
+    // NVML may report a node that this host does not list: a container or a virtual machine that sees a part of them.
+    let listed = |id| observed.host.numa_nodes.iter().any(|node| node.id == id);
+    let unlisted: Vec<_> = gpus.iter().filter_map(|gpu| gpu.numa).filter(|id| !listed(*id)).collect();
+    let silent =
+        gpus.iter().filter(|gpu| gpu.numa.is_some_and(listed) && hints.nodes(topology, gpu).is_empty()).count();
+    if let Some(node) = unlisted.first()
+        && hints != NumaHints::Off
+    {
+        let (some, all) = (unlisted.len(), count(gpus.len(), "GPU"));
+        found.warning(
+            format!("{some} of {all} are on NUMA nodes that this host does not list (such as {node}), and claim none"),
+            "this container or virtual machine sees fewer NUMA nodes than NVML: mount the host's /sys, or set --numa-hints=off",
+        );
+    }
     if silent > 0 && hints != NumaHints::Off {
         found.warning(
             format!("{silent} of {} are on NUMA nodes without CPUs, and claim none", count(gpus.len(), "GPU")),

@@ -1,7 +1,6 @@
 //! The picture for Graphviz, which finds the places itself: packages and NUMA nodes as clusters.
 
 use super::layout::Kind;
-use super::links::StrandKind;
 use super::svg::{breadth, colours, strand_colour};
 use super::text::clean;
 use super::{Picture, ranges};
@@ -18,7 +17,7 @@ pub(in crate::commands) fn dot(picture: &Picture<'_>) -> String {
 struct Writer<'a> {
     picture: &'a Picture<'a>,
     text: String,
-    /// Numbers for the names of nodes and clusters: names are ours, what strangers say stands in labels only.
+    /// Numbers for the names of nodes and clusters: text from files stands in labels only.
     nodes: usize,
     clusters: usize,
     depth: usize,
@@ -41,10 +40,8 @@ impl Writer<'_> {
         self.line("edge [color=\"#6e6e73\", fontname=\"sans-serif\", fontsize=10];");
         for package in &picture.outline.packages {
             let kind = if package.id.is_some() { Kind::Package } else { Kind::Unknown };
-            let (with, without): (Vec<&Node<'_>>, Vec<_>) =
-                package.nodes.iter().partition(|node| !node.bridges.is_empty());
+            let (with, empty) = package.by_devices();
             let mut label = vec![package_name(package.id)];
-            let empty: Vec<u32> = without.iter().filter_map(|node| node.id.map(|id| id.0)).collect();
             if !empty.is_empty() {
                 label.push(format!("no PCI devices: NUMA {}", ranges(&empty)));
             }
@@ -101,10 +98,8 @@ impl Writer<'_> {
 
     fn links(&mut self) {
         let picture = self.picture;
-        let package = |place: usize| picture.gpu(place).and_then(|gpu| gpu.package);
         for link in &picture.links {
-            let crossing = package(link.a) != package(link.b);
-            let deep = if crossing { 6 } else { 3 };
+            let deep = if picture.crosses(*link) { 6 } else { 3 };
             let colour = strand_colour(picture.kind_of(*link));
             // The count is a node of its own below the GPUs: links drawn from GPU to GPU would run along their row.
             let name = self.name();
@@ -119,8 +114,7 @@ impl Writer<'_> {
             let name = format!("plane{number}");
             self.shape(&name, Kind::Plane, &[picture.plane_name(*number, plane)], "");
             for place in &plane.gpus {
-                let kind = if picture.is_allocated(*place) { StrandKind::Allocated } else { StrandKind::Near };
-                let (count, colour) = (picture.switch_links(*place), strand_colour(kind));
+                let (count, colour) = (picture.switch_links(*place), strand_colour(picture.kinds_of_gpu(*place).1));
                 let label = format!("label=\"NV{count}\", color=\"{colour}\", fontcolor=\"{colour}\"");
                 self.line(&format!("gpu{place} -- {name} [{label}, penwidth={}];", breadth(count).min(6)));
             }
@@ -129,7 +123,7 @@ impl Writer<'_> {
 
     fn gpu(&mut self, place: usize, numa: Option<NumaNodeId>) -> String {
         let name = format!("gpu{place}");
-        let kind = if self.picture.is_allocated(place) { Kind::Allocated } else { Kind::Gpu };
+        let (kind, _) = self.picture.kinds_of_gpu(place);
         let tooltip = self.picture.gpu_tooltip(place);
         self.shape(&name, kind, &self.picture.gpu_lines(place, numa), &tooltip);
         name
@@ -183,7 +177,7 @@ impl Writer<'_> {
     }
 }
 
-/// Lines as a quoted string. Graphviz reads escapes and, in labels, XML entities; neither is left to a stranger.
+/// Lines as a quoted string. Graphviz reads escapes and, in labels, XML entities; both are escaped.
 pub(super) fn quote(lines: &[String]) -> String {
     let line = |line: &String| clean(line).replace('&', "&amp;").replace('\\', "\\\\").replace('"', "\\\"");
     format!("\"{}\"", lines.iter().map(line).collect::<Vec<_>>().join("\\n"))

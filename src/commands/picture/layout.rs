@@ -68,7 +68,7 @@ impl Text {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Package,
-    /// A package that nobody knows, or the place of the GPUs that the host does not show.
+    /// An unknown package, or the place of the GPUs that are not in the host's tree.
     Unknown,
     Node,
     Bridge,
@@ -120,7 +120,6 @@ pub(super) struct Canvas {
     /// The top of the row of GPUs, and its height.
     pub leaves: i64,
     pub leaf_height: i64,
-    pub allocated: BTreeSet<usize>,
     pub gpus: BTreeMap<usize, Rect>,
     pub frames: Vec<Shape>,
     pub shapes: Vec<Shape>,
@@ -157,12 +156,11 @@ impl Layout {
         let note = if homes.iter().any(|home| home.note.is_some()) { 20 } else { 0 };
         let node_top = top + PACKAGE_HEAD + note;
         let bars = node_top + NODE_HEAD;
-        let leaves = bars + blocks().map(Block::depth).max().unwrap_or(0) * LEVEL;
-        let leaf_height = blocks().map(Block::leaf_height).max().unwrap_or(0);
+        let leaves = bars + blocks().map(|block| block.depth).max().unwrap_or(0) * LEVEL;
+        let leaf_height = blocks().map(|block| block.leaf_height).max().unwrap_or(0);
         let node_bottom = leaves + leaf_height + PAD;
-        let allocated = picture.allocated.clone().unwrap_or_default();
-        let mut canvas = Canvas { bars, leaves, leaf_height, allocated, ..Default::default() };
-        let mut below = Canvas { allocated: canvas.allocated.clone(), bars, leaves, leaf_height, ..Default::default() };
+        let empty = || Canvas { bars, leaves, leaf_height, ..Default::default() };
+        let (mut canvas, mut below) = (empty(), empty());
 
         let mut home_of = BTreeMap::new();
         let mut number = 0;
@@ -284,7 +282,7 @@ impl Home {
 }
 
 fn home(package: &Package<'_>, measure: &Measure<'_>) -> Home {
-    let (with, without): (Vec<&Node<'_>>, Vec<_>) = package.nodes.iter().partition(|node| !node.bridges.is_empty());
+    let (with, empty) = package.by_devices();
     let room = |node: &Node<'_>| {
         let blocks = measure.node(node);
         let name = node_name(node.id);
@@ -292,12 +290,8 @@ fn home(package: &Package<'_>, measure: &Measure<'_>) -> Home {
         let least = width(&name, Style::Heading).max(width(&cpus, Style::Mono).min(120));
         Room { head: Some((name, cpus)), width: row_width(&blocks).max(least) + 2 * PAD, blocks }
     };
-    let empty: Vec<u32> = without.iter().filter_map(|node| node.id.map(|id| id.0)).collect();
-    let note = match empty.len() {
-        0 => None,
-        1 => Some(format!("no PCI devices: NUMA node {}", super::ranges(&empty))),
-        _ => Some(format!("no PCI devices: NUMA nodes {}", super::ranges(&empty))),
-    };
+    let nodes = if empty.len() == 1 { "node" } else { "nodes" };
+    let note = (!empty.is_empty()).then(|| format!("no PCI devices: NUMA {nodes} {}", super::ranges(&empty)));
     let kind = if package.id.is_some() { Kind::Package } else { Kind::Unknown };
     Home::new(package_name(package.id), kind, note, with.into_iter().map(room).collect())
 }

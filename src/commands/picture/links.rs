@@ -68,7 +68,7 @@ pub(super) struct Routes {
 }
 
 impl Routes {
-    /// Gives each link its ends and its track. `home` says in which box a GPU is.
+    /// Gives each link its ends and its track. `home` maps a GPU to its box.
     pub fn new(picture: &Picture<'_>, canvas: &Canvas, home: &BTreeMap<usize, usize>) -> Self {
         let x = |place: usize| canvas.gpus.get(&place).map_or(0, |rect| rect.x);
         // The ends at each GPU from left to right: links to the left, the farthest last; the plane; links to the
@@ -149,7 +149,7 @@ impl Routes {
             let text = Text::centred(&name, Style::Heading, middle, rect.y + 22);
             for (place, x) in ports {
                 let count = picture.switch_links(*place);
-                let kind = if picture.is_allocated(*place) { StrandKind::Allocated } else { StrandKind::Near };
+                let (_, kind) = picture.kinds_of_gpu(*place);
                 let Some(gpu) = canvas.gpus.get(place) else { continue };
                 let (from, to, at) = match gpu.y > rect.y {
                     true => (gpu.y, rect.bottom(), rect.bottom() + 20),

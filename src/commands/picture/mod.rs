@@ -18,6 +18,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::outline::{Device, Outline};
 use crate::machines::Machine;
 use crate::topology::{Gpu, NodeObservation, NodeTopology, NumaNodeId, NvLinkRemote, PciAddress};
+use layout::Kind;
 use links::StrandKind;
 use text::clean;
 
@@ -35,13 +36,13 @@ pub(super) struct Picture<'a> {
     links: Vec<Link>,
     /// The NVSwitch planes, by their number.
     planes: BTreeMap<u32, Plane>,
-    /// The GPUs that are held, as places; `None` where nobody said.
+    /// The GPUs that are held, as places; `None` without --allocated.
     allocated: Option<BTreeSet<usize>>,
     /// Whether addresses are written without their domain, because all are in domain 0.
     short: bool,
 }
 
-/// What is said of one GPU beyond its number and address.
+/// The links of one GPU that do not lead to a GPU.
 #[derive(Default)]
 struct Face {
     /// Active links to NVSwitches.
@@ -144,13 +145,26 @@ impl<'a> Picture<'a> {
         self.allocated.as_ref().is_some_and(|allocated| allocated.contains(&place))
     }
 
+    /// Whether a link joins two packages.
+    fn crosses(&self, link: Link) -> bool {
+        let package = |place: usize| self.gpu(place).and_then(|gpu| gpu.package);
+        package(link.a) != package(link.b)
+    }
+
     /// How a link is coloured.
     fn kind_of(&self, link: Link) -> StrandKind {
-        let package = |place: usize| self.gpu(place).and_then(|gpu| gpu.package);
-        match package(link.a) == package(link.b) {
+        match self.crosses(link) {
             _ if self.is_allocated(link.a) && self.is_allocated(link.b) => StrandKind::Allocated,
-            true => StrandKind::Near,
-            false => StrandKind::Crossing,
+            true => StrandKind::Crossing,
+            false => StrandKind::Near,
+        }
+    }
+
+    /// How a GPU and its links to NVSwitches are coloured.
+    fn kinds_of_gpu(&self, place: usize) -> (Kind, StrandKind) {
+        match self.is_allocated(place) {
+            true => (Kind::Allocated, StrandKind::Allocated),
+            false => (Kind::Gpu, StrandKind::Near),
         }
     }
 
@@ -179,7 +193,7 @@ impl<'a> Picture<'a> {
         lines
     }
 
-    /// All there is to know of a GPU, for who points at it.
+    /// The facts of a GPU, shown when a viewer points at it.
     fn gpu_tooltip(&self, place: usize) -> String {
         let Some(gpu) = self.gpu(place) else { return String::new() };
         let mut text = format!("GPU {}, {}, {}", gpu.index, gpu.pci, gpu.uuid);
@@ -226,7 +240,7 @@ impl<'a> Picture<'a> {
         }
     }
 
-    /// The legend's line for what is held; `None` where nobody said.
+    /// The legend's line for what is held; `None` without --allocated.
     fn allocated_line(&self) -> Option<String> {
         let allocated = self.allocated.as_ref()?;
         let mut indices: Vec<u32> =

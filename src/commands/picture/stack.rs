@@ -21,7 +21,7 @@ pub(super) fn split(picture: &Picture<'_>, homes: &[Home]) -> usize {
     (1..=homes.len()).min_by_key(|upper| (widest(*upper), homes.len() - upper)).unwrap_or(homes.len())
 }
 
-/// Moves a row that was placed at `top` to `to`, and turns it upside down where `turn` says so.
+/// Moves a row that was placed at `top` to `to`, and with `turn` upside down.
 pub(super) fn put_below(row: Canvas, canvas: &mut Canvas, top: i64, to: i64, height: i64, turn: bool) {
     let moved = |y: i64| if turn { to + height - (y - top) } else { y - top + to };
     let mut frames = row.frames;

@@ -75,7 +75,7 @@ fn built_in_machines_are_drawn_without_overlaps() {
 }
 
 #[test]
-fn what_is_unknown_is_drawn_too() {
+fn unknown_places_are_drawn() {
     let mut machine = load("dgx1-v100");
     machine.name = "half of it".to_owned();
     machine.observed.host.host_bridges.truncate(2);
@@ -96,7 +96,7 @@ fn what_is_unknown_is_drawn_too() {
 }
 
 #[test]
-fn sixteen_gpus_and_odd_links_are_drawn_without_overlaps() {
+fn sixteen_gpus_are_drawn_without_overlaps() {
     let mut machine = load("dgx-h100");
     let mut more = machine.to_yaml().unwrap().replace("\"0000:", "\"0001:").replace("0000:", "0001:");
     more = more.replace("GPU-00000002", "GPU-0000000a");
@@ -136,7 +136,7 @@ fn sixteen_gpus_and_odd_links_are_drawn_without_overlaps() {
 }
 
 #[test]
-fn long_names_stay_in_their_boxes() {
+fn long_names_stay_in_boxes() {
     let mut machine = load("dgx1-v100");
     machine.name = "long names".to_owned();
     machine.title = "A title without an end ".repeat(40);
@@ -175,7 +175,7 @@ fn labels_are_quoted_for_graphviz() {
 }
 
 #[test]
-fn runs_of_numbers_are_short() {
+fn runs_of_numbers_are_abbreviated() {
     assert_eq!(ranges(&[]), "");
     assert_eq!(ranges(&[0, 1, 2, 3, 6, 8, 9]), "0-3, 6, 8, 9");
     assert_eq!(ranges(&[u32::MAX]), "4294967295");

@@ -10,7 +10,7 @@ pub(super) enum Style {
     Subtitle,
     /// The name of a package or a NUMA node.
     Heading,
-    /// What a bar or a legend says.
+    /// The text of a bar or a legend.
     Plain,
     /// The number of a GPU.
     Gpu,
@@ -91,10 +91,10 @@ pub(super) fn wrap(text: &str, style: Style, room: i64) -> Vec<String> {
     lines
 }
 
-/// The longest text that is kept of a stranger's.
+/// The most characters that are kept of a text from a file.
 const LONGEST: usize = 240;
 
-/// A stranger's text as one line without what XML forbids, what turns the line around, and what no person reads to its end.
+/// Untrusted text as one line: without what XML forbids or what changes the direction of writing, and cut.
 pub(super) fn clean(text: &str) -> String {
     let harmless = |letter: char| match letter {
         '\t' | '\n' | '\r' => ' ',
@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn long_texts_end_in_dots_within_their_room() {
+    fn long_text_is_cut_with_ellipsis() {
         assert_eq!(fit("mlx5_0", Style::Mono, 60), "mlx5_0");
         let short = fit("a_very_long_interface_name", Style::Mono, 60);
         assert!(short.ends_with('…') && width(&short, Style::Mono) <= 60, "{short}");
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn wrapped_lines_fit_and_lose_no_word() {
+    fn wrapped_lines_fit_and_keep_each_word() {
         let text = "one two three four five six seven eight nine ten";
         let lines = wrap(text, Style::Title, 200);
         assert!(lines.len() > 2 && lines.iter().all(|line| width(line, Style::Title) <= 200), "{lines:?}");
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_texts_are_one_harmless_line() {
+    fn untrusted_text_is_one_harmless_line() {
         assert_eq!(clean("a\nb\u{0}c\u{202e}d\u{ffff}"), "a b\u{fffd}c\u{fffd}d\u{fffd}");
         assert_eq!(clean(&"x".repeat(1000)).chars().count(), 241);
     }

@@ -22,14 +22,24 @@ const WIDEST: i64 = 170;
 /// The most interfaces that are written into one NIC's box.
 const MOST_NAMES: usize = 4;
 
-/// A part of a PCI tree with its width.
-pub(super) enum Block {
-    /// A host bridge or a switch.
-    Bar { kind: Kind, labels: Vec<String>, tooltip: String, below: Vec<Self>, width: i64 },
+/// A part of a PCI tree, measured.
+pub(super) struct Block {
+    pub width: i64,
+    /// How many bars are above the row of GPUs here.
+    pub depth: i64,
+    /// The height that the row of GPUs must have for this.
+    pub leaf_height: i64,
+    tooltip: String,
+    content: Content,
+}
+
+enum Content {
+    /// A host bridge or a switch; the longest label that fits is shown.
+    Bar { kind: Kind, labels: Vec<String>, below: Vec<Block> },
     /// A GPU, with its place where NVML lists it.
-    Gpu { place: Option<usize>, lines: Vec<String>, tooltip: String, width: i64 },
+    Gpu { place: Option<usize>, kind: Kind, lines: Vec<String> },
     /// NICs, one above the other.
-    Column { cells: Vec<Cell>, width: i64 },
+    Column(Vec<Cell>),
 }
 
 /// A NIC, or what else is no bar and no GPU.
@@ -54,72 +64,38 @@ fn lines_height(lines: usize, style: Style) -> i64 {
 }
 
 impl Block {
-    pub fn width(&self) -> i64 {
-        match self {
-            Self::Bar { width, .. } | Self::Gpu { width, .. } | Self::Column { width, .. } => *width,
-        }
-    }
-
-    /// How many bars are above the row of GPUs here.
-    pub fn depth(&self) -> i64 {
-        match self {
-            Self::Bar { below, .. } => 1 + below.iter().map(Self::depth).max().unwrap_or(0),
-            Self::Gpu { .. } | Self::Column { .. } => 0,
-        }
-    }
-
-    /// The height that the row of GPUs must have for this.
-    pub fn leaf_height(&self) -> i64 {
-        match self {
-            Self::Bar { below, .. } => below.iter().map(Self::leaf_height).max().unwrap_or(0),
-            Self::Gpu { lines, .. } => lines_height(lines.len(), Style::Mono) + 18,
-            Self::Column { cells, .. } => column_height(cells),
-        }
-    }
-
     /// Places it at `x`, `depth` bars below the top of its tree.
     pub fn place(&self, x: i64, depth: i64, canvas: &mut Canvas) {
-        match self {
-            Self::Bar { kind, labels, tooltip, below, width: own } => {
-                let rect = Rect { x, y: canvas.bars + depth * LEVEL, width: *own, height: BAR };
-                let label = labels.iter().find(|label| width(label, Style::Plain) <= own - 8);
+        let shape = |rect, kind, texts| Shape { rect, kind, texts, tooltip: self.tooltip.clone() };
+        match &self.content {
+            Content::Bar { kind, labels, below } => {
+                let rect = Rect { x, y: canvas.bars + depth * LEVEL, width: self.width, height: BAR };
+                let label = labels.iter().find(|label| width(label, Style::Plain) <= self.width - 8);
                 let text = label.map(|label| Text::centred(label, Style::Plain, rect.middle(), rect.y + 15));
-                let mut at = x + (own - row_width(below)) / 2;
+                let mut at = x + (self.width - row_width(below)) / 2;
                 for block in below {
-                    let middle = at + block.width() / 2;
-                    let to = if block.depth() > 0 { canvas.bars + (depth + 1) * LEVEL } else { canvas.leaves };
-                    let to = (block.foot(at).unwrap_or(middle), to);
-                    canvas.wires.push(vec![(to.0, rect.bottom()), to]);
+                    let to = if block.depth > 0 { canvas.bars + (depth + 1) * LEVEL } else { canvas.leaves };
+                    let foot = block.foot(at);
+                    canvas.wires.push(vec![(foot, rect.bottom()), (foot, to)]);
                     block.place(at, depth + 1, canvas);
-                    at += block.width() + GAP;
+                    at += block.width + GAP;
                 }
-                canvas.shapes.push(Shape {
-                    rect,
-                    kind: *kind,
-                    texts: text.into_iter().collect(),
-                    tooltip: tooltip.clone(),
-                });
+                canvas.shapes.push(shape(rect, *kind, text.into_iter().collect()));
             }
-            Self::Gpu { place, lines, tooltip, width } => {
-                let rect = Rect { x, y: canvas.leaves, width: *width, height: canvas.leaf_height };
-                let kind = match place {
-                    Some(place) if canvas.allocated.contains(place) => Kind::Allocated,
-                    Some(_) => Kind::Gpu,
-                    None => Kind::Unlisted,
-                };
+            Content::Gpu { place, kind, lines } => {
+                let rect = Rect { x, y: canvas.leaves, width: self.width, height: canvas.leaf_height };
                 canvas.gpus.extend(place.map(|place| (place, rect)));
-                let texts = stacked(lines, rect, Style::Gpu);
-                canvas.shapes.push(Shape { rect, kind, texts, tooltip: tooltip.clone() });
+                canvas.shapes.push(shape(rect, *kind, stacked(lines, rect, Style::Gpu)));
             }
-            Self::Column { cells, width } => place_column(cells, x, *width, canvas),
+            Content::Column(cells) => place_column(cells, x, self.width, canvas),
         }
     }
 
-    /// Where the wire to a column of several NICs comes down; everything else is met in its middle.
-    fn foot(&self, x: i64) -> Option<i64> {
-        match self {
-            Self::Column { cells, .. } if cells.len() > 1 => Some(x + 2),
-            _ => None,
+    /// Where the wire from above comes down: left of several NICs, else in the middle.
+    fn foot(&self, x: i64) -> i64 {
+        match &self.content {
+            Content::Column(cells) if cells.len() > 1 => x + 2,
+            _ => x + self.width / 2,
         }
     }
 }
@@ -162,14 +138,14 @@ fn stacked(lines: &[String], rect: Rect, first: Style) -> Vec<Text> {
 /// The width of blocks side by side.
 pub(super) fn row_width(blocks: &[Block]) -> i64 {
     let gaps = GAP * i64::try_from(blocks.len().saturating_sub(1)).unwrap_or(0);
-    blocks.iter().map(Block::width).sum::<i64>() + gaps
+    blocks.iter().map(|block| block.width).sum::<i64>() + gaps
 }
 
 /// Places blocks side by side.
 pub(super) fn place_row(blocks: &[Block], mut x: i64, canvas: &mut Canvas) {
     for block in blocks {
         block.place(x, 0, canvas);
-        x += block.width() + GAP;
+        x += block.width + GAP;
     }
 }
 
@@ -193,58 +169,45 @@ impl Measure<'_> {
     pub fn gpu(&self, place: usize, numa: Option<NumaNodeId>) -> Block {
         let lines = self.picture.gpu_lines(place, numa);
         let ports = self.ports.get(place).copied().unwrap_or(0) * links::PORT;
-        gpu(Some(place), lines, self.picture.gpu_tooltip(place), ports)
+        gpu(Some(place), self.picture.kinds_of_gpu(place).0, lines, self.picture.gpu_tooltip(place), ports)
     }
 
     /// Devices side by side, in their order; NICs that follow each other share columns.
     fn row(&self, devices: &[Device<'_>], numa: Option<NumaNodeId>) -> Vec<Block> {
-        let mut blocks = Vec::new();
-        let mut cells: Vec<Cell> = Vec::new();
+        let mut row = Row::default();
         for device in devices {
-            let cell = match device.what {
-                What::Nic(nics) => Some(self.nic(nics, device.pci)),
-                What::Deeper => {
-                    Some(Cell { lines: vec!["…".to_owned()], tooltip: "deeper than is drawn".to_owned() })
-                }
-                _ => None,
-            };
-            let is_cell = cell.is_some();
-            if let Some(cell) = cell {
-                if column_height(&cells) + 6 + cell.height() > COLUMN {
-                    blocks.extend(column(&mut cells));
-                }
-                cells.push(cell);
-            } else {
-                blocks.extend(column(&mut cells));
-            }
             let address = device.pci.map(|pci| self.picture.address(pci));
             let named = |name: &str| {
                 let long = address.as_ref().map(|address| format!("{name} {address}"));
                 long.into_iter().chain([name.to_owned()]).collect::<Vec<_>>()
             };
             let tooltip = |name: &str| device.pci.map_or(name.to_owned(), |pci| format!("{name} {pci}"));
-            let below = || self.row(&device.below, numa);
+            let below = self.row(&device.below, numa);
             match device.what {
                 What::Switch => {
                     let labels = named("PCIe switch").into_iter().chain(["switch".to_owned()]).collect();
-                    blocks.push(bar(Kind::Switch, labels, tooltip("PCIe switch"), below()));
+                    row.block(bar(Kind::Switch, labels, tooltip("PCIe switch"), below));
+                    continue;
                 }
-                What::Port => blocks.push(bar(Kind::Port, named("port"), tooltip("PCIe port"), below())),
-                What::Gpu(place) => blocks.push(self.gpu(place, numa)),
+                What::Port => {
+                    row.block(bar(Kind::Port, named("port"), tooltip("PCIe port"), below));
+                    continue;
+                }
+                What::Gpu(place) => row.block(self.gpu(place, numa)),
                 What::UnlistedGpu => {
                     let lines = vec!["GPU".to_owned(), address.unwrap_or_default(), "not in NVML".to_owned()];
-                    blocks.push(gpu(None, lines, tooltip("a GPU that NVML does not list:"), 0));
+                    row.block(gpu(None, Kind::Unlisted, lines, tooltip("a GPU that NVML does not list:"), 0));
                 }
-                What::Nic(_) | What::Deeper => {}
+                What::Nic(nics) => row.cell(self.nic(nics, device.pci)),
+                What::Deeper => {
+                    row.cell(Cell { lines: vec!["…".to_owned()], tooltip: "deeper than is drawn".to_owned() });
+                }
             }
-            // Nothing hangs below a card, but a file may say so.
-            if (is_cell || matches!(device.what, What::Gpu(_) | What::UnlistedGpu)) && !device.below.is_empty() {
-                blocks.extend(column(&mut cells));
-                blocks.extend(below());
-            }
+            // Nothing hangs below a card, but a file may have it so.
+            below.into_iter().for_each(|block| row.block(block));
         }
-        blocks.extend(column(&mut cells));
-        blocks
+        row.flush();
+        row.blocks
     }
 
     fn nic(&self, nics: &[NicObservation], pci: Option<PciAddress>) -> Cell {
@@ -268,22 +231,60 @@ impl Measure<'_> {
     }
 }
 
-fn gpu(place: Option<usize>, lines: Vec<String>, tooltip: String, ports: i64) -> Block {
+/// Blocks side by side while they are gathered.
+#[derive(Default)]
+struct Row {
+    blocks: Vec<Block>,
+    /// NICs of the column that is being filled.
+    cells: Vec<Cell>,
+}
+
+impl Row {
+    fn block(&mut self, block: Block) {
+        self.flush();
+        self.blocks.push(block);
+    }
+
+    fn cell(&mut self, cell: Cell) {
+        if column_height(&self.cells) + 6 + cell.height() > COLUMN {
+            self.flush();
+        }
+        self.cells.push(cell);
+    }
+
+    fn flush(&mut self) {
+        let cells = std::mem::take(&mut self.cells);
+        if let Some(widest) = cells.iter().map(Cell::width).max() {
+            let indent = if cells.len() > 1 { 10 } else { 0 };
+            let (width, leaf_height) = (widest + indent, column_height(&cells));
+            self.blocks.push(Block {
+                width,
+                depth: 0,
+                leaf_height,
+                tooltip: String::new(),
+                content: Content::Column(cells),
+            });
+        }
+    }
+}
+
+fn gpu(place: Option<usize>, kind: Kind, lines: Vec<String>, tooltip: String, ports: i64) -> Block {
     let style = |number: usize| if number == 0 { Style::Gpu } else { Style::Mono };
     let widest = lines.iter().enumerate().map(|(number, line)| width(line, style(number))).max().unwrap_or(0);
-    Block::Gpu { place, lines, tooltip, width: (widest + 14).max(ports).max(76) }
+    let leaf_height = lines_height(lines.len(), Style::Mono) + 18;
+    Block {
+        width: (widest + 14).max(ports).max(76),
+        depth: 0,
+        leaf_height,
+        tooltip,
+        content: Content::Gpu { place, kind, lines },
+    }
 }
 
 fn bar(kind: Kind, labels: Vec<String>, tooltip: String, below: Vec<Block>) -> Block {
     let least = labels.last().map_or(0, |label| width(label, Style::Plain)) + 12;
-    let own = row_width(&below).max(least);
-    Block::Bar { kind, labels, tooltip, below, width: own }
-}
-
-/// The NICs gathered so far as a column.
-fn column(cells: &mut Vec<Cell>) -> Option<Block> {
-    let cells = std::mem::take(cells);
-    let widest = cells.iter().map(Cell::width).max()?;
-    let indent = if cells.len() > 1 { 10 } else { 0 };
-    Some(Block::Column { cells, width: widest + indent })
+    let depth = 1 + below.iter().map(|block| block.depth).max().unwrap_or(0);
+    let leaf_height = below.iter().map(|block| block.leaf_height).max().unwrap_or(0);
+    let width = row_width(&below).max(least);
+    Block { width, depth, leaf_height, tooltip, content: Content::Bar { kind, labels, below } }
 }

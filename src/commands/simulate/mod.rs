@@ -23,7 +23,7 @@ use trace::Job;
 /// The longest trace, in bytes: some five million jobs.
 const MAX_TRACE: u64 = 64 << 20;
 
-/// Jobs between two looks of the progress line.
+/// Jobs between two updates of the progress line.
 const PROGRESS_EVERY: usize = 4096;
 
 /// The answer for scripts.

@@ -1,6 +1,6 @@
 //! The replay: jobs, first come first served, on one machine. A function of its arguments; time is whole seconds.
 //!
-//! Owns the queue and the figures. Who chooses is a policy; what a choice is worth the engine says for all of them.
+//! Owns the queue and the figures. A policy chooses; the allocator rates the choices of all policies.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
@@ -12,7 +12,7 @@ use crate::allocation::{
     AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, GpuSet, PreferredAllocation, preferred_allocation,
 };
 
-/// Who chooses.
+/// What chooses the GPUs of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Chooser {
     Engine(AllocationPolicy),
@@ -35,7 +35,7 @@ pub(super) struct Figures {
     /// Jobs of several GPUs, of which the next fields are.
     pub several: u64,
     /// The mean of the collective against the idle machine's best for that size, in millionths; each job counts once.
-    /// `None` where the engine knows no values (no such jobs, or a machine beyond its tables).
+    /// `None` where the allocator has no values (no such jobs, or a machine beyond its tables).
     pub collective_by_count: Option<u64>,
     /// The same, each job counting by its GPU-seconds.
     pub collective_by_gpu_hours: Option<u64>,
@@ -54,7 +54,7 @@ pub(super) struct Figures {
 }
 
 /// Runs the jobs, which are in the order in which they come; the first in the queue blocks those behind it.
-/// `progress` hears after each job how many are done.
+/// `progress` is called after each job with the number done.
 pub(super) fn replay(
     tables: &AllocationTables,
     jobs: &[Job],
@@ -134,7 +134,7 @@ impl Figures {
     }
 }
 
-/// The engine's set, and its collective where it knows it.
+/// The allocator's set, and its collective where the tables have it.
 fn ask(
     tables: &AllocationTables,
     free: GpuSet,
@@ -172,7 +172,7 @@ fn whole(number: u128) -> u64 {
     u64::try_from(number).unwrap_or(u64::MAX)
 }
 
-/// Numbers that look random and are the same for the same seed (`SplitMix64`, Steele, Lea and Flood 2014).
+/// Pseudo-random numbers from a seed (`SplitMix64`, Steele, Lea and Flood 2014).
 struct Draws(u64);
 
 impl Draws {
@@ -208,7 +208,7 @@ mod tests {
     const BEST: Chooser = Chooser::Engine(AllocationPolicy::BestEffort);
 
     #[test]
-    fn the_first_in_the_queue_goes_first() {
+    fn head_of_queue_blocks_later_jobs() {
         // 8 GPUs: all until 100; then 4 and 4; at 110 one 4 ends and 2 start; the 16 never do.
         let jobs = [(8, 100, 0), (4, 50, 0), (4, 10, 0), (2, 5, 0), (16, 1, 0), (1, 0, 500)];
         for chooser in [BEST, Chooser::FirstFit, Chooser::Random(3)] {
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn collectives_are_against_the_idle_machine() {
+    fn collectives_are_relative_to_idle_machine() {
         // First fit takes 0 and 1 (one NVLink, 20000 of 40000), then 2 and 3 (two).
         let jobs = [(2, 100, 0), (2, 300, 0), (1, 1000, 0)];
         let figures = run("dgx1-v100", &jobs, Chooser::FirstFit);
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn the_worst_pair_and_the_numa_nodes_count() {
+    fn worst_pair_and_numa_nodes_are_counted() {
         let jobs = [(2, 10, 0), (3, 10, 0), (3, 10, 0)];
         let figures = run("pcie-8x-pix-pairs", &jobs, Chooser::FirstFit);
         // 0 and 1 share a switch; 2, 3 and 4 span both sockets, 5, 6 and 7 do not.
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn random_depends_on_the_seed_only() {
+    fn random_choice_depends_on_seed_only() {
         let jobs: Vec<_> = (0..60).map(|at| (2 + at % 3, 50, at as u64 * 10)).collect();
         let with = |seed| run("dgx1-v100", &jobs, Chooser::Random(seed));
         assert_eq!(with(1), with(1));
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_gpus_are_not_more_used_than_others() {
+    fn whole_gpu_policies_choose_alike() {
         let jobs: Vec<_> = (0..40).map(|at| (1 + at % 4, 70, at as u64 * 10)).collect();
         let with = |policy| run("dgx1-v100", &jobs, Chooser::Engine(policy));
         assert_eq!(with(AllocationPolicy::Packed), with(AllocationPolicy::BestEffort));

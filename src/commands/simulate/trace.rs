@@ -2,7 +2,7 @@
 //!
 //! Reads text into jobs or names the line that is wrong; decides nothing about them.
 
-use thiserror::Error;
+use anyhow::{Context, Result, bail, ensure};
 
 use crate::quote::excerpt;
 
@@ -17,79 +17,55 @@ pub(super) struct Job {
     pub arrival: u64,
 }
 
-/// Why a text is no trace.
-#[derive(Debug, PartialEq, Eq, Error)]
-pub(super) enum TraceError {
-    #[error("no header: the first line must name the columns size, duration_seconds and perhaps arrival_seconds")]
-    NoHeader,
-    #[error("line {line}: no column '{0}'", line = .1)]
-    MissingColumn(&'static str, usize),
-    #[error("line {line}: unknown column '{name}' (known: size, duration_seconds, arrival_seconds)")]
-    UnknownColumn { line: usize, name: String },
-    #[error("line {line}: column '{name}' is there twice")]
-    DoubleColumn { line: usize, name: String },
-    #[error("line {line}: {found} fields where the header has {expected}")]
-    Fields { line: usize, found: usize, expected: usize },
-    #[error("line {line}: {column} '{text}' is not a whole number{least}", least = if *.column == SIZE { " of at least 1" } else { "" })]
-    Number { line: usize, column: &'static str, text: String },
-    #[error("no jobs")]
-    NoJobs,
-}
-
 const SIZE: &str = "size";
 const DURATION: &str = "duration_seconds";
 const ARRIVAL: &str = "arrival_seconds";
 
+const NO_HEADER: &str =
+    "no header: the first line must name the columns size, duration_seconds and perhaps arrival_seconds";
+
 /// The jobs in the order in which they come; those that come at one time in the order of the lines.
 ///
 /// Blank lines are skipped, the columns may stand in any order; without arrivals all jobs come at 0.
-pub(super) fn parse(text: &str) -> Result<Vec<Job>, TraceError> {
+pub(super) fn parse(text: &str) -> Result<Vec<Job>> {
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
     let lines = text.lines().enumerate().map(|(at, line)| (at + 1, line.trim()));
     let mut lines = lines.filter(|(_, line)| !line.is_empty());
-    let (line, header) = lines.next().ok_or(TraceError::NoHeader)?;
+    let (line, header) = lines.next().context(NO_HEADER)?;
     let columns = columns(line, header)?;
-    let mut jobs = lines.map(|(line, row)| job(line, row, &columns)).collect::<Result<Vec<Job>, _>>()?;
-    if jobs.is_empty() {
-        return Err(TraceError::NoJobs);
-    }
+    let mut jobs = lines.map(|(line, row)| job(line, row, &columns)).collect::<Result<Vec<Job>>>()?;
+    ensure!(!jobs.is_empty(), "no jobs");
     jobs.sort_by_key(|job| job.arrival);
     Ok(jobs)
 }
 
-fn columns(line: usize, header: &str) -> Result<Vec<&'static str>, TraceError> {
+fn columns(line: usize, header: &str) -> Result<Vec<&'static str>> {
     let mut columns: Vec<&'static str> = Vec::new();
     for name in header.split(',').map(str::trim) {
-        let known = [SIZE, DURATION, ARRIVAL].into_iter().find(|known| *known == name);
-        let column = known.ok_or_else(|| match name.parse::<f64>() {
-            Ok(_) => TraceError::NoHeader,
-            Err(_) => TraceError::UnknownColumn { line, name: excerpt(name) },
-        })?;
-        if columns.contains(&column) {
-            return Err(TraceError::DoubleColumn { line, name: column.to_owned() });
-        }
+        let Some(column) = [SIZE, DURATION, ARRIVAL].into_iter().find(|known| *known == name) else {
+            ensure!(name.parse::<f64>().is_err(), NO_HEADER);
+            bail!("line {line}: unknown column '{}' (known: {SIZE}, {DURATION}, {ARRIVAL})", excerpt(name));
+        };
+        ensure!(!columns.contains(&column), "line {line}: column '{column}' is there twice");
         columns.push(column);
     }
     for needed in [SIZE, DURATION] {
-        if !columns.contains(&needed) {
-            return Err(TraceError::MissingColumn(needed, line));
-        }
+        ensure!(columns.contains(&needed), "line {line}: no column '{needed}'");
     }
     Ok(columns)
 }
 
-fn job(line: usize, row: &str, columns: &[&'static str]) -> Result<Job, TraceError> {
+fn job(line: usize, row: &str, columns: &[&'static str]) -> Result<Job> {
     let mut job = Job { size: 0, duration: 0, arrival: 0 };
     let found = row.split(',').count();
-    if found != columns.len() {
-        return Err(TraceError::Fields { line, found, expected: columns.len() });
-    }
+    ensure!(found == columns.len(), "line {line}: {found} fields where the header has {}", columns.len());
     for (column, text) in columns.iter().copied().zip(row.split(',').map(str::trim)) {
-        let wrong = || TraceError::Number { line, column, text: excerpt(text) };
+        let least = if column == SIZE { " of at least 1" } else { "" };
+        let wrong = || format!("line {line}: {column} '{}' is not a whole number{least}", excerpt(text));
         match column {
-            SIZE => job.size = text.parse().ok().filter(|size| *size > 0).ok_or_else(wrong)?,
-            DURATION => job.duration = text.parse().map_err(|_| wrong())?,
-            _ => job.arrival = text.parse().map_err(|_| wrong())?,
+            SIZE => job.size = text.parse().ok().filter(|size| *size > 0).with_context(wrong)?,
+            DURATION => job.duration = text.parse().ok().with_context(wrong)?,
+            _ => job.arrival = text.parse().ok().with_context(wrong)?,
         }
     }
     Ok(job)
@@ -100,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_stand_in_any_order_and_jobs_are_sorted_by_arrival() {
+    fn columns_in_any_order_jobs_sorted_by_arrival() {
         let text = "\u{feff}duration_seconds, arrival_seconds,size\r\n10,7,2\r\n\r\n20,3,1\n30,3,4";
         let job = |size, duration, arrival| Job { size, duration, arrival };
         assert_eq!(parse(text).unwrap(), [job(1, 20, 3), job(4, 30, 3), job(2, 10, 7)]);
@@ -108,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named_with_its_line() {
+    fn faults_are_named_with_their_line() {
         for (text, expected) in [
             ("", "no header"),
             ("2,10\n", "no header"),

@@ -1,8 +1,9 @@
 //! `cpu`: to NCCL a NUMA node with its CPUs and their model.
 
 use super::Notes;
+use crate::machines::cpu_list;
 use crate::machines::xml::Element;
-use crate::quote::quoted;
+use crate::quote::excerpt;
 use crate::topology::{CpuObservation, HostObservation, NumaNodeId, NumaNodeObservation};
 
 /// Takes down a NUMA node; answers its number, `None` where the kernel has none (-1).
@@ -16,7 +17,7 @@ pub(super) fn observe(cpu: &Element, host: &mut HostObservation, notes: &mut Not
         _ => {}
     }
     let id = match cpu.get("numaid") {
-        // The kernel's word for unknown.
+        // The kernel's value for unknown.
         Some("-1") => return None,
         Some(_) => NumaNodeId(notes.number(cpu, "numaid")?),
         None => {
@@ -29,8 +30,8 @@ pub(super) fn observe(cpu: &Element, host: &mut HostObservation, notes: &mut Not
         return Some(id);
     }
     let affinity = cpu.get("affinity").unwrap_or_default();
-    let cpus = cpu_list(affinity).unwrap_or_else(|| {
-        notes.add(cpu, format!("affinity {} is no CPU mask; its CPUs are unknown", quoted(affinity)));
+    let cpus = list(affinity).unwrap_or_else(|| {
+        notes.add(cpu, format!("affinity '{}' is no CPU mask; its CPUs are unknown", excerpt(affinity)));
         String::new()
     });
     host.numa_nodes.push(NumaNodeObservation { id, package: None, cpus });
@@ -54,22 +55,12 @@ fn model(cpu: &Element, notes: &mut Notes) -> Option<CpuObservation> {
     })
 }
 
-/// The kernel's list (`0-15,32-47`) of its mask (`0000ffff,0000ffff`: words of 32 bits, the highest first).
-fn cpu_list(mask: &str) -> Option<String> {
-    let mut ranges: Vec<(u32, u32)> = Vec::new();
-    let words = if mask.is_empty() { Vec::new() } else { mask.rsplit(',').collect() };
-    for (number, word) in words.into_iter().enumerate() {
-        let word = u32::from_str_radix(word, 16).ok()?;
-        let first = u32::try_from(number).ok()?.checked_mul(32)?;
-        for cpu in (0..32).filter(|bit| word >> bit & 1 == 1).map(|bit| first + bit) {
-            match ranges.last_mut() {
-                Some((_, last)) if *last + 1 == cpu => *last = cpu,
-                _ => ranges.push((cpu, cpu)),
-            }
-        }
+/// The kernel's list of its mask, `0000ffff,0000ffff`.
+fn list(mask: &str) -> Option<String> {
+    if mask.is_empty() {
+        return Some(String::new());
     }
-    let text = |(first, last): &(u32, u32)| if first == last { first.to_string() } else { format!("{first}-{last}") };
-    Some(ranges.iter().map(text).collect::<Vec<_>>().join(","))
+    cpu_list(mask, |word| u32::from_str_radix(word, 16).ok())
 }
 
 #[cfg(test)]
@@ -78,7 +69,7 @@ mod tests {
 
     #[test]
     fn masks_become_lists() {
-        for (mask, list) in [
+        for (mask, expected) in [
             ("", ""),
             ("00000000", ""),
             ("0000ffff,0000ffff", "0-15,32-47"),
@@ -86,10 +77,10 @@ mod tests {
             ("fff0000", "16-27"),
             ("5", "0,2"),
         ] {
-            assert_eq!(cpu_list(mask).as_deref(), Some(list), "{mask}");
+            assert_eq!(list(mask).as_deref(), Some(expected), "{mask}");
         }
         for mask in [",", "x", "1ffffffff", "0x1", "-1"] {
-            assert_eq!(cpu_list(mask), None, "{mask}");
+            assert_eq!(list(mask), None, "{mask}");
         }
     }
 }

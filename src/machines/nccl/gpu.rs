@@ -1,13 +1,12 @@
 //! `gpu`, `nvlink`: the GPUs by NVML's index, their capability and their NVLinks.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use super::Notes;
+use crate::machines::bare_gpu;
 use crate::machines::xml::Element;
 use crate::quote::excerpt;
-use crate::topology::{
-    ComputeCapability, GpuObservation, GpuUuid, NvLinkObservation, NvLinkRemote, PciAddress, PcieLink,
-};
+use crate::topology::{ComputeCapability, GpuObservation, NvLinkObservation, NvLinkRemote, PciAddress, PcieLink};
 
 /// The most NVLinks that are believed of one GPU. The most there are is 18.
 const MAX_LINKS: u32 = 64;
@@ -24,7 +23,7 @@ pub(super) struct Candidate<'d> {
 
 /// The GPUs in the order of their indices.
 pub(super) fn observe(mut candidates: Vec<Candidate<'_>>, notes: &mut Notes) -> Vec<GpuObservation> {
-    // NVML numbers GPUs by PCI address: that is the order for those that do not say.
+    // NVML numbers GPUs by PCI address: that is the order for those without an index.
     candidates.sort_by_key(|gpu| (gpu.pci, gpu.function.line));
     let mut addresses = BTreeSet::new();
     candidates.retain(|gpu| {
@@ -39,34 +38,24 @@ pub(super) fn observe(mut candidates: Vec<Candidate<'_>>, notes: &mut Notes) -> 
         .iter()
         .zip(indices)
         .map(|(gpu, index)| GpuObservation {
-            index,
-            uuid: GpuUuid::made_up(gpu.pci),
-            pci: gpu.pci,
-            model: None,
-            minor: None,
             compute_capability: gpu.element.and_then(|element| capability(element, notes)),
-            memory_mib: None,
-            numa: None,
             pcie: gpu.link,
             nvlinks: gpu.element.map(|element| nvlinks(element, &addresses, notes)),
-            fabric: None,
-            // NCCL writes c2c where it found such links; an older one never looked.
+            // NCCL writes c2c where it found such links; an older one never checks.
             c2c: gpu
                 .element
                 .and_then(|element| element.children.iter().any(|child| child.name == "c2c").then_some(true)),
-            display: None,
-            mig: None,
-            common_ancestors: BTreeMap::new(),
+            ..bare_gpu(index, gpu.pci)
         })
         .collect();
     gpus.sort_by_key(|gpu| gpu.index);
     gpus
 }
 
-/// An index for each: what it says where nobody said so before, else the next that is free.
+/// An index for each: its own where no GPU before it has the same, else the next that is free.
 fn indices(candidates: &[Candidate<'_>], notes: &mut Notes) -> Vec<u32> {
     let mut taken = BTreeSet::new();
-    let mut said = |gpu: &Candidate<'_>| {
+    let mut claimed = |gpu: &Candidate<'_>| {
         let element = gpu.element?;
         let index = notes.number(element, "dev");
         match index {
@@ -79,9 +68,9 @@ fn indices(candidates: &[Candidate<'_>], notes: &mut Notes) -> Vec<u32> {
         }
         index
     };
-    let said: Vec<Option<u32>> = candidates.iter().map(&mut said).collect();
+    let claimed: Vec<Option<u32>> = candidates.iter().map(&mut claimed).collect();
     let mut free = (0..u32::MAX).filter(|index| !taken.contains(index));
-    said.into_iter().map(|index| index.or_else(|| free.next()).unwrap_or(u32::MAX)).collect()
+    claimed.into_iter().map(|index| index.or_else(|| free.next()).unwrap_or(u32::MAX)).collect()
 }
 
 /// `sm` is the compute capability without its dot: 80, 103.
@@ -119,7 +108,7 @@ fn nvlinks(gpu: &Element, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> Vec
 
 /// What is at the other end, by its PCI class (`tclass`) and address (`target`).
 fn remote(link: &Element, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> NvLinkRemote {
-    // VMs have no address for a switch: NVML's FFFFFFFF:FF:FF.0 is none.
+    // In VMs a switch has no address: NVML reports FFFFFFFF:FF:FF.0.
     let target: Option<PciAddress> = link.get("target").and_then(|target| target.parse().ok());
     let class = link.get("tclass").unwrap_or_default().to_ascii_lowercase();
     match (class.as_str(), target) {

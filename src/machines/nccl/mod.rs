@@ -1,8 +1,8 @@
 //! NCCL topology dumps: the XML that NCCL_TOPO_DUMP_FILE writes and NCCL_TOPO_FILE reads.
 //!
-//! Owns what its elements and attributes mean (NCCL's src/graph/xml.cc and topo.cc say so) and what a dump does not
-//! say: host bridges, packages, UUIDs. Topology files that clouds ship are such dumps by hand: they leave out `gpu`
-//! and `net`, and then the PCI class decides. What is odd becomes a warning (a [`ProbeFailure`]) that names the line; only
+//! Owns what its elements and attributes mean (source: NCCL's src/graph/xml.cc and topo.cc) and what a dump lacks:
+//! host bridges, packages, UUIDs. Topology files that clouds ship are such dumps by hand: they leave out `gpu` and
+//! `net`, and then the PCI class decides. What is odd becomes a warning (a [`ProbeFailure`]) that names the line; only
 //! a text that is no dump at all is an error. `write` makes such a file. Called by `machines`.
 //!
 //! [`ProbeFailure`]: crate::topology::ProbeFailure
@@ -10,39 +10,25 @@
 mod cpu;
 mod gpu;
 mod net;
-mod notes;
 mod pci;
 mod write;
 
 use super::Machine;
-use super::xml::{self, Element, XmlError};
+use super::notes::Notes;
+use super::xml::{self, Element, Limits, XmlError, XmlFault};
 use crate::quote::excerpt;
 use crate::topology::{HostObservation, NodeObservation};
 use gpu::Candidate;
-use notes::Notes;
 pub use write::topology_file;
 
 /// The version of the format (NCCL's `NCCL_TOPO_XML_VERSION`).
 const VERSION: &str = "1";
 
-/// What is wrong with an NCCL topology dump, in one line.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NcclError {
-    /// No XML, or more of it than is taken.
-    #[error("{0}")]
-    Xml(XmlError),
-    /// Another version of the format.
-    #[error("line {line}: NCCL topology version '{found}' is not known (this build reads version {VERSION})")]
-    Version {
-        /// The line of the root element.
-        line: usize,
-        /// What the file says.
-        found: String,
-    },
-}
+/// A node file takes two levels for each PCI device in another, and its reader stops at 64; real dumps stay below 12.
+/// NCCL itself stops at a few thousand elements.
+const LIMITS: Limits = Limits { depth: 28, elements: 1 << 14, bytes: 64 << 20, text: false };
 
 /// What was found on the way through the PCI tree.
-#[derive(Default)]
 struct Found<'d> {
     notes: Notes,
     gpus: Vec<Candidate<'d>>,
@@ -51,12 +37,16 @@ struct Found<'d> {
 }
 
 /// Reads a dump; `name` is what the machine is called.
-pub(super) fn parse(name: &str, text: &str) -> Result<Machine, NcclError> {
-    let system = xml::tree(text).map_err(NcclError::Xml)?;
-    let mut found = Found::default();
+pub(super) fn parse(name: &str, text: &str) -> Result<Machine, XmlError> {
+    let system = xml::tree(text, &LIMITS)?;
+    let mut found = Found { notes: Notes::new("NCCL dump"), gpus: Vec::new(), unnamed_nics: false };
     match system.get("version") {
         Some(VERSION) => {}
-        Some(other) => return Err(NcclError::Version { line: system.line, found: excerpt(other) }),
+        Some(other) => {
+            let (format, known) = ("NCCL topology", "version 1");
+            let fault = XmlFault::Version { format, found: excerpt(other), known };
+            return Err(XmlError { line: system.line, fault });
+        }
         None => found.notes.add(&system, "no version; taken as version 1"),
     }
     let mut host = HostObservation::default();
@@ -69,11 +59,11 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Machine, NcclError> {
     let mut reconstructed = vec![
         "UUIDs are made from PCI addresses: a dump has none".to_owned(),
         "a host bridge for each device below a CPU: a dump shows none, NODE may be PHB".to_owned(),
-        "packages are unknown: a dump does not say which NUMA nodes share one".to_owned(),
+        "packages are unknown: a dump does not have which NUMA nodes share one".to_owned(),
     ];
     if found.gpus.iter().any(|gpu| gpu.element.is_none()) {
         found.notes.add(&system, "GPUs without a gpu element: their NVLinks are unknown, levels are those of PCIe");
-        reconstructed.push("GPUs are told by their PCI class, their order is that of their addresses".to_owned());
+        reconstructed.push("GPUs are recognised by their PCI class, their order is that of their addresses".to_owned());
     }
     if found.unnamed_nics {
         reconstructed.push("NICs without a name are called by their PCI address".to_owned());

@@ -1,4 +1,4 @@
-//! `pci`: the functions that matter, told apart by what they hold and else by their PCI class.
+//! `pci`: GPUs, NICs and switches, recognised by what they contain and else by their PCI class.
 //!
 //! NCCL takes every second port on the way up, so that one element stands for a whole switch.
 
@@ -43,7 +43,7 @@ fn function(pci: Option<PciAddress>, kind: PciKind) -> PciObservation {
     PciObservation { pci, kind, link: None, numa: None, nics: Vec::new(), devices: Vec::new() }
 }
 
-/// A function that matters with what hangs below. The depth is that of the document, which is bounded.
+/// A GPU, NIC or switch with what hangs below. The depth is that of the document, which is bounded.
 fn observe<'d>(element: &'d Element, found: &mut Found<'d>) -> Option<PciObservation> {
     let pci = address(element, "busid", &mut found.notes);
     let link = link(element, &mut found.notes);
@@ -78,7 +78,7 @@ fn observe<'d>(element: &'d Element, found: &mut Found<'d>) -> Option<PciObserva
     (!empty).then(|| PciObservation { link, nics, devices, ..function(pci, kind) })
 }
 
-/// What a function is; `None` for one that does not matter.
+/// What a function is; `None` for one that is no GPU, NIC or switch.
 fn kind(element: &Element, gpu: bool, nic: bool, has_below: bool, found: &mut Found<'_>) -> Option<PciKind> {
     let class = element.get("class").unwrap_or_default().to_ascii_lowercase();
     // As in NCCL the beginning decides: it writes a bare 0x03 or 0x02 where sysfs gave no class.
@@ -111,7 +111,7 @@ fn kind(element: &Element, gpu: bool, nic: bool, has_below: bool, found: &mut Fo
     })
 }
 
-/// A PCI address; one that is none is noted.
+/// A PCI address; an invalid one is noted.
 fn address(element: &Element, attribute: &str, notes: &mut Notes) -> Option<PciAddress> {
     let Some(text) = element.get(attribute) else {
         notes.add(element, format!("without a {attribute}"));
@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_speeds_as_kernels_and_clouds_write_them() {
+    fn link_speeds_parse_as_kernels_and_clouds_write_them() {
         for (text, mts) in
             [("16.0 GT/s PCIe", 16_000), ("8 GT/s", 8_000), ("2.5 GT/s PCIe", 2_500), ("32 GT/s PCIe/s", 32_000)]
         {

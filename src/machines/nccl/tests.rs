@@ -1,4 +1,4 @@
-//! Dumps of our own: what is in them is found, and what is odd is told with its line.
+//! Made-up dumps: their content is found, and what is odd becomes a warning with its line.
 
 use super::*;
 use crate::topology::{NicKind, NodeTopology, NvLinkRemote, PciKind};
@@ -22,7 +22,7 @@ fn notes(inner: &str) -> Vec<String> {
     lines
 }
 
-fn told(inner: &str, words: &[&str]) {
+fn warns(inner: &str, words: &[&str]) {
     let notes = notes(inner);
     assert!(notes.iter().any(|note| words.iter().all(|word| note.contains(word))), "{words:?} not in {notes:#?}");
 }
@@ -33,7 +33,7 @@ fn symbols(topology: &NodeTopology) -> Vec<String> {
 }
 
 #[test]
-fn a_dump_becomes_a_machine() {
+fn dump_becomes_machine() {
     let machine = machine(DUMP);
     assert_eq!(machine.observed.failures, []);
     let host = &machine.observed.host;
@@ -74,10 +74,10 @@ fn a_dump_becomes_a_machine() {
 }
 
 #[test]
-fn a_cloud_file_is_read_by_pci_class() {
+fn cloud_file_is_read_by_pci_class() {
     let machine = machine(CLOUD);
-    let told: Vec<_> = machine.observed.failures.iter().map(|note| note.error.as_str()).collect();
-    assert!(matches!(told[..], [links] if links.contains("NVLinks are unknown")), "{told:?}");
+    let notes: Vec<_> = machine.observed.failures.iter().map(|note| note.error.as_str()).collect();
+    assert!(matches!(notes[..], [links] if links.contains("NVLinks are unknown")), "{notes:?}");
     let gpus: Vec<_> = machine.observed.gpus.iter().map(|gpu| (gpu.index, gpu.pci.to_string())).collect();
     let expected = ["0001:00:00.0", "0002:00:00.0", "0003:00:00.0"];
     assert_eq!(gpus, [0, 1, 2].map(|index| (index, expected[usize::try_from(index).unwrap()].to_owned())));
@@ -94,7 +94,7 @@ fn a_cloud_file_is_read_by_pci_class() {
 }
 
 #[test]
-fn what_is_read_writes_a_node_file() {
+fn dump_can_be_written_as_node_file() {
     for text in [DUMP, CLOUD, "<system/>"] {
         let machine = machine(text);
         assert_eq!(Machine::parse(&machine.to_yaml().unwrap()).unwrap(), machine);
@@ -102,7 +102,7 @@ fn what_is_read_writes_a_node_file() {
 }
 
 #[test]
-fn names_are_the_same_each_time_and_differ() {
+fn made_up_names_are_stable_and_unique() {
     let uuids = |text: &str| machine(text).observed.gpus.into_iter().map(|gpu| gpu.uuid).collect::<Vec<_>>();
     assert_eq!(uuids(DUMP), uuids(DUMP));
     let mut all = uuids(DUMP);
@@ -119,31 +119,31 @@ fn gpu(pci: &str, dev: u32, inner: &str) -> String {
 }
 
 #[test]
-fn links_that_make_no_sense_are_told() {
+fn invalid_links_warn() {
     let one = |link: &str| gpu("0000:01:00.0", 0, link);
-    told(&one("<nvlink target='0000:01:00.0' count='12' tclass='0x030200'/>"), &["lead to itself"]);
-    told(&one("<nvlink target='0000:02:00.0' count='4' tclass='0x030200'/>"), &["no GPU of this node"]);
-    told(&one("<nvlink target='0000:02:00.0' count='4'/>"), &["line 5", "0000:02:00.0, of class unknown"]);
-    told(&one("<nvlink target='0000:02:00.0' count='4' tclass='0x010802'/>"), &["line 5", "0x010802"]);
-    told(&one("<nvlink target='?' count='4' tclass='0x030200'/>"), &["line 5", "?"]);
-    told(&one("<nvlink count='4' tclass='0x030200'/>"), &["line 5", "nowhere"]);
+    warns(&one("<nvlink target='0000:01:00.0' count='12' tclass='0x030200'/>"), &["lead to itself"]);
+    warns(&one("<nvlink target='0000:02:00.0' count='4' tclass='0x030200'/>"), &["no GPU of this node"]);
+    warns(&one("<nvlink target='0000:02:00.0' count='4'/>"), &["line 5", "0000:02:00.0, of class unknown"]);
+    warns(&one("<nvlink target='0000:02:00.0' count='4' tclass='0x010802'/>"), &["line 5", "0x010802"]);
+    warns(&one("<nvlink target='?' count='4' tclass='0x030200'/>"), &["line 5", "?"]);
+    warns(&one("<nvlink count='4' tclass='0x030200'/>"), &["line 5", "nowhere"]);
     for count in ["0", "65", "4294967295", "99999999999", "-1", "x", ""] {
-        told(&one(&format!("<nvlink target='0000:02:00.0' count='{count}' tclass='0x068000'/>")), &["line 5", count]);
+        warns(&one(&format!("<nvlink target='0000:02:00.0' count='{count}' tclass='0x068000'/>")), &["line 5", count]);
     }
-    told(&one("<nvlink target='0000:02:00.0' tclass='0x068000'/>"), &["line 5", "none is no number of links"]);
+    warns(&one("<nvlink target='0000:02:00.0' tclass='0x068000'/>"), &["line 5", "none is no number of links"]);
     let many = "<nvlink target='0000:02:00.0' count='60' tclass='0x068000'/>\n".repeat(1000);
     let links = machine(&format!("<system>{}</system>", one(&many))).observed.gpus[0].nvlinks.clone().unwrap();
     assert_eq!(links.iter().map(|group| group.links.len()).sum::<usize>(), 60);
 
     let sided = one("<nvlink target='0000:02:00.0' count='4' tclass='0x030200'/>") + &gpu("0000:02:00.0", 1, "");
-    told(&sided, &["4 NVLink(s) seen from one end, 0 from the other"]);
+    warns(&sided, &["4 NVLink(s) seen from one end, 0 from the other"]);
     let untyped = one("<nvlink target='0000:02:00.0' count='4'/>")
         + &gpu("0000:02:00.0", 1, "<nvlink target='0000:01:00.0' count='4'/>");
     assert!(notes(&untyped).iter().all(|note| !note.contains("NVLink")), "a target that is a GPU needs no class");
 }
 
 #[test]
-fn missing_and_odd_attributes_are_told() {
+fn missing_and_odd_attributes_warn() {
     let cpu = |inner: &str| format!("<cpu numaid='0'>\n{inner}\n</cpu>");
     for (inner, words) in [
         (cpu("<pci class='0x030200'/>"), &["line 3", "pci", "without a busid"][..]),
@@ -181,19 +181,19 @@ fn missing_and_odd_attributes_are_told() {
         (gpu("0000:01:00.0", 3, "") + &gpu("0000:02:00.0", 3, ""), &["dev 3 is also that of another GPU"]),
         (String::new(), &["line 1", "no GPU in it", "NCCL_TOPO_DUMP_FILE"]),
     ] {
-        told(&inner, words);
+        warns(&inner, words);
     }
-    told(&"<blob/>".repeat(200), &["line 2", "blob", "199 more like it"]);
+    warns(&"<blob/>".repeat(200), &["line 2", "blob", "199 more like it"]);
     let many: String = (0..200).map(|n| format!("<cpu numaid='{n}' affinity='x{n}'/>")).collect();
-    told(&many, &["151 more, of other kinds"]);
+    warns(&many, &["151 more, of other kinds"]);
     assert!(notes(&many).len() < 60);
 }
 
 #[test]
-fn other_hosts_of_a_multi_node_dump_are_left_out() {
+fn other_hosts_of_multi_node_dump_are_dropped() {
     let host = |hash: &str| gpu("0000:01:00.0", 0, "").replace("numaid", &format!("host_hash='{hash}' numaid"));
     let two = host("0x1") + "\n" + &host("0x2");
-    told(&two, &["line 7", "another host"]);
+    warns(&two, &["line 7", "another host"]);
     assert_eq!(notes(&two).len(), 1);
 }
 
@@ -220,13 +220,13 @@ fn unknown_stays_unknown() {
 }
 
 #[test]
-fn another_version_is_refused() {
+fn unknown_version_is_refused() {
     let error = parse("x", "\n<system version=\"2\"/>").unwrap_err().to_string();
     assert!(error.contains("line 2") && error.contains("version '2'"), "{error}");
 }
 
 #[test]
-fn every_cut_of_a_dump_is_an_error_and_no_panic() {
+fn truncated_dumps_are_refused() {
     let end = DUMP.rfind("</system>").unwrap();
     for cut in (0..end).filter_map(|cut| DUMP.get(..cut)) {
         assert!(parse("x", cut).is_err(), "{cut}");

@@ -1,19 +1,22 @@
 //! An NCCL topology file of what was seen, for NCCL_TOPO_FILE: the counterpart of [`super::parse`]. Pure.
 //!
-//! NCCL finds its own GPUs and NICs in the file by `busid`, leaves out what no rank of the job has, and asks driver and
-//! kernel for what an element does not say (src/graph/xml.cc). So what differs from container to container, a GPU's
-//! `dev` and a NIC's `net`, is not written, nor anything that nobody saw. Where the host's tree lacks GPUs, as in some VMs, the
-//! levels that NVML names are shown as switches with made-up addresses, as the clouds' files show them.
+//! NCCL finds its own GPUs and NICs in the file by `busid`, leaves out what no rank of the job has, and asks driver
+//! and kernel for attributes that an element lacks (src/graph/xml.cc). So what differs from container to container, a
+//! GPU's `dev` and a NIC's `net`, is not written, nor anything that was not observed. Where the host's tree lacks
+//! GPUs, as in some VMs, the levels that NVML names are shown as switches with made-up addresses, as the clouds' files
+//! show them.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
+use crate::machines::cpus;
 use crate::topology::{
     CpuObservation, Gpu, GpuObservation, HostBridgeObservation, HostObservation, NicKind, NodeObservation,
     NodeTopology, NumaNodeId, NvLinkRemote, PciAddress, PciKind, PciObservation, PcieLink, Rank, TopologyLevel,
 };
 
-/// PCI classes: a PCI bridge, a 3D controller, an InfiniBand and an Ethernet controller, an NVSwitch, a POWER processor's bridge.
+/// PCI classes: a PCI bridge, a 3D controller, an InfiniBand and an Ethernet controller, an NVSwitch, a POWER
+/// processor's bridge.
 const BRIDGE: &str = "0x060400";
 const GPU: &str = "0x030200";
 const INFINIBAND: &str = "0x020700";
@@ -27,7 +30,7 @@ const HIDDEN_SWITCH: &str = "ffffffff:ff:ff.0";
 /// The longest value that NCCL reads (`MAX_STR_LEN`).
 const LONGEST_VALUE: usize = 255;
 
-/// The text of a topology file. It says the same of the same machine, so that it can be compared.
+/// The text of a topology file; equal for equal observations, so that it can be compared.
 pub fn topology_file(observed: &NodeObservation) -> String {
     let (topology, _) = NodeTopology::assemble(observed);
     let mut writer = Writer { observed, topology: &topology, made_up: 0 };
@@ -67,25 +70,23 @@ impl Element {
         Self { name, ..Self::default() }
     }
 
-    /// With an attribute; values that would have to be escaped, which NCCL does not know, or are too long are left out.
-    fn with(mut self, attribute: &'static str, value: impl ToString) -> Self {
-        let value = value.to_string();
-        let plain = value.chars().all(|c| c.is_ascii_alphanumeric() || " .,:/-_+".contains(c));
-        if plain && value.len() <= LONGEST_VALUE {
-            self.attributes.push((attribute, value));
-        }
+    /// With an attribute; values that are too long or would need an escape, which NCCL does not parse, are left out.
+    fn with(self, attribute: &'static str, value: impl ToString) -> Self {
+        self.maybe(attribute, Some(value))
+    }
+
+    fn maybe(mut self, attribute: &'static str, value: Option<impl ToString>) -> Self {
+        let plain = |value: &String| value.chars().all(|c| c.is_ascii_alphanumeric() || " .,:/-_+".contains(c));
+        let value = value.map(|value| value.to_string());
+        let value = value.filter(|value| plain(value) && value.len() <= LONGEST_VALUE);
+        self.attributes.extend(value.map(|value| (attribute, value)));
         self
     }
 
     fn pci(busid: impl ToString, class: &str, link: Option<PcieLink>) -> Self {
+        let speed = link.map(|PcieLink { mts, .. }| format!("{}.{} GT/s PCIe", mts / 1000, mts % 1000 / 100));
         let element = Self::new("pci").with("busid", busid).with("class", class);
-        match link {
-            Some(PcieLink { mts, width }) => {
-                let speed = format!("{}.{} GT/s PCIe", mts / 1000, mts % 1000 / 100);
-                element.with("link_speed", speed).with("link_width", width)
-            }
-            None => element,
-        }
+        element.maybe("link_speed", speed).maybe("link_width", link.map(|link| link.width))
     }
 
     fn gpus(&self, found: &mut Vec<PciAddress>) {
@@ -122,7 +123,8 @@ struct Writer<'o> {
 }
 
 impl Writer<'_> {
-    /// What a device comes to; `port` is the link of the port above it. NCCL knows switches, not their ports nor root ports.
+    /// The elements of a device; `port` is the link of the port above it. NCCL models switches, neither their ports
+    /// nor root ports.
     fn device(&mut self, device: &PciObservation, port: Option<PcieLink>) -> Vec<Element> {
         let link = lesser(device.link, port);
         match device.kind {
@@ -152,12 +154,11 @@ impl Writer<'_> {
 
     fn gpu(&self, gpu: &GpuObservation, link: Option<PcieLink>) -> Element {
         let function = Element::pci(gpu.pci, GPU, link.or(gpu.pcie));
-        // Its links unknown, NCCL has to ask for all of it; and a reader takes a `gpu` without any for one that has none.
+        // Its links unknown, NCCL has to ask for all of it; and a reader takes a `gpu` without any for one that has
+        // none.
         let Some(groups) = &gpu.nvlinks else { return Element { gpu: Some(gpu.pci), ..function } };
-        let mut element = Element::new("gpu");
-        if let Some(capability) = gpu.compute_capability {
-            element = element.with("sm", u64::from(capability.major) * 10 + u64::from(capability.minor));
-        }
+        let sm = gpu.compute_capability.map(|sm| u64::from(sm.major) * 10 + u64::from(sm.minor));
+        let mut element = Element::new("gpu").maybe("sm", sm);
         for group in groups.iter().filter(|group| group.active && !group.links.is_empty()) {
             let (target, class) = match group.remote {
                 NvLinkRemote::Gpu(pci) => (pci.to_string(), GPU),
@@ -184,7 +185,8 @@ impl Writer<'_> {
         self.topology.gpus().iter()
     }
 
-    /// The GPUs that the host's tree does not show: below switches where NVML says so, else below their NUMA node.
+    /// The GPUs that are not in the host's tree: below switches where NVML's levels imply them, else below their NUMA
+    /// node.
     fn hidden(&mut self, shown: &[PciAddress]) -> Vec<(Option<NumaNodeId>, Element)> {
         let all = self.topology.gpus();
         let places: Vec<usize> =
@@ -229,7 +231,7 @@ impl Writer<'_> {
         parts
     }
 
-    /// A switch that nobody saw.
+    /// A switch that was not observed.
     fn switch(&mut self, children: Vec<Element>) -> Element {
         Element { children, ..Element::pci(self.address(), BRIDGE, None) }
     }
@@ -255,49 +257,29 @@ fn lesser(a: Option<PcieLink>, b: Option<PcieLink>) -> Option<PcieLink> {
 }
 
 fn cpu(id: &str, numa: Option<NumaNodeId>, host: &HostObservation) -> Element {
-    let mut element = Element::new("cpu").with("numaid", id);
     let node = host.numa_nodes.iter().find(|node| Some(node.id) == numa);
-    if let Some(mask) = node.and_then(|node| mask(&node.cpus)) {
-        element = element.with("affinity", mask);
-    }
+    let element = Element::new("cpu").with("numaid", id).maybe("affinity", node.and_then(|node| mask(&node.cpus)));
     let Some(CpuObservation { arch, vendor, family, model }) = &host.cpu else { return element };
     let arch = match arch.as_str() {
         "aarch64" => "arm64",
         "ppc64le" => "ppc64",
         other => other,
     };
-    element = element.with("arch", arch);
-    if let Some(vendor) = vendor {
-        element = element.with("vendor", vendor);
-    }
     // NCCL reads both or none from the processor, and counts the extended family 16-fold.
-    if let (Some(family), Some(model)) = (family, model) {
-        let family = family.checked_sub(0xf).map_or(*family, |extended| extended.saturating_mul(16) | 0xf);
-        element = element.with("familyid", family).with("modelid", model);
-    }
-    element
+    let (family, model) = family.zip(*model).unzip();
+    let family = family.map(|family| family.checked_sub(0xf).map_or(family, |more| more.saturating_mul(16) | 0xf));
+    let element = element.with("arch", arch).maybe("vendor", vendor.as_ref());
+    element.maybe("familyid", family).maybe("modelid", model)
 }
 
-/// The kernel's mask (words of 32 bits, the highest first) of its list (`0-15,32-47`); `None` for no CPU, or for more than
-/// a value has room for: NCCL reads it itself then.
+/// The kernel's mask (words of 32 bits, the highest first) of its list (`0-15,32-47`); `None` for no CPU, or for more
+/// than a value has room for: NCCL reads it itself then.
 fn mask(list: &str) -> Option<String> {
-    let mut words: Vec<u32> = Vec::new();
-    for range in list.split(',').filter(|range| !range.is_empty()) {
-        let (first, last) = range.split_once('-').unwrap_or((range, range));
-        let (first, last): (u32, u32) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
-        if first > last || last > 0xffff {
-            return None;
-        }
-        for cpu in first..=last {
-            let word = usize::try_from(cpu / 32).ok()?;
-            words.resize(words.len().max(word + 1), 0);
-            if let Some(word) = words.get_mut(word) {
-                *word |= 1 << (cpu % 32);
-            }
-        }
-    }
-    let words: Vec<String> = words.iter().rev().map(|word| format!("{word:08x}")).collect();
-    (!words.is_empty()).then(|| words.join(","))
+    let cpus = cpus(list)?;
+    let word =
+        |number: u32| (0..32).filter(|bit| cpus.contains(&(number * 32 + bit))).fold(0, |word, bit| word | 1u32 << bit);
+    let words = (0..=cpus.last()? / 32).rev().map(|number| format!("{:08x}", word(number)));
+    Some(words.collect::<Vec<_>>().join(","))
 }
 
 #[cfg(test)]

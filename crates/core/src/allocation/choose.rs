@@ -11,7 +11,7 @@ use super::search;
 use super::set::{GpuSet, subsets};
 use super::tables::{AllocationTables, SetTables, SetValues};
 
-/// Chooses the best devices for a request, and says why.
+/// Chooses the best devices for a request, and reports why.
 ///
 /// Never fails: a request that cannot be met is answered with `must_include` and then `available` in
 /// sorted order, up to its size, and the report names the reason.

@@ -1,4 +1,4 @@
-//! What a person wants to know beyond the report: how good this is at best, what others still find, which NICs.
+//! What `--explain` adds to the report: how good this is at best, what others still find, which NICs.
 //!
 //! Asked for by people and scripts, not on the path of an admission: it asks the choice again, of the idle
 //! machine and of what stays free.

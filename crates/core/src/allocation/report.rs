@@ -148,7 +148,7 @@ impl FallbackReason {
 /// How one choice came about.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct AllocationReport {
-    /// The GPUs chosen, those the node knows.
+    /// The GPUs chosen, of those that the node has.
     pub devices: Vec<ChosenGpu>,
     /// What they are worth; `None` after a fallback.
     pub values: Option<Values>,
@@ -179,7 +179,7 @@ impl fmt::Display for AllocationReport {
             return write!(f, ": in sorted order, {}", reason.label());
         }
         if let Some(values) = self.values {
-            // One GPU has nobody to talk to.
+            // One GPU has no peers.
             match self.devices.len() {
                 1 => write!(f, ": remaining {}", values.remaining)?,
                 _ => write!(f, ": collective {} MB/s, remaining {}", values.collective, values.remaining)?,

@@ -7,9 +7,10 @@ use serde::Serialize;
 
 use crate::topology::GpuUuid;
 
-/// The name under which the kubelet knows a device.
+/// The kubelet's name of a device.
 ///
-/// For a whole GPU it is its UUID, for a slot `UUID::N`, for a MIG device the MIG device's UUID. It may be any text: the kubelet may name devices that are gone.
+/// For a whole GPU it is its UUID, for a slot `UUID::N`, for a MIG device the MIG device's UUID. It may be any text:
+/// the kubelet may name devices that are gone.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(transparent)]
 pub struct DeviceId(String);

@@ -165,7 +165,7 @@ impl Search<'_> {
         let Question { must, free, size, .. } = *self.question;
         let everything = vec![must.union(free)];
         let few = self.classes(&everything).iter().all(|classes| ways(classes, need) <= MOST_SETS);
-        // One GPU needs nobody, and the tree of a mesh is too coarse to leave anything out.
+        // One GPU has no peers, and the tree of a mesh is too coarse to leave anything out.
         if few || size < 2 || !self.tree.exact() {
             return vec![everything];
         }

@@ -141,7 +141,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn subsets_are_all_and_each_once() {
+    fn subsets_are_complete_and_unique() {
         for members in [0_u64, 0b1, 0b1011, 0b1111_1111, 0b1010_0110_0001_1101, 0xFF00_0000_0000_000F] {
             let of = GpuSet(members);
             for size in 0..=of.len() + 1 {
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn the_smaller_list_is_preferred() {
+    fn smaller_sorted_list_is_preferred() {
         let set = |places: &[usize]| places.iter().copied().collect::<GpuSet>();
         assert_eq!(set(&[0, 7]).by_list(set(&[1, 2])), Ordering::Greater);
         assert_eq!(set(&[0, 3]).by_list(set(&[0, 2])), Ordering::Less);

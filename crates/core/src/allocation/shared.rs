@@ -23,8 +23,8 @@ pub struct Units {
     by_id: BTreeMap<DeviceId, usize>,
     /// For each GPU's place, the units of other resources on it that are in use.
     others: BTreeMap<usize, usize>,
-    /// For each unit, the number of the device that it is a slot of: a GPU may have several MIG devices. Empty where every
-    /// unit of a GPU is as good as another.
+    /// For each unit, the number of the device that it is a slot of: a GPU may have several MIG devices. Empty where
+    /// every unit of a GPU is as good as another.
     devices: Vec<usize>,
 }
 
@@ -66,8 +66,8 @@ impl Units {
     }
 }
 
-/// The devices that units are slots of, by number, where a GPU has several of which one at least has several slots. Slots
-/// of one device lie beside each other.
+/// The devices that units are slots of, by number, where a GPU has several of which one at least has several slots.
+/// Slots of one device lie beside each other.
 fn devices(units: &[(DeviceId, usize)]) -> Vec<usize> {
     let mut numbers = Vec::with_capacity(units.len());
     let (mut number, mut slots, mut several) = (0, false, false);
@@ -94,7 +94,7 @@ fn natural(id: &DeviceId) -> (&str, u64) {
     slot.unwrap_or((id.as_str(), 0))
 }
 
-/// Chooses the best units for a request, and says why.
+/// Chooses the best units for a request, and reports why.
 ///
 /// How used a GPU is: its units that the request neither offers nor demands, and the units of other resources in use.
 /// - `distributed`: round by round one unit of each GPU that has carried fewest of this request (those of
@@ -107,11 +107,11 @@ fn natural(id: &DeviceId) -> (&str, u64) {
 ///   first those that carry a unit of this request, then those with more free units, then what the choice of whole
 ///   GPUs takes beside the GPUs that carry units already; the last of them by PCI address may stay partly free.
 ///
-/// Within one GPU that has several devices (shared MIG devices) `distributed` and `best-effort` go from device to device
-/// in the same way, those that carry fewest units of this request first, then the less used ones; `packed` fills
-/// the most used device first. Of one device the slots with the lowest numbers are taken. With one unit on each GPU and no others all three are the
-/// choice of whole GPUs. The report is that of the GPUs behind the units, its `size` and `candidates` count GPUs; after
-/// a fallback they count units.
+/// Within one GPU that has several devices (shared MIG devices) `distributed` and `best-effort` go from device to
+/// device in the same way, those that carry fewest units of this request first, then the less used ones; `packed`
+/// fills the most used device first. Of one device the slots with the lowest numbers are taken. With one unit on each
+/// GPU and no others all three are the choice of whole GPUs. The report is that of the GPUs behind the units, its
+/// `size` and `candidates` count GPUs; after a fallback they count units.
 pub fn preferred_units(
     tables: &AllocationTables,
     units: &Units,
@@ -229,7 +229,7 @@ impl<'a> Spread<'a> {
                 (Some(share), Asked::No) => share.used += 1,
                 (Some(share), Asked::Available) => share.free.push(at),
                 (Some(share), Asked::Must) => share.must.push(at),
-                // A unit of a GPU that this topology lacks matters only where it is asked for.
+                // A unit of a GPU that this topology lacks counts only where it is requested.
                 (None, Asked::No) => {}
                 (None, _) => return Err(FallbackReason::UnknownDevice),
             }

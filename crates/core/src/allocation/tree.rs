@@ -45,7 +45,7 @@ pub(super) struct Top {
     pub exact: bool,
 }
 
-/// GPUs that reach each other by hops of at least `width`, and nobody else so.
+/// GPUs that reach each other, and no other GPU, by hops of at least `width`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cluster {
     pub members: GpuSet,

@@ -195,7 +195,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reads_the_forms_of_the_kernel_and_of_nvml() {
+    fn kernel_and_nvml_address_forms_parse() {
         let kernel: PciAddress = "0000:3b:00.0".parse().unwrap();
         assert_eq!(kernel, "00000000:3B:00.0".parse().unwrap());
         assert_eq!(kernel, "3b:00.0".parse().unwrap());
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_is_no_address_and_names_it() {
+    fn invalid_address_is_refused_by_name() {
         for text in ["", "0000:3b:00", "0000:3b:20.0", "0000:3b:00.8", "+0:00.0", "g:00.0", "1:2:3:4.0"] {
             let error = text.parse::<PciAddress>().unwrap_err().to_string();
             assert!(error.contains(&format!("'{text}'")), "{error}");
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn made_up_uuids_tell_addresses_apart() {
+    fn made_up_uuids_differ_by_address() {
         let of = |pci: &str| GpuUuid::made_up(pci.parse().unwrap()).to_string();
         assert_eq!(of("0000:3b:00.0"), "GPU-00000000-0000-0000-0000-000000003b00");
         assert_eq!(of("ffffffff:ff:1f.7"), "GPU-00000000-0000-0000-0007-ffffffffff1f");
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_uuids_that_the_kubelet_would_not_take() {
+    fn uuids_invalid_for_kubelet_are_refused() {
         assert!("GPU-0b1c".parse::<GpuUuid>().is_ok());
         for text in ["", "GPU 1", "a/b", &"x".repeat(64)] {
             assert!(text.parse::<GpuUuid>().is_err(), "{text}");

@@ -15,7 +15,7 @@ pub const UNKNOWN_CROSSING: u32 = 10_000;
 /// The rate of one NVLink of a GPU of unknown capability, MB/s: NCCL's default, that of Ampere.
 pub const UNKNOWN_NVLINK: u32 = 20_000;
 
-/// The rate assumed for a NIC that does not tell its own, Mbit/s: NCCL's (`ncclTopoAddNet`).
+/// The rate assumed for a NIC whose rate is unknown, Mbit/s: NCCL's (`ncclTopoAddNet`).
 pub const UNKNOWN_NIC: u32 = 10_000;
 
 /// What one NVLink carries in one direction, MB/s (NCCL's `ncclTopoNVLinkBw`; 8.9 counts as 8.6).
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn pcie_follows_the_table() {
+    fn pcie_rates_follow_table() {
         let x16 = |mts| pcie(PcieLink { mts, width: 16 });
         assert_eq!(
             [2_500, 5_000, 8_000, 16_000, 32_000, 64_000].map(x16).map(Option::unwrap),
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn nvlink_follows_the_table() {
+    fn nvlink_rates_follow_table() {
         let rate = |major, minor| nvlink(Some(ComputeCapability { major, minor }));
         let rates = [rate(6, 0), rate(7, 0), rate(8, 0), rate(8, 6), rate(8, 9), rate(9, 0), rate(10, 0)];
         assert_eq!(rates, [18_000, 20_000, 20_000, 12_000, 12_000, 20_600, 40_100]);
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn crossings_follow_the_table() {
+    fn package_crossings_follow_table() {
         let of = |cpu: CpuObservation| crossing(Some(&cpu));
         assert_eq!(of(cpu("x86_64", "GenuineIntel", 6, 79)), 6_000, "Broadwell");
         assert_eq!(of(cpu("x86_64", "GenuineIntel", 6, 85)), 10_000, "Skylake");
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn an_intel_host_bridge_costs_a_sixth() {
+    fn intel_host_bridge_costs_a_sixth() {
         assert_eq!(through_host_bridge(12_000, Some(&cpu("x86_64", "GenuineIntel", 6, 79))), 10_000);
         assert_eq!(through_host_bridge(12_000, Some(&cpu("x86_64", "AuthenticAMD", 25, 1))), 12_000);
         assert_eq!(through_host_bridge(u32::MAX, None), u32::MAX);

@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn is_symmetric_and_silent_outside() {
+    fn matrix_is_symmetric_and_zero_outside() {
         let mut matrix = LinkMatrix::zeros(3);
         matrix.set(0, 2, 7);
         matrix.set(0, 3, 9);

@@ -41,7 +41,7 @@ pub struct MigDeviceObservation {
     pub compute_slices: u32,
     /// The GPU instance's memory in MiB.
     pub memory_mib: u64,
-    /// What the GPU instance has beyond its slices; `None` where NVML would not tell its profile.
+    /// What the GPU instance has beyond its slices; `None` where NVML does not report its profile.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub extension: Option<MigExtension>,
     /// The minors of its nodes under /dev/nvidia-caps; `None` where the kernel does not list them.
@@ -223,8 +223,9 @@ pub struct MigProfile {
 impl MigProfile {
     /// Of a device on a GPU with this memory in MiB.
     ///
-    /// A profile's name does not hold the device's memory but its share of the GPU's: eighths, rounded up, of the GPU's
-    /// whole GiB (go-nvlib, pkg/nvlib/device/mig_profile.go). A GPU of unknown memory leaves the device's own, rounded up.
+    /// A profile's name does not hold the device's memory but its share of the GPU's: eighths, rounded up, of the
+    /// GPU's whole GiB (go-nvlib, pkg/nvlib/device/mig_profile.go). A GPU of unknown memory leaves the device's own,
+    /// rounded up.
     pub fn new(device: &MigDeviceObservation, gpu_memory_mib: Option<u64>) -> Self {
         let gb = match gpu_memory_mib {
             Some(total @ 1..) => {
@@ -261,7 +262,7 @@ mod tests {
 
     /// A device by its slices and memory on a GPU by its memory, and the name that nvidia-smi has for it.
     #[test]
-    fn profiles_have_nvidias_names() {
+    fn mig_profiles_have_nvidia_names() {
         // Memory as NVML gives it for A100 40 GB, A100 80 GB, H100 80 GB, H200 141 GB.
         let cases = [
             (40_536, 1, 1, 4_864, MigExtension::None, "1g.5gb"),
@@ -305,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn capabilities_are_found_in_the_kernels_list() {
+    fn mig_capabilities_are_read_from_kernel_list() {
         let list = "config 1\nmonitor 2\ngpu0/gi1/access 12\ngpu0/gi1/ci0/access 13\ngpu0/gi1/ci1/access 14\n\
                     gpu10/gi1/access 99\ngpu1/gi1/access x\ngpu1/gi1/ci0/access 7\n";
         let found = MigCapabilities::find(list, 0, 1, 1);
@@ -318,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_uuids_that_are_none() {
+    fn invalid_mig_uuids_are_refused() {
         for uuid in ["MIG-b1028956-cfa2-0990-bf4a-5da9abb51763", "MIG-GPU-b1028956-cfa2-0990-bf4a-5da9abb51763/3/0"] {
             assert_eq!(uuid.parse::<MigUuid>().unwrap().as_str(), uuid);
         }

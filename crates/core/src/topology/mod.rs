@@ -1,7 +1,7 @@
 //! The machine as a graph: observations in, [`NodeTopology`] and warnings out.
 //!
 //! Pure: no I/O, no clock, no environment, no logging, no floats, no unordered maps; it cannot
-//! panic on any observation. Called by the composition roots and by `inventory`; it calls nobody.
+//! panic on any observation. Called by the composition roots and by `state`; it calls no other module.
 
 mod address;
 pub mod bandwidth;

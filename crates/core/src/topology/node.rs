@@ -14,7 +14,7 @@ use super::observation::{ComputeCapability, GpuObservation, NicKind, NodeObserva
 use super::pcie::{PciTree, Place, PlacedNic};
 use super::warning::TopologyWarning;
 
-/// The GPUs of a node and how they hang together. Never changes; a new look makes a new one.
+/// The GPUs of a node and how they are connected. Never changes; a new observation makes a new one.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeTopology {
     gpus: Vec<Gpu>,
@@ -62,7 +62,7 @@ pub struct Gpu {
     /// Whether MIG mode is on: then it runs nothing itself, its MIG devices do.
     #[serde(skip)]
     pub mig_enabled: bool,
-    /// Whether a display is set up on it; `None` where the driver does not say.
+    /// Whether a display is set up on it; `None` where the driver does not report it.
     #[serde(skip)]
     pub display: Option<bool>,
 }
@@ -190,7 +190,7 @@ impl NodeTopology {
         nics.map(|(place, _)| place).collect()
     }
 
-    /// The NUMA nodes that have CPUs, with their package: the only ones a kubelet is told of.
+    /// The NUMA nodes that have CPUs, with their package: the only ones that are reported to a kubelet.
     pub fn cpu_nodes(&self) -> &BTreeMap<NumaNodeId, Option<PackageId>> {
         &self.cpu_nodes
     }
@@ -200,7 +200,8 @@ impl NodeTopology {
         gpu.cpu_node
     }
 
-    /// The graph of some of the GPUs, in the order given; what they are to each other stays. Unknown places are left out.
+    /// The graph of some of the GPUs, in the order given; what they are to each other stays. Unknown places are left
+    /// out.
     pub fn restricted(&self, places: &[usize]) -> Self {
         let places: Vec<usize> = places.iter().copied().filter(|place| *place < self.gpus.len()).collect();
         let nics = self.nics.iter().map(|nic| {
@@ -233,7 +234,7 @@ impl NodeTopology {
     }
 }
 
-/// The GPUs that can be told apart, by PCI address and UUID.
+/// The GPUs that are distinct by UUID, by PCI address.
 fn accept<'a>(observed: &'a [GpuObservation], warnings: &mut Vec<TopologyWarning>) -> Vec<&'a GpuObservation> {
     let mut gpus: Vec<&GpuObservation> = observed.iter().collect();
     gpus.sort_by(|a, b| (a.pci, &a.uuid, a.index).cmp(&(b.pci, &b.uuid, b.index)));
@@ -259,7 +260,7 @@ fn accept<'a>(observed: &'a [GpuObservation], warnings: &mut Vec<TopologyWarning
     gpus
 }
 
-/// Finds a GPU in the host's tree; where the host does not see it, what NVML says stands.
+/// Finds a GPU in the host's tree; where it is not there, NVML's values count.
 fn place(
     gpu: &GpuObservation,
     observed: &NodeObservation,
@@ -284,7 +285,7 @@ fn place(
     place
 }
 
-/// The level of a pair of GPUs: the host's tree where it knows both, else NVML's common ancestor.
+/// The level of a pair of GPUs: from the host's tree where it has both, else NVML's common ancestor.
 fn level(
     tree: &PciTree<'_>,
     (a, from): (&GpuObservation, Place),

@@ -60,7 +60,7 @@ pub(super) fn connect(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarni
     links
 }
 
-/// Sorts the active links of one GPU by where they lead; `None` when NVML could not say.
+/// Sorts the active links of one GPU by where they lead; `None` when NVML did not answer.
 fn report(gpus: &[&GpuObservation], index: usize, warnings: &mut Vec<TopologyWarning>) -> Option<Reported> {
     let gpu = gpus.get(index)?;
     let mut seen = Reported::default();
@@ -106,7 +106,7 @@ fn report(gpus: &[&GpuObservation], index: usize, warnings: &mut Vec<TopologyWar
     Some(seen)
 }
 
-/// The links between two GPUs: what both ends agree on, or what one says where the other could not be asked.
+/// The links between two GPUs: the smaller count of both ends, or that of one end where the other is unknown.
 fn direct(
     gpus: &[&GpuObservation],
     reports: &[Option<Reported>],

@@ -82,7 +82,7 @@ impl<'a> PciTree<'a> {
         for (host_bridge, bridge) in host.host_bridges.iter().enumerate() {
             let package = bridge.numa.and_then(|numa| tree.package_of(numa)).or(bridge.package);
             let around = Place { function: None, numa: bridge.numa, package };
-            // A stack instead of recursion: a file from a stranger may nest as deep as it likes.
+            // A stack instead of recursion: a file may nest to any depth.
             let mut open: Vec<(&PciObservation, Option<usize>, Place)> =
                 bridge.devices.iter().rev().map(|device| (device, None, around)).collect();
             while let Some((device, parent, around)) = open.pop() {

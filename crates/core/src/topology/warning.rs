@@ -57,7 +57,7 @@ pub enum TopologyWarning {
         /// The GPU.
         pci: PciAddress,
     },
-    /// A pair whose level nobody knows.
+    /// A pair whose level is unknown.
     #[error("GPUs {a} and {b}: neither the host's PCI tree nor NVML says how far apart they are; taken as SYS")]
     UnknownLevel {
         /// One GPU.
@@ -105,7 +105,7 @@ pub enum TopologyWarning {
         /// How many.
         links: u32,
     },
-    /// An active NVLink of which NVML does not know the other end.
+    /// An active NVLink whose other end NVML does not report.
     #[error("GPU {pci}: the other end of {links} NVLink(s) is unknown; not counted")]
     NvLinkUnknownRemote {
         /// The GPU.
@@ -133,7 +133,7 @@ pub enum TopologyWarning {
         /// The rate assumed.
         mb_per_s: u32,
     },
-    /// A GPU behind an NVSwitch that does not say which fabric it has joined, beside GPUs that do.
+    /// A GPU behind an NVSwitch that does not report which fabric it has joined, beside GPUs that do.
     #[error("GPU {pci}: behind an NVSwitch but reports no fabric; taken to be in the one its neighbours report")]
     FabricUnreported {
         /// The GPU.

@@ -1,4 +1,5 @@
-//! What is written is read back by the reader of dumps, whose tests stand on dumps as NCCL writes them, to the same graph.
+//! What is written is read back by the reader of dumps, whose tests stand on dumps as NCCL writes them, to the same
+//! graph.
 
 use super::*;
 use crate::machines::{Machine, built_in, load, nccl};
@@ -12,8 +13,9 @@ fn graph(observed: &NodeObservation) -> NodeTopology {
     NodeTopology::assemble(observed).0
 }
 
-/// What a dump can say of a pair: it has no host bridges and no packages, and what is on no NUMA node may be anywhere.
-fn told(rank: Rank, nodes: [Option<NumaNodeId>; 2]) -> &'static str {
+/// What a dump can express of a pair: it has no host bridges and no packages, and what is on no NUMA node may be
+/// anywhere.
+fn expressed(rank: Rank, nodes: [Option<NumaNodeId>; 2]) -> &'static str {
     match rank {
         _ if rank < Rank::HOST_BRIDGE => rank.symbol(),
         _ if nodes == [None, None] => "far",
@@ -22,11 +24,11 @@ fn told(rank: Rank, nodes: [Option<NumaNodeId>; 2]) -> &'static str {
     }
 }
 
-fn told_of_gpus(graph: &NodeTopology, a: usize, b: usize) -> &'static str {
-    told(graph.rank(a, b), [a, b].map(|gpu| graph.gpus()[gpu].numa))
+fn expressed_for_gpus(graph: &NodeTopology, a: usize, b: usize) -> &'static str {
+    expressed(graph.rank(a, b), [a, b].map(|gpu| graph.gpus()[gpu].numa))
 }
 
-/// Compares what a topology file can tell.
+/// Compares what a topology file can express.
 fn same(name: &str, ours: &NodeTopology, theirs: &NodeTopology) {
     let addresses = |graph: &NodeTopology| graph.gpus().iter().map(|gpu| gpu.pci).collect::<Vec<_>>();
     assert_eq!(addresses(ours), addresses(theirs), "{name}");
@@ -38,9 +40,9 @@ fn same(name: &str, ours: &NodeTopology, theirs: &NodeTopology) {
             let pair = format!("{name}: GPUs {b} and {a}");
             assert_eq!(ours.nvlink_count(a, b), theirs.nvlink_count(a, b), "{pair}");
             assert_eq!(ours.nvlink(a, b), theirs.nvlink(a, b), "{pair}");
-            assert_eq!(told_of_gpus(ours, a, b), told_of_gpus(theirs, a, b), "{pair}");
-            // Within a package a path is not capped; whoever does not know packages caps it.
-            if ours.rank(a, b).number() != 4 && told_of_gpus(ours, a, b) != "far" {
+            assert_eq!(expressed_for_gpus(ours, a, b), expressed_for_gpus(theirs, a, b), "{pair}");
+            // Within a package a path is not capped; without packages it is.
+            if ours.rank(a, b).number() != 4 && expressed_for_gpus(ours, a, b) != "far" {
                 assert_eq!(ours.pcie(a, b), theirs.pcie(a, b), "{pair}");
             }
         }
@@ -48,7 +50,7 @@ fn same(name: &str, ours: &NodeTopology, theirs: &NodeTopology) {
     let nics = |graph: &NodeTopology| {
         let level = |nic: &Nic| {
             let ranks = nic.level.iter().zip(graph.gpus());
-            ranks.map(|(rank, gpu)| told(*rank, [nic.numa, gpu.numa])).collect::<Vec<_>>()
+            ranks.map(|(rank, gpu)| expressed(*rank, [nic.numa, gpu.numa])).collect::<Vec<_>>()
         };
         graph.nics().iter().filter_map(|nic| Some((nic.pci?, (nic.kind, level(nic))))).collect::<BTreeMap<_, _>>()
     };
@@ -62,7 +64,7 @@ fn only_unnumbered(machine: &Machine) {
 }
 
 #[test]
-fn built_in_machines_are_read_back_to_the_same_graph() {
+fn built_in_machines_read_back_to_same_graph() {
     for name in built_in().map(|machine| machine.name) {
         let observed = load(name).unwrap().observed;
         let text = topology_file(&observed);
@@ -80,11 +82,11 @@ fn built_in_machines_are_read_back_to_the_same_graph() {
 }
 
 #[test]
-fn gpus_that_the_host_does_not_show_hang_where_nvml_says() {
+fn hidden_gpus_are_placed_by_nvml_levels() {
     for name in built_in().map(|machine| machine.name) {
         let mut observed = load(name).unwrap().observed;
         let whole = graph(&observed);
-        // As in a VM: a host without a PCI tree, and NVML's word for levels and NUMA nodes.
+        // As in a VM: a host without a PCI tree; levels and NUMA nodes come from NVML.
         observed.host.host_bridges.clear();
         let places: BTreeMap<PciAddress, usize> =
             whole.gpus().iter().enumerate().map(|(place, gpu)| (gpu.pci, place)).collect();
@@ -108,14 +110,14 @@ fn gpus_that_the_host_does_not_show_hang_where_nvml_says() {
         let again = graph(&read(&text).observed);
         let symbols = |graph: &NodeTopology| {
             let pairs = (0..graph.gpus().len()).flat_map(|a| (0..a).map(move |b| (a, b)));
-            pairs.map(|(a, b)| told_of_gpus(graph, a, b)).collect::<Vec<_>>()
+            pairs.map(|(a, b)| expressed_for_gpus(graph, a, b)).collect::<Vec<_>>()
         };
         assert_eq!(symbols(&again), symbols(&whole), "{name}\n{text}");
     }
 }
 
 #[test]
-fn what_was_not_seen_is_left_to_nccl() {
+fn unknown_facts_are_left_to_nccl() {
     let gpu = "{index: 0, uuid: GPU-a, pci: '0000:01:00.0', compute_capability: '9.0'";
     let written = |rest: &str| topology_file(&serde_saphyr::from_str(&format!("gpus: [{gpu}{rest}}}]\n")).unwrap());
     let text = |gpu: &str| format!("<system version=\"1\">\n  <cpu numaid=\"-1\">\n{gpu}  </cpu>\n</system>\n");
@@ -127,7 +129,7 @@ fn what_was_not_seen_is_left_to_nccl() {
 }
 
 #[test]
-fn what_nccl_cannot_read_is_not_written() {
+fn values_beyond_nccl_limits_are_omitted() {
     let host = "numa_nodes: [{id: 0, cpus: 0-1023}], cpu: {arch: x86_64, vendor: 'a\"&<b', family: 23}";
     let bridge = "host_bridges: [{numa: 0, devices: [{pci: '0000:02:00.0', kind: nic}]}]";
     let observed = serde_saphyr::from_str(&format!("gpus: []\nhost: {{{host}, {bridge}}}\n")).unwrap();

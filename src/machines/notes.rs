@@ -1,15 +1,17 @@
-//! What was odd in a dump, for the user to read, and numbers read with such a note.
+//! What was odd in a dump, as warnings for the user, and numbers read with such a warning. Called by the readers of
+//! XML.
 
 use crate::machines::xml::Element;
 use crate::quote::{excerpt, quoted};
 use crate::topology::ProbeFailure;
 
-/// Kinds of note that are kept; of more only the number is told.
+/// Kinds of note that are kept; further ones are counted.
 const MOST: usize = 50;
 
 /// The notes, one for each thing that is odd, at the first place where it is.
-#[derive(Default)]
 pub(super) struct Notes {
+    /// What kind of file it is, as the warnings name it.
+    file: &'static str,
     kept: Vec<Note>,
     more: usize,
 }
@@ -23,6 +25,11 @@ struct Note {
 }
 
 impl Notes {
+    /// No notes yet on a file of that kind.
+    pub fn new(file: &'static str) -> Self {
+        Self { file, kept: Vec::new(), more: 0 }
+    }
+
     /// Notes what is odd about an element.
     pub fn add(&mut self, element: &Element, what: impl Into<String>) {
         let what = what.into();
@@ -34,7 +41,7 @@ impl Notes {
             self.more += 1;
             return;
         }
-        let subject = format!("NCCL dump, line {}", element.line);
+        let subject = format!("{}, line {}", self.file, element.line);
         let call = match element.get("busid").or_else(|| element.get("name")) {
             Some(name) => format!("{} {}", excerpt(&element.name), excerpt(name)),
             None => excerpt(&element.name),
@@ -51,12 +58,12 @@ impl Notes {
         let mut failures: Vec<ProbeFailure> = self.kept.into_iter().map(failure).collect();
         if self.more > 0 {
             let error = format!("{} more, of other kinds", self.more);
-            failures.push(ProbeFailure { subject: "NCCL dump".to_owned(), call: "oddities".to_owned(), error });
+            failures.push(ProbeFailure { subject: self.file.to_owned(), call: "oddities".to_owned(), error });
         }
         failures
     }
 
-    /// A number, decimal or hexadecimal with 0x as NCCL reads them; one that is none is noted.
+    /// A number, decimal or hexadecimal with 0x as NCCL reads them; an invalid one is noted.
     pub fn number(&mut self, element: &Element, attribute: &str) -> Option<u32> {
         let text = element.get(attribute).filter(|text| !text.is_empty())?;
         let number = match text.strip_prefix("0x") {
