@@ -17,4 +17,4 @@ pub mod mps;
 pub mod nvml;
 pub mod runtime;
 
-pub use linkwise_core::{allocation, backoff, once, state, topology};
+pub use linkwise_core::{allocation, backoff, hash, once, publish, state, topology};

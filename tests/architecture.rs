@@ -26,7 +26,7 @@ const ADAPTERS: [(&str, &[&str]); 9] = [
 const ROOTS: [&str; 5] = ["commands", "demo", "lib", "main", "runtime"];
 
 /// What every module may name.
-const CORE: [&str; 5] = ["allocation", "backoff", "once", "state", "topology"];
+const CORE: [&str; 7] = ["allocation", "backoff", "hash", "once", "publish", "state", "topology"];
 
 /// Words that only some files may say: the word, and how their paths begin.
 const RESERVED: [(&str, &[&str]); 13] = [

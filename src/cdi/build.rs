@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use super::description::{Description, Extra, ExtraFiles, GpuEntry, MigEntry, imex_node};
 use super::spec::{ContainerEdits, Device, DeviceNode, Hook, Mount, Spec};
 use super::{ALL, GPU_CLASS, IMEX_CLASS};
+use crate::publish::below;
 
 /// What is mounted from the driver root cannot be changed by the container, and opens nothing to it.
 const MOUNT_OPTIONS: [&str; 5] = ["ro", "nosuid", "nodev", "rbind", "rprivate"];
@@ -155,11 +156,6 @@ impl Description {
         let host_path = below(&self.driver_root, host);
         Mount { host_path, container_path: container.to_owned(), options: options.to_vec() }
     }
-}
-
-/// A path from a container's root, as the host has it.
-fn below(root: &str, path: &str) -> String {
-    format!("{}/{}", root.trim_end_matches('/'), path.trim_start_matches('/'))
 }
 
 /// Whether it can be a device's name in CDI. MIG UUIDs of drivers before R470 (`MIG-GPU-.../1/0`) cannot.

@@ -1,4 +1,4 @@
-//! What a container needs, as plain values: found by `look` and `driver`, turned into specs by `build`.
+//! What a container needs, as plain values: found by `scan`, turned into specs by `build`.
 //!
 //! All paths are as a container sees them, from its root; the two roots of the host say where they lie there.
 

@@ -2,12 +2,11 @@
 //!
 //! An adapter with two sides that meet in the MPS root, a folder of the host that both have mounted. `supervise` keeps
 //! one nvidia-cuda-mps-control for each resource (`linkwise mps-control-daemon`, which has the privileges that this
-//! takes); `ready` and `grant` are the plugin's side, which starts nothing and asks no driver. docs/mps.md has the whole.
+//! takes); `ready` is the plugin's side, which starts nothing and asks no driver. docs/mps.md has the whole.
 //! Called by the runtime; it never spawns a task, and never touches a GPU that its resources do not name.
 
 mod control;
 mod daemon;
-mod grant;
 mod layout;
 mod limits;
 mod marker;
@@ -17,8 +16,7 @@ mod supervise;
 
 pub use control::{Control, ControlError};
 pub use daemon::{Daemon, Pace, Programs, Settings, StartError};
-pub use grant::{Grant, Mount, grant};
-pub use layout::{CONTAINER_ROOT, HOST_ROOT, Layout, LayoutError};
+pub use layout::{HOST_ROOT, Layout, LayoutError};
 pub use limits::{Limits, MemoryLimit};
 pub use marker::Marker;
 pub use ready::{Readiness, look};

@@ -1,14 +1,14 @@
 //! `linkwise run`: builds everything, owns every task, turns effects into calls.
 //!
 //! A composition root. `node` holds the one loop that writes the snapshot, and the plugins; `driver`
-//! keeps the NVML child alive; `handover` keeps CDI specs and device nodes up to date; `config` reads the configuration
+//! keeps the NVML child alive; `cdi_sync` keeps CDI specs and device nodes up to date; `config` reads the configuration
 //! again; `mps` is a process of its own, `linkwise mps-control-daemon`; this file starts and ends them. A task that ends
 //! unexpectedly ends the process, with its cause.
 
+mod cdi_sync;
 mod clock;
 mod config;
 mod driver;
-mod handover;
 mod idle;
 mod keeper;
 mod kept;
@@ -77,9 +77,10 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let settings = loaded.settings;
     let admin = settings.admin_socket.value.as_deref().map(Local::bind).transpose()?;
     let seen = watch::Sender::default();
-    let (handover, upkeep) = handover::prepare(&settings, &args.host.sysfs, seen.subscribe())?;
+    let injection = cdi_sync::prepare(&settings, &args.host.sysfs, seen.subscribe())?;
     let kubelet = kubelet::Settings {
-        handover,
+        injection: injection.options,
+        host_devices: injection.host_devices,
         pod_resources_socket: Some(settings.pod_resources_socket.value.clone()),
         callers: kubelet::Callers::and(settings.allowed_uids.value.iter().copied()),
         ..kubelet::Settings::new(settings.kubelet_socket.value.clone())
@@ -112,10 +113,10 @@ async fn serve(args: &RunArgs) -> Result<()> {
         idle: node.idle_reason(),
     };
     let shutdown = node.shutdown();
-    if let Some(upkeep) = upkeep {
-        node.hold_plugins_until(upkeep.ready());
+    if let Some(sync) = injection.sync {
+        node.hold_plugins_until(sync.ready());
         let (snapshot, metrics) = (node.snapshot(), Arc::clone(node.metrics()));
-        node.spawn("what containers are handed", upkeep.run(snapshot, metrics, shutdown.clone()));
+        node.spawn("CDI sync", sync.run(snapshot, metrics, shutdown.clone()));
     }
     // Before anything is seen: what is made of the GPUs is decided when they are.
     let planned = Event::Planned(Box::new(settings.plan()));

@@ -1,6 +1,6 @@
 //! linkwise's pure core: [`topology`] (the graph of a node), [`allocation`] (which GPUs are best) and [`state`] (the
-//! node's state machine). Each uses the ones before it, and none the ones after. [`backoff`] and [`once`] are two small
-//! mechanisms that the adapters share.
+//! node's state machine), [`publish`] (what others are given of a snapshot). Each uses the ones before it, and none the
+//! ones after. [`backoff`], [`hash`] and [`once`] are small mechanisms that the adapters share.
 //!
 //! Everything here is a function of its arguments. `no_std` leaves no name for files, sockets, threads, the environment,
 //! clocks or hash maps, so that the compiler holds it; `clippy.toml` beside this crate's manifest refuses floats and
@@ -15,7 +15,9 @@ extern crate std;
 
 pub mod allocation;
 pub mod backoff;
+pub mod hash;
 pub mod once;
 mod prelude;
+pub mod publish;
 pub mod state;
 pub mod topology;
