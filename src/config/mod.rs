@@ -18,6 +18,7 @@ mod topology_manager;
 mod watch;
 mod xids;
 
+use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
@@ -30,7 +31,7 @@ pub use admin::{AdminArgs, AdminOrder};
 pub use check::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs};
 pub use doctor::DoctorArgs;
 pub use list::{GpuName, UnitName};
-pub use mps::{MpsCommand, MpsControlDaemonArgs, MpsRootArgs};
+pub use mps::{INIT_FLAG, MpsCommand, MpsControlDaemonArgs, MpsRootArgs};
 pub use nvml::NvmlArgs;
 pub use settings::{Environment, Flags, Settings};
 pub use simulate::{SimulateArgs, SimulatePolicy};
@@ -324,10 +325,15 @@ pub struct AgentArgs {
 impl Cli {
     /// Reads argv and the environment; prints help, version or what is wrong with them and ends where asked for.
     pub fn read() -> Self {
-        #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
-        let words = std::env::args_os();
-        Self::parse_from(program::words(words))
+        Self::parse_from(command_line())
     }
+}
+
+/// argv, the program first and then the subcommand, also where the program's name stands for it.
+pub fn command_line() -> impl Iterator<Item = OsString> {
+    #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
+    let words = std::env::args_os();
+    program::words(words).into_iter()
 }
 
 #[cfg(test)]

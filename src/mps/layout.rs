@@ -24,7 +24,7 @@ pub struct Layout {
 }
 
 /// Why a resource can have no place under an MPS root.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub enum LayoutError {
     /// The kernel would not take the path of the control daemon's socket.
     #[error(
@@ -47,7 +47,7 @@ pub enum LayoutError {
 }
 
 impl Layout {
-    /// An MPS root, as whoever asks sees it.
+    /// An MPS root, at its path in this container, or on the host.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
@@ -57,7 +57,7 @@ impl Layout {
         &self.root
     }
 
-    /// What is of one resource alone.
+    /// The folder of one resource.
     pub fn resource(&self, resource: &ResourceName) -> PathBuf {
         self.root.join(resource.as_str())
     }
@@ -72,9 +72,14 @@ impl Layout {
         self.resource(resource).join("log")
     }
 
-    /// The file that says that a resource's limits hold; see [`super::Marker`].
+    /// The file that shows that a resource's limits hold; see [`super::Marker`].
     pub fn marker(&self, resource: &ResourceName) -> PathBuf {
         self.resource(resource).join(".started")
+    }
+
+    /// The folder with a file for each GPU whose compute mode the daemon process set; see [`super::set_exclusive`].
+    pub fn exclusive(&self) -> PathBuf {
+        self.root.join(".exclusive")
     }
 
     /// The file by which one daemon process keeps another from the root.

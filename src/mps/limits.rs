@@ -47,10 +47,15 @@ impl Limits {
         Self { thread_percentage: 100 / replicas, memory, shown_only: !share.whole_node }
     }
 
+    /// The GPUs, in the order in which the daemon counts them.
+    pub fn gpus(&self) -> impl Iterator<Item = &GpuUuid> {
+        self.memory.iter().map(|one| &one.gpu)
+    }
+
     /// Whether a daemon that holds these holds those of `wanted` too. It does when a GPU has left it: nobody's CUDA work is
     /// ended for that. Numbers count as well: NVML gives a GPU another one when one before it has left.
     pub fn hold(&self, wanted: &Self) -> bool {
-        let same_gpus = self.memory.iter().map(|own| &own.gpu).eq(wanted.memory.iter().map(|one| &one.gpu));
+        let same_gpus = self.gpus().eq(wanted.gpus());
         // A daemon that is shown GPUs by name loses those behind one that has left (CUDA_VISIBLE_DEVICES), and one that
         // sees all may count GPUs of others.
         let seen = if self.shown_only { same_gpus } else { !wanted.shown_only };

@@ -1,16 +1,18 @@
 //! The folder that daemons and clients share as /dev/shm: a file system in memory of its own, on the host.
 //!
 //! Called by `linkwise mps-control-daemon mount-shm`, which runs once, privileged, before the daemon; the command and its
-//! mount options are those of the NVIDIA plugin. Unlike there, what is mounted already stays: pods that run have it.
+//! mount options are those of the NVIDIA plugin. Unlike there, what is mounted already stays: running pods have it.
 
 use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use tokio::process::Command;
 
 use super::layout::Layout;
+use super::program::{self, ProgramError};
 
 /// As the NVIDIA plugin mounts it: 64 MiB, the size container runtimes give a /dev/shm.
 const OPTIONS: &str = "rw,nosuid,nodev,noexec,relatime,size=65536k";
@@ -18,63 +20,46 @@ const OPTIONS: &str = "rw,nosuid,nodev,noexec,relatime,size=65536k";
 /// The mounts of this process.
 const MOUNTS: &str = "/proc/self/mountinfo";
 
-/// What was done.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Shm {
-    /// It was there.
-    Kept,
-    /// It was mounted.
-    Mounted,
-}
+/// How long `mount` may take.
+const WITHIN: Duration = Duration::from_secs(60);
 
 /// Why there is no shared memory.
 #[derive(Debug, thiserror::Error)]
 pub enum ShmError {
-    /// The folder cannot be made.
-    #[error("cannot make {path}")]
-    Folder {
-        /// The folder.
-        path: PathBuf,
-        /// What the kernel said.
-        source: io::Error,
-    },
-    /// The list of mounts cannot be read, or `mount` cannot be started.
-    #[error("cannot use {what}")]
-    Tool {
+    /// The folder cannot be made, or the list of mounts cannot be read.
+    #[error("cannot use {path}")]
+    Path {
         /// Which.
-        what: &'static str,
-        /// What the kernel said.
+        path: PathBuf,
+        /// The kernel's error.
         source: io::Error,
     },
     /// `mount` failed.
-    #[error("cannot mount a tmpfs at {path}: {output} (it takes a privileged container)")]
+    #[error("cannot mount a tmpfs at {path} (it takes a privileged container)")]
     Mount {
         /// The folder.
         path: PathBuf,
-        /// What it said.
-        output: String,
+        /// What happened.
+        source: ProgramError,
     },
 }
 
-/// Mounts the shared memory where it is not mounted.
+/// Mounts the shared memory; returns `false` where it was mounted already.
 ///
 /// # Errors
 ///
 /// See [`ShmError`].
-pub async fn mount_shm(layout: &Layout) -> Result<Shm, ShmError> {
+pub async fn mount_shm(layout: &Layout) -> Result<bool, ShmError> {
     let path = layout.shm();
-    fs::create_dir_all(&path).map_err(|source| ShmError::Folder { path: path.clone(), source })?;
-    let mounts = fs::read(MOUNTS).map_err(|source| ShmError::Tool { what: MOUNTS, source })?;
+    fs::create_dir_all(&path).map_err(|source| ShmError::Path { path: path.clone(), source })?;
+    let mounts = fs::read(MOUNTS).map_err(|source| ShmError::Path { path: MOUNTS.into(), source })?;
     if is_mounted(&mounts, &path) {
-        return Ok(Shm::Kept);
+        return Ok(false);
     }
     let mut mount = Command::new("mount");
-    mount.args(["-t", "tmpfs", "-o", OPTIONS, "shm"]).arg(&path).kill_on_drop(true);
-    let done = mount.output().await.map_err(|source| ShmError::Tool { what: "mount", source })?;
-    if done.status.success() {
-        return Ok(Shm::Mounted);
-    }
-    Err(ShmError::Mount { path, output: String::from_utf8_lossy(&done.stderr).trim().to_owned() })
+    mount.args(["-t", "tmpfs", "-o", OPTIONS, "shm"]).arg(&path);
+    let mounted = program::run(&mut mount, "", WITHIN).await;
+    mounted.map(|_| true).map_err(|source| ShmError::Mount { path, source })
 }
 
 /// Whether a tmpfs is mounted at `path`, by a text in the form of /proc/self/mountinfo (man 5 proc): the fifth field is
