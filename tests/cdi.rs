@@ -22,11 +22,9 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use linkwise::cdi::{
-    self, Description, Extra, GpuEntry, Library, MigEntry, Options, Roots, Scan, Scanner, Spec, Warning,
-};
-use linkwise::state::{Event, NodeState};
-use linkwise::topology::{GpuObservation, HostObservation, MigCapabilities, NodeObservation};
+use linkwise::cdi::{self, Description, DeviceEntry, Extra, Library, Options, Roots, Scan, Scanner, Spec, Warning};
+use linkwise::state::{Event, MigStrategy, NodeState, ResourcePlan};
+use linkwise::topology::{GpuObservation, HostObservation, NodeObservation};
 use root::{LIBRARIES, Root, VERSION};
 use tempfile::{TempDir, tempdir};
 
@@ -224,31 +222,33 @@ fn gpu_without_minor_number_is_left_out() {
 
 #[test]
 fn mig_device_has_parent_node_and_capabilities() {
-    let mig = |index, uuid: &str, caps: (u32, u32)| MigEntry {
-        uuid: uuid.parse().unwrap(),
-        gpu_index: 3,
-        gpu_minor: 5,
-        index,
-        capabilities: MigCapabilities { gpu_instance: caps.0, compute_instance: caps.1 },
+    let folder = tempdir().unwrap();
+    Root::full(folder.path()).hook();
+    let mig = |index: u32, uuid: &str, capabilities: &str| {
+        format!(
+            "{{index: {index}, uuid: {uuid}, gpu_instance: {index}, compute_instance: 0, gpu_slices: 1, \
+             compute_slices: 1, memory_mib: 9984{capabilities}}}"
+        )
     };
-    let gpu = GpuEntry {
-        uuid: "GPU-p".parse().unwrap(),
-        index: 3,
-        pci: "0000:81:00.0".parse().unwrap(),
-        minor: 5,
-        present: true,
-        dri: vec![],
-    };
-    let description = Description {
-        driver_root: "/".to_owned(),
-        dev_root: "/".to_owned(),
-        gpus: vec![gpu],
-        // The second has a UUID in the form of drivers before R470, which is no name in CDI.
-        migs: vec![mig(0, "MIG-1", (66, 67)), mig(1, "MIG-GPU-p/8/0", (75, 76))],
-        ..Description::default()
-    };
-    written(&description);
-    let specs = cdi::specs(&description);
+    let migs = [
+        mig(0, "MIG-1", ", capabilities: {gpu_instance: 66, compute_instance: 67}"),
+        // A UUID in the form of drivers before R470, which CDI does not allow as a name.
+        mig(1, "MIG-GPU-p/8/0", ", capabilities: {gpu_instance: 75, compute_instance: 76}"),
+        mig(2, "MIG-3", ""),
+    ];
+    let yaml = format!(
+        "[{{index: 3, uuid: GPU-p, pci: '0000:81:00.0', minor: 5, mig: {{enabled: true, devices: [{}]}}}}]",
+        migs.join(", ")
+    );
+    let gpus = serde_saphyr::from_str(&yaml).unwrap();
+    let plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
+    let snapshot = NodeState::default().apply(Event::Planned(Box::new(plan)), Duration::ZERO).0;
+    let observed = NodeObservation { gpus, host: HostObservation::default(), failures: vec![] };
+    let snapshot = snapshot.apply(Event::Observed(Box::new(observed)), Duration::ZERO).0;
+    let scanned = scan(on_host(&folder), Options::default(), &snapshot);
+    assert_eq!(scanned.warnings, [Warning::NoCapabilities { uuid: "MIG-3".parse().unwrap() }]);
+    written(&scanned.description);
+    let specs = cdi::specs(&scanned.description);
     let devices: Vec<(String, Vec<&str>)> = specs[0]
         .devices
         .iter()
@@ -272,15 +272,13 @@ fn mig_device_has_parent_node_and_capabilities() {
     assert_eq!(devices, expected);
 }
 
-/// Three specs whose texts differ in length by far.
+/// Specs whose texts differ in length by far.
 fn versions(count: u32) -> Vec<Spec> {
-    let gpu = |minor| GpuEntry {
-        uuid: format!("GPU-{minor}").parse().unwrap(),
-        index: minor,
-        pci: "0000:01:00.0".parse().unwrap(),
-        minor,
+    let gpu = |minor: u32| DeviceEntry {
+        names: vec![minor.to_string(), format!("GPU-{minor}")],
+        nodes: vec![format!("/dev/nvidia{minor}")],
+        files: vec![],
         present: true,
-        dri: vec![],
     };
     let description = |gpus: u32| Description {
         driver_root: "/".to_owned(),

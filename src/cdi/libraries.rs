@@ -127,8 +127,11 @@ impl LibraryFinder {
 /// The version of the libcuda in a folder: the one that `libcuda.so.1` leads to, else the newest.
 fn version_in(folder: &Path) -> Option<String> {
     let names = entries(folder);
-    let versions: Vec<&str> =
-        names.iter().filter_map(|name| name.strip_prefix(LIBCUDA)).filter(|version| is_version(version)).collect();
+    let versions: Vec<&str> = names
+        .iter()
+        .filter_map(|name| name.strip_prefix(LIBCUDA))
+        .filter(|version| numbers(version).is_some())
+        .collect();
     let target = fs::read_link(folder.join("libcuda.so.1")).ok();
     let linked = target.as_deref().and_then(Path::file_name).and_then(|name| name.to_str()?.strip_prefix(LIBCUDA));
     let newest = versions.iter().max_by_key(|version| numbers(version)).copied();
@@ -140,7 +143,7 @@ fn libraries(folder: &Path, version: &str) -> Vec<Library> {
     let names = entries(folder);
     let ending = format!(".so.{version}");
     let is_library = |name: &str| {
-        let other = OTHER_LIBRARIES.iter().find_map(|other| name.strip_prefix(other)).is_some_and(is_version);
+        let other = OTHER_LIBRARIES.iter().find_map(|other| name.strip_prefix(other)).and_then(numbers).is_some();
         (other || name.ends_with(&ending)) && is_file(&folder.join(name))
     };
     let mut found: BTreeMap<&str, Vec<(String, String)>> = BTreeMap::new();
@@ -170,15 +173,10 @@ fn link_beside(path: &Path) -> Option<String> {
     (!target.contains('/')).then(|| target.to_owned())
 }
 
-/// Digits and dots, two numbers at least: `550.54.15`, not the `1` of `libcuda.so.1`.
-fn is_version(text: &str) -> bool {
-    let parts: Vec<&str> = text.split('.').collect();
-    let digits = |part: &&str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
-    parts.len() >= 2 && parts.iter().all(digits)
-}
-
-fn numbers(version: &str) -> Vec<u64> {
-    version.split('.').map(|part| part.parse().unwrap_or(u64::MAX)).collect()
+/// The numbers of a version, two at least: of `550.54.15`, and not of the `1` of `libcuda.so.1`.
+fn numbers(version: &str) -> Option<Vec<u64>> {
+    let numbers: Option<Vec<u64>> = version.split('.').map(|number| number.parse().ok()).collect();
+    numbers.filter(|numbers| numbers.len() >= 2)
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ mod warning;
 mod write;
 
 pub use build::specs;
-pub use description::{Description, DriverFiles, Extra, ExtraFiles, GpuEntry, Library, MigEntry, Socket};
+pub use description::{Description, DeviceEntry, DriverFiles, Extra, Library, Socket};
 pub use scan::{Options, Roots, Scan, Scanner};
 pub use spec::{ContainerEdits, Device, DeviceNode, Hook, Mount, Spec};
 pub use warning::Warning;

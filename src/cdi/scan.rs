@@ -7,13 +7,14 @@ use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
-use super::ALL;
-use super::description::{Description, Extra, ExtraFiles, GpuEntry, MigEntry, imex_node};
+use super::description::{Description, DeviceEntry, Extra};
 use super::driver;
 use super::libraries::{self, LibraryFinder};
 use super::warning::Warning;
-use crate::state::{Device, NodeState};
-use crate::topology::{GpuUuid, MigUuid, PciAddress};
+use super::{ALL, IMEX_CLASS};
+use crate::publish::injection::{ChosenDevice, DeviceIds};
+use crate::state::NodeState;
+use crate::topology::{Gpu, GpuUuid, MigUuid, PciAddress};
 
 /// The control device of the driver.
 const CONTROL_NODE: &str = "/dev/nvidiactl";
@@ -81,17 +82,19 @@ impl Scanner {
 
     /// The nodes that every container with a GPU needs, those that exist.
     pub fn control_nodes(&self) -> Vec<String> {
-        let dev = self.dev_here();
-        let nodes = CONTROL_NODES.iter().filter(|node| is_device(&below(dev, node)));
-        nodes.map(|node| (*node).to_owned()).collect()
+        self.existing(CONTROL_NODES.map(str::to_owned))
     }
 
     /// The IMEX channels that are offered, those that exist.
     pub fn imex_channels(&self) -> Vec<u32> {
+        let channels: BTreeSet<u32> = self.options.imex_channels.iter().copied().collect();
+        channels.into_iter().filter(|channel| !self.existing([imex_node(*channel)]).is_empty()).collect()
+    }
+
+    /// The device nodes among these that exist, by their paths in a container.
+    fn existing(&self, paths: impl IntoIterator<Item = String>) -> Vec<String> {
         let dev = self.dev_here();
-        let exists = |channel: &u32| is_device(&below(dev, &imex_node(*channel)));
-        let channels: BTreeSet<u32> = self.options.imex_channels.iter().copied().filter(exists).collect();
-        channels.into_iter().collect()
+        paths.into_iter().filter(|path| is_device(&below(dev, path))).collect()
     }
 
     /// Scans the node.
@@ -113,19 +116,17 @@ impl Scanner {
             let root = self.dev_here().display().to_string();
             warnings.push(Warning::NoControlNode { node: CONTROL_NODE.to_owned(), root });
         }
-        let gpus = self.gpus(snapshot, &mut warnings);
-        let extras = self.options.extras.iter();
+        let mut gpus = self.gpus(snapshot, &mut warnings);
+        gpus.extend(migs(snapshot, &mut warnings));
         let description = Description {
             driver_root: self.roots.driver.display().to_string(),
             dev_root: self.roots.dev.display().to_string(),
-            migs: migs(snapshot, &mut warnings),
             gpus,
+            others: self.others(),
             control_nodes,
             driver,
             hook: self.hook(&mut warnings),
             disabled_hooks: self.options.disabled_hooks.clone(),
-            extras: extras.map(|extra| (*extra, self.extra_files(*extra))).collect(),
-            imex_channels: self.imex_channels(),
         };
         Scan { description, warnings }
     }
@@ -137,58 +138,68 @@ impl Scanner {
     }
 
     /// All GPUs that were ever offered. One that is gone stays, for its containers may be started again.
-    fn gpus(&self, snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<GpuEntry> {
-        let mut offered: BTreeMap<(PciAddress, &GpuUuid), &Device> = BTreeMap::new();
+    fn gpus(&self, snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<DeviceEntry> {
+        let mut offered: BTreeMap<(PciAddress, &GpuUuid), &Gpu> = BTreeMap::new();
         for device in snapshot.resources().values().flat_map(BTreeMap::values) {
-            offered.insert((device.gpu.pci, &device.gpu.uuid), device);
+            offered.insert((device.gpu.pci, &device.gpu.uuid), &device.gpu);
         }
         let mut entries = Vec::new();
-        for gpu in offered.into_values().map(|device| &device.gpu) {
-            let Some(minor) = gpu.minor else {
-                warnings.push(Warning::NoMinor { uuid: gpu.uuid.clone() });
-                continue;
-            };
-            let present = snapshot.topology().position(&gpu.uuid).is_some();
-            let dri = if present { self.dri(gpu.pci) } else { Vec::new() };
-            entries.push(GpuEntry { uuid: gpu.uuid.clone(), index: gpu.index, pci: gpu.pci, minor, present, dri });
+        for gpu in offered.into_values() {
+            let mut entry =
+                DeviceEntry { present: snapshot.topology().position(&gpu.uuid).is_some(), ..DeviceEntry::default() };
+            let chosen = ChosenDevice { gpu, mig: None };
+            match chosen.nodes() {
+                Ok(nodes) => entry.nodes = nodes,
+                Err(_) => {
+                    warnings.push(Warning::NoMinor { uuid: gpu.uuid.clone() });
+                    continue;
+                }
+            }
+            if entry.present {
+                entry.names.push(chosen.id(DeviceIds::Index));
+                entry.nodes.extend(self.dri(gpu.pci));
+            }
+            entry.names.push(chosen.id(DeviceIds::Uuid));
+            entries.push(entry);
         }
         entries
     }
 
     /// A GPU's nodes under /dev/dri: the kernel lists them below its PCI device.
     fn dri(&self, pci: PciAddress) -> Vec<String> {
-        let dev = self.dev_here();
-        let mut names = driver::entries(&self.roots.sysfs.join(format!("bus/pci/devices/{pci}/drm")));
-        names.retain(|name| {
-            let kind = name.starts_with("card") || name.starts_with("renderD");
-            kind && is_device(&below(dev, &format!("/dev/dri/{name}")))
-        });
-        names
+        let names = driver::entries(&self.roots.sysfs.join(format!("bus/pci/devices/{pci}/drm")));
+        let names = names.iter().filter(|name| name.starts_with("card") || name.starts_with("renderD"));
+        self.existing(names.map(|name| format!("/dev/dri/{name}")))
     }
 
-    fn extra_files(&self, extra: Extra) -> ExtraFiles {
-        let nodes = |folder: &str, is_wanted: fn(&str) -> bool| {
-            let mut paths = driver::entries(&below(self.dev_here(), folder));
-            paths.retain(|name| is_wanted(name));
-            paths.iter_mut().for_each(|name| *name = format!("{folder}/{name}"));
-            paths.retain(|path| is_device(&below(self.dev_here(), path)));
-            paths
-        };
-        match extra {
-            Extra::GdrCopy => ExtraFiles { nodes: nodes("/dev", |name| name == "gdrdrv"), files: Vec::new() },
-            Extra::Gds => {
-                let files = ["/run/udev", "/etc/cufile.json"].into_iter();
-                let files = files.filter(|path| below(&self.roots.driver_here, path).exists());
-                ExtraFiles {
-                    nodes: nodes("/dev", |name| name.starts_with("nvidia-fs")),
-                    files: files.map(str::to_owned).collect(),
+    /// What the node has beside GPUs, of what is to be offered.
+    fn others(&self) -> Vec<(&'static str, Vec<DeviceEntry>)> {
+        let channels = self.imex_channels();
+        let imex = channels.iter().map(|channel| DeviceEntry {
+            names: vec![channel.to_string()],
+            nodes: vec![imex_node(*channel)],
+            ..DeviceEntry::default()
+        });
+        let mut others = vec![(IMEX_CLASS, imex.collect())];
+        for extra in &self.options.extras {
+            type IsNode = fn(&str) -> bool;
+            let (class, folder, is_node, files): (_, _, IsNode, &[&str]) = match extra {
+                Extra::GdrCopy => ("gdrcopy", "/dev", |name| name == "gdrdrv", &[]),
+                Extra::Gds => ("gds", "/dev", |name| name.starts_with("nvidia-fs"), &["/run/udev", "/etc/cufile.json"]),
+                Extra::Mofed => {
+                    ("mofed", "/dev/infiniband", |name| name.starts_with("uverbs") || name == "rdma_cm", &[])
                 }
-            }
-            Extra::Mofed => {
-                let nodes = nodes("/dev/infiniband", |name| name.starts_with("uverbs") || name == "rdma_cm");
-                ExtraFiles { nodes, files: Vec::new() }
+            };
+            let names = driver::entries(&below(self.dev_here(), folder)).into_iter().filter(|name| is_node(name));
+            let nodes = self.existing(names.map(|name| format!("{folder}/{name}")));
+            // Files without nodes are of no use.
+            if !nodes.is_empty() {
+                let files = files.iter().filter(|path| below(&self.roots.driver_here, path).exists());
+                let files = files.map(|path| (*path).to_owned()).collect();
+                others.push((class, vec![DeviceEntry { names: vec![ALL.to_owned()], nodes, files, present: true }]));
             }
         }
+        others
     }
 
     /// The hooks' program: the one that is named, else the toolkit's where the host has it.
@@ -212,28 +223,30 @@ impl Scanner {
 ///
 /// Unlike a GPU, one that is gone does not stay: the numbers of its instances, and with them its nodes, go to the next
 /// device that is made. A container that is started again under the old name would get somebody else's device.
-fn migs(snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<MigEntry> {
+fn migs(snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<DeviceEntry> {
     let offered = snapshot.resources().values().flat_map(BTreeMap::values).filter_map(|device| device.mig.as_ref());
     let offered: BTreeSet<&MigUuid> = offered.map(|mig| &mig.uuid).collect();
     let topology = snapshot.topology();
     let mut entries = Vec::new();
     for mig in topology.mig_devices().iter().filter(|mig| offered.contains(&mig.uuid)) {
-        // There is a warning about a GPU without a minor number already.
-        let Some((gpu, gpu_minor)) = topology.gpus().get(mig.parent).and_then(|gpu| Some((gpu, gpu.minor?))) else {
-            continue;
-        };
-        match mig.capabilities {
-            Some(capabilities) => entries.push(MigEntry {
-                uuid: mig.uuid.clone(),
-                gpu_index: gpu.index,
-                gpu_minor,
-                index: mig.index,
-                capabilities,
-            }),
-            None => warnings.push(Warning::NoCapabilities { uuid: mig.uuid.clone() }),
+        let Some(gpu) = topology.gpus().get(mig.parent) else { continue };
+        let chosen = ChosenDevice { gpu, mig: Some(mig) };
+        match chosen.nodes() {
+            Ok(nodes) => {
+                let names = [DeviceIds::Index, DeviceIds::Uuid].map(|ids| chosen.id(ids)).to_vec();
+                entries.push(DeviceEntry { names, nodes, files: Vec::new(), present: true });
+            }
+            // There is a warning about a GPU without a minor number already.
+            Err(_) if gpu.minor.is_none() => {}
+            Err(_) => warnings.push(Warning::NoCapabilities { uuid: mig.uuid.clone() }),
         }
     }
     entries
+}
+
+/// The node of an IMEX channel.
+fn imex_node(channel: u32) -> String {
+    format!("/dev/nvidia-caps-imex-channels/channel{channel}")
 }
 
 /// A path from a root, below another one.

@@ -110,10 +110,9 @@ impl Spec {
 }
 
 impl ContainerEdits {
-    /// Whether there is nothing to do.
+    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
-        let Self { env, device_nodes, mounts, hooks } = self;
-        env.is_empty() && device_nodes.is_empty() && mounts.is_empty() && hooks.is_empty()
+        *self == Self::default()
     }
 }
 

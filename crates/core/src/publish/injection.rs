@@ -284,7 +284,8 @@ impl<'a> ChosenDevice<'a> {
         self.mig.map_or(self.gpu.uuid.as_str(), |mig| mig.uuid.as_str())
     }
 
-    fn id(&self, ids: DeviceIds) -> String {
+    /// Its name in environment, mounts and CDI.
+    pub fn id(&self, ids: DeviceIds) -> String {
         match (ids, self.mig) {
             (DeviceIds::Uuid, _) => self.uuid().to_owned(),
             (DeviceIds::Index, None) => self.gpu.index.to_string(),
