@@ -66,7 +66,8 @@ impl Settings {
     pub fn new(kubelet_socket: PathBuf) -> Self {
         Self {
             kubelet_socket,
-            injection: InjectionOptions::default(),
+            // The NVIDIA device plugin's default strategy.
+            injection: InjectionOptions { envvar: true, ..InjectionOptions::default() },
             host_devices: watch::channel(Arc::default()).1,
             pod_resources_socket: None,
             callers: Callers::default(),

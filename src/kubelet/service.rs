@@ -139,9 +139,9 @@ impl DevicePlugin for Service {
                 let injection = self.injection(&snapshot, &devices);
                 injection.map(convert::container).map_err(|error| convert::no_injection(&error))
             });
-            let told = ids.iter().map(|id| id.as_str().to_owned()).collect();
-            let told = answer.as_ref().map(|_| told).map_err(|refusal| refusal.message().to_owned());
-            self.observe(Occurrence::Allocated(told));
+            let allocated = ids.iter().map(|id| id.as_str().to_owned()).collect();
+            let outcome = answer.as_ref().map(|_| allocated).map_err(|refusal| refusal.message().to_owned());
+            self.observe(Occurrence::Allocated(outcome));
             container_responses.push(answer?);
         }
         Ok(Response::new(wire::AllocateResponse { container_responses }))

@@ -1,4 +1,4 @@
-//! What each client of a shared GPU may take: memory and threads, from the GPUs and the number of replicas. Pure.
+//! The limits of each client of a shared GPU, memory and threads, from the GPUs and the number of replicas. Pure.
 //!
 //! The numbers are those of the NVIDIA device plugin: a replica's memory is the GPU's divided by the replicas, rounded
 //! down to whole MiB, and its threads are 100 % divided by the replicas, rounded down to whole percent.
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::state::MpsShare;
 use crate::topology::GpuUuid;
 
-/// What each client may take, and of which GPUs. Two that are equal promise the same to the pods.
+/// The limits of each client, and the GPUs. Two that are equal promise the same to the pods.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Limits {
@@ -20,7 +20,7 @@ pub struct Limits {
     pub shown_only: bool,
 }
 
-/// What each client may take of one GPU's memory.
+/// Each client's limit of one GPU's memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct MemoryLimit {
@@ -37,7 +37,7 @@ impl Limits {
     /// What each client of a share may take.
     pub fn of(share: &MpsShare) -> Self {
         let replicas = share.replicas.max(1);
-        // Whoever is shown some GPUs only counts these from 0.
+        // A daemon that is shown only some GPUs counts these from 0.
         let memory = (0..).zip(&share.gpus).map(|(place, gpu)| MemoryLimit {
             device: if share.whole_node { gpu.index } else { place },
             gpu: gpu.uuid.clone(),
@@ -52,8 +52,8 @@ impl Limits {
         self.memory.iter().map(|one| &one.gpu)
     }
 
-    /// Whether a daemon that holds these holds those of `wanted` too. It does when a GPU has left it: nobody's CUDA work is
-    /// ended for that. Numbers count as well: NVML gives a GPU another one when one before it has left.
+    /// Whether a daemon that holds these limits holds `wanted` too. It does when a GPU has left, which ends no CUDA work. Device
+    /// numbers count as well: NVML gives a GPU another number when one before it has left.
     pub fn hold(&self, wanted: &Self) -> bool {
         let same_gpus = self.gpus().eq(wanted.gpus());
         // A daemon that is shown GPUs by name loses those behind one that has left (CUDA_VISIBLE_DEVICES), and one that
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_and_threads_are_divided_and_rounded_down() {
+    fn limits_are_divided_and_rounded_down() {
         let limits = Limits::of(&shared(3, vec![MpsGpu { memory_mib: None, ..gpu(0) }, gpu(1)]));
         assert_eq!(limits.thread_percentage, 33);
         let memory: Vec<_> = limits.memory.iter().map(|one| (one.device, one.gpu.as_str(), one.mib)).collect();
@@ -90,14 +90,14 @@ mod tests {
     }
 
     #[test]
-    fn some_gpus_of_a_node_are_counted_from_0() {
+    fn gpus_shown_to_a_daemon_count_from_0() {
         let limits = Limits::of(&MpsShare { whole_node: false, ..shared(2, vec![gpu(3), gpu(5)]) });
         let memory: Vec<_> = limits.memory.iter().map(|one| (one.device, one.gpu.as_str())).collect();
         assert_eq!((memory, limits.shown_only), (vec![(0, "GPU-3"), (1, "GPU-5")], true));
     }
 
     #[test]
-    fn a_gpu_that_leaves_ends_no_daemon_where_the_others_keep_their_limits() {
+    fn limits_hold_after_a_gpu_left() {
         let small = |index| MpsGpu { memory_mib: Some(20_480), ..gpu(index) };
         let renumbered = |old, new| MpsGpu { index: new, ..gpu(old) };
         let all = |gpus| Limits::of(&shared(2, gpus));

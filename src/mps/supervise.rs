@@ -80,8 +80,9 @@ async fn one_daemon(
     report(DaemonEvent::Serving);
     let failed = shutdown.run_until_cancelled(daemon.watch()).await;
     drop(marker);
-    match failed {
-        Some(why) => Err(why),
-        None => Ok(daemon.end().await),
+    if let Some(why) = failed {
+        return Err(why);
     }
+    daemon.end().await;
+    Ok(())
 }

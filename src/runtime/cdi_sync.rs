@@ -61,11 +61,7 @@ struct HostScan {
 struct Scanned {
     host_devices: HostDevices,
     warnings: Vec<cdi::Warning>,
-    /// The specs that changed.
-    written: Vec<String>,
-    cdi_error: Option<cdi::WriteError>,
-    nccl_written: bool,
-    nccl_error: Option<io::Error>,
+    error: Option<anyhow::Error>,
 }
 
 /// Reads the operator's options. Fails where CDI specs or NCCL's topology file are wanted and their folder cannot be
@@ -159,18 +155,19 @@ impl CdiSync {
         metrics: Arc<Metrics>,
         shutdown: CancellationToken,
     ) -> Result<()> {
-        shutdown.run_until_cancelled(self.follow(snapshot, &metrics)).await.unwrap_or(Ok(()))
+        shutdown.run_until_cancelled(self.follow(snapshot, metrics)).await.unwrap_or(Ok(()))
     }
 
-    async fn follow(self, mut snapshot: watch::Receiver<Arc<NodeState>>, metrics: &Metrics) -> Result<()> {
+    async fn follow(self, mut snapshot: watch::Receiver<Arc<NodeState>>, metrics: Arc<Metrics>) -> Result<()> {
         let Self { mut scan, host_devices, ready } = self;
         let (mut warned, mut failing) = (Once::new(), Once::new());
         loop {
             let current = Arc::clone(&snapshot.borrow_and_update());
             let has_gpus = !current.resources().is_empty();
+            let counted = Arc::clone(&metrics);
             // A file system that hangs must not hold a thread that admissions need.
             let task = tokio::task::spawn_blocking(move || {
-                let scanned = scan.run(&current);
+                let scanned = scan.run(&current, &counted);
                 (scan, scanned)
             });
             let scanned;
@@ -179,30 +176,18 @@ impl CdiSync {
             for warning in warned.replace(scanned.warnings) {
                 tracing::warn!("{warning}");
             }
-            for path in scanned.written {
-                tracing::info!(path, "CDI spec written");
-                metrics.cdi_written(true);
-            }
-            if scanned.nccl_written {
-                tracing::info!("NCCL topology file written");
-            }
-            if scanned.cdi_error.is_some() {
-                metrics.cdi_written(false);
-            }
-            let nccl_error =
-                scanned.nccl_error.map(|error| anyhow::Error::from(error).context("cannot write NCCL's topology file"));
-            let error = scanned.cdi_error.map(anyhow::Error::from).or(nccl_error);
-            if !*ready.borrow() {
-                match error {
-                    Some(error) => return Err(error),
-                    None if has_gpus => drop(ready.send_replace(true)),
-                    None => {}
+            match scanned.error {
+                Some(error) if !*ready.borrow() => return Err(error),
+                Some(error) => {
+                    if !failing.replace([cause(&error)]).is_empty() {
+                        let error = format!("{error:#}");
+                        tracing::error!(error, "cannot update files for containers, keeping the previous ones");
+                    }
                 }
-            } else if !failing.replace(error.as_ref().map(cause)).is_empty()
-                && let Some(error) = error
-            {
-                let error = format!("{error:#}");
-                tracing::error!(error, "cannot update files for containers, keeping the previous ones");
+                None => {
+                    failing.clear();
+                    ready.send_if_modified(|ready| !std::mem::replace(ready, *ready || has_gpus) && has_gpus);
+                }
             }
             tokio::select! {
                 changed = snapshot.changed() => if changed.is_err() { return Ok(()) },
@@ -236,25 +221,31 @@ impl HostScan {
     }
 
     /// Scans, and writes the files that changed. A node without GPUs needs no files, and no warnings.
-    fn run(&mut self, snapshot: &NodeState) -> Scanned {
+    fn run(&mut self, snapshot: &NodeState, metrics: &Metrics) -> Scanned {
         let mut scanned = Scanned { host_devices: self.host_devices(), ..Scanned::default() };
         if snapshot.resources().is_empty() {
             return scanned;
         }
         match self.nccl.as_ref().map(TopologyFile::write) {
-            Some(Ok(written)) => scanned.nccl_written = written,
-            Some(Err(error)) => scanned.nccl_error = Some(error),
-            None => {}
+            Some(Ok(true)) => tracing::info!("NCCL topology file written"),
+            Some(Err(error)) => {
+                scanned.error = Some(anyhow::Error::from(error).context("cannot write NCCL's topology file"));
+            }
+            Some(Ok(false)) | None => {}
         }
         let Some(folder) = self.folder.as_deref() else { return scanned };
         let cdi::Scan { description, warnings } = self.scanner.scan(snapshot);
         scanned.warnings = warnings;
         for spec in cdi::specs(&description) {
             match cdi::write(folder, &spec) {
-                Ok(true) => scanned.written.push(folder.join(spec.file_name()).display().to_string()),
+                Ok(true) => {
+                    tracing::info!(path = %folder.join(spec.file_name()).display(), "CDI spec written");
+                    metrics.cdi_written(true);
+                }
                 Ok(false) => {}
                 Err(error) => {
-                    scanned.cdi_error = Some(error);
+                    scanned.error = Some(error.into());
+                    metrics.cdi_written(false);
                     continue;
                 }
             }

@@ -27,6 +27,10 @@ fn one_gpu(minor: Option<u32>) -> NodeState {
     snapshot(&[(4, "GPU-a", "0000:01:00.0", minor)])
 }
 
+fn by_name() -> InjectionOptions {
+    InjectionOptions { envvar: true, ..InjectionOptions::default() }
+}
+
 fn cdi() -> CdiOptions {
     CdiOptions { kind: "vendor/gpu".to_owned(), annotation_prefix: Some("prefix/".to_owned()), cri: true }
 }
@@ -42,7 +46,7 @@ fn imex_channels_follow_the_strategy_of_the_gpus() {
         cdi_devices: vec!["vendor/imex-channel=0".to_owned(), "vendor/gds=all".to_owned()],
         ..HostDevices::default()
     };
-    let options = InjectionOptions { env: texts(&[("NVIDIA_GDS", "enabled")]), ..InjectionOptions::default() };
+    let options = InjectionOptions { env: texts(&[("NVIDIA_GDS", "enabled")]), ..by_name() };
     let injection = inject(&options, &host, &one_gpu(None), |_| true).unwrap();
     let env = texts(&[("NVIDIA_GDS", "enabled"), ("NVIDIA_IMEX_CHANNELS", "0,3"), ("NVIDIA_VISIBLE_DEVICES", "GPU-a")]);
     assert_eq!(injection, Injection { env, ..Injection::default() });
@@ -62,7 +66,7 @@ fn imex_channels_follow_the_strategy_of_the_gpus() {
 
 #[test]
 fn gpu_without_minor_number_is_refused_where_its_node_is_given() {
-    let (host, by_name) = (HostDevices::default(), InjectionOptions::default());
+    let (host, by_name) = (HostDevices::default(), by_name());
     assert!(inject(&by_name, &host, &one_gpu(None), |_| true).is_ok());
     for options in [
         InjectionOptions { device_nodes: true, ..by_name.clone() },
@@ -79,7 +83,7 @@ fn slots_of_one_gpu_inject_it_once() {
     let snapshot = one_gpu(Some(0));
     let gpu = ChosenDevice::from(snapshot.devices(&ResourceName::gpu()).next().unwrap().1);
     let granted = Granted { topology: snapshot.topology(), devices: vec![gpu, gpu], mps: None };
-    let injection = InjectionOptions::default().inject(&granted, &HostDevices::default()).unwrap();
+    let injection = by_name().inject(&granted, &HostDevices::default()).unwrap();
     assert_eq!(injection.env, texts(&[("NVIDIA_VISIBLE_DEVICES", "GPU-a")]));
 }
 
@@ -109,7 +113,7 @@ fn nics(machine: &str, gpus: &[u32]) -> (String, Vec<String>) {
     let node = |n: usize| (format!("mlx5_{n}"), format!("/dev/infiniband/uverbs{n}"));
     let rdma = RdmaNodes { devices: (0..12).map(node).collect(), common: vec!["/dev/infiniband/rdma_cm".to_owned()] };
     let host = HostDevices { rdma: Some(rdma), ..HostDevices::default() };
-    let injection = inject(&InjectionOptions::default(), &host, &snapshot, |index| gpus.contains(&index)).unwrap();
+    let injection = inject(&by_name(), &host, &snapshot, |index| gpus.contains(&index)).unwrap();
     assert!(injection.device_nodes.iter().all(|node| node.host == node.container));
     let nodes = injection.device_nodes.into_iter().map(|node| node.host.replace("/dev/infiniband/", ""));
     (injection.env["LINKWISE_NICS"].clone(), nodes.collect())

@@ -45,7 +45,7 @@ const ANNOTATION_PLUGIN: &str = "nvidia-device-plugin";
 const LONGEST_ANNOTATION: usize = 63;
 
 /// The operator's options: by which strategies containers get their GPUs, several at once if wanted, and what else.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct InjectionOptions {
     /// The GPUs' names in NVIDIA_VISIBLE_DEVICES, for NVIDIA's container runtime.
     pub envvar: bool,
@@ -165,22 +165,6 @@ pub enum InjectionError {
         /// The GPU or MIG device.
         uuid: String,
     },
-}
-
-impl Default for InjectionOptions {
-    /// The NVIDIA device plugin's defaults: by environment, by UUID.
-    fn default() -> Self {
-        Self {
-            envvar: true,
-            volume_mounts: false,
-            cdi: None,
-            ids: DeviceIds::default(),
-            env: BTreeMap::new(),
-            device_nodes: false,
-            mps_root: String::new(),
-            nccl_folder: None,
-        }
-    }
 }
 
 impl InjectionOptions {
