@@ -9,10 +9,11 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use tokio::sync::watch;
 
+use crate::cdi;
 use crate::config::Settings;
+use crate::machines;
 use crate::publish::injection::NCCL_FILE;
 use crate::topology::NodeObservation;
-use crate::{cdi, machines};
 
 /// The file and its source.
 pub(super) struct TopologyFile {
