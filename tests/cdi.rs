@@ -1,5 +1,5 @@
-//! CDI specs, from a driver root in a temporary folder to the files, and what a container gets with its GPUs. Goldens of
-//! the specs, each checked against the format's rules in `cdi/schema.rs`.
+//! CDI specs, from a driver root in a temporary folder to the files, and what a container gets with its GPUs. Goldens
+//! of the specs, each checked against the format's rules in `cdi/schema.rs`.
 
 #![allow(
     clippy::unwrap_used,

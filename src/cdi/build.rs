@@ -13,8 +13,8 @@ const MOUNT_OPTIONS: [&str; 5] = ["ro", "nosuid", "nodev", "rbind", "rprivate"];
 /// The same for sockets, which no container needs to run.
 const SOCKET_OPTIONS: [&str; 6] = ["ro", "nosuid", "nodev", "noexec", "rbind", "rprivate"];
 
-/// With this value the NVIDIA runtime adds no GPUs of its own to those of CDI, whatever NVIDIA_VISIBLE_DEVICES the image
-/// has.
+/// With this value the NVIDIA runtime adds no GPUs of its own to those of CDI, whatever NVIDIA_VISIBLE_DEVICES the
+/// image has.
 const NOTHING_BY_ENVIRONMENT: &str = "NVIDIA_VISIBLE_DEVICES=void";
 
 /// The hook that makes links in the container.
@@ -79,8 +79,9 @@ fn common(description: &Description) -> ContainerEdits {
     }
 }
 
-/// The links first, then the cache of the dynamic linker. Both subcommands are in every release that has CDI hooks; newer
-/// ones (`enable-cuda-compat` ...) would keep all containers from starting under an older toolkit, and are not used.
+/// The links first, then the cache of the dynamic linker. Both subcommands are in every release that has CDI hooks;
+/// newer ones (`enable-cuda-compat` ...) would keep all containers from starting under an older toolkit, and are not
+/// used.
 fn hooks_with(path: &str, links: Vec<String>, folder: Option<String>) -> Vec<Hook> {
     let program = path.rsplit('/').next().unwrap_or(path).to_owned();
     // In nvidia-ctk the hooks are one level down.

@@ -34,7 +34,8 @@ pub struct DeviceEntry {
     pub nodes: Vec<String>,
     /// Files and folders below the driver root that come with it.
     pub files: Vec<String>,
-    /// Whether it is part of the device `all`. A GPU that is gone is not, but keeps its entry for the containers that hold it.
+    /// Whether it is part of the device `all`. A GPU that is gone is not, but keeps its entry for the containers that
+    /// hold it.
     pub present: bool,
 }
 

@@ -1,4 +1,5 @@
-//! The driver's other files for containers: programs, firmware, configuration, sockets. Reads folders below the driver root.
+//! The driver's other files for containers: programs, firmware, configuration, sockets. Reads folders below the driver
+//! root.
 //!
 //! Which files those are: `pkg/nvcdi/driver-nvml.go`, `internal/discover/graphics.go` and `internal/discover/ipc.go` of
 //! NVIDIA/nvidia-container-toolkit.

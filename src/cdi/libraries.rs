@@ -14,8 +14,8 @@ use std::time::{Duration, SystemTime};
 use super::description::Library;
 use super::driver::{entries, is_file};
 
-/// Where distributions and installers put the driver's 64-bit libraries, relative to the driver root: Red Hat, Debian and
-/// Ubuntu, Debian's alternatives, SUSE and Arch, Google's and Talos' installers.
+/// Where distributions and installers put the driver's 64-bit libraries, relative to the driver root: Red Hat, Debian
+/// and Ubuntu, Debian's alternatives, SUSE and Arch, Google's and Talos' installers.
 pub(super) const FOLDERS: [&str; 12] = [
     "usr/lib64",
     "usr/lib/x86_64-linux-gnu",
@@ -37,8 +37,8 @@ pub(super) const LIBCUDA: &str = "libcuda.so.";
 /// Libraries of the driver with version numbers of their own.
 const OTHER_LIBRARIES: [&str; 2] = ["libnvidia-egl-gbm.so.", "libnvidia-egl-wayland.so."];
 
-/// A folder that changed less than this before it was read is read again: file systems count time in ticks of up to 1 s,
-/// and a later change in the same tick would not show.
+/// A folder that changed less than this before it was read is read again: file systems count time in ticks of up to 1
+/// s, and a later change in the same tick would not show.
 const SETTLED_AFTER: Duration = Duration::from_secs(2);
 
 /// The libraries of the driver; nothing where no folder has them.
@@ -96,7 +96,8 @@ impl LibraryFinder {
         Self { root, settled_after: SETTLED_AFTER, last: None, reads: 0 }
     }
 
-    /// The libraries of the driver that is loaded, whose version is `loaded`; without one, those of the libcuda that is there.
+    /// The libraries of the driver that is loaded, whose version is `loaded`; without one, those of the libcuda that is
+    /// there.
     pub fn find(&mut self, loaded: Option<&str>) -> Option<&Found> {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let folders = FOLDERS.iter().map(|folder| FolderState::of(&self.root.join(folder))).collect();

@@ -2,8 +2,8 @@
 //! container (Container Device Interface, <https://github.com/cncf-tags/container-device-interface>).
 //!
 //! Owns the way from the machine to the files: the [`Scanner`] of driver root and device nodes, a plain
-//! [`Description`], the specs that follow from it ([`specs`], pure) and their files ([`write()`]). Called by the runtime, off the
-//! path of an admission; starts no task. How a container asks for a device is `publish::injection`'s.
+//! [`Description`], the specs that follow from it ([`specs`], pure) and their files ([`write()`]). Called by the
+//! runtime, off the path of an admission; starts no task. How a container asks for a device is `publish::injection`'s.
 //!
 //! Kinds, file names and device names are those of the NVIDIA device plugin (`internal/cdi/cdi.go` of
 //! NVIDIA/k8s-device-plugin): the kubelet caches an answer to Allocate for a container's whole life, so names in use
@@ -25,7 +25,8 @@ pub use spec::{ContainerEdits, Device, DeviceNode, Hook, Mount, Spec};
 pub use warning::Warning;
 pub use write::{WriteError, prepare, replace, writable, write};
 
-/// The vendor of all our kinds: the NVIDIA device plugin's, not `nvidia.com`, which belongs to `nvidia-ctk cdi generate`.
+/// The vendor of all our kinds: the NVIDIA device plugin's, not `nvidia.com`, which belongs to `nvidia-ctk cdi
+/// generate`.
 pub const VENDOR: &str = "k8s.device-plugin.nvidia.com";
 
 /// The class of GPUs and MIG devices.

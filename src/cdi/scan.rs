@@ -1,6 +1,7 @@
 //! The scan of this node: device nodes, hook and driver files, joined with the snapshot into a [`Description`].
 //!
-//! It reads folders and file metadata, and changes nothing. A disk may make it wait: never call it on the path of an admission.
+//! It reads folders and file metadata, and changes nothing. A disk may make it wait: never call it on the path of an
+//! admission.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -41,7 +42,8 @@ pub struct Roots {
 /// What the specs hold beside GPUs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Options {
-    /// The hooks' program, on the host; it may lie where our container does not see it. `None`: the toolkit's, where it is.
+    /// The hooks' program, on the host; it may lie where our container does not see it. `None`: the toolkit's, where it
+    /// is.
     pub hook: Option<String>,
     /// Hooks that are left out, by name; `all` is every one.
     pub disabled_hooks: BTreeSet<String>,

@@ -2,8 +2,8 @@
 //! client that does not go through MPS would take memory that no limit covers. Nothing else in linkwise changes a GPU.
 //!
 //! Called by `supervise`, and by the runtime at the start. Before a GPU's mode is set, a record of it goes to the MPS
-//! root; it goes away once the mode is back at DEFAULT. So whatever ends this process, the next one sets back what this one
-//! left, and never a mode that an operator set.
+//! root; it goes away once the mode is back at DEFAULT. So whatever ends this process, the next one sets back what this
+//! one left, and never a mode that an operator set.
 
 use std::fs::{self, File};
 use std::io;

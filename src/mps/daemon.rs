@@ -1,7 +1,7 @@
 //! One control daemon: its start until its limits hold, its probes, its end.
 //!
-//! Called by `supervise`. It runs nvidia-cuda-mps-control in the foreground (`-f`, since driver 470), as a child and in a
-//! process group of its own, so that its death shows at once and its servers can be ended with it.
+//! Called by `supervise`. It runs nvidia-cuda-mps-control in the foreground (`-f`, since driver 470), as a child and in
+//! a process group of its own, so that its death shows at once and its servers can be ended with it.
 
 use std::io;
 use std::path::PathBuf;

@@ -28,7 +28,8 @@ pub struct Layout {
 pub enum LayoutError {
     /// The kernel would not take the path of the control daemon's socket.
     #[error(
-        "{resource}: the control daemon's socket would be {path}, longer than a socket's path may be ({LONGEST_SOCKET} bytes)"
+        "{resource}: the control daemon's socket would be {path}, longer than a socket's path may be \
+         ({LONGEST_SOCKET} bytes)"
     )]
     TooLong {
         /// The resource.
@@ -38,7 +39,8 @@ pub enum LayoutError {
     },
     /// Its folder would be the clients' /dev/shm.
     #[error(
-        "{resource}: a resource of the domain '{MPS_SHM}' cannot be shared by MPS, whose clients have that folder as /dev/shm"
+        "{resource}: a resource of the domain '{MPS_SHM}' cannot be shared by MPS, whose clients have that folder \
+         as /dev/shm"
     )]
     Shm {
         /// The resource.

@@ -24,8 +24,8 @@ pub struct Limits {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct MemoryLimit {
-    /// The number by which the control daemon knows the GPU. Not its UUID: the daemon takes a limit by UUID and does not
-    /// hold it (NVIDIA/k8s-device-plugin#572).
+    /// The number by which the control daemon knows the GPU. Not its UUID: the daemon takes a limit by UUID and does
+    /// not hold it (NVIDIA/k8s-device-plugin#572).
     pub device: u32,
     /// The GPU.
     pub gpu: GpuUuid,
@@ -52,8 +52,8 @@ impl Limits {
         self.memory.iter().map(|one| &one.gpu)
     }
 
-    /// Whether a daemon that holds these limits holds `wanted` too. It does when a GPU has left, which ends no CUDA work. Device
-    /// numbers count as well: NVML gives a GPU another number when one before it has left.
+    /// Whether a daemon that holds these limits holds `wanted` too. It does when a GPU has left, which ends no CUDA
+    /// work. Device numbers count as well: NVML gives a GPU another number when one before it has left.
     pub fn hold(&self, wanted: &Self) -> bool {
         let same_gpus = self.gpus().eq(wanted.gpus());
         // A daemon that is shown GPUs by name loses those behind one that has left (CUDA_VISIBLE_DEVICES), and one that

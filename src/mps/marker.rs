@@ -1,9 +1,9 @@
 //! The file that shows that a resource's limits hold, while the process that wrote it lives.
 //!
-//! Written by `supervise`, read by the plugin, off the path of admissions: a resource may be offered while [`readiness`] is
-//! `Ok`, and at no other time. The writer holds a kernel lock on the file, which ends with the process: a file that a
-//! killed daemon left behind, also before the node was rebooted, counts for nothing. A process id would not do: the plugin is in
-//! another container, with other process ids.
+//! Written by `supervise`, read by the plugin, off the path of admissions: a resource may be offered while
+//! [`readiness`] is `Ok`, and at no other time. The writer holds a kernel lock on the file, which ends with the
+//! process: a file that a killed daemon left behind, also before the node was rebooted, counts for nothing. A process
+//! id would not do: the plugin is in another container, with other process ids.
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};

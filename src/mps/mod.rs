@@ -3,8 +3,8 @@
 //! An adapter with two sides that meet in the MPS root, a folder of the host that both have mounted. `supervise` keeps
 //! one nvidia-cuda-mps-control for each resource (`linkwise mps-control-daemon`, which has the privileges that this
 //! takes); [`readiness`] is the plugin's side, which starts nothing and asks no driver. What a container gets is
-//! `publish::injection`'s. docs/mps.md has the whole. Called by the runtime; it never spawns a task, and never touches a
-//! GPU that its resources do not name.
+//! `publish::injection`'s. docs/mps.md has the whole. Called by the runtime; it never spawns a task, and never touches
+//! a GPU that its resources do not name.
 
 mod compute_mode;
 mod control;

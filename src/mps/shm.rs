@@ -1,7 +1,7 @@
 //! The folder that daemons and clients share as /dev/shm: a file system in memory of its own, on the host.
 //!
-//! Called by `linkwise mps-control-daemon mount-shm`, which runs once, privileged, before the daemon; the command and its
-//! mount options are those of the NVIDIA plugin. Unlike there, what is mounted already stays: running pods have it.
+//! Called by `linkwise mps-control-daemon mount-shm`, which runs once, privileged, before the daemon; the command and
+//! its mount options are those of the NVIDIA plugin. Unlike there, what is mounted already stays: running pods have it.
 
 use std::fs;
 use std::io;

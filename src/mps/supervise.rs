@@ -1,8 +1,8 @@
 //! Keeps the control daemon of one resource alive, its marker true, and its GPUs exclusive.
 //!
-//! Called by the runtime, which owns the task. The marker stands only while the limits hold, and goes before anything else.
-//! The compute mode stays EXCLUSIVE_PROCESS between two daemons: clients start again at once, and one that found the GPU
-//! open would take memory that no limit covers. It is set back when the supervisor ends, however far it came.
+//! Called by the runtime, which owns the task. The marker stands only while the limits hold, and goes before anything
+//! else. The compute mode stays EXCLUSIVE_PROCESS between two daemons: clients start again at once, and one that found
+//! the GPU open would take memory that no limit covers. It is set back when the supervisor ends, however far it came.
 
 use std::time::Duration;
 

@@ -1,7 +1,9 @@
-//! Keeps what containers get up to date: CDI specs, the host's device nodes for answers to Allocate, NCCL's topology file.
+//! Keeps what containers get up to date: CDI specs, the host's device nodes for answers to Allocate, NCCL's topology
+//! file.
 //!
-//! One task follows the snapshot, scans the host off the path of an admission, writes the files that changed and publishes
-//! the nodes. A failure at the start ends the process; a later one leaves the files as they were written last.
+//! One task follows the snapshot, scans the host off the path of an admission, writes the files that changed and
+//! publishes the nodes. A failure at the start ends the process; a later one leaves the files as they were written
+//! last.
 
 use std::io;
 use std::path::{Path, PathBuf};

@@ -1,9 +1,9 @@
-//! `linkwise mps-control-daemon`: a supervised control daemon for each resource that is shared by MPS, and the end of them
-//! all. A process of its own, in a container with the privileges that MPS takes; the plugin has none.
+//! `linkwise mps-control-daemon`: a supervised control daemon for each resource that is shared by MPS, and the end of
+//! them all. A process of its own, in a container with the privileges that MPS takes; the plugin has none.
 //!
-//! It reads the plugin's configuration and observes the GPUs as the plugin does, and makes the same state of them, which
-//! it offers to no kubelet. `daemons` serves what follows from that; `init` is the container's first process; `plugin` is
-//! the other side, in `linkwise run`.
+//! It reads the plugin's configuration and observes the GPUs as the plugin does, and makes the same state of them,
+//! which it offers to no kubelet. `daemons` serves what follows from that; `init` is the container's first process;
+//! `plugin` is the other side, in `linkwise run`.
 
 mod daemons;
 mod init;
@@ -144,7 +144,8 @@ impl Demand {
         Self { state, clock, observed: false, refused: Once::new(), idle: Once::new() }
     }
 
-    /// Applies an event. Returns which resources are to be served now, with their limits; `None` before the GPUs were seen.
+    /// Applies an event. Returns which resources are to be served now, with their limits; `None` before the GPUs were
+    /// seen.
     fn apply(&mut self, event: Event, layout: &Layout) -> Option<BTreeMap<ResourceName, Limits>> {
         self.observed |= matches!(event, Event::Observed(_));
         let (state, effects) = std::mem::take(&mut self.state).apply(event, self.clock.now());

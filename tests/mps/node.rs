@@ -109,7 +109,8 @@ impl Node {
         let layout = settings.layout.clone();
         let task = tokio::spawn({
             let (name, limits, shutdown) = (name.clone(), limits.clone(), shutdown.clone());
-            async move { supervise(&settings, &name, &limits, &shutdown, |event| sender.try_send(event).unwrap()).await }
+            let report = move |event| sender.try_send(event).unwrap();
+            async move { supervise(&settings, &name, &limits, &shutdown, report).await }
         });
         Supervised { layout, name, limits, shutdown, events, task }
     }

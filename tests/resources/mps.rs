@@ -1,4 +1,5 @@
-//! Resources that are shared by MPS: what the snapshot offers of them while their daemons are ready, and while they are not.
+//! Resources that are shared by MPS: what the snapshot offers of them while their daemons are ready, and while they are
+//! not.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

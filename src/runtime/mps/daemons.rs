@@ -90,7 +90,8 @@ impl Daemons {
         }
     }
 
-    /// Waits until a supervisor has ended, and starts what waited for that; fails where one was not to end. Cancel safe.
+    /// Waits until a supervisor has ended, and starts what waited for that; fails where one was not to end. Cancel
+    /// safe.
     pub async fn next(&mut self) -> Result<()> {
         let Some(ended) = self.tasks.join_next().await else { return std::future::pending().await };
         let resource = ended.context("the supervisor of an MPS daemon panicked")?;

@@ -1,8 +1,9 @@
 //! What a container gets with its GPUs: environment, device nodes, mounts, CDI devices, annotations.
 //!
-//! [`InjectionOptions::inject`] is pure and runs on the path of an admission: the chosen hardware, the operator's options
-//! and the last host scan in, an [`Injection`] out. The device plugin puts it on the wire (`kubelet/convert.rs`). The
-//! strategies are those of the NVIDIA device plugin (`internal/plugin/server.go` of NVIDIA/k8s-device-plugin).
+//! [`InjectionOptions::inject`] is pure and runs on the path of an admission: the chosen hardware, the operator's
+//! options and the last host scan in, an [`Injection`] out. The device plugin puts it on the wire
+//! (`kubelet/convert.rs`). The strategies are those of the NVIDIA device plugin (`internal/plugin/server.go` of
+//! NVIDIA/k8s-device-plugin).
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -172,8 +173,8 @@ impl InjectionOptions {
     ///
     /// # Errors
     ///
-    /// A GPU's device node is what would be given, and its minor number is unknown: a container without its GPU is worse
-    /// than none.
+    /// A GPU's device node is what would be given, and its minor number is unknown: a container without its GPU is
+    /// worse than none.
     pub fn inject(&self, granted: &Granted<'_>, host: &HostDevices) -> Result<Injection, InjectionError> {
         let mut devices = granted.devices.clone();
         devices.dedup_by_key(|device| device.uuid());

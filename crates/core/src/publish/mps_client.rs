@@ -1,6 +1,7 @@
 //! What a container needs to be a client of a resource's MPS control daemon.
 //!
-//! The limits are the daemon's and not repeated here, so that a container cannot be given others than the ones that hold.
+//! The limits are the daemon's and not repeated here, so that a container cannot be given others than the ones that
+//! hold.
 
 use crate::prelude::*;
 

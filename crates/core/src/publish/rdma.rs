@@ -21,8 +21,8 @@ pub struct RdmaNodes {
 }
 
 impl RdmaNodes {
-    /// Adds the nearest NICs: for each GPU those of the smallest level, PHB or closer. Without a NIC near, the variable is
-    /// set and empty, so that a container can tell "none near" from "not asked for".
+    /// Adds the nearest NICs: for each GPU those of the smallest level, PHB or closer. Without a NIC near, the variable
+    /// is set and empty, so that a container can tell "none near" from "not asked for".
     pub(super) fn inject(&self, topology: &NodeTopology, devices: &[ChosenDevice<'_>], injection: &mut Injection) {
         let positions = devices.iter().filter_map(|device| topology.position(&device.gpu.uuid));
         let nearest: BTreeSet<usize> = positions.flat_map(|position| topology.nearest_nics(position)).collect();

@@ -1,5 +1,5 @@
-//! Resources that are shared by MPS: the GPUs of each, the limits of MPS, and slots that are offered only while their control
-//! daemon is ready.
+//! Resources that are shared by MPS: the GPUs of each, the limits of MPS, and slots that are offered only while their
+//! control daemon is ready.
 //!
 //! Part of [`NodeState`]; the runtime reports by an event which daemons are ready. The daemons' own process serves
 //! [`NodeState::mps_shares`], so that both sides derive the same.
@@ -59,7 +59,8 @@ impl MpsShare {
         Some(Self { replicas, whole_node: gpus.len() == gpus_of_node, gpus })
     }
 
-    /// Whether a daemon that is ready for this share is ready for the other too: a GPU that is gone makes no difference.
+    /// Whether a daemon that is ready for this share is ready for the other too: a GPU that is gone makes no
+    /// difference.
     fn covers(&self, other: &Self) -> bool {
         let has = |gpu: &MpsGpu| self.gpus.iter().any(|own| own.uuid == gpu.uuid && own.memory_mib == gpu.memory_mib);
         self.replicas == other.replicas && other.gpus.iter().all(has)
@@ -95,8 +96,8 @@ impl NodeState {
         self.offer(now)
     }
 
-    /// Takes out of what is to be offered the new slots of resources whose daemon is not ready. Those that are on the list
-    /// stay there, for pods may hold them, and are unhealthy.
+    /// Takes out of what is to be offered the new slots of resources whose daemon is not ready. Those that are on the
+    /// list stay there, for pods may hold them, and are unhealthy.
     pub(super) fn wait_for_daemons(
         &mut self,
         made: &mut BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>,
