@@ -12,46 +12,23 @@ use std::path::PathBuf;
 use futures_util::future::{join_all, try_join_all};
 use tokio::process::Command;
 
-use super::daemon::Settings;
-use super::program::{self, ProgramError};
+use super::daemon::{MpsError, Settings};
+use super::program;
 use crate::topology::GpuUuid;
 
 const EXCLUSIVE_PROCESS: &str = "EXCLUSIVE_PROCESS";
 const DEFAULT: &str = "DEFAULT";
-
-/// Why a compute mode is not what it should be.
-#[derive(Debug, thiserror::Error)]
-pub enum ComputeModeError {
-    /// nvidia-smi cannot set it.
-    #[error("cannot set the compute mode of {gpu} to {mode}")]
-    Set {
-        /// The GPU.
-        gpu: GpuUuid,
-        /// The mode, in nvidia-smi's words.
-        mode: &'static str,
-        /// Why not.
-        source: ProgramError,
-    },
-    /// The records of GPUs whose mode was set cannot be read or changed.
-    #[error("cannot record compute modes in {path}")]
-    Record {
-        /// The folder or file.
-        path: PathBuf,
-        /// The kernel's error.
-        source: io::Error,
-    },
-}
 
 /// Sets GPUs to EXCLUSIVE_PROCESS, each with a record.
 ///
 /// # Errors
 ///
 /// A GPU's mode cannot be set; those of others may be. [`set_back`] covers them all.
-pub async fn set_exclusive(settings: &Settings, gpus: &[&GpuUuid]) -> Result<(), ComputeModeError> {
+pub async fn set_exclusive(settings: &Settings, gpus: &[&GpuUuid]) -> Result<(), MpsError> {
     let folder = settings.layout.exclusive();
     let record = |path: &PathBuf| fs::create_dir_all(&folder).and_then(|()| File::create(path).map(drop));
     for path in gpus.iter().map(|gpu| folder.join(gpu.as_str())) {
-        record(&path).map_err(|source| ComputeModeError::Record { path, source })?;
+        record(&path).map_err(|source| MpsError::Write { path, source })?;
     }
     try_join_all(gpus.iter().map(|gpu| set(settings, gpu, EXCLUSIVE_PROCESS))).await.map(drop)
 }
@@ -61,25 +38,25 @@ pub async fn set_exclusive(settings: &Settings, gpus: &[&GpuUuid]) -> Result<(),
 /// # Errors
 ///
 /// The first GPU whose mode cannot be set back; all are tried, and those that failed stay on record.
-pub async fn set_back(settings: &Settings, is_due: impl Fn(&GpuUuid) -> bool) -> Result<(), ComputeModeError> {
+pub async fn set_back(settings: &Settings, is_due: impl Fn(&GpuUuid) -> bool) -> Result<(), MpsError> {
     let folder = settings.layout.exclusive();
     let names = match fs::read_dir(&folder) {
         Ok(entries) => entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(source) => return Err(ComputeModeError::Record { path: folder, source }),
+        Err(source) => return Err(MpsError::Write { path: folder, source }),
     };
     let gpus: Vec<GpuUuid> = names.filter_map(|name| name.parse().ok()).filter(is_due).collect();
     let set_back = async |gpu: &GpuUuid| {
         set(settings, gpu, DEFAULT).await?;
         let path = folder.join(gpu.as_str());
-        fs::remove_file(&path).map_err(|source| ComputeModeError::Record { path, source })
+        fs::remove_file(&path).map_err(|source| MpsError::Write { path, source })
     };
     join_all(gpus.iter().map(set_back)).await.into_iter().collect()
 }
 
-async fn set(settings: &Settings, gpu: &GpuUuid, mode: &'static str) -> Result<(), ComputeModeError> {
+async fn set(settings: &Settings, gpu: &GpuUuid, mode: &'static str) -> Result<(), MpsError> {
     let mut command = Command::new(&settings.programs.smi);
     command.args(["-i", gpu.as_str(), "-c", mode]);
     let set = program::run(&mut command, "", settings.pace.answer).await;
-    set.map(drop).map_err(|source| ComputeModeError::Set { gpu: gpu.clone(), mode, source })
+    set.map(drop).map_err(|source| MpsError::ComputeMode { gpu: gpu.clone(), mode, source })
 }

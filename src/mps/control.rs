@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use tokio::process::Command;
 
-use super::daemon::{Settings, StartError};
+use super::daemon::{MpsError, Settings};
 use super::limits::Limits;
 use super::program::{self, ProgramError};
 use crate::state::ResourceName;
@@ -52,10 +52,10 @@ impl Control {
     /// # Errors
     ///
     /// A folder cannot be made.
-    pub fn of(settings: &Settings, resource: &ResourceName, limits: &Limits) -> Result<Self, StartError> {
+    pub fn of(settings: &Settings, resource: &ResourceName, limits: &Limits) -> Result<Self, MpsError> {
         let (pipe, log) = (settings.layout.pipe(resource), settings.layout.log(resource));
         for path in [&pipe, &log] {
-            fs::create_dir_all(path).map_err(|source| StartError::Write { path: path.clone(), source })?;
+            fs::create_dir_all(path).map_err(|source| MpsError::Write { path: path.clone(), source })?;
         }
         let mut environment: Vec<(&str, OsString)> = vec![
             ("CUDA_MPS_PIPE_DIRECTORY", pipe.into()),

@@ -12,11 +12,11 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use tokio::process::Child;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::compute_mode::ComputeModeError;
 use super::control::{Control, ControlError, is_memory, is_percentage};
 use super::layout::Layout;
 use super::limits::Limits;
 use super::program::ProgramError;
+use crate::topology::GpuUuid;
 
 /// Answered by every driver that supports MPS limits, and changes nothing.
 const PROBE: &str = "get_default_active_thread_percentage";
@@ -60,10 +60,10 @@ pub struct Settings {
     pub pace: Pace,
 }
 
-/// Why a control daemon does not serve.
+/// Why a control daemon does not serve, or a compute mode is not what it should be.
 #[derive(Debug, thiserror::Error)]
-pub enum StartError {
-    /// A folder under the MPS root cannot be made, or a file in it.
+pub enum MpsError {
+    /// A folder or file under the MPS root cannot be made, read or removed.
     #[error("cannot write {path}")]
     Write {
         /// The folder or file.
@@ -75,8 +75,15 @@ pub enum StartError {
     #[error("another control daemon does not quit")]
     Predecessor(#[source] Option<ControlError>),
     /// The compute mode of a GPU cannot be set.
-    #[error(transparent)]
-    ComputeMode(#[from] ComputeModeError),
+    #[error("cannot set the compute mode of {gpu} to {mode}")]
+    ComputeMode {
+        /// The GPU.
+        gpu: GpuUuid,
+        /// The mode, in nvidia-smi's words.
+        mode: &'static str,
+        /// Why not.
+        source: ProgramError,
+    },
     /// The program could not be started, or its end cannot be waited for.
     #[error("cannot start nvidia-cuda-mps-control")]
     Spawn(#[source] io::Error),
@@ -104,8 +111,8 @@ impl Daemon {
     ///
     /// # Errors
     ///
-    /// See [`StartError`]; nothing runs any more then.
-    pub async fn start(control: Control, limits: &Limits, pace: Pace) -> Result<Self, StartError> {
+    /// See [`MpsError`]; nothing runs any more then.
+    pub async fn start(control: Control, limits: &Limits, pace: Pace) -> Result<Self, MpsError> {
         let mut process = Group::spawn(&control)?;
         tokio::select! {
             ended = process.wait() => return Err(ended),
@@ -115,7 +122,7 @@ impl Daemon {
     }
 
     /// Waits until it fails, and returns why. Cancel safe.
-    pub async fn watch(&mut self) -> StartError {
+    pub async fn watch(&mut self) -> MpsError {
         let probes = async {
             loop {
                 sleep(self.pace.probe).await;
@@ -142,11 +149,11 @@ impl Daemon {
 }
 
 /// Sets the limits of a daemon that has just been started, and reads them back.
-async fn configure(control: &Control, limits: &Limits, start: Duration) -> Result<(), StartError> {
+async fn configure(control: &Control, limits: &Limits, start: Duration) -> Result<(), MpsError> {
     let began = Instant::now();
     while let Err(error) = control.ask(PROBE).await {
         if began.elapsed() >= start {
-            return Err(StartError::Silent(began.elapsed(), error));
+            return Err(MpsError::Silent(began.elapsed(), error));
         }
         sleep(PROBE_AGAIN).await;
     }
@@ -163,7 +170,7 @@ async fn configure(control: &Control, limits: &Limits, start: Duration) -> Resul
 }
 
 /// Ends a daemon that outlived the process which started it, so that ours takes its place.
-pub(super) async fn end_predecessor(control: &Control, within: Duration) -> Result<(), StartError> {
+pub(super) async fn end_predecessor(control: &Control, within: Duration) -> Result<(), MpsError> {
     let began = Instant::now();
     loop {
         let source = match control.ask(PROBE).await {
@@ -174,7 +181,7 @@ pub(super) async fn end_predecessor(control: &Control, within: Duration) -> Resu
             Ok(_) => control.ask(QUIT).await.err(),
         };
         if began.elapsed() >= within {
-            return Err(StartError::Predecessor(source));
+            return Err(MpsError::Predecessor(source));
         }
         sleep(PROBE_AGAIN).await;
     }
@@ -188,18 +195,18 @@ struct Group {
 }
 
 impl Group {
-    fn spawn(control: &Control) -> Result<Self, StartError> {
+    fn spawn(control: &Control) -> Result<Self, MpsError> {
         // What it logs is our log: standard output and error are inherited.
         let mut command = control.program();
         command.arg("-f").stdin(Stdio::null()).process_group(0).kill_on_drop(true);
-        let child = command.spawn().map_err(StartError::Spawn)?;
+        let child = command.spawn().map_err(MpsError::Spawn)?;
         let id = child.id().and_then(|id| Pid::from_raw(i32::try_from(id).ok()?));
         Ok(Self { child, id })
     }
 
     /// Waits for its end. Cancel safe.
-    async fn wait(&mut self) -> StartError {
-        self.child.wait().await.map_or_else(StartError::Spawn, StartError::Ended)
+    async fn wait(&mut self) -> MpsError {
+        self.child.wait().await.map_or_else(MpsError::Spawn, MpsError::Ended)
     }
 }
 

@@ -16,9 +16,9 @@ mod program;
 mod shm;
 mod supervise;
 
-pub use compute_mode::{ComputeModeError, set_back, set_exclusive};
+pub use compute_mode::{set_back, set_exclusive};
 pub use control::{Control, ControlError};
-pub use daemon::{Daemon, Pace, Programs, Settings, StartError};
+pub use daemon::{Daemon, MpsError, Pace, Programs, Settings};
 pub use layout::{HOST_ROOT, Layout, LayoutError};
 pub use limits::{Limits, MemoryLimit};
 pub use marker::{Marker, NotReady, readiness};

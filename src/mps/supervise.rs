@@ -9,9 +9,9 @@ use std::time::Duration;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::compute_mode::{ComputeModeError, set_back, set_exclusive};
+use super::compute_mode::{set_back, set_exclusive};
 use super::control::Control;
-use super::daemon::{Daemon, Settings, StartError, end_predecessor};
+use super::daemon::{Daemon, MpsError, Settings, end_predecessor};
 use super::limits::Limits;
 use super::marker::Marker;
 use crate::backoff::Backoff;
@@ -26,12 +26,12 @@ pub enum DaemonEvent {
     /// It does not serve, or no longer; it is started again after a pause.
     Failed {
         /// Why.
-        why: StartError,
+        why: MpsError,
         /// The pause.
         again_in: Duration,
     },
     /// It ended because it was to; the error is a compute mode that is not set back.
-    Ended(Option<ComputeModeError>),
+    Ended(Option<MpsError>),
 }
 
 /// Serves one resource until `shutdown`.
@@ -64,9 +64,9 @@ async fn one_daemon(
     limits: &Limits,
     shutdown: &CancellationToken,
     report: &mut impl FnMut(DaemonEvent),
-) -> Result<(), StartError> {
+) -> Result<(), MpsError> {
     let path = settings.layout.marker(resource);
-    let cannot_write = |source| StartError::Write { path: path.clone(), source };
+    let cannot_write = |source| MpsError::Write { path: path.clone(), source };
     Marker::clear(&path).map_err(cannot_write)?;
     let control = Control::of(settings, resource, limits)?;
     let pace = settings.pace;
