@@ -20,4 +20,4 @@ pub mod nvml;
 pub mod runtime;
 pub mod uds;
 
-pub use linkwise_core::{allocation, backoff, errors, names, once, quote, state, topology, words};
+pub use linkwise_core::{allocation, backoff, errors, names, once, publish, quote, state, topology, words};

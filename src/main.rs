@@ -21,7 +21,10 @@ fn main() -> ExitCode {
             Err(error) => Err(error),
         },
         Command::Admin(args) => runtime::block_on(commands::admin(&args)),
-        Command::MpsControlDaemon(args) => runtime::mps_control_daemon(&args),
+        Command::MpsControlDaemon(args) => match runtime::mps_control_daemon(&args) {
+            Ok(code) => return code,
+            Err(error) => Err(error),
+        },
         Command::NvmlAgent(args) => {
             let poll = Duration::from_millis(args.poll_ms);
             nvml::agent::main(args.library.as_deref(), args.procfs, poll, &args.skip).map_err(Into::into)

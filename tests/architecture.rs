@@ -26,7 +26,8 @@ const ADAPTERS: [(&str, &[&str]); 9] = [
 const ROOTS: [&str; 5] = ["commands", "demo", "lib", "main", "runtime"];
 
 /// The core, which every module may name.
-const CORE: [&str; 9] = ["allocation", "backoff", "errors", "names", "once", "quote", "state", "topology", "words"];
+const CORE: [&str; 10] =
+    ["allocation", "backoff", "errors", "names", "once", "publish", "quote", "state", "topology", "words"];
 
 /// Mechanisms that adapters share. They know nothing of ours but the core, and may be named by every module.
 const SHARED: [&str; 3] = ["files", "inotify", "uds"];

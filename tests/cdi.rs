@@ -1,5 +1,5 @@
-//! CDI specs: from a driver root in a temporary folder to the files. Goldens of what is written, each held against the
-//! format retold in `cdi/schema.rs`.
+//! CDI specs, from a driver root in a temporary folder to the files, and what a container gets with its GPUs. Goldens
+//! of the specs, each checked against the format's rules in `cdi/schema.rs`.
 
 #![allow(
     clippy::unwrap_used,
@@ -9,6 +9,8 @@
     reason = "what a helper cannot do fails the test"
 )]
 
+#[path = "cdi/injection.rs"]
+mod injection;
 #[path = "cdi/root.rs"]
 mod root;
 #[path = "cdi/schema.rs"]
@@ -20,9 +22,9 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use linkwise::cdi::{self, Description, Extra, GpuEntry, Library, MigEntry, Oddity, Options, Roots, Spec};
-use linkwise::state::{Event, NodeState};
-use linkwise::topology::{GpuObservation, HostObservation, MigCapabilities, NodeObservation};
+use linkwise::cdi::{self, Description, DeviceEntry, Extra, Library, Options, Roots, Scan, Scanner, Spec, Warning};
+use linkwise::state::{Event, MigStrategy, NodeState, ResourcePlan};
+use linkwise::topology::{GpuObservation, HostObservation, NodeObservation};
 use root::{LIBRARIES, Root, VERSION};
 use tempfile::{TempDir, tempdir};
 
@@ -56,7 +58,11 @@ fn on_host(folder: &TempDir) -> Roots {
     Roots { driver: "/".into(), dev: "/".into(), ..in_driver_container(folder) }
 }
 
-/// All specs as they are written, each held against the format.
+fn scan(roots: Roots, options: Options, snapshot: &NodeState) -> Scan {
+    Scanner::new(roots, options).scan(snapshot)
+}
+
+/// The text of all specs, each checked against the format.
 fn written(description: &Description) -> String {
     let text = |spec: &Spec| {
         let text = spec.json().unwrap();
@@ -67,7 +73,7 @@ fn written(description: &Description) -> String {
 }
 
 #[test]
-fn a_host_with_hooks_and_everything_else() {
+fn host_with_hooks_gets_complete_specs() {
     let folder = tempdir().unwrap();
     let root = Root::full(folder.path());
     root.hook();
@@ -81,49 +87,49 @@ fn a_host_with_hooks_and_everything_else() {
     };
     root.node("nvidia-caps-imex-channels/channel0");
     root.node("nvidia-caps-imex-channels/channel1");
-    let look = cdi::look(&on_host(&folder), &options, &snapshot(&TWO));
-    assert_eq!(look.oddities, []);
-    insta::assert_snapshot!(written(&look.description));
+    let scanned = scan(on_host(&folder), options, &snapshot(&TWO));
+    assert_eq!(scanned.warnings, []);
+    insta::assert_snapshot!(written(&scanned.description));
 }
 
 #[test]
-fn a_driver_container_without_hooks() {
+fn driver_container_without_hooks_gets_mounts() {
     let folder = tempdir().unwrap();
     let root = Root::full(folder.path());
-    // On a driver container's root nobody looks for the host's programs.
+    // The root of a driver container does not show the host's programs.
     root.hook();
     let roots = Roots { dev: "/run/nvidia/driver".into(), ..in_driver_container(&folder) };
-    let look = cdi::look(&roots, &Options::default(), &snapshot(&TWO));
-    assert_eq!(look.oddities, [Oddity::NoHook { path: "/usr/bin/nvidia-cdi-hook".to_owned() }]);
-    insta::assert_snapshot!(written(&look.description));
+    let scanned = scan(roots, Options::default(), &snapshot(&TWO));
+    assert_eq!(scanned.warnings, [Warning::NoHook { path: "/usr/bin/nvidia-cdi-hook".to_owned() }]);
+    insta::assert_snapshot!(written(&scanned.description));
 }
 
 #[test]
-fn an_older_toolkit_has_its_hooks_one_level_down() {
+fn nvidia_ctk_hooks_are_nested() {
     let folder = tempdir().unwrap();
     Root::full(folder.path());
     let options = Options { hook: Some("/usr/bin/nvidia-ctk".to_owned()), ..Options::default() };
-    let look = cdi::look(&in_driver_container(&folder), &options, &snapshot(&TWO));
-    assert_eq!(look.oddities, []);
-    let spec = &cdi::specs(&look.description)[0];
+    let scanned = scan(in_driver_container(&folder), options, &snapshot(&TWO));
+    assert_eq!(scanned.warnings, []);
+    let spec = &cdi::specs(&scanned.description)[0];
     let args: Vec<String> = spec.container_edits.hooks.iter().map(|hook| hook.args[..4].join(" ")).collect();
     assert_eq!(args[0], "nvidia-ctk hook create-symlinks --link");
     assert_eq!(args[1], "nvidia-ctk hook update-ldcache --folder");
 }
 
 #[test]
-fn hooks_are_left_out_by_name_and_what_they_would_do_is_done_without_them() {
+fn disabled_hooks_are_replaced_by_mounts() {
     let folder = tempdir().unwrap();
     Root::full(folder.path()).hook();
     // The hooks of the spec, and whether a link's name is mounted.
     let made = |names: &[&str]| {
         let disabled_hooks = names.iter().map(|name| (*name).to_owned()).collect();
         let options = Options { disabled_hooks, ..Options::default() };
-        let look = cdi::look(&on_host(&folder), &options, &snapshot(&TWO));
-        // Who wants none is not told that there are none.
-        assert_eq!(look.oddities, []);
-        written(&look.description);
-        let edits = &cdi::specs(&look.description)[0].container_edits;
+        let scanned = scan(on_host(&folder), options, &snapshot(&TWO));
+        // Disabled hooks are no reason to warn about a missing program.
+        assert_eq!(scanned.warnings, []);
+        written(&scanned.description);
+        let edits = &cdi::specs(&scanned.description)[0].container_edits;
         let mounted = edits.mounts.iter().any(|mount| mount.container_path.ends_with("/libcuda.so.1"));
         (edits.hooks.iter().map(|hook| hook.args[1].clone()).collect::<Vec<_>>(), mounted)
     };
@@ -138,56 +144,56 @@ fn hooks_are_left_out_by_name_and_what_they_would_do_is_done_without_them() {
 }
 
 #[test]
-fn libraries_are_those_of_the_driver_that_is_loaded() {
+fn libraries_match_the_loaded_driver() {
     let names = |libraries: &[Library]| libraries.iter().map(|library| library.name.clone()).collect::<Vec<_>>();
-    let look = |folder: &TempDir| cdi::look(&on_host(folder), &Options::default(), &snapshot(&TWO));
+    let scanned = |folder: &TempDir| scan(on_host(folder), Options::default(), &snapshot(&TWO));
     let folder = tempdir().unwrap();
     let root = Root::empty(folder.path());
     root.driver("535.9");
     root.driver("535.10.1");
     let newest = ["libcuda.so.535.10.1", "libnvidia-ml.so.535.10.1", "libnvidia-ptxjitcompiler.so.535.10.1"];
-    assert_eq!(names(&look(&folder).description.driver.libraries), newest, "libcuda.so.1 says so");
+    assert_eq!(names(&scanned(&folder).description.driver.libraries), newest, "libcuda.so.1 leads to it");
     fs::remove_file(folder.path().join(LIBRARIES).join("libcuda.so.1")).unwrap();
-    assert_eq!(names(&look(&folder).description.driver.libraries), newest, "10 is more than 9");
+    assert_eq!(names(&scanned(&folder).description.driver.libraries), newest, "10 is more than 9");
     root.link(&format!("{LIBRARIES}/libcuda.so.1"), "libcuda.so.535.9");
-    assert_eq!(look(&folder).description.driver.version.as_deref(), Some("535.9"));
+    assert_eq!(scanned(&folder).description.driver.version.as_deref(), Some("535.9"));
     root.loaded("535.10.1");
-    assert_eq!(names(&look(&folder).description.driver.libraries), newest, "the kernel knows best");
-    // An update that is not finished: other libraries than the kernel's are of no use.
+    assert_eq!(names(&scanned(&folder).description.driver.libraries), newest, "the loaded driver decides");
+    // An unfinished update: libraries of another version than the kernel module's do not work.
     root.loaded("550.1");
-    let seen = look(&folder);
+    let seen = scanned(&folder);
     assert_eq!(names(&seen.description.driver.libraries), [""; 0]);
-    let said: Vec<String> = seen.oddities.iter().map(ToString::to_string).collect();
-    assert!(said[0].contains("no libcuda.so.550.1 below"), "{said:?}");
+    let warnings: Vec<String> = seen.warnings.iter().map(ToString::to_string).collect();
+    assert!(warnings[0].contains("no libcuda.so.550.1 below"), "{warnings:?}");
 }
 
 #[test]
-fn a_root_without_libraries_is_told_of_with_its_folders_and_has_device_nodes_all_the_same() {
+fn root_without_libraries_still_gets_device_nodes() {
     let folder = tempdir().unwrap();
     let root = Root::empty(folder.path());
     root.node("nvidiactl");
-    let look = cdi::look(&on_host(&folder), &Options::default(), &snapshot(&TWO));
-    let said = look.oddities[0].to_string();
+    let scanned = scan(on_host(&folder), Options::default(), &snapshot(&TWO));
+    let warning = scanned.warnings[0].to_string();
     for part in ["libcuda.so.*", &folder.path().display().to_string(), "usr/lib64, usr/lib/x86_64-linux-gnu,"] {
-        assert!(said.contains(part), "{said}");
+        assert!(warning.contains(part), "{warning}");
     }
-    let specs = cdi::specs(&look.description);
+    let specs = cdi::specs(&scanned.description);
     let nodes: Vec<&str> =
         specs[0].devices.iter().map(|device| device.container_edits.device_nodes[0].path.as_str()).collect();
     assert_eq!(nodes, ["/dev/nvidia0", "/dev/nvidia0", "/dev/nvidia1", "/dev/nvidia1", "/dev/nvidia0"]);
     assert_eq!(specs[0].container_edits.device_nodes[0].path, "/dev/nvidiactl");
     assert_eq!(specs[0].container_edits.mounts, []);
-    written(&look.description);
+    written(&scanned.description);
 }
 
 #[test]
-fn a_gpu_that_is_gone_keeps_its_uuid_and_not_its_index() {
+fn gone_gpu_keeps_its_uuid_and_loses_its_index() {
     let folder = tempdir().unwrap();
     Root::full(folder.path());
     let names = |snapshot: &NodeState| {
-        let look = cdi::look(&on_host(&folder), &Options::default(), snapshot);
-        written(&look.description);
-        let specs = cdi::specs(&look.description);
+        let scanned = scan(on_host(&folder), Options::default(), snapshot);
+        written(&scanned.description);
+        let specs = cdi::specs(&scanned.description);
         specs[0].devices.iter().map(|device| device.name.clone()).collect::<Vec<_>>()
     };
     let before = snapshot(&TWO);
@@ -195,52 +201,54 @@ fn a_gpu_that_is_gone_keeps_its_uuid_and_not_its_index() {
     // GPU-a left; GPU-b is the first now, as NVML counts.
     let after = observed(before, &[(0, "GPU-b", "0000:41:00.0", Some(1))]);
     assert_eq!(names(&after), ["GPU-a", "0", "GPU-b", "all"]);
-    let look = cdi::look(&on_host(&folder), &Options::default(), &after);
-    let specs = cdi::specs(&look.description);
+    let scanned = scan(on_host(&folder), Options::default(), &after);
+    let specs = cdi::specs(&scanned.description);
     let all = &specs[0].devices[3].container_edits.device_nodes;
     assert_eq!(all.iter().map(|node| node.path.as_str()).collect::<Vec<_>>(), ["/dev/nvidia1"]);
 }
 
 #[test]
-fn a_gpu_without_a_minor_number_is_left_out_and_told_of() {
+fn gpu_without_minor_number_is_left_out() {
     let folder = tempdir().unwrap();
     Root::full(folder.path()).hook();
     let gpus = [TWO[0], (1, "GPU-b", "0000:41:00.0", None)];
-    let look = cdi::look(&on_host(&folder), &Options::default(), &snapshot(&gpus));
-    assert_eq!(look.oddities, [Oddity::NoMinor { uuid: "GPU-b".parse().unwrap() }]);
-    assert!(!written(&look.description).contains("GPU-b"));
-    // With no GPU at all there is nothing that the format can say.
-    let look = cdi::look(&on_host(&folder), &Options::default(), &snapshot(&gpus[1..]));
-    assert_eq!(cdi::specs(&look.description), []);
+    let scanned = scan(on_host(&folder), Options::default(), &snapshot(&gpus));
+    assert_eq!(scanned.warnings, [Warning::NoMinor { uuid: "GPU-b".parse().unwrap() }]);
+    assert!(!written(&scanned.description).contains("GPU-b"));
+    // The format allows no spec without a device.
+    let scanned = scan(on_host(&folder), Options::default(), &snapshot(&gpus[1..]));
+    assert_eq!(cdi::specs(&scanned.description), []);
 }
 
 #[test]
-fn mig_devices_have_their_parents_node_and_their_capabilities() {
-    let mig = |index, uuid: &str, caps: (u32, u32)| MigEntry {
-        uuid: uuid.parse().unwrap(),
-        gpu_index: 3,
-        gpu_minor: 5,
-        index,
-        capabilities: MigCapabilities { gpu_instance: caps.0, compute_instance: caps.1 },
+fn mig_device_has_parent_node_and_capabilities() {
+    let folder = tempdir().unwrap();
+    Root::full(folder.path()).hook();
+    let mig = |index: u32, uuid: &str, capabilities: &str| {
+        format!(
+            "{{index: {index}, uuid: {uuid}, gpu_instance: {index}, compute_instance: 0, gpu_slices: 1, \
+             compute_slices: 1, memory_mib: 9984{capabilities}}}"
+        )
     };
-    let gpu = GpuEntry {
-        uuid: "GPU-p".parse().unwrap(),
-        index: 3,
-        pci: "0000:81:00.0".parse().unwrap(),
-        minor: 5,
-        present: true,
-        dri: vec![],
-    };
-    let description = Description {
-        driver_root: "/".to_owned(),
-        dev_root: "/".to_owned(),
-        gpus: vec![gpu],
-        // The second has a UUID in the form of drivers before R470, which is no name in CDI.
-        migs: vec![mig(0, "MIG-1", (66, 67)), mig(1, "MIG-GPU-p/8/0", (75, 76))],
-        ..Description::default()
-    };
-    written(&description);
-    let specs = cdi::specs(&description);
+    let migs = [
+        mig(0, "MIG-1", ", capabilities: {gpu_instance: 66, compute_instance: 67}"),
+        // A UUID in the form of drivers before R470, which CDI does not allow as a name.
+        mig(1, "MIG-GPU-p/8/0", ", capabilities: {gpu_instance: 75, compute_instance: 76}"),
+        mig(2, "MIG-3", ""),
+    ];
+    let yaml = format!(
+        "[{{index: 3, uuid: GPU-p, pci: '0000:81:00.0', minor: 5, mig: {{enabled: true, devices: [{}]}}}}]",
+        migs.join(", ")
+    );
+    let gpus = serde_saphyr::from_str(&yaml).unwrap();
+    let plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
+    let snapshot = NodeState::default().apply(Event::Planned(Box::new(plan)), Duration::ZERO).0;
+    let observed = NodeObservation { gpus, host: HostObservation::default(), failures: vec![] };
+    let snapshot = snapshot.apply(Event::Observed(Box::new(observed)), Duration::ZERO).0;
+    let scanned = scan(on_host(&folder), Options::default(), &snapshot);
+    assert_eq!(scanned.warnings, [Warning::NoCapabilities { uuid: "MIG-3".parse().unwrap() }]);
+    written(&scanned.description);
+    let specs = cdi::specs(&scanned.description);
     let devices: Vec<(String, Vec<&str>)> = specs[0]
         .devices
         .iter()
@@ -264,15 +272,13 @@ fn mig_devices_have_their_parents_node_and_their_capabilities() {
     assert_eq!(devices, expected);
 }
 
-/// Three specs whose texts differ in length by far.
+/// Specs whose texts differ in length by far.
 fn versions(count: u32) -> Vec<Spec> {
-    let gpu = |minor| GpuEntry {
-        uuid: format!("GPU-{minor}").parse().unwrap(),
-        index: minor,
-        pci: "0000:01:00.0".parse().unwrap(),
-        minor,
+    let gpu = |minor: u32| DeviceEntry {
+        names: vec![minor.to_string(), format!("GPU-{minor}")],
+        nodes: vec![format!("/dev/nvidia{minor}")],
+        files: vec![],
         present: true,
-        dri: vec![],
     };
     let description = |gpus: u32| Description {
         driver_root: "/".to_owned(),
@@ -284,7 +290,7 @@ fn versions(count: u32) -> Vec<Spec> {
 }
 
 #[test]
-fn a_reader_sees_one_whole_spec_or_the_other() {
+fn reader_never_sees_a_partial_spec() {
     let folder = tempdir().unwrap();
     let specs = versions(3);
     let path = folder.path().join(specs[0].file_name());
@@ -297,7 +303,7 @@ fn a_reader_sees_one_whole_spec_or_the_other() {
             let mut seen = BTreeSet::new();
             while !done.load(Ordering::Relaxed) {
                 let text = fs::read_to_string(&path).expect("it is always there");
-                assert!(texts.contains(&text), "neither the one nor the other:\n{text}");
+                assert!(texts.contains(&text), "a partial spec:\n{text}");
                 seen.insert(text);
             }
             seen
@@ -313,7 +319,7 @@ fn a_reader_sees_one_whole_spec_or_the_other() {
 }
 
 #[test]
-fn what_is_there_already_is_not_written_again() {
+fn unchanged_spec_is_not_rewritten() {
     let folder = tempdir().unwrap();
     let inner = folder.path().join("var/run/cdi");
     let spec = &versions(1)[0];
@@ -324,13 +330,13 @@ fn what_is_there_already_is_not_written_again() {
     assert!(!cdi::write(&inner, spec).unwrap());
     assert_eq!(inode(), before);
     fs::remove_file(&path).unwrap();
-    assert!(cdi::write(&inner, spec).unwrap(), "somebody took it away");
+    assert!(cdi::write(&inner, spec).unwrap(), "an operator removed it");
     fs::write(&path, "{}").unwrap();
-    assert!(cdi::write(&inner, spec).unwrap(), "somebody wrote into it");
+    assert!(cdi::write(&inner, spec).unwrap(), "an operator changed it");
 }
 
 #[test]
-fn a_folder_that_cannot_be_written_is_named() {
+fn unwritable_folder_is_named() {
     let folder = tempdir().unwrap();
     let file = folder.path().join("file");
     fs::write(&file, "").unwrap();
@@ -344,7 +350,7 @@ fn a_folder_that_cannot_be_written_is_named() {
 }
 
 #[test]
-fn the_retold_format_sees_what_is_wrong() {
+fn schema_check_rejects_broken_specs() {
     let good = versions(1)[0].json().unwrap();
     assert_eq!(schema::check(&good), [""; 0]);
     for (from, to) in [

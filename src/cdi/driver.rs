@@ -1,38 +1,15 @@
-//! The driver's files for containers: libraries, programs, firmware, sockets. Reads folders below the driver root.
+//! The driver's other files for containers: programs, firmware, configuration, sockets. Reads folders below the driver
+//! root.
 //!
 //! Which files those are: `pkg/nvcdi/driver-nvml.go`, `internal/discover/graphics.go` and `internal/discover/ipc.go` of
 //! NVIDIA/nvidia-container-toolkit.
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use super::description::{DriverFiles, Library, Socket};
-use super::oddity::Oddity;
-
-/// Where distributions and installers put the driver's 64-bit libraries, relative to the driver root: Red Hat, Debian and
-/// Ubuntu, Debian's alternatives, SUSE and Arch, Google's and Talos' installers.
-const LIBRARY_FOLDERS: [&str; 12] = [
-    "usr/lib64",
-    "usr/lib/x86_64-linux-gnu",
-    "usr/lib/aarch64-linux-gnu",
-    "usr/lib/x86_64-linux-gnu/nvidia/current",
-    "usr/lib/aarch64-linux-gnu/nvidia/current",
-    "usr/lib",
-    "lib64",
-    "lib/x86_64-linux-gnu",
-    "lib/aarch64-linux-gnu",
-    "usr/local/nvidia/lib64",
-    "glibc/lib",
-    "usr/local/glibc/usr/lib",
-];
-
-/// The library without which there is no CUDA; where it is, the others are.
-const CUDA: &str = "libcuda.so.";
-
-/// Libraries of the driver with version numbers of their own.
-const OTHER_LIBRARIES: [&str; 2] = ["libnvidia-egl-gbm.so.", "libnvidia-egl-wayland.so."];
+use super::description::{DriverFiles, Socket};
+use super::libraries::Found;
 
 /// Where programs are, relative to the driver root.
 const PROGRAM_FOLDERS: [&str; 6] = ["usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin", "sbin", "bin"];
@@ -60,111 +37,45 @@ const CONFIGURATION: [&str; 9] = [
 /// The daemons' sockets: folder and name below /run or /var/run.
 const SOCKETS: [&str; 2] = ["nvidia-persistenced/socket", "nvidia-fabricmanager/socket"];
 
-/// Looks for the driver's files below `root`. `version`: of the driver that is loaded, as the kernel names it; without one,
-/// the version of the libcuda that is there.
-pub(super) fn look(root: &Path, version: Option<&str>) -> (DriverFiles, Option<Oddity>) {
-    let mut found = DriverFiles { version: version.map(str::to_owned), ..DriverFiles::default() };
-    let library_folder = LIBRARY_FOLDERS.iter().find_map(|folder| {
-        let version = match version {
-            Some(version) => is_file(&root.join(folder).join(format!("{CUDA}{version}"))).then(|| version.to_owned()),
-            None => version_in(&root.join(folder)),
-        };
-        version.map(|version| (*folder, version))
+/// The driver's files below `root`, the driver root. `loaded`: the version of the driver that is loaded.
+pub(super) fn files(root: &Path, loaded: Option<&str>, found: Option<&Found>) -> DriverFiles {
+    let version = found.map(|found| found.version.as_str()).or(loaded);
+    let programs = PROGRAMS.iter().filter_map(|name| {
+        let mut paths = PROGRAM_FOLDERS.iter().map(|folder| format!("{folder}/{name}"));
+        paths.find(|path| is_program(&root.join(path)))
     });
-    let oddity = match library_folder {
-        Some((folder, version)) => {
-            found.libraries = libraries(&root.join(folder), &version);
-            found.library_folder = format!("/{folder}");
-            found.version = Some(version);
-            None
-        }
-        None => Some(Oddity::NoLibraries {
-            wanted: format!("{CUDA}{}", version.unwrap_or("*")),
-            root: root.display().to_string(),
-            folders: LIBRARY_FOLDERS.join(", "),
-        }),
-    };
-    let program = |name: &&str| {
-        let places = PROGRAM_FOLDERS.iter().map(|folder| format!("{folder}/{name}"));
-        places.into_iter().find(|place| is_program(&root.join(place)))
-    };
-    found.files.extend(PROGRAMS.iter().filter_map(program).map(absolute));
-    if let Some(version) = &found.version {
-        found.files.extend(firmware(root, version));
+    let firmware = version.map(|version| firmware(root, version)).unwrap_or_default();
+    let configuration = CONFIGURATION.iter().filter(|path| is_file(&root.join(path))).map(|path| (*path).to_owned());
+    DriverFiles {
+        version: version.map(str::to_owned),
+        library_folder: found.map(|found| absolute(found.folder)).unwrap_or_default(),
+        libraries: found.map(|found| found.libraries.clone()).unwrap_or_default(),
+        files: programs.chain(firmware).chain(configuration).map(absolute).collect(),
+        sockets: SOCKETS.iter().filter_map(|name| socket(root, name)).collect(),
     }
-    let configuration = CONFIGURATION.iter().filter(|path| is_file(&root.join(path)));
-    found.files.extend(configuration.map(absolute));
-    found.sockets = SOCKETS.iter().filter_map(|name| socket(root, name)).collect();
-    (found, oddity)
 }
 
-/// The version of the libcuda in a folder: the one that `libcuda.so.1` leads to, else the newest.
-fn version_in(folder: &Path) -> Option<String> {
-    let names = entries(folder);
-    let versions = names.iter().filter_map(|name| name.strip_prefix(CUDA)).filter(|rest| is_version(rest));
-    let linked = fs::read_link(folder.join("libcuda.so.1")).ok();
-    let linked = linked.as_deref().and_then(Path::file_name).and_then(|name| name.to_str()?.strip_prefix(CUDA));
-    let versions: Vec<&str> = versions.collect();
-    let newest = versions.iter().max_by_key(|version| numbers(version)).copied();
-    linked.filter(|linked| versions.contains(linked)).or(newest).map(str::to_owned)
-}
-
-/// The libraries of a version in a folder, with the links beside them that lead to them.
-fn libraries(folder: &Path, version: &str) -> Vec<Library> {
-    let names = entries(folder);
-    let ending = format!(".so.{version}");
-    let is_library = |name: &String| {
-        let other = OTHER_LIBRARIES.iter().find_map(|other| name.strip_prefix(other)).is_some_and(is_version);
-        (other || name.ends_with(&ending)) && is_file(&folder.join(name))
-    };
-    let mut found: BTreeMap<&str, Vec<(String, String)>> =
-        names.iter().filter(|name| is_library(name)).map(|name| (name.as_str(), Vec::new())).collect();
-    let links: BTreeMap<&str, String> =
-        names.iter().filter_map(|name| Some((name.as_str(), link_beside(&folder.join(name))?))).collect();
-    for (name, target) in links.iter().filter(|(name, _)| !found_has(&found, name)).collect::<Vec<_>>() {
-        // libcuda.so says libcuda.so.1 says libcuda.so.550.54.15; a chain longer than that is no library's.
-        let chain = std::iter::successors(Some(target.as_str()), |name| links.get(name).map(String::as_str));
-        if let Some(end) = chain.take(4).find(|name| found_has(&found, name))
-            && let Some(to) = found.get_mut(end)
-        {
-            to.push(((*name).to_owned(), target.clone()));
-        }
-    }
-    found.into_iter().map(|(name, links)| Library { name: name.to_owned(), links }).collect()
-}
-
-fn found_has(found: &BTreeMap<&str, Vec<(String, String)>>, name: &str) -> bool {
-    found.contains_key(name)
-}
-
-/// What a link says, where that is a name in its own folder.
-fn link_beside(path: &Path) -> Option<String> {
-    let target = fs::read_link(path).ok()?;
-    let target = target.to_str()?;
-    (!target.contains('/')).then(|| target.to_owned())
-}
-
-/// The firmware of the GPU's own processor: gsp*.bin of that version.
+/// The firmware of the GPU's own processor, relative to the driver root: gsp*.bin of that version.
 fn firmware(root: &Path, version: &str) -> Vec<String> {
-    let folders = FIRMWARE_FOLDERS.iter().map(|folder| format!("{folder}/{version}"));
-    let files = folders.flat_map(|folder| {
-        let names = entries(&root.join(&folder)).into_iter();
-        let names = names.filter(|name| name.starts_with("gsp") && name.ends_with(".bin"));
-        names.map(|name| format!("/{folder}/{name}")).collect::<Vec<_>>()
-    });
-    files.collect()
+    let mut files = Vec::new();
+    for folder in FIRMWARE_FOLDERS.map(|folder| format!("{folder}/{version}")) {
+        let mut names = entries(&root.join(&folder));
+        names.retain(|name| name.starts_with("gsp") && name.ends_with(".bin"));
+        files.extend(names.into_iter().map(|name| format!("{folder}/{name}")));
+    }
+    files
 }
 
-/// A daemon's socket. The driver connects to /var/run, which hosts have as a link to /run; a link of theirs with
-/// an absolute target leads astray in our container.
+/// A daemon's socket. The driver connects to /var/run, which hosts have as a link to /run; a host's link with an
+/// absolute target leads elsewhere in our container.
 fn socket(root: &Path, name: &str) -> Option<Socket> {
-    let hosts = ["run", "var/run"].map(|folder| format!("{folder}/{name}"));
-    let is_socket = |path: PathBuf| path.symlink_metadata().is_ok_and(|there| there.file_type().is_socket());
-    let host = hosts.into_iter().find(|host| is_socket(root.join(host)))?;
+    let is_socket =
+        |path: &String| root.join(path).symlink_metadata().is_ok_and(|metadata| metadata.file_type().is_socket());
+    let host = ["run", "var/run"].map(|folder| format!("{folder}/{name}")).into_iter().find(is_socket)?;
     Some(Socket { host: absolute(host), container: format!("/var/run/{name}") })
 }
 
-/// The names in a folder, sorted; none where it cannot be read. A name that is no text cannot stand in JSON.
+/// The names in a folder, sorted; none where it cannot be read. A name that is not UTF-8 cannot stand in JSON.
 pub(super) fn entries(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
@@ -172,23 +83,12 @@ pub(super) fn entries(folder: &Path) -> Vec<String> {
     names
 }
 
-/// Digits and dots, two numbers at least: `550.54.15`, not the `1` of `libcuda.so.1`.
-fn is_version(text: &str) -> bool {
-    let parts: Vec<&str> = text.split('.').collect();
-    let digits = |part: &&str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
-    parts.len() >= 2 && parts.iter().all(digits)
-}
-
-fn numbers(version: &str) -> Vec<u64> {
-    version.split('.').map(|part| part.parse().unwrap_or(u64::MAX)).collect()
-}
-
-fn is_file(path: &Path) -> bool {
-    fs::metadata(path).is_ok_and(|there| there.is_file())
+pub(super) fn is_file(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|metadata| metadata.is_file())
 }
 
 fn is_program(path: &Path) -> bool {
-    fs::metadata(path).is_ok_and(|there| there.is_file() && there.permissions().mode() & 0o111 != 0)
+    fs::metadata(path).is_ok_and(|metadata| metadata.is_file() && metadata.permissions().mode() & 0o111 != 0)
 }
 
 fn absolute(path: impl std::fmt::Display) -> String {

@@ -1,32 +1,34 @@
-//! CDI specs of our own: files that tell a container runtime what it takes to make a granted GPU appear in a
+//! CDI specs of our own: files that tell a container runtime what a granted GPU takes to appear in a
 //! container (Container Device Interface, <https://github.com/cncf-tags/container-device-interface>).
 //!
-//! Owns the way from the machine to the files: the look at driver root and device nodes ([`look`]), a plain
-//! [`Description`], the specs that follow from it ([`specs`], pure) and their files ([`write()`]). Called by the runtime, off the
-//! path of an admission; starts no task, and knows nothing of how a container asks for a device.
+//! Owns the way from the machine to the files: the [`Scanner`] of driver root and device nodes, a plain
+//! [`Description`], the specs that follow from it ([`specs`], pure) and their files ([`write()`]). Called by the
+//! runtime, off the path of an admission; starts no task. How a container asks for a device is `publish::injection`'s.
 //!
 //! Kinds, file names and device names are those of the NVIDIA device plugin (`internal/cdi/cdi.go` of
-//! NVIDIA/k8s-device-plugin): the kubelet caches an answer to Allocate for a container's whole life, and names that
-//! were handed out have to stay. `docs/cdi.md` says what is in a spec, and why.
+//! NVIDIA/k8s-device-plugin): the kubelet caches an answer to Allocate for a container's whole life, so names in use
+//! have to stay. `docs/cdi.md` says what is in a spec, and why.
 
 mod build;
 mod description;
 mod driver;
-mod look;
+mod libraries;
 mod metrics;
-mod oddity;
+mod scan;
 mod spec;
+mod warning;
 mod write;
 
 pub use build::specs;
-pub use description::{Description, DriverFiles, Extra, ExtraFiles, GpuEntry, Library, MigEntry, Socket};
-pub use look::{Look, Options, Roots, control_nodes, imex_channels, look};
+pub use description::{Description, DeviceEntry, DriverFiles, Extra, Library, Socket};
 pub use metrics::CdiMetrics;
-pub use oddity::Oddity;
+pub use scan::{Options, Roots, Scan, Scanner};
 pub use spec::{ContainerEdits, Device, DeviceNode, Hook, Mount, Spec};
+pub use warning::Warning;
 pub use write::{WriteError, prepare, write};
 
-/// The vendor of all our kinds: the NVIDIA device plugin's, not `nvidia.com`, which belongs to `nvidia-ctk cdi generate`.
+/// The vendor of all our kinds: the NVIDIA device plugin's, not `nvidia.com`, which belongs to `nvidia-ctk cdi
+/// generate`.
 pub const VENDOR: &str = "k8s.device-plugin.nvidia.com";
 
 /// The class of GPUs and MIG devices.

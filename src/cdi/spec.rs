@@ -1,4 +1,4 @@
-//! A CDI spec as it is written: the part of the format that we use.
+//! A CDI spec: the part of the format that we use.
 //!
 //! Field names and rules: SPEC.md of cncf-tags/container-device-interface. Pure; `build` makes it, `write` writes it.
 
@@ -16,24 +16,22 @@ pub struct Spec {
     pub kind: String,
     /// The devices, by name.
     pub devices: Vec<Device>,
-    /// What every container gets that asks for any of them.
+    /// The edits for every container that asks for any of them.
     #[serde(skip_serializing_if = "ContainerEdits::is_empty")]
     pub container_edits: ContainerEdits,
-    #[serde(skip)]
-    class: &'static str,
 }
 
-/// A device: a name to ask for and what it brings along.
+/// A device: a name that a container asks for, and its edits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Device {
     /// Letters, digits and `_ - . :`, a letter or digit first and last.
     pub name: String,
-    /// What a container gets that asks for it.
+    /// The edits for a container that asks for it.
     pub container_edits: ContainerEdits,
 }
 
-/// What is done to a container.
+/// Changes to a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ContainerEdits {
@@ -55,9 +53,9 @@ pub struct ContainerEdits {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DeviceNode {
-    /// Where the container has it.
+    /// Path in the container.
     pub path: String,
-    /// Where the host has it; `None` where that is the same. Since version 0.5.0.
+    /// Path on the host; `None` where that is the same. Since version 0.5.0.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub host_path: Option<String>,
 }
@@ -66,11 +64,11 @@ pub struct DeviceNode {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Mount {
-    /// Where the host has it.
+    /// Path on the host.
     pub host_path: String,
-    /// Where the container has it.
+    /// Path in the container.
     pub container_path: String,
-    /// As mount(8) has them.
+    /// Options of mount(8).
     pub options: Vec<&'static str>,
 }
 
@@ -88,14 +86,14 @@ pub struct Hook {
 
 impl Spec {
     /// A spec of a class; `None` without devices, which the format does not allow.
-    pub(super) fn new(class: &'static str, devices: Vec<Device>, container_edits: ContainerEdits) -> Option<Self> {
+    pub(super) fn new(class: &str, devices: Vec<Device>, container_edits: ContainerEdits) -> Option<Self> {
         let cdi_version = least_version(&devices, &container_edits);
-        (!devices.is_empty()).then(|| Self { cdi_version, kind: kind(class), devices, container_edits, class })
+        (!devices.is_empty()).then(|| Self { cdi_version, kind: kind(class), devices, container_edits })
     }
 
     /// The name of its file: `k8s.device-plugin.nvidia.com-gpu.json`.
     pub fn file_name(&self) -> String {
-        format!("{}-{}.json", super::VENDOR, self.class)
+        format!("{}.json", self.kind.replace('/', "-"))
     }
 
     /// The full names of its devices, by which containers ask for them: `k8s.device-plugin.nvidia.com/gpu=0`.
@@ -110,10 +108,9 @@ impl Spec {
 }
 
 impl ContainerEdits {
-    /// Whether there is nothing to do.
+    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
-        let Self { env, device_nodes, mounts, hooks } = self;
-        env.is_empty() && device_nodes.is_empty() && mounts.is_empty() && hooks.is_empty()
+        *self == Self::default()
     }
 }
 

@@ -18,6 +18,7 @@ mod subcommands;
 mod watch;
 mod xids;
 
+use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
@@ -34,7 +35,7 @@ pub use check::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs};
 pub use doctor::DoctorArgs;
 pub use list::UnitName;
 pub use metrics::ConfigMetrics;
-pub use mps::{MpsCommand, MpsControlDaemonArgs, MpsRootArgs};
+pub use mps::{INIT_FLAG, MpsCommand, MpsControlDaemonArgs, MpsRootArgs};
 pub use nvml::NvmlArgs;
 pub use settings::{Environment, Flags, Settings};
 pub use simulate::{SimulateArgs, SimulatePolicy};
@@ -308,10 +309,15 @@ fn one_of<T: Copy + Send + Sync + 'static>(words: &'static [(&'static str, T)]) 
 impl Cli {
     /// Reads argv and the environment. Prints help, version or errors, and exits, where that is called for.
     pub fn read() -> Self {
-        #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
-        let words = std::env::args_os();
-        Self::parse_from(program::words(words))
+        Self::parse_from(command_line())
     }
+}
+
+/// argv, the program first and then the subcommand, also where the program's name stands for it.
+pub fn command_line() -> impl Iterator<Item = OsString> {
+    #[expect(clippy::disallowed_methods, reason = "this is the door that the ban points to")]
+    let words = std::env::args_os();
+    program::words(words).into_iter()
 }
 
 #[cfg(test)]

@@ -6,12 +6,18 @@ use clap::{Args, Subcommand};
 
 use super::{Flags, HostArgs, LogArgs, NvmlArgs};
 
+/// Asks for [`MpsControlDaemonArgs::init`].
+pub const INIT_FLAG: &str = "--init";
+
 /// `linkwise mps-control-daemon`.
 #[derive(Clone, Debug, Args)]
 pub struct MpsControlDaemonArgs {
     /// Another task than running the daemons.
     #[command(subcommand)]
     pub command: Option<MpsCommand>,
+    /// Be the first process of the container, and run the daemons in a child: what process 1 does unasked
+    #[arg(long, hide = true)]
+    pub init: bool,
     /// The MPS root.
     #[command(flatten)]
     pub root: MpsRootArgs,

@@ -2,8 +2,8 @@
 
 use tonic::Status;
 
-use super::handover::{Answer, HandoverError};
 use crate::allocation::{AllocationRequest, DeviceId, PreferredAllocation};
+use crate::publish::injection::{Injection, InjectionError};
 use crate::state::{AllocateError, Health, NodeState, Resource, ResourceName};
 use linkwise_kubelet_api::v1beta1 as wire;
 
@@ -50,26 +50,28 @@ pub(super) fn ids(ids: Vec<String>) -> Vec<DeviceId> {
 }
 
 /// What one container gets.
-pub(super) fn container(answer: Answer) -> wire::ContainerAllocateResponse {
-    let node =
-        |(host_path, container_path)| wire::DeviceSpec { container_path, host_path, permissions: "rw".to_owned() };
-    let mount = |read_only| move |(host_path, container_path)| wire::Mount { container_path, host_path, read_only };
+pub(super) fn container(injection: Injection) -> wire::ContainerAllocateResponse {
+    let mounts = injection.mounts.into_iter().map(|mount| wire::Mount {
+        container_path: mount.container,
+        host_path: mount.host,
+        read_only: mount.read_only,
+    });
+    let devices = injection.device_nodes.into_iter().map(|node| wire::DeviceSpec {
+        container_path: node.container,
+        host_path: node.host,
+        permissions: "rw".to_owned(),
+    });
     wire::ContainerAllocateResponse {
-        envs: answer.variables.into_iter().collect(),
-        mounts: answer
-            .mounts
-            .into_iter()
-            .map(mount(false))
-            .chain(answer.read_only.into_iter().map(mount(true)))
-            .collect(),
-        devices: answer.nodes.into_iter().map(node).collect(),
-        annotations: answer.annotations.into_iter().collect(),
-        cdi_devices: answer.cdi.into_iter().map(|name| wire::CdiDevice { name }).collect(),
+        envs: injection.env.into_iter().collect(),
+        mounts: mounts.collect(),
+        devices: devices.collect(),
+        annotations: injection.annotations.into_iter().collect(),
+        cdi_devices: injection.cdi_devices.into_iter().map(|name| wire::CdiDevice { name }).collect(),
     }
 }
 
-/// A GPU that was granted and cannot be handed over.
-pub(super) fn not_handed_over(error: &HandoverError) -> Status {
+/// A granted GPU that cannot be given to a container.
+pub(super) fn no_injection(error: &InjectionError) -> Status {
     Status::failed_precondition(error.to_string())
 }
 

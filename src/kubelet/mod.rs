@@ -3,7 +3,7 @@
 //! Owns our socket, the registration and the streams of one resource. The runtime makes a
 //! [`Plugin`] for each resource and owns the task that runs it; this module starts no task. Wire
 //! types stop at `convert.rs` and the files that speak them: `service.rs`, `register.rs`, `pod_resources.rs`. What to do
-//! next is `machine`'s to say, `life` does it (docs/life-cycle.md); how a container gets its GPUs is `handover`'s.
+//! next is `machine`'s to say, `life` does it (docs/life-cycle.md); what a container gets is `publish::injection`'s.
 //! The path of an admission reads one snapshot: no NVML, no lock held by a probe, no disk.
 
 mod changes;
@@ -11,13 +11,11 @@ mod channel;
 mod checkpoint;
 mod connection;
 mod convert;
-mod handover;
 mod layer;
 mod life;
 mod machine;
 mod metrics;
 mod narrowing;
-mod nics;
 pub mod pod_resources;
 mod probe;
 mod register;
@@ -31,14 +29,13 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 use crate::allocation::AllocationReport;
+use crate::publish::injection::{HostDevices, InjectionOptions};
 use crate::state::{NodeState, ResourceName};
 use crate::uds::Callers;
 
 pub use channel::ConnectError;
-pub use handover::{CdiNames, DeviceIds, Handover, MpsClient, MpsClients, NCCL_FILE, Surroundings};
 pub use life::{Plugin, PluginError};
 pub use metrics::PluginMetrics;
-pub use nics::RdmaNodes;
 pub use probe::{ProbeError, probe};
 
 /// How a plugin finds its kubelet and what it hands to containers.
@@ -47,7 +44,9 @@ pub struct Settings {
     /// The kubelet's registration socket; our own sockets lie beside it.
     pub kubelet_socket: PathBuf,
     /// How containers get their GPUs.
-    pub handover: Handover,
+    pub injection: InjectionOptions,
+    /// What the host has beside its GPUs, as last scanned.
+    pub host_devices: watch::Receiver<Arc<HostDevices>>,
     /// The kubelet's PodResources socket, by which a registration is confirmed; without it the stream confirms it.
     pub pod_resources_socket: Option<PathBuf>,
     /// Who may call our sockets.
@@ -71,7 +70,9 @@ impl Settings {
     pub fn new(kubelet_socket: PathBuf) -> Self {
         Self {
             kubelet_socket,
-            handover: Handover::default(),
+            // The NVIDIA device plugin's default strategy.
+            injection: InjectionOptions { envvar: true, ..InjectionOptions::default() },
+            host_devices: watch::channel(Arc::default()).1,
             pod_resources_socket: None,
             callers: Callers::default(),
             register_timeout: Duration::from_secs(15),

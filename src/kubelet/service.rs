@@ -11,7 +11,9 @@ use tonic::{Request, Response, Status};
 
 use super::narrowing::Narrowing;
 use super::{Occurrence, Settings, Sources, convert};
-use crate::state::{NodeState, ResourceName};
+use crate::publish::MpsClient;
+use crate::publish::injection::{ChosenDevice, Granted, Injection, InjectionError};
+use crate::state::{Device, NodeState, ResourceName};
 use crate::uds::Peer;
 use linkwise_kubelet_api::v1beta1 as wire;
 use linkwise_kubelet_api::v1beta1::device_plugin_server::DevicePlugin;
@@ -45,6 +47,24 @@ impl Service {
     fn is_kubelet<T>(&self, request: &Request<T>) -> bool {
         let caller = request.extensions().get::<Peer>();
         caller.zip(self.kubelet.get()).is_none_or(|(caller, kubelet)| caller.may_be(kubelet))
+    }
+
+    /// What a container gets that was granted these devices.
+    fn injection(&self, snapshot: &NodeState, devices: &[&Device]) -> Result<Injection, InjectionError> {
+        let options = &self.settings.injection;
+        let by_mps = snapshot.mps_shares().contains_key(&self.resource);
+        let by_mps = by_mps && devices.iter().any(|device| device.slot.is_some());
+        let granted = Granted {
+            topology: snapshot.topology(),
+            devices: devices.iter().map(|device| ChosenDevice::from(*device)).collect(),
+            mps: by_mps.then(|| MpsClient::new(&options.mps_root, &self.resource)),
+        };
+        let host = Arc::clone(&self.settings.host_devices.borrow());
+        let mut injection = options.inject(&granted, &host)?;
+        if let Some(cdi) = &options.cdi {
+            cdi.place(&self.resource, &mut injection);
+        }
+        Ok(injection)
     }
 
     fn observe(&self, occurrence: Occurrence) {
@@ -116,12 +136,12 @@ impl DevicePlugin for Service {
             self.narrowing().allocated(&ids);
             let granted = snapshot.allocate(&self.resource, &ids).map_err(|error| convert::refusal(&error));
             let answer = granted.and_then(|devices| {
-                let answer = self.settings.handover.answer(&self.resource, &snapshot, &devices);
-                answer.map(convert::container).map_err(|error| convert::not_handed_over(&error))
+                let injection = self.injection(&snapshot, &devices);
+                injection.map(convert::container).map_err(|error| convert::no_injection(&error))
             });
-            let told = ids.iter().map(|id| id.as_str().to_owned()).collect();
-            let told = answer.as_ref().map(|_| told).map_err(|refusal| refusal.message().to_owned());
-            self.observe(Occurrence::Allocated(told));
+            let allocated = ids.iter().map(|id| id.as_str().to_owned()).collect();
+            let outcome = answer.as_ref().map(|_| allocated).map_err(|refusal| refusal.message().to_owned());
+            self.observe(Occurrence::Allocated(outcome));
             container_responses.push(answer?);
         }
         Ok(Response::new(wire::AllocateResponse { container_responses }))

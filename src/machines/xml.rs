@@ -138,7 +138,7 @@ pub(super) fn tree(text: &str, limits: &Limits) -> Result<Element, XmlError> {
                 (closed, _) => root = closed,
             },
             Event::Text(text) if !limits.text || open.is_empty() => {
-                return Err(scan.error(XmlFault::Text(excerpt(&text))));
+                return Err(scan.error(XmlFault::Text(excerpt(text.trim()))));
             }
             Event::Eof => {
                 let innermost = open.last().map(|open| (excerpt(&open.name), open.line));
@@ -156,7 +156,7 @@ pub(super) fn root(text: &str) -> Result<String, XmlError> {
     loop {
         match scan.next()? {
             Event::Start(start) => return own(start.name().as_ref()).map_err(|fault| scan.error(fault)),
-            Event::Text(text) => return Err(scan.error(XmlFault::Text(excerpt(&text)))),
+            Event::Text(text) => return Err(scan.error(XmlFault::Text(excerpt(text.trim())))),
             Event::End(_) | Event::Eof => return Err(scan.error(XmlFault::Empty)),
             _ => {}
         }

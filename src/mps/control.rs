@@ -1,139 +1,106 @@
-//! Speaks to a control daemon: one command to the standard input of one nvidia-cuda-mps-control, one answer.
+//! Commands to a control daemon: one to the standard input of one nvidia-cuda-mps-control, one answer.
 //!
-//! Called by `daemon`. Every question has a deadline, after which the process that asked is killed; every error names
-//! the command and what came back.
+//! Called by `daemon`. Every command has a deadline; every error names the command and what came back.
 
 use std::ffi::OsString;
-use std::io;
+use std::fs;
 use std::path::PathBuf;
-use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 use tokio::process::Command;
-use tokio::time::timeout;
 
-use crate::quote::{one_line, quoted};
+use super::daemon::{MpsError, Settings};
+use super::limits::Limits;
+use super::program::{self, ProgramError};
+use crate::quote::quoted;
+use crate::state::ResourceName;
 
-/// The longest answer that is read, in bytes.
-const LONGEST: u64 = 8 << 10;
-
-/// How to reach one control daemon.
+/// The control daemon of one resource, whether it runs or not.
 #[derive(Clone, Debug)]
 pub struct Control {
-    /// nvidia-cuda-mps-control.
-    pub program: PathBuf,
-    /// What tells it which daemon is meant: variables added to the inherited environment.
-    pub environment: Vec<(&'static str, OsString)>,
-    /// How long it may take to answer.
-    pub deadline: Duration,
+    program: PathBuf,
+    /// Variables that tell nvidia-cuda-mps-control which daemon is meant.
+    environment: Vec<(&'static str, OsString)>,
+    deadline: Duration,
 }
 
-/// Why a command was not answered, or not as it should be.
+/// Why a command to a control daemon failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
-    /// The program could not be started.
-    #[error("cannot start {program}")]
-    Start {
-        /// Its path.
-        program: PathBuf,
-        /// What the kernel said.
-        source: io::Error,
-    },
-    /// The pipes to it broke.
-    #[error("'{command}': cannot speak to nvidia-cuda-mps-control")]
-    Io {
+    /// There is no answer.
+    #[error("'{command}'")]
+    NoAnswer {
         /// The command.
         command: String,
-        /// What the kernel said.
-        source: io::Error,
-    },
-    /// No answer in time.
-    #[error("'{command}': no answer from nvidia-cuda-mps-control within {after:?}")]
-    Late {
-        /// The command.
-        command: String,
-        /// The deadline.
-        after: Duration,
-    },
-    /// It answered with a failure.
-    #[error("'{command}': nvidia-cuda-mps-control failed ({status}): {}", one_line(output))]
-    Failed {
-        /// The command.
-        command: String,
-        /// The exit code or the signal.
-        status: ExitStatus,
-        /// What it said.
-        output: String,
+        /// Why there is none.
+        source: ProgramError,
     },
     /// A limit reads back as another than was set.
     #[error("'{command}' answered {}, not {wanted}: the limit does not hold", quoted(answer))]
     NotHeld {
         /// The command.
         command: String,
-        /// What it said.
+        /// The answer.
         answer: String,
-        /// What should have come.
+        /// The answer that confirms the limit.
         wanted: String,
     },
 }
 
 impl Control {
-    /// Asks; the answer is what was printed, without the white space around it.
+    /// The control daemon of a resource. Makes its folders; they stay, for running containers have them mounted.
     ///
     /// # Errors
     ///
-    /// See [`ControlError`]; the process that asked has ended or is being killed.
-    pub async fn ask(&self, command: &str) -> Result<String, ControlError> {
-        let program = || self.program.clone();
-        let mut process = Command::new(&self.program)
-            .envs(self.environment.iter().map(|(name, value)| (name, value)))
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .kill_on_drop(true)
-            .spawn()
-            .map_err(|source| ControlError::Start { program: program(), source })?;
-        let (stdin, stdout, stderr) = (process.stdin.take(), process.stdout.take(), process.stderr.take());
-        let talk = async {
-            if let Some(mut stdin) = stdin {
-                // One that reads nothing says why by what it prints.
-                let _ = stdin.write_all(format!("{command}\n").as_bytes()).await;
-            }
-            let (out, err) = tokio::try_join!(text(stdout), text(stderr))?;
-            Ok((process.wait().await?, out, err))
-        };
-        let said = timeout(self.deadline, talk).await;
-        let command = || command.to_owned();
-        match said {
-            Err(_) => Err(ControlError::Late { command: command(), after: self.deadline }),
-            Ok(Err(source)) => Err(ControlError::Io { command: command(), source }),
-            Ok(Ok((status, out, _))) if status.success() => Ok(out),
-            Ok(Ok((status, out, err))) => {
-                let output = [out, err].into_iter().filter(|said| !said.is_empty()).collect::<Vec<_>>().join("; ");
-                Err(ControlError::Failed { command: command(), status, output })
-            }
+    /// A folder cannot be made.
+    pub fn of(settings: &Settings, resource: &ResourceName, limits: &Limits) -> Result<Self, MpsError> {
+        let (pipe, log) = (settings.layout.pipe(resource), settings.layout.log(resource));
+        for path in [&pipe, &log] {
+            fs::create_dir_all(path).map_err(|source| MpsError::Write { path: path.clone(), source })?;
         }
+        let mut environment: Vec<(&str, OsString)> = vec![
+            ("CUDA_MPS_PIPE_DIRECTORY", pipe.into()),
+            ("CUDA_MPS_LOG_DIRECTORY", log.into()),
+            // GPUs are numbered as by NVML; CUDA's default is the fastest GPU first.
+            ("CUDA_DEVICE_ORDER", "PCI_BUS_ID".into()),
+        ];
+        if limits.shown_only {
+            let gpus: Vec<&str> = limits.gpus().map(|gpu| gpu.as_str()).collect();
+            environment.push(("CUDA_VISIBLE_DEVICES", gpus.join(",").into()));
+        }
+        Ok(Self { program: settings.programs.control.clone(), environment, deadline: settings.pace.answer })
     }
 
-    /// Asks, and takes no answer but one that `holds`; `wanted` says which, for people.
-    pub(super) async fn expect_that(
+    /// nvidia-cuda-mps-control for this daemon.
+    pub(super) fn program(&self) -> Command {
+        let mut command = Command::new(&self.program);
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
+        command
+    }
+
+    /// Sends a command; returns the answer.
+    ///
+    /// # Errors
+    ///
+    /// [`ControlError::NoAnswer`].
+    pub async fn ask(&self, command: &str) -> Result<String, ControlError> {
+        let answer = program::run(&mut self.program(), &format!("{command}\n"), self.deadline).await;
+        answer.map_err(|source| ControlError::NoAnswer { command: command.to_owned(), source })
+    }
+
+    /// Sends a command whose answer has to confirm a limit; `wanted` is the limit, for the error.
+    pub(super) async fn confirm(
         &self,
         command: &str,
         wanted: String,
-        holds: impl FnOnce(&str) -> bool,
+        confirms: impl FnOnce(&str) -> bool,
     ) -> Result<(), ControlError> {
         let answer = self.ask(command).await?;
-        if holds(&answer) { Ok(()) } else { Err(ControlError::NotHeld { command: command.to_owned(), answer, wanted }) }
+        if confirms(&answer) {
+            return Ok(());
+        }
+        Err(ControlError::NotHeld { command: command.to_owned(), answer, wanted })
     }
-}
-
-async fn text(pipe: Option<impl AsyncRead + Unpin>) -> io::Result<String> {
-    let mut bytes = Vec::new();
-    if let Some(pipe) = pipe {
-        pipe.take(LONGEST).read_to_end(&mut bytes).await?;
-    }
-    Ok(String::from_utf8_lossy(&bytes).trim().to_owned())
 }
 
 /// Whether an answer such as `25.0` is this many percent.

@@ -5,10 +5,8 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::publish::{MPS_PIPE, MPS_SHM};
 use crate::state::ResourceName;
-
-/// Where the MPS root is in the containers of the daemon, of the plugin and of the pods.
-pub const CONTAINER_ROOT: &str = "/mps";
 
 /// Where the MPS root is on the host, unless the operator says otherwise: the default of NVIDIA's chart.
 pub const HOST_ROOT: &str = "/run/nvidia/mps";
@@ -19,9 +17,6 @@ const LONGEST_SOCKET: usize = 107;
 /// The longest name of a socket that the control daemon makes in its pipe directory.
 const LONGEST_PIPE: &str = "control_privileged";
 
-/// The folder that all daemons and all their clients have as /dev/shm.
-const SHM: &str = "shm";
-
 /// An MPS root.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
@@ -29,11 +24,12 @@ pub struct Layout {
 }
 
 /// Why a resource can have no place under an MPS root.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub enum LayoutError {
     /// The kernel would not take the path of the control daemon's socket.
     #[error(
-        "{resource}: the control daemon's socket would be {path}, longer than a socket's path may be ({LONGEST_SOCKET} bytes)"
+        "{resource}: the control daemon's socket would be {path}, longer than a socket's path may be \
+         ({LONGEST_SOCKET} bytes)"
     )]
     TooLong {
         /// The resource.
@@ -43,7 +39,8 @@ pub enum LayoutError {
     },
     /// Its folder would be the clients' /dev/shm.
     #[error(
-        "{resource}: a resource of the domain '{SHM}' cannot be shared by MPS, whose clients have that folder as /dev/shm"
+        "{resource}: a resource of the domain '{MPS_SHM}' cannot be shared by MPS, whose clients have that folder \
+         as /dev/shm"
     )]
     Shm {
         /// The resource.
@@ -52,7 +49,7 @@ pub enum LayoutError {
 }
 
 impl Layout {
-    /// An MPS root, as whoever asks sees it.
+    /// An MPS root, at its path in this container, or on the host.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
@@ -62,14 +59,14 @@ impl Layout {
         &self.root
     }
 
-    /// What is of one resource alone.
+    /// The folder of one resource.
     pub fn resource(&self, resource: &ResourceName) -> PathBuf {
         self.root.join(resource.as_str())
     }
 
     /// The control daemon's sockets: `CUDA_MPS_PIPE_DIRECTORY`.
     pub fn pipe(&self, resource: &ResourceName) -> PathBuf {
-        self.resource(resource).join("pipe")
+        self.resource(resource).join(MPS_PIPE)
     }
 
     /// The logs of the control daemon and its servers: `CUDA_MPS_LOG_DIRECTORY`.
@@ -77,9 +74,14 @@ impl Layout {
         self.resource(resource).join("log")
     }
 
-    /// The file that says that a resource's limits hold; see [`super::Marker`].
+    /// The file that shows that a resource's limits hold; see [`super::Marker`].
     pub fn marker(&self, resource: &ResourceName) -> PathBuf {
         self.resource(resource).join(".started")
+    }
+
+    /// The folder with a file for each GPU whose compute mode the daemon process set; see [`super::set_exclusive`].
+    pub fn exclusive(&self) -> PathBuf {
+        self.root.join(".exclusive")
     }
 
     /// The file by which one daemon process keeps another from the root.
@@ -89,7 +91,7 @@ impl Layout {
 
     /// What daemons and clients share as /dev/shm.
     pub fn shm(&self) -> PathBuf {
-        self.root.join(SHM)
+        self.root.join(MPS_SHM)
     }
 
     /// Whether a resource can have its place here.
@@ -98,7 +100,7 @@ impl Layout {
     ///
     /// See [`LayoutError`].
     pub fn check(&self, resource: &ResourceName) -> Result<(), LayoutError> {
-        if Path::new(resource.as_str()).starts_with(SHM) {
+        if Path::new(resource.as_str()).starts_with(MPS_SHM) {
             return Err(LayoutError::Shm { resource: resource.clone() });
         }
         let path = self.pipe(resource).join(LONGEST_PIPE);
@@ -112,10 +114,11 @@ impl Layout {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::publish::{MPS_CONTAINER_ROOT, MpsClient};
 
     #[test]
-    fn the_layout_is_the_nvidia_plugins() {
-        let (mps, gpu) = (Layout::new(CONTAINER_ROOT), ResourceName::gpu());
+    fn layout_is_the_nvidia_plugins() {
+        let (mps, gpu) = (Layout::new(MPS_CONTAINER_ROOT), ResourceName::gpu());
         assert_eq!(mps.pipe(&gpu), Path::new("/mps/nvidia.com/gpu/pipe"));
         assert_eq!(mps.log(&gpu), Path::new("/mps/nvidia.com/gpu/log"));
         assert_eq!(mps.marker(&gpu), Path::new("/mps/nvidia.com/gpu/.started"));
@@ -123,13 +126,22 @@ mod tests {
     }
 
     #[test]
-    fn names_that_have_no_place_are_refused() {
-        let check = |name: &str| Layout::new(CONTAINER_ROOT).check(&name.parse().unwrap()).map_err(|e| e.to_string());
+    fn clients_mount_the_daemons_folders() {
+        let (host, gpu) = (Layout::new(HOST_ROOT), ResourceName::gpu());
+        let MpsClient { pipe, shm } = MpsClient::new(HOST_ROOT, &gpu);
+        assert_eq!(Path::new(&pipe.host), host.pipe(&gpu));
+        assert_eq!(Path::new(&pipe.container), Layout::new(MPS_CONTAINER_ROOT).pipe(&gpu));
+        assert_eq!((Path::new(&shm.host), shm.container.as_str()), (host.shm().as_path(), "/dev/shm"));
+    }
+
+    #[test]
+    fn resource_without_room_for_its_socket_is_refused() {
+        let check = |name: &str| {
+            Layout::new(MPS_CONTAINER_ROOT).check(&name.parse().unwrap()).map_err(|error| error.to_string())
+        };
         assert_eq!(check("nvidia.com/gpu.shared"), Ok(()));
-        let fits = format!(
-            "{}/gpu",
-            "a".repeat(LONGEST_SOCKET - "/mps//gpu/pipe/control_privileged".len()).replacen("aa", "a.", 20)
-        );
+        let longest = LONGEST_SOCKET - "/mps//gpu/pipe/control_privileged".len();
+        let fits = format!("{}/gpu", "a".repeat(longest).replacen("aa", "a.", 20));
         assert_eq!(check(&fits), Ok(()), "{fits}");
         let long = check(&format!("{fits}s")).unwrap_err();
         assert!(long.contains("longer than a socket's path may be") && long.contains("gpus/pipe"), "{long}");

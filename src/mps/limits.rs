@@ -1,4 +1,4 @@
-//! What each client of a shared GPU may take: memory and threads, from the GPUs and the number of replicas. Pure.
+//! The limits of each client of a shared GPU, memory and threads, from the GPUs and the number of replicas. Pure.
 //!
 //! The numbers are those of the NVIDIA device plugin: a replica's memory is the GPU's divided by the replicas, rounded
 //! down to whole MiB, and its threads are 100 % divided by the replicas, rounded down to whole percent.
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::state::MpsShare;
 use crate::topology::GpuUuid;
 
-/// What each client may take, and of which GPUs. Two that are equal promise the same to the pods.
+/// The limits of each client, and the GPUs. Two that are equal promise the same to the pods.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Limits {
@@ -20,12 +20,12 @@ pub struct Limits {
     pub shown_only: bool,
 }
 
-/// What each client may take of one GPU's memory.
+/// Each client's limit of one GPU's memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct MemoryLimit {
-    /// The number by which the control daemon knows the GPU. Not its UUID: the daemon takes a limit by UUID and does not
-    /// hold it (NVIDIA/k8s-device-plugin#572).
+    /// The number by which the control daemon knows the GPU. Not its UUID: the daemon takes a limit by UUID and does
+    /// not hold it (NVIDIA/k8s-device-plugin#572).
     pub device: u32,
     /// The GPU.
     pub gpu: GpuUuid,
@@ -37,7 +37,7 @@ impl Limits {
     /// What each client of a share may take.
     pub fn of(share: &MpsShare) -> Self {
         let replicas = share.replicas.max(1);
-        // Whoever is shown some GPUs only counts these from 0.
+        // A daemon that is shown only some GPUs counts these from 0.
         let memory = (0..).zip(&share.gpus).map(|(place, gpu)| MemoryLimit {
             device: if share.whole_node { gpu.index } else { place },
             gpu: gpu.uuid.clone(),
@@ -47,10 +47,15 @@ impl Limits {
         Self { thread_percentage: 100 / replicas, memory, shown_only: !share.whole_node }
     }
 
-    /// Whether a daemon that holds these holds those of `wanted` too. It does when a GPU has left it: nobody's CUDA work is
-    /// ended for that. Numbers count as well: NVML gives a GPU another one when one before it has left.
+    /// The GPUs, in the order in which the daemon counts them.
+    pub fn gpus(&self) -> impl Iterator<Item = &GpuUuid> {
+        self.memory.iter().map(|one| &one.gpu)
+    }
+
+    /// Whether a daemon that holds these limits holds `wanted` too. It does when a GPU has left, which ends no CUDA
+    /// work. Device numbers count as well: NVML gives a GPU another number when one before it has left.
     pub fn hold(&self, wanted: &Self) -> bool {
-        let same_gpus = self.memory.iter().map(|own| &own.gpu).eq(wanted.memory.iter().map(|one| &one.gpu));
+        let same_gpus = self.gpus().eq(wanted.gpus());
         // A daemon that is shown GPUs by name loses those behind one that has left (CUDA_VISIBLE_DEVICES), and one that
         // sees all may count GPUs of others.
         let seen = if self.shown_only { same_gpus } else { !wanted.shown_only };
@@ -77,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_and_threads_are_divided_and_rounded_down() {
+    fn limits_are_divided_and_rounded_down() {
         let limits = Limits::of(&shared(3, vec![MpsGpu { memory_mib: None, ..gpu(0) }, gpu(1)]));
         assert_eq!(limits.thread_percentage, 33);
         let memory: Vec<_> = limits.memory.iter().map(|one| (one.device, one.gpu.as_str(), one.mib)).collect();
@@ -85,14 +90,14 @@ mod tests {
     }
 
     #[test]
-    fn some_gpus_of_a_node_are_counted_from_0() {
+    fn gpus_shown_to_a_daemon_count_from_0() {
         let limits = Limits::of(&MpsShare { whole_node: false, ..shared(2, vec![gpu(3), gpu(5)]) });
         let memory: Vec<_> = limits.memory.iter().map(|one| (one.device, one.gpu.as_str())).collect();
         assert_eq!((memory, limits.shown_only), (vec![(0, "GPU-3"), (1, "GPU-5")], true));
     }
 
     #[test]
-    fn a_gpu_that_leaves_ends_no_daemon_where_the_others_keep_their_limits() {
+    fn limits_hold_after_a_gpu_left() {
         let small = |index| MpsGpu { memory_mib: Some(20_480), ..gpu(index) };
         let renumbered = |old, new| MpsGpu { index: new, ..gpu(old) };
         let all = |gpus| Limits::of(&shared(2, gpus));

@@ -1,26 +1,27 @@
-//! CUDA MPS: the control daemons that share a GPU among processes, and what a container needs to reach one.
+//! CUDA MPS: the control daemons that share a GPU among processes.
 //!
 //! An adapter with two sides that meet in the MPS root, a folder of the host that both have mounted. `supervise` keeps
 //! one nvidia-cuda-mps-control for each resource (`linkwise mps-control-daemon`, which has the privileges that this
-//! takes); `ready` and `grant` are the plugin's side, which starts nothing and asks no driver. docs/mps.md has the whole.
-//! Called by the runtime; it never spawns a task, and never touches a GPU that its resources do not name.
+//! takes); [`readiness`] is the plugin's side, which starts nothing and asks no driver. What a container gets is
+//! `publish::injection`'s. docs/mps.md has the whole. Called by the runtime; it never spawns a task, and never touches
+//! a GPU that its resources do not name.
 
+mod compute_mode;
 mod control;
 mod daemon;
-mod grant;
 mod layout;
 mod limits;
 mod marker;
-mod ready;
+mod program;
 mod shm;
 mod supervise;
 
+pub use compute_mode::{set_back, set_exclusive};
 pub use control::{Control, ControlError};
-pub use daemon::{Daemon, Pace, Programs, Settings, StartError};
-pub use grant::{Grant, Mount, grant};
-pub use layout::{CONTAINER_ROOT, HOST_ROOT, Layout, LayoutError};
+pub use daemon::{Daemon, MpsError, Pace, Programs, Settings};
+pub use layout::{HOST_ROOT, Layout, LayoutError};
 pub use limits::{Limits, MemoryLimit};
-pub use marker::Marker;
-pub use ready::{Readiness, look};
-pub use shm::{Shm, ShmError, mount_shm};
-pub use supervise::{Occurrence, supervise};
+pub use marker::{Marker, NotReady, readiness};
+pub use program::ProgramError;
+pub use shm::{ShmError, mount_shm};
+pub use supervise::{DaemonEvent, supervise};

@@ -1,33 +1,37 @@
-//! Keeps the control daemon of one resource alive, and its marker true.
+//! Keeps the control daemon of one resource alive, its marker true, and its GPUs exclusive.
 //!
-//! Called by the runtime, which owns the task. The marker stands only while the limits hold; whatever else is the case, it
-//! goes first.
+//! Called by the runtime, which owns the task. The marker stands only while the limits hold, and goes before anything
+//! else. The compute mode stays EXCLUSIVE_PROCESS between two daemons: clients start again at once, and one that found
+//! the GPU open would take memory that no limit covers. It is set back when the supervisor ends, however far it came.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::daemon::{Daemon, Settings, StartError};
+use super::compute_mode::{set_back, set_exclusive};
+use super::control::Control;
+use super::daemon::{Daemon, MpsError, Settings, end_predecessor};
 use super::limits::Limits;
 use super::marker::Marker;
+use crate::backoff::Backoff;
 use crate::state::ResourceName;
+use crate::topology::GpuUuid;
 
 /// What happened to the control daemon of a resource.
-#[derive(Clone, Debug)]
-pub enum Occurrence {
+#[derive(Debug)]
+pub enum DaemonEvent {
     /// It serves, and the limits hold.
     Serving,
     /// It does not serve, or no longer; it is started again after a pause.
     Failed {
         /// Why.
-        why: Arc<StartError>,
+        why: MpsError,
         /// The pause.
         again_in: Duration,
     },
-    /// It was ended in order; the error is what could not be put back.
-    Ended(Option<Arc<StartError>>),
+    /// It ended because it was to; the error is a compute mode that is not set back.
+    Ended(Option<MpsError>),
 }
 
 /// Serves one resource until `shutdown`.
@@ -36,24 +40,21 @@ pub async fn supervise(
     resource: &ResourceName,
     limits: &Limits,
     shutdown: &CancellationToken,
-    mut report: impl FnMut(Occurrence),
+    mut report: impl FnMut(DaemonEvent),
 ) {
     let (first, longest) = settings.pace.pauses;
-    let mut pause = Duration::ZERO;
-    loop {
+    let mut backoff = Backoff::new(first, longest);
+    while !shutdown.is_cancelled() {
         let began = Instant::now();
-        let why = match one_daemon(settings, resource, limits, shutdown, &mut report).await {
-            Ok(()) => return,
-            Err(why) => Arc::new(why),
-        };
-        // Doubling, also where each one serves and dies soon after; one that lasted died of something new.
-        pause = if began.elapsed() >= longest { first } else { (pause * 2).clamp(first, longest) };
-        report(Occurrence::Failed { why, again_in: pause });
-        if shutdown.run_until_cancelled(tokio::time::sleep(pause)).await.is_none() {
-            report(Occurrence::Ended(None));
-            return;
+        if let Err(why) = one_daemon(settings, resource, limits, shutdown, &mut report).await {
+            // Doubling also where each one serves and dies soon after.
+            let again_in = backoff.failed_after(began.elapsed());
+            report(DaemonEvent::Failed { why, again_in });
+            shutdown.run_until_cancelled(tokio::time::sleep(again_in)).await;
         }
     }
+    let own = |gpu: &GpuUuid| limits.gpus().any(|one| one == gpu);
+    report(DaemonEvent::Ended(set_back(settings, own).await.err()));
 }
 
 /// One daemon from its start to its end; `Ok` when that was by `shutdown`.
@@ -62,25 +63,26 @@ async fn one_daemon(
     resource: &ResourceName,
     limits: &Limits,
     shutdown: &CancellationToken,
-    report: &mut impl FnMut(Occurrence),
-) -> Result<(), StartError> {
+    report: &mut impl FnMut(DaemonEvent),
+) -> Result<(), MpsError> {
     let path = settings.layout.marker(resource);
-    let write = |source| StartError::Write { path: path.clone(), source };
-    Marker::clear(&path).map_err(write)?;
-    let Some(daemon) = shutdown.run_until_cancelled(Daemon::start(settings, resource, limits)).await else {
-        report(Occurrence::Ended(None));
-        return Ok(());
-    };
+    let cannot_write = |source| MpsError::Write { path: path.clone(), source };
+    Marker::clear(&path).map_err(cannot_write)?;
+    let control = Control::of(settings, resource, limits)?;
+    let pace = settings.pace;
+    let Some(ended) = shutdown.run_until_cancelled(end_predecessor(&control, pace.quit)).await else { return Ok(()) };
+    ended?;
+    // Not cancelled: an nvidia-smi that is killed may have set the mode, or be about to.
+    set_exclusive(settings, &limits.gpus().collect::<Vec<_>>()).await?;
+    let Some(daemon) = shutdown.run_until_cancelled(Daemon::start(control, limits, pace)).await else { return Ok(()) };
     let mut daemon = daemon?;
-    let marker = Marker::set(&path, limits).map_err(write)?;
-    report(Occurrence::Serving);
+    let marker = Marker::set(&path, limits).map_err(cannot_write)?;
+    report(DaemonEvent::Serving);
     let failed = shutdown.run_until_cancelled(daemon.watch()).await;
     drop(marker);
-    match failed {
-        Some(why) => Err(why),
-        None => {
-            report(Occurrence::Ended(daemon.end().await.err().map(Arc::new)));
-            Ok(())
-        }
+    if let Some(why) = failed {
+        return Err(why);
     }
+    daemon.end().await;
+    Ok(())
 }

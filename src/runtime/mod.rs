@@ -1,14 +1,14 @@
 //! `linkwise run`: builds everything, owns every task, turns effects into calls.
 //!
 //! A composition root. `node` holds the one loop that writes the snapshot, and the plugins; `driver`
-//! keeps the NVML child alive; `handover` keeps CDI specs and device nodes up to date; `config` reads the configuration
+//! keeps the NVML child alive; `cdi_sync` keeps CDI specs and device nodes up to date; `config` reads the configuration
 //! again; `mps` is a process of its own, `linkwise mps-control-daemon`; this file starts and ends them. A task that ends
 //! unexpectedly ends the process, with its cause.
 
+mod cdi_sync;
 mod clock;
 mod config;
 mod driver;
-mod handover;
 mod idle;
 mod keeper;
 mod kept;
@@ -82,9 +82,10 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let settings = loaded.settings;
     let admin = settings.admin_socket.value.as_deref().map(Local::bind).transpose()?;
     let seen = watch::Sender::default();
-    let (handover, upkeep) = handover::prepare(&settings, &args.host.sysfs, seen.subscribe())?;
+    let injection = cdi_sync::prepare(&settings, &args.host.sysfs, seen.subscribe())?;
     let kubelet = kubelet::Settings {
-        handover,
+        injection: injection.options,
+        host_devices: injection.host_devices,
         pod_resources_socket: Some(settings.pod_resources_socket.value.clone()),
         callers: Callers::and(settings.allowed_uids.value.iter().copied()),
         ..kubelet::Settings::new(settings.kubelet_socket.value.clone())
@@ -117,11 +118,11 @@ async fn serve(args: &RunArgs) -> Result<()> {
         idle: node.readiness().idle().clone(),
     };
     let shutdown = node.shutdown();
-    if let Some(upkeep) = upkeep {
-        node.hold_plugins_until(upkeep.ready(), upkeep.awaited());
+    if let Some(sync) = injection.sync {
+        node.hold_plugins_until(sync.ready(), sync.awaited());
         let (snapshot, readiness) = (node.snapshot(), node.readiness().clone());
         let metrics = node.metrics().register(CdiMetrics::register);
-        node.spawn("CDI sync", upkeep.run(snapshot, metrics, readiness, shutdown.clone()));
+        node.spawn("CDI sync", sync.run(snapshot, metrics, readiness, shutdown.clone()));
     } else {
         // The series is there, on every node.
         node.metrics().register(CdiMetrics::register);

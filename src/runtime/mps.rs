@@ -1,15 +1,17 @@
-//! `linkwise mps-control-daemon`: a supervised control daemon for each resource that is shared by MPS, and the end of them
-//! all. A process of its own, in a container with the privileges that MPS takes; the plugin has none.
+//! `linkwise mps-control-daemon`: a supervised control daemon for each resource that is shared by MPS, and the end of
+//! them all. A process of its own, in a container with the privileges that MPS takes; the plugin has none.
 //!
-//! It reads the plugin's configuration and sees the GPUs as the plugin does, and makes the same of them: an snapshot that
-//! offers nothing. `daemons` carries out what that wants; `plugin` is the other side, in `linkwise run`.
+//! It reads the plugin's configuration and observes the GPUs as the plugin does, and makes the same state of them,
+//! which it offers to no kubelet. `daemons` serves what follows from that; `init` is the container's first process;
+//! `plugin` is the other side, in `linkwise run`.
 
 mod daemons;
+mod init;
 mod plugin;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
-use std::path::PathBuf;
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,7 +28,8 @@ use super::idle::Idle;
 use super::operator::Release;
 use crate::config::settings::load;
 use crate::config::{ConfigMetrics, Environment, MpsCommand, MpsControlDaemonArgs};
-use crate::mps::{Layout, LayoutError, Limits, Pace, Programs, Settings, Shm, mount_shm};
+use crate::mps::{Layout, LayoutError, Limits, Pace, Programs, Settings, mount_shm};
+use crate::once::Once;
 use crate::state::{Effect, Event, NodeState, ResourceName};
 use daemons::Daemons;
 
@@ -44,23 +47,26 @@ const PACE: Pace = Pace {
 /// Events that may wait.
 const EVENTS: usize = 256;
 
-/// Runs the control daemons until told to end.
-pub fn mps_control_daemon(args: &MpsControlDaemonArgs) -> Result<()> {
+/// Runs the control daemons until told to end; as the first process of a container, in a child process.
+pub fn mps_control_daemon(args: &MpsControlDaemonArgs) -> Result<ExitCode> {
+    if args.command.is_none() && (args.init || init::is_first_process()) {
+        return super::block_on(init::run());
+    }
     let _log = super::log_to_stderr(&args.log.log, args.log.log_format)?;
     super::block_on(async {
         match args.command {
             None => serve(args).await,
             Some(MpsCommand::MountShm) => {
                 let layout = Layout::new(&args.root.container_root);
-                let path = layout.shm();
-                match mount_shm(&layout).await? {
-                    Shm::Mounted => tracing::info!(path = %path.display(), "shared memory mounted"),
-                    Shm::Kept => tracing::info!(path = %path.display(), "shared memory is mounted already, and stays"),
-                }
+                let (path, mounted) = (layout.shm(), mount_shm(&layout).await?);
+                let what =
+                    if mounted { "shared memory mounted" } else { "shared memory is mounted already, and stays" };
+                tracing::info!(path = %path.display(), "{what}");
                 Ok(())
             }
         }
-    })
+    })?;
+    Ok(ExitCode::SUCCESS)
 }
 
 /// What the resources of this node that are shared by MPS call for: the same for the plugin and for the daemons.
@@ -70,7 +76,6 @@ fn wanted(layout: &Layout, snapshot: &NodeState) -> BTreeMap<ResourceName, Resul
 }
 
 async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
-    // First of all: a container's first process does not even die of a signal that it does not listen for.
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
     let hangup = signal(SignalKind::hangup()).context("cannot listen for SIGHUP")?;
@@ -80,8 +85,7 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     let layout = Layout::new(&args.root.container_root);
     let _lock = lock(&layout)?;
     let (events, mut happened) = mpsc::channel(EVENTS);
-    // Nobody reads these here: what is counted goes with the process.
-    // Counted, and served nowhere.
+    // No port serves these here.
     let metrics = Arc::new(DriverMetrics::default());
     let config_metrics = ConfigMetrics::default();
     let shutdown = CancellationToken::new();
@@ -90,7 +94,7 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     let release = Release::new(Arc::clone(&metrics));
     let driver = super::driver_of(&args.nvml, &args.host, &loaded.settings, events.clone(), (&metrics, idle, release));
     let planned = Event::Planned(Box::new(loaded.settings.plan()));
-    events.send(planned).await.context("nobody takes events")?;
+    events.send(planned).await.context("no task takes events")?;
     tasks.spawn(named("NVML driver", driver.run(shutdown.clone())));
     let (flags, settings) = (args.flags.clone(), loaded.settings);
     let reloader = config::Reloader { flags, environment, settings, metrics: config_metrics, events };
@@ -98,16 +102,17 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
 
     let programs = Programs { control: "nvidia-cuda-mps-control".into(), smi: "nvidia-smi".into() };
     let mut daemons = Daemons::new(Settings { layout: layout.clone(), programs, pace: PACE });
-    let mut sight =
-        Sight { state: NodeState::default(), clock: Clock::start(), refused: BTreeSet::new(), told_idle: false };
+    let mut demand = Demand::new();
     let ended = loop {
         tokio::select! {
-            Some(event) = happened.recv() => daemons.want(sight.apply(event, &layout)),
+            Some(event) = happened.recv() => if let Some(wanted) = demand.apply(event, &layout) {
+                daemons.want(wanted).await;
+            },
             ended = daemons.next() => if let Err(error) = ended { break Err(error) },
             Some(task) = tasks.join_next() => match task {
                 Ok((name, Ok(()))) => break Err(anyhow!("the task '{name}' ended")),
                 Ok((name, Err(error))) => break Err(error.context(format!("the task '{name}' failed"))),
-                Err(error) => break Err(error).context("a task broke off"),
+                Err(error) => break Err(error).context("a task panicked"),
             },
             _ = terminate.recv() => { tracing::info!(signal = "SIGTERM", "ending"); break Ok(()) }
             _ = interrupt.recv() => { tracing::info!(signal = "SIGINT", "ending"); break Ok(()) }
@@ -123,18 +128,25 @@ async fn named(name: &'static str, task: impl Future<Output = Result<()>>) -> (&
     (name, task.await)
 }
 
-/// What is seen of the node, and what people were told of it.
-struct Sight {
+/// The state of the node, and what follows from it for the daemons.
+struct Demand {
     state: NodeState,
     clock: Clock,
-    refused: BTreeSet<String>,
-    told_idle: bool,
+    observed: bool,
+    refused: Once<LayoutError>,
+    idle: Once<()>,
 }
 
-impl Sight {
-    /// What happened, and what is to be served now.
-    fn apply(&mut self, event: Event, layout: &Layout) -> BTreeMap<ResourceName, Limits> {
-        let looked = matches!(event, Event::Observed(_));
+impl Demand {
+    fn new() -> Self {
+        let (state, clock) = (NodeState::default(), Clock::start());
+        Self { state, clock, observed: false, refused: Once::new(), idle: Once::new() }
+    }
+
+    /// Applies an event. Returns which resources are to be served now, with their limits; `None` before the GPUs were
+    /// seen.
+    fn apply(&mut self, event: Event, layout: &Layout) -> Option<BTreeMap<ResourceName, Limits>> {
+        self.observed |= matches!(event, Event::Observed(_));
         let (state, effects) = std::mem::take(&mut self.state).apply(event, self.clock.now());
         self.state = state;
         for effect in effects {
@@ -142,19 +154,21 @@ impl Sight {
                 tracing::warn!("{problem}");
             }
         }
-        let mut servable = BTreeMap::new();
+        let (mut served, mut refused) = (BTreeMap::new(), Vec::new());
         for (resource, limits) in wanted(layout, &self.state) {
             match limits {
-                Ok(limits) => drop(servable.insert(resource, limits)),
-                Err(error) if self.refused.insert(error.to_string()) => tracing::error!("{error}"),
-                Err(_) => {}
+                Ok(limits) => drop(served.insert(resource, limits)),
+                Err(error) => refused.push(error),
             }
         }
-        if looked && servable.is_empty() && !self.told_idle {
-            tracing::info!("no resource of this node is shared by MPS: nothing to do but to wait");
+        for error in self.refused.replace(refused) {
+            tracing::error!("{error}");
         }
-        self.told_idle = servable.is_empty() && (looked || self.told_idle);
-        servable
+        let is_idle = self.observed && served.is_empty();
+        if !self.idle.replace(is_idle.then_some(())).is_empty() {
+            tracing::info!("no resource of this node is shared by MPS, waiting");
+        }
+        self.observed.then_some(served)
     }
 }
 
@@ -166,7 +180,7 @@ fn lock(layout: &Layout) -> Result<File> {
         "no folder {}: mount the host's MPS root there, or name it by --mps-container-root",
         root.display()
     );
-    let path: PathBuf = layout.lock();
+    let path = layout.lock();
     let open = fs::OpenOptions::new().create(true).append(true).open(&path);
     let file = open.with_context(|| format!("cannot write to the MPS root: {}", path.display()))?;
     match file.try_lock() {

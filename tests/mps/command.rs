@@ -1,26 +1,26 @@
 //! `linkwise mps-control-daemon` as a real process.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Output, Stdio};
 
-use linkwise::mps::{Limits, Marker, Readiness, look};
+use linkwise::mps::{Limits, Marker, readiness};
 use linkwise::state::{MpsGpu, MpsShare, ResourceName};
 use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::process::{Child, ChildStderr, Command};
 use tokio::time::timeout;
 
-use crate::node::{LIMIT, Node, kill, runs, until, waiting};
+use crate::node::{LIMIT, Node, kill, pid_in, runs, until, waiting};
 
 /// A built-in machine of 8 GPUs of 80 GiB.
 const MACHINE: &str = "dgx-h100";
 
-/// GPUs in so many replicas, in the NVIDIA plugin's words.
+/// A configuration of the NVIDIA plugin's form.
 fn sharing(name: &str, replicas: u32) -> String {
     format!("version: v1\nsharing:\n  mps:\n    resources:\n    - name: {name}\n      replicas: {replicas}\n")
 }
 
-/// Writes the configuration whole: nobody reads half of it.
+/// Replaces the configuration in one step.
 fn configure(node: &Node, text: &str) -> PathBuf {
     let (file, new) = (node.layout().root().join("config.yaml"), node.layout().root().join("config.new"));
     fs::write(&new, text).unwrap();
@@ -52,14 +52,19 @@ impl Daemon {
     }
 
     fn with(node: &Node, config: &str) -> Self {
+        Self::with_args(node, config, &[])
+    }
+
+    fn with_args(node: &Node, config: &str, args: &[&str]) -> Self {
         let file = configure(node, config);
-        let mut child = command(node, &["--config-file", file.to_str().unwrap()]).spawn().unwrap();
+        let args = [args, &["--config-file", file.to_str().unwrap()]].concat();
+        let mut child = command(node, &args).spawn().unwrap();
         let log = BufReader::new(child.stderr.take().unwrap()).lines();
         Self { child, log }
     }
 
     /// Waits for a line of the log.
-    async fn says(&mut self, words: &str) -> String {
+    async fn logged(&mut self, words: &str) -> String {
         let wait = async {
             loop {
                 let line = self.log.next_line().await.unwrap().expect("the log ended");
@@ -68,7 +73,7 @@ impl Daemon {
                 }
             }
         };
-        timeout(LIMIT, wait).await.unwrap_or_else(|_| panic!("it does not say '{words}'"))
+        timeout(LIMIT, wait).await.unwrap_or_else(|_| panic!("no log line '{words}'"))
     }
 
     fn signal(&self, signal: &str) {
@@ -85,7 +90,7 @@ async fn refused(node: &Node, args: &[&str]) -> String {
     said
 }
 
-/// What the plugin calls for on the same machine.
+/// The limits that the plugin expects on the same machine.
 fn wanted(replicas: u32) -> Limits {
     let gpus = linkwise::machines::load(MACHINE).unwrap().observed.gpus.into_iter();
     let gpus = gpus.map(|gpu| MpsGpu { uuid: gpu.uuid, index: gpu.index, memory_mib: gpu.memory_mib }).collect();
@@ -93,99 +98,174 @@ fn wanted(replicas: u32) -> Limits {
 }
 
 #[tokio::test]
-async fn sigterm_ends_it_in_order() {
+async fn sigterm_ends_daemons_in_order() {
     let (node, gpu) = (Node::new(), ResourceName::gpu());
     let mut daemon = Daemon::start(&node);
-    let line = daemon.says("its limits hold").await;
+    let line = daemon.logged("limits confirmed").await;
     assert!(line.contains("resource=nvidia.com/gpu") && line.contains("threads=10"), "{line}");
-    assert_eq!(look(node.layout(), &gpu, &wanted(10)), Readiness::Ready);
+    assert_eq!(readiness(node.layout(), &gpu, &wanted(10)), Ok(()));
     assert_eq!(node.kept(&gpu, "memory-7"), (wanted(10).memory[7].mib.unwrap()).to_string());
     let pid = node.pid(&gpu);
     daemon.signal("-TERM");
-    daemon.says("the MPS daemon ended").await;
+    daemon.logged("MPS daemon ended").await;
     assert!(timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap().success());
     assert!(!runs(pid));
-    assert!(waiting(&look(node.layout(), &gpu, &wanted(10))).contains("does not serve"));
+    assert!(waiting(readiness(node.layout(), &gpu, &wanted(10))).contains("does not serve"));
 }
 
 #[tokio::test]
-async fn other_replicas_are_other_limits_and_the_same_ones_end_nothing() {
+async fn only_changed_limits_restart_a_daemon() {
     let (node, gpu) = (Node::new(), ResourceName::gpu());
     let mut daemon = Daemon::start(&node);
-    daemon.says("its limits hold").await;
+    daemon.logged("limits confirmed").await;
     let before = node.pid(&gpu);
     daemon.signal("-HUP");
-    daemon.says("nothing in it is another").await;
-    // Of no matter for MPS.
+    daemon.logged("nothing in it is another").await;
+    // A change that MPS does not depend on.
     configure(&node, &(sharing("nvidia.com/gpu", 10) + "linkwise: {numaHints: off}\n"));
-    daemon.says("configuration applied").await;
-    assert_eq!((node.pid(&gpu), look(node.layout(), &gpu, &wanted(10))), (before, Readiness::Ready));
+    daemon.logged("configuration applied").await;
+    assert_eq!((node.pid(&gpu), readiness(node.layout(), &gpu, &wanted(10))), (before, Ok(())));
     configure(&node, &sharing("nvidia.com/gpu", 4));
-    daemon.says("the MPS daemon ended").await;
-    let line = daemon.says("its limits hold").await;
+    daemon.logged("MPS daemon ended").await;
+    let line = daemon.logged("limits confirmed").await;
     assert!(line.contains("threads=25"), "{line}");
     assert_ne!(node.pid(&gpu), before);
-    assert_eq!(look(node.layout(), &gpu, &wanted(4)), Readiness::Ready);
-    assert!(waiting(&look(node.layout(), &gpu, &wanted(10))).contains("other limits"));
+    assert_eq!(readiness(node.layout(), &gpu, &wanted(4)), Ok(()));
+    assert!(waiting(readiness(node.layout(), &gpu, &wanted(10))).contains("other limits"));
     // A file that is wrong changes nothing; one that shares nothing ends the daemon.
     let serving = node.pid(&gpu);
     configure(&node, &sharing("nvidia.com/gpu", 1));
-    daemon.says("the configuration is refused").await;
+    daemon.logged("the configuration is refused").await;
     assert!(runs(serving));
     configure(&node, "version: v1\n");
-    daemon.says("the MPS daemon ended").await;
+    daemon.logged("MPS daemon ended").await;
     until(|| !runs(serving)).await;
 }
 
 #[tokio::test]
-async fn what_a_killed_daemon_left_behind_is_nobodys_word() {
+async fn marker_of_a_killed_daemon_is_stale() {
     let (node, gpu) = (Node::new(), ResourceName::gpu());
     let mut daemon = Daemon::start(&node);
-    daemon.says("its limits hold").await;
+    daemon.logged("limits confirmed").await;
     let orphan = node.pid(&gpu);
     let text = fs::read_to_string(node.layout().marker(&gpu)).unwrap();
     kill(daemon.child.id().unwrap());
     timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap();
     assert_eq!(fs::read_to_string(node.layout().marker(&gpu)).unwrap(), text);
-    assert!(waiting(&look(node.layout(), &gpu, &wanted(10))).contains("is gone and left"));
+    assert!(waiting(readiness(node.layout(), &gpu, &wanted(10))).contains("is gone and left"));
     // The control daemon lives on, where its process group was not ended with the container, and gives way.
     assert!(runs(orphan));
     let mut next = Daemon::start(&node);
-    next.says("its limits hold").await;
+    next.logged("limits confirmed").await;
     until(|| !runs(orphan)).await;
-    assert_eq!(look(node.layout(), &gpu, &wanted(10)), Readiness::Ready);
+    assert_eq!(readiness(node.layout(), &gpu, &wanted(10)), Ok(()));
     next.signal("-TERM");
     timeout(LIMIT, next.child.wait()).await.unwrap().unwrap();
 }
 
-#[tokio::test]
-async fn a_second_daemon_on_a_root_is_refused_and_disturbs_nothing() {
-    let (node, gpu) = (Node::new(), ResourceName::gpu());
-    let mut daemon = Daemon::start(&node);
-    daemon.says("its limits hold").await;
-    let said = refused(&node, &[]).await;
-    assert!(said.contains("another linkwise mps-control-daemon serves"), "{said}");
-    assert_eq!(look(node.layout(), &gpu, &wanted(10)), Readiness::Ready);
+/// The GPUs of the machine.
+fn gpus() -> Vec<String> {
+    let mut gpus: Vec<String> = wanted(1).gpus().map(ToString::to_string).collect();
+    gpus.sort_unstable();
+    gpus
 }
 
 #[tokio::test]
-async fn what_mps_cannot_do_is_named() {
+async fn mps_removed_while_failing_restores_compute_mode() {
+    let node = Node::new();
+    node.misbehave("refuse-memory");
+    let mut daemon = Daemon::start(&node);
+    daemon.logged("MPS daemon failed").await;
+    assert_eq!(node.exclusive(), gpus());
+    configure(&node, "version: v1\n");
+    daemon.logged("MPS daemon ended").await;
+    assert_eq!((node.modes("DEFAULT"), node.exclusive()), (gpus(), vec![]));
+}
+
+#[tokio::test]
+async fn mps_removed_after_a_kill_restores_compute_mode() {
+    let node = Node::new();
+    let mut daemon = Daemon::start(&node);
+    daemon.logged("limits confirmed").await;
+    kill(daemon.child.id().unwrap());
+    timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap();
+    assert_eq!((node.modes("DEFAULT"), node.exclusive()), (vec![], gpus()));
+    // GPUs that are still shared stay exclusive.
+    let mut daemon = Daemon::start(&node);
+    daemon.logged("limits confirmed").await;
+    assert_eq!((node.modes("DEFAULT"), node.exclusive()), (vec![], gpus()));
+    kill(daemon.child.id().unwrap());
+    timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap();
+    let mut daemon = Daemon::with(&node, "version: v1\n");
+    daemon.logged("no resource of this node is shared by MPS").await;
+    until(|| node.exclusive().is_empty()).await;
+    assert_eq!(node.modes("DEFAULT"), gpus());
+}
+
+/// The children of a process, zombies included.
+fn children(parent: u32) -> Vec<String> {
+    let tasks = fs::read_dir(format!("/proc/{parent}/task")).unwrap().flatten();
+    let lists = tasks.map(|task| fs::read_to_string(task.path().join("children")).unwrap_or_default());
+    lists.flat_map(|list| list.split_whitespace().map(str::to_owned).collect::<Vec<_>>()).collect()
+}
+
+#[tokio::test]
+async fn first_process_reaps_orphaned_mps_servers() {
+    let (node, gpu) = (Node::new(), ResourceName::gpu());
+    let mut daemon = Daemon::with_args(&node, &sharing("nvidia.com/gpu", 10), &["--init"]);
+    let init = daemon.child.id().unwrap();
+    for _ in 0..2 {
+        daemon.logged("limits confirmed").await;
+        let server = pid_in(&node.layout().pipe(&gpu).join("state/server"));
+        kill(node.pid(&gpu));
+        daemon.logged("MPS daemon failed").await;
+        // The server lost its parent, was killed with its group, and left no zombie.
+        until(|| !Path::new(&format!("/proc/{server}")).exists()).await;
+    }
+    until(|| children(init).len() == 1).await;
+    daemon.logged("limits confirmed").await;
+    let control = node.pid(&gpu);
+    daemon.signal("-TERM");
+    daemon.logged("MPS daemon ended").await;
+    assert!(timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap().success());
+    assert!(!runs(control));
+}
+
+#[tokio::test]
+async fn first_process_ends_with_its_childs_exit_code() {
+    let node = Node::new();
+    let error = refused(&node, &["--init", "--config-file", "/nowhere"]).await;
+    assert_eq!(error.matches("/nowhere").count(), 1, "reported once: {error}");
+}
+
+#[tokio::test]
+async fn second_process_on_an_mps_root_is_refused() {
+    let (node, gpu) = (Node::new(), ResourceName::gpu());
+    let mut daemon = Daemon::start(&node);
+    daemon.logged("limits confirmed").await;
+    let said = refused(&node, &[]).await;
+    assert!(said.contains("another linkwise mps-control-daemon serves"), "{said}");
+    assert_eq!(readiness(node.layout(), &gpu, &wanted(10)), Ok(()));
+}
+
+#[tokio::test]
+async fn unsupported_sharing_is_named() {
     let node = Node::new();
     let mut daemon = Daemon::with(&node, &sharing("nvidia.com/gpu", 49));
-    let line = daemon.says("49 replicas").await;
+    let line = daemon.logged("49 replicas").await;
     assert!(line.contains("the MPS server of GPU 0000:1b:00.0 takes 48 clients at most"), "{line}");
-    daemon.says("nothing to do but to wait").await;
+    daemon.logged("no resource of this node is shared by MPS, waiting").await;
     let long = ["a".repeat(60), "b".repeat(40)].join(".");
     let naming = format!(
         "linkwise: {{naming: true}}\nresources:\n  gpus: [{{pattern: '*', name: {long}/gpu}}]\n{}",
         sharing(&format!("{long}/gpu"), 2)
     );
     configure(&node, &naming);
-    daemon.says("longer than a socket's path may be").await;
+    daemon.logged("longer than a socket's path may be").await;
 }
 
 #[tokio::test]
-async fn it_does_not_start_where_it_could_not_work() {
+async fn start_without_a_usable_root_fails() {
     let node = Node::new();
     let file = configure(&node, &sharing("nvidia.com/gpu", 1));
     let said = refused(&node, &["--config-file", file.to_str().unwrap()]).await;
@@ -200,9 +280,8 @@ async fn it_does_not_start_where_it_could_not_work() {
     }
 }
 
-/// The marker that stands for a resource is whole at every moment; its folder may not be.
 #[test]
-fn a_marker_without_a_folder_is_an_error() {
+fn marker_without_a_folder_is_an_error() {
     let node = Node::new();
     let path = node.layout().marker(&ResourceName::gpu());
     assert!(Marker::set(&path, &wanted(10)).is_err() && Marker::clear(&path).is_ok());

@@ -1,4 +1,4 @@
-//! GPUs shared by MPS: our supervisor and the plugin's eye on one side, a nvidia-cuda-mps-control of our own on the other.
+//! GPUs shared by MPS: our supervisor and the plugin's side, with a nvidia-cuda-mps-control of our own as the driver's.
 //! Every wait is for a state; the limits are there so that a failure ends.
 
 #![allow(

@@ -1,4 +1,4 @@
-//! What the tests stand on: an MPS root, the driver's two programs, a supervised resource. Knows no test.
+//! What the tests share: an MPS root, the driver's two programs, a supervised resource.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
-use linkwise::mps::{Layout, Limits, Occurrence, Pace, Programs, Readiness, Settings, look, supervise};
+use linkwise::mps::{DaemonEvent, Layout, Limits, NotReady, Pace, Programs, Settings, readiness, supervise};
 use linkwise::state::{MpsGpu, MpsShare, ResourceName};
 use tempfile::TempDir;
 use tokio::sync::mpsc;
@@ -17,8 +17,8 @@ use tokio_util::sync::CancellationToken;
 /// After this long, what should have happened will not.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// How often something is looked at that cannot tell by itself.
-const LOOK_AGAIN: Duration = Duration::from_millis(10);
+/// How often a state without an event is polled.
+const POLL: Duration = Duration::from_millis(10);
 
 /// A node with the driver's programs and an MPS root.
 pub struct Node {
@@ -39,7 +39,7 @@ impl Node {
         let settings = Settings {
             layout: Layout::new(folder.path().join("root")),
             programs: Programs { control: bin.join("nvidia-cuda-mps-control"), smi: bin.join("nvidia-smi") },
-            // Long where nothing is to go wrong: another test may have the processors.
+            // Long where no test expects a timeout: other tests may have the processors.
             pace: Pace {
                 answer: LIMIT,
                 start: LIMIT,
@@ -68,7 +68,24 @@ impl Node {
         fs::remove_file(self.bin().join(how)).unwrap();
     }
 
-    /// What one of the programs noted.
+    /// The GPUs, sorted, that nvidia-smi was called to set to this compute mode.
+    pub fn modes(&self, mode: &str) -> Vec<String> {
+        let mut gpus: Vec<String> = self.noted("modes");
+        gpus.retain(|call| call.ends_with(&format!(" -c {mode}")));
+        gpus.iter_mut().for_each(|call| *call = call.split(' ').nth(1).unwrap().to_owned());
+        gpus.sort_unstable();
+        gpus
+    }
+
+    /// The GPUs on record as set to EXCLUSIVE_PROCESS by us.
+    pub fn exclusive(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.layout().exclusive()).into_iter().flatten();
+        let mut names: Vec<String> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort_unstable();
+        names
+    }
+
+    /// The lines that one of the programs noted.
     pub fn noted(&self, what: &str) -> Vec<String> {
         let text = fs::read_to_string(self.bin().join(what)).unwrap_or_default();
         text.lines().map(|line| line.trim().to_owned()).collect()
@@ -88,18 +105,19 @@ impl Node {
     pub fn supervise(&self, (name, share): (&str, MpsShare)) -> Supervised {
         let (settings, name) = (self.settings.clone(), name.parse::<ResourceName>().unwrap());
         let (limits, shutdown) = (Limits::of(&share), CancellationToken::new());
-        let (tell, told) = mpsc::channel(1000);
+        let (sender, events) = mpsc::channel(1000);
         let layout = settings.layout.clone();
         let task = tokio::spawn({
             let (name, limits, shutdown) = (name.clone(), limits.clone(), shutdown.clone());
-            async move { supervise(&settings, &name, &limits, &shutdown, |what| tell.try_send(what).unwrap()).await }
+            let report = move |event| sender.try_send(event).unwrap();
+            async move { supervise(&settings, &name, &limits, &shutdown, report).await }
         });
-        Supervised { layout, name, limits, shutdown, told, task }
+        Supervised { layout, name, limits, shutdown, events, task }
     }
 }
 
 impl Drop for Node {
-    /// Ends the control daemons whose supervisor was killed: nobody else does.
+    /// Ends the control daemons whose supervisor was killed.
     fn drop(&mut self) {
         let Ok(domains) = fs::read_dir(self.layout().root()) else { return };
         let resources = domains.flatten().filter_map(|domain| fs::read_dir(domain.path()).ok()).flatten().flatten();
@@ -118,43 +136,43 @@ pub struct Supervised {
     pub name: ResourceName,
     pub limits: Limits,
     shutdown: CancellationToken,
-    told: mpsc::Receiver<Occurrence>,
+    events: mpsc::Receiver<DaemonEvent>,
     task: JoinHandle<()>,
 }
 
 impl Supervised {
-    pub async fn next(&mut self) -> Occurrence {
-        timeout(LIMIT, self.told.recv()).await.expect("nothing happens").expect("the supervisor ended")
+    pub async fn next(&mut self) -> DaemonEvent {
+        timeout(LIMIT, self.events.recv()).await.expect("nothing happens").expect("the supervisor ended")
     }
 
     pub async fn serving(&mut self) {
-        while !matches!(self.next().await, Occurrence::Serving) {}
+        while !matches!(self.next().await, DaemonEvent::Serving) {}
     }
 
     /// The cause of the next failure, its sources included.
     pub async fn failure(&mut self) -> String {
         loop {
-            if let Occurrence::Failed { why, .. } = self.next().await {
-                return words(&*why);
+            if let DaemonEvent::Failed { why, .. } = self.next().await {
+                return words(&why);
             }
         }
     }
 
     /// The plugin's view.
-    pub fn readiness(&self) -> Readiness {
-        look(&self.layout, &self.name, &self.limits)
+    pub fn readiness(&self) -> Result<(), NotReady> {
+        readiness(&self.layout, &self.name, &self.limits)
     }
 
-    /// Ends it in order; gives what could not be put back.
+    /// Ends it in order; returns why a compute mode is not set back.
     pub async fn end(mut self) -> Option<String> {
         self.shutdown.cancel();
         timeout(LIMIT, self.task).await.expect("it does not end").unwrap();
         let mut last = None;
-        while let Some(what) = self.told.recv().await {
-            last = Some(what);
+        while let Some(event) = self.events.recv().await {
+            last = Some(event);
         }
         match last {
-            Some(Occurrence::Ended(why)) => why.map(|why| words(&*why)),
+            Some(DaemonEvent::Ended(why)) => why.map(|why| words(&why)),
             other => panic!("{other:?}"),
         }
     }
@@ -170,18 +188,16 @@ pub fn shared(name: &str, gpus: impl IntoIterator<Item = u32>, replicas: u32) ->
     (name, MpsShare { replicas, gpus: gpus.into_iter().map(gpu).collect(), whole_node: true })
 }
 
-pub fn waiting(readiness: &Readiness) -> &str {
-    match readiness {
-        Readiness::Waiting { why } => why,
-        Readiness::Ready => panic!("ready"),
-    }
+/// Why a resource is not ready.
+pub fn waiting(readiness: Result<(), NotReady>) -> String {
+    readiness.unwrap_err().to_string()
 }
 
 pub fn pid_in(path: &Path) -> u32 {
     fs::read_to_string(path).unwrap().trim().parse().unwrap()
 }
 
-/// Whether a process runs; one that has ended and that nobody has waited for does not.
+/// Whether a process runs; a zombie does not.
 pub fn runs(pid: u32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     status.lines().any(|line| line.starts_with("State:") && !line.contains('Z'))
@@ -192,12 +208,12 @@ pub fn kill(pid: u32) {
     assert!(status.success());
 }
 
-/// Waits for what cannot tell by itself.
+/// Waits for a state without an event.
 pub async fn until(mut holds: impl FnMut() -> bool) {
     let wait = async {
         while !holds() {
-            tokio::time::sleep(LOOK_AGAIN).await;
+            tokio::time::sleep(POLL).await;
         }
     };
-    timeout(LIMIT, wait).await.expect("it does not come about");
+    timeout(LIMIT, wait).await.expect("the state does not come");
 }

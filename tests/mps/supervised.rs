@@ -3,18 +3,19 @@
 use std::fs;
 use std::time::Duration;
 
-use linkwise::mps::{Limits, Marker, Readiness, look};
+use linkwise::mps::{Limits, Marker, readiness, set_back, set_exclusive};
 use linkwise::state::{MpsShare, ResourceName};
+use linkwise::topology::GpuUuid;
 
 use crate::node::{Node, kill, pid_in, runs, shared, until, waiting};
 
 #[tokio::test]
-async fn a_daemon_serves_once_its_limits_hold_and_ends_in_order() {
+async fn daemon_serves_once_limits_hold_and_ends_in_order() {
     let node = Node::new();
     let mut gpu = node.supervise(shared("nvidia.com/gpu", [0, 1], 3));
-    assert!(waiting(&gpu.readiness()).contains("does not serve"));
+    assert!(waiting(gpu.readiness()).contains("does not serve"));
     gpu.serving().await;
-    assert_eq!(gpu.readiness(), Readiness::Ready);
+    assert_eq!(gpu.readiness(), Ok(()));
     assert_eq!(node.kept(&gpu.name, "threads"), "33.0");
     assert_eq!((node.kept(&gpu.name, "memory-0"), node.kept(&gpu.name, "memory-1")), ("13653".into(), "13653".into()));
     let pipe = node.layout().pipe(&gpu.name);
@@ -22,42 +23,40 @@ async fn a_daemon_serves_once_its_limits_hold_and_ends_in_order() {
     assert!(told.contains(&format!("CUDA_MPS_PIPE_DIRECTORY={}", pipe.display())), "{told}");
     assert!(told.contains("/nvidia.com/gpu/log") && told.contains("CUDA_DEVICE_ORDER=PCI_BUS_ID"), "{told}");
     assert!(!told.contains("CUDA_VISIBLE_DEVICES"), "{told}");
-    let mut modes = node.noted("modes");
-    modes.sort_unstable();
-    assert_eq!(modes, ["-i GPU-0 -c EXCLUSIVE_PROCESS", "-i GPU-1 -c EXCLUSIVE_PROCESS"]);
+    assert_eq!(node.modes("EXCLUSIVE_PROCESS"), ["GPU-0", "GPU-1"]);
 
     let (name, limits, pid) = (gpu.name.clone(), gpu.limits.clone(), node.pid(&gpu.name));
     assert_eq!(gpu.end().await, None);
     assert!(!runs(pid));
     assert!(node.noted("asked").contains(&"quit -t 1".to_owned()));
-    assert!(waiting(&look(node.layout(), &name, &limits)).contains("does not serve"));
-    assert_eq!(node.noted("modes").iter().filter(|mode| mode.ends_with("-c DEFAULT")).count(), 2);
+    assert!(waiting(readiness(node.layout(), &name, &limits)).contains("does not serve"));
+    assert_eq!(node.modes("DEFAULT"), ["GPU-0", "GPU-1"]);
     assert!(pipe.is_dir(), "containers that run have the folder mounted");
 }
 
 #[tokio::test]
-async fn a_daemon_that_dies_is_withdrawn_and_started_again() {
+async fn dead_daemon_is_withdrawn_and_restarted() {
     let node = Node::new();
     let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
     gpu.serving().await;
     let (died, server) = (node.pid(&gpu.name), pid_in(&node.layout().pipe(&gpu.name).join("state/server")));
-    // What is started next is to be seen not to serve yet.
+    // The next daemon has to fail before it serves.
     node.misbehave("refuse-start");
     kill(died);
     assert_eq!(gpu.failure().await, "nvidia-cuda-mps-control ended: signal: 9 (SIGKILL)");
-    assert!(waiting(&gpu.readiness()).contains("does not serve"));
+    assert!(waiting(gpu.readiness()).contains("does not serve"));
     until(|| !runs(server)).await;
     while gpu.failure().await != "nvidia-cuda-mps-control ended: exit status: 3" {}
     node.behave("refuse-start");
     gpu.serving().await;
-    assert_eq!(gpu.readiness(), Readiness::Ready);
+    assert_eq!(gpu.readiness(), Ok(()));
     assert_ne!(node.pid(&gpu.name), died);
     assert_eq!(node.kept(&gpu.name, "memory-0"), "20480", "the limits are set anew");
     gpu.end().await;
 }
 
 #[tokio::test]
-async fn a_daemon_that_hangs_is_withdrawn_and_replaced() {
+async fn hung_daemon_is_withdrawn_and_replaced() {
     let mut node = Node::new();
     node.settings.pace.answer = Duration::from_millis(500);
     let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
@@ -65,17 +64,16 @@ async fn a_daemon_that_hangs_is_withdrawn_and_replaced() {
     let hung = node.pid(&gpu.name);
     node.misbehave("hang");
     while !gpu.failure().await.contains("'get_default_active_thread_percentage': no answer") {}
-    assert!(waiting(&gpu.readiness()).contains("does not serve"));
+    assert!(waiting(gpu.readiness()).contains("does not serve"));
     until(|| !runs(hung)).await;
     node.behave("hang");
     gpu.serving().await;
-    assert_eq!(gpu.readiness(), Readiness::Ready);
+    assert_eq!(gpu.readiness(), Ok(()));
     gpu.end().await;
 }
 
-/// What keeps a daemon from serving, by name.
 #[tokio::test]
-async fn a_daemon_whose_limits_do_not_hold_never_serves() {
+async fn daemon_without_its_limits_never_serves() {
     for (how, why) in [
         ("refuse-memory", "'get_default_device_pinned_mem_limit 0' answered '0M', not 20480M: the limit does not hold"),
         (
@@ -93,7 +91,7 @@ async fn a_daemon_whose_limits_do_not_hold_never_serves() {
         let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
         let failure = gpu.failure().await;
         assert!(failure.ends_with(why), "{how}: {failure}");
-        assert!(waiting(&gpu.readiness()).contains("does not serve"));
+        assert!(waiting(gpu.readiness()).contains("does not serve"));
         node.behave(how);
         gpu.serving().await;
         gpu.end().await;
@@ -101,17 +99,17 @@ async fn a_daemon_whose_limits_do_not_hold_never_serves() {
 }
 
 #[tokio::test]
-async fn a_driver_without_mps_is_named() {
+async fn missing_mps_program_is_named() {
     let mut node = Node::new();
     node.settings.programs.control = node.bin().join("missing");
     let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
     let failure = gpu.failure().await;
-    assert!(failure.contains("cannot start") && failure.contains("missing: No such file"), "{failure}");
+    assert!(failure.contains("cannot run missing: No such file"), "{failure}");
     gpu.end().await;
 }
 
 #[tokio::test]
-async fn resources_have_daemons_of_their_own() {
+async fn each_resource_has_its_own_daemon() {
     let node = Node::new();
     let some = |name, index, replicas| (name, MpsShare { whole_node: false, ..shared(name, [index], replicas).1 });
     let mut small = node.supervise(some("nvidia.com/gpu.small", 2, 10));
@@ -125,14 +123,14 @@ async fn resources_have_daemons_of_their_own() {
     kill(node.pid(&small.name));
     small.failure().await;
     small.serving().await;
-    assert_eq!((large.readiness(), node.pid(&large.name)), (Readiness::Ready, untouched));
+    assert_eq!((large.readiness(), node.pid(&large.name)), (Ok(()), untouched));
     large.end().await;
-    assert_eq!(small.readiness(), Readiness::Ready);
+    assert_eq!(small.readiness(), Ok(()));
     small.end().await;
 }
 
 #[tokio::test]
-async fn a_daemon_that_does_not_quit_is_killed() {
+async fn daemon_that_does_not_quit_is_killed() {
     let mut node = Node::new();
     node.settings.pace.quit = Duration::from_millis(200);
     let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
@@ -144,34 +142,88 @@ async fn a_daemon_that_does_not_quit_is_killed() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_put_back_is_told() {
+async fn failed_start_restores_compute_mode_at_shutdown() {
+    for how in ["refuse-memory", "refuse-start"] {
+        let node = Node::new();
+        node.misbehave(how);
+        let mut gpu = node.supervise(shared("nvidia.com/gpu", [0, 1], 2));
+        gpu.failure().await;
+        assert_eq!(node.exclusive(), ["GPU-0", "GPU-1"], "{how}: also in the pause clients must not find the GPU open");
+        // In the pause before the next start, or in that start.
+        assert_eq!(gpu.end().await, None);
+        assert_eq!(node.modes("DEFAULT"), ["GPU-0", "GPU-1"], "{how}");
+        assert_eq!(node.exclusive(), [""; 0], "{how}");
+    }
+}
+
+#[tokio::test]
+async fn cancelled_start_restores_compute_mode() {
+    let node = Node::new();
+    node.misbehave("hang");
+    let gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
+    // The control daemon runs, and does not answer.
+    let pid = node.layout().pipe(&gpu.name).join("nvidia-cuda-mps-control.pid");
+    until(|| pid.exists()).await;
+    assert_eq!((gpu.end().await, node.modes("DEFAULT")), (None, vec!["GPU-0".to_owned()]));
+    assert_eq!(node.exclusive(), [""; 0]);
+}
+
+#[tokio::test]
+async fn partly_set_compute_mode_is_restored() {
+    let node = Node::new();
+    fs::create_dir_all(node.layout().exclusive().join("GPU-1")).unwrap();
+    let mut gpu = node.supervise(shared("nvidia.com/gpu", [0, 1], 2));
+    let failure = gpu.failure().await;
+    assert!(failure.starts_with("cannot write ") && failure.contains("GPU-1"), "{failure}");
+    assert_eq!(node.modes("EXCLUSIVE_PROCESS"), [""; 0], "no mode is set without a record");
+    gpu.end().await;
+    assert_eq!(node.modes("DEFAULT"), ["GPU-0", "GPU-1"]);
+}
+
+#[tokio::test]
+async fn unrestored_compute_mode_is_reported_and_kept_on_record() {
     let node = Node::new();
     let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
     gpu.serving().await;
     node.misbehave("refuse-mode");
-    let left = gpu.end().await.unwrap();
-    assert!(left.starts_with("cannot set the compute mode of GPU-0 to DEFAULT"), "{left}");
+    let error = gpu.end().await.unwrap();
+    assert!(error.starts_with("cannot set the compute mode of GPU-0 to DEFAULT"), "{error}");
+    assert_eq!(node.exclusive(), ["GPU-0"]);
+    node.behave("refuse-mode");
+    set_back(&node.settings, |_| true).await.unwrap();
+    assert_eq!(node.exclusive(), [""; 0]);
+}
+
+#[tokio::test]
+async fn only_recorded_gpus_that_are_due_are_set_back() {
+    let node = Node::new();
+    set_back(&node.settings, |_| true).await.unwrap();
+    assert_eq!(node.noted("modes"), [""; 0], "nothing on record");
+    let [a, b]: [GpuUuid; 2] = ["GPU-a", "GPU-b"].map(|uuid| uuid.parse().unwrap());
+    set_exclusive(&node.settings, &[&a, &b]).await.unwrap();
+    set_back(&node.settings, |gpu| *gpu == a).await.unwrap();
+    assert_eq!((node.modes("DEFAULT"), node.exclusive()), (vec!["GPU-a".to_owned()], vec!["GPU-b".to_owned()]));
 }
 
 /// The plugin's side, without a daemon.
 #[tokio::test]
-async fn a_marker_counts_while_its_process_stands_by_it() {
+async fn marker_counts_while_its_writer_lives() {
     let node = Node::new();
     let limits_of = |replicas| Limits::of(&shared("nvidia.com/gpu", [0], replicas).1);
     let (name, limits) = (ResourceName::gpu(), limits_of(2));
     let path = node.layout().marker(&name);
     fs::create_dir_all(path.parent().unwrap()).unwrap();
-    let why = |wanted: &Limits| waiting(&look(node.layout(), &name, wanted)).to_owned();
+    let why = |wanted: &Limits| waiting(readiness(node.layout(), &name, wanted));
 
     let marker = Marker::set(&path, &limits).unwrap();
-    assert_eq!(look(node.layout(), &name, &limits), Readiness::Ready);
+    assert_eq!(readiness(node.layout(), &name, &limits), Ok(()));
     assert!(why(&limits_of(4)).contains("other limits than the configuration asks for"));
     let left_behind = fs::read(&path).unwrap();
     drop(marker);
     assert!(why(&limits).contains("does not serve"));
     fs::write(&path, left_behind).unwrap();
     assert!(why(&limits).contains("is gone and left"));
-    // A process that stands by nonsense.
+    // A live process wrote an invalid file.
     let file = fs::File::create(&path).unwrap();
     file.lock().unwrap();
     assert!(why(&limits).contains("cannot read"));

@@ -1,4 +1,5 @@
-//! Resources that are shared by MPS: what the snapshot offers of them while their daemons are ready, and while they are not.
+//! Resources that are shared by MPS: what the snapshot offers of them while their daemons are ready, and while they are
+//! not.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -62,7 +63,7 @@ fn listed(snapshot: &NodeState) -> BTreeMap<&'static str, usize> {
 }
 
 #[test]
-fn nothing_is_offered_before_the_daemon_is_ready() {
+fn no_slot_is_offered_before_the_daemon_is_ready() {
     let snapshot = seen(planned(NodeState::default(), replicas(2)), node());
     assert_eq!(listed(&snapshot), BTreeMap::new());
     let share = &snapshot.mps_shares()[&ResourceName::gpu()];
@@ -71,7 +72,7 @@ fn nothing_is_offered_before_the_daemon_is_ready() {
 }
 
 #[test]
-fn mps_daemon_death_fails_its_slots_and_no_gpu() {
+fn dead_daemon_makes_slots_unhealthy_not_gpus() {
     let snapshot = ready(seen(planned(NodeState::default(), replicas(2)), node()));
     let (snapshot, effects) = apply(snapshot, Event::MpsReady(BTreeMap::new()), LATER);
     assert_eq!(effects, [Effect::Publish], "nothing is said of GPUs, and nothing kept");
@@ -88,7 +89,7 @@ fn mps_daemon_death_fails_its_slots_and_no_gpu() {
 }
 
 #[test]
-fn a_daemon_of_other_limits_makes_nothing_ready() {
+fn daemon_of_other_limits_makes_no_slot_ready() {
     let snapshot = ready(seen(planned(NodeState::default(), replicas(2)), node()));
     let snapshot = planned(snapshot, replicas(4));
     // Pods may hold the old slots; the new ones come with the new limits.
@@ -108,7 +109,7 @@ fn a_daemon_of_other_limits_makes_nothing_ready() {
 }
 
 #[test]
-fn a_gpu_that_leaves_takes_its_own_slots_only() {
+fn lost_gpu_takes_only_its_own_slots() {
     let snapshot = ready(seen(planned(NodeState::default(), replicas(2)), node()));
     let mut fewer = node();
     let gone = fewer.gpus.pop().unwrap();
@@ -126,7 +127,7 @@ fn a_gpu_that_leaves_takes_its_own_slots_only() {
 }
 
 #[test]
-fn mps_wait_spares_gpus_that_are_not_shared() {
+fn unshared_gpus_do_not_wait_for_the_daemon() {
     let one = SharedResource { devices: SharedDevices::Count(1), ..SharedResource::new(ResourceName::gpu(), 2) };
     let snapshot = seen(planned(NodeState::default(), plan(one)), node());
     assert_eq!(listed(&snapshot), BTreeMap::from([("healthy", 3)]));
@@ -141,7 +142,7 @@ fn mps_wait_spares_gpus_that_are_not_shared() {
 }
 
 #[test]
-fn time_slicing_waits_for_nobody() {
+fn time_slicing_needs_no_daemon() {
     let mut plan = replicas(2);
     plan.sharing.as_mut().unwrap().kind = SharingKind::TimeSlicing;
     let snapshot = seen(planned(NodeState::default(), plan), node());
@@ -149,7 +150,7 @@ fn time_slicing_waits_for_nobody() {
 }
 
 #[test]
-fn gpus_that_are_too_old_are_refused() {
+fn gpus_too_old_for_mps_are_refused() {
     let words = |major, minor, count| {
         let mut node = node();
         node.gpus[2].compute_capability = Some(ComputeCapability { major, minor });

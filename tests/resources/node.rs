@@ -3,7 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use linkwise::kubelet::{Settings, Surroundings};
+use linkwise::kubelet::Settings;
+use linkwise::publish::injection::HostDevices;
 use linkwise::runtime::{Node, NodeSettings};
 use linkwise::state::{
     Event, Filter, GpuSelector, MigStrategy, MpsGpu, MpsShare, NamePattern, Pattern, ResourcePlan, SharedDevices,
@@ -80,10 +81,10 @@ async fn on<T>(script: impl AsyncFnOnce(&Scene) -> T) -> T {
     let kubelet = KubeletBox::start(Options::new(folder.path())).unwrap();
     let mut settings = Settings::new(folder.path().join(Options::SOCKET));
     let control_nodes = vec!["/dev/nvidiactl".into()];
-    let around = Surroundings { dev_root: "/".into(), control_nodes, ..Surroundings::default() };
-    let surroundings = watch::Sender::new(Arc::new(around));
-    settings.handover.device_nodes = true;
-    settings.handover.surroundings = surroundings.subscribe();
+    let host_devices = HostDevices { dev_root: "/".into(), control_nodes, ..HostDevices::default() };
+    let host_devices = watch::Sender::new(Arc::new(host_devices));
+    settings.injection.device_nodes = true;
+    settings.host_devices = host_devices.subscribe();
     let metrics_address = "127.0.0.1:0".parse().unwrap();
     let node = Node::start(NodeSettings {
         kubelet: settings,

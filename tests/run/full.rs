@@ -68,10 +68,10 @@ async fn a_full_disk_leaves_the_last_cdi_spec_whole() {
     room(node.process.id(), "0");
     // Somebody empties the folder: the next look, within 10 s, finds no room for the spec.
     std::fs::remove_file(&spec).unwrap();
-    node.process.said("what was written last stays").await;
+    node.process.said("keeping the previous ones").await;
     // It is tried again every 10 s, each time through another temporary file, and said once.
     node.metric("linkwise_cdi_spec_writes_total{outcome=\"failed\"}", 2).await;
-    let said = node.process.lines().iter().filter(|line| line.contains("what was written last stays")).count();
+    let said = node.process.lines().iter().filter(|line| line.contains("keeping the previous ones")).count();
     assert_eq!(said, 1);
     let left: Vec<_> = std::fs::read_dir(node.setup.at("cdi")).unwrap().collect();
     assert!(left.is_empty(), "half a spec is none: {left:?}");

@@ -67,7 +67,7 @@ pub fn lines(allocation: &Allocation) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn each_way_and_some_together() {
+async fn strategies_alone_and_combined_answer_allocate() {
     let ways: [(&[&str], &[&str]); 10] = [
         (&[], &["env NVIDIA_VISIBLE_DEVICES=GPU-a,GPU-b"]),
         (&["--device-list-strategy=envvar", "--device-id-strategy=index"], &["env NVIDIA_VISIBLE_DEVICES=0,1"]),
@@ -162,7 +162,7 @@ async fn each_way_and_some_together() {
 }
 
 #[tokio::test]
-async fn ways_can_come_from_the_environment() {
+async fn strategies_from_the_environment_apply() {
     let setup = setup(&TWO).env("DEVICE_LIST_STRATEGY", "cdi-cri,envvar").env("DEVICE_ID_STRATEGY", "index");
     let (_node, kubelet) = setup.serve(2).await;
     let got = lines(&allocation(&kubelet, "pod", GPU, 1).await);
@@ -170,7 +170,7 @@ async fn ways_can_come_from_the_environment() {
 }
 
 #[tokio::test]
-async fn what_is_no_way_is_refused_by_name() {
+async fn invalid_strategies_are_refused_by_name() {
     for (arg, said) in [
         ("--device-list-strategy=envvar,cdi", "cdi-annotations or cdi-cri, found 'cdi'"),
         ("--device-id-strategy=name", "invalid value 'name' for '--device-id-strategy"),
@@ -184,7 +184,7 @@ async fn what_is_no_way_is_refused_by_name() {
 }
 
 #[tokio::test]
-async fn the_spec_follows_the_machine() {
+async fn cdi_spec_follows_the_machine() {
     let (node, kubelet) = setup(&TWO).arg("--device-list-strategy=cdi-cri").serve(2).await;
     let text = fs::read_to_string(spec_file(&node.setup)).unwrap();
     assert!(text.contains("/run/driver/usr/lib/x86_64-linux-gnu/libcuda.so.550.54.15"), "{text}");
@@ -208,7 +208,7 @@ async fn the_spec_follows_the_machine() {
 }
 
 #[tokio::test]
-async fn no_plugin_registers_before_the_spec_is_there() {
+async fn no_plugin_registers_before_its_cdi_spec_exists() {
     let setup = setup(&TWO).arg("--device-list-strategy=cdi-cri");
     // Who reads it waits until somebody writes to it: a disk that takes its time.
     let slow = spec_file(&setup);
@@ -231,7 +231,7 @@ async fn no_plugin_registers_before_the_spec_is_there() {
 }
 
 #[tokio::test]
-async fn a_folder_that_cannot_be_written_ends_it_at_the_start() {
+async fn unwritable_cdi_folder_fails_the_start() {
     let setup = Setup::with(&machine(&TWO));
     fs::write(setup.at("file"), "").unwrap();
     let folder = setup.at("file").join("cdi");
@@ -243,7 +243,7 @@ async fn a_folder_that_cannot_be_written_ends_it_at_the_start() {
 }
 
 #[tokio::test]
-async fn a_folder_that_cannot_be_written_later_is_told_of_once_and_the_node_serves_on() {
+async fn cdi_folder_lost_later_is_logged_once() {
     let (node, kubelet) = setup(&TWO).arg("--device-list-strategy=cdi-cri").serve(2).await;
     let folder = node.setup.at("cdi");
     fs::remove_dir_all(&folder).unwrap();
@@ -254,7 +254,7 @@ async fn a_folder_that_cannot_be_written_later_is_told_of_once_and_the_node_serv
     node.setup.tell("xid 1 79");
     node.metric("linkwise_cdi_spec_writes_total{outcome=\"failed\"}", 2).await;
     registered(&kubelet, 1, 0).await;
-    let told = |line: &&String| line.contains("what was written last stays");
+    let told = |line: &&String| line.contains("keeping the previous ones");
     assert_eq!(node.process.lines().iter().filter(told).count(), 1);
     // It comes back by itself when the folder does.
     fs::remove_file(&folder).unwrap();
@@ -262,7 +262,7 @@ async fn a_folder_that_cannot_be_written_later_is_told_of_once_and_the_node_serv
 }
 
 #[tokio::test]
-async fn device_nodes_that_come_later_are_passed_too() {
+async fn later_device_nodes_are_passed_too() {
     let setup = setup(&TWO).arg("--pass-device-specs");
     let uvm = setup.at("driver/dev/nvidia-uvm");
     fs::remove_file(&uvm).unwrap();
@@ -281,7 +281,7 @@ async fn device_nodes_that_come_later_are_passed_too() {
 }
 
 #[tokio::test]
-async fn containers_get_the_nics_beside_their_gpus_where_asked_for() {
+async fn exposed_nics_are_those_near_the_gpus() {
     // hwloc reads this host: the first GPU and an RDMA NIC below one switch, the second GPU alone on the other package.
     let host = concat!(env!("CARGO_MANIFEST_DIR"), "/src/hwloc/testdata/two-packages.xml");
     let setup = Setup::with(&machine(&[("GPU-a", "0000:03:00.0", ""), ("GPU-b", "0000:81:00.0", "")]));
@@ -308,7 +308,7 @@ async fn containers_get_the_nics_beside_their_gpus_where_asked_for() {
 }
 
 #[tokio::test]
-async fn containers_get_an_nccl_topology_file_where_asked_for() {
+async fn nccl_topology_file_is_mounted_and_follows_links() {
     let setup = Setup::on("dgx1-v100").env("LINKWISE_EXPOSE_NCCL_TOPOLOGY", "true");
     let folder = setup.at("nccl");
     let setup = setup.arg("--nccl-topology-dir").arg(&folder);
@@ -332,7 +332,7 @@ async fn containers_get_an_nccl_topology_file_where_asked_for() {
 }
 
 #[tokio::test]
-async fn a_folder_for_the_nccl_file_that_cannot_be_written_ends_it_at_the_start() {
+async fn unwritable_nccl_folder_fails_the_start() {
     let setup = Setup::with(&machine(&TWO)).env("LINKWISE_EXPOSE_NCCL_TOPOLOGY", "true");
     fs::write(setup.at("file"), "").unwrap();
     let folder = setup.at("file").join("nccl");

@@ -24,7 +24,7 @@ const GPUS: [(&str, &str, &str); 3] = [
     ("GPU-c", "0000:81:00.0", ", memory_mib: 40960"),
 ];
 
-/// What it says for another number.
+/// The example with another number.
 fn replicas(count: u32) -> String {
     README.replace("10", &count.to_string())
 }
@@ -99,7 +99,7 @@ impl Shared {
         fs::read_to_string(path).unwrap().trim().parse().unwrap()
     }
 
-    /// Other GPUs, for both processes: what sees them is started anew.
+    /// Other GPUs, for both processes: their NVML agents start again.
     fn replace_gpus(&self, node: &Node, gpus: &[(&str, &str, &str)]) {
         write(&self.machine, &machine(gpus));
         node.setup.tell("crash");
@@ -113,7 +113,7 @@ impl Shared {
 }
 
 impl Drop for Shared {
-    /// Ends the control daemon whose supervisor was killed: nobody else does.
+    /// Ends the control daemon whose supervisor was killed.
     fn drop(&mut self) {
         let pid = fs::read_to_string(self.root().join(GPU).join("pipe/nvidia-cuda-mps-control.pid"));
         if let Ok(group) = pid.map(|pid| format!("-{}", pid.trim())) {
@@ -136,7 +136,7 @@ async fn slots(kubelet: &KubeletBox, healthy: usize, unhealthy: usize) {
 }
 
 #[tokio::test]
-async fn the_nvidia_plugins_example_is_offered_once_its_limits_hold() {
+async fn nvidia_example_is_offered_once_limits_hold() {
     let (shared, setup) = Shared::dgx(README);
     let kubelet = setup.kubelet();
     let node = setup.start().await;
@@ -144,7 +144,7 @@ async fn the_nvidia_plugins_example_is_offered_once_its_limits_hold() {
     assert_eq!(kubelet.state().resources[GPU].registrations, 0);
     let daemons = shared.daemons();
     registered(&kubelet, 1, 80).await;
-    let line = daemons.said("its limits hold").await;
+    let line = daemons.said("limits confirmed").await;
     assert_eq!((line["resource"].as_str(), line["threads"].as_u64()), (Some(GPU), Some(10)));
     node.ready(200, "ready").await;
 
@@ -159,7 +159,7 @@ async fn the_nvidia_plugins_example_is_offered_once_its_limits_hold() {
         "mount /run/nvidia/mps/shm at /dev/shm".to_owned(),
     ];
     assert_eq!(lines(allocation), expected);
-    // MPS isolates nobody who has two: a request for more than one is refused unless the file allows it.
+    // Two slots of one GPU are not isolated from each other: such a request is refused unless the file allows it.
     let refused = kubelet.admit(&Pod::single("two", GPU, 2), None).await.unwrap_err();
     let words = "2 devices of nvidia.com/gpu are asked for, which is shared: a container may have 1";
     assert!(format!("{refused:?}").contains(words), "{refused:?}");
@@ -167,7 +167,7 @@ async fn the_nvidia_plugins_example_is_offered_once_its_limits_hold() {
 }
 
 #[tokio::test]
-async fn every_way_to_hand_over_gpus_brings_the_pipe_and_the_shared_memory() {
+async fn every_strategy_mounts_mps_pipe_and_shared_memory() {
     let mps = [
         "mount /srv/mps/nvidia.com/gpu.shared/pipe at /mps/nvidia.com/gpu.shared/pipe",
         "mount /srv/mps/shm at /dev/shm",
@@ -198,7 +198,7 @@ async fn every_way_to_hand_over_gpus_brings_the_pipe_and_the_shared_memory() {
 }
 
 #[tokio::test]
-async fn a_control_daemon_that_dies_withdraws_its_slots_until_it_is_back() {
+async fn dead_control_daemon_withdraws_its_slots() {
     let (shared, daemons, node, kubelet) = serve(Shared::two(&replicas(3)), 6).await;
     kubelet.admit(&Pod::single("before", GPU, 1), None).await.unwrap();
     let held = kubelet.state().resources[GPU].in_use();
@@ -208,7 +208,7 @@ async fn a_control_daemon_that_dies_withdraws_its_slots_until_it_is_back() {
     slots(&kubelet, 0, 6).await;
     let line = daemons.said("nvidia-cuda-mps-control ended: signal: 9 (SIGKILL)").await;
     assert_eq!(line["level"], "WARN");
-    let line = node.process.said("its MPS daemon is not ready").await;
+    let line = node.process.said("MPS daemon not ready").await;
     assert_eq!(line["why"], "the MPS daemon does not serve it");
     shared.refuse_start(false);
     slots(&kubelet, 6, 0).await;
@@ -219,7 +219,7 @@ async fn a_control_daemon_that_dies_withdraws_its_slots_until_it_is_back() {
 }
 
 #[tokio::test]
-async fn the_daemons_process_that_is_killed_withdraws_them_until_another_serves() {
+async fn killed_daemon_process_withdraws_its_slots() {
     let (shared, daemons, node, kubelet) = serve(Shared::two(&replicas(3)), 6).await;
     let left_behind = shared.control();
     daemons.signal("KILL");
@@ -235,7 +235,7 @@ async fn the_daemons_process_that_is_killed_withdraws_them_until_another_serves(
 }
 
 #[tokio::test]
-async fn a_plugin_that_is_started_again_disturbs_no_daemon() {
+async fn plugin_restart_leaves_mps_daemons_alone() {
     let (shared, _daemons, mut node, kubelet) = serve(Shared::two(&replicas(3)), 6).await;
     let control = shared.control();
     node.process.signal("TERM");
@@ -247,18 +247,18 @@ async fn a_plugin_that_is_started_again_disturbs_no_daemon() {
 }
 
 #[tokio::test]
-async fn other_replicas_are_offered_when_the_daemon_holds_their_limits() {
+async fn new_replicas_are_offered_with_their_limits() {
     let (shared, daemons, node, kubelet) = serve(Shared::two(&replicas(2)), 4).await;
     kubelet.admit(&Pod::single("before", GPU, 1), None).await.unwrap();
     let before = shared.control();
     shared.refuse_start(true);
     write(&shared.config(), &replicas(5));
-    daemons.said("its limits are others now").await;
+    daemons.said("its limits changed").await;
     slots(&kubelet, 0, 4).await;
     shared.refuse_start(false);
     slots(&kubelet, 10, 0).await;
     assert_ne!(shared.control(), before);
-    daemons.logged(|line| line["message"] == "the MPS daemon serves, its limits hold" && line["threads"] == 20).await;
+    daemons.logged(|line| line["message"] == "MPS daemon serving, limits confirmed" && line["threads"] == 20).await;
     // Whole again, once no pod can hold a slot any more.
     assert!(kubelet.remove_pod("before"));
     write(&shared.config(), "version: v1\n");
@@ -278,7 +278,7 @@ async fn other_replicas_are_offered_when_the_daemon_holds_their_limits() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_leaves_ends_no_daemon_and_one_that_comes_is_shared_too() {
+async fn mps_daemon_survives_a_lost_gpu_and_takes_a_new_one() {
     let (shared, daemons, node, kubelet) = serve(Shared::two(&replicas(3)), 6).await;
     let control = shared.control();
     shared.replace_gpus(&node, &GPUS[..1]);
@@ -298,7 +298,7 @@ async fn a_gpu_that_leaves_ends_no_daemon_and_one_that_comes_is_shared_too() {
 }
 
 #[tokio::test]
-async fn what_mps_cannot_do_is_named_by_both_and_not_offered() {
+async fn unsupported_mps_sharing_is_named_by_both() {
     let (shared, setup) = Shared::two(&replicas(49));
     let daemons = shared.daemons();
     let node = setup.start().await;

@@ -8,28 +8,29 @@ use anyhow::{Context, Result, bail};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::mps::{Limits, Occurrence, Settings, supervise};
+use crate::mps::{DaemonEvent, Limits, Settings, set_back, supervise};
 use crate::state::ResourceName;
 
 /// The daemons of this node.
 pub(super) struct Daemons {
     settings: Settings,
-    wanted: BTreeMap<ResourceName, Limits>,
-    running: BTreeMap<ResourceName, Running>,
+    /// `None` before the first order.
+    wanted: Option<BTreeMap<ResourceName, Limits>>,
+    running: BTreeMap<ResourceName, Supervisor>,
     tasks: JoinSet<ResourceName>,
 }
 
 /// A supervisor, and the limits for which it was started.
-struct Running {
+struct Supervisor {
     limits: Limits,
     /// Whether its daemon does not serve.
     fails: Arc<AtomicBool>,
     end: CancellationToken,
 }
 
-impl Running {
-    /// Whether it is as good as a new one. While it serves it ends no CUDA work for a GPU that has left; one that has to start
-    /// its daemon anyhow is to know the GPUs of now.
+impl Supervisor {
+    /// Whether it need not be replaced. A daemon that serves is not ended for a GPU that has left; one that has to be
+    /// started again is started for the GPUs of now.
     fn is_for(&self, wanted: &Limits) -> bool {
         if self.fails.load(Ordering::Relaxed) { self.limits == *wanted } else { self.limits.hold(wanted) }
     }
@@ -38,20 +39,29 @@ impl Running {
 impl Daemons {
     /// None yet.
     pub fn new(settings: Settings) -> Self {
-        Self { settings, wanted: BTreeMap::new(), running: BTreeMap::new(), tasks: JoinSet::new() }
+        Self { settings, wanted: None, running: BTreeMap::new(), tasks: JoinSet::new() }
     }
 
-    /// These are to serve from now on. Those whose limits are the same serve on.
-    pub fn want(&mut self, wanted: BTreeMap<ResourceName, Limits>) {
-        self.wanted = wanted;
-        self.turn();
+    /// These are to serve from now on. Those whose limits are the same serve on. The first time, GPUs that a killed
+    /// process left exclusive and that are not shared any more get their compute mode back.
+    pub async fn want(&mut self, wanted: BTreeMap<ResourceName, Limits>) {
+        if self.wanted.is_none() {
+            let left = set_back(&self.settings, |gpu| !wanted.values().flat_map(Limits::gpus).any(|one| one == gpu));
+            if let Err(error) = left.await {
+                let error = format!("{:#}", anyhow::Error::from(error));
+                tracing::warn!(error, "compute mode of an earlier MPS daemon not restored");
+            }
+        }
+        self.wanted = Some(wanted);
+        self.reconcile();
     }
 
-    fn turn(&mut self) {
+    fn reconcile(&mut self) {
+        let Some(wanted) = &self.wanted else { return };
         for (resource, running) in self.running.iter().filter(|(_, running)| !running.end.is_cancelled()) {
-            let wanted = self.wanted.get(resource);
-            if !wanted.is_some_and(|wanted| running.is_for(wanted)) {
-                let why = if wanted.is_some() { "its limits are others now" } else { "it is no longer shared by MPS" };
+            let limits = wanted.get(resource);
+            if !limits.is_some_and(|limits| running.is_for(limits)) {
+                let why = if limits.is_some() { "its limits changed" } else { "it is no longer shared by MPS" };
                 tracing::info!(%resource, why, "ending the MPS daemon");
                 running.end.cancel();
             }
@@ -60,19 +70,19 @@ impl Daemons {
         if self.running.values().any(|running| running.end.is_cancelled()) {
             return;
         }
-        for (resource, limits) in &self.wanted {
+        for (resource, limits) in wanted {
             if self.running.contains_key(resource) {
                 continue;
             }
-            let fails = Arc::new(AtomicBool::new(false));
-            let running = Running { limits: limits.clone(), fails: Arc::clone(&fails), end: CancellationToken::new() };
+            let supervisor =
+                Supervisor { limits: limits.clone(), fails: Arc::default(), end: CancellationToken::new() };
+            let (fails, end) = (Arc::clone(&supervisor.fails), supervisor.end.clone());
             let (settings, resource, limits) = (self.settings.clone(), resource.clone(), limits.clone());
-            let end = running.end.clone();
-            self.running.insert(resource.clone(), running);
+            self.running.insert(resource.clone(), supervisor);
             self.tasks.spawn(async move {
-                let report = |what| {
-                    fails.store(matches!(what, Occurrence::Failed { .. }), Ordering::Relaxed);
-                    log(&resource, &limits, &what);
+                let report = |event| {
+                    fails.store(matches!(event, DaemonEvent::Failed { .. }), Ordering::Relaxed);
+                    log(&resource, &limits, event);
                 };
                 supervise(&settings, &resource, &limits, &end, report).await;
                 resource
@@ -80,14 +90,15 @@ impl Daemons {
         }
     }
 
-    /// Waits until a supervisor has ended, and starts what waited for that; fails where one was not to end. Cancel safe.
+    /// Waits until a supervisor has ended, and starts what waited for that; fails where one was not to end. Cancel
+    /// safe.
     pub async fn next(&mut self) -> Result<()> {
         let Some(ended) = self.tasks.join_next().await else { return std::future::pending().await };
-        let resource = ended.context("the supervisor of an MPS daemon broke off")?;
+        let resource = ended.context("the supervisor of an MPS daemon panicked")?;
         if !self.running.remove(&resource).is_some_and(|running| running.end.is_cancelled()) {
             bail!("the supervisor of the MPS daemon of {resource} ended by itself");
         }
-        self.turn();
+        self.reconcile();
         Ok(())
     }
 
@@ -95,31 +106,29 @@ impl Daemons {
     pub async fn end(mut self) -> Result<()> {
         self.running.values().for_each(|running| running.end.cancel());
         while let Some(ended) = self.tasks.join_next().await {
-            ended.context("the supervisor of an MPS daemon broke off")?;
+            ended.context("the supervisor of an MPS daemon panicked")?;
         }
         Ok(())
     }
 }
 
-fn log(resource: &ResourceName, limits: &Limits, what: &Occurrence) {
-    match what {
-        Occurrence::Serving => {
-            let memory: Vec<String> = limits.memory.iter().map(|one| memory(&one.gpu, one.mib)).collect();
-            let memory = memory.join(",");
-            tracing::info!(%resource, threads = limits.thread_percentage, memory, "the MPS daemon serves, its limits hold");
+fn log(resource: &ResourceName, limits: &Limits, event: DaemonEvent) {
+    match event {
+        DaemonEvent::Serving => {
+            let memory = |mib: Option<u64>| mib.map_or_else(|| "unlimited".to_owned(), |mib| format!("{mib}M"));
+            let memory: Vec<String> =
+                limits.memory.iter().map(|one| format!("{}={}", one.gpu, memory(one.mib))).collect();
+            let (threads, memory) = (limits.thread_percentage, memory.join(","));
+            tracing::info!(%resource, threads, memory, "MPS daemon serving, limits confirmed");
         }
-        Occurrence::Failed { why, again_in } => {
-            let cause = format!("{:#}", anyhow::Error::from(why.clone()));
-            tracing::warn!(%resource, cause, ?again_in, "the MPS daemon does not serve");
+        DaemonEvent::Failed { why, again_in } => {
+            let cause = format!("{:#}", anyhow::Error::from(why));
+            tracing::warn!(%resource, cause, ?again_in, "MPS daemon failed, starting it again");
         }
-        Occurrence::Ended(None) => tracing::info!(%resource, "the MPS daemon ended"),
-        Occurrence::Ended(Some(why)) => {
-            let cause = format!("{:#}", anyhow::Error::from(why.clone()));
-            tracing::warn!(%resource, cause, "the MPS daemon ended, and left something behind");
+        DaemonEvent::Ended(None) => tracing::info!(%resource, "MPS daemon ended"),
+        DaemonEvent::Ended(Some(error)) => {
+            let cause = format!("{:#}", anyhow::Error::from(error));
+            tracing::warn!(%resource, cause, "MPS daemon ended, compute mode not restored");
         }
     }
-}
-
-fn memory(gpu: &crate::topology::GpuUuid, mib: Option<u64>) -> String {
-    mib.map_or_else(|| format!("{gpu}=unlimited"), |mib| format!("{gpu}={mib}M"))
 }

@@ -51,24 +51,6 @@ impl Device {
         self.mig.as_ref().map_or(self.gpu.uuid.as_str(), |mig| mig.uuid.as_str())
     }
 
-    /// The nodes below /dev of what a container gets: the GPU's, then those of the MIG device's capabilities; `None`
-    /// where a minor number is not known.
-    pub fn device_nodes(&self) -> Option<Vec<String>> {
-        let mut nodes = vec![format!("/dev/nvidia{}", self.gpu.minor?)];
-        if let Some(mig) = &self.mig {
-            nodes.extend(mig.capabilities?.device_nodes());
-        }
-        Some(nodes)
-    }
-
-    /// What a container gets, by index: `0` for a GPU, `0:1` for a MIG device.
-    pub fn index(&self) -> String {
-        match &self.mig {
-            Some(mig) => format!("{}:{}", self.gpu.index, mig.index),
-            None => self.gpu.index.to_string(),
-        }
-    }
-
     /// The MIG instance it is; none for a whole GPU, or a slot on one.
     pub fn instance(&self) -> Option<MigInstance> {
         let mig = self.mig.as_ref()?;

@@ -1,8 +1,8 @@
-//! Resources that are shared by MPS: what each takes of the node, what MPS cannot do, and that one is offered only while its
+//! Resources that are shared by MPS: the GPUs of each, the limits of MPS, and slots that are offered only while their
 //! control daemon is ready.
 //!
-//! Part of [`super::Offers`]; whether a daemon is ready is found out by the runtime, which says so by an event. The daemons'
-//! own process asks [`super::NodeState::mps_shares`] what to serve, so that both sides mean the same.
+//! Part of [`super::Offers`]; the runtime reports by an event which daemons are ready. The daemons' own process serves
+//! [`super::NodeState::mps_shares`], so that both sides derive the same.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -23,10 +23,10 @@ const MOST_CLIENTS: (u32, u32) = (48, 16);
 /// The first compute capability of Volta.
 const VOLTA: ComputeCapability = ComputeCapability { major: 7, minor: 0 };
 
-/// What a resource that is shared by MPS takes of the node.
+/// The GPUs of a resource that is shared by MPS.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MpsShare {
-    /// Into how many each GPU is shared, 2 at least.
+    /// Slots of each GPU, 2 at least.
     pub replicas: u32,
     /// Its GPUs, by index; one at least.
     pub gpus: Vec<MpsGpu>,
@@ -46,7 +46,7 @@ pub struct MpsGpu {
 }
 
 impl MpsShare {
-    /// What the shared devices among these take; `None` where none is shared.
+    /// The share of these devices; `None` where none is shared.
     fn of(devices: &BTreeMap<DeviceId, Device>, gpus_of_node: usize) -> Option<Self> {
         let slots = || devices.values().filter_map(|device| Some((&device.gpu, device.slot?)));
         let replicas = slots().map(|(_, slot)| slot).max()?.saturating_add(1);
@@ -57,14 +57,15 @@ impl MpsShare {
         Some(Self { replicas, whole_node: gpus.len() == gpus_of_node, gpus })
     }
 
-    /// Whether a daemon that is ready for this share is so for the other too: a GPU that is gone makes no difference.
+    /// Whether a daemon that is ready for this share is ready for the other too: a GPU that is gone makes no
+    /// difference.
     fn covers(&self, other: &Self) -> bool {
         let has = |gpu: &MpsGpu| self.gpus.iter().any(|own| own.uuid == gpu.uuid && own.memory_mib == gpu.memory_mib);
         self.replicas == other.replicas && other.gpus.iter().all(has)
     }
 }
 
-/// The resources that are shared by MPS, and their daemons as far as they are known.
+/// The resources that are shared by MPS, and the readiness of their daemons.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Mps {
     shares: BTreeMap<ResourceName, MpsShare>,
@@ -75,14 +76,14 @@ pub(super) struct Mps {
 }
 
 impl Mps {
-    /// Since when a device waits for the daemon of its resource; `None` where it does not.
+    /// Since when a slot waits for the daemon of its resource; `None` where it does not.
     pub(super) fn waits(&self, resource: &ResourceName, device: &Device) -> Option<Timestamp> {
         self.waiting.get(resource).copied().filter(|_| device.slot.is_some())
     }
 }
 
 impl Mps {
-    /// The resources that are shared by MPS, offered or not, with what each takes of the node.
+    /// The resources that are shared by MPS, offered or not, with the GPUs of each.
     pub(super) fn shares(&self) -> &BTreeMap<ResourceName, MpsShare> {
         &self.shares
     }
@@ -92,8 +93,8 @@ impl Mps {
         self.ready = ready;
     }
 
-    /// Takes the new slots of resources whose daemon is not ready out of what was made. Slots that are on the list already
-    /// stay there, for pods may hold them, and are unhealthy.
+    /// Takes the new slots of resources whose daemon is not ready out of what was made. Slots that are on the list
+    /// already stay there, for pods may hold them, and are unhealthy.
     pub(super) fn hold_back(
         &mut self,
         by_mps: bool,
@@ -120,7 +121,7 @@ impl Mps {
     }
 }
 
-/// What keeps a resource from being shared by MPS on these GPUs, if anything does.
+/// Why a resource cannot be shared by MPS on these GPUs, if it cannot.
 pub(super) fn refusal<'a>(
     resource: &ResourceName,
     replicas: u32,
@@ -135,7 +136,7 @@ pub(super) fn refusal<'a>(
     if !in_mig_mode.is_empty() {
         return Some(PlanProblem::MpsOnMig { resource: resource.clone(), gpus: in_mig_mode });
     }
-    // One that does not say what it is counts as new: drivers of today all say.
+    // An unknown capability counts as new: all of today's drivers report it.
     let too_old = addresses(|gpu| gpu.compute_capability.is_some_and(|capability| capability < FIRST));
     if !too_old.is_empty() {
         return Some(PlanProblem::MpsTooOld { resource: resource.clone(), gpus: too_old });

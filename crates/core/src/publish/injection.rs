@@ -1,0 +1,300 @@
+//! What a container gets with its GPUs: environment, device nodes, mounts, CDI devices, annotations.
+//!
+//! [`InjectionOptions::inject`] is pure and runs on the path of an admission: the chosen hardware, the operator's
+//! options and the last host scan in, an [`Injection`] out. The device plugin puts it on the wire
+//! (`kubelet/convert.rs`). The strategies are those of the NVIDIA device plugin (`internal/plugin/server.go` of
+//! NVIDIA/k8s-device-plugin).
+
+use crate::prelude::*;
+use alloc::collections::BTreeMap;
+
+use thiserror::Error;
+
+use super::{MpsClient, RdmaNodes, below};
+use crate::names::shortened;
+use crate::state::{Device, ResourceName};
+use crate::topology::{Gpu, MigDevice, NodeTopology};
+
+/// Names the GPUs for NVIDIA's container runtime.
+const NVIDIA_VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
+
+/// Names the IMEX channels for NVIDIA's container runtime.
+const NVIDIA_IMEX_CHANNELS: &str = "NVIDIA_IMEX_CHANNELS";
+
+/// The folder in which NVIDIA's container runtime looks for device names, where it takes them from mounts.
+const MOUNTS_FOLDER: &str = "/var/run/nvidia-container-devices";
+
+/// What is mounted there: only the mount's name counts.
+const MOUNTED: &str = "/dev/null";
+
+/// Where NCCL finds the path of a topology file.
+const NCCL_TOPO_FILE: &str = "NCCL_TOPO_FILE";
+
+/// The folder of NCCL's topology file in a container.
+const NCCL_FOLDER: &str = "/run/linkwise/nccl";
+
+/// The name of NCCL's topology file in its folder.
+pub const NCCL_FILE: &str = "topology.xml";
+
+/// Where the CUDA libraries find the MPS control daemon.
+const CUDA_MPS_PIPE_DIRECTORY: &str = "CUDA_MPS_PIPE_DIRECTORY";
+
+/// The first part of a CDI annotation's name, as the NVIDIA device plugin writes it.
+const ANNOTATION_PLUGIN: &str = "nvidia-device-plugin";
+
+/// The longest name of an annotation without its prefix, in bytes (Kubernetes).
+const LONGEST_ANNOTATION: usize = 63;
+
+/// The operator's options: by which strategies containers get their GPUs, several at once if wanted, and what else.
+#[derive(Clone, Debug, Default)]
+pub struct InjectionOptions {
+    /// The GPUs' names in NVIDIA_VISIBLE_DEVICES, for NVIDIA's container runtime.
+    pub envvar: bool,
+    /// The GPUs' names as mounts below `/var/run/nvidia-container-devices`, for the same runtime.
+    pub volume_mounts: bool,
+    /// The GPUs as CDI devices, for any runtime that supports CDI.
+    pub cdi: Option<CdiOptions>,
+    /// Which names the GPUs have.
+    pub ids: DeviceIds,
+    /// More variables for NVIDIA's container runtime: `NVIDIA_GDS=enabled` ...
+    pub env: BTreeMap<String, String>,
+    /// Device nodes too (`--pass-device-specs`), for runtimes that give a container only the nodes that are listed.
+    pub device_nodes: bool,
+    /// The MPS root on the host.
+    pub mps_root: String,
+    /// The folder on the host with [`NCCL_FILE`] in it, where containers are to get that.
+    pub nccl_folder: Option<String>,
+}
+
+/// How CDI devices are named, and where the device plugin API carries the names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CdiOptions {
+    /// The kind of our GPUs, `vendor/class`.
+    pub kind: String,
+    /// In an annotation whose key begins with this prefix; runtimes look under `cdi.k8s.io/`.
+    pub annotation_prefix: Option<String>,
+    /// In the field of the device plugin API that the kubelet passes on over CRI.
+    pub cri: bool,
+}
+
+/// The names of devices in environment, mounts and CDI.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum DeviceIds {
+    /// The UUID: the same after a reboot.
+    #[default]
+    Uuid,
+    /// NVML's index: `0` for a GPU, `0:1` for a MIG device.
+    Index,
+}
+
+/// What the host has beside its GPUs, as last scanned: a module that is loaded later brings its nodes later.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HostDevices {
+    /// The folder on the host that has `/dev` in it.
+    pub dev_root: String,
+    /// Device nodes that every container with a GPU needs: `/dev/nvidiactl` ...
+    pub control_nodes: Vec<String>,
+    /// The IMEX channels, by number.
+    pub imex_channels: Vec<u32>,
+    /// The full names of CDI devices that every container with a GPU gets.
+    pub cdi_devices: Vec<String>,
+    /// The RDMA NICs' nodes, where a container is to get those nearest to its GPUs.
+    pub rdma: Option<RdmaNodes>,
+}
+
+/// A piece of hardware that was chosen for a container: a whole GPU, or a MIG device of it.
+#[derive(Clone, Copy, Debug)]
+pub struct ChosenDevice<'a> {
+    /// The GPU.
+    pub gpu: &'a Gpu,
+    /// The MIG device, where it is not the whole GPU.
+    pub mig: Option<&'a MigDevice>,
+}
+
+/// What one container was granted.
+#[derive(Clone, Debug)]
+pub struct Granted<'a> {
+    /// The graph of the node.
+    pub topology: &'a NodeTopology,
+    /// The hardware. Slots of one device lie beside each other, and count once.
+    pub devices: Vec<ChosenDevice<'a>>,
+    /// The MPS daemon that shares it, where one does.
+    pub mps: Option<MpsClient>,
+}
+
+/// What one container gets.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Injection {
+    /// Environment.
+    pub env: BTreeMap<String, String>,
+    /// Device nodes, to be read and written.
+    pub device_nodes: Vec<DeviceNode>,
+    /// Bind mounts.
+    pub mounts: Vec<Mount>,
+    /// Full names of CDI devices, `vendor/class=name`.
+    pub cdi_devices: Vec<String>,
+    /// Annotations.
+    pub annotations: BTreeMap<String, String>,
+}
+
+/// A device node, by its absolute paths.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceNode {
+    /// On the host.
+    pub host: String,
+    /// In the container.
+    pub container: String,
+}
+
+/// A bind mount, by its absolute paths.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mount {
+    /// On the host.
+    pub host: String,
+    /// In the container.
+    pub container: String,
+    /// Whether the container may only read it.
+    pub read_only: bool,
+}
+
+/// Why a granted GPU cannot be given to a container.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum InjectionError {
+    /// Without a minor number there is no /dev/nvidiaN, neither to pass nor in the CDI spec.
+    #[error("the minor number of {uuid} is unknown: no device node to pass")]
+    NoMinor {
+        /// The GPU or MIG device.
+        uuid: String,
+    },
+}
+
+impl InjectionOptions {
+    /// What a container gets.
+    ///
+    /// # Errors
+    ///
+    /// A GPU's device node is what would be given, and its minor number is unknown: a container without its GPU is
+    /// worse than none.
+    pub fn inject(&self, granted: &Granted<'_>, host: &HostDevices) -> Result<Injection, InjectionError> {
+        let mut devices = granted.devices.clone();
+        devices.dedup_by_key(|device| device.uuid());
+        let mut injection = self.gpus(&devices, host)?;
+        // Whatever the strategy: no runtime supports MPS.
+        if let Some(MpsClient { pipe, shm }) = &granted.mps {
+            injection.env.insert(CUDA_MPS_PIPE_DIRECTORY.to_owned(), pipe.container.clone());
+            injection.mounts.extend([pipe.clone(), shm.clone()]);
+        }
+        if let Some(rdma) = &host.rdma {
+            rdma.inject(granted.topology, &devices, &mut injection);
+        }
+        if let Some(folder) = &self.nccl_folder {
+            // The folder, not the file: a running container sees a file that replaces this one.
+            let mount = Mount { host: folder.clone(), container: NCCL_FOLDER.to_owned(), read_only: true };
+            injection.mounts.push(mount);
+            injection.env.insert(NCCL_TOPO_FILE.to_owned(), format!("{NCCL_FOLDER}/{NCCL_FILE}"));
+        }
+        Ok(injection)
+    }
+
+    /// The GPUs themselves, by each strategy that is on.
+    fn gpus(&self, devices: &[ChosenDevice<'_>], host: &HostDevices) -> Result<Injection, InjectionError> {
+        let mut injection = Injection::default();
+        let ids: Vec<String> = devices.iter().map(|device| device.id(self.ids)).collect();
+        let mut nodes = Vec::new();
+        if self.cdi.is_some() || self.device_nodes {
+            for device in devices {
+                nodes.extend(device.nodes()?);
+            }
+        }
+        if let Some(cdi) = &self.cdi {
+            let gpus = ids.iter().map(|id| format!("{}={id}", cdi.kind));
+            injection.cdi_devices = gpus.chain(host.cdi_devices.iter().cloned()).collect();
+        }
+        // Everything else is for NVIDIA's runtime; with CDI the specs have it.
+        if !self.envvar && !self.volume_mounts {
+            return Ok(injection);
+        }
+        let channels: Vec<String> = host.imex_channels.iter().map(u32::to_string).collect();
+        injection.env = self.env.clone();
+        if self.envvar {
+            injection.env.insert(NVIDIA_VISIBLE_DEVICES.to_owned(), ids.join(","));
+            if !channels.is_empty() {
+                injection.env.insert(NVIDIA_IMEX_CHANNELS.to_owned(), channels.join(","));
+            }
+        }
+        if self.volume_mounts {
+            // The folder as the variable's value: the names are the mounts in it.
+            injection.env.insert(NVIDIA_VISIBLE_DEVICES.to_owned(), MOUNTS_FOLDER.to_owned());
+            for name in ids.into_iter().chain(channels.iter().map(|channel| format!("imex/{channel}"))) {
+                let container = format!("{MOUNTS_FOLDER}/{name}");
+                injection.mounts.push(Mount { host: MOUNTED.to_owned(), container, read_only: false });
+            }
+        }
+        if self.device_nodes {
+            for path in nodes.into_iter().chain(host.control_nodes.iter().cloned()) {
+                let node = DeviceNode { host: below(&host.dev_root, &path), container: path };
+                // MIG devices of one GPU share its node.
+                if !injection.device_nodes.contains(&node) {
+                    injection.device_nodes.push(node);
+                }
+            }
+        }
+        Ok(injection)
+    }
+}
+
+impl CdiOptions {
+    /// Moves the CDI devices to where the device plugin API is to carry them. A container gets one answer for each
+    /// resource, so the annotation's name has the resource in it.
+    pub fn place(&self, resource: &ResourceName, injection: &mut Injection) {
+        if let Some(prefix) = &self.annotation_prefix {
+            let key = format!("{prefix}{}", annotation(resource));
+            injection.annotations.insert(key, injection.cdi_devices.join(","));
+        }
+        if !self.cri {
+            injection.cdi_devices.clear();
+        }
+    }
+}
+
+impl<'a> From<&'a Device> for ChosenDevice<'a> {
+    fn from(device: &'a Device) -> Self {
+        Self { gpu: &device.gpu, mig: device.mig.as_ref() }
+    }
+}
+
+impl<'a> ChosenDevice<'a> {
+    /// NVML's UUID of the MIG device, or else of the GPU.
+    pub fn uuid(&self) -> &'a str {
+        self.mig.map_or(self.gpu.uuid.as_str(), |mig| mig.uuid.as_str())
+    }
+
+    /// Its name in environment, mounts and CDI.
+    pub fn id(&self, ids: DeviceIds) -> String {
+        match (ids, self.mig) {
+            (DeviceIds::Uuid, _) => self.uuid().to_owned(),
+            (DeviceIds::Index, None) => self.gpu.index.to_string(),
+            (DeviceIds::Index, Some(mig)) => format!("{}:{}", self.gpu.index, mig.index),
+        }
+    }
+
+    /// Its nodes below /dev: the GPU's, then those of the MIG device's capabilities.
+    ///
+    /// # Errors
+    ///
+    /// A minor number is unknown.
+    pub fn nodes(&self) -> Result<Vec<String>, InjectionError> {
+        let no_minor = || InjectionError::NoMinor { uuid: self.uuid().to_owned() };
+        let mut nodes = vec![format!("/dev/nvidia{}", self.gpu.minor.ok_or_else(no_minor)?)];
+        if let Some(mig) = self.mig {
+            nodes.extend(mig.capabilities.ok_or_else(no_minor)?.device_nodes());
+        }
+        Ok(nodes)
+    }
+}
+
+/// The name of a resource's annotation, without the prefix. One that is too long is cut and ends with a hash of the
+/// resource.
+fn annotation(resource: &ResourceName) -> String {
+    shortened(&format!("{ANNOTATION_PLUGIN}_{}", resource.as_str().replace('/', "_")), LONGEST_ANNOTATION)
+}

@@ -1,0 +1,18 @@
+//! Pure readers of a snapshot: what the node's neighbours are given of it. So far [`injection`], what a container gets
+//! with its GPUs.
+//!
+//! Called by the adapters, on the path of an admission too. Nothing here changes the state.
+
+pub mod injection;
+mod mps_client;
+mod rdma;
+
+pub use mps_client::{MPS_CONTAINER_ROOT, MPS_PIPE, MPS_SHM, MpsClient};
+pub use rdma::RdmaNodes;
+
+use crate::prelude::*;
+
+/// The path on the host of what a container, or the driver root, has at `path`: `path` below `root`.
+pub fn below(root: &str, path: &str) -> String {
+    format!("{}/{}", root.trim_end_matches('/'), path.trim_start_matches('/'))
+}

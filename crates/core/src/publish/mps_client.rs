@@ -1,0 +1,39 @@
+//! What a container needs to be a client of a resource's MPS control daemon.
+//!
+//! The limits are the daemon's and not repeated here, so that a container cannot be given others than the ones that
+//! hold.
+
+use crate::prelude::*;
+
+use super::injection::Mount;
+use crate::state::ResourceName;
+
+/// Where the MPS root is in the containers of the daemon, of the plugin and of the pods.
+pub const MPS_CONTAINER_ROOT: &str = "/mps";
+
+/// The folder of the control daemon's sockets, below the folder of its resource.
+pub const MPS_PIPE: &str = "pipe";
+
+/// The folder below the MPS root that all daemons and their clients have as /dev/shm.
+pub const MPS_SHM: &str = "shm";
+
+/// The folders that a client shares with its daemon.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MpsClient {
+    /// The control daemon's sockets.
+    pub pipe: Mount,
+    /// The shared memory.
+    pub shm: Mount,
+}
+
+impl MpsClient {
+    /// A client of the daemon of `resource`; `host_root` is the MPS root on the host (`--mps-root`).
+    pub fn new(host_root: &str, resource: &ResourceName) -> Self {
+        let host_root = host_root.trim_end_matches('/');
+        let pipe = |root: &str| format!("{root}/{resource}/{MPS_PIPE}");
+        Self {
+            pipe: Mount { host: pipe(host_root), container: pipe(MPS_CONTAINER_ROOT), read_only: false },
+            shm: Mount { host: format!("{host_root}/{MPS_SHM}"), container: "/dev/shm".to_owned(), read_only: false },
+        }
+    }
+}

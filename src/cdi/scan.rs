@@ -1,0 +1,261 @@
+//! The scan of this node: device nodes, hook and driver files, joined with the snapshot into a [`Description`].
+//!
+//! It reads folders and file metadata, and changes nothing. A disk may make it wait: never call it on the path of an
+//! admission.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+use super::description::{Description, DeviceEntry, Extra};
+use super::driver;
+use super::libraries::{self, LibraryFinder};
+use super::warning::Warning;
+use super::{ALL, IMEX_CLASS};
+use crate::publish::injection::{ChosenDevice, DeviceIds};
+use crate::state::NodeState;
+use crate::topology::{Gpu, GpuUuid, MigUuid, PciAddress};
+
+/// The control device of the driver.
+const CONTROL_NODE: &str = "/dev/nvidiactl";
+
+/// Device nodes that every container with a GPU needs, where the node has them.
+const CONTROL_NODES: [&str; 4] = [CONTROL_NODE, "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset"];
+
+/// Where nvidia-container-toolkit's packages put the hooks' program.
+const DEFAULT_HOOK: &str = "/usr/bin/nvidia-cdi-hook";
+
+/// Where things are: on the host, for the runtime that reads the spec, and here, in our container.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Roots {
+    /// The driver root on the host: `/`, or that of a driver container, such as `/run/nvidia/driver`.
+    pub driver: PathBuf,
+    /// The same folder in our container.
+    pub driver_here: PathBuf,
+    /// The folder on the host that has `/dev` in it.
+    pub dev: PathBuf,
+    /// The host's /sys in our container.
+    pub sysfs: PathBuf,
+}
+
+/// What the specs hold beside GPUs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Options {
+    /// The hooks' program, on the host; it may lie where our container does not see it. `None`: the toolkit's, where it
+    /// is.
+    pub hook: Option<String>,
+    /// Hooks that are left out, by name; `all` is every one.
+    pub disabled_hooks: BTreeSet<String>,
+    /// What containers can get beside GPUs.
+    pub extras: BTreeSet<Extra>,
+    /// The IMEX channels that are offered, where they exist.
+    pub imex_channels: Vec<u32>,
+}
+
+/// The result of one scan.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Scan {
+    /// What was found.
+    pub description: Description,
+    /// What is missing.
+    pub warnings: Vec<Warning>,
+}
+
+/// Scans one node again and again.
+#[derive(Debug)]
+pub struct Scanner {
+    roots: Roots,
+    options: Options,
+    libraries: LibraryFinder,
+}
+
+impl Scanner {
+    /// A scanner that has read nothing yet.
+    pub fn new(roots: Roots, options: Options) -> Self {
+        let libraries = LibraryFinder::new(roots.driver_here.clone());
+        Self { roots, options, libraries }
+    }
+
+    /// Where things are.
+    pub fn roots(&self) -> &Roots {
+        &self.roots
+    }
+
+    /// The nodes that every container with a GPU needs, those that exist.
+    pub fn control_nodes(&self) -> Vec<String> {
+        self.existing(CONTROL_NODES.map(str::to_owned))
+    }
+
+    /// The IMEX channels that are offered, those that exist.
+    pub fn imex_channels(&self) -> Vec<u32> {
+        let channels: BTreeSet<u32> = self.options.imex_channels.iter().copied().collect();
+        channels.into_iter().filter(|channel| !self.existing([imex_node(*channel)]).is_empty()).collect()
+    }
+
+    /// The device nodes among these that exist, by their paths in a container.
+    fn existing(&self, paths: impl IntoIterator<Item = String>) -> Vec<String> {
+        let dev = self.dev_here();
+        paths.into_iter().filter(|path| is_device(&below(dev, path))).collect()
+    }
+
+    /// Scans the node.
+    pub fn scan(&mut self, snapshot: &NodeState) -> Scan {
+        let mut warnings = Vec::new();
+        let loaded = fs::read_to_string(self.roots.sysfs.join("module/nvidia/version")).unwrap_or_default();
+        let loaded = Some(loaded.trim()).filter(|version| !version.is_empty());
+        let found = self.libraries.find(loaded);
+        if found.is_none() {
+            warnings.push(Warning::NoLibraries {
+                wanted: format!("{}{}", libraries::LIBCUDA, loaded.unwrap_or("*")),
+                root: self.roots.driver_here.display().to_string(),
+                folders: libraries::FOLDERS.join(", "),
+            });
+        }
+        let driver = driver::files(&self.roots.driver_here, loaded, found);
+        let control_nodes = self.control_nodes();
+        if !control_nodes.iter().any(|node| node == CONTROL_NODE) {
+            let root = self.dev_here().display().to_string();
+            warnings.push(Warning::NoControlNode { node: CONTROL_NODE.to_owned(), root });
+        }
+        let mut gpus = self.gpus(snapshot, &mut warnings);
+        gpus.extend(migs(snapshot, &mut warnings));
+        let description = Description {
+            driver_root: self.roots.driver.display().to_string(),
+            dev_root: self.roots.dev.display().to_string(),
+            gpus,
+            others: self.others(),
+            control_nodes,
+            driver,
+            hook: self.hook(&mut warnings),
+            disabled_hooks: self.options.disabled_hooks.clone(),
+        };
+        Scan { description, warnings }
+    }
+
+    /// The folder that has `/dev` in it, in our container: the driver root where that has the driver's nodes.
+    fn dev_here(&self) -> &Path {
+        let in_driver_root = is_device(&below(&self.roots.driver_here, CONTROL_NODE));
+        if in_driver_root { &self.roots.driver_here } else { Path::new("/") }
+    }
+
+    /// All GPUs that were ever offered. One that is gone stays, for its containers may be started again.
+    fn gpus(&self, snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<DeviceEntry> {
+        let mut offered: BTreeMap<(PciAddress, &GpuUuid), &Gpu> = BTreeMap::new();
+        for device in snapshot.offers().devices() {
+            offered.insert((device.gpu.pci, &device.gpu.uuid), &device.gpu);
+        }
+        let mut entries = Vec::new();
+        for gpu in offered.into_values() {
+            let mut entry =
+                DeviceEntry { present: snapshot.topology().position(&gpu.uuid).is_some(), ..DeviceEntry::default() };
+            let chosen = ChosenDevice { gpu, mig: None };
+            match chosen.nodes() {
+                Ok(nodes) => entry.nodes = nodes,
+                Err(_) => {
+                    warnings.push(Warning::NoMinor { uuid: gpu.uuid.clone() });
+                    continue;
+                }
+            }
+            if entry.present {
+                entry.names.push(chosen.id(DeviceIds::Index));
+                entry.nodes.extend(self.dri(gpu.pci));
+            }
+            entry.names.push(chosen.id(DeviceIds::Uuid));
+            entries.push(entry);
+        }
+        entries
+    }
+
+    /// A GPU's nodes under /dev/dri: the kernel lists them below its PCI device.
+    fn dri(&self, pci: PciAddress) -> Vec<String> {
+        let names = driver::entries(&self.roots.sysfs.join(format!("bus/pci/devices/{pci}/drm")));
+        let names = names.iter().filter(|name| name.starts_with("card") || name.starts_with("renderD"));
+        self.existing(names.map(|name| format!("/dev/dri/{name}")))
+    }
+
+    /// What the node has beside GPUs, of what is to be offered.
+    fn others(&self) -> Vec<(&'static str, Vec<DeviceEntry>)> {
+        let channels = self.imex_channels();
+        let imex = channels.iter().map(|channel| DeviceEntry {
+            names: vec![channel.to_string()],
+            nodes: vec![imex_node(*channel)],
+            ..DeviceEntry::default()
+        });
+        let mut others = vec![(IMEX_CLASS, imex.collect())];
+        for extra in &self.options.extras {
+            type IsNode = fn(&str) -> bool;
+            let (class, folder, is_node, files): (_, _, IsNode, &[&str]) = match extra {
+                Extra::GdrCopy => ("gdrcopy", "/dev", |name| name == "gdrdrv", &[]),
+                Extra::Gds => ("gds", "/dev", |name| name.starts_with("nvidia-fs"), &["/run/udev", "/etc/cufile.json"]),
+                Extra::Mofed => {
+                    ("mofed", "/dev/infiniband", |name| name.starts_with("uverbs") || name == "rdma_cm", &[])
+                }
+            };
+            let names = driver::entries(&below(self.dev_here(), folder)).into_iter().filter(|name| is_node(name));
+            let nodes = self.existing(names.map(|name| format!("{folder}/{name}")));
+            // Files without nodes are of no use.
+            if !nodes.is_empty() {
+                let files = files.iter().filter(|path| below(&self.roots.driver_here, path).exists());
+                let files = files.map(|path| (*path).to_owned()).collect();
+                others.push((class, vec![DeviceEntry { names: vec![ALL.to_owned()], nodes, files, present: true }]));
+            }
+        }
+        others
+    }
+
+    /// The hooks' program: the one that is named, else the toolkit's where the host has it.
+    fn hook(&self, warnings: &mut Vec<Warning>) -> Option<String> {
+        if self.options.disabled_hooks.contains(ALL) {
+            return None;
+        }
+        if let Some(named) = &self.options.hook {
+            return Some(named.clone());
+        }
+        // The host's programs are below a driver root that is the host's own root, and below no other.
+        if self.roots.driver == Path::new("/") && below(&self.roots.driver_here, DEFAULT_HOOK).is_file() {
+            return Some(DEFAULT_HOOK.to_owned());
+        }
+        warnings.push(Warning::NoHook { path: DEFAULT_HOOK.to_owned() });
+        None
+    }
+}
+
+/// The MIG devices that are offered and exist.
+///
+/// Unlike a GPU, one that is gone does not stay: the numbers of its instances, and with them its nodes, go to the next
+/// device that is made. A container that is started again under the old name would get somebody else's device.
+fn migs(snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<DeviceEntry> {
+    let offered = snapshot.offers().devices().filter_map(|device| device.mig.as_ref());
+    let offered: BTreeSet<&MigUuid> = offered.map(|mig| &mig.uuid).collect();
+    let topology = snapshot.topology();
+    let mut entries = Vec::new();
+    for mig in topology.mig_devices().iter().filter(|mig| offered.contains(&mig.uuid)) {
+        let Some(gpu) = topology.gpus().get(mig.parent) else { continue };
+        let chosen = ChosenDevice { gpu, mig: Some(mig) };
+        match chosen.nodes() {
+            Ok(nodes) => {
+                let names = [DeviceIds::Index, DeviceIds::Uuid].map(|ids| chosen.id(ids)).to_vec();
+                entries.push(DeviceEntry { names, nodes, files: Vec::new(), present: true });
+            }
+            // There is a warning about a GPU without a minor number already.
+            Err(_) if gpu.minor.is_none() => {}
+            Err(_) => warnings.push(Warning::NoCapabilities { uuid: mig.uuid.clone() }),
+        }
+    }
+    entries
+}
+
+/// The node of an IMEX channel.
+fn imex_node(channel: u32) -> String {
+    format!("/dev/nvidia-caps-imex-channels/channel{channel}")
+}
+
+/// A path from a root, below another one.
+fn below(root: &Path, path: &str) -> PathBuf {
+    root.join(path.trim_start_matches('/'))
+}
+
+fn is_device(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|metadata| metadata.file_type().is_char_device())
+}

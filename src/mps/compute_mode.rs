@@ -1,0 +1,62 @@
+//! The compute mode of GPUs that are shared by MPS: EXCLUSIVE_PROCESS while they are, as NVIDIA's daemon has it, for a
+//! client that does not go through MPS would take memory that no limit covers. Nothing else in linkwise changes a GPU.
+//!
+//! Called by `supervise`, and by the runtime at the start. Before a GPU's mode is set, a record of it goes to the MPS
+//! root; it goes away once the mode is back at DEFAULT. So whatever ends this process, the next one sets back what this
+//! one left, and never a mode that an operator set.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::PathBuf;
+
+use futures_util::future::{join_all, try_join_all};
+use tokio::process::Command;
+
+use super::daemon::{MpsError, Settings};
+use super::program;
+use crate::topology::GpuUuid;
+
+const EXCLUSIVE_PROCESS: &str = "EXCLUSIVE_PROCESS";
+const DEFAULT: &str = "DEFAULT";
+
+/// Sets GPUs to EXCLUSIVE_PROCESS, each with a record.
+///
+/// # Errors
+///
+/// A GPU's mode cannot be set; those of others may be. [`set_back`] covers them all.
+pub async fn set_exclusive(settings: &Settings, gpus: &[&GpuUuid]) -> Result<(), MpsError> {
+    let folder = settings.layout.exclusive();
+    let record = |path: &PathBuf| fs::create_dir_all(&folder).and_then(|()| File::create(path).map(drop));
+    for path in gpus.iter().map(|gpu| folder.join(gpu.as_str())) {
+        record(&path).map_err(|source| MpsError::Write { path, source })?;
+    }
+    try_join_all(gpus.iter().map(|gpu| set(settings, gpu, EXCLUSIVE_PROCESS))).await.map(drop)
+}
+
+/// Sets recorded GPUs that fulfil `is_due` back to DEFAULT.
+///
+/// # Errors
+///
+/// The first GPU whose mode cannot be set back; all are tried, and those that failed stay on record.
+pub async fn set_back(settings: &Settings, is_due: impl Fn(&GpuUuid) -> bool) -> Result<(), MpsError> {
+    let folder = settings.layout.exclusive();
+    let names = match fs::read_dir(&folder) {
+        Ok(entries) => entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(source) => return Err(MpsError::Write { path: folder, source }),
+    };
+    let gpus: Vec<GpuUuid> = names.filter_map(|name| name.parse().ok()).filter(is_due).collect();
+    let set_back = async |gpu: &GpuUuid| {
+        set(settings, gpu, DEFAULT).await?;
+        let path = folder.join(gpu.as_str());
+        fs::remove_file(&path).map_err(|source| MpsError::Write { path, source })
+    };
+    join_all(gpus.iter().map(set_back)).await.into_iter().collect()
+}
+
+async fn set(settings: &Settings, gpu: &GpuUuid, mode: &'static str) -> Result<(), MpsError> {
+    let mut command = Command::new(&settings.programs.smi);
+    command.args(["-i", gpu.as_str(), "-c", mode]);
+    let set = program::run(&mut command, "", settings.pace.answer).await;
+    set.map(drop).map_err(|source| MpsError::ComputeMode { gpu: gpu.clone(), mode, source })
+}

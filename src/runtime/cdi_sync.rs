@@ -1,0 +1,275 @@
+//! Keeps what containers get up to date: CDI specs, the host's device nodes for answers to Allocate, NCCL's topology
+//! file.
+//!
+//! One task follows the snapshot, scans the host off the path of an admission, writes the files that changed and
+//! publishes the nodes. A failure at the start ends the process; a later one leaves the files as they were written
+//! last.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use super::nccl::TopologyFile;
+use super::readiness::{Part, Readiness};
+use crate::cdi;
+use crate::config::Settings;
+use crate::config::settings::{DeviceIdStrategy, DeviceListStrategy};
+use crate::hwloc;
+use crate::once::Once;
+use crate::publish::RdmaNodes;
+use crate::publish::injection::{CdiOptions, DeviceIds, HostDevices, InjectionOptions};
+use crate::state::NodeState;
+use crate::topology::NodeObservation;
+
+/// How often the host is scanned where the snapshot does not change: /dev/nvidia-uvm comes with its first use, and an
+/// operator may empty the folder of specs. As often as NVML is polled.
+const SCAN_EVERY: Duration = Duration::from_secs(10);
+
+/// How containers get their GPUs, and the task behind it.
+pub(super) struct Prepared {
+    /// The operator's options.
+    pub options: InjectionOptions,
+    /// The host's devices, as last scanned.
+    pub host_devices: watch::Receiver<Arc<HostDevices>>,
+    /// The task, where anything has to be kept up to date.
+    pub sync: Option<CdiSync>,
+}
+
+/// Keeps files and host devices up to date.
+pub(super) struct CdiSync {
+    scan: HostScan,
+    host_devices: watch::Sender<Arc<HostDevices>>,
+    /// Whether the files were written for the first GPUs.
+    ready: watch::Sender<bool>,
+}
+
+/// Scans the host and writes the files that changed.
+struct HostScan {
+    scanner: cdi::Scanner,
+    /// The folder of CDI specs; `None` where containers get their GPUs without CDI.
+    folder: Option<PathBuf>,
+    /// Whether containers get RDMA NICs.
+    nics: bool,
+    nccl: Option<TopologyFile>,
+}
+
+/// The result of one scan.
+#[derive(Default)]
+struct Scanned {
+    host_devices: HostDevices,
+    warnings: Vec<cdi::Warning>,
+    error: Option<anyhow::Error>,
+}
+
+/// Reads the operator's options. Fails where CDI specs or NCCL's topology file are wanted and their folder cannot be
+/// written, or where an IMEX channel that is required does not exist.
+pub(super) fn prepare(
+    settings: &Settings,
+    sysfs: &Path,
+    observed: watch::Receiver<Arc<NodeObservation>>,
+) -> Result<Prepared> {
+    let wants = |strategy| settings.device_list_strategy.value.contains(&strategy);
+    let annotations = wants(DeviceListStrategy::CdiAnnotations);
+    let cri = wants(DeviceListStrategy::CdiCri);
+    let cdi = (cri || annotations).then(|| CdiOptions {
+        kind: cdi::kind(cdi::GPU_CLASS),
+        annotation_prefix: annotations.then(|| settings.cdi_annotation_prefix.value.clone()),
+        cri,
+    });
+    let mut extras = vec![
+        (cdi::Extra::GdrCopy, "NVIDIA_GDRCOPY", settings.gdrcopy_enabled.value),
+        (cdi::Extra::Gds, "NVIDIA_GDS", settings.gds_enabled.value),
+        (cdi::Extra::Mofed, "NVIDIA_MOFED", settings.mofed_enabled.value),
+    ];
+    extras.retain(|(_, _, enabled)| *enabled);
+    let cdi_options = cdi::Options {
+        hook: settings.nvidia_cdi_hook_path.value.as_ref().map(|hook| hook.display().to_string()),
+        disabled_hooks: settings.cdi_disable_hooks.value.iter().cloned().collect(),
+        extras: extras.iter().map(|(extra, ..)| *extra).collect(),
+        imex_channels: settings.imex_channel_ids.value.clone(),
+    };
+    let scan = HostScan {
+        scanner: cdi::Scanner::new(roots(settings, sysfs), cdi_options),
+        folder: cdi.is_some().then(|| settings.cdi_dir.value.clone()),
+        nics: settings.expose_nics.value,
+        nccl: TopologyFile::prepare(settings, observed)?,
+    };
+    if let Some(folder) = &scan.folder {
+        cdi::prepare(folder).context("--device-list-strategy asks for CDI")?;
+    }
+    let host_devices = scan.host_devices();
+    if settings.imex_required.value {
+        let wanted = &settings.imex_channel_ids.value;
+        if let Some(channel) = wanted.iter().find(|channel| !host_devices.imex_channels.contains(channel)) {
+            bail!("--imex-required: IMEX channel {channel} is not there");
+        }
+    }
+    let options = InjectionOptions {
+        envvar: wants(DeviceListStrategy::Envvar),
+        volume_mounts: wants(DeviceListStrategy::VolumeMounts),
+        cdi,
+        ids: match settings.device_id_strategy.value {
+            DeviceIdStrategy::Uuid => DeviceIds::Uuid,
+            DeviceIdStrategy::Index => DeviceIds::Index,
+        },
+        env: extras.iter().map(|(_, variable, _)| ((*variable).to_owned(), "enabled".to_owned())).collect(),
+        device_nodes: settings.pass_device_specs.value,
+        mps_root: settings.mps_root.value.display().to_string(),
+        nccl_folder: scan.nccl.as_ref().map(|file| file.folder().display().to_string()),
+    };
+    let host_devices = watch::Sender::new(Arc::new(host_devices));
+    let files = scan.folder.is_some() || scan.nccl.is_some();
+    let nodes = options.device_nodes || scan.nics || !settings.imex_channel_ids.value.is_empty();
+    Ok(Prepared {
+        options,
+        host_devices: host_devices.subscribe(),
+        sync: (files || nodes).then(|| CdiSync { scan, host_devices, ready: watch::Sender::new(!files) }),
+    })
+}
+
+fn roots(settings: &Settings, sysfs: &Path) -> cdi::Roots {
+    let dev = &settings.dev_root.value;
+    // The folder that has /dev in it is meant; /dev itself is accepted.
+    let dev = if dev.ends_with("dev") { dev.parent().unwrap_or(Path::new("/")) } else { dev };
+    cdi::Roots {
+        driver: settings.driver_root.value.clone(),
+        driver_here: settings.driver_root_ctr_path.value.clone(),
+        dev: dev.to_owned(),
+        sysfs: sysfs.to_owned(),
+    }
+}
+
+impl CdiSync {
+    /// Becomes true when containers can get the first GPUs.
+    pub fn ready(&self) -> watch::Receiver<bool> {
+        self.ready.subscribe()
+    }
+
+    /// The phase of a plugin that waits for this.
+    pub fn awaited(&self) -> &'static str {
+        if self.scan.folder.is_some() { "waiting for CDI specs" } else { "waiting for NCCL's topology file" }
+    }
+
+    /// Lives until `shutdown`; fails where the first files cannot be written.
+    pub async fn run(
+        self,
+        snapshot: watch::Receiver<Arc<NodeState>>,
+        metrics: cdi::CdiMetrics,
+        readiness: Readiness,
+        shutdown: CancellationToken,
+    ) -> Result<()> {
+        shutdown.run_until_cancelled(self.follow(snapshot, &metrics, &readiness)).await.unwrap_or(Ok(()))
+    }
+
+    async fn follow(
+        self,
+        mut snapshot: watch::Receiver<Arc<NodeState>>,
+        metrics: &cdi::CdiMetrics,
+        readiness: &Readiness,
+    ) -> Result<()> {
+        readiness.add(Part::CdiSync, "writing the first files");
+        let Self { mut scan, host_devices, ready } = self;
+        let (mut warned, mut failing) = (Once::new(), Once::new());
+        loop {
+            let current = Arc::clone(&snapshot.borrow_and_update());
+            let has_gpus = !current.offers().resources().is_empty();
+            let counted = metrics.clone();
+            // A file system that hangs must not hold a thread that admissions need.
+            let task = tokio::task::spawn_blocking(move || {
+                let scanned = scan.run(&current, &counted);
+                (scan, scanned)
+            });
+            let scanned;
+            (scan, scanned) = task.await.context("the host scan panicked")?;
+            host_devices.send_replace(Arc::new(scanned.host_devices));
+            for warning in warned.replace(scanned.warnings) {
+                tracing::warn!("{warning}");
+            }
+            match scanned.error {
+                Some(error) if !*ready.borrow() => return Err(error),
+                Some(error) => {
+                    if !failing.replace([cause(&error)]).is_empty() {
+                        let error = format!("{error:#}");
+                        readiness.trouble(&Part::CdiSync, error.clone());
+                        tracing::error!(error, "cannot update files for containers, keeping the previous ones");
+                    }
+                }
+                None => {
+                    failing.clear();
+                    readiness.enter(&Part::CdiSync, "up to date", has_gpus);
+                    ready.send_if_modified(|ready| !std::mem::replace(ready, *ready || has_gpus) && has_gpus);
+                }
+            }
+            tokio::select! {
+                changed = snapshot.changed() => if changed.is_err() { return Ok(()) },
+                () = tokio::time::sleep(SCAN_EVERY) => {}
+            }
+        }
+    }
+}
+
+/// Equal for the same failure. Left out is the middle of the chain: it has the name of a temporary file, another one
+/// each time.
+fn cause(error: &anyhow::Error) -> (String, Option<io::ErrorKind>) {
+    let system = error.chain().find_map(|cause| cause.downcast_ref::<io::Error>());
+    (error.to_string(), system.map(io::Error::kind))
+}
+
+impl HostScan {
+    /// What the host has beside its GPUs, without CDI devices.
+    fn host_devices(&self) -> HostDevices {
+        let roots = self.scanner.roots();
+        HostDevices {
+            dev_root: roots.dev.display().to_string(),
+            control_nodes: self.scanner.control_nodes(),
+            imex_channels: self.scanner.imex_channels(),
+            cdi_devices: Vec::new(),
+            rdma: self.nics.then(|| RdmaNodes {
+                devices: hwloc::rdma_nodes(&roots.sysfs),
+                common: hwloc::rdma_cm_node(&roots.sysfs).into_iter().collect(),
+            }),
+        }
+    }
+
+    /// Scans, and writes the files that changed. A node without GPUs needs no files, and no warnings.
+    fn run(&mut self, snapshot: &NodeState, metrics: &cdi::CdiMetrics) -> Scanned {
+        let mut scanned = Scanned { host_devices: self.host_devices(), ..Scanned::default() };
+        if snapshot.offers().resources().is_empty() {
+            return scanned;
+        }
+        match self.nccl.as_ref().map(TopologyFile::write) {
+            Some(Ok(true)) => tracing::info!("NCCL topology file written"),
+            Some(Err(error)) => {
+                scanned.error = Some(anyhow::Error::from(error).context("cannot write NCCL's topology file"));
+            }
+            Some(Ok(false)) | None => {}
+        }
+        let Some(folder) = self.folder.as_deref() else { return scanned };
+        let cdi::Scan { description, warnings } = self.scanner.scan(snapshot);
+        scanned.warnings = warnings;
+        for spec in cdi::specs(&description) {
+            match cdi::write(folder, &spec) {
+                Ok(true) => {
+                    tracing::info!(path = %folder.join(spec.file_name()).display(), "CDI spec written");
+                    metrics.cdi_written(true);
+                }
+                Ok(false) => {}
+                Err(error) => {
+                    scanned.error = Some(error.into());
+                    metrics.cdi_written(false);
+                    continue;
+                }
+            }
+            // Only devices with a spec: a runtime refuses a container that names any other.
+            if spec.kind != cdi::kind(cdi::GPU_CLASS) {
+                scanned.host_devices.cdi_devices.extend(spec.names());
+            }
+        }
+        scanned
+    }
+}

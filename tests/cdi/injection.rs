@@ -1,0 +1,131 @@
+//! What a container gets with its GPUs (`publish::injection`), by strategy.
+
+use std::collections::BTreeMap;
+
+use linkwise::machines;
+use linkwise::publish::RdmaNodes;
+use linkwise::publish::injection::{
+    CdiOptions, ChosenDevice, DeviceIds, Granted, HostDevices, Injection, InjectionError, InjectionOptions, Mount,
+};
+use linkwise::state::{Event, NodeState, ResourceName};
+
+use super::snapshot;
+
+/// What a container gets with all GPUs of the snapshot that `is_chosen` names by index.
+fn inject(
+    options: &InjectionOptions,
+    host: &HostDevices,
+    snapshot: &NodeState,
+    is_chosen: impl Fn(u32) -> bool,
+) -> Result<Injection, InjectionError> {
+    let devices = snapshot.offers().of(&ResourceName::gpu()).map(|(_, device)| ChosenDevice::from(device));
+    let devices = devices.filter(|device| is_chosen(device.gpu.index)).collect();
+    options.inject(&Granted { topology: snapshot.topology(), devices, mps: None }, host)
+}
+
+fn one_gpu(minor: Option<u32>) -> NodeState {
+    snapshot(&[(4, "GPU-a", "0000:01:00.0", minor)])
+}
+
+fn by_name() -> InjectionOptions {
+    InjectionOptions { envvar: true, ..InjectionOptions::default() }
+}
+
+fn cdi() -> CdiOptions {
+    CdiOptions { kind: "vendor/gpu".to_owned(), annotation_prefix: Some("prefix/".to_owned()), cri: true }
+}
+
+fn texts(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
+    pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+}
+
+#[test]
+fn imex_channels_follow_the_strategy_of_the_gpus() {
+    let host = HostDevices {
+        imex_channels: vec![0, 3],
+        cdi_devices: vec!["vendor/imex-channel=0".to_owned(), "vendor/gds=all".to_owned()],
+        ..HostDevices::default()
+    };
+    let options = InjectionOptions { env: texts(&[("NVIDIA_GDS", "enabled")]), ..by_name() };
+    let injection = inject(&options, &host, &one_gpu(None), |_| true).unwrap();
+    let env = texts(&[("NVIDIA_GDS", "enabled"), ("NVIDIA_IMEX_CHANNELS", "0,3"), ("NVIDIA_VISIBLE_DEVICES", "GPU-a")]);
+    assert_eq!(injection, Injection { env, ..Injection::default() });
+
+    let mounts = InjectionOptions { envvar: false, volume_mounts: true, ids: DeviceIds::Index, ..options.clone() };
+    let injection = inject(&mounts, &host, &one_gpu(None), |_| true).unwrap();
+    let folder = "/var/run/nvidia-container-devices";
+    assert_eq!(injection.env, texts(&[("NVIDIA_GDS", "enabled"), ("NVIDIA_VISIBLE_DEVICES", folder)]));
+    let mount = |name| Mount { host: "/dev/null".to_owned(), container: format!("{folder}/{name}"), read_only: false };
+    assert_eq!(injection.mounts, ["4", "imex/0", "imex/3"].map(mount));
+
+    let by_cdi = InjectionOptions { envvar: false, cdi: Some(cdi()), ..options };
+    let injection = inject(&by_cdi, &host, &one_gpu(Some(0)), |_| true).unwrap();
+    let cdi_devices = ["vendor/gpu=GPU-a", "vendor/imex-channel=0", "vendor/gds=all"].map(str::to_owned).to_vec();
+    assert_eq!(injection, Injection { cdi_devices, ..Injection::default() });
+}
+
+#[test]
+fn gpu_without_minor_number_is_refused_where_its_node_is_given() {
+    let (host, by_name) = (HostDevices::default(), by_name());
+    assert!(inject(&by_name, &host, &one_gpu(None), |_| true).is_ok());
+    for options in [
+        InjectionOptions { device_nodes: true, ..by_name.clone() },
+        InjectionOptions { envvar: false, cdi: Some(cdi()), ..by_name },
+    ] {
+        assert!(inject(&options, &host, &one_gpu(Some(0)), |_| true).is_ok());
+        let error = inject(&options, &host, &one_gpu(None), |_| true).unwrap_err().to_string();
+        assert_eq!(error, "the minor number of GPU-a is unknown: no device node to pass");
+    }
+}
+
+#[test]
+fn slots_of_one_gpu_inject_it_once() {
+    let snapshot = one_gpu(Some(0));
+    let gpu = ChosenDevice::from(snapshot.offers().of(&ResourceName::gpu()).next().unwrap().1);
+    let granted = Granted { topology: snapshot.topology(), devices: vec![gpu, gpu], mps: None };
+    let injection = by_name().inject(&granted, &HostDevices::default()).unwrap();
+    assert_eq!(injection.env, texts(&[("NVIDIA_VISIBLE_DEVICES", "GPU-a")]));
+}
+
+/// The key and value of the annotation for a resource.
+fn annotation(resource: &str) -> (String, String) {
+    let mut injection = Injection { cdi_devices: vec!["a".to_owned(), "b".to_owned()], ..Injection::default() };
+    CdiOptions { cri: false, ..cdi() }.place(&resource.parse().unwrap(), &mut injection);
+    assert_eq!(injection.cdi_devices, [""; 0], "not over CRI");
+    injection.annotations.pop_first().unwrap()
+}
+
+#[test]
+fn cdi_annotation_is_named_after_the_resource() {
+    let expected = ("prefix/nvidia-device-plugin_nvidia.com_gpu".to_owned(), "a,b".to_owned());
+    assert_eq!(annotation("nvidia.com/gpu"), expected);
+    // Cut to 63 bytes. The hash is part of the contract: another version has to find the same name.
+    let long = "x".repeat(60);
+    let a = annotation(&format!("nvidia.com/{long}a")).0;
+    assert_eq!(a, "prefix/nvidia-device-plugin_nvidia.com_xxxxxxxxxxxxxx_1ebb2f9cf7b2c905");
+    assert_ne!(a, annotation(&format!("nvidia.com/{long}b")).0);
+}
+
+/// What a container gets with these GPUs, by index, of a built-in machine: its NICs and its nodes.
+fn nics(machine: &str, gpus: &[u32]) -> (String, Vec<String>) {
+    let observed = machines::load(machine).unwrap().observed;
+    let snapshot = NodeState::default().apply(Event::Observed(Box::new(observed)), std::time::Duration::ZERO).0;
+    let node = |n: usize| (format!("mlx5_{n}"), format!("/dev/infiniband/uverbs{n}"));
+    let rdma = RdmaNodes { devices: (0..12).map(node).collect(), common: vec!["/dev/infiniband/rdma_cm".to_owned()] };
+    let host = HostDevices { rdma: Some(rdma), ..HostDevices::default() };
+    let injection = inject(&by_name(), &host, &snapshot, |index| gpus.contains(&index)).unwrap();
+    assert!(injection.device_nodes.iter().all(|node| node.host == node.container));
+    let nodes = injection.device_nodes.into_iter().map(|node| node.host.replace("/dev/infiniband/", ""));
+    (injection.env["LINKWISE_NICS"].clone(), nodes.collect())
+}
+
+#[test]
+fn nearest_nics_come_with_their_gpus() {
+    let expected =
+        |names: &str, nodes: &[&str]| (names.to_owned(), nodes.iter().map(|&node| node.to_owned()).collect());
+    assert_eq!(nics("dgx1-v100", &[0]), expected("mlx5_0", &["uverbs0", "rdma_cm"]));
+    // Two GPUs of a board share a NIC.
+    assert_eq!(nics("dgx1-v100", &[0, 1]), expected("mlx5_0", &["uverbs0", "rdma_cm"]));
+    assert_eq!(nics("dgx1-v100", &[1, 7]), expected("mlx5_0,mlx5_3", &["uverbs0", "uverbs3", "rdma_cm"]));
+    assert_eq!(nics("workstation-a6000", &[0]), expected("", &[]), "none near: the variable is empty");
+}
