@@ -48,7 +48,7 @@ mod tests {
     const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V6(Ipv6Addr::UNSPECIFIED), 0);
 
     #[tokio::test]
-    async fn any_address_is_both_kinds() {
+    async fn any_address_serves_ipv4_and_ipv6() {
         let listener = listen(ANY).unwrap();
         let port = listener.local_addr().unwrap().port();
         TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn without_ipv6_any_address_is_any_ipv4_address() {
+    async fn any_address_without_ipv6_is_ipv4() {
         // What the kernel answers where it has no IPv6: EAFNOSUPPORT.
         let without = |address: SocketAddr| match address {
             SocketAddr::V6(_) => Err(io::Error::from_raw_os_error(97)),

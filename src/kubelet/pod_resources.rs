@@ -17,6 +17,7 @@ use tonic::transport::Channel;
 use super::channel::{ConnectError, connect};
 use super::machine::Listing;
 use crate::allocation::DeviceId;
+use crate::backoff::Backoff;
 use crate::state::{Health, NodeState, ResourceName};
 use linkwise_kubelet_api::podresources as wire;
 use wire::pod_resources_lister_client::PodResourcesListerClient;
@@ -105,19 +106,19 @@ pub async fn follow_holders(
     mut often: watch::Receiver<bool>,
     shutdown: CancellationToken,
 ) {
-    let mut pause = ASK_BETWEEN;
+    let mut pauses = Backoff::new(ASK_OFTEN, ASK_BETWEEN);
     let follow = async {
         loop {
             holders_now.send_replace(holders(socket).await.ok());
             // Of what a pod holds for days an answer a second would be many.
             let waited_for = *often.borrow_and_update();
-            pause = if waited_for { (pause * 2).min(ASK_BETWEEN) } else { ASK_BETWEEN };
+            let pause = if waited_for { pauses.failed() } else { ASK_BETWEEN };
             let begins = async {
                 // Whoever would say so is gone only when the node ends.
                 let _ = often.changed().await;
             };
             if tokio::time::timeout(pause, begins).await.is_ok() {
-                pause = ASK_OFTEN / 2;
+                pauses.reset();
             }
         }
     };

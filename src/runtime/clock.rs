@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wall_clock_that_jumps_moves_nothing() {
+    fn wall_clock_jump_moves_no_deadline() {
         // Started in 1970: the wall clock has jumped by decades since.
         let started = Instant::now();
         let clock = Clock { started, wall: Duration::from_secs(1_000) };

@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn the_state_says_all_that_is() {
+    fn state_has_resources_parts_and_gpus() {
         let gpu = ResourceName::gpu().to_string();
         let (readiness, plugin) = (Readiness::new(Idle::Waiting(String::new())), Part::Plugin(ResourceName::gpu()));
         readiness.add(Part::CdiSync, "up to date");
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_order_that_cannot_be_carried_out_now_says_so() {
+    async fn order_that_cannot_be_queued_is_503() {
         let folder = tempfile::tempdir().unwrap();
         let mut node = node(folder.path()).await;
         let release = Release::new(Arc::new(DriverMetrics::default()));
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_driver_that_is_still_held_after_a_while_is_told_and_the_order_stands() {
+    async fn unfinished_release_is_503_and_stands() {
         let release =
             Release { patience: Duration::from_millis(1), ..Release::new(Arc::new(DriverMetrics::default())) };
         let holding = release.holding();

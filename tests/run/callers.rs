@@ -34,7 +34,7 @@ pub async fn client(path: PathBuf) -> Result<DevicePluginClient<Channel>, tonic:
 }
 
 #[tokio::test]
-async fn a_caller_whose_uid_may_not_call_is_turned_away_by_name() {
+async fn caller_with_other_uid_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let kubelet = KubeletBox::start(Options::new(folder.path())).unwrap();
     // A uid that nobody has: not even we may call, whoever runs this.
@@ -60,7 +60,7 @@ async fn a_caller_whose_uid_may_not_call_is_turned_away_by_name() {
     timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
 }
 
-/// Not a test: what [`a_stream_of_another_process_is_not_the_kubelets`] starts as a process of its own, in a folder with
+/// Not a test: what [`stream_of_another_process_does_not_count`] starts as a process of its own, in a folder with
 /// a socket of ours. Anywhere else it does nothing.
 #[tokio::test]
 #[ignore = "the other process of another test"]
@@ -80,7 +80,7 @@ fn own_socket(folder: &Path) -> Option<PathBuf> {
 }
 
 #[tokio::test]
-async fn a_stream_of_another_process_is_not_the_kubelets() {
+async fn stream_of_another_process_does_not_count() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
     // It says that it knows us, and never calls.
@@ -108,7 +108,7 @@ async fn a_stream_of_another_process_is_not_the_kubelets() {
 }
 
 #[tokio::test]
-async fn another_user_is_refused_counted_and_named_once_unless_he_may_call() {
+async fn refused_user_is_counted_and_logged_once() {
     const NOBODY: u32 = 65_534;
     let mode = |path: &Path, mode| std::fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
     let refused = format!("linkwise_refused_callers_total{{resource=\"{GPU}\"}}");
@@ -159,7 +159,7 @@ async fn undisturbed(node: &crate::node::Node, kubelet: &KubeletBox, pod: &str) 
 }
 
 #[tokio::test]
-async fn what_is_no_http2_is_closed_and_disturbs_nobody() {
+async fn non_http2_client_disturbs_no_other() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let preface: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
     let settings: &[u8] = &[0, 0, 0, 4, 0, 0, 0, 0, 0];
@@ -195,7 +195,7 @@ async fn what_is_no_http2_is_closed_and_disturbs_nobody() {
 }
 
 #[tokio::test]
-async fn a_message_beyond_all_measure_is_refused() {
+async fn oversized_message_is_refused() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let mut client = client(node.setup.sockets().remove(0)).await.unwrap();
     let container_requests = vec![wire::ContainerAllocateRequest { devices_ids: vec!["x".repeat(5 << 20)] }];
@@ -209,7 +209,7 @@ async fn a_message_beyond_all_measure_is_refused() {
 }
 
 #[tokio::test]
-async fn sixty_four_streams_and_ten_thousand_calls_at_once_are_all_answered() {
+async fn many_streams_and_calls_are_all_answered() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let socket = node.setup.sockets().remove(0);
     let ids: Vec<String> = kubelet.state().resources[GPU].healthy.iter().cloned().collect();

@@ -54,7 +54,7 @@ async fn restarts(times: u64) {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_restarts_ten_times_in_a_row_with_pods_in_flight() {
+async fn ten_kubelet_restarts_with_pods_in_flight() {
     restarts(10).await;
 }
 
@@ -108,7 +108,7 @@ async fn kills(times: u64) {
 }
 
 #[tokio::test]
-async fn what_is_killed_at_random_points_leaves_nothing_behind() {
+async fn agent_killed_anywhere_leaves_nothing_behind() {
     kills(8).await;
 }
 

@@ -32,7 +32,7 @@ fn by(script: &str, mut setup: Setup) -> Setup {
 }
 
 #[tokio::test]
-async fn a_full_disk_costs_no_admission_and_what_could_not_be_kept_is_kept_in_the_end() {
+async fn full_disk_delays_only_the_health_record() {
     let (node, kubelet) = setup(Setup::on("dgx1-v100")).serve(8).await;
     room(node.process.id(), "0");
     node.setup.tell("xid 2 79");
@@ -56,7 +56,7 @@ async fn a_full_disk_costs_no_admission_and_what_could_not_be_kept_is_kept_in_th
 }
 
 #[tokio::test]
-async fn a_full_disk_leaves_the_last_cdi_spec_whole() {
+async fn full_disk_leaves_last_cdi_spec_whole() {
     let machine = Setup::with(&machine(&[("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:41:00.0", "")]));
     let (root, specs) = (machine.at("driver"), machine.at("cdi"));
     Root::full(&root);
@@ -82,7 +82,7 @@ async fn a_full_disk_leaves_the_last_cdi_spec_whole() {
 }
 
 #[tokio::test]
-async fn a_disk_without_room_for_our_socket_is_named_and_the_socket_comes_with_the_room() {
+async fn full_disk_delays_our_socket_and_is_named() {
     const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/run/small.sh");
     let setup = by(SCRIPT, Setup::on("dgx1-v100"));
     let (inside, state) = (setup.at("k"), setup.at("state"));

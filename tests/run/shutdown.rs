@@ -13,7 +13,7 @@ use tokio::time::timeout;
 use crate::node::{GPU, LIMIT, Setup, registered, signal, until};
 
 #[tokio::test]
-async fn a_signal_to_end_ends_streams_and_sockets_and_is_no_failure() {
+async fn signal_ends_streams_and_sockets_with_success() {
     for signal in ["TERM", "INT"] {
         let (mut node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
         assert_eq!(node.setup.sockets().len(), 1);
@@ -32,7 +32,7 @@ async fn a_signal_to_end_ends_streams_and_sockets_and_is_no_failure() {
 }
 
 #[tokio::test]
-async fn nothing_that_hangs_holds_up_the_end() {
+async fn hung_kubelet_does_not_delay_shutdown() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
     kubelet.set_fault(Fault::Hang);
@@ -48,7 +48,7 @@ async fn nothing_that_hangs_holds_up_the_end() {
 }
 
 #[tokio::test]
-async fn a_log_that_nobody_reads_costs_lines_and_no_time() {
+async fn unread_log_loses_lines_not_time() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
     let (_unread, mut full) = UnixStream::pair().unwrap();
@@ -70,7 +70,7 @@ async fn a_log_that_nobody_reads_costs_lines_and_no_time() {
 }
 
 #[tokio::test]
-async fn a_file_of_sysfs_that_does_not_answer_holds_up_neither_the_end_nor_anything_else() {
+async fn hung_sysfs_file_delays_nothing() {
     let mut setup = Setup::on("dgx1-v100");
     setup.library = "/no/such/libnvidia-ml.so.1".into();
     setup.on_bus("0000:3b:00.0");
@@ -88,7 +88,7 @@ async fn a_file_of_sysfs_that_does_not_answer_holds_up_neither_the_end_nor_anyth
 }
 
 #[tokio::test]
-async fn a_disk_that_hangs_holds_up_neither_an_admission_nor_the_end() {
+async fn hung_disk_delays_no_admission_and_no_shutdown() {
     let setup = Setup::on("dgx1-v100");
     // Opening it waits for somebody who reads.
     let record = setup.at("k/linkwise/linkwise_health.json.new");
@@ -104,7 +104,7 @@ async fn a_disk_that_hangs_holds_up_neither_an_admission_nor_the_end() {
 }
 
 #[tokio::test]
-async fn the_socket_of_a_dead_predecessor_goes_and_a_live_one_stays() {
+async fn only_dead_predecessors_socket_is_removed() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
     let mut predecessor = setup.spawn();

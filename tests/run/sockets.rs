@@ -16,7 +16,7 @@ use crate::kubelet::plugin;
 use crate::node::{GPU, LIMIT, Setup, registered, until};
 
 #[tokio::test]
-async fn whatever_stands_in_the_place_of_kubelet_sock_the_next_kubelet_is_found() {
+async fn kubelet_found_after_any_file_at_its_socket() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let path = node.setup.kubelet_socket.clone();
     kubelet.stop().await.unwrap();
@@ -46,7 +46,7 @@ async fn whatever_stands_in_the_place_of_kubelet_sock_the_next_kubelet_is_found(
 }
 
 #[tokio::test]
-async fn a_change_of_mode_is_no_new_kubelet() {
+async fn chmod_of_kubelet_sock_ends_no_session() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     std::fs::set_permissions(&node.setup.kubelet_socket, std::fs::Permissions::from_mode(0o660)).unwrap();
     // Whoever sees this has seen that, and would say of the two that the kubelet restarted.
@@ -58,7 +58,7 @@ async fn a_change_of_mode_is_no_new_kubelet() {
 }
 
 #[tokio::test]
-async fn where_inotify_is_not_to_be_had_looking_is_enough() {
+async fn polling_suffices_without_inotify() {
     let folder = tempfile::tempdir().unwrap();
     let poll = Duration::from_millis(20);
     let settings = Settings { inotify: false, poll, ..Settings::new(folder.path().join("k/kubelet.sock")) };
@@ -87,7 +87,7 @@ async fn where_inotify_is_not_to_be_had_looking_is_enough() {
 }
 
 #[tokio::test]
-async fn file_descriptors_that_run_out_come_back() {
+async fn exhausted_descriptors_recover() {
     let mut setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
     // As many as it takes to start, and some for connections.
@@ -135,7 +135,7 @@ fn descriptors(process: u32, soft: &str) {
 }
 
 #[tokio::test]
-async fn a_watch_that_could_not_be_had_is_asked_for_again() {
+async fn failed_inotify_watch_is_retried() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let watches = || {
         let links = std::fs::read_dir(format!("/proc/{}/fd", node.process.id())).unwrap().flatten();
@@ -158,7 +158,7 @@ async fn a_watch_that_could_not_be_had_is_asked_for_again() {
 }
 
 #[tokio::test]
-async fn a_probe_that_comes_while_descriptors_are_out_is_answered_once_there_are_some() {
+async fn probe_is_answered_after_descriptor_shortage() {
     let (node, _kubelet) = Setup::on("dgx1-v100").serve(8).await;
     descriptors(node.process.id(), "3");
     let mut stream = tokio::net::TcpStream::connect(node.address).await.unwrap();

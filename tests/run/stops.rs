@@ -8,7 +8,7 @@ use tokio::time::timeout;
 use crate::node::{GPU, LIMIT, Setup, registered, signal, uuid};
 
 #[tokio::test]
-async fn a_process_that_was_stopped_goes_on_where_the_world_is() {
+async fn stopped_process_catches_up() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     kubelet.admit(&Pod::single("pod", GPU, 4), None).await.unwrap();
     node.process.signal("STOP");
@@ -62,7 +62,7 @@ async fn frozen(seconds: f64) {
 }
 
 #[tokio::test]
-async fn a_node_that_was_frozen_for_seconds_goes_on_as_if_nothing_had_been() {
+async fn frozen_node_resumes_unchanged() {
     frozen(3.0).await;
 }
 
@@ -85,7 +85,7 @@ async fn kubelet_asks(
 }
 
 #[tokio::test]
-async fn of_two_for_one_resource_neither_harms_the_other_and_the_one_that_stays_serves() {
+async fn two_plugins_one_resource_coexist() {
     let (mut first, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap();
     let own = first.setup.sockets();
@@ -139,7 +139,7 @@ async fn stuck(socket: &std::path::Path) -> UnixStream {
 }
 
 #[tokio::test]
-async fn a_connection_that_does_not_close_is_cut_before_the_next_registration() {
+async fn unclosed_connection_is_cut_before_registration() {
     let (mut node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let mut stuck_one = stuck(&node.setup.sockets()[0]).await;
     // It was heard: our settings and their acknowledgement came.

@@ -139,7 +139,7 @@ impl World {
                 assert!(self.socket.is_some_and(|socket| socket.ended), "cuts what has not ended");
                 self.close();
             }
-            Action::SayWaiting(_) | Action::SayEnded(_) => {}
+            Action::ReportWaiting(_) | Action::ReportEnded(_) => {}
         }
     }
 
@@ -189,7 +189,7 @@ impl World {
     fn look(&mut self) {
         let kubelet = self.kubelet.map(FileId::numbered).ok_or_else(|| "there is none".to_owned());
         let own = self.socket.is_some_and(|socket| socket.stands);
-        self.tell(Input::Looked { kubelet, own });
+        self.tell(Input::Checked { kubelet, own });
     }
 
     /// The timer, if it is due.
@@ -271,7 +271,7 @@ impl World {
                         Listing::Listed | Listing::Unknown => 0,
                     };
                     socket.asked = true;
-                    self.tell(Input::Asked(listing));
+                    self.tell(Input::Listed(listing));
                 }
             }
             Happening::ServerEnds => {
@@ -312,8 +312,8 @@ impl World {
         let input = match which % 6 {
             0 if self.registering.is_none() => Input::Registered(Ok(())),
             1 if self.registering.is_none() => Input::Registered(Err("late".to_owned())),
-            2 if !self.asking => Input::Asked(Listing::Listed),
-            3 if !self.asking => Input::Asked(Listing::Missing),
+            2 if !self.asking => Input::Listed(Listing::Listed),
+            3 if !self.asking => Input::Listed(Listing::Missing),
             4 if !self.binding => Input::Bound(Ok(())),
             _ => Input::Tick,
         };
@@ -392,7 +392,7 @@ proptest! {
 
     /// The invariants of docs/life-cycle.md, after every input; then the world mends, and we serve in time.
     #[test]
-    fn whatever_happens_the_invariants_hold_and_it_registers_in_the_end(
+    fn invariants_hold_and_it_registers_again(
         story in prop::collection::vec(happening(), 0..80),
         jitter in any::<u64>(),
         lost in any::<bool>(),
@@ -414,7 +414,7 @@ proptest! {
 
     /// A world that answers everything at once and badly, as fast as it can: a few actions a second, however long.
     #[test]
-    fn a_world_that_fails_at_once_makes_no_storm(
+    fn instant_failures_make_no_storm(
         fails in prop::collection::vec(0_u8..6, 1..4),
         jitter in any::<u64>(),
     ) {
@@ -441,7 +441,7 @@ proptest! {
 
     /// Told to end, it is over as soon as its connections are closed, half a second at the latest, wherever it was.
     #[test]
-    fn told_to_end_it_ends(story in prop::collection::vec(happening(), 0..60)) {
+    fn shutdown_ends_from_any_state(story in prop::collection::vec(happening(), 0..60)) {
         let mut world = World::new(0);
         world.look();
         for happening in story {
@@ -458,22 +458,32 @@ proptest! {
 }
 
 #[test]
-fn the_first_retry_comes_at_once_and_the_others_double_with_jitter() {
-    let longest = Duration::from_secs(16);
-    assert_eq!([pause(0, longest, 7), pause(1, longest, 7)], [Duration::ZERO; 2]);
-    for (attempt, full) in [(2, 250), (3, 500), (8, 16_000), (9, 16_000), (u32::MAX, 16_000)] {
-        let full = Duration::from_millis(full);
-        for jitter in (0..1024).chain([u64::MAX]) {
-            let pause = pause(attempt, longest, jitter);
-            assert!(pause <= full && pause >= full / 2, "{attempt}: {pause:?}");
+fn first_retry_is_at_once_then_pauses_double() {
+    for jitter in [0, 7, 511, 512, u64::MAX] {
+        let (mut now, kubelet) = (Duration::ZERO, FileId::numbered(1));
+        let checked = Input::Checked { kubelet: Ok(kubelet), own: false };
+        let (mut machine, actions) = Machine::new(LIMITS).step(checked, Moment { now, jitter });
+        assert_eq!(actions, [Action::Bind]);
+        for full in [0, 250, 500, 1000, 2000, 4000, 8000, 16_000, 16_000].map(Duration::from_millis) {
+            let (failed, actions) = machine.step(Input::Bound(Err("full".to_owned())), Moment { now, jitter });
+            machine = failed;
+            if full.is_zero() {
+                assert!(actions.contains(&Action::Bind), "{actions:?}");
+                continue;
+            }
+            let pause = machine.wake().unwrap() - now;
+            assert!(pause <= full && pause >= full / 2, "{full:?}: {pause:?}");
+            now += pause;
+            let (next, actions) = machine.step(Input::Tick, Moment { now, jitter });
+            assert_eq!(actions, [Action::Bind]);
+            machine = next;
         }
     }
-    assert!(pause(9, Duration::MAX, 511) > Duration::ZERO);
 }
 
 /// One registration that goes well, told step by step.
 #[test]
-fn the_way_to_serving() {
+fn phases_from_kubelet_to_serving() {
     let mut world = World::new(1);
     let mut phases = vec![world.machine.phase()];
     world.look();
@@ -507,7 +517,7 @@ fn the_way_to_serving() {
 }
 
 #[test]
-fn pod_resources_that_never_list_us_end_the_session() {
+fn never_listed_devices_end_the_session() {
     let mut world = World::new(1);
     for happening in
         [Happening::KubeletNew, Happening::BindEnds(true), Happening::RegisterEnds(true), Happening::StreamOpens]
@@ -521,13 +531,13 @@ fn pod_resources_that_never_list_us_end_the_session() {
         assert!(round > 0 || world.machine.phase() == Phase::Confirming);
         world.happens(Happening::Passes(100));
     }
-    let told = |cause: &Cause| world.done.iter().any(|(_, done)| *done == Action::SayEnded(cause.clone()));
+    let told = |cause: &Cause| world.done.iter().any(|(_, done)| *done == Action::ReportEnded(cause.clone()));
     assert!(told(&Cause::NotListed(LIMITS.confirm)));
 }
 
 /// A registration can be lost with its stream still open.
 #[test]
-fn pod_resources_that_list_us_no_more_end_the_readiness_and_then_the_session() {
+fn unlisted_devices_end_readiness_then_session() {
     let mut world = World::new(1);
     for happening in [Happening::KubeletNew, Happening::AllWell, Happening::NextAsk(Listing::Missing)] {
         world.happens(happening);
@@ -542,5 +552,5 @@ fn pod_resources_that_list_us_no_more_end_the_readiness_and_then_the_session() {
     for _ in 0..200 {
         world.happens(Happening::NextAsk(Listing::Missing));
     }
-    assert!(world.done.iter().any(|(_, done)| *done == Action::SayEnded(Cause::NotListed(LIMITS.confirm))));
+    assert!(world.done.iter().any(|(_, done)| *done == Action::ReportEnded(Cause::NotListed(LIMITS.confirm))));
 }
