@@ -9,7 +9,7 @@ use tokio::net::TcpListener;
 /// Connections that may wait to be accepted; what tokio asks for too.
 const BACKLOG: i32 = 1024;
 
-/// Listens on an address. `[::]` takes IPv4 as well, also where the host says otherwise (net.ipv6.bindv6only), and is
+/// Listens on an address. `[::]` takes IPv4 as well, also where the host's default is otherwise (net.ipv6.bindv6only), and is
 /// 0.0.0.0 on a host without IPv6.
 pub(super) fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     listen_with(address, bind)
@@ -18,7 +18,7 @@ pub(super) fn listen(address: SocketAddr) -> io::Result<TcpListener> {
 fn listen_with(address: SocketAddr, bind: impl Fn(SocketAddr) -> io::Result<Socket>) -> io::Result<TcpListener> {
     let any = address.is_ipv6() && address.ip().is_unspecified();
     let socket = match bind(address) {
-        // A port that is taken is taken; anything else means that there is no IPv6 to be had.
+        // A port in use or forbidden is an error; any other error means that the host has no IPv6.
         Err(error) if any && !matches!(error.kind(), ErrorKind::AddrInUse | ErrorKind::PermissionDenied) => {
             bind((Ipv4Addr::UNSPECIFIED, address.port()).into())?
         }

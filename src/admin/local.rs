@@ -34,7 +34,7 @@ pub enum Outcome {
     Done(String),
     /// No such GPU (404).
     Unknown(String),
-    /// Not carried out yet; the text says whether the order stands (503).
+    /// Not carried out yet; the text has whether the order stands (503).
     NotYet(String),
 }
 
@@ -240,9 +240,9 @@ mod tests {
         let path = folder.path().join("run/admin.sock");
         let local = Local::bind(&path).unwrap();
         assert_eq!(fs::metadata(path.parent().unwrap()).unwrap().mode() & 0o777, 0o700);
-        fs::write(folder.path().join("file"), "somebody's").unwrap();
+        fs::write(folder.path().join("file"), "another's").unwrap();
         fs::rename(folder.path().join("file"), &path).unwrap();
         drop(local);
-        assert_eq!(fs::read_to_string(&path).unwrap(), "somebody's");
+        assert_eq!(fs::read_to_string(&path).unwrap(), "another's");
     }
 }

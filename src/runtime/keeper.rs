@@ -58,7 +58,7 @@ pub(super) fn beside(kubelet_socket: &Path) -> Option<PathBuf> {
 
 /// Why a record is not used.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum ReadError {
+pub enum ReadError {
     #[error("cannot read it")]
     Io(#[from] io::Error),
     #[error("it is not a health record")]

@@ -407,14 +407,14 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         type Task = std::pin::Pin<Box<dyn Future<Output = Result<()>> + Send>>;
         let tasks: [(Task, &str); 3] = [
-            (Box::pin(async { Ok(()) }), "the task 'somebody' ended"),
-            (Box::pin(async { Err(anyhow!("no room")) }), "the task 'somebody' failed: no room"),
+            (Box::pin(async { Ok(()) }), "the task 'task' ended"),
+            (Box::pin(async { Err(anyhow!("no room")) }), "the task 'task' failed: no room"),
             (Box::pin(async { panic!("at the disco") }), "a task panicked"),
         ];
         for (task, cause) in tasks {
             let mut node = Node::start(settings(folder.path())).await.unwrap();
             let shutdown = node.shutdown();
-            node.spawn("somebody", task);
+            node.spawn("task", task);
             let ended = timeout(Duration::from_secs(20), node.serve()).await.unwrap();
             let words = format!("{:#}", ended.unwrap_err());
             assert!(words.starts_with(cause), "{words}");
@@ -509,7 +509,7 @@ mod tests {
         assert_eq!(left, ["kubelet.sock"]);
         kubelet.wait(|state| state.resources["nvidia.com/gpu"].open_streams == 0).await.unwrap();
         // The end of any other task is unexpected.
-        node.tasks.spawn(async { ("somebody".to_owned(), Ok(())) });
+        node.tasks.spawn(async { ("task".to_owned(), Ok(())) });
         assert!(!withdraws(&mut node).await);
     }
 }

@@ -145,7 +145,7 @@ fn listen_at(path: &Path) -> io::Result<std::os::unix::net::UnixListener> {
     Ok(OwnedFd::from(socket).into())
 }
 
-/// Connects to a socket, and says which process listens there.
+/// Connects to a socket; returns which process listens there too.
 ///
 /// # Errors
 ///
@@ -156,7 +156,7 @@ pub async fn connect(path: &Path) -> io::Result<(UnixStream, Peer)> {
     Ok((stream, peer))
 }
 
-/// Whether the path names a socket on which no process listens any more. It does not wait for one that accepts nobody.
+/// Whether the path names a socket on which no process listens any more. It does not wait for one that accepts no connection.
 pub fn is_dead(path: &Path) -> bool {
     let connect = || {
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;

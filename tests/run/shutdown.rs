@@ -82,7 +82,7 @@ async fn hung_sysfs_file_delays_nothing() {
     // Linux opens the other end, without waiting, where somebody reads.
     const O_NONBLOCK: i32 = 0o4000;
     let _silent = until(async || OpenOptions::new().write(true).custom_flags(O_NONBLOCK).open(&vendor)).await;
-    node.ready(503, "the GPUs have not been looked at yet").await;
+    node.ready(503, "the GPUs have not been discovered yet").await;
     node.process.signal("TERM");
     assert_eq!(node.process.ended().await.0.code(), Some(0));
 }

@@ -15,7 +15,7 @@ pub(super) type Ids = BTreeSet<String>;
 /// The devices of one resource from which a container gets its own.
 #[derive(Debug)]
 pub(super) struct Pool {
-    /// Healthy and held by nobody.
+    /// Healthy and held by no container.
     pub(super) available: Ids,
     /// NUMA nodes of every advertised device, healthy or not, used or not.
     pub(super) numa: BTreeMap<String, BTreeSet<i64>>,

@@ -182,5 +182,5 @@ fn a_registration_that_fails_forgets_the_one_before() {
     book.deregister_client(GPU);
     assert!(gpu(&book).connected, "the old stream goes on");
     assert!(book.disconnect(GPU, Some(old)).is_none());
-    assert_eq!(gpu(&book).healthy, ids("a"), "and nobody notices its end, as in a kubelet");
+    assert_eq!(gpu(&book).healthy, ids("a"), "and its end goes unnoticed, as in a kubelet");
 }
