@@ -90,11 +90,12 @@ async fn hung_sysfs_file_delays_nothing() {
 #[tokio::test]
 async fn hung_disk_delays_no_admission_and_no_shutdown() {
     let setup = Setup::on("dgx1-v100");
-    // Opening it waits for somebody who reads.
-    let record = setup.at("k/linkwise/linkwise_health.json.new");
+    // Opening it waits for a writer, which never comes: the agent's thread hangs in the kernel to the end.
+    let record = setup.at("k/linkwise/linkwise_health.json");
     std::fs::create_dir_all(record.parent().unwrap()).unwrap();
     assert!(std::process::Command::new("mkfifo").arg(&record).status().unwrap().success());
     let (mut node, kubelet) = setup.serve(8).await;
+    node.process.said("it cannot be read in time").await;
     node.setup.tell("xid 2 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
     kubelet.admit(&Pod::single("pod", GPU, 4), None).await.unwrap();

@@ -471,7 +471,7 @@ fn first_retry_is_at_once_then_pauses_double() {
                 assert!(actions.contains(&Action::Bind), "{actions:?}");
                 continue;
             }
-            let pause = machine.wake().unwrap() - now;
+            let pause = machine.wake().unwrap().saturating_sub(now);
             assert!(pause <= full && pause >= full / 2, "{full:?}: {pause:?}");
             now += pause;
             let (next, actions) = machine.step(Input::Tick, Moment { now, jitter });
