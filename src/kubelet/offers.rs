@@ -48,7 +48,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kubelet_that_offers_all_that_is_free_narrows_nothing() {
+    fn offer_of_all_free_devices_narrows_nothing() {
         let mut offers = Offers::default();
         assert!(!narrowed(&mut offers, "a b c d", ""));
         offers.allocated(&ids("a b"));
@@ -58,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn a_free_device_that_is_missing_was_held_back() {
+    fn missing_free_device_was_held_back() {
         let mut offers = Offers::default();
         assert!(!narrowed(&mut offers, "a b", ""), "c and d may be in use");
         offers.allocated(&ids("a"));
@@ -69,12 +69,12 @@ mod tests {
     }
 
     #[test]
-    fn what_has_to_be_in_the_answer_was_not_ours_to_choose() {
+    fn required_device_counts_as_narrowing() {
         assert!(narrowed(&mut Offers::default(), "a b", "a"));
     }
 
     #[test]
-    fn a_sick_device_is_not_missed_until_it_is_offered_again() {
+    fn unhealthy_device_is_missed_only_once_offered_again() {
         let mut offers = Offers::default();
         narrowed(&mut offers, "a b", "");
         let b_only = AllocationRequest { available: ids("b"), ..AllocationRequest::default() };

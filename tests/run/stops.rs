@@ -68,7 +68,7 @@ async fn frozen_node_resumes_unchanged() {
 
 #[tokio::test]
 #[ignore = "takes a minute: make test-long"]
-async fn a_node_that_was_frozen_for_a_minute_goes_on_as_if_nothing_had_been() {
+async fn node_frozen_for_a_minute_resumes_unchanged() {
     frozen(61.0).await;
 }
 

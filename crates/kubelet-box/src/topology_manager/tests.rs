@@ -147,7 +147,7 @@ fn it_settles_as_a_kubelet_does() {
 }
 
 #[test]
-fn every_mask_that_fits_is_a_hint_and_the_smallest_are_preferred() {
+fn smallest_fitting_masks_are_preferred() {
     let manager = manager(Policy::BestEffort, &[0, 1, 2]);
     let list = |text: &str| {
         let hint = |hint: &TopologyHint| format!("{}{}", hint.mask.unwrap(), if hint.preferred { "*" } else { "" });
@@ -187,7 +187,7 @@ fn cpus_hint_over_nodes_with_cpus_only() {
 }
 
 #[test]
-fn a_kubelet_with_a_policy_does_not_live_on_every_machine() {
+fn policy_is_refused_on_unsupported_machines() {
     let nine: Vec<i64> = (0..9).collect();
     let refusal = |policy, nodes: &[i64]| manager(policy, nodes).check().unwrap_err().to_string();
     for policy in [B, R, S] {
@@ -199,7 +199,7 @@ fn a_kubelet_with_a_policy_does_not_live_on_every_machine() {
 }
 
 #[test]
-fn a_refusal_says_what_stands_in_the_way() {
+fn refusal_names_the_obstacle() {
     let refusal = |policy, texts: &[&str]| {
         let manager = manager(policy, &[0, 1]);
         let resources: Vec<_> = texts.iter().map(|text| hints(&manager, text)).collect();
