@@ -3,7 +3,6 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 
 use linkwise::demo::numa_nodes;
 use linkwise::kubelet::Settings;
@@ -38,7 +37,7 @@ async fn on<T>(
     seen: NodeObservation,
     policy: Policy,
     numa_hints: NumaHints,
-    script: impl AsyncFnOnce(&KubeletBox, &Arc<Metrics>) -> T,
+    script: impl AsyncFnOnce(&KubeletBox, &Metrics) -> T,
 ) -> T {
     let folder = tempfile::tempdir().unwrap();
     let mut options = Options::new(folder.path());
@@ -52,7 +51,7 @@ async fn on<T>(
         health: HealthSettings::default(),
     };
     let node = Node::start(settings).await.unwrap();
-    let (events, shutdown, metrics) = (node.events(), node.shutdown(), Arc::clone(node.metrics()));
+    let (events, shutdown, metrics) = (node.events(), node.shutdown(), node.metrics().clone());
     let play = async {
         let gpus = seen.gpus.len();
         events.send(Event::Observed(Box::new(seen))).await.unwrap();

@@ -9,8 +9,8 @@ use tokio::net::TcpListener;
 /// Connections that may wait to be accepted; what tokio asks for too.
 const BACKLOG: i32 = 1024;
 
-/// Listens on an address. `[::]` takes IPv4 as well, also where the host's default is otherwise (net.ipv6.bindv6only), and is
-/// 0.0.0.0 on a host without IPv6.
+/// Listens on an address. `[::]` takes IPv4 as well, also where the host's default is otherwise (net.ipv6.bindv6only),
+/// and is 0.0.0.0 on a host without IPv6.
 pub(super) fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     listen_with(address, bind)
 }

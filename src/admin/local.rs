@@ -1,7 +1,7 @@
 //! An operator's orders over a Unix socket on this host: read the state, release the driver, resume, clear a GPU.
 //!
-//! Owns the socket and the routes; the runtime passes in what carries the orders out, and owns the task. Nothing of this is
-//! ever served over the metrics port.
+//! Owns the socket and the routes; the runtime passes in what carries the orders out, and owns the task. Nothing of
+//! this is ever served over the metrics port.
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -79,8 +79,8 @@ pub struct Local {
 }
 
 impl Local {
-    /// Binds the socket, for our own user and root alone; makes its folder where that is missing. A socket whose process
-    /// has ended is replaced, a live one never.
+    /// Binds the socket, for our own user and root alone; makes its folder where that is missing. A socket whose
+    /// process has ended is replaced, a live one never.
     ///
     /// # Errors
     ///

@@ -13,8 +13,8 @@ use crate::uds::FileId;
 /// The least time between two checks in a storm of changes. Streams and deadlines get their turn meanwhile.
 const GAP: Duration = Duration::from_millis(2);
 
-/// This many changes in a row, each less than [`GAP`] after the one before, are no storm yet: a kubelet that starts makes
-/// a few, and a plugin that checks its socket late registers twice.
+/// This many changes in a row, each less than [`GAP`] after the one before, are no storm yet: a kubelet that starts
+/// makes a few, and a plugin that checks its socket late registers twice.
 const RUSH: u32 = 8;
 
 /// Follows a folder: by inotify where it works, and at least every `poll`.

@@ -1,7 +1,7 @@
 //! Executes the machine's decisions: checks the files, serves the session, makes the calls, keeps the time.
 //!
-//! A [`Plugin`] is one resource's. All its work is done in the task of [`Plugin::run`], which the runtime owns; only tonic's
-//! connections have tasks of their own, which the session ends. `machine` alone decides what to do next.
+//! A [`Plugin`] is one resource's. All its work is done in the task of [`Plugin::run`], which the runtime owns; only
+//! tonic's connections have tasks of their own, which the session ends. `machine` alone decides what to do next.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
@@ -55,8 +55,8 @@ impl Plugin {
         self.phase.subscribe()
     }
 
-    /// Serves until `shutdown`, of the process or of this resource alone; then ends its streams and connections, removes
-    /// its socket and returns.
+    /// Serves until `shutdown`, of the process or of this resource alone; then ends its streams and connections,
+    /// removes its socket and returns.
     pub async fn run(self, shutdown: CancellationToken) -> Result<(), PluginError> {
         let socket = &self.settings.kubelet_socket;
         let folder = socket.parent().filter(|folder| !folder.as_os_str().is_empty()).map(Path::to_owned);

@@ -1,4 +1,5 @@
-//! The life of one resource's plugin with the kubelet as a state machine: `step(state, input, moment) -> (state, actions)`.
+//! The life of one resource's plugin with the kubelet as a state machine: `step(state, input, moment) -> (state,
+//! actions)`.
 //!
 //! Pure: no I/O, no clock, no task, no randomness (time and jitter come with the moment). `life` is its one caller: it
 //! feeds inputs and performs actions. docs/life-cycle.md has the diagram and the invariants; the tests beside this file
@@ -357,8 +358,8 @@ impl Machine {
         self.pause(kubelet, since, moment)
     }
 
-    /// After a session that began at `since` with this kubelet: the next attempt, or a pause before it. A random part of
-    /// the pause, up to a half, is left out, so that the nodes of a cluster do not retry in step.
+    /// After a session that began at `since` with this kubelet: the next attempt, or a pause before it. A random part
+    /// of the pause, up to a half, is left out, so that the nodes of a cluster do not retry in step.
     fn pause(&mut self, kubelet: FileId, since: Duration, moment: Moment) -> Vec<Action> {
         let now = moment.now;
         if self.kubelet.as_ref().ok() != Some(&kubelet) {

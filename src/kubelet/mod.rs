@@ -1,10 +1,10 @@
 //! The device plugin API: one server for each resource, and its life with the kubelet.
 //!
-//! Owns the socket, the registration and the streams of one resource. The runtime makes a [`Plugin`] for each resource and
-//! owns the task that runs it; this module starts no task. Wire types stop at `convert.rs` and the files that use them:
-//! `service.rs`, `register.rs`, `pod_resources.rs`. `machine` decides what to do next and `life` does it
-//! (docs/life-cycle.md); `handover` decides how a container gets its GPUs. The path of an admission reads one snapshot: no
-//! NVML, no lock that a probe holds, no disk.
+//! Owns the socket, the registration and the streams of one resource. The runtime makes a [`Plugin`] for each resource
+//! and owns the task that runs it; this module starts no task. Wire types stop at `convert.rs` and the files that use
+//! them: `service.rs`, `register.rs`, `pod_resources.rs`. `machine` decides what to do next and `life` does it
+//! (docs/life-cycle.md); `handover` decides how a container gets its GPUs. The path of an admission reads one snapshot:
+//! no NVML, no lock that a probe holds, no disk.
 
 mod changes;
 mod channel;

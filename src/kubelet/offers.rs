@@ -1,24 +1,24 @@
 //! Whether the kubelet narrowed what we could choose from.
 //!
-//! Called by `service`, once a request. Pure. We are not told which devices are in use, but one that was offered is
-//! free, and it stays so until we are asked to allocate it: the only way into a container. A kubelet without a
-//! Topology Manager offers every free device each time. So one that is healthy and known to be free and yet missing
+//! Called by `service`, once a request. Pure. The kubelet does not report which devices are in use, but one that was
+//! offered is free, and it stays so until we are asked to allocate it: the only way into a container. A kubelet without
+//! a Topology Manager offers every free device each time. So one that is healthy and known to be free and yet missing
 //! was held back, for certain; and so was the choice of those that have to be in the answer.
 
 use std::collections::BTreeSet;
 
 use crate::allocation::{AllocationRequest, DeviceId};
 
-/// What one session with the kubelet has told us of free devices.
+/// Which devices one session with the kubelet has shown to be free.
 #[derive(Debug, Default)]
 pub(super) struct Offers {
     free: BTreeSet<DeviceId>,
 }
 
 impl Offers {
-    /// Takes note of a request; says whether it left us less than there is.
+    /// Records a request; returns whether it left out free devices.
     pub(super) fn narrowed(&mut self, request: &AllocationRequest, healthy: impl Fn(&DeviceId) -> bool) -> bool {
-        // A kubelet may not know yet that a device is healthy again: what was not, has to be offered anew.
+        // Forget unhealthy devices: the kubelet may not have seen them recover yet, so their absence proves nothing.
         self.free.retain(healthy);
         let offered: BTreeSet<DeviceId> = request.available.iter().cloned().collect();
         let held_back = self.free.difference(&offered).next().is_some();

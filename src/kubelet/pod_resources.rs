@@ -1,4 +1,4 @@
-//! The client of the kubelet's PodResources API: who holds which devices, and what could be given out.
+//! The client of the kubelet's PodResources API: which containers hold which devices, and which could be allocated.
 //!
 //! `life` asks whether our devices are on the kubelet's list; the runtime owns the task that follows the holders. Not
 //! on the path of an admission. Where the socket is not there, or has no answer, nothing is known, and that is a value.
@@ -28,7 +28,7 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 const LONGEST: usize = 16 << 20;
 /// How often the holders are asked for while an answer is waited for.
 const ASK_OFTEN: Duration = Duration::from_secs(1);
-/// How often while nobody waits for an answer.
+/// How often while no answer is waited for.
 const ASK_BETWEEN: Duration = Duration::from_secs(30);
 
 /// Which devices containers held when the kubelet was last asked, as the kubelet names them; `None`: not known.
@@ -50,12 +50,12 @@ pub enum PodResourcesError {
         /// What came.
         status: Box<Status>,
     },
-    /// Nothing.
+    /// No answer in time.
     #[error("{path} did not answer within {after:?}")]
     Late {
         /// The socket.
         path: String,
-        /// How long we waited.
+        /// The deadline.
         after: Duration,
     },
 }
@@ -71,7 +71,7 @@ fn devices(listed: impl IntoIterator<Item = wire::ContainerDevices>) -> Devices 
     listed.into_iter().flat_map(each).collect()
 }
 
-/// Connects, calls, and gives up in time.
+/// Connects and calls, within the deadline.
 async fn call(
     socket: &Path,
     call: &'static str,
@@ -98,8 +98,9 @@ pub async fn holders(socket: &Path) -> Result<BTreeSet<(ResourceName, DeviceId)>
     Ok(held.await?.into_iter().filter_map(named).collect())
 }
 
-/// Follows the holders until `shutdown`, every second while somebody waits for an answer (`often`), else now and then; a failure is "not known" until the next answer. Every answer is told, also one
-/// like the last: what is gone leaves the list by what is said after it went.
+/// Polls the holders until `shutdown`: every second at first while the state waits for an answer (`often`), then ever
+/// more rarely. A failure means "not known" until the next answer. Every answer is published, also one like the last: a
+/// GPU that is gone leaves the list by an answer that came after it went.
 pub async fn follow_holders(
     socket: &Path,
     holders_now: watch::Sender<Holders>,
@@ -110,11 +111,11 @@ pub async fn follow_holders(
     let follow = async {
         loop {
             holders_now.send_replace(holders(socket).await.ok());
-            // Of what a pod holds for days an answer a second would be many.
+            // A pod may hold a device for days: an answer a second would be many.
             let waited_for = *often.borrow_and_update();
             let pause = if waited_for { pauses.failed() } else { ASK_BETWEEN };
             let begins = async {
-                // Whoever would say so is gone only when the node ends.
+                // An error means that the node is ending.
                 let _ = often.changed().await;
             };
             if tokio::time::timeout(pause, begins).await.is_ok() {

@@ -21,7 +21,7 @@ pub(super) struct Service {
     pub resource: ResourceName,
     pub settings: Arc<Settings>,
     pub sources: Sources,
-    /// Who listens on kubelet.sock, once known.
+    /// The process that listens on kubelet.sock, once known.
     pub kubelet: Arc<OnceLock<Peer>>,
     /// How many ListAndWatch streams the kubelet holds.
     pub streams: watch::Sender<usize>,
@@ -119,9 +119,9 @@ impl DevicePlugin for Service {
                 let answer = self.settings.handover.answer(&self.resource, &snapshot, &devices);
                 answer.map(convert::container).map_err(|error| convert::not_handed_over(&error))
             });
-            let told = ids.iter().map(|id| id.as_str().to_owned()).collect();
-            let told = answer.as_ref().map(|_| told).map_err(|refusal| refusal.message().to_owned());
-            self.observe(Occurrence::Allocated(told));
+            let devices = ids.iter().map(|id| id.as_str().to_owned()).collect();
+            let allocated = answer.as_ref().map(|_| devices).map_err(|refusal| refusal.message().to_owned());
+            self.observe(Occurrence::Allocated(allocated));
             container_responses.push(answer?);
         }
         Ok(Response::new(wire::AllocateResponse { container_responses }))

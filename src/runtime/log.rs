@@ -1,7 +1,7 @@
 //! The log: lines to standard error, written by a thread of its own.
 //!
-//! The reader of standard error may stop (a container's log pipe is full, its disk hangs). Then lines are lost, not time:
-//! only that thread waits for the write, and the exit of the process waits at most 200 ms for it.
+//! The reader of standard error may stop (a container's log pipe is full, its disk hangs). Then lines are lost, not
+//! time: only that thread waits for the write, and the exit of the process waits at most 200 ms for it.
 
 use std::io::{self, Write};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
@@ -56,7 +56,8 @@ pub fn log_to_stderr(filter: &str, format: LogFormat) -> Result<Log> {
     Ok(Log(lines))
 }
 
-/// Writes until the last sender is dropped. A line that cannot be written is lost: there is no other place to report it.
+/// Writes until the last sender is dropped. A line that cannot be written is lost: there is no other place to report
+/// it.
 fn write(waiting: &Receiver<Item>) {
     for item in waiting {
         match item {

@@ -1,9 +1,9 @@
 //! `linkwise run`: builds everything, owns every task, turns effects into calls.
 //!
 //! A composition root. `node` has the one loop that writes the state, and the plugins; `driver` keeps the NVML agent
-//! alive; `handover` keeps CDI specs and device nodes up to date; `config` reloads the configuration; `mps` is a process
-//! of its own, `linkwise mps-control-daemon`; this file starts and ends them. A task that ends unexpectedly ends the
-//! process, with its cause.
+//! alive; `handover` keeps CDI specs and device nodes up to date; `config` reloads the configuration; `mps` is a
+//! process of its own, `linkwise mps-control-daemon`; this file starts and ends them. A task that ends unexpectedly
+//! ends the process, with its cause.
 
 mod clock;
 mod config;
@@ -162,8 +162,8 @@ async fn serve(args: &RunArgs) -> Result<()> {
     node.serve().await
 }
 
-/// What follows the driver, with the options' values. `beside`: its metrics, why the node is idle, and whether an operator
-/// released the driver.
+/// What follows the driver, with the options' values. `beside`: its metrics, why the node is idle, and whether an
+/// operator released the driver.
 fn driver_of(
     nvml: &NvmlArgs,
     host: &HostArgs,

@@ -1,7 +1,8 @@
-//! One node: the loop that applies events to the state and publishes it, a plugin for each resource, the HTTP endpoints.
+//! One node: the loop that applies events to the state and publishes it, a plugin for each resource, the HTTP
+//! endpoints.
 //!
-//! `run` feeds it from the driver, `demo` from a script. It owns every task of the node; one that ends unexpectedly ends
-//! the node.
+//! `run` feeds it from the driver, `demo` from a script. It owns every task of the node; one that ends unexpectedly
+//! ends the node.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -272,8 +273,8 @@ impl Node {
         self.match_plugins();
     }
 
-    /// A plugin for each resource. One that comes back while its plugin is ending gets the next when that has ended: two
-    /// of one name would take the kubelet's one endpoint from each other.
+    /// A plugin for each resource. One that comes back while its plugin is ending gets the next when that has ended:
+    /// two of one name would take the kubelet's one endpoint from each other.
     fn match_plugins(&mut self) {
         let resources: Vec<ResourceName> = self.state.resources().keys().cloned().collect();
         for (resource, end) in self.plugins.iter().filter(|(resource, _)| !resources.contains(resource)) {

@@ -1,5 +1,5 @@
-//! An operator's orders while the node runs: release the driver, resume, clear a GPU. Over the admin socket, and the first
-//! two by SIGUSR1 and SIGUSR2.
+//! An operator's orders while the node runs: release the driver, resume, clear a GPU. Over the admin socket, and the
+//! first two by SIGUSR1 and SIGUSR2.
 //!
 //! Owns what was ordered, and who still holds the driver. `driver` obeys; nothing here starts or ends an agent.
 

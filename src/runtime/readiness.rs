@@ -1,7 +1,7 @@
 //! Which parts of the node are ready, and what keeps the others from it.
 //!
-//! Written by what owns each part: the plugins' observer, CDI sync. Read by /readyz and `linkwise admin state`. It decides
-//! nothing but the summary.
+//! Written by what owns each part: the plugins' observer, CDI sync. Read by /readyz and `linkwise admin state`. It
+//! decides nothing but the summary.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -186,8 +186,8 @@ async fn pre_start_is_called_only_if_required() {
     assert_eq!(kubelet.state().resources[GPU].in_use(), ids("a b"), "admitted, not started");
     plugin.script(|script| script.pre_start_fails = None);
     kubelet.restart_container("pod", "main").await.unwrap();
-    let told = plugin.seen().pre_start;
-    assert_eq!((told.len(), set(&told[1])), (2, ids("a b")));
+    let started = plugin.seen().pre_start;
+    assert_eq!((started.len(), set(&started[1])), (2, ids("a b")));
 }
 
 #[tokio::test]

@@ -1,4 +1,4 @@
-//! Who calls our sockets: strangers, other processes, those who do not speak gRPC, those who speak too much.
+//! Callers of our sockets: other users, other processes, clients without gRPC, clients that send too much.
 
 use std::fs::Permissions;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -37,13 +37,13 @@ pub async fn client(path: PathBuf) -> Result<DevicePluginClient<Channel>, tonic:
 async fn caller_with_other_uid_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let kubelet = KubeletBox::start(Options::new(folder.path())).unwrap();
-    // A uid that nobody has: not even we may call, whoever runs this.
+    // A uid that no process has: not even the test may call.
     let callers = Callers::only([4_000_000_000]);
     let settings = Settings { callers, ..Settings::new(folder.path().join("kubelet.sock")) };
-    let (told, mut refused) = mpsc::channel(64);
+    let (refusals, mut refused) = mpsc::channel(64);
     let sources = sources(move |occurrence| {
         if let Occurrence::Refused { uid, pid } = occurrence {
-            let _ = told.try_send((uid, pid));
+            let _ = refusals.try_send((uid, pid));
         }
     });
     let plugin = Plugin::new(ResourceName::gpu(), settings.into(), sources);
@@ -117,10 +117,10 @@ async fn refused_user_is_counted_and_logged_once() {
         let (node, kubelet) = setup.serve(8).await;
         let (us, folder) = (std::fs::metadata(node.setup.at("")).unwrap().uid(), node.setup.at("k"));
         if us != 0 {
-            // Only root can be somebody else.
+            // Only root can change its user.
             return;
         }
-        // The files let everybody in: it is the kernel's word on who calls that counts.
+        // The file modes admit every user: only the uid that the kernel reports counts.
         for (path, open) in [(node.setup.at(""), 0o755), (folder, 0o777), (node.setup.sockets().remove(0), 0o666)] {
             mode(&path, open);
         }
@@ -184,7 +184,7 @@ async fn non_http2_client_disturbs_no_other() {
         assert!(end.is_ok(), "{what}: not closed");
         undisturbed(&node, &kubelet, &format!("pod-{index}")).await;
     }
-    // And who says nothing at all, or stops midway, is in nobody's way.
+    // A client that sends nothing, or half a request, delays no other.
     let mut silent = Vec::new();
     for bytes in [&[][..], &preface[..5], preface, &with(&[0, 0, 9, 1, 4, 0, 0, 0, 1, 0x83])] {
         let mut stream = UnixStream::connect(&node.setup.sockets()[0]).await.unwrap();

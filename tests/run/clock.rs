@@ -1,5 +1,5 @@
-//! A wall clock that jumps, on the whole process: by a library of the tests' own (`clock.c`) between it and the C library. The
-//! kernel's clock is nobody's to move.
+//! A wall clock that jumps, on the whole process: by a library of the tests' own (`clock.c`) between it and the C
+//! library. The kernel's clock must not be moved.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -40,7 +40,8 @@ fn now() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs()
 }
 
-/// Waits for a line of an XID that is the application's, which was not told of before: when it was, by the process's wall clock.
+/// Waits for the log line of an application's XID that was not logged before; returns its time by the process's wall
+/// clock.
 async fn year_of(node: &Node, xid: u64) -> i64 {
     node.setup.tell(&format!("xid 5 {xid}"));
     let line = node.process.logged(|line| line["xid"] == xid).await;

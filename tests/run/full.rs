@@ -1,9 +1,9 @@
-//! A disk without room: what cannot be written costs neither an admission nor the life with the kubelet, and is written once there
-//! is room.
+//! A disk without room: what cannot be written costs neither an admission nor the life with the kubelet, and is written
+//! once there is room.
 //!
-//! For what is written, the room is the process's own limit on the size of files (RLIMIT_FSIZE of setrlimit(2)), taken and given
-//! while it runs: a write then fails with EFBIG, as it does with ENOSPC on a disk that is full. A socket has no size: for ours
-//! there is a file system that is full, in namespaces of the process's own.
+//! For what is written, the room is the process's own limit on the size of files (RLIMIT_FSIZE of setrlimit(2)), taken
+//! and given while it runs: a write then fails with EFBIG, as it does with ENOSPC on a disk that is full. A socket has
+//! no size: for ours there is a file system that is full, in namespaces of the process's own.
 
 use std::io::ErrorKind;
 use std::path::PathBuf;
@@ -20,7 +20,8 @@ fn room(process: u32, bytes: &str) {
     assert!(set.unwrap().success());
 }
 
-/// A machine whose linkwise does not die of the limit's signal: what ignores it hands that on to the program it becomes.
+/// A machine whose linkwise does not die of the limit's signal: what ignores it hands that on to the program it
+/// becomes.
 fn setup(setup: Setup) -> Setup {
     by(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/run/full.sh"), setup)
 }
@@ -74,7 +75,7 @@ async fn full_disk_leaves_last_cdi_spec_whole() {
     let said = node.process.lines().iter().filter(|line| line.contains("what was written last stays")).count();
     assert_eq!(said, 1);
     let left: Vec<_> = std::fs::read_dir(node.setup.at("cdi")).unwrap().collect();
-    assert!(left.is_empty(), "half a spec is none: {left:?}");
+    assert!(left.is_empty(), "no half-written spec: {left:?}");
     let admitted = kubelet.admit(&Pod::single("meanwhile", GPU, 1), None).await.unwrap();
     assert_eq!(admitted.grant("main", GPU).unwrap().allocation.cdi_names.len(), 1);
     room(node.process.id(), "unlimited");
@@ -95,7 +96,7 @@ async fn full_disk_delays_our_socket_and_is_named() {
         .output()
         .unwrap();
     if !tried.status.success() {
-        #[allow(clippy::print_stderr, reason = "who reads the tests' output learns that this one saw nothing")]
+        #[allow(clippy::print_stderr, reason = "the tests' output shows that this one was skipped")]
         {
             eprintln!("skipped: no full file system here: {}", String::from_utf8_lossy(&tried.stderr));
         }

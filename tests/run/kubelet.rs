@@ -80,12 +80,12 @@ async fn foreign_file_in_our_sockets_place_stays() {
     let (mut node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let first = socket(&node);
     let other = node.setup.at("k/other");
-    std::fs::write(&other, "somebody's").unwrap();
+    std::fs::write(&other, "another's").unwrap();
     std::fs::rename(&other, &first).unwrap();
     registered_again(&node, &kubelet).await;
     node.process.signal("TERM");
     assert!(node.process.ended().await.0.success());
-    assert_eq!(std::fs::read_to_string(&first).unwrap(), "somebody's");
+    assert_eq!(std::fs::read_to_string(&first).unwrap(), "another's");
     assert_eq!(node.setup.sockets(), [first]);
 }
 
@@ -113,7 +113,7 @@ async fn late_kubelet_folder_is_found() {
     node.ready(503, &why).await;
     let kubelet = node.setup.kubelet();
     registered(&kubelet, 1, 8).await;
-    // The folder is made anew, as when somebody cleans up: the new one is followed.
+    // The folder is made anew, as when an operator cleans up: the new one is followed.
     kubelet.stop().await.unwrap();
     std::fs::remove_dir_all(node.setup.at("k")).unwrap();
     node.ready(503, "waiting for kubelet.sock; there is no folder").await;
@@ -191,10 +191,10 @@ async fn unanswered_register_is_retried_and_counted() {
         longest_pause: Duration::from_millis(64),
         ..Settings::new(folder.path().join("kubelet.sock"))
     };
-    let (told, mut failed) = mpsc::channel(64);
+    let (failures, mut failed) = mpsc::channel(64);
     let sources = sources(move |occurrence| {
         if let Occurrence::Registered(Err(why)) = occurrence {
-            let _ = told.try_send(why);
+            let _ = failures.try_send(why);
         }
     });
     let plugin = Plugin::new(ResourceName::gpu(), Arc::new(settings), sources);
@@ -219,7 +219,7 @@ async fn replaced_kubelet_folder_is_followed() {
     };
     let first = start("first");
     std::os::unix::fs::symlink("first", at("k")).unwrap();
-    // Who looks every hour has to be told of what happens in the second folder.
+    // A plugin that polls every hour depends on inotify in the second folder.
     let poll = Duration::from_secs(3600);
     let (plugin, _ended) = plugin(Settings { poll, ..Settings::new(at("k/kubelet.sock")) });
     let mut phase = plugin.phase();
@@ -245,8 +245,8 @@ async fn dropped_stream_leads_to_registration() {
     node.process.said("ListAndWatch stream is gone").await;
 }
 
-/// A machine of eight GPUs for a plugin of its own, and somebody who is told what that does.
-pub fn sources(told: impl Fn(Occurrence) + Send + Sync + 'static) -> Sources {
+/// A machine of eight GPUs for a plugin of its own, and a function that receives its occurrences.
+pub fn sources(observe: impl Fn(Occurrence) + Send + Sync + 'static) -> Sources {
     let machine = machines::load("dgx1-v100").unwrap();
     let (snapshot, _) = NodeState::default().apply(Event::Observed(Box::new(machine.observed)), Duration::ZERO);
     let sender = watch::Sender::new(Arc::new(snapshot));
@@ -254,17 +254,17 @@ pub fn sources(told: impl Fn(Occurrence) + Send + Sync + 'static) -> Sources {
     let observer: linkwise::kubelet::Observer = Arc::new(move |_, occurrence| {
         // Lists end with their sender: it lives as long as the plugin.
         let _ = &sender;
-        told(occurrence);
+        observe(occurrence);
     });
     Sources { snapshot, observer }
 }
 
 /// A plugin of its own, and why its sessions ended.
 pub fn plugin(settings: Settings) -> (Plugin, mpsc::Receiver<String>) {
-    let (told, ended) = mpsc::channel(64);
+    let (ends, ended) = mpsc::channel(64);
     let sources = sources(move |occurrence| {
         if let Occurrence::Ended(why) = occurrence {
-            let _ = told.try_send(why);
+            let _ = ends.try_send(why);
         }
     });
     (Plugin::new(ResourceName::gpu(), Arc::new(settings), sources), ended)

@@ -106,9 +106,9 @@ async fn preferred_allocation_never_errors() {
     let total = "linkwise_preferred_allocations_total{resource=\"nvidia.com/gpu\",outcome=";
     node.metric(&format!("{total}\"fallback\"}}"), 11).await;
     // Each kind is logged once, however often it comes.
-    let told = |line: &String| line.contains("preferred in sorted order") && line.contains("WARN");
+    let logged = |line: &String| line.contains("preferred in sorted order") && line.contains("WARN");
     node.process.said("in sorted order, size").await;
-    assert_eq!(node.process.lines().iter().filter(|line| told(line)).count(), 2);
+    assert_eq!(node.process.lines().iter().filter(|line| logged(line)).count(), 2);
     // Repetitions of what is known are no fault.
     let answers = preferred(&mut client, vec![question(&["GPU-a", "GPU-b", "GPU-a", "GPU-b"], &["GPU-b"], 2)]).await;
     assert_eq!(answers, [strings(&["GPU-a", "GPU-b"])]);
@@ -139,7 +139,7 @@ async fn impossible_allocate_is_refused_by_name() {
     };
     let (good, sick) = (uuid(1, 0), uuid(1, 3));
     let cases: [(&[&str], Code, &str); 4] = [
-        (&[&good, "GPU-nobody"], Code::InvalidArgument, "GPU-nobody"),
+        (&[&good, "GPU-unknown"], Code::InvalidArgument, "GPU-unknown"),
         (&[""], Code::InvalidArgument, "''"),
         (&[&good, &good], Code::InvalidArgument, &good),
         (&[&good, &sick], Code::FailedPrecondition, &sick),

@@ -25,7 +25,7 @@ async fn signal_ends_streams_and_sockets_with_success() {
         assert!(!state.resources[GPU].connected && state.violations.is_empty());
         let line = node.process.logged(|line| line["message"] == "ending").await;
         assert_eq!(line["signal"], format!("SIG{signal}").as_str());
-        // The process that speaks to NVML is gone too: nobody listens on the control socket.
+        // The NVML agent is gone too: the control socket has no listener.
         let control = fake_nvml::Control::new(node.setup.at("control"));
         until(async || if control.is_heard() { Err("it still listens") } else { Ok(()) }).await;
     }
@@ -74,12 +74,12 @@ async fn hung_sysfs_file_delays_nothing() {
     let mut setup = Setup::on("dgx1-v100");
     setup.library = "/no/such/libnvidia-ml.so.1".into();
     setup.on_bus("0000:3b:00.0");
-    // Reading it waits for somebody who writes.
+    // Reading it waits for a writer.
     let vendor = setup.at("sys/bus/pci/devices/0000:3b:00.0/vendor");
     std::fs::remove_file(&vendor).unwrap();
     assert!(std::process::Command::new("mkfifo").arg(&vendor).status().unwrap().success());
     let mut node = setup.start().await;
-    // Linux opens the other end, without waiting, where somebody reads.
+    // Linux opens the other end, without waiting, where there is a reader.
     const O_NONBLOCK: i32 = 0o4000;
     let _silent = until(async || OpenOptions::new().write(true).custom_flags(O_NONBLOCK).open(&vendor)).await;
     node.ready(503, "the GPUs have not been discovered yet").await;

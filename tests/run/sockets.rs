@@ -25,11 +25,11 @@ async fn kubelet_found_after_any_file_at_its_socket() {
     std::fs::remove_file(&path).unwrap();
     std::fs::create_dir(&path).unwrap();
     node.ready(503, &format!("{} is not a socket", path.display())).await;
-    // A socket that nobody listens on.
+    // A socket without a listener.
     std::fs::remove_dir(&path).unwrap();
     drop(UnixListener::bind(&path).unwrap());
     node.ready(503, "cannot connect to").await;
-    // One whose listener accepts nobody.
+    // One whose listener accepts no connection.
     std::fs::remove_file(&path).unwrap();
     let silent = UnixListener::bind(&path).unwrap();
     node.ready(503, "registering").await;
@@ -49,7 +49,7 @@ async fn kubelet_found_after_any_file_at_its_socket() {
 async fn chmod_of_kubelet_sock_ends_no_session() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     std::fs::set_permissions(&node.setup.kubelet_socket, std::fs::Permissions::from_mode(0o660)).unwrap();
-    // Whoever sees this has seen that, and would say of the two that the kubelet restarted.
+    // The agent that notices this has checked that too, and would report a restart of the kubelet first.
     std::fs::remove_file(&node.setup.sockets()[0]).unwrap();
     registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
@@ -114,7 +114,7 @@ async fn exhausted_descriptors_recover() {
     for _ in 0..100 {
         callers.push(UnixStream::connect(&own).await.unwrap());
     }
-    // The kubelet of such a moment: nothing can be bound, nobody called.
+    // A kubelet that restarts now: no socket can be bound, no call made.
     kubelet.restart(Restart::Kubelet).await.unwrap();
     drop(callers);
     registered(&kubelet, 2, 8).await;
@@ -154,7 +154,7 @@ async fn failed_inotify_watch_is_retried() {
     registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
     // At the next look, a second later at most.
-    until(async || if watches() == 1 { Ok(()) } else { Err("nobody watches the new folder") }).await;
+    until(async || if watches() == 1 { Ok(()) } else { Err("the new folder is not watched") }).await;
 }
 
 #[tokio::test]
@@ -163,7 +163,7 @@ async fn probe_is_answered_after_descriptor_shortage() {
     descriptors(node.process.id(), "3");
     let mut stream = tokio::net::TcpStream::connect(node.address).await.unwrap();
     stream.write_all(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await.unwrap();
-    // Who serves this has failed to accept that: one thread waits for both.
+    // Once this caller is refused, the probe was too: one thread accepts both.
     let own = node.setup.sockets().remove(0);
     let caller = UnixStream::connect(&own).await.unwrap();
     node.process.said("a connection could not be accepted").await;

@@ -49,7 +49,7 @@ async fn frozen(seconds: f64) {
     while uptime() < over {
         look.tick().await;
     }
-    // The child later: who was stopped himself does not take that for a call that hangs.
+    // The child later: a parent that was stopped itself does not take that for a hung call.
     node.process.signal("CONT");
     node.ready(200, "ready").await;
     signal("CONT", agent);

@@ -1,5 +1,5 @@
-//! linkwise in the place of the NVIDIA plugin, and back, with pods running: the kubelet remembers ids and answers, and they
-//! must go on to mean what they meant.
+//! linkwise in the place of the NVIDIA plugin, and back, with pods running: the kubelet remembers ids and answers, and
+//! they must go on to mean what they meant.
 
 use std::collections::{BTreeMap, BTreeSet};
 

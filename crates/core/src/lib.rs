@@ -1,10 +1,10 @@
 //! linkwise's pure core: [`topology`] (the graph of a node), [`allocation`] (which GPUs are best) and [`state`] (the
-//! node's state machine). Each uses the ones before it, and none the ones after. [`backoff`], [`names`] and [`once`] are small
-//! mechanisms that the adapters share.
+//! node's state machine). Each uses the ones before it, and none the ones after. [`backoff`], [`names`] and [`once`]
+//! are small mechanisms that the adapters share.
 //!
-//! Everything here is a function of its arguments. `no_std` leaves no name for files, sockets, threads, the environment,
-//! clocks or hash maps, so that the compiler holds it; `clippy.toml` beside this crate's manifest refuses floats and
-//! panics. Time is an argument ([`state::Timestamp`]).
+//! Everything here is a function of its arguments. `no_std` leaves no name for files, sockets, threads, the
+//! environment, clocks or hash maps, so that the compiler holds it; `clippy.toml` beside this crate's manifest refuses
+//! floats and panics. Time is an argument ([`state::Timestamp`]).
 
 #![no_std]
 #![cfg_attr(test, allow(clippy::disallowed_macros, reason = "a test may panic"))]

@@ -7,7 +7,8 @@
 //! `linkwise_kubelet_api` and nothing else of linkwise: it must not use linkwise's own types, or it
 //! would agree with linkwise's mistakes.
 //!
-//! What it does not have: init containers, the Memory Manager, of PodResources what is no device, the checkpoint as a file.
+//! What it does not have: init containers, the Memory Manager, of PodResources what is no device, the checkpoint as a
+//! file.
 
 mod admission;
 mod affinity;
