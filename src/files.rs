@@ -1,7 +1,7 @@
 //! Files that are written whole or not at all, and small files that are read with a bound.
 //!
-//! The one writer of files of ours: CDI specs, NCCL's topology file, the health record, MPS markers, snapshots. It blocks:
-//! callers in async code use a blocking task. It starts no task and logs nothing.
+//! The one writer of files of ours: CDI specs, NCCL's topology file, the health record, MPS markers, snapshots. It
+//! blocks: callers in async code use a blocking task. It starts no task and logs nothing.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, Read, Write};
@@ -56,7 +56,8 @@ pub fn write_new(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     File::open(folder(path))?.sync_all()
 }
 
-/// Puts `bytes` at `path` unless they are there already; makes the folder where it is missing. Returns whether it wrote.
+/// Puts `bytes` at `path` unless they are there already; makes the folder where it is missing. Returns whether it
+/// wrote.
 ///
 /// # Errors
 ///

@@ -1,7 +1,8 @@
 //! Changes of a folder as inotify reports them.
 //!
-//! Used for the kubelet's folder and for the configuration file's. inotify is an optimisation: watches may be exhausted and
-//! some file systems have none, so every caller polls as well. Owns one inotify instance for each folder, and its thread.
+//! Used for the kubelet's folder and for the configuration file's. inotify is an optimisation: watches may be exhausted
+//! and some file systems have none, so every caller polls as well. Owns one inotify instance for each folder, and its
+//! thread.
 
 use std::path::Path;
 

@@ -1,7 +1,7 @@
 //! HTTP/1 connections of any listener: how many at once, and how long each may live.
 //!
-//! Called by `mod` (the port) and `local` (the Unix socket). A connection carries one request. Whatever a client does, or
-//! does not do, it can neither keep others out nor stay beyond its deadline.
+//! Called by `mod` (the port) and `local` (the Unix socket). A connection carries one request. Whatever a client does,
+//! or does not do, it can neither keep others out nor stay beyond its deadline.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -23,8 +23,8 @@ const MAX_BUFFER: usize = 16 << 10;
 /// The pause after a failed accept: file descriptors may be exhausted for a while.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Serves the connections that `accept` gives, each with its routes, for ever. `deadline` is for a whole connection: the
-/// request's head and body, the answer, and the client's reading of it. All in one task: no connection outlives it.
+/// Serves the connections that `accept` gives, each with its routes, for ever. `deadline` is for a whole connection:
+/// the request's head and body, the answer, and the client's reading of it. All in one task: no connection outlives it.
 pub(super) async fn serve<S, F>(deadline: Duration, accept: impl Fn() -> F)
 where
     S: AsyncRead + AsyncWrite + Unpin,

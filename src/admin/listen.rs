@@ -9,8 +9,8 @@ use tokio::net::TcpListener;
 /// Connections that may wait to be accepted; what tokio asks for too.
 const BACKLOG: i32 = 1024;
 
-/// Listens on an address. `[::]` takes IPv4 as well, also where the host says otherwise (net.ipv6.bindv6only), and is
-/// 0.0.0.0 on a host without IPv6.
+/// Listens on an address. `[::]` takes IPv4 as well, also where the host's default is otherwise (net.ipv6.bindv6only),
+/// and is 0.0.0.0 on a host without IPv6.
 pub(super) fn listen(address: SocketAddr) -> io::Result<TcpListener> {
     listen_with(address, bind)
 }
@@ -18,7 +18,7 @@ pub(super) fn listen(address: SocketAddr) -> io::Result<TcpListener> {
 fn listen_with(address: SocketAddr, bind: impl Fn(SocketAddr) -> io::Result<Socket>) -> io::Result<TcpListener> {
     let any = address.is_ipv6() && address.ip().is_unspecified();
     let socket = match bind(address) {
-        // A port that is taken is taken; anything else means that there is no IPv6 to be had.
+        // A port in use or forbidden is an error; any other error means that the host has no IPv6.
         Err(error) if any && !matches!(error.kind(), ErrorKind::AddrInUse | ErrorKind::PermissionDenied) => {
             bind((Ipv4Addr::UNSPECIFIED, address.port()).into())?
         }
@@ -48,7 +48,7 @@ mod tests {
     const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V6(Ipv6Addr::UNSPECIFIED), 0);
 
     #[tokio::test]
-    async fn any_address_is_both_kinds() {
+    async fn any_address_serves_ipv4_and_ipv6() {
         let listener = listen(ANY).unwrap();
         let port = listener.local_addr().unwrap().port();
         TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn without_ipv6_any_address_is_any_ipv4_address() {
+    async fn any_address_without_ipv6_is_ipv4() {
         // What the kernel answers where it has no IPv6: EAFNOSUPPORT.
         let without = |address: SocketAddr| match address {
             SocketAddr::V6(_) => Err(io::Error::from_raw_os_error(97)),

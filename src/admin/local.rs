@@ -1,7 +1,7 @@
 //! An operator's orders over a Unix socket on this host: read the state, release the driver, resume, clear a GPU.
 //!
-//! Owns the socket and the routes; the runtime passes in what carries the orders out, and owns the task. Nothing of this is
-//! ever served over the metrics port.
+//! Owns the socket and the routes; the runtime passes in what carries the orders out, and owns the task. Nothing of
+//! this is ever served over the metrics port.
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -34,7 +34,7 @@ pub enum Outcome {
     Done(String),
     /// No such GPU (404).
     Unknown(String),
-    /// Not carried out yet; the text says whether the order stands (503).
+    /// Not carried out yet; the text has whether the order stands (503).
     NotYet(String),
 }
 
@@ -79,8 +79,8 @@ pub struct Local {
 }
 
 impl Local {
-    /// Binds the socket, for our own user and root alone; makes its folder where that is missing. A socket whose process
-    /// has ended is replaced, a live one never.
+    /// Binds the socket, for our own user and root alone; makes its folder where that is missing. A socket whose
+    /// process has ended is replaced, a live one never.
     ///
     /// # Errors
     ///
@@ -240,9 +240,9 @@ mod tests {
         let path = folder.path().join("run/admin.sock");
         let local = Local::bind(&path).unwrap();
         assert_eq!(fs::metadata(path.parent().unwrap()).unwrap().mode() & 0o777, 0o700);
-        fs::write(folder.path().join("file"), "somebody's").unwrap();
+        fs::write(folder.path().join("file"), "another's").unwrap();
         fs::rename(folder.path().join("file"), &path).unwrap();
         drop(local);
-        assert_eq!(fs::read_to_string(&path).unwrap(), "somebody's");
+        assert_eq!(fs::read_to_string(&path).unwrap(), "another's");
     }
 }

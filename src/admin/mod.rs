@@ -60,8 +60,8 @@ pub struct Admin {
 }
 
 impl Admin {
-    /// Binds the address; port 0 takes a free one, `[::]` serves IPv4 too and is 0.0.0.0 where IPv6 is off. Must be called
-    /// within a tokio runtime.
+    /// Binds the address; port 0 takes a free one, `[::]` serves IPv4 too and is 0.0.0.0 where IPv6 is off. Must be
+    /// called within a tokio runtime.
     pub fn bind(address: SocketAddr) -> Result<Self, AdminError> {
         let bound = listen::listen(address).and_then(|listener| Ok((listener.local_addr()?, listener)));
         let (address, listener) = bound.map_err(|source| AdminError::Bind { address, source })?;

@@ -13,7 +13,8 @@ impl ConfigMetrics {
     /// Makes and registers them. A process that starts, starts with a valid configuration.
     pub fn register(registry: &mut Registry) -> Self {
         let valid: Gauge = Gauge::default();
-        let help = "1 while the configuration that was read last is the one that counts, 0 while it was refused and an older one counts";
+        let help = "1 while the configuration that was read last is the one that counts, 0 while it was refused and an \
+                    older one counts";
         registry.register("config_valid", help, valid.clone());
         valid.set(1);
         Self { valid }

@@ -1,4 +1,4 @@
-//! When to look at the kubelet's folder again: on a change, and on a timer.
+//! When to check the kubelet's folder again: on a change, and on a timer.
 //!
 //! Used by `life`. A storm of changes neither starves what `life` waits for beside it, nor costs much.
 
@@ -10,11 +10,11 @@ use tokio::time::Instant;
 use crate::inotify::FolderWatch;
 use crate::uds::FileId;
 
-/// The least time between two looks in a storm of changes. Streams and deadlines get their turn meanwhile.
+/// The least time between two checks in a storm of changes. Streams and deadlines get their turn meanwhile.
 const GAP: Duration = Duration::from_millis(2);
 
-/// This many changes in a row, each less than [`GAP`] after the one before, are no storm yet: a kubelet that starts makes
-/// a few, and a plugin that looks late at its socket registers twice.
+/// This many changes in a row, each less than [`GAP`] after the one before, are no storm yet: a kubelet that starts
+/// makes a few, and a plugin that checks its socket late registers twice.
 const RUSH: u32 = 8;
 
 /// Follows a folder: by inotify where it works, and at least every `poll`.

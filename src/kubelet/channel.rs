@@ -1,4 +1,4 @@
-//! gRPC over one connection to somebody else's Unix socket.
+//! gRPC over one connection to another process's Unix socket.
 //!
 //! Used by `register`, `pod_resources` and `probe`, each of which has its own deadline.
 

@@ -1,6 +1,7 @@
-//! What is common to all RPCs: each is observed once, when it ended and with what code.
+//! Observes every RPC once, when it has ended: method, code, duration.
 //!
-//! A streaming answer ends with its trailers; an answer that the caller dropped is CANCELLED, never OK.
+//! Laid around the service by `session`. A streaming answer ends with its trailers; one that the caller dropped is
+//! CANCELLED, never OK.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -14,7 +15,7 @@ use tower::{Layer, Service};
 use super::{Observer, Occurrence};
 use crate::state::ResourceName;
 
-/// Observes the RPCs of the server it is laid around.
+/// Observes the RPCs of a server.
 #[derive(Clone)]
 pub(super) struct Observe {
     pub resource: ResourceName,
@@ -55,14 +56,14 @@ where
         let answer = self.inner.call(request);
         Box::pin(async move {
             let (parts, inner) = answer.await?.into_parts();
-            // An error without an answer comes as headers alone.
+            // An RPC that fails before its answer has its code in the headers.
             rpc.read(&parts.headers);
             Ok(Response::from_parts(parts, ObservedBody { inner, rpc }))
         })
     }
 }
 
-/// One RPC; tells of itself when it is dropped, that is, when its answer has been sent or given up.
+/// One RPC; reports itself when dropped: when its answer has been sent or abandoned.
 struct Rpc {
     layer: Observe,
     method: String,
@@ -86,7 +87,7 @@ impl Drop for Rpc {
     }
 }
 
-/// A response body that reads its own trailers.
+/// A response body whose trailers are read.
 pub(super) struct ObservedBody<B> {
     inner: B,
     rpc: Rpc,
@@ -118,7 +119,7 @@ impl<B: Body + Unpin> Body for ObservedBody<B> {
     }
 }
 
-/// gRPC's own name of a code.
+/// gRPC's name of a code.
 fn name(code: Code) -> &'static str {
     match code {
         Code::Ok => "OK",

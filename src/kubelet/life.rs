@@ -1,8 +1,7 @@
-//! Lives what the machine says: looks at the files, serves the session, makes the calls, keeps the time.
+//! Executes the machine's decisions: checks the files, serves the session, makes the calls, keeps the time.
 //!
-//! A [`Plugin`] is one resource's. Everything it does happens in the task of [`Plugin::run`], which the runtime owns;
-//! only tonic's connections have tasks of their own, and the session sees to their end. What to do next is decided in
-//! `machine`, nothing of it here.
+//! A [`Plugin`] is one resource's. All its work is done in the task of [`Plugin::run`], which the runtime owns; only
+//! tonic's connections have tasks of their own, which the session ends. `machine` alone decides what to do next.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
@@ -23,7 +22,7 @@ use crate::errors::chain;
 use crate::state::ResourceName;
 use crate::uds::FileId;
 
-/// How long open connections may take to close when a session ends; SIGTERM has to be done within a second.
+/// How long open connections may take to close when a session ends; a shutdown has one second in all.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The plugin of one resource.
@@ -34,11 +33,11 @@ pub struct Plugin {
     phase: watch::Sender<Phase>,
 }
 
-/// Why a plugin cannot go on.
+/// Why a plugin cannot run.
 #[derive(Debug, Error)]
 pub enum PluginError {
     /// The kubelet's socket has no folder.
-    #[error("'{path}' is no path of a kubelet socket")]
+    #[error("'{path}' is not the path of a kubelet socket")]
     NoFolder {
         /// The path given.
         path: String,
@@ -56,8 +55,8 @@ impl Plugin {
         self.phase.subscribe()
     }
 
-    /// Lives until `shutdown`, for the end of the process or of this resource alone; then its streams end, its
-    /// connections close, its socket goes, and it returns.
+    /// Serves until `shutdown`, of the process or of this resource alone; then ends its streams and connections,
+    /// removes its socket and returns.
     pub async fn run(self, shutdown: CancellationToken) -> Result<(), PluginError> {
         let socket = &self.settings.kubelet_socket;
         let folder = socket.parent().filter(|folder| !folder.as_os_str().is_empty()).map(Path::to_owned);
@@ -67,7 +66,7 @@ impl Plugin {
     }
 }
 
-/// A machine and what it moves.
+/// The machine, and what it acts on.
 struct Life {
     plugin: Plugin,
     folder: PathBuf,
@@ -106,20 +105,20 @@ impl Life {
 
     async fn live(mut self, shutdown: &CancellationToken) {
         self.observe(Occurrence::Phase(self.machine.phase()));
-        self.look();
-        let mut told = false;
+        self.check();
+        let mut ending = false;
         while !self.machine.is_over() {
             tokio::select! {
                 biased;
-                () = shutdown.cancelled(), if !told => {
-                    told = true;
+                () = shutdown.cancelled(), if !ending => {
+                    ending = true;
                     self.feed(Input::Shutdown);
                 }
                 input = self.next() => match input {
-                    None => self.look(),
-                    // What the files say explains best why a stream or a server went.
+                    None => self.check(),
+                    // The files explain best why a stream or a server ended.
                     Some(input @ (Input::Streams(_) | Input::ServerEnded(_))) => {
-                        self.look();
+                        self.check();
                         self.feed(input);
                     }
                     Some(input) => self.feed(input),
@@ -128,8 +127,8 @@ impl Life {
         }
     }
 
-    /// The next input; `None`: the files are to be looked at. The timer comes last, so that after a long stop of this
-    /// process what has arrived counts and not how late it is.
+    /// The next input; `None`: the files are to be checked. The timer comes last: after a suspension of this process,
+    /// answers that have arrived count before deadlines that have passed.
     async fn next(&mut self) -> Option<Input> {
         let wake = self.machine.wake().map(|wake| self.begin + wake);
         let timer = async {
@@ -163,22 +162,22 @@ impl Life {
                 }
             }),
             registered = held(&mut self.registering) => Some(Input::Registered(registered)),
-            listing = held(&mut self.asking) => Some(Input::Asked(listing)),
+            listing = held(&mut self.asking) => Some(Input::Listed(listing)),
             () = timer => Some(Input::Tick),
         }
     }
 
-    fn look(&mut self) {
+    fn check(&mut self) {
         let settings = &self.plugin.settings;
-        // Watches and file descriptors may have been out.
-        let untold = settings.inotify && !self.changes.has_inotify();
-        if untold || !self.changes.follows(&self.folder) {
+        // inotify watches or file descriptors may have been exhausted.
+        let unwatched = settings.inotify && !self.changes.has_inotify();
+        if unwatched || !self.changes.follows(&self.folder) {
             self.changes = Changes::of(&self.folder, settings.poll, settings.inotify);
         }
         let socket = &settings.kubelet_socket;
         let kubelet = FileId::of_socket(socket).ok_or_else(|| absence(&self.folder, socket));
         let own = self.session.as_ref().is_some_and(Session::has_socket);
-        self.feed(Input::Looked { kubelet, own });
+        self.feed(Input::Checked { kubelet, own });
     }
 
     fn feed(&mut self, input: Input) {
@@ -234,8 +233,8 @@ impl Life {
                     session.cut();
                 }
             }
-            Action::SayWaiting(why) => self.observe(Occurrence::Waiting(why)),
-            Action::SayEnded(cause) => {
+            Action::ReportWaiting(why) => self.observe(Occurrence::Waiting(why)),
+            Action::ReportEnded(cause) => {
                 let why = cause.to_string();
                 if let Cause::RegisterLate(_) = cause {
                     self.observe(Occurrence::Registered(Err(why.clone())));
@@ -250,7 +249,7 @@ impl Life {
     }
 }
 
-/// Why there is no kubelet's socket, for people.
+/// Why there is no kubelet.sock.
 fn absence(folder: &Path, socket: &Path) -> String {
     if !folder.is_dir() {
         format!("there is no folder {}", folder.display())
@@ -261,7 +260,7 @@ fn absence(folder: &Path, socket: &Path) -> String {
     }
 }
 
-/// A number nobody can guess; the standard library seeds its hashers with one.
+/// A random number, which the standard library seeds its hashers with.
 fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }

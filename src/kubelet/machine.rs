@@ -1,26 +1,29 @@
-//! The life of one resource's plugin with the kubelet as a state machine: `step(state, input, moment) -> (state, actions)`.
+//! The life of one resource's plugin with the kubelet as a state machine: `step(state, input, moment) -> (state,
+//! actions)`.
 //!
-//! Pure: no I/O, no clock, no task, no chance (time and jitter come with the moment). `life` is its one caller: it tells
-//! what it saw and does what it is told. docs/life-cycle.md has the diagram and the invariants; the tests beside this
-//! file hold them against a simulated world.
+//! Pure: no I/O, no clock, no task, no randomness (time and jitter come with the moment). `life` is its one caller: it
+//! feeds inputs and performs actions. docs/life-cycle.md has the diagram and the invariants; the tests beside this file
+//! check them in a simulated world.
 
 use std::time::Duration;
 
 use thiserror::Error;
 
 use super::Phase;
+use crate::backoff::Backoff;
+use crate::once::Once;
 use crate::uds::FileId;
 
-/// A session that lasted this long ended for a new reason: the next attempt comes at once.
+/// A session that lasted this long had settled: the attempt after it comes at once.
 const SETTLED: Duration = Duration::from_secs(10);
-/// The least time between two sockets of ours, the first retry excepted: however often kubelet.sock changes.
+/// The least time between two binds, the first retry excepted, however often kubelet.sock changes.
 const GAP: Duration = Duration::from_millis(100);
-/// How soon PodResources is asked again after an answer without our devices.
+/// The pause before PodResources is asked again after an answer without our devices.
 const ASK_AGAIN: Duration = Duration::from_millis(100);
-/// How often PodResources is asked while we serve. A registration can be lost with its stream still open.
+/// How often PodResources is asked while the plugin serves: a registration can be lost with its stream still open.
 const ASK_BETWEEN: Duration = Duration::from_secs(30);
 
-/// How long each thing may take.
+/// The deadlines.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
     /// Register, from the call to its answer.
@@ -35,64 +38,64 @@ pub(super) struct Limits {
     pub longest_pause: Duration,
 }
 
-/// When a step is taken: the time since some start, and a random number.
+/// When a step is taken: the time since the machine's start, and a random number.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Moment {
     pub now: Duration,
     pub jitter: u64,
 }
 
-/// What PodResources says of our devices.
+/// Whether PodResources lists our devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Listing {
-    /// Every healthy one can be given out; also where none is healthy.
+    /// It lists every healthy one; also where none is healthy.
     Listed,
-    /// One at least cannot.
+    /// At least one healthy device is not listed.
     Missing,
-    /// It is not there, or has no answer: the stream is all there is to go by.
+    /// It does not answer: only the stream shows that the plugin is registered.
     Unknown,
 }
 
 /// What happened.
 #[derive(Clone, Debug)]
 pub(super) enum Input {
-    /// The files were looked at: the kubelet's socket or why there is none, and whether our own stands.
-    Looked { kubelet: Result<FileId, String>, own: bool },
+    /// The files were checked: the kubelet's socket or why there is none, and whether our own is in place.
+    Checked { kubelet: Result<FileId, String>, own: bool },
     /// Our socket is bound and served, or why not.
     Bound(Result<(), String>),
-    /// The kubelet answered Register, or could not be asked.
+    /// The kubelet answered Register, or the call failed.
     Registered(Result<(), String>),
     /// The kubelet holds this many ListAndWatch streams.
     Streams(usize),
-    /// PodResources was asked.
-    Asked(Listing),
-    /// The server ended though nobody told it to.
+    /// PodResources answered.
+    Listed(Listing),
+    /// The server ended by itself.
     ServerEnded(String),
     /// The server has ended, and no connection to it is open.
     Closed,
     /// The moment of [`Machine::wake`] has come.
     Tick,
-    /// The plugin is to end.
+    /// The plugin is asked to end.
     Shutdown,
 }
 
-/// What has to be done.
+/// What `life` has to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Action {
-    /// Remove dead predecessors' sockets, bind a socket of our own and serve it.
+    /// Remove dead predecessors' sockets, bind our own and serve it.
     Bind,
     /// Register it with the kubelet.
     Register,
     /// Ask PodResources for our devices.
     Ask,
-    /// Take our socket away, end its streams, let go of every call to the kubelet.
+    /// Remove our socket, end its streams, cancel every call to the kubelet.
     End,
     /// Cut the connections that have not closed by themselves.
     Cut,
-    /// Tell people why there is no kubelet to register with.
-    SayWaiting(String),
-    /// Tell people why a session ended or did not begin.
-    SayEnded(Cause),
+    /// Report why there is no kubelet to register with.
+    ReportWaiting(String),
+    /// Report why a session ended or did not begin.
+    ReportEnded(Cause),
 }
 
 /// Why a session with the kubelet ended; each is followed by another attempt.
@@ -118,10 +121,10 @@ pub(super) enum Cause {
     ServerEnded(String),
 }
 
-/// Where the life is.
+/// Where the plugin is in its life.
 #[derive(Clone, Debug)]
 enum Stage {
-    Waiting { told: Option<String> },
+    Waiting,
     Binding { kubelet: FileId },
     Open { kubelet: FileId, since: Duration, step: Step },
     Ending { kubelet: FileId, since: Duration, cut: Option<Duration> },
@@ -142,7 +145,7 @@ enum Step {
         until: Duration,
         ask: Option<Duration>,
     },
-    /// `doubted`: the last answer did not list our devices.
+    /// `doubted`: the last answer did not list our devices, the one before did.
     Serving {
         ask: Option<Duration>,
         doubted: bool,
@@ -153,15 +156,18 @@ enum Step {
 #[derive(Clone, Debug)]
 pub(super) struct Machine {
     limits: Limits,
-    /// The kubelet's socket at the last look, and why there is none.
+    /// The kubelet's socket at the last check, or why there is none.
     kubelet: Result<FileId, String>,
     /// Streams the kubelet holds in this session.
     streams: usize,
-    /// Sessions in a row that ended too soon.
-    attempt: u32,
-    /// When a socket of ours was last asked for.
+    /// Whether the next session that ends soon is followed by an attempt at once; the pauses come after it.
+    retry_at_once: bool,
+    pauses: Backoff,
+    /// When [`Action::Bind`] was last asked for.
     bound: Option<Duration>,
     leaving: bool,
+    /// Why it waits for a kubelet, since the last bind.
+    waits: Once<String>,
     stage: Stage,
 }
 
@@ -169,19 +175,22 @@ impl Machine {
     pub fn new(limits: Limits) -> Self {
         Self {
             limits,
-            kubelet: Err("the folder has not been looked at yet".to_owned()),
+            kubelet: Err("the folder has not been checked yet".to_owned()),
             streams: 0,
-            attempt: 0,
+            retry_at_once: true,
+            // The first pause is so much shorter than the longest that six doublings lead there.
+            pauses: Backoff::new(limits.longest_pause / 64, limits.longest_pause),
             bound: None,
             leaving: false,
-            stage: Stage::Waiting { told: None },
+            waits: Once::new(),
+            stage: Stage::Waiting,
         }
     }
 
-    /// What /readyz goes by.
+    /// The phase that /readyz shows.
     pub fn phase(&self) -> Phase {
         match &self.stage {
-            Stage::Waiting { .. } => Phase::WaitingForKubelet,
+            Stage::Waiting => Phase::WaitingForKubelet,
             Stage::Binding { .. } => Phase::Binding,
             Stage::Open { step: Step::Registering { .. }, .. } => Phase::Registering,
             Stage::Open { step: Step::WaitingForStream { .. }, .. } => Phase::WaitingForStream,
@@ -197,10 +206,10 @@ impl Machine {
         matches!(self.stage, Stage::Over)
     }
 
-    /// When a [`Input::Tick`] is wanted; `None`: not before something else happens.
+    /// When an [`Input::Tick`] is due; `None`: not before another input.
     pub fn wake(&self) -> Option<Duration> {
         match &self.stage {
-            Stage::Waiting { .. } | Stage::Binding { .. } | Stage::Over => None,
+            Stage::Waiting | Stage::Binding { .. } | Stage::Over => None,
             Stage::Open { step, .. } => match *step {
                 Step::Registering { until } | Step::WaitingForStream { until } => Some(until),
                 Step::Confirming { until, ask } => Some(ask.map_or(until, |ask| ask.min(until))),
@@ -211,15 +220,14 @@ impl Machine {
         }
     }
 
-    /// The next state after an input, and what has to be done about it. An input that the state does not wait for
-    /// changes nothing.
+    /// The next state after an input, and what has to be done. An input that the state does not expect changes nothing.
     pub fn step(mut self, input: Input, moment: Moment) -> (Self, Vec<Action>) {
         let actions = match input {
-            Input::Looked { kubelet, own } => self.looked(kubelet, own, moment),
+            Input::Checked { kubelet, own } => self.checked(kubelet, own, moment),
             Input::Bound(result) => self.served(result, moment),
             Input::Registered(result) => self.registered(result, moment.now),
             Input::Streams(open) => self.streams(open, moment.now),
-            Input::Asked(listing) => self.asked(listing, moment.now),
+            Input::Listed(listing) => self.listed(listing, moment.now),
             Input::ServerEnded(why) => self.end_if_open(Cause::ServerEnded(why), moment.now),
             Input::Closed => self.closed(moment),
             Input::Tick => self.tick(moment),
@@ -228,19 +236,18 @@ impl Machine {
         (self, actions)
     }
 
-    fn looked(&mut self, kubelet: Result<FileId, String>, own: bool, moment: Moment) -> Vec<Action> {
+    fn checked(&mut self, kubelet: Result<FileId, String>, own: bool, moment: Moment) -> Vec<Action> {
         self.kubelet = kubelet;
         let found = self.kubelet.as_ref().ok().copied();
         match &self.stage {
-            Stage::Waiting { .. } => self.attempt_or_wait(moment.now),
+            Stage::Waiting => self.attempt_or_wait(moment.now),
             Stage::Open { kubelet, .. } if found != Some(*kubelet) => {
                 self.end_if_open(Cause::KubeletRestarted, moment.now)
             }
             Stage::Open { .. } if !own => self.end_if_open(Cause::SocketGone, moment.now),
-            // A kubelet that is gone leaves its socket behind: the pauses grow while it is away. They are not the
-            // new one's.
+            // A kubelet that has ended leaves its socket behind, and the pauses grow; the new one's start anew.
             Stage::Pausing { kubelet, .. } if found != Some(*kubelet) => {
-                self.attempt = 0;
+                self.forget_failures();
                 self.attempt_or_wait(moment.now)
             }
             _ => Vec::new(),
@@ -260,19 +267,15 @@ impl Machine {
                 self.bind(kubelet, now)
             }
             Err(why) => {
-                let told = match &self.stage {
-                    Stage::Waiting { told } => told.as_ref(),
-                    _ => None,
-                };
-                let say = (told != Some(why)).then(|| Action::SayWaiting(why.clone()));
-                self.stage = Stage::Waiting { told: Some(why.clone()) };
-                say.into_iter().collect()
+                self.stage = Stage::Waiting;
+                self.waits.replace([why.clone()]).into_iter().map(Action::ReportWaiting).collect()
             }
         }
     }
 
     fn bind(&mut self, kubelet: FileId, now: Duration) -> Vec<Action> {
         self.bound = Some(now);
+        self.waits.clear();
         self.stage = Stage::Binding { kubelet };
         vec![Action::Bind]
     }
@@ -280,7 +283,7 @@ impl Machine {
     fn served(&mut self, result: Result<(), String>, moment: Moment) -> Vec<Action> {
         let Stage::Binding { kubelet } = self.stage else { return Vec::new() };
         if let Err(why) = result {
-            let mut actions = vec![Action::SayEnded(Cause::NotServed(why))];
+            let mut actions = vec![Action::ReportEnded(Cause::NotServed(why))];
             actions.extend(self.pause(kubelet, moment.now, moment));
             return actions;
         }
@@ -315,11 +318,11 @@ impl Machine {
         }
     }
 
-    fn asked(&mut self, listing: Listing, now: Duration) -> Vec<Action> {
+    fn listed(&mut self, listing: Listing, now: Duration) -> Vec<Action> {
         let Stage::Open { step, .. } = &mut self.stage else { return Vec::new() };
         let again = Some(now + ASK_AGAIN);
         match (&*step, listing) {
-            // Not asked.
+            // No answer is expected.
             (Step::Registering { .. } | Step::WaitingForStream { .. }, _)
             | (Step::Confirming { ask: Some(_), .. } | Step::Serving { ask: Some(_), .. }, _) => {}
             (_, Listing::Listed | Listing::Unknown) => {
@@ -339,11 +342,11 @@ impl Machine {
         Vec::new()
     }
 
-    /// Ends the open session, if there is one; what comes next comes when its connections are closed.
+    /// Ends the open session, if there is one. The next attempt waits until its connections are closed.
     fn end_if_open(&mut self, cause: Cause, now: Duration) -> Vec<Action> {
         let Stage::Open { kubelet, since, .. } = self.stage else { return Vec::new() };
         self.stage = Stage::Ending { kubelet, since, cut: Some(now + self.limits.close) };
-        vec![Action::SayEnded(cause), Action::End]
+        vec![Action::ReportEnded(cause), Action::End]
     }
 
     fn closed(&mut self, moment: Moment) -> Vec<Action> {
@@ -355,21 +358,31 @@ impl Machine {
         self.pause(kubelet, since, moment)
     }
 
-    /// What follows a session that began at `since` with this kubelet.
+    /// After a session that began at `since` with this kubelet: the next attempt, or a pause before it. A random part
+    /// of the pause, up to a half, is left out, so that the nodes of a cluster do not retry in step.
     fn pause(&mut self, kubelet: FileId, since: Duration, moment: Moment) -> Vec<Action> {
         let now = moment.now;
         if self.kubelet.as_ref().ok() != Some(&kubelet) {
-            self.attempt = 0;
+            self.forget_failures();
             return self.attempt_or_wait(now);
         }
-        let settled = now.saturating_sub(since) >= SETTLED;
-        self.attempt = if settled { 0 } else { self.attempt.saturating_add(1) };
-        let pause = pause(self.attempt, self.limits.longest_pause, moment.jitter);
-        if pause.is_zero() {
+        if now.saturating_sub(since) >= SETTLED {
+            self.forget_failures();
             return self.bind(kubelet, now);
         }
+        if std::mem::take(&mut self.retry_at_once) {
+            return self.bind(kubelet, now);
+        }
+        let full = self.pauses.failed();
+        let part = u32::try_from(moment.jitter % 512).unwrap_or(0);
+        let pause = full.saturating_sub((full / 1024).saturating_mul(part));
         self.stage = Stage::Pausing { kubelet, until: now + pause };
         Vec::new()
+    }
+
+    fn forget_failures(&mut self) {
+        self.retry_at_once = true;
+        self.pauses.reset();
     }
 
     fn tick(&mut self, moment: Moment) -> Vec<Action> {
@@ -394,7 +407,7 @@ impl Machine {
                 vec![Action::Cut]
             }
             Stage::Pausing { .. } => self.attempt_or_wait(now),
-            Stage::Waiting { .. } | Stage::Binding { .. } | Stage::Over => Vec::new(),
+            Stage::Waiting | Stage::Binding { .. } | Stage::Over => Vec::new(),
         }
     }
 
@@ -406,22 +419,13 @@ impl Machine {
                 vec![Action::End]
             }
             Stage::Ending { .. } | Stage::Over => Vec::new(),
-            // What is half bound goes with its future.
-            Stage::Waiting { .. } | Stage::Binding { .. } | Stage::Pausing { .. } => {
+            // A bind in progress is cancelled.
+            Stage::Waiting | Stage::Binding { .. } | Stage::Pausing { .. } => {
                 self.stage = Stage::Over;
                 vec![Action::End]
             }
         }
     }
-}
-
-/// The pause before an attempt: none before the first retry, then doubling up to `longest`, of which a
-/// random part up to a half is left out, so that a fleet does not knock in step.
-fn pause(attempt: u32, longest: Duration, jitter: u64) -> Duration {
-    let Some(doublings) = attempt.checked_sub(2) else { return Duration::ZERO };
-    let full = (longest / 64).saturating_mul(1 << doublings.min(6)).min(longest);
-    let part = u32::try_from(jitter % 512).unwrap_or(0);
-    full.saturating_sub((full / 1024).saturating_mul(part))
 }
 
 #[cfg(test)]

@@ -83,13 +83,15 @@ impl PluginMetrics {
             connected: Family::default(),
             refused: Family::default(),
         };
-        let help = "Answers to GetPreferredAllocation: exact, best_found (a budget ended the search) or fallback (sorted order)";
+        let help = "Answers to GetPreferredAllocation: exact, best_found (a budget ended the search) or fallback \
+                    (sorted order)";
         registry.register("preferred_allocations", help, metrics.choices.clone());
         let help = "Answers to GetPreferredAllocation in sorted order, by reason";
         registry.register("preferred_allocation_fallbacks", help, metrics.fallbacks.clone());
         let help = "Time the choice of a set of devices took, without the RPC around it";
         registry.register_with_unit("choice_duration", help, Unit::Seconds, metrics.choice_seconds.clone());
-        let help = "GetPreferredAllocation requests that held back a device that is healthy and free, or had taken one already";
+        let help = "GetPreferredAllocation requests that held back a device that is healthy and free, or had taken \
+                    one already";
         registry.register("narrowed_requests", help, metrics.narrowed.clone());
         registry.register("allocations", "Answers to Allocate: ok or refused", metrics.allocations.clone());
         registry.register("rpcs", "RPCs of the kubelet that ended, by method and gRPC code", metrics.rpcs.clone());

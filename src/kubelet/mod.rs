@@ -1,10 +1,10 @@
-//! The plugin's side of the kubelet's device plugin API: one server for each resource, and its life.
+//! The device plugin API: one server for each resource, and its life with the kubelet.
 //!
-//! Owns our socket, the registration and the streams of one resource. The runtime makes a
-//! [`Plugin`] for each resource and owns the task that runs it; this module starts no task. Wire
-//! types stop at `convert.rs` and the files that speak them: `service.rs`, `register.rs`, `pod_resources.rs`. What to do
-//! next is `machine`'s to say, `life` does it (docs/life-cycle.md); what a container gets is `publish::injection`'s.
-//! The path of an admission reads one snapshot: no NVML, no lock held by a probe, no disk.
+//! Owns the socket, the registration and the streams of one resource. The runtime makes a [`Plugin`] for each resource
+//! and owns the task that runs it; this module starts no task. Wire types stop at `convert.rs` and the files that use
+//! them: `service.rs`, `register.rs`, `pod_resources.rs`. `machine` decides what to do next and `life` does it
+//! (docs/life-cycle.md); what a container gets is `publish::injection`'s. The path of an admission reads one snapshot:
+//! no NVML, no lock that a probe holds, no disk.
 
 mod changes;
 mod channel;
@@ -38,7 +38,7 @@ pub use life::{Plugin, PluginError};
 pub use metrics::PluginMetrics;
 pub use probe::{ProbeError, probe};
 
-/// How a plugin finds its kubelet and what it hands to containers.
+/// A plugin's settings.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// The kubelet's registration socket; our own sockets lie beside it.
@@ -49,7 +49,7 @@ pub struct Settings {
     pub host_devices: watch::Receiver<Arc<HostDevices>>,
     /// The kubelet's PodResources socket, by which a registration is confirmed; without it the stream confirms it.
     pub pod_resources_socket: Option<PathBuf>,
-    /// Who may call our sockets.
+    /// Which users may call our sockets.
     pub callers: Callers,
     /// How long the kubelet may take to answer Register. It dials back meanwhile, for up to 10 s.
     pub register_timeout: Duration,
@@ -57,9 +57,9 @@ pub struct Settings {
     pub stream_timeout: Duration,
     /// How long after that it may take until PodResources lists our devices.
     pub confirm_timeout: Duration,
-    /// How often the sockets are looked at where inotify is silent.
+    /// How often the sockets are checked where inotify reports nothing.
     pub poll: Duration,
-    /// Whether inotify is asked for. Where it is not to be had, or not wanted, polling remains.
+    /// Whether inotify is used. Without it, polling remains.
     pub inotify: bool,
     /// The longest pause between attempts; the first retry comes at once, the next after 1/64 of this.
     pub longest_pause: Duration,
@@ -90,9 +90,9 @@ impl Settings {
 pub enum Phase {
     /// There is no kubelet.sock.
     WaitingForKubelet,
-    /// Our socket is about to be bound.
+    /// Our socket is being bound.
     Binding,
-    /// Our socket is served, the kubelet has not answered yet.
+    /// Our socket is served; the kubelet has not answered Register yet.
     Registering,
     /// Registered; the kubelet has not opened ListAndWatch yet.
     WaitingForStream,
@@ -102,7 +102,7 @@ pub enum Phase {
     Serving,
     /// The session ended; its connections are closing.
     Ending,
-    /// Something ended; the next attempt is to come.
+    /// A session ended or could not begin; the next attempt follows after a pause.
     Pausing,
 }
 
@@ -122,7 +122,7 @@ impl Phase {
     }
 }
 
-/// Something a plugin did, for the log and the metrics.
+/// An occurrence in a plugin, for the log and the metrics.
 #[derive(Clone, Debug)]
 pub enum Occurrence {
     /// The phase changed.
@@ -133,11 +133,11 @@ pub enum Occurrence {
     Registered(Result<(), String>),
     /// A session with the kubelet ended, and why.
     Ended(String),
-    /// A caller that may not call was turned away.
+    /// A caller was refused for its uid.
     Refused {
         /// Its uid.
         uid: u32,
-        /// Its pid, where the kernel says it; 0 for a process of another PID namespace.
+        /// Its pid, where the kernel reports it; 0 for a process of another PID namespace.
         pid: Option<i32>,
     },
     /// A connection could not be accepted, and why not.
@@ -146,16 +146,16 @@ pub enum Occurrence {
     Rpc {
         /// `Allocate`, `ListAndWatch` ...
         method: String,
-        /// gRPC's name of the code, `CANCELLED` when the caller went away.
+        /// gRPC's name of the code; `CANCELLED` when the caller disconnected.
         code: &'static str,
         /// From the request's head to the end of the answer.
         elapsed: Duration,
     },
     /// GetPreferredAllocation was answered.
     Chosen {
-        /// Why these.
+        /// Why these devices.
         report: Arc<AllocationReport>,
-        /// What the choice alone took.
+        /// The time of the choice alone.
         elapsed: Duration,
         /// Whether the kubelet held back devices that are healthy and free, or had taken some already.
         narrowed: bool,
@@ -164,7 +164,7 @@ pub enum Occurrence {
     Allocated(Result<Vec<String>, String>),
 }
 
-/// Where occurrences go. Called on the path of an admission: it must not block.
+/// Receives occurrences. Called on the path of an admission: it must not block.
 pub type Observer = Arc<dyn Fn(&ResourceName, Occurrence) + Send + Sync>;
 
 impl Settings {
@@ -176,7 +176,7 @@ impl Settings {
     }
 }
 
-/// What all servers of one node follow.
+/// What all plugins of a node share.
 #[derive(Clone)]
 pub struct Sources {
     /// The current snapshot.

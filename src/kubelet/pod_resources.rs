@@ -1,4 +1,4 @@
-//! The client of the kubelet's PodResources API: who holds which devices, and what could be given out.
+//! The client of the kubelet's PodResources API: which containers hold which devices, and which could be allocated.
 //!
 //! `life` asks whether our devices are on the kubelet's list; the runtime owns the task that follows the holders. Not
 //! on the path of an admission. Where the socket is not there, or has no answer, nothing is known, and that is a value.
@@ -30,7 +30,7 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 const LONGEST: usize = 16 << 20;
 /// How often the holders are asked for while an answer is waited for.
 const ASK_OFTEN: Duration = Duration::from_secs(1);
-/// How often while nobody waits for an answer.
+/// How often while no answer is waited for.
 const ASK_BETWEEN: Duration = Duration::from_secs(30);
 
 /// Who holds what, as the kubelet lists it.
@@ -67,12 +67,12 @@ pub enum PodResourcesError {
         /// What came.
         status: Box<Status>,
     },
-    /// Nothing.
+    /// No answer in time.
     #[error("{path} did not answer within {after:?}")]
     Late {
         /// The socket.
         path: String,
-        /// How long we waited.
+        /// The deadline.
         after: Duration,
     },
 }
@@ -88,7 +88,7 @@ fn devices(listed: impl IntoIterator<Item = wire::ContainerDevices>) -> Devices 
     listed.into_iter().flat_map(each).collect()
 }
 
-/// Connects, calls, and gives up in time.
+/// Connects and calls, within the deadline.
 async fn call<T>(
     socket: &Path,
     call: &'static str,
@@ -146,24 +146,25 @@ pub async fn holders(sources: &HolderSources) -> Holders {
     Holders { held: Some(held), without_init_containers }
 }
 
-/// Follows the holders until `shutdown`: often while somebody waits for an answer (`often`), else every 30 s. Every answer
-/// is sent on, also one like the last: an orphan leaves the list by what is answered after it went.
+/// Polls the holders until `shutdown`: every second at first while the state waits for an answer (`often`), then ever
+/// more rarely. A failure means "not known" until the next answer. Every answer is published, also one like the last: an
+/// orphan leaves the list by an answer that came after it went.
 pub async fn follow_holders(
     sources: &HolderSources,
     holders_now: watch::Sender<Holders>,
     mut often: watch::Receiver<bool>,
     shutdown: CancellationToken,
 ) {
-    let mut often_pause = Backoff::new(ASK_OFTEN, ASK_BETWEEN);
+    let mut pauses = Backoff::new(ASK_OFTEN, ASK_BETWEEN);
     let follow = async {
         loop {
             holders_now.send_replace(holders(sources).await);
-            // A pod may hold its devices for days: the pauses grow.
+            // A pod may hold a device for days: an answer a second would be many.
             let is_awaited = *often.borrow_and_update();
-            let pause = if is_awaited { often_pause.failed() } else { ASK_BETWEEN };
-            // An error means that the node ends.
+            let pause = if is_awaited { pauses.failed() } else { ASK_BETWEEN };
+            // An error means that the node is ending.
             if tokio::time::timeout(pause, often.changed()).await.is_ok() {
-                often_pause.reset();
+                pauses.reset();
             }
         }
     };

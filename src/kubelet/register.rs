@@ -22,8 +22,8 @@ pub(super) enum RegisterError {
     Refused { resource: ResourceName, status: Box<Status> },
 }
 
-/// Registers a resource that is served on the socket named `endpoint` beside the kubelet's. `connected` gets the process
-/// that listens on kubelet.sock, before the request is sent. It may wait for ever: the caller has the deadline.
+/// Registers a resource that is served on the socket named `endpoint` beside the kubelet's. `connected` gets the
+/// process that listens on kubelet.sock, before the request is sent. It may wait for ever: the caller has the deadline.
 pub(super) async fn register(
     kubelet_socket: &Path,
     endpoint: &str,

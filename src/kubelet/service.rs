@@ -23,7 +23,7 @@ pub(super) struct Service {
     pub resource: ResourceName,
     pub settings: Arc<Settings>,
     pub sources: Sources,
-    /// Who listens on kubelet.sock, once known.
+    /// The process that listens on kubelet.sock, once known.
     pub kubelet: Arc<OnceLock<Peer>>,
     /// How many ListAndWatch streams the kubelet holds.
     pub streams: watch::Sender<usize>,

@@ -1,8 +1,9 @@
 //! The metrics' registry: what /metrics shows. docs/metrics.md documents each metric; a golden test holds names, types
 //! and help.
 //!
-//! Each module that counts makes its metrics and registers them here; the runtime passes the registry around. Series that
-//! mirror state (per GPU, per resource) are a collector that reads the snapshot at scrape, so that what is gone is gone.
+//! Each module that counts makes its metrics and registers them here; the runtime passes the registry around. Series
+//! that mirror state (per GPU, per resource) are a collector that reads the snapshot at scrape, so that what is gone is
+//! gone.
 
 mod collector;
 

@@ -14,7 +14,7 @@ pub(super) struct Clock {
 }
 
 impl Clock {
-    /// Reads the wall clock, for the only time. Before 1970 is 1970.
+    /// Reads the wall clock, once for all. A time before 1970 is 1970.
     pub fn start() -> Self {
         let wall = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Self { started: Instant::now(), wall }
@@ -25,7 +25,7 @@ impl Clock {
         self.wall.saturating_add(self.started.elapsed())
     }
 
-    /// When a moment is; one that has passed, or is beyond what the clock can say, is now.
+    /// The instant of a moment; of one that has passed, or lies beyond the clock's range: now.
     pub fn instant(&self, moment: Timestamp) -> Instant {
         let now = Instant::now();
         self.started.checked_add(moment.saturating_sub(self.wall)).unwrap_or(now)
@@ -37,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wall_clock_that_jumps_moves_nothing() {
+    fn wall_clock_jump_moves_no_deadline() {
         // Started in 1970: the wall clock has jumped by decades since.
         let started = Instant::now();
         let clock = Clock { started, wall: Duration::from_secs(1_000) };

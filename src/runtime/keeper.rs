@@ -1,6 +1,7 @@
 //! Keeps the GPUs' health across restarts of the agent: one small file, written off the path of an admission.
 //!
-//! Called by `node`, which owns the task. The core's `state` decides what is recorded and what of a record still counts.
+//! Called by `node`, which owns the task. The core's `state` decides what is recorded and what of a record still
+//! counts.
 
 use std::fs;
 use std::io;
@@ -20,8 +21,8 @@ use crate::state::{HealthRecord, XidPolicy};
 
 /// The record's file name.
 pub(super) const FILE: &str = "linkwise_health.json";
-/// The folder of our own beside the kubelet's socket. Kubelets that clean up that folder at their start leave folders alone; up to
-/// 1.31 and longer they remove every file there but their own checkpoint (CleanupPluginDirectory in
+/// The folder of our own beside the kubelet's socket. Kubelets that clean up that folder at their start leave folders
+/// alone; up to 1.31 and longer they remove every file there but their own checkpoint (CleanupPluginDirectory in
 /// pkg/kubelet/cm/devicemanager/manager.go).
 const FOLDER: &str = "linkwise";
 /// The longest record that is read, in bytes: a hundred times that of a node with 16 unhealthy GPUs.
@@ -58,7 +59,7 @@ pub(super) fn beside(kubelet_socket: &Path) -> Option<PathBuf> {
 
 /// Why a record is not used.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum ReadError {
+pub enum ReadError {
     #[error("cannot read it")]
     Io(#[from] io::Error),
     #[error("it is not a health record")]
@@ -104,8 +105,8 @@ impl Keeper {
         None
     }
 
-    /// Writes each record that comes, and the last one also after the shutdown began. A failed write is logged once, and
-    /// tried again until one succeeds.
+    /// Writes each record that comes, and the last one also after the shutdown began. A failed write is logged once,
+    /// and tried again until one succeeds.
     pub async fn follow(&self, records: watch::Receiver<Option<HealthRecord>>, shutdown: CancellationToken) {
         self.follow_after(false, records, shutdown).await;
     }

@@ -1,7 +1,7 @@
-//! The log: lines to standard error, written by a thread of their own.
+//! The log: lines to standard error, written by a thread of its own.
 //!
-//! Whoever reads standard error may stop reading (a container's log pipe is full, its disk hangs). Then lines are lost,
-//! never time: nobody but that thread waits for the write.
+//! The reader of standard error may stop (a container's log pipe is full, its disk hangs). Then lines are lost, not
+//! time: only that thread waits for the write, and the exit of the process waits at most 200 ms for it.
 
 use std::io::{self, Write};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
@@ -17,26 +17,26 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 
 use crate::config::LogFormat;
 
-/// Lines that may wait to be written; more are lost.
+/// Lines that may be queued; further ones are lost.
 const LINES: usize = 1024;
-/// How long the end waits for the last lines.
-const LAST_MOMENTS: Duration = Duration::from_millis(200);
+/// How long the exit waits for the last lines.
+const FLUSH_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// The log that was set up; its last lines are written when this goes.
+/// The log; its last lines are written when this is dropped.
 #[must_use]
 #[derive(Debug)]
 pub struct Log(SyncSender<Item>);
 
-/// What the thread is handed.
+/// What is queued for the thread.
 #[derive(Debug)]
 enum Item {
     /// A whole line.
     Line(Vec<u8>),
-    /// Somebody waits until what came before is written.
+    /// A request to report when all lines before it are written.
     Flush(SyncSender<()>),
 }
 
-/// Where a line goes.
+/// The queue, as a writer of lines.
 #[derive(Clone)]
 struct Lines(SyncSender<Item>);
 
@@ -56,7 +56,8 @@ pub fn log_to_stderr(filter: &str, format: LogFormat) -> Result<Log> {
     Ok(Log(lines))
 }
 
-/// Writes until nobody is left who logs. Nobody can be told of a line that cannot be written.
+/// Writes until the last sender is dropped. A line that cannot be written is lost: there is no other place to report
+/// it.
 fn write(waiting: &Receiver<Item>) {
     for item in waiting {
         match item {
@@ -69,9 +70,9 @@ fn write(waiting: &Receiver<Item>) {
 impl Drop for Log {
     fn drop(&mut self) {
         let (done, written) = sync_channel(1);
-        // Full: it is not being read, or lines have been lost anyway.
+        // Full: nothing is read any more, or lines have been lost anyway.
         if self.0.try_send(Item::Flush(done)).is_ok() {
-            let _ = written.recv_timeout(LAST_MOMENTS);
+            let _ = written.recv_timeout(FLUSH_TIMEOUT);
         }
     }
 }
@@ -85,7 +86,7 @@ impl<'a> MakeWriter<'a> for Lines {
 }
 
 impl Write for Lines {
-    /// Takes a whole line: what formats it hands it over at once.
+    /// Queues a whole line, which is what the formatter writes at once.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         match self.0.try_send(Item::Line(line.to_owned())) {
             Ok(()) | Err(TrySendError::Full(_)) => Ok(line.len()),

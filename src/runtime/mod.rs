@@ -1,9 +1,9 @@
 //! `linkwise run`: builds everything, owns every task, turns effects into calls.
 //!
-//! A composition root. `node` holds the one loop that writes the snapshot, and the plugins; `driver`
-//! keeps the NVML child alive; `cdi_sync` keeps CDI specs and device nodes up to date; `config` reads the configuration
-//! again; `mps` is a process of its own, `linkwise mps-control-daemon`; this file starts and ends them. A task that ends
-//! unexpectedly ends the process, with its cause.
+//! A composition root. `node` has the one loop that writes the state, and the plugins; `driver` keeps the NVML agent
+//! alive; `cdi_sync` keeps CDI specs and device nodes up to date; `config` reloads the configuration; `mps` is a
+//! process of its own, `linkwise mps-control-daemon`; this file starts and ends them. A task that ends unexpectedly
+//! ends the process, with its cause.
 
 mod cdi_sync;
 mod clock;
@@ -63,14 +63,14 @@ pub fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
     result
 }
 
-/// Serves this node until it is told to end.
+/// Serves this node until a signal ends it.
 pub fn run(args: &RunArgs) -> Result<()> {
     let _log = log_to_stderr(&args.log.log, args.log.log_format)?;
     block_on(serve(args))
 }
 
 async fn serve(args: &RunArgs) -> Result<()> {
-    // First of all: a container's first process does not even die of a signal that it does not listen for.
+    // First of all: PID 1 of a container ignores every signal that it has no handler for.
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
     let hangup = signal(SignalKind::hangup()).context("cannot listen for SIGHUP")?;
@@ -127,9 +127,9 @@ async fn serve(args: &RunArgs) -> Result<()> {
         // The series is there, on every node.
         node.metrics().register(CdiMetrics::register);
     }
-    // Before anything is seen: what is made of the GPUs is decided when they are.
+    // Before the first GPU is discovered: the plan decides which resources it belongs to.
     let planned = Event::Planned(Box::new(settings.plan()));
-    node.events().send(planned).await.context("nobody takes events")?;
+    node.events().send(planned).await.context("the node takes no events")?;
     node.spawn("NVML driver", driver.run(shutdown.clone()));
     node.spawn("MPS daemons' watch", watch.run(shutdown.clone()));
     let (metrics, events) = (node.metrics().register(ConfigMetrics::register), node.events());
@@ -159,8 +159,8 @@ async fn serve(args: &RunArgs) -> Result<()> {
     node.serve().await
 }
 
-/// Lives with the driver as the options say, and tells of it by events. `beside`: where it counts, why there is nothing to
-/// offer, and whether an operator wants the driver for something else.
+/// What follows the driver, with the options' values. `beside`: its metrics, why the node is idle, and whether an
+/// operator released the driver.
 fn driver_of(
     nvml: &NvmlArgs,
     host: &HostArgs,
@@ -195,8 +195,8 @@ fn driver_of(
 
 /// How to start the process that speaks to NVML: this binary.
 pub fn agent_command(host: &HostArgs) -> AgentCommand {
-    // The link leads to the binary that runs, also after its file was replaced; current_exe would name a file
-    // that is gone.
+    // The link leads to the running binary, also after its file was replaced; current_exe would name a file that no
+    // longer exists.
     AgentCommand {
         library: host.nvml_library.clone(),
         procfs: host.procfs.clone(),

@@ -1,7 +1,8 @@
-//! One node: the loop that applies events to the state and publishes it, a plugin for each resource, the HTTP endpoints.
+//! One node: the loop that applies events to the state and publishes it, a plugin for each resource, the HTTP
+//! endpoints.
 //!
-//! `run` feeds it from the driver, `demo` from a script. It owns every task of the node; one that ends unexpectedly ends
-//! the node.
+//! `run` feeds it from the driver, `demo` from a script. It owns every task of the node; one that ends unexpectedly
+//! ends the node.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -273,8 +274,8 @@ impl Node {
         self.match_plugins();
     }
 
-    /// A plugin for each resource. One that comes back while its plugin is ending gets the next when that has ended: two
-    /// of one name would take the kubelet's one endpoint from each other.
+    /// A plugin for each resource. One that comes back while its plugin is ending gets the next when that has ended:
+    /// two of one name would take the kubelet's one endpoint from each other.
     fn match_plugins(&mut self) {
         let resources: Vec<ResourceName> = self.state.offers().resources().keys().cloned().collect();
         for (resource, end) in self.plugins.iter().filter(|(resource, _)| !resources.contains(resource)) {
@@ -415,14 +416,14 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         type Task = std::pin::Pin<Box<dyn Future<Output = Result<()>> + Send>>;
         let tasks: [(Task, &str); 3] = [
-            (Box::pin(async { Ok(()) }), "the task 'somebody' ended"),
-            (Box::pin(async { Err(anyhow!("no room")) }), "the task 'somebody' failed: no room"),
+            (Box::pin(async { Ok(()) }), "the task 'task' ended"),
+            (Box::pin(async { Err(anyhow!("no room")) }), "the task 'task' failed: no room"),
             (Box::pin(async { panic!("at the disco") }), "a task panicked"),
         ];
         for (task, cause) in tasks {
             let mut node = Node::start(settings(folder.path())).await.unwrap();
             let shutdown = node.shutdown();
-            node.spawn("somebody", task);
+            node.spawn("task", task);
             let ended = timeout(Duration::from_secs(20), node.serve()).await.unwrap();
             let words = format!("{:#}", ended.unwrap_err());
             assert!(words.starts_with(cause), "{words}");
@@ -517,7 +518,7 @@ mod tests {
         assert_eq!(left, ["kubelet.sock"]);
         kubelet.wait(|state| state.resources["nvidia.com/gpu"].open_streams == 0).await.unwrap();
         // The end of any other task is unexpected.
-        node.tasks.spawn(async { ("somebody".to_owned(), Ok(())) });
+        node.tasks.spawn(async { ("task".to_owned(), Ok(())) });
         assert!(!withdraws(&mut node).await);
     }
 }

@@ -1,7 +1,7 @@
-//! What an operator orders while the node runs: let go of the driver, take it up again, vouch for a GPU. Over the admin
-//! socket, and the first two by SIGUSR1 and SIGUSR2.
+//! An operator's orders while the node runs: release the driver, resume, clear a GPU. Over the admin socket, and the
+//! first two by SIGUSR1 and SIGUSR2.
 //!
-//! Owns the wish and what has become of it. `driver` heeds it; nothing here starts or ends a child.
+//! Owns what was ordered, and who still holds the driver. `driver` obeys; nothing here starts or ends an agent.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn the_state_says_all_that_is() {
+    fn state_has_resources_parts_and_gpus() {
         let gpu = ResourceName::gpu().to_string();
         let (readiness, plugin) = (Readiness::new(Idle::Waiting(String::new())), Part::Plugin(ResourceName::gpu()));
         readiness.add(Part::CdiSync, "up to date");
@@ -218,19 +218,22 @@ mod tests {
         let held = [(ResourceName::gpu(), crate::allocation::DeviceId::from("GPU-gone".to_owned()))];
         let (snapshot, _) =
             snapshot().apply(Event::Holders(Some(held.into_iter().collect())), Duration::from_secs(1_700_000_000));
-        let told = serde_json::to_value(state(&snapshot, &readiness, true)).unwrap();
+        let shown = serde_json::to_value(state(&snapshot, &readiness, true)).unwrap();
         let way_out = UnhealthyReason::Xid { code: 79, instance: None }.ends_with();
         assert_eq!(
-            told["resources"],
+            shown["resources"],
             serde_json::json!({ gpu: {
                 "phase": Phase::Pausing.words(), "trouble": "no kubelet", "healthy": 7, "unhealthy": 2,
             }})
         );
-        assert_eq!((&told["idle"], &told["driver_released"]), (&serde_json::Value::Null, &true.into()));
+        assert_eq!((&shown["idle"], &shown["driver_released"]), (&serde_json::Value::Null, &true.into()));
         let cdi = serde_json::json!({"CDI sync": {"phase": "up to date", "ready": true, "trouble": null}});
-        assert_eq!(told["parts"], cdi);
-        assert!(told["warnings"].as_array().unwrap().iter().any(|text| text.to_string().contains("NVLink")), "{told}");
-        let gpus = told["gpus"].as_array().unwrap();
+        assert_eq!(shown["parts"], cdi);
+        assert!(
+            shown["warnings"].as_array().unwrap().iter().any(|text| text.to_string().contains("NVLink")),
+            "{shown}"
+        );
+        let gpus = shown["gpus"].as_array().unwrap();
         let pcis: Vec<&str> = gpus.iter().map(|gpu| gpu["pci"].as_str().unwrap()).collect();
         assert!(pcis.len() == 8 && pcis.is_sorted(), "{pcis:?}");
         assert_eq!(
@@ -244,7 +247,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_order_that_cannot_be_carried_out_now_says_so() {
+    async fn order_that_cannot_be_queued_is_503() {
         let folder = tempfile::tempdir().unwrap();
         let mut node = node(folder.path()).await;
         let release = Release::new(Arc::new(DriverMetrics::default()));
@@ -265,7 +268,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_driver_that_is_still_held_after_a_while_is_told_and_the_order_stands() {
+    async fn unfinished_release_is_503_and_stands() {
         let release =
             Release { patience: Duration::from_millis(1), ..Release::new(Arc::new(DriverMetrics::default())) };
         let holding = release.holding();

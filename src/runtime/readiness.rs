@@ -1,7 +1,7 @@
 //! Which parts of the node are ready, and what keeps the others from it.
 //!
-//! Written by what owns each part: the plugins' observer, CDI sync. Read by /readyz and `linkwise admin state`. It decides
-//! nothing but the summary.
+//! Written by what owns each part: the plugins' observer, CDI sync. Read by /readyz and `linkwise admin state`. It
+//! decides nothing but the summary.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -47,7 +47,7 @@ impl fmt::Display for Standing {
     }
 }
 
-/// All parts, and why there is no plugin where there is none.
+/// All parts, and why the node is idle.
 #[derive(Clone, Debug)]
 pub(super) struct Readiness {
     parts: Arc<Mutex<BTreeMap<Part, Standing>>>,
@@ -60,7 +60,7 @@ impl Readiness {
         Self { parts: Arc::default(), idle: watch::Sender::new(idle) }
     }
 
-    /// Why there is no plugin: read where there is none.
+    /// Why the node is idle; it counts while there is no plugin.
     pub fn idle(&self) -> &watch::Sender<Idle> {
         &self.idle
     }

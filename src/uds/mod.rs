@@ -1,8 +1,8 @@
 //! Unix sockets: those the agent listens on, those it connects to, and which process is at the other end.
 //!
 //! Used by `admin` and `kubelet`, and knows neither: not what is served, nor how a socket is named. A socket of ours is
-//! listening before it appears under its name, with mode 0600 from its first moment, and its file is removed by its owner
-//! alone. It starts no task and logs nothing.
+//! listening before it appears under its name, with mode 0600 from its first moment, and its file is removed by its
+//! owner alone. It starts no task and logs nothing.
 
 mod peer;
 
@@ -104,12 +104,13 @@ pub struct Caller {
 }
 
 impl Listener {
-    /// The next connection. Cancel-safe. The uid is the kernel's, as of the connect: the file's mode, which may have been
-    /// widened since it was made, decides nothing.
+    /// The next connection. Cancel-safe. The uid is the kernel's, as of the connect: the file's mode, which may have
+    /// been widened since it was made, decides nothing.
     ///
     /// # Errors
     ///
-    /// The operating system's; the caller pauses before the next one, for file descriptors may be exhausted for a while.
+    /// The operating system's; the caller pauses before the next one, for file descriptors may be exhausted for a
+    /// while.
     pub async fn accept(&self) -> io::Result<Caller> {
         let (stream, _) = self.listener.accept().await?;
         let peer = Peer::of(&stream)?;
@@ -126,8 +127,8 @@ pub fn listen(path: &Path, callers: Callers) -> io::Result<(SocketFile, Listener
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     // The path it is bound at may be the shorter one: this refuses a path that no client could connect to.
     SockAddr::unix(path)?;
-    // Between bind(2) and listen(2) a socket refuses connections, and `remove_dead` of another process would take it for
-    // a dead one. So it gets its name when it listens.
+    // Between bind(2) and listen(2) a socket refuses connections, and `remove_dead` of another process would take it
+    // for a dead one. So it gets its name when it listens.
     let bound = tempfile::Builder::new().prefix(".lw-").make_in(folder, listen_at)?;
     let listener = bound.persist_noclobber(path).map_err(|refused| refused.error)?;
     let file = SocketFile { path: path.to_owned(), id: FileId::of_socket(path) };
@@ -145,18 +146,20 @@ fn listen_at(path: &Path) -> io::Result<std::os::unix::net::UnixListener> {
     Ok(OwnedFd::from(socket).into())
 }
 
-/// Connects to a socket, and says which process listens there.
+/// Connects to a socket; returns which process listens there too.
 ///
 /// # Errors
 ///
-/// The operating system's; `ConnectionRefused` where no process listens any more, `WouldBlock` where the backlog is full.
+/// The operating system's; `ConnectionRefused` where no process listens any more, `WouldBlock` where the backlog is
+/// full.
 pub async fn connect(path: &Path) -> io::Result<(UnixStream, Peer)> {
     let stream = UnixStream::connect(path).await?;
     let peer = Peer::of(&stream)?;
     Ok((stream, peer))
 }
 
-/// Whether the path names a socket on which no process listens any more. It does not wait for one that accepts nobody.
+/// Whether the path names a socket on which no process listens any more. It does not wait for one that accepts no
+/// connection.
 pub fn is_dead(path: &Path) -> bool {
     let connect = || {
         let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;

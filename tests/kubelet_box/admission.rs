@@ -17,7 +17,7 @@ fn grant(admitted: &linkwise_kubelet_box::Admitted) -> &Grant {
 }
 
 #[tokio::test]
-async fn a_pod_gets_devices_and_what_the_plugin_says_of_them() {
+async fn pod_gets_devices_and_allocate_answer() {
     let (_dir, kubelet, plugin) = node("a b c!", usual, |_| {}).await;
     let admitted = kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap();
     let grant = grant(&admitted);
@@ -36,7 +36,7 @@ async fn a_pod_gets_devices_and_what_the_plugin_says_of_them() {
 }
 
 #[tokio::test]
-async fn a_pod_that_asks_for_too_much_is_rejected_and_names_both_numbers() {
+async fn too_large_request_is_rejected_with_numbers() {
     let (_dir, kubelet, plugin) = node("a b c!", usual, |_| {}).await;
     kubelet.admit(&Pod::single("one", GPU, 1), None).await.unwrap();
     let error = kubelet.admit(&Pod::single("two", GPU, 2), None).await.unwrap_err();
@@ -48,7 +48,7 @@ async fn a_pod_that_asks_for_too_much_is_rejected_and_names_both_numbers() {
 }
 
 #[tokio::test]
-async fn unknown_and_wholly_unhealthy_resources_have_errors_of_their_own() {
+async fn unknown_and_unhealthy_resources_have_own_errors() {
     let (_dir, kubelet, _plugin) = node("a!", usual, |_| {}).await;
     let error = kubelet.admit(&Pod::single("pod", "nvidia.com/other", 1), None).await.unwrap_err();
     assert!(matches!(error, AdmissionError::Unregistered { .. }), "{error}");
@@ -57,7 +57,7 @@ async fn unknown_and_wholly_unhealthy_resources_have_errors_of_their_own() {
 }
 
 #[tokio::test]
-async fn a_pod_is_admitted_as_a_whole() {
+async fn pod_is_admitted_whole_or_not() {
     let (_dir, kubelet, plugin) = node("a b c", usual, |plugin| plugin.advise("a b")).await;
     let pod = Pod::new("pod").with_container("first", [(GPU, 1)]).with_container("second", [(GPU, 2)]);
     let admitted = kubelet.admit(&pod, None).await.unwrap();
@@ -72,7 +72,7 @@ async fn a_pod_is_admitted_as_a_whole() {
 }
 
 #[tokio::test]
-async fn lists_come_in_an_order_that_only_the_seed_knows() {
+async fn list_order_depends_on_seed_alone() {
     let mut orders = Vec::new();
     for seed in [1, 1, 2] {
         let (_dir, kubelet, plugin) =
@@ -88,7 +88,7 @@ async fn lists_come_in_an_order_that_only_the_seed_knows() {
 }
 
 #[tokio::test]
-async fn advice_is_taken_where_it_is_offered() {
+async fn preferred_allocation_is_used_where_offered() {
     let (_dir, kubelet, plugin) = node("a b c d", usual, |plugin| plugin.advise("b d")).await;
     let admitted = kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap();
     let asked = grant(&admitted).asked.as_ref().unwrap();
@@ -102,7 +102,7 @@ async fn advice_is_taken_where_it_is_offered() {
 }
 
 #[tokio::test]
-async fn only_the_first_response_counts_and_only_what_was_offered() {
+async fn only_first_response_and_offered_ids_count() {
     let (_dir, kubelet, plugin) = node("a b c d", usual, |plugin| plugin.advise("")).await;
     let lists = [["x", "c"], ["a", "b"]].map(|list| list.map(String::from).to_vec());
     plugin.script(|script| script.preferred = lists.to_vec());
@@ -113,7 +113,7 @@ async fn only_the_first_response_counts_and_only_what_was_offered() {
 }
 
 #[tokio::test]
-async fn an_error_instead_of_advice_rejects_the_pod() {
+async fn failed_preferred_allocation_rejects_pod() {
     let (_dir, kubelet, plugin) = node("a b", usual, |plugin| plugin.advise("")).await;
     plugin.script(|script| script.preferred_fails = Some(Status::internal("no idea")));
     let error = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap_err();
@@ -124,7 +124,7 @@ async fn an_error_instead_of_advice_rejects_the_pod() {
 }
 
 #[tokio::test]
-async fn a_hint_narrows_what_the_plugin_sees() {
+async fn topology_hint_narrows_available_devices() {
     let (_dir, kubelet, _plugin) = node("a:0 b:0 c:0 d:1 e:1", usual, |plugin| plugin.advise("b c d e")).await;
     let hint = Some(Hint::numa([0]));
     let more = kubelet.admit(&Pod::single("more", GPU, 1), hint.as_ref()).await.unwrap();
@@ -143,7 +143,7 @@ async fn a_hint_narrows_what_the_plugin_sees() {
 }
 
 #[tokio::test]
-async fn an_allocation_that_fails_hangs_or_is_empty_rejects_the_pod() {
+async fn failed_hung_or_empty_allocate_rejects_pod() {
     let (_dir, kubelet, plugin) = node("a", |options| options.call_timeout = SOON, |_| {}).await;
     let pod = Pod::single("pod", GPU, 1);
     plugin.script(|script| script.allocate_hangs_from = Some(1));
@@ -158,7 +158,7 @@ async fn an_allocation_that_fails_hangs_or_is_empty_rejects_the_pod() {
 }
 
 #[tokio::test]
-async fn an_admission_that_a_stop_cuts_off_leaves_the_pod_as_it_was() {
+async fn stop_during_admission_changes_no_pod() {
     let (_dir, kubelet, plugin) = node("a b c", usual, |_| {}).await;
     let pod = Pod::new("pod").with_container("first", [(GPU, 1)]);
     let held = kubelet.admit(&pod, None).await.unwrap();
@@ -177,7 +177,7 @@ async fn an_admission_that_a_stop_cuts_off_leaves_the_pod_as_it_was() {
 }
 
 #[tokio::test]
-async fn a_plugin_is_told_of_starts_only_where_it_asked_for_that() {
+async fn pre_start_is_called_only_if_required() {
     let prepare = |plugin: &Plugin| plugin.script(|script| script.options.pre_start_required = true);
     let (_dir, kubelet, plugin) = node("a b", usual, prepare).await;
     plugin.script(|script| script.pre_start_fails = Some(Status::internal("not ready")));
@@ -186,12 +186,12 @@ async fn a_plugin_is_told_of_starts_only_where_it_asked_for_that() {
     assert_eq!(kubelet.state().resources[GPU].in_use(), ids("a b"), "admitted, not started");
     plugin.script(|script| script.pre_start_fails = None);
     kubelet.restart_container("pod", "main").await.unwrap();
-    let told = plugin.seen().pre_start;
-    assert_eq!((told.len(), set(&told[1])), (2, ids("a b")));
+    let started = plugin.seen().pre_start;
+    assert_eq!((started.len(), set(&started[1])), (2, ids("a b")));
 }
 
 #[tokio::test]
-async fn a_container_restart_is_answered_from_the_books() {
+async fn container_restart_uses_cached_answer() {
     let (_dir, kubelet, plugin) = node("a b", usual, |_| {}).await;
     let admitted = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
     plugin.list("a! b!");
@@ -204,7 +204,7 @@ async fn a_container_restart_is_answered_from_the_books() {
 }
 
 #[tokio::test]
-async fn a_pod_that_comes_back_keeps_its_devices_while_they_are_healthy() {
+async fn returning_pod_keeps_healthy_devices() {
     let (_dir, kubelet, plugin) = node("a b", usual, |plugin| plugin.advise("b")).await;
     let pod = Pod::single("pod", GPU, 1);
     let first = kubelet.admit(&pod, None).await.unwrap();
@@ -220,7 +220,7 @@ async fn a_pod_that_comes_back_keeps_its_devices_while_they_are_healthy() {
 }
 
 #[tokio::test]
-async fn a_pod_that_changes_its_request_is_rejected() {
+async fn changed_request_is_rejected() {
     let (_dir, kubelet, _plugin) = node("a b", usual, |_| {}).await;
     kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
     let error = kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap_err();
@@ -228,7 +228,7 @@ async fn a_pod_that_changes_its_request_is_rejected() {
 }
 
 #[tokio::test]
-async fn a_running_pod_survives_a_kubelet_restart_before_its_plugin_is_back() {
+async fn running_pod_survives_kubelet_restart() {
     let (_dir, kubelet, _plugin) = node("a b", usual, |_| {}).await;
     let pod = Pod::single("pod", GPU, 1);
     let first = kubelet.admit(&pod, None).await.unwrap();
@@ -240,7 +240,7 @@ async fn a_running_pod_survives_a_kubelet_restart_before_its_plugin_is_back() {
 }
 
 #[tokio::test]
-async fn a_pod_does_not_survive_a_node_restart_before_its_plugin_is_back() {
+async fn pod_fails_node_restart_without_plugin() {
     let (_dir, kubelet, _plugin) = node("a b", usual, |_| {}).await;
     let pod = Pod::single("pod", GPU, 1);
     kubelet.admit(&pod, None).await.unwrap();

@@ -12,7 +12,7 @@ use crate::plugin::{GPU, Plugin, register, send};
 use crate::{SOON, ids, kubelet, node, usual};
 
 #[tokio::test]
-async fn a_start_removes_sockets_and_nothing_else() {
+async fn kubelet_start_removes_sockets_only() {
     let (dir, kubelet) = kubelet(usual);
     kubelet.stop().await.unwrap();
     assert!(dir.path().join("kubelet.sock").exists(), "the file outlives the process");
@@ -31,7 +31,7 @@ async fn a_start_removes_sockets_and_nothing_else() {
 }
 
 #[tokio::test]
-async fn a_registration_is_dialled_back_before_it_is_answered() {
+async fn register_is_dialled_back_before_its_answer() {
     let (dir, kubelet) = kubelet(usual);
     let plugin = Plugin::serve(dir.path(), "gpu.sock", "a:0 b! c");
     plugin.register().await.unwrap();
@@ -49,7 +49,7 @@ async fn a_registration_is_dialled_back_before_it_is_answered() {
 }
 
 #[tokio::test]
-async fn a_registration_that_a_kubelet_would_not_take_is_refused() {
+async fn invalid_registration_is_refused() {
     let (dir, kubelet) = kubelet(usual);
     let _plugin = Plugin::serve(dir.path(), "gpu.sock", "a");
     let request = |version: &str, endpoint: &str, resource: &str| wire::RegisterRequest {
@@ -72,7 +72,7 @@ async fn a_registration_that_a_kubelet_would_not_take_is_refused() {
 }
 
 #[tokio::test]
-async fn a_plugin_that_cannot_be_reached_in_time_is_refused() {
+async fn unreachable_plugin_is_refused() {
     let (dir, kubelet) = kubelet(|options| options.dial_timeout = SOON);
     let missing = register(dir.path(), "missing.sock", GPU).await.unwrap_err();
     assert!(missing.code() == Code::Unknown && missing.message().contains("missing.sock"), "{missing}");
@@ -84,7 +84,7 @@ async fn a_plugin_that_cannot_be_reached_in_time_is_refused() {
 }
 
 #[tokio::test]
-async fn the_dial_is_tried_again_and_outlives_its_caller() {
+async fn dial_is_retried_and_outlives_its_caller() {
     let (dir, kubelet) = kubelet(|options| options.dial_timeout = Duration::from_secs(60));
     tokio::select! {
         answer = register(dir.path(), "gpu.sock", GPU) => panic!("there is nothing to dial yet: {answer:?}"),
@@ -96,7 +96,7 @@ async fn the_dial_is_tried_again_and_outlives_its_caller() {
 }
 
 #[tokio::test]
-async fn the_end_of_a_stream_takes_the_devices_and_then_the_resource() {
+async fn stream_end_removes_devices_then_resource() {
     let (_dir, kubelet, plugin) = node("a b", |options| options.grace = SOON, |_| {}).await;
     let pod = Pod::single("pod", GPU, 1);
     kubelet.admit(&pod, None).await.unwrap();
@@ -111,7 +111,7 @@ async fn the_end_of_a_stream_takes_the_devices_and_then_the_resource() {
 }
 
 #[tokio::test]
-async fn a_stopped_endpoint_keeps_its_devices_as_unhealthy_for_the_grace_period() {
+async fn stopped_endpoint_is_unhealthy_for_grace_period() {
     let (_dir, kubelet, plugin) = node("a b!", usual, |_| {}).await;
     plugin.end_streams();
     let state = kubelet.wait(|s| s.resources[GPU].unhealthy.len() == 2).await.unwrap();
@@ -120,7 +120,7 @@ async fn a_stopped_endpoint_keeps_its_devices_as_unhealthy_for_the_grace_period(
 }
 
 #[tokio::test]
-async fn the_end_of_an_old_stream_loses_the_new_registration() {
+async fn old_streams_end_loses_new_registration() {
     let (dir, kubelet, old) = node("a b", usual, |_| {}).await;
     let new = Plugin::serve(dir.path(), "new.sock", "a b c");
     new.register().await.unwrap();
@@ -133,7 +133,7 @@ async fn the_end_of_an_old_stream_loses_the_new_registration() {
 }
 
 #[tokio::test]
-async fn a_plugin_that_ends_its_old_stream_first_keeps_its_registration() {
+async fn old_stream_ended_first_keeps_registration() {
     let (dir, kubelet, old) = node("a b", usual, |_| {}).await;
     old.end_streams();
     kubelet.wait(|s| s.resources[GPU].open_streams == 0).await.unwrap();
@@ -145,7 +145,7 @@ async fn a_plugin_that_ends_its_old_stream_first_keeps_its_registration() {
 }
 
 #[tokio::test]
-async fn bad_ids_are_violations() {
+async fn invalid_ids_are_violations() {
     let (_dir, kubelet, plugin) = node("a b", usual, |_| {}).await;
     let got = kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap();
     assert_eq!(kubelet.violations(), []);
@@ -161,7 +161,7 @@ async fn bad_ids_are_violations() {
 }
 
 #[tokio::test]
-async fn a_restart_keeps_allocations_and_wants_plugins_to_register_again() {
+async fn restart_keeps_allocations_not_registrations() {
     let (dir, kubelet, plugin) = node("a b", usual, |_| {}).await;
     kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
     kubelet.restart(Restart::Kubelet).await.unwrap();
@@ -178,14 +178,14 @@ async fn a_restart_keeps_allocations_and_wants_plugins_to_register_again() {
 }
 
 #[tokio::test]
-async fn a_resource_that_does_not_come_back_after_a_restart_is_removed() {
+async fn resource_not_back_after_restart_is_removed() {
     let (_dir, kubelet, _plugin) = node("a b", |options| options.grace = SOON, |_| {}).await;
     kubelet.restart(Restart::Kubelet).await.unwrap();
     kubelet.wait(|s| s.resources[GPU].removed).await.unwrap();
 }
 
 #[tokio::test]
-async fn a_stop_ends_everything_and_can_be_repeated() {
+async fn stop_ends_everything_and_is_idempotent() {
     let (_dir, kubelet, plugin) = node("a", usual, |_| {}).await;
     kubelet.stop().await.unwrap();
     kubelet.stop().await.unwrap();
@@ -197,14 +197,14 @@ async fn a_stop_ends_everything_and_can_be_repeated() {
 }
 
 #[tokio::test]
-async fn dropping_the_box_ends_its_streams() {
+async fn dropped_box_ends_its_streams() {
     let (_dir, kubelet, plugin) = node("a", usual, |_| {}).await;
     drop(kubelet);
     plugin.streams_gone().await;
 }
 
 #[tokio::test]
-async fn register_refuses_hangs_or_lies_when_told_to() {
+async fn register_faults_can_be_injected() {
     let (dir, kubelet) = kubelet(usual);
     let plugin = Plugin::serve(dir.path(), "gpu.sock", "a");
     kubelet.set_fault(Fault::Refuse { code: Code::ResourceExhausted, message: "not today".into() });
@@ -224,7 +224,7 @@ async fn register_refuses_hangs_or_lies_when_told_to() {
 }
 
 #[tokio::test]
-async fn a_stop_lets_a_hanging_register_go() {
+async fn stop_ends_a_hung_register() {
     let (_dir, kubelet, plugin) = node("a", usual, |_| {}).await;
     kubelet.set_fault(Fault::Hang);
     let stop = async {
@@ -236,7 +236,7 @@ async fn a_stop_lets_a_hanging_register_go() {
 }
 
 #[tokio::test]
-async fn a_stop_ends_a_dial() {
+async fn stop_ends_a_dial() {
     let (dir, kubelet) = kubelet(|options| options.dial_timeout = Duration::from_secs(60));
     let dialling = register(dir.path(), "missing.sock", GPU);
     let stop = async {
@@ -248,7 +248,7 @@ async fn a_stop_ends_a_dial() {
 }
 
 #[tokio::test]
-async fn a_connection_can_be_dropped() {
+async fn connection_can_be_dropped() {
     let (_dir, kubelet, plugin) = node("a", usual, |_| {}).await;
     assert!(kubelet.disconnect(GPU) && !kubelet.disconnect(GPU));
     plugin.streams_gone().await;
@@ -257,7 +257,7 @@ async fn a_connection_can_be_dropped() {
 }
 
 #[tokio::test]
-async fn a_wait_in_vain_names_the_last_state() {
+async fn timed_out_wait_names_last_state() {
     let (_dir, kubelet) = kubelet(|options| options.wait_timeout = SOON);
     let error = kubelet.wait(|s| s.resources[GPU].connected).await.unwrap_err();
     assert!(error.last.running && error.to_string().contains("running: true"), "{error}");

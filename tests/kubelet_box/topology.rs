@@ -29,7 +29,7 @@ fn refusal(error: AdmissionError) -> String {
 }
 
 #[tokio::test]
-async fn under_a_policy_the_plugin_sees_one_side_of_the_machine() {
+async fn policy_offers_one_numa_node() {
     for (policy, offered) in [(Policy::None, "a b c d"), (Policy::BestEffort, "a b"), (Policy::SingleNumaNode, "a b")] {
         let (_dir, kubelet, _plugin) = two_nodes(policy, Scope::Container).await;
         let admitted = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
@@ -41,7 +41,7 @@ async fn under_a_policy_the_plugin_sees_one_side_of_the_machine() {
 }
 
 #[tokio::test]
-async fn exactly_one_node_full_is_taken_unasked_and_the_next_pod_goes_to_the_other() {
+async fn exact_fit_is_allocated_without_question() {
     let (_dir, kubelet, plugin) = two_nodes(Policy::Restricted, Scope::Container).await;
     for (pod, devices) in [("first", "a b"), ("second", "c d")] {
         let admitted = kubelet.admit(&Pod::single(pod, GPU, 2), None).await.unwrap();
@@ -51,7 +51,7 @@ async fn exactly_one_node_full_is_taken_unasked_and_the_next_pod_goes_to_the_oth
 }
 
 #[tokio::test]
-async fn what_is_left_on_two_nodes_is_refused_by_the_strict_policies_only() {
+async fn only_strict_policies_refuse_two_nodes() {
     for (policy, admits) in
         [(Policy::None, true), (Policy::BestEffort, true), (Policy::Restricted, false), (Policy::SingleNumaNode, false)]
     {
@@ -72,7 +72,7 @@ async fn what_is_left_on_two_nodes_is_refused_by_the_strict_policies_only() {
 }
 
 #[tokio::test]
-async fn scope_pod_keeps_containers_together_and_scope_container_does_not() {
+async fn scope_pod_keeps_containers_together() {
     let pod = Pod::new("pod").with_container("one", [(GPU, 1)]).with_container("two", [(GPU, 2)]);
     let (_dir, kubelet, _plugin) = two_nodes(Policy::Restricted, Scope::Container).await;
     let admitted = kubelet.admit(&pod, None).await.unwrap();
@@ -88,7 +88,7 @@ async fn scope_pod_keeps_containers_together_and_scope_container_does_not() {
 }
 
 #[tokio::test]
-async fn cpus_and_devices_meet_on_one_node() {
+async fn cpus_and_devices_share_a_node() {
     let (_dir, kubelet, _plugin) = two_nodes(Policy::SingleNumaNode, Scope::Container).await;
     kubelet.admit(&Pod::new("cpus").with_container("main", [] as [(&str, u32); 0]).with_cpus(2), None).await.unwrap();
     assert_eq!(kubelet.state().cpus["cpus"]["main"], [0, 1].into());
@@ -101,7 +101,7 @@ async fn cpus_and_devices_meet_on_one_node() {
 }
 
 #[tokio::test]
-async fn without_a_policy_a_shortage_of_cpus_has_an_error_of_its_own() {
+async fn cpu_shortage_without_policy_has_own_error() {
     let (_dir, kubelet, _plugin) = two_nodes(Policy::None, Scope::Container).await;
     let error = kubelet.admit(&Pod::single("pod", GPU, 1).with_cpus(9), None).await.unwrap_err();
     assert!(matches!(error, AdmissionError::InsufficientCpus { requested: 9, available: 8, .. }), "{error}");
@@ -109,7 +109,7 @@ async fn without_a_policy_a_shortage_of_cpus_has_an_error_of_its_own() {
 }
 
 #[tokio::test]
-async fn a_running_pod_keeps_what_it_has_after_a_restart_of_the_kubelet() {
+async fn running_pod_keeps_alignment_after_restart() {
     let (_dir, kubelet, _plugin) = two_nodes(Policy::SingleNumaNode, Scope::Pod).await;
     let pod = Pod::single("pod", GPU, 2).with_cpus(3);
     let before = kubelet.admit(&pod, None).await.unwrap();
@@ -119,7 +119,7 @@ async fn a_running_pod_keeps_what_it_has_after_a_restart_of_the_kubelet() {
 }
 
 #[tokio::test]
-async fn on_a_machine_with_too_many_nodes_the_kubelet_does_not_start() {
+async fn too_many_numa_nodes_stop_the_kubelet() {
     let dir = tempfile::tempdir().unwrap();
     let mut options = Options::new(dir.path());
     options.topology_manager.policy = Policy::BestEffort;

@@ -1,4 +1,4 @@
-//! Who calls our sockets: strangers, other processes, those who do not speak gRPC, those who speak too much.
+//! Callers of our sockets: other users, other processes, clients without gRPC, clients that send too much.
 
 use std::fs::Permissions;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -34,16 +34,16 @@ pub async fn client(path: PathBuf) -> Result<DevicePluginClient<Channel>, tonic:
 }
 
 #[tokio::test]
-async fn a_caller_whose_uid_may_not_call_is_turned_away_by_name() {
+async fn caller_with_other_uid_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let kubelet = KubeletBox::start(Options::new(folder.path())).unwrap();
-    // A uid that nobody has: not even we may call, whoever runs this.
+    // A uid that no process has: not even the test may call.
     let callers = Callers::only([4_000_000_000]);
     let settings = Settings { callers, ..Settings::new(folder.path().join("kubelet.sock")) };
-    let (told, mut refused) = mpsc::channel(64);
+    let (refusals, mut refused) = mpsc::channel(64);
     let sources = sources(move |occurrence| {
         if let Occurrence::Refused { uid, pid } = occurrence {
-            let _ = told.try_send((uid, pid));
+            let _ = refusals.try_send((uid, pid));
         }
     });
     let plugin = Plugin::new(ResourceName::gpu(), settings.into(), sources);
@@ -60,7 +60,7 @@ async fn a_caller_whose_uid_may_not_call_is_turned_away_by_name() {
     timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
 }
 
-/// Not a test: what [`a_stream_of_another_process_is_not_the_kubelets`] starts as a process of its own, in a folder with
+/// Not a test: what [`stream_of_another_process_does_not_count`] starts as a process of its own, in a folder with
 /// a socket of ours. Anywhere else it does nothing.
 #[tokio::test]
 #[ignore = "the other process of another test"]
@@ -80,7 +80,7 @@ fn own_socket(folder: &Path) -> Option<PathBuf> {
 }
 
 #[tokio::test]
-async fn a_stream_of_another_process_is_not_the_kubelets() {
+async fn stream_of_another_process_does_not_count() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
     // It says that it knows us, and never calls.
@@ -108,7 +108,7 @@ async fn a_stream_of_another_process_is_not_the_kubelets() {
 }
 
 #[tokio::test]
-async fn another_user_is_refused_counted_and_named_once_unless_he_may_call() {
+async fn refused_user_is_counted_and_logged_once() {
     const NOBODY: u32 = 65_534;
     let mode = |path: &Path, mode| std::fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
     let refused = format!("linkwise_refused_callers_total{{resource=\"{GPU}\"}}");
@@ -117,10 +117,10 @@ async fn another_user_is_refused_counted_and_named_once_unless_he_may_call() {
         let (node, kubelet) = setup.serve(8).await;
         let (us, folder) = (std::fs::metadata(node.setup.at("")).unwrap().uid(), node.setup.at("k"));
         if us != 0 {
-            // Only root can be somebody else.
+            // Only root can change its user.
             return;
         }
-        // The files let everybody in: it is the kernel's word on who calls that counts.
+        // The file modes admit every user: only the uid that the kernel reports counts.
         for (path, open) in [(node.setup.at(""), 0o755), (folder, 0o777), (node.setup.sockets().remove(0), 0o666)] {
             mode(&path, open);
         }
@@ -159,7 +159,7 @@ async fn undisturbed(node: &crate::node::Node, kubelet: &KubeletBox, pod: &str) 
 }
 
 #[tokio::test]
-async fn what_is_no_http2_is_closed_and_disturbs_nobody() {
+async fn non_http2_client_disturbs_no_other() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let preface: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
     let settings: &[u8] = &[0, 0, 0, 4, 0, 0, 0, 0, 0];
@@ -184,7 +184,7 @@ async fn what_is_no_http2_is_closed_and_disturbs_nobody() {
         assert!(end.is_ok(), "{what}: not closed");
         undisturbed(&node, &kubelet, &format!("pod-{index}")).await;
     }
-    // And who says nothing at all, or stops midway, is in nobody's way.
+    // A client that sends nothing, or half a request, delays no other.
     let mut silent = Vec::new();
     for bytes in [&[][..], &preface[..5], preface, &with(&[0, 0, 9, 1, 4, 0, 0, 0, 1, 0x83])] {
         let mut stream = UnixStream::connect(&node.setup.sockets()[0]).await.unwrap();
@@ -195,7 +195,7 @@ async fn what_is_no_http2_is_closed_and_disturbs_nobody() {
 }
 
 #[tokio::test]
-async fn a_message_beyond_all_measure_is_refused() {
+async fn oversized_message_is_refused() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let mut client = client(node.setup.sockets().remove(0)).await.unwrap();
     let container_requests = vec![wire::ContainerAllocateRequest { devices_ids: vec!["x".repeat(5 << 20)] }];
@@ -209,7 +209,7 @@ async fn a_message_beyond_all_measure_is_refused() {
 }
 
 #[tokio::test]
-async fn sixty_four_streams_and_ten_thousand_calls_at_once_are_all_answered() {
+async fn many_streams_and_calls_are_all_answered() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let socket = node.setup.sockets().remove(0);
     let ids: Vec<String> = kubelet.state().resources[GPU].healthy.iter().cloned().collect();

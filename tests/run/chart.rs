@@ -53,7 +53,7 @@ async fn serves(setup: Setup) {
 /// The variables of daemonset-device-plugin.yml of the chart 0.17 to 0.19 with every value set; those that are not the
 /// plugin's own but the container runtime's are last.
 #[tokio::test]
-async fn with_the_variables_of_the_chart() {
+async fn chart_variables_are_accepted() {
     let mut setup = installed(machine())
         .env("MPS_ROOT", "/run/nvidia/mps")
         .env("MIG_STRATEGY", "mixed")
@@ -86,7 +86,7 @@ async fn with_the_variables_of_the_chart() {
 }
 
 #[tokio::test]
-async fn with_the_flags_of_the_nvidia_plugin() {
+async fn nvidia_flags_are_accepted() {
     let flags = [
         "--mig-strategy=mixed",
         "--fail-on-init-error=true",
@@ -107,7 +107,7 @@ async fn with_the_flags_of_the_nvidia_plugin() {
 }
 
 #[tokio::test]
-async fn a_flag_that_neither_has_is_refused_under_its_name() {
+async fn unknown_flag_is_refused_by_name() {
     let mut process = installed(machine()).arg("--mig-stratgey=mixed").spawn();
     let (status, words) = process.ended().await;
     assert_eq!(status.code(), Some(2), "{words:?}");

@@ -1,5 +1,5 @@
-//! A wall clock that jumps, on the whole process: by a library of the tests' own (`clock.c`) between it and the C library. The
-//! kernel's clock is nobody's to move.
+//! A wall clock that jumps, on the whole process: by a library of the tests' own (`clock.c`) between it and the C
+//! library. The kernel's clock must not be moved.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -40,7 +40,8 @@ fn now() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs()
 }
 
-/// Waits for a line of an XID that is the application's, which was not told of before: when it was, by the process's wall clock.
+/// Waits for the log line of an application's XID that was not logged before; returns its time by the process's wall
+/// clock.
 async fn year_of(node: &Node, xid: u64) -> i64 {
     node.setup.tell(&format!("xid 5 {xid}"));
     let line = node.process.logged(|line| line["xid"] == xid).await;
@@ -58,7 +59,7 @@ async fn since(node: &Node, gpu: u32, reason: &str) -> u64 {
 }
 
 #[tokio::test]
-async fn a_wall_clock_that_jumps_ends_no_hold_and_no_registration_and_dates_nothing_wrong() {
+async fn wall_clock_jump_changes_no_state() {
     let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg("--health-hold-ms=3600000");
     let began = now();
     let (node, kubelet) = movable(setup).serve(8).await;
@@ -91,7 +92,7 @@ async fn a_wall_clock_that_jumps_ends_no_hold_and_no_registration_and_dates_noth
 }
 
 #[tokio::test]
-async fn a_hold_ends_whatever_the_wall_clock_does() {
+async fn hold_ends_despite_wall_clock_jumps() {
     let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg("--health-hold-ms=200");
     let (node, kubelet) = movable(setup).serve(8).await;
     for (gpu, jumped) in [(2, -AGES), (3, -2 * AGES), (6, AGES)] {
@@ -104,7 +105,7 @@ async fn a_hold_ends_whatever_the_wall_clock_does() {
 }
 
 #[tokio::test]
-async fn what_is_kept_is_read_under_a_wall_clock_of_the_past() {
+async fn record_is_read_under_an_earlier_wall_clock() {
     let (node, kubelet) = movable(Setup::on("dgx1-v100")).serve(8).await;
     node.setup.tell("xid 2 79");
     kept(&node.setup, &uuid(1, 2)).await;

@@ -92,7 +92,7 @@ impl Registration for Kubelet {
 }
 
 #[tokio::test]
-async fn a_stream_that_is_cut_anywhere_is_registered_anew() {
+async fn stream_cut_at_any_byte_leads_to_registration() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("kubelet.sock");
     let incoming = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());

@@ -3,7 +3,7 @@
 use crate::node::{GPU, Setup, registered};
 
 #[tokio::test]
-async fn metrics_are_openmetrics_and_say_what_is() {
+async fn metrics_are_openmetrics_and_current() {
     let (node, kubelet) = Setup::on("dgx-h100").serve(8).await;
     let answer = node.get("/metrics").await;
     assert_eq!(answer.status, 200);
@@ -27,7 +27,7 @@ async fn metrics_are_openmetrics_and_say_what_is() {
 }
 
 #[tokio::test]
-async fn ready_means_that_the_kubelet_holds_a_stream() {
+async fn ready_once_kubelet_holds_a_stream() {
     let node = Setup::on("dgx1-v100").start().await;
     let answer = node.ready(503, "nvidia.com/gpu: waiting for").await;
     assert!(answer.body.contains("kubelet.sock"), "{answer:?}");
@@ -41,7 +41,7 @@ async fn ready_means_that_the_kubelet_holds_a_stream() {
 }
 
 #[tokio::test]
-async fn what_is_not_there_is_not_found() {
+async fn unknown_path_is_404() {
     let node = Setup::on("dgx1-v100").start().await;
     assert_eq!(node.get("/").await.status, 404);
     assert_eq!(node.get("/metrics/../../etc/passwd").await.status, 404);

@@ -54,13 +54,13 @@ async fn restarts(times: u64) {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_restarts_ten_times_in_a_row_with_pods_in_flight() {
+async fn ten_kubelet_restarts_with_pods_in_flight() {
     restarts(10).await;
 }
 
 #[tokio::test]
 #[ignore = "takes a minute: make test-long"]
-async fn a_kubelet_that_restarts_200_times_in_a_row_with_pods_in_flight() {
+async fn kubelet_restarts_200_times_with_pods_in_flight() {
     restarts(200).await;
 }
 
@@ -108,12 +108,12 @@ async fn kills(times: u64) {
 }
 
 #[tokio::test]
-async fn what_is_killed_at_random_points_leaves_nothing_behind() {
+async fn agent_killed_anywhere_leaves_nothing_behind() {
     kills(8).await;
 }
 
 #[tokio::test]
 #[ignore = "takes minutes: make test-long"]
-async fn what_is_killed_200_times_at_random_points_leaves_nothing_behind() {
+async fn agent_killed_200_times_leaves_nothing_behind() {
     kills(200).await;
 }

@@ -1,9 +1,9 @@
-//! A disk without room: what cannot be written costs neither an admission nor the life with the kubelet, and is written once there
-//! is room.
+//! A disk without room: what cannot be written costs neither an admission nor the life with the kubelet, and is written
+//! once there is room.
 //!
-//! For what is written, the room is the process's own limit on the size of files (RLIMIT_FSIZE of setrlimit(2)), taken and given
-//! while it runs: a write then fails with EFBIG, as it does with ENOSPC on a disk that is full. A socket has no size: for ours
-//! there is a file system that is full, in namespaces of the process's own.
+//! For what is written, the room is the process's own limit on the size of files (RLIMIT_FSIZE of setrlimit(2)), taken
+//! and given while it runs: a write then fails with EFBIG, as it does with ENOSPC on a disk that is full. A socket has
+//! no size: for ours there is a file system that is full, in namespaces of the process's own.
 
 use std::io::ErrorKind;
 use std::path::PathBuf;
@@ -20,7 +20,8 @@ fn room(process: u32, bytes: &str) {
     assert!(set.unwrap().success());
 }
 
-/// A machine whose linkwise does not die of the limit's signal: what ignores it hands that on to the program it becomes.
+/// A machine whose linkwise does not die of the limit's signal: what ignores it hands that on to the program it
+/// becomes.
 fn setup(setup: Setup) -> Setup {
     by(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/run/full.sh"), setup)
 }
@@ -32,7 +33,7 @@ fn by(script: &str, mut setup: Setup) -> Setup {
 }
 
 #[tokio::test]
-async fn a_full_disk_costs_no_admission_and_what_could_not_be_kept_is_kept_in_the_end() {
+async fn full_disk_delays_only_the_health_record() {
     let (node, kubelet) = setup(Setup::on("dgx1-v100")).serve(8).await;
     room(node.process.id(), "0");
     node.setup.tell("xid 2 79");
@@ -56,7 +57,7 @@ async fn a_full_disk_costs_no_admission_and_what_could_not_be_kept_is_kept_in_th
 }
 
 #[tokio::test]
-async fn a_full_disk_leaves_the_last_cdi_spec_whole() {
+async fn full_disk_leaves_last_cdi_spec_whole() {
     let machine = Setup::with(&machine(&[("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:41:00.0", "")]));
     let (root, specs) = (machine.at("driver"), machine.at("cdi"));
     Root::full(&root);
@@ -74,7 +75,7 @@ async fn a_full_disk_leaves_the_last_cdi_spec_whole() {
     let said = node.process.lines().iter().filter(|line| line.contains("keeping the previous ones")).count();
     assert_eq!(said, 1);
     let left: Vec<_> = std::fs::read_dir(node.setup.at("cdi")).unwrap().collect();
-    assert!(left.is_empty(), "half a spec is none: {left:?}");
+    assert!(left.is_empty(), "no half-written spec: {left:?}");
     let admitted = kubelet.admit(&Pod::single("meanwhile", GPU, 1), None).await.unwrap();
     assert_eq!(admitted.grant("main", GPU).unwrap().allocation.cdi_names.len(), 1);
     room(node.process.id(), "unlimited");
@@ -82,7 +83,7 @@ async fn a_full_disk_leaves_the_last_cdi_spec_whole() {
 }
 
 #[tokio::test]
-async fn a_disk_without_room_for_our_socket_is_named_and_the_socket_comes_with_the_room() {
+async fn full_disk_delays_our_socket_and_is_named() {
     const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/run/small.sh");
     let setup = by(SCRIPT, Setup::on("dgx1-v100"));
     let (inside, state) = (setup.at("k"), setup.at("state"));
@@ -95,7 +96,7 @@ async fn a_disk_without_room_for_our_socket_is_named_and_the_socket_comes_with_t
         .output()
         .unwrap();
     if !tried.status.success() {
-        #[allow(clippy::print_stderr, reason = "who reads the tests' output learns that this one saw nothing")]
+        #[allow(clippy::print_stderr, reason = "the tests' output shows that this one was skipped")]
         {
             eprintln!("skipped: no full file system here: {}", String::from_utf8_lossy(&tried.stderr));
         }

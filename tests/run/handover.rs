@@ -217,6 +217,7 @@ async fn no_plugin_registers_before_its_cdi_spec_exists() {
     let kubelet = setup.kubelet();
     let node = setup.start().await;
     node.metric("linkwise_gpus", 2).await;
+    node.ready(503, "nvidia.com/gpu: waiting for CDI specs").await;
     // Time for whoever does not wait.
     for code in 0..20 {
         node.setup.tell(&format!("xid 0 {}", 200 + code));

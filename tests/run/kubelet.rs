@@ -37,7 +37,7 @@ async fn registered_again(node: &Node, kubelet: &KubeletBox) {
 }
 
 #[tokio::test]
-async fn a_restarted_kubelet_gets_its_devices_again_and_pods_keep_theirs() {
+async fn kubelet_restart_keeps_pods_devices() {
     for after in [Restart::Kubelet, Restart::Node] {
         let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
         let pod = Pod::single("pod", GPU, 4);
@@ -56,7 +56,7 @@ async fn a_restarted_kubelet_gets_its_devices_again_and_pods_keep_theirs() {
 }
 
 #[tokio::test]
-async fn an_xid_before_a_restart_is_not_forgotten_by_it() {
+async fn xid_survives_kubelet_restart() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     node.setup.tell("xid 0 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
@@ -66,7 +66,7 @@ async fn an_xid_before_a_restart_is_not_forgotten_by_it() {
 }
 
 #[tokio::test]
-async fn our_socket_deleted_is_noticed() {
+async fn deleted_socket_leads_to_registration() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let first = socket(&node);
     std::fs::remove_file(&first).unwrap();
@@ -76,21 +76,21 @@ async fn our_socket_deleted_is_noticed() {
 }
 
 #[tokio::test]
-async fn a_file_in_the_place_of_our_socket_is_left_alone() {
+async fn foreign_file_in_our_sockets_place_stays() {
     let (mut node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let first = socket(&node);
     let other = node.setup.at("k/other");
-    std::fs::write(&other, "somebody's").unwrap();
+    std::fs::write(&other, "another's").unwrap();
     std::fs::rename(&other, &first).unwrap();
     registered_again(&node, &kubelet).await;
     node.process.signal("TERM");
     assert!(node.process.ended().await.0.success());
-    assert_eq!(std::fs::read_to_string(&first).unwrap(), "somebody's");
+    assert_eq!(std::fs::read_to_string(&first).unwrap(), "another's");
     assert_eq!(node.setup.sockets(), [first]);
 }
 
 #[tokio::test]
-async fn a_kubelet_that_comes_later_is_found() {
+async fn late_kubelet_is_found() {
     let setup = Setup::on("dgx1-v100");
     std::fs::create_dir(setup.at("k")).unwrap();
     // A file of that name is no kubelet.
@@ -105,7 +105,7 @@ async fn a_kubelet_that_comes_later_is_found() {
 }
 
 #[tokio::test]
-async fn a_kubelet_whose_folder_comes_later_is_found_too() {
+async fn late_kubelet_folder_is_found() {
     let node = Setup::on("dgx1-v100").start().await;
     let why = format!("there is no folder {}", node.setup.at("k").display());
     let line = node.process.logged(|line| line["message"] == "waiting for the kubelet").await;
@@ -113,7 +113,7 @@ async fn a_kubelet_whose_folder_comes_later_is_found_too() {
     node.ready(503, &why).await;
     let kubelet = node.setup.kubelet();
     registered(&kubelet, 1, 8).await;
-    // The folder is made anew, as when somebody cleans up: the new one is followed.
+    // The folder is made anew, as when an operator cleans up: the new one is followed.
     kubelet.stop().await.unwrap();
     std::fs::remove_dir_all(node.setup.at("k")).unwrap();
     node.ready(503, "waiting for kubelet.sock; there is no folder").await;
@@ -122,7 +122,7 @@ async fn a_kubelet_whose_folder_comes_later_is_found_too() {
 }
 
 #[tokio::test]
-async fn a_folder_we_cannot_bind_in_is_named_and_tried_again() {
+async fn failed_bind_names_folder_and_is_retried() {
     let mut setup = Setup::on("dgx1-v100");
     // A path of a socket has at most 107 bytes: the kubelet's fits into this folder, ours does not.
     let room = 107 - "/kubelet.sock".len() - setup.at("").to_str().unwrap().len();
@@ -152,7 +152,7 @@ async fn a_folder_we_cannot_bind_in_is_named_and_tried_again() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_refuses_is_asked_again() {
+async fn refused_registration_is_retried() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
     kubelet.set_fault(Fault::Refuse { code: Code::ResourceExhausted, message: "not today".into() });
@@ -168,7 +168,7 @@ async fn a_kubelet_that_refuses_is_asked_again() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_hangs_in_register_and_fails_is_asked_again() {
+async fn hung_then_failed_register_is_retried() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
     kubelet.set_fault(Fault::Hang);
@@ -180,7 +180,7 @@ async fn a_kubelet_that_hangs_in_register_and_fails_is_asked_again() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_never_answers_register_is_asked_again_and_the_late_one_is_a_failure() {
+async fn unanswered_register_is_retried_and_counted() {
     let folder = tempfile::tempdir().unwrap();
     let mut options = linkwise_kubelet_box::Options::new(folder.path());
     options.dial_retry = Duration::from_millis(10);
@@ -191,10 +191,10 @@ async fn a_kubelet_that_never_answers_register_is_asked_again_and_the_late_one_i
         longest_pause: Duration::from_millis(64),
         ..Settings::new(folder.path().join("kubelet.sock"))
     };
-    let (told, mut failed) = mpsc::channel(64);
+    let (failures, mut failed) = mpsc::channel(64);
     let sources = sources(move |occurrence| {
         if let Occurrence::Registered(Err(why)) = occurrence {
-            let _ = told.try_send(why);
+            let _ = failures.try_send(why);
         }
     });
     let plugin = Plugin::new(ResourceName::gpu(), Arc::new(settings), sources);
@@ -209,7 +209,7 @@ async fn a_kubelet_that_never_answers_register_is_asked_again_and_the_late_one_i
 }
 
 #[tokio::test]
-async fn another_folder_in_the_place_of_the_kubelets_is_followed() {
+async fn replaced_kubelet_folder_is_followed() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     let start = |name: &str| {
@@ -219,7 +219,7 @@ async fn another_folder_in_the_place_of_the_kubelets_is_followed() {
     };
     let first = start("first");
     std::os::unix::fs::symlink("first", at("k")).unwrap();
-    // Who looks every hour has to be told of what happens in the second folder.
+    // A plugin that polls every hour depends on inotify in the second folder.
     let poll = Duration::from_secs(3600);
     let (plugin, _ended) = plugin(Settings { poll, ..Settings::new(at("k/kubelet.sock")) });
     let mut phase = plugin.phase();
@@ -238,15 +238,15 @@ async fn another_folder_in_the_place_of_the_kubelets_is_followed() {
 }
 
 #[tokio::test]
-async fn a_stream_that_the_kubelet_drops_is_registered_anew() {
+async fn dropped_stream_leads_to_registration() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     assert!(kubelet.disconnect(GPU));
     registered_again(&node, &kubelet).await;
     node.process.said("ListAndWatch stream is gone").await;
 }
 
-/// A machine of eight GPUs for a plugin of its own, and somebody who is told what that does.
-pub fn sources(told: impl Fn(Occurrence) + Send + Sync + 'static) -> Sources {
+/// A machine of eight GPUs for a plugin of its own, and a function that receives its occurrences.
+pub fn sources(observe: impl Fn(Occurrence) + Send + Sync + 'static) -> Sources {
     let machine = machines::load("dgx1-v100").unwrap();
     let (snapshot, _) = NodeState::default().apply(Event::Observed(Box::new(machine.observed)), Duration::ZERO);
     let sender = watch::Sender::new(Arc::new(snapshot));
@@ -254,24 +254,24 @@ pub fn sources(told: impl Fn(Occurrence) + Send + Sync + 'static) -> Sources {
     let observer: linkwise::kubelet::Observer = Arc::new(move |_, occurrence| {
         // Lists end with their sender: it lives as long as the plugin.
         let _ = &sender;
-        told(occurrence);
+        observe(occurrence);
     });
     Sources { snapshot, observer }
 }
 
 /// A plugin of its own, and why its sessions ended.
 pub fn plugin(settings: Settings) -> (Plugin, mpsc::Receiver<String>) {
-    let (told, ended) = mpsc::channel(64);
+    let (ends, ended) = mpsc::channel(64);
     let sources = sources(move |occurrence| {
         if let Occurrence::Ended(why) = occurrence {
-            let _ = told.try_send(why);
+            let _ = ends.try_send(why);
         }
     });
     (Plugin::new(ResourceName::gpu(), Arc::new(settings), sources), ended)
 }
 
 #[tokio::test]
-async fn a_kubelet_that_comes_back_is_not_kept_waiting() {
+async fn returning_kubelet_ends_the_pause() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join(linkwise_kubelet_box::Options::SOCKET);
     // A kubelet that ended leaves its socket behind.
@@ -296,7 +296,7 @@ async fn a_kubelet_that_comes_back_is_not_kept_waiting() {
 }
 
 #[tokio::test]
-async fn a_kubelet_that_registers_and_never_calls_back_is_asked_again() {
+async fn missing_dial_back_is_retried() {
     let folder = tempfile::tempdir().unwrap();
     let mut options = linkwise_kubelet_box::Options::new(folder.path());
     (options.dial_retry, options.wait_timeout) = (Duration::from_millis(10), LIMIT);

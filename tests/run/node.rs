@@ -120,7 +120,7 @@ impl Setup {
         for bus in ["06", "07", "0a", "0b", "85", "86", "89", "8a"] {
             self.on_bus_at("bus", &format!("0000:{bus}:00.0"));
         }
-        // At once: who looks meanwhile sees none of them or all.
+        // In one step: a reader sees none of them or all.
         std::fs::create_dir_all(self.at("sys")).unwrap();
         std::fs::rename(self.at("bus"), self.at("sys/bus")).unwrap();
     }
@@ -130,7 +130,7 @@ impl Setup {
         Control::new(self.at("control")).send(command).unwrap();
     }
 
-    /// Tells it, if somebody is there to be told.
+    /// Sends it, if the agent has a child that receives it.
     pub fn try_tell(&self, command: &str) -> std::io::Result<()> {
         Control::new(self.at("control")).send(command)
     }
@@ -149,7 +149,7 @@ impl Setup {
         self.at("p/kubelet.sock")
     }
 
-    /// Where linkwise serves an admin socket on this machine, if it is told to.
+    /// Where linkwise serves an admin socket on this machine, if it is configured to.
     pub fn admin_socket(&self) -> PathBuf {
         self.at("admin/admin.sock")
     }
@@ -166,7 +166,7 @@ impl Setup {
     /// How linkwise is started on this machine.
     pub fn command(&self) -> Command {
         let mut command = Command::new(&self.program);
-        // What the tests are started with is nobody's configuration.
+        // The tests' own environment is not the configuration of the agent.
         command.env_clear();
         command.args(self.subcommand);
         let (address, pod_resources) = (self.metrics_address.to_string(), self.pod_resources());

@@ -5,7 +5,7 @@ use linkwise_kubelet_box::Pod;
 use crate::node::{GPU, Setup, machine, registered, uuid};
 
 #[tokio::test]
-async fn a_gpu_that_fails_half_its_calls_costs_the_others_nothing() {
+async fn half_failing_gpu_affects_no_other() {
     let faults = [
         "1:nvmlDeviceGetName:999",
         "1:nvmlDeviceGetMemoryInfo_v2:999",
@@ -31,7 +31,7 @@ async fn a_gpu_that_fails_half_its_calls_costs_the_others_nothing() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_is_lost_from_the_start_is_left_out() {
+async fn gpu_lost_at_start_is_not_offered() {
     let setup = Setup::on("dgx1-v100");
     setup.tell("lost 6");
     let (node, kubelet) = setup.serve(7).await;
@@ -40,7 +40,7 @@ async fn a_gpu_that_is_lost_from_the_start_is_left_out() {
 }
 
 #[tokio::test]
-async fn two_gpus_with_one_pci_address_are_both_offered() {
+async fn gpus_with_one_pci_address_are_both_offered() {
     let gpus = [("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:01:00.0", ""), ("GPU-c", "0000:02:00.0", "")];
     let (node, kubelet) = Setup::with(&machine(&gpus)).serve(3).await;
     let line = node.process.said("both claim PCI address 0000:01:00.0").await;
@@ -51,7 +51,7 @@ async fn two_gpus_with_one_pci_address_are_both_offered() {
 }
 
 #[tokio::test]
-async fn nvlinks_that_go_one_way_or_nowhere_are_warned_of() {
+async fn one_way_nvlinks_are_warned_of() {
     let link = |to: &str| format!(", nvlinks: [{{links: [0, 1], remote: {{gpu: \"{to}\"}}}}]");
     let gpus = [
         ("GPU-a", "0000:01:00.0", link("0000:02:00.0")),
@@ -73,7 +73,7 @@ async fn nvlinks_that_go_one_way_or_nowhere_are_warned_of() {
 }
 
 #[tokio::test]
-async fn two_gpus_with_one_name_are_one_device() {
+async fn gpus_with_one_uuid_are_one_device() {
     let gpus = [("GPU-a", "0000:01:00.0", ""), ("GPU-a", "0000:02:00.0", ""), ("GPU-b", "0000:03:00.0", "")];
     let setup = Setup::with(&machine(&gpus));
     let kubelet = setup.kubelet();

@@ -90,7 +90,7 @@ async fn a_driver_that_is_let_go_of_before_it_answered_does_not_end_the_node() {
     let node = setup.start().await;
     until(async || if driver_is_held(&node) { Ok(()) } else { Err("nobody calls") }).await;
     ordered(&node, &["release"]).await;
-    node.ready(503, "the GPUs have not been looked at yet").await;
+    node.ready(503, "the GPUs have not been discovered yet").await;
     node.setup.tell("unhang nvmlInit_v2");
     let kubelet = node.setup.kubelet();
     ordered(&node, &["resume"]).await;

@@ -1,5 +1,5 @@
-//! A stand-in for the NVIDIA plugin, as far as the kubelet sees it: its socket's name, its ids, its answers. It speaks the
-//! wire types only, so that it cannot agree with linkwise's mistakes.
+//! A stand-in for the NVIDIA plugin, as far as the kubelet sees it: its socket's name, its ids, its answers. It speaks
+//! the wire types only, so that it cannot agree with linkwise's mistakes.
 
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
@@ -25,7 +25,7 @@ pub struct Predecessor {
     ids: Arc<watch::Sender<Vec<String>>>,
 }
 
-/// One channel to whoever listens on a socket.
+/// One channel to the process that listens on a socket.
 async fn connect(socket: &Path) -> Result<Channel, tonic::transport::Error> {
     let socket = socket.to_owned();
     let connector = tower::service_fn(move |_: Uri| {

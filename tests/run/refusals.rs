@@ -27,7 +27,7 @@ fn causes() -> [(Setup, &'static str); 3] {
 }
 
 #[tokio::test]
-async fn no_nvml_ends_it_where_asked_to() {
+async fn missing_nvml_ends_agent_if_configured() {
     for (setup, cause) in causes() {
         let words = refused(setup.arg("--fail-on-init-error=true").spawn()).await;
         assert!(words.contains("NVML cannot be initialised") && words.contains(cause), "{words}");
@@ -35,7 +35,7 @@ async fn no_nvml_ends_it_where_asked_to() {
 }
 
 #[tokio::test]
-async fn no_nvml_and_no_gpu_on_the_bus_is_a_node_without_gpus() {
+async fn no_nvml_and_no_gpu_on_bus_is_idle() {
     for (setup, cause) in causes() {
         let kubelet = setup.kubelet();
         let node = setup.start().await;
@@ -48,7 +48,7 @@ async fn no_nvml_and_no_gpu_on_the_bus_is_a_node_without_gpus() {
 }
 
 #[tokio::test]
-async fn a_node_without_nvml_is_told_of_once() {
+async fn missing_nvml_is_logged_once() {
     let setup = Setup::on("dgx1-v100").env("FAKE_NVML_INIT", "9").arg("--fail-on-init-error=false");
     setup.on_bus("0000:3b:00.0");
     let node = setup.start().await;
@@ -59,7 +59,7 @@ async fn a_node_without_nvml_is_told_of_once() {
 }
 
 #[tokio::test]
-async fn no_nvml_but_a_gpu_on_the_bus_ends_it_with_that_cause() {
+async fn no_nvml_with_gpu_on_bus_ends_agent() {
     for (setup, cause) in causes() {
         setup.on_bus("0000:3b:00.0");
         setup.on_bus("0000:af:00.0");
@@ -70,7 +70,7 @@ async fn no_nvml_but_a_gpu_on_the_bus_ends_it_with_that_cause() {
 }
 
 #[tokio::test]
-async fn a_gpu_on_the_bus_and_no_nvml_can_be_lived_with() {
+async fn no_nvml_with_gpu_on_bus_idles_if_configured() {
     for (setup, cause) in causes() {
         setup.on_bus("0000:3b:00.0");
         let node = setup.arg("--fail-on-init-error=false").start().await;
@@ -79,7 +79,7 @@ async fn a_gpu_on_the_bus_and_no_nvml_can_be_lived_with() {
 }
 
 #[tokio::test]
-async fn a_metrics_address_that_is_taken_is_named() {
+async fn taken_metrics_address_is_named() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut setup = Setup::on("dgx1-v100");
     setup.metrics_address = taken.local_addr().unwrap();
@@ -89,17 +89,17 @@ async fn a_metrics_address_that_is_taken_is_named() {
 }
 
 #[tokio::test]
-async fn a_kubelet_socket_without_a_folder_is_refused() {
+async fn kubelet_socket_without_folder_is_refused() {
     for path in ["kubelet.sock", "/"] {
         let mut setup = Setup::on("dgx1-v100");
         setup.kubelet_socket = path.into();
         let words = refused(setup.spawn()).await;
-        assert!(words.contains(&format!("'{path}' is no path of a kubelet socket")), "{words}");
+        assert!(words.contains(&format!("'{path}' is not the path of a kubelet socket")), "{words}");
     }
 }
 
 #[tokio::test]
-async fn a_log_filter_that_is_none_is_named() {
+async fn invalid_log_filter_is_named() {
     let words = refused(Setup::on("dgx1-v100").arg("--log").arg("linkwise=loud").spawn()).await;
     assert!(words.contains("'linkwise=loud' is not a log filter"), "{words}");
 }

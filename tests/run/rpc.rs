@@ -65,7 +65,7 @@ fn four() -> Setup {
 }
 
 #[tokio::test]
-async fn the_options_offer_advice_and_want_no_pre_start() {
+async fn options_offer_preferred_allocation_only() {
     let (_node, _kubelet, mut client) = serve(four(), 4).await;
     let options = client.get_device_plugin_options(wire::Empty {}).await.unwrap().into_inner();
     assert!(options.get_preferred_allocation_available && !options.pre_start_required);
@@ -77,7 +77,7 @@ async fn the_options_offer_advice_and_want_no_pre_start() {
 type Case = (&'static [&'static str], &'static [&'static str], i32, &'static [&'static str], &'static str);
 
 #[tokio::test]
-async fn advice_on_any_question_is_an_answer() {
+async fn preferred_allocation_never_errors() {
     let (node, _kubelet, mut client) = serve(four(), 4).await;
     // What must be in it first, then what may, each in sorted order, up to the size.
     let cases: [Case; 11] = [
@@ -106,9 +106,9 @@ async fn advice_on_any_question_is_an_answer() {
     let total = "linkwise_preferred_allocations_total{resource=\"nvidia.com/gpu\",outcome=";
     node.metric(&format!("{total}\"fallback\"}}"), 11).await;
     // Each kind is logged once, however often it comes.
-    let told = |line: &String| line.contains("preferred in sorted order") && line.contains("WARN");
+    let logged = |line: &String| line.contains("preferred in sorted order") && line.contains("WARN");
     node.process.said("in sorted order, size").await;
-    assert_eq!(node.process.lines().iter().filter(|line| told(line)).count(), 2);
+    assert_eq!(node.process.lines().iter().filter(|line| logged(line)).count(), 2);
     // Repetitions of what is known are no fault.
     let answers = preferred(&mut client, vec![question(&["GPU-a", "GPU-b", "GPU-a", "GPU-b"], &["GPU-b"], 2)]).await;
     assert_eq!(answers, [strings(&["GPU-a", "GPU-b"])]);
@@ -116,7 +116,7 @@ async fn advice_on_any_question_is_an_answer() {
 }
 
 #[tokio::test]
-async fn each_container_of_a_question_is_answered_and_no_container_is_no_answer() {
+async fn each_container_request_gets_one_answer() {
     let (_node, _kubelet, mut client) = serve(four(), 4).await;
     assert!(preferred(&mut client, Vec::new()).await.is_empty());
     let questions = vec![question(&["GPU-b"], &[], 1), question(&["GPU-z"], &[], 1), question(&["GPU-d"], &[], 1)];
@@ -129,7 +129,7 @@ async fn each_container_of_a_question_is_answered_and_no_container_is_no_answer(
 }
 
 #[tokio::test]
-async fn an_order_that_cannot_be_met_is_refused_by_name() {
+async fn impossible_allocate_is_refused_by_name() {
     let (node, kubelet, mut client) = serve(Setup::on("dgx1-v100"), 8).await;
     node.setup.tell("xid 3 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
@@ -139,7 +139,7 @@ async fn an_order_that_cannot_be_met_is_refused_by_name() {
     };
     let (good, sick) = (uuid(1, 0), uuid(1, 3));
     let cases: [(&[&str], Code, &str); 4] = [
-        (&[&good, "GPU-nobody"], Code::InvalidArgument, "GPU-nobody"),
+        (&[&good, "GPU-unknown"], Code::InvalidArgument, "GPU-unknown"),
         (&[""], Code::InvalidArgument, "''"),
         (&[&good, &good], Code::InvalidArgument, &good),
         (&[&good, &sick], Code::FailedPrecondition, &sick),
@@ -160,7 +160,7 @@ async fn an_order_that_cannot_be_met_is_refused_by_name() {
 }
 
 #[tokio::test]
-async fn a_method_we_do_not_serve_is_unimplemented_and_has_one_series() {
+async fn unknown_method_is_unimplemented_in_one_series() {
     let (node, _kubelet, _client) = serve(four(), 4).await;
     let mut client = tonic::client::Grpc::new(channel(&node).await);
     for path in ["/v1beta1.DevicePlugin/Dance", "/v1beta1.Registration/Register", "/other.Service/Any"] {
@@ -176,7 +176,7 @@ async fn a_method_we_do_not_serve_is_unimplemented_and_has_one_series() {
 }
 
 #[tokio::test]
-async fn every_one_of_many_streams_gets_the_list_and_its_change() {
+async fn every_stream_gets_list_and_changes() {
     let (node, _kubelet, client) = serve(Setup::on("dgx1-v100"), 8).await;
     let mut streams = Vec::new();
     for _ in 0..64 {
@@ -202,7 +202,7 @@ async fn every_one_of_many_streams_gets_the_list_and_its_change() {
 }
 
 #[tokio::test]
-async fn an_id_of_any_length_is_refused_in_a_few_words() {
+async fn long_id_is_refused_in_a_short_message() {
     let (node, _kubelet, mut client) = serve(four(), 4).await;
     let container_requests = vec![wire::ContainerAllocateRequest { devices_ids: vec!["x".repeat(1 << 20)] }];
     let refused = client.allocate(wire::AllocateRequest { container_requests }).await.unwrap_err();

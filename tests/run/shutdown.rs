@@ -13,7 +13,7 @@ use tokio::time::timeout;
 use crate::node::{GPU, LIMIT, Setup, registered, signal, until};
 
 #[tokio::test]
-async fn a_signal_to_end_ends_streams_and_sockets_and_is_no_failure() {
+async fn signal_ends_streams_and_sockets_with_success() {
     for signal in ["TERM", "INT"] {
         let (mut node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
         assert_eq!(node.setup.sockets().len(), 1);
@@ -25,14 +25,14 @@ async fn a_signal_to_end_ends_streams_and_sockets_and_is_no_failure() {
         assert!(!state.resources[GPU].connected && state.violations.is_empty());
         let line = node.process.logged(|line| line["message"] == "ending").await;
         assert_eq!(line["signal"], format!("SIG{signal}").as_str());
-        // The process that speaks to NVML is gone too: nobody listens on the control socket.
+        // The NVML agent is gone too: the control socket has no listener.
         let control = fake_nvml::Control::new(node.setup.at("control"));
         until(async || if control.is_heard() { Err("it still listens") } else { Ok(()) }).await;
     }
 }
 
 #[tokio::test]
-async fn nothing_that_hangs_holds_up_the_end() {
+async fn hung_kubelet_does_not_delay_shutdown() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
     kubelet.set_fault(Fault::Hang);
@@ -48,7 +48,7 @@ async fn nothing_that_hangs_holds_up_the_end() {
 }
 
 #[tokio::test]
-async fn a_log_that_nobody_reads_costs_lines_and_no_time() {
+async fn unread_log_loses_lines_not_time() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
     let (_unread, mut full) = UnixStream::pair().unwrap();
@@ -70,31 +70,32 @@ async fn a_log_that_nobody_reads_costs_lines_and_no_time() {
 }
 
 #[tokio::test]
-async fn a_file_of_sysfs_that_does_not_answer_holds_up_neither_the_end_nor_anything_else() {
+async fn hung_sysfs_file_delays_nothing() {
     let mut setup = Setup::on("dgx1-v100");
     setup.library = "/no/such/libnvidia-ml.so.1".into();
     setup.on_bus("0000:3b:00.0");
-    // Reading it waits for somebody who writes.
+    // Reading it waits for a writer.
     let vendor = setup.at("sys/bus/pci/devices/0000:3b:00.0/vendor");
     std::fs::remove_file(&vendor).unwrap();
     assert!(std::process::Command::new("mkfifo").arg(&vendor).status().unwrap().success());
     let mut node = setup.start().await;
-    // Linux opens the other end, without waiting, where somebody reads.
+    // Linux opens the other end, without waiting, where there is a reader.
     const O_NONBLOCK: i32 = 0o4000;
     let _silent = until(async || OpenOptions::new().write(true).custom_flags(O_NONBLOCK).open(&vendor)).await;
-    node.ready(503, "the GPUs have not been looked at yet").await;
+    node.ready(503, "the GPUs have not been discovered yet").await;
     node.process.signal("TERM");
     assert_eq!(node.process.ended().await.0.code(), Some(0));
 }
 
 #[tokio::test]
-async fn a_disk_that_hangs_holds_up_neither_an_admission_nor_the_end() {
+async fn hung_disk_delays_no_admission_and_no_shutdown() {
     let setup = Setup::on("dgx1-v100");
-    // Opening it waits for somebody who reads.
-    let record = setup.at("k/linkwise/linkwise_health.json.new");
+    // Opening it waits for a writer, which never comes: the agent's thread hangs in the kernel to the end.
+    let record = setup.at("k/linkwise/linkwise_health.json");
     std::fs::create_dir_all(record.parent().unwrap()).unwrap();
     assert!(std::process::Command::new("mkfifo").arg(&record).status().unwrap().success());
     let (mut node, kubelet) = setup.serve(8).await;
+    node.process.said("it cannot be read in time").await;
     node.setup.tell("xid 2 79");
     kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
     kubelet.admit(&Pod::single("pod", GPU, 4), None).await.unwrap();
@@ -104,7 +105,7 @@ async fn a_disk_that_hangs_holds_up_neither_an_admission_nor_the_end() {
 }
 
 #[tokio::test]
-async fn the_socket_of_a_dead_predecessor_goes_and_a_live_one_stays() {
+async fn only_dead_predecessors_socket_is_removed() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
     let mut predecessor = setup.spawn();

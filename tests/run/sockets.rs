@@ -16,7 +16,7 @@ use crate::kubelet::plugin;
 use crate::node::{GPU, LIMIT, Setup, registered, until};
 
 #[tokio::test]
-async fn whatever_stands_in_the_place_of_kubelet_sock_the_next_kubelet_is_found() {
+async fn kubelet_found_after_any_file_at_its_socket() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let path = node.setup.kubelet_socket.clone();
     kubelet.stop().await.unwrap();
@@ -25,11 +25,11 @@ async fn whatever_stands_in_the_place_of_kubelet_sock_the_next_kubelet_is_found(
     std::fs::remove_file(&path).unwrap();
     std::fs::create_dir(&path).unwrap();
     node.ready(503, &format!("{} is not a socket", path.display())).await;
-    // A socket that nobody listens on.
+    // A socket without a listener.
     std::fs::remove_dir(&path).unwrap();
     drop(UnixListener::bind(&path).unwrap());
     node.ready(503, "cannot connect to").await;
-    // One whose listener accepts nobody.
+    // One whose listener accepts no connection.
     std::fs::remove_file(&path).unwrap();
     let silent = UnixListener::bind(&path).unwrap();
     node.ready(503, "registering").await;
@@ -46,10 +46,10 @@ async fn whatever_stands_in_the_place_of_kubelet_sock_the_next_kubelet_is_found(
 }
 
 #[tokio::test]
-async fn a_change_of_mode_is_no_new_kubelet() {
+async fn chmod_of_kubelet_sock_ends_no_session() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     std::fs::set_permissions(&node.setup.kubelet_socket, std::fs::Permissions::from_mode(0o660)).unwrap();
-    // Whoever sees this has seen that, and would say of the two that the kubelet restarted.
+    // The agent that notices this has checked that too, and would report a restart of the kubelet first.
     std::fs::remove_file(&node.setup.sockets()[0]).unwrap();
     registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
@@ -58,7 +58,7 @@ async fn a_change_of_mode_is_no_new_kubelet() {
 }
 
 #[tokio::test]
-async fn where_inotify_is_not_to_be_had_looking_is_enough() {
+async fn polling_suffices_without_inotify() {
     let folder = tempfile::tempdir().unwrap();
     let poll = Duration::from_millis(20);
     let settings = Settings { inotify: false, poll, ..Settings::new(folder.path().join("k/kubelet.sock")) };
@@ -87,7 +87,7 @@ async fn where_inotify_is_not_to_be_had_looking_is_enough() {
 }
 
 #[tokio::test]
-async fn file_descriptors_that_run_out_come_back() {
+async fn exhausted_descriptors_recover() {
     let mut setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
     // As many as it takes to start, and some for connections.
@@ -114,7 +114,7 @@ async fn file_descriptors_that_run_out_come_back() {
     for _ in 0..100 {
         callers.push(UnixStream::connect(&own).await.unwrap());
     }
-    // The kubelet of such a moment: nothing can be bound, nobody called.
+    // A kubelet that restarts now: no socket can be bound, no call made.
     kubelet.restart(Restart::Kubelet).await.unwrap();
     drop(callers);
     registered(&kubelet, 2, 8).await;
@@ -135,7 +135,7 @@ fn descriptors(process: u32, soft: &str) {
 }
 
 #[tokio::test]
-async fn a_watch_that_could_not_be_had_is_asked_for_again() {
+async fn failed_inotify_watch_is_retried() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let watches = || {
         let links = std::fs::read_dir(format!("/proc/{}/fd", node.process.id())).unwrap().flatten();
@@ -154,16 +154,16 @@ async fn a_watch_that_could_not_be_had_is_asked_for_again() {
     registered(&kubelet, 2, 8).await;
     node.ready(200, "").await;
     // At the next look, a second later at most.
-    until(async || if watches() == 1 { Ok(()) } else { Err("nobody watches the new folder") }).await;
+    until(async || if watches() == 1 { Ok(()) } else { Err("the new folder is not watched") }).await;
 }
 
 #[tokio::test]
-async fn a_probe_that_comes_while_descriptors_are_out_is_answered_once_there_are_some() {
+async fn probe_is_answered_after_descriptor_shortage() {
     let (node, _kubelet) = Setup::on("dgx1-v100").serve(8).await;
     descriptors(node.process.id(), "3");
     let mut stream = tokio::net::TcpStream::connect(node.address).await.unwrap();
     stream.write_all(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await.unwrap();
-    // Who serves this has failed to accept that: one thread waits for both.
+    // Once this caller is refused, the probe was too: one thread accepts both.
     let own = node.setup.sockets().remove(0);
     let caller = UnixStream::connect(&own).await.unwrap();
     node.process.said("a connection could not be accepted").await;

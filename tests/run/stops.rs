@@ -11,7 +11,7 @@ use crate::kubelet::plugin;
 use crate::node::{GPU, LIMIT, Setup, registered, signal, uuid};
 
 #[tokio::test]
-async fn a_process_that_was_stopped_goes_on_where_the_world_is() {
+async fn stopped_process_catches_up() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     kubelet.admit(&Pod::single("pod", GPU, 4), None).await.unwrap();
     node.process.signal("STOP");
@@ -52,7 +52,7 @@ async fn frozen(seconds: f64) {
     while uptime() < over {
         look.tick().await;
     }
-    // The child later: who was stopped himself does not take that for a call that hangs.
+    // The child later: a parent that was stopped itself does not take that for a hung call.
     node.process.signal("CONT");
     node.ready(200, "ready").await;
     signal("CONT", agent);
@@ -65,13 +65,13 @@ async fn frozen(seconds: f64) {
 }
 
 #[tokio::test]
-async fn a_node_that_was_frozen_for_seconds_goes_on_as_if_nothing_had_been() {
+async fn frozen_node_resumes_unchanged() {
     frozen(3.0).await;
 }
 
 #[tokio::test]
 #[ignore = "takes a minute: make test-long"]
-async fn a_node_that_was_frozen_for_a_minute_goes_on_as_if_nothing_had_been() {
+async fn node_frozen_for_a_minute_resumes_unchanged() {
     frozen(61.0).await;
 }
 
@@ -88,7 +88,7 @@ async fn kubelet_asks(
 }
 
 #[tokio::test]
-async fn of_two_for_one_resource_neither_harms_the_other_and_the_one_that_stays_serves() {
+async fn two_plugins_one_resource_coexist() {
     let (mut first, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap();
     let own = first.setup.sockets();
@@ -142,7 +142,7 @@ async fn stuck(socket: &std::path::Path) -> UnixStream {
 }
 
 #[tokio::test]
-async fn a_connection_that_does_not_close_is_cut_before_the_next_registration() {
+async fn unclosed_connection_is_cut_before_registration() {
     let (mut node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     let mut stuck_one = stuck(&node.setup.sockets()[0]).await;
     // It was heard: our settings and their acknowledgement came.

@@ -1,5 +1,5 @@
-//! linkwise in the place of the NVIDIA plugin, and back, with pods running: the kubelet remembers ids and answers, and they
-//! must go on to mean what they meant.
+//! linkwise in the place of the NVIDIA plugin, and back, with pods running: the kubelet remembers ids and answers, and
+//! they must go on to mean what they meant.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -95,12 +95,12 @@ async fn swapped(setup: Setup, ids: Vec<String>) {
 }
 
 #[tokio::test]
-async fn forth_and_back_with_gpus() {
+async fn swap_with_nvidia_plugin_keeps_gpus() {
     swapped(Setup::on("dgx1-v100"), ids(None)).await;
 }
 
 #[tokio::test]
-async fn forth_and_back_with_slots() {
+async fn swap_with_nvidia_plugin_keeps_slots() {
     let setup = Setup::on("dgx1-v100");
     let file = setup.at("config.yaml");
     std::fs::write(&file, SHARED).unwrap();
@@ -108,7 +108,7 @@ async fn forth_and_back_with_slots() {
 }
 
 #[tokio::test]
-async fn both_at_once_do_each_other_no_harm() {
+async fn nvidia_plugin_beside_us_does_no_harm() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
     let before = Predecessor::start(&folder(&setup), GPU, ids(None)).await;

@@ -8,8 +8,8 @@ use alloc::string::String;
 const SUFFIX: usize = 17;
 
 /// `name` if it has at most `longest` bytes; else its beginning and a hash of the whole, so that names that differ stay
-/// different. The same in every version of linkwise, for names outlive the process that made them. Where `longest` leaves
-/// no room for a beginning, the result is the hash, which is longer than `longest` below 17.
+/// different. The same in every version of linkwise, for names outlive the process that made them. Where `longest`
+/// leaves no room for a beginning, the result is the hash, which is longer than `longest` below 17.
 pub fn shortened(name: &str, longest: usize) -> String {
     if name.len() <= longest {
         return name.to_owned();

@@ -1,4 +1,4 @@
-//! Admits a pod: `affinity` says which NUMA nodes, `selection` decides, `endpoint` asks and orders, `devices` records.
+//! Admits a pod: `affinity` gives the NUMA nodes, `selection` decides, `endpoint` asks and orders, `devices` records.
 //!
 //! Called by `KubeletBox` only, one pod at a time. It holds no lock across a call, and every call it
 //! makes has a deadline. The order of checks is that of the device manager, read at 1.33.

@@ -33,7 +33,7 @@ pub(super) struct Advertised {
     pub(super) numa: BTreeSet<i64>,
 }
 
-/// What GetDevicePluginOptions said.
+/// The answer to GetDevicePluginOptions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct PluginOptions {
     pub(super) pre_start: bool,
@@ -108,7 +108,7 @@ impl Book {
         self.clients.remove(resource);
     }
 
-    /// The plugin was dialled and told its options: its endpoint replaces the one before. The
+    /// The plugin was dialled and returned its options: its endpoint replaces the one before. The
     /// devices stay as they are until its first list.
     pub(super) fn plugin_connected(&mut self, resource: &str, client: ClientId, options: PluginOptions) {
         let entry = self.resource(resource);
@@ -303,7 +303,7 @@ impl Book {
     }
 
     /// A kubelet starts with this checkpoint. Resources of the checkpoint get a stopped endpoint;
-    /// their stamps are given. `containers_run` says whether the runtime still runs the containers.
+    /// their stamps are given. `containers_run`: whether the runtime still runs the containers.
     pub(super) fn started(&mut self, containers_run: bool) -> Vec<(String, StopStamp)> {
         self.running = true;
         if containers_run {

@@ -100,19 +100,19 @@ pub enum AdmissionError {
     /// No plugin has listed devices of this resource, or it has been removed since.
     #[error("{place}: no such resource on this node")]
     Unregistered {
-        /// Who asked.
+        /// The pod.
         place: Box<Place>,
     },
     /// The resource is there, but none of its devices is healthy.
     #[error("{place}: no device is healthy")]
     NoHealthyDevices {
-        /// Who asked.
+        /// The pod.
         place: Box<Place>,
     },
     /// The container holds devices that are not healthy any more.
     #[error("{place}: devices it holds are not healthy: {}", devices.join(", "))]
     HeldUnhealthy {
-        /// Who asked.
+        /// The pod.
         place: Box<Place>,
         /// The ids.
         devices: Vec<String>,
@@ -120,7 +120,7 @@ pub enum AdmissionError {
     /// The container holds another number of devices than it asks for.
     #[error("{place}: asks for {requested} but holds {held}")]
     RequestChanged {
-        /// Who asked.
+        /// The pod.
         place: Box<Place>,
         /// Devices it asks for.
         requested: u32,
@@ -130,7 +130,7 @@ pub enum AdmissionError {
     /// Too few devices are healthy and free.
     #[error("{place}: requested {requested}, available {available}")]
     Insufficient {
-        /// Who asked.
+        /// The pod.
         place: Box<Place>,
         /// Devices it asks for.
         requested: u32,
@@ -158,7 +158,7 @@ pub enum AdmissionError {
     /// GetPreferredAllocation failed.
     #[error("{place}: no preferred allocation")]
     Preferred {
-        /// Who asked.
+        /// The pod.
         place: Box<Place>,
         /// Why.
         source: CallError,
@@ -166,7 +166,7 @@ pub enum AdmissionError {
     /// Allocate failed.
     #[error("{place}: no allocation of {}", devices.join(", "))]
     Allocate {
-        /// Who asked.
+        /// The pod.
         place: Box<Place>,
         /// The ids that were to be allocated, sorted.
         devices: Vec<String>,
@@ -176,7 +176,7 @@ pub enum AdmissionError {
     /// Allocate answered for no container.
     #[error("{place}: the plugin's allocation holds no container")]
     EmptyResponse {
-        /// Who asked.
+        /// The pod.
         place: Box<Place>,
     },
     /// PreStartContainer failed: the pod stays admitted and holds its devices, the container did not start.

@@ -3,11 +3,12 @@
 //! Owns a folder's `kubelet.sock`, the connections to the plugins that register there, and the
 //! books of which container holds which device. Used by the `demo` command and by integration
 //! tests, so that a plugin that works here works with a kubelet (semantics read in the source of
-//! 1.33, and the same up to 1.36 where the files say so). It knows the wire types of
+//! 1.33, and the same up to 1.36 where the files note it). It knows the wire types of
 //! `linkwise_kubelet_api` and nothing else of linkwise: it must not use linkwise's own types, or it
 //! would agree with linkwise's mistakes.
 //!
-//! What it does not have: init containers, the Memory Manager, of PodResources what is no device, the checkpoint as a file.
+//! What it does not have: init containers, the Memory Manager, of PodResources what is no device, the checkpoint as a
+//! file.
 
 mod admission;
 mod affinity;
@@ -86,7 +87,7 @@ impl Options {
     }
 }
 
-/// What Register does instead of its work, until it is told otherwise.
+/// What Register does instead of its work, until the fault is changed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Fault {
     /// Its work.

@@ -26,7 +26,7 @@ use super::rng::Rng;
 use super::state::State;
 use super::{Fault, Options};
 
-/// How long `stop` waits for what it has told to end.
+/// How long `stop` waits for what it has cancelled.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A lock whose holder panicked still guards plain values: go on with them.

@@ -51,7 +51,7 @@ impl PodResourcesLister for Service {
                 dynamic_resources: Vec::new(),
             }],
         });
-        // A pod may come several times; whoever reads it looks at the devices.
+        // A pod may be listed several times; its readers collect the devices.
         let pods = pods.collect();
         Ok(Response::new(wire::ListPodResourcesResponse { pod_resources: pods }))
     }

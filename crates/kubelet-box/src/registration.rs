@@ -1,7 +1,7 @@
 //! The Registration service on `kubelet.sock`.
 //!
 //! Started by `KubeletBox::start`; hands registrations that pass its checks to `life`. It keeps no
-//! books and dials nobody itself. Faults are played here, before anything is looked at.
+//! books and does not dial itself. Injected faults act here, before the request is checked.
 
 use std::fs;
 use std::io;
@@ -58,7 +58,7 @@ pub(super) fn serve(life: &Arc<Life>) -> Result<(), BoxError> {
     let end = life.end.clone();
     life.spawn(async move {
         let server = tonic::transport::Server::builder();
-        // It ends when told to; a failure to accept shows as registrations that cannot connect.
+        // It ends with the box; a failure to accept shows as registrations that cannot connect.
         let _ = server.serve_with_incoming_shutdown(service, incoming, end.cancelled_owned()).await;
     });
     Ok(())

@@ -15,7 +15,7 @@ pub(super) type Ids = BTreeSet<String>;
 /// The devices of one resource from which a container gets its own.
 #[derive(Debug)]
 pub(super) struct Pool {
-    /// Healthy and held by nobody.
+    /// Healthy and held by no container.
     pub(super) available: Ids,
     /// NUMA nodes of every advertised device, healthy or not, used or not.
     pub(super) numa: BTreeMap<String, BTreeSet<i64>>,
@@ -129,12 +129,12 @@ mod tests {
     }
 
     #[test]
-    fn a_shortage_names_what_is_left() {
+    fn shortage_names_free_devices() {
         assert_eq!(plan(&pool("a: b:"), 3, None), Err(Shortage(2)));
     }
 
     #[test]
-    fn without_a_hint_the_plugin_is_asked_about_all_even_when_exactly_enough() {
+    fn no_hint_asks_plugin_even_for_exact_fit() {
         for size in [2, 3] {
             let question = question(plan(&pool("a:0 b:0 c:1"), size, None));
             assert_eq!((question.available, question.must_include, question.size), (ids("a b c"), ids(""), size));
@@ -150,13 +150,13 @@ mod tests {
     }
 
     #[test]
-    fn exactly_as_many_aligned_as_needed_are_taken_unasked() {
+    fn exact_aligned_fit_is_taken_unasked() {
         let plan = plan(&pool("a:0 b:0 c:1 d:"), 2, Some(&Hint::numa([0])));
         assert_eq!(plan, Ok(Plan::Take(ids("a b"))));
     }
 
     #[test]
-    fn fewer_aligned_than_needed_are_taken_first_and_all_are_offered() {
+    fn too_few_aligned_are_taken_first() {
         let question = question(plan(&pool("a:0 b:1 c:1 d:"), 3, Some(&Hint::numa([0]))));
         assert_eq!((&question.available, &question.must_include), (&ids("a b c d"), &ids("a")));
         assert_eq!(question.settle(&list("d b"), &mut Rng::new(1)), ids("a b d"));
@@ -170,13 +170,13 @@ mod tests {
     }
 
     #[test]
-    fn a_resource_without_numa_nodes_ignores_the_hint() {
+    fn resource_without_numa_nodes_ignores_hint() {
         let question = question(plan(&pool("a: b:"), 1, Some(&Hint::numa([0]))));
         assert_eq!(question.available, ids("a b"));
     }
 
     #[test]
-    fn a_device_without_nodes_is_never_aligned_where_another_has_some() {
+    fn device_without_nodes_is_never_aligned() {
         let mut pool = pool("a:0 b: c:");
         pool.available = ids("b c");
         let question = question(plan(&pool, 1, Some(&Hint::numa([0]))));

@@ -127,7 +127,7 @@ pub enum Violation {
         resource: String,
         /// The id.
         id: String,
-        /// What was said instead.
+        /// What was answered instead.
         health: String,
     },
     /// An id is no longer advertised although a container holds it.

@@ -38,9 +38,9 @@ enum Happening {
     ConnectionsClose,
     /// A registration that goes well.
     AllWell,
-    /// The next time PodResources is asked, and what it says.
+    /// The next time PodResources is asked, and what it answers.
     NextAsk(Listing),
-    /// Told though nobody waits for it.
+    /// An input that the machine does not expect.
     Spurious(u8),
 }
 
@@ -57,7 +57,7 @@ struct Socket {
     registered: bool,
     /// Of the kubelet's.
     streams: usize,
-    /// What PodResources said last: `Missing` twice in a row, with the last time it did not.
+    /// What PodResources answered last: `Missing` twice in a row, with the last time it did not.
     missing: u32,
     asked: bool,
 }
@@ -99,7 +99,7 @@ impl World {
         }
     }
 
-    fn tell(&mut self, input: Input) {
+    fn feed(&mut self, input: Input) {
         self.jitter = self.jitter.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let moment = Moment { now: self.now, jitter: self.jitter >> 33 };
         let (machine, actions) = self.machine.clone().step(input, moment);
@@ -122,7 +122,7 @@ impl World {
                 let socket = self.socket.as_mut().expect("registers a socket that is served");
                 socket.kubelet = self.kubelet;
                 assert!(!socket.ended && !socket.registered, "registers what has ended, or twice");
-                assert!(self.kubelet.is_some(), "registers with nobody");
+                assert!(self.kubelet.is_some(), "registers without a kubelet");
                 self.registering = Some(socket.number);
             }
             Action::Ask => {
@@ -139,7 +139,7 @@ impl World {
                 assert!(self.socket.is_some_and(|socket| socket.ended), "cuts what has not ended");
                 self.close();
             }
-            Action::SayWaiting(_) | Action::SayEnded(_) => {}
+            Action::ReportWaiting(_) | Action::ReportEnded(_) => {}
         }
     }
 
@@ -186,16 +186,16 @@ impl World {
         }
     }
 
-    fn look(&mut self) {
+    fn check_files(&mut self) {
         let kubelet = self.kubelet.map(FileId::numbered).ok_or_else(|| "there is none".to_owned());
         let own = self.socket.is_some_and(|socket| socket.stands);
-        self.tell(Input::Looked { kubelet, own });
+        self.feed(Input::Checked { kubelet, own });
     }
 
     /// The timer, if it is due.
     fn tick(&mut self) {
         if self.machine.wake().is_some_and(|wake| wake <= self.now) {
-            self.tell(Input::Tick);
+            self.feed(Input::Tick);
         }
     }
 
@@ -203,7 +203,7 @@ impl World {
         let Some(socket) = self.socket.as_mut().filter(|socket| !socket.ended) else { return };
         let open = change(socket.streams);
         socket.streams = open;
-        self.tell(Input::Streams(open));
+        self.feed(Input::Streams(open));
     }
 
     fn happens(&mut self, happening: Happening) {
@@ -223,19 +223,19 @@ impl World {
             }
             Happening::KubeletGone => {
                 self.kubelet = None;
-                self.look();
+                self.check_files();
             }
             Happening::KubeletNew => {
                 self.kubelets += 1;
                 self.kubelet = Some(self.kubelets);
-                self.look();
+                self.check_files();
             }
-            Happening::KubeletTouched => self.look(),
+            Happening::KubeletTouched => self.check_files(),
             Happening::OwnGone => {
                 if let Some(socket) = &mut self.socket {
                     socket.stands = false;
                 }
-                self.look();
+                self.check_files();
             }
             Happening::BindEnds(ok) => {
                 if std::mem::take(&mut self.binding) {
@@ -247,14 +247,14 @@ impl World {
                     } else {
                         Err("the disk is full".to_owned())
                     };
-                    self.tell(Input::Bound(result));
+                    self.feed(Input::Bound(result));
                 }
             }
             Happening::RegisterEnds(ok) => {
                 if let (Some(number), Some(socket)) = (self.registering.take(), &mut self.socket) {
                     assert_eq!(number, socket.number);
                     socket.registered = ok;
-                    self.tell(Input::Registered(if ok { Ok(()) } else { Err("not today".to_owned()) }));
+                    self.feed(Input::Registered(if ok { Ok(()) } else { Err("not today".to_owned()) }));
                 }
             }
             Happening::StreamOpens => self.streams(|open| open + 1),
@@ -271,13 +271,13 @@ impl World {
                         Listing::Listed | Listing::Unknown => 0,
                     };
                     socket.asked = true;
-                    self.tell(Input::Asked(listing));
+                    self.feed(Input::Listed(listing));
                 }
             }
             Happening::ServerEnds => {
                 if let Some(socket) = &mut self.socket {
                     socket.served = false;
-                    self.tell(Input::ServerEnded("no more".to_owned()));
+                    self.feed(Input::ServerEnded("no more".to_owned()));
                 }
             }
             Happening::ConnectionsClose => {
@@ -303,21 +303,21 @@ impl World {
     /// Tells that the connections of an ended session are closed, once.
     fn closed(&mut self) {
         if self.machine.phase() == Phase::Ending && self.socket.is_none() {
-            self.tell(Input::Closed);
+            self.feed(Input::Closed);
         }
     }
 
-    /// An answer that nobody waits for: it must change nothing that matters.
+    /// An unexpected answer, which must not change the stage.
     fn spurious(&mut self, which: u8) {
         let input = match which % 6 {
             0 if self.registering.is_none() => Input::Registered(Ok(())),
             1 if self.registering.is_none() => Input::Registered(Err("late".to_owned())),
-            2 if !self.asking => Input::Asked(Listing::Listed),
-            3 if !self.asking => Input::Asked(Listing::Missing),
+            2 if !self.asking => Input::Listed(Listing::Listed),
+            3 if !self.asking => Input::Listed(Listing::Missing),
             4 if !self.binding => Input::Bound(Ok(())),
             _ => Input::Tick,
         };
-        self.tell(input);
+        self.feed(input);
     }
 
     /// From now on everything around us works, and at once. What was begun before may be lost, though: a Register that
@@ -326,7 +326,7 @@ impl World {
         if self.kubelet.is_none() {
             self.happens(Happening::KubeletNew);
         } else {
-            self.look();
+            self.check_files();
         }
         let (before, end) = (self.sockets, self.now + RECOVERY);
         while self.machine.phase() != Phase::Serving {
@@ -392,14 +392,14 @@ proptest! {
 
     /// The invariants of docs/life-cycle.md, after every input; then the world mends, and we serve in time.
     #[test]
-    fn whatever_happens_the_invariants_hold_and_it_registers_in_the_end(
+    fn invariants_hold_and_it_registers_again(
         story in prop::collection::vec(happening(), 0..80),
         jitter in any::<u64>(),
         lost in any::<bool>(),
         close in any::<bool>(),
     ) {
         let mut world = World::new(jitter);
-        world.look();
+        world.check_files();
         for happening in story {
             world.happens(happening);
         }
@@ -414,7 +414,7 @@ proptest! {
 
     /// A world that answers everything at once and badly, as fast as it can: a few actions a second, however long.
     #[test]
-    fn a_world_that_fails_at_once_makes_no_storm(
+    fn instant_failures_make_no_storm(
         fails in prop::collection::vec(0_u8..6, 1..4),
         jitter in any::<u64>(),
     ) {
@@ -439,18 +439,18 @@ proptest! {
         world.no_storm();
     }
 
-    /// Told to end, it is over as soon as its connections are closed, half a second at the latest, wherever it was.
+    /// Asked to end, it is over as soon as its connections are closed, half a second at the latest, wherever it was.
     #[test]
-    fn told_to_end_it_ends(story in prop::collection::vec(happening(), 0..60)) {
+    fn shutdown_ends_from_any_state(story in prop::collection::vec(happening(), 0..60)) {
         let mut world = World::new(0);
-        world.look();
+        world.check_files();
         for happening in story {
             world.happens(happening);
         }
-        let told = world.now;
-        world.tell(Input::Shutdown);
+        let begin = world.now;
+        world.feed(Input::Shutdown);
         world.happens(Happening::Passes(500));
-        prop_assert!(world.machine.is_over() && world.now <= told + LIMITS.close);
+        prop_assert!(world.machine.is_over() && world.now <= begin + LIMITS.close);
         prop_assert!(!world.binding && world.registering.is_none() && !world.asking);
         world.happens(Happening::KubeletNew);
         prop_assert!(world.machine.is_over() && !world.binding);
@@ -458,25 +458,35 @@ proptest! {
 }
 
 #[test]
-fn the_first_retry_comes_at_once_and_the_others_double_with_jitter() {
-    let longest = Duration::from_secs(16);
-    assert_eq!([pause(0, longest, 7), pause(1, longest, 7)], [Duration::ZERO; 2]);
-    for (attempt, full) in [(2, 250), (3, 500), (8, 16_000), (9, 16_000), (u32::MAX, 16_000)] {
-        let full = Duration::from_millis(full);
-        for jitter in (0..1024).chain([u64::MAX]) {
-            let pause = pause(attempt, longest, jitter);
-            assert!(pause <= full && pause >= full / 2, "{attempt}: {pause:?}");
+fn first_retry_is_at_once_then_pauses_double() {
+    for jitter in [0, 7, 511, 512, u64::MAX] {
+        let (mut now, kubelet) = (Duration::ZERO, FileId::numbered(1));
+        let checked = Input::Checked { kubelet: Ok(kubelet), own: false };
+        let (mut machine, actions) = Machine::new(LIMITS).step(checked, Moment { now, jitter });
+        assert_eq!(actions, [Action::Bind]);
+        for full in [0, 250, 500, 1000, 2000, 4000, 8000, 16_000, 16_000].map(Duration::from_millis) {
+            let (failed, actions) = machine.step(Input::Bound(Err("full".to_owned())), Moment { now, jitter });
+            machine = failed;
+            if full.is_zero() {
+                assert!(actions.contains(&Action::Bind), "{actions:?}");
+                continue;
+            }
+            let pause = machine.wake().unwrap().saturating_sub(now);
+            assert!(pause <= full && pause >= full / 2, "{full:?}: {pause:?}");
+            now += pause;
+            let (next, actions) = machine.step(Input::Tick, Moment { now, jitter });
+            assert_eq!(actions, [Action::Bind]);
+            machine = next;
         }
     }
-    assert!(pause(9, Duration::MAX, 511) > Duration::ZERO);
 }
 
-/// One registration that goes well, told step by step.
+/// One registration that goes well, step by step.
 #[test]
-fn the_way_to_serving() {
+fn phases_from_kubelet_to_serving() {
     let mut world = World::new(1);
     let mut phases = vec![world.machine.phase()];
-    world.look();
+    world.check_files();
     for happening in [
         Happening::KubeletNew,
         Happening::BindEnds(true),
@@ -507,7 +517,7 @@ fn the_way_to_serving() {
 }
 
 #[test]
-fn pod_resources_that_never_list_us_end_the_session() {
+fn never_listed_devices_end_the_session() {
     let mut world = World::new(1);
     for happening in
         [Happening::KubeletNew, Happening::BindEnds(true), Happening::RegisterEnds(true), Happening::StreamOpens]
@@ -521,13 +531,13 @@ fn pod_resources_that_never_list_us_end_the_session() {
         assert!(round > 0 || world.machine.phase() == Phase::Confirming);
         world.happens(Happening::Passes(100));
     }
-    let told = |cause: &Cause| world.done.iter().any(|(_, done)| *done == Action::SayEnded(cause.clone()));
-    assert!(told(&Cause::NotListed(LIMITS.confirm)));
+    let reported = |cause: &Cause| world.done.iter().any(|(_, done)| *done == Action::ReportEnded(cause.clone()));
+    assert!(reported(&Cause::NotListed(LIMITS.confirm)));
 }
 
 /// A registration can be lost with its stream still open.
 #[test]
-fn pod_resources_that_list_us_no_more_end_the_readiness_and_then_the_session() {
+fn unlisted_devices_end_readiness_then_session() {
     let mut world = World::new(1);
     for happening in [Happening::KubeletNew, Happening::AllWell, Happening::NextAsk(Listing::Missing)] {
         world.happens(happening);
@@ -542,5 +552,5 @@ fn pod_resources_that_list_us_no_more_end_the_readiness_and_then_the_session() {
     for _ in 0..200 {
         world.happens(Happening::NextAsk(Listing::Missing));
     }
-    assert!(world.done.iter().any(|(_, done)| *done == Action::SayEnded(Cause::NotListed(LIMITS.confirm))));
+    assert!(world.done.iter().any(|(_, done)| *done == Action::ReportEnded(Cause::NotListed(LIMITS.confirm))));
 }

@@ -52,7 +52,7 @@ fn gpu(book: &Book) -> ResourceState {
 }
 
 #[test]
-fn a_list_replaces_the_one_before() {
+fn list_replaces_the_previous_one() {
     let (mut book, _) = connected("a b c!");
     assert_eq!((gpu(&book).healthy, gpu(&book).unhealthy), (ids("a b"), ids("c")));
     book.list(GPU, advertised("b! d"));
@@ -71,7 +71,7 @@ fn available_is_healthy_and_not_held() {
 }
 
 #[test]
-fn a_resource_without_a_list_has_no_pool() {
+fn resource_without_list_has_no_pool() {
     let mut book = Book::default();
     connect(&mut book);
     assert!(book.pool(GPU).is_none() && book.healthy(GPU).is_none());
@@ -80,7 +80,7 @@ fn a_resource_without_a_list_has_no_pool() {
 }
 
 #[test]
-fn what_a_plugin_may_not_say_is_recorded_once() {
+fn plugin_violations_are_recorded_once() {
     let (mut book, _) = connected("a");
     let long = "x".repeat(64);
     let mut devices = advertised(&format!("a a {} {long}", "y".repeat(63)));
@@ -99,7 +99,7 @@ fn what_a_plugin_may_not_say_is_recorded_once() {
 }
 
 #[test]
-fn an_id_may_turn_unhealthy_but_not_vanish_while_a_pod_holds_it() {
+fn held_id_may_become_unhealthy_not_vanish() {
     let (mut book, _) = connected("a b");
     hold(&mut book, "pod", "a");
     book.list(GPU, advertised("a! b"));
@@ -118,7 +118,7 @@ fn an_id_may_turn_unhealthy_but_not_vanish_while_a_pod_holds_it() {
 }
 
 #[test]
-fn the_end_of_a_stream_stops_the_endpoint_and_later_the_resource() {
+fn stream_end_stops_endpoint_then_resource() {
     let (mut book, client) = connected("a b!");
     hold(&mut book, "pod", "a");
     let (closed, stamp) = book.disconnect(GPU, Some(client)).unwrap();
@@ -132,7 +132,7 @@ fn the_end_of_a_stream_stops_the_endpoint_and_later_the_resource() {
 }
 
 #[test]
-fn a_grace_period_does_not_end_a_newer_registration() {
+fn grace_period_ends_no_newer_registration() {
     let (mut book, _) = connected("a");
     let old = stop(&mut book);
     connect(&mut book);
@@ -146,7 +146,7 @@ fn a_grace_period_does_not_end_a_newer_registration() {
 }
 
 #[test]
-fn the_current_connection_goes_by_resource_not_by_itself() {
+fn current_connection_is_kept_by_resource() {
     let (mut book, old) = connected("a");
     let new = connect(&mut book);
     assert!(gpu(&book).connected && gpu(&book).open_streams == 2);
@@ -158,7 +158,7 @@ fn the_current_connection_goes_by_resource_not_by_itself() {
 }
 
 #[test]
-fn a_restart_keeps_allocations_and_nothing_else() {
+fn restart_keeps_allocations_only() {
     let (mut book, _) = connected("a b");
     hold(&mut book, "pod", "a");
     book.ended();
@@ -176,11 +176,11 @@ fn a_restart_keeps_allocations_and_nothing_else() {
 }
 
 #[test]
-fn a_registration_that_fails_forgets_the_one_before() {
+fn failed_registration_forgets_the_previous_one() {
     let (mut book, old) = connected("a");
     book.register_client(GPU);
     book.deregister_client(GPU);
     assert!(gpu(&book).connected, "the old stream goes on");
     assert!(book.disconnect(GPU, Some(old)).is_none());
-    assert_eq!(gpu(&book).healthy, ids("a"), "and nobody notices its end, as in a kubelet");
+    assert_eq!(gpu(&book).healthy, ids("a"), "and its end goes unnoticed, as in a kubelet");
 }

@@ -17,7 +17,7 @@ pub struct TopologyHint {
     pub preferred: bool,
 }
 
-/// What one resource says of one request.
+/// The hints of one resource for one request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ResourceHints {
     /// The resource's name; `cpu` for CPUs.
@@ -41,7 +41,7 @@ pub(crate) struct Units {
     pub(crate) reusable: Vec<NumaMask>,
 }
 
-/// What the device manager says of a request: nothing where no device names a NUMA node.
+/// The device manager's hints for a request: none where no device names a NUMA node.
 pub(crate) fn device_hints(
     manager: &TopologyManager,
     resource: &str,
@@ -52,7 +52,7 @@ pub(crate) fn device_hints(
     resource_hints(resource, manager.nodes(), requested, topology_aware.then_some(devices))
 }
 
-/// What the static CPU manager says: it knows only nodes that have CPUs.
+/// The static CPU manager's hints: only nodes that have CPUs.
 pub(crate) fn cpu_hints(manager: &TopologyManager, requested: usize, cpus: &Units) -> ResourceHints {
     let with_cpus = manager.numa_nodes.iter().filter(|node| !node.cpus.is_empty());
     let nodes = NumaMask::new(with_cpus.map(|node: &NumaNode| node.id));

@@ -10,7 +10,7 @@ use std::fmt;
 pub struct NumaMask(u64);
 
 impl NumaMask {
-    /// How many nodes a mask can tell apart.
+    /// How many nodes a mask can have.
     pub const BITS: i64 = 64;
 
     /// The mask of these nodes. Nodes that no mask can hold are left out: a kubelet reads them as not set.

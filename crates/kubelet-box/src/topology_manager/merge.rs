@@ -40,15 +40,15 @@ pub(crate) fn settle(manager: &TopologyManager, resources: &[ResourceHints]) -> 
             let lists: Vec<Vec<TopologyHint>> =
                 lists.into_iter().map(|list| list.into_iter().filter(single).collect()).collect();
             let best = merge(all, &lists);
-            // All nodes is what nobody asked for: the devices are then not aligned at all.
+            // All nodes is no preference: the devices are then not aligned at all.
             let mask = (best.mask != all).then_some(best.mask);
             Settled { hint: TopologyHint { mask, preferred: best.preferred }, admitted: best.preferred }
         }
     }
 }
 
-/// The hints of one resource as the merge takes them: who does not care takes any mask, and so does who cannot be
-/// satisfied, but without being pleased.
+/// The hints of one resource as the merge takes them: a resource without hints accepts any mask, and so does one that
+/// cannot be satisfied, but not as preferred.
 fn list(resource: &ResourceHints) -> Vec<TopologyHint> {
     let any = |preferred| vec![TopologyHint { mask: None, preferred }];
     match &resource.hints {

@@ -1,6 +1,6 @@
 //! The kubelet's Topology Manager: which NUMA nodes a container or a pod is to come from, before any plugin is asked.
 //!
-//! `hints` says what each resource would like, `merge` settles on one mask or refuses, `refusal` explains; all
+//! `hints` gives what each resource prefers, `merge` settles on one mask or refuses, `refusal` explains; all
 //! pure. `admission` calls them through [`super::devices::Book`], and hands the mask to `selection`. Read in the
 //! kubelet's source: the scopes and the hints of 1.32 (pkg/kubelet/cm/topologymanager, devicemanager/topology_hints.go,
 //! cpumanager/policy_static.go), the merge there and in the development branch after 1.36, which scores equal masks

@@ -1,4 +1,4 @@
-//! Why the Topology Manager refused a pod, in words. A kubelet says only `TopologyAffinityError`.
+//! Why the Topology Manager refused a pod, in words. A kubelet reports only `TopologyAffinityError`.
 
 use std::fmt;
 
@@ -16,7 +16,7 @@ pub struct Refusal {
     pub policy: Policy,
     /// Its scope.
     pub scope: Scope,
-    /// What each resource said.
+    /// The hints of each resource.
     pub resources: Vec<ResourceHints>,
     /// What the merge came to.
     pub settled: TopologyHint,

@@ -33,7 +33,7 @@ use Policy::{BestEffort as B, Restricted as R, SingleNumaNode as S};
 
 #[rustfmt::skip]
 const ROWS: &[Row] = &[
-    // What the devices say.
+    // The hints of the devices.
     Row { source: DEVICES, policy: B, nodes: &[0, 1], resources: &["1 of 0 0 1 1"], settled: "{0} preferred admitted" },
     Row { source: DEVICES, policy: B, nodes: &[0, 1], resources: &["2 of 0* 0 1 1"], settled: "{1} preferred admitted" },
     // How few nodes are enough is counted over all devices, used and unhealthy ones too ...
@@ -97,7 +97,7 @@ const ROWS: &[Row] = &[
     Row { source: SINGLE_FILTER, policy: S, nodes: &[0, 1], resources: &["3 of 0 0 1 1"], settled: "any refused" },
     Row { source: SINGLE_FILTER, policy: S, nodes: &[0, 1], resources: &["2 of 0 0* 1 1*"], settled: "any refused" },
     Row { source: SINGLE_FILTER, policy: S, nodes: &[0, 1], resources: &["2 of 0 0 1 1", "1 of 0* 1"], settled: "{1} preferred admitted" },
-    // On a machine with one node a mask of it says nothing.
+    // On a machine with one node its mask constrains nothing.
     Row { source: SINGLE, policy: S, nodes: &[0], resources: &["2 of 0 0 0"], settled: "any preferred admitted" },
     Row { source: BEST_EFFORT, policy: B, nodes: &[0], resources: &["2 of 0 0 0"], settled: "{0} preferred admitted" },
 ];
@@ -122,7 +122,7 @@ fn hints(manager: &TopologyManager, text: &str) -> ResourceHints {
     }
     let requested = requested.parse().unwrap();
     let hints = device_hints(manager, "r", requested, &units);
-    // A provider that has too few says so before it looks at masks: GetTopologyHints.
+    // A provider with too few devices fails before it checks masks: GetTopologyHints.
     let too_few = units.available.len() + units.reusable.len() < requested;
     ResourceHints { hints: hints.hints.map(|hints| if too_few { Vec::new() } else { hints }), ..hints }
 }
@@ -139,15 +139,15 @@ fn it_settles_as_a_kubelet_does() {
     for row in ROWS {
         let manager = manager(row.policy, row.nodes);
         let mut resources: Vec<_> = row.resources.iter().map(|text| hints(&manager, text)).collect();
-        let said = settled(&manager, &resources);
-        assert_eq!(said, row.settled, "{} {:?} ({})", row.policy, row.resources, row.source);
+        let result = settled(&manager, &resources);
+        assert_eq!(result, row.settled, "{} {:?} ({})", row.policy, row.resources, row.source);
         resources.reverse();
         assert_eq!(settled(&manager, &resources), row.settled, "a map has no order: {:?}", row.resources);
     }
 }
 
 #[test]
-fn every_mask_that_fits_is_a_hint_and_the_smallest_are_preferred() {
+fn smallest_fitting_masks_are_preferred() {
     let manager = manager(Policy::BestEffort, &[0, 1, 2]);
     let list = |text: &str| {
         let hint = |hint: &TopologyHint| format!("{}{}", hint.mask.unwrap(), if hint.preferred { "*" } else { "" });
@@ -187,7 +187,7 @@ fn cpus_hint_over_nodes_with_cpus_only() {
 }
 
 #[test]
-fn a_kubelet_with_a_policy_does_not_live_on_every_machine() {
+fn policy_is_refused_on_unsupported_machines() {
     let nine: Vec<i64> = (0..9).collect();
     let refusal = |policy, nodes: &[i64]| manager(policy, nodes).check().unwrap_err().to_string();
     for policy in [B, R, S] {
@@ -199,7 +199,7 @@ fn a_kubelet_with_a_policy_does_not_live_on_every_machine() {
 }
 
 #[test]
-fn a_refusal_says_what_stands_in_the_way() {
+fn refusal_names_the_obstacle() {
     let refusal = |policy, texts: &[&str]| {
         let manager = manager(policy, &[0, 1]);
         let resources: Vec<_> = texts.iter().map(|text| hints(&manager, text)).collect();
