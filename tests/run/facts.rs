@@ -87,7 +87,7 @@ async fn a_gpu_in_mig_mode_that_does_not_say_so_once_is_not_offered_whole() {
 async fn a_look_at_the_host_that_fails_leaves_it_as_it_was_and_is_repeated() {
     let setup = quick(Setup::on("dgx1-v100"));
     let (file, broken) = (setup.at("host.xml"), "<topology");
-    let valid = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/hwloc/testdata/two-packages.xml");
+    let valid = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/machines/hwloc_xml/testdata/v2.xml");
     let host = |text: &str| crate::config::write(&file, text);
     host(broken);
     let setup = setup.env("HWLOC_COMPONENTS", "xml,stop").host(file.to_str().unwrap());

@@ -284,7 +284,7 @@ async fn later_device_nodes_are_passed_too() {
 #[tokio::test]
 async fn exposed_nics_are_those_near_the_gpus() {
     // hwloc reads this host: the first GPU and an RDMA NIC below one switch, the second GPU alone on the other package.
-    let host = concat!(env!("CARGO_MANIFEST_DIR"), "/src/hwloc/testdata/two-packages.xml");
+    let host = concat!(env!("CARGO_MANIFEST_DIR"), "/src/machines/hwloc_xml/testdata/v2.xml");
     let setup = Setup::with(&machine(&[("GPU-a", "0000:03:00.0", ""), ("GPU-b", "0000:81:00.0", "")]));
     let setup = setup.host(host).env("LINKWISE_EXPOSE_NICS", "true");
     for (node, device) in [("uverbs3", "mlx5_0"), ("uverbs4", "mlx5_1")] {
