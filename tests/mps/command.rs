@@ -115,7 +115,7 @@ async fn other_replicas_are_other_limits_and_the_same_ones_end_nothing() {
     daemon.says("its limits hold").await;
     let before = node.pid(&gpu);
     daemon.signal("-HUP");
-    daemon.says("nothing in it is another").await;
+    daemon.says("configuration reloaded, unchanged").await;
     // Of no matter for MPS.
     configure(&node, &(sharing("nvidia.com/gpu", 10) + "linkwise: {numaHints: off}\n"));
     daemon.says("configuration applied").await;
@@ -130,7 +130,7 @@ async fn other_replicas_are_other_limits_and_the_same_ones_end_nothing() {
     // A file that is wrong changes nothing; one that shares nothing ends the daemon.
     let serving = node.pid(&gpu);
     configure(&node, &sharing("nvidia.com/gpu", 1));
-    daemon.says("the configuration is refused").await;
+    daemon.says("configuration rejected, keeping the previous one").await;
     assert!(runs(serving));
     configure(&node, "version: v1\n");
     daemon.says("the MPS daemon ended").await;
