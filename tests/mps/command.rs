@@ -120,7 +120,7 @@ async fn only_changed_limits_restart_a_daemon() {
     daemon.logged("limits confirmed").await;
     let before = node.pid(&gpu);
     daemon.signal("-HUP");
-    daemon.logged("nothing in it is another").await;
+    daemon.logged("configuration reloaded, unchanged").await;
     // A change that MPS does not depend on.
     configure(&node, &(sharing("nvidia.com/gpu", 10) + "linkwise: {numaHints: off}\n"));
     daemon.logged("configuration applied").await;
@@ -135,7 +135,7 @@ async fn only_changed_limits_restart_a_daemon() {
     // A file that is wrong changes nothing; one that shares nothing ends the daemon.
     let serving = node.pid(&gpu);
     configure(&node, &sharing("nvidia.com/gpu", 1));
-    daemon.logged("the configuration is refused").await;
+    daemon.logged("configuration rejected, keeping the previous one").await;
     assert!(runs(serving));
     configure(&node, "version: v1\n");
     daemon.logged("MPS daemon ended").await;
