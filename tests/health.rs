@@ -35,7 +35,7 @@ fn look(gpus: impl IntoIterator<Item = usize>) -> Event {
         serde_saphyr::from_str(&text).unwrap()
     };
     let gpus = gpus.into_iter().map(gpu).collect();
-    Event::Observed(Box::new(NodeObservation { gpus, host: HostObservation::default(), failures: Vec::new() }))
+    Event::Observed(Box::new(NodeObservation { gpus, host: HostObservation::default(), ..NodeObservation::default() }))
 }
 
 /// What a modern driver says of a GPU that is well.

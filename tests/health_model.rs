@@ -33,7 +33,7 @@ fn look(gpus: impl IntoIterator<Item = usize>) -> Event {
         serde_saphyr::from_str(&text).unwrap()
     };
     let gpus = gpus.into_iter().map(gpu).collect();
-    Event::Observed(Box::new(NodeObservation { gpus, host: HostObservation::default(), failures: Vec::new() }))
+    Event::Observed(Box::new(NodeObservation { gpus, host: HostObservation::default(), ..NodeObservation::default() }))
 }
 
 fn identity(boot: u8, driver: u8) -> NodeIdentity {

@@ -38,7 +38,7 @@ pub fn load(name_or_path: &str) -> Result<Machine> {
                     "UUIDs are made from PCI addresses where hwloc has none".to_owned(),
                     "NVLinks, and what PCIe links can do, are unknown: hwloc does not record them".to_owned(),
                 ],
-                observed: NodeObservation { gpus, host, failures: Vec::new() },
+                observed: NodeObservation { gpus, host, ..NodeObservation::default() },
             })
         }
     }
@@ -58,8 +58,7 @@ async fn this_machine(host: &HostArgs) -> Result<Machine> {
 
 async fn observe(host: &HostArgs) -> Result<NodeObservation> {
     let agent = runtime::agent_command(host);
-    let (gpus, mut failures) = runtime::look(&agent).await?;
-    let (seen, more) = hwloc::observe(Path::new(&host.sysfs));
-    failures.extend(more);
-    Ok(NodeObservation { gpus, host: seen, failures })
+    let scan = runtime::scan(&agent).await?;
+    let (seen, failures) = hwloc::observe(Path::new(&host.sysfs));
+    Ok(scan.node(seen, failures))
 }

@@ -131,7 +131,7 @@ mod tests {
         let gpus: Vec<_> = recorded.gpus.iter().map(|gpu| (gpu.index, gpu.pci.to_string())).collect();
         let expected = [(0, "0000:03:00.0"), (1, "0000:04:00.0"), (2, "0000:81:00.0")];
         assert_eq!(gpus, expected.map(|(index, pci)| (index, pci.to_owned())));
-        let observed = NodeObservation { gpus: recorded.gpus, host: recorded.host, failures: Vec::new() };
+        let observed = NodeObservation { gpus: recorded.gpus, host: recorded.host, ..NodeObservation::default() };
         let (topology, warnings) = NodeTopology::assemble(&observed);
         assert_eq!(warnings, []);
         assert_eq!([topology.symbol(0, 1), topology.symbol(0, 2)], ["PIX", "SYS"]);

@@ -307,7 +307,7 @@ mod tests {
     fn snapshot(minor: &str) -> NodeState {
         let gpu = format!("[{{index: 4, uuid: GPU-a, pci: '0000:01:00.0'{minor}}}]");
         let gpus = serde_saphyr::from_str(&gpu).unwrap();
-        let observed = NodeObservation { gpus, host: HostObservation::default(), failures: vec![] };
+        let observed = NodeObservation { gpus, host: HostObservation::default(), ..NodeObservation::default() };
         NodeState::default().apply(Event::Observed(Box::new(observed)), std::time::Duration::ZERO).0
     }
 

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 
-use super::call::{CallError, answer};
+use super::call::{CallError, LOAD, answer};
 use super::calls::Calls;
 use super::events::{Listener, Waiting};
 use super::protocol::{FromAgent, Incoming, Place, ProtocolError, ToAgent, encode};
@@ -129,7 +129,7 @@ pub fn main(library: Option<&Path>, procfs: PathBuf, poll: Duration, skip: &[Str
     let nvml = match load(library, &calls) {
         Ok(nvml) => nvml,
         Err(error) => {
-            parent.send(&failure(&error))?;
+            parent.send(&failure(error))?;
             // The parent knows, and says it in its own log: twice would be once too often.
             raw::exit_now(1)
         }
@@ -234,7 +234,7 @@ fn init(library: &OsStr, calls: &Calls) -> Result<Nvml, AgentError> {
         AgentError::Load { library, reason }
     };
     // nvml-wrapper loads the library and initialises it in one go.
-    calls.tell(INIT);
+    calls.report(INIT);
     match Nvml::builder().lib_path(library).init() {
         Err(NvmlError::LibloadingError(error)) => Err(missing(error.to_string())),
         result => match answer(INIT, result) {
@@ -245,11 +245,9 @@ fn init(library: &OsStr, calls: &Calls) -> Result<Nvml, AgentError> {
     }
 }
 
-fn failure(error: &AgentError) -> FromAgent {
-    match error {
-        AgentError::Init(CallError { call, reason }) => {
-            FromAgent::Leaving { call: (*call).to_owned(), error: reason.to_string() }
-        }
-        other => FromAgent::Leaving { call: "dlopen".to_owned(), error: other.to_string() },
-    }
+fn failure(error: AgentError) -> FromAgent {
+    FromAgent::Leaving(match error {
+        AgentError::Init(error) => error,
+        other => CallError::unreadable(LOAD, other),
+    })
 }

@@ -10,11 +10,10 @@ use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper_sys::bindings as sys;
 
-use super::call::{Answer, CallError, offered};
+use super::call::{Answer, CallError, Fault, answer, offered};
 use super::calls::Calls;
-use super::links::STATE;
 use super::mig;
-use super::probe::{FABRIC, Gpu};
+use super::probe::{FABRIC, Gpu, NVLINK};
 use super::raw::{self, Fabric};
 use crate::state::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
 use crate::topology::MigUuid;
@@ -81,7 +80,11 @@ pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
         fabric: fabric.and_then(joined),
         on_bus: None,
     };
-    Polled { health, links, mig: mig.and_then(|on| if on { mig::names(device, calls).map(Some) } else { Some(None) }) }
+    Polled {
+        health,
+        links,
+        mig: mig.and_then(|on| if on { mig::names(device, calls).map(Some) } else { Some(None) }),
+    }
 }
 
 /// Asks what is offered. A call that fails says nothing here: the one that has to reach the GPU says it.
@@ -118,13 +121,11 @@ fn reach(answer: Answer<u32>) -> Reach {
 
 /// What it means for a GPU that a call failed without which it cannot be reached.
 pub fn unreached(error: &CallError) -> Reach {
-    let call = error.call.to_owned();
-    if error.is_gpu_lost() {
-        Reach::Lost { call }
-    } else if error.is(sys::nvmlReturn_enum_NVML_ERROR_RESET_REQUIRED) {
-        Reach::ResetRequired { call }
-    } else {
-        Reach::Failed { call, error: error.reason.to_string() }
+    let call = error.call.to_string();
+    match error.fault() {
+        Fault::GpuLost => Reach::Lost { call },
+        Fault::ResetRequired => Reach::ResetRequired { call },
+        _ => Reach::Failed { call, error: error.reason.to_string() },
     }
 }
 
@@ -158,11 +159,11 @@ fn links(gpu: &Gpu<'_>, silence: &mut Silence) -> Option<Vec<(u32, bool)>> {
         return Some(Vec::new());
     }
     // One record for all: a link that hangs is as good as another.
-    gpu.calls.tell(STATE);
+    gpu.calls.report(NVLINK);
     let mut answered = false;
     let mut links = Vec::new();
     for link in wanted {
-        match offered(super::call::answer(STATE, gpu.device.link_wrapper_for(link).is_active())) {
+        match offered(answer(NVLINK, gpu.device.link_wrapper_for(link).is_active())) {
             Ok(Some(up)) => {
                 answered = true;
                 links.push((link, up));

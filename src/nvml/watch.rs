@@ -17,14 +17,18 @@ use super::call::CallError;
 use super::calls::Calls;
 use super::events::Waiting;
 use super::poll::{self, Polled, Silence, unreached};
-use super::probe::{self, COUNT, Findings, Gpu, HANDLE, Listed, required};
+use super::probe::{self, COUNT, Gpu, HANDLE, Listed, REGISTER, required};
 use super::protocol::{FromAgent, Missing, Place, ToAgent};
 use super::raw;
+use super::scan::{CallFailure, NodeScan};
 use crate::state::HealthPoll;
-use crate::topology::{GpuUuid, MigUuid, ProbeFailure};
+use crate::topology::{GpuUuid, MigUuid};
 
 /// The least time from a round to one that an event brings.
 const AFTER_EVENT: Duration = Duration::from_secs(1);
+
+/// The memory, in bytes, that a poll must find free: with less, the next call may end this process in the middle of anything.
+const SPARE: usize = 4 << 20;
 
 /// What the rounds work with.
 pub struct Watch {
@@ -125,9 +129,13 @@ impl Watch {
     }
 
     fn round(&mut self) -> Result<(), AgentError> {
+        if Vec::<u8>::new().try_reserve_exact(SPARE).is_err() {
+            let why = "this process has reached its memory limit: the library leaks";
+            self.leave(CallError::unreadable("malloc", why))?;
+        }
         let (mut polls, mut round) = self.poll();
         match self.names(&mut round) {
-            Err(error) if error.is_driver_gone() => self.leave(&error)?,
+            Err(error) if error.needs_new_process() => self.leave(error)?,
             _ => {}
         }
         if self.seen.learn(round) {
@@ -212,30 +220,28 @@ impl Watch {
         self.seen.names = self.gpus.iter().map(|gpu| (gpu.index, gpu.uuid.clone())).collect();
     }
 
-    /// Everything that is seen of the GPUs there are, as a message.
+    /// A full scan of the GPUs there are, as a message.
     fn look(&self, listed: Listed<'static>) -> FromAgent {
         let mut failures = listed.failures;
         failures.extend(self.waiting.unheard());
         for gpu in self.gpus.iter().filter(|gpu| !self.at_start.contains(&gpu.uuid)) {
-            failures.push(ProbeFailure {
-                subject: gpu.pci.to_string(),
-                call: "nvmlDeviceRegisterEvents".to_owned(),
-                error: "it came after the agent's start: no events until the agent starts again".to_owned(),
-            });
+            let late = "it came after the agent's start: no events until the agent starts again";
+            failures.push(CallFailure::new(gpu.pci.to_string(), CallError::unreadable(REGISTER, late)));
         }
-        let mut findings = Findings::new("driver", &mut failures);
         let (nvml, calls) = (self.nvml, &self.calls);
-        let driver = findings.fact(calls.ask("nvmlSystemGetDriverVersion", || nvml.sys_driver_version()));
-        let library = findings.fact(calls.ask("nvmlSystemGetNVMLVersion", || nvml.sys_nvml_version()));
-        let (gpus, unanswered) = probe::observe(&self.gpus, &self.procfs);
-        failures.extend(unanswered);
-        FromAgent::Ready { driver, nvml: library, count: listed.count, gpus, failures }
+        FromAgent::Ready(Box::new(NodeScan {
+            driver: calls.ask("nvmlSystemGetDriverVersion", || nvml.sys_driver_version()),
+            library: calls.ask("nvmlSystemGetNVMLVersion", || nvml.sys_nvml_version()),
+            cuda: probe::cuda_version(nvml, calls),
+            count: listed.count,
+            gpus: probe::scan(&self.gpus, &self.procfs),
+            failures,
+        }))
     }
 
-    /// The driver has gone, or is another one: only a new process can speak to what there is now.
-    fn leave(&self, error: &CallError) -> Result<(), AgentError> {
-        let (call, error) = (error.call.to_owned(), error.reason.to_string());
-        self.parent.send(&FromAgent::Leaving { call, error })?;
+    /// Only a new process can reach the driver that there is now.
+    fn leave(&self, error: CallError) -> Result<(), AgentError> {
+        self.parent.send(&FromAgent::Leaving(error))?;
         raw::exit_now(1)
     }
 }

@@ -131,6 +131,7 @@ impl Watchdog {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::nvml::scan::NodeScan;
     use std::collections::BTreeMap;
 
     const LIMITS: Limits = Limits { start: Duration::from_secs(120), call: Duration::from_secs(30) };
@@ -178,7 +179,8 @@ mod tests {
         // GPU after GPU.
         assert_eq!((handle(&mut watchdog), handle(&mut watchdog)), (LIMITS.start, LIMITS.start));
         let (gpus, failures) = (Vec::new(), Vec::new());
-        let ready = FromAgent::Ready { driver: None, nvml: None, count: Some(0), gpus, failures };
+        let (driver, library, cuda) = (Ok(None), Ok(None), Ok(None));
+        let ready = FromAgent::Ready(Box::new(NodeScan { driver, library, cuda, count: Some(0), gpus, failures }));
         assert_eq!(watchdog.heard(&ready, start), None);
         assert_eq!(handle(&mut watchdog), LIMITS.call);
         assert_eq!(watchdog.heard(&polled(0), start), None);

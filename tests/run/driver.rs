@@ -146,8 +146,8 @@ async fn a_driver_that_comes_late_is_picked_up_in_place() {
 async fn the_end_of_the_nvml_process_is_not_laid_to_an_old_failure() {
     let (node, _kubelet) = Setup::on("dgx1-v100").serve(8).await;
     node.setup.tell("fail * nvmlEventSetWait_v2 999");
-    node.process.logged(|line| line["message"] == "NVML failed").await;
+    node.process.logged(|line| line["message"] == "NVML call failed").await;
     signal("KILL", node.agent(&[]).await);
-    let line = node.process.logged(|line| line["message"] == "NVML is not to be had").await;
+    let line = node.process.logged(|line| line["message"] == "NVML unavailable").await;
     assert!(line["cause"].as_str().unwrap().contains("SIGKILL"), "{line}");
 }

@@ -75,7 +75,7 @@ async fn a_gpu_that_comes_before_its_driver_is_asked_after_the_first_pause() {
     node.ready(200, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
     node.setup.all_on_bus();
     // What came before was another matter.
-    let line = node.process.said("NVML is not to be had").await;
+    let line = node.process.said("NVML unavailable").await;
     assert_eq!(line["again_in"], "1s");
     node.ready(503, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
 }
@@ -92,7 +92,7 @@ async fn a_gpu_that_comes_late_is_picked_up_in_place() {
         let kubelet = setup.kubelet();
         let node = setup.start().await;
         node.ready(200, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
-        node.process.said("this node has no NVIDIA GPU").await;
+        node.process.said("no NVIDIA GPU on this node").await;
         node.metric(STARTS, 1).await;
         node.setup.tell("init 0");
         // Seen at the next look at the bus.
@@ -113,7 +113,7 @@ async fn a_node_whose_gpu_has_come_is_not_ready_before_it_was_looked_at() {
     node.setup.tell("init 0");
     node.setup.tell("hang nvmlInit_v2");
     node.setup.on_bus("0000:06:00.0");
-    node.ready(503, "GPU 0000:06:00.0 has come, and was not looked at yet").await;
+    node.ready(503, "GPU 0000:06:00.0 appeared on the PCI bus, and has not been scanned yet").await;
     node.metric("linkwise_idle", 0).await;
 }
 

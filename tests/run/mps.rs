@@ -283,9 +283,9 @@ async fn a_gpu_that_leaves_ends_no_daemon_and_one_that_comes_is_shared_too() {
     let control = shared.control();
     shared.replace_gpus(&node, &GPUS[..1]);
     slots(&kubelet, 3, 3).await;
-    daemons.said("NVML is not to be had").await;
+    daemons.said("NVML unavailable").await;
     until(async || {
-        let seen = |line: &&String| line.contains("NVML answers");
+        let seen = |line: &&String| line.contains("NVML available");
         let looks = daemons.lines().iter().filter(seen).count();
         if looks == 2 { Ok(()) } else { Err(looks) }
     })

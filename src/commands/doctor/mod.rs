@@ -35,7 +35,7 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     let nvml = driver::ask(&args.host, limit).await;
     let module = at("proc/driver/nvidia/version");
     let module = blocking(limit, move || driver::module_version(&module)).await.flatten();
-    let on_bus = bus.as_ref().and_then(|bus| bus.as_deref());
+    let on_bus = bus.as_ref().and_then(Option::as_ref);
 
     let mut found = driver::check(&nvml, on_bus, module.as_deref());
     let (dev, known) = (at("dev"), nvml.clone());
@@ -44,7 +44,7 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     found.extend(guarded("permissions", limit, move || devices::permissions(&dev, &known)).await);
     let (sysfs, known, seen) = (args.host.sysfs.clone(), nvml.clone(), bus.clone().flatten());
     found.extend(match bus {
-        Some(_) => guarded("sysfs", limit, move || host::sysfs(&sysfs, seen.as_deref(), &known)).await,
+        Some(_) => guarded("sysfs", limit, move || host::sysfs(&sysfs, seen.as_ref(), &known)).await,
         None => hangs("sysfs", limit),
     });
 
@@ -54,7 +54,7 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
         Some((host, failures)) => {
             around = host.clone();
             // What NVML did not answer is told with the GPUs.
-            let observed = NodeObservation { gpus: nvml.gpus().to_vec(), host, failures };
+            let observed = NodeObservation { gpus: nvml.gpus().to_vec(), host, failures, ..NodeObservation::default() };
             let (topology, warnings) = NodeTopology::assemble(&observed);
             found.extend(host::topology(&observed, &warnings));
             found.extend(kubelet::check(&args.kubelet_socket, &args.pod_resources_socket, limit).await);

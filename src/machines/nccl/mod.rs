@@ -86,7 +86,7 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Machine, NcclError> {
         title: format!("{name}: {} GPUs by an NCCL topology dump", gpus.len()),
         source: vec!["NCCL topology dump".to_owned()],
         reconstructed,
-        observed: NodeObservation { gpus, host, failures: found.notes.into_failures() },
+        observed: NodeObservation { gpus, host, failures: found.notes.into_failures(), ..NodeObservation::default() },
     })
 }
 

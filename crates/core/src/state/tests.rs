@@ -31,7 +31,7 @@ fn node(gpus: &[u8]) -> Event {
         cpus.map(|(id, cpus)| NumaNodeObservation { id: NumaNodeId(id), package: None, cpus: cpus.into() });
     let host = HostObservation { numa_nodes: numa_nodes.to_vec(), ..HostObservation::default() };
     let gpus = gpus.iter().copied().map(gpu).collect();
-    Event::Observed(Box::new(NodeObservation { gpus, host, failures: Vec::new() }))
+    Event::Observed(Box::new(NodeObservation { gpus, host, ..NodeObservation::default() }))
 }
 
 fn healthy(inventory: &NodeState) -> Vec<&str> {

@@ -22,7 +22,7 @@ pub use mig::{
 };
 pub use node::{Gpu, Nic, NodeTopology};
 pub use observation::{
-    ComputeCapability, CpuObservation, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation,
+    ComputeCapability, CpuObservation, CudaVersion, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation,
     NicKind, NicObservation, NodeObservation, NumaNodeObservation, NvLinkObservation, NvLinkRemote, PciKind,
     PciObservation, PcieLink, ProbeFailure,
 };
