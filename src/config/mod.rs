@@ -316,6 +316,9 @@ pub struct AgentArgs {
     /// How long from one round of cheap calls to the next, in milliseconds
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     pub poll_ms: u64,
+    /// How much memory of its own it may have, in MiB
+    #[arg(long, value_name = "N", default_value_t = 96)]
+    pub memory_mib: u64,
     /// A GPU that is not to be touched: its index, and of how many
     #[arg(long, value_name = "INDEX/COUNT")]
     pub skip: Vec<String>,

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::call::{CallError, LOAD, answer};
 use super::calls::Calls;
@@ -34,6 +35,11 @@ pub const INIT: &str = "nvmlInit_v2";
 /// The driver's library, as drivers install it, and as development packages do.
 const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
 
+/// How much memory of its own an agent may have, in MiB: private and writable (RLIMIT_DATA), which the device mappings and
+/// the reserved address space of a driver's library are not. Three quarters of the container's limit in the manifests: a
+/// library that leaks ends its agent before the kernel ends the container for it, all processes together (memory.oom.group).
+pub const MEMORY_MIB: u64 = 96;
+
 /// A wait for events that has lasted so long found none: one that is there ends it at once.
 const SETTLED: Duration = Duration::from_millis(20);
 /// How long the process goes on for events that the parent has not taken. The parent listens for as long (`runtime`).
@@ -48,6 +54,9 @@ pub enum AgentError {
     /// A GPU to skip is not named as one can be.
     #[error("{0}")]
     Skip(String),
+    /// The memory could not be bounded.
+    #[error("cannot limit the memory")]
+    Memory(#[source] io::Error),
     /// The library could not be loaded.
     #[error("cannot load {library}: {reason}")]
     Load {
@@ -95,15 +104,22 @@ impl Parent {
     }
 }
 
-/// Runs until the parent is gone. `library` is the path of the driver's library or of a driver's root, or the usual
-/// names are tried; `procfs` is where the kernel's /proc is; `poll` is how long from one round of cheap calls to the
-/// next; GPUs to `skip` are not touched.
+/// Runs until the parent is gone. `library` is the path of the driver's library or of a driver's root, or the usual names are
+/// tried; `procfs` is where the kernel's /proc is; `poll` is the time from one poll to the next; `memory_mib` bounds this
+/// process's own memory; GPUs to `skip` are not touched.
 ///
 /// # Errors
 ///
 /// See [`AgentError`]. Of a library that does not load or initialise the parent is told instead, and the
 /// process ends with code 1.
-pub fn main(library: Option<&Path>, procfs: PathBuf, poll: Duration, skip: &[String]) -> Result<(), AgentError> {
+pub fn main(
+    library: Option<&Path>,
+    procfs: PathBuf,
+    poll: Duration,
+    memory_mib: u64,
+    skip: &[String],
+) -> Result<(), AgentError> {
+    limit_memory(memory_mib).map_err(AgentError::Memory)?;
     let socket = inherited_socket().map_err(AgentError::Socket)?;
     let reading = socket.try_clone().map_err(AgentError::Socket)?;
     let parent = Arc::new(Parent { stream: Mutex::new(socket), dismissed: AtomicBool::new(false) });
@@ -167,6 +183,14 @@ pub fn main(library: Option<&Path>, procfs: PathBuf, poll: Duration, skip: &[Str
         Ok(Ok(())) | Err(_) => Err(AgentError::Watch(None)),
         Ok(Err(error)) => Err(AgentError::Watch(Some(Box::new(error)))),
     }
+}
+
+/// Bounds this process's own memory; a limit that is lower already stays.
+fn limit_memory(mib: u64) -> io::Result<()> {
+    let Rlimit { current, maximum } = getrlimit(Resource::Data);
+    let bound = mib.saturating_mul(1 << 20);
+    let current = [current, maximum].into_iter().flatten().fold(bound, u64::min);
+    Ok(setrlimit(Resource::Data, Rlimit { current: Some(current), maximum })?)
 }
 
 fn inherited_socket() -> io::Result<UnixStream> {

@@ -16,7 +16,7 @@ use tokio::net::UnixStream;
 use tokio::process::{Child, Command};
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::agent::POLL_INTERVAL;
+use super::agent::{MEMORY_MIB, POLL_INTERVAL};
 use super::protocol::{Called, FromAgent, Incoming, Place, ProtocolError, ToAgent, encode};
 use super::watchdog::{Limits, Watchdog};
 
@@ -39,7 +39,9 @@ pub struct AgentCommand {
     pub poll: Duration,
     /// How long its calls may take.
     pub limits: Limits,
-    /// The GPUs that it is not to touch.
+    /// How much memory of its own it may have, in MiB.
+    pub memory_mib: u64,
+    /// The GPUs that it must not touch.
     pub skip: Vec<Place>,
     /// Variables added to the inherited environment.
     pub environment: Vec<(OsString, OsString)>,
@@ -54,6 +56,7 @@ impl AgentCommand {
             procfs: PathBuf::from("/proc"),
             poll: POLL_INTERVAL,
             limits: Limits::default(),
+            memory_mib: MEMORY_MIB,
             skip: Vec::new(),
             environment: Vec::new(),
         }
@@ -143,6 +146,7 @@ impl Agent {
         }
         process.args([OsStr::new("--procfs"), command.procfs.as_os_str()]);
         process.arg("--poll-ms").arg(command.poll.as_millis().to_string());
+        process.arg("--memory-mib").arg(command.memory_mib.to_string());
         for place in &command.skip {
             process.arg("--skip").arg(place.to_string());
         }

@@ -129,10 +129,6 @@ impl Watch {
     }
 
     fn round(&mut self) -> Result<(), AgentError> {
-        if Vec::<u8>::new().try_reserve_exact(SPARE).is_err() {
-            let why = "this process has reached its memory limit: the library leaks";
-            self.leave(CallError::unreadable("malloc", why))?;
-        }
         let (mut polls, mut round) = self.poll();
         match self.names(&mut round) {
             Err(error) if error.needs_new_process() => self.leave(error)?,
@@ -191,6 +187,11 @@ impl Watch {
     }
 
     fn tell(&self, gpus: BTreeMap<GpuUuid, HealthPoll>) -> Result<(), AgentError> {
+        // What failed for want of memory says nothing about a GPU.
+        if Vec::<u8>::new().try_reserve_exact(SPARE).is_err() {
+            let why = "the NVML agent has reached its memory limit: the library leaks";
+            return self.leave(CallError::unreadable("malloc", why));
+        }
         let waiting_ms = u64::try_from(self.waiting.lasts().as_millis()).unwrap_or(u64::MAX);
         let (missing, unheard) = (self.missing.clone(), self.waiting.unheard());
         let subjects: BTreeSet<String> = unheard.into_iter().map(|failure| failure.subject).collect();

@@ -167,6 +167,7 @@ fn driver_of(
         command: AgentCommand {
             poll: milliseconds(nvml.nvml_poll_ms),
             limits: Limits { start: milliseconds(nvml.nvml_start_ms), call: milliseconds(nvml.nvml_call_ms) },
+            memory_mib: nvml.nvml_memory_mib,
             ..agent_command(host)
         },
         settings: driver::Settings {

@@ -453,5 +453,5 @@ async fn a_host_that_does_not_answer_hwloc_is_told_and_the_rest_is_looked_at() {
 async fn a_child_that_does_not_end_does_not_hang_the_doctor() {
     let (setup, _kubelet) = well("dgx1-v100");
     setup.tell("hang nvmlShutdown");
-    found(&look(&setup, &["--timeout", "1"]).await, "driver", "ok", "NVML available");
+    found(&look(&setup, &["--timeout", "1"]).await, "driver", "ok", "NVML answers");
 }

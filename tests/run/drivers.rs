@@ -387,3 +387,40 @@ async fn a_library_that_begins_to_fail_for_want_of_its_driver_gets_a_new_process
         registered(&kubelet, 1, 8).await;
     }
 }
+
+#[tokio::test]
+async fn xid_of_a_new_agent_does_not_wait_for_a_stuck_old_one() {
+    let mut setup = quick();
+    let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
+    std::fs::copy(&real, &library).unwrap();
+    setup.library.clone_from(&library);
+    let (node, _kubelet) = setup.serve(8).await;
+    // The next agents wait in nvmlInit until each is told to go on.
+    node.setup.tell("hang nvmlInit_v2");
+    let mut known = Vec::new();
+    // The stuck one is killed after a while: on a slow machine that may come first, and a second try shows it.
+    for xid in 100..105 {
+        let old = node.agent(&known).await;
+        known.push(old);
+        let new = node.setup.at("new.so");
+        std::fs::copy(&real, &new).unwrap();
+        std::fs::rename(&new, &library).unwrap();
+        let next = node.agent(&known).await;
+        let control = node.setup.at(&format!("control.{next}"));
+        until(async || control.exists().then_some(()).ok_or(next)).await;
+        signal("STOP", old);
+        let series = format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"{xid}\"}}", uuid(1, 0));
+        for command in ["unhang nvmlInit_v2", "calls nvmlDeviceGetTemperature 16", &format!("xid 0 {xid}")] {
+            let mut control = UnixStream::connect(&control).unwrap();
+            writeln!(control, "{command}").unwrap();
+            let mut done = String::new();
+            BufReader::new(control).read_line(&mut done).unwrap();
+            assert_eq!(done, "ok\n", "{command}");
+        }
+        until(async || if node.get("/metrics").await.body.contains(&series) { Ok(()) } else { Err(xid) }).await;
+        if node.agent_ids().contains(&old) {
+            return;
+        }
+    }
+    panic!("each XID came after the end of the old agent");
+}

@@ -1,6 +1,6 @@
 //! Processes that stop, two of a kind, and connections that do not end.
 
-use linkwise::kubelet_box::{Pod, Restart};
+use linkwise_kubelet_box::{Pod, Restart};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
@@ -74,7 +74,7 @@ async fn a_node_that_was_frozen_for_a_minute_goes_on_as_if_nothing_had_been() {
 
 /// Lets an admission run until its first call is made; it cannot be answered.
 async fn kubelet_asks(
-    kubelet: &linkwise::kubelet_box::KubeletBox,
+    kubelet: &linkwise_kubelet_box::KubeletBox,
     admission: &mut (impl Future<Output: std::fmt::Debug> + Unpin),
 ) {
     let calls = kubelet.state().resources[GPU].calls.preferred;

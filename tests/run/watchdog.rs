@@ -145,7 +145,7 @@ async fn where_every_gpu_ends_children_from_the_start_it_is_not_ready_and_comes_
         let kubelet = setup.kubelet();
         let node = setup.start().await;
         node.process.said("agents end whichever GPU they skip").await;
-        node.ready(503, "NVML is initialised, and no agent has seen the GPUs").await;
+        node.ready(503, "NVML is initialised, but no agent has seen the GPUs").await;
         node.setup.tell("uncrash nvmlDeviceGetTemperature");
         registered(&kubelet, 1, gpus).await;
     }

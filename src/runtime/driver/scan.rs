@@ -50,7 +50,7 @@ pub(super) enum Identity {
     Known,
     /// It is being read.
     Reading,
-    /// It is being read since before the scan: maybe another driver's.
+    /// It is being read for too long, or since before the scan: maybe another driver's. It is read again.
     ReadingOld,
     /// It is to be read.
     Wanted,
@@ -124,6 +124,9 @@ impl Scan {
     /// Publishes the pending scan: the node, where it is not as it was, and the events that waited for it.
     pub fn publish(&mut self, now: Duration) -> (Option<NodeObservation>, Vec<Event>) {
         self.pending = None;
+        if self.identity == Identity::Reading {
+            self.identity = Identity::ReadingOld;
+        }
         let held = std::mem::take(&mut self.held);
         let Some(nvml) = &self.nvml else { return (None, held) };
         let (host, host_failures) = self.host.clone().unwrap_or_default();
