@@ -11,14 +11,14 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use fake_nvml::Control;
-use linkwise::nvml::scan::CallFailure;
-use linkwise::nvml::{CallError, Fault, Limits};
 use linkwise::nvml::child::{Agent, AgentCommand, AgentEnded};
 use linkwise::nvml::protocol::{FromAgent, Place, ToAgent};
+use linkwise::nvml::scan::CallFailure;
+use linkwise::nvml::{CallError, Fault, Limits};
 use linkwise::state::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
 use linkwise::topology::{
-    CudaVersion, GpuObservation, GpuUuid, HostObservation, NodeObservation, NvLinkObservation, NvLinkRemote, ProbeFailure,
-    TopologyLevel,
+    CudaVersion, GpuObservation, GpuUuid, HostObservation, NodeObservation, NvLinkObservation, NvLinkRemote,
+    ProbeFailure, TopologyLevel,
 };
 use tempfile::TempDir;
 use tokio::process::{Child, Command};

@@ -80,11 +80,7 @@ pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
         fabric: fabric.and_then(joined),
         on_bus: None,
     };
-    Polled {
-        health,
-        links,
-        mig: mig.and_then(|on| if on { mig::names(device, calls).map(Some) } else { Some(None) }),
-    }
+    Polled { health, links, mig: mig.and_then(|on| if on { mig::names(device, calls).map(Some) } else { Some(None) }) }
 }
 
 /// Asks what is offered. A call that fails says nothing here: the one that has to reach the GPU says it.

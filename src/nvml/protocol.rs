@@ -220,8 +220,8 @@ impl<M: DeserializeOwned> Incoming<M> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::{FabricHealth, Reach, RecoveryAction, RowRemapping};
     use crate::nvml::scan::{GpuScan, MigDeviceScan, MigScan, NvLinkScan};
+    use crate::state::{FabricHealth, Reach, RecoveryAction, RowRemapping};
     use crate::topology::{CudaVersion, FabricObservation, MigExtension, PcieLink, TopologyLevel};
 
     fn every_message() -> Vec<FromAgent> {

@@ -13,8 +13,8 @@ use super::call::{Answer, CallError};
 use super::protocol::Place;
 use crate::topology::{
     ComputeCapability, CudaVersion, FabricObservation, GpuObservation, GpuUuid, HostObservation, MigCapabilities,
-    MigDeviceObservation, MigExtension, MigObservation, NodeObservation, NumaNodeId, NvLinkObservation, NvLinkRemote, PciAddress, PcieLink, ProbeFailure,
-    TopologyLevel,
+    MigDeviceObservation, MigExtension, MigObservation, NodeObservation, NumaNodeId, NvLinkObservation, NvLinkRemote,
+    PciAddress, PcieLink, ProbeFailure, TopologyLevel,
 };
 
 /// Everything that a scan asked NVML.
@@ -211,7 +211,8 @@ impl NodeScan {
                 let answered = |from: usize, to: &GpuUuid| {
                     self.gpus.get(from).and_then(|gpu| gpu.ancestors.get(to)).is_some_and(Result::is_ok)
                 };
-                if !answered(one, other) && !answered(two, &old.uuid)
+                if !answered(one, other)
+                    && !answered(two, &old.uuid)
                     && let Some(gpu) = self.gpus.get_mut(one)
                 {
                     gpu.ancestors.insert(other.clone(), level.clone());

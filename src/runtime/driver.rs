@@ -31,8 +31,8 @@ use crate::nvml::scan::NodeScan;
 use crate::state::Event;
 use crate::topology::{GpuUuid, NodeObservation};
 use agents::{AgentEnd, AgentId};
-pub(super) use host_probe::identity;
 use host_probe::HostProbe;
+pub(super) use host_probe::identity;
 pub(super) use machine::Settings;
 use machine::{Action, Input, Machine, Note};
 

@@ -21,7 +21,9 @@ fn words(failure: &CallFailure) -> String {
 
 fn advice(error: &CallError) -> &'static str {
     match error.fault() {
-        Fault::GpuLost => "it has fallen off the bus: drain the node and reboot it; if it comes again, the card or its slot",
+        Fault::GpuLost => {
+            "it has fallen off the bus: drain the node and reboot it; if it comes again, the card or its slot"
+        }
         Fault::ResetRequired => "drain the node and reset the GPU (nvidia-smi --gpu-reset -i INDEX)",
         _ if error.call == REGISTER => {
             "its XIDs and ECC errors are not seen: another process may hold the events, or the driver is in trouble (dmesg)"

@@ -9,12 +9,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use super::Idle;
 use super::agents::{ActiveAgent, AgentEnd, AgentId, Agents, RestartReason, StandbyAgent};
 use super::host_probe::HostFingerprint;
 use super::outage::NvmlOutage;
 use super::quarantine::{Quarantine, Verdict};
 use super::scan::{HostScan, Identity, Scan};
-use super::Idle;
 use crate::backoff::Backoff;
 use crate::nvml::HANDLE;
 use crate::nvml::protocol::{FromAgent, Missing, Place};
@@ -111,23 +111,53 @@ pub(super) enum Action {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Note {
     /// No agent works. `news` is whether the cause is another one than the last time.
-    Unavailable { cause: String, again_in: Duration, news: bool },
+    Unavailable {
+        cause: String,
+        again_in: Duration,
+        news: bool,
+    },
     /// An agent has seen the GPUs.
-    Available { gpus: usize, driver: Option<String>, library: Option<String> },
+    Available {
+        gpus: usize,
+        driver: Option<String>,
+        library: Option<String>,
+    },
     /// No agent has worked for the grace period.
-    Outage { cause: String },
+    Outage {
+        cause: String,
+    },
     StandbyStarted(RestartReason),
-    StandbyFailed { reason: RestartReason, cause: String, again_in: Duration },
+    StandbyFailed {
+        reason: RestartReason,
+        cause: String,
+        again_in: Duration,
+    },
     /// The active agent's driver is gone: another agent is started.
-    Replaced { cause: String },
-    Quarantined { gpu: Option<GpuUuid>, index: u32, cause: String },
-    OutOfQuarantine { gpu: Option<GpuUuid>, index: u32 },
+    Replaced {
+        cause: String,
+    },
+    Quarantined {
+        gpu: Option<GpuUuid>,
+        index: u32,
+        cause: String,
+    },
+    OutOfQuarantine {
+        gpu: Option<GpuUuid>,
+        index: u32,
+    },
     /// Killed agents do not end.
-    Stuck { agents: usize },
+    Stuck {
+        agents: usize,
+    },
     CallFailed(CallFailure),
     /// A GPU that another driver holds.
-    HeldByOther { gpu: PciAddress, driver: String },
-    NoGpu { reason: String },
+    HeldByOther {
+        gpu: PciAddress,
+        driver: String,
+    },
+    NoGpu {
+        reason: String,
+    },
     GpuAppeared(PciAddress),
 }
 
@@ -570,8 +600,7 @@ impl Machine {
             return;
         }
         self.actions.extend(end.cause.map(Action::CountEnd));
-        let is_trial =
-            standby.as_ref().is_some_and(|standby| matches!(standby.reason, RestartReason::Trial(_)));
+        let is_trial = standby.as_ref().is_some_and(|standby| matches!(standby.reason, RestartReason::Trial(_)));
         // An active agent that ends during a trial may be the tried GPU's victim.
         if let Some(gpu) = end.blamed.filter(|_| active.is_none() || !is_trial) {
             self.quarantine.blame(&gpu, end.why.clone(), now);
@@ -653,7 +682,8 @@ impl Machine {
         }
         let others: Vec<String> =
             host.foreign().into_iter().map(|(pci, driver)| format!("{pci} is bound to {driver}")).collect();
-        let others = if others.is_empty() { String::new() } else { format!(" for NVIDIA's driver ({})", others.join(", ")) };
+        let others =
+            if others.is_empty() { String::new() } else { format!(" for NVIDIA's driver ({})", others.join(", ")) };
         Ok(Idle::NoGpu(format!("no NVIDIA GPU on the PCI bus{others}, and none by NVML: {cause}")))
     }
 
@@ -748,13 +778,7 @@ impl Machine {
         }
     }
 
-    fn polled(
-        &mut self,
-        mut polls: BTreeMap<GpuUuid, HealthPoll>,
-        missing: &[Missing],
-        unheard: u32,
-        now: Duration,
-    ) {
+    fn polled(&mut self, mut polls: BTreeMap<GpuUuid, HealthPoll>, missing: &[Missing], unheard: u32, now: Duration) {
         self.act(Action::Unheard(unheard));
         polls.extend(self.unpolled(&polls, missing));
         if let Some(before) = self.polls.take().filter(|before| !self.scan.delays(before.polls.keys())) {
@@ -770,11 +794,7 @@ impl Machine {
     }
 
     /// The polls of the GPUs that NVML counts and that were not asked, but for those that are skipped.
-    fn unpolled(
-        &self,
-        polled: &BTreeMap<GpuUuid, HealthPoll>,
-        missing: &[Missing],
-    ) -> BTreeMap<GpuUuid, HealthPoll> {
+    fn unpolled(&self, polled: &BTreeMap<GpuUuid, HealthPoll>, missing: &[Missing]) -> BTreeMap<GpuUuid, HealthPoll> {
         let Some(scan) = &self.scan.nvml else { return BTreeMap::new() };
         let skipped = self.agents.active.as_ref().map_or(&[][..], |active| &active.skipped);
         let unlisted = || Reach::Failed { call: HANDLE.to_owned(), error: "NVML does not list it".to_owned() };

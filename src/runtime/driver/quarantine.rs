@@ -184,7 +184,10 @@ mod tests {
         let later = now + MINUTE * 90;
         assert_eq!(quarantine.put_off(place(3), later), MINUTE * 60);
         assert_eq!(quarantine.next_trial(), Some((later + MINUTE * 60, place(3))));
-        assert_eq!((quarantine.agent_lives(&[], 0, None), quarantine.skip(None)), (Some(Verdict::default()), vec![place(3)]));
+        assert_eq!(
+            (quarantine.agent_lives(&[], 0, None), quarantine.skip(None)),
+            (Some(Verdict::default()), vec![place(3)])
+        );
         // However late it ends a child again, it stays left out.
         quarantine.blame(&gpu(3), "at last".into(), later + WINDOW * 2);
         assert_eq!(quarantine.skip(None), [place(3)]);
