@@ -1,8 +1,8 @@
-//! The NVML child's main: the hidden subcommand `linkwise nvml-agent`.
+//! The NVML agent's main: the hidden subcommand `linkwise nvml-agent`.
 //!
-//! Three threads: this one waits for events, one goes its rounds (`watch`), and one reads
-//! what the parent says and ends the process when the parent is gone or wants no more of it,
-//! whatever NVML does meanwhile; that one therefore never calls NVML. Synchronous on purpose: the calls block.
+//! Three threads: this one waits for events, one polls (`watch`), and one reads the parent's requests and ends the process when
+//! the parent is gone or closes the socket, whatever NVML does meanwhile; that one therefore never calls NVML. Synchronous on
+//! purpose: the calls block.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -42,7 +42,7 @@ pub const MEMORY_MIB: u64 = 96;
 
 /// A wait for events that has lasted so long found none: one that is there ends it at once.
 const SETTLED: Duration = Duration::from_millis(20);
-/// How long the process goes on for events that the parent has not taken. The parent listens for as long (`runtime`).
+/// How long the process goes on for events that the parent has not taken. The parent reads for longer (`runtime`).
 const HEARING_OUT: Duration = Duration::from_secs(1);
 
 /// Why the child ended.
@@ -75,7 +75,7 @@ pub enum AgentError {
     #[error("the polling thread ended")]
     Watch(#[source] Option<Box<AgentError>>),
     /// A message could not be written down.
-    #[error("cannot tell the parent")]
+    #[error("cannot send to the parent")]
     Message(#[source] ProtocolError),
     /// The parent could not be reached.
     #[error("cannot reach the parent")]
@@ -85,12 +85,12 @@ pub enum AgentError {
 /// The way to the parent, for all threads.
 pub struct Parent {
     stream: Mutex<UnixStream>,
-    /// Whether the parent wants this process to end: then it listens to events only.
+    /// Whether the parent has asked this process to end: then it takes events only.
     dismissed: AtomicBool,
 }
 
 impl Parent {
-    /// Sends a message, whole. What comes of the rounds goes nowhere, and does not return, once the parent wants no more of it.
+    /// Sends a message, whole. Once the parent has asked this process to end, only events are sent: other calls never return.
     pub fn send(&self, message: &FromAgent) -> Result<(), AgentError> {
         let line = encode(message).map_err(AgentError::Message)?;
         let event =
@@ -146,7 +146,7 @@ pub fn main(
         Ok(nvml) => nvml,
         Err(error) => {
             parent.send(&failure(error))?;
-            // The parent knows, and says it in its own log: twice would be once too often.
+            // The parent logs it.
             raw::exit_now(1)
         }
     };

@@ -1,8 +1,8 @@
-//! NVML's events, in the child: registering each GPU, waiting, telling the parent.
+//! NVML's events, in the agent: registers each GPU, waits, reports to the parent.
 //!
-//! Called by `agent` on the child's main thread. A GPU that cannot register costs its own events
-//! only, and is tried again; a wait that fails is tried again with a pause, never in a spin, and where it keeps failing by a
-//! new set without the GPUs that are lost: one that is, by NVML's reference, ends the wait for all.
+//! Called by `agent` on the main thread. A GPU that cannot be registered costs its own events only, and is tried again. A wait
+//! that fails is repeated after a pause; where it keeps failing, with a new set without the GPUs that are lost: by NVML's
+//! reference one lost GPU ends the wait for all.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -37,26 +37,26 @@ const FAILURES: u32 = 3;
 /// The longest pause between two tries to hear GPUs that are not heard, in rounds; the first is one round, and it doubles.
 const LONGEST: u32 = 8;
 
-/// What the thread that waits for events does, for the other threads to see.
+/// The state of the thread that waits for events, shared with the other threads.
 #[derive(Debug)]
 pub struct Waiting {
     start: Instant,
-    /// Since when it is with NVML: milliseconds after the start, and one; 0 while it is not.
+    /// Start of the current wait, in ms since `start`, plus 1; 0 when not waiting.
     since: AtomicU64,
-    /// The GPUs that it does not hear though they have events, by what failed.
+    /// The failed registrations.
     unheard: Mutex<Vec<CallFailure>>,
-    /// It has asked for a round, and there was none yet.
+    /// A poll was requested and has not begun.
     asked: AtomicBool,
 }
 
 impl Waiting {
-    /// Nobody waits yet.
+    /// Not waiting yet.
     pub fn new() -> Self {
         let (since, unheard) = (AtomicU64::new(0), Mutex::new(Vec::new()));
         Self { start: Instant::now(), since, unheard, asked: AtomicBool::new(false) }
     }
 
-    /// For how long the present wait has lasted.
+    /// How long the current wait has lasted.
     pub fn lasts(&self) -> Duration {
         match self.since.load(Ordering::Relaxed) {
             0 => Duration::ZERO,
@@ -64,17 +64,17 @@ impl Waiting {
         }
     }
 
-    /// What failed for the GPUs that are not heard.
+    /// The failed registrations.
     pub fn unheard(&self) -> Vec<CallFailure> {
         self.unheard.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// A round begins: what came until now is followed by it.
+    /// A poll begins: it follows all events so far.
     pub fn round_begins(&self) {
         self.asked.store(false, Ordering::Relaxed);
     }
 
-    /// Asks for a round, unless one that was asked for is still to come.
+    /// Requests a poll, unless a requested one has not begun.
     fn ask_for_a_round(&self, ask: &mpsc::Sender<ToAgent>) {
         if !self.asked.swap(true, Ordering::Relaxed) {
             // The receiver ends with the process only.
@@ -88,13 +88,13 @@ impl Waiting {
     }
 }
 
-/// A set, and the GPUs whose events come by it.
+/// A set, and the GPUs that are registered with it.
 struct Heard<'nvml> {
     set: EventSet<'nvml>,
     gpus: BTreeSet<PciAddress>,
 }
 
-/// Registers every GPU that can be; `None` where none has events. `calls` are those of a GPU, or of none.
+/// Registers every GPU that can be; `None` where none has events. `calls` gives the reporter of a GPU's calls, or of others.
 fn register<'nvml>(
     nvml: &'nvml Nvml,
     mut candidates: Vec<&Gpu<'nvml>>,
@@ -154,13 +154,13 @@ impl<'nvml> Listener<'nvml> {
         listener
     }
 
-    /// Whether there are GPUs whose events it hears.
+    /// Whether any GPU is registered.
     pub fn hears(&self) -> bool {
         self.heard.is_some()
     }
 
-    /// Waits for events and tells them, until the parent is gone or `go_on` says no; `go_on` is asked
-    /// whenever a wait or a pause has ended. After each event a round is asked for: of several XIDs NVML tells the last one only.
+    /// Waits for events and reports them, until the parent is gone or `go_on` is false; it is asked after each wait and each
+    /// pause. After each event a poll is requested: of several XIDs NVML reports only the last.
     ///
     /// # Errors
     ///
@@ -220,8 +220,8 @@ impl<'nvml> Listener<'nvml> {
         Ok(())
     }
 
-    /// Takes a new set of the GPUs that are not lost, where one of them was not heard before, or where the one that there is has
-    /// `failed`. Whether it did. Its calls are not told to the parent: they would hide what the other thread does.
+    /// Takes a new set of the GPUs that are not lost, where one of them was not registered before, or where the present set has
+    /// `failed`. Returns whether it did. Its calls are not reported: they would hide the other thread's.
     fn renew(
         &mut self,
         failed: bool,
@@ -271,7 +271,7 @@ impl<'nvml> Listener<'nvml> {
         Ok(taken)
     }
 
-    /// Takes note of who is not heard, and of when to try again.
+    /// Keeps the failed registrations, and when to try them again.
     fn note(&mut self, mut failures: Vec<CallFailure>, waiting: &Waiting) {
         let heard = |subject: &str| {
             self.heard.as_ref().is_some_and(|heard| heard.gpus.iter().any(|pci| pci.to_string() == subject))

@@ -1,8 +1,7 @@
-//! The child's rounds: cheap calls to each GPU, again and again, and a full look whenever they show that the node has
-//! changed or the parent asks for one.
+//! The agent's polls: cheap calls to each GPU at an interval, and a full scan whenever a poll shows that the node has changed or
+//! the parent asks for one.
 //!
-//! Runs on a thread of its own, so that neither a wait for events nor the parent's socket waits
-//! for it. Called by `agent`.
+//! Runs on a thread of its own, so that neither the wait for events nor the parent's socket waits for it. Called by `agent`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -48,18 +47,18 @@ pub struct Watch {
     pub gpus: Arc<Vec<Gpu<'static>>>,
     /// The GPUs that do not say who or where they are, as of the latest time they were asked.
     pub missing: Vec<Missing>,
-    /// The GPUs whose events are told: those of the start.
+    /// The GPUs that were registered for events: those of the start.
     pub at_start: Vec<GpuUuid>,
-    /// What the thread that waits for events does.
+    /// The state of the thread that waits for events.
     pub waiting: Arc<Waiting>,
-    /// What each GPU does not offer.
+    /// The calls that each GPU does not offer.
     pub silence: BTreeMap<GpuUuid, Silence>,
-    /// What the node looked like in the latest round.
+    /// The node at the latest poll.
     pub seen: Fingerprint,
 }
 
-/// What cheap calls show of the node; where one of them changes, a full look is due. What did not answer is not in it:
-/// silence is no change.
+/// The part of the node that a poll sees; where it changes, a full scan is due. Calls that failed are not in it: a failure is
+/// not a change.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Fingerprint {
     count: Option<u32>,
@@ -72,7 +71,7 @@ impl Fingerprint {
     /// Takes what a round saw; whether any of it differs from what was known.
     fn learn(&mut self, round: Self) -> bool {
         fn merge<K: Ord, V: PartialEq>(known: &mut BTreeMap<K, V>, seen: BTreeMap<K, V>) -> bool {
-            // No short cut: everything is to be learnt.
+            // No short cut: every entry is stored.
             seen.into_iter().fold(false, |changed, (key, value)| {
                 let differs = known.get(&key) != Some(&value);
                 known.insert(key, value);
@@ -88,7 +87,7 @@ impl Fingerprint {
 }
 
 impl Watch {
-    /// The first full look and the first round; nothing is told before both are done.
+    /// The first full scan and the first poll; nothing is reported before both are done.
     ///
     /// # Errors
     ///
@@ -105,7 +104,7 @@ impl Watch {
         self.tell(polls)
     }
 
-    /// Goes its rounds and answers until the parent is gone.
+    /// Polls and serves requests until the parent is gone.
     ///
     /// # Errors
     ///
@@ -136,7 +135,7 @@ impl Watch {
         }
         if self.seen.learn(round) {
             self.observe()?;
-            // What has come is polled at once; a full look is rare. Who did not say its name in it is among the missing.
+            // New GPUs are polled at once; a full scan is rare. A GPU that it could not identify is among the missing.
             let (again, links) = self.poll();
             self.seen.learn(links);
             polls = again;
@@ -195,7 +194,7 @@ impl Watch {
         let waiting_ms = u64::try_from(self.waiting.lasts().as_millis()).unwrap_or(u64::MAX);
         let (missing, unheard) = (self.missing.clone(), self.waiting.unheard());
         let subjects: BTreeSet<String> = unheard.into_iter().map(|failure| failure.subject).collect();
-        // Without a set nobody is heard.
+        // Without a set no GPU is registered.
         let unheard = if subjects.contains("driver") { self.at_start.len() } else { subjects.len() };
         let unheard = u32::try_from(unheard).unwrap_or(u32::MAX);
         self.parent.send(&FromAgent::Polled { gpus, missing, unheard, waiting_ms })
@@ -216,7 +215,7 @@ impl Watch {
         self.missing = std::mem::take(&mut listed.missing);
     }
 
-    /// Knows the names of the GPUs that were looked at, and no others: one that says its name later is news.
+    /// Remembers the names of the scanned GPUs only: one that is identified later is a change.
     fn know(&mut self) {
         self.seen.names = self.gpus.iter().map(|gpu| (gpu.index, gpu.uuid.clone())).collect();
     }

@@ -6,160 +6,36 @@
 //! the two, none of the new one's waits for the end of the old one, and a standby that fails costs nothing. The tests beside
 //! this file hold the invariants against random stories.
 
+mod failure;
+mod io;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::Idle;
-use super::agents::{ActiveAgent, AgentEnd, AgentId, Agents, RestartReason, StandbyAgent};
+use failure::{NO_GPUS, Reached};
+
+use super::agents::{ActiveAgent, AgentId, Agents, RestartReason, StandbyAgent};
 use super::host_probe::HostFingerprint;
 use super::outage::NvmlOutage;
 use super::quarantine::{Quarantine, Verdict};
-use super::scan::{HostScan, Identity, Scan};
+use super::scan::{Identity, Scan};
 use crate::backoff::Backoff;
 use crate::nvml::HANDLE;
 use crate::nvml::protocol::{FromAgent, Missing, Place};
-use crate::nvml::scan::{CallFailure, NodeScan, known};
+use crate::nvml::scan::{NodeScan, known};
 use crate::once::Once;
 use crate::state::{Event, HealthPoll, MigInstance, NodeIdentity, Reach};
-use crate::topology::{GpuUuid, NodeObservation, PciAddress};
+use crate::topology::{GpuUuid, PciAddress};
+
+pub(in crate::runtime) use io::Settings;
+pub(super) use io::{Action, Input, Note};
 
 /// The longest pause before an agent is started again, as a multiple of the first.
 const LONGEST: u32 = 60;
 
-/// The cause where NVML works and there is no GPU.
-const NO_GPUS: &str = "NVML lists no GPU on this node";
-
 /// How long a start, a poll and a scan wait for short files; what they would have added counts later.
 const FILES: Duration = Duration::from_millis(500);
-
-/// The options of the life with the driver; see `config::NvmlArgs`.
-#[derive(Clone, Debug)]
-pub(in crate::runtime) struct Settings {
-    /// Whether GPUs are unhealthy while NVML is unavailable.
-    pub unhealthy_when_away: bool,
-    /// `--fail-on-init-error`.
-    pub fail_on_init_error: Option<bool>,
-    /// The first pause before an agent is started again.
-    pub pause: Duration,
-    /// How long NVML may be unavailable before that is an outage.
-    pub grace: Duration,
-    /// When a quarantined GPU is tried for the first time.
-    pub trial: Duration,
-    /// From one look at the PCI bus to the next on a node without GPUs.
-    pub bus_look: Duration,
-    /// From one poll of an agent to the next.
-    pub poll: Duration,
-    /// How long one NVML call may take.
-    pub call: Duration,
-}
-
-/// What happened.
-#[derive(Debug)]
-pub(super) enum Input {
-    /// An agent sent a message.
-    Message(AgentId, FromAgent),
-    /// Nothing more comes from an agent, or none could be started.
-    Ended(AgentId, AgentEnd),
-    /// An agent's process has ended.
-    Reaped(AgentId),
-    /// An operator released the driver, or resumed it.
-    Released(bool),
-    /// The host was probed; `None` where that broke off.
-    Probed(Option<HostFingerprint>),
-    /// The host was scanned; `None` where that broke off.
-    HostScanned(Option<HostScan>),
-    /// Boot and driver were identified; `None` where that broke off.
-    Identified(Option<NodeIdentity>),
-    /// The time of [`Machine::wake`] has come.
-    Tick,
-}
-
-/// What has to be done.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Action {
-    /// Start an agent that skips these GPUs.
-    Start(AgentId, Vec<Place>),
-    /// Ask an agent for a full scan.
-    Rescan(AgentId),
-    /// Ask an agent to end; its messages are still read.
-    Dismiss(AgentId),
-    /// Kill an agent, and report when its process has ended.
-    Kill(AgentId),
-    /// Probe the host; the library is the one that this agent has loaded.
-    Probe(Option<AgentId>),
-    /// Scan the host.
-    ScanHost,
-    /// Read the identity of boot and driver.
-    Identify,
-    /// Publish the node.
-    Publish(Box<NodeObservation>),
-    /// Apply an event to the node's state.
-    Emit(Event),
-    /// Report why nothing is offered.
-    Idle(Idle),
-    /// Count an agent's end, by its cause.
-    CountEnd(&'static str),
-    /// Report how many GPUs' events are not heard.
-    Unheard(u32),
-    /// Write a line to the log.
-    Log(Note),
-    /// End the process, with this cause.
-    Fail(String),
-}
-
-/// A line of the log.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Note {
-    /// No agent works. `news` is whether the cause is another one than the last time.
-    Unavailable {
-        cause: String,
-        again_in: Duration,
-        news: bool,
-    },
-    /// An agent has seen the GPUs.
-    Available {
-        gpus: usize,
-        driver: Option<String>,
-        library: Option<String>,
-    },
-    /// No agent has worked for the grace period.
-    Outage {
-        cause: String,
-    },
-    StandbyStarted(RestartReason),
-    StandbyFailed {
-        reason: RestartReason,
-        cause: String,
-        again_in: Duration,
-    },
-    /// The active agent's driver is gone: another agent is started.
-    Replaced {
-        cause: String,
-    },
-    Quarantined {
-        gpu: Option<GpuUuid>,
-        index: u32,
-        cause: String,
-    },
-    OutOfQuarantine {
-        gpu: Option<GpuUuid>,
-        index: u32,
-    },
-    /// Killed agents do not end.
-    Stuck {
-        agents: usize,
-    },
-    CallFailed(CallFailure),
-    /// A GPU that another driver holds.
-    HeldByOther {
-        gpu: PciAddress,
-        driver: String,
-    },
-    NoGpu {
-        reason: String,
-    },
-    GpuAppeared(PciAddress),
-}
 
 /// What happens while no agent is active.
 #[derive(Debug)]
@@ -174,17 +50,6 @@ enum Stage {
     Idle { look_at: Duration },
     /// The process is to end.
     Failed,
-}
-
-/// How far an agent had got that ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Reached {
-    /// NVML was not initialised, or has no GPU.
-    Nothing,
-    /// NVML was initialised: a call after that ended it, maybe one GPU's.
-    Nvml,
-    /// It saw the GPUs.
-    Gpus,
 }
 
 /// The polls of the GPUs, while they wait for the look at the PCI bus and for the scan that names the GPUs.
@@ -519,7 +384,7 @@ impl Machine {
     fn message(&mut self, id: AgentId, message: FromAgent, now: Duration) {
         let is_active = self.agents.active.as_ref().is_some_and(|active| active.id == id);
         match message {
-            // Whoever heard of it: an agent that is asked to end reports what it still holds.
+            // From any agent: one that was asked to end still reports the events that it holds.
             FromAgent::Xid { gpu, code, gpu_instance, compute_instance } => {
                 let instance = gpu_instance.map(|gpu_instance| MigInstance { gpu_instance, compute_instance });
                 self.event(&gpu.clone(), Event::Xid { gpu, code, instance }, now);
@@ -573,120 +438,6 @@ impl Machine {
         }
     }
 
-    /// A standby failed: another one follows, later.
-    fn standby_failed(&mut self, reason: RestartReason, cause: String, now: Duration) {
-        let again_in = match (&reason, &mut self.agents.active) {
-            (RestartReason::Trial(place), _) => self.quarantine.put_off(*place, now),
-            (RestartReason::Renewal(why), Some(active)) => {
-                let pause = active.backoff.failed();
-                active.renewal = Some((now + pause, why.clone()));
-                pause
-            }
-            (RestartReason::Renewal(_), None) => return,
-        };
-        self.log(Note::StandbyFailed { reason, cause, again_in });
-    }
-
-    fn ended(&mut self, id: AgentId, end: AgentEnd, now: Duration) {
-        let active = self.agents.active.take_if(|active| active.id == id);
-        let standby = self.agents.standby.take_if(|standby| standby.id == id || active.is_some());
-        let is_known = active.is_some() || standby.is_some() || self.agents.is_retired(id);
-        if end.reaped {
-            self.agents.reaped(id);
-        } else if is_known {
-            self.kill(id);
-        }
-        if active.is_none() && standby.is_none() {
-            return;
-        }
-        self.actions.extend(end.cause.map(Action::CountEnd));
-        let is_trial = standby.as_ref().is_some_and(|standby| matches!(standby.reason, RestartReason::Trial(_)));
-        // An active agent that ends during a trial may be the tried GPU's victim.
-        if let Some(gpu) = end.blamed.filter(|_| active.is_none() || !is_trial) {
-            self.quarantine.blame(&gpu, end.why.clone(), now);
-        }
-        match (active, standby) {
-            (Some(active), standby) => {
-                if let Some(standby) = standby {
-                    self.kill(standby.id);
-                }
-                let reached = match &active.error {
-                    _ if active.ready => Reached::Gpus,
-                    None if end.initialised => Reached::Nvml,
-                    _ => Reached::Nothing,
-                };
-                // The error with which it left explains more than its exit code.
-                let why = active.error.clone().unwrap_or(end.why);
-                self.without_agent(active, reached, why, now);
-            }
-            (None, Some(standby)) => self.standby_failed(standby.reason, standby.error.unwrap_or(end.why), now),
-            (None, None) => {}
-        }
-    }
-
-    /// The active agent failed: what it means for the node, and a pause.
-    fn without_agent(&mut self, active: ActiveAgent, reached: Reached, cause: String, now: Duration) {
-        let pause = self.backoff.failed_after(now.saturating_sub(active.began));
-        self.initialised |= reached != Reached::Nothing;
-        if self.outage.has_worked() {
-            self.outage.begin(cause.clone(), now);
-        } else if self.initialised && cause != NO_GPUS {
-            // This container can open the driver: which call is in the way is for the quarantine to find, and another container
-            // would fare no better.
-            let reason = format!("NVML is initialised, but no agent has seen the GPUs: {cause}");
-            self.act(Action::Idle(Idle::Waiting(reason)));
-        } else {
-            match self.without_nvml(&cause, active.host.as_ref()) {
-                Ok(idle @ Idle::Waiting(_)) => self.act(Action::Idle(idle)),
-                Ok(Idle::NoGpu(reason)) => {
-                    self.log(Note::NoGpu { reason: reason.clone() });
-                    self.act(Action::Idle(Idle::NoGpu(reason)));
-                    self.stage = Stage::Idle { look_at: now + self.settings.bus_look };
-                    return;
-                }
-                Err(cause) => {
-                    self.stage = Stage::Failed;
-                    return self.act(Action::Fail(cause));
-                }
-            }
-        }
-        // Where there is no driver this goes on for ever: one line for a cause, the metric counts the starts.
-        let news = !self.unavailable.replace([cause.clone()]).is_empty() || reached == Reached::Gpus;
-        self.log(Note::Unavailable { cause, again_in: pause, news });
-        self.stage = Stage::Pausing { until: now + pause };
-    }
-
-    /// What to do where NVML never answered: by the option, else by what is on the PCI bus. An error ends the process, so
-    /// that its container is made anew: libraries and device nodes are given when a container is made.
-    fn without_nvml(&self, cause: &str, host: Option<&HostFingerprint>) -> Result<Idle, String> {
-        let unavailable = format!("NVML cannot be initialised: {cause}");
-        let must_work = self.settings.fail_on_init_error;
-        let Some(host) = host else {
-            if must_work == Some(true) {
-                return Err(unavailable);
-            }
-            // Whether there is a GPU is unknown: no reason to end, and none to rest.
-            let reason = format!("NVML cannot be initialised, and the PCI bus does not answer: {cause}");
-            return Ok(Idle::Waiting(reason));
-        };
-        let gpus = host.gpus();
-        match (must_work, gpus.first()) {
-            (Some(true), None) if cause == NO_GPUS => {}
-            (Some(true), _) => return Err(unavailable),
-            (None, Some(first)) => {
-                let number = gpus.len();
-                return Err(format!("{number} NVIDIA GPU(s) on the PCI bus ({first} ...), but {unavailable}"));
-            }
-            (Some(false), Some(_)) => return Ok(Idle::Waiting(unavailable)),
-            (None | Some(false), None) => {}
-        }
-        let others: Vec<String> =
-            host.foreign().into_iter().map(|(pci, driver)| format!("{pci} is bound to {driver}")).collect();
-        let others =
-            if others.is_empty() { String::new() } else { format!(" for NVIDIA's driver ({})", others.join(", ")) };
-        Ok(Idle::NoGpu(format!("no NVIDIA GPU on the PCI bus{others}, and none by NVML: {cause}")))
-    }
-
     /// The active agent has scanned the GPUs: when it is ready, and again whenever they changed.
     fn scanned(&mut self, scan: NodeScan, now: Duration) {
         let Some(active) = &mut self.agents.active else { return };
@@ -723,14 +474,6 @@ impl Machine {
         self.identify();
     }
 
-    /// The active agent is of no use.
-    fn useless(&mut self, reached: Reached, cause: &str, now: Duration) {
-        let Some(active) = self.agents.active.take() else { return };
-        self.act(Action::CountEnd("replaced"));
-        self.retire(active.id, now);
-        self.without_agent(active, reached, cause.to_owned(), now);
-    }
-
     fn identify(&mut self) {
         self.scan.identity = match self.scan.identity {
             Identity::Known | Identity::Wanted => {
@@ -759,7 +502,7 @@ impl Machine {
         self.actions.extend(events.into_iter().map(Action::Emit));
     }
 
-    /// Who is quarantined from now on, and who no longer.
+    /// Reports which GPUs are quarantined from now on, and which no longer.
     fn report(&mut self, verdict: Verdict) {
         // A GPU that was never scanned was never offered: it has a line in the log only.
         let scanned = |machine: &Self, place| machine.scan.nvml.as_ref()?.at(place).map(|gpu| gpu.uuid.clone());

@@ -6,11 +6,13 @@
 use proptest::prelude::*;
 use proptest::test_runner::Config;
 
+use super::super::agents::AgentEnd;
 use super::super::host_probe::HostProbe;
 use super::*;
 use crate::nvml::CallError;
 use crate::nvml::protocol::CalledGpu;
 use crate::nvml::scan::{GpuScan, MigScan};
+use crate::state::NodeIdentity;
 
 const PAUSE: Duration = Duration::from_secs(1);
 const GRACE: Duration = Duration::from_secs(60);
