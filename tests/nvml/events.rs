@@ -1,7 +1,9 @@
 //! Whose events are heard, and what an event brings.
 
+use linkwise::nvml::CallError;
 use linkwise::nvml::child::Agent;
 use linkwise::nvml::protocol::{FromAgent, ToAgent};
+use linkwise::nvml::scan::CallFailure;
 use linkwise::state::RecoveryAction;
 
 use super::{Duration, LIMIT, Machine, machine, next, polled, ready, said, timeout, uuid};

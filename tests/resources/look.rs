@@ -1,8 +1,8 @@
 //! MIG through the real NVML child: what the fake library's machine has is what is observed.
 
 use linkwise::nvml::child::AgentCommand;
-use linkwise::runtime::look;
-use linkwise::topology::{GpuObservation, ProbeFailure};
+use linkwise::runtime::scan;
+use linkwise::topology::{GpuObservation, HostObservation, NodeObservation, ProbeFailure};
 use tempfile::TempDir;
 
 use crate::{MIXED, mixed};
@@ -32,7 +32,8 @@ impl Driver {
 
     /// What a child sees now.
     pub async fn look(&self) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
-        let (mut gpus, failures) = look(&self.command).await.unwrap();
+        let NodeObservation { mut gpus, failures, .. } =
+            scan(&self.command).await.unwrap().node(HostObservation::default(), Vec::new());
         for gpu in &mut gpus {
             gpu.common_ancestors.clear();
         }

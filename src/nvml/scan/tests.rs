@@ -1,3 +1,5 @@
+//! Facts that survive failed calls, and GPUs that cannot be identified for a while.
+
 use serde_json::{Value, json};
 
 use super::*;

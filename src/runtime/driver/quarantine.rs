@@ -177,7 +177,7 @@ mod tests {
         for _ in 0..7 {
             assert_eq!(quarantine.skip(Some(place(3))), []);
             quarantine.blame(&gpu(3), "again".into(), now);
-            pauses.push((quarantine.next_trial().unwrap().0 - now).as_secs() / 60);
+            pauses.push(quarantine.next_trial().unwrap().0.saturating_sub(now).as_secs() / 60);
         }
         assert_eq!(pauses, [2, 4, 8, 16, 32, 60, 60]);
         // One that says nothing of it comes after the same pause, and one that sees no GPU is no witness.
