@@ -153,8 +153,8 @@ impl Retained<'_> {
         let Err(error) = &*now else { return };
         let same = |known: &&mut CallFailure| known.subject == self.subject && known.error == *error;
         match (self.failures.iter_mut().find(same), number) {
-            (Some(known), Some(number)) => known.part += &format!(", {number}"),
-            (Some(_), None) => {}
+            (Some(known), Some(number)) if !known.part.is_empty() => known.part += &format!(", {number}"),
+            (Some(_), _) => {}
             (None, number) => {
                 let part = number.map(|number| format!("{what} {number}")).unwrap_or_default();
                 self.failures.push(CallFailure { subject: self.subject.clone(), part, error: error.clone() });
@@ -336,12 +336,12 @@ impl MigScan {
             if let Ok(Some(found)) = found {
                 let same = |old: &&MigDeviceScan| old.device.uuid == found.device.uuid;
                 let old = before.into_iter().flat_map(BTreeMap::values).filter_map(known).find(same);
-                facts.fact(&mut found.extension, old.map(|old| &old.extension));
+                facts.part("MIG device", Some(*index), &mut found.extension, old.map(|old| &old.extension));
                 facts.fact(&mut found.capabilities, old.map(|old| &old.capabilities));
             } else {
                 // One that was made anew at another index is not there twice.
                 let moved = |old: &MigDeviceScan| here.contains(&old.device.uuid);
-                facts.fact(found, at(index).filter(|old| !known(old).is_some_and(moved)));
+                facts.part("MIG device", Some(*index), found, at(index).filter(|old| !known(old).is_some_and(moved)));
             }
         }
     }
