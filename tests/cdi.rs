@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use linkwise::cdi::{self, Description, Extra, GpuEntry, Library, MigEntry, Oddity, Options, Roots, Spec};
 use linkwise::state::{Event, NodeState};
-use linkwise::topology::{GpuObservation, HostObservation, MigCapabilities, NodeObservation};
+use linkwise::topology::{GpuObservation, MigCapabilities, NodeObservation};
 use root::{LIBRARIES, Root, VERSION};
 use tempfile::{TempDir, tempdir};
 
@@ -37,7 +37,7 @@ fn observed(snapshot: NodeState, gpus: &[(u32, &str, &str, Option<u32>)]) -> Nod
         GpuObservation { minor, ..serde_saphyr::from_str(&yaml).unwrap() }
     };
     let gpus = gpus.iter().map(gpu).collect();
-    let observed = NodeObservation { gpus, host: HostObservation::default(), failures: vec![] };
+    let observed = NodeObservation { gpus, ..NodeObservation::default() };
     snapshot.apply(Event::Observed(Box::new(observed)), Duration::ZERO).0
 }
 
