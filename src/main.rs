@@ -27,7 +27,8 @@ fn main() -> ExitCode {
         },
         Command::NvmlAgent(args) => {
             let poll = Duration::from_millis(args.poll_ms);
-            nvml::agent::main(args.library.as_deref(), args.procfs, poll, &args.skip).map_err(Into::into)
+            nvml::agent::main(args.library.as_deref(), args.procfs, poll, args.memory_mib, &args.skip)
+                .map_err(Into::into)
         }
     };
     let Err(error) = result else { return ExitCode::SUCCESS };

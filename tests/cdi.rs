@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use linkwise::cdi::{self, Description, DeviceEntry, Extra, Library, Options, Roots, Scan, Scanner, Spec, Warning};
 use linkwise::state::{Event, MigStrategy, NodeState, ResourcePlan};
-use linkwise::topology::{GpuObservation, HostObservation, NodeObservation};
+use linkwise::topology::{GpuObservation, NodeObservation};
 use root::{LIBRARIES, Root, VERSION};
 use tempfile::{TempDir, tempdir};
 
@@ -39,7 +39,7 @@ fn observed(snapshot: NodeState, gpus: &[(u32, &str, &str, Option<u32>)]) -> Nod
         GpuObservation { minor, ..serde_saphyr::from_str(&yaml).unwrap() }
     };
     let gpus = gpus.iter().map(gpu).collect();
-    let observed = NodeObservation { gpus, host: HostObservation::default(), failures: vec![] };
+    let observed = NodeObservation { gpus, ..NodeObservation::default() };
     snapshot.apply(Event::Observed(Box::new(observed)), Duration::ZERO).0
 }
 
@@ -243,7 +243,7 @@ fn mig_device_has_parent_node_and_capabilities() {
     let gpus = serde_saphyr::from_str(&yaml).unwrap();
     let plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
     let snapshot = NodeState::default().apply(Event::Planned(Box::new(plan)), Duration::ZERO).0;
-    let observed = NodeObservation { gpus, host: HostObservation::default(), failures: vec![] };
+    let observed = NodeObservation { gpus, ..NodeObservation::default() };
     let snapshot = snapshot.apply(Event::Observed(Box::new(observed)), Duration::ZERO).0;
     let scanned = scan(on_host(&folder), Options::default(), &snapshot);
     assert_eq!(scanned.warnings, [Warning::NoCapabilities { uuid: "MIG-3".parse().unwrap() }]);

@@ -35,7 +35,7 @@ fn look(gpus: impl IntoIterator<Item = usize>) -> Event {
         serde_saphyr::from_str(&text).unwrap()
     };
     let gpus = gpus.into_iter().map(gpu).collect();
-    Event::Observed(Box::new(NodeObservation { gpus, host: HostObservation::default(), failures: Vec::new() }))
+    Event::Observed(Box::new(NodeObservation { gpus, host: HostObservation::default(), ..NodeObservation::default() }))
 }
 
 /// What a modern driver says of a GPU that is well.
@@ -333,10 +333,10 @@ fn late_fabric_join_is_no_failure() {
 #[test]
 fn quarantined_gpu_is_unhealthy_until_released() {
     let mut world = World::new();
-    world.tell(Event::LeftOut { gpu: uuid(0), why: "SIGSEGV in nvmlDeviceGetTemperature".into() });
+    world.tell(Event::Quarantined { gpu: uuid(0), why: "SIGSEGV in nvmlDeviceGetTemperature".into() });
     world.tell(Event::Cleared { gpu: uuid(0) }).polls(100, &well());
-    assert_eq!(world.reason(), "left out: SIGSEGV in nvmlDeviceGetTemperature");
-    world.tell(Event::TakenBackIn { gpu: uuid(0) });
+    assert_eq!(world.reason(), "quarantined: SIGSEGV in nvmlDeviceGetTemperature");
+    world.tell(Event::ReleasedFromQuarantine { gpu: uuid(0) });
     assert_eq!(world.heals_after(&well(), 20), Some(7));
 }
 

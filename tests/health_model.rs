@@ -33,7 +33,7 @@ fn look(gpus: impl IntoIterator<Item = usize>) -> Event {
         serde_saphyr::from_str(&text).unwrap()
     };
     let gpus = gpus.into_iter().map(gpu).collect();
-    Event::Observed(Box::new(NodeObservation { gpus, host: HostObservation::default(), failures: Vec::new() }))
+    Event::Observed(Box::new(NodeObservation { gpus, host: HostObservation::default(), ..NodeObservation::default() }))
 }
 
 fn identity(boot: u8, driver: u8) -> NodeIdentity {
@@ -327,10 +327,10 @@ impl World {
                 self.owed[*gpu].trouble.owe(2);
             }
             Step::LeftOut(gpu) if self.tells(*gpu) => {
-                self.tell(Event::LeftOut { gpu: uuid(*gpu), why: "SIGSEGV".to_owned() });
+                self.tell(Event::Quarantined { gpu: uuid(*gpu), why: "SIGSEGV".to_owned() });
                 self.owed[*gpu].unseen.owe(2);
             }
-            Step::TakenBackIn(gpu) if self.tells(*gpu) => self.tell(Event::TakenBackIn { gpu: uuid(*gpu) }),
+            Step::TakenBackIn(gpu) if self.tells(*gpu) => self.tell(Event::ReleasedFromQuarantine { gpu: uuid(*gpu) }),
             Step::Cleared(gpu) if self.tells(*gpu) => {
                 self.tell(Event::Cleared { gpu: uuid(*gpu) });
                 let owed = &mut self.owed[*gpu];

@@ -11,12 +11,14 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use fake_nvml::Control;
-use linkwise::nvml::Limits;
 use linkwise::nvml::child::{Agent, AgentCommand, AgentEnded};
 use linkwise::nvml::protocol::{FromAgent, Place, ToAgent};
+use linkwise::nvml::scan::CallFailure;
+use linkwise::nvml::{CallError, Fault, Limits};
 use linkwise::state::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
 use linkwise::topology::{
-    GpuObservation, GpuUuid, NodeObservation, NvLinkObservation, NvLinkRemote, ProbeFailure, TopologyLevel,
+    CudaVersion, GpuObservation, GpuUuid, HostObservation, NodeObservation, NvLinkObservation, NvLinkRemote,
+    ProbeFailure, TopologyLevel,
 };
 use tempfile::TempDir;
 use tokio::process::{Child, Command};
@@ -89,7 +91,10 @@ async fn said(agent: &mut Agent) -> Result<FromAgent, AgentEnded> {
 
 async fn ready(agent: &mut Agent) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
     match said(agent).await.unwrap() {
-        FromAgent::Ready { gpus, failures, .. } => (gpus, failures),
+        FromAgent::Ready(scan) => {
+            let node = scan.after(None).node(HostObservation::default(), Vec::new());
+            (node.gpus, node.failures)
+        }
         other => panic!("not ready: {other:?}"),
     }
 }
@@ -131,11 +136,13 @@ fn written() -> Vec<GpuObservation> {
 async fn sees_what_the_machine_file_says() {
     let machine = machine();
     let mut agent = machine.agent();
-    let FromAgent::Ready { driver, nvml, count, mut gpus, failures } = next(&mut agent).await.unwrap() else {
-        panic!()
-    };
-    assert_eq!(count, Some(4));
-    assert_eq!((driver.as_deref(), nvml.as_deref()), (Some("580.95.05"), Some("13.580.95.05")));
+    let FromAgent::Ready(scan) = next(&mut agent).await.unwrap() else { panic!() };
+    assert_eq!(scan.count, Some(4));
+    assert_eq!(scan.library, Ok(Some("13.580.95.05".to_owned())));
+    let node = scan.after(None).node(HostObservation::default(), Vec::new());
+    let cuda = Some(CudaVersion { major: 13, minor: 0 });
+    assert_eq!((node.driver_version.as_deref(), node.cuda_version), (Some("580.95.05"), cuda));
+    let (mut gpus, failures) = (node.gpus, node.failures);
     let levels: Vec<_> = gpus.iter_mut().map(|gpu| std::mem::take(&mut gpu.common_ancestors)).collect();
     use TopologyLevel::{Multiple, Single, System};
     assert_eq!(levels[0], [(1, Single), (2, Multiple), (3, System)].into());
@@ -379,8 +386,8 @@ async fn a_gpu_that_is_skipped_is_not_touched() {
     }
     machine.command.skip = vec![Place { index: 1, of: 4 }];
     let mut agent = machine.agent();
-    let FromAgent::Ready { count, gpus, .. } = next(&mut agent).await.unwrap() else { panic!() };
-    assert_eq!((count, gpus.iter().map(|gpu| gpu.index).collect::<Vec<_>>()), (Some(4), vec![0, 2, 3]));
+    let FromAgent::Ready(scan) = next(&mut agent).await.unwrap() else { panic!() };
+    assert_eq!((scan.count, scan.gpus.iter().map(|gpu| gpu.index).collect::<Vec<_>>()), (Some(4), vec![0, 2, 3]));
     for _ in 0..3 {
         polled(&mut agent, 0, |_| true).await;
     }
@@ -453,8 +460,8 @@ async fn a_driver_that_goes_ends_the_child_with_its_name() {
         let mut agent = machine.agent();
         ready(&mut agent).await;
         machine.tell(&format!("fail * nvmlDeviceGetCount_v2 {code}"));
-        let FromAgent::Leaving { call, error } = said(&mut agent).await.unwrap() else { panic!("it goes on") };
-        assert!(call == "nvmlDeviceGetCount_v2" && error.contains(&format!("({code})")), "{call}: {error}");
+        let FromAgent::Leaving(error) = said(&mut agent).await.unwrap() else { panic!("it goes on") };
+        assert_eq!(error, CallError::returned("nvmlDeviceGetCount_v2", code));
         assert!(matches!(next(&mut agent).await, Err(AgentEnded::Exited(status)) if status.code() == Some(1)));
     }
 }
@@ -476,7 +483,7 @@ async fn a_wait_that_fails_is_told_once_and_tried_again() {
     let mut agent = machine.agent();
     ready(&mut agent).await;
     machine.tell("fail * nvmlEventSetWait_v2 999");
-    let failed = FromAgent::Failed { call: "nvmlEventSetWait_v2".into(), error: "NVML_ERROR_UNKNOWN (999)".into() };
+    let failed = FromAgent::Failed(CallFailure::new("driver", CallError::returned("nvmlEventSetWait_v2", 999)));
     assert_eq!(said(&mut agent).await.unwrap(), failed);
     machine.tell("calls nvmlEventSetWait_v2 3");
     machine.tell("xid 0 63");
@@ -514,7 +521,7 @@ async fn links_are_not_missed_while_mig_is_on_and_silence_ends_with_the_mode() {
 async fn a_driver_that_does_not_initialise_is_named() {
     let machine = machine().with("FAKE_NVML_INIT", "9");
     let mut agent = machine.agent();
-    let failed = FromAgent::Leaving { call: "nvmlInit_v2".into(), error: "NVML_ERROR_DRIVER_NOT_LOADED (9)".into() };
+    let failed = FromAgent::Leaving(CallError::returned("nvmlInit_v2", 9));
     assert_eq!(next(&mut agent).await.unwrap(), failed);
     let Err(AgentEnded::Exited(status)) = next(&mut agent).await else { panic!("it goes on") };
     assert_eq!(status.code(), Some(1));
@@ -532,7 +539,8 @@ async fn the_library_is_found_by_its_usual_names() {
         let mut agent = machine.agent();
         if names.is_empty() {
             // The name that drivers install.
-            let FromAgent::Leaving { error, .. } = next(&mut agent).await.unwrap() else { panic!("it found one") };
+            let FromAgent::Leaving(error) = next(&mut agent).await.unwrap() else { panic!("it found one") };
+            let error = error.to_string();
             assert!(error.contains("cannot load libnvidia-ml.so.1: "), "{error}");
         } else {
             assert_eq!(ready(&mut agent).await.0.len(), 4, "{names:?}");
@@ -548,8 +556,9 @@ async fn a_library_that_is_not_there_is_named() {
     let mut machine = machine();
     machine.command.library = Some("/no/such/libnvidia-ml.so.1".into());
     let mut agent = machine.agent();
-    let FromAgent::Leaving { call, error } = next(&mut agent).await.unwrap() else { panic!("it found one") };
-    assert_eq!(call, "dlopen");
+    let FromAgent::Leaving(error) = next(&mut agent).await.unwrap() else { panic!("it found one") };
+    assert_eq!((error.call.as_ref(), error.fault()), ("dlopen", Fault::Library));
+    let error = error.to_string();
     assert!(error.contains("cannot load /no/such/libnvidia-ml.so.1"), "{error}");
     assert!(matches!(next(&mut agent).await, Err(AgentEnded::Exited(status)) if !status.success()));
 }

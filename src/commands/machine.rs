@@ -32,8 +32,7 @@ async fn this_machine(host: &HostArgs) -> Result<Machine> {
 
 async fn observe(host: &HostArgs) -> Result<NodeObservation> {
     let agent = runtime::agent_command(host);
-    let (gpus, mut failures) = runtime::look(&agent).await?;
-    let (seen, more) = hwloc::observe(Path::new(&host.sysfs));
-    failures.extend(more);
-    Ok(NodeObservation { gpus, host: seen, failures })
+    let scan = runtime::scan(&agent).await?;
+    let (seen, failures) = hwloc::observe(Path::new(&host.sysfs));
+    Ok(scan.node(seen, failures))
 }

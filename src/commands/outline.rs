@@ -204,7 +204,7 @@ mod tests {
                 gpu(4, "0000:04:00.0"),
             ],
             host: HostObservation { host_bridges: vec![bridge], ..Default::default() },
-            failures: Vec::new(),
+            ..NodeObservation::default()
         };
         let (topology, _) = NodeTopology::assemble(&observed);
         let outline = Outline::new(&observed, &topology);

@@ -278,6 +278,9 @@ pub struct AgentArgs {
     /// The interval of polls, in milliseconds
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     pub poll_ms: u64,
+    /// The most memory of its own that the agent may have, in MiB
+    #[arg(long, value_name = "N", default_value_t = 96)]
+    pub memory_mib: u64,
     /// A GPU to skip: its index, and the number of GPUs
     #[arg(long, value_name = "INDEX/COUNT")]
     pub skip: Vec<String>,

@@ -22,7 +22,7 @@ use crate::topology::{
 };
 use sysfs::Sysfs;
 
-pub use sysfs::{PciBus, nvidia_gpus_on_bus, rdma_cm_node, rdma_nodes};
+pub use sysfs::{BusGpus, PciBus, held_by_others, rdma_cm_node, rdma_nodes};
 
 /// NVIDIA's PCI vendor id.
 const NVIDIA: u16 = 0x10de;

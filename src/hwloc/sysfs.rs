@@ -1,6 +1,6 @@
-//! What the kernel says and hwloc does not: /sys, read-only, a missing file being no answer.
+//! Facts that the kernel has and hwloc does not: /sys, read-only; a missing file is no fact.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,16 +13,20 @@ pub(super) struct Sysfs {
     root: Option<PathBuf>,
 }
 
-/// The NVIDIA GPUs on the PCI bus by the kernel's word, whether or not a driver holds them.
-pub fn nvidia_gpus_on_bus(sysfs: &Path) -> Vec<PciAddress> {
-    let entries = fs::read_dir(sysfs.join("bus/pci/devices")).into_iter().flatten().flatten();
-    let gpus = entries.filter(|entry| is_nvidia_gpu(&entry.path()) == Some(true));
-    let mut gpus: Vec<PciAddress> = gpus.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
-    gpus.sort_unstable();
-    gpus
+/// The kernel driver for which GPUs are served.
+const DRIVER: &str = "nvidia";
+
+/// The NVIDIA GPUs on the PCI bus, each with the kernel driver it is bound to.
+pub type BusGpus = BTreeMap<PciAddress, Option<String>>;
+
+/// The GPUs that another driver than NVIDIA's holds, such as vfio-pci or nouveau, with that driver: they are not served. A GPU
+/// that no driver holds is not among them: NVIDIA's may still come.
+pub fn held_by_others(gpus: &BusGpus) -> impl Iterator<Item = (PciAddress, &str)> {
+    let others = gpus.iter().filter_map(|(pci, driver)| Some((*pci, driver.as_deref()?)));
+    others.filter(|(_, driver)| *driver != DRIVER)
 }
 
-/// `None` while the device does not say what it is.
+/// `None` while the device's files cannot be read.
 fn is_nvidia_gpu(path: &Path) -> Option<bool> {
     let hex = |path: PathBuf| {
         let text = fs::read_to_string(path).ok()?;
@@ -31,17 +35,18 @@ fn is_nvidia_gpu(path: &Path) -> Option<bool> {
     Some(hex(path.join("vendor"))? == u32::from(NVIDIA) && hex(path.join("class"))? >> 16 == u32::from(DISPLAY))
 }
 
-/// The PCI bus, looked at again and again: what a device is, is read when it is new only.
+/// The PCI bus, read again and again; vendor and class of a device are read once.
 #[derive(Debug, Default)]
 pub struct PciBus {
     is_gpu: BTreeMap<OsString, bool>,
 }
 
 impl PciBus {
-    /// The NVIDIA GPUs on the bus by the kernel's word; `None` where it lists no bus here.
-    pub fn gpus(&mut self, sysfs: &Path) -> Option<BTreeSet<PciAddress>> {
+    /// The NVIDIA GPUs on the bus; `None` where the kernel lists no bus here.
+    pub fn gpus(&mut self, sysfs: &Path) -> Option<BusGpus> {
+        let devices = sysfs.join("bus/pci/devices");
         let mut now = BTreeMap::new();
-        for entry in fs::read_dir(sysfs.join("bus/pci/devices")).ok()? {
+        for entry in fs::read_dir(&devices).ok()? {
             let entry = entry.ok()?;
             let name = entry.file_name();
             let known = self.is_gpu.get(&name).copied();
@@ -49,8 +54,14 @@ impl PciBus {
         }
         self.is_gpu = now;
         let gpus = self.is_gpu.iter().filter(|(_, gpu)| **gpu);
-        Some(gpus.filter_map(|(name, _)| name.to_str()?.parse().ok()).collect())
+        Some(gpus.filter_map(|(name, _)| Some((name.to_str()?.parse().ok()?, bound_to(&devices.join(name))))).collect())
     }
+}
+
+/// The kernel driver that holds a device.
+fn bound_to(device: &Path) -> Option<String> {
+    let link = fs::read_link(device.join("driver")).ok()?;
+    Some(link.file_name()?.to_string_lossy().into_owned())
 }
 
 /// The RDMA devices of this host with their device nodes: `mlx5_0` has `/dev/infiniband/uverbs0`. The kernel names both.
@@ -138,6 +149,29 @@ fn thousandths(number: &str) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn gpu_of_another_driver_is_held_by_others_and_an_unbound_one_is_not() {
+        let sysfs = tempfile::tempdir().unwrap();
+        let device = |pci: &str, class: &str, driver: Option<&str>| {
+            let path = sysfs.path().join("bus/pci/devices").join(pci);
+            fs::create_dir_all(&path).unwrap();
+            fs::write(path.join("vendor"), "0x10de\n").unwrap();
+            fs::write(path.join("class"), class).unwrap();
+            if let Some(driver) = driver {
+                std::os::unix::fs::symlink(format!("../../drivers/{driver}"), path.join("driver")).unwrap();
+            }
+        };
+        assert_eq!(PciBus::default().gpus(sysfs.path()), None);
+        device("0000:01:00.0", "0x030200\n", Some("nvidia"));
+        device("0000:02:00.0", "0x030000\n", Some("vfio-pci"));
+        device("0000:03:00.0", "0x030200\n", None);
+        device("0000:04:00.0", "0x040300\n", Some("snd_hda_intel"));
+        let gpus = PciBus::default().gpus(sysfs.path()).unwrap();
+        assert_eq!(gpus.len(), 3);
+        let others: Vec<_> = held_by_others(&gpus).map(|(pci, driver)| (pci.to_string(), driver)).collect();
+        assert_eq!(others, [("0000:02:00.0".to_owned(), "vfio-pci")]);
+    }
 
     #[test]
     fn reads_speeds_as_kernels_write_them() {

@@ -100,8 +100,9 @@ fn sysfs_adds_link_maxima_and_nic_rates() {
     assert_eq!((find("0000:04:00.0").link, find("0000:04:00.0").numa), (None, None));
     let rates: Vec<_> = find("0000:05:00.0").nics.iter().map(|nic| nic.mbps).collect();
     assert_eq!(rates, [Some(200_000), None]);
-    assert_eq!(nvidia_gpus_on_bus(sys.path()), [pci("0000:03:00.0")], "a GPU, not a switch");
-    assert_eq!(nvidia_gpus_on_bus(&sys.path().join("nowhere")), []);
+    let gpus = |sysfs: &Path| PciBus::default().gpus(sysfs);
+    assert_eq!(gpus(sys.path()), Some([(pci("0000:03:00.0"), None)].into()), "a GPU, not a switch");
+    assert_eq!(gpus(&sys.path().join("nowhere")), None);
 
     // A virtual function of the card is no card.
     symlink("../0000:05:00.0", sys.path().join("bus/pci/devices/0000:05:00.0-physfn")).unwrap();
@@ -115,7 +116,7 @@ fn live_host_is_read_without_failure() {
     let (host, failures) = observe(Path::new("/sys"));
     assert_eq!(failures, []);
     assert!(!host.numa_nodes.is_empty());
-    let observed = NodeObservation { gpus: Vec::new(), host, failures };
+    let observed = NodeObservation { gpus: Vec::new(), host, failures, ..NodeObservation::default() };
     assert_eq!(crate::topology::NodeTopology::assemble(&observed).1, []);
 }
 

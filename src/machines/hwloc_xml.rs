@@ -57,7 +57,7 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Machine, XmlError> {
             "UUIDs are made from PCI addresses where hwloc has none".to_owned(),
             "NVLinks, and what PCIe links can do, are unknown: hwloc does not record them".to_owned(),
         ],
-        observed: NodeObservation { gpus, host, failures: notes.into_failures() },
+        observed: NodeObservation { gpus, host, failures: notes.into_failures(), ..NodeObservation::default() },
     })
 }
 

@@ -1,8 +1,8 @@
-//! The NVML child's main: the hidden subcommand `linkwise nvml-agent`.
+//! The NVML agent's main: the hidden subcommand `linkwise nvml-agent`.
 //!
-//! Three threads: this one waits for events, one goes its rounds (`watch`), and one reads
-//! what the parent says and ends the process when the parent is gone or wants no more of it,
-//! whatever NVML does meanwhile; that one therefore never calls NVML. Synchronous on purpose: the calls block.
+//! Three threads: this one waits for events, one polls (`watch`), and one reads the parent's requests and ends the process when
+//! the parent is gone or closes the socket, whatever NVML does meanwhile; that one therefore never calls NVML. Synchronous on
+//! purpose: the calls block.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -17,8 +17,9 @@ use std::time::{Duration, Instant};
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use super::call::{CallError, answer};
+use super::call::{CallError, LOAD, answer};
 use super::calls::Calls;
 use super::events::{Listener, Waiting};
 use super::protocol::{FromAgent, Incoming, Place, ProtocolError, ToAgent, encode};
@@ -34,9 +35,14 @@ pub const INIT: &str = "nvmlInit_v2";
 /// The driver's library, as drivers install it, and as development packages do.
 const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
 
+/// How much memory of its own an agent may have, in MiB: private and writable (RLIMIT_DATA), which the device mappings and
+/// the reserved address space of a driver's library are not. Three quarters of the container's limit in the manifests: a
+/// library that leaks ends its agent before the kernel ends the container for it, all processes together (memory.oom.group).
+pub const MEMORY_MIB: u64 = 96;
+
 /// A wait for events that has lasted so long found none: one that is there ends it at once.
 const SETTLED: Duration = Duration::from_millis(20);
-/// How long the process goes on for events that the parent has not taken. The parent listens for as long (`runtime`).
+/// How long the process goes on for events that the parent has not taken. The parent reads for longer (`runtime`).
 const HEARING_OUT: Duration = Duration::from_secs(1);
 
 /// Why the child ended.
@@ -48,6 +54,9 @@ pub enum AgentError {
     /// A GPU to skip is not named as one can be.
     #[error("{0}")]
     Skip(String),
+    /// The memory could not be bounded.
+    #[error("cannot limit the memory")]
+    Memory(#[source] io::Error),
     /// The library could not be loaded.
     #[error("cannot load {library}: {reason}")]
     Load {
@@ -66,7 +75,7 @@ pub enum AgentError {
     #[error("the polling thread ended")]
     Watch(#[source] Option<Box<AgentError>>),
     /// A message could not be written down.
-    #[error("cannot tell the parent")]
+    #[error("cannot send to the parent")]
     Message(#[source] ProtocolError),
     /// The parent could not be reached.
     #[error("cannot reach the parent")]
@@ -76,12 +85,12 @@ pub enum AgentError {
 /// The way to the parent, for all threads.
 pub struct Parent {
     stream: Mutex<UnixStream>,
-    /// Whether the parent wants this process to end: then it listens to events only.
+    /// Whether the parent has asked this process to end: then it takes events only.
     dismissed: AtomicBool,
 }
 
 impl Parent {
-    /// Sends a message, whole. What comes of the rounds goes nowhere, and does not return, once the parent wants no more of it.
+    /// Sends a message, whole. Once the parent has asked this process to end, only events are sent: other calls never return.
     pub fn send(&self, message: &FromAgent) -> Result<(), AgentError> {
         let line = encode(message).map_err(AgentError::Message)?;
         let event =
@@ -95,15 +104,22 @@ impl Parent {
     }
 }
 
-/// Runs until the parent is gone. `library` is the path of the driver's library or of a driver's root, or the usual
-/// names are tried; `procfs` is where the kernel's /proc is; `poll` is how long from one round of cheap calls to the
-/// next; GPUs to `skip` are not touched.
+/// Runs until the parent is gone. `library` is the path of the driver's library or of a driver's root, or the usual names are
+/// tried; `procfs` is where the kernel's /proc is; `poll` is the time from one poll to the next; `memory_mib` bounds this
+/// process's own memory; GPUs to `skip` are not touched.
 ///
 /// # Errors
 ///
 /// See [`AgentError`]. Of a library that does not load or initialise the parent is told instead, and the
 /// process ends with code 1.
-pub fn main(library: Option<&Path>, procfs: PathBuf, poll: Duration, skip: &[String]) -> Result<(), AgentError> {
+pub fn main(
+    library: Option<&Path>,
+    procfs: PathBuf,
+    poll: Duration,
+    memory_mib: u64,
+    skip: &[String],
+) -> Result<(), AgentError> {
+    limit_memory(memory_mib).map_err(AgentError::Memory)?;
     let socket = inherited_socket().map_err(AgentError::Socket)?;
     let reading = socket.try_clone().map_err(AgentError::Socket)?;
     let parent = Arc::new(Parent { stream: Mutex::new(socket), dismissed: AtomicBool::new(false) });
@@ -129,8 +145,8 @@ pub fn main(library: Option<&Path>, procfs: PathBuf, poll: Duration, skip: &[Str
     let nvml = match load(library, &calls) {
         Ok(nvml) => nvml,
         Err(error) => {
-            parent.send(&failure(&error))?;
-            // The parent knows, and says it in its own log: twice would be once too often.
+            parent.send(&failure(error))?;
+            // The parent logs it.
             raw::exit_now(1)
         }
     };
@@ -167,6 +183,14 @@ pub fn main(library: Option<&Path>, procfs: PathBuf, poll: Duration, skip: &[Str
         Ok(Ok(())) | Err(_) => Err(AgentError::Watch(None)),
         Ok(Err(error)) => Err(AgentError::Watch(Some(Box::new(error)))),
     }
+}
+
+/// Bounds this process's own memory; a limit that is lower already stays.
+fn limit_memory(mib: u64) -> io::Result<()> {
+    let Rlimit { current, maximum } = getrlimit(Resource::Data);
+    let bound = mib.saturating_mul(1 << 20);
+    let current = [current, maximum].into_iter().flatten().fold(bound, u64::min);
+    Ok(setrlimit(Resource::Data, Rlimit { current: Some(current), maximum })?)
 }
 
 fn inherited_socket() -> io::Result<UnixStream> {
@@ -234,7 +258,7 @@ fn init(library: &OsStr, calls: &Calls) -> Result<Nvml, AgentError> {
         AgentError::Load { library, reason }
     };
     // nvml-wrapper loads the library and initialises it in one go.
-    calls.tell(INIT);
+    calls.report(INIT);
     match Nvml::builder().lib_path(library).init() {
         Err(NvmlError::LibloadingError(error)) => Err(missing(error.to_string())),
         result => match answer(INIT, result) {
@@ -245,11 +269,9 @@ fn init(library: &OsStr, calls: &Calls) -> Result<Nvml, AgentError> {
     }
 }
 
-fn failure(error: &AgentError) -> FromAgent {
-    match error {
-        AgentError::Init(CallError { call, reason }) => {
-            FromAgent::Leaving { call: (*call).to_owned(), error: reason.to_string() }
-        }
-        other => FromAgent::Leaving { call: "dlopen".to_owned(), error: other.to_string() },
-    }
+fn failure(error: AgentError) -> FromAgent {
+    FromAgent::Leaving(match error {
+        AgentError::Init(error) => error,
+        other => CallError::unreadable(LOAD, other),
+    })
 }

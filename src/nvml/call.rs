@@ -1,27 +1,55 @@
-//! What an NVML call came to: an answer, no answer, or an error that names the call and the code.
+//! The outcome of an NVML call: a value, "not offered", or an error that names the call and the code.
 //!
-//! Used by all of `nvml`'s child side. It makes no calls.
+//! A plain value that travels from the agent to its parent as it is. Used by all of `nvml` and by the doctor. It makes no calls.
 
+use std::borrow::Cow;
 use std::fmt;
 
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper_sys::bindings as sys;
+use serde::{Deserialize, Serialize};
 
-/// A call's outcome; `None` where the library or the GPU does not offer the call.
+/// A call's outcome: `Ok(Some)` is known, `Ok(None)` is not offered by the library or the GPU, `Err` failed.
 pub type Answer<T> = Result<Option<T>, CallError>;
 
+/// The name under which loading the library is reported.
+pub const LOAD: &str = "dlopen";
+
 /// An NVML call that failed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 #[error("{call}: {reason}")]
 pub struct CallError {
-    /// The C function.
-    pub call: &'static str,
+    /// The C function, or [`LOAD`].
+    pub call: Cow<'static, str>,
     /// What came back.
     pub reason: Reason,
 }
 
+/// What a failed call means for the node, as far as anybody acts on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The library cannot be loaded.
+    Library,
+    /// The kernel module is not loaded, or cannot be reached.
+    DriverNotLoaded,
+    /// The library and the kernel module are of different releases.
+    VersionMismatch,
+    /// NVML is not initialised in this process (any more).
+    Uninitialized,
+    /// The process may not open the device nodes.
+    NoPermission,
+    /// The GPU has fallen off the bus.
+    GpuLost,
+    /// The GPU has to be reset.
+    ResetRequired,
+    /// Anything else.
+    Other,
+}
+
 /// Why a call gave nothing.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Reason {
     /// NVML's return code.
     Code(u32),
@@ -30,20 +58,27 @@ pub enum Reason {
 }
 
 impl CallError {
-    /// Whether the GPU has fallen off the bus.
-    pub fn is_gpu_lost(&self) -> bool {
-        self.is(sys::nvmlReturn_enum_NVML_ERROR_GPU_IS_LOST)
+    /// What the error means.
+    pub fn fault(&self) -> Fault {
+        let code = match &self.reason {
+            Reason::Text(_) if self.call == LOAD => return Fault::Library,
+            Reason::Text(_) => return Fault::Other,
+            Reason::Code(code) => *code,
+        };
+        match code {
+            sys::nvmlReturn_enum_NVML_ERROR_UNINITIALIZED => Fault::Uninitialized,
+            sys::nvmlReturn_enum_NVML_ERROR_DRIVER_NOT_LOADED => Fault::DriverNotLoaded,
+            sys::nvmlReturn_enum_NVML_ERROR_LIB_RM_VERSION_MISMATCH => Fault::VersionMismatch,
+            sys::nvmlReturn_enum_NVML_ERROR_NO_PERMISSION => Fault::NoPermission,
+            sys::nvmlReturn_enum_NVML_ERROR_GPU_IS_LOST => Fault::GpuLost,
+            sys::nvmlReturn_enum_NVML_ERROR_RESET_REQUIRED => Fault::ResetRequired,
+            _ => Fault::Other,
+        }
     }
 
-    /// Whether the driver itself is not there any more, or is another one than the library's: nothing that this process
-    /// asks will be answered again.
-    pub fn is_driver_gone(&self) -> bool {
-        let gone = [
-            sys::nvmlReturn_enum_NVML_ERROR_UNINITIALIZED,
-            sys::nvmlReturn_enum_NVML_ERROR_DRIVER_NOT_LOADED,
-            sys::nvmlReturn_enum_NVML_ERROR_LIB_RM_VERSION_MISMATCH,
-        ];
-        gone.iter().any(|code| self.is(*code))
+    /// Whether only a new process can get answers: the driver is gone, or is of another release than the library.
+    pub fn needs_new_process(&self) -> bool {
+        [Fault::Uninitialized, Fault::DriverNotLoaded, Fault::VersionMismatch].contains(&self.fault())
     }
 
     /// Whether NVML gave this return code.
@@ -51,9 +86,14 @@ impl CallError {
         self.reason == Reason::Code(code)
     }
 
-    /// Something came back that cannot be what the call promises.
-    pub(super) fn unreadable(call: &'static str, what: impl fmt::Display) -> Self {
-        Self { call, reason: Reason::Text(what.to_string()) }
+    /// A call that NVML answered with an error code.
+    pub fn returned(call: &'static str, code: u32) -> Self {
+        Self { call: Cow::Borrowed(call), reason: Reason::Code(code) }
+    }
+
+    /// A call whose answer cannot be read, in words.
+    pub fn unreadable(call: &'static str, what: impl fmt::Display) -> Self {
+        Self { call: Cow::Borrowed(call), reason: Reason::Text(what.to_string()) }
     }
 }
 
@@ -94,7 +134,7 @@ pub fn returned<T>(call: &'static str, code: u32, value: impl FnOnce() -> Option
     match code {
         sys::nvmlReturn_enum_NVML_SUCCESS => Ok(value()),
         sys::nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED | sys::nvmlReturn_enum_NVML_ERROR_FUNCTION_NOT_FOUND => Ok(None),
-        code => Err(CallError { call, reason: Reason::Code(code) }),
+        code => Err(CallError::returned(call, code)),
     }
 }
 

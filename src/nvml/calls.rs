@@ -1,7 +1,7 @@
-//! Tells the parent of each NVML call before it is made, so that one that hangs or crashes has a name.
+//! Reports each NVML call to the parent before it is made, so that a call that hangs or crashes has a name.
 //!
-//! Used by all of `nvml`'s child side but the thread that waits for events, which has its own limit. A record is one small write to a
-//! socket: some hundreds at the start, some dozens a round.
+//! Used by all of the agent but the thread that waits for events, whose calls have a limit of their own. A report is one
+//! small write to a socket: some hundreds at the start, some dozens a poll.
 
 use std::sync::Arc;
 
@@ -25,8 +25,8 @@ impl Calls {
         Self { parent: Some(parent), gpu: None }
     }
 
-    /// Calls that nobody is told of: those of the thread that waits for events, whose own limit covers them.
-    pub fn untold() -> Self {
+    /// Calls that are not reported: those of the thread that waits for events.
+    pub fn unreported() -> Self {
         Self { parent: None, gpu: None }
     }
 
@@ -35,23 +35,23 @@ impl Calls {
         Self { parent: self.parent.clone(), gpu: Some(CalledGpu { place, uuid }) }
     }
 
-    /// Tells of one of nvml-wrapper's calls and makes it.
+    /// Reports one of nvml-wrapper's calls and makes it.
     pub fn ask<T>(&self, call: &'static str, made: impl FnOnce() -> Result<T, NvmlError>) -> Answer<T> {
-        self.tell(call);
+        self.report(call);
         answer(call, made())
     }
 
-    /// Tells of a raw call and makes it.
+    /// Reports a raw call and makes it.
     pub fn raw<T>(&self, call: &'static str, made: impl FnOnce() -> Answer<T>) -> Answer<T> {
-        self.tell(call);
+        self.report(call);
         made()
     }
 
-    /// Tells of calls that are made next, all of one name.
-    pub fn tell(&self, call: &str) {
+    /// Reports calls that are made next, all of one name.
+    pub fn report(&self, call: &str) {
         let Some(parent) = &self.parent else { return };
         let called = Called { call: call.to_owned(), gpu: self.gpu.clone() };
-        // Fails where the parent is gone only, and then the thread that hears the parent ends the process.
+        // Fails only where the parent is gone, and then the thread that reads from the parent ends the process.
         let _ = parent.send(&FromAgent::Calling(called));
     }
 }

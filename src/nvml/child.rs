@@ -1,7 +1,7 @@
-//! The parent's end of the NVML child: starting it, hearing it, asking it, ending it.
+//! The parent's end of the NVML agent: starts it, reads its messages, sends requests, ends it.
 //!
-//! Called by the runtime, which owns the restart policy. Nothing is spawned here but the process:
-//! whoever holds an [`Agent`] drives it by awaiting [`Agent::next`].
+//! Called by the runtime, which owns the restart policy. Nothing is spawned here but the process: the caller drives an
+//! [`Agent`] by awaiting [`Agent::next`].
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -16,7 +16,7 @@ use tokio::net::UnixStream;
 use tokio::process::{Child, Command};
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::agent::POLL_INTERVAL;
+use super::agent::{MEMORY_MIB, POLL_INTERVAL};
 use super::protocol::{Called, FromAgent, Incoming, Place, ProtocolError, ToAgent, encode};
 use super::watchdog::{Limits, Watchdog};
 
@@ -39,7 +39,9 @@ pub struct AgentCommand {
     pub poll: Duration,
     /// How long its calls may take.
     pub limits: Limits,
-    /// The GPUs that it is not to touch.
+    /// How much memory of its own it may have, in MiB.
+    pub memory_mib: u64,
+    /// The GPUs that it must not touch.
     pub skip: Vec<Place>,
     /// Variables added to the inherited environment.
     pub environment: Vec<(OsString, OsString)>,
@@ -54,6 +56,7 @@ impl AgentCommand {
             procfs: PathBuf::from("/proc"),
             poll: POLL_INTERVAL,
             limits: Limits::default(),
+            memory_mib: MEMORY_MIB,
             skip: Vec::new(),
             environment: Vec::new(),
         }
@@ -76,7 +79,7 @@ pub enum SpawnError {
     },
 }
 
-/// Why nothing more comes from a child, which by then no longer runs.
+/// Why no more messages come from an agent, which has ended or was killed.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentEnded {
     /// It ended; the status names the exit code or the signal.
@@ -110,7 +113,7 @@ pub enum AgentEnded {
     Io(#[source] io::Error),
 }
 
-/// Why a child could not be asked. [`Agent::next`] tells what has become of it.
+/// Why a request could not be sent. [`Agent::next`] returns what has become of the agent.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot ask the NVML agent")]
 pub struct RequestError(#[source] io::Error);
@@ -143,6 +146,7 @@ impl Agent {
         }
         process.args([OsStr::new("--procfs"), command.procfs.as_os_str()]);
         process.arg("--poll-ms").arg(command.poll.as_millis().to_string());
+        process.arg("--memory-mib").arg(command.memory_mib.to_string());
         for place in &command.skip {
             process.arg("--skip").arg(place.to_string());
         }
@@ -154,22 +158,22 @@ impl Agent {
         Ok(Self { process, stream, incoming: Incoming::default(), watchdog, closed: false })
     }
 
-    /// The child's process id; `None` once it has ended and has been seen to.
+    /// The process id; `None` once the process has been reaped.
     pub fn id(&self) -> Option<u32> {
         self.process.id()
     }
 
-    /// The call that the child was in when it was last heard of: what a crash is laid to.
+    /// The call that the agent reported last and that has not returned: blamed for a crash.
     pub fn open(&self) -> Option<&Called> {
         self.watchdog.open()
     }
 
-    /// Whether NVML was initialised when the child was last heard of.
+    /// Whether NVML was initialised at the agent's last message.
     pub fn has_initialised(&self) -> bool {
         self.watchdog.has_initialised()
     }
 
-    /// What the child says next, but for the calls it tells of: those are the watchdog's. A child that is late is killed.
+    /// The agent's next message, but for reports of calls: those are the watchdog's. An agent that is late is killed.
     /// Cancel safe: nothing is lost when the future is dropped.
     ///
     /// # Errors
@@ -178,16 +182,16 @@ impl Agent {
     pub async fn next(&mut self) -> Result<FromAgent, AgentEnded> {
         loop {
             if self.closed {
-                return self.hear().await;
+                return self.receive().await;
             }
-            let Ok(heard) = timeout_at(self.watchdog.until(), self.hear()).await else {
-                if self.closed || !self.watchdog.bites(Instant::now()) {
+            let Ok(received) = timeout_at(self.watchdog.until(), self.receive()).await else {
+                if self.closed || !self.watchdog.is_expired(Instant::now()) {
                     continue;
                 }
                 let cause = self.silence().await;
                 return Err(self.give_up(cause));
             };
-            let message = heard?;
+            let message = received?;
             if let Some(waiting) = self.watchdog.heard(&message, Instant::now()) {
                 return Err(self.give_up(AgentEnded::Deaf(waiting)));
             }
@@ -197,7 +201,7 @@ impl Agent {
         }
     }
 
-    /// Why nothing comes: who is stopped cannot be in the wrong, nor can the GPU that it was about to ask.
+    /// Why no message came. If somebody has stopped the process, no call and no GPU is to blame.
     async fn silence(&self) -> AgentEnded {
         let limit = self.watchdog.limit();
         let stat = match self.id() {
@@ -213,8 +217,8 @@ impl Agent {
         }
     }
 
-    /// What the child says next. Cancel safe.
-    async fn hear(&mut self) -> Result<FromAgent, AgentEnded> {
+    /// The next message. Cancel safe.
+    async fn receive(&mut self) -> Result<FromAgent, AgentEnded> {
         while !self.closed {
             match self.incoming.take() {
                 Ok(Some(message)) => return Ok(message),
@@ -256,8 +260,8 @@ impl Agent {
         self.stream.write_all(&line).await.map_err(RequestError)
     }
 
-    /// Asks the child to end, by closing our half of the socket; what it had said comes from [`Agent::next`] still, and then its
-    /// end.
+    /// Asks the agent to end, by closing our half of the socket. [`Agent::next`] still returns the messages it had, and then
+    /// its end.
     ///
     /// # Errors
     ///
@@ -266,7 +270,7 @@ impl Agent {
         self.stream.shutdown().await
     }
 
-    /// Ends the child: asks it to by closing the socket, and kills it where that does not help.
+    /// Ends the agent: asks it to by closing the socket, and kills it where that does not help.
     ///
     /// # Errors
     ///
@@ -288,7 +292,7 @@ impl Agent {
         }
     }
 
-    /// Kills the child and waits until it has ended, however long that takes.
+    /// Kills the process and waits until it has ended, however long that takes.
     pub fn gone(self) -> impl Future<Output = ()> + Send + use<> {
         let mut process = self.process;
         async move {

@@ -1,8 +1,8 @@
-//! NVML's events, in the child: registering each GPU, waiting, telling the parent.
+//! NVML's events, in the agent: registers each GPU, waits, reports to the parent.
 //!
-//! Called by `agent` on the child's main thread. A GPU that cannot register costs its own events
-//! only, and is tried again; a wait that fails is tried again with a pause, never in a spin, and where it keeps failing by a
-//! new set without the GPUs that are lost: one that is, by NVML's reference, ends the wait for all.
+//! Called by `agent` on the main thread. A GPU that cannot be registered costs its own events only, and is tried again. A wait
+//! that fails is repeated after a pause; where it keeps failing, with a new set without the GPUs that are lost: by NVML's
+//! reference one lost GPU ends the wait for all.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,49 +10,53 @@ use std::sync::{Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use linkwise_core::backoff::Backoff;
 use nvml_wrapper::Nvml;
 use nvml_wrapper_sys::bindings as sys;
 
 use super::agent::{AgentError, Parent};
-use super::call::{Answer, CallError, answer};
+use super::call::{Answer, CallError, Fault, answer};
 use super::calls::Calls;
 use super::poll::reading;
-use super::probe::{Findings, Gpu};
+use super::probe::{Gpu, REGISTER};
 use super::protocol::{FromAgent, ToAgent};
 use super::raw::{self, Event, EventSet};
-use crate::topology::{GpuUuid, PciAddress, ProbeFailure};
+use super::scan::CallFailure;
+use crate::topology::{GpuUuid, PciAddress};
 
 /// The events that count here.
 const WANTED: u64 = (sys::nvmlEventTypeXidCriticalError | sys::nvmlEventTypeDoubleBitEccError) as u64;
 /// How long one wait lasts; an event ends it at once.
 pub const WAIT: Duration = Duration::from_secs(5);
-/// The pause after a first failed wait; it doubles up to [`WAIT`].
+/// The least time from one wait to the next, and the pause after a first failed wait.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
+/// The pauses after failed waits.
+const PAUSES: Backoff = Backoff::new(FIRST_PAUSE, WAIT);
 /// So many failed waits in a row, and a new set is tried.
 const FAILURES: u32 = 3;
 /// The longest pause between two tries to hear GPUs that are not heard, in rounds; the first is one round, and it doubles.
 const LONGEST: u32 = 8;
 
-/// What the thread that waits for events does, for the other threads to see.
+/// The state of the thread that waits for events, shared with the other threads.
 #[derive(Debug)]
 pub struct Waiting {
     start: Instant,
-    /// Since when it is with NVML: milliseconds after the start, and one; 0 while it is not.
+    /// Start of the current wait, in ms since `start`, plus 1; 0 when not waiting.
     since: AtomicU64,
-    /// The GPUs that it does not hear though they have events, by what failed.
-    unheard: Mutex<Vec<ProbeFailure>>,
-    /// It has asked for a round, and there was none yet.
+    /// The failed registrations.
+    unheard: Mutex<Vec<CallFailure>>,
+    /// A poll was requested and has not begun.
     asked: AtomicBool,
 }
 
 impl Waiting {
-    /// Nobody waits yet.
+    /// Not waiting yet.
     pub fn new() -> Self {
         let (since, unheard) = (AtomicU64::new(0), Mutex::new(Vec::new()));
         Self { start: Instant::now(), since, unheard, asked: AtomicBool::new(false) }
     }
 
-    /// For how long the present wait has lasted.
+    /// How long the current wait has lasted.
     pub fn lasts(&self) -> Duration {
         match self.since.load(Ordering::Relaxed) {
             0 => Duration::ZERO,
@@ -60,17 +64,17 @@ impl Waiting {
         }
     }
 
-    /// What failed for the GPUs that are not heard.
-    pub fn unheard(&self) -> Vec<ProbeFailure> {
+    /// The failed registrations.
+    pub fn unheard(&self) -> Vec<CallFailure> {
         self.unheard.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// A round begins: what came until now is followed by it.
+    /// A poll begins: it follows all events so far.
     pub fn round_begins(&self) {
         self.asked.store(false, Ordering::Relaxed);
     }
 
-    /// Asks for a round, unless one that was asked for is still to come.
+    /// Requests a poll, unless a requested one has not begun.
     fn ask_for_a_round(&self, ask: &mpsc::Sender<ToAgent>) {
         if !self.asked.swap(true, Ordering::Relaxed) {
             // The receiver ends with the process only.
@@ -84,41 +88,42 @@ impl Waiting {
     }
 }
 
-/// A set, and the GPUs whose events come by it.
+/// A set, and the GPUs that are registered with it.
 struct Heard<'nvml> {
     set: EventSet<'nvml>,
     gpus: BTreeSet<PciAddress>,
 }
 
-/// Registers every GPU that can be; `None` where none has events. `calls` are those of a GPU, or of none.
+/// Registers every GPU that can be; `None` where none has events. `calls` gives the reporter of a GPU's calls, or of others.
 fn register<'nvml>(
     nvml: &'nvml Nvml,
     mut candidates: Vec<&Gpu<'nvml>>,
     calls: impl Fn(Option<&Gpu<'nvml>>) -> Calls,
-    failures: &mut Vec<ProbeFailure>,
+    failures: &mut Vec<CallFailure>,
 ) -> Option<Heard<'nvml>> {
     // A set is undefined after UNKNOWN: each such error costs one GPU and begins a new set.
     loop {
         let set = calls(None).raw("nvmlEventSetCreate", || EventSet::create(nvml));
-        let set = Findings::new("driver", failures).fact(set)?;
+        let set = set.unwrap_or_else(|error| {
+            failures.push(CallFailure::new("driver", error));
+            None
+        })?;
         let mut undefined = false;
         candidates.retain(|gpu| {
             if undefined {
                 return true;
             }
             let calls = calls(Some(gpu));
-            let mut findings = Findings::new(gpu.pci.to_string(), failures);
+            let mut failed = |error| failures.push(CallFailure::new(gpu.pci.to_string(), error));
             let supported = || gpu.device.supported_event_types().map(|kinds| kinds.bits());
-            let kinds = match findings.fact(calls.ask("nvmlDeviceGetSupportedEventTypes", supported)) {
-                Some(supported) => supported & WANTED,
-                None => WANTED,
-            };
+            let supported = calls.ask("nvmlDeviceGetSupportedEventTypes", supported).map_err(&mut failed);
+            let kinds = supported.ok().flatten().unwrap_or(WANTED) & WANTED;
             if kinds == 0 {
                 return false;
             }
-            let registered = calls.raw("nvmlDeviceRegisterEvents", || set.register(&gpu.device, kinds));
+            let registered = calls.raw(REGISTER, || set.register(&gpu.device, kinds));
             undefined = matches!(&registered, Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_UNKNOWN));
-            findings.fact(registered).is_some()
+            registered.map_err(failed).is_ok_and(|registered| registered.is_some())
         });
         if !undefined {
             let gpus: BTreeSet<PciAddress> = candidates.iter().map(|gpu| gpu.pci).collect();
@@ -131,10 +136,10 @@ fn register<'nvml>(
 pub struct Listener<'nvml> {
     nvml: &'nvml Nvml,
     heard: Option<Heard<'nvml>>,
-    /// From one round to the next.
-    interval: Duration,
-    /// When those that are not heard are tried again, and the pause before that.
-    again: Option<(Instant, Duration)>,
+    /// When GPUs whose registration failed are tried again.
+    again: Option<Instant>,
+    /// The pauses before that.
+    backoff: Backoff,
 }
 
 impl<'nvml> Listener<'nvml> {
@@ -143,18 +148,19 @@ impl<'nvml> Listener<'nvml> {
         let mut failures = Vec::new();
         let told = |gpu: Option<&Gpu<'nvml>>| gpu.map_or(calls, |gpu| &gpu.calls).clone();
         let heard = register(nvml, gpus.iter().collect(), told, &mut failures);
-        let mut listener = Self { nvml, heard, interval, again: None };
+        let backoff = Backoff::new(interval, interval.saturating_mul(LONGEST));
+        let mut listener = Self { nvml, heard, again: None, backoff };
         listener.note(failures, waiting);
         listener
     }
 
-    /// Whether there are GPUs whose events it hears.
+    /// Whether any GPU is registered.
     pub fn hears(&self) -> bool {
         self.heard.is_some()
     }
 
-    /// Waits for events and tells them, until the parent is gone or `go_on` says no; `go_on` is asked
-    /// whenever a wait or a pause has ended. After each event a round is asked for: of several XIDs NVML tells the last one only.
+    /// Waits for events and reports them, until the parent is gone or `go_on` is false; it is asked after each wait and each
+    /// pause. After each event a poll is requested: of several XIDs NVML reports only the last.
     ///
     /// # Errors
     ///
@@ -167,9 +173,9 @@ impl<'nvml> Listener<'nvml> {
         ask: &mpsc::Sender<ToAgent>,
         go_on: impl Fn() -> bool,
     ) -> Result<(), AgentError> {
-        let (mut pauses, mut failures) = (Pauses::default(), 0);
+        let (mut backoff, mut failures) = (PAUSES, 0);
         while go_on() {
-            let left = self.again.map(|(at, _)| at.saturating_duration_since(Instant::now()));
+            let left = self.again.map(|at| at.saturating_duration_since(Instant::now()));
             if left.is_some_and(|left| left.is_zero()) {
                 self.renew(false, gpus, parent, waiting)?;
                 continue;
@@ -190,22 +196,23 @@ impl<'nvml> Listener<'nvml> {
             let pause = match waited {
                 Ok(event) => {
                     failures = 0;
+                    backoff.reset();
                     if let Some(event) = &event {
                         parent.send(&message(event, gpus))?;
                         waiting.ask_for_a_round(ask);
                     }
-                    pauses.waited(event.is_some(), began.elapsed())
+                    pause_after(event.is_some(), began.elapsed())
                 }
                 Err(error) => {
-                    if pauses.works() {
-                        parent.send(&failed(&error))?;
+                    if !backoff.is_failing() {
+                        parent.send(&failed(error))?;
                     }
                     failures += 1;
                     if failures % FAILURES == 0 && self.renew(true, gpus, parent, waiting)? {
-                        (pauses, failures) = (Pauses::default(), 0);
+                        (backoff, failures) = (PAUSES, 0);
                         continue;
                     }
-                    pauses.failed()
+                    backoff.failed()
                 }
             };
             rest(pause);
@@ -213,8 +220,8 @@ impl<'nvml> Listener<'nvml> {
         Ok(())
     }
 
-    /// Takes a new set of the GPUs that are not lost, where one of them was not heard before, or where the one that there is has
-    /// `failed`. Whether it did. Its calls are not told to the parent: they would hide what the other thread does.
+    /// Takes a new set of the GPUs that are not lost, where one of them was not registered before, or where the present set has
+    /// `failed`. Returns whether it did. Its calls are not reported: they would hide the other thread's.
     fn renew(
         &mut self,
         failed: bool,
@@ -222,13 +229,13 @@ impl<'nvml> Listener<'nvml> {
         parent: &Parent,
         waiting: &Waiting,
     ) -> Result<bool, AgentError> {
-        let untold = Calls::untold();
+        let untold = Calls::unreported();
         let mut failures = Vec::new();
         waiting.set(true);
         let mut candidates: Vec<&Gpu<'nvml>> = gpus.iter().collect();
         candidates.retain(|gpu| match reading(gpu, &untold) {
-            Err(error) if error.is_gpu_lost() => {
-                Findings::new(gpu.pci.to_string(), &mut failures).fail(&error);
+            Err(error) if error.fault() == Fault::GpuLost => {
+                failures.push(CallFailure::new(gpu.pci.to_string(), error));
                 false
             }
             _ => true,
@@ -258,48 +265,31 @@ impl<'nvml> Listener<'nvml> {
         }
         let known = waiting.unheard();
         self.note(failures, waiting);
-        for failure in waiting.unheard().iter().filter(|failure| !known.contains(failure)) {
-            let (call, error) = (failure.call.clone(), format!("{}: {}", failure.subject, failure.error));
-            parent.send(&FromAgent::Failed { call, error })?;
+        for failure in waiting.unheard().into_iter().filter(|failure| !known.contains(failure)) {
+            parent.send(&FromAgent::Failed(failure))?;
         }
         Ok(taken)
     }
 
-    /// Takes note of who is not heard, and of when to try again.
-    fn note(&mut self, mut failures: Vec<ProbeFailure>, waiting: &Waiting) {
+    /// Keeps the failed registrations, and when to try them again.
+    fn note(&mut self, mut failures: Vec<CallFailure>, waiting: &Waiting) {
         let heard = |subject: &str| {
             self.heard.as_ref().is_some_and(|heard| heard.gpus.iter().any(|pci| pci.to_string() == subject))
         };
         failures.retain(|failure| !heard(&failure.subject));
-        let pause = self.again.map_or(self.interval, |(_, last)| (last * 2).min(self.interval * LONGEST));
-        self.again = (!failures.is_empty()).then(|| (Instant::now() + pause, pause));
+        self.again = if failures.is_empty() {
+            self.backoff.reset();
+            None
+        } else {
+            Some(Instant::now() + self.backoff.failed())
+        };
         *waiting.unheard.lock().unwrap_or_else(PoisonError::into_inner) = failures;
     }
 }
 
-/// The pauses between waits. Pure.
-#[derive(Debug, Default)]
-struct Pauses {
-    /// After the last wait, where it failed.
-    failing: Option<Duration>,
-}
-
-impl Pauses {
-    /// Whether the last wait did not fail: a failure now is news.
-    fn works(&self) -> bool {
-        self.failing.is_none()
-    }
-
-    /// The pause after a wait that `lasted` so long and brought an event, or none: a library that does not wait must not make us spin.
-    fn waited(&mut self, event: bool, lasted: Duration) -> Duration {
-        self.failing = None;
-        if event { Duration::ZERO } else { FIRST_PAUSE.saturating_sub(lasted) }
-    }
-
-    /// The pause after a wait that failed.
-    fn failed(&mut self) -> Duration {
-        *self.failing.insert(self.failing.map_or(FIRST_PAUSE, |last| (last * 2).min(WAIT)))
-    }
+/// The pause after a wait that did not fail: a library that does not wait must not make us spin.
+fn pause_after(event: bool, lasted: Duration) -> Duration {
+    if event { Duration::ZERO } else { FIRST_PAUSE.saturating_sub(lasted) }
 }
 
 /// Pauses this thread, which has nothing else to do; the process ends from another one.
@@ -308,15 +298,15 @@ fn rest(length: Duration) {
     thread::sleep(length);
 }
 
-fn failed(error: &CallError) -> FromAgent {
-    FromAgent::Failed { call: error.call.to_owned(), error: error.reason.to_string() }
+fn failed(error: CallError) -> FromAgent {
+    FromAgent::Failed(CallFailure::new("driver", error))
 }
 
 fn message(event: &Event<'_>, gpus: &[Gpu<'_>]) -> FromAgent {
     let gpu = match name(event, gpus) {
         Ok(Some(gpu)) => gpu,
-        Ok(None) => return failed(&unnamed(event, "no UUID")),
-        Err(error) => return failed(&unnamed(event, error)),
+        Ok(None) => return failed(unnamed(event, "no UUID")),
+        Err(error) => return failed(unnamed(event, error)),
     };
     if event.kind & u64::from(sys::nvmlEventTypeXidCriticalError) != 0 {
         let (gpu_instance, compute_instance) = (event.gpu_instance, event.compute_instance);
@@ -324,7 +314,7 @@ fn message(event: &Event<'_>, gpus: &[Gpu<'_>]) -> FromAgent {
     } else if event.kind & u64::from(sys::nvmlEventTypeDoubleBitEccError) != 0 {
         FromAgent::DoubleBitEcc { gpu }
     } else {
-        failed(&unnamed(event, format_args!("{gpu}, which did not ask for it")))
+        failed(unnamed(event, format_args!("{gpu}, which did not ask for it")))
     }
 }
 
@@ -347,22 +337,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_library_that_does_not_wait_or_fails_makes_nobody_spin_and_is_told_of_once() {
-        let mut pauses = Pauses::default();
-        assert_eq!(pauses.waited(false, WAIT), Duration::ZERO);
-        assert_eq!(pauses.waited(false, Duration::ZERO), FIRST_PAUSE);
-        assert_eq!(pauses.waited(false, FIRST_PAUSE / 4), FIRST_PAUSE / 4 * 3);
-        assert_eq!(pauses.waited(true, Duration::ZERO), Duration::ZERO, "another event may wait already");
-        for event in [true, false] {
-            let mut told = 0;
-            let failed: Vec<u128> = (0..8)
-                .map(|_| {
-                    told += u32::from(pauses.works());
-                    pauses.failed().as_millis()
-                })
-                .collect();
-            assert_eq!((told, failed), (1, vec![100, 200, 400, 800, 1600, 3200, 5000, 5000]));
-            pauses.waited(event, Duration::ZERO);
-        }
+    fn wait_that_returns_at_once_does_not_spin() {
+        assert_eq!(pause_after(false, WAIT), Duration::ZERO);
+        assert_eq!(pause_after(false, Duration::ZERO), FIRST_PAUSE);
+        assert_eq!(pause_after(false, FIRST_PAUSE / 4), FIRST_PAUSE / 4 * 3);
+        assert_eq!(pause_after(true, Duration::ZERO), Duration::ZERO, "another event may wait already");
     }
 }

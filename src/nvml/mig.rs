@@ -1,7 +1,7 @@
 //! MIG as NVML and the kernel describe it: the mode, the MIG devices, their profiles and capabilities.
 //!
-//! Called by `probe` for each GPU. One call that fails costs one fact; a device without a UUID or instance ids is left
-//! out, with a failure that names the call. A GPU or a driver without MIG is silence.
+//! Called by `probe` for each GPU. A call that fails costs one fact; a device without a UUID or instance ids is an error in
+//! the place of the device.
 
 use std::path::Path;
 
@@ -10,9 +10,10 @@ use nvml_wrapper_sys::bindings as sys;
 
 use super::call::{Answer, CallError};
 use super::calls::Calls;
-use super::probe::Findings;
+use super::probe::UUID;
 use super::raw;
-use crate::topology::{MigCapabilities, MigDeviceObservation, MigExtension, MigObservation, MigUuid};
+use super::scan::{MigDeviceScan, MigScan};
+use crate::topology::{MigCapabilities, MigDeviceObservation, MigExtension, MigUuid};
 
 /// An index that nothing was created for is no failure of this call.
 const HANDLE: &str = "nvmlDeviceGetMigDeviceHandleByIndex";
@@ -20,27 +21,20 @@ const HANDLE: &str = "nvmlDeviceGetMigDeviceHandleByIndex";
 /// The kernel's list of MIG capabilities below /proc, the same in every container.
 const MINORS: &str = "driver/nvidia-caps/mig-minors";
 
-/// What is seen of a GPU's MIG; `minor` is N of the GPU's /dev/nvidiaN.
-pub fn observe(
-    device: &Device<'_>,
-    calls: &Calls,
-    minor: Option<u32>,
-    procfs: &Path,
-    findings: &mut Findings<'_>,
-) -> Option<MigObservation> {
-    let mode = findings.fact(calls.ask("nvmlDeviceGetMigMode", || device.mig_mode()))?;
-    let enabled = mode.current == sys::NVML_DEVICE_MIG_ENABLE;
-    let count =
-        if enabled { calls.ask("nvmlDeviceGetMaxMigDeviceCount", || device.mig_device_count()) } else { Ok(None) };
+/// A GPU's MIG; `minor` is N of the GPU's /dev/nvidiaN.
+pub fn scan(device: &Device<'_>, calls: &Calls, minor: &Answer<u32>, procfs: &Path) -> Answer<MigScan> {
+    let Some(mode) = calls.ask("nvmlDeviceGetMigMode", || device.mig_mode())? else { return Ok(None) };
+    if mode.current != sys::NVML_DEVICE_MIG_ENABLE {
+        return Ok(Some(MigScan { enabled: false, devices: Ok(None) }));
+    }
     // Absent where the driver has no MIG; then no device has capabilities.
-    let minors = if enabled { std::fs::read_to_string(procfs.join(MINORS)).unwrap_or_default() } else { String::new() };
-    let devices = (0..findings.fact(count).unwrap_or(0)).filter_map(|index| {
-        let mut found = mig_device(device, calls, index, findings)?;
-        let find = |minor| MigCapabilities::find(&minors, minor, found.gpu_instance, found.compute_instance);
-        found.capabilities = minor.and_then(find);
-        Some(found)
+    let minors = std::fs::read_to_string(procfs.join(MINORS)).unwrap_or_default();
+    let count = calls.ask("nvmlDeviceGetMaxMigDeviceCount", || device.mig_device_count());
+    let devices = count.map(|count| {
+        let found = |index| (index, mig_device(device, calls, index, minor, &minors));
+        count.map(|count| (0..count).map(found).collect())
     });
-    Some(MigObservation { enabled, devices: devices.collect() })
+    Ok(Some(MigScan { enabled: true, devices }))
 }
 
 /// The names of the MIG devices of a GPU in MIG mode: what a look finds changed. `None` where a call failed: one that does not
@@ -54,44 +48,51 @@ pub fn names(device: &Device<'_>, calls: &Calls) -> Option<Vec<MigUuid>> {
             mig => mig.ok()?,
         };
         let Some(mig) = mig else { continue };
-        let uuid = calls.ask("nvmlDeviceGetUUID", || mig.uuid()).ok()?;
+        let uuid = calls.ask(UUID, || mig.uuid()).ok()?;
         names.extend(uuid.and_then(|uuid| uuid.parse().ok()));
     }
     Some(names)
 }
 
+/// Not offered where one of the facts is not without which it is no device: an index that nothing was created for.
 fn mig_device(
     parent: &Device<'_>,
     calls: &Calls,
     index: u32,
-    findings: &mut Findings<'_>,
-) -> Option<MigDeviceObservation> {
+    minor: &Answer<u32>,
+    minors: &str,
+) -> Answer<MigDeviceScan> {
     let device = match calls.ask(HANDLE, || parent.mig_device_by_index(index)) {
-        // An index that nothing was created for.
-        Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_NOT_FOUND) => return None,
-        other => findings.fact(other)?,
+        Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_NOT_FOUND) => return Ok(None),
+        device => device?,
     };
-    let uuid = calls.ask("nvmlDeviceGetUUID", || device.uuid()).and_then(|uuid| match uuid.map(|uuid| uuid.parse()) {
-        Some(Ok(uuid)) => Ok(Some::<MigUuid>(uuid)),
-        Some(Err(error)) => Err(CallError::unreadable("nvmlDeviceGetUUID", error)),
-        None => Ok(None),
-    });
-    let uuid = findings.fact(uuid)?;
-    let gpu_instance = findings.fact(calls.raw("nvmlDeviceGetGpuInstanceId", || raw::gpu_instance_id(&device)))?;
-    let compute_instance =
-        findings.fact(calls.raw("nvmlDeviceGetComputeInstanceId", || raw::compute_instance_id(&device)))?;
-    let attributes = findings.fact(calls.ask("nvmlDeviceGetAttributes_v2", || device.attributes()))?;
-    Some(MigDeviceObservation {
-        index,
-        uuid,
-        gpu_instance,
-        compute_instance,
-        gpu_slices: attributes.gpu_instance_slice_count,
-        compute_slices: attributes.compute_instance_slice_count,
-        memory_mib: attributes.memory_size_mb,
-        extension: findings.fact(extension(parent, calls, gpu_instance)),
-        capabilities: None,
-    })
+    let Some(device) = device else { return Ok(None) };
+    let uuid = calls.ask(UUID, || device.uuid())?.map(|uuid| uuid.parse::<MigUuid>()).transpose();
+    let uuid = uuid.map_err(|error| CallError::unreadable(UUID, error))?;
+    let gpu_instance = calls.raw("nvmlDeviceGetGpuInstanceId", || raw::gpu_instance_id(&device))?;
+    let compute_instance = calls.raw("nvmlDeviceGetComputeInstanceId", || raw::compute_instance_id(&device))?;
+    let attributes = calls.ask("nvmlDeviceGetAttributes_v2", || device.attributes())?;
+    let (Some(uuid), Some(gpu_instance), Some(compute_instance), Some(attributes)) =
+        (uuid, gpu_instance, compute_instance, attributes)
+    else {
+        return Ok(None);
+    };
+    let find = |minor| MigCapabilities::find(minors, minor, gpu_instance, compute_instance);
+    Ok(Some(MigDeviceScan {
+        extension: extension(parent, calls, gpu_instance),
+        capabilities: minor.clone().map(|minor| minor.and_then(find)),
+        device: MigDeviceObservation {
+            index,
+            uuid,
+            gpu_instance,
+            compute_instance,
+            gpu_slices: attributes.gpu_instance_slice_count,
+            compute_slices: attributes.compute_instance_slice_count,
+            memory_mib: attributes.memory_size_mb,
+            extension: None,
+            capabilities: None,
+        },
+    }))
 }
 
 /// The GPU instance says the id of its profile; which profile that is, only a walk over all of them tells.

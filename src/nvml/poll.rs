@@ -1,6 +1,6 @@
-//! One round's questions to a GPU: cheap calls whose answers tell of its health.
+//! One poll of a GPU: cheap calls whose answers show its health.
 //!
-//! Called by `watch`. It judges nothing; what a GPU does not offer is `None`, and is not asked again by this child.
+//! Called by `watch`. It judges nothing; a call that a GPU does not offer is `None`, and is not made again by this agent.
 
 use std::collections::BTreeSet;
 
@@ -10,11 +10,10 @@ use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::structs::device::FieldId;
 use nvml_wrapper_sys::bindings as sys;
 
-use super::call::{Answer, CallError, offered};
+use super::call::{Answer, CallError, Fault, answer, offered};
 use super::calls::Calls;
-use super::links::STATE;
 use super::mig;
-use super::probe::{FABRIC, Gpu};
+use super::probe::{FABRIC, Gpu, NVLINK};
 use super::raw::{self, Fabric};
 use crate::state::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
 use crate::topology::MigUuid;
@@ -68,7 +67,7 @@ pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
     let row_remapping = fact.of("nvmlDeviceGetRemappedRows", |call| calls.raw(call, rows));
     let uncorrectable_ecc = fact.of("nvmlDeviceGetTotalEccErrors", |call| calls.ask(call, ecc));
     let fabric = fact.of(FABRIC, |call| calls.raw(call, || raw::fabric(device)));
-    // A GPU that is divided up has no use for its NVLinks, and some drivers switch them off: none of them is missed.
+    // A GPU in MIG mode does not use its NVLinks, and some drivers switch them off: none counts as down.
     let divided = mig.or(silence.mig) == Some(true);
     let links = if divided { None } else { links(gpu, silence) };
     let down = |links: &Vec<(u32, bool)>| links.iter().filter(|(_, up)| !up).map(|(link, _)| *link).collect();
@@ -84,7 +83,7 @@ pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
     Polled { health, links, mig: mig.and_then(|on| if on { mig::names(device, calls).map(Some) } else { Some(None) }) }
 }
 
-/// Asks what is offered. A call that fails says nothing here: the one that has to reach the GPU says it.
+/// Makes the calls that are offered. One that fails is no fact here: whether the GPU answers is what [`reading`] shows.
 struct Facts<'a>(&'a mut Silence);
 
 impl Facts<'_> {
@@ -118,13 +117,11 @@ fn reach(answer: Answer<u32>) -> Reach {
 
 /// What it means for a GPU that a call failed without which it cannot be reached.
 pub fn unreached(error: &CallError) -> Reach {
-    let call = error.call.to_owned();
-    if error.is_gpu_lost() {
-        Reach::Lost { call }
-    } else if error.is(sys::nvmlReturn_enum_NVML_ERROR_RESET_REQUIRED) {
-        Reach::ResetRequired { call }
-    } else {
-        Reach::Failed { call, error: error.reason.to_string() }
+    let call = error.call.to_string();
+    match error.fault() {
+        Fault::GpuLost => Reach::Lost { call },
+        Fault::ResetRequired => Reach::ResetRequired { call },
+        _ => Reach::Failed { call, error: error.reason.to_string() },
     }
 }
 
@@ -157,12 +154,12 @@ fn links(gpu: &Gpu<'_>, silence: &mut Silence) -> Option<Vec<(u32, bool)>> {
     if wanted.is_empty() {
         return Some(Vec::new());
     }
-    // One record for all: a link that hangs is as good as another.
-    gpu.calls.tell(STATE);
+    // One report for all links: which of them hangs makes no difference.
+    gpu.calls.report(NVLINK);
     let mut answered = false;
     let mut links = Vec::new();
     for link in wanted {
-        match offered(super::call::answer(STATE, gpu.device.link_wrapper_for(link).is_active())) {
+        match offered(answer(NVLINK, gpu.device.link_wrapper_for(link).is_active())) {
             Ok(Some(up)) => {
                 answered = true;
                 links.push((link, up));

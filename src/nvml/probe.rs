@@ -1,10 +1,9 @@
-//! What NVML says of each GPU, as observations; what it does not say, as failures.
+//! The full scan: every fact that NVML offers about each GPU, answer by answer.
 //!
-//! Called by `agent` at its start and whenever it is asked to look again. One call that fails
-//! costs one fact; only a GPU without UUID or PCI address is left out, with a failure that names
-//! it, and is reported as missing. It must not panic, and it must not wait for anything but NVML.
+//! Called by `watch` at the agent's start and whenever a scan is due. A call that fails costs one fact; only a GPU without
+//! UUID or PCI address is not listed, with a failure that names it, and is reported as missing. It must not panic, and it
+//! must not wait for anything but NVML.
 
-use std::collections::BTreeMap;
 use std::ffi::c_ulong;
 use std::path::Path;
 
@@ -12,15 +11,14 @@ use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml};
 use nvml_wrapper_sys::bindings as sys;
 
-use super::call::{Answer, CallError};
+use super::call::{Answer, CallError, offered};
 use super::calls::Calls;
-use super::links::{self, Errors};
 use super::poll::unreached;
 use super::protocol::{Missing, Place};
+use super::scan::{CallFailure, GpuScan, NvLinkScan};
 use super::{mig, raw};
 use crate::topology::{
-    ComputeCapability, FabricObservation, GpuObservation, GpuUuid, NumaNodeId, PciAddress, PcieLink, ProbeFailure,
-    TopologyLevel,
+    ComputeCapability, CudaVersion, FabricObservation, GpuUuid, NumaNodeId, PciAddress, PcieLink, TopologyLevel,
 };
 
 /// A GPU whose name and place are known.
@@ -45,18 +43,17 @@ pub struct Listed<'nvml> {
     pub gpus: Vec<Gpu<'nvml>>,
     /// Those that did not.
     pub missing: Vec<Missing>,
-    /// What was asked and not answered.
-    pub failures: Vec<ProbeFailure>,
+    /// The calls that failed.
+    pub failures: Vec<CallFailure>,
 }
 
 /// Finds the GPUs by their names and places. Those to `skip` are not touched.
 pub fn list<'nvml>(nvml: &'nvml Nvml, calls: &Calls, skip: &[Place]) -> Listed<'nvml> {
     let (mut gpus, mut missing, mut failures) = (Vec::new(), Vec::new(), Vec::new());
-    let count = required(calls, COUNT, || nvml.device_count());
-    if let Err(error) = &count {
-        missing.push(Missing { place: None, reach: unreached(error) });
-    }
-    let count = Findings::new("driver", &mut failures).fact(count.map(Some));
+    let count = required(calls, COUNT, || nvml.device_count()).map_err(|error| {
+        missing.push(Missing { place: None, reach: unreached(&error) });
+        failures.push(CallFailure::new("driver", error));
+    });
     let of = count.unwrap_or(0);
     for place in (0..of).map(|index| Place { index, of }).filter(|place| !skip.contains(place)) {
         let mut subject = format!("GPU {}", place.index);
@@ -64,17 +61,19 @@ pub fn list<'nvml>(nvml: &'nvml Nvml, calls: &Calls, skip: &[Place]) -> Listed<'
             Ok(gpu) => gpus.push(gpu),
             Err(error) => {
                 missing.push(Missing { place: Some(place), reach: unreached(&error) });
-                Findings::new(subject, &mut failures).fail(&error);
+                failures.push(CallFailure::new(subject, error));
             }
         }
     }
-    Listed { count, gpus, missing, failures }
+    Listed { count: count.ok(), gpus, missing, failures }
 }
 
 /// The call that counts the GPUs.
 pub const COUNT: &str = "nvmlDeviceGetCount_v2";
 /// The call that gives a GPU's handle, and may have to start the GPU for it.
 pub const HANDLE: &str = "nvmlDeviceGetHandleByIndex_v2";
+/// The call that registers a GPU's events.
+pub const REGISTER: &str = "nvmlDeviceRegisterEvents";
 /// The call that gives a GPU's UUID.
 pub const UUID: &str = "nvmlDeviceGetUUID";
 
@@ -117,57 +116,68 @@ pub fn required<T>(
     calls.ask(call, made)?.ok_or_else(missing)
 }
 
-/// Asks the GPUs, and the kernel under `procfs`, for everything else: what was seen, and what was not answered.
-pub fn observe(gpus: &[Gpu<'_>], procfs: &Path) -> (Vec<GpuObservation>, Vec<ProbeFailure>) {
-    let mut failures = Vec::new();
-    let ancestors = common_ancestors(gpus, &mut failures);
-    let observe = |(gpu, common_ancestors): (&Gpu<'_>, _)| {
+/// Asks the GPUs, and the kernel under `procfs`, for everything else.
+pub fn scan(gpus: &[Gpu<'_>], procfs: &Path) -> Vec<GpuScan> {
+    let scan = |(at, gpu): (usize, &Gpu<'_>)| {
         let (device, calls) = (&gpu.device, &gpu.calls);
-        let mut findings = Findings::new(gpu.pci.to_string(), &mut failures);
-        let minor = findings.fact(calls.ask("nvmlDeviceGetMinorNumber", || device.minor_number()));
-        GpuObservation {
+        let others = gpus.iter().skip(at + 1);
+        let ancestors = others.map(|other| (other.uuid.clone(), common_ancestor(gpu, other))).collect();
+        let minor = calls.ask("nvmlDeviceGetMinorNumber", || device.minor_number());
+        GpuScan {
             index: gpu.index,
             uuid: gpu.uuid.clone(),
             pci: gpu.pci,
-            model: findings.fact(calls.ask("nvmlDeviceGetName", || device.name())),
+            model: calls.ask("nvmlDeviceGetName", || device.name()),
+            compute_capability: compute_capability(device, calls),
+            memory_mib: memory(device, calls),
+            numa: numa(device, calls),
+            pcie: pcie(device, calls),
+            c2c: calls.raw("nvmlDeviceGetC2cModeInfoV", || raw::c2c(device)),
+            display: calls.ask("nvmlDeviceGetDisplayActive", || device.is_display_active()),
+            fabric: fabric(device, calls),
+            nvlinks: (0..sys::NVML_NVLINK_MAX_LINKS).map(|link| nvlink(device, calls, link)).collect(),
+            mig: mig::scan(device, calls, &minor, procfs),
             minor,
-            compute_capability: compute_capability(device, calls, &mut findings),
-            memory_mib: memory(device, calls, &mut findings),
-            numa: numa(device, calls, &mut findings),
-            pcie: pcie(device, calls, &mut findings),
-            nvlinks: links::observe(device, calls, |pci| gpus.iter().any(|gpu| gpu.pci == pci), &mut findings),
-            c2c: findings.fact(calls.raw("nvmlDeviceGetC2cModeInfoV", || raw::c2c(device))),
-            display: findings.fact(calls.ask("nvmlDeviceGetDisplayActive", || device.is_display_active())),
-            mig: mig::observe(device, calls, minor, procfs, &mut findings),
-            fabric: fabric(device, calls, &mut findings),
-            common_ancestors,
+            ancestors,
         }
     };
-    let observations = gpus.iter().zip(ancestors).map(observe).collect();
-    (observations, failures)
+    gpus.iter().enumerate().map(scan).collect()
 }
 
-fn compute_capability(device: &Device<'_>, calls: &Calls, findings: &mut Findings<'_>) -> Option<ComputeCapability> {
-    let capability = calls.ask("nvmlDeviceGetCudaComputeCapability", || device.cuda_compute_capability());
-    let capability = findings.fact(capability)?;
-    Some(ComputeCapability { major: capability.major.try_into().ok()?, minor: capability.minor.try_into().ok()? })
+/// The newest CUDA version that the driver supports; not offered where the container has no libcuda.
+pub fn cuda_version(nvml: &Nvml, calls: &Calls) -> Answer<CudaVersion> {
+    match calls.ask("nvmlSystemGetCudaDriverVersion_v2", || nvml.sys_cuda_driver_version()) {
+        Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_LIBRARY_NOT_FOUND) => Ok(None),
+        // 1000 times the major version and 10 times the minor one (nvml.h).
+        answer => Ok(answer?.and_then(|number| {
+            let number = u32::try_from(number).ok()?;
+            Some(CudaVersion { major: number / 1000, minor: number % 1000 / 10 })
+        })),
+    }
+}
+
+fn compute_capability(device: &Device<'_>, calls: &Calls) -> Answer<ComputeCapability> {
+    let capability = calls.ask("nvmlDeviceGetCudaComputeCapability", || device.cuda_compute_capability())?;
+    Ok(capability.and_then(|capability| {
+        Some(ComputeCapability { major: capability.major.try_into().ok()?, minor: capability.minor.try_into().ok()? })
+    }))
 }
 
 /// In MiB.
-fn memory(device: &Device<'_>, calls: &Calls, findings: &mut Findings<'_>) -> Option<u64> {
+fn memory(device: &Device<'_>, calls: &Calls) -> Answer<u64> {
     let memory = match calls.ask("nvmlDeviceGetMemoryInfo_v2", || device.memory_info()) {
         Ok(None) => calls.raw("nvmlDeviceGetMemoryInfo", || raw::memory_total(device)),
         other => other.map(|memory| memory.map(|memory| memory.total)),
     };
-    findings.fact(memory).map(|bytes| bytes >> 20)
+    Ok(memory?.map(|bytes| bytes >> 20))
 }
 
 /// The one NUMA node of the memory affinity; several or none is unknown.
-fn numa(device: &Device<'_>, calls: &Calls, findings: &mut Findings<'_>) -> Option<NumaNodeId> {
+fn numa(device: &Device<'_>, calls: &Calls) -> Answer<NumaNodeId> {
     /// Room for the 1024 nodes that Linux can have (CONFIG_NODES_SHIFT is at most 10).
     const WORDS: usize = 1024 / c_ulong::BITS as usize;
     let nodes = || device.memory_affinity(WORDS, sys::NVML_AFFINITY_SCOPE_NODE);
-    only_node(&findings.fact(calls.ask("nvmlDeviceGetMemoryAffinity", nodes))?)
+    Ok(calls.ask("nvmlDeviceGetMemoryAffinity", nodes)?.and_then(|words| only_node(&words)))
 }
 
 fn only_node(words: &[c_ulong]) -> Option<NumaNodeId> {
@@ -178,10 +188,10 @@ fn only_node(words: &[c_ulong]) -> Option<NumaNodeId> {
 }
 
 /// What the link can do: the lesser of GPU and slot.
-fn pcie(device: &Device<'_>, calls: &Calls, findings: &mut Findings<'_>) -> Option<PcieLink> {
-    let generation = findings.fact(calls.ask("nvmlDeviceGetMaxPcieLinkGeneration", || device.max_pcie_link_gen()));
-    let width = findings.fact(calls.ask("nvmlDeviceGetMaxPcieLinkWidth", || device.max_pcie_link_width()));
-    pcie_link(generation?, width?)
+fn pcie(device: &Device<'_>, calls: &Calls) -> Answer<PcieLink> {
+    let generation = calls.ask("nvmlDeviceGetMaxPcieLinkGeneration", || device.max_pcie_link_gen())?;
+    let width = calls.ask("nvmlDeviceGetMaxPcieLinkWidth", || device.max_pcie_link_width())?;
+    Ok(generation.zip(width).and_then(|(generation, width)| pcie_link(generation, width)))
 }
 
 /// A generation and a width as a link. 2.5 GT/s x1 is what virtual switches claim, and unknown.
@@ -199,15 +209,34 @@ fn pcie_link(generation: u32, width: u32) -> Option<PcieLink> {
     (width > 0).then_some(PcieLink { mts, width })
 }
 
+/// The call that tells whether an NVLink is up.
+pub const NVLINK: &str = "nvmlDeviceGetNvLinkState";
+
+fn nvlink(device: &Device<'_>, calls: &Calls, link: u32) -> Answer<NvLinkScan> {
+    let Some(active) = offered(calls.ask(NVLINK, || device.link_wrapper_for(link).is_active()))? else {
+        return Ok(None);
+    };
+    let kind = calls.raw("nvmlDeviceGetNvLinkRemoteDeviceType", || raw::remote_device_type(device, link));
+    let pci = calls.ask("nvmlDeviceGetNvLinkRemotePciInfo_v2", || device.link_wrapper_for(link).remote_pci_info());
+    let pci = offered(pci).map(|info| info.and_then(|info| address(&info.bus_id)));
+    Ok(Some(NvLinkScan { active, kind: offered(kind), pci }))
+}
+
+/// The address, where there is one: virtual machines and some boards give all ones.
+fn address(bus_id: &str) -> Option<PciAddress> {
+    bus_id.parse().ok().filter(|pci: &PciAddress| pci.domain() != u32::MAX)
+}
+
 /// The call that tells of the NVLink fabric.
 pub const FABRIC: &str = "nvmlDeviceGetGpuFabricInfoV";
 
 /// The fabric, once the GPU has joined it.
-fn fabric(device: &Device<'_>, calls: &Calls, findings: &mut Findings<'_>) -> Option<FabricObservation> {
-    let fabric = findings.fact(calls.raw(FABRIC, || raw::fabric(device)))?;
-    let joined =
-        fabric.state == sys::NVML_GPU_FABRIC_STATE_COMPLETED && fabric.status == sys::nvmlReturn_enum_NVML_SUCCESS;
-    joined.then(|| FabricObservation { cluster: hyphenated(fabric.cluster), clique: fabric.clique })
+fn fabric(device: &Device<'_>, calls: &Calls) -> Answer<FabricObservation> {
+    let fabric = calls.raw(FABRIC, || raw::fabric(device))?;
+    let joined = fabric.filter(|fabric| {
+        fabric.state == sys::NVML_GPU_FABRIC_STATE_COMPLETED && fabric.status == sys::nvmlReturn_enum_NVML_SUCCESS
+    });
+    Ok(joined.map(|fabric| FabricObservation { cluster: hyphenated(fabric.cluster), clique: fabric.clique }))
 }
 
 /// A UUID in its usual writing.
@@ -219,67 +248,12 @@ fn hyphenated(uuid: [u8; 16]) -> String {
     text
 }
 
-/// Each GPU's common ancestors with the others; NVML is asked once for a pair.
-fn common_ancestors(gpus: &[Gpu<'_>], failures: &mut Vec<ProbeFailure>) -> Vec<BTreeMap<u32, TopologyLevel>> {
-    let mut ancestors = BTreeMap::new();
-    for (at, one) in gpus.iter().enumerate() {
-        let mut errors = Errors::default();
-        for two in gpus.iter().skip(at + 1) {
-            match common_ancestor(one, two) {
-                Ok(Some(level)) => {
-                    ancestors.insert((one.index, two.index), level);
-                    ancestors.insert((two.index, one.index), level);
-                }
-                Ok(None) => {}
-                Err(error) => errors.add(two.index, error),
-            }
-        }
-        errors.report("with GPU", &mut Findings::new(one.pci.to_string(), failures));
-    }
-    let of = |gpu: &Gpu<'_>| {
-        let own = ancestors.range((gpu.index, 0)..=(gpu.index, u32::MAX));
-        own.map(|((_, other), level)| (*other, *level)).collect()
-    };
-    gpus.iter().map(of).collect()
-}
-
 fn common_ancestor(one: &Gpu<'_>, two: &Gpu<'_>) -> Answer<TopologyLevel> {
     const CALL: &str = "nvmlDeviceGetTopologyCommonAncestor";
     let level = one.calls.raw(CALL, || raw::common_ancestor(&one.device, &two.device))?;
     let Some(number) = level else { return Ok(None) };
     let unknown = || CallError::unreadable(CALL, format!("unknown level {number}"));
     TopologyLevel::from_nvml(number).map(Some).ok_or_else(unknown)
-}
-
-/// Takes answers about one subject and keeps what failed.
-pub struct Findings<'a> {
-    subject: String,
-    failures: &'a mut Vec<ProbeFailure>,
-}
-
-impl<'a> Findings<'a> {
-    /// Findings about a subject: a PCI address, `GPU 3`, `driver`.
-    pub fn new(subject: impl Into<String>, failures: &'a mut Vec<ProbeFailure>) -> Self {
-        Self { subject: subject.into(), failures }
-    }
-
-    /// The fact, where there is one; no answer is no failure.
-    pub fn fact<T>(&mut self, answer: Answer<T>) -> Option<T> {
-        answer.unwrap_or_else(|error| {
-            self.fail(&error);
-            None
-        })
-    }
-
-    /// Notes a failed call.
-    pub fn fail(&mut self, error: &CallError) {
-        self.fail_with(error, error.reason.to_string());
-    }
-
-    /// Notes a failed call, in these words.
-    pub fn fail_with(&mut self, error: &CallError, words: String) {
-        self.failures.push(ProbeFailure { subject: self.subject.clone(), call: error.call.to_owned(), error: words });
-    }
 }
 
 #[cfg(test)]
@@ -303,6 +277,14 @@ mod tests {
         assert_eq!(pcie_link(3, 1), Some(PcieLink { mts: 8000, width: 1 }));
         for unknown in [(1, 1), (0, 16), (7, 16), (5, 0)] {
             assert_eq!(pcie_link(unknown.0, unknown.1), None, "{unknown:?}");
+        }
+    }
+
+    #[test]
+    fn reads_addresses_and_not_their_placeholder() {
+        assert_eq!(address("00000000:3B:00.0"), "0000:3b:00.0".parse().ok());
+        for nothing in ["FFFFFFFF:FF:FF.0", "FFFFFFFF:00:00.0", "", "switch"] {
+            assert_eq!(address(nothing), None, "{nothing}");
         }
     }
 

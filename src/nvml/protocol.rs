@@ -1,5 +1,5 @@
-//! What the NVML child and its parent say to each other: plain values, one JSON text a line,
-//! over the Unix socket that the child inherits as its standard input.
+//! The messages between the NVML agent and its parent: plain values, one JSON text a line, over the Unix socket that the
+//! agent inherits as its standard input.
 //!
 //! Used by `agent` and `child`. No I/O happens here: bytes in, messages out, and back.
 
@@ -11,9 +11,11 @@ use std::str::FromStr;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::call::CallError;
+use super::scan::{CallFailure, NodeScan};
 use crate::quote::excerpt;
 use crate::state::{HealthPoll, Reach};
-use crate::topology::{GpuObservation, GpuUuid, ProbeFailure};
+use crate::topology::GpuUuid;
 
 /// The longest line, in bytes, that either side accepts. Sixteen GPUs with all that can be said
 /// of them take a hundredth of it.
@@ -26,21 +28,9 @@ pub enum FromAgent {
     /// A call is about to be made; it has returned when the next one is told, or a message of another round's end:
     /// [`FromAgent::Ready`], [`FromAgent::Polled`], [`FromAgent::Leaving`].
     Calling(Called),
-    /// What was seen: once at the start, after which events follow, whenever the node has changed, and for each
+    /// A full scan: once at the start, after which events follow, whenever the node has changed, and for each
     /// [`ToAgent::Observe`]. At the start a [`FromAgent::Polled`] follows at once.
-    Ready {
-        /// The driver's version, such as `580.95.05`.
-        driver: Option<String>,
-        /// The library's version.
-        nvml: Option<String>,
-        /// How many GPUs NVML counts, those included that were skipped or do not say who they are; `None` where it does
-        /// not say, and then it does not list any either.
-        count: Option<u32>,
-        /// The GPUs, in NVML's order.
-        gpus: Vec<GpuObservation>,
-        /// What was asked and not answered.
-        failures: Vec<ProbeFailure>,
-    },
+    Ready(Box<NodeScan>),
     /// The driver reported an XID.
     Xid {
         /// The physical GPU.
@@ -68,20 +58,11 @@ pub enum FromAgent {
         /// For how long the present wait for events has lasted, in milliseconds; 0 where nobody waits.
         waiting_ms: u64,
     },
-    /// A call that is about no single GPU failed. The child goes on, and tries again.
-    Failed {
-        /// The C function.
-        call: String,
-        /// What came back.
-        error: String,
-    },
-    /// The child ends, for NVML is not to be had by it: it does not load or initialise, or the driver has gone.
-    Leaving {
-        /// The C function, or `dlopen`.
-        call: String,
-        /// What came back.
-        error: String,
-    },
+    /// A call of the thread that waits for events failed. The agent goes on, and tries again.
+    Failed(CallFailure),
+    /// The agent ends because only another process can reach NVML: the library does not load or initialise, the driver has
+    /// gone, or this process has no memory left.
+    Leaving(CallError),
 }
 
 /// A call, and the GPU it is about.
@@ -240,33 +221,37 @@ impl<M: DeserializeOwned> Incoming<M> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::nvml::scan::{GpuScan, MigDeviceScan, MigScan, NvLinkScan};
     use crate::state::{FabricHealth, Reach, RecoveryAction, RowRemapping};
-    use crate::topology::{FabricObservation, NvLinkObservation, NvLinkRemote, PcieLink, TopologyLevel};
+    use crate::topology::{CudaVersion, FabricObservation, MigExtension, PcieLink, TopologyLevel};
 
     fn every_message() -> Vec<FromAgent> {
         let gpu: GpuUuid = "GPU-1".parse().unwrap();
-        let pci = "0000:3b:00.0".parse().unwrap();
-        let link = |links, remote, active| NvLinkObservation { links, remote, active };
-        let observation = GpuObservation {
+        let failed = CallError::returned("nvmlDeviceGetName", 999);
+        let link = NvLinkScan { active: false, kind: Ok(Some(1)), pci: Err(failed.clone()) };
+        let device = "{index: 3, uuid: MIG-1, gpu_instance: 1, compute_instance: 0, gpu_slices: 1, compute_slices: 1, \
+                      memory_mib: 1}";
+        let device = MigDeviceScan {
+            device: serde_saphyr::from_str(device).unwrap(),
+            extension: Ok(Some(MigExtension::Media)),
+            capabilities: Ok(None),
+        };
+        let scan = GpuScan {
             index: 0,
             uuid: gpu.clone(),
-            pci,
-            model: Some("NVIDIA \"X\"\n".into()),
-            minor: None,
-            compute_capability: Some("9.0".to_owned().try_into().unwrap()),
-            memory_mib: Some(u64::MAX),
-            numa: None,
-            pcie: Some(PcieLink { mts: 16000, width: 16 }),
-            nvlinks: Some(vec![
-                link(vec![0], NvLinkRemote::Gpu(pci), false),
-                link(vec![1], NvLinkRemote::Switch(None), true),
-                link(vec![2], NvLinkRemote::Cpu, true),
-            ]),
-            c2c: None,
-            display: None,
-            mig: None,
-            fabric: Some(FabricObservation { cluster: "0".into(), clique: 1 }),
-            common_ancestors: [(1, TopologyLevel::HostBridge)].into(),
+            pci: "0000:3b:00.0".parse().unwrap(),
+            model: Ok(Some("NVIDIA \"X\"\n".into())),
+            minor: Err(failed.clone()),
+            compute_capability: Ok(Some("9.0".to_owned().try_into().unwrap())),
+            memory_mib: Ok(Some(u64::MAX)),
+            numa: Ok(None),
+            pcie: Ok(Some(PcieLink { mts: 16000, width: 16 })),
+            c2c: Err(CallError::unreadable("f", "neither 0 nor 1")),
+            display: Ok(Some(true)),
+            fabric: Ok(Some(FabricObservation { cluster: "0".into(), clique: 1 })),
+            nvlinks: vec![Ok(Some(link)), Ok(None), Err(failed.clone())],
+            mig: Ok(Some(MigScan { enabled: true, devices: Ok(Some([(3, Ok(Some(device)))].into())) })),
+            ancestors: [("GPU-2".parse().unwrap(), Ok(Some(TopologyLevel::HostBridge)))].into(),
         };
         let poll = HealthPoll {
             reach: Reach::Failed { call: "f".into(), error: "e".into() },
@@ -277,15 +262,16 @@ mod tests {
             fabric: Some(FabricHealth::Failed { status: 999 }),
             on_bus: None,
         };
-        let failures = vec![ProbeFailure { subject: "GPU 1".into(), call: "f".into(), error: "e".into() }];
+        let failure = CallFailure { subject: "GPU 1".into(), part: "NVLink 1, 2".into(), error: failed.clone() };
         vec![
-            FromAgent::Ready {
-                driver: Some("580".into()),
-                nvml: None,
+            FromAgent::Ready(Box::new(NodeScan {
+                driver: Ok(Some("580".into())),
+                library: Ok(None),
+                cuda: Ok(Some(CudaVersion { major: 13, minor: 0 })),
                 count: Some(2),
-                gpus: vec![observation],
-                failures,
-            },
+                gpus: vec![scan],
+                failures: vec![failure.clone()],
+            })),
             FromAgent::Xid { gpu: gpu.clone(), code: 79, gpu_instance: Some(1), compute_instance: None },
             FromAgent::DoubleBitEcc { gpu: gpu.clone() },
             FromAgent::Calling(Called {
@@ -301,8 +287,8 @@ mod tests {
                 unheard: 1,
                 waiting_ms: 3,
             },
-            FromAgent::Failed { call: "nvmlEventSetWait_v2".into(), error: "e".into() },
-            FromAgent::Leaving { call: "nvmlInit_v2".into(), error: "e".into() },
+            FromAgent::Failed(failure),
+            FromAgent::Leaving(failed),
         ]
     }
 
@@ -343,8 +329,7 @@ mod tests {
 
     #[test]
     fn a_message_that_nobody_would_take_is_not_sent() {
-        let error = "x".repeat(MAX_LINE);
-        let failed = FromAgent::Failed { call: String::new(), error };
+        let failed = FromAgent::Leaving(CallError::unreadable("f", "x".repeat(MAX_LINE)));
         assert!(matches!(encode(&failed), Err(ProtocolError::TooLong)));
     }
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use nvml_wrapper::{Device, Nvml};
 use nvml_wrapper_sys::bindings as sys;
 
-use super::call::{Answer, CallError, Reason, returned};
+use super::call::{Answer, CallError, returned};
 
 /// Whether two handles are the same GPU.
 pub fn same(one: &Device<'_>, two: &Device<'_>) -> bool {
@@ -249,7 +249,7 @@ impl<'nvml> EventSet<'nvml> {
             sys::nvmlReturn_enum_NVML_ERROR_TIMEOUT => return Ok(None),
             sys::nvmlReturn_enum_NVML_SUCCESS => {}
             // Even "not supported" is an error here: taken for a timeout, it would be asked again at once.
-            code => return Err(CallError { call: CALL, reason: Reason::Code(code) }),
+            code => return Err(CallError::returned(CALL, code)),
         }
         // JUSTIFICATION: nvml-wrapper makes a Device from a handle in this way only.
         // SAFETY: NVML has just given this handle for a GPU of this library.

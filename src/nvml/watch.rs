@@ -1,8 +1,7 @@
-//! The child's rounds: cheap calls to each GPU, again and again, and a full look whenever they show that the node has
-//! changed or the parent asks for one.
+//! The agent's polls: cheap calls to each GPU at an interval, and a full scan whenever a poll shows that the node has changed or
+//! the parent asks for one.
 //!
-//! Runs on a thread of its own, so that neither a wait for events nor the parent's socket waits
-//! for it. Called by `agent`.
+//! Runs on a thread of its own, so that neither the wait for events nor the parent's socket waits for it. Called by `agent`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -17,14 +16,18 @@ use super::call::CallError;
 use super::calls::Calls;
 use super::events::Waiting;
 use super::poll::{self, Polled, Silence, unreached};
-use super::probe::{self, COUNT, Findings, Gpu, HANDLE, Listed, required};
+use super::probe::{self, COUNT, Gpu, HANDLE, Listed, REGISTER, required};
 use super::protocol::{FromAgent, Missing, Place, ToAgent};
 use super::raw;
+use super::scan::{CallFailure, NodeScan};
 use crate::state::HealthPoll;
-use crate::topology::{GpuUuid, MigUuid, ProbeFailure};
+use crate::topology::{GpuUuid, MigUuid};
 
 /// The least time from a round to one that an event brings.
 const AFTER_EVENT: Duration = Duration::from_secs(1);
+
+/// The memory, in bytes, that a poll must find free: with less, the next call may end this process in the middle of anything.
+const SPARE: usize = 4 << 20;
 
 /// What the rounds work with.
 pub struct Watch {
@@ -44,18 +47,18 @@ pub struct Watch {
     pub gpus: Arc<Vec<Gpu<'static>>>,
     /// The GPUs that do not say who or where they are, as of the latest time they were asked.
     pub missing: Vec<Missing>,
-    /// The GPUs whose events are told: those of the start.
+    /// The GPUs that were registered for events: those of the start.
     pub at_start: Vec<GpuUuid>,
-    /// What the thread that waits for events does.
+    /// The state of the thread that waits for events.
     pub waiting: Arc<Waiting>,
-    /// What each GPU does not offer.
+    /// The calls that each GPU does not offer.
     pub silence: BTreeMap<GpuUuid, Silence>,
-    /// What the node looked like in the latest round.
+    /// The node at the latest poll.
     pub seen: Fingerprint,
 }
 
-/// What cheap calls show of the node; where one of them changes, a full look is due. What did not answer is not in it:
-/// silence is no change.
+/// The part of the node that a poll sees; where it changes, a full scan is due. Calls that failed are not in it: a failure is
+/// not a change.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Fingerprint {
     count: Option<u32>,
@@ -68,7 +71,7 @@ impl Fingerprint {
     /// Takes what a round saw; whether any of it differs from what was known.
     fn learn(&mut self, round: Self) -> bool {
         fn merge<K: Ord, V: PartialEq>(known: &mut BTreeMap<K, V>, seen: BTreeMap<K, V>) -> bool {
-            // No short cut: everything is to be learnt.
+            // No short cut: every entry is stored.
             seen.into_iter().fold(false, |changed, (key, value)| {
                 let differs = known.get(&key) != Some(&value);
                 known.insert(key, value);
@@ -84,7 +87,7 @@ impl Fingerprint {
 }
 
 impl Watch {
-    /// The first full look and the first round; nothing is told before both are done.
+    /// The first full scan and the first poll; nothing is reported before both are done.
     ///
     /// # Errors
     ///
@@ -101,7 +104,7 @@ impl Watch {
         self.tell(polls)
     }
 
-    /// Goes its rounds and answers until the parent is gone.
+    /// Polls and serves requests until the parent is gone.
     ///
     /// # Errors
     ///
@@ -127,12 +130,12 @@ impl Watch {
     fn round(&mut self) -> Result<(), AgentError> {
         let (mut polls, mut round) = self.poll();
         match self.names(&mut round) {
-            Err(error) if error.is_driver_gone() => self.leave(&error)?,
+            Err(error) if error.needs_new_process() => self.leave(error)?,
             _ => {}
         }
         if self.seen.learn(round) {
             self.observe()?;
-            // What has come is polled at once; a full look is rare. Who did not say its name in it is among the missing.
+            // New GPUs are polled at once; a full scan is rare. A GPU that it could not identify is among the missing.
             let (again, links) = self.poll();
             self.seen.learn(links);
             polls = again;
@@ -183,10 +186,15 @@ impl Watch {
     }
 
     fn tell(&self, gpus: BTreeMap<GpuUuid, HealthPoll>) -> Result<(), AgentError> {
+        // What failed for want of memory says nothing about a GPU.
+        if Vec::<u8>::new().try_reserve_exact(SPARE).is_err() {
+            let why = "the NVML agent has reached its memory limit: the library leaks";
+            return self.leave(CallError::unreadable("malloc", why));
+        }
         let waiting_ms = u64::try_from(self.waiting.lasts().as_millis()).unwrap_or(u64::MAX);
         let (missing, unheard) = (self.missing.clone(), self.waiting.unheard());
         let subjects: BTreeSet<String> = unheard.into_iter().map(|failure| failure.subject).collect();
-        // Without a set nobody is heard.
+        // Without a set no GPU is registered.
         let unheard = if subjects.contains("driver") { self.at_start.len() } else { subjects.len() };
         let unheard = u32::try_from(unheard).unwrap_or(u32::MAX);
         self.parent.send(&FromAgent::Polled { gpus, missing, unheard, waiting_ms })
@@ -207,35 +215,33 @@ impl Watch {
         self.missing = std::mem::take(&mut listed.missing);
     }
 
-    /// Knows the names of the GPUs that were looked at, and no others: one that says its name later is news.
+    /// Remembers the names of the scanned GPUs only: one that is identified later is a change.
     fn know(&mut self) {
         self.seen.names = self.gpus.iter().map(|gpu| (gpu.index, gpu.uuid.clone())).collect();
     }
 
-    /// Everything that is seen of the GPUs there are, as a message.
+    /// A full scan of the GPUs there are, as a message.
     fn look(&self, listed: Listed<'static>) -> FromAgent {
         let mut failures = listed.failures;
         failures.extend(self.waiting.unheard());
         for gpu in self.gpus.iter().filter(|gpu| !self.at_start.contains(&gpu.uuid)) {
-            failures.push(ProbeFailure {
-                subject: gpu.pci.to_string(),
-                call: "nvmlDeviceRegisterEvents".to_owned(),
-                error: "it came after the agent's start: no events until the agent starts again".to_owned(),
-            });
+            let late = "it came after the agent's start: no events until the agent starts again";
+            failures.push(CallFailure::new(gpu.pci.to_string(), CallError::unreadable(REGISTER, late)));
         }
-        let mut findings = Findings::new("driver", &mut failures);
         let (nvml, calls) = (self.nvml, &self.calls);
-        let driver = findings.fact(calls.ask("nvmlSystemGetDriverVersion", || nvml.sys_driver_version()));
-        let library = findings.fact(calls.ask("nvmlSystemGetNVMLVersion", || nvml.sys_nvml_version()));
-        let (gpus, unanswered) = probe::observe(&self.gpus, &self.procfs);
-        failures.extend(unanswered);
-        FromAgent::Ready { driver, nvml: library, count: listed.count, gpus, failures }
+        FromAgent::Ready(Box::new(NodeScan {
+            driver: calls.ask("nvmlSystemGetDriverVersion", || nvml.sys_driver_version()),
+            library: calls.ask("nvmlSystemGetNVMLVersion", || nvml.sys_nvml_version()),
+            cuda: probe::cuda_version(nvml, calls),
+            count: listed.count,
+            gpus: probe::scan(&self.gpus, &self.procfs),
+            failures,
+        }))
     }
 
-    /// The driver has gone, or is another one: only a new process can speak to what there is now.
-    fn leave(&self, error: &CallError) -> Result<(), AgentError> {
-        let (call, error) = (error.call.to_owned(), error.reason.to_string());
-        self.parent.send(&FromAgent::Leaving { call, error })?;
+    /// Only a new process can reach the driver that there is now.
+    fn leave(&self, error: CallError) -> Result<(), AgentError> {
+        self.parent.send(&FromAgent::Leaving(error))?;
         raw::exit_now(1)
     }
 }

@@ -1,6 +1,6 @@
-//! How long the child may be silent, and what it was doing when it fell silent: a pure state machine.
+//! How long the agent may be silent, and which call it was in when it fell silent: a pure state machine.
 //!
-//! Called by `child`, which tells it what it hears and kills when it says so. Moments are arguments.
+//! Called by `child`, which passes on each message, and kills the agent when a deadline has expired. Moments are arguments.
 
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ impl Default for Limits {
     }
 }
 
-/// Being later than this is our own doing: this process was stopped, maybe the child with it.
+/// Waking later than this means that this process was suspended.
 const LATE: Duration = Duration::from_secs(1);
 
 /// Follows one child.
@@ -62,7 +62,7 @@ impl Watchdog {
         Self { limits, poll, open: None, limit, until: now + limit, stage }
     }
 
-    /// When the child is given up, if nothing comes.
+    /// The deadline for the next message.
     pub fn until(&self) -> Instant {
         self.until
     }
@@ -72,12 +72,12 @@ impl Watchdog {
         self.open.as_ref()
     }
 
-    /// Whether NVML is initialised, as far as was heard.
+    /// Whether NVML was initialised at the last message.
     pub fn has_initialised(&self) -> bool {
         self.stage != Stage::Initialising
     }
 
-    /// How long the child was given.
+    /// The time from the last message to the deadline.
     pub fn limit(&self) -> Duration {
         self.limit
     }
@@ -93,7 +93,7 @@ impl Watchdog {
         self.give(if starts { self.limits.start } else { self.limits.call }, now);
     }
 
-    /// The child has said something else. For how long the wait for events has lasted beyond all measure, if it has.
+    /// Takes any other message. Returns how long the wait for events has lasted, where it is stuck.
     pub fn heard(&mut self, message: &FromAgent, now: Instant) -> Option<Duration> {
         match message {
             FromAgent::Ready { .. } | FromAgent::Polled { .. } | FromAgent::Leaving { .. } => {
@@ -112,9 +112,9 @@ impl Watchdog {
         (waiting > WAIT + self.limits.call).then_some(waiting)
     }
 
-    /// Whether to give the child up, now that nothing has come until then. Who comes late because it was stopped itself
-    /// gives the child its time again.
-    pub fn bites(&mut self, now: Instant) -> bool {
+    /// Whether the deadline has expired. If this process woke more than a second late (it was suspended, and maybe the agent
+    /// with it), the deadline starts anew instead.
+    pub fn is_expired(&mut self, now: Instant) -> bool {
         if now.saturating_duration_since(self.until) > LATE {
             self.give(self.limit, now);
             return false;
@@ -131,6 +131,7 @@ impl Watchdog {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::nvml::scan::NodeScan;
     use std::collections::BTreeMap;
 
     const LIMITS: Limits = Limits { start: Duration::from_secs(120), call: Duration::from_secs(30) };
@@ -145,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn each_call_has_its_time_and_the_rounds_have_theirs() {
+    fn each_call_and_each_poll_has_its_limit() {
         let start = Instant::now();
         let mut watchdog = Watchdog::new(LIMITS, POLL, start);
         let left = |watchdog: &Watchdog| watchdog.until() - start;
@@ -164,11 +165,11 @@ mod tests {
         assert_eq!((left(&watchdog), watchdog.open().is_some()), (LIMITS.call, true));
         assert_eq!(watchdog.heard(&polled(0), start), None);
         assert_eq!((left(&watchdog), watchdog.open()), (POLL + LIMITS.call, None));
-        assert!(watchdog.bites(watchdog.until()));
+        assert!(watchdog.is_expired(watchdog.until()));
     }
 
     #[test]
-    fn the_call_that_starts_a_gpu_has_its_long_limit_until_the_gpus_were_seen() {
+    fn handle_call_has_the_long_limit_until_ready() {
         let start = Instant::now();
         let mut watchdog = Watchdog::new(LIMITS, POLL, start);
         let handle = |watchdog: &mut Watchdog| {
@@ -178,7 +179,8 @@ mod tests {
         // GPU after GPU.
         assert_eq!((handle(&mut watchdog), handle(&mut watchdog)), (LIMITS.start, LIMITS.start));
         let (gpus, failures) = (Vec::new(), Vec::new());
-        let ready = FromAgent::Ready { driver: None, nvml: None, count: Some(0), gpus, failures };
+        let (driver, library, cuda) = (Ok(None), Ok(None), Ok(None));
+        let ready = FromAgent::Ready(Box::new(NodeScan { driver, library, cuda, count: Some(0), gpus, failures }));
         assert_eq!(watchdog.heard(&ready, start), None);
         assert_eq!(handle(&mut watchdog), LIMITS.call);
         assert_eq!(watchdog.heard(&polled(0), start), None);
@@ -186,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_for_events_that_never_ends_is_noticed() {
+    fn stuck_wait_for_events_is_detected() {
         let start = Instant::now();
         let mut watchdog = Watchdog::new(LIMITS, POLL, start);
         let longest = u64::try_from((WAIT + LIMITS.call).as_millis()).unwrap();
@@ -195,13 +197,13 @@ mod tests {
     }
 
     #[test]
-    fn who_was_stopped_itself_does_not_bite() {
+    fn deadline_starts_anew_after_a_suspension() {
         let start = Instant::now();
         let mut watchdog = Watchdog::new(LIMITS, POLL, start);
         watchdog.calling(called("nvmlDeviceGetName"), start);
         let late = watchdog.until() + Duration::from_secs(60);
-        assert!(!watchdog.bites(late));
+        assert!(!watchdog.is_expired(late));
         assert_eq!(watchdog.until(), late + LIMITS.call);
-        assert!(watchdog.bites(watchdog.until()));
+        assert!(watchdog.is_expired(watchdog.until()));
     }
 }

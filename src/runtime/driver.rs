@@ -1,586 +1,324 @@
-//! Keeps the NVML child alive and turns what it says into events.
+//! Lives what `machine` says: starts and ends NVML agents, reads their messages and the host's files, keeps the time.
 //!
-//! One child works at a time. A second one is started beside it where a new one is needed though the first still works (a GPU
-//! has come, the library's file is another one, a GPU that was left out is to be tried), and takes over once it has seen the
-//! GPUs: no event falls between the two, and a second one that dies costs nothing.
+//! Called by the composition roots. An agent is a task from its start until its process has ended, and reads beside the host
+//! are tasks too; all report to one loop. Nothing is decided here.
 
-mod away;
-mod dying;
-mod facts;
-mod known;
-mod look;
+mod agents;
+mod host_probe;
+mod machine;
 pub(super) mod metrics;
-mod outside;
-mod shift;
-mod suspects;
+mod outage;
+mod quarantine;
+mod scan;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use tokio::sync::{mpsc, watch};
-use tokio::time::Instant;
+use tokio::task::{JoinSet, spawn_blocking};
+use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 
-use super::idle::{self, Idle};
+use super::idle::Idle;
 use super::operator::{Holding, Release};
 use crate::hwloc;
 use crate::nvml::child::{Agent, AgentCommand, AgentEnded};
 use crate::nvml::protocol::{Called, FromAgent, Place, ToAgent};
-use crate::state::{Event, HealthPoll, MigInstance};
-use crate::topology::{GpuObservation, GpuUuid, NodeObservation, PciAddress, ProbeFailure};
-use away::{Away, Working};
-use dying::Dying;
-use known::Known;
+use crate::nvml::scan::NodeScan;
+use crate::state::Event;
+use crate::topology::{GpuUuid, NodeObservation};
+use agents::{AgentEnd, AgentId};
+use host_probe::HostProbe;
+pub(super) use host_probe::identity;
+pub(super) use machine::Settings;
+use machine::{Action, Input, Machine, Note};
 use metrics::DriverMetrics;
-use outside::Outside;
-pub(super) use outside::identity;
-use shift::{Errand, Shift, Successor, Who, at, end};
-use suspects::Verdict;
 
-/// The longest pause before a child is started again, as a multiple of the first; doubling from the one to the other.
-const LONGEST: u32 = 60;
-
-/// What NVML's answer comes to where it works and there is no GPU.
-const NO_GPUS: &str = "NVML lists no GPU on this node";
-
-/// How long a round waits for files; what they would have said counts at a later one.
-const FILES: Duration = Duration::from_millis(500);
-
-/// How long a child that was told to end is listened to: what it had said lies in its socket.
-const HEARING_OUT: Duration = Duration::from_secs(1);
+/// Inputs that wait for the loop, before whoever reports one has to wait.
+const INPUTS: usize = 64;
 
 /// Signals that are not the library's doing: an operator's, or the kernel's for want of memory. SIGHUP, SIGINT, SIGKILL,
 /// SIGTERM (signal(7)).
 const FROM_OUTSIDE: [i32; 4] = [1, 2, 9, 15];
-
-/// How the driver is lived with; see `config::NvmlArgs`.
-pub(super) struct Settings {
-    /// Whether GPUs are not given out while NVML is away.
-    pub unhealthy_when_away: bool,
-    /// The pause before a second child.
-    pub pause: Duration,
-    /// How long NVML may be away.
-    pub grace: Duration,
-    /// When a GPU that was left out is tried first.
-    pub trial: Duration,
-    /// How often the PCI bus is looked at on a node without GPUs.
-    pub bus_look: Duration,
-}
 
 /// The driver's side of the node.
 pub(super) struct Driver {
     pub command: AgentCommand,
     pub settings: Settings,
     pub sysfs: PathBuf,
-    pub fail_on_init_error: Option<bool>,
     pub events: mpsc::Sender<Event>,
-    /// The node as it was told last, for whoever needs more than the graph.
+    /// The node as it was published last, for whoever needs more than the graph.
     pub seen: watch::Sender<Arc<NodeObservation>>,
     pub metrics: Arc<DriverMetrics>,
     /// Why there is nothing to offer, for /readyz.
     pub idle: watch::Sender<Idle>,
-    /// Whether an operator wants the driver for something else.
+    /// Whether an operator has released the driver.
     pub release: Release,
 }
 
-/// How far a child had got.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Reached {
-    /// Not so far that NVML was initialised, or NVML has no GPU.
-    Nothing,
-    /// NVML was initialised: what ended it was a call after that, and may be one GPU's doing.
-    Nvml,
-    /// It saw the GPUs.
-    Gpus,
-}
-
-/// How a child's time ended.
-enum End {
-    /// It died, or was killed.
-    Died { reached: Reached, why: String },
-    /// It was ended: its driver is no more, or is wanted by somebody else. A new one follows at once, or once that is over.
-    Ended(String),
-}
-
 impl Driver {
-    /// Lives until `shutdown`; fails where NVML cannot be initialised and that is not to be lived with.
+    /// Lives until `shutdown`; fails where NVML cannot be initialised and only another container can mend that.
     pub async fn run(self, shutdown: CancellationToken) -> Result<()> {
-        let (working, follow) = watch::channel(Working::Never);
-        let away = Away {
-            working: follow,
-            grace: self.settings.grace,
-            unhealthy: self.settings.unhealthy_when_away,
-            events: self.events.clone(),
-            metrics: Arc::clone(&self.metrics),
+        let (report, inputs) = mpsc::channel(INPUTS);
+        let probe = HostProbe::new(self.sysfs.clone(), self.command.library.clone());
+        let life = Life {
+            machine: Machine::new(self.settings.clone()),
+            driver: self,
+            begin: Instant::now(),
+            agents: BTreeMap::new(),
+            tasks: JoinSet::new(),
+            probe: Arc::new(Mutex::new(probe)),
+            report,
         };
-        let dying = Dying::new(self.release.clone(), Arc::clone(&self.metrics));
-        let known = Known::new(self.settings.trial, working, dying);
-        let life = async {
-            tokio::select! {
-                ended = self.live(known) => ended,
-                ended = away.run() => ended,
-            }
-        };
-        shutdown.run_until_cancelled(life).await.unwrap_or(Ok(()))
+        shutdown.run_until_cancelled(life.live(inputs)).await.unwrap_or(Ok(()))
     }
+}
 
-    async fn live(&self, mut known: Known) -> Result<()> {
-        let mut pause = Duration::ZERO;
-        let mut opened = false;
-        let mut told = None;
+/// What an agent's task is to do.
+#[derive(Clone, Copy, Debug, Default)]
+struct Orders {
+    /// How many full scans to ask for in all.
+    scans: u64,
+    dismiss: bool,
+    kill: bool,
+}
+
+/// The machine and what it moves.
+struct Life {
+    driver: Driver,
+    machine: Machine,
+    begin: Instant,
+    /// Orders and process id of each agent.
+    agents: BTreeMap<AgentId, (watch::Sender<Orders>, Option<u32>)>,
+    tasks: JoinSet<()>,
+    probe: Arc<Mutex<HostProbe>>,
+    report: mpsc::Sender<Input>,
+}
+
+impl Life {
+    async fn live(mut self, mut inputs: mpsc::Receiver<Input>) -> Result<()> {
+        let mut released = self.driver.release.follow();
+        let mut next = VecDeque::from([Input::Released(*released.borrow_and_update()), Input::Tick]);
         loop {
-            let holding = self.may_start(&mut known).await;
-            let began = Instant::now();
-            let end = self.one_child(&mut known).await?;
-            drop(holding);
-            self.metrics.agent_up(false);
-            if known.untold.is_some() {
-                let host = known.host().await;
-                self.observed(host, &mut known).await?;
-            }
-            let (reached, why) = match end {
-                End::Died { reached, why } => (reached, why),
-                End::Ended(why) => {
-                    known.away(why);
-                    // The pauses were another matter's.
-                    pause = Duration::ZERO;
-                    continue;
-                }
-            };
-            pause = self.next_pause(pause, began.elapsed());
-            opened |= reached != Reached::Nothing;
-            if known.worked() {
-                known.away(why.clone());
-            } else if opened && why != NO_GPUS {
-                // This container can open the driver: what is in its way is for `suspects` to find, and another container would
-                // fare no better.
-                let reason = format!("NVML is initialised, and no process has got to see the GPUs: {why}");
-                self.idle.send_replace(Idle::Waiting(reason));
-            } else if self.live_without(&why, &mut known).await? {
-                // A GPU has come: the pauses were another matter's.
-                pause = Duration::ZERO;
-                continue;
-            }
-            // Where there is no driver this goes on for ever: one line for a cause, the metric counts the starts.
-            if reached == Reached::Gpus || told.as_ref() != Some(&why) {
-                tracing::warn!(cause = why, again_in = ?pause, "NVML is not to be had");
-            } else {
-                tracing::debug!(cause = why, again_in = ?pause, "NVML is not to be had, as before");
-            }
-            told = Some(why);
-            tokio::select! {
-                () = tokio::time::sleep(pause) => {}
-                () = self.release.wished() => pause = Duration::ZERO,
-            }
-        }
-    }
-
-    /// Waits until a child may be started: from now on the driver is held.
-    async fn may_start(&self, known: &mut Known) -> Holding {
-        loop {
-            self.release.over().await;
-            known.dying.room().await;
-            let holding = self.release.holding();
-            // An order may have come meanwhile, and may have been answered already.
-            if !self.release.is_wished() {
-                return holding;
-            }
-        }
-    }
-
-    fn spawn(&self, known: &Known, trial: Option<Place>) -> Result<(Agent, Vec<Place>), String> {
-        self.metrics.agent_started();
-        let skipped = known.suspects.skip(trial);
-        let command = AgentCommand { skip: skipped.clone(), ..self.command.clone() };
-        match Agent::spawn(&command) {
-            Ok(agent) => Ok((agent, skipped)),
-            // No process or no memory to be had is a matter of time.
-            Err(error) => Err(format!("{:#}", anyhow::Error::from(error))),
-        }
-    }
-
-    /// One child from its start to its end, and those that follow it without a gap.
-    async fn one_child(&self, known: &mut Known) -> Result<End> {
-        let outside = self.outside(None, known).await;
-        let mut shift = match self.spawn(known, None) {
-            Ok((agent, skipped)) => Shift::new(agent, skipped, outside),
-            Err(why) => return Ok(End::Died { reached: Reached::Nothing, why }),
-        };
-        let mut leaving = None;
-        loop {
-            let due = shift.due(&known.suspects).filter(|_| known.dying.leave_room());
-            let (who, said) = tokio::select! {
-                said = shift.next() => said,
-                host = known.host() => {
-                    self.observed(host, known).await?;
-                    continue;
-                }
-                errand = at(due) => {
-                    self.begin(&mut shift, errand, known).await;
-                    continue;
-                }
-                () = self.release.wished() => {
-                    self.metrics.agent_ended("released");
-                    shift.end(&mut known.dying).await;
-                    return Ok(End::Ended("an operator asked to let go of the driver".to_owned()));
-                }
-            };
-            let message = match (who, said) {
-                (Who::First, Ok(message)) => message,
-                (Who::First, Err(ended)) => {
-                    let trial = matches!(&shift.successor, Some(Successor { errand: Errand::Trial(_), .. }));
-                    let why = self.ended(&ended, &shift.agent, known, !trial);
-                    let reached = match &leaving {
-                        _ if shift.ready => Reached::Gpus,
-                        None if shift.agent.has_initialised() => Reached::Nvml,
-                        _ => Reached::Nothing,
-                    };
-                    shift.kill(&mut known.dying);
-                    // What the child said before it ended explains more than its exit code.
-                    return Ok(End::Died { reached, why: leaving.unwrap_or(why) });
-                }
-                (Who::Second, said) => match self.second(&mut shift, said, known).await? {
-                    Some(ready) => ready,
-                    None => continue,
+            let input = match next.pop_front() {
+                Some(input) => input,
+                None => tokio::select! {
+                    changed = released.changed() => {
+                        changed.context("nobody can release the driver any more")?;
+                        Input::Released(*released.borrow_and_update())
+                    }
+                    input = inputs.recv() => input.context("nothing reports to the NVML driver's loop")?,
+                    Some(ended) = self.tasks.join_next() => {
+                        ended.context("a task of the NVML driver broke off")?;
+                        continue;
+                    }
+                    () = at(self.machine.wake().map(|wake| self.begin + wake)) => Input::Tick,
                 },
             };
-            self.introduce(&message, known).await?;
-            match message {
-                // Nothing to look after, and a child would look at it for ever.
-                FromAgent::Ready { gpus, .. }
-                    if known.told.is_none()
-                        && gpus.is_empty()
-                        && shift.skipped.is_empty()
-                        && self.on_bus(known).await.is_some_and(|gpus| gpus.is_empty()) =>
-                {
-                    self.metrics.agent_ended("replaced");
-                    shift.end(&mut known.dying).await;
-                    return Ok(End::Died { reached: Reached::Nothing, why: NO_GPUS.to_owned() });
-                }
-                FromAgent::Ready { driver, nvml, count, gpus, failures } => {
-                    if !shift.ready {
-                        shift.at_start = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-                        let Some(verdict) = known.suspects.lives(&shift.skipped, gpus.len(), count) else {
-                            self.metrics.agent_ended("replaced");
-                            shift.end(&mut known.dying).await;
-                            let why = "children die whichever GPU they leave out".to_owned();
-                            return Ok(End::Died { reached: Reached::Nvml, why });
-                        };
-                        shift.ready = true;
-                        // Another child may be another driver's: that it was looked at is news, whatever it saw.
-                        known.told = None;
-                        self.metrics.agent_up(true);
-                        known.working.send_replace(Working::Yes);
-                        tracing::info!(
-                            gpus = gpus.len(),
-                            driver = driver.as_deref().unwrap_or("unknown"),
-                            nvml = nvml.as_deref().unwrap_or("unknown"),
-                            "NVML answers"
-                        );
-                        self.tell_of(verdict, known).await?;
-                    }
-                    if let Some(new) = gpus.iter().find(|gpu| !shift.at_start.contains(&gpu.uuid)) {
-                        shift.renew(format!("GPU {} has come, and its events are to be heard", new.uuid));
-                    }
-                    if gpus.is_empty() {
-                        self.idle.send_replace(Idle::Waiting(NO_GPUS.to_owned()));
-                    }
-                    known.look(count, gpus, failures);
-                    self.look_at_host(known).await?;
-                }
-                FromAgent::Polled { mut gpus, missing, unheard, .. } => {
-                    self.metrics.unheard_gpus(unheard);
-                    gpus.extend(known.unpolled(&gpus, &missing, &shift.skipped));
-                    if let Some(outdated) = self.polled(gpus, &mut shift, known).await? {
-                        self.metrics.agent_ended("replaced");
-                        shift.end(&mut known.dying).await;
-                        tracing::warn!(cause = outdated, "a new NVML agent is started");
-                        return Ok(End::Ended(outdated));
-                    }
-                }
-                event @ (FromAgent::Xid { .. } | FromAgent::DoubleBitEcc { .. }) => self.happened(event).await?,
-                FromAgent::Leaving { call, error } => leaving = Some(format!("{call}: {error}")),
-                FromAgent::Failed { call, error } => {
-                    self.metrics.event_failed();
-                    tracing::warn!(call, error, "NVML failed");
-                }
-                // The agent keeps these to itself.
-                FromAgent::Calling(_) => {}
+            if let Input::Reaped(id) = &input {
+                self.agents.remove(id);
             }
+            for action in self.machine.step(input, self.begin.elapsed()) {
+                self.perform(action, &mut next).await?;
+            }
+            let metrics = &self.driver.metrics;
+            metrics.agent_up(self.machine.is_up());
+            metrics.agents_stuck(self.machine.unreaped());
+            metrics.nvml_away(self.machine.is_outage());
         }
     }
 
-    /// Starts a second child.
-    async fn begin(&self, shift: &mut Shift, errand: Errand, known: &mut Known) {
-        let trial = match &errand {
-            Errand::Trial(place) => Some(*place),
-            Errand::Renewal(_) => None,
-        };
-        tracing::info!(?errand, "a second NVML agent is started; the first one works on");
-        let outside = self.outside(None, known).await;
-        match self.spawn(known, trial) {
-            Ok((agent, skipped)) => {
-                shift.successor = Some(Successor { agent, skipped, errand, outside, failed: None });
+    async fn perform(&mut self, action: Action, next: &mut VecDeque<Input>) -> Result<()> {
+        match action {
+            Action::Start(id, skip) => next.extend(self.start(id, skip)),
+            Action::Rescan(id) => self.order(id, |orders| orders.scans += 1),
+            Action::Dismiss(id) => self.order(id, |orders| orders.dismiss = true),
+            Action::Kill(id) => self.order(id, |orders| orders.kill = true),
+            Action::Probe(agent) => {
+                let process = agent.and_then(|agent| self.agents.get(&agent)?.1);
+                let probe = Arc::clone(&self.probe);
+                let look = move || probe.lock().unwrap_or_else(PoisonError::into_inner).look(process);
+                self.read(look, Input::Probed);
             }
-            Err(why) => self.in_vain(shift, errand, why, known),
-        }
-    }
-
-    /// What a second child says: its first look, with which it takes over, is passed on.
-    async fn second(
-        &self,
-        shift: &mut Shift,
-        said: Result<FromAgent, AgentEnded>,
-        known: &mut Known,
-    ) -> Result<Option<FromAgent>> {
-        let Some(mut successor) = shift.successor.take() else { return Ok(None) };
-        match said {
-            // One that cannot even count the GPUs sees less than the one that works.
-            Ok(FromAgent::Ready { count: None, .. }) => {
-                self.metrics.agent_ended("replaced");
-                end(successor.agent, &mut known.dying).await;
-                self.in_vain(shift, successor.errand, "it cannot count the GPUs".to_owned(), known);
+            Action::ScanHost => {
+                let sysfs = self.driver.sysfs.clone();
+                self.read(move || hwloc::observe(&sysfs), Input::HostScanned);
             }
-            Ok(ready @ FromAgent::Ready { .. }) => {
-                let next = Shift::new(successor.agent, successor.skipped, successor.outside);
-                let mut old = std::mem::replace(shift, next);
-                self.metrics.agent_ended("replaced");
-                self.hear_out(&mut old.agent).await?;
-                end(old.agent, &mut known.dying).await;
-                return Ok(Some(ready));
+            Action::Identify => {
+                let sysfs = self.driver.sysfs.clone();
+                self.read(move || identity(&sysfs), Input::Identified);
             }
-            Ok(message) => {
-                if let FromAgent::Leaving { call, error } = message {
-                    successor.failed = Some(format!("{call}: {error}"));
-                }
-                shift.successor = Some(successor);
+            Action::Publish(node) => {
+                self.driver.seen.send_replace(Arc::new((*node).clone()));
+                self.emit(Event::Observed(node)).await?;
             }
-            Err(ended) => {
-                let why = self.ended(&ended, &successor.agent, known, true);
-                known.dying.take(successor.agent);
-                self.in_vain(shift, successor.errand, successor.failed.unwrap_or(why), known);
+            Action::Emit(event) => self.emit(event).await?,
+            Action::Idle(idle) => {
+                self.driver.metrics.idle(matches!(idle, Idle::NoGpu(_)));
+                self.driver.idle.send_replace(idle);
             }
-        }
-        Ok(None)
-    }
-
-    /// What a child that is followed by another had said, and nobody had heard: events from before the other one listened.
-    async fn hear_out(&self, agent: &mut Agent) -> Result<()> {
-        if agent.dismiss().await.is_err() {
-            return Ok(());
-        }
-        let hear = async {
-            while let Ok(message) = agent.next().await {
-                self.happened(message).await?;
-            }
-            Ok(())
-        };
-        tokio::time::timeout(HEARING_OUT, hear).await.unwrap_or(Ok(()))
-    }
-
-    /// An event that the driver reported; anything else is none.
-    async fn happened(&self, message: FromAgent) -> Result<()> {
-        match message {
-            FromAgent::Xid { gpu, code, gpu_instance, compute_instance } => {
-                self.metrics.xid(&gpu, code);
-                let instance = gpu_instance.map(|gpu_instance| MigInstance { gpu_instance, compute_instance });
-                self.tell(Event::Xid { gpu, code, instance }).await
-            }
-            FromAgent::DoubleBitEcc { gpu } => self.tell(Event::DoubleBitEcc { gpu }).await,
-            _ => Ok(()),
-        }
-    }
-
-    /// A second child came to nothing: again, later.
-    fn in_vain(&self, shift: &mut Shift, errand: Errand, why: String, known: &mut Known) {
-        let now = Instant::now();
-        let again_in = match &errand {
-            Errand::Trial(place) => known.suspects.put_off(*place, now),
-            Errand::Renewal(wish) => {
-                shift.pause = self.next_pause(shift.pause, Duration::ZERO);
-                shift.renewal = Some((now + shift.pause, wish.clone()));
-                shift.pause
-            }
-        };
-        tracing::warn!(
-            ?errand,
-            cause = why,
-            ?again_in,
-            "the second NVML agent came to nothing; the first one works on"
-        );
-    }
-
-    /// How a child ended, in words; counts it, and lays it to the GPU whose call it was.
-    fn ended(&self, ended: &AgentEnded, agent: &Agent, known: &mut Known, may_blame: bool) -> String {
-        let (cause, during) = cause(ended, agent.open());
-        self.metrics.agent_ended(cause);
-        let source = std::error::Error::source(ended).map(|source| format!(": {source}")).unwrap_or_default();
-        let call = during.filter(|_| cause == "crashed").map(|called| format!(", in {called}")).unwrap_or_default();
-        let why = format!("{ended}{source}{call}");
-        if let Some(Called { gpu: Some(gpu), .. }) = during.filter(|_| may_blame) {
-            known.suspects.blame(gpu, why.clone(), Instant::now());
-        }
-        why
-    }
-
-    /// Who is left out from now on, and who no longer.
-    async fn tell_of(&self, verdict: Verdict, known: &Known) -> Result<()> {
-        let words = |place| {
-            let uuid = known.name(place).or_else(|| known.suspects.name(place).cloned());
-            uuid.map(|uuid| uuid.to_string()).unwrap_or_default()
-        };
-        for (place, why) in verdict.left_out {
-            let (gpu, named) = (known.name(place), words(place));
-            tracing::error!(
-                gpu = named,
-                index = place.index,
-                cause = why,
-                "the GPU ends whoever looks at it: left out"
-            );
-            // One that was never seen whole was never offered.
-            if let Some(gpu) = gpu {
-                self.tell(Event::LeftOut { gpu, why }).await?;
-            }
-        }
-        for place in verdict.taken_back_in {
-            let (gpu, named) = (known.name(place), words(place));
-            tracing::warn!(gpu = named, index = place.index, "the GPU can be looked at again: taken back in");
-            if let Some(gpu) = gpu {
-                self.tell(Event::TakenBackIn { gpu }).await?;
-            }
+            Action::CountEnd(cause) => self.driver.metrics.agent_ended(cause),
+            Action::Unheard(gpus) => self.driver.metrics.unheard_gpus(gpus),
+            Action::Log(note) => self.log(note),
+            Action::Fail(cause) => bail!(cause),
         }
         Ok(())
     }
 
-    /// Which boot and which load of the driver this is; where that does not come in time, with a later round.
-    async fn identify(&self, known: &mut Known) -> Result<()> {
-        // What was asked before may be of another driver.
-        drop(known.identities.late().await);
-        known.identified = false;
-        if known.identities.runs() {
-            return Ok(());
+    async fn emit(&self, event: Event) -> Result<()> {
+        if let Event::Xid { gpu, code, .. } = &event {
+            self.driver.metrics.xid(gpu, *code);
         }
-        let sysfs = self.sysfs.clone();
-        let identity = known.identities.within(FILES, move || outside::identity(&sysfs)).await;
-        let Some(identity) = identity else { return Ok(()) };
-        known.identified = true;
-        self.tell(Event::Identified(identity)).await
+        self.driver.events.send(event).await.context("nobody takes events any more")
     }
 
-    /// A round's answers, with what is seen from outside; why the child is of no more use, if it is.
-    async fn polled(
-        &self,
-        mut polls: BTreeMap<GpuUuid, HealthPoll>,
-        shift: &mut Shift,
-        known: &mut Known,
-    ) -> Result<Option<String>> {
-        if known.again.is_due() {
-            // One that cannot be asked has ended, and says so by itself.
-            let _ = shift.agent.request(ToAgent::Observe).await;
+    /// Starts an agent; where that is not to be, what the machine has to know.
+    fn start(&mut self, id: AgentId, skip: Vec<Place>) -> Vec<Input> {
+        // Before the question: an order to release that comes later finds the driver held.
+        let held = self.driver.release.holding();
+        let not_started =
+            |why| Input::Ended(id, AgentEnd { cause: None, why, blamed: None, initialised: false, reaped: true });
+        if self.driver.release.is_wished() {
+            return vec![Input::Released(true), not_started("the driver is released".to_owned())];
         }
-        if !known.identified {
-            self.identify(known).await?;
-        }
-        let outside = self.outside(shift.agent.id(), known).await;
-        if let Some(bus) = outside.as_ref().and_then(|outside| outside.bus.as_ref()) {
-            known.once_on_bus.extend(bus);
-            for (gpu, poll) in &mut polls {
-                // A GPU that never was on it is none that fell off: under WSL, or with a /sys that is not the host's, the bus
-                // shows no GPU, and all of them are well.
-                let pci = known.pci(gpu).filter(|pci| known.once_on_bus.contains(pci));
-                poll.on_bus = pci.map(|pci| bus.contains(&pci));
+        self.driver.metrics.agent_started();
+        match Agent::spawn(&AgentCommand { skip, ..self.driver.command.clone() }) {
+            Ok(agent) => {
+                let (orders, follow) = watch::channel(Orders::default());
+                self.agents.insert(id, (orders, agent.id()));
+                self.tasks.spawn(live(id, agent, follow, self.report.clone(), held));
+                Vec::new()
             }
+            // No process or no memory: a matter of time.
+            Err(error) => vec![not_started(format!("{:#}", anyhow!(error)))],
         }
-        self.tell(Event::Polled(polls)).await?;
-        let Some(now) = outside else { return Ok(None) };
-        let Some(before) = shift.outside.replace(now.clone()) else { return Ok(None) };
-        if before.driver != now.driver {
-            let name = |driver: &Option<(String, u64)>| {
-                driver.as_ref().map_or_else(|| "none".to_owned(), |(version, load)| format!("{version} (load {load})"))
-            };
-            return Ok(Some(format!("the driver was {}, and is {}", name(&before.driver), name(&now.driver))));
+    }
+
+    fn order(&self, id: AgentId, order: impl FnOnce(&mut Orders)) {
+        if let Some((orders, _)) = self.agents.get(&id) {
+            orders.send_modify(order);
         }
-        if now.has_other_library(&before) {
-            shift.renew("the file of NVML's library is another one".to_owned());
-        }
-        if before.bus != now.bus {
-            shift.renew("the PCI bus has other GPUs than before".to_owned());
-        }
-        Ok(None)
     }
 
-    async fn outside(&self, child: Option<u32>, known: &mut Known) -> Option<Outside> {
-        let (sysfs, library) = (self.sysfs.clone(), self.command.library.clone());
-        let mut bus = std::mem::take(&mut known.bus);
-        let last = known.library.clone();
-        let look = move || (outside::look(&mut bus, &sysfs, child, library.as_deref(), last), bus);
-        let (outside, bus) = known.outsides.within(FILES, look).await?;
-        known.bus = bus;
-        known.library = outside.library.as_ref().map(|library| library.path.clone());
-        Some(outside)
+    /// Reads files on a thread of its own: they may hang.
+    fn read<T: Send + 'static>(&mut self, work: impl FnOnce() -> T + Send + 'static, input: fn(Option<T>) -> Input) {
+        let report = self.report.clone();
+        self.tasks.spawn(async move {
+            let read = spawn_blocking(work).await.ok();
+            // The loop ends with the process only.
+            let _ = report.send(input(read)).await;
+        });
     }
 
-    async fn tell(&self, event: Event) -> Result<()> {
-        self.events.send(event).await.context("nobody takes events any more")
-    }
-
-    /// The pause after a child that lived so long. Doubling, also where each child sees the GPUs and dies soon after; one
-    /// that lasted died of something new.
-    fn next_pause(&self, last: Duration, lived: Duration) -> Duration {
-        next_pause(self.settings.pause, last, lived)
-    }
-
-    /// The NVIDIA GPUs on the PCI bus; `None` while a file there does not answer.
-    async fn on_bus(&self, known: &mut Known) -> Option<Vec<PciAddress>> {
-        let sysfs = self.sysfs.clone();
-        known.buses.within(FILES, move || hwloc::nvidia_gpus_on_bus(&sysfs)).await
-    }
-
-    /// Whether to live without NVML, which never answered: by the option, else by what is on the PCI bus. `true` once a
-    /// node without GPUs has got one.
-    async fn live_without(&self, why: &str, known: &mut Known) -> Result<bool> {
-        let Some(gpus) = self.on_bus(known).await else {
-            if self.fail_on_init_error == Some(true) {
-                bail!("NVML cannot be initialised: {why}");
+    fn log(&self, note: Note) {
+        let uuid = |gpu: Option<GpuUuid>| gpu.map(|gpu| gpu.to_string()).unwrap_or_default();
+        match note {
+            Note::Unavailable { cause, again_in, news: true } => tracing::warn!(cause, ?again_in, "NVML unavailable"),
+            Note::Unavailable { cause, again_in, news: false } => tracing::debug!(cause, ?again_in, "NVML unavailable"),
+            Note::Available { gpus, driver, library } => {
+                let (driver, nvml) = (driver.as_deref().unwrap_or("unknown"), library.as_deref().unwrap_or("unknown"));
+                tracing::info!(gpus, driver, nvml, "NVML available");
             }
-            // Whether there is a GPU is not known, and neither ends a node nor lets it rest.
-            let reason = format!("NVML cannot be initialised, and the PCI bus does not answer: {why}");
-            self.idle.send_replace(Idle::Waiting(reason));
-            return Ok(false);
-        };
-        match (self.fail_on_init_error, gpus.first()) {
-            (_, None) if why == NO_GPUS => {}
-            (Some(true), _) => bail!("NVML cannot be initialised: {why}"),
-            // Libraries and device nodes are given at a container's creation: it has to be made anew.
-            (None, Some(first)) => {
-                bail!(
-                    "{} NVIDIA GPU(s) on the PCI bus ({first} ...), but NVML cannot be initialised: {why}",
-                    gpus.len()
-                )
+            Note::Outage { cause } => {
+                let unhealthy = self.driver.settings.unhealthy_when_away;
+                let devices = if unhealthy { "unhealthy until NVML is back" } else { "offered as last seen" };
+                let grace = self.driver.settings.grace;
+                tracing::error!(cause, ?grace, devices, "NVML unavailable for longer than the grace period");
             }
-            (Some(false), Some(_)) => {
-                self.idle.send_replace(Idle::Waiting(format!("NVML cannot be initialised: {why}")));
-                return Ok(false);
+            Note::StandbyStarted(reason) => tracing::info!(?reason, "standby NVML agent started"),
+            Note::StandbyFailed { reason, cause, again_in } => {
+                tracing::warn!(?reason, cause, ?again_in, "standby NVML agent failed; the active one goes on");
             }
-            (None | Some(false), None) => {}
+            Note::Replaced { cause } => tracing::warn!(cause, "NVML agent replaced"),
+            Note::Quarantined { gpu, index, cause } => {
+                tracing::error!(gpu = uuid(gpu), index, cause, "GPU quarantined: it ends the agents that query it");
+            }
+            Note::OutOfQuarantine { gpu, index } => {
+                tracing::warn!(gpu = uuid(gpu), index, "GPU released from quarantine");
+            }
+            Note::Stuck { agents } => tracing::error!(
+                agents,
+                "killed NVML agents do not end (stuck in the kernel): none is started before one of them has ended"
+            ),
+            Note::CallFailed(failure) => {
+                self.driver.metrics.event_failed();
+                let (subject, call, error) = (failure.subject, failure.error.call, failure.error.reason.to_string());
+                tracing::warn!(subject, %call, error, "NVML call failed");
+            }
+            Note::HeldByOther { gpu, driver } => {
+                tracing::info!(%gpu, driver, "GPU is bound to another kernel driver and not served");
+            }
+            Note::NoGpu { reason } => tracing::info!(reason, "no NVIDIA GPU on this node: idle until one appears"),
+            Note::GpuAppeared(gpu) => tracing::info!(%gpu, "NVIDIA GPU appeared on the PCI bus"),
         }
-        let reason = format!("no NVIDIA GPU on the PCI bus, and none by NVML: {why}");
-        tracing::info!(reason, "this node has no NVIDIA GPU: idle until one is on its PCI bus");
-        self.idle.send_replace(Idle::NoGpu(reason));
-        self.metrics.idle(true);
-        let first = idle::gpu_appears(&self.sysfs, self.settings.bus_look).await?;
-        self.metrics.idle(false);
-        self.idle.send_replace(Idle::Waiting(format!("GPU {first} has come, and was not looked at yet")));
-        tracing::info!(gpu = %first, "an NVIDIA GPU is on the PCI bus now");
-        Ok(true)
     }
 }
 
-/// The cause of a child's end, in the metric's word, and the call that it is laid to. `open` is the one it was last heard to make.
+/// Waits until then; for ever without a moment.
+async fn at(moment: Option<Instant>) {
+    match moment {
+        Some(moment) => sleep_until(moment).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// One agent, until its process has ended; the driver is held as long.
+async fn live(
+    id: AgentId,
+    mut agent: Agent,
+    mut orders: watch::Receiver<Orders>,
+    report: mpsc::Sender<Input>,
+    held: Holding,
+) {
+    // Reports fail only where the loop is gone, and this task with it.
+    let mut done = Orders::default();
+    loop {
+        tokio::select! {
+            message = agent.next() => match message {
+                Ok(message) => drop(report.send(Input::Message(id, message)).await),
+                Err(ended) => {
+                    drop(report.send(Input::Ended(id, agent_end(&ended, &agent))).await);
+                    break;
+                }
+            },
+            _ = orders.changed() => {
+                let orders = *orders.borrow_and_update();
+                if orders.kill {
+                    break;
+                }
+                // An agent that takes no requests has ended, and that is reported next.
+                if orders.dismiss && !done.dismiss {
+                    let _ = agent.dismiss().await;
+                } else if orders.scans > done.scans && !orders.dismiss {
+                    let _ = agent.request(ToAgent::Observe).await;
+                }
+                done = orders;
+            }
+        }
+    }
+    agent.gone().await;
+    drop(held);
+    let _ = report.send(Input::Reaped(id)).await;
+}
+
+/// How an agent ended, for people and for the quarantine.
+fn agent_end(ended: &AgentEnded, agent: &Agent) -> AgentEnd {
+    let (cause, during) = cause(ended, agent.open());
+    let source = std::error::Error::source(ended).map(|source| format!(": {source}")).unwrap_or_default();
+    let call = during.filter(|_| cause == "crashed").map(|called| format!(", in {called}")).unwrap_or_default();
+    AgentEnd {
+        cause: Some(cause),
+        why: format!("{ended}{source}{call}"),
+        blamed: during.and_then(|called| called.gpu.clone()),
+        initialised: agent.has_initialised(),
+        reaped: agent.id().is_none(),
+    }
+}
+
+/// The cause of an agent's end, in the metric's word, and the call that is blamed. `open` is the last one that it reported.
 fn cause<'a>(ended: &'a AgentEnded, open: Option<&'a Called>) -> (&'static str, Option<&'a Called>) {
     match ended {
         AgentEnded::Hung { called, .. } => ("hung", Some(called)),
@@ -593,28 +331,19 @@ fn cause<'a>(ended: &'a AgentEnded, open: Option<&'a Called>) -> (&'static str, 
     }
 }
 
-/// The pause after a child that lived so long, from the `first` to its multiple.
-fn next_pause(first: Duration, last: Duration, lived: Duration) -> Duration {
-    let longest = first * LONGEST;
-    if lived >= longest { first } else { (last * 2).clamp(first, longest) }
-}
-
-/// One look at the GPUs through a child that then ends.
-pub async fn look(command: &AgentCommand) -> Result<(Vec<GpuObservation>, Vec<ProbeFailure>)> {
+/// One full scan of the GPUs through an agent that then ends.
+pub async fn scan(command: &AgentCommand) -> Result<NodeScan> {
     let mut agent = Agent::spawn(command)?;
     let mut failed = None;
     loop {
         match agent.next().await {
-            Ok(FromAgent::Ready { gpus, failures, .. }) => {
+            Ok(FromAgent::Ready(scan)) => {
                 agent.end().await.context("cannot end the NVML agent")?;
-                return Ok((gpus, failures));
+                return Ok(scan.after(None));
             }
-            Ok(FromAgent::Leaving { call, error }) => failed = Some(format!("{call}: {error}")),
+            Ok(FromAgent::Leaving(error)) => failed = Some(error),
             Ok(_) => {}
-            Err(ended) => match failed {
-                Some(failed) => bail!("{failed}"),
-                None => return Err(ended.into()),
-            },
+            Err(ended) => return Err(failed.map_or_else(|| ended.into(), anyhow::Error::from)),
         }
     }
 }
@@ -622,9 +351,10 @@ pub async fn look(command: &AgentCommand) -> Result<(Vec<GpuObservation>, Vec<Pr
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
 
     #[test]
-    fn only_a_hang_and_a_crash_of_the_librarys_own_are_laid_to_a_call() {
+    fn only_hangs_and_crashes_are_blamed_on_a_call() {
         let open = Called { call: "nvmlDeviceGetName".to_owned(), gpu: None };
         let of = |ended: AgentEnded| {
             let (cause, during) = cause(&ended, Some(&open));
@@ -644,16 +374,5 @@ mod tests {
         for ended in [AgentEnded::Late(limit), AgentEnded::Stopped(limit), AgentEnded::Silent] {
             assert_eq!(of(ended), ("silent", None));
         }
-    }
-
-    #[test]
-    fn pauses_double_until_a_child_lasts() {
-        let second = Duration::from_secs;
-        let mut pause = Duration::ZERO;
-        let pauses = [0, 1, 59, 0, 2, 0, 3, 0, 61, 0].map(|lived| {
-            pause = next_pause(second(1), pause, second(lived));
-            pause.as_secs()
-        });
-        assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60, 1, 2]);
     }
 }

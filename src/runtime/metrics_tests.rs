@@ -20,7 +20,8 @@ fn node() -> NodeState {
     )
     .unwrap();
     let other = GpuObservation { index: 1, uuid: "GPU-b".parse().unwrap(), numa: None, model: None, ..gpu.clone() };
-    let observed = NodeObservation { gpus: vec![gpu, other], host: HostObservation::default(), failures: vec![] };
+    let observed =
+        NodeObservation { gpus: vec![gpu, other], host: HostObservation::default(), ..NodeObservation::default() };
     let (snapshot, _) = NodeState::default().apply(Event::Observed(Box::new(observed)), Duration::ZERO);
     let xid = Event::Xid { gpu: "GPU-b".parse().unwrap(), code: 79, instance: None };
     snapshot.apply(xid, Duration::from_secs(1_700_000_000)).0

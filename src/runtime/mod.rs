@@ -43,7 +43,7 @@ use crate::uds::Callers;
 use driver::metrics::DriverMetrics;
 use idle::Idle;
 
-pub use driver::look;
+pub use driver::scan;
 pub use keeper::HealthSettings;
 pub use kept::{Kept, kept};
 pub use log::log_to_stderr;
@@ -174,6 +174,7 @@ fn driver_of(
         command: AgentCommand {
             poll: milliseconds(nvml.nvml_poll_ms),
             limits: Limits { start: milliseconds(nvml.nvml_start_ms), call: milliseconds(nvml.nvml_call_ms) },
+            memory_mib: nvml.nvml_memory_mib,
             ..agent_command(host)
         },
         settings: driver::Settings {
@@ -182,10 +183,12 @@ fn driver_of(
             grace: milliseconds(nvml.nvml_grace_ms),
             trial: milliseconds(nvml.nvml_trial_ms),
             bus_look: milliseconds(nvml.bus_look_ms),
+            fail_on_init_error: settings.fail_on_init_error.value,
+            poll: milliseconds(nvml.nvml_poll_ms),
+            call: milliseconds(nvml.nvml_call_ms),
         },
         release,
         sysfs: host.sysfs.clone(),
-        fail_on_init_error: settings.fail_on_init_error.value,
         events,
         seen: watch::Sender::default(),
         metrics: Arc::clone(metrics),

@@ -1,7 +1,7 @@
 //! An operator's orders while the node runs: release the driver, resume, clear a GPU. Over the admin socket, and the
 //! first two by SIGUSR1 and SIGUSR2.
 //!
-//! Owns what was ordered, and who still holds the driver. `driver` obeys; nothing here starts or ends an agent.
+//! Owns the order and what has become of it. `driver` carries it out; nothing here starts or ends an agent.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,17 +19,17 @@ use crate::state::{Event, NodeState, Resource};
 /// [`Release::patience`].
 const LETTING_GO: Duration = Duration::from_secs(10);
 
-/// Whether the driver is to be let go of, and how many hold it.
+/// Whether an operator has released the driver, and how many agents still hold it.
 #[derive(Clone, Debug)]
 pub(super) struct Release {
     wished: watch::Sender<bool>,
     held: watch::Sender<usize>,
-    /// How long an order to let go waits for the children's end before it says that this is still to come.
+    /// How long an order to release waits for the agents' end before it answers that this is still to come.
     patience: Duration,
     metrics: Arc<DriverMetrics>,
 }
 
-/// Children work, or one that was killed has not ended, as long as this lives.
+/// An agent's process lives as long as this.
 pub(super) struct Holding(watch::Sender<usize>);
 
 impl Drop for Holding {
@@ -39,51 +39,40 @@ impl Drop for Holding {
 }
 
 impl Release {
-    /// Nobody wishes anything.
+    /// Nothing is ordered.
     pub fn new(metrics: Arc<DriverMetrics>) -> Self {
         let (wished, held) = (watch::Sender::new(false), watch::Sender::new(0));
         Self { wished, held, patience: LETTING_GO, metrics }
     }
 
-    /// An operator's wish.
+    /// An operator's order: to release the driver, or to resume.
     pub fn wish(&self, release: bool) {
         if self.wished.send_replace(release) != release {
             self.metrics.driver_released(release);
-            let words =
-                if release { "an operator asks to let go of the driver" } else { "the driver is taken up again" };
+            let words = if release { "an operator releases the driver" } else { "an operator resumes the driver" };
             tracing::info!("{words}");
         }
     }
 
-    /// Whether the driver is to be let go of.
+    /// Whether the driver is to be released.
     pub fn is_wished(&self) -> bool {
         *self.wished.borrow()
     }
 
-    /// Waits until the driver is to be let go of.
-    pub async fn wished(&self) {
-        self.becomes(true).await;
+    /// Follows whether the driver is to be released.
+    pub fn follow(&self) -> watch::Receiver<bool> {
+        self.wished.subscribe()
     }
 
-    /// For whom starts children: waits until it may.
-    pub async fn over(&self) {
-        self.becomes(false).await;
-    }
-
-    /// For whom starts children: the driver is held, until what is given is dropped.
+    /// The driver is held until the value is dropped. Ask [`Self::is_wished`] afterwards, and start nothing if it is.
     pub fn holding(&self) -> Holding {
         self.held.send_modify(|held| *held += 1);
         Holding(self.held.clone())
     }
 
-    /// Whether nobody holds the driver before so long has passed.
+    /// Whether no agent holds the driver before `limit` has passed.
     pub async fn is_let_go_within(&self, limit: Duration) -> bool {
         timeout(limit, self.held.subscribe().wait_for(|held| *held == 0)).await.is_ok()
-    }
-
-    async fn becomes(&self, wanted: bool) {
-        // It cannot fail: the sender is ours.
-        let _ = self.wished.subscribe().wait_for(|is| *is == wanted).await;
     }
 
     async fn order(&self, release: bool) -> Outcome {

@@ -152,7 +152,11 @@ fn node(bytes: &mut Bytes<'_>, gpus: usize) -> NodeObservation {
         });
     }
     let gpus = (0..gpus).map(|number| gpu(bytes, number, gpus)).collect();
-    NodeObservation { gpus, host: HostObservation { cpu: None, numa_nodes, host_bridges }, failures: Vec::new() }
+    NodeObservation {
+        gpus,
+        host: HostObservation { cpu: None, numa_nodes, host_bridges },
+        ..NodeObservation::default()
+    }
 }
 
 /// One of a few addresses, so that they meet.

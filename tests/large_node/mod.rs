@@ -135,5 +135,5 @@ fn machine(packages: &[Vec<usize>], plane: Option<usize>) -> NodeObservation {
             });
         }
     }
-    NodeObservation { gpus, host, failures: Vec::new() }
+    NodeObservation { gpus, host, ..NodeObservation::default() }
 }

@@ -265,7 +265,7 @@ fn build(
                 .collect(),
         });
     }
-    NodeObservation { gpus: seen, host, failures: Vec::new() }
+    NodeObservation { gpus: seen, host, ..NodeObservation::default() }
 }
 
 /// The NVLinks that one GPU reports.

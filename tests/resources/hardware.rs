@@ -8,7 +8,7 @@ use linkwise::state::{
     Effect, Event, Health, HealthPoll, MigInstance, MigStrategy, NodeState, Reach, RecoveryAction, ResourceName,
     ResourcePlan, UnhealthyReason,
 };
-use linkwise::topology::{GpuUuid, NodeObservation, NvLinkRemote};
+use linkwise::topology::{CudaVersion, GpuUuid, NodeObservation, NvLinkRemote};
 
 use crate::{mixed, resource};
 
@@ -193,4 +193,16 @@ fn shared_gpus_keep_rules_when_one_goes() {
     assert_eq!(report.fallback, None);
     let gpus: BTreeSet<&str> = chosen.devices.iter().filter_map(|id| id.as_str().split("::").next()).collect();
     assert_eq!(gpus.len(), 2, "slots of two GPUs");
+}
+
+#[test]
+fn driver_and_cuda_versions_are_those_of_the_last_scan() {
+    let cuda = CudaVersion { major: 13, minor: 0 };
+    let mut observed = mixed();
+    (observed.driver_version, observed.cuda_version) = (Some("580.82.07".to_owned()), Some(cuda));
+    let mut world = World::new(observed);
+    let versions = world.state.hardware().versions();
+    assert_eq!((versions.driver.as_deref(), versions.cuda), (Some("580.82.07"), Some(cuda)));
+    world.apply(Event::Observed(Box::new(NodeObservation { driver_version: None, ..mixed() })));
+    assert_eq!(world.state.hardware().versions().driver, None);
 }

@@ -238,7 +238,7 @@ async fn a_mig_layout_that_changes_is_followed_live() {
         let driver = Driver::new();
         let observe = async || {
             let (gpus, failures) = driver.look().await;
-            NodeObservation { gpus, failures, host: mixed().host }
+            NodeObservation { gpus, failures, ..mixed() }
         };
         scene.plan(mig(MigStrategy::Mixed)).await;
         scene.see(observe().await).await;

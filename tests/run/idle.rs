@@ -1,6 +1,6 @@
 //! Nodes without GPUs: up, ready, idle, and awake once a GPU comes.
 
-use crate::node::{Setup, registered, until};
+use crate::node::{GPU, Setup, machine, registered, until};
 
 const BARE: &str = "version: 1\nname: bare\nobserved: {gpus: []}\n";
 /// The PCI bus is looked at so often, and not every 10 s.
@@ -75,7 +75,7 @@ async fn a_gpu_that_comes_before_its_driver_is_asked_after_the_first_pause() {
     node.ready(200, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
     node.setup.all_on_bus();
     // What came before was another matter.
-    let line = node.process.said("NVML is not to be had").await;
+    let line = node.process.said("NVML unavailable").await;
     assert_eq!(line["again_in"], "1s");
     node.ready(503, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
 }
@@ -92,7 +92,7 @@ async fn a_gpu_that_comes_late_is_picked_up_in_place() {
         let kubelet = setup.kubelet();
         let node = setup.start().await;
         node.ready(200, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
-        node.process.said("this node has no NVIDIA GPU").await;
+        node.process.said("no NVIDIA GPU on this node").await;
         node.metric(STARTS, 1).await;
         node.setup.tell("init 0");
         // Seen at the next look at the bus.
@@ -113,7 +113,7 @@ async fn a_node_whose_gpu_has_come_is_not_ready_before_it_was_looked_at() {
     node.setup.tell("init 0");
     node.setup.tell("hang nvmlInit_v2");
     node.setup.on_bus("0000:06:00.0");
-    node.ready(503, "GPU 0000:06:00.0 has come, and was not looked at yet").await;
+    node.ready(503, "GPU 0000:06:00.0 appeared on the PCI bus, and has not been scanned yet").await;
     node.metric("linkwise_idle", 0).await;
 }
 
@@ -155,4 +155,49 @@ async fn a_driver_that_is_installed_late_under_a_mounted_root_is_picked_up_in_pl
     std::fs::rename(folder.join("new"), folder.join("libnvidia-ml.so.1")).unwrap();
     node.agent(&[first]).await;
     until(async || if node.agent_ids().contains(&first) { Err("the first one lives") } else { Ok(()) }).await;
+}
+
+/// Binds a GPU on the bus to another kernel driver.
+fn bind(setup: &Setup, pci: &str, driver: &str) -> std::path::PathBuf {
+    let link = setup.at(&format!("sys/bus/pci/devices/{pci}/driver"));
+    std::os::unix::fs::symlink(format!("../../../bus/pci/drivers/{driver}"), &link).unwrap();
+    link
+}
+
+#[tokio::test]
+async fn gpus_of_another_driver_leave_the_node_idle_until_they_are_bound_back() {
+    for option in ["--log=info", "--fail-on-init-error=false"] {
+        let pci = "0000:3b:00.0";
+        let setup = Setup::with(&machine(&[("GPU-a", pci, "")])).arg(SOON).arg(option);
+        setup.tell("init 9");
+        setup.on_bus(pci);
+        let link = bind(&setup, pci, "vfio-pci");
+        let kubelet = setup.kubelet();
+        let node = setup.start().await;
+        node.ready(200, "0000:3b:00.0 is bound to vfio-pci").await;
+        node.metric("linkwise_idle", 1).await;
+        node.metric(STARTS, 1).await;
+        let held = |line: &&String| line.contains("GPU is bound to another kernel driver");
+        assert_eq!(node.process.lines().iter().filter(held).count(), 1);
+        node.setup.tell("init 0");
+        std::fs::remove_file(link).unwrap();
+        registered(&kubelet, 1, 1).await;
+        node.metric("linkwise_idle", 0).await;
+    }
+}
+
+#[tokio::test]
+async fn gpu_of_another_driver_does_not_disturb_the_others() {
+    let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=20");
+    setup.all_on_bus();
+    setup.on_bus("0000:77:00.0");
+    bind(&setup, "0000:77:00.0", "nouveau");
+    let (node, kubelet) = setup.serve(8).await;
+    let line = node.process.logged(|line| line["message"].to_string().contains("another kernel driver")).await;
+    assert_eq!((&line["gpu"], &line["driver"]), (&"0000:77:00.0".into(), &"nouveau".into()));
+    node.setup.tell("calls nvmlDeviceGetTemperature 24");
+    let held = |line: &&String| line.contains("another kernel driver");
+    assert_eq!(node.process.lines().iter().filter(held).count(), 1);
+    assert_eq!(kubelet.state().resources[GPU].healthy.len(), 8);
+    node.metric(STARTS, 1).await;
 }

@@ -283,9 +283,9 @@ async fn mps_daemon_survives_a_lost_gpu_and_takes_a_new_one() {
     let control = shared.control();
     shared.replace_gpus(&node, &GPUS[..1]);
     slots(&kubelet, 3, 3).await;
-    daemons.said("NVML is not to be had").await;
+    daemons.said("NVML unavailable").await;
     until(async || {
-        let seen = |line: &&String| line.contains("NVML answers");
+        let seen = |line: &&String| line.contains("NVML available");
         let looks = daemons.lines().iter().filter(seen).count();
         if looks == 2 { Ok(()) } else { Err(looks) }
     })

@@ -54,7 +54,7 @@ async fn the_driver_is_let_go_of_and_taken_up_and_pods_are_admitted_meanwhile() 
     // A second time changes nothing; and no child was started anew.
     ordered(&node, &["release"]).await;
     node.metric("linkwise_nvml_agent_starts_total", 1).await;
-    let told = |line: &&String| line.contains("an operator asks to let go");
+    let told = |line: &&String| line.contains("an operator releases the driver");
     assert_eq!(node.process.lines().iter().filter(told).count(), 1);
     ordered(&node, &["resume"]).await;
     node.metric("linkwise_nvml_agent_up", 1).await;

@@ -49,7 +49,7 @@ async fn a_call_that_hangs_costs_its_child_with_and_without_the_librarys_lock() 
         let (node, kubelet) = quick("dgx1-v100").serve(8).await;
         let first = node.agent(&[]).await;
         node.setup.tell(&format!("{fault} 3 nvmlDeviceGetTemperature"));
-        let line = node.process.logged(|line| line["message"] == "NVML is not to be had").await;
+        let line = node.process.logged(|line| line["message"] == "NVML unavailable").await;
         let named = format!("nvmlDeviceGetTemperature of {} did not return within 1s", uuid(1, 3));
         assert!(line["cause"].as_str().unwrap().starts_with(&named), "{line}");
         node.setup.tell(&format!("un{fault} 3 nvmlDeviceGetTemperature"));
@@ -80,24 +80,24 @@ async fn admissions_are_answered_while_a_call_hangs() {
 async fn a_gpu_that_crashes_children_is_left_out_and_taken_back_in() {
     let (node, kubelet) = quick("dgx1-v100").arg("--health-hold-ms=1").serve(8).await;
     node.setup.tell("crash 5 nvmlDeviceGetTemperature");
-    let line = node.process.logged(|line| line["message"].to_string().contains("left out")).await;
+    let line = node.process.logged(|line| line["message"].to_string().contains("GPU quarantined")).await;
     assert_eq!((line["gpu"].as_str(), line["index"].as_u64()), (Some(uuid(1, 5).as_str()), Some(5)));
     let cause = line["cause"].as_str().unwrap();
     assert!(cause.contains("SIGABRT") && cause.contains("nvmlDeviceGetTemperature"), "{cause}");
     kubelet.wait(|state| state.resources[GPU].unhealthy == [uuid(1, 5)].into()).await.unwrap();
     // Trials end like this, each after twice the pause, and the child beside them works on: nobody else is laid to.
     for pause in ["100ms", "200ms"] {
-        let in_vain = |line: &serde_json::Value| line["message"].to_string().contains("came to nothing");
+        let in_vain = |line: &serde_json::Value| line["message"].to_string().contains("standby NVML agent failed");
         node.process.logged(|line| in_vain(line) && line["again_in"] == pause).await;
     }
     node.metric("linkwise_gpus", 8).await;
     works(&node, &kubelet, 6).await;
     node.setup.tell("uncrash 5 nvmlDeviceGetTemperature");
-    let line = node.process.logged(|line| line["message"].to_string().contains("taken back in")).await;
+    let line = node.process.logged(|line| line["message"].to_string().contains("released from quarantine")).await;
     assert_eq!(line["gpu"].as_str(), Some(uuid(1, 5).as_str()));
     kubelet.wait(|state| state.resources[GPU].healthy.contains(&uuid(1, 5))).await.unwrap();
     works(&node, &kubelet, 5).await;
-    let left_out = node.process.lines().iter().filter(|line| line.contains("ends whoever looks at it")).count();
+    let left_out = node.process.lines().iter().filter(|line| line.contains("GPU quarantined")).count();
     assert_eq!(left_out, 1);
 }
 
@@ -108,7 +108,7 @@ async fn a_gpu_that_hangs_children_before_it_says_its_name_is_left_out() {
     setup.tell("hang 2 nvmlDeviceGetHandleByIndex_v2");
     let kubelet = setup.kubelet();
     let node = setup.start().await;
-    let line = node.process.logged(|line| line["message"].to_string().contains("left out")).await;
+    let line = node.process.logged(|line| line["message"].to_string().contains("GPU quarantined")).await;
     assert!(line["cause"].as_str().unwrap().contains("nvmlDeviceGetHandleByIndex_v2 of GPU 2 did not"), "{line}");
     registered(&kubelet, 1, 7).await;
     node.setup.tell("unhang 2 nvmlDeviceGetHandleByIndex_v2");
@@ -123,7 +123,7 @@ async fn a_gpu_that_crashes_children_from_the_start_costs_itself_only() {
         setup.tell("crash 5 nvmlDeviceGetTemperature");
         let kubelet = setup.kubelet();
         let node = setup.start().await;
-        let line = node.process.logged(|line| line["message"].to_string().contains("left out")).await;
+        let line = node.process.logged(|line| line["message"].to_string().contains("GPU quarantined")).await;
         assert_eq!((line["gpu"].as_str(), line["index"].as_u64()), (Some(uuid(1, 5).as_str()), Some(5)), "{line}");
         let others = registered(&kubelet, 1, 7).await;
         assert!(!others.healthy.contains(&uuid(1, 5)), "{others:?}");
@@ -144,8 +144,8 @@ async fn where_every_gpu_ends_children_from_the_start_it_is_not_ready_and_comes_
         setup.tell("crash nvmlDeviceGetTemperature");
         let kubelet = setup.kubelet();
         let node = setup.start().await;
-        node.process.said("children die whichever GPU they leave out").await;
-        node.ready(503, "NVML is initialised, and no process has got to see the GPUs").await;
+        node.process.said("agents end whichever GPU they skip").await;
+        node.ready(503, "NVML is initialised, but no agent has seen the GPUs").await;
         node.setup.tell("uncrash nvmlDeviceGetTemperature");
         registered(&kubelet, 1, gpus).await;
     }
@@ -170,9 +170,9 @@ async fn a_library_that_crashes_or_hangs_while_it_is_initialised_ends_the_node_w
 async fn where_every_gpu_ends_children_none_is_left_out() {
     let (node, kubelet) = quick("dgx1-v100").serve(8).await;
     node.setup.tell("crash nvmlDeviceGetTemperature");
-    node.process.said("children die whichever GPU they leave out").await;
+    node.process.said("agents end whichever GPU they skip").await;
     node.metric("linkwise_nvml_away", 1).await;
-    assert!(!node.process.lines().iter().any(|line| line.contains("left out\"")));
+    assert!(!node.process.lines().iter().any(|line| line.contains("GPU quarantined")));
     kubelet.admit(&Pod::single("meanwhile", GPU, 4), None).await.unwrap();
     node.setup.tell("uncrash nvmlDeviceGetTemperature");
     node.metric("linkwise_nvml_away", 0).await;
@@ -192,7 +192,7 @@ async fn a_process_that_is_stopped_is_replaced_and_no_gpu_is_to_blame() {
     }
     node.process.said("has been stopped").await;
     works(&node, &kubelet, 4).await;
-    assert!(!node.process.lines().iter().any(|line| line.contains("left out")));
+    assert!(!node.process.lines().iter().any(|line| line.contains("GPU quarantined")));
 }
 
 #[tokio::test]
@@ -213,7 +213,7 @@ async fn killed_at_any_point_the_process_comes_back_and_no_gpu_is_to_blame() {
     }
     works(&node, &kubelet, 1).await;
     assert_eq!(kubelet.state().resources[GPU].healthy.len(), 7);
-    assert!(!node.process.lines().iter().any(|line| line.contains("left out")));
+    assert!(!node.process.lines().iter().any(|line| line.contains("GPU quarantined")));
 }
 
 #[tokio::test]

@@ -31,7 +31,11 @@ pub fn observe(sheet: &Sheet) -> NodeObservation {
         host_bridges.push(bridge(sheet, at, vec![card(sheet, None, vec![name.to_owned()])]));
     }
     let host = HostObservation { cpu: cpu(sheet), numa_nodes: numa_nodes.collect(), host_bridges };
-    NodeObservation { gpus: sheet.gpus.iter().map(|seen| gpu(sheet, seen)).collect(), host, failures: Vec::new() }
+    NodeObservation {
+        gpus: sheet.gpus.iter().map(|seen| gpu(sheet, seen)).collect(),
+        host,
+        ..NodeObservation::default()
+    }
 }
 
 fn numa(id: Option<i64>) -> Option<NumaNodeId> {

@@ -9,11 +9,14 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::count;
 use super::finding::{Finding, Findings};
 use crate::config::HostArgs;
+use crate::hwloc::{BusGpus, held_by_others};
+use crate::nvml::Fault;
 use crate::nvml::child::Agent;
 use crate::nvml::protocol::FromAgent;
+use crate::nvml::scan::{CallFailure, NodeScan, known};
 use crate::runtime;
 use crate::state::HealthPoll;
-use crate::topology::{GpuObservation, GpuUuid, PciAddress, ProbeFailure};
+use crate::topology::{GpuObservation, GpuUuid};
 
 /// What NVML says.
 #[derive(Clone, Debug)]
@@ -26,13 +29,13 @@ pub(super) enum Nvml {
         library: Option<String>,
         /// The GPUs.
         gpus: Vec<GpuObservation>,
-        /// What was asked and not answered.
-        failures: Vec<ProbeFailure>,
-        /// How each GPU said that it is; one that is missing did not say.
+        /// The calls that failed.
+        failures: Vec<CallFailure>,
+        /// The first poll of each GPU, where there was one.
         polls: BTreeMap<GpuUuid, HealthPoll>,
     },
-    /// It cannot be had: the call, or `dlopen`, and what came back.
-    Fails(String),
+    /// It is unavailable: the call, or `dlopen`, and what came back; and what that means.
+    Fails(String, Fault),
     /// A call hangs.
     Hangs(Duration),
 }
@@ -42,41 +45,48 @@ impl Nvml {
     pub fn gpus(&self) -> &[GpuObservation] {
         match self {
             Self::Answers { gpus, .. } => gpus,
-            Self::Fails(_) | Self::Hangs(_) => &[],
+            Self::Fails(..) | Self::Hangs(_) => &[],
         }
     }
 }
 
-/// Asks NVML for all it sees, through a child that then ends.
+/// Asks NVML for everything, through an agent that then ends.
 pub(super) async fn ask(host: &HostArgs, limit: Duration) -> Nvml {
     let mut agent = match Agent::spawn(&runtime::agent_command(host)) {
         Ok(agent) => agent,
-        Err(error) => return Nvml::Fails(format!("{:#}", anyhow::Error::from(error))),
+        Err(error) => return Nvml::Fails(format!("{:#}", anyhow::Error::from(error)), Fault::Other),
     };
     let deadline = Instant::now() + limit;
-    let (mut failed, mut seen) = (None, None);
+    let (mut failed, mut scanned) = (None, None);
     loop {
-        let Ok(said) = timeout_at(deadline, agent.next()).await else { return Nvml::Hangs(limit) };
-        match (said, seen.take()) {
-            (Ok(FromAgent::Ready { driver, nvml, gpus, failures, .. }), _) => {
-                seen = Some((driver, nvml, gpus, failures))
+        let Ok(message) = timeout_at(deadline, agent.next()).await else { return Nvml::Hangs(limit) };
+        match message {
+            Ok(FromAgent::Ready(scan)) => scanned = Some(scan.after(None)),
+            // The first poll follows at once.
+            Ok(FromAgent::Polled { gpus: polls, .. }) => {
+                if let Some(scan) = scanned {
+                    // Its end is of no interest; dropping it kills it.
+                    let _ = timeout(limit, agent.end()).await;
+                    return answers(scan, polls);
+                }
             }
-            // The first round follows at once; a child that ends before has said who is there.
-            (Ok(FromAgent::Polled { gpus: polls, .. }), Some((driver, library, gpus, failures))) => {
-                // Its end is of no interest; dropping it kills it.
-                let _ = timeout(limit, agent.end()).await;
-                return Nvml::Answers { driver, library, gpus, failures, polls };
-            }
-            (Err(_), Some((driver, library, gpus, failures))) => {
-                return Nvml::Answers { driver, library, gpus, failures, polls: BTreeMap::new() };
-            }
-            (Ok(FromAgent::Leaving { call, error }), _) => failed = Some(format!("{call}: {error}")),
-            (Ok(_), before) => seen = before,
-            (Err(ended), None) => {
-                return Nvml::Fails(failed.unwrap_or_else(|| format!("{:#}", anyhow::Error::from(ended))));
+            Ok(FromAgent::Leaving(error)) => failed = Some(error),
+            Ok(_) => {}
+            Err(ended) => {
+                return match (scanned, failed) {
+                    (Some(scan), _) => answers(scan, BTreeMap::new()),
+                    (None, Some(error)) => Nvml::Fails(error.to_string(), error.fault()),
+                    (None, None) => Nvml::Fails(format!("{:#}", anyhow::Error::from(ended)), Fault::Other),
+                };
             }
         }
     }
+}
+
+fn answers(scan: NodeScan, polls: BTreeMap<GpuUuid, HealthPoll>) -> Nvml {
+    let gpus = scan.observations();
+    let (driver, library) = (known(&scan.driver).cloned(), known(&scan.library).cloned());
+    Nvml::Answers { driver, library, gpus, failures: scan.failures, polls }
 }
 
 /// The version of the kernel module that is loaded, from /proc/driver/nvidia/version: the first word of its line NVRM that
@@ -88,8 +98,8 @@ pub(super) fn module_version(path: &Path) -> Option<String> {
     line.split_whitespace().find(version).map(str::to_owned)
 }
 
-/// What is to be said of driver and library.
-pub(super) fn check(nvml: &Nvml, bus: Option<&[PciAddress]>, module: Option<&str>) -> Vec<Finding> {
+/// The findings about driver and library.
+pub(super) fn check(nvml: &Nvml, bus: Option<&BusGpus>, module: Option<&str>) -> Vec<Finding> {
     let mut found = Findings::of("driver");
     match nvml {
         Nvml::Answers { driver, library, gpus, .. } => {
@@ -99,11 +109,15 @@ pub(super) fn check(nvml: &Nvml, bus: Option<&[PciAddress]>, module: Option<&str
             found.ok(format!("NVML answers: driver {}, library {}, {gpus}", or(driver), or(library)));
             versions(&mut found, driver, library, module);
         }
-        Nvml::Fails(why) if bus.is_some_and(<[_]>::is_empty) => found.skipped(
+        Nvml::Fails(why, _) if bus.is_some_and(BTreeMap::is_empty) => found.skipped(
             format!("no NVIDIA GPU on the PCI bus, and no NVML ({why}): linkwise run idles here, and is ready"),
             Some("nothing to do, unless this node should have GPUs: then lspci -d 10de: on the host shows whether it does"),
         ),
-        Nvml::Fails(why) => found.failed(format!("NVML cannot be had: {why}"), advice(why, module)),
+        Nvml::Fails(why, _) if bus.is_some_and(|bus| held_by_others(bus).count() == bus.len()) => found.skipped(
+            format!("other drivers hold all GPUs on the PCI bus, and no NVML ({why}): linkwise run idles here, and is ready"),
+            Some("right where all GPUs are passed through to virtual machines; else bind them to nvidia"),
+        ),
+        Nvml::Fails(why, fault) => found.failed(format!("NVML unavailable: {why}"), advice(*fault, module)),
         Nvml::Hangs(limit) => found.failed(
             format!("NVML does not answer within {limit:?}"),
             "the driver hangs: dmesg on the host names the GPU (NVRM, Xid); drain the node and reset the GPU or reboot",
@@ -133,24 +147,28 @@ fn versions(found: &mut Findings, driver: Option<&str>, library: Option<&str>, m
     }
 }
 
-fn advice(why: &str, module: Option<&str>) -> &'static str {
-    let has = |text: &str| why.contains(text);
-    if has("dlopen") {
-        "the library is not in this container: run it with the NVIDIA container runtime (runtimeClassName: nvidia, \
-         NVIDIA_VISIBLE_DEVICES=all), or name the library or the driver's root with --nvml-library"
-    } else if has("LIB_RM_VERSION_MISMATCH") {
-        "the library and the loaded kernel module are of different releases: drain the node, reload the module or reboot, \
-         and delete this pod"
-    } else if has("NO_PERMISSION") {
-        "this process may not open the device nodes: see permissions below"
-    } else if has("GPU_IS_LOST") {
-        "a GPU has fallen off the bus: drain the node and reboot it"
-    } else if has("DRIVER_NOT_LOADED") && module.is_none() {
-        "the kernel module is not loaded: modprobe nvidia on the host; dmesg says why it does not load"
-    } else if has("DRIVER_NOT_LOADED") {
-        "the kernel module is loaded, but this container cannot reach it: its device nodes are missing or not allowed, see below"
-    } else {
-        "nvidia-smi on the host, and dmesg (NVRM, Xid), say more"
+fn advice(fault: Fault, module: Option<&str>) -> &'static str {
+    match fault {
+        Fault::Library => {
+            "the library is not in this container: run it with the NVIDIA container runtime (runtimeClassName: nvidia, \
+             NVIDIA_VISIBLE_DEVICES=all), or name the library or the driver's root with --nvml-library"
+        }
+        Fault::VersionMismatch => {
+            "the library and the loaded kernel module are of different releases: drain the node, reload the module or reboot, \
+             and delete this pod"
+        }
+        Fault::NoPermission => "this process may not open the device nodes: see permissions below",
+        Fault::GpuLost => "a GPU has fallen off the bus: drain the node and reboot it",
+        Fault::DriverNotLoaded if module.is_none() => {
+            "the kernel module is not loaded: modprobe nvidia on the host; dmesg says why it does not load"
+        }
+        Fault::DriverNotLoaded => {
+            "the kernel module is loaded, but this container cannot reach it: its device nodes are missing or not allowed, \
+             see below"
+        }
+        Fault::Uninitialized | Fault::ResetRequired | Fault::Other => {
+            "nvidia-smi on the host, and dmesg (NVRM, Xid), say more"
+        }
     }
 }
 
@@ -159,7 +177,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_library_of_another_release_than_the_driver_is_told() {
+    fn library_of_another_release_is_a_warning() {
         let told = |driver: &str, library: &str| {
             let (driver, library) = (Some(driver.to_owned()), Some(library.to_owned()));
             let (gpus, failures, polls) = Default::default();
@@ -171,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn the_modules_version_is_found_in_both_forms_of_its_line() {
+    fn module_version_is_read_from_both_forms_of_its_line() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("version");
         for line in [

@@ -4,25 +4,31 @@ use super::driver::Nvml;
 use super::finding::{Finding, Findings, Status};
 use super::health::{self, Past};
 use super::name;
-use crate::nvml::COUNT;
+use crate::nvml::scan::CallFailure;
+use crate::nvml::{COUNT, CallError, Fault, REGISTER};
 use crate::topology::{GpuObservation, HostObservation, NodeObservation, ProbeFailure};
 
-/// What of a GPU could not be seen: the words and what to do.
-fn ailments(gpu: &GpuObservation, failures: &[ProbeFailure]) -> Vec<(String, &'static str)> {
-    let pci = gpu.pci.to_string();
-    let own = failures.iter().filter(|failure| failure.subject == pci || failure.subject == gpu.uuid.as_str());
-    own.map(|failure| (format!("{}: {}", failure.call, failure.error), advice(failure))).collect()
+/// The failed calls about a GPU: the words and what to do.
+fn ailments(gpu: &GpuObservation, failures: &[CallFailure]) -> Vec<(String, &'static str)> {
+    let own = failures.iter().filter(|failure| failure.subject == gpu.pci.to_string());
+    own.map(|failure| (words(failure), advice(&failure.error))).collect()
 }
 
-fn advice(failure: &ProbeFailure) -> &'static str {
-    if failure.error.contains("GPU_IS_LOST") {
-        "it has fallen off the bus: drain the node and reboot it; if it comes again, the card or its slot"
-    } else if failure.error.contains("RESET_REQUIRED") {
-        "drain the node and reset the GPU (nvidia-smi --gpu-reset -i INDEX)"
-    } else if failure.call == "nvmlDeviceRegisterEvents" {
-        "its XIDs and ECC errors are not seen: another process may hold the events, or the driver is in trouble (dmesg)"
-    } else {
-        "linkwise goes on without that fact; dmesg (NVRM, Xid) may say why the driver does not answer"
+fn words(failure: &CallFailure) -> String {
+    let ProbeFailure { call, error, .. } = failure.clone().into();
+    format!("{call}: {error}")
+}
+
+fn advice(error: &CallError) -> &'static str {
+    match error.fault() {
+        Fault::GpuLost => {
+            "it has fallen off the bus: drain the node and reboot it; if it comes again, the card or its slot"
+        }
+        Fault::ResetRequired => "drain the node and reset the GPU (nvidia-smi --gpu-reset -i INDEX)",
+        _ if error.call == REGISTER => {
+            "its XIDs and ECC errors are not seen: another process may hold the events, or the driver is in trouble (dmesg)"
+        }
+        _ => "linkwise goes on without that fact; dmesg (NVRM, Xid) may say why the driver does not answer",
     }
 }
 
@@ -40,7 +46,7 @@ pub(super) fn check(nvml: &Nvml, host: HostObservation, past: Past) -> Vec<Findi
     if gpus.is_empty() && failures.is_empty() {
         found.skipped("NVML lists no GPU", None);
     }
-    let observed = NodeObservation { gpus: gpus.clone(), host, failures: Vec::new() };
+    let observed = NodeObservation { gpus: gpus.clone(), host, ..NodeObservation::default() };
     let mut against = past.against(&observed, polls, now);
     for gpu in gpus {
         let (ailments, held) = (ailments(gpu, failures), against.remove(&gpu.uuid).unwrap_or_default());
@@ -62,17 +68,14 @@ pub(super) fn check(nvml: &Nvml, host: HostObservation, past: Past) -> Vec<Findi
     for (gpu, held) in against {
         held.iter().for_each(|held| held.tell(&mut found, &format!("GPU {gpu}, which NVML does not list"), now));
     }
-    // What is about none of those: a GPU that does not even say who it is cannot be offered.
-    let known = |failure: &ProbeFailure| {
-        gpus.iter().any(|gpu| failure.subject == gpu.pci.to_string() || failure.subject == gpu.uuid.as_str())
-    };
-    for failure in failures.iter().filter(|failure| !known(failure)) {
-        let ProbeFailure { subject, call, error } = failure;
-        let what = format!("{subject}: {call}: {error}");
-        // What the driver does not say of itself costs that; without its count there is no GPU to be offered.
-        let costs_gpus = subject != "driver" || call == COUNT;
+    // A GPU that could not even be identified cannot be offered.
+    let listed = |failure: &CallFailure| gpus.iter().any(|gpu| failure.subject == gpu.pci.to_string());
+    for failure in failures.iter().filter(|failure| !listed(failure)) {
+        let what = format!("{}: {}", failure.subject, words(failure));
+        // A fact about the driver costs that fact; without its count there is no GPU to be offered.
+        let costs_gpus = failure.subject != "driver" || failure.error.call == COUNT;
         let status = if costs_gpus { Status::Failed } else { Status::Warning };
-        found.each(status, format!("{call}: {error}"), what, advice(failure));
+        found.each(status, words(failure), what, advice(&failure.error));
     }
     found.all()
 }

@@ -5,16 +5,16 @@ use std::path::Path;
 use super::count;
 use super::driver::Nvml;
 use super::finding::{Finding, Findings, Status};
-use crate::hwloc;
-use crate::topology::{NodeObservation, PciAddress, TopologyWarning};
+use crate::hwloc::{BusGpus, PciBus};
+use crate::topology::{NodeObservation, TopologyWarning};
 
 /// The NVIDIA GPUs on the PCI bus; `None` where this sysfs has no PCI bus.
-pub(super) fn bus(sysfs: &Path) -> Option<Vec<PciAddress>> {
-    sysfs.join("bus/pci/devices").is_dir().then(|| hwloc::nvidia_gpus_on_bus(sysfs))
+pub(super) fn bus(sysfs: &Path) -> Option<BusGpus> {
+    PciBus::default().gpus(sysfs)
 }
 
 /// The kernel's GPUs against NVML's.
-pub(super) fn sysfs(sysfs: &Path, bus: Option<&[PciAddress]>, nvml: &Nvml) -> Vec<Finding> {
+pub(super) fn sysfs(sysfs: &Path, bus: Option<&BusGpus>, nvml: &Nvml) -> Vec<Finding> {
     let mut found = Findings::of("sysfs");
     let Some(bus) = bus else {
         found.failed(
@@ -27,8 +27,8 @@ pub(super) fn sysfs(sysfs: &Path, bus: Option<&[PciAddress]>, nvml: &Nvml) -> Ve
         found.ok(format!("{} on the PCI bus", count(bus.len(), "NVIDIA GPU")));
         return found.all();
     };
-    for pci in bus.iter().filter(|pci| !gpus.iter().any(|gpu| gpu.pci == **pci)) {
-        let (status, place, advice) = match bound_to(sysfs, *pci).as_deref() {
+    for (pci, driver) in bus.iter().filter(|(pci, _)| !gpus.iter().any(|gpu| gpu.pci == **pci)) {
+        let (status, place, advice) = match driver.as_deref() {
             Some("nvidia") => (
                 Status::Failed,
                 "but NVML does not list it".to_owned(),
@@ -49,7 +49,7 @@ pub(super) fn sysfs(sysfs: &Path, bus: Option<&[PciAddress]>, nvml: &Nvml) -> Ve
         let what = format!("GPU {pci} is on the PCI bus, {place}");
         found.each(status, place, what, advice);
     }
-    let absent = gpus.iter().filter(|gpu| !bus.contains(&gpu.pci)).count();
+    let absent = gpus.iter().filter(|gpu| !bus.contains_key(&gpu.pci)).count();
     if absent > 0 {
         found.warning(
             format!(
@@ -63,12 +63,6 @@ pub(super) fn sysfs(sysfs: &Path, bus: Option<&[PciAddress]>, nvml: &Nvml) -> Ve
         found.ok(format!("{} on the PCI bus, the same by NVML", count(bus.len(), "NVIDIA GPU")));
     }
     found.all()
-}
-
-/// The kernel driver that holds a device.
-fn bound_to(sysfs: &Path, pci: PciAddress) -> Option<String> {
-    let link = std::fs::read_link(sysfs.join(format!("bus/pci/devices/{pci}/driver"))).ok()?;
-    Some(link.file_name()?.to_string_lossy().into_owned())
 }
 
 /// hwloc's view against NVML's.

@@ -35,7 +35,7 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     let nvml = driver::ask(&args.host, limit).await;
     let module = at("proc/driver/nvidia/version");
     let module = blocking(limit, move || driver::module_version(&module)).await.flatten();
-    let on_bus = bus.as_ref().and_then(|bus| bus.as_deref());
+    let on_bus = bus.as_ref().and_then(Option::as_ref);
 
     let mut found = driver::check(&nvml, on_bus, module.as_deref());
     let (dev, known) = (at("dev"), nvml.clone());
@@ -44,14 +44,14 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     found.extend(guarded("permissions", limit, move || devices::permissions(&dev, &known)).await);
     let (sysfs, known, seen) = (args.host.sysfs.clone(), nvml.clone(), bus.clone().flatten());
     found.extend(match bus {
-        Some(_) => guarded("sysfs", limit, move || host::sysfs(&sysfs, seen.as_deref(), &known)).await,
+        Some(_) => guarded("sysfs", limit, move || host::sysfs(&sysfs, seen.as_ref(), &known)).await,
         None => hangs("sysfs", limit),
     });
 
     let sysfs = args.host.sysfs.clone();
     let assembled = blocking(limit, move || hwloc::observe(&sysfs)).await.map(|(host, failures)| {
         // What NVML did not answer is reported with the GPUs.
-        let observed = NodeObservation { gpus: nvml.gpus().to_vec(), host, failures };
+        let observed = NodeObservation { gpus: nvml.gpus().to_vec(), host, failures, ..NodeObservation::default() };
         let (topology, warnings) = NodeTopology::assemble(&observed);
         (observed, topology, warnings)
     });

@@ -30,7 +30,7 @@ fn with_devices(devices: &str) -> String {
 
 #[test]
 fn host_and_gpus_are_read() {
-    let Machine { observed: NodeObservation { gpus, host, failures }, .. } = machine(V2);
+    let Machine { observed: NodeObservation { gpus, host, failures, .. }, .. } = machine(V2);
     assert_eq!(failures, []);
     let cpu = host.cpu.clone().unwrap();
     assert_eq!((cpu.arch.as_str(), cpu.vendor.as_deref()), ("x86_64", Some("GenuineIntel")));
@@ -45,7 +45,8 @@ fn host_and_gpus_are_read() {
     let nics = &host.host_bridges[0].devices[0].devices[0].devices[2].devices[0].nics;
     let nic = |name: &str, kind| NicObservation { name: name.to_owned(), kind, mbps: None };
     assert_eq!(nics, &[nic("mlx5_0", NicKind::Rdma), nic("eth7", NicKind::Ethernet)]);
-    let (topology, warnings) = NodeTopology::assemble(&NodeObservation { gpus, host, failures });
+    let (topology, warnings) =
+        NodeTopology::assemble(&NodeObservation { gpus, host, failures, ..NodeObservation::default() });
     assert_eq!(warnings, []);
     assert_eq!([topology.symbol(0, 1), topology.symbol(0, 2)], ["PIX", "SYS"]);
 }

@@ -77,7 +77,7 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Machine, XmlError> {
         title: format!("{name}: {} GPUs by an NCCL topology dump", gpus.len()),
         source: vec!["NCCL topology dump".to_owned()],
         reconstructed,
-        observed: NodeObservation { gpus, host, failures: found.notes.into_failures() },
+        observed: NodeObservation { gpus, host, failures: found.notes.into_failures(), ..NodeObservation::default() },
     })
 }
 

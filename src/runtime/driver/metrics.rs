@@ -102,12 +102,6 @@ impl DriverMetrics {
         self.agents_stuck.set(i64::try_from(number).unwrap_or(i64::MAX));
     }
 
-    /// What [`Self::agents_stuck`] was called with last.
-    #[cfg(test)]
-    pub fn stuck(&self) -> i64 {
-        self.agents_stuck.get()
-    }
-
     /// Whether NVML has not answered for longer than the grace period.
     pub fn nvml_away(&self, away: bool) {
         self.nvml_away.set(i64::from(away));

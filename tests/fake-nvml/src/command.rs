@@ -91,6 +91,10 @@ pub enum Command {
     Driver {
         version: String,
     },
+    /// From now on each call leaks so many MiB.
+    Leak {
+        mib: usize,
+    },
     /// Wait until the function was called this many times more.
     Calls {
         function: String,
@@ -197,6 +201,7 @@ impl FromStr for Command {
             ["unfail" | "unhang" | "unhold" | "uncrash", which, function] | ["unfail", which, function, _] => {
                 Self::NoFault { gpu: gpu(which), function: name(function) }
             }
+            ["leak", mib] => Self::Leak { mib: number(mib)? },
             ["init", code] => Self::Init { code: number(code)? },
             ["recovery", which, action] => Self::Recovery { gpu: gpu(which), action: number(action)? },
             ["mig", which, ref layout @ ..] if !layout.is_empty() => {

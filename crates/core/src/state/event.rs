@@ -46,15 +46,15 @@ pub enum Event {
     NumaHints(NumaHints),
     /// A round of cheap looks at the GPUs; one that is missing was not asked.
     Polled(BTreeMap<GpuUuid, HealthPoll>),
-    /// Looking at a GPU ended the process that looked, and it is not looked at any more for now.
-    LeftOut {
+    /// NVML calls about a GPU hung or crashed agents, and no agent calls NVML about it for now.
+    Quarantined {
         /// The GPU.
         gpu: GpuUuid,
         /// What happened to the process, and in which call.
         why: String,
     },
-    /// A GPU that had been left out was looked at, and the process that looked lived.
-    TakenBackIn {
+    /// An agent scanned a quarantined GPU, and lived.
+    ReleasedFromQuarantine {
         /// The GPU.
         gpu: GpuUuid,
     },

@@ -20,8 +20,8 @@ use super::xid_log::XidLog;
 use crate::allocation::{AllocationTables, Groups};
 use crate::once::Once;
 use crate::topology::{
-    GpuUuid, HostObservation, MigUuid, NodeObservation, NodeTopology, NvLinkRemote, PciAddress, PciObservation,
-    TopologyWarning,
+    CudaVersion, GpuUuid, HostObservation, MigUuid, NodeObservation, NodeTopology, NvLinkRemote, PciAddress,
+    PciObservation, TopologyWarning,
 };
 
 /// The driver's double-bit ECC event is this XID by another way: the class of the one is the class of the other.
@@ -49,13 +49,13 @@ pub struct Hardware {
     kept: HealthRecord,
 }
 
-/// The versions that NVML reports, as it writes them.
+/// The versions that NVML reported last; `None` where it did not.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DriverVersions {
     /// The driver's, such as `580.82.07` (`nvmlSystemGetDriverVersion`).
     pub driver: Option<String>,
-    /// The newest CUDA that the driver supports, such as `13.0` (`nvmlSystemGetCudaDriverVersion_v2`).
-    pub cuda: Option<String>,
+    /// The newest CUDA that the driver supports (`nvmlSystemGetCudaDriverVersion_v2`).
+    pub cuda: Option<CudaVersion>,
 }
 
 impl Default for Hardware {
@@ -147,6 +147,8 @@ impl Hardware {
         if topology != **self.topology() {
             self.tables = Arc::new(AllocationTables::new(Arc::new(topology)));
         }
+        let (driver, cuda) = (observed.driver_version.clone(), observed.cuda_version);
+        self.versions = DriverVersions { driver, cuda };
         let bus = addresses(&observed.host);
         let off_bus = |pci: &PciAddress| !bus.is_empty() && !bus.contains(pci);
         let by_address: BTreeMap<PciAddress, &GpuUuid> = observed.gpus.iter().map(|gpu| (gpu.pci, &gpu.uuid)).collect();

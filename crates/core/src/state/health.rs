@@ -157,7 +157,7 @@ impl GpuHealth {
             UnhealthyReason::Lost { .. }
             | UnhealthyReason::OffBus
             | UnhealthyReason::ResetRequired { .. }
-            | UnhealthyReason::LeftOut { .. } => true,
+            | UnhealthyReason::Quarantined { .. } => true,
             UnhealthyReason::Xid { code, .. } => code == FALLEN_OFF_THE_BUS,
             _ => false,
         })
@@ -210,7 +210,7 @@ impl GpuHealth {
 
     /// It is released from quarantine: an agent scanned it and lived.
     pub fn released(&mut self) {
-        self.remedy(|reason| matches!(reason, UnhealthyReason::LeftOut { .. }));
+        self.remedy(|reason| matches!(reason, UnhealthyReason::Quarantined { .. }));
     }
 
     /// The driver was loaded anew or the node booted: the next poll shows what stands.
@@ -479,7 +479,7 @@ impl Standing {
             UnhealthyReason::LinksDown { .. } => passes(poll.nvlinks_down.is_some()),
             UnhealthyReason::FabricJoining if poll.fabric.is_some() => Proof::Ends,
             UnhealthyReason::FabricFailed { .. } => passes(poll.fabric == Some(FabricHealth::Joined)),
-            UnhealthyReason::LeftOut { .. } => {
+            UnhealthyReason::Quarantined { .. } => {
                 passes(self.remedied && matches!(poll.reach, Reach::Answers | Reach::Unknown))
             }
             UnhealthyReason::OffBus => passes(self.remedied || poll.on_bus == Some(true)),
@@ -496,5 +496,5 @@ impl Standing {
 
 /// What neither a new driver nor an operator ends: the GPU cannot be polled.
 fn outlasts(reason: &UnhealthyReason) -> bool {
-    matches!(reason, UnhealthyReason::LeftOut { .. } | UnhealthyReason::DriverAway { .. } | UnhealthyReason::OffBus)
+    matches!(reason, UnhealthyReason::Quarantined { .. } | UnhealthyReason::DriverAway { .. } | UnhealthyReason::OffBus)
 }

@@ -294,8 +294,8 @@ impl NodeState {
             }
             Event::Xid { gpu, code, instance } => effects.extend(hardware.xid(gpu, code, instance, now)),
             Event::DoubleBitEcc { gpu } => hardware.double_bit_ecc(&gpu, now),
-            Event::LeftOut { gpu, why } => hardware.failed(&gpu, UnhealthyReason::LeftOut { why }, now),
-            Event::TakenBackIn { gpu } => hardware.released(&gpu),
+            Event::Quarantined { gpu, why } => hardware.failed(&gpu, UnhealthyReason::Quarantined { why }, now),
+            Event::ReleasedFromQuarantine { gpu } => hardware.released(&gpu),
             Event::DriverAway { why } => hardware.driver_away(&why, now),
             Event::DriverBack => hardware.driver_back(),
             Event::Cleared { gpu } => hardware.cleared(&gpu),

@@ -72,9 +72,9 @@ pub enum UnhealthyReason {
         /// The nvmlReturn_t of the fabric's status.
         status: u32,
     },
-    /// Looking at it ended the process that looked.
-    #[error("left out: {why}")]
-    LeftOut {
+    /// NVML calls about it hung or crashed agents, and no agent calls NVML about it for now.
+    #[error("quarantined: {why}")]
+    Quarantined {
         /// What happened, and in which call.
         why: String,
     },
@@ -153,7 +153,7 @@ impl UnhealthyReason {
             Self::LinksDown { .. } => "links_down",
             Self::FabricJoining => "fabric_joining",
             Self::FabricFailed { .. } => "fabric_failed",
-            Self::LeftOut { .. } => "left_out",
+            Self::Quarantined { .. } => "left_out",
             Self::DriverAway { .. } => "driver_away",
             Self::OffBus => "off_bus",
             Self::Gone => "gone",
@@ -181,7 +181,7 @@ impl UnhealthyReason {
             Self::LinksDown { .. } => "the links active through the hold, or `clear`",
             Self::FabricJoining => "the GPU joined to its fabric",
             Self::FabricFailed { .. } => "the GPU joined to its fabric through the hold",
-            Self::LeftOut { .. } => "the GPU looked at again without harm, through the hold",
+            Self::Quarantined { .. } => "the GPU looked at again without harm, through the hold",
             Self::DriverAway { .. } => "NVML answering again",
             Self::OffBus => "the GPU on the PCI bus again, through the hold",
             Self::Gone => "the GPU in its place again",
@@ -205,7 +205,7 @@ impl UnhealthyReason {
             | Self::LinksDown { .. }
             | Self::FabricJoining
             | Self::FabricFailed { .. }
-            | Self::LeftOut { .. }
+            | Self::Quarantined { .. }
             | Self::DriverAway { .. }
             | Self::OffBus
             | Self::Gone

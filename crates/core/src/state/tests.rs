@@ -34,7 +34,7 @@ fn node(gpus: &[u8]) -> Event {
         cpus.map(|(id, cpus)| NumaNodeObservation { id: NumaNodeId(id), package: None, cpus: cpus.into() });
     let host = HostObservation { numa_nodes: numa_nodes.to_vec(), ..HostObservation::default() };
     let gpus = gpus.iter().copied().map(gpu).collect();
-    Event::Observed(Box::new(NodeObservation { gpus, host, failures: Vec::new() }))
+    Event::Observed(Box::new(NodeObservation { gpus, host, ..NodeObservation::default() }))
 }
 
 fn healthy(state: &NodeState) -> Vec<&str> {

@@ -22,8 +22,8 @@ pub use mig::{
 };
 pub use node::{Gpu, Nic, NodeTopology};
 pub use observation::{
-    ComputeCapability, CpuObservation, FabricObservation, GpuObservation, HostBridgeObservation, HostObservation,
-    NicKind, NicObservation, NodeObservation, NumaNodeObservation, NvLinkObservation, NvLinkRemote, PciKind,
-    PciObservation, PcieLink, ProbeFailure,
+    ComputeCapability, CpuObservation, CudaVersion, FabricObservation, GpuObservation, HostBridgeObservation,
+    HostObservation, NicKind, NicObservation, NodeObservation, NumaNodeObservation, NvLinkObservation, NvLinkRemote,
+    PciKind, PciObservation, PcieLink, ProbeFailure,
 };
 pub use warning::TopologyWarning;

@@ -22,9 +22,25 @@ pub struct NodeObservation {
     /// The host around them; empty where nothing of it could be read.
     #[serde(default)]
     pub host: HostObservation,
+    /// The driver's version, such as `580.95.05` (`nvmlSystemGetDriverVersion`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub driver_version: Option<String>,
+    /// The newest CUDA version that the driver supports (`nvmlSystemGetCudaDriverVersion_v2`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cuda_version: Option<CudaVersion>,
     /// What was asked and not answered.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub failures: Vec<ProbeFailure>,
+}
+
+/// A CUDA version.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CudaVersion {
+    /// 13 of 13.0.
+    pub major: u32,
+    /// 0 of 13.0.
+    pub minor: u32,
 }
 
 /// One GPU as NVML describes it.

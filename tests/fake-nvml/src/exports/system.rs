@@ -1,6 +1,6 @@
 //! Init, shutdown, versions, and the way to a GPU.
 
-use std::ffi::{CStr, c_char, c_uint};
+use std::ffi::{CStr, c_char, c_int, c_uint};
 
 use nvml_wrapper_sys::bindings::*;
 
@@ -9,6 +9,8 @@ use crate::state::{self, enter, enter_with};
 
 const DRIVER_VERSION: &str = "580.95.05";
 const NVML_VERSION: &str = "13.580.95.05";
+/// 13.0, as 1000 times the major and 10 times the minor version.
+const CUDA_VERSION: c_int = 13_000;
 
 exports! {
     fn nvmlInit_v2() {
@@ -33,6 +35,11 @@ exports! {
     fn nvmlSystemGetNVMLVersion(version: *mut c_char, length: c_uint) {
         let _state = enter("nvmlSystemGetNVMLVersion")?;
         put_text(version, length, NVML_VERSION)
+    }
+
+    fn nvmlSystemGetCudaDriverVersion_v2(version: *mut c_int) {
+        let _state = enter("nvmlSystemGetCudaDriverVersion_v2")?;
+        put(version, CUDA_VERSION)
     }
 
     fn nvmlDeviceGetCount_v2(count: *mut c_uint) {

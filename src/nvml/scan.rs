@@ -1,0 +1,361 @@
+//! One full scan of the GPUs, answer by answer, and what stays known where a call failed. Pure.
+//!
+//! The agent fills a [`NodeScan`] and sends it; the runtime, the doctor and `linkwise snapshot` complete it with
+//! [`NodeScan::after`] and read it as observations. A call that failed costs its own fact for the time being: the answer of
+//! the scan before stands. A call that is not offered is an answer, and ends what was known.
+
+use std::collections::BTreeMap;
+
+use nvml_wrapper_sys::bindings as sys;
+use serde::{Deserialize, Serialize};
+
+use super::call::{Answer, CallError};
+use super::protocol::Place;
+use crate::topology::{
+    ComputeCapability, CudaVersion, FabricObservation, GpuObservation, GpuUuid, HostObservation, MigCapabilities,
+    MigDeviceObservation, MigExtension, MigObservation, NodeObservation, NumaNodeId, NvLinkObservation, NvLinkRemote,
+    PciAddress, PcieLink, ProbeFailure, TopologyLevel,
+};
+
+/// Everything that a scan asked NVML.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NodeScan {
+    /// The driver's version, such as `580.95.05`.
+    pub driver: Answer<String>,
+    /// The library's version.
+    pub library: Answer<String>,
+    /// The newest CUDA version that the driver supports.
+    pub cuda: Answer<CudaVersion>,
+    /// How many GPUs NVML counts, with those that were skipped or could not be identified; `None` where the count failed,
+    /// and then no GPU is listed either.
+    pub count: Option<u32>,
+    /// The GPUs, in NVML's order.
+    pub gpus: Vec<GpuScan>,
+    /// The calls that failed, but for those whose outcome is in the other fields.
+    pub failures: Vec<CallFailure>,
+}
+
+/// What NVML answered about one GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GpuScan {
+    /// NVML's index.
+    pub index: u32,
+    /// NVML's UUID.
+    pub uuid: GpuUuid,
+    /// The address on the PCI bus.
+    pub pci: PciAddress,
+    /// The product name.
+    pub model: Answer<String>,
+    /// N of /dev/nvidiaN.
+    pub minor: Answer<u32>,
+    /// The CUDA compute capability.
+    pub compute_capability: Answer<ComputeCapability>,
+    /// The memory in MiB.
+    pub memory_mib: Answer<u64>,
+    /// The NUMA node of the memory affinity.
+    pub numa: Answer<NumaNodeId>,
+    /// What the PCIe link can do.
+    pub pcie: Answer<PcieLink>,
+    /// Whether NVLink-C2C joins it to a processor.
+    pub c2c: Answer<bool>,
+    /// Whether a display is set up on it.
+    pub display: Answer<bool>,
+    /// The NVLink fabric it has joined.
+    pub fabric: Answer<FabricObservation>,
+    /// The NVLinks by number.
+    pub nvlinks: Vec<Answer<NvLinkScan>>,
+    /// MIG.
+    pub mig: Answer<MigScan>,
+    /// The common ancestors with other GPUs; each pair is asked once.
+    pub ancestors: BTreeMap<GpuUuid, Answer<TopologyLevel>>,
+}
+
+/// One NVLink.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NvLinkScan {
+    /// Whether NVML calls it enabled.
+    pub active: bool,
+    /// The far end's kind, an `nvmlIntNvLinkDeviceType_t`.
+    pub kind: Answer<u32>,
+    /// The far end's PCI address.
+    pub pci: Answer<PciAddress>,
+}
+
+/// MIG on one GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MigScan {
+    /// The current mode.
+    pub enabled: bool,
+    /// The MIG devices by index; an error stands for the count.
+    pub devices: Answer<BTreeMap<u32, Answer<MigDeviceScan>>>,
+}
+
+/// One MIG device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MigDeviceScan {
+    /// The facts without which it is no device.
+    pub device: MigDeviceObservation,
+    /// What its profile adds.
+    pub extension: Answer<MigExtension>,
+    /// Its capabilities; an error stands for the GPU's minor number, by which the kernel lists them.
+    pub capabilities: Answer<MigCapabilities>,
+}
+
+/// A call that failed, and what it was about.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CallFailure {
+    /// A PCI address, `GPU 3`, `driver`.
+    pub subject: String,
+    /// The part of the subject, such as `NVLink 1, 2`; empty for the whole.
+    pub part: String,
+    /// The error.
+    pub error: CallError,
+}
+
+impl CallFailure {
+    /// A failed call about the whole subject.
+    pub fn new(subject: impl Into<String>, error: CallError) -> Self {
+        Self { subject: subject.into(), part: String::new(), error }
+    }
+}
+
+impl From<CallFailure> for ProbeFailure {
+    fn from(CallFailure { subject, part, error }: CallFailure) -> Self {
+        let reason = if part.is_empty() { error.reason.to_string() } else { format!("{part}: {}", error.reason) };
+        Self { subject, call: error.call.into_owned(), error: reason }
+    }
+}
+
+/// The value, where it is known.
+pub fn known<T>(answer: &Answer<T>) -> Option<&T> {
+    answer.as_ref().ok().and_then(Option::as_ref)
+}
+
+/// Takes out the errors of one subject, and puts the last answers in their place.
+struct Retained<'a> {
+    subject: String,
+    failures: &'a mut Vec<CallFailure>,
+}
+
+impl Retained<'_> {
+    fn fact<T: Clone>(&mut self, now: &mut Answer<T>, before: Option<&Answer<T>>) {
+        self.part("", None, now, before);
+    }
+
+    /// The errors of several parts, such as NVLinks, are gathered where they are the same.
+    fn part<T: Clone>(&mut self, what: &str, number: Option<u32>, now: &mut Answer<T>, before: Option<&Answer<T>>) {
+        let Err(error) = &*now else { return };
+        let same = |known: &&mut CallFailure| known.subject == self.subject && known.error == *error;
+        match (self.failures.iter_mut().find(same), number) {
+            (Some(known), Some(number)) if !known.part.is_empty() => known.part += &format!(", {number}"),
+            (Some(_), _) => {}
+            (None, number) => {
+                let part = number.map(|number| format!("{what} {number}")).unwrap_or_default();
+                self.failures.push(CallFailure { subject: self.subject.clone(), part, error: error.clone() });
+            }
+        }
+        if let Some(before @ Ok(_)) = before {
+            now.clone_from(before);
+        }
+    }
+}
+
+impl NodeScan {
+    /// This scan, completed from the one before: facts whose calls failed, and whole GPUs that NVML counts but that were not
+    /// asked or could not be identified, stay as they were. The errors become [`Self::failures`].
+    #[must_use]
+    pub fn after(mut self, before: Option<&Self>) -> Self {
+        let mut failures = std::mem::take(&mut self.failures);
+        let mut driver = Retained { subject: "driver".to_owned(), failures: &mut failures };
+        driver.fact(&mut self.driver, before.map(|before| &before.driver));
+        driver.fact(&mut self.library, before.map(|before| &before.library));
+        driver.fact(&mut self.cuda, before.map(|before| &before.cuda));
+        let indices: BTreeMap<GpuUuid, u32> = self.gpus.iter().map(|gpu| (gpu.uuid.clone(), gpu.index)).collect();
+        let old_gpus = before.map_or(&[][..], |before| &before.gpus);
+        for gpu in &mut self.gpus {
+            let old = old_gpus.iter().find(|old| (&old.uuid, old.pci) == (&gpu.uuid, gpu.pci));
+            let mut facts = Retained { subject: gpu.pci.to_string(), failures: &mut failures };
+            gpu.retain(old, &mut facts);
+            for (other, level) in &mut gpu.ancestors {
+                facts.part("with GPU", indices.get(other).copied(), level, None);
+            }
+        }
+        self.failures = failures;
+        let Some(before) = before else { return self };
+        self.count = self.count.or(before.count);
+        if self.count == before.count {
+            for old in &before.gpus {
+                if !self.gpus.iter().any(|gpu| gpu.index == old.index || gpu.uuid == old.uuid) {
+                    self.gpus.push(GpuScan { ancestors: BTreeMap::new(), ..old.clone() });
+                }
+            }
+            self.gpus.sort_by_key(|gpu| gpu.index);
+        }
+        self.retain_ancestors(&before.gpus);
+        self
+    }
+
+    /// Pairs whose call failed, and those with a GPU that was not asked.
+    fn retain_ancestors(&mut self, before: &[GpuScan]) {
+        let place = |gpus: &[GpuScan], uuid: &GpuUuid| gpus.iter().position(|gpu| gpu.uuid == *uuid);
+        for old in before {
+            for (other, level) in old.ancestors.iter().filter(|(_, level)| level.is_ok()) {
+                let pair = (place(&self.gpus, &old.uuid), place(&self.gpus, other));
+                let (Some(one), Some(two)) = pair else { continue };
+                let answered = |from: usize, to: &GpuUuid| {
+                    self.gpus.get(from).and_then(|gpu| gpu.ancestors.get(to)).is_some_and(Result::is_ok)
+                };
+                if !answered(one, other)
+                    && !answered(two, &old.uuid)
+                    && let Some(gpu) = self.gpus.get_mut(one)
+                {
+                    gpu.ancestors.insert(other.clone(), level.clone());
+                }
+            }
+        }
+    }
+
+    /// The GPU at a place, as far as NVML ever named it.
+    pub fn at(&self, place: Place) -> Option<&GpuScan> {
+        self.gpus.iter().find(|gpu| self.count == Some(place.of) && gpu.index == place.index)
+    }
+
+    /// The node: these GPUs, and the host around them with what could not be read of it.
+    pub fn node(&self, host: HostObservation, host_failures: Vec<ProbeFailure>) -> NodeObservation {
+        let failures = self.failures.iter().cloned().map(Into::into);
+        NodeObservation {
+            gpus: self.observations(),
+            host,
+            driver_version: known(&self.driver).cloned(),
+            cuda_version: known(&self.cuda).copied(),
+            failures: failures.chain(host_failures).collect(),
+        }
+    }
+
+    /// The GPUs as observations.
+    pub fn observations(&self) -> Vec<GpuObservation> {
+        let mut levels: BTreeMap<(&GpuUuid, u32), TopologyLevel> = BTreeMap::new();
+        for gpu in &self.gpus {
+            for (other, level) in &gpu.ancestors {
+                let other = self.gpus.iter().find(|known| known.uuid == *other);
+                if let (Some(other), Some(level)) = (other, known(level)) {
+                    levels.insert((&gpu.uuid, other.index), *level);
+                    levels.insert((&other.uuid, gpu.index), *level);
+                }
+            }
+        }
+        let is_gpu_here = |pci| self.gpus.iter().any(|gpu| gpu.pci == pci);
+        let observe = |gpu: &GpuScan| {
+            let own = levels.range((&gpu.uuid, 0)..=(&gpu.uuid, u32::MAX));
+            GpuObservation {
+                index: gpu.index,
+                uuid: gpu.uuid.clone(),
+                pci: gpu.pci,
+                model: known(&gpu.model).cloned(),
+                minor: known(&gpu.minor).copied(),
+                compute_capability: known(&gpu.compute_capability).copied(),
+                memory_mib: known(&gpu.memory_mib).copied(),
+                numa: known(&gpu.numa).copied(),
+                pcie: known(&gpu.pcie).copied(),
+                nvlinks: nvlinks(&gpu.nvlinks, is_gpu_here),
+                c2c: known(&gpu.c2c).copied(),
+                display: known(&gpu.display).copied(),
+                mig: known(&gpu.mig).map(MigScan::observation),
+                fabric: known(&gpu.fabric).cloned(),
+                common_ancestors: own.map(|((_, other), level)| (*other, *level)).collect(),
+            }
+        };
+        self.gpus.iter().map(observe).collect()
+    }
+}
+
+impl GpuScan {
+    fn retain(&mut self, before: Option<&Self>, facts: &mut Retained<'_>) {
+        macro_rules! retain {
+            ($($fact:ident),*) => {$( facts.fact(&mut self.$fact, before.map(|before| &before.$fact)); )*};
+        }
+        retain!(model, minor, compute_capability, memory_mib, numa, pcie, c2c, display, fabric);
+        for (number, link) in (0..).zip(&mut self.nvlinks) {
+            let before = before.and_then(|before| before.nvlinks.get(usize::try_from(number).ok()?));
+            if let Ok(Some(link)) = link {
+                let before = before.and_then(known);
+                facts.part("NVLink", Some(number), &mut link.kind, before.map(|before| &before.kind));
+                facts.part("NVLink", Some(number), &mut link.pci, before.map(|before| &before.pci));
+            } else {
+                facts.part("NVLink", Some(number), link, before);
+            }
+        }
+        if let Ok(Some(mig)) = &mut self.mig {
+            mig.retain(before.and_then(|before| known(&before.mig)), facts);
+        } else {
+            retain!(mig);
+        }
+    }
+}
+
+/// Links by far end and state, in the order of their first links; `None` where no link could be asked.
+fn nvlinks(links: &[Answer<NvLinkScan>], is_gpu_here: impl Fn(PciAddress) -> bool) -> Option<Vec<NvLinkObservation>> {
+    let mut groups: Vec<NvLinkObservation> = Vec::new();
+    for (number, link) in (0..).zip(links) {
+        let Some(link) = known(link) else { continue };
+        let remote = link.remote(&is_gpu_here);
+        match groups.iter_mut().find(|group| (group.remote, group.active) == (remote, link.active)) {
+            Some(group) => group.links.push(number),
+            None => groups.push(NvLinkObservation { links: vec![number], remote, active: link.active }),
+        }
+    }
+    links.iter().any(Result::is_ok).then_some(groups)
+}
+
+impl NvLinkScan {
+    fn remote(&self, is_gpu_here: &impl Fn(PciAddress) -> bool) -> NvLinkRemote {
+        match (known(&self.kind).copied(), known(&self.pci).copied()) {
+            (Some(sys::nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_IBMNPU), _) => NvLinkRemote::Cpu,
+            (Some(sys::nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_SWITCH), pci) => NvLinkRemote::Switch(pci),
+            (Some(sys::nvmlIntNvLinkDeviceType_enum_NVML_NVLINK_DEVICE_TYPE_GPU), Some(pci)) => NvLinkRemote::Gpu(pci),
+            (_, Some(pci)) if is_gpu_here(pci) => NvLinkRemote::Gpu(pci),
+            _ => NvLinkRemote::Unknown,
+        }
+    }
+}
+
+impl MigScan {
+    fn retain(&mut self, before: Option<&Self>, facts: &mut Retained<'_>) {
+        let before = before.filter(|_| self.enabled).map(|before| &before.devices);
+        let Ok(Some(devices)) = &mut self.devices else { return facts.fact(&mut self.devices, before) };
+        let before = before.and_then(known);
+        let here: Vec<_> = devices.values().filter_map(known).map(|found| found.device.uuid.clone()).collect();
+        for (index, found) in devices {
+            let at = |index| before.and_then(|before| before.get(index));
+            if let Ok(Some(found)) = found {
+                let same = |old: &&MigDeviceScan| old.device.uuid == found.device.uuid;
+                let old = before.into_iter().flat_map(BTreeMap::values).filter_map(known).find(same);
+                facts.part("MIG device", Some(*index), &mut found.extension, old.map(|old| &old.extension));
+                facts.fact(&mut found.capabilities, old.map(|old| &old.capabilities));
+            } else {
+                // One that was made anew at another index is not there twice.
+                let moved = |old: &MigDeviceScan| here.contains(&old.device.uuid);
+                facts.part("MIG device", Some(*index), found, at(index).filter(|old| !known(old).is_some_and(moved)));
+            }
+        }
+    }
+
+    fn observation(&self) -> MigObservation {
+        let devices = known(&self.devices).into_iter().flat_map(BTreeMap::values).filter_map(known);
+        let devices = devices.map(|found| MigDeviceObservation {
+            extension: known(&found.extension).copied(),
+            capabilities: known(&found.capabilities).copied(),
+            ..found.device.clone()
+        });
+        MigObservation { enabled: self.enabled, devices: devices.collect() }
+    }
+}
+
+#[cfg(test)]
+mod tests;

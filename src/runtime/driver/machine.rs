@@ -1,0 +1,557 @@
+//! The life with the driver as a state machine: which NVML agents run, and what their messages become.
+//!
+//! Pure: no I/O, no clock, no task. `driver` is its one caller: it reports what happened and does what it is told. One agent is
+//! active at a time. A standby is started beside it where a new one is needed though the active one still works (a GPU has come,
+//! the library file changed, a quarantined GPU is to be tried), and takes over once it has seen the GPUs: no event falls between
+//! the two, none of the new one's waits for the end of the old one, and a standby that fails costs nothing. The tests beside
+//! this file hold the invariants against random stories.
+
+mod failure;
+mod io;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use super::Idle;
+use failure::{NO_GPUS, Reached};
+
+use super::agents::{ActiveAgent, AgentId, Agents, RestartReason, StandbyAgent};
+use super::host_probe::HostFingerprint;
+use super::outage::NvmlOutage;
+use super::quarantine::{Quarantine, Verdict};
+use super::scan::{Identity, Scan};
+use crate::backoff::Backoff;
+use crate::nvml::HANDLE;
+use crate::nvml::protocol::{FromAgent, Missing, Place};
+use crate::nvml::scan::{NodeScan, known};
+use crate::once::Once;
+use crate::state::{Event, HealthPoll, MigInstance, NodeIdentity, Reach};
+use crate::topology::{GpuUuid, PciAddress};
+
+pub(in crate::runtime) use io::Settings;
+pub(super) use io::{Action, Input, Note};
+
+/// The longest pause before an agent is started again, as a multiple of the first.
+const LONGEST: u32 = 60;
+
+/// How long a start, a poll and a scan wait for short files; what they would have added counts later.
+const FILES: Duration = Duration::from_millis(500);
+
+/// What happens while no agent is active.
+#[derive(Debug)]
+enum Stage {
+    /// A pause until the next start.
+    Pausing { until: Duration },
+    /// The host is probed before the start; at most until then.
+    Probing { until: Duration },
+    /// An agent is active.
+    Running,
+    /// The host has no GPU for us: the next look at the bus.
+    Idle { look_at: Duration },
+    /// The process is to end.
+    Failed,
+}
+
+/// The polls of the GPUs, while they wait for the look at the PCI bus and for the scan that names the GPUs.
+#[derive(Debug)]
+struct PendingPolls {
+    polls: BTreeMap<GpuUuid, HealthPoll>,
+    until: Duration,
+}
+
+/// One state of the life.
+#[derive(Debug)]
+pub(super) struct Machine {
+    settings: Settings,
+    stage: Stage,
+    agents: Agents,
+    released: bool,
+    /// Before an agent is started again.
+    backoff: Backoff,
+    /// Why NVML is unavailable, as the log has it.
+    unavailable: Once<String>,
+    /// An agent has initialised NVML: this container can open the driver.
+    initialised: bool,
+    outage: NvmlOutage,
+    quarantine: Quarantine,
+    scan: Scan,
+    polls: Option<PendingPolls>,
+    /// Since when the host is being probed, and whether that began before the active agent.
+    probe: Option<(Duration, bool)>,
+    /// GPUs that the kernel has listed on the bus since we started.
+    once_on_bus: BTreeSet<PciAddress>,
+    held_by_others: Once<(PciAddress, String)>,
+    stuck: Once<()>,
+    actions: Vec<Action>,
+}
+
+impl Machine {
+    pub fn new(settings: Settings) -> Self {
+        let backoff = Backoff::new(settings.pause, settings.pause.saturating_mul(LONGEST));
+        Self {
+            stage: Stage::Pausing { until: Duration::ZERO },
+            agents: Agents::default(),
+            released: false,
+            backoff,
+            unavailable: Once::new(),
+            initialised: false,
+            outage: NvmlOutage::new(settings.grace, settings.unhealthy_when_away),
+            quarantine: Quarantine::new(settings.trial),
+            scan: Scan::new(settings.poll),
+            polls: None,
+            probe: None,
+            once_on_bus: BTreeSet::new(),
+            held_by_others: Once::new(),
+            stuck: Once::new(),
+            actions: Vec::new(),
+            settings,
+        }
+    }
+
+    /// Whether an agent answers.
+    pub fn is_up(&self) -> bool {
+        self.agents.active.as_ref().is_some_and(|active| active.ready)
+    }
+
+    /// Whether NVML has been unavailable for the grace period.
+    pub fn is_outage(&self) -> bool {
+        self.outage.is_reported()
+    }
+
+    /// Processes that were killed and have not ended.
+    pub fn unreaped(&self) -> usize {
+        self.agents.unreaped()
+    }
+
+    /// When a [`Input::Tick`] is wanted; `None`: not before something else happens.
+    pub fn wake(&self) -> Option<Duration> {
+        let due = [
+            self.stage_due(),
+            self.agents.next_kill().map(|(at, _)| at),
+            self.standby_due().map(|(at, _)| at),
+            self.outage.due(),
+            self.scan.due(),
+            self.polls_due(),
+            self.repeat_due(),
+        ];
+        due.into_iter().flatten().min()
+    }
+
+    /// Takes what happened; returns what has to be done about it, in order.
+    pub fn step(&mut self, input: Input, now: Duration) -> Vec<Action> {
+        match input {
+            Input::Message(id, message) => self.message(id, message, now),
+            Input::Ended(id, end) => self.ended(id, end, now),
+            Input::Reaped(id) => self.agents.reaped(id),
+            Input::Released(released) => self.release(released, now),
+            Input::Probed(host) => self.probed(host, now),
+            Input::HostScanned(host) => self.scan.take_host(host, now),
+            Input::Identified(identity) => self.identified(identity),
+            Input::Tick => {}
+        }
+        self.timers(now);
+        std::mem::take(&mut self.actions)
+    }
+
+    fn act(&mut self, action: Action) {
+        self.actions.push(action);
+    }
+
+    fn log(&mut self, note: Note) {
+        self.act(Action::Log(note));
+    }
+
+    fn emit(&mut self, event: Event) {
+        self.act(Action::Emit(event));
+    }
+
+    fn timers(&mut self, now: Duration) {
+        let is_due = |due: Option<Duration>| due.is_some_and(|at| at <= now);
+        while let Some((_, id)) = self.agents.next_kill().filter(|(at, _)| *at <= now) {
+            self.kill(id);
+        }
+        if !self.agents.is_stuck() {
+            self.stuck.clear();
+        } else if self.stuck.is_news(()) {
+            self.log(Note::Stuck { agents: self.agents.unreaped() });
+        }
+        if is_due(self.scan.due()) {
+            self.publish(now);
+        }
+        if is_due(self.polls_due())
+            && let Some(PendingPolls { polls, .. }) = self.polls.take()
+        {
+            self.emit(Event::Polled(polls));
+        }
+        if is_due(self.repeat_due())
+            && let Some(active) = &self.agents.active
+        {
+            self.scan.repeat_at = None;
+            self.actions.push(Action::Rescan(active.id));
+        }
+        if let Some((_, reason)) = self.standby_due().filter(|(at, _)| *at <= now) {
+            self.start_standby(reason);
+        }
+        if let Some(outage) = self.outage.report(now) {
+            self.log(Note::Outage { cause: outage.cause });
+            self.actions.extend(outage.event.map(Action::Emit));
+        }
+        if is_due(self.stage_due()) {
+            match self.stage {
+                Stage::Pausing { .. } => {
+                    // A probe that hangs is not waited for again.
+                    let since = self.probe.map_or(now, |(since, _)| since);
+                    self.stage = Stage::Probing { until: now.max(since + FILES) };
+                    self.probe(now);
+                }
+                Stage::Probing { .. } => self.start(None, now),
+                Stage::Idle { .. } => self.probe(now),
+                Stage::Running | Stage::Failed => {}
+            }
+        }
+    }
+
+    fn stage_due(&self) -> Option<Duration> {
+        match self.stage {
+            Stage::Pausing { until } => (!self.released && self.agents.has_room()).then_some(until),
+            Stage::Probing { until } => Some(until),
+            Stage::Idle { look_at } => self.probe.is_none().then_some(look_at),
+            Stage::Running | Stage::Failed => None,
+        }
+    }
+
+    /// When a standby is to be started, and why.
+    fn standby_due(&self) -> Option<(Duration, RestartReason)> {
+        let active = self.agents.active.as_ref().filter(|active| active.ready)?;
+        if self.agents.standby.is_some() || !self.agents.has_room() {
+            return None;
+        }
+        let renewal = active.renewal.as_ref().map(|(at, why)| (*at, RestartReason::Renewal(why.clone())));
+        let trial = self.quarantine.next_trial().map(|(at, place)| (at, RestartReason::Trial(place)));
+        [renewal, trial].into_iter().flatten().min_by_key(|(at, _)| *at)
+    }
+
+    fn polls_due(&self) -> Option<Duration> {
+        let pending = self.polls.as_ref()?;
+        (!self.scan.delays(pending.polls.keys())).then_some(pending.until)
+    }
+
+    fn repeat_due(&self) -> Option<Duration> {
+        self.scan.repeat_at.filter(|_| self.is_up())
+    }
+
+    fn probe(&mut self, now: Duration) {
+        if self.probe.is_none() {
+            self.probe = Some((now, false));
+            let active = self.agents.active.as_ref().map(|active| active.id);
+            self.act(Action::Probe(active));
+        }
+    }
+
+    fn probed(&mut self, host: Option<HostFingerprint>, now: Duration) {
+        let stale = self.probe.take().is_some_and(|(_, stale)| stale);
+        if let Some(host) = &host {
+            for (gpu, driver) in self.held_by_others.replace(host.foreign()) {
+                self.log(Note::HeldByOther { gpu, driver });
+            }
+        }
+        match (&self.stage, host) {
+            (Stage::Probing { .. }, host) => self.start(host, now),
+            (Stage::Idle { .. }, host) => match host.and_then(|host| host.gpus().first().copied()) {
+                Some(first) => {
+                    self.log(Note::GpuAppeared(first));
+                    let reason = format!("GPU {first} appeared on the PCI bus, and has not been scanned yet");
+                    self.act(Action::Idle(Idle::Waiting(reason)));
+                    self.restart_at_once(now);
+                }
+                None => self.stage = Stage::Idle { look_at: now + self.settings.bus_look },
+            },
+            (Stage::Running, Some(host)) if !stale => {
+                self.polled_on_bus(&host, now);
+                self.compare(host, now);
+            }
+            _ => {}
+        }
+    }
+
+    /// Adds to the polls that wait whether each GPU is on the PCI bus.
+    fn polled_on_bus(&mut self, host: &HostFingerprint, now: Duration) {
+        let Some(bus) = &host.bus else { return };
+        self.once_on_bus.extend(bus.keys());
+        let Some(pending) = &mut self.polls else { return };
+        pending.until = now;
+        for gpu in self.scan.nvml.iter().flat_map(|scan| &scan.gpus) {
+            // A GPU that never was on the bus has not fallen off it: under WSL, or with a /sys that is not the host's, the bus
+            // shows no GPU, and all of them are well.
+            if let Some(poll) = pending.polls.get_mut(&gpu.uuid).filter(|_| self.once_on_bus.contains(&gpu.pci)) {
+                poll.on_bus = Some(bus.contains_key(&gpu.pci));
+            }
+        }
+    }
+
+    /// Whether the host calls for another agent.
+    fn compare(&mut self, host: HostFingerprint, now: Duration) {
+        let Some(active) = &mut self.agents.active else { return };
+        let Some(before) = active.host.replace(host.clone()) else { return };
+        if before.driver != host.driver {
+            let name = |driver: &Option<(String, u64)>| {
+                driver.as_ref().map_or_else(|| "none".to_owned(), |(version, load)| format!("{version} (load {load})"))
+            };
+            let cause = format!("the driver was {}, and is {}", name(&before.driver), name(&host.driver));
+            self.retire_all("replaced", now);
+            self.log(Note::Replaced { cause: cause.clone() });
+            self.outage.begin(cause, now);
+            return self.restart_at_once(now);
+        }
+        if host.has_other_library(&before) {
+            active.renew("the file of NVML's library changed".to_owned(), now);
+        }
+        if host.has_other_bus(&before) {
+            active.renew("the PCI bus has other GPUs than before".to_owned(), now);
+        }
+    }
+
+    fn start(&mut self, host: Option<HostFingerprint>, now: Duration) {
+        // What is still being read of the host is older than the agent.
+        self.probe = self.probe.map(|(since, _)| (since, true));
+        let (id, skipped) = (self.agents.next_id(), self.quarantine.skip(None));
+        self.act(Action::Start(id, skipped.clone()));
+        self.agents.active = Some(self.active(id, skipped, host, now));
+        self.stage = Stage::Running;
+    }
+
+    fn active(&self, id: AgentId, skipped: Vec<Place>, host: Option<HostFingerprint>, began: Duration) -> ActiveAgent {
+        let backoff = Backoff::new(self.settings.pause, self.settings.pause.saturating_mul(LONGEST));
+        let listens_to = BTreeSet::new();
+        ActiveAgent { id, began, skipped, ready: false, listens_to, host, error: None, renewal: None, backoff }
+    }
+
+    fn start_standby(&mut self, reason: RestartReason) {
+        let trial = match &reason {
+            RestartReason::Trial(place) => Some(*place),
+            RestartReason::Renewal(_) => None,
+        };
+        self.log(Note::StandbyStarted(reason.clone()));
+        let (id, skipped) = (self.agents.next_id(), self.quarantine.skip(trial));
+        self.act(Action::Start(id, skipped.clone()));
+        self.agents.standby = Some(StandbyAgent { id, skipped, reason, error: None });
+    }
+
+    /// No agent is active any more, for a new reason: the next one follows without a pause.
+    fn restart_at_once(&mut self, now: Duration) {
+        self.backoff.reset();
+        self.stage = Stage::Pausing { until: now };
+    }
+
+    fn retire(&mut self, id: AgentId, now: Duration) {
+        self.agents.retire(id, now);
+        self.act(Action::Dismiss(id));
+    }
+
+    /// Asks the active agent and the standby to end.
+    fn retire_all(&mut self, cause: &'static str, now: Duration) {
+        let active = self.agents.active.take().map(|active| active.id);
+        let standby = self.agents.standby.take().map(|standby| standby.id);
+        if active.is_some() {
+            self.act(Action::CountEnd(cause));
+        }
+        for id in [active, standby].into_iter().flatten() {
+            self.retire(id, now);
+        }
+    }
+
+    fn kill(&mut self, id: AgentId) {
+        self.agents.kill(id);
+        self.act(Action::Kill(id));
+    }
+
+    fn release(&mut self, released: bool, now: Duration) {
+        self.released = released;
+        if !released {
+            return;
+        }
+        match self.stage {
+            Stage::Running => {
+                self.retire_all("released", now);
+                self.outage.begin("an operator released the driver".to_owned(), now);
+                self.restart_at_once(now);
+            }
+            Stage::Pausing { .. } | Stage::Probing { .. } => self.restart_at_once(now),
+            Stage::Idle { .. } | Stage::Failed => {}
+        }
+    }
+
+    fn message(&mut self, id: AgentId, message: FromAgent, now: Duration) {
+        let is_active = self.agents.active.as_ref().is_some_and(|active| active.id == id);
+        match message {
+            // From any agent: one that was asked to end still reports the events that it holds.
+            FromAgent::Xid { gpu, code, gpu_instance, compute_instance } => {
+                let instance = gpu_instance.map(|gpu_instance| MigInstance { gpu_instance, compute_instance });
+                self.event(&gpu.clone(), Event::Xid { gpu, code, instance }, now);
+            }
+            FromAgent::DoubleBitEcc { gpu } => self.event(&gpu.clone(), Event::DoubleBitEcc { gpu }, now),
+            FromAgent::Ready(scan) if is_active => self.scanned(*scan, now),
+            FromAgent::Polled { gpus, missing, unheard, .. } if is_active => self.polled(gpus, &missing, unheard, now),
+            FromAgent::Failed(failure) if is_active => self.log(Note::CallFailed(failure)),
+            FromAgent::Leaving(error) if is_active => {
+                if let Some(active) = &mut self.agents.active {
+                    active.error = Some(error.to_string());
+                }
+            }
+            message => {
+                if let Some(standby) = self.agents.standby.take_if(|standby| standby.id == id) {
+                    self.standby_message(standby, message, now);
+                }
+            }
+        }
+    }
+
+    fn event(&mut self, gpu: &GpuUuid, event: Event, now: Duration) {
+        if self.scan.is_published(gpu) {
+            self.emit(event);
+        } else if self.scan.hold(event) {
+            self.publish(now);
+        }
+    }
+
+    fn standby_message(&mut self, mut standby: StandbyAgent, message: FromAgent, now: Duration) {
+        match message {
+            // One that cannot even count the GPUs sees less than the one that works.
+            FromAgent::Ready(scan) if scan.count.is_none() => {
+                self.act(Action::CountEnd("replaced"));
+                self.retire(standby.id, now);
+                self.standby_failed(standby.reason, "it cannot count the GPUs".to_owned(), now);
+            }
+            FromAgent::Ready(scan) => {
+                let Some(old) = self.agents.active.take() else { return };
+                self.agents.active = Some(self.active(standby.id, standby.skipped, old.host, old.began));
+                self.act(Action::CountEnd("replaced"));
+                self.retire(old.id, now);
+                self.scanned(*scan, now);
+            }
+            message => {
+                if let FromAgent::Leaving(error) = message {
+                    standby.error = Some(error.to_string());
+                }
+                self.agents.standby = Some(standby);
+            }
+        }
+    }
+
+    /// The active agent has scanned the GPUs: when it is ready, and again whenever they changed.
+    fn scanned(&mut self, scan: NodeScan, now: Duration) {
+        let Some(active) = &mut self.agents.active else { return };
+        let gpus: BTreeSet<GpuUuid> = scan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        if !active.ready {
+            let none_on_bus = active.host.as_ref().is_some_and(|host| host.gpus().is_empty());
+            if gpus.is_empty() && active.skipped.is_empty() && !self.scan.was_published() && none_on_bus {
+                // There is nothing to follow, and the agent would poll for ever.
+                return self.useless(Reached::Nothing, NO_GPUS, now);
+            }
+            let Some(verdict) = self.quarantine.agent_lives(&active.skipped, gpus.len(), scan.count) else {
+                return self.useless(Reached::Nvml, "agents end whichever GPU they skip", now);
+            };
+            active.ready = true;
+            active.listens_to.clone_from(&gpus);
+            self.scan.force = true;
+            let outage_ended = self.outage.end();
+            let (driver, library) = (known(&scan.driver).cloned(), known(&scan.library).cloned());
+            self.log(Note::Available { gpus: gpus.len(), driver, library });
+            self.actions.extend(outage_ended.map(Action::Emit));
+            self.report(verdict);
+        } else if let Some(new) = gpus.difference(&active.listens_to).next() {
+            active.renew(format!("GPU {new} appeared, and its events are not heard"), now);
+        }
+        if gpus.is_empty() {
+            self.act(Action::Idle(Idle::Waiting(NO_GPUS.to_owned())));
+        }
+        // A scan of the host that runs already has taken too long, or belongs to a scan that is still to be published.
+        let host_until = if self.scan.host_runs { now } else { now + self.settings.call / 3 };
+        self.scan.take(scan, host_until, now + FILES);
+        if !std::mem::replace(&mut self.scan.host_runs, true) {
+            self.act(Action::ScanHost);
+        }
+        self.identify();
+    }
+
+    fn identify(&mut self) {
+        self.scan.identity = match self.scan.identity {
+            Identity::Known | Identity::Wanted => {
+                self.act(Action::Identify);
+                Identity::Reading
+            }
+            Identity::Reading | Identity::ReadingOld => Identity::ReadingOld,
+        };
+    }
+
+    fn identified(&mut self, identity: Option<NodeIdentity>) {
+        let was = std::mem::replace(&mut self.scan.identity, Identity::Wanted);
+        match (was, identity) {
+            (Identity::ReadingOld, _) => self.identify(),
+            (_, Some(identity)) => {
+                self.scan.identity = Identity::Known;
+                self.emit(Event::Identified(identity));
+            }
+            (_, None) => {}
+        }
+    }
+
+    fn publish(&mut self, now: Duration) {
+        let (node, events) = self.scan.publish(now);
+        self.actions.extend(node.map(|node| Action::Publish(Box::new(node))));
+        self.actions.extend(events.into_iter().map(Action::Emit));
+    }
+
+    /// Reports which GPUs are quarantined from now on, and which no longer.
+    fn report(&mut self, verdict: Verdict) {
+        // A GPU that was never scanned was never offered: it has a line in the log only.
+        let scanned = |machine: &Self, place| machine.scan.nvml.as_ref()?.at(place).map(|gpu| gpu.uuid.clone());
+        let name = |machine: &Self, place| scanned(machine, place).or_else(|| machine.quarantine.name(place).cloned());
+        for (place, cause) in verdict.quarantined {
+            self.log(Note::Quarantined { gpu: name(self, place), index: place.index, cause: cause.clone() });
+            if let Some(gpu) = scanned(self, place) {
+                self.emit(Event::Quarantined { gpu, why: cause });
+            }
+        }
+        for place in verdict.released {
+            self.log(Note::OutOfQuarantine { gpu: name(self, place), index: place.index });
+            if let Some(gpu) = scanned(self, place) {
+                self.emit(Event::ReleasedFromQuarantine { gpu });
+            }
+        }
+    }
+
+    fn polled(&mut self, mut polls: BTreeMap<GpuUuid, HealthPoll>, missing: &[Missing], unheard: u32, now: Duration) {
+        self.act(Action::Unheard(unheard));
+        polls.extend(self.unpolled(&polls, missing));
+        if let Some(before) = self.polls.take().filter(|before| !self.scan.delays(before.polls.keys())) {
+            self.emit(Event::Polled(before.polls));
+        }
+        // A look at the bus that hangs is not waited for again.
+        let since = self.probe.map_or(now, |(since, _)| since);
+        self.polls = Some(PendingPolls { polls, until: since + FILES });
+        self.probe(now);
+        if self.scan.identity == Identity::Wanted {
+            self.identify();
+        }
+    }
+
+    /// The polls of the GPUs that NVML counts and that were not asked, but for those that are skipped.
+    fn unpolled(&self, polled: &BTreeMap<GpuUuid, HealthPoll>, missing: &[Missing]) -> BTreeMap<GpuUuid, HealthPoll> {
+        let Some(scan) = &self.scan.nvml else { return BTreeMap::new() };
+        let skipped = self.agents.active.as_ref().map_or(&[][..], |active| &active.skipped);
+        let unlisted = || Reach::Failed { call: HANDLE.to_owned(), error: "NVML does not list it".to_owned() };
+        let unpolled = scan.gpus.iter().filter(|gpu| !polled.contains_key(&gpu.uuid));
+        let polls = unpolled.filter_map(|gpu| {
+            let place = Place { index: gpu.index, of: scan.count.unwrap_or(0) };
+            let of_it = missing.iter().find(|missing| missing.place.is_none_or(|of| of == place));
+            let reach = of_it.map_or_else(unlisted, |missing| missing.reach.clone());
+            let poll = HealthPoll { reach, ..HealthPoll::default() };
+            (!skipped.contains(&place)).then(|| (gpu.uuid.clone(), poll))
+        });
+        polls.collect()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,146 @@
+//! How agents end, and what it means: a pause, a standby that is tried again later, an idle node, or the end of the process.
+
+use std::time::Duration;
+
+use super::super::Idle;
+use super::super::agents::{ActiveAgent, AgentEnd, AgentId, RestartReason};
+use super::super::host_probe::HostFingerprint;
+use super::{Action, Machine, Note, Stage};
+
+/// The cause where NVML works and there is no GPU.
+pub(super) const NO_GPUS: &str = "NVML lists no GPU on this node";
+
+/// How far an agent had got that ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Reached {
+    /// NVML was not initialised, or has no GPU.
+    Nothing,
+    /// NVML was initialised: a call after that ended it, maybe one GPU's.
+    Nvml,
+    /// It saw the GPUs.
+    Gpus,
+}
+
+impl Machine {
+    /// A standby failed: another one follows, later.
+    pub(super) fn standby_failed(&mut self, reason: RestartReason, cause: String, now: Duration) {
+        let again_in = match (&reason, &mut self.agents.active) {
+            (RestartReason::Trial(place), _) => self.quarantine.put_off(*place, now),
+            (RestartReason::Renewal(why), Some(active)) => {
+                let pause = active.backoff.failed();
+                active.renewal = Some((now + pause, why.clone()));
+                pause
+            }
+            (RestartReason::Renewal(_), None) => return,
+        };
+        self.log(Note::StandbyFailed { reason, cause, again_in });
+    }
+
+    pub(super) fn ended(&mut self, id: AgentId, end: AgentEnd, now: Duration) {
+        let active = self.agents.active.take_if(|active| active.id == id);
+        let standby = self.agents.standby.take_if(|standby| standby.id == id || active.is_some());
+        let is_known = active.is_some() || standby.is_some() || self.agents.is_retired(id);
+        if end.reaped {
+            self.agents.reaped(id);
+        } else if is_known {
+            self.kill(id);
+        }
+        if active.is_none() && standby.is_none() {
+            return;
+        }
+        self.actions.extend(end.cause.map(Action::CountEnd));
+        let is_trial = standby.as_ref().is_some_and(|standby| matches!(standby.reason, RestartReason::Trial(_)));
+        // An active agent that ends during a trial may be the tried GPU's victim.
+        if let Some(gpu) = end.blamed.filter(|_| active.is_none() || !is_trial) {
+            self.quarantine.blame(&gpu, end.why.clone(), now);
+        }
+        match (active, standby) {
+            (Some(active), standby) => {
+                if let Some(standby) = standby {
+                    self.kill(standby.id);
+                }
+                let reached = match &active.error {
+                    _ if active.ready => Reached::Gpus,
+                    None if end.initialised => Reached::Nvml,
+                    _ => Reached::Nothing,
+                };
+                // The error with which it left explains more than its exit code.
+                let why = active.error.clone().unwrap_or(end.why);
+                self.without_agent(active, reached, why, now);
+            }
+            (None, Some(standby)) => self.standby_failed(standby.reason, standby.error.unwrap_or(end.why), now),
+            (None, None) => {}
+        }
+    }
+
+    /// The active agent failed: what it means for the node, and a pause.
+    fn without_agent(&mut self, active: ActiveAgent, reached: Reached, cause: String, now: Duration) {
+        let pause = self.backoff.failed_after(now.saturating_sub(active.began));
+        self.initialised |= reached != Reached::Nothing;
+        if self.outage.has_worked() {
+            self.outage.begin(cause.clone(), now);
+        } else if self.initialised && cause != NO_GPUS {
+            // This container can open the driver: which call is in the way is for the quarantine to find, and another container
+            // would fare no better.
+            let reason = format!("NVML is initialised, but no agent has seen the GPUs: {cause}");
+            self.act(Action::Idle(Idle::Waiting(reason)));
+        } else {
+            match self.without_nvml(&cause, active.host.as_ref()) {
+                Ok(idle @ Idle::Waiting(_)) => self.act(Action::Idle(idle)),
+                Ok(Idle::NoGpu(reason)) => {
+                    self.log(Note::NoGpu { reason: reason.clone() });
+                    self.act(Action::Idle(Idle::NoGpu(reason)));
+                    self.stage = Stage::Idle { look_at: now + self.settings.bus_look };
+                    return;
+                }
+                Err(cause) => {
+                    self.stage = Stage::Failed;
+                    return self.act(Action::Fail(cause));
+                }
+            }
+        }
+        // Where there is no driver this goes on for ever: one line for a cause, the metric counts the starts.
+        let news = !self.unavailable.replace([cause.clone()]).is_empty() || reached == Reached::Gpus;
+        self.log(Note::Unavailable { cause, again_in: pause, news });
+        self.stage = Stage::Pausing { until: now + pause };
+    }
+
+    /// What to do where NVML never answered: by the option, else by what is on the PCI bus. An error ends the process, so
+    /// that its container is made anew: libraries and device nodes are given when a container is made.
+    fn without_nvml(&self, cause: &str, host: Option<&HostFingerprint>) -> Result<Idle, String> {
+        let unavailable = format!("NVML cannot be initialised: {cause}");
+        let must_work = self.settings.fail_on_init_error;
+        let Some(host) = host else {
+            if must_work == Some(true) {
+                return Err(unavailable);
+            }
+            // Whether there is a GPU is unknown: no reason to end, and none to rest.
+            let reason = format!("NVML cannot be initialised, and the PCI bus does not answer: {cause}");
+            return Ok(Idle::Waiting(reason));
+        };
+        let gpus = host.gpus();
+        match (must_work, gpus.first()) {
+            (Some(true), None) if cause == NO_GPUS => {}
+            (Some(true), _) => return Err(unavailable),
+            (None, Some(first)) => {
+                let number = gpus.len();
+                return Err(format!("{number} NVIDIA GPU(s) on the PCI bus ({first} ...), but {unavailable}"));
+            }
+            (Some(false), Some(_)) => return Ok(Idle::Waiting(unavailable)),
+            (None | Some(false), None) => {}
+        }
+        let others: Vec<String> =
+            host.foreign().into_iter().map(|(pci, driver)| format!("{pci} is bound to {driver}")).collect();
+        let others =
+            if others.is_empty() { String::new() } else { format!(" for NVIDIA's driver ({})", others.join(", ")) };
+        Ok(Idle::NoGpu(format!("no NVIDIA GPU on the PCI bus{others}, and none by NVML: {cause}")))
+    }
+
+    /// The active agent is of no use.
+    pub(super) fn useless(&mut self, reached: Reached, cause: &str, now: Duration) {
+        let Some(active) = self.agents.active.take() else { return };
+        self.act(Action::CountEnd("replaced"));
+        self.retire(active.id, now);
+        self.without_agent(active, reached, cause.to_owned(), now);
+    }
+}

@@ -1,0 +1,245 @@
+//! Which GPUs the agents must not touch. Pure; moments are arguments.
+//!
+//! Called by `machine`. A GPU is blamed when an NVML call about it hangs or crashes an agent. After two strikes within an hour
+//! the next agents skip it. It counts as quarantined only once an agent that skipped it has seen other GPUs: where agents end
+//! all the same, or there is no other GPU to compare with, the driver is at fault and no GPU is. Trials follow, ever more
+//! rarely, until an agent that does not skip it lives.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use crate::backoff::Backoff;
+use crate::nvml::protocol::{CalledGpu, Place};
+use crate::topology::GpuUuid;
+
+/// So many agents that a GPU ended make it skipped.
+const STRIKES: u32 = 2;
+/// Strikes further apart than this have nothing to do with each other.
+const WINDOW: Duration = Duration::from_secs(3600);
+/// The longest pause before a trial, as a multiple of the first.
+const LONGEST: u32 = 60;
+
+/// The GPUs that were blamed.
+#[derive(Debug)]
+pub(super) struct Quarantine {
+    backoff: Backoff,
+    gpus: BTreeMap<Place, Blamed>,
+}
+
+#[derive(Debug)]
+struct Blamed {
+    /// Where NVML named it before it ended an agent.
+    uuid: Option<GpuUuid>,
+    strikes: u32,
+    last: Duration,
+    /// The latest end of an agent.
+    why: String,
+    backoff: Backoff,
+    skipped: Option<Skipped>,
+}
+
+#[derive(Debug)]
+struct Skipped {
+    try_at: Duration,
+    pause: Duration,
+    /// An agent has lived without it.
+    quarantined: bool,
+}
+
+/// What an agent shows that has seen GPUs.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Verdict {
+    /// These are quarantined from now on, and why.
+    pub quarantined: Vec<(Place, String)>,
+    /// These no longer.
+    pub released: Vec<Place>,
+}
+
+impl Quarantine {
+    /// Empty; the first trial of a GPU comes after `first_trial`, the next ones after twice the pause before.
+    pub fn new(first_trial: Duration) -> Self {
+        let backoff = Backoff::new(first_trial, first_trial.saturating_mul(LONGEST));
+        Self { backoff, gpus: BTreeMap::new() }
+    }
+
+    /// A call about a GPU ended an agent.
+    pub fn blame(&mut self, gpu: &CalledGpu, why: String, now: Duration) {
+        let backoff = self.backoff;
+        let fresh = || Blamed { uuid: None, strikes: 0, last: now, why: String::new(), backoff, skipped: None };
+        let blamed = self.gpus.entry(gpu.place).or_insert_with(fresh);
+        if now.saturating_sub(blamed.last) > WINDOW && blamed.skipped.is_none() {
+            *blamed = fresh();
+        }
+        if gpu.uuid.is_some() {
+            blamed.uuid.clone_from(&gpu.uuid);
+        }
+        blamed.strikes += 1;
+        (blamed.last, blamed.why) = (now, why);
+        if blamed.strikes >= STRIKES {
+            let pause = blamed.backoff.failed();
+            let quarantined = blamed.skipped.as_ref().is_some_and(|skipped| skipped.quarantined);
+            blamed.skipped = Some(Skipped { try_at: now + pause, pause, quarantined });
+        }
+    }
+
+    /// The GPUs that an agent must not touch, but for the one it is to try.
+    pub fn skip(&self, trial: Option<Place>) -> Vec<Place> {
+        let skipped = self.gpus.iter().filter(|(_, blamed)| blamed.skipped.is_some());
+        skipped.map(|(place, _)| *place).filter(|place| Some(*place) != trial).collect()
+    }
+
+    /// The UUID of the GPU at a place, where NVML named it before it ended an agent.
+    pub fn name(&self, place: Place) -> Option<&GpuUuid> {
+        self.gpus.get(&place)?.uuid.as_ref()
+    }
+
+    /// The next trial: when, and of which GPU.
+    pub fn next_trial(&self) -> Option<(Duration, Place)> {
+        let quarantined = |(place, blamed): (&Place, &Blamed)| {
+            blamed.skipped.as_ref().filter(|skipped| skipped.quarantined).map(|skipped| (skipped.try_at, *place))
+        };
+        self.gpus.iter().filter_map(quarantined).min()
+    }
+
+    /// A trial failed, maybe through no fault of the GPU: the next one follows after the same pause, which is returned.
+    pub fn put_off(&mut self, place: Place, now: Duration) -> Duration {
+        let Some(Blamed { skipped: Some(skipped), .. }) = self.gpus.get_mut(&place) else { return Duration::ZERO };
+        skipped.try_at = now + skipped.pause;
+        skipped.pause
+    }
+
+    /// An agent that skipped these GPUs saw `others`, of `count` GPUs. `None` where it saw no GPU: then no GPU is blamed any
+    /// more, and the agent is useless. One that cannot count the GPUs proves nothing.
+    pub fn agent_lives(&mut self, skipped: &[Place], others: usize, count: Option<u32>) -> Option<Verdict> {
+        let mut verdict = Verdict::default();
+        let Some(count) = count else { return Some(verdict) };
+        // An index among another number of GPUs names no GPU of these, and was not skipped.
+        let was_skipped = |place: &Place| place.of == count && skipped.contains(place);
+        if others == 0 && self.gpus.keys().any(was_skipped) {
+            self.gpus.clear();
+            return None;
+        }
+        for (place, blamed) in &mut self.gpus {
+            match &mut blamed.skipped {
+                Some(skipped) if was_skipped(place) && !skipped.quarantined => {
+                    skipped.quarantined = true;
+                    verdict.quarantined.push((*place, blamed.why.clone()));
+                }
+                Some(skipped) if !was_skipped(place) => {
+                    if skipped.quarantined {
+                        verdict.released.push(*place);
+                    }
+                    // Its next strike within the window is enough.
+                    blamed.skipped = None;
+                }
+                _ => {}
+            }
+        }
+        self.gpus.retain(|place, _| place.of == count);
+        Some(verdict)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MINUTE: Duration = Duration::from_secs(60);
+    const START: Duration = Duration::from_secs(1000);
+
+    fn place(index: u32) -> Place {
+        Place { index, of: 8 }
+    }
+
+    fn gpu(index: u32) -> CalledGpu {
+        CalledGpu { place: place(index), uuid: None }
+    }
+
+    fn out(quarantine: &mut Quarantine, index: u32, now: Duration) -> Vec<Place> {
+        quarantine.blame(&gpu(index), "first".into(), now);
+        assert!(!quarantine.skip(None).contains(&place(index)), "once is an accident");
+        quarantine.blame(&gpu(index), "second".into(), now);
+        quarantine.skip(None)
+    }
+
+    #[test]
+    fn gpu_is_quarantined_after_two_strikes_until_a_trial() {
+        let (mut quarantine, now) = (Quarantine::new(MINUTE), START);
+        let skip = out(&mut quarantine, 3, now);
+        assert_eq!((skip.as_slice(), quarantine.next_trial()), (&[place(3)][..], None));
+        let verdict = quarantine.agent_lives(&skip, 7, Some(8)).unwrap();
+        assert_eq!(verdict, Verdict { quarantined: vec![(place(3), "second".into())], released: vec![] });
+        assert_eq!(quarantine.next_trial(), Some((now + MINUTE, place(3))));
+        // Told once.
+        assert_eq!(quarantine.agent_lives(&skip, 7, Some(8)).unwrap().quarantined, []);
+        // A trial that it ends: the pause doubles, up to an hour.
+        let mut pauses = Vec::new();
+        for _ in 0..7 {
+            assert_eq!(quarantine.skip(Some(place(3))), []);
+            quarantine.blame(&gpu(3), "again".into(), now);
+            pauses.push(quarantine.next_trial().unwrap().0.saturating_sub(now).as_secs() / 60);
+        }
+        assert_eq!(pauses, [2, 4, 8, 16, 32, 60, 60]);
+        // One that says nothing of it comes after the same pause, and one that sees no GPU is no witness.
+        let later = now + MINUTE * 90;
+        assert_eq!(quarantine.put_off(place(3), later), MINUTE * 60);
+        assert_eq!(quarantine.next_trial(), Some((later + MINUTE * 60, place(3))));
+        assert_eq!(
+            (quarantine.agent_lives(&[], 0, None), quarantine.skip(None)),
+            (Some(Verdict::default()), vec![place(3)])
+        );
+        // However late it ends a child again, it stays left out.
+        quarantine.blame(&gpu(3), "at last".into(), later + WINDOW * 2);
+        assert_eq!(quarantine.skip(None), [place(3)]);
+        // A trial that it survives.
+        let verdict = quarantine.agent_lives(&[], 8, Some(8)).unwrap();
+        assert_eq!((verdict.released, quarantine.skip(None)), (vec![place(3)], vec![]));
+        // Then once more is enough.
+        quarantine.blame(&gpu(3), "once more".into(), later + WINDOW * 3);
+        assert_eq!(quarantine.skip(None), [place(3)]);
+    }
+
+    #[test]
+    fn gpu_keeps_the_name_that_nvml_gave_once() {
+        let (mut quarantine, now) = (Quarantine::new(MINUTE), START);
+        let named = CalledGpu { uuid: Some("GPU-a".parse().unwrap()), ..gpu(3) };
+        quarantine.blame(&gpu(3), String::new(), now);
+        assert_eq!(quarantine.name(place(3)), None);
+        quarantine.blame(&named, String::new(), now);
+        quarantine.blame(&gpu(3), String::new(), now);
+        assert_eq!((quarantine.name(place(3)), quarantine.name(place(4))), (named.uuid.as_ref(), None));
+    }
+
+    #[test]
+    fn strikes_further_apart_than_the_window_are_forgotten() {
+        let (mut quarantine, now) = (Quarantine::new(MINUTE), START);
+        quarantine.blame(&gpu(1), String::new(), now);
+        quarantine.blame(&gpu(1), String::new(), now + WINDOW + MINUTE);
+        assert_eq!(quarantine.skip(None), []);
+        quarantine.blame(&gpu(1), String::new(), now + WINDOW + MINUTE * 2);
+        assert_eq!(quarantine.skip(None), [place(1)]);
+    }
+
+    #[test]
+    fn no_gpu_is_blamed_where_no_agent_lives() {
+        let (mut quarantine, now) = (Quarantine::new(MINUTE), START);
+        let skip = out(&mut quarantine, 0, now);
+        let both = out(&mut quarantine, 1, now);
+        assert_eq!((skip.len(), both.len()), (1, 2));
+        assert_eq!(quarantine.agent_lives(&both, 0, Some(8)), None);
+        assert_eq!((quarantine.skip(None), quarantine.next_trial()), (vec![], None));
+    }
+
+    #[test]
+    fn strikes_end_with_another_number_of_gpus() {
+        let (mut quarantine, now) = (Quarantine::new(MINUTE), START);
+        let skip = out(&mut quarantine, 3, now);
+        quarantine.agent_lives(&skip, 7, Some(8)).unwrap();
+        let verdict = quarantine.agent_lives(&skip, 7, Some(7)).unwrap();
+        assert_eq!((verdict.released, quarantine.skip(None)), (vec![place(3)], vec![]));
+        // What was held against the index is not held against whoever has it next.
+        quarantine.agent_lives(&[], 8, Some(8)).unwrap();
+        quarantine.blame(&gpu(3), String::new(), now);
+        assert_eq!(quarantine.skip(None), []);
+    }
+}

@@ -1,0 +1,148 @@
+//! The node as it was scanned: NVML's GPUs and the host around them, published as one. Pure.
+//!
+//! Called by `machine`. A scan through NVML waits a while for the scan of the host that belongs to it, and for the identity of
+//! boot and driver; events of GPUs that were not published yet wait with it, or they would be dropped. A scan in which calls
+//! failed is repeated, ever more rarely.
+
+use std::time::Duration;
+
+use crate::backoff::Backoff;
+use crate::nvml::scan::NodeScan;
+use crate::state::Event;
+use crate::topology::{GpuUuid, HostObservation, NodeObservation, ProbeFailure};
+
+/// The most polls from one incomplete scan to the next: about five minutes.
+const LONGEST: u32 = 32;
+
+/// So many events may wait for the scan that names their GPUs.
+const MOST_HELD: usize = 1000;
+
+/// The host, and what could not be read of it.
+pub(super) type HostScan = (HostObservation, Vec<ProbeFailure>);
+
+/// What was scanned, and what is still to be published of it.
+#[derive(Debug)]
+pub(super) struct Scan {
+    /// The latest scan through NVML, completed by those before.
+    pub nvml: Option<NodeScan>,
+    /// The latest scan of the host; one that failed leaves it as it was.
+    host: Option<HostScan>,
+    /// What was published last.
+    published: Option<NodeObservation>,
+    /// Publish the next scan even if it equals the last one: another agent may speak to another driver.
+    pub force: bool,
+    /// A scan is to be published: until when it waits for the host, and for the identity.
+    pending: Option<(Duration, Duration)>,
+    /// The host is being scanned.
+    pub host_runs: bool,
+    pub identity: Identity,
+    held: Vec<Event>,
+    /// The failures of the last scan, and when to repeat it.
+    failures: Vec<ProbeFailure>,
+    backoff: Backoff,
+    pub repeat_at: Option<Duration>,
+}
+
+/// Which boot and which load of the driver this is: read with each scan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Identity {
+    /// It is known.
+    Known,
+    /// It is being read.
+    Reading,
+    /// It is being read for too long, or since before the scan: maybe another driver's. It is read again.
+    ReadingOld,
+    /// It is to be read.
+    Wanted,
+}
+
+impl Scan {
+    /// Nothing yet. `poll` is the time from one poll to the next.
+    pub fn new(poll: Duration) -> Self {
+        Self {
+            nvml: None,
+            host: None,
+            published: None,
+            force: false,
+            pending: None,
+            host_runs: false,
+            identity: Identity::Known,
+            held: Vec::new(),
+            failures: Vec::new(),
+            backoff: Backoff::new(poll, poll.saturating_mul(LONGEST)),
+            repeat_at: None,
+        }
+    }
+
+    /// Takes a scan through NVML. It waits for the host and for the identity at most until then.
+    pub fn take(&mut self, scan: NodeScan, host_until: Duration, identity_until: Duration) {
+        self.nvml = Some(scan.after(self.nvml.as_ref()));
+        self.pending.get_or_insert((host_until, identity_until));
+    }
+
+    /// Takes a scan of the host; `None` where it broke off.
+    pub fn take_host(&mut self, host: Option<HostScan>, now: Duration) {
+        self.host_runs = false;
+        if let Some((host, failures)) = host {
+            let before = self.host.take().filter(|_| !failures.is_empty());
+            self.host = Some((before.map_or(host, |(before, _)| before), failures));
+        }
+        if self.nvml.is_some() {
+            self.pending.get_or_insert((now, now));
+        }
+    }
+
+    /// When the pending scan is published at the latest.
+    pub fn due(&self) -> Option<Duration> {
+        let (host_until, identity_until) = self.pending?;
+        let wait = |runs: bool, until: Duration| if runs { until } else { Duration::ZERO };
+        Some(wait(self.host_runs, host_until).max(wait(self.identity == Identity::Reading, identity_until)))
+    }
+
+    /// Whether anything was published.
+    pub fn was_published(&self) -> bool {
+        self.published.is_some()
+    }
+
+    /// Whether the GPU is known to those who read what is published, or is not about to be.
+    pub fn is_published(&self, gpu: &GpuUuid) -> bool {
+        let published = self.published.as_ref();
+        self.pending.is_none() || published.is_some_and(|node| node.gpus.iter().any(|known| known.uuid == *gpu))
+    }
+
+    /// Whether a poll of these GPUs has to wait for the pending scan.
+    pub fn delays<'a>(&self, mut gpus: impl Iterator<Item = &'a GpuUuid>) -> bool {
+        self.pending.is_some() && !gpus.any(|gpu| self.is_published(gpu))
+    }
+
+    /// Holds an event back until the pending scan is published. Whether the scan has to be published now.
+    pub fn hold(&mut self, event: Event) -> bool {
+        self.held.push(event);
+        self.held.len() >= MOST_HELD
+    }
+
+    /// Publishes the pending scan: the node, where it is not as it was, and the events that waited for it.
+    pub fn publish(&mut self, now: Duration) -> (Option<NodeObservation>, Vec<Event>) {
+        self.pending = None;
+        if self.identity == Identity::Reading {
+            self.identity = Identity::ReadingOld;
+        }
+        let held = std::mem::take(&mut self.held);
+        let Some(nvml) = &self.nvml else { return (None, held) };
+        let (host, host_failures) = self.host.clone().unwrap_or_default();
+        let mut node = nvml.node(host, host_failures);
+        if node.failures != self.failures || node.failures.is_empty() {
+            self.backoff.reset();
+        }
+        self.repeat_at = (!node.failures.is_empty()).then(|| now + self.backoff.failed());
+        self.failures.clone_from(&node.failures);
+        if self.host_runs {
+            // It is waited for, and no reason to repeat the scan.
+            let (subject, call) = ("hwloc".to_owned(), "hwloc_topology_load".to_owned());
+            let error = "it takes too long; the host is as it was seen before, if it was".to_owned();
+            node.failures.push(ProbeFailure { subject, call, error });
+        }
+        let news = std::mem::take(&mut self.force) || self.published.as_ref() != Some(&node);
+        (news.then(|| self.published.insert(node).clone()), held)
+    }
+}
