@@ -175,3 +175,22 @@ fn every_dependency_has_a_reason() {
         }
     }
 }
+
+#[test]
+fn documented_tests_exist() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let readme = fs::read_to_string(root.join("tests/README.md")).expect("tests/README.md can be read");
+    let (_, faults) = readme.split_once("## Faults and their tests").expect("tests/README.md lists faults");
+    let mut sources = Vec::new();
+    ["src", "tests", "crates"].iter().for_each(|folder| files(&root.join(folder), &mut sources));
+    let code: Vec<String> = sources.iter().map(|source| fs::read_to_string(source).expect("source is text")).collect();
+    // `module::test` or `test`, between backticks; shorter words are not tests.
+    let names = faults.split('`').skip(1).step_by(2).map(|text| text.rsplit("::").next().unwrap_or(text));
+    let names: Vec<&str> = names
+        .filter(|name| name.len() >= 12 && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_'))
+        .collect();
+    assert!(names.len() > 50, "{} names", names.len());
+    let missing: Vec<&&str> =
+        names.iter().filter(|name| !code.iter().any(|text| text.contains(&format!("fn {name}(")))).collect();
+    assert!(missing.is_empty(), "tests/README.md names tests that do not exist: {missing:?}");
+}

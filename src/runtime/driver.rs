@@ -228,9 +228,9 @@ impl Life {
                 let grace = self.driver.settings.grace;
                 tracing::error!(cause, ?grace, devices, "NVML unavailable for longer than the grace period");
             }
-            Note::StandbyStarted(reason) => tracing::info!(?reason, "standby NVML agent started"),
+            Note::StandbyStarted(reason) => tracing::info!(%reason, "standby NVML agent started"),
             Note::StandbyFailed { reason, cause, again_in } => {
-                tracing::warn!(?reason, cause, ?again_in, "standby NVML agent failed; the active one goes on");
+                tracing::warn!(%reason, cause, ?again_in, "standby NVML agent failed; the active one goes on");
             }
             Note::Replaced { cause } => tracing::warn!(cause, "NVML agent replaced"),
             Note::Quarantined { gpu, index, cause } => {

@@ -102,7 +102,7 @@ async fn a_gpu_that_crashed_processes_is_given_out_again_once_it_does_not() {
     let (node, kubelet) = quick().serve(8).await;
     node.setup.tell("crash 5 nvmlDeviceGetTemperature");
     unhealthy(&kubelet, &[5]).await;
-    reason(&node, 5, "left out").await;
+    reason(&node, 5, "quarantined").await;
     // The journal is what the next process begins with.
     until(async || node.setup.try_tell("uncrash 5 nvmlDeviceGetTemperature")).await;
     registered(&kubelet, 1, 8).await;

@@ -1,13 +1,10 @@
 //! Processes that stop, two of a kind, and connections that do not end.
 
-use linkwise::kubelet::{Phase, Settings};
-use linkwise_kubelet_box::{KubeletBox, Options, Pod, Restart};
+use linkwise_kubelet_box::{Pod, Restart};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
-use tokio_util::sync::CancellationToken;
 
-use crate::kubelet::plugin;
 use crate::node::{GPU, LIMIT, Setup, registered, signal, uuid};
 
 #[tokio::test]
@@ -159,30 +156,4 @@ async fn unclosed_connection_is_cut_before_registration() {
     node.process.signal("TERM");
     assert_eq!(node.process.ended().await.0.code(), Some(0));
     assert!(node.setup.sockets().is_empty());
-}
-
-#[tokio::test]
-async fn a_kubelet_that_is_new_by_the_time_a_session_has_ended_is_registered_with_once() {
-    let folder = tempfile::tempdir().unwrap();
-    let kubelet = KubeletBox::start(Options::new(folder.path())).unwrap();
-    let socket = folder.path().join(Options::SOCKET);
-    // Nobody tells of changes, and the files are not looked at on their own.
-    let settings = Settings { inotify: false, poll: LIMIT * 60, ..Settings::new(socket) };
-    let (plugin, mut ended) = plugin(settings);
-    let mut phase = plugin.phase();
-    let shutdown = CancellationToken::new();
-    let running = tokio::spawn(plugin.run(shutdown.clone()));
-    timeout(LIMIT, phase.wait_for(|phase| *phase == Phase::Serving)).await.unwrap().unwrap();
-    // The end of the session lasts, for a connection that does not close.
-    let names = std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path());
-    let own = names.into_iter().find(|path| path.to_string_lossy().contains("linkwise-")).unwrap();
-    let mut stuck = stuck(&own).await;
-    stuck.read_exact(&mut [0; 16]).await.unwrap();
-    kubelet.disconnect(GPU);
-    timeout(LIMIT, ended.recv()).await.unwrap().unwrap();
-    kubelet.restart(Restart::Kubelet).await.unwrap();
-    timeout(LIMIT, phase.wait_for(|phase| *phase == Phase::Serving)).await.unwrap().unwrap();
-    assert_eq!((kubelet.state().resources[GPU].registrations, ended.try_recv().ok()), (2, None));
-    shutdown.cancel();
-    timeout(LIMIT, running).await.unwrap().unwrap().unwrap();
 }

@@ -3,6 +3,7 @@
 //! Called by `machine`, which decides; this keeps the books.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::time::Duration;
 
 use super::host_probe::HostFingerprint;
@@ -42,6 +43,15 @@ pub(super) enum RestartReason {
     Trial(Place),
     /// The active agent does not see what there is now.
     Renewal(String),
+}
+
+impl fmt::Display for RestartReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Trial(place) => write!(f, "trial of the quarantined GPU {} of {}", place.index, place.of),
+            Self::Renewal(why) => f.write_str(why),
+        }
+    }
 }
 
 /// The agent that works.
