@@ -47,7 +47,7 @@ pub fn write(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
 ///
 /// # Errors
 ///
-/// As [`write`]; `AlreadyExists` where there is a file.
+/// As [`write()`]; `AlreadyExists` where there is a file.
 pub fn write_new(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     let mut file = draft(path, mode)?;
     file.write_all(bytes)?;
@@ -61,7 +61,7 @@ pub fn write_new(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
 ///
 /// # Errors
 ///
-/// As [`write`], or the folder cannot be made.
+/// As [`write()`], or the folder cannot be made.
 pub fn write_if_changed(path: &Path, bytes: &[u8], mode: u32) -> io::Result<bool> {
     if fs::read(path).is_ok_and(|there| there == bytes) {
         return Ok(false);

@@ -1,6 +1,6 @@
 //! linkwise's pure core: [`topology`] (the graph of a node), [`allocation`] (which GPUs are best) and [`state`] (the
 //! node's state machine), [`publish`] (what others are given of a snapshot). Each uses the ones before it, and none the
-//! ones after. [`backoff`], [`errors`], [`names`], [`once`], [`quote`] and [`words`] are small mechanisms that the adapters
+//! ones after. [`backoff`], [`errors`], [`names`], [`once`], [`quote`] and [`mod@words`] are small mechanisms that the adapters
 //! share.
 //!
 //! Everything here is a function of its arguments. `no_std` leaves no name for files, sockets, threads, the

@@ -113,7 +113,7 @@ pub enum Effect {
         /// How often it came: the first time at once, then what came in a minute as one.
         times: u64,
     },
-    /// Write [`super::NodeState::record`] where the next process will find it.
+    /// Write [`super::Hardware::record`] where the next process will find it.
     Keep,
     /// Report, once, that the driver asks for something that this version does not know. It makes no GPU unhealthy.
     UnknownRecoveryAction {
