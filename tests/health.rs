@@ -113,7 +113,7 @@ impl World {
     }
 
     fn healthy(&self) -> bool {
-        assert!(self.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(1)), "GPU 1 is nobody's business");
+        assert!(self.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(1)), "nothing happened to GPU 1");
         self.snapshot.offers().is_healthy(&ResourceName::gpu(), &id(0))
     }
 

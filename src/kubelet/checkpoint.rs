@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde::Deserialize;
 use thiserror::Error;
@@ -18,6 +19,8 @@ use crate::state::ResourceDevice;
 const NAME: &str = "kubelet_internal_checkpoint";
 /// The longest file that is read: a node of 16 GPUs in 1024 slots, all held, has less than 1 MiB of it.
 const LONGEST: u64 = 16 << 20;
+/// How long reading may take: a file system that hangs must not hide what PodResources lists.
+const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Why the kubelet's checkpoint was not read.
 #[derive(Debug, Error)]
@@ -29,6 +32,14 @@ pub enum CheckpointError {
         path: PathBuf,
         /// Why not.
         source: io::Error,
+    },
+    /// The file system did not answer.
+    #[error("{} could not be read within {after:?}", path.display())]
+    Late {
+        /// The file.
+        path: PathBuf,
+        /// The deadline.
+        after: Duration,
     },
     /// The file has another form than that of kubelets from 1.20 on.
     #[error("{} is no checkpoint of the kubelet's device manager", path.display())]
@@ -65,10 +76,11 @@ struct Entry {
 /// not allocated anything yet has no such file.
 pub(super) async fn read(folder: &Path) -> Result<Vec<ResourceDevice>, CheckpointError> {
     let path = folder.join(NAME);
-    let text = match bounded(&path).await {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(source) => return Err(CheckpointError::Read { path, source }),
-        Ok(text) => text,
+    let text = match tokio::time::timeout(TIMEOUT, bounded(&path)).await {
+        Err(_) => return Err(CheckpointError::Late { path, after: TIMEOUT }),
+        Ok(Err(error)) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Ok(Err(source)) => return Err(CheckpointError::Read { path, source }),
+        Ok(Ok(text)) => text,
     };
     let checkpoint: Checkpoint =
         serde_json::from_slice(&text).map_err(|source| CheckpointError::Form { path, source })?;
@@ -110,6 +122,17 @@ mod tests {
         assert_eq!(of(text).await.unwrap(), expected.map(|(resource, id)| (resource.to_owned(), id.to_owned())));
         let empty = r#"{"Data":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":1}"#;
         assert!(of(empty).await.unwrap().is_empty());
+    }
+
+    #[tokio::test]
+    async fn hung_checkpoint_is_given_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(NAME);
+        // Opening a pipe that has no writer does not return.
+        assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+        assert!(matches!(read(folder.path()).await, Err(CheckpointError::Late { .. })));
+        // Lets the thread that opens it end.
+        drop(std::fs::OpenOptions::new().read(true).write(true).open(&path).unwrap());
     }
 
     #[tokio::test]

@@ -37,7 +37,7 @@ pub(super) use machine::Settings;
 use machine::{Action, Input, Machine, Note};
 use metrics::DriverMetrics;
 
-/// Inputs that wait for the loop, before whoever reports one has to wait.
+/// Inputs that the loop's queue takes; a task that reports one more waits.
 const INPUTS: usize = 64;
 
 /// Signals that are not the library's doing: an operator's, or the kernel's for want of memory. SIGHUP, SIGINT, SIGKILL,
@@ -50,7 +50,7 @@ pub(super) struct Driver {
     pub settings: Settings,
     pub sysfs: PathBuf,
     pub events: mpsc::Sender<Event>,
-    /// The node as it was published last, for whoever needs more than the graph.
+    /// The observation that was published last: NCCL's topology file needs more than the graph.
     pub seen: watch::Sender<Arc<NodeObservation>>,
     pub metrics: Arc<DriverMetrics>,
     /// Why there is nothing to offer, for /readyz.
@@ -107,7 +107,7 @@ impl Life {
                 Some(input) => input,
                 None => tokio::select! {
                     changed = released.changed() => {
-                        changed.context("nobody can release the driver any more")?;
+                        changed.context("the operator's orders are gone")?;
                         Input::Released(*released.borrow_and_update())
                     }
                     input = inputs.recv() => input.context("nothing reports to the NVML driver's loop")?,
@@ -172,7 +172,7 @@ impl Life {
         if let Event::Xid { gpu, code, .. } = &event {
             self.driver.metrics.xid(gpu, *code);
         }
-        self.driver.events.send(event).await.context("nobody takes events any more")
+        self.driver.events.send(event).await.context("the node takes no events")
     }
 
     /// Starts an agent; where that is not to be, what the machine has to know.

@@ -237,7 +237,7 @@ mod tests {
         quarantine.agent_lives(&skip, 7, Some(8)).unwrap();
         let verdict = quarantine.agent_lives(&skip, 7, Some(7)).unwrap();
         assert_eq!((verdict.released, quarantine.skip(None)), (vec![place(3)], vec![]));
-        // What was held against the index is not held against whoever has it next.
+        // The strikes of an index do not count against the GPU that has it next.
         quarantine.agent_lives(&[], 8, Some(8)).unwrap();
         quarantine.blame(&gpu(3), String::new(), now);
         assert_eq!(quarantine.skip(None), []);

@@ -133,7 +133,7 @@ pub enum Effect {
         gpu: GpuUuid,
         /// The resource.
         resource: ResourceName,
-        /// Who holds it.
+        /// What holds it.
         reason: UnhealthyReason,
     },
     /// Tell people that pods hold devices of a resource that are not offered, or not any more; they are on its list now.

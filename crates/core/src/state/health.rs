@@ -416,7 +416,7 @@ impl GpuHealth {
             }
         }
         match poll.recovery_action {
-            // An action that this version does not know is reported, and judged by nobody but the operator.
+            // An action that this version does not know is reported; the operator judges it.
             None | Some(RecoveryAction::None | RecoveryAction::Other(_)) => {}
             Some(action) if self.accepted.action == Some(action) => {}
             Some(action) => shown.push(UnhealthyReason::RecoveryAction { action }),

@@ -83,7 +83,7 @@ pub struct GpuStatus<'a> {
 /// Why a device cannot be given out.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AllocateError {
-    /// Nobody knows it.
+    /// The resource has no such device.
     #[error("{resource} has no device '{id}' on this node")]
     Unknown {
         /// The resource asked.

@@ -109,7 +109,7 @@ pub enum UnhealthyReason {
     /// It is there, but no longer offered as this resource.
     #[error("it is no longer offered as this resource")]
     Withdrawn,
-    /// It is shared by MPS, and nobody holds its clients to their limits.
+    /// It is shared by MPS, and no control daemon enforces the limits of its clients.
     #[error("the MPS control daemon of its resource is not ready")]
     MpsNotReady,
 }

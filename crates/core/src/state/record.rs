@@ -66,7 +66,7 @@ pub struct GpuRecord {
     pub far_ends: BTreeMap<u32, GpuUuid>,
     /// What an operator accepted.
     pub accepted: Accepted,
-    /// What was seen last, by which a reset while nobody looked will show.
+    /// What was seen last, by which a reset between two processes of ours shows.
     pub seen: LastSeen,
 }
 

@@ -17,7 +17,7 @@ pub enum XidClass {
     ResetGpu,
     /// The GPU's: the node has to be rebooted.
     RebootNode,
-    /// Nobody's: it informs.
+    /// No fault: it informs.
     Ignore,
 }
 
