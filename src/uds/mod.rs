@@ -1,4 +1,4 @@
-//! Unix sockets: those the agent listens on, those it connects to, and which process is at the other end.
+//! Unix sockets: those linkwise listens on, those it connects to, and which process is at the other end.
 //!
 //! Used by `admin` and `kubelet`, and knows neither: not what is served, nor how a socket is named. A socket of ours is
 //! listening before it appears under its name, with mode 0600 from its first moment, and its file is removed by its
