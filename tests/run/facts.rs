@@ -33,7 +33,7 @@ async fn a_gpu_that_was_lost_during_a_full_look_can_be_given_out_whole_when_it_i
     let (node, kubelet) = quick(Setup::on("dgx1-v100")).serve(8).await;
     node.setup.tell("hang 4 nvmlDeviceGetName");
     node.setup.tell("link 0 0 down");
-    node.setup.tell("calls nvmlDeviceGetHandleByIndex_v2 16");
+    node.setup.tell("blocked nvmlDeviceGetName");
     node.setup.tell("lost 6");
     // What it says of itself fails for longer than it is lost, and each look is as incomplete.
     node.setup.tell("fail 6 nvmlDeviceGetMinorNumber 999");

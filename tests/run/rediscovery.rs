@@ -80,7 +80,7 @@ async fn a_gpu_that_is_lost_during_a_full_look_stays_on_the_list() {
     // A look that stands still in the middle: the first GPUs have been looked at, the others have not.
     node.setup.tell("hang 4 nvmlDeviceGetName");
     node.setup.tell("link 0 0 down");
-    node.setup.tell("calls nvmlDeviceGetHandleByIndex_v2 16");
+    node.setup.tell("blocked nvmlDeviceGetName");
     node.setup.tell("lost 2");
     node.setup.tell("lost 6");
     node.setup.tell("unhang 4 nvmlDeviceGetName");

@@ -100,6 +100,10 @@ pub enum Command {
         function: String,
         more: u64,
     },
+    /// Wait until a call of the function is blocked by `hang` or `hold`.
+    Blocked {
+        function: String,
+    },
     Init {
         code: u32,
     },
@@ -119,7 +123,7 @@ impl Command {
     pub fn is_kept(&self) -> bool {
         let passing = [
             matches!(self, Self::Xid { .. } | Self::Ecc { .. } | Self::Storm { .. }),
-            matches!(self, Self::CrashNow | Self::Calls { .. }),
+            matches!(self, Self::CrashNow | Self::Calls { .. } | Self::Blocked { .. }),
         ];
         !passing.contains(&true)
     }
@@ -191,6 +195,7 @@ impl FromStr for Command {
             ["crash"] => Self::CrashNow,
             ["loss-ends-waits"] => Self::LossEndsWaits,
             ["calls", function, more] => Self::Calls { function: name(function), more: number(more)? },
+            ["blocked", function] => Self::Blocked { function: name(function) },
             ["crash", function] => Self::Fault { gpu: gpu("*"), function: name(function), fault: Fault::Crash },
             ["crash", which, function] => {
                 Self::Fault { gpu: gpu(which), function: name(function), fault: Fault::Crash }

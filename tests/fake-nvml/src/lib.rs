@@ -38,9 +38,10 @@
 //! | `storm GPU CODE N` | N XID events at once |
 //! | `loss-ends-waits` | from now on a wait for events fails with 15 while a GPU of its set is lost |
 //! | `calls FUNCTION N` | no change: the answer comes once the function was called N times more |
+//! | `blocked FUNCTION` | no change: the answer comes once a call of the function is blocked by `hang` or `hold` |
 //!
 //! What is wrong with a machine does not end with the process that looked at it: everything but
-//! events, `calls` and `crash` alone is kept in `<control socket>.journal` and holds for the next process.
+//! events, `calls`, `blocked` and `crash` alone is kept in `<control socket>.journal` and holds for the next process.
 
 mod client;
 mod command;

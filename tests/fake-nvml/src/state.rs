@@ -24,7 +24,7 @@ pub struct Fake {
     state: Mutex<State>,
     /// Something changed: an event came, a rule came or went.
     pub changed: Condvar,
-    /// A function was called; apart from `changed`, on which calls themselves wait.
+    /// A function was called or is blocked; apart from `changed`, on which calls themselves wait.
     called: Condvar,
 }
 
@@ -40,6 +40,8 @@ pub struct State {
     rules: Vec<Rule>,
     /// How often each function was called.
     calls: BTreeMap<String, u64>,
+    /// The functions whose calls are blocked now, one entry a call.
+    blocked: Vec<String>,
     pub recovery: BTreeMap<usize, u32>,
     /// Pending and failed.
     pub rows: BTreeMap<usize, (bool, bool)>,
@@ -172,7 +174,13 @@ pub fn enter_with(function: &str, which: impl Fn(&State) -> Answer<Vec<usize>>) 
             None => return Ok(state),
             Some(Fault::Code(code)) => return Err(code),
             Some(Fault::Crash) => std::process::abort(),
-            Some(Fault::Hang | Fault::Hold) => state = FAKE.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            Some(Fault::Hang | Fault::Hold) => {
+                state.blocked.push(function.to_owned());
+                FAKE.called.notify_all();
+                state = FAKE.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                let at = state.blocked.iter().position(|blocked| blocked == function);
+                at.map(|at| state.blocked.swap_remove(at));
+            }
         }
     }
 }
@@ -312,6 +320,10 @@ pub fn apply(command: &Command) -> Result<(), String> {
             let calls = |state: &State| state.calls.get(function).copied().unwrap_or(0);
             let enough = calls(state) + more;
             let waited = FAKE.called.wait_while(guard, |state| calls(state) < enough);
+            drop(waited.unwrap_or_else(PoisonError::into_inner));
+        }
+        Command::Blocked { function } => {
+            let waited = FAKE.called.wait_while(guard, |state| !state.blocked.contains(function));
             drop(waited.unwrap_or_else(PoisonError::into_inner));
         }
     }
