@@ -8,9 +8,8 @@ use core::fmt;
 
 use serde::Serialize;
 
-use super::choose::preferred_allocation;
+use super::choose::Question;
 use super::report::{AllocationReport, ChosenGpu, Value, Values};
-use super::request::{AllocationRequest, DeviceId};
 use super::set::GpuSet;
 use super::tables::AllocationTables;
 
@@ -55,12 +54,10 @@ pub struct NearestNics {
 impl<'a> Explanation<'a> {
     /// Explains a report that was made from `tables`.
     pub fn new(tables: &AllocationTables, report: &'a AllocationReport) -> Self {
-        let gpus = tables.topology().gpus();
-        let all: GpuSet = (0..gpus.len()).collect();
+        let all: GpuSet = (0..tables.topology().gpus().len()).collect();
         let best = |of: GpuSet, size: usize| {
-            let ids = of.places().filter_map(|place| gpus.get(place)).map(|gpu| DeviceId::from(&gpu.uuid));
-            let request = AllocationRequest { available: ids.collect(), must_include: Vec::new(), size };
-            preferred_allocation(tables, &request, report.policy).1.values
+            let question = Question::of(GpuSet::default(), of, size, report.policy);
+            (1..=of.len()).contains(&size).then(|| question.answer(tables).values).flatten()
         };
         let offer = |size: usize| {
             let (free, idle) = (best(report.remains, size)?, best(all, size)?);

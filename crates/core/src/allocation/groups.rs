@@ -6,11 +6,11 @@
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
-use super::choose::preferred_allocation;
-use super::request::{AllocationPolicy, AllocationRequest, DeviceId};
+use super::choose::Question;
+use super::request::AllocationPolicy;
 use super::set::GpuSet;
 use super::tables::AllocationTables;
-use crate::topology::{NodeTopology, NumaNodeId, PackageId, Rank};
+use crate::topology::{NumaNodeId, PackageId, Rank};
 
 /// The sizes of [`Groups::best`]: what jobs ask for.
 const SIZES: [usize; 3] = [2, 4, 8];
@@ -61,19 +61,16 @@ impl Groups {
 
 /// The best set of `size` GPUs, then the best of the rest, until fewer are left.
 fn best(tables: &AllocationTables, size: usize) -> Vec<GpuSet> {
-    let topology: &NodeTopology = tables.topology();
-    let mut available: Vec<DeviceId> = topology.gpus().iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect();
+    let mut available: GpuSet = (0..tables.topology().gpus().len()).collect();
     let mut sets = Vec::new();
     while available.len() >= size {
-        let request = AllocationRequest { available: available.clone(), must_include: Vec::new(), size };
-        let chosen = preferred_allocation(tables, &request, AllocationPolicy::BestEffort).0.devices;
-        let places = topology.gpus().iter().enumerate().filter(|(_, gpu)| chosen.contains(&DeviceId::from(&gpu.uuid)));
-        let set: GpuSet = places.map(|(place, _)| place).collect();
-        if set.len() != size {
+        let question = Question::of(GpuSet::default(), available, size, AllocationPolicy::BestEffort);
+        let chosen = question.answer(tables).chosen;
+        if chosen.is_empty() {
             break;
         }
-        sets.push(set);
-        available.retain(|id| !chosen.contains(id));
+        sets.push(chosen);
+        available = available.without(chosen);
     }
     sets
 }

@@ -48,7 +48,7 @@ fn packing(gpus: usize, group: usize, collective: &[u32], top: u32) -> Vec<u32> 
         // ... or all are in one: then the groups divide the set, and one of them holds its lowest member.
         if set.len().is_multiple_of(group) {
             let lowest = set.lowest();
-            for others in subsets_of(set.without(lowest), group - 1) {
+            for others in subsets(set.without(lowest), group - 1) {
                 let taken = lowest.union(others);
                 best = best.max(value(taken) + at(&packed, set.without(taken)));
             }
@@ -58,25 +58,6 @@ fn packing(gpus: usize, group: usize, collective: &[u32], top: u32) -> Vec<u32> 
         }
     }
     packed
-}
-
-/// The subsets of `of` with `size` members, without the tables that [`subsets`] builds for long walks.
-fn subsets_of(of: GpuSet, size: usize) -> impl Iterator<Item = GpuSet> {
-    let mut open = vec![(GpuSet::default(), of)];
-    core::iter::from_fn(move || {
-        while let Some((taken, left)) = open.pop() {
-            if taken.len() == size {
-                return Some(taken);
-            }
-            if taken.len() + left.len() < size || left.is_empty() {
-                continue;
-            }
-            let lowest = left.lowest();
-            open.push((taken, left.without(lowest)));
-            open.push((taken.union(lowest), left.without(lowest)));
-        }
-        None
-    })
 }
 
 /// For every set, the smallest total of ranks over its division into pairs; one GPU stays alone in

@@ -59,8 +59,8 @@ impl fmt::Display for Value {
     }
 }
 
-/// What a set is worth, in the order of comparison.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+/// What a set is worth, in the order of comparison: the greater is the better.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Values {
     /// MB/s; for one GPU a constant, 0.
     pub collective: u64,
@@ -166,6 +166,9 @@ pub struct AllocationReport {
     pub policy: AllocationPolicy,
     /// Why there was no choice, if there was none.
     pub fallback: Option<FallbackReason>,
+    /// The GPUs chosen, by their places; empty after a fallback.
+    #[serde(skip)]
+    pub(super) chosen: GpuSet,
     /// The GPUs that stay free; empty after a fallback.
     #[serde(skip)]
     pub remains: GpuSet,
