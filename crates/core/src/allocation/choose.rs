@@ -94,7 +94,7 @@ impl Question {
     }
 
     /// Walks all sets.
-    fn compare_all(&self, topology: &NodeTopology, sets: &SetTables) -> AllocationReport {
+    pub fn compare_all(&self, topology: &NodeTopology, sets: &SetTables) -> AllocationReport {
         let candidate = |more: GpuSet| {
             let chosen = self.must.union(more);
             (sets.rank(chosen, self.available.without(chosen)), chosen)

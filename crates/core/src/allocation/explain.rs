@@ -9,7 +9,7 @@ use core::fmt;
 use serde::Serialize;
 
 use super::choose::Question;
-use super::report::{AllocationReport, ChosenGpu, Value, Values};
+use super::report::{AllocationReport, ChosenGpu, Value, Values, indices};
 use super::set::GpuSet;
 use super::tables::AllocationTables;
 
@@ -89,10 +89,9 @@ impl fmt::Display for Explanation<'_> {
         if let Some(values) = self.report.values {
             self.values(f, &values)?;
         }
-        let free: Vec<String> = self.free.iter().map(|gpu| gpu.index.to_string()).collect();
-        match free.is_empty() {
+        match self.free.is_empty() {
             true => writeln!(f, "stays free: nothing")?,
-            false => writeln!(f, "stays free: GPU {}", free.join(","))?,
+            false => writeln!(f, "stays free: GPU {}", indices(&self.free))?,
         }
         for Offer { size, collective, idle } in &self.offers {
             writeln!(f, "  a job of {size} would reach {collective} of {idle} MB/s there")?;

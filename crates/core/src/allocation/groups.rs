@@ -7,6 +7,7 @@ use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
 use super::choose::Question;
+use super::remaining::grouped;
 use super::request::AllocationPolicy;
 use super::set::GpuSet;
 use super::tables::AllocationTables;
@@ -40,22 +41,14 @@ impl Groups {
         let by_rank = |most: Rank| components(gpus, |a, b| topology.rank(a, b) <= most);
         let mut nvlink_domains = components(gpus, |a, b| topology.nvlink(a, b) > 0);
         nvlink_domains.retain(|domain| domain.len() > 1);
-        let mut groups = Self {
+        Self {
             nvlink_domains,
             pcie_switches: by_rank(Rank::PCIE_SWITCHES),
             pcie_roots: by_rank(Rank::HOST_BRIDGE),
-            ..Self::default()
-        };
-        for (place, gpu) in topology.gpus().iter().enumerate() {
-            if let Some(numa) = gpu.numa {
-                add(groups.numa_nodes.entry(numa).or_default(), place);
-            }
-            if let Some(package) = gpu.package {
-                add(groups.packages.entry(package).or_default(), place);
-            }
+            numa_nodes: grouped(topology, |gpu| gpu.numa),
+            packages: grouped(topology, |gpu| gpu.package),
+            best: SIZES.into_iter().filter(|size| *size <= gpus).map(|size| (size, best(tables, size))).collect(),
         }
-        groups.best = SIZES.into_iter().filter(|size| *size <= gpus).map(|size| (size, best(tables, size))).collect();
-        groups
     }
 }
 
@@ -76,27 +69,14 @@ fn best(tables: &AllocationTables, size: usize) -> Vec<GpuSet> {
 }
 
 /// The connected parts of the graph of `gpus` vertices that `joined` makes, in the order of their first members.
-fn components(gpus: usize, joined: impl Fn(usize, usize) -> bool) -> Vec<GpuSet> {
+pub(super) fn components(gpus: usize, joined: impl Fn(usize, usize) -> bool) -> Vec<GpuSet> {
     let mut parts: Vec<GpuSet> = Vec::new();
-    let mut seen = GpuSet::default();
-    for start in 0..gpus {
-        if seen.contains(start) {
-            continue;
-        }
-        let (mut part, mut open) = (GpuSet::default(), vec![start]);
-        while let Some(gpu) = open.pop() {
-            if !part.contains(gpu) {
-                add(&mut part, gpu);
-                add(&mut seen, gpu);
-                open.extend((0..gpus).filter(|other| *other != gpu && joined(gpu, *other)));
-            }
-        }
-        parts.push(part);
+    for gpu in 0..gpus {
+        let near: GpuSet = (0..gpu).filter(|other| joined(gpu, *other)).collect();
+        let (joined, apart): (Vec<_>, Vec<_>) = parts.into_iter().partition(|part| !part.intersection(near).is_empty());
+        parts = apart;
+        parts.push(joined.into_iter().fold(GpuSet::of(gpu), GpuSet::union));
     }
+    parts.sort_by_key(|part| part.lowest());
     parts
-}
-
-/// Adds the GPU at a place to a set.
-fn add(set: &mut GpuSet, place: usize) {
-    *set = set.union(GpuSet::of(place));
 }

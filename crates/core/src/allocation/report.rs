@@ -45,17 +45,9 @@ impl Value {
 }
 
 impl fmt::Display for Value {
+    /// As it is serialised.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Collective => "collective",
-            Self::Remaining => "remaining",
-            Self::Pairs => "pairs",
-            Self::Closeness => "closeness",
-            Self::Room => "room",
-            Self::RemainingCloseness => "remaining_closeness",
-            Self::Nics => "nics",
-            Self::PciAddresses => "pci_addresses",
-        })
+        self.serialize(f)
     }
 }
 
@@ -202,7 +194,7 @@ impl fmt::Display for AllocationReport {
 }
 
 /// GPU indices as nvidia-smi takes them: `0,1,4`.
-fn indices(devices: &[ChosenGpu]) -> String {
+pub(super) fn indices(devices: &[ChosenGpu]) -> String {
     let indices: Vec<String> = devices.iter().map(|gpu| gpu.index.to_string()).collect();
     if indices.is_empty() { "none".to_owned() } else { indices.join(",") }
 }

@@ -12,6 +12,11 @@ impl GpuSet {
         Self(u32::try_from(place).ok().and_then(|place| 1_u64.checked_shl(place)).unwrap_or(0))
     }
 
+    /// Adds the GPU at a place.
+    pub(super) fn insert(&mut self, place: usize) {
+        *self = self.union(Self::of(place));
+    }
+
     /// The number of members.
     pub fn len(self) -> usize {
         // At most 64.
@@ -54,12 +59,6 @@ impl GpuSet {
         core::iter::successors(Some(self), |set| Some(set.without(set.lowest())))
             .take_while(|set| !set.is_empty())
             .map(|set| set.0.trailing_zeros() as usize)
-    }
-
-    /// The place in a table with one row for each set.
-    pub(super) fn row(self) -> usize {
-        // A set beyond usize has no row in any table.
-        usize::try_from(self.0).unwrap_or(usize::MAX)
     }
 
     /// Compares the sorted lists of members of two sets of one size: `Greater` is the

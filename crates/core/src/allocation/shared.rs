@@ -209,28 +209,22 @@ impl<'a> Spread<'a> {
         request: &AllocationRequest,
         policy: AllocationPolicy,
     ) -> Result<Self, FallbackReason> {
-        #[derive(Clone, Copy)]
-        enum Asked {
-            No,
-            Available,
-            Must,
-        }
-        let mut asked = vec![Asked::No; units.units.len()];
-        for (ids, how) in [(&request.available, Asked::Available), (&request.must_include, Asked::Must)] {
+        // By unit: whether it must be taken (`true`) or may be.
+        let mut asked = vec![None; units.units.len()];
+        for (ids, must) in [(&request.available, false), (&request.must_include, true)] {
             for id in ids {
                 let cell = units.by_id.get(id).and_then(|at| asked.get_mut(*at));
-                *cell.ok_or(FallbackReason::UnknownDevice)? = how;
+                *cell.ok_or(FallbackReason::UnknownDevice)? = Some(must);
             }
         }
         let mut gpus = vec![Share::default(); tables.topology().gpus().len()];
         for (at, ((_, gpu), asked)) in units.units.iter().zip(asked).enumerate() {
             match (gpus.get_mut(*gpu), asked) {
-                (Some(share), Asked::No) => share.used += 1,
-                (Some(share), Asked::Available) => share.free.push(at),
-                (Some(share), Asked::Must) => share.must.push(at),
+                (Some(share), None) => share.used += 1,
+                (Some(share), Some(must)) => if must { &mut share.must } else { &mut share.free }.push(at),
                 // A unit of a GPU that this topology lacks counts only where it is requested.
-                (None, Asked::No) => {}
-                (None, _) => return Err(FallbackReason::UnknownDevice),
+                (None, None) => {}
+                (None, Some(_)) => return Err(FallbackReason::UnknownDevice),
             }
         }
         for (place, share) in gpus.iter_mut().enumerate() {

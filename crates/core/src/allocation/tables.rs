@@ -4,7 +4,7 @@ use crate::prelude::*;
 use alloc::collections::BTreeMap;
 use alloc::sync::Arc;
 
-use super::collective::at;
+use super::collective::{at, row};
 use super::report::Values;
 use super::request::DeviceId;
 use super::set::GpuSet;
@@ -63,16 +63,6 @@ impl AllocationTables {
         } else {
             SetValues::Tree(Tree::new(&topology))
         };
-        Self::of(topology, values)
-    }
-
-    /// The tables of a few GPUs of a larger machine: what remains is valued by that machine's best.
-    pub(super) fn of_part(part: NodeTopology, tree: &Tree) -> Self {
-        let values = SetValues::Tables(SetTables::new(&part, Some(tree)));
-        Self::of(Arc::new(part), values)
-    }
-
-    fn of(topology: Arc<NodeTopology>, values: SetValues) -> Self {
         let ids = topology.gpus().iter().enumerate().map(|(place, gpu)| (DeviceId::from(&gpu.uuid), place));
         Self { places: ids.collect(), values, topology }
     }
@@ -94,7 +84,9 @@ impl AllocationTables {
 }
 
 impl SetTables {
-    fn new(topology: &NodeTopology, tree: Option<&Tree>) -> Self {
+    /// Computes the rows. Where the GPUs are a few of a larger machine, `tree` is that machine: what remains is valued by
+    /// its best.
+    pub fn new(topology: &NodeTopology, tree: Option<&Tree>) -> Self {
         let gpus = topology.gpus().len();
         let collective = collective::table(topology);
         let top = |group| tree.map_or_else(|| remaining::top(gpus, &collective, group), |tree| tree.top(group).mbps);
@@ -132,15 +124,13 @@ impl SetTables {
 
     /// What a set is worth, and what stays free beside it.
     pub fn values(&self, chosen: GpuSet, remains: GpuSet) -> Values {
-        let [collective, remaining, pairs, room] = [48, 32, 16, 0].map(|place| {
-            let rank = self.rank(chosen, remains) >> place & u64::from(u16::MAX);
-            usize::try_from(rank).unwrap_or(usize::MAX)
-        });
-        let (pairs, closeness) = self.pairs.get(pairs).copied().unwrap_or_default();
-        let (room, remaining_closeness) = self.room.get(room).copied().unwrap_or_default();
+        let all = self.rank(chosen, remains);
+        let rank = |place: u32| all >> place & u64::from(u16::MAX);
+        let (pairs, closeness) = row(&self.pairs, rank(16));
+        let (room, remaining_closeness) = row(&self.room, rank(0));
         Values {
-            collective: self.collective.get(collective).copied().map_or(0, u64::from),
-            remaining: self.remaining.get(remaining).copied().map_or(0, u64::from),
+            collective: u64::from(row(&self.collective, rank(48))),
+            remaining: u64::from(row(&self.remaining, rank(32))),
             pairs,
             closeness,
             room: u64::from(room),

@@ -9,6 +9,7 @@ use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::collective;
+use super::groups::components;
 use super::remaining::{self, GROUPS, WHOLE};
 use super::report::Values;
 use super::set::{GpuSet, subsets};
@@ -64,8 +65,7 @@ impl Peers {
         let peers = |a: usize| {
             let mut by_width: BTreeMap<u32, GpuSet> = BTreeMap::new();
             for b in (0..gpus).filter(|b| *b != a && measure(a, *b) > 0) {
-                let peers = by_width.entry(measure(a, b)).or_default();
-                *peers = peers.union(GpuSet::of(b));
+                by_width.entry(measure(a, b)).or_default().insert(b);
             }
             by_width.into_iter().map(|(width, peers)| (u64::from(width), peers)).collect()
         };
@@ -92,17 +92,10 @@ impl Forest {
     fn new(gpus: usize, measure: impl Fn(usize, usize) -> u32) -> Self {
         let pairs = |gpus: usize| (0..gpus).flat_map(move |a| (a + 1..gpus).map(move |b| (a, b)));
         let widths: BTreeSet<u32> = pairs(gpus).map(|(a, b)| measure(a, b)).collect();
-        let mut parts: Vec<GpuSet> = (0..gpus).map(GpuSet::of).collect();
         let mut clusters: Vec<Cluster> = Vec::new();
         for width in widths.into_iter().rev() {
-            for (a, b) in pairs(gpus).filter(|(a, b)| measure(*a, *b) >= width) {
-                let (joined, others): (Vec<_>, Vec<_>) =
-                    parts.iter().partition(|part| part.contains(a) || part.contains(b));
-                parts = others;
-                parts.push(joined.into_iter().fold(GpuSet::default(), GpuSet::union));
-            }
-            let new: Vec<GpuSet> = parts.iter().copied().filter(|part| part.len() > 1).collect();
-            for members in new {
+            let parts = components(gpus, |a, b| measure(a, b) >= width);
+            for members in parts.into_iter().filter(|part| part.len() > 1) {
                 for inner in clusters.iter_mut().filter(|inner| inner.below == 0 && inner.members != members) {
                     if inner.members.without(members).is_empty() {
                         inner.below = width;
@@ -160,7 +153,7 @@ impl Tree {
         let shares = shares.collect();
         let nvlinks = Peers::new(gpus, |a, b| topology.nvlink(a, b));
         let classes = classes(topology, &near_nics);
-        let packages = remaining::packages(topology);
+        let packages = remaining::grouped(topology, |gpu| gpu.package).into_values().collect();
         Self { bandwidths, ranks, nvlinks, packages, near_nics, nic_rates, tops, shares, classes, exact }
     }
 
@@ -321,7 +314,7 @@ fn classes(topology: &NodeTopology, near_nics: &[u64]) -> Vec<GpuSet> {
     for place in 0..gpus.len() {
         let first = |class: &GpuSet| class.places().next().unwrap_or(0);
         match classes.iter_mut().find(|class| alike(first(class), place)) {
-            Some(class) => *class = class.union(GpuSet::of(place)),
+            Some(class) => class.insert(place),
             None => classes.push(GpuSet::of(place)),
         }
     }
