@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::changes::Changes;
-use super::machine::{Action, Cause, Input, Limits, Listing, Machine, Moment};
+use super::machine::{Action, Input, Limits, Listing, Machine, Moment};
 use super::session::{BindError, Held, Session, held};
 use super::{Occurrence, Phase, Report, Settings, Sources, pod_resources, register};
 use crate::errors::chain;
@@ -176,9 +176,6 @@ impl Life {
     }
 
     fn feed(&mut self, input: Input) {
-        if let Input::Registered(result) = &input {
-            (self.report)(Occurrence::Registered(result.clone()));
-        }
         let moment = Moment { now: self.begin.elapsed(), jitter: random() };
         let (machine, actions) = self.machine.clone().step(input, moment);
         self.machine = machine;
@@ -224,13 +221,8 @@ impl Life {
                 }
             }
             Action::ReportWaiting(why) => (self.report)(Occurrence::Waiting(why)),
-            Action::ReportEnded(cause) => {
-                let why = cause.to_string();
-                if let Cause::RegisterLate(_) = cause {
-                    (self.report)(Occurrence::Registered(Err(why.clone())));
-                }
-                (self.report)(Occurrence::Ended(why));
-            }
+            Action::ReportRegistered(result) => (self.report)(Occurrence::Registered(result)),
+            Action::ReportEnded(why) => (self.report)(Occurrence::Ended(why)),
         }
     }
 }

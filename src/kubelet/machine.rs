@@ -7,8 +7,6 @@
 
 use std::time::Duration;
 
-use thiserror::Error;
-
 use super::Phase;
 use crate::backoff::Backoff;
 use crate::once::Once;
@@ -22,6 +20,8 @@ const GAP: Duration = Duration::from_millis(100);
 const ASK_AGAIN: Duration = Duration::from_millis(100);
 /// How often PodResources is asked while the plugin serves: a registration can be lost with its stream still open.
 const ASK_BETWEEN: Duration = Duration::from_secs(30);
+
+const KUBELET_RESTARTED: &str = "kubelet.sock is gone or new: the kubelet restarted";
 
 /// The deadlines.
 #[derive(Clone, Copy, Debug)]
@@ -94,31 +94,10 @@ pub(super) enum Action {
     Cut,
     /// Report why there is no kubelet to register with.
     ReportWaiting(String),
-    /// Report why a session ended or did not begin.
-    ReportEnded(Cause),
-}
-
-/// Why a session with the kubelet ended; each is followed by another attempt.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub(super) enum Cause {
-    #[error("{0}")]
-    NotServed(String),
-    #[error("the registration failed: {0}")]
-    Register(String),
-    #[error("the registration failed: the kubelet did not answer Register within {0:?}")]
-    RegisterLate(Duration),
-    #[error("the kubelet did not open ListAndWatch within {0:?} of the registration")]
-    NoStream(Duration),
-    #[error("the kubelet's ListAndWatch stream is gone")]
-    StreamGone,
-    #[error("PodResources does not list our devices, {0:?} after the kubelet opened ListAndWatch")]
-    NotListed(Duration),
-    #[error("kubelet.sock is gone or new: the kubelet restarted")]
-    KubeletRestarted,
-    #[error("our socket is gone or not ours any more")]
-    SocketGone,
-    #[error("the server ended: {0}")]
-    ServerEnded(String),
+    /// Report that a registration succeeded, or why it failed.
+    ReportRegistered(Result<(), String>),
+    /// Report why a session ended or did not begin; another attempt follows.
+    ReportEnded(String),
 }
 
 /// One state of the life.
@@ -197,7 +176,7 @@ impl Machine {
             Input::Registered(result) => self.registered(result, moment.now),
             Input::Streams(open) => self.streams(open, moment.now),
             Input::Listed(listing) => self.listed(listing, moment.now),
-            Input::ServerEnded(why) => self.end_if_open(Cause::ServerEnded(why), moment.now),
+            Input::ServerEnded(why) => self.end_if_open(format!("the server ended: {why}"), moment.now),
             Input::Closed => self.closed(moment),
             Input::Tick => self.tick(moment.now),
             Input::Shutdown => self.shutdown(moment.now),
@@ -228,8 +207,8 @@ impl Machine {
                 self.forget_failures();
                 self.attempt_or_wait(now)
             }
-            _ if !self.is_same_kubelet() => self.end_if_open(Cause::KubeletRestarted, now),
-            _ if !own => self.end_if_open(Cause::SocketGone, now),
+            _ if !self.is_same_kubelet() => self.end_if_open(KUBELET_RESTARTED, now),
+            _ if !own => self.end_if_open("our socket is gone or not ours any more", now),
             _ => Vec::new(),
         }
     }
@@ -263,13 +242,13 @@ impl Machine {
         }
         (self.since, self.streams) = (moment.now, 0);
         if let Err(why) = result {
-            let mut actions = vec![Action::ReportEnded(Cause::NotServed(why))];
+            let mut actions = vec![Action::ReportEnded(why)];
             actions.extend(self.pause(moment));
             return actions;
         }
         self.enter(Phase::Registering, Some(moment.now + self.limits.register));
         if !self.is_same_kubelet() {
-            return self.end_if_open(Cause::KubeletRestarted, moment.now);
+            return self.end_if_open(KUBELET_RESTARTED, moment.now);
         }
         vec![Action::Register]
     }
@@ -278,11 +257,15 @@ impl Machine {
         if self.phase != Phase::Registering {
             return Vec::new();
         }
-        if let Err(why) = result {
-            return self.end_if_open(Cause::Register(why), now);
-        }
-        self.enter(Phase::WaitingForStream, Some(now + self.limits.stream));
-        self.streams(self.streams, now)
+        let mut actions = vec![Action::ReportRegistered(result.clone())];
+        actions.extend(match result {
+            Err(why) => self.end_if_open(format!("the registration failed: {why}"), now),
+            Ok(()) => {
+                self.enter(Phase::WaitingForStream, Some(now + self.limits.stream));
+                self.streams(self.streams, now)
+            }
+        });
+        actions
     }
 
     fn streams(&mut self, open: usize, now: Duration) -> Vec<Action> {
@@ -292,7 +275,9 @@ impl Machine {
                 self.enter(Phase::Confirming, Some(now + self.limits.confirm));
                 vec![Action::Ask]
             }
-            Phase::Confirming | Phase::Serving if open == 0 => self.end_if_open(Cause::StreamGone, now),
+            Phase::Confirming | Phase::Serving if open == 0 => {
+                self.end_if_open("the kubelet's ListAndWatch stream is gone", now)
+            }
             _ => Vec::new(),
         }
     }
@@ -315,12 +300,12 @@ impl Machine {
     }
 
     /// Ends the open session, if there is one. The next attempt waits until its connections are closed.
-    fn end_if_open(&mut self, cause: Cause, now: Duration) -> Vec<Action> {
+    fn end_if_open(&mut self, cause: impl Into<String>, now: Duration) -> Vec<Action> {
         if !self.is_open() {
             return Vec::new();
         }
         self.enter(Phase::Ending, Some(now + self.limits.close));
-        vec![Action::ReportEnded(cause), Action::End]
+        vec![Action::ReportEnded(cause.into()), Action::End]
     }
 
     fn closed(&mut self, moment: Moment) -> Vec<Action> {
@@ -364,11 +349,21 @@ impl Machine {
         if self.wake().is_none_or(|wake| now < wake) {
             return Vec::new();
         }
+        let limits = self.limits;
         match self.phase {
-            Phase::Registering => self.end_if_open(Cause::RegisterLate(self.limits.register), now),
-            Phase::WaitingForStream => self.end_if_open(Cause::NoStream(self.limits.stream), now),
+            Phase::Registering => {
+                self.registered(Err(format!("the kubelet did not answer Register within {:?}", limits.register)), now)
+            }
+            Phase::WaitingForStream => {
+                let cause =
+                    format!("the kubelet did not open ListAndWatch within {:?} of the registration", limits.stream);
+                self.end_if_open(cause, now)
+            }
             Phase::Confirming if self.until.is_some_and(|until| now >= until) => {
-                self.end_if_open(Cause::NotListed(self.limits.confirm), now)
+                let after = limits.confirm;
+                let cause =
+                    format!("PodResources does not list our devices, {after:?} after the kubelet opened ListAndWatch");
+                self.end_if_open(cause, now)
             }
             Phase::Confirming | Phase::Serving => {
                 self.ask = None;
