@@ -12,7 +12,6 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 
 use super::nccl::TopologyFile;
 use super::readiness::{Part, Readiness};
@@ -56,14 +55,6 @@ struct HostScan {
     /// Whether containers get RDMA NICs.
     nics: bool,
     nccl: Option<TopologyFile>,
-}
-
-/// The result of one scan.
-#[derive(Default)]
-struct Scanned {
-    host_devices: HostDevices,
-    warnings: Vec<cdi::Warning>,
-    error: Option<anyhow::Error>,
 }
 
 /// Reads the operator's options. Fails where CDI specs or NCCL's topology file are wanted and their folder cannot be
@@ -155,22 +146,12 @@ impl CdiSync {
         if self.scan.folder.is_some() { "waiting for CDI specs" } else { "waiting for NCCL's topology file" }
     }
 
-    /// Lives until `shutdown`; fails where the first files cannot be written.
+    /// Never ends by itself while the node lives; fails where the first files cannot be written.
     pub async fn run(
         self,
-        snapshot: watch::Receiver<Arc<NodeState>>,
+        mut snapshot: watch::Receiver<Arc<NodeState>>,
         metrics: cdi::CdiMetrics,
         readiness: Readiness,
-        shutdown: CancellationToken,
-    ) -> Result<()> {
-        shutdown.run_until_cancelled(self.follow(snapshot, &metrics, &readiness)).await.unwrap_or(Ok(()))
-    }
-
-    async fn follow(
-        self,
-        mut snapshot: watch::Receiver<Arc<NodeState>>,
-        metrics: &cdi::CdiMetrics,
-        readiness: &Readiness,
     ) -> Result<()> {
         readiness.add(Part::CdiSync, "writing the first files");
         let Self { mut scan, host_devices, ready } = self;
@@ -184,13 +165,13 @@ impl CdiSync {
                 let scanned = scan.run(&current, &counted);
                 (scan, scanned)
             });
-            let scanned;
-            (scan, scanned) = task.await.context("the host scan panicked")?;
-            host_devices.send_replace(Arc::new(scanned.host_devices));
-            for warning in warned.replace(scanned.warnings) {
+            let (found, warnings, error);
+            (scan, (found, warnings, error)) = task.await.context("the host scan panicked")?;
+            host_devices.send_replace(Arc::new(found));
+            for warning in warned.replace(warnings) {
                 tracing::warn!("{warning}");
             }
-            match scanned.error {
+            match error {
                 Some(error) if !*ready.borrow() => return Err(error),
                 Some(error) => {
                     if !failing.replace([cause(&error)]).is_empty() {
@@ -237,21 +218,24 @@ impl HostScan {
     }
 
     /// Scans, and writes the files that changed. A node without GPUs needs no files, and no warnings.
-    fn run(&mut self, snapshot: &NodeState, metrics: &cdi::CdiMetrics) -> Scanned {
-        let mut scanned = Scanned { host_devices: self.host_devices(), ..Scanned::default() };
+    fn run(
+        &mut self,
+        snapshot: &NodeState,
+        metrics: &cdi::CdiMetrics,
+    ) -> (HostDevices, Vec<cdi::Warning>, Option<anyhow::Error>) {
+        let (mut host_devices, mut failed) = (self.host_devices(), None);
         if snapshot.offers().resources().is_empty() {
-            return scanned;
+            return (host_devices, Vec::new(), None);
         }
         match self.nccl.as_ref().map(TopologyFile::write) {
             Some(Ok(true)) => tracing::info!("NCCL topology file written"),
             Some(Err(error)) => {
-                scanned.error = Some(anyhow::Error::from(error).context("cannot write NCCL's topology file"));
+                failed = Some(anyhow::Error::from(error).context("cannot write NCCL's topology file"));
             }
             Some(Ok(false)) | None => {}
         }
-        let Some(folder) = self.folder.as_deref() else { return scanned };
+        let Some(folder) = self.folder.as_deref() else { return (host_devices, Vec::new(), failed) };
         let cdi::Scan { description, warnings } = self.scanner.scan(snapshot);
-        scanned.warnings = warnings;
         for spec in cdi::specs(&description) {
             match cdi::write(folder, &spec) {
                 Ok(true) => {
@@ -260,16 +244,16 @@ impl HostScan {
                 }
                 Ok(false) => {}
                 Err(error) => {
-                    scanned.error = Some(error.into());
+                    failed = Some(error.into());
                     metrics.cdi_written(false);
                     continue;
                 }
             }
             // Only devices with a spec: a runtime refuses a container that names any other.
             if spec.kind != cdi::kind(cdi::GPU_CLASS) {
-                scanned.host_devices.cdi_devices.extend(spec.names());
+                host_devices.cdi_devices.extend(spec.names());
             }
         }
-        scanned
+        (host_devices, warnings, failed)
     }
 }

@@ -122,7 +122,8 @@ async fn serve(args: &RunArgs) -> Result<()> {
         node.hold_plugins_until(sync.ready(), sync.awaited());
         let (snapshot, readiness) = (node.snapshot(), node.readiness().clone());
         let metrics = node.metrics().register(CdiMetrics::register);
-        node.spawn("CDI sync", sync.run(snapshot, metrics, readiness, shutdown.clone()));
+        let (sync, shutdown) = (sync.run(snapshot, metrics, readiness), shutdown.clone());
+        node.spawn("CDI sync", async move { shutdown.run_until_cancelled(sync).await.unwrap_or(Ok(())) });
     } else {
         // The series is there, on every node.
         node.metrics().register(CdiMetrics::register);

@@ -104,7 +104,8 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     tasks.spawn(named("configuration", reloader.run(hangup, shutdown.clone())));
 
     let programs = Programs { control: "nvidia-cuda-mps-control".into(), smi: "nvidia-smi".into() };
-    let mut daemons = Daemons::new(Settings { layout: layout.clone(), programs, pace: PACE });
+    let mut daemons =
+        Daemons::new(Settings { layout: layout.clone(), programs, selinuxfs: "/sys/fs/selinux".into(), pace: PACE });
     let mut demand = Demand::new();
     let ended = loop {
         tokio::select! {
