@@ -46,10 +46,19 @@ pub type Answer = Pin<Box<dyn Future<Output = Outcome> + Send>>;
 pub struct Orders {
     /// The current state.
     pub state: Arc<dyn Fn() -> State + Send + Sync>,
-    /// Releases the driver (`true`), or resumes.
-    pub release: Arc<dyn Fn(bool) -> Answer + Send + Sync>,
-    /// Ends the reasons for which a GPU is unhealthy.
-    pub clear: Arc<dyn Fn(GpuUuid) -> Answer + Send + Sync>,
+    /// Carries an order out.
+    pub carry_out: Arc<dyn Fn(Order) -> Answer + Send + Sync>,
+}
+
+/// An operator's order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// Let go of the driver.
+    Release,
+    /// Take the driver up again.
+    Resume,
+    /// End the reasons for which a GPU is unhealthy.
+    Clear(GpuUuid),
 }
 
 /// Why there is no admin socket.
@@ -118,13 +127,11 @@ impl Local {
 }
 
 fn routes(orders: Orders) -> Router {
-    let release = |release: bool| {
-        post(move |StateOf(orders): StateOf<Orders>| async move { answer((orders.release)(release).await) })
-    };
+    let order = |order| post(move |StateOf(orders): StateOf<Orders>| carried_out(orders, order));
     Router::new()
         .route("/state", get(state))
-        .route("/driver/release", release(true))
-        .route("/driver/resume", release(false))
+        .route("/driver/release", order(Order::Release))
+        .route("/driver/resume", order(Order::Resume))
         .route("/gpus/{uuid}/clear", post(clear))
         .with_state(orders)
 }
@@ -144,13 +151,13 @@ async fn state(StateOf(orders): StateOf<Orders>) -> Response {
 
 async fn clear(StateOf(orders): StateOf<Orders>, PathOf(uuid): PathOf<String>) -> Response {
     match uuid.parse::<GpuUuid>() {
-        Ok(uuid) => answer((orders.clear)(uuid).await),
+        Ok(uuid) => carried_out(orders, Order::Clear(uuid)).await,
         Err(error) => (StatusCode::BAD_REQUEST, format!("{error}\n")).into_response(),
     }
 }
 
-fn answer(outcome: Outcome) -> Response {
-    let (status, words) = match outcome {
+async fn carried_out(orders: Orders, order: Order) -> Response {
+    let (status, words) = match (orders.carry_out)(order).await {
         Outcome::Done(words) => (StatusCode::OK, words),
         Outcome::Unknown(words) => (StatusCode::NOT_FOUND, words),
         Outcome::NotYet(words) => (StatusCode::SERVICE_UNAVAILABLE, words),
@@ -168,8 +175,14 @@ mod tests {
     fn orders() -> Orders {
         Orders {
             state: Arc::new(State::default),
-            release: Arc::new(|release| Box::pin(async move { Outcome::Done(format!("released: {release}")) })),
-            clear: Arc::new(|gpu| Box::pin(async move { Outcome::Unknown(format!("no {gpu}")) })),
+            carry_out: Arc::new(|order| {
+                Box::pin(async move {
+                    match order {
+                        Order::Clear(gpu) => Outcome::Unknown(format!("no {gpu}")),
+                        order => Outcome::Done(format!("{order:?}")),
+                    }
+                })
+            }),
         }
     }
 
@@ -196,8 +209,8 @@ mod tests {
         let path = folder.path().join("run/admin.sock");
         for (line, status, words) in [
             ("GET /state", 200, "\"gpus\": []"),
-            ("POST /driver/release", 200, "released: true"),
-            ("POST /driver/resume", 200, "released: false"),
+            ("POST /driver/release", 200, "Release"),
+            ("POST /driver/resume", 200, "Resume"),
             ("POST /gpus/GPU-a/clear", 404, "no GPU-a"),
             ("POST /gpus/%00/clear", 400, "UUID"),
             ("GET /driver/release", 405, ""),
@@ -217,7 +230,7 @@ mod tests {
         let local = Local::bind_for(&path, Callers::only([u32::MAX])).unwrap();
         let text = ask(local, &path, "POST /driver/release").await;
         let refused = text.starts_with("HTTP/1.1 403 ") && text.contains(&format!("uid {own} may not use this socket"));
-        assert!(refused && !text.contains("released"), "{text}");
+        assert!(refused && !text.contains("Release"), "{text}");
     }
 
     #[tokio::test]

@@ -22,7 +22,7 @@ use thiserror::Error;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
-pub use local::{Answer, Local, LocalError, Orders, Outcome};
+pub use local::{Answer, Local, LocalError, Order, Orders, Outcome};
 pub use state::{GpuState, PartState, ReasonState, ResourceState, State};
 
 /// How long one connection may last: as long as Prometheus waits for a scrape.

@@ -13,14 +13,9 @@ use tokio::sync::watch;
 use crate::state::{GpuStatus, NodeState};
 
 /// Reads the current snapshot at each scrape.
+#[derive(Debug)]
 pub(super) struct State {
     pub snapshot: watch::Receiver<Arc<NodeState>>,
-}
-
-impl fmt::Debug for State {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("State").finish_non_exhaustive()
-    }
 }
 
 type Labels = Vec<(&'static str, String)>;

@@ -22,7 +22,6 @@ mod observe;
 mod operator;
 mod readiness;
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -107,9 +106,9 @@ async fn serve(args: &RunArgs) -> Result<()> {
     })
     .await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
-    let metrics = Arc::new(node.metrics().register(DriverMetrics::register));
-    let release = operator::Release::new(Arc::clone(&metrics));
-    let beside = (&metrics, node.readiness().idle().clone(), release.clone());
+    let metrics = node.metrics().register(DriverMetrics::register);
+    let release = operator::Release::new(metrics.clone());
+    let beside = (metrics, node.readiness().idle().clone(), release.clone());
     let driver = driver::Driver { seen, ..driver_of(&args.nvml, &args.host, &settings, node.events(), beside) };
     let watch = mps::Watch {
         layout: Layout::new(&args.mps.container_root),
@@ -166,7 +165,7 @@ fn driver_of(
     host: &HostArgs,
     settings: &Settings,
     events: mpsc::Sender<Event>,
-    beside: (&Arc<DriverMetrics>, watch::Sender<Idle>, operator::Release),
+    beside: (DriverMetrics, watch::Sender<Idle>, operator::Release),
 ) -> driver::Driver {
     let milliseconds = Duration::from_millis;
     let (metrics, idle, release) = beside;
@@ -191,7 +190,7 @@ fn driver_of(
         sysfs: host.sysfs.clone(),
         events,
         seen: watch::Sender::default(),
-        metrics: Arc::clone(metrics),
+        metrics,
         idle,
     }
 }

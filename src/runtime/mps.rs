@@ -12,10 +12,10 @@ mod plugin;
 use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use prometheus_client::registry::Registry;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
@@ -86,13 +86,13 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     let _lock = lock(&layout)?;
     let (events, mut happened) = mpsc::channel(EVENTS);
     // No port serves these here.
-    let metrics = Arc::new(DriverMetrics::default());
+    let metrics = DriverMetrics::register(&mut Registry::default());
     let config_metrics = ConfigMetrics::default();
     let shutdown = CancellationToken::new();
     let mut tasks = JoinSet::new();
     let idle = watch::Sender::new(Idle::Waiting(String::new()));
-    let release = Release::new(Arc::clone(&metrics));
-    let driver = super::driver_of(&args.nvml, &args.host, &loaded.settings, events.clone(), (&metrics, idle, release));
+    let release = Release::new(metrics.clone());
+    let driver = super::driver_of(&args.nvml, &args.host, &loaded.settings, events.clone(), (metrics, idle, release));
     let planned = Event::Planned(Box::new(loaded.settings.plan()));
     events.send(planned).await.context("no task takes events")?;
     tasks.spawn(named("NVML driver", driver.run(shutdown.clone())));

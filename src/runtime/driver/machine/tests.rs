@@ -219,7 +219,7 @@ impl World {
                 assert!(!self.has_worked, "a node that has worked is ended: {cause}");
                 self.failed = true;
             }
-            Action::Emit(_) | Action::Idle(_) | Action::CountEnd(_) | Action::Unheard(_) | Action::Log(_) => {}
+            Action::Emit(_) | Action::Idle(_) | Action::CountEnd(_) | Action::CountFailure | Action::Unheard(_) => {}
         }
     }
 
