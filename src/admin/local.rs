@@ -17,7 +17,6 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use thiserror::Error;
-use tokio_util::sync::CancellationToken;
 
 use super::connections;
 use super::state::State;
@@ -112,8 +111,8 @@ impl Local {
         Ok(Self { listener: Arc::new(listener), _file: file })
     }
 
-    /// Serves until `shutdown`.
-    pub async fn serve(self, orders: Orders, shutdown: CancellationToken) {
+    /// Serves for ever.
+    pub async fn serve(self, orders: Orders) {
         let routes = routes(orders);
         let accept = || {
             let (listener, routes) = (Arc::clone(&self.listener), routes.clone());
@@ -122,7 +121,7 @@ impl Local {
                 Ok((caller.stream, if caller.admitted { routes } else { refusal(caller.peer.uid) }))
             }
         };
-        shutdown.run_until_cancelled(connections::serve(DEADLINE, accept)).await;
+        connections::serve(DEADLINE, accept).await;
     }
 }
 

@@ -20,7 +20,6 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use thiserror::Error;
 use tokio::net::TcpListener;
-use tokio_util::sync::CancellationToken;
 
 pub use local::{Answer, Local, LocalError, Order, Orders, Outcome};
 pub use state::{GpuState, PartState, ReasonState, ResourceState, State};
@@ -73,8 +72,8 @@ impl Admin {
         self.address
     }
 
-    /// Serves until `shutdown`.
-    pub async fn serve(self, answers: Answers, shutdown: CancellationToken) {
+    /// Serves for ever.
+    pub async fn serve(self, answers: Answers) {
         let routes = Router::new()
             .route("/metrics", get(metrics))
             .route("/livez", get(|| async { "alive\n" }))
@@ -84,8 +83,7 @@ impl Admin {
             let (listener, routes) = (Arc::clone(&self.listener), routes.clone());
             async move { Ok((listener.accept().await?.0, routes)) }
         };
-        // Open connections do not delay the shutdown.
-        shutdown.run_until_cancelled(connections::serve(DEADLINE, accept)).await;
+        connections::serve(DEADLINE, accept).await;
     }
 }
 

@@ -5,7 +5,6 @@
 //! purpose: the calls block.
 
 use std::collections::BTreeMap;
-use std::ffi::OsStr;
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -19,12 +18,13 @@ use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use super::call::{CallError, LOAD, answer};
+use super::call::{CallError, Fault, LOAD, answer};
 use super::calls::Calls;
 use super::events::{Listener, Waiting};
-use super::protocol::{FromAgent, Incoming, Place, ProtocolError, ToAgent, encode};
+use super::protocol::{FromAgent, Incoming, Place, ToAgent, encode};
 use super::watch::{Fingerprint, Watch};
 use super::{library, probe, raw};
+use crate::errors::chain;
 
 /// How long from one round of cheap calls to the next (DESIGN: a poll every 10 s).
 pub const POLL_INTERVAL: Duration = Duration::from_secs(10);
@@ -45,7 +45,7 @@ const SETTLED: Duration = Duration::from_millis(20);
 /// How long the process goes on for events that the parent has not taken. The parent reads for longer (`runtime`).
 const HEARING_OUT: Duration = Duration::from_secs(1);
 
-/// Why the child ended.
+/// Why the agent ended.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
     /// Standard input is not the parent's socket.
@@ -57,29 +57,12 @@ pub enum AgentError {
     /// The memory could not be bounded.
     #[error("cannot limit the memory")]
     Memory(#[source] io::Error),
-    /// The library could not be loaded.
-    #[error("cannot load {library}: {reason}")]
-    Load {
-        /// The path or name that was tried first.
-        library: String,
-        /// The dynamic linker's words.
-        reason: String,
-    },
-    /// NVML could not be initialised.
-    #[error("cannot initialise NVML")]
-    Init(#[source] CallError),
     /// A thread could not be started.
     #[error("cannot start a thread")]
     Thread(#[source] io::Error),
     /// The thread that polls ended.
     #[error("the polling thread ended")]
-    Watch(#[source] Option<Box<AgentError>>),
-    /// A message could not be written down.
-    #[error("cannot send to the parent")]
-    Message(#[source] ProtocolError),
-    /// The parent could not be reached.
-    #[error("cannot reach the parent")]
-    Parent(#[source] io::Error),
+    Watch,
 }
 
 /// The way to the parent, for all threads.
@@ -90,18 +73,25 @@ pub struct Parent {
 }
 
 impl Parent {
-    /// Sends a message, whole. Once the parent has asked this process to end, only events are sent: other calls never return.
-    pub fn send(&self, message: &FromAgent) -> Result<(), AgentError> {
-        let line = encode(message).map_err(AgentError::Message)?;
+    /// Sends a message, whole; a parent that takes none is gone, and this process ends with it. Once the parent has asked this
+    /// process to end, only events are sent: other calls never return.
+    pub fn send(&self, message: &FromAgent) {
         let event =
             matches!(message, FromAgent::Xid { .. } | FromAgent::DoubleBitEcc { .. } | FromAgent::Failed { .. });
         while !event && self.dismissed.load(Ordering::Acquire) {
             thread::park();
         }
+        let line = encode(message).unwrap_or_else(|error| give_up("cannot send to the parent", &error));
         // A thread that panicked while writing has left half a line, which the parent will refuse.
         let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
-        stream.write_all(&line).map_err(AgentError::Parent)
+        stream.write_all(&line).unwrap_or_else(|error| give_up("cannot reach the parent", &error));
     }
+}
+
+/// Ends this process, which cannot go on, from any of its threads.
+fn give_up(what: &str, error: &dyn std::error::Error) -> ! {
+    let _ = writeln!(io::stderr(), "linkwise nvml-agent: {what}: {}", chain(error));
+    raw::exit_now(1)
 }
 
 /// Runs until the parent is gone. `library` is the path of the driver's library or of a driver's root, or the usual names are
@@ -110,8 +100,8 @@ impl Parent {
 ///
 /// # Errors
 ///
-/// See [`AgentError`]. Of a library that does not load or initialise the parent is told instead, and the
-/// process ends with code 1.
+/// See [`AgentError`]. Where the library does not load or initialise, the parent gets the reason instead, and the process ends
+/// with code 1.
 pub fn main(
     library: Option<&Path>,
     procfs: PathBuf,
@@ -145,7 +135,7 @@ pub fn main(
     let nvml = match load(library, &calls) {
         Ok(nvml) => nvml,
         Err(error) => {
-            parent.send(&failure(error))?;
+            parent.send(&FromAgent::Leaving(error));
             // The parent logs it.
             raw::exit_now(1)
         }
@@ -170,7 +160,7 @@ pub fn main(
         silence: BTreeMap::new(),
         seen: Fingerprint::default(),
     };
-    watch.begin(listed)?;
+    watch.begin(listed);
     let gpus = Arc::clone(&watch.gpus);
     let watching = thread::Builder::new().name("watch".into());
     let watching = watching.spawn(move || watch.run(&asked)).map_err(AgentError::Thread)?;
@@ -178,11 +168,10 @@ pub fn main(
         // It is set once.
         let _ = hears.set(Arc::clone(&waiting));
     }
-    listener.run(&gpus, &parent, &waiting, &wish, || !watching.is_finished())?;
-    match watching.join() {
-        Ok(Ok(())) | Err(_) => Err(AgentError::Watch(None)),
-        Ok(Err(error)) => Err(AgentError::Watch(Some(Box::new(error)))),
-    }
+    listener.run(&gpus, &parent, &waiting, &wish, || !watching.is_finished());
+    // Without GPUs that have events this thread has nothing to do. A panic has been printed.
+    let _ = watching.join();
+    Err(AgentError::Watch)
 }
 
 /// Bounds this process's own memory; a limit that is lower already stays.
@@ -215,10 +204,7 @@ fn listen(mut socket: UnixStream, ask: &mpsc::Sender<ToAgent>) {
                 // The receiver ends with the process only: a failed send means that it is ending.
                 Ok(Some(message)) => drop(ask.send(message)),
                 Ok(None) => break,
-                Err(error) => {
-                    let _ = writeln!(io::stderr(), "linkwise nvml-agent: from the parent: {error}");
-                    raw::exit_now(1)
-                }
+                Err(error) => give_up("from the parent", &error),
             }
         }
     }
@@ -232,46 +218,35 @@ fn hear_out(waiting: &Waiting) {
     }
 }
 
-fn load(named: Option<&Path>, calls: &Calls) -> Result<Nvml, AgentError> {
-    let Some(named) = named else {
-        let [first, second] = LIBRARIES.map(OsStr::new);
-        return match init(first, calls) {
-            Err(first @ AgentError::Load { .. }) => match init(second, calls) {
-                Err(AgentError::Load { .. }) => Err(first),
-                other => other,
-            },
-            other => other,
-        };
-    };
-    // A folder is a driver's root, looked through anew by each child: the driver may come late.
-    if named.is_dir() {
-        return init(library::under(named).as_os_str(), calls);
+fn load(named: Option<&Path>, calls: &Calls) -> Result<Nvml, CallError> {
+    match named {
+        // A folder is a driver's root, looked through anew by each agent: the driver may come late.
+        Some(root) if root.is_dir() => init(&library::under(root), calls),
+        Some(library) => init(library, calls),
+        None => {
+            let [first, second] = LIBRARIES.map(Path::new);
+            let is_missing = |error: &CallError| error.fault() == Fault::Library;
+            match init(first, calls) {
+                Err(error) if is_missing(&error) => {
+                    init(second, calls).map_err(|other| if is_missing(&other) { error } else { other })
+                }
+                result => result,
+            }
+        }
     }
-    init(named.as_os_str(), calls)
 }
 
-fn init(library: &OsStr, calls: &Calls) -> Result<Nvml, AgentError> {
-    let missing = |reason: String| {
-        let library = library.display().to_string();
+fn init(library: &Path, calls: &Calls) -> Result<Nvml, CallError> {
+    let missing = |reason: &str| {
+        let library = library.display();
         // The dynamic linker begins with the name too.
-        let reason = reason.strip_prefix(&format!("{library}: ")).unwrap_or(&reason).to_owned();
-        AgentError::Load { library, reason }
+        let reason = reason.strip_prefix(&format!("{library}: ")).unwrap_or(reason);
+        CallError::unreadable(LOAD, format_args!("cannot load {library}: {reason}"))
     };
     // nvml-wrapper loads the library and initialises it in one go.
     calls.report(INIT);
-    match Nvml::builder().lib_path(library).init() {
-        Err(NvmlError::LibloadingError(error)) => Err(missing(error.to_string())),
-        result => match answer(INIT, result) {
-            Ok(Some(nvml)) => Ok(nvml),
-            Ok(None) => Err(missing("it has no working nvmlInit_v2".to_owned())),
-            Err(error) => Err(AgentError::Init(error)),
-        },
+    match Nvml::builder().lib_path(library.as_os_str()).init() {
+        Err(NvmlError::LibloadingError(error)) => Err(missing(&error.to_string())),
+        result => answer(INIT, result)?.ok_or_else(|| missing("it has no working nvmlInit_v2")),
     }
-}
-
-fn failure(error: AgentError) -> FromAgent {
-    FromAgent::Leaving(match error {
-        AgentError::Init(error) => error,
-        other => CallError::unreadable(LOAD, other),
-    })
 }

@@ -14,7 +14,7 @@ use linkwise_core::backoff::Backoff;
 use nvml_wrapper::Nvml;
 use nvml_wrapper_sys::bindings as sys;
 
-use super::agent::{AgentError, Parent};
+use super::agent::Parent;
 use super::call::{Answer, CallError, Fault, answer};
 use super::calls::Calls;
 use super::poll::reading;
@@ -161,10 +161,6 @@ impl<'nvml> Listener<'nvml> {
 
     /// Waits for events and reports them, until the parent is gone or `go_on` is false; it is asked after each wait and each
     /// pause. After each event a poll is requested: of several XIDs NVML reports only the last.
-    ///
-    /// # Errors
-    ///
-    /// The parent cannot be told.
     pub fn run(
         mut self,
         gpus: &[Gpu<'nvml>],
@@ -172,19 +168,19 @@ impl<'nvml> Listener<'nvml> {
         waiting: &Waiting,
         ask: &mpsc::Sender<ToAgent>,
         go_on: impl Fn() -> bool,
-    ) -> Result<(), AgentError> {
+    ) {
         let (mut backoff, mut failures) = (PAUSES, 0);
         while go_on() {
             let left = self.again.map(|at| at.saturating_duration_since(Instant::now()));
             if left.is_some_and(|left| left.is_zero()) {
-                self.renew(false, gpus, parent, waiting)?;
+                self.renew(false, gpus, parent, waiting);
                 continue;
             }
             let limit = left.map_or(WAIT, |left| left.min(WAIT));
             let Some(heard) = &self.heard else {
                 if left.is_none() {
                     // No GPU here has events.
-                    return Ok(());
+                    return;
                 }
                 rest(limit);
                 continue;
@@ -198,17 +194,17 @@ impl<'nvml> Listener<'nvml> {
                     failures = 0;
                     backoff.reset();
                     if let Some(event) = &event {
-                        parent.send(&message(event, gpus))?;
+                        parent.send(&message(event, gpus));
                         waiting.ask_for_a_round(ask);
                     }
                     pause_after(event.is_some(), began.elapsed())
                 }
                 Err(error) => {
                     if !backoff.is_failing() {
-                        parent.send(&failed(error))?;
+                        parent.send(&failed(error));
                     }
                     failures += 1;
-                    if failures % FAILURES == 0 && self.renew(true, gpus, parent, waiting)? {
+                    if failures % FAILURES == 0 && self.renew(true, gpus, parent, waiting) {
                         (backoff, failures) = (PAUSES, 0);
                         continue;
                     }
@@ -217,18 +213,11 @@ impl<'nvml> Listener<'nvml> {
             };
             rest(pause);
         }
-        Ok(())
     }
 
     /// Takes a new set of the GPUs that are not lost, where one of them was not registered before, or where the present set has
     /// `failed`. Returns whether it did. Its calls are not reported: they would hide the other thread's.
-    fn renew(
-        &mut self,
-        failed: bool,
-        gpus: &[Gpu<'nvml>],
-        parent: &Parent,
-        waiting: &Waiting,
-    ) -> Result<bool, AgentError> {
+    fn renew(&mut self, failed: bool, gpus: &[Gpu<'nvml>], parent: &Parent, waiting: &Waiting) -> bool {
         let untold = Calls::unreported();
         let mut failures = Vec::new();
         waiting.set(true);
@@ -255,20 +244,20 @@ impl<'nvml> Listener<'nvml> {
                 while let Some(Ok(Some(event))) = before.as_ref().map(|before| before.set.wait(Duration::ZERO))
                     && Instant::now() < until
                 {
-                    parent.send(&message(&event, gpus))?;
+                    parent.send(&message(&event, gpus));
                 }
             }
             // One that is not taken is dropped, with what the present one hears too.
             if let (true, Some(event)) = (taken, first) {
-                parent.send(&message(&event, gpus))?;
+                parent.send(&message(&event, gpus));
             }
         }
         let known = waiting.unheard();
         self.note(failures, waiting);
         for failure in waiting.unheard().into_iter().filter(|failure| !known.contains(failure)) {
-            parent.send(&FromAgent::Failed(failure))?;
+            parent.send(&FromAgent::Failed(failure));
         }
-        Ok(taken)
+        taken
     }
 
     /// Keeps the failed registrations, and when to try them again.

@@ -12,7 +12,6 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 
 use super::nccl::TopologyFile;
 use super::readiness::{Part, Readiness};
@@ -155,22 +154,12 @@ impl CdiSync {
         if self.scan.folder.is_some() { "waiting for CDI specs" } else { "waiting for NCCL's topology file" }
     }
 
-    /// Lives until `shutdown`; fails where the first files cannot be written.
+    /// Lives as long as the snapshots come; fails where the first files cannot be written.
     pub async fn run(
         self,
-        snapshot: watch::Receiver<Arc<NodeState>>,
+        mut snapshot: watch::Receiver<Arc<NodeState>>,
         metrics: cdi::CdiMetrics,
         readiness: Readiness,
-        shutdown: CancellationToken,
-    ) -> Result<()> {
-        shutdown.run_until_cancelled(self.follow(snapshot, &metrics, &readiness)).await.unwrap_or(Ok(()))
-    }
-
-    async fn follow(
-        self,
-        mut snapshot: watch::Receiver<Arc<NodeState>>,
-        metrics: &cdi::CdiMetrics,
-        readiness: &Readiness,
     ) -> Result<()> {
         readiness.add(Part::CdiSync, "writing the first files");
         let Self { mut scan, host_devices, ready } = self;

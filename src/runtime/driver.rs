@@ -20,7 +20,6 @@ use anyhow::{Context, Result, anyhow, bail};
 use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::{Instant, sleep_until};
-use tokio_util::sync::CancellationToken;
 
 use super::idle::Idle;
 use super::operator::Release;
@@ -60,8 +59,8 @@ pub(super) struct Driver {
 }
 
 impl Driver {
-    /// Lives until `shutdown`; fails where NVML cannot be initialised and only another container can mend that.
-    pub async fn run(self, shutdown: CancellationToken) -> Result<()> {
+    /// Lives for ever; fails where NVML cannot be initialised and only another container can mend that.
+    pub async fn run(self) -> Result<()> {
         let (report, inputs) = mpsc::channel(INPUTS);
         let probe = HostProbe::new(self.sysfs.clone(), self.command.library.clone());
         let life = Life {
@@ -73,7 +72,7 @@ impl Driver {
             probe: Arc::new(Mutex::new(probe)),
             report,
         };
-        shutdown.run_until_cancelled(life.live(inputs)).await.unwrap_or(Ok(()))
+        life.live(inputs).await
     }
 }
 

@@ -25,6 +25,7 @@ mod readiness;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use futures_util::FutureExt;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 
@@ -116,12 +117,11 @@ async fn serve(args: &RunArgs) -> Result<()> {
         events: node.events(),
         idle: node.readiness().idle().clone(),
     };
-    let shutdown = node.shutdown();
     if let Some(sync) = injection.sync {
         node.hold_plugins_until(sync.ready(), sync.awaited());
         let (snapshot, readiness) = (node.snapshot(), node.readiness().clone());
         let metrics = node.metrics().register(CdiMetrics::register);
-        node.spawn("CDI sync", sync.run(snapshot, metrics, readiness, shutdown.clone()));
+        node.spawn("CDI sync", sync.run(snapshot, metrics, readiness));
     } else {
         // The series is there, on every node.
         node.metrics().register(CdiMetrics::register);
@@ -129,18 +129,16 @@ async fn serve(args: &RunArgs) -> Result<()> {
     // Before the first GPU is discovered: the plan decides which resources it belongs to.
     let planned = Event::Planned(Box::new(settings.plan()));
     node.events().send(planned).await.context("the node takes no events")?;
-    node.spawn("NVML driver", driver.run(shutdown.clone()));
-    node.spawn("MPS daemons' watch", watch.run(shutdown.clone()));
+    node.spawn("NVML driver", driver.run());
+    node.spawn("MPS daemons' watch", watch.run());
     let (metrics, events) = (node.metrics().register(ConfigMetrics::register), node.events());
     let reloader = config::Reloader { flags: args.flags.clone(), environment, settings, metrics, events };
-    node.spawn("configuration", reloader.run(hangup, shutdown.clone()));
+    node.spawn("configuration", reloader.run(hangup));
     if let Some(admin) = admin {
-        let (orders, shutdown) = (operator::orders(&node, &release), shutdown.clone());
-        node.spawn("admin socket", async move {
-            admin.serve(orders, shutdown).await;
-            Ok(())
-        });
+        let orders = operator::orders(&node, &release);
+        node.spawn("admin socket", admin.serve(orders).map(Ok));
     }
+    let shutdown = node.shutdown();
     node.spawn("signals", async move {
         let name = loop {
             tokio::select! {
@@ -148,7 +146,6 @@ async fn serve(args: &RunArgs) -> Result<()> {
                 _ = interrupt.recv() => break "SIGINT",
                 _ = let_go.recv() => release.wish(true),
                 _ = take_up.recv() => release.wish(false),
-                () = shutdown.cancelled() => return Ok(()),
             }
         };
         tracing::info!(signal = name, "ending");

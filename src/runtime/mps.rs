@@ -19,12 +19,12 @@ use prometheus_client::registry::Registry;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
-use tokio_util::sync::CancellationToken;
 
 use super::clock::Clock;
 use super::config;
 use super::driver::metrics::DriverMetrics;
 use super::idle::Idle;
+use super::node::task_end;
 use super::operator::Release;
 use crate::config::settings::load;
 use crate::config::{ConfigMetrics, Environment, MpsCommand, MpsControlDaemonArgs};
@@ -88,17 +88,16 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     // No port serves these here.
     let metrics = DriverMetrics::register(&mut Registry::default());
     let config_metrics = ConfigMetrics::default();
-    let shutdown = CancellationToken::new();
     let mut tasks = JoinSet::new();
     let idle = watch::Sender::new(Idle::Waiting(String::new()));
     let release = Release::new(metrics.clone());
     let driver = super::driver_of(&args.nvml, &args.host, &loaded.settings, events.clone(), (metrics, idle, release));
     let planned = Event::Planned(Box::new(loaded.settings.plan()));
     events.send(planned).await.context("no task takes events")?;
-    tasks.spawn(named("NVML driver", driver.run(shutdown.clone())));
+    tasks.spawn(named("NVML driver", driver.run()));
     let (flags, settings) = (args.flags.clone(), loaded.settings);
     let reloader = config::Reloader { flags, environment, settings, metrics: config_metrics, events };
-    tasks.spawn(named("configuration", reloader.run(hangup, shutdown.clone())));
+    tasks.spawn(named("configuration", reloader.run(hangup)));
 
     let programs = Programs { control: "nvidia-cuda-mps-control".into(), smi: "nvidia-smi".into() };
     let mut daemons = Daemons::new(Settings { layout: layout.clone(), programs, pace: PACE });
@@ -109,18 +108,15 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
                 daemons.want(wanted).await;
             },
             ended = daemons.next() => if let Err(error) = ended { break Err(error) },
-            Some(task) = tasks.join_next() => match task {
-                Ok((name, Ok(()))) => break Err(anyhow!("the task '{name}' ended")),
-                Ok((name, Err(error))) => break Err(error.context(format!("the task '{name}' failed"))),
-                Err(error) => break Err(error).context("a task panicked"),
-            },
+            Some(task) = tasks.join_next() => {
+                break task_end(task).and_then(|name| Err(anyhow!("the task '{name}' ended")));
+            }
             _ = terminate.recv() => { tracing::info!(signal = "SIGTERM", "ending"); break Ok(()) }
             _ = interrupt.recv() => { tracing::info!(signal = "SIGINT", "ending"); break Ok(()) }
         }
     };
     daemons.end().await?;
-    shutdown.cancel();
-    while tasks.join_next().await.is_some() {}
+    tasks.shutdown().await;
     ended
 }
 

@@ -5,13 +5,15 @@
 //! ends the node.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
+use futures_util::FutureExt;
 use tokio::sync::{mpsc, watch};
-use tokio::task::JoinSet;
+use tokio::task::{JoinError, JoinSet};
 use tokio::time::{sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
@@ -79,6 +81,13 @@ pub struct Node {
     shutdown: CancellationToken,
 }
 
+/// The name of a task that ended, or why it failed.
+pub(super) fn task_end<N: fmt::Display>(ended: Result<(N, Result<()>), JoinError>) -> Result<N> {
+    let (name, result) = ended.context("a task panicked")?;
+    result.with_context(|| format!("the task '{name}' failed"))?;
+    Ok(name)
+}
+
 /// The name of a plugin's task.
 fn plugin_task(resource: &ResourceName) -> String {
     format!("plugin of {resource}")
@@ -126,16 +135,10 @@ impl Node {
             tasks: JoinSet::new(),
             shutdown: CancellationToken::new(),
         };
-        let (answers, shutdown) = (node.answers(), node.shutdown());
-        node.spawn("metrics and probes", async move {
-            admin.serve(answers, shutdown).await;
-            Ok(())
-        });
+        let answers = node.answers();
+        node.spawn("metrics and probes", admin.serve(answers).map(Ok));
         let (records, shutdown) = (node.records.subscribe(), node.shutdown());
-        node.spawn("health record", async move {
-            keeper.follow(records, shutdown).await;
-            Ok(())
-        });
+        node.spawn_until_done("health record", keeper.follow(records, shutdown).map(Ok));
         if let Some(record) = kept {
             node.apply(Event::Restored(Box::new(record)));
         }
@@ -182,9 +185,15 @@ impl Node {
         self.gate = Some((ready, phase));
     }
 
-    /// Starts a task of this node. One that ends before the shutdown ends the node.
-    pub fn spawn(&mut self, name: impl Into<String>, task: impl Future<Output = Result<()>> + Send + 'static) {
-        let name = name.into();
+    /// Starts a task of this node, which the shutdown breaks off. One that ends before ends the node.
+    pub fn spawn(&mut self, name: &str, task: impl Future<Output = Result<()>> + Send + 'static) {
+        let shutdown = self.shutdown();
+        self.spawn_until_done(name, async move { shutdown.run_until_cancelled(task).await.unwrap_or(Ok(())) });
+    }
+
+    /// Starts a task that follows the shutdown itself.
+    fn spawn_until_done(&mut self, name: &str, task: impl Future<Output = Result<()>> + Send + 'static) {
+        let name = name.to_owned();
         self.tasks.spawn(async move { (name, task.await) });
     }
 
@@ -209,12 +218,11 @@ impl Node {
                     self.holders_changed(now);
                 }
                 Some((resource, occurrence)) = self.occurrences.1.recv() => reported.log(&resource, &occurrence),
-                Some(task) = self.tasks.join_next() => match task {
-                    Ok((_, Ok(()))) if self.shutdown.is_cancelled() => break Ok(()),
-                    Ok((name, Ok(()))) if self.withdrawn(&name) => {}
-                    Ok((name, Ok(()))) => break Err(anyhow!("the task '{name}' ended")),
-                    Ok((name, Err(error))) => break Err(error.context(format!("the task '{name}' failed"))),
-                    Err(error) => break Err(error).context("a task panicked"),
+                Some(task) = self.tasks.join_next() => match task_end(task) {
+                    Ok(_) if self.shutdown.is_cancelled() => break Ok(()),
+                    Ok(name) if self.withdrawn(&name) => {}
+                    Ok(name) => break Err(anyhow!("the task '{name}' ended")),
+                    Err(error) => break Err(error),
                 },
             }
         };
@@ -297,17 +305,14 @@ impl Node {
         let waits = gate.as_ref().filter(|(ready, _)| !*ready.borrow());
         let phase = waits.map_or(Phase::WaitingForKubelet.words(), |(_, phase)| phase);
         self.readiness.add(Part::Plugin(resource.clone()), phase);
-        self.spawn(plugin_task(&resource), {
-            let end = end.clone();
-            async move {
-                if let Some((mut ready, _)) = gate {
-                    // An error means that the node is ending.
-                    let _ = end.run_until_cancelled(ready.wait_for(|ready| *ready)).await;
-                }
-                Ok(plugin.run(end).await?)
+        self.plugins.insert(resource.clone(), end.clone());
+        self.spawn_until_done(&plugin_task(&resource), async move {
+            if let Some((mut ready, _)) = gate {
+                // An error means that the node is ending.
+                let _ = end.run_until_cancelled(ready.wait_for(|ready| *ready)).await;
             }
+            Ok(plugin.run(end).await?)
         });
-        self.plugins.insert(resource, end);
     }
 
     /// Starts to ask which devices containers hold, once: the first device list depends on the answer.
@@ -316,7 +321,7 @@ impl Node {
         if !self.follows_holders {
             self.follows_holders = true;
             let (holders, often, shutdown) = (self.holders.clone(), self.asks_often.subscribe(), self.shutdown());
-            self.spawn("holders of devices", async move {
+            self.spawn_until_done("holders of devices", async move {
                 pod_resources::follow_holders(&sources, holders, often, shutdown).await;
                 Ok(())
             });

@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use tokio::sync::{mpsc, watch};
-use tokio_util::sync::CancellationToken;
 
 use crate::mps::{Layout, NotReady, readiness};
 use crate::once::Once;
@@ -28,12 +27,8 @@ pub(in crate::runtime) struct Watch {
 }
 
 impl Watch {
-    /// Lives until `shutdown`.
-    pub async fn run(self, shutdown: CancellationToken) -> Result<()> {
-        shutdown.run_until_cancelled(self.follow()).await.unwrap_or(Ok(()))
-    }
-
-    async fn follow(mut self) -> Result<()> {
+    /// Lives as long as the snapshots come.
+    pub async fn run(mut self) -> Result<()> {
         let mut logged = Once::new();
         let mut ready: BTreeMap<ResourceName, MpsShare> = BTreeMap::new();
         loop {
