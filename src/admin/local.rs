@@ -187,7 +187,6 @@ mod tests {
 
     /// The answer to a request with this first line.
     async fn ask(local: Local, path: &Path, line: &str) -> String {
-        let shutdown = CancellationToken::new();
         let asking = async {
             let mut stream = UnixStream::connect(path).await.unwrap();
             stream
@@ -196,10 +195,12 @@ mod tests {
                 .unwrap();
             let mut text = String::new();
             stream.read_to_string(&mut text).await.unwrap();
-            shutdown.cancel();
             text
         };
-        tokio::join!(local.serve(orders(), shutdown.clone()), asking).1
+        tokio::select! {
+            () = local.serve(orders()) => unreachable!("it serves for ever"),
+            text = asking => text,
+        }
     }
 
     #[tokio::test]

@@ -134,7 +134,6 @@ mod tests {
             metrics_type: "text/plain",
             ready: Arc::new(|| Ok("ready".to_owned())),
         };
-        let shutdown = CancellationToken::new();
         let asking = async {
             let mut strangers = Vec::new();
             for _ in 0..STRANGERS {
@@ -151,8 +150,10 @@ mod tests {
                 assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with(body), "{path}: {answer:.200}");
                 println!("{path} answered in {took:?} beside {} connections", strangers.len());
             }
-            shutdown.cancel();
         };
-        tokio::join!(admin.serve(answers, shutdown.clone()), asking);
+        tokio::select! {
+            () = admin.serve(answers) => {}
+            () = asking => {}
+        }
     }
 }

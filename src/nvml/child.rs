@@ -271,25 +271,10 @@ impl Agent {
     }
 
     /// Ends the agent: asks it to by closing the socket, and kills it where that does not help.
-    ///
-    /// # Errors
-    ///
-    /// Its end cannot be learnt, or does not come: see [`Self::gone`].
-    pub async fn end(&mut self) -> io::Result<ExitStatus> {
-        self.dismiss().await?;
-        match timeout(LAST_MOMENTS, self.process.wait()).await {
-            Ok(status) => status,
-            Err(_) => {
-                self.process.start_kill()?;
-                // What is stuck in the kernel does not even die.
-                match timeout(LAST_MOMENTS, self.process.wait()).await {
-                    Ok(status) => status,
-                    Err(_) => {
-                        Err(io::Error::new(io::ErrorKind::TimedOut, "it was killed and goes on, stuck in the kernel"))
-                    }
-                }
-            }
-        }
+    pub async fn end(mut self) {
+        // It is killed when it is dropped, unless it has ended.
+        let _ = self.dismiss().await;
+        let _ = timeout(LAST_MOMENTS, self.process.wait()).await;
     }
 
     /// Kills the process and waits until it has ended, however long that takes.

@@ -84,34 +84,22 @@ fn identify<'nvml>(
     place: Place,
     subject: &mut String,
 ) -> Result<Gpu<'nvml>, CallError> {
+    // A GPU that does not report its place is not taken for a GPU.
+    const PCI: &str = "nvmlDeviceGetPciInfo_v3";
     let index = place.index;
     let calls = calls.about(place, None);
     let device = required(&calls, HANDLE, || nvml.device_by_index(index))?;
-    let pci = place_on_bus(&device, &calls)?;
+    let info = required(&calls, PCI, || device.pci_info())?;
+    let pci: PciAddress = info.bus_id.parse().map_err(|error| CallError::unreadable(PCI, error))?;
     *subject = pci.to_string();
-    let uuid = name(&device, &calls)?;
+    let uuid = required(&calls, UUID, || device.uuid())?;
+    let uuid: GpuUuid = uuid.parse().map_err(|error| CallError::unreadable(UUID, error))?;
     let calls = calls.about(place, Some(uuid.clone()));
     Ok(Gpu { index, uuid, pci, device, calls })
 }
 
-/// A GPU's name.
-pub fn name(device: &Device<'_>, calls: &Calls) -> Result<GpuUuid, CallError> {
-    required(calls, UUID, || device.uuid())?.parse().map_err(|error| CallError::unreadable(UUID, error))
-}
-
-/// Where a GPU sits. One that does not say so is not taken for a GPU.
-pub fn place_on_bus(device: &Device<'_>, calls: &Calls) -> Result<PciAddress, CallError> {
-    const CALL: &str = "nvmlDeviceGetPciInfo_v3";
-    let info = required(calls, CALL, || device.pci_info())?;
-    info.bus_id.parse().map_err(|error| CallError::unreadable(CALL, error))
-}
-
 /// A fact without which there is no GPU: no answer is an error too.
-pub fn required<T>(
-    calls: &Calls,
-    call: &'static str,
-    made: impl FnOnce() -> Result<T, NvmlError>,
-) -> Result<T, CallError> {
+fn required<T>(calls: &Calls, call: &'static str, made: impl FnOnce() -> Result<T, NvmlError>) -> Result<T, CallError> {
     let missing = || CallError::unreadable(call, "NVML does not offer this call here");
     calls.ask(call, made)?.ok_or_else(missing)
 }

@@ -16,8 +16,8 @@ use super::agent::Parent;
 use super::call::CallError;
 use super::calls::Calls;
 use super::events::Waiting;
-use super::poll::{self, Polled, Silence, unreached};
-use super::probe::{self, COUNT, Gpu, HANDLE, Listed, REGISTER, required};
+use super::poll::{self, Polled, Silence};
+use super::probe::{self, Gpu, Listed, REGISTER};
 use super::protocol::{FromAgent, Missing, Place, ToAgent};
 use super::raw;
 use super::scan::{CallFailure, NodeScan};
@@ -128,10 +128,7 @@ impl Watch {
 
     fn round(&mut self) {
         let (mut polls, mut round) = self.poll();
-        match self.names(&mut round) {
-            Err(error) if error.needs_new_process() => self.leave(error),
-            _ => {}
-        }
+        self.names(&mut round);
         if self.seen.learn(round) {
             self.observe();
             // New GPUs are polled at once; a full scan is rare. A GPU that it could not identify is among the missing.
@@ -142,32 +139,20 @@ impl Watch {
         self.tell(polls);
     }
 
-    /// Which GPU NVML has at each index, as far as a full look would list it.
-    fn names(&mut self, round: &mut Fingerprint) -> Result<(), CallError> {
-        self.missing.clear();
-        let count = required(&self.calls, COUNT, || self.nvml.device_count());
-        let of = count.inspect_err(|error| {
-            self.missing.push(Missing { place: None, reach: unreached(error) });
-        })?;
-        round.add(Fact::Count, of);
-        for place in (0..of).map(|index| Place { index, of }).filter(|place| !self.skip.contains(place)) {
-            match self.name(place) {
-                Ok(uuid) => round.add(Fact::Name(place.index), uuid),
-                Err(error) => self.missing.push(Missing { place: Some(place), reach: unreached(&error) }),
-            }
+    /// Which GPU NVML has at each index, as a full scan would list them.
+    fn names(&mut self, round: &mut Fingerprint) {
+        let listed = probe::list(self.nvml, &self.calls, &self.skip);
+        let uncounted = listed.failures.into_iter().filter(|_| listed.count.is_none());
+        if let Some(failure) = uncounted.filter(|failure| failure.error.needs_new_process()).last() {
+            self.leave(failure.error);
         }
-        Ok(())
-    }
-
-    fn name(&self, place: Place) -> Result<GpuUuid, CallError> {
-        let calls = self.calls.about(place, None);
-        let device = required(&calls, HANDLE, || self.nvml.device_by_index(place.index))?;
-        let uuid = probe::name(&device, &calls)?;
-        // A full look would leave out again one that does not say where it is.
-        if !self.gpus.iter().any(|gpu| gpu.uuid == uuid) {
-            probe::place_on_bus(&device, &calls)?;
+        self.missing = listed.missing;
+        if let Some(count) = listed.count {
+            round.add(Fact::Count, count);
         }
-        Ok(uuid)
+        for gpu in listed.gpus {
+            round.add(Fact::Name(gpu.index), gpu.uuid);
+        }
     }
 
     fn poll(&mut self) -> (BTreeMap<GpuUuid, HealthPoll>, Fingerprint) {

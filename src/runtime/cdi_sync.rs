@@ -13,15 +13,16 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use tokio::sync::watch;
 
-use super::nccl::TopologyFile;
 use super::readiness::{Part, Readiness};
 use crate::cdi;
 use crate::config::Settings;
 use crate::config::settings::{DeviceIdStrategy, DeviceListStrategy};
+use crate::files;
 use crate::hwloc;
+use crate::machines;
 use crate::once::Once;
 use crate::publish::RdmaNodes;
-use crate::publish::injection::{CdiOptions, DeviceIds, HostDevices, InjectionOptions};
+use crate::publish::injection::{CdiOptions, DeviceIds, HostDevices, InjectionOptions, NCCL_FILE};
 use crate::state::NodeState;
 use crate::topology::NodeObservation;
 
@@ -119,7 +120,7 @@ pub(super) fn prepare(
         env: extras.iter().map(|(_, variable, _)| ((*variable).to_owned(), "enabled".to_owned())).collect(),
         device_nodes: settings.pass_device_specs.value,
         mps_root: settings.mps_root.value.display().to_string(),
-        nccl_folder: scan.nccl.as_ref().map(|file| file.folder().display().to_string()),
+        nccl_folder: scan.nccl.as_ref().map(|file| file.folder.display().to_string()),
     };
     let host_devices = watch::Sender::new(Arc::new(host_devices));
     let files = scan.folder.is_some() || scan.nccl.is_some();
@@ -199,6 +200,33 @@ impl CdiSync {
                 () = tokio::time::sleep(SCAN_EVERY) => {}
             }
         }
+    }
+}
+
+/// The NCCL topology file that containers with GPUs get (`--expose-nccl-topology`): this machine as last observed.
+struct TopologyFile {
+    /// At the same path on the host and in our container.
+    folder: PathBuf,
+    observed: watch::Receiver<Arc<NodeObservation>>,
+}
+
+impl TopologyFile {
+    /// `None` where the operator did not ask for it. Fails where its folder cannot be written.
+    fn prepare(settings: &Settings, observed: watch::Receiver<Arc<NodeObservation>>) -> Result<Option<Self>> {
+        if !settings.expose_nccl_topology.value {
+            return Ok(None);
+        }
+        let folder = settings.nccl_topology_dir.value.clone();
+        files::prepare_folder(&folder)
+            .with_context(|| format!("cannot write NCCL's topology file to {}", folder.display()))?;
+        Ok(Some(Self { folder, observed }))
+    }
+
+    /// Writes the last observation; returns whether the file changed.
+    fn write(&self) -> io::Result<bool> {
+        let observed = Arc::clone(&self.observed.borrow());
+        let path = self.folder.join(NCCL_FILE);
+        files::write_if_changed(&path, machines::nccl_topology_file(&observed).as_bytes(), 0o644)
     }
 }
 

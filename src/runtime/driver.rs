@@ -21,8 +21,8 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::{Instant, sleep_until};
 
-use super::idle::Idle;
 use super::operator::Release;
+use super::readiness::Idle;
 use crate::hwloc;
 use crate::nvml::child::{Agent, AgentCommand, AgentEnded};
 use crate::nvml::protocol::{Called, FromAgent, Place, ToAgent};
@@ -288,7 +288,7 @@ pub async fn scan(command: &AgentCommand) -> Result<NodeScan> {
     loop {
         match agent.next().await {
             Ok(FromAgent::Ready(scan)) => {
-                agent.end().await.context("cannot end the NVML agent")?;
+                agent.end().await;
                 return Ok(scan.after(None));
             }
             Ok(FromAgent::Leaving(error)) => failed = Some(error),

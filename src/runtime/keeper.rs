@@ -1,7 +1,7 @@
-//! Keeps the GPUs' health across restarts of the agent: one small file, written off the path of an admission.
+//! Keeps the GPUs' health across restarts of linkwise: one small file, written off the path of an admission.
 //!
-//! Called by `node`, which owns the task. The core's `state` decides what is recorded and what of a record still
-//! counts.
+//! Called by `node`, which owns the task, and by the doctor, for which no file is renamed or written. The core's `state`
+//! decides what is recorded and what of a record still counts.
 
 use std::fs;
 use std::io;
@@ -16,9 +16,10 @@ use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
+use super::driver::identity;
 use crate::errors::chain;
 use crate::files;
-use crate::state::{HealthRecord, XidPolicy};
+use crate::state::{HealthRecord, NodeIdentity, XidPolicy};
 
 /// The record's file name.
 pub(super) const FILE: &str = "linkwise_health.json";
@@ -137,6 +138,31 @@ impl Keeper {
             Ok(()) | Err(_) => {}
         }
         self.failed = written.is_err();
+    }
+}
+
+/// A health record and what it has to match.
+#[derive(Clone, Debug)]
+pub struct Kept {
+    /// The file.
+    pub file: PathBuf,
+    /// Its content; `None` where there is no file.
+    pub record: Option<HealthRecord>,
+    /// The current boot and load of the driver: a record of another one does not count.
+    pub identity: NodeIdentity,
+}
+
+/// Reads the record in `folder`, or without one where `run` keeps it: beside the kubelet's socket. It may block.
+///
+/// # Errors
+///
+/// The file, and why it is not used.
+pub fn kept(folder: Option<&Path>, kubelet_socket: &Path, sysfs: &Path) -> Result<Kept, (PathBuf, ReadError)> {
+    let folder = folder.map(Path::to_owned).or_else(|| beside(kubelet_socket)).unwrap_or_default();
+    let file = folder.join(FILE);
+    match read(&file) {
+        Ok(record) => Ok(Kept { file, record, identity: identity(sysfs) }),
+        Err(error) => Err((file, error)),
     }
 }
 

@@ -9,14 +9,11 @@ mod cdi_sync;
 mod clock;
 mod config;
 mod driver;
-mod idle;
 mod keeper;
-mod kept;
 mod log;
 #[cfg(test)]
 mod metrics_tests;
 mod mps;
-mod nccl;
 mod node;
 mod observe;
 mod operator;
@@ -41,11 +38,10 @@ use crate::state::{Event, XidPolicy};
 use crate::uds::Callers;
 
 use driver::metrics::DriverMetrics;
-use idle::Idle;
+use readiness::Idle;
 
 pub use driver::scan;
-pub use keeper::HealthSettings;
-pub use kept::{Kept, kept};
+pub use keeper::{HealthSettings, Kept, kept};
 pub use log::log_to_stderr;
 pub use mps::mps_control_daemon;
 pub use node::{Node, NodeSettings};

@@ -18,10 +18,9 @@ use tokio::time::{sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::clock::Clock;
-use super::idle::Idle;
 use super::keeper::{HealthSettings, Keeper};
 use super::observe::{self, GpuFailures, Reported};
-use super::readiness::{Part, Readiness};
+use super::readiness::{Idle, Part, Readiness};
 use crate::admin::{Admin, Answers};
 use crate::allocation::AllocationReport;
 use crate::kubelet::pod_resources::{self, Holders};

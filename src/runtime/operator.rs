@@ -155,7 +155,7 @@ fn state(snapshot: &NodeState, readiness: &Readiness, driver_released: bool) -> 
 mod tests {
     use super::*;
     use crate::kubelet::Phase;
-    use crate::runtime::idle::Idle;
+    use crate::runtime::readiness::Idle;
     use crate::runtime::{HealthSettings, NodeSettings};
     use crate::state::{NumaHints, ResourceName, UnhealthyReason};
 

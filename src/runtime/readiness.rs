@@ -9,9 +9,26 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::watch;
 
-use super::idle::Idle;
 use crate::admin::PartState;
 use crate::state::ResourceName;
+
+/// Why a node offers nothing. Written by `driver` and `mps::plugin`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Idle {
+    /// It may change by itself, or somebody has to act: the node is not ready.
+    Waiting(String),
+    /// This host has no GPU to serve: nothing is to be done, and the node is as ready as it will be.
+    NoGpu(String),
+}
+
+impl Idle {
+    /// Why, for people.
+    pub fn reason(&self) -> &str {
+        match self {
+            Self::Waiting(reason) | Self::NoGpu(reason) => reason,
+        }
+    }
+}
 
 /// What can be ready or not.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]

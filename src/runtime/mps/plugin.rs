@@ -11,7 +11,7 @@ use tokio::sync::{mpsc, watch};
 
 use crate::mps::{Layout, NotReady, readiness};
 use crate::once::Once;
-use crate::runtime::idle::Idle;
+use crate::runtime::readiness::Idle;
 use crate::state::{Event, MpsShare, NodeState, ResourceName};
 
 /// How often the markers are read: a lock that ends makes no event in a folder. A small file for each resource.
