@@ -147,10 +147,6 @@ impl Life {
                 let sysfs = self.driver.sysfs.clone();
                 self.read(move || hwloc::observe(&sysfs), Input::HostScanned);
             }
-            Action::Identify => {
-                let sysfs = self.driver.sysfs.clone();
-                self.read(move || identity(&sysfs), Input::Identified);
-            }
             Action::Publish(node) => {
                 self.driver.seen.send_replace(Arc::new((*node).clone()));
                 self.emit(Event::Observed(node)).await?;

@@ -19,13 +19,13 @@ use super::agents::{ActiveAgent, AgentId, Agents, RestartReason, StandbyAgent};
 use super::host_probe::HostFingerprint;
 use super::outage::NvmlOutage;
 use super::quarantine::{Quarantine, Verdict};
-use super::scan::{Identity, Scan};
+use super::scan::Scan;
 use crate::backoff::Backoff;
 use crate::nvml::HANDLE;
 use crate::nvml::protocol::{FromAgent, Missing, Place};
 use crate::nvml::scan::{CallFailure, NodeScan, known};
 use crate::once::Once;
-use crate::state::{Event, HealthPoll, MigInstance, NodeIdentity, Reach};
+use crate::state::{Event, HealthPoll, MigInstance, Reach};
 use crate::topology::{GpuUuid, PciAddress};
 
 pub(in crate::runtime) use io::Settings;
@@ -34,7 +34,7 @@ pub(super) use io::{Action, Input};
 /// The longest pause before an agent is started again, as a multiple of the first.
 const LONGEST: u32 = 60;
 
-/// How long a start, a poll and a scan wait for short files; what they would have added counts later.
+/// How long a start and a poll wait for short files; what they would have added counts later.
 const FILES: Duration = Duration::from_millis(500);
 
 /// What happens while no agent is active.
@@ -146,7 +146,6 @@ impl Machine {
             Input::Released(released) => self.release(released, now),
             Input::Probed(host) => self.probed(host, now),
             Input::HostScanned(host) => self.scan.take_host(host, now),
-            Input::Identified(identity) => self.identified(identity),
             Input::Tick => {}
         }
         self.timers(now);
@@ -295,12 +294,12 @@ impl Machine {
     /// Whether the host calls for another agent.
     fn compare(&mut self, host: HostFingerprint, now: Duration) {
         let Some(active) = &mut self.agents.active else { return };
-        let Some(before) = active.host.replace(host.clone()) else { return };
-        if before.driver != host.driver {
-            let name = |driver: &Option<(String, u64)>| {
-                driver.as_ref().map_or_else(|| "none".to_owned(), |(version, load)| format!("{version} (load {load})"))
-            };
-            let cause = format!("the driver was {}, and is {}", name(&before.driver), name(&host.driver));
+        let Some(before) = active.host.replace(host.clone()) else {
+            return self.emit(Event::Identified(host.identity));
+        };
+        if before.identity.driver != host.identity.driver {
+            let name = |host: HostFingerprint| host.identity.driver.unwrap_or_else(|| "none".to_owned());
+            let cause = format!("the driver was {}, and is {}", name(before), name(host));
             self.retire_all("replaced", now);
             tracing::warn!(cause, "NVML agent replaced");
             self.outage.begin(cause, now);
@@ -447,6 +446,8 @@ impl Machine {
     /// The active agent has scanned the GPUs: when it is ready, and again whenever they changed.
     fn scanned(&mut self, scan: NodeScan, now: Duration) {
         let Some(active) = &mut self.agents.active else { return };
+        // Unknown where the host was not probed in time; then the next probe has it.
+        let identity = active.host.as_ref().map(|host| host.identity.clone());
         let gpus: BTreeSet<GpuUuid> = scan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         if !active.ready {
             let none_on_bus = active.host.as_ref().is_some_and(|host| host.gpus().is_empty());
@@ -470,37 +471,15 @@ impl Machine {
         } else if let Some(new) = gpus.difference(&active.listens_to).next() {
             active.renew(format!("GPU {new} appeared, and its events are not heard"), now);
         }
+        self.actions.extend(identity.map(|identity| Action::Emit(Event::Identified(identity))));
         if gpus.is_empty() {
             self.act(Action::Idle(Idle::Waiting(NO_GPUS.to_owned())));
         }
         // A scan of the host that runs already has taken too long, or belongs to a scan that is still to be published.
         let host_until = if self.scan.host_runs { now } else { now + self.settings.call / 3 };
-        self.scan.take(scan, host_until, now + FILES);
+        self.scan.take(scan, host_until);
         if !std::mem::replace(&mut self.scan.host_runs, true) {
             self.act(Action::ScanHost);
-        }
-        self.identify();
-    }
-
-    fn identify(&mut self) {
-        self.scan.identity = match self.scan.identity {
-            Identity::Known | Identity::Wanted => {
-                self.act(Action::Identify);
-                Identity::Reading
-            }
-            Identity::Reading | Identity::ReadingOld => Identity::ReadingOld,
-        };
-    }
-
-    fn identified(&mut self, identity: Option<NodeIdentity>) {
-        let was = std::mem::replace(&mut self.scan.identity, Identity::Wanted);
-        match (was, identity) {
-            (Identity::ReadingOld, _) => self.identify(),
-            (_, Some(identity)) => {
-                self.scan.identity = Identity::Known;
-                self.emit(Event::Identified(identity));
-            }
-            (_, None) => {}
         }
     }
 
@@ -541,9 +520,6 @@ impl Machine {
         let since = self.probe.map_or(now, |(since, _)| since);
         self.polls = Some(PendingPolls { polls, until: since + FILES });
         self.probe(now);
-        if self.scan.identity == Identity::Wanted {
-            self.identify();
-        }
     }
 
     /// The polls of the GPUs that NVML counts and that were not asked, but for those that are skipped.

@@ -7,7 +7,7 @@ use super::super::agents::{AgentEnd, AgentId};
 use super::super::host_probe::HostFingerprint;
 use super::super::scan::HostScan;
 use crate::nvml::protocol::{FromAgent, Place};
-use crate::state::{Event, NodeIdentity};
+use crate::state::Event;
 use crate::topology::NodeObservation;
 
 /// The options of the life with the driver; see `config::NvmlArgs`.
@@ -46,8 +46,6 @@ pub(in crate::runtime::driver) enum Input {
     Probed(Option<HostFingerprint>),
     /// The host was scanned; `None` where that broke off.
     HostScanned(Option<HostScan>),
-    /// Boot and driver were identified; `None` where that broke off.
-    Identified(Option<NodeIdentity>),
     /// The time of [`super::Machine::wake`] has come.
     Tick,
 }
@@ -67,8 +65,6 @@ pub(in crate::runtime::driver) enum Action {
     Probe(Option<AgentId>),
     /// Scan the host.
     ScanHost,
-    /// Read the identity of boot and driver.
-    Identify,
     /// Publish the node.
     Publish(Box<NodeObservation>),
     /// Apply an event to the node's state.
