@@ -145,7 +145,8 @@ pub fn main(
     let listed = probe::list(nvml, &calls, &skip);
     let waiting = Arc::new(Waiting::new());
     // Before the look at the GPUs, so that nothing falls between the look and the events.
-    let listener = Listener::new(nvml, &calls, &listed.gpus, poll, &waiting);
+    let ends = (Arc::clone(&parent), Arc::clone(&waiting));
+    let listener = Listener::new(nvml, &calls, Arc::clone(&listed.gpus), poll, ends);
     let mut watch = Watch {
         nvml,
         parent: Arc::clone(&parent),
@@ -161,14 +162,13 @@ pub fn main(
         seen: Fingerprint::default(),
     };
     watch.begin(listed);
-    let gpus = Arc::clone(&watch.gpus);
     let watching = thread::Builder::new().name("watch".into());
     let watching = watching.spawn(move || watch.run(&asked)).map_err(AgentError::Thread)?;
     if listener.hears() {
         // It is set once.
         let _ = hears.set(Arc::clone(&waiting));
     }
-    listener.run(&gpus, &parent, &waiting, &wish, || !watching.is_finished());
+    listener.run(&wish, || !watching.is_finished());
     // Without GPUs that have events this thread has nothing to do. A panic has been printed.
     let _ = watching.join();
     Err(AgentError::Watch)

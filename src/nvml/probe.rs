@@ -6,6 +6,7 @@
 
 use std::ffi::c_ulong;
 use std::path::Path;
+use std::sync::Arc;
 
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml};
@@ -40,7 +41,7 @@ pub struct Listed<'nvml> {
     /// NVML's count; `None` where it does not say.
     pub count: Option<u32>,
     /// Those that said who and where they are, in NVML's order.
-    pub gpus: Vec<Gpu<'nvml>>,
+    pub gpus: Arc<Vec<Gpu<'nvml>>>,
     /// Those that did not.
     pub missing: Vec<Missing>,
     /// The calls that failed.
@@ -65,7 +66,7 @@ pub fn list<'nvml>(nvml: &'nvml Nvml, calls: &Calls, skip: &[Place]) -> Listed<'
             }
         }
     }
-    Listed { count: count.ok(), gpus, missing, failures }
+    Listed { count: count.ok(), gpus: Arc::new(gpus), missing, failures }
 }
 
 /// The call that counts the GPUs.

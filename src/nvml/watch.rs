@@ -150,8 +150,8 @@ impl Watch {
         if let Some(count) = listed.count {
             round.add(Fact::Count, count);
         }
-        for gpu in listed.gpus {
-            round.add(Fact::Name(gpu.index), gpu.uuid);
+        for gpu in listed.gpus.iter() {
+            round.add(Fact::Name(gpu.index), &gpu.uuid);
         }
     }
 
@@ -198,7 +198,7 @@ impl Watch {
 
     /// These are the GPUs from now on.
     fn take(&mut self, listed: &mut Listed<'static>) {
-        self.gpus = Arc::new(std::mem::take(&mut listed.gpus));
+        self.gpus = Arc::clone(&listed.gpus);
         self.missing = std::mem::take(&mut listed.missing);
     }
 
