@@ -87,17 +87,13 @@ pub struct Local {
 }
 
 impl Local {
-    /// Binds the socket, for our own user and root alone; makes its folder where that is missing. A socket whose
+    /// Binds the socket for these callers; makes its folder where that is missing. A socket whose
     /// process has ended is replaced, a live one never.
     ///
     /// # Errors
     ///
     /// See [`LocalError`]. Must be called within a tokio runtime.
-    pub fn bind(path: &Path) -> Result<Self, LocalError> {
-        Self::bind_for(path, Callers::default())
-    }
-
-    fn bind_for(path: &Path, callers: Callers) -> Result<Self, LocalError> {
+    pub fn bind(path: &Path, callers: Callers) -> Result<Self, LocalError> {
         let failed = |source| LocalError::Bind { path: path.to_owned(), source };
         if uds::is_dead(path) {
             fs::remove_file(path).map_err(failed)?;
@@ -216,7 +212,7 @@ mod tests {
             ("GET /driver/release", 405, ""),
             ("GET /metrics", 404, ""),
         ] {
-            let text = ask(Local::bind(&path).unwrap(), &path, line).await;
+            let text = ask(Local::bind(&path, Callers::default()).unwrap(), &path, line).await;
             assert!(text.starts_with(&format!("HTTP/1.1 {status} ")) && text.contains(words), "{line}: {text}");
             assert!(!path.exists(), "the file goes with the socket");
         }
@@ -227,7 +223,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("admin.sock");
         let own = fs::metadata(folder.path()).unwrap().uid();
-        let local = Local::bind_for(&path, Callers::only([u32::MAX])).unwrap();
+        let local = Local::bind(&path, Callers::only([u32::MAX])).unwrap();
         let text = ask(local, &path, "POST /driver/release").await;
         let refused = text.starts_with("HTTP/1.1 403 ") && text.contains(&format!("uid {own} may not use this socket"));
         assert!(refused && !text.contains("Release"), "{text}");
@@ -238,12 +234,12 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("admin.sock");
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
-        let local = Local::bind(&path).unwrap();
-        assert!(matches!(Local::bind(&path), Err(LocalError::Taken { .. })));
+        let local = Local::bind(&path, Callers::default()).unwrap();
+        assert!(matches!(Local::bind(&path, Callers::default()), Err(LocalError::Taken { .. })));
         drop(local);
         assert!(!path.exists());
         fs::write(&path, "a file").unwrap();
-        assert!(matches!(Local::bind(&path), Err(LocalError::Bind { .. })));
+        assert!(matches!(Local::bind(&path, Callers::default()), Err(LocalError::Bind { .. })));
         assert_eq!(fs::read_to_string(&path).unwrap(), "a file");
     }
 
@@ -251,7 +247,7 @@ mod tests {
     async fn made_folder_is_private_and_foreign_file_stays() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("run/admin.sock");
-        let local = Local::bind(&path).unwrap();
+        let local = Local::bind(&path, Callers::default()).unwrap();
         assert_eq!(fs::metadata(path.parent().unwrap()).unwrap().mode() & 0o777, 0o700);
         fs::write(folder.path().join("file"), "another's").unwrap();
         fs::rename(folder.path().join("file"), &path).unwrap();

@@ -88,11 +88,7 @@ impl Collector for State {
         gauge(&mut encoder, "devices", "Devices on the kubelet's list, by resource and health", devices)?;
 
         let warnings = i64::try_from(snapshot.hardware().warnings().len()).unwrap_or(i64::MAX);
-        gauge(
-            &mut encoder,
-            "topology_warnings",
-            "Odd things about the node; the log names them",
-            [(Vec::new(), warnings)],
-        )
+        let help = "Odd things about the node; the log names them";
+        gauge(&mut encoder, "topology_warnings", help, [(Vec::new(), warnings)])
     }
 }

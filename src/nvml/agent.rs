@@ -5,12 +5,12 @@
 //! purpose: the calls block.
 
 use std::collections::BTreeMap;
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -20,8 +20,9 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::call::{CallError, Fault, LOAD, answer};
 use super::calls::Calls;
+use super::child::AgentCommand;
 use super::events::{Listener, Waiting};
-use super::protocol::{FromAgent, Incoming, Place, ToAgent, encode};
+use super::protocol::{FromAgent, ToAgent, encode};
 use super::watch::{Fingerprint, Watch};
 use super::{library, probe, raw};
 use crate::errors::chain;
@@ -51,9 +52,9 @@ pub enum AgentError {
     /// Standard input is not the parent's socket.
     #[error("standard input is not the socket that 'nvml-agent' is started with")]
     Socket(#[source] io::Error),
-    /// A GPU to skip is not named as one can be.
-    #[error("{0}")]
-    Skip(String),
+    /// The argument is no [`AgentCommand`].
+    #[error("not the argument that 'nvml-agent' is started with")]
+    Argument(#[source] serde_json::Error),
     /// The memory could not be bounded.
     #[error("cannot limit the memory")]
     Memory(#[source] io::Error),
@@ -94,45 +95,35 @@ fn give_up(what: &str, error: &dyn std::error::Error) -> ! {
     raw::exit_now(1)
 }
 
-/// Runs until the parent is gone. `library` is the path of the driver's library or of a driver's root, or the usual names are
-/// tried; `procfs` is where the kernel's /proc is; `poll` is the time from one poll to the next; `memory_mib` bounds this
-/// process's own memory; GPUs to `skip` are not touched.
+/// Runs until the parent is gone. `command` is the [`AgentCommand`] as JSON.
 ///
 /// # Errors
 ///
 /// See [`AgentError`]. Where the library does not load or initialise, the parent gets the reason instead, and the process ends
 /// with code 1.
-pub fn main(
-    library: Option<&Path>,
-    procfs: PathBuf,
-    poll: Duration,
-    memory_mib: u64,
-    skip: &[String],
-) -> Result<(), AgentError> {
+pub fn main(command: &str) -> Result<(), AgentError> {
+    let command: AgentCommand = serde_json::from_str(command).map_err(AgentError::Argument)?;
+    let AgentCommand { library, procfs, poll, memory_mib, skip, .. } = command;
     limit_memory(memory_mib).map_err(AgentError::Memory)?;
     let socket = inherited_socket().map_err(AgentError::Socket)?;
     let reading = socket.try_clone().map_err(AgentError::Socket)?;
     let parent = Arc::new(Parent { stream: Mutex::new(socket), dismissed: AtomicBool::new(false) });
-    let hears: Arc<OnceLock<Arc<Waiting>>> = Arc::default();
+    let waiting: Arc<Waiting> = Arc::default();
     let (ask, asked) = mpsc::channel();
     let wish = ask.clone();
     let listening = {
-        let (parent, hears) = (Arc::clone(&parent), Arc::clone(&hears));
+        let (parent, waiting) = (Arc::clone(&parent), Arc::clone(&waiting));
         move || {
             listen(reading, &ask);
             parent.dismissed.store(true, Ordering::Release);
-            if let Some(waiting) = hears.get() {
-                hear_out(waiting);
-            }
+            hear_out(&waiting);
             raw::exit_now(0)
         }
     };
     thread::Builder::new().name("parent".into()).spawn(listening).map_err(AgentError::Thread)?;
 
-    let skip: Result<Vec<Place>, String> = skip.iter().map(|place| place.parse()).collect();
-    let skip = skip.map_err(AgentError::Skip)?;
     let calls = Calls::new(Arc::clone(&parent));
-    let nvml = match load(library, &calls) {
+    let nvml = match load(library.as_deref(), &calls) {
         Ok(nvml) => nvml,
         Err(error) => {
             parent.send(&FromAgent::Leaving(error));
@@ -143,7 +134,6 @@ pub fn main(
     // Alive as long as the process, which never shuts NVML down: that can hang, and ending does it.
     let nvml: &'static Nvml = Box::leak(Box::new(nvml));
     let listed = probe::list(nvml, &calls, &skip);
-    let waiting = Arc::new(Waiting::new());
     // Before the look at the GPUs, so that nothing falls between the look and the events.
     let ends = (Arc::clone(&parent), Arc::clone(&waiting));
     let listener = Listener::new(nvml, &calls, Arc::clone(&listed.gpus), poll, ends);
@@ -164,10 +154,6 @@ pub fn main(
     watch.begin(listed);
     let watching = thread::Builder::new().name("watch".into());
     let watching = watching.spawn(move || watch.run(&asked)).map_err(AgentError::Thread)?;
-    if listener.hears() {
-        // It is set once.
-        let _ = hears.set(Arc::clone(&waiting));
-    }
     listener.run(&wish, || !watching.is_finished());
     // Without GPUs that have events this thread has nothing to do. A panic has been printed.
     let _ = watching.join();
@@ -190,22 +176,13 @@ fn inherited_socket() -> io::Result<UnixStream> {
 }
 
 /// Passes on what the parent asks, until it asks no more; nonsense from it is the end of the process.
-fn listen(mut socket: UnixStream, ask: &mpsc::Sender<ToAgent>) {
-    let mut incoming = Incoming::default();
-    let mut chunk = [0; 4096];
-    loop {
-        match socket.read(&mut chunk) {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Ok(0) | Err(_) => return,
-            Ok(length) => incoming.buffer().extend(chunk.iter().take(length)),
-        }
-        loop {
-            match incoming.take() {
-                // The receiver ends with the process only: a failed send means that it is ending.
-                Ok(Some(message)) => drop(ask.send(message)),
-                Ok(None) => break,
-                Err(error) => give_up("from the parent", &error),
-            }
+fn listen(socket: UnixStream, ask: &mpsc::Sender<ToAgent>) {
+    for message in serde_json::Deserializer::from_reader(socket).into_iter() {
+        match message {
+            // The receiver ends with the process only: a failed send means that it is ending.
+            Ok(message) => drop(ask.send(message)),
+            Err(error) if error.is_io() || error.is_eof() => return,
+            Err(error) => give_up("from the parent", &error),
         }
     }
 }
@@ -213,7 +190,7 @@ fn listen(mut socket: UnixStream, ask: &mpsc::Sender<ToAgent>) {
 /// Returns when the thread that waits for events has told what the driver had for it, and waits for more.
 fn hear_out(waiting: &Waiting) {
     let began = Instant::now();
-    while waiting.lasts() < SETTLED && began.elapsed() < HEARING_OUT {
+    while waiting.hears() && waiting.lasts() < SETTLED && began.elapsed() < HEARING_OUT {
         thread::park_timeout(SETTLED / 4);
     }
 }

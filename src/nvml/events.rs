@@ -5,8 +5,7 @@
 //! reference one lost GPU ends the wait for all.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -38,53 +37,57 @@ const FAILURES: u32 = 3;
 const LONGEST: u32 = 8;
 
 /// The state of the thread that waits for events, shared with the other threads.
-#[derive(Debug)]
-pub struct Waiting {
-    start: Instant,
-    /// Start of the current wait, in ms since `start`, plus 1; 0 when not waiting.
-    since: AtomicU64,
+#[derive(Debug, Default)]
+pub struct Waiting(Mutex<WaitState>);
+
+#[derive(Debug, Default)]
+struct WaitState {
+    /// Whether any GPU was registered when the waiting began.
+    hears: bool,
+    /// The start of the current wait.
+    since: Option<Instant>,
     /// The failed registrations.
-    unheard: Mutex<Vec<CallFailure>>,
+    unheard: Vec<CallFailure>,
     /// A poll was requested and has not begun.
-    asked: AtomicBool,
+    asked: bool,
 }
 
 impl Waiting {
-    /// Not waiting yet.
-    pub fn new() -> Self {
-        let (since, unheard) = (AtomicU64::new(0), Mutex::new(Vec::new()));
-        Self { start: Instant::now(), since, unheard, asked: AtomicBool::new(false) }
+    /// Whether any GPU was registered when the waiting began.
+    pub fn hears(&self) -> bool {
+        self.state().hears
     }
 
     /// How long the current wait has lasted.
     pub fn lasts(&self) -> Duration {
-        match self.since.load(Ordering::Relaxed) {
-            0 => Duration::ZERO,
-            since => self.start.elapsed().saturating_sub(Duration::from_millis(since - 1)),
-        }
+        self.state().since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
     /// The failed registrations.
     pub fn unheard(&self) -> Vec<CallFailure> {
-        self.unheard.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.state().unheard.clone()
     }
 
     /// A poll begins: it follows all events so far.
     pub fn round_begins(&self) {
-        self.asked.store(false, Ordering::Relaxed);
+        self.state().asked = false;
     }
 
     /// Requests a poll, unless a requested one has not begun.
     fn ask_for_a_round(&self, ask: &mpsc::Sender<ToAgent>) {
-        if !self.asked.swap(true, Ordering::Relaxed) {
+        if !std::mem::replace(&mut self.state().asked, true) {
             // The receiver ends with the process only.
             let _ = ask.send(ToAgent::Poll);
         }
     }
 
     fn set(&self, waits: bool) {
-        let now = u64::try_from(self.start.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
-        self.since.store(if waits { now + 1 } else { 0 }, Ordering::Relaxed);
+        self.state().since = waits.then(Instant::now);
+    }
+
+    /// Held for an assignment at a time: a panic leaves nothing half done.
+    fn state(&self) -> MutexGuard<'_, WaitState> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -163,14 +166,10 @@ impl Listener {
         listener
     }
 
-    /// Whether any GPU is registered.
-    pub fn hears(&self) -> bool {
-        self.heard.is_some()
-    }
-
     /// Waits for events and reports them, until `go_on` is false; it is asked after each wait and each pause. After each event
     /// a poll is requested: of several XIDs NVML reports only the last.
     pub fn run(mut self, ask: &mpsc::Sender<ToAgent>, go_on: impl Fn() -> bool) {
+        self.waiting.state().hears = self.heard.is_some();
         let (mut backoff, mut failures) = (PAUSES, 0);
         while go_on() {
             let left = self.again.map(|at| at.saturating_duration_since(Instant::now()));
@@ -271,7 +270,7 @@ impl Listener {
         if failures.is_empty() {
             self.backoff.reset();
         }
-        *self.waiting.unheard.lock().unwrap_or_else(PoisonError::into_inner) = failures;
+        self.waiting.state().unheard = failures;
     }
 }
 

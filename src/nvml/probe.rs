@@ -107,9 +107,9 @@ fn required<T>(calls: &Calls, call: &'static str, made: impl FnOnce() -> Result<
 
 /// Asks the GPUs, and the kernel under `procfs`, for everything else.
 pub fn scan(gpus: &[Gpu<'_>], procfs: &Path) -> Vec<GpuScan> {
-    let scan = |(at, gpu): (usize, &Gpu<'_>)| {
+    let scan = |gpu: &Gpu<'_>| {
         let (device, calls) = (&gpu.device, &gpu.calls);
-        let others = gpus.iter().skip(at + 1);
+        let others = gpus.iter().filter(|other| other.pci > gpu.pci);
         let ancestors = others.map(|other| (other.uuid.clone(), common_ancestor(gpu, other))).collect();
         let minor = calls.ask("nvmlDeviceGetMinorNumber", || device.minor_number());
         GpuScan {
@@ -130,7 +130,7 @@ pub fn scan(gpus: &[Gpu<'_>], procfs: &Path) -> Vec<GpuScan> {
             ancestors,
         }
     };
-    gpus.iter().enumerate().map(scan).collect()
+    gpus.iter().map(scan).collect()
 }
 
 /// The newest CUDA version that the driver supports; not offered where the container has no libcuda.
@@ -185,17 +185,10 @@ fn pcie(device: &Device<'_>, calls: &Calls) -> Answer<PcieLink> {
 
 /// A generation and a width as a link. 2.5 GT/s x1 is what virtual switches claim, and unknown.
 fn pcie_link(generation: u32, width: u32) -> Option<PcieLink> {
-    let mts = match generation {
-        1 if width == 1 => return None,
-        1 => 2500,
-        2 => 5000,
-        3 => 8000,
-        4 => 16000,
-        5 => 32000,
-        6 => 64000,
-        _ => return None,
-    };
-    (width > 0).then_some(PcieLink { mts, width })
+    /// Of one lane in millions a second, from generation 1 on.
+    const TRANSFERS: [u32; 6] = [2500, 5000, 8000, 16000, 32000, 64000];
+    let mts = *TRANSFERS.get(usize::try_from(generation.checked_sub(1)?).ok()?)?;
+    (width > 0 && (generation, width) != (1, 1)).then_some(PcieLink { mts, width })
 }
 
 /// The call that tells whether an NVLink is up.

@@ -94,15 +94,13 @@ impl Fingerprint {
 
 impl Watch {
     /// The first full scan and the first poll; nothing is reported before both are done.
-    pub fn begin(&mut self, mut listed: Listed<'static>) {
+    pub fn begin(&mut self, listed: Listed<'static>) {
         if let Some(count) = listed.count {
             self.seen.add(Fact::Count, count);
         }
-        self.take(&mut listed);
-        let ready = self.look(listed);
+        let ready = self.scan(listed);
         let (polls, round) = self.poll();
         self.seen.learn(round);
-        self.know();
         self.parent.send(&ready);
         self.tell(polls);
     }
@@ -187,31 +185,19 @@ impl Watch {
         self.parent.send(&FromAgent::Polled { gpus, missing, unheard, waiting_ms });
     }
 
-    /// A full look.
     fn observe(&mut self) {
-        let mut listed = probe::list(self.nvml, &self.calls, &self.skip);
-        self.take(&mut listed);
-        let ready = self.look(listed);
-        self.know();
+        let ready = self.scan(probe::list(self.nvml, &self.calls, &self.skip));
         self.parent.send(&ready);
     }
 
-    /// These are the GPUs from now on.
-    fn take(&mut self, listed: &mut Listed<'static>) {
-        self.gpus = Arc::clone(&listed.gpus);
-        self.missing = std::mem::take(&mut listed.missing);
-    }
-
-    /// Remembers the names of the scanned GPUs only: one that is identified later is a change.
-    fn know(&mut self) {
+    /// A full scan of the GPUs that there are from now on, as a message.
+    fn scan(&mut self, listed: Listed<'static>) -> FromAgent {
+        (self.gpus, self.missing) = (listed.gpus, listed.missing);
+        // The names of the scanned GPUs only: one that is identified later is a change.
         self.seen.0.retain(|fact, _| !matches!(fact, Fact::Name(_)));
         for gpu in self.gpus.iter() {
             self.seen.add(Fact::Name(gpu.index), &gpu.uuid);
         }
-    }
-
-    /// A full scan of the GPUs there are, as a message.
-    fn look(&self, listed: Listed<'static>) -> FromAgent {
         let mut failures = listed.failures;
         failures.extend(self.waiting.unheard());
         for gpu in self.gpus.iter().filter(|gpu| !self.at_start.contains(&gpu.uuid)) {

@@ -58,14 +58,6 @@ struct HostScan {
     nccl: Option<TopologyFile>,
 }
 
-/// The result of one scan.
-#[derive(Default)]
-struct Scanned {
-    host_devices: HostDevices,
-    warnings: Vec<cdi::Warning>,
-    error: Option<anyhow::Error>,
-}
-
 /// Reads the operator's options. Fails where CDI specs or NCCL's topology file are wanted and their folder cannot be
 /// written, or where an IMEX channel that is required does not exist.
 pub(super) fn prepare(
@@ -174,22 +166,22 @@ impl CdiSync {
                 let scanned = scan.run(&current, &counted);
                 (scan, scanned)
             });
-            let scanned;
-            (scan, scanned) = task.await.context("the host scan panicked")?;
-            host_devices.send_replace(Arc::new(scanned.host_devices));
-            for warning in warned.replace(scanned.warnings) {
+            let (devices, warnings, written);
+            (scan, (devices, warnings, written)) = task.await.context("the host scan panicked")?;
+            host_devices.send_replace(Arc::new(devices));
+            for warning in warned.replace(warnings) {
                 tracing::warn!("{warning}");
             }
-            match scanned.error {
-                Some(error) if !*ready.borrow() => return Err(error),
-                Some(error) => {
+            match written {
+                Err(error) if !*ready.borrow() => return Err(error),
+                Err(error) => {
                     if !failing.replace([cause(&error)]).is_empty() {
                         let error = format!("{error:#}");
                         readiness.trouble(&Part::CdiSync, error.clone());
                         tracing::error!(error, "cannot update files for containers, keeping the previous ones");
                     }
                 }
-                None => {
+                Ok(()) => {
                     failing.clear();
                     readiness.enter(&Part::CdiSync, "up to date", has_gpus);
                     ready.send_if_modified(|ready| !std::mem::replace(ready, *ready || has_gpus) && has_gpus);
@@ -253,22 +245,20 @@ impl HostScan {
         }
     }
 
-    /// Scans, and writes the files that changed. A node without GPUs needs no files, and no warnings.
-    fn run(&mut self, snapshot: &NodeState, metrics: &cdi::CdiMetrics) -> Scanned {
-        let mut scanned = Scanned { host_devices: self.host_devices(), ..Scanned::default() };
+    /// Scans, and writes the files that changed: all that can be written, and the last error. A node without GPUs needs no
+    /// files, and no warnings.
+    fn run(&mut self, snapshot: &NodeState, metrics: &cdi::CdiMetrics) -> (HostDevices, Vec<cdi::Warning>, Result<()>) {
+        let (mut devices, mut written) = (self.host_devices(), Ok(()));
         if snapshot.offers().resources().is_empty() {
-            return scanned;
+            return (devices, Vec::new(), written);
         }
         match self.nccl.as_ref().map(TopologyFile::write) {
             Some(Ok(true)) => tracing::info!("NCCL topology file written"),
-            Some(Err(error)) => {
-                scanned.error = Some(anyhow::Error::from(error).context("cannot write NCCL's topology file"));
-            }
+            Some(Err(error)) => written = Err(error).context("cannot write NCCL's topology file"),
             Some(Ok(false)) | None => {}
         }
-        let Some(folder) = self.folder.as_deref() else { return scanned };
+        let Some(folder) = self.folder.as_deref() else { return (devices, Vec::new(), written) };
         let cdi::Scan { description, warnings } = self.scanner.scan(snapshot);
-        scanned.warnings = warnings;
         for spec in cdi::specs(&description) {
             match cdi::write(folder, &spec) {
                 Ok(true) => {
@@ -277,16 +267,16 @@ impl HostScan {
                 }
                 Ok(false) => {}
                 Err(error) => {
-                    scanned.error = Some(error.into());
+                    written = Err(error.into());
                     metrics.cdi_written(false);
                     continue;
                 }
             }
             // Only devices with a spec: a runtime refuses a container that names any other.
             if spec.kind != cdi::kind(cdi::GPU_CLASS) {
-                scanned.host_devices.cdi_devices.extend(spec.names());
+                devices.cdi_devices.extend(spec.names());
             }
         }
-        scanned
+        (devices, warnings, written)
     }
 }

@@ -19,8 +19,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use anyhow::{Context, Result, anyhow, bail};
 use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinSet, spawn_blocking};
-use tokio::time::{Instant, sleep_until};
+use tokio::time::Instant;
 
+use super::clock::at;
 use super::operator::Release;
 use super::readiness::Idle;
 use crate::hwloc;
@@ -210,24 +211,17 @@ impl Life {
     }
 }
 
-/// Waits until then; for ever without a moment.
-async fn at(moment: Option<Instant>) {
-    match moment {
-        Some(moment) => sleep_until(moment).await,
-        None => std::future::pending().await,
-    }
-}
-
 /// One agent, until its process has ended.
 async fn live(id: AgentId, mut agent: Agent, mut orders: watch::Receiver<Orders>, report: mpsc::Sender<Input>) {
     // Reports fail only where the loop is gone, and this task with it.
-    let mut done = Orders::default();
+    let (mut done, mut leaving) = (Orders::default(), None);
     loop {
         tokio::select! {
             message = agent.next() => match message {
+                Ok(FromAgent::Leaving(error)) => leaving = Some(error.to_string()),
                 Ok(message) => drop(report.send(Input::Message(id, message)).await),
                 Err(ended) => {
-                    drop(report.send(Input::Ended(id, agent_end(&ended, &agent))).await);
+                    drop(report.send(Input::Ended(id, agent_end(&ended, &agent, leaving))).await);
                     break;
                 }
             },
@@ -250,16 +244,16 @@ async fn live(id: AgentId, mut agent: Agent, mut orders: watch::Receiver<Orders>
     let _ = report.send(Input::Reaped(id)).await;
 }
 
-/// How an agent ended, for people and for the quarantine.
-fn agent_end(ended: &AgentEnded, agent: &Agent) -> AgentEnd {
+/// How an agent ended, for people and for the quarantine. The error with which it left explains more than its exit code.
+fn agent_end(ended: &AgentEnded, agent: &Agent, leaving: Option<String>) -> AgentEnd {
     let (cause, during) = cause(ended, agent.open());
     let source = std::error::Error::source(ended).map(|source| format!(": {source}")).unwrap_or_default();
     let call = during.filter(|_| cause == "crashed").map(|called| format!(", in {called}")).unwrap_or_default();
     AgentEnd {
         cause: Some(cause),
-        why: format!("{ended}{source}{call}"),
+        initialised: leaving.is_none() && agent.has_initialised(),
+        why: leaving.unwrap_or_else(|| format!("{ended}{source}{call}")),
         blamed: during.and_then(|called| called.gpu.clone()),
-        initialised: agent.has_initialised(),
         reaped: agent.id().is_none(),
     }
 }

@@ -76,7 +76,8 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let loaded = load(&args.flags, &environment)?;
     config::log(&loaded.findings);
     let settings = loaded.settings;
-    let admin = settings.admin_socket.value.as_deref().map(Local::bind).transpose()?;
+    let admin = settings.admin_socket.value.as_deref();
+    let admin = admin.map(|path| Local::bind(path, Callers::default())).transpose()?;
     let seen = watch::Sender::default();
     let injection = cdi_sync::prepare(&settings, &args.host.sysfs, seen.subscribe())?;
     let kubelet = kubelet::Settings {
@@ -113,14 +114,11 @@ async fn serve(args: &RunArgs) -> Result<()> {
         events: node.events(),
         idle: node.readiness().idle().clone(),
     };
+    // The series are there, on every node.
+    let cdi_metrics = node.metrics().register(CdiMetrics::register);
     if let Some(sync) = injection.sync {
         node.hold_plugins_until(sync.ready(), sync.awaited());
-        let (snapshot, readiness) = (node.snapshot(), node.readiness().clone());
-        let metrics = node.metrics().register(CdiMetrics::register);
-        node.spawn("CDI sync", sync.run(snapshot, metrics, readiness));
-    } else {
-        // The series is there, on every node.
-        node.metrics().register(CdiMetrics::register);
+        node.spawn("CDI sync", sync.run(node.snapshot(), cdi_metrics, node.readiness().clone()));
     }
     // Before the first GPU is discovered: the plan decides which resources it belongs to.
     let planned = Event::Planned(Box::new(settings.plan()));

@@ -14,10 +14,10 @@ use anyhow::{Context, Result, anyhow};
 use futures_util::FutureExt;
 use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinError, JoinSet};
-use tokio::time::{sleep_until, timeout};
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-use super::clock::Clock;
+use super::clock::{Clock, at};
 use super::keeper::{HealthSettings, Keeper};
 use super::observe::{self, GpuFailures, Reported};
 use super::readiness::{Idle, Part, Readiness};
@@ -202,16 +202,10 @@ impl Node {
         let mut holders = self.holders.subscribe();
         let ended = loop {
             let deadline = self.state.next_deadline().map(|moment| self.clock.instant(moment));
-            let tick = async {
-                match deadline {
-                    Some(deadline) => sleep_until(deadline).await,
-                    None => std::future::pending().await,
-                }
-            };
             tokio::select! {
                 () = self.shutdown.cancelled() => break Ok(()),
                 Some(event) = self.events.1.recv() => self.apply(event),
-                () = tick => self.apply(Event::Tick),
+                () = at(deadline) => self.apply(Event::Tick),
                 Ok(()) = holders.changed() => {
                     let now = holders.borrow_and_update().clone();
                     self.holders_changed(now);

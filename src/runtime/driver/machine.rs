@@ -325,7 +325,7 @@ impl Machine {
     fn active(&self, id: AgentId, skipped: Vec<Place>, host: Option<HostFingerprint>, began: Duration) -> ActiveAgent {
         let backoff = Backoff::new(self.settings.pause, self.settings.pause.saturating_mul(LONGEST));
         let listens_to = BTreeSet::new();
-        ActiveAgent { id, began, skipped, ready: false, listens_to, host, error: None, renewal: None, backoff }
+        ActiveAgent { id, began, skipped, ready: false, listens_to, host, renewal: None, backoff }
     }
 
     fn start_standby(&mut self, reason: RestartReason) {
@@ -336,7 +336,7 @@ impl Machine {
         tracing::info!(%reason, "standby NVML agent started");
         let (id, skipped) = (self.agents.next_id(), self.quarantine.skip(trial));
         self.act(Action::Start(id, skipped.clone()));
-        self.agents.standby = Some(StandbyAgent { id, skipped, reason, error: None });
+        self.agents.standby = Some(StandbyAgent { id, skipped, reason });
     }
 
     /// No agent is active any more, for a new reason: the next one follows without a pause.
@@ -398,16 +398,13 @@ impl Machine {
                 self.act(Action::CountFailure);
                 tracing::warn!(subject, call = %error.call, error = error.reason.to_string(), "NVML call failed");
             }
-            FromAgent::Leaving(error) if is_active => {
-                if let Some(active) = &mut self.agents.active {
-                    active.error = Some(error.to_string());
-                }
-            }
-            message => {
+            FromAgent::Ready(scan) => {
                 if let Some(standby) = self.agents.standby.take_if(|standby| standby.id == id) {
-                    self.standby_message(standby, message, now);
+                    self.standby_ready(standby, *scan, now);
                 }
             }
+            // Of a standby or a retired agent, or why it is leaving, which its end has too.
+            _ => {}
         }
     }
 
@@ -419,27 +416,17 @@ impl Machine {
         }
     }
 
-    fn standby_message(&mut self, mut standby: StandbyAgent, message: FromAgent, now: Duration) {
-        match message {
-            // One that cannot even count the GPUs sees less than the one that works.
-            FromAgent::Ready(scan) if scan.count.is_none() => {
-                self.act(Action::CountEnd("replaced"));
-                self.retire(standby.id, now);
-                self.standby_failed(standby.reason, "it cannot count the GPUs".to_owned(), now);
-            }
-            FromAgent::Ready(scan) => {
-                let Some(old) = self.agents.active.take() else { return };
-                self.agents.active = Some(self.active(standby.id, standby.skipped, old.host, old.began));
-                self.act(Action::CountEnd("replaced"));
-                self.retire(old.id, now);
-                self.scanned(*scan, now);
-            }
-            message => {
-                if let FromAgent::Leaving(error) = message {
-                    standby.error = Some(error.to_string());
-                }
-                self.agents.standby = Some(standby);
-            }
+    fn standby_ready(&mut self, standby: StandbyAgent, scan: NodeScan, now: Duration) {
+        // One that cannot even count the GPUs sees less than the one that works.
+        if scan.count.is_none() {
+            self.act(Action::CountEnd("replaced"));
+            self.retire(standby.id, now);
+            self.standby_failed(standby.reason, "it cannot count the GPUs".to_owned(), now);
+        } else if let Some(old) = self.agents.active.take() {
+            self.agents.active = Some(self.active(standby.id, standby.skipped, old.host, old.began));
+            self.act(Action::CountEnd("replaced"));
+            self.retire(old.id, now);
+            self.scanned(scan, now);
         }
     }
 

@@ -59,16 +59,14 @@ impl Machine {
                 if let Some(standby) = standby {
                     self.kill(standby.id);
                 }
-                let reached = match &active.error {
-                    _ if active.ready => Reached::Gpus,
-                    None if end.initialised => Reached::Nvml,
-                    _ => Reached::Nothing,
+                let reached = match (active.ready, end.initialised) {
+                    (true, _) => Reached::Gpus,
+                    (false, true) => Reached::Nvml,
+                    (false, false) => Reached::Nothing,
                 };
-                // The error with which it left explains more than its exit code.
-                let why = active.error.clone().unwrap_or(end.why);
-                self.without_agent(active, reached, why, now);
+                self.without_agent(active, reached, end.why, now);
             }
-            (None, Some(standby)) => self.standby_failed(standby.reason, standby.error.unwrap_or(end.why), now),
+            (None, Some(standby)) => self.standby_failed(standby.reason, end.why, now),
             (None, None) => {}
         }
     }

@@ -9,7 +9,6 @@ use proptest::test_runner::Config;
 use super::super::agents::AgentEnd;
 use super::super::host_probe::HostProbe;
 use super::*;
-use crate::nvml::CallError;
 use crate::nvml::protocol::CalledGpu;
 use crate::nvml::scan::{GpuScan, MigScan};
 
@@ -243,7 +242,7 @@ impl World {
         self.chosen(number, |process| !process.silent)
     }
 
-    fn ends(&mut self, id: AgentId, blamed: Option<u32>, reaped: bool) {
+    fn ends(&mut self, id: AgentId, blamed: Option<u32>, initialised: bool, reaped: bool) {
         let process = self.processes.get_mut(&id).unwrap();
         // The failure of the last agent calls for a pause.
         let last = process.serves() && self.serving() == 1;
@@ -253,7 +252,7 @@ impl World {
             self.not_before = self.now + PAUSE;
         }
         let blamed = blamed.map(|index| CalledGpu { place: Place { index, of: 4 }, uuid: None });
-        let end = AgentEnd { cause: Some("crashed"), why: "it ended".to_owned(), blamed, initialised: true, reaped };
+        let end = AgentEnd { cause: Some("crashed"), why: "it ended".to_owned(), blamed, initialised, reaped };
         if reaped {
             self.processes.remove(&id);
         }
@@ -325,18 +324,17 @@ impl World {
             }
             Happening::Crashes(number, gpu) => {
                 if let Some(id) = self.speaks(number) {
-                    self.ends(id, Some(gpu), true);
+                    self.ends(id, Some(gpu), true, true);
                 }
             }
             Happening::Hangs(number) => {
                 if let Some(id) = self.speaks(number) {
-                    self.ends(id, None, false);
+                    self.ends(id, None, true, false);
                 }
             }
             Happening::Leaves(number) => {
                 if let Some(id) = self.speaks(number) {
-                    self.tell(Input::Message(id, FromAgent::Leaving(CallError::returned("nvmlInit_v2", 9))));
-                    self.ends(id, None, true);
+                    self.ends(id, None, false, true);
                 }
             }
             Happening::ProcessEnds(number) => {
