@@ -261,11 +261,12 @@ impl Agent {
         self.stream.shutdown().await
     }
 
-    /// Ends the agent: asks it to by closing the socket, and kills it where that does not help.
-    pub async fn end(mut self) {
+    /// Ends the agent: asks it to by closing the socket, and kills it where that does not help. Returns its status unless it was
+    /// killed.
+    pub async fn end(mut self) -> Option<ExitStatus> {
         // It is killed when it is dropped, unless it has ended.
         let _ = self.dismiss().await;
-        let _ = timeout(LAST_MOMENTS, self.process.wait()).await;
+        timeout(LAST_MOMENTS, self.process.wait()).await.ok()?.ok()
     }
 
     /// Kills the process and waits until it has ended, however long that takes.

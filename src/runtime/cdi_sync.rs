@@ -44,8 +44,10 @@ pub(super) struct Prepared {
 pub(super) struct CdiSync {
     scan: HostScan,
     host_devices: watch::Sender<Arc<HostDevices>>,
-    /// Whether the files were written for the first GPUs.
-    ready: watch::Sender<bool>,
+    /// Becomes true when containers can get the first GPUs: their files are written.
+    pub ready: watch::Sender<bool>,
+    /// The phase of a plugin that waits for this.
+    pub awaited: &'static str,
 }
 
 /// Scans the host and writes the files that changed.
@@ -115,12 +117,13 @@ pub(super) fn prepare(
         nccl_folder: scan.nccl.as_ref().map(|file| file.folder.display().to_string()),
     };
     let host_devices = watch::Sender::new(Arc::new(host_devices));
+    let awaited = if scan.folder.is_some() { "waiting for CDI specs" } else { "waiting for NCCL's topology file" };
     let files = scan.folder.is_some() || scan.nccl.is_some();
     let nodes = options.device_nodes || scan.nics || !settings.imex_channel_ids.value.is_empty();
     Ok(Prepared {
         options,
         host_devices: host_devices.subscribe(),
-        sync: (files || nodes).then(|| CdiSync { scan, host_devices, ready: watch::Sender::new(!files) }),
+        sync: (files || nodes).then(|| CdiSync { scan, host_devices, ready: watch::Sender::new(!files), awaited }),
     })
 }
 
@@ -137,16 +140,6 @@ fn roots(settings: &Settings, sysfs: &Path) -> cdi::Roots {
 }
 
 impl CdiSync {
-    /// Becomes true when containers can get the first GPUs.
-    pub fn ready(&self) -> watch::Receiver<bool> {
-        self.ready.subscribe()
-    }
-
-    /// The phase of a plugin that waits for this.
-    pub fn awaited(&self) -> &'static str {
-        if self.scan.folder.is_some() { "waiting for CDI specs" } else { "waiting for NCCL's topology file" }
-    }
-
     /// Lives as long as the snapshots come; fails where the first files cannot be written.
     pub async fn run(
         self,
@@ -155,7 +148,7 @@ impl CdiSync {
         readiness: Readiness,
     ) -> Result<()> {
         readiness.add(Part::CdiSync, "writing the first files");
-        let Self { mut scan, host_devices, ready } = self;
+        let Self { mut scan, host_devices, ready, .. } = self;
         let (mut warned, mut failing) = (Once::new(), Once::new());
         loop {
             let current = Arc::clone(&snapshot.borrow_and_update());

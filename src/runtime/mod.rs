@@ -106,25 +106,20 @@ async fn serve(args: &RunArgs) -> Result<()> {
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
     let metrics = node.metrics().register(DriverMetrics::register);
     let release = operator::Release::new(metrics.clone());
-    let beside = (metrics, node.readiness().idle().clone(), release.clone());
+    let beside = (metrics, node.readiness.idle().clone(), release.clone());
     let driver = driver::Driver { seen, ..driver_of(&args.nvml, &args.host, &settings, node.events(), beside) };
-    let watch = mps::Watch {
-        layout: Layout::new(&args.mps.container_root),
-        snapshot: node.snapshot(),
-        events: node.events(),
-        idle: node.readiness().idle().clone(),
-    };
     // The series are there, on every node.
     let cdi_metrics = node.metrics().register(CdiMetrics::register);
     if let Some(sync) = injection.sync {
-        node.hold_plugins_until(sync.ready(), sync.awaited());
-        node.spawn("CDI sync", sync.run(node.snapshot(), cdi_metrics, node.readiness().clone()));
+        node.hold_plugins_until(sync.ready.subscribe(), sync.awaited);
+        node.spawn("CDI sync", sync.run(node.snapshot(), cdi_metrics, node.readiness.clone()));
     }
     // Before the first GPU is discovered: the plan decides which resources it belongs to.
     let planned = Event::Planned(Box::new(settings.plan()));
     node.events().send(planned).await.context("the node takes no events")?;
     node.spawn("NVML driver", driver.run());
-    node.spawn("MPS daemons' watch", watch.run());
+    let (layout, idle) = (Layout::new(&args.mps.container_root), node.readiness.idle().clone());
+    node.spawn("MPS daemons' watch", mps::follow_daemons(layout, node.snapshot(), node.events(), idle));
     let (metrics, events) = (node.metrics().register(ConfigMetrics::register), node.events());
     let reloader = config::Reloader { flags: args.flags.clone(), environment, settings, metrics, events };
     node.spawn("configuration", reloader.run(hangup));

@@ -15,6 +15,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use futures_util::FutureExt;
 use prometheus_client::registry::Registry;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
@@ -33,7 +34,7 @@ use crate::once::Once;
 use crate::state::{Effect, Event, NodeState, ResourceName};
 use daemons::Daemons;
 
-pub(super) use plugin::Watch;
+pub(super) use plugin::follow_daemons;
 
 /// How long things may take. `quit` gives the servers a second; the next half is the daemon's own.
 const PACE: Pace = Pace {
@@ -94,10 +95,10 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     let driver = super::driver_of(&args.nvml, &args.host, &loaded.settings, events.clone(), (metrics, idle, release));
     let planned = Event::Planned(Box::new(loaded.settings.plan()));
     events.send(planned).await.context("no task takes events")?;
-    tasks.spawn(named("NVML driver", driver.run()));
+    tasks.spawn(driver.run().map(|end| ("NVML driver", end)));
     let (flags, settings) = (args.flags.clone(), loaded.settings);
     let reloader = config::Reloader { flags, environment, settings, metrics: config_metrics, events };
-    tasks.spawn(named("configuration", reloader.run(hangup)));
+    tasks.spawn(reloader.run(hangup).map(|end| ("configuration", end)));
 
     let programs = Programs { control: "nvidia-cuda-mps-control".into(), smi: "nvidia-smi".into() };
     let mut daemons = Daemons::new(Settings { layout: layout.clone(), programs, pace: PACE });
@@ -118,10 +119,6 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     daemons.end().await?;
     tasks.shutdown().await;
     ended
-}
-
-async fn named(name: &'static str, task: impl Future<Output = Result<()>>) -> (&'static str, Result<()>) {
-    (name, task.await)
 }
 
 /// The state of the node, and what follows from it for the daemons.

@@ -68,7 +68,8 @@ pub struct Node {
     checkpoint_trouble: Once<String>,
     /// Whether the state waits for an answer about holders.
     asks_often: watch::Sender<bool>,
-    readiness: Readiness,
+    /// Which parts of the node are ready.
+    pub(super) readiness: Readiness,
     last_report: watch::Sender<Option<Arc<AllocationReport>>>,
     metrics: Metrics,
     plugin_metrics: PluginMetrics,
@@ -172,11 +173,6 @@ impl Node {
     /// Ends the node when cancelled.
     pub fn shutdown(&self) -> CancellationToken {
         self.shutdown.clone()
-    }
-
-    /// Which parts of the node are ready.
-    pub(super) fn readiness(&self) -> &Readiness {
-        &self.readiness
     }
 
     /// Holds plugins back until `ready`, in this phase: a pod may be admitted as soon as a plugin has registered.

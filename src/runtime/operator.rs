@@ -80,7 +80,7 @@ impl Release {
 /// What the admin socket does on this node.
 pub(super) fn orders(node: &Node, release: &Release) -> Orders {
     let (snapshot, events) = (node.snapshot(), node.events());
-    let (readiness, release) = (node.readiness().clone(), release.clone());
+    let (readiness, release) = (node.readiness.clone(), release.clone());
     let (shown, is_released) = (snapshot.clone(), release.clone());
     Orders {
         state: Arc::new(move || state(&Arc::clone(&shown.borrow()), &readiness, is_released.is_wished())),

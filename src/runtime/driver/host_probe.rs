@@ -33,9 +33,7 @@ impl HostFingerprint {
 
     /// Whether the bus has other GPUs, or another driver took or left one.
     pub fn has_other_bus(&self, before: &Self) -> bool {
-        let gpus = |probed: &Self| probed.bus.as_ref().map(|bus| (bus.keys().copied().collect(), probed.foreign()));
-        let now: Option<(Vec<PciAddress>, _)> = gpus(self);
-        now != gpus(before)
+        (self.gpus(), self.foreign()) != (before.gpus(), before.foreign())
     }
 
     /// The GPUs that another driver holds, with that driver: not served.
