@@ -173,7 +173,9 @@ fn discovery(settings: &Settings, findings: &mut Vec<Finding>) {
 fn without_effect(settings: &Settings, findings: &mut Vec<Finding>) {
     const CDI_FEATURES: &str =
         "no effect: they are options of NVIDIA's generator of CDI specs, and linkwise has a generator of its own";
-    const OTHER_HOOKS: &str = "no effect: linkwise's CDI specs have no such hook";
+    const OTHER_HOOKS: &str = "create-symlinks, enable-cuda-compat, update-ldcache, disable-device-node-modification \
+                               and update-application-profile (or all) can be left out; other hooks are in no CDI \
+                               spec of linkwise";
     const SPREAD: &str = "the same as distributed, which takes distinct GPUs for one request here";
     let s = settings;
     let features = !s.cdi_feature_flags.value.is_empty();
