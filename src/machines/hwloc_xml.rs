@@ -4,7 +4,7 @@
 //! file has neither what PCIe links can do nor what NICs carry nor NVLinks. It is read here and not by libhwloc, which
 //! reads no version later than its own and whose parser depends on what is installed. Called by `load`.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::notes::Notes;
 use super::xml::{self, Element, Limits, XmlError, below};
@@ -35,8 +35,10 @@ pub(super) fn parse(name: &str, topology: Element<'_>) -> Result<Machine, XmlErr
     };
     let mut notes = Notes::new("hwloc XML");
     let all = |is_one: fn(Element<'_>) -> bool| root.descendants().filter(move |object| is_one(*object));
-    let nodes = all(|object| kind(object) == "NUMANode").filter_map(|node| numa_node(node, &mut notes)).collect();
-    let bridges = all(is_host_bridge).filter_map(|bridge| host_bridge(bridge, version, &mut notes)).collect();
+    let inside = packages_inside(root);
+    let nodes =
+        all(|object| kind(object) == "NUMANode").filter_map(|node| numa_node(node, &inside, &mut notes)).collect();
+    let bridges = all(is_host_bridge).filter_map(|bridge| host_bridge(bridge, version, &inside, &mut notes)).collect();
     let package = all(is_package).next();
     let mut host = HostObservation { cpu: package.map(cpu), numa_nodes: nodes, host_bridges: bridges };
     // Before version 2 a host with a single NUMA node had no such object.
@@ -74,21 +76,26 @@ fn version(topology: Element<'_>) -> Result<u32, XmlError> {
         .ok_or_else(|| XmlError::version(topology, "hwloc XML", found, "versions 1 to 3"))
 }
 
-fn numa_node(node: Element<'_>, notes: &mut Notes) -> Option<NumaNodeObservation> {
+fn numa_node(node: Element<'_>, inside: &BTreeMap<u32, Option<u32>>, notes: &mut Notes) -> Option<NumaNodeObservation> {
     let Some(id) = os_index(node).map(NumaNodeId) else {
         notes.add(node, "a NUMA node without a number; left out");
         return None;
     };
-    Some(NumaNodeObservation { id, package: package(node), cpus: cpus(node) })
+    Some(NumaNodeObservation { id, package: package(node, inside), cpus: cpus(node) })
 }
 
-fn host_bridge(bridge: Element<'_>, version: u32, notes: &mut Notes) -> Option<HostBridgeObservation> {
+fn host_bridge(
+    bridge: Element<'_>,
+    version: u32,
+    inside: &BTreeMap<u32, Option<u32>>,
+    notes: &mut Notes,
+) -> Option<HostBridgeObservation> {
     let below = objects(bridge).filter_map(|below| device(below, PciKind::RootPort, 1, version, notes));
     let devices: Vec<_> = below.collect();
     // The object that it hangs on is the one whose CPUs are local; a list of one node is a number.
     let nodes = bridge.parent_element().and_then(|local| cpu_list(local.attribute("nodeset")?));
     let numa = nodes.and_then(|nodes| nodes.parse().ok()).map(NumaNodeId);
-    (!devices.is_empty()).then(|| HostBridgeObservation { numa, package: package(bridge), devices })
+    (!devices.is_empty()).then(|| HostBridgeObservation { numa, package: package(bridge, inside), devices })
 }
 
 /// A GPU or NIC, or a bridge with such devices below. Ports alternate on the way down; `port` is what a bridge here is.
@@ -171,15 +178,23 @@ fn cpu(package: Element<'_>) -> CpuObservation {
     }
 }
 
-/// The package that an object lies in. In version 1 a package lies inside of its NUMA node where both have the same
-/// CPUs: then it is the node's, and that of all that hangs on the node.
-fn package(object: Element<'_>) -> Option<PackageId> {
-    let of = |above: Element<'_>| match kind(above) {
-        "NUMANode" => {
-            let mut below = above.descendants().filter(|object| is_package(*object));
-            below.next().filter(|_| below.next().is_none()).and_then(os_index)
+/// In version 1 a package lies inside of its NUMA node where both have the same CPUs: the number of the only package
+/// inside of each such node, by the id of its element.
+fn packages_inside(root: Element<'_>) -> BTreeMap<u32, Option<u32>> {
+    let mut inside = BTreeMap::new();
+    for package in root.descendants().filter(|object| is_package(*object)) {
+        for node in package.ancestors().filter(|above| kind(*above) == "NUMANode") {
+            inside.entry(node.id().get()).and_modify(|only| *only = None).or_insert(os_index(package));
         }
-        _ => os_index(above).filter(|_| is_package(above)),
+    }
+    inside
+}
+
+/// The package that an object lies in, or that lies in its NUMA node.
+fn package(object: Element<'_>, inside: &BTreeMap<u32, Option<u32>>) -> Option<PackageId> {
+    let of = |above: Element<'_>| match is_package(above) {
+        true => os_index(above),
+        false => inside.get(&above.id().get()).copied().flatten(),
     };
     object.ancestors().find_map(of).map(PackageId)
 }
