@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 
 use crate::config::{HostArgs, NodeArgs};
 use crate::hwloc;
-use crate::machines::{self, Machine};
+use crate::machines::{self, Machine, VERSION};
 use crate::runtime;
 use crate::topology::NodeObservation;
 
@@ -27,7 +27,7 @@ async fn this_machine(host: &HostArgs) -> Result<Machine> {
     let observed = observe(host).await.context("cannot look at this machine (--node names another)")?;
     let name = "this machine".to_owned();
     let source = vec!["NVML and hwloc, live".to_owned()];
-    Ok(Machine { title: name.clone(), name, source, reconstructed: Vec::new(), observed })
+    Ok(Machine { version: VERSION, title: name.clone(), name, source, reconstructed: Vec::new(), observed })
 }
 
 async fn observe(host: &HostArgs) -> Result<NodeObservation> {

@@ -256,8 +256,8 @@ impl fmt::Display for DeviceSelector {
 pub struct Filter {
     /// These.
     pub exclude: Vec<GpuSelector>,
-    /// Offer GPUs with an active display too.
-    pub keep_display: bool,
+    /// GPUs with an active display.
+    pub exclude_displays: bool,
 }
 
 /// One GPU, or all of a model, as an operator names them.

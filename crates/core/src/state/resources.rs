@@ -18,6 +18,9 @@ use crate::topology::{Gpu, GpuUuid, MigDevice, NodeTopology, PciAddress};
 /// 63 characters of id and some dozens of health and NUMA nodes.
 pub const MOST_SLOTS: u64 = 1 << 14;
 
+/// The adapters of DGX Stations that drive a display and compute nothing, which the NVIDIA plugin leaves out too.
+const DISPLAY_ADAPTERS: [&str; 2] = ["DGX Display", "NVIDIA DGX Display"];
+
 /// What a plan makes of a machine.
 #[derive(Clone, Debug, Default)]
 pub struct Resources {
@@ -76,7 +79,11 @@ impl Resources {
             if plan.filter.exclude.iter().any(|selector| selector.is(gpu)) {
                 continue;
             }
-            if gpu.display == Some(true) && !plan.filter.keep_display {
+            if let Some(model) = gpu.model.as_ref().filter(|model| DISPLAY_ADAPTERS.contains(&model.as_str())) {
+                self.problems.push(PlanProblem::DisplayAdapter { pci: gpu.pci, model: model.clone() });
+                continue;
+            }
+            if gpu.display == Some(true) && plan.filter.exclude_displays {
                 self.problems.push(PlanProblem::Display { pci: gpu.pci, uuid: gpu.uuid.clone() });
                 continue;
             }

@@ -22,6 +22,6 @@ pub use node::{Gpu, Nic, NodeTopology};
 pub use observation::{
     ComputeCapability, CpuObservation, CudaVersion, FabricObservation, GpuObservation, HostBridgeObservation,
     HostObservation, NicKind, NicObservation, NodeObservation, NumaNodeObservation, NvLinkObservation, NvLinkRemote,
-    PciKind, PciObservation, PcieLink, ProbeFailure,
+    PciKind, PciObservation, PcieLink, ProbeFailure, thousandths,
 };
 pub use warning::TopologyWarning;
