@@ -38,8 +38,8 @@ pub async fn topology(args: &TopologyArgs) -> Result<()> {
             let warnings = warnings.iter().map(ToString::to_string).collect();
             serde_json::to_string_pretty(&TopologyJson::new(&topology, warnings))? + "\n"
         }
-        TopologyFormat::Svg => picture::svg(&Picture::new(&machine, &topology, allocated)),
-        TopologyFormat::Dot => picture::dot(&Picture::new(&machine, &topology, allocated)),
+        TopologyFormat::Svg => picture::svg(&Picture::new(&machine, &topology, allocated.as_ref())),
+        TopologyFormat::Dot => picture::dot(&Picture::new(&machine, &topology, allocated.as_ref())),
         TopologyFormat::Nccl => machines::nccl_topology_file(&machine.observed),
     })?;
     Ok(())
