@@ -131,7 +131,7 @@ fn answer(
 ) -> String {
     let admitted = match admitted {
         Ok(admitted) => admitted,
-        Err(AdmissionError::TopologyAffinity { refusal }) => {
+        Err(AdmissionError::TopologyAffinity(refusal)) => {
             return format!("TopologyAffinityError: {}", refusal.why());
         }
         Err(error @ (AdmissionError::Insufficient { .. } | AdmissionError::NoHealthyDevices { .. })) => {

@@ -145,7 +145,7 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
         let pod = Pod::single(name, self.resource.as_str(), size);
         let admitted = match self.kubelet.admit(&pod, None).await {
             Ok(admitted) => admitted,
-            Err(AdmissionError::TopologyAffinity { refusal }) => {
+            Err(AdmissionError::TopologyAffinity(refusal)) => {
                 tally.misaligned += 1;
                 let free = self.state().free().len();
                 let why = refusal.why();

@@ -104,7 +104,7 @@ async fn cpus_and_devices_share_a_node() {
 async fn cpu_shortage_without_policy_has_own_error() {
     let (_dir, kubelet, _plugin) = two_nodes(Policy::None, Scope::Container).await;
     let error = kubelet.admit(&Pod::single("pod", GPU, 1).with_cpus(9), None).await.unwrap_err();
-    assert!(matches!(error, AdmissionError::InsufficientCpus { requested: 9, available: 8, .. }), "{error}");
+    assert!(matches!(error, AdmissionError::Insufficient { requested: 9, available: 8, .. }), "{error}");
     assert_eq!(kubelet.state().resources[GPU].free(), ids("a b c d"), "rejected as a whole");
 }
 

@@ -7,13 +7,13 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::affinity;
-use super::devices::Endpoint;
 use super::endpoint::Plugin;
 use super::errors::{AdmissionError, CallError};
 use super::life::{Core, Life, lock};
 use super::pod::{Admitted, AdmittedContainer, Allocation, Asked, Container, Grant, Hint, Place, Pod};
 use super::selection::{Plan, Pool, plan};
-use super::topology_manager::{NumaMask, Policy, Scope};
+use super::state::Calls;
+use super::topology_manager::{CPU, NumaMask, Policy, Scope};
 
 /// Admits the pod and starts its containers. A pod that is rejected holds nothing afterwards; one
 /// whose admission was cut off by the end of the kubelet holds what it held before.
@@ -44,17 +44,19 @@ pub(super) async fn admit(life: &Arc<Life>, pod: &Pod, hint: Option<&Hint>) -> R
 async fn allocate_all(life: &Arc<Life>, pod: &Pod, hint: Option<&Hint>) -> Result<Admitted, AdmissionError> {
     let core = &life.core;
     let manager = &core.options.topology_manager;
-    let refused = |refusal| AdmissionError::TopologyAffinity { refusal };
+    let settle = |containers: &[Container]| {
+        let hint = core.read(|book| affinity::hint(book, manager, &pod.name, containers));
+        hint.map(Some).map_err(AdmissionError::TopologyAffinity)
+    };
     let mut hint = hint.cloned();
     let settles = hint.is_none() && manager.policy != Policy::None;
     if settles && manager.scope == Scope::Pod {
-        hint = Some(core.read(|book| affinity::of_pod(book, manager, pod)).map_err(refused)?);
+        hint = settle(&pod.containers)?;
     }
     let mut admitted = Admitted::default();
     for container in &pod.containers {
         if settles && manager.scope == Scope::Container {
-            let settled = core.read(|book| affinity::of_container(book, manager, &pod.name, container));
-            hint = Some(settled.map_err(refused)?);
+            hint = settle(std::slice::from_ref(container))?;
         }
         let granted = allocate(life, &pod.name, container, hint.as_ref()).await?;
         admitted.containers.insert(container.name.clone(), granted);
@@ -67,14 +69,15 @@ pub(super) async fn start(life: &Arc<Life>, pod: &str, container: &str) -> Resul
     let core = &life.core;
     for (resource, held) in core.read(|book| book.container(pod, container)) {
         let endpoint = core.read(|book| book.endpoint(&resource));
-        let Some(endpoint) = endpoint.filter(|endpoint| endpoint.options.pre_start) else { continue };
+        if !endpoint.is_some_and(|endpoint| endpoint.options.pre_start_required) {
+            continue;
+        }
         let place = Place { pod: pod.to_owned(), container: container.to_owned(), resource };
-        let outcome = async {
-            let plugin = reach(life, endpoint, "PreStartContainer")?;
-            core.change(|book| book.count(&place.resource, |calls| &mut calls.pre_start));
-            plugin.pre_start(shuffled(core, held.devices)).await
+        let outcome = match reach(life, &place.resource, "PreStartContainer", |calls| &mut calls.pre_start) {
+            Ok(plugin) => plugin.pre_start(shuffled(core, held.devices)).await,
+            Err(stopped) => Err(stopped),
         };
-        outcome.await.map_err(|source| AdmissionError::PreStart { place: place.into(), source })?;
+        outcome.map_err(|source| AdmissionError::PreStart { place: place.into(), source })?;
     }
     Ok(())
 }
@@ -106,11 +109,10 @@ fn cpus(core: &Core, pod: &str, container: &Container, hint: Option<&Hint>) -> R
     let mask = hint.and_then(|hint| hint.numa.as_ref()).map(|nodes| NumaMask::new(nodes.iter().copied()));
     let count = usize::try_from(container.cpus).unwrap_or(usize::MAX);
     let taken = core.change(|book| book.cpus.take(manager, (pod, &container.name), count, mask));
-    taken.map_err(|available| AdmissionError::InsufficientCpus {
-        pod: pod.to_owned(),
-        container: container.name.clone(),
-        requested: container.cpus,
-        available,
+    taken.map_err(|available| {
+        let (pod, container_name) = (pod.to_owned(), container.name.clone());
+        let place = Place { pod, container: container_name, resource: CPU.to_owned() };
+        AdmissionError::Insufficient { place: place.into(), requested: container.cpus, available }
     })
 }
 
@@ -174,10 +176,10 @@ fn check(core: &Core, place: &Place, requested: u32, still_running: bool) -> Res
             return Ok(held.map_or(Found::Nothing, Found::Held));
         }
         let (Some(healthy), Some(pool)) = (book.healthy(resource), book.pool(resource)) else {
-            return Err(AdmissionError::Unregistered { place: place() });
+            return Err(AdmissionError::Unregistered(place()));
         };
         if healthy.is_empty() {
-            return Err(AdmissionError::NoHealthyDevices { place: place() });
+            return Err(AdmissionError::NoHealthyDevices(place()));
         }
         let Some(allocation) = held else {
             return Ok(if requested == 0 { Found::Nothing } else { Found::Pool(pool) });
@@ -197,40 +199,41 @@ async fn ask(
     (available, must_include): (Vec<String>, Vec<String>),
     size: u32,
 ) -> Result<Option<Asked>, CallError> {
-    let method = "GetPreferredAllocation";
-    let core = &life.core;
-    let endpoint = core.read(|book| book.endpoint(&place.resource)).ok_or(CallError::Stopped { method })?;
-    if !endpoint.options.preferred {
+    let endpoint = life.core.read(|book| book.endpoint(&place.resource));
+    if !endpoint.is_some_and(|endpoint| endpoint.options.get_preferred_allocation_available) {
         return Ok(None);
     }
-    let plugin = reach(life, endpoint, method)?;
-    core.change(|book| book.count(&place.resource, |calls| &mut calls.preferred));
+    let plugin = reach(life, &place.resource, "GetPreferredAllocation", |calls| &mut calls.preferred)?;
     let preferred = plugin.preferred(available.clone(), must_include.clone(), size).await?;
     Ok(Some(Asked { available, must_include, size, preferred }))
 }
 
 /// Orders the devices.
 async fn order(life: &Arc<Life>, place: &Place, devices: &BTreeSet<String>) -> Result<Allocation, AdmissionError> {
-    let method = "Allocate";
-    let core = &life.core;
-    let answer = async {
-        let endpoint = core.read(|book| book.endpoint(&place.resource)).ok_or(CallError::Stopped { method })?;
-        let plugin = reach(life, endpoint, method)?;
-        core.change(|book| book.count(&place.resource, |calls| &mut calls.allocate));
-        plugin.allocate(shuffled(core, devices.clone())).await
+    let answer = match reach(life, &place.resource, "Allocate", |calls| &mut calls.allocate) {
+        Ok(plugin) => plugin.allocate(shuffled(&life.core, devices.clone())).await,
+        Err(stopped) => Err(stopped),
     };
-    let answer = answer.await.map_err(|source| AdmissionError::Allocate {
+    let answer = answer.map_err(|source| AdmissionError::Allocate {
         place: place.clone().into(),
         devices: devices.iter().cloned().collect(),
         source,
     })?;
-    answer.ok_or_else(|| AdmissionError::EmptyResponse { place: place.clone().into() })
+    answer.ok_or_else(|| AdmissionError::EmptyResponse(place.clone().into()))
 }
 
-/// The plugin behind an endpoint that is not stopped.
-fn reach(life: &Life, endpoint: Endpoint, method: &'static str) -> Result<Plugin, CallError> {
-    let client = endpoint.client.filter(|_| endpoint.stopped.is_none());
-    client.and_then(|client| life.plugin(client)).ok_or(CallError::Stopped { method })
+/// The plugin of a resource whose endpoint is not stopped; counts the call that is about to be made.
+fn reach(
+    life: &Life,
+    resource: &str,
+    method: &'static str,
+    which: fn(&mut Calls) -> &mut u64,
+) -> Result<Plugin, CallError> {
+    let endpoint = life.core.read(|book| book.endpoint(resource)).filter(|endpoint| endpoint.stopped.is_none());
+    let client = endpoint.and_then(|endpoint| endpoint.client);
+    let plugin = client.and_then(|client| life.plugin(client)).ok_or(CallError::Stopped { method })?;
+    life.core.change(|book| book.count(resource, which));
+    Ok(plugin)
 }
 
 /// The items in the random order in which a kubelet reads its maps and sets.

@@ -4,40 +4,27 @@
 //! Called by `admission` where the policy is not none. Reads the books, changes nothing.
 
 use super::devices::Book;
-use super::pod::{Container, Hint, Pod};
+use super::pod::{Container, Hint};
 use super::topology_manager::{NumaMask, Refusal, ResourceHints, Scope, TopologyManager, Units, device_hints, settle};
 
-/// The hint for one container by itself.
-pub(super) fn of_container(
+/// The one hint for these containers of a pod, in scope container a single one: a kubelet adds up what they ask for.
+pub(super) fn hint(
     book: &Book,
     manager: &TopologyManager,
     pod: &str,
-    container: &Container,
+    containers: &[Container],
 ) -> Result<Hint, Box<Refusal>> {
-    let one = std::slice::from_ref(container);
-    judge(manager, pod, Some(&container.name), hints(book, manager, pod, one))
-}
-
-/// The one hint for all containers of a pod: a kubelet adds up what they ask for.
-pub(super) fn of_pod(book: &Book, manager: &TopologyManager, pod: &Pod) -> Result<Hint, Box<Refusal>> {
-    judge(manager, &pod.name, None, hints(book, manager, &pod.name, &pod.containers))
-}
-
-fn judge(
-    manager: &TopologyManager,
-    pod: &str,
-    container: Option<&str>,
-    resources: Vec<ResourceHints>,
-) -> Result<Hint, Box<Refusal>> {
+    let resources = hints(book, manager, pod, containers);
     let settled = settle(manager, &resources);
     if settled.admitted {
         return Ok(Hint { numa: settled.hint.mask.map(NumaMask::nodes), preferred: settled.hint.preferred });
     }
+    let container = containers.first().filter(|_| manager.scope == Scope::Container);
     Err(Box::new(Refusal {
         pod: pod.to_owned(),
-        container: container.map(str::to_owned),
+        container: container.map(|container| container.name.clone()),
         policy: manager.policy,
-        scope: if container.is_some() { Scope::Container } else { Scope::Pod },
+        scope: manager.scope,
         resources,
         settled: settled.hint,
     }))

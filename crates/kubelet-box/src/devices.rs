@@ -2,15 +2,16 @@
 //! connection is the current one of its resource.
 //!
 //! One `Book` lives in `life::Core`, behind its lock; `registration`, `endpoint`'s streams and
-//! `admission` write it. Pure: no I/O, no clock, no wire types. It keeps, on purpose, what is odd
+//! `admission` write it. Pure: no I/O, no clock. It keeps, on purpose, what is odd
 //! in kubelets up to 1.36: connections are looked up by resource name, never by themselves.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::pod::{Allocation, Place};
 use super::selection::{Ids, Pool};
-use super::state::{Calls, Violation};
+use super::state::{Calls, Harm, ResourceState, Violation};
 use super::topology_manager::CpuBook;
+use linkwise_kubelet_api::v1beta1 as wire;
 
 mod snapshot;
 #[cfg(test)]
@@ -24,28 +25,12 @@ pub(super) type StopStamp = u64;
 /// Longest device id that the API allows.
 const ID_MAX: usize = 63;
 
-/// A device as a plugin advertises it.
-#[derive(Clone, Debug)]
-pub(super) struct Advertised {
-    pub(super) id: String,
-    /// The wire's word; `Healthy` and `Unhealthy` are the two that are allowed.
-    pub(super) health: String,
-    pub(super) numa: BTreeSet<i64>,
-}
-
-/// The answer to GetDevicePluginOptions.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct PluginOptions {
-    pub(super) pre_start: bool,
-    pub(super) preferred: bool,
-}
-
 /// The endpoint of a resource; there is at most one.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Endpoint {
     /// `None` for the placeholder that a kubelet starts with.
     pub(super) client: Option<ClientId>,
-    pub(super) options: PluginOptions,
+    pub(super) options: wire::DevicePluginOptions,
     pub(super) stopped: Option<StopStamp>,
 }
 
@@ -53,14 +38,9 @@ pub(super) struct Endpoint {
 struct Resource {
     /// Has a device list, if an empty one: registered and listed, and not removed since.
     registered: bool,
-    healthy: Ids,
-    unhealthy: Ids,
-    /// NUMA nodes of the last list's devices.
-    numa: BTreeMap<String, BTreeSet<i64>>,
     endpoint: Option<Endpoint>,
-    removed: bool,
-    registrations: u64,
-    calls: Calls,
+    /// What can be seen of it; what the rest of the books decide is filled in by `snapshot`.
+    seen: ResourceState,
 }
 
 /// All the books.
@@ -110,11 +90,11 @@ impl Book {
 
     /// The plugin was dialled and returned its options: its endpoint replaces the one before. The
     /// devices stay as they are until its first list.
-    pub(super) fn plugin_connected(&mut self, resource: &str, client: ClientId, options: PluginOptions) {
+    pub(super) fn plugin_connected(&mut self, resource: &str, client: ClientId, options: wire::DevicePluginOptions) {
         let entry = self.resource(resource);
         entry.endpoint = Some(Endpoint { client: Some(client), options, stopped: None });
-        entry.registrations += 1;
-        entry.removed = false;
+        entry.seen.registrations += 1;
+        entry.seen.removed = false;
     }
 
     /// Gives up the current connection of the resource, whichever it is, because the stream of
@@ -137,8 +117,7 @@ impl Book {
     fn stop_endpoint(&mut self, resource: &str, stamp: StopStamp) -> Option<StopStamp> {
         let entry = self.resources.get_mut(resource)?;
         entry.endpoint.as_mut()?.stopped = Some(stamp);
-        let mut healthy = std::mem::take(&mut entry.healthy);
-        entry.unhealthy.append(&mut healthy);
+        entry.seen.unhealthy.append(&mut entry.seen.healthy);
         Some(stamp)
     }
 
@@ -146,8 +125,9 @@ impl Book {
     pub(super) fn expire(&mut self, resource: &str, stamp: StopStamp) {
         let Some(entry) = self.resources.get_mut(resource) else { return };
         if entry.endpoint.is_some_and(|endpoint| endpoint.stopped == Some(stamp)) {
-            let (registrations, calls) = (entry.registrations, entry.calls);
-            *entry = Resource { removed: true, registrations, calls, ..Resource::default() };
+            let ResourceState { registrations, calls, .. } = entry.seen;
+            let seen = ResourceState { removed: true, registrations, calls, ..ResourceState::default() };
+            *entry = Resource { seen, ..Resource::default() };
         }
     }
 
@@ -157,28 +137,27 @@ impl Book {
     }
 
     /// A list came, over any stream of the resource: it replaces the one before.
-    pub(super) fn list(&mut self, resource: &str, devices: Vec<Advertised>) {
+    pub(super) fn list(&mut self, resource: &str, devices: Vec<wire::Device>) {
         let mut found = Vec::new();
+        let mut harm = |id: &str, harm| {
+            found.push(Violation { resource: resource.to_owned(), id: id.to_owned(), harm });
+        };
         let entry = self.resource(resource);
         entry.registered = true;
-        entry.healthy.clear();
-        entry.unhealthy.clear();
-        entry.numa.clear();
-        for Advertised { id, health, numa } in devices {
+        entry.seen.clear_list();
+        for wire::Device { id, health, topology } in devices {
             if id.len() > ID_MAX {
-                found.push(Violation::IdTooLong { resource: resource.to_owned(), id });
+                harm(&id, Harm::IdTooLong);
                 continue;
             }
-            match health.as_str() {
-                "Healthy" => entry.healthy.insert(id.clone()),
-                "Unhealthy" => entry.unhealthy.insert(id.clone()),
-                _ => {
-                    found.push(Violation::UnknownHealth { resource: resource.to_owned(), id: id.clone(), health });
-                    entry.unhealthy.insert(id.clone())
-                }
-            };
-            if entry.numa.insert(id.clone(), numa).is_some() {
-                found.push(Violation::DuplicateId { resource: resource.to_owned(), id });
+            let ids = if health == "Healthy" { &mut entry.seen.healthy } else { &mut entry.seen.unhealthy };
+            ids.insert(id.clone());
+            if !matches!(health.as_str(), "Healthy" | "Unhealthy") {
+                harm(&id, Harm::UnknownHealth(health));
+            }
+            let nodes = topology.into_iter().flat_map(|topology| topology.nodes).map(|node| node.id).collect();
+            if entry.seen.numa.insert(id.clone(), nodes).is_some() {
+                harm(&id, Harm::DuplicateId);
             }
         }
         for (place, allocation) in self.held.iter().filter(|(place, _)| place.resource == resource) {
@@ -202,7 +181,7 @@ impl Book {
 
     /// Counts a call that is about to be made.
     pub(super) fn count(&mut self, resource: &str, which: impl FnOnce(&mut Calls) -> &mut u64) {
-        *which(&mut self.resource(resource).calls) += 1;
+        *which(&mut self.resource(resource).seen.calls) += 1;
     }
 
     /// The devices of a resource to choose from; `None` where no plugin has listed any.
@@ -210,12 +189,15 @@ impl Book {
         let entry = self.resources.get(resource).filter(|entry| entry.registered)?;
         let of_resource = self.held.iter().filter(|(place, _)| place.resource == resource);
         let in_use: Ids = of_resource.flat_map(|(_, allocation)| allocation.devices.iter().cloned()).collect();
-        Some(Pool { available: entry.healthy.difference(&in_use).cloned().collect(), numa: entry.numa.clone() })
+        Some(Pool {
+            available: entry.seen.healthy.difference(&in_use).cloned().collect(),
+            numa: entry.seen.numa.clone(),
+        })
     }
 
     /// The healthy ids of a resource; `None` where no plugin has listed any.
     pub(super) fn healthy(&self, resource: &str) -> Option<&Ids> {
-        self.resources.get(resource).filter(|entry| entry.registered).map(|entry| &entry.healthy)
+        self.resources.get(resource).filter(|entry| entry.registered).map(|entry| &entry.seen.healthy)
     }
 
     /// Whether a kubelet takes this name as a device plugin's: listed, or held by a container.
@@ -226,7 +208,7 @@ impl Book {
 
     /// NUMA nodes of every device of the resource's last list.
     pub(super) fn numa(&self, resource: &str) -> Option<&BTreeMap<String, BTreeSet<i64>>> {
-        self.resources.get(resource).map(|entry| &entry.numa)
+        self.resources.get(resource).map(|entry| &entry.seen.numa)
     }
 
     /// The devices of one resource that these containers of a pod hold.
@@ -295,9 +277,7 @@ impl Book {
         self.streams.clear();
         self.still_running.clear();
         for entry in self.resources.values_mut() {
-            entry.healthy.clear();
-            entry.unhealthy.clear();
-            entry.numa.clear();
+            entry.seen.clear_list();
             entry.endpoint = None;
         }
     }
@@ -323,11 +303,10 @@ impl Book {
 
 /// The ids of an allocation that its resource no longer lists.
 fn vanished(entry: &Resource, place: &Place, allocation: &Allocation) -> impl Iterator<Item = Violation> {
-    let gone = allocation.devices.iter().filter(|id| !entry.numa.contains_key(*id));
-    gone.map(|id| Violation::VanishedWhileHeld {
+    let gone = allocation.devices.iter().filter(|id| !entry.seen.numa.contains_key(*id));
+    gone.map(|id| Violation {
         resource: place.resource.clone(),
         id: id.clone(),
-        pod: place.pod.clone(),
-        container: place.container.clone(),
+        harm: Harm::VanishedWhileHeld(place.clone()),
     })
 }

@@ -4,7 +4,6 @@
 //! It turns wire types into plain values and back and keeps no books. Every call ends: by its
 //! answer, by its deadline, or because the connection was given up.
 
-use std::collections::BTreeMap;
 use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -13,14 +12,14 @@ use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Response, Status, Streaming};
 use tower::service_fn;
 
-use super::devices::{Advertised, PluginOptions};
+use super::Options;
 use super::errors::{CallError, DialError};
-use super::guarded::{Guard, Guarded};
-use super::pod::{Allocation, DeviceSpec, Mount};
+use super::pod::Allocation;
 use linkwise_kubelet_api::v1beta1 as wire;
 
 /// One connection to a plugin. Clones share it; it closes when the last one is dropped.
@@ -32,39 +31,31 @@ pub(super) struct Plugin {
     call_timeout: Duration,
 }
 
-/// How to dial.
-#[derive(Debug)]
-pub(super) struct Dial {
-    pub(super) path: PathBuf,
-    /// For the connection, and for each call over it.
-    pub(super) dial_timeout: Duration,
-    pub(super) call_timeout: Duration,
-    /// The wait after the first attempt that failed; each further one is 1.6 times as long.
-    pub(super) retry: Duration,
-    /// Held as long as the connection is.
-    pub(super) guard: Guard,
-    pub(super) closed: CancellationToken,
-}
-
 impl Plugin {
-    /// Dials until it works or the time is up, as gRPC's blocking dial does.
-    pub(super) async fn dial(dial: Dial) -> Result<Self, DialError> {
-        let Dial { path, dial_timeout, call_timeout, mut retry, guard, closed } = dial;
-        let deadline = Instant::now() + dial_timeout;
+    /// Dials until it works or the time is up, as gRPC's blocking dial does. Its tasks are `connections`.
+    pub(super) async fn dial(
+        path: PathBuf,
+        options: &Options,
+        connections: TaskTracker,
+        closed: CancellationToken,
+    ) -> Result<Self, DialError> {
+        let (after, mut retry) = (options.dial_timeout, options.dial_retry);
+        let deadline = Instant::now() + after;
         let mut source = None;
         while Instant::now() < deadline {
-            match timeout_at(deadline, connect(&path, &guard)).await {
+            match timeout_at(deadline, connect(&path, &connections)).await {
                 Ok(Ok(channel)) => {
                     let client = wire::device_plugin_client::DevicePluginClient::new(channel);
-                    return Ok(Self { client, closed, call_timeout });
+                    return Ok(Self { client, closed, call_timeout: options.call_timeout });
                 }
                 Ok(Err(error)) => source = Some(error),
                 Err(_) => break,
             }
             sleep(retry.min(deadline.saturating_duration_since(Instant::now()))).await;
+            // Each further wait is longer.
             retry = retry.mul_f64(1.6);
         }
-        Err(DialError::Connect { path, after: dial_timeout, source })
+        Err(DialError::Connect { path, after, source })
     }
 
     /// Gives the connection up: calls under way end, the stream ends.
@@ -95,14 +86,10 @@ impl Plugin {
     }
 
     /// GetDevicePluginOptions, within `after`: it belongs to the dial.
-    pub(super) async fn options(&self, after: Duration) -> Result<PluginOptions, CallError> {
+    pub(super) async fn options(&self, after: Duration) -> Result<wire::DevicePluginOptions, CallError> {
         let mut client = self.client.clone();
         let call = client.get_device_plugin_options(wire::Empty {});
-        let options = self.bounded("GetDevicePluginOptions", after, call).await?;
-        Ok(PluginOptions {
-            pre_start: options.pre_start_required,
-            preferred: options.get_preferred_allocation_available,
-        })
+        self.bounded("GetDevicePluginOptions", after, call).await
     }
 
     /// Opens the ListAndWatch stream. It has no deadline of its own, as a kubelet's has none.
@@ -149,43 +136,33 @@ impl Plugin {
     }
 }
 
-async fn connect(path: &Path, guard: &Guard) -> Result<Channel, tonic::transport::Error> {
-    let (path, guard) = (path.to_owned(), guard.clone());
+async fn connect(path: &Path, connections: &TaskTracker) -> Result<Channel, tonic::transport::Error> {
+    let path = path.to_owned();
     let connector = service_fn(move |_: Uri| {
-        let (path, guard) = (path.clone(), guard.clone());
-        async move { UnixStream::connect(path).await.map(|stream| TokioIo::new(Guarded::new(stream, guard))) }
+        let path = path.clone();
+        async move { UnixStream::connect(path).await.map(TokioIo::new) }
     });
     // The URI becomes `:authority: localhost`, as a kubelet sends it; the path is the connector's.
-    Endpoint::from_static("http://localhost").connect_with_connector(connector).await
+    let endpoint = Endpoint::from_static("http://localhost").executor(Tracked(connections.clone()));
+    endpoint.connect_with_connector(connector).await
 }
 
-/// The devices of one ListAndWatch message.
-pub(super) fn advertised(message: wire::ListAndWatchResponse) -> Vec<Advertised> {
-    let device = |device: wire::Device| Advertised {
-        id: device.id,
-        health: device.health,
-        numa: device.topology.map(|topology| topology.nodes.iter().map(|node| node.id).collect()).unwrap_or_default(),
-    };
-    message.devices.into_iter().map(device).collect()
+/// Runs the tasks of gRPC's connections so that `stop` sees the last one end.
+struct Tracked(TaskTracker);
+
+impl<F: Future<Output = ()> + Send + 'static> hyper::rt::Executor<F> for Tracked {
+    fn execute(&self, task: F) {
+        self.0.spawn(task);
+    }
 }
 
 fn allocation(devices: Vec<String>, response: wire::ContainerAllocateResponse) -> Allocation {
-    let spec = |spec: wire::DeviceSpec| DeviceSpec {
-        container_path: spec.container_path,
-        host_path: spec.host_path,
-        permissions: spec.permissions,
-    };
-    let mount = |mount: wire::Mount| Mount {
-        container_path: mount.container_path,
-        host_path: mount.host_path,
-        read_only: mount.read_only,
-    };
     Allocation {
         devices,
-        envs: response.envs.into_iter().collect::<BTreeMap<_, _>>(),
-        device_specs: response.devices.into_iter().map(spec).collect(),
-        mounts: response.mounts.into_iter().map(mount).collect(),
-        annotations: response.annotations.into_iter().collect::<BTreeMap<_, _>>(),
+        envs: response.envs.into_iter().collect(),
+        device_specs: response.devices,
+        mounts: response.mounts,
+        annotations: response.annotations.into_iter().collect(),
         cdi_names: response.cdi_devices.into_iter().map(|device| device.name).collect(),
     }
 }

@@ -15,7 +15,6 @@ mod affinity;
 mod devices;
 mod endpoint;
 mod errors;
-mod guarded;
 mod life;
 mod names;
 mod pod;
@@ -35,9 +34,10 @@ use linkwise_kubelet_api::v1beta1 as wire;
 use tokio::time::timeout;
 
 pub use errors::{AdmissionError, BoxError, CallError, WaitError};
+pub use linkwise_kubelet_api::v1beta1::{DeviceSpec, Mount};
 pub use names::is_extended_resource;
-pub use pod::{Admitted, AdmittedContainer, Allocation, Asked, Container, DeviceSpec, Grant, Hint, Mount, Place, Pod};
-pub use state::{Calls, ResourceState, Resources, State, Violation};
+pub use pod::{Admitted, AdmittedContainer, Allocation, Asked, Container, Grant, Hint, Place, Pod};
+pub use state::{Calls, Harm, ResourceState, Resources, State, Violation};
 pub use topology_manager::{
     NumaMask, NumaNode, Policy, Refusal, ResourceHints, Scope, TopologyHint, TopologyManager, UnsupportedMachine,
 };
@@ -252,7 +252,7 @@ impl KubeletBox {
     }
 
     fn life(&self, pod: &str) -> Result<Arc<Life>, AdmissionError> {
-        lock(&self.life).clone().ok_or_else(|| AdmissionError::NotRunning { pod: pod.to_owned() })
+        lock(&self.life).clone().ok_or_else(|| AdmissionError::NotRunning(pod.to_owned()))
     }
 }
 

@@ -1,10 +1,12 @@
 //! What goes into an admission and what comes out of it, as plain values.
 //!
 //! Made by callers of [`super::KubeletBox`] and by `admission`; resource names and device ids are
-//! plain strings here, because that is all a kubelet knows of them. No wire types, no behaviour.
+//! plain strings here, because that is all a kubelet knows of them. No behaviour.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+
+use linkwise_kubelet_api::v1beta1::{DeviceSpec, Mount};
 
 /// A pod: containers that are admitted together or not at all.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -108,28 +110,6 @@ pub struct Allocation {
     pub annotations: BTreeMap<String, String>,
     /// Fully qualified CDI names, in the plugin's order.
     pub cdi_names: Vec<String>,
-}
-
-/// A device node that the container gets.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct DeviceSpec {
-    /// Path in the container.
-    pub container_path: String,
-    /// Path on the host.
-    pub host_path: String,
-    /// Any of `r`, `w` and `m`.
-    pub permissions: String,
-}
-
-/// A folder or file that the container gets.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Mount {
-    /// Path in the container.
-    pub container_path: String,
-    /// Path on the host.
-    pub host_path: String,
-    /// Whether the container may not write to it.
-    pub read_only: bool,
 }
 
 /// An admitted pod.

@@ -5,27 +5,21 @@
 
 use std::sync::Arc;
 
+use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
 use super::devices::Book;
 use super::errors::BoxError;
 use super::life::{Core, Life};
-use super::registration::{bind, incoming};
+use super::registration::serve_at;
 use linkwise_kubelet_api::podresources as wire;
 use wire::pod_resources_lister_server::{PodResourcesLister, PodResourcesListerServer};
 
-/// Serves PodResources in a task of `life`, where it is wanted.
+/// Serves PodResources, where it is wanted.
 pub(super) fn serve(life: &Arc<Life>) -> Result<(), BoxError> {
     let Some(path) = &life.core.options.pod_resources else { return Ok(()) };
-    let listener = bind(path)?;
-    let incoming = incoming(life, listener);
     let service = PodResourcesListerServer::new(Service { core: Arc::clone(&life.core) });
-    let end = life.end.clone();
-    life.spawn(async move {
-        let server = tonic::transport::Server::builder();
-        let _ = server.serve_with_incoming_shutdown(service, incoming, end.cancelled_owned()).await;
-    });
-    Ok(())
+    serve_at(life, path, Routes::new(service))
 }
 
 struct Service {

@@ -11,20 +11,19 @@ use std::sync::Arc;
 
 use tokio::net::UnixListener;
 use tokio::sync::oneshot;
-use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
+use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
 use super::Fault;
 use super::errors::BoxError;
-use super::guarded::Guarded;
 use super::life::{Core, Life};
 use super::names;
 use linkwise_kubelet_api::v1beta1 as wire;
 use wire::registration_server::{Registration, RegistrationServer};
 
 /// Binds a socket of the kubelet's, in place of what it left there; makes its folder.
-pub(super) fn bind(path: &Path) -> Result<UnixListener, BoxError> {
+fn bind(path: &Path) -> Result<UnixListener, BoxError> {
     let failed = |action, path: &Path| {
         let path = path.to_owned();
         move |source| BoxError::Io { action, path, source }
@@ -37,29 +36,19 @@ pub(super) fn bind(path: &Path) -> Result<UnixListener, BoxError> {
     Ok(listener)
 }
 
-/// The connections to a socket of this life, which does not end before they do.
-pub(super) fn incoming(
-    life: &Arc<Life>,
-    listener: UnixListener,
-) -> impl tokio_stream::Stream<Item = io::Result<Guarded>> + use<> {
-    let guarding = Arc::clone(life);
-    UnixListenerStream::new(listener).filter_map(move |stream| match (stream, guarding.guard()) {
-        (Ok(stream), Some(guard)) => Some(Ok(Guarded::new(stream, guard))),
-        (Err(error), _) => Some(Err(error)),
-        (Ok(_), None) => None,
-    })
+/// Makes the folder, removes every socket in it, binds `kubelet.sock` and serves it.
+pub(super) fn serve(life: &Arc<Life>) -> Result<(), BoxError> {
+    let service = RegistrationServer::new(Service { life: Arc::clone(life) });
+    serve_at(life, &life.core.options.dir.join(wire::KUBELET_SOCKET), Routes::new(service))
 }
 
-/// Makes the folder, removes every socket in it, binds `kubelet.sock` and serves it in a task of `life`.
-pub(super) fn serve(life: &Arc<Life>) -> Result<(), BoxError> {
-    let listener = bind(&life.core.options.dir.join(wire::KUBELET_SOCKET))?;
-    let incoming = incoming(life, listener);
-    let service = RegistrationServer::new(Service { life: Arc::clone(life) });
-    let end = life.end.clone();
+/// Serves on a socket in a task of `life`, which does not end before the last connection does.
+pub(super) fn serve_at(life: &Arc<Life>, path: &Path, routes: Routes) -> Result<(), BoxError> {
+    let (incoming, end) = (UnixListenerStream::new(bind(path)?), life.end.clone());
     life.spawn(async move {
-        let server = tonic::transport::Server::builder();
+        let server = tonic::transport::Server::builder().add_routes(routes);
         // It ends with the box; a failure to accept shows as registrations that cannot connect.
-        let _ = server.serve_with_incoming_shutdown(service, incoming, end.cancelled_owned()).await;
+        let _ = server.serve_with_incoming_shutdown(incoming, end.cancelled_owned()).await;
     });
     Ok(())
 }

@@ -30,13 +30,8 @@ impl Book {
         ResourceState {
             connected: working.is_some_and(|client| self.streams.contains_key(&client)),
             open_streams: self.streams.values().filter(|resource| *resource == name).count(),
-            removed: entry.removed,
-            registrations: entry.registrations,
-            healthy: entry.healthy.clone(),
-            unhealthy: entry.unhealthy.clone(),
-            numa: entry.numa.clone(),
             allocated,
-            calls: entry.calls,
+            ..entry.seen.clone()
         }
     }
 }

@@ -6,7 +6,7 @@ use super::mask::NumaMask;
 use super::{NumaNode, TopologyManager};
 
 /// The name under which the CPU manager hints.
-const CPU: &str = "cpu";
+pub(crate) const CPU: &str = "cpu";
 
 /// A set of NUMA nodes from which a request could be met.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
