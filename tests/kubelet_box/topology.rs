@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 
 use linkwise_kubelet_box::{
-    AdmissionError, Admitted, BoxError, Hint, KubeletBox, NumaNode, Options, Place, Pod, Policy, Restart, Scope,
-    TopologyManager, UnsupportedMachine,
+    AdmissionError, Admitted, BoxError, KubeletBox, NumaNode, Options, Place, Pod, Policy, Restart, Scope,
+    TopologyHint, TopologyManager, UnsupportedMachine,
 };
 use tempfile::TempDir;
 
@@ -36,7 +36,7 @@ async fn policy_offers_one_numa_node() {
         let asked = admitted.grant("main", GPU).unwrap().asked.as_ref().unwrap();
         assert_eq!(asked.available.iter().cloned().collect::<BTreeSet<_>>(), ids(offered), "{policy}");
         let hint = admitted.containers["main"].hint.clone();
-        assert_eq!(hint, (policy != Policy::None).then(|| Hint::numa([0])), "{policy}");
+        assert_eq!(hint, (policy != Policy::None).then(|| TopologyHint::on([0])), "{policy}");
     }
 }
 

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::pod::{Allocation, Place};
 use super::selection::{Ids, Pool};
-use super::state::{Calls, Harm, ResourceState, Violation};
+use super::state::{Calls, Harm, ResourceState, State, Violation};
 use super::topology_manager::CpuBook;
 use linkwise_kubelet_api::v1beta1 as wire;
 
@@ -21,6 +21,9 @@ mod tests;
 pub(super) type ClientId = u64;
 /// One stop of one endpoint, so that a late grace period ends nothing newer.
 pub(super) type StopStamp = u64;
+
+/// The devices and CPUs that one pod holds.
+type PodBook = (BTreeMap<Place, Allocation>, Option<BTreeMap<String, BTreeSet<u32>>>);
 
 /// Longest device id that the API allows.
 const ID_MAX: usize = 63;
@@ -46,13 +49,11 @@ struct Resource {
 /// All the books.
 #[derive(Debug, Default)]
 pub(super) struct Book {
-    pub(super) running: bool,
-    pub(super) refused: u64,
-    /// Register calls that have no answer yet.
-    pub(super) registering: usize,
+    /// What can be seen of it; `snapshot` fills in resources and CPUs.
+    pub(super) seen: State,
     resources: BTreeMap<String, Resource>,
     /// Survives a restart: the checkpoint file.
-    held: BTreeMap<Place, Allocation>,
+    pub(super) held: BTreeMap<Place, Allocation>,
     /// Survives a restart too.
     pub(super) cpus: CpuBook,
     /// Containers that ran when the kubelet started: (pod, container).
@@ -62,7 +63,6 @@ pub(super) struct Book {
     /// Open ListAndWatch streams and their resource.
     streams: BTreeMap<ClientId, String>,
     serial: u64,
-    violations: Vec<Violation>,
 }
 
 impl Book {
@@ -111,14 +111,12 @@ impl Book {
         }
         let client = self.clients.remove(resource)?;
         let stamp = self.next();
-        Some((client, self.stop_endpoint(resource, stamp)))
-    }
-
-    fn stop_endpoint(&mut self, resource: &str, stamp: StopStamp) -> Option<StopStamp> {
-        let entry = self.resources.get_mut(resource)?;
-        entry.endpoint.as_mut()?.stopped = Some(stamp);
-        entry.seen.unhealthy.append(&mut entry.seen.healthy);
-        Some(stamp)
+        let stop = |Resource { endpoint, seen, .. }: &mut Resource| {
+            endpoint.as_mut()?.stopped = Some(stamp);
+            seen.unhealthy.append(&mut seen.healthy);
+            Some(stamp)
+        };
+        Some((client, self.resources.get_mut(resource).and_then(stop)))
     }
 
     /// The grace period of that stop is over: the resource goes, unless the endpoint is another by now.
@@ -168,8 +166,8 @@ impl Book {
 
     fn report(&mut self, found: Vec<Violation>) {
         for violation in found {
-            if !self.violations.contains(&violation) {
-                self.violations.push(violation);
+            if !self.seen.violations.contains(&violation) {
+                self.seen.violations.push(violation);
             }
         }
     }
@@ -211,24 +209,6 @@ impl Book {
         self.resources.get(resource).map(|entry| &entry.seen.numa)
     }
 
-    /// The devices of one resource that these containers of a pod hold.
-    pub(super) fn held_of(&self, pod: &str, containers: &[&str], resource: &str) -> impl Iterator<Item = &String> {
-        let here = move |place: &Place| {
-            place.pod == pod && place.resource == resource && containers.contains(&place.container.as_str())
-        };
-        self.held.iter().filter(move |(place, _)| here(place)).flat_map(|(_, allocation)| &allocation.devices)
-    }
-
-    /// What every container holds, of whatever resource.
-    pub(super) fn all_held(&self) -> Vec<(Place, Vec<String>)> {
-        self.held.iter().map(|(place, allocation)| (place.clone(), allocation.devices.clone())).collect()
-    }
-
-    /// What a container holds.
-    pub(super) fn held(&self, place: &Place) -> Option<&Allocation> {
-        self.held.get(place)
-    }
-
     /// What a container holds, by resource.
     pub(super) fn container(&self, pod: &str, container: &str) -> BTreeMap<String, Allocation> {
         let here = |place: &&Place| place.pod == pod && place.container == container;
@@ -250,29 +230,30 @@ impl Book {
         self.held.insert(place, allocation);
     }
 
-    /// Takes everything from a pod and gives its devices back to the caller.
-    pub(super) fn remove_pod(&mut self, pod: &str) -> BTreeMap<Place, Allocation> {
+    /// Takes everything from a pod; returns whether it held any.
+    pub(super) fn remove_pod(&mut self, pod: &str) -> bool {
         self.still_running.retain(|(name, _)| name != pod);
-        self.cpus.remove_pod(pod);
-        let removed = self.pod(pod);
+        let before = self.held.len();
         self.held.retain(|place, _| place.pod != pod);
-        removed
+        self.cpus.held.remove(pod).is_some() || self.held.len() < before
     }
 
-    /// What a pod holds.
-    pub(super) fn pod(&self, pod: &str) -> BTreeMap<Place, Allocation> {
-        self.held.iter().filter(|(place, _)| place.pod == pod).map(|(p, a)| (p.clone(), a.clone())).collect()
+    /// What a pod holds, for [`Book::restore_pod`].
+    pub(super) fn pod(&self, pod: &str) -> PodBook {
+        let held = self.held.iter().filter(|(place, _)| place.pod == pod);
+        (held.map(|(place, held)| (place.clone(), held.clone())).collect(), self.cpus.held.get(pod).cloned())
     }
 
     /// Undoes what an interrupted admission did to the pod.
-    pub(super) fn restore_pod(&mut self, pod: &str, held: BTreeMap<Place, Allocation>) {
+    pub(super) fn restore_pod(&mut self, pod: &str, (held, cpus): PodBook) {
         self.remove_pod(pod);
         self.held.extend(held);
+        self.cpus.held.extend(cpus.map(|cpus| (pod.to_owned(), cpus)));
     }
 
     /// The kubelet's process has ended: what is not in the checkpoint is lost.
     pub(super) fn ended(&mut self) {
-        self.running = false;
+        self.seen.running = false;
         self.clients.clear();
         self.streams.clear();
         self.still_running.clear();
@@ -285,7 +266,7 @@ impl Book {
     /// A kubelet starts with this checkpoint. Resources of the checkpoint get a stopped endpoint;
     /// their stamps are given. `containers_run`: whether the runtime still runs the containers.
     pub(super) fn started(&mut self, containers_run: bool) -> Vec<(String, StopStamp)> {
-        self.running = true;
+        self.seen.running = true;
         if containers_run {
             self.still_running = self.held.keys().map(|p| (p.pod.clone(), p.container.clone())).collect();
         }

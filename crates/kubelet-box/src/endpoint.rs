@@ -5,7 +5,7 @@
 //! answer, by its deadline, or because the connection was given up.
 
 use std::future::Future;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
@@ -34,7 +34,7 @@ pub(super) struct Plugin {
 impl Plugin {
     /// Dials until it works or the time is up, as gRPC's blocking dial does. Its tasks are `connections`.
     pub(super) async fn dial(
-        path: PathBuf,
+        path: &Path,
         options: &Options,
         connections: TaskTracker,
         closed: CancellationToken,
@@ -43,7 +43,7 @@ impl Plugin {
         let deadline = Instant::now() + after;
         let mut source = None;
         while Instant::now() < deadline {
-            match timeout_at(deadline, connect(&path, &connections)).await {
+            match timeout_at(deadline, connect(path, &connections)).await {
                 Ok(Ok(channel)) => {
                     let client = wire::device_plugin_client::DevicePluginClient::new(channel);
                     return Ok(Self { client, closed, call_timeout: options.call_timeout });
@@ -55,7 +55,7 @@ impl Plugin {
             // Each further wait is longer.
             retry = retry.mul_f64(1.6);
         }
-        Err(DialError::Connect { path, after, source })
+        Err(DialError::Connect { path: path.to_owned(), after, source })
     }
 
     /// Gives the connection up: calls under way end, the stream ends.
@@ -87,15 +87,13 @@ impl Plugin {
 
     /// GetDevicePluginOptions, within `after`: it belongs to the dial.
     pub(super) async fn options(&self, after: Duration) -> Result<wire::DevicePluginOptions, CallError> {
-        let mut client = self.client.clone();
-        let call = client.get_device_plugin_options(wire::Empty {});
+        let call = async { self.client().get_device_plugin_options(wire::Empty {}).await };
         self.bounded("GetDevicePluginOptions", after, call).await
     }
 
     /// Opens the ListAndWatch stream. It has no deadline of its own, as a kubelet's has none.
     pub(super) async fn list_and_watch(&self) -> Result<Streaming<wire::ListAndWatchResponse>, Status> {
-        let mut client = self.client.clone();
-        Ok(client.list_and_watch(wire::Empty {}).await?.into_inner())
+        Ok(self.client().list_and_watch(wire::Empty {}).await?.into_inner())
     }
 
     /// GetPreferredAllocation for one container; the ids of the first response.
@@ -111,28 +109,38 @@ impl Plugin {
             allocation_size: i32::try_from(size).unwrap_or(i32::MAX),
         };
         let request = wire::PreferredAllocationRequest { container_requests: vec![request] };
-        let mut client = self.client.clone();
-        let call = client.get_preferred_allocation(request);
+        let call = async { self.client().get_preferred_allocation(request).await };
         let answer = self.bounded("GetPreferredAllocation", self.call_timeout, call).await?;
         Ok(answer.container_responses.into_iter().next().unwrap_or_default().device_i_ds)
     }
 
     /// Allocate for one container; `None` where the plugin answered for no container.
-    pub(super) async fn allocate(&self, devices: Vec<String>) -> Result<Option<Allocation>, CallError> {
-        let mut sorted = devices.clone();
-        sorted.sort_unstable();
-        let request = wire::ContainerAllocateRequest { devices_ids: devices };
-        let mut client = self.client.clone();
-        let call = client.allocate(wire::AllocateRequest { container_requests: vec![request] });
+    pub(super) async fn allocate(&self, devices_ids: Vec<String>) -> Result<Option<Allocation>, CallError> {
+        let mut devices = devices_ids.clone();
+        devices.sort_unstable();
+        let container_requests = vec![wire::ContainerAllocateRequest { devices_ids }];
+        let call = async { self.client().allocate(wire::AllocateRequest { container_requests }).await };
         let answer = self.bounded("Allocate", self.call_timeout, call).await?;
-        Ok(answer.container_responses.into_iter().next().map(|response| allocation(sorted, response)))
+        let allocation = |response: wire::ContainerAllocateResponse| Allocation {
+            devices,
+            envs: response.envs.into_iter().collect(),
+            device_specs: response.devices,
+            mounts: response.mounts,
+            annotations: response.annotations.into_iter().collect(),
+            cdi_names: response.cdi_devices.into_iter().map(|device| device.name).collect(),
+        };
+        Ok(answer.container_responses.into_iter().next().map(allocation))
     }
 
     /// PreStartContainer.
-    pub(super) async fn pre_start(&self, devices: Vec<String>) -> Result<(), CallError> {
-        let mut client = self.client.clone();
-        let call = client.pre_start_container(wire::PreStartContainerRequest { devices_ids: devices });
+    pub(super) async fn pre_start(&self, devices_ids: Vec<String>) -> Result<(), CallError> {
+        let request = wire::PreStartContainerRequest { devices_ids };
+        let call = async { self.client().pre_start_container(request).await };
         self.bounded("PreStartContainer", self.call_timeout, call).await.map(|_| ())
+    }
+
+    fn client(&self) -> wire::device_plugin_client::DevicePluginClient<Channel> {
+        self.client.clone()
     }
 }
 
@@ -153,16 +161,5 @@ struct Tracked(TaskTracker);
 impl<F: Future<Output = ()> + Send + 'static> hyper::rt::Executor<F> for Tracked {
     fn execute(&self, task: F) {
         self.0.spawn(task);
-    }
-}
-
-fn allocation(devices: Vec<String>, response: wire::ContainerAllocateResponse) -> Allocation {
-    Allocation {
-        devices,
-        envs: response.envs.into_iter().collect(),
-        device_specs: response.devices,
-        mounts: response.mounts,
-        annotations: response.annotations.into_iter().collect(),
-        cdi_names: response.cdi_devices.into_iter().map(|device| device.name).collect(),
     }
 }

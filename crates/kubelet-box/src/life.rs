@@ -107,19 +107,16 @@ impl Life {
         let path = options.dir.join(endpoint);
         let id = self.core.change(|book| book.register_client(resource));
         let deadline = Instant::now() + options.dial_timeout;
-        let dialled = Plugin::dial(path.clone(), options, self.connections.clone(), self.end.child_token()).await;
-        let connected = match dialled {
-            Ok(plugin) => {
-                lock(&self.plugins).insert(id, plugin.clone());
-                self.core.change(|book| book.count(resource, |calls| &mut calls.options));
-                let left = deadline.saturating_duration_since(Instant::now());
-                let answer = plugin.options(left).await;
-                answer.map(|options| (plugin, options)).map_err(|source| DialError::Options { path, source })
-            }
-            Err(error) => Err(error),
+        let connected = async {
+            let plugin = Plugin::dial(&path, options, self.connections.clone(), self.end.child_token()).await?;
+            lock(&self.plugins).insert(id, plugin.clone());
+            self.core.change(|book| book.count(resource, |calls| &mut calls.options));
+            let left = deadline.saturating_duration_since(Instant::now());
+            let answer = plugin.options(left).await;
+            Ok((answer.map_err(|source| DialError::Options { path: path.clone(), source })?, plugin))
         };
-        match connected {
-            Ok((plugin, options)) => {
+        match connected.await {
+            Ok((options, plugin)) => {
                 self.core.change(|book| book.plugin_connected(resource, id, options));
                 self.spawn(Arc::clone(self).follow(resource.to_owned(), id, plugin));
                 Ok(())

@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
+use super::topology_manager::TopologyHint;
 use linkwise_kubelet_api::v1beta1::{DeviceSpec, Mount};
 
 /// A pod: containers that are admitted together or not at all.
@@ -61,22 +62,6 @@ impl Pod {
     }
 }
 
-/// What the Topology Manager has settled for a container.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Hint {
-    /// The NUMA nodes of the chosen mask; `None` where any node will do.
-    pub numa: Option<BTreeSet<i64>>,
-    /// Whether that is as good as it can get.
-    pub preferred: bool,
-}
-
-impl Hint {
-    /// A hint for these NUMA nodes.
-    pub fn numa(nodes: impl IntoIterator<Item = i64>) -> Self {
-        Self { numa: Some(nodes.into_iter().collect()), preferred: true }
-    }
-}
-
 /// Whose devices are meant: one resource of one container of one pod.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
@@ -127,7 +112,7 @@ pub struct AdmittedContainer {
     /// The CPUs it has for itself.
     pub cpus: BTreeSet<u32>,
     /// What the Topology Manager settled for it; `None` under policy none.
-    pub hint: Option<Hint>,
+    pub hint: Option<TopologyHint>,
 }
 
 impl Admitted {

@@ -78,7 +78,8 @@ impl Registration for Service {
     async fn register(&self, request: Request<wire::RegisterRequest>) -> Result<Response<wire::Empty>, Status> {
         let _unanswered = Unanswered::new(&self.life.core);
         let request = request.into_inner();
-        let outcome = match self.fault() {
+        let fault = self.life.core.fault.borrow().clone();
+        let outcome = match fault {
             Fault::None | Fault::Forget => self.accept(request).await,
             Fault::Refuse { code, message } => Err(Status::new(code, message)),
             Fault::AnswerWithoutDial => Ok(()),
@@ -90,7 +91,7 @@ impl Registration for Service {
         match outcome {
             Ok(()) => Ok(Response::new(wire::Empty {})),
             Err(status) => {
-                self.life.core.change(|book| book.refused += 1);
+                self.life.core.change(|book| book.seen.refused += 1);
                 Err(status)
             }
         }
@@ -102,22 +103,18 @@ struct Unanswered<'a>(&'a Core);
 
 impl<'a> Unanswered<'a> {
     fn new(core: &'a Core) -> Self {
-        core.change(|book| book.registering += 1);
+        core.change(|book| book.seen.registering += 1);
         Self(core)
     }
 }
 
 impl Drop for Unanswered<'_> {
     fn drop(&mut self) {
-        self.0.change(|book| book.registering -= 1);
+        self.0.change(|book| book.seen.registering -= 1);
     }
 }
 
 impl Service {
-    fn fault(&self) -> Fault {
-        self.life.core.fault.borrow().clone()
-    }
-
     /// Completes when the fault is no longer to hang, or the kubelet ends.
     async fn released(&self) {
         let mut fault = self.life.core.fault.subscribe();

@@ -1,9 +1,9 @@
 //! The GPUs one by one: what NVML could not say of each, and what is held against it.
 
 use super::driver::Nvml;
-use super::finding::{Finding, Findings, Status};
+use super::finding::{Findings, Status};
 use super::health::{self, Past};
-use super::name;
+use super::{Node, name};
 use crate::nvml::scan::CallFailure;
 use crate::nvml::{COUNT, CallError, Fault, REGISTER};
 use crate::topology::{GpuObservation, HostObservation, NodeObservation, ProbeFailure};
@@ -33,15 +33,16 @@ fn advice(error: &CallError) -> &'static str {
 }
 
 /// A line for each GPU that is well, and each thing that is not.
-pub(super) fn check(nvml: &Nvml, host: HostObservation, past: Past) -> Vec<Finding> {
-    let mut found = Findings::of("gpus");
+pub(super) async fn check(found: &mut Findings, node: &Node, host: HostObservation) {
+    found.check = "gpus";
+    let past = Past::ask(found, &node.args, !node.nvml.gpus().is_empty(), node.limit).await;
     let now = health::now();
-    let Nvml::Answers { gpus, failures, polls, .. } = nvml else {
+    let Nvml::Answers { gpus, failures, polls, .. } = &node.nvml else {
         found.skipped("NVML does not answer: no GPU can be asked", None);
         for (gpu, held) in past.against(&NodeObservation::default(), &Default::default(), now) {
-            held.iter().for_each(|held| held.tell(&mut found, &format!("GPU {gpu}"), now));
+            held.iter().for_each(|held| held.tell(found, &format!("GPU {gpu}"), now));
         }
-        return found.all();
+        return;
     };
     if gpus.is_empty() && failures.is_empty() {
         found.skipped("NVML lists no GPU", None);
@@ -58,7 +59,7 @@ pub(super) fn check(nvml: &Nvml, host: HostObservation, past: Past) -> Vec<Findi
             let whole = format!("{}: {what}", name(gpu));
             found.each(Status::Warning, what, whole, advice);
         }
-        held.iter().for_each(|held| held.tell(&mut found, &name(gpu), now));
+        held.iter().for_each(|held| held.tell(found, &name(gpu), now));
         if !asked {
             let what = "the process that asked NVML ended before it said how the GPU is";
             let advice = "run this again; where it stays so, dmesg (NVRM, Xid) may say why";
@@ -66,7 +67,7 @@ pub(super) fn check(nvml: &Nvml, host: HostObservation, past: Past) -> Vec<Findi
         }
     }
     for (gpu, held) in against {
-        held.iter().for_each(|held| held.tell(&mut found, &format!("GPU {gpu}, which NVML does not list"), now));
+        held.iter().for_each(|held| held.tell(found, &format!("GPU {gpu}, which NVML does not list"), now));
     }
     // A GPU that could not even be identified cannot be offered.
     let listed = |failure: &CallFailure| gpus.iter().any(|gpu| failure.subject == gpu.pci.to_string());
@@ -77,5 +78,4 @@ pub(super) fn check(nvml: &Nvml, host: HostObservation, past: Past) -> Vec<Findi
         let status = if costs_gpus { Status::Failed } else { Status::Warning };
         found.each(status, words(failure), what, advice(&failure.error));
     }
-    found.all()
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, SystemTime};
 use serde::Deserialize;
 
 use super::blocking;
-use super::finding::{Finding, Findings, Status};
+use super::finding::{Findings, Status};
 use crate::commands::admin;
 use crate::config::DoctorArgs;
 use crate::runtime::{self, Kept};
@@ -89,8 +89,7 @@ pub(super) struct Past {
 impl Past {
     /// Asks the linkwise that runs, else reads the health record; the findings name the source. Having neither is no
     /// finding where there is no GPU (`any`).
-    pub async fn ask(args: &DoctorArgs, any: bool, limit: Duration) -> (Self, Vec<Finding>) {
-        let mut found = Findings::of("gpus");
+    pub async fn ask(found: &mut Findings, args: &DoctorArgs, any: bool, limit: Duration) -> Self {
         let socket = &args.admin_socket;
         match state(socket, limit).await {
             Ok(Some(state)) => {
@@ -104,7 +103,7 @@ impl Past {
                         "linkwise admin resume opens it again",
                     );
                 }
-                return (Self { running: Some(state), kept: None }, found.all());
+                return Self { running: Some(state), kept: None };
             }
             Ok(None) => {}
             Err(error) => found.warning(
@@ -114,7 +113,10 @@ impl Past {
         }
         let (folder, kubelet, sysfs) = (args.state_dir.clone(), args.kubelet_socket.clone(), args.host.sysfs.clone());
         let reading = blocking(limit, move || runtime::kept(folder.as_deref(), &kubelet, &sysfs)).await;
-        let Some(read) = reading else { return (Self::default(), [found.all(), super::hangs("gpus", limit)].concat()) };
+        let Some(read) = reading else {
+            super::hangs(found, limit);
+            return Self::default();
+        };
         let kept = match read {
             Ok(Kept { record: None, .. }) if !any => None,
             Ok(Kept { record: None, file, .. }) => {
@@ -143,7 +145,7 @@ impl Past {
                 None
             }
         };
-        (Self { running: None, kept }, found.all())
+        Self { running: None, kept }
     }
 
     /// The reasons of each GPU, in the order in which they began, after an observation of the node and a round of

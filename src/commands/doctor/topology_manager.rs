@@ -1,7 +1,7 @@
 //! What a kubelet with a Topology Manager would make of this node, and which --numa-hints suit it.
 
 use super::count;
-use super::finding::{Finding, Findings};
+use super::finding::Findings;
 use crate::state::NumaHints;
 use crate::topology::{NodeObservation, NodeTopology};
 
@@ -10,12 +10,11 @@ use crate::topology::{NodeObservation, NodeTopology};
 const MOST_NODES: usize = 8;
 
 /// Looks at NUMA nodes, packages, and where GPUs are.
-pub(super) fn check(observed: &NodeObservation, topology: &NodeTopology, hints: NumaHints) -> Vec<Finding> {
-    let mut found = Findings::of("topology manager");
+pub(super) fn check(found: &mut Findings, observed: &NodeObservation, topology: &NodeTopology, hints: NumaHints) {
+    found.check = "topology manager";
     let gpus = topology.gpus();
     if gpus.is_empty() {
-        found.skipped("no GPU is known: nothing to align", None);
-        return found.all();
+        return found.skipped("no GPU is known: nothing to align", None);
     }
     let nodes = observed.host.numa_nodes.len();
     let without = observed.host.numa_nodes.iter().filter(|node| node.cpus.is_empty()).count();
@@ -65,7 +64,6 @@ pub(super) fn check(observed: &NodeObservation, topology: &NodeTopology, hints: 
              (docs/topology-manager.md); under policy none nothing is to be done",
         );
     }
-    found.all()
 }
 
 /// Whether GPUs of one package are on more than one of its nodes.

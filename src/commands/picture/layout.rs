@@ -12,10 +12,10 @@ use super::{Block, Picture};
 
 /// Around the picture.
 const MARGIN: i64 = 24;
-/// Around what is in a package or in a NUMA node, and between packages.
+/// Around what is in a package or in a NUMA node.
 const PAD: i64 = 14;
-/// Between two things that hang on the same bar, or stand in the same NUMA node.
-const GAP: i64 = 10;
+/// Between packages, and between two things that hang on the same bar.
+const GAP: i64 = 12;
 /// The height of a bar.
 const BAR: i64 = 22;
 /// From a bar to the next, or to the row of GPUs.
@@ -161,12 +161,7 @@ impl Block {
 
 /// The width of blocks side by side.
 fn row_width(blocks: &[Block]) -> i64 {
-    (blocks.iter().map(|block| block.width() + gap(block)).sum::<i64>() - blocks.first().map_or(0, gap)).max(0)
-}
-
-/// Between a block and the next.
-fn gap(block: &Block) -> i64 {
-    if block.kind.is_frame() { PAD } else { GAP }
+    (blocks.iter().map(|block| block.width() + GAP).sum::<i64>() - GAP).max(0)
 }
 
 /// The packages of the upper and the lower row; all are in the upper one where the picture is narrow enough.
@@ -224,7 +219,7 @@ impl Layout {
             let mut x = MARGIN + (inside - row_width(packages)) / 2;
             for package in packages {
                 layout.place(&row, package, x, top, bottom);
-                x += package.width() + PAD;
+                x += package.width() + GAP;
             }
         }
         let routes = Routes::new(picture, &layout.gpus);
@@ -274,53 +269,46 @@ impl Layout {
                 self.lines.push(Line { points, kind: LineKind::Pcie, count: 1 });
             }
             self.place(row, child, at, start, bottom - PAD);
-            at += wide + gap(child);
+            at += wide + GAP;
         }
     }
 
     /// The title, and what the GPUs are; returns where the packages begin.
     fn title(&mut self, picture: &Picture, room: i64) -> i64 {
-        let lines = [(&picture.title, Style::Title)].into_iter();
-        let lines = lines.chain(picture.models.iter().map(|model| (model, Style::Subtitle)));
         let mut y = MARGIN;
-        for (text, style) in
-            lines.flat_map(|(line, style)| wrap(line, style, room).into_iter().map(move |l| (l, style)))
-        {
-            self.texts.push(Text { text, style, x: MARGIN, y: y + style.size(), centred: false });
-            y += style.line() + 2;
+        for (number, line) in std::iter::once(&picture.title).chain(&picture.models).enumerate() {
+            let style = if number == 0 { Style::Title } else { Style::Subtitle };
+            for text in wrap(line, style, room) {
+                self.texts.push(Text { text, style, x: MARGIN, y: y + style.size(), centred: false });
+                y += style.line() + 2;
+            }
         }
         y + PAD
     }
 
     /// What the colours and lines mean, in as many rows as it takes; returns where it ends.
     fn legend(&mut self, picture: &Picture, room: i64, top: i64) -> i64 {
-        let boxes = picture.allocated.iter().flat_map(|line| [(Kind::Allocated, line.as_str()), (Kind::Gpu, "free")]);
         let lines = [
             (LineKind::Pcie, "PCIe"),
             (LineKind::Near, "NVLinks: the more, the wider (NV2: two links)"),
             (LineKind::Crossing, "NVLinks between packages"),
             (LineKind::Allocated, "NVLinks of allocated GPUs"),
         ];
-        let is_drawn: Vec<_> =
-            lines.into_iter().filter(|(kind, _)| self.lines.iter().any(|line| line.kind == *kind)).collect();
-        let entries = boxes.map(|(kind, text)| (Some(kind), LineKind::Pcie, text.to_owned()));
-        let entries = entries.chain(is_drawn.into_iter().map(|(kind, text)| (None, kind, text.to_owned())));
+        let is_drawn = |kind| self.lines.iter().any(|line| line.kind == kind);
+        let lines = lines.into_iter().filter(|(kind, _)| is_drawn(*kind)).map(|(kind, text)| (Kind::Count(kind), text));
+        let held = picture.allocated.iter().flat_map(|line| [(Kind::Allocated, line.as_str()), (Kind::Gpu, "free")]);
         let (mut x, mut y, mut bottom) = (MARGIN, top, top - PAD * 2);
-        for (sample, kind, text) in entries.collect::<Vec<_>>() {
-            let text = fit(&text, Style::Plain, room - 40);
+        for (kind, text) in held.chain(lines).collect::<Vec<_>>() {
+            let text = fit(text, Style::Plain, room - 40);
             let wide = 34 + width(&text, Style::Plain);
             if x > MARGIN && x + wide > MARGIN + room {
                 (x, y) = (MARGIN, y + 22);
             }
-            let rect = Rect { x, y, width: 26, height: 14 };
-            match sample {
-                Some(kind) => {
-                    self.shapes.push(Shape { rect, kind, lines: Vec::new(), tooltip: String::new(), turned: false });
-                }
-                None => {
-                    let count = if kind == LineKind::Pcie { 1 } else { 2 };
-                    self.lines.push(Line { points: vec![(x, y + 7), (x + 26, y + 7)], kind, count });
-                }
+            if let Kind::Count(kind) = kind {
+                let (points, count) = (vec![(x, y + 7), (x + 26, y + 7)], if kind == LineKind::Pcie { 1 } else { 2 });
+                self.lines.push(Line { points, kind, count });
+            } else {
+                self.add_shape(Rect { x, y, width: 26, height: 14 }, kind, "");
             }
             self.texts.push(Text { text, style: Style::Plain, x: x + 34, y: y + 11, centred: false });
             (x, bottom) = (x + wide + 24, y + 14);

@@ -112,7 +112,7 @@ impl<'a> Routes<'a> {
                 };
                 layout.add_links(vec![(x, from), (x, to)], port.count, port.kind, |_| (x, at));
             }
-            layout.add_shape(rect, Kind::Plane, plane.name.clone());
+            layout.add_shape(rect, Kind::Plane, &plane.name);
             bottom = rect.bottom();
         }
         bottom
@@ -132,11 +132,17 @@ impl Layout {
         let wide = width(&text, Style::Count) + 8;
         let (x, y) = middle(wide / 2 + 3);
         self.lines.push(Line { points, kind, count });
-        self.add_shape(Rect { x: x - wide / 2, y: y - 8, width: wide, height: 16 }, Kind::Count(kind), text);
+        self.add_shape(Rect { x: x - wide / 2, y: y - 8, width: wide, height: 16 }, Kind::Count(kind), &text);
     }
 
-    fn add_shape(&mut self, rect: Rect, kind: Kind, line: String) {
-        self.shapes.push(Shape { rect, kind, lines: vec![line], tooltip: String::new(), turned: false });
+    pub fn add_shape(&mut self, rect: Rect, kind: Kind, text: &str) {
+        self.shapes.push(Shape {
+            rect,
+            kind,
+            lines: text.lines().map(str::to_owned).collect(),
+            tooltip: String::new(),
+            turned: false,
+        });
     }
 }
 

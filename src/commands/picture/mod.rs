@@ -91,23 +91,24 @@ impl Picture {
     /// Puts together what is to be seen; `allocated` are places in the topology's GPUs.
     pub fn new(machine: &Machine, topology: &NodeTopology, allocated: Option<&BTreeSet<usize>>) -> Self {
         let parts = outline(&machine.observed, topology);
-        let mut addresses = topology.gpus().iter().map(|gpu| gpu.pci).collect();
-        parts.iter().for_each(|part| add_addresses(part, &mut addresses));
-        let short = addresses.into_iter().all(|pci| pci.domain() == 0);
         let faces = topology.gpus().iter().map(|gpu| Face::new(gpu, &machine.observed)).collect();
-        let sketch = Sketch { topology, faces, allocated, short };
+        let sketch = Sketch { topology, faces, allocated };
         let mut packages = sketch.blocks(&parts, None);
         packages.sort_by_key(|package| package.kind == Kind::Unknown);
-        let mut home = BTreeMap::new();
-        packages.iter().enumerate().for_each(|(number, package)| find_gpus(package, number, &mut home));
         Self {
             title: clean(&machine.title),
             models: models(topology.gpus()),
             allocated: sketch.allocated_line(),
+            links: sketch.links(&packages),
             packages,
-            links: sketch.links(&home),
             planes: sketch.planes(),
         }
+    }
+}
+
+impl Block {
+    fn holds(&self, gpu: usize) -> bool {
+        self.gpu == Some(gpu) || self.below.iter().any(|block| block.holds(gpu))
     }
 }
 
@@ -139,8 +140,6 @@ struct Sketch<'a> {
     /// In the order of its GPUs.
     faces: Vec<Face>,
     allocated: Option<&'a BTreeSet<usize>>,
-    /// Whether addresses are written without their domain, because all are in domain 0.
-    short: bool,
 }
 
 impl Sketch<'_> {
@@ -170,11 +169,12 @@ impl Sketch<'_> {
             What::UnlistedGpu => "GPU".to_owned(),
             _ => part.label(),
         };
-        let address: Vec<String> = part.pci.map(|pci| self.address(pci)).into_iter().collect();
+        let address: Vec<String> = part.pci.map(|pci| address(pci)).into_iter().collect();
         let (kind, more) = match part.what {
             What::Package(id) => {
                 // NUMA nodes without a PCI device are one line.
                 let has_devices = |node: &&Part<'_>| !node.below.is_empty();
+                let number = |node: &Part<'_>| if let What::Node(id, _) = node.what { Some(id?.0) } else { None };
                 let empty: Vec<u32> = part.below.iter().filter(|node| !has_devices(node)).filter_map(number).collect();
                 below.retain(|node| !node.below.is_empty());
                 let kind = if id.is_some() { Kind::Package } else { Kind::Unknown };
@@ -199,7 +199,7 @@ impl Sketch<'_> {
         let mut lines = Vec::new();
         let mut tooltip = String::new();
         if let Some(gpu) = self.topology.gpus().get(place) {
-            lines.extend([format!("GPU {}", gpu.index), self.address(gpu.pci)]);
+            lines.extend([format!("GPU {}", gpu.index), address(gpu.pci)]);
             lines.extend(gpu.numa.filter(|_| gpu.numa != numa).map(|numa| format!("NUMA {numa}")));
             let model = gpu.model.as_deref().map(|model| format!(", {}", clean(model)));
             let memory = gpu.memory_mib.map(|mib| format!(", {mib} MiB"));
@@ -225,7 +225,7 @@ impl Sketch<'_> {
             names.extend(nics.iter().map(|nic| clean(&nic.name)));
             fastest = nics.iter().map(|nic| nic.mbps).fold(fastest, Option::max);
             if nics.is_empty() {
-                names.push(part.pci.map_or("NIC".to_owned(), |pci| format!("NIC {}", self.address(pci))));
+                names.push(part.pci.map_or("NIC".to_owned(), |pci| format!("NIC {}", address(pci))));
             }
         }
         let more = names.len().saturating_sub(MOST_NAMES);
@@ -237,12 +237,13 @@ impl Sketch<'_> {
         Block { kind: Kind::Nic, lines: names, tooltip, gpu: None, ports: 0, below }
     }
 
-    /// The GPUs' links, where `home` has the package of each GPU.
-    fn links(&self, home: &BTreeMap<usize, usize>) -> Vec<Link> {
+    /// The GPUs' links, where the GPUs are in these packages.
+    fn links(&self, packages: &[Block]) -> Vec<Link> {
+        let home = |gpu| packages.iter().position(|package| package.holds(gpu));
         let all = 0..self.topology.gpus().len();
         let pairs = all.clone().flat_map(|a| all.clone().map(move |b| (a, b)));
         let link = |(a, b)| {
-            let crosses = home.get(&a) != home.get(&b);
+            let crosses = home(a) != home(b);
             let kind = match crosses {
                 _ if self.is_allocated(a) && self.is_allocated(b) => LineKind::Allocated,
                 true => LineKind::Crossing,
@@ -292,12 +293,6 @@ impl Sketch<'_> {
         self.allocated.is_some_and(|allocated| allocated.contains(&place))
     }
 
-    /// An address as it is written here.
-    fn address(&self, pci: PciAddress) -> String {
-        let long = pci.to_string();
-        if self.short { long.strip_prefix("0000:").map(str::to_owned).unwrap_or(long) } else { long }
-    }
-
     /// The legend's line for what is held; `None` without --allocated.
     fn allocated_line(&self) -> Option<String> {
         let held = self.allocated?.iter().filter_map(|place| self.topology.gpus().get(*place));
@@ -311,27 +306,18 @@ impl Sketch<'_> {
     }
 }
 
-/// Which GPUs are of which model: one line, or one for each of several models.
+/// Which GPUs are of which model, a line for each.
 fn models(gpus: &[Gpu]) -> Vec<String> {
     let mut models: BTreeMap<Option<&str>, Vec<u32>> = BTreeMap::new();
     for gpu in gpus {
         models.entry(gpu.model.as_deref()).or_default().push(gpu.index);
     }
+    models.values_mut().for_each(|indices| indices.sort_unstable());
+    let mut models: Vec<(Vec<u32>, Option<&str>)> = models.into_iter().map(|(model, gpus)| (gpus, model)).collect();
+    models.sort();
     let name = |model: Option<&str>| model.map_or("model unknown".to_owned(), clean);
-    match models.len() {
-        0 => vec!["no GPUs".to_owned()],
-        1 => {
-            let counted =
-                |model| format!("{} GPU{}: {}", gpus.len(), if gpus.len() == 1 { "" } else { "s" }, name(model));
-            models.into_keys().map(counted).collect()
-        }
-        _ => {
-            models.values_mut().for_each(|indices| indices.sort_unstable());
-            let mut lines: Vec<_> = models.into_iter().map(|(model, indices)| (indices, name(model))).collect();
-            lines.sort();
-            lines.into_iter().map(|(indices, name)| format!("GPU {}: {name}", ranges(&indices))).collect()
-        }
-    }
+    let lines = models.into_iter().map(|(gpus, model)| format!("GPU {}: {}", ranges(&gpus), name(model)));
+    if gpus.is_empty() { vec!["no GPUs".to_owned()] } else { lines.collect() }
 }
 
 /// `0-3, 6`: sorted numbers, runs of three and more drawn together.
@@ -344,19 +330,8 @@ fn ranges(numbers: &[u32]) -> String {
     runs.map(run).collect::<Vec<_>>().join(", ")
 }
 
-/// The number of a NUMA node.
-fn number(part: &Part<'_>) -> Option<u32> {
-    if let What::Node(Some(id), _) = part.what { Some(id.0) } else { None }
-}
-
-/// The addresses of a part and of what hangs below.
-fn add_addresses(part: &Part<'_>, addresses: &mut Vec<PciAddress>) {
-    addresses.extend(part.pci);
-    part.below.iter().for_each(|part| add_addresses(part, addresses));
-}
-
-/// In which package each GPU is.
-fn find_gpus(block: &Block, package: usize, home: &mut BTreeMap<usize, usize>) {
-    home.extend(block.gpu.map(|gpu| (gpu, package)));
-    block.below.iter().for_each(|block| find_gpus(block, package, home));
+/// An address as it is written here: without domain 0.
+fn address(pci: PciAddress) -> String {
+    let long = pci.to_string();
+    long.strip_prefix("0000:").map(str::to_owned).unwrap_or(long)
 }
