@@ -35,7 +35,7 @@ async fn policy_offers_one_numa_node() {
         let admitted = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
         let asked = admitted.grant("main", GPU).unwrap().asked.as_ref().unwrap();
         assert_eq!(asked.available.iter().cloned().collect::<BTreeSet<_>>(), ids(offered), "{policy}");
-        let hint = admitted.containers["main"].hint.clone();
+        let hint = admitted.containers["main"].hint;
         assert_eq!(hint, (policy != Policy::None).then(|| TopologyHint::on([0])), "{policy}");
     }
 }

@@ -22,8 +22,8 @@ impl Writer {
     fn graph(&mut self, picture: &Picture) {
         self.line("graph linkwise {");
         self.depth += 1;
-        let label = [&[picture.title.clone()], picture.models.as_slice(), picture.allocated.as_slice()].concat();
-        let label = quote(&label);
+        let title = std::slice::from_ref(&picture.title);
+        let label = quote(&[title, picture.models.as_slice(), picture.allocated.as_slice()].concat());
         self.line(&format!(
             "graph [label={label}, labelloc=t, fontname=\"sans-serif\", fontsize=16, ranksep=0.35, newrank=true, ordering=out];"
         ));

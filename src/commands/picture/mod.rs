@@ -169,7 +169,7 @@ impl Sketch<'_> {
             What::UnlistedGpu => "GPU".to_owned(),
             _ => part.label(),
         };
-        let address: Vec<String> = part.pci.map(|pci| address(pci)).into_iter().collect();
+        let address: Vec<String> = part.pci.map(address).into_iter().collect();
         let (kind, more) = match part.what {
             What::Package(id) => {
                 // NUMA nodes without a PCI device are one line.
