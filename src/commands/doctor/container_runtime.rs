@@ -1,4 +1,4 @@
-//! Hints of the container runtime: the CDI folders, and which specs for NVIDIA devices lie there.
+//! The CDI folders of the container runtime, and their specs for NVIDIA devices.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -25,7 +25,7 @@ struct Device {
 
 /// Reads the specs in the folders.
 pub(super) fn check(found: &mut Findings, node: &Node) {
-    let folders = ["etc/cdi", "var/run/cdi"].map(|folder| node.args.root.join(folder));
+    let folders = ["etc/cdi", "var/run/cdi"].map(|folder| node.at(folder));
     let mut specs = 0;
     let mut devices: BTreeMap<String, PathBuf> = BTreeMap::new();
     for folder in &folders {

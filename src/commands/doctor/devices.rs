@@ -9,7 +9,7 @@ use super::finding::{Findings, Status};
 
 impl Node {
     fn dev(&self, name: &str) -> PathBuf {
-        self.args.root.join("dev").join(name)
+        self.at("dev").join(name)
     }
 }
 
@@ -61,7 +61,7 @@ pub(super) fn nodes(found: &mut Findings, node: &Node) {
         )),
     });
     if good == needed.len() {
-        found.ok(format!("{}: all {good} nodes are there", node.dev("").display()));
+        found.ok(format!("{}: all {good} nodes are there", node.at("dev").display()));
     }
     let unknown = gpus.iter().filter(|gpu| gpu.minor.is_none()).count();
     if unknown > 0 {
@@ -86,9 +86,9 @@ pub(super) fn nodes(found: &mut Findings, node: &Node) {
     }
 }
 
-/// What of the nodes that are there this process may open.
+/// Whether this process may open the nodes that exist.
 pub(super) fn permissions(found: &mut Findings, node: &Node) {
-    // The uid without a system call that needs unsafe code. What that uid may not do is found by trying.
+    // The uid, read without unsafe code. What it may not open is found by trying.
     if let Ok(own) = fs::metadata("/proc/self") {
         found.ok(format!("runs as uid {}", own.uid()));
     }

@@ -18,7 +18,7 @@ use crate::runtime;
 use crate::state::HealthPoll;
 use crate::topology::{GpuObservation, GpuUuid};
 
-/// What NVML says.
+/// What NVML answered.
 #[derive(Clone, Debug)]
 pub(super) enum Nvml {
     /// It lists GPUs.
@@ -65,7 +65,7 @@ pub(super) async fn ask(host: &HostArgs, limit: Duration) -> Nvml {
             // The first poll follows at once.
             Ok(FromAgent::Polled { gpus: polls, .. }) => {
                 if let Some(scan) = scanned {
-                    // Its end is of no interest; dropping it kills it.
+                    // How the agent ends does not change the answer; dropping it kills the process.
                     let _ = timeout(limit, agent.end()).await;
                     return answers(scan, polls);
                 }
@@ -177,7 +177,7 @@ mod tests {
 
     #[test]
     fn library_of_another_release_is_a_warning() {
-        let told = |driver: &str, library: &str| {
+        let is_reported = |driver: &str, library: &str| {
             let (driver, library) = (Some(driver.to_owned()), Some(library.to_owned()));
             let (gpus, failures, polls) = Default::default();
             let nvml = Nvml::Answers { driver, library, gpus, failures, polls };
@@ -185,8 +185,8 @@ mod tests {
             check(&mut found, &nvml, None, None);
             serde_json::to_string(&found.found).unwrap().contains("not of one release")
         };
-        assert!(!told("580.95.05", "13.580.95.05") && !told("580.95.05", "580.95.05"));
-        assert!(told("580.95.05", "13.580.9.05") && told("580.95.05", "12.570.1"));
+        assert!(!is_reported("580.95.05", "13.580.95.05") && !is_reported("580.95.05", "580.95.05"));
+        assert!(is_reported("580.95.05", "13.580.9.05") && is_reported("580.95.05", "12.570.1"));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use serde::Serialize;
 /// Findings of one kind that are listed one by one; of more, the first is listed with their number.
 const EACH: usize = 3;
 
-/// How it is.
+/// The state of what was checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Status {
@@ -33,7 +33,7 @@ impl Status {
     }
 }
 
-/// One line.
+/// One line of the report.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Finding {
     /// Which check found it.
@@ -71,7 +71,7 @@ impl Findings {
         self.add(Status::Warning, what, Some(advice));
     }
 
-    /// In the way.
+    /// GPUs are not offered until an operator acts.
     pub fn failed(&mut self, what: impl Into<String>, advice: &str) {
         self.add(Status::Failed, what, Some(advice));
     }

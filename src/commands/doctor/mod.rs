@@ -11,8 +11,11 @@ mod gpus;
 mod health;
 mod host;
 mod kubelet;
+mod kubelet_policy;
+mod labels;
 mod topology_manager;
 
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,7 +30,7 @@ use crate::topology::{GpuObservation, NodeObservation, NodeTopology};
 use driver::Nvml;
 use finding::{Findings, Report};
 
-/// What the checks look at.
+/// What is known of the node before the checks.
 struct Node {
     args: DoctorArgs,
     /// How long a check may take.
@@ -39,14 +42,27 @@ struct Node {
     module: Option<String>,
 }
 
+impl Node {
+    /// A path of the host, as this process sees it.
+    fn at(&self, path: &str) -> PathBuf {
+        below(&self.args.root, path)
+    }
+}
+
+fn below(root: &Path, path: &str) -> PathBuf {
+    root.join(path.trim_start_matches('/'))
+}
+
 /// Runs the command; the exit code is 1 where any check failed.
 pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     let limit = Duration::from_secs(args.timeout);
     let sysfs = args.host.sysfs.clone();
     let bus = blocking(limit, move || PciBus::default().gpus(&sysfs)).await;
     let nvml = driver::ask(&args.host, limit).await;
-    let module = args.root.join("proc/driver/nvidia/version");
+    let module = below(&args.root, "proc/driver/nvidia/version");
     let module = blocking(limit, move || driver::module_version(&module)).await.flatten();
+    let root = args.root.clone();
+    let policy = blocking(limit, move || kubelet_policy::policy(&root)).await.flatten();
     let node = Arc::new(Node { args: args.clone(), limit, nvml, bus, module });
 
     let found = &mut Findings::default();
@@ -70,8 +86,9 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     }
     kubelet::check(found, &args.kubelet_socket, &args.pod_resources_socket, limit).await;
     guarded(found, &node, "container runtime", container_runtime::check).await;
+    guarded(found, &node, "labels", labels::check).await;
     if let Some((observed, topology, _)) = &assembled {
-        topology_manager::check(found, observed, topology, args.numa_hints);
+        topology_manager::check(found, observed, topology, (args.numa_hints, policy.as_ref()));
     }
     let host = assembled.map(|(observed, ..)| observed.host).unwrap_or_default();
     gpus::check(found, &node, host).await;
