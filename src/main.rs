@@ -20,6 +20,7 @@ fn main() -> ExitCode {
             Ok(code) => return code,
             Err(error) => Err(error),
         },
+        Command::Labels(_) => Err(anyhow::anyhow!("linkwise labels is not built yet")),
         Command::Admin(args) => runtime::block_on(commands::admin(&args)),
         Command::MpsControlDaemon(args) => match runtime::mps_control_daemon(&args) {
             Ok(code) => return code,

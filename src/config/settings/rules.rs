@@ -165,7 +165,6 @@ fn without_effect(settings: &Settings, findings: &mut Vec<Finding>) {
                                CDI spec of linkwise";
     const TEGRA: &str = "no effect: linkwise discovers GPUs by NVML only, which has none on Tegra";
     const SPREAD: &str = "the same as distributed, which takes distinct GPUs for one request here";
-    const GFD: &str = "no effect: linkwise is no gpu-feature-discovery";
     let s = settings;
     let tegra = s.device_discovery_strategy.value == DiscoveryStrategy::Tegra;
     let features = !s.cdi_feature_flags.value.is_empty();
@@ -176,12 +175,6 @@ fn without_effect(settings: &Settings, findings: &mut Vec<Finding>) {
         (features, s.cdi_feature_flags.origin, "flags.plugin.cdiFeatureFlags", CDI_FEATURES),
         (hooks, s.cdi_disable_hooks.origin, "flags.plugin.cdiDisableHooks", OTHER_HOOKS),
         (policy.value == spread, policy.origin, "flags.plugin.sharedDevicesAllocationPolicy", SPREAD),
-        (true, s.use_node_feature_api.origin, "flags.useNodeFeatureAPI", GFD),
-        (true, s.gfd_oneshot.origin, "flags.gfd.oneshot", GFD),
-        (true, s.gfd_no_timestamp.origin, "flags.gfd.noTimestamp", GFD),
-        (true, s.gfd_sleep_interval.origin, "flags.gfd.sleepInterval", GFD),
-        (true, s.gfd_output_file.origin, "flags.gfd.outputFile", GFD),
-        (true, s.gfd_machine_type_file.origin, "flags.gfd.machineTypeFile", GFD),
     ];
     for (applies, origin, key, problem) in notes {
         findings.extend((applies && origin != Origin::Default).then(|| at(origin, key, Severity::Note, problem)));
