@@ -61,9 +61,9 @@ pub enum Vgpu {
     /// At least one is.
     Present {
         /// The version of the host's driver, such as `550.54.16`.
-        driver_version: String,
+        driver_version: Option<String>,
         /// Its branch, such as `r550_40`.
-        driver_branch: String,
+        driver_branch: Option<String>,
     },
 }
 
@@ -217,8 +217,8 @@ impl Labels {
             Vgpu::Absent => self.put("nvidia.com/vgpu.present", false),
             Vgpu::Present { driver_version, driver_branch } => {
                 self.put("nvidia.com/vgpu.present", true);
-                self.put("nvidia.com/vgpu.host-driver-version", driver_version);
-                self.put("nvidia.com/vgpu.host-driver-branch", driver_branch);
+                self.put_known("nvidia.com/vgpu.host-driver-version", driver_version.as_ref());
+                self.put_known("nvidia.com/vgpu.host-driver-branch", driver_branch.as_ref());
             }
         }
     }

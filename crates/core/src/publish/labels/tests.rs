@@ -367,7 +367,7 @@ fn node_without_gpus_has_timestamp_and_vgpu() {
     let timestamp = "nvidia.com/gfd.timestamp=1700000000";
     assert_eq!(on(Vgpu::Unknown), timestamp);
     assert_eq!(on(Vgpu::Absent), format!("{timestamp} nvidia.com/vgpu.present=false"));
-    let vgpu = Vgpu::Present { driver_version: "460.16".into(), driver_branch: "r460_00".into() };
+    let vgpu = Vgpu::Present { driver_version: Some("460.16".into()), driver_branch: Some("r460_00".into()) };
     let three = "nvidia.com/vgpu.host-driver-branch=r460_00 nvidia.com/vgpu.host-driver-version=460.16 \
                  nvidia.com/vgpu.present=true";
     assert_eq!(on(vgpu), format!("{timestamp} {three}"));
