@@ -10,19 +10,20 @@ use crate::config::settings::load;
 use crate::config::{Environment, Labels as Options, LabelsArgs};
 use crate::labels::{own_fabric, text};
 use crate::publish::labels::{HostFacts, LabelFacts, LabelSettings, labels as labels_of};
-use crate::state::{Event, NodeState, Timestamp};
+use crate::state::DriverVersions;
+use crate::topology::NodeTopology;
 
 /// Prints them. What is odd about them goes to standard error. A machine has no timestamp, and its name is the node's
 /// where `--node-name` gives no other.
 pub async fn labels(args: &LabelsArgs) -> Result<()> {
     let settings = load(&args.flags, &Environment::read())?.settings;
     let machine = machine(&args.node).await?;
-    let (state, _) = NodeState::default().apply(Event::Planned(Box::new(settings.plan())), Timestamp::ZERO);
-    let (state, _) = state.apply(Event::Observed(Box::new(machine.observed)), Timestamp::ZERO);
+    let (topology, _) = NodeTopology::assemble(&machine.observed);
     let node = args.api.node_name.as_deref().unwrap_or(&machine.name);
     let facts = LabelFacts {
-        hardware: state.hardware(),
-        plan: state.offers().plan(),
+        topology: &topology,
+        versions: &DriverVersions::of(&machine.observed),
+        plan: &settings.plan(),
         host: &HostFacts::default(),
         settings: &LabelSettings {
             timestamp: None,

@@ -128,22 +128,20 @@ impl LabelSource {
         let state = Arc::clone(&self.snapshot.borrow_and_update());
         let has_none = matches!(*self.idle.borrow_and_update(), Idle::NoGpu(_));
         let known = has_none || !state.topology().gpus().is_empty();
-        known.then(|| labels_of(&state, host, &self.settings))
+        let facts = LabelFacts {
+            topology: state.topology(),
+            versions: state.hardware().versions(),
+            plan: state.offers().plan(),
+            host,
+            settings: &self.settings,
+        };
+        known.then(|| labels(facts))
     }
 
     async fn host(&self) -> Option<HostFacts> {
         let (machine_type_file, sysfs) = (self.machine_type_file.clone(), self.sysfs.clone());
         timeout(FILES, spawn_blocking(move || host(&machine_type_file, &sysfs))).await.ok()?.ok()
     }
-}
-
-/// The labels of a state.
-pub(super) fn labels_of(
-    state: &NodeState,
-    host: &HostFacts,
-    settings: &LabelSettings,
-) -> (BTreeMap<String, String>, Vec<LabelProblem>) {
-    labels(LabelFacts { hardware: state.hardware(), plan: state.offers().plan(), host, settings })
 }
 
 fn is_dropped(problem: &LabelProblem) -> bool {

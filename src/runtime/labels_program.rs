@@ -19,7 +19,7 @@ use super::clock::Clock;
 use super::config;
 use super::driver::metrics::DriverMetrics;
 use super::idle::Idle;
-use super::labels::{FileWriter, LabelSource, LabelsWatch, labels_of, report, settings_of};
+use super::labels::{FileWriter, LabelSource, LabelsWatch, report, settings_of};
 use super::operator::Release;
 use crate::config::settings::{ConfigError, load, load_text};
 use crate::config::{Environment, FileWatch, Labels as Options, LabelsArgs, Settings};
@@ -27,8 +27,9 @@ use crate::errors::chain;
 use crate::hwloc;
 use crate::labels::{LabelMetrics, LabelsFile, host};
 use crate::once::Once;
-use crate::state::{Effect, Event, NodeState, Timestamp};
-use crate::topology::NodeObservation;
+use crate::publish::labels::{LabelFacts, labels as labels_of};
+use crate::state::{DriverVersions, Effect, Event, NodeState};
+use crate::topology::{NodeObservation, NodeTopology};
 
 /// Another way out than the file: publishes labels until the token is cancelled.
 pub type Publisher = dyn Fn(LabelsWatch, CancellationToken) -> BoxFuture<'static, Result<()>> + Send + Sync;
@@ -231,11 +232,17 @@ async fn once(args: &LabelsArgs, settings: &Settings) -> Result<()> {
             NodeObservation::default()
         }
     };
-    let (state, _) = NodeState::default().apply(Event::Planned(Box::new(settings.plan())), Timestamp::ZERO);
-    let (state, _) = state.apply(Event::Observed(Box::new(observed)), Timestamp::ZERO);
+    let (topology, _) = NodeTopology::assemble(&observed);
     let options = Options::of(settings);
-    let facts = spawn_blocking(move || host(&options.machine_type_file, &sysfs)).await?;
-    let (labels, problems) = labels_of(&state, &facts, &settings_of(settings, args.api.node_name.as_deref()));
+    let machine_type_file = options.machine_type_file.clone();
+    let host = spawn_blocking(move || host(&machine_type_file, &sysfs)).await?;
+    let (labels, problems) = labels_of(LabelFacts {
+        topology: &topology,
+        versions: &DriverVersions::of(&observed),
+        plan: &settings.plan(),
+        host: &host,
+        settings: &settings_of(settings, args.api.node_name.as_deref()),
+    });
     report(&mut Once::new(), problems);
     let file = LabelsFile::new(&options.output_file);
     let written = file.write(&labels).with_context(|| format!("cannot write the labels to {file}"))?;

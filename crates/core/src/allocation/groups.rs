@@ -79,7 +79,7 @@ fn best(tables: &AllocationTables, size: usize) -> Vec<GpuSet> {
 }
 
 /// The connected parts of the graph of `gpus` vertices that `joined` makes, in the order of their first members.
-pub(crate) fn components(gpus: usize, joined: impl Fn(usize, usize) -> bool) -> Vec<GpuSet> {
+fn components(gpus: usize, joined: impl Fn(usize, usize) -> bool) -> Vec<GpuSet> {
     let mut parts: Vec<GpuSet> = Vec::new();
     let mut seen = GpuSet::default();
     for start in 0..gpus {

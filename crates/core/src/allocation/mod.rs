@@ -20,7 +20,6 @@ mod tree;
 pub use choose::preferred_allocation;
 pub use explain::{Explanation, NearestNics, Offer};
 pub use groups::Groups;
-pub(crate) use groups::components;
 pub use report::{AllocationReport, ChosenGpu, FallbackReason, RunnerUp, Value, Values};
 pub use request::{AllocationPolicy, AllocationRequest, DeviceId, PreferredAllocation};
 pub use set::GpuSet;

@@ -7,7 +7,7 @@ use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::{LINKWISE, LabelProblem, LabelSettings, Labels, value};
-use crate::allocation::{GpuSet, components};
+use crate::allocation::GpuSet;
 use crate::topology::{FabricObservation, NodeTopology, Rank};
 
 /// Sets that are looked at for the largest island, at most: far more than 16 GPUs can need. Beyond it the largest so far
@@ -46,16 +46,16 @@ fn clique(topology: &NodeTopology, labels: &mut Labels) -> Option<String> {
 /// The best kind of link on the node, and how many GPUs the largest set has in which every two are linked so.
 fn island(topology: &NodeTopology) -> (&'static str, usize) {
     let gpus = topology.gpus().len();
-    let largest = |parts: Vec<GpuSet>| parts.into_iter().map(GpuSet::len).max().unwrap_or(0);
-    let below = |rank: Rank| largest(components(gpus, |a, b| topology.rank(a, b) <= rank));
+    let below = |rank: Rank| largest(gpus, |a, b| topology.rank(a, b) <= rank);
     let mut planes: BTreeMap<u32, usize> = BTreeMap::new();
     for plane in topology.gpus().iter().filter_map(|gpu| gpu.nvswitch_plane) {
         *planes.entry(plane).or_default() += 1;
     }
-    let (switched, meshed) = (planes.into_values().max().unwrap_or(0), mesh(topology));
+    let switched = planes.into_values().max().unwrap_or(0);
+    let meshed = largest(gpus, |a, b| topology.nvlink(a, b) > 0);
     match below(Rank::PCIE_SWITCHES) {
-        _ if gpus <= 1 => ("single", gpus),
-        _ if switched > 1 && switched >= meshed => ("nvswitch", switched),
+        _ if gpus == 1 => ("single", 1),
+        _ if switched > 1 && switched == meshed => ("nvswitch", switched),
         _ if meshed == gpus => ("nvlink-mesh", meshed),
         _ if meshed > 1 => ("nvlink-partial", meshed),
         below_switch if below_switch > 1 => ("pcie-switch", below_switch),
@@ -63,13 +63,12 @@ fn island(topology: &NodeTopology) -> (&'static str, usize) {
     }
 }
 
-/// The most GPUs every two of which NVLink joins.
-fn mesh(topology: &NodeTopology) -> usize {
-    let gpus = topology.gpus().len();
-    let joined = |a: usize| (0..gpus).filter(|b| a != *b && topology.nvlink(a, *b) > 0).collect();
-    let neighbours: Vec<GpuSet> = (0..gpus).map(joined).collect();
+/// The size of the largest set of GPUs of which every two are linked.
+fn largest(gpus: usize, linked: impl Fn(usize, usize) -> bool) -> usize {
+    let of = |a: usize| (0..gpus).filter(|b| a != *b && linked(a, *b)).collect();
+    let neighbours: Vec<GpuSet> = (0..gpus).map(of).collect();
     let (mut best, mut looked_at) = (0, 0);
-    // A set, by its size, and the GPUs that are joined with all of it.
+    // A set, by its size, and the GPUs that are linked with all of it.
     let mut open = vec![(0_usize, (0..gpus).collect::<GpuSet>())];
     while let Some((size, candidates)) = open.pop() {
         looked_at += 1;

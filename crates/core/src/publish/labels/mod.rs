@@ -17,7 +17,7 @@ use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
 use crate::quote::quoted;
-use crate::state::{Hardware, ResourceName, ResourcePlan, SharingKind};
+use crate::state::{DriverVersions, ResourceName, ResourcePlan, SharingKind};
 use crate::topology::{Gpu, NodeTopology};
 
 pub use value::sanitised;
@@ -31,8 +31,10 @@ const LINKWISE: &str = "linkwise.dev";
 /// What the labels of a node are made from.
 #[derive(Clone, Copy, Debug)]
 pub struct LabelFacts<'a> {
-    /// The GPUs, and the driver's versions.
-    pub hardware: &'a Hardware,
+    /// The GPUs and their links.
+    pub topology: &'a NodeTopology,
+    /// The driver's versions.
+    pub versions: &'a DriverVersions,
     /// What an operator wants made of the GPUs.
     pub plan: &'a ResourcePlan,
     /// The host around them.
@@ -122,19 +124,18 @@ pub enum LabelProblem {
 ///
 /// A node without GPUs that are offered has a timestamp and the labels of vGPU, and nothing else.
 pub fn labels(facts: LabelFacts<'_>) -> (BTreeMap<String, String>, Vec<LabelProblem>) {
-    let LabelFacts { hardware, plan, host, settings } = facts;
+    let LabelFacts { topology: seen, versions, plan, host, settings } = facts;
     let mut labels = Labels::default();
     if let Some(timestamp) = settings.timestamp {
         labels.put("nvidia.com/gfd.timestamp", timestamp);
     }
-    let seen = hardware.topology();
     let offered = |gpu: &Gpu| !plan.filter.excludes(gpu) && !plan.filter.leaves_out_display(gpu);
     let places: Vec<usize> =
         seen.gpus().iter().enumerate().filter(|(_, gpu)| offered(gpu)).map(|(place, _)| place).collect();
     let topology = seen.restricted(&places);
     if !topology.gpus().is_empty() {
         labels.machine(host);
-        labels.versions(hardware);
+        labels.versions(versions);
         labels.capabilities(&topology, plan);
         gpus::labels(&topology, plan, &mut labels);
         mig::labels(&topology, plan, &mut labels);
@@ -176,8 +177,7 @@ impl Labels {
     }
 
     /// Each version under the older names too.
-    fn versions(&mut self, hardware: &Hardware) {
-        let versions = hardware.versions();
+    fn versions(&mut self, versions: &DriverVersions) {
         if let Some(full) = &versions.driver {
             self.put("nvidia.com/cuda.driver-version.full", full);
             let mut parts = full.splitn(3, '.');

@@ -48,7 +48,13 @@ fn node(gpus: &[Value], plan: ResourcePlan) -> NodeState {
 
 fn of(state: &NodeState, settings: &LabelSettings) -> (BTreeMap<String, String>, Vec<LabelProblem>) {
     let host = HostFacts::default();
-    labels(LabelFacts { hardware: state.hardware(), plan: state.offers().plan(), host: &host, settings })
+    labels(LabelFacts {
+        topology: state.topology(),
+        versions: state.hardware().versions(),
+        plan: state.offers().plan(),
+        host: &host,
+        settings,
+    })
 }
 
 fn labels_of(gpus: &[Value], plan: ResourcePlan) -> BTreeMap<String, String> {
@@ -359,8 +365,13 @@ fn node_without_gpus_has_timestamp_and_vgpu() {
     let state = node(&[], ResourcePlan::default());
     let on = |vgpu| {
         let host = HostFacts { machine_type: Some("Standard PC".into()), vgpu };
-        let facts =
-            LabelFacts { hardware: state.hardware(), plan: state.offers().plan(), host: &host, settings: &settings };
+        let facts = LabelFacts {
+            topology: state.topology(),
+            versions: state.hardware().versions(),
+            plan: state.offers().plan(),
+            host: &host,
+            settings: &settings,
+        };
         let labels = labels(facts).0;
         labels.iter().map(|(key, value)| format!("{key}={value}")).collect::<Vec<_>>().join(" ")
     };
