@@ -25,7 +25,7 @@ use crate::publish::labels::{HostFacts, LabelFacts, LabelProblem, LabelSettings,
 use crate::state::NodeState;
 
 /// The labels of a node by key, as they are published.
-pub type NodeLabels = BTreeMap<String, String>;
+pub type NodeLabels = Arc<BTreeMap<String, String>>;
 
 /// Labels as they are followed; `None` before the first.
 pub type LabelsWatch = watch::Receiver<Option<NodeLabels>>;
@@ -107,9 +107,9 @@ impl LabelSource {
                     self.metrics.made(made.len(), problems.iter().filter(|problem| is_dropped(problem)).count());
                     report(&mut reported, problems);
                     labels.send_if_modified(|before| {
-                        let differs = before.as_ref() != Some(&made);
+                        let differs = before.as_deref() != Some(&made);
                         if differs {
-                            *before = Some(made);
+                            *before = Some(Arc::new(made));
                         }
                         differs
                     });
@@ -124,7 +124,7 @@ impl LabelSource {
     }
 
     /// The labels; `None` while it is unknown which GPUs there are.
-    fn make(&mut self, host: &HostFacts) -> Option<(NodeLabels, Vec<LabelProblem>)> {
+    fn make(&mut self, host: &HostFacts) -> Option<(BTreeMap<String, String>, Vec<LabelProblem>)> {
         let state = Arc::clone(&self.snapshot.borrow_and_update());
         let has_none = matches!(*self.idle.borrow_and_update(), Idle::NoGpu(_));
         let known = has_none || !state.topology().gpus().is_empty();
@@ -259,8 +259,8 @@ mod tests {
         Arc::new(NodeState::default().apply(Event::Observed(Box::new(observed)), Timestamp::ZERO).0)
     }
 
-    async fn waits(labels: &mut LabelsWatch, wanted: impl Fn(&NodeLabels) -> bool) {
-        let found = labels.wait_for(|labels| labels.as_ref().is_some_and(&wanted));
+    async fn waits(labels: &mut LabelsWatch, wanted: impl Fn(&BTreeMap<String, String>) -> bool) {
+        let found = labels.wait_for(|labels| labels.as_deref().is_some_and(&wanted));
         drop(timeout(Duration::from_secs(20), found).await.unwrap().unwrap());
     }
 
@@ -293,10 +293,10 @@ mod tests {
         let path = features.join("gfd");
         let (file, metrics) = (LabelsFile::new(&path), LabelMetrics::default());
         let writer = FileWriter { file, interval: Interval::Infinite, metrics };
-        let labels = NodeLabels::from([("nvidia.com/gpu.count".to_owned(), "8".to_owned())]);
+        let labels = Arc::new(BTreeMap::from([("nvidia.com/gpu.count".to_owned(), "8".to_owned())]));
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
-        assert_eq!(writer.write(labels.clone(), &mut backoff).await.unwrap(), Some(PAUSES.0));
-        assert_eq!(writer.write(labels.clone(), &mut backoff).await.unwrap(), Some(2 * PAUSES.0));
+        assert_eq!(writer.write(Arc::clone(&labels), &mut backoff).await.unwrap(), Some(PAUSES.0));
+        assert_eq!(writer.write(Arc::clone(&labels), &mut backoff).await.unwrap(), Some(2 * PAUSES.0));
         std::fs::remove_file(&features).unwrap();
         assert_eq!(writer.write(labels, &mut backoff).await.unwrap(), None);
         assert_eq!(std::fs::read_to_string(path).unwrap(), "nvidia.com/gpu.count=8\n");
