@@ -68,6 +68,8 @@ pub struct Labels {
     pub node_feature_api: bool,
     /// `linkwise run` writes the file too.
     pub file_from_run: bool,
+    /// Write `nvidia.com/gpu.clique`.
+    pub clique: bool,
 }
 
 impl Labels {
@@ -81,6 +83,7 @@ impl Labels {
             machine_type_file: settings.gfd_machine_type_file.value.clone(),
             node_feature_api: settings.use_node_feature_api.value,
             file_from_run: settings.write_labels_file.value,
+            clique: settings.gpu_clique_label.value,
         }
     }
 }
@@ -111,6 +114,7 @@ mod tests {
             machine_type_file: "/sys/class/dmi/id/product_name".into(),
             node_feature_api: true,
             file_from_run: false,
+            clique: true,
         };
         assert_eq!(labels(&[], &Environment::default(), ""), expected);
     }
@@ -128,6 +132,7 @@ mod tests {
             machine_type_file: "/type".into(),
             node_feature_api: false,
             file_from_run: false,
+            clique: true,
         };
         assert_eq!(from_file, expected);
         let environment = Environment::of([
@@ -148,6 +153,7 @@ mod tests {
             machine_type_file: "/variables".into(),
             node_feature_api: true,
             file_from_run: false,
+            clique: true,
         };
         assert_eq!(from_variables, expected);
         let args = ["--oneshot", "--no-timestamp=true", "--sleep-interval=2m", "-o", "/flag"];

@@ -105,6 +105,9 @@ pub struct RunArgs {
     /// folder linkwise beside the kubelet's socket
     #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
     pub state_dir: Option<PathBuf>,
+    /// The node's name, for --write-labels-file
+    #[arg(long, value_name = "NAME", env = "NODE_NAME")]
+    pub node_name: Option<String>,
     /// The MPS root.
     #[command(flatten)]
     pub mps: MpsRootArgs,

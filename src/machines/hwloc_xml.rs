@@ -11,8 +11,8 @@ use super::xml::{self, Element, Limits, XmlError, below};
 use super::{Machine, VERSION, bare_gpu, cpu_list};
 use crate::quote::excerpt;
 use crate::topology::{
-    CpuObservation, GpuObservation, HostBridgeObservation, HostObservation, NicKind, NicObservation, NodeObservation,
-    NumaNodeId, NumaNodeObservation, PackageId, PciAddress, PciKind, PciObservation,
+    CpuObservation, DisplayClass, GpuObservation, HostBridgeObservation, HostObservation, NicKind, NicObservation,
+    NodeObservation, NumaNodeId, NumaNodeObservation, PackageId, PciAddress, PciKind, PciObservation,
 };
 
 /// A host of some thousand CPUs: cores and caches nest below 40 deep. Text stands in lists that are not read.
@@ -126,7 +126,9 @@ fn device(object: Element<'_>, port: PciKind, depth: usize, version: u32, notes:
     if pci.is_none() {
         notes.add(object, "without a PCI address");
     }
-    Some(PciObservation { nics, devices, ..PciObservation::new(pci, port) })
+    let number = class(object).get(..4).and_then(|class| u16::from_str_radix(class, 16).ok());
+    let class = number.filter(|_| port == PciKind::Gpu).and_then(DisplayClass::new);
+    Some(PciObservation { class, nics, devices, ..PciObservation::new(pci, port) })
 }
 
 fn nic(device: Element<'_>, version: u32) -> Option<NicObservation> {

@@ -10,6 +10,8 @@ mod clock;
 mod config;
 mod driver;
 mod keeper;
+mod labels;
+mod labels_program;
 mod log;
 #[cfg(test)]
 mod metrics_tests;
@@ -44,6 +46,8 @@ use readiness::Idle;
 
 pub use driver::scan;
 pub use keeper::{HealthSettings, Kept, kept};
+pub use labels::{LabelsWatch, NodeLabels};
+pub use labels_program::{Publisher, labels};
 pub use log::log_to_stderr;
 pub use mps::mps_control_daemon;
 pub use node::{Node, NodeSettings};
@@ -121,6 +125,7 @@ async fn serve(args: &RunArgs) -> Result<()> {
         node.hold_plugins_until(sync.ready.subscribe(), sync.awaited);
         node.spawn("CDI sync", sync.run(node.snapshot(), cdi_metrics, node.readiness.clone()));
     }
+    labels::spawn_in(&mut node, &settings, args);
     // Before the first GPU is discovered: the plan decides which resources it belongs to.
     let planned = Event::Planned(Box::new(settings.plan()));
     node.events().send(planned).await.context("the node takes no events")?;

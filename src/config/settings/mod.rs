@@ -346,6 +346,9 @@ settings! {
     /// linkwise run: write the node's labels to --output-file too
     write_labels_file: bool = false, "linkwise.labels.writeFile",
         Row::new(boolean).flag("write-labels-file", "BOOL").variables(&["LINKWISE_WRITE_LABELS_FILE"]);
+    /// Write the label nvidia.com/gpu.clique; false: another writer does, such as the DRA driver
+    gpu_clique_label: bool = true, "linkwise.labels.gpuClique",
+        Row::new(boolean).flag("gpu-clique-label", "BOOL").variables(&["LINKWISE_GPU_CLIQUE_LABEL"]);
     /// Give containers also the RDMA NICs nearest to their GPUs: names in LINKWISE_NICS, and device nodes
     expose_nics: bool = false, "linkwise.expose.nics",
         Row::new(boolean).flag("expose-nics", "BOOL").variables(&["LINKWISE_EXPOSE_NICS"]);

@@ -6,7 +6,7 @@ use super::gpu::Candidate;
 use super::{Found, Notes, net};
 use crate::machines::xml::{Element, below, name};
 use crate::quote::{excerpt, quoted};
-use crate::topology::{HostBridgeObservation, NumaNodeId, PciAddress, PciKind, PciObservation, PcieLink};
+use crate::topology::{DisplayClass, HostBridgeObservation, NumaNodeId, PciAddress, PciKind, PciObservation, PcieLink};
 
 /// NVIDIA's PCI vendor id, as the kernel writes it.
 const NVIDIA: &str = "0x10de";
@@ -68,7 +68,14 @@ fn observe<'d>(element: Element<'d>, found: &mut Found<'d>) -> Option<PciObserva
         _ => {}
     }
     let empty = kind == PciKind::Switch && devices.is_empty();
-    (!empty).then(|| PciObservation { link, nics, devices, ..PciObservation::new(pci, kind) })
+    let class = (kind == PciKind::Gpu).then(|| class(element)).flatten();
+    (!empty).then(|| PciObservation { class, link, nics, devices, ..PciObservation::new(pci, kind) })
+}
+
+/// A GPU's class; unknown where NCCL wrote a bare 0x03.
+fn class(element: Element<'_>) -> Option<DisplayClass> {
+    let digits = element.attribute("class")?.strip_prefix("0x")?.get(..4)?;
+    u16::from_str_radix(digits, 16).ok().and_then(DisplayClass::new)
 }
 
 /// What a function is; `None` for one that is no GPU, NIC or switch.
