@@ -11,8 +11,10 @@
 
 mod contract;
 mod documented;
+mod examples;
 mod flat;
 mod golden;
 mod helm;
 mod privileges;
 mod refusals;
+mod schema;
