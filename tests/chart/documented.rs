@@ -80,3 +80,19 @@ fn documentation_has_every_value() {
     let missing: Vec<&String> = all.iter().filter(named).collect();
     assert!(missing.is_empty(), "docs/chart.md does not have {missing:?}");
 }
+
+/// The command that a refusal of `nfd.enabled` shows, and the notes after an installation.
+#[test]
+fn documentation_has_the_command_that_installs_nfd() {
+    let helpers = fs::read_to_string(repository("charts/linkwise/templates/_helpers.tpl")).unwrap();
+    let command: Vec<&str> = helpers
+        .lines()
+        .skip_while(|line| !line.starts_with("helm install nfd"))
+        .take_while(|line| !line.starts_with("{{"))
+        .collect();
+    assert_eq!(command.len(), 4, "{command:?}");
+    let text = fs::read_to_string(repository("docs/chart.md")).unwrap();
+    let documented = text.lines().map(str::trim).collect::<Vec<_>>().join("\n");
+    let command = command.into_iter().map(str::trim).collect::<Vec<_>>().join("\n");
+    assert!(documented.contains(&command), "docs/chart.md does not have\n{command}");
+}
