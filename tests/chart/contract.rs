@@ -41,6 +41,7 @@ fn reused_values_lack_only_what_has_a_default() {
         "podMonitor=null",
         "kubeletRootDir=null",
         "devicePlugin.resources=null",
+        "devicePlugin.writeLabelsFile=null",
         "devicePlugin.extraEnv=null",
         "devicePlugin.extraVolumes=null",
         "devicePlugin.extraVolumeMounts=null",

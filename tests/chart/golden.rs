@@ -83,6 +83,7 @@ fn programs_are_switched_on_and_off() {
     let entries = [
         &["gfd.enabled=true"][..],
         &["devicePlugin.enabled=false"],
+        &["devicePlugin.writeLabelsFile=true"],
         &["mps.enableHostPID=false"],
         &["mps.updateStrategy.type=RollingUpdate"],
         &["mps.enableHostNetwork=true"],

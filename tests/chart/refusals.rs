@@ -84,6 +84,7 @@ fn values_that_contradict_are_refused_with_the_reason() {
     for (values, words) in [
         (&["namespaceOverride=default"][..], &["--namespace", "allowDefaultNamespace"][..]),
         (&["config.name=external", a], &["config.name (external) and config.map"]),
+        (&["gfd.enabled=true", "devicePlugin.writeLabelsFile=true"], &["gfd.enabled and devicePlugin.writeLabelsFile"]),
         (&[a, b], &["config.default", "config.fallbackStrategies (named, single)", "a, b"]),
         (&[a, "config.fallbackStrategies={named}"], &["config.fallbackStrategies (named)", "config.map: a."]),
         (&[a, b, "config.default=c"], &["config.default", "no file c", "a, b"]),

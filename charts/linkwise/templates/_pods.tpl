@@ -208,6 +208,19 @@ resources:
   emptyDir: {sizeLimit: 4Mi}
 {{- end -}}
 
+{{/* The folder from which Node Feature Discovery reads labels. */}}
+{{- define "linkwise.featuresMount" -}}
+- name: output-dir
+  mountPath: /etc/kubernetes/node-feature-discovery/features.d
+{{- end -}}
+
+{{- define "linkwise.featuresVolume" -}}
+- name: output-dir
+  hostPath:
+    path: /etc/kubernetes/node-feature-discovery/features.d
+    type: DirectoryOrCreate
+{{- end -}}
+
 {{/* What a pod gets of its ServiceAccount, for the containers that speak to the API server. */}}
 {{- define "linkwise.apiAccess" -}}
 - name: api-access

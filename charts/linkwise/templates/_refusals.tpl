@@ -16,6 +16,10 @@
 {{- fail "\nThe namespace is `default`: name another by --namespace (with --create-namespace), or set allowDefaultNamespace=true." -}}
 {{- end -}}
 
+{{- if and (.Values.gfd).enabled (.Values.devicePlugin).writeLabelsFile -}}
+{{- fail "\ngfd.enabled and devicePlugin.writeLabelsFile are both set: one of them writes the node's labels." -}}
+{{- end -}}
+
 {{- if and $config.name $map -}}
 {{- fail (printf "\nconfig.name (%s) and config.map are both set: take the ConfigMap that exists, or the one that this chart makes." $config.name) -}}
 {{- end -}}
