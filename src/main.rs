@@ -2,7 +2,6 @@
 
 use std::io::Write;
 use std::process::ExitCode;
-use std::time::Duration;
 
 use linkwise::config::{Cli, Command};
 use linkwise::{commands, demo, nvml, runtime};
@@ -25,11 +24,7 @@ fn main() -> ExitCode {
             Ok(code) => return code,
             Err(error) => Err(error),
         },
-        Command::NvmlAgent(args) => {
-            let poll = Duration::from_millis(args.poll_ms);
-            nvml::agent::main(args.library.as_deref(), args.procfs, poll, args.memory_mib, &args.skip)
-                .map_err(Into::into)
-        }
+        Command::NvmlAgent(args) => nvml::agent::main(&args.command).map_err(Into::into),
     };
     let Err(error) = result else { return ExitCode::SUCCESS };
     // Nobody is left to tell where standard error is closed.
