@@ -112,7 +112,7 @@ fn token_is_mounted_only_where_the_api_is_called() {
 #[test]
 fn rights_are_those_that_the_programs_need() {
     let Some(helm) = Helm::found() else { return };
-    let nodes = json!({"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch"]});
+    let nodes = json!({"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]});
     let features = json!({"apiGroups": ["nfd.k8s-sigs.io"], "resources": ["nodefeatures"],
                           "verbs": ["get", "create", "patch", "delete"]});
     for (values, cluster, namespaced) in [
