@@ -241,6 +241,9 @@ impl Node {
                 Effect::UnknownRecoveryAction { gpu, action } => {
                     tracing::warn!(%gpu, %action, "the driver asks for something unknown to this version; the GPU stays as it is");
                 }
+                Effect::NotCounted { gpu, reason } => {
+                    tracing::warn!(%gpu, %reason, "health checks are disabled: the GPU stays healthy");
+                }
                 Effect::XidIgnored { gpu, code, times } => {
                     tracing::info!(%gpu, xid = code, times, "an XID that is no fault of the GPU; it stays as it is");
                 }

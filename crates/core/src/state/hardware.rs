@@ -15,7 +15,7 @@ use super::health::{self, GpuHealth};
 use super::poll::{FabricHealth, HealthPoll, Reach, RecoveryAction};
 use super::reason::UnhealthyReason;
 use super::record::{HealthRecord, NodeIdentity};
-use super::xid::XidPolicy;
+use super::xid::{DOUBLE_BIT_ECC, XidPolicy};
 use super::xid_log::XidLog;
 use crate::allocation::{AllocationTables, Groups};
 use crate::once::Once;
@@ -23,9 +23,6 @@ use crate::topology::{
     CudaVersion, GpuUuid, HostObservation, MigUuid, NodeObservation, NodeTopology, NvLinkRemote, PciAddress,
     PciObservation, TopologyWarning,
 };
-
-/// The driver's double-bit ECC event is this XID by another way: the class of the one is the class of the other.
-const DOUBLE_BIT_ECC: u64 = 48;
 
 /// The GPUs of the node.
 #[derive(Clone, Debug)]
@@ -44,6 +41,8 @@ pub struct Hardware {
     /// The health that was last reported, by GPU and MIG device.
     reported: BTreeMap<(GpuUuid, Option<MigUuid>), Health>,
     unknown_actions: Once<(GpuUuid, RecoveryAction)>,
+    /// The reasons that stand and do not count, by their labels.
+    uncounted: Once<(GpuUuid, &'static str)>,
     xid_log: XidLog,
     /// The record that the runtime was last asked to keep.
     kept: HealthRecord,
@@ -71,6 +70,7 @@ impl Default for Hardware {
             addresses: BTreeMap::new(),
             reported: BTreeMap::new(),
             unknown_actions: Once::new(),
+            uncounted: Once::new(),
             xid_log: XidLog::default(),
             kept: HealthRecord::default(),
         }
@@ -105,7 +105,7 @@ impl Hardware {
 
     /// Whether a GPU, or with `instance` a MIG device of it, may be given out; `None` for one that was never scanned.
     pub fn health(&self, gpu: &GpuUuid, instance: Option<MigInstance>) -> Option<Health> {
-        Some(self.health.get(gpu)?.verdict(instance))
+        Some(self.health.get(gpu)?.verdict(&self.xids, instance))
     }
 
     /// The reasons that stand against a GPU and its MIG devices, in the order in which they began, each with its beginning.
@@ -325,11 +325,11 @@ impl Hardware {
                 continue;
             };
             if let (Some(instance), Some(mig)) = (device.instance(), &device.mig) {
-                now.insert((uuid.clone(), Some(mig.uuid.clone())), health.verdict_of_instance(instance));
+                now.insert((uuid.clone(), Some(mig.uuid.clone())), health.verdict_of_instance(&self.xids, instance));
             }
             now.entry(whole).or_insert_with(|| match instances.get(uuid) {
-                Some(instances) => health.verdict_beside(instances),
-                None => health.verdict(None),
+                Some(instances) => health.verdict_beside(&self.xids, instances),
+                None => health.verdict(&self.xids, None),
             });
         }
         for (uuid, health) in orphaned {
@@ -344,9 +344,20 @@ impl Hardware {
             mig: mig.clone(),
             health: health.clone(),
         });
-        let effects = effects.collect();
+        let mut effects: Vec<Effect> = effects.collect();
+        effects.extend(self.report_uncounted());
         self.reported = now;
         effects
+    }
+
+    /// Reports each reason that does not count because health checks are disabled, once while it stands.
+    fn report_uncounted(&mut self) -> Vec<Effect> {
+        let standing =
+            self.health.iter().flat_map(|(gpu, health)| health.standing().map(move |(reason, _)| (gpu, reason)));
+        let uncounted: Vec<_> = standing.filter(|(_, reason)| !self.xids.counts(reason)).collect();
+        let news = self.uncounted.replace(uncounted.iter().map(|(gpu, reason)| ((*gpu).clone(), reason.label())));
+        let uncounted = uncounted.into_iter().filter(|(gpu, reason)| news.contains(&((*gpu).clone(), reason.label())));
+        uncounted.map(|(gpu, reason)| Effect::NotCounted { gpu: gpu.clone(), reason: reason.clone() }).collect()
     }
 
     /// Asks to keep the record, where it changed.
