@@ -34,8 +34,10 @@ pub struct AgentCommand {
     /// The program that has the subcommand `nvml-agent`: ours.
     #[serde(skip)]
     pub program: PathBuf,
-    /// The path of the driver's library, or of a driver's root; the usual names are tried without one.
+    /// The path of the driver's library, or of a driver's root, which the operator chose.
     pub library: Option<PathBuf>,
+    /// Without one: the driver's root that is searched first, before the dynamic linker's path.
+    pub driver_root: Option<PathBuf>,
     /// Where the kernel's /proc is.
     pub procfs: PathBuf,
     /// How long from one of the child's rounds to the next.
@@ -58,6 +60,7 @@ impl AgentCommand {
         Self {
             program: program.into(),
             library: None,
+            driver_root: None,
             procfs: PathBuf::from("/proc"),
             poll: POLL_INTERVAL,
             limits: Limits::default(),

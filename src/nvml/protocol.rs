@@ -239,6 +239,7 @@ mod tests {
             FromAgent::Ready(Box::new(NodeScan {
                 driver: Ok(Some("580".into())),
                 library: Ok(None),
+                path: "libnvidia-ml.so.1".into(),
                 cuda: Ok(Some(CudaVersion { major: 13, minor: 0 })),
                 count: Some(2),
                 gpus: vec![scan],

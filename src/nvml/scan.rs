@@ -25,6 +25,8 @@ pub struct NodeScan {
     pub driver: Answer<String>,
     /// The library's version.
     pub library: Answer<String>,
+    /// The path or the name by which the library was loaded.
+    pub path: String,
     /// The newest CUDA version that the driver supports.
     pub cuda: Answer<CudaVersion>,
     /// How many GPUs NVML counts, with those that were skipped or could not be identified; `None` where the count failed,

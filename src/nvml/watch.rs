@@ -34,6 +34,8 @@ const SPARE: usize = 4 << 20;
 pub struct Watch {
     /// The library.
     pub nvml: &'static Nvml,
+    /// The path or the name by which it was loaded.
+    pub library: PathBuf,
     /// Where to tell it.
     pub parent: Arc<Parent>,
     /// Calls that are about no GPU.
@@ -208,6 +210,7 @@ impl Watch {
         FromAgent::Ready(Box::new(NodeScan {
             driver: calls.ask("nvmlSystemGetDriverVersion", || nvml.sys_driver_version()),
             library: calls.ask("nvmlSystemGetNVMLVersion", || nvml.sys_nvml_version()),
+            path: self.library.display().to_string(),
             cuda: probe::cuda_version(nvml, calls),
             count: listed.count,
             gpus: probe::scan(&self.gpus, &self.procfs),

@@ -19,6 +19,7 @@ mod observe;
 mod operator;
 mod readiness;
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -29,7 +30,7 @@ use tokio::sync::{mpsc, watch};
 use crate::admin::Local;
 use crate::cdi::CdiMetrics;
 use crate::config::settings::{OnNvmlLoss, load};
-use crate::config::{ConfigMetrics, Environment, HostArgs, NvmlArgs, RunArgs, Settings};
+use crate::config::{ConfigMetrics, Environment, Flags, HostArgs, NvmlArgs, RunArgs, Settings};
 use crate::kubelet;
 use crate::mps::Layout;
 use crate::nvml::Limits;
@@ -160,7 +161,7 @@ fn driver_of(
             poll: milliseconds(nvml.nvml_poll_ms),
             limits: Limits { start: milliseconds(nvml.nvml_start_ms), call: milliseconds(nvml.nvml_call_ms) },
             memory_mib: nvml.nvml_memory_mib,
-            ..agent_command(host)
+            ..agent_of(host, Some(settings.driver_root_ctr_path.value.clone()))
         },
         settings: driver::Settings {
             unhealthy_when_away: settings.on_nvml_loss.value == OnNvmlLoss::Unhealthy,
@@ -181,12 +182,20 @@ fn driver_of(
     }
 }
 
-/// How to start the process that speaks to NVML: this binary.
+/// How to start the process that speaks to NVML, for a command that only looks: with the driver's root that `run` would
+/// search in this container.
 pub fn agent_command(host: &HostArgs) -> AgentCommand {
+    let loaded = load(&Flags::default(), &Environment::read());
+    agent_of(host, loaded.ok().map(|loaded| loaded.settings.driver_root_ctr_path.value))
+}
+
+/// How to start the process that speaks to NVML: this binary.
+fn agent_of(host: &HostArgs, driver_root: Option<PathBuf>) -> AgentCommand {
     // The link leads to the running binary, also after its file was replaced; current_exe would name a file that no
     // longer exists.
     AgentCommand {
         library: host.nvml_library.clone(),
+        driver_root,
         procfs: host.procfs.clone(),
         ..AgentCommand::new("/proc/self/exe")
     }

@@ -1,5 +1,6 @@
 //! What an operator orders: let go of the driver, take it up, vouch for a GPU; by socket and by signal.
 
+use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Output;
 
@@ -7,7 +8,7 @@ use linkwise_kubelet_box::{Pod, Restart};
 use serde_json::Value;
 use tokio::process::Command;
 
-use crate::node::{GPU, Node, Setup, signal, until, uuid};
+use crate::node::{GPU, Node, Setup, registered, signal, until, uuid};
 
 /// A machine whose linkwise has an admin socket.
 fn setup() -> Setup {
@@ -36,6 +37,28 @@ async fn state(node: &Node) -> Value {
 /// Whether a process has the driver's library loaded.
 fn driver_is_held(node: &Node) -> bool {
     fake_nvml::Control::new(node.setup.at("control")).is_heard()
+}
+
+#[tokio::test]
+async fn taken_metrics_port_is_retried_until_free() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut setup = setup();
+    setup.metrics_address = taken.local_addr().unwrap();
+    let kubelet = setup.kubelet();
+    let node = setup.start().await;
+    let line = node.process.said("metrics port taken").await;
+    assert_eq!(line["address"], node.address.to_string());
+    registered(&kubelet, 1, 8).await;
+    let part = async || {
+        let state = state(&node).await;
+        let part = &state["parts"]["metrics and probes"];
+        if part["trouble"].is_string() { Ok(part["phase"].clone()) } else { Err(state) }
+    };
+    assert_eq!(until(part).await, "waiting for the metrics port");
+    drop(taken);
+    node.process.said("metrics port free").await;
+    node.ready(200, "ready").await;
+    assert!(state(&node).await["parts"]["metrics and probes"].is_null());
 }
 
 #[tokio::test]

@@ -43,6 +43,7 @@ fn node(gpus: Vec<GpuScan>) -> NodeScan {
     NodeScan {
         driver: Ok(Some("580.95.05".to_owned())),
         library: Ok(Some("13.580.95.05".to_owned())),
+        path: "libnvidia-ml.so.1".to_owned(),
         cuda: Ok(Some(CudaVersion { major: 13, minor: 0 })),
         count: Some(u32::try_from(gpus.len()).unwrap()),
         gpus,

@@ -68,6 +68,8 @@ pub(super) struct Machine {
     released: bool,
     /// Before an agent is started again.
     backoff: Backoff,
+    /// The library that was loaded, as the log has it.
+    library: Once<String>,
     /// Why NVML is unavailable, as the log has it.
     unavailable: Once<String>,
     /// An agent has initialised NVML: this container can open the driver.
@@ -93,6 +95,7 @@ impl Machine {
             agents: Agents::default(),
             released: false,
             backoff,
+            library: Once::new(),
             unavailable: Once::new(),
             initialised: false,
             outage: NvmlOutage::new(settings.grace),
@@ -451,6 +454,9 @@ impl Machine {
             let version = |answer| known(answer).map_or("unknown", String::as_str);
             let (driver, nvml) = (version(&scan.driver), version(&scan.library));
             tracing::info!(gpus = gpus.len(), driver, nvml, "NVML available");
+            for path in self.library.replace([scan.path.clone()]) {
+                tracing::info!(path, "NVML library loaded");
+            }
             if self.outage.end() && self.settings.unhealthy_when_away {
                 self.emit(Event::DriverBack);
             }

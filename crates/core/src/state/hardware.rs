@@ -42,7 +42,7 @@ pub struct Hardware {
     reported: BTreeMap<(GpuUuid, Option<MigUuid>), Health>,
     unknown_actions: Once<(GpuUuid, RecoveryAction)>,
     /// The reasons that stand and do not count, by their labels.
-    uncounted: Once<(GpuUuid, &'static str)>,
+    uncounted: BTreeSet<(GpuUuid, &'static str)>,
     xid_log: XidLog,
     /// The record that the runtime was last asked to keep.
     kept: HealthRecord,
@@ -70,7 +70,7 @@ impl Default for Hardware {
             addresses: BTreeMap::new(),
             reported: BTreeMap::new(),
             unknown_actions: Once::new(),
-            uncounted: Once::new(),
+            uncounted: BTreeSet::new(),
             xid_log: XidLog::default(),
             kept: HealthRecord::default(),
         }
@@ -344,20 +344,23 @@ impl Hardware {
             mig: mig.clone(),
             health: health.clone(),
         });
-        let mut effects: Vec<Effect> = effects.collect();
-        effects.extend(self.report_uncounted());
+        let effects = effects.collect();
         self.reported = now;
         effects
     }
 
-    /// Reports each reason that does not count because health checks are disabled, once while it stands.
-    fn report_uncounted(&mut self) -> Vec<Effect> {
+    /// Reports each reason that does not count because health checks are disabled, once while it stands. Returns whether other
+    /// ones stand than before.
+    pub(super) fn report_uncounted(&mut self) -> (bool, Vec<Effect>) {
         let standing =
             self.health.iter().flat_map(|(gpu, health)| health.standing().map(move |(reason, _)| (gpu, reason)));
-        let uncounted: Vec<_> = standing.filter(|(_, reason)| !self.xids.counts(reason)).collect();
-        let news = self.uncounted.replace(uncounted.iter().map(|(gpu, reason)| ((*gpu).clone(), reason.label())));
-        let uncounted = uncounted.into_iter().filter(|(gpu, reason)| news.contains(&((*gpu).clone(), reason.label())));
-        uncounted.map(|(gpu, reason)| Effect::NotCounted { gpu: gpu.clone(), reason: reason.clone() }).collect()
+        let uncounted = standing.filter(|(_, reason)| !self.xids.counts(reason));
+        let now: BTreeMap<_, _> =
+            uncounted.map(|(gpu, reason)| ((gpu.clone(), reason.label()), reason.clone())).collect();
+        let changed = !now.keys().eq(self.uncounted.iter());
+        let before = core::mem::replace(&mut self.uncounted, now.keys().cloned().collect());
+        let news = now.into_iter().filter(|(key, _)| !before.contains(key));
+        (changed, news.map(|((gpu, _), reason)| Effect::NotCounted { gpu, reason }).collect())
     }
 
     /// Asks to keep the record, where it changed.
