@@ -1,8 +1,8 @@
 //! The NVML agent's main: the hidden subcommand `linkwise nvml-agent`.
 //!
-//! Three threads: this one waits for events, one polls (`watch`), and one reads the parent's requests and ends the process when
-//! the parent is gone or closes the socket, whatever NVML does meanwhile; that one therefore never calls NVML. Synchronous on
-//! purpose: the calls block.
+//! Three threads: this one waits for events, one polls (`watch`), and one reads the parent's requests and ends the
+//! process when the parent is gone or closes the socket, whatever NVML does meanwhile; that one therefore never calls
+//! NVML. Synchronous on purpose: the calls block.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -36,9 +36,10 @@ pub const INIT: &str = "nvmlInit_v2";
 /// The driver's library, as drivers install it, and as development packages do.
 const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
 
-/// How much memory of its own an agent may have, in MiB: private and writable (RLIMIT_DATA), which the device mappings and
-/// the reserved address space of a driver's library are not. Three quarters of the container's limit in the manifests: a
-/// library that leaks ends its agent before the kernel ends the container for it, all processes together (memory.oom.group).
+/// How much memory of its own an agent may have, in MiB: private and writable (RLIMIT_DATA), which the device mappings
+/// and the reserved address space of a driver's library are not. Three quarters of the container's limit in the
+/// manifests: a library that leaks ends its agent before the kernel ends the container for it, all processes together
+/// (memory.oom.group).
 pub const MEMORY_MIB: u64 = 96;
 
 /// A wait for events that has lasted so long found none: one that is there ends it at once.
@@ -74,8 +75,8 @@ pub struct Parent {
 }
 
 impl Parent {
-    /// Sends a message, whole; a parent that takes none is gone, and this process ends with it. Once the parent has asked this
-    /// process to end, only events are sent: other calls never return.
+    /// Sends a message, whole; a parent that takes none is gone, and this process ends with it. Once the parent has
+    /// asked this process to end, only events are sent: other calls never return.
     pub fn send(&self, message: &FromAgent) {
         let event =
             matches!(message, FromAgent::Xid { .. } | FromAgent::DoubleBitEcc { .. } | FromAgent::Failed { .. });
@@ -99,8 +100,8 @@ fn give_up(what: &str, error: &dyn std::error::Error) -> ! {
 ///
 /// # Errors
 ///
-/// See [`AgentError`]. Where the library does not load or initialise, the parent gets the reason instead, and the process ends
-/// with code 1.
+/// See [`AgentError`]. Where the library does not load or initialise, the parent gets the reason instead, and the
+/// process ends with code 1.
 pub fn main(command: &str) -> Result<(), AgentError> {
     let command: AgentCommand = serde_json::from_str(command).map_err(AgentError::Argument)?;
     limit_memory(command.memory_mib).map_err(AgentError::Memory)?;
@@ -134,7 +135,7 @@ pub fn main(command: &str) -> Result<(), AgentError> {
     let nvml: &'static Nvml = Box::leak(Box::new(nvml));
     let listed = probe::list(nvml, &calls, &command.skip);
     let AgentCommand { procfs, poll, skip, .. } = command;
-    // Before the look at the GPUs, so that nothing falls between the look and the events.
+    // Before the scan, so that no event falls between the scan and the registration.
     let ends = (Arc::clone(&parent), Arc::clone(&waiting));
     let listener = Listener::new(nvml, &calls, Arc::clone(&listed.gpus), poll, ends);
     let mut watch = Watch {
@@ -196,8 +197,8 @@ fn hear_out(waiting: &Waiting) {
     }
 }
 
-/// Loads the library that the operator chose, or else the first of those in the driver's root and on the dynamic linker's path
-/// that loads. Roots are searched anew by each agent: the driver may come late.
+/// Loads the library that the operator chose, or else the first of those in the driver's root and on the dynamic
+/// linker's path that loads. Roots are searched anew by each agent: the driver may come late.
 fn load(command: &AgentCommand, calls: &Calls) -> Result<(PathBuf, Nvml), CallError> {
     let candidates = match &command.library {
         Some(root) if root.is_dir() => vec![library::under(root).unwrap_or_else(|usual| usual)],

@@ -254,8 +254,8 @@ impl Agent {
         self.stream.write_all(&line).await
     }
 
-    /// Asks the agent to end, by closing our half of the socket. [`Agent::next`] still returns the messages it had, and then
-    /// its end.
+    /// Asks the agent to end, by closing our half of the socket. [`Agent::next`] still returns the messages it had, and
+    /// then its end.
     ///
     /// # Errors
     ///
@@ -264,8 +264,8 @@ impl Agent {
         self.stream.shutdown().await
     }
 
-    /// Ends the agent: asks it to by closing the socket, and kills it where that does not help. Returns its status unless it was
-    /// killed.
+    /// Ends the agent: asks it to by closing the socket, and kills it where that does not help. Returns its status
+    /// unless it was killed.
     pub async fn end(mut self) -> Option<ExitStatus> {
         // It is killed when it is dropped, unless it has ended.
         let _ = self.dismiss().await;

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 /// The file, as drivers install it.
 const NAME: &str = "libnvidia-ml.so.1";
 
-/// The folders where drivers put their libraries: Debian's multiarch folders, those of Red Hat and SUSE, WSL's, NixOS's, and
-/// what the drivers that cloud providers install below a folder of their own use.
+/// The folders where drivers put their libraries: Debian's multiarch folders, those of Red Hat and SUSE, WSL's,
+/// NixOS's, and what the drivers that cloud providers install below a folder of their own use.
 const FOLDERS: [&str; 12] = [
     "usr/lib64",
     "usr/lib/x86_64-linux-gnu",

@@ -273,7 +273,8 @@ impl Node {
                     observe::health(&gpu, mig.as_ref(), &health);
                 }
                 Effect::UnknownRecoveryAction { gpu, action } => {
-                    tracing::warn!(%gpu, %action, "the driver asks for something unknown to this version; the GPU stays as it is");
+                    let what = "the driver asks for something unknown to this version; the GPU stays as it is";
+                    tracing::warn!(%gpu, %action, "{what}");
                 }
                 Effect::NotCounted { gpu, reason } => {
                     tracing::warn!(%gpu, %reason, "health checks are disabled: the GPU stays healthy");
@@ -293,7 +294,8 @@ impl Node {
                     tracing::warn!(
                         %resource,
                         devices,
-                        "pods hold devices that are not offered here, or not any more: listed as unhealthy until they have ended"
+                        "pods hold devices that are not offered here, or not any more: \
+                         listed as unhealthy until they have ended"
                     );
                 }
                 Effect::Warn(warning) => tracing::warn!("{warning}"),

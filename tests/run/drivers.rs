@@ -1,4 +1,5 @@
-//! The driver under linkwise's feet: unloaded, replaced, loaded again; its library replaced on disk; NVML away for long.
+//! The driver under linkwise's feet: unloaded, replaced, loaded again; its library replaced on disk; NVML away for
+//! long.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -47,7 +48,7 @@ async fn a_driver_that_is_replaced_gets_a_new_process_at_once() {
 }
 
 #[tokio::test]
-async fn a_driver_that_is_unloaded_and_loaded_again_is_waited_for_and_pods_are_admitted_meanwhile() {
+async fn reloaded_driver_is_awaited_and_pods_are_admitted() {
     let (node, kubelet) = quick().serve(8).await;
     node.setup.tell("init 9");
     node.setup.tell("fail * nvmlDeviceGetCount_v2 9");
@@ -72,9 +73,10 @@ async fn a_driver_that_is_unloaded_and_loaded_again_is_waited_for_and_pods_are_a
     .await;
 }
 
-/// Nothing is on the PCI bus here: who forgets that there were GPUs takes this for a node without any, and waits for the bus.
+/// Nothing is on the PCI bus here: who forgets that there were GPUs takes this for a node without any, and waits for
+/// the bus.
 #[tokio::test]
-async fn a_driver_that_is_gone_is_waited_for_however_the_process_before_ended() {
+async fn gone_driver_is_awaited_however_the_agent_ended() {
     for released in [false, true] {
         let (node, kubelet) = quick().serve(8).await;
         node.setup.tell("init 9");
@@ -95,7 +97,7 @@ async fn a_driver_that_is_gone_is_waited_for_however_the_process_before_ended() 
 }
 
 #[tokio::test]
-async fn a_driver_that_is_unloaded_under_gpus_that_are_on_the_bus_does_not_end_the_node() {
+async fn unloaded_driver_with_gpus_on_bus_ends_no_node() {
     let setup = quick();
     setup.all_on_bus();
     let (node, kubelet) = setup.serve(8).await;
@@ -149,7 +151,7 @@ async fn next_pauses(node: &Node, message: &str, known: usize, wanted: usize) ->
 }
 
 #[tokio::test]
-async fn pauses_double_while_nvml_is_not_to_be_had_and_begin_anew_with_another_matter() {
+async fn pauses_double_without_nvml_until_another_cause() {
     const NOT: &str = "NVML unavailable";
     let setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false").arg("--log=debug");
     let setup = setup.arg("--nvml-pause-ms=100").arg("--nvml-poll-ms=20");
@@ -193,7 +195,7 @@ async fn a_pause_is_waited_for_and_an_order_ends_it() {
 }
 
 #[tokio::test]
-async fn where_the_operator_says_so_no_gpu_is_given_out_while_nvml_is_away() {
+async fn on_nvml_loss_unhealthy_withholds_every_gpu() {
     let (node, kubelet) = quick().arg("--on-nvml-loss=unhealthy").serve(8).await;
     node.setup.tell("init 9");
     node.setup.tell("fail * nvmlDeviceGetCount_v2 9");
@@ -206,7 +208,7 @@ async fn where_the_operator_says_so_no_gpu_is_given_out_while_nvml_is_away() {
 }
 
 #[tokio::test]
-async fn a_library_that_is_replaced_on_disk_is_taken_up_without_a_gap() {
+async fn replaced_library_is_loaded_without_a_gap() {
     let mut setup = quick();
     let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
     std::fs::copy(&real, &library).unwrap();
@@ -237,7 +239,7 @@ async fn a_library_that_is_replaced_on_disk_is_taken_up_without_a_gap() {
 }
 
 #[tokio::test]
-async fn a_library_that_is_replaced_while_a_process_starts_is_taken_up_too() {
+async fn library_replaced_during_a_start_is_loaded() {
     let mut setup = quick();
     let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
     std::fs::copy(&real, &library).unwrap();
@@ -258,7 +260,7 @@ async fn a_library_that_is_replaced_while_a_process_starts_is_taken_up_too() {
 }
 
 #[tokio::test]
-async fn under_a_drivers_root_the_library_is_known_from_the_process_before() {
+async fn library_below_a_root_is_known_from_the_last_agent() {
     let mut setup = quick();
     let root = setup.at("root");
     let real = std::mem::replace(&mut setup.library, root);
@@ -298,22 +300,22 @@ async fn a_gpu_that_waits_for_its_trial_holds_up_no_new_library() {
     node.metric(UP, 1).await;
 }
 
-/// So many events do not fit into a socket that nobody reads (Linux counts a few hundred bytes for each message, against
-/// 208 KiB): most of them still wait in the library, one in the hand of the thread that tells them.
+/// So many events do not fit into a socket that nobody reads (Linux counts a few hundred bytes for each message,
+/// against 208 KiB): most of them still wait in the library, one in the hand of the thread that tells them.
 const TOO_MANY: u32 = 1000;
 
 #[tokio::test]
-async fn what_happened_before_a_second_process_listened_is_heard_from_the_first() {
+async fn events_before_a_standby_listens_are_not_lost() {
     heard_from_the_first(0).await;
 }
 
 #[tokio::test]
-async fn what_a_first_process_had_no_room_to_say_is_heard_when_it_is_dismissed() {
+async fn events_of_a_blocked_agent_arrive_at_its_dismissal() {
     heard_from_the_first(TOO_MANY).await;
 }
 
-/// Which of two that have something to say is heard first is a matter of chance: each time again. `before`: so many other events
-/// come first.
+/// Which of two that have something to say is heard first is a matter of chance: each time again. `before`: so many
+/// other events come first.
 async fn heard_from_the_first(before: u32) {
     // Few calls: what the second one says has to fit into its socket while nobody hears it.
     let mut setup = Setup::with(&machine(&[("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:41:00.0", "")]));
@@ -338,7 +340,8 @@ async fn heard_from_the_first(before: u32) {
         }
         node.setup.tell(&format!("xid 0 {xid}"));
         node.setup.tell("unhang nvmlInit_v2");
-        // More rounds than the second one goes before it says that it has seen the GPUs; the first one may be going none.
+        // More rounds than the second one goes before it says that it has seen the GPUs; the first one may be going
+        // none.
         let mut second_one = UnixStream::connect(&control).unwrap();
         writeln!(second_one, "calls nvmlDeviceGetTemperature 5").unwrap();
         let mut done = String::new();
@@ -353,7 +356,7 @@ async fn heard_from_the_first(before: u32) {
 }
 
 #[tokio::test]
-async fn a_second_process_that_cannot_count_the_gpus_does_not_take_over() {
+async fn standby_that_cannot_count_gpus_stays_standby() {
     let mut setup = quick();
     let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
     std::fs::copy(&real, &library).unwrap();
@@ -373,7 +376,7 @@ async fn a_second_process_that_cannot_count_the_gpus_does_not_take_over() {
 }
 
 #[tokio::test]
-async fn a_library_that_begins_to_fail_for_want_of_its_driver_gets_a_new_process() {
+async fn library_without_its_driver_gets_a_new_agent() {
     for code in [9, 18] {
         let (node, kubelet) = quick().serve(8).await;
         let first = node.agent(&[]).await;

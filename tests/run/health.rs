@@ -39,7 +39,7 @@ async fn lists(kubelet: &KubeletBox, registrations: u64, healthy: usize) {
 }
 
 #[tokio::test]
-async fn what_needs_a_reset_is_remembered_over_restarts_until_the_node_reboots() {
+async fn reset_reason_survives_restarts_until_reboot() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     node.setup.tell("xid 2 79");
     let bad = uuid(1, 2);

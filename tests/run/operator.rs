@@ -62,7 +62,7 @@ async fn taken_metrics_port_is_retried_until_free() {
 }
 
 #[tokio::test]
-async fn the_driver_is_let_go_of_and_taken_up_and_pods_are_admitted_meanwhile() {
+async fn pods_are_admitted_while_driver_is_released() {
     let (node, kubelet) = setup().serve(8).await;
     assert!(driver_is_held(&node));
     let said = ordered(&node, &["release"]).await;
@@ -106,7 +106,7 @@ async fn the_answer_waits_for_a_process_that_has_to_be_killed() {
 }
 
 #[tokio::test]
-async fn a_driver_that_is_let_go_of_before_it_answered_does_not_end_the_node() {
+async fn driver_released_before_its_answer_ends_no_node() {
     let setup = setup();
     setup.all_on_bus();
     setup.tell("hang nvmlInit_v2");
@@ -121,7 +121,7 @@ async fn a_driver_that_is_let_go_of_before_it_answered_does_not_end_the_node() {
 }
 
 #[tokio::test]
-async fn a_driver_that_is_taken_up_again_before_it_is_back_is_waited_for() {
+async fn driver_resumed_before_its_return_is_awaited() {
     let setup = setup().arg("--nvml-pause-ms=10");
     setup.all_on_bus();
     let (node, kubelet) = setup.serve(8).await;
@@ -206,7 +206,7 @@ async fn a_stranger_on_the_admin_socket_is_no_linkwise() {
 }
 
 #[tokio::test]
-async fn orders_are_not_taken_over_the_metrics_port_and_the_socket_is_ours_alone() {
+async fn metrics_port_takes_no_orders_and_socket_is_private() {
     let (mut node, _kubelet) = setup().serve(8).await;
     let socket = node.setup.at("admin/admin.sock");
     assert_eq!(std::fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);

@@ -1,5 +1,5 @@
-//! GPUs that come and go, links that go down: the list, the choice and the events follow without a restart; files that hang
-//! hold up nothing.
+//! GPUs that come and go, links that go down: the list, the choice and the events follow without a restart; files that
+//! hang hold up nothing.
 
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
@@ -130,7 +130,7 @@ fn numa(kubelet: &KubeletBox) -> Vec<Vec<i64>> {
 }
 
 #[tokio::test]
-async fn a_look_at_the_host_that_hangs_leaves_the_gpus_and_is_taken_when_it_ends() {
+async fn hung_host_scan_leaves_gpus_and_counts_at_its_end() {
     // A third of it is how long the look is waited for.
     let setup = seen_by_hwloc(1500);
     fifo(&setup.at("host.xml"));
@@ -187,7 +187,7 @@ async fn an_event_of_a_gpu_that_nobody_knows_yet_is_not_lost() {
 }
 
 #[tokio::test]
-async fn a_driver_whose_version_cannot_be_read_holds_up_nothing_and_is_known_once_it_can() {
+async fn hung_driver_version_delays_nothing() {
     let setup = quick();
     let module = setup.at("sys/module/nvidia");
     std::fs::create_dir_all(&module).unwrap();

@@ -1,7 +1,8 @@
-//! The machine in a simulated world: random agents, files and operators, simulated time, and what must hold whatever happens.
+//! The machine in a simulated world: random agents, files and operators, simulated time, and what must hold whatever
+//! happens.
 //!
-//! The world keeps its own books (which processes live, which events they sent) from the machine's actions and its own inputs
-//! alone; of the machine it reads what the executor reads.
+//! The world keeps its own books (which processes live, which events they sent) from the machine's actions and its own
+//! inputs alone; of the machine it reads what the executor reads.
 
 use proptest::prelude::*;
 use proptest::test_runner::Config;
