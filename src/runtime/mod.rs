@@ -29,7 +29,7 @@ use tokio::sync::{mpsc, watch};
 
 use crate::admin::Local;
 use crate::cdi::CdiMetrics;
-use crate::config::settings::{OnNvmlLoss, load};
+use crate::config::settings::{OnNvmlLoss, load, load_text};
 use crate::config::{ConfigMetrics, Environment, Flags, HostArgs, NvmlArgs, RunArgs, Settings};
 use crate::kubelet;
 use crate::mps::Layout;
@@ -185,7 +185,8 @@ fn driver_of(
 /// How to start the process that speaks to NVML, for a command that only looks: with the driver's root that `run` would
 /// search in this container.
 pub fn agent_command(host: &HostArgs) -> AgentCommand {
-    let loaded = load(&Flags::default(), &Environment::read());
+    // Not the configuration file: it may hang.
+    let loaded = load_text(&Flags::default(), &Environment::read(), "");
     agent_of(host, loaded.ok().map(|loaded| loaded.settings.driver_root_ctr_path.value))
 }
 

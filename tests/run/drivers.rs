@@ -1,5 +1,5 @@
-//! The driver under linkwise's feet: unloaded, replaced, loaded again; its library replaced on disk; NVML away for
-//! long.
+//! The driver is unloaded, replaced or loaded again while linkwise runs; its library is replaced on disk; NVML is
+//! unavailable for long.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -73,8 +73,8 @@ async fn reloaded_driver_is_awaited_and_pods_are_admitted() {
     .await;
 }
 
-/// Nothing is on the PCI bus here: who forgets that there were GPUs takes this for a node without any, and waits for
-/// the bus.
+/// Nothing is on the PCI bus here: a linkwise that forgot its GPUs would take this for a node without GPUs, and wait
+/// for the bus.
 #[tokio::test]
 async fn gone_driver_is_awaited_however_the_agent_ended() {
     for released in [false, true] {
@@ -101,7 +101,7 @@ async fn unloaded_driver_with_gpus_on_bus_ends_no_node() {
     let setup = quick();
     setup.all_on_bus();
     let (node, kubelet) = setup.serve(8).await;
-    // The first process does its work to the end: it is told by the parent that its driver has gone.
+    // The first agent ends in order: the parent dismisses it because its driver has gone.
     node.setup.tell("init 9");
     std::fs::remove_file(node.setup.at("sys/module/nvidia/version")).unwrap();
     node.process.said("NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
@@ -162,7 +162,7 @@ async fn pauses_double_without_nvml_until_another_cause() {
     let kubelet = setup.kubelet();
     let node = setup.start().await;
     assert_eq!(next_pauses(&node, NOT, 0, 3).await, ["100ms", "200ms", "400ms"]);
-    // Of one cause, a person is told once.
+    // One cause is logged once.
     let told = |line: &&String| line.contains(NOT) && line.contains("WARN");
     assert_eq!(node.process.lines().iter().filter(told).count(), 1);
     // An operator's order ends the pause.
@@ -300,8 +300,8 @@ async fn a_gpu_that_waits_for_its_trial_holds_up_no_new_library() {
     node.metric(UP, 1).await;
 }
 
-/// So many events do not fit into a socket that nobody reads (Linux counts a few hundred bytes for each message,
-/// against 208 KiB): most of them still wait in the library, one in the hand of the thread that tells them.
+/// So many events do not fit into a socket that is not read (Linux counts a few hundred bytes for each message, against
+/// 208 KiB): most of them still wait in the library, and one in the thread that sends them.
 const TOO_MANY: u32 = 1000;
 
 #[tokio::test]
@@ -314,10 +314,9 @@ async fn events_of_a_blocked_agent_arrive_at_its_dismissal() {
     heard_from_the_first(TOO_MANY).await;
 }
 
-/// Which of two that have something to say is heard first is a matter of chance: each time again. `before`: so many
-/// other events come first.
+/// Which of two agents with messages is read first is chance, at each read. `before`: so many other events come first.
 async fn heard_from_the_first(before: u32) {
-    // Few calls: what the second one says has to fit into its socket while nobody hears it.
+    // Few calls: the messages of the second agent have to fit into its socket while the parent is stopped.
     let mut setup = Setup::with(&machine(&[("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:41:00.0", "")]));
     setup = setup.arg("--nvml-poll-ms=200").arg("--nvml-pause-ms=10");
     let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
@@ -334,7 +333,7 @@ async fn heard_from_the_first(before: u32) {
         let control = node.setup.at(&format!("control.{second}"));
         until(async || control.exists().then_some(()).ok_or(second)).await;
         node.process.signal("STOP");
-        // The second one does not listen yet, and nobody hears the first.
+        // The second agent waits for no events yet, and the first one is not read.
         if before > 0 {
             node.setup.tell(&format!("storm 0 31 {before}"));
         }
@@ -398,7 +397,7 @@ async fn xid_of_a_new_agent_does_not_wait_for_a_stuck_old_one() {
     std::fs::copy(&real, &library).unwrap();
     setup.library.clone_from(&library);
     let (node, _kubelet) = setup.serve(8).await;
-    // The next agents wait in nvmlInit until each is told to go on.
+    // The next agents wait in nvmlInit until the test lets each go on.
     node.setup.tell("hang nvmlInit_v2");
     let mut known = Vec::new();
     // The stuck one is killed after a while: on a slow machine that may come first, and a second try shows it.

@@ -1,5 +1,4 @@
-//! Calls that fail while the node is looked at: what they had said before stays, and is asked for again until it is
-//! said.
+//! Calls that fail during a scan: the value of the scan before stays, and the scan is repeated until the call works.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

@@ -128,7 +128,7 @@ async fn lost_gpu_leaves_the_others_events() {
     registered(&kubelet, 1, 8).await;
     node.metric(UNHEARD, 0).await;
     node.metric("linkwise_nvml_agent_starts_total", 1).await;
-    // The wait, and who was left out of it.
+    // The wait, and the GPU that the new set leaves out.
     node.metric("linkwise_nvml_event_failures_total", 2).await;
     node.setup.tell("xid 2 79");
     reason(&node, 2, "XID 79").await;

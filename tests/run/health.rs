@@ -55,7 +55,7 @@ async fn reset_reason_survives_restarts_until_reboot() {
     assert_eq!(kubelet.state().resources[GPU].unhealthy.iter().collect::<Vec<_>>(), [&bad]);
     let setup = end(node).await;
 
-    // On another boot it holds against nobody.
+    // After another boot it stands against no GPU.
     let text = std::fs::read_to_string(file(&setup)).unwrap();
     let mut record: Value = serde_json::from_str(&text).unwrap();
     assert!(record["identity"]["boot"].is_string(), "{text}");

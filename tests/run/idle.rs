@@ -36,7 +36,7 @@ async fn a_bus_that_does_not_answer_holds_up_no_driver_that_comes() {
     for option in ["--log=info", "--fail-on-init-error=false"] {
         let setup = Setup::on("dgx1-v100").arg(option).arg("--nvml-pause-ms=10").arg("--nvml-call-ms=1500");
         setup.tell("init 9");
-        // A file that nobody ever answers for.
+        // A file whose reader waits for ever.
         let device = setup.at("sys/bus/pci/devices/0000:06:00.0");
         std::fs::create_dir_all(&device).unwrap();
         assert!(std::process::Command::new("mkfifo").arg(device.join("vendor")).status().unwrap().success());
@@ -74,7 +74,7 @@ async fn gpu_before_its_driver_is_tried_after_first_pause() {
     let node = setup.start().await;
     node.ready(200, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
     node.setup.all_on_bus();
-    // What came before was another matter.
+    // The failures before had another cause: the pauses begin anew.
     let line = node.process.said("NVML unavailable").await;
     assert_eq!(line["again_in"], "1s");
     node.ready(503, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;

@@ -22,7 +22,7 @@ pub const GPU: &str = "nvidia.com/gpu";
 /// After this long, what should have happened will not.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// How often something is asked that cannot tell by itself.
+/// How often a state is polled that makes no event.
 const ASK_AGAIN: Duration = Duration::from_millis(10);
 
 /// A machine before linkwise starts on it.

@@ -188,7 +188,7 @@ async fn a_stranger_on_the_admin_socket_is_no_linkwise() {
     let stranger = std::os::unix::net::UnixListener::bind(&socket).unwrap();
     let speaking = std::thread::spawn(move || {
         let (mut stream, _) = stranger.accept().unwrap();
-        // All of it: who closes with something unread resets the connection.
+        // The whole answer: a client that closes with bytes unread resets the connection.
         let mut asked = Vec::new();
         while !asked.ends_with(b"\r\n\r\n") {
             let mut byte = [0];

@@ -1,4 +1,4 @@
-//! PodResources: it confirms registrations, and says who holds what.
+//! PodResources: it confirms registrations, and lists which pods hold which devices.
 
 use linkwise::kubelet::pod_resources::{self, HolderSources, Holders};
 use linkwise::kubelet::{Phase, Settings};

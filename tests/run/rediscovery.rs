@@ -172,7 +172,7 @@ async fn an_event_of_a_gpu_that_nobody_knows_yet_is_not_lost() {
     fifo(&xml);
     let kubelet = setup.kubelet();
     let node = setup.start().await;
-    // NVML was looked at, the host is being looked at, and then both will be told.
+    // NVML was scanned, the host is being scanned, and then both will be published.
     let mut host = writer(&xml).await;
     node.setup.tell("xid 1 79");
     node.setup.tell("calls nvmlDeviceGetTemperature 6");
@@ -191,7 +191,7 @@ async fn hung_driver_version_delays_nothing() {
     let setup = quick();
     let module = setup.at("sys/module/nvidia");
     std::fs::create_dir_all(&module).unwrap();
-    // Reading it waits for somebody who writes.
+    // A read of it waits for a writer.
     fifo(&module.join("version"));
     let (node, kubelet) = setup.serve(8).await;
     node.setup.tell("xid 4 79");

@@ -1,5 +1,5 @@
-//! A library that hangs or crashes, a process that is stopped or killed, a GPU that ends whoever looks at it: each
-//! costs a child, the log names call and GPU, and admissions go on.
+//! A library that hangs or crashes, an agent that is stopped or killed, a GPU that ends every agent that queries it:
+//! each costs an agent, the log names call and GPU, and admissions go on.
 
 use linkwise_kubelet_box::{KubeletBox, Pod};
 
@@ -30,7 +30,7 @@ fn ends(cause: &str) -> String {
 async fn works(node: &Node, kubelet: &KubeletBox, gpu: u32) {
     node.metric(UP, 1).await;
     let series = format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"79\"}}", uuid(1, gpu));
-    // The child may be replaced at this very moment: told until one hears it.
+    // The agent may be replaced at this very moment: sent until one receives it.
     let heard = async || {
         node.setup.try_tell(&format!("xid {gpu} 79")).map_err(|error| error.to_string())?;
         if node.get("/metrics").await.body.contains(&series) { Ok(()) } else { Err("not heard".to_owned()) }
@@ -85,7 +85,7 @@ async fn a_gpu_that_crashes_children_is_left_out_and_taken_back_in() {
     let cause = line["cause"].as_str().unwrap();
     assert!(cause.contains("SIGABRT") && cause.contains("nvmlDeviceGetTemperature"), "{cause}");
     kubelet.wait(|state| state.resources[GPU].unhealthy == [uuid(1, 5)].into()).await.unwrap();
-    // Trials end like this, each after twice the pause, and the child beside them works on: nobody else is laid to.
+    // Trials end like this, each after twice the pause; the active agent works on, and no other GPU is blamed.
     for pause in ["100ms", "200ms"] {
         let in_vain = |line: &serde_json::Value| line["message"].to_string().contains("standby NVML agent failed");
         node.process.logged(|line| in_vain(line) && line["again_in"] == pause).await;
