@@ -18,7 +18,6 @@ use axum::extract::State as StateOf;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use thiserror::Error;
 use tokio::net::TcpListener;
 
 pub use local::{Answer, Local, LocalError, Order, Orders, Outcome};
@@ -38,19 +37,6 @@ pub struct Answers {
     pub ready: Arc<dyn Fn() -> Result<String, Vec<String>> + Send + Sync>,
 }
 
-/// Why the endpoints cannot be served.
-#[derive(Debug, Error)]
-pub enum AdminError {
-    /// The address is in use, or not one of this host's.
-    #[error("cannot listen on {address} for metrics and probes")]
-    Bind {
-        /// The address asked for.
-        address: SocketAddr,
-        /// The operating system's error.
-        source: io::Error,
-    },
-}
-
 /// A bound listener.
 #[derive(Debug)]
 pub struct Admin {
@@ -61,10 +47,13 @@ pub struct Admin {
 impl Admin {
     /// Binds the address; port 0 takes a free one, `[::]` serves IPv4 too and is 0.0.0.0 where IPv6 is off. Must be
     /// called within a tokio runtime.
-    pub fn bind(address: SocketAddr) -> Result<Self, AdminError> {
-        let bound = listen::listen(address).and_then(|listener| Ok((listener.local_addr()?, listener)));
-        let (address, listener) = bound.map_err(|source| AdminError::Bind { address, source })?;
-        Ok(Self { listener: Arc::new(listener), address })
+    ///
+    /// # Errors
+    ///
+    /// The operating system's: the address is in use (`AddrInUse`), or not one of this host's.
+    pub fn bind(address: SocketAddr) -> io::Result<Self> {
+        let listener = listen::listen(address)?;
+        Ok(Self { address: listener.local_addr()?, listener: Arc::new(listener) })
     }
 
     /// The address that was bound.

@@ -1,14 +1,14 @@
 //! The NVML agent's main: the hidden subcommand `linkwise nvml-agent`.
 //!
-//! Three threads: this one waits for events, one polls (`watch`), and one reads the parent's requests and ends the process when
-//! the parent is gone or closes the socket, whatever NVML does meanwhile; that one therefore never calls NVML. Synchronous on
-//! purpose: the calls block.
+//! Three threads: this one waits for events, one polls (`watch`), and one reads the parent's requests and ends the
+//! process when the parent is gone or closes the socket, whatever NVML does meanwhile; that one therefore never calls
+//! NVML. Synchronous on purpose: the calls block.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
@@ -36,9 +36,10 @@ pub const INIT: &str = "nvmlInit_v2";
 /// The driver's library, as drivers install it, and as development packages do.
 const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
 
-/// How much memory of its own an agent may have, in MiB: private and writable (RLIMIT_DATA), which the device mappings and
-/// the reserved address space of a driver's library are not. Three quarters of the container's limit in the manifests: a
-/// library that leaks ends its agent before the kernel ends the container for it, all processes together (memory.oom.group).
+/// How much memory of its own an agent may have, in MiB: private and writable (RLIMIT_DATA), which the device mappings
+/// and the reserved address space of a driver's library are not. Three quarters of the container's limit in the
+/// manifests: a library that leaks ends its agent before the kernel ends the container for it, all processes together
+/// (memory.oom.group).
 pub const MEMORY_MIB: u64 = 96;
 
 /// A wait for events that has lasted so long found none: one that is there ends it at once.
@@ -74,8 +75,8 @@ pub struct Parent {
 }
 
 impl Parent {
-    /// Sends a message, whole; a parent that takes none is gone, and this process ends with it. Once the parent has asked this
-    /// process to end, only events are sent: other calls never return.
+    /// Sends a message, whole; a parent that takes none is gone, and this process ends with it. Once the parent has
+    /// asked this process to end, only events are sent: other calls never return.
     pub fn send(&self, message: &FromAgent) {
         let event =
             matches!(message, FromAgent::Xid { .. } | FromAgent::DoubleBitEcc { .. } | FromAgent::Failed { .. });
@@ -99,12 +100,11 @@ fn give_up(what: &str, error: &dyn std::error::Error) -> ! {
 ///
 /// # Errors
 ///
-/// See [`AgentError`]. Where the library does not load or initialise, the parent gets the reason instead, and the process ends
-/// with code 1.
+/// See [`AgentError`]. Where the library does not load or initialise, the parent gets the reason instead, and the
+/// process ends with code 1.
 pub fn main(command: &str) -> Result<(), AgentError> {
     let command: AgentCommand = serde_json::from_str(command).map_err(AgentError::Argument)?;
-    let AgentCommand { library, procfs, poll, memory_mib, skip, .. } = command;
-    limit_memory(memory_mib).map_err(AgentError::Memory)?;
+    limit_memory(command.memory_mib).map_err(AgentError::Memory)?;
     let socket = inherited_socket().map_err(AgentError::Socket)?;
     let reading = socket.try_clone().map_err(AgentError::Socket)?;
     let parent = Arc::new(Parent { stream: Mutex::new(socket), dismissed: AtomicBool::new(false) });
@@ -123,8 +123,8 @@ pub fn main(command: &str) -> Result<(), AgentError> {
     thread::Builder::new().name("parent".into()).spawn(listening).map_err(AgentError::Thread)?;
 
     let calls = Calls::new(Arc::clone(&parent));
-    let nvml = match load(library.as_deref(), &calls) {
-        Ok(nvml) => nvml,
+    let (library, nvml) = match load(&command, &calls) {
+        Ok(loaded) => loaded,
         Err(error) => {
             parent.send(&FromAgent::Leaving(error));
             // The parent logs it.
@@ -133,12 +133,14 @@ pub fn main(command: &str) -> Result<(), AgentError> {
     };
     // Alive as long as the process, which never shuts NVML down: that can hang, and ending does it.
     let nvml: &'static Nvml = Box::leak(Box::new(nvml));
-    let listed = probe::list(nvml, &calls, &skip);
-    // Before the look at the GPUs, so that nothing falls between the look and the events.
+    let listed = probe::list(nvml, &calls, &command.skip);
+    let AgentCommand { procfs, poll, skip, .. } = command;
+    // Before the scan, so that no event falls between the scan and the registration.
     let ends = (Arc::clone(&parent), Arc::clone(&waiting));
     let listener = Listener::new(nvml, &calls, Arc::clone(&listed.gpus), poll, ends);
     let mut watch = Watch {
         nvml,
+        library,
         parent: Arc::clone(&parent),
         calls,
         interval: poll,
@@ -195,22 +197,26 @@ fn hear_out(waiting: &Waiting) {
     }
 }
 
-fn load(named: Option<&Path>, calls: &Calls) -> Result<Nvml, CallError> {
-    match named {
-        // A folder is a driver's root, looked through anew by each agent: the driver may come late.
-        Some(root) if root.is_dir() => init(&library::under(root), calls),
-        Some(library) => init(library, calls),
+/// Loads the library that the operator chose, or else the first of those in the driver's root and on the dynamic
+/// linker's path that loads. Roots are searched anew by each agent: the driver may come late.
+fn load(command: &AgentCommand, calls: &Calls) -> Result<(PathBuf, Nvml), CallError> {
+    let candidates = match &command.library {
+        Some(root) if root.is_dir() => vec![library::under(root).unwrap_or_else(|usual| usual)],
+        Some(library) => vec![library.clone()],
         None => {
-            let [first, second] = LIBRARIES.map(Path::new);
-            let is_missing = |error: &CallError| error.fault() == Fault::Library;
-            match init(first, calls) {
-                Err(error) if is_missing(&error) => {
-                    init(second, calls).map_err(|other| if is_missing(&other) { error } else { other })
-                }
-                result => result,
-            }
+            let in_root = command.driver_root.as_deref().and_then(|root| library::under(root).ok());
+            in_root.into_iter().chain(LIBRARIES.map(PathBuf::from)).collect()
+        }
+    };
+    let mut missing = None;
+    for library in candidates {
+        match init(&library, calls) {
+            Ok(nvml) => return Ok((library, nvml)),
+            Err(error) if error.fault() == Fault::Library => drop(missing.get_or_insert(error)),
+            Err(error) => return Err(error),
         }
     }
+    Err(missing.unwrap_or_else(|| CallError::unreadable(LOAD, "no library to load")))
 }
 
 fn init(library: &Path, calls: &Calls) -> Result<Nvml, CallError> {

@@ -1,6 +1,7 @@
 //! The outcome of an NVML call: a value, "not offered", or an error that names the call and the code.
 //!
-//! A plain value that travels from the agent to its parent as it is. Used by all of `nvml` and by the doctor. It makes no calls.
+//! A plain value that travels from the agent to its parent as it is. Used by all of `nvml` and by the doctor. It makes
+//! no calls.
 
 use std::borrow::Cow;
 use std::fmt;

@@ -1,7 +1,7 @@
 //! Reports each NVML call to the parent before it is made, so that a call that hangs or crashes has a name.
 //!
-//! Used by all of the agent but the thread that waits for events, whose calls have a limit of their own. A report is one
-//! small write to a socket: some hundreds at the start, some dozens a poll.
+//! Used by all of the agent but the thread that waits for events, whose calls have a limit of their own. A report is
+//! one small write to a socket: some hundreds at the start, some dozens a poll.
 
 use std::sync::Arc;
 

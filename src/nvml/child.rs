@@ -34,8 +34,10 @@ pub struct AgentCommand {
     /// The program that has the subcommand `nvml-agent`: ours.
     #[serde(skip)]
     pub program: PathBuf,
-    /// The path of the driver's library, or of a driver's root; the usual names are tried without one.
+    /// The path of the driver's library, or of a driver's root, which the operator chose.
     pub library: Option<PathBuf>,
+    /// Without one: the driver's root that is searched first, before the dynamic linker's path.
+    pub driver_root: Option<PathBuf>,
     /// Where the kernel's /proc is.
     pub procfs: PathBuf,
     /// How long from one of the child's rounds to the next.
@@ -58,6 +60,7 @@ impl AgentCommand {
         Self {
             program: program.into(),
             library: None,
+            driver_root: None,
             procfs: PathBuf::from("/proc"),
             poll: POLL_INTERVAL,
             limits: Limits::default(),
@@ -251,8 +254,8 @@ impl Agent {
         self.stream.write_all(&line).await
     }
 
-    /// Asks the agent to end, by closing our half of the socket. [`Agent::next`] still returns the messages it had, and then
-    /// its end.
+    /// Asks the agent to end, by closing our half of the socket. [`Agent::next`] still returns the messages it had, and
+    /// then its end.
     ///
     /// # Errors
     ///
@@ -261,8 +264,8 @@ impl Agent {
         self.stream.shutdown().await
     }
 
-    /// Ends the agent: asks it to by closing the socket, and kills it where that does not help. Returns its status unless it was
-    /// killed.
+    /// Ends the agent: asks it to by closing the socket, and kills it where that does not help. Returns its status
+    /// unless it was killed.
     pub async fn end(mut self) -> Option<ExitStatus> {
         // It is killed when it is dropped, unless it has ended.
         let _ = self.dismiss().await;

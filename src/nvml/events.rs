@@ -1,8 +1,8 @@
 //! NVML's events, in the agent: registers each GPU, waits, reports to the parent.
 //!
-//! Called by `agent` on the main thread. A GPU that cannot be registered costs its own events only, and is tried again. A wait
-//! that fails is repeated after a pause; where it keeps failing, with a new set without the GPUs that are lost: by NVML's
-//! reference one lost GPU ends the wait for all.
+//! Called by `agent` on the main thread. A GPU that cannot be registered costs its own events only, and is tried again.
+//! A wait that fails is repeated after a pause; where it keeps failing, with a new set without the GPUs that are lost:
+//! by NVML's reference one lost GPU ends the wait for all.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
@@ -33,7 +33,8 @@ const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const PAUSES: Backoff = Backoff::new(FIRST_PAUSE, WAIT);
 /// So many failed waits in a row, and a new set is tried.
 const FAILURES: u32 = 3;
-/// The longest pause between two tries to hear GPUs that are not heard, in rounds; the first is one round, and it doubles.
+/// The longest pause between two tries to hear GPUs that are not heard, in rounds; the first is one round, and it
+/// doubles.
 const LONGEST: u32 = 8;
 
 /// The state of the thread that waits for events, shared with the other threads.
@@ -97,7 +98,8 @@ struct Heard<'nvml> {
     gpus: BTreeSet<PciAddress>,
 }
 
-/// Registers every GPU that can be; `None` where none has events. `calls` gives the reporter of a GPU's calls, or of others.
+/// Registers every GPU that can be; `None` where none has events. `calls` gives the reporter of a GPU's calls, or of
+/// others.
 fn register<'nvml>(
     nvml: &'nvml Nvml,
     mut candidates: Vec<&Gpu<'nvml>>,
@@ -166,8 +168,8 @@ impl Listener {
         listener
     }
 
-    /// Waits for events and reports them, until `go_on` is false; it is asked after each wait and each pause. After each event
-    /// a poll is requested: of several XIDs NVML reports only the last.
+    /// Waits for events and reports them, until `go_on` is false; it is asked after each wait and each pause. After
+    /// each event a poll is requested: of several XIDs NVML reports only the last.
     pub fn run(mut self, ask: &mpsc::Sender<ToAgent>, go_on: impl Fn() -> bool) {
         self.waiting.state().hears = self.heard.is_some();
         let (mut backoff, mut failures) = (PAUSES, 0);
@@ -220,8 +222,8 @@ impl Listener {
         self.parent.send(&message(event, &self.gpus));
     }
 
-    /// Takes a new set of the GPUs that are not lost, where one of them was not registered before, or where the present set has
-    /// `failed`. Returns whether it did. Its calls are not reported: they would hide the other thread's.
+    /// Takes a new set of the GPUs that are not lost, where one of them was not registered before, or where the present
+    /// set has `failed`. Returns whether it did. Its calls are not reported: they would hide the other thread's.
     fn renew(&mut self, failed: bool) -> bool {
         let unreported = Calls::unreported();
         let mut failures = Vec::new();

@@ -1,7 +1,7 @@
 //! MIG as NVML and the kernel describe it: the mode, the MIG devices, their profiles and capabilities.
 //!
-//! Called by `probe` for each GPU. A call that fails costs one fact; a device without a UUID or instance ids is an error in
-//! the place of the device.
+//! Called by `probe` for each GPU. A call that fails costs one fact; a device without a UUID or instance ids is an
+//! error in the place of the device.
 
 use std::path::Path;
 
@@ -34,8 +34,8 @@ pub fn scan(device: &Device<'_>, calls: &Calls, minor: &Answer<u32>, procfs: &Pa
     Ok(Some(MigScan { enabled: true, devices }))
 }
 
-/// The names of the MIG devices of a GPU in MIG mode: what a look finds changed. `None` where a call failed: one that does not
-/// say its name is no device less.
+/// The UUIDs of the MIG devices of a GPU in MIG mode, by which a poll finds a change. `None` where a call failed: a MIG
+/// device without an answer is not gone.
 pub fn names(device: &Device<'_>, calls: &Calls) -> Option<Vec<MigUuid>> {
     let count = calls.ask("nvmlDeviceGetMaxMigDeviceCount", || device.mig_device_count()).ok()?;
     let mut names = Vec::new();
@@ -100,7 +100,7 @@ fn mig_device(
     }))
 }
 
-/// The GPU instance says the id of its profile; which profile that is, only a walk over all of them tells.
+/// NVML reports the driver's id of the GPU instance's profile; which profile has that id, a walk over all of them shows.
 fn extension(parent: &Device<'_>, calls: &Calls, gpu_instance: u32) -> Answer<MigExtension> {
     let Some(id) = calls.raw("nvmlGpuInstanceGetInfo", || raw::gpu_instance_profile(parent, gpu_instance))? else {
         return Ok(None);

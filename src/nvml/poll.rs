@@ -1,6 +1,7 @@
 //! One poll of a GPU: cheap calls whose answers show its health.
 //!
-//! Called by `watch`. It judges nothing; a call that a GPU does not offer is `None`, and is not made again by this agent.
+//! Called by `watch`. It judges nothing; a call that a GPU does not offer is `None`, and is not made again by this
+//! agent.
 
 use std::collections::BTreeSet;
 
@@ -39,7 +40,8 @@ impl Silence {
         self.mig = Some(mig);
     }
 
-    /// Makes a call, if it is offered. One that fails is no fact here: whether the GPU answers is what [`reading`] shows.
+    /// Makes a call, if it is offered. One that fails is no fact here: whether the GPU answers is what [`reading`]
+    /// shows.
     fn fact<T>(&mut self, call: &'static str, ask: impl FnOnce(&'static str) -> Answer<T>) -> Option<T> {
         if self.calls.contains(call) {
             return None;
@@ -141,7 +143,7 @@ fn joined(fabric: Fabric) -> Option<FabricHealth> {
     }
 }
 
-/// Whether each link is up; a link that failed to say is left out.
+/// Whether each link is up; a link whose call failed is left out.
 fn links(gpu: &Gpu<'_>, silence: &mut Silence) -> Option<Vec<(u32, bool)>> {
     let wanted: Vec<u32> = (0..sys::NVML_NVLINK_MAX_LINKS).filter(|link| !silence.links.contains(link)).collect();
     if wanted.is_empty() {

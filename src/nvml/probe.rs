@@ -1,8 +1,8 @@
 //! The full scan: every fact that NVML offers about each GPU, answer by answer.
 //!
-//! Called by `watch` at the agent's start and whenever a scan is due. A call that fails costs one fact; only a GPU without
-//! UUID or PCI address is not listed, with a failure that names it, and is reported as missing. It must not panic, and it
-//! must not wait for anything but NVML.
+//! Called by `watch` at the agent's start and whenever a scan is due. A call that fails costs one fact; only a GPU
+//! without UUID or PCI address is not listed, with a failure that names it, and is reported as missing. It must not
+//! panic, and it must not wait for anything but NVML.
 
 use std::ffi::c_ulong;
 use std::path::Path;
@@ -22,33 +22,33 @@ use crate::topology::{
     ComputeCapability, CudaVersion, FabricObservation, GpuUuid, NumaNodeId, PciAddress, PcieLink, TopologyLevel,
 };
 
-/// A GPU whose name and place are known.
+/// A GPU whose UUID and PCI address NVML reported.
 pub struct Gpu<'nvml> {
     /// NVML's index.
     pub index: u32,
     /// NVML's UUID.
     pub uuid: GpuUuid,
-    /// Where it sits on the PCI bus.
+    /// Its PCI address.
     pub pci: PciAddress,
     /// NVML's handle.
     pub device: Device<'nvml>,
-    /// Tells the parent of calls about it.
+    /// Reports calls about it to the parent.
     pub calls: Calls,
 }
 
 /// The GPUs that were found, and how many there are.
 pub struct Listed<'nvml> {
-    /// NVML's count; `None` where it does not say.
+    /// NVML's count; `None` where that call failed.
     pub count: Option<u32>,
-    /// Those that said who and where they are, in NVML's order.
+    /// Those whose UUID and PCI address NVML reported, in NVML's order.
     pub gpus: Arc<Vec<Gpu<'nvml>>>,
-    /// Those that did not.
+    /// The other ones.
     pub missing: Vec<Missing>,
     /// The calls that failed.
     pub failures: Vec<CallFailure>,
 }
 
-/// Finds the GPUs by their names and places. Those to `skip` are not touched.
+/// Finds the GPUs, each by its UUID and PCI address. No call is made about those to `skip`.
 pub fn list<'nvml>(nvml: &'nvml Nvml, calls: &Calls, skip: &[Place]) -> Listed<'nvml> {
     let (mut gpus, mut missing, mut failures) = (Vec::new(), Vec::new(), Vec::new());
     let count = required(calls, COUNT, || nvml.device_count()).map_err(|error| {
@@ -191,7 +191,7 @@ fn pcie_link(generation: u32, width: u32) -> Option<PcieLink> {
     (width > 0 && (generation, width) != (1, 1)).then_some(PcieLink { mts, width })
 }
 
-/// The call that tells whether an NVLink is up.
+/// The call that reports whether an NVLink is up.
 pub const NVLINK: &str = "nvmlDeviceGetNvLinkState";
 
 fn nvlink(device: &Device<'_>, calls: &Calls, link: u32) -> Answer<NvLinkScan> {
@@ -209,7 +209,7 @@ fn address(bus_id: &str) -> Option<PciAddress> {
     bus_id.parse().ok().filter(|pci: &PciAddress| pci.domain() != u32::MAX)
 }
 
-/// The call that tells of the NVLink fabric.
+/// The call that reports the NVLink fabric.
 pub const FABRIC: &str = "nvmlDeviceGetGpuFabricInfoV";
 
 /// The fabric, once the GPU has joined it.

@@ -1,5 +1,5 @@
-//! The messages between the NVML agent and its parent: plain values, one JSON text a line, over the Unix socket that the
-//! agent inherits as its standard input.
+//! The messages between the NVML agent and its parent: plain values, one JSON text a line, over the Unix socket that
+//! the agent inherits as its standard input.
 //!
 //! Used by `agent` and `child`. No I/O happens here: bytes in, messages out, and back.
 
@@ -57,8 +57,8 @@ pub enum FromAgent {
     },
     /// A call of the thread that waits for events failed. The agent goes on, and tries again.
     Failed(CallFailure),
-    /// The agent ends because only another process can reach NVML: the library does not load or initialise, the driver has
-    /// gone, or this process has no memory left.
+    /// The agent ends because only another process can reach NVML: the library does not load or initialise, the driver
+    /// has gone, or this process has no memory left.
     Leaving(CallError),
 }
 
@@ -239,6 +239,7 @@ mod tests {
             FromAgent::Ready(Box::new(NodeScan {
                 driver: Ok(Some("580".into())),
                 library: Ok(None),
+                path: "libnvidia-ml.so.1".into(),
                 cuda: Ok(Some(CudaVersion { major: 13, minor: 0 })),
                 count: Some(2),
                 gpus: vec![scan],

@@ -1,8 +1,8 @@
 //! One full scan of the GPUs, answer by answer, and what stays known where a call failed. Pure.
 //!
 //! The agent fills a [`NodeScan`] and sends it; the runtime, the doctor and `linkwise snapshot` complete it with
-//! [`NodeScan::after`] and read it as observations. A call that failed costs its own fact for the time being: the answer of
-//! the scan before stands. A call that is not offered is an answer, and ends what was known.
+//! [`NodeScan::after`] and read it as observations. A call that failed costs its own fact for the time being: the
+//! answer of the scan before stands. A call that is not offered is an answer, and ends what was known.
 
 use std::collections::BTreeMap;
 
@@ -25,10 +25,12 @@ pub struct NodeScan {
     pub driver: Answer<String>,
     /// The library's version.
     pub library: Answer<String>,
+    /// The path or the name by which the library was loaded.
+    pub path: String,
     /// The newest CUDA version that the driver supports.
     pub cuda: Answer<CudaVersion>,
-    /// How many GPUs NVML counts, with those that were skipped or could not be identified; `None` where the count failed,
-    /// and then no GPU is listed either.
+    /// How many GPUs NVML counts, with those that were skipped or could not be identified; `None` where the count
+    /// failed, and then no GPU is listed either.
     pub count: Option<u32>,
     /// The GPUs, in NVML's order.
     pub gpus: Vec<GpuScan>,
@@ -167,8 +169,8 @@ impl Retained<'_> {
 }
 
 impl NodeScan {
-    /// This scan, completed from the one before: facts whose calls failed, and whole GPUs that NVML counts but that were not
-    /// asked or could not be identified, stay as they were. The errors become [`Self::failures`].
+    /// This scan, completed from the one before: facts whose calls failed, and whole GPUs that NVML counts but that
+    /// were not asked or could not be identified, stay as they were. The errors become [`Self::failures`].
     #[must_use]
     pub fn after(mut self, before: Option<&Self>) -> Self {
         let mut failures = std::mem::take(&mut self.failures);

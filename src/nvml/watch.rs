@@ -1,7 +1,8 @@
-//! The agent's polls: cheap calls to each GPU at an interval, and a full scan whenever a poll shows that the node has changed or
-//! the parent asks for one.
+//! The agent's polls: cheap calls to each GPU at an interval, and a full scan whenever a poll shows that the node has
+//! changed or the parent asks for one.
 //!
-//! Runs on a thread of its own, so that neither the wait for events nor the parent's socket waits for it. Called by `agent`.
+//! Runs on a thread of its own, so that neither the wait for events nor the parent's socket waits for it. Called by
+//! `agent`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
@@ -27,13 +28,16 @@ use crate::topology::GpuUuid;
 /// The least time from a round to one that an event brings.
 const AFTER_EVENT: Duration = Duration::from_secs(1);
 
-/// The memory, in bytes, that a poll must find free: with less, the next call may end this process in the middle of anything.
+/// The memory, in bytes, that a poll must find free: with less, the next call may end this process in the middle of
+/// anything.
 const SPARE: usize = 4 << 20;
 
 /// What the rounds work with.
 pub struct Watch {
     /// The library.
     pub nvml: &'static Nvml,
+    /// The path or the name by which it was loaded.
+    pub library: PathBuf,
     /// Where to tell it.
     pub parent: Arc<Parent>,
     /// Calls that are about no GPU.
@@ -58,8 +62,8 @@ pub struct Watch {
     pub seen: Fingerprint,
 }
 
-/// The part of the node that a poll sees, fact by fact; where one changes, a full scan is due. Calls that failed are not in it:
-/// a failure is not a change.
+/// The part of the node that a poll sees, fact by fact; where one changes, a full scan is due. Calls that failed are
+/// not in it: a failure is not a change.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Fingerprint(BTreeMap<Fact, String>);
 
@@ -140,8 +144,8 @@ impl Watch {
     /// Which GPU NVML has at each index, as a full scan would list them.
     fn names(&mut self, round: &mut Fingerprint) {
         let listed = probe::list(self.nvml, &self.calls, &self.skip);
-        let uncounted = listed.failures.into_iter().filter(|_| listed.count.is_none());
-        if let Some(failure) = uncounted.filter(|failure| failure.error.needs_new_process()).last() {
+        let mut uncounted = listed.failures.into_iter().filter(|_| listed.count.is_none());
+        if let Some(failure) = uncounted.find(|failure| failure.error.needs_new_process()) {
             self.leave(failure.error);
         }
         self.missing = listed.missing;
@@ -208,6 +212,7 @@ impl Watch {
         FromAgent::Ready(Box::new(NodeScan {
             driver: calls.ask("nvmlSystemGetDriverVersion", || nvml.sys_driver_version()),
             library: calls.ask("nvmlSystemGetNVMLVersion", || nvml.sys_nvml_version()),
+            path: self.library.display().to_string(),
             cuda: probe::cuda_version(nvml, calls),
             count: listed.count,
             gpus: probe::scan(&self.gpus, &self.procfs),

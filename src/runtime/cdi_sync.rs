@@ -238,8 +238,8 @@ impl HostScan {
         }
     }
 
-    /// Scans, and writes the files that changed: all that can be written, and the last error. A node without GPUs needs no
-    /// files, and no warnings.
+    /// Scans, and writes the files that changed: all that can be written, and the last error. A node without GPUs needs
+    /// no files, and no warnings.
     fn run(&mut self, snapshot: &NodeState, metrics: &cdi::CdiMetrics) -> (HostDevices, Vec<cdi::Warning>, Result<()>) {
         let (mut devices, mut written) = (self.host_devices(), Ok(()));
         if snapshot.offers().resources().is_empty() {

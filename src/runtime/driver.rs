@@ -1,7 +1,7 @@
 //! Lives what `machine` says: starts and ends NVML agents, reads their messages and the host's files, keeps the time.
 //!
-//! Called by the composition roots. An agent is a task from its start until its process has ended, and reads beside the host
-//! are tasks too; all report to one loop. Nothing is decided here.
+//! Called by the composition roots. An agent is a task from its start until its process has ended, and reads beside the
+//! host are tasks too; all report to one loop. Nothing is decided here.
 
 mod agents;
 mod host_probe;
@@ -40,8 +40,8 @@ use metrics::DriverMetrics;
 /// Inputs that the loop's queue takes; a task that reports one more waits.
 const INPUTS: usize = 64;
 
-/// Signals that are not the library's doing: an operator's, or the kernel's for want of memory. SIGHUP, SIGINT, SIGKILL,
-/// SIGTERM (signal(7)).
+/// Signals that are not the library's doing: an operator's, or the kernel's for want of memory. SIGHUP, SIGINT,
+/// SIGKILL, SIGTERM (signal(7)).
 const FROM_OUTSIDE: [i32; 4] = [1, 2, 9, 15];
 
 /// The driver's side of the node.
@@ -244,7 +244,8 @@ async fn live(id: AgentId, mut agent: Agent, mut orders: watch::Receiver<Orders>
     let _ = report.send(Input::Reaped(id)).await;
 }
 
-/// How an agent ended, for people and for the quarantine. The error with which it left explains more than its exit code.
+/// How an agent ended, for people and for the quarantine. The error with which it left explains more than its exit
+/// code.
 fn agent_end(ended: &AgentEnded, agent: &Agent, leaving: Option<String>) -> AgentEnd {
     let (cause, during) = cause(ended, agent.open());
     let source = std::error::Error::source(ended).map(|source| format!(": {source}")).unwrap_or_default();
@@ -258,7 +259,8 @@ fn agent_end(ended: &AgentEnded, agent: &Agent, leaving: Option<String>) -> Agen
     }
 }
 
-/// The cause of an agent's end, in the metric's word, and the call that is blamed. `open` is the last one that it reported.
+/// The cause of an agent's end, in the metric's word, and the call that is blamed. `open` is the last one that it
+/// reported.
 fn cause<'a>(ended: &'a AgentEnded, open: Option<&'a Called>) -> (&'static str, Option<&'a Called>) {
     match ended {
         AgentEnded::Hung { called, .. } => ("hung", Some(called)),

@@ -1,7 +1,7 @@
 //! Keeps the GPUs' health across restarts of linkwise: one small file, written off the path of an admission.
 //!
-//! Called by `node`, which owns the task, and by the doctor, for which no file is renamed or written. The core's `state`
-//! decides what is recorded and what of a record still counts.
+//! Called by `node`, which owns the task, and by the doctor, for which no file is renamed or written. The core's
+//! `state` decides what is recorded and what of a record still counts.
 
 use std::fs;
 use std::io;

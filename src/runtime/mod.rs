@@ -21,7 +21,7 @@ mod observe;
 mod operator;
 mod readiness;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -31,8 +31,8 @@ use tokio::sync::{mpsc, watch};
 
 use crate::admin::Local;
 use crate::cdi::CdiMetrics;
-use crate::config::settings::{OnNvmlLoss, load};
-use crate::config::{ConfigMetrics, Environment, HostArgs, NvmlArgs, RunArgs, Settings};
+use crate::config::settings::{OnNvmlLoss, load, load_text};
+use crate::config::{ConfigMetrics, Environment, Flags, HostArgs, NvmlArgs, RunArgs, Settings};
 use crate::hwloc;
 use crate::kubelet;
 use crate::mps::Layout;
@@ -172,7 +172,7 @@ fn driver_of(
             poll: milliseconds(nvml.nvml_poll_ms),
             limits: Limits { start: milliseconds(nvml.nvml_start_ms), call: milliseconds(nvml.nvml_call_ms) },
             memory_mib: nvml.nvml_memory_mib,
-            ..agent_command(host)
+            ..agent_of(host, Some(settings.driver_root_ctr_path.value.clone()))
         },
         settings: driver::Settings {
             unhealthy_when_away: settings.on_nvml_loss.value == OnNvmlLoss::Unhealthy,
@@ -193,12 +193,21 @@ fn driver_of(
     }
 }
 
-/// How to start the process that speaks to NVML: this binary.
+/// How to start the process that speaks to NVML, for a command that only looks: with the driver's root that `run` would
+/// search in this container.
 pub fn agent_command(host: &HostArgs) -> AgentCommand {
+    // Not the configuration file: it may hang.
+    let loaded = load_text(&Flags::default(), &Environment::read(), "");
+    agent_of(host, loaded.ok().map(|loaded| loaded.settings.driver_root_ctr_path.value))
+}
+
+/// How to start the process that speaks to NVML: this binary.
+fn agent_of(host: &HostArgs, driver_root: Option<PathBuf>) -> AgentCommand {
     // The link leads to the running binary, also after its file was replaced; current_exe would name a file that no
     // longer exists.
     AgentCommand {
         library: host.nvml_library.clone(),
+        driver_root,
         procfs: host.procfs.clone(),
         ..AgentCommand::new("/proc/self/exe")
     }

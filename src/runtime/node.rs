@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +15,7 @@ use anyhow::{Context, Result, anyhow};
 use futures_util::FutureExt;
 use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinError, JoinSet};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::clock::{Clock, at};
@@ -23,6 +24,7 @@ use super::observe::{self, GpuFailures, Reported};
 use super::readiness::{Idle, Part, Readiness};
 use crate::admin::{Admin, Answers};
 use crate::allocation::AllocationReport;
+use crate::backoff::Backoff;
 use crate::kubelet::pod_resources::{self, Holders};
 use crate::kubelet::{self, Occurrence, Phase, Plugin, PluginMetrics, Sources};
 use crate::metrics::{self, Metrics};
@@ -33,6 +35,8 @@ use crate::state::{Effect, Event, Health, HealthRecord, NodeState, NumaHints, Re
 const EVENTS: usize = 256;
 /// Occurrences that may be queued for the log; more are counted by the metrics and not logged.
 const OCCURRENCES: usize = 1024;
+/// The pauses between attempts to take a metrics port that another process has.
+const PORT_PAUSES: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
 /// How long the tasks may take to end; the whole process has a second, and the plugins half of one.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_millis(750);
 
@@ -81,6 +85,24 @@ pub struct Node {
     shutdown: CancellationToken,
 }
 
+/// Waits until the port for metrics and probes is free, and takes it. Pods are served all the while.
+async fn free_port(address: SocketAddr, readiness: &Readiness) -> Admin {
+    tracing::error!(%address, "metrics port taken, trying again: no metrics and no probes until it is free");
+    readiness.add(Part::Endpoints, "waiting for the metrics port");
+    let mut backoff = PORT_PAUSES;
+    loop {
+        sleep(backoff.failed()).await;
+        match Admin::bind(address) {
+            Ok(admin) => {
+                tracing::info!(%address, "metrics port free, serving metrics and probes");
+                readiness.remove(&Part::Endpoints);
+                return admin;
+            }
+            Err(error) => readiness.trouble(&Part::Endpoints, format!("cannot listen on {address}: {error}")),
+        }
+    }
+}
+
 /// The name of a task that ended, or why it failed.
 pub(super) fn task_end<N: fmt::Display>(ended: Result<(N, Result<()>), JoinError>) -> Result<N> {
     let (name, result) = ended.context("a task panicked")?;
@@ -110,8 +132,12 @@ impl Node {
         let keeper = Keeper::new(&settings.health);
         let kept = keeper.read().await;
         let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), snapshot);
-        let admin = Admin::bind(settings.metrics_address)?;
-        let metrics_address = admin.address();
+        let address = settings.metrics_address;
+        let admin = match Admin::bind(address) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => None,
+            bound => Some(bound.with_context(|| format!("cannot listen on {address} for metrics and probes"))?),
+        };
+        let metrics_address = admin.as_ref().map_or(address, Admin::address);
         let mut node = Self {
             kubelet: Arc::new(settings.kubelet),
             state,
@@ -136,7 +162,15 @@ impl Node {
             shutdown: CancellationToken::new(),
         };
         let answers = node.answers();
-        node.spawn("metrics and probes", admin.serve(answers).map(Ok));
+        let readiness = node.readiness.clone();
+        node.spawn("metrics and probes", async move {
+            let admin = match admin {
+                Some(admin) => admin,
+                None => free_port(address, &readiness).await,
+            };
+            admin.serve(answers).await;
+            Ok(())
+        });
         let (records, shutdown) = (node.records.subscribe(), node.shutdown());
         node.spawn_until_done("health record", keeper.follow(records, shutdown).map(Ok));
         if let Some(record) = kept {
@@ -239,7 +273,11 @@ impl Node {
                     observe::health(&gpu, mig.as_ref(), &health);
                 }
                 Effect::UnknownRecoveryAction { gpu, action } => {
-                    tracing::warn!(%gpu, %action, "the driver asks for something unknown to this version; the GPU stays as it is");
+                    let what = "the driver asks for something unknown to this version; the GPU stays as it is";
+                    tracing::warn!(%gpu, %action, "{what}");
+                }
+                Effect::NotCounted { gpu, reason } => {
+                    tracing::warn!(%gpu, %reason, "health checks are disabled: the GPU stays healthy");
                 }
                 Effect::XidIgnored { gpu, code, times } => {
                     tracing::info!(%gpu, xid = code, times, "an XID that is no fault of the GPU; it stays as it is");
@@ -256,7 +294,8 @@ impl Node {
                     tracing::warn!(
                         %resource,
                         devices,
-                        "pods hold devices that are not offered here, or not any more: listed as unhealthy until they have ended"
+                        "pods hold devices that are not offered here, or not any more: \
+                         listed as unhealthy until they have ended"
                     );
                 }
                 Effect::Warn(warning) => tracing::warn!("{warning}"),

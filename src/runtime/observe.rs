@@ -113,7 +113,8 @@ impl Reported {
             Occurrence::Rpc { method, code, elapsed } => tracing::debug!(%resource, method, code, ?elapsed, "rpc"),
             Occurrence::Chosen { report, elapsed, narrowed } => match report.fallback {
                 Some(reason) if self.fallbacks.is_news(reason) => {
-                    tracing::warn!(%resource, %report, "preferred in sorted order; further ones are counted, not logged");
+                    let what = "preferred in sorted order; further ones are counted, not logged";
+                    tracing::warn!(%resource, %report, "{what}");
                 }
                 Some(_) => tracing::debug!(%resource, %report, "preferred in sorted order"),
                 None => tracing::info!(%resource, %report, ?elapsed, narrowed, "preferred"),

@@ -57,7 +57,8 @@ impl Release {
         self.wished.subscribe()
     }
 
-    /// Whether an agent's process lives. Before a start: set it, then ask [`Self::is_wished`], and start nothing if it is.
+    /// Whether an agent's process lives. Before a start: set it, then ask [`Self::is_wished`], and start nothing if it
+    /// is.
     pub fn set_held(&self, held: bool) {
         self.held.send_if_modified(|was| std::mem::replace(was, held) != held);
     }

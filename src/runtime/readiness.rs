@@ -33,6 +33,8 @@ impl Idle {
 /// What can be ready or not.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Part {
+    /// The port for metrics and probes, while another process has it.
+    Endpoints,
     /// The files that containers with GPUs need.
     CdiSync,
     /// The device plugin of a resource.
@@ -42,6 +44,7 @@ pub(super) enum Part {
 impl fmt::Display for Part {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Endpoints => f.write_str("metrics and probes"),
             Self::CdiSync => f.write_str("CDI sync"),
             Self::Plugin(resource) => resource.fmt(f),
         }

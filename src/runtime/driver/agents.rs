@@ -1,4 +1,5 @@
-//! The agents that there are: the active one, the standby that is to follow it, and those whose processes have not ended. Pure.
+//! The agents that there are: the active one, the standby that is to follow it, and those whose processes have not
+//! ended. Pure.
 //!
 //! Called by `machine`, which decides; this keeps the books.
 
@@ -11,8 +12,8 @@ use crate::backoff::Backoff;
 use crate::nvml::protocol::{CalledGpu, Place};
 use crate::topology::GpuUuid;
 
-/// So many processes may not have ended, and another agent is still started: a driver in which processes get stuck is not
-/// helped by more of them.
+/// So many processes may not have ended, and another agent is still started: a driver in which processes get stuck is
+/// not helped by more of them.
 const MOST_UNREAPED: usize = 2;
 
 /// How long an agent that was asked to end has for it, and for the events that it still holds, before it is killed.

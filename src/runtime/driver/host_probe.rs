@@ -1,7 +1,7 @@
 //! What the parent reads of the host without NVML: the PCI bus, the driver's version, the library's file.
 //!
-//! Called by the executor (`driver`), once a poll, on a thread of its own: all of it is files, and a file of a device in trouble
-//! may never answer.
+//! Called by the executor (`driver`), once a poll, on a thread of its own: all of it is files, and a file of a device
+//! in trouble may never answer.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -87,8 +87,8 @@ impl HostProbe {
     }
 }
 
-/// Which boot and which load of the driver this is: sysfs gives each folder it makes a new inode number. (Its times change
-/// when somebody reads the folder first.) It reads files, which may hang.
+/// Which boot and which load of the driver this is: sysfs gives each folder it makes a new inode number. (Its times
+/// change when somebody reads the folder first.) It reads files, which may hang.
 pub fn identity(sysfs: &Path) -> NodeIdentity {
     let module = sysfs.join("module/nvidia");
     let driver = std::fs::metadata(&module).ok().map(|folder| {

@@ -1,10 +1,10 @@
 //! The life with the driver as a state machine: which NVML agents run, and what their messages become.
 //!
-//! Pure: no I/O but log lines, no clock, no task. `driver` is its one caller: it reports what happened and does what it is told.
-//! One agent is active at a time. A standby is started beside it where a new one is needed though the active one still works (a GPU has come,
-//! the library file changed, a quarantined GPU is to be tried), and takes over once it has seen the GPUs: no event falls between
-//! the two, none of the new one's waits for the end of the old one, and a standby that fails costs nothing. The tests beside
-//! this file hold the invariants against random stories.
+//! Pure: no I/O but log lines, no clock, no task. `driver` is its one caller: it reports what happened and does what it
+//! is told. One agent is active at a time. A standby is started beside it where a new one is needed though the active
+//! one still works (a GPU has come, the library file changed, a quarantined GPU is to be tried), and takes over once it
+//! has seen the GPUs: no event falls between the two, none of the new one's waits for the end of the old one, and a
+//! standby that fails costs nothing. The tests beside this file hold the invariants against random stories.
 
 mod failure;
 mod io;
@@ -68,6 +68,8 @@ pub(super) struct Machine {
     released: bool,
     /// Before an agent is started again.
     backoff: Backoff,
+    /// The library that was loaded, as the log has it.
+    library: Once<String>,
     /// Why NVML is unavailable, as the log has it.
     unavailable: Once<String>,
     /// An agent has initialised NVML: this container can open the driver.
@@ -93,6 +95,7 @@ impl Machine {
             agents: Agents::default(),
             released: false,
             backoff,
+            library: Once::new(),
             unavailable: Once::new(),
             initialised: false,
             outage: NvmlOutage::new(settings.grace),
@@ -283,8 +286,8 @@ impl Machine {
         let Some(pending) = &mut self.polls else { return };
         pending.until = now;
         for gpu in self.scan.nvml.iter().flat_map(|scan| &scan.gpus) {
-            // A GPU that never was on the bus has not fallen off it: under WSL, or with a /sys that is not the host's, the bus
-            // shows no GPU, and all of them are well.
+            // A GPU that never was on the bus has not fallen off it: under WSL, or with a /sys that is not the host's,
+            // the bus shows no GPU, and all of them are well.
             if let Some(poll) = pending.polls.get_mut(&gpu.uuid).filter(|_| self.once_on_bus.contains(&gpu.pci)) {
                 poll.on_bus = Some(bus.contains_key(&gpu.pci));
             }
@@ -451,6 +454,9 @@ impl Machine {
             let version = |answer| known(answer).map_or("unknown", String::as_str);
             let (driver, nvml) = (version(&scan.driver), version(&scan.library));
             tracing::info!(gpus = gpus.len(), driver, nvml, "NVML available");
+            for path in self.library.replace([scan.path.clone()]) {
+                tracing::info!(path, "NVML library loaded");
+            }
             if self.outage.end() && self.settings.unhealthy_when_away {
                 self.emit(Event::DriverBack);
             }

@@ -1,4 +1,5 @@
-//! Metrics of the driver's life: the process that calls NVML, its ends, the driver's events. docs/metrics.md documents them.
+//! Metrics of the driver's life: the process that calls NVML, its ends, the driver's events. docs/metrics.md documents
+//! them.
 
 use std::ops::RangeInclusive;
 
@@ -10,8 +11,8 @@ use prometheus_client::registry::Registry;
 use crate::metrics::new;
 use crate::topology::GpuUuid;
 
-/// XIDs with a series of their own for each GPU. The driver's numbers are small (the highest in our table is 158, nverror.h
-/// counts up from 1); a broken library has no end of others, and these share a series.
+/// XIDs with a series of their own for each GPU. The driver's numbers are small (the highest in our table is 158,
+/// nverror.h counts up from 1); a broken library has no end of others, and these share a series.
 const XIDS: RangeInclusive<u64> = 1..=255;
 
 /// The metrics of the driver; one agent has one set. Gauges that are flags are 0 or 1.
@@ -58,7 +59,8 @@ impl DriverMetrics {
         self.xids.get_or_create(&[("uuid", gpu.to_string()), ("xid", xid)]).inc();
     }
 
-    /// An agent ended: `exited` by itself, `crashed`, `hung`, `silent`, `replaced` by a newer one, `released` on request.
+    /// An agent ended: `exited` by itself, `crashed`, `hung`, `silent`, `replaced` by a newer one, `released` on
+    /// request.
     pub fn agent_ended(&self, cause: &'static str) {
         self.agent_ends.get_or_create(&[("cause", cause)]).inc();
     }

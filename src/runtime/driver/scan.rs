@@ -1,7 +1,8 @@
 //! The node as it was scanned: NVML's GPUs and the host around them, published as one. Pure.
 //!
-//! Called by `machine`. A scan through NVML waits a while for the scan of the host that belongs to it; events of GPUs that were not
-//! published yet wait with it, or they would be dropped. A scan in which calls failed is repeated, ever more rarely.
+//! Called by `machine`. A scan through NVML waits a while for the scan of the host that belongs to it; events of GPUs
+//! that were not published yet wait with it, or they would be dropped. A scan in which calls failed is repeated, ever
+//! more rarely.
 
 use std::time::Duration;
 

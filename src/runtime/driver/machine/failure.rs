@@ -1,4 +1,5 @@
-//! How agents end, and what it means: a pause, a standby that is tried again later, an idle node, or the end of the process.
+//! How agents end, and what it means: a pause, a standby that is tried again later, an idle node, or the end of the
+//! process.
 
 use std::time::Duration;
 
@@ -78,8 +79,8 @@ impl Machine {
         if self.outage.has_worked() {
             self.outage.begin(cause.clone(), now);
         } else if self.initialised && cause != NO_GPUS {
-            // This container can open the driver: which call is in the way is for the quarantine to find, and another container
-            // would fare no better.
+            // This container can open the driver: which call is in the way is for the quarantine to find, and another
+            // container would fare no better.
             let reason = format!("NVML is initialised, but no agent has seen the GPUs: {cause}");
             self.act(Action::Idle(Idle::Waiting(reason)));
         } else {
@@ -106,8 +107,8 @@ impl Machine {
         self.stage = Stage::Pausing { until: now + pause };
     }
 
-    /// What to do where NVML never answered: by the option, else by what is on the PCI bus. An error ends the process, so
-    /// that its container is made anew: libraries and device nodes are given when a container is made.
+    /// What to do where NVML never answered: by the option, else by what is on the PCI bus. An error ends the process,
+    /// so that its container is made anew: libraries and device nodes are given when a container is made.
     fn without_nvml(&self, cause: &str, host: Option<&HostFingerprint>) -> Result<Idle, String> {
         let unavailable = format!("NVML cannot be initialised: {cause}");
         let must_work = self.settings.fail_on_init_error;

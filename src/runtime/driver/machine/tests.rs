@@ -1,7 +1,8 @@
-//! The machine in a simulated world: random agents, files and operators, simulated time, and what must hold whatever happens.
+//! The machine in a simulated world: random agents, files and operators, simulated time, and what must hold whatever
+//! happens.
 //!
-//! The world keeps its own books (which processes live, which events they sent) from the machine's actions and its own inputs
-//! alone; of the machine it reads what the executor reads.
+//! The world keeps its own books (which processes live, which events they sent) from the machine's actions and its own
+//! inputs alone; of the machine it reads what the executor reads.
 
 use proptest::prelude::*;
 use proptest::test_runner::Config;
@@ -131,7 +132,7 @@ fn scan(count: Option<u32>) -> NodeScan {
     };
     let gpus = (0..count.unwrap_or(0)).map(gpu).collect();
     let (driver, library, cuda) = (Ok(None), Ok(None), Ok(None));
-    NodeScan { driver, library, cuda, count, gpus, failures: Vec::new() }
+    NodeScan { driver, library, path: String::new(), cuda, count, gpus, failures: Vec::new() }
 }
 
 impl World {
