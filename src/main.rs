@@ -2,7 +2,6 @@
 
 use std::io::Write;
 use std::process::ExitCode;
-use std::time::Duration;
 
 use linkwise::config::{Cli, Command};
 use linkwise::{commands, demo, nvml, runtime};
@@ -20,19 +19,17 @@ fn main() -> ExitCode {
             Ok(code) => return code,
             Err(error) => Err(error),
         },
+        Command::Labels(args) if args.node.node.is_some() => runtime::block_on(commands::labels(&args)),
+        Command::Labels(args) => runtime::labels(&args, None),
         Command::Admin(args) => runtime::block_on(commands::admin(&args)),
         Command::MpsControlDaemon(args) => match runtime::mps_control_daemon(&args) {
             Ok(code) => return code,
             Err(error) => Err(error),
         },
-        Command::NvmlAgent(args) => {
-            let poll = Duration::from_millis(args.poll_ms);
-            nvml::agent::main(args.library.as_deref(), args.procfs, poll, args.memory_mib, &args.skip)
-                .map_err(Into::into)
-        }
+        Command::NvmlAgent(args) => nvml::agent::main(&args.command).map_err(Into::into),
     };
     let Err(error) = result else { return ExitCode::SUCCESS };
-    // Nobody is left to tell where standard error is closed.
+    // A closed standard error leaves no place for the message.
     let _ = writeln!(std::io::stderr().lock(), "linkwise: {error:#}");
     ExitCode::FAILURE
 }

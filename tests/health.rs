@@ -445,7 +445,45 @@ fn an_operator_may_silence_xids() {
     let policy = XidPolicy { disabled: XidSet::All, ..XidPolicy::default() };
     let mut world = World::of(NodeState::default().with_xids(policy));
     assert!(world.tell(xid(79)).tell(Event::DoubleBitEcc { gpu: uuid(0) }).healthy());
-    assert!(!world.poll(&acts(RecoveryAction::GpuReset)).healthy(), "what polls find counts");
+    assert!(!world.tell(xid(200_000)).poll(&HealthPoll { on_bus: Some(false), ..well() }).healthy(), "it is not there");
+    // One that is enabled by number counts all the same.
+    let policy = XidPolicy { disabled: XidSet::All, enabled: XidSet::parse("79").0, ..XidPolicy::default() };
+    let mut world = World::of(NodeState::default().with_xids(policy));
+    assert!(!world.tell(xid(79)).healthy());
+}
+
+#[test]
+fn disabled_health_checks_leave_every_gpu_healthy() {
+    let policy = XidPolicy { disabled: XidSet::All, ..XidPolicy::default() };
+    let disabled = || World::of(NodeState::default().with_xids(policy.clone()));
+    let lost = Reach::Lost { call: "f".into() };
+    for poll in [
+        acts(RecoveryAction::GpuReset),
+        HealthPoll { reach: failed(), ..well() },
+        HealthPoll { reach: lost, ..well() },
+        HealthPoll { row_remapping: Some(RowRemapping { pending: false, failed: true }), ..well() },
+        HealthPoll { nvlinks_down: Some(vec![1, 3]), ..well() },
+        HealthPoll { fabric: Some(FabricHealth::Failed { status: 999 }), ..well() },
+    ] {
+        assert!(!World::new().poll(&poll).healthy(), "the control: {poll:?}");
+        let mut world = disabled();
+        world.effects.clear();
+        assert!(world.polls(3, &poll).healthy(), "{poll:?}");
+        let standing: Vec<_> = world.snapshot.hardware().standing(&uuid(0)).map(|(reason, _)| reason.clone()).collect();
+        let [reason] = &standing[..] else { panic!("{standing:?}") };
+        let reported = Effect::NotCounted { gpu: uuid(0), reason: reason.clone() };
+        assert_eq!(world.effects.iter().filter(|effect| **effect == reported).count(), 1, "{:?}", world.effects);
+    }
+    // A reason of the time before the checks were disabled.
+    let mut before = World::new();
+    before.tell(xid(79));
+    let mut world = disabled();
+    world.tell(Event::Restored(Box::new(before.snapshot.hardware().record()))).poll(&well());
+    assert!(world.healthy());
+    // An order for the time without NVML is no health check.
+    assert!(
+        !world.tell(Event::DriverAway { why: "why".into() }).snapshot.offers().is_healthy(&ResourceName::gpu(), &id(0))
+    );
 }
 
 #[test]

@@ -18,11 +18,9 @@ use axum::extract::State as StateOf;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use thiserror::Error;
 use tokio::net::TcpListener;
-use tokio_util::sync::CancellationToken;
 
-pub use local::{Answer, Local, LocalError, Orders, Outcome};
+pub use local::{Answer, Local, LocalError, Order, Orders, Outcome};
 pub use state::{GpuState, PartState, ReasonState, ResourceState, State};
 
 /// How long one connection may last: as long as Prometheus waits for a scrape.
@@ -39,19 +37,6 @@ pub struct Answers {
     pub ready: Arc<dyn Fn() -> Result<String, Vec<String>> + Send + Sync>,
 }
 
-/// Why the endpoints cannot be served.
-#[derive(Debug, Error)]
-pub enum AdminError {
-    /// The address is in use, or not one of this host's.
-    #[error("cannot listen on {address} for metrics and probes")]
-    Bind {
-        /// The address asked for.
-        address: SocketAddr,
-        /// The operating system's error.
-        source: io::Error,
-    },
-}
-
 /// A bound listener.
 #[derive(Debug)]
 pub struct Admin {
@@ -62,10 +47,13 @@ pub struct Admin {
 impl Admin {
     /// Binds the address; port 0 takes a free one, `[::]` serves IPv4 too and is 0.0.0.0 where IPv6 is off. Must be
     /// called within a tokio runtime.
-    pub fn bind(address: SocketAddr) -> Result<Self, AdminError> {
-        let bound = listen::listen(address).and_then(|listener| Ok((listener.local_addr()?, listener)));
-        let (address, listener) = bound.map_err(|source| AdminError::Bind { address, source })?;
-        Ok(Self { listener: Arc::new(listener), address })
+    ///
+    /// # Errors
+    ///
+    /// The operating system's: the address is in use (`AddrInUse`), or not one of this host's.
+    pub fn bind(address: SocketAddr) -> io::Result<Self> {
+        let listener = listen::listen(address)?;
+        Ok(Self { address: listener.local_addr()?, listener: Arc::new(listener) })
     }
 
     /// The address that was bound.
@@ -73,8 +61,8 @@ impl Admin {
         self.address
     }
 
-    /// Serves until `shutdown`.
-    pub async fn serve(self, answers: Answers, shutdown: CancellationToken) {
+    /// Serves for ever.
+    pub async fn serve(self, answers: Answers) {
         let routes = Router::new()
             .route("/metrics", get(metrics))
             .route("/livez", get(|| async { "alive\n" }))
@@ -84,8 +72,7 @@ impl Admin {
             let (listener, routes) = (Arc::clone(&self.listener), routes.clone());
             async move { Ok((listener.accept().await?.0, routes)) }
         };
-        // Open connections do not delay the shutdown.
-        shutdown.run_until_cancelled(connections::serve(DEADLINE, accept)).await;
+        connections::serve(DEADLINE, accept).await;
     }
 }
 
@@ -136,7 +123,6 @@ mod tests {
             metrics_type: "text/plain",
             ready: Arc::new(|| Ok("ready".to_owned())),
         };
-        let shutdown = CancellationToken::new();
         let asking = async {
             let mut strangers = Vec::new();
             for _ in 0..STRANGERS {
@@ -153,8 +139,10 @@ mod tests {
                 assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with(body), "{path}: {answer:.200}");
                 println!("{path} answered in {took:?} beside {} connections", strangers.len());
             }
-            shutdown.cancel();
         };
-        tokio::join!(admin.serve(answers, shutdown.clone()), asking);
+        tokio::select! {
+            () = admin.serve(answers) => {}
+            () = asking => {}
+        }
     }
 }

@@ -8,14 +8,15 @@ use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
-use super::description::{Description, DeviceEntry, Extra};
-use super::driver;
+use super::description::{Description, DeviceEntry, Extra, Hooks};
+use super::driver::{self, below};
+use super::hooks::HookReader;
 use super::libraries::{self, LibraryFinder};
 use super::warning::Warning;
 use super::{ALL, IMEX_CLASS};
-use crate::publish::injection::{ChosenDevice, DeviceIds};
+use crate::publish::injection::{ChosenDevice, DeviceIds, imex_node};
 use crate::state::NodeState;
-use crate::topology::{Gpu, GpuUuid, MigUuid, PciAddress};
+use crate::topology::{Gpu, GpuUuid, MigExtension, MigUuid, PciAddress};
 
 /// The control device of the driver.
 const CONTROL_NODE: &str = "/dev/nvidiactl";
@@ -68,13 +69,14 @@ pub struct Scanner {
     roots: Roots,
     options: Options,
     libraries: LibraryFinder,
+    hooks: HookReader,
 }
 
 impl Scanner {
     /// A scanner that has read nothing yet.
     pub fn new(roots: Roots, options: Options) -> Self {
         let libraries = LibraryFinder::new(roots.driver_here.clone());
-        Self { roots, options, libraries }
+        Self { roots, options, libraries, hooks: HookReader::default() }
     }
 
     /// Where things are.
@@ -112,14 +114,13 @@ impl Scanner {
                 folders: libraries::FOLDERS.join(", "),
             });
         }
-        let driver = driver::files(&self.roots.driver_here, loaded, found);
+        let driver = driver::files(&self.roots.driver_here, &self.roots.sysfs, loaded, found);
         let control_nodes = self.control_nodes();
         if !control_nodes.iter().any(|node| node == CONTROL_NODE) {
             let root = self.dev_here().display().to_string();
             warnings.push(Warning::NoControlNode { node: CONTROL_NODE.to_owned(), root });
         }
-        let mut gpus = self.gpus(snapshot, &mut warnings);
-        gpus.extend(migs(snapshot, &mut warnings));
+        let gpus = self.devices(snapshot, &mut warnings);
         let description = Description {
             driver_root: self.roots.driver.display().to_string(),
             dev_root: self.roots.dev.display().to_string(),
@@ -127,8 +128,7 @@ impl Scanner {
             others: self.others(),
             control_nodes,
             driver,
-            hook: self.hook(&mut warnings),
-            disabled_hooks: self.options.disabled_hooks.clone(),
+            hooks: self.hooks(&mut warnings),
         };
         Scan { description, warnings }
     }
@@ -139,30 +139,38 @@ impl Scanner {
         if in_driver_root { &self.roots.driver_here } else { Path::new("/") }
     }
 
-    /// All GPUs that were ever offered. One that is gone stays, for its containers may be started again.
-    fn gpus(&self, snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<DeviceEntry> {
-        let mut offered: BTreeMap<(PciAddress, &GpuUuid), &Gpu> = BTreeMap::new();
-        for device in snapshot.offers().devices() {
-            offered.insert((device.gpu.pci, &device.gpu.uuid), &device.gpu);
-        }
+    /// All GPUs that were ever offered, and the MIG devices that are offered and exist.
+    ///
+    /// A GPU that is gone stays, for its containers may be started again. A MIG device that is gone does not: the
+    /// numbers of its instances, and with them its nodes, go to the next device that is made. A container that is
+    /// started again under the old name would get somebody else's device.
+    fn devices(&self, snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<DeviceEntry> {
+        let topology = snapshot.topology();
+        let offered = || snapshot.offers().devices();
+        let gpus: BTreeMap<(PciAddress, &GpuUuid), &Gpu> =
+            offered().map(|device| ((device.gpu.pci, &device.gpu.uuid), &device.gpu)).collect();
+        let gpus = gpus.into_values().map(|gpu| (gpu, None, topology.position(&gpu.uuid).is_some()));
+        let migs: BTreeSet<&MigUuid> = offered().filter_map(|device| Some(&device.mig.as_ref()?.uuid)).collect();
+        let migs = topology.mig_devices().iter().filter(|mig| migs.contains(&mig.uuid));
+        let migs = migs.filter_map(|mig| Some((topology.gpus().get(mig.parent)?, Some(mig), true)));
         let mut entries = Vec::new();
-        for gpu in offered.into_values() {
-            let mut entry =
-                DeviceEntry { present: snapshot.topology().position(&gpu.uuid).is_some(), ..DeviceEntry::default() };
-            let chosen = ChosenDevice { gpu, mig: None };
-            match chosen.nodes() {
-                Ok(nodes) => entry.nodes = nodes,
-                Err(_) => {
-                    warnings.push(Warning::NoMinor { uuid: gpu.uuid.clone() });
-                    continue;
+        for (gpu, mig, present) in gpus.chain(migs) {
+            let chosen = ChosenDevice { gpu, mig };
+            let Ok(mut nodes) = chosen.nodes() else {
+                match mig {
+                    None => warnings.push(Warning::NoMinor { uuid: gpu.uuid.clone() }),
+                    // There is a warning about a GPU without a minor number already.
+                    Some(_) if gpu.minor.is_none() => {}
+                    Some(mig) => warnings.push(Warning::NoCapabilities { uuid: mig.uuid.clone() }),
                 }
+                continue;
+            };
+            if present && mig.is_none_or(|mig| mig.profile.extension == MigExtension::Graphics) {
+                nodes.extend(self.dri(gpu.pci));
             }
-            if entry.present {
-                entry.names.push(chosen.id(DeviceIds::Index));
-                entry.nodes.extend(self.dri(gpu.pci));
-            }
-            entry.names.push(chosen.id(DeviceIds::Uuid));
-            entries.push(entry);
+            let ids = present.then_some(DeviceIds::Index).into_iter().chain([DeviceIds::Uuid]);
+            let names = ids.map(|ids| chosen.id(ids)).collect();
+            entries.push(DeviceEntry { names, nodes, files: Vec::new(), present });
         }
         entries
     }
@@ -204,56 +212,25 @@ impl Scanner {
         others
     }
 
-    /// The hooks' program: the one that is named, else the toolkit's where the host has it.
-    fn hook(&self, warnings: &mut Vec<Warning>) -> Option<String> {
+    /// The hooks of the program that is named, else of the toolkit's where the host has it, without those that the
+    /// operator disabled.
+    fn hooks(&mut self, warnings: &mut Vec<Warning>) -> Option<Hooks> {
         if self.options.disabled_hooks.contains(ALL) {
             return None;
         }
-        if let Some(named) = &self.options.hook {
-            return Some(named.clone());
+        let program = self.options.hook.clone().unwrap_or_else(|| DEFAULT_HOOK.to_owned());
+        // The host's programs are below a driver root that is the host's own root, and below no other; else the
+        // operator may have mounted it where the host has it.
+        let in_root = (self.roots.driver == Path::new("/")).then(|| below(&self.roots.driver_here, &program));
+        let seen = in_root.into_iter().chain([PathBuf::from(&program)]).find(|path| path.is_file());
+        if self.options.hook.is_none() && seen.is_none() {
+            warnings.push(Warning::NoHook { path: program });
+            return None;
         }
-        // The host's programs are below a driver root that is the host's own root, and below no other.
-        if self.roots.driver == Path::new("/") && below(&self.roots.driver_here, DEFAULT_HOOK).is_file() {
-            return Some(DEFAULT_HOOK.to_owned());
-        }
-        warnings.push(Warning::NoHook { path: DEFAULT_HOOK.to_owned() });
-        None
+        let mut names = self.hooks.of(seen.as_deref());
+        names.retain(|name| !self.options.disabled_hooks.contains(*name));
+        Some(Hooks { program, names })
     }
-}
-
-/// The MIG devices that are offered and exist.
-///
-/// Unlike a GPU, one that is gone does not stay: the numbers of its instances, and with them its nodes, go to the next
-/// device that is made. A container that is started again under the old name would get somebody else's device.
-fn migs(snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<DeviceEntry> {
-    let offered = snapshot.offers().devices().filter_map(|device| device.mig.as_ref());
-    let offered: BTreeSet<&MigUuid> = offered.map(|mig| &mig.uuid).collect();
-    let topology = snapshot.topology();
-    let mut entries = Vec::new();
-    for mig in topology.mig_devices().iter().filter(|mig| offered.contains(&mig.uuid)) {
-        let Some(gpu) = topology.gpus().get(mig.parent) else { continue };
-        let chosen = ChosenDevice { gpu, mig: Some(mig) };
-        match chosen.nodes() {
-            Ok(nodes) => {
-                let names = [DeviceIds::Index, DeviceIds::Uuid].map(|ids| chosen.id(ids)).to_vec();
-                entries.push(DeviceEntry { names, nodes, files: Vec::new(), present: true });
-            }
-            // There is a warning about a GPU without a minor number already.
-            Err(_) if gpu.minor.is_none() => {}
-            Err(_) => warnings.push(Warning::NoCapabilities { uuid: mig.uuid.clone() }),
-        }
-    }
-    entries
-}
-
-/// The node of an IMEX channel.
-fn imex_node(channel: u32) -> String {
-    format!("/dev/nvidia-caps-imex-channels/channel{channel}")
-}
-
-/// A path from a root, below another one.
-fn below(root: &Path, path: &str) -> PathBuf {
-    root.join(path.trim_start_matches('/'))
 }
 
 fn is_device(path: &Path) -> bool {

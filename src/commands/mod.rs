@@ -7,6 +7,7 @@ mod admin;
 mod allocate;
 mod config;
 mod doctor;
+mod labels;
 mod machine;
 mod matrix;
 mod outline;
@@ -16,6 +17,10 @@ mod simulate;
 mod snapshot;
 mod topology;
 mod tree;
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
 
 use anyhow::{Context, Result};
 
@@ -27,10 +32,11 @@ pub use admin::admin;
 pub use allocate::allocate;
 pub use config::config;
 pub use doctor::doctor;
+pub use labels::labels;
 pub use output::print;
 pub use simulate::simulate;
 pub use snapshot::snapshot;
-pub use topology::{TopologyJson, topology};
+pub use topology::topology;
 
 use machine::machine;
 
@@ -38,6 +44,14 @@ use machine::machine;
 pub fn machine_tree(machine: &Machine) -> String {
     let (topology, _) = NodeTopology::assemble(&machine.observed);
     format!("{}\n\n{}", machine.title, tree::tree(&machine.observed, &topology, |_| String::new()))
+}
+
+/// A file that a person named, or standard input.
+fn open(path: &Path) -> Result<Box<dyn Read>> {
+    match path.to_str() {
+        Some("-") => Ok(Box::new(io::stdin().lock())),
+        _ => Ok(Box::new(File::open(path).with_context(|| format!("cannot open {}", path.display()))?)),
+    }
 }
 
 /// The GPU that a person named, with its place.

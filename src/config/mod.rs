@@ -7,6 +7,7 @@ mod admin;
 mod check;
 mod doctor;
 pub mod file;
+mod labels;
 mod list;
 mod metrics;
 mod mps;
@@ -33,11 +34,12 @@ use crate::words::Words;
 pub use admin::{AdminArgs, AdminOrder};
 pub use check::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs};
 pub use doctor::DoctorArgs;
+pub use labels::{ApiArgs, Labels, LabelsArgs};
 pub use list::UnitName;
 pub use metrics::ConfigMetrics;
 pub use mps::{INIT_FLAG, MpsCommand, MpsControlDaemonArgs, MpsRootArgs};
 pub use nvml::NvmlArgs;
-pub use settings::{Environment, Flags, Settings};
+pub use settings::{Environment, Flags, Interval, Settings};
 pub use simulate::{SimulateArgs, SimulatePolicy};
 pub use subcommands::Command;
 pub use watch::FileWatch;
@@ -103,6 +105,9 @@ pub struct RunArgs {
     /// folder linkwise beside the kubelet's socket
     #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
     pub state_dir: Option<PathBuf>,
+    /// The node's name, for --write-labels-file
+    #[arg(long, value_name = "NAME", env = "NODE_NAME")]
+    pub node_name: Option<String>,
     /// The MPS root.
     #[command(flatten)]
     pub mps: MpsRootArgs,
@@ -269,21 +274,8 @@ pub struct SnapshotArgs {
 /// `linkwise nvml-agent`.
 #[derive(Clone, Debug, Args)]
 pub struct AgentArgs {
-    /// The driver's NVML library
-    #[arg(long, value_name = "PATH")]
-    pub library: Option<PathBuf>,
-    /// The kernel's /proc
-    #[arg(long, value_name = "PATH", default_value = "/proc")]
-    pub procfs: PathBuf,
-    /// The interval of polls, in milliseconds
-    #[arg(long, value_name = "N", default_value_t = 10_000)]
-    pub poll_ms: u64,
-    /// The most memory of its own that the agent may have, in MiB
-    #[arg(long, value_name = "N", default_value_t = 96)]
-    pub memory_mib: u64,
-    /// A GPU to skip: its index, and the number of GPUs
-    #[arg(long, value_name = "INDEX/COUNT")]
-    pub skip: Vec<String>,
+    /// What its parent wants of it, as JSON
+    pub command: String,
 }
 
 /// The kubelet's `--topology-manager-policy`.

@@ -4,31 +4,58 @@
 use std::ffi::OsString;
 use std::path::Path;
 
-/// The NVIDIA plugin's command, for which `run` stands.
-const DEVICE_PLUGIN: &str = "nvidia-device-plugin";
+use clap::{Arg, Args, Subcommand};
 
-/// The NVIDIA plugin's command for the daemons of GPUs that are shared by MPS, and our subcommand of the same name.
-const MPS_CONTROL_DAEMON: &str = "mps-control-daemon";
+use super::{Command, LabelsArgs};
+
+/// The programs of NVIDIA's image, each with the subcommand that it stands for.
+const PROGRAMS: [(&str, &str); 3] = [
+    ("nvidia-device-plugin", "run"),
+    ("gpu-feature-discovery", "labels"),
+    ("mps-control-daemon", "mps-control-daemon"),
+];
 
 /// The command line with its missing subcommand: that of the program's name, or `run` if the first word is a flag other
 /// than help and version. `linkwise` alone shows its help.
 pub(super) fn words(words: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     let mut words: Vec<OsString> = words.into_iter().collect();
+    double_dashes(words.get_mut(1..).unwrap_or_default());
     let name = words.first().and_then(|name| Path::new(name).file_name());
-    let plugin = name.is_some_and(|name| name == DEVICE_PLUGIN);
-    let daemon = name.is_some_and(|name| name == MPS_CONTROL_DAEMON);
+    let program = PROGRAMS.iter().find(|(program, _)| name.is_some_and(|name| name == *program));
+    let program = program.map(|(_, subcommand)| *subcommand);
     let first = words.get(1).map(|word| word.to_string_lossy().into_owned());
     let subcommand = match first.as_deref() {
         Some("-V" | "--version") => None,
-        // Words may follow: its own subcommand `mount-shm`.
-        _ if daemon => (first.as_deref() != Some(MPS_CONTROL_DAEMON)).then_some(MPS_CONTROL_DAEMON),
-        Some("-h" | "--help") | None => plugin.then_some("run"),
-        Some(word) => word.starts_with('-').then_some("run"),
+        Some("-h" | "--help") | None => program,
+        Some(word) if word.starts_with('-') => Some(program.unwrap_or("run")),
+        // Other words are a subcommand, or one of the program's own, such as `mount-shm`.
+        Some(word) => program.filter(|_| !Command::has_subcommand(word)),
     };
     if let Some(subcommand) = subcommand.filter(|_| !words.is_empty()) {
         words.insert(1, subcommand.into());
     }
     words
+}
+
+/// Gives flags two dashes where they have one, as Go's programs accept them: `-mig-strategy=mixed`.
+fn double_dashes(words: &mut [OsString]) {
+    fn flag(word: &OsString) -> Option<&str> {
+        word.to_str()?.strip_prefix('-').filter(|flag| flag.len() > 1 && !flag.starts_with('-'))
+    }
+    // The flags are made at each start of the subcommand, and no more often than that.
+    if !words.iter().any(|word| flag(word).is_some()) {
+        return;
+    }
+    let command = LabelsArgs::augment_args(clap::Command::new("labels"));
+    let known = command.get_arguments().filter_map(Arg::get_long_and_visible_aliases).flatten();
+    let known: Vec<&str> = known.chain(["help", "version"]).collect();
+    // Words after two dashes alone are no flags.
+    for word in words.iter_mut().take_while(|word| *word != "--") {
+        let flag = flag(word).filter(|flag| flag.split('=').next().is_some_and(|name| known.contains(&name)));
+        if let Some(double) = flag.map(|flag| format!("--{flag}")) {
+            *word = double.into();
+        }
+    }
 }
 
 #[cfg(test)]
@@ -54,6 +81,9 @@ mod tests {
             ("nvidia-device-plugin --version", "nvidia-device-plugin --version"),
             ("nvidia-device-plugin run", "nvidia-device-plugin run"),
             ("nvidia-device-plugin topology", "nvidia-device-plugin topology"),
+            ("gpu-feature-discovery", "gpu-feature-discovery labels"),
+            ("/usr/bin/gpu-feature-discovery -o x", "/usr/bin/gpu-feature-discovery labels -o x"),
+            ("gpu-feature-discovery labels", "gpu-feature-discovery labels"),
             ("mps-control-daemon", "mps-control-daemon mps-control-daemon"),
             ("/usr/bin/mps-control-daemon mount-shm", "/usr/bin/mps-control-daemon mps-control-daemon mount-shm"),
             ("mps-control-daemon --config-file x", "mps-control-daemon mps-control-daemon --config-file x"),
@@ -62,6 +92,13 @@ mod tests {
             ("mps-control-daemon mps-control-daemon", "mps-control-daemon mps-control-daemon"),
             ("linkwise mps-control-daemon", "linkwise mps-control-daemon"),
             ("", ""),
+            ("nvidia-device-plugin -mig-strategy=mixed", "nvidia-device-plugin run --mig-strategy=mixed"),
+            ("nvidia-device-plugin -help", "nvidia-device-plugin run --help"),
+            ("linkwise run -pass-device-specs -config-file x", "linkwise run --pass-device-specs --config-file x"),
+            ("gpu-feature-discovery -oneshot -o x", "gpu-feature-discovery labels --oneshot -o x"),
+            ("gpu-feature-discovery -node-name n", "gpu-feature-discovery labels --node-name n"),
+            ("mps-control-daemon -mps-root=/m", "mps-control-daemon mps-control-daemon --mps-root=/m"),
+            ("linkwise run -oh -- -oneshot", "linkwise run -oh -- -oneshot"),
         ] {
             assert_eq!(words(line), read, "{line}");
         }

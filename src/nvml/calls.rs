@@ -1,7 +1,7 @@
 //! Reports each NVML call to the parent before it is made, so that a call that hangs or crashes has a name.
 //!
-//! Used by all of the agent but the thread that waits for events, whose calls have a limit of their own. A report is one
-//! small write to a socket: some hundreds at the start, some dozens a poll.
+//! Used by all of the agent but the thread that waits for events, whose calls have a limit of their own. A report is
+//! one small write to a socket: some hundreds at the start, some dozens a poll.
 
 use std::sync::Arc;
 
@@ -51,7 +51,6 @@ impl Calls {
     pub fn report(&self, call: &str) {
         let Some(parent) = &self.parent else { return };
         let called = Called { call: call.to_owned(), gpu: self.gpu.clone() };
-        // Fails only where the parent is gone, and then the thread that reads from the parent ends the process.
-        let _ = parent.send(&FromAgent::Calling(called));
+        parent.send(&FromAgent::Calling(called));
     }
 }

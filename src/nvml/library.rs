@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 /// The file, as drivers install it.
 const NAME: &str = "libnvidia-ml.so.1";
 
-/// The folders where drivers put their libraries: Debian's multiarch folders, those of Red Hat and SUSE, WSL's, NixOS's, and
-/// what the drivers that cloud providers install below a folder of their own use.
+/// The folders where drivers put their libraries: Debian's multiarch folders, those of Red Hat and SUSE, WSL's,
+/// NixOS's, and what the drivers that cloud providers install below a folder of their own use.
 const FOLDERS: [&str; 12] = [
     "usr/lib64",
     "usr/lib/x86_64-linux-gnu",
@@ -24,11 +24,14 @@ const FOLDERS: [&str; 12] = [
     "lib",
 ];
 
-/// The library under a driver root; where there is none, the most usual place, so that an error can name it.
-pub fn under(root: &Path) -> PathBuf {
-    let [usual, ..] = FOLDERS;
-    let candidates = FOLDERS.iter().map(|folder| root.join(folder).join(NAME));
-    candidates.into_iter().find(|path| path.exists()).unwrap_or_else(|| root.join(usual).join(NAME))
+/// The library under a driver root. Where there is none, the most usual place, so that an error can name it.
+///
+/// # Errors
+///
+/// That place.
+pub fn under(root: &Path) -> Result<PathBuf, PathBuf> {
+    let mut candidates = FOLDERS.iter().map(|folder| root.join(folder).join(NAME));
+    candidates.find(|path| path.exists()).ok_or_else(|| root.join(FOLDERS[0]).join(NAME))
 }
 
 #[cfg(test)]
@@ -36,14 +39,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_found_in_each_folder_and_named_where_it_is_in_none() {
+    fn library_is_found_in_each_folder_of_a_root() {
         for folder in FOLDERS {
             let root = tempfile::tempdir().unwrap();
-            assert_eq!(under(root.path()), root.path().join("usr/lib64/libnvidia-ml.so.1"));
+            assert_eq!(under(root.path()), Err(root.path().join("usr/lib64/libnvidia-ml.so.1")));
             let path = root.path().join(folder);
             std::fs::create_dir_all(&path).unwrap();
             std::fs::write(path.join(NAME), "").unwrap();
-            assert_eq!(under(root.path()), path.join(NAME));
+            assert_eq!(under(root.path()), Ok(path.join(NAME)));
         }
     }
 }

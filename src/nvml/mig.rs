@@ -1,7 +1,7 @@
 //! MIG as NVML and the kernel describe it: the mode, the MIG devices, their profiles and capabilities.
 //!
-//! Called by `probe` for each GPU. A call that fails costs one fact; a device without a UUID or instance ids is an error in
-//! the place of the device.
+//! Called by `probe` for each GPU. A call that fails costs one fact; a device without a UUID or instance ids is an
+//! error in the place of the device.
 
 use std::path::Path;
 
@@ -13,10 +13,7 @@ use super::calls::Calls;
 use super::probe::UUID;
 use super::raw;
 use super::scan::{MigDeviceScan, MigScan};
-use crate::topology::{MigCapabilities, MigDeviceObservation, MigExtension, MigUuid};
-
-/// An index that nothing was created for is no failure of this call.
-const HANDLE: &str = "nvmlDeviceGetMigDeviceHandleByIndex";
+use crate::topology::{MigCapabilities, MigDeviceObservation, MigEngines, MigExtension, MigUuid};
 
 /// The kernel's list of MIG capabilities below /proc, the same in every container.
 const MINORS: &str = "driver/nvidia-caps/mig-minors";
@@ -37,21 +34,25 @@ pub fn scan(device: &Device<'_>, calls: &Calls, minor: &Answer<u32>, procfs: &Pa
     Ok(Some(MigScan { enabled: true, devices }))
 }
 
-/// The names of the MIG devices of a GPU in MIG mode: what a look finds changed. `None` where a call failed: one that does not
-/// say its name is no device less.
+/// The UUIDs of the MIG devices of a GPU in MIG mode, by which a poll finds a change. `None` where a call failed: a MIG
+/// device without an answer is not gone.
 pub fn names(device: &Device<'_>, calls: &Calls) -> Option<Vec<MigUuid>> {
     let count = calls.ask("nvmlDeviceGetMaxMigDeviceCount", || device.mig_device_count()).ok()?;
     let mut names = Vec::new();
     for index in 0..count.unwrap_or(0) {
-        let mig = match calls.ask(HANDLE, || device.mig_device_by_index(index)) {
-            Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_NOT_FOUND) => continue,
-            mig => mig.ok()?,
-        };
-        let Some(mig) = mig else { continue };
+        let Some(mig) = handle(device, calls, index).ok()? else { continue };
         let uuid = calls.ask(UUID, || mig.uuid()).ok()?;
         names.extend(uuid.and_then(|uuid| uuid.parse().ok()));
     }
     Some(names)
+}
+
+/// A MIG device's handle; an index that nothing was created for is no failure.
+fn handle<'nvml>(parent: &Device<'nvml>, calls: &Calls, index: u32) -> Answer<Device<'nvml>> {
+    match calls.ask("nvmlDeviceGetMigDeviceHandleByIndex", || parent.mig_device_by_index(index)) {
+        Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_NOT_FOUND) => Ok(None),
+        answer => answer,
+    }
 }
 
 /// Not offered where one of the facts is not without which it is no device: an index that nothing was created for.
@@ -62,11 +63,7 @@ fn mig_device(
     minor: &Answer<u32>,
     minors: &str,
 ) -> Answer<MigDeviceScan> {
-    let device = match calls.ask(HANDLE, || parent.mig_device_by_index(index)) {
-        Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_NOT_FOUND) => return Ok(None),
-        device => device?,
-    };
-    let Some(device) = device else { return Ok(None) };
+    let Some(device) = handle(parent, calls, index)? else { return Ok(None) };
     let uuid = calls.ask(UUID, || device.uuid())?.map(|uuid| uuid.parse::<MigUuid>()).transpose();
     let uuid = uuid.map_err(|error| CallError::unreadable(UUID, error))?;
     let gpu_instance = calls.raw("nvmlDeviceGetGpuInstanceId", || raw::gpu_instance_id(&device))?;
@@ -90,12 +87,20 @@ fn mig_device(
             compute_slices: attributes.compute_instance_slice_count,
             memory_mib: attributes.memory_size_mb,
             extension: None,
+            engines: Some(MigEngines {
+                multiprocessors: attributes.multiprocessor_count,
+                copy: attributes.shared_copy_engine_count,
+                decoder: attributes.shared_decoder_count,
+                encoder: attributes.shared_encoder_count,
+                jpeg: attributes.shared_jpeg_count,
+                ofa: attributes.shared_ofa_count,
+            }),
             capabilities: None,
         },
     }))
 }
 
-/// The GPU instance says the id of its profile; which profile that is, only a walk over all of them tells.
+/// NVML reports the driver's id of the GPU instance's profile; which profile has that id, a walk over all of them shows.
 fn extension(parent: &Device<'_>, calls: &Calls, gpu_instance: u32) -> Answer<MigExtension> {
     let Some(id) = calls.raw("nvmlGpuInstanceGetInfo", || raw::gpu_instance_profile(parent, gpu_instance))? else {
         return Ok(None);

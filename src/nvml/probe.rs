@@ -1,11 +1,12 @@
 //! The full scan: every fact that NVML offers about each GPU, answer by answer.
 //!
-//! Called by `watch` at the agent's start and whenever a scan is due. A call that fails costs one fact; only a GPU without
-//! UUID or PCI address is not listed, with a failure that names it, and is reported as missing. It must not panic, and it
-//! must not wait for anything but NVML.
+//! Called by `watch` at the agent's start and whenever a scan is due. A call that fails costs one fact; only a GPU
+//! without UUID or PCI address is not listed, with a failure that names it, and is reported as missing. It must not
+//! panic, and it must not wait for anything but NVML.
 
 use std::ffi::c_ulong;
 use std::path::Path;
+use std::sync::Arc;
 
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml};
@@ -21,33 +22,33 @@ use crate::topology::{
     ComputeCapability, CudaVersion, FabricObservation, GpuUuid, NumaNodeId, PciAddress, PcieLink, TopologyLevel,
 };
 
-/// A GPU whose name and place are known.
+/// A GPU whose UUID and PCI address NVML reported.
 pub struct Gpu<'nvml> {
     /// NVML's index.
     pub index: u32,
     /// NVML's UUID.
     pub uuid: GpuUuid,
-    /// Where it sits on the PCI bus.
+    /// Its PCI address.
     pub pci: PciAddress,
     /// NVML's handle.
     pub device: Device<'nvml>,
-    /// Tells the parent of calls about it.
+    /// Reports calls about it to the parent.
     pub calls: Calls,
 }
 
 /// The GPUs that were found, and how many there are.
 pub struct Listed<'nvml> {
-    /// NVML's count; `None` where it does not say.
+    /// NVML's count; `None` where that call failed.
     pub count: Option<u32>,
-    /// Those that said who and where they are, in NVML's order.
-    pub gpus: Vec<Gpu<'nvml>>,
-    /// Those that did not.
+    /// Those whose UUID and PCI address NVML reported, in NVML's order.
+    pub gpus: Arc<Vec<Gpu<'nvml>>>,
+    /// The other ones.
     pub missing: Vec<Missing>,
     /// The calls that failed.
     pub failures: Vec<CallFailure>,
 }
 
-/// Finds the GPUs by their names and places. Those to `skip` are not touched.
+/// Finds the GPUs, each by its UUID and PCI address. No call is made about those to `skip`.
 pub fn list<'nvml>(nvml: &'nvml Nvml, calls: &Calls, skip: &[Place]) -> Listed<'nvml> {
     let (mut gpus, mut missing, mut failures) = (Vec::new(), Vec::new(), Vec::new());
     let count = required(calls, COUNT, || nvml.device_count()).map_err(|error| {
@@ -65,7 +66,7 @@ pub fn list<'nvml>(nvml: &'nvml Nvml, calls: &Calls, skip: &[Place]) -> Listed<'
             }
         }
     }
-    Listed { count: count.ok(), gpus, missing, failures }
+    Listed { count: count.ok(), gpus: Arc::new(gpus), missing, failures }
 }
 
 /// The call that counts the GPUs.
@@ -84,43 +85,31 @@ fn identify<'nvml>(
     place: Place,
     subject: &mut String,
 ) -> Result<Gpu<'nvml>, CallError> {
+    // A GPU that does not report its place is not taken for a GPU.
+    const PCI: &str = "nvmlDeviceGetPciInfo_v3";
     let index = place.index;
     let calls = calls.about(place, None);
     let device = required(&calls, HANDLE, || nvml.device_by_index(index))?;
-    let pci = place_on_bus(&device, &calls)?;
+    let info = required(&calls, PCI, || device.pci_info())?;
+    let pci: PciAddress = info.bus_id.parse().map_err(|error| CallError::unreadable(PCI, error))?;
     *subject = pci.to_string();
-    let uuid = name(&device, &calls)?;
+    let uuid = required(&calls, UUID, || device.uuid())?;
+    let uuid: GpuUuid = uuid.parse().map_err(|error| CallError::unreadable(UUID, error))?;
     let calls = calls.about(place, Some(uuid.clone()));
     Ok(Gpu { index, uuid, pci, device, calls })
 }
 
-/// A GPU's name.
-pub fn name(device: &Device<'_>, calls: &Calls) -> Result<GpuUuid, CallError> {
-    required(calls, UUID, || device.uuid())?.parse().map_err(|error| CallError::unreadable(UUID, error))
-}
-
-/// Where a GPU sits. One that does not say so is not taken for a GPU.
-pub fn place_on_bus(device: &Device<'_>, calls: &Calls) -> Result<PciAddress, CallError> {
-    const CALL: &str = "nvmlDeviceGetPciInfo_v3";
-    let info = required(calls, CALL, || device.pci_info())?;
-    info.bus_id.parse().map_err(|error| CallError::unreadable(CALL, error))
-}
-
 /// A fact without which there is no GPU: no answer is an error too.
-pub fn required<T>(
-    calls: &Calls,
-    call: &'static str,
-    made: impl FnOnce() -> Result<T, NvmlError>,
-) -> Result<T, CallError> {
+fn required<T>(calls: &Calls, call: &'static str, made: impl FnOnce() -> Result<T, NvmlError>) -> Result<T, CallError> {
     let missing = || CallError::unreadable(call, "NVML does not offer this call here");
     calls.ask(call, made)?.ok_or_else(missing)
 }
 
 /// Asks the GPUs, and the kernel under `procfs`, for everything else.
 pub fn scan(gpus: &[Gpu<'_>], procfs: &Path) -> Vec<GpuScan> {
-    let scan = |(at, gpu): (usize, &Gpu<'_>)| {
+    let scan = |gpu: &Gpu<'_>| {
         let (device, calls) = (&gpu.device, &gpu.calls);
-        let others = gpus.iter().skip(at + 1);
+        let others = gpus.iter().filter(|other| other.pci > gpu.pci);
         let ancestors = others.map(|other| (other.uuid.clone(), common_ancestor(gpu, other))).collect();
         let minor = calls.ask("nvmlDeviceGetMinorNumber", || device.minor_number());
         GpuScan {
@@ -141,7 +130,7 @@ pub fn scan(gpus: &[Gpu<'_>], procfs: &Path) -> Vec<GpuScan> {
             ancestors,
         }
     };
-    gpus.iter().enumerate().map(scan).collect()
+    gpus.iter().map(scan).collect()
 }
 
 /// The newest CUDA version that the driver supports; not offered where the container has no libcuda.
@@ -196,20 +185,13 @@ fn pcie(device: &Device<'_>, calls: &Calls) -> Answer<PcieLink> {
 
 /// A generation and a width as a link. 2.5 GT/s x1 is what virtual switches claim, and unknown.
 fn pcie_link(generation: u32, width: u32) -> Option<PcieLink> {
-    let mts = match generation {
-        1 if width == 1 => return None,
-        1 => 2500,
-        2 => 5000,
-        3 => 8000,
-        4 => 16000,
-        5 => 32000,
-        6 => 64000,
-        _ => return None,
-    };
-    (width > 0).then_some(PcieLink { mts, width })
+    /// Of one lane in millions a second, from generation 1 on.
+    const TRANSFERS: [u32; 6] = [2500, 5000, 8000, 16000, 32000, 64000];
+    let mts = *TRANSFERS.get(usize::try_from(generation.checked_sub(1)?).ok()?)?;
+    (width > 0 && (generation, width) != (1, 1)).then_some(PcieLink { mts, width })
 }
 
-/// The call that tells whether an NVLink is up.
+/// The call that reports whether an NVLink is up.
 pub const NVLINK: &str = "nvmlDeviceGetNvLinkState";
 
 fn nvlink(device: &Device<'_>, calls: &Calls, link: u32) -> Answer<NvLinkScan> {
@@ -227,7 +209,7 @@ fn address(bus_id: &str) -> Option<PciAddress> {
     bus_id.parse().ok().filter(|pci: &PciAddress| pci.domain() != u32::MAX)
 }
 
-/// The call that tells of the NVLink fabric.
+/// The call that reports the NVLink fabric.
 pub const FABRIC: &str = "nvmlDeviceGetGpuFabricInfoV";
 
 /// The fabric, once the GPU has joined it.

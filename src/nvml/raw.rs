@@ -1,8 +1,8 @@
 //! The only `unsafe` of the package: NVML calls that nvml-wrapper 0.13 lacks or answers wrongly.
 //!
-//! Called by the rest of `nvml`'s child side. Each function is one C call; it interprets nothing
-//! beyond the return code. Handles are live wherever they come from a [`Device`], because that
-//! borrows the `Nvml` which keeps the library initialised; the same holds for an [`EventSet`].
+//! Called by the other files of the agent. Each function is one C call; it interprets nothing beyond the return code.
+//! Handles are live wherever they come from a [`Device`], because that borrows the `Nvml` which keeps the library
+//! initialised; the same holds for an [`EventSet`].
 
 #![allow(unsafe_code, reason = "the one file that may: NVML's C calls that nvml-wrapper lacks or has wrong")]
 

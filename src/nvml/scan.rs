@@ -1,8 +1,8 @@
 //! One full scan of the GPUs, answer by answer, and what stays known where a call failed. Pure.
 //!
 //! The agent fills a [`NodeScan`] and sends it; the runtime, the doctor and `linkwise snapshot` complete it with
-//! [`NodeScan::after`] and read it as observations. A call that failed costs its own fact for the time being: the answer of
-//! the scan before stands. A call that is not offered is an answer, and ends what was known.
+//! [`NodeScan::after`] and read it as observations. A call that failed costs its own fact for the time being: the
+//! answer of the scan before stands. A call that is not offered is an answer, and ends what was known.
 
 use std::collections::BTreeMap;
 
@@ -25,10 +25,12 @@ pub struct NodeScan {
     pub driver: Answer<String>,
     /// The library's version.
     pub library: Answer<String>,
+    /// The path or the name by which the library was loaded.
+    pub path: String,
     /// The newest CUDA version that the driver supports.
     pub cuda: Answer<CudaVersion>,
-    /// How many GPUs NVML counts, with those that were skipped or could not be identified; `None` where the count failed,
-    /// and then no GPU is listed either.
+    /// How many GPUs NVML counts, with those that were skipped or could not be identified; `None` where the count
+    /// failed, and then no GPU is listed either.
     pub count: Option<u32>,
     /// The GPUs, in NVML's order.
     pub gpus: Vec<GpuScan>,
@@ -68,7 +70,7 @@ pub struct GpuScan {
     pub nvlinks: Vec<Answer<NvLinkScan>>,
     /// MIG.
     pub mig: Answer<MigScan>,
-    /// The common ancestors with other GPUs; each pair is asked once.
+    /// The common ancestors with the GPUs of higher PCI addresses: each pair is asked once.
     pub ancestors: BTreeMap<GpuUuid, Answer<TopologyLevel>>,
 }
 
@@ -167,8 +169,8 @@ impl Retained<'_> {
 }
 
 impl NodeScan {
-    /// This scan, completed from the one before: facts whose calls failed, and whole GPUs that NVML counts but that were not
-    /// asked or could not be identified, stay as they were. The errors become [`Self::failures`].
+    /// This scan, completed from the one before: facts whose calls failed, and whole GPUs that NVML counts but that
+    /// were not asked or could not be identified, stay as they were. The errors become [`Self::failures`].
     #[must_use]
     pub fn after(mut self, before: Option<&Self>) -> Self {
         let mut failures = std::mem::take(&mut self.failures);
@@ -203,19 +205,13 @@ impl NodeScan {
 
     /// Pairs whose call failed, and those with a GPU that was not asked.
     fn retain_ancestors(&mut self, before: &[GpuScan]) {
-        let place = |gpus: &[GpuScan], uuid: &GpuUuid| gpus.iter().position(|gpu| gpu.uuid == *uuid);
-        for old in before {
-            for (other, level) in old.ancestors.iter().filter(|(_, level)| level.is_ok()) {
-                let pair = (place(&self.gpus, &old.uuid), place(&self.gpus, other));
-                let (Some(one), Some(two)) = pair else { continue };
-                let answered = |from: usize, to: &GpuUuid| {
-                    self.gpus.get(from).and_then(|gpu| gpu.ancestors.get(to)).is_some_and(Result::is_ok)
-                };
-                if !answered(one, other)
-                    && !answered(two, &old.uuid)
-                    && let Some(gpu) = self.gpus.get_mut(one)
-                {
-                    gpu.ancestors.insert(other.clone(), level.clone());
+        let listed: Vec<GpuUuid> = self.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        for gpu in &mut self.gpus {
+            let ancestors = before.iter().filter(|old| old.uuid == gpu.uuid).flat_map(|old| &old.ancestors);
+            for (other, level) in ancestors.filter(|(other, level)| level.is_ok() && listed.contains(other)) {
+                let now = gpu.ancestors.entry(other.clone()).or_insert_with(|| level.clone());
+                if now.is_err() {
+                    now.clone_from(level);
                 }
             }
         }

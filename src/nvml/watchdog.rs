@@ -1,6 +1,7 @@
 //! How long the agent may be silent, and which call it was in when it fell silent: a pure state machine.
 //!
-//! Called by `child`, which passes on each message, and kills the agent when a deadline has expired. Moments are arguments.
+//! Called by `child`, which passes on each message, and kills the agent when a deadline has expired. Moments are
+//! arguments.
 
 use std::time::Duration;
 
@@ -14,8 +15,8 @@ use super::protocol::{Called, FromAgent};
 /// How long things may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Starting the process, loading and initialising the library, the call that gives a GPU's handle until the child has seen
-    /// the GPUs: without persistence mode the driver starts the GPUs for it, which takes seconds each.
+    /// Starting the process, loading and initialising the library, the call that gives a GPU's handle until the child
+    /// has seen the GPUs: without persistence mode the driver starts the GPUs for it, which takes seconds each.
     pub start: Duration,
     /// Any other call.
     pub call: Duration,
@@ -112,8 +113,8 @@ impl Watchdog {
         (waiting > WAIT + self.limits.call).then_some(waiting)
     }
 
-    /// Whether the deadline has expired. If this process woke more than a second late (it was suspended, and maybe the agent
-    /// with it), the deadline starts anew instead.
+    /// Whether the deadline has expired. If this process woke more than a second late (it was suspended, and maybe the
+    /// agent with it), the deadline starts anew instead.
     pub fn is_expired(&mut self, now: Instant) -> bool {
         if now.saturating_duration_since(self.until) > LATE {
             self.give(self.limit, now);
@@ -180,7 +181,15 @@ mod tests {
         assert_eq!((handle(&mut watchdog), handle(&mut watchdog)), (LIMITS.start, LIMITS.start));
         let (gpus, failures) = (Vec::new(), Vec::new());
         let (driver, library, cuda) = (Ok(None), Ok(None), Ok(None));
-        let ready = FromAgent::Ready(Box::new(NodeScan { driver, library, cuda, count: Some(0), gpus, failures }));
+        let ready = FromAgent::Ready(Box::new(NodeScan {
+            driver,
+            library,
+            path: String::new(),
+            cuda,
+            count: Some(0),
+            gpus,
+            failures,
+        }));
         assert_eq!(watchdog.heard(&ready, start), None);
         assert_eq!(handle(&mut watchdog), LIMITS.call);
         assert_eq!(watchdog.heard(&polled(0), start), None);

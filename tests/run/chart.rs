@@ -50,7 +50,7 @@ async fn serves(setup: Setup) {
 
 /// No word on the command line: by which name we are called says what to do.
 ///
-/// The variables of daemonset-device-plugin.yml of the chart 0.17 to 0.19 with every value set; those that are not the
+/// The variables of daemonset-device-plugin.yml of the chart 0.17 to 0.20 with every value set; those that are not the
 /// plugin's own but the container runtime's are last.
 #[tokio::test]
 async fn chart_variables_are_accepted() {

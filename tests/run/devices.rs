@@ -43,7 +43,7 @@ async fn a_numa_node_without_cpus_or_of_another_host_is_not_claimed() {
     let gpu = &kubelet.state().resources[GPU];
     let nodes: Vec<Vec<i64>> = gpu.numa.values().map(|nodes| nodes.iter().copied().collect()).collect();
     assert_eq!(nodes, [vec![0], vec![0], vec![0], vec![0], vec![], vec![], vec![], vec![]]);
-    // And one whose NUMA node nobody knows claims none: unknown is not node 0.
+    // A GPU whose NUMA node is unknown claims none: unknown is not node 0.
     let gpus = [("GPU-a", "0000:01:00.0", ", numa: 1"), ("GPU-b", "0000:02:00.0", "")];
     let (_node, kubelet) = Setup::with(&machine(&gpus)).serve(2).await;
     let gpu = &kubelet.state().resources[GPU];
@@ -74,7 +74,7 @@ async fn pods_get_what_the_command_line_says_they_would() {
 }
 
 #[tokio::test]
-async fn a_container_sees_its_gpus_in_the_order_of_their_pci_addresses() {
+async fn container_sees_gpus_in_pci_order() {
     let gpus = [("GPU-c", "0000:01:00.0", ""), ("GPU-a", "0001:00:00.0", ""), ("GPU-b", "0000:f0:00.0", "")];
     let (_node, kubelet) = Setup::with(&machine(&gpus)).serve(3).await;
     let admitted = kubelet.admit(&Pod::single("pod", GPU, 3), None).await.unwrap();

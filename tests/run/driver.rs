@@ -1,6 +1,7 @@
 //! What the driver reports and how it dies: one GPU's trouble is that GPU's, and admissions go on.
 
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 
 use linkwise_kubelet_box::{AdmissionError, KubeletBox, Pod, ResourceState};
 
@@ -170,4 +171,49 @@ async fn leaking_library_costs_its_process_only() {
     assert_eq!(admit(&kubelet, "after", 7).await.unwrap().len(), 7);
     assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
     assert_eq!(kubelet.violations(), []);
+}
+
+/// A machine whose linkwise is given no library, and the place of one in the driver's root.
+fn with_driver_root() -> (Setup, PathBuf) {
+    let mut setup = Setup::on("dgx1-v100");
+    let folder = setup.at("driver/usr/lib/x86_64-linux-gnu");
+    std::fs::create_dir_all(&folder).unwrap();
+    setup.library = PathBuf::new();
+    let root = setup.at("driver");
+    (setup.arg("--driver-root-ctr-path").arg(root), folder.join("libnvidia-ml.so.1"))
+}
+
+#[tokio::test]
+async fn library_in_the_driver_root_is_loaded() {
+    let (setup, library) = with_driver_root();
+    std::os::unix::fs::symlink(fake_nvml::library_path(), &library).unwrap();
+    let (node, kubelet) = setup.serve(8).await;
+    let line = node.process.said("NVML library loaded").await;
+    assert_eq!(line["path"], library.to_str().unwrap());
+    // The next agent loads the same, which is no news.
+    signal("KILL", node.agent(&[]).await);
+    node.metric(STARTS, 2).await;
+    node.metric(UP, 1).await;
+    node.setup.tell("xid 2 79");
+    unhealthy(&kubelet, &[2]).await;
+    let lines = node.process.lines();
+    assert_eq!(lines.iter().filter(|line| line.contains("NVML library loaded")).count(), 1);
+}
+
+#[tokio::test]
+async fn named_library_wins_over_the_driver_root() {
+    let (mut setup, library) = with_driver_root();
+    std::fs::write(&library, "no library").unwrap();
+    setup.library = fake_nvml::library_path();
+    let (node, _kubelet) = setup.serve(8).await;
+    let line = node.process.said("NVML library loaded").await;
+    assert_eq!(line["path"], fake_nvml::library_path().to_str().unwrap());
+}
+
+#[tokio::test]
+async fn broken_library_in_the_driver_root_is_named() {
+    let (setup, library) = with_driver_root();
+    std::fs::write(&library, "no library").unwrap();
+    let (status, words) = setup.arg("--fail-on-init-error=true").spawn().ended().await;
+    assert!(!status.success() && words.concat().contains(library.to_str().unwrap()), "{words:?}");
 }

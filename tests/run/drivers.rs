@@ -1,4 +1,5 @@
-//! The driver under linkwise's feet: unloaded, replaced, loaded again; its library replaced on disk; NVML away for long.
+//! The driver is unloaded, replaced or loaded again while linkwise runs; its library is replaced on disk; NVML is
+//! unavailable for long.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -47,7 +48,7 @@ async fn a_driver_that_is_replaced_gets_a_new_process_at_once() {
 }
 
 #[tokio::test]
-async fn a_driver_that_is_unloaded_and_loaded_again_is_waited_for_and_pods_are_admitted_meanwhile() {
+async fn reloaded_driver_is_awaited_and_pods_are_admitted() {
     let (node, kubelet) = quick().serve(8).await;
     node.setup.tell("init 9");
     node.setup.tell("fail * nvmlDeviceGetCount_v2 9");
@@ -72,9 +73,10 @@ async fn a_driver_that_is_unloaded_and_loaded_again_is_waited_for_and_pods_are_a
     .await;
 }
 
-/// Nothing is on the PCI bus here: who forgets that there were GPUs takes this for a node without any, and waits for the bus.
+/// Nothing is on the PCI bus here: a linkwise that forgot its GPUs would take this for a node without GPUs, and wait
+/// for the bus.
 #[tokio::test]
-async fn a_driver_that_is_gone_is_waited_for_however_the_process_before_ended() {
+async fn gone_driver_is_awaited_however_the_agent_ended() {
     for released in [false, true] {
         let (node, kubelet) = quick().serve(8).await;
         node.setup.tell("init 9");
@@ -95,11 +97,11 @@ async fn a_driver_that_is_gone_is_waited_for_however_the_process_before_ended() 
 }
 
 #[tokio::test]
-async fn a_driver_that_is_unloaded_under_gpus_that_are_on_the_bus_does_not_end_the_node() {
+async fn unloaded_driver_with_gpus_on_bus_ends_no_node() {
     let setup = quick();
     setup.all_on_bus();
     let (node, kubelet) = setup.serve(8).await;
-    // The first process does its work to the end: it is told by the parent that its driver has gone.
+    // The first agent ends in order: the parent dismisses it because its driver has gone.
     node.setup.tell("init 9");
     std::fs::remove_file(node.setup.at("sys/module/nvidia/version")).unwrap();
     node.process.said("NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
@@ -149,7 +151,7 @@ async fn next_pauses(node: &Node, message: &str, known: usize, wanted: usize) ->
 }
 
 #[tokio::test]
-async fn pauses_double_while_nvml_is_not_to_be_had_and_begin_anew_with_another_matter() {
+async fn pauses_double_without_nvml_until_another_cause() {
     const NOT: &str = "NVML unavailable";
     let setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false").arg("--log=debug");
     let setup = setup.arg("--nvml-pause-ms=100").arg("--nvml-poll-ms=20");
@@ -160,7 +162,7 @@ async fn pauses_double_while_nvml_is_not_to_be_had_and_begin_anew_with_another_m
     let kubelet = setup.kubelet();
     let node = setup.start().await;
     assert_eq!(next_pauses(&node, NOT, 0, 3).await, ["100ms", "200ms", "400ms"]);
-    // Of one cause, a person is told once.
+    // One cause is logged once.
     let told = |line: &&String| line.contains(NOT) && line.contains("WARN");
     assert_eq!(node.process.lines().iter().filter(told).count(), 1);
     // An operator's order ends the pause.
@@ -193,7 +195,7 @@ async fn a_pause_is_waited_for_and_an_order_ends_it() {
 }
 
 #[tokio::test]
-async fn where_the_operator_says_so_no_gpu_is_given_out_while_nvml_is_away() {
+async fn on_nvml_loss_unhealthy_withholds_every_gpu() {
     let (node, kubelet) = quick().arg("--on-nvml-loss=unhealthy").serve(8).await;
     node.setup.tell("init 9");
     node.setup.tell("fail * nvmlDeviceGetCount_v2 9");
@@ -206,7 +208,7 @@ async fn where_the_operator_says_so_no_gpu_is_given_out_while_nvml_is_away() {
 }
 
 #[tokio::test]
-async fn a_library_that_is_replaced_on_disk_is_taken_up_without_a_gap() {
+async fn replaced_library_is_loaded_without_a_gap() {
     let mut setup = quick();
     let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
     std::fs::copy(&real, &library).unwrap();
@@ -237,7 +239,7 @@ async fn a_library_that_is_replaced_on_disk_is_taken_up_without_a_gap() {
 }
 
 #[tokio::test]
-async fn a_library_that_is_replaced_while_a_process_starts_is_taken_up_too() {
+async fn library_replaced_during_a_start_is_loaded() {
     let mut setup = quick();
     let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
     std::fs::copy(&real, &library).unwrap();
@@ -258,7 +260,7 @@ async fn a_library_that_is_replaced_while_a_process_starts_is_taken_up_too() {
 }
 
 #[tokio::test]
-async fn under_a_drivers_root_the_library_is_known_from_the_process_before() {
+async fn library_below_a_root_is_known_from_the_last_agent() {
     let mut setup = quick();
     let root = setup.at("root");
     let real = std::mem::replace(&mut setup.library, root);
@@ -298,24 +300,23 @@ async fn a_gpu_that_waits_for_its_trial_holds_up_no_new_library() {
     node.metric(UP, 1).await;
 }
 
-/// So many events do not fit into a socket that nobody reads (Linux counts a few hundred bytes for each message, against
-/// 208 KiB): most of them still wait in the library, one in the hand of the thread that tells them.
+/// So many events do not fit into a socket that is not read (Linux counts a few hundred bytes for each message, against
+/// 208 KiB): most of them still wait in the library, and one in the thread that sends them.
 const TOO_MANY: u32 = 1000;
 
 #[tokio::test]
-async fn what_happened_before_a_second_process_listened_is_heard_from_the_first() {
+async fn events_before_a_standby_listens_are_not_lost() {
     heard_from_the_first(0).await;
 }
 
 #[tokio::test]
-async fn what_a_first_process_had_no_room_to_say_is_heard_when_it_is_dismissed() {
+async fn events_of_a_blocked_agent_arrive_at_its_dismissal() {
     heard_from_the_first(TOO_MANY).await;
 }
 
-/// Which of two that have something to say is heard first is a matter of chance: each time again. `before`: so many other events
-/// come first.
+/// Which of two agents with messages is read first is chance, at each read. `before`: so many other events come first.
 async fn heard_from_the_first(before: u32) {
-    // Few calls: what the second one says has to fit into its socket while nobody hears it.
+    // Few calls: the messages of the second agent have to fit into its socket while the parent is stopped.
     let mut setup = Setup::with(&machine(&[("GPU-a", "0000:01:00.0", ""), ("GPU-b", "0000:41:00.0", "")]));
     setup = setup.arg("--nvml-poll-ms=200").arg("--nvml-pause-ms=10");
     let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
@@ -332,13 +333,14 @@ async fn heard_from_the_first(before: u32) {
         let control = node.setup.at(&format!("control.{second}"));
         until(async || control.exists().then_some(()).ok_or(second)).await;
         node.process.signal("STOP");
-        // The second one does not listen yet, and nobody hears the first.
+        // The second agent waits for no events yet, and the first one is not read.
         if before > 0 {
             node.setup.tell(&format!("storm 0 31 {before}"));
         }
         node.setup.tell(&format!("xid 0 {xid}"));
         node.setup.tell("unhang nvmlInit_v2");
-        // More rounds than the second one goes before it says that it has seen the GPUs; the first one may be going none.
+        // More rounds than the second one goes before it says that it has seen the GPUs; the first one may be going
+        // none.
         let mut second_one = UnixStream::connect(&control).unwrap();
         writeln!(second_one, "calls nvmlDeviceGetTemperature 5").unwrap();
         let mut done = String::new();
@@ -353,7 +355,7 @@ async fn heard_from_the_first(before: u32) {
 }
 
 #[tokio::test]
-async fn a_second_process_that_cannot_count_the_gpus_does_not_take_over() {
+async fn standby_that_cannot_count_gpus_stays_standby() {
     let mut setup = quick();
     let (real, library) = (setup.library.clone(), setup.at("libnvidia-ml.so.1"));
     std::fs::copy(&real, &library).unwrap();
@@ -373,7 +375,7 @@ async fn a_second_process_that_cannot_count_the_gpus_does_not_take_over() {
 }
 
 #[tokio::test]
-async fn a_library_that_begins_to_fail_for_want_of_its_driver_gets_a_new_process() {
+async fn library_without_its_driver_gets_a_new_agent() {
     for code in [9, 18] {
         let (node, kubelet) = quick().serve(8).await;
         let first = node.agent(&[]).await;
@@ -395,7 +397,7 @@ async fn xid_of_a_new_agent_does_not_wait_for_a_stuck_old_one() {
     std::fs::copy(&real, &library).unwrap();
     setup.library.clone_from(&library);
     let (node, _kubelet) = setup.serve(8).await;
-    // The next agents wait in nvmlInit until each is told to go on.
+    // The next agents wait in nvmlInit until the test lets each go on.
     node.setup.tell("hang nvmlInit_v2");
     let mut known = Vec::new();
     // The stuck one is killed after a while: on a slow machine that may come first, and a second try shows it.

@@ -1,4 +1,4 @@
-//! /metrics, /livez, /readyz: they tell the truth.
+//! /metrics, /livez, /readyz: what they answer is the state of the node.
 
 use crate::node::{GPU, Setup, registered};
 

@@ -1,4 +1,4 @@
-//! Calls that fail while the node is looked at: what they had said before stays, and is asked for again until it is said.
+//! Calls that fail during a scan: the value of the scan before stays, and the scan is repeated until the call works.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -29,7 +29,7 @@ fn listed(kubelet: &KubeletBox) -> BTreeMap<String, BTreeMap<String, BTreeSet<i6
 }
 
 #[tokio::test]
-async fn a_gpu_that_was_lost_during_a_full_look_can_be_given_out_whole_when_it_is_back() {
+async fn gpu_lost_during_a_scan_is_offered_whole_when_back() {
     let (node, kubelet) = quick(Setup::on("dgx1-v100")).serve(8).await;
     node.setup.tell("hang 4 nvmlDeviceGetName");
     node.setup.tell("link 0 0 down");
@@ -64,7 +64,7 @@ async fn a_fact_that_was_never_said_is_asked_for_until_it_is() {
 }
 
 #[tokio::test]
-async fn a_gpu_in_mig_mode_that_does_not_say_so_once_is_not_offered_whole() {
+async fn unanswered_mig_mode_offers_no_whole_gpu() {
     const HALF: &str = "nvidia.com/mig-2c.4g.40gb";
     let setup = quick(Setup::with(&std::fs::read_to_string(mig::MIXED).unwrap())).arg("--mig-strategy=mixed");
     let (node, kubelet) = setup.serve(1).await;
@@ -84,7 +84,7 @@ async fn a_gpu_in_mig_mode_that_does_not_say_so_once_is_not_offered_whole() {
 }
 
 #[tokio::test]
-async fn a_look_at_the_host_that_fails_leaves_it_as_it_was_and_is_repeated() {
+async fn failed_host_scan_keeps_the_host_and_is_repeated() {
     let setup = quick(Setup::on("dgx1-v100"));
     let (file, broken) = (setup.at("host.xml"), "<topology");
     let valid = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/machines/hwloc_xml/testdata/v2.xml");
@@ -118,8 +118,8 @@ async fn a_look_at_the_host_that_fails_leaves_it_as_it_was_and_is_repeated() {
     assert_eq!(listed(&kubelet), before);
 }
 
-/// Calls whose failure costs nothing that is known; those without which a GPU cannot be reached; those without which it cannot be
-/// identified by a full look.
+/// Calls whose failure costs nothing that is known; those without which a GPU cannot be reached; those without which it
+/// cannot be identified by a full look.
 const HARMLESS: [&str; 18] = [
     "nvmlDeviceGetName",
     "nvmlDeviceGetMinorNumber",
@@ -144,7 +144,7 @@ const NEEDED: [&str; 4] =
     ["nvmlDeviceGetTemperature", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetUUID"];
 
 #[tokio::test]
-async fn a_call_that_fails_costs_the_health_of_its_gpu_at_most_and_nothing_that_was_known() {
+async fn failed_call_costs_its_gpu_and_no_known_fact() {
     let setup = quick(Setup::on("dgx1-v100"));
     let file = setup.at("config.yaml");
     let gpus = "  gpus:\n  - {pattern: \"*V100*\", name: gpu}\n  - {pattern: \"*\", name: other}\n";

@@ -225,7 +225,7 @@ async fn no_plugin_registers_before_its_cdi_spec_exists() {
     }
     let registers = |line: &String| line.contains("\"phase\":\"registering\"");
     assert!(!node.process.lines().iter().any(registers));
-    // Fails where nobody reads.
+    // Fails where the other end is closed.
     drop(fs::OpenOptions::new().write(true).custom_flags(O_NONBLOCK).open(&slow).unwrap());
     registered(&kubelet, 1, 1).await;
     spec_with(&node, &["0", "GPU-a", "1", "GPU-b", "all"]).await;

@@ -1,4 +1,5 @@
-//! GPUs in trouble that come back: each is taken out, the others are not, and all eight are healthy in the end, by polls alone.
+//! GPUs in trouble that come back: each is taken out, the others are not, and all eight are healthy in the end, by
+//! polls alone.
 
 use std::collections::BTreeSet;
 
@@ -40,7 +41,7 @@ async fn a_gpu_that_is_lost_and_back_is_given_out_again() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_a_new_process_cannot_identify_is_taken_out_and_comes_back() {
+async fn gpu_unidentified_by_an_agent_is_out_until_found() {
     let (node, kubelet) = quick().serve(8).await;
     let first = node.agent(&[]).await;
     // The process that works knows its handle and goes on with it.
@@ -54,7 +55,7 @@ async fn a_gpu_that_a_new_process_cannot_identify_is_taken_out_and_comes_back() 
 }
 
 #[tokio::test]
-async fn gpus_that_a_new_process_cannot_count_are_taken_out_and_come_back() {
+async fn uncounted_gpus_are_out_until_counted() {
     let (node, kubelet) = quick().serve(8).await;
     node.setup.tell("fail * nvmlDeviceGetCount_v2 999");
     signal("KILL", node.agent(&[]).await);
@@ -65,7 +66,7 @@ async fn gpus_that_a_new_process_cannot_count_are_taken_out_and_come_back() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_a_full_look_cannot_identify_is_taken_out_and_comes_back() {
+async fn gpu_unidentified_by_a_scan_is_out_until_identified() {
     for (call, code, why) in [
         ("nvmlDeviceGetHandleByIndex_v2", 999, "nvmlDeviceGetHandleByIndex_v2 failed: NVML_ERROR_UNKNOWN (999)"),
         ("nvmlDeviceGetUUID", 16, "nvmlDeviceGetUUID says that the GPU has to be reset"),
@@ -84,7 +85,7 @@ async fn a_gpu_that_a_full_look_cannot_identify_is_taken_out_and_comes_back() {
 }
 
 #[tokio::test]
-async fn what_the_driver_wanted_done_and_links_that_were_down_are_over_once_they_are() {
+async fn recovery_action_and_links_end_with_their_cause() {
     let (node, kubelet) = quick().serve(8).await;
     node.setup.tell("recovery 2 1");
     unhealthy(&kubelet, &[2]).await;
@@ -98,7 +99,7 @@ async fn what_the_driver_wanted_done_and_links_that_were_down_are_over_once_they
 }
 
 #[tokio::test]
-async fn a_gpu_that_crashed_processes_is_given_out_again_once_it_does_not() {
+async fn gpu_that_crashed_agents_returns_once_it_does_not() {
     let (node, kubelet) = quick().serve(8).await;
     node.setup.tell("crash 5 nvmlDeviceGetTemperature");
     unhealthy(&kubelet, &[5]).await;
@@ -110,7 +111,7 @@ async fn a_gpu_that_crashed_processes_is_given_out_again_once_it_does_not() {
 }
 
 #[tokio::test]
-async fn a_lost_gpu_that_ends_the_wait_for_events_leaves_the_others_heard() {
+async fn lost_gpu_leaves_the_others_events() {
     const UNHEARD: &str = "linkwise_nvml_unheard_gpus";
     let setup = quick();
     setup.tell("loss-ends-waits");
@@ -127,7 +128,7 @@ async fn a_lost_gpu_that_ends_the_wait_for_events_leaves_the_others_heard() {
     registered(&kubelet, 1, 8).await;
     node.metric(UNHEARD, 0).await;
     node.metric("linkwise_nvml_agent_starts_total", 1).await;
-    // The wait, and who was left out of it.
+    // The wait, and the GPU that the new set leaves out.
     node.metric("linkwise_nvml_event_failures_total", 2).await;
     node.setup.tell("xid 2 79");
     reason(&node, 2, "XID 79").await;

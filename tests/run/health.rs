@@ -39,7 +39,7 @@ async fn lists(kubelet: &KubeletBox, registrations: u64, healthy: usize) {
 }
 
 #[tokio::test]
-async fn what_needs_a_reset_is_remembered_over_restarts_until_the_node_reboots() {
+async fn reset_reason_survives_restarts_until_reboot() {
     let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
     node.setup.tell("xid 2 79");
     let bad = uuid(1, 2);
@@ -55,7 +55,7 @@ async fn what_needs_a_reset_is_remembered_over_restarts_until_the_node_reboots()
     assert_eq!(kubelet.state().resources[GPU].unhealthy.iter().collect::<Vec<_>>(), [&bad]);
     let setup = end(node).await;
 
-    // On another boot it holds against nobody.
+    // After another boot it stands against no GPU.
     let text = std::fs::read_to_string(file(&setup)).unwrap();
     let mut record: Value = serde_json::from_str(&text).unwrap();
     assert!(record["identity"]["boot"].is_string(), "{text}");
@@ -121,8 +121,9 @@ async fn a_record_that_cannot_be_written_is_told_of_once() {
 }
 
 #[tokio::test]
-async fn xids_are_silenced_and_counted_as_the_nvidia_plugins_variables_say() {
-    let setup = Setup::on("dgx1-v100").env("DP_DISABLE_HEALTHCHECKS", "all,1").env("DP_ENABLE_HEALTHCHECKS", "13,many");
+async fn disabled_health_checks_leave_gpus_in_service() {
+    let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=20");
+    let setup = setup.env("DP_DISABLE_HEALTHCHECKS", "all,1").env("DP_ENABLE_HEALTHCHECKS", "13,many");
     let (node, kubelet) = setup.serve(8).await;
     let line = node.process.logged(|line| line["message"] == "no XID; passed over").await;
     assert_eq!(
@@ -134,4 +135,12 @@ async fn xids_are_silenced_and_counted_as_the_nvidia_plugins_variables_say() {
     lists(&kubelet, 1, 7).await;
     let state = kubelet.state();
     assert_eq!(state.resources[GPU].unhealthy.iter().collect::<Vec<_>>(), [&uuid(1, 3)]);
+    // What polls find is reported and changes nothing.
+    node.setup.tell("lost 4");
+    let line = node.process.said("health checks are disabled: the GPU stays healthy").await;
+    assert_eq!(line["gpu"], uuid(1, 4));
+    assert!(
+        node.get("/metrics").await.body.contains(&format!("since_seconds{{uuid=\"{}\",reason=\"lost\"}}", uuid(1, 4)))
+    );
+    assert_eq!(kubelet.state().resources[GPU].unhealthy.len(), 1);
 }

@@ -36,7 +36,7 @@ async fn a_bus_that_does_not_answer_holds_up_no_driver_that_comes() {
     for option in ["--log=info", "--fail-on-init-error=false"] {
         let setup = Setup::on("dgx1-v100").arg(option).arg("--nvml-pause-ms=10").arg("--nvml-call-ms=1500");
         setup.tell("init 9");
-        // A file that nobody ever answers for.
+        // A file whose reader waits for ever.
         let device = setup.at("sys/bus/pci/devices/0000:06:00.0");
         std::fs::create_dir_all(&device).unwrap();
         assert!(std::process::Command::new("mkfifo").arg(device.join("vendor")).status().unwrap().success());
@@ -55,7 +55,7 @@ async fn a_bus_that_does_not_answer_holds_up_no_driver_that_comes() {
 }
 
 #[tokio::test]
-async fn a_bus_that_does_not_answer_does_not_excuse_a_driver_that_has_to_be_there() {
+async fn hung_bus_excuses_no_required_driver() {
     let setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=true");
     setup.tell("init 9");
     let device = setup.at("sys/bus/pci/devices/0000:06:00.0");
@@ -68,13 +68,13 @@ async fn a_bus_that_does_not_answer_does_not_excuse_a_driver_that_has_to_be_ther
 }
 
 #[tokio::test]
-async fn a_gpu_that_comes_before_its_driver_is_asked_after_the_first_pause() {
+async fn gpu_before_its_driver_is_tried_after_first_pause() {
     let setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false").arg(SOON);
     setup.tell("init 9");
     let node = setup.start().await;
     node.ready(200, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
     node.setup.all_on_bus();
-    // What came before was another matter.
+    // The failures before had another cause: the pauses begin anew.
     let line = node.process.said("NVML unavailable").await;
     assert_eq!(line["again_in"], "1s");
     node.ready(503, "NVML_ERROR_DRIVER_NOT_LOADED (9)").await;
@@ -105,7 +105,7 @@ async fn a_gpu_that_comes_late_is_picked_up_in_place() {
 }
 
 #[tokio::test]
-async fn a_node_whose_gpu_has_come_is_not_ready_before_it_was_looked_at() {
+async fn new_gpu_is_unready_until_scanned() {
     let setup = Setup::on("dgx1-v100").arg(SOON);
     setup.tell("init 9");
     let node = setup.start().await;
@@ -132,7 +132,7 @@ async fn a_late_gpu_that_cannot_be_opened_ends_it_with_that_cause() {
 }
 
 #[tokio::test]
-async fn a_driver_that_is_installed_late_under_a_mounted_root_is_picked_up_in_place() {
+async fn late_driver_below_a_mounted_root_is_used_in_place() {
     let mut setup = Setup::on("dgx1-v100").arg("--fail-on-init-error=false").arg("--nvml-poll-ms=20");
     setup.all_on_bus();
     let root = setup.at("driver-root");
@@ -165,7 +165,7 @@ fn bind(setup: &Setup, pci: &str, driver: &str) -> std::path::PathBuf {
 }
 
 #[tokio::test]
-async fn gpus_of_another_driver_leave_the_node_idle_until_they_are_bound_back() {
+async fn foreign_driver_idles_node_until_gpus_are_back() {
     for option in ["--log=info", "--fail-on-init-error=false"] {
         let pci = "0000:3b:00.0";
         let setup = Setup::with(&machine(&[("GPU-a", pci, "")])).arg(SOON).arg(option);

@@ -143,7 +143,7 @@ async fn a_container_gets_its_mig_devices_by_every_way() {
 }
 
 #[tokio::test]
-async fn a_mig_device_without_capabilities_is_left_out_of_the_spec_and_refused_by_name() {
+async fn mig_device_without_capabilities_is_refused_by_name() {
     let setup = setup().arg("--device-list-strategy=cdi-cri").arg("--mig-strategy=mixed");
     let list = setup.at("proc/driver/nvidia-caps/mig-minors");
     let text = fs::read_to_string(&list).unwrap().replace("gpu3/gi3/access 435\n", "");
@@ -158,7 +158,7 @@ async fn a_mig_device_without_capabilities_is_left_out_of_the_spec_and_refused_b
 }
 
 #[tokio::test]
-async fn the_spec_follows_the_layout_and_lets_nobody_into_what_was_made_anew() {
+async fn spec_follows_mig_layout_and_drops_old_devices() {
     let setup = setup().arg("--device-list-strategy=cdi-cri").arg("--mig-strategy=mixed").arg("--nvml-poll-ms=20");
     let (node, kubelet) = setup.serve(1).await;
     listed(&kubelet, "nvidia.com/mig-3g.40gb", 1).await;

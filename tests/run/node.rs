@@ -22,7 +22,7 @@ pub const GPU: &str = "nvidia.com/gpu";
 /// After this long, what should have happened will not.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// How often something is asked that cannot tell by itself.
+/// How often a state is polled that makes no event.
 const ASK_AGAIN: Duration = Duration::from_millis(10);
 
 /// A machine before linkwise starts on it.
@@ -170,15 +170,16 @@ impl Setup {
         command.env_clear();
         command.args(self.subcommand);
         let (address, pod_resources) = (self.metrics_address.to_string(), self.pod_resources());
-        let settings: [(&str, &str, &OsStr); 5] = [
+        let mut settings: Vec<(&str, &str, &OsStr)> = vec![
             ("--log-format", "LINKWISE_LOG_FORMAT", "json".as_ref()),
             ("--metrics-address", "LINKWISE_METRICS_ADDRESS", address.as_ref()),
             ("--kubelet-socket", "KUBELET_SOCKET", self.kubelet_socket.as_os_str()),
             ("--pod-resources-socket", "LINKWISE_POD_RESOURCES_SOCKET", pod_resources.as_os_str()),
             ("--nvml-library", "LINKWISE_NVML_LIBRARY", self.library.as_os_str()),
         ];
+        settings.retain(|(_, _, value)| !value.is_empty());
         if self.by_variables {
-            command.envs(settings.map(|(_, variable, value)| (variable, value)));
+            command.envs(settings.iter().map(|(_, variable, value)| (variable, value)));
             command.env("LINKWISE_SYSFS", self.at("sys"));
         } else {
             command.args(settings.iter().flat_map(|(flag, _, value)| [OsStr::new(*flag), *value])).args(&self.args);

@@ -1,5 +1,6 @@
 //! What an operator orders: let go of the driver, take it up, vouch for a GPU; by socket and by signal.
 
+use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Output;
 
@@ -7,7 +8,7 @@ use linkwise_kubelet_box::{Pod, Restart};
 use serde_json::Value;
 use tokio::process::Command;
 
-use crate::node::{GPU, Node, Setup, signal, until, uuid};
+use crate::node::{GPU, Node, Setup, registered, signal, until, uuid};
 
 /// A machine whose linkwise has an admin socket.
 fn setup() -> Setup {
@@ -39,7 +40,29 @@ fn driver_is_held(node: &Node) -> bool {
 }
 
 #[tokio::test]
-async fn the_driver_is_let_go_of_and_taken_up_and_pods_are_admitted_meanwhile() {
+async fn taken_metrics_port_is_retried_until_free() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut setup = setup();
+    setup.metrics_address = taken.local_addr().unwrap();
+    let kubelet = setup.kubelet();
+    let node = setup.start().await;
+    let line = node.process.said("metrics port taken").await;
+    assert_eq!(line["address"], node.address.to_string());
+    registered(&kubelet, 1, 8).await;
+    let part = async || {
+        let state = state(&node).await;
+        let part = &state["parts"]["metrics and probes"];
+        if part["trouble"].is_string() { Ok(part["phase"].clone()) } else { Err(state) }
+    };
+    assert_eq!(until(part).await, "waiting for the metrics port");
+    drop(taken);
+    node.process.said("metrics port free").await;
+    node.ready(200, "ready").await;
+    assert!(state(&node).await["parts"]["metrics and probes"].is_null());
+}
+
+#[tokio::test]
+async fn pods_are_admitted_while_driver_is_released() {
     let (node, kubelet) = setup().serve(8).await;
     assert!(driver_is_held(&node));
     let said = ordered(&node, &["release"]).await;
@@ -83,7 +106,7 @@ async fn the_answer_waits_for_a_process_that_has_to_be_killed() {
 }
 
 #[tokio::test]
-async fn a_driver_that_is_let_go_of_before_it_answered_does_not_end_the_node() {
+async fn driver_released_before_its_answer_ends_no_node() {
     let setup = setup();
     setup.all_on_bus();
     setup.tell("hang nvmlInit_v2");
@@ -98,7 +121,7 @@ async fn a_driver_that_is_let_go_of_before_it_answered_does_not_end_the_node() {
 }
 
 #[tokio::test]
-async fn a_driver_that_is_taken_up_again_before_it_is_back_is_waited_for() {
+async fn driver_resumed_before_its_return_is_awaited() {
     let setup = setup().arg("--nvml-pause-ms=10");
     setup.all_on_bus();
     let (node, kubelet) = setup.serve(8).await;
@@ -165,7 +188,7 @@ async fn a_stranger_on_the_admin_socket_is_no_linkwise() {
     let stranger = std::os::unix::net::UnixListener::bind(&socket).unwrap();
     let speaking = std::thread::spawn(move || {
         let (mut stream, _) = stranger.accept().unwrap();
-        // All of it: who closes with something unread resets the connection.
+        // The whole answer: a client that closes with bytes unread resets the connection.
         let mut asked = Vec::new();
         while !asked.ends_with(b"\r\n\r\n") {
             let mut byte = [0];
@@ -183,7 +206,7 @@ async fn a_stranger_on_the_admin_socket_is_no_linkwise() {
 }
 
 #[tokio::test]
-async fn orders_are_not_taken_over_the_metrics_port_and_the_socket_is_ours_alone() {
+async fn metrics_port_takes_no_orders_and_socket_is_private() {
     let (mut node, _kubelet) = setup().serve(8).await;
     let socket = node.setup.at("admin/admin.sock");
     assert_eq!(std::fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);

@@ -1,4 +1,4 @@
-//! PodResources: it confirms registrations, and says who holds what.
+//! PodResources: it confirms registrations, and lists which pods hold which devices.
 
 use linkwise::kubelet::pod_resources::{self, HolderSources, Holders};
 use linkwise::kubelet::{Phase, Settings};
@@ -15,7 +15,7 @@ use crate::kubelet::plugin;
 use crate::node::{GPU, LIMIT, Setup, registered, uuid};
 
 #[tokio::test]
-async fn a_registration_that_the_kubelet_forgets_is_none_and_is_made_again() {
+async fn forgotten_registration_is_made_again() {
     let setup = Setup::on("dgx1-v100");
     let kubelet = setup.kubelet();
     kubelet.set_fault(Fault::Forget);
@@ -31,7 +31,7 @@ async fn a_registration_that_the_kubelet_forgets_is_none_and_is_made_again() {
 }
 
 #[tokio::test]
-async fn without_an_answer_from_pod_resources_the_stream_is_the_confirmation() {
+async fn stream_confirms_without_pod_resources() {
     // Nothing there; something that does not speak; something that never answers.
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
@@ -53,7 +53,7 @@ async fn without_an_answer_from_pod_resources_the_stream_is_the_confirmation() {
 }
 
 #[tokio::test]
-async fn a_resource_whose_devices_are_all_sick_is_confirmed_by_its_stream() {
+async fn resource_of_sick_devices_is_confirmed_by_stream() {
     let setup = Setup::with(&crate::node::machine(&[("GPU-a", "0000:01:00.0", "")]));
     let (node, kubelet) = setup.serve(1).await;
     node.setup.tell("xid 0 79");
@@ -65,7 +65,7 @@ async fn a_resource_whose_devices_are_all_sick_is_confirmed_by_its_stream() {
 }
 
 #[tokio::test]
-async fn who_holds_what_is_known_where_pod_resources_is_there_and_not_known_elsewhere() {
+async fn holders_are_known_only_with_pod_resources() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("p/kubelet.sock");
     let sources = HolderSources { socket: socket.clone(), folder: folder.path().join("k") };

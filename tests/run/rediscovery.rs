@@ -1,5 +1,5 @@
-//! GPUs that come and go, links that go down: the list, the choice and the events follow without a restart; files that hang
-//! hold up nothing.
+//! GPUs that come and go, links that go down: the list, the choice and the events follow without a restart; files that
+//! hang hold up nothing.
 
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
@@ -130,7 +130,7 @@ fn numa(kubelet: &KubeletBox) -> Vec<Vec<i64>> {
 }
 
 #[tokio::test]
-async fn a_look_at_the_host_that_hangs_leaves_the_gpus_and_is_taken_when_it_ends() {
+async fn hung_host_scan_leaves_gpus_and_counts_at_its_end() {
     // A third of it is how long the look is waited for.
     let setup = seen_by_hwloc(1500);
     fifo(&setup.at("host.xml"));
@@ -172,7 +172,7 @@ async fn an_event_of_a_gpu_that_nobody_knows_yet_is_not_lost() {
     fifo(&xml);
     let kubelet = setup.kubelet();
     let node = setup.start().await;
-    // NVML was looked at, the host is being looked at, and then both will be told.
+    // NVML was scanned, the host is being scanned, and then both will be published.
     let mut host = writer(&xml).await;
     node.setup.tell("xid 1 79");
     node.setup.tell("calls nvmlDeviceGetTemperature 6");
@@ -187,11 +187,11 @@ async fn an_event_of_a_gpu_that_nobody_knows_yet_is_not_lost() {
 }
 
 #[tokio::test]
-async fn a_driver_whose_version_cannot_be_read_holds_up_nothing_and_is_known_once_it_can() {
+async fn hung_driver_version_delays_nothing() {
     let setup = quick();
     let module = setup.at("sys/module/nvidia");
     std::fs::create_dir_all(&module).unwrap();
-    // Reading it waits for somebody who writes.
+    // A read of it waits for a writer.
     fifo(&module.join("version"));
     let (node, kubelet) = setup.serve(8).await;
     node.setup.tell("xid 4 79");

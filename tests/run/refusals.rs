@@ -1,7 +1,5 @@
 //! What linkwise does not start with: one line that names the cause; or it stays up and says why it has nothing.
 
-use std::net::TcpListener;
-
 use crate::node::{Process, Setup};
 
 /// Ends with code 1 and one line for people, which is given.
@@ -32,6 +30,17 @@ async fn missing_nvml_ends_agent_if_configured() {
         let words = refused(setup.arg("--fail-on-init-error=true").spawn()).await;
         assert!(words.contains("NVML cannot be initialised") && words.contains(cause), "{words}");
     }
+}
+
+#[tokio::test]
+async fn wsl_is_refused_by_name() {
+    let mut setup = Setup::on("dgx1-v100");
+    let root = setup.at("wsl");
+    std::fs::create_dir_all(root.join("usr/lib/wsl/lib")).unwrap();
+    std::fs::copy(&setup.library, root.join("usr/lib/wsl/lib/libnvidia-ml.so.1")).unwrap();
+    setup.library = root;
+    let words = refused(setup.spawn()).await;
+    assert!(words.contains("this is WSL2 (") && words.contains("whose GPUs linkwise does not serve"), "{words}");
 }
 
 #[tokio::test]
@@ -79,10 +88,10 @@ async fn no_nvml_with_gpu_on_bus_idles_if_configured() {
 }
 
 #[tokio::test]
-async fn taken_metrics_address_is_named() {
-    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+async fn foreign_metrics_address_is_named() {
     let mut setup = Setup::on("dgx1-v100");
-    setup.metrics_address = taken.local_addr().unwrap();
+    // Of a block for documentation (RFC 5737): no host has it.
+    setup.metrics_address = ([192, 0, 2, 1], 9400).into();
     let words = refused(setup.spawn()).await;
     let expected = format!("linkwise: cannot listen on {} for metrics and probes: ", setup.metrics_address);
     assert!(words.starts_with(&expected), "{words}");

@@ -71,7 +71,7 @@ async fn polling_suffices_without_inotify() {
     (options.dial_retry, options.wait_timeout) = (Duration::from_millis(10), LIMIT);
     let kubelet = KubeletBox::start(options).unwrap();
     assert!(serving().await);
-    // Nothing but the file tells of this one.
+    // Only the file shows this one.
     let ours = |entry: &std::path::PathBuf| entry.to_string_lossy().contains("linkwise-");
     let entries = std::fs::read_dir(folder.path().join("k")).unwrap().map(|entry| entry.unwrap().path());
     std::fs::remove_file(entries.into_iter().find(ours).unwrap()).unwrap();

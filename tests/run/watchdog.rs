@@ -1,5 +1,5 @@
-//! A library that hangs or crashes, a process that is stopped or killed, a GPU that ends whoever looks at it: each costs a
-//! child, the log names call and GPU, and admissions go on.
+//! A library that hangs or crashes, an agent that is stopped or killed, a GPU that ends every agent that queries it:
+//! each costs an agent, the log names call and GPU, and admissions go on.
 
 use linkwise_kubelet_box::{KubeletBox, Pod};
 
@@ -30,7 +30,7 @@ fn ends(cause: &str) -> String {
 async fn works(node: &Node, kubelet: &KubeletBox, gpu: u32) {
     node.metric(UP, 1).await;
     let series = format!("linkwise_xid_errors_total{{uuid=\"{}\",xid=\"79\"}}", uuid(1, gpu));
-    // The child may be replaced at this very moment: told until one hears it.
+    // The agent may be replaced at this very moment: sent until one receives it.
     let heard = async || {
         node.setup.try_tell(&format!("xid {gpu} 79")).map_err(|error| error.to_string())?;
         if node.get("/metrics").await.body.contains(&series) { Ok(()) } else { Err("not heard".to_owned()) }
@@ -44,7 +44,7 @@ async fn works(node: &Node, kubelet: &KubeletBox, gpu: u32) {
 }
 
 #[tokio::test]
-async fn a_call_that_hangs_costs_its_child_with_and_without_the_librarys_lock() {
+async fn hung_call_costs_its_agent_with_and_without_lock() {
     for fault in ["hang", "hold"] {
         let (node, kubelet) = quick("dgx1-v100").serve(8).await;
         let first = node.agent(&[]).await;
@@ -85,7 +85,7 @@ async fn a_gpu_that_crashes_children_is_left_out_and_taken_back_in() {
     let cause = line["cause"].as_str().unwrap();
     assert!(cause.contains("SIGABRT") && cause.contains("nvmlDeviceGetTemperature"), "{cause}");
     kubelet.wait(|state| state.resources[GPU].unhealthy == [uuid(1, 5)].into()).await.unwrap();
-    // Trials end like this, each after twice the pause, and the child beside them works on: nobody else is laid to.
+    // Trials end like this, each after twice the pause; the active agent works on, and no other GPU is blamed.
     for pause in ["100ms", "200ms"] {
         let in_vain = |line: &serde_json::Value| line["message"].to_string().contains("standby NVML agent failed");
         node.process.logged(|line| in_vain(line) && line["again_in"] == pause).await;
@@ -102,7 +102,7 @@ async fn a_gpu_that_crashes_children_is_left_out_and_taken_back_in() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_hangs_children_before_it_says_its_name_is_left_out() {
+async fn gpu_that_hangs_agents_unnamed_is_quarantined() {
     let setup = quick("dgx1-v100");
     setup.all_on_bus();
     setup.tell("hang 2 nvmlDeviceGetHandleByIndex_v2");
@@ -116,7 +116,7 @@ async fn a_gpu_that_hangs_children_before_it_says_its_name_is_left_out() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_crashes_children_from_the_start_costs_itself_only() {
+async fn gpu_that_crashes_agents_at_start_costs_itself_only() {
     for option in ["--log=info", "--fail-on-init-error=true"] {
         let setup = quick("dgx1-v100").arg(option);
         setup.all_on_bus();
@@ -134,7 +134,7 @@ async fn a_gpu_that_crashes_children_from_the_start_costs_itself_only() {
 }
 
 #[tokio::test]
-async fn where_every_gpu_ends_children_from_the_start_it_is_not_ready_and_comes_when_they_do() {
+async fn node_is_unready_while_every_gpu_ends_agents() {
     let one = machine(&[("GPU-a", "0000:06:00.0", "")]);
     let machines = [(quick_on(Setup::with(&one)), 1), (quick("dgx1-v100").arg("--fail-on-init-error=true"), 8)];
     for (setup, gpus) in machines {
@@ -152,7 +152,7 @@ async fn where_every_gpu_ends_children_from_the_start_it_is_not_ready_and_comes_
 }
 
 #[tokio::test]
-async fn a_library_that_crashes_or_hangs_while_it_is_initialised_ends_the_node_with_that_cause() {
+async fn broken_initialisation_ends_node_with_its_cause() {
     let hung = "nvmlInit_v2 did not return within 1s";
     for (fault, cause) in [("crash", "SIGABRT"), ("hang", hung)] {
         let setup = Setup::on("dgx1-v100").arg("--nvml-start-ms=1000");
@@ -180,7 +180,7 @@ async fn where_every_gpu_ends_children_none_is_left_out() {
 }
 
 #[tokio::test]
-async fn a_process_that_is_stopped_is_replaced_and_no_gpu_is_to_blame() {
+async fn stopped_agent_is_replaced_and_no_gpu_is_blamed() {
     let (node, kubelet) = quick("dgx1-v100").serve(8).await;
     let mut known = Vec::new();
     for times in 1..=3 {
@@ -196,7 +196,7 @@ async fn a_process_that_is_stopped_is_replaced_and_no_gpu_is_to_blame() {
 }
 
 #[tokio::test]
-async fn killed_at_any_point_the_process_comes_back_and_no_gpu_is_to_blame() {
+async fn agent_killed_anywhere_is_replaced_without_blame() {
     let (node, kubelet) = quick("dgx1-v100").serve(8).await;
     let mut known = Vec::new();
     // A fixed sequence of points (a linear congruence), from the first moment to well into the rounds.

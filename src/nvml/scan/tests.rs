@@ -43,6 +43,7 @@ fn node(gpus: Vec<GpuScan>) -> NodeScan {
     NodeScan {
         driver: Ok(Some("580.95.05".to_owned())),
         library: Ok(Some("13.580.95.05".to_owned())),
+        path: "libnvidia-ml.so.1".to_owned(),
         cuda: Ok(Some(CudaVersion { major: 13, minor: 0 })),
         count: Some(u32::try_from(gpus.len()).unwrap()),
         gpus,
@@ -120,8 +121,8 @@ fn answers_count_beside_failed_calls() {
     let before = node(vec![gpu(0, 0, &[])]);
     let failed = || CallError::returned("nvmlTest", 999);
     let mut now = gpu(0, 0, &[]);
-    // Link 1 went down, the state of link 2 is unknown; another MIG device is at the index of the one before, whose facts
-    // failed.
+    // Link 1 went down, the state of link 2 is unknown; another MIG device is at the index of the one before, whose
+    // facts failed.
     now.nvlinks[1] = Ok(Some(NvLinkScan { active: false, kind: Ok(Some(0)), pci: Err(failed()) }));
     now.nvlinks[2] = Err(failed());
     let Ok(Some(MigScan { devices: Ok(Some(devices)), .. })) = &mut now.mig else { panic!() };

@@ -1,4 +1,5 @@
-//! The agents that there are: the active one, the standby that is to follow it, and those whose processes have not ended. Pure.
+//! The agents that there are: the active one, the standby that is to follow it, and those whose processes have not
+//! ended. Pure.
 //!
 //! Called by `machine`, which decides; this keeps the books.
 
@@ -11,8 +12,8 @@ use crate::backoff::Backoff;
 use crate::nvml::protocol::{CalledGpu, Place};
 use crate::topology::GpuUuid;
 
-/// So many processes may not have ended, and another agent is still started: a driver in which processes get stuck is not
-/// helped by more of them.
+/// So many processes may not have ended, and another agent is still started: a driver in which processes get stuck is
+/// not helped by more of them.
 const MOST_UNREAPED: usize = 2;
 
 /// How long an agent that was asked to end has for it, and for the events that it still holds, before it is killed.
@@ -30,7 +31,7 @@ pub(super) struct AgentEnd {
     pub why: String,
     /// The GPU whose call hung or crashed it.
     pub blamed: Option<CalledGpu>,
-    /// Whether NVML was initialised.
+    /// Whether NVML was initialised, and still was at the end.
     pub initialised: bool,
     /// Whether the process has ended; else it was killed, and its end is still to come.
     pub reaped: bool,
@@ -67,8 +68,6 @@ pub(super) struct ActiveAgent {
     pub listens_to: BTreeSet<GpuUuid>,
     /// The host before its start, or at the latest look.
     pub host: Option<HostFingerprint>,
-    /// The error with which it is leaving.
-    pub error: Option<String>,
     /// When a standby is to follow it, and why.
     pub renewal: Option<(Duration, String)>,
     /// The pauses after standbys that failed.
@@ -88,8 +87,6 @@ pub(super) struct StandbyAgent {
     pub id: AgentId,
     pub skipped: Vec<Place>,
     pub reason: RestartReason,
-    /// The error with which it is leaving.
-    pub error: Option<String>,
 }
 
 /// All of them.

@@ -1,9 +1,9 @@
 //! Which GPUs the agents must not touch. Pure; moments are arguments.
 //!
-//! Called by `machine`. A GPU is blamed when an NVML call about it hangs or crashes an agent. After two strikes within an hour
-//! the next agents skip it. It counts as quarantined only once an agent that skipped it has seen other GPUs: where agents end
-//! all the same, or there is no other GPU to compare with, the driver is at fault and no GPU is. Trials follow, ever more
-//! rarely, until an agent that does not skip it lives.
+//! Called by `machine`. A GPU is blamed when an NVML call about it hangs or crashes an agent. After two strikes within
+//! an hour the next agents skip it. It counts as quarantined only once an agent that skipped it has seen other GPUs:
+//! where agents end all the same, or there is no other GPU to compare with, the driver is at fault and no GPU is.
+//! Trials follow, ever more rarely, until an agent that does not skip it lives.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -108,8 +108,8 @@ impl Quarantine {
         skipped.pause
     }
 
-    /// An agent that skipped these GPUs saw `others`, of `count` GPUs. `None` where it saw no GPU: then no GPU is blamed any
-    /// more, and the agent is useless. One that cannot count the GPUs proves nothing.
+    /// An agent that skipped these GPUs saw `others`, of `count` GPUs. `None` where it saw no GPU: then no GPU is
+    /// blamed any more, and the agent is useless. One that cannot count the GPUs proves nothing.
     pub fn agent_lives(&mut self, skipped: &[Place], others: usize, count: Option<u32>) -> Option<Verdict> {
         let mut verdict = Verdict::default();
         let Some(count) = count else { return Some(verdict) };

@@ -38,8 +38,8 @@ impl Control {
         &self.socket
     }
 
-    /// Sends one command to every process that listens and waits until it is done. A command that is kept (see the crate's
-    /// page) is written down for the next process, also where none listens now.
+    /// Sends one command to every process that listens and waits until it is done. A command that is kept (see the
+    /// crate's page) is written down for the next process, also where none listens now.
     ///
     /// # Errors
     ///

@@ -11,8 +11,8 @@ use crate::state::{self, FAKE};
 
 /// Binds the socket, replays what was kept for this machine, and serves in a thread of its own.
 ///
-/// The journal is locked from before the socket is bound until it has been read, and by who sends while it sends, so that a
-/// command is either answered here or found in the journal, never lost between.
+/// The journal is locked from before the socket is bound until it has been read, and by who sends while it sends, so
+/// that a command is either answered here or found in the journal, never lost between.
 pub fn start(socket: &Path) -> io::Result<()> {
     let journal = command::journal(socket);
     let file = OpenOptions::new().create(true).append(true).read(true).open(&journal)?;

@@ -122,6 +122,13 @@ pub enum Effect {
         /// The action.
         action: RecoveryAction,
     },
+    /// Report, once while it stands, a reason that makes no GPU unhealthy because health checks are disabled.
+    NotCounted {
+        /// The GPU.
+        gpu: GpuUuid,
+        /// The reason.
+        reason: UnhealthyReason,
+    },
     /// Tell people that what was kept has a form that this version does not know.
     RecordIgnored {
         /// The form.

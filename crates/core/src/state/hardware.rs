@@ -15,7 +15,7 @@ use super::health::{self, GpuHealth};
 use super::poll::{FabricHealth, HealthPoll, Reach, RecoveryAction};
 use super::reason::UnhealthyReason;
 use super::record::{HealthRecord, NodeIdentity};
-use super::xid::XidPolicy;
+use super::xid::{DOUBLE_BIT_ECC, XidPolicy};
 use super::xid_log::XidLog;
 use crate::allocation::{AllocationTables, Groups};
 use crate::once::Once;
@@ -23,9 +23,6 @@ use crate::topology::{
     CudaVersion, GpuUuid, HostObservation, MigUuid, NodeObservation, NodeTopology, NvLinkRemote, PciAddress,
     PciObservation, TopologyWarning,
 };
-
-/// The driver's double-bit ECC event is this XID by another way: the class of the one is the class of the other.
-const DOUBLE_BIT_ECC: u64 = 48;
 
 /// The GPUs of the node.
 #[derive(Clone, Debug)]
@@ -47,6 +44,8 @@ pub struct Hardware {
     unknown_actions: Once<(GpuUuid, RecoveryAction)>,
     /// XIDs that change nothing.
     pub(super) xid_log: XidLog,
+    /// The reasons that stand and do not count, by their labels.
+    uncounted: BTreeSet<(GpuUuid, &'static str)>,
     /// The record that the runtime was last asked to keep.
     kept: HealthRecord,
 }
@@ -58,6 +57,13 @@ pub struct DriverVersions {
     pub driver: Option<String>,
     /// The newest CUDA that the driver supports (`nvmlSystemGetCudaDriverVersion_v2`).
     pub cuda: Option<CudaVersion>,
+}
+
+impl DriverVersions {
+    /// Those of a scan.
+    pub fn of(observed: &NodeObservation) -> Self {
+        Self { driver: observed.driver_version.clone(), cuda: observed.cuda_version }
+    }
 }
 
 impl Default for Hardware {
@@ -73,6 +79,7 @@ impl Default for Hardware {
             addresses: BTreeMap::new(),
             reported: BTreeMap::new(),
             unknown_actions: Once::new(),
+            uncounted: BTreeSet::new(),
             xid_log: XidLog::default(),
             kept: HealthRecord::default(),
         }
@@ -107,7 +114,7 @@ impl Hardware {
 
     /// Whether a GPU, or with `instance` a MIG device of it, may be given out; `None` for one that was never scanned.
     pub fn health(&self, gpu: &GpuUuid, instance: Option<MigInstance>) -> Option<Health> {
-        Some(self.health.get(gpu)?.verdict(instance))
+        Some(self.health.get(gpu)?.verdict(&self.xids, instance))
     }
 
     /// The reasons that stand against a GPU and its MIG devices, in the order in which they began, each with its beginning.
@@ -139,8 +146,7 @@ impl Hardware {
         if topology != **self.topology() {
             self.tables = Arc::new(AllocationTables::new(Arc::new(topology)));
         }
-        let (driver, cuda) = (observed.driver_version.clone(), observed.cuda_version);
-        self.versions = DriverVersions { driver, cuda };
+        self.versions = DriverVersions::of(observed);
         let bus = addresses(&observed.host);
         let off_bus = |pci: &PciAddress| !bus.is_empty() && !bus.contains(pci);
         let by_address: BTreeMap<PciAddress, &GpuUuid> = observed.gpus.iter().map(|gpu| (gpu.pci, &gpu.uuid)).collect();
@@ -291,11 +297,11 @@ impl Hardware {
                 continue;
             };
             if let (Some(instance), Some(mig)) = (device.instance(), &device.mig) {
-                now.insert((uuid.clone(), Some(mig.uuid.clone())), health.verdict_of_instance(instance));
+                now.insert((uuid.clone(), Some(mig.uuid.clone())), health.verdict_of_instance(&self.xids, instance));
             }
             now.entry(whole).or_insert_with(|| match instances.get(uuid) {
-                Some(instances) => health.verdict_beside(instances),
-                None => health.verdict(None),
+                Some(instances) => health.verdict_beside(&self.xids, instances),
+                None => health.verdict(&self.xids, None),
             });
         }
         for (uuid, health) in orphaned {
@@ -313,6 +319,20 @@ impl Hardware {
         let effects = effects.collect();
         self.reported = now;
         effects
+    }
+
+    /// Reports each reason that does not count because health checks are disabled, once while it stands. Returns whether other
+    /// ones stand than before.
+    pub(super) fn report_uncounted(&mut self) -> (bool, Vec<Effect>) {
+        let standing =
+            self.health.iter().flat_map(|(gpu, health)| health.standing().map(move |(reason, _)| (gpu, reason)));
+        let uncounted = standing.filter(|(_, reason)| !self.xids.counts(reason));
+        let now: BTreeMap<_, _> =
+            uncounted.map(|(gpu, reason)| ((gpu.clone(), reason.label()), reason.clone())).collect();
+        let changed = !now.keys().eq(self.uncounted.iter());
+        let before = core::mem::replace(&mut self.uncounted, now.keys().cloned().collect());
+        let news = now.into_iter().filter(|(key, _)| !before.contains(key));
+        (changed, news.map(|((gpu, _), reason)| Effect::NotCounted { gpu, reason }).collect())
     }
 
     /// Asks to keep the record, where it changed.

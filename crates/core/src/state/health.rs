@@ -14,6 +14,7 @@ use super::event::MigInstance;
 use super::poll::{FabricHealth, HealthPoll, Reach, RecoveryAction};
 use super::reason::UnhealthyReason;
 use super::record::{Accepted, GpuRecord, KeptReason, LastSeen};
+use super::xid::XidPolicy;
 use crate::topology::GpuUuid;
 
 /// How long evidence has to last before a reason ends.
@@ -119,20 +120,21 @@ impl GpuHealth {
     }
 
     /// Whether a MIG device (or with `None` the whole GPU) may be given out.
-    pub fn verdict(&self, instance: Option<MigInstance>) -> Health {
-        self.verdict_on(|reason| reason.concerns(instance))
+    pub fn verdict(&self, xids: &XidPolicy, instance: Option<MigInstance>) -> Health {
+        self.verdict_on(|reason| xids.counts(reason) && reason.concerns(instance))
     }
 
     /// The health of one MIG instance alone: only reasons that name it count.
-    pub fn verdict_of_instance(&self, instance: MigInstance) -> Health {
-        self.verdict_on(|reason| reason.instance().is_some() && reason.concerns(Some(instance)))
+    pub fn verdict_of_instance(&self, xids: &XidPolicy, instance: MigInstance) -> Health {
+        self.verdict_on(|reason| xids.counts(reason) && reason.instance().is_some() && reason.concerns(Some(instance)))
     }
 
     /// The health of a GPU beside that of its MIG instances: reasons that name one of these do not count.
-    pub fn verdict_beside(&self, instances: &BTreeSet<MigInstance>) -> Health {
-        self.verdict_on(|reason| {
-            reason.instance().is_none() || !instances.iter().any(|instance| reason.concerns(Some(*instance)))
-        })
+    pub fn verdict_beside(&self, xids: &XidPolicy, instances: &BTreeSet<MigInstance>) -> Health {
+        let of_another = |reason: &UnhealthyReason| {
+            reason.instance().is_some() && instances.iter().any(|instance| reason.concerns(Some(*instance)))
+        };
+        self.verdict_on(|reason| xids.counts(reason) && !of_another(reason))
     }
 
     /// Of several reasons the first one whose remedy is a reset is named, else the first.

@@ -314,7 +314,9 @@ impl NodeState {
         let (changed, conflicts) = Offers::refresh_health(&mut self.offers, hardware, &self.ledger);
         effects.extend(hardware.report(self.offers.listed()));
         effects.extend(conflicts);
-        if (publish || changed) && self.opening.is_open() {
+        let (uncounted_changed, uncounted) = hardware.report_uncounted();
+        effects.extend(uncounted);
+        if (publish || changed || uncounted_changed) && self.opening.is_open() {
             effects.push(Effect::Publish);
         }
         effects.extend(hardware.keep());

@@ -7,6 +7,8 @@ use alloc::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
+use super::reason::UnhealthyReason;
+
 /// Whose fault an XID is, and what it asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -49,6 +51,9 @@ impl XidClass {
         matches!(self, Self::ResetGpu | Self::RebootNode)
     }
 }
+
+/// The driver's double-bit ECC event is this XID by another way: the class of the one is the class of the other.
+pub(super) const DOUBLE_BIT_ECC: u64 = 48;
 
 /// What an operator says of XIDs: by number, and as the NVIDIA plugin's environment variables say it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -114,6 +119,20 @@ impl XidPolicy {
             return if class.fails() { class } else { XidClass::ResetGpu };
         }
         if self.disabled.contains(code) && class != XidClass::Application { XidClass::Ignore } else { class }
+    }
+
+    /// Whether a reason makes a GPU unhealthy. Where every health check is disabled only these do: XIDs that are enabled or
+    /// classed by number, a GPU that is not on the bus, an order for the time without NVML, and what is not about health.
+    pub(super) fn counts(&self, reason: &UnhealthyReason) -> bool {
+        match reason {
+            _ if self.disabled != XidSet::All => true,
+            UnhealthyReason::Xid { code, .. } => self.class(*code).fails(),
+            UnhealthyReason::DoubleBitEcc => self.class(DOUBLE_BIT_ECC).fails(),
+            UnhealthyReason::OffBus | UnhealthyReason::Gone | UnhealthyReason::DriverAway { .. } => true,
+            UnhealthyReason::HeldElsewhere { .. } | UnhealthyReason::Claimed { .. } => true,
+            UnhealthyReason::Withdrawn | UnhealthyReason::MpsNotReady => true,
+            _ => false,
+        }
     }
 }
 

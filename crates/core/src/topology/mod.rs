@@ -17,11 +17,11 @@ mod warning;
 pub use address::{GpuUuid, MigUuid, NumaNodeId, PackageId, PciAddress, PciAddressError, Uuid, UuidError};
 pub use level::{Rank, TopologyLevel};
 pub use matrix::LinkMatrix;
-pub use mig::{MigCapabilities, MigDevice, MigDeviceObservation, MigExtension, MigObservation, MigProfile};
+pub use mig::{MigCapabilities, MigDevice, MigDeviceObservation, MigEngines, MigExtension, MigObservation, MigProfile};
 pub use node::{Gpu, Nic, NodeTopology};
 pub use observation::{
-    ComputeCapability, CpuObservation, CudaVersion, FabricObservation, GpuObservation, HostBridgeObservation,
-    HostObservation, NicKind, NicObservation, NodeObservation, NumaNodeObservation, NvLinkObservation, NvLinkRemote,
-    PciKind, PciObservation, PcieLink, ProbeFailure,
+    ComputeCapability, CpuObservation, CudaVersion, DisplayClass, FabricObservation, GpuObservation,
+    HostBridgeObservation, HostObservation, NicKind, NicObservation, NodeObservation, NumaNodeObservation,
+    NvLinkObservation, NvLinkRemote, PciKind, PciObservation, PcieLink, ProbeFailure, thousandths,
 };
 pub use warning::TopologyWarning;

@@ -132,6 +132,22 @@ pub struct PcieLink {
     pub width: u32,
 }
 
+impl PcieLink {
+    /// The rate in the kernel's words: "16.0 GT/s PCIe", on older kernels "8 GT/s".
+    pub fn megatransfers(words: &str) -> Option<u32> {
+        let (number, unit) = words.split_once(' ')?;
+        unit.starts_with("GT/s").then(|| thousandths(number)).flatten()
+    }
+}
+
+/// A decimal number times a thousand, digits beyond the third dropped.
+pub fn thousandths(number: &str) -> Option<u32> {
+    let (whole, part) = number.split_once('.').unwrap_or((number, ""));
+    let mut digits = part.chars().chain("000".chars()).take(3);
+    let part = digits.try_fold(0, |sum, digit| Some(sum * 10 + digit.to_digit(10)?))?;
+    whole.parse::<u32>().ok()?.checked_mul(1_000)?.checked_add(part)
+}
+
 /// The NVLinks of one GPU that end at one remote and are in one state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -243,6 +259,9 @@ pub struct PciObservation {
     pub pci: Option<PciAddress>,
     /// What it is.
     pub kind: PciKind,
+    /// The PCI class of a GPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub class: Option<DisplayClass>,
     /// What its link towards the CPU (for a port that faces down: towards the device) can do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub link: Option<PcieLink>,
@@ -255,6 +274,13 @@ pub struct PciObservation {
     /// What hangs below, for a port or a switch.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub devices: Vec<PciObservation>,
+}
+
+impl PciObservation {
+    /// A function of which nothing else is known.
+    pub const fn new(pci: Option<PciAddress>, kind: PciKind) -> Self {
+        Self { pci, kind, class: None, link: None, numa: None, nics: Vec::new(), devices: Vec::new() }
+    }
 }
 
 /// What a PCI function is.
@@ -273,6 +299,34 @@ pub enum PciKind {
     Gpu,
     /// A network card; its interfaces are in `nics`.
     Nic,
+}
+
+/// The PCI class of a GPU (PCI Code and ID Assignment, base class 03h).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum DisplayClass {
+    /// A VGA controller, 0300h: a GPU with display outputs.
+    #[serde(rename = "vga")]
+    Vga,
+    /// A 3D controller, 0302h: a GPU without.
+    #[serde(rename = "3d")]
+    ThreeD,
+    /// Any other display controller.
+    #[serde(rename = "other")]
+    Other,
+}
+
+impl DisplayClass {
+    /// The base class of display controllers.
+    const BASE: u16 = 0x03;
+
+    /// Of base class and subclass; `None` for what is no display controller.
+    pub fn new(class: u16) -> Option<Self> {
+        match class {
+            0x0300 => Some(Self::Vga),
+            0x0302 => Some(Self::ThreeD),
+            _ => (class >> 8 == Self::BASE).then_some(Self::Other),
+        }
+    }
 }
 
 /// A network interface of a PCI function.
@@ -308,4 +362,25 @@ pub struct ProbeFailure {
     pub call: String,
     /// What came back.
     pub error: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn link_speeds_are_read_as_kernels_write_them() {
+        for (text, mts) in [
+            ("16.0 GT/s PCIe", 16_000),
+            ("8 GT/s", 8_000),
+            ("2.5 GT/s PCIe", 2_500),
+            ("32 GT/s PCIe/s", 32_000),
+            ("64.0 GT/s PCIe", 64_000),
+        ] {
+            assert_eq!(PcieLink::megatransfers(text), Some(mts), "{text}");
+        }
+        for text in ["Unknown", "Unknown speed", "", "16", "16.x GT/s", "16 Gb/s", "99999999 GT/s"] {
+            assert_eq!(PcieLink::megatransfers(text), None, "{text}");
+        }
+    }
 }

@@ -1,0 +1,56 @@
+{{/* Values that their schema cannot refuse, since it takes two of them, or a reason, to refuse one. */}}
+{{- define "linkwise.refuse" -}}
+{{- $config := .Values.config | default dict -}}
+{{- $map := $config.map | default dict -}}
+
+{{- if (.Values.nfd).enabled -}}
+{{- fail (printf "\nnfd.enabled: this chart does not bring Node Feature Discovery. Install it by its own chart, and leave nfd.enabled out:\n\n%s" (include "linkwise.installNfd" .)) -}}
+{{- end -}}
+
+{{- $repository := (.Values.image).repository | default "" -}}
+{{- if and (hasSuffix "/k8s-device-plugin" $repository) (ne $repository "nvcr.io/nvidia/k8s-device-plugin") -}}
+{{- fail (printf "\nimage.repository: %s is a copy of NVIDIA's image; name one of linkwise." $repository) -}}
+{{- end -}}
+
+{{- if and (eq (include "linkwise.namespace" .) "default") (not .Values.allowDefaultNamespace) -}}
+{{- fail "\nThe namespace is `default`: name another by --namespace (with --create-namespace), or set allowDefaultNamespace=true." -}}
+{{- end -}}
+
+{{- if and (.Values.gfd).enabled (.Values.devicePlugin).writeLabelsFile -}}
+{{- fail "\ngfd.enabled and devicePlugin.writeLabelsFile are both set: one of them writes the node's labels." -}}
+{{- end -}}
+
+{{- if and $config.name $map -}}
+{{- fail (printf "\nconfig.name (%s) and config.map are both set: take the ConfigMap that exists, or the one that this chart makes." $config.name) -}}
+{{- end -}}
+
+{{- range $name, $text := $map -}}
+{{- $read := fromYaml $text -}}
+{{- with $read.Error -}}
+{{- fail (printf "\nconfig.map.%s is no YAML mapping: %s" $name .) -}}
+{{- end -}}
+{{- range $key := list "flags" "sharing" "linkwise" -}}
+{{- with get $read $key -}}
+{{- if not (kindIs "map" .) -}}
+{{- fail (printf "\nconfig.map.%s: %s is no mapping." $name $key) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- with ($read.flags | default dict).plugin -}}
+{{- if not (kindIs "map" .) -}}
+{{- fail (printf "\nconfig.map.%s: flags.plugin is no mapping." $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- if and $config.default $map (not (hasKey $map $config.default)) -}}
+{{- fail (printf "\nconfig.default: config.map has no file %s; it has %s." $config.default (keys $map | sortAlpha | join ", ")) -}}
+{{- end -}}
+
+{{- $fallbacks := $config.fallbackStrategies | default list -}}
+{{- $named := and (has "named" $fallbacks) (hasKey $map "default") -}}
+{{- $single := and (has "single" $fallbacks) (eq (len $map) 1) -}}
+{{- if and $map (not (or $config.default $named $single (has "empty" $fallbacks))) -}}
+{{- fail (printf "\nconfig.default is not set, and config.fallbackStrategies (%s) chooses none of the files in config.map: %s." (join ", " $fallbacks) (keys $map | sortAlpha | join ", ")) -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,259 @@
+//! What an operator of NVIDIA's chart relies on: its values file, its names, its selectors (which no upgrade can change), the
+//! variables of each program, and the texts of the configuration files.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::flat::{difference, lines};
+use crate::helm::{Helm, POD, containers, daemon_sets, list, object, repository, set};
+
+const PLUGIN: &str = "nvdp-nvidia-device-plugin";
+const MPS: &str = "nvdp-nvidia-device-plugin-mps-control-daemon";
+const GFD: &str = "nvdp-nvidia-device-plugin-gpu-feature-discovery";
+
+/// Everything at once.
+const ALL: [&str; 4] =
+    ["gfd.enabled=true", "config.name=external", "podMonitor.enabled=true", "nvidiaDriverRoot=/driver"];
+
+fn with_nvidias_file(helm: &Helm, values: &[&str]) -> Vec<Value> {
+    let file = repository("tests/chart/nvidia-values.yaml");
+    let args = [vec!["--values", file.to_str().unwrap()], set(values)].concat();
+    helm.template(&args).unwrap_or_else(|error| panic!("{error}"))
+}
+
+#[test]
+fn nvidias_values_file_gives_our_objects() {
+    let Some(helm) = Helm::found() else { return };
+    let ours = lines(&helm.objects(&[]));
+    // The file has another affinity, and its image is not ours.
+    insta::assert_snapshot!(difference(&ours, &lines(&with_nvidias_file(&helm, &[]))));
+}
+
+/// `helm upgrade --reuse-values` takes the values of the chart that was installed, in which ours are missing.
+#[test]
+fn reused_values_lack_only_what_has_a_default() {
+    let Some(helm) = Helm::found() else { return };
+    let missing = [
+        "configManager=null",
+        "metrics=null",
+        "podMonitor=null",
+        "kubeletRootDir=null",
+        "devicePlugin.resources=null",
+        "devicePlugin.writeLabelsFile=null",
+        "devicePlugin.extraEnv=null",
+        "devicePlugin.extraVolumes=null",
+        "devicePlugin.extraVolumeMounts=null",
+        "gfd.resources=null",
+        "gfd.extraEnv=null",
+        "mps.updateStrategy=null",
+        "mps.resources=null",
+        "mps.extraEnv=null",
+        "image.digest=null",
+    ];
+    for more in [&[][..], &["gfd.enabled=true", "config.map.default=version: v1"]] {
+        let whole = lines(&with_nvidias_file(&helm, more));
+        let reused = difference(&whole, &lines(&with_nvidias_file(&helm, &[&missing[..], more].concat())));
+        let changes = reused.lines().filter(|line| line.starts_with("  "));
+        let other: Vec<&str> = changes.filter(|line| !line.contains("].resources.")).collect();
+        assert!(other.is_empty(), "{other:?}");
+    }
+}
+
+#[test]
+fn names_are_nvidias_and_follow_the_overrides() {
+    let Some(helm) = Helm::found() else { return };
+    for (values, prefix, namespace) in [
+        (&[][..], "nvdp-nvidia-device-plugin", "gpu"),
+        (&["nameOverride=nvdp-plugin"], "nvdp-nvdp-plugin", "gpu"),
+        (&["nameOverride=dp"], "nvdp", "gpu"),
+        (&["fullnameOverride=gpus", "namespaceOverride=elsewhere"], "gpus", "elsewhere"),
+    ] {
+        let objects = helm.objects(&[&ALL[..], values].concat());
+        let names: BTreeSet<(String, String)> = objects
+            .iter()
+            .map(|object| {
+                let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+                (text(&object["kind"]), text(&object["metadata"]["name"]))
+            })
+            .collect();
+        let expected = [
+            ("ClusterRole", "-role"),
+            ("ClusterRoleBinding", "-role-binding"),
+            ("DaemonSet", ""),
+            ("DaemonSet", "-gpu-feature-discovery"),
+            ("DaemonSet", "-mps-control-daemon"),
+            ("PodMonitor", ""),
+            ("Role", "-gpu-feature-discovery"),
+            ("RoleBinding", "-gpu-feature-discovery"),
+            ("ServiceAccount", "-service-account"),
+        ];
+        let expected = expected.map(|(kind, suffix)| (kind.to_owned(), format!("{prefix}{suffix}")));
+        assert_eq!(names, BTreeSet::from(expected), "{values:?}");
+        for object in &objects {
+            let cluster = object["kind"].as_str().unwrap().starts_with("Cluster");
+            let expected = if cluster { Value::Null } else { namespace.into() };
+            assert_eq!(object["metadata"]["namespace"], expected, "{values:?}: {}", object["kind"]);
+        }
+    }
+}
+
+#[test]
+fn selectors_are_nvidias_and_match_their_pods() {
+    let Some(helm) = Helm::found() else { return };
+    let usual =
+        serde_json::json!({"app.kubernetes.io/instance": "nvdp", "app.kubernetes.io/name": "nvidia-device-plugin"});
+    let own = serde_json::json!({"app": "gpus"});
+    for (values, selector) in [(&[][..], &usual), (&["selectorLabelsOverride.app=gpus"], &own)] {
+        let objects = helm.objects(&[&ALL[..], values].concat());
+        for set in daemon_sets(&objects) {
+            assert_eq!(set.pointer("/spec/selector/matchLabels").unwrap(), selector);
+            let labels = set.pointer("/spec/template/metadata/labels").unwrap();
+            for (key, value) in selector.as_object().unwrap() {
+                assert_eq!(labels[key], *value);
+            }
+        }
+        // The monitor's selector is that of one DaemonSet alone.
+        let monitor = object(&objects, "PodMonitor", PLUGIN).pointer("/spec/selector/matchLabels").unwrap().as_object();
+        let monitored = daemon_sets(&objects).filter(|set| {
+            let labels = set.pointer("/spec/template/metadata/labels").unwrap();
+            monitor.unwrap().iter().all(|(key, value)| labels[key] == *value)
+        });
+        assert_eq!(monitored.map(|set| &set["metadata"]["name"]).collect::<Vec<_>>(), [PLUGIN]);
+    }
+}
+
+/// The variables of a container, with their values where they are texts.
+fn variables(container: &Value) -> BTreeMap<&str, &str> {
+    list(container, "/env")
+        .into_iter()
+        .map(|env| (env["name"].as_str().unwrap(), env["value"].as_str().unwrap_or("")))
+        .collect()
+}
+
+fn container<'a>(objects: &'a [Value], set: &str, name: &str) -> &'a Value {
+    let found = containers(object(objects, "DaemonSet", set)).into_iter().find(|container| container["name"] == name);
+    found.unwrap_or_else(|| panic!("no container {name}"))
+}
+
+/// Which value becomes which variable of which program: NVIDIA's chart 0.20, apart from those that ours does not need.
+#[test]
+fn programs_get_nvidias_variables() {
+    let Some(helm) = Helm::found() else { return };
+    let table: [(&str, &str, &str, bool, bool); 15] = [
+        // value, variable, its value, for gpu-feature-discovery too, for the MPS daemon too
+        ("migStrategy=single", "MIG_STRATEGY", "single", true, true),
+        ("migStrategy=mixed", "NVIDIA_MIG_MONITOR_DEVICES", "all", true, true),
+        ("failOnInitError=false", "FAIL_ON_INIT_ERROR", "false", true, false),
+        ("compatWithCPUManager=false", "PASS_DEVICE_SPECS", "false", false, false),
+        ("deviceListStrategy=cdi-cri", "DEVICE_LIST_STRATEGY", "cdi-cri", false, false),
+        ("deviceIDStrategy=index", "DEVICE_ID_STRATEGY", "index", false, false),
+        ("nvidiaDriverRoot=/driver", "NVIDIA_DRIVER_ROOT", "/driver", false, false),
+        ("nvidiaDevRoot=/dev-root", "NVIDIA_DEV_ROOT", "/dev-root", false, false),
+        ("gdrcopyEnabled=true", "GDRCOPY_ENABLED", "true", false, false),
+        ("gdsEnabled=false", "GDS_ENABLED", "false", false, false),
+        ("mofedEnabled=true", "MOFED_ENABLED", "true", false, false),
+        ("deviceDiscoveryStrategy=auto", "DEVICE_DISCOVERY_STRATEGY", "auto", true, false),
+        ("cdi.nvidiaHookPath=/hook", "NVIDIA_CDI_HOOK_PATH", "/hook", false, false),
+        ("mps.root=/mps-root", "MPS_ROOT", "/mps-root", false, false),
+        ("config.name=external", "CONFIG_FILE", "/config/config.yaml", true, true),
+    ];
+    for (value, variable, expected, discovery, daemon) in table {
+        let objects = helm.objects(&["gfd.enabled=true", value]);
+        for (set, name, wanted) in [
+            (PLUGIN, "nvidia-device-plugin-ctr", true),
+            (GFD, "gpu-feature-discovery-ctr", discovery),
+            (MPS, "mps-control-daemon-ctr", daemon),
+        ] {
+            let found = variables(container(&objects, set, name)).get(variable).copied();
+            assert_eq!(found, wanted.then_some(expected), "{value}: {variable} of {name}");
+        }
+    }
+}
+
+/// The words of a program's help: its variables are in brackets, `[env: NAME=`.
+fn help(program: &[&str]) -> String {
+    let help = Command::new(env!("CARGO_BIN_EXE_linkwise")).args(program).arg("--help").output().unwrap();
+    assert!(help.status.success(), "linkwise {program:?}");
+    String::from_utf8(help.stdout).unwrap().split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn each_program_reads_its_variables() {
+    // Read by the NVIDIA container runtime.
+    const RUNTIMES: [&str; 3] = ["NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_MIG_MONITOR_DEVICES"];
+    let Some(helm) = Helm::found() else { return };
+    let values = ["failOnInitError=true", "migStrategy=mixed", "gfd.noTimestamp=true", "gfd.sleepInterval=60s"];
+    let settings =
+        ["compatWithCPUManager=true", "deviceListStrategy=cdi-cri", "deviceIDStrategy=uuid", "nvidiaDevRoot=/"];
+    let more = ["gdrcopyEnabled=true", "gdsEnabled=true", "mofedEnabled=true", "deviceDiscoveryStrategy=nvml"];
+    let cdi = ["cdi.nvidiaHookPath=/hook", "cdi.featureFlags=x"];
+    let objects = helm.objects(&[&ALL[..], &values, &settings, &more, &cdi].concat());
+    // The commands of NVIDIA's image, and our subcommands of which they are the names.
+    let programs = BTreeMap::from([
+        ("nvidia-device-plugin", help(&["run"])),
+        ("mps-control-daemon", help(&["mps-control-daemon"])),
+    ]);
+    let mut checked = 0;
+    for container in daemon_sets(&objects).flat_map(containers) {
+        let command = container["command"][0].as_str().unwrap();
+        let Some(help) = programs.get(command) else { continue };
+        for name in variables(container).keys().filter(|name| !RUNTIMES.contains(name)) {
+            let known = help.contains(&format!("[env: {name}=")) || help.contains(&format!("[env: {name}]"));
+            assert!(known, "{command} reads no {name}");
+            checked += 1;
+        }
+    }
+    assert!(checked > 15, "{checked}");
+}
+
+#[test]
+fn configuration_files_stay_as_they_are() {
+    let Some(helm) = Helm::found() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let texts = [
+        "version: v1\n",
+        "# first\nversion: v1\n\n\nflags:\n  migStrategy: \"mixed\" # why\n",
+        "  # indented\n  version: v1\n  sharing:\n    timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}",
+        "version: v1\n# tab\there, trailing blanks   \n",
+        "",
+    ];
+    for (number, text) in texts.iter().enumerate() {
+        let file = folder.path().join(format!("{number}.yaml"));
+        std::fs::write(&file, text).unwrap();
+        let map = format!("config.map.default={}", file.display());
+        let objects = helm.template(&["--set-file", &map]).unwrap();
+        let data = &object(&objects, "ConfigMap", "nvdp-nvidia-device-plugin-configs")["data"];
+        assert_eq!(data["default"], **text, "{text:?}");
+    }
+}
+
+/// Every mount has its volume, every volume its mount, every port of a probe its name.
+#[test]
+fn mounts_volumes_and_ports_belong_together() {
+    let Some(helm) = Helm::found() else { return };
+    let hosts = ["devicePlugin.enableHostNetwork=true", "deviceListStrategy=cdi-cri\\,volume-mounts"];
+    for values in [&[][..], &ALL, &["config.map.default=", "gfd.enabled=true"], &hosts, &["nvidiaDriverRoot=/x"]] {
+        let objects = helm.objects(values);
+        for set in daemon_sets(&objects) {
+            let names =
+                |pointer: &str| list(set, pointer).iter().map(|item| item["name"].clone().to_string()).collect();
+            let volumes: BTreeSet<String> = names(&format!("{POD}/volumes"));
+            let mounts: BTreeSet<String> = containers(set)
+                .into_iter()
+                .flat_map(|container| list(container, "/volumeMounts"))
+                .map(|mount| mount["name"].to_string())
+                .collect();
+            assert_eq!(mounts, volumes, "{values:?}: {}", set["metadata"]["name"]);
+            for container in containers(set) {
+                let ports: Vec<&Value> = list(container, "/ports").into_iter().map(|port| &port["name"]).collect();
+                for probe in ["startupProbe", "livenessProbe", "readinessProbe"] {
+                    if let Some(port) = container.pointer(&format!("/{probe}/httpGet/port")) {
+                        assert!(ports.contains(&port), "{values:?}: {probe}: {port}");
+                    }
+                }
+            }
+        }
+    }
+}

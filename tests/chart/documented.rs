@@ -1,0 +1,98 @@
+//! values.yaml, values.schema.json and docs/chart.md have the same values. Needs no helm.
+
+use std::collections::BTreeSet;
+use std::fs;
+
+use serde_json::Value;
+
+use crate::helm::repository;
+
+/// The places of all values that have a name of their own in `values.yaml`.
+fn places(values: &Value, prefix: &str, places: &mut BTreeSet<String>) {
+    for (key, value) in values.as_object().unwrap() {
+        let place = format!("{prefix}{key}");
+        // What follows is Kubernetes', not the chart's.
+        let theirs = ["affinity", "podSecurityContext", "resources", "updateStrategy"].contains(&key.as_str());
+        match value {
+            Value::Object(fields) if !fields.is_empty() && !theirs => self::places(value, &format!("{place}."), places),
+            _ => {
+                places.insert(place);
+            }
+        }
+    }
+}
+
+fn values() -> BTreeSet<String> {
+    let text = fs::read_to_string(repository("charts/linkwise/values.yaml")).unwrap();
+    let mut found = BTreeSet::new();
+    places(&serde_saphyr::from_str(&text).unwrap(), "", &mut found);
+    found
+}
+
+fn schema() -> Value {
+    let text = fs::read_to_string(repository("charts/linkwise/values.schema.json")).unwrap();
+    serde_json::from_str(&text).unwrap()
+}
+
+/// Read by the templates of NVIDIA's chart and missing in its values, or helm's own.
+const UNLISTED: [&str; 4] = ["global", "nfd.enabled", "noTimestamp", "sleepInterval"];
+
+#[test]
+fn schema_has_the_values_and_no_more() {
+    fn in_schema(schema: &Value, prefix: &str, found: &mut BTreeSet<String>) {
+        for (key, entry) in schema["properties"].as_object().unwrap() {
+            let place = format!("{prefix}{key}");
+            match entry.get("properties") {
+                Some(_) => in_schema(entry, &format!("{place}."), found),
+                None => {
+                    found.insert(place);
+                }
+            }
+        }
+    }
+    let mut found = BTreeSet::new();
+    in_schema(&schema(), "", &mut found);
+    let mut listed = values();
+    // Values of NFD's chart are free.
+    listed.remove("nfd");
+    listed.extend(UNLISTED.map(str::to_owned));
+    assert_eq!(found, listed);
+}
+
+#[test]
+fn nvidias_values_are_all_in_values_yaml() {
+    let text = fs::read_to_string(repository("tests/chart/nvidia-values.yaml")).unwrap();
+    let mut theirs = BTreeSet::new();
+    places(&serde_saphyr::from_str(&text).unwrap(), "", &mut theirs);
+    let ours = values();
+    let known = |place: &&String| {
+        place.starts_with("nfd.") || ours.iter().any(|own| place == &own || place.starts_with(&format!("{own}.")))
+    };
+    let missing: Vec<&String> = theirs.iter().filter(|place| !known(place)).collect();
+    assert!(missing.is_empty(), "{missing:?}");
+}
+
+#[test]
+fn documentation_has_every_value() {
+    let text = fs::read_to_string(repository("docs/chart.md")).unwrap();
+    let named = |place: &&String| !text.contains(&format!("`{place}`"));
+    let all: BTreeSet<String> = values().into_iter().chain(UNLISTED[1..].iter().map(|&name| name.to_owned())).collect();
+    let missing: Vec<&String> = all.iter().filter(named).collect();
+    assert!(missing.is_empty(), "docs/chart.md does not have {missing:?}");
+}
+
+/// The command that a refusal of `nfd.enabled` shows, and the notes after an installation.
+#[test]
+fn documentation_has_the_command_that_installs_nfd() {
+    let helpers = fs::read_to_string(repository("charts/linkwise/templates/_helpers.tpl")).unwrap();
+    let command: Vec<&str> = helpers
+        .lines()
+        .skip_while(|line| !line.starts_with("helm install nfd"))
+        .take_while(|line| !line.starts_with("{{"))
+        .collect();
+    assert_eq!(command.len(), 4, "{command:?}");
+    let text = fs::read_to_string(repository("docs/chart.md")).unwrap();
+    let documented = text.lines().map(str::trim).collect::<Vec<_>>().join("\n");
+    let command = command.into_iter().map(str::trim).collect::<Vec<_>>().join("\n");
+    assert!(documented.contains(&command), "docs/chart.md does not have\n{command}");
+}

@@ -1,0 +1,157 @@
+//! What the chart renders for NVIDIA's default values, and what each value changes of that. Golden files: a change of the chart
+//! shows as a change of what the cluster gets.
+
+use insta::assert_snapshot;
+
+use crate::flat::{Lines, difference, lines};
+use crate::helm::{Helm, set};
+
+/// For each entry, values as `--set` takes them, the lines that these values change of what `base` gives.
+fn changes(helm: &Helm, base: &[&str], entries: &[&[&str]]) -> String {
+    let before = lines(&helm.objects(base));
+    entries.iter().map(|values| section(values, &before, &lines(&helm.objects(&[base, values].concat())))).collect()
+}
+
+fn section(values: &[&str], before: &Lines, after: &Lines) -> String {
+    format!("## {}\n{}\n", values.join(" ").replace('\n', "\\n"), difference(before, after))
+}
+
+#[test]
+fn helm_lint_finds_nothing() {
+    let Some(helm) = Helm::found() else { return };
+    for values in [&[][..], &["gfd.enabled=true", "config.name=other", "podMonitor.enabled=true"]] {
+        let output = helm.run(&["lint", "--strict", "--quiet"], &set(values));
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+    }
+}
+
+#[test]
+fn defaults_give_these_objects() {
+    let Some(helm) = Helm::found() else { return };
+    assert_snapshot!(difference(&Lines::default(), &lines(&helm.objects(&[]))));
+}
+
+#[test]
+fn settings_become_variables() {
+    let Some(helm) = Helm::found() else { return };
+    let entries = [
+        &["migStrategy=none"][..],
+        &["migStrategy=mixed"],
+        &["failOnInitError=false"],
+        &["compatWithCPUManager=true"],
+        &["deviceListStrategy=envvar"],
+        &["deviceListStrategy=volume-mounts"],
+        &["deviceListStrategy=cdi-annotations\\,cdi-cri"],
+        &["deviceListStrategy=cdi-cri", "nvidiaDriverRoot=/run/nvidia/driver"],
+        &["deviceIDStrategy=index"],
+        &["nvidiaDriverRoot=/run/nvidia/driver"],
+        &["nvidiaDevRoot=/dev-root"],
+        &["gdrcopyEnabled=true", "gdsEnabled=true", "mofedEnabled=false"],
+        &["deviceDiscoveryStrategy=nvml"],
+        &["cdi.nvidiaHookPath=/usr/local/nvidia-cdi-hook", "cdi.featureFlags=disable-nvsandboxutils"],
+        &["mps.root=/var/mps"],
+    ];
+    assert_snapshot!(changes(&helm, &[], &entries));
+}
+
+#[test]
+fn configurations_bring_config_manager() {
+    let Some(helm) = Helm::found() else { return };
+    let shared =
+        "config.map.shared=version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu\\, replicas: 4}]}}";
+    let one = "config.map.only=version: v1";
+    assert_snapshot!("one_file", changes(&helm, &[], &[&[one]]));
+    let entries = [
+        &["config.map.default=version: v1", shared, "config.fallbackStrategies={empty}"][..],
+        &["config.map.a=flags: {migStrategy: single}", "config.map.b=", "config.default=b"],
+        &["config.map.only=flags: {plugin: {deviceListStrategy: [envvar\\, volume-mounts]}}"],
+        &["config.map.only=flags: {plugin: {deviceListStrategy: cdi-cri}}"],
+        &["podAnnotations.checksum/config=mine"],
+    ];
+    assert_snapshot!("more_files", changes(&helm, &[one], &entries));
+    // Whose files are not in the values may ask for everything, unless the values decide it.
+    let before = lines(&helm.objects(&[one]));
+    let entries =
+        [&["config.name=external"][..], &["config.name=external", "migStrategy=none", "deviceListStrategy=envvar"]];
+    let sections = entries.map(|values| section(values, &before, &lines(&helm.objects(values))));
+    assert_snapshot!("files_of_others", sections.concat());
+}
+
+#[test]
+fn programs_are_switched_on_and_off() {
+    let Some(helm) = Helm::found() else { return };
+    let entries = [
+        &["gfd.enabled=true"][..],
+        &["devicePlugin.enabled=false"],
+        &["devicePlugin.writeLabelsFile=true"],
+        &["mps.enableHostPID=false"],
+        &["mps.updateStrategy.type=RollingUpdate"],
+        &["mps.enableHostNetwork=true"],
+        &["devicePlugin.enableHostNetwork=true", "metrics.port=9410"],
+        &["podMonitor.enabled=true", "podMonitor.labels.release=prometheus"],
+    ];
+    assert_snapshot!("programs", changes(&helm, &[], &entries));
+    let entries = [
+        &["config.name=external", "migStrategy=none", "deviceListStrategy=envvar"][..],
+        &["gfd.noTimestamp=true", "gfd.sleepInterval=infinite"],
+        &["noTimestamp=false", "sleepInterval=30s"],
+        &["gfd.securityContext.privileged=true"],
+        &["gfd.enableHostNetwork=true"],
+        &["nvidiaDriverRoot=/run/nvidia/driver", "failOnInitError=false", "migStrategy=single"],
+    ];
+    let base = ["gfd.enabled=true", "devicePlugin.enabled=false"];
+    assert_snapshot!("gpu_feature_discovery", changes(&helm, &base, &entries));
+}
+
+#[test]
+fn pods_take_what_every_chart_has() {
+    let Some(helm) = Helm::found() else { return };
+    let digest = format!("image.digest=sha256:{}", "ab".repeat(32));
+    let entries = [
+        &["image.repository=registry.example/linkwise", "image.tag=v1.2.3", "image.pullPolicy=Always"][..],
+        &["image.repository=registry.example/linkwise", &digest],
+        &["imagePullSecrets[0].name=pull"],
+        &["updateStrategy.type=OnDelete"],
+        &["podAnnotations.note=text"],
+        &["podSecurityContext.runAsGroup=0"],
+        &["securityContext.privileged=true"],
+        &["resources.requests.cpu=100m", "resources.limits.memory=512Mi"],
+        &["priorityClassName="],
+        &["runtimeClassName=nvidia"],
+        &["nodeSelector.gpu-plugin=linkwise"],
+        &["affinity=null", "tolerations=null"],
+        &["devicePlugin.extraEnv[0].name=LINKWISE_NUMA_HINTS", "devicePlugin.extraEnv[0].value=package"],
+        &["kubeletRootDir=/var/snap/kubelet/"],
+    ];
+    assert_snapshot!(changes(&helm, &[], &entries));
+}
+
+/// The examples in NVIDIA's README for 0.20, by their `--set`.
+#[test]
+fn examples_of_nvidias_readme_are_taken() {
+    let Some(helm) = Helm::found() else { return };
+    let file = |name: &str, strategy: &str| {
+        let plugin = "plugin: {passDeviceSpecs: false\\, deviceListStrategy: envvar\\, deviceIDStrategy: uuid}";
+        let flags = format!("migStrategy: {strategy}\\, failOnInitError: true\\, nvidiaDriverRoot: \"/\"\\, {plugin}");
+        format!("config.map.{name}=version: v1\nflags: {{{flags}}}")
+    };
+    let (one, zero, both) = (file("config", "none"), file("config0", "none"), file("config1", "mixed"));
+    let with_file = [
+        &["config.name=nvidia-plugin-configs"][..],
+        &["config.default=config0", &zero, &both],
+        &["config.default=config0", "config.name=nvidia-plugin-configs"],
+    ];
+    let without = [
+        &["compatWithCPUManager=true", "resources.requests.cpu=100m", "resources.limits.memory=512Mi"][..],
+        &["compatWithCPUManager=true", "migStrategy=mixed"],
+        &["devicePlugin.enabled=false"],
+        &["allowDefaultNamespace=true", "nfd.enabled=false", "migStrategy=mixed", "devicePlugin.enabled=false"],
+    ];
+    // Compared with a file that asks for nothing: the example's asks for the defaults.
+    let file = lines(&helm.objects(&[&one]));
+    let mut text = changes(&helm, &[], &without);
+    text.extend(with_file.map(|values| section(values, &file, &lines(&helm.objects(values)))));
+    assert_snapshot!(text);
+    let same = changes(&helm, &["config.map.config=version: v1"], &[&[&one]]);
+    assert!(!same.contains("SYS_ADMIN"), "{same}");
+}

@@ -1,0 +1,85 @@
+//! Runs helm.
+
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+/// A file or folder of the repository.
+pub fn repository(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+/// The release that all tests render; NVIDIA's README calls it so.
+pub const RELEASE: &str = "nvdp";
+
+/// helm on this machine.
+pub struct Helm(PathBuf);
+
+impl Helm {
+    /// The one of `make tools`, else one on the PATH; without either the test says that it is skipped.
+    pub fn found() -> Option<Self> {
+        let places = [repository("target/tools/helm"), PathBuf::from("helm")];
+        let works = |place: &PathBuf| Command::new(place).arg("version").output().is_ok_and(|ran| ran.status.success());
+        let found = places.into_iter().find(works).map(Self);
+        if found.is_none() {
+            // Not eprintln, which the test harness keeps to itself unless a test fails.
+            let _ = writeln!(std::io::stderr(), "skipped: no helm here; `make tools` brings it");
+        }
+        found
+    }
+
+    pub fn run(&self, command: &[&str], args: &[&str]) -> Output {
+        let mut helm = Command::new(&self.0);
+        helm.args(command).arg(repository("charts/linkwise")).args(["--namespace", "gpu"]).args(args);
+        helm.output().unwrap()
+    }
+
+    /// The objects that the cluster would get, without those that are empty, or helm's message.
+    pub fn template(&self, args: &[&str]) -> Result<Vec<Value>, String> {
+        let output = self.run(&["template", RELEASE], args);
+        if !output.status.success() {
+            return Err(String::from_utf8(output.stderr).unwrap());
+        }
+        let text = String::from_utf8(output.stdout).unwrap();
+        let documents =
+            text.split("---\n").filter(|text| text.lines().any(|line| !line.starts_with('#') && !line.is_empty()));
+        let read =
+            |text: &str| serde_saphyr::from_str(text).unwrap_or_else(|error| panic!("{args:?}: {error}\n{text}"));
+        Ok(documents.map(read).collect())
+    }
+
+    /// The objects for values that the chart has to take, `--set` for each.
+    pub fn objects(&self, values: &[&str]) -> Vec<Value> {
+        self.template(&set(values)).unwrap_or_else(|error| panic!("{values:?}: {error}"))
+    }
+}
+
+/// `--set VALUE` for each; a file (`config.map.NAME=@FILE`) by `--set-file`.
+pub fn set<'a>(values: &[&'a str]) -> Vec<&'a str> {
+    values.iter().flat_map(|value| ["--set", value]).collect()
+}
+
+/// The named object of a kind.
+pub fn object<'a>(objects: &'a [Value], kind: &str, name: &str) -> &'a Value {
+    let found = objects.iter().find(|object| object["kind"] == kind && object["metadata"]["name"] == name);
+    found.unwrap_or_else(|| panic!("no {kind} {name}"))
+}
+
+/// The list at this place, empty where it is missing.
+pub fn list<'a>(value: &'a Value, pointer: &str) -> Vec<&'a Value> {
+    value.pointer(pointer).and_then(Value::as_array).map(|list| list.iter().collect()).unwrap_or_default()
+}
+
+pub const POD: &str = "/spec/template/spec";
+
+/// The containers of a DaemonSet, those that run first in front.
+pub fn containers(set: &Value) -> Vec<&Value> {
+    ["initContainers", "containers"].iter().flat_map(|of| list(set, &format!("{POD}/{of}"))).collect()
+}
+
+/// The DaemonSets among these objects.
+pub fn daemon_sets(objects: &[Value]) -> impl Iterator<Item = &Value> {
+    objects.iter().filter(|object| object["kind"] == "DaemonSet")
+}

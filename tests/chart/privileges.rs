@@ -1,0 +1,131 @@
+//! What each program may do: least privileges by default, more only where a value asks for it, a token only for those that speak to
+//! the API server.
+
+use std::collections::BTreeSet;
+
+use serde_json::{Value, json};
+
+use crate::helm::{Helm, POD, containers, daemon_sets, list};
+
+/// The MPS daemon mounts, sets compute modes and runs servers for other users.
+const PRIVILEGED: [&str; 2] = ["mps-control-daemon-mounts", "mps-control-daemon-ctr"];
+
+fn names(containers: &[&Value], holds: impl Fn(&Value) -> bool) -> BTreeSet<String> {
+    containers.iter().filter(|c| holds(c)).map(|c| c["name"].as_str().unwrap().to_owned()).collect()
+}
+
+fn set(names: &[&str]) -> BTreeSet<String> {
+    names.iter().map(|name| (*name).to_owned()).collect()
+}
+
+/// Checks who has SYS_ADMIN beside the privileged; everybody else has nothing at all.
+fn check(objects: &[Value], values: &[&str], admins: &[&str]) {
+    let all: Vec<&Value> = daemon_sets(objects).flat_map(containers).collect();
+    let security = |container: &Value| container["securityContext"].clone();
+    let privileged = names(&all, |container| security(container)["privileged"] == true);
+    assert!(privileged.is_subset(&set(&PRIVILEGED)), "{values:?}: {privileged:?}");
+    let admin = names(&all, |container| security(container)["capabilities"]["add"] == json!(["SYS_ADMIN"]));
+    assert_eq!(admin, set(admins), "{values:?}");
+    for container in all {
+        let (name, security) = (container["name"].as_str().unwrap(), security(container));
+        assert_eq!(security["readOnlyRootFilesystem"], true, "{values:?}: {name}");
+        if privileged.contains(name) {
+            continue;
+        }
+        assert_eq!(security["capabilities"]["drop"], json!(["ALL"]), "{values:?}: {name}");
+        // The API server refuses SYS_ADMIN without the right to gain privileges.
+        assert_eq!(security["allowPrivilegeEscalation"], admin.contains(name), "{values:?}: {name}");
+    }
+}
+
+#[test]
+fn only_mps_is_privileged_and_sys_admin_is_asked_for() {
+    let Some(helm) = Helm::found() else { return };
+    let (plugin, both) = ("nvidia-device-plugin-ctr", ["nvidia-device-plugin-ctr", "gpu-feature-discovery-ctr"]);
+    let two = ["config.map.a=flags: {migStrategy: mixed}", "config.map.default=flags: {migStrategy: none}"];
+    for (values, admins) in [
+        (&[][..], &[][..]),
+        (&["gfd.enabled=true"], &[]),
+        (&["compatWithCPUManager=true"], &[]),
+        (&["migStrategy=none"], &[]),
+        (&["deviceListStrategy=envvar\\,cdi-cri"], &[]),
+        (&["migStrategy=mixed"], &[plugin]),
+        (&["migStrategy=single", "gfd.enabled=true"], &both),
+        (&["deviceListStrategy=volume-mounts"], &[plugin]),
+        (&["deviceListStrategy=envvar\\,volume-mounts", "gfd.enabled=true"], &both),
+        (&["config.map.default=version: v1", "gfd.enabled=true"], &[]),
+        (&["config.map.default=flags: {plugin: {deviceListStrategy: [volume-mounts]}}"], &[plugin]),
+        (&["config.map.default=flags: {plugin: {deviceListStrategy: volume-mounts}}"], &[plugin]),
+        // A file for some nodes; the pod is the same on all. A value of the chart wins over each file.
+        (&two, &[plugin]),
+        (&[two[0], two[1], "migStrategy=none"], &[]),
+        (&["config.name=external", "gfd.enabled=true"], &both),
+        (&["config.name=external", "migStrategy=none"], &[plugin]),
+        (&["config.name=external", "migStrategy=none", "deviceListStrategy=envvar"], &[]),
+    ] {
+        check(&helm.objects(values), values, admins);
+    }
+}
+
+#[test]
+fn given_security_context_replaces_ours() {
+    let Some(helm) = Helm::found() else { return };
+    let values =
+        ["securityContext.privileged=true", "gfd.enabled=true", "gfd.securityContext.runAsUser=0", "config.name=x"];
+    let objects = helm.objects(&values);
+    let all: Vec<&Value> = daemon_sets(&objects).flat_map(containers).collect();
+    let of = |name: &str| all.iter().find(|container| container["name"] == name).unwrap()["securityContext"].clone();
+    for container in ["nvidia-device-plugin-ctr", "nvidia-device-plugin-sidecar"] {
+        assert_eq!(of(container), json!({"privileged": true}), "{container}");
+    }
+    for container in ["gpu-feature-discovery-ctr", "gpu-feature-discovery-sidecar"] {
+        assert_eq!(of(container), json!({"runAsUser": 0}), "{container}");
+    }
+    for container in ["nvidia-device-plugin-init", "gpu-feature-discovery-init", "mps-control-daemon-sidecar"] {
+        assert_eq!(of(container)["capabilities"], json!({"drop": ["ALL"]}), "{container}");
+    }
+}
+
+const TOKEN: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
+
+#[test]
+fn token_is_mounted_only_where_the_api_is_called() {
+    let Some(helm) = Helm::found() else { return };
+    let managers = ["nvidia-device-plugin", "gpu-feature-discovery", "mps-control-daemon"];
+    let managers = managers.iter().flat_map(|name| [format!("{name}-init"), format!("{name}-sidecar")]);
+    let managers: BTreeSet<String> = managers.chain(["gpu-feature-discovery-ctr".to_owned()]).collect();
+    for (values, expected) in [
+        (&[][..], BTreeSet::new()),
+        (&["gfd.enabled=true"], set(&["gpu-feature-discovery-ctr"])),
+        (&["gfd.enabled=true", "config.name=external"], managers),
+    ] {
+        let objects = helm.objects(values);
+        for set in daemon_sets(&objects) {
+            assert_eq!(set.pointer(&format!("{POD}/automountServiceAccountToken")).unwrap(), false);
+        }
+        let all: Vec<&Value> = daemon_sets(&objects).flat_map(containers).collect();
+        let with = |container: &Value| list(container, "/volumeMounts").iter().any(|mount| mount["mountPath"] == TOKEN);
+        assert_eq!(names(&all, with), expected, "{values:?}");
+    }
+}
+
+#[test]
+fn rights_are_those_that_the_programs_need() {
+    let Some(helm) = Helm::found() else { return };
+    let nodes = json!({"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]});
+    let features = json!({"apiGroups": ["nfd.k8s-sigs.io"], "resources": ["nodefeatures"],
+                          "verbs": ["get", "create", "patch", "delete"]});
+    for (values, cluster, namespaced) in [
+        (&[][..], None, None),
+        (&["config.map.default=version: v1"], Some(&nodes), None),
+        (&["config.name=external", "gfd.enabled=true"], Some(&nodes), Some(&features)),
+        (&["gfd.enabled=true"], None, Some(&features)),
+    ] {
+        let objects = helm.objects(values);
+        for (kind, expected) in [("ClusterRole", cluster), ("Role", namespaced)] {
+            let roles = objects.iter().filter(|object| object["kind"] == kind);
+            let rules: Vec<&Value> = roles.flat_map(|role| list(role, "/rules")).collect();
+            assert_eq!(rules, expected.into_iter().collect::<Vec<_>>(), "{values:?}: {kind}");
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! Values that the chart does not take: helm ends with the name of the value, and with what to do where that is not plain.
+
+use crate::helm::{Helm, set};
+
+/// `helm template` with these values fails, and its message has all these words.
+fn refused(helm: &Helm, values: &[&str], words: &[&str]) {
+    let message = helm.template(&set(values)).expect_err(&values.join(" "));
+    for word in words {
+        assert!(message.contains(word), "{values:?}: {word:?} is not in\n{message}");
+    }
+}
+
+#[test]
+fn unknown_values_are_refused_by_name() {
+    let Some(helm) = Helm::found() else { return };
+    for (value, place, name) in [
+        ("migStrategies=mixed", "(root)", "migStrategies"),
+        ("namespace=gpu", "(root)", "namespace"),
+        ("config.names=x", "config", "names"),
+        ("devicePlugin.hostNetwork=true", "devicePlugin", "hostNetwork"),
+        ("gfd.interval=60s", "gfd", "interval"),
+        ("mps.enableHostPid=true", "mps", "enableHostPid"),
+        ("cdi.enabled=true", "cdi", "enabled"),
+        ("image.registry=x", "image", "registry"),
+        ("resources.limit.memory=1Gi", "resources", "limit"),
+        ("podMonitor.scrapeTimeout=3s", "podMonitor", "scrapeTimeout"),
+        ("tolerations[0].name=x", "tolerations.0", "name"),
+    ] {
+        refused(&helm, &[value], &[place, name, "not allowed"]);
+    }
+}
+
+#[test]
+fn values_of_wrong_type_are_refused_by_name() {
+    let Some(helm) = Helm::found() else { return };
+    for (value, name) in [
+        ("migStrategy=all", "migStrategy"),
+        ("failOnInitError=perhaps", "failOnInitError"),
+        ("compatWithCPUManager=1", "compatWithCPUManager"),
+        ("deviceListStrategy=cdi", "deviceListStrategy"),
+        ("deviceListStrategy={envvar,cdi-cri}", "deviceListStrategy"),
+        ("deviceIDStrategy=name", "deviceIDStrategy"),
+        ("deviceDiscoveryStrategy=tegra", "deviceDiscoveryStrategy"),
+        ("nvidiaDriverRoot=driver", "nvidiaDriverRoot"),
+        ("config.map.default.version=v1", "config.map.default"),
+        ("config.map.a b=", "a b"),
+        ("config.fallbackStrategies={first}", "config.fallbackStrategies"),
+        ("devicePlugin.enabled=yes please", "devicePlugin.enabled"),
+        ("devicePlugin.enableHostNetwork=1", "devicePlugin.enableHostNetwork"),
+        ("devicePlugin.extraEnv[0].value=x", "devicePlugin.extraEnv"),
+        ("gfd.sleepInterval=60", "gfd.sleepInterval"),
+        ("gfd.sleepInterval=often", "gfd.sleepInterval"),
+        ("mps.root=mps", "mps.root"),
+        ("mps.updateStrategy.type=Recreate", "mps.updateStrategy.type"),
+        ("image.tag=2", "image.tag"),
+        ("image.digest=sha256:12", "image.digest"),
+        ("nodeSelector.gpu=true", "nodeSelector.gpu"),
+        ("metrics.port=0", "metrics.port"),
+        ("podMonitor.interval=often", "podMonitor.interval"),
+        ("kubeletRootDir=kubelet", "kubeletRootDir"),
+        ("nfd.enabled=maybe", "nfd.enabled"),
+        ("nameOverride=Has Spaces", "nameOverride"),
+    ] {
+        refused(&helm, &[value], &[name, "schema"]);
+    }
+}
+
+#[test]
+fn nfd_is_refused_with_the_command_that_installs_it() {
+    let Some(helm) = Helm::found() else { return };
+    let command = "helm install nfd oci://registry.k8s.io/nfd/charts/node-feature-discovery --version 0.19.0";
+    refused(&helm, &["nfd.enabled=true"], &["nfd.enabled", command, "deviceLabelFields"]);
+    for taken in
+        ["nfd.enabled=false", "nfd.enabled=null", "nfd.worker.config.sources.pci.x=1", "nfd.master.enable=false"]
+    {
+        assert!(!helm.objects(&[taken]).is_empty());
+    }
+}
+
+#[test]
+fn values_that_contradict_are_refused_with_the_reason() {
+    let Some(helm) = Helm::found() else { return };
+    let (a, b) = ("config.map.a=version: v1", "config.map.b=version: v1");
+    for (values, words) in [
+        (&["namespaceOverride=default"][..], &["--namespace", "allowDefaultNamespace"][..]),
+        (&["config.name=external", a], &["config.name (external) and config.map"]),
+        (&["gfd.enabled=true", "devicePlugin.writeLabelsFile=true"], &["gfd.enabled and devicePlugin.writeLabelsFile"]),
+        (&[a, b], &["config.default", "config.fallbackStrategies (named, single)", "a, b"]),
+        (&[a, "config.fallbackStrategies={named}"], &["config.fallbackStrategies (named)", "config.map: a."]),
+        (&[a, b, "config.default=c"], &["config.default", "no file c", "a, b"]),
+        (&["config.map.a=flags: {", "config.default=a"], &["config.map.a is no YAML mapping"]),
+        (&["config.map.a=[1]"], &["config.map.a is no YAML mapping"]),
+        (&["config.map.a=flags: none"], &["config.map.a", "flags is no mapping"]),
+        (&["config.map.a=flags: {plugin: 3}"], &["config.map.a", "flags.plugin is no mapping"]),
+        (&["image.repository=registry.example/mirror/k8s-device-plugin"], &["image.repository", "NVIDIA's image"]),
+    ] {
+        refused(&helm, values, words);
+    }
+    for taken in [
+        &["namespaceOverride=default", "allowDefaultNamespace=true"][..],
+        &[a, b, "config.default=a"],
+        &[a, b, "config.fallbackStrategies={empty}"],
+        &[a, "config.map.default=version: v1"],
+        &[a],
+    ] {
+        assert!(!helm.objects(taken).is_empty());
+    }
+}
