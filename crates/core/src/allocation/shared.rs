@@ -1,8 +1,8 @@
 //! Shared and partitioned GPUs: units (slots of time-slicing or MPS, MIG devices) chosen by the GPUs behind them.
 //!
-//! Owns how units are spread over GPUs; which GPUs go well together is the whole-GPU choice's business, and
-//! every tie is handed to [`preferred_allocation`](super::preferred_allocation). Works on counts for each GPU, so that its cost grows with the
-//! number of units only. Never fails, as the whole-GPU choice.
+//! Owns how units are spread over GPUs; which GPUs go well together is the whole-GPU choice's business, and every tie is
+//! handed to it. Works on counts for each GPU, so that its cost grows with the number of units only. Never fails, as the
+//! whole-GPU choice.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;

@@ -14,8 +14,8 @@ use crate::topology::{NodeTopology, bandwidth};
 
 /// The tables of one topology. Off the admission path to build, read-only afterwards, swapped in whole.
 ///
-/// Up to [`Self::EXACT_GPUS`] GPUs they hold a row for each of the 2^n sets: 24 bytes, and each value once; 6 KiB for 8 GPUs, 2 MiB for 16. For
-/// more they hold the tree of the machine, and sets are valued when they are asked for.
+/// Up to [`Self::EXACT_GPUS`] GPUs they hold a row of 24 bytes for each of the 2^n sets (6 KiB for 8 GPUs, 1.5 MiB for
+/// 16) and each value once. For more they hold the tree of the machine, and sets are valued when they are asked for.
 #[derive(Clone, Debug)]
 pub struct AllocationTables {
     topology: Arc<NodeTopology>,
@@ -84,8 +84,8 @@ impl AllocationTables {
 }
 
 impl SetTables {
-    /// Computes the rows. Where the GPUs are a few of a larger machine, `tree` is that machine: what remains is valued by
-    /// its best.
+    /// Computes the rows. Where the GPUs are a few of a larger machine, `tree` is that machine: what remains is valued
+    /// by its best.
     pub fn new(topology: &NodeTopology, tree: Option<&Tree>) -> Self {
         let gpus = topology.gpus().len();
         let collective = collective::table(topology);

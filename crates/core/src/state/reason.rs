@@ -183,8 +183,8 @@ impl UnhealthyReason {
         }
     }
 
-    /// Whether something has to be done to the GPU: such a reason is kept across our own restarts. The others end by the
-    /// same look that found them.
+    /// Whether something has to be done to the GPU: such a reason is kept across our own restarts. The others end by
+    /// the same look that found them.
     pub(super) fn needs_reset(&self) -> bool {
         matches!(
             self,

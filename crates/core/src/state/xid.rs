@@ -33,10 +33,10 @@ const APPLICATION: [u64; 51] = [
 const IGNORED: [u64; 18] = [14, 37, 38, 44, 63, 66, 67, 92, 93, 106, 107, 121, 137, 141, 152, 153, 154, 157];
 
 impl XidClass {
-    /// The class of a number by the table of docs/health.md, which also has names and sources: NVIDIA's XID catalog as its
-    /// own NVSentinel maps it, and before it the list of k8s-device-plugin 0.17's health check. What pods survive there
-    /// they survive here. A workflow that needs the text of the message, which NVML does not give, asks for its gravest
-    /// end. A number that is not there fails the GPU, as it does in NVIDIA's plugin.
+    /// The class of a number by the table of docs/health.md, which also has names and sources: NVIDIA's XID catalog as
+    /// its own NVSentinel maps it, and before it the list of k8s-device-plugin 0.17's health check. What pods survive
+    /// there they survive here. A workflow that needs the text of the message, which NVML does not give, asks for its
+    /// gravest end. A number that is not there fails the GPU, as it does in NVIDIA's plugin.
     pub fn of(code: u64) -> Self {
         match code {
             79 | 151 => Self::RebootNode,

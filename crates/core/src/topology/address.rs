@@ -115,7 +115,8 @@ pub struct Uuid<const OF_MIG_DEVICE: bool>(Arc<str>);
 /// A GPU's UUID, `GPU-...`.
 pub type GpuUuid = Uuid<false>;
 
-/// A MIG device's UUID, `MIG-...`. Drivers before R470 write `MIG-GPU-<the GPU's UUID>/<GPU instance>/<compute instance>`.
+/// A MIG device's UUID, `MIG-...`. Drivers before R470 write
+/// `MIG-GPU-<the GPU's UUID>/<GPU instance>/<compute instance>`.
 pub type MigUuid = Uuid<true>;
 
 /// Why a text is no such UUID.
