@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use linkwise_kubelet_box::KubeletBox;
 use serde_json::Value;
 
-use crate::node::{GPU, Node, Setup, registered, uuid};
+use crate::node::{GPU, Node, Setup, registered, until, uuid};
 
 pub fn file(setup: &Setup) -> PathBuf {
     setup.at("k/linkwise/linkwise_health.json")
@@ -139,8 +139,11 @@ async fn disabled_health_checks_leave_gpus_in_service() {
     node.setup.tell("lost 4");
     let line = node.process.said("health checks are disabled: the GPU stays healthy").await;
     assert_eq!(line["gpu"], uuid(1, 4));
-    assert!(
-        node.get("/metrics").await.body.contains(&format!("since_seconds{{uuid=\"{}\",reason=\"lost\"}}", uuid(1, 4)))
-    );
+    let series = format!("linkwise_gpu_unhealthy_since_seconds{{uuid=\"{}\",reason=\"lost\"}}", uuid(1, 4));
+    until(async || {
+        let text = node.get("/metrics").await.body;
+        if text.contains(&series) { Ok(()) } else { Err(text) }
+    })
+    .await;
     assert_eq!(kubelet.state().resources[GPU].unhealthy.len(), 1);
 }

@@ -15,7 +15,7 @@ use super::health::{self, GpuHealth};
 use super::poll::{FabricHealth, HealthPoll, Reach, RecoveryAction};
 use super::reason::UnhealthyReason;
 use super::record::{HealthRecord, NodeIdentity};
-use super::xid::{DOUBLE_BIT_ECC, XidPolicy};
+use super::xid::{DOUBLE_BIT_ECC, XidPolicy, XidSet};
 use super::xid_log::XidLog;
 use crate::allocation::{AllocationTables, Groups};
 use crate::once::Once;
@@ -324,6 +324,9 @@ impl Hardware {
     /// Reports each reason that does not count because health checks are disabled, once while it stands. Returns whether other
     /// ones stand than before.
     pub(super) fn report_uncounted(&mut self) -> (bool, Vec<Effect>) {
+        if self.xids.disabled != XidSet::All {
+            return (false, Vec::new());
+        }
         let standing =
             self.health.iter().flat_map(|(gpu, health)| health.standing().map(move |(reason, _)| (gpu, reason)));
         let uncounted = standing.filter(|(_, reason)| !self.xids.counts(reason));
