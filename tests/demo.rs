@@ -13,8 +13,8 @@ use linkwise_kubelet_box::TopologyManager;
 
 const POLICIES: [&str; 4] = ["none", "best-effort", "restricted", "single-numa-node"];
 const SCOPES: [&str; 2] = ["container", "pod"];
-/// Demos at a time: more would compete for processors.
-const AT_ONCE: usize = 8;
+/// Demos at a time: more would compete for the two workers, and the kubelet waits 20 s for a plugin at most.
+const AT_ONCE: usize = 2;
 
 fn args(options: &[&str]) -> DemoArgs {
     match Cli::try_parse_from(["linkwise", "demo"].iter().chain(options)).unwrap().command {
