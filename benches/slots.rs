@@ -30,7 +30,7 @@ fn main() {
             let shared = vec![SharedResource::new(ResourceName::gpu(), REPLICAS)];
             let plan = ResourcePlan {
                 sharing: Some(Sharing::new(SharingKind::TimeSlicing, shared)),
-                filter: Filter { keep_display: true, ..Filter::default() },
+                filter: Filter::default(),
                 policies: [(ResourceName::gpu(), policy)].into(),
                 ..ResourcePlan::default()
             };

@@ -29,7 +29,7 @@ fn main() -> ExitCode {
         Command::NvmlAgent(args) => nvml::agent::main(&args.command).map_err(Into::into),
     };
     let Err(error) = result else { return ExitCode::SUCCESS };
-    // Nobody is left to tell where standard error is closed.
+    // A closed standard error leaves no place for the message.
     let _ = writeln!(std::io::stderr().lock(), "linkwise: {error:#}");
     ExitCode::FAILURE
 }

@@ -13,7 +13,7 @@ use linkwise_kubelet_box::TopologyManager;
 
 const POLICIES: [&str; 4] = ["none", "best-effort", "restricted", "single-numa-node"];
 const SCOPES: [&str; 2] = ["container", "pod"];
-/// Demos at a time: more would wait for each other's processors.
+/// Demos at a time: more would compete for processors.
 const AT_ONCE: usize = 8;
 
 fn args(options: &[&str]) -> DemoArgs {
@@ -65,8 +65,7 @@ async fn demo_succeeds_on_each_machine_policy_and_scope() {
     }
 }
 
-/// Machines that no one has built in: few GPUs, no NUMA nodes, too many, with numbers that no mask holds, four to a
-/// package.
+/// Machines that are not built in: few GPUs, no NUMA nodes, too many of them, node numbers that no mask holds.
 fn odd_machines() -> Vec<Machine> {
     let odd = |name: &str, change: &dyn Fn(&mut NodeObservation)| {
         let mut machine = machines::load("dgx-h100").unwrap();
@@ -123,7 +122,7 @@ async fn pod_larger_than_numa_node_is_refused_with_reason() {
 }
 
 #[test]
-fn it_prints_plain_lines_of_100_columns_where_there_is_no_terminal() {
+fn piped_demo_prints_plain_lines_of_100_columns() {
     for machine in machines::built_in() {
         let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
         command.args(["demo", "--machine", machine.name, "--topology-manager-policy", "restricted"]);

@@ -141,7 +141,7 @@ fn openshift_constraints_are_what_the_daemonset_needs() {
     assert_eq!(binding["subjects"][0]["namespace"], read(&folder.join("kustomization.yaml"))["namespace"]);
 }
 
-/// By volume mounts, a runtime that ignores the variable of unprivileged containers gives linkwise itself no GPU either.
+/// A runtime that ignores the variable of unprivileged containers gives linkwise itself no GPU without this right.
 #[test]
 fn volume_mounts_come_with_the_right_to_see_gpus() {
     let patch = read(&manifests().join("overlays/volume-mounts/daemonset.yaml"));

@@ -158,7 +158,8 @@ fn ranked(sheet: &Sheet, symbol: &str, row: &str, column: usize) -> String {
 /// A machine of which nothing is known.
 fn empty() -> Machine {
     let (name, title, source, reconstructed) = Default::default();
-    Machine { name, title, source, reconstructed, observed: NodeObservation::default() }
+    let version = linkwise::machines::VERSION;
+    Machine { version, name, title, source, reconstructed, observed: NodeObservation::default() }
 }
 
 #[test]

@@ -131,7 +131,7 @@ fn answer(
 ) -> String {
     let admitted = match admitted {
         Ok(admitted) => admitted,
-        Err(AdmissionError::TopologyAffinity { refusal }) => {
+        Err(AdmissionError::TopologyAffinity(refusal)) => {
             return format!("TopologyAffinityError: {}", refusal.why());
         }
         Err(error @ (AdmissionError::Insufficient { .. } | AdmissionError::NoHealthyDevices { .. })) => {
@@ -142,12 +142,9 @@ fn answer(
     let container = &admitted.containers["main"];
     let grant = &container.resources[GPU];
     let got: BTreeSet<String> = grant.allocation.devices.iter().cloned().collect();
-    let mask = container.hint.as_ref().map(|hint| match (&hint.numa, hint.preferred) {
+    let mask = container.hint.as_ref().map(|hint| match (hint.mask, hint.preferred) {
         (None, _) => "any NUMA node, ".to_owned(),
-        (Some(nodes), preferred) => {
-            let nodes = nodes.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
-            format!("NUMA {{{nodes}}}{}, ", if preferred { "" } else { " not preferred" })
-        }
+        (Some(nodes), preferred) => format!("NUMA {nodes}{}, ", if preferred { "" } else { " not preferred" }),
     });
     let mask = mask.unwrap_or_default();
     let mut text = match &grant.asked {

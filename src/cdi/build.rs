@@ -63,8 +63,8 @@ fn common(description: &Description) -> ContainerEdits {
     }
 }
 
-/// The hooks, in the order in which they have to run: the linker's cache comes after the links and the libraries that it
-/// is to have.
+/// The hooks, in the order in which they have to run: the linker's cache comes after the links and the libraries that
+/// it is to have.
 fn hooks(description: &Description) -> Vec<Hook> {
     let (Some(hooks), driver) = (&description.hooks, &description.driver) else { return Vec::new() };
     let program = hooks.program.rsplit('/').next().unwrap_or(&hooks.program);

@@ -3,8 +3,8 @@
 //! Called by `scan` every 10 s. A library folder of a host has thousands of names, so it is read only when it changed:
 //! the kernel gives a folder a new ctime whenever a name in it comes or goes.
 //!
-//! Which libraries and links: `pkg/nvcdi/driver-nvml.go`, `internal/lookup/root/root.go`, `internal/discover/graphics.go`
-//! and `internal/discover/symlinks.go` of NVIDIA/nvidia-container-toolkit v1.20.
+//! Which libraries and links: `pkg/nvcdi/driver-nvml.go`, `internal/lookup/root/root.go`,
+//! `internal/discover/graphics.go` and `internal/discover/symlinks.go` of NVIDIA/nvidia-container-toolkit v1.20.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -75,8 +75,8 @@ pub(super) struct Found {
 pub(super) struct LibraryFinder {
     root: PathBuf,
     settled_after: Duration,
-    /// What the result depends on: the version that was loaded, the state of each folder that exists and of the linker's
-    /// cache.
+    /// What the result depends on: the version that was loaded, the state of each folder that exists and of the
+    /// linker's cache.
     key: (Option<String>, Vec<Option<Stamp>>),
     found: Option<Found>,
     /// How often folders were read.
@@ -190,7 +190,8 @@ fn links(root: &Path, libraries: &BTreeSet<String>, of_driver: &str) -> BTreeMap
     links
 }
 
-/// The driver's version, where a libcuda in these folders has it: `loaded`, else the one in the first folder that has any.
+/// The driver's version, where a libcuda in these folders has it: `loaded`, else the one in the first folder that has
+/// any.
 fn version_in(folders: &[PathBuf], loaded: Option<&str>) -> Option<String> {
     let Some(loaded) = loaded else { return folders.iter().find_map(|folder| newest_in(folder)) };
     let name = format!("{LIBCUDA}{loaded}");

@@ -141,9 +141,9 @@ impl Scanner {
 
     /// All GPUs that were ever offered, and the MIG devices that are offered and exist.
     ///
-    /// A GPU that is gone stays, for its containers may be started again. A MIG device that is gone does not: the numbers
-    /// of its instances, and with them its nodes, go to the next device that is made. A container that is started again
-    /// under the old name would get somebody else's device.
+    /// A GPU that is gone stays, for its containers may be started again. A MIG device that is gone does not: the
+    /// numbers of its instances, and with them its nodes, go to the next device that is made. A container that is
+    /// started again under the old name would get somebody else's device.
     fn devices(&self, snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<DeviceEntry> {
         let topology = snapshot.topology();
         let offered = || snapshot.offers().devices();
@@ -219,8 +219,8 @@ impl Scanner {
             return None;
         }
         let program = self.options.hook.clone().unwrap_or_else(|| DEFAULT_HOOK.to_owned());
-        // The host's programs are below a driver root that is the host's own root, and below no other; else the operator
-        // may have mounted it where the host has it.
+        // The host's programs are below a driver root that is the host's own root, and below no other; else the
+        // operator may have mounted it where the host has it.
         let in_root = (self.roots.driver == Path::new("/")).then(|| below(&self.roots.driver_here, &program));
         let seen = in_root.into_iter().chain([PathBuf::from(&program)]).find(|path| path.is_file());
         if self.options.hook.is_none() && seen.is_none() {

@@ -1,7 +1,7 @@
 //! Specs as files: whole or not at all, and only where something changed.
 //!
-//! A runtime reads the folder whenever it likes, ours or not: `files` writes under a name that no runtime reads (they take
-//! *.json and *.yaml) and moves the file to its place.
+//! A runtime reads the folder whenever it likes, ours or not: `files` writes under a name that no runtime reads (they
+//! take *.json and *.yaml) and moves the file to its place.
 
 use std::io;
 use std::path::Path;

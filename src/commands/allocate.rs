@@ -1,7 +1,6 @@
 //! `linkwise allocate`: what would be chosen, and why.
 
-use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
 use serde::{Deserialize, Serialize};
 
-use super::{find_gpu, print};
+use super::{find_gpu, open, print};
 use crate::allocation::{
     AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, ChosenGpu, DeviceId, Explanation,
     FallbackReason, Units, preferred_allocation, preferred_units,
@@ -39,12 +38,15 @@ struct Choice {
     policy: AllocationPolicy,
 }
 
-/// What was chosen.
-struct Chosen {
-    report: AllocationReport,
+/// What was chosen, as scripts read it.
+#[derive(Serialize)]
+struct Chosen<R> {
+    #[serde(flatten)]
+    report: R,
     /// The slots where GPUs are shared.
+    #[serde(skip_serializing_if = "Option::is_none")]
     slots: Option<Vec<Slot>>,
-    elapsed: Duration,
+    elapsed_ns: u64,
 }
 
 /// A slot of an answer.
@@ -54,16 +56,6 @@ struct Slot {
     index: u32,
     uuid: GpuUuid,
     pci: PciAddress,
-}
-
-/// An answer for a script.
-#[derive(Serialize)]
-struct Answer<'a, R> {
-    #[serde(flatten)]
-    report: &'a R,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    slots: Option<&'a [Slot]>,
-    elapsed_ns: u64,
 }
 
 /// Runs the command.
@@ -88,23 +80,25 @@ pub async fn allocate(args: &AllocateArgs) -> Result<()> {
     let chosen = choice.answer(&question)?;
     let (tables, report) = (&choice.tables, &chosen.report);
     print(&match args.format {
-        Format::Json if args.explain => chosen.json(&Explanation::new(tables, report))?,
-        Format::Json => chosen.json(report)?,
+        Format::Json if args.explain => {
+            Chosen { report: Explanation::new(tables, report), slots: chosen.slots, elapsed_ns: chosen.elapsed_ns }
+                .json()?
+        }
+        Format::Json => chosen.json()?,
         Format::Text if args.explain => {
             text(tables.topology(), &chosen) + &Explanation::new(tables, report).to_string()
         }
-        Format::Text => text(tables.topology(), &chosen) + &format!("{report}, {:?}\n", chosen.elapsed),
+        Format::Text => {
+            let elapsed = Duration::from_nanos(chosen.elapsed_ns);
+            text(tables.topology(), &chosen) + &format!("{report}, {elapsed:?}\n")
+        }
     })?;
     Ok(())
 }
 
 /// One JSON line for each request line; one that cannot be answered does not end the others.
 fn answer_all(choice: &Choice, path: &Path) -> Result<()> {
-    let input: Box<dyn Read> = match path.to_str() {
-        Some("-") => Box::new(io::stdin().lock()),
-        _ => Box::new(File::open(path).with_context(|| format!("cannot open {}", path.display()))?),
-    };
-    let mut input = BufReader::new(input);
+    let mut input = BufReader::new(open(path)?);
     loop {
         let mut line = Vec::new();
         let read = (&mut input).take(MAX_LINE).read_until(b'\n', &mut line);
@@ -123,7 +117,7 @@ fn answer_all(choice: &Choice, path: &Path) -> Result<()> {
             Err(_) => Err(anyhow!("the line is not UTF-8")),
         };
         let answer = match question.and_then(|question| choice.answer(&question)) {
-            Ok(chosen) => chosen.json(&chosen.report)?,
+            Ok(chosen) => chosen.json()?,
             Err(error) => refused(&error),
         };
         print(&answer)?;
@@ -134,16 +128,15 @@ fn refused(error: &Error) -> String {
     serde_json::json!({ "error": format!("{error:#}") }).to_string() + "\n"
 }
 
-impl Chosen {
-    /// One line: the report or what holds it, the slots and the time.
-    fn json(&self, report: &impl Serialize) -> Result<String> {
-        let elapsed_ns = u64::try_from(self.elapsed.as_nanos()).unwrap_or(u64::MAX);
-        Ok(serde_json::to_string(&Answer { report, slots: self.slots.as_deref(), elapsed_ns })? + "\n")
+impl<R: Serialize> Chosen<R> {
+    /// One line.
+    fn json(&self) -> Result<String> {
+        Ok(serde_json::to_string(self)? + "\n")
     }
 }
 
 impl Choice {
-    fn answer(&self, question: &Question) -> Result<Chosen> {
+    fn answer(&self, question: &Question) -> Result<Chosen<AllocationReport>> {
         let ids = |names: &[UnitName]| -> Result<Vec<DeviceId>> {
             Ok(names.iter().map(|name| self.ids(name)).collect::<Result<Vec<_>>>()?.concat())
         };
@@ -157,7 +150,7 @@ impl Choice {
             Some((_, units)) => preferred_units(&self.tables, units, &request, self.policy),
             None => preferred_allocation(&self.tables, &request, self.policy),
         };
-        let elapsed = start.elapsed();
+        let elapsed_ns = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
         if report.fallback == Some(FallbackReason::Size) {
             let must = request.must_include.iter().collect::<std::collections::BTreeSet<_>>().len();
             let (size, what) = (request.size, if self.shared.is_some() { "slots" } else { "GPUs" });
@@ -171,7 +164,7 @@ impl Choice {
             .shared
             .as_ref()
             .map(|(_, units)| answer.devices.into_iter().filter_map(|id| slot(units, id)).collect());
-        Ok(Chosen { report, slots, elapsed })
+        Ok(Chosen { report, slots, elapsed_ns })
     }
 
     /// All that there is to choose from.
@@ -202,7 +195,7 @@ impl Choice {
 }
 
 /// The GPUs or slots and the links between the GPUs, for people.
-fn text(topology: &NodeTopology, chosen: &Chosen) -> String {
+fn text(topology: &NodeTopology, chosen: &Chosen<AllocationReport>) -> String {
     let mut text = match &chosen.slots {
         Some(slots) => slots.iter().map(|slot| line(slot.index, slot.pci, &slot.id)).collect(),
         None => chosen.report.devices.iter().map(|gpu| line(gpu.index, gpu.pci, &gpu.uuid)).collect::<String>(),

@@ -6,9 +6,8 @@ use anyhow::{Context, Result};
 
 use crate::config::{HostArgs, NodeArgs};
 use crate::hwloc;
-use crate::machines::{self, Machine};
+use crate::machines::{self, Machine, VERSION};
 use crate::runtime;
-use crate::topology::NodeObservation;
 
 /// The machine of a command's options.
 pub(super) async fn machine(node: &NodeArgs) -> Result<Machine> {
@@ -24,15 +23,11 @@ pub(super) async fn machine(node: &NodeArgs) -> Result<Machine> {
 }
 
 async fn this_machine(host: &HostArgs) -> Result<Machine> {
-    let observed = observe(host).await.context("cannot look at this machine (--node names another)")?;
+    let scan = runtime::scan(&runtime::agent_command(host)).await;
+    let scan = scan.context("cannot look at this machine (--node names another)")?;
+    let (seen, failures) = hwloc::observe(Path::new(&host.sysfs));
     let name = "this machine".to_owned();
     let source = vec!["NVML and hwloc, live".to_owned()];
-    Ok(Machine { title: name.clone(), name, source, reconstructed: Vec::new(), observed })
-}
-
-async fn observe(host: &HostArgs) -> Result<NodeObservation> {
-    let agent = runtime::agent_command(host);
-    let scan = runtime::scan(&agent).await?;
-    let (seen, failures) = hwloc::observe(Path::new(&host.sysfs));
-    Ok(scan.node(seen, failures))
+    let observed = scan.node(seen, failures);
+    Ok(Machine { version: VERSION, title: name.clone(), name, source, reconstructed: Vec::new(), observed })
 }

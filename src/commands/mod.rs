@@ -18,6 +18,10 @@ mod snapshot;
 mod topology;
 mod tree;
 
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
+
 use anyhow::{Context, Result};
 
 use crate::machines::Machine;
@@ -32,7 +36,7 @@ pub use labels::labels;
 pub use output::print;
 pub use simulate::simulate;
 pub use snapshot::snapshot;
-pub use topology::{TopologyJson, topology};
+pub use topology::topology;
 
 use machine::machine;
 
@@ -40,6 +44,14 @@ use machine::machine;
 pub fn machine_tree(machine: &Machine) -> String {
     let (topology, _) = NodeTopology::assemble(&machine.observed);
     format!("{}\n\n{}", machine.title, tree::tree(&machine.observed, &topology, |_| String::new()))
+}
+
+/// A file that a person named, or standard input.
+fn open(path: &Path) -> Result<Box<dyn Read>> {
+    match path.to_str() {
+        Some("-") => Ok(Box::new(io::stdin().lock())),
+        _ => Ok(Box::new(File::open(path).with_context(|| format!("cannot open {}", path.display()))?)),
+    }
 }
 
 /// The GPU that a person named, with its place.

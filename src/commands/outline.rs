@@ -13,50 +13,21 @@ use crate::topology::{
 /// How deep a tree is followed; real ones have six levels, a file may have any number.
 const DEEPEST: usize = 32;
 
-/// The whole machine.
-pub(super) struct Outline<'a> {
-    pub packages: Vec<Package<'a>>,
-    /// GPUs that the host's PCI tree does not show, as places in [`NodeTopology::gpus`].
-    pub unseen: Vec<usize>,
-}
-
-/// A package with its NUMA nodes.
-pub(super) struct Package<'a> {
-    /// `None` where the package of a NUMA node or a host bridge is unknown.
-    pub id: Option<PackageId>,
-    pub nodes: Vec<Node<'a>>,
-}
-
-impl Package<'_> {
-    /// The NUMA nodes that have PCI devices, and the numbers of those without.
-    pub fn by_devices(&self) -> (Vec<&Node<'_>>, Vec<u32>) {
-        let (with, without): (Vec<_>, Vec<_>) = self.nodes.iter().partition(|node| !node.bridges.is_empty());
-        (with, without.iter().filter_map(|node| node.id.map(|id| id.0)).collect())
-    }
-}
-
-/// A NUMA node with the host bridges that are attached to it.
-pub(super) struct Node<'a> {
-    /// `None` holds the host bridges whose NUMA node is unknown.
-    pub id: Option<NumaNodeId>,
-    /// Its CPUs as a kernel list; empty for a memory-only node.
-    pub cpus: &'a str,
-    pub bridges: Bridges<'a>,
-}
-
-/// For each host bridge the devices on it.
-pub(super) type Bridges<'a> = Vec<Vec<Device<'a>>>;
-
-/// A PCI function and what hangs below.
-pub(super) struct Device<'a> {
+/// A package, a NUMA node, a host bridge or a PCI function, and what hangs below.
+pub(super) struct Part<'a> {
     pub what: What<'a>,
     pub pci: Option<PciAddress>,
     pub below: Vec<Self>,
 }
 
-/// What a function is to a person.
+/// What a part is to a person.
 #[derive(Clone, Copy)]
 pub(super) enum What<'a> {
+    /// `None` where the package of a NUMA node or a host bridge is unknown.
+    Package(Option<PackageId>),
+    /// A NUMA node with its CPUs as a kernel list; `None` holds the host bridges whose NUMA node is unknown.
+    Node(Option<NumaNodeId>, &'a str),
+    Bridge,
     /// A port that several devices hang on; other ports are left out in favour of the device on them.
     Port,
     Switch,
@@ -67,14 +38,53 @@ pub(super) enum What<'a> {
     Nic(&'a [NicObservation]),
     /// Something below [`DEEPEST`].
     Deeper,
+    /// The GPUs that the host's PCI tree does not show.
+    Unseen,
 }
 
-impl<'a> Outline<'a> {
-    pub fn new(observed: &'a NodeObservation, topology: &NodeTopology) -> Self {
-        let mut walk = Walk { topology, drawn: BTreeSet::new() };
-        let packages = walk.packages(observed);
-        let unseen = (0..topology.gpus().len()).filter(|place| !walk.drawn.contains(place)).collect();
-        Self { packages, unseen }
+/// The whole machine: packages, and perhaps [`What::Unseen`].
+pub(super) fn outline<'a>(observed: &'a NodeObservation, topology: &NodeTopology) -> Vec<Part<'a>> {
+    let mut walk = Walk { topology, drawn: BTreeSet::new() };
+    let mut parts = walk.packages(observed);
+    let unseen = (0..topology.gpus().len()).filter(|place| !walk.drawn.contains(place));
+    let unseen: Vec<Part<'a>> = unseen.map(|place| Part::new(What::Gpu(place), Vec::new())).collect();
+    if !unseen.is_empty() {
+        parts.push(Part::new(What::Unseen, unseen));
+    }
+    parts
+}
+
+impl<'a> Part<'a> {
+    fn new(what: What<'a>, below: Vec<Self>) -> Self {
+        Self { what, pci: None, below }
+    }
+
+    /// One line about it, in people's words; of a GPU only the address.
+    pub fn label(&self) -> String {
+        let address = self.pci.map(|pci| format!(" {pci}")).unwrap_or_default();
+        match self.what {
+            What::Package(id) => id.map_or("package unknown".to_owned(), |id| format!("package {id}")),
+            What::Node(id, _) => id.map_or("NUMA node unknown".to_owned(), |id| format!("NUMA node {id}")),
+            What::Bridge => "host bridge".to_owned(),
+            What::Port => format!("port{address}"),
+            What::Switch => format!("PCIe switch{address}"),
+            What::Gpu(_) => format!("GPU{address}"),
+            What::UnlistedGpu => format!("a GPU that NVML does not list{address}"),
+            What::Nic(nics) => {
+                format!("NIC{address}  {}", nics.iter().map(nic_name).collect::<Vec<_>>().join(", "))
+            }
+            What::Deeper => "...".to_owned(),
+            What::Unseen => "not in the host's PCI tree".to_owned(),
+        }
+    }
+
+    /// The CPUs of a NUMA node; nothing for a node that is unknown itself.
+    pub fn cpus(&self) -> Option<String> {
+        match self.what {
+            What::Node(Some(_), "") => Some("no CPUs".to_owned()),
+            What::Node(Some(_), cpus) => Some(format!("CPUs {cpus}")),
+            _ => None,
+        }
     }
 }
 
@@ -84,35 +94,34 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    fn packages<'a>(&mut self, observed: &'a NodeObservation) -> Vec<Package<'a>> {
+    fn packages<'a>(&mut self, observed: &'a NodeObservation) -> Vec<Part<'a>> {
         let nodes: BTreeMap<NumaNodeId, (Option<PackageId>, &str)> =
             observed.host.numa_nodes.iter().map(|node| (node.id, (node.package, node.cpus.as_str()))).collect();
         let package =
             |bridge: &HostBridgeObservation| bridge.numa.and_then(|numa| nodes.get(&numa)?.0).or(bridge.package);
-        let mut places: BTreeMap<Option<PackageId>, BTreeMap<Option<NumaNodeId>, Bridges<'a>>> = BTreeMap::new();
+        let mut places: BTreeMap<Option<PackageId>, BTreeMap<Option<NumaNodeId>, Vec<Part<'a>>>> = BTreeMap::new();
         for (numa, (package, _)) in &nodes {
             places.entry(*package).or_default().entry(Some(*numa)).or_default();
         }
         for bridge in &observed.host.host_bridges {
             let below = bridge.devices.iter().filter_map(|device| self.device(device, 0)).collect();
-            places.entry(package(bridge)).or_default().entry(bridge.numa).or_default().push(below);
+            let node = places.entry(package(bridge)).or_default().entry(bridge.numa).or_default();
+            node.push(Part::new(What::Bridge, below));
         }
-        let node = |(id, bridges): (Option<NumaNodeId>, Vec<Vec<Device<'a>>>)| Node {
-            id,
-            cpus: id.and_then(|id| nodes.get(&id)).map_or("", |(_, cpus)| cpus),
-            bridges,
-        };
-        let packages = places.into_iter();
-        packages.map(|(id, nodes)| Package { id, nodes: nodes.into_iter().map(node).collect() }).collect()
+        let cpus = |id: Option<NumaNodeId>| id.and_then(|id| nodes.get(&id)).map_or("", |(_, cpus)| cpus);
+        let node = |(id, bridges)| Part::new(What::Node(id, cpus(id)), bridges);
+        let package =
+            |(id, nodes): (_, BTreeMap<_, _>)| Part::new(What::Package(id), nodes.into_iter().map(node).collect());
+        places.into_iter().map(package).collect()
     }
 
     /// A device with what hangs below; `None` for a port without anything, and for a GPU that was met before.
-    fn device<'a>(&mut self, device: &'a PciObservation, depth: usize) -> Option<Device<'a>> {
+    fn device<'a>(&mut self, device: &'a PciObservation, depth: usize) -> Option<Part<'a>> {
         let pci = device.pci;
         if depth > DEEPEST {
-            return Some(Device { what: What::Deeper, pci, below: Vec::new() });
+            return Some(Part { pci, ..Part::new(What::Deeper, Vec::new()) });
         }
-        let mut below: Vec<Device<'a>> =
+        let mut below: Vec<Part<'a>> =
             device.devices.iter().filter_map(|device| self.device(device, depth + 1)).collect();
         let what = match device.kind {
             PciKind::RootPort | PciKind::DownstreamPort if below.len() < 2 => return below.pop(),
@@ -121,7 +130,7 @@ impl Walk<'_> {
             PciKind::Gpu => self.gpu(pci)?,
             PciKind::Nic => What::Nic(&device.nics),
         };
-        Some(Device { what, pci, below })
+        Some(Part { what, pci, below })
     }
 
     /// The GPU at an address, the first that was not met yet where several claim it.
@@ -134,24 +143,8 @@ impl Walk<'_> {
     }
 }
 
-/// A package as people call it.
-pub(super) fn package_name(id: Option<PackageId>) -> String {
-    id.map_or("package unknown".to_owned(), |id| format!("package {id}"))
-}
-
-/// A NUMA node as people call it.
-pub(super) fn node_name(id: Option<NumaNodeId>) -> String {
-    id.map_or("NUMA node unknown".to_owned(), |id| format!("NUMA node {id}"))
-}
-
-/// The CPUs of a NUMA node; nothing for a node that is unknown itself.
-pub(super) fn node_cpus(node: &Node<'_>) -> Option<String> {
-    node.id?;
-    Some(if node.cpus.is_empty() { "no CPUs".to_owned() } else { format!("CPUs {}", node.cpus) })
-}
-
 /// An interface with its rate: `mlx5_0 100 Gb/s`, `eth0 (Ethernet)`.
-pub(super) fn nic_name(nic: &NicObservation) -> String {
+fn nic_name(nic: &NicObservation) -> String {
     let kind = match nic.kind {
         NicKind::Rdma => "",
         NicKind::Ethernet => " (Ethernet)",
@@ -174,13 +167,9 @@ mod tests {
         serde_json::from_value(serde_json::json!({"kind": kind, "pci": pci})).unwrap()
     }
 
-    fn gpus(devices: &[Device<'_>], found: &mut Vec<usize>) {
-        for device in devices {
-            if let What::Gpu(place) = device.what {
-                found.push(place);
-            }
-            gpus(&device.below, found);
-        }
+    fn gpus(parts: &[Part<'_>]) -> Vec<usize> {
+        let place = |part: &Part<'_>| if let What::Gpu(place) = part.what { Some(place) } else { None };
+        parts.iter().flat_map(|part| place(part).into_iter().chain(gpus(&part.below))).collect()
     }
 
     #[test]
@@ -207,11 +196,8 @@ mod tests {
             ..NodeObservation::default()
         };
         let (topology, _) = NodeTopology::assemble(&observed);
-        let outline = Outline::new(&observed, &topology);
-        let mut found = Vec::new();
-        for node in outline.packages.iter().flat_map(|package| &package.nodes) {
-            node.bridges.iter().for_each(|bridge| gpus(bridge, &mut found));
-        }
-        assert_eq!((found, outline.unseen), (vec![0, 1], vec![2, 3, 4]));
+        let mut parts = outline(&observed, &topology);
+        let unseen = parts.pop().unwrap();
+        assert_eq!((gpus(&parts), gpus(&unseen.below)), (vec![0, 1], vec![2, 3, 4]));
     }
 }

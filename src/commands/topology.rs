@@ -10,7 +10,7 @@ use super::picture::{self, Picture};
 use super::{find_gpu, matrix, print, tree};
 use crate::config::{TopologyArgs, TopologyFormat};
 use crate::machines::{self, Machine};
-use crate::topology::{Gpu, LinkMatrix, Nic, NodeTopology, Rank};
+use crate::topology::{Gpu, Nic, NodeTopology, Rank};
 
 /// Runs the command.
 pub async fn topology(args: &TopologyArgs) -> Result<()> {
@@ -38,22 +38,22 @@ pub async fn topology(args: &TopologyArgs) -> Result<()> {
             let warnings = warnings.iter().map(ToString::to_string).collect();
             serde_json::to_string_pretty(&TopologyJson::new(&topology, warnings))? + "\n"
         }
-        TopologyFormat::Svg => picture::svg(&Picture::new(&machine, &topology, allocated)),
-        TopologyFormat::Dot => picture::dot(&Picture::new(&machine, &topology, allocated)),
+        TopologyFormat::Svg => picture::svg(&Picture::new(&machine, &topology, allocated.as_ref())),
+        TopologyFormat::Dot => picture::dot(&Picture::new(&machine, &topology, allocated.as_ref())),
         TopologyFormat::Nccl => machines::nccl_topology_file(&machine.observed),
     })?;
     Ok(())
 }
 
 /// What `--format json` writes. Square arrays are in the order of `gpus`.
-#[derive(Debug, Serialize)]
-pub struct TopologyJson<'a> {
+#[derive(Serialize)]
+struct TopologyJson<'a> {
     gpus: &'a [Gpu],
     /// Ranks 0 to 5: PIX, PXB, PHB, NODE, SYS inside a package, SYS between packages; 0 on the diagonal.
     level: Vec<Vec<Rank>>,
-    nvlink_mbps: LinkMatrix,
-    pcie_mbps: LinkMatrix,
-    bandwidth_mbps: LinkMatrix,
+    nvlink_mbps: Vec<Vec<u32>>,
+    pcie_mbps: Vec<Vec<u32>>,
+    bandwidth_mbps: Vec<Vec<u32>>,
     /// For each GPU the NVSwitch plane it has a port on, or null.
     nvswitch_plane: Vec<Option<u32>>,
     nics: &'a [Nic],
@@ -61,30 +61,28 @@ pub struct TopologyJson<'a> {
 }
 
 impl<'a> TopologyJson<'a> {
-    /// The JSON of a topology.
-    pub fn new(topology: &'a NodeTopology, warnings: Vec<String>) -> Self {
+    fn new(topology: &'a NodeTopology, warnings: Vec<String>) -> Self {
         let gpus = topology.gpus();
-        let square = |value: &dyn Fn(usize, usize) -> u32| {
-            let mut matrix = LinkMatrix::zeros(gpus.len());
-            for a in 0..gpus.len() {
-                for b in a + 1..gpus.len() {
-                    matrix.set(a, b, value(a, b));
-                }
-            }
-            matrix
+        let square = |value: fn(&NodeTopology, usize, usize) -> u32| {
+            let cell = |a, b| if a == b { 0 } else { value(topology, a, b) };
+            rows(gpus.len(), cell)
         };
-        let ranks = |a: usize| (0..gpus.len()).map(|b| topology.rank(a, b)).collect();
         Self {
             gpus,
-            level: (0..gpus.len()).map(ranks).collect(),
-            nvlink_mbps: square(&|a, b| topology.nvlink(a, b)),
-            pcie_mbps: square(&|a, b| topology.pcie(a, b)),
-            bandwidth_mbps: square(&|a, b| topology.bandwidth(a, b)),
+            level: rows(gpus.len(), |a, b| topology.rank(a, b)),
+            nvlink_mbps: square(NodeTopology::nvlink),
+            pcie_mbps: square(NodeTopology::pcie),
+            bandwidth_mbps: square(NodeTopology::bandwidth),
             nvswitch_plane: gpus.iter().map(|gpu| gpu.nvswitch_plane).collect(),
             nics: topology.nics(),
             warnings,
         }
     }
+}
+
+/// A square of values.
+fn rows<T>(size: usize, value: impl Fn(usize, usize) -> T) -> Vec<Vec<T>> {
+    (0..size).map(|a| (0..size).map(|b| value(a, b)).collect()).collect()
 }
 
 /// The machine for people: title, tree, matrix, warnings; `allocated` are places of GPUs that are held.

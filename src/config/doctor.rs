@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use super::settings::{KUBELET_SOCKET, POD_RESOURCES_SOCKET};
 use super::{Format, HostArgs, word};
 use crate::state::NumaHints;
 
@@ -15,20 +16,10 @@ use crate::state::NumaHints;
 )]
 pub struct DoctorArgs {
     /// The kubelet's registration socket
-    #[arg(
-        long,
-        value_name = "PATH",
-        env = "KUBELET_SOCKET",
-        default_value = "/var/lib/kubelet/device-plugins/kubelet.sock"
-    )]
+    #[arg(long, value_name = "PATH", env = "KUBELET_SOCKET", default_value = KUBELET_SOCKET)]
     pub kubelet_socket: PathBuf,
     /// The kubelet's PodResources socket
-    #[arg(
-        long,
-        value_name = "PATH",
-        env = "LINKWISE_POD_RESOURCES_SOCKET",
-        default_value = "/var/lib/kubelet/pod-resources/kubelet.sock"
-    )]
+    #[arg(long, value_name = "PATH", env = "LINKWISE_POD_RESOURCES_SOCKET", default_value = POD_RESOURCES_SOCKET)]
     pub pod_resources_socket: PathBuf,
     /// The admin socket of the running linkwise, if it has one; the faults of GPUs are read from there
     #[arg(long, value_name = "PATH", env = "LINKWISE_ADMIN_SOCKET", default_value = "/run/linkwise/admin.sock")]

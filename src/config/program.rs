@@ -4,9 +4,9 @@
 use std::ffi::OsString;
 use std::path::Path;
 
-use clap::Subcommand;
+use clap::{Arg, Args, Subcommand};
 
-use super::Command;
+use super::{Command, LabelsArgs};
 
 /// The programs of NVIDIA's image, each with the subcommand that it stands for.
 const PROGRAMS: [(&str, &str); 3] = [
@@ -19,6 +19,7 @@ const PROGRAMS: [(&str, &str); 3] = [
 /// than help and version. `linkwise` alone shows its help.
 pub(super) fn words(words: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     let mut words: Vec<OsString> = words.into_iter().collect();
+    double_dashes(words.get_mut(1..).unwrap_or_default());
     let name = words.first().and_then(|name| Path::new(name).file_name());
     let program = PROGRAMS.iter().find(|(program, _)| name.is_some_and(|name| name == *program));
     let program = program.map(|(_, subcommand)| *subcommand);
@@ -34,6 +35,27 @@ pub(super) fn words(words: impl IntoIterator<Item = OsString>) -> Vec<OsString> 
         words.insert(1, subcommand.into());
     }
     words
+}
+
+/// Gives flags two dashes where they have one, as Go's programs accept them: `-mig-strategy=mixed`.
+fn double_dashes(words: &mut [OsString]) {
+    fn flag(word: &OsString) -> Option<&str> {
+        word.to_str()?.strip_prefix('-').filter(|flag| flag.len() > 1 && !flag.starts_with('-'))
+    }
+    // The flags are made at each start of the subcommand, and no more often than that.
+    if !words.iter().any(|word| flag(word).is_some()) {
+        return;
+    }
+    let command = LabelsArgs::augment_args(clap::Command::new("labels"));
+    let known = command.get_arguments().filter_map(Arg::get_long_and_visible_aliases).flatten();
+    let known: Vec<&str> = known.chain(["help", "version"]).collect();
+    // Words after two dashes alone are no flags.
+    for word in words.iter_mut().take_while(|word| *word != "--") {
+        let flag = flag(word).filter(|flag| flag.split('=').next().is_some_and(|name| known.contains(&name)));
+        if let Some(double) = flag.map(|flag| format!("--{flag}")) {
+            *word = double.into();
+        }
+    }
 }
 
 #[cfg(test)]
@@ -70,6 +92,13 @@ mod tests {
             ("mps-control-daemon mps-control-daemon", "mps-control-daemon mps-control-daemon"),
             ("linkwise mps-control-daemon", "linkwise mps-control-daemon"),
             ("", ""),
+            ("nvidia-device-plugin -mig-strategy=mixed", "nvidia-device-plugin run --mig-strategy=mixed"),
+            ("nvidia-device-plugin -help", "nvidia-device-plugin run --help"),
+            ("linkwise run -pass-device-specs -config-file x", "linkwise run --pass-device-specs --config-file x"),
+            ("gpu-feature-discovery -oneshot -o x", "gpu-feature-discovery labels --oneshot -o x"),
+            ("gpu-feature-discovery -node-name n", "gpu-feature-discovery labels --node-name n"),
+            ("mps-control-daemon -mps-root=/m", "mps-control-daemon mps-control-daemon --mps-root=/m"),
+            ("linkwise run -oh -- -oneshot", "linkwise run -oh -- -oneshot"),
         ] {
             assert_eq!(words(line), read, "{line}");
         }

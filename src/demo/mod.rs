@@ -20,7 +20,7 @@ use crate::config::{DemoArgs, LogFormat};
 use crate::kubelet;
 use crate::machines::{self, Machine};
 use crate::runtime::{self, HealthSettings, Node, NodeSettings};
-use crate::state::{Event, ResourceName};
+use crate::state::Event;
 use crate::topology::{HostObservation, NodeTopology};
 use linkwise_kubelet_box::{BoxError, KubeletBox, NumaNode, Options, Policy, TopologyManager};
 use script::Script;
@@ -60,7 +60,6 @@ pub async fn demo(args: &DemoArgs, machine: Machine, out: &(impl Fn(&str) -> Res
         events: events.clone(),
         snapshot: node.snapshot(),
         report: node.last_report(),
-        resource: ResourceName::gpu(),
         print: out,
     };
     let (shutdown, address) = (node.shutdown(), node.metrics_address());

@@ -13,6 +13,8 @@ use crate::state::{Event, Health, NodeState, ResourceName};
 use crate::topology::{Gpu, NodeTopology};
 use linkwise_kubelet_box::{AdmissionError, KubeletBox, Pod, ResourceState, Restart};
 
+/// What the pods ask for.
+const RESOURCE: &str = "nvidia.com/gpu";
 /// The one container of each pod.
 const CONTAINER: &str = "main";
 /// An XID of the GPU's own: 79, the GPU has fallen off the bus.
@@ -28,7 +30,6 @@ pub(super) struct Script<'a, P> {
     pub events: mpsc::Sender<Event>,
     pub snapshot: watch::Receiver<Arc<NodeState>>,
     pub report: watch::Receiver<Option<Arc<AllocationReport>>>,
-    pub resource: ResourceName,
     pub print: &'a P,
 }
 
@@ -49,7 +50,7 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
         let part = |of: usize| u32::try_from((gpus / of).max(1)).unwrap_or(u32::MAX);
         let mut tally = Tally::default();
         let state = self.wait("the plugin to register", healthy(gpus)).await?;
-        self.print_line(&format!("The kubelet knows {} healthy {}.\n", state.healthy.len(), self.resource))?;
+        self.print_line(&format!("The kubelet knows {} healthy {}.\n", state.healthy.len(), RESOURCE))?;
 
         self.admit("notebook", 1, &mut tally).await?;
         self.admit("train-a", part(2), &mut tally).await?;
@@ -142,10 +143,10 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
 
     /// A pod comes; too few GPUs, or none on the right NUMA nodes, is an answer, any other failure is not.
     async fn admit(&self, name: &str, size: u32, tally: &mut Tally) -> Result<()> {
-        let pod = Pod::single(name, self.resource.as_str(), size);
+        let pod = Pod::single(name, RESOURCE, size);
         let admitted = match self.kubelet.admit(&pod, None).await {
             Ok(admitted) => admitted,
-            Err(AdmissionError::TopologyAffinity { refusal }) => {
+            Err(AdmissionError::TopologyAffinity(refusal)) => {
                 tally.misaligned += 1;
                 let free = self.state().free().len();
                 let why = refusal.why();
@@ -160,8 +161,7 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
             Err(error) => return Err(error).with_context(|| format!("pod {name} was not admitted")),
         };
         tally.admitted += 1;
-        let grant =
-            admitted.grant(CONTAINER, self.resource.as_str()).context("the pod was admitted without devices")?;
+        let grant = admitted.grant(CONTAINER, RESOURCE).context("the pod was admitted without devices")?;
         let report = grant.asked.as_ref().and_then(|_| self.report.borrow().clone());
         if let (Some(asked), Some(report)) = (&grant.asked, &report) {
             tally.asked += 1;
@@ -202,13 +202,12 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
     }
 
     fn state(&self) -> ResourceState {
-        self.kubelet.state().resources[self.resource.as_str()].clone()
+        self.kubelet.state().resources[RESOURCE].clone()
     }
 
     async fn wait(&self, what: &str, wanted: impl Fn(&ResourceState) -> bool) -> Result<ResourceState> {
-        let resource = self.resource.as_str();
-        let state = self.kubelet.wait(|state| wanted(&state.resources[resource])).await;
-        Ok(state.with_context(|| format!("waited for {what}"))?.resources[resource].clone())
+        let state = self.kubelet.wait(|state| wanted(&state.resources[RESOURCE])).await;
+        Ok(state.with_context(|| format!("waited for {what}"))?.resources[RESOURCE].clone())
     }
 
     /// Prints which pod holds which GPU.
@@ -220,7 +219,7 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
                 .allocated
                 .iter()
                 .find(|(_, containers)| containers.values().any(|devices| devices.contains(gpu.uuid.as_str())));
-            let device = snapshot.offers().of(&self.resource).find(|(_, device)| device.gpu.uuid == gpu.uuid);
+            let device = snapshot.offers().of(&ResourceName::gpu()).find(|(_, device)| device.gpu.uuid == gpu.uuid);
             match (device.map(|(_, device)| &device.health), holder) {
                 (Some(Health::Unhealthy { reason, .. }), _) => format!("✗ {reason}"),
                 (_, Some((pod, _))) => format!("● {pod}"),

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::allocation::AllocationReport;
 use crate::topology::{Gpu, NodeTopology, NumaNodeId};
-use linkwise_kubelet_box::Hint;
+use linkwise_kubelet_box::TopologyHint;
 
 /// A pod that was admitted.
 pub(super) fn pod(
@@ -34,12 +34,11 @@ pub(super) fn pod(
 }
 
 /// What the Topology Manager settled, and what of the node we saw: how many were offered and how many taken before.
-pub(super) fn hint(hint: &Hint, offered: Option<(usize, usize)>) -> String {
-    let nodes = hint.numa.iter().flatten().map(ToString::to_string).collect::<Vec<_>>().join(",");
-    let settled = match (&hint.numa, hint.preferred) {
+pub(super) fn hint(hint: &TopologyHint, offered: Option<(usize, usize)>) -> String {
+    let settled = match (hint.mask, hint.preferred) {
         (None, _) => "the Topology Manager leaves it open".to_owned(),
-        (Some(_), true) => format!("the Topology Manager wants {{{nodes}}}"),
-        (Some(_), false) => format!("the Topology Manager takes {{{nodes}}} for want of better"),
+        (Some(nodes), true) => format!("the Topology Manager wants {nodes}"),
+        (Some(nodes), false) => format!("the Topology Manager takes {nodes} for want of better"),
     };
     match offered {
         None => format!("{settled}, which has just as many"),

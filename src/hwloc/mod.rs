@@ -22,7 +22,7 @@ use crate::topology::{
 };
 use sysfs::Sysfs;
 
-pub use sysfs::{BusGpus, PciBus, held_by_others, rdma_cm_node, rdma_nodes};
+pub use sysfs::{BusGpus, PciBus, held_by_others, rdma_cm_node, rdma_nodes, wsl};
 
 /// NVIDIA's PCI vendor id.
 const NVIDIA: u16 = 0x10de;
@@ -34,7 +34,7 @@ const NETWORK: u16 = 0x02;
 /// Observes this host; `sysfs` is where its /sys is. What cannot be read is missing and becomes a [`ProbeFailure`].
 pub fn observe(sysfs: &Path) -> (HostObservation, Vec<ProbeFailure>) {
     match discover() {
-        Ok(topology) => (walk(&topology, &Sysfs::new(sysfs)), Vec::new()),
+        Ok(topology) => (walk(&topology, &Sysfs(sysfs.to_owned())), Vec::new()),
         Err(error) => {
             let (call, error) = ("hwloc_topology_load".to_owned(), error.to_string());
             (HostObservation::default(), vec![ProbeFailure { subject: "hwloc".to_owned(), call, error }])
@@ -154,7 +154,7 @@ impl Walk<'_> {
         let pci = address(pci);
         let link = pci.and_then(|pci| self.sysfs.link(pci));
         let numa = pci.and_then(|pci| self.sysfs.numa(pci));
-        PciObservation { pci, kind, class, link, numa, nics: Vec::new(), devices: Vec::new() }
+        PciObservation { class, link, numa, ..PciObservation::new(pci, kind) }
     }
 
     fn nic(&self, object: &TopologyObject) -> Option<NicObservation> {

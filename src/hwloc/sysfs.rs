@@ -6,12 +6,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::{DISPLAY, NVIDIA};
-use crate::topology::{NumaNodeId, PciAddress, PcieLink};
+use crate::topology::{NumaNodeId, PciAddress, PcieLink, thousandths};
 
-/// A sysfs tree, or none.
-pub(super) struct Sysfs {
-    root: Option<PathBuf>,
-}
+/// A sysfs tree.
+pub(super) struct Sysfs(pub PathBuf);
 
 /// The kernel driver for which GPUs are served.
 const DRIVER: &str = "nvidia";
@@ -64,6 +62,13 @@ fn bound_to(device: &Path) -> Option<String> {
     Some(link.file_name()?.to_string_lossy().into_owned())
 }
 
+/// What shows that this is WSL2, below one of these roots: the paravirtual GPU's node, or the driver's library where
+/// only WSL has it. Its GPUs are on no PCI bus and have no device nodes of their own.
+pub fn wsl<'r>(roots: impl IntoIterator<Item = &'r Path>) -> Option<PathBuf> {
+    let signs = |root: &'r Path| ["dev/dxg", "usr/lib/wsl/lib/libnvidia-ml.so.1"].map(|sign| root.join(sign));
+    roots.into_iter().flat_map(signs).find(|sign| sign.exists())
+}
+
 /// The RDMA devices of this host with their device nodes: `mlx5_0` has `/dev/infiniband/uverbs0`. The kernel names both.
 pub fn rdma_nodes(sysfs: &Path) -> BTreeMap<String, String> {
     let entries = fs::read_dir(sysfs.join("class/infiniband_verbs")).into_iter().flatten().flatten();
@@ -81,13 +86,9 @@ pub fn rdma_cm_node(sysfs: &Path) -> Option<String> {
 }
 
 impl Sysfs {
-    pub fn new(root: &Path) -> Self {
-        Self { root: Some(root.to_owned()) }
-    }
-
     /// What a function's link can do, not what it does now.
     pub fn link(&self, pci: PciAddress) -> Option<PcieLink> {
-        let mts = megatransfers(&self.pci(pci, "max_link_speed")?)?;
+        let mts = PcieLink::megatransfers(&self.pci(pci, "max_link_speed")?)?;
         let width = self.pci(pci, "max_link_width")?.parse().ok()?;
         Some(PcieLink { mts, width })
     }
@@ -99,12 +100,12 @@ impl Sysfs {
 
     /// Whether a function is one of many that an SR-IOV card pretends to be.
     pub fn is_virtual_function(&self, pci: PciAddress) -> bool {
-        self.at(&format!("bus/pci/devices/{pci}/physfn")).is_some_and(|path| path.exists())
+        self.0.join(format!("bus/pci/devices/{pci}/physfn")).exists()
     }
 
     /// The summed rates of an RDMA device's ports, Mbit/s.
     pub fn rdma_rate(&self, name: &str) -> Option<u32> {
-        let ports = fs::read_dir(self.at(&format!("class/infiniband/{name}/ports"))?).ok()?;
+        let ports = fs::read_dir(self.0.join(format!("class/infiniband/{name}/ports"))).ok()?;
         let rate = |port: PathBuf| {
             // "200 Gb/sec (4X HDR)", "2.5 Gb/sec (1X SDR)": the number is in Gbit/s.
             let text = fs::read_to_string(port.join("rate")).ok()?;
@@ -124,26 +125,8 @@ impl Sysfs {
     }
 
     fn read(&self, path: &str) -> Option<String> {
-        fs::read_to_string(self.at(path)?).ok().map(|text| text.trim().to_owned())
+        fs::read_to_string(self.0.join(path)).ok().map(|text| text.trim().to_owned())
     }
-
-    fn at(&self, path: &str) -> Option<PathBuf> {
-        self.root.as_ref().map(|root| root.join(path))
-    }
-}
-
-/// "16.0 GT/s PCIe", on older kernels "8 GT/s": the number in megatransfers.
-fn megatransfers(text: &str) -> Option<u32> {
-    let (number, unit) = text.split_once(' ')?;
-    unit.starts_with("GT/s").then(|| thousandths(number)).flatten()
-}
-
-/// A decimal number times a thousand, digits beyond the third dropped.
-fn thousandths(number: &str) -> Option<u32> {
-    let (whole, part) = number.split_once('.').unwrap_or((number, ""));
-    let mut digits = part.chars().chain("000".chars()).take(3);
-    let part = digits.try_fold(0, |sum, digit| Some(sum * 10 + digit.to_digit(10)?))?;
-    whole.parse::<u32>().ok()?.checked_mul(1_000)?.checked_add(part)
 }
 
 #[cfg(test)]
@@ -171,17 +154,5 @@ mod tests {
         assert_eq!(gpus.len(), 3);
         let others: Vec<_> = held_by_others(&gpus).map(|(pci, driver)| (pci.to_string(), driver)).collect();
         assert_eq!(others, [("0000:02:00.0".to_owned(), "vfio-pci")]);
-    }
-
-    #[test]
-    fn reads_speeds_as_kernels_write_them() {
-        let cases =
-            [("16.0 GT/s PCIe", 16_000), ("8 GT/s", 8_000), ("2.5 GT/s PCIe", 2_500), ("64.0 GT/s PCIe", 64_000)];
-        for (text, mts) in cases {
-            assert_eq!(megatransfers(text), Some(mts), "{text}");
-        }
-        for text in ["Unknown", "Unknown speed", "", "16.x GT/s", "16 Gb/s", "99999999 GT/s"] {
-            assert_eq!(megatransfers(text), None, "{text}");
-        }
     }
 }

@@ -45,7 +45,7 @@ fn functions(host: &HostObservation) -> Vec<(usize, &PciObservation)> {
 
 #[test]
 fn walk_places_ports_gpus_and_nics() {
-    let host = walk(&load(HOST), &Sysfs::new(Path::new("/nonexistent")));
+    let host = walk(&load(HOST), &Sysfs("/nonexistent".into()));
     let cpu = host.cpu.clone().unwrap();
     assert_eq!((cpu.arch.as_str(), cpu.vendor.as_deref(), cpu.model), ("x86_64", Some("GenuineIntel"), Some(85)));
     let nodes: Vec<_> = host.numa_nodes.iter().map(|node| (node.id.0, node.package, node.cpus.as_str())).collect();
@@ -90,7 +90,7 @@ fn sysfs_adds_link_maxima_and_nic_rates() {
     write("bus/pci/devices/0000:04:00.0/class", "0x068000\n");
     write("class/infiniband/mlx5_0/ports/1/rate", "200 Gb/sec (4X HDR)\n");
     write("class/net/eth7/speed", "-1\n");
-    let host = walk(&load(HOST), &Sysfs::new(sys.path()));
+    let host = walk(&load(HOST), &Sysfs(sys.path().to_owned()));
     let find = |address: &str| {
         let all = functions(&host);
         all.iter().find(|(_, seen)| seen.pci == Some(pci(address))).map(|(_, seen)| (*seen).clone()).unwrap()
@@ -107,7 +107,7 @@ fn sysfs_adds_link_maxima_and_nic_rates() {
     // A virtual function of the card is no card.
     symlink("../0000:05:00.0", sys.path().join("bus/pci/devices/0000:05:00.0-physfn")).unwrap();
     fs::create_dir_all(sys.path().join("bus/pci/devices/0000:05:00.0/physfn")).unwrap();
-    let host = walk(&load(HOST), &Sysfs::new(sys.path()));
+    let host = walk(&load(HOST), &Sysfs(sys.path().to_owned()));
     assert!(functions(&host).iter().all(|(_, seen)| seen.kind != PciKind::Nic));
 }
 
@@ -149,7 +149,7 @@ fn xml_reader_agrees_with_libhwloc() {
         let topology = load(&text);
         let is_version_1 = text.contains("<topology>");
         let machine = machines::of_bytes(path.to_str().unwrap(), text.into_bytes()).unwrap();
-        let (mut read, host) = (machine.observed.host, walk(&topology, &Sysfs::new(Path::new("/nonexistent"))));
+        let (mut read, host) = (machine.observed.host, walk(&topology, &Sysfs("/nonexistent".into())));
         if is_version_1 {
             // libhwloc loses the package of a NUMA node of which some CPUs are offline.
             let lost = |host: &HostObservation| host.numa_nodes.iter().all(|node| node.package.is_none());

@@ -1,8 +1,8 @@
 //! The kubelet's own list of devices: `kubelet_internal_checkpoint` in its device-plugins folder.
 //!
-//! PodResources leaves out init containers that have ended, though the kubelet keeps their devices until the pod ends; this
-//! file has them. The kubelet writes it at each allocation and at each device list, so that it may still have a pod that has
-//! just ended. Read by `pod_resources`, off the path of an admission.
+//! PodResources leaves out init containers that have ended, though the kubelet keeps their devices until the pod ends;
+//! this file has them. The kubelet writes it at each allocation and at each device list, so that it may still have a
+//! pod that has just ended. Read by `pod_resources`, off the path of an admission.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -64,8 +64,8 @@ struct Entry {
     device_ids: Option<BTreeMap<String, Option<Vec<String>>>>,
 }
 
-/// Reads the devices that the kubelet counts as held. `folder` is the kubelet's device-plugins folder. A kubelet that has
-/// not allocated anything yet has no such file.
+/// Reads the devices that the kubelet counts as held. `folder` is the kubelet's device-plugins folder. A kubelet that
+/// has not allocated anything yet has no such file.
 pub(super) async fn read(folder: &Path) -> Result<Vec<ResourceDevice>, CheckpointError> {
     let path = folder.join(NAME);
     let text = match tokio::time::timeout(TIMEOUT, bounded(&path)).await {

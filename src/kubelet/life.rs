@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::OptionFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use thiserror::Error;
 use tokio::sync::watch;
@@ -127,19 +128,8 @@ impl Life {
     /// The next input; `None`: the files are to be checked. The timer comes last: after a suspension of this process,
     /// answers that have arrived count before deadlines that have passed.
     async fn next(&mut self) -> Option<Input> {
-        let wake = self.machine.wake().map(|wake| self.begin + wake);
-        let timer = async {
-            match wake {
-                Some(wake) => tokio::time::sleep_until(wake).await,
-                None => std::future::pending().await,
-            }
-        };
-        let session = async {
-            match &mut self.session {
-                Some(session) => session.next().await,
-                None => std::future::pending().await,
-            }
-        };
+        let timer = self.machine.wake().map(|wake| tokio::time::sleep_until(self.begin + wake));
+        let session = self.session.as_mut().map(Session::next);
         tokio::select! {
             biased;
             () = self.changes.next() => None,
@@ -147,11 +137,11 @@ impl Life {
                 self.session = bound.or(self.session.take());
                 Some(answer)
             }
-            happened = session => {
+            Some(happened) = OptionFuture::from(session) => {
                 self.session.take_if(|_| matches!(happened, Input::Closed));
                 Some(happened)
             }
-            () = timer => Some(Input::Tick),
+            Some(()) = OptionFuture::from(timer) => Some(Input::Tick),
         }
     }
 

@@ -1,9 +1,9 @@
 //! [`Narrowing`]: whether the kubelet left us less to choose from than there is.
 //!
-//! Called by `service`, once a request. Pure. The kubelet does not say which devices are in use, but a device that it once
-//! offered is free, and stays free until it asks us to allocate it: the only way into a container. A kubelet without a
-//! Topology Manager offers every free device each time. So a healthy device that is known to be free and is missing in a
-//! request was held back, and so was the choice of those that the answer must include.
+//! Called by `service`, once a request. Pure. The kubelet does not say which devices are in use, but a device that it
+//! once offered is free, and stays free until it asks us to allocate it: the only way into a container. A kubelet
+//! without a Topology Manager offers every free device each time. So a healthy device that is known to be free and is
+//! missing in a request was held back, and so was the choice of those that the answer must include.
 
 use std::collections::BTreeSet;
 

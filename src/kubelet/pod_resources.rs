@@ -96,8 +96,8 @@ fn claimed(resource: wire::DynamicResource) -> impl Iterator<Item = ClaimedDevic
     })
 }
 
-/// Who holds what now. The checkpoint is read after the list: the kubelet drops pods that have ended when it is asked for
-/// the list.
+/// Who holds what now. The checkpoint is read after the list: the kubelet drops pods that have ended when it is asked
+/// for the list.
 pub async fn holders(sources: &HolderSources) -> Holders {
     let Some(mut held) = listed(&sources.socket).await else { return Holders::default() };
     let mut without_init_containers = None;
@@ -111,8 +111,8 @@ pub async fn holders(sources: &HolderSources) -> Holders {
 }
 
 /// Polls the holders until `shutdown`: every second at first while the state waits for an answer (`often`), then ever
-/// more rarely. A failure means "not known" until the next answer. Every answer is published, also one like the last: an
-/// orphan leaves the list by an answer that came after it went.
+/// more rarely. A failure means "not known" until the next answer. Every answer is published, also one like the last:
+/// an orphan leaves the list by an answer that came after it went.
 pub async fn follow_holders(
     sources: &HolderSources,
     holders_now: watch::Sender<Holders>,

@@ -129,8 +129,8 @@ impl Session {
         self.cut.cancel();
     }
 
-    /// The next thing that happens. Cancel-safe. The server accepts connections only while this is awaited. It ends after
-    /// the last connection is closed.
+    /// The next thing that happens. Cancel-safe. The server accepts connections only while this is awaited. It ends
+    /// after the last connection is closed.
     pub async fn next(&mut self) -> Input {
         let Some(server) = &mut self.server else { return Input::Closed };
         tokio::select! {

@@ -1,48 +1,26 @@
 //! The text of a node file: its keys, how it is read, how it is written.
 
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use serde_saphyr::UserMessageFormatter;
 
 use super::Machine;
 use crate::quote::one_line;
-use crate::topology::NodeObservation;
 
 /// The version of the format that this build reads and writes.
-const VERSION: u32 = 1;
+pub const VERSION: u32 = 1;
 
 /// What is wrong with a node file's text, in one line, with the line of the text where it applies.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MachineFileError {
     /// A later linkwise wrote it.
-    #[error("format version {found} is newer than this build reads (version {VERSION})")]
-    Newer {
-        /// The version in the file.
-        found: u32,
-    },
+    #[error("format version {0} is newer than this build reads (version {VERSION})")]
+    Newer(u32),
     /// A version that never was.
-    #[error("format version {found} does not exist (this build reads version {VERSION})")]
-    NoSuchVersion {
-        /// The version in the file.
-        found: u32,
-    },
+    #[error("format version {0} does not exist (this build reads version {VERSION})")]
+    NoSuchVersion(u32),
     /// Broken YAML, an unknown key, an invalid value.
     #[error("{0}")]
     Yaml(String),
-}
-
-/// A node file's keys, in the order in which they are written.
-#[derive(Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct MachineFile {
-    version: u32,
-    name: String,
-    #[serde(default)]
-    title: String,
-    #[serde(default)]
-    source: Vec<String>,
-    #[serde(default)]
-    reconstructed: Vec<String>,
-    observed: NodeObservation,
 }
 
 /// The one key that is read first, so that a newer file is not blamed for its new keys.
@@ -52,20 +30,15 @@ struct Header {
 }
 
 pub(super) fn parse(text: &str) -> Result<Machine, MachineFileError> {
-    check(yaml::<Header>(text)?.version)?;
-    yaml(text)
+    match yaml::<Header>(text)?.version {
+        VERSION => yaml(text),
+        0 => Err(MachineFileError::NoSuchVersion(0)),
+        later => Err(MachineFileError::Newer(later)),
+    }
 }
 
 pub(super) fn to_yaml(machine: &Machine) -> Result<String, MachineFileError> {
     serde_saphyr::to_string(machine).map_err(|error| MachineFileError::Yaml(one_line(&error.to_string())))
-}
-
-fn check(found: u32) -> Result<(), MachineFileError> {
-    match found {
-        VERSION => Ok(()),
-        0 => Err(MachineFileError::NoSuchVersion { found }),
-        _ => Err(MachineFileError::Newer { found }),
-    }
 }
 
 /// Reads with serde-saphyr's limits on: a bound on nodes and depth, and on what aliases may
@@ -76,26 +49,10 @@ fn yaml<T: serde::de::DeserializeOwned>(text: &str) -> Result<T, MachineFileErro
         .map_err(|error| MachineFileError::Yaml(one_line(&error.render_with_formatter(&UserMessageFormatter))))
 }
 
-impl TryFrom<MachineFile> for Machine {
-    type Error = MachineFileError;
-
-    fn try_from(file: MachineFile) -> Result<Self, Self::Error> {
-        check(file.version)?;
-        let MachineFile { version: _, name, title, source, reconstructed, observed } = file;
-        Ok(Self { name, title, source, reconstructed, observed })
-    }
-}
-
-impl From<Machine> for MachineFile {
-    fn from(machine: Machine) -> Self {
-        let Machine { name, title, source, reconstructed, observed } = machine;
-        Self { version: VERSION, name, title, source, reconstructed, observed }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::topology::NodeObservation;
 
     fn refusal(text: &str) -> String {
         let message = parse(text).unwrap_err().to_string();

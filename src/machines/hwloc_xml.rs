@@ -4,11 +4,11 @@
 //! file has neither what PCIe links can do nor what NICs carry nor NVLinks. It is read here and not by libhwloc, which
 //! reads no version later than its own and whose parser depends on what is installed. Called by `load`.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::notes::Notes;
-use super::xml::{self, Element, Limits, XmlError, XmlFault};
-use super::{Machine, bare_gpu, cpu_list};
+use super::xml::{self, Element, Limits, XmlError, below};
+use super::{Machine, VERSION, bare_gpu, cpu_list};
 use crate::quote::excerpt;
 use crate::topology::{
     CpuObservation, DisplayClass, GpuObservation, HostBridgeObservation, HostObservation, NicKind, NicObservation,
@@ -16,7 +16,7 @@ use crate::topology::{
 };
 
 /// A host of some thousand CPUs: cores and caches nest below 40 deep. Text stands in lists that are not read.
-const LIMITS: Limits = Limits { depth: 128, elements: 1 << 17, bytes: 16 << 20, text: true };
+const LIMITS: Limits = Limits { depth: 128, elements: 1 << 17, text: true };
 /// Bridges inside of each other. Real ones stay below 12; a node file takes two levels for each, and its reader stops
 /// at 64.
 const MAX_BRIDGES: usize = 24;
@@ -26,16 +26,21 @@ const NETWORK: &str = "02";
 /// NVIDIA's PCI vendor id.
 const NVIDIA: &str = "10de";
 
-/// Reads a file; `name` is what the machine is called.
-pub(super) fn parse(name: &str, text: &str) -> Result<Machine, XmlError> {
-    let topology = xml::tree(text, &LIMITS)?;
-    let version = version(&topology)?;
-    let Some(root) = objects(&topology).find(|object| is(object, &["Machine", "System"])) else {
-        return Err(XmlError { line: topology.line, fault: XmlFault::NoMachine });
+/// Reads a file by its root element; `name` is what the machine is called.
+pub(super) fn parse(name: &str, topology: Element<'_>) -> Result<Machine, XmlError> {
+    xml::check(topology, &LIMITS)?;
+    let version = version(topology)?;
+    let Some(root) = objects(topology).find(|object| ["Machine", "System"].contains(&kind(*object))) else {
+        return Err(XmlError::at(topology, "no Machine object in the hwloc XML"));
     };
-    let mut walk = Walk { version, notes: Notes::new("hwloc XML"), host: HostObservation::default(), gpus: Vec::new() };
-    walk.object(root, Place::default());
-    let Walk { mut notes, mut host, gpus, .. } = walk;
+    let mut notes = Notes::new("hwloc XML");
+    let all = |is_one: fn(Element<'_>) -> bool| root.descendants().filter(move |object| is_one(*object));
+    let inside = packages_inside(root);
+    let nodes =
+        all(|object| kind(object) == "NUMANode").filter_map(|node| numa_node(node, &inside, &mut notes)).collect();
+    let bridges = all(is_host_bridge).filter_map(|bridge| host_bridge(bridge, version, &inside, &mut notes)).collect();
+    let package = all(is_package).next();
+    let mut host = HostObservation { cpu: package.map(cpu), numa_nodes: nodes, host_bridges: bridges };
     // Before version 2 a host with a single NUMA node had no such object.
     if host.numa_nodes.is_empty() {
         host.numa_nodes.push(NumaNodeObservation { id: NumaNodeId(0), package: None, cpus: cpus(root) });
@@ -46,10 +51,11 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Machine, XmlError> {
     }
     if let Some(cpu) = &mut host.cpu {
         // A fact of the machine before version 3, then one of the whole topology.
-        cpu.arch = info([root, &topology], "Architecture").unwrap_or_default().to_owned();
+        cpu.arch = info([root, topology], "Architecture").unwrap_or_default().to_owned();
     }
-    let gpus = gpus_in_order(gpus, &mut notes);
+    let gpus = gpus_in_order(all(is_gpu), &mut notes);
     Ok(Machine {
+        version: VERSION,
         name: name.to_owned(),
         title: format!("{name}: {} GPUs by a hwloc XML", gpus.len()),
         source: vec!["hwloc XML".to_owned()],
@@ -62,130 +68,87 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Machine, XmlError> {
 }
 
 /// The major version, which hwloc 1 did not write.
-fn version(topology: &Element) -> Result<u32, XmlError> {
-    let Some(found) = topology.get("version") else { return Ok(1) };
+fn version(topology: Element<'_>) -> Result<u32, XmlError> {
+    let Some(found) = topology.attribute("version") else { return Ok(1) };
     let major = found.split('.').next().and_then(|major| major.parse().ok());
-    major.filter(|major| (1..=3).contains(major)).ok_or_else(|| {
-        let (format, known) = ("hwloc XML", "versions 1 to 3");
-        XmlError { line: topology.line, fault: XmlFault::Version { format, found: excerpt(found), known } }
-    })
+    major
+        .filter(|major| (1..=3).contains(major))
+        .ok_or_else(|| XmlError::version(topology, "hwloc XML", found, "versions 1 to 3"))
 }
 
-/// Where in the machine an object hangs.
-#[derive(Clone, Copy, Default)]
-struct Place<'d> {
-    /// The object whose CPUs are local: the innermost that is no device.
-    local: Option<&'d Element>,
-    package: Option<PackageId>,
+fn numa_node(node: Element<'_>, inside: &BTreeMap<u32, Option<u32>>, notes: &mut Notes) -> Option<NumaNodeObservation> {
+    let Some(id) = os_index(node).map(NumaNodeId) else {
+        notes.add(node, "a NUMA node without a number; left out");
+        return None;
+    };
+    Some(NumaNodeObservation { id, package: package(node, inside), cpus: cpus(node) })
 }
 
-/// What was found on the way through the objects.
-struct Walk<'d> {
+fn host_bridge(
+    bridge: Element<'_>,
     version: u32,
-    notes: Notes,
-    host: HostObservation,
-    /// The PCI functions that are NVIDIA GPUs.
-    gpus: Vec<&'d Element>,
+    inside: &BTreeMap<u32, Option<u32>>,
+    notes: &mut Notes,
+) -> Option<HostBridgeObservation> {
+    let below = objects(bridge).filter_map(|below| device(below, PciKind::RootPort, 1, version, notes));
+    let devices: Vec<_> = below.collect();
+    // The object that it hangs on is the one whose CPUs are local; a list of one node is a number.
+    let nodes = bridge.parent_element().and_then(|local| cpu_list(local.attribute("nodeset")?));
+    let numa = nodes.and_then(|nodes| nodes.parse().ok()).map(NumaNodeId);
+    (!devices.is_empty()).then(|| HostBridgeObservation { numa, package: package(bridge, inside), devices })
 }
 
-impl<'d> Walk<'d> {
-    fn object(&mut self, object: &'d Element, mut place: Place<'d>) {
-        match kind(object) {
-            "Bridge" if object.get("bridge_type").is_some_and(|kind| kind.starts_with("0-")) => {
-                return self.host_bridge(object, place);
-            }
-            // Recorded without bridges: which switches and ports they share is unknown.
-            "PCIDev" if is_gpu(object) => self.gpus.push(object),
-            "Package" | "Socket" => {
-                place.package = os_index(object).map(PackageId);
-                self.host.cpu.get_or_insert_with(|| cpu(object));
-            }
-            "NUMANode" => {
-                place.package = place.package.or_else(|| only_package_below(object));
-                match os_index(object) {
-                    Some(id) => self.host.numa_nodes.push(NumaNodeObservation {
-                        id: NumaNodeId(id),
-                        package: place.package,
-                        cpus: cpus(object),
-                    }),
-                    None => self.notes.add(object, "a NUMA node without a number; left out"),
-                }
-            }
-            _ => {}
+/// A GPU or NIC, or a bridge with such devices below. Ports alternate on the way down; `port` is what a bridge here is.
+fn device(object: Element<'_>, port: PciKind, depth: usize, version: u32, notes: &mut Notes) -> Option<PciObservation> {
+    let (port, nics, devices) = match kind(object) {
+        "Bridge" if depth > MAX_BRIDGES => {
+            notes.add(object, format!("bridges nest deeper than {MAX_BRIDGES}; left out"));
+            return None;
         }
-        place.local = Some(object);
-        objects(object).for_each(|below| self.object(below, place));
-    }
-
-    fn host_bridge(&mut self, bridge: &'d Element, place: Place<'d>) {
-        let below = objects(bridge).filter_map(|below| self.device(below, PciKind::RootPort, 1));
-        let devices: Vec<_> = below.collect();
-        if !devices.is_empty() {
-            // A list of one node is a number.
-            let nodes = place.local.and_then(|local| list(local.get("nodeset")?));
-            let numa = nodes.and_then(|nodes| nodes.parse().ok()).map(NumaNodeId);
-            self.host.host_bridges.push(HostBridgeObservation { numa, package: place.package, devices });
+        "Bridge" => {
+            let below = match port {
+                PciKind::UpstreamPort => PciKind::DownstreamPort,
+                _ => PciKind::UpstreamPort,
+            };
+            let devices = objects(object).filter_map(|object| device(object, below, depth + 1, version, notes));
+            (port, Vec::new(), devices.collect())
         }
-    }
-
-    /// A GPU or NIC, or a bridge with such devices below. Ports alternate on the way down; `port` is what a bridge
-    /// here is.
-    fn device(&mut self, object: &'d Element, port: PciKind, depth: usize) -> Option<PciObservation> {
-        let (port, nics, devices) = match kind(object) {
-            "Bridge" if depth > MAX_BRIDGES => {
-                self.notes.add(object, format!("bridges nest deeper than {MAX_BRIDGES}; left out"));
-                return None;
-            }
-            "Bridge" => {
-                let below = match port {
-                    PciKind::UpstreamPort => PciKind::DownstreamPort,
-                    _ => PciKind::UpstreamPort,
-                };
-                let devices = objects(object).filter_map(|object| self.device(object, below, depth + 1)).collect();
-                (port, Vec::new(), devices)
-            }
-            "PCIDev" if is_gpu(object) => {
-                self.gpus.push(object);
-                return Some(self.function(object, PciKind::Gpu));
-            }
-            "PCIDev" if class(object).starts_with(NETWORK) => {
-                (PciKind::Nic, objects(object).filter_map(|device| self.nic(device)).collect(), Vec::new())
-            }
-            _ => return None,
-        };
-        let empty = nics.is_empty() && devices.is_empty();
-        (!empty).then(|| PciObservation { nics, devices, ..self.function(object, port) })
-    }
-
-    fn function(&mut self, object: &Element, kind: PciKind) -> PciObservation {
-        let pci = address(object);
-        if pci.is_none() {
-            self.notes.add(object, "without a PCI address");
+        "PCIDev" if is_gpu(object) => (PciKind::Gpu, Vec::new(), Vec::new()),
+        "PCIDev" if class(object).starts_with(NETWORK) => {
+            (PciKind::Nic, objects(object).filter_map(|device| nic(device, version)).collect(), Vec::new())
         }
-        let number = class(object).get(..4).and_then(|class| u16::from_str_radix(class, 16).ok());
-        let class = number.filter(|_| kind == PciKind::Gpu).and_then(DisplayClass::new);
-        PciObservation { pci, kind, class, link: None, numa: None, nics: Vec::new(), devices: Vec::new() }
+        _ => return None,
+    };
+    if port != PciKind::Gpu && nics.is_empty() && devices.is_empty() {
+        return None;
     }
+    let pci = address(object);
+    if pci.is_none() {
+        notes.add(object, "without a PCI address");
+    }
+    let number = class(object).get(..4).and_then(|class| u16::from_str_radix(class, 16).ok());
+    let class = number.filter(|_| port == PciKind::Gpu).and_then(DisplayClass::new);
+    Some(PciObservation { class, nics, devices, ..PciObservation::new(pci, port) })
+}
 
-    fn nic(&self, device: &Element) -> Option<NicObservation> {
-        let number: u32 = device.get("osdev_type")?.parse().ok()?;
-        // A number before version 3, then a set: bit 4 is a network interface, bit 5 an RDMA device.
-        let kind = match (self.version, number) {
-            (..=2, 3) => NicKind::Rdma,
-            (..=2, 2) => NicKind::Ethernet,
-            (3.., set) if set & 1 << 5 != 0 => NicKind::Rdma,
-            (3.., set) if set & 1 << 4 != 0 => NicKind::Ethernet,
-            _ => return None,
-        };
-        let name = device.get("name").filter(|name| !name.is_empty())?;
-        Some(NicObservation { name: excerpt(name), kind, mbps: None })
-    }
+fn nic(device: Element<'_>, version: u32) -> Option<NicObservation> {
+    let number: u32 = device.attribute("osdev_type")?.parse().ok()?;
+    // A number before version 3, then a set: bit 4 is a network interface, bit 5 an RDMA device.
+    let kind = match (version, number) {
+        (..=2, 3) => NicKind::Rdma,
+        (..=2, 2) => NicKind::Ethernet,
+        (3.., set) if set & 1 << 5 != 0 => NicKind::Rdma,
+        (3.., set) if set & 1 << 4 != 0 => NicKind::Ethernet,
+        _ => return None,
+    };
+    let name = device.attribute("name").filter(|name| !name.is_empty())?;
+    Some(NicObservation { name: excerpt(name), kind, mbps: None })
 }
 
 /// The GPUs in NVML's order where hwloc recorded it, else by PCI address, with what their NVML and CUDA devices have.
-fn gpus_in_order(functions: Vec<&Element>, notes: &mut Notes) -> Vec<GpuObservation> {
-    let nvml_index = |function: &Element| {
-        let mut names = objects(function).filter_map(|device| device.get("name"));
+fn gpus_in_order<'d>(functions: impl Iterator<Item = Element<'d>>, notes: &mut Notes) -> Vec<GpuObservation> {
+    let nvml_index = |function: Element<'_>| {
+        let mut names = objects(function).filter_map(|device| device.attribute("name"));
         names.find_map(|name| name.strip_prefix("nvml")?.parse::<u32>().ok())
     };
     let (mut found, mut addresses) = (Vec::new(), BTreeSet::new());
@@ -206,7 +169,7 @@ fn gpus_in_order(functions: Vec<&Element>, notes: &mut Notes) -> Vec<GpuObservat
     gpus.collect()
 }
 
-fn cpu(package: &Element) -> CpuObservation {
+fn cpu(package: Element<'_>) -> CpuObservation {
     let text = |key: &str| info([package], key).map(|value| value.trim().to_owned());
     let number = |key: &str| text(key)?.parse().ok();
     CpuObservation {
@@ -217,71 +180,75 @@ fn cpu(package: &Element) -> CpuObservation {
     }
 }
 
-/// In version 1 a package lies inside of its NUMA node where both have the same CPUs.
-fn only_package_below(node: &Element) -> Option<PackageId> {
-    fn collect(object: &Element, packages: &mut Vec<Option<u32>>) {
-        for below in objects(object) {
-            if is(below, &["Package", "Socket"]) {
-                packages.push(os_index(below));
-            } else {
-                collect(below, packages);
-            }
+/// In version 1 a package lies inside of its NUMA node where both have the same CPUs: the number of the only package
+/// inside of each such node, by the id of its element.
+fn packages_inside(root: Element<'_>) -> BTreeMap<u32, Option<u32>> {
+    let mut inside = BTreeMap::new();
+    for package in root.descendants().filter(|object| is_package(*object)) {
+        for node in package.ancestors().filter(|above| kind(*above) == "NUMANode") {
+            inside.entry(node.id().get()).and_modify(|only| *only = None).or_insert(os_index(package));
         }
     }
-    let mut packages = Vec::new();
-    collect(node, &mut packages);
-    packages.first().copied().flatten().filter(|_| packages.len() == 1).map(PackageId)
+    inside
+}
+
+/// The package that an object lies in, or that lies in its NUMA node.
+fn package(object: Element<'_>, inside: &BTreeMap<u32, Option<u32>>) -> Option<PackageId> {
+    let of = |above: Element<'_>| match is_package(above) {
+        true => os_index(above),
+        false => inside.get(&above.id().get()).copied().flatten(),
+    };
+    object.ancestors().find_map(of).map(PackageId)
 }
 
 /// The objects right below an element.
-fn objects(element: &Element) -> impl Iterator<Item = &Element> {
-    element.children.iter().filter(|child| child.name == "object")
+fn objects(element: Element<'_>) -> impl Iterator<Item = Element<'_>> {
+    below(element).filter(|child| child.has_tag_name("object"))
 }
 
-fn kind(object: &Element) -> &str {
-    object.get("type").unwrap_or_default()
+/// What an object is; empty for an element that is none.
+fn kind(object: Element<'_>) -> &str {
+    object.attribute("type").filter(|_| object.has_tag_name("object")).unwrap_or_default()
 }
 
-fn is(object: &Element, kinds: &[&str]) -> bool {
-    kinds.contains(&kind(object))
+fn is_package(object: Element<'_>) -> bool {
+    ["Package", "Socket"].contains(&kind(object))
 }
 
-fn os_index(object: &Element) -> Option<u32> {
-    object.get("os_index")?.parse().ok()
+/// A bridge whose upstream side is the host, of which some hang below others in no file.
+fn is_host_bridge(object: Element<'_>) -> bool {
+    let from_host = object.attribute("bridge_type").is_some_and(|kind| kind.starts_with("0-"));
+    from_host && object.parent_element().is_some_and(|above| kind(above) != "Bridge")
 }
 
-fn address(function: &Element) -> Option<PciAddress> {
-    function.get("pci_busid")?.parse().ok()
+fn os_index(object: Element<'_>) -> Option<u32> {
+    object.attribute("os_index")?.parse().ok()
+}
+
+fn address(function: Element<'_>) -> Option<PciAddress> {
+    function.attribute("pci_busid")?.parse().ok()
 }
 
 /// Class, vendor and device, subsystem, revision: `0302 [10de:1db8] [10de:131d] a1`.
-fn class(function: &Element) -> &str {
-    function.get("pci_type").unwrap_or_default()
+fn class(function: Element<'_>) -> &str {
+    function.attribute("pci_type").unwrap_or_default()
 }
 
-fn is_gpu(function: &Element) -> bool {
+fn is_gpu(function: Element<'_>) -> bool {
     let vendor = class(function).split_once('[').and_then(|(_, ids)| ids.split_once(':')).map(|(vendor, _)| vendor);
-    class(function).starts_with(DISPLAY) && vendor == Some(NVIDIA)
+    kind(function) == "PCIDev" && class(function).starts_with(DISPLAY) && vendor == Some(NVIDIA)
 }
 
 /// The first value that is not empty of a key among the infos of these elements.
-fn info<'d>(elements: impl IntoIterator<Item = &'d Element>, key: &str) -> Option<&'d str> {
-    let infos = elements.into_iter().flat_map(|element| &element.children);
-    let mut values = infos.filter(|info| info.name == "info" && info.get("name") == Some(key));
-    values.find_map(|info| info.get("value").filter(|value| !value.is_empty()))
+fn info<'d>(elements: impl IntoIterator<Item = Element<'d>>, key: &str) -> Option<&'d str> {
+    let infos = elements.into_iter().flat_map(below);
+    let mut values = infos.filter(|info| info.has_tag_name("info") && info.attribute("name") == Some(key));
+    values.find_map(|info| info.attribute("value").filter(|value| !value.is_empty()))
 }
 
 /// The CPUs of an object, as the kernel lists them.
-fn cpus(object: &Element) -> String {
-    object.get("cpuset").and_then(list).unwrap_or_default()
-}
-
-/// `0-15,32-47` of `0x0000ffff,0x0000ffff`; words of zeros may be empty.
-fn list(mask: &str) -> Option<String> {
-    cpu_list(mask, |word| match word.strip_prefix("0x") {
-        Some(digits) => u32::from_str_radix(digits, 16).ok(),
-        None => word.is_empty().then_some(0),
-    })
+fn cpus(object: Element<'_>) -> String {
+    object.attribute("cpuset").and_then(cpu_list).unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -1,10 +1,14 @@
 //! From a name or a path to a machine: which format a file has, by its content.
 
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::Path;
+use std::string::FromUtf8Error;
 
-use super::{BUILT_IN, MAX_FILE_BYTES, Machine, MachineError, hwloc_xml, nccl, xml};
+use roxmltree::Document;
+
+use super::xml::{self, Element, XmlError};
+use super::{BUILT_IN, MAX_FILE_BYTES, Machine, MachineError, hwloc_xml, nccl};
+use crate::files;
 use crate::quote::excerpt;
 use crate::topology::HostObservation;
 
@@ -19,9 +23,10 @@ pub fn load(name_or_path: &str) -> Result<Machine, MachineError> {
 /// Reads the host of the hwloc XML at a path.
 pub fn host_xml(path: &str) -> Result<HostObservation, MachineError> {
     let text = text(path, bytes_of(path)?)?;
-    match root(path, &text)? {
-        Some(root) if root == HWLOC_ROOT => Ok(hwloc(path, &text)?.observed.host),
-        _ => Err(MachineError::NotAHost { path: path.to_owned() }),
+    let document = is_xml(&text).then(|| xml::document(&text).map_err(broken("XML file", path))).transpose()?;
+    match document.as_ref().map(Document::root_element) {
+        Some(root) if root.has_tag_name(HWLOC_ROOT) => Ok(hwloc(path, root)?.observed.host),
+        _ => Err(MachineError::NotAHost(path.to_owned())),
     }
 }
 
@@ -29,12 +34,16 @@ pub fn host_xml(path: &str) -> Result<HostObservation, MachineError> {
 /// dump, which has no name of its own, is called after its last part. Reads no file.
 pub fn of_bytes(path: &str, bytes: Vec<u8>) -> Result<Machine, MachineError> {
     let text = text(path, bytes)?;
-    match root(path, &text)?.as_deref() {
-        None => node_file(path, &text),
-        Some(HWLOC_ROOT) => hwloc(path, &text),
-        Some("system") => nccl::parse(&stem(path), &text).map_err(broken("NCCL topology dump", path)),
-        Some("graphs") => Err(MachineError::NcclGraph { path: path.to_owned() }),
-        Some(root) => Err(MachineError::UnknownXml { path: path.to_owned(), root: excerpt(root) }),
+    if !is_xml(&text) {
+        return node_file(path, &text);
+    }
+    let document = xml::document(&text).map_err(broken("XML file", path))?;
+    let root = document.root_element();
+    match xml::name(root) {
+        HWLOC_ROOT => hwloc(path, root),
+        "system" => nccl::parse(&stem(path), root).map_err(broken("NCCL topology dump", path)),
+        "graphs" => Err(MachineError::NcclGraph(path.to_owned())),
+        other => Err(MachineError::UnknownXml(path.to_owned(), excerpt(other))),
     }
 }
 
@@ -42,28 +51,25 @@ pub fn of_bytes(path: &str, bytes: Vec<u8>) -> Result<Machine, MachineError> {
 const HWLOC_ROOT: &str = "topology";
 
 fn text(path: &str, bytes: Vec<u8>) -> Result<String, MachineError> {
-    let path = || path.to_owned();
-    String::from_utf8(bytes)
-        .map_err(|error| MachineError::NotText { path: path(), offset: error.utf8_error().valid_up_to() })
+    let wrong = |error: FromUtf8Error| MachineError::NotText(path.to_owned(), error.utf8_error().valid_up_to());
+    String::from_utf8(bytes).map_err(wrong)
 }
 
-/// The root element of a file that is XML.
-fn root(path: &str, text: &str) -> Result<Option<String>, MachineError> {
-    let is_xml = text.trim_start_matches('\u{feff}').trim_start().starts_with('<');
-    is_xml.then(|| xml::root(text).map_err(broken("XML file", path))).transpose()
+fn is_xml(text: &str) -> bool {
+    text.trim_start_matches('\u{feff}').trim_start().starts_with('<')
 }
 
 fn node_file(path: &str, text: &str) -> Result<Machine, MachineError> {
-    Machine::parse(text).map_err(|error| MachineError::Content { path: path.to_owned(), error })
+    Machine::parse(text).map_err(|error| MachineError::Content(path.to_owned(), error))
 }
 
-fn hwloc(path: &str, text: &str) -> Result<Machine, MachineError> {
-    hwloc_xml::parse(&stem(path), text).map_err(broken("hwloc XML", path))
+fn hwloc(path: &str, root: Element<'_>) -> Result<Machine, MachineError> {
+    hwloc_xml::parse(&stem(path), root).map_err(broken("hwloc XML", path))
 }
 
-fn broken(kind: &'static str, path: &str) -> impl FnOnce(xml::XmlError) -> MachineError {
+fn broken(kind: &'static str, path: &str) -> impl FnOnce(XmlError) -> MachineError {
     let path = path.to_owned();
-    move |error| MachineError::Xml { kind, path, error }
+    move |error| MachineError::Xml(kind, path, error)
 }
 
 /// A file's name without folder and extension.
@@ -72,18 +78,12 @@ fn stem(path: &str) -> String {
 }
 
 fn bytes_of(name_or_path: &str) -> Result<Vec<u8>, MachineError> {
-    let path = || name_or_path.to_owned();
-    let mut bytes = Vec::new();
-    // One byte more than allowed is enough to refuse a file, whatever size it claims.
-    let outcome = File::open(name_or_path).and_then(|file| file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes));
-    match outcome {
-        Err(error) if error.kind() == io::ErrorKind::NotFound && looks_like_a_name(name_or_path) => {
-            Err(MachineError::Unknown { name: path() })
-        }
-        Err(error) => Err(MachineError::Read { path: path(), error }),
-        Ok(length) if u64::try_from(length).is_ok_and(|length| length <= MAX_FILE_BYTES) => Ok(bytes),
-        Ok(_) => Err(MachineError::TooLarge { path: path() }),
-    }
+    let path = name_or_path.to_owned();
+    files::read(Path::new(name_or_path), MAX_FILE_BYTES).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound if looks_like_a_name(name_or_path) => MachineError::Unknown(path),
+        io::ErrorKind::FileTooLarge => MachineError::TooLarge(path),
+        _ => MachineError::Read(path, error),
+    })
 }
 
 /// A text without a folder and without an extension was hardly meant as a file.
@@ -123,7 +123,7 @@ mod tests {
         for (text, words) in [
             (&b"<graphs version=\"1\"/>"[..], "NCCL_TOPO_DUMP_FILE"),
             (b"<nvidia_smi_log/>", "<nvidia_smi_log>"),
-            (b"<system version=\"1\"\n", "line 1"),
+            (b"<system version=\"1\"\n", "line 2"),
             (b"<system version=\"1\">\n<cpu>\n", "line 3"),
             (b"<system version=\"2\"/>", "version '2'"),
             (b"<topology>\n<object>\n", "line 3"),

@@ -17,45 +17,57 @@ use std::io;
 use serde::{Deserialize, Serialize};
 
 use crate::topology::{GpuObservation, GpuUuid, NodeObservation, PciAddress};
-use file::MachineFile;
-pub use file::MachineFileError;
+pub use file::{MachineFileError, VERSION};
 pub use load::{host_xml, load, of_bytes};
 pub use nccl::topology_file as nccl_topology_file;
-pub use xml::{XmlError, XmlFault};
+pub use xml::XmlError;
 
 /// The largest node file that is read, in bytes.
 pub const MAX_FILE_BYTES: u64 = 64 << 20;
 
+/// Names with the texts of their files.
+macro_rules! built_in {
+    ($($name:literal),+ $(,)?) => { [$(($name, include_str!(concat!($name, ".yaml")))),+] };
+}
+
+/// CPUs of a machine; a kernel is built for at most 8192.
+const MAX_CPUS: u32 = 1 << 16;
+
 /// The machines that are built in: name and text.
-const BUILT_IN: [(&str, &str); 15] = [
-    ("dgx1-v100", include_str!("dgx1-v100.yaml")),
-    ("dgx2-v100", include_str!("dgx2-v100.yaml")),
-    ("dgx-a100", include_str!("dgx-a100.yaml")),
-    ("dgx-h100", include_str!("dgx-h100.yaml")),
-    ("hgx-h200", include_str!("hgx-h200.yaml")),
-    ("hgx-b200", include_str!("hgx-b200.yaml")),
-    ("gb200-nvl72-node", include_str!("gb200-nvl72-node.yaml")),
-    ("nvlink-bridge-pairs", include_str!("nvlink-bridge-pairs.yaml")),
-    ("pcie-8x-pix-pairs", include_str!("pcie-8x-pix-pairs.yaml")),
-    ("workstation-a6000", include_str!("workstation-a6000.yaml")),
-    ("power9-v100", include_str!("power9-v100.yaml")),
-    ("azure-ndv2-v100", include_str!("azure-ndv2-v100.yaml")),
-    ("azure-ndv4-a100", include_str!("azure-ndv4-a100.yaml")),
-    ("aws-p4d", include_str!("aws-p4d.yaml")),
-    ("aws-p5", include_str!("aws-p5.yaml")),
+const BUILT_IN: [(&str, &str); 15] = built_in![
+    "dgx1-v100",
+    "dgx2-v100",
+    "dgx-a100",
+    "dgx-h100",
+    "hgx-h200",
+    "hgx-b200",
+    "gb200-nvl72-node",
+    "nvlink-bridge-pairs",
+    "pcie-8x-pix-pairs",
+    "workstation-a6000",
+    "power9-v100",
+    "azure-ndv2-v100",
+    "azure-ndv4-a100",
+    "aws-p4d",
+    "aws-p5",
 ];
 
 /// One machine: what was observed of it, by whom, and what was filled in.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "MachineFile", into = "MachineFile")]
+#[serde(deny_unknown_fields)]
 pub struct Machine {
+    /// The version of the format of node files.
+    pub version: u32,
     /// A short name, such as `dgx-h100`; for a snapshot the node's name.
     pub name: String,
     /// A description for people, one line.
+    #[serde(default)]
     pub title: String,
     /// Where the facts come from, a line each.
+    #[serde(default)]
     pub source: Vec<String>,
     /// What the sources lack and was filled in, a line each.
+    #[serde(default)]
     pub reconstructed: Vec<String>,
     /// The raw facts.
     pub observed: NodeObservation,
@@ -70,75 +82,37 @@ pub struct BuiltIn {
     pub title: String,
 }
 
-/// Why a machine could not be loaded. Each message is one line and complete (no `source` behind it).
+/// Why a machine could not be loaded: the file (or the built-in machine's name), and what is wrong. Each message is one
+/// line and complete (no `source` behind it).
 #[derive(Debug, thiserror::Error)]
 pub enum MachineError {
     /// Neither a built-in name nor a file.
-    #[error("no machine is called '{name}' and there is no such file (built-in machines: {})", names())]
-    Unknown {
-        /// What was asked for.
-        name: String,
-    },
+    #[error("no machine is called '{0}' and there is no such file (built-in machines: {names})", names = names())]
+    Unknown(String),
     /// The operating system refused.
-    #[error("cannot read node file '{path}': {error}")]
-    Read {
-        /// The file.
-        path: String,
-        /// The operating system's error.
-        error: io::Error,
-    },
+    #[error("cannot read node file '{0}': {1}")]
+    Read(String, io::Error),
     /// More than [`MAX_FILE_BYTES`].
-    #[error("node file '{path}' is larger than {} MiB", MAX_FILE_BYTES >> 20)]
-    TooLarge {
-        /// The file.
-        path: String,
-    },
-    /// Not text.
-    #[error("node file '{path}' is not UTF-8 text (byte {offset})")]
-    NotText {
-        /// The file.
-        path: String,
-        /// The first byte that is not UTF-8, counted from 0.
-        offset: usize,
-    },
+    #[error("node file '{0}' is larger than {most} MiB", most = MAX_FILE_BYTES >> 20)]
+    TooLarge(String),
+    /// Not text; the first byte that is not UTF-8, counted from 0.
+    #[error("node file '{0}' is not UTF-8 text (byte {1})")]
+    NotText(String, usize),
     /// Not a machine.
-    #[error("node file '{path}': {error}")]
-    Content {
-        /// The file, or the built-in machine's name.
-        path: String,
-        /// What is wrong with it, and where.
-        error: MachineFileError,
-    },
-    /// Broken XML, or not the kind of dump that its root names.
-    #[error("{kind} '{path}': {error}")]
-    Xml {
-        /// The kind of file.
-        kind: &'static str,
-        /// The file.
-        path: String,
-        /// What is wrong with it, and where.
-        error: XmlError,
-    },
+    #[error("node file '{0}': {1}")]
+    Content(String, MachineFileError),
+    /// Broken XML, or not the kind of dump that its root names: the kind, the file, what is wrong and where.
+    #[error("{0} '{1}': {2}")]
+    Xml(&'static str, String, XmlError),
     /// What NCCL made of a topology, not the topology.
-    #[error("'{path}' is an NCCL graph dump; the topology is what NCCL_TOPO_DUMP_FILE writes")]
-    NcclGraph {
-        /// The file.
-        path: String,
-    },
-    /// XML of something else.
-    #[error("'{path}' is XML with the root <{root}>, neither <system> (an NCCL topology dump) nor <topology> (hwloc)")]
-    UnknownXml {
-        /// The file.
-        path: String,
-        /// Its root element.
-        root: String,
-    },
+    #[error("'{0}' is an NCCL graph dump; the topology is what NCCL_TOPO_DUMP_FILE writes")]
+    NcclGraph(String),
+    /// XML of something else, and its root element.
+    #[error("'{0}' is XML with the root <{1}>, neither <system> (an NCCL topology dump) nor <topology> (hwloc)")]
+    UnknownXml(String, String),
     /// A machine where a host is needed.
-    #[error("'{path}' is no hwloc XML (as lstopo writes it), which is what describes a host")]
-    NotAHost {
-        /// The file.
-        path: String,
-    },
+    #[error("'{0}' is no hwloc XML (as lstopo writes it), which is what describes a host")]
+    NotAHost(String),
 }
 
 impl Machine {
@@ -196,12 +170,15 @@ pub fn cpus(list: &str) -> Option<BTreeSet<u32>> {
     Some(cpus)
 }
 
-/// The kernel's list (`0-15,32-47`) of a mask: parts of 32 bits, the highest first, which `word` parses.
-fn cpu_list(mask: &str, word: fn(&str) -> Option<u32>) -> Option<String> {
+/// The kernel's list (`0-15,32-47`) of a mask: hexadecimal parts of 32 bits, the highest first, as the kernel
+/// (`0000ffff,0000ffff`) or hwloc (`0x0000ffff,,0x0`) writes them. `None` for what is no mask, or one of more CPUs than
+/// any machine has.
+fn cpu_list(mask: &str) -> Option<String> {
     let mut ranges: Vec<(u32, u32)> = Vec::new();
-    for (number, text) in mask.rsplit(',').enumerate() {
-        let bits = word(text)?;
-        let first = u32::try_from(number).ok()?.checked_mul(32)?;
+    for (word, first) in mask.rsplit(',').zip((0..).step_by(32)) {
+        let digits = word.strip_prefix("0x").unwrap_or(word);
+        let bits =
+            if word.is_empty() { 0 } else { u32::from_str_radix(digits, 16).ok().filter(|_| first < MAX_CPUS)? };
         for cpu in (0..32).filter(|bit| bits >> bit & 1 == 1).map(|bit| first + bit) {
             match ranges.last_mut() {
                 Some((_, last)) if *last + 1 == cpu => *last = cpu,
@@ -314,6 +291,28 @@ mod tests {
         for list in ["x", "2-1", "0-4294967295", "1-2-3"] {
             assert_eq!(cpus(list), None, "{list}");
         }
+    }
+
+    #[test]
+    fn masks_become_lists() {
+        for (mask, expected) in [
+            ("", Some("")),
+            ("00000000", Some("")),
+            ("0x0", Some("")),
+            ("0000ffff,0000ffff", Some("0-15,32-47")),
+            ("0x0000ffff,0x0000ffff", Some("0-15,32-47")),
+            ("0x00000303,0x03030000,,0x0", Some("80-81,88-89,96-97,104-105")),
+            ("00000001,80000000,ffffffff", Some("0-31,63-64")),
+            ("fff0000", Some("16-27")),
+            ("5", Some("0,2")),
+            ("0xf...f", None),
+            ("x", None),
+            ("1ffffffff", None),
+            ("-1", None),
+        ] {
+            assert_eq!(cpu_list(mask).as_deref(), expected, "{mask}");
+        }
+        assert_eq!(cpu_list(&"1,".repeat(1 << 20)), None);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! What was odd in a dump, as warnings for the user, and numbers read with such a warning. Called by the readers of
 //! XML.
 
-use crate::machines::xml::Element;
+use crate::machines::xml::{Element, line, name};
 use crate::quote::{excerpt, quoted};
 use crate::topology::ProbeFailure;
 
@@ -12,16 +12,9 @@ const MOST: usize = 50;
 pub(super) struct Notes {
     /// What kind of file it is, as the warnings name it.
     file: &'static str,
-    kept: Vec<Note>,
+    /// Each with how many more there are like it.
+    kept: Vec<(ProbeFailure, usize)>,
     more: usize,
-}
-
-struct Note {
-    subject: String,
-    call: String,
-    what: String,
-    /// How many more there are of this kind.
-    again: usize,
 }
 
 impl Notes {
@@ -31,41 +24,33 @@ impl Notes {
     }
 
     /// Notes what is odd about an element.
-    pub fn add(&mut self, element: &Element, what: impl Into<String>) {
-        let what = what.into();
-        if let Some(note) = self.kept.iter_mut().find(|note| note.what == what) {
-            note.again += 1;
-            return;
-        }
-        if self.kept.len() == MOST {
+    pub fn add(&mut self, element: Element<'_>, what: impl Into<String>) {
+        let error = what.into();
+        if let Some((_, again)) = self.kept.iter_mut().find(|(note, _)| note.error == error) {
+            *again += 1;
+        } else if self.kept.len() == MOST {
             self.more += 1;
-            return;
+        } else {
+            let own = element.attribute("busid").or_else(|| element.attribute("name")).map(excerpt);
+            let call = [Some(excerpt(name(element))), own].into_iter().flatten().collect::<Vec<_>>().join(" ");
+            let subject = format!("{}, line {}", self.file, line(element));
+            self.kept.push((ProbeFailure { subject, call, error }, 0));
         }
-        let subject = format!("{}, line {}", self.file, element.line);
-        let call = match element.get("busid").or_else(|| element.get("name")) {
-            Some(name) => format!("{} {}", excerpt(&element.name), excerpt(name)),
-            None => excerpt(&element.name),
-        };
-        self.kept.push(Note { subject, call, what, again: 0 });
     }
 
     /// All of them.
-    pub fn into_failures(self) -> Vec<ProbeFailure> {
-        let failure = |Note { subject, call, what, again }| {
-            let error = if again == 0 { what } else { format!("{what} ({again} more like it)") };
-            ProbeFailure { subject, call, error }
-        };
-        let mut failures: Vec<ProbeFailure> = self.kept.into_iter().map(failure).collect();
-        if self.more > 0 {
-            let error = format!("{} more, of other kinds", self.more);
-            failures.push(ProbeFailure { subject: self.file.to_owned(), call: "oddities".to_owned(), error });
+    pub fn into_failures(mut self) -> Vec<ProbeFailure> {
+        for (note, again) in self.kept.iter_mut().filter(|(_, again)| *again > 0) {
+            note.error.push_str(&format!(" ({again} more like it)"));
         }
-        failures
+        let error = format!("{} more, of other kinds", self.more);
+        let rest = ProbeFailure { subject: self.file.to_owned(), call: "oddities".to_owned(), error };
+        self.kept.into_iter().map(|(note, _)| note).chain((self.more > 0).then_some(rest)).collect()
     }
 
     /// A number, decimal or hexadecimal with 0x as NCCL reads them; an invalid one is noted.
-    pub fn number(&mut self, element: &Element, attribute: &str) -> Option<u32> {
-        let text = element.get(attribute).filter(|text| !text.is_empty())?;
+    pub fn number(&mut self, element: Element<'_>, attribute: &str) -> Option<u32> {
+        let text = element.attribute(attribute).filter(|text| !text.is_empty())?;
         let number = match text.strip_prefix("0x") {
             Some(digits) => u32::from_str_radix(digits, 16).ok(),
             None => text.parse().ok(),

@@ -1,8 +1,8 @@
 //! The folder that daemons and clients share as /dev/shm: a file system in memory of its own, on the host.
 //!
 //! Called by `linkwise mps-control-daemon mount-shm`, which runs once, privileged, before the daemon. The command, its
-//! options and the size are those of the NVIDIA plugin (`cmd/mps-control-daemon/mount/mount-shm.go`). Unlike there, what
-//! is mounted already stays, for running pods have it; it grows where it is smaller.
+//! options and the size are those of the NVIDIA plugin (`cmd/mps-control-daemon/mount/mount-shm.go`). Unlike there,
+//! what is mounted already stays, for running pods have it; it grows where it is smaller.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;

@@ -21,6 +21,7 @@ mod observe;
 mod operator;
 mod readiness;
 
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -32,6 +33,7 @@ use crate::admin::Local;
 use crate::cdi::CdiMetrics;
 use crate::config::settings::{OnNvmlLoss, load};
 use crate::config::{ConfigMetrics, Environment, HostArgs, NvmlArgs, RunArgs, Settings};
+use crate::hwloc;
 use crate::kubelet;
 use crate::mps::Layout;
 use crate::nvml::Limits;
@@ -80,6 +82,11 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let loaded = load(&args.flags, &environment)?;
     config::log(&loaded.findings);
     let settings = loaded.settings;
+    let roots = [Path::new("/"), &settings.driver_root_ctr_path.value];
+    if let Some(sign) = hwloc::wsl(roots.into_iter().chain(args.host.nvml_library.as_deref())) {
+        let why = "they are on no PCI bus and have no device nodes of their own; use the NVIDIA device plugin there";
+        anyhow::bail!("this is WSL2 ({}), whose GPUs linkwise does not serve: {why}", sign.display());
+    }
     let admin = settings.admin_socket.value.as_deref();
     let admin = admin.map(|path| Local::bind(path, Callers::default())).transpose()?;
     let seen = watch::Sender::default();

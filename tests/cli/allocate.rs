@@ -44,7 +44,7 @@ fn json_answer_has_all_fields() {
         assert_eq!(answer["compared"], 28);
         assert!(answer["elapsed_ns"].is_u64() && answer["exact"] == true);
     }
-    // Where there is one set only, nothing came second.
+    // A request with one possible set has no runner-up.
     assert_eq!(allocate("dgx-h100", "8", &[])["runner_up"], Value::Null);
 }
 
@@ -56,7 +56,7 @@ fn lists_take_uuids_and_indices_in_any_order() {
     let list = format!("{},1,{},3,4,5", uuid(0), uuid(2));
     let by_uuid = allocate("dgx1-v100", "4", &["--available", &list, "--must-include", &uuid(4)]);
     assert_eq!(indices(&by_uuid), indices(&by_index));
-    // What must be in need not be available.
+    // A GPU of --must-include may be missing from --available.
     assert_eq!(indices(&allocate("dgx1-v100", "2", &["--available", "0,1", "--must-include", "7,6"])), [6, 7]);
 }
 

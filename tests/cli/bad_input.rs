@@ -1,4 +1,4 @@
-//! What cannot be answered: one line on standard error that names the thing, and a code that is not 0.
+//! Requests that cannot be answered: one line on standard error that names the cause, and an exit code other than 0.
 
 use std::path::PathBuf;
 
@@ -6,10 +6,10 @@ use tempfile::TempDir;
 
 use crate::linkwise;
 
-/// Its standard error and its exit code; nothing on standard output.
+/// The command's exit code and standard error; it prints nothing on standard output.
 fn refusal(args: &[&str]) -> (Option<i32>, String) {
     let mut command = linkwise(args);
-    // A machine of its own, where no node is named, is not to be had.
+    // Without --node the command reads this machine: NVML is unavailable there.
     command.env("LINKWISE_NVML_LIBRARY", "/no/such/libnvidia-ml.so.1");
     let output = command.output().unwrap();
     assert!(output.stdout.is_empty(), "{output:?}");
@@ -18,7 +18,7 @@ fn refusal(args: &[&str]) -> (Option<i32>, String) {
     (output.status.code(), words)
 }
 
-/// One line that begins with our name and has all of these in it.
+/// Asserts that the command fails with one line that names all of these.
 fn refused(args: &[&str], named: &[&str]) {
     let (code, words) = refusal(args);
     assert_eq!(code, Some(1), "{args:?}: {words}");

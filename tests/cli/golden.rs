@@ -1,5 +1,5 @@
-//! What people read, held as text in tests/snapshots. After an intended change, compare what
-//! `INSTA_UPDATE=always cargo test --test cli` makes of it.
+//! The text that people read, as golden files in tests/snapshots. After an intended change, compare what
+//! `INSTA_UPDATE=always cargo test --test cli` writes.
 
 use crate::{MACHINES, linkwise, text};
 
@@ -12,7 +12,7 @@ pub fn holds(name: &str, text: &str) {
     settings.bind(|| insta::assert_snapshot!(name, text));
 }
 
-/// The text with the one thing taken out that differs each time: how long the choice took.
+/// The text without the duration of the choice, which differs at each run.
 fn timeless(text: &str) -> String {
     let is_time = |word: &str| {
         let word = word.trim_end_matches([',', ';', ')']);

@@ -23,7 +23,7 @@ use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
-/// Built-in machines of eight GPUs: what is printed of them is held to the letter.
+/// Built-in machines of eight GPUs whose output is kept in golden files.
 const MACHINES: [&str; 3] = ["dgx1-v100", "dgx-h100", "pcie-8x-pix-pairs"];
 
 /// The binary, without settings from the environment in which the tests run.
@@ -33,7 +33,7 @@ fn linkwise(args: &[impl AsRef<OsStr>]) -> Command {
     command
 }
 
-/// The machine that this one is, by NVML and hwloc, is a built-in one.
+/// Lets NVML and hwloc show a built-in machine as this one.
 fn this_is(command: &mut Command, machine: &str) {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("src/machines/{machine}.yaml"));
     command.env("LINKWISE_NVML_LIBRARY", fake_nvml::library_path()).env("FAKE_NVML_MACHINE", file);
@@ -57,7 +57,7 @@ fn fed(command: &mut Command, input: &[u8]) -> Output {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the binary starts");
     let mut stdin = child.stdin.take().unwrap();
     let input = input.to_vec();
-    // Beside the reading: a command that answers as it reads would fill its pipe.
+    // In a thread: a command that answers while it reads would block on a full pipe.
     let feeding = std::thread::spawn(move || stdin.write_all(&input));
     let output = child.wait_with_output().unwrap();
     feeding.join().unwrap().unwrap();

@@ -16,7 +16,7 @@ fn square(value: &Value) -> Vec<Vec<u64>> {
     list(value).iter().map(|row| list(row).iter().map(|cell| cell.as_u64().unwrap()).collect()).collect()
 }
 
-/// What holds for every machine.
+/// Asserts the invariants of every machine's JSON.
 fn check(topology: &Value) {
     let keys: Vec<&String> = topology.as_object().unwrap().keys().collect();
     let mut expected =
@@ -154,13 +154,13 @@ fn closed_pipe_is_no_error() {
         let mut child =
             linkwise(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the binary starts");
         let mut line = String::new();
-        // As `head -1` does: one line, then the pipe is closed.
+        // The reader takes one line, as `head -1`, then closes the pipe.
         BufReader::with_capacity(1, child.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let mut words = String::new();
         child.stderr.take().unwrap().read_to_string(&mut words).unwrap();
         assert!(child.wait().unwrap().success() && words.is_empty(), "{words}");
     }
-    // And one that reads nothing at all: the pipe is closed before anything is written.
+    // A reader may also close the pipe before the command writes.
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
     let output = linkwise(&["topology", "--node", "dgx-h100"]).stdout(writer).stderr(Stdio::piped()).spawn().unwrap();

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use linkwise_kubelet_box::{AdmissionError, CallError, DeviceSpec, Grant, Hint, Mount, Pod, Restart};
+use linkwise_kubelet_box::{AdmissionError, CallError, DeviceSpec, Grant, Mount, Pod, Restart, TopologyHint};
 use tonic::{Code, Status};
 
 use crate::plugin::{GPU, Plugin};
@@ -126,7 +126,7 @@ async fn failed_preferred_allocation_rejects_pod() {
 #[tokio::test]
 async fn topology_hint_narrows_available_devices() {
     let (_dir, kubelet, _plugin) = node("a:0 b:0 c:0 d:1 e:1", usual, |plugin| plugin.advise("b c d e")).await;
-    let hint = Some(Hint::numa([0]));
+    let hint = Some(TopologyHint::on([0]));
     let more = kubelet.admit(&Pod::single("more", GPU, 1), hint.as_ref()).await.unwrap();
     let asked = grant(&more).asked.as_ref().unwrap();
     assert_eq!((set(&asked.available), set(&asked.must_include)), (ids("a b c"), ids("")));
@@ -138,7 +138,7 @@ async fn topology_hint_narrows_available_devices() {
     let asked = grant(&fewer).asked.as_ref().unwrap();
     assert_eq!((set(&asked.available), set(&asked.must_include)), (ids("a b c d e"), ids("a b c")));
     kubelet.remove_pod("fewer");
-    let none = kubelet.admit(&Pod::single("none", GPU, 2), Some(&Hint::default())).await.unwrap();
+    let none = kubelet.admit(&Pod::single("none", GPU, 2), Some(&TopologyHint::default())).await.unwrap();
     assert_eq!(set(&grant(&none).asked.as_ref().unwrap().available), ids("a b c d e"));
 }
 

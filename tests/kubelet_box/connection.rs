@@ -5,7 +5,7 @@ use std::os::unix::net::UnixListener;
 use std::time::Duration;
 
 use linkwise_kubelet_api::v1beta1 as wire;
-use linkwise_kubelet_box::{BoxError, Fault, Pod, Restart, Violation};
+use linkwise_kubelet_box::{BoxError, Fault, Harm, Place, Pod, Restart, Violation};
 use tonic::Code;
 
 use crate::plugin::{GPU, Plugin, register, send};
@@ -154,9 +154,9 @@ async fn invalid_ids_are_violations() {
     plugin.list(&format!("b {long}"));
     let state = kubelet.wait(|s| s.resources[GPU].numa.len() == 1).await.unwrap();
     assert_eq!(state.resources[GPU].healthy, ids("b"));
-    let (resource, pod, container) = (GPU.to_owned(), "pod".to_owned(), "main".to_owned());
-    let too_long = Violation::IdTooLong { resource: resource.clone(), id: long };
-    let vanished = Violation::VanishedWhileHeld { resource, id: held, pod, container };
+    let place = Place { pod: "pod".to_owned(), container: "main".to_owned(), resource: GPU.to_owned() };
+    let too_long = Violation { resource: GPU.to_owned(), id: long, harm: Harm::IdTooLong };
+    let vanished = Violation { resource: GPU.to_owned(), id: held, harm: Harm::VanishedWhileHeld(place) };
     assert_eq!(kubelet.violations(), [too_long, vanished]);
 }
 

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 
 use linkwise_kubelet_box::{
-    AdmissionError, Admitted, BoxError, Hint, KubeletBox, NumaNode, Options, Place, Pod, Policy, Restart, Scope,
-    TopologyManager, UnsupportedMachine,
+    AdmissionError, Admitted, BoxError, KubeletBox, NumaNode, Options, Place, Pod, Policy, Restart, Scope,
+    TopologyHint, TopologyManager, UnsupportedMachine,
 };
 use tempfile::TempDir;
 
@@ -35,8 +35,8 @@ async fn policy_offers_one_numa_node() {
         let admitted = kubelet.admit(&Pod::single("pod", GPU, 1), None).await.unwrap();
         let asked = admitted.grant("main", GPU).unwrap().asked.as_ref().unwrap();
         assert_eq!(asked.available.iter().cloned().collect::<BTreeSet<_>>(), ids(offered), "{policy}");
-        let hint = admitted.containers["main"].hint.clone();
-        assert_eq!(hint, (policy != Policy::None).then(|| Hint::numa([0])), "{policy}");
+        let hint = admitted.containers["main"].hint;
+        assert_eq!(hint, (policy != Policy::None).then(|| TopologyHint::on([0])), "{policy}");
     }
 }
 
@@ -104,7 +104,7 @@ async fn cpus_and_devices_share_a_node() {
 async fn cpu_shortage_without_policy_has_own_error() {
     let (_dir, kubelet, _plugin) = two_nodes(Policy::None, Scope::Container).await;
     let error = kubelet.admit(&Pod::single("pod", GPU, 1).with_cpus(9), None).await.unwrap_err();
-    assert!(matches!(error, AdmissionError::InsufficientCpus { requested: 9, available: 8, .. }), "{error}");
+    assert!(matches!(error, AdmissionError::Insufficient { requested: 9, available: 8, .. }), "{error}");
     assert_eq!(kubelet.state().resources[GPU].free(), ids("a b c d"), "rejected as a whole");
 }
 

@@ -94,12 +94,12 @@ fn plan() -> impl Strategy<Value = ResourcePlan> {
     let strategy = prop_oneof![Just(MigStrategy::None), Just(MigStrategy::Single), Just(MigStrategy::Mixed)];
     let patterns = || vec(pattern(), 0..3);
     (strategy, patterns(), patterns(), option::of(sharing), vec(exclude, 0..2), any::<bool>()).prop_map(
-        |(mig_strategy, gpu_names, mig_names, sharing, exclude, keep_display)| ResourcePlan {
+        |(mig_strategy, gpu_names, mig_names, sharing, exclude, exclude_displays)| ResourcePlan {
             mig_strategy,
             gpu_names,
             mig_names,
             sharing,
-            filter: Filter { exclude, keep_display },
+            filter: Filter { exclude, exclude_displays },
             policies: BTreeMap::new(),
             shared_policy: None,
         },
@@ -118,7 +118,7 @@ fn pieces(topology: &NodeTopology, seen: &NodeObservation, plan: &ResourcePlan) 
             GpuSelector::Pci(pci) => raw.pci == *pci,
             GpuSelector::Model(_) => raw.model.as_deref() == Some("NVIDIA H100"),
         });
-        if out || (raw.display == Some(true) && !plan.filter.keep_display) {
+        if out || (raw.display == Some(true) && plan.filter.exclude_displays) {
             continue;
         }
         match &raw.mig {

@@ -334,6 +334,27 @@ async fn more_than_one_slot_is_refused_where_configured() {
 }
 
 #[tokio::test]
+async fn display_is_offered_and_display_adapter_is_not() {
+    on(async |scene| {
+        scene.plan(ResourcePlan::default()).await;
+        let mut seen = mixed();
+        seen.gpus[0].display = Some(true);
+        scene.see(seen.clone()).await;
+        scene.offers(&[(GPU, 4)]).await;
+        for name in ["DGX Display", "NVIDIA DGX Display"] {
+            seen.gpus[0].model = Some(name.to_owned());
+            scene.see(seen.clone()).await;
+            let state = scene.offers(&[(GPU, 3)]).await;
+            assert!(!state.resources[GPU].healthy.contains(&gpu(0)));
+        }
+        seen.gpus[0].model = Some("NVIDIA DGX Display 2".to_owned());
+        scene.see(seen).await;
+        scene.offers(&[(GPU, 4)]).await;
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn partial_sharing_with_rename_and_filter() {
     on(async |scene| {
         let half = SharedResource {
@@ -343,7 +364,7 @@ async fn partial_sharing_with_rename_and_filter() {
         };
         let exclude = vec![GpuSelector::Pci("0000:4e:00.0".parse().unwrap())];
         let plan = ResourcePlan {
-            filter: Filter { exclude, keep_display: false },
+            filter: Filter { exclude, exclude_displays: true },
             ..shared(Sharing::new(SharingKind::TimeSlicing, vec![half]))
         };
         scene.plan(plan).await;
@@ -359,7 +380,7 @@ async fn partial_sharing_with_rename_and_filter() {
         let pod = scene.pod("pod", "nvidia.com/half", 1).await.unwrap();
         scene
             .plan(ResourcePlan {
-                filter: Filter { exclude: Vec::new(), keep_display: true },
+                filter: Filter { exclude: Vec::new(), exclude_displays: false },
                 ..ResourcePlan::default()
             })
             .await;

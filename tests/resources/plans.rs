@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use linkwise::allocation::{AllocationPolicy, AllocationRequest, DeviceId};
 use linkwise::state::{
-    Effect, Event, Health, Holdings, MigInstance, MigStrategy, NamePattern, NodeState, Pattern, PlanProblem,
+    Effect, Event, Filter, Health, Holdings, MigInstance, MigStrategy, NamePattern, NodeState, Pattern, PlanProblem,
     ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind, UnhealthyReason,
 };
 use linkwise::topology::{NodeObservation, NodeTopology};
@@ -174,15 +174,25 @@ fn gpus_that_offer_nothing_are_named() {
     let mut node = mixed();
     node.gpus[0].display = Some(true);
     node.gpus[2].mig.as_mut().unwrap().devices.clear();
-    let plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
+    let filter = Filter { exclude_displays: true, ..Filter::default() };
+    let plan = ResourcePlan { mig_strategy: MigStrategy::Mixed, filter, ..ResourcePlan::default() };
     let (snapshot, _) = NodeState::default().apply(planned(&plan), NOW);
-    let (snapshot, effects) = snapshot.apply(seen(node), NOW);
+    let (snapshot, effects) = snapshot.apply(seen(node.clone()), NOW);
     let words = [
         "GPU 0000:07:00.0 (GPU-00000000-0000-0000-0000-000000000000): it has an active display; it is not offered",
         "GPU 0000:47:00.0: MIG mode is on, but it has no MIG device; it offers nothing",
     ];
     assert_eq!(told(&effects), words);
     assert_eq!(offered(&snapshot).iter().map(|(_, count)| count).sum::<usize>(), 10);
+
+    let plan = ResourcePlan { filter: Filter::default(), ..plan };
+    let (_, effects) = snapshot.apply(planned(&plan), NOW);
+    assert!(!told(&effects).iter().any(|words| words.contains("display")), "it is offered: {effects:?}");
+    node.gpus[0].model = Some("NVIDIA DGX Display".to_owned());
+    let (snapshot, _) = NodeState::default().apply(planned(&plan), NOW);
+    let (_, effects) = snapshot.apply(seen(node), NOW);
+    let adapter = "GPU 0000:07:00.0 (NVIDIA DGX Display): it is a DGX's display adapter; it is not offered";
+    assert_eq!(told(&effects), [adapter, words[1]]);
 }
 
 /// Single beside a GPU that is not in MIG mode, as the NVIDIA plugin: nothing at all.

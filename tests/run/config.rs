@@ -117,7 +117,6 @@ async fn setting_without_effect_is_one_log_line() {
     let variables = [
         ("CDI_FEATURE_FLAGS", "disable-nvsandboxutils", "no effect: they are options of NVIDIA's generator"),
         ("CDI_DISABLE_HOOKS", "chmod,update-ldcache", "other hooks are in no CDI spec of linkwise"),
-        ("DEVICE_DISCOVERY_STRATEGY", "tegra", "no effect: linkwise discovers GPUs by NVML only"),
     ];
     for (variable, value, said) in variables {
         let (node, _kubelet) = Setup::on("dgx1-v100").env(variable, value).serve(8).await;
@@ -145,6 +144,10 @@ async fn invalid_configuration_ends_the_start() {
          (and 1 more: see 'linkwise config check {file}')"
         )]
     );
+
+    let (status, words) = Setup::on("dgx1-v100").env("DEVICE_DISCOVERY_STRATEGY", "tegra").spawn().ended().await;
+    assert_eq!(status.code(), Some(1));
+    assert!(words[0].contains("DEVICE_DISCOVERY_STRATEGY: linkwise finds GPUs by NVML"), "{words:?}");
 
     let (status, words) = Setup::on("dgx1-v100").env("DEVICE_LIST_STRATEGY", "cdi").spawn().ended().await;
     assert_eq!(status.code(), Some(1));

@@ -498,3 +498,60 @@ async fn child_that_does_not_end_is_killed() {
     setup.tell("hang nvmlShutdown");
     found(&look(&setup, &["--timeout", "1"]).await, "driver", "ok", "NVML answers");
 }
+
+#[tokio::test]
+async fn pods_too_large_for_policy_are_named() {
+    let (setup, _kubelet) = well("dgx1-v100");
+    fs::create_dir_all(setup.at("var/lib/kubelet")).unwrap();
+    let refused = "a pod of 8 GPUs can never be admitted here: under single-numa-node";
+    for (policy, hints, refuses) in [
+        ("single-numa-node", "node", true),
+        ("single-numa-node", "off", false),
+        ("restricted", "node", false),
+        ("none", "node", false),
+    ] {
+        fs::write(setup.at("var/lib/kubelet/config.yaml"), format!("topologyManagerPolicy: {policy}\n")).unwrap();
+        let report = look(&setup, &["--numa-hints", hints]).await;
+        found(&report, "topology manager", "ok", &format!("the kubelet's policy is {policy}"));
+        match refuses {
+            true => found(&report, "topology manager", "warning", refused),
+            false => absent(&report, "topology manager", "warning", "can never be admitted"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn second_writer_of_labels_is_named() {
+    let (setup, _kubelet) = well("dgx1-v100");
+    absent(&look(&setup, &[]).await, "labels", "skipped", "");
+    let folder = setup.at("etc/kubernetes/node-feature-discovery/features.d");
+    fs::create_dir_all(&folder).unwrap();
+    let write = |name: &str, text: &str| fs::write(folder.join(name), text).unwrap();
+    let labels = "# +expiry-time=2999-01-01T00:00:00Z\nnvidia.com/gpu.count=8\nnvidia.com/gpu.present\n";
+    write("custom", "# nvidia.com/gpu.count=8\n# +no-label\nnvidia.com/gpu.count=8\nvendor.io/nvidia.com=1\n");
+    write(".gfd.tmp", labels);
+    write("long", &labels.repeat(1000));
+    for status in ["ok", "warning", "skipped"] {
+        absent(&look(&setup, &[]).await, "labels", status, "");
+    }
+    write("other", labels);
+    found(
+        &look(&setup, &[]).await,
+        "labels",
+        "skipped",
+        "other has 2 labels nvidia.com/gpu.*, and linkwise writes none",
+    );
+    write("gfd", labels);
+    let report = look(&setup, &[]).await;
+    found(&report, "labels", "warning", "other has 2 labels nvidia.com/gpu.*, and so has");
+    advised(&report, "other has 2 labels", "last by name");
+    absent(&report, "labels", "ok", "");
+
+    // The configuration names the other file as linkwise's own.
+    let config = setup.at("config.yaml");
+    let own = "version: v1\nflags: {gfd: {outputFile: /etc/kubernetes/node-feature-discovery/features.d/other}}\n";
+    fs::write(&config, own).unwrap();
+    fs::remove_file(folder.join("gfd")).unwrap();
+    let setup = setup.env("CONFIG_FILE", config.to_str().unwrap());
+    found(&look(&setup, &[]).await, "labels", "ok", "other has 2 labels nvidia.com/gpu.*");
+}

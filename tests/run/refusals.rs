@@ -35,6 +35,17 @@ async fn missing_nvml_ends_agent_if_configured() {
 }
 
 #[tokio::test]
+async fn wsl_is_refused_by_name() {
+    let mut setup = Setup::on("dgx1-v100");
+    let root = setup.at("wsl");
+    std::fs::create_dir_all(root.join("usr/lib/wsl/lib")).unwrap();
+    std::fs::copy(&setup.library, root.join("usr/lib/wsl/lib/libnvidia-ml.so.1")).unwrap();
+    setup.library = root;
+    let words = refused(setup.spawn()).await;
+    assert!(words.contains("this is WSL2 (") && words.contains("whose GPUs linkwise does not serve"), "{words}");
+}
+
+#[tokio::test]
 async fn no_nvml_and_no_gpu_on_bus_is_idle() {
     for (setup, cause) in causes() {
         let kubelet = setup.kubelet();

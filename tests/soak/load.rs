@@ -160,7 +160,7 @@ impl Worker {
         match &error {
             // The kubelet's own books: it asked nobody. That devices do not stay ill is `World::whole`'s to see.
             AdmissionError::Insufficient { .. } => return Outcome::Full,
-            AdmissionError::Unregistered { place } | AdmissionError::NoHealthyDevices { place }
+            AdmissionError::Unregistered(place) | AdmissionError::NoHealthyDevices(place)
                 if place.resource.starts_with(MIG) =>
             {
                 return Outcome::Full;

@@ -6,34 +6,29 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use super::affinity;
-use super::devices::Endpoint;
+use super::affinity::Affinity;
 use super::endpoint::Plugin;
 use super::errors::{AdmissionError, CallError};
 use super::life::{Core, Life, lock};
-use super::pod::{Admitted, AdmittedContainer, Allocation, Asked, Container, Grant, Hint, Place, Pod};
-use super::selection::{Plan, Pool, plan};
-use super::topology_manager::{NumaMask, Policy, Scope};
+use super::pod::{Admitted, AdmittedContainer, Allocation, Asked, Container, Grant, Place, Pod};
+use super::selection::{Plan, Pool, Question, plan};
+use super::state::Calls;
+use super::topology_manager::{CPU, Policy, Scope, TopologyHint};
 
 /// Admits the pod and starts its containers. A pod that is rejected holds nothing afterwards; one
 /// whose admission was cut off by the end of the kubelet holds what it held before.
-pub(super) async fn admit(life: &Arc<Life>, pod: &Pod, hint: Option<&Hint>) -> Result<Admitted, AdmissionError> {
+pub(super) async fn admit(life: &Arc<Life>, pod: &Pod, hint: Option<TopologyHint>) -> Result<Admitted, AdmissionError> {
     let core = &life.core;
     let _turn = core.turn.lock().await;
-    let before = core.read(|book| (book.pod(&pod.name), book.cpus.all().get(&pod.name).cloned()));
-    let admitted = match allocate_all(life, pod, hint).await {
-        Ok(admitted) => admitted,
-        Err(error) => {
-            core.change(|book| match life.end.is_cancelled() {
-                true => {
-                    book.restore_pod(&pod.name, before.0);
-                    book.cpus.restore_pod(&pod.name, before.1.unwrap_or_default());
-                }
-                false => drop(book.remove_pod(&pod.name)),
-            });
-            return Err(error);
-        }
-    };
+    let before = core.read(|book| book.pod(&pod.name));
+    let admitted = allocate_all(life, pod, hint).await;
+    if admitted.is_err() {
+        core.change(|book| match life.end.is_cancelled() {
+            true => book.restore_pod(&pod.name, before),
+            false => drop(book.remove_pod(&pod.name)),
+        });
+    }
+    let admitted = admitted?;
     for container in &pod.containers {
         start(life, &pod.name, &container.name).await?;
     }
@@ -41,22 +36,24 @@ pub(super) async fn admit(life: &Arc<Life>, pod: &Pod, hint: Option<&Hint>) -> R
 }
 
 /// Every container in turn: in scope container each is settled when those before it have what they got.
-async fn allocate_all(life: &Arc<Life>, pod: &Pod, hint: Option<&Hint>) -> Result<Admitted, AdmissionError> {
+async fn allocate_all(life: &Arc<Life>, pod: &Pod, hint: Option<TopologyHint>) -> Result<Admitted, AdmissionError> {
     let core = &life.core;
     let manager = &core.options.topology_manager;
-    let refused = |refusal| AdmissionError::TopologyAffinity { refusal };
-    let mut hint = hint.cloned();
+    let settle = |containers: &[Container]| {
+        let hint = core.read(|book| Affinity { book, manager, pod: &pod.name, containers }.hint());
+        hint.map(Some).map_err(AdmissionError::TopologyAffinity)
+    };
+    let mut hint = hint;
     let settles = hint.is_none() && manager.policy != Policy::None;
     if settles && manager.scope == Scope::Pod {
-        hint = Some(core.read(|book| affinity::of_pod(book, manager, pod)).map_err(refused)?);
+        hint = settle(&pod.containers)?;
     }
     let mut admitted = Admitted::default();
     for container in &pod.containers {
         if settles && manager.scope == Scope::Container {
-            let settled = core.read(|book| affinity::of_container(book, manager, &pod.name, container));
-            hint = Some(settled.map_err(refused)?);
+            hint = settle(std::slice::from_ref(container))?;
         }
-        let granted = allocate(life, &pod.name, container, hint.as_ref()).await?;
+        let granted = Turn { life, pod: &pod.name, container, hint }.allocate().await?;
         admitted.containers.insert(container.name.clone(), granted);
     }
     Ok(admitted)
@@ -67,86 +64,92 @@ pub(super) async fn start(life: &Arc<Life>, pod: &str, container: &str) -> Resul
     let core = &life.core;
     for (resource, held) in core.read(|book| book.container(pod, container)) {
         let endpoint = core.read(|book| book.endpoint(&resource));
-        let Some(endpoint) = endpoint.filter(|endpoint| endpoint.options.pre_start) else { continue };
+        if !endpoint.is_some_and(|endpoint| endpoint.options.pre_start_required) {
+            continue;
+        }
         let place = Place { pod: pod.to_owned(), container: container.to_owned(), resource };
-        let outcome = async {
-            let plugin = reach(life, endpoint, "PreStartContainer")?;
-            core.change(|book| book.count(&place.resource, |calls| &mut calls.pre_start));
-            plugin.pre_start(shuffled(core, held.devices)).await
+        let outcome = match reach(life, &place.resource, "PreStartContainer", |calls| &mut calls.pre_start) {
+            Ok(plugin) => plugin.pre_start(shuffled(core, held.devices)).await,
+            Err(stopped) => Err(stopped),
         };
-        outcome.await.map_err(|source| AdmissionError::PreStart { place: place.into(), source })?;
+        outcome.map_err(|source| AdmissionError::PreStart { place: place.into(), source })?;
     }
     Ok(())
 }
 
-async fn allocate(
-    life: &Arc<Life>,
-    pod: &str,
-    container: &Container,
-    hint: Option<&Hint>,
-) -> Result<AdmittedContainer, AdmissionError> {
-    let mut granted = AdmittedContainer { hint: hint.cloned(), ..AdmittedContainer::default() };
-    let still_running = life.core.change(|book| book.take_still_running(pod, &container.name));
-    for (resource, requested) in shuffled(&life.core, container.requests.clone()) {
-        let place = Place { pod: pod.to_owned(), container: container.name.clone(), resource: resource.clone() };
-        if let Some(grant) = grant(life, place, requested, still_running, hint).await? {
+/// The admission of one container.
+struct Turn<'a> {
+    life: &'a Arc<Life>,
+    pod: &'a str,
+    container: &'a Container,
+    hint: Option<TopologyHint>,
+}
+
+impl Turn<'_> {
+    async fn allocate(&self) -> Result<AdmittedContainer, AdmissionError> {
+        let core = &self.life.core;
+        let mut granted = AdmittedContainer { hint: self.hint, ..AdmittedContainer::default() };
+        let still_running = core.change(|book| book.take_still_running(self.pod, &self.container.name));
+        for (resource, requested) in shuffled(core, self.container.requests.clone()) {
+            let grant = match check(core, self.place(&resource), requested, still_running)? {
+                Found::Held(allocation) => Grant { allocation, asked: None, reused: true },
+                Found::Nothing => continue,
+                Found::Pool(pool) => self.grant(self.place(&resource), requested, &pool).await?,
+            };
             granted.resources.insert(resource, grant);
         }
+        granted.cpus = self.cpus()?;
+        Ok(granted)
     }
-    granted.cpus = cpus(&life.core, pod, container, hint)?;
-    Ok(granted)
-}
 
-/// CPUs of its own for a container that asks for some: after the devices, as in a kubelet.
-fn cpus(core: &Core, pod: &str, container: &Container, hint: Option<&Hint>) -> Result<BTreeSet<u32>, AdmissionError> {
-    let manager = &core.options.topology_manager;
-    if container.cpus == 0 || !manager.static_cpus {
-        return Ok(BTreeSet::new());
+    fn place(&self, resource: &str) -> Box<Place> {
+        let (pod, container) = (self.pod.to_owned(), self.container.name.clone());
+        Box::new(Place { pod, container, resource: resource.to_owned() })
     }
-    let mask = hint.and_then(|hint| hint.numa.as_ref()).map(|nodes| NumaMask::new(nodes.iter().copied()));
-    let count = usize::try_from(container.cpus).unwrap_or(usize::MAX);
-    let taken = core.change(|book| book.cpus.take(manager, (pod, &container.name), count, mask));
-    taken.map_err(|available| AdmissionError::InsufficientCpus {
-        pod: pod.to_owned(),
-        container: container.name.clone(),
-        requested: container.cpus,
-        available,
-    })
-}
 
-/// One resource of one container; `None` where it neither has nor needs any.
-async fn grant(
-    life: &Arc<Life>,
-    place: Place,
-    requested: u32,
-    still_running: bool,
-    hint: Option<&Hint>,
-) -> Result<Option<Grant>, AdmissionError> {
-    let core = &life.core;
-    let pool = match check(core, &place, requested, still_running)? {
-        Found::Held(allocation) => return Ok(Some(Grant { allocation, asked: None, reused: true })),
-        Found::Nothing => return Ok(None),
-        Found::Pool(pool) => pool,
-    };
-    let needed = usize::try_from(requested).unwrap_or(usize::MAX);
-    let plan = plan(&pool, needed, hint).map_err(|shortage| AdmissionError::Insufficient {
-        place: place.clone().into(),
-        requested,
-        available: shortage.0,
-    })?;
-    let (devices, asked) = match plan {
-        Plan::Take(devices) => (devices, None),
-        Plan::Ask(question) => {
-            let sent = (shuffled(core, question.available.clone()), shuffled(core, question.must_include.clone()));
-            let asked = ask(life, &place, sent, requested).await;
-            let asked = asked.map_err(|source| AdmissionError::Preferred { place: place.clone().into(), source })?;
-            let preferred = asked.as_ref().map_or(&[][..], |asked| &asked.preferred);
-            (question.settle(preferred, &mut lock(&core.rng)), asked)
+    /// CPUs of its own for a container that asks for some: after the devices, as in a kubelet.
+    fn cpus(&self) -> Result<BTreeSet<u32>, AdmissionError> {
+        let (core, requested) = (&self.life.core, self.container.cpus);
+        let manager = &core.options.topology_manager;
+        if requested == 0 || !manager.static_cpus {
+            return Ok(BTreeSet::new());
         }
-    };
-    let allocation = order(life, &place, &devices).await?;
-    core.change(|book| book.commit(place, allocation.clone()));
-    Ok(Some(Grant { allocation, asked, reused: false }))
+        let mask = self.hint.and_then(|hint| hint.mask);
+        let count = usize::try_from(requested).unwrap_or(usize::MAX);
+        let taken = core.change(|book| book.cpus.take(manager, (self.pod, &self.container.name), count, mask));
+        taken.map_err(|available| AdmissionError::Insufficient { place: self.place(CPU), requested, available })
+    }
+
+    /// Devices of one resource, out of a pool.
+    async fn grant(&self, place: Box<Place>, requested: u32, pool: &Pool) -> Result<Grant, AdmissionError> {
+        let (core, available) = (&self.life.core, pool.available.len());
+        let needed = usize::try_from(requested).unwrap_or(usize::MAX);
+        if available < needed {
+            return Err(AdmissionError::Insufficient { place, requested, available });
+        }
+        let (devices, asked) = match plan(pool, needed, self.hint) {
+            Plan::Take(devices) => (devices, None),
+            Plan::Ask(question) => {
+                let asked = ask(self.life, &place, &question, requested).await;
+                let asked = asked.map_err(|source| AdmissionError::Preferred { place: place.clone(), source })?;
+                let preferred = asked.as_ref().map_or(&[][..], |asked| &asked.preferred);
+                (question.settle(preferred, &mut lock(&core.rng)), asked)
+            }
+        };
+        let answer = match reach(self.life, &place.resource, "Allocate", |calls| &mut calls.allocate) {
+            Ok(plugin) => plugin.allocate(shuffled(core, devices.clone())).await,
+            Err(stopped) => Err(stopped),
+        };
+        let allocation = match answer {
+            Ok(Some(allocation)) => allocation,
+            Ok(None) => return Err(AdmissionError::EmptyResponse(place)),
+            Err(source) => {
+                return Err(AdmissionError::Allocate { place, devices: devices.into_iter().collect(), source });
+            }
+        };
+        core.change(|book| book.commit(*place, allocation.clone()));
+        Ok(Grant { allocation, asked, reused: false })
+    }
 }
 
 enum Found {
@@ -158,79 +161,60 @@ enum Found {
     Pool(Pool),
 }
 
-fn check(core: &Core, place: &Place, requested: u32, still_running: bool) -> Result<Found, AdmissionError> {
-    let resource = &place.resource;
-    let place = || Box::new(place.clone());
+fn check(core: &Core, place: Box<Place>, requested: u32, still_running: bool) -> Result<Found, AdmissionError> {
     core.read(|book| {
-        let held = book.held(&place()).cloned();
-        if let Some(allocation) = &held {
-            let count = allocation.devices.len();
-            if u32::try_from(count) != Ok(requested) {
-                return Err(AdmissionError::RequestChanged { place: place(), requested, held: count });
-            }
+        let held = book.held.get(&place).cloned();
+        if let Some(count) = held.as_ref().map(|allocation| allocation.devices.len())
+            && u32::try_from(count) != Ok(requested)
+        {
+            return Err(AdmissionError::RequestChanged { place, requested, held: count });
         }
         // A container that the runtime still runs has its devices: nothing is looked at.
         if still_running {
             return Ok(held.map_or(Found::Nothing, Found::Held));
         }
-        let (Some(healthy), Some(pool)) = (book.healthy(resource), book.pool(resource)) else {
-            return Err(AdmissionError::Unregistered { place: place() });
+        let (Some(healthy), Some(pool)) = (book.healthy(&place.resource), book.pool(&place.resource)) else {
+            return Err(AdmissionError::Unregistered(place));
         };
         if healthy.is_empty() {
-            return Err(AdmissionError::NoHealthyDevices { place: place() });
+            return Err(AdmissionError::NoHealthyDevices(place));
         }
         let Some(allocation) = held else {
             return Ok(if requested == 0 { Found::Nothing } else { Found::Pool(pool) });
         };
-        let sick: Vec<String> = allocation.devices.iter().filter(|id| !healthy.contains(*id)).cloned().collect();
-        if !sick.is_empty() {
-            return Err(AdmissionError::HeldUnhealthy { place: place(), devices: sick });
+        let devices: Vec<String> = allocation.devices.iter().filter(|id| !healthy.contains(*id)).cloned().collect();
+        if !devices.is_empty() {
+            return Err(AdmissionError::HeldUnhealthy { place, devices });
         }
         Ok(Found::Held(allocation))
     })
 }
 
 /// Asks for advice, where the plugin offers it.
-async fn ask(
-    life: &Arc<Life>,
-    place: &Place,
-    (available, must_include): (Vec<String>, Vec<String>),
-    size: u32,
-) -> Result<Option<Asked>, CallError> {
-    let method = "GetPreferredAllocation";
-    let core = &life.core;
-    let endpoint = core.read(|book| book.endpoint(&place.resource)).ok_or(CallError::Stopped { method })?;
-    if !endpoint.options.preferred {
+async fn ask(life: &Life, place: &Place, question: &Question, size: u32) -> Result<Option<Asked>, CallError> {
+    let endpoint = life.core.read(|book| book.endpoint(&place.resource));
+    if !endpoint.is_some_and(|endpoint| endpoint.options.get_preferred_allocation_available) {
         return Ok(None);
     }
-    let plugin = reach(life, endpoint, method)?;
-    core.change(|book| book.count(&place.resource, |calls| &mut calls.preferred));
+    let plugin = reach(life, &place.resource, "GetPreferredAllocation", |calls| &mut calls.preferred)?;
+    let available = shuffled(&life.core, question.available.clone());
+    let must_include = shuffled(&life.core, question.must_include.clone());
     let preferred = plugin.preferred(available.clone(), must_include.clone(), size).await?;
     Ok(Some(Asked { available, must_include, size, preferred }))
 }
 
-/// Orders the devices.
-async fn order(life: &Arc<Life>, place: &Place, devices: &BTreeSet<String>) -> Result<Allocation, AdmissionError> {
-    let method = "Allocate";
-    let core = &life.core;
-    let answer = async {
-        let endpoint = core.read(|book| book.endpoint(&place.resource)).ok_or(CallError::Stopped { method })?;
-        let plugin = reach(life, endpoint, method)?;
-        core.change(|book| book.count(&place.resource, |calls| &mut calls.allocate));
-        plugin.allocate(shuffled(core, devices.clone())).await
-    };
-    let answer = answer.await.map_err(|source| AdmissionError::Allocate {
-        place: place.clone().into(),
-        devices: devices.iter().cloned().collect(),
-        source,
-    })?;
-    answer.ok_or_else(|| AdmissionError::EmptyResponse { place: place.clone().into() })
-}
-
-/// The plugin behind an endpoint that is not stopped.
-fn reach(life: &Life, endpoint: Endpoint, method: &'static str) -> Result<Plugin, CallError> {
-    let client = endpoint.client.filter(|_| endpoint.stopped.is_none());
-    client.and_then(|client| life.plugin(client)).ok_or(CallError::Stopped { method })
+/// The plugin of a resource whose endpoint is not stopped; counts the call that is about to be made.
+fn reach(
+    life: &Life,
+    resource: &str,
+    method: &'static str,
+    which: fn(&mut Calls) -> &mut u64,
+) -> Result<Plugin, CallError> {
+    let endpoint = life.core.read(|book| book.endpoint(resource)).filter(|endpoint| endpoint.stopped.is_none());
+    let client = endpoint.and_then(|endpoint| endpoint.client);
+    let plugin = client.and_then(|client| life.plugin(client)).ok_or(CallError::Stopped { method })?;
+    life.core.change(|book| book.count(resource, which));
+    Ok(plugin)
 }
 
 /// The items in the random order in which a kubelet reads its maps and sets.

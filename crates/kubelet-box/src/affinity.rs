@@ -3,87 +3,68 @@
 //!
 //! Called by `admission` where the policy is not none. Reads the books, changes nothing.
 
+use std::collections::BTreeMap;
+
 use super::devices::Book;
-use super::pod::{Container, Hint, Pod};
-use super::topology_manager::{NumaMask, Refusal, ResourceHints, Scope, TopologyManager, Units, device_hints, settle};
+use super::pod::{Container, Place};
+use super::topology_manager::{
+    NumaMask, Refusal, ResourceHints, Scope, TopologyHint, TopologyManager, Units, device_hints, settle,
+};
 
-/// The hint for one container by itself.
-pub(super) fn of_container(
-    book: &Book,
-    manager: &TopologyManager,
-    pod: &str,
-    container: &Container,
-) -> Result<Hint, Box<Refusal>> {
-    let one = std::slice::from_ref(container);
-    judge(manager, pod, Some(&container.name), hints(book, manager, pod, one))
+/// Whose hint is wanted: containers of a pod, in scope container a single one.
+pub(super) struct Affinity<'a> {
+    pub(super) book: &'a Book,
+    pub(super) manager: &'a TopologyManager,
+    pub(super) pod: &'a str,
+    pub(super) containers: &'a [Container],
 }
 
-/// The one hint for all containers of a pod: a kubelet adds up what they ask for.
-pub(super) fn of_pod(book: &Book, manager: &TopologyManager, pod: &Pod) -> Result<Hint, Box<Refusal>> {
-    judge(manager, &pod.name, None, hints(book, manager, &pod.name, &pod.containers))
-}
-
-fn judge(
-    manager: &TopologyManager,
-    pod: &str,
-    container: Option<&str>,
-    resources: Vec<ResourceHints>,
-) -> Result<Hint, Box<Refusal>> {
-    let settled = settle(manager, &resources);
-    if settled.admitted {
-        return Ok(Hint { numa: settled.hint.mask.map(NumaMask::nodes), preferred: settled.hint.preferred });
+impl Affinity<'_> {
+    /// The one hint for all of them: a kubelet adds up what they ask for.
+    pub(super) fn hint(&self) -> Result<TopologyHint, Box<Refusal>> {
+        let resources = self.resources();
+        let settled = settle(self.manager, &resources);
+        if settled.admitted {
+            return Ok(settled.hint);
+        }
+        let TopologyManager { policy, scope, .. } = *self.manager;
+        let container = self.containers.first().filter(|_| scope == Scope::Container);
+        let (pod, container) = (self.pod.to_owned(), container.map(|container| container.name.clone()));
+        Err(Box::new(Refusal { pod, container, policy, scope, resources, settled: settled.hint }))
     }
-    Err(Box::new(Refusal {
-        pod: pod.to_owned(),
-        container: container.map(str::to_owned),
-        policy: manager.policy,
-        scope: if container.is_some() { Scope::Container } else { Scope::Pod },
-        resources,
-        settled: settled.hint,
-    }))
-}
 
-fn hints(book: &Book, manager: &TopologyManager, pod: &str, containers: &[Container]) -> Vec<ResourceHints> {
-    let names: Vec<&str> = containers.iter().map(|container| container.name.as_str()).collect();
-    let mut resources: Vec<&String> = containers.iter().flat_map(|container| container.requests.keys()).collect();
-    resources.sort_unstable();
-    resources.dedup();
-    let mut hints = Vec::new();
-    for resource in resources.into_iter().filter(|resource| book.is_known(resource)) {
-        let asked = containers.iter().filter_map(|container| container.requests.get(resource));
-        let requested: usize = asked.map(|count| usize::try_from(*count).unwrap_or(usize::MAX)).sum();
-        hints.push(of_devices(book, manager, pod, &names, resource, requested));
+    fn resources(&self) -> Vec<ResourceHints> {
+        let whole = |count: u32| usize::try_from(count).unwrap_or(usize::MAX);
+        let mut requested: BTreeMap<&str, usize> = BTreeMap::new();
+        for (resource, count) in self.containers.iter().flat_map(|container| &container.requests) {
+            *requested.entry(resource).or_default() += whole(*count);
+        }
+        requested.retain(|resource, _| self.book.is_known(resource));
+        let devices = requested.into_iter().map(|(resource, count)| self.of_devices(resource, count));
+        let cpus = self.containers.iter().map(|container| (container.name.as_str(), whole(container.cpus)));
+        devices.chain(self.book.cpus.hints(self.manager, self.pod, &cpus.collect::<Vec<_>>())).collect()
     }
-    let whole = |count: u32| usize::try_from(count).unwrap_or(usize::MAX);
-    let cpus: Vec<(&str, usize)> = containers.iter().map(|c| (c.name.as_str(), whole(c.cpus))).collect();
-    hints.extend(book.cpus.hints(manager, pod, &cpus));
-    hints
-}
 
-fn of_devices(
-    book: &Book,
-    manager: &TopologyManager,
-    pod: &str,
-    containers: &[&str],
-    resource: &str,
-    requested: usize,
-) -> ResourceHints {
-    let numa = book.numa(resource);
-    let mask = |id: &String| {
-        let nodes = numa.and_then(|numa| numa.get(id)).into_iter().flatten().copied();
-        NumaMask::new(nodes)
-    };
-    let all = numa.into_iter().flat_map(|numa| numa.keys()).map(mask).collect();
-    let held: Vec<NumaMask> = book.held_of(pod, containers, resource).map(mask).collect();
-    let free: Vec<NumaMask> = book.pool(resource).iter().flat_map(|pool| &pool.available).map(mask).collect();
-    let impossible = match held.len() {
-        0 => free.len() < requested,
-        held => held != requested,
-    };
-    let available = if held.is_empty() { free } else { held };
-    let hints = device_hints(manager, resource, requested, &Units { all, available, reusable: Vec::new() });
-    match hints.hints {
-        Some(_) if impossible => ResourceHints { hints: Some(Vec::new()), ..hints },
-        _ => hints,
+    fn of_devices(&self, resource: &str, requested: usize) -> ResourceHints {
+        let numa = self.book.numa(resource);
+        let mask = |id: &String| NumaMask::new(numa.and_then(|numa| numa.get(id)).into_iter().flatten().copied());
+        let is_ours = |place: &Place| {
+            let ours = self.containers.iter().any(|container| container.name == place.container);
+            ours && place.pod == self.pod && place.resource == resource
+        };
+        let all = numa.into_iter().flat_map(|numa| numa.keys()).map(mask).collect();
+        let held = self.book.held.iter().filter(|(place, _)| is_ours(place));
+        let held: Vec<NumaMask> = held.flat_map(|(_, allocation)| &allocation.devices).map(mask).collect();
+        let free: Vec<NumaMask> = self.book.pool(resource).iter().flat_map(|pool| &pool.available).map(mask).collect();
+        let impossible = match held.len() {
+            0 => free.len() < requested,
+            held => held != requested,
+        };
+        let available = if held.is_empty() { free } else { held };
+        let hints = device_hints(self.manager, resource, requested, &Units { all, available, reusable: Vec::new() });
+        match hints.hints {
+            Some(_) if impossible => ResourceHints { hints: Some(Vec::new()), ..hints },
+            _ => hints,
+        }
     }
 }

@@ -2,15 +2,16 @@
 //! connection is the current one of its resource.
 //!
 //! One `Book` lives in `life::Core`, behind its lock; `registration`, `endpoint`'s streams and
-//! `admission` write it. Pure: no I/O, no clock, no wire types. It keeps, on purpose, what is odd
+//! `admission` write it. Pure: no I/O, no clock. It keeps, on purpose, what is odd
 //! in kubelets up to 1.36: connections are looked up by resource name, never by themselves.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::pod::{Allocation, Place};
 use super::selection::{Ids, Pool};
-use super::state::{Calls, Violation};
+use super::state::{Calls, Harm, ResourceState, State, Violation};
 use super::topology_manager::CpuBook;
+use linkwise_kubelet_api::v1beta1 as wire;
 
 mod snapshot;
 #[cfg(test)]
@@ -21,31 +22,18 @@ pub(super) type ClientId = u64;
 /// One stop of one endpoint, so that a late grace period ends nothing newer.
 pub(super) type StopStamp = u64;
 
+/// The devices and CPUs that one pod holds.
+type PodBook = (BTreeMap<Place, Allocation>, Option<BTreeMap<String, BTreeSet<u32>>>);
+
 /// Longest device id that the API allows.
 const ID_MAX: usize = 63;
-
-/// A device as a plugin advertises it.
-#[derive(Clone, Debug)]
-pub(super) struct Advertised {
-    pub(super) id: String,
-    /// The wire's word; `Healthy` and `Unhealthy` are the two that are allowed.
-    pub(super) health: String,
-    pub(super) numa: BTreeSet<i64>,
-}
-
-/// The answer to GetDevicePluginOptions.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct PluginOptions {
-    pub(super) pre_start: bool,
-    pub(super) preferred: bool,
-}
 
 /// The endpoint of a resource; there is at most one.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Endpoint {
     /// `None` for the placeholder that a kubelet starts with.
     pub(super) client: Option<ClientId>,
-    pub(super) options: PluginOptions,
+    pub(super) options: wire::DevicePluginOptions,
     pub(super) stopped: Option<StopStamp>,
 }
 
@@ -53,26 +41,19 @@ pub(super) struct Endpoint {
 struct Resource {
     /// Has a device list, if an empty one: registered and listed, and not removed since.
     registered: bool,
-    healthy: Ids,
-    unhealthy: Ids,
-    /// NUMA nodes of the last list's devices.
-    numa: BTreeMap<String, BTreeSet<i64>>,
     endpoint: Option<Endpoint>,
-    removed: bool,
-    registrations: u64,
-    calls: Calls,
+    /// What can be seen of it; what the rest of the books decide is filled in by `snapshot`.
+    seen: ResourceState,
 }
 
 /// All the books.
 #[derive(Debug, Default)]
 pub(super) struct Book {
-    pub(super) running: bool,
-    pub(super) refused: u64,
-    /// Register calls that have no answer yet.
-    pub(super) registering: usize,
+    /// What can be seen of it; `snapshot` fills in resources and CPUs.
+    pub(super) seen: State,
     resources: BTreeMap<String, Resource>,
     /// Survives a restart: the checkpoint file.
-    held: BTreeMap<Place, Allocation>,
+    pub(super) held: BTreeMap<Place, Allocation>,
     /// Survives a restart too.
     pub(super) cpus: CpuBook,
     /// Containers that ran when the kubelet started: (pod, container).
@@ -82,7 +63,6 @@ pub(super) struct Book {
     /// Open ListAndWatch streams and their resource.
     streams: BTreeMap<ClientId, String>,
     serial: u64,
-    violations: Vec<Violation>,
 }
 
 impl Book {
@@ -110,11 +90,11 @@ impl Book {
 
     /// The plugin was dialled and returned its options: its endpoint replaces the one before. The
     /// devices stay as they are until its first list.
-    pub(super) fn plugin_connected(&mut self, resource: &str, client: ClientId, options: PluginOptions) {
+    pub(super) fn plugin_connected(&mut self, resource: &str, client: ClientId, options: wire::DevicePluginOptions) {
         let entry = self.resource(resource);
         entry.endpoint = Some(Endpoint { client: Some(client), options, stopped: None });
-        entry.registrations += 1;
-        entry.removed = false;
+        entry.seen.registrations += 1;
+        entry.seen.removed = false;
     }
 
     /// Gives up the current connection of the resource, whichever it is, because the stream of
@@ -131,23 +111,21 @@ impl Book {
         }
         let client = self.clients.remove(resource)?;
         let stamp = self.next();
-        Some((client, self.stop_endpoint(resource, stamp)))
-    }
-
-    fn stop_endpoint(&mut self, resource: &str, stamp: StopStamp) -> Option<StopStamp> {
-        let entry = self.resources.get_mut(resource)?;
-        entry.endpoint.as_mut()?.stopped = Some(stamp);
-        let mut healthy = std::mem::take(&mut entry.healthy);
-        entry.unhealthy.append(&mut healthy);
-        Some(stamp)
+        let stop = |Resource { endpoint, seen, .. }: &mut Resource| {
+            endpoint.as_mut()?.stopped = Some(stamp);
+            seen.unhealthy.append(&mut seen.healthy);
+            Some(stamp)
+        };
+        Some((client, self.resources.get_mut(resource).and_then(stop)))
     }
 
     /// The grace period of that stop is over: the resource goes, unless the endpoint is another by now.
     pub(super) fn expire(&mut self, resource: &str, stamp: StopStamp) {
         let Some(entry) = self.resources.get_mut(resource) else { return };
         if entry.endpoint.is_some_and(|endpoint| endpoint.stopped == Some(stamp)) {
-            let (registrations, calls) = (entry.registrations, entry.calls);
-            *entry = Resource { removed: true, registrations, calls, ..Resource::default() };
+            let ResourceState { registrations, calls, .. } = entry.seen;
+            let seen = ResourceState { removed: true, registrations, calls, ..ResourceState::default() };
+            *entry = Resource { seen, ..Resource::default() };
         }
     }
 
@@ -157,28 +135,27 @@ impl Book {
     }
 
     /// A list came, over any stream of the resource: it replaces the one before.
-    pub(super) fn list(&mut self, resource: &str, devices: Vec<Advertised>) {
+    pub(super) fn list(&mut self, resource: &str, devices: Vec<wire::Device>) {
         let mut found = Vec::new();
+        let mut harm = |id: &str, harm| {
+            found.push(Violation { resource: resource.to_owned(), id: id.to_owned(), harm });
+        };
         let entry = self.resource(resource);
         entry.registered = true;
-        entry.healthy.clear();
-        entry.unhealthy.clear();
-        entry.numa.clear();
-        for Advertised { id, health, numa } in devices {
+        entry.seen.clear_list();
+        for wire::Device { id, health, topology } in devices {
             if id.len() > ID_MAX {
-                found.push(Violation::IdTooLong { resource: resource.to_owned(), id });
+                harm(&id, Harm::IdTooLong);
                 continue;
             }
-            match health.as_str() {
-                "Healthy" => entry.healthy.insert(id.clone()),
-                "Unhealthy" => entry.unhealthy.insert(id.clone()),
-                _ => {
-                    found.push(Violation::UnknownHealth { resource: resource.to_owned(), id: id.clone(), health });
-                    entry.unhealthy.insert(id.clone())
-                }
-            };
-            if entry.numa.insert(id.clone(), numa).is_some() {
-                found.push(Violation::DuplicateId { resource: resource.to_owned(), id });
+            let ids = if health == "Healthy" { &mut entry.seen.healthy } else { &mut entry.seen.unhealthy };
+            ids.insert(id.clone());
+            if !matches!(health.as_str(), "Healthy" | "Unhealthy") {
+                harm(&id, Harm::UnknownHealth(health));
+            }
+            let nodes = topology.into_iter().flat_map(|topology| topology.nodes).map(|node| node.id).collect();
+            if entry.seen.numa.insert(id.clone(), nodes).is_some() {
+                harm(&id, Harm::DuplicateId);
             }
         }
         for (place, allocation) in self.held.iter().filter(|(place, _)| place.resource == resource) {
@@ -189,8 +166,8 @@ impl Book {
 
     fn report(&mut self, found: Vec<Violation>) {
         for violation in found {
-            if !self.violations.contains(&violation) {
-                self.violations.push(violation);
+            if !self.seen.violations.contains(&violation) {
+                self.seen.violations.push(violation);
             }
         }
     }
@@ -202,7 +179,7 @@ impl Book {
 
     /// Counts a call that is about to be made.
     pub(super) fn count(&mut self, resource: &str, which: impl FnOnce(&mut Calls) -> &mut u64) {
-        *which(&mut self.resource(resource).calls) += 1;
+        *which(&mut self.resource(resource).seen.calls) += 1;
     }
 
     /// The devices of a resource to choose from; `None` where no plugin has listed any.
@@ -210,12 +187,15 @@ impl Book {
         let entry = self.resources.get(resource).filter(|entry| entry.registered)?;
         let of_resource = self.held.iter().filter(|(place, _)| place.resource == resource);
         let in_use: Ids = of_resource.flat_map(|(_, allocation)| allocation.devices.iter().cloned()).collect();
-        Some(Pool { available: entry.healthy.difference(&in_use).cloned().collect(), numa: entry.numa.clone() })
+        Some(Pool {
+            available: entry.seen.healthy.difference(&in_use).cloned().collect(),
+            numa: entry.seen.numa.clone(),
+        })
     }
 
     /// The healthy ids of a resource; `None` where no plugin has listed any.
     pub(super) fn healthy(&self, resource: &str) -> Option<&Ids> {
-        self.resources.get(resource).filter(|entry| entry.registered).map(|entry| &entry.healthy)
+        self.resources.get(resource).filter(|entry| entry.registered).map(|entry| &entry.seen.healthy)
     }
 
     /// Whether a kubelet takes this name as a device plugin's: listed, or held by a container.
@@ -226,25 +206,7 @@ impl Book {
 
     /// NUMA nodes of every device of the resource's last list.
     pub(super) fn numa(&self, resource: &str) -> Option<&BTreeMap<String, BTreeSet<i64>>> {
-        self.resources.get(resource).map(|entry| &entry.numa)
-    }
-
-    /// The devices of one resource that these containers of a pod hold.
-    pub(super) fn held_of(&self, pod: &str, containers: &[&str], resource: &str) -> impl Iterator<Item = &String> {
-        let here = move |place: &Place| {
-            place.pod == pod && place.resource == resource && containers.contains(&place.container.as_str())
-        };
-        self.held.iter().filter(move |(place, _)| here(place)).flat_map(|(_, allocation)| &allocation.devices)
-    }
-
-    /// What every container holds, of whatever resource.
-    pub(super) fn all_held(&self) -> Vec<(Place, Vec<String>)> {
-        self.held.iter().map(|(place, allocation)| (place.clone(), allocation.devices.clone())).collect()
-    }
-
-    /// What a container holds.
-    pub(super) fn held(&self, place: &Place) -> Option<&Allocation> {
-        self.held.get(place)
+        self.resources.get(resource).map(|entry| &entry.seen.numa)
     }
 
     /// What a container holds, by resource.
@@ -268,36 +230,35 @@ impl Book {
         self.held.insert(place, allocation);
     }
 
-    /// Takes everything from a pod and gives its devices back to the caller.
-    pub(super) fn remove_pod(&mut self, pod: &str) -> BTreeMap<Place, Allocation> {
+    /// Takes everything from a pod; returns whether it held any.
+    pub(super) fn remove_pod(&mut self, pod: &str) -> bool {
         self.still_running.retain(|(name, _)| name != pod);
-        self.cpus.remove_pod(pod);
-        let removed = self.pod(pod);
+        let before = self.held.len();
         self.held.retain(|place, _| place.pod != pod);
-        removed
+        self.cpus.held.remove(pod).is_some() || self.held.len() < before
     }
 
-    /// What a pod holds.
-    pub(super) fn pod(&self, pod: &str) -> BTreeMap<Place, Allocation> {
-        self.held.iter().filter(|(place, _)| place.pod == pod).map(|(p, a)| (p.clone(), a.clone())).collect()
+    /// What a pod holds, for [`Book::restore_pod`].
+    pub(super) fn pod(&self, pod: &str) -> PodBook {
+        let held = self.held.iter().filter(|(place, _)| place.pod == pod);
+        (held.map(|(place, held)| (place.clone(), held.clone())).collect(), self.cpus.held.get(pod).cloned())
     }
 
     /// Undoes what an interrupted admission did to the pod.
-    pub(super) fn restore_pod(&mut self, pod: &str, held: BTreeMap<Place, Allocation>) {
+    pub(super) fn restore_pod(&mut self, pod: &str, (held, cpus): PodBook) {
         self.remove_pod(pod);
         self.held.extend(held);
+        self.cpus.held.extend(cpus.map(|cpus| (pod.to_owned(), cpus)));
     }
 
     /// The kubelet's process has ended: what is not in the checkpoint is lost.
     pub(super) fn ended(&mut self) {
-        self.running = false;
+        self.seen.running = false;
         self.clients.clear();
         self.streams.clear();
         self.still_running.clear();
         for entry in self.resources.values_mut() {
-            entry.healthy.clear();
-            entry.unhealthy.clear();
-            entry.numa.clear();
+            entry.seen.clear_list();
             entry.endpoint = None;
         }
     }
@@ -305,7 +266,7 @@ impl Book {
     /// A kubelet starts with this checkpoint. Resources of the checkpoint get a stopped endpoint;
     /// their stamps are given. `containers_run`: whether the runtime still runs the containers.
     pub(super) fn started(&mut self, containers_run: bool) -> Vec<(String, StopStamp)> {
-        self.running = true;
+        self.seen.running = true;
         if containers_run {
             self.still_running = self.held.keys().map(|p| (p.pod.clone(), p.container.clone())).collect();
         }
@@ -323,11 +284,10 @@ impl Book {
 
 /// The ids of an allocation that its resource no longer lists.
 fn vanished(entry: &Resource, place: &Place, allocation: &Allocation) -> impl Iterator<Item = Violation> {
-    let gone = allocation.devices.iter().filter(|id| !entry.numa.contains_key(*id));
-    gone.map(|id| Violation::VanishedWhileHeld {
+    let gone = allocation.devices.iter().filter(|id| !entry.seen.numa.contains_key(*id));
+    gone.map(|id| Violation {
         resource: place.resource.clone(),
         id: id.clone(),
-        pod: place.pod.clone(),
-        container: place.container.clone(),
+        harm: Harm::VanishedWhileHeld(place.clone()),
     })
 }

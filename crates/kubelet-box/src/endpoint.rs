@@ -4,23 +4,22 @@
 //! It turns wire types into plain values and back and keeps no books. Every call ends: by its
 //! answer, by its deadline, or because the connection was given up.
 
-use std::collections::BTreeMap;
 use std::future::Future;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tonic::transport::{Channel, Endpoint, Uri};
 use tonic::{Response, Status, Streaming};
 use tower::service_fn;
 
-use super::devices::{Advertised, PluginOptions};
+use super::Options;
 use super::errors::{CallError, DialError};
-use super::guarded::{Guard, Guarded};
-use super::pod::{Allocation, DeviceSpec, Mount};
+use super::pod::Allocation;
 use linkwise_kubelet_api::v1beta1 as wire;
 
 /// One connection to a plugin. Clones share it; it closes when the last one is dropped.
@@ -32,39 +31,31 @@ pub(super) struct Plugin {
     call_timeout: Duration,
 }
 
-/// How to dial.
-#[derive(Debug)]
-pub(super) struct Dial {
-    pub(super) path: PathBuf,
-    /// For the connection, and for each call over it.
-    pub(super) dial_timeout: Duration,
-    pub(super) call_timeout: Duration,
-    /// The wait after the first attempt that failed; each further one is 1.6 times as long.
-    pub(super) retry: Duration,
-    /// Held as long as the connection is.
-    pub(super) guard: Guard,
-    pub(super) closed: CancellationToken,
-}
-
 impl Plugin {
-    /// Dials until it works or the time is up, as gRPC's blocking dial does.
-    pub(super) async fn dial(dial: Dial) -> Result<Self, DialError> {
-        let Dial { path, dial_timeout, call_timeout, mut retry, guard, closed } = dial;
-        let deadline = Instant::now() + dial_timeout;
+    /// Dials until it works or the time is up, as gRPC's blocking dial does. Its tasks are `connections`.
+    pub(super) async fn dial(
+        path: &Path,
+        options: &Options,
+        connections: TaskTracker,
+        closed: CancellationToken,
+    ) -> Result<Self, DialError> {
+        let (after, mut retry) = (options.dial_timeout, options.dial_retry);
+        let deadline = Instant::now() + after;
         let mut source = None;
         while Instant::now() < deadline {
-            match timeout_at(deadline, connect(&path, &guard)).await {
+            match timeout_at(deadline, connect(path, &connections)).await {
                 Ok(Ok(channel)) => {
                     let client = wire::device_plugin_client::DevicePluginClient::new(channel);
-                    return Ok(Self { client, closed, call_timeout });
+                    return Ok(Self { client, closed, call_timeout: options.call_timeout });
                 }
                 Ok(Err(error)) => source = Some(error),
                 Err(_) => break,
             }
             sleep(retry.min(deadline.saturating_duration_since(Instant::now()))).await;
+            // Each further wait is longer.
             retry = retry.mul_f64(1.6);
         }
-        Err(DialError::Connect { path, after: dial_timeout, source })
+        Err(DialError::Connect { path: path.to_owned(), after, source })
     }
 
     /// Gives the connection up: calls under way end, the stream ends.
@@ -95,20 +86,14 @@ impl Plugin {
     }
 
     /// GetDevicePluginOptions, within `after`: it belongs to the dial.
-    pub(super) async fn options(&self, after: Duration) -> Result<PluginOptions, CallError> {
-        let mut client = self.client.clone();
-        let call = client.get_device_plugin_options(wire::Empty {});
-        let options = self.bounded("GetDevicePluginOptions", after, call).await?;
-        Ok(PluginOptions {
-            pre_start: options.pre_start_required,
-            preferred: options.get_preferred_allocation_available,
-        })
+    pub(super) async fn options(&self, after: Duration) -> Result<wire::DevicePluginOptions, CallError> {
+        let call = async { self.client().get_device_plugin_options(wire::Empty {}).await };
+        self.bounded("GetDevicePluginOptions", after, call).await
     }
 
     /// Opens the ListAndWatch stream. It has no deadline of its own, as a kubelet's has none.
     pub(super) async fn list_and_watch(&self) -> Result<Streaming<wire::ListAndWatchResponse>, Status> {
-        let mut client = self.client.clone();
-        Ok(client.list_and_watch(wire::Empty {}).await?.into_inner())
+        Ok(self.client().list_and_watch(wire::Empty {}).await?.into_inner())
     }
 
     /// GetPreferredAllocation for one container; the ids of the first response.
@@ -124,68 +109,57 @@ impl Plugin {
             allocation_size: i32::try_from(size).unwrap_or(i32::MAX),
         };
         let request = wire::PreferredAllocationRequest { container_requests: vec![request] };
-        let mut client = self.client.clone();
-        let call = client.get_preferred_allocation(request);
+        let call = async { self.client().get_preferred_allocation(request).await };
         let answer = self.bounded("GetPreferredAllocation", self.call_timeout, call).await?;
         Ok(answer.container_responses.into_iter().next().unwrap_or_default().device_i_ds)
     }
 
     /// Allocate for one container; `None` where the plugin answered for no container.
-    pub(super) async fn allocate(&self, devices: Vec<String>) -> Result<Option<Allocation>, CallError> {
-        let mut sorted = devices.clone();
-        sorted.sort_unstable();
-        let request = wire::ContainerAllocateRequest { devices_ids: devices };
-        let mut client = self.client.clone();
-        let call = client.allocate(wire::AllocateRequest { container_requests: vec![request] });
+    pub(super) async fn allocate(&self, devices_ids: Vec<String>) -> Result<Option<Allocation>, CallError> {
+        let mut devices = devices_ids.clone();
+        devices.sort_unstable();
+        let container_requests = vec![wire::ContainerAllocateRequest { devices_ids }];
+        let call = async { self.client().allocate(wire::AllocateRequest { container_requests }).await };
         let answer = self.bounded("Allocate", self.call_timeout, call).await?;
-        Ok(answer.container_responses.into_iter().next().map(|response| allocation(sorted, response)))
+        let allocation = |response: wire::ContainerAllocateResponse| Allocation {
+            devices,
+            envs: response.envs.into_iter().collect(),
+            device_specs: response.devices,
+            mounts: response.mounts,
+            annotations: response.annotations.into_iter().collect(),
+            cdi_names: response.cdi_devices.into_iter().map(|device| device.name).collect(),
+        };
+        Ok(answer.container_responses.into_iter().next().map(allocation))
     }
 
     /// PreStartContainer.
-    pub(super) async fn pre_start(&self, devices: Vec<String>) -> Result<(), CallError> {
-        let mut client = self.client.clone();
-        let call = client.pre_start_container(wire::PreStartContainerRequest { devices_ids: devices });
+    pub(super) async fn pre_start(&self, devices_ids: Vec<String>) -> Result<(), CallError> {
+        let request = wire::PreStartContainerRequest { devices_ids };
+        let call = async { self.client().pre_start_container(request).await };
         self.bounded("PreStartContainer", self.call_timeout, call).await.map(|_| ())
+    }
+
+    fn client(&self) -> wire::device_plugin_client::DevicePluginClient<Channel> {
+        self.client.clone()
     }
 }
 
-async fn connect(path: &Path, guard: &Guard) -> Result<Channel, tonic::transport::Error> {
-    let (path, guard) = (path.to_owned(), guard.clone());
+async fn connect(path: &Path, connections: &TaskTracker) -> Result<Channel, tonic::transport::Error> {
+    let path = path.to_owned();
     let connector = service_fn(move |_: Uri| {
-        let (path, guard) = (path.clone(), guard.clone());
-        async move { UnixStream::connect(path).await.map(|stream| TokioIo::new(Guarded::new(stream, guard))) }
+        let path = path.clone();
+        async move { UnixStream::connect(path).await.map(TokioIo::new) }
     });
     // The URI becomes `:authority: localhost`, as a kubelet sends it; the path is the connector's.
-    Endpoint::from_static("http://localhost").connect_with_connector(connector).await
+    let endpoint = Endpoint::from_static("http://localhost").executor(Tracked(connections.clone()));
+    endpoint.connect_with_connector(connector).await
 }
 
-/// The devices of one ListAndWatch message.
-pub(super) fn advertised(message: wire::ListAndWatchResponse) -> Vec<Advertised> {
-    let device = |device: wire::Device| Advertised {
-        id: device.id,
-        health: device.health,
-        numa: device.topology.map(|topology| topology.nodes.iter().map(|node| node.id).collect()).unwrap_or_default(),
-    };
-    message.devices.into_iter().map(device).collect()
-}
+/// Runs the tasks of gRPC's connections so that `stop` sees the last one end.
+struct Tracked(TaskTracker);
 
-fn allocation(devices: Vec<String>, response: wire::ContainerAllocateResponse) -> Allocation {
-    let spec = |spec: wire::DeviceSpec| DeviceSpec {
-        container_path: spec.container_path,
-        host_path: spec.host_path,
-        permissions: spec.permissions,
-    };
-    let mount = |mount: wire::Mount| Mount {
-        container_path: mount.container_path,
-        host_path: mount.host_path,
-        read_only: mount.read_only,
-    };
-    Allocation {
-        devices,
-        envs: response.envs.into_iter().collect::<BTreeMap<_, _>>(),
-        device_specs: response.devices.into_iter().map(spec).collect(),
-        mounts: response.mounts.into_iter().map(mount).collect(),
-        annotations: response.annotations.into_iter().collect::<BTreeMap<_, _>>(),
-        cdi_names: response.cdi_devices.into_iter().map(|device| device.name).collect(),
+impl<F: Future<Output = ()> + Send + 'static> hyper::rt::Executor<F> for Tracked {
+    fn execute(&self, task: F) {
+        self.0.spawn(task);
     }
 }

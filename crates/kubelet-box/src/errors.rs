@@ -92,23 +92,14 @@ pub(super) enum DialError {
 #[derive(Debug, thiserror::Error)]
 pub enum AdmissionError {
     /// The box is stopped.
-    #[error("pod {pod}: the kubelet is not running")]
-    NotRunning {
-        /// The pod.
-        pod: String,
-    },
+    #[error("pod {0}: the kubelet is not running")]
+    NotRunning(String),
     /// No plugin has listed devices of this resource, or it has been removed since.
-    #[error("{place}: no such resource on this node")]
-    Unregistered {
-        /// The pod.
-        place: Box<Place>,
-    },
+    #[error("{0}: no such resource on this node")]
+    Unregistered(Box<Place>),
     /// The resource is there, but none of its devices is healthy.
-    #[error("{place}: no device is healthy")]
-    NoHealthyDevices {
-        /// The pod.
-        place: Box<Place>,
-    },
+    #[error("{0}: no device is healthy")]
+    NoHealthyDevices(Box<Place>),
     /// The container holds devices that are not healthy any more.
     #[error("{place}: devices it holds are not healthy: {}", devices.join(", "))]
     HeldUnhealthy {
@@ -127,7 +118,7 @@ pub enum AdmissionError {
         /// Devices it holds.
         held: usize,
     },
-    /// Too few devices are healthy and free.
+    /// Too few devices are healthy and free, or CPUs (resource `cpu`) for a container that wants them for itself.
     #[error("{place}: requested {requested}, available {available}")]
     Insufficient {
         /// The pod.
@@ -138,23 +129,8 @@ pub enum AdmissionError {
         available: usize,
     },
     /// The Topology Manager refuses: `TopologyAffinityError`.
-    #[error("{refusal}")]
-    TopologyAffinity {
-        /// What was asked and why there is no mask for it.
-        refusal: Box<Refusal>,
-    },
-    /// Too few CPUs are free for a container that wants them for itself.
-    #[error("pod {pod}, container {container}: requested {requested} CPUs, available {available}")]
-    InsufficientCpus {
-        /// The pod.
-        pod: String,
-        /// The container.
-        container: String,
-        /// CPUs it asks for.
-        requested: u32,
-        /// CPUs that no container has for itself.
-        available: usize,
-    },
+    #[error("{0}")]
+    TopologyAffinity(Box<Refusal>),
     /// GetPreferredAllocation failed.
     #[error("{place}: no preferred allocation")]
     Preferred {
@@ -174,11 +150,8 @@ pub enum AdmissionError {
         source: CallError,
     },
     /// Allocate answered for no container.
-    #[error("{place}: the plugin's allocation holds no container")]
-    EmptyResponse {
-        /// The pod.
-        place: Box<Place>,
-    },
+    #[error("{0}: the plugin's allocation holds no container")]
+    EmptyResponse(Box<Place>),
     /// PreStartContainer failed: the pod stays admitted and holds its devices, the container did not start.
     #[error("{place}: the container cannot start")]
     PreStart {
@@ -201,12 +174,9 @@ impl AdmissionError {
     /// The status with which the plugin answered, where it did.
     pub fn status(&self) -> Option<&tonic::Status> {
         match self {
-            Self::Preferred { source, .. } | Self::Allocate { source, .. } | Self::PreStart { source, .. } => {
-                match source {
-                    CallError::Status { source, .. } => Some(source),
-                    CallError::Timeout { .. } | CallError::Stopped { .. } => None,
-                }
-            }
+            Self::Preferred { source: CallError::Status { source, .. }, .. }
+            | Self::Allocate { source: CallError::Status { source, .. }, .. }
+            | Self::PreStart { source: CallError::Status { source, .. }, .. } => Some(source),
             _ => None,
         }
     }

@@ -15,7 +15,6 @@ mod affinity;
 mod devices;
 mod endpoint;
 mod errors;
-mod guarded;
 mod life;
 mod names;
 mod pod;
@@ -27,7 +26,7 @@ mod state;
 mod topology_manager;
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -35,9 +34,10 @@ use linkwise_kubelet_api::v1beta1 as wire;
 use tokio::time::timeout;
 
 pub use errors::{AdmissionError, BoxError, CallError, WaitError};
+pub use linkwise_kubelet_api::v1beta1::{DeviceSpec, Mount};
 pub use names::is_extended_resource;
-pub use pod::{Admitted, AdmittedContainer, Allocation, Asked, Container, DeviceSpec, Grant, Hint, Mount, Place, Pod};
-pub use state::{Calls, ResourceState, Resources, State, Violation};
+pub use pod::{Admitted, AdmittedContainer, Allocation, Asked, Container, Grant, Place, Pod};
+pub use state::{Calls, Harm, ResourceState, Resources, State, Violation};
 pub use topology_manager::{
     NumaMask, NumaNode, Policy, Refusal, ResourceHints, Scope, TopologyHint, TopologyManager, UnsupportedMachine,
 };
@@ -175,9 +175,9 @@ impl KubeletBox {
     /// other. Of a call that is dropped midway, what was taken stays until [`KubeletBox::remove_pod`].
     ///
     /// A `hint` is for all containers and stands for the Topology Manager's; without one, the box's own settles.
-    pub async fn admit(&self, pod: &Pod, hint: Option<&Hint>) -> Result<Admitted, AdmissionError> {
+    pub async fn admit(&self, pod: &Pod, hint: Option<&TopologyHint>) -> Result<Admitted, AdmissionError> {
         let life = self.life(&pod.name)?;
-        admission::admit(&life, pod, hint).await
+        admission::admit(&life, pod, hint.copied()).await
     }
 
     /// Starts a container anew: what it got at its admission, by resource, from the kubelet's
@@ -198,10 +198,7 @@ impl KubeletBox {
 
     /// The pod is gone: its devices are free. Says whether it held any.
     pub fn remove_pod(&self, pod: &str) -> bool {
-        self.core.change(|book| {
-            let cpus = book.cpus.all().contains_key(pod);
-            !book.remove_pod(pod).is_empty() || cpus
-        })
+        self.core.change(|book| book.remove_pod(pod))
     }
 
     /// Puts into the books that a container holds these devices, as the checkpoint of an earlier kubelet would: for
@@ -246,13 +243,8 @@ impl KubeletBox {
         life.is_some_and(|life| life.disconnect(resource, None))
     }
 
-    /// The folder in which `kubelet.sock` is.
-    pub fn dir(&self) -> &Path {
-        &self.core.options.dir
-    }
-
     fn life(&self, pod: &str) -> Result<Arc<Life>, AdmissionError> {
-        lock(&self.life).clone().ok_or_else(|| AdmissionError::NotRunning { pod: pod.to_owned() })
+        lock(&self.life).clone().ok_or_else(|| AdmissionError::NotRunning(pod.to_owned()))
     }
 }
 

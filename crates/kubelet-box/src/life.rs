@@ -13,15 +13,15 @@ use std::future::Future;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 
 use super::devices::{Book, ClientId, StopStamp};
-use super::endpoint::{Dial, Plugin, advertised};
-use super::errors::{BoxError, CallError, DialError};
-use super::guarded::Guard;
+use super::endpoint::Plugin;
+use super::errors::{BoxError, DialError};
 use super::rng::Rng;
 use super::state::State;
 use super::{Fault, Options};
@@ -83,21 +83,14 @@ pub(super) struct Life {
     /// Open connections. One whose resource was registered again stays here, as it does in a kubelet.
     plugins: Mutex<BTreeMap<ClientId, Plugin>>,
     tasks: Mutex<JoinSet<()>>,
-    guard: Mutex<Option<Guard>>,
-    gone: Mutex<mpsc::Receiver<()>>,
+    /// The tasks of the connections to plugins.
+    connections: TaskTracker,
 }
 
 impl Life {
     pub(super) fn new(core: Arc<Core>) -> Arc<Self> {
-        let (guard, gone) = mpsc::channel(1);
-        Arc::new(Self {
-            core,
-            end: CancellationToken::new(),
-            plugins: Mutex::default(),
-            tasks: Mutex::default(),
-            guard: Mutex::new(Some(guard)),
-            gone: Mutex::new(gone),
-        })
+        let (end, connections) = (CancellationToken::new(), TaskTracker::new());
+        Arc::new(Self { core, end, plugins: Mutex::default(), tasks: Mutex::default(), connections })
     }
 
     /// Spawns a task of this life; it is dropped unrun where the life has ended.
@@ -108,41 +101,22 @@ impl Life {
         }
     }
 
-    /// A guard for a connection; `None` where the life has ended.
-    pub(super) fn guard(&self) -> Option<Guard> {
-        lock(&self.guard).clone()
-    }
-
     /// Registers and dials a plugin, asks for its options and starts its stream.
     pub(super) async fn connect(self: &Arc<Self>, resource: &str, endpoint: &str) -> Result<(), DialError> {
         let options = &self.core.options;
         let path = options.dir.join(endpoint);
         let id = self.core.change(|book| book.register_client(resource));
         let deadline = Instant::now() + options.dial_timeout;
-        let Some(guard) = self.guard() else {
-            let source = CallError::Stopped { method: "Register" };
-            return Err(DialError::Options { path, source });
+        let connected = async {
+            let plugin = Plugin::dial(&path, options, self.connections.clone(), self.end.child_token()).await?;
+            lock(&self.plugins).insert(id, plugin.clone());
+            self.core.change(|book| book.count(resource, |calls| &mut calls.options));
+            let left = deadline.saturating_duration_since(Instant::now());
+            let answer = plugin.options(left).await;
+            Ok((answer.map_err(|source| DialError::Options { path: path.clone(), source })?, plugin))
         };
-        let dial = Dial {
-            path: path.clone(),
-            dial_timeout: options.dial_timeout,
-            call_timeout: options.call_timeout,
-            retry: options.dial_retry,
-            guard,
-            closed: self.end.child_token(),
-        };
-        let connected = match Plugin::dial(dial).await {
-            Ok(plugin) => {
-                lock(&self.plugins).insert(id, plugin.clone());
-                self.core.change(|book| book.count(resource, |calls| &mut calls.options));
-                let left = deadline.saturating_duration_since(Instant::now());
-                let answer = plugin.options(left).await;
-                answer.map(|options| (plugin, options)).map_err(|source| DialError::Options { path, source })
-            }
-            Err(error) => Err(error),
-        };
-        match connected {
-            Ok((plugin, options)) => {
+        match connected.await {
+            Ok((options, plugin)) => {
                 self.core.change(|book| book.plugin_connected(resource, id, options));
                 self.spawn(Arc::clone(self).follow(resource.to_owned(), id, plugin));
                 Ok(())
@@ -174,7 +148,7 @@ impl Life {
         self.core.change(|book| book.stream_opened(resource, id));
         while let Ok(Some(message)) = stream.message().await {
             if *self.core.fault.borrow() != Fault::Forget {
-                self.core.change(|book| book.list(resource, advertised(message)));
+                self.core.change(|book| book.list(resource, message.devices));
             }
         }
     }
@@ -213,7 +187,7 @@ impl Life {
     pub(super) fn abandon(&self) {
         self.end.cancel();
         lock(&self.plugins).clear();
-        lock(&self.guard).take();
+        self.connections.close();
     }
 
     /// Ends the life and waits until its tasks and connections are gone.
@@ -228,7 +202,7 @@ impl Life {
                     Ok(()) | Err(_) => {}
                 }
             }
-            std::future::poll_fn(|cx| lock(&self.gone).poll_recv(cx)).await
+            self.connections.wait().await;
         };
         let in_time = timeout(STOP_TIMEOUT, all).await.is_ok();
         self.core.change(Book::ended);

@@ -1,10 +1,13 @@
 //! What goes into an admission and what comes out of it, as plain values.
 //!
 //! Made by callers of [`super::KubeletBox`] and by `admission`; resource names and device ids are
-//! plain strings here, because that is all a kubelet knows of them. No wire types, no behaviour.
+//! plain strings here, because that is all a kubelet knows of them. No behaviour.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+
+use super::topology_manager::TopologyHint;
+use linkwise_kubelet_api::v1beta1::{DeviceSpec, Mount};
 
 /// A pod: containers that are admitted together or not at all.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,22 +62,6 @@ impl Pod {
     }
 }
 
-/// What the Topology Manager has settled for a container.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Hint {
-    /// The NUMA nodes of the chosen mask; `None` where any node will do.
-    pub numa: Option<BTreeSet<i64>>,
-    /// Whether that is as good as it can get.
-    pub preferred: bool,
-}
-
-impl Hint {
-    /// A hint for these NUMA nodes.
-    pub fn numa(nodes: impl IntoIterator<Item = i64>) -> Self {
-        Self { numa: Some(nodes.into_iter().collect()), preferred: true }
-    }
-}
-
 /// Whose devices are meant: one resource of one container of one pod.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
@@ -110,28 +97,6 @@ pub struct Allocation {
     pub cdi_names: Vec<String>,
 }
 
-/// A device node that the container gets.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct DeviceSpec {
-    /// Path in the container.
-    pub container_path: String,
-    /// Path on the host.
-    pub host_path: String,
-    /// Any of `r`, `w` and `m`.
-    pub permissions: String,
-}
-
-/// A folder or file that the container gets.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Mount {
-    /// Path in the container.
-    pub container_path: String,
-    /// Path on the host.
-    pub host_path: String,
-    /// Whether the container may not write to it.
-    pub read_only: bool,
-}
-
 /// An admitted pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Admitted {
@@ -147,7 +112,7 @@ pub struct AdmittedContainer {
     /// The CPUs it has for itself.
     pub cpus: BTreeSet<u32>,
     /// What the Topology Manager settled for it; `None` under policy none.
-    pub hint: Option<Hint>,
+    pub hint: Option<TopologyHint>,
 }
 
 impl Admitted {

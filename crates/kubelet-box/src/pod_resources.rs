@@ -5,27 +5,21 @@
 
 use std::sync::Arc;
 
+use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
-use super::devices::Book;
 use super::errors::BoxError;
 use super::life::{Core, Life};
-use super::registration::{bind, incoming};
+use super::pod::{Allocation, Place};
+use super::registration::serve_at;
 use linkwise_kubelet_api::podresources as wire;
 use wire::pod_resources_lister_server::{PodResourcesLister, PodResourcesListerServer};
 
-/// Serves PodResources in a task of `life`, where it is wanted.
+/// Serves PodResources, where it is wanted.
 pub(super) fn serve(life: &Arc<Life>) -> Result<(), BoxError> {
     let Some(path) = &life.core.options.pod_resources else { return Ok(()) };
-    let listener = bind(path)?;
-    let incoming = incoming(life, listener);
     let service = PodResourcesListerServer::new(Service { core: Arc::clone(&life.core) });
-    let end = life.end.clone();
-    life.spawn(async move {
-        let server = tonic::transport::Server::builder();
-        let _ = server.serve_with_incoming_shutdown(service, incoming, end.cancelled_owned()).await;
-    });
-    Ok(())
+    serve_at(life, path, Routes::new(service))
 }
 
 struct Service {
@@ -42,18 +36,15 @@ impl PodResourcesLister for Service {
         &self,
         _: Request<wire::ListPodResourcesRequest>,
     ) -> Result<Response<wire::ListPodResourcesResponse>, Status> {
-        let held = self.core.read(Book::all_held);
-        let pods = held.into_iter().map(|(place, ids)| wire::PodResources {
-            name: place.pod,
-            containers: vec![wire::ContainerResources {
-                name: place.container,
-                devices: vec![devices(&place.resource, &ids)],
-                dynamic_resources: Vec::new(),
-            }],
-        });
+        let pod = |(place, held): (&Place, &Allocation)| {
+            let devices = vec![devices(&place.resource, &held.devices)];
+            let dynamic_resources = Vec::new();
+            let container = wire::ContainerResources { name: place.container.clone(), devices, dynamic_resources };
+            wire::PodResources { name: place.pod.clone(), containers: vec![container] }
+        };
         // A pod may be listed several times; its readers collect the devices.
-        let pods = pods.collect();
-        Ok(Response::new(wire::ListPodResourcesResponse { pod_resources: pods }))
+        let pod_resources = self.core.read(|book| book.held.iter().map(pod).collect());
+        Ok(Response::new(wire::ListPodResourcesResponse { pod_resources }))
     }
 
     async fn get_allocatable_resources(

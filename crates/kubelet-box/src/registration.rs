@@ -11,20 +11,19 @@ use std::sync::Arc;
 
 use tokio::net::UnixListener;
 use tokio::sync::oneshot;
-use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
+use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
 use super::Fault;
 use super::errors::BoxError;
-use super::guarded::Guarded;
 use super::life::{Core, Life};
 use super::names;
 use linkwise_kubelet_api::v1beta1 as wire;
 use wire::registration_server::{Registration, RegistrationServer};
 
 /// Binds a socket of the kubelet's, in place of what it left there; makes its folder.
-pub(super) fn bind(path: &Path) -> Result<UnixListener, BoxError> {
+fn bind(path: &Path) -> Result<UnixListener, BoxError> {
     let failed = |action, path: &Path| {
         let path = path.to_owned();
         move |source| BoxError::Io { action, path, source }
@@ -37,29 +36,19 @@ pub(super) fn bind(path: &Path) -> Result<UnixListener, BoxError> {
     Ok(listener)
 }
 
-/// The connections to a socket of this life, which does not end before they do.
-pub(super) fn incoming(
-    life: &Arc<Life>,
-    listener: UnixListener,
-) -> impl tokio_stream::Stream<Item = io::Result<Guarded>> + use<> {
-    let guarding = Arc::clone(life);
-    UnixListenerStream::new(listener).filter_map(move |stream| match (stream, guarding.guard()) {
-        (Ok(stream), Some(guard)) => Some(Ok(Guarded::new(stream, guard))),
-        (Err(error), _) => Some(Err(error)),
-        (Ok(_), None) => None,
-    })
+/// Makes the folder, removes every socket in it, binds `kubelet.sock` and serves it.
+pub(super) fn serve(life: &Arc<Life>) -> Result<(), BoxError> {
+    let service = RegistrationServer::new(Service { life: Arc::clone(life) });
+    serve_at(life, &life.core.options.dir.join(wire::KUBELET_SOCKET), Routes::new(service))
 }
 
-/// Makes the folder, removes every socket in it, binds `kubelet.sock` and serves it in a task of `life`.
-pub(super) fn serve(life: &Arc<Life>) -> Result<(), BoxError> {
-    let listener = bind(&life.core.options.dir.join(wire::KUBELET_SOCKET))?;
-    let incoming = incoming(life, listener);
-    let service = RegistrationServer::new(Service { life: Arc::clone(life) });
-    let end = life.end.clone();
+/// Serves on a socket in a task of `life`, which does not end before the last connection does.
+pub(super) fn serve_at(life: &Arc<Life>, path: &Path, routes: Routes) -> Result<(), BoxError> {
+    let (incoming, end) = (UnixListenerStream::new(bind(path)?), life.end.clone());
     life.spawn(async move {
-        let server = tonic::transport::Server::builder();
+        let server = tonic::transport::Server::builder().add_routes(routes);
         // It ends with the box; a failure to accept shows as registrations that cannot connect.
-        let _ = server.serve_with_incoming_shutdown(service, incoming, end.cancelled_owned()).await;
+        let _ = server.serve_with_incoming_shutdown(incoming, end.cancelled_owned()).await;
     });
     Ok(())
 }
@@ -89,7 +78,8 @@ impl Registration for Service {
     async fn register(&self, request: Request<wire::RegisterRequest>) -> Result<Response<wire::Empty>, Status> {
         let _unanswered = Unanswered::new(&self.life.core);
         let request = request.into_inner();
-        let outcome = match self.fault() {
+        let fault = self.life.core.fault.borrow().clone();
+        let outcome = match fault {
             Fault::None | Fault::Forget => self.accept(request).await,
             Fault::Refuse { code, message } => Err(Status::new(code, message)),
             Fault::AnswerWithoutDial => Ok(()),
@@ -101,7 +91,7 @@ impl Registration for Service {
         match outcome {
             Ok(()) => Ok(Response::new(wire::Empty {})),
             Err(status) => {
-                self.life.core.change(|book| book.refused += 1);
+                self.life.core.change(|book| book.seen.refused += 1);
                 Err(status)
             }
         }
@@ -113,22 +103,18 @@ struct Unanswered<'a>(&'a Core);
 
 impl<'a> Unanswered<'a> {
     fn new(core: &'a Core) -> Self {
-        core.change(|book| book.registering += 1);
+        core.change(|book| book.seen.registering += 1);
         Self(core)
     }
 }
 
 impl Drop for Unanswered<'_> {
     fn drop(&mut self) {
-        self.0.change(|book| book.registering -= 1);
+        self.0.change(|book| book.seen.registering -= 1);
     }
 }
 
 impl Service {
-    fn fault(&self) -> Fault {
-        self.life.core.fault.borrow().clone()
-    }
-
     /// Completes when the fault is no longer to hang, or the kubelet ends.
     async fn released(&self) {
         let mut fault = self.life.core.fault.subscribe();

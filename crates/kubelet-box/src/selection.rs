@@ -6,8 +6,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::pod::Hint;
 use super::rng::Rng;
+use super::topology_manager::{NumaMask, TopologyHint};
 
 /// Device ids.
 pub(super) type Ids = BTreeSet<String>;
@@ -43,25 +43,18 @@ pub(super) struct Question {
     fallback: [Ids; 2],
 }
 
-/// There are not enough free devices: this many are.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct Shortage(pub(super) usize);
-
-/// The first step: what `needed` (at least one) devices come from.
-pub(super) fn plan(pool: &Pool, needed: usize, hint: Option<&Hint>) -> Result<Plan, Shortage> {
-    if pool.available.len() < needed {
-        return Err(Shortage(pool.available.len()));
-    }
+/// The first step: what `needed` (at least one) devices come from; so many are available.
+pub(super) fn plan(pool: &Pool, needed: usize, hint: Option<TopologyHint>) -> Plan {
     let [aligned, unaligned, without] = by_affinity(pool, hint);
     if needed < aligned.len() {
         let fallback = [aligned.clone(), Ids::new()];
-        return Ok(Plan::Ask(Question { available: aligned, must_include: Ids::new(), size: needed, fallback }));
+        return Plan::Ask(Question { available: aligned, must_include: Ids::new(), size: needed, fallback });
     }
     if needed == aligned.len() {
-        return Ok(Plan::Take(aligned));
+        return Plan::Take(aligned);
     }
     let available = pool.available.clone();
-    Ok(Plan::Ask(Question { available, must_include: aligned, size: needed, fallback: [unaligned, without] }))
+    Plan::Ask(Question { available, must_include: aligned, size: needed, fallback: [unaligned, without] })
 }
 
 impl Question {
@@ -81,14 +74,14 @@ impl Question {
 
 /// The available devices as aligned, unaligned and without affinity. Without a mask all are without
 /// affinity; so are those of a resource that names no NUMA nodes.
-fn by_affinity(pool: &Pool, hint: Option<&Hint>) -> [Ids; 3] {
-    let Some(mask) = hint.and_then(|hint| hint.numa.as_ref()) else {
+fn by_affinity(pool: &Pool, hint: Option<TopologyHint>) -> [Ids; 3] {
+    let Some(mask) = hint.and_then(|hint| hint.mask) else {
         return [Ids::new(), Ids::new(), pool.available.clone()];
     };
     let mut split = [Ids::new(), Ids::new(), Ids::new()];
     for id in &pool.available {
         let kind = match pool.numa.get(id) {
-            Some(nodes) if nodes.iter().any(|node| mask.contains(node)) => 0,
+            Some(nodes) if mask.meets(NumaMask::new(nodes.iter().copied())) => 0,
             Some(nodes) if !nodes.is_empty() => 1,
             _ => 2,
         };
@@ -121,16 +114,11 @@ mod tests {
         Pool { available: numa.keys().cloned().collect(), numa }
     }
 
-    fn question(plan: Result<Plan, Shortage>) -> Question {
+    fn question(plan: Plan) -> Question {
         match plan {
-            Ok(Plan::Ask(question)) => question,
+            Plan::Ask(question) => question,
             other => panic!("expected a question, got {other:?}"),
         }
-    }
-
-    #[test]
-    fn shortage_names_free_devices() {
-        assert_eq!(plan(&pool("a: b:"), 3, None), Err(Shortage(2)));
     }
 
     #[test]
@@ -143,7 +131,7 @@ mod tests {
 
     #[test]
     fn more_aligned_than_needed_are_all_that_is_offered() {
-        let question = question(plan(&pool("a:0 b:0 c:1 d:"), 1, Some(&Hint::numa([0]))));
+        let question = question(plan(&pool("a:0 b:0 c:1 d:"), 1, Some(TopologyHint::on([0]))));
         assert_eq!((&question.available, &question.must_include), (&ids("a b"), &ids("")));
         let taken = question.settle(&list("c d"), &mut Rng::new(1));
         assert!(taken.is_subset(&ids("a b")) && taken.len() == 1, "{taken:?}");
@@ -151,13 +139,13 @@ mod tests {
 
     #[test]
     fn exact_aligned_fit_is_taken_unasked() {
-        let plan = plan(&pool("a:0 b:0 c:1 d:"), 2, Some(&Hint::numa([0])));
-        assert_eq!(plan, Ok(Plan::Take(ids("a b"))));
+        let plan = plan(&pool("a:0 b:0 c:1 d:"), 2, Some(TopologyHint::on([0])));
+        assert_eq!(plan, Plan::Take(ids("a b")));
     }
 
     #[test]
     fn too_few_aligned_are_taken_first() {
-        let question = question(plan(&pool("a:0 b:1 c:1 d:"), 3, Some(&Hint::numa([0]))));
+        let question = question(plan(&pool("a:0 b:1 c:1 d:"), 3, Some(TopologyHint::on([0]))));
         assert_eq!((&question.available, &question.must_include), (&ids("a b c d"), &ids("a")));
         assert_eq!(question.settle(&list("d b"), &mut Rng::new(1)), ids("a b d"));
         assert_eq!(question.settle(&[], &mut Rng::new(1)), ids("a b c"), "unaligned come before without affinity");
@@ -165,13 +153,13 @@ mod tests {
 
     #[test]
     fn one_node_of_several_in_the_mask_aligns_a_device() {
-        let plan = plan(&pool("a:0,1 b:2"), 1, Some(&Hint::numa([1])));
-        assert_eq!(plan, Ok(Plan::Take(ids("a"))));
+        let plan = plan(&pool("a:0,1 b:2"), 1, Some(TopologyHint::on([1])));
+        assert_eq!(plan, Plan::Take(ids("a")));
     }
 
     #[test]
     fn resource_without_numa_nodes_ignores_hint() {
-        let question = question(plan(&pool("a: b:"), 1, Some(&Hint::numa([0]))));
+        let question = question(plan(&pool("a: b:"), 1, Some(TopologyHint::on([0]))));
         assert_eq!(question.available, ids("a b"));
     }
 
@@ -179,7 +167,7 @@ mod tests {
     fn device_without_nodes_is_never_aligned() {
         let mut pool = pool("a:0 b: c:");
         pool.available = ids("b c");
-        let question = question(plan(&pool, 1, Some(&Hint::numa([0]))));
+        let question = question(plan(&pool, 1, Some(TopologyHint::on([0]))));
         assert_eq!((question.available, question.must_include), (ids("b c"), ids("")));
     }
 

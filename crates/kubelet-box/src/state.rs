@@ -5,6 +5,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{Deref, Index};
+use std::sync::LazyLock;
+
+use super::pod::Place;
 
 /// The whole box at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -28,17 +31,7 @@ pub struct State {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Resources(pub(super) BTreeMap<String, ResourceState>);
 
-static NEVER_SEEN: ResourceState = ResourceState {
-    connected: false,
-    open_streams: 0,
-    removed: false,
-    registrations: 0,
-    healthy: BTreeSet::new(),
-    unhealthy: BTreeSet::new(),
-    numa: BTreeMap::new(),
-    allocated: BTreeMap::new(),
-    calls: Calls { options: 0, list_and_watch: 0, preferred: 0, allocate: 0, pre_start: 0 },
-};
+static NEVER_SEEN: LazyLock<ResourceState> = LazyLock::new(ResourceState::default);
 
 impl Index<&str> for Resources {
     type Output = ResourceState;
@@ -78,6 +71,13 @@ pub struct ResourceState {
 }
 
 impl ResourceState {
+    /// Forgets the last list.
+    pub(super) fn clear_list(&mut self) {
+        self.healthy.clear();
+        self.unhealthy.clear();
+        self.numa.clear();
+    }
+
     /// The ids that pods hold, healthy or not.
     pub fn in_use(&self) -> BTreeSet<String> {
         self.allocated.values().flat_map(BTreeMap::values).flatten().cloned().collect()
@@ -106,39 +106,24 @@ pub struct Calls {
 
 /// Something a plugin did that the API forbids or that can crash a kubelet.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Violation {
-    /// An id longer than the 63 characters that the API allows; the device was left out.
-    IdTooLong {
-        /// Resource name.
-        resource: String,
-        /// The id.
-        id: String,
-    },
-    /// One id twice in one list.
-    DuplicateId {
-        /// Resource name.
-        resource: String,
-        /// The id.
-        id: String,
-    },
+pub struct Violation {
+    /// Resource name.
+    pub resource: String,
+    /// The id of the device.
+    pub id: String,
+    /// What is wrong with it.
+    pub harm: Harm,
+}
+
+/// What is wrong with a device that a plugin lists, or no longer lists.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Harm {
+    /// The id is longer than the 63 characters that the API allows; the device was left out.
+    IdTooLong,
+    /// The id is twice in one list.
+    DuplicateId,
     /// A health that is neither `Healthy` nor `Unhealthy`; the kubelet takes it as unhealthy.
-    UnknownHealth {
-        /// Resource name.
-        resource: String,
-        /// The id.
-        id: String,
-        /// What was answered instead.
-        health: String,
-    },
-    /// An id is no longer advertised although a container holds it.
-    VanishedWhileHeld {
-        /// Resource name.
-        resource: String,
-        /// The id.
-        id: String,
-        /// The pod that holds it.
-        pod: String,
-        /// The container that holds it.
-        container: String,
-    },
+    UnknownHealth(String),
+    /// It is no longer advertised although this container holds it.
+    VanishedWhileHeld(Place),
 }

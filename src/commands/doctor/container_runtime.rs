@@ -1,4 +1,4 @@
-//! Hints of the container runtime: the CDI folders, and which specs for NVIDIA devices lie there.
+//! The CDI folders of the container runtime, and their specs for NVIDIA devices.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use super::count;
-use super::finding::{Finding, Findings};
+use super::finding::Findings;
+use super::{Node, count};
 use crate::quote::{excerpt, one_line};
 
 /// The part of a CDI spec that is checked (CDI specification, SPEC.md: `kind` is vendor/class).
@@ -24,11 +24,11 @@ struct Device {
 }
 
 /// Reads the specs in the folders.
-pub(super) fn check(folders: &[PathBuf]) -> Vec<Finding> {
-    let mut found = Findings::of("container runtime");
+pub(super) fn check(found: &mut Findings, node: &Node) {
+    let folders = ["etc/cdi", "var/run/cdi"].map(|folder| node.at(folder));
     let mut specs = 0;
     let mut devices: BTreeMap<String, PathBuf> = BTreeMap::new();
-    for folder in folders {
+    for folder in &folders {
         let entries = match std::fs::read_dir(folder) {
             Ok(entries) => entries.flatten(),
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
@@ -51,7 +51,7 @@ pub(super) fn check(folders: &[PathBuf]) -> Vec<Finding> {
                 Ok(spec) if spec.kind.starts_with("nvidia.com/") => {
                     specs += 1;
                     found.ok(format!("{}: {} of {}", path.display(), count(spec.devices.len(), "device"), excerpt(&spec.kind)));
-                    twice(&mut found, &mut devices, spec, &path);
+                    twice(found, &mut devices, spec, &path);
                 }
                 Ok(_) => {}
                 Err(error) => found.warning(
@@ -62,13 +62,12 @@ pub(super) fn check(folders: &[PathBuf]) -> Vec<Finding> {
         }
     }
     if specs == 0 {
-        let folders: Vec<String> = folders.iter().map(|folder| folder.display().to_string()).collect();
+        let [first, second] = folders.map(|folder| folder.display().to_string());
         found.skipped(
-            format!("no CDI spec for NVIDIA devices in {}", folders.join(" or ")),
+            format!("no CDI spec for NVIDIA devices in {first} or {second}"),
             Some("not needed where containers get their GPUs by NVIDIA_VISIBLE_DEVICES, from the NVIDIA container runtime"),
         );
     }
-    found.all()
 }
 
 /// A device that two specs have.

@@ -4,15 +4,21 @@ use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use super::driver::Nvml;
-use super::finding::{Finding, Findings, Status};
+use super::Node;
+use super::finding::{Findings, Status};
+
+impl Node {
+    fn dev(&self, name: &str) -> PathBuf {
+        self.at("dev").join(name)
+    }
+}
 
 /// The nodes without which no GPU can be used: the control node, and that of each GPU.
-fn needed(dev: &Path, nvml: &Nvml) -> Vec<PathBuf> {
-    let minors = nvml.gpus().iter().filter_map(|gpu| gpu.minor);
+fn needed(node: &Node) -> Vec<PathBuf> {
+    let minors = node.nvml.gpus().iter().filter_map(|gpu| gpu.minor);
     std::iter::once("nvidiactl".to_owned())
         .chain(minors.map(|minor| format!("nvidia{minor}")))
-        .map(|name| dev.join(name))
+        .map(|name| node.dev(&name))
         .collect()
 }
 
@@ -36,14 +42,13 @@ fn count_good(
 }
 
 /// Nodes that are missing, and files in their place that are no device nodes.
-pub(super) fn nodes(dev: &Path, nvml: &Nvml) -> Vec<Finding> {
-    let mut found = Findings::of("device nodes");
-    if nvml.gpus().is_empty() && !dev.join("nvidiactl").exists() {
-        found.skipped(format!("no GPU is known, and there is no {}", dev.join("nvidiactl").display()), None);
-        return found.all();
+pub(super) fn nodes(found: &mut Findings, node: &Node) {
+    let (gpus, control) = (node.nvml.gpus(), node.dev("nvidiactl"));
+    if gpus.is_empty() && !control.exists() {
+        return found.skipped(format!("no GPU is known, and there is no {}", control.display()), None);
     }
-    let needed = needed(dev, nvml);
-    let good = count_good(&mut found, &needed, |node| match fs::metadata(node) {
+    let needed = needed(node);
+    let good = count_good(found, &needed, |node| match fs::metadata(node) {
         Ok(meta) if meta.file_type().is_char_device() => Ok(()),
         Ok(_) => Err((
             " is no character device".to_owned(),
@@ -56,20 +61,15 @@ pub(super) fn nodes(dev: &Path, nvml: &Nvml) -> Vec<Finding> {
         )),
     });
     if good == needed.len() {
-        found.ok(format!("{}: all {good} nodes are there", dev.display()));
+        found.ok(format!("{}: all {good} nodes are there", node.at("dev").display()));
     }
-    let unknown = nvml.gpus().iter().filter(|gpu| gpu.minor.is_none()).count();
+    let unknown = gpus.iter().filter(|gpu| gpu.minor.is_none()).count();
     if unknown > 0 {
         found.warning(
             format!("NVML does not report the device nodes of {unknown} of the GPUs"),
             "with --pass-device-specs their pods get no node of theirs: leave it off",
         );
     }
-    optional(&mut found, dev);
-    found.all()
-}
-
-fn optional(found: &mut Findings, dev: &Path) {
     for (name, whose, use_) in [
         (
             "nvidia-uvm",
@@ -78,7 +78,7 @@ fn optional(found: &mut Findings, dev: &Path) {
         ),
         ("nvidia-caps", "MIG's nodes are", "needed for MIG only"),
     ] {
-        let path = dev.join(name);
+        let path = node.dev(name);
         match path.exists() {
             true => found.ok(format!("{}: {whose} there", path.display())),
             false => found.skipped(format!("there is no {}", path.display()), Some(use_)),
@@ -86,16 +86,15 @@ fn optional(found: &mut Findings, dev: &Path) {
     }
 }
 
-/// What of the nodes that are there this process may open.
-pub(super) fn permissions(dev: &Path, nvml: &Nvml) -> Vec<Finding> {
-    let mut found = Findings::of("permissions");
-    // The uid without a system call that needs unsafe code. What that uid may not do is found by trying.
+/// Whether this process may open the nodes that exist.
+pub(super) fn permissions(found: &mut Findings, node: &Node) {
+    // The uid, read without unsafe code. What it may not open is found by trying.
     if let Ok(own) = fs::metadata("/proc/self") {
         found.ok(format!("runs as uid {}", own.uid()));
     }
     let is_node = |node: &PathBuf| fs::metadata(node).is_ok_and(|meta| meta.file_type().is_char_device());
-    let nodes: Vec<PathBuf> = needed(dev, nvml).into_iter().filter(is_node).collect();
-    let good = count_good(&mut found, &nodes, |node| match OpenOptions::new().read(true).write(true).open(node) {
+    let nodes: Vec<PathBuf> = needed(node).into_iter().filter(is_node).collect();
+    let good = count_good(found, &nodes, |node| match OpenOptions::new().read(true).write(true).open(node) {
         Ok(_) => Ok(()),
         Err(error) => Err((
             format!(": {error}"),
@@ -108,5 +107,4 @@ pub(super) fn permissions(dev: &Path, nvml: &Nvml) -> Vec<Finding> {
         (good, all) if good == all => found.ok(format!("all {good} device nodes can be opened")),
         _ => {}
     }
-    found.all()
 }

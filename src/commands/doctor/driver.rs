@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::count;
-use super::finding::{Finding, Findings};
+use super::finding::Findings;
 use crate::config::HostArgs;
 use crate::hwloc::{BusGpus, held_by_others};
 use crate::nvml::Fault;
@@ -18,7 +18,7 @@ use crate::runtime;
 use crate::state::HealthPoll;
 use crate::topology::{GpuObservation, GpuUuid};
 
-/// What NVML says.
+/// What NVML answered.
 #[derive(Clone, Debug)]
 pub(super) enum Nvml {
     /// It lists GPUs.
@@ -65,7 +65,7 @@ pub(super) async fn ask(host: &HostArgs, limit: Duration) -> Nvml {
             // The first poll follows at once.
             Ok(FromAgent::Polled { gpus: polls, .. }) => {
                 if let Some(scan) = scanned {
-                    // Its end is of no interest; dropping it kills it.
+                    // How the agent ends does not change the answer; dropping it kills the process.
                     let _ = timeout(limit, agent.end()).await;
                     return answers(scan, polls);
                 }
@@ -99,15 +99,15 @@ pub(super) fn module_version(path: &Path) -> Option<String> {
 }
 
 /// The findings about driver and library.
-pub(super) fn check(nvml: &Nvml, bus: Option<&BusGpus>, module: Option<&str>) -> Vec<Finding> {
-    let mut found = Findings::of("driver");
+pub(super) fn check(found: &mut Findings, nvml: &Nvml, bus: Option<&BusGpus>, module: Option<&str>) {
+    found.check = "driver";
     match nvml {
         Nvml::Answers { driver, library, gpus, .. } => {
             let (driver, library) = (driver.as_deref(), library.as_deref());
             let or = |version: Option<&str>| version.unwrap_or("unknown").to_owned();
             let gpus = count(gpus.len(), "GPU");
             found.ok(format!("NVML answers: driver {}, library {}, {gpus}", or(driver), or(library)));
-            versions(&mut found, driver, library, module);
+            versions(found, driver, library, module);
         }
         Nvml::Fails(why, _) if bus.is_some_and(BTreeMap::is_empty) => found.skipped(
             format!("no NVIDIA GPU on the PCI bus, and no NVML ({why}): linkwise run idles here, and is ready"),
@@ -123,7 +123,6 @@ pub(super) fn check(nvml: &Nvml, bus: Option<&BusGpus>, module: Option<&str>) ->
             "the driver hangs: dmesg on the host names the GPU (NVRM, Xid); drain the node and reset the GPU or reboot",
         ),
     }
-    found.all()
 }
 
 fn versions(found: &mut Findings, driver: Option<&str>, library: Option<&str>, module: Option<&str>) {
@@ -178,14 +177,16 @@ mod tests {
 
     #[test]
     fn library_of_another_release_is_a_warning() {
-        let told = |driver: &str, library: &str| {
+        let is_reported = |driver: &str, library: &str| {
             let (driver, library) = (Some(driver.to_owned()), Some(library.to_owned()));
             let (gpus, failures, polls) = Default::default();
             let nvml = Nvml::Answers { driver, library, gpus, failures, polls };
-            serde_json::to_string(&check(&nvml, None, None)).unwrap().contains("not of one release")
+            let mut found = Findings::default();
+            check(&mut found, &nvml, None, None);
+            serde_json::to_string(&found.found).unwrap().contains("not of one release")
         };
-        assert!(!told("580.95.05", "13.580.95.05") && !told("580.95.05", "580.95.05"));
-        assert!(told("580.95.05", "13.580.9.05") && told("580.95.05", "12.570.1"));
+        assert!(!is_reported("580.95.05", "13.580.95.05") && !is_reported("580.95.05", "580.95.05"));
+        assert!(is_reported("580.95.05", "13.580.9.05") && is_reported("580.95.05", "12.570.1"));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use serde::Serialize;
 /// Findings of one kind that are listed one by one; of more, the first is listed with their number.
 const EACH: usize = 3;
 
-/// How it is.
+/// The state of what was checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Status {
@@ -33,7 +33,7 @@ impl Status {
     }
 }
 
-/// One line.
+/// One line of the report.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Finding {
     /// Which check found it.
@@ -47,19 +47,15 @@ pub(super) struct Finding {
     kind: Option<String>,
 }
 
-/// What one check finds, in order.
-#[derive(Debug)]
+/// What the checks find, in order.
+#[derive(Debug, Default)]
 pub(super) struct Findings {
-    check: &'static str,
-    found: Vec<Finding>,
+    /// The check of what is added next.
+    pub check: &'static str,
+    pub found: Vec<Finding>,
 }
 
 impl Findings {
-    /// Nothing yet.
-    pub fn of(check: &'static str) -> Self {
-        Self { check, found: Vec::new() }
-    }
-
     fn add(&mut self, status: Status, what: impl Into<String>, advice: Option<&str>) {
         let (what, advice) = (what.into(), advice.map(str::to_owned));
         self.found.push(Finding { check: self.check, status, what, advice, kind: None });
@@ -75,7 +71,7 @@ impl Findings {
         self.add(Status::Warning, what, Some(advice));
     }
 
-    /// In the way.
+    /// GPUs are not offered until an operator acts.
     pub fn failed(&mut self, what: impl Into<String>, advice: &str) {
         self.add(Status::Failed, what, Some(advice));
     }
@@ -89,26 +85,9 @@ impl Findings {
     pub fn each(&mut self, status: Status, kind: impl Into<String>, what: impl Into<String>, advice: &str) {
         self.add(status, what, Some(advice));
         if let Some(last) = self.found.last_mut() {
-            last.kind = Some(kind.into());
+            // Checks do not share a kind.
+            last.kind = Some(format!("{}: {}", self.check, kind.into()));
         }
-    }
-
-    /// All of it; of more than [`EACH`] findings of one kind the first stands for all.
-    pub fn all(self) -> Vec<Finding> {
-        let key = |finding: &Finding| Some((finding.kind.clone()?, finding.status.word(), finding.advice.clone()));
-        let mut counts = BTreeMap::new();
-        for key in self.found.iter().filter_map(key) {
-            *counts.entry(key).or_insert(0usize) += 1;
-        }
-        let mut merged = BTreeSet::new();
-        let one_of_many = |mut finding: Finding| {
-            let many = key(&finding).filter(|key| counts.get(key).is_some_and(|count| *count > EACH));
-            let Some(key) = many else { return Some(finding) };
-            let others = counts.get(&key).map_or(0, |count| count - 1);
-            finding.what += &format!(" (and {others} like it)");
-            merged.insert(key).then_some(finding)
-        };
-        self.found.into_iter().filter_map(one_of_many).collect()
     }
 }
 
@@ -123,8 +102,24 @@ pub(super) struct Report {
 }
 
 impl Report {
-    /// Findings in the order of the checks.
-    pub fn new(findings: Vec<Finding>) -> Self {
+    /// Findings in the order of the checks; of more than [`EACH`] findings of one kind the first stands for all.
+    pub fn new(found: Vec<Finding>) -> Self {
+        let key = |finding: &Finding| Some((finding.kind.clone()?, finding.status.word(), finding.advice.clone()));
+        let mut counts = BTreeMap::new();
+        for key in found.iter().filter_map(key) {
+            *counts.entry(key).or_insert(0usize) += 1;
+        }
+        let mut merged = BTreeSet::new();
+        let one_of_many = |mut finding: Finding| {
+            let Some((key, count)) = key(&finding).and_then(|key| counts.get_key_value(&key)) else {
+                return Some(finding);
+            };
+            if *count > EACH {
+                finding.what += &format!(" (and {} like it)", count - 1);
+            }
+            (*count <= EACH || merged.insert(key)).then_some(finding)
+        };
+        let findings: Vec<Finding> = found.into_iter().filter_map(one_of_many).collect();
         let count = |status| findings.iter().filter(|finding| finding.status == status).count();
         let (ok, warnings) = (count(Status::Ok), count(Status::Warning));
         let (failed, skipped) = (count(Status::Failed), count(Status::Skipped));

@@ -1,20 +1,20 @@
-//! The GPUs one by one: what NVML could not say of each, and what is held against it.
+//! The GPUs one by one: NVML's failed calls, and the reasons for which a GPU is unhealthy.
 
 use super::driver::Nvml;
-use super::finding::{Finding, Findings, Status};
-use super::health::{self, Past};
-use super::name;
+use super::finding::{Findings, Status};
+use super::health::{self, History};
+use super::{Node, name};
 use crate::nvml::scan::CallFailure;
 use crate::nvml::{COUNT, CallError, Fault, REGISTER};
 use crate::topology::{GpuObservation, HostObservation, NodeObservation, ProbeFailure};
 
-/// The failed calls about a GPU: the words and what to do.
-fn ailments(gpu: &GpuObservation, failures: &[CallFailure]) -> Vec<(String, &'static str)> {
+/// The failed calls about a GPU: what failed and what to do.
+fn failed_calls(gpu: &GpuObservation, failures: &[CallFailure]) -> Vec<(String, &'static str)> {
     let own = failures.iter().filter(|failure| failure.subject == gpu.pci.to_string());
-    own.map(|failure| (words(failure), advice(&failure.error))).collect()
+    own.map(|failure| (described(failure), advice(&failure.error))).collect()
 }
 
-fn words(failure: &CallFailure) -> String {
+fn described(failure: &CallFailure) -> String {
     let ProbeFailure { call, error, .. } = failure.clone().into();
     format!("{call}: {error}")
 }
@@ -33,49 +33,49 @@ fn advice(error: &CallError) -> &'static str {
 }
 
 /// A line for each GPU that is well, and each thing that is not.
-pub(super) fn check(nvml: &Nvml, host: HostObservation, past: Past) -> Vec<Finding> {
-    let mut found = Findings::of("gpus");
+pub(super) async fn check(found: &mut Findings, node: &Node, host: HostObservation) {
+    found.check = "gpus";
+    let history = History::ask(found, &node.args, !node.nvml.gpus().is_empty(), node.limit).await;
     let now = health::now();
-    let Nvml::Answers { gpus, failures, polls, .. } = nvml else {
+    let Nvml::Answers { gpus, failures, polls, .. } = &node.nvml else {
         found.skipped("NVML does not answer: no GPU can be asked", None);
-        for (gpu, held) in past.against(&NodeObservation::default(), &Default::default(), now) {
-            held.iter().for_each(|held| held.tell(&mut found, &format!("GPU {gpu}"), now));
+        for (gpu, reasons) in history.reasons(&NodeObservation::default(), &Default::default(), now) {
+            reasons.iter().for_each(|reason| reason.add_to(found, &format!("GPU {gpu}"), now));
         }
-        return found.all();
+        return;
     };
     if gpus.is_empty() && failures.is_empty() {
         found.skipped("NVML lists no GPU", None);
     }
     let observed = NodeObservation { gpus: gpus.clone(), host, ..NodeObservation::default() };
-    let mut against = past.against(&observed, polls, now);
+    let mut unhealthy = history.reasons(&observed, polls, now);
     for gpu in gpus {
-        let (ailments, held) = (ailments(gpu, failures), against.remove(&gpu.uuid).unwrap_or_default());
+        let (failed, reasons) = (failed_calls(gpu, failures), unhealthy.remove(&gpu.uuid).unwrap_or_default());
         let asked = polls.contains_key(&gpu.uuid);
-        if ailments.is_empty() && held.is_empty() && asked {
+        if failed.is_empty() && reasons.is_empty() && asked {
             found.ok(format!("{}: {}", name(gpu), gpu.model.as_deref().unwrap_or("model unknown")));
         }
-        for (what, advice) in ailments {
+        for (what, advice) in failed {
             let whole = format!("{}: {what}", name(gpu));
             found.each(Status::Warning, what, whole, advice);
         }
-        held.iter().for_each(|held| held.tell(&mut found, &name(gpu), now));
+        reasons.iter().for_each(|reason| reason.add_to(found, &name(gpu), now));
         if !asked {
             let what = "the process that asked NVML ended before it said how the GPU is";
             let advice = "run this again; where it stays so, dmesg (NVRM, Xid) may say why";
             found.each(Status::Warning, what, format!("{}: {what}", name(gpu)), advice);
         }
     }
-    for (gpu, held) in against {
-        held.iter().for_each(|held| held.tell(&mut found, &format!("GPU {gpu}, which NVML does not list"), now));
+    for (gpu, reasons) in unhealthy {
+        reasons.iter().for_each(|reason| reason.add_to(found, &format!("GPU {gpu}, which NVML does not list"), now));
     }
     // A GPU that could not even be identified cannot be offered.
     let listed = |failure: &CallFailure| gpus.iter().any(|gpu| failure.subject == gpu.pci.to_string());
     for failure in failures.iter().filter(|failure| !listed(failure)) {
-        let what = format!("{}: {}", failure.subject, words(failure));
+        let what = format!("{}: {}", failure.subject, described(failure));
         // A fact about the driver costs that fact; without its count there is no GPU to be offered.
         let costs_gpus = failure.subject != "driver" || failure.error.call == COUNT;
         let status = if costs_gpus { Status::Failed } else { Status::Warning };
-        found.each(status, words(failure), what, advice(&failure.error));
+        found.each(status, described(failure), what, advice(&failure.error));
     }
-    found.all()
 }

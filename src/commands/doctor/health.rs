@@ -1,7 +1,7 @@
 //! The reasons for which GPUs are unhealthy: from the linkwise that runs here or the health record of one that ran,
 //! and from a poll of NVML.
 //!
-//! There is no rule of health here: `state` decides, by the rules of `run`, and a linkwise that runs has decided
+//! This module has no rule of health: `state` decides, by the rules of `run`, and a linkwise that runs has decided
 //! already.
 
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use std::time::{Duration, SystemTime};
 use serde::Deserialize;
 
 use super::blocking;
-use super::finding::{Finding, Findings, Status};
+use super::finding::{Findings, Status};
 use crate::commands::admin;
 use crate::config::DoctorArgs;
 use crate::runtime::{self, Kept};
@@ -29,39 +29,39 @@ struct State {
 #[derive(Debug, Deserialize)]
 struct GpuState {
     uuid: GpuUuid,
-    reasons: Vec<Held>,
+    reasons: Vec<Reason>,
 }
 
 /// One reason for which a GPU is unhealthy.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
-pub(super) struct Held {
+pub(super) struct Reason {
     reason: String,
     /// As `UnhealthyReason::label` has it.
     kind: String,
     /// In seconds since 1970.
     since: u64,
     ends_with: String,
-    /// NVML reports it now, and the linkwise that runs offers the GPU all the same.
+    /// NVML reports it now, but the linkwise that runs has no reason against the GPU.
     #[serde(skip)]
-    unheeded: bool,
+    cleared: bool,
 }
 
-impl Held {
+impl Reason {
     fn new(reason: &UnhealthyReason, since: Timestamp) -> Self {
         Self {
             reason: reason.to_string(),
             kind: reason.label().to_owned(),
             since: since.as_secs(),
             ends_with: reason.ends_with().to_owned(),
-            unheeded: false,
+            cleared: false,
         }
     }
 
-    /// A line about the GPU that is named so.
-    pub fn tell(&self, found: &mut Findings, gpu: &str, now: Timestamp) {
+    /// Adds a finding about the GPU of this name.
+    pub fn add_to(&self, found: &mut Findings, gpu: &str, now: Timestamp) {
         let Self { reason, ends_with, .. } = self;
         let what = format!("{gpu}: {reason}{}", for_how_long(now.as_secs().saturating_sub(self.since)));
-        if self.unheeded {
+        if self.cleared {
             let what = format!("{what}; linkwise has no reason against the GPU, and offers it");
             let advice =
                 "an operator cleared it (linkwise admin clear), or linkwise has not polled since: it polls every 10 s";
@@ -70,7 +70,7 @@ impl Held {
         let clear =
             if ends_with.contains("`clear`") { " (linkwise admin clear UUID, once it is repaired)" } else { "" };
         let advice = format!("out of service until: {ends_with}{clear}; see docs/health.md");
-        // What is only late comes by itself.
+        // A GPU that still joins its fabric needs no operator.
         let late = self.kind == UnhealthyReason::FabricJoining.label();
         let status = if late { Status::Warning } else { Status::Failed };
         found.each(status, reason, what, &advice);
@@ -79,18 +79,17 @@ impl Held {
 
 /// The GPUs' history, from the linkwise that runs or from the record that one kept.
 #[derive(Debug, Default)]
-pub(super) struct Past {
+pub(super) struct History {
     /// The state of the linkwise that runs.
     running: Option<State>,
     /// The health record, where no linkwise answers.
     kept: Option<Kept>,
 }
 
-impl Past {
+impl History {
     /// Asks the linkwise that runs, else reads the health record; the findings name the source. Having neither is no
     /// finding where there is no GPU (`any`).
-    pub async fn ask(args: &DoctorArgs, any: bool, limit: Duration) -> (Self, Vec<Finding>) {
-        let mut found = Findings::of("gpus");
+    pub async fn ask(found: &mut Findings, args: &DoctorArgs, any: bool, limit: Duration) -> Self {
         let socket = &args.admin_socket;
         match state(socket, limit).await {
             Ok(Some(state)) => {
@@ -104,7 +103,7 @@ impl Past {
                         "linkwise admin resume opens it again",
                     );
                 }
-                return (Self { running: Some(state), kept: None }, found.all());
+                return Self { running: Some(state), kept: None };
             }
             Ok(None) => {}
             Err(error) => found.warning(
@@ -114,7 +113,10 @@ impl Past {
         }
         let (folder, kubelet, sysfs) = (args.state_dir.clone(), args.kubelet_socket.clone(), args.host.sysfs.clone());
         let reading = blocking(limit, move || runtime::kept(folder.as_deref(), &kubelet, &sysfs)).await;
-        let Some(read) = reading else { return (Self::default(), [found.all(), super::hangs("gpus", limit)].concat()) };
+        let Some(read) = reading else {
+            super::hangs(found, limit);
+            return Self::default();
+        };
         let kept = match read {
             Ok(Kept { record: None, .. }) if !any => None,
             Ok(Kept { record: None, file, .. }) => {
@@ -143,17 +145,17 @@ impl Past {
                 None
             }
         };
-        (Self { running: None, kept }, found.all())
+        Self { running: None, kept }
     }
 
     /// The reasons of each GPU, in the order in which they began, after an observation of the node and a round of
     /// polls.
-    pub fn against(
+    pub fn reasons(
         self,
         observed: &NodeObservation,
         polls: &BTreeMap<GpuUuid, HealthPoll>,
         now: Timestamp,
-    ) -> BTreeMap<GpuUuid, Vec<Held>> {
+    ) -> BTreeMap<GpuUuid, Vec<Reason>> {
         let mut events = Vec::new();
         let mut known: Vec<GpuUuid> = observed.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         if let Some(Kept { record: Some(record), identity, .. }) = self.kept {
@@ -164,19 +166,19 @@ impl Past {
             events.extend([Event::Observed(Box::new(observed.clone())), Event::Polled(polls.clone())]);
         }
         let judged = events.into_iter().fold(NodeState::default(), |state, event| state.apply(event, now).0);
-        let mut held: BTreeMap<GpuUuid, Vec<Held>> = BTreeMap::new();
+        let mut all: BTreeMap<GpuUuid, Vec<Reason>> = BTreeMap::new();
         for gpu in known {
-            let own = judged.hardware().standing(&gpu).map(|(reason, since)| Held::new(reason, since)).collect();
-            held.insert(gpu, own);
+            let own = judged.hardware().standing(&gpu).map(|(reason, since)| Reason::new(reason, since)).collect();
+            all.insert(gpu, own);
         }
         for GpuState { uuid, reasons } in self.running.into_iter().flat_map(|state| state.gpus) {
-            let now = held.entry(uuid).or_default();
+            let now = all.entry(uuid).or_default();
             now.retain(|own| !reasons.iter().any(|held| held.kind == own.kind));
-            now.iter_mut().for_each(|own| own.unheeded = reasons.is_empty());
+            now.iter_mut().for_each(|own| own.cleared = reasons.is_empty());
             now.splice(0..0, reasons);
         }
-        held.retain(|_, held| !held.is_empty());
-        held
+        all.retain(|_, reasons| !reasons.is_empty());
+        all
     }
 }
 

@@ -1,31 +1,22 @@
 //! The host around the GPUs: what the kernel has on its PCI bus, and whether hwloc and NVML agree on it.
 
-use std::path::Path;
-
-use super::count;
 use super::driver::Nvml;
-use super::finding::{Finding, Findings, Status};
-use crate::hwloc::{BusGpus, PciBus};
+use super::finding::{Findings, Status};
+use super::{Node, count};
 use crate::topology::{NodeObservation, TopologyWarning};
 
-/// The NVIDIA GPUs on the PCI bus; `None` where this sysfs has no PCI bus.
-pub(super) fn bus(sysfs: &Path) -> Option<BusGpus> {
-    PciBus::default().gpus(sysfs)
-}
-
 /// The kernel's GPUs against NVML's.
-pub(super) fn sysfs(sysfs: &Path, bus: Option<&BusGpus>, nvml: &Nvml) -> Vec<Finding> {
-    let mut found = Findings::of("sysfs");
+pub(super) fn sysfs(found: &mut Findings, node: &Node) {
+    let sysfs = &node.args.host.sysfs;
+    let Some(bus) = &node.bus else { return super::hangs(found, node.limit) };
     let Some(bus) = bus else {
-        found.failed(
+        return found.failed(
             format!("there is no PCI bus under {}", sysfs.display()),
             "mount the host's /sys, or name its place with --sysfs: without it linkwise cannot see how near GPUs are",
         );
-        return found.all();
     };
-    let Nvml::Answers { gpus, .. } = nvml else {
-        found.ok(format!("{} on the PCI bus", count(bus.len(), "NVIDIA GPU")));
-        return found.all();
+    let Nvml::Answers { gpus, .. } = &node.nvml else {
+        return found.ok(format!("{} on the PCI bus", count(bus.len(), "NVIDIA GPU")));
     };
     for (pci, driver) in bus.iter().filter(|(pci, _)| !gpus.iter().any(|gpu| gpu.pci == **pci)) {
         let (status, place, advice) = match driver.as_deref() {
@@ -62,15 +53,12 @@ pub(super) fn sysfs(sysfs: &Path, bus: Option<&BusGpus>, nvml: &Nvml) -> Vec<Fin
     } else if bus.len() == gpus.len() {
         found.ok(format!("{} on the PCI bus, the same by NVML", count(bus.len(), "NVIDIA GPU")));
     }
-    found.all()
 }
 
 /// hwloc's view against NVML's.
-pub(super) fn topology(observed: &NodeObservation, warnings: &[TopologyWarning]) -> Vec<Finding> {
-    let mut found = Findings::of("topology");
+pub(super) fn topology(found: &mut Findings, observed: &NodeObservation, warnings: &[TopologyWarning]) {
     if observed.gpus.is_empty() && warnings.is_empty() {
-        found.skipped("no GPU is known: nothing to compare", None);
-        return found.all();
+        return found.skipped("no GPU is known: nothing to compare", None);
     }
     if warnings.is_empty() {
         let nodes = count(observed.host.numa_nodes.len(), "NUMA node");
@@ -79,7 +67,6 @@ pub(super) fn topology(observed: &NodeObservation, warnings: &[TopologyWarning])
     for warning in warnings {
         found.each(Status::Warning, "", warning.to_string(), advice(warning));
     }
-    found.all()
 }
 
 fn advice(warning: &TopologyWarning) -> &'static str {

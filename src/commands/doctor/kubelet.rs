@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::blocking;
-use super::finding::{Finding, Findings};
+use super::finding::Findings;
 use crate::errors::chain;
 use crate::kubelet::{self, ProbeError};
 
@@ -20,15 +20,14 @@ const NVIDIA: &str = "nvidia-";
 const OURS: &str = "linkwise-";
 
 /// Looks at the folder of the kubelet's socket, and beside it.
-pub(super) async fn check(socket: &Path, resources: &Path, limit: Duration) -> Vec<Finding> {
-    let mut found = Findings::of("kubelet");
+pub(super) async fn check(found: &mut Findings, socket: &Path, resources: &Path, limit: Duration) {
+    found.check = "kubelet";
     let Some(folder) = socket.parent().filter(|folder| !folder.as_os_str().is_empty()) else {
-        found.failed(format!("'{}' is no path of a kubelet socket", socket.display()), "see --kubelet-socket");
-        return found.all();
+        return found.failed(format!("'{}' is no path of a kubelet socket", socket.display()), "see --kubelet-socket");
     };
     let (at, own) = (folder.to_owned(), socket.to_owned());
     let Some(sockets) = blocking(limit, move || sockets(&at, &own)).await else {
-        return super::hangs("kubelet", limit);
+        return super::hangs(found, limit);
     };
     let sockets = match sockets {
         Ok(sockets) => sockets,
@@ -41,13 +40,11 @@ pub(super) async fn check(socket: &Path, resources: &Path, limit: Duration) -> V
                     "linkwise needs uid 0 and this folder mounted for reading and writing; under SELinux see manifests/README.md"
                 }
             };
-            found.failed(format!("{}: {error}", folder.display()), advice);
-            return found.all();
+            return found.failed(format!("{}: {error}", folder.display()), advice);
         }
     };
     found.ok(format!("{} can be written to", folder.display()));
-    let registration = answers(socket).await;
-    match &registration {
+    match answers(socket).await {
         Ok(()) => found.ok(format!("{} answers", socket.display())),
         Err((why, advice)) => found.failed(format!("{}: {why}", socket.display()), advice),
     }
@@ -58,9 +55,7 @@ pub(super) async fn check(socket: &Path, resources: &Path, limit: Duration) -> V
             Some("not needed; where it is mounted it confirms registrations and tells which devices pods hold"),
         ),
     }
-    let mut found = found.all();
-    found.extend(plugins(sockets).await);
-    found
+    plugins(found, sockets).await;
 }
 
 /// The sockets in the folder but the kubelet's, once it is sure that the folder can be written to.
@@ -68,8 +63,7 @@ fn sockets(folder: &Path, kubelet: &Path) -> std::io::Result<Vec<PathBuf>> {
     // Without a name: it causes no event for those that watch the folder.
     drop(tempfile::tempfile_in(folder)?);
     let paths = std::fs::read_dir(folder)?.flatten().map(|entry| entry.path()).filter(|path| path != kubelet);
-    let is_socket = |path: &PathBuf| std::fs::metadata(path).is_ok_and(|found| found.file_type().is_socket());
-    let mut sockets: Vec<PathBuf> = paths.filter(is_socket).collect();
+    let mut sockets: Vec<PathBuf> = paths.filter(|path| is_socket(path)).collect();
     sockets.sort();
     Ok(sockets)
 }
@@ -101,12 +95,12 @@ async fn answers(socket: &Path) -> Result<(), (String, &'static str)> {
 }
 
 fn is_socket(path: &Path) -> bool {
-    std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket())
+    std::fs::metadata(path).is_ok_and(|found| found.file_type().is_socket())
 }
 
 /// Other listeners in the folder.
-async fn plugins(sockets: Vec<PathBuf>) -> Vec<Finding> {
-    let mut found = Findings::of("plugins");
+async fn plugins(found: &mut Findings, sockets: Vec<PathBuf>) {
+    found.check = "plugins";
     let (mut ours, mut others) = (BTreeMap::<String, Vec<String>>::new(), Vec::new());
     for path in sockets {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -154,7 +148,6 @@ async fn plugins(sockets: Vec<PathBuf>) -> Vec<Finding> {
             "other plugins: {others} (their resources are unknown here: none of them may be one of linkwise's)"
         ));
     }
-    found.all()
 }
 
 /// The resource that a socket of ours is for; of a very long name, what fits into a path.

@@ -1,6 +1,6 @@
 //! `linkwise doctor`: what is wrong with this node, and what to do about it.
 //!
-//! One file for each check, in the order in which a person would check; each returns its findings. The doctor changes
+//! One file for each check, in the order in which a person would check; each adds its findings. The doctor changes
 //! nothing on the node, calls NVML in the child process only, and waits for nothing longer than --timeout.
 
 mod container_runtime;
@@ -11,10 +11,13 @@ mod gpus;
 mod health;
 mod host;
 mod kubelet;
+mod kubelet_policy;
+mod labels;
 mod topology_manager;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Result;
@@ -22,55 +25,75 @@ use tokio::time::timeout;
 
 use super::print;
 use crate::config::{DoctorArgs, Format};
-use crate::hwloc;
+use crate::hwloc::{self, BusGpus, PciBus};
 use crate::topology::{GpuObservation, NodeObservation, NodeTopology};
-use finding::{Finding, Findings, Report};
+use driver::Nvml;
+use finding::{Findings, Report};
+
+/// What is known of the node before the checks.
+struct Node {
+    args: DoctorArgs,
+    /// How long a check may take.
+    limit: Duration,
+    nvml: Nvml,
+    /// The GPUs on the PCI bus; `None` inside where sysfs has no such bus, outside where reading it hangs.
+    bus: Option<Option<BusGpus>>,
+    /// The version of the loaded kernel module.
+    module: Option<String>,
+}
+
+impl Node {
+    /// A path of the host, as this process sees it.
+    fn at(&self, path: &str) -> PathBuf {
+        below(&self.args.root, path)
+    }
+}
+
+fn below(root: &Path, path: &str) -> PathBuf {
+    root.join(path.trim_start_matches('/'))
+}
 
 /// Runs the command; the exit code is 1 where any check failed.
 pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     let limit = Duration::from_secs(args.timeout);
-    let at = |path: &str| args.root.join(path);
     let sysfs = args.host.sysfs.clone();
-    let bus = blocking(limit, move || host::bus(&sysfs)).await;
+    let bus = blocking(limit, move || PciBus::default().gpus(&sysfs)).await;
     let nvml = driver::ask(&args.host, limit).await;
-    let module = at("proc/driver/nvidia/version");
+    let module = below(&args.root, "proc/driver/nvidia/version");
     let module = blocking(limit, move || driver::module_version(&module)).await.flatten();
-    let on_bus = bus.as_ref().and_then(Option::as_ref);
+    let root = args.root.clone();
+    let policy = blocking(limit, move || kubelet_policy::policy(&root)).await.flatten();
+    let node = Arc::new(Node { args: args.clone(), limit, nvml, bus, module });
 
-    let mut found = driver::check(&nvml, on_bus, module.as_deref());
-    let (dev, known) = (at("dev"), nvml.clone());
-    found.extend(guarded("device nodes", limit, move || devices::nodes(&dev, &known)).await);
-    let (dev, known) = (at("dev"), nvml.clone());
-    found.extend(guarded("permissions", limit, move || devices::permissions(&dev, &known)).await);
-    let (sysfs, known, seen) = (args.host.sysfs.clone(), nvml.clone(), bus.clone().flatten());
-    found.extend(match bus {
-        Some(_) => guarded("sysfs", limit, move || host::sysfs(&sysfs, seen.as_ref(), &known)).await,
-        None => hangs("sysfs", limit),
-    });
+    let found = &mut Findings::default();
+    driver::check(found, &node.nvml, node.bus.as_ref().and_then(Option::as_ref), node.module.as_deref());
+    guarded(found, &node, "device nodes", devices::nodes).await;
+    guarded(found, &node, "permissions", devices::permissions).await;
+    guarded(found, &node, "sysfs", host::sysfs).await;
 
     let sysfs = args.host.sysfs.clone();
     let assembled = blocking(limit, move || hwloc::observe(&sysfs)).await.map(|(host, failures)| {
         // What NVML did not answer is reported with the GPUs.
-        let observed = NodeObservation { gpus: nvml.gpus().to_vec(), host, failures, ..NodeObservation::default() };
+        let gpus = node.nvml.gpus().to_vec();
+        let observed = NodeObservation { gpus, host, failures, ..NodeObservation::default() };
         let (topology, warnings) = NodeTopology::assemble(&observed);
         (observed, topology, warnings)
     });
-    found.extend(match &assembled {
-        Some((observed, _, warnings)) => host::topology(observed, warnings),
-        None => hangs("topology", limit),
-    });
-    found.extend(kubelet::check(&args.kubelet_socket, &args.pod_resources_socket, limit).await);
-    let folders: Vec<PathBuf> = ["etc/cdi", "var/run/cdi"].map(at).into();
-    found.extend(guarded("container runtime", limit, move || container_runtime::check(&folders)).await);
+    found.check = "topology";
+    match &assembled {
+        Some((observed, _, warnings)) => host::topology(found, observed, warnings),
+        None => hangs(found, limit),
+    }
+    kubelet::check(found, &args.kubelet_socket, &args.pod_resources_socket, limit).await;
+    guarded(found, &node, "container runtime", container_runtime::check).await;
+    guarded(found, &node, "labels", labels::check).await;
     if let Some((observed, topology, _)) = &assembled {
-        found.extend(topology_manager::check(observed, topology, args.numa_hints));
+        topology_manager::check(found, observed, topology, (args.numa_hints, policy.as_ref()));
     }
     let host = assembled.map(|(observed, ..)| observed.host).unwrap_or_default();
-    let (past, source) = health::Past::ask(args, !nvml.gpus().is_empty(), limit).await;
-    found.extend(source);
-    found.extend(gpus::check(&nvml, host, past));
+    gpus::check(found, &node, host).await;
 
-    let report = Report::new(found);
+    let report = Report::new(std::mem::take(&mut found.found));
     print(&match args.format {
         Format::Text => report.text(),
         Format::Json => serde_json::to_string_pretty(&report)? + "\n",
@@ -83,22 +106,25 @@ async fn blocking<T: Send + 'static>(limit: Duration, look: impl FnOnce() -> T +
     timeout(limit, tokio::task::spawn_blocking(look)).await.ok()?.ok()
 }
 
-/// A check that may hang.
-async fn guarded(
-    check: &'static str,
-    limit: Duration,
-    look: impl FnOnce() -> Vec<Finding> + Send + 'static,
-) -> Vec<Finding> {
-    blocking(limit, look).await.unwrap_or_else(|| hangs(check, limit))
+/// Runs a check that may hang.
+async fn guarded(found: &mut Findings, node: &Arc<Node>, name: &'static str, check: fn(&mut Findings, &Node)) {
+    found.check = name;
+    let (mut own, seen) = (Findings { check: name, found: Vec::new() }, Arc::clone(node));
+    let looking = move || {
+        check(&mut own, &seen);
+        own.found
+    };
+    match blocking(node.limit, looking).await {
+        Some(own) => found.found.extend(own),
+        None => hangs(found, node.limit),
+    }
 }
 
-fn hangs(check: &'static str, limit: Duration) -> Vec<Finding> {
-    let mut found = Findings::of(check);
+fn hangs(found: &mut Findings, limit: Duration) {
     found.failed(
         format!("no answer within {limit:?}"),
         "a file or a device hangs in the kernel: look for its address in dmesg; a reboot ends it",
     );
-    found.all()
 }
 
 /// The name of a GPU for people.

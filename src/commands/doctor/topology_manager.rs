@@ -1,21 +1,32 @@
-//! What a kubelet with a Topology Manager would make of this node, and which --numa-hints suit it.
+//! How a kubelet's Topology Manager would treat this node's GPUs, and which --numa-hints suit it.
+
+use std::collections::BTreeMap;
 
 use super::count;
-use super::finding::{Finding, Findings};
+use super::finding::Findings;
+use super::kubelet_policy::Policy;
+use crate::quote::excerpt;
 use crate::state::NumaHints;
-use crate::topology::{NodeObservation, NodeTopology};
+use crate::topology::{NodeObservation, NodeTopology, NumaNodeId};
 
 /// With more NUMA nodes a kubelet under any policy but none does not start (pkg/kubelet/cm/topologymanager,
 /// maxAllowableNUMANodes).
 const MOST_NODES: usize = 8;
 
+/// How many GPUs pods usually ask for, beside one.
+const USUAL: [usize; 3] = [2, 4, 8];
+
 /// Looks at NUMA nodes, packages, and where GPUs are.
-pub(super) fn check(observed: &NodeObservation, topology: &NodeTopology, hints: NumaHints) -> Vec<Finding> {
-    let mut found = Findings::of("topology manager");
+pub(super) fn check(
+    found: &mut Findings,
+    observed: &NodeObservation,
+    topology: &NodeTopology,
+    (hints, policy): (NumaHints, Option<&Policy>),
+) {
+    found.check = "topology manager";
     let gpus = topology.gpus();
     if gpus.is_empty() {
-        found.skipped("no GPU is known: nothing to align", None);
-        return found.all();
+        return found.skipped("no GPU is known: nothing to align", None);
     }
     let nodes = observed.host.numa_nodes.len();
     let without = observed.host.numa_nodes.iter().filter(|node| node.cpus.is_empty()).count();
@@ -28,6 +39,9 @@ pub(super) fn check(observed: &NodeObservation, topology: &NodeTopology, hints: 
         );
     } else {
         found.ok(format!("{} of which {without} without CPUs", count(nodes, "NUMA node")));
+    }
+    if let Some(policy) = policy {
+        check_policy(found, policy, topology, hints);
     }
     let unknown = gpus.iter().filter(|gpu| gpu.numa.is_none()).count();
     if unknown == gpus.len() {
@@ -65,7 +79,28 @@ pub(super) fn check(observed: &NodeObservation, topology: &NodeTopology, hints: 
              (docs/topology-manager.md); under policy none nothing is to be done",
         );
     }
-    found.all()
+}
+
+/// Which usual requests the kubelet's policy never admits. Only single-numa-node does so: restricted takes as few nodes
+/// as a request needs on an idle machine, however many these are.
+fn check_policy(found: &mut Findings, Policy { name, source }: &Policy, topology: &NodeTopology, hints: NumaHints) {
+    found.ok(format!("the kubelet's policy is {} ({source})", excerpt(name)));
+    let mut on_node: BTreeMap<NumaNodeId, usize> = BTreeMap::new();
+    for node in topology.gpus().iter().flat_map(|gpu| hints.nodes(topology, gpu)) {
+        *on_node.entry(node).or_default() += 1;
+    }
+    // Where no GPU claims a node, the Topology Manager does not constrain GPUs.
+    let Some(most) = on_node.into_values().max().filter(|_| name == "single-numa-node") else { return };
+    let refused = USUAL.into_iter().filter(|size| (most + 1..=topology.gpus().len()).contains(size));
+    let refused: Vec<String> = refused.map(|size| size.to_string()).collect();
+    if !refused.is_empty() {
+        let (sizes, most) = (refused.join(" or "), count(most, "GPU"));
+        found.warning(
+            format!("a pod of {sizes} GPUs can never be admitted here: under {name} it needs one NUMA node, and none has more than {most}"),
+            "run the kubelet with --topology-manager-policy=restricted or best-effort, or set --numa-hints=off \
+             (docs/topology-manager.md); else keep such pods off this node",
+        );
+    }
 }
 
 /// Whether GPUs of one package are on more than one of its nodes.

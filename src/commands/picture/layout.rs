@@ -1,25 +1,33 @@
 //! Where everything in a picture goes: packages side by side, their PCI trees inside, NVLinks below. Integers only.
+//!
+//! Host bridges and switches are bars above what hangs on them; GPUs and NICs stand in one row at the bottom. A wide
+//! machine has two rows of packages, the lower one upside down, so that the GPUs of both face the NVSwitches.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
-use super::links::{Routes, Strand, StrandKind, TRACK, ports};
-use super::text::{Style, clean, fit, width, wrap};
-use super::tree::{Block, LEVEL, Measure, place_row, row_width};
-use super::{Picture, stack};
-use crate::commands::outline::{Node, Package, node_cpus, node_name, package_name};
+use super::kinds::{Kind, LineKind};
+use super::links::{PORT, Routes, TRACK};
+use super::text::{Style, fit, width, wrap};
+use super::{Block, Picture};
 
 /// Around the picture.
 const MARGIN: i64 = 24;
-/// Around what is in a package or in a NUMA node, and between packages.
+/// Around what is in a package or in a NUMA node.
 const PAD: i64 = 14;
-/// The head of a NUMA node: its name and its CPUs.
-const NODE_HEAD: i64 = 48;
-/// The head of a package: its name.
-const PACKAGE_HEAD: i64 = 34;
+/// Between packages, and between two things that hang on the same bar.
+const GAP: i64 = 12;
+/// The height of a bar.
+const BAR: i64 = 22;
+/// From a bar to the next, or to the row of GPUs.
+const LEVEL: i64 = BAR + 16;
 /// Between two rows of packages: a plane's bar, and counts on both sides.
 const BETWEEN: i64 = 122;
+/// The widest box that the text of a card may ask for, and that of a package or NUMA node.
+const WIDEST_TEXT: (i64, i64) = (170, 260);
 /// The narrowest picture: that of a machine with one GPU still has a title.
 const NARROWEST: i64 = 560;
+/// The widest row of packages, where it can be helped: on a common screen its texts are still read.
+const WIDEST: i64 = 2000;
 
 /// A rectangle, in pixels from the top left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,286 +62,257 @@ pub(super) struct Text {
     pub centred: bool,
 }
 
-impl Text {
-    pub fn centred(text: &str, style: Style, x: i64, y: i64) -> Self {
-        Self { text: text.to_owned(), style, x, y, centred: true }
-    }
-
-    pub fn left(text: &str, style: Style, x: i64, y: i64) -> Self {
-        Self { text: text.to_owned(), style, x, y, centred: false }
-    }
-}
-
-/// What a box is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    Package,
-    /// An unknown package, or the place of the GPUs that are not in the host's tree.
-    Unknown,
-    Node,
-    Bridge,
-    Switch,
-    Port,
-    Gpu,
-    Allocated,
-    /// A GPU that NVML does not list.
-    Unlisted,
-    Nic,
-    Plane,
-}
-
-/// A box with its texts.
+/// A box with its text.
 pub(super) struct Shape {
     pub rect: Rect,
     pub kind: Kind,
-    pub texts: Vec<Text>,
+    pub lines: Vec<String>,
     /// What a viewer shows when pointed at; may be empty.
     pub tooltip: String,
+    /// Whether the text of a frame is at its bottom.
+    pub turned: bool,
 }
 
-/// What a line of the legend shows beside its text.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Sample {
-    Box(Kind),
-    Wire,
-    Strand(StrandKind),
+impl Shape {
+    /// The lines at their places: at the head of a frame, else in the middle of the box.
+    pub fn texts(&self) -> Vec<Text> {
+        let Rect { x, y, width, height } = self.rect;
+        let centred = !self.kind.is_frame();
+        let (air, x) = if centred { (4, self.rect.middle()) } else { (PAD, x + PAD) };
+        let tall = height_of(self.kind, &self.lines);
+        let mut y = match centred {
+            true => y + (height - tall) / 2,
+            false if self.turned => self.rect.bottom() - head(&self.lines) + 7,
+            false => y + 7,
+        };
+        let mut texts = Vec::new();
+        for (number, line) in self.lines.iter().enumerate() {
+            let style = self.kind.style(number);
+            let text = fit(line, style, width - 2 * air);
+            texts.push(Text { text, style, x, y: y + style.size(), centred });
+            y += style.line();
+        }
+        texts
+    }
 }
 
-/// Everything with its place; drawn in this order: boxes around, wires, strands, boxes on top.
+/// The height of lines of text in a box.
+fn height_of(kind: Kind, lines: &[String]) -> i64 {
+    (0..lines.len()).map(|line| kind.style(line).line()).sum()
+}
+
+/// The head of a package or NUMA node: its name, perhaps another line.
+fn head(lines: &[String]) -> i64 {
+    if lines.len() > 1 { 48 } else { 33 }
+}
+
+/// A line through its corners.
+pub(super) struct Line {
+    pub points: Vec<(i64, i64)>,
+    pub kind: LineKind,
+    /// How many NVLinks it stands for.
+    pub count: u32,
+}
+
+/// Everything with its place; drawn in this order, the text of boxes with the box.
+#[derive(Default)]
 pub(super) struct Layout {
     pub width: i64,
     pub height: i64,
+    /// Packages and NUMA nodes.
     pub frames: Vec<Shape>,
-    pub wires: Vec<Vec<(i64, i64)>>,
-    pub strands: Vec<Strand>,
+    pub lines: Vec<Line>,
     pub shapes: Vec<Shape>,
     pub texts: Vec<Text>,
-    /// The sample's box, what is in it, what it means.
-    pub legend: Vec<(Rect, Sample, Text)>,
-}
-
-/// What the parts draw on.
-#[derive(Default)]
-pub(super) struct Canvas {
-    /// The top of the host bridges.
-    pub bars: i64,
-    /// The top of the row of GPUs, and its height.
-    pub leaves: i64,
-    pub leaf_height: i64,
+    /// The boxes of GPUs, by their places.
     pub gpus: BTreeMap<usize, Rect>,
-    pub frames: Vec<Shape>,
-    pub shapes: Vec<Shape>,
-    pub wires: Vec<Vec<(i64, i64)>>,
-    pub strands: Vec<Strand>,
 }
 
-/// A package, measured.
-pub(super) struct Home {
-    name: String,
-    kind: Kind,
-    /// NUMA nodes without a PCI device, in one line.
-    note: Option<String>,
-    nodes: Vec<Room>,
-    pub width: i64,
+impl Block {
+    fn width(&self) -> i64 {
+        let line = |(number, line): (usize, &String)| width(line, self.kind.style(number));
+        let mut lines = self.lines.iter().enumerate().map(line);
+        let first = lines.next().unwrap_or(0);
+        let widest = |most: i64| lines.max().unwrap_or(0).min(most).max(first);
+        match self.kind {
+            kind if kind.is_frame() => row_width(&self.below).max(widest(WIDEST_TEXT.1)) + 2 * PAD,
+            Kind::Nic => widest(WIDEST_TEXT.0).min(WIDEST_TEXT.0) + 12,
+            kind if kind.is_leaf() => (widest(WIDEST_TEXT.0) + 14).max(76).max(self.ports * PORT),
+            _ => row_width(&self.below).max(first + 12),
+        }
+    }
+
+    /// How far the row of GPUs is below the top.
+    fn depth(&self) -> i64 {
+        let below = self.below.iter().map(Self::depth).max().unwrap_or(0);
+        match self.kind {
+            kind if kind.is_frame() => head(&self.lines) + below,
+            kind if kind.is_leaf() => 0,
+            _ => LEVEL + below,
+        }
+    }
+
+    /// The height that the row of GPUs must have.
+    fn leaf_height(&self) -> i64 {
+        let below = self.below.iter().map(Self::leaf_height).max().unwrap_or(0);
+        if self.kind.is_leaf() { height_of(self.kind, &self.lines) + 12 } else { below }
+    }
 }
 
-/// A NUMA node, measured.
-struct Room {
-    /// Name and CPUs; nothing around GPUs that are in no tree.
-    head: Option<(String, String)>,
-    blocks: Vec<Block>,
-    width: i64,
+/// The width of blocks side by side.
+fn row_width(blocks: &[Block]) -> i64 {
+    (blocks.iter().map(|block| block.width() + GAP).sum::<i64>() - GAP).max(0)
+}
+
+/// The packages of the upper and the lower row; all are in the upper one where the picture is narrow enough.
+///
+/// Direct links keep to one row (their tracks are below it), and so do several planes (a bar would be in the way of
+/// another's links from below).
+fn rows(picture: &Picture) -> [&[Block]; 2] {
+    let all = picture.packages.as_slice();
+    if row_width(all) <= WIDEST || !picture.links.is_empty() || picture.planes.len() > 1 {
+        return [all, &[]];
+    }
+    let splits = (1..=all.len()).rev().filter_map(|upper| all.split_at_checked(upper));
+    let widest = |(upper, lower): &(&[Block], &[Block])| row_width(upper).max(row_width(lower));
+    splits.min_by_key(widest).map_or([all, &[]], |(upper, lower)| [upper, lower])
+}
+
+/// Where a row of packages is put after it was laid out.
+struct Row {
+    /// The top of the GPUs, and their height.
+    leaves: i64,
+    leaf_height: i64,
+    /// How far down it goes; where it is turned, its bottom comes there.
+    shift: i64,
+    turned: bool,
+}
+
+impl Row {
+    fn y(&self, y: i64) -> i64 {
+        if self.turned { self.shift - y } else { self.shift + y }
+    }
+
+    fn rect(&self, rect: Rect) -> Rect {
+        Rect { y: self.y(if self.turned { rect.bottom() } else { rect.y }), ..rect }
+    }
 }
 
 impl Layout {
-    pub fn new(picture: &Picture<'_>) -> Self {
-        let homes = homes(picture);
-        let (upper, lower) = homes.split_at(stack::split(picture, &homes));
-        let inside = row(upper).max(row(lower)).max(NARROWEST);
-        let (texts, top) = head(picture, inside);
-
-        let blocks = || homes.iter().flat_map(|home| &home.nodes).flat_map(|room| &room.blocks);
-        let note = if homes.iter().any(|home| home.note.is_some()) { 20 } else { 0 };
-        let node_top = top + PACKAGE_HEAD + note;
-        let bars = node_top + NODE_HEAD;
-        let leaves = bars + blocks().map(|block| block.depth).max().unwrap_or(0) * LEVEL;
-        let leaf_height = blocks().map(|block| block.leaf_height).max().unwrap_or(0);
-        let node_bottom = leaves + leaf_height + PAD;
-        let empty = || Canvas { bars, leaves, leaf_height, ..Default::default() };
-        let (mut canvas, mut below) = (empty(), empty());
-
-        let mut home_of = BTreeMap::new();
-        let mut number = 0;
-        for (homes, canvas) in [(upper, &mut canvas), (lower, &mut below)] {
-            let mut x = MARGIN + (inside - row(homes)) / 2;
-            for home in homes {
-                let before: BTreeSet<usize> = canvas.gpus.keys().copied().collect();
-                let rect = Rect { x, y: top, width: home.width, height: node_bottom + PAD - top };
-                home.place(rect, node_top, node_bottom, canvas);
-                home_of.extend(canvas.gpus.keys().filter(|gpu| !before.contains(gpu)).map(|gpu| (*gpu, number)));
-                x += home.width + PAD;
-                number += 1;
-            }
-        }
-
-        let mut bottom = node_bottom + PAD;
-        let row_height = bottom - top;
+    pub fn new(picture: &Picture) -> Self {
+        let rows = rows(picture);
+        let inside = rows.into_iter().map(row_width).fold(NARROWEST, i64::max);
+        let mut layout = Self { width: inside + 2 * MARGIN, ..Self::default() };
+        let top = layout.title(picture, inside);
+        let all = &picture.packages;
+        let leaves = top + all.iter().map(Block::depth).max().unwrap_or(0);
+        let leaf_height = all.iter().map(Block::leaf_height).max().unwrap_or(0);
+        let mut bottom = if all.is_empty() { top } else { leaves + leaf_height + 2 * PAD };
         let planes = picture.planes.len();
-        if !lower.is_empty() {
-            let lower_top = bottom + if planes > 0 { BETWEEN } else { PAD };
-            stack::put_below(below, &mut canvas, top, lower_top, row_height, planes > 0);
-        }
-        let routes = Routes::new(picture, &canvas, &home_of);
-        bottom += routes.inner * TRACK;
-        for frame in canvas.frames.iter_mut().filter(|frame| frame.rect.y == top) {
-            frame.rect.height = bottom - top;
-        }
-        let start = if homes.is_empty() { top } else { bottom };
-        let start = if routes.crossing > 0 { start + 8 } else { start };
-        let end = routes.draw(picture, &mut canvas, node_bottom + PAD / 2, start);
-        let end = canvas.frames.iter().map(|frame| frame.rect.bottom()).fold(end, i64::max);
-        let (legend, bottom) = legend(picture, &canvas.strands, !canvas.wires.is_empty(), inside, end + PAD * 2);
-        Self {
-            width: inside + 2 * MARGIN,
-            height: bottom + MARGIN,
-            frames: canvas.frames,
-            wires: canvas.wires,
-            strands: canvas.strands,
-            shapes: canvas.shapes,
-            texts,
-            legend,
-        }
-    }
-}
-
-/// The width of packages side by side.
-pub(super) fn row(homes: &[Home]) -> i64 {
-    (homes.iter().map(|home| home.width + PAD).sum::<i64>() - PAD).max(0)
-}
-
-impl Home {
-    fn frame(&self, rect: Rect) -> Shape {
-        let mut texts = vec![Text::left(&self.name, Style::Heading, rect.x + PAD, rect.y + 22)];
-        if let Some(note) = &self.note {
-            let note = fit(note, Style::Plain, rect.width - 2 * PAD);
-            texts.push(Text::left(&note, Style::Plain, rect.x + PAD, rect.y + 42));
-        }
-        Shape { rect, kind: self.kind, texts, tooltip: self.note.clone().unwrap_or_default() }
-    }
-
-    fn place(&self, around: Rect, top: i64, bottom: i64, canvas: &mut Canvas) {
-        canvas.frames.push(self.frame(around));
-        let mut x = around.x + PAD;
-        for room in &self.nodes {
-            let rect = Rect { x, y: top, width: room.width, height: bottom - top };
-            if let Some((name, cpus)) = &room.head {
-                let short = fit(cpus, Style::Mono, rect.width - 2 * PAD);
-                let texts = vec![
-                    Text::left(name, Style::Heading, x + PAD, top + 20),
-                    Text::left(&short, Style::Mono, x + PAD, top + 37),
-                ];
-                let tooltip = if short == *cpus { String::new() } else { cpus.clone() };
-                canvas.frames.push(Shape { rect, kind: Kind::Node, texts, tooltip });
+        for (number, packages) in rows.into_iter().enumerate() {
+            let (shift, turned) = match (number, planes) {
+                (0, _) => (0, false),
+                (_, 0) => (bottom + PAD - top, false),
+                _ => (2 * bottom + BETWEEN, true),
+            };
+            let row = Row { leaves, leaf_height, shift, turned };
+            let mut x = MARGIN + (inside - row_width(packages)) / 2;
+            for package in packages {
+                layout.place(&row, package, x, top, bottom);
+                x += package.width() + GAP;
             }
-            place_row(&room.blocks, x + (room.width - row_width(&room.blocks)) / 2, canvas);
-            x += room.width + PAD;
+        }
+        let routes = Routes::new(picture, &layout.gpus);
+        let room = routes.inner * TRACK;
+        layout.frames.iter_mut().filter(|frame| frame.kind != Kind::Node).for_each(|frame| frame.rect.height += room);
+        bottom += room;
+        let inner = leaves + leaf_height + PAD + PAD / 2;
+        let end = routes.draw(picture, &mut layout, leaves + leaf_height, inner, bottom);
+        let end = layout.frames.iter().map(|frame| frame.rect.bottom()).fold(end, i64::max);
+        layout.height = layout.legend(picture, inside, end + PAD * 2) + MARGIN;
+        layout
+    }
+
+    /// Places a block and what is below it; `bottom` is that of a frame.
+    fn place(&mut self, row: &Row, block: &Block, x: i64, y: i64, bottom: i64) {
+        let (is_frame, is_leaf) = (block.kind.is_frame(), block.kind.is_leaf());
+        let (y, height, start) = match block.kind {
+            _ if is_frame => (y, bottom - y, y + head(&block.lines)),
+            Kind::Nic => (row.leaves, block.leaf_height(), y),
+            _ if is_leaf => (row.leaves, row.leaf_height, y),
+            _ => (y, BAR, y + LEVEL),
+        };
+        let rect = Rect { x, y, width: block.width(), height };
+        let lines = match block.lines.join(" ") {
+            _ if is_frame || is_leaf => block.lines.clone(),
+            // A bar has what fits.
+            whole if width(&whole, Style::Plain) <= rect.width - 8 => vec![whole],
+            _ => block.lines.iter().take(1).cloned().collect(),
+        };
+        let tooltip = match is_frame {
+            true => block.lines.get(1).cloned().unwrap_or_default(),
+            false => block.tooltip.clone(),
+        };
+        let shape = Shape { rect: row.rect(rect), kind: block.kind, lines, tooltip, turned: row.turned };
+        self.gpus.extend(block.gpu.map(|gpu| (gpu, shape.rect)));
+        if is_frame {
+            self.frames.push(shape)
+        } else {
+            self.shapes.push(shape)
+        }
+        let mut at = x + (rect.width - row_width(&block.below)) / 2;
+        for child in &block.below {
+            let wide = child.width();
+            if !is_frame {
+                let (foot, to) = (at + wide / 2, if child.kind.is_leaf() { row.leaves } else { start });
+                let points = vec![(foot, row.y(rect.bottom())), (foot, row.y(to))];
+                self.lines.push(Line { points, kind: LineKind::Pcie, count: 1 });
+            }
+            self.place(row, child, at, start, bottom - PAD);
+            at += wide + GAP;
         }
     }
-}
 
-/// The title, what the GPUs are, and where the packages begin.
-fn head(picture: &Picture<'_>, room: i64) -> (Vec<Text>, i64) {
-    let mut texts = Vec::new();
-    let mut y = MARGIN;
-    let titles = wrap(&picture.title, Style::Title, room).into_iter().map(|line| (line, Style::Title));
-    let models = picture.models();
-    let models = models.iter().flat_map(|model| wrap(model, Style::Subtitle, room));
-    for (line, style) in titles.chain(models.map(|line| (line, Style::Subtitle))) {
-        texts.push(Text::left(&line, style, MARGIN, y + style.size()));
-        y += style.line() + 2;
-    }
-    (texts, y + PAD)
-}
-
-fn homes(picture: &Picture<'_>) -> Vec<Home> {
-    let measure = Measure { picture, ports: ports(picture) };
-    let mut packages: Vec<&Package<'_>> = picture.outline.packages.iter().collect();
-    packages.sort_by_key(|package| package.id.is_none());
-    let mut homes: Vec<Home> = packages.into_iter().map(|package| home(package, &measure)).collect();
-    if !picture.outline.unseen.is_empty() {
-        let blocks: Vec<Block> = picture.outline.unseen.iter().map(|gpu| measure.gpu(*gpu, None)).collect();
-        let room = Room { head: None, width: row_width(&blocks), blocks };
-        let name = "not in the host's PCI tree".to_owned();
-        homes.push(Home::new(name, Kind::Unknown, None, vec![room]));
-    }
-    homes
-}
-
-impl Home {
-    fn new(name: String, kind: Kind, note: Option<String>, mut nodes: Vec<Room>) -> Self {
-        let inside = nodes.iter().map(|room| room.width + PAD).sum::<i64>() - PAD;
-        let note_width = note.as_ref().map_or(0, |note| width(note, Style::Plain).min(260));
-        let least = width(&name, Style::Heading).max(note_width);
-        if let Some(last) = nodes.last_mut() {
-            last.width += (least - inside).max(0);
+    /// The title, and what the GPUs are; returns where the packages begin.
+    fn title(&mut self, picture: &Picture, room: i64) -> i64 {
+        let mut y = MARGIN;
+        for (number, line) in std::iter::once(&picture.title).chain(&picture.models).enumerate() {
+            let style = if number == 0 { Style::Title } else { Style::Subtitle };
+            for text in wrap(line, style, room) {
+                self.texts.push(Text { text, style, x: MARGIN, y: y + style.size(), centred: false });
+                y += style.line() + 2;
+            }
         }
-        Self { name, kind, note, nodes, width: inside.max(least) + 2 * PAD }
+        y + PAD
     }
-}
 
-fn home(package: &Package<'_>, measure: &Measure<'_>) -> Home {
-    let (with, empty) = package.by_devices();
-    let room = |node: &Node<'_>| {
-        let blocks = measure.node(node);
-        let name = node_name(node.id);
-        let cpus = clean(&node_cpus(node).unwrap_or_default());
-        let least = width(&name, Style::Heading).max(width(&cpus, Style::Mono).min(120));
-        Room { head: Some((name, cpus)), width: row_width(&blocks).max(least) + 2 * PAD, blocks }
-    };
-    let nodes = if empty.len() == 1 { "node" } else { "nodes" };
-    let note = (!empty.is_empty()).then(|| format!("no PCI devices: NUMA {nodes} {}", super::ranges(&empty)));
-    let kind = if package.id.is_some() { Kind::Package } else { Kind::Unknown };
-    Home::new(package_name(package.id), kind, note, with.into_iter().map(room).collect())
-}
-
-/// What the colours and lines mean, in as many rows as it takes.
-fn legend(
-    picture: &Picture<'_>,
-    strands: &[Strand],
-    wires: bool,
-    room: i64,
-    top: i64,
-) -> (Vec<(Rect, Sample, Text)>, i64) {
-    let mut entries: Vec<(Sample, String)> = Vec::new();
-    if let Some(line) = picture.allocated_line() {
-        entries.push((Sample::Box(Kind::Allocated), line));
-        entries.push((Sample::Box(Kind::Gpu), "free".to_owned()));
-    }
-    if wires {
-        entries.push((Sample::Wire, "PCIe".to_owned()));
-    }
-    for (kind, what) in [
-        (StrandKind::Near, "NVLinks: the more, the wider (NV2: two links)"),
-        (StrandKind::Crossing, "NVLinks between packages"),
-        (StrandKind::Allocated, "NVLinks of allocated GPUs"),
-    ] {
-        if strands.iter().any(|strand| strand.kind == kind) {
-            entries.push((Sample::Strand(kind), what.to_owned()));
+    /// What the colours and lines mean, in as many rows as it takes; returns where it ends.
+    fn legend(&mut self, picture: &Picture, room: i64, top: i64) -> i64 {
+        let lines = [
+            (LineKind::Pcie, "PCIe"),
+            (LineKind::Near, "NVLinks: the more, the wider (NV2: two links)"),
+            (LineKind::Crossing, "NVLinks between packages"),
+            (LineKind::Allocated, "NVLinks of allocated GPUs"),
+        ];
+        let is_drawn = |kind| self.lines.iter().any(|line| line.kind == kind);
+        let lines = lines.into_iter().filter(|(kind, _)| is_drawn(*kind)).map(|(kind, text)| (Kind::Count(kind), text));
+        let held = picture.allocated.iter().flat_map(|line| [(Kind::Allocated, line.as_str()), (Kind::Gpu, "free")]);
+        let (mut x, mut y, mut bottom) = (MARGIN, top, top - PAD * 2);
+        for (kind, text) in held.chain(lines).collect::<Vec<_>>() {
+            let text = fit(text, Style::Plain, room - 40);
+            let wide = 34 + width(&text, Style::Plain);
+            if x > MARGIN && x + wide > MARGIN + room {
+                (x, y) = (MARGIN, y + 22);
+            }
+            if let Kind::Count(kind) = kind {
+                let (points, count) = (vec![(x, y + 7), (x + 26, y + 7)], if kind == LineKind::Pcie { 1 } else { 2 });
+                self.lines.push(Line { points, kind, count });
+            } else {
+                self.add_shape(Rect { x, y, width: 26, height: 14 }, kind, "");
+            }
+            self.texts.push(Text { text, style: Style::Plain, x: x + 34, y: y + 11, centred: false });
+            (x, bottom) = (x + wide + 24, y + 14);
         }
+        bottom
     }
-    let mut placed = Vec::new();
-    let (mut x, mut y) = (MARGIN, top);
-    for (sample, text) in entries {
-        let mut lines = wrap(&text, Style::Plain, room - 40);
-        let wide = 34 + lines.iter().map(|line| width(line, Style::Plain)).max().unwrap_or(0);
-        if x > MARGIN && x + wide > MARGIN + room {
-            (x, y) = (MARGIN, y + 22);
-        }
-        let line = if lines.len() > 1 { fit(&text, Style::Plain, room - 40) } else { lines.pop().unwrap_or_default() };
-        let text = Text::left(&line, Style::Plain, x + 34, y + 11);
-        placed.push((Rect { x, y, width: 26, height: 14 }, sample, text));
-        x += wide + 24;
-    }
-    let bottom = if placed.is_empty() { top - PAD * 2 } else { y + 14 };
-    (placed, bottom)
 }

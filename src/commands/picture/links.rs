@@ -2,9 +2,11 @@
 //!
 //! Links inside a package keep inside of it, those between packages run below; NVSwitch planes are bars below all.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-use super::layout::{Canvas, Kind, Rect, Shape, Text};
+use super::kinds::{Kind, LineKind};
+use super::layout::{Layout, Line, Rect, Shape};
 use super::text::{Style, width};
 use super::{Link, Picture};
 
@@ -17,163 +19,135 @@ const PLANE: i64 = 34;
 /// From the last track to a plane: room for the counts.
 const ABOVE_PLANE: i64 = 44;
 
-/// NVLinks as drawn.
-pub(super) struct Strand {
-    /// Corners, two or four of them.
-    pub points: Vec<(i64, i64)>,
-    pub count: u32,
-    pub kind: StrandKind,
-    /// How many, and the box around it.
-    pub label: (Text, Rect),
-}
-
-/// What a strand joins.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum StrandKind {
-    /// GPUs of one package, or a GPU and a plane.
-    Near,
-    /// GPUs of two packages.
-    Crossing,
-    /// Allocated GPUs.
-    Allocated,
-}
-
 /// A link with its ends and its track; x of the left end first.
-struct Route {
-    link: Link,
+struct Route<'a> {
+    link: &'a Link,
     left: i64,
     right: i64,
-    crossing: bool,
     track: i64,
 }
 
-/// The number of link ends at each GPU.
-pub(super) fn ports(picture: &Picture<'_>) -> Vec<i64> {
-    let mut ports: Vec<i64> = picture.gpus.iter().map(|face| i64::from(face.switch_links > 0)).collect();
-    for place in picture.links.iter().flat_map(|link| [link.a, link.b]) {
-        if let Some(ports) = ports.get_mut(place) {
-            *ports += 1;
-        }
-    }
-    ports
-}
-
 /// The routes of a picture whose GPUs have their places.
-pub(super) struct Routes {
-    routes: Vec<Route>,
-    planes: Vec<(u32, Vec<(usize, i64)>)>,
+pub(super) struct Routes<'a> {
+    routes: Vec<Route<'a>>,
+    /// Where the links of a GPU to its plane come down.
+    ports: BTreeMap<usize, i64>,
     /// Tracks inside the packages, and below them.
     pub inner: i64,
-    pub crossing: i64,
+    crossing: i64,
 }
 
-impl Routes {
-    /// Gives each link its ends and its track. `home` maps a GPU to its box.
-    pub fn new(picture: &Picture<'_>, canvas: &Canvas, home: &BTreeMap<usize, usize>) -> Self {
-        let x = |place: usize| canvas.gpus.get(&place).map_or(0, |rect| rect.x);
+impl<'a> Routes<'a> {
+    /// Gives each link its ends and its track.
+    pub fn new(picture: &'a Picture, gpus: &BTreeMap<usize, Rect>) -> Self {
+        let x = |place: usize| gpus.get(&place).map_or(0, |rect| rect.x);
         // The ends at each GPU from left to right: links to the left, the farthest last; the plane; links to the
         // right, the farthest first. So two links from the same GPU to the same side never cross.
         let mut ends: BTreeMap<usize, Vec<(i64, Option<usize>)>> = BTreeMap::new();
         for (number, link) in picture.links.iter().enumerate() {
-            let far = i64::from(home.get(&link.a) != home.get(&link.b)) << 32;
-            let distance = far + (x(link.a) - x(link.b)).abs();
+            let distance = (i64::from(link.crosses) << 32) + (x(link.a) - x(link.b)).abs();
             for (here, there) in [(link.a, link.b), (link.b, link.a)] {
                 let key = if x(there) < x(here) { distance - (1 << 40) } else { (1 << 40) - distance };
                 ends.entry(here).or_default().push((key, Some(number)));
             }
         }
-        for place in picture.planes.values().flat_map(|plane| &plane.gpus) {
-            ends.entry(*place).or_default().push((0, None));
+        for port in picture.planes.iter().flat_map(|plane| &plane.ports) {
+            ends.entry(port.gpu).or_default().push((0, None));
         }
         let mut at: BTreeMap<(usize, Option<usize>), i64> = BTreeMap::new();
         for (place, mut ends) in ends {
             ends.sort_unstable();
-            let Some(rect) = canvas.gpus.get(&place) else { continue };
-            let room = i64::try_from(ends.len()).unwrap_or(i64::MAX - 1) + 1;
+            let Some(rect) = gpus.get(&place) else { continue };
+            let room = (1..).zip(&ends).last().map_or(1, |(count, _)| count + 1);
             for ((_, link), number) in ends.into_iter().zip(1..) {
                 at.insert((place, link), rect.x + rect.width * number / room);
             }
         }
-        let route = |(number, link): (usize, &Link)| {
+        let route = |(number, link): (usize, &'a Link)| {
             let (a, b) = (at.get(&(link.a, Some(number)))?, at.get(&(link.b, Some(number)))?);
-            let crossing = home.get(&link.a) != home.get(&link.b);
-            Some(Route { link: *link, left: *a.min(b), right: *a.max(b), crossing, track: 0 })
+            Some(Route { link, left: *a.min(b), right: *a.max(b), track: 0 })
         };
-        let mut routes: Vec<Route> = picture.links.iter().enumerate().filter_map(route).collect();
+        let mut routes: Vec<Route<'_>> = picture.links.iter().enumerate().filter_map(route).collect();
         let inner = give_tracks(&mut routes, false);
         let crossing = give_tracks(&mut routes, true);
-        let port = |place: &usize| Some((*place, *at.get(&(*place, None))?));
-        let planes = picture.planes.iter();
-        let planes = planes.map(|(number, plane)| (*number, plane.gpus.iter().filter_map(port).collect())).collect();
-        Self { routes, planes, inner, crossing }
+        let ports = at.into_iter().filter(|((_, link), _)| link.is_none()).map(|((gpu, _), x)| (gpu, x)).collect();
+        Self { routes, ports, inner, crossing }
     }
 
-    /// Draws all of it: tracks inside packages from `inner` down, those below from `below`. Returns where it ends.
-    pub fn draw(&self, picture: &Picture<'_>, canvas: &mut Canvas, inner: i64, below: i64) -> i64 {
-        let from = canvas.leaves + canvas.leaf_height;
-        let track = |route: &Route| if route.crossing { below } else { inner } + route.track * TRACK + TRACK / 2;
+    /// Draws all of it from the GPUs' bottom, `from`: tracks inside packages from `inner` down, the others from
+    /// `below`. Returns where it ends.
+    pub fn draw(&self, picture: &Picture, layout: &mut Layout, from: i64, inner: i64, below: i64) -> i64 {
+        let below = if self.crossing > 0 { below + 8 } else { below };
+        let track = |route: &Route<'_>| {
+            let top = if route.link.crosses { below } else { inner };
+            top + route.track * TRACK + TRACK / 2
+        };
         // What comes down where, and how deep: a count keeps clear of it.
-        let mut drops: Vec<(i64, i64)> = Vec::new();
-        for route in &self.routes {
-            drops.extend([(route.left, track(route)), (route.right, track(route))]);
-        }
-        drops.extend(self.planes.iter().flat_map(|(_, ports)| ports.iter().map(|(_, x)| (*x, i64::MAX))));
-        let mut order: Vec<&Route> = self.routes.iter().collect();
+        let mut drops: Vec<(i64, i64)> = self.ports.values().map(|x| (*x, i64::MAX)).collect();
+        drops.extend(self.routes.iter().flat_map(|route| [(route.left, track(route)), (route.right, track(route))]));
+        let mut order: Vec<&Route<'_>> = self.routes.iter().collect();
         // The deepest first: where lines cross, the shorter one is on top.
-        order.sort_by_key(|route| (std::cmp::Reverse(track(route)), route.left));
+        order.sort_by_key(|route| (Reverse(track(route)), route.left));
         for route in order {
             let y = track(route);
-            let kind = picture.kind_of(route.link);
             let points = vec![(route.left, from), (route.left, y), (route.right, y), (route.right, from)];
-            let text = format!("NV{}", route.link.count);
-            let x = clear(route, y, width(&text, Style::Count) / 2 + 6, &drops);
-            canvas.strands.push(Strand { points, count: route.link.count, kind, label: label(&text, x, y) });
+            layout.add_links(points, route.link.count, route.link.kind, |half| (clear(route, y, half, &drops), y));
         }
-        let bottom = if self.crossing > 0 { below + self.crossing * TRACK } else { below };
-        self.draw_planes(picture, canvas, bottom)
-    }
-
-    fn draw_planes(&self, picture: &Picture<'_>, canvas: &mut Canvas, mut bottom: i64) -> i64 {
-        for (number, ports) in &self.planes {
-            let rects = || ports.iter().filter_map(|(place, _)| canvas.gpus.get(place));
-            let (Some(left), Some(right)) =
-                (rects().map(|rect| rect.x).min(), rects().map(|rect| rect.x + rect.width).max())
-            else {
-                continue;
-            };
-            let Some(plane) = picture.planes.get(number) else { continue };
-            let name = picture.plane_name(*number, plane);
-            let least = width(&name, Style::Heading) + 16;
-            let (middle, wide) = ((left + right) / 2, (right - left).max(least));
-            let rect = Rect { x: middle - wide / 2, y: bottom + ABOVE_PLANE, width: wide, height: PLANE };
-            let text = Text::centred(&name, Style::Heading, middle, rect.y + 22);
-            for (place, x) in ports {
-                let count = picture.switch_links(*place);
-                let (_, kind) = picture.kinds_of_gpu(*place);
-                let Some(gpu) = canvas.gpus.get(place) else { continue };
+        let mut bottom = below + self.crossing * TRACK;
+        for plane in &picture.planes {
+            let ports = plane
+                .ports
+                .iter()
+                .filter_map(|port| Some((port, *self.ports.get(&port.gpu)?, *layout.gpus.get(&port.gpu)?)));
+            let ports: Vec<_> = ports.collect();
+            let left = ports.iter().map(|(.., gpu)| gpu.x).min();
+            let right = ports.iter().map(|(.., gpu)| gpu.right()).max();
+            let Some((left, right)) = left.zip(right) else { continue };
+            let wide = (right - left).max(width(&plane.name, Style::Heading) + 16);
+            let rect = Rect { x: (left + right - wide) / 2, y: bottom + ABOVE_PLANE, width: wide, height: PLANE };
+            for (port, x, gpu) in ports {
                 let (from, to, at) = match gpu.y > rect.y {
                     true => (gpu.y, rect.bottom(), rect.bottom() + 20),
                     false => (gpu.bottom(), rect.y, rect.y - 20),
                 };
-                let points = vec![(*x, from), (*x, to)];
-                let label = label(&format!("NV{count}"), *x, at);
-                canvas.strands.push(Strand { points, count, kind, label });
+                layout.add_links(vec![(x, from), (x, to)], port.count, port.kind, |_| (x, at));
             }
-            canvas.shapes.push(Shape { rect, kind: Kind::Plane, texts: vec![text], tooltip: String::new() });
+            layout.add_shape(rect, Kind::Plane, &plane.name);
             bottom = rect.bottom();
         }
         bottom
     }
 }
 
-/// A count in the middle of its box.
-fn label(text: &str, x: i64, y: i64) -> (Text, Rect) {
-    let wide = width(text, Style::Count) + 6;
-    (Text::centred(text, Style::Count, x, y + 4), Rect { x: x - wide / 2, y: y - 8, width: wide, height: 16 })
+impl Layout {
+    /// A line of NVLinks; `middle` is that of the box with their count, given the half of its width and some air.
+    fn add_links(
+        &mut self,
+        points: Vec<(i64, i64)>,
+        count: u32,
+        kind: LineKind,
+        middle: impl FnOnce(i64) -> (i64, i64),
+    ) {
+        let text = format!("NV{count}");
+        let wide = width(&text, Style::Count) + 8;
+        let (x, y) = middle(wide / 2 + 3);
+        self.lines.push(Line { points, kind, count });
+        self.add_shape(Rect { x: x - wide / 2, y: y - 8, width: wide, height: 16 }, Kind::Count(kind), &text);
+    }
+
+    pub fn add_shape(&mut self, rect: Rect, kind: Kind, text: &str) {
+        self.shapes.push(Shape {
+            rect,
+            kind,
+            lines: text.lines().map(str::to_owned).collect(),
+            tooltip: String::new(),
+            turned: false,
+        });
+    }
 }
 
 /// Where on its track a link's count stands: as near the middle as nothing that comes down goes through it.
-fn clear(route: &Route, y: i64, half: i64, drops: &[(i64, i64)]) -> i64 {
+fn clear(route: &Route<'_>, y: i64, half: i64, drops: &[(i64, i64)]) -> i64 {
     let middle = (route.left + route.right) / 2;
     let free = |x: i64| {
         (route.left + half..=route.right - half).contains(&x)
@@ -184,8 +158,8 @@ fn clear(route: &Route, y: i64, half: i64, drops: &[(i64, i64)]) -> i64 {
 }
 
 /// The shortest links get the nearest tracks; two on one track keep apart. Returns how many tracks there are.
-fn give_tracks(routes: &mut [Route], crossing: bool) -> i64 {
-    let mut chosen: Vec<&mut Route> = routes.iter_mut().filter(|route| route.crossing == crossing).collect();
+fn give_tracks(routes: &mut [Route<'_>], crosses: bool) -> i64 {
+    let mut chosen: Vec<&mut Route<'_>> = routes.iter_mut().filter(|route| route.link.crosses == crosses).collect();
     chosen.sort_by_key(|route| (route.right - route.left, route.left, route.link.a, route.link.b));
     let mut tracks: Vec<Vec<(i64, i64)>> = Vec::new();
     for route in chosen {

@@ -1,250 +1,302 @@
 //! The machine as a picture: what `linkwise topology --format svg|dot` draws.
 //!
-//! [`Picture`] is what is to be seen, without a place for anything; `layout` gives it places, `svg` and `dot` write it.
-//! All of it is a function of the machine: no clock, no randomness, the same text for the same machine.
+//! [`Picture`] is what is to be seen, as nested boxes and links without a place; `layout` gives them places for `svg`,
+//! `dot` leaves that to Graphviz. All of it is a function of the machine: no clock, no randomness, the same text for
+//! the same machine.
 
 mod dot;
+mod kinds;
 mod layout;
 mod links;
-mod stack;
 mod svg;
 #[cfg(test)]
 mod tests;
 mod text;
-mod tree;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::outline::{Device, Outline};
+use super::outline::{Part, What, outline};
 use crate::machines::Machine;
 use crate::topology::{Gpu, NodeObservation, NodeTopology, NumaNodeId, NvLinkRemote, PciAddress};
-use layout::Kind;
-use links::StrandKind;
+use kinds::{Kind, LineKind};
 use text::clean;
 
 pub(super) use dot::dot;
 pub(super) use svg::svg;
 
+/// The most interfaces that are written into one box.
+const MOST_NAMES: usize = 4;
+
 /// What is to be seen of a machine.
-pub(super) struct Picture<'a> {
+pub(super) struct Picture {
     title: String,
-    topology: &'a NodeTopology,
-    outline: Outline<'a>,
-    /// In the order of the topology's GPUs.
-    gpus: Vec<Face>,
+    /// Which GPUs are of which model.
+    models: Vec<String>,
+    /// Which GPUs are held; `None` without --allocated.
+    allocated: Option<String>,
+    /// Packages with all that is in them; what has no known package is last.
+    packages: Vec<Block>,
     /// NVLinks from GPU to GPU.
     links: Vec<Link>,
-    /// The NVSwitch planes, by their number.
-    planes: BTreeMap<u32, Plane>,
-    /// The GPUs that are held, as places; `None` without --allocated.
-    allocated: Option<BTreeSet<usize>>,
-    /// Whether addresses are written without their domain, because all are in domain 0.
-    short: bool,
+    /// The NVSwitch planes.
+    planes: Vec<Plane>,
 }
 
-/// The links of one GPU that do not lead to a GPU.
-#[derive(Default)]
-struct Face {
-    /// Active links to NVSwitches.
-    switch_links: u32,
-    /// Active links to the processor.
-    cpu_links: u32,
+/// A box with its text, and what is in it or hangs on it.
+struct Block {
+    kind: Kind,
+    lines: Vec<String>,
+    /// What a viewer shows when pointed at.
+    tooltip: String,
+    /// The place of a GPU that NVML lists.
+    gpu: Option<usize>,
+    /// The lines of NVLinks that end here.
+    ports: i64,
+    below: Vec<Self>,
 }
 
 /// The NVLinks between two GPUs, by their places; `a` is the smaller.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Link {
     a: usize,
     b: usize,
     count: u32,
+    kind: LineKind,
+    /// Whether the GPUs are in different packages.
+    crosses: bool,
 }
 
 /// An NVSwitch plane.
-#[derive(Default)]
 struct Plane {
-    gpus: Vec<usize>,
+    name: String,
+    /// The GPUs on it, with their links.
+    ports: Vec<Port>,
+}
+
+struct Port {
+    gpu: usize,
+    count: u32,
+    kind: LineKind,
+}
+
+/// The active links of one GPU that do not lead to a GPU.
+#[derive(Default)]
+struct Face {
+    to_switches: u32,
+    to_cpu: u32,
     /// The switches whose addresses are known.
     switches: BTreeSet<PciAddress>,
 }
 
-impl<'a> Picture<'a> {
+impl Picture {
     /// Puts together what is to be seen; `allocated` are places in the topology's GPUs.
-    pub fn new(machine: &'a Machine, topology: &'a NodeTopology, allocated: Option<BTreeSet<usize>>) -> Self {
-        let outline = Outline::new(&machine.observed, topology);
-        let short = addresses(&outline).into_iter().chain(topology.gpus().iter().map(|gpu| gpu.pci));
-        let mut picture = Self {
+    pub fn new(machine: &Machine, topology: &NodeTopology, allocated: Option<&BTreeSet<usize>>) -> Self {
+        let parts = outline(&machine.observed, topology);
+        let faces = topology.gpus().iter().map(|gpu| Face::new(gpu, &machine.observed)).collect();
+        let sketch = Sketch { topology, faces, allocated };
+        let mut packages = sketch.blocks(&parts, None);
+        packages.sort_by_key(|package| package.kind == Kind::Unknown);
+        Self {
             title: clean(&machine.title),
-            topology,
-            short: short.into_iter().all(|pci| pci.domain() == 0),
-            outline,
-            gpus: Vec::new(),
-            links: Vec::new(),
-            planes: BTreeMap::new(),
-            allocated,
+            models: models(topology.gpus()),
+            allocated: sketch.allocated_line(),
+            links: sketch.links(&packages),
+            packages,
+            planes: sketch.planes(),
+        }
+    }
+}
+
+impl Block {
+    fn holds(&self, gpu: usize) -> bool {
+        self.gpu == Some(gpu) || self.below.iter().any(|block| block.holds(gpu))
+    }
+}
+
+impl Face {
+    fn new(gpu: &Gpu, observed: &NodeObservation) -> Self {
+        let mut face = Self::default();
+        let mut numbers = BTreeSet::new();
+        let seen = observed.gpus.iter().find(|seen| seen.uuid == gpu.uuid && seen.pci == gpu.pci);
+        let groups = seen.and_then(|seen| seen.nvlinks.as_ref()).into_iter().flatten();
+        for group in groups.filter(|group| group.active) {
+            let links = group.links.iter().filter(|number| numbers.insert(**number)).count();
+            let links = u32::try_from(links).unwrap_or(u32::MAX);
+            match group.remote {
+                NvLinkRemote::Switch(pci) => {
+                    face.to_switches = face.to_switches.saturating_add(links);
+                    face.switches.extend(pci);
+                }
+                NvLinkRemote::Cpu => face.to_cpu = face.to_cpu.saturating_add(links),
+                NvLinkRemote::Gpu(_) | NvLinkRemote::Unknown => {}
+            }
+        }
+        face
+    }
+}
+
+/// What the parts of a picture are made from.
+struct Sketch<'a> {
+    topology: &'a NodeTopology,
+    /// In the order of its GPUs.
+    faces: Vec<Face>,
+    allocated: Option<&'a BTreeSet<usize>>,
+}
+
+impl Sketch<'_> {
+    /// Boxes side by side, drawn in a NUMA node (or in none); NICs that follow each other share one.
+    fn blocks(&self, parts: &[Part<'_>], numa: Option<NumaNodeId>) -> Vec<Block> {
+        let is_nic = |part: &Part<'_>| matches!(part.what, What::Nic(_));
+        let mut blocks = Vec::new();
+        for group in parts.chunk_by(|a, b| is_nic(a) && is_nic(b)) {
+            let mut block = match group {
+                [one] if !is_nic(one) => self.block(one, numa),
+                nics => self.nics(nics, numa),
+            };
+            // Nothing hangs below a card, but a file may have it so.
+            let beside = if block.kind.is_leaf() { std::mem::take(&mut block.below) } else { Vec::new() };
+            blocks.push(block);
+            blocks.extend(beside);
+        }
+        blocks
+    }
+
+    fn block(&self, part: &Part<'_>, numa: Option<NumaNodeId>) -> Block {
+        let numa = if let What::Node(id, _) = part.what { id } else { numa };
+        let mut below = self.blocks(&part.below, numa);
+        let name = match part.what {
+            What::Switch => "switch".to_owned(),
+            What::Port => "port".to_owned(),
+            What::UnlistedGpu => "GPU".to_owned(),
+            _ => part.label(),
         };
-        picture.add_links(&machine.observed);
-        picture
-    }
-
-    fn add_links(&mut self, observed: &NodeObservation) {
-        for (place, gpu) in self.topology.gpus().iter().enumerate() {
-            let mut face = Face::default();
-            let mut numbers = BTreeSet::new();
-            let seen = observed.gpus.iter().find(|seen| seen.uuid == gpu.uuid && seen.pci == gpu.pci);
-            let plane = gpu.nvswitch_plane.map(|plane| self.planes.entry(plane).or_default());
-            let mut switches = BTreeSet::new();
-            for group in seen.and_then(|seen| seen.nvlinks.as_ref()).into_iter().flatten().filter(|group| group.active)
-            {
-                let links = group.links.iter().filter(|number| numbers.insert(**number)).count();
-                let links = u32::try_from(links).unwrap_or(u32::MAX);
-                match group.remote {
-                    NvLinkRemote::Switch(pci) => {
-                        face.switch_links = face.switch_links.saturating_add(links);
-                        switches.extend(pci);
-                    }
-                    NvLinkRemote::Cpu => face.cpu_links = face.cpu_links.saturating_add(links),
-                    NvLinkRemote::Gpu(_) | NvLinkRemote::Unknown => {}
-                }
+        let address: Vec<String> = part.pci.map(address).into_iter().collect();
+        let (kind, more) = match part.what {
+            What::Package(id) => {
+                // NUMA nodes without a PCI device are one line.
+                let has_devices = |node: &&Part<'_>| !node.below.is_empty();
+                let number = |node: &Part<'_>| if let What::Node(id, _) = node.what { Some(id?.0) } else { None };
+                let empty: Vec<u32> = part.below.iter().filter(|node| !has_devices(node)).filter_map(number).collect();
+                below.retain(|node| !node.below.is_empty());
+                let kind = if id.is_some() { Kind::Package } else { Kind::Unknown };
+                let nodes = if empty.len() == 1 { "node" } else { "nodes" };
+                let note = (!empty.is_empty()).then(|| format!("no PCI devices: NUMA {nodes} {}", ranges(&empty)));
+                (kind, note.into_iter().collect())
             }
-            if let Some(plane) = plane {
-                plane.gpus.push(place);
-                plane.switches.extend(switches);
+            What::Unseen => (Kind::Unknown, Vec::new()),
+            What::Node(..) => (Kind::Node, part.cpus().iter().map(|cpus| clean(cpus)).collect()),
+            What::Bridge => (Kind::Bridge, Vec::new()),
+            What::Switch => (Kind::Switch, address),
+            What::Port | What::Deeper => (Kind::Port, address),
+            What::Nic(_) => (Kind::Nic, address),
+            What::UnlistedGpu => (Kind::Unlisted, [address, vec!["not in NVML".to_owned()]].concat()),
+            What::Gpu(place) => return self.gpu(place, numa, below),
+        };
+        let lines = [name].into_iter().chain(more).collect();
+        Block { kind, lines, tooltip: clean(&part.label()), gpu: None, ports: 0, below }
+    }
+
+    fn gpu(&self, place: usize, numa: Option<NumaNodeId>, below: Vec<Block>) -> Block {
+        let mut lines = Vec::new();
+        let mut tooltip = String::new();
+        if let Some(gpu) = self.topology.gpus().get(place) {
+            lines.extend([format!("GPU {}", gpu.index), address(gpu.pci)]);
+            lines.extend(gpu.numa.filter(|_| gpu.numa != numa).map(|numa| format!("NUMA {numa}")));
+            let model = gpu.model.as_deref().map(|model| format!(", {}", clean(model)));
+            let memory = gpu.memory_mib.map(|mib| format!(", {mib} MiB"));
+            tooltip = format!("GPU {}, {}, {}", gpu.index, gpu.pci, gpu.uuid);
+            tooltip.extend(model.into_iter().chain(memory));
+        }
+        let to_cpu = self.faces.get(place).map_or(0, |face| face.to_cpu);
+        lines.extend((to_cpu > 0).then(|| format!("NV{to_cpu} to CPU")));
+        let kind = if self.is_allocated(place) { Kind::Allocated } else { Kind::Gpu };
+        lines.extend((kind == Kind::Allocated).then(|| "allocated".to_owned()));
+        let all = 0..self.topology.gpus().len();
+        let links: i64 = all.map(|other| i64::from(self.direct_links(place.min(other), place.max(other)) > 0)).sum();
+        let ports = links + i64::from(self.plane(place).is_some());
+        Block { kind, lines, tooltip, gpu: Some(place), ports, below }
+    }
+
+    /// One box for NICs: their interfaces and the fastest rate.
+    fn nics(&self, parts: &[Part<'_>], numa: Option<NumaNodeId>) -> Block {
+        let mut names = Vec::new();
+        let mut fastest = None;
+        for part in parts {
+            let What::Nic(nics) = part.what else { continue };
+            names.extend(nics.iter().map(|nic| clean(&nic.name)));
+            fastest = nics.iter().map(|nic| nic.mbps).fold(fastest, Option::max);
+            if nics.is_empty() {
+                names.push(part.pci.map_or("NIC".to_owned(), |pci| format!("NIC {}", address(pci))));
             }
-            self.gpus.push(face);
         }
-        let count = self.topology.gpus().len();
-        for a in 0..count {
-            for b in a + 1..count {
-                // The topology counts the way over the plane too; here that is the plane's.
-                let direct = self.topology.nvlink_count(a, b).saturating_sub(self.over_plane(a, b));
-                if direct > 0 {
-                    self.links.push(Link { a, b, count: direct });
-                }
-            }
-        }
+        let more = names.len().saturating_sub(MOST_NAMES);
+        names.truncate(MOST_NAMES);
+        names.extend((more > 0).then(|| format!("+{more}")));
+        names.extend(fastest.map(|mbps| format!("{} Gb/s", mbps / 1000)));
+        let tooltip = parts.iter().map(|part| clean(&part.label())).collect::<Vec<_>>().join("; ");
+        let below = parts.iter().flat_map(|nic| self.blocks(&nic.below, numa)).collect();
+        Block { kind: Kind::Nic, lines: names, tooltip, gpu: None, ports: 0, below }
     }
 
-    /// The links between two GPUs that go over a plane.
-    fn over_plane(&self, a: usize, b: usize) -> u32 {
-        let plane = |place: usize| self.gpu(place).and_then(|gpu| gpu.nvswitch_plane);
-        if plane(a).is_none() || plane(a) != plane(b) {
-            return 0;
+    /// The GPUs' links, where the GPUs are in these packages.
+    fn links(&self, packages: &[Block]) -> Vec<Link> {
+        let home = |gpu| packages.iter().position(|package| package.holds(gpu));
+        let all = 0..self.topology.gpus().len();
+        let pairs = all.clone().flat_map(|a| all.clone().map(move |b| (a, b)));
+        let link = |(a, b)| {
+            let crosses = home(a) != home(b);
+            let kind = match crosses {
+                _ if self.is_allocated(a) && self.is_allocated(b) => LineKind::Allocated,
+                true => LineKind::Crossing,
+                false => LineKind::Near,
+            };
+            Link { a, b, count: self.direct_links(a, b), kind, crosses }
+        };
+        pairs.map(link).filter(|link| link.count > 0).collect()
+    }
+
+    /// The NVLinks from GPU `a` to a later one: the topology counts the way over a plane too, here that is the plane's.
+    fn direct_links(&self, a: usize, b: usize) -> u32 {
+        let links = |place: usize| self.faces.get(place).map_or(0, |face| face.to_switches);
+        let joined = self.plane(a).is_some() && self.plane(a) == self.plane(b);
+        let over_plane = if joined { links(a).min(links(b)) } else { 0 };
+        if a < b { self.topology.nvlink_count(a, b).saturating_sub(over_plane) } else { 0 }
+    }
+
+    /// The plane that a GPU is on.
+    fn plane(&self, gpu: usize) -> Option<u32> {
+        self.topology.gpus().get(gpu)?.nvswitch_plane
+    }
+
+    fn planes(&self) -> Vec<Plane> {
+        let mut planes: BTreeMap<u32, (Vec<Port>, BTreeSet<PciAddress>)> = BTreeMap::new();
+        for (gpu, face) in self.faces.iter().enumerate() {
+            let Some(number) = self.plane(gpu) else { continue };
+            let (ports, switches) = planes.entry(number).or_default();
+            let kind = if self.is_allocated(gpu) { LineKind::Allocated } else { LineKind::Near };
+            ports.push(Port { gpu, count: face.to_switches, kind });
+            switches.extend(&face.switches);
         }
-        self.switch_links(a).min(self.switch_links(b))
-    }
-
-    fn gpu(&self, place: usize) -> Option<&'a Gpu> {
-        self.topology.gpus().get(place)
-    }
-
-    fn switch_links(&self, place: usize) -> u32 {
-        self.gpus.get(place).map_or(0, |face| face.switch_links)
+        let several = planes.len() > 1;
+        let plane = |(number, (ports, switches)): (u32, (Vec<Port>, BTreeSet<PciAddress>))| {
+            let which = if several { format!(" plane {number}") } else { String::new() };
+            let switches = match switches.len() {
+                0 => String::new(),
+                1 => " (1 switch)".to_owned(),
+                switches => format!(" ({switches} switches)"),
+            };
+            Plane { name: format!("NVSwitch{which}{switches}"), ports }
+        };
+        planes.into_iter().map(plane).collect()
     }
 
     fn is_allocated(&self, place: usize) -> bool {
-        self.allocated.as_ref().is_some_and(|allocated| allocated.contains(&place))
-    }
-
-    /// Whether a link joins two packages.
-    fn crosses(&self, link: Link) -> bool {
-        let package = |place: usize| self.gpu(place).and_then(|gpu| gpu.package);
-        package(link.a) != package(link.b)
-    }
-
-    /// How a link is coloured.
-    fn kind_of(&self, link: Link) -> StrandKind {
-        match self.crosses(link) {
-            _ if self.is_allocated(link.a) && self.is_allocated(link.b) => StrandKind::Allocated,
-            true => StrandKind::Crossing,
-            false => StrandKind::Near,
-        }
-    }
-
-    /// How a GPU and its links to NVSwitches are coloured.
-    fn kinds_of_gpu(&self, place: usize) -> (Kind, StrandKind) {
-        match self.is_allocated(place) {
-            true => (Kind::Allocated, StrandKind::Allocated),
-            false => (Kind::Gpu, StrandKind::Near),
-        }
-    }
-
-    /// An address as it is written here.
-    fn address(&self, pci: PciAddress) -> String {
-        let long = pci.to_string();
-        if self.short { long.strip_prefix("0000:").map(str::to_owned).unwrap_or(long) } else { long }
-    }
-
-    /// The lines in a GPU's box. `numa` is the NUMA node it is drawn in.
-    fn gpu_lines(&self, place: usize, numa: Option<NumaNodeId>) -> Vec<String> {
-        let Some(gpu) = self.gpu(place) else { return Vec::new() };
-        let mut lines = vec![format!("GPU {}", gpu.index), self.address(gpu.pci)];
-        if gpu.numa != numa
-            && let Some(numa) = gpu.numa
-        {
-            lines.push(format!("NUMA {numa}"));
-        }
-        match self.gpus.get(place).map_or(0, |face| face.cpu_links) {
-            0 => {}
-            links => lines.push(format!("NV{links} to CPU")),
-        }
-        if self.is_allocated(place) {
-            lines.push("allocated".to_owned());
-        }
-        lines
-    }
-
-    /// The facts of a GPU, shown when a viewer points at it.
-    fn gpu_tooltip(&self, place: usize) -> String {
-        let Some(gpu) = self.gpu(place) else { return String::new() };
-        let mut text = format!("GPU {}, {}, {}", gpu.index, gpu.pci, gpu.uuid);
-        if let Some(model) = &gpu.model {
-            text += &format!(", {}", clean(model));
-        }
-        if let Some(mib) = gpu.memory_mib {
-            text += &format!(", {mib} MiB");
-        }
-        text
-    }
-
-    /// Which GPUs are of which model: one line, or one for each of several models.
-    fn models(&self) -> Vec<String> {
-        let mut models: BTreeMap<Option<&str>, Vec<u32>> = BTreeMap::new();
-        for gpu in self.topology.gpus() {
-            models.entry(gpu.model.as_deref()).or_default().push(gpu.index);
-        }
-        let several = models.len() > 1;
-        let mut lines: Vec<(Vec<u32>, String)> = Vec::new();
-        for (model, mut indices) in models {
-            indices.sort_unstable();
-            let name = model.map_or("model unknown".to_owned(), clean);
-            let line = match several {
-                true => format!("GPU {}: {name}", ranges(&indices)),
-                false => format!("{} GPU{}: {name}", indices.len(), if indices.len() == 1 { "" } else { "s" }),
-            };
-            lines.push((indices, line));
-        }
-        if lines.is_empty() {
-            return vec!["no GPUs".to_owned()];
-        }
-        lines.sort();
-        lines.into_iter().map(|(_, line)| line).collect()
-    }
-
-    /// What a plane is called.
-    fn plane_name(&self, number: u32, plane: &Plane) -> String {
-        let which = if self.planes.len() > 1 { format!(" plane {number}") } else { String::new() };
-        match plane.switches.len() {
-            0 => format!("NVSwitch{which}"),
-            1 => format!("NVSwitch{which} (1 switch)"),
-            switches => format!("NVSwitch{which} ({switches} switches)"),
-        }
+        self.allocated.is_some_and(|allocated| allocated.contains(&place))
     }
 
     /// The legend's line for what is held; `None` without --allocated.
     fn allocated_line(&self) -> Option<String> {
-        let allocated = self.allocated.as_ref()?;
-        let mut indices: Vec<u32> =
-            allocated.iter().filter_map(|place| self.gpu(*place)).map(|gpu| gpu.index).collect();
+        let held = self.allocated?.iter().filter_map(|place| self.topology.gpus().get(*place));
+        let mut indices: Vec<u32> = held.map(|gpu| gpu.index).collect();
         indices.sort_unstable();
         let all = self.topology.gpus().len();
         Some(match indices.len() {
@@ -254,31 +306,32 @@ impl<'a> Picture<'a> {
     }
 }
 
-/// `0-3, 6`: sorted numbers, runs of three and more drawn together.
-fn ranges(numbers: &[u32]) -> String {
-    let mut runs: Vec<(u32, u32)> = Vec::new();
-    for &number in numbers {
-        match runs.last_mut() {
-            Some((_, last)) if last.checked_add(1) == Some(number) => *last = number,
-            _ => runs.push((number, number)),
-        }
+/// Which GPUs are of which model, a line for each.
+fn models(gpus: &[Gpu]) -> Vec<String> {
+    let mut models: BTreeMap<Option<&str>, Vec<u32>> = BTreeMap::new();
+    for gpu in gpus {
+        models.entry(gpu.model.as_deref()).or_default().push(gpu.index);
     }
-    let run = |&(first, last): &(u32, u32)| match last - first {
-        0 => first.to_string(),
-        1 => format!("{first}, {last}"),
-        _ => format!("{first}-{last}"),
-    };
-    runs.iter().map(run).collect::<Vec<_>>().join(", ")
+    models.values_mut().for_each(|indices| indices.sort_unstable());
+    let mut models: Vec<(Vec<u32>, Option<&str>)> = models.into_iter().map(|(model, gpus)| (gpus, model)).collect();
+    models.sort();
+    let name = |model: Option<&str>| model.map_or("model unknown".to_owned(), clean);
+    let lines = models.into_iter().map(|(gpus, model)| format!("GPU {}: {}", ranges(&gpus), name(model)));
+    if gpus.is_empty() { vec!["no GPUs".to_owned()] } else { lines.collect() }
 }
 
-/// The addresses of everything in the outline.
-fn addresses(outline: &Outline<'_>) -> Vec<PciAddress> {
-    let nodes = outline.packages.iter().flat_map(|package| &package.nodes);
-    let mut open: Vec<&Device<'_>> = nodes.flat_map(|node| node.bridges.iter().flatten()).collect();
-    let mut all = Vec::new();
-    while let Some(device) = open.pop() {
-        all.extend(device.pci);
-        open.extend(&device.below);
-    }
-    all
+/// `0-3, 6`: sorted numbers, runs of three and more drawn together.
+fn ranges(numbers: &[u32]) -> String {
+    let runs = numbers.chunk_by(|a, b| a.checked_add(1) == Some(*b));
+    let run = |run: &[u32]| match run {
+        [first, _, .., last] => format!("{first}-{last}"),
+        few => few.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
+    };
+    runs.map(run).collect::<Vec<_>>().join(", ")
+}
+
+/// An address as it is written here: without domain 0.
+fn address(pci: PciAddress) -> String {
+    let long = pci.to_string();
+    long.strip_prefix("0000:").map(str::to_owned).unwrap_or(long)
 }

@@ -5,7 +5,6 @@
 mod replay;
 mod trace;
 
-use std::fs::File;
 use std::io::{self, IsTerminal, Read, Write};
 use std::path::Path;
 use std::sync::Arc;
@@ -13,7 +12,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 
-use super::print;
+use super::{open, print};
 use crate::allocation::{AllocationPolicy, AllocationTables};
 use crate::config::{Format, SimulateArgs, SimulatePolicy};
 use crate::topology::NodeTopology;
@@ -65,12 +64,11 @@ pub async fn simulate(args: &SimulateArgs) -> Result<()> {
 }
 
 fn read(path: &Path) -> Result<Vec<Job>> {
-    let input: Box<dyn Read> = match path.to_str() {
-        Some("-") => Box::new(io::stdin().lock()),
-        _ => Box::new(File::open(path).with_context(|| format!("cannot open {}", path.display()))?),
-    };
     let mut bytes = Vec::new();
-    input.take(MAX_TRACE + 1).read_to_end(&mut bytes).with_context(|| format!("cannot read {}", path.display()))?;
+    open(path)?
+        .take(MAX_TRACE + 1)
+        .read_to_end(&mut bytes)
+        .with_context(|| format!("cannot read {}", path.display()))?;
     if bytes.len() as u64 > MAX_TRACE {
         bail!("{} is longer than {} MiB", path.display(), MAX_TRACE >> 20);
     }

@@ -5,9 +5,9 @@ use super::tree::{Node, Value};
 use crate::config::settings::keys;
 use crate::quote::excerpt;
 
-/// Keys whose values are read as a whole, as paths; `[]` stands for the items of a list. The keys of single settings
+/// Keys whose values are read as a whole, and the old name of a setting, as paths; `[]` stands for the items of a list. The keys of single settings
 /// come from the settings' table.
-const COMPOUND: [&str; 20] = [
+const COMPOUND: [&str; 21] = [
     "version",
     "resources.gpus[].pattern",
     "resources.gpus[].name",
@@ -26,6 +26,7 @@ const COMPOUND: [&str; 20] = [
     "sharing.mps.resources[].devices",
     "sharing.mps.resources[].replicas",
     "linkwise.filter.exclude",
+    "linkwise.filter.keepDisplay",
     "linkwise.health.xids",
     "linkwise.policies",
 ];

@@ -48,9 +48,11 @@ pub enum DiscoveryStrategy {
     Nvml,
     /// Tegra's integrated GPUs.
     Tegra,
+    /// GPUs that are bound to vfio-pci, as gpu-feature-discovery finds them.
+    Vfio,
 }
 
-words!(DiscoveryStrategy { Auto = "auto", Nvml = "nvml", Tegra = "tegra" });
+words!(DiscoveryStrategy { Auto = "auto", Nvml = "nvml", Tegra = "tegra", Vfio = "vfio" });
 
 /// How slots and MIG devices are chosen, by the NVIDIA plugin's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

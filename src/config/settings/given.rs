@@ -37,7 +37,8 @@ impl<'a> Given<'a> {
         format!("expected {expected}, found {found}")
     }
 
-    fn text(self) -> Option<&'a str> {
+    /// The text, where it is one.
+    pub fn text(self) -> Option<&'a str> {
         match self {
             Self::Text(text) => Some(text),
             Self::Node(Node { value: Value::Text(text), .. }) => Some(text),
@@ -77,11 +78,6 @@ pub fn boolean(given: Given<'_>) -> Result<bool, String> {
         Given::Text("0" | "f" | "F" | "false" | "FALSE" | "False") => Ok(false),
         _ => Err(given.refused("true or false")),
     }
-}
-
-/// [`boolean`], for a setting without a default.
-pub fn maybe_boolean(given: Given<'_>) -> Result<Option<bool>, String> {
-    boolean(given).map(Some)
 }
 
 /// One of an enum's words.
@@ -134,19 +130,9 @@ pub fn path_or_empty(given: Given<'_>) -> Result<PathBuf, String> {
     if given.text() == Some("") { Ok(PathBuf::new()) } else { path(given) }
 }
 
-/// [`path`], for a setting without a default.
-pub fn maybe_path(given: Given<'_>) -> Result<Option<PathBuf>, String> {
-    path(given).map(Some)
-}
-
 /// An absolute path: the host, CDI specs and the container runtime read it too.
 pub fn absolute(given: Given<'_>) -> Result<PathBuf, String> {
     path(given).ok().filter(|path| path.is_absolute()).ok_or_else(|| given.refused("an absolute path"))
-}
-
-/// [`absolute`], for a setting without a default.
-pub fn maybe_absolute(given: Given<'_>) -> Result<Option<PathBuf>, String> {
-    absolute(given).map(Some)
 }
 
 /// An address to listen on.

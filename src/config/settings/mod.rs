@@ -24,14 +24,12 @@ use clap::Arg;
 use serde::Serialize;
 use serde_json::{Value as Json, json};
 
-use super::file::{File, Finding};
+use super::file::{File, Finding, Severity};
 use crate::allocation::AllocationPolicy;
-use crate::state::{
-    Filter, GpuSelector, MigStrategy, NumaHints, ResourceName, ResourcePlan, Sharing, SharingKind, XidClass,
-};
+use crate::state::{Filter, GpuSelector, MigStrategy, NumaHints, ResourceName, ResourcePlan, Sharing, XidClass};
 use given::{
-    Given, absolute, address, boolean, choice, choices, imex_channels, interval, maybe_absolute, maybe_boolean,
-    maybe_path, path, path_or_empty, resource_name, text, texts, uids, whole,
+    Given, absolute, address, boolean, choice, choices, imex_channels, interval, path, path_or_empty, resource_name,
+    text, texts, uids, whole,
 };
 use row::Row;
 
@@ -42,6 +40,12 @@ pub use load::{ConfigError, Loaded, check, load, load_text};
 pub(in crate::config) use load::{LONGEST_FILE, text_of};
 pub use row::{Flags, Sources};
 pub use selection::Resources;
+
+/// The kubelet's registration socket, where it usually is.
+pub(super) const KUBELET_SOCKET: &str = "/var/lib/kubelet/device-plugins/kubelet.sock";
+
+/// The kubelet's PodResources socket, where it usually is.
+pub(super) const POD_RESOURCES_SOCKET: &str = "/var/lib/kubelet/pod-resources/kubelet.sock";
 
 /// A setting.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -73,6 +77,19 @@ pub enum Origin {
     /// No source has a value.
     #[default]
     Default,
+}
+
+impl Origin {
+    /// A finding at the place where the value of a key comes from.
+    fn finding(self, key: &str, severity: Severity, problem: impl Into<String>) -> Finding {
+        let (line, key) = match self {
+            Self::File { line } => (Some(line), key.to_owned()),
+            Self::Environment { variable } => (None, variable.to_owned()),
+            Self::Flag { flag } => (None, format!("--{flag}")),
+            Self::Default => (None, key.to_owned()),
+        };
+        Finding { line, key, severity, problem: problem.into() }
+    }
 }
 
 impl fmt::Display for Origin {
@@ -164,6 +181,11 @@ macro_rules! settings {
                 if settings.dev_root.origin == Origin::Default {
                     settings.dev_root.value.clone_from(&settings.driver_root.value);
                 }
+                if let Some(exclude) = selection::displays_not_kept(file, findings)
+                    && settings.exclude_displays.origin == Origin::Default
+                {
+                    settings.exclude_displays = exclude;
+                }
                 rules::check(&settings, &rules::Lists { gpus, mig, shared, exclude }, findings);
                 findings.sort_by_key(|finding| finding.line.unwrap_or(0));
                 settings
@@ -193,6 +215,7 @@ macro_rules! settings {
         }
 
         /// The names of the flags.
+        #[cfg(test)]
         const FLAGS: &[Option<&str>] = &[$({ const ROW: Row<$type> = $row; ROW.flag },)+];
 
         /// The names of the variables.
@@ -209,14 +232,14 @@ settings! {
     /// The configuration file, in the NVIDIA plugin's format with linkwise's own keys under linkwise:. It is reloaded
     /// when it changes and at SIGHUP
     config_file: Option<PathBuf> = None, "configFile",
-        Row::new(maybe_path).flag("config-file", "FILE").variables(&["GFD_CONFIG_FILE", "CONFIG_FILE"]);
+        Row::new(|given| path(given).map(Some)).flag("config-file", "FILE").variables(&["GFD_CONFIG_FILE", "CONFIG_FILE"]);
     /// How MIG devices are offered: none, single or mixed
     mig_strategy: MigStrategy = MigStrategy::None, "flags.migStrategy",
         Row::new(choice).flag("mig-strategy", "STRATEGY").variables(&["GFD_MIG_STRATEGY", "MIG_STRATEGY"]).at_once();
     /// When NVML cannot be initialised: exit with an error (true), or log it and retry (false). Without it: exit if the
     /// PCI bus has an NVIDIA GPU, retry if it has none
     fail_on_init_error: Option<bool> = None, "flags.failOnInitError",
-        Row::new(maybe_boolean).flag("fail-on-init-error", "BOOL").variables(&["GFD_FAIL_ON_INIT_ERROR", "FAIL_ON_INIT_ERROR"]);
+        Row::new(|given| boolean(given).map(Some)).flag("fail-on-init-error", "BOOL").variables(&["GFD_FAIL_ON_INIT_ERROR", "FAIL_ON_INIT_ERROR"]);
     /// The folder on the host for the pipes, logs and shared memory of MPS
     mps_root: PathBuf = PathBuf::from("/run/nvidia/mps"), "flags.mpsRoot",
         Row::new(absolute).flag("mps-root", "PATH").variables(&["MPS_ROOT"]);
@@ -240,7 +263,7 @@ settings! {
     use_node_feature_api: bool = true, "flags.useNodeFeatureAPI",
         Row::new(boolean).flag("use-node-feature-api", "BOOL")
             .variables(&["GFD_USE_NODE_FEATURE_API", "USE_NODE_FEATURE_API"]);
-    /// How devices are discovered: auto, nvml or tegra; linkwise always uses NVML
+    /// How devices are discovered: auto or nvml, both by NVML; tegra and vfio are refused
     device_discovery_strategy: DiscoveryStrategy = DiscoveryStrategy::Auto, "flags.deviceDiscoveryStrategy",
         Row::new(choice).flag("device-discovery-strategy", "STRATEGY").variables(&["DEVICE_DISCOVERY_STRATEGY"]);
     /// List the device nodes (/dev/nvidia0, /dev/nvidiactl ...) in the answer to Allocate, for runtimes that give a
@@ -260,7 +283,7 @@ settings! {
     /// The path of nvidia-cdi-hook (or nvidia-ctk) on the host, for the hooks of CDI specs. Without it:
     /// /usr/bin/nvidia-cdi-hook if the driver root has it, else no hooks
     nvidia_cdi_hook_path: Option<PathBuf> = None, "flags.plugin.nvidiaCTKPath",
-        Row::new(maybe_absolute).flag("nvidia-cdi-hook-path", "PATH").aliases(&["nvidia-ctk-path"])
+        Row::new(|given| absolute(given).map(Some)).flag("nvidia-cdi-hook-path", "PATH").aliases(&["nvidia-ctk-path"])
             .variables(&["NVIDIA_CDI_HOOK_PATH", "NVIDIA_CTK_PATH"]);
     /// Where the driver's root is mounted in linkwise's own container
     driver_root_ctr_path: PathBuf = PathBuf::from("/driver-root"), "flags.plugin.containerDriverRoot",
@@ -272,7 +295,7 @@ settings! {
         Row::new(choice).flag("shared-devices-allocation-policy", "POLICY")
             .variables(&["SHARED_DEVICES_ALLOCATION_POLICY"]).at_once();
     /// The kubelet's registration socket; the plugins' sockets are made in its folder
-    kubelet_socket: PathBuf = PathBuf::from("/var/lib/kubelet/device-plugins/kubelet.sock"),
+    kubelet_socket: PathBuf = PathBuf::from(KUBELET_SOCKET),
         "flags.plugin.kubeletSocket",
         Row::new(path).flag("kubelet-socket", "PATH").variables(&["KUBELET_SOCKET"]);
     /// Features of the CDI spec to enable, with commas
@@ -317,8 +340,9 @@ settings! {
     /// Health of the devices while NVML is unavailable: keep or unhealthy
     on_nvml_loss: OnNvmlLoss = OnNvmlLoss::Keep, "linkwise.onNvmlLoss",
         Row::new(choice).flag("on-nvml-loss", "ACTION").variables(&["LINKWISE_ON_NVML_LOSS"]);
-    /// Whether GPUs with an active display are offered too
-    keep_display: bool = false, "linkwise.filter.keepDisplay", Row::new(boolean).at_once();
+    /// Do not offer GPUs with an active display
+    exclude_displays: bool = false, "linkwise.filter.excludeDisplays",
+        Row::new(boolean).flag("exclude-displays", "BOOL").variables(&["LINKWISE_EXCLUDE_DISPLAYS"]).at_once();
     /// linkwise run: write the node's labels to --output-file too
     write_labels_file: bool = false, "linkwise.labels.writeFile",
         Row::new(boolean).flag("write-labels-file", "BOOL").variables(&["LINKWISE_WRITE_LABELS_FILE"]);
@@ -341,21 +365,17 @@ settings! {
     metrics_address: SocketAddr = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 9400)), "linkwise.metricsAddress",
         Row::new(address).flag("metrics-address", "ADDRESS").variables(&["LINKWISE_METRICS_ADDRESS"]);
     /// The kubelet's PodResources socket
-    pod_resources_socket: PathBuf = PathBuf::from("/var/lib/kubelet/pod-resources/kubelet.sock"),
+    pod_resources_socket: PathBuf = PathBuf::from(POD_RESOURCES_SOCKET),
         "linkwise.podResourcesSocket",
         Row::new(path).flag("pod-resources-socket", "PATH").variables(&["LINKWISE_POD_RESOURCES_SOCKET"]);
     /// Serve `linkwise admin` on this Unix socket, for root and linkwise's own user; without it, it is not served
     admin_socket: Option<PathBuf> = None, "linkwise.adminSocket",
-        Row::new(maybe_path).flag("admin-socket", "PATH").variables(&["LINKWISE_ADMIN_SOCKET"]);
+        Row::new(|given| path(given).map(Some)).flag("admin-socket", "PATH").variables(&["LINKWISE_ADMIN_SOCKET"]);
 }
 
 /// Sharing as the file has it, under the key of its kind.
 fn by_kind(sharing: Option<&Sharing>) -> Json {
-    let key = |kind| match kind {
-        SharingKind::TimeSlicing => "timeSlicing",
-        SharingKind::Mps => "mps",
-    };
-    sharing.map_or_else(|| json!({}), |sharing| json!({ key(sharing.kind): sharing }))
+    sharing.map_or_else(|| json!({}), |sharing| json!({ sharing::key(sharing.kind): sharing }))
 }
 
 impl Settings {
@@ -380,7 +400,7 @@ impl Settings {
             gpu_names: self.resources.value.gpus.clone(),
             mig_names: self.resources.value.mig.clone(),
             sharing: self.sharing.value.clone(),
-            filter: Filter { exclude: self.exclude.value.clone(), keep_display: self.keep_display.value },
+            filter: Filter { exclude: self.exclude.value.clone(), exclude_displays: self.exclude_displays.value },
             policies: self.policies.value.clone(),
             shared_policy: (shared_policy.origin != Origin::Default).then(|| shared_policy.value.into()),
         }

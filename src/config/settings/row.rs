@@ -3,15 +3,12 @@
 //! Also [`Flags`], the flags that were given. They are not derived as other commands' options are: a setting's flag,
 //! default and check come from its one row in the table, and the parsed value has to remember its origin.
 
-use std::collections::BTreeMap;
-
-use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
 use super::environment::Environment;
 use super::given::{Given, Read};
 use super::{Origin, Setting};
-use crate::config::file::{File, Finding, Severity, Value};
+use crate::config::file::{File, Finding, Severity};
 
 /// A setting's names and reader.
 #[derive(Clone, Copy)]
@@ -96,30 +93,25 @@ impl<T: 'static> Row<T> {
     /// The value from the first source that has one: flag, environment, file, default. Errors are reported for every
     /// source, also where another one wins.
     pub fn pick(&self, key: &str, default: T, sources: &Sources<'_>, findings: &mut Vec<Finding>) -> Setting<T> {
-        let mut read = |given: Given<'_>, line: Option<u64>, key: String| {
-            let wrong = |problem| findings.push(Finding { line, key, severity: Severity::Error, problem });
-            (self.read)(given).map_err(wrong).ok()
-        };
-        let from_file = sources.file.at(key).and_then(|node| {
-            let unset = matches!(&node.value, Value::Text(text) if !self.reads(text));
-            let value = if unset { None } else { read(Given::Node(node), Some(node.line), key.to_owned()) };
-            value.map(|value| Setting { value, origin: Origin::File { line: node.line } })
-        });
-        let from_environment = self.variables.iter().find_map(|variable| {
+        let flag = self.flag.and_then(|flag| Some((sources.flags.get(flag)?, Origin::Flag { flag })));
+        let variables = self.variables.iter().filter_map(|variable| {
             let text = sources.environment.get(variable)?;
-            // An empty variable is false where the NVIDIA plugin expects a boolean, and otherwise as if unset.
+            // An empty variable is false where the NVIDIA plugin expects a boolean.
             let text = if text.is_empty() && self.is_boolean() { "false" } else { text };
-            let value = if self.reads(text) { read(Given::Text(text), None, (*variable).to_owned()) } else { None };
-            value.map(|value| Setting { value, origin: Origin::Environment { variable } })
+            Some((text.to_owned(), Origin::Environment { variable }))
         });
-        let from_flag = self.flag.and_then(|flag| {
-            // An empty flag is as if unset: Helm charts set flags and variables to nothing.
-            let text = sources.flags.get(flag).filter(|text| self.reads(text))?;
-            let value = read(Given::Text(text), None, format!("--{flag}"))?;
-            Some(Setting { value, origin: Origin::Flag { flag } })
-        });
-        let found = from_flag.or(from_environment).or(from_file);
-        found.unwrap_or(Setting { value: default, origin: Origin::Default })
+        let texts: Vec<(String, Origin)> = flag.into_iter().chain(variables).collect();
+        let node = sources.file.at(key).map(|node| (Given::Node(node), Origin::File { line: node.line }));
+        let given = texts.iter().map(|(text, origin)| (Given::Text(text), *origin)).chain(node);
+        let mut values = Vec::new();
+        // Other empty texts are as if unset: Helm charts set flags and variables to nothing.
+        for (given, origin) in given.filter(|(given, _)| given.text().is_none_or(|text| self.reads(text))) {
+            match (self.read)(given) {
+                Ok(value) => values.push(Setting { value, origin }),
+                Err(problem) => findings.push(origin.finding(key, Severity::Error, problem)),
+            }
+        }
+        values.into_iter().next().unwrap_or(Setting { value: default, origin: Origin::Default })
     }
 }
 
@@ -134,30 +126,25 @@ pub struct Sources<'a> {
     pub file: &'a File,
 }
 
-/// The flags that were given, by name, as texts; those of a list joined by commas.
+/// The flags that were given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Flags(BTreeMap<&'static str, String>);
+pub struct Flags(ArgMatches);
 
 impl Flags {
-    /// The text of a flag that was given.
-    pub fn get(&self, flag: &str) -> Option<&str> {
-        self.0.get(flag).map(String::as_str)
+    /// The text of a flag that was given; those of a list joined by commas.
+    fn get(&self, flag: &str) -> Option<String> {
+        let texts = self.0.try_get_many::<String>(flag).ok()??;
+        Some(texts.map(String::as_str).collect::<Vec<_>>().join(","))
     }
 }
 
 impl clap::FromArgMatches for Flags {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        let given = super::FLAGS
-            .iter()
-            .flatten()
-            .copied()
-            .filter(|flag| matches.value_source(flag) == Some(ValueSource::CommandLine));
-        let texts = |flag| matches.get_many::<String>(flag).unwrap_or_default().map(String::as_str).collect::<Vec<_>>();
-        Ok(Self(given.map(|flag| (flag, texts(flag).join(","))).collect()))
+        Ok(Self(matches.clone()))
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
-        self.0.extend(Self::from_arg_matches(matches)?.0);
+        *self = Self::from_arg_matches(matches)?;
         Ok(())
     }
 }

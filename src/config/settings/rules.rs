@@ -9,14 +9,14 @@ use crate::state::{
     SharingKind,
 };
 
-/// What --cdi-disable-hooks can leave out.
+/// What --cdi-disable-hooks can leave out: all hooks, or those of NVIDIA's names that linkwise's CDI specs may have.
 const CDI_HOOKS: [&str; 6] = [
     "all",
     "create-symlinks",
-    "disable-device-node-modification",
-    "enable-cuda-compat",
-    "update-application-profile",
     "update-ldcache",
+    "enable-cuda-compat",
+    "disable-device-node-modification",
+    "update-application-profile",
 ];
 
 /// The lists of the file that are in the settings, with the places of their items.
@@ -53,23 +53,13 @@ pub fn check(settings: &Settings, lists: &Lists, findings: &mut Vec<Finding>) {
         }
     }
     exclusions(&lists.exclude, findings);
+    discovery(settings, findings);
     without_effect(settings, findings);
 }
 
 fn unreached(pattern: &Pattern, line: u64) -> String {
     let pattern = quoted(&pattern.to_string());
     format!("pattern {pattern} never counts: all that it matches is matched by line {line}")
-}
-
-/// A finding at the place where a setting comes from.
-fn at(origin: Origin, key: &str, severity: Severity, problem: &str) -> Finding {
-    let (line, key) = match origin {
-        Origin::File { line } => (Some(line), key.to_owned()),
-        Origin::Environment { variable } => (None, variable.to_owned()),
-        Origin::Flag { flag } => (None, format!("--{flag}")),
-        Origin::Default => (None, key.to_owned()),
-    };
-    Finding { line, key, severity, problem: problem.to_owned() }
 }
 
 fn is_mig(name: &ResourceName) -> bool {
@@ -83,7 +73,7 @@ fn offered_as(resource: &SharedResource) -> &ResourceName {
 fn mps_and_mig(settings: &Settings, shared: &[Item<SharedResource>], findings: &mut Vec<Finding>) {
     if settings.mig_strategy.value == MigStrategy::Mixed {
         let problem = "MPS cannot share MIG devices: with sharing.mps the strategy is none or single";
-        findings.push(at(settings.mig_strategy.origin, "flags.migStrategy", Severity::Error, problem));
+        findings.push(settings.mig_strategy.origin.finding("flags.migStrategy", Severity::Error, problem));
     }
     for item in shared.iter().filter(|item| is_mig(&item.value.name)) {
         let problem = format!("MPS cannot share MIG devices: {}", item.value.name);
@@ -164,6 +154,21 @@ fn exclusions(excluded: &[Item<GpuSelector>], findings: &mut Vec<Finding>) {
     }
 }
 
+/// GPUs that NVML does not have are refused by name: a node that offers nothing would be harder to understand.
+fn discovery(settings: &Settings, findings: &mut Vec<Finding>) {
+    const TEGRA: &str = "linkwise finds GPUs by NVML, which has no integrated GPUs of Tegra: such nodes need the NVIDIA \
+                         plugin";
+    const VFIO: &str = "linkwise finds GPUs by NVML, which has none that are bound to vfio-pci: such nodes need NVIDIA's \
+                        gpu-feature-discovery";
+    let strategy = &settings.device_discovery_strategy;
+    let problem = match strategy.value {
+        DiscoveryStrategy::Auto | DiscoveryStrategy::Nvml => return,
+        DiscoveryStrategy::Tegra => TEGRA,
+        DiscoveryStrategy::Vfio => VFIO,
+    };
+    findings.push(strategy.origin.finding("flags.deviceDiscoveryStrategy", Severity::Error, problem));
+}
+
 /// What is accepted because the NVIDIA plugin accepts it, and has no effect here.
 fn without_effect(settings: &Settings, findings: &mut Vec<Finding>) {
     const CDI_FEATURES: &str =
@@ -171,20 +176,17 @@ fn without_effect(settings: &Settings, findings: &mut Vec<Finding>) {
     const OTHER_HOOKS: &str = "create-symlinks, enable-cuda-compat, update-ldcache, disable-device-node-modification \
                                and update-application-profile (or all) can be left out; other hooks are in no CDI \
                                spec of linkwise";
-    const TEGRA: &str = "no effect: linkwise discovers GPUs by NVML only, which has none on Tegra";
     const SPREAD: &str = "the same as distributed, which takes distinct GPUs for one request here";
     let s = settings;
-    let tegra = s.device_discovery_strategy.value == DiscoveryStrategy::Tegra;
     let features = !s.cdi_feature_flags.value.is_empty();
     let hooks = s.cdi_disable_hooks.value.iter().any(|hook| !CDI_HOOKS.contains(&hook.as_str()));
     let (policy, spread) = (&s.shared_devices_allocation_policy, SharedPolicy::Spread);
     let notes = [
-        (tegra, s.device_discovery_strategy.origin, "flags.deviceDiscoveryStrategy", TEGRA),
         (features, s.cdi_feature_flags.origin, "flags.plugin.cdiFeatureFlags", CDI_FEATURES),
         (hooks, s.cdi_disable_hooks.origin, "flags.plugin.cdiDisableHooks", OTHER_HOOKS),
         (policy.value == spread, policy.origin, "flags.plugin.sharedDevicesAllocationPolicy", SPREAD),
     ];
     for (applies, origin, key, problem) in notes {
-        findings.extend((applies && origin != Origin::Default).then(|| at(origin, key, Severity::Note, problem)));
+        findings.extend((applies && origin != Origin::Default).then(|| origin.finding(key, Severity::Note, problem)));
     }
 }

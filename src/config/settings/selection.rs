@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use super::given::{Given, resource_name};
+use super::given::{Given, boolean, resource_name};
 use super::{Origin, Setting};
 use crate::config::file::{File, Finding, Node, Value};
 use crate::quote::excerpt;
@@ -125,23 +125,28 @@ pub fn exclude(file: &File, findings: &mut Vec<Finding>) -> Vec<Item<GpuSelector
         findings.push(Finding::error(node.line, PATH, problem));
         return Vec::new();
     };
-    let mut excluded = Vec::new();
-    for (number, item) in items.iter().enumerate() {
-        let key = format!("{PATH}[{number}]");
+    let read = |(number, item): (usize, &Node)| {
         let selector = match &item.value {
             Value::Whole(number) => u32::try_from(*number).ok().map(GpuSelector::Index),
             Value::Text(text) if !text.trim().is_empty() => Some(GpuSelector::from(text.as_str())),
             _ => None,
         };
-        match selector {
-            Some(value) => excluded.push(Item { value, line: item.line, key }),
-            None => {
-                let problem = Given::Node(item).refused("an index, a UUID, a PCI address or a model");
-                findings.push(Finding::error(item.line, key, problem));
-            }
+        let (line, key) = (item.line, format!("{PATH}[{number}]"));
+        if selector.is_none() {
+            let problem = Given::Node(item).refused("an index, a UUID, a PCI address or a model");
+            findings.push(Finding::error(line, &key, problem));
         }
-    }
-    excluded
+        Some(Item { value: selector?, line, key })
+    };
+    items.iter().enumerate().filter_map(read).collect()
+}
+
+/// Reads `linkwise.filter.keepDisplay`, the older name of the opposite of `excludeDisplays`.
+pub fn displays_not_kept(file: &File, findings: &mut Vec<Finding>) -> Option<Setting<bool>> {
+    const PATH: &str = "linkwise.filter.keepDisplay";
+    let node = file.at(PATH)?;
+    let keep = boolean(Given::Node(node)).map_err(|problem| findings.push(Finding::error(node.line, PATH, problem)));
+    Some(Setting { value: !keep.ok()?, origin: Origin::File { line: node.line } })
 }
 
 /// Reads a mapping whose keys are data: `linkwise.health.xids`, `linkwise.policies`.

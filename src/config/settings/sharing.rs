@@ -15,11 +15,11 @@ const MOST_REPLICAS: u32 = 1024;
 /// The largest count of devices that a file may ask for; no node has as many.
 const MOST_DEVICES: u32 = 1024;
 
-/// The key of a kind of sharing.
-pub fn path(kind: SharingKind) -> &'static str {
+/// The key of a kind of sharing, below `sharing`.
+pub fn key(kind: SharingKind) -> &'static str {
     match kind {
-        SharingKind::TimeSlicing => "sharing.timeSlicing",
-        SharingKind::Mps => "sharing.mps",
+        SharingKind::TimeSlicing => "timeSlicing",
+        SharingKind::Mps => "mps",
     }
 }
 
@@ -50,7 +50,7 @@ fn one_kind(
     naming: bool,
     findings: &mut Vec<Finding>,
 ) -> Option<(Sharing, Vec<Item<SharedResource>>)> {
-    let path = path(kind);
+    let path = &format!("sharing.{}", key(kind));
     let node = file.at(path)?;
     let mut sharing = Sharing::new(kind, Vec::new());
     let mut fields = Fields { node, path, findings };

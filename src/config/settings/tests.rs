@@ -4,7 +4,6 @@ use clap::{Args, Command, FromArgMatches};
 use proptest::prelude::*;
 
 use super::*;
-use crate::config::file::Severity;
 use crate::state::{DeviceSelector, SharedDevices};
 
 fn given(args: &[&str]) -> Flags {
@@ -227,6 +226,37 @@ fn text_of_the_file_is_escaped_in_findings() {
     for line in lines {
         assert!(line.len() < 400 && !line.chars().any(|c| c.is_control() || c == '\u{2028}'), "{line:?}");
     }
+}
+
+#[test]
+fn old_key_of_displays_keeps_its_meaning() {
+    let none = Environment::default();
+    let filter = |args: &[&str], environment: &Environment, text: &str| {
+        let (settings, findings) = build(args, environment, text);
+        assert_eq!(findings, [], "{text}");
+        settings.plan().filter.exclude_displays
+    };
+    assert!(!filter(&[], &none, ""), "as with the NVIDIA plugin");
+    assert!(filter(&[], &none, "linkwise: {filter: {keepDisplay: false}}"));
+    assert!(!filter(&[], &none, "linkwise: {filter: {keepDisplay: true}}"));
+    assert!(filter(&[], &none, "linkwise: {filter: {keepDisplay: true, excludeDisplays: true}}"));
+    let variable = Environment::of([("LINKWISE_EXCLUDE_DISPLAYS", "true")]);
+    assert!(filter(&[], &variable, "linkwise: {filter: {keepDisplay: true}}"));
+    assert!(!filter(&["--exclude-displays=false"], &variable, "linkwise: {filter: {keepDisplay: false}}"));
+    let wrong = errors("linkwise: {filter: {keepDisplay: 3}}");
+    assert_eq!(wrong, ["line 1: linkwise.filter.keepDisplay: expected true or false, found 3"]);
+}
+
+#[test]
+fn gpus_that_nvml_lacks_are_refused_by_name() {
+    for (strategy, words) in [("tegra", "integrated GPUs of Tegra"), ("vfio", "bound to vfio-pci")] {
+        let environment = Environment::of([("DEVICE_DISCOVERY_STRATEGY", strategy)]);
+        let (_, findings) = build(&[], &environment, "");
+        let [finding] = findings.as_slice() else { panic!("{findings:?}") };
+        assert_eq!((finding.severity, finding.key.as_str()), (Severity::Error, "DEVICE_DISCOVERY_STRATEGY"));
+        assert!(finding.problem.contains(words), "{finding}");
+    }
+    assert_eq!(errors("flags: {deviceDiscoveryStrategy: auto}"), [""; 0]);
 }
 
 #[test]

@@ -7,7 +7,7 @@ use crate::quote::excerpt;
 use crate::topology::{CpuObservation, HostObservation, NumaNodeId, NumaNodeObservation};
 
 /// Takes down a NUMA node; answers its number, `None` where the kernel has none (-1).
-pub(super) fn observe(cpu: &Element, host: &mut HostObservation, notes: &mut Notes) -> Option<NumaNodeId> {
+pub(super) fn observe(cpu: Element<'_>, host: &mut HostObservation, notes: &mut Notes) -> Option<NumaNodeId> {
     let model = model(cpu, notes);
     match (&host.cpu, &model) {
         (None, Some(_)) => host.cpu = model,
@@ -16,7 +16,7 @@ pub(super) fn observe(cpu: &Element, host: &mut HostObservation, notes: &mut Not
         }
         _ => {}
     }
-    let id = match cpu.get("numaid") {
+    let id = match cpu.attribute("numaid") {
         // The kernel's value for unknown.
         Some("-1") => return None,
         Some(_) => NumaNodeId(notes.number(cpu, "numaid")?),
@@ -29,8 +29,8 @@ pub(super) fn observe(cpu: &Element, host: &mut HostObservation, notes: &mut Not
         notes.add(cpu, format!("NUMA node {id} twice; taken as one, with the CPUs of the first"));
         return Some(id);
     }
-    let affinity = cpu.get("affinity").unwrap_or_default();
-    let cpus = list(affinity).unwrap_or_else(|| {
+    let affinity = cpu.attribute("affinity").unwrap_or_default();
+    let cpus = cpu_list(affinity).unwrap_or_else(|| {
         notes.add(cpu, format!("affinity '{}' is no CPU mask; its CPUs are unknown", excerpt(affinity)));
         String::new()
     });
@@ -38,8 +38,8 @@ pub(super) fn observe(cpu: &Element, host: &mut HostObservation, notes: &mut Not
     Some(id)
 }
 
-fn model(cpu: &Element, notes: &mut Notes) -> Option<CpuObservation> {
-    let arch = match cpu.get("arch")? {
+fn model(cpu: Element<'_>, notes: &mut Notes) -> Option<CpuObservation> {
+    let arch = match cpu.attribute("arch")? {
         "arm64" => "aarch64",
         // NVIDIA's driver on POWER is little-endian only.
         "ppc64" => "ppc64le",
@@ -49,38 +49,8 @@ fn model(cpu: &Element, notes: &mut Notes) -> Option<CpuObservation> {
     let family = notes.number(cpu, "familyid").map(|id| if id & 0xf == 0xf { 0xf + (id >> 4) } else { id });
     Some(CpuObservation {
         arch: arch.to_owned(),
-        vendor: cpu.get("vendor").map(str::to_owned),
+        vendor: cpu.attribute("vendor").map(str::to_owned),
         family,
         model: notes.number(cpu, "modelid"),
     })
-}
-
-/// The kernel's list of its mask, `0000ffff,0000ffff`.
-fn list(mask: &str) -> Option<String> {
-    if mask.is_empty() {
-        return Some(String::new());
-    }
-    cpu_list(mask, |word| u32::from_str_radix(word, 16).ok())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn masks_become_lists() {
-        for (mask, expected) in [
-            ("", ""),
-            ("00000000", ""),
-            ("0000ffff,0000ffff", "0-15,32-47"),
-            ("00000001,80000000,ffffffff", "0-31,63-64"),
-            ("fff0000", "16-27"),
-            ("5", "0,2"),
-        ] {
-            assert_eq!(list(mask).as_deref(), Some(expected), "{mask}");
-        }
-        for mask in [",", "x", "1ffffffff", "0x1", "-1"] {
-            assert_eq!(list(mask), None, "{mask}");
-        }
-    }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::Notes;
 use crate::machines::bare_gpu;
-use crate::machines::xml::Element;
+use crate::machines::xml::{Element, below, name};
 use crate::quote::excerpt;
 use crate::topology::{ComputeCapability, GpuObservation, NvLinkObservation, NvLinkRemote, PciAddress, PcieLink};
 
@@ -16,15 +16,15 @@ pub(super) struct Candidate<'d> {
     pub pci: PciAddress,
     pub link: Option<PcieLink>,
     /// Its `pci` element.
-    pub function: &'d Element,
+    pub function: Element<'d>,
     /// Its `gpu` element, which files made by hand leave out.
-    pub element: Option<&'d Element>,
+    pub element: Option<Element<'d>>,
 }
 
 /// The GPUs in the order of their indices.
 pub(super) fn observe(mut candidates: Vec<Candidate<'_>>, notes: &mut Notes) -> Vec<GpuObservation> {
     // NVML numbers GPUs by PCI address: that is the order for those without an index.
-    candidates.sort_by_key(|gpu| (gpu.pci, gpu.function.line));
+    candidates.sort_by_key(|gpu| (gpu.pci, gpu.function.range().start));
     let mut addresses = BTreeSet::new();
     candidates.retain(|gpu| {
         let first = addresses.insert(gpu.pci);
@@ -42,9 +42,7 @@ pub(super) fn observe(mut candidates: Vec<Candidate<'_>>, notes: &mut Notes) -> 
             pcie: gpu.link,
             nvlinks: gpu.element.map(|element| nvlinks(element, &addresses, notes)),
             // NCCL writes c2c where it found such links; an older one never checks.
-            c2c: gpu
-                .element
-                .and_then(|element| element.children.iter().any(|child| child.name == "c2c").then_some(true)),
+            c2c: gpu.element.and_then(|element| below(element).any(|child| name(child) == "c2c").then_some(true)),
             ..bare_gpu(index, gpu.pci)
         })
         .collect();
@@ -74,17 +72,17 @@ fn indices(candidates: &[Candidate<'_>], notes: &mut Notes) -> Vec<u32> {
 }
 
 /// `sm` is the compute capability without its dot: 80, 103.
-fn capability(gpu: &Element, notes: &mut Notes) -> Option<ComputeCapability> {
+fn capability(gpu: Element<'_>, notes: &mut Notes) -> Option<ComputeCapability> {
     let sm = notes.number(gpu, "sm")?;
     Some(ComputeCapability { major: sm / 10, minor: sm % 10 })
 }
 
 /// The links, numbered as they come.
-fn nvlinks(gpu: &Element, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> Vec<NvLinkObservation> {
+fn nvlinks(gpu: Element<'_>, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> Vec<NvLinkObservation> {
     let mut next: u32 = 0;
     let mut seen = Vec::new();
-    for element in &gpu.children {
-        match element.name.as_str() {
+    for element in below(gpu) {
+        match name(element) {
             "nvlink" => {}
             // The link to the processor of a superchip, which is no way to another GPU.
             "c2c" => continue,
@@ -95,7 +93,7 @@ fn nvlinks(gpu: &Element, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> Vec
         }
         let count = notes.number(element, "count").unwrap_or(0);
         let Some(end) = next.checked_add(count).filter(|end| count > 0 && *end <= MAX_LINKS) else {
-            let count = element.get("count").map_or("none".to_owned(), excerpt);
+            let count = element.attribute("count").map_or("none".to_owned(), excerpt);
             notes.add(element, format!("{count} is no number of links (1 to {MAX_LINKS} for a GPU); left out"));
             continue;
         };
@@ -107,10 +105,10 @@ fn nvlinks(gpu: &Element, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> Vec
 }
 
 /// What is at the other end, by its PCI class (`tclass`) and address (`target`).
-fn remote(link: &Element, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> NvLinkRemote {
+fn remote(link: Element<'_>, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> NvLinkRemote {
     // In VMs a switch has no address: NVML reports FFFFFFFF:FF:FF.0.
-    let target: Option<PciAddress> = link.get("target").and_then(|target| target.parse().ok());
-    let class = link.get("tclass").unwrap_or_default().to_ascii_lowercase();
+    let target: Option<PciAddress> = link.attribute("target").and_then(|target| target.parse().ok());
+    let class = link.attribute("tclass").unwrap_or_default().to_ascii_lowercase();
     match (class.as_str(), target) {
         // The bridge of a POWER processor.
         (class, _) if class.starts_with("0x068001") => NvLinkRemote::Cpu,
@@ -118,7 +116,7 @@ fn remote(link: &Element, gpus: &BTreeSet<PciAddress>, notes: &mut Notes) -> NvL
         (class, Some(target)) if class.starts_with("0x03") => NvLinkRemote::Gpu(target),
         ("", Some(target)) if gpus.contains(&target) => NvLinkRemote::Gpu(target),
         (class, _) => {
-            let target = link.get("target").map_or("nowhere".to_owned(), excerpt);
+            let target = link.attribute("target").map_or("nowhere".to_owned(), excerpt);
             let class = if class.is_empty() { "unknown".to_owned() } else { excerpt(class) };
             notes.add(link, format!("leads to {target}, of class {class}: neither GPU, NVSwitch nor processor"));
             NvLinkRemote::Unknown

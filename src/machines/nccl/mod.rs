@@ -15,8 +15,7 @@ mod write;
 
 use super::Machine;
 use super::notes::Notes;
-use super::xml::{self, Element, Limits, XmlError, XmlFault};
-use crate::quote::excerpt;
+use super::xml::{self, Element, Limits, XmlError, below, name};
 use crate::topology::{HostObservation, NodeObservation};
 use gpu::Candidate;
 pub use write::topology_file;
@@ -26,7 +25,7 @@ const VERSION: &str = "1";
 
 /// A node file takes two levels for each PCI device in another, and its reader stops at 64; real dumps stay below 12.
 /// NCCL itself stops at a few thousand elements.
-const LIMITS: Limits = Limits { depth: 28, elements: 1 << 14, bytes: 64 << 20, text: false };
+const LIMITS: Limits = Limits { depth: 28, elements: 1 << 14, text: false };
 
 /// What was found on the way through the PCI tree.
 struct Found<'d> {
@@ -36,23 +35,19 @@ struct Found<'d> {
     unnamed_nics: bool,
 }
 
-/// Reads a dump; `name` is what the machine is called.
-pub(super) fn parse(name: &str, text: &str) -> Result<Machine, XmlError> {
-    let system = xml::tree(text, &LIMITS)?;
+/// Reads a dump by its root element; `title` is what the machine is called.
+pub(super) fn parse(title: &str, system: Element<'_>) -> Result<Machine, XmlError> {
+    xml::check(system, &LIMITS)?;
     let mut found = Found { notes: Notes::new("NCCL dump"), gpus: Vec::new(), unnamed_nics: false };
-    match system.get("version") {
+    match system.attribute("version") {
         Some(VERSION) => {}
-        Some(other) => {
-            let (format, known) = ("NCCL topology", "version 1");
-            let fault = XmlFault::Version { format, found: excerpt(other), known };
-            return Err(XmlError { line: system.line, fault });
-        }
-        None => found.notes.add(&system, "no version; taken as version 1"),
+        Some(other) => return Err(XmlError::version(system, "NCCL topology", other, "version 1")),
+        None => found.notes.add(system, "no version; taken as version 1"),
     }
     let mut host = HostObservation::default();
-    for cpu in this_host(&system, &mut found.notes) {
+    for cpu in this_host(system, &mut found.notes) {
         let numa = cpu::observe(cpu, &mut host, &mut found.notes);
-        for element in &cpu.children {
+        for element in below(cpu) {
             host.host_bridges.extend(pci::below_cpu(element, numa, &mut found));
         }
     }
@@ -62,7 +57,7 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Machine, XmlError> {
         "packages are unknown: a dump does not have which NUMA nodes share one".to_owned(),
     ];
     if found.gpus.iter().any(|gpu| gpu.element.is_none()) {
-        found.notes.add(&system, "GPUs without a gpu element: their NVLinks are unknown, levels are those of PCIe");
+        found.notes.add(system, "GPUs without a gpu element: their NVLinks are unknown, levels are those of PCIe");
         reconstructed.push("GPUs are recognised by their PCI class, their order is that of their addresses".to_owned());
     }
     if found.unnamed_nics {
@@ -70,11 +65,12 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Machine, XmlError> {
     }
     let gpus = gpu::observe(found.gpus, &mut found.notes);
     if gpus.is_empty() {
-        found.notes.add(&system, "no GPU in it; NCCL_TOPO_DUMP_FILE, on the running machine, writes them");
+        found.notes.add(system, "no GPU in it; NCCL_TOPO_DUMP_FILE, on the running machine, writes them");
     }
     Ok(Machine {
-        name: name.to_owned(),
-        title: format!("{name}: {} GPUs by an NCCL topology dump", gpus.len()),
+        version: super::VERSION,
+        name: title.to_owned(),
+        title: format!("{title}: {} GPUs by an NCCL topology dump", gpus.len()),
         source: vec!["NCCL topology dump".to_owned()],
         reconstructed,
         observed: NodeObservation { gpus, host, failures: found.notes.into_failures(), ..NodeObservation::default() },
@@ -82,19 +78,19 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Machine, XmlError> {
 }
 
 /// The `cpu` elements of the first host: a dump of a multi-node NVLink domain holds several.
-fn this_host<'d>(system: &'d Element, notes: &mut Notes) -> Vec<&'d Element> {
-    let mut cpus: Vec<&Element> = Vec::new();
-    for element in &system.children {
-        if element.name == "cpu" {
+fn this_host<'d>(system: Element<'d>, notes: &mut Notes) -> Vec<Element<'d>> {
+    let mut cpus: Vec<Element<'_>> = Vec::new();
+    for element in below(system) {
+        if name(element) == "cpu" {
             cpus.push(element);
         } else {
             notes.add(element, "not expected below <system>; left out");
         }
     }
     let Some(first) = cpus.first().copied() else { return cpus };
-    let other = |cpu: &&Element| cpu.get("host_hash") != first.get("host_hash");
+    let other = |cpu: &Element<'_>| cpu.attribute("host_hash") != first.attribute("host_hash");
     if let Some(cpu) = cpus.iter().find(|cpu| other(cpu)) {
-        notes.add(cpu, "of another host than the first one; other hosts are left out");
+        notes.add(*cpu, "of another host than the first one; other hosts are left out");
     }
     cpus.retain(|cpu| !other(cpu));
     cpus

@@ -1,7 +1,7 @@
 //! `nic` and `net`: network cards and their interfaces.
 
 use super::Notes;
-use crate::machines::xml::Element;
+use crate::machines::xml::{Element, below, name};
 use crate::quote::excerpt;
 use crate::topology::{NicKind, NicObservation, PciAddress};
 
@@ -16,17 +16,17 @@ const AMAZON: &str = "0x1d0f";
 const EFA: &str = "0xefa";
 
 /// The interfaces of a `nic`; `function` is the PCI function it belongs to.
-pub(super) fn interfaces(nic: &Element, function: Option<&Element>, notes: &mut Notes) -> Vec<NicObservation> {
+pub(super) fn interfaces(nic: Element<'_>, function: Option<Element<'_>>, notes: &mut Notes) -> Vec<NicObservation> {
     let mut interfaces = Vec::new();
-    for net in &nic.children {
-        if net.name != "net" {
+    for net in below(nic) {
+        if name(net) != "net" {
             // What a collective offload engine adds (`coll`) carries no traffic of its own.
-            if net.name != "coll" {
+            if name(net) != "coll" {
                 notes.add(net, "not expected below <nic>; left out");
             }
             continue;
         }
-        let Some(name) = net.get("name").filter(|name| !name.is_empty()) else {
+        let Some(name) = net.attribute("name").filter(|name| !name.is_empty()) else {
             notes.add(net, "without a name; left out");
             continue;
         };
@@ -40,21 +40,21 @@ pub(super) fn interfaces(nic: &Element, function: Option<&Element>, notes: &mut 
 }
 
 /// The interface of a card of which only the PCI function is listed.
-pub(super) fn unnamed(function: &Element, pci: Option<PciAddress>) -> NicObservation {
+pub(super) fn unnamed(function: Element<'_>, pci: Option<PciAddress>) -> NicObservation {
     let kind = if is_rdma(function) { NicKind::Rdma } else { NicKind::Ethernet };
     let name = pci.map_or_else(|| "unnamed".to_owned(), |pci| pci.to_string());
     NicObservation { name, kind, mbps: None }
 }
 
-fn is_rdma(function: &Element) -> bool {
+fn is_rdma(function: Element<'_>) -> bool {
     let starts = |attribute: &str, prefix: &str| {
-        function.get(attribute).is_some_and(|value| value.to_ascii_lowercase().starts_with(prefix))
+        function.attribute(attribute).is_some_and(|value| value.to_ascii_lowercase().starts_with(prefix))
     };
     starts("class", INFINIBAND) || starts("vendor", MELLANOX) || (starts("vendor", AMAZON) && starts("device", EFA))
 }
 
 /// Whether an interface has a GUID of its own: NCCL's socket transport counts from 0 there.
-fn has_guid(net: &Element) -> bool {
-    let digits = net.get("guid").and_then(|guid| guid.strip_prefix("0x")).unwrap_or_default();
+fn has_guid(net: Element<'_>) -> bool {
+    let digits = net.attribute("guid").and_then(|guid| guid.strip_prefix("0x")).unwrap_or_default();
     u64::from_str_radix(digits, 16).is_ok_and(|guid| guid > u64::from(u16::MAX))
 }

@@ -9,7 +9,11 @@ const DUMP: &str = include_str!("testdata/dump.xml");
 const CLOUD: &str = include_str!("testdata/cloud.xml");
 
 fn machine(text: &str) -> Machine {
-    parse("x", text).unwrap()
+    read(text).unwrap()
+}
+
+fn read(text: &str) -> Result<Machine, XmlError> {
+    parse("x", xml::document(text)?.root_element())
 }
 
 /// The notes on a text in `<system version="1">`, which starts on line 2.
@@ -221,7 +225,7 @@ fn unknown_stays_unknown() {
 
 #[test]
 fn unknown_version_is_refused() {
-    let error = parse("x", "\n<system version=\"2\"/>").unwrap_err().to_string();
+    let error = read("\n<system version=\"2\"/>").unwrap_err().to_string();
     assert!(error.contains("line 2") && error.contains("version '2'"), "{error}");
 }
 
@@ -229,6 +233,6 @@ fn unknown_version_is_refused() {
 fn truncated_dumps_are_refused() {
     let end = DUMP.rfind("</system>").unwrap();
     for cut in (0..end).filter_map(|cut| DUMP.get(..cut)) {
-        assert!(parse("x", cut).is_err(), "{cut}");
+        assert!(read(cut).is_err(), "{cut}");
     }
 }

@@ -48,9 +48,8 @@ pub fn topology_file(observed: &NodeObservation) -> String {
         below.entry(numa).or_default().push(element);
     }
     let mut text = "<system version=\"1\">\n".to_owned();
-    for (numa, elements) in &below {
-        let id = numa.map_or("-1".to_owned(), |numa| numa.to_string());
-        cpu(&id, *numa, &observed.host).open(1, &mut text, elements);
+    for (numa, children) in below {
+        Element { children, ..cpu(numa, &observed.host) }.write(1, &mut text);
     }
     text + "</system>\n"
 }
@@ -95,22 +94,18 @@ impl Element {
     }
 
     fn write(&self, depth: usize, text: &mut String) {
-        self.open(depth, text, &self.children);
-    }
-
-    fn open(&self, depth: usize, text: &mut String, children: &[Self]) {
         let blanks = "  ".repeat(depth);
         // Writing to a text cannot fail.
         _ = write!(text, "{blanks}<{}", self.name);
         for (attribute, value) in &self.attributes {
             _ = write!(text, " {attribute}=\"{value}\"");
         }
-        if children.is_empty() {
+        if self.children.is_empty() {
             text.push_str("/>\n");
             return;
         }
         text.push_str(">\n");
-        children.iter().for_each(|child| child.write(depth + 1, text));
+        self.children.iter().for_each(|child| child.write(depth + 1, text));
         _ = writeln!(text, "{blanks}</{}>", self.name);
     }
 }
@@ -139,10 +134,7 @@ impl Writer<'_> {
                 let busid = device.pci.map_or_else(|| self.address(), |pci| pci.to_string());
                 vec![Element { children, ..Element::pci(busid, BRIDGE, link) }]
             }
-            PciKind::Gpu => {
-                let gpu = self.observed.gpus.iter().find(|gpu| Some(gpu.pci) == device.pci);
-                gpu.map(|gpu| self.gpu(gpu, link)).into_iter().collect()
-            }
+            PciKind::Gpu => device.pci.and_then(|pci| Some(self.gpu(self.observed(pci)?, link))).into_iter().collect(),
             PciKind::Nic => {
                 let rdma = device.nics.iter().any(|nic| nic.kind == NicKind::Rdma);
                 let class = if rdma { INFINIBAND } else { ETHERNET };
@@ -150,6 +142,10 @@ impl Writer<'_> {
                 device.pci.map(|pci| Element::pci(pci, class, link)).into_iter().collect()
             }
         }
+    }
+
+    fn observed(&self, pci: PciAddress) -> Option<&GpuObservation> {
+        self.observed.gpus.iter().find(|gpu| gpu.pci == pci)
     }
 
     fn gpu(&self, gpu: &GpuObservation, link: Option<PcieLink>) -> Element {
@@ -177,12 +173,8 @@ impl Writer<'_> {
     fn numa(&self, element: &Element, device: &PciObservation, bridge: &HostBridgeObservation) -> Option<NumaNodeId> {
         let mut gpus = Vec::new();
         element.gpus(&mut gpus);
-        let first = gpus.first().and_then(|pci| self.placed().find(|gpu| gpu.pci == *pci));
+        let first = gpus.first().and_then(|pci| self.topology.gpus().iter().find(|gpu| gpu.pci == *pci));
         first.and_then(numa).or(device.numa).or(bridge.numa)
-    }
-
-    fn placed(&self) -> impl Iterator<Item = &Gpu> {
-        self.topology.gpus().iter()
     }
 
     /// The GPUs that are not in the host's tree: below switches where NVML's levels imply them, else below their NUMA
@@ -198,12 +190,8 @@ impl Writer<'_> {
             let switched = parts.len() > 1;
             let mut switches = Vec::new();
             for part in parts {
-                let gpus = part.iter().filter_map(|place| {
-                    let pci = all.get(*place)?.pci;
-                    let gpu = self.observed.gpus.iter().find(|gpu| gpu.pci == pci)?;
-                    Some(self.gpu(gpu, None))
-                });
-                let gpus: Vec<Element> = gpus.collect();
+                let observed = part.iter().filter_map(|place| self.observed(all.get(*place)?.pci));
+                let gpus: Vec<Element> = observed.map(|gpu| self.gpu(gpu, None)).collect();
                 // Several switches to pass make PXB, also where each has one GPU.
                 if switched || gpus.len() > 1 {
                     switches.push(self.switch(gpus));
@@ -256,7 +244,8 @@ fn lesser(a: Option<PcieLink>, b: Option<PcieLink>) -> Option<PcieLink> {
     [a, b].into_iter().flatten().filter(|link| carries(link) > 0).min_by_key(carries)
 }
 
-fn cpu(id: &str, numa: Option<NumaNodeId>, host: &HostObservation) -> Element {
+fn cpu(numa: Option<NumaNodeId>, host: &HostObservation) -> Element {
+    let id = numa.map_or("-1".to_owned(), |numa| numa.to_string());
     let node = host.numa_nodes.iter().find(|node| Some(node.id) == numa);
     let element = Element::new("cpu").with("numaid", id).maybe("affinity", node.and_then(|node| mask(&node.cpus)));
     let Some(CpuObservation { arch, vendor, family, model }) = &host.cpu else { return element };

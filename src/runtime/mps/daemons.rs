@@ -8,6 +8,7 @@ use anyhow::{Context, Result, bail};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
+use crate::errors::chain;
 use crate::mps::{DaemonEvent, Limits, Settings, set_back, supervise};
 use crate::state::ResourceName;
 
@@ -48,7 +49,7 @@ impl Daemons {
         if self.wanted.is_none() {
             let left = set_back(&self.settings, |gpu| !wanted.values().flat_map(Limits::gpus).any(|one| one == gpu));
             if let Err(error) = left.await {
-                let error = format!("{:#}", anyhow::Error::from(error));
+                let error = chain(&error);
                 tracing::warn!(error, "compute mode of an earlier MPS daemon not restored");
             }
         }
@@ -123,17 +124,17 @@ fn log(resource: &ResourceName, limits: &Limits, event: DaemonEvent) {
             let (threads, memory) = (limits.thread_percentage, memory.join(","));
             tracing::info!(%resource, threads, memory, "MPS daemon serving, limits confirmed");
         }
-        DaemonEvent::NotLabelled(error) => {
-            let cause = format!("{:#}", anyhow::Error::from(error));
+        DaemonEvent::NotLabelled(why) => {
+            let cause = chain(&why);
             tracing::warn!(%resource, cause, "MPS pipe directory not labelled for SELinux");
         }
         DaemonEvent::Failed { why, again_in } => {
-            let cause = format!("{:#}", anyhow::Error::from(why));
+            let cause = chain(&why);
             tracing::warn!(%resource, cause, ?again_in, "MPS daemon failed, starting it again");
         }
         DaemonEvent::Ended(None) => tracing::info!(%resource, "MPS daemon ended"),
-        DaemonEvent::Ended(Some(error)) => {
-            let cause = format!("{:#}", anyhow::Error::from(error));
+        DaemonEvent::Ended(Some(why)) => {
+            let cause = chain(&why);
             tracing::warn!(%resource, cause, "MPS daemon ended, compute mode not restored");
         }
     }

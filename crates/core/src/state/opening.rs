@@ -73,3 +73,40 @@ impl Opening {
         opened
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn poll_before_scan_does_not_open_the_list() {
+        let mut opening = Opening::default();
+        opening.await_poll();
+        assert!(!opening.polled() && !opening.is_open());
+        opening.scanned(true, Timestamp::ZERO);
+        assert!(!opening.is_open(), "the poll came before the scan");
+        assert_eq!(opening.deadline(), Some(LONGEST));
+        assert!(opening.polled() && opening.is_open());
+        assert_eq!(opening.deadline(), None);
+    }
+
+    #[test]
+    fn node_without_gpus_opens_with_its_scan() {
+        let mut opening = Opening::default();
+        opening.await_poll();
+        opening.await_holders();
+        opening.scanned(false, Timestamp::ZERO);
+        assert!(opening.is_open());
+    }
+
+    #[test]
+    fn wait_for_poll_and_holders_ends_in_time() {
+        let mut opening = Opening::default();
+        opening.await_poll();
+        opening.await_holders();
+        assert!(!opening.tick(LONGEST), "the wait begins with the scan");
+        opening.scanned(true, LONGEST);
+        assert!(!opening.polled() && !opening.is_open(), "the holders are missing");
+        assert!(!opening.tick(LONGEST) && opening.tick(LONGEST * 2) && opening.is_open());
+    }
+}

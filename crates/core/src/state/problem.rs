@@ -12,7 +12,15 @@ use crate::topology::{GpuUuid, PciAddress};
 /// Why a part of a plan is not offered. The rest of the plan is carried out.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Error)]
 pub enum PlanProblem {
-    /// A GPU has an active display, and the plan does not keep such GPUs.
+    /// It is for a display alone, whatever the plan.
+    #[error("GPU {pci} ({model}): it is a DGX's display adapter; it is not offered")]
+    DisplayAdapter {
+        /// Where it is.
+        pci: PciAddress,
+        /// Its name.
+        model: String,
+    },
+    /// A GPU has an active display, and the plan excludes such GPUs.
     #[error("GPU {pci} ({uuid}): it has an active display; it is not offered")]
     Display {
         /// Where it is.

@@ -74,3 +74,15 @@ impl Rank {
         ["PIX", "PXB", "PHB", "NODE", "SYS", "SYS"].get(usize::from(self.0)).copied().unwrap_or("SYS")
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nvml_numbers_name_their_levels() {
+        let symbols = [0, 10, 20, 30, 40, 50].map(|number| TopologyLevel::from_nvml(number).map(TopologyLevel::symbol));
+        assert_eq!(symbols, ["PIX", "PIX", "PXB", "PHB", "NODE", "SYS"].map(Some));
+        assert_eq!([5, 11, 60, u32::MAX].map(TopologyLevel::from_nvml), [None; 4]);
+    }
+}

@@ -22,6 +22,6 @@ pub use node::{Gpu, Nic, NodeTopology};
 pub use observation::{
     ComputeCapability, CpuObservation, CudaVersion, DisplayClass, FabricObservation, GpuObservation,
     HostBridgeObservation, HostObservation, NicKind, NicObservation, NodeObservation, NumaNodeObservation,
-    NvLinkObservation, NvLinkRemote, PciKind, PciObservation, PcieLink, ProbeFailure,
+    NvLinkObservation, NvLinkRemote, PciKind, PciObservation, PcieLink, ProbeFailure, thousandths,
 };
 pub use warning::TopologyWarning;

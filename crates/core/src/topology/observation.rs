@@ -132,6 +132,22 @@ pub struct PcieLink {
     pub width: u32,
 }
 
+impl PcieLink {
+    /// The rate in the kernel's words: "16.0 GT/s PCIe", on older kernels "8 GT/s".
+    pub fn megatransfers(words: &str) -> Option<u32> {
+        let (number, unit) = words.split_once(' ')?;
+        unit.starts_with("GT/s").then(|| thousandths(number)).flatten()
+    }
+}
+
+/// A decimal number times a thousand, digits beyond the third dropped.
+pub fn thousandths(number: &str) -> Option<u32> {
+    let (whole, part) = number.split_once('.').unwrap_or((number, ""));
+    let mut digits = part.chars().chain("000".chars()).take(3);
+    let part = digits.try_fold(0, |sum, digit| Some(sum * 10 + digit.to_digit(10)?))?;
+    whole.parse::<u32>().ok()?.checked_mul(1_000)?.checked_add(part)
+}
+
 /// The NVLinks of one GPU that end at one remote and are in one state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -260,6 +276,13 @@ pub struct PciObservation {
     pub devices: Vec<PciObservation>,
 }
 
+impl PciObservation {
+    /// A function of which nothing else is known.
+    pub const fn new(pci: Option<PciAddress>, kind: PciKind) -> Self {
+        Self { pci, kind, class: None, link: None, numa: None, nics: Vec::new(), devices: Vec::new() }
+    }
+}
+
 /// What a PCI function is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -339,4 +362,25 @@ pub struct ProbeFailure {
     pub call: String,
     /// What came back.
     pub error: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn link_speeds_are_read_as_kernels_write_them() {
+        for (text, mts) in [
+            ("16.0 GT/s PCIe", 16_000),
+            ("8 GT/s", 8_000),
+            ("2.5 GT/s PCIe", 2_500),
+            ("32 GT/s PCIe/s", 32_000),
+            ("64.0 GT/s PCIe", 64_000),
+        ] {
+            assert_eq!(PcieLink::megatransfers(text), Some(mts), "{text}");
+        }
+        for text in ["Unknown", "Unknown speed", "", "16", "16.x GT/s", "16 Gb/s", "99999999 GT/s"] {
+            assert_eq!(PcieLink::megatransfers(text), None, "{text}");
+        }
+    }
 }

@@ -9,15 +9,7 @@ impl Book {
     /// What can be seen from outside.
     pub(crate) fn snapshot(&self) -> State {
         let resources = self.resources.iter().map(|(name, entry)| (name.clone(), self.seen(name, entry))).collect();
-        let violations = self.violations.clone();
-        State {
-            running: self.running,
-            registering: self.registering,
-            refused: self.refused,
-            resources: Resources(resources),
-            cpus: self.cpus.all().clone(),
-            violations,
-        }
+        State { resources: Resources(resources), cpus: self.cpus.held.clone(), ..self.seen.clone() }
     }
 
     fn seen(&self, name: &str, entry: &Resource) -> ResourceState {
@@ -30,13 +22,8 @@ impl Book {
         ResourceState {
             connected: working.is_some_and(|client| self.streams.contains_key(&client)),
             open_streams: self.streams.values().filter(|resource| *resource == name).count(),
-            removed: entry.removed,
-            registrations: entry.registrations,
-            healthy: entry.healthy.clone(),
-            unhealthy: entry.unhealthy.clone(),
-            numa: entry.numa.clone(),
             allocated,
-            calls: entry.calls,
+            ..entry.seen.clone()
         }
     }
 }

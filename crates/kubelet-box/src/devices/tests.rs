@@ -1,6 +1,5 @@
 //! The books on their own: no sockets, no runtime.
 
-use super::super::state::ResourceState;
 use super::*;
 
 const GPU: &str = "nvidia.com/gpu";
@@ -10,11 +9,11 @@ fn ids(list: &str) -> Ids {
 }
 
 /// `"a b! c"`: devices, `!` marks the unhealthy ones.
-fn advertised(devices: &str) -> Vec<Advertised> {
-    let device = |word: &str| Advertised {
+fn advertised(devices: &str) -> Vec<wire::Device> {
+    let device = |word: &str| wire::Device {
         id: word.trim_end_matches('!').into(),
         health: if word.ends_with('!') { "Unhealthy" } else { "Healthy" }.into(),
-        numa: BTreeSet::new(),
+        topology: None,
     };
     devices.split_whitespace().map(device).collect()
 }
@@ -29,7 +28,7 @@ fn connected(devices: &str) -> (Book, ClientId) {
 
 fn connect(book: &mut Book) -> ClientId {
     let client = book.register_client(GPU);
-    book.plugin_connected(GPU, client, PluginOptions::default());
+    book.plugin_connected(GPU, client, wire::DevicePluginOptions::default());
     book.stream_opened(GPU, client);
     client
 }
@@ -66,7 +65,7 @@ fn available_is_healthy_and_not_held() {
     hold(&mut book, "pod", "a");
     assert_eq!(book.pool(GPU).unwrap().available, ids("b d"));
     assert_eq!(gpu(&book).free(), ids("b d"));
-    assert_eq!(book.remove_pod("pod").len(), 1);
+    assert!(book.remove_pod("pod") && !book.remove_pod("pod"));
     assert_eq!(book.pool(GPU).unwrap().available, ids("a b d"));
 }
 
@@ -84,15 +83,15 @@ fn plugin_violations_are_recorded_once() {
     let (mut book, _) = connected("a");
     let long = "x".repeat(64);
     let mut devices = advertised(&format!("a a {} {long}", "y".repeat(63)));
-    devices.push(Advertised { id: "z".into(), health: "healthy".into(), numa: BTreeSet::new() });
+    devices.push(wire::Device { id: "z".into(), health: "healthy".into(), topology: None });
     for _ in 0..2 {
         book.list(GPU, devices.clone());
     }
-    let resource = || GPU.to_owned();
+    let violation = |id: &str, harm| Violation { resource: GPU.to_owned(), id: id.to_owned(), harm };
     let expected = vec![
-        Violation::DuplicateId { resource: resource(), id: "a".into() },
-        Violation::IdTooLong { resource: resource(), id: long },
-        Violation::UnknownHealth { resource: resource(), id: "z".into(), health: "healthy".into() },
+        violation("a", Harm::DuplicateId),
+        violation(&long, Harm::IdTooLong),
+        violation("z", Harm::UnknownHealth("healthy".into())),
     ];
     assert_eq!(book.snapshot().violations, expected);
     assert_eq!((gpu(&book).healthy, gpu(&book).unhealthy), (ids(&format!("a {}", "y".repeat(63))), ids("z")));
@@ -105,11 +104,10 @@ fn held_id_may_become_unhealthy_not_vanish() {
     book.list(GPU, advertised("a! b"));
     assert_eq!(book.snapshot().violations, []);
     book.list(GPU, advertised("b"));
-    let gone = |pod: &str, id: &str| Violation::VanishedWhileHeld {
+    let gone = |pod: &str, id: &str| Violation {
         resource: GPU.into(),
         id: id.into(),
-        pod: pod.into(),
-        container: "main".into(),
+        harm: Harm::VanishedWhileHeld(place(pod)),
     };
     assert_eq!(book.snapshot().violations, [gone("pod", "a")]);
     book.list(GPU, advertised(""));

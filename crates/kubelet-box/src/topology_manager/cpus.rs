@@ -14,31 +14,14 @@ type Cpus = BTreeSet<u32>;
 /// CPUs by pod and container; they outlive a restart, as devices do.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct CpuBook {
-    held: BTreeMap<String, BTreeMap<String, Cpus>>,
+    /// By pod and container.
+    pub(crate) held: BTreeMap<String, BTreeMap<String, Cpus>>,
 }
 
 impl CpuBook {
     /// What a container has.
-    pub(crate) fn held(&self, pod: &str, container: &str) -> Option<&Cpus> {
+    fn held(&self, pod: &str, container: &str) -> Option<&Cpus> {
         self.held.get(pod)?.get(container)
-    }
-
-    /// Pod to container to CPUs.
-    pub(crate) fn all(&self) -> &BTreeMap<String, BTreeMap<String, Cpus>> {
-        &self.held
-    }
-
-    /// Forgets a pod; gives what it had.
-    pub(crate) fn remove_pod(&mut self, pod: &str) -> BTreeMap<String, Cpus> {
-        self.held.remove(pod).unwrap_or_default()
-    }
-
-    /// Sets what a pod has.
-    pub(crate) fn restore_pod(&mut self, pod: &str, held: BTreeMap<String, Cpus>) {
-        self.held.remove(pod);
-        if !held.is_empty() {
-            self.held.insert(pod.to_owned(), held);
-        }
     }
 
     /// Takes CPUs for a container, those of the mask first; `Err` with how many are free.

@@ -6,15 +6,22 @@ use super::mask::NumaMask;
 use super::{NumaNode, TopologyManager};
 
 /// The name under which the CPU manager hints.
-const CPU: &str = "cpu";
+pub(crate) const CPU: &str = "cpu";
 
 /// A set of NUMA nodes from which a request could be met.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TopologyHint {
     /// The nodes; `None` where any will do.
     pub mask: Option<NumaMask>,
     /// Whether there are as few of them as the request could ever do with.
     pub preferred: bool,
+}
+
+impl TopologyHint {
+    /// A preferred hint for these NUMA nodes.
+    pub fn on(nodes: impl IntoIterator<Item = i64>) -> Self {
+        Self { mask: Some(NumaMask::new(nodes)), preferred: true }
+    }
 }
 
 /// The hints of one resource for one request.

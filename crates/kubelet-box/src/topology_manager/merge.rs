@@ -22,29 +22,20 @@ struct Candidate {
 
 /// Merges the hints of all resources under the manager's policy; under policy none nothing is settled.
 pub(crate) fn settle(manager: &TopologyManager, resources: &[ResourceHints]) -> Settled {
-    let all = manager.nodes();
-    let lists: Vec<Vec<TopologyHint>> = resources.iter().map(list).collect();
-    match manager.policy {
-        Policy::None => Settled { hint: TopologyHint { mask: None, preferred: true }, admitted: true },
-        Policy::BestEffort => {
-            let best = merge(all, &lists);
-            Settled { hint: TopologyHint { mask: Some(best.mask), preferred: best.preferred }, admitted: true }
-        }
-        Policy::Restricted => {
-            let best = merge(all, &lists);
-            let hint = TopologyHint { mask: Some(best.mask), preferred: best.preferred };
-            Settled { hint, admitted: best.preferred }
-        }
-        Policy::SingleNumaNode => {
-            let single = |hint: &TopologyHint| hint.preferred && hint.mask.is_none_or(|mask| mask.count() == 1);
-            let lists: Vec<Vec<TopologyHint>> =
-                lists.into_iter().map(|list| list.into_iter().filter(single).collect()).collect();
-            let best = merge(all, &lists);
-            // All nodes is no preference: the devices are then not aligned at all.
-            let mask = (best.mask != all).then_some(best.mask);
-            Settled { hint: TopologyHint { mask, preferred: best.preferred }, admitted: best.preferred }
-        }
+    let (policy, all) = (manager.policy, manager.nodes());
+    if policy == Policy::None {
+        return Settled { hint: TopologyHint { mask: None, preferred: true }, admitted: true };
     }
+    let mut lists: Vec<Vec<TopologyHint>> = resources.iter().map(list).collect();
+    let single = policy == Policy::SingleNumaNode;
+    if single {
+        let fits_one = |hint: &TopologyHint| hint.preferred && hint.mask.is_none_or(|mask| mask.count() == 1);
+        lists.iter_mut().for_each(|list| list.retain(fits_one));
+    }
+    let Candidate { mask, preferred } = merge(all, &lists);
+    // Under single-numa-node all nodes is no preference: the devices are then not aligned at all.
+    let mask = (!single || mask != all).then_some(mask);
+    Settled { hint: TopologyHint { mask, preferred }, admitted: preferred || policy == Policy::BestEffort }
 }
 
 /// The hints of one resource as the merge takes them: a resource without hints accepts any mask, and so does one that

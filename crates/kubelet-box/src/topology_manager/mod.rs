@@ -25,7 +25,7 @@ pub use mask::NumaMask;
 pub use refusal::Refusal;
 
 pub(super) use cpus::CpuBook;
-pub(super) use hints::{Units, cpu_hints, device_hints};
+pub(super) use hints::{CPU, Units, cpu_hints, device_hints};
 pub(super) use merge::settle;
 
 /// How strict the Topology Manager is: the kubelet's `--topology-manager-policy`.

@@ -182,7 +182,7 @@ fn cpus_hint_over_nodes_with_cpus_only() {
     assert_eq!(masks(&book, &[("a", 3), ("b", 2)]), "{0,1}*", "5 would fit no node; the pod's own 3 count");
     assert_eq!(book.take(&manager, ("pod", "b"), 3, Some(one)), Ok([7, 0, 1].into()), "the mask first, then the rest");
     assert_eq!(book.take(&manager, ("pod", "c"), 3, None), Err(2));
-    book.remove_pod("pod");
+    book.held.remove("pod");
     assert_eq!(book.take(&manager, ("pod", "c"), 8, None), Ok((0..8).collect()));
 }
 

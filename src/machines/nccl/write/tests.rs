@@ -2,11 +2,12 @@
 //! graph.
 
 use super::*;
-use crate::machines::{Machine, built_in, load, nccl};
+use crate::machines::{Machine, XmlError, built_in, load, nccl, xml};
 use crate::topology::{Nic, ProbeFailure};
 
 fn read(text: &str) -> Machine {
-    nccl::parse("written", text).unwrap_or_else(|error| panic!("{error}\n{text}"))
+    let read = || -> Result<Machine, XmlError> { nccl::parse("written", xml::document(text)?.root_element()) };
+    read().unwrap_or_else(|error| panic!("{error}\n{text}"))
 }
 
 fn graph(observed: &NodeObservation) -> NodeTopology {
