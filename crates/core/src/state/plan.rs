@@ -287,15 +287,22 @@ impl Filter {
         self.exclude.iter().any(|selector| selector.is(gpu))
     }
 
-    /// Whether this GPU is left out because of its display.
-    pub(crate) fn leaves_out_display(&self, gpu: &Gpu) -> bool {
+    /// Whether an operator excludes this GPU because of its display.
+    pub(crate) fn excludes_display_of(&self, gpu: &Gpu) -> bool {
         gpu.display == Some(true) && self.exclude_displays
     }
 
-    /// Whether this is no GPU for computing but a display adapter, whatever the operator wants.
-    pub(crate) fn is_display_adapter(&self, gpu: &Gpu) -> bool {
-        gpu.model.as_ref().is_some_and(|model| DISPLAY_ADAPTERS.contains(&model.as_str()))
+    /// Whether this GPU, or its MIG devices, may be offered.
+    pub(crate) fn offers(&self, gpu: &Gpu) -> bool {
+        let is_adapter = gpu.model.as_deref().is_some_and(is_display_adapter);
+        !self.excludes(gpu) && !self.excludes_display_of(gpu) && !is_adapter
     }
+}
+
+/// Whether a model is an adapter of DGX Stations that drives a display and computes nothing, which the NVIDIA plugin
+/// leaves out too.
+pub(crate) fn is_display_adapter(model: &str) -> bool {
+    ["DGX Display", "NVIDIA DGX Display"].contains(&model)
 }
 
 /// One GPU, or all of a model, as an operator names them.

@@ -9,7 +9,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use super::device::{Device, ResourceName};
 use super::mps;
 use super::numa_hints::NumaHints;
-use super::plan::{MigStrategy, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind};
+use super::plan::{MigStrategy, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind, is_display_adapter};
 use super::problem::PlanProblem;
 use crate::allocation::DeviceId;
 use crate::topology::{Gpu, GpuUuid, MigDevice, NodeTopology, PciAddress};
@@ -76,12 +76,11 @@ impl Resources {
             if plan.filter.excludes(gpu) {
                 continue;
             }
-            if plan.filter.is_display_adapter(gpu) {
-                let model = gpu.model.clone().unwrap_or_default();
-                self.problems.push(PlanProblem::DisplayAdapter { pci: gpu.pci, model });
+            if let Some(model) = gpu.model.as_ref().filter(|model| is_display_adapter(model)) {
+                self.problems.push(PlanProblem::DisplayAdapter { pci: gpu.pci, model: model.clone() });
                 continue;
             }
-            if plan.filter.leaves_out_display(gpu) {
+            if plan.filter.excludes_display_of(gpu) {
                 self.problems.push(PlanProblem::Display { pci: gpu.pci, uuid: gpu.uuid.clone() });
                 continue;
             }

@@ -18,7 +18,7 @@ use alloc::collections::BTreeMap;
 
 use crate::quote::quoted;
 use crate::state::{DriverVersions, ResourceName, ResourcePlan, SharingKind};
-use crate::topology::{Gpu, NodeTopology};
+use crate::topology::NodeTopology;
 
 pub use value::sanitised;
 
@@ -129,11 +129,8 @@ pub fn labels(facts: LabelFacts<'_>) -> (BTreeMap<String, String>, Vec<LabelProb
     if let Some(timestamp) = settings.timestamp {
         labels.put("nvidia.com/gfd.timestamp", timestamp);
     }
-    let filter = &plan.filter;
-    let offered =
-        |gpu: &Gpu| !filter.excludes(gpu) && !filter.leaves_out_display(gpu) && !filter.is_display_adapter(gpu);
     let places: Vec<usize> =
-        seen.gpus().iter().enumerate().filter(|(_, gpu)| offered(gpu)).map(|(place, _)| place).collect();
+        seen.gpus().iter().enumerate().filter(|(_, gpu)| plan.filter.offers(gpu)).map(|(place, _)| place).collect();
     let topology = seen.restricted(&places);
     if !topology.gpus().is_empty() {
         labels.machine(host);

@@ -390,4 +390,7 @@ fn excluded_gpus_have_no_labels() {
     plan.filter.exclude = vec!["0".into()];
     assert_eq!(labels_of(&[full(), full()], plan.clone())["nvidia.com/gpu.count"], "1");
     assert!(labels_of(&[full()], plan).is_empty());
+    let adapter = json!({"model": "DGX Display"});
+    assert_eq!(labels_of(&[full(), adapter.clone()], ResourcePlan::default())["nvidia.com/gpu.count"], "1");
+    assert!(labels_of(&[adapter], ResourcePlan::default()).is_empty());
 }
