@@ -18,3 +18,4 @@ mod helm;
 mod privileges;
 mod refusals;
 mod schema;
+mod swap;

@@ -1,0 +1,83 @@
+//! NVIDIA's rendered manifests with our image in the place of NVIDIA's, and nothing else changed: the image has each command, and
+//! each program takes the variables that the chart gives it. (`tests/run/chart.rs` runs the plugin with all of them.)
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::process::Command;
+
+use crate::helm::repository;
+
+/// What the containers of NVIDIA's chart 0.20 start, with every variable that some value sets. Without those that the NVIDIA
+/// container runtime reads.
+const PROGRAMS: [(&str, &[&str]); 3] = [
+    (
+        "nvidia-device-plugin",
+        &[
+            "MPS_ROOT",
+            "MIG_STRATEGY",
+            "FAIL_ON_INIT_ERROR",
+            "PASS_DEVICE_SPECS",
+            "DEVICE_LIST_STRATEGY",
+            "DEVICE_ID_STRATEGY",
+            "NVIDIA_DRIVER_ROOT",
+            "NVIDIA_DEV_ROOT",
+            "NVIDIA_CDI_HOOK_PATH",
+            "CDI_FEATURE_FLAGS",
+            "GDRCOPY_ENABLED",
+            "GDS_ENABLED",
+            "MOFED_ENABLED",
+            "CONFIG_FILE",
+            "DEVICE_DISCOVERY_STRATEGY",
+        ],
+    ),
+    // NODE_NAME, which it sets here too, is used by neither program.
+    ("mps-control-daemon", &["MIG_STRATEGY", "CONFIG_FILE"]),
+    (
+        "gpu-feature-discovery",
+        &[
+            "NODE_NAME",
+            "NAMESPACE",
+            "POD_NAME",
+            "MIG_STRATEGY",
+            "FAIL_ON_INIT_ERROR",
+            "GFD_NO_TIMESTAMP",
+            "GFD_SLEEP_INTERVAL",
+            "CONFIG_FILE",
+            "DEVICE_DISCOVERY_STRATEGY",
+        ],
+    ),
+];
+
+/// The help of the program that our binary is under this name, on one line.
+pub fn help(name: &str) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    let link = folder.path().join(name);
+    symlink(env!("CARGO_BIN_EXE_linkwise"), &link).unwrap();
+    let help = Command::new(link).arg("--help").output().unwrap();
+    assert!(help.status.success(), "{name}: {}", String::from_utf8_lossy(&help.stderr));
+    // Lines are broken to the width of a terminal.
+    String::from_utf8(help.stdout).unwrap().split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// Whether a program's help has this variable. One of several is in the text: `[also: OTHER]`.
+pub fn reads(help: &str, variable: &str) -> bool {
+    ["=", "]", ","].iter().any(|end| help.contains(&format!(" {variable}{end}")))
+}
+
+#[test]
+fn programs_take_the_variables_of_nvidias_chart() {
+    for (program, variables) in PROGRAMS {
+        let help = help(program);
+        let unread: Vec<_> = variables.iter().filter(|variable| !reads(&help, variable)).collect();
+        assert!(unread.is_empty(), "{program} does not read {unread:?}");
+    }
+}
+
+#[test]
+fn image_has_each_command_of_nvidias() {
+    let image = fs::read_to_string(repository("Dockerfile")).unwrap();
+    let links: Vec<&str> = image.lines().filter(|line| line.contains("ln -s linkwise")).collect();
+    for (program, _) in PROGRAMS {
+        assert!(links.iter().any(|line| line.contains(program)), "no {program} in the image: {links:?}");
+    }
+}
