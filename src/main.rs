@@ -25,6 +25,8 @@ fn main() -> ExitCode {
             Ok(code) => return code,
             Err(error) => Err(error),
         },
+        // It speaks to the API server, which this program cannot.
+        Command::ConfigManager(_) => Err(runtime::become_cluster_program()),
         Command::NvmlAgent(args) => {
             let poll = Duration::from_millis(args.poll_ms);
             nvml::agent::main(args.library.as_deref(), args.procfs, poll, args.memory_mib, &args.skip)

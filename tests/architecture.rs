@@ -159,9 +159,14 @@ fn every_dependency_has_a_reason() {
         .filter_map(|line| line.strip_prefix("| ")?.split('|').next())
         .flat_map(|cell| cell.split(',').map(str::trim))
         .collect();
-    for manifest in
-        ["Cargo.toml", "crates/core/Cargo.toml", "crates/kubelet-api/Cargo.toml", "crates/kubelet-box/Cargo.toml"]
-    {
+    for manifest in [
+        "Cargo.toml",
+        "crates/api-server-box/Cargo.toml",
+        "crates/cluster/Cargo.toml",
+        "crates/core/Cargo.toml",
+        "crates/kubelet-api/Cargo.toml",
+        "crates/kubelet-box/Cargo.toml",
+    ] {
         let text = fs::read_to_string(root.join(manifest)).expect("a manifest can be read");
         let mut section = "";
         for line in text.lines() {

@@ -7,8 +7,8 @@ use std::path::Path;
 /// The NVIDIA plugin's command, for which `run` stands.
 const DEVICE_PLUGIN: &str = "nvidia-device-plugin";
 
-/// The NVIDIA plugin's command for the daemons of GPUs that are shared by MPS, and our subcommand of the same name.
-const MPS_CONTROL_DAEMON: &str = "mps-control-daemon";
+/// The NVIDIA plugin's other commands, which are subcommands of the same names here.
+const OTHERS: [&str; 2] = ["config-manager", "mps-control-daemon"];
 
 /// The command line with its missing subcommand: that of the program's name, or `run` if the first word is a flag other
 /// than help and version. `linkwise` alone shows its help.
@@ -16,14 +16,14 @@ pub(super) fn words(words: impl IntoIterator<Item = OsString>) -> Vec<OsString> 
     let mut words: Vec<OsString> = words.into_iter().collect();
     let name = words.first().and_then(|name| Path::new(name).file_name());
     let plugin = name.is_some_and(|name| name == DEVICE_PLUGIN);
-    let daemon = name.is_some_and(|name| name == MPS_CONTROL_DAEMON);
+    let other = OTHERS.into_iter().find(|other| name.is_some_and(|name| name == *other));
     let first = words.get(1).map(|word| word.to_string_lossy().into_owned());
-    let subcommand = match first.as_deref() {
-        Some("-V" | "--version") => None,
-        // Words may follow: its own subcommand `mount-shm`.
-        _ if daemon => (first.as_deref() != Some(MPS_CONTROL_DAEMON)).then_some(MPS_CONTROL_DAEMON),
-        Some("-h" | "--help") | None => plugin.then_some("run"),
-        Some(word) => word.starts_with('-').then_some("run"),
+    let subcommand = match (first.as_deref(), other) {
+        (Some("-V" | "--version"), _) => None,
+        // Words may follow, such as the subcommand `mount-shm` of `mps-control-daemon`.
+        (first, Some(other)) => (first != Some(other)).then_some(other),
+        (Some("-h" | "--help") | None, None) => plugin.then_some("run"),
+        (Some(word), None) => word.starts_with('-').then_some("run"),
     };
     if let Some(subcommand) = subcommand.filter(|_| !words.is_empty()) {
         words.insert(1, subcommand.into());
@@ -61,6 +61,9 @@ mod tests {
             ("mps-control-daemon --version", "mps-control-daemon --version"),
             ("mps-control-daemon mps-control-daemon", "mps-control-daemon mps-control-daemon"),
             ("linkwise mps-control-daemon", "linkwise mps-control-daemon"),
+            ("config-manager", "config-manager config-manager"),
+            ("/usr/bin/config-manager --oneshot", "/usr/bin/config-manager config-manager --oneshot"),
+            ("config-manager config-manager", "config-manager config-manager"),
             ("", ""),
         ] {
             assert_eq!(words(line), read, "{line}");

@@ -7,6 +7,7 @@
 
 mod cdi_sync;
 mod clock;
+mod cluster_program;
 mod config;
 mod driver;
 mod idle;
@@ -43,6 +44,7 @@ use crate::uds::Callers;
 use driver::metrics::DriverMetrics;
 use idle::Idle;
 
+pub use cluster_program::become_cluster_program;
 pub use driver::scan;
 pub use keeper::HealthSettings;
 pub use kept::{Kept, kept};
