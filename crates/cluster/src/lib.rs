@@ -17,5 +17,5 @@ pub use access::{Access, AccessError};
 pub use error::ApiError;
 pub use metrics::ApiMetrics;
 pub use node::{NodeFollower, NodeLabels};
-pub use node_feature::{NodeFeatureSettings, NodeFeatureWriter};
+pub use node_feature::{NodeFeatureMetrics, NodeFeatureSettings, NodeFeatureWriter};
 pub use server::{ApiServer, Pace};

@@ -61,6 +61,11 @@ impl NodeFeatureMetrics {
         registry.register("node_feature_foreign", help, metrics.foreign.clone());
         metrics
     }
+
+    /// Whether another program manages the object.
+    pub fn is_foreign(&self) -> bool {
+        self.foreign.get() == 1
+    }
 }
 
 /// What became of the object.
