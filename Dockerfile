@@ -44,9 +44,9 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 COPY --from=build /src/target/release/linkwise /src/target/release/linkwise-cluster /usr/bin/
 COPY LICENSE /usr/share/doc/linkwise/LICENSE
-# The NVIDIA plugin's commands, as its chart and others call them: `linkwise run`, `linkwise mps-control-daemon`, and
-# `linkwise config-manager`, which needs the API server.
-RUN ln -s linkwise /usr/bin/nvidia-device-plugin && ln -s linkwise /usr/bin/mps-control-daemon \
+# The commands of NVIDIA's image, as its chart and others call them: `linkwise run`, `labels`, `mps-control-daemon`, and
+# `config-manager`, which needs the API server.
+RUN for name in nvidia-device-plugin gpu-feature-discovery mps-control-daemon; do ln -s linkwise "/usr/bin/$name"; done \
  && ln -s linkwise-cluster /usr/bin/config-manager
 
 # As NVIDIA's image has it, so that a changed image is all there is to a swap: all GPUs for the container runtime to hand in;

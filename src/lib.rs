@@ -13,6 +13,7 @@ pub mod files;
 pub mod hwloc;
 pub mod inotify;
 pub mod kubelet;
+pub mod labels;
 pub mod machines;
 pub mod metrics;
 pub mod mps;

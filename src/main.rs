@@ -20,6 +20,8 @@ fn main() -> ExitCode {
             Ok(code) => return code,
             Err(error) => Err(error),
         },
+        Command::Labels(args) if args.node.node.is_some() => runtime::block_on(commands::labels(&args)),
+        Command::Labels(args) => runtime::labels(&args, None),
         Command::Admin(args) => runtime::block_on(commands::admin(&args)),
         Command::MpsControlDaemon(args) => match runtime::mps_control_daemon(&args) {
             Ok(code) => return code,

@@ -10,12 +10,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Adapters: each knows the core and what is named here.
-const ADAPTERS: [(&str, &[&str]); 9] = [
+const ADAPTERS: [(&str, &[&str]); 10] = [
     ("admin", &[]),
     ("cdi", &[]),
     ("config", &[]),
     ("hwloc", &[]),
     ("kubelet", &[]),
+    ("labels", &[]),
     ("machines", &[]),
     ("metrics", &[]),
     ("mps", &[]),

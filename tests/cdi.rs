@@ -22,7 +22,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use linkwise::cdi::{self, Description, DeviceEntry, Extra, Library, Options, Roots, Scan, Scanner, Spec, Warning};
+use linkwise::cdi::{self, Description, DeviceEntry, DriverFiles, Extra, Options, Roots, Scan, Scanner, Spec, Warning};
 use linkwise::state::{Event, MigStrategy, NodeState, ResourcePlan};
 use linkwise::topology::{GpuObservation, NodeObservation};
 use root::{LIBRARIES, Root, VERSION};
@@ -135,7 +135,6 @@ fn disabled_hooks_are_replaced_by_mounts() {
     };
     let (links, cache) = ("create-symlinks".to_owned(), "update-ldcache".to_owned());
     assert_eq!(made(&[]), (vec![links.clone(), cache.clone()], false));
-    assert_eq!(made(&["enable-cuda-compat"]), (vec![links.clone(), cache.clone()], false));
     assert_eq!(made(&["update-ldcache"]), (vec![links], false));
     assert_eq!(made(&["create-symlinks"]), (vec![cache], true));
     for all in [&["all"] as &[&str], &["create-symlinks", "update-ldcache"]] {
@@ -143,26 +142,195 @@ fn disabled_hooks_are_replaced_by_mounts() {
     }
 }
 
+const LATER_HOOKS: [&str; 3] = ["enable-cuda-compat", "disable-device-node-modification", "update-application-profile"];
+
+/// The hooks of the spec of GPUs, their arguments without the program.
+fn hooks(folder: &TempDir, options: Options) -> Vec<String> {
+    let scanned = scan(on_host(folder), options, &snapshot(&TWO));
+    written(&scanned.description);
+    let spec = &cdi::specs(&scanned.description)[0];
+    spec.container_edits.hooks.iter().map(|hook| hook.args[1..].join(" ")).collect()
+}
+
+#[test]
+fn later_hooks_are_used_where_the_program_has_them() {
+    let folder = tempdir().unwrap();
+    let root = Root::full(folder.path());
+    let later = |hooks: Vec<String>| {
+        let is_later = |hook: &String| !hook.starts_with("create-symlinks") && !hook.starts_with("update-ldcache");
+        hooks.into_iter().filter(is_later).collect::<Vec<_>>()
+    };
+    root.hook();
+    assert_eq!(later(hooks(&folder, Options::default())), [""; 0]);
+    root.hook_with(&LATER_HOOKS[..2]);
+    let compat = format!("enable-cuda-compat --host-driver-version={VERSION}");
+    assert_eq!(later(hooks(&folder, Options::default())), [compat.as_str(), LATER_HOOKS[1]]);
+    root.hook_with(&LATER_HOOKS);
+    let all = hooks(&folder, Options::default());
+    assert!(all[0].starts_with("create-symlinks") && all[2].starts_with("update-ldcache"), "{all:?}");
+    assert_eq!(later(all), [compat.as_str(), LATER_HOOKS[1], LATER_HOOKS[2]]);
+    // Each can be left out.
+    for name in LATER_HOOKS {
+        let options = Options { disabled_hooks: BTreeSet::from([name.to_owned()]), ..Options::default() };
+        let left = later(hooks(&folder, options));
+        assert!(left.len() == 2 && left.iter().all(|hook| !hook.starts_with(name)), "{name}: {left:?}");
+    }
+    // The program of another toolkit, which linkwise sees where the host has it.
+    let options = Options { hook: Some("/opt/toolkit/nvidia-cdi-hook".to_owned()), ..Options::default() };
+    assert_eq!(later(hooks(&folder, options.clone())), [""; 0], "not seen");
+    root.program("opt/toolkit/nvidia-cdi-hook");
+    fs::write(folder.path().join("opt/toolkit/nvidia-cdi-hook"), LATER_HOOKS[2]).unwrap();
+    assert_eq!(later(hooks(&folder, options)), [LATER_HOOKS[2]]);
+}
+
+/// Where containers get the driver's files: the host's path below the driver root, and the container's.
+fn mounts(folder: &TempDir) -> Vec<(String, String)> {
+    let scanned = scan(on_host(folder), Options::default(), &snapshot(&TWO));
+    let spec = &cdi::specs(&scanned.description)[0];
+    let mounts = spec.container_edits.mounts.iter();
+    mounts.map(|mount| (mount.host_path.clone(), mount.container_path.clone())).collect()
+}
+
+#[test]
+fn libraries_come_from_all_folders_and_once() {
+    let folder = tempdir().unwrap();
+    let root = Root::empty(folder.path());
+    root.hook();
+    root.loaded(VERSION);
+    let current = format!("{LIBRARIES}/nvidia/current");
+    root.file(&format!("{current}/libcuda.so.{VERSION}"));
+    root.link(&format!("{current}/libcuda.so.1"), &format!("libcuda.so.{VERSION}"));
+    // Debian's alternatives: a link to the library, and one that leads elsewhere in our container.
+    root.link(&format!("{LIBRARIES}/libcuda.so.{VERSION}"), &format!("nvidia/current/libcuda.so.{VERSION}"));
+    root.link(&format!("{LIBRARIES}/libnvidia-ml.so.{VERSION}"), &format!("/nowhere/libnvidia-ml.so.{VERSION}"));
+    root.file(&format!("{LIBRARIES}/libnvidia-eglcore.so.{VERSION}"));
+    root.file(&format!("{LIBRARIES}/vdpau/libvdpau_nvidia.so.{VERSION}"));
+    for other in ["libnvidia-egl-wayland2.so.1.0.1", "libnvidia-egl-wayland.so.1.1.9", "libnvidia-nvvm70.so.4"] {
+        root.file(&format!("{LIBRARIES}/{other}"));
+    }
+    for unrelated in ["libcuda.so.535.1", "libnvidia-egl-wayland.so.1", "libc.so.6"] {
+        root.file(&format!("{LIBRARIES}/{unrelated}"));
+    }
+    // Another way to the same folder.
+    root.link("lib", "usr/lib");
+    let mut expected = [
+        format!("/{LIBRARIES}/libnvidia-egl-wayland.so.1.1.9"),
+        format!("/{LIBRARIES}/libnvidia-egl-wayland2.so.1.0.1"),
+        format!("/{LIBRARIES}/libnvidia-eglcore.so.{VERSION}"),
+        format!("/{LIBRARIES}/libnvidia-nvvm70.so.4"),
+        format!("/{current}/libcuda.so.{VERSION}"),
+        format!("/{LIBRARIES}/vdpau/libvdpau_nvidia.so.{VERSION}"),
+    ];
+    expected.sort();
+    assert_eq!(mounts(&folder).into_iter().map(|(host, _)| host).collect::<Vec<_>>(), expected);
+    let cache = hooks(&folder, Options::default()).pop().unwrap();
+    let folders = format!("--folder /{LIBRARIES} --folder /{current} --folder /{LIBRARIES}/vdpau");
+    assert_eq!(cache, format!("update-ldcache {folders}"));
+}
+
+#[test]
+fn expected_links_are_made_whatever_the_host_has() {
+    let folder = tempdir().unwrap();
+    let root = Root::empty(folder.path());
+    root.loaded(VERSION);
+    for name in ["cuda", "GLX_nvidia", "nvidia-opticalflow", "nvidia-vulkan-producer", "nvidia-allocator"] {
+        root.file(&format!("{LIBRARIES}/lib{name}.so.{VERSION}"));
+    }
+    root.link(&format!("{LIBRARIES}/libGLX_indirect.so.0"), "libGLX_mesa.so.0");
+    root.file(&format!("{LIBRARIES}/xorg/modules/extensions/libglxserver_nvidia.so.{VERSION}"));
+    let links = [
+        ("libGLX_indirect.so.0", format!("libGLX_nvidia.so.{VERSION}"), "libGLX_nvidia.so"),
+        ("libcuda.so", "libcuda.so.1".to_owned(), "libcuda.so"),
+        ("gbm/nvidia-drm_gbm.so", "../libnvidia-allocator.so.1".to_owned(), "libnvidia-allocator.so"),
+        ("libnvidia-opticalflow.so", "libnvidia-opticalflow.so.1".to_owned(), "libnvidia-opticalflow.so"),
+        (
+            "libnvidia-vulkan-producer.so",
+            format!("libnvidia-vulkan-producer.so.{VERSION}"),
+            "libnvidia-vulkan-producer.so",
+        ),
+        (
+            "xorg/modules/extensions/libglxserver_nvidia.so",
+            format!("libglxserver_nvidia.so.{VERSION}"),
+            "xorg/modules/extensions/libglxserver_nvidia.so",
+        ),
+    ];
+    let without = mounts(&folder);
+    root.hook();
+    let with = hooks(&folder, Options::default())[0].clone();
+    for (link, target, library) in links {
+        let (link, library) = (format!("/{LIBRARIES}/{link}"), format!("/{LIBRARIES}/{library}.{VERSION}"));
+        assert!(with.contains(&format!("--link {target}::{link}")), "{link}: {with}");
+        assert!(without.contains(&(library, link.clone())), "{link}: {without:?}");
+        assert!(!mounts(&folder).iter().any(|(_, container)| *container == link), "made by the hook");
+    }
+}
+
+#[test]
+fn driver_files_are_those_of_nvidias_generator() {
+    let folder = tempdir().unwrap();
+    let root = Root::empty(folder.path());
+    root.loaded(VERSION);
+    root.hook();
+    let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+    let architecture = std::env::consts::ARCH;
+    root.file("sys/module/firmware_class/parameters/path");
+    fs::write(folder.path().join("sys/module/firmware_class/parameters/path"), "/opt/firmware\n").unwrap();
+    let same = [
+        "etc/OpenCL/vendors/nvidia.icd".to_owned(),
+        "usr/local/share/glvnd/egl_vendor.d/10_nvidia.json".to_owned(),
+        "usr/share/egl/egl_external_platform.d/09_nvidia_wayland2.json".to_owned(),
+        "usr/share/X11/xorg.conf.d/10-nvidia.conf".to_owned(),
+        "usr/lib/xorg/modules/drivers/nvidia_drv.so".to_owned(),
+        format!("opt/firmware/nvidia/{VERSION}/gsp_tu10x.bin"),
+        format!("lib/firmware/{}/nvidia/{VERSION}/gsp_ga10x.bin", kernel.trim()),
+    ];
+    same.iter().for_each(|path| root.file(path));
+    root.file(&format!("{LIBRARIES}/libcuda.so.{VERSION}"));
+    root.program("usr/bin/nvidia-imex");
+    root.program("usr/bin/nvidia-imex-ctl");
+    root.file("usr/share/vulkan/icd.d/nvidia_icd.json");
+    root.file(&format!("usr/share/vulkan/icd.d/nvidia_icd.{architecture}.json"));
+    root.file("usr/share/vulkan/icd.d/nvidia_icd.of_another.json");
+    root.file("vulkan/implicit_layer.d/nvidia_layers.json");
+    let mounts = mounts(&folder);
+    let expected = same.iter().map(String::as_str).chain(["usr/bin/nvidia-imex", "usr/bin/nvidia-imex-ctl"]);
+    for path in expected {
+        assert!(mounts.contains(&(format!("/{path}"), format!("/{path}"))), "{path}: {mounts:#?}");
+    }
+    let of_architecture = format!("vulkan/icd.d/nvidia_icd.{architecture}.json");
+    for (host, container) in [
+        ("usr/share/vulkan/icd.d/nvidia_icd.json", "vulkan/icd.d/nvidia_icd.json"),
+        (&format!("usr/share/{of_architecture}"), &of_architecture),
+        ("vulkan/implicit_layer.d/nvidia_layers.json", "vulkan/implicit_layer.d/nvidia_layers.json"),
+    ] {
+        assert!(mounts.contains(&(format!("/{host}"), format!("/etc/{container}"))), "{host}: {mounts:#?}");
+    }
+    assert_eq!(mounts.len(), same.len() + 2 + 3 + 1, "and libcuda: {mounts:#?}");
+}
+
 #[test]
 fn libraries_match_the_loaded_driver() {
-    let names = |libraries: &[Library]| libraries.iter().map(|library| library.name.clone()).collect::<Vec<_>>();
+    let names = |driver: &DriverFiles| {
+        let names = driver.libraries.iter().map(|path| path.rsplit('/').next().unwrap().to_owned());
+        names.collect::<Vec<_>>()
+    };
     let scanned = |folder: &TempDir| scan(on_host(folder), Options::default(), &snapshot(&TWO));
     let folder = tempdir().unwrap();
     let root = Root::empty(folder.path());
     root.driver("535.9");
     root.driver("535.10.1");
     let newest = ["libcuda.so.535.10.1", "libnvidia-ml.so.535.10.1", "libnvidia-ptxjitcompiler.so.535.10.1"];
-    assert_eq!(names(&scanned(&folder).description.driver.libraries), newest, "libcuda.so.1 leads to it");
+    assert_eq!(names(&scanned(&folder).description.driver), newest, "libcuda.so.1 leads to it");
     fs::remove_file(folder.path().join(LIBRARIES).join("libcuda.so.1")).unwrap();
-    assert_eq!(names(&scanned(&folder).description.driver.libraries), newest, "10 is more than 9");
+    assert_eq!(names(&scanned(&folder).description.driver), newest, "10 is more than 9");
     root.link(&format!("{LIBRARIES}/libcuda.so.1"), "libcuda.so.535.9");
     assert_eq!(scanned(&folder).description.driver.version.as_deref(), Some("535.9"));
     root.loaded("535.10.1");
-    assert_eq!(names(&scanned(&folder).description.driver.libraries), newest, "the loaded driver decides");
+    assert_eq!(names(&scanned(&folder).description.driver), newest, "the loaded driver decides");
     // An unfinished update: libraries of another version than the kernel module's do not work.
     root.loaded("550.1");
     let seen = scanned(&folder);
-    assert_eq!(names(&seen.description.driver.libraries), [""; 0]);
+    assert_eq!(names(&seen.description.driver), [""; 0]);
     let warnings: Vec<String> = seen.warnings.iter().map(ToString::to_string).collect();
     assert!(warnings[0].contains("no libcuda.so.550.1 below"), "{warnings:?}");
 }
@@ -223,7 +391,9 @@ fn gpu_without_minor_number_is_left_out() {
 #[test]
 fn mig_device_has_parent_node_and_capabilities() {
     let folder = tempdir().unwrap();
-    Root::full(folder.path()).hook();
+    let root = Root::full(folder.path());
+    root.hook();
+    root.drm("0000:81:00.0", &["card2", "renderD128"]);
     let mig = |index: u32, uuid: &str, capabilities: &str| {
         format!(
             "{{index: {index}, uuid: {uuid}, gpu_instance: {index}, compute_instance: 0, gpu_slices: 1, \
@@ -234,6 +404,7 @@ fn mig_device_has_parent_node_and_capabilities() {
         mig(0, "MIG-1", ", capabilities: {gpu_instance: 66, compute_instance: 67}"),
         // A UUID in the form of drivers before R470, which CDI does not allow as a name.
         mig(1, "MIG-GPU-p/8/0", ", capabilities: {gpu_instance: 75, compute_instance: 76}"),
+        mig(3, "MIG-gfx", ", extension: graphics, capabilities: {gpu_instance: 84, compute_instance: 85}"),
         mig(2, "MIG-3", ""),
     ];
     let yaml = format!(
@@ -259,14 +430,20 @@ fn mig_device_has_parent_node_and_capabilities() {
         .collect();
     let first = vec!["nvidia5", "nvidia-caps/nvidia-cap66", "nvidia-caps/nvidia-cap67"];
     let second = vec!["nvidia5", "nvidia-caps/nvidia-cap75", "nvidia-caps/nvidia-cap76"];
-    let mut all: Vec<&str> = first.iter().chain(&second[1..]).copied().collect();
+    let whole = vec!["nvidia5", "dri/card2", "dri/renderD128"];
+    // Graphics needs the GPU's DRM nodes, and a profile without it gets none.
+    let caps = ["nvidia-caps/nvidia-cap84", "nvidia-caps/nvidia-cap85"];
+    let graphics: Vec<&str> = [&whole[..1], &caps, &whole[1..]].concat();
+    let mut all: Vec<&str> = [&first[1..], &second[1..], &graphics].concat();
     all.sort_unstable();
     let expected = [
-        ("3".to_owned(), vec!["nvidia5"]),
-        ("GPU-p".to_owned(), vec!["nvidia5"]),
+        ("3".to_owned(), whole.clone()),
+        ("GPU-p".to_owned(), whole),
         ("3:0".to_owned(), first.clone()),
         ("MIG-1".to_owned(), first),
         ("3:1".to_owned(), second),
+        ("3:3".to_owned(), graphics.clone()),
+        ("MIG-gfx".to_owned(), graphics),
         ("all".to_owned(), all),
     ];
     assert_eq!(devices, expected);

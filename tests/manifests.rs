@@ -109,6 +109,54 @@ fn under_selinux_the_next_pod_can_read_what_the_last_one_kept() {
     assert_eq!(*options, serde_json::json!({"type": "container_device_plugin_t", "level": "s0"}));
 }
 
+#[test]
+fn openshift_constraints_are_what_the_daemonset_needs() {
+    let folder = manifests().join("overlays/openshift");
+    let (base, patch) = (read(&manifests().join("base/daemonset.yaml")), read(&folder.join("daemonset.yaml")));
+    let [scc, role, binding] = ["scc", "role", "rolebinding"].map(|name| read(&folder.join(format!("{name}.yaml"))));
+    let security = |of: &Value, pointer: &str| {
+        of.pointer(&format!("{POD}/containers/0/securityContext{pointer}")).cloned().unwrap_or_default()
+    };
+    assert_eq!(scc["runAsUser"], serde_json::json!({"type": "MustRunAs", "uid": security(&base, "/runAsUser")}));
+    assert_eq!(scc["seLinuxContext"]["seLinuxOptions"], security(&patch, "/seLinuxOptions"));
+    assert_eq!(scc["requiredDropCapabilities"], security(&base, "/capabilities/drop"));
+    assert_eq!(scc["readOnlyRootFilesystem"], security(&base, "/readOnlyRootFilesystem"));
+    assert_eq!(base.pointer(&format!("{POD}/securityContext/seccompProfile/type")).unwrap(), "RuntimeDefault");
+    assert_eq!(scc["seccompProfiles"], serde_json::json!(["runtime/default"]));
+    let volumes = list(&base, &format!("{POD}/volumes"));
+    let kinds = volumes.iter().flat_map(|volume| volume.as_object().unwrap().keys()).filter(|key| *key != "name");
+    let needed: BTreeSet<&str> = kinds.map(String::as_str).chain(["configMap"]).collect();
+    assert_eq!(list(&scc, "/volumes").into_iter().map(|kind| kind.as_str().unwrap()).collect::<BTreeSet<_>>(), needed);
+    for (name, value) in scc.as_object().unwrap().iter().filter(|(name, _)| name.starts_with("allow")) {
+        let is_needed = name == "allowHostDirVolumePlugin";
+        assert!(value.as_bool() == Some(is_needed) || *value == serde_json::json!([]), "{name}: {value}");
+    }
+    // The annotation, the role and the binding lead from the pod to the constraints.
+    let name = &scc["metadata"]["name"];
+    assert_eq!(patch["spec"]["template"]["metadata"]["annotations"]["openshift.io/required-scc"], *name);
+    let rule = &role["rules"][0];
+    assert_eq!((&rule["resourceNames"][0], &rule["verbs"]), (name, &serde_json::json!(["use"])));
+    assert_eq!(binding["roleRef"]["name"], role["metadata"]["name"]);
+    assert_eq!(binding["subjects"][0]["name"], base["spec"]["template"]["spec"]["serviceAccountName"]);
+    assert_eq!(binding["subjects"][0]["namespace"], read(&folder.join("kustomization.yaml"))["namespace"]);
+}
+
+/// By volume mounts, a runtime that ignores the variable of unprivileged containers gives linkwise itself no GPU either.
+#[test]
+fn volume_mounts_come_with_the_right_to_see_gpus() {
+    let patch = read(&manifests().join("overlays/volume-mounts/daemonset.yaml"));
+    let container = patch.pointer(&format!("{POD}/containers/0")).unwrap();
+    assert_eq!(container["env"][0], serde_json::json!({"name": "DEVICE_LIST_STRATEGY", "value": "volume-mounts"}));
+    let capabilities = serde_json::json!({"add": ["SYS_ADMIN"], "drop": ["ALL"]});
+    assert_eq!(container["securityContext"]["capabilities"], capabilities);
+}
+
+#[test]
+fn mps_control_daemon_has_the_hosts_process_ids() {
+    let daemon = read(&manifests().join("overlays/mps/mps-control-daemon.yaml"));
+    assert_eq!(daemon.pointer(&format!("{POD}/hostPID")), Some(&Value::Bool(true)));
+}
+
 /// What kubectl, or kustomize, makes of a folder; `None` where this machine has neither.
 fn rendered(folder: &Path) -> Option<Vec<Value>> {
     let ways: [(&str, &[&str]); 2] = [("kubectl", &["kustomize"]), ("kustomize", &["build"])];
@@ -131,8 +179,10 @@ fn what_the_cluster_would_get_is_whole() {
         let of_kind = |kind: &'static str| objects.iter().filter(move |object| object["kind"] == kind);
         assert_eq!(of_kind("ServiceAccount").count(), 1, "{}", folder.display());
         let maps: BTreeSet<&str> = of_kind("ConfigMap").map(|map| map["metadata"]["name"].as_str().unwrap()).collect();
-        for object in &objects {
-            assert_eq!(object["metadata"]["namespace"], "kube-system", "{}: {}", folder.display(), object["kind"]);
+        // OpenShift's constraints do not apply in kube-system.
+        let namespace = if folder.ends_with("openshift") { "linkwise" } else { "kube-system" };
+        for object in objects.iter().filter(|object| object["kind"] != "Namespace") {
+            assert_eq!(object["metadata"]["namespace"], namespace, "{}: {}", folder.display(), object["kind"]);
         }
         let linkwise = of_kind("DaemonSet").find(|object| object["metadata"]["name"] == "linkwise").unwrap();
         assert_eq!(list(linkwise, &format!("{POD}/containers")).len(), 1, "{}", folder.display());

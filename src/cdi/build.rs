@@ -3,6 +3,9 @@
 use std::collections::BTreeSet;
 
 use super::description::{Description, DeviceEntry};
+use super::hooks::{
+    CREATE_SYMLINKS, DISABLE_DEVICE_NODE_MODIFICATION, ENABLE_CUDA_COMPAT, UPDATE_APPLICATION_PROFILE, UPDATE_LDCACHE,
+};
 use super::spec::{ContainerEdits, Device, DeviceNode, Hook, Mount, Spec};
 use super::{ALL, GPU_CLASS};
 use crate::publish::below;
@@ -10,18 +13,12 @@ use crate::publish::below;
 /// Mounts from the driver root: the container cannot change them, and gains no rights by them.
 const MOUNT_OPTIONS: [&str; 5] = ["ro", "nosuid", "nodev", "rbind", "rprivate"];
 
-/// The same for sockets, which no container needs to run.
-const SOCKET_OPTIONS: [&str; 6] = ["ro", "nosuid", "nodev", "noexec", "rbind", "rprivate"];
+/// The same for sockets, writable: a container within the container could not mount a read-only one.
+const SOCKET_OPTIONS: [&str; 5] = ["nosuid", "nodev", "noexec", "rbind", "rprivate"];
 
 /// With this value the NVIDIA runtime adds no GPUs of its own to those of CDI, whatever NVIDIA_VISIBLE_DEVICES the
 /// image has.
 const NOTHING_BY_ENVIRONMENT: &str = "NVIDIA_VISIBLE_DEVICES=void";
-
-/// The hook that makes links in the container.
-const CREATE_SYMLINKS: &str = "create-symlinks";
-
-/// The hook that brings the dynamic linker's cache up to date.
-const UPDATE_LDCACHE: &str = "update-ldcache";
 
 /// The specs of a node, at most one a kind; a kind without devices has none.
 pub fn specs(description: &Description) -> Vec<Spec> {
@@ -50,55 +47,55 @@ fn gpu_devices(description: &Description) -> Vec<Device> {
 /// The edits for every container with a GPU: control nodes and the driver.
 fn common(description: &Description) -> ContainerEdits {
     let driver = &description.driver;
-    let folder = driver.library_folder.trim_end_matches('/');
-    let library = |name: &str| format!("{folder}/{name}");
-    let mut mounts = Vec::new();
-    let mut links = Vec::new();
-    for found in &driver.libraries {
-        let path = library(&found.name);
-        mounts.push(description.mount(&path, &path, &MOUNT_OPTIONS));
-        for (name, target) in &found.links {
-            if description.has_hook(CREATE_SYMLINKS) {
-                links.push(format!("{target}::{}", library(name)));
-            } else {
-                mounts.push(description.mount(&path, &library(name), &MOUNT_OPTIONS));
-            }
-        }
+    let read_only = |host: &str, container: &str| description.mount(host, container, &MOUNT_OPTIONS);
+    let mut mounts: Vec<Mount> = driver.libraries.iter().map(|path| read_only(path, path)).collect();
+    if !description.has_hook(CREATE_SYMLINKS) {
+        mounts.extend(driver.links.iter().map(|link| read_only(&link.library, &link.path)));
     }
-    mounts.extend(driver.files.iter().map(|path| description.mount(path, path, &MOUNT_OPTIONS)));
+    mounts.extend(driver.files.iter().map(|file| read_only(&file.host, &file.container)));
     let sockets = driver.sockets.iter();
     mounts.extend(sockets.map(|socket| description.mount(&socket.host, &socket.container, &SOCKET_OPTIONS)));
-    let cache = description.has_hook(UPDATE_LDCACHE) && !driver.libraries.is_empty();
-    let folder = cache.then(|| driver.library_folder.clone());
-    let hooks = description.hook.as_deref().map_or_else(Vec::new, |path| hooks_with(path, links, folder));
     ContainerEdits {
         env: vec![NOTHING_BY_ENVIRONMENT.to_owned()],
         device_nodes: description.control_nodes.iter().map(|path| description.node(path)).collect(),
         mounts,
-        hooks,
+        hooks: hooks(description),
     }
 }
 
-/// The links first, then the cache of the dynamic linker. Both subcommands are in every release that has CDI hooks;
-/// newer ones (`enable-cuda-compat` ...) would keep all containers from starting under an older toolkit, and are not
-/// used.
-fn hooks_with(path: &str, links: Vec<String>, folder: Option<String>) -> Vec<Hook> {
-    let program = path.rsplit('/').next().unwrap_or(path).to_owned();
+/// The hooks, in the order in which they have to run: the linker's cache comes after the links and the libraries that it
+/// is to have.
+fn hooks(description: &Description) -> Vec<Hook> {
+    let (Some(hooks), driver) = (&description.hooks, &description.driver) else { return Vec::new() };
+    let program = hooks.program.rsplit('/').next().unwrap_or(&hooks.program);
     // In nvidia-ctk the hooks are one level down.
-    let nested = (program == "nvidia-ctk").then(|| "hook".to_owned());
-    let hook = |name: &str, option: &str, values: Vec<String>| {
-        let words = [program.clone()].into_iter().chain(nested.clone()).chain([name.to_owned()]);
-        let values = values.into_iter().flat_map(|value| [option.to_owned(), value]);
-        Hook { hook_name: "createContainer", path: path.to_owned(), args: words.chain(values).collect() }
+    let nested = (program == "nvidia-ctk").then_some("hook");
+    let each = |option: &str, values: &mut dyn Iterator<Item = String>| {
+        let words: Vec<String> = values.flat_map(|value| [option.to_owned(), value]).collect();
+        (!words.is_empty()).then_some(words)
     };
-    let symlinks = (!links.is_empty()).then(|| hook(CREATE_SYMLINKS, "--link", links));
-    symlinks.into_iter().chain(folder.map(|folder| hook(UPDATE_LDCACHE, "--folder", vec![folder]))).collect()
+    let folders: BTreeSet<&str> = driver.libraries.iter().filter_map(|path| Some(path.rsplit_once('/')?.0)).collect();
+    let links = driver.links.iter().map(|link| format!("{}::{}", link.target, link.path));
+    let version = driver.version.as_ref().filter(|_| !driver.libraries.is_empty());
+    let named = [
+        (CREATE_SYMLINKS, each("--link", &mut links.into_iter())),
+        (ENABLE_CUDA_COMPAT, version.map(|version| vec![format!("--host-driver-version={version}")])),
+        (UPDATE_LDCACHE, each("--folder", &mut folders.into_iter().map(str::to_owned))),
+        (DISABLE_DEVICE_NODE_MODIFICATION, Some(Vec::new())),
+        (UPDATE_APPLICATION_PROFILE, Some(Vec::new())),
+    ];
+    let used = named.into_iter().filter(|(name, _)| description.has_hook(name));
+    let hook = |(name, words): (&str, Option<Vec<String>>)| {
+        let own = [Some(program), nested, Some(name)].into_iter().flatten().map(str::to_owned);
+        let args = own.chain(words?).collect();
+        Some(Hook { hook_name: "createContainer", path: hooks.program.clone(), args })
+    };
+    used.filter_map(hook).collect()
 }
 
 impl Description {
-    /// Whether this hook is to run: there is a program for it, and the operator did not disable it.
     fn has_hook(&self, name: &str) -> bool {
-        self.hook.is_some() && ![ALL, name].iter().any(|name| self.disabled_hooks.contains(*name))
+        self.hooks.as_ref().is_some_and(|hooks| hooks.names.contains(name))
     }
 
     /// A device under each of its names.

@@ -19,10 +19,8 @@ pub struct Description {
     pub control_nodes: Vec<String>,
     /// The driver's files.
     pub driver: DriverFiles,
-    /// nvidia-cdi-hook (or nvidia-ctk), on the host; `None` where no hook is to be used.
-    pub hook: Option<String>,
-    /// Hooks that are left out, by name.
-    pub disabled_hooks: BTreeSet<String>,
+    /// The hooks, where there is a program for them.
+    pub hooks: Option<Hooks>,
 }
 
 /// A device of a spec.
@@ -44,33 +42,43 @@ pub struct DeviceEntry {
 pub struct DriverFiles {
     /// The driver's version, where it is known.
     pub version: Option<String>,
-    /// The folder of the libraries; empty without libraries.
-    pub library_folder: String,
-    /// The libraries of that version, by name.
-    pub libraries: Vec<Library>,
-    /// Programs, firmware and configuration files.
-    pub files: Vec<String>,
+    /// The libraries of that version, by path; none where none were found.
+    pub libraries: Vec<String>,
+    /// Links to libraries.
+    pub links: Vec<Link>,
+    /// Programs, firmware, configuration files and the X server's modules.
+    pub files: Vec<DriverFile>,
     /// Sockets of the driver's daemons.
-    pub sockets: Vec<Socket>,
+    pub sockets: Vec<DriverFile>,
 }
 
-/// One shared library in the library folder.
+/// A link to a library.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Library {
-    /// `libcuda.so.550.54.15`.
-    pub name: String,
-    /// Links in the same folder that lead to it, each with its target: (`libcuda.so`, `libcuda.so.1`),
-    /// (`libcuda.so.1`, `libcuda.so.550.54.15`).
-    pub links: Vec<(String, String)>,
+pub struct Link {
+    /// `/usr/lib64/libcuda.so`.
+    pub path: String,
+    /// What it says, from its own folder: `libcuda.so.1`.
+    pub target: String,
+    /// The library to which it leads in the end: `/usr/lib64/libcuda.so.550.54.15`.
+    pub library: String,
 }
 
-/// A daemon's socket, which the host and a container may have at different places.
+/// A file that the host and a container may have at different places.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Socket {
+pub struct DriverFile {
     /// Below the driver root.
     pub host: String,
     /// In the container.
     pub container: String,
+}
+
+/// The hooks that are used.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Hooks {
+    /// nvidia-cdi-hook (or nvidia-ctk), on the host.
+    pub program: String,
+    /// Their names: those that the program has and no operator disabled.
+    pub names: BTreeSet<&'static str>,
 }
 
 /// What containers can get beside a GPU. Each is a CDI kind of its own with one device, `all`.

@@ -1,78 +1,137 @@
-//! The driver's other files for containers: programs, firmware, configuration, sockets. Reads folders below the driver
-//! root.
+//! The driver's other files for containers: programs, firmware, configuration, the X server's modules, sockets. Reads
+//! folders below the driver root.
 //!
 //! Which files those are: `pkg/nvcdi/driver-nvml.go`, `internal/discover/graphics.go` and `internal/discover/ipc.go` of
-//! NVIDIA/nvidia-container-toolkit.
+//! NVIDIA/nvidia-container-toolkit v1.20.
 
+use std::collections::BTreeSet;
+use std::env::consts::ARCH;
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use super::description::{DriverFiles, Socket};
+use super::description::{DriverFile, DriverFiles, Link};
 use super::libraries::Found;
 
-/// Where programs are, relative to the driver root.
-const PROGRAM_FOLDERS: [&str; 6] = ["usr/local/sbin", "usr/local/bin", "usr/sbin", "usr/bin", "sbin", "bin"];
+/// Where programs are, from the driver root.
+const PROGRAM_FOLDERS: [&str; 6] = ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"];
 
 /// The driver's programs.
-const PROGRAMS: [&str; 5] =
-    ["nvidia-smi", "nvidia-debugdump", "nvidia-persistenced", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"];
-
-/// Where the kernel looks for firmware, without the folders that an operator names.
-const FIRMWARE_FOLDERS: [&str; 2] = ["lib/firmware/updates/nvidia", "lib/firmware/nvidia"];
-
-/// What OpenGL, Vulkan and OptiX read to find the driver.
-const CONFIGURATION: [&str; 9] = [
-    "usr/share/glvnd/egl_vendor.d/10_nvidia.json",
-    "usr/share/egl/egl_external_platform.d/10_nvidia_wayland.json",
-    "usr/share/egl/egl_external_platform.d/15_nvidia_gbm.json",
-    "usr/share/nvidia/nvoptix.bin",
-    "usr/share/vulkan/icd.d/nvidia_icd.json",
-    "usr/share/vulkan/icd.d/nvidia_icd.x86_64.json",
-    "etc/vulkan/icd.d/nvidia_icd.json",
-    "usr/share/vulkan/implicit_layer.d/nvidia_layers.json",
-    "etc/vulkan/implicit_layer.d/nvidia_layers.json",
+const PROGRAMS: [&str; 7] = [
+    "nvidia-smi",
+    "nvidia-debugdump",
+    "nvidia-persistenced",
+    "nvidia-cuda-mps-control",
+    "nvidia-cuda-mps-server",
+    "nvidia-imex",
+    "nvidia-imex-ctl",
 ];
+
+/// Where configuration files are.
+const CONFIGURATION_FOLDERS: [&str; 3] = ["/etc", "/usr/local/share", "/usr/share"];
+
+/// What OpenGL, OpenCL, OptiX and the X server read to find the driver.
+const CONFIGURATION: [&str; 8] = [
+    "glvnd/egl_vendor.d/10_nvidia.json",
+    "egl/egl_external_platform.d/09_nvidia_wayland2.json",
+    "egl/egl_external_platform.d/10_nvidia_wayland.json",
+    "egl/egl_external_platform.d/15_nvidia_gbm.json",
+    "nvidia/nvoptix.bin",
+    "OpenCL/vendors/nvidia.icd",
+    "X11/xorg.conf.d/10-nvidia.conf",
+    "X11/xorg.conf.d/nvidia-drm-outputclass.conf",
+];
+
+/// What Vulkan reads, beside `icd.d/nvidia_icd.ARCHITECTURE.json`.
+const VULKAN: [&str; 3] = ["icd.d/nvidia_icd.json", "icd.d/nvidia_layers.json", "implicit_layer.d/nvidia_layers.json"];
+
+/// Where the X server's modules are, beside the folders of libraries.
+const X_FOLDERS: [&str; 4] = ["/usr/lib/xorg", "/usr/lib64/xorg", "/usr/X11R6/lib", "/usr/X11R6/lib64"];
+
+/// Its modules' folders below each of these.
+const X_MODULES: [&str; 4] =
+    ["modules/drivers", "modules/extensions", "modules/updates/drivers", "modules/updates/extensions"];
 
 /// The daemons' sockets: folder and name below /run or /var/run.
 const SOCKETS: [&str; 2] = ["nvidia-persistenced/socket", "nvidia-fabricmanager/socket"];
 
 /// The driver's files below `root`, the driver root. `loaded`: the version of the driver that is loaded.
-pub(super) fn files(root: &Path, loaded: Option<&str>, found: Option<&Found>) -> DriverFiles {
+pub(super) fn files(root: &Path, sysfs: &Path, loaded: Option<&str>, found: Option<&Found>) -> DriverFiles {
     let version = found.map(|found| found.version.as_str()).or(loaded);
-    let programs = PROGRAMS.iter().filter_map(|name| {
-        let mut paths = PROGRAM_FOLDERS.iter().map(|folder| format!("{folder}/{name}"));
-        paths.find(|path| is_program(&root.join(path)))
+    let first = |folders: &[&str], name: &str, is_wanted: fn(&Path) -> bool| {
+        let mut paths = folders.iter().map(|folder| format!("{folder}/{name}"));
+        paths.find(|path| is_wanted(&below(root, path)))
+    };
+    let mut same: Vec<String> = PROGRAMS.iter().filter_map(|name| first(&PROGRAM_FOLDERS, name, is_program)).collect();
+    same.extend(version.into_iter().flat_map(|version| firmware(root, sysfs, version)));
+    for name in CONFIGURATION {
+        let paths = CONFIGURATION_FOLDERS.iter().map(|folder| format!("{folder}/{name}"));
+        same.extend(paths.filter(|path| is_file(&below(root, path))));
+    }
+    let mut links = found.map(|found| found.links.values().cloned().collect()).unwrap_or_default();
+    same.extend(found.into_iter().flat_map(|found| x_modules(root, found, &mut links)));
+    let same = same.into_iter().map(|path| DriverFile { host: path.clone(), container: path });
+    let of_architecture = format!("icd.d/nvidia_icd.{ARCH}.json");
+    let vulkan = VULKAN.into_iter().chain([of_architecture.as_str()]).filter_map(|name| {
+        // Google's installer has them in the driver root itself.
+        let host = first(&["/etc", "/usr/local/share", "/usr/share", ""], &format!("vulkan/{name}"), is_file)?;
+        Some(DriverFile { host, container: format!("/etc/vulkan/{name}") })
     });
-    let firmware = version.map(|version| firmware(root, version)).unwrap_or_default();
-    let configuration = CONFIGURATION.iter().filter(|path| is_file(&root.join(path))).map(|path| (*path).to_owned());
+    // The driver connects to /var/run, which hosts have as a link to /run, and not every image does; a host's link with
+    // an absolute target leads elsewhere in our container.
+    let sockets = SOCKETS.iter().filter_map(|name| {
+        Some(DriverFile { host: first(&["/run", "/var/run"], name, is_socket)?, container: format!("/var/run/{name}") })
+    });
     DriverFiles {
         version: version.map(str::to_owned),
-        library_folder: found.map(|found| absolute(found.folder)).unwrap_or_default(),
-        libraries: found.map(|found| found.libraries.clone()).unwrap_or_default(),
-        files: programs.chain(firmware).chain(configuration).map(absolute).collect(),
-        sockets: SOCKETS.iter().filter_map(|name| socket(root, name)).collect(),
+        libraries: found.map(|found| found.libraries.iter().cloned().collect()).unwrap_or_default(),
+        files: same.chain(vulkan).collect(),
+        sockets: sockets.collect(),
+        links,
     }
 }
 
-/// The firmware of the GPU's own processor, relative to the driver root: gsp*.bin of that version.
-fn firmware(root: &Path, version: &str) -> Vec<String> {
+/// The firmware of the GPU's own processor, gsp*.bin of that version, from all folders in which the kernel looks.
+fn firmware(root: &Path, sysfs: &Path, version: &str) -> Vec<String> {
+    let text = |path: &Path| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
+    let kernel = text(Path::new("/proc/sys/kernel/osrelease"));
+    let (updates, standard) = ("/lib/firmware/updates", "/lib/firmware");
+    let folders = [
+        text(&sysfs.join("module/firmware_class/parameters/path")),
+        format!("{updates}/{kernel}"),
+        updates.to_owned(),
+        format!("{standard}/{kernel}"),
+        standard.to_owned(),
+    ];
     let mut files = Vec::new();
-    for folder in FIRMWARE_FOLDERS.map(|folder| format!("{folder}/{version}")) {
-        let mut names = entries(&root.join(&folder));
+    for folder in folders.iter().filter(|folder| !folder.is_empty()) {
+        let folder = format!("{}/nvidia/{version}", folder.trim_end_matches('/'));
+        let mut names = entries(&below(root, &folder));
         names.retain(|name| name.starts_with("gsp") && name.ends_with(".bin"));
         files.extend(names.into_iter().map(|name| format!("{folder}/{name}")));
     }
     files
 }
 
-/// A daemon's socket. The driver connects to /var/run, which hosts have as a link to /run; a host's link with an
-/// absolute target leads elsewhere in our container.
-fn socket(root: &Path, name: &str) -> Option<Socket> {
-    let is_socket =
-        |path: &String| root.join(path).symlink_metadata().is_ok_and(|metadata| metadata.file_type().is_socket());
-    let host = ["run", "var/run"].map(|folder| format!("{folder}/{name}")).into_iter().find(is_socket)?;
-    Some(Socket { host: absolute(host), container: format!("/var/run/{name}") })
+/// The X server's modules, and the link to one of them.
+fn x_modules(root: &Path, found: &Found, links: &mut Vec<Link>) -> Vec<String> {
+    let libraries: BTreeSet<&str> = found.libraries.iter().filter_map(|path| Some(path.rsplit_once('/')?.0)).collect();
+    let beside = libraries.iter().map(|folder| format!("{folder}/xorg"));
+    let servers = beside.chain(X_FOLDERS.map(str::to_owned));
+    let modules = servers.flat_map(|server| X_MODULES.map(|modules| format!("{server}/{modules}")));
+    let folders: Vec<String> = libraries.iter().map(|folder| format!("{folder}/nvidia/xorg")).chain(modules).collect();
+    let first = |name: &str| {
+        let mut paths = folders.iter().map(|folder| format!("{folder}/{name}"));
+        paths.find(|path| is_file(&below(root, path)))
+    };
+    let server = "libglxserver_nvidia.so";
+    let target = format!("{server}.{}", found.version);
+    let glx = first(&target);
+    if let Some(library) = &glx {
+        let path = library.trim_end_matches(&target).to_owned() + server;
+        links.push(Link { path, target, library: library.clone() });
+    }
+    first("nvidia_drv.so").into_iter().chain(glx).collect()
 }
 
 /// The names in a folder, sorted; none where it cannot be read. A name that is not UTF-8 cannot stand in JSON.
@@ -83,6 +142,11 @@ pub(super) fn entries(folder: &Path) -> Vec<String> {
     names
 }
 
+/// A path from a root, below another one.
+pub(super) fn below(root: &Path, path: &str) -> PathBuf {
+    root.join(path.trim_start_matches('/'))
+}
+
 pub(super) fn is_file(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|metadata| metadata.is_file())
 }
@@ -91,6 +155,6 @@ fn is_program(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|metadata| metadata.is_file() && metadata.permissions().mode() & 0o111 != 0)
 }
 
-fn absolute(path: impl std::fmt::Display) -> String {
-    format!("/{path}")
+fn is_socket(path: &Path) -> bool {
+    path.symlink_metadata().is_ok_and(|metadata| metadata.file_type().is_socket())
 }

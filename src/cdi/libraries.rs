@@ -3,20 +3,22 @@
 //! Called by `scan` every 10 s. A library folder of a host has thousands of names, so it is read only when it changed:
 //! the kernel gives a folder a new ctime whenever a name in it comes or goes.
 //!
-//! Which libraries: `pkg/nvcdi/driver-nvml.go` of NVIDIA/nvidia-container-toolkit.
+//! Which libraries and links: `pkg/nvcdi/driver-nvml.go`, `internal/lookup/root/root.go`, `internal/discover/graphics.go`
+//! and `internal/discover/symlinks.go` of NVIDIA/nvidia-container-toolkit v1.20.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use super::description::Library;
+use super::description::Link;
 use super::driver::{entries, is_file};
+use super::ld_cache;
 
 /// Where distributions and installers put the driver's 64-bit libraries, relative to the driver root: Red Hat, Debian
 /// and Ubuntu, Debian's alternatives, SUSE and Arch, Google's and Talos' installers.
-pub(super) const FOLDERS: [&str; 12] = [
+pub(super) const FOLDERS: [&str; 14] = [
     "usr/lib64",
     "usr/lib/x86_64-linux-gnu",
     "usr/lib/aarch64-linux-gnu",
@@ -26,30 +28,46 @@ pub(super) const FOLDERS: [&str; 12] = [
     "lib64",
     "lib/x86_64-linux-gnu",
     "lib/aarch64-linux-gnu",
+    "lib/x86_64-linux-gnu/nvidia/current",
+    "lib/aarch64-linux-gnu/nvidia/current",
     "usr/local/nvidia/lib64",
     "glibc/lib",
     "usr/local/glibc/usr/lib",
 ];
 
-/// The library without which there is no CUDA; the others are in the same folder.
+/// The library without which there is no CUDA.
 pub(super) const LIBCUDA: &str = "libcuda.so.";
 
-/// Libraries of the driver with version numbers of their own.
-const OTHER_LIBRARIES: [&str; 2] = ["libnvidia-egl-gbm.so.", "libnvidia-egl-wayland.so."];
+/// Libraries of the driver with version numbers of their own, and how many numbers these have at least.
+const OTHER_LIBRARIES: [(&str, usize); 4] = [
+    ("libnvidia-egl-gbm.so.", 2),
+    ("libnvidia-egl-wayland.so.", 2),
+    ("libnvidia-egl-wayland2.so.", 2),
+    ("libnvidia-nvvm70.so.", 1),
+];
+
+/// Links that programs expect, whether the host has them or not: the library, the link beside it, and its target where
+/// that is not the library. `libGLX_indirect.so.0` is Mesa's on many hosts.
+const EXPECTED_LINKS: [(&str, &str, Option<&str>); 5] = [
+    ("libcuda.so", "libcuda.so", Some("libcuda.so.1")),
+    ("libGLX_nvidia.so", "libGLX_indirect.so.0", None),
+    ("libnvidia-opticalflow.so", "libnvidia-opticalflow.so", Some("libnvidia-opticalflow.so.1")),
+    ("libnvidia-vulkan-producer.so", "libnvidia-vulkan-producer.so", None),
+    ("libnvidia-allocator.so", "gbm/nvidia-drm_gbm.so", Some("../libnvidia-allocator.so.1")),
+];
 
 /// A folder that changed less than this before it was read is read again: file systems count time in ticks of up to 1
 /// s, and a later change in the same tick would not show.
 const SETTLED_AFTER: Duration = Duration::from_secs(2);
 
-/// The libraries of the driver; nothing where no folder has them.
+/// The libraries of the driver. Paths are absolute from the driver root, and lead through no link.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Found {
     /// The driver's version.
     pub version: String,
-    /// The folder, relative to the driver root.
-    pub folder: &'static str,
-    /// The libraries, by name.
-    pub libraries: Vec<Library>,
+    pub libraries: BTreeSet<String>,
+    /// By their paths.
+    pub links: BTreeMap<String, Link>,
 }
 
 /// Finds the libraries, and remembers them until a folder changes.
@@ -57,36 +75,26 @@ pub(super) struct Found {
 pub(super) struct LibraryFinder {
     root: PathBuf,
     settled_after: Duration,
-    last: Option<(Key, Option<Found>)>,
+    /// The version that was loaded, the state of each folder that exists and of the linker's cache, and the result.
+    last: Option<(Option<String>, Vec<Option<Stamp>>, Option<Found>)>,
     /// How often folders were read.
     reads: u64,
 }
 
-/// What the result depends on.
-#[derive(Debug, PartialEq, Eq)]
-struct Key {
-    /// The version of the driver that is loaded.
-    loaded: Option<String>,
-    /// The state of each of [`FOLDERS`] that exists.
-    folders: Vec<Option<FolderState>>,
-}
-
-/// Equal as long as no name in a folder came or went.
-#[derive(Debug, PartialEq, Eq)]
-struct FolderState {
-    device: u64,
-    inode: u64,
+/// The state of a file, or of a folder: equal as long as no name in it came or went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Stamp {
+    place: (u64, u64),
     /// The ctime, since the epoch. Unlike the mtime, no program sets it back.
     changed: Duration,
 }
 
-impl FolderState {
-    fn of(folder: &Path) -> Option<Self> {
-        let metadata = fs::metadata(folder).ok()?;
+impl Stamp {
+    pub fn of(path: &Path) -> Option<Self> {
+        let metadata = fs::metadata(path).ok()?;
         let seconds = u64::try_from(metadata.ctime()).unwrap_or(0);
         let nanoseconds = u32::try_from(metadata.ctime_nsec()).unwrap_or(0);
-        let changed = Duration::new(seconds, nanoseconds);
-        Some(Self { device: metadata.dev(), inode: metadata.ino(), changed })
+        Some(Self { place: (metadata.dev(), metadata.ino()), changed: Duration::new(seconds, nanoseconds) })
     }
 }
 
@@ -100,71 +108,103 @@ impl LibraryFinder {
     /// there.
     pub fn find(&mut self, loaded: Option<&str>) -> Option<&Found> {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let folders = FOLDERS.iter().map(|folder| FolderState::of(&self.root.join(folder))).collect();
-        let key = Key { loaded: loaded.map(str::to_owned), folders };
-        let settled = |folder: &FolderState| now.saturating_sub(folder.changed) >= self.settled_after;
-        let unchanged = self.last.as_ref().is_some_and(|(last, _)| *last == key);
-        if !unchanged || !key.folders.iter().flatten().all(settled) {
-            let found = self.read(loaded);
-            self.last = Some((key, found));
+        let cache = self.root.join("etc/ld.so.cache");
+        let stamps: Vec<_> = usual(&self.root).iter().chain([&cache]).map(|path| Stamp::of(path)).collect();
+        let unchanged = self.last.as_ref().is_some_and(|(of, then, _)| of.as_deref() == loaded && *then == stamps);
+        let settled = |stamp: &Stamp| now.saturating_sub(stamp.changed) >= self.settled_after;
+        if !unchanged || !stamps.iter().flatten().all(settled) {
+            self.reads += 1;
+            self.last = Some((loaded.map(str::to_owned), stamps, read(&self.root, loaded)));
         }
-        self.last.as_ref().and_then(|(_, found)| found.as_ref())
+        self.last.as_ref().and_then(|(_, _, found)| found.as_ref())
     }
+}
 
-    fn read(&mut self, loaded: Option<&str>) -> Option<Found> {
-        self.reads += 1;
-        FOLDERS.into_iter().find_map(|folder| {
-            let path = self.root.join(folder);
-            let version = match loaded {
-                Some(loaded) if is_file(&path.join(format!("{LIBCUDA}{loaded}"))) => loaded.to_owned(),
-                Some(_) => return None,
-                None => version_in(&path)?,
-            };
-            Some(Found { libraries: libraries(&path, &version), folder, version })
-        })
+/// The folders in which the driver may be.
+fn usual(root: &Path) -> Vec<PathBuf> {
+    with_vdpau(FOLDERS.iter().map(|folder| root.join(folder)))
+}
+
+/// These folders, and those in them of VDPAU's drivers.
+fn with_vdpau(folders: impl Iterator<Item = PathBuf>) -> Vec<PathBuf> {
+    folders.flat_map(|folder| [folder.join("vdpau"), folder]).collect()
+}
+
+fn read(root: &Path, loaded: Option<&str>) -> Option<Found> {
+    let root = root.canonicalize().ok()?;
+    let mut folders = usual(&root);
+    let version = version_in(&folders, loaded).or_else(|| {
+        let unusual = ld_cache::folders(&root, "libcuda.so.1");
+        folders = with_vdpau(unusual.iter().map(|folder| root.join(folder)));
+        version_in(&folders, loaded)
+    })?;
+    let of_driver = format!(".so.{version}");
+    let is_library = |name: &String| {
+        let other = |(library, least): &(&str, usize)| {
+            name.strip_prefix(library).and_then(numbers).is_some_and(|numbers| numbers.len() >= *least)
+        };
+        name.ends_with(&of_driver) || OTHER_LIBRARIES.iter().any(other)
+    };
+    let mut libraries = BTreeSet::new();
+    for folder in &folders {
+        let named = entries(folder).into_iter().filter(is_library);
+        // Several folders may be one, and Debian's alternatives are links to the libraries.
+        let files = named.filter_map(|name| folder.join(name).canonicalize().ok()).filter(|path| is_file(path));
+        let paths = files.filter_map(|path| path.strip_prefix(&root).ok()?.to_str().map(|path| format!("/{path}")));
+        libraries.extend(paths);
     }
+    let links = links(&root, &libraries, &of_driver);
+    Some(Found { version, libraries, links })
+}
+
+/// The links that lead to libraries: those beside them, and those that programs expect.
+fn links(root: &Path, libraries: &BTreeSet<String>, of_driver: &str) -> BTreeMap<String, Link> {
+    let mut links = BTreeMap::new();
+    let mut add = |folder: &str, name: &str, target: &str, library: &str| {
+        let path = format!("{folder}/{name}");
+        let (target, library) = (target.to_owned(), library.to_owned());
+        links.insert(path.clone(), Link { path, target, library });
+    };
+    let split = || libraries.iter().filter_map(|path| Some((path.rsplit_once('/')?, path)));
+    for folder in split().map(|((folder, _), _)| folder).collect::<BTreeSet<_>>() {
+        let here = root.join(folder.trim_start_matches('/'));
+        let beside = entries(&here).into_iter().filter_map(|name| Some((link_beside(&here.join(&name))?, name)));
+        let beside: BTreeMap<String, String> = beside.map(|(target, name)| (name, target)).collect();
+        for (name, target) in &beside {
+            // libcuda.so leads to libcuda.so.1, to libcuda.so.550.54.15; a chain longer than that is no library's.
+            let chain = std::iter::successors(Some(target), |name| beside.get(*name)).take(4);
+            let mut ends = chain.filter_map(|name| libraries.get(&format!("{folder}/{name}")));
+            ends.next().into_iter().for_each(|library| add(folder, name, target, library));
+        }
+    }
+    for ((folder, name), path) in split() {
+        for (library, link, target) in EXPECTED_LINKS {
+            if name.strip_suffix(of_driver).is_some_and(|name| library.strip_suffix(".so") == Some(name)) {
+                add(folder, link, target.unwrap_or(name), path);
+            }
+        }
+    }
+    links
+}
+
+/// The driver's version, where a libcuda in these folders has it: `loaded`, else the one in the first folder that has any.
+fn version_in(folders: &[PathBuf], loaded: Option<&str>) -> Option<String> {
+    let Some(loaded) = loaded else { return folders.iter().find_map(|folder| newest_in(folder)) };
+    let name = format!("{LIBCUDA}{loaded}");
+    folders.iter().any(|folder| is_file(&folder.join(&name))).then(|| loaded.to_owned())
 }
 
 /// The version of the libcuda in a folder: the one that `libcuda.so.1` leads to, else the newest.
-fn version_in(folder: &Path) -> Option<String> {
+fn newest_in(folder: &Path) -> Option<String> {
     let names = entries(folder);
-    let versions: Vec<&str> = names
-        .iter()
-        .filter_map(|name| name.strip_prefix(LIBCUDA))
-        .filter(|version| numbers(version).is_some())
+    let versions = names.iter().filter_map(|name| name.strip_prefix(LIBCUDA));
+    let versions: Vec<(Vec<u64>, &str)> = versions
+        .filter_map(|version| Some((numbers(version).filter(|numbers| numbers.len() >= 2)?, version)))
         .collect();
     let target = fs::read_link(folder.join("libcuda.so.1")).ok();
     let linked = target.as_deref().and_then(Path::file_name).and_then(|name| name.to_str()?.strip_prefix(LIBCUDA));
-    let newest = versions.iter().max_by_key(|version| numbers(version)).copied();
-    linked.filter(|linked| versions.contains(linked)).or(newest).map(str::to_owned)
-}
-
-/// The libraries of a version in a folder, with the links beside them that lead to them.
-fn libraries(folder: &Path, version: &str) -> Vec<Library> {
-    let names = entries(folder);
-    let ending = format!(".so.{version}");
-    let is_library = |name: &str| {
-        let other = OTHER_LIBRARIES.iter().find_map(|other| name.strip_prefix(other)).and_then(numbers).is_some();
-        (other || name.ends_with(&ending)) && is_file(&folder.join(name))
-    };
-    let mut found: BTreeMap<&str, Vec<(String, String)>> = BTreeMap::new();
-    let mut links: BTreeMap<&str, String> = BTreeMap::new();
-    for name in &names {
-        if is_library(name) {
-            found.insert(name, Vec::new());
-        } else if let Some(target) = link_beside(&folder.join(name)) {
-            links.insert(name, target);
-        }
-    }
-    for (name, target) in &links {
-        // libcuda.so says libcuda.so.1 says libcuda.so.550.54.15; a chain longer than that is no library's.
-        let chain = std::iter::successors(Some(target), |name| links.get(name.as_str())).take(4);
-        let mut libraries = chain.filter(|name| found.contains_key(name.as_str()));
-        if let Some(leading) = libraries.next().and_then(|end| found.get_mut(end.as_str())) {
-            leading.push(((*name).to_owned(), target.clone()));
-        }
-    }
-    found.into_iter().map(|(name, links)| Library { name: name.to_owned(), links }).collect()
+    let linked = versions.iter().find(|(_, version)| linked == Some(version));
+    linked.or(versions.iter().max()).map(|(_, version)| (*version).to_owned())
 }
 
 /// The target of a link, where that is a name in its own folder.
@@ -174,10 +214,9 @@ fn link_beside(path: &Path) -> Option<String> {
     (!target.contains('/')).then(|| target.to_owned())
 }
 
-/// The numbers of a version, two at least: of `550.54.15`, and not of the `1` of `libcuda.so.1`.
+/// The numbers of a version: of `550.54.15`, and of the `1` of `libcuda.so.1`.
 fn numbers(version: &str) -> Option<Vec<u64>> {
-    let numbers: Option<Vec<u64>> = version.split('.').map(|number| number.parse().ok()).collect();
-    numbers.filter(|numbers| numbers.len() >= 2)
+    version.split('.').map(|number| number.parse().ok()).collect()
 }
 
 #[cfg(test)]
@@ -193,14 +232,19 @@ mod tests {
     }
 
     fn names(finder: &mut LibraryFinder, loaded: Option<&str>) -> Vec<String> {
-        finder.find(loaded).iter().flat_map(|found| &found.libraries).map(|library| library.name.clone()).collect()
+        finder
+            .find(loaded)
+            .iter()
+            .flat_map(|found| &found.libraries)
+            .map(|path| path.rsplit("/").next().unwrap().to_owned())
+            .collect()
     }
 
     /// Changes a folder, and its ctime too where both fall into one tick of the file system's clock.
     fn change(folder: &Path, change: impl FnOnce()) {
-        let before = FolderState::of(folder);
+        let before = Stamp::of(folder);
         change();
-        while FolderState::of(folder) == before {
+        while Stamp::of(folder) == before {
             fs::set_permissions(folder, fs::metadata(folder).unwrap().permissions()).unwrap();
         }
     }
@@ -245,5 +289,23 @@ mod tests {
         names(&mut finder, None);
         names(&mut finder, None);
         assert_eq!(finder.reads, 2, "a change in the same tick of the clock would not show");
+    }
+
+    #[test]
+    fn unusual_library_folder_is_found_by_the_linkers_cache() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join("opt/nvidia/lib");
+        fs::create_dir_all(folder.join("vdpau")).unwrap();
+        for name in ["libcuda.so.550.1", "libnvidia-ml.so.550.1", "vdpau/libvdpau_nvidia.so.550.1"] {
+            fs::write(folder.join(name), "").unwrap();
+        }
+        let mut finder = LibraryFinder { settled_after: Duration::ZERO, ..LibraryFinder::new(root.path().to_owned()) };
+        assert_eq!(names(&mut finder, Some("550.1")), [""; 0]);
+        fs::create_dir_all(root.path().join("etc")).unwrap();
+        let text = super::super::ld_cache::tests::cache(&[(0x303, "libcuda.so.1", "/opt/nvidia/lib/libcuda.so.1")]);
+        fs::write(root.path().join("etc/ld.so.cache"), text).unwrap();
+        let expected = ["libcuda.so.550.1", "libnvidia-ml.so.550.1", "libvdpau_nvidia.so.550.1"];
+        assert_eq!(names(&mut finder, Some("550.1")), expected);
+        assert_eq!(names(&mut finder, None), expected);
     }
 }

@@ -12,6 +12,8 @@
 mod build;
 mod description;
 mod driver;
+mod hooks;
+mod ld_cache;
 mod libraries;
 mod metrics;
 mod scan;
@@ -20,7 +22,7 @@ mod warning;
 mod write;
 
 pub use build::specs;
-pub use description::{Description, DeviceEntry, DriverFiles, Extra, Library, Socket};
+pub use description::{Description, DeviceEntry, DriverFile, DriverFiles, Extra, Hooks, Link};
 pub use metrics::CdiMetrics;
 pub use scan::{Options, Roots, Scan, Scanner};
 pub use spec::{ContainerEdits, Device, DeviceNode, Hook, Mount, Spec};

@@ -8,14 +8,15 @@ use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
-use super::description::{Description, DeviceEntry, Extra};
-use super::driver;
+use super::description::{Description, DeviceEntry, Extra, Hooks};
+use super::driver::{self, below};
+use super::hooks::HookReader;
 use super::libraries::{self, LibraryFinder};
 use super::warning::Warning;
 use super::{ALL, IMEX_CLASS};
-use crate::publish::injection::{ChosenDevice, DeviceIds};
+use crate::publish::injection::{ChosenDevice, DeviceIds, imex_node};
 use crate::state::NodeState;
-use crate::topology::{Gpu, GpuUuid, MigUuid, PciAddress};
+use crate::topology::{Gpu, GpuUuid, MigExtension, MigUuid, PciAddress};
 
 /// The control device of the driver.
 const CONTROL_NODE: &str = "/dev/nvidiactl";
@@ -68,13 +69,14 @@ pub struct Scanner {
     roots: Roots,
     options: Options,
     libraries: LibraryFinder,
+    hooks: HookReader,
 }
 
 impl Scanner {
     /// A scanner that has read nothing yet.
     pub fn new(roots: Roots, options: Options) -> Self {
         let libraries = LibraryFinder::new(roots.driver_here.clone());
-        Self { roots, options, libraries }
+        Self { roots, options, libraries, hooks: HookReader::default() }
     }
 
     /// Where things are.
@@ -112,14 +114,14 @@ impl Scanner {
                 folders: libraries::FOLDERS.join(", "),
             });
         }
-        let driver = driver::files(&self.roots.driver_here, loaded, found);
+        let driver = driver::files(&self.roots.driver_here, &self.roots.sysfs, loaded, found);
         let control_nodes = self.control_nodes();
         if !control_nodes.iter().any(|node| node == CONTROL_NODE) {
             let root = self.dev_here().display().to_string();
             warnings.push(Warning::NoControlNode { node: CONTROL_NODE.to_owned(), root });
         }
         let mut gpus = self.gpus(snapshot, &mut warnings);
-        gpus.extend(migs(snapshot, &mut warnings));
+        gpus.extend(self.migs(snapshot, &mut warnings));
         let description = Description {
             driver_root: self.roots.driver.display().to_string(),
             dev_root: self.roots.dev.display().to_string(),
@@ -127,8 +129,7 @@ impl Scanner {
             others: self.others(),
             control_nodes,
             driver,
-            hook: self.hook(&mut warnings),
-            disabled_hooks: self.options.disabled_hooks.clone(),
+            hooks: self.hooks(&mut warnings),
         };
         Scan { description, warnings }
     }
@@ -204,56 +205,53 @@ impl Scanner {
         others
     }
 
-    /// The hooks' program: the one that is named, else the toolkit's where the host has it.
-    fn hook(&self, warnings: &mut Vec<Warning>) -> Option<String> {
+    /// The hooks of the program that is named, else of the toolkit's where the host has it, without those that the
+    /// operator disabled.
+    fn hooks(&mut self, warnings: &mut Vec<Warning>) -> Option<Hooks> {
         if self.options.disabled_hooks.contains(ALL) {
             return None;
         }
-        if let Some(named) = &self.options.hook {
-            return Some(named.clone());
+        let program = self.options.hook.clone().unwrap_or_else(|| DEFAULT_HOOK.to_owned());
+        // The host's programs are below a driver root that is the host's own root, and below no other; else the operator
+        // may have mounted it where the host has it.
+        let in_root = (self.roots.driver == Path::new("/")).then(|| below(&self.roots.driver_here, &program));
+        let seen = in_root.into_iter().chain([PathBuf::from(&program)]).find(|path| path.is_file());
+        if self.options.hook.is_none() && seen.is_none() {
+            warnings.push(Warning::NoHook { path: program });
+            return None;
         }
-        // The host's programs are below a driver root that is the host's own root, and below no other.
-        if self.roots.driver == Path::new("/") && below(&self.roots.driver_here, DEFAULT_HOOK).is_file() {
-            return Some(DEFAULT_HOOK.to_owned());
-        }
-        warnings.push(Warning::NoHook { path: DEFAULT_HOOK.to_owned() });
-        None
+        let mut names = self.hooks.of(seen.as_deref());
+        names.retain(|name| !self.options.disabled_hooks.contains(*name));
+        Some(Hooks { program, names })
     }
-}
 
-/// The MIG devices that are offered and exist.
-///
-/// Unlike a GPU, one that is gone does not stay: the numbers of its instances, and with them its nodes, go to the next
-/// device that is made. A container that is started again under the old name would get somebody else's device.
-fn migs(snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<DeviceEntry> {
-    let offered = snapshot.offers().devices().filter_map(|device| device.mig.as_ref());
-    let offered: BTreeSet<&MigUuid> = offered.map(|mig| &mig.uuid).collect();
-    let topology = snapshot.topology();
-    let mut entries = Vec::new();
-    for mig in topology.mig_devices().iter().filter(|mig| offered.contains(&mig.uuid)) {
-        let Some(gpu) = topology.gpus().get(mig.parent) else { continue };
-        let chosen = ChosenDevice { gpu, mig: Some(mig) };
-        match chosen.nodes() {
-            Ok(nodes) => {
-                let names = [DeviceIds::Index, DeviceIds::Uuid].map(|ids| chosen.id(ids)).to_vec();
-                entries.push(DeviceEntry { names, nodes, files: Vec::new(), present: true });
+    /// The MIG devices that are offered and exist.
+    ///
+    /// Unlike a GPU, one that is gone does not stay: the numbers of its instances, and with them its nodes, go to the
+    /// next device that is made. A container that is started again under the old name would get somebody else's device.
+    fn migs(&self, snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<DeviceEntry> {
+        let offered = snapshot.offers().devices().filter_map(|device| device.mig.as_ref());
+        let offered: BTreeSet<&MigUuid> = offered.map(|mig| &mig.uuid).collect();
+        let topology = snapshot.topology();
+        let mut entries = Vec::new();
+        for mig in topology.mig_devices().iter().filter(|mig| offered.contains(&mig.uuid)) {
+            let Some(gpu) = topology.gpus().get(mig.parent) else { continue };
+            let chosen = ChosenDevice { gpu, mig: Some(mig) };
+            match chosen.nodes() {
+                Ok(mut nodes) => {
+                    if mig.profile.extension == MigExtension::Graphics {
+                        nodes.extend(self.dri(gpu.pci));
+                    }
+                    let names = [DeviceIds::Index, DeviceIds::Uuid].map(|ids| chosen.id(ids)).to_vec();
+                    entries.push(DeviceEntry { names, nodes, files: Vec::new(), present: true });
+                }
+                // There is a warning about a GPU without a minor number already.
+                Err(_) if gpu.minor.is_none() => {}
+                Err(_) => warnings.push(Warning::NoCapabilities { uuid: mig.uuid.clone() }),
             }
-            // There is a warning about a GPU without a minor number already.
-            Err(_) if gpu.minor.is_none() => {}
-            Err(_) => warnings.push(Warning::NoCapabilities { uuid: mig.uuid.clone() }),
         }
+        entries
     }
-    entries
-}
-
-/// The node of an IMEX channel.
-fn imex_node(channel: u32) -> String {
-    format!("/dev/nvidia-caps-imex-channels/channel{channel}")
-}
-
-/// A path from a root, below another one.
-fn below(root: &Path, path: &str) -> PathBuf {
-    root.join(path.trim_start_matches('/'))
 }
 
 fn is_device(path: &Path) -> bool {

@@ -133,6 +133,7 @@ mod tests {
             compute_slices: 1,
             memory_mib: 9728,
             extension: None,
+            engines: None,
             capabilities: None,
         };
         MigObservation { enabled: true, devices: vec![device] }

@@ -26,3 +26,10 @@ pub struct ApiServerArgs {
     )]
     pub service_account_dir: PathBuf,
 }
+
+impl ApiServerArgs {
+    /// Whether there is an API server: in a pod, or by a kubeconfig.
+    pub fn is_given(&self) -> bool {
+        !self.kubeconfig.is_empty() || !self.api_server_host.is_empty()
+    }
+}

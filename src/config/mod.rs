@@ -9,6 +9,7 @@ mod check;
 mod config_manager;
 mod doctor;
 pub mod file;
+mod labels;
 mod list;
 mod metrics;
 mod mps;
@@ -37,11 +38,12 @@ pub use api_server::ApiServerArgs;
 pub use check::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs};
 pub use config_manager::{ConfigDefaults, ConfigManagerArgs, ConfigManagerError, ConfigManagerSettings, Fallback};
 pub use doctor::DoctorArgs;
+pub use labels::{ApiArgs, Labels, LabelsArgs};
 pub use list::UnitName;
 pub use metrics::ConfigMetrics;
 pub use mps::{INIT_FLAG, MpsCommand, MpsControlDaemonArgs, MpsRootArgs};
 pub use nvml::NvmlArgs;
-pub use settings::{Environment, Flags, Settings};
+pub use settings::{Environment, Flags, Interval, Settings};
 pub use simulate::{SimulateArgs, SimulatePolicy};
 pub use subcommands::Command;
 pub use watch::FileWatch;
@@ -107,6 +109,9 @@ pub struct RunArgs {
     /// folder linkwise beside the kubelet's socket
     #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
     pub state_dir: Option<PathBuf>,
+    /// The node's name, for --write-labels-file
+    #[arg(long, value_name = "NAME", env = "NODE_NAME")]
+    pub node_name: Option<String>,
     /// The MPS root.
     #[command(flatten)]
     pub mps: MpsRootArgs,

@@ -4,26 +4,32 @@
 use std::ffi::OsString;
 use std::path::Path;
 
-/// The NVIDIA plugin's command, for which `run` stands.
-const DEVICE_PLUGIN: &str = "nvidia-device-plugin";
+use clap::Subcommand;
 
-/// The NVIDIA plugin's other commands, which are subcommands of the same names here.
-const OTHERS: [&str; 2] = ["config-manager", "mps-control-daemon"];
+use super::Command;
+
+/// The programs of NVIDIA's image, each with the subcommand that it stands for.
+const PROGRAMS: [(&str, &str); 4] = [
+    ("nvidia-device-plugin", "run"),
+    ("gpu-feature-discovery", "labels"),
+    ("mps-control-daemon", "mps-control-daemon"),
+    ("config-manager", "config-manager"),
+];
 
 /// The command line with its missing subcommand: that of the program's name, or `run` if the first word is a flag other
 /// than help and version. `linkwise` alone shows its help.
 pub(super) fn words(words: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
     let mut words: Vec<OsString> = words.into_iter().collect();
     let name = words.first().and_then(|name| Path::new(name).file_name());
-    let plugin = name.is_some_and(|name| name == DEVICE_PLUGIN);
-    let other = OTHERS.into_iter().find(|other| name.is_some_and(|name| name == *other));
+    let program = PROGRAMS.iter().find(|(program, _)| name.is_some_and(|name| name == *program));
+    let program = program.map(|(_, subcommand)| *subcommand);
     let first = words.get(1).map(|word| word.to_string_lossy().into_owned());
-    let subcommand = match (first.as_deref(), other) {
-        (Some("-V" | "--version"), _) => None,
-        // Words may follow, such as the subcommand `mount-shm` of `mps-control-daemon`.
-        (first, Some(other)) => (first != Some(other)).then_some(other),
-        (Some("-h" | "--help") | None, None) => plugin.then_some("run"),
-        (Some(word), None) => word.starts_with('-').then_some("run"),
+    let subcommand = match first.as_deref() {
+        Some("-V" | "--version") => None,
+        Some("-h" | "--help") | None => program,
+        Some(word) if word.starts_with('-') => Some(program.unwrap_or("run")),
+        // Other words are a subcommand, or one of the program's own, such as `mount-shm`.
+        Some(word) => program.filter(|_| !Command::has_subcommand(word)),
     };
     if let Some(subcommand) = subcommand.filter(|_| !words.is_empty()) {
         words.insert(1, subcommand.into());
@@ -54,6 +60,9 @@ mod tests {
             ("nvidia-device-plugin --version", "nvidia-device-plugin --version"),
             ("nvidia-device-plugin run", "nvidia-device-plugin run"),
             ("nvidia-device-plugin topology", "nvidia-device-plugin topology"),
+            ("gpu-feature-discovery", "gpu-feature-discovery labels"),
+            ("/usr/bin/gpu-feature-discovery -o x", "/usr/bin/gpu-feature-discovery labels -o x"),
+            ("gpu-feature-discovery labels", "gpu-feature-discovery labels"),
             ("mps-control-daemon", "mps-control-daemon mps-control-daemon"),
             ("/usr/bin/mps-control-daemon mount-shm", "/usr/bin/mps-control-daemon mps-control-daemon mount-shm"),
             ("mps-control-daemon --config-file x", "mps-control-daemon mps-control-daemon --config-file x"),

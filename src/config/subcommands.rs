@@ -7,8 +7,8 @@ use clap::error::ErrorKind;
 use clap::{ArgMatches, Args, Error, FromArgMatches, Subcommand};
 
 use super::{
-    AdminArgs, AgentArgs, AllocateArgs, ConfigArgs, ConfigManagerArgs, DemoArgs, DoctorArgs, MpsControlDaemonArgs,
-    RunArgs, SimulateArgs, SnapshotArgs, TopologyArgs,
+    AdminArgs, AgentArgs, AllocateArgs, ConfigArgs, ConfigManagerArgs, DemoArgs, DoctorArgs, LabelsArgs,
+    MpsControlDaemonArgs, RunArgs, SimulateArgs, SnapshotArgs, TopologyArgs,
 };
 
 /// The subcommand that other subcommands start; `--help` does not list it.
@@ -69,6 +69,7 @@ subcommands! {
     "snapshot" => Snapshot(SnapshotArgs),
         "Write this machine, as NVML and hwloc see it, as a node file that every --node takes";
     "doctor" => Doctor(DoctorArgs), "Check this node, and print what is wrong and how to repair it";
+    "labels" => Labels(Box<LabelsArgs>), "Write what schedulers read of this node (as gpu-feature-discovery)";
     "admin" => Admin(AdminArgs),
         "Print the state of the linkwise on this host, or order: release the driver, clear a GPU's health";
     "mps-control-daemon" => MpsControlDaemon(Box<MpsControlDaemonArgs>),
@@ -95,6 +96,7 @@ mod tests {
             ("simulate --node dgx-h100 --trace jobs.csv", "Simulate("),
             ("snapshot", "Snapshot("),
             ("doctor", "Doctor("),
+            ("labels --oneshot", "Labels("),
             ("admin state", "Admin("),
             ("mps-control-daemon", "MpsControlDaemon("),
             ("config-manager --oneshot", "ConfigManager("),

@@ -17,8 +17,8 @@ use hwlocality::object::types::{BridgeType, OSDeviceType, ObjectType};
 use hwlocality::topology::builder::{BuildFlags, TypeFilter};
 
 use crate::topology::{
-    CpuObservation, HostBridgeObservation, HostObservation, NicKind, NicObservation, NumaNodeId, NumaNodeObservation,
-    PackageId, PciAddress, PciKind, PciObservation, ProbeFailure,
+    CpuObservation, DisplayClass, HostBridgeObservation, HostObservation, NicKind, NicObservation, NumaNodeId,
+    NumaNodeObservation, PackageId, PciAddress, PciKind, PciObservation, ProbeFailure,
 };
 use sysfs::Sysfs;
 
@@ -150,10 +150,11 @@ impl Walk<'_> {
     }
 
     fn function(&self, pci: &PCIDeviceAttributes, kind: PciKind) -> PciObservation {
+        let class = (kind == PciKind::Gpu).then(|| DisplayClass::new(pci.class_id())).flatten();
         let pci = address(pci);
         let link = pci.and_then(|pci| self.sysfs.link(pci));
         let numa = pci.and_then(|pci| self.sysfs.numa(pci));
-        PciObservation { pci, kind, link, numa, nics: Vec::new(), devices: Vec::new() }
+        PciObservation { pci, kind, class, link, numa, nics: Vec::new(), devices: Vec::new() }
     }
 
     fn nic(&self, object: &TopologyObject) -> Option<NicObservation> {

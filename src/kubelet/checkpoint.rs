@@ -33,14 +33,6 @@ pub enum CheckpointError {
         /// Why not.
         source: io::Error,
     },
-    /// The file system did not answer.
-    #[error("{} could not be read within {after:?}", path.display())]
-    Late {
-        /// The file.
-        path: PathBuf,
-        /// The deadline.
-        after: Duration,
-    },
     /// The file has another form than that of kubelets from 1.20 on.
     #[error("{} is no checkpoint of the kubelet's device manager", path.display())]
     Form {
@@ -77,7 +69,7 @@ struct Entry {
 pub(super) async fn read(folder: &Path) -> Result<Vec<ResourceDevice>, CheckpointError> {
     let path = folder.join(NAME);
     let text = match tokio::time::timeout(TIMEOUT, bounded(&path)).await {
-        Err(_) => return Err(CheckpointError::Late { path, after: TIMEOUT }),
+        Err(late) => return Err(CheckpointError::Read { path, source: late.into() }),
         Ok(Err(error)) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Ok(Err(source)) => return Err(CheckpointError::Read { path, source }),
         Ok(Ok(text)) => text,
@@ -130,7 +122,8 @@ mod tests {
         let path = folder.path().join(NAME);
         // Opening a pipe that has no writer does not return.
         assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
-        assert!(matches!(read(folder.path()).await, Err(CheckpointError::Late { .. })));
+        let error = read(folder.path()).await.unwrap_err();
+        assert!(matches!(&error, CheckpointError::Read { source, .. } if source.kind() == io::ErrorKind::TimedOut));
         // Lets the thread that opens it end.
         drop(std::fs::OpenOptions::new().read(true).write(true).open(&path).unwrap());
     }

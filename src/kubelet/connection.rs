@@ -1,55 +1,44 @@
-//! The connections to one socket of ours: admitted, counted, cut.
+//! The connections to one socket of ours: admitted and cut.
 //!
-//! Called by `session`. tonic serves each connection in a task of its own, which outlives the server; so a connection
-//! counts itself, and breaks when the session cuts it. A caller that may not call is refused before a byte is read.
+//! Called by `session`. tonic serves each connection in a task of its own, which the session does not own; so a
+//! connection breaks when the session cuts it. A caller that may not call is refused before a byte is read.
 
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use futures_util::stream::{self, Stream};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::UnixStream;
-use tokio::sync::watch;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::transport::server::Connected;
 
-use super::{Observer, Occurrence};
+use super::{Occurrence, Report};
 use crate::errors::chain;
-use crate::state::ResourceName;
 use crate::uds::{Caller, Listener, Peer};
 
 /// The pause after a failed accept: file descriptors may be exhausted for a while.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// What the connections of one session have in common.
-#[derive(Clone)]
-pub(super) struct Gate {
-    /// How many connections are open.
-    pub open: watch::Sender<usize>,
-    /// Breaks the connections.
-    pub cut: CancellationToken,
-    pub resource: ResourceName,
-    pub observer: Observer,
-}
-
-/// The admitted connections of a listener, for ever.
-pub(super) fn accepted(listener: Listener, gate: Gate) -> impl Stream<Item = io::Result<Connection>> {
-    stream::unfold((listener, Arc::new(gate)), |(listener, gate)| async move {
+/// The admitted connections of a listener, for ever. `cut` breaks them.
+pub(super) fn accepted(
+    listener: Listener,
+    cut: CancellationToken,
+    report: Report,
+) -> impl Stream<Item = io::Result<Connection>> {
+    stream::unfold((listener, cut, report), |(listener, cut, report)| async move {
         loop {
             match listener.accept().await {
                 Ok(Caller { stream, peer, admitted: true }) => {
-                    let connection = Connection::new(stream, peer, &gate);
-                    return Some((Ok(connection), (listener, gate)));
+                    // A token of its own, so that connections do not contend for one lock at each read.
+                    let connection = Connection { stream, peer, cut: Box::pin(cut.child_token().cancelled_owned()) };
+                    return Some((Ok(connection), (listener, cut, report)));
                 }
-                Ok(Caller { peer, .. }) => {
-                    (gate.observer)(&gate.resource, Occurrence::Refused { uid: peer.uid, pid: peer.pid });
-                }
+                Ok(Caller { peer, .. }) => report(Occurrence::Refused { uid: peer.uid, pid: peer.pid }),
                 Err(error) => {
-                    (gate.observer)(&gate.resource, Occurrence::NotAccepted(chain(&error)));
+                    report(Occurrence::NotAccepted(chain(&error)));
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                 }
             }
@@ -57,33 +46,19 @@ pub(super) fn accepted(listener: Listener, gate: Gate) -> impl Stream<Item = io:
     })
 }
 
-/// One connection. It counts as open until it is dropped.
+/// One connection, until it is cut.
 pub(super) struct Connection {
     stream: UnixStream,
     peer: Peer,
     cut: Pin<Box<WaitForCancellationFutureOwned>>,
-    open: watch::Sender<usize>,
 }
 
 impl Connection {
-    fn new(stream: UnixStream, peer: Peer, gate: &Gate) -> Self {
-        gate.open.send_modify(|open| *open += 1);
-        // A token of its own, so that connections do not contend for one lock at each read.
-        let cut = Box::pin(gate.cut.child_token().cancelled_owned());
-        Self { stream, peer, cut, open: gate.open.clone() }
-    }
-
     fn is_cut(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self.cut.as_mut().poll(context) {
             Poll::Ready(()) => Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into())),
             Poll::Pending => Poll::Pending,
         }
-    }
-}
-
-impl Drop for Connection {
-    fn drop(&mut self) {
-        self.open.send_modify(|open| *open = open.saturating_sub(1));
     }
 }
 

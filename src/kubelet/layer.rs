@@ -3,69 +3,40 @@
 //! Laid around the service by `session`. A streaming answer ends with its trailers; one that the caller dropped is
 //! CANCELLED, never OK.
 
-use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::convert::Infallible;
 use std::time::Instant;
 
 use http::{HeaderMap, Request, Response};
-use http_body::{Body, Frame, SizeHint};
+use http_body_util::BodyExt;
 use tonic::Code;
-use tower::{Layer, Service};
+use tonic::body::Body;
+use tonic::service::Routes;
+use tower::ServiceExt;
 
-use super::{Observer, Occurrence};
-use crate::state::ResourceName;
+use super::{Occurrence, Report};
 
-/// Observes the RPCs of a server.
-#[derive(Clone)]
-pub(super) struct Observe {
-    pub resource: ResourceName,
-    pub observer: Observer,
-}
-
-/// A service with [`Observe`] around it.
-#[derive(Clone)]
-pub(super) struct Observed<S> {
-    inner: S,
-    layer: Observe,
-}
-
-impl<S> Layer<S> for Observe {
-    type Service = Observed<S>;
-
-    fn layer(&self, inner: S) -> Self::Service {
-        Observed { inner, layer: self.clone() }
-    }
-}
-
-impl<S, Q, B> Service<Request<Q>> for Observed<S>
-where
-    S: Service<Request<Q>, Response = Response<B>>,
-    S::Future: Send + 'static,
-{
-    type Response = Response<ObservedBody<B>>;
-    type Error = S::Error;
-    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, S::Error>> + Send>>;
-
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.inner.poll_ready(context)
-    }
-
-    fn call(&mut self, request: Request<Q>) -> Self::Future {
-        let method = request.uri().path().rsplit('/').next().unwrap_or_default().to_owned();
-        let mut rpc = Rpc { layer: self.layer.clone(), method, start: Instant::now(), code: Code::Cancelled };
-        let answer = self.inner.call(request);
-        Box::pin(async move {
-            let (parts, inner) = answer.await?.into_parts();
-            // An RPC that fails before its answer has its code in the headers.
-            rpc.read(&parts.headers);
-            Ok(Response::from_parts(parts, ObservedBody { inner, rpc }))
-        })
-    }
+/// Answers one RPC, and reports it.
+pub(super) async fn observed(
+    service: Routes,
+    request: Request<Body>,
+    report: Report,
+) -> Result<Response<Body>, Infallible> {
+    let method = request.uri().path().rsplit('/').next().unwrap_or_default().to_owned();
+    let mut rpc = Rpc { report, method, start: Instant::now(), code: Code::Cancelled };
+    let answer = service.oneshot(request).await?;
+    // An RPC that fails before its answer has its code in the headers.
+    rpc.read(answer.headers());
+    Ok(answer.map(|body| {
+        Body::new(body.map_frame(move |frame| {
+            frame.trailers_ref().into_iter().for_each(|trailers| rpc.read(trailers));
+            frame
+        }))
+    }))
 }
 
 /// One RPC; reports itself when dropped: when its answer has been sent or abandoned.
 struct Rpc {
-    layer: Observe,
+    report: Report,
     method: String,
     start: Instant,
     code: Code,
@@ -82,40 +53,7 @@ impl Rpc {
 impl Drop for Rpc {
     fn drop(&mut self) {
         let method = std::mem::take(&mut self.method);
-        let occurrence = Occurrence::Rpc { method, code: name(self.code), elapsed: self.start.elapsed() };
-        (self.layer.observer)(&self.layer.resource, occurrence);
-    }
-}
-
-/// A response body whose trailers are read.
-pub(super) struct ObservedBody<B> {
-    inner: B,
-    rpc: Rpc,
-}
-
-impl<B: Body + Unpin> Body for ObservedBody<B> {
-    type Data = B::Data;
-    type Error = B::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Self::Data>, Self::Error>>> {
-        let frame = Pin::new(&mut self.inner).poll_frame(context);
-        if let Poll::Ready(Some(Ok(frame))) = &frame
-            && let Some(trailers) = frame.trailers_ref()
-        {
-            self.rpc.read(trailers);
-        }
-        frame
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.inner.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.inner.size_hint()
+        (self.report)(Occurrence::Rpc { method, code: name(self.code), elapsed: self.start.elapsed() });
     }
 }
 

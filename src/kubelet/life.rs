@@ -15,11 +15,11 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::changes::Changes;
-use super::machine::{Action, Cause, Input, Limits, Listing, Machine, Moment};
-use super::session::{BindError, Happened, Held, Session, held};
-use super::{Occurrence, Phase, Settings, Sources, pod_resources, register};
+use super::machine::{Action, Input, Limits, Listing, Machine, Moment};
+use super::session::{BindError, Held, Session, held};
+use super::{Occurrence, Phase, Report, Settings, Sources, pod_resources, register};
 use crate::errors::chain;
-use crate::state::ResourceName;
+use crate::state::{NodeState, ResourceName};
 use crate::uds::FileId;
 
 /// How long open connections may take to close when a session ends; a shutdown has one second in all.
@@ -33,16 +33,10 @@ pub struct Plugin {
     phase: watch::Sender<Phase>,
 }
 
-/// Why a plugin cannot run.
+/// A plugin cannot run: the path of the kubelet's socket has no folder.
 #[derive(Debug, Error)]
-pub enum PluginError {
-    /// The kubelet's socket has no folder.
-    #[error("'{path}' is not the path of a kubelet socket")]
-    NoFolder {
-        /// The path given.
-        path: String,
-    },
-}
+#[error("'{}' is not the path of a kubelet socket", .0.display())]
+pub struct NoFolder(PathBuf);
 
 impl Plugin {
     /// A plugin that does nothing until [`Self::run`].
@@ -57,18 +51,46 @@ impl Plugin {
 
     /// Serves until `shutdown`, of the process or of this resource alone; then ends its streams and connections,
     /// removes its socket and returns.
-    pub async fn run(self, shutdown: CancellationToken) -> Result<(), PluginError> {
-        let socket = &self.settings.kubelet_socket;
+    pub async fn run(self, shutdown: CancellationToken) -> Result<(), NoFolder> {
+        let Self { resource, settings, sources, phase } = self;
+        let socket = &settings.kubelet_socket;
         let folder = socket.parent().filter(|folder| !folder.as_os_str().is_empty()).map(Path::to_owned);
-        let folder = folder.ok_or_else(|| PluginError::NoFolder { path: socket.display().to_string() })?;
-        Life::new(self, folder).live(&shutdown).await;
+        let folder = folder.ok_or_else(|| NoFolder(socket.clone()))?;
+        let Sources { snapshot, observer } = sources;
+        let named = resource.clone();
+        let life = Life {
+            changes: Changes::of(&folder, settings.poll, settings.inotify),
+            machine: Machine::new(Limits {
+                register: settings.register_timeout,
+                stream: settings.stream_timeout,
+                confirm: settings.confirm_timeout,
+                close: CLOSE_TIMEOUT,
+                longest_pause: settings.longest_pause,
+            }),
+            report: Arc::new(move |occurrence| observer(&named, occurrence)),
+            begin: Instant::now(),
+            session: None,
+            binding: None,
+            registering: None,
+            asking: None,
+            resource,
+            settings,
+            snapshot,
+            phase,
+            folder,
+        };
+        life.live(&shutdown).await;
         Ok(())
     }
 }
 
 /// The machine, and what it acts on.
 struct Life {
-    plugin: Plugin,
+    resource: ResourceName,
+    settings: Arc<Settings>,
+    snapshot: watch::Receiver<Arc<NodeState>>,
+    report: Report,
+    phase: watch::Sender<Phase>,
     folder: PathBuf,
     begin: Instant,
     machine: Machine,
@@ -80,31 +102,8 @@ struct Life {
 }
 
 impl Life {
-    fn new(plugin: Plugin, folder: PathBuf) -> Self {
-        let settings = &plugin.settings;
-        let limits = Limits {
-            register: settings.register_timeout,
-            stream: settings.stream_timeout,
-            confirm: settings.confirm_timeout,
-            close: CLOSE_TIMEOUT,
-            longest_pause: settings.longest_pause,
-        };
-        let changes = Changes::of(&folder, settings.poll, settings.inotify);
-        Self {
-            folder,
-            begin: Instant::now(),
-            machine: Machine::new(limits),
-            changes,
-            session: None,
-            binding: None,
-            registering: None,
-            asking: None,
-            plugin,
-        }
-    }
-
     async fn live(mut self, shutdown: &CancellationToken) {
-        self.observe(Occurrence::Phase(self.machine.phase()));
+        (self.report)(Occurrence::Phase(self.machine.phase()));
         self.check();
         let mut ending = false;
         while !self.machine.is_over() {
@@ -153,14 +152,10 @@ impl Life {
                 }
                 Err(error) => Err(chain(&error)),
             })),
-            happened = session => Some(match happened {
-                Happened::Streams(open) => Input::Streams(open),
-                Happened::ServerEnded(why) => Input::ServerEnded(why),
-                Happened::Closed => {
-                    self.session = None;
-                    Input::Closed
-                }
-            }),
+            happened = session => {
+                self.session.take_if(|_| matches!(happened, Input::Closed));
+                Some(happened)
+            }
             registered = held(&mut self.registering) => Some(Input::Registered(registered)),
             listing = held(&mut self.asking) => Some(Input::Listed(listing)),
             () = timer => Some(Input::Tick),
@@ -168,7 +163,7 @@ impl Life {
     }
 
     fn check(&mut self) {
-        let settings = &self.plugin.settings;
+        let settings = &self.settings;
         // inotify watches or file descriptors may have been exhausted.
         let unwatched = settings.inotify && !self.changes.has_inotify();
         if unwatched || !self.changes.follows(&self.folder) {
@@ -181,9 +176,6 @@ impl Life {
     }
 
     fn feed(&mut self, input: Input) {
-        if let Input::Registered(result) = &input {
-            self.observe(Occurrence::Registered(result.clone()));
-        }
         let moment = Moment { now: self.begin.elapsed(), jitter: random() };
         let (machine, actions) = self.machine.clone().step(input, moment);
         self.machine = machine;
@@ -191,33 +183,28 @@ impl Life {
             self.perform(action);
         }
         let phase = self.machine.phase();
-        if self.plugin.phase.send_replace(phase) != phase {
-            self.observe(Occurrence::Phase(phase));
+        if self.phase.send_replace(phase) != phase {
+            (self.report)(Occurrence::Phase(phase));
         }
     }
 
     fn perform(&mut self, action: Action) {
-        let Plugin { resource, settings, sources, .. } = &self.plugin;
+        let (resource, settings) = (self.resource.clone(), Arc::clone(&self.settings));
         match action {
             Action::Bind => {
-                let session = Session::begin(resource.clone(), Arc::clone(settings), sources.clone(), random());
-                self.binding = Some(Box::pin(session));
+                let (snapshot, report) = (self.snapshot.clone(), Arc::clone(&self.report));
+                self.binding = Some(Box::pin(Session::begin(resource, settings, snapshot, report, random())));
             }
             Action::Register => {
                 let Some(session) = &self.session else { return };
                 let (name, kubelet) = (session.name.clone(), Arc::clone(&session.kubelet));
-                let (resource, settings) = (resource.clone(), Arc::clone(settings));
                 self.registering = Some(Box::pin(async move {
-                    let connected = |peer| {
-                        let _ = kubelet.set(peer);
-                    };
-                    let answer = register::register(&settings.kubelet_socket, &name, &resource, connected).await;
+                    let answer = register::register(&settings.kubelet_socket, &name, &resource, &kubelet).await;
                     answer.map_err(|error| chain(&error))
                 }));
             }
             Action::Ask => {
-                let (resource, settings) = (resource.clone(), Arc::clone(settings));
-                let snapshot = sources.snapshot.clone();
+                let snapshot = self.snapshot.clone();
                 self.asking = Some(Box::pin(async move {
                     pod_resources::listing(settings.pod_resources_socket.as_deref(), &snapshot, &resource).await
                 }));
@@ -233,19 +220,10 @@ impl Life {
                     session.cut();
                 }
             }
-            Action::ReportWaiting(why) => self.observe(Occurrence::Waiting(why)),
-            Action::ReportEnded(cause) => {
-                let why = cause.to_string();
-                if let Cause::RegisterLate(_) = cause {
-                    self.observe(Occurrence::Registered(Err(why.clone())));
-                }
-                self.observe(Occurrence::Ended(why));
-            }
+            Action::ReportWaiting(why) => (self.report)(Occurrence::Waiting(why)),
+            Action::ReportRegistered(result) => (self.report)(Occurrence::Registered(result)),
+            Action::ReportEnded(why) => (self.report)(Occurrence::Ended(why)),
         }
-    }
-
-    fn observe(&self, occurrence: Occurrence) {
-        (self.plugin.sources.observer)(&self.plugin.resource, occurrence);
     }
 }
 

@@ -7,8 +7,6 @@
 
 use std::time::Duration;
 
-use thiserror::Error;
-
 use super::Phase;
 use crate::backoff::Backoff;
 use crate::once::Once;
@@ -22,6 +20,8 @@ const GAP: Duration = Duration::from_millis(100);
 const ASK_AGAIN: Duration = Duration::from_millis(100);
 /// How often PodResources is asked while the plugin serves: a registration can be lost with its stream still open.
 const ASK_BETWEEN: Duration = Duration::from_secs(30);
+
+const KUBELET_RESTARTED: &str = "kubelet.sock is gone or new: the kubelet restarted";
 
 /// The deadlines.
 #[derive(Clone, Copy, Debug)]
@@ -94,70 +94,31 @@ pub(super) enum Action {
     Cut,
     /// Report why there is no kubelet to register with.
     ReportWaiting(String),
-    /// Report why a session ended or did not begin.
-    ReportEnded(Cause),
-}
-
-/// Why a session with the kubelet ended; each is followed by another attempt.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub(super) enum Cause {
-    #[error("{0}")]
-    NotServed(String),
-    #[error("the registration failed: {0}")]
-    Register(String),
-    #[error("the registration failed: the kubelet did not answer Register within {0:?}")]
-    RegisterLate(Duration),
-    #[error("the kubelet did not open ListAndWatch within {0:?} of the registration")]
-    NoStream(Duration),
-    #[error("the kubelet's ListAndWatch stream is gone")]
-    StreamGone,
-    #[error("PodResources does not list our devices, {0:?} after the kubelet opened ListAndWatch")]
-    NotListed(Duration),
-    #[error("kubelet.sock is gone or new: the kubelet restarted")]
-    KubeletRestarted,
-    #[error("our socket is gone or not ours any more")]
-    SocketGone,
-    #[error("the server ended: {0}")]
-    ServerEnded(String),
-}
-
-/// Where the plugin is in its life.
-#[derive(Clone, Debug)]
-enum Stage {
-    Waiting,
-    Binding { kubelet: FileId },
-    Open { kubelet: FileId, since: Duration, step: Step },
-    Ending { kubelet: FileId, since: Duration, cut: Option<Duration> },
-    Pausing { kubelet: FileId, until: Duration },
-    Over,
-}
-
-/// How far an open session has come.
-#[derive(Clone, Copy, Debug)]
-enum Step {
-    Registering {
-        until: Duration,
-    },
-    WaitingForStream {
-        until: Duration,
-    },
-    Confirming {
-        until: Duration,
-        ask: Option<Duration>,
-    },
-    /// `doubted`: the last answer did not list our devices, the one before did.
-    Serving {
-        ask: Option<Duration>,
-        doubted: bool,
-    },
+    /// Report that a registration succeeded, or why it failed.
+    ReportRegistered(Result<(), String>),
+    /// Report why a session ended or did not begin; another attempt follows.
+    ReportEnded(String),
 }
 
 /// One state of the life.
 #[derive(Clone, Debug)]
 pub(super) struct Machine {
     limits: Limits,
+    phase: Phase,
+    /// Whether the plugin has ended; its last phase is [`Phase::Ending`].
+    over: bool,
+    /// When the phase ends by itself.
+    until: Option<Duration>,
+    /// When PodResources is asked next; while it is asked, `None`.
+    ask: Option<Duration>,
+    /// While serving: the last answer did not list our devices, the one before did.
+    doubted: bool,
     /// The kubelet's socket at the last check, or why there is none.
     kubelet: Result<FileId, String>,
+    /// The kubelet's socket of the current attempt.
+    attempted: Option<FileId>,
+    /// When the current session began.
+    since: Duration,
     /// Streams the kubelet holds in this session.
     streams: usize,
     /// Whether the next session that ends soon is followed by an attempt at once; the pauses come after it.
@@ -168,14 +129,20 @@ pub(super) struct Machine {
     leaving: bool,
     /// Why it waits for a kubelet, since the last bind.
     waits: Once<String>,
-    stage: Stage,
 }
 
 impl Machine {
     pub fn new(limits: Limits) -> Self {
         Self {
             limits,
+            phase: Phase::WaitingForKubelet,
+            over: false,
+            until: None,
+            ask: None,
+            doubted: false,
             kubelet: Err("the folder has not been checked yet".to_owned()),
+            attempted: None,
+            since: Duration::ZERO,
             streams: 0,
             retry_at_once: true,
             // The first pause is so much shorter than the longest that six doublings lead there.
@@ -183,200 +150,193 @@ impl Machine {
             bound: None,
             leaving: false,
             waits: Once::new(),
-            stage: Stage::Waiting,
         }
     }
 
     /// The phase that /readyz shows.
     pub fn phase(&self) -> Phase {
-        match &self.stage {
-            Stage::Waiting => Phase::WaitingForKubelet,
-            Stage::Binding { .. } => Phase::Binding,
-            Stage::Open { step: Step::Registering { .. }, .. } => Phase::Registering,
-            Stage::Open { step: Step::WaitingForStream { .. }, .. } => Phase::WaitingForStream,
-            Stage::Open { step: Step::Confirming { .. }, .. } => Phase::Confirming,
-            Stage::Open { step: Step::Serving { .. }, .. } => Phase::Serving,
-            Stage::Ending { .. } | Stage::Over => Phase::Ending,
-            Stage::Pausing { .. } => Phase::Pausing,
-        }
+        self.phase
     }
 
     /// Whether the plugin has ended.
     pub fn is_over(&self) -> bool {
-        matches!(self.stage, Stage::Over)
+        self.over
     }
 
     /// When an [`Input::Tick`] is due; `None`: not before another input.
     pub fn wake(&self) -> Option<Duration> {
-        match &self.stage {
-            Stage::Waiting | Stage::Binding { .. } | Stage::Over => None,
-            Stage::Open { step, .. } => match *step {
-                Step::Registering { until } | Step::WaitingForStream { until } => Some(until),
-                Step::Confirming { until, ask } => Some(ask.map_or(until, |ask| ask.min(until))),
-                Step::Serving { ask, .. } => ask,
-            },
-            Stage::Ending { cut, .. } => *cut,
-            Stage::Pausing { until, .. } => Some(*until),
-        }
+        self.until.into_iter().chain(self.ask).min()
     }
 
     /// The next state after an input, and what has to be done. An input that the state does not expect changes nothing.
     pub fn step(mut self, input: Input, moment: Moment) -> (Self, Vec<Action>) {
         let actions = match input {
-            Input::Checked { kubelet, own } => self.checked(kubelet, own, moment),
+            Input::Checked { kubelet, own } => self.checked(kubelet, own, moment.now),
             Input::Bound(result) => self.served(result, moment),
             Input::Registered(result) => self.registered(result, moment.now),
             Input::Streams(open) => self.streams(open, moment.now),
             Input::Listed(listing) => self.listed(listing, moment.now),
-            Input::ServerEnded(why) => self.end_if_open(Cause::ServerEnded(why), moment.now),
+            Input::ServerEnded(why) => self.end_if_open(format!("the server ended: {why}"), moment.now),
             Input::Closed => self.closed(moment),
-            Input::Tick => self.tick(moment),
+            Input::Tick => self.tick(moment.now),
             Input::Shutdown => self.shutdown(moment.now),
         };
         (self, actions)
     }
 
-    fn checked(&mut self, kubelet: Result<FileId, String>, own: bool, moment: Moment) -> Vec<Action> {
+    fn enter(&mut self, phase: Phase, until: Option<Duration>) {
+        (self.phase, self.until, self.ask, self.doubted) = (phase, until, None, false);
+    }
+
+    /// Whether a session is open: our socket is bound, and the session is not ending.
+    fn is_open(&self) -> bool {
+        (Phase::Registering..=Phase::Serving).contains(&self.phase)
+    }
+
+    /// Whether kubelet.sock is still the one of the current attempt.
+    fn is_same_kubelet(&self) -> bool {
+        self.kubelet.as_ref().ok() == self.attempted.as_ref()
+    }
+
+    fn checked(&mut self, kubelet: Result<FileId, String>, own: bool, now: Duration) -> Vec<Action> {
         self.kubelet = kubelet;
-        let found = self.kubelet.as_ref().ok().copied();
-        match &self.stage {
-            Stage::Waiting => self.attempt_or_wait(moment.now),
-            Stage::Open { kubelet, .. } if found != Some(*kubelet) => {
-                self.end_if_open(Cause::KubeletRestarted, moment.now)
-            }
-            Stage::Open { .. } if !own => self.end_if_open(Cause::SocketGone, moment.now),
+        match self.phase {
+            Phase::WaitingForKubelet => self.attempt_or_wait(now),
             // A kubelet that has ended leaves its socket behind, and the pauses grow; the new one's start anew.
-            Stage::Pausing { kubelet, .. } if found != Some(*kubelet) => {
+            Phase::Pausing if !self.is_same_kubelet() => {
                 self.forget_failures();
-                self.attempt_or_wait(moment.now)
+                self.attempt_or_wait(now)
             }
+            _ if !self.is_same_kubelet() => self.end_if_open(KUBELET_RESTARTED, now),
+            _ if !own => self.end_if_open("our socket is gone or not ours any more", now),
             _ => Vec::new(),
         }
     }
 
     /// The next attempt, now or when the gap allows it; or the wait for a kubelet.
     fn attempt_or_wait(&mut self, now: Duration) -> Vec<Action> {
-        match &self.kubelet {
-            Ok(kubelet) => {
-                let kubelet = *kubelet;
-                let earliest = self.bound.map_or(now, |bound| bound + GAP);
-                if now < earliest {
-                    self.stage = Stage::Pausing { kubelet, until: earliest };
-                    return Vec::new();
-                }
-                self.bind(kubelet, now)
-            }
-            Err(why) => {
-                self.stage = Stage::Waiting;
-                self.waits.replace([why.clone()]).into_iter().map(Action::ReportWaiting).collect()
+        if let Err(why) = self.kubelet.clone() {
+            self.enter(Phase::WaitingForKubelet, None);
+            return self.waits.replace([why]).into_iter().map(Action::ReportWaiting).collect();
+        }
+        self.attempted = self.kubelet.as_ref().ok().copied();
+        match self.bound.map(|bound| bound + GAP).filter(|earliest| now < *earliest) {
+            None => self.bind(now),
+            earliest => {
+                self.enter(Phase::Pausing, earliest);
+                Vec::new()
             }
         }
     }
 
-    fn bind(&mut self, kubelet: FileId, now: Duration) -> Vec<Action> {
+    fn bind(&mut self, now: Duration) -> Vec<Action> {
         self.bound = Some(now);
         self.waits.clear();
-        self.stage = Stage::Binding { kubelet };
+        self.enter(Phase::Binding, None);
         vec![Action::Bind]
     }
 
     fn served(&mut self, result: Result<(), String>, moment: Moment) -> Vec<Action> {
-        let Stage::Binding { kubelet } = self.stage else { return Vec::new() };
+        if self.phase != Phase::Binding {
+            return Vec::new();
+        }
+        (self.since, self.streams) = (moment.now, 0);
         if let Err(why) = result {
-            let mut actions = vec![Action::ReportEnded(Cause::NotServed(why))];
-            actions.extend(self.pause(kubelet, moment.now, moment));
+            let mut actions = vec![Action::ReportEnded(why)];
+            actions.extend(self.pause(moment));
             return actions;
         }
-        self.streams = 0;
-        let step = Step::Registering { until: moment.now + self.limits.register };
-        self.stage = Stage::Open { kubelet, since: moment.now, step };
-        if self.kubelet.as_ref().ok() != Some(&kubelet) {
-            return self.end_if_open(Cause::KubeletRestarted, moment.now);
+        self.enter(Phase::Registering, Some(moment.now + self.limits.register));
+        if !self.is_same_kubelet() {
+            return self.end_if_open(KUBELET_RESTARTED, moment.now);
         }
         vec![Action::Register]
     }
 
     fn registered(&mut self, result: Result<(), String>, now: Duration) -> Vec<Action> {
-        let Stage::Open { step: step @ Step::Registering { .. }, .. } = &mut self.stage else { return Vec::new() };
-        if let Err(why) = result {
-            return self.end_if_open(Cause::Register(why), now);
+        if self.phase != Phase::Registering {
+            return Vec::new();
         }
-        *step = Step::WaitingForStream { until: now + self.limits.stream };
-        self.streams(self.streams, now)
+        let mut actions = vec![Action::ReportRegistered(result.clone())];
+        actions.extend(match result {
+            Err(why) => self.end_if_open(format!("the registration failed: {why}"), now),
+            Ok(()) => {
+                self.enter(Phase::WaitingForStream, Some(now + self.limits.stream));
+                self.streams(self.streams, now)
+            }
+        });
+        actions
     }
 
     fn streams(&mut self, open: usize, now: Duration) -> Vec<Action> {
         self.streams = open;
-        let Stage::Open { step, .. } = &mut self.stage else { return Vec::new() };
-        match step {
-            Step::WaitingForStream { .. } if open > 0 => {
-                *step = Step::Confirming { until: now + self.limits.confirm, ask: None };
+        match self.phase {
+            Phase::WaitingForStream if open > 0 => {
+                self.enter(Phase::Confirming, Some(now + self.limits.confirm));
                 vec![Action::Ask]
             }
-            Step::Confirming { .. } | Step::Serving { .. } if open == 0 => self.end_if_open(Cause::StreamGone, now),
+            Phase::Confirming | Phase::Serving if open == 0 => {
+                self.end_if_open("the kubelet's ListAndWatch stream is gone", now)
+            }
             _ => Vec::new(),
         }
     }
 
     fn listed(&mut self, listing: Listing, now: Duration) -> Vec<Action> {
-        let Stage::Open { step, .. } = &mut self.stage else { return Vec::new() };
-        let again = Some(now + ASK_AGAIN);
-        match (&*step, listing) {
-            // No answer is expected.
-            (Step::Registering { .. } | Step::WaitingForStream { .. }, _)
-            | (Step::Confirming { ask: Some(_), .. } | Step::Serving { ask: Some(_), .. }, _) => {}
-            (_, Listing::Listed | Listing::Unknown) => {
-                *step = Step::Serving { ask: Some(now + ASK_BETWEEN), doubted: false };
+        let is_asked = matches!(self.phase, Phase::Confirming | Phase::Serving) && self.ask.is_none();
+        if is_asked && listing != Listing::Missing {
+            self.enter(Phase::Serving, None);
+            self.ask = Some(now + ASK_BETWEEN);
+        } else if is_asked {
+            if self.doubted {
+                self.enter(Phase::Confirming, Some(now + self.limits.confirm));
+            } else {
+                // A device that has just changed its health may be missing for a moment.
+                self.doubted = self.phase == Phase::Serving;
             }
-            (Step::Confirming { until, .. }, Listing::Missing) => {
-                *step = Step::Confirming { until: *until, ask: again };
-            }
-            // A device that has just changed its health may be missing for a moment.
-            (Step::Serving { doubted: false, .. }, Listing::Missing) => {
-                *step = Step::Serving { ask: again, doubted: true };
-            }
-            (Step::Serving { doubted: true, .. }, Listing::Missing) => {
-                *step = Step::Confirming { until: now + self.limits.confirm, ask: again };
-            }
+            self.ask = Some(now + ASK_AGAIN);
         }
         Vec::new()
     }
 
     /// Ends the open session, if there is one. The next attempt waits until its connections are closed.
-    fn end_if_open(&mut self, cause: Cause, now: Duration) -> Vec<Action> {
-        let Stage::Open { kubelet, since, .. } = self.stage else { return Vec::new() };
-        self.stage = Stage::Ending { kubelet, since, cut: Some(now + self.limits.close) };
-        vec![Action::ReportEnded(cause), Action::End]
+    fn end_if_open(&mut self, cause: impl Into<String>, now: Duration) -> Vec<Action> {
+        if !self.is_open() {
+            return Vec::new();
+        }
+        self.enter(Phase::Ending, Some(now + self.limits.close));
+        vec![Action::ReportEnded(cause.into()), Action::End]
     }
 
     fn closed(&mut self, moment: Moment) -> Vec<Action> {
-        let Stage::Ending { kubelet, since, .. } = self.stage else { return Vec::new() };
-        if self.leaving {
-            self.stage = Stage::Over;
+        if self.phase != Phase::Ending {
             return Vec::new();
         }
-        self.pause(kubelet, since, moment)
+        if self.leaving {
+            (self.over, self.until) = (true, None);
+            return Vec::new();
+        }
+        self.pause(moment)
     }
 
-    /// After a session that began at `since` with this kubelet: the next attempt, or a pause before it. A random part
-    /// of the pause, up to a half, is left out, so that the nodes of a cluster do not retry in step.
-    fn pause(&mut self, kubelet: FileId, since: Duration, moment: Moment) -> Vec<Action> {
+    /// After a session: the next attempt, or a pause before it. A random part of the pause, up to a half, is left out,
+    /// so that the nodes of a cluster do not retry in step.
+    fn pause(&mut self, moment: Moment) -> Vec<Action> {
         let now = moment.now;
-        if self.kubelet.as_ref().ok() != Some(&kubelet) {
+        if !self.is_same_kubelet() {
             self.forget_failures();
             return self.attempt_or_wait(now);
         }
-        if now.saturating_sub(since) >= SETTLED {
+        if now.saturating_sub(self.since) >= SETTLED {
             self.forget_failures();
-            return self.bind(kubelet, now);
+            return self.bind(now);
         }
         if std::mem::take(&mut self.retry_at_once) {
-            return self.bind(kubelet, now);
+            return self.bind(now);
         }
         let full = self.pauses.failed();
         let part = u32::try_from(moment.jitter % 512).unwrap_or(0);
-        let pause = full.saturating_sub((full / 1024).saturating_mul(part));
-        self.stage = Stage::Pausing { kubelet, until: now + pause };
+        self.enter(Phase::Pausing, Some(now + full.saturating_sub((full / 1024).saturating_mul(part))));
         Vec::new()
     }
 
@@ -385,46 +345,48 @@ impl Machine {
         self.pauses.reset();
     }
 
-    fn tick(&mut self, moment: Moment) -> Vec<Action> {
-        let (now, limits) = (moment.now, self.limits);
+    fn tick(&mut self, now: Duration) -> Vec<Action> {
         if self.wake().is_none_or(|wake| now < wake) {
             return Vec::new();
         }
-        match &mut self.stage {
-            Stage::Open { step, .. } => match step {
-                Step::Registering { .. } => self.end_if_open(Cause::RegisterLate(limits.register), now),
-                Step::WaitingForStream { .. } => self.end_if_open(Cause::NoStream(limits.stream), now),
-                Step::Confirming { until, .. } if now >= *until => {
-                    self.end_if_open(Cause::NotListed(limits.confirm), now)
-                }
-                Step::Confirming { ask, .. } | Step::Serving { ask, .. } => {
-                    *ask = None;
-                    vec![Action::Ask]
-                }
-            },
-            Stage::Ending { cut, .. } => {
-                *cut = None;
+        let limits = self.limits;
+        match self.phase {
+            Phase::Registering => {
+                self.registered(Err(format!("the kubelet did not answer Register within {:?}", limits.register)), now)
+            }
+            Phase::WaitingForStream => {
+                let cause =
+                    format!("the kubelet did not open ListAndWatch within {:?} of the registration", limits.stream);
+                self.end_if_open(cause, now)
+            }
+            Phase::Confirming if self.until.is_some_and(|until| now >= until) => {
+                let after = limits.confirm;
+                let cause =
+                    format!("PodResources does not list our devices, {after:?} after the kubelet opened ListAndWatch");
+                self.end_if_open(cause, now)
+            }
+            Phase::Confirming | Phase::Serving => {
+                self.ask = None;
+                vec![Action::Ask]
+            }
+            Phase::Ending => {
+                self.until = None;
                 vec![Action::Cut]
             }
-            Stage::Pausing { .. } => self.attempt_or_wait(now),
-            Stage::Waiting | Stage::Binding { .. } | Stage::Over => Vec::new(),
+            Phase::Pausing => self.attempt_or_wait(now),
+            Phase::WaitingForKubelet | Phase::Binding => Vec::new(),
         }
     }
 
     fn shutdown(&mut self, now: Duration) -> Vec<Action> {
         self.leaving = true;
-        match self.stage {
-            Stage::Open { kubelet, since, .. } => {
-                self.stage = Stage::Ending { kubelet, since, cut: Some(now + self.limits.close) };
-                vec![Action::End]
-            }
-            Stage::Ending { .. } | Stage::Over => Vec::new(),
-            // A bind in progress is cancelled.
-            Stage::Waiting | Stage::Binding { .. } | Stage::Pausing { .. } => {
-                self.stage = Stage::Over;
-                vec![Action::End]
-            }
+        if self.phase == Phase::Ending {
+            return Vec::new();
         }
+        // A bind in progress is cancelled.
+        self.over = !self.is_open();
+        self.enter(Phase::Ending, (!self.over).then_some(now + self.limits.close));
+        vec![Action::End]
     }
 }
 

@@ -34,7 +34,7 @@ use crate::state::{NodeState, ResourceName};
 use crate::uds::Callers;
 
 pub use channel::ConnectError;
-pub use life::{Plugin, PluginError};
+pub use life::{NoFolder, Plugin};
 pub use metrics::PluginMetrics;
 pub use probe::{ProbeError, probe};
 
@@ -166,6 +166,9 @@ pub enum Occurrence {
 
 /// Receives occurrences. Called on the path of an admission: it must not block.
 pub type Observer = Arc<dyn Fn(&ResourceName, Occurrence) + Send + Sync>;
+
+/// Receives the occurrences of one resource.
+type Report = Arc<dyn Fn(Occurrence) + Send + Sync>;
 
 impl Settings {
     /// Where the kubelet says who holds what; `None` without a PodResources socket.

@@ -8,18 +8,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use thiserror::Error;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use tonic::transport::Channel;
 
-use super::channel::{ConnectError, connect};
+use super::channel::connect;
 use super::checkpoint;
 use super::machine::Listing;
 use crate::allocation::DeviceId;
 use crate::backoff::Backoff;
-use crate::quote::one_line;
 use crate::state::{ClaimedDevice, Health, Holdings, NodeState, ResourceName};
 use linkwise_kubelet_api::podresources as wire;
 use wire::pod_resources_lister_client::PodResourcesListerClient;
@@ -51,32 +49,6 @@ pub struct HolderSources {
     pub folder: PathBuf,
 }
 
-/// Why PodResources has no answer.
-#[derive(Debug, Error)]
-pub enum PodResourcesError {
-    /// There is no connection.
-    #[error(transparent)]
-    Connect(#[from] ConnectError),
-    /// An error instead of an answer.
-    #[error("{path} answered {call} with an error: {} ({})", one_line(.status.message()), .status.code())]
-    Refused {
-        /// The socket.
-        path: String,
-        /// The call.
-        call: &'static str,
-        /// What came.
-        status: Box<Status>,
-    },
-    /// No answer in time.
-    #[error("{path} did not answer within {after:?}")]
-    Late {
-        /// The socket.
-        path: String,
-        /// The deadline.
-        after: Duration,
-    },
-}
-
 /// Pairs of a resource and a device, as the kubelet names them.
 type Devices = BTreeSet<(String, String)>;
 
@@ -88,31 +60,23 @@ fn devices(listed: impl IntoIterator<Item = wire::ContainerDevices>) -> Devices 
     listed.into_iter().flat_map(each).collect()
 }
 
-/// Connects and calls, within the deadline.
+/// Connects and calls, within the deadline; `None` without an answer.
 async fn call<T>(
     socket: &Path,
-    call: &'static str,
     ask: impl AsyncFnOnce(PodResourcesListerClient<Channel>) -> Result<T, Status>,
-) -> Result<T, PodResourcesError> {
-    let path = || socket.display().to_string();
+) -> Option<T> {
     let exchange = async {
-        let (channel, _) = connect(socket).await?;
-        let client = PodResourcesListerClient::new(channel).max_decoding_message_size(LONGEST);
-        let refused = |status| PodResourcesError::Refused { path: path(), call, status: Box::new(status) };
-        ask(client).await.map_err(refused)
+        let (channel, _) = connect(socket).await.ok()?;
+        ask(PodResourcesListerClient::new(channel).max_decoding_message_size(LONGEST)).await.ok()
     };
-    let late = |_| PodResourcesError::Late { path: path(), after: TIMEOUT };
-    tokio::time::timeout(TIMEOUT, exchange).await.map_err(late)?
+    tokio::time::timeout(TIMEOUT, exchange).await.ok().flatten()
 }
 
 /// Which devices containers and claims hold now. A name that is no resource's is not ours and is left out.
-async fn listed(socket: &Path) -> Result<Holdings, PodResourcesError> {
-    let containers = call(socket, "List", async |mut client| {
-        let pods = client.list(wire::ListPodResourcesRequest {}).await?.into_inner().pod_resources;
-        Ok(pods.into_iter().flat_map(|pod| pod.containers).collect::<Vec<_>>())
-    });
+async fn listed(socket: &Path) -> Option<Holdings> {
+    let pods = call(socket, async |mut client| client.list(wire::ListPodResourcesRequest {}).await).await?;
     let mut holdings = Holdings::default();
-    for container in containers.await? {
+    for container in pods.into_inner().pod_resources.into_iter().flat_map(|pod| pod.containers) {
         holdings.claims.extend(container.dynamic_resources.into_iter().flat_map(claimed));
         for (resource, id) in devices(container.devices) {
             if let Ok(resource) = resource.parse() {
@@ -120,7 +84,7 @@ async fn listed(socket: &Path) -> Result<Holdings, PodResourcesError> {
             }
         }
     }
-    Ok(holdings)
+    Some(holdings)
 }
 
 fn claimed(resource: wire::DynamicResource) -> impl Iterator<Item = ClaimedDevice> {
@@ -135,7 +99,7 @@ fn claimed(resource: wire::DynamicResource) -> impl Iterator<Item = ClaimedDevic
 /// Who holds what now. The checkpoint is read after the list: the kubelet drops pods that have ended when it is asked for
 /// the list.
 pub async fn holders(sources: &HolderSources) -> Holders {
-    let Ok(mut held) = listed(&sources.socket).await else { return Holders::default() };
+    let Some(mut held) = listed(&sources.socket).await else { return Holders::default() };
     let mut without_init_containers = None;
     match checkpoint::read(&sources.folder).await {
         Ok(devices) => {
@@ -179,11 +143,10 @@ pub(super) async fn listing(
     resource: &ResourceName,
 ) -> Listing {
     let Some(socket) = socket else { return Listing::Unknown };
-    let listed = call(socket, "GetAllocatableResources", async |mut client| {
-        let answer = client.get_allocatable_resources(wire::AllocatableResourcesRequest {}).await?;
-        Ok(devices(answer.into_inner().devices))
-    });
-    let Ok(listed) = listed.await else { return Listing::Unknown };
+    let listed =
+        call(socket, async |mut client| client.get_allocatable_resources(wire::AllocatableResourcesRequest {}).await);
+    let Some(listed) = listed.await else { return Listing::Unknown };
+    let listed = devices(listed.into_inner().devices);
     let snapshot = Arc::clone(&snapshot.borrow());
     let healthy = snapshot.offers().of(resource).filter(|(_, device)| device.health == Health::Healthy);
     let mut healthy = healthy.map(|(id, _)| (resource.as_str().to_owned(), id.as_str().to_owned()));

@@ -1,6 +1,7 @@
 //! The Registration client: announces a resource and our socket to the kubelet.
 
 use std::path::Path;
+use std::sync::OnceLock;
 
 use thiserror::Error;
 use tonic::Status;
@@ -22,16 +23,16 @@ pub(super) enum RegisterError {
     Refused { resource: ResourceName, status: Box<Status> },
 }
 
-/// Registers a resource that is served on the socket named `endpoint` beside the kubelet's. `connected` gets the
+/// Registers a resource that is served on the socket named `endpoint` beside the kubelet's. `kubelet` gets the
 /// process that listens on kubelet.sock, before the request is sent. It may wait for ever: the caller has the deadline.
 pub(super) async fn register(
     kubelet_socket: &Path,
     endpoint: &str,
     resource: &ResourceName,
-    connected: impl FnOnce(Peer),
+    kubelet: &OnceLock<Peer>,
 ) -> Result<(), RegisterError> {
-    let (channel, kubelet) = connect(kubelet_socket).await?;
-    connected(kubelet);
+    let (channel, listens) = connect(kubelet_socket).await?;
+    kubelet.get_or_init(|| listens);
     let request = wire::RegisterRequest {
         version: wire::VERSION.to_owned(),
         endpoint: endpoint.to_owned(),

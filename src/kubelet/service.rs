@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
 use super::narrowing::Narrowing;
-use super::{Occurrence, Settings, Sources, convert};
+use super::{Occurrence, Report, Settings, convert};
 use crate::publish::MpsClient;
 use crate::publish::injection::{ChosenDevice, Granted, Injection, InjectionError};
 use crate::state::{Device, NodeState, ResourceName};
@@ -22,7 +22,8 @@ use linkwise_kubelet_api::v1beta1::device_plugin_server::DevicePlugin;
 pub(super) struct Service {
     pub resource: ResourceName,
     pub settings: Arc<Settings>,
-    pub sources: Sources,
+    pub snapshot: watch::Receiver<Arc<NodeState>>,
+    pub report: Report,
     /// The process that listens on kubelet.sock, once known.
     pub kubelet: Arc<OnceLock<Peer>>,
     /// How many ListAndWatch streams the kubelet holds.
@@ -35,7 +36,7 @@ pub(super) struct Service {
 
 impl Service {
     fn snapshot(&self) -> Arc<NodeState> {
-        Arc::clone(&self.sources.snapshot.borrow())
+        Arc::clone(&self.snapshot.borrow())
     }
 
     fn narrowing(&self) -> std::sync::MutexGuard<'_, Narrowing> {
@@ -66,10 +67,6 @@ impl Service {
         }
         Ok(injection)
     }
-
-    fn observe(&self, occurrence: Occurrence) {
-        (self.sources.observer)(&self.resource, occurrence);
-    }
 }
 
 #[tonic::async_trait]
@@ -90,7 +87,7 @@ impl DevicePlugin for Service {
     ) -> Result<Response<Self::ListAndWatchStream>, Status> {
         let resource = self.resource.clone();
         let open = self.is_kubelet(&request).then(|| OpenStream::new(self.streams.clone()));
-        let state = (self.sources.snapshot.clone(), None, open);
+        let state = (self.snapshot.clone(), None, open);
         let lists = stream::unfold(state, move |(mut snapshot, mut last, open)| {
             let resource = resource.clone();
             async move {
@@ -119,7 +116,7 @@ impl DevicePlugin for Service {
             let (answer, report) = snapshot.preferred(&self.resource, &question);
             let elapsed = start.elapsed();
             let narrowed = self.narrowing().narrowed(&question, |id| snapshot.offers().is_healthy(&self.resource, id));
-            self.observe(Occurrence::Chosen { report: Arc::new(report), elapsed, narrowed });
+            (self.report)(Occurrence::Chosen { report: Arc::new(report), elapsed, narrowed });
             convert::preferred(answer)
         });
         Ok(Response::new(wire::PreferredAllocationResponse { container_responses: answers.collect() }))
@@ -141,7 +138,7 @@ impl DevicePlugin for Service {
             });
             let allocated = ids.iter().map(|id| id.as_str().to_owned()).collect();
             let outcome = answer.as_ref().map(|_| allocated).map_err(|refusal| refusal.message().to_owned());
-            self.observe(Occurrence::Allocated(outcome));
+            (self.report)(Occurrence::Allocated(outcome));
             container_responses.push(answer?);
         }
         Ok(Response::new(wire::AllocateResponse { container_responses }))

@@ -11,14 +11,18 @@ use std::sync::{Arc, Mutex, OnceLock};
 use thiserror::Error;
 use tokio::sync::watch;
 use tokio_util::sync::{CancellationToken, DropGuard};
+use tonic::service::Routes;
+use tower::layer::layer_fn;
+use tower::service_fn;
 
-use super::connection::{Gate, accepted};
-use super::layer::Observe;
+use super::connection::accepted;
+use super::layer::observed;
+use super::machine::Input;
 use super::service::Service;
-use super::{Settings, Sources};
+use super::{Report, Settings};
 use crate::errors::chain;
 use crate::names::shortened;
-use crate::state::ResourceName;
+use crate::state::{NodeState, ResourceName};
 use crate::uds::{self, LONGEST_PATH, Peer, SocketFile};
 use linkwise_kubelet_api::v1beta1::device_plugin_server::DevicePluginServer;
 
@@ -59,16 +63,6 @@ pub(super) enum BindError {
     Bind { folder: String, source: io::Error },
 }
 
-/// What happened in a session.
-pub(super) enum Happened {
-    /// The kubelet holds this many ListAndWatch streams.
-    Streams(usize),
-    /// The server ended, for this reason.
-    ServerEnded(String),
-    /// The server has ended and the last connection is closed.
-    Closed,
-}
-
 /// A socket of ours that is served.
 pub(super) struct Session {
     /// The socket's file name.
@@ -78,7 +72,6 @@ pub(super) struct Session {
     own: Option<SocketFile>,
     server: Option<Held<Result<(), tonic::transport::Error>>>,
     streams: watch::Receiver<usize>,
-    connections: watch::Receiver<usize>,
     end: CancellationToken,
     cut: CancellationToken,
     _guards: [DropGuard; 2],
@@ -89,7 +82,8 @@ impl Session {
     pub async fn begin(
         resource: ResourceName,
         settings: Arc<Settings>,
-        sources: Sources,
+        snapshot: watch::Receiver<Arc<NodeState>>,
+        report: Report,
         random: u64,
     ) -> Result<Self, BindError> {
         let folder = settings.kubelet_socket.parent().unwrap_or(Path::new("."));
@@ -102,36 +96,29 @@ impl Session {
         let (own, listener) = uds::listen(&folder.join(&name), settings.callers.clone()).map_err(at_path)?;
 
         let kubelet = Arc::new(OnceLock::new());
-        let ((streams_sender, streams), (open, connections)) = (watch::channel(0), watch::channel(0));
+        let (streams_sender, streams) = watch::channel(0);
         let (end, cut) = (CancellationToken::new(), CancellationToken::new());
-        let gate = Gate { open, cut: cut.clone(), resource: resource.clone(), observer: Arc::clone(&sources.observer) };
-        let observe = Observe { resource: resource.clone(), observer: Arc::clone(&sources.observer) };
         let service = Service {
             resource,
             settings: Arc::clone(&settings),
-            sources,
+            snapshot,
+            report: Arc::clone(&report),
             kubelet: Arc::clone(&kubelet),
             streams: streams_sender,
             narrowing: Mutex::default(),
             end: end.clone(),
         };
+        let connections = accepted(listener, cut.clone(), Arc::clone(&report));
+        let layer = layer_fn(move |service: Routes| {
+            let report = Arc::clone(&report);
+            service_fn(move |request| observed(service.clone(), request, Arc::clone(&report)))
+        });
         let server = tonic::transport::Server::builder()
-            .layer(observe)
+            .layer(layer)
             .add_service(DevicePluginServer::new(service))
-            .serve_with_incoming_shutdown(accepted(listener, gate), end.clone().cancelled_owned());
-        let guards = [end.clone().drop_guard(), cut.clone().drop_guard()];
-        let server: Held<_> = Box::pin(server);
-        Ok(Self {
-            name,
-            kubelet,
-            own: Some(own),
-            server: Some(server),
-            streams,
-            connections,
-            end,
-            cut,
-            _guards: guards,
-        })
+            .serve_with_incoming_shutdown(connections, end.clone().cancelled_owned());
+        let _guards = [end.clone().drop_guard(), cut.clone().drop_guard()];
+        Ok(Self { name, kubelet, own: Some(own), server: Some(Box::pin(server)), streams, end, cut, _guards })
     }
 
     /// Whether our socket is still the file that was bound.
@@ -150,17 +137,18 @@ impl Session {
         self.cut.cancel();
     }
 
-    /// The next thing that happens. Cancel-safe. The server works only while this is awaited.
-    pub async fn next(&mut self) -> Happened {
-        let served = self.server.is_some();
+    /// The next thing that happens. Cancel-safe. The server accepts connections only while this is awaited. It ends after
+    /// the last connection is closed.
+    pub async fn next(&mut self) -> Input {
+        if self.server.is_none() {
+            return Input::Closed;
+        }
         tokio::select! {
             biased;
             result = held(&mut self.server) => {
-                Happened::ServerEnded(result.map_or_else(|error| chain(&error), |()| "without an error".to_owned()))
+                Input::ServerEnded(result.map_or_else(|error| chain(&error), |()| "without an error".to_owned()))
             }
-            // An error means that the senders have gone: everything is closed.
-            _ = self.connections.wait_for(|open| *open == 0), if !served => Happened::Closed,
-            Ok(()) = self.streams.changed() => Happened::Streams(*self.streams.borrow_and_update()),
+            Ok(()) = self.streams.changed() => Input::Streams(*self.streams.borrow_and_update()),
         }
     }
 }
@@ -168,27 +156,6 @@ impl Session {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[tokio::test]
-    async fn session_is_closed_with_its_last_connection() {
-        let machine = crate::machines::load("dgx1-v100").unwrap();
-        let seen = crate::state::Event::Observed(Box::new(machine.observed));
-        let (snapshot, _) = crate::state::NodeState::default().apply(seen, std::time::Duration::ZERO);
-        let snapshot = watch::Sender::new(Arc::new(snapshot));
-        let sources = Sources { snapshot: snapshot.subscribe(), observer: Arc::new(|_, _| {}) };
-        let folder = tempfile::tempdir().unwrap();
-        let settings = Arc::new(Settings::new(folder.path().join("kubelet.sock")));
-        let mut session = Session::begin(ResourceName::gpu(), settings, sources, 7).await.unwrap();
-        let open = watch::Sender::new(1);
-        let ended: Held<_> = Box::pin(async { Ok(()) });
-        (session.connections, session.server) = (open.subscribe(), Some(ended));
-        assert!(matches!(session.next().await, Happened::ServerEnded(_)));
-        let mut next = Box::pin(session.next());
-        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
-        assert!(next.as_mut().poll(&mut context).is_pending(), "a connection is open");
-        open.send_replace(0);
-        assert!(matches!(next.await, Happened::Closed));
-    }
 
     #[tokio::test]
     async fn longest_resource_name_fits_a_socket_path() {

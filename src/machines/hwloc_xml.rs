@@ -11,8 +11,8 @@ use super::xml::{self, Element, Limits, XmlError, XmlFault};
 use super::{Machine, bare_gpu, cpu_list};
 use crate::quote::excerpt;
 use crate::topology::{
-    CpuObservation, GpuObservation, HostBridgeObservation, HostObservation, NicKind, NicObservation, NodeObservation,
-    NumaNodeId, NumaNodeObservation, PackageId, PciAddress, PciKind, PciObservation,
+    CpuObservation, DisplayClass, GpuObservation, HostBridgeObservation, HostObservation, NicKind, NicObservation,
+    NodeObservation, NumaNodeId, NumaNodeObservation, PackageId, PciAddress, PciKind, PciObservation,
 };
 
 /// A host of some thousand CPUs: cores and caches nest below 40 deep. Text stands in lists that are not read.
@@ -162,7 +162,9 @@ impl<'d> Walk<'d> {
         if pci.is_none() {
             self.notes.add(object, "without a PCI address");
         }
-        PciObservation { pci, kind, link: None, numa: None, nics: Vec::new(), devices: Vec::new() }
+        let number = class(object).get(..4).and_then(|class| u16::from_str_radix(class, 16).ok());
+        let class = number.filter(|_| kind == PciKind::Gpu).and_then(DisplayClass::new);
+        PciObservation { pci, kind, class, link: None, numa: None, nics: Vec::new(), devices: Vec::new() }
     }
 
     fn nic(&self, device: &Element) -> Option<NicObservation> {

@@ -84,6 +84,22 @@ pub enum MpsError {
         /// Why not.
         source: ProgramError,
     },
+    /// SELinux would keep containers from the control daemon's sockets.
+    #[error("cannot label {path} for SELinux: containers may not reach the control daemon")]
+    Label {
+        /// The pipe directory, or what is in it.
+        path: PathBuf,
+        /// The kernel's error.
+        source: io::Error,
+    },
+    /// The shared memory cannot be mounted.
+    #[error("cannot mount a tmpfs at {path} (it takes a privileged container)")]
+    Mount {
+        /// The folder.
+        path: PathBuf,
+        /// What happened.
+        source: ProgramError,
+    },
     /// The program could not be started, or its end cannot be waited for.
     #[error("cannot start nvidia-cuda-mps-control")]
     Spawn(#[source] io::Error),
@@ -98,10 +114,11 @@ pub enum MpsError {
     Control(#[from] ControlError),
 }
 
-/// A control daemon that runs; dropping it kills it and the servers in its group.
+/// A control daemon that runs, a child that leads a process group of its own; the whole group is killed when it goes.
 #[derive(Debug)]
 pub struct Daemon {
-    process: Group,
+    child: Child,
+    group: Option<Pid>,
     control: Control,
     pace: Pace,
 }
@@ -113,12 +130,17 @@ impl Daemon {
     ///
     /// See [`MpsError`]; nothing runs any more then.
     pub async fn start(control: Control, limits: &Limits, pace: Pace) -> Result<Self, MpsError> {
-        let mut process = Group::spawn(&control)?;
+        // What it logs is our log: standard output and error are inherited.
+        let mut command = control.program();
+        command.arg("-f").stdin(Stdio::null()).process_group(0).kill_on_drop(true);
+        let child = command.spawn().map_err(MpsError::Spawn)?;
+        let group = child.id().and_then(|id| Pid::from_raw(i32::try_from(id).ok()?));
+        let mut daemon = Self { child, group, control, pace };
         tokio::select! {
-            ended = process.wait() => return Err(ended),
-            confirmed = configure(&control, limits, pace.start) => confirmed?,
+            status = daemon.child.wait() => return Err(status.map_or_else(MpsError::Spawn, MpsError::Ended)),
+            confirmed = configure(&daemon.control, limits, pace.start) => confirmed?,
         }
-        Ok(Self { process, control, pace })
+        Ok(daemon)
     }
 
     /// Waits until it fails, and returns why. Cancel safe.
@@ -132,7 +154,7 @@ impl Daemon {
             }
         };
         tokio::select! {
-            ended = self.process.wait() => ended,
+            status = self.child.wait() => status.map_or_else(MpsError::Spawn, MpsError::Ended),
             failed = probes => failed,
         }
     }
@@ -142,9 +164,19 @@ impl Daemon {
         let orderly = async {
             // If it did not take the command, it does not end.
             let _ = self.control.ask(QUIT).await;
-            self.process.wait().await
+            self.child.wait().await
         };
         let _ = timeout(self.pace.quit, orderly).await;
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // A server that outlives its control daemon keeps the GPU from the next. Where all have ended there is no
+        // such group any more.
+        if let Some(group) = self.group {
+            let _ = kill_process_group(group, Signal::KILL);
+        }
     }
 }
 
@@ -184,38 +216,5 @@ pub(super) async fn end_predecessor(control: &Control, within: Duration) -> Resu
             return Err(MpsError::Predecessor(source));
         }
         sleep(PROBE_AGAIN).await;
-    }
-}
-
-/// A child that leads a process group of its own; the whole group is killed when it goes.
-#[derive(Debug)]
-struct Group {
-    child: Child,
-    id: Option<Pid>,
-}
-
-impl Group {
-    fn spawn(control: &Control) -> Result<Self, MpsError> {
-        // What it logs is our log: standard output and error are inherited.
-        let mut command = control.program();
-        command.arg("-f").stdin(Stdio::null()).process_group(0).kill_on_drop(true);
-        let child = command.spawn().map_err(MpsError::Spawn)?;
-        let id = child.id().and_then(|id| Pid::from_raw(i32::try_from(id).ok()?));
-        Ok(Self { child, id })
-    }
-
-    /// Waits for its end. Cancel safe.
-    async fn wait(&mut self) -> MpsError {
-        self.child.wait().await.map_or_else(MpsError::Spawn, MpsError::Ended)
-    }
-}
-
-impl Drop for Group {
-    fn drop(&mut self) {
-        // A server that outlives its control daemon keeps the GPU from the next. Where all have ended there is no
-        // such group any more.
-        if let Some(id) = self.id {
-            let _ = kill_process_group(id, Signal::KILL);
-        }
     }
 }

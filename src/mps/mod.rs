@@ -13,6 +13,7 @@ mod layout;
 mod limits;
 mod marker;
 mod program;
+mod selinux;
 mod shm;
 mod supervise;
 
@@ -23,5 +24,5 @@ pub use layout::{HOST_ROOT, Layout, LayoutError};
 pub use limits::{Limits, MemoryLimit};
 pub use marker::{Marker, NotReady, readiness};
 pub use program::ProgramError;
-pub use shm::{ShmError, mount_shm};
+pub use shm::{Shm, mount_shm};
 pub use supervise::{DaemonEvent, supervise};

@@ -1,66 +1,77 @@
 //! The folder that daemons and clients share as /dev/shm: a file system in memory of its own, on the host.
 //!
-//! Called by `linkwise mps-control-daemon mount-shm`, which runs once, privileged, before the daemon; the command and
-//! its mount options are those of the NVIDIA plugin. Unlike there, what is mounted already stays: running pods have it.
+//! Called by `linkwise mps-control-daemon mount-shm`, which runs once, privileged, before the daemon. The command, its
+//! options and the size are those of the NVIDIA plugin (`cmd/mps-control-daemon/mount/mount-shm.go`). Unlike there, what
+//! is mounted already stays, for running pods have it; it grows where it is smaller.
 
 use std::fs;
-use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
+use rustix::fs::statfs;
 use tokio::process::Command;
 
+use super::daemon::MpsError;
 use super::layout::Layout;
-use super::program::{self, ProgramError};
+use super::program;
 
-/// As the NVIDIA plugin mounts it: 64 MiB, the size container runtimes give a /dev/shm.
-const OPTIONS: &str = "rw,nosuid,nodev,noexec,relatime,size=65536k";
+/// The size where the host's memory is unknown, in KiB: 64 MiB, as container runtimes give a /dev/shm.
+const FALLBACK_KIB: u64 = 64 << 10;
+
+/// `TMPFS_MAGIC` of linux/magic.h.
+const TMPFS: u64 = 0x0102_1994;
 
 /// How long `mount` may take.
 const WITHIN: Duration = Duration::from_secs(60);
 
-/// Why there is no shared memory.
-#[derive(Debug, thiserror::Error)]
-pub enum ShmError {
-    /// The folder cannot be made.
-    #[error("cannot make {path}")]
-    Folder {
-        /// The folder.
-        path: PathBuf,
-        /// The kernel's error.
-        source: io::Error,
-    },
-    /// `mount` failed.
-    #[error("cannot mount a tmpfs at {path} (it takes a privileged container)")]
-    Mount {
-        /// The folder.
-        path: PathBuf,
-        /// What happened.
-        source: ProgramError,
-    },
+/// What became of the shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shm {
+    /// It was mounted.
+    Mounted,
+    /// It was mounted already, and is larger now.
+    Grown,
+    /// It was mounted already, and is large enough, or no tmpfs.
+    Kept,
 }
 
-/// Mounts the shared memory; returns `false` where it was mounted already.
+/// Mounts the shared memory, of half the host's memory; `meminfo` is /proc/meminfo, `mount` the program mount(8).
 ///
 /// # Errors
 ///
-/// See [`ShmError`].
-pub async fn mount_shm(layout: &Layout) -> Result<bool, ShmError> {
+/// [`MpsError::Write`] and [`MpsError::Mount`].
+pub async fn mount_shm(layout: &Layout, meminfo: &Path, mount: &Path) -> Result<Shm, MpsError> {
     let path = layout.shm();
-    let is_mounted = fs::create_dir_all(&path).and_then(|()| is_mounted(&path));
-    if is_mounted.map_err(|source| ShmError::Folder { path: path.clone(), source })? {
-        return Ok(false);
-    }
-    let mut mount = Command::new("mount");
-    mount.args(["-t", "tmpfs", "-o", OPTIONS, "shm"]).arg(&path);
+    let wanted = fs::read_to_string(meminfo).ok().and_then(|text| half_of_memory(&text)).unwrap_or(FALLBACK_KIB);
+    let there = fs::create_dir_all(&path).and_then(|()| {
+        // A file system that is mounted there is on another device than the folder's parent.
+        let is_mounted = fs::metadata(&path)?.dev() != fs::metadata(path.join(".."))?.dev();
+        Ok(is_mounted.then_some(statfs(&path)?))
+    });
+    let (done, remount) = match there.map_err(|source| MpsError::Write { path: path.clone(), source })? {
+        None => (Shm::Mounted, ""),
+        Some(there) => {
+            let is_tmpfs = u64::try_from(there.f_type) == Ok(TMPFS);
+            let bytes = u64::try_from(there.f_bsize).unwrap_or(0).saturating_mul(there.f_blocks);
+            // The kernel rounds up to whole pages; 0 blocks are no limit.
+            if !is_tmpfs || bytes == 0 || bytes / 1024 >= wanted {
+                return Ok(Shm::Kept);
+            }
+            (Shm::Grown, "remount,")
+        }
+    };
+    let mut mount = Command::new(mount);
+    let options = format!("{remount}rw,nosuid,nodev,noexec,relatime,size={wanted}k");
+    mount.args(["-t", "tmpfs", "-o", options.as_str(), "shm"]).arg(&path);
     let mounted = program::run(&mut mount, "", WITHIN).await;
-    mounted.map(|_| true).map_err(|source| ShmError::Mount { path, source })
+    mounted.map(|_| done).map_err(|source| MpsError::Mount { path, source })
 }
 
-/// Whether a file system is mounted at a folder: then its parent is on another device.
-fn is_mounted(folder: &Path) -> io::Result<bool> {
-    Ok(fs::metadata(folder)?.dev() != fs::metadata(folder.join(".."))?.dev())
+/// Half of `MemTotal` in a text such as /proc/meminfo, in KiB.
+fn half_of_memory(meminfo: &str) -> Option<u64> {
+    let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    total.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib / 2)
 }
 
 #[cfg(test)]
@@ -68,12 +79,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mount_point_is_on_another_device_than_its_parent() {
-        let folder = tempfile::tempdir().unwrap();
-        let inner = folder.path().join("shm");
-        fs::create_dir(&inner).unwrap();
-        assert!(is_mounted(Path::new("/proc")).unwrap());
-        assert!(!is_mounted(&inner).unwrap());
-        assert!(is_mounted(&inner.join("missing")).is_err());
+    fn shared_memory_is_half_of_the_hosts() {
+        assert_eq!(half_of_memory("MemTotal:       263856640 kB\nMemFree: 1 kB\n"), Some(131_928_320));
+        for text in ["", "MemTotal:", "MemTotal: many kB", "MemTotal: 1", "MemFree: 2 kB"] {
+            assert_eq!(half_of_memory(text), None, "{text}");
+        }
     }
 }

@@ -14,6 +14,7 @@ use super::control::Control;
 use super::daemon::{Daemon, MpsError, Settings, end_predecessor};
 use super::limits::Limits;
 use super::marker::Marker;
+use super::selinux::label;
 use crate::backoff::Backoff;
 use crate::state::ResourceName;
 use crate::topology::GpuUuid;
@@ -23,6 +24,8 @@ use crate::topology::GpuUuid;
 pub enum DaemonEvent {
     /// It serves, and the limits hold.
     Serving,
+    /// SELinux may keep containers from it.
+    NotLabelled(MpsError),
     /// It does not serve, or no longer; it is started again after a pause.
     Failed {
         /// Why.
@@ -69,6 +72,9 @@ async fn one_daemon(
     let cannot_write = |source| MpsError::Write { path: path.clone(), source };
     Marker::clear(&path).map_err(cannot_write)?;
     let control = Control::of(settings, resource, limits)?;
+    if let Err(error) = label(&settings.layout.pipe(resource)) {
+        report(DaemonEvent::NotLabelled(error));
+    }
     let pace = settings.pace;
     let Some(ended) = shutdown.run_until_cancelled(end_predecessor(&control, pace.quit)).await else { return Ok(()) };
     ended?;

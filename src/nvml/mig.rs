@@ -13,7 +13,7 @@ use super::calls::Calls;
 use super::probe::UUID;
 use super::raw;
 use super::scan::{MigDeviceScan, MigScan};
-use crate::topology::{MigCapabilities, MigDeviceObservation, MigExtension, MigUuid};
+use crate::topology::{MigCapabilities, MigDeviceObservation, MigEngines, MigExtension, MigUuid};
 
 /// An index that nothing was created for is no failure of this call.
 const HANDLE: &str = "nvmlDeviceGetMigDeviceHandleByIndex";
@@ -90,6 +90,14 @@ fn mig_device(
             compute_slices: attributes.compute_instance_slice_count,
             memory_mib: attributes.memory_size_mb,
             extension: None,
+            engines: Some(MigEngines {
+                multiprocessors: attributes.multiprocessor_count,
+                copy: attributes.shared_copy_engine_count,
+                decoder: attributes.shared_decoder_count,
+                encoder: attributes.shared_encoder_count,
+                jpeg: attributes.shared_jpeg_count,
+                ofa: attributes.shared_ofa_count,
+            }),
             capabilities: None,
         },
     }))

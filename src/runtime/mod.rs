@@ -13,6 +13,8 @@ mod driver;
 mod idle;
 mod keeper;
 mod kept;
+mod labels;
+mod labels_program;
 mod log;
 #[cfg(test)]
 mod metrics_tests;
@@ -48,6 +50,8 @@ pub use cluster_program::become_cluster_program;
 pub use driver::scan;
 pub use keeper::HealthSettings;
 pub use kept::{Kept, kept};
+pub use labels::{LabelsWatch, NodeLabels};
+pub use labels_program::{Publisher, labels};
 pub use log::log_to_stderr;
 pub use mps::mps_control_daemon;
 pub use node::{Node, NodeSettings};
@@ -129,6 +133,7 @@ async fn serve(args: &RunArgs) -> Result<()> {
         // The series is there, on every node.
         node.metrics().register(CdiMetrics::register);
     }
+    labels::spawn_in(&mut node, &settings, args);
     // Before the first GPU is discovered: the plan decides which resources it belongs to.
     let planned = Event::Planned(Box::new(settings.plan()));
     node.events().send(planned).await.context("the node takes no events")?;

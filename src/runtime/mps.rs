@@ -11,6 +11,7 @@ mod plugin;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,7 +29,7 @@ use super::idle::Idle;
 use super::operator::Release;
 use crate::config::settings::load;
 use crate::config::{ConfigMetrics, Environment, MpsCommand, MpsControlDaemonArgs};
-use crate::mps::{Layout, LayoutError, Limits, Pace, Programs, Settings, mount_shm};
+use crate::mps::{Layout, LayoutError, Limits, Pace, Programs, Settings, Shm, mount_shm};
 use crate::once::Once;
 use crate::state::{Effect, Event, NodeState, ResourceName};
 use daemons::Daemons;
@@ -58,10 +59,12 @@ pub fn mps_control_daemon(args: &MpsControlDaemonArgs) -> Result<ExitCode> {
             None => serve(args).await,
             Some(MpsCommand::MountShm) => {
                 let layout = Layout::new(&args.root.container_root);
-                let (path, mounted) = (layout.shm(), mount_shm(&layout).await?);
-                let what =
-                    if mounted { "shared memory mounted" } else { "shared memory is mounted already, and stays" };
-                tracing::info!(path = %path.display(), "{what}");
+                let what = match mount_shm(&layout, Path::new("/proc/meminfo"), Path::new("mount")).await? {
+                    Shm::Mounted => "shared memory mounted",
+                    Shm::Grown => "shared memory was mounted already, and has grown",
+                    Shm::Kept => "shared memory is mounted already, and stays",
+                };
+                tracing::info!(path = %layout.shm().display(), "{what}");
                 Ok(())
             }
         }

@@ -61,7 +61,28 @@ fn imex_channels_follow_the_strategy_of_the_gpus() {
     let by_cdi = InjectionOptions { envvar: false, cdi: Some(cdi()), ..options };
     let injection = inject(&by_cdi, &host, &one_gpu(Some(0)), |_| true).unwrap();
     let cdi_devices = ["vendor/gpu=GPU-a", "vendor/imex-channel=0", "vendor/gds=all"].map(str::to_owned).to_vec();
-    assert_eq!(injection, Injection { cdi_devices, ..Injection::default() });
+    let env = texts(&[("NVIDIA_GDS", "enabled")]);
+    assert_eq!(injection, Injection { cdi_devices, env, ..Injection::default() });
+}
+
+#[test]
+fn imex_channels_are_among_the_device_nodes() {
+    let host = HostDevices {
+        dev_root: "/run/driver".to_owned(),
+        control_nodes: vec!["/dev/nvidiactl".to_owned()],
+        imex_channels: vec![0],
+        ..HostDevices::default()
+    };
+    let options = InjectionOptions { device_nodes: true, ..by_name() };
+    let injection = inject(&options, &host, &one_gpu(Some(3)), |_| true).unwrap();
+    let nodes: Vec<_> = injection.device_nodes.iter().map(|node| (&*node.host, &*node.container)).collect();
+    let channel = "/dev/nvidia-caps-imex-channels/channel0";
+    let expected = [
+        ("/run/driver/dev/nvidia3", "/dev/nvidia3"),
+        ("/run/driver/dev/nvidiactl", "/dev/nvidiactl"),
+        ("/run/driver/dev/nvidia-caps-imex-channels/channel0", channel),
+    ];
+    assert_eq!(nodes, expected);
 }
 
 #[test]

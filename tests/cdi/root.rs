@@ -64,9 +64,16 @@ impl Root {
         self.link(&format!("{LIBRARIES}/libcuda.so"), "libcuda.so.1");
     }
 
-    /// The toolkit's hooks.
+    /// The toolkit's hooks, of its first release with hooks.
     pub fn hook(&self) {
+        self.hook_with(&[]);
+    }
+
+    /// The same with these more.
+    pub fn hook_with(&self, names: &[&str]) {
         self.program("usr/bin/nvidia-cdi-hook");
+        let text = format!("\x7fELF create-symlinks update-ldcache {}", names.join("\0"));
+        fs::write(self.path.join("usr/bin/nvidia-cdi-hook"), text).unwrap();
     }
 
     /// The kernel's word on the loaded driver.

@@ -188,6 +188,7 @@ fn device(bytes: &mut Bytes<'_>, depth: usize) -> PciObservation {
     PciObservation {
         pci: bytes.maybe(address),
         kind: kinds[bytes.below(6)],
+        class: None,
         link: bytes.maybe(link),
         numa: bytes.maybe(|bytes| NumaNodeId(u32::from(bytes.byte() % 4))),
         nics: (0..bytes.below(3)).map(|_| nic(bytes)).collect(),

@@ -82,7 +82,8 @@ fn join(observed: &mut NodeObservation, links: impl Fn(usize, usize) -> u32) {
 /// GPU to the NVSwitches of the plane of its so many neighbours.
 fn machine(packages: &[Vec<usize>], plane: Option<usize>) -> NodeObservation {
     let link = Some(PcieLink { mts: 32_000, width: 16 });
-    let function = |pci, kind, devices| PciObservation { pci, kind, link, numa: None, nics: Vec::new(), devices };
+    let function =
+        |pci, kind, devices| PciObservation { pci, kind, class: None, link, numa: None, nics: Vec::new(), devices };
     let mut gpus = Vec::new();
     let mut host = HostObservation {
         cpu: Some(CpuObservation {

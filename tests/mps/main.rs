@@ -11,4 +11,5 @@
 
 mod command;
 mod node;
+mod shm;
 mod supervised;

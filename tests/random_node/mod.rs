@@ -147,6 +147,7 @@ fn device() -> impl Strategy<Value = PciObservation> {
     let device = |kind, link, numa: Option<u32>, nics, devices| PciObservation {
         pci: None,
         kind,
+        class: None,
         link,
         numa: numa.map(NumaNodeId),
         nics,
@@ -232,7 +233,8 @@ fn build(
         if let Some(slot) = gpu.slot {
             let numa = gpu.own_numa.map(NumaNodeId);
             let (nics, devices) = (Vec::new(), Vec::new());
-            let function = PciObservation { pci: Some(pci), kind: PciKind::Gpu, link: gpu.link, numa, nics, devices };
+            let function =
+                PciObservation { pci: Some(pci), kind: PciKind::Gpu, class: None, link: gpu.link, numa, nics, devices };
             let mut ways = Vec::new();
             for (at, bridge) in host.host_bridges.iter().enumerate() {
                 homes(&bridge.devices, true, &mut vec![at], &mut ways);

@@ -45,6 +45,7 @@ fn dress(mut seen: NodeObservation, looks: &[Look]) -> NodeObservation {
                     compute_slices: *slices,
                     memory_mib: 9_728 * u64::from(*slices),
                     extension: Some(if *media { MigExtension::Media } else { MigExtension::None }),
+                    engines: None,
                     capabilities: None,
                 })
                 .collect(),

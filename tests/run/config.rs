@@ -116,7 +116,7 @@ async fn ignored_names_are_logged_with_the_key_that_enables_them() {
 async fn setting_without_effect_is_one_log_line() {
     let variables = [
         ("CDI_FEATURE_FLAGS", "disable-nvsandboxutils", "no effect: they are options of NVIDIA's generator"),
-        ("CDI_DISABLE_HOOKS", "enable-cuda-compat,update-ldcache", "other hooks are in no CDI spec of linkwise"),
+        ("CDI_DISABLE_HOOKS", "chmod,update-ldcache", "other hooks are in no CDI spec of linkwise"),
         ("DEVICE_DISCOVERY_STRATEGY", "tegra", "no effect: linkwise discovers GPUs by NVML only"),
     ];
     for (variable, value, said) in variables {

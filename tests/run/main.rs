@@ -30,6 +30,7 @@ mod health;
 mod held;
 mod idle;
 mod kubelet;
+mod labels;
 mod live;
 mod mig;
 mod mps;

@@ -175,7 +175,7 @@ fn function(sheet: &Sheet, device: &Device, port: PciKind) -> Option<PciObservat
     };
     let devices: Vec<_> = device.children.iter().filter_map(|child| function(sheet, child, below)).collect();
     let wanted = kind == PciKind::Gpu || !devices.is_empty();
-    wanted.then(|| PciObservation { pci, kind, link: link(device), numa: None, nics: Vec::new(), devices })
+    wanted.then(|| PciObservation { pci, kind, class: None, link: link(device), numa: None, nics: Vec::new(), devices })
 }
 
 fn link(device: &Device) -> Option<PcieLink> {
@@ -193,7 +193,7 @@ fn card(sheet: &Sheet, pci: Option<PciAddress>, names: Vec<String>) -> PciObserv
         name,
     };
     let nics = names.into_iter().map(interface).collect();
-    PciObservation { pci, kind: PciKind::Nic, link: None, numa: None, nics, devices: Vec::new() }
+    PciObservation { pci, kind: PciKind::Nic, class: None, link: None, numa: None, nics, devices: Vec::new() }
 }
 
 fn names(devices: &[PciObservation]) -> Vec<String> {
@@ -239,7 +239,7 @@ fn groups<'a>(sheet: &Sheet, names: &[&'a str], symbols: &[&str]) -> Vec<Vec<&'a
 }
 
 fn switch(devices: Vec<PciObservation>) -> PciObservation {
-    PciObservation { pci: None, kind: PciKind::Switch, link: None, numa: None, nics: Vec::new(), devices }
+    PciObservation { pci: None, kind: PciKind::Switch, class: None, link: None, numa: None, nics: Vec::new(), devices }
 }
 
 /// A GPU or a NIC by its name in the matrix.

@@ -8,6 +8,7 @@ mod access;
 mod attempts;
 pub mod config_manager;
 mod error;
+pub mod labels;
 mod metrics;
 mod node;
 mod node_feature;

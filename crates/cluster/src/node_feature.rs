@@ -86,7 +86,7 @@ pub struct NodeFeatureWriter {
     /// Our DaemonSet; the outer `None` before it was looked up.
     owner: Option<Option<OwnerReference>>,
     /// What this process wrote last.
-    written: Option<Labels>,
+    written: Option<Arc<Labels>>,
     /// Whether this process has replaced GPU Feature Discovery's object.
     replaced: bool,
     /// Whether the server forbids to patch or delete: then objects are created and updated, as NVIDIA's role allows.
@@ -114,11 +114,11 @@ impl NodeFeatureWriter {
 
     /// Keeps the object as the labels are until `shutdown`, or until the channel is closed. Nothing is written while
     /// there are no labels. Errors are logged and tried again.
-    pub async fn run(mut self, mut labels: watch::Receiver<Option<Labels>>, shutdown: CancellationToken) {
+    pub async fn run(mut self, mut labels: watch::Receiver<Option<Arc<Labels>>>, shutdown: CancellationToken) {
         shutdown.run_until_cancelled(self.follow(&mut labels)).await;
     }
 
-    async fn follow(&mut self, labels: &mut watch::Receiver<Option<Labels>>) {
+    async fn follow(&mut self, labels: &mut watch::Receiver<Option<Arc<Labels>>>) {
         loop {
             let wanted = labels.borrow_and_update().clone();
             let pause = match wanted {
@@ -143,14 +143,14 @@ impl NodeFeatureWriter {
     }
 
     /// Compares the object with the labels, and writes it where it differs.
-    async fn write(&mut self, labels: &Labels) -> Result<Outcome, ApiError> {
+    async fn write(&mut self, labels: &Arc<Labels>) -> Result<Outcome, ApiError> {
         let owner = match &self.owner {
             Some(owner) => owner.clone(),
             None => self.owner.insert(owner::daemon_set(&mut self.server, &self.settings).await?).clone(),
         };
         let wanted = object(&self.settings, owner, labels);
         let found = self.found().await?;
-        let standing = standing(found.as_ref(), &wanted, self.written.as_ref(), self.replaced);
+        let standing = standing(found.as_ref(), &wanted, self.written.as_deref(), self.replaced);
         self.metrics.foreign.set(i64::from(matches!(standing, Standing::Foreign(_))));
         match standing {
             Standing::Same => {}
@@ -167,7 +167,7 @@ impl NodeFeatureWriter {
             Standing::Ours => self.put(found.as_ref(), &wanted).await?,
         }
         self.reported = None;
-        self.written = Some(labels.clone());
+        self.written = Some(Arc::clone(labels));
         Ok(Outcome::Written)
     }
 

@@ -129,6 +129,11 @@ pub fn path(given: Given<'_>) -> Result<PathBuf, String> {
     text.map(PathBuf::from).ok_or_else(|| given.refused("a path"))
 }
 
+/// A path, or nothing.
+pub fn path_or_empty(given: Given<'_>) -> Result<PathBuf, String> {
+    if given.text() == Some("") { Ok(PathBuf::new()) } else { path(given) }
+}
+
 /// [`path`], for a setting without a default.
 pub fn maybe_path(given: Given<'_>) -> Result<Option<PathBuf>, String> {
     path(given).map(Some)
@@ -182,26 +187,38 @@ pub fn resource_name(given: Given<'_>) -> Result<ResourceName, String> {
     name.map_err(|error: ResourceNameError| format!("{}: {}", given.refused(EXPECTED), error.why()))
 }
 
-/// A span of time that is shown as Go reads it.
+/// How often something happens again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Interval(pub Duration);
+pub enum Interval {
+    /// After each such span of time.
+    Every(Duration),
+    /// Never.
+    Infinite,
+}
 
 impl Serialize for Interval {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        // Rust's debug form of a duration (`90s`, `1.5ms`) is one that Go reads.
-        serializer.serialize_str(&format!("{:?}", self.0))
+        match self {
+            // Rust's debug form of a duration (`90s`, `1.5ms`) is one that Go reads.
+            Self::Every(time) => serializer.serialize_str(&format!("{time:?}")),
+            Self::Infinite => serializer.serialize_str(INFINITE),
+        }
     }
 }
 
-/// A span of time that is not negative: Go's durations, or a number of nanoseconds.
-pub fn interval(given: Given<'_>) -> Result<Option<Interval>, String> {
-    let interval = match given {
+/// The word for [`Interval::Infinite`].
+const INFINITE: &str = "infinite";
+
+/// `infinite`, or a span of time that is not negative: Go's durations, or a number of nanoseconds.
+pub fn interval(given: Given<'_>) -> Result<Interval, String> {
+    let time = match given {
         Given::Node(Node { value: Value::Whole(number), .. }) => u64::try_from(*number).ok().map(Duration::from_nanos),
+        _ if given.text() == Some(INFINITE) => return Ok(Interval::Infinite),
         _ => given.text().and_then(go_duration),
     };
     // Go's durations are 64-bit nanoseconds with a sign.
-    let interval = interval.filter(|interval| i64::try_from(interval.as_nanos()).is_ok());
-    interval.map(|interval| Some(Interval(interval))).ok_or_else(|| given.refused("a duration such as 60s or 1m30s"))
+    let time = time.filter(|time| i64::try_from(time.as_nanos()).is_ok());
+    time.map(Interval::Every).ok_or_else(|| given.refused("a duration such as 60s or 1m30s, or infinite"))
 }
 
 /// What Go's time.ParseDuration reads, without a minus sign: numbers with units one after the other, or 0.
@@ -244,7 +261,10 @@ mod tests {
 
     #[test]
     fn durations_are_read_as_go_reads_them() {
-        let read = |text| interval(Given::Text(text)).ok().flatten().map(|interval| interval.0);
+        let read = |text| match interval(Given::Text(text)) {
+            Ok(Interval::Every(time)) => Some(time),
+            _ => None,
+        };
         for (text, nanoseconds) in [
             ("60s", 60_000_000_000),
             ("1m30s", 90_000_000_000),
@@ -261,7 +281,9 @@ mod tests {
             assert_eq!(read(text), None, "{text}");
         }
         let sixty = node(Value::Whole(60));
-        assert_eq!(interval(Given::Node(&sixty)).unwrap(), Some(Interval(Duration::from_nanos(60))));
+        assert_eq!(interval(Given::Node(&sixty)), Ok(Interval::Every(Duration::from_nanos(60))));
+        assert_eq!(interval(Given::Text("infinite")), Ok(Interval::Infinite));
+        assert_eq!(interval(Given::Node(&node(Value::Text("infinite".into())))), Ok(Interval::Infinite));
     }
 
     #[test]

@@ -18,6 +18,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::Arg;
 use serde::Serialize;
@@ -30,7 +31,7 @@ use crate::state::{
 };
 use given::{
     Given, absolute, address, boolean, choice, choices, imex_channels, interval, maybe_absolute, maybe_boolean,
-    maybe_path, path, resource_name, text, texts, uids, whole,
+    maybe_path, path, path_or_empty, resource_name, text, texts, uids, whole,
 };
 use row::Row;
 
@@ -208,14 +209,14 @@ settings! {
     /// The configuration file, in the NVIDIA plugin's format with linkwise's own keys under linkwise:. It is reloaded
     /// when it changes and at SIGHUP
     config_file: Option<PathBuf> = None, "configFile",
-        Row::new(maybe_path).flag("config-file", "FILE").variables(&["CONFIG_FILE"]);
+        Row::new(maybe_path).flag("config-file", "FILE").variables(&["GFD_CONFIG_FILE", "CONFIG_FILE"]);
     /// How MIG devices are offered: none, single or mixed
     mig_strategy: MigStrategy = MigStrategy::None, "flags.migStrategy",
-        Row::new(choice).flag("mig-strategy", "STRATEGY").variables(&["MIG_STRATEGY"]).at_once();
+        Row::new(choice).flag("mig-strategy", "STRATEGY").variables(&["GFD_MIG_STRATEGY", "MIG_STRATEGY"]).at_once();
     /// When NVML cannot be initialised: exit with an error (true), or log it and retry (false). Without it: exit if the
     /// PCI bus has an NVIDIA GPU, retry if it has none
     fail_on_init_error: Option<bool> = None, "flags.failOnInitError",
-        Row::new(maybe_boolean).flag("fail-on-init-error", "BOOL").variables(&["FAIL_ON_INIT_ERROR"]);
+        Row::new(maybe_boolean).flag("fail-on-init-error", "BOOL").variables(&["GFD_FAIL_ON_INIT_ERROR", "FAIL_ON_INIT_ERROR"]);
     /// The folder on the host for the pipes, logs and shared memory of MPS
     mps_root: PathBuf = PathBuf::from("/run/nvidia/mps"), "flags.mpsRoot",
         Row::new(absolute).flag("mps-root", "PATH").variables(&["MPS_ROOT"]);
@@ -235,8 +236,10 @@ settings! {
     /// Give containers Mellanox's devices
     mofed_enabled: bool = false, "flags.mofedEnabled",
         Row::new(boolean).flag("mofed-enabled", "BOOL").variables(&["MOFED_ENABLED"]);
-    /// Whether gpu-feature-discovery uses the NodeFeature API
-    use_node_feature_api: bool = false, "flags.useNodeFeatureAPI", Row::new(boolean);
+    /// linkwise labels: write the labels to a NodeFeature object; false: to the file that NFD reads
+    use_node_feature_api: bool = true, "flags.useNodeFeatureAPI",
+        Row::new(boolean).flag("use-node-feature-api", "BOOL")
+            .variables(&["GFD_USE_NODE_FEATURE_API", "USE_NODE_FEATURE_API"]);
     /// How devices are discovered: auto, nvml or tegra; linkwise always uses NVML
     device_discovery_strategy: DiscoveryStrategy = DiscoveryStrategy::Auto, "flags.deviceDiscoveryStrategy",
         Row::new(choice).flag("device-discovery-strategy", "STRATEGY").variables(&["DEVICE_DISCOVERY_STRATEGY"]);
@@ -279,16 +282,23 @@ settings! {
     cdi_disable_hooks: Vec<String> = Vec::new(), "flags.plugin.cdiDisableHooks",
         Row::new(texts).flag("cdi-disable-hooks", "LIST").aliases(&["cdi-disabled-hooks"])
             .variables(&["CDI_DISABLE_HOOKS"]);
-    /// Whether gpu-feature-discovery ends after one run
-    gfd_oneshot: bool = false, "flags.gfd.oneshot", Row::new(boolean);
-    /// Whether gpu-feature-discovery omits its timestamp
-    gfd_no_timestamp: bool = false, "flags.gfd.noTimestamp", Row::new(boolean);
-    /// The pause of gpu-feature-discovery between two runs
-    gfd_sleep_interval: Option<Interval> = None, "flags.gfd.sleepInterval", Row::new(interval);
-    /// The file that gpu-feature-discovery writes
-    gfd_output_file: Option<PathBuf> = None, "flags.gfd.outputFile", Row::new(maybe_path);
-    /// The file with the machine's type for gpu-feature-discovery
-    gfd_machine_type_file: Option<PathBuf> = None, "flags.gfd.machineTypeFile", Row::new(maybe_path);
+    /// linkwise labels: end after the labels are written once
+    gfd_oneshot: bool = false, "flags.gfd.oneshot",
+        Row::new(boolean).flag("oneshot", "BOOL").variables(&["GFD_ONESHOT"]);
+    /// Leave out the label with the time at which the labels were made first
+    gfd_no_timestamp: bool = false, "flags.gfd.noTimestamp",
+        Row::new(boolean).flag("no-timestamp", "BOOL").variables(&["GFD_NO_TIMESTAMP"]);
+    /// How often the labels are checked against what was written, such as 60s; infinite: only when the node changes
+    gfd_sleep_interval: Interval = Interval::Every(Duration::from_secs(60)), "flags.gfd.sleepInterval",
+        Row::new(interval).flag("sleep-interval", "DURATION").variables(&["GFD_SLEEP_INTERVAL"]);
+    /// The file for the labels, which NFD reads; empty: standard output
+    gfd_output_file: PathBuf = PathBuf::from("/etc/kubernetes/node-feature-discovery/features.d/gfd"),
+        "flags.gfd.outputFile",
+        Row::new(path_or_empty).flag("output-file", "FILE").aliases(&["output", "o"])
+            .variables(&["GFD_OUTPUT_FILE"]).takes_empty();
+    /// The file with the machine's type
+    gfd_machine_type_file: PathBuf = PathBuf::from("/sys/class/dmi/id/product_name"), "flags.gfd.machineTypeFile",
+        Row::new(path).flag("machine-type-file", "FILE").variables(&["GFD_MACHINE_TYPE_FILE"]);
     /// IMEX channels for every container with a GPU: none, or 0
     imex_channel_ids: Vec<u32> = Vec::new(), "imex.channelIDs",
         Row::new(imex_channels).flag("imex-channel-ids", "LIST").variables(&["IMEX_CHANNEL_IDS"]);
@@ -309,6 +319,12 @@ settings! {
         Row::new(choice).flag("on-nvml-loss", "ACTION").variables(&["LINKWISE_ON_NVML_LOSS"]);
     /// Whether GPUs with an active display are offered too
     keep_display: bool = false, "linkwise.filter.keepDisplay", Row::new(boolean).at_once();
+    /// linkwise run: write the node's labels to --output-file too
+    write_labels_file: bool = false, "linkwise.labels.writeFile",
+        Row::new(boolean).flag("write-labels-file", "BOOL").variables(&["LINKWISE_WRITE_LABELS_FILE"]);
+    /// Write the label nvidia.com/gpu.clique; false: another writer does, such as the DRA driver
+    gpu_clique_label: bool = true, "linkwise.labels.gpuClique",
+        Row::new(boolean).flag("gpu-clique-label", "BOOL").variables(&["LINKWISE_GPU_CLIQUE_LABEL"]);
     /// Give containers also the RDMA NICs nearest to their GPUs: names in LINKWISE_NICS, and device nodes
     expose_nics: bool = false, "linkwise.expose.nics",
         Row::new(boolean).flag("expose-nics", "BOOL").variables(&["LINKWISE_EXPOSE_NICS"]);

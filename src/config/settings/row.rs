@@ -22,12 +22,14 @@ pub struct Row<T: 'static> {
     takes: &'static str,
     /// Whether a change applies while linkwise runs; otherwise it applies at the next start.
     pub at_once: bool,
+    /// Whether an empty text is a value; otherwise it is as if unset.
+    takes_empty: bool,
     read: Read<T>,
 }
 
 impl<T: 'static> Row<T> {
     pub const fn new(read: Read<T>) -> Self {
-        Self { flag: None, aliases: &[], variables: &[], takes: "", at_once: false, read }
+        Self { flag: None, aliases: &[], variables: &[], takes: "", at_once: false, takes_empty: false, read }
     }
 
     /// The flag, and the name of its value in the help. The value of a BOOL may be left out, a LIST may be repeated.
@@ -35,7 +37,7 @@ impl<T: 'static> Row<T> {
         Self { flag: Some(flag), takes, ..self }
     }
 
-    /// Other names of the flag.
+    /// Other names of the flag; one of a single letter takes one dash.
     pub const fn aliases(self, aliases: &'static [&'static str]) -> Self {
         Self { aliases, ..self }
     }
@@ -50,27 +52,39 @@ impl<T: 'static> Row<T> {
         Self { at_once: true, ..self }
     }
 
+    /// An empty text is a value.
+    pub const fn takes_empty(self) -> Self {
+        Self { takes_empty: true, ..self }
+    }
+
     fn is_boolean(&self) -> bool {
         self.takes == "BOOL"
+    }
+
+    /// Whether an empty text is read.
+    fn reads(&self, text: &str) -> bool {
+        !text.is_empty() || self.is_boolean() || self.takes_empty
     }
 
     /// The flag for clap.
     pub fn arg(&self, help: &str, default: &str) -> Option<Arg> {
         let flag = self.flag?;
-        let (read, boolean) = (self.read, self.is_boolean());
+        let (read, empty) = (self.read, self.reads(""));
         let mut help = help.to_owned();
-        if let Some(variable) = self.variables.first() {
+        let documented = self.variables.iter().find(|variable| !variable.starts_with("GFD_"));
+        if let Some(variable) = documented.or(self.variables.first()) {
             help.push_str(&format!(" [env: {variable}]"));
         }
         if !default.is_empty() {
             help.push_str(&format!(" [default: {default}]"));
         }
         let check = move |text: &str| match read(Given::Text(text)) {
-            Err(problem) if boolean || !text.is_empty() => Err(problem),
+            Err(problem) if empty || !text.is_empty() => Err(problem),
             _ => Ok(text.to_owned()),
         };
         let arg = Arg::new(flag).long(flag).value_name(self.takes).help(help).value_parser(check);
-        let arg = arg.visible_aliases(self.aliases.iter().copied());
+        let (short, long): (Vec<&str>, Vec<&str>) = self.aliases.iter().copied().partition(|alias| alias.len() == 1);
+        let arg = arg.short(short.first().and_then(|short| short.chars().next())).visible_aliases(long);
         Some(match self.takes {
             "LIST" => arg.action(ArgAction::Append),
             // Of a repeated flag the last one wins.
@@ -87,20 +101,20 @@ impl<T: 'static> Row<T> {
             (self.read)(given).map_err(wrong).ok()
         };
         let from_file = sources.file.at(key).and_then(|node| {
-            let empty = matches!(&node.value, Value::Text(text) if text.is_empty()) && !self.is_boolean();
-            let value = if empty { None } else { read(Given::Node(node), Some(node.line), key.to_owned()) };
+            let unset = matches!(&node.value, Value::Text(text) if !self.reads(text));
+            let value = if unset { None } else { read(Given::Node(node), Some(node.line), key.to_owned()) };
             value.map(|value| Setting { value, origin: Origin::File { line: node.line } })
         });
         let from_environment = self.variables.iter().find_map(|variable| {
             let text = sources.environment.get(variable)?;
             // An empty variable is false where the NVIDIA plugin expects a boolean, and otherwise as if unset.
             let text = if text.is_empty() && self.is_boolean() { "false" } else { text };
-            let value = if text.is_empty() { None } else { read(Given::Text(text), None, (*variable).to_owned()) };
+            let value = if self.reads(text) { read(Given::Text(text), None, (*variable).to_owned()) } else { None };
             value.map(|value| Setting { value, origin: Origin::Environment { variable } })
         });
         let from_flag = self.flag.and_then(|flag| {
             // An empty flag is as if unset: Helm charts set flags and variables to nothing.
-            let text = sources.flags.get(flag).filter(|text| !text.is_empty() || self.is_boolean())?;
+            let text = sources.flags.get(flag).filter(|text| self.reads(text))?;
             let value = read(Given::Text(text), None, format!("--{flag}"))?;
             Some(Setting { value, origin: Origin::Flag { flag } })
         });

@@ -10,7 +10,14 @@ use crate::state::{
 };
 
 /// What --cdi-disable-hooks can leave out.
-const CDI_HOOKS: [&str; 3] = ["all", "create-symlinks", "update-ldcache"];
+const CDI_HOOKS: [&str; 6] = [
+    "all",
+    "create-symlinks",
+    "disable-device-node-modification",
+    "enable-cuda-compat",
+    "update-application-profile",
+    "update-ldcache",
+];
 
 /// The lists of the file that are in the settings, with the places of their items.
 pub struct Lists {
@@ -161,11 +168,11 @@ fn exclusions(excluded: &[Item<GpuSelector>], findings: &mut Vec<Finding>) {
 fn without_effect(settings: &Settings, findings: &mut Vec<Finding>) {
     const CDI_FEATURES: &str =
         "no effect: they are options of NVIDIA's generator of CDI specs, and linkwise has a generator of its own";
-    const OTHER_HOOKS: &str = "only create-symlinks and update-ldcache (or all) can be left out; other hooks are in no \
-                               CDI spec of linkwise";
+    const OTHER_HOOKS: &str = "create-symlinks, enable-cuda-compat, update-ldcache, disable-device-node-modification \
+                               and update-application-profile (or all) can be left out; other hooks are in no CDI \
+                               spec of linkwise";
     const TEGRA: &str = "no effect: linkwise discovers GPUs by NVML only, which has none on Tegra";
     const SPREAD: &str = "the same as distributed, which takes distinct GPUs for one request here";
-    const GFD: &str = "no effect: linkwise is no gpu-feature-discovery";
     let s = settings;
     let tegra = s.device_discovery_strategy.value == DiscoveryStrategy::Tegra;
     let features = !s.cdi_feature_flags.value.is_empty();
@@ -176,12 +183,6 @@ fn without_effect(settings: &Settings, findings: &mut Vec<Finding>) {
         (features, s.cdi_feature_flags.origin, "flags.plugin.cdiFeatureFlags", CDI_FEATURES),
         (hooks, s.cdi_disable_hooks.origin, "flags.plugin.cdiDisableHooks", OTHER_HOOKS),
         (policy.value == spread, policy.origin, "flags.plugin.sharedDevicesAllocationPolicy", SPREAD),
-        (true, s.use_node_feature_api.origin, "flags.useNodeFeatureAPI", GFD),
-        (true, s.gfd_oneshot.origin, "flags.gfd.oneshot", GFD),
-        (true, s.gfd_no_timestamp.origin, "flags.gfd.noTimestamp", GFD),
-        (true, s.gfd_sleep_interval.origin, "flags.gfd.sleepInterval", GFD),
-        (true, s.gfd_output_file.origin, "flags.gfd.outputFile", GFD),
-        (true, s.gfd_machine_type_file.origin, "flags.gfd.machineTypeFile", GFD),
     ];
     for (applies, origin, key, problem) in notes {
         findings.extend((applies && origin != Origin::Default).then(|| at(origin, key, Severity::Note, problem)));

@@ -6,7 +6,7 @@ use super::gpu::Candidate;
 use super::{Found, Notes, net};
 use crate::machines::xml::Element;
 use crate::quote::{excerpt, quoted};
-use crate::topology::{HostBridgeObservation, NumaNodeId, PciAddress, PciKind, PciObservation, PcieLink};
+use crate::topology::{DisplayClass, HostBridgeObservation, NumaNodeId, PciAddress, PciKind, PciObservation, PcieLink};
 
 /// NVIDIA's PCI vendor id, as the kernel writes it.
 const NVIDIA: &str = "0x10de";
@@ -40,7 +40,7 @@ pub(super) fn below_cpu<'d>(
 }
 
 fn function(pci: Option<PciAddress>, kind: PciKind) -> PciObservation {
-    PciObservation { pci, kind, link: None, numa: None, nics: Vec::new(), devices: Vec::new() }
+    PciObservation { pci, kind, class: None, link: None, numa: None, nics: Vec::new(), devices: Vec::new() }
 }
 
 /// A GPU, NIC or switch with what hangs below. The depth is that of the document, which is bounded.
@@ -75,7 +75,14 @@ fn observe<'d>(element: &'d Element, found: &mut Found<'d>) -> Option<PciObserva
         _ => {}
     }
     let empty = kind == PciKind::Switch && devices.is_empty();
-    (!empty).then(|| PciObservation { link, nics, devices, ..function(pci, kind) })
+    let class = (kind == PciKind::Gpu).then(|| class(element)).flatten();
+    (!empty).then(|| PciObservation { class, link, nics, devices, ..function(pci, kind) })
+}
+
+/// A GPU's class; unknown where NCCL wrote a bare 0x03.
+fn class(element: &Element) -> Option<DisplayClass> {
+    let digits = element.get("class")?.strip_prefix("0x")?.get(..4)?;
+    u16::from_str_radix(digits, 16).ok().and_then(DisplayClass::new)
 }
 
 /// What a function is; `None` for one that is no GPU, NIC or switch.

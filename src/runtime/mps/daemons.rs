@@ -81,7 +81,9 @@ impl Daemons {
             self.running.insert(resource.clone(), supervisor);
             self.tasks.spawn(async move {
                 let report = |event| {
-                    fails.store(matches!(event, DaemonEvent::Failed { .. }), Ordering::Relaxed);
+                    if !matches!(event, DaemonEvent::NotLabelled(_)) {
+                        fails.store(matches!(event, DaemonEvent::Failed { .. }), Ordering::Relaxed);
+                    }
                     log(&resource, &limits, event);
                 };
                 supervise(&settings, &resource, &limits, &end, report).await;
@@ -120,6 +122,10 @@ fn log(resource: &ResourceName, limits: &Limits, event: DaemonEvent) {
                 limits.memory.iter().map(|one| format!("{}={}", one.gpu, memory(one.mib))).collect();
             let (threads, memory) = (limits.thread_percentage, memory.join(","));
             tracing::info!(%resource, threads, memory, "MPS daemon serving, limits confirmed");
+        }
+        DaemonEvent::NotLabelled(error) => {
+            let cause = format!("{:#}", anyhow::Error::from(error));
+            tracing::warn!(%resource, cause, "MPS pipe directory not labelled for SELinux");
         }
         DaemonEvent::Failed { why, again_in } => {
             let cause = format!("{:#}", anyhow::Error::from(why));

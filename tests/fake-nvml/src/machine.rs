@@ -88,6 +88,18 @@ pub struct MigDevice {
     pub memory_mib: u64,
     /// `none`, `media`, `all-media`, `graphics` or `no-media`.
     pub extension: Option<String>,
+    pub engines: Option<Engines>,
+}
+
+/// What a MIG device computes with; without it, 14 multiprocessors and a copy engine for each slice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+pub struct Engines {
+    pub multiprocessors: u32,
+    pub copy: u32,
+    pub decoder: u32,
+    pub encoder: u32,
+    pub jpeg: u32,
+    pub ofa: u32,
 }
 
 impl Mig {

@@ -1,6 +1,7 @@
 //! The writer of the NodeFeature object: what it writes, whose it leaves alone, and what it survives.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use linkwise_api_server_box::{Answer, Fault, Key, ResourceType};
@@ -10,7 +11,7 @@ use tokio::sync::watch;
 
 use crate::support::{Cluster, PACE, Running, until, within};
 
-type Labels = BTreeMap<String, String>;
+type Labels = Arc<BTreeMap<String, String>>;
 
 /// GPU Feature Discovery's name among managers.
 const GFD: &str = "gpu-feature-discovery";
@@ -31,7 +32,7 @@ fn write(cluster: &Cluster, pace: Pace, pod: Option<&str>) -> Writing {
 }
 
 fn of<const N: usize>(labels: [(&str, &str); N]) -> Labels {
-    labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into()
+    Arc::new(labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into())
 }
 
 fn key() -> Key {

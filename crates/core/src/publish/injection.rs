@@ -56,7 +56,7 @@ pub struct InjectionOptions {
     pub cdi: Option<CdiOptions>,
     /// Which names the GPUs have.
     pub ids: DeviceIds,
-    /// More variables for NVIDIA's container runtime: `NVIDIA_GDS=enabled` ...
+    /// More variables, for NVIDIA's container runtime and for the container: `NVIDIA_GDS=enabled` ...
     pub env: BTreeMap<String, String>,
     /// Device nodes too (`--pass-device-specs`), for runtimes that give a container only the nodes that are listed.
     pub device_nodes: bool,
@@ -210,12 +210,13 @@ impl InjectionOptions {
             let gpus = ids.iter().map(|id| format!("{}={id}", cdi.kind));
             injection.cdi_devices = gpus.chain(host.cdi_devices.iter().cloned()).collect();
         }
+        // With CDI too, where programs in the container look for them.
+        injection.env = self.env.clone();
         // Everything else is for NVIDIA's runtime; with CDI the specs have it.
         if !self.envvar && !self.volume_mounts {
             return Ok(injection);
         }
         let channels: Vec<String> = host.imex_channels.iter().map(u32::to_string).collect();
-        injection.env = self.env.clone();
         if self.envvar {
             injection.env.insert(NVIDIA_VISIBLE_DEVICES.to_owned(), ids.join(","));
             if !channels.is_empty() {
@@ -231,7 +232,8 @@ impl InjectionOptions {
             }
         }
         if self.device_nodes {
-            for path in nodes.into_iter().chain(host.control_nodes.iter().cloned()) {
+            let channels = host.imex_channels.iter().copied().map(imex_node);
+            for path in nodes.into_iter().chain(host.control_nodes.iter().cloned()).chain(channels) {
                 let node = DeviceNode { host: below(&host.dev_root, &path), container: path };
                 // MIG devices of one GPU share its node.
                 if !injection.device_nodes.contains(&node) {
@@ -291,6 +293,11 @@ impl<'a> ChosenDevice<'a> {
         }
         Ok(nodes)
     }
+}
+
+/// The node of an IMEX channel.
+pub fn imex_node(channel: u32) -> String {
+    format!("/dev/nvidia-caps-imex-channels/channel{channel}")
 }
 
 /// The name of a resource's annotation, without the prefix. One that is too long is cut and ends with a hash of the

@@ -1,9 +1,10 @@
-//! Pure readers of a snapshot: what the node's neighbours are given of it. So far [`injection`], what a container gets
-//! with its GPUs.
+//! Pure readers of a snapshot: what the node's neighbours are given of it. [`injection`] is what a container gets with
+//! its GPUs, [`mod@labels`] what schedulers are told of the node.
 //!
 //! Called by the adapters, on the path of an admission too. Nothing here changes the state.
 
 pub mod injection;
+pub mod labels;
 mod mps_client;
 mod rdma;
 

@@ -58,6 +58,13 @@ pub struct DriverVersions {
     pub cuda: Option<CudaVersion>,
 }
 
+impl DriverVersions {
+    /// Those of a scan.
+    pub fn of(observed: &NodeObservation) -> Self {
+        Self { driver: observed.driver_version.clone(), cuda: observed.cuda_version }
+    }
+}
+
 impl Default for Hardware {
     fn default() -> Self {
         Self {
@@ -147,8 +154,7 @@ impl Hardware {
         if topology != **self.topology() {
             self.tables = Arc::new(AllocationTables::new(Arc::new(topology)));
         }
-        let (driver, cuda) = (observed.driver_version.clone(), observed.cuda_version);
-        self.versions = DriverVersions { driver, cuda };
+        self.versions = DriverVersions::of(observed);
         let bus = addresses(&observed.host);
         let off_bus = |pci: &PciAddress| !bus.is_empty() && !bus.contains(pci);
         let by_address: BTreeMap<PciAddress, &GpuUuid> = observed.gpus.iter().map(|gpu| (gpu.pci, &gpu.uuid)).collect();

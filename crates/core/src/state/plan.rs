@@ -13,7 +13,7 @@ use serde::{Serialize, Serializer};
 use super::resource_name::ResourceName;
 use crate::allocation::AllocationPolicy;
 use crate::quote::quoted;
-use crate::topology::{Gpu, GpuUuid, MigDevice, PciAddress};
+use crate::topology::{Gpu, GpuUuid, MigDevice, MigProfile, PciAddress};
 
 /// Which resources to make of the GPUs. The default: every GPU without an active display, whole, as `nvidia.com/gpu`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -36,6 +36,20 @@ pub struct ResourcePlan {
 }
 
 impl ResourcePlan {
+    /// The resource that a whole GPU belongs to, before it is shared.
+    pub(crate) fn name_of_gpu(&self, gpu: &Gpu) -> ResourceName {
+        first_match(&self.gpu_names, gpu.model.as_deref().unwrap_or_default()).unwrap_or_else(ResourceName::gpu)
+    }
+
+    /// The resource that MIG devices of a profile belong to, before they are shared.
+    pub(crate) fn name_of_mig(&self, profile: &MigProfile) -> ResourceName {
+        match (first_match(&self.mig_names, &profile.to_string()), self.mig_strategy) {
+            (Some(name), _) => name,
+            (None, MigStrategy::Mixed) => ResourceName::mig(profile),
+            (None, _) => ResourceName::gpu(),
+        }
+    }
+
     /// How devices of a resource are chosen; `has_parts` where they are slots or MIG devices.
     pub(super) fn policy(&self, resource: &ResourceName, has_parts: bool) -> AllocationPolicy {
         let usual = match self.shared_policy {
@@ -77,6 +91,10 @@ pub struct NamePattern {
     pub pattern: Pattern,
     /// The resource.
     pub name: ResourceName,
+}
+
+fn first_match(patterns: &[NamePattern], text: &str) -> Option<ResourceName> {
+    patterns.iter().find(|pattern| pattern.pattern.matches(text)).map(|pattern| pattern.name.clone())
 }
 
 /// A wildcard pattern: `*` stands for any text. It matches anywhere in a name, as in the NVIDIA plugin.
@@ -258,6 +276,18 @@ pub struct Filter {
     pub exclude: Vec<GpuSelector>,
     /// Offer GPUs with an active display too.
     pub keep_display: bool,
+}
+
+impl Filter {
+    /// Whether an operator excludes this GPU.
+    pub(crate) fn excludes(&self, gpu: &Gpu) -> bool {
+        self.exclude.iter().any(|selector| selector.is(gpu))
+    }
+
+    /// Whether this GPU is left out because of its display.
+    pub(crate) fn leaves_out_display(&self, gpu: &Gpu) -> bool {
+        gpu.display == Some(true) && !self.keep_display
+    }
 }
 
 /// One GPU, or all of a model, as an operator names them.

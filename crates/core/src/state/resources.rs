@@ -9,7 +9,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use super::device::{Device, ResourceName};
 use super::mps;
 use super::numa_hints::NumaHints;
-use super::plan::{MigStrategy, NamePattern, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind};
+use super::plan::{MigStrategy, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind};
 use super::problem::PlanProblem;
 use crate::allocation::DeviceId;
 use crate::topology::{Gpu, GpuUuid, MigDevice, NodeTopology, PciAddress};
@@ -73,33 +73,26 @@ impl Resources {
         let mut profiles: BTreeMap<String, Vec<PciAddress>> = BTreeMap::new();
         let mut mig_names = BTreeSet::new();
         for (place, gpu) in topology.gpus().iter().enumerate() {
-            if plan.filter.exclude.iter().any(|selector| selector.is(gpu)) {
+            if plan.filter.excludes(gpu) {
                 continue;
             }
-            if gpu.display == Some(true) && !plan.filter.keep_display {
+            if plan.filter.leaves_out_display(gpu) {
                 self.problems.push(PlanProblem::Display { pci: gpu.pci, uuid: gpu.uuid.clone() });
                 continue;
             }
             if !gpu.mig_enabled || plan.mig_strategy == MigStrategy::None {
                 whole.push(gpu.pci);
-                let name = named(&plan.gpu_names, gpu.model.as_deref().unwrap_or_default());
-                let piece = Piece { gpu, mig: None };
-                pieces.entry(name.unwrap_or_else(ResourceName::gpu)).or_default().push(piece);
+                pieces.entry(plan.name_of_gpu(gpu)).or_default().push(Piece { gpu, mig: None });
                 continue;
             }
             let devices = topology.mig_devices().iter().filter(|device| device.parent == place);
             let mut empty = true;
             for mig in devices {
                 empty = false;
-                let profile = mig.profile.to_string();
-                let name = match (named(&plan.mig_names, &profile), plan.mig_strategy) {
-                    (Some(name), _) => name,
-                    (None, MigStrategy::Mixed) => ResourceName::mig(&mig.profile),
-                    (None, _) => ResourceName::gpu(),
-                };
+                let name = plan.name_of_mig(&mig.profile);
                 mig_names.insert(name.clone());
                 pieces.entry(name).or_default().push(Piece { gpu, mig: Some(mig) });
-                let gpus = profiles.entry(profile).or_default();
+                let gpus = profiles.entry(mig.profile.to_string()).or_default();
                 if gpus.last() != Some(&gpu.pci) {
                     gpus.push(gpu.pci);
                 }
@@ -230,8 +223,4 @@ fn chosen<'a>(
         Some(id) => Err(PlanProblem::LongId { resource: of, id }),
         None => Ok((chosen, rest)),
     }
-}
-
-fn named(patterns: &[NamePattern], text: &str) -> Option<ResourceName> {
-    patterns.iter().find(|pattern| pattern.pattern.matches(text)).map(|pattern| pattern.name.clone())
 }

@@ -44,9 +44,31 @@ pub struct MigDeviceObservation {
     /// What the GPU instance has beyond its slices; `None` where NVML does not report its profile.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub extension: Option<MigExtension>,
+    /// Its multiprocessors and engines; `None` in node files written before these were kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub engines: Option<MigEngines>,
     /// The minors of its nodes under /dev/nvidia-caps; `None` where the kernel does not list them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub capabilities: Option<MigCapabilities>,
+}
+
+/// What a MIG device computes with (`nvmlDeviceGetAttributes_v2`, `nvmlDeviceAttributes_t`). Engines are shared by the
+/// compute instances of a GPU instance.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MigEngines {
+    /// Streaming multiprocessors.
+    pub multiprocessors: u32,
+    /// Copy engines.
+    pub copy: u32,
+    /// Video decoders.
+    pub decoder: u32,
+    /// Video encoders.
+    pub encoder: u32,
+    /// JPEG decoders.
+    pub jpeg: u32,
+    /// Optical flow accelerators.
+    pub ofa: u32,
 }
 
 /// What a GPU instance's profile has beyond its slices and memory.
@@ -202,6 +224,12 @@ pub struct MigDevice {
     pub compute_instance: u32,
     /// What it is.
     pub profile: MigProfile,
+    /// The GPU instance's memory in MiB.
+    #[serde(skip)]
+    pub memory_mib: u64,
+    /// Its multiprocessors and engines.
+    #[serde(skip)]
+    pub engines: Option<MigEngines>,
     /// The minors of its nodes under /dev/nvidia-caps.
     #[serde(skip)]
     pub capabilities: Option<MigCapabilities>,
@@ -301,6 +329,7 @@ mod tests {
             compute_slices,
             memory_mib,
             extension,
+            engines: None,
             capabilities: None,
         }
     }

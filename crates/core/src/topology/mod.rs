@@ -18,12 +18,13 @@ pub use address::{GpuUuid, GpuUuidError, NumaNodeId, PackageId, PciAddress, PciA
 pub use level::{Rank, TopologyLevel};
 pub use matrix::LinkMatrix;
 pub use mig::{
-    MigCapabilities, MigDevice, MigDeviceObservation, MigExtension, MigObservation, MigProfile, MigUuid, MigUuidError,
+    MigCapabilities, MigDevice, MigDeviceObservation, MigEngines, MigExtension, MigObservation, MigProfile, MigUuid,
+    MigUuidError,
 };
 pub use node::{Gpu, Nic, NodeTopology};
 pub use observation::{
-    ComputeCapability, CpuObservation, CudaVersion, FabricObservation, GpuObservation, HostBridgeObservation,
-    HostObservation, NicKind, NicObservation, NodeObservation, NumaNodeObservation, NvLinkObservation, NvLinkRemote,
-    PciKind, PciObservation, PcieLink, ProbeFailure,
+    ComputeCapability, CpuObservation, CudaVersion, DisplayClass, FabricObservation, GpuObservation,
+    HostBridgeObservation, HostObservation, NicKind, NicObservation, NodeObservation, NumaNodeObservation,
+    NvLinkObservation, NvLinkRemote, PciKind, PciObservation, PcieLink, ProbeFailure,
 };
 pub use warning::TopologyWarning;

@@ -10,7 +10,9 @@ use super::level::{Rank, TopologyLevel};
 use super::matrix::LinkMatrix;
 use super::mig::{MigDevice, MigProfile};
 use super::nvlink;
-use super::observation::{ComputeCapability, GpuObservation, NicKind, NodeObservation, PcieLink};
+use super::observation::{
+    ComputeCapability, DisplayClass, FabricObservation, GpuObservation, NicKind, NodeObservation, PcieLink,
+};
 use super::pcie::{PciTree, Place, PlacedNic};
 use super::warning::TopologyWarning;
 
@@ -59,9 +61,18 @@ pub struct Gpu {
     /// Its compute capability.
     #[serde(skip)]
     pub compute_capability: Option<ComputeCapability>,
+    /// Whether GPU and driver have MIG.
+    #[serde(skip)]
+    pub mig_capable: bool,
     /// Whether MIG mode is on: then it runs nothing itself, its MIG devices do.
     #[serde(skip)]
     pub mig_enabled: bool,
+    /// The NVLink fabric it has joined, where the driver reports one.
+    #[serde(skip)]
+    pub fabric: Option<FabricObservation>,
+    /// Its PCI class, where the host shows it.
+    #[serde(skip)]
+    pub class: Option<DisplayClass>,
     /// Whether a display is set up on it; `None` where the driver does not report it.
     #[serde(skip)]
     pub display: Option<bool>,
@@ -109,7 +120,10 @@ impl NodeTopology {
             minor: gpu.minor,
             memory_mib: gpu.memory_mib,
             compute_capability: gpu.compute_capability,
+            mig_capable: gpu.mig.is_some(),
             mig_enabled: gpu.mig.as_ref().is_some_and(|mig| mig.enabled),
+            fabric: gpu.fabric.clone(),
+            class: tree.class(*place),
             display: gpu.display,
         });
         let mut topology = Self {
@@ -328,6 +342,8 @@ fn mig_devices(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarning>) ->
                 gpu_instance: device.gpu_instance,
                 compute_instance: device.compute_instance,
                 profile: MigProfile::new(device, gpu.memory_mib),
+                memory_mib: device.memory_mib,
+                engines: device.engines,
                 capabilities: device.capabilities,
             });
         }

@@ -243,6 +243,9 @@ pub struct PciObservation {
     pub pci: Option<PciAddress>,
     /// What it is.
     pub kind: PciKind,
+    /// The PCI class of a GPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub class: Option<DisplayClass>,
     /// What its link towards the CPU (for a port that faces down: towards the device) can do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub link: Option<PcieLink>,
@@ -273,6 +276,34 @@ pub enum PciKind {
     Gpu,
     /// A network card; its interfaces are in `nics`.
     Nic,
+}
+
+/// The PCI class of a GPU (PCI Code and ID Assignment, base class 03h).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum DisplayClass {
+    /// A VGA controller, 0300h: a GPU with display outputs.
+    #[serde(rename = "vga")]
+    Vga,
+    /// A 3D controller, 0302h: a GPU without.
+    #[serde(rename = "3d")]
+    ThreeD,
+    /// Any other display controller.
+    #[serde(rename = "other")]
+    Other,
+}
+
+impl DisplayClass {
+    /// The base class of display controllers.
+    const BASE: u16 = 0x03;
+
+    /// Of base class and subclass; `None` for what is no display controller.
+    pub fn new(class: u16) -> Option<Self> {
+        match class {
+            0x0300 => Some(Self::Vga),
+            0x0302 => Some(Self::ThreeD),
+            _ => (class >> 8 == Self::BASE).then_some(Self::Other),
+        }
+    }
 }
 
 /// A network interface of a PCI function.

@@ -7,7 +7,9 @@ use alloc::collections::btree_map::Entry;
 use super::address::{NumaNodeId, PackageId, PciAddress};
 use super::bandwidth;
 use super::level::{Rank, TopologyLevel};
-use super::observation::{CpuObservation, HostObservation, NicObservation, PciKind, PciObservation, PcieLink};
+use super::observation::{
+    CpuObservation, DisplayClass, HostObservation, NicObservation, PciKind, PciObservation, PcieLink,
+};
 use super::warning::TopologyWarning;
 
 /// Where a device sits: in the tree if the host sees it, and its NUMA node and package where known.
@@ -32,6 +34,7 @@ struct Function {
     host_bridge: usize,
     depth: usize,
     kind: PciKind,
+    class: Option<DisplayClass>,
     link: Option<PcieLink>,
     place: Place,
 }
@@ -110,7 +113,15 @@ impl<'a> PciTree<'a> {
             None => Place { function: Some(index), ..around },
         };
         let depth = parent.and_then(|parent| self.functions.get(parent)).map_or(0, |above| above.depth + 1);
-        self.functions.push(Function { parent, host_bridge, depth, kind: device.kind, link: device.link, place });
+        self.functions.push(Function {
+            parent,
+            host_bridge,
+            depth,
+            kind: device.kind,
+            class: device.class,
+            link: device.link,
+            place,
+        });
         if let Some(pci) = device.pci {
             match self.by_address.entry(pci) {
                 Entry::Vacant(free) => _ = free.insert(index),
@@ -145,6 +156,11 @@ impl<'a> PciTree<'a> {
     /// The place of the function at an address.
     pub fn find(&self, pci: PciAddress) -> Option<Place> {
         Some(self.functions.get(*self.by_address.get(&pci)?)?.place)
+    }
+
+    /// The PCI class of the GPU at a place.
+    pub fn class(&self, place: Place) -> Option<DisplayClass> {
+        self.functions.get(place.function?)?.class
     }
 
     /// Gives a function a link of which the host knew nothing.

@@ -7,7 +7,7 @@ use std::ffi::c_uint;
 use nvml_wrapper_sys::bindings::*;
 
 use super::{INVALID, UNSUPPORTED, exports, put};
-use crate::machine::{Mig, MigDevice};
+use crate::machine::{Engines, Mig, MigDevice};
 use crate::state::{self, Answer, State, enter_gpu, enter_mig};
 
 const NOT_FOUND: nvmlReturn_t = nvmlReturn_enum_NVML_ERROR_NOT_FOUND;
@@ -82,13 +82,16 @@ exports! {
     fn nvmlDeviceGetAttributes_v2(mig_device: nvmlDevice_t, attributes: *mut nvmlDeviceAttributes_t) {
         let (state, at, index) = enter_mig("nvmlDeviceGetAttributes_v2", mig_device)?;
         let device = mig(&state, at)?.device(index).ok_or(NOT_FOUND)?;
+        let (multiprocessors, copy) = (14 * device.compute_slices, device.gpu_slices);
+        let usual = Engines { multiprocessors, copy, decoder: 0, encoder: 0, jpeg: 0, ofa: 0 };
+        let engines = device.engines.unwrap_or(usual);
         put(attributes, nvmlDeviceAttributes_t {
-            multiprocessorCount: 14 * device.compute_slices,
-            sharedCopyEngineCount: device.gpu_slices,
-            sharedDecoderCount: 0,
-            sharedEncoderCount: 0,
-            sharedJpegCount: 0,
-            sharedOfaCount: 0,
+            multiprocessorCount: engines.multiprocessors,
+            sharedCopyEngineCount: engines.copy,
+            sharedDecoderCount: engines.decoder,
+            sharedEncoderCount: engines.encoder,
+            sharedJpegCount: engines.jpeg,
+            sharedOfaCount: engines.ofa,
             gpuInstanceSliceCount: device.gpu_slices,
             computeInstanceSliceCount: device.compute_slices,
             memorySizeMB: device.memory_mib,

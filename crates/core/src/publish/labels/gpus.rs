@@ -1,0 +1,103 @@
+//! `nvidia.com/gpu.*`: the whole GPUs of a node.
+//!
+//! A label has room for one model. Where GPUs differ, GPU Feature Discovery writes whichever it met last, and its labels
+//! flap; here the choice is always the same, see [`Model::chosen`].
+
+use crate::prelude::*;
+use alloc::collections::BTreeMap;
+
+use super::{LabelProblem, Labels, Shared, sanitised};
+use crate::state::ResourcePlan;
+use crate::topology::{ComputeCapability, DisplayClass, Gpu, NodeTopology};
+
+/// The GPUs of one model.
+pub(super) struct Model<'a> {
+    /// The product's name as NVML has it.
+    pub name: Option<&'a str>,
+    /// Those in MIG mode last: what both kinds have is taken from the others. One at least.
+    gpus: Vec<&'a Gpu>,
+    /// How many models there are.
+    models: usize,
+}
+
+impl<'a> Model<'a> {
+    /// The model that the labels are about: one with a GPU outside MIG mode before one without; of these the one with
+    /// the most GPUs, then the first by name. `None` without GPUs.
+    pub fn chosen(topology: &'a NodeTopology) -> Option<Self> {
+        let mut by_name: BTreeMap<Option<&str>, Vec<&Gpu>> = BTreeMap::new();
+        for gpu in topology.gpus() {
+            by_name.entry(gpu.model.as_deref()).or_default().push(gpu);
+        }
+        let models = by_name.len();
+        let rank = |(name, gpus): &(Option<&str>, Vec<&Gpu>)| {
+            (gpus.iter().any(|gpu| !gpu.mig_enabled), gpus.len(), name.is_some())
+        };
+        // Of equals `max_by_key` takes the last.
+        let (name, mut gpus) = by_name.into_iter().rev().max_by_key(rank)?;
+        gpus.sort_by_key(|gpu| gpu.mig_enabled);
+        Some(Self { name, gpus, models })
+    }
+
+    /// A fact of the first GPU that has it.
+    fn fact<T>(&self, fact: impl Fn(&Gpu) -> Option<T>) -> Option<T> {
+        self.gpus.iter().find_map(|gpu| fact(gpu))
+    }
+}
+
+/// The product's name as a value, with what it ends with; `None` for an unknown model.
+pub(super) fn product(model: Option<&str>, end: &str) -> Option<String> {
+    Some(format!("{}{end}", sanitised(model?)))
+}
+
+pub(super) fn labels(topology: &NodeTopology, plan: &ResourcePlan, labels: &mut Labels) {
+    let Some(model) = Model::chosen(topology) else { return };
+    if model.models > 1 {
+        let chosen = model.name.unwrap_or("an unknown model").to_owned();
+        labels.problems.push(LabelProblem::SeveralModels { chosen, models: model.models });
+    }
+    let whole = model.gpus.first().filter(|gpu| !gpu.mig_enabled);
+    let nothing_whole = Shared { replicas: 0, ..Shared::NOT };
+    let shared = whole.map_or(nothing_whole, |gpu| Shared::of(plan, &plan.name_of_gpu(gpu)));
+    labels.put_known("nvidia.com/gpu.product", product(model.name, shared.suffix));
+    labels.put("nvidia.com/gpu.count", model.gpus.len());
+    labels.put("nvidia.com/gpu.replicas", shared.replicas);
+    labels.put("nvidia.com/gpu.sharing-strategy", shared.strategy);
+    labels.put_known("nvidia.com/gpu.memory", model.fact(|gpu| gpu.memory_mib.filter(|memory| *memory > 0)));
+    if let Some(capability) = model.fact(|gpu| gpu.compute_capability.filter(|capability| capability.major > 0)) {
+        labels.put("nvidia.com/gpu.family", family(capability));
+        labels.put("nvidia.com/gpu.compute.major", capability.major);
+        labels.put("nvidia.com/gpu.compute.minor", capability.minor);
+    }
+    labels.put("nvidia.com/gpu.mode", mode(topology.gpus()));
+}
+
+/// The name of an architecture, by GPU Feature Discovery's table.
+fn family(ComputeCapability { major, minor }: ComputeCapability) -> &'static str {
+    match (major, minor) {
+        (1, _) => "tesla",
+        (2, _) => "fermi",
+        (3, _) => "kepler",
+        (5, _) => "maxwell",
+        (6, _) => "pascal",
+        (7, 0..=4) => "volta",
+        (7, _) => "turing",
+        (8, 0..=8) => "ampere",
+        (8, _) => "ada-lovelace",
+        (9, _) => "hopper",
+        (10 | 12, _) => "blackwell",
+        (13, _) => "rubin",
+        _ => "undefined",
+    }
+}
+
+/// What the GPUs are made for, by their PCI class.
+fn mode(gpus: &[Gpu]) -> &'static str {
+    let all = |class| gpus.iter().all(|gpu| gpu.class == Some(class));
+    if all(DisplayClass::Vga) {
+        "graphics"
+    } else if all(DisplayClass::ThreeD) {
+        "compute"
+    } else {
+        "unknown"
+    }
+}

@@ -1,0 +1,95 @@
+//! `linkwise.dev/*` and `nvidia.com/gpu.clique`: how the GPUs of a node are linked, for schedulers that choose nodes.
+//!
+//! Static facts, each on every GPU node or on none: Kueue, KAI and kube-scheduler leave nodes out that lack a level's
+//! label.
+
+use crate::prelude::*;
+use alloc::collections::{BTreeMap, BTreeSet};
+
+use super::{LINKWISE, LabelProblem, LabelSettings, Labels, value};
+use crate::allocation::GpuSet;
+use crate::topology::{FabricObservation, NodeTopology, Rank};
+
+/// Sets that are looked at for the largest island, at most: far more than 16 GPUs can need. Beyond it the largest so far
+/// counts.
+const MOST_SETS: u32 = 1 << 16;
+
+pub(super) fn labels(topology: &NodeTopology, settings: &LabelSettings, labels: &mut Labels) {
+    let clique = clique(topology, labels);
+    if settings.clique {
+        labels.put_known("nvidia.com/gpu.clique", clique.clone());
+    }
+    let Some(own) = &settings.own_fabric else { return labels.problems.push(LabelProblem::NoNodeName) };
+    let (link, size) = island(topology);
+    let models: BTreeSet<_> = topology.gpus().iter().map(|gpu| gpu.model.as_deref()).collect();
+    let mut put = |name: &str, value: String| labels.put(format!("{LINKWISE}/{name}"), value);
+    put("nvlink-fabric", clique.filter(|clique| value::is_value(clique)).unwrap_or_else(|| own.clone()));
+    put("gpu.link", link.to_owned());
+    put("gpu.island-size", size.to_string());
+    put("gpu.per-numa", per_numa(topology).to_string());
+    put("gpu.models", models.len().to_string());
+}
+
+/// The NVLink clique that the GPUs have joined, as `<cluster's UUID>.<clique>`.
+fn clique(topology: &NodeTopology, labels: &mut Labels) -> Option<String> {
+    // All zeros: the machine is a fabric of its own.
+    let joined = |fabric: &&FabricObservation| fabric.cluster.contains(|c| c != '0' && c != '-');
+    let fabrics = topology.gpus().iter().filter_map(|gpu| gpu.fabric.as_ref()).filter(joined);
+    let cliques: BTreeSet<String> = fabrics.map(|fabric| format!("{}.{}", fabric.cluster, fabric.clique)).collect();
+    if cliques.len() > 1 {
+        labels.problems.push(LabelProblem::CliquesDiffer { cliques: cliques.into_iter().collect() });
+        return None;
+    }
+    cliques.into_iter().next()
+}
+
+/// The best kind of link on the node, and how many GPUs the largest set has in which every two are linked so.
+fn island(topology: &NodeTopology) -> (&'static str, usize) {
+    let gpus = topology.gpus().len();
+    let below = |rank: Rank| largest(gpus, |a, b| topology.rank(a, b) <= rank);
+    let mut planes: BTreeMap<u32, usize> = BTreeMap::new();
+    for plane in topology.gpus().iter().filter_map(|gpu| gpu.nvswitch_plane) {
+        *planes.entry(plane).or_default() += 1;
+    }
+    let switched = planes.into_values().max().unwrap_or(0);
+    let meshed = largest(gpus, |a, b| topology.nvlink(a, b) > 0);
+    match below(Rank::PCIE_SWITCHES) {
+        _ if gpus == 1 => ("single", 1),
+        _ if switched > 1 && switched == meshed => ("nvswitch", switched),
+        _ if meshed == gpus => ("nvlink-mesh", meshed),
+        _ if meshed > 1 => ("nvlink-partial", meshed),
+        below_switch if below_switch > 1 => ("pcie-switch", below_switch),
+        _ => ("pcie-host", below(Rank::HOST_BRIDGE)),
+    }
+}
+
+/// The size of the largest set of GPUs of which every two are linked.
+fn largest(gpus: usize, linked: impl Fn(usize, usize) -> bool) -> usize {
+    let of = |a: usize| (0..gpus).filter(|b| a != *b && linked(a, *b)).collect();
+    let neighbours: Vec<GpuSet> = (0..gpus).map(of).collect();
+    let (mut best, mut looked_at) = (0, 0);
+    // A set, by its size, and the GPUs that are linked with all of it.
+    let mut open = vec![(0_usize, (0..gpus).collect::<GpuSet>())];
+    while let Some((size, candidates)) = open.pop() {
+        looked_at += 1;
+        best = best.max(size);
+        if size + candidates.len() <= best || looked_at > MOST_SETS {
+            continue;
+        }
+        // Last in, first looked at: with the first candidate before without it.
+        let first = candidates.lowest();
+        let of_first = first.places().next().and_then(|place| neighbours.get(place)).copied().unwrap_or_default();
+        open.push((size, candidates.without(first)));
+        open.push((size + 1, candidates.intersection(of_first)));
+    }
+    best
+}
+
+/// The most GPUs on one NUMA node with CPUs; 0 where none is known.
+fn per_numa(topology: &NodeTopology) -> usize {
+    let mut nodes: BTreeMap<_, usize> = BTreeMap::new();
+    for node in topology.gpus().iter().filter_map(|gpu| topology.cpu_node(gpu)) {
+        *nodes.entry(node).or_default() += 1;
+    }
+    nodes.into_values().max().unwrap_or(0)
+}

@@ -1,0 +1,92 @@
+//! `nvidia.com/mig.*`, `nvidia.com/mig-<profile>.*` and what the strategy `single` makes of `nvidia.com/gpu.*`.
+
+use crate::prelude::*;
+use alloc::collections::{BTreeMap, BTreeSet};
+use core::fmt::Display;
+
+use super::gpus::{Model, product};
+use super::{Labels, Shared};
+use crate::state::{MigStrategy, ResourceName, ResourcePlan, SharingKind};
+use crate::topology::{MigDevice, NodeTopology};
+
+pub(super) fn labels(topology: &NodeTopology, plan: &ResourcePlan, labels: &mut Labels) {
+    let mut profiles: BTreeMap<ResourceName, Vec<&MigDevice>> = BTreeMap::new();
+    for device in topology.mig_devices() {
+        profiles.entry(ResourceName::mig(&device.profile)).or_default().push(device);
+    }
+    match plan.mig_strategy {
+        MigStrategy::None => {}
+        MigStrategy::Mixed => {
+            labels.put("nvidia.com/mig.strategy", "mixed");
+            for (resource, devices) in &profiles {
+                of_profile(resource.as_str(), resource, devices, topology, plan, labels);
+            }
+        }
+        MigStrategy::Single => {
+            labels.put("nvidia.com/mig.strategy", "single");
+            if !topology.gpus().iter().any(|gpu| gpu.mig_enabled) {
+                return;
+            }
+            let with_devices: BTreeSet<usize> = topology.mig_devices().iter().map(|device| device.parent).collect();
+            let only = profiles.iter().next().filter(|_| profiles.len() == 1);
+            match only.filter(|_| with_devices.len() == topology.gpus().len()) {
+                Some((profile, devices)) => {
+                    of_profile("nvidia.com/gpu", profile, devices, topology, plan, labels);
+                }
+                None => invalid(topology, labels),
+            }
+        }
+    }
+}
+
+/// The labels of the MIG devices of one profile, which `profile` is the resource of. The product's model is the one with
+/// the most of these devices, then the first by name.
+fn of_profile(
+    prefix: &str,
+    profile: &ResourceName,
+    devices: &[&MigDevice],
+    topology: &NodeTopology,
+    plan: &ResourcePlan,
+    labels: &mut Labels,
+) {
+    let mut models: BTreeMap<Option<&str>, Vec<&MigDevice>> = BTreeMap::new();
+    for device in devices {
+        let model = topology.gpus().get(device.parent).and_then(|gpu| gpu.model.as_deref());
+        models.entry(model).or_default().push(device);
+    }
+    // Of equals `max_by_key` takes the last.
+    let chosen = models.into_iter().rev().max_by_key(|(model, devices)| (devices.len(), model.is_some()));
+    let Some((model, [first, ..])) = chosen.as_ref().map(|(model, devices)| (*model, devices.as_slice())) else {
+        return;
+    };
+    // MPS shares no MIG device.
+    let by_mps = plan.sharing.as_ref().is_some_and(|sharing| sharing.kind == SharingKind::Mps);
+    let shared = if by_mps { Shared::NOT } else { Shared::of(plan, &plan.name_of_mig(&first.profile)) };
+    let name = profile.as_str().strip_prefix("nvidia.com/mig-").unwrap_or_default();
+    labels.put_known(format!("{prefix}.product"), product(model, &format!("-MIG-{name}{}", shared.suffix)));
+    let mut put = |name: &str, value: &dyn Display| labels.put(format!("{prefix}.{name}"), value);
+    put("count", &devices.len());
+    put("replicas", &shared.replicas);
+    put("sharing-strategy", &shared.strategy);
+    put("memory", &first.memory_mib);
+    put("slices.gi", &first.profile.gpu_slices);
+    put("slices.ci", &first.profile.compute_slices);
+    if let Some(engines) = first.engines {
+        put("multiprocessors", &engines.multiprocessors);
+        put("engines.copy", &engines.copy);
+        put("engines.decoder", &engines.decoder);
+        put("engines.encoder", &engines.encoder);
+        put("engines.jpeg", &engines.jpeg);
+        put("engines.ofa", &engines.ofa);
+    }
+}
+
+/// The strategy `single` cannot be carried out on these GPUs.
+fn invalid(topology: &NodeTopology, labels: &mut Labels) {
+    let model = Model::chosen(topology).and_then(|model| model.name);
+    labels.put_known("nvidia.com/gpu.product", product(model, "-MIG-INVALID"));
+    labels.put("nvidia.com/gpu.count", 0);
+    labels.put("nvidia.com/gpu.replicas", 0);
+    labels.put("nvidia.com/gpu.sharing-strategy", "");
+    labels.put("nvidia.com/gpu.memory", 0);
+}

@@ -1,0 +1,256 @@
+//! The labels of a node, for schedulers and people: those of NVIDIA's GPU Feature Discovery (`nvidia.com/..`), and what
+//! linkwise knows of the node's links (`linkwise.dev/..`). docs/labels.md lists them.
+//!
+//! Pure: hardware, plan and a few facts of the host in, a sorted map out. Called by the runtime at each snapshot and by
+//! `linkwise labels`. `gpus` has the labels of whole GPUs, `mig` those of MIG devices, `links` ours, `value` what a
+//! label may be. A fact that is unknown costs its own labels and no other; a value that Kubernetes would refuse is left
+//! out, because NFD drops it without a word.
+
+mod gpus;
+mod links;
+mod mig;
+#[cfg(test)]
+mod tests;
+mod value;
+
+use crate::prelude::*;
+use alloc::collections::BTreeMap;
+
+use crate::quote::quoted;
+use crate::state::{DriverVersions, ResourceName, ResourcePlan, SharingKind};
+use crate::topology::{Gpu, NodeTopology};
+
+pub use value::sanitised;
+
+/// The prefix of GPU Feature Discovery's labels.
+const NVIDIA: &str = "nvidia.com";
+
+/// The prefix of our own labels.
+const LINKWISE: &str = "linkwise.dev";
+
+/// What the labels of a node are made from.
+#[derive(Clone, Copy, Debug)]
+pub struct LabelFacts<'a> {
+    /// The GPUs and their links.
+    pub topology: &'a NodeTopology,
+    /// The driver's versions.
+    pub versions: &'a DriverVersions,
+    /// What an operator wants made of the GPUs.
+    pub plan: &'a ResourcePlan,
+    /// The host around them.
+    pub host: &'a HostFacts,
+    /// What else decides.
+    pub settings: &'a LabelSettings,
+}
+
+/// What the labels have of the host.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HostFacts {
+    /// The content of the machine type file; `None` where there is none.
+    pub machine_type: Option<String>,
+    /// Whether the host is a VM with virtual GPUs.
+    pub vgpu: Vgpu,
+}
+
+/// NVIDIA vGPU, as the PCI devices of a guest show it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Vgpu {
+    /// The devices' configuration spaces cannot be read whole, which takes root.
+    #[default]
+    Unknown,
+    /// No device is a virtual GPU.
+    Absent,
+    /// At least one is.
+    Present {
+        /// The version of the host's driver, such as `550.54.16`.
+        driver_version: Option<String>,
+        /// Its branch, such as `r550_40`.
+        driver_branch: Option<String>,
+    },
+}
+
+/// What decides about labels beside the plan.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LabelSettings {
+    /// `nvidia.com/gfd.timestamp`, seconds since the Unix epoch; `None` leaves it out.
+    pub timestamp: Option<u64>,
+    /// Whether `nvidia.com/gpu.clique` is written; another writer may own it.
+    pub clique: bool,
+    /// `linkwise.dev/nvlink-fabric` of a node that is a fabric of its own; unique in the cluster. Without it none of our
+    /// own labels is written: a scheduler's level has to be on every GPU node or on none.
+    pub own_fabric: Option<String>,
+}
+
+impl Default for LabelSettings {
+    fn default() -> Self {
+        Self { timestamp: None, clique: true, own_fabric: None }
+    }
+}
+
+/// What is odd about the labels of a node.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
+pub enum LabelProblem {
+    /// A label that Kubernetes would refuse.
+    #[error("label {key} left out: {} is no label value (63 letters, digits, '-', '_' and '.' at most)", quoted(value))]
+    Dropped {
+        /// Its key.
+        key: String,
+        /// Its value.
+        value: String,
+    },
+    /// MPS is configured, and MIG is on.
+    #[error("nvidia.com/mps.capable is false: MPS shares no MIG device, and MIG is enabled on this node")]
+    MpsWithMig,
+    /// The GPUs' NVLink fabrics differ.
+    #[error("nvidia.com/gpu.clique left out: the GPUs are in different NVLink cliques ({})", .cliques.join(", "))]
+    CliquesDiffer {
+        /// All of them, in order.
+        cliques: Vec<String>,
+    },
+    /// The GPUs' models differ, and a label has room for one.
+    #[error("the labels of nvidia.com/gpu are those of {}: the GPUs are of {models} models", quoted(chosen))]
+    SeveralModels {
+        /// The model that the labels are about.
+        chosen: String,
+        /// How many there are.
+        models: usize,
+    },
+    /// There is nothing to name the node's own NVLink fabric by.
+    #[error("the labels of linkwise.dev are left out: the node's name is unknown (NODE_NAME is not set)")]
+    NoNodeName,
+}
+
+/// The labels of a node, and what is odd about them.
+///
+/// A node without GPUs that are offered has a timestamp and the labels of vGPU, and nothing else.
+pub fn labels(facts: LabelFacts<'_>) -> (BTreeMap<String, String>, Vec<LabelProblem>) {
+    let LabelFacts { topology: seen, versions, plan, host, settings } = facts;
+    let mut labels = Labels::default();
+    if let Some(timestamp) = settings.timestamp {
+        labels.put("nvidia.com/gfd.timestamp", timestamp);
+    }
+    let offered = |gpu: &Gpu| !plan.filter.excludes(gpu) && !plan.filter.leaves_out_display(gpu);
+    let places: Vec<usize> =
+        seen.gpus().iter().enumerate().filter(|(_, gpu)| offered(gpu)).map(|(place, _)| place).collect();
+    let topology = seen.restricted(&places);
+    if !topology.gpus().is_empty() {
+        labels.machine(host);
+        labels.versions(versions);
+        labels.capabilities(&topology, plan);
+        gpus::labels(&topology, plan, &mut labels);
+        mig::labels(&topology, plan, &mut labels);
+        links::labels(&topology, settings, &mut labels);
+    }
+    labels.vgpu(&host.vgpu);
+    (labels.map, labels.problems)
+}
+
+/// Labels being made.
+#[derive(Default)]
+struct Labels {
+    map: BTreeMap<String, String>,
+    problems: Vec<LabelProblem>,
+}
+
+impl Labels {
+    /// Sets a label, in the place of one that there is. An invalid one is left out, with the one that it would replace.
+    fn put(&mut self, key: impl Into<String>, value: impl ToString) {
+        let (key, value) = (key.into(), value.to_string());
+        if value::is_key(&key) && value::is_value(&value) {
+            self.map.insert(key, value);
+        } else {
+            self.map.remove(&key);
+            self.problems.push(LabelProblem::Dropped { key, value });
+        }
+    }
+
+    /// Sets a label whose value is known; one that is not stays as it is.
+    fn put_known(&mut self, key: impl Into<String>, value: Option<impl ToString>) {
+        if let Some(value) = value {
+            self.put(key, value);
+        }
+    }
+
+    fn machine(&mut self, host: &HostFacts) {
+        let known = host.machine_type.as_deref().map(|text| sanitised(text.trim()));
+        self.put("nvidia.com/gpu.machine", known.unwrap_or_else(|| "unknown".to_owned()));
+    }
+
+    /// Each version under the older names too.
+    fn versions(&mut self, versions: &DriverVersions) {
+        if let Some(full) = &versions.driver {
+            self.put("nvidia.com/cuda.driver-version.full", full);
+            let mut parts = full.splitn(3, '.');
+            if let (Some(major), Some(minor)) = (parts.next(), parts.next()) {
+                let revision = parts.next().unwrap_or_default();
+                for (name, older, value) in
+                    [("major", "major", major), ("minor", "minor", minor), ("revision", "rev", revision)]
+                {
+                    self.put(format!("{NVIDIA}/cuda.driver-version.{name}"), value);
+                    self.put(format!("{NVIDIA}/cuda.driver.{older}"), value);
+                }
+            }
+        }
+        if let Some(cuda) = versions.cuda {
+            self.put("nvidia.com/cuda.runtime-version.full", format!("{}.{}", cuda.major, cuda.minor));
+            for (name, value) in [("major", cuda.major), ("minor", cuda.minor)] {
+                self.put(format!("{NVIDIA}/cuda.runtime-version.{name}"), value);
+                self.put(format!("{NVIDIA}/cuda.runtime.{name}"), value);
+            }
+        }
+    }
+
+    fn capabilities(&mut self, topology: &NodeTopology, plan: &ResourcePlan) {
+        self.put("nvidia.com/mig.capable", topology.gpus().iter().any(|gpu| gpu.mig_capable));
+        let by_mps = plan.sharing.as_ref().filter(|sharing| sharing.kind == SharingKind::Mps);
+        let by_mps = by_mps.is_some_and(|sharing| sharing.resources.iter().any(|resource| resource.replicas > 1));
+        let mig = topology.gpus().iter().any(|gpu| gpu.mig_enabled);
+        if by_mps && mig {
+            self.problems.push(LabelProblem::MpsWithMig);
+        }
+        self.put("nvidia.com/mps.capable", by_mps && !mig);
+    }
+
+    fn vgpu(&mut self, vgpu: &Vgpu) {
+        match vgpu {
+            Vgpu::Unknown => {}
+            Vgpu::Absent => self.put("nvidia.com/vgpu.present", false),
+            Vgpu::Present { driver_version, driver_branch } => {
+                self.put("nvidia.com/vgpu.present", true);
+                self.put_known("nvidia.com/vgpu.host-driver-version", driver_version.as_ref());
+                self.put_known("nvidia.com/vgpu.host-driver-branch", driver_branch.as_ref());
+            }
+        }
+    }
+}
+
+/// How the devices of a resource are shared, as labels have it.
+struct Shared {
+    replicas: u32,
+    strategy: &'static str,
+    /// What the product's name ends with.
+    suffix: &'static str,
+}
+
+impl Shared {
+    /// One container to a device.
+    const NOT: Self = Self { replicas: 1, strategy: "none", suffix: "" };
+
+    /// As a plan has it for a resource; a resource of another name takes no part of the product's.
+    fn of(plan: &ResourcePlan, resource: &ResourceName) -> Self {
+        let Some(sharing) = &plan.sharing else { return Self::NOT };
+        let mut resources = sharing.resources.iter();
+        let Some(shared) = resources.find(|shared| shared.name == *resource && shared.replicas > 1) else {
+            return Self::NOT;
+        };
+        let is_renamed = shared.rename.as_ref().map_or(sharing.rename_by_default, |name| name != resource);
+        Self {
+            replicas: shared.replicas,
+            strategy: match sharing.kind {
+                SharingKind::TimeSlicing => "time-slicing",
+                SharingKind::Mps => "mps",
+            },
+            suffix: if is_renamed { "" } else { "-SHARED" },
+        }
+    }
+}

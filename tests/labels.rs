@@ -1,0 +1,318 @@
+//! The labels of machines: each built-in one under each kind of configuration, values that real nodes publish, and what
+//! holds for any machine.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may panic")]
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::process::Command;
+
+use linkwise::labels::own_fabric;
+use linkwise::machines;
+use linkwise::publish::labels::{HostFacts, LabelFacts, LabelProblem, LabelSettings, Vgpu, labels};
+use linkwise::state::{DriverVersions, MigStrategy, ResourcePlan, SharedResource, Sharing, SharingKind};
+use linkwise::topology::{MigDeviceObservation, MigEngines, MigObservation, NodeObservation, NodeTopology};
+use proptest::prelude::*;
+
+#[path = "random_node/mod.rs"]
+mod random_node;
+
+type Map = BTreeMap<String, String>;
+
+/// The labels that are ours: on every GPU node or on none.
+const OURS: [&str; 5] = ["gpu.island-size", "gpu.link", "gpu.models", "gpu.per-numa", "nvlink-fabric"];
+
+fn labels_of(observed: NodeObservation, plan: ResourcePlan, own: Option<&str>) -> (Map, Vec<LabelProblem>) {
+    labels(LabelFacts {
+        topology: &NodeTopology::assemble(&observed).0,
+        versions: &DriverVersions::of(&observed),
+        plan: &plan,
+        host: &HostFacts { machine_type: Some("Some Machine (X)\n".to_owned()), vgpu: Vgpu::Absent },
+        settings: &LabelSettings { timestamp: Some(1), clique: true, own_fabric: own.map(own_fabric) },
+    })
+}
+
+fn shared(kind: SharingKind, resource: &str) -> Option<Sharing> {
+    Some(Sharing::new(kind, vec![SharedResource::new(resource.parse().unwrap(), 4)]))
+}
+
+/// A MIG device with so many slices and eighths of its GPU's memory.
+fn device(gpu: usize, index: u32, slices: u32, memory_mib: u64) -> MigDeviceObservation {
+    MigDeviceObservation {
+        index,
+        uuid: format!("MIG-{gpu}-{index}").parse().unwrap(),
+        gpu_instance: index,
+        compute_instance: 0,
+        gpu_slices: slices,
+        compute_slices: slices,
+        memory_mib,
+        extension: None,
+        engines: Some(MigEngines { multiprocessors: 16 * slices, copy: slices, ..MigEngines::default() }),
+        capabilities: None,
+    }
+}
+
+/// Cuts the GPUs that have MIG into devices of these slices and eighths of memory, but for the first `whole` ones.
+fn cut(mut observed: NodeObservation, whole: usize, devices: &[(u32, u64)]) -> NodeObservation {
+    for (at, gpu) in observed.gpus.iter_mut().enumerate().skip(whole).filter(|(_, gpu)| gpu.mig.is_some()) {
+        let eighth = gpu.memory_mib.unwrap() / 8;
+        let cut = (0..).zip(devices).map(|(index, (slices, eighths))| device(at, index, *slices, eighths * eighth));
+        gpu.mig = Some(MigObservation { enabled: true, devices: cut.collect() });
+    }
+    observed
+}
+
+fn text(labels: &Map) -> String {
+    labels.iter().fold(String::new(), |mut text, (key, value)| {
+        writeln!(text, "{key}={value}").unwrap();
+        text
+    })
+}
+
+/// What of a configuration's labels is not as without it.
+fn difference(before: &Map, after: &Map) -> String {
+    let mut text = String::new();
+    for (key, value) in after.iter().filter(|(key, value)| before.get(*key) != Some(value)) {
+        writeln!(text, "+ {key}={value}").unwrap();
+    }
+    for key in before.keys().filter(|key| !after.contains_key(*key)) {
+        writeln!(text, "- {key}").unwrap();
+    }
+    text
+}
+
+#[test]
+fn built_in_machines_keep_their_labels() {
+    let plan = |mig_strategy, sharing| ResourcePlan { mig_strategy, sharing, ..ResourcePlan::default() };
+    for machine in machines::built_in() {
+        let observed = machines::load(machine.name).unwrap().observed;
+        let of = |observed, plan| labels_of(observed, plan, Some(machine.name)).0;
+        let plain = of(observed.clone(), plan(MigStrategy::None, None));
+        let mut golden = text(&plain);
+        let halves = cut(observed.clone(), 0, &[(3, 4), (3, 4)]);
+        let parts = cut(observed.clone(), 1, &[(1, 1), (1, 1), (3, 4)]);
+        let by_time = shared(SharingKind::TimeSlicing, "nvidia.com/gpu");
+        for (case, observed, plan) in [
+            ("time-slicing", observed.clone(), plan(MigStrategy::None, by_time.clone())),
+            ("MPS", observed.clone(), plan(MigStrategy::None, shared(SharingKind::Mps, "nvidia.com/gpu"))),
+            ("single, MIG off", observed, plan(MigStrategy::Single, None)),
+            ("single", halves.clone(), plan(MigStrategy::Single, None)),
+            ("single, time-slicing", halves, plan(MigStrategy::Single, by_time)),
+            ("mixed", parts.clone(), plan(MigStrategy::Mixed, None)),
+            ("single with two profiles", parts, plan(MigStrategy::Single, None)),
+        ] {
+            write!(golden, "\n{case}\n{}", difference(&plain, &of(observed, plan))).unwrap();
+        }
+        let mut settings = insta::Settings::clone_current();
+        settings.set_prepend_module_to_snapshot(false);
+        settings.set_omit_expression(true);
+        settings.bind(|| insta::assert_snapshot!(format!("labels-{}", machine.name), golden));
+    }
+}
+
+#[test]
+fn command_prints_what_the_machine_would_get() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("config.yaml");
+    std::fs::write(&config, "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}\n").unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
+    command.env_clear().args(["labels", "--node", "dgx-h100", "--config-file"]).arg(config);
+    let output = command.output().unwrap();
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+    let observed = machines::load("dgx-h100").unwrap().observed;
+    let plan = ResourcePlan { sharing: shared(SharingKind::TimeSlicing, "nvidia.com/gpu"), ..ResourcePlan::default() };
+    let mut expected = labels_of(observed, plan, Some("dgx-h100")).0;
+    // A machine by its file has neither a time nor a host.
+    expected.retain(|key, _| key != "nvidia.com/gfd.timestamp" && key != "nvidia.com/vgpu.present");
+    expected.insert("nvidia.com/gpu.machine".to_owned(), "unknown".to_owned());
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), text(&expected));
+}
+
+/// What nodes in the field publish: <https://github.com/NVIDIA/k8s-device-plugin/issues/1501> (H100),
+/// <https://github.com/Mellanox/network-operator/issues/211> (A100 40 GB), and dumps of H100 and A100 80 GB in the
+/// strategy mixed.
+#[test]
+fn real_nodes_values_are_ours() {
+    let has = |labels: &Map, expected: &[(&str, &str)]| {
+        for (key, value) in expected {
+            assert_eq!(labels.get(&format!("nvidia.com/{key}")).map(String::as_str), Some(*value), "{key}");
+        }
+    };
+    let h100 = machines::load("dgx-h100").unwrap().observed;
+    let (labels, _) = labels_of(h100.clone(), ResourcePlan::default(), None);
+    has(
+        &labels,
+        &[
+            ("gpu.product", "NVIDIA-H100-80GB-HBM3"),
+            ("gpu.memory", "81559"),
+            ("gpu.family", "hopper"),
+            ("gpu.compute.major", "9"),
+            ("gpu.compute.minor", "0"),
+            ("gpu.mode", "compute"),
+            ("gpu.count", "8"),
+            ("gpu.replicas", "1"),
+            ("mig.capable", "true"),
+        ],
+    );
+    let mixed = || ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
+    let of_one = |observed: &NodeObservation, model: &str, memory: u64, devices: Vec<MigDeviceObservation>| {
+        let mut observed = observed.clone();
+        for gpu in &mut observed.gpus {
+            (gpu.model, gpu.memory_mib, gpu.mig) = (Some(model.to_owned()), Some(memory), Some(Default::default()));
+        }
+        observed.gpus[0].mig = Some(MigObservation { enabled: true, devices });
+        labels_of(observed, mixed(), None).0
+    };
+    let with = |index, slices, memory_mib, [multiprocessors, copy, decoder, jpeg]: [u32; 4]| {
+        let engines = MigEngines { multiprocessors, copy, decoder, encoder: 0, jpeg, ofa: 0 };
+        MigDeviceObservation { engines: Some(engines), ..device(0, index, slices, memory_mib) }
+    };
+    let devices = vec![with(0, 1, 9_984, [16, 1, 1, 1]), with(1, 2, 20_096, [32, 2, 2, 2])];
+    let labels = of_one(&h100, "NVIDIA H100 80GB HBM3", 81_559, devices);
+    has(
+        &labels,
+        &[
+            ("mig-1g.10gb.product", "NVIDIA-H100-80GB-HBM3-MIG-1g.10gb"),
+            ("mig-1g.10gb.memory", "9984"),
+            ("mig-1g.10gb.multiprocessors", "16"),
+            ("mig-1g.10gb.slices.gi", "1"),
+            ("mig-1g.10gb.slices.ci", "1"),
+            ("mig-1g.10gb.engines.copy", "1"),
+            ("mig-1g.10gb.engines.decoder", "1"),
+            ("mig-1g.10gb.engines.encoder", "0"),
+            ("mig-1g.10gb.engines.jpeg", "1"),
+            ("mig-1g.10gb.engines.ofa", "0"),
+            ("mig-1g.10gb.replicas", "1"),
+            ("mig-1g.10gb.sharing-strategy", "none"),
+            ("mig-2g.20gb.memory", "20096"),
+            ("mig-2g.20gb.engines.copy", "2"),
+        ],
+    );
+    let devices =
+        vec![with(0, 1, 9_728, [14, 1, 0, 0]), with(1, 2, 19_968, [28, 2, 1, 0]), with(2, 3, 40_192, [42, 3, 2, 0])];
+    let labels = of_one(&h100, "NVIDIA A100 80GB PCIe", 81_920, devices);
+    has(
+        &labels,
+        &[
+            ("gpu.product", "NVIDIA-A100-80GB-PCIe"),
+            ("mig-1g.10gb.memory", "9728"),
+            ("mig-2g.20gb.multiprocessors", "28"),
+            ("mig-3g.40gb.memory", "40192"),
+            ("mig-3g.40gb.slices.gi", "3"),
+            ("mig-3g.40gb.engines.decoder", "2"),
+        ],
+    );
+    let labels = of_one(&h100, "A100-PCIE-40GB", 40_536, vec![with(0, 1, 4_864, [14, 1, 0, 0])]);
+    has(&labels, &[("gpu.product", "A100-PCIE-40GB"), ("gpu.memory", "40536"), ("mig-1g.5gb.memory", "4864")]);
+}
+
+/// Whether NFD takes it, by a rule of this test's own: nothing, or 63 characters at most that begin and end with a
+/// letter or digit.
+fn nfd_takes(text: &str) -> bool {
+    let bytes = text.as_bytes();
+    bytes.len() <= 63
+        && bytes.iter().enumerate().all(|(at, byte)| {
+            let is_end = at == 0 || at + 1 == bytes.len();
+            byte.is_ascii_alphanumeric() || (!is_end && b"-_.".contains(byte))
+        })
+}
+
+/// The most GPUs of which every two fulfil `linked`, by looking at every set.
+fn largest(gpus: usize, linked: impl Fn(usize, usize) -> bool) -> usize {
+    let is_island = |set: &u32| {
+        let members: Vec<usize> = (0..gpus).filter(|gpu| set >> gpu & 1 == 1).collect();
+        members.iter().all(|a| members.iter().all(|b| a == b || linked(*a, *b)))
+    };
+    (0_u32..1 << gpus).filter(is_island).map(|set| set.count_ones() as usize).max().unwrap()
+}
+
+fn plans() -> impl Strategy<Value = ResourcePlan> {
+    let strategies = prop_oneof![Just(MigStrategy::None), Just(MigStrategy::Single), Just(MigStrategy::Mixed)];
+    let sharing = prop_oneof![
+        Just(None),
+        Just(shared(SharingKind::TimeSlicing, "nvidia.com/gpu")),
+        Just(shared(SharingKind::Mps, "nvidia.com/gpu")),
+        Just(shared(SharingKind::TimeSlicing, "nvidia.com/mig-1g.10gb")),
+    ];
+    (strategies, sharing).prop_map(|(mig_strategy, sharing)| ResourcePlan {
+        mig_strategy,
+        sharing,
+        ..Default::default()
+    })
+}
+
+/// For each GPU its model, and whether it is cut into MIG devices of these slices.
+fn looks() -> impl Strategy<Value = Vec<(Option<String>, Option<Vec<u32>>)>> {
+    let model = prop::option::of("(NVIDIA )?[A-Z][ -~]{0,70}");
+    let mig = prop::option::of(prop::collection::vec(1..8_u32, 0..4));
+    prop::collection::vec((model, mig), 9)
+}
+
+fn dressed(mut observed: NodeObservation, looks: &[(Option<String>, Option<Vec<u32>>)]) -> NodeObservation {
+    for (at, (gpu, (model, mig))) in observed.gpus.iter_mut().zip(looks).enumerate() {
+        gpu.model.clone_from(model);
+        gpu.memory_mib = Some(81_920);
+        gpu.mig = mig.as_ref().map(|devices| MigObservation {
+            enabled: true,
+            devices: (0..).zip(devices).map(|(index, slices)| device(at, index, *slices, 9_728)).collect(),
+        });
+    }
+    observed
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_machine_has_labels_that_nfd_takes(
+        observed in random_node::odd_node(8), looks in looks(), plan in plans(), named in any::<bool>(),
+    ) {
+        let (labels, _) = labels_of(dressed(observed, &looks), plan, named.then_some("gpu-1"));
+        for (key, value) in &labels {
+            let (domain, name) = key.split_once('/').unwrap();
+            prop_assert!(["nvidia.com", "linkwise.dev"].contains(&domain) && !name.is_empty() && nfd_takes(name));
+            prop_assert!(nfd_takes(value), "{key}={value}");
+        }
+        let ours: Vec<&str> = labels.keys().filter_map(|key| key.strip_prefix("linkwise.dev/")).collect();
+        let all = named && labels.contains_key("nvidia.com/gpu.count");
+        prop_assert_eq!(ours, if all { OURS.to_vec() } else { Vec::new() });
+    }
+
+    #[test]
+    fn order_of_gpus_changes_no_label(observed in random_node::node(8), looks in looks(), plan in plans()) {
+        let observed = dressed(observed, &looks);
+        let mut turned = observed.clone();
+        turned.gpus.reverse();
+        prop_assert_eq!(labels_of(turned, plan.clone(), Some("gpu-1")), labels_of(observed, plan, Some("gpu-1")));
+    }
+
+    #[test]
+    fn island_is_the_largest_set_that_is_linked_alike(observed in random_node::node(8)) {
+        let (topology, _) = NodeTopology::assemble(&observed);
+        let gpus = topology.gpus().len();
+        let (labels, _) = labels_of(observed, ResourcePlan::default(), Some("gpu-1"));
+        prop_assume!(labels["nvidia.com/gpu.count"] != "0" && offered(&topology) == gpus);
+        let plane = |a: usize| topology.gpus()[a].nvswitch_plane;
+        let meshed = largest(gpus, |a, b| topology.nvlink(a, b) > 0);
+        let switched = largest(gpus, |a, b| plane(a).is_some() && plane(a) == plane(b));
+        let below_switch = largest(gpus, |a, b| topology.rank(a, b).number() <= 1);
+        let (link, size) = match () {
+            () if gpus == 1 => ("single", 1),
+            () if switched > 1 && switched == meshed => ("nvswitch", switched),
+            () if meshed == gpus => ("nvlink-mesh", meshed),
+            () if meshed > 1 => ("nvlink-partial", meshed),
+            () if below_switch > 1 => ("pcie-switch", below_switch),
+            () => ("pcie-host", largest(gpus, |a, b| topology.rank(a, b).number() <= 2)),
+        };
+        prop_assert_eq!(labels["linkwise.dev/gpu.link"].as_str(), link);
+        prop_assert_eq!(&labels["linkwise.dev/gpu.island-size"], &size.to_string());
+        let numa = |node| topology.gpus().iter().filter(|gpu| topology.cpu_node(gpu) == Some(node)).count();
+        let most = topology.cpu_nodes().keys().map(|node| numa(*node)).max().unwrap_or(0);
+        prop_assert_eq!(&labels["linkwise.dev/gpu.per-numa"], &most.to_string());
+    }
+}
+
+/// The GPUs that are offered by default.
+fn offered(topology: &NodeTopology) -> usize {
+    topology.gpus().iter().filter(|gpu| gpu.display != Some(true)).count()
+}

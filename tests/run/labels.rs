@@ -1,0 +1,213 @@
+//! The labels' file, written by `gpu-feature-discovery`, a process without a kubelet, and by `linkwise run`.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::handover::allocation;
+use crate::mig::MIXED;
+use crate::node::{GPU, Setup, until};
+
+const BARE: &str = "version: 1\nname: bare\nobserved: {gpus: []}\n";
+
+/// gpu-feature-discovery on a machine, which writes to [`file`].
+fn discovery(setup: Setup) -> Setup {
+    let program = setup.at("gpu-feature-discovery");
+    symlink(&setup.program, &program).unwrap();
+    let to = file(&setup);
+    let mut setup = setup.arg("--use-node-feature-api=false").arg("--output-file").arg(to).env("NODE_NAME", "gpu-1");
+    (setup.program, setup.subcommand) = (program, None);
+    setup
+}
+
+fn file(setup: &Setup) -> PathBuf {
+    setup.at("features.d/gfd")
+}
+
+/// The labels in the file; none where there is no file.
+fn read(file: &Path) -> BTreeMap<String, String> {
+    let text = fs::read_to_string(file).unwrap_or_default();
+    let label = |line: &str| {
+        let (key, value) = line.split_once('=').unwrap();
+        (key.to_owned(), value.to_owned())
+    };
+    text.lines().map(label).collect()
+}
+
+/// Waits until a label in the file has this value; then all of them.
+async fn has(file: &Path, key: &str, value: &str) -> BTreeMap<String, String> {
+    let ask = async || {
+        let labels = read(file);
+        if labels.get(key).map(String::as_str) == Some(value) { Ok(labels) } else { Err(labels) }
+    };
+    until(ask).await
+}
+
+#[tokio::test]
+async fn labels_file_follows_the_mig_layout() {
+    let setup = discovery(Setup::with(&fs::read_to_string(MIXED).unwrap())).arg("--mig-strategy=mixed");
+    let setup = setup.arg("--nvml-poll-ms=50");
+    let path = file(&setup);
+    let process = setup.spawn();
+    let labels = has(&path, "nvidia.com/mig-1g.10gb.count", "8").await;
+    for (key, value) in [
+        ("nvidia.com/gpu.count", "4"),
+        ("nvidia.com/gpu.product", "NVIDIA-A100-SXM4-80GB"),
+        ("nvidia.com/gpu.replicas", "1"),
+        ("nvidia.com/mig.strategy", "mixed"),
+        ("nvidia.com/mig-1g.10gb.multiprocessors", "14"),
+        ("nvidia.com/mig-1g.10gb.me.engines.jpeg", "1"),
+        ("nvidia.com/mig-2c.4g.40gb.slices.ci", "2"),
+        ("linkwise.dev/gpu.models", "1"),
+    ] {
+        assert_eq!(labels.get(key).map(String::as_str), Some(value), "{key}");
+    }
+    assert!(labels.contains_key("nvidia.com/gfd.timestamp"));
+    let text = fs::read_to_string(&path).unwrap();
+    assert!(text.lines().is_sorted() && text.ends_with('\n'));
+    assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o644);
+    setup.tell("mig 1 {enabled: false}");
+    let labels = has(&path, "nvidia.com/mig-1g.10gb.count", "1").await;
+    assert_eq!(labels["nvidia.com/gpu.count"], "4");
+    setup.tell("mig 3 {enabled: false}");
+    let gone = async || {
+        let labels = read(&path);
+        let left: Vec<String> = labels.keys().filter(|key| key.contains("mig-1g")).cloned().collect();
+        if left.is_empty() { Ok(()) } else { Err(left) }
+    };
+    until(gone).await;
+    let names: Vec<_> = fs::read_dir(path.parent().unwrap()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(names, ["gfd"], "nothing that NFD would read beside it");
+    drop(process);
+}
+
+#[tokio::test]
+async fn labels_file_stays_while_nvml_is_away() {
+    let setup = discovery(Setup::on("dgx-h100")).arg("--nvml-pause-ms=10").arg("--nvml-grace-ms=10");
+    let path = file(&setup);
+    let process = setup.spawn();
+    has(&path, "nvidia.com/gpu.count", "8").await;
+    let before = fs::read(&path).unwrap();
+    setup.tell("init 9");
+    setup.tell("crash");
+    process.said("NVML unavailable for longer than the grace period").await;
+    assert_eq!(fs::read(&path).unwrap(), before);
+    // Back with a GPU less: the labels follow.
+    setup.tell("remove 7");
+    setup.tell("init 0");
+    has(&path, "nvidia.com/gpu.count", "7").await;
+}
+
+#[tokio::test]
+async fn labels_file_is_there_throughout_a_restart() {
+    let setup = discovery(Setup::on("dgx-h100"));
+    let path = file(&setup);
+    let mut process = setup.spawn();
+    has(&path, "nvidia.com/mps.capable", "false").await;
+    let ended = Arc::new(AtomicBool::new(false));
+    let watch = std::thread::spawn({
+        let (path, ended) = (path.clone(), Arc::clone(&ended));
+        move || {
+            let mut absent = 0;
+            while !ended.load(Ordering::Relaxed) {
+                absent += usize::from(!fs::read_to_string(&path).is_ok_and(|text| text.contains("gpu.count=8\n")));
+            }
+            absent
+        }
+    });
+    process.signal("TERM");
+    let (status, _) = process.ended().await;
+    assert!(status.success(), "{status}");
+    let setup = setup.arg("--mig-strategy=single");
+    let process = setup.spawn();
+    has(&path, "nvidia.com/mig.strategy", "single").await;
+    ended.store(true, Ordering::Relaxed);
+    assert_eq!(watch.join().unwrap(), 0, "the file was absent or torn");
+    drop(process);
+}
+
+#[tokio::test]
+async fn sighup_reloads_the_labels_configuration() {
+    let setup = Setup::on("dgx-h100");
+    let config = setup.at("config.yaml");
+    fs::write(&config, "version: v1\n").unwrap();
+    let setup = discovery(setup.arg("--config-file").arg(&config));
+    let path = file(&setup);
+    let process = setup.spawn();
+    has(&path, "nvidia.com/gpu.replicas", "1").await;
+    let replace = |text: &str| {
+        fs::write(setup.at("new.yaml"), text).unwrap();
+        fs::rename(setup.at("new.yaml"), &config).unwrap();
+    };
+    replace("version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 3}]}}\n");
+    let labels = has(&path, "nvidia.com/gpu.replicas", "3").await;
+    assert_eq!(labels["nvidia.com/gpu.product"], "NVIDIA-H100-80GB-HBM3-SHARED");
+    replace("version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: -3}]}}\n");
+    process.said("configuration rejected, keeping the previous one").await;
+    process.signal("HUP");
+    process.logged(|line| line["why"] == "SIGHUP" && line["level"] == "ERROR").await;
+    // The next valid one applies, by the signal too.
+    replace("version: v1\n");
+    process.signal("HUP");
+    has(&path, "nvidia.com/gpu.replicas", "1").await;
+}
+
+/// Runs to its end; returns what it printed.
+async fn printed(setup: &Setup) -> (bool, String) {
+    let output = setup.command().stdout(Stdio::piped()).stderr(Stdio::piped()).output().await.unwrap();
+    (output.status.success(), String::from_utf8(output.stdout).unwrap())
+}
+
+#[tokio::test]
+async fn oneshot_prints_labels_once() {
+    let setup = discovery(Setup::on("dgx-h100")).arg("--oneshot").arg("--no-timestamp").arg("--output-file=");
+    let (ok, text) = printed(&setup).await;
+    assert!(ok && text.contains("\nnvidia.com/gpu.count=8\n") && !text.contains("timestamp"), "{text}");
+    assert!(!file(&setup).exists());
+    // NVML that fails on a node with GPUs writes nothing.
+    setup.all_on_bus();
+    setup.tell("init 9");
+    assert_eq!(printed(&setup).await, (false, String::new()));
+}
+
+#[tokio::test]
+async fn node_without_gpus_gets_the_labels_of_gfd() {
+    for codes in ["init 0", "init 9"] {
+        let setup = discovery(Setup::with(BARE)).arg("--no-timestamp").arg("--fail-on-init-error=false");
+        fs::create_dir_all(setup.at("sys/bus/pci/devices")).unwrap();
+        setup.tell(codes);
+        let path = file(&setup);
+        let process = setup.spawn();
+        assert_eq!(has(&path, "nvidia.com/vgpu.present", "false").await.len(), 1);
+        drop(process);
+        let once = setup.arg("--oneshot").arg("--output-file=");
+        assert_eq!(printed(&once).await, (true, "nvidia.com/vgpu.present=false\n".to_owned()));
+    }
+}
+
+#[tokio::test]
+async fn plugin_writes_labels_and_admits_pods_without_the_folder() {
+    let setup = Setup::on("dgx-h100").arg("--write-labels-file").env("NODE_NAME", "gpu-1");
+    let features = setup.at("features.d");
+    fs::write(&features, "a file where a folder should be").unwrap();
+    let path = features.join("gfd");
+    let (node, kubelet) = setup.arg("--output-file").arg(&path).serve(8).await;
+    let line = node.process.said("labels cannot be written, the last ones stay").await;
+    assert_eq!(line["file"], path.to_str().unwrap());
+    let failed = async || {
+        let text = node.get("/metrics").await.body;
+        let counted = text.lines().any(|line| line.starts_with("linkwise_label_writes_total{outcome=\"failed\"}"));
+        if counted { Ok(()) } else { Err(text) }
+    };
+    until(failed).await;
+    allocation(&kubelet, "pod", GPU, 1).await;
+    fs::remove_file(&features).unwrap();
+    let labels = has(&path, "nvidia.com/gpu.count", "8").await;
+    assert_eq!(labels["linkwise.dev/gpu.link"], "nvswitch");
+    node.metric("linkwise_label_writes_total{outcome=\"ok\"}", 1).await;
+    node.metric("linkwise_labels", u64::try_from(labels.len()).unwrap()).await;
+}
