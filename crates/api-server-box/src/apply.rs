@@ -56,7 +56,9 @@ pub(super) fn apply(live: Option<&Value>, config: &Value, manager: &str, force: 
         }
     }
     for field in &wanted {
-        if let Some(value) = at(config, field) {
+        // An empty map asks for a map, not for one without keys.
+        let is_there = |value: &Value| value.is_object() && at(&object, field).is_some_and(Value::is_object);
+        if let Some(value) = at(config, field).filter(|value| !is_there(value)) {
             put_in(&mut object, field, value.clone());
         }
     }

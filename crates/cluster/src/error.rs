@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use http_body_util::LengthLimitError;
 use kube::core::Status;
-use linkwise::quote::one_line;
+use linkwise::quote::{one_line, quoted};
 use thiserror::Error;
 
 use crate::access::AccessError;
@@ -50,11 +50,15 @@ impl ApiError {
         }
     }
 
-    /// A refusal.
+    /// A refusal; one without a code is none.
     pub(crate) fn refused(status: &Status, asked: Option<Duration>) -> Self {
         let details = status.details.as_ref().map(|details| details.retry_after_seconds).filter(|after| *after > 0);
         let retry_after = asked.or_else(|| Some(Duration::from_secs(details?.into())));
         let message = if status.message.is_empty() { &status.reason } else { &status.message };
+        if status.code == 0 {
+            // The client takes any object for a Status.
+            return Self::Malformed(format!("no status, but {}", quoted(message)));
+        }
         Self::Refused { code: status.code, message: one_line(message), retry_after }
     }
 

@@ -3,9 +3,11 @@
 //! A composition root: the program is `linkwise`'s own, and this is the publisher that it calls where its settings ask
 //! for the NodeFeature API.
 
+use std::process::ExitCode;
+
 use anyhow::{Result, bail};
-use linkwise::config::LabelsArgs;
-use linkwise::runtime::{self, LabelsWatch, Publisher};
+use linkwise::config::{Command, LabelsArgs};
+use linkwise::runtime::{LabelsWatch, Publisher};
 use tokio_util::sync::CancellationToken;
 
 use crate::access::Access;
@@ -14,14 +16,10 @@ use crate::node_feature::{NodeFeatureMetrics, NodeFeatureSettings, NodeFeatureWr
 use crate::server::{ApiServer, Pace};
 
 /// Publishes labels until a signal ends it; without an API server in the file that NFD reads.
-///
-/// # Errors
-///
-/// A setting is wrong, the driver is not there and has to be, or NODE_NAME is missing.
-pub fn run(mut args: LabelsArgs) -> Result<()> {
+pub fn run(mut args: Box<LabelsArgs>) -> ExitCode {
     // The client's own lines about failures, which are logged here once.
     args.log.log = format!("kube_client=off,{}", args.log.log);
-    let Ok(access) = Access::of(&args.api.server) else { return runtime::labels(&args, None) };
+    let Ok(access) = Access::of(&args.api.server) else { return linkwise::run(Command::Labels(args), None) };
     let (node, namespace, pod) = (args.api.node_name.clone(), args.api.namespace.clone(), args.api.pod_name.clone());
     let pod = pod.filter(|pod| !pod.is_empty());
     let publisher = move |labels: LabelsWatch, shutdown: CancellationToken| {
@@ -39,5 +37,5 @@ pub fn run(mut args: LabelsArgs) -> Result<()> {
         Box::pin(task) as std::pin::Pin<Box<dyn Future<Output = Result<()>> + Send>>
     };
     let publisher: &Publisher = &publisher;
-    runtime::labels(&args, Some(publisher))
+    linkwise::run(Command::Labels(args), Some(publisher))
 }

@@ -39,8 +39,9 @@ pub enum NodeLabels {
 pub struct NodeFollower {
     server: ApiServer,
     node: String,
-    lists: Attempts,
-    watches: Attempts,
+    attempts: Attempts,
+    /// Whether the last watch began and broke: then only an event shows that watches work again.
+    broken: bool,
     /// Paces watches that end too soon, or whose version has expired.
     turns: Backoff,
 }
@@ -49,8 +50,8 @@ impl NodeFollower {
     /// Asks nothing yet.
     pub fn new(server: ApiServer, node: String) -> Self {
         let pace = *server.pace();
-        let (lists, watches) = (Attempts::of("list the node", &pace), Attempts::of("watch the node", &pace));
-        Self { server, node, lists, watches, turns: Backoff::new(pace.first, pace.longest) }
+        let (attempts, turns) = (Attempts::of("follow the node", &pace), Backoff::new(pace.first, pace.longest));
+        Self { server, node, attempts, broken: false, turns }
     }
 
     /// Publishes the labels until `shutdown`. Errors are logged and tried again.
@@ -68,9 +69,8 @@ impl NodeFollower {
     async fn turn(&mut self, labels: &watch::Sender<Option<NodeLabels>>) -> Duration {
         let mut version = match self.list(labels).await {
             Ok(version) => version,
-            Err(error) => return self.lists.failed(&error),
+            Err(error) => return self.attempts.failed(&error),
         };
-        self.lists.succeeded();
         let began = Instant::now();
         loop {
             let opened = Instant::now();
@@ -80,7 +80,7 @@ impl NodeFollower {
                 Ok(_) => return shortened(self.turns.failed_after(began.elapsed())),
                 // What was read is too old to continue from: no fault, the node is read anew.
                 Err(error) if error.code() == Some(410) => return shortened(self.turns.failed_after(began.elapsed())),
-                Err(error) => return self.watches.failed(&error),
+                Err(error) => return self.attempts.failed(&error),
             }
         }
     }
@@ -107,6 +107,9 @@ impl NodeFollower {
         let (params, from) = (WatchParams::default().fields(&self.only()).timeout(seconds), version.clone());
         let watch = |client| async move { Api::<Node>::all(client).watch_metadata(&params, &from).await };
         let mut events = pin!(self.server.call(OBJECT, "watch", watch).await?);
+        if !self.broken {
+            self.attempts.succeeded();
+        }
         while let Ok(Some(event)) = tokio::time::timeout(lasts + GRACE, events.next()).await {
             let event = event.map_err(|error| ApiError::of(&error, None)).and_then(|event| match event {
                 WatchEvent::Error(status) => Err(ApiError::refused(&status, None)),
@@ -114,6 +117,7 @@ impl NodeFollower {
             });
             if let Err(error) = &event {
                 self.server.count(OBJECT, "watch", Some(error));
+                self.broken = true;
             }
             let (metadata, deleted) = match event? {
                 WatchEvent::Added(node) | WatchEvent::Modified(node) => (node.metadata, false),
@@ -127,11 +131,16 @@ impl NodeFollower {
             if self.is_meant(&metadata) {
                 version = metadata.resource_version.clone().unwrap_or_default();
                 publish(labels, if deleted { NodeLabels::Absent } else { of(metadata) });
-                self.watches.succeeded();
+                self.works();
             }
         }
-        self.watches.succeeded();
+        self.works();
         Ok(version)
+    }
+
+    fn works(&mut self) {
+        self.broken = false;
+        self.attempts.succeeded();
     }
 
     fn only(&self) -> String {

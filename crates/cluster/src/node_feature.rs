@@ -98,7 +98,7 @@ pub struct NodeFeatureWriter {
 impl NodeFeatureWriter {
     /// Asks nothing yet.
     pub fn new(server: ApiServer, settings: NodeFeatureSettings, metrics: NodeFeatureMetrics) -> Self {
-        let attempts = Attempts::of("write the NodeFeature", server.pace());
+        let attempts = Attempts::of("write the NodeFeature of Node Feature Discovery", server.pace());
         Self {
             server,
             settings,
@@ -267,7 +267,9 @@ fn object(settings: &NodeFeatureSettings, owner: Option<OwnerReference>, labels:
         "metadata": {
             "name": format!("nvidia-features-for-{}", settings.node),
             "namespace": settings.namespace,
-            "labels": {"nfd.node.kubernetes.io/node-name": settings.node},
+            // The second one is a field that only we have: an update that changes no other would leave the object
+            // without us among its managers.
+            "labels": {"nfd.node.kubernetes.io/node-name": settings.node, "app.kubernetes.io/managed-by": MANAGER},
         },
         "spec": {"features": {"flags": {}, "attributes": {}, "instances": {}}, "labels": labels},
     });

@@ -6,3 +6,4 @@ mod config_manager;
 mod node;
 mod node_feature;
 mod support;
+mod whole_node;
