@@ -3,7 +3,7 @@
 //! Prints a table: machine and size; our time over all availabilities of a machine of up to 8 GPUs (for more: a
 //! sample); the most sets compared; how many answers were proven best; and what the definition costs when worked out
 //! plainly on the idle machine, where that ends (`-` where it would not). Below each machine what its tables took to
-//! build and occupy. It judges nothing: DESIGN section 8 has the budgets. Run it with `cargo bench --bench choice`; a
+//! build. It judges nothing: DESIGN section 8 has the budgets. Run it with `cargo bench --bench choice`; a
 //! figure is quoted with the machine it was measured on.
 
 #![allow(
@@ -62,7 +62,7 @@ fn table(machine: &str, observed: &NodeObservation) {
     for size in [1, 2, 3, 4, 8, 12, 16, 32].into_iter().filter(|size| *size <= topology.gpus().len()) {
         row(machine, size, &tables);
     }
-    println!("{machine:<28}tables built in {:?}, {} bytes", median(&mut builds), tables.bytes());
+    println!("{machine:<28}tables built in {:?}", median(&mut builds));
 }
 
 fn row(machine: &str, size: usize, tables: &AllocationTables) {

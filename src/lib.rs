@@ -25,7 +25,6 @@ pub use linkwise_core::{allocation, backoff, errors, names, once, publish, quote
 
 use std::io::Write;
 use std::process::ExitCode;
-use std::time::Duration;
 
 use config::Command;
 
@@ -53,11 +52,7 @@ pub fn run(command: Command, publisher: Option<&runtime::Publisher>) -> ExitCode
         },
         // It speaks to the API server, which this program cannot.
         Command::ConfigManager(_) => Err(runtime::become_cluster_program()),
-        Command::NvmlAgent(args) => {
-            let poll = Duration::from_millis(args.poll_ms);
-            nvml::agent::main(args.library.as_deref(), args.procfs, poll, args.memory_mib, &args.skip)
-                .map_err(Into::into)
-        }
+        Command::NvmlAgent(args) => nvml::agent::main(&args.command).map_err(Into::into),
     };
     result.map_or_else(|error| failed(&error), |()| ExitCode::SUCCESS)
 }

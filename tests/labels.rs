@@ -306,7 +306,7 @@ proptest! {
         };
         prop_assert_eq!(labels["linkwise.dev/gpu.link"].as_str(), link);
         prop_assert_eq!(&labels["linkwise.dev/gpu.island-size"], &size.to_string());
-        let numa = |node| topology.gpus().iter().filter(|gpu| topology.cpu_node(gpu) == Some(node)).count();
+        let numa = |node| topology.gpus().iter().filter(|gpu| gpu.cpu_node == Some(node)).count();
         let most = topology.cpu_nodes().keys().map(|node| numa(*node)).max().unwrap_or(0);
         prop_assert_eq!(&labels["linkwise.dev/gpu.per-numa"], &most.to_string());
     }

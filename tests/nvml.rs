@@ -649,9 +649,10 @@ async fn a_child_that_closes_its_socket_and_stays_is_killed() {
 /// A child started by hand, with our end of its socket.
 fn by_hand(control: &Control) -> (UnixStream, Child) {
     let (ours, theirs) = UnixStream::pair().unwrap();
+    let library = Some(fake_nvml::library_path());
+    let command = AgentCommand { library, ..AgentCommand::new("") };
     let child = Command::new(env!("CARGO_BIN_EXE_linkwise"))
-        .args(["nvml-agent", "--library"])
-        .arg(fake_nvml::library_path())
+        .args(["nvml-agent", &serde_json::to_string(&command).unwrap()])
         .env("FAKE_NVML_MACHINE", machine_file())
         .env("FAKE_NVML_CONTROL", control.socket())
         .stdin(OwnedFd::from(theirs))
@@ -691,5 +692,5 @@ async fn nonsense_from_the_parent_ends_the_child() {
     let ended = timeout(LIMIT, child.wait_with_output()).await.unwrap().unwrap();
     assert_eq!(ended.status.code(), Some(1));
     let words = String::from_utf8_lossy(&ended.stderr);
-    assert!(words.contains("'dance' is no message"), "{words}");
+    assert!(words.contains("from the parent: expected value at line 1"), "{words}");
 }

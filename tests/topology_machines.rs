@@ -17,7 +17,7 @@ fn gpu_on_memory_only_node_uses_its_package_cpus() {
     let seen = |node: &NodeObservation| {
         let (topology, warnings) = NodeTopology::assemble(node);
         assert!(warnings.is_empty(), "{warnings:?}");
-        let beside: Vec<_> = topology.gpus().iter().map(|gpu| topology.cpu_node(gpu).map(|numa| numa.0)).collect();
+        let beside: Vec<_> = topology.gpus().iter().map(|gpu| gpu.cpu_node.map(|numa| numa.0)).collect();
         (beside, [topology.rank(0, 1).number(), topology.rank(0, 2).number()])
     };
     let plain = (vec![Some(0), Some(0), Some(1), Some(1)], [3, 5]);

@@ -296,7 +296,7 @@ proptest! {
             prop_assert_eq!((ours.pci, &ours.uuid, ours.index), (gpu.pci, &gpu.uuid, gpu.index));
             let (numa, package) = near(&node, gpu);
             prop_assert_eq!((ours.numa, ours.package), (numa, package), "{}", gpu.pci);
-            prop_assert_eq!(topology.cpu_node(ours), numa.and_then(|numa| beside(&node.host, numa, package)));
+            prop_assert_eq!(ours.cpu_node, numa.and_then(|numa| beside(&node.host, numa, package)));
             let plane = port(gpu) > 0;
             prop_assert_eq!((ours.nvswitch_plane.is_some(), ours.nvswitch_port), (plane, port(gpu) * per_link(gpu)));
             prop_assert_eq!(topology.symbol(place, place), "X");

@@ -8,12 +8,12 @@ use std::io;
 use std::time::Duration;
 
 use axum::Router;
+use futures_util::future::{AbortHandle, FutureExt, abortable};
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use hyper::server::conn::http1;
 use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 
 /// Connections served at once. A further one closes the oldest, which has had the most time to get its answer.
@@ -33,29 +33,25 @@ where
     let mut http = http1::Builder::new();
     http.keep_alive(false).max_buf_size(MAX_BUFFER);
     let mut connections = FuturesUnordered::new();
-    // What ends each connection when it is dropped, oldest first.
-    let mut open = BTreeMap::<u64, oneshot::Sender<()>>::new();
+    // What ends each connection, oldest first.
+    let mut open = BTreeMap::<u64, AbortHandle>::new();
     let mut next: u64 = 0;
     loop {
         tokio::select! {
             accepted = accept() => match accepted {
                 Ok((stream, routes)) => {
-                    if open.len() >= MAX_CONNECTIONS {
-                        open.pop_first();
+                    if open.len() >= MAX_CONNECTIONS
+                        && let Some((_, oldest)) = open.pop_first()
+                    {
+                        oldest.abort();
                     }
-                    let (end, ended) = oneshot::channel();
                     let number = next;
                     next = next.wrapping_add(1);
-                    open.insert(number, end);
                     let connection = http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(routes));
-                    connections.push(async move {
-                        tokio::select! {
-                            // A client's protocol errors concern that client only.
-                            _ = connection => {}
-                            _ = timeout(deadline, ended) => {}
-                        }
-                        number
-                    });
+                    // A client's protocol errors concern that client only.
+                    let (connection, end) = abortable(timeout(deadline, connection));
+                    open.insert(number, end);
+                    connections.push(connection.map(move |_| number));
                 }
                 Err(_) => sleep(ACCEPT_PAUSE).await,
             },

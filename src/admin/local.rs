@@ -17,7 +17,6 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use thiserror::Error;
-use tokio_util::sync::CancellationToken;
 
 use super::connections;
 use super::state::State;
@@ -46,10 +45,19 @@ pub type Answer = Pin<Box<dyn Future<Output = Outcome> + Send>>;
 pub struct Orders {
     /// The current state.
     pub state: Arc<dyn Fn() -> State + Send + Sync>,
-    /// Releases the driver (`true`), or resumes.
-    pub release: Arc<dyn Fn(bool) -> Answer + Send + Sync>,
-    /// Ends the reasons for which a GPU is unhealthy.
-    pub clear: Arc<dyn Fn(GpuUuid) -> Answer + Send + Sync>,
+    /// Carries an order out.
+    pub carry_out: Arc<dyn Fn(Order) -> Answer + Send + Sync>,
+}
+
+/// An operator's order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// Let go of the driver.
+    Release,
+    /// Take the driver up again.
+    Resume,
+    /// End the reasons for which a GPU is unhealthy.
+    Clear(GpuUuid),
 }
 
 /// Why there is no admin socket.
@@ -79,17 +87,13 @@ pub struct Local {
 }
 
 impl Local {
-    /// Binds the socket, for our own user and root alone; makes its folder where that is missing. A socket whose
+    /// Binds the socket for these callers; makes its folder where that is missing. A socket whose
     /// process has ended is replaced, a live one never.
     ///
     /// # Errors
     ///
     /// See [`LocalError`]. Must be called within a tokio runtime.
-    pub fn bind(path: &Path) -> Result<Self, LocalError> {
-        Self::bind_for(path, Callers::default())
-    }
-
-    fn bind_for(path: &Path, callers: Callers) -> Result<Self, LocalError> {
+    pub fn bind(path: &Path, callers: Callers) -> Result<Self, LocalError> {
         let failed = |source| LocalError::Bind { path: path.to_owned(), source };
         if uds::is_dead(path) {
             fs::remove_file(path).map_err(failed)?;
@@ -103,8 +107,8 @@ impl Local {
         Ok(Self { listener: Arc::new(listener), _file: file })
     }
 
-    /// Serves until `shutdown`.
-    pub async fn serve(self, orders: Orders, shutdown: CancellationToken) {
+    /// Serves for ever.
+    pub async fn serve(self, orders: Orders) {
         let routes = routes(orders);
         let accept = || {
             let (listener, routes) = (Arc::clone(&self.listener), routes.clone());
@@ -113,18 +117,16 @@ impl Local {
                 Ok((caller.stream, if caller.admitted { routes } else { refusal(caller.peer.uid) }))
             }
         };
-        shutdown.run_until_cancelled(connections::serve(DEADLINE, accept)).await;
+        connections::serve(DEADLINE, accept).await;
     }
 }
 
 fn routes(orders: Orders) -> Router {
-    let release = |release: bool| {
-        post(move |StateOf(orders): StateOf<Orders>| async move { answer((orders.release)(release).await) })
-    };
+    let order = |order| post(move |StateOf(orders): StateOf<Orders>| carried_out(orders, order));
     Router::new()
         .route("/state", get(state))
-        .route("/driver/release", release(true))
-        .route("/driver/resume", release(false))
+        .route("/driver/release", order(Order::Release))
+        .route("/driver/resume", order(Order::Resume))
         .route("/gpus/{uuid}/clear", post(clear))
         .with_state(orders)
 }
@@ -144,13 +146,13 @@ async fn state(StateOf(orders): StateOf<Orders>) -> Response {
 
 async fn clear(StateOf(orders): StateOf<Orders>, PathOf(uuid): PathOf<String>) -> Response {
     match uuid.parse::<GpuUuid>() {
-        Ok(uuid) => answer((orders.clear)(uuid).await),
+        Ok(uuid) => carried_out(orders, Order::Clear(uuid)).await,
         Err(error) => (StatusCode::BAD_REQUEST, format!("{error}\n")).into_response(),
     }
 }
 
-fn answer(outcome: Outcome) -> Response {
-    let (status, words) = match outcome {
+async fn carried_out(orders: Orders, order: Order) -> Response {
+    let (status, words) = match (orders.carry_out)(order).await {
         Outcome::Done(words) => (StatusCode::OK, words),
         Outcome::Unknown(words) => (StatusCode::NOT_FOUND, words),
         Outcome::NotYet(words) => (StatusCode::SERVICE_UNAVAILABLE, words),
@@ -168,14 +170,19 @@ mod tests {
     fn orders() -> Orders {
         Orders {
             state: Arc::new(State::default),
-            release: Arc::new(|release| Box::pin(async move { Outcome::Done(format!("released: {release}")) })),
-            clear: Arc::new(|gpu| Box::pin(async move { Outcome::Unknown(format!("no {gpu}")) })),
+            carry_out: Arc::new(|order| {
+                Box::pin(async move {
+                    match order {
+                        Order::Clear(gpu) => Outcome::Unknown(format!("no {gpu}")),
+                        order => Outcome::Done(format!("{order:?}")),
+                    }
+                })
+            }),
         }
     }
 
     /// The answer to a request with this first line.
     async fn ask(local: Local, path: &Path, line: &str) -> String {
-        let shutdown = CancellationToken::new();
         let asking = async {
             let mut stream = UnixStream::connect(path).await.unwrap();
             stream
@@ -184,10 +191,12 @@ mod tests {
                 .unwrap();
             let mut text = String::new();
             stream.read_to_string(&mut text).await.unwrap();
-            shutdown.cancel();
             text
         };
-        tokio::join!(local.serve(orders(), shutdown.clone()), asking).1
+        tokio::select! {
+            () = local.serve(orders()) => unreachable!("it serves for ever"),
+            text = asking => text,
+        }
     }
 
     #[tokio::test]
@@ -196,14 +205,14 @@ mod tests {
         let path = folder.path().join("run/admin.sock");
         for (line, status, words) in [
             ("GET /state", 200, "\"gpus\": []"),
-            ("POST /driver/release", 200, "released: true"),
-            ("POST /driver/resume", 200, "released: false"),
+            ("POST /driver/release", 200, "Release"),
+            ("POST /driver/resume", 200, "Resume"),
             ("POST /gpus/GPU-a/clear", 404, "no GPU-a"),
             ("POST /gpus/%00/clear", 400, "UUID"),
             ("GET /driver/release", 405, ""),
             ("GET /metrics", 404, ""),
         ] {
-            let text = ask(Local::bind(&path).unwrap(), &path, line).await;
+            let text = ask(Local::bind(&path, Callers::default()).unwrap(), &path, line).await;
             assert!(text.starts_with(&format!("HTTP/1.1 {status} ")) && text.contains(words), "{line}: {text}");
             assert!(!path.exists(), "the file goes with the socket");
         }
@@ -214,10 +223,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("admin.sock");
         let own = fs::metadata(folder.path()).unwrap().uid();
-        let local = Local::bind_for(&path, Callers::only([u32::MAX])).unwrap();
+        let local = Local::bind(&path, Callers::only([u32::MAX])).unwrap();
         let text = ask(local, &path, "POST /driver/release").await;
         let refused = text.starts_with("HTTP/1.1 403 ") && text.contains(&format!("uid {own} may not use this socket"));
-        assert!(refused && !text.contains("released"), "{text}");
+        assert!(refused && !text.contains("Release"), "{text}");
     }
 
     #[tokio::test]
@@ -225,12 +234,12 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("admin.sock");
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
-        let local = Local::bind(&path).unwrap();
-        assert!(matches!(Local::bind(&path), Err(LocalError::Taken { .. })));
+        let local = Local::bind(&path, Callers::default()).unwrap();
+        assert!(matches!(Local::bind(&path, Callers::default()), Err(LocalError::Taken { .. })));
         drop(local);
         assert!(!path.exists());
         fs::write(&path, "a file").unwrap();
-        assert!(matches!(Local::bind(&path), Err(LocalError::Bind { .. })));
+        assert!(matches!(Local::bind(&path, Callers::default()), Err(LocalError::Bind { .. })));
         assert_eq!(fs::read_to_string(&path).unwrap(), "a file");
     }
 
@@ -238,7 +247,7 @@ mod tests {
     async fn made_folder_is_private_and_foreign_file_stays() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("run/admin.sock");
-        let local = Local::bind(&path).unwrap();
+        let local = Local::bind(&path, Callers::default()).unwrap();
         assert_eq!(fs::metadata(path.parent().unwrap()).unwrap().mode() & 0o777, 0o700);
         fs::write(folder.path().join("file"), "another's").unwrap();
         fs::rename(folder.path().join("file"), &path).unwrap();

@@ -20,9 +20,8 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use thiserror::Error;
 use tokio::net::TcpListener;
-use tokio_util::sync::CancellationToken;
 
-pub use local::{Answer, Local, LocalError, Orders, Outcome};
+pub use local::{Answer, Local, LocalError, Order, Orders, Outcome};
 pub use state::{GpuState, PartState, ReasonState, ResourceState, State};
 
 /// How long one connection may last: as long as Prometheus waits for a scrape.
@@ -73,8 +72,8 @@ impl Admin {
         self.address
     }
 
-    /// Serves until `shutdown`.
-    pub async fn serve(self, answers: Answers, shutdown: CancellationToken) {
+    /// Serves for ever.
+    pub async fn serve(self, answers: Answers) {
         let routes = Router::new()
             .route("/metrics", get(metrics))
             .route("/livez", get(|| async { "alive\n" }))
@@ -84,8 +83,7 @@ impl Admin {
             let (listener, routes) = (Arc::clone(&self.listener), routes.clone());
             async move { Ok((listener.accept().await?.0, routes)) }
         };
-        // Open connections do not delay the shutdown.
-        shutdown.run_until_cancelled(connections::serve(DEADLINE, accept)).await;
+        connections::serve(DEADLINE, accept).await;
     }
 }
 
@@ -136,7 +134,6 @@ mod tests {
             metrics_type: "text/plain",
             ready: Arc::new(|| Ok("ready".to_owned())),
         };
-        let shutdown = CancellationToken::new();
         let asking = async {
             let mut strangers = Vec::new();
             for _ in 0..STRANGERS {
@@ -153,8 +150,10 @@ mod tests {
                 assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with(body), "{path}: {answer:.200}");
                 println!("{path} answered in {took:?} beside {} connections", strangers.len());
             }
-            shutdown.cancel();
         };
-        tokio::join!(admin.serve(answers, shutdown.clone()), asking);
+        tokio::select! {
+            () = admin.serve(answers) => {}
+            () = asking => {}
+        }
     }
 }

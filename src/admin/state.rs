@@ -1,6 +1,7 @@
 //! The answer to `GET /state` on the admin socket: what this node has and offers now. docs/operations.md documents it.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use serde::Serialize;
 
@@ -36,15 +37,22 @@ pub struct ResourceState {
     pub unhealthy: usize,
 }
 
-/// One part that is no resource.
-#[derive(Clone, Debug, Serialize)]
+/// One part of the node, of which some are plugins of resources.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct PartState {
     /// Where it is, in words.
     pub phase: &'static str,
     /// Whether it is ready.
     pub ready: bool,
-    /// What went wrong last.
+    /// What went wrong last, until the part is ready.
     pub trouble: Option<String>,
+}
+
+impl fmt::Display for PartState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.phase)?;
+        self.trouble.iter().try_for_each(|trouble| write!(f, "; {trouble}"))
+    }
 }
 
 /// One GPU.

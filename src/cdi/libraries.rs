@@ -75,8 +75,10 @@ pub(super) struct Found {
 pub(super) struct LibraryFinder {
     root: PathBuf,
     settled_after: Duration,
-    /// The version that was loaded, the state of each folder that exists and of the linker's cache, and the result.
-    last: Option<(Option<String>, Vec<Option<Stamp>>, Option<Found>)>,
+    /// What the result depends on: the version that was loaded, the state of each folder that exists and of the linker's
+    /// cache.
+    key: (Option<String>, Vec<Option<Stamp>>),
+    found: Option<Found>,
     /// How often folders were read.
     reads: u64,
 }
@@ -101,7 +103,7 @@ impl Stamp {
 impl LibraryFinder {
     /// Finds libraries below the driver root `root`, as this container has it.
     pub fn new(root: PathBuf) -> Self {
-        Self { root, settled_after: SETTLED_AFTER, last: None, reads: 0 }
+        Self { root, settled_after: SETTLED_AFTER, key: (None, Vec::new()), found: None, reads: 0 }
     }
 
     /// The libraries of the driver that is loaded, whose version is `loaded`; without one, those of the libcuda that is
@@ -109,14 +111,15 @@ impl LibraryFinder {
     pub fn find(&mut self, loaded: Option<&str>) -> Option<&Found> {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let cache = self.root.join("etc/ld.so.cache");
-        let stamps: Vec<_> = usual(&self.root).iter().chain([&cache]).map(|path| Stamp::of(path)).collect();
-        let unchanged = self.last.as_ref().is_some_and(|(of, then, _)| of.as_deref() == loaded && *then == stamps);
+        let stamps = usual(&self.root).iter().chain([&cache]).map(|path| Stamp::of(path)).collect();
+        let key = (loaded.map(str::to_owned), stamps);
         let settled = |stamp: &Stamp| now.saturating_sub(stamp.changed) >= self.settled_after;
-        if !unchanged || !stamps.iter().flatten().all(settled) {
+        if key != self.key || !key.1.iter().flatten().all(settled) {
             self.reads += 1;
-            self.last = Some((loaded.map(str::to_owned), stamps, read(&self.root, loaded)));
+            self.found = read(&self.root, loaded);
+            self.key = key;
         }
-        self.last.as_ref().and_then(|(_, _, found)| found.as_ref())
+        self.found.as_ref()
     }
 }
 

@@ -120,8 +120,7 @@ impl Scanner {
             let root = self.dev_here().display().to_string();
             warnings.push(Warning::NoControlNode { node: CONTROL_NODE.to_owned(), root });
         }
-        let mut gpus = self.gpus(snapshot, &mut warnings);
-        gpus.extend(self.migs(snapshot, &mut warnings));
+        let gpus = self.devices(snapshot, &mut warnings);
         let description = Description {
             driver_root: self.roots.driver.display().to_string(),
             dev_root: self.roots.dev.display().to_string(),
@@ -140,30 +139,38 @@ impl Scanner {
         if in_driver_root { &self.roots.driver_here } else { Path::new("/") }
     }
 
-    /// All GPUs that were ever offered. One that is gone stays, for its containers may be started again.
-    fn gpus(&self, snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<DeviceEntry> {
-        let mut offered: BTreeMap<(PciAddress, &GpuUuid), &Gpu> = BTreeMap::new();
-        for device in snapshot.offers().devices() {
-            offered.insert((device.gpu.pci, &device.gpu.uuid), &device.gpu);
-        }
+    /// All GPUs that were ever offered, and the MIG devices that are offered and exist.
+    ///
+    /// A GPU that is gone stays, for its containers may be started again. A MIG device that is gone does not: the numbers
+    /// of its instances, and with them its nodes, go to the next device that is made. A container that is started again
+    /// under the old name would get somebody else's device.
+    fn devices(&self, snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<DeviceEntry> {
+        let topology = snapshot.topology();
+        let offered = || snapshot.offers().devices();
+        let gpus: BTreeMap<(PciAddress, &GpuUuid), &Gpu> =
+            offered().map(|device| ((device.gpu.pci, &device.gpu.uuid), &device.gpu)).collect();
+        let gpus = gpus.into_values().map(|gpu| (gpu, None, topology.position(&gpu.uuid).is_some()));
+        let migs: BTreeSet<&MigUuid> = offered().filter_map(|device| Some(&device.mig.as_ref()?.uuid)).collect();
+        let migs = topology.mig_devices().iter().filter(|mig| migs.contains(&mig.uuid));
+        let migs = migs.filter_map(|mig| Some((topology.gpus().get(mig.parent)?, Some(mig), true)));
         let mut entries = Vec::new();
-        for gpu in offered.into_values() {
-            let mut entry =
-                DeviceEntry { present: snapshot.topology().position(&gpu.uuid).is_some(), ..DeviceEntry::default() };
-            let chosen = ChosenDevice { gpu, mig: None };
-            match chosen.nodes() {
-                Ok(nodes) => entry.nodes = nodes,
-                Err(_) => {
-                    warnings.push(Warning::NoMinor { uuid: gpu.uuid.clone() });
-                    continue;
+        for (gpu, mig, present) in gpus.chain(migs) {
+            let chosen = ChosenDevice { gpu, mig };
+            let Ok(mut nodes) = chosen.nodes() else {
+                match mig {
+                    None => warnings.push(Warning::NoMinor { uuid: gpu.uuid.clone() }),
+                    // There is a warning about a GPU without a minor number already.
+                    Some(_) if gpu.minor.is_none() => {}
+                    Some(mig) => warnings.push(Warning::NoCapabilities { uuid: mig.uuid.clone() }),
                 }
+                continue;
+            };
+            if present && mig.is_none_or(|mig| mig.profile.extension == MigExtension::Graphics) {
+                nodes.extend(self.dri(gpu.pci));
             }
-            if entry.present {
-                entry.names.push(chosen.id(DeviceIds::Index));
-                entry.nodes.extend(self.dri(gpu.pci));
-            }
-            entry.names.push(chosen.id(DeviceIds::Uuid));
-            entries.push(entry);
+            let ids = present.then_some(DeviceIds::Index).into_iter().chain([DeviceIds::Uuid]);
+            let names = ids.map(|ids| chosen.id(ids)).collect();
+            entries.push(DeviceEntry { names, nodes, files: Vec::new(), present });
         }
         entries
     }
@@ -223,34 +230,6 @@ impl Scanner {
         let mut names = self.hooks.of(seen.as_deref());
         names.retain(|name| !self.options.disabled_hooks.contains(*name));
         Some(Hooks { program, names })
-    }
-
-    /// The MIG devices that are offered and exist.
-    ///
-    /// Unlike a GPU, one that is gone does not stay: the numbers of its instances, and with them its nodes, go to the
-    /// next device that is made. A container that is started again under the old name would get somebody else's device.
-    fn migs(&self, snapshot: &NodeState, warnings: &mut Vec<Warning>) -> Vec<DeviceEntry> {
-        let offered = snapshot.offers().devices().filter_map(|device| device.mig.as_ref());
-        let offered: BTreeSet<&MigUuid> = offered.map(|mig| &mig.uuid).collect();
-        let topology = snapshot.topology();
-        let mut entries = Vec::new();
-        for mig in topology.mig_devices().iter().filter(|mig| offered.contains(&mig.uuid)) {
-            let Some(gpu) = topology.gpus().get(mig.parent) else { continue };
-            let chosen = ChosenDevice { gpu, mig: Some(mig) };
-            match chosen.nodes() {
-                Ok(mut nodes) => {
-                    if mig.profile.extension == MigExtension::Graphics {
-                        nodes.extend(self.dri(gpu.pci));
-                    }
-                    let names = [DeviceIds::Index, DeviceIds::Uuid].map(|ids| chosen.id(ids)).to_vec();
-                    entries.push(DeviceEntry { names, nodes, files: Vec::new(), present: true });
-                }
-                // There is a warning about a GPU without a minor number already.
-                Err(_) if gpu.minor.is_none() => {}
-                Err(_) => warnings.push(Warning::NoCapabilities { uuid: mig.uuid.clone() }),
-            }
-        }
-        entries
     }
 }
 

@@ -33,14 +33,6 @@ pub enum WriteError {
         /// What the system says.
         source: io::Error,
     },
-    /// The spec is no JSON.
-    #[error("cannot put the CDI spec of {kind} into JSON")]
-    Json {
-        /// Its kind.
-        kind: String,
-        /// Why not.
-        source: serde_json::Error,
-    },
 }
 
 /// Makes the folder where there is none, and sees whether files can be made in it.
@@ -51,8 +43,8 @@ pub fn prepare(folder: &Path) -> Result<(), WriteError> {
 /// Puts a spec at its place; says whether there was another one, or none. /var/run/cdi is in memory: a reboot takes the
 /// folder with it, and it is made again.
 pub fn write(folder: &Path, spec: &Spec) -> Result<bool, WriteError> {
-    let text = spec.json().map_err(|source| WriteError::Json { kind: spec.kind.clone(), source })?;
     let path = folder.join(spec.file_name());
-    files::write_if_changed(&path, text.as_bytes(), MODE)
-        .map_err(|source| WriteError::File { path: path.display().to_string(), source })
+    let text = spec.json().map_err(io::Error::from);
+    let written = text.and_then(|text| files::write_if_changed(&path, text.as_bytes(), MODE));
+    written.map_err(|source| WriteError::File { path: path.display().to_string(), source })
 }

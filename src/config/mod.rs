@@ -278,21 +278,8 @@ pub struct SnapshotArgs {
 /// `linkwise nvml-agent`.
 #[derive(Clone, Debug, Args)]
 pub struct AgentArgs {
-    /// The driver's NVML library
-    #[arg(long, value_name = "PATH")]
-    pub library: Option<PathBuf>,
-    /// The kernel's /proc
-    #[arg(long, value_name = "PATH", default_value = "/proc")]
-    pub procfs: PathBuf,
-    /// The interval of polls, in milliseconds
-    #[arg(long, value_name = "N", default_value_t = 10_000)]
-    pub poll_ms: u64,
-    /// The most memory of its own that the agent may have, in MiB
-    #[arg(long, value_name = "N", default_value_t = 96)]
-    pub memory_mib: u64,
-    /// A GPU to skip: its index, and the number of GPUs
-    #[arg(long, value_name = "INDEX/COUNT")]
-    pub skip: Vec<String>,
+    /// What its parent wants of it, as JSON
+    pub command: String,
 }
 
 /// The kubelet's `--topology-manager-policy`.

@@ -101,7 +101,7 @@ mod tests {
             ("mps-control-daemon", "MpsControlDaemon("),
             ("config-manager --oneshot", "ConfigManager("),
             ("config show", "Config("),
-            ("nvml-agent --poll-ms 1000", "NvmlAgent("),
+            ("nvml-agent {}", "NvmlAgent("),
         ] {
             let cli = Cli::try_parse_from(["linkwise"].into_iter().chain(line.split(' ')));
             let read = cli.map(|cli| format!("{:?}", cli.command)).unwrap_or_else(|error| panic!("{line}: {error}"));

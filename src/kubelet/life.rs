@@ -9,14 +9,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::stream::{FuturesUnordered, StreamExt};
 use thiserror::Error;
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::changes::Changes;
-use super::machine::{Action, Input, Limits, Listing, Machine, Moment};
-use super::session::{BindError, Held, Session, held};
+use super::machine::{Action, Input, Limits, Machine, Moment};
+use super::session::{Held, Session};
 use super::{Occurrence, Phase, Report, Settings, Sources, pod_resources, register};
 use crate::errors::chain;
 use crate::state::{NodeState, ResourceName};
@@ -70,9 +71,7 @@ impl Plugin {
             report: Arc::new(move |occurrence| observer(&named, occurrence)),
             begin: Instant::now(),
             session: None,
-            binding: None,
-            registering: None,
-            asking: None,
+            calls: FuturesUnordered::new(),
             resource,
             settings,
             snapshot,
@@ -96,9 +95,8 @@ struct Life {
     machine: Machine,
     changes: Changes,
     session: Option<Session>,
-    binding: Option<Held<Result<Session, BindError>>>,
-    registering: Option<Held<Result<(), String>>>,
-    asking: Option<Held<Listing>>,
+    /// What was begun and has no answer yet; a bind that succeeded answers with its session too.
+    calls: FuturesUnordered<Held<(Input, Option<Session>)>>,
 }
 
 impl Life {
@@ -145,19 +143,14 @@ impl Life {
         tokio::select! {
             biased;
             () = self.changes.next() => None,
-            bound = held(&mut self.binding) => Some(Input::Bound(match bound {
-                Ok(session) => {
-                    self.session = Some(session);
-                    Ok(())
-                }
-                Err(error) => Err(chain(&error)),
-            })),
+            Some((answer, bound)) = self.calls.next() => {
+                self.session = bound.or(self.session.take());
+                Some(answer)
+            }
             happened = session => {
                 self.session.take_if(|_| matches!(happened, Input::Closed));
                 Some(happened)
             }
-            registered = held(&mut self.registering) => Some(Input::Registered(registered)),
-            listing = held(&mut self.asking) => Some(Input::Listed(listing)),
             () = timer => Some(Input::Tick),
         }
     }
@@ -193,24 +186,30 @@ impl Life {
         match action {
             Action::Bind => {
                 let (snapshot, report) = (self.snapshot.clone(), Arc::clone(&self.report));
-                self.binding = Some(Box::pin(Session::begin(resource, settings, snapshot, report, random())));
+                self.calls.push(Box::pin(async move {
+                    match Session::begin(resource, settings, snapshot, report, random()).await {
+                        Ok(session) => (Input::Bound(Ok(())), Some(session)),
+                        Err(error) => (Input::Bound(Err(chain(&error))), None),
+                    }
+                }));
             }
             Action::Register => {
                 let Some(session) = &self.session else { return };
                 let (name, kubelet) = (session.name.clone(), Arc::clone(&session.kubelet));
-                self.registering = Some(Box::pin(async move {
+                self.calls.push(Box::pin(async move {
                     let answer = register::register(&settings.kubelet_socket, &name, &resource, &kubelet).await;
-                    answer.map_err(|error| chain(&error))
+                    (Input::Registered(answer.map_err(|error| chain(&error))), None)
                 }));
             }
             Action::Ask => {
                 let snapshot = self.snapshot.clone();
-                self.asking = Some(Box::pin(async move {
-                    pod_resources::listing(settings.pod_resources_socket.as_deref(), &snapshot, &resource).await
+                self.calls.push(Box::pin(async move {
+                    let socket = settings.pod_resources_socket.as_deref();
+                    (Input::Listed(pod_resources::listing(socket, &snapshot, &resource).await), None)
                 }));
             }
             Action::End => {
-                (self.binding, self.registering, self.asking) = (None, None, None);
+                self.calls.clear();
                 if let Some(session) = &mut self.session {
                     session.end();
                 }

@@ -147,7 +147,7 @@ pub enum Occurrence {
         /// `Allocate`, `ListAndWatch` ...
         method: String,
         /// gRPC's name of the code; `CANCELLED` when the caller disconnected.
-        code: &'static str,
+        code: String,
         /// From the request's head to the end of the answer.
         elapsed: Duration,
     },

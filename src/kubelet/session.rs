@@ -46,14 +46,6 @@ fn is_ours(name: &str, prefix: &str) -> bool {
 /// A future on the heap.
 pub(super) type Held<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
-/// Waits for the future in a slot and empties the slot; an empty slot is waited for for ever.
-pub(super) async fn held<T>(slot: &mut Option<Held<T>>) -> T {
-    let Some(future) = slot else { return std::future::pending().await };
-    let value = future.await;
-    *slot = None;
-    value
-}
-
 /// Why a session could not begin.
 #[derive(Debug, Error)]
 pub(super) enum BindError {
@@ -140,12 +132,11 @@ impl Session {
     /// The next thing that happens. Cancel-safe. The server accepts connections only while this is awaited. It ends after
     /// the last connection is closed.
     pub async fn next(&mut self) -> Input {
-        if self.server.is_none() {
-            return Input::Closed;
-        }
+        let Some(server) = &mut self.server else { return Input::Closed };
         tokio::select! {
             biased;
-            result = held(&mut self.server) => {
+            result = server => {
+                self.server = None;
                 Input::ServerEnded(result.map_or_else(|error| chain(&error), |()| "without an error".to_owned()))
             }
             Ok(()) = self.streams.changed() => Input::Streams(*self.streams.borrow_and_update()),

@@ -13,14 +13,9 @@ use tokio::sync::watch;
 use crate::state::{GpuStatus, NodeState};
 
 /// Reads the current snapshot at each scrape.
+#[derive(Debug)]
 pub(super) struct State {
     pub snapshot: watch::Receiver<Arc<NodeState>>,
-}
-
-impl fmt::Debug for State {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("State").finish_non_exhaustive()
-    }
 }
 
 type Labels = Vec<(&'static str, String)>;
@@ -93,11 +88,7 @@ impl Collector for State {
         gauge(&mut encoder, "devices", "Devices on the kubelet's list, by resource and health", devices)?;
 
         let warnings = i64::try_from(snapshot.hardware().warnings().len()).unwrap_or(i64::MAX);
-        gauge(
-            &mut encoder,
-            "topology_warnings",
-            "Odd things about the node; the log names them",
-            [(Vec::new(), warnings)],
-        )
+        let help = "Odd things about the node; the log names them";
+        gauge(&mut encoder, "topology_warnings", help, [(Vec::new(), warnings)])
     }
 }

@@ -12,13 +12,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::info::Info;
-use prometheus_client::registry::Registry;
+use prometheus_client::registry::{Metric, Registry};
 use tokio::sync::watch;
 
 use crate::state::NodeState;
 
 /// The content type of what [`Metrics::encode`] writes; as text/plain Prometheus refuses it.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// Makes a metric and registers it.
+pub fn new<M: Metric + Clone + Default>(registry: &mut Registry, name: &str, help: &str) -> M {
+    let metric = M::default();
+    registry.register(name, help, metric.clone());
+    metric
+}
 
 /// All metrics of the process.
 #[derive(Clone, Debug)]

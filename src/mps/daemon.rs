@@ -56,6 +56,8 @@ pub struct Settings {
     pub layout: Layout,
     /// The driver's programs.
     pub programs: Programs,
+    /// Where the kernel shows SELinux, `/sys/fs/selinux`; it is not there where SELinux is disabled.
+    pub selinuxfs: PathBuf,
     /// How long things may take.
     pub pace: Pace,
 }

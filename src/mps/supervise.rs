@@ -72,7 +72,7 @@ async fn one_daemon(
     let cannot_write = |source| MpsError::Write { path: path.clone(), source };
     Marker::clear(&path).map_err(cannot_write)?;
     let control = Control::of(settings, resource, limits)?;
-    if let Err(error) = label(&settings.layout.pipe(resource)) {
+    if let Err(error) = label(&settings.layout.pipe(resource), &settings.selinuxfs) {
         report(DaemonEvent::NotLabelled(error));
     }
     let pace = settings.pace;

@@ -5,13 +5,12 @@
 //! purpose: the calls block.
 
 use std::collections::BTreeMap;
-use std::ffi::OsStr;
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -19,12 +18,14 @@ use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use super::call::{CallError, LOAD, answer};
+use super::call::{CallError, Fault, LOAD, answer};
 use super::calls::Calls;
+use super::child::AgentCommand;
 use super::events::{Listener, Waiting};
-use super::protocol::{FromAgent, Incoming, Place, ProtocolError, ToAgent, encode};
+use super::protocol::{FromAgent, ToAgent, encode};
 use super::watch::{Fingerprint, Watch};
 use super::{library, probe, raw};
+use crate::errors::chain;
 
 /// How long from one round of cheap calls to the next (DESIGN: a poll every 10 s).
 pub const POLL_INTERVAL: Duration = Duration::from_secs(10);
@@ -45,41 +46,24 @@ const SETTLED: Duration = Duration::from_millis(20);
 /// How long the process goes on for events that the parent has not taken. The parent reads for longer (`runtime`).
 const HEARING_OUT: Duration = Duration::from_secs(1);
 
-/// Why the child ended.
+/// Why the agent ended.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
     /// Standard input is not the parent's socket.
     #[error("standard input is not the socket that 'nvml-agent' is started with")]
     Socket(#[source] io::Error),
-    /// A GPU to skip is not named as one can be.
-    #[error("{0}")]
-    Skip(String),
+    /// The argument is no [`AgentCommand`].
+    #[error("not the argument that 'nvml-agent' is started with")]
+    Argument(#[source] serde_json::Error),
     /// The memory could not be bounded.
     #[error("cannot limit the memory")]
     Memory(#[source] io::Error),
-    /// The library could not be loaded.
-    #[error("cannot load {library}: {reason}")]
-    Load {
-        /// The path or name that was tried first.
-        library: String,
-        /// The dynamic linker's words.
-        reason: String,
-    },
-    /// NVML could not be initialised.
-    #[error("cannot initialise NVML")]
-    Init(#[source] CallError),
     /// A thread could not be started.
     #[error("cannot start a thread")]
     Thread(#[source] io::Error),
     /// The thread that polls ended.
     #[error("the polling thread ended")]
-    Watch(#[source] Option<Box<AgentError>>),
-    /// A message could not be written down.
-    #[error("cannot send to the parent")]
-    Message(#[source] ProtocolError),
-    /// The parent could not be reached.
-    #[error("cannot reach the parent")]
-    Parent(#[source] io::Error),
+    Watch,
 }
 
 /// The way to the parent, for all threads.
@@ -90,62 +74,59 @@ pub struct Parent {
 }
 
 impl Parent {
-    /// Sends a message, whole. Once the parent has asked this process to end, only events are sent: other calls never return.
-    pub fn send(&self, message: &FromAgent) -> Result<(), AgentError> {
-        let line = encode(message).map_err(AgentError::Message)?;
+    /// Sends a message, whole; a parent that takes none is gone, and this process ends with it. Once the parent has asked this
+    /// process to end, only events are sent: other calls never return.
+    pub fn send(&self, message: &FromAgent) {
         let event =
             matches!(message, FromAgent::Xid { .. } | FromAgent::DoubleBitEcc { .. } | FromAgent::Failed { .. });
         while !event && self.dismissed.load(Ordering::Acquire) {
             thread::park();
         }
+        let line = encode(message).unwrap_or_else(|error| give_up("cannot send to the parent", &error));
         // A thread that panicked while writing has left half a line, which the parent will refuse.
         let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
-        stream.write_all(&line).map_err(AgentError::Parent)
+        stream.write_all(&line).unwrap_or_else(|error| give_up("cannot reach the parent", &error));
     }
 }
 
-/// Runs until the parent is gone. `library` is the path of the driver's library or of a driver's root, or the usual names are
-/// tried; `procfs` is where the kernel's /proc is; `poll` is the time from one poll to the next; `memory_mib` bounds this
-/// process's own memory; GPUs to `skip` are not touched.
+/// Ends this process, which cannot go on, from any of its threads.
+fn give_up(what: &str, error: &dyn std::error::Error) -> ! {
+    let _ = writeln!(io::stderr(), "linkwise nvml-agent: {what}: {}", chain(error));
+    raw::exit_now(1)
+}
+
+/// Runs until the parent is gone. `command` is the [`AgentCommand`] as JSON.
 ///
 /// # Errors
 ///
-/// See [`AgentError`]. Of a library that does not load or initialise the parent is told instead, and the
-/// process ends with code 1.
-pub fn main(
-    library: Option<&Path>,
-    procfs: PathBuf,
-    poll: Duration,
-    memory_mib: u64,
-    skip: &[String],
-) -> Result<(), AgentError> {
+/// See [`AgentError`]. Where the library does not load or initialise, the parent gets the reason instead, and the process ends
+/// with code 1.
+pub fn main(command: &str) -> Result<(), AgentError> {
+    let command: AgentCommand = serde_json::from_str(command).map_err(AgentError::Argument)?;
+    let AgentCommand { library, procfs, poll, memory_mib, skip, .. } = command;
     limit_memory(memory_mib).map_err(AgentError::Memory)?;
     let socket = inherited_socket().map_err(AgentError::Socket)?;
     let reading = socket.try_clone().map_err(AgentError::Socket)?;
     let parent = Arc::new(Parent { stream: Mutex::new(socket), dismissed: AtomicBool::new(false) });
-    let hears: Arc<OnceLock<Arc<Waiting>>> = Arc::default();
+    let waiting: Arc<Waiting> = Arc::default();
     let (ask, asked) = mpsc::channel();
     let wish = ask.clone();
     let listening = {
-        let (parent, hears) = (Arc::clone(&parent), Arc::clone(&hears));
+        let (parent, waiting) = (Arc::clone(&parent), Arc::clone(&waiting));
         move || {
             listen(reading, &ask);
             parent.dismissed.store(true, Ordering::Release);
-            if let Some(waiting) = hears.get() {
-                hear_out(waiting);
-            }
+            hear_out(&waiting);
             raw::exit_now(0)
         }
     };
     thread::Builder::new().name("parent".into()).spawn(listening).map_err(AgentError::Thread)?;
 
-    let skip: Result<Vec<Place>, String> = skip.iter().map(|place| place.parse()).collect();
-    let skip = skip.map_err(AgentError::Skip)?;
     let calls = Calls::new(Arc::clone(&parent));
-    let nvml = match load(library, &calls) {
+    let nvml = match load(library.as_deref(), &calls) {
         Ok(nvml) => nvml,
         Err(error) => {
-            parent.send(&failure(error))?;
+            parent.send(&FromAgent::Leaving(error));
             // The parent logs it.
             raw::exit_now(1)
         }
@@ -153,9 +134,9 @@ pub fn main(
     // Alive as long as the process, which never shuts NVML down: that can hang, and ending does it.
     let nvml: &'static Nvml = Box::leak(Box::new(nvml));
     let listed = probe::list(nvml, &calls, &skip);
-    let waiting = Arc::new(Waiting::new());
     // Before the look at the GPUs, so that nothing falls between the look and the events.
-    let listener = Listener::new(nvml, &calls, &listed.gpus, poll, &waiting);
+    let ends = (Arc::clone(&parent), Arc::clone(&waiting));
+    let listener = Listener::new(nvml, &calls, Arc::clone(&listed.gpus), poll, ends);
     let mut watch = Watch {
         nvml,
         parent: Arc::clone(&parent),
@@ -170,19 +151,13 @@ pub fn main(
         silence: BTreeMap::new(),
         seen: Fingerprint::default(),
     };
-    watch.begin(listed)?;
-    let gpus = Arc::clone(&watch.gpus);
+    watch.begin(listed);
     let watching = thread::Builder::new().name("watch".into());
     let watching = watching.spawn(move || watch.run(&asked)).map_err(AgentError::Thread)?;
-    if listener.hears() {
-        // It is set once.
-        let _ = hears.set(Arc::clone(&waiting));
-    }
-    listener.run(&gpus, &parent, &waiting, &wish, || !watching.is_finished())?;
-    match watching.join() {
-        Ok(Ok(())) | Err(_) => Err(AgentError::Watch(None)),
-        Ok(Err(error)) => Err(AgentError::Watch(Some(Box::new(error)))),
-    }
+    listener.run(&wish, || !watching.is_finished());
+    // Without GPUs that have events this thread has nothing to do. A panic has been printed.
+    let _ = watching.join();
+    Err(AgentError::Watch)
 }
 
 /// Bounds this process's own memory; a limit that is lower already stays.
@@ -201,25 +176,13 @@ fn inherited_socket() -> io::Result<UnixStream> {
 }
 
 /// Passes on what the parent asks, until it asks no more; nonsense from it is the end of the process.
-fn listen(mut socket: UnixStream, ask: &mpsc::Sender<ToAgent>) {
-    let mut incoming = Incoming::default();
-    let mut chunk = [0; 4096];
-    loop {
-        match socket.read(&mut chunk) {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Ok(0) | Err(_) => return,
-            Ok(length) => incoming.buffer().extend(chunk.iter().take(length)),
-        }
-        loop {
-            match incoming.take() {
-                // The receiver ends with the process only: a failed send means that it is ending.
-                Ok(Some(message)) => drop(ask.send(message)),
-                Ok(None) => break,
-                Err(error) => {
-                    let _ = writeln!(io::stderr(), "linkwise nvml-agent: from the parent: {error}");
-                    raw::exit_now(1)
-                }
-            }
+fn listen(socket: UnixStream, ask: &mpsc::Sender<ToAgent>) {
+    for message in serde_json::Deserializer::from_reader(socket).into_iter() {
+        match message {
+            // The receiver ends with the process only: a failed send means that it is ending.
+            Ok(message) => drop(ask.send(message)),
+            Err(error) if error.is_io() || error.is_eof() => return,
+            Err(error) => give_up("from the parent", &error),
         }
     }
 }
@@ -227,51 +190,40 @@ fn listen(mut socket: UnixStream, ask: &mpsc::Sender<ToAgent>) {
 /// Returns when the thread that waits for events has told what the driver had for it, and waits for more.
 fn hear_out(waiting: &Waiting) {
     let began = Instant::now();
-    while waiting.lasts() < SETTLED && began.elapsed() < HEARING_OUT {
+    while waiting.hears() && waiting.lasts() < SETTLED && began.elapsed() < HEARING_OUT {
         thread::park_timeout(SETTLED / 4);
     }
 }
 
-fn load(named: Option<&Path>, calls: &Calls) -> Result<Nvml, AgentError> {
-    let Some(named) = named else {
-        let [first, second] = LIBRARIES.map(OsStr::new);
-        return match init(first, calls) {
-            Err(first @ AgentError::Load { .. }) => match init(second, calls) {
-                Err(AgentError::Load { .. }) => Err(first),
-                other => other,
-            },
-            other => other,
-        };
-    };
-    // A folder is a driver's root, looked through anew by each child: the driver may come late.
-    if named.is_dir() {
-        return init(library::under(named).as_os_str(), calls);
+fn load(named: Option<&Path>, calls: &Calls) -> Result<Nvml, CallError> {
+    match named {
+        // A folder is a driver's root, looked through anew by each agent: the driver may come late.
+        Some(root) if root.is_dir() => init(&library::under(root), calls),
+        Some(library) => init(library, calls),
+        None => {
+            let [first, second] = LIBRARIES.map(Path::new);
+            let is_missing = |error: &CallError| error.fault() == Fault::Library;
+            match init(first, calls) {
+                Err(error) if is_missing(&error) => {
+                    init(second, calls).map_err(|other| if is_missing(&other) { error } else { other })
+                }
+                result => result,
+            }
+        }
     }
-    init(named.as_os_str(), calls)
 }
 
-fn init(library: &OsStr, calls: &Calls) -> Result<Nvml, AgentError> {
-    let missing = |reason: String| {
-        let library = library.display().to_string();
+fn init(library: &Path, calls: &Calls) -> Result<Nvml, CallError> {
+    let missing = |reason: &str| {
+        let library = library.display();
         // The dynamic linker begins with the name too.
-        let reason = reason.strip_prefix(&format!("{library}: ")).unwrap_or(&reason).to_owned();
-        AgentError::Load { library, reason }
+        let reason = reason.strip_prefix(&format!("{library}: ")).unwrap_or(reason);
+        CallError::unreadable(LOAD, format_args!("cannot load {library}: {reason}"))
     };
     // nvml-wrapper loads the library and initialises it in one go.
     calls.report(INIT);
-    match Nvml::builder().lib_path(library).init() {
-        Err(NvmlError::LibloadingError(error)) => Err(missing(error.to_string())),
-        result => match answer(INIT, result) {
-            Ok(Some(nvml)) => Ok(nvml),
-            Ok(None) => Err(missing("it has no working nvmlInit_v2".to_owned())),
-            Err(error) => Err(AgentError::Init(error)),
-        },
+    match Nvml::builder().lib_path(library.as_os_str()).init() {
+        Err(NvmlError::LibloadingError(error)) => Err(missing(&error.to_string())),
+        result => answer(INIT, result)?.ok_or_else(|| missing("it has no working nvmlInit_v2")),
     }
-}
-
-fn failure(error: AgentError) -> FromAgent {
-    FromAgent::Leaving(match error {
-        AgentError::Init(error) => error,
-        other => CallError::unreadable(LOAD, other),
-    })
 }

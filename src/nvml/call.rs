@@ -146,43 +146,20 @@ pub fn offered<T>(answer: Answer<T>) -> Answer<T> {
     }
 }
 
-/// The name of an `nvmlReturn_t` without its prefix `NVML_`, from nvml.h of NVML 13.
+/// The names of `nvmlReturn_t` from 0 on, without their prefix `NVML_`, from nvml.h of NVML 13.
+const CODE_NAMES: &str = "SUCCESS ERROR_UNINITIALIZED ERROR_INVALID_ARGUMENT ERROR_NOT_SUPPORTED ERROR_NO_PERMISSION \
+    ERROR_ALREADY_INITIALIZED ERROR_NOT_FOUND ERROR_INSUFFICIENT_SIZE ERROR_INSUFFICIENT_POWER ERROR_DRIVER_NOT_LOADED \
+    ERROR_TIMEOUT ERROR_IRQ_ISSUE ERROR_LIBRARY_NOT_FOUND ERROR_FUNCTION_NOT_FOUND ERROR_CORRUPTED_INFOROM \
+    ERROR_GPU_IS_LOST ERROR_RESET_REQUIRED ERROR_OPERATING_SYSTEM ERROR_LIB_RM_VERSION_MISMATCH ERROR_IN_USE \
+    ERROR_MEMORY ERROR_NO_DATA ERROR_VGPU_ECC_NOT_SUPPORTED ERROR_INSUFFICIENT_RESOURCES ERROR_FREQ_NOT_SUPPORTED \
+    ERROR_ARGUMENT_VERSION_MISMATCH ERROR_DEPRECATED ERROR_NOT_READY ERROR_GPU_NOT_FOUND ERROR_INVALID_STATE \
+    ERROR_RESET_TYPE_NOT_SUPPORTED";
+
 fn code_name(code: u32) -> Option<&'static str> {
-    Some(match code {
-        0 => "SUCCESS",
-        1 => "ERROR_UNINITIALIZED",
-        2 => "ERROR_INVALID_ARGUMENT",
-        3 => "ERROR_NOT_SUPPORTED",
-        4 => "ERROR_NO_PERMISSION",
-        5 => "ERROR_ALREADY_INITIALIZED",
-        6 => "ERROR_NOT_FOUND",
-        7 => "ERROR_INSUFFICIENT_SIZE",
-        8 => "ERROR_INSUFFICIENT_POWER",
-        9 => "ERROR_DRIVER_NOT_LOADED",
-        10 => "ERROR_TIMEOUT",
-        11 => "ERROR_IRQ_ISSUE",
-        12 => "ERROR_LIBRARY_NOT_FOUND",
-        13 => "ERROR_FUNCTION_NOT_FOUND",
-        14 => "ERROR_CORRUPTED_INFOROM",
-        15 => "ERROR_GPU_IS_LOST",
-        16 => "ERROR_RESET_REQUIRED",
-        17 => "ERROR_OPERATING_SYSTEM",
-        18 => "ERROR_LIB_RM_VERSION_MISMATCH",
-        19 => "ERROR_IN_USE",
-        20 => "ERROR_MEMORY",
-        21 => "ERROR_NO_DATA",
-        22 => "ERROR_VGPU_ECC_NOT_SUPPORTED",
-        23 => "ERROR_INSUFFICIENT_RESOURCES",
-        24 => "ERROR_FREQ_NOT_SUPPORTED",
-        25 => "ERROR_ARGUMENT_VERSION_MISMATCH",
-        26 => "ERROR_DEPRECATED",
-        27 => "ERROR_NOT_READY",
-        28 => "ERROR_GPU_NOT_FOUND",
-        29 => "ERROR_INVALID_STATE",
-        30 => "ERROR_RESET_TYPE_NOT_SUPPORTED",
-        999 => "ERROR_UNKNOWN",
-        _ => return None,
-    })
+    match code {
+        sys::nvmlReturn_enum_NVML_ERROR_UNKNOWN => Some("ERROR_UNKNOWN"),
+        code => CODE_NAMES.split(' ').nth(usize::try_from(code).ok()?),
+    }
 }
 
 #[cfg(test)]
@@ -196,6 +173,11 @@ mod tests {
         assert_eq!(
             failed(NvmlError::UnexpectedVariant(25)),
             "nvmlDeviceGetName: NVML_ERROR_ARGUMENT_VERSION_MISMATCH (25)"
+        );
+        assert_eq!(failed(NvmlError::Unknown), "nvmlDeviceGetName: NVML_ERROR_UNKNOWN (999)");
+        assert_eq!(
+            failed(NvmlError::UnexpectedVariant(30)),
+            "nvmlDeviceGetName: NVML_ERROR_RESET_TYPE_NOT_SUPPORTED (30)"
         );
         assert_eq!(failed(NvmlError::UnexpectedVariant(77)), "nvmlDeviceGetName: NVML return code 77");
     }

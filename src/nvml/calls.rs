@@ -51,7 +51,6 @@ impl Calls {
     pub fn report(&self, call: &str) {
         let Some(parent) = &self.parent else { return };
         let called = Called { call: call.to_owned(), gpu: self.gpu.clone() };
-        // Fails only where the parent is gone, and then the thread that reads from the parent ends the process.
-        let _ = parent.send(&FromAgent::Calling(called));
+        parent.send(&FromAgent::Calling(called));
     }
 }

@@ -3,7 +3,7 @@
 //! Called by the runtime, which owns the restart policy. Nothing is spawned here but the process: the caller drives an
 //! [`Agent`] by awaiting [`Agent::next`].
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream as StdUnixStream;
@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use tokio::process::{Child, Command};
@@ -26,10 +27,12 @@ const LAST_MOMENTS: Duration = Duration::from_secs(2);
 /// How much is read at once, in bytes, at least.
 const READ: usize = 8 << 10;
 
-/// How to start a child.
-#[derive(Clone, Debug)]
+/// How to start an agent, and what it needs of this: its one argument, as JSON.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct AgentCommand {
     /// The program that has the subcommand `nvml-agent`: ours.
+    #[serde(skip)]
     pub program: PathBuf,
     /// The path of the driver's library, or of a driver's root; the usual names are tried without one.
     pub library: Option<PathBuf>,
@@ -38,12 +41,14 @@ pub struct AgentCommand {
     /// How long from one of the child's rounds to the next.
     pub poll: Duration,
     /// How long its calls may take.
+    #[serde(skip)]
     pub limits: Limits,
     /// How much memory of its own it may have, in MiB.
     pub memory_mib: u64,
     /// The GPUs that it must not touch.
     pub skip: Vec<Place>,
     /// Variables added to the inherited environment.
+    #[serde(skip)]
     pub environment: Vec<(OsString, OsString)>,
 }
 
@@ -113,17 +118,12 @@ pub enum AgentEnded {
     Io(#[source] io::Error),
 }
 
-/// Why a request could not be sent. [`Agent::next`] returns what has become of the agent.
-#[derive(Debug, thiserror::Error)]
-#[error("cannot ask the NVML agent")]
-pub struct RequestError(#[source] io::Error);
-
 /// A running child; dropping it kills it.
 #[derive(Debug)]
 pub struct Agent {
     process: Child,
     stream: UnixStream,
-    incoming: Incoming<FromAgent>,
+    incoming: Incoming,
     watchdog: Watchdog,
     /// Whether the child's end of the socket is closed.
     closed: bool,
@@ -139,21 +139,12 @@ impl Agent {
         let (ours, theirs) = StdUnixStream::pair().map_err(SpawnError::Socket)?;
         ours.set_nonblocking(true).map_err(SpawnError::Socket)?;
         let stream = UnixStream::from_std(ours).map_err(SpawnError::Socket)?;
+        let failed = |source| SpawnError::Program { program: command.program.clone(), source };
+        let text = serde_json::to_string(command).map_err(|error| failed(error.into()))?;
         let mut process = Command::new(&command.program);
-        process.arg("nvml-agent");
-        if let Some(library) = &command.library {
-            process.args([OsStr::new("--library"), library.as_os_str()]);
-        }
-        process.args([OsStr::new("--procfs"), command.procfs.as_os_str()]);
-        process.arg("--poll-ms").arg(command.poll.as_millis().to_string());
-        process.arg("--memory-mib").arg(command.memory_mib.to_string());
-        for place in &command.skip {
-            process.arg("--skip").arg(place.to_string());
-        }
-        process.envs(command.environment.iter().map(|(name, value)| (name, value)));
+        process.args(["nvml-agent", &text]).envs(command.environment.iter().cloned());
         process.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).kill_on_drop(true);
-        let process = process.spawn();
-        let process = process.map_err(|source| SpawnError::Program { program: command.program.clone(), source })?;
+        let process = process.spawn().map_err(failed)?;
         let watchdog = Watchdog::new(command.limits, command.poll, Instant::now());
         Ok(Self { process, stream, incoming: Incoming::default(), watchdog, closed: false })
     }
@@ -254,10 +245,10 @@ impl Agent {
     ///
     /// # Errors
     ///
-    /// The child is not there to be asked.
-    pub async fn request(&mut self, request: ToAgent) -> Result<(), RequestError> {
-        let line = encode(&request).map_err(|error| RequestError(io::Error::other(error)))?;
-        self.stream.write_all(&line).await.map_err(RequestError)
+    /// The agent has ended: [`Agent::next`] returns what has become of it.
+    pub async fn request(&mut self, request: ToAgent) -> io::Result<()> {
+        let line = encode(&request).map_err(io::Error::other)?;
+        self.stream.write_all(&line).await
     }
 
     /// Asks the agent to end, by closing our half of the socket. [`Agent::next`] still returns the messages it had, and then
@@ -270,26 +261,12 @@ impl Agent {
         self.stream.shutdown().await
     }
 
-    /// Ends the agent: asks it to by closing the socket, and kills it where that does not help.
-    ///
-    /// # Errors
-    ///
-    /// Its end cannot be learnt, or does not come: see [`Self::gone`].
-    pub async fn end(&mut self) -> io::Result<ExitStatus> {
-        self.dismiss().await?;
-        match timeout(LAST_MOMENTS, self.process.wait()).await {
-            Ok(status) => status,
-            Err(_) => {
-                self.process.start_kill()?;
-                // What is stuck in the kernel does not even die.
-                match timeout(LAST_MOMENTS, self.process.wait()).await {
-                    Ok(status) => status,
-                    Err(_) => {
-                        Err(io::Error::new(io::ErrorKind::TimedOut, "it was killed and goes on, stuck in the kernel"))
-                    }
-                }
-            }
-        }
+    /// Ends the agent: asks it to by closing the socket, and kills it where that does not help. Returns its status unless it was
+    /// killed.
+    pub async fn end(mut self) -> Option<ExitStatus> {
+        // It is killed when it is dropped, unless it has ended.
+        let _ = self.dismiss().await;
+        timeout(LAST_MOMENTS, self.process.wait()).await.ok()?.ok()
     }
 
     /// Kills the process and waits until it has ended, however long that takes.

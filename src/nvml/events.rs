@@ -5,8 +5,7 @@
 //! reference one lost GPU ends the wait for all.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -14,7 +13,7 @@ use linkwise_core::backoff::Backoff;
 use nvml_wrapper::Nvml;
 use nvml_wrapper_sys::bindings as sys;
 
-use super::agent::{AgentError, Parent};
+use super::agent::Parent;
 use super::call::{Answer, CallError, Fault, answer};
 use super::calls::Calls;
 use super::poll::reading;
@@ -38,53 +37,57 @@ const FAILURES: u32 = 3;
 const LONGEST: u32 = 8;
 
 /// The state of the thread that waits for events, shared with the other threads.
-#[derive(Debug)]
-pub struct Waiting {
-    start: Instant,
-    /// Start of the current wait, in ms since `start`, plus 1; 0 when not waiting.
-    since: AtomicU64,
+#[derive(Debug, Default)]
+pub struct Waiting(Mutex<WaitState>);
+
+#[derive(Debug, Default)]
+struct WaitState {
+    /// Whether any GPU was registered when the waiting began.
+    hears: bool,
+    /// The start of the current wait.
+    since: Option<Instant>,
     /// The failed registrations.
-    unheard: Mutex<Vec<CallFailure>>,
+    unheard: Vec<CallFailure>,
     /// A poll was requested and has not begun.
-    asked: AtomicBool,
+    asked: bool,
 }
 
 impl Waiting {
-    /// Not waiting yet.
-    pub fn new() -> Self {
-        let (since, unheard) = (AtomicU64::new(0), Mutex::new(Vec::new()));
-        Self { start: Instant::now(), since, unheard, asked: AtomicBool::new(false) }
+    /// Whether any GPU was registered when the waiting began.
+    pub fn hears(&self) -> bool {
+        self.state().hears
     }
 
     /// How long the current wait has lasted.
     pub fn lasts(&self) -> Duration {
-        match self.since.load(Ordering::Relaxed) {
-            0 => Duration::ZERO,
-            since => self.start.elapsed().saturating_sub(Duration::from_millis(since - 1)),
-        }
+        self.state().since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
     /// The failed registrations.
     pub fn unheard(&self) -> Vec<CallFailure> {
-        self.unheard.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.state().unheard.clone()
     }
 
     /// A poll begins: it follows all events so far.
     pub fn round_begins(&self) {
-        self.asked.store(false, Ordering::Relaxed);
+        self.state().asked = false;
     }
 
     /// Requests a poll, unless a requested one has not begun.
     fn ask_for_a_round(&self, ask: &mpsc::Sender<ToAgent>) {
-        if !self.asked.swap(true, Ordering::Relaxed) {
+        if !std::mem::replace(&mut self.state().asked, true) {
             // The receiver ends with the process only.
             let _ = ask.send(ToAgent::Poll);
         }
     }
 
     fn set(&self, waits: bool) {
-        let now = u64::try_from(self.start.elapsed().as_millis()).unwrap_or(u64::MAX - 1);
-        self.since.store(if waits { now + 1 } else { 0 }, Ordering::Relaxed);
+        self.state().since = waits.then(Instant::now);
+    }
+
+    /// Held for an assignment at a time: a panic leaves nothing half done.
+    fn state(&self) -> MutexGuard<'_, WaitState> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -133,82 +136,76 @@ fn register<'nvml>(
 }
 
 /// Waits for the events of the GPUs that there were at the start.
-pub struct Listener<'nvml> {
-    nvml: &'nvml Nvml,
-    heard: Option<Heard<'nvml>>,
+pub struct Listener {
+    nvml: &'static Nvml,
+    gpus: Arc<Vec<Gpu<'static>>>,
+    parent: Arc<Parent>,
+    waiting: Arc<Waiting>,
+    heard: Option<Heard<'static>>,
     /// When GPUs whose registration failed are tried again.
     again: Option<Instant>,
     /// The pauses before that.
     backoff: Backoff,
 }
 
-impl<'nvml> Listener<'nvml> {
-    /// Registers the GPUs, and tells the parent of the calls for it.
-    pub fn new(nvml: &'nvml Nvml, calls: &Calls, gpus: &[Gpu<'nvml>], interval: Duration, waiting: &Waiting) -> Self {
+impl Listener {
+    /// Registers the GPUs. The first retry of one that failed comes after `interval`.
+    pub fn new(
+        nvml: &'static Nvml,
+        calls: &Calls,
+        gpus: Arc<Vec<Gpu<'static>>>,
+        interval: Duration,
+        (parent, waiting): (Arc<Parent>, Arc<Waiting>),
+    ) -> Self {
         let mut failures = Vec::new();
-        let told = |gpu: Option<&Gpu<'nvml>>| gpu.map_or(calls, |gpu| &gpu.calls).clone();
-        let heard = register(nvml, gpus.iter().collect(), told, &mut failures);
+        let reported = |gpu: Option<&Gpu<'static>>| gpu.map_or(calls, |gpu| &gpu.calls).clone();
+        let heard = register(nvml, gpus.iter().collect(), reported, &mut failures);
         let backoff = Backoff::new(interval, interval.saturating_mul(LONGEST));
-        let mut listener = Self { nvml, heard, again: None, backoff };
-        listener.note(failures, waiting);
+        let mut listener = Self { nvml, gpus, parent, waiting, heard, again: None, backoff };
+        listener.note(failures);
         listener
     }
 
-    /// Whether any GPU is registered.
-    pub fn hears(&self) -> bool {
-        self.heard.is_some()
-    }
-
-    /// Waits for events and reports them, until the parent is gone or `go_on` is false; it is asked after each wait and each
-    /// pause. After each event a poll is requested: of several XIDs NVML reports only the last.
-    ///
-    /// # Errors
-    ///
-    /// The parent cannot be told.
-    pub fn run(
-        mut self,
-        gpus: &[Gpu<'nvml>],
-        parent: &Parent,
-        waiting: &Waiting,
-        ask: &mpsc::Sender<ToAgent>,
-        go_on: impl Fn() -> bool,
-    ) -> Result<(), AgentError> {
+    /// Waits for events and reports them, until `go_on` is false; it is asked after each wait and each pause. After each event
+    /// a poll is requested: of several XIDs NVML reports only the last.
+    pub fn run(mut self, ask: &mpsc::Sender<ToAgent>, go_on: impl Fn() -> bool) {
+        self.waiting.state().hears = self.heard.is_some();
         let (mut backoff, mut failures) = (PAUSES, 0);
         while go_on() {
             let left = self.again.map(|at| at.saturating_duration_since(Instant::now()));
             if left.is_some_and(|left| left.is_zero()) {
-                self.renew(false, gpus, parent, waiting)?;
+                self.renew(false);
                 continue;
             }
             let limit = left.map_or(WAIT, |left| left.min(WAIT));
             let Some(heard) = &self.heard else {
                 if left.is_none() {
                     // No GPU here has events.
-                    return Ok(());
+                    return;
                 }
                 rest(limit);
                 continue;
             };
             let began = Instant::now();
-            waiting.set(true);
+            self.waiting.set(true);
             let waited = heard.set.wait(limit);
-            waiting.set(false);
+            self.waiting.set(false);
             let pause = match waited {
                 Ok(event) => {
                     failures = 0;
                     backoff.reset();
                     if let Some(event) = &event {
-                        parent.send(&message(event, gpus))?;
-                        waiting.ask_for_a_round(ask);
+                        self.report(event);
+                        self.waiting.ask_for_a_round(ask);
                     }
                     pause_after(event.is_some(), began.elapsed())
                 }
                 Err(error) => {
                     if !backoff.is_failing() {
-                        parent.send(&failed(error))?;
+                        self.parent.send(&failed(error));
                     }
                     failures += 1;
-                    if failures % FAILURES == 0 && self.renew(true, gpus, parent, waiting)? {
+                    if failures % FAILURES == 0 && self.renew(true) {
                         (backoff, failures) = (PAUSES, 0);
                         continue;
                     }
@@ -217,73 +214,63 @@ impl<'nvml> Listener<'nvml> {
             };
             rest(pause);
         }
-        Ok(())
+    }
+
+    fn report(&self, event: &Event<'_>) {
+        self.parent.send(&message(event, &self.gpus));
     }
 
     /// Takes a new set of the GPUs that are not lost, where one of them was not registered before, or where the present set has
     /// `failed`. Returns whether it did. Its calls are not reported: they would hide the other thread's.
-    fn renew(
-        &mut self,
-        failed: bool,
-        gpus: &[Gpu<'nvml>],
-        parent: &Parent,
-        waiting: &Waiting,
-    ) -> Result<bool, AgentError> {
-        let untold = Calls::unreported();
+    fn renew(&mut self, failed: bool) -> bool {
+        let unreported = Calls::unreported();
         let mut failures = Vec::new();
-        waiting.set(true);
-        let mut candidates: Vec<&Gpu<'nvml>> = gpus.iter().collect();
-        candidates.retain(|gpu| match reading(gpu, &untold) {
+        self.waiting.set(true);
+        let mut candidates: Vec<&Gpu<'static>> = self.gpus.iter().collect();
+        candidates.retain(|gpu| match reading(gpu, &unreported) {
             Err(error) if error.fault() == Fault::GpuLost => {
                 failures.push(CallFailure::new(gpu.pci.to_string(), error));
                 false
             }
             _ => true,
         });
-        let new = register(self.nvml, candidates, |_| untold.clone(), &mut failures);
-        let first = new.as_ref().map(|new| new.set.wait(Duration::ZERO));
-        waiting.set(false);
+        let new = register(self.nvml, candidates, |_| unreported.clone(), &mut failures);
         // A set that fails like the one before is none.
-        let mut taken = false;
-        if let (Some(new), Some(Ok(first))) = (new, first) {
-            let before = self.heard.as_ref().map(|heard| &heard.gpus);
-            taken = failed || before.is_none_or(|before| !new.gpus.is_subset(before));
-            if taken {
-                let before = self.heard.replace(new);
-                // What it had heard; what comes by both is told twice.
-                let until = Instant::now() + WAIT;
-                while let Some(Ok(Some(event))) = before.as_ref().map(|before| before.set.wait(Duration::ZERO))
-                    && Instant::now() < until
-                {
-                    parent.send(&message(&event, gpus))?;
-                }
+        let first = new.as_ref().and_then(|new| new.set.wait(Duration::ZERO).ok());
+        self.waiting.set(false);
+        let is_new = |new: &Heard<'_>| self.heard.as_ref().is_none_or(|heard| !new.gpus.is_subset(&heard.gpus));
+        let taken = new.zip(first).filter(|(new, _)| failed || is_new(new));
+        let is_taken = taken.is_some();
+        // One that is not taken is dropped, with what the present one hears too.
+        if let Some((new, first)) = taken {
+            // What the one before had heard; an event that came by both is reported twice.
+            let (before, until) = (self.heard.replace(new), Instant::now() + WAIT);
+            while let Some(Ok(Some(event))) = before.as_ref().map(|before| before.set.wait(Duration::ZERO))
+                && Instant::now() < until
+            {
+                self.report(&event);
             }
-            // One that is not taken is dropped, with what the present one hears too.
-            if let (true, Some(event)) = (taken, first) {
-                parent.send(&message(&event, gpus))?;
-            }
+            first.iter().for_each(|event| self.report(event));
         }
-        let known = waiting.unheard();
-        self.note(failures, waiting);
-        for failure in waiting.unheard().into_iter().filter(|failure| !known.contains(failure)) {
-            parent.send(&FromAgent::Failed(failure))?;
+        let known = self.waiting.unheard();
+        self.note(failures);
+        for failure in self.waiting.unheard().into_iter().filter(|failure| !known.contains(failure)) {
+            self.parent.send(&FromAgent::Failed(failure));
         }
-        Ok(taken)
+        is_taken
     }
 
     /// Keeps the failed registrations, and when to try them again.
-    fn note(&mut self, mut failures: Vec<CallFailure>, waiting: &Waiting) {
+    fn note(&mut self, mut failures: Vec<CallFailure>) {
         let heard = |subject: &str| {
             self.heard.as_ref().is_some_and(|heard| heard.gpus.iter().any(|pci| pci.to_string() == subject))
         };
         failures.retain(|failure| !heard(&failure.subject));
-        self.again = if failures.is_empty() {
+        self.again = (!failures.is_empty()).then(|| Instant::now() + self.backoff.failed());
+        if failures.is_empty() {
             self.backoff.reset();
-            None
-        } else {
-            Some(Instant::now() + self.backoff.failed())
-        };
-        *waiting.unheard.lock().unwrap_or_else(PoisonError::into_inner) = failures;
+        }
+        self.waiting.state().unheard = failures;
     }
 }
 

@@ -15,9 +15,6 @@ use super::raw;
 use super::scan::{MigDeviceScan, MigScan};
 use crate::topology::{MigCapabilities, MigDeviceObservation, MigEngines, MigExtension, MigUuid};
 
-/// An index that nothing was created for is no failure of this call.
-const HANDLE: &str = "nvmlDeviceGetMigDeviceHandleByIndex";
-
 /// The kernel's list of MIG capabilities below /proc, the same in every container.
 const MINORS: &str = "driver/nvidia-caps/mig-minors";
 
@@ -43,15 +40,19 @@ pub fn names(device: &Device<'_>, calls: &Calls) -> Option<Vec<MigUuid>> {
     let count = calls.ask("nvmlDeviceGetMaxMigDeviceCount", || device.mig_device_count()).ok()?;
     let mut names = Vec::new();
     for index in 0..count.unwrap_or(0) {
-        let mig = match calls.ask(HANDLE, || device.mig_device_by_index(index)) {
-            Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_NOT_FOUND) => continue,
-            mig => mig.ok()?,
-        };
-        let Some(mig) = mig else { continue };
+        let Some(mig) = handle(device, calls, index).ok()? else { continue };
         let uuid = calls.ask(UUID, || mig.uuid()).ok()?;
         names.extend(uuid.and_then(|uuid| uuid.parse().ok()));
     }
     Some(names)
+}
+
+/// A MIG device's handle; an index that nothing was created for is no failure.
+fn handle<'nvml>(parent: &Device<'nvml>, calls: &Calls, index: u32) -> Answer<Device<'nvml>> {
+    match calls.ask("nvmlDeviceGetMigDeviceHandleByIndex", || parent.mig_device_by_index(index)) {
+        Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_NOT_FOUND) => Ok(None),
+        answer => answer,
+    }
 }
 
 /// Not offered where one of the facts is not without which it is no device: an index that nothing was created for.
@@ -62,11 +63,7 @@ fn mig_device(
     minor: &Answer<u32>,
     minors: &str,
 ) -> Answer<MigDeviceScan> {
-    let device = match calls.ask(HANDLE, || parent.mig_device_by_index(index)) {
-        Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_NOT_FOUND) => return Ok(None),
-        device => device?,
-    };
-    let Some(device) = device else { return Ok(None) };
+    let Some(device) = handle(parent, calls, index)? else { return Ok(None) };
     let uuid = calls.ask(UUID, || device.uuid())?.map(|uuid| uuid.parse::<MigUuid>()).transpose();
     let uuid = uuid.map_err(|error| CallError::unreadable(UUID, error))?;
     let gpu_instance = calls.raw("nvmlDeviceGetGpuInstanceId", || raw::gpu_instance_id(&device))?;

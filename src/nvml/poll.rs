@@ -38,6 +38,18 @@ impl Silence {
         }
         self.mig = Some(mig);
     }
+
+    /// Makes a call, if it is offered. One that fails is no fact here: whether the GPU answers is what [`reading`] shows.
+    fn fact<T>(&mut self, call: &'static str, ask: impl FnOnce(&'static str) -> Answer<T>) -> Option<T> {
+        if self.calls.contains(call) {
+            return None;
+        }
+        let answer = ask(call);
+        if let Ok(None) = answer {
+            self.calls.insert(call);
+        }
+        answer.ok().flatten()
+    }
 }
 
 /// What a round found out about one GPU.
@@ -57,16 +69,16 @@ pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
     let rows = || raw::remapped_rows(device);
     let ecc = || device.total_ecc_errors(MemoryError::Uncorrected, EccCounter::Volatile);
     let calls = &gpu.calls;
-    let mig = Facts(silence).of("nvmlDeviceGetMigMode", |call| calls.ask(call, || device.mig_mode()));
+    let mig = silence.fact("nvmlDeviceGetMigMode", |call| calls.ask(call, || device.mig_mode()));
     let mig = mig.map(|mode| mode.current != sys::NVML_DEVICE_MIG_DISABLE);
     if let Some(mig) = mig {
         silence.learn(mig);
     }
-    let mut fact = Facts(silence);
-    let recovery_action = fact.of("nvmlDeviceGetFieldValues", |call| offered(calls.ask(call, || recovery_action(gpu))));
-    let row_remapping = fact.of("nvmlDeviceGetRemappedRows", |call| calls.raw(call, rows));
-    let uncorrectable_ecc = fact.of("nvmlDeviceGetTotalEccErrors", |call| calls.ask(call, ecc));
-    let fabric = fact.of(FABRIC, |call| calls.raw(call, || raw::fabric(device)));
+    let recovery_action =
+        silence.fact("nvmlDeviceGetFieldValues", |call| offered(calls.ask(call, || recovery_action(gpu))));
+    let row_remapping = silence.fact("nvmlDeviceGetRemappedRows", |call| calls.raw(call, rows));
+    let uncorrectable_ecc = silence.fact("nvmlDeviceGetTotalEccErrors", |call| calls.ask(call, ecc));
+    let fabric = silence.fact(FABRIC, |call| calls.raw(call, || raw::fabric(device)));
     // A GPU in MIG mode does not use its NVLinks, and some drivers switch them off: none counts as down.
     let divided = mig.or(silence.mig) == Some(true);
     let links = if divided { None } else { links(gpu, silence) };
@@ -81,25 +93,6 @@ pub fn poll(gpu: &Gpu<'_>, silence: &mut Silence) -> Polled {
         on_bus: None,
     };
     Polled { health, links, mig: mig.and_then(|on| if on { mig::names(device, calls).map(Some) } else { Some(None) }) }
-}
-
-/// Makes the calls that are offered. One that fails is no fact here: whether the GPU answers is what [`reading`] shows.
-struct Facts<'a>(&'a mut Silence);
-
-impl Facts<'_> {
-    fn of<T>(&mut self, call: &'static str, ask: impl FnOnce(&'static str) -> Answer<T>) -> Option<T> {
-        if self.0.calls.contains(call) {
-            return None;
-        }
-        match ask(call) {
-            Ok(Some(fact)) => Some(fact),
-            Ok(None) => {
-                self.0.calls.insert(call);
-                None
-            }
-            Err(_) => None,
-        }
-    }
 }
 
 /// A reading of the GPU itself.
@@ -156,20 +149,15 @@ fn links(gpu: &Gpu<'_>, silence: &mut Silence) -> Option<Vec<(u32, bool)>> {
     }
     // One report for all links: which of them hangs makes no difference.
     gpu.calls.report(NVLINK);
-    let mut answered = false;
     let mut links = Vec::new();
+    let mut answered = false;
     for link in wanted {
-        match offered(answer(NVLINK, gpu.device.link_wrapper_for(link).is_active())) {
-            Ok(Some(up)) => {
-                answered = true;
-                links.push((link, up));
-            }
-            Ok(None) => {
-                answered = true;
-                silence.links.insert(link);
-            }
-            Err(_) => {}
+        let answer = offered(answer(NVLINK, gpu.device.link_wrapper_for(link).is_active()));
+        answered |= answer.is_ok();
+        if let Ok(None) = answer {
+            silence.links.insert(link);
         }
+        links.extend(answer.ok().flatten().map(|up| (link, up)));
     }
     answered.then_some(links)
 }
@@ -202,7 +190,7 @@ mod tests {
         let mut silence = Silence::default();
         let mut asked = 0;
         for _ in 0..3 {
-            let none = Facts(&mut silence).of("f", |_| {
+            let none = silence.fact("f", |_| {
                 asked += 1;
                 Ok::<Option<u32>, _>(None)
             });
@@ -210,7 +198,7 @@ mod tests {
         }
         assert_eq!(asked, 1);
         let failed = super::super::call::returned::<u32>("g", 999, || None);
-        assert_eq!(Facts(&mut silence).of("g", |_| failed.clone()), None);
-        assert_eq!(Facts(&mut silence).of("g", |_| Ok(Some(1))), Some(1));
+        assert_eq!(silence.fact("g", |_| failed.clone()), None);
+        assert_eq!(silence.fact("g", |_| Ok(Some(1))), Some(1));
     }
 }

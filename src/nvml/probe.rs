@@ -6,6 +6,7 @@
 
 use std::ffi::c_ulong;
 use std::path::Path;
+use std::sync::Arc;
 
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml};
@@ -40,7 +41,7 @@ pub struct Listed<'nvml> {
     /// NVML's count; `None` where it does not say.
     pub count: Option<u32>,
     /// Those that said who and where they are, in NVML's order.
-    pub gpus: Vec<Gpu<'nvml>>,
+    pub gpus: Arc<Vec<Gpu<'nvml>>>,
     /// Those that did not.
     pub missing: Vec<Missing>,
     /// The calls that failed.
@@ -65,7 +66,7 @@ pub fn list<'nvml>(nvml: &'nvml Nvml, calls: &Calls, skip: &[Place]) -> Listed<'
             }
         }
     }
-    Listed { count: count.ok(), gpus, missing, failures }
+    Listed { count: count.ok(), gpus: Arc::new(gpus), missing, failures }
 }
 
 /// The call that counts the GPUs.
@@ -84,43 +85,31 @@ fn identify<'nvml>(
     place: Place,
     subject: &mut String,
 ) -> Result<Gpu<'nvml>, CallError> {
+    // A GPU that does not report its place is not taken for a GPU.
+    const PCI: &str = "nvmlDeviceGetPciInfo_v3";
     let index = place.index;
     let calls = calls.about(place, None);
     let device = required(&calls, HANDLE, || nvml.device_by_index(index))?;
-    let pci = place_on_bus(&device, &calls)?;
+    let info = required(&calls, PCI, || device.pci_info())?;
+    let pci: PciAddress = info.bus_id.parse().map_err(|error| CallError::unreadable(PCI, error))?;
     *subject = pci.to_string();
-    let uuid = name(&device, &calls)?;
+    let uuid = required(&calls, UUID, || device.uuid())?;
+    let uuid: GpuUuid = uuid.parse().map_err(|error| CallError::unreadable(UUID, error))?;
     let calls = calls.about(place, Some(uuid.clone()));
     Ok(Gpu { index, uuid, pci, device, calls })
 }
 
-/// A GPU's name.
-pub fn name(device: &Device<'_>, calls: &Calls) -> Result<GpuUuid, CallError> {
-    required(calls, UUID, || device.uuid())?.parse().map_err(|error| CallError::unreadable(UUID, error))
-}
-
-/// Where a GPU sits. One that does not say so is not taken for a GPU.
-pub fn place_on_bus(device: &Device<'_>, calls: &Calls) -> Result<PciAddress, CallError> {
-    const CALL: &str = "nvmlDeviceGetPciInfo_v3";
-    let info = required(calls, CALL, || device.pci_info())?;
-    info.bus_id.parse().map_err(|error| CallError::unreadable(CALL, error))
-}
-
 /// A fact without which there is no GPU: no answer is an error too.
-pub fn required<T>(
-    calls: &Calls,
-    call: &'static str,
-    made: impl FnOnce() -> Result<T, NvmlError>,
-) -> Result<T, CallError> {
+fn required<T>(calls: &Calls, call: &'static str, made: impl FnOnce() -> Result<T, NvmlError>) -> Result<T, CallError> {
     let missing = || CallError::unreadable(call, "NVML does not offer this call here");
     calls.ask(call, made)?.ok_or_else(missing)
 }
 
 /// Asks the GPUs, and the kernel under `procfs`, for everything else.
 pub fn scan(gpus: &[Gpu<'_>], procfs: &Path) -> Vec<GpuScan> {
-    let scan = |(at, gpu): (usize, &Gpu<'_>)| {
+    let scan = |gpu: &Gpu<'_>| {
         let (device, calls) = (&gpu.device, &gpu.calls);
-        let others = gpus.iter().skip(at + 1);
+        let others = gpus.iter().filter(|other| other.pci > gpu.pci);
         let ancestors = others.map(|other| (other.uuid.clone(), common_ancestor(gpu, other))).collect();
         let minor = calls.ask("nvmlDeviceGetMinorNumber", || device.minor_number());
         GpuScan {
@@ -141,7 +130,7 @@ pub fn scan(gpus: &[Gpu<'_>], procfs: &Path) -> Vec<GpuScan> {
             ancestors,
         }
     };
-    gpus.iter().enumerate().map(scan).collect()
+    gpus.iter().map(scan).collect()
 }
 
 /// The newest CUDA version that the driver supports; not offered where the container has no libcuda.
@@ -196,17 +185,10 @@ fn pcie(device: &Device<'_>, calls: &Calls) -> Answer<PcieLink> {
 
 /// A generation and a width as a link. 2.5 GT/s x1 is what virtual switches claim, and unknown.
 fn pcie_link(generation: u32, width: u32) -> Option<PcieLink> {
-    let mts = match generation {
-        1 if width == 1 => return None,
-        1 => 2500,
-        2 => 5000,
-        3 => 8000,
-        4 => 16000,
-        5 => 32000,
-        6 => 64000,
-        _ => return None,
-    };
-    (width > 0).then_some(PcieLink { mts, width })
+    /// Of one lane in millions a second, from generation 1 on.
+    const TRANSFERS: [u32; 6] = [2500, 5000, 8000, 16000, 32000, 64000];
+    let mts = *TRANSFERS.get(usize::try_from(generation.checked_sub(1)?).ok()?)?;
+    (width > 0 && (generation, width) != (1, 1)).then_some(PcieLink { mts, width })
 }
 
 /// The call that tells whether an NVLink is up.

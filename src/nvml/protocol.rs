@@ -5,10 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::marker::PhantomData;
-use std::str::FromStr;
 
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::call::CallError;
@@ -105,24 +102,6 @@ pub struct Place {
     pub of: u32,
 }
 
-impl fmt::Display for Place {
-    /// `3/8`, as `--skip` takes it.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}", self.index, self.of)
-    }
-}
-
-impl FromStr for Place {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let place = text
-            .split_once('/')
-            .and_then(|(index, of)| Some(Self { index: index.parse().ok()?, of: of.parse().ok()? }));
-        place.filter(|place| place.index < place.of).ok_or_else(|| format!("'{text}' is no place such as 3/8"))
-    }
-}
-
 impl fmt::Display for Called {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.gpu {
@@ -173,22 +152,15 @@ pub fn encode(message: &impl Serialize) -> Result<Vec<u8>, ProtocolError> {
     if line.len() > MAX_LINE { Err(ProtocolError::TooLong) } else { Ok(line) }
 }
 
-/// Bytes that came in, cut into messages.
-#[derive(Debug)]
-pub struct Incoming<M> {
+/// Bytes that came from the agent, cut into messages.
+#[derive(Debug, Default)]
+pub struct Incoming {
     buffer: Vec<u8>,
     /// How much of the buffer is known to hold no end of line.
     searched: usize,
-    messages: PhantomData<M>,
 }
 
-impl<M> Default for Incoming<M> {
-    fn default() -> Self {
-        Self { buffer: Vec::new(), searched: 0, messages: PhantomData }
-    }
-}
-
-impl<M: DeserializeOwned> Incoming<M> {
+impl Incoming {
     /// Where bytes that have been read are appended. Append no more than a few KiB before taking
     /// the messages out, for the length is checked there.
     pub fn buffer(&mut self) -> &mut Vec<u8> {
@@ -200,7 +172,7 @@ impl<M: DeserializeOwned> Incoming<M> {
     /// # Errors
     ///
     /// The line is too long or no message; nothing after it can be trusted.
-    pub fn take(&mut self) -> Result<Option<M>, ProtocolError> {
+    pub fn take(&mut self) -> Result<Option<FromAgent>, ProtocolError> {
         let unsearched = self.buffer.get(self.searched..).unwrap_or_default();
         let Some(end) = unsearched.iter().position(|byte| *byte == b'\n').map(|at| self.searched + at) else {
             self.searched = self.buffer.len();
@@ -296,7 +268,7 @@ mod tests {
     fn every_message_survives_the_way_byte_by_byte() {
         let sent = every_message();
         let bytes: Vec<u8> = sent.iter().flat_map(|message| encode(message).unwrap()).collect();
-        let mut incoming = Incoming::<FromAgent>::default();
+        let mut incoming = Incoming::default();
         let mut received = Vec::new();
         for byte in bytes {
             incoming.buffer().push(byte);
@@ -307,24 +279,17 @@ mod tests {
 
     #[test]
     fn nonsense_is_named_and_bounded() {
-        let mut incoming = Incoming::<ToAgent>::default();
-        incoming.buffer().extend(b"\"observe\"\n\"dance\"\n");
-        assert_eq!(incoming.take().unwrap(), Some(ToAgent::Observe));
+        let mut incoming = Incoming::default();
+        let known = FromAgent::DoubleBitEcc { gpu: "GPU-1".parse().unwrap() };
+        incoming.buffer().extend(encode(&known).unwrap());
+        incoming.buffer().extend(b"\"dance\"\n");
+        assert_eq!(incoming.take().unwrap(), Some(known));
         assert_eq!(incoming.take().unwrap_err().to_string(), "'\"dance\"' is no message");
-        let mut incoming = Incoming::<ToAgent>::default();
+        let mut incoming = Incoming::default();
         incoming.buffer().resize(MAX_LINE - 1, b'x');
         assert!(matches!(incoming.take(), Ok(None)));
         incoming.buffer().push(b'x');
         assert!(matches!(incoming.take(), Err(ProtocolError::TooLong)));
-    }
-
-    #[test]
-    fn a_place_is_written_as_it_is_read() {
-        let place = Place { index: 3, of: 8 };
-        assert_eq!((place.to_string().as_str(), "3/8".parse()), ("3/8", Ok(place)));
-        for text in ["", "3", "8/8", "-1/8", "a/b", "3/8/9"] {
-            assert!(text.parse::<Place>().is_err(), "{text}");
-        }
     }
 
     #[test]

@@ -68,7 +68,7 @@ pub struct GpuScan {
     pub nvlinks: Vec<Answer<NvLinkScan>>,
     /// MIG.
     pub mig: Answer<MigScan>,
-    /// The common ancestors with other GPUs; each pair is asked once.
+    /// The common ancestors with the GPUs of higher PCI addresses: each pair is asked once.
     pub ancestors: BTreeMap<GpuUuid, Answer<TopologyLevel>>,
 }
 
@@ -203,19 +203,13 @@ impl NodeScan {
 
     /// Pairs whose call failed, and those with a GPU that was not asked.
     fn retain_ancestors(&mut self, before: &[GpuScan]) {
-        let place = |gpus: &[GpuScan], uuid: &GpuUuid| gpus.iter().position(|gpu| gpu.uuid == *uuid);
-        for old in before {
-            for (other, level) in old.ancestors.iter().filter(|(_, level)| level.is_ok()) {
-                let pair = (place(&self.gpus, &old.uuid), place(&self.gpus, other));
-                let (Some(one), Some(two)) = pair else { continue };
-                let answered = |from: usize, to: &GpuUuid| {
-                    self.gpus.get(from).and_then(|gpu| gpu.ancestors.get(to)).is_some_and(Result::is_ok)
-                };
-                if !answered(one, other)
-                    && !answered(two, &old.uuid)
-                    && let Some(gpu) = self.gpus.get_mut(one)
-                {
-                    gpu.ancestors.insert(other.clone(), level.clone());
+        let listed: Vec<GpuUuid> = self.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        for gpu in &mut self.gpus {
+            let ancestors = before.iter().filter(|old| old.uuid == gpu.uuid).flat_map(|old| &old.ancestors);
+            for (other, level) in ancestors.filter(|(other, level)| level.is_ok() && listed.contains(other)) {
+                let now = gpu.ancestors.entry(other.clone()).or_insert_with(|| level.clone());
+                if now.is_err() {
+                    now.clone_from(level);
                 }
             }
         }

@@ -4,6 +4,7 @@
 //! Runs on a thread of its own, so that neither the wait for events nor the parent's socket waits for it. Called by `agent`.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Debug;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -11,17 +12,17 @@ use std::time::{Duration, Instant};
 
 use nvml_wrapper::Nvml;
 
-use super::agent::{AgentError, Parent};
+use super::agent::Parent;
 use super::call::CallError;
 use super::calls::Calls;
 use super::events::Waiting;
-use super::poll::{self, Polled, Silence, unreached};
-use super::probe::{self, COUNT, Gpu, HANDLE, Listed, REGISTER, required};
+use super::poll::{self, Polled, Silence};
+use super::probe::{self, Gpu, Listed, REGISTER};
 use super::protocol::{FromAgent, Missing, Place, ToAgent};
 use super::raw;
 use super::scan::{CallFailure, NodeScan};
 use crate::state::HealthPoll;
-use crate::topology::{GpuUuid, MigUuid};
+use crate::topology::GpuUuid;
 
 /// The least time from a round to one that an event brings.
 const AFTER_EVENT: Duration = Duration::from_secs(1);
@@ -57,118 +58,99 @@ pub struct Watch {
     pub seen: Fingerprint,
 }
 
-/// The part of the node that a poll sees; where it changes, a full scan is due. Calls that failed are not in it: a failure is
-/// not a change.
+/// The part of the node that a poll sees, fact by fact; where one changes, a full scan is due. Calls that failed are not in it:
+/// a failure is not a change.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Fingerprint {
-    count: Option<u32>,
-    names: BTreeMap<u32, GpuUuid>,
-    links: BTreeMap<(GpuUuid, u32), bool>,
-    mig: BTreeMap<GpuUuid, Option<Vec<MigUuid>>>,
+pub struct Fingerprint(BTreeMap<Fact, String>);
+
+/// What a poll sees.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Fact {
+    /// How many GPUs NVML counts.
+    Count,
+    /// Which GPU is at an index.
+    Name(u32),
+    /// Whether an NVLink is up.
+    Link(GpuUuid, u32),
+    /// The MIG devices.
+    Mig(GpuUuid),
 }
 
 impl Fingerprint {
+    fn add(&mut self, fact: Fact, value: impl Debug) {
+        self.0.insert(fact, format!("{value:?}"));
+    }
+
     /// Takes what a round saw; whether any of it differs from what was known.
     fn learn(&mut self, round: Self) -> bool {
-        fn merge<K: Ord, V: PartialEq>(known: &mut BTreeMap<K, V>, seen: BTreeMap<K, V>) -> bool {
-            // No short cut: every entry is stored.
-            seen.into_iter().fold(false, |changed, (key, value)| {
-                let differs = known.get(&key) != Some(&value);
-                known.insert(key, value);
-                changed | differs
-            })
-        }
-        let other_count = round.count.is_some() && round.count != self.count;
-        self.count = round.count.or(self.count);
-        let changed =
-            [merge(&mut self.names, round.names), merge(&mut self.links, round.links), merge(&mut self.mig, round.mig)];
-        other_count || changed.contains(&true)
+        // No short cut: every fact is stored.
+        round.0.into_iter().fold(false, |changed, (fact, value)| {
+            let differs = self.0.get(&fact) != Some(&value);
+            self.0.insert(fact, value);
+            changed | differs
+        })
     }
 }
 
 impl Watch {
     /// The first full scan and the first poll; nothing is reported before both are done.
-    ///
-    /// # Errors
-    ///
-    /// The parent cannot be told.
-    pub fn begin(&mut self, mut listed: Listed<'static>) -> Result<(), AgentError> {
-        let count = listed.count;
-        self.take(&mut listed);
-        let ready = self.look(listed);
+    pub fn begin(&mut self, listed: Listed<'static>) {
+        if let Some(count) = listed.count {
+            self.seen.add(Fact::Count, count);
+        }
+        let ready = self.scan(listed);
         let (polls, round) = self.poll();
-        self.seen = round;
-        self.seen.count = count;
-        self.know();
-        self.parent.send(&ready)?;
-        self.tell(polls)
+        self.seen.learn(round);
+        self.parent.send(&ready);
+        self.tell(polls);
     }
 
     /// Polls and serves requests until the parent is gone.
-    ///
-    /// # Errors
-    ///
-    /// The parent cannot be told.
-    pub fn run(mut self, asked: &Receiver<ToAgent>) -> Result<(), AgentError> {
+    pub fn run(mut self, asked: &Receiver<ToAgent>) {
         let mut last_round = Instant::now();
         let mut next_round = last_round + self.interval;
         loop {
             match asked.recv_timeout(next_round.saturating_duration_since(Instant::now())) {
-                Ok(ToAgent::Observe) => self.observe()?,
+                Ok(ToAgent::Observe) => self.observe(),
                 Ok(ToAgent::Poll) => next_round = next_round.min(last_round + AFTER_EVENT),
                 Err(RecvTimeoutError::Timeout) => {
                     self.waiting.round_begins();
-                    self.round()?;
+                    self.round();
                     last_round = Instant::now();
                     next_round = last_round + self.interval;
                 }
-                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+                Err(RecvTimeoutError::Disconnected) => return,
             }
         }
     }
 
-    fn round(&mut self) -> Result<(), AgentError> {
+    fn round(&mut self) {
         let (mut polls, mut round) = self.poll();
-        match self.names(&mut round) {
-            Err(error) if error.needs_new_process() => self.leave(error)?,
-            _ => {}
-        }
+        self.names(&mut round);
         if self.seen.learn(round) {
-            self.observe()?;
+            self.observe();
             // New GPUs are polled at once; a full scan is rare. A GPU that it could not identify is among the missing.
             let (again, links) = self.poll();
             self.seen.learn(links);
             polls = again;
         }
-        self.tell(polls)
+        self.tell(polls);
     }
 
-    /// Which GPU NVML has at each index, as far as a full look would list it.
-    fn names(&mut self, round: &mut Fingerprint) -> Result<(), CallError> {
-        self.missing.clear();
-        let count = required(&self.calls, COUNT, || self.nvml.device_count());
-        let of = count.inspect_err(|error| {
-            self.missing.push(Missing { place: None, reach: unreached(error) });
-        })?;
-        round.count = Some(of);
-        for place in (0..of).map(|index| Place { index, of }).filter(|place| !self.skip.contains(place)) {
-            match self.name(place) {
-                Ok(uuid) => drop(round.names.insert(place.index, uuid)),
-                Err(error) => self.missing.push(Missing { place: Some(place), reach: unreached(&error) }),
-            }
+    /// Which GPU NVML has at each index, as a full scan would list them.
+    fn names(&mut self, round: &mut Fingerprint) {
+        let listed = probe::list(self.nvml, &self.calls, &self.skip);
+        let uncounted = listed.failures.into_iter().filter(|_| listed.count.is_none());
+        if let Some(failure) = uncounted.filter(|failure| failure.error.needs_new_process()).last() {
+            self.leave(failure.error);
         }
-        Ok(())
-    }
-
-    fn name(&self, place: Place) -> Result<GpuUuid, CallError> {
-        let calls = self.calls.about(place, None);
-        let device = required(&calls, HANDLE, || self.nvml.device_by_index(place.index))?;
-        let uuid = probe::name(&device, &calls)?;
-        // A full look would leave out again one that does not say where it is.
-        if !self.gpus.iter().any(|gpu| gpu.uuid == uuid) {
-            probe::place_on_bus(&device, &calls)?;
+        self.missing = listed.missing;
+        if let Some(count) = listed.count {
+            round.add(Fact::Count, count);
         }
-        Ok(uuid)
+        for gpu in listed.gpus.iter() {
+            round.add(Fact::Name(gpu.index), &gpu.uuid);
+        }
     }
 
     fn poll(&mut self) -> (BTreeMap<GpuUuid, HealthPoll>, Fingerprint) {
@@ -177,19 +159,22 @@ impl Watch {
         for gpu in self.gpus.iter() {
             let silence = self.silence.entry(gpu.uuid.clone()).or_default();
             let Polled { health, links, mig } = poll::poll(gpu, silence);
-            let links = links.into_iter().flatten().map(|(link, up)| ((gpu.uuid.clone(), link), up));
-            round.links.extend(links);
-            round.mig.extend(mig.map(|mig| (gpu.uuid.clone(), mig)));
+            for (link, up) in links.into_iter().flatten() {
+                round.add(Fact::Link(gpu.uuid.clone(), link), up);
+            }
+            if let Some(mig) = mig {
+                round.add(Fact::Mig(gpu.uuid.clone()), mig);
+            }
             polls.insert(gpu.uuid.clone(), health);
         }
         (polls, round)
     }
 
-    fn tell(&self, gpus: BTreeMap<GpuUuid, HealthPoll>) -> Result<(), AgentError> {
+    fn tell(&self, gpus: BTreeMap<GpuUuid, HealthPoll>) {
         // What failed for want of memory says nothing about a GPU.
         if Vec::<u8>::new().try_reserve_exact(SPARE).is_err() {
             let why = "the NVML agent has reached its memory limit: the library leaks";
-            return self.leave(CallError::unreadable("malloc", why));
+            self.leave(CallError::unreadable("malloc", why));
         }
         let waiting_ms = u64::try_from(self.waiting.lasts().as_millis()).unwrap_or(u64::MAX);
         let (missing, unheard) = (self.missing.clone(), self.waiting.unheard());
@@ -197,31 +182,22 @@ impl Watch {
         // Without a set no GPU is registered.
         let unheard = if subjects.contains("driver") { self.at_start.len() } else { subjects.len() };
         let unheard = u32::try_from(unheard).unwrap_or(u32::MAX);
-        self.parent.send(&FromAgent::Polled { gpus, missing, unheard, waiting_ms })
+        self.parent.send(&FromAgent::Polled { gpus, missing, unheard, waiting_ms });
     }
 
-    /// A full look.
-    fn observe(&mut self) -> Result<(), AgentError> {
-        let mut listed = probe::list(self.nvml, &self.calls, &self.skip);
-        self.take(&mut listed);
-        let ready = self.look(listed);
-        self.know();
-        self.parent.send(&ready)
+    fn observe(&mut self) {
+        let ready = self.scan(probe::list(self.nvml, &self.calls, &self.skip));
+        self.parent.send(&ready);
     }
 
-    /// These are the GPUs from now on.
-    fn take(&mut self, listed: &mut Listed<'static>) {
-        self.gpus = Arc::new(std::mem::take(&mut listed.gpus));
-        self.missing = std::mem::take(&mut listed.missing);
-    }
-
-    /// Remembers the names of the scanned GPUs only: one that is identified later is a change.
-    fn know(&mut self) {
-        self.seen.names = self.gpus.iter().map(|gpu| (gpu.index, gpu.uuid.clone())).collect();
-    }
-
-    /// A full scan of the GPUs there are, as a message.
-    fn look(&self, listed: Listed<'static>) -> FromAgent {
+    /// A full scan of the GPUs that there are from now on, as a message.
+    fn scan(&mut self, listed: Listed<'static>) -> FromAgent {
+        (self.gpus, self.missing) = (listed.gpus, listed.missing);
+        // The names of the scanned GPUs only: one that is identified later is a change.
+        self.seen.0.retain(|fact, _| !matches!(fact, Fact::Name(_)));
+        for gpu in self.gpus.iter() {
+            self.seen.add(Fact::Name(gpu.index), &gpu.uuid);
+        }
         let mut failures = listed.failures;
         failures.extend(self.waiting.unheard());
         for gpu in self.gpus.iter().filter(|gpu| !self.at_start.contains(&gpu.uuid)) {
@@ -240,8 +216,8 @@ impl Watch {
     }
 
     /// Only a new process can reach the driver that there is now.
-    fn leave(&self, error: CallError) -> Result<(), AgentError> {
-        self.parent.send(&FromAgent::Leaving(error))?;
+    fn leave(&self, error: CallError) -> ! {
+        self.parent.send(&FromAgent::Leaving(error));
         raw::exit_now(1)
     }
 }
@@ -255,12 +231,11 @@ mod tests {
     }
 
     fn round(count: u32, names: &[u32], links: &[(u32, u32, bool)]) -> Fingerprint {
-        Fingerprint {
-            count: Some(count),
-            names: names.iter().map(|index| (*index, gpu(*index))).collect(),
-            links: links.iter().map(|(of, link, up)| ((gpu(*of), *link), *up)).collect(),
-            mig: BTreeMap::new(),
-        }
+        let mut round = Fingerprint::default();
+        round.add(Fact::Count, count);
+        names.iter().for_each(|index| round.add(Fact::Name(*index), gpu(*index)));
+        links.iter().for_each(|(of, link, up)| round.add(Fact::Link(gpu(*of), *link), up));
+        round
     }
 
     #[test]
@@ -275,14 +250,17 @@ mod tests {
         assert!(seen.learn(round(2, &[0, 1], &[(0, 3, false)])), "a link went down");
         assert!(seen.learn(round(1, &[0], &[])), "a GPU went");
         assert!(seen.learn(round(2, &[0, 1], &[])), "and came");
-        for (layout, change) in
-            [(None, "first seen"), (Some(vec![]), "turned on"), (Some(vec!["MIG-1".parse().unwrap()]), "laid out")]
-        {
-            let mig = || Fingerprint { mig: [(gpu(0), layout.clone())].into(), ..round(2, &[], &[]) };
+        for (layout, change) in [(None, "first seen"), (Some(vec![]), "turned on"), (Some(vec!["MIG-1"]), "laid out")] {
+            let mig = || {
+                let mut round = round(2, &[], &[]);
+                round.add(Fact::Mig(gpu(0)), &layout);
+                round
+            };
             assert!(seen.learn(mig()), "MIG: {change}");
             assert!(!seen.learn(mig()), "MIG: {change}");
         }
-        let other = Fingerprint { names: [(1, gpu(7))].into(), ..round(2, &[], &[]) };
+        let mut other = round(2, &[], &[]);
+        other.add(Fact::Name(1), gpu(7));
         assert!(seen.learn(other), "another GPU in its place");
     }
 }

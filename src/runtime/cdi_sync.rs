@@ -12,17 +12,17 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
 
-use super::nccl::TopologyFile;
 use super::readiness::{Part, Readiness};
 use crate::cdi;
 use crate::config::Settings;
 use crate::config::settings::{DeviceIdStrategy, DeviceListStrategy};
+use crate::files;
 use crate::hwloc;
+use crate::machines;
 use crate::once::Once;
 use crate::publish::RdmaNodes;
-use crate::publish::injection::{CdiOptions, DeviceIds, HostDevices, InjectionOptions};
+use crate::publish::injection::{CdiOptions, DeviceIds, HostDevices, InjectionOptions, NCCL_FILE};
 use crate::state::NodeState;
 use crate::topology::NodeObservation;
 
@@ -44,8 +44,10 @@ pub(super) struct Prepared {
 pub(super) struct CdiSync {
     scan: HostScan,
     host_devices: watch::Sender<Arc<HostDevices>>,
-    /// Whether the files were written for the first GPUs.
-    ready: watch::Sender<bool>,
+    /// Becomes true when containers can get the first GPUs: their files are written.
+    pub ready: watch::Sender<bool>,
+    /// The phase of a plugin that waits for this.
+    pub awaited: &'static str,
 }
 
 /// Scans the host and writes the files that changed.
@@ -56,14 +58,6 @@ struct HostScan {
     /// Whether containers get RDMA NICs.
     nics: bool,
     nccl: Option<TopologyFile>,
-}
-
-/// The result of one scan.
-#[derive(Default)]
-struct Scanned {
-    host_devices: HostDevices,
-    warnings: Vec<cdi::Warning>,
-    error: Option<anyhow::Error>,
 }
 
 /// Reads the operator's options. Fails where CDI specs or NCCL's topology file are wanted and their folder cannot be
@@ -120,15 +114,16 @@ pub(super) fn prepare(
         env: extras.iter().map(|(_, variable, _)| ((*variable).to_owned(), "enabled".to_owned())).collect(),
         device_nodes: settings.pass_device_specs.value,
         mps_root: settings.mps_root.value.display().to_string(),
-        nccl_folder: scan.nccl.as_ref().map(|file| file.folder().display().to_string()),
+        nccl_folder: scan.nccl.as_ref().map(|file| file.folder.display().to_string()),
     };
     let host_devices = watch::Sender::new(Arc::new(host_devices));
+    let awaited = if scan.folder.is_some() { "waiting for CDI specs" } else { "waiting for NCCL's topology file" };
     let files = scan.folder.is_some() || scan.nccl.is_some();
     let nodes = options.device_nodes || scan.nics || !settings.imex_channel_ids.value.is_empty();
     Ok(Prepared {
         options,
         host_devices: host_devices.subscribe(),
-        sync: (files || nodes).then(|| CdiSync { scan, host_devices, ready: watch::Sender::new(!files) }),
+        sync: (files || nodes).then(|| CdiSync { scan, host_devices, ready: watch::Sender::new(!files), awaited }),
     })
 }
 
@@ -145,35 +140,15 @@ fn roots(settings: &Settings, sysfs: &Path) -> cdi::Roots {
 }
 
 impl CdiSync {
-    /// Becomes true when containers can get the first GPUs.
-    pub fn ready(&self) -> watch::Receiver<bool> {
-        self.ready.subscribe()
-    }
-
-    /// The phase of a plugin that waits for this.
-    pub fn awaited(&self) -> &'static str {
-        if self.scan.folder.is_some() { "waiting for CDI specs" } else { "waiting for NCCL's topology file" }
-    }
-
-    /// Lives until `shutdown`; fails where the first files cannot be written.
+    /// Lives as long as the snapshots come; fails where the first files cannot be written.
     pub async fn run(
         self,
-        snapshot: watch::Receiver<Arc<NodeState>>,
+        mut snapshot: watch::Receiver<Arc<NodeState>>,
         metrics: cdi::CdiMetrics,
         readiness: Readiness,
-        shutdown: CancellationToken,
-    ) -> Result<()> {
-        shutdown.run_until_cancelled(self.follow(snapshot, &metrics, &readiness)).await.unwrap_or(Ok(()))
-    }
-
-    async fn follow(
-        self,
-        mut snapshot: watch::Receiver<Arc<NodeState>>,
-        metrics: &cdi::CdiMetrics,
-        readiness: &Readiness,
     ) -> Result<()> {
         readiness.add(Part::CdiSync, "writing the first files");
-        let Self { mut scan, host_devices, ready } = self;
+        let Self { mut scan, host_devices, ready, .. } = self;
         let (mut warned, mut failing) = (Once::new(), Once::new());
         loop {
             let current = Arc::clone(&snapshot.borrow_and_update());
@@ -184,22 +159,22 @@ impl CdiSync {
                 let scanned = scan.run(&current, &counted);
                 (scan, scanned)
             });
-            let scanned;
-            (scan, scanned) = task.await.context("the host scan panicked")?;
-            host_devices.send_replace(Arc::new(scanned.host_devices));
-            for warning in warned.replace(scanned.warnings) {
+            let (devices, warnings, written);
+            (scan, (devices, warnings, written)) = task.await.context("the host scan panicked")?;
+            host_devices.send_replace(Arc::new(devices));
+            for warning in warned.replace(warnings) {
                 tracing::warn!("{warning}");
             }
-            match scanned.error {
-                Some(error) if !*ready.borrow() => return Err(error),
-                Some(error) => {
+            match written {
+                Err(error) if !*ready.borrow() => return Err(error),
+                Err(error) => {
                     if !failing.replace([cause(&error)]).is_empty() {
                         let error = format!("{error:#}");
                         readiness.trouble(&Part::CdiSync, error.clone());
                         tracing::error!(error, "cannot update files for containers, keeping the previous ones");
                     }
                 }
-                None => {
+                Ok(()) => {
                     failing.clear();
                     readiness.enter(&Part::CdiSync, "up to date", has_gpus);
                     ready.send_if_modified(|ready| !std::mem::replace(ready, *ready || has_gpus) && has_gpus);
@@ -210,6 +185,33 @@ impl CdiSync {
                 () = tokio::time::sleep(SCAN_EVERY) => {}
             }
         }
+    }
+}
+
+/// The NCCL topology file that containers with GPUs get (`--expose-nccl-topology`): this machine as last observed.
+struct TopologyFile {
+    /// At the same path on the host and in our container.
+    folder: PathBuf,
+    observed: watch::Receiver<Arc<NodeObservation>>,
+}
+
+impl TopologyFile {
+    /// `None` where the operator did not ask for it. Fails where its folder cannot be written.
+    fn prepare(settings: &Settings, observed: watch::Receiver<Arc<NodeObservation>>) -> Result<Option<Self>> {
+        if !settings.expose_nccl_topology.value {
+            return Ok(None);
+        }
+        let folder = settings.nccl_topology_dir.value.clone();
+        files::prepare_folder(&folder)
+            .with_context(|| format!("cannot write NCCL's topology file to {}", folder.display()))?;
+        Ok(Some(Self { folder, observed }))
+    }
+
+    /// Writes the last observation; returns whether the file changed.
+    fn write(&self) -> io::Result<bool> {
+        let observed = Arc::clone(&self.observed.borrow());
+        let path = self.folder.join(NCCL_FILE);
+        files::write_if_changed(&path, machines::nccl_topology_file(&observed).as_bytes(), 0o644)
     }
 }
 
@@ -236,22 +238,20 @@ impl HostScan {
         }
     }
 
-    /// Scans, and writes the files that changed. A node without GPUs needs no files, and no warnings.
-    fn run(&mut self, snapshot: &NodeState, metrics: &cdi::CdiMetrics) -> Scanned {
-        let mut scanned = Scanned { host_devices: self.host_devices(), ..Scanned::default() };
+    /// Scans, and writes the files that changed: all that can be written, and the last error. A node without GPUs needs no
+    /// files, and no warnings.
+    fn run(&mut self, snapshot: &NodeState, metrics: &cdi::CdiMetrics) -> (HostDevices, Vec<cdi::Warning>, Result<()>) {
+        let (mut devices, mut written) = (self.host_devices(), Ok(()));
         if snapshot.offers().resources().is_empty() {
-            return scanned;
+            return (devices, Vec::new(), written);
         }
         match self.nccl.as_ref().map(TopologyFile::write) {
             Some(Ok(true)) => tracing::info!("NCCL topology file written"),
-            Some(Err(error)) => {
-                scanned.error = Some(anyhow::Error::from(error).context("cannot write NCCL's topology file"));
-            }
+            Some(Err(error)) => written = Err(error).context("cannot write NCCL's topology file"),
             Some(Ok(false)) | None => {}
         }
-        let Some(folder) = self.folder.as_deref() else { return scanned };
+        let Some(folder) = self.folder.as_deref() else { return (devices, Vec::new(), written) };
         let cdi::Scan { description, warnings } = self.scanner.scan(snapshot);
-        scanned.warnings = warnings;
         for spec in cdi::specs(&description) {
             match cdi::write(folder, &spec) {
                 Ok(true) => {
@@ -260,16 +260,16 @@ impl HostScan {
                 }
                 Ok(false) => {}
                 Err(error) => {
-                    scanned.error = Some(error.into());
+                    written = Err(error.into());
                     metrics.cdi_written(false);
                     continue;
                 }
             }
             // Only devices with a spec: a runtime refuses a container that names any other.
             if spec.kind != cdi::kind(cdi::GPU_CLASS) {
-                scanned.host_devices.cdi_devices.extend(spec.names());
+                devices.cdi_devices.extend(spec.names());
             }
         }
-        scanned
+        (devices, warnings, written)
     }
 }

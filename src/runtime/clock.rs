@@ -2,7 +2,7 @@
 
 use std::time::{Duration, SystemTime};
 
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep_until};
 
 use crate::state::Timestamp;
 
@@ -29,6 +29,14 @@ impl Clock {
     pub fn instant(&self, moment: Timestamp) -> Instant {
         let now = Instant::now();
         self.started.checked_add(moment.saturating_sub(self.wall)).unwrap_or(now)
+    }
+}
+
+/// Waits until then; for ever without a moment.
+pub(super) async fn at(moment: Option<Instant>) {
+    match moment {
+        Some(moment) => sleep_until(moment).await,
+        None => std::future::pending().await,
     }
 }
 

@@ -6,7 +6,6 @@
 use anyhow::{Context, Result};
 use tokio::signal::unix::Signal;
 use tokio::sync::mpsc;
-use tokio_util::sync::CancellationToken;
 
 use crate::config::file::{Finding, Severity};
 use crate::config::settings::{ConfigError, load_text};
@@ -38,12 +37,8 @@ pub(super) struct Reloader {
 }
 
 impl Reloader {
-    /// Runs until `shutdown`. A `hangup` asks for a reload.
-    pub async fn run(self, hangup: Signal, shutdown: CancellationToken) -> Result<()> {
-        shutdown.run_until_cancelled(self.follow(hangup)).await.unwrap_or(Ok(()))
-    }
-
-    async fn follow(mut self, mut hangup: Signal) -> Result<()> {
+    /// Runs for ever. A `hangup` asks for a reload.
+    pub async fn run(mut self, mut hangup: Signal) -> Result<()> {
         let mut file = self.settings.config_file.value.as_deref().map(FileWatch::of);
         // The file may have changed since it was loaded for the start.
         let mut reason = "start";

@@ -19,22 +19,22 @@ use std::sync::{Arc, Mutex, PoisonError};
 use anyhow::{Context, Result, anyhow, bail};
 use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinSet, spawn_blocking};
-use tokio::time::{Instant, sleep_until};
-use tokio_util::sync::CancellationToken;
+use tokio::time::Instant;
 
-use super::idle::Idle;
-use super::operator::{Holding, Release};
+use super::clock::at;
+use super::operator::Release;
+use super::readiness::Idle;
 use crate::hwloc;
 use crate::nvml::child::{Agent, AgentCommand, AgentEnded};
 use crate::nvml::protocol::{Called, FromAgent, Place, ToAgent};
 use crate::nvml::scan::NodeScan;
 use crate::state::Event;
-use crate::topology::{GpuUuid, NodeObservation};
+use crate::topology::NodeObservation;
 use agents::{AgentEnd, AgentId};
 use host_probe::HostProbe;
 pub(super) use host_probe::identity;
 pub(super) use machine::Settings;
-use machine::{Action, Input, Machine, Note};
+use machine::{Action, Input, Machine};
 use metrics::DriverMetrics;
 
 /// Inputs that the loop's queue takes; a task that reports one more waits.
@@ -52,7 +52,7 @@ pub(super) struct Driver {
     pub events: mpsc::Sender<Event>,
     /// The observation that was published last: NCCL's topology file needs more than the graph.
     pub seen: watch::Sender<Arc<NodeObservation>>,
-    pub metrics: Arc<DriverMetrics>,
+    pub metrics: DriverMetrics,
     /// Why there is nothing to offer, for /readyz.
     pub idle: watch::Sender<Idle>,
     /// Whether an operator has released the driver.
@@ -60,8 +60,8 @@ pub(super) struct Driver {
 }
 
 impl Driver {
-    /// Lives until `shutdown`; fails where NVML cannot be initialised and only another container can mend that.
-    pub async fn run(self, shutdown: CancellationToken) -> Result<()> {
+    /// Lives for ever; fails where NVML cannot be initialised and only another container can mend that.
+    pub async fn run(self) -> Result<()> {
         let (report, inputs) = mpsc::channel(INPUTS);
         let probe = HostProbe::new(self.sysfs.clone(), self.command.library.clone());
         let life = Life {
@@ -73,7 +73,7 @@ impl Driver {
             probe: Arc::new(Mutex::new(probe)),
             report,
         };
-        shutdown.run_until_cancelled(life.live(inputs)).await.unwrap_or(Ok(()))
+        life.live(inputs).await
     }
 }
 
@@ -124,10 +124,11 @@ impl Life {
             for action in self.machine.step(input, self.begin.elapsed()) {
                 self.perform(action, &mut next).await?;
             }
+            self.driver.release.set_held(!self.agents.is_empty());
             let metrics = &self.driver.metrics;
-            metrics.agent_up(self.machine.is_up());
-            metrics.agents_stuck(self.machine.unreaped());
-            metrics.nvml_away(self.machine.is_outage());
+            metrics.agent_up.set(self.machine.is_up().into());
+            metrics.agents_stuck.set(self.machine.unreaped().try_into().unwrap_or(i64::MAX));
+            metrics.nvml_away.set(self.machine.is_outage().into());
         }
     }
 
@@ -147,22 +148,18 @@ impl Life {
                 let sysfs = self.driver.sysfs.clone();
                 self.read(move || hwloc::observe(&sysfs), Input::HostScanned);
             }
-            Action::Identify => {
-                let sysfs = self.driver.sysfs.clone();
-                self.read(move || identity(&sysfs), Input::Identified);
-            }
             Action::Publish(node) => {
                 self.driver.seen.send_replace(Arc::new((*node).clone()));
                 self.emit(Event::Observed(node)).await?;
             }
             Action::Emit(event) => self.emit(event).await?,
             Action::Idle(idle) => {
-                self.driver.metrics.idle(matches!(idle, Idle::NoGpu(_)));
+                self.driver.metrics.idle.set(matches!(idle, Idle::NoGpu(_)).into());
                 self.driver.idle.send_replace(idle);
             }
             Action::CountEnd(cause) => self.driver.metrics.agent_ended(cause),
-            Action::Unheard(gpus) => self.driver.metrics.unheard_gpus(gpus),
-            Action::Log(note) => self.log(note),
+            Action::CountFailure => drop(self.driver.metrics.event_failures.inc()),
+            Action::Unheard(gpus) => drop(self.driver.metrics.unheard_gpus.set(gpus.into())),
             Action::Fail(cause) => bail!(cause),
         }
         Ok(())
@@ -178,18 +175,18 @@ impl Life {
     /// Starts an agent; where that is not to be, what the machine has to know.
     fn start(&mut self, id: AgentId, skip: Vec<Place>) -> Vec<Input> {
         // Before the question: an order to release that comes later finds the driver held.
-        let held = self.driver.release.holding();
+        self.driver.release.set_held(true);
         let not_started =
             |why| Input::Ended(id, AgentEnd { cause: None, why, blamed: None, initialised: false, reaped: true });
         if self.driver.release.is_wished() {
             return vec![Input::Released(true), not_started("the driver is released".to_owned())];
         }
-        self.driver.metrics.agent_started();
+        self.driver.metrics.agent_starts.inc();
         match Agent::spawn(&AgentCommand { skip, ..self.driver.command.clone() }) {
             Ok(agent) => {
                 let (orders, follow) = watch::channel(Orders::default());
                 self.agents.insert(id, (orders, agent.id()));
-                self.tasks.spawn(live(id, agent, follow, self.report.clone(), held));
+                self.tasks.spawn(live(id, agent, follow, self.report.clone()));
                 Vec::new()
             }
             // No process or no memory: a matter of time.
@@ -212,75 +209,19 @@ impl Life {
             let _ = report.send(input(read)).await;
         });
     }
-
-    fn log(&self, note: Note) {
-        let uuid = |gpu: Option<GpuUuid>| gpu.map(|gpu| gpu.to_string()).unwrap_or_default();
-        match note {
-            Note::Unavailable { cause, again_in, news: true } => tracing::warn!(cause, ?again_in, "NVML unavailable"),
-            Note::Unavailable { cause, again_in, news: false } => tracing::debug!(cause, ?again_in, "NVML unavailable"),
-            Note::Available { gpus, driver, library } => {
-                let (driver, nvml) = (driver.as_deref().unwrap_or("unknown"), library.as_deref().unwrap_or("unknown"));
-                tracing::info!(gpus, driver, nvml, "NVML available");
-            }
-            Note::Outage { cause } => {
-                let unhealthy = self.driver.settings.unhealthy_when_away;
-                let devices = if unhealthy { "unhealthy until NVML is back" } else { "offered as last seen" };
-                let grace = self.driver.settings.grace;
-                tracing::error!(cause, ?grace, devices, "NVML unavailable for longer than the grace period");
-            }
-            Note::StandbyStarted(reason) => tracing::info!(%reason, "standby NVML agent started"),
-            Note::StandbyFailed { reason, cause, again_in } => {
-                tracing::warn!(%reason, cause, ?again_in, "standby NVML agent failed; the active one goes on");
-            }
-            Note::Replaced { cause } => tracing::warn!(cause, "NVML agent replaced"),
-            Note::Quarantined { gpu, index, cause } => {
-                tracing::error!(gpu = uuid(gpu), index, cause, "GPU quarantined: it ends the agents that query it");
-            }
-            Note::OutOfQuarantine { gpu, index } => {
-                tracing::warn!(gpu = uuid(gpu), index, "GPU released from quarantine");
-            }
-            Note::Stuck { agents } => tracing::error!(
-                agents,
-                "killed NVML agents do not end (stuck in the kernel): none is started before one of them has ended"
-            ),
-            Note::CallFailed(failure) => {
-                self.driver.metrics.event_failed();
-                let (subject, call, error) = (failure.subject, failure.error.call, failure.error.reason.to_string());
-                tracing::warn!(subject, %call, error, "NVML call failed");
-            }
-            Note::HeldByOther { gpu, driver } => {
-                tracing::info!(%gpu, driver, "GPU is bound to another kernel driver and not served");
-            }
-            Note::NoGpu { reason } => tracing::info!(reason, "no NVIDIA GPU on this node: idle until one appears"),
-            Note::GpuAppeared(gpu) => tracing::info!(%gpu, "NVIDIA GPU appeared on the PCI bus"),
-        }
-    }
 }
 
-/// Waits until then; for ever without a moment.
-async fn at(moment: Option<Instant>) {
-    match moment {
-        Some(moment) => sleep_until(moment).await,
-        None => std::future::pending().await,
-    }
-}
-
-/// One agent, until its process has ended; the driver is held as long.
-async fn live(
-    id: AgentId,
-    mut agent: Agent,
-    mut orders: watch::Receiver<Orders>,
-    report: mpsc::Sender<Input>,
-    held: Holding,
-) {
+/// One agent, until its process has ended.
+async fn live(id: AgentId, mut agent: Agent, mut orders: watch::Receiver<Orders>, report: mpsc::Sender<Input>) {
     // Reports fail only where the loop is gone, and this task with it.
-    let mut done = Orders::default();
+    let (mut done, mut leaving) = (Orders::default(), None);
     loop {
         tokio::select! {
             message = agent.next() => match message {
+                Ok(FromAgent::Leaving(error)) => leaving = Some(error.to_string()),
                 Ok(message) => drop(report.send(Input::Message(id, message)).await),
                 Err(ended) => {
-                    drop(report.send(Input::Ended(id, agent_end(&ended, &agent))).await);
+                    drop(report.send(Input::Ended(id, agent_end(&ended, &agent, leaving))).await);
                     break;
                 }
             },
@@ -300,20 +241,19 @@ async fn live(
         }
     }
     agent.gone().await;
-    drop(held);
     let _ = report.send(Input::Reaped(id)).await;
 }
 
-/// How an agent ended, for people and for the quarantine.
-fn agent_end(ended: &AgentEnded, agent: &Agent) -> AgentEnd {
+/// How an agent ended, for people and for the quarantine. The error with which it left explains more than its exit code.
+fn agent_end(ended: &AgentEnded, agent: &Agent, leaving: Option<String>) -> AgentEnd {
     let (cause, during) = cause(ended, agent.open());
     let source = std::error::Error::source(ended).map(|source| format!(": {source}")).unwrap_or_default();
     let call = during.filter(|_| cause == "crashed").map(|called| format!(", in {called}")).unwrap_or_default();
     AgentEnd {
         cause: Some(cause),
-        why: format!("{ended}{source}{call}"),
+        initialised: leaving.is_none() && agent.has_initialised(),
+        why: leaving.unwrap_or_else(|| format!("{ended}{source}{call}")),
         blamed: during.and_then(|called| called.gpu.clone()),
-        initialised: agent.has_initialised(),
         reaped: agent.id().is_none(),
     }
 }
@@ -338,7 +278,7 @@ pub async fn scan(command: &AgentCommand) -> Result<NodeScan> {
     loop {
         match agent.next().await {
             Ok(FromAgent::Ready(scan)) => {
-                agent.end().await.context("cannot end the NVML agent")?;
+                agent.end().await;
                 return Ok(scan.after(None));
             }
             Ok(FromAgent::Leaving(error)) => failed = Some(error),

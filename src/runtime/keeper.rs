@@ -1,7 +1,7 @@
-//! Keeps the GPUs' health across restarts of the agent: one small file, written off the path of an admission.
+//! Keeps the GPUs' health across restarts of linkwise: one small file, written off the path of an admission.
 //!
-//! Called by `node`, which owns the task. The core's `state` decides what is recorded and what of a record still
-//! counts.
+//! Called by `node`, which owns the task, and by the doctor, for which no file is renamed or written. The core's `state`
+//! decides what is recorded and what of a record still counts.
 
 use std::fs;
 use std::io;
@@ -9,15 +9,17 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use anyhow::Context;
 use serde::Deserialize;
 use tokio::sync::watch;
-use tokio::task::{JoinError, spawn_blocking};
+use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
+use super::driver::identity;
 use crate::errors::chain;
 use crate::files;
-use crate::state::{HealthRecord, XidPolicy};
+use crate::state::{HealthRecord, NodeIdentity, XidPolicy};
 
 /// The record's file name.
 pub(super) const FILE: &str = "linkwise_health.json";
@@ -50,6 +52,8 @@ pub struct HealthSettings {
 pub(super) struct Keeper {
     folder: Option<PathBuf>,
     retry: Duration,
+    /// Whether the last write failed.
+    failed: bool,
 }
 
 /// The record's default folder: one of the agent's own beside the kubelet's socket.
@@ -66,17 +70,6 @@ pub enum ReadError {
     Invalid(#[from] serde_json::Error),
 }
 
-/// Why the record could not be written.
-#[derive(Debug, thiserror::Error)]
-enum WriteError {
-    #[error(transparent)]
-    Io(#[from] io::Error),
-    #[error(transparent)]
-    Json(#[from] serde_json::Error),
-    #[error("the writing task failed")]
-    Task(#[from] JoinError),
-}
-
 /// What every version of the record has.
 #[derive(Deserialize)]
 struct Version {
@@ -85,7 +78,7 @@ struct Version {
 
 impl Keeper {
     pub fn new(settings: &HealthSettings) -> Self {
-        Self { folder: settings.state_dir.clone(), retry: RETRY }
+        Self { folder: settings.state_dir.clone(), retry: RETRY, failed: false }
     }
 
     /// The record of the previous process. A broken file is renamed, and the log names both.
@@ -107,16 +100,7 @@ impl Keeper {
 
     /// Writes each record that comes, and the last one also after the shutdown began. A failed write is logged once,
     /// and tried again until one succeeds.
-    pub async fn follow(&self, records: watch::Receiver<Option<HealthRecord>>, shutdown: CancellationToken) {
-        self.follow_after(false, records, shutdown).await;
-    }
-
-    async fn follow_after(
-        &self,
-        mut failed: bool,
-        mut records: watch::Receiver<Option<HealthRecord>>,
-        shutdown: CancellationToken,
-    ) {
+    pub async fn follow(mut self, mut records: watch::Receiver<Option<HealthRecord>>, shutdown: CancellationToken) {
         loop {
             let change = async {
                 if records.changed().await.is_err() {
@@ -126,35 +110,59 @@ impl Keeper {
             };
             let due = async {
                 // Elapsed: the failed write is due again.
-                if failed { timeout(self.retry, change).await.unwrap_or(()) } else { change.await }
+                if self.failed { timeout(self.retry, change).await.unwrap_or(()) } else { change.await }
             };
             if shutdown.run_until_cancelled(due).await.is_none() {
                 break;
             }
-            failed = self.write(&mut records, failed).await;
+            self.write(&mut records).await;
         }
-        if failed || records.has_changed().unwrap_or(false) {
-            self.write(&mut records, failed).await;
+        if self.failed || records.has_changed().unwrap_or(false) {
+            self.write(&mut records).await;
         }
     }
 
-    /// Writes the current record; returns whether that failed. Logs where this differs from the last time.
-    async fn write(&self, records: &mut watch::Receiver<Option<HealthRecord>>, failed: bool) -> bool {
+    /// Writes the current record. Logs where the result differs from the last time.
+    async fn write(&mut self, records: &mut watch::Receiver<Option<HealthRecord>>) {
         let record = records.borrow_and_update().clone();
-        let (Some(folder), Some(record)) = (self.folder.clone(), record) else { return failed };
+        let (Some(folder), Some(record)) = (self.folder.clone(), record) else { return };
         let file = folder.join(FILE);
         let written = spawn_blocking(move || write(&folder, &record)).await;
-        match written.map_err(WriteError::from).flatten() {
-            Ok(()) if failed => tracing::info!("health record written again"),
-            Err(error) if !failed => {
-                let (file, error) = (file.display(), chain(&error));
+        let written = written.context("the writing task failed").flatten();
+        match &written {
+            Ok(()) if self.failed => tracing::info!("health record written again"),
+            Err(error) if !self.failed => {
+                let (file, error) = (file.display(), format!("{error:#}"));
                 tracing::warn!(%file, error, "cannot write the health record: a restart now would lose it");
-                return true;
             }
-            Ok(()) => {}
-            Err(_) => return true,
+            Ok(()) | Err(_) => {}
         }
-        false
+        self.failed = written.is_err();
+    }
+}
+
+/// A health record and what it has to match.
+#[derive(Clone, Debug)]
+pub struct Kept {
+    /// The file.
+    pub file: PathBuf,
+    /// Its content; `None` where there is no file.
+    pub record: Option<HealthRecord>,
+    /// The current boot and load of the driver: a record of another one does not count.
+    pub identity: NodeIdentity,
+}
+
+/// Reads the record in `folder`, or without one where `run` keeps it: beside the kubelet's socket. It may block.
+///
+/// # Errors
+///
+/// The file, and why it is not used.
+pub fn kept(folder: Option<&Path>, kubelet_socket: &Path, sysfs: &Path) -> Result<Kept, (PathBuf, ReadError)> {
+    let folder = folder.map(Path::to_owned).or_else(|| beside(kubelet_socket)).unwrap_or_default();
+    let file = folder.join(FILE);
+    match read(&file) {
+        Ok(record) => Ok(Kept { file, record, identity: identity(sysfs) }),
+        Err(error) => Err((file, error)),
     }
 }
 
@@ -178,7 +186,7 @@ pub(super) fn read(file: &Path) -> Result<Option<HealthRecord>, ReadError> {
     Ok(Some(serde_json::from_slice(&text)?))
 }
 
-fn write(folder: &Path, record: &HealthRecord) -> Result<(), WriteError> {
+fn write(folder: &Path, record: &HealthRecord) -> anyhow::Result<()> {
     match fs::DirBuilder::new().mode(0o700).create(folder) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error.into()),
         Ok(()) | Err(_) => {}
@@ -214,15 +222,17 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (dir, aside) = (folder.path().join(FOLDER), folder.path().join("aside"));
         let settings = HealthSettings { state_dir: Some(dir.clone()), ..HealthSettings::default() };
-        let keeper = Keeper { retry: Duration::from_millis(1), ..Keeper::new(&settings) };
+        let mut keeper = Keeper { retry: Duration::from_millis(1), ..Keeper::new(&settings) };
         let (records, shutdown) = (watch::Sender::new(Some(record(1))), CancellationToken::new());
         let mut followed = records.subscribe();
-        assert!(!keeper.write(&mut followed, false).await);
+        keeper.write(&mut followed).await;
+        assert!(!keeper.failed);
         // A file in the folder's place: nothing can be written, not even by root.
         fs::rename(&dir, &aside).unwrap();
         fs::write(&dir, "a file").unwrap();
         records.send_replace(Some(record(2)));
-        assert!(keeper.write(&mut followed, false).await);
+        keeper.write(&mut followed).await;
+        assert!(keeper.failed);
         // Room again, and no further change.
         fs::remove_file(&dir).unwrap();
         fs::rename(&aside, &dir).unwrap();
@@ -231,7 +241,7 @@ mod tests {
             kept(&keeper, &record(2)).await;
             shutdown.cancel();
         };
-        tokio::join!(keeper.follow_after(true, followed, shutdown.clone()), ends);
+        tokio::join!(keeper.clone().follow(followed, shutdown.clone()), ends);
     }
 
     #[tokio::test]
@@ -242,7 +252,7 @@ mod tests {
         let (followed, shutdown) = (records.subscribe(), CancellationToken::new());
         shutdown.cancel();
         records.send_replace(Some(record(7)));
-        keeper.follow(followed, shutdown).await;
+        keeper.clone().follow(followed, shutdown).await;
         assert_eq!(keeper.read().await, Some(record(7)));
     }
 

@@ -13,10 +13,9 @@ use anyhow::{Context, Result};
 use tokio::sync::watch;
 use tokio::task::spawn_blocking;
 use tokio::time::{sleep, timeout};
-use tokio_util::sync::CancellationToken;
 
-use super::idle::Idle;
 use super::node::Node;
+use super::readiness::Idle;
 use crate::backoff::Backoff;
 use crate::config::{Interval, Labels as Options, RunArgs, Settings};
 use crate::labels::{LabelMetrics, LabelsFile, host, own_fabric};
@@ -62,7 +61,7 @@ pub(super) fn spawn_in(node: &mut Node, settings: &Settings, args: &RunArgs) {
     let (sender, labels) = watch::channel(None);
     let source = LabelSource {
         snapshot: node.snapshot(),
-        idle: node.readiness().idle().subscribe(),
+        idle: node.readiness.idle().subscribe(),
         settings: settings_of(settings, args.node_name.as_deref()),
         machine_type_file: options.machine_type_file,
         sysfs: args.host.sysfs.clone(),
@@ -71,9 +70,8 @@ pub(super) fn spawn_in(node: &mut Node, settings: &Settings, args: &RunArgs) {
     };
     let file = LabelsFile::new(&options.output_file);
     let writer = FileWriter { file, interval: options.interval, metrics };
-    let shutdown = node.shutdown();
-    node.spawn("labels", source.run(sender, shutdown.clone()));
-    node.spawn("labels' file", writer.run(labels, shutdown));
+    node.spawn("labels", source.run(sender));
+    node.spawn("labels' file", writer.run(labels));
 }
 
 /// Makes labels of what is known.
@@ -90,12 +88,8 @@ pub(super) struct LabelSource {
 }
 
 impl LabelSource {
-    /// Sends the labels whenever they change, until `shutdown`.
-    pub async fn run(self, labels: watch::Sender<Option<NodeLabels>>, shutdown: CancellationToken) -> Result<()> {
-        shutdown.run_until_cancelled(self.follow(labels)).await.unwrap_or(Ok(()))
-    }
-
-    async fn follow(mut self, labels: watch::Sender<Option<NodeLabels>>) -> Result<()> {
+    /// Sends the labels whenever they change.
+    pub async fn run(mut self, labels: watch::Sender<Option<NodeLabels>>) -> Result<()> {
         let mut reported = Once::new();
         let mut host = HostFacts::default();
         loop {
@@ -171,12 +165,8 @@ pub(super) struct FileWriter {
 }
 
 impl FileWriter {
-    /// Follows the labels until `shutdown`; the file stays.
-    pub async fn run(self, labels: LabelsWatch, shutdown: CancellationToken) -> Result<()> {
-        shutdown.run_until_cancelled(self.follow(labels)).await.unwrap_or(Ok(()))
-    }
-
-    async fn follow(self, mut labels: LabelsWatch) -> Result<()> {
+    /// Follows the labels. The file stays when this is broken off.
+    pub async fn run(self, mut labels: LabelsWatch) -> Result<()> {
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
         let usual = if self.file.is_file() { self.interval } else { Interval::Infinite };
         loop {
@@ -233,7 +223,6 @@ mod tests {
         snapshots: watch::Sender<Arc<NodeState>>,
         idle: watch::Sender<Idle>,
         labels: LabelsWatch,
-        shutdown: CancellationToken,
     }
 
     fn world() -> World {
@@ -249,9 +238,8 @@ mod tests {
             metrics: LabelMetrics::default(),
         };
         let (sender, labels) = watch::channel(None);
-        let shutdown = CancellationToken::new();
-        tokio::spawn(source.run(sender, shutdown.clone()));
-        World { snapshots, idle, labels, shutdown }
+        tokio::spawn(source.run(sender));
+        World { snapshots, idle, labels }
     }
 
     fn scanned(machine: &str) -> Arc<NodeState> {
@@ -273,7 +261,6 @@ mod tests {
         world.snapshots.send_replace(Arc::new(NodeState::default()));
         world.snapshots.send_replace(scanned("dgx2-v100"));
         waits(&mut world.labels, |labels| labels["nvidia.com/gpu.count"] == "16").await;
-        world.shutdown.cancel();
     }
 
     #[tokio::test]
@@ -309,8 +296,7 @@ mod tests {
         let (sender, labels) = watch::channel(Some(NodeLabels::default()));
         let interval = Interval::Every(Duration::from_millis(10));
         let writer = FileWriter { file: LabelsFile::new(&path), interval, metrics: LabelMetrics::default() };
-        let shutdown = CancellationToken::new();
-        let task = tokio::spawn(writer.run(labels, shutdown.clone()));
+        let task = tokio::spawn(writer.run(labels));
         for _ in 0..2 {
             let there = async {
                 while std::fs::remove_file(&path).is_err() {
@@ -319,8 +305,7 @@ mod tests {
             };
             timeout(Duration::from_secs(20), there).await.unwrap();
         }
-        shutdown.cancel();
-        task.await.unwrap().unwrap();
+        task.abort();
         drop(sender);
     }
 }

@@ -5,22 +5,23 @@
 //! nothing.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
+use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
+use prometheus_client::registry::Registry;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinSet, spawn_blocking};
-use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::clock::Clock;
 use super::config;
 use super::driver::metrics::DriverMetrics;
-use super::idle::Idle;
 use super::labels::{FileWriter, LabelSource, LabelsWatch, report, settings_of};
+use super::node::task_end;
 use super::operator::Release;
+use super::readiness::Idle;
 use crate::config::settings::{ConfigError, load, load_text};
 use crate::config::{Environment, FileWatch, Labels as Options, LabelsArgs, Settings};
 use crate::errors::chain;
@@ -36,9 +37,6 @@ pub type Publisher = dyn Fn(LabelsWatch, CancellationToken) -> BoxFuture<'static
 
 /// Events that may wait.
 const EVENTS: usize = 256;
-
-/// How long the tasks may take to end.
-const SHUTDOWN_TIMEOUT: Duration = Duration::from_millis(750);
 
 /// Publishes labels until a signal ends it; with `--oneshot` writes them once. `publisher` is the one of NodeFeature
 /// objects, where this program has one.
@@ -140,9 +138,9 @@ impl Life {
         let (events, happened) = mpsc::channel(EVENTS);
         events.try_send(Event::Planned(Box::new(settings.plan()))).context("no task takes events")?;
         // No port serves these here.
-        let (driver_metrics, metrics) = (Arc::new(DriverMetrics::default()), LabelMetrics::default());
+        let (driver_metrics, metrics) = (DriverMetrics::register(&mut Registry::default()), LabelMetrics::default());
         let idle = watch::Sender::new(Idle::Waiting(String::new()));
-        let release = Release::new(Arc::clone(&driver_metrics));
+        let release = Release::new(driver_metrics.clone());
         let snapshots = watch::Sender::new(Arc::new(NodeState::default()));
         let (sender, labels) = watch::channel(None);
         let source = LabelSource {
@@ -154,54 +152,44 @@ impl Life {
             interval: options.interval,
             metrics: metrics.clone(),
         };
-        let beside = (&driver_metrics, idle, release);
+        let beside = (driver_metrics, idle, release);
         let driver = super::driver_of(&args.nvml, &args.node.host, settings, events, beside);
-        tasks.spawn(named("NVML driver", driver.run(shutdown.clone())));
-        tasks.spawn(named("state", keep_state(happened, snapshots, shutdown.clone())));
-        tasks.spawn(named("labels", source.run(sender, shutdown.clone())));
+        tasks.spawn(driver.run().map(|end| ("NVML driver", end)));
+        tasks.spawn(keep_state(happened, snapshots).map(|end| ("state", end)));
+        tasks.spawn(source.run(sender).map(|end| ("labels", end)));
         let publisher = publisher.filter(|_| options.node_feature_api);
         if let Some(publisher) = publisher {
-            tasks.spawn(named("NodeFeature", publisher(labels, shutdown.clone())));
+            tasks.spawn(publisher(labels, shutdown.clone()).map(|end| ("NodeFeature", end)));
         } else {
             let file = LabelsFile::new(&options.output_file);
             if options.node_feature_api {
                 tracing::warn!(%file, "no access to the API server: the labels go to the file that NFD reads");
             }
             let writer = FileWriter { file, interval: options.interval, metrics };
-            tasks.spawn(named("labels' file", writer.run(labels, shutdown.clone())));
+            tasks.spawn(writer.run(labels).map(|end| ("labels' file", end)));
         }
         Ok(Self { tasks, shutdown })
     }
 
     /// Waits for a task to end, which none should.
     async fn ended(&mut self) -> anyhow::Error {
-        match self.tasks.join_next().await {
-            Some(Ok((name, Ok(())))) => anyhow!("the task '{name}' ended"),
-            Some(Ok((name, Err(error)))) => error.context(format!("the task '{name}' failed")),
-            Some(Err(error)) => anyhow!(error).context("a task panicked"),
+        match self.tasks.join_next().await.map(task_end) {
+            Some(Ok(name)) => anyhow!("the task '{name}' ended"),
+            Some(Err(error)) => error,
             None => anyhow!("there are no tasks"),
         }
     }
 
     async fn end(mut self) {
         self.shutdown.cancel();
-        // A task that hangs in the kernel is left to the end of the process.
-        let _ = timeout(SHUTDOWN_TIMEOUT, async { while self.tasks.join_next().await.is_some() {} }).await;
+        self.tasks.shutdown().await;
     }
 }
 
-async fn named(name: &'static str, task: impl Future<Output = Result<()>>) -> (&'static str, Result<()>) {
-    (name, task.await)
-}
-
 /// Applies events and publishes the state.
-async fn keep_state(
-    mut events: mpsc::Receiver<Event>,
-    snapshots: watch::Sender<Arc<NodeState>>,
-    shutdown: CancellationToken,
-) -> Result<()> {
+async fn keep_state(mut events: mpsc::Receiver<Event>, snapshots: watch::Sender<Arc<NodeState>>) -> Result<()> {
     let (mut state, clock) = (NodeState::default(), Clock::start());
-    while let Some(Some(event)) = shutdown.run_until_cancelled(events.recv()).await {
+    while let Some(event) = events.recv().await {
         let (next, effects) = state.apply(event, clock.now());
         state = next;
         for effect in effects {

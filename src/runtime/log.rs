@@ -11,7 +11,6 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use tracing_subscriber::Layer as _;
 use tracing_subscriber::filter::Targets;
-use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
@@ -37,7 +36,6 @@ enum Item {
 }
 
 /// The queue, as a writer of lines.
-#[derive(Clone)]
 struct Lines(SyncSender<Item>);
 
 /// Sets up the log, on standard error.
@@ -46,7 +44,8 @@ pub fn log_to_stderr(filter: &str, format: LogFormat) -> Result<Log> {
     let (lines, waiting) = sync_channel(LINES);
     let writer = thread::Builder::new().name("log".to_owned()).spawn(move || write(&waiting));
     writer.context("cannot start the thread that writes the log")?;
-    let log = tracing_subscriber::fmt::layer().with_writer(Lines(lines.clone())).with_target(false);
+    let queue = lines.clone();
+    let log = tracing_subscriber::fmt::layer().with_writer(move || Lines(queue.clone())).with_target(false);
     let log = match format {
         LogFormat::Text => log.with_ansi(false).boxed(),
         LogFormat::Json => log.json().flatten_event(true).boxed(),
@@ -74,14 +73,6 @@ impl Drop for Log {
         if self.0.try_send(Item::Flush(done)).is_ok() {
             let _ = written.recv_timeout(FLUSH_TIMEOUT);
         }
-    }
-}
-
-impl<'a> MakeWriter<'a> for Lines {
-    type Writer = Self;
-
-    fn make_writer(&'a self) -> Self {
-        self.clone()
     }
 }
 

@@ -49,7 +49,7 @@ fn sorted(text: &str) -> String {
 
 /// An RPC that ended.
 fn rpc(method: &str, code: &'static str, elapsed: Duration) -> Occurrence {
-    Occurrence::Rpc { method: method.to_owned(), code, elapsed }
+    Occurrence::Rpc { method: method.to_owned(), code: code.to_owned(), elapsed }
 }
 
 /// Each metric once.
@@ -77,15 +77,15 @@ fn everything() -> String {
     let driver = metrics.register(DriverMetrics::register);
     driver.xid(&"GPU-b".parse().unwrap(), 79);
     driver.xid(&"GPU-b".parse().unwrap(), 4_000_000_000);
-    driver.idle(true);
-    driver.driver_released(true);
-    driver.agent_started();
-    driver.agent_up(true);
+    driver.idle.set(1);
+    driver.released.set(1);
+    driver.agent_starts.inc();
+    driver.agent_up.set(1);
     driver.agent_ended("crashed");
-    driver.agents_stuck(3);
-    driver.nvml_away(true);
-    driver.unheard_gpus(2);
-    driver.event_failed();
+    driver.agents_stuck.set(3);
+    driver.nvml_away.set(1);
+    driver.unheard_gpus.set(2);
+    driver.event_failures.inc();
     let cdi = metrics.register(CdiMetrics::register);
     cdi.cdi_written(true);
     cdi.cdi_written(false);

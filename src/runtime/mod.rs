@@ -10,25 +10,22 @@ mod clock;
 mod cluster_program;
 mod config;
 mod driver;
-mod idle;
 mod keeper;
-mod kept;
 mod labels;
 mod labels_program;
 mod log;
 #[cfg(test)]
 mod metrics_tests;
 mod mps;
-mod nccl;
 mod node;
 mod observe;
 mod operator;
 mod readiness;
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use futures_util::FutureExt;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 
@@ -44,12 +41,11 @@ use crate::state::{Event, XidPolicy};
 use crate::uds::Callers;
 
 use driver::metrics::DriverMetrics;
-use idle::Idle;
+use readiness::Idle;
 
 pub use cluster_program::become_cluster_program;
 pub use driver::scan;
-pub use keeper::HealthSettings;
-pub use kept::{Kept, kept};
+pub use keeper::{HealthSettings, Kept, kept};
 pub use labels::{LabelsWatch, NodeLabels};
 pub use labels_program::{Publisher, labels};
 pub use log::log_to_stderr;
@@ -86,7 +82,8 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let loaded = load(&args.flags, &environment)?;
     config::log(&loaded.findings);
     let settings = loaded.settings;
-    let admin = settings.admin_socket.value.as_deref().map(Local::bind).transpose()?;
+    let admin = settings.admin_socket.value.as_deref();
+    let admin = admin.map(|path| Local::bind(path, Callers::default())).transpose()?;
     let seen = watch::Sender::default();
     let injection = cdi_sync::prepare(&settings, &args.host.sysfs, seen.subscribe())?;
     let kubelet = kubelet::Settings {
@@ -113,42 +110,31 @@ async fn serve(args: &RunArgs) -> Result<()> {
     })
     .await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
-    let metrics = Arc::new(node.metrics().register(DriverMetrics::register));
-    let release = operator::Release::new(Arc::clone(&metrics));
-    let beside = (&metrics, node.readiness().idle().clone(), release.clone());
+    let metrics = node.metrics().register(DriverMetrics::register);
+    let release = operator::Release::new(metrics.clone());
+    let beside = (metrics, node.readiness.idle().clone(), release.clone());
     let driver = driver::Driver { seen, ..driver_of(&args.nvml, &args.host, &settings, node.events(), beside) };
-    let watch = mps::Watch {
-        layout: Layout::new(&args.mps.container_root),
-        snapshot: node.snapshot(),
-        events: node.events(),
-        idle: node.readiness().idle().clone(),
-    };
-    let shutdown = node.shutdown();
+    // The series are there, on every node.
+    let cdi_metrics = node.metrics().register(CdiMetrics::register);
     if let Some(sync) = injection.sync {
-        node.hold_plugins_until(sync.ready(), sync.awaited());
-        let (snapshot, readiness) = (node.snapshot(), node.readiness().clone());
-        let metrics = node.metrics().register(CdiMetrics::register);
-        node.spawn("CDI sync", sync.run(snapshot, metrics, readiness, shutdown.clone()));
-    } else {
-        // The series is there, on every node.
-        node.metrics().register(CdiMetrics::register);
+        node.hold_plugins_until(sync.ready.subscribe(), sync.awaited);
+        node.spawn("CDI sync", sync.run(node.snapshot(), cdi_metrics, node.readiness.clone()));
     }
     labels::spawn_in(&mut node, &settings, args);
     // Before the first GPU is discovered: the plan decides which resources it belongs to.
     let planned = Event::Planned(Box::new(settings.plan()));
     node.events().send(planned).await.context("the node takes no events")?;
-    node.spawn("NVML driver", driver.run(shutdown.clone()));
-    node.spawn("MPS daemons' watch", watch.run(shutdown.clone()));
+    node.spawn("NVML driver", driver.run());
+    let (layout, idle) = (Layout::new(&args.mps.container_root), node.readiness.idle().clone());
+    node.spawn("MPS daemons' watch", mps::follow_daemons(layout, node.snapshot(), node.events(), idle));
     let (metrics, events) = (node.metrics().register(ConfigMetrics::register), node.events());
     let reloader = config::Reloader { flags: args.flags.clone(), environment, settings, metrics, events };
-    node.spawn("configuration", reloader.run(hangup, shutdown.clone()));
+    node.spawn("configuration", reloader.run(hangup));
     if let Some(admin) = admin {
-        let (orders, shutdown) = (operator::orders(&node, &release), shutdown.clone());
-        node.spawn("admin socket", async move {
-            admin.serve(orders, shutdown).await;
-            Ok(())
-        });
+        let orders = operator::orders(&node, &release);
+        node.spawn("admin socket", admin.serve(orders).map(Ok));
     }
+    let shutdown = node.shutdown();
     node.spawn("signals", async move {
         let name = loop {
             tokio::select! {
@@ -156,7 +142,6 @@ async fn serve(args: &RunArgs) -> Result<()> {
                 _ = interrupt.recv() => break "SIGINT",
                 _ = let_go.recv() => release.wish(true),
                 _ = take_up.recv() => release.wish(false),
-                () = shutdown.cancelled() => return Ok(()),
             }
         };
         tracing::info!(signal = name, "ending");
@@ -173,7 +158,7 @@ fn driver_of(
     host: &HostArgs,
     settings: &Settings,
     events: mpsc::Sender<Event>,
-    beside: (&Arc<DriverMetrics>, watch::Sender<Idle>, operator::Release),
+    beside: (DriverMetrics, watch::Sender<Idle>, operator::Release),
 ) -> driver::Driver {
     let milliseconds = Duration::from_millis;
     let (metrics, idle, release) = beside;
@@ -198,7 +183,7 @@ fn driver_of(
         sysfs: host.sysfs.clone(),
         events,
         seen: watch::Sender::default(),
-        metrics: Arc::clone(metrics),
+        metrics,
         idle,
     }
 }

@@ -13,20 +13,21 @@ use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
 use std::path::Path;
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use futures_util::FutureExt;
+use prometheus_client::registry::Registry;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
-use tokio_util::sync::CancellationToken;
 
 use super::clock::Clock;
 use super::config;
 use super::driver::metrics::DriverMetrics;
-use super::idle::Idle;
+use super::node::task_end;
 use super::operator::Release;
+use super::readiness::Idle;
 use crate::config::settings::load;
 use crate::config::{ConfigMetrics, Environment, MpsCommand, MpsControlDaemonArgs};
 use crate::mps::{Layout, LayoutError, Limits, Pace, Programs, Settings, Shm, mount_shm};
@@ -34,7 +35,7 @@ use crate::once::Once;
 use crate::state::{Effect, Event, NodeState, ResourceName};
 use daemons::Daemons;
 
-pub(super) use plugin::Watch;
+pub(super) use plugin::follow_daemons;
 
 /// How long things may take. `quit` gives the servers a second; the next half is the daemon's own.
 const PACE: Pace = Pace {
@@ -89,22 +90,22 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     let _lock = lock(&layout)?;
     let (events, mut happened) = mpsc::channel(EVENTS);
     // No port serves these here.
-    let metrics = Arc::new(DriverMetrics::default());
+    let metrics = DriverMetrics::register(&mut Registry::default());
     let config_metrics = ConfigMetrics::default();
-    let shutdown = CancellationToken::new();
     let mut tasks = JoinSet::new();
     let idle = watch::Sender::new(Idle::Waiting(String::new()));
-    let release = Release::new(Arc::clone(&metrics));
-    let driver = super::driver_of(&args.nvml, &args.host, &loaded.settings, events.clone(), (&metrics, idle, release));
+    let release = Release::new(metrics.clone());
+    let driver = super::driver_of(&args.nvml, &args.host, &loaded.settings, events.clone(), (metrics, idle, release));
     let planned = Event::Planned(Box::new(loaded.settings.plan()));
     events.send(planned).await.context("no task takes events")?;
-    tasks.spawn(named("NVML driver", driver.run(shutdown.clone())));
+    tasks.spawn(driver.run().map(|end| ("NVML driver", end)));
     let (flags, settings) = (args.flags.clone(), loaded.settings);
     let reloader = config::Reloader { flags, environment, settings, metrics: config_metrics, events };
-    tasks.spawn(named("configuration", reloader.run(hangup, shutdown.clone())));
+    tasks.spawn(reloader.run(hangup).map(|end| ("configuration", end)));
 
     let programs = Programs { control: "nvidia-cuda-mps-control".into(), smi: "nvidia-smi".into() };
-    let mut daemons = Daemons::new(Settings { layout: layout.clone(), programs, pace: PACE });
+    let mut daemons =
+        Daemons::new(Settings { layout: layout.clone(), programs, selinuxfs: "/sys/fs/selinux".into(), pace: PACE });
     let mut demand = Demand::new();
     let ended = loop {
         tokio::select! {
@@ -112,23 +113,16 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
                 daemons.want(wanted).await;
             },
             ended = daemons.next() => if let Err(error) = ended { break Err(error) },
-            Some(task) = tasks.join_next() => match task {
-                Ok((name, Ok(()))) => break Err(anyhow!("the task '{name}' ended")),
-                Ok((name, Err(error))) => break Err(error.context(format!("the task '{name}' failed"))),
-                Err(error) => break Err(error).context("a task panicked"),
-            },
+            Some(task) = tasks.join_next() => {
+                break task_end(task).and_then(|name| Err(anyhow!("the task '{name}' ended")));
+            }
             _ = terminate.recv() => { tracing::info!(signal = "SIGTERM", "ending"); break Ok(()) }
             _ = interrupt.recv() => { tracing::info!(signal = "SIGINT", "ending"); break Ok(()) }
         }
     };
     daemons.end().await?;
-    shutdown.cancel();
-    while tasks.join_next().await.is_some() {}
+    tasks.shutdown().await;
     ended
-}
-
-async fn named(name: &'static str, task: impl Future<Output = Result<()>>) -> (&'static str, Result<()>) {
-    (name, task.await)
 }
 
 /// The state of the node, and what follows from it for the daemons.

@@ -5,21 +5,22 @@
 //! ends the node.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
+use futures_util::FutureExt;
 use tokio::sync::{mpsc, watch};
-use tokio::task::JoinSet;
-use tokio::time::{sleep_until, timeout};
+use tokio::task::{JoinError, JoinSet};
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-use super::clock::Clock;
-use super::idle::Idle;
+use super::clock::{Clock, at};
 use super::keeper::{HealthSettings, Keeper};
 use super::observe::{self, GpuFailures, Reported};
-use super::readiness::{Part, Readiness};
+use super::readiness::{Idle, Part, Readiness};
 use crate::admin::{Admin, Answers};
 use crate::allocation::AllocationReport;
 use crate::kubelet::pod_resources::{self, Holders};
@@ -67,7 +68,8 @@ pub struct Node {
     checkpoint_trouble: Once<String>,
     /// Whether the state waits for an answer about holders.
     asks_often: watch::Sender<bool>,
-    readiness: Readiness,
+    /// Which parts of the node are ready.
+    pub(super) readiness: Readiness,
     last_report: watch::Sender<Option<Arc<AllocationReport>>>,
     metrics: Metrics,
     plugin_metrics: PluginMetrics,
@@ -77,6 +79,13 @@ pub struct Node {
     gate: Option<(watch::Receiver<bool>, &'static str)>,
     tasks: JoinSet<(String, Result<()>)>,
     shutdown: CancellationToken,
+}
+
+/// The name of a task that ended, or why it failed.
+pub(super) fn task_end<N: fmt::Display>(ended: Result<(N, Result<()>), JoinError>) -> Result<N> {
+    let (name, result) = ended.context("a task panicked")?;
+    result.with_context(|| format!("the task '{name}' failed"))?;
+    Ok(name)
 }
 
 /// The name of a plugin's task.
@@ -126,16 +135,10 @@ impl Node {
             tasks: JoinSet::new(),
             shutdown: CancellationToken::new(),
         };
-        let (answers, shutdown) = (node.answers(), node.shutdown());
-        node.spawn("metrics and probes", async move {
-            admin.serve(answers, shutdown).await;
-            Ok(())
-        });
+        let answers = node.answers();
+        node.spawn("metrics and probes", admin.serve(answers).map(Ok));
         let (records, shutdown) = (node.records.subscribe(), node.shutdown());
-        node.spawn("health record", async move {
-            keeper.follow(records, shutdown).await;
-            Ok(())
-        });
+        node.spawn_until_done("health record", keeper.follow(records, shutdown).map(Ok));
         if let Some(record) = kept {
             node.apply(Event::Restored(Box::new(record)));
         }
@@ -172,19 +175,20 @@ impl Node {
         self.shutdown.clone()
     }
 
-    /// Which parts of the node are ready.
-    pub(super) fn readiness(&self) -> &Readiness {
-        &self.readiness
-    }
-
     /// Holds plugins back until `ready`, in this phase: a pod may be admitted as soon as a plugin has registered.
     pub(super) fn hold_plugins_until(&mut self, ready: watch::Receiver<bool>, phase: &'static str) {
         self.gate = Some((ready, phase));
     }
 
-    /// Starts a task of this node. One that ends before the shutdown ends the node.
-    pub fn spawn(&mut self, name: impl Into<String>, task: impl Future<Output = Result<()>> + Send + 'static) {
-        let name = name.into();
+    /// Starts a task of this node, which the shutdown breaks off. One that ends before ends the node.
+    pub fn spawn(&mut self, name: &str, task: impl Future<Output = Result<()>> + Send + 'static) {
+        let shutdown = self.shutdown();
+        self.spawn_until_done(name, async move { shutdown.run_until_cancelled(task).await.unwrap_or(Ok(())) });
+    }
+
+    /// Starts a task that follows the shutdown itself.
+    fn spawn_until_done(&mut self, name: &str, task: impl Future<Output = Result<()>> + Send + 'static) {
+        let name = name.to_owned();
         self.tasks.spawn(async move { (name, task.await) });
     }
 
@@ -194,27 +198,20 @@ impl Node {
         let mut holders = self.holders.subscribe();
         let ended = loop {
             let deadline = self.state.next_deadline().map(|moment| self.clock.instant(moment));
-            let tick = async {
-                match deadline {
-                    Some(deadline) => sleep_until(deadline).await,
-                    None => std::future::pending().await,
-                }
-            };
             tokio::select! {
                 () = self.shutdown.cancelled() => break Ok(()),
                 Some(event) = self.events.1.recv() => self.apply(event),
-                () = tick => self.apply(Event::Tick),
+                () = at(deadline) => self.apply(Event::Tick),
                 Ok(()) = holders.changed() => {
                     let now = holders.borrow_and_update().clone();
                     self.holders_changed(now);
                 }
                 Some((resource, occurrence)) = self.occurrences.1.recv() => reported.log(&resource, &occurrence),
-                Some(task) = self.tasks.join_next() => match task {
-                    Ok((_, Ok(()))) if self.shutdown.is_cancelled() => break Ok(()),
-                    Ok((name, Ok(()))) if self.withdrawn(&name) => {}
-                    Ok((name, Ok(()))) => break Err(anyhow!("the task '{name}' ended")),
-                    Ok((name, Err(error))) => break Err(error.context(format!("the task '{name}' failed"))),
-                    Err(error) => break Err(error).context("a task panicked"),
+                Some(task) = self.tasks.join_next() => match task_end(task) {
+                    Ok(_) if self.shutdown.is_cancelled() => break Ok(()),
+                    Ok(name) if self.withdrawn(&name) => {}
+                    Ok(name) => break Err(anyhow!("the task '{name}' ended")),
+                    Err(error) => break Err(error),
                 },
             }
         };
@@ -297,17 +294,14 @@ impl Node {
         let waits = gate.as_ref().filter(|(ready, _)| !*ready.borrow());
         let phase = waits.map_or(Phase::WaitingForKubelet.words(), |(_, phase)| phase);
         self.readiness.add(Part::Plugin(resource.clone()), phase);
-        self.spawn(plugin_task(&resource), {
-            let end = end.clone();
-            async move {
-                if let Some((mut ready, _)) = gate {
-                    // An error means that the node is ending.
-                    let _ = end.run_until_cancelled(ready.wait_for(|ready| *ready)).await;
-                }
-                Ok(plugin.run(end).await?)
+        self.plugins.insert(resource.clone(), end.clone());
+        self.spawn_until_done(&plugin_task(&resource), async move {
+            if let Some((mut ready, _)) = gate {
+                // An error means that the node is ending.
+                let _ = end.run_until_cancelled(ready.wait_for(|ready| *ready)).await;
             }
+            Ok(plugin.run(end).await?)
         });
-        self.plugins.insert(resource, end);
     }
 
     /// Starts to ask which devices containers hold, once: the first device list depends on the answer.
@@ -316,7 +310,7 @@ impl Node {
         if !self.follows_holders {
             self.follows_holders = true;
             let (holders, often, shutdown) = (self.holders.clone(), self.asks_often.subscribe(), self.shutdown());
-            self.spawn("holders of devices", async move {
+            self.spawn_until_done("holders of devices", async move {
                 pod_resources::follow_holders(&sources, holders, often, shutdown).await;
                 Ok(())
             });

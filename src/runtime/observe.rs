@@ -2,13 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
 
 use crate::allocation::{DeviceId, FallbackReason};
 use crate::kubelet::{Occurrence, Phase};
+use crate::metrics::new;
 use crate::once::Once;
 use crate::state::{Health, ResourceName};
 use crate::topology::{GpuUuid, MigUuid};
@@ -16,30 +16,19 @@ use crate::topology::{GpuUuid, MigUuid};
 /// Troubles of a resource, and refused users, that are remembered; beyond so many none is logged.
 const MOST: usize = 64;
 
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct PerFailure {
-    uuid: String,
-    reason: &'static str,
-}
-
 /// Counts GPUs that became unhealthy.
 #[derive(Clone, Debug)]
-pub(super) struct GpuFailures {
-    failures: Family<PerFailure, Counter>,
-}
+pub(super) struct GpuFailures(Family<[(&'static str, String); 2], Counter>);
 
 impl GpuFailures {
     /// Makes and registers them.
     pub fn register(registry: &mut Registry) -> Self {
-        let failures = Family::<PerFailure, Counter>::default();
-        let help = "Times the GPU became unhealthy, or its first reason another";
-        registry.register("gpu_failures", help, failures.clone());
-        Self { failures }
+        Self(new(registry, "gpu_failures", "Times the GPU became unhealthy, or its first reason another"))
     }
 
     /// A GPU became unhealthy.
     pub fn count(&self, gpu: &GpuUuid, reason: &'static str) {
-        self.failures.get_or_create(&PerFailure { uuid: gpu.to_string(), reason }).inc();
+        self.0.get_or_create(&[("uuid", gpu.to_string()), ("reason", reason.to_owned())]).inc();
     }
 }
 
@@ -58,17 +47,12 @@ pub(super) fn some(ids: &[DeviceId]) -> String {
 
 /// Logs a change of health: of a GPU, or of one MIG device of it alone.
 pub(super) fn health(gpu: &GpuUuid, mig: Option<&MigUuid>, health: &Health) {
-    let mig = mig.map(MigUuid::as_str);
-    match (health, mig) {
-        (Health::Healthy, None) => tracing::info!(%gpu, "the GPU is healthy"),
-        (Health::Healthy, Some(mig)) => tracing::info!(%gpu, mig, "the MIG device is healthy"),
-        (Health::Unhealthy { reason, since }, None) => {
+    let (mig, device) = (mig.map(MigUuid::as_str), if mig.is_some() { "MIG device" } else { "GPU" });
+    match health {
+        Health::Healthy => tracing::info!(%gpu, mig, "the {device} is healthy"),
+        Health::Unhealthy { reason, since } => {
             let (since, ends_with) = (since.as_secs(), reason.ends_with());
-            tracing::warn!(%gpu, %reason, since, ends_with, "the GPU is unhealthy");
-        }
-        (Health::Unhealthy { reason, since }, Some(mig)) => {
-            let (since, ends_with) = (since.as_secs(), reason.ends_with());
-            tracing::warn!(%gpu, mig, %reason, since, ends_with, "the MIG device is unhealthy");
+            tracing::warn!(%gpu, mig, %reason, since, ends_with, "the {device} is unhealthy");
         }
     }
 }

@@ -7,48 +7,41 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc::{self, error::TrySendError};
+use tokio::sync::watch;
 use tokio::time::timeout;
 
 use super::driver::metrics::DriverMetrics;
 use super::node::Node;
-use super::readiness::{Part, Readiness, Standing};
-use crate::admin::{GpuState, Orders, Outcome, PartState, ReasonState, ResourceState, State};
+use super::readiness::{Part, Readiness};
+use crate::admin::{GpuState, Order, Orders, Outcome, PartState, ReasonState, ResourceState, State};
 use crate::state::{Event, NodeState, Resource};
+use crate::topology::GpuUuid;
 
 /// [`Release::patience`].
 const LETTING_GO: Duration = Duration::from_secs(10);
 
-/// Whether an operator has released the driver, and how many agents still hold it.
+/// Whether an operator has released the driver, and whether agents still hold it.
 #[derive(Clone, Debug)]
 pub(super) struct Release {
     wished: watch::Sender<bool>,
-    held: watch::Sender<usize>,
+    held: watch::Sender<bool>,
     /// How long an order to release waits for the agents' end before it answers that this is still to come.
     patience: Duration,
-    metrics: Arc<DriverMetrics>,
-}
-
-/// An agent's process lives as long as this.
-pub(super) struct Holding(watch::Sender<usize>);
-
-impl Drop for Holding {
-    fn drop(&mut self) {
-        self.0.send_modify(|held| *held = held.saturating_sub(1));
-    }
+    metrics: DriverMetrics,
 }
 
 impl Release {
     /// Nothing is ordered.
-    pub fn new(metrics: Arc<DriverMetrics>) -> Self {
-        let (wished, held) = (watch::Sender::new(false), watch::Sender::new(0));
+    pub fn new(metrics: DriverMetrics) -> Self {
+        let (wished, held) = (watch::Sender::new(false), watch::Sender::new(false));
         Self { wished, held, patience: LETTING_GO, metrics }
     }
 
     /// An operator's order: to release the driver, or to resume.
     pub fn wish(&self, release: bool) {
         if self.wished.send_replace(release) != release {
-            self.metrics.driver_released(release);
+            self.metrics.released.set(release.into());
             let words = if release { "an operator releases the driver" } else { "an operator resumes the driver" };
             tracing::info!("{words}");
         }
@@ -64,15 +57,9 @@ impl Release {
         self.wished.subscribe()
     }
 
-    /// The driver is held until the value is dropped. Ask [`Self::is_wished`] afterwards, and start nothing if it is.
-    pub fn holding(&self) -> Holding {
-        self.held.send_modify(|held| *held += 1);
-        Holding(self.held.clone())
-    }
-
-    /// Whether no agent holds the driver before `limit` has passed.
-    pub async fn is_let_go_within(&self, limit: Duration) -> bool {
-        timeout(limit, self.held.subscribe().wait_for(|held| *held == 0)).await.is_ok()
+    /// Whether an agent's process lives. Before a start: set it, then ask [`Self::is_wished`], and start nothing if it is.
+    pub fn set_held(&self, held: bool) {
+        self.held.send_if_modified(|was| std::mem::replace(was, held) != held);
     }
 
     async fn order(&self, release: bool) -> Outcome {
@@ -80,7 +67,7 @@ impl Release {
         if !release {
             return Outcome::Done("the driver is taken up again".to_owned());
         }
-        if self.is_let_go_within(self.patience).await {
+        if timeout(self.patience, self.held.subscribe().wait_for(|held| !held)).await.is_ok() {
             return Outcome::Done("no process of linkwise holds the driver".to_owned());
         }
         Outcome::NotYet(format!(
@@ -93,36 +80,34 @@ impl Release {
 /// What the admin socket does on this node.
 pub(super) fn orders(node: &Node, release: &Release) -> Orders {
     let (snapshot, events) = (node.snapshot(), node.events());
-    let (readiness, let_go) = (node.readiness().clone(), release.clone());
-    let state = {
-        let snapshot = snapshot.clone();
-        move || state(&Arc::clone(&snapshot.borrow()), &readiness, let_go.is_wished())
-    };
-    let release = release.clone();
+    let (readiness, release) = (node.readiness.clone(), release.clone());
+    let (shown, is_released) = (snapshot.clone(), release.clone());
     Orders {
-        state: Arc::new(state),
-        release: Arc::new(move |wish| {
-            let release = release.clone();
-            Box::pin(async move { release.order(wish).await })
-        }),
-        clear: Arc::new(move |gpu| {
-            let (known, events) = (Arc::clone(&snapshot.borrow()), events.clone());
+        state: Arc::new(move || state(&Arc::clone(&shown.borrow()), &readiness, is_released.is_wished())),
+        carry_out: Arc::new(move |order| {
+            let (snapshot, events, release) = (Arc::clone(&snapshot.borrow()), events.clone(), release.clone());
             Box::pin(async move {
-                if !known.offers().devices().any(|device| device.gpu.uuid == gpu) {
-                    return Outcome::Unknown(format!("no GPU {gpu} on this node"));
-                }
-                match events.try_send(Event::Cleared { gpu: gpu.clone() }) {
-                    Ok(()) => {
-                        tracing::warn!(%gpu, "an operator vouches for the GPU");
-                        Outcome::Done(format!("what was held against {gpu} is forgotten"))
-                    }
-                    Err(mpsc::error::TrySendError::Full(_)) => {
-                        Outcome::NotYet("too much happens just now; try again".to_owned())
-                    }
-                    Err(mpsc::error::TrySendError::Closed(_)) => Outcome::NotYet("linkwise is ending".to_owned()),
+                match order {
+                    Order::Release => release.order(true).await,
+                    Order::Resume => release.order(false).await,
+                    Order::Clear(gpu) => clear(&snapshot, &events, gpu),
                 }
             })
         }),
+    }
+}
+
+fn clear(snapshot: &NodeState, events: &mpsc::Sender<Event>, gpu: GpuUuid) -> Outcome {
+    if !snapshot.offers().devices().any(|device| device.gpu.uuid == gpu) {
+        return Outcome::Unknown(format!("no GPU {gpu} on this node"));
+    }
+    match events.try_send(Event::Cleared { gpu: gpu.clone() }) {
+        Ok(()) => {
+            tracing::warn!(%gpu, "an operator vouches for the GPU");
+            Outcome::Done(format!("what was held against {gpu} is forgotten"))
+        }
+        Err(TrySendError::Full(_)) => Outcome::NotYet("too much happens just now; try again".to_owned()),
+        Err(TrySendError::Closed(_)) => Outcome::NotYet("linkwise is ending".to_owned()),
     }
 }
 
@@ -146,12 +131,13 @@ fn state(snapshot: &NodeState, readiness: &Readiness, driver_released: bool) -> 
     });
     let offered = snapshot.offers().resources();
     let (mut parts, mut resources) = (BTreeMap::new(), BTreeMap::new());
-    for (part, Standing { phase, ready, trouble }) in readiness.all() {
+    for (part, state) in readiness.all() {
         if let Part::Plugin(resource) = &part {
             let (healthy, unhealthy) = offered.get(resource).map(Resource::counts).unwrap_or_default();
+            let PartState { phase, trouble, .. } = state;
             resources.insert(resource.to_string(), ResourceState { phase, trouble, healthy, unhealthy });
         } else {
-            parts.insert(part.to_string(), PartState { phase, ready, trouble });
+            parts.insert(part.to_string(), state);
         }
     }
     State {
@@ -169,10 +155,13 @@ fn state(snapshot: &NodeState, readiness: &Readiness, driver_released: bool) -> 
 mod tests {
     use super::*;
     use crate::kubelet::Phase;
-    use crate::runtime::idle::Idle;
+    use crate::runtime::readiness::Idle;
     use crate::runtime::{HealthSettings, NodeSettings};
     use crate::state::{NumaHints, ResourceName, UnhealthyReason};
-    use crate::topology::GpuUuid;
+
+    fn metrics() -> DriverMetrics {
+        DriverMetrics::register(&mut prometheus_client::registry::Registry::default())
+    }
 
     async fn node(folder: &std::path::Path) -> Node {
         Node::start(NodeSettings {
@@ -239,32 +228,31 @@ mod tests {
     async fn order_that_cannot_be_queued_is_503() {
         let folder = tempfile::tempdir().unwrap();
         let mut node = node(folder.path()).await;
-        let release = Release::new(Arc::new(DriverMetrics::default()));
+        let release = Release::new(metrics());
         let seen = crate::machines::load("dgx1-v100").unwrap().observed;
         let gpu = seen.gpus[0].uuid.clone();
         node.apply(Event::Observed(Box::new(seen)));
         let (orders, events) = (orders(&node, &release), node.events());
         assert_eq!(
-            (orders.clear)(gpu.clone()).await,
+            (orders.carry_out)(Order::Clear(gpu.clone())).await,
             Outcome::Done(format!("what was held against {gpu} is forgotten"))
         );
         // Nobody takes events here: in the end there is no room for one more.
         while events.try_send(Event::Tick).is_ok() {}
         let later = Outcome::NotYet("too much happens just now; try again".to_owned());
-        assert_eq!((orders.clear)(gpu.clone()).await, later);
+        assert_eq!((orders.carry_out)(Order::Clear(gpu.clone())).await, later);
         drop(node);
-        assert_eq!((orders.clear)(gpu).await, Outcome::NotYet("linkwise is ending".to_owned()));
+        assert_eq!((orders.carry_out)(Order::Clear(gpu)).await, Outcome::NotYet("linkwise is ending".to_owned()));
     }
 
     #[tokio::test]
     async fn unfinished_release_is_503_and_stands() {
-        let release =
-            Release { patience: Duration::from_millis(1), ..Release::new(Arc::new(DriverMetrics::default())) };
-        let holding = release.holding();
+        let release = Release { patience: Duration::from_millis(1), ..Release::new(metrics()) };
+        release.set_held(true);
         let answer = timeout(2 * LETTING_GO, release.order(true)).await.unwrap();
         assert!(matches!(&answer, Outcome::NotYet(words) if words.contains("the order stands")), "{answer:?}");
         assert!(release.is_wished());
-        drop(holding);
+        release.set_held(false);
         assert_eq!(release.order(true).await, Outcome::Done("no process of linkwise holds the driver".to_owned()));
     }
 }

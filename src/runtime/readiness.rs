@@ -9,8 +9,26 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::watch;
 
-use super::idle::Idle;
+use crate::admin::PartState;
 use crate::state::ResourceName;
+
+/// Why a node offers nothing. Written by `driver` and `mps::plugin`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Idle {
+    /// It may change by itself, or somebody has to act: the node is not ready.
+    Waiting(String),
+    /// This host has no GPU to serve: nothing is to be done, and the node is as ready as it will be.
+    NoGpu(String),
+}
+
+impl Idle {
+    /// Why, for people.
+    pub fn reason(&self) -> &str {
+        match self {
+            Self::Waiting(reason) | Self::NoGpu(reason) => reason,
+        }
+    }
+}
 
 /// What can be ready or not.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -30,27 +48,10 @@ impl fmt::Display for Part {
     }
 }
 
-/// Where a part is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Standing {
-    /// In words, for people.
-    pub phase: &'static str,
-    pub ready: bool,
-    /// What went wrong last, until the part is ready.
-    pub trouble: Option<String>,
-}
-
-impl fmt::Display for Standing {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.phase)?;
-        self.trouble.iter().try_for_each(|trouble| write!(f, "; {trouble}"))
-    }
-}
-
 /// All parts, and why the node is idle.
 #[derive(Clone, Debug)]
 pub(super) struct Readiness {
-    parts: Arc<Mutex<BTreeMap<Part, Standing>>>,
+    parts: Arc<Mutex<BTreeMap<Part, PartState>>>,
     idle: watch::Sender<Idle>,
 }
 
@@ -67,7 +68,7 @@ impl Readiness {
 
     /// A part begins in this phase, not ready.
     pub fn add(&self, part: Part, phase: &'static str) {
-        self.parts().insert(part, Standing { phase, ready: false, trouble: None });
+        self.parts().insert(part, PartState { phase, ready: false, trouble: None });
     }
 
     /// A part is no longer waited for; what still comes from it changes nothing.
@@ -77,21 +78,21 @@ impl Readiness {
 
     /// A part is in another phase; one that is ready has no trouble.
     pub fn enter(&self, part: &Part, phase: &'static str, ready: bool) {
-        if let Some(standing) = self.parts().get_mut(part) {
-            (standing.phase, standing.ready) = (phase, ready);
-            standing.trouble.take_if(|_| ready);
+        if let Some(state) = self.parts().get_mut(part) {
+            (state.phase, state.ready) = (phase, ready);
+            state.trouble.take_if(|_| ready);
         }
     }
 
     /// Something went wrong with a part; it is as ready as it was.
     pub fn trouble(&self, part: &Part, why: String) {
-        if let Some(standing) = self.parts().get_mut(part) {
-            standing.trouble = Some(why);
+        if let Some(state) = self.parts().get_mut(part) {
+            state.trouble = Some(why);
         }
     }
 
     /// Every part.
-    pub fn all(&self) -> BTreeMap<Part, Standing> {
+    pub fn all(&self) -> BTreeMap<Part, PartState> {
         self.parts().clone()
     }
 
@@ -104,13 +105,13 @@ impl Readiness {
                 Idle::Waiting(reason) => Err(vec![reason.clone()]),
             };
         }
-        let unready = parts.iter().filter(|(_, standing)| !standing.ready);
-        let unready: Vec<String> = unready.map(|(part, standing)| format!("{part}: {standing}")).collect();
+        let unready = parts.iter().filter(|(_, state)| !state.ready);
+        let unready: Vec<String> = unready.map(|(part, state)| format!("{part}: {state}")).collect();
         if unready.is_empty() { Ok("ready".to_owned()) } else { Err(unready) }
     }
 
     /// Only whole entries are ever written: a panic elsewhere leaves nothing half done.
-    fn parts(&self) -> MutexGuard<'_, BTreeMap<Part, Standing>> {
+    fn parts(&self) -> MutexGuard<'_, BTreeMap<Part, PartState>> {
         self.parts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

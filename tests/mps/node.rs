@@ -39,6 +39,8 @@ impl Node {
         let settings = Settings {
             layout: Layout::new(folder.path().join("root")),
             programs: Programs { control: bin.join("nvidia-cuda-mps-control"), smi: bin.join("nvidia-smi") },
+            // No test has SELinux unless it names a folder that is there.
+            selinuxfs: folder.path().join("none"),
             // Long where no test expects a timeout: other tests may have the processors.
             pace: Pace {
                 answer: LIMIT,

@@ -3,11 +3,12 @@
 use std::fs;
 use std::time::Duration;
 
-use linkwise::mps::{Limits, Marker, readiness, set_back, set_exclusive};
+use linkwise::mps::{DaemonEvent, Limits, Marker, readiness, set_back, set_exclusive};
 use linkwise::state::{MpsShare, ResourceName};
 use linkwise::topology::GpuUuid;
+use rustix::fs::{XattrFlags, lgetxattr, lsetxattr};
 
-use crate::node::{Node, kill, pid_in, runs, shared, until, waiting};
+use crate::node::{Node, kill, pid_in, runs, shared, until, waiting, words};
 
 #[tokio::test]
 async fn daemon_serves_once_limits_hold_and_ends_in_order() {
@@ -227,4 +228,39 @@ async fn marker_counts_while_its_writer_lives() {
     let file = fs::File::create(&path).unwrap();
     file.lock().unwrap();
     assert!(why(&limits).contains("cannot read"));
+}
+
+#[tokio::test]
+async fn pipe_directory_gets_the_label_of_containers_under_selinux() {
+    const NAME: &std::ffi::CStr = c"security.selinux";
+    let label = |path: &std::path::Path| {
+        let mut label = [0; 128];
+        lgetxattr(path, NAME, &mut label).map(|length| String::from_utf8_lossy(&label[..length]).into_owned())
+    };
+    let mut node = Node::new();
+    let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
+    assert!(matches!(gpu.next().await, DaemonEvent::Serving));
+    let pipe = node.layout().pipe(&gpu.name);
+    assert!(label(&pipe).is_err(), "SELinux is disabled");
+    gpu.end().await;
+    // What an earlier daemon left is labelled too.
+    let left = pipe.join("left");
+    fs::write(&left, "").unwrap();
+    let may = lsetxattr(&left, NAME, b"x:x:x:s0\0", XattrFlags::empty());
+    node.settings.selinuxfs = node.layout().root().to_owned();
+    let mut gpu = node.supervise(shared("nvidia.com/gpu", [0], 2));
+    if let Err(refused) = may {
+        println!("security labels cannot be set here ({refused}): only the error is checked");
+        let event = gpu.next().await;
+        assert!(
+            matches!(&event, DaemonEvent::NotLabelled(why) if words(why).starts_with("cannot label ")),
+            "{event:?}"
+        );
+        gpu.serving().await;
+        return;
+    }
+    assert!(matches!(gpu.next().await, DaemonEvent::Serving));
+    for path in [&pipe, &left] {
+        assert_eq!(label(path).unwrap(), "system_u:object_r:container_file_t:s0\0", "{}", path.display());
+    }
 }

@@ -30,7 +30,7 @@ pub(super) struct AgentEnd {
     pub why: String,
     /// The GPU whose call hung or crashed it.
     pub blamed: Option<CalledGpu>,
-    /// Whether NVML was initialised.
+    /// Whether NVML was initialised, and still was at the end.
     pub initialised: bool,
     /// Whether the process has ended; else it was killed, and its end is still to come.
     pub reaped: bool,
@@ -67,8 +67,6 @@ pub(super) struct ActiveAgent {
     pub listens_to: BTreeSet<GpuUuid>,
     /// The host before its start, or at the latest look.
     pub host: Option<HostFingerprint>,
-    /// The error with which it is leaving.
-    pub error: Option<String>,
     /// When a standby is to follow it, and why.
     pub renewal: Option<(Duration, String)>,
     /// The pauses after standbys that failed.
@@ -88,8 +86,6 @@ pub(super) struct StandbyAgent {
     pub id: AgentId,
     pub skipped: Vec<Place>,
     pub reason: RestartReason,
-    /// The error with which it is leaving.
-    pub error: Option<String>,
 }
 
 /// All of them.

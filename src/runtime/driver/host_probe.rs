@@ -18,8 +18,8 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 pub(super) struct HostFingerprint {
     /// The NVIDIA GPUs on the PCI bus; `None` where the kernel does not list the bus here.
     pub bus: Option<BusGpus>,
-    /// The kernel's driver, while it is loaded and its version can be read: the version, and which load of it this is.
-    pub driver: Option<(String, u64)>,
+    /// Which boot and which load of the driver this is.
+    pub identity: NodeIdentity,
     /// The library that a new agent would load, as far as that is known.
     pub library: Option<Library>,
 }
@@ -33,9 +33,7 @@ impl HostFingerprint {
 
     /// Whether the bus has other GPUs, or another driver took or left one.
     pub fn has_other_bus(&self, before: &Self) -> bool {
-        let gpus = |probed: &Self| probed.bus.as_ref().map(|bus| (bus.keys().copied().collect(), probed.foreign()));
-        let now: Option<(Vec<PciAddress>, _)> = gpus(self);
-        now != gpus(before)
+        (self.gpus(), self.foreign()) != (before.gpus(), before.foreign())
     }
 
     /// The GPUs that another driver holds, with that driver: not served.
@@ -85,24 +83,19 @@ impl HostProbe {
         let path = loadable(maps.as_deref().and_then(|maps| mapped(maps, library)), library).or(self.library.take());
         self.library.clone_from(&path);
         let library = path.map(|path| Library { file: file_id(&path), path });
-        let driver = driver(&self.sysfs).and_then(|(version, load)| Some((version?, load)));
-        HostFingerprint { bus: self.bus.gpus(&self.sysfs), driver, library }
+        HostFingerprint { bus: self.bus.gpus(&self.sysfs), identity: identity(&self.sysfs), library }
     }
 }
 
-/// Which boot and which load of the driver this is. It reads files, which may hang.
+/// Which boot and which load of the driver this is: sysfs gives each folder it makes a new inode number. (Its times change
+/// when somebody reads the folder first.) It reads files, which may hang.
 pub fn identity(sysfs: &Path) -> NodeIdentity {
-    let driver = driver(sysfs)
-        .map(|(version, load)| format!("{}, load {load}", version.unwrap_or_else(|| "unknown version".to_owned())));
-    NodeIdentity { boot: line(Path::new(BOOT_ID)), driver }
-}
-
-/// The loaded driver: its version, where it can be read, and which load of it this is: sysfs gives each folder it makes a new
-/// inode number. (Its times change when somebody reads the folder first.)
-fn driver(sysfs: &Path) -> Option<(Option<String>, u64)> {
     let module = sysfs.join("module/nvidia");
-    let load = std::fs::metadata(&module).ok()?.ino();
-    Some((line(&module.join("version")), load))
+    let driver = std::fs::metadata(&module).ok().map(|folder| {
+        let version = line(&module.join("version")).unwrap_or_else(|| "unknown version".to_owned());
+        format!("{version}, load {}", folder.ino())
+    });
+    NodeIdentity { boot: line(Path::new(BOOT_ID)), driver }
 }
 
 fn line(path: &Path) -> Option<String> {
@@ -158,7 +151,7 @@ mod tests {
     fn library_changed_only_where_its_path_was_known() {
         let probed = |library: Option<(&str, u64)>| {
             let library = library.map(|(path, inode)| Library { path: path.into(), file: Some((1, inode, 0, 0, 9)) });
-            HostFingerprint { bus: None, driver: None, library }
+            HostFingerprint { bus: None, identity: NodeIdentity::default(), library }
         };
         let before = probed(Some(("/a", 1)));
         for (library, other) in

@@ -1,7 +1,7 @@
 //! The life with the driver as a state machine: which NVML agents run, and what their messages become.
 //!
-//! Pure: no I/O, no clock, no task. `driver` is its one caller: it reports what happened and does what it is told. One agent is
-//! active at a time. A standby is started beside it where a new one is needed though the active one still works (a GPU has come,
+//! Pure: no I/O but log lines, no clock, no task. `driver` is its one caller: it reports what happened and does what it is told.
+//! One agent is active at a time. A standby is started beside it where a new one is needed though the active one still works (a GPU has come,
 //! the library file changed, a quarantined GPU is to be tried), and takes over once it has seen the GPUs: no event falls between
 //! the two, none of the new one's waits for the end of the old one, and a standby that fails costs nothing. The tests beside
 //! this file hold the invariants against random stories.
@@ -19,22 +19,22 @@ use super::agents::{ActiveAgent, AgentId, Agents, RestartReason, StandbyAgent};
 use super::host_probe::HostFingerprint;
 use super::outage::NvmlOutage;
 use super::quarantine::{Quarantine, Verdict};
-use super::scan::{Identity, Scan};
+use super::scan::Scan;
 use crate::backoff::Backoff;
 use crate::nvml::HANDLE;
 use crate::nvml::protocol::{FromAgent, Missing, Place};
-use crate::nvml::scan::{NodeScan, known};
+use crate::nvml::scan::{CallFailure, NodeScan, known};
 use crate::once::Once;
-use crate::state::{Event, HealthPoll, MigInstance, NodeIdentity, Reach};
+use crate::state::{Event, HealthPoll, MigInstance, Reach};
 use crate::topology::{GpuUuid, PciAddress};
 
 pub(in crate::runtime) use io::Settings;
-pub(super) use io::{Action, Input, Note};
+pub(super) use io::{Action, Input};
 
 /// The longest pause before an agent is started again, as a multiple of the first.
 const LONGEST: u32 = 60;
 
-/// How long a start, a poll and a scan wait for short files; what they would have added counts later.
+/// How long a start and a poll wait for short files; what they would have added counts later.
 const FILES: Duration = Duration::from_millis(500);
 
 /// What happens while no agent is active.
@@ -95,7 +95,7 @@ impl Machine {
             backoff,
             unavailable: Once::new(),
             initialised: false,
-            outage: NvmlOutage::new(settings.grace, settings.unhealthy_when_away),
+            outage: NvmlOutage::new(settings.grace),
             quarantine: Quarantine::new(settings.trial),
             scan: Scan::new(settings.poll),
             polls: None,
@@ -146,7 +146,6 @@ impl Machine {
             Input::Released(released) => self.release(released, now),
             Input::Probed(host) => self.probed(host, now),
             Input::HostScanned(host) => self.scan.take_host(host, now),
-            Input::Identified(identity) => self.identified(identity),
             Input::Tick => {}
         }
         self.timers(now);
@@ -155,10 +154,6 @@ impl Machine {
 
     fn act(&mut self, action: Action) {
         self.actions.push(action);
-    }
-
-    fn log(&mut self, note: Note) {
-        self.act(Action::Log(note));
     }
 
     fn emit(&mut self, event: Event) {
@@ -173,7 +168,10 @@ impl Machine {
         if !self.agents.is_stuck() {
             self.stuck.clear();
         } else if self.stuck.is_news(()) {
-            self.log(Note::Stuck { agents: self.agents.unreaped() });
+            tracing::error!(
+                agents = self.agents.unreaped(),
+                "killed NVML agents do not end (stuck in the kernel): none is started before one of them has ended"
+            );
         }
         if is_due(self.scan.due()) {
             self.publish(now);
@@ -192,9 +190,13 @@ impl Machine {
         if let Some((_, reason)) = self.standby_due().filter(|(at, _)| *at <= now) {
             self.start_standby(reason);
         }
-        if let Some(outage) = self.outage.report(now) {
-            self.log(Note::Outage { cause: outage.cause });
-            self.actions.extend(outage.event.map(Action::Emit));
+        if let Some(cause) = self.outage.report(now) {
+            let (grace, unhealthy) = (self.settings.grace, self.settings.unhealthy_when_away);
+            let devices = if unhealthy { "unhealthy until NVML is back" } else { "offered as last seen" };
+            tracing::error!(cause, ?grace, devices, "NVML unavailable for longer than the grace period");
+            if unhealthy {
+                self.emit(Event::DriverAway { why: cause });
+            }
         }
         if is_due(self.stage_due()) {
             match self.stage {
@@ -252,14 +254,14 @@ impl Machine {
         let stale = self.probe.take().is_some_and(|(_, stale)| stale);
         if let Some(host) = &host {
             for (gpu, driver) in self.held_by_others.replace(host.foreign()) {
-                self.log(Note::HeldByOther { gpu, driver });
+                tracing::info!(%gpu, driver, "GPU is bound to another kernel driver and not served");
             }
         }
         match (&self.stage, host) {
             (Stage::Probing { .. }, host) => self.start(host, now),
             (Stage::Idle { .. }, host) => match host.and_then(|host| host.gpus().first().copied()) {
                 Some(first) => {
-                    self.log(Note::GpuAppeared(first));
+                    tracing::info!(gpu = %first, "NVIDIA GPU appeared on the PCI bus");
                     let reason = format!("GPU {first} appeared on the PCI bus, and has not been scanned yet");
                     self.act(Action::Idle(Idle::Waiting(reason)));
                     self.restart_at_once(now);
@@ -292,14 +294,14 @@ impl Machine {
     /// Whether the host calls for another agent.
     fn compare(&mut self, host: HostFingerprint, now: Duration) {
         let Some(active) = &mut self.agents.active else { return };
-        let Some(before) = active.host.replace(host.clone()) else { return };
-        if before.driver != host.driver {
-            let name = |driver: &Option<(String, u64)>| {
-                driver.as_ref().map_or_else(|| "none".to_owned(), |(version, load)| format!("{version} (load {load})"))
-            };
-            let cause = format!("the driver was {}, and is {}", name(&before.driver), name(&host.driver));
+        let Some(before) = active.host.replace(host.clone()) else {
+            return self.emit(Event::Identified(host.identity));
+        };
+        if before.identity.driver != host.identity.driver {
+            let name = |host: HostFingerprint| host.identity.driver.unwrap_or_else(|| "none".to_owned());
+            let cause = format!("the driver was {}, and is {}", name(before), name(host));
             self.retire_all("replaced", now);
-            self.log(Note::Replaced { cause: cause.clone() });
+            tracing::warn!(cause, "NVML agent replaced");
             self.outage.begin(cause, now);
             return self.restart_at_once(now);
         }
@@ -323,7 +325,7 @@ impl Machine {
     fn active(&self, id: AgentId, skipped: Vec<Place>, host: Option<HostFingerprint>, began: Duration) -> ActiveAgent {
         let backoff = Backoff::new(self.settings.pause, self.settings.pause.saturating_mul(LONGEST));
         let listens_to = BTreeSet::new();
-        ActiveAgent { id, began, skipped, ready: false, listens_to, host, error: None, renewal: None, backoff }
+        ActiveAgent { id, began, skipped, ready: false, listens_to, host, renewal: None, backoff }
     }
 
     fn start_standby(&mut self, reason: RestartReason) {
@@ -331,10 +333,10 @@ impl Machine {
             RestartReason::Trial(place) => Some(*place),
             RestartReason::Renewal(_) => None,
         };
-        self.log(Note::StandbyStarted(reason.clone()));
+        tracing::info!(%reason, "standby NVML agent started");
         let (id, skipped) = (self.agents.next_id(), self.quarantine.skip(trial));
         self.act(Action::Start(id, skipped.clone()));
-        self.agents.standby = Some(StandbyAgent { id, skipped, reason, error: None });
+        self.agents.standby = Some(StandbyAgent { id, skipped, reason });
     }
 
     /// No agent is active any more, for a new reason: the next one follows without a pause.
@@ -392,17 +394,17 @@ impl Machine {
             FromAgent::DoubleBitEcc { gpu } => self.event(&gpu.clone(), Event::DoubleBitEcc { gpu }, now),
             FromAgent::Ready(scan) if is_active => self.scanned(*scan, now),
             FromAgent::Polled { gpus, missing, unheard, .. } if is_active => self.polled(gpus, &missing, unheard, now),
-            FromAgent::Failed(failure) if is_active => self.log(Note::CallFailed(failure)),
-            FromAgent::Leaving(error) if is_active => {
-                if let Some(active) = &mut self.agents.active {
-                    active.error = Some(error.to_string());
-                }
+            FromAgent::Failed(CallFailure { subject, error, .. }) if is_active => {
+                self.act(Action::CountFailure);
+                tracing::warn!(subject, call = %error.call, error = error.reason.to_string(), "NVML call failed");
             }
-            message => {
+            FromAgent::Ready(scan) => {
                 if let Some(standby) = self.agents.standby.take_if(|standby| standby.id == id) {
-                    self.standby_message(standby, message, now);
+                    self.standby_ready(standby, *scan, now);
                 }
             }
+            // Of a standby or a retired agent, or why it is leaving, which its end has too.
+            _ => {}
         }
     }
 
@@ -414,33 +416,25 @@ impl Machine {
         }
     }
 
-    fn standby_message(&mut self, mut standby: StandbyAgent, message: FromAgent, now: Duration) {
-        match message {
-            // One that cannot even count the GPUs sees less than the one that works.
-            FromAgent::Ready(scan) if scan.count.is_none() => {
-                self.act(Action::CountEnd("replaced"));
-                self.retire(standby.id, now);
-                self.standby_failed(standby.reason, "it cannot count the GPUs".to_owned(), now);
-            }
-            FromAgent::Ready(scan) => {
-                let Some(old) = self.agents.active.take() else { return };
-                self.agents.active = Some(self.active(standby.id, standby.skipped, old.host, old.began));
-                self.act(Action::CountEnd("replaced"));
-                self.retire(old.id, now);
-                self.scanned(*scan, now);
-            }
-            message => {
-                if let FromAgent::Leaving(error) = message {
-                    standby.error = Some(error.to_string());
-                }
-                self.agents.standby = Some(standby);
-            }
+    fn standby_ready(&mut self, standby: StandbyAgent, scan: NodeScan, now: Duration) {
+        // One that cannot even count the GPUs sees less than the one that works.
+        if scan.count.is_none() {
+            self.act(Action::CountEnd("replaced"));
+            self.retire(standby.id, now);
+            self.standby_failed(standby.reason, "it cannot count the GPUs".to_owned(), now);
+        } else if let Some(old) = self.agents.active.take() {
+            self.agents.active = Some(self.active(standby.id, standby.skipped, old.host, old.began));
+            self.act(Action::CountEnd("replaced"));
+            self.retire(old.id, now);
+            self.scanned(scan, now);
         }
     }
 
     /// The active agent has scanned the GPUs: when it is ready, and again whenever they changed.
     fn scanned(&mut self, scan: NodeScan, now: Duration) {
         let Some(active) = &mut self.agents.active else { return };
+        // Unknown where the host was not probed in time; then the next probe has it.
+        let identity = active.host.as_ref().map(|host| host.identity.clone());
         let gpus: BTreeSet<GpuUuid> = scan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         if !active.ready {
             let none_on_bus = active.host.as_ref().is_some_and(|host| host.gpus().is_empty());
@@ -454,45 +448,25 @@ impl Machine {
             active.ready = true;
             active.listens_to.clone_from(&gpus);
             self.scan.force = true;
-            let outage_ended = self.outage.end();
-            let (driver, library) = (known(&scan.driver).cloned(), known(&scan.library).cloned());
-            self.log(Note::Available { gpus: gpus.len(), driver, library });
-            self.actions.extend(outage_ended.map(Action::Emit));
+            let version = |answer| known(answer).map_or("unknown", String::as_str);
+            let (driver, nvml) = (version(&scan.driver), version(&scan.library));
+            tracing::info!(gpus = gpus.len(), driver, nvml, "NVML available");
+            if self.outage.end() && self.settings.unhealthy_when_away {
+                self.emit(Event::DriverBack);
+            }
             self.report(verdict);
         } else if let Some(new) = gpus.difference(&active.listens_to).next() {
             active.renew(format!("GPU {new} appeared, and its events are not heard"), now);
         }
+        self.actions.extend(identity.map(|identity| Action::Emit(Event::Identified(identity))));
         if gpus.is_empty() {
             self.act(Action::Idle(Idle::Waiting(NO_GPUS.to_owned())));
         }
         // A scan of the host that runs already has taken too long, or belongs to a scan that is still to be published.
         let host_until = if self.scan.host_runs { now } else { now + self.settings.call / 3 };
-        self.scan.take(scan, host_until, now + FILES);
+        self.scan.take(scan, host_until);
         if !std::mem::replace(&mut self.scan.host_runs, true) {
             self.act(Action::ScanHost);
-        }
-        self.identify();
-    }
-
-    fn identify(&mut self) {
-        self.scan.identity = match self.scan.identity {
-            Identity::Known | Identity::Wanted => {
-                self.act(Action::Identify);
-                Identity::Reading
-            }
-            Identity::Reading | Identity::ReadingOld => Identity::ReadingOld,
-        };
-    }
-
-    fn identified(&mut self, identity: Option<NodeIdentity>) {
-        let was = std::mem::replace(&mut self.scan.identity, Identity::Wanted);
-        match (was, identity) {
-            (Identity::ReadingOld, _) => self.identify(),
-            (_, Some(identity)) => {
-                self.scan.identity = Identity::Known;
-                self.emit(Event::Identified(identity));
-            }
-            (_, None) => {}
         }
     }
 
@@ -505,20 +479,22 @@ impl Machine {
     /// Reports which GPUs are quarantined from now on, and which no longer.
     fn report(&mut self, verdict: Verdict) {
         // A GPU that was never scanned was never offered: it has a line in the log only.
-        let scanned = |machine: &Self, place| machine.scan.nvml.as_ref()?.at(place).map(|gpu| gpu.uuid.clone());
-        let name = |machine: &Self, place| scanned(machine, place).or_else(|| machine.quarantine.name(place).cloned());
-        for (place, cause) in verdict.quarantined {
-            self.log(Note::Quarantined { gpu: name(self, place), index: place.index, cause: cause.clone() });
-            if let Some(gpu) = scanned(self, place) {
-                self.emit(Event::Quarantined { gpu, why: cause });
-            }
+        let scanned = |place| self.scan.nvml.as_ref()?.at(place).map(|gpu| gpu.uuid.clone());
+        let name = |place| {
+            let uuid = scanned(place).or_else(|| self.quarantine.name(place).cloned());
+            uuid.map_or_else(String::new, |uuid| uuid.to_string())
+        };
+        let mut events = Vec::new();
+        for (place, why) in verdict.quarantined {
+            let (gpu, index, cause) = (name(place), place.index, &why);
+            tracing::error!(gpu, index, cause, "GPU quarantined: it ends the agents that query it");
+            events.extend(scanned(place).map(|gpu| Event::Quarantined { gpu, why }));
         }
         for place in verdict.released {
-            self.log(Note::OutOfQuarantine { gpu: name(self, place), index: place.index });
-            if let Some(gpu) = scanned(self, place) {
-                self.emit(Event::ReleasedFromQuarantine { gpu });
-            }
+            tracing::warn!(gpu = name(place), index = place.index, "GPU released from quarantine");
+            events.extend(scanned(place).map(|gpu| Event::ReleasedFromQuarantine { gpu }));
         }
+        self.actions.extend(events.into_iter().map(Action::Emit));
     }
 
     fn polled(&mut self, mut polls: BTreeMap<GpuUuid, HealthPoll>, missing: &[Missing], unheard: u32, now: Duration) {
@@ -531,9 +507,6 @@ impl Machine {
         let since = self.probe.map_or(now, |(since, _)| since);
         self.polls = Some(PendingPolls { polls, until: since + FILES });
         self.probe(now);
-        if self.scan.identity == Identity::Wanted {
-            self.identify();
-        }
     }
 
     /// The polls of the GPUs that NVML counts and that were not asked, but for those that are skipped.

@@ -4,14 +4,10 @@
 
 use std::time::Duration;
 
-use crate::state::Event;
-
 /// The time without an agent that works.
 #[derive(Debug)]
 pub(super) struct NvmlOutage {
     grace: Duration,
-    /// Whether GPUs are unhealthy during an outage.
-    unhealthy: bool,
     phase: Phase,
 }
 
@@ -27,17 +23,10 @@ enum Phase {
     Reported,
 }
 
-/// An outage to be reported.
-pub(super) struct Outage {
-    pub cause: String,
-    /// What becomes of the GPUs, if anything.
-    pub event: Option<Event>,
-}
-
 impl NvmlOutage {
     /// No agent has worked yet.
-    pub fn new(grace: Duration, unhealthy: bool) -> Self {
-        Self { grace, unhealthy, phase: Phase::Never }
+    pub fn new(grace: Duration) -> Self {
+        Self { grace, phase: Phase::Never }
     }
 
     /// Whether an agent has ever seen the GPUs: then there are some, and a driver that is gone is waited for.
@@ -57,11 +46,9 @@ impl NvmlOutage {
         }
     }
 
-    /// An agent works: what becomes of the GPUs, if anything.
-    pub fn end(&mut self) -> Option<Event> {
-        let was_reported = self.is_reported();
-        self.phase = Phase::Up;
-        (was_reported && self.unhealthy).then_some(Event::DriverBack)
+    /// An agent works. Returns whether that ends an outage that was reported.
+    pub fn end(&mut self) -> bool {
+        matches!(std::mem::replace(&mut self.phase, Phase::Up), Phase::Reported)
     }
 
     /// When the outage is to be reported.
@@ -72,15 +59,12 @@ impl NvmlOutage {
         }
     }
 
-    /// The outage, once, when the grace period is over.
-    pub fn report(&mut self, now: Duration) -> Option<Outage> {
-        let Phase::Down { cause, report_at } = &self.phase else { return None };
-        if *report_at > now {
-            return None;
+    /// The cause of the outage, once, when the grace period is over.
+    pub fn report(&mut self, now: Duration) -> Option<String> {
+        self.due().filter(|at| *at <= now)?;
+        match std::mem::replace(&mut self.phase, Phase::Reported) {
+            Phase::Down { cause, .. } => Some(cause),
+            Phase::Never | Phase::Up | Phase::Reported => None,
         }
-        let cause = cause.clone();
-        self.phase = Phase::Reported;
-        let event = self.unhealthy.then(|| Event::DriverAway { why: cause.clone() });
-        Some(Outage { cause, event })
     }
 }

@@ -1,8 +1,7 @@
 //! The node as it was scanned: NVML's GPUs and the host around them, published as one. Pure.
 //!
-//! Called by `machine`. A scan through NVML waits a while for the scan of the host that belongs to it, and for the identity of
-//! boot and driver; events of GPUs that were not published yet wait with it, or they would be dropped. A scan in which calls
-//! failed is repeated, ever more rarely.
+//! Called by `machine`. A scan through NVML waits a while for the scan of the host that belongs to it; events of GPUs that were not
+//! published yet wait with it, or they would be dropped. A scan in which calls failed is repeated, ever more rarely.
 
 use std::time::Duration;
 
@@ -31,29 +30,15 @@ pub(super) struct Scan {
     published: Option<NodeObservation>,
     /// Publish the next scan even if it equals the last one: another agent may speak to another driver.
     pub force: bool,
-    /// A scan is to be published: until when it waits for the host, and for the identity.
-    pending: Option<(Duration, Duration)>,
+    /// A scan is to be published: until when it waits for the host.
+    pending: Option<Duration>,
     /// The host is being scanned.
     pub host_runs: bool,
-    pub identity: Identity,
     held: Vec<Event>,
     /// The failures of the last scan, and when to repeat it.
     failures: Vec<ProbeFailure>,
     backoff: Backoff,
     pub repeat_at: Option<Duration>,
-}
-
-/// Which boot and which load of the driver this is: read with each scan.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Identity {
-    /// It is known.
-    Known,
-    /// It is being read.
-    Reading,
-    /// It is being read for too long, or since before the scan: maybe another driver's. It is read again.
-    ReadingOld,
-    /// It is to be read.
-    Wanted,
 }
 
 impl Scan {
@@ -66,7 +51,6 @@ impl Scan {
             force: false,
             pending: None,
             host_runs: false,
-            identity: Identity::Known,
             held: Vec::new(),
             failures: Vec::new(),
             backoff: Backoff::new(poll, poll.saturating_mul(LONGEST)),
@@ -74,10 +58,10 @@ impl Scan {
         }
     }
 
-    /// Takes a scan through NVML. It waits for the host and for the identity at most until then.
-    pub fn take(&mut self, scan: NodeScan, host_until: Duration, identity_until: Duration) {
+    /// Takes a scan through NVML. It waits for the host at most until then.
+    pub fn take(&mut self, scan: NodeScan, host_until: Duration) {
         self.nvml = Some(scan.after(self.nvml.as_ref()));
-        self.pending.get_or_insert((host_until, identity_until));
+        self.pending.get_or_insert(host_until);
     }
 
     /// Takes a scan of the host; `None` where it broke off.
@@ -88,15 +72,13 @@ impl Scan {
             self.host = Some((before.map_or(host, |(before, _)| before), failures));
         }
         if self.nvml.is_some() {
-            self.pending.get_or_insert((now, now));
+            self.pending.get_or_insert(now);
         }
     }
 
     /// When the pending scan is published at the latest.
     pub fn due(&self) -> Option<Duration> {
-        let (host_until, identity_until) = self.pending?;
-        let wait = |runs: bool, until: Duration| if runs { until } else { Duration::ZERO };
-        Some(wait(self.host_runs, host_until).max(wait(self.identity == Identity::Reading, identity_until)))
+        self.pending.map(|until| if self.host_runs { until } else { Duration::ZERO })
     }
 
     /// Whether anything was published.
@@ -124,9 +106,6 @@ impl Scan {
     /// Publishes the pending scan: the node, where it is not as it was, and the events that waited for it.
     pub fn publish(&mut self, now: Duration) -> (Option<NodeObservation>, Vec<Event>) {
         self.pending = None;
-        if self.identity == Identity::Reading {
-            self.identity = Identity::ReadingOld;
-        }
         let held = std::mem::take(&mut self.held);
         let Some(nvml) = &self.nvml else { return (None, held) };
         let (host, host_failures) = self.host.clone().unwrap_or_default();

@@ -8,60 +8,49 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use tokio::sync::{mpsc, watch};
-use tokio_util::sync::CancellationToken;
 
 use crate::mps::{Layout, NotReady, readiness};
 use crate::once::Once;
-use crate::runtime::idle::Idle;
+use crate::runtime::readiness::Idle;
 use crate::state::{Event, MpsShare, NodeState, ResourceName};
 
 /// How often the markers are read: a lock that ends makes no event in a folder. A small file for each resource.
 const POLL: Duration = Duration::from_secs(1);
 
-/// Polls the daemons' markers.
-pub(in crate::runtime) struct Watch {
-    pub layout: Layout,
-    pub snapshot: watch::Receiver<Arc<NodeState>>,
-    pub events: mpsc::Sender<Event>,
-    /// Why there is nothing to offer, for /readyz.
-    pub idle: watch::Sender<Idle>,
-}
-
-impl Watch {
-    /// Lives until `shutdown`.
-    pub async fn run(self, shutdown: CancellationToken) -> Result<()> {
-        shutdown.run_until_cancelled(self.follow()).await.unwrap_or(Ok(()))
-    }
-
-    async fn follow(mut self) -> Result<()> {
-        let mut logged = Once::new();
-        let mut ready: BTreeMap<ResourceName, MpsShare> = BTreeMap::new();
-        loop {
-            let snapshot = Arc::clone(&self.snapshot.borrow_and_update());
-            let (layout, current) = (self.layout.clone(), Arc::clone(&snapshot));
-            // A file system that hangs must not hold a thread that admissions need.
-            let polled = tokio::task::spawn_blocking(move || poll(&layout, &current)).await;
-            let polled = polled.context("the poll of the MPS markers panicked")?;
-            for (resource, readiness) in logged.replace(polled.clone()) {
-                let Err(why) = readiness else {
-                    tracing::info!(%resource, "MPS daemon ready, offering the resource");
-                    continue;
-                };
-                let why = why.to_string();
-                tracing::warn!(%resource, why, "MPS daemon not ready, not offering the resource");
-                let reason = format!("{resource}: its MPS control daemon is not ready: {why}");
-                self.idle.send_replace(Idle::Waiting(reason));
-            }
-            let mut shares = snapshot.mps_shares().clone();
-            shares.retain(|resource, _| polled.get(resource) == Some(&Ok(())));
-            if shares != ready {
-                ready = shares;
-                self.events.send(Event::MpsReady(ready.clone())).await.context("no task takes events any more")?;
-            }
-            tokio::select! {
-                changed = self.snapshot.changed() => if changed.is_err() { return Ok(()) },
-                () = tokio::time::sleep(POLL), if !polled.is_empty() => {}
-            }
+/// Polls the daemons' markers as long as the snapshots come; `idle` gets why there is nothing to offer, for /readyz.
+pub(in crate::runtime) async fn follow_daemons(
+    layout: Layout,
+    mut snapshots: watch::Receiver<Arc<NodeState>>,
+    events: mpsc::Sender<Event>,
+    idle: watch::Sender<Idle>,
+) -> Result<()> {
+    let mut logged = Once::new();
+    let mut ready: BTreeMap<ResourceName, MpsShare> = BTreeMap::new();
+    loop {
+        let snapshot = Arc::clone(&snapshots.borrow_and_update());
+        let (layout, current) = (layout.clone(), Arc::clone(&snapshot));
+        // A file system that hangs must not hold a thread that admissions need.
+        let polled = tokio::task::spawn_blocking(move || poll(&layout, &current)).await;
+        let polled = polled.context("the poll of the MPS markers panicked")?;
+        for (resource, readiness) in logged.replace(polled.clone()) {
+            let Err(why) = readiness else {
+                tracing::info!(%resource, "MPS daemon ready, offering the resource");
+                continue;
+            };
+            let why = why.to_string();
+            tracing::warn!(%resource, why, "MPS daemon not ready, not offering the resource");
+            let reason = format!("{resource}: its MPS control daemon is not ready: {why}");
+            idle.send_replace(Idle::Waiting(reason));
+        }
+        let mut shares = snapshot.mps_shares().clone();
+        shares.retain(|resource, _| polled.get(resource) == Some(&Ok(())));
+        if shares != ready {
+            ready = shares;
+            events.send(Event::MpsReady(ready.clone())).await.context("no task takes events any more")?;
+        }
+        tokio::select! {
+            changed = snapshots.changed() => if changed.is_err() { return Ok(()) },
+            () = tokio::time::sleep(POLL), if !polled.is_empty() => {}
         }
     }
 }

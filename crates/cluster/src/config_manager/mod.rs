@@ -121,15 +121,14 @@ async fn serve(args: &ConfigManagerArgs) -> Result<()> {
     let pace = Pace { first: Duration::from_millis(args.api_pause_ms), ..Pace::DEFAULT };
     let server = ApiServer::new(access, pace, ApiMetrics::register(&mut registry));
     let (sender, labels) = watch::channel(None);
-    let shutdown = CancellationToken::new();
     let mut tasks = JoinSet::new();
-    tasks.spawn(NodeFollower::new(server, settings.node.clone()).run(sender, shutdown.clone()));
+    tasks.spawn(NodeFollower::new(server, settings.node.clone()).run(sender, CancellationToken::new()));
     let problem = Arc::<Mutex<Option<String>>>::new(Mutex::new(Some("no label read yet".to_owned())));
     if let Some(address) = args.metrics_address {
         let admin = Admin::bind(address)?;
         tracing::info!(metrics = %admin.address(), "config-manager is up");
         let answers = answers(registry, Arc::clone(&problem));
-        tasks.spawn(async move { admin.serve(answers, shutdown.clone()).await });
+        tasks.spawn(admin.serve(answers));
     }
     let folder = FolderWatch::of(&settings.source);
     let manager = Manager { settings, metrics, problem, problems: Once::new(), selected: None };

@@ -1,15 +1,15 @@
 //! The order of the values, and the walk over all sets.
 
 use crate::prelude::*;
-use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::collections::BTreeSet;
 use core::cmp::Ordering;
 
-use super::collective::at;
 use super::report::{AllocationReport, ChosenGpu, FallbackReason, RunnerUp, Value, Values};
 use super::request::{AllocationPolicy, AllocationRequest, DeviceId, PreferredAllocation};
 use super::search;
 use super::set::{GpuSet, subsets};
 use super::tables::{AllocationTables, SetTables, SetValues};
+use crate::topology::NodeTopology;
 
 /// Chooses the best devices for a request, and reports why.
 ///
@@ -20,15 +20,12 @@ pub fn preferred_allocation(
     request: &AllocationRequest,
     policy: AllocationPolicy,
 ) -> (PreferredAllocation, AllocationReport) {
-    // Of whole GPUs all policies take the best set: none is more used than another.
-    let ids: BTreeMap<&str, usize> =
-        tables.topology().gpus().iter().enumerate().map(|(place, gpu)| (gpu.uuid.as_str(), place)).collect();
-    match Question::new(&ids, request) {
-        Ok(question) => match tables.values() {
-            SetValues::Tables(sets) => question.answer(tables, sets, policy),
-            SetValues::Tree(tree) => search::answer(tables.topology(), tree, &question, policy),
-        },
-        Err(reason) => fall_back(tables, &ids, request, policy, reason),
+    match Question::new(tables, request, policy) {
+        Ok(question) => {
+            let report = question.answer(tables);
+            (PreferredAllocation { devices: report.devices.iter().map(|gpu| (&gpu.uuid).into()).collect() }, report)
+        }
+        Err(reason) => fall_back(tables, |id| tables.place(id), request, policy, reason),
     }
 }
 
@@ -40,138 +37,129 @@ pub(super) struct Question {
     pub free: GpuSet,
     pub available: GpuSet,
     pub size: usize,
+    /// Of whole GPUs all policies take the best set: none is more used than another.
+    pub policy: AllocationPolicy,
 }
 
-/// One set under comparison; the later values are computed when the earlier ones tie.
+/// A set and what it is worth.
 #[derive(Clone, Copy)]
-struct Candidate<'a> {
-    tables: &'a AllocationTables,
-    sets: &'a SetTables,
-    chosen: GpuSet,
-    remains: GpuSet,
+pub(super) struct Found {
+    pub chosen: GpuSet,
+    pub values: Values,
+}
+
+impl Found {
+    /// Whether this set is better (`Greater`) than another of its size.
+    pub fn compare(&self, other: &Self) -> Ordering {
+        self.values.cmp(&other.values).then_with(|| self.chosen.by_list(other.chosen))
+    }
 }
 
 impl Question {
-    fn new(ids: &BTreeMap<&str, usize>, request: &AllocationRequest) -> Result<Self, FallbackReason> {
+    fn new(
+        tables: &AllocationTables,
+        request: &AllocationRequest,
+        policy: AllocationPolicy,
+    ) -> Result<Self, FallbackReason> {
         let known = |devices: &[DeviceId]| {
-            let places = devices.iter().map(|id| ids.get(id.as_str()).copied().ok_or(FallbackReason::UnknownDevice));
+            let places = devices.iter().map(|id| tables.place(id).ok_or(FallbackReason::UnknownDevice));
             places.collect::<Result<GpuSet, _>>()
         };
-        let must = known(&request.must_include)?;
-        let available = known(&request.available)?;
-        let free = available.without(must);
-        let possible = (must.len().max(1)..=must.len() + free.len()).contains(&request.size);
-        possible.then_some(Self { must, free, available, size: request.size }).ok_or(FallbackReason::Size)
+        let question = Self::of(known(&request.must_include)?, known(&request.available)?, request.size, policy);
+        let possible = (question.must.len().max(1)..=question.candidates().len()).contains(&request.size);
+        possible.then_some(question).ok_or(FallbackReason::Size)
+    }
+
+    /// A question that some set answers: `size` GPUs, `must` and others of `available`.
+    pub fn of(must: GpuSet, available: GpuSet, size: usize, policy: AllocationPolicy) -> Self {
+        Self { must, free: available.without(must), available, size, policy }
+    }
+
+    /// The GPUs that can be in the answer.
+    pub fn candidates(&self) -> GpuSet {
+        self.must.union(self.free)
+    }
+
+    /// How many GPUs are taken beside `must`.
+    pub fn need(&self) -> usize {
+        self.size.saturating_sub(self.must.len())
+    }
+
+    /// The best set, and why.
+    pub fn answer(&self, tables: &AllocationTables) -> AllocationReport {
+        match tables.values() {
+            SetValues::Tables(sets) => self.compare_all(tables.topology(), sets),
+            SetValues::Tree(tree) => search::answer(tables.topology(), tree, self),
+        }
     }
 
     /// Walks all sets.
-    pub(super) fn answer(
-        &self,
-        tables: &AllocationTables,
-        sets: &SetTables,
-        policy: AllocationPolicy,
-    ) -> (PreferredAllocation, AllocationReport) {
+    pub fn compare_all(&self, topology: &NodeTopology, sets: &SetTables) -> AllocationReport {
         let candidate = |more: GpuSet| {
             let chosen = self.must.union(more);
-            Candidate { tables, sets, chosen, remains: self.available.without(chosen) }
+            (sets.rank(chosen, self.available.without(chosen)), chosen)
         };
-        let mut best = candidate(GpuSet::default());
+        let is_better = |one: (u64, GpuSet), other: (u64, GpuSet)| {
+            let in_nics = || sets.nics(one.1).cmp(&sets.nics(other.1));
+            one.0.cmp(&other.0).then_with(in_nics).then_with(|| one.1.by_list(other.1)).is_gt()
+        };
+        let mut candidates = subsets(self.free, self.need()).map(candidate);
+        // There is a set (`Question::new` made sure); the empty one stands for a mistake in that.
+        let mut best = candidates.next().unwrap_or_default();
         let mut second = None;
-        let mut compared = 0;
-        // `Question::new` made sure that there is a set, and that `must` is not larger than `size`.
-        for more in subsets(self.free, self.size.saturating_sub(self.must.len())) {
-            let next = candidate(more);
+        let mut compared = 1;
+        for next in candidates {
             compared += 1;
-            if compared == 1 {
-                best = next;
-            } else if next.compare(best).0 == Ordering::Greater {
+            if is_better(next, best) {
                 second = Some(best);
                 best = next;
-            } else if second.is_none_or(|second| next.compare(second).0 == Ordering::Greater) {
+            } else if second.is_none_or(|second| is_better(next, second)) {
                 second = Some(next);
             }
         }
-        let devices = best.gpus();
-        let report = AllocationReport {
-            values: Some(best.values()),
-            runner_up: second.map(|second| RunnerUp {
-                devices: second.gpus(),
-                values: second.values(),
-                lost_at: best.compare(second).1,
-            }),
-            exact: true,
-            compared,
-            candidates: self.must.union(self.free).len(),
-            size: self.size,
-            policy,
-            fallback: None,
-            remains: best.remains,
-            devices: devices.clone(),
+        let found = |chosen: GpuSet| Found { chosen, values: sets.values(chosen, self.available.without(chosen)) };
+        self.report(topology, found(best.1), second.map(|second| found(second.1)), compared, true)
+    }
+
+    /// The report of the best set and the second best.
+    pub fn report(
+        &self,
+        topology: &NodeTopology,
+        best: Found,
+        second: Option<Found>,
+        compared: u64,
+        exact: bool,
+    ) -> AllocationReport {
+        let gpus = |set: GpuSet| set.places().filter_map(|place| ChosenGpu::at(topology, place)).collect();
+        let lost_at = |second: &Found| {
+            let differs = |value: &Value| best.values.get(*value) != second.values.get(*value);
+            Value::NUMBERS.into_iter().find(differs).unwrap_or(Value::PciAddresses)
         };
-        let devices = devices.iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect();
-        (PreferredAllocation { devices }, report)
+        AllocationReport {
+            devices: gpus(best.chosen),
+            values: Some(best.values),
+            runner_up: second.map(|second| RunnerUp {
+                devices: gpus(second.chosen),
+                values: second.values,
+                lost_at: lost_at(&second),
+            }),
+            exact,
+            compared,
+            candidates: self.candidates().len(),
+            size: self.size,
+            policy: self.policy,
+            fallback: None,
+            chosen: best.chosen,
+            remains: self.available.without(best.chosen),
+        }
     }
 }
 
-impl Candidate<'_> {
-    /// Whether this set is better (`Greater`) than another, and the value that decided.
-    fn compare(self, other: Self) -> (Ordering, Value) {
-        let (a, b) = (self, other);
-        let sets = a.sets;
-        let row = |table: &[u32], a, b| at(table, a).cmp(&at(table, b));
-        let order = row(&sets.collective, a.chosen, b.chosen);
-        if order.is_ne() {
-            return (order, Value::Collective);
-        }
-        let order = row(&sets.remaining, a.remains, b.remains);
-        if order.is_ne() {
-            return (order, Value::Remaining);
-        }
-        let order = at(&sets.pairs, a.chosen).cmp(&at(&sets.pairs, b.chosen));
-        if order.is_ne() {
-            return (order, Value::Pairs);
-        }
-        let order = at(&sets.distance, b.chosen).cmp(&at(&sets.distance, a.chosen));
-        if order.is_ne() {
-            return (order, Value::Closeness);
-        }
-        let order = at(&sets.room, a.remains).cmp(&at(&sets.room, b.remains));
-        if order.is_ne() {
-            return (order, Value::Room);
-        }
-        let order = at(&sets.remaining_distance, b.remains).cmp(&at(&sets.remaining_distance, a.remains));
-        if order.is_ne() {
-            return (order, Value::RemainingCloseness);
-        }
-        let order = at(&sets.nics, a.chosen).cmp(&at(&sets.nics, b.chosen));
-        if order.is_ne() {
-            return (order, Value::Nics);
-        }
-        (a.chosen.by_list(b.chosen), Value::PciAddresses)
-    }
-
-    fn values(self) -> Values {
-        let minus = |sum: u64| i64::try_from(sum).map_or(i64::MIN, |sum| -sum);
-        Values {
-            collective: u64::from(at(&self.sets.collective, self.chosen)),
-            remaining: u64::from(at(&self.sets.remaining, self.remains)),
-            pairs: at(&self.sets.pairs, self.chosen),
-            closeness: minus(at(&self.sets.distance, self.chosen)),
-            room: u64::from(at(&self.sets.room, self.remains)),
-            remaining_closeness: minus(u64::from(at(&self.sets.remaining_distance, self.remains))),
-            nics: at(&self.sets.nics, self.chosen),
-        }
-    }
-
-    fn gpus(self) -> Vec<ChosenGpu> {
-        self.chosen.places().filter_map(|place| ChosenGpu::at(self.tables.topology(), place)).collect()
-    }
-}
-
-/// `must_include`, then `available`, each sorted and without repetitions, up to the size.
+/// `must_include`, then `available`, each sorted and without repetitions, up to the size. `place` is that of the GPU
+/// behind an id.
 pub(super) fn fall_back(
     tables: &AllocationTables,
-    ids: &BTreeMap<&str, usize>,
+    place: impl Fn(&DeviceId) -> Option<usize>,
     request: &AllocationRequest,
     policy: AllocationPolicy,
     reason: FallbackReason,
@@ -181,9 +169,8 @@ pub(super) fn fall_back(
     let all = must.iter().chain(available.difference(&must)).copied();
     let candidates = must.union(&available).count();
     let devices: Vec<DeviceId> = all.take(request.size).cloned().collect();
-    let gpus = devices.iter().filter_map(|id| ChosenGpu::at(tables.topology(), *ids.get(id.as_str())?));
     let report = AllocationReport {
-        devices: gpus.collect(),
+        devices: devices.iter().filter_map(|id| ChosenGpu::at(tables.topology(), place(id)?)).collect(),
         values: None,
         runner_up: None,
         exact: false,
@@ -192,6 +179,7 @@ pub(super) fn fall_back(
         size: request.size,
         policy,
         fallback: Some(reason),
+        chosen: GpuSet::default(),
         remains: GpuSet::default(),
     };
     (PreferredAllocation { devices }, report)

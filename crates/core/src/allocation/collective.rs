@@ -1,8 +1,8 @@
 //! For every set of GPUs, what no all-reduce over it can beat, MB/s.
 
 use crate::prelude::*;
-use alloc::collections::BTreeSet;
 
+use super::remaining::grouped;
 use super::set::GpuSet;
 use crate::topology::NodeTopology;
 
@@ -37,24 +37,19 @@ struct Links {
 impl Links {
     fn of(topology: &NodeTopology) -> Self {
         let gpus = topology.gpus();
-        let port = |place: usize| gpus.get(place).and_then(|gpu| Some((gpu.nvswitch_plane?, gpu.nvswitch_port)));
-        let direct = |a, b| match (port(a), port(b)) {
-            (Some((plane, a_port)), Some((other, b_port))) if plane == other => {
-                topology.nvlink(a, b).saturating_sub(a_port.min(b_port))
-            }
-            _ => topology.nvlink(a, b),
+        let port = |place: usize| gpus.get(place).map_or(0, |gpu| gpu.nvswitch_port);
+        let mut planes: Vec<GpuSet> = grouped(topology, |gpu| gpu.nvswitch_plane).into_values().collect();
+        let direct = |a, b| {
+            let on_plane = planes.iter().any(|plane| plane.contains(a) && plane.contains(b));
+            topology.nvlink(a, b).saturating_sub(if on_plane { port(a).min(port(b)) } else { 0 })
         };
-        let members = |plane: u32| gpus.iter().filter(move |gpu| gpu.nvswitch_plane == Some(plane)).count();
-        let planes: BTreeSet<u32> = gpus.iter().filter_map(|gpu| gpu.nvswitch_plane).collect();
-        let ports = |plane: u32| {
-            let carries =
-                |place: usize| port(place).filter(|(on, _)| *on == plane).map_or(0, |(_, port)| u64::from(port));
-            (0..1_u64 << gpus.len()).map(|row| GpuSet(row).places().map(carries).sum()).collect()
+        let direct = inside(gpus.len(), direct);
+        planes.retain(|plane| plane.len() > 1);
+        let ports = |plane: GpuSet| {
+            let members = (0..1_u64 << gpus.len()).map(move |row| GpuSet(row).intersection(plane));
+            members.map(|members| members.places().map(|place| u64::from(port(place))).sum()).collect()
         };
-        Self {
-            direct: inside(gpus.len(), direct),
-            planes: planes.into_iter().filter(|plane| members(*plane) > 1).map(ports).collect(),
-        }
+        Self { direct, planes: planes.into_iter().map(ports).collect() }
     }
 }
 
@@ -75,19 +70,22 @@ pub(super) fn inside(gpus: usize, weight: impl Fn(usize, usize) -> u32) -> Vec<u
     sums
 }
 
-/// A row of a table; the default where the table has none.
+/// A set's row of a table; the default where the table has none.
 pub(super) fn at<T: Copy + Default>(table: &[T], set: GpuSet) -> T {
-    table.get(set.row()).copied().unwrap_or_default()
+    row(table, set.0)
+}
+
+/// A row of a table by its number.
+pub(super) fn row<T: Copy + Default>(table: &[T], number: u64) -> T {
+    usize::try_from(number).ok().and_then(|number| table.get(number)).copied().unwrap_or_default()
 }
 
 /// The smallest port of a set that is on one NVSwitch plane; `None` for other sets.
 fn smallest_port(topology: &NodeTopology, set: GpuSet) -> Option<u32> {
-    let mut members = set.places().filter_map(|place| topology.gpus().get(place));
-    let first = members.next()?;
-    let plane = first.nvswitch_plane?;
-    members.try_fold(first.nvswitch_port, |port, gpu| {
-        (gpu.nvswitch_plane == Some(plane)).then(|| port.min(gpu.nvswitch_port))
-    })
+    let members = || set.places().filter_map(|place| topology.gpus().get(place));
+    let plane = members().next()?.nvswitch_plane?;
+    let on_one = members().all(|gpu| gpu.nvswitch_plane == Some(plane));
+    members().map(|gpu| gpu.nvswitch_port).min().filter(|_| on_one)
 }
 
 /// Whether NVLinks alone hold a set together.

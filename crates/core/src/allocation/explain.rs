@@ -8,9 +8,8 @@ use core::fmt;
 
 use serde::Serialize;
 
-use super::choose::preferred_allocation;
-use super::report::{AllocationReport, ChosenGpu, Value, Values};
-use super::request::{AllocationRequest, DeviceId};
+use super::choose::Question;
+use super::report::{AllocationReport, ChosenGpu, Value, Values, indices};
 use super::set::GpuSet;
 use super::tables::AllocationTables;
 
@@ -55,12 +54,10 @@ pub struct NearestNics {
 impl<'a> Explanation<'a> {
     /// Explains a report that was made from `tables`.
     pub fn new(tables: &AllocationTables, report: &'a AllocationReport) -> Self {
-        let gpus = tables.topology().gpus();
-        let all: GpuSet = (0..gpus.len()).collect();
+        let all: GpuSet = (0..tables.topology().gpus().len()).collect();
         let best = |of: GpuSet, size: usize| {
-            let ids = of.places().filter_map(|place| gpus.get(place)).map(|gpu| DeviceId::from(&gpu.uuid));
-            let request = AllocationRequest { available: ids.collect(), must_include: Vec::new(), size };
-            preferred_allocation(tables, &request, report.policy).1.values
+            let question = Question::of(GpuSet::default(), of, size, report.policy);
+            (1..=of.len()).contains(&size).then(|| question.answer(tables).values).flatten()
         };
         let offer = |size: usize| {
             let (free, idle) = (best(report.remains, size)?, best(all, size)?);
@@ -92,10 +89,9 @@ impl fmt::Display for Explanation<'_> {
         if let Some(values) = self.report.values {
             self.values(f, &values)?;
         }
-        let free: Vec<String> = self.free.iter().map(|gpu| gpu.index.to_string()).collect();
-        match free.is_empty() {
+        match self.free.is_empty() {
             true => writeln!(f, "stays free: nothing")?,
-            false => writeln!(f, "stays free: GPU {}", free.join(","))?,
+            false => writeln!(f, "stays free: GPU {}", indices(&self.free))?,
         }
         for Offer { size, collective, idle } in &self.offers {
             writeln!(f, "  a job of {size} would reach {collective} of {idle} MB/s there")?;

@@ -6,11 +6,12 @@
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
-use super::choose::preferred_allocation;
-use super::request::{AllocationPolicy, AllocationRequest, DeviceId};
+use super::choose::Question;
+use super::remaining::grouped;
+use super::request::AllocationPolicy;
 use super::set::GpuSet;
 use super::tables::AllocationTables;
-use crate::topology::{NodeTopology, NumaNodeId, PackageId, Rank};
+use crate::topology::{NumaNodeId, PackageId, Rank};
 
 /// The sizes of [`Groups::best`]: what jobs ask for.
 const SIZES: [usize; 3] = [2, 4, 8];
@@ -40,66 +41,42 @@ impl Groups {
         let by_rank = |most: Rank| components(gpus, |a, b| topology.rank(a, b) <= most);
         let mut nvlink_domains = components(gpus, |a, b| topology.nvlink(a, b) > 0);
         nvlink_domains.retain(|domain| domain.len() > 1);
-        let mut groups = Self {
+        Self {
             nvlink_domains,
             pcie_switches: by_rank(Rank::PCIE_SWITCHES),
             pcie_roots: by_rank(Rank::HOST_BRIDGE),
-            ..Self::default()
-        };
-        for (place, gpu) in topology.gpus().iter().enumerate() {
-            if let Some(numa) = gpu.numa {
-                add(groups.numa_nodes.entry(numa).or_default(), place);
-            }
-            if let Some(package) = gpu.package {
-                add(groups.packages.entry(package).or_default(), place);
-            }
+            numa_nodes: grouped(topology, |gpu| gpu.numa),
+            packages: grouped(topology, |gpu| gpu.package),
+            best: SIZES.into_iter().filter(|size| *size <= gpus).map(|size| (size, best(tables, size))).collect(),
         }
-        groups.best = SIZES.into_iter().filter(|size| *size <= gpus).map(|size| (size, best(tables, size))).collect();
-        groups
     }
 }
 
 /// The best set of `size` GPUs, then the best of the rest, until fewer are left.
 fn best(tables: &AllocationTables, size: usize) -> Vec<GpuSet> {
-    let topology: &NodeTopology = tables.topology();
-    let mut available: Vec<DeviceId> = topology.gpus().iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect();
+    let mut available: GpuSet = (0..tables.topology().gpus().len()).collect();
     let mut sets = Vec::new();
     while available.len() >= size {
-        let request = AllocationRequest { available: available.clone(), must_include: Vec::new(), size };
-        let chosen = preferred_allocation(tables, &request, AllocationPolicy::BestEffort).0.devices;
-        let places = topology.gpus().iter().enumerate().filter(|(_, gpu)| chosen.contains(&DeviceId::from(&gpu.uuid)));
-        let set: GpuSet = places.map(|(place, _)| place).collect();
-        if set.len() != size {
+        let question = Question::of(GpuSet::default(), available, size, AllocationPolicy::BestEffort);
+        let chosen = question.answer(tables).chosen;
+        if chosen.is_empty() {
             break;
         }
-        sets.push(set);
-        available.retain(|id| !chosen.contains(id));
+        sets.push(chosen);
+        available = available.without(chosen);
     }
     sets
 }
 
 /// The connected parts of the graph of `gpus` vertices that `joined` makes, in the order of their first members.
-fn components(gpus: usize, joined: impl Fn(usize, usize) -> bool) -> Vec<GpuSet> {
+pub(super) fn components(gpus: usize, joined: impl Fn(usize, usize) -> bool) -> Vec<GpuSet> {
     let mut parts: Vec<GpuSet> = Vec::new();
-    let mut seen = GpuSet::default();
-    for start in 0..gpus {
-        if seen.contains(start) {
-            continue;
-        }
-        let (mut part, mut open) = (GpuSet::default(), vec![start]);
-        while let Some(gpu) = open.pop() {
-            if !part.contains(gpu) {
-                add(&mut part, gpu);
-                add(&mut seen, gpu);
-                open.extend((0..gpus).filter(|other| *other != gpu && joined(gpu, *other)));
-            }
-        }
-        parts.push(part);
+    for gpu in 0..gpus {
+        let near: GpuSet = (0..gpu).filter(|other| joined(gpu, *other)).collect();
+        let (joined, apart): (Vec<_>, Vec<_>) = parts.into_iter().partition(|part| !part.intersection(near).is_empty());
+        parts = apart;
+        parts.push(joined.into_iter().fold(GpuSet::of(gpu), GpuSet::union));
     }
+    parts.sort_by_key(|part| part.lowest());
     parts
-}
-
-/// Adds the GPU at a place to a set.
-fn add(set: &mut GpuSet, place: usize) {
-    *set = set.union(GpuSet::of(place));
 }

@@ -5,7 +5,7 @@ use alloc::collections::BTreeMap;
 
 use super::collective::at;
 use super::set::{GpuSet, subsets};
-use crate::topology::{NodeTopology, PackageId};
+use crate::topology::{Gpu, NodeTopology};
 
 /// The sizes of job that what remains is valued for.
 pub(super) const GROUPS: [usize; 3] = [2, 4, 8];
@@ -48,7 +48,7 @@ fn packing(gpus: usize, group: usize, collective: &[u32], top: u32) -> Vec<u32> 
         // ... or all are in one: then the groups divide the set, and one of them holds its lowest member.
         if set.len().is_multiple_of(group) {
             let lowest = set.lowest();
-            for others in subsets_of(set.without(lowest), group - 1) {
+            for others in subsets(set.without(lowest), group - 1) {
                 let taken = lowest.union(others);
                 best = best.max(value(taken) + at(&packed, set.without(taken)));
             }
@@ -58,25 +58,6 @@ fn packing(gpus: usize, group: usize, collective: &[u32], top: u32) -> Vec<u32> 
         }
     }
     packed
-}
-
-/// The subsets of `of` with `size` members, without the tables that [`subsets`] builds for long walks.
-fn subsets_of(of: GpuSet, size: usize) -> impl Iterator<Item = GpuSet> {
-    let mut open = vec![(GpuSet::default(), of)];
-    core::iter::from_fn(move || {
-        while let Some((taken, left)) = open.pop() {
-            if taken.len() == size {
-                return Some(taken);
-            }
-            if taken.len() + left.len() < size || left.is_empty() {
-                continue;
-            }
-            let lowest = left.lowest();
-            open.push((taken, left.without(lowest)));
-            open.push((taken.union(lowest), left.without(lowest)));
-        }
-        None
-    })
 }
 
 /// For every set, the smallest total of ranks over its division into pairs; one GPU stays alone in
@@ -104,7 +85,7 @@ pub(super) fn closeness_table(topology: &NodeTopology) -> Vec<u8> {
 /// For every set, the GPUs of whole groups of it that fit a package, summed over the group sizes: at
 /// most three times its size.
 pub(super) fn room_table(topology: &NodeTopology) -> Vec<u8> {
-    let packages = packages(topology);
+    let packages: Vec<GpuSet> = grouped(topology, |gpu| gpu.package).into_values().collect();
     (0..1_u64 << topology.gpus().len()).map(|row| room(&packages, GpuSet(row))).collect()
 }
 
@@ -114,14 +95,13 @@ pub(super) fn room(packages: &[GpuSet], set: GpuSet) -> u8 {
     u8::try_from(GROUPS.into_iter().flat_map(whole).sum::<usize>()).unwrap_or(u8::MAX)
 }
 
-/// The GPUs of each known package.
-pub(super) fn packages(topology: &NodeTopology) -> Vec<GpuSet> {
-    let mut packages: BTreeMap<PackageId, GpuSet> = BTreeMap::new();
+/// The GPUs by what they have in common, such as the package; those of which it is unknown are left out.
+pub(super) fn grouped<K: Ord>(topology: &NodeTopology, key: impl Fn(&Gpu) -> Option<K>) -> BTreeMap<K, GpuSet> {
+    let mut sets: BTreeMap<K, GpuSet> = BTreeMap::new();
     for (place, gpu) in topology.gpus().iter().enumerate() {
-        if let Some(package) = gpu.package {
-            let members = packages.entry(package).or_default();
-            *members = members.union(GpuSet::of(place));
+        if let Some(key) = key(gpu) {
+            sets.entry(key).or_default().insert(place);
         }
     }
-    packages.into_values().collect()
+    sets
 }

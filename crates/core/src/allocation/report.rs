@@ -45,22 +45,14 @@ impl Value {
 }
 
 impl fmt::Display for Value {
+    /// As it is serialised.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Collective => "collective",
-            Self::Remaining => "remaining",
-            Self::Pairs => "pairs",
-            Self::Closeness => "closeness",
-            Self::Room => "room",
-            Self::RemainingCloseness => "remaining_closeness",
-            Self::Nics => "nics",
-            Self::PciAddresses => "pci_addresses",
-        })
+        self.serialize(f)
     }
 }
 
-/// What a set is worth, in the order of comparison.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+/// What a set is worth, in the order of comparison: the greater is the better.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Values {
     /// MB/s; for one GPU a constant, 0.
     pub collective: u64,
@@ -166,6 +158,9 @@ pub struct AllocationReport {
     pub policy: AllocationPolicy,
     /// Why there was no choice, if there was none.
     pub fallback: Option<FallbackReason>,
+    /// The GPUs chosen, by their places; empty after a fallback.
+    #[serde(skip)]
+    pub(super) chosen: GpuSet,
     /// The GPUs that stay free; empty after a fallback.
     #[serde(skip)]
     pub remains: GpuSet,
@@ -199,7 +194,7 @@ impl fmt::Display for AllocationReport {
 }
 
 /// GPU indices as nvidia-smi takes them: `0,1,4`.
-fn indices(devices: &[ChosenGpu]) -> String {
+pub(super) fn indices(devices: &[ChosenGpu]) -> String {
     let indices: Vec<String> = devices.iter().map(|gpu| gpu.index.to_string()).collect();
     if indices.is_empty() { "none".to_owned() } else { indices.join(",") }
 }

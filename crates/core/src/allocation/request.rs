@@ -1,6 +1,7 @@
 //! What is asked and what is answered.
 
 use crate::prelude::*;
+use alloc::sync::Arc;
 use core::fmt;
 
 use serde::Serialize;
@@ -10,10 +11,10 @@ use crate::topology::GpuUuid;
 /// The kubelet's name of a device.
 ///
 /// For a whole GPU it is its UUID, for a slot `UUID::N`, for a MIG device the MIG device's UUID. It may be any text:
-/// the kubelet may name devices that are gone.
+/// the kubelet may name devices that are gone. Cheap to clone.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(transparent)]
-pub struct DeviceId(String);
+pub struct DeviceId(Arc<str>);
 
 impl DeviceId {
     /// The id as text.
@@ -24,13 +25,13 @@ impl DeviceId {
 
 impl From<String> for DeviceId {
     fn from(id: String) -> Self {
-        Self(id)
+        Self(id.into())
     }
 }
 
 impl From<&GpuUuid> for DeviceId {
     fn from(uuid: &GpuUuid) -> Self {
-        Self(uuid.as_str().to_owned())
+        Self(uuid.text())
     }
 }
 

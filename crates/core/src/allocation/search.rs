@@ -8,19 +8,17 @@
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
-use alloc::sync::Arc;
-use core::cmp::{Ordering, Reverse};
+use core::cmp::Reverse;
 
-use super::choose::Question;
+use super::choose::{Found, Question};
 use super::remaining::GROUPS;
-use super::report::{AllocationReport, ChosenGpu, RunnerUp, Value, Values};
-use super::request::{AllocationPolicy, DeviceId, PreferredAllocation};
+use super::report::AllocationReport;
 use super::set::GpuSet;
-use super::tables::{AllocationTables, SetValues};
+use super::tables::SetTables;
 use super::tree::{Tree, collective_of};
 use crate::topology::NodeTopology;
 
-/// The most sets that are valued for one request: 5 ms, at half a microsecond each, with room to spare.
+/// The most sets that are valued for one request: 2 ms at half a microsecond each, which is the most that one takes.
 const MOST_SETS: u64 = 4_096;
 
 /// The most GPUs of a mesh that get tables at a request.
@@ -33,130 +31,111 @@ const MOST_GROWING: u64 = 16;
 const REFINED: (usize, usize) = (8, 16);
 
 /// Answers a question that some set answers.
-pub(super) fn answer(
-    topology: &Arc<NodeTopology>,
-    tree: &Tree,
-    question: &Question,
-    policy: AllocationPolicy,
-) -> (PreferredAllocation, AllocationReport) {
-    if !tree.exact()
-        && question.must.union(question.available).len() <= MOST_TABLED
-        && let Some(answer) = of_few(topology, tree, question, policy)
-    {
-        return answer;
+pub(super) fn answer(topology: &NodeTopology, tree: &Tree, question: &Question) -> AllocationReport {
+    if !tree.exact() && question.candidates().len() <= MOST_TABLED {
+        return of_few(topology, tree, question);
     }
-    let search = Search { topology, tree, question };
-    let need = question.size.saturating_sub(question.must.len());
-    let mut found: Vec<Found> = Vec::new();
+    let search = Search { tree, question };
+    let need = question.need();
+    let refines = !tree.exact() && question.size <= REFINED.0;
+    let mut best = Best { search: &search, most: if refines { REFINED.1 } else { 2 }, found: Vec::new() };
+    let mut compared = 0;
     let mut all = None;
     for regions in search.regions(need) {
         let classes = search.classes(&regions);
-        let sets = classes.iter().map(|classes| ways(classes, need)).fold(0, u64::saturating_add);
+        let ways = classes.iter().map(|classes| ways(classes, need)).fold(0, u64::saturating_add);
         // Beyond the widest clusters there is at most a runner-up.
-        all.get_or_insert(sets <= MOST_SETS);
-        if sets <= MOST_SETS {
-            let mut sets = Vec::new();
+        all.get_or_insert(ways <= MOST_SETS);
+        let mut sets = Vec::new();
+        if ways <= MOST_SETS {
             classes.iter().for_each(|classes| compose(classes, need, question.must, &mut sets));
-            found.extend(sets.into_iter().map(|set| search.value(set)));
         } else {
-            found.extend(search.grow(&regions, &classes, need));
+            sets = search.grow(&regions, &classes, need);
         }
-        found.sort_by(|a, b| b.compare(a).0);
-        if let Some(best) = found.first().map(|best| best.chosen) {
-            found.extend(search.other_members(best, &classes));
+        compared += best.add(&sets);
+        if let Some(first) = best.found.first() {
+            let others: Vec<GpuSet> = search.other_members(first.chosen, &classes).collect();
+            compared += best.add(others.iter().filter(|set| !sets.contains(set)));
         }
-        found.sort_by(|a, b| b.compare(a).0);
-        found.dedup_by_key(|found| found.chosen);
-        if found.len() > 1 {
+        if best.found.len() > 1 {
             break;
         }
     }
-    let compared = found.len() as u64;
-    if !tree.exact() && question.size <= REFINED.0 {
-        found.truncate(REFINED.1);
+    let mut found = best.found;
+    if refines {
         for found in &mut found {
             found.values.collective = u64::from(collective_of(topology, found.chosen));
         }
-        found.sort_by(|a, b| b.compare(a).0);
+        found.sort_by(|a, b| b.compare(a));
     }
     let mut found = found.into_iter();
     // There is a set (`Question::new` made sure), and both ways find one; the empty set stands for a mistake in that.
-    let best = found.next().unwrap_or_else(|| search.value(GpuSet::default()));
-    let second = found.next();
-    let gpus = |set: GpuSet| -> Vec<ChosenGpu> { set.places().filter_map(|at| ChosenGpu::at(topology, at)).collect() };
-    let devices = gpus(best.chosen);
-    let report = AllocationReport {
-        values: Some(best.values),
-        runner_up: second.map(|second| RunnerUp {
-            devices: gpus(second.chosen),
-            values: second.values,
-            lost_at: best.compare(&second).1,
-        }),
-        exact: all == Some(true) && tree.exact(),
-        compared,
-        candidates: question.must.union(question.free).len(),
-        size: question.size,
-        policy,
-        fallback: None,
-        remains: question.available.without(best.chosen),
-        devices: devices.clone(),
-    };
-    (PreferredAllocation { devices: devices.iter().map(|gpu| DeviceId::from(&gpu.uuid)).collect() }, report)
+    let first = found.next().unwrap_or_else(|| search.value(GpuSet::default()));
+    question.report(topology, first, found.next(), compared, all == Some(true) && tree.exact())
 }
 
 /// Tables for the GPUs of the question alone. Exact if the machine's best is known for each size that still fits
 /// beside the answer.
-fn of_few(
-    topology: &NodeTopology,
-    tree: &Tree,
-    question: &Question,
-    policy: AllocationPolicy,
-) -> Option<(PreferredAllocation, AllocationReport)> {
-    let places: Vec<usize> = question.must.union(question.available).places().collect();
-    let tables = AllocationTables::of_part(topology.restricted(&places), tree);
-    let SetValues::Tables(sets) = tables.values() else { return None };
+fn of_few(topology: &NodeTopology, tree: &Tree, question: &Question) -> AllocationReport {
+    let places: Vec<usize> = question.candidates().places().collect();
+    let part = topology.restricted(&places);
     let inside = |set: GpuSet| -> GpuSet {
         places.iter().enumerate().filter(|(_, place)| set.contains(**place)).map(|(at, _)| at).collect()
     };
-    let within = Question {
-        must: inside(question.must),
-        free: inside(question.free),
-        available: inside(question.available),
-        size: question.size,
-    };
-    let (answer, mut report) = within.answer(&tables, sets, policy);
-    report.remains = report.remains.places().filter_map(|at| places.get(at).copied()).collect();
+    let outside = |set: GpuSet| set.places().filter_map(|at| places.get(at).copied()).collect();
+    let within = Question::of(inside(question.must), inside(question.available), question.size, question.policy);
+    let mut report = within.compare_all(&part, &SetTables::new(&part, Some(tree)));
+    (report.chosen, report.remains) = (outside(report.chosen), outside(report.remains));
     report.exact = GROUPS.into_iter().filter(|group| *group <= report.remains.len()).all(|group| tree.top(group).exact);
-    Some((answer, report))
+    report
 }
 
 struct Search<'a> {
-    topology: &'a NodeTopology,
     tree: &'a Tree,
     question: &'a Question,
 }
 
-/// A set and what it is worth.
-#[derive(Clone, Copy)]
-struct Found {
-    chosen: GpuSet,
-    values: Values,
+/// The best of the sets that were looked at.
+struct Best<'a> {
+    search: &'a Search<'a>,
+    /// How many are kept.
+    most: usize,
+    /// The best first.
+    found: Vec<Found>,
 }
 
-impl Found {
-    /// Whether this set is better (`Greater`) than another of its size, and the value that decided.
-    fn compare(&self, other: &Self) -> (Ordering, Value) {
-        let orders =
-            Value::NUMBERS.into_iter().map(|value| (self.values.get(value).cmp(&other.values.get(value)), value));
-        let decided = orders.into_iter().find(|(order, _)| order.is_ne());
-        decided.unwrap_or_else(|| (self.chosen.by_list(other.chosen), Value::PciAddresses))
+impl Best<'_> {
+    /// Looks at sets of one size. How many of them are not kept already.
+    fn add<'s>(&mut self, sets: impl IntoIterator<Item = &'s GpuSet>) -> u64 {
+        let is_new = |set: &&GpuSet| self.add_one(**set);
+        sets.into_iter().filter(is_new).count() as u64
+    }
+
+    fn add_one(&mut self, chosen: GpuSet) -> bool {
+        if self.found.len() == self.most
+            && let Some(last) = self.found.last()
+            && self.search.tree.falls_behind(chosen, self.search.remains(chosen), &last.values)
+        {
+            return true;
+        }
+        let new = self.search.value(chosen);
+        let place = self.found.partition_point(|found| found.compare(&new).is_gt());
+        if self.found.get(place).is_some_and(|found| found.chosen == chosen) {
+            return false;
+        }
+        self.found.insert(place, new);
+        self.found.truncate(self.most);
+        true
     }
 }
 
 impl Search<'_> {
     fn value(&self, chosen: GpuSet) -> Found {
-        let remains = self.question.available.without(chosen);
-        Found { chosen, values: self.tree.values(self.topology, chosen, remains) }
+        Found { chosen, values: self.tree.values(chosen, self.remains(chosen)) }
+    }
+
+    fn remains(&self, chosen: GpuSet) -> GpuSet {
+        self.question.available.without(chosen)
     }
 
     /// The clusters with room for the request, the widest first and those of one width together: no set that leaves
@@ -189,40 +168,40 @@ impl Search<'_> {
     }
 
     /// Sets of the size asked for, grown from what must be in and from that with a whole cluster.
-    fn grow(&self, regions: &[GpuSet], classes: &[Vec<GpuSet>], need: usize) -> Vec<Found> {
+    fn grow(&self, regions: &[GpuSet], classes: &[Vec<GpuSet>], need: usize) -> Vec<GpuSet> {
         let Question { must, free, size, .. } = *self.question;
         let inside = |set: GpuSet| regions.iter().any(|region| set.without(*region).is_empty());
         let seeds = self.tree.clusters().iter().map(|cluster| must.union(cluster.members.intersection(free)));
-        let mut pools: BTreeMap<usize, BTreeSet<u64>> = BTreeMap::from([(must.len(), BTreeSet::from([must.0]))]);
-        for seed in seeds.filter(|seed| seed.len() <= size && inside(*seed)) {
-            pools.entry(seed.len()).or_default().insert(seed.0);
+        let seeds = seeds.filter(|seed| seed.len() <= size && inside(*seed));
+        let mut pools: BTreeMap<usize, BTreeSet<GpuSet>> = BTreeMap::new();
+        for seed in seeds.chain([must]) {
+            pools.entry(seed.len()).or_default().insert(seed);
         }
         let steps = need.max(1) * classes.iter().map(Vec::len).sum::<usize>().max(1);
         let most = usize::try_from((MOST_SETS / steps as u64).clamp(1, MOST_GROWING)).unwrap_or(1);
         for len in must.len()..size {
-            let mut pool: Vec<Found> =
-                pools.remove(&len).into_iter().flatten().map(|set| self.value(GpuSet(set))).collect();
-            pool.sort_by(|a, b| b.compare(a).0);
+            let mut best = Best { search: self, most, found: Vec::new() };
+            best.add(&pools.remove(&len).unwrap_or_default());
             let next = pools.entry(len + 1).or_default();
-            for found in pool.iter().take(most) {
+            for found in best.found {
                 for class in classes.iter().flatten() {
                     let grown = found.chosen.union(class.without(found.chosen).lowest());
                     if grown != found.chosen && inside(grown) {
-                        next.insert(grown.0);
+                        next.insert(grown);
                     }
                 }
             }
         }
-        pools.remove(&size).into_iter().flatten().map(|set| self.value(GpuSet(set))).collect()
+        pools.remove(&size).into_iter().flatten().collect()
     }
 
     /// The set with the last of some class's members exchanged for the next one: as good in every number.
-    fn other_members<'s>(&'s self, best: GpuSet, classes: &'s [Vec<GpuSet>]) -> impl Iterator<Item = Found> + 's {
+    fn other_members<'s>(&self, best: GpuSet, classes: &'s [Vec<GpuSet>]) -> impl Iterator<Item = GpuSet> + use<'s> {
         let free = best.without(self.question.must);
         classes.iter().flatten().filter_map(move |class| {
             let last = GpuSet::of(class.intersection(free).places().last()?);
             let next = class.without(free).lowest();
-            (!next.is_empty()).then(|| self.value(best.without(last).union(next)))
+            (!next.is_empty()).then(|| best.without(last).union(next))
         })
     }
 }

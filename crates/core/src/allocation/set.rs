@@ -1,16 +1,20 @@
 //! A set of GPUs as bits, in the order of their PCI addresses.
 
-use crate::prelude::*;
 use core::cmp::Ordering;
 
 /// A set of up to 64 GPUs; bit i is the GPU at place i of the topology.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct GpuSet(pub u64);
 
 impl GpuSet {
     /// The set of one GPU; empty for a place beyond 63.
     pub fn of(place: usize) -> Self {
         Self(u32::try_from(place).ok().and_then(|place| 1_u64.checked_shl(place)).unwrap_or(0))
+    }
+
+    /// Adds the GPU at a place.
+    pub(super) fn insert(&mut self, place: usize) {
+        *self = self.union(Self::of(place));
     }
 
     /// The number of members.
@@ -57,12 +61,6 @@ impl GpuSet {
             .map(|set| set.0.trailing_zeros() as usize)
     }
 
-    /// The place in a table with one row for each set.
-    pub(super) fn row(self) -> usize {
-        // A set beyond usize has no row in any table.
-        usize::try_from(self.0).unwrap_or(usize::MAX)
-    }
-
     /// Compares the sorted lists of members of two sets of one size: `Greater` is the
     /// lexicographically smaller list, which is preferred.
     pub(super) fn by_list(self, other: Self) -> Ordering {
@@ -77,68 +75,26 @@ impl FromIterator<usize> for GpuSet {
     }
 }
 
-/// All subsets of `of` with `size` members, each once.
+/// All subsets of `of` with `size` members, each once, in the order of their bits as a number.
 ///
-/// The next number with as many ones (Gosper's hack) over the members' ranks, spread to their places.
+/// The next number with as many ones (Gosper's hack), where only the members of `of` count as digits.
 pub(super) fn subsets(of: GpuSet, size: usize) -> impl Iterator<Item = GpuSet> {
-    let spread = Spread::new(of);
-    let first = u32::try_from(size).ok().and_then(|size| 1_u64.checked_shl(size)).unwrap_or(0).wrapping_sub(1);
-    let end = u32::try_from(of.len()).ok().and_then(|len| 1_u128.checked_shl(len)).unwrap_or(0);
-    let begin = (size <= of.len()).then_some(first);
-    let next = move |ranks: &u64| {
-        let lowest = ranks & ranks.wrapping_neg();
-        if lowest == 0 {
-            return None;
-        }
-        let ripple = u128::from(*ranks) + u128::from(lowest);
-        let rest = ((u128::from(*ranks) ^ ripple) >> 2) >> lowest.trailing_zeros();
-        u64::try_from(ripple | rest).ok().filter(|next| u128::from(*next) < end)
+    let lowest_free = move |set: GpuSet| of.without(set).lowest();
+    let first = (0..size).fold(GpuSet::default(), |set, _| set.union(lowest_free(set)));
+    let next = move |set: &GpuSet| {
+        // Adding the lowest member carries over the members above it, and over the gaps between members.
+        let carried = GpuSet((set.0 | !of.0).wrapping_add(set.lowest().0)).intersection(of);
+        // One of the members that are gone was carried; the others begin again at the lowest places.
+        let gone = set.without(carried).places().skip(1);
+        (!carried.is_empty()).then(|| gone.fold(carried, |set, _| set.union(lowest_free(set))))
     };
-    core::iter::successors(begin, next).map(move |ranks| spread.place(ranks))
-}
-
-/// Spreads the low bits of a number to the places of a set's members.
-struct Spread {
-    dense: bool,
-    members: GpuSet,
-    bytes: Vec<[u64; 256]>,
-}
-
-impl Spread {
-    fn new(members: GpuSet) -> Self {
-        // Members in the lowest places: the ranks are the places.
-        let dense = members.0 & members.0.wrapping_add(1) == 0;
-        let mut bytes = Vec::new();
-        let places: Vec<u64> = members.places().map(|place| GpuSet::of(place).0).collect();
-        for places in places.chunks(8).take(if dense { 0 } else { 8 }) {
-            let mut table = [0; 256];
-            for number in 1..256_usize {
-                let lowest = number.trailing_zeros() as usize;
-                let place = places.get(lowest).copied().unwrap_or(0);
-                let rest = table.get(number & (number - 1)).copied().unwrap_or(0);
-                if let Some(cell) = table.get_mut(number) {
-                    *cell = rest | place;
-                }
-            }
-            bytes.push(table);
-        }
-        Self { dense, members, bytes }
-    }
-
-    fn place(&self, ranks: u64) -> GpuSet {
-        if self.dense {
-            return GpuSet(ranks).intersection(self.members);
-        }
-        let parts = ranks.to_le_bytes();
-        let spread =
-            self.bytes.iter().zip(parts).map(|(table, byte)| table.get(usize::from(byte)).copied().unwrap_or(0));
-        GpuSet(spread.fold(0, |set, part| set | part))
-    }
+    core::iter::successors((size <= of.len()).then_some(first), next)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::prelude::*;
 
     #[test]
     fn subsets_are_complete_and_unique() {

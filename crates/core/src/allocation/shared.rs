@@ -1,13 +1,13 @@
 //! Shared and partitioned GPUs: units (slots of time-slicing or MPS, MIG devices) chosen by the GPUs behind them.
 //!
 //! Owns how units are spread over GPUs; which GPUs go well together is the whole-GPU choice's business, and
-//! every tie is handed to [`preferred_allocation`]. Works on counts for each GPU, so that its cost grows with the
+//! every tie is handed to [`preferred_allocation`](super::preferred_allocation). Works on counts for each GPU, so that its cost grows with the
 //! number of units only. Never fails, as the whole-GPU choice.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
-use super::choose::{fall_back, preferred_allocation};
+use super::choose::{Question, fall_back};
 use super::report::{AllocationReport, FallbackReason};
 use super::request::{AllocationPolicy, AllocationRequest, DeviceId, PreferredAllocation};
 use super::set::GpuSet;
@@ -121,8 +121,7 @@ pub fn preferred_units(
     let mut spread = match Spread::new(tables, units, request, policy) {
         Ok(spread) => spread,
         Err(reason) => {
-            let gpus = units.units.iter().map(|(id, gpu)| (id.as_str(), *gpu)).collect();
-            return fall_back(tables, &gpus, request, policy, reason);
+            return fall_back(tables, |id| units.gpu(id), request, policy, reason);
         }
     };
     let report = match policy {
@@ -210,28 +209,22 @@ impl<'a> Spread<'a> {
         request: &AllocationRequest,
         policy: AllocationPolicy,
     ) -> Result<Self, FallbackReason> {
-        #[derive(Clone, Copy)]
-        enum Asked {
-            No,
-            Available,
-            Must,
-        }
-        let mut asked = vec![Asked::No; units.units.len()];
-        for (ids, how) in [(&request.available, Asked::Available), (&request.must_include, Asked::Must)] {
+        // By unit: whether it must be taken (`true`) or may be.
+        let mut asked = vec![None; units.units.len()];
+        for (ids, must) in [(&request.available, false), (&request.must_include, true)] {
             for id in ids {
                 let cell = units.by_id.get(id).and_then(|at| asked.get_mut(*at));
-                *cell.ok_or(FallbackReason::UnknownDevice)? = how;
+                *cell.ok_or(FallbackReason::UnknownDevice)? = Some(must);
             }
         }
         let mut gpus = vec![Share::default(); tables.topology().gpus().len()];
         for (at, ((_, gpu), asked)) in units.units.iter().zip(asked).enumerate() {
             match (gpus.get_mut(*gpu), asked) {
-                (Some(share), Asked::No) => share.used += 1,
-                (Some(share), Asked::Available) => share.free.push(at),
-                (Some(share), Asked::Must) => share.must.push(at),
+                (Some(share), None) => share.used += 1,
+                (Some(share), Some(must)) => if must { &mut share.must } else { &mut share.free }.push(at),
                 // A unit of a GPU that this topology lacks counts only where it is requested.
-                (None, Asked::No) => {}
-                (None, _) => return Err(FallbackReason::UnknownDevice),
+                (None, None) => {}
+                (None, Some(_)) => return Err(FallbackReason::UnknownDevice),
             }
         }
         for (place, share) in gpus.iter_mut().enumerate() {
@@ -266,7 +259,7 @@ impl<'a> Spread<'a> {
                 let part = self.carriers(level + 1);
                 let forced = part.union(used(&|used| used < most));
                 let best = self.choose(forced, used(&|used| used == most), part.len() + self.need);
-                round = best.0.without(part);
+                round = best.chosen.without(part);
                 chosen = Some(best);
             }
             for place in round.places() {
@@ -286,7 +279,7 @@ impl<'a> Spread<'a> {
             if tied.len() > gpus && !carries {
                 let part = self.carriers(1);
                 let best = self.choose(part, tied, part.len() + gpus);
-                tied = best.0.without(part);
+                tied = best.chosen.without(part);
                 chosen = Some(best);
             }
             for place in tied.places() {
@@ -317,21 +310,15 @@ impl<'a> Spread<'a> {
     }
 
     /// The best set of `size` GPUs that holds `must`, the others among `tied`.
-    fn choose(&self, must: GpuSet, tied: GpuSet, size: usize) -> (GpuSet, AllocationReport) {
-        let gpus = self.tables.topology().gpus();
-        let ids = |set: GpuSet| set.places().filter_map(|place| gpus.get(place)).map(|gpu| DeviceId::from(&gpu.uuid));
-        let request =
-            AllocationRequest { available: ids(must.union(tied)).collect(), must_include: ids(must).collect(), size };
-        let (answer, report) = preferred_allocation(self.tables, &request, self.policy);
-        let of = |id: &DeviceId| gpus.iter().position(|gpu| gpu.uuid.as_str() == id.as_str());
-        (answer.devices.iter().filter_map(of).collect(), report)
+    fn choose(&self, must: GpuSet, tied: GpuSet, size: usize) -> AllocationReport {
+        Question::of(must, must.union(tied), size, self.policy).answer(self.tables)
     }
 
     /// That of the choice which made the set of GPUs; where they were no choice, what they are worth.
-    fn report(&self, chosen: Option<(GpuSet, AllocationReport)>) -> AllocationReport {
+    fn report(&self, chosen: Option<AllocationReport>) -> AllocationReport {
         let all = self.carriers(1);
-        let made = chosen.filter(|(set, _)| *set == all);
-        made.unwrap_or_else(|| self.choose(all, GpuSet::default(), all.len())).1
+        let made = chosen.filter(|report| report.chosen == all);
+        made.unwrap_or_else(|| self.choose(all, GpuSet::default(), all.len()))
     }
 
     fn answer(&self) -> PreferredAllocation {

@@ -4,7 +4,9 @@ use crate::prelude::*;
 use alloc::collections::BTreeMap;
 use alloc::sync::Arc;
 
-use super::collective::at;
+use super::collective::{at, row};
+use super::report::Values;
+use super::request::DeviceId;
 use super::set::GpuSet;
 use super::tree::Tree;
 use super::{collective, remaining};
@@ -12,11 +14,13 @@ use crate::topology::{NodeTopology, bandwidth};
 
 /// The tables of one topology. Off the admission path to build, read-only afterwards, swapped in whole.
 ///
-/// Up to [`Self::EXACT_GPUS`] GPUs they hold a row for each of the 2^n sets: 2.1 MiB for 16 GPUs, 9 KiB for 8. For
+/// Up to [`Self::EXACT_GPUS`] GPUs they hold a row for each of the 2^n sets: 24 bytes, and each value once; 6 KiB for 8 GPUs, 2 MiB for 16. For
 /// more they hold the tree of the machine, and sets are valued when they are asked for.
 #[derive(Clone, Debug)]
 pub struct AllocationTables {
     topology: Arc<NodeTopology>,
+    /// The place of each GPU.
+    places: BTreeMap<DeviceId, usize>,
     values: SetValues,
 }
 
@@ -28,21 +32,24 @@ pub(super) enum SetValues {
 }
 
 /// One row for each set of GPUs.
+///
+/// A value is kept as its rank among all values of its kind. There are at most 2^16 sets, so four ranks of 16 bits make
+/// a number that compares as the values do, one after another.
 #[derive(Clone, Debug)]
 pub(super) struct SetTables {
-    /// MB/s.
-    pub collective: Vec<u32>,
-    pub remaining: Vec<u32>,
-    /// MB/s.
-    pub pairs: Vec<u64>,
-    /// The sum of ranks over the pairs: closeness without its minus.
-    pub distance: Vec<u64>,
-    /// `remaining_closeness` without its minus.
-    pub remaining_distance: Vec<u8>,
-    /// GPUs.
-    pub room: Vec<u8>,
+    /// For a set that is chosen, the ranks of its collective and of its pairs, each with room for a rank below.
+    chosen: Vec<u64>,
+    /// For a set that stays free, the ranks of what remains and of its room, in the places left by `chosen`.
+    remains: Vec<u64>,
     /// Mbit/s.
-    pub nics: Vec<u64>,
+    nics: Vec<u64>,
+    /// What the ranks stand for, ascending: MB/s.
+    collective: Vec<u32>,
+    remaining: Vec<u32>,
+    /// MB/s, and the closeness.
+    pairs: Vec<(u64, i64)>,
+    /// GPUs, and the closeness of what remains.
+    room: Vec<(u8, i64)>,
 }
 
 impl AllocationTables {
@@ -56,25 +63,18 @@ impl AllocationTables {
         } else {
             SetValues::Tree(Tree::new(&topology))
         };
-        Self { values, topology }
+        let ids = topology.gpus().iter().enumerate().map(|(place, gpu)| (DeviceId::from(&gpu.uuid), place));
+        Self { places: ids.collect(), values, topology }
     }
 
-    /// The tables of a few GPUs of a larger machine: what remains is valued by that machine's best.
-    pub(super) fn of_part(part: NodeTopology, tree: &Tree) -> Self {
-        Self { values: SetValues::Tables(SetTables::new(&part, Some(tree))), topology: Arc::new(part) }
+    /// The place of the whole GPU of an id.
+    pub(super) fn place(&self, id: &DeviceId) -> Option<usize> {
+        self.places.get(id).copied()
     }
 
     /// The topology they were computed from.
     pub fn topology(&self) -> &Arc<NodeTopology> {
         &self.topology
-    }
-
-    /// What they occupy, in bytes, the topology left out.
-    pub fn bytes(&self) -> usize {
-        match &self.values {
-            SetValues::Tables(sets) => sets.bytes(),
-            SetValues::Tree(tree) => tree.bytes(),
-        }
     }
 
     /// Where the values of a set come from.
@@ -84,26 +84,75 @@ impl AllocationTables {
 }
 
 impl SetTables {
-    fn new(topology: &NodeTopology, tree: Option<&Tree>) -> Self {
+    /// Computes the rows. Where the GPUs are a few of a larger machine, `tree` is that machine: what remains is valued by
+    /// its best.
+    pub fn new(topology: &NodeTopology, tree: Option<&Tree>) -> Self {
         let gpus = topology.gpus().len();
         let collective = collective::table(topology);
         let top = |group| tree.map_or_else(|| remaining::top(gpus, &collective, group), |tree| tree.top(group).mbps);
+        let remaining = remaining::table(gpus, &collective, top);
+        let pairs = collective::inside(gpus, |a, b| topology.bandwidth(a, b));
+        let distances = collective::inside(gpus, |a, b| u32::from(topology.rank(a, b).number()));
+        let pairs = pairs.into_iter().zip(distances.into_iter().map(minus)).collect();
+        let distances = remaining::closeness_table(topology).into_iter().map(|distance| minus(u64::from(distance)));
+        let room = remaining::room_table(topology).into_iter().zip(distances).collect();
+        let (collective, by_collective) = ranked(collective);
+        let (remaining, by_remaining) = ranked(remaining);
+        let (pairs, by_pairs) = ranked(pairs);
+        let (room, by_room) = ranked(room);
         Self {
-            remaining: remaining::table(gpus, &collective, top),
-            pairs: collective::inside(gpus, |a, b| topology.bandwidth(a, b)),
-            distance: collective::inside(gpus, |a, b| u32::from(topology.rank(a, b).number())),
-            remaining_distance: remaining::closeness_table(topology),
-            room: remaining::room_table(topology),
+            chosen: by_collective.zip(by_pairs).map(|(high, low)| high << 48 | low << 16).collect(),
+            remains: by_remaining.zip(by_room).map(|(high, low)| high << 32 | low).collect(),
             nics: nics_table(topology),
             collective,
+            remaining,
+            pairs,
+            room,
         }
     }
 
-    fn bytes(&self) -> usize {
-        let words = [&self.collective, &self.remaining].into_iter().map(|table| size_of_val(table.as_slice()));
-        let doubles = [&self.pairs, &self.distance, &self.nics].into_iter().map(|table| size_of_val(table.as_slice()));
-        words.chain(doubles).sum::<usize>() + self.remaining_distance.len() + self.room.len()
+    /// A number for a set that is chosen and what stays free beside it: of two, the larger is the better by all values
+    /// before [`Value::Nics`](super::Value::Nics).
+    pub fn rank(&self, chosen: GpuSet, remains: GpuSet) -> u64 {
+        at(&self.chosen, chosen) | at(&self.remains, remains)
     }
+
+    /// The rates of the NICs nearest to a set, Mbit/s.
+    pub fn nics(&self, chosen: GpuSet) -> u64 {
+        at(&self.nics, chosen)
+    }
+
+    /// What a set is worth, and what stays free beside it.
+    pub fn values(&self, chosen: GpuSet, remains: GpuSet) -> Values {
+        let all = self.rank(chosen, remains);
+        let rank = |place: u32| all >> place & u64::from(u16::MAX);
+        let (pairs, closeness) = row(&self.pairs, rank(16));
+        let (room, remaining_closeness) = row(&self.room, rank(0));
+        Values {
+            collective: u64::from(row(&self.collective, rank(48))),
+            remaining: u64::from(row(&self.remaining, rank(32))),
+            pairs,
+            closeness,
+            room: u64::from(room),
+            remaining_closeness,
+            nics: self.nics(chosen),
+        }
+    }
+}
+
+/// Closeness is the less the more ranks there are.
+fn minus(distance: u64) -> i64 {
+    i64::try_from(distance).map_or(i64::MIN, |distance| -distance)
+}
+
+/// The distinct values, ascending, and the rank of each value among them.
+fn ranked<T: Ord + Clone>(values: Vec<T>) -> (Vec<T>, impl Iterator<Item = u64>) {
+    let mut distinct = values.clone();
+    distinct.sort_unstable();
+    distinct.dedup();
+    let ranks: Vec<u64> =
+        values.iter().map(|value| distinct.binary_search(value).unwrap_or_else(|rank| rank) as u64).collect();
+    (distinct, ranks.into_iter())
 }
 
 /// For every set, the summed rates of the distinct NICs nearest to its members, Mbit/s.

@@ -6,9 +6,10 @@
 //! is checked, not assumed; of another one (a mesh of NVLinks) the tree is only a bound, and answers from it say so.
 
 use crate::prelude::*;
-use alloc::collections::BTreeSet;
+use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::collective;
+use super::groups::components;
 use super::remaining::{self, GROUPS, WHOLE};
 use super::report::Values;
 use super::set::{GpuSet, subsets};
@@ -25,12 +26,13 @@ pub(super) struct Tree {
     bandwidths: Forest,
     /// Over [`Rank::FARTHEST`] less the rank: more is closer.
     ranks: Forest,
+    nvlinks: Peers,
     packages: Vec<GpuSet>,
     near_nics: Vec<u64>,
     nic_rates: Vec<u64>,
     tops: [Top; 3],
-    /// For each group size, what each cluster of `bandwidths` adds for a whole group in it.
-    shares: [Vec<u64>; 3],
+    /// For each cluster of `bandwidths`, what it adds for each GPU of a whole group in it, by group size.
+    shares: Vec<[u64; 3]>,
     /// GPUs of one class differ in nothing but their address.
     classes: Vec<GpuSet>,
     exact: bool,
@@ -54,30 +56,46 @@ pub(super) struct Cluster {
     below: u32,
 }
 
+/// For each GPU, which others it reaches by how much; those that it reaches by nothing left out.
+#[derive(Clone, Debug)]
+struct Peers(Vec<Vec<(u64, GpuSet)>>);
+
+impl Peers {
+    fn new(gpus: usize, measure: impl Fn(usize, usize) -> u32) -> Self {
+        let peers = |a: usize| {
+            let mut by_width: BTreeMap<u32, GpuSet> = BTreeMap::new();
+            for b in (0..gpus).filter(|b| *b != a && measure(a, *b) > 0) {
+                by_width.entry(measure(a, b)).or_default().insert(b);
+            }
+            by_width.into_iter().map(|(width, peers)| (u64::from(width), peers)).collect()
+        };
+        Self((0..gpus).map(peers).collect())
+    }
+
+    /// For each GPU of a set, the sum of the measure to the others of it.
+    fn sums(&self, set: GpuSet) -> impl Iterator<Item = u64> {
+        let peers = set.places().filter_map(|gpu| self.0.get(gpu));
+        peers.map(move |peers| peers.iter().map(|(width, peers)| width * peers.intersection(set).len() as u64).sum())
+    }
+}
+
 /// The clusters of one measure.
 #[derive(Clone, Debug)]
 struct Forest {
     /// The widest first: a cluster comes before those around it.
     clusters: Vec<Cluster>,
-    /// Whether every pair has exactly the width of the smallest cluster around it.
-    exact: bool,
+    /// What the clusters do not show; `None` where every pair has exactly the width of the smallest cluster around it.
+    peers: Option<Peers>,
 }
 
 impl Forest {
     fn new(gpus: usize, measure: impl Fn(usize, usize) -> u32) -> Self {
         let pairs = |gpus: usize| (0..gpus).flat_map(move |a| (a + 1..gpus).map(move |b| (a, b)));
         let widths: BTreeSet<u32> = pairs(gpus).map(|(a, b)| measure(a, b)).collect();
-        let mut parts: Vec<GpuSet> = (0..gpus).map(GpuSet::of).collect();
         let mut clusters: Vec<Cluster> = Vec::new();
         for width in widths.into_iter().rev() {
-            for (a, b) in pairs(gpus).filter(|(a, b)| measure(*a, *b) >= width) {
-                let (joined, others): (Vec<_>, Vec<_>) =
-                    parts.iter().partition(|part| part.contains(a) || part.contains(b));
-                parts = others;
-                parts.push(joined.into_iter().fold(GpuSet::default(), GpuSet::union));
-            }
-            let new: Vec<GpuSet> = parts.iter().copied().filter(|part| part.len() > 1).collect();
-            for members in new {
+            let parts = components(gpus, |a, b| measure(a, b) >= width);
+            for members in parts.into_iter().filter(|part| part.len() > 1) {
                 for inner in clusters.iter_mut().filter(|inner| inner.below == 0 && inner.members != members) {
                     if inner.members.without(members).is_empty() {
                         inner.below = width;
@@ -88,8 +106,11 @@ impl Forest {
                 }
             }
         }
-        let mut forest = Self { clusters, exact: false };
-        forest.exact = pairs(gpus).all(|(a, b)| forest.width(GpuSet::of(a).union(GpuSet::of(b))) == measure(a, b));
+        let mut forest = Self { clusters, peers: None };
+        let shown = |(a, b): (usize, usize)| forest.width(GpuSet::of(a).union(GpuSet::of(b))) == measure(a, b);
+        if !pairs(gpus).all(shown) {
+            forest.peers = Some(Peers::new(gpus, measure));
+        }
         forest
     }
 
@@ -101,17 +122,20 @@ impl Forest {
 
     /// The sum of the measure over the pairs of a set.
     fn pairs(&self, set: GpuSet) -> u64 {
-        let added = self.clusters.iter().map(|cluster| {
-            let inside = cluster.members.intersection(set).len() as u64;
-            u64::from(cluster.width - cluster.below) * (inside * inside.saturating_sub(1) / 2)
-        });
-        added.sum()
+        match &self.peers {
+            Some(peers) => peers.sums(set).sum::<u64>() / 2,
+            None => self.sum(|cluster| pairs_of(cluster.members.intersection(set))),
+        }
     }
 
     /// The largest sum over disjoint pairs of a set, as many as fit.
     fn matched(&self, set: GpuSet) -> u64 {
-        let whole = |cluster: &Cluster| cluster.members.intersection(set).len() as u64 / 2;
-        self.clusters.iter().map(|cluster| u64::from(cluster.width - cluster.below) * whole(cluster)).sum()
+        self.sum(|cluster| cluster.members.intersection(set).len() as u64 / 2)
+    }
+
+    /// A sum over pairs, of which each cluster holds so many.
+    fn sum(&self, pairs: impl Fn(&Cluster) -> u64) -> u64 {
+        self.clusters.iter().map(|cluster| u64::from(cluster.width - cluster.below) * pairs(cluster)).sum()
     }
 }
 
@@ -120,17 +144,17 @@ impl Tree {
         let gpus = topology.gpus().len();
         let bandwidths = Forest::new(gpus, |a, b| topology.bandwidth(a, b));
         let ranks = Forest::new(gpus, |a, b| closeness(topology, a, b));
-        let exact = bandwidths.exact && ranks.exact && plain_links(topology);
+        let exact = bandwidths.peers.is_none() && ranks.peers.is_none() && plain_links(topology);
         let tops = GROUPS.map(|group| if exact { widest(&bandwidths, group) } else { best(topology, group) });
         let (near_nics, nic_rates) = tables::nearest_nics(topology);
         let share = |width: u32, top: Top| u64::from(width) * WHOLE / u64::from(top.mbps.max(1));
-        let shares = tops.map(|top| {
-            let clusters = bandwidths.clusters.iter();
-            clusters.map(|cluster| share(cluster.width, top) - share(cluster.below, top)).collect()
-        });
+        let shares = bandwidths.clusters.iter();
+        let shares = shares.map(|cluster| tops.map(|top| share(cluster.width, top) - share(cluster.below, top)));
+        let shares = shares.collect();
+        let nvlinks = Peers::new(gpus, |a, b| topology.nvlink(a, b));
         let classes = classes(topology, &near_nics);
-        let packages = remaining::packages(topology);
-        Self { bandwidths, ranks, packages, near_nics, nic_rates, tops, shares, classes, exact }
+        let packages = remaining::grouped(topology, |gpu| gpu.package).into_values().collect();
+        Self { bandwidths, ranks, nvlinks, packages, near_nics, nic_rates, tops, shares, classes, exact }
     }
 
     /// Whether the values are those of the definition, not bounds.
@@ -154,75 +178,60 @@ impl Tree {
         &self.classes
     }
 
-    pub(super) fn bytes(&self) -> usize {
-        let clusters = self.bandwidths.clusters.len() + self.ranks.clusters.len();
-        let sets = self.packages.len() + self.classes.len() + self.near_nics.len() + self.nic_rates.len();
-        clusters * size_of::<Cluster>() + (sets + self.shares.iter().map(Vec::len).sum::<usize>()) * size_of::<u64>()
-    }
-
     /// What a set is worth, and what stays free beside it. Where the tree is not exact, `collective`, `remaining` and
     /// `remaining_closeness` are bounds.
-    pub(super) fn values(&self, topology: &NodeTopology, chosen: GpuSet, remains: GpuSet) -> Values {
-        let pairs = if self.bandwidths.exact {
-            self.bandwidths.pairs(chosen)
-        } else {
-            over_pairs(chosen, |a, b| topology.bandwidth(a, b))
-        };
-        let near = if self.ranks.exact {
-            self.ranks.pairs(chosen)
-        } else {
-            over_pairs(chosen, |a, b| closeness(topology, a, b))
-        };
-        let count = |set: GpuSet| set.len() as u64;
+    pub(super) fn values(&self, chosen: GpuSet, remains: GpuSet) -> Values {
         let farthest = u64::from(Rank::FARTHEST.number());
         let minus =
             |sum: u64, pairs: u64| i64::try_from(farthest * pairs - sum.min(farthest * pairs)).map_or(0, |sum| -sum);
         let nics = chosen.places().filter_map(|place| self.near_nics.get(place)).fold(0, |all, own| all | own);
         Values {
-            collective: u64::from(self.collective(topology, chosen)),
+            collective: self.collective(chosen),
             remaining: self.remaining(remains),
-            pairs,
-            closeness: minus(near, count(chosen) * count(chosen).saturating_sub(1) / 2),
+            pairs: self.bandwidths.pairs(chosen),
+            closeness: minus(self.ranks.pairs(chosen), pairs_of(chosen)),
             room: u64::from(remaining::room(&self.packages, remains)),
-            remaining_closeness: minus(self.ranks.matched(remains), count(remains) / 2),
+            remaining_closeness: minus(self.ranks.matched(remains), remains.len() as u64 / 2),
             nics: GpuSet(nics).places().filter_map(|nic| self.nic_rates.get(nic)).sum(),
         }
     }
 
+    /// Whether a set is worth less than another, by the first two values: most are, and these take the least time.
+    pub(super) fn falls_behind(&self, chosen: GpuSet, remains: GpuSet, other: &Values) -> bool {
+        let first = self.collective(chosen).cmp(&other.collective);
+        first.then_with(|| self.remaining(remains).cmp(&other.remaining)).is_lt()
+    }
+
     /// The width of the cluster around a set. In a mesh no more than each GPU's own links can carry, as long as
     /// all have some.
-    fn collective(&self, topology: &NodeTopology, set: GpuSet) -> u32 {
+    fn collective(&self, set: GpuSet) -> u64 {
         if set.len() < 2 {
             return 0;
         }
-        let linked = |a: usize| {
-            set.places().filter(|b| a != *b).fold(0, |sum: u32, b| sum.saturating_add(topology.nvlink(a, b)))
-        };
-        let links = if self.exact { None } else { set.places().map(linked).min().filter(|least| *least > 0) };
-        links.unwrap_or_else(|| self.bandwidths.width(set))
+        let links = if self.exact { None } else { self.nvlinks.sums(set).min().filter(|least| *least > 0) };
+        links.unwrap_or_else(|| u64::from(self.bandwidths.width(set)))
     }
 
     /// Each cluster adds, for each whole group in it, what its width is worth above that of the cluster around it.
     fn remaining(&self, set: GpuSet) -> u64 {
-        let mut total = 0;
-        for (at, cluster) in self.bandwidths.clusters.iter().enumerate() {
+        let of = |(cluster, shares): (&Cluster, &[u64; 3])| {
             let inside = cluster.members.intersection(set).len();
-            for (group, shares) in GROUPS.into_iter().zip(&self.shares) {
-                total += shares.get(at).copied().unwrap_or(0) * (inside / group * group) as u64;
-            }
-        }
-        total
+            let whole = GROUPS.map(|group| (inside / group * group) as u64);
+            whole.into_iter().zip(shares).map(|(whole, share)| whole * share).sum::<u64>()
+        };
+        self.bandwidths.clusters.iter().zip(&self.shares).map(of).sum()
     }
+}
+
+/// How many pairs a set has.
+fn pairs_of(set: GpuSet) -> u64 {
+    let gpus = set.len() as u64;
+    gpus * gpus.saturating_sub(1) / 2
 }
 
 /// How close two GPUs are: more is closer.
 fn closeness(topology: &NodeTopology, a: usize, b: usize) -> u32 {
     u32::from(Rank::FARTHEST.number().saturating_sub(topology.rank(a, b).number()))
-}
-
-fn over_pairs(set: GpuSet, measure: impl Fn(usize, usize) -> u32) -> u64 {
-    let later = |a: usize| set.places().filter(move |b| a < *b);
-    set.places().flat_map(|a| later(a).map(move |b| (a, b))).map(|(a, b)| u64::from(measure(a, b))).sum()
 }
 
 /// Whether NVLinks add nothing to what bandwidths between pairs say: each GPU has them to one other alone, or
@@ -305,7 +314,7 @@ fn classes(topology: &NodeTopology, near_nics: &[u64]) -> Vec<GpuSet> {
     for place in 0..gpus.len() {
         let first = |class: &GpuSet| class.places().next().unwrap_or(0);
         match classes.iter_mut().find(|class| alike(first(class), place)) {
-            Some(class) => *class = class.union(GpuSet::of(place)),
+            Some(class) => class.insert(place),
             None => classes.push(GpuSet::of(place)),
         }
     }

@@ -34,9 +34,10 @@ pub struct Hardware {
     warnings: Vec<TopologyWarning>,
     versions: DriverVersions,
     identity: NodeIdentity,
-    xids: XidPolicy,
+    /// An operator's classes.
+    pub(super) xids: XidPolicy,
     /// The first hold; see [`super::health`].
-    hold: Duration,
+    pub(super) hold: Duration,
     /// Every GPU that was ever scanned, or that the record names.
     health: BTreeMap<GpuUuid, GpuHealth>,
     /// The address at which each was scanned last.
@@ -44,7 +45,8 @@ pub struct Hardware {
     /// The health that was last reported, by GPU and MIG device.
     reported: BTreeMap<(GpuUuid, Option<MigUuid>), Health>,
     unknown_actions: Once<(GpuUuid, RecoveryAction)>,
-    xid_log: XidLog,
+    /// XIDs that change nothing.
+    pub(super) xid_log: XidLog,
     /// The record that the runtime was last asked to keep.
     kept: HealthRecord,
 }
@@ -135,16 +137,6 @@ impl Hardware {
         }
     }
 
-    /// An operator's classes of XIDs.
-    pub(super) fn set_xids(&mut self, xids: XidPolicy) {
-        self.xids = xids;
-    }
-
-    /// Another first hold.
-    pub(super) fn set_hold(&mut self, hold: Duration) {
-        self.hold = hold;
-    }
-
     /// A scan of the whole node.
     pub(super) fn scanned(&mut self, observed: &NodeObservation) -> Vec<Effect> {
         let (topology, warnings) = NodeTopology::assemble(observed);
@@ -189,36 +181,20 @@ impl Hardware {
         if !self.xids.class(code).fails() {
             return self.xid_log.record(gpu, code, now);
         }
-        self.failed(&gpu, UnhealthyReason::Xid { code, instance }, now);
+        self.change(&gpu, |health| health.fail(UnhealthyReason::Xid { code, instance }, now));
         None
     }
 
     /// The driver's event of an uncorrectable error.
     pub(super) fn double_bit_ecc(&mut self, gpu: &GpuUuid, now: Timestamp) {
         if self.xids.class(DOUBLE_BIT_ECC).fails() {
-            self.failed(gpu, UnhealthyReason::DoubleBitEcc, now);
+            self.change(gpu, |health| health.fail(UnhealthyReason::DoubleBitEcc, now));
         }
     }
 
-    /// A reason begins to stand against one GPU. The same reason again, however often it comes, changes nothing.
-    pub(super) fn failed(&mut self, gpu: &GpuUuid, reason: UnhealthyReason, now: Timestamp) {
-        if let Some(health) = self.health.get_mut(gpu) {
-            health.fail(reason, now);
-        }
-    }
-
-    /// A GPU that was quarantined was scanned again.
-    pub(super) fn released(&mut self, gpu: &GpuUuid) {
-        if let Some(health) = self.health.get_mut(gpu) {
-            health.released();
-        }
-    }
-
-    /// An operator clears what stands against a GPU.
-    pub(super) fn cleared(&mut self, gpu: &GpuUuid) {
-        if let Some(health) = self.health.get_mut(gpu) {
-            health.cleared();
-        }
+    /// Changes the health of a GPU, where it is known.
+    pub(super) fn change(&mut self, gpu: &GpuUuid, change: impl FnOnce(&mut GpuHealth)) {
+        self.health.get_mut(gpu).map(change);
     }
 
     /// NVML has been unavailable for the grace period. That is no GPU's fault.
@@ -299,16 +275,6 @@ impl Hardware {
             self.identity = record.identity.clone();
         }
         None
-    }
-
-    /// XIDs that change nothing and were counted instead of reported, once their period is over.
-    pub(super) fn due_xids(&mut self, now: Timestamp) -> Vec<Effect> {
-        self.xid_log.report(now)
-    }
-
-    /// When [`Self::due_xids`] has something to report.
-    pub(super) fn deadline(&self) -> Option<Timestamp> {
-        self.xid_log.deadline()
     }
 
     /// Reports each GPU whose health changed, as a whole, and each MIG device that failed alone. `listed` are all devices

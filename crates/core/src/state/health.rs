@@ -12,7 +12,7 @@ use core::time::Duration;
 use super::device::{Health, Timestamp};
 use super::event::MigInstance;
 use super::poll::{FabricHealth, HealthPoll, Reach, RecoveryAction};
-use super::reason::{ReasonClass, UnhealthyReason};
+use super::reason::UnhealthyReason;
 use super::record::{Accepted, GpuRecord, KeptReason, LastSeen};
 use crate::topology::GpuUuid;
 
@@ -80,12 +80,8 @@ impl GpuHealth {
     /// The health that the record of our last process describes.
     pub fn restored(kept: &GpuRecord) -> Self {
         let standing = kept.reasons.iter().take(MOST_REASONS).map(|kept| Standing {
-            reason: kept.reason.clone(),
-            since: Duration::from_secs(kept.since),
-            steady: None,
-            seen_poll_since: true,
             remedied: kept.remedied,
-            over: false,
+            ..Standing::new(kept.reason.clone(), Duration::from_secs(kept.since), true)
         });
         Self {
             standing: standing.collect(),
@@ -99,8 +95,7 @@ impl GpuHealth {
 
     /// The record of it for our next process; `None` where there is nothing to keep.
     pub fn kept(&self) -> Option<GpuRecord> {
-        let reasons =
-            self.standing.iter().filter(|standing| standing.reason.class() == ReasonClass::Reset && !standing.over);
+        let reasons = self.standing.iter().filter(|standing| standing.reason.needs_reset() && !standing.over);
         let kept = GpuRecord {
             reasons: reasons
                 .map(|standing| KeptReason {
@@ -143,7 +138,7 @@ impl GpuHealth {
     /// Of several reasons the first one whose remedy is a reset is named, else the first.
     fn verdict_on(&self, counts: impl Fn(&UnhealthyReason) -> bool) -> Health {
         let concerns = || self.standing.iter().filter(|standing| counts(&standing.reason));
-        let needs_reset = concerns().find(|standing| standing.reason.class() == ReasonClass::Reset);
+        let needs_reset = concerns().find(|standing| standing.reason.needs_reset());
         match needs_reset.or_else(|| concerns().next()) {
             None => Health::Healthy,
             Some(Standing { reason, since, .. }) => Health::Unhealthy { reason: reason.clone(), since: *since },
@@ -177,7 +172,7 @@ impl GpuHealth {
         self.listed = true;
         if !off_bus {
             if core::mem::take(&mut self.seen.off_bus) {
-                self.remedy(|reason| reason.class() == ReasonClass::Reset);
+                self.remedy(UnhealthyReason::needs_reset);
             }
             self.remedy(|reason| matches!(reason, UnhealthyReason::OffBus));
         }
@@ -188,17 +183,17 @@ impl GpuHealth {
         self.seen.off_bus |= off_bus;
     }
 
-    /// A reason begins. True where that changes anything.
-    pub fn fail(&mut self, reason: UnhealthyReason, now: Timestamp) -> bool {
+    /// A reason begins.
+    pub fn fail(&mut self, reason: UnhealthyReason, now: Timestamp) {
         if self.falls(&reason) {
             self.fall();
         }
-        self.begin(reason, now, false)
+        self.begin(reason, now, false);
     }
 
     /// A reason begins that hits the whole node: no fault of this GPU.
-    pub fn suffer(&mut self, reason: UnhealthyReason, now: Timestamp) -> bool {
-        self.begin(reason, now, false)
+    pub fn suffer(&mut self, reason: UnhealthyReason, now: Timestamp) {
+        self.begin(reason, now, false);
     }
 
     /// NVML answers again: the next poll decides, as at the start.
@@ -252,8 +247,7 @@ impl GpuHealth {
         let covered = self.polled.map_or(Duration::ZERO, |last| now.saturating_sub(last)).min(COVERED);
         self.polled = Some(now);
         if self.shows_reset(poll) {
-            let done =
-                |standing: &&mut Standing| standing.seen_poll_since && standing.reason.class() == ReasonClass::Reset;
+            let done = |standing: &&mut Standing| standing.seen_poll_since && standing.reason.needs_reset();
             self.standing.iter_mut().filter(done).for_each(|standing| standing.remedied = true);
         }
         self.learn(poll, unreachable);
@@ -325,23 +319,15 @@ impl GpuHealth {
         self.well = Duration::ZERO;
     }
 
-    /// Lets a reason stand. True where it did not stand before, or evidence against it had begun.
-    fn begin(&mut self, reason: UnhealthyReason, now: Timestamp, seen_poll_since: bool) -> bool {
+    /// Lets a reason stand; evidence against it begins anew.
+    fn begin(&mut self, reason: UnhealthyReason, now: Timestamp, seen_poll_since: bool) {
         let full = self.standing.len() >= MOST_REASONS;
         let known = self.standing.iter().position(|standing| standing.reason.is(&reason));
         let Some(index) = known.or_else(|| full.then(|| self.standing.len() - 1)) else {
-            self.standing.push(Standing {
-                reason,
-                since: now,
-                steady: None,
-                seen_poll_since,
-                remedied: false,
-                over: false,
-            });
-            return true;
+            self.standing.push(Standing::new(reason, now, seen_poll_since));
+            return;
         };
-        let Some(standing) = self.standing.get_mut(index) else { return false };
-        let news = standing.reason != reason || standing.steady.is_some() || standing.remedied || standing.over;
+        let Some(standing) = self.standing.get_mut(index) else { return };
         match (&mut standing.reason, known) {
             // No room: the last reason stands for the further ones, too.
             (UnhealthyReason::Xid { instance, .. }, None) => *instance = None,
@@ -349,7 +335,6 @@ impl GpuHealth {
         }
         (standing.steady, standing.remedied, standing.over) = (None, false, false);
         standing.seen_poll_since = seen_poll_since;
-        news
     }
 
     fn remedy(&mut self, which: impl Fn(&UnhealthyReason) -> bool) {
@@ -448,6 +433,10 @@ impl GpuHealth {
 }
 
 impl Standing {
+    fn new(reason: UnhealthyReason, since: Timestamp, seen_poll_since: bool) -> Self {
+        Self { reason, since, steady: None, seen_poll_since, remedied: false, over: false }
+    }
+
     /// Whether it is about links that all end at unreachable GPUs.
     fn has_links_to(&self, far_ends: &BTreeMap<u32, Option<GpuUuid>>, unreachable: &BTreeSet<GpuUuid>) -> bool {
         let UnhealthyReason::LinksDown { links } = &self.reason else { return false };

@@ -38,6 +38,7 @@ use crate::allocation::{
     preferred_units,
 };
 use crate::topology::{Gpu, NodeTopology};
+use health::GpuHealth;
 use opening::Opening;
 
 pub use device::{Device, Health, Timestamp};
@@ -128,14 +129,14 @@ impl NodeState {
     /// The same, with an operator's classes of XIDs.
     #[must_use]
     pub fn with_xids(mut self, xids: XidPolicy) -> Self {
-        Arc::make_mut(&mut self.hardware).set_xids(xids);
+        Arc::make_mut(&mut self.hardware).xids = xids;
         self
     }
 
     /// The same, with another first hold than 60 s; the longest one is its sixtyfold.
     #[must_use]
     pub fn with_hold(mut self, hold: Duration) -> Self {
-        Arc::make_mut(&mut self.hardware).set_hold(hold);
+        Arc::make_mut(&mut self.hardware).hold = hold;
         self
     }
 
@@ -182,7 +183,7 @@ impl NodeState {
 
     /// The resources that are shared by MPS, offered or not, with what each takes of the node.
     pub fn mps_shares(&self) -> &BTreeMap<ResourceName, MpsShare> {
-        self.offers.mps.shares()
+        &self.offers.mps.shares
     }
 
     /// The GPUs that have devices on the kubelet's lists, by PCI address and UUID.
@@ -208,7 +209,7 @@ impl NodeState {
     /// The next moment at which time alone changes something: then [`Event::Tick`] is due. Health is not among it: a hold
     /// is as long as polls that pass, and ends with one.
     pub fn next_deadline(&self) -> Option<Timestamp> {
-        self.opening.deadline().into_iter().chain(self.hardware.deadline()).min()
+        self.opening.deadline().into_iter().chain(self.hardware.xid_log.deadline()).min()
     }
 
     /// The best devices of a resource for a request, and why: whole GPUs as such, slots and MIG devices by the GPUs
@@ -218,7 +219,7 @@ impl NodeState {
         resource: &ResourceName,
         request: &AllocationRequest,
     ) -> (PreferredAllocation, AllocationReport) {
-        let choice = self.offers.resources().get(resource).map(Resource::choice).cloned().unwrap_or_default();
+        let choice = self.offers.resources().get(resource).map(|resource| resource.choice.clone()).unwrap_or_default();
         match &choice.units {
             Some(units) => preferred_units(self.tables(), units, request, choice.policy),
             None => preferred_allocation(self.tables(), request, choice.policy),
@@ -246,7 +247,7 @@ impl NodeState {
             }
         }
         let mut taken: Vec<&Device> = taken.into_values().collect();
-        let one_slot = listed.is_some_and(|listed| listed.choice().one_slot);
+        let one_slot = listed.is_some_and(|listed| listed.choice.one_slot);
         if one_slot && taken.len() > 1 && taken.iter().any(|device| device.slot.is_some()) {
             return Err(AllocateError::OneSlot { resource: resource.clone(), size: taken.len() });
         }
@@ -273,7 +274,7 @@ impl NodeState {
                 remake = true;
             }
             Event::MpsReady(ready) => {
-                Arc::make_mut(&mut self.offers).mps.set_ready(ready);
+                Arc::make_mut(&mut self.offers).mps.ready = ready;
                 remake = true;
             }
             Event::Holders(holdings) => {
@@ -294,16 +295,18 @@ impl NodeState {
             }
             Event::Xid { gpu, code, instance } => effects.extend(hardware.xid(gpu, code, instance, now)),
             Event::DoubleBitEcc { gpu } => hardware.double_bit_ecc(&gpu, now),
-            Event::Quarantined { gpu, why } => hardware.failed(&gpu, UnhealthyReason::Quarantined { why }, now),
-            Event::ReleasedFromQuarantine { gpu } => hardware.released(&gpu),
+            Event::Quarantined { gpu, why } => {
+                hardware.change(&gpu, |health| health.fail(UnhealthyReason::Quarantined { why }, now));
+            }
+            Event::ReleasedFromQuarantine { gpu } => hardware.change(&gpu, GpuHealth::released),
             Event::DriverAway { why } => hardware.driver_away(&why, now),
             Event::DriverBack => hardware.driver_back(),
-            Event::Cleared { gpu } => hardware.cleared(&gpu),
+            Event::Cleared { gpu } => hardware.change(&gpu, GpuHealth::cleared),
             Event::Identified(identity) => hardware.identified(&identity),
             Event::Restored(record) => effects.extend(hardware.restored(&record)),
             Event::Tick => {}
         }
-        effects.extend(hardware.due_xids(now));
+        effects.extend(hardware.xid_log.report(now));
         if remake {
             effects.extend(Arc::make_mut(&mut self.offers).make(hardware, &self.ledger, now));
         }

@@ -68,9 +68,10 @@ impl MpsShare {
 /// The resources that are shared by MPS, and the readiness of their daemons.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Mps {
-    shares: BTreeMap<ResourceName, MpsShare>,
+    /// The resources that are shared by MPS, offered or not, with the GPUs of each.
+    pub(super) shares: BTreeMap<ResourceName, MpsShare>,
     /// The daemons that are ready, each with the share that it is ready for.
-    ready: BTreeMap<ResourceName, MpsShare>,
+    pub(super) ready: BTreeMap<ResourceName, MpsShare>,
     /// The resources whose daemon is not, and since when.
     waiting: BTreeMap<ResourceName, Timestamp>,
 }
@@ -79,18 +80,6 @@ impl Mps {
     /// Since when a slot waits for the daemon of its resource; `None` where it does not.
     pub(super) fn waits(&self, resource: &ResourceName, device: &Device) -> Option<Timestamp> {
         self.waiting.get(resource).copied().filter(|_| device.slot.is_some())
-    }
-}
-
-impl Mps {
-    /// The resources that are shared by MPS, offered or not, with the GPUs of each.
-    pub(super) fn shares(&self) -> &BTreeMap<ResourceName, MpsShare> {
-        &self.shares
-    }
-
-    /// The daemons that are ready now.
-    pub(super) fn set_ready(&mut self, ready: BTreeMap<ResourceName, MpsShare>) {
-        self.ready = ready;
     }
 
     /// Takes the new slots of resources whose daemon is not ready out of what was made. Slots that are on the list

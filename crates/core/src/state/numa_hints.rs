@@ -24,7 +24,7 @@ impl NumaHints {
     /// The nodes that a GPU's device claims, in order. Nodes without CPUs are never among them: a machine may have
     /// dozens, and every one doubles what the kubelet has to try.
     pub fn nodes(self, topology: &NodeTopology, gpu: &Gpu) -> Vec<NumaNodeId> {
-        let own = topology.cpu_node(gpu);
+        let own = gpu.cpu_node;
         match self {
             Self::Off => Vec::new(),
             Self::Node => own.into_iter().collect(),

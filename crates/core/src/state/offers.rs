@@ -43,7 +43,7 @@ pub struct Resource {
     devices: BTreeMap<DeviceId, Device>,
     /// The ids on the list whose hardware is gone, or no longer offered so.
     orphans: BTreeMap<DeviceId, Orphan>,
-    choice: Choice,
+    pub(super) choice: Choice,
 }
 
 /// How devices of one resource are chosen and ordered.
@@ -98,8 +98,16 @@ impl Resource {
         self.orphans.get(id).map(|orphan| &orphan.why)
     }
 
-    pub(super) fn choice(&self) -> &Choice {
-        &self.choice
+    /// Keeps devices of before that are not offered any more on the list, as orphans.
+    fn keep(&mut self, before: BTreeMap<DeviceId, Device>, hardware: &Hardware, now: Timestamp) {
+        for (id, device) in before {
+            if let Entry::Vacant(free) = self.devices.entry(id.clone()) {
+                let why = if hardware.has(&device) { UnhealthyReason::Withdrawn } else { UnhealthyReason::Gone };
+                let orphan = Orphan { since: now, why, was_offered: true, unheld_once: false };
+                self.orphans.entry(id).or_insert(orphan);
+                free.insert(device);
+            }
+        }
     }
 
     /// How many ids are on the list.
@@ -388,20 +396,6 @@ impl Offers {
             resource.devices.iter().map(move |(id, device)| ((name.clone(), id.clone()), device))
         });
         ledger.conflicts(hardware.topology(), withdrawn.iter().map(|(key, since)| (key, *since)), devices)
-    }
-}
-
-impl Resource {
-    /// Keeps devices of before that are not offered any more on the list, as orphans.
-    fn keep(&mut self, before: BTreeMap<DeviceId, Device>, hardware: &Hardware, now: Timestamp) {
-        for (id, device) in before {
-            if let Entry::Vacant(free) = self.devices.entry(id.clone()) {
-                let why = if hardware.has(&device) { UnhealthyReason::Withdrawn } else { UnhealthyReason::Gone };
-                let orphan = Orphan { since: now, why, was_offered: true, unheld_once: false };
-                self.orphans.entry(id).or_insert(orphan);
-                free.insert(device);
-            }
-        }
     }
 }
 

@@ -129,15 +129,6 @@ fn list(links: &[u32]) -> String {
     numbers.join(",")
 }
 
-/// The two kinds of way out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ReasonClass {
-    /// Something has to be done to the GPU. Kept across our own restarts.
-    Reset,
-    /// The same look that found it finds it ended.
-    Probe,
-}
-
 impl UnhealthyReason {
     /// The kind of reason, as a metric's label.
     pub fn label(&self) -> &'static str {
@@ -192,28 +183,19 @@ impl UnhealthyReason {
         }
     }
 
-    pub(super) fn class(&self) -> ReasonClass {
-        match self {
+    /// Whether something has to be done to the GPU: such a reason is kept across our own restarts. The others end by the
+    /// same look that found them.
+    pub(super) fn needs_reset(&self) -> bool {
+        matches!(
+            self,
             Self::Xid { .. }
-            | Self::DoubleBitEcc
-            | Self::UncorrectableEcc { .. }
-            | Self::Lost { .. }
-            | Self::ResetRequired { .. }
-            | Self::RecoveryAction { .. }
-            | Self::RowRemapFailed => ReasonClass::Reset,
-            Self::CallFailed { .. }
-            | Self::LinksDown { .. }
-            | Self::FabricJoining
-            | Self::FabricFailed { .. }
-            | Self::Quarantined { .. }
-            | Self::DriverAway { .. }
-            | Self::OffBus
-            | Self::Gone
-            | Self::HeldElsewhere { .. }
-            | Self::Claimed { .. }
-            | Self::Withdrawn
-            | Self::MpsNotReady => ReasonClass::Probe,
-        }
+                | Self::DoubleBitEcc
+                | Self::UncorrectableEcc { .. }
+                | Self::Lost { .. }
+                | Self::ResetRequired { .. }
+                | Self::RecoveryAction { .. }
+                | Self::RowRemapFailed
+        )
     }
 
     /// Whether it is the same reason, whatever its details: each stands once.

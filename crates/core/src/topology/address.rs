@@ -3,6 +3,7 @@
 //! Parsed once, here; inside the program a value of these types is valid because it exists.
 
 use crate::prelude::*;
+use alloc::sync::Arc;
 use core::fmt;
 use core::str::FromStr;
 
@@ -106,65 +107,89 @@ impl From<PciAddress> for String {
     }
 }
 
-/// A GPU's UUID as NVML prints it (`GPU-...`), which is also its device id for the kubelet.
+/// A UUID as NVML prints it, which is also a device id for the kubelet. Cheap to clone.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub struct GpuUuid(String);
+pub struct Uuid<const OF_MIG_DEVICE: bool>(Arc<str>);
 
-/// Why a text is no GPU UUID.
+/// A GPU's UUID, `GPU-...`.
+pub type GpuUuid = Uuid<false>;
+
+/// A MIG device's UUID, `MIG-...`. Drivers before R470 write `MIG-GPU-<the GPU's UUID>/<GPU instance>/<compute instance>`.
+pub type MigUuid = Uuid<true>;
+
+/// Why a text is no such UUID.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{} is not a GPU UUID (expected 1 to {max} letters, digits and '-')", quoted(text), max = GpuUuid::MAX)]
-pub struct GpuUuidError {
+#[error("{} is not a {expected}, {max} at most)", quoted(text), max = GpuUuid::MAX)]
+pub struct UuidError {
     text: String,
+    expected: &'static str,
 }
 
 impl GpuUuid {
     /// The longest device id the kubelet's API allows, in characters.
     pub const MAX: usize = 63;
 
+    /// A made-up UUID for the GPU at an address, for sources that know no UUIDs: always the same one, another for
+    /// each address, and recognisable by its zeros.
+    pub fn made_up(pci: PciAddress) -> Self {
+        let PciAddress { domain, bus, device, function } = pci;
+        Self(format!("GPU-00000000-0000-0000-000{function:x}-{domain:08x}{bus:02x}{device:02x}").into())
+    }
+}
+
+impl MigUuid {
+    /// A made-up UUID for the MIG device of an index on the GPU at an address, as [`GpuUuid::made_up`].
+    pub fn made_up(pci: PciAddress, index: u32) -> Self {
+        let PciAddress { domain, bus, device, function } = pci;
+        Self(format!("MIG-{index:08x}-0000-0000-000{function:x}-{domain:08x}{bus:02x}{device:02x}").into())
+    }
+}
+
+impl<const OF_MIG_DEVICE: bool> Uuid<OF_MIG_DEVICE> {
     /// The UUID as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// A made-up UUID for the GPU at an address, for sources that know no UUIDs: always the same one, another for
-    /// each address, and recognisable by its zeros.
-    pub fn made_up(pci: PciAddress) -> Self {
-        let PciAddress { domain, bus, device, function } = pci;
-        Self(format!("GPU-00000000-0000-0000-000{function:x}-{domain:08x}{bus:02x}{device:02x}"))
+    /// The UUID as text that is shared with it.
+    pub(crate) fn text(&self) -> Arc<str> {
+        Arc::clone(&self.0)
     }
 }
 
-impl fmt::Display for GpuUuid {
+impl<const OF_MIG_DEVICE: bool> fmt::Display for Uuid<OF_MIG_DEVICE> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl FromStr for GpuUuid {
-    type Err = GpuUuidError;
+impl<const OF_MIG_DEVICE: bool> FromStr for Uuid<OF_MIG_DEVICE> {
+    type Err = UuidError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let fits = (1..=Self::MAX).contains(&text.len());
-        if fits && text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-') {
-            Ok(Self(text.to_owned()))
+        let (rest, separators, expected): (_, &[u8], _) = if OF_MIG_DEVICE {
+            (text.strip_prefix("MIG-"), b"-/", "MIG device's UUID (expected MIG- and letters, digits, '-' and '/'")
         } else {
-            Err(GpuUuidError { text: text.to_owned() })
-        }
+            (Some(text), b"-", "GPU UUID (expected letters, digits and '-'")
+        };
+        let known = |b: u8| b.is_ascii_alphanumeric() || separators.contains(&b);
+        let fits = rest.is_some_and(|rest| !rest.is_empty() && rest.bytes().all(known)) && text.len() <= GpuUuid::MAX;
+        if fits { Ok(Self(text.into())) } else { Err(UuidError { text: text.to_owned(), expected }) }
     }
 }
 
-impl TryFrom<String> for GpuUuid {
-    type Error = GpuUuidError;
+impl<const OF_MIG_DEVICE: bool> TryFrom<String> for Uuid<OF_MIG_DEVICE> {
+    type Error = UuidError;
 
     fn try_from(text: String) -> Result<Self, Self::Error> {
         text.parse()
     }
 }
 
-impl From<GpuUuid> for String {
-    fn from(uuid: GpuUuid) -> Self {
-        uuid.0
+impl<const OF_MIG_DEVICE: bool> From<Uuid<OF_MIG_DEVICE>> for String {
+    fn from(uuid: Uuid<OF_MIG_DEVICE>) -> Self {
+        uuid.0.as_ref().to_owned()
     }
 }
 

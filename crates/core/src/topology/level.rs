@@ -23,26 +23,13 @@ pub enum TopologyLevel {
 impl TopologyLevel {
     /// The symbol nvidia-smi prints.
     pub fn symbol(self) -> &'static str {
-        match self {
-            Self::Internal | Self::Single => "PIX",
-            Self::Multiple => "PXB",
-            Self::HostBridge => "PHB",
-            Self::Node => "NODE",
-            Self::System => "SYS",
-        }
+        Rank::new(self, false).symbol()
     }
 
     /// The level of NVML's number, `None` for a number that NVML does not define.
     pub fn from_nvml(number: u32) -> Option<Self> {
-        Some(match number {
-            0 => Self::Internal,
-            10 => Self::Single,
-            20 => Self::Multiple,
-            30 => Self::HostBridge,
-            40 => Self::Node,
-            50 => Self::System,
-            _ => return None,
-        })
+        let levels = [Self::Internal, Self::Single, Self::Multiple, Self::HostBridge, Self::Node, Self::System];
+        levels.get(usize::try_from(number / 10).ok()?).copied().filter(|_| number.is_multiple_of(10))
     }
 }
 
@@ -51,7 +38,7 @@ impl TopologyLevel {
 ///
 /// NVML calls both 4 and 5 SYS; on a machine with several NUMA nodes to a package that loses
 /// the socket.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(transparent)]
 pub struct Rank(u8);
 
@@ -75,11 +62,6 @@ impl Rank {
             TopologyLevel::System if same_package => 4,
             TopologyLevel::System => 5,
         })
-    }
-
-    /// The rank of a number; what is above 5 is 5.
-    pub(super) fn from_number(number: u32) -> Self {
-        Self(u8::try_from(number).unwrap_or(u8::MAX).min(5))
     }
 
     /// 0 to 5.

@@ -1,19 +1,19 @@
-//! A square matrix of integers, one row and column for each GPU.
+//! A square matrix, one row and column for each GPU.
 
 use crate::prelude::*;
 use serde::{Serialize, Serializer};
 
-/// A symmetric square matrix over the GPUs of a node; outside of it every cell is 0.
+/// A symmetric square matrix over the GPUs of a node; outside of it every cell is the default, such as 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct LinkMatrix {
+pub struct LinkMatrix<T = u32> {
     size: usize,
-    cells: Vec<u32>,
+    cells: Vec<T>,
 }
 
-impl LinkMatrix {
+impl<T: Copy + Default> LinkMatrix<T> {
     /// A matrix of zeros for `size` GPUs.
     pub fn zeros(size: usize) -> Self {
-        Self { size, cells: vec![0; size.saturating_mul(size)] }
+        Self { size, cells: vec![T::default(); size.saturating_mul(size)] }
     }
 
     /// The number of rows.
@@ -21,13 +21,13 @@ impl LinkMatrix {
         self.size
     }
 
-    /// The value between `a` and `b`; 0 outside of the matrix.
-    pub fn get(&self, a: usize, b: usize) -> u32 {
-        self.row(a).get(b).copied().unwrap_or(0)
+    /// The value between `a` and `b`; the default outside of the matrix.
+    pub fn get(&self, a: usize, b: usize) -> T {
+        self.row(a).get(b).copied().unwrap_or_default()
     }
 
     /// Sets both cells of a pair; nothing happens outside of the matrix.
-    pub fn set(&mut self, a: usize, b: usize, value: u32) {
+    pub fn set(&mut self, a: usize, b: usize, value: T) {
         for (row, column) in [(a, b), (b, a)] {
             if row < self.size
                 && column < self.size
@@ -45,7 +45,7 @@ impl LinkMatrix {
     }
 
     /// One row; empty outside of the matrix.
-    pub fn row(&self, a: usize) -> &[u32] {
+    pub fn row(&self, a: usize) -> &[T] {
         let start = a.saturating_mul(self.size);
         self.cells.get(start..start.saturating_add(self.size)).unwrap_or(&[])
     }

@@ -5,12 +5,10 @@
 
 use crate::prelude::*;
 use core::fmt;
-use core::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use super::address::{GpuUuid, PciAddress};
-use crate::quote::quoted;
+use super::address::MigUuid;
 
 /// MIG on one GPU; a GPU or a driver without MIG has none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -145,67 +143,6 @@ impl MigCapabilities {
     /// The device nodes, the GPU instance's first.
     pub fn device_nodes(self) -> [String; 2] {
         [self.gpu_instance, self.compute_instance].map(|minor| format!("/dev/nvidia-caps/nvidia-cap{minor}"))
-    }
-}
-
-/// A MIG device's UUID as NVML prints it (`MIG-...`), which is also its device id for the kubelet.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct MigUuid(String);
-
-/// Why a text is no UUID of a MIG device.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{} is not a MIG device's UUID (expected MIG- and letters, digits, '-' and '/', {max} at most)", quoted(text), max = GpuUuid::MAX)]
-pub struct MigUuidError {
-    text: String,
-}
-
-impl MigUuid {
-    /// The UUID as text.
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
-
-    /// A made-up UUID for the MIG device of an index on the GPU at an address, as [`GpuUuid::made_up`].
-    pub fn made_up(pci: PciAddress, index: u32) -> Self {
-        let (domain, bus, device, function) = (pci.domain(), pci.bus(), pci.device(), pci.function());
-        Self(format!("MIG-{index:08x}-0000-0000-000{function:x}-{domain:08x}{bus:02x}{device:02x}"))
-    }
-}
-
-impl fmt::Display for MigUuid {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl FromStr for MigUuid {
-    type Err = MigUuidError;
-
-    /// Drivers before R470 write `MIG-GPU-<the GPU's UUID>/<GPU instance>/<compute instance>`.
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let known = |b: u8| b.is_ascii_alphanumeric() || b == b'-' || b == b'/';
-        if text.len() <= GpuUuid::MAX
-            && text.strip_prefix("MIG-").is_some_and(|rest| !rest.is_empty() && rest.bytes().all(known))
-        {
-            Ok(Self(text.to_owned()))
-        } else {
-            Err(MigUuidError { text: text.to_owned() })
-        }
-    }
-}
-
-impl TryFrom<String> for MigUuid {
-    type Error = MigUuidError;
-
-    fn try_from(text: String) -> Result<Self, Self::Error> {
-        text.parse()
-    }
-}
-
-impl From<MigUuid> for String {
-    fn from(uuid: MigUuid) -> Self {
-        uuid.0
     }
 }
 

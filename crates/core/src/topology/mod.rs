@@ -14,13 +14,10 @@ mod observation;
 mod pcie;
 mod warning;
 
-pub use address::{GpuUuid, GpuUuidError, NumaNodeId, PackageId, PciAddress, PciAddressError};
+pub use address::{GpuUuid, MigUuid, NumaNodeId, PackageId, PciAddress, PciAddressError, Uuid, UuidError};
 pub use level::{Rank, TopologyLevel};
 pub use matrix::LinkMatrix;
-pub use mig::{
-    MigCapabilities, MigDevice, MigDeviceObservation, MigEngines, MigExtension, MigObservation, MigProfile, MigUuid,
-    MigUuidError,
-};
+pub use mig::{MigCapabilities, MigDevice, MigDeviceObservation, MigEngines, MigExtension, MigObservation, MigProfile};
 pub use node::{Gpu, Nic, NodeTopology};
 pub use observation::{
     ComputeCapability, CpuObservation, CudaVersion, DisplayClass, FabricObservation, GpuObservation,

@@ -9,7 +9,7 @@ use super::address::{GpuUuid, NumaNodeId, PackageId, PciAddress};
 use super::level::{Rank, TopologyLevel};
 use super::matrix::LinkMatrix;
 use super::mig::{MigDevice, MigProfile};
-use super::nvlink;
+use super::nvlink::{self, NvLinks};
 use super::observation::{
     ComputeCapability, DisplayClass, FabricObservation, GpuObservation, NicKind, NodeObservation, PcieLink,
 };
@@ -20,13 +20,19 @@ use super::warning::TopologyWarning;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NodeTopology {
     gpus: Vec<Gpu>,
-    ranks: LinkMatrix,
-    nvlink_counts: LinkMatrix,
-    nvlink: LinkMatrix,
-    pcie: LinkMatrix,
+    pairs: LinkMatrix<Pair>,
     mig_devices: Vec<MigDevice>,
     nics: Vec<Nic>,
     cpu_nodes: BTreeMap<NumaNodeId, Option<PackageId>>,
+}
+
+/// What two GPUs are to each other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Pair {
+    rank: Rank,
+    nvlinks: NvLinks,
+    /// MB/s.
+    pcie: u32,
 }
 
 /// One GPU of the graph.
@@ -42,7 +48,8 @@ pub struct Gpu {
     pub model: Option<String>,
     /// The NUMA node, memory-only ones included.
     pub numa: Option<NumaNodeId>,
-    /// The NUMA node with CPUs that it is on or, where its own has none, beside: the only one of its package.
+    /// The NUMA node with CPUs that it is on or, where its own has none, beside: the only one of its package. What the
+    /// kubelet may align to.
     #[serde(skip)]
     pub cpu_node: Option<NumaNodeId>,
     /// The CPU package.
@@ -128,10 +135,7 @@ impl NodeTopology {
         });
         let mut topology = Self {
             gpus: gpus.collect(),
-            ranks: LinkMatrix::zeros(seen.len()),
-            nvlink_counts: links.counts,
-            nvlink: links.rates,
-            pcie: LinkMatrix::zeros(seen.len()),
+            pairs: LinkMatrix::zeros(seen.len()),
             mig_devices: mig_devices(&seen, &mut warnings),
             nics: nics(&tree, &places),
             cpu_nodes: cpu_nodes(observed),
@@ -141,8 +145,8 @@ impl NodeTopology {
                 let level = level(&tree, (first, from), (second, to), &mut warnings);
                 let rank = Rank::new(level, from.shares_package(to));
                 let hops = tree.path(from, to).unwrap_or_else(|| narrower(first.pcie, second.pcie));
-                topology.ranks.set(a, b, u32::from(rank.number()));
-                topology.pcie.set(a, b, tree.carries(hops, rank));
+                let pair = Pair { rank, nvlinks: links.pairs.get(a, b), pcie: tree.carries(hops, rank) };
+                topology.pairs.set(a, b, pair);
             }
         }
         (topology, warnings)
@@ -160,22 +164,22 @@ impl NodeTopology {
 
     /// How far apart two GPUs are on the PCIe side; nearest for a GPU and itself.
     pub fn rank(&self, a: usize, b: usize) -> Rank {
-        Rank::from_number(self.ranks.get(a, b))
+        self.pairs.get(a, b).rank
     }
 
     /// NVLinks between two GPUs (behind NVSwitches: of the narrower port).
     pub fn nvlink_count(&self, a: usize, b: usize) -> u32 {
-        self.nvlink_counts.get(a, b)
+        self.pairs.get(a, b).nvlinks.count
     }
 
     /// What the NVLinks between two GPUs carry, MB/s.
     pub fn nvlink(&self, a: usize, b: usize) -> u32 {
-        self.nvlink.get(a, b)
+        self.pairs.get(a, b).nvlinks.mbps
     }
 
     /// What the PCIe path between two GPUs carries, MB/s.
     pub fn pcie(&self, a: usize, b: usize) -> u32 {
-        self.pcie.get(a, b)
+        self.pairs.get(a, b).pcie
     }
 
     /// What two GPUs can exchange, MB/s: by NVLink where there is any, else by PCIe.
@@ -209,11 +213,6 @@ impl NodeTopology {
         &self.cpu_nodes
     }
 
-    /// The NUMA node with CPUs that a GPU is on or beside: what the kubelet may align to.
-    pub fn cpu_node(&self, gpu: &Gpu) -> Option<NumaNodeId> {
-        gpu.cpu_node
-    }
-
     /// The graph of some of the GPUs, in the order given; what they are to each other stays. Unknown places are left
     /// out.
     pub fn restricted(&self, places: &[usize]) -> Self {
@@ -228,10 +227,7 @@ impl NodeTopology {
         });
         Self {
             gpus: places.iter().filter_map(|place| self.gpus.get(*place).cloned()).collect(),
-            ranks: self.ranks.restricted(&places),
-            nvlink_counts: self.nvlink_counts.restricted(&places),
-            nvlink: self.nvlink.restricted(&places),
-            pcie: self.pcie.restricted(&places),
+            pairs: self.pairs.restricted(&places),
             mig_devices: mig_devices.collect(),
             nics: nics.collect(),
             cpu_nodes: self.cpu_nodes.clone(),

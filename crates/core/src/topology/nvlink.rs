@@ -9,13 +9,19 @@ use super::matrix::LinkMatrix;
 use super::observation::{FabricObservation, GpuObservation, NvLinkRemote};
 use super::warning::TopologyWarning;
 
+/// The NVLinks between two GPUs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct NvLinks {
+    /// How many; of two GPUs on one plane, those of the narrower port.
+    pub count: u32,
+    /// What they carry, MB/s.
+    pub mbps: u32,
+}
+
 /// The NVLink side of a node.
 #[derive(Debug, Default)]
-pub(super) struct NvLinks {
-    /// NVLinks between two GPUs; of two on one plane, those of the narrower port.
-    pub counts: LinkMatrix,
-    /// What they carry, MB/s.
-    pub rates: LinkMatrix,
+pub(super) struct Connected {
+    pub pairs: LinkMatrix<NvLinks>,
     /// For each GPU its NVSwitch plane and what its port carries, MB/s.
     pub ports: Vec<Option<(u32, u32)>>,
 }
@@ -27,14 +33,10 @@ struct Reported {
     switched: u32,
 }
 
-pub(super) fn connect(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarning>) -> NvLinks {
+pub(super) fn connect(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarning>) -> Connected {
     let reports: Vec<Option<Reported>> = (0..gpus.len()).map(|index| report(gpus, index, warnings)).collect();
     let rate = |index: usize| gpus.get(index).map_or(0, |gpu| bandwidth::nvlink(gpu.compute_capability));
-    let mut links = NvLinks {
-        counts: LinkMatrix::zeros(gpus.len()),
-        rates: LinkMatrix::zeros(gpus.len()),
-        ports: Vec::with_capacity(gpus.len()),
-    };
+    let mut links = Connected { pairs: LinkMatrix::zeros(gpus.len()), ports: Vec::with_capacity(gpus.len()) };
     let widths: Vec<u32> = reports.iter().map(|report| report.as_ref().map_or(0, |seen| seen.switched)).collect();
     let planes = planes(gpus, &widths, warnings);
     for (index, (plane, width)) in planes.iter().zip(&widths).enumerate() {
@@ -44,17 +46,16 @@ pub(super) fn connect(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarni
         for b in a + 1..gpus.len() {
             let direct = direct(gpus, &reports, a, b, warnings);
             let mut count = direct;
-            let mut carried = direct.saturating_mul(rate(a).min(rate(b)));
+            let mut mbps = direct.saturating_mul(rate(a).min(rate(b)));
             if let (Some(Some((plane_a, port_a))), Some(Some((plane_b, port_b)))) =
                 (links.ports.get(a), links.ports.get(b))
                 && plane_a == plane_b
             {
                 let width = widths.get(a).min(widths.get(b)).copied().unwrap_or(0);
                 count = count.saturating_add(width);
-                carried = carried.saturating_add(*port_a.min(port_b));
+                mbps = mbps.saturating_add(*port_a.min(port_b));
             }
-            links.counts.set(a, b, count);
-            links.rates.set(a, b, carried);
+            links.pairs.set(a, b, NvLinks { count, mbps });
         }
     }
     links

@@ -3,9 +3,9 @@
 use crate::prelude::*;
 use thiserror::Error;
 
-use super::address::{GpuUuid, NumaNodeId, PciAddress};
+use super::address::{GpuUuid, MigUuid, NumaNodeId, PciAddress};
 use super::level::TopologyLevel;
-use super::mig::MigUuid;
+
 use super::observation::ProbeFailure;
 use crate::quote::one_line;
 

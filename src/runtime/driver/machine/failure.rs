@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::super::Idle;
 use super::super::agents::{ActiveAgent, AgentEnd, AgentId, RestartReason};
 use super::super::host_probe::HostFingerprint;
-use super::{Action, Machine, Note, Stage};
+use super::{Action, Machine, Stage};
 
 /// The cause where NVML works and there is no GPU.
 pub(super) const NO_GPUS: &str = "NVML lists no GPU on this node";
@@ -33,7 +33,7 @@ impl Machine {
             }
             (RestartReason::Renewal(_), None) => return,
         };
-        self.log(Note::StandbyFailed { reason, cause, again_in });
+        tracing::warn!(%reason, cause, ?again_in, "standby NVML agent failed; the active one goes on");
     }
 
     pub(super) fn ended(&mut self, id: AgentId, end: AgentEnd, now: Duration) {
@@ -59,16 +59,14 @@ impl Machine {
                 if let Some(standby) = standby {
                     self.kill(standby.id);
                 }
-                let reached = match &active.error {
-                    _ if active.ready => Reached::Gpus,
-                    None if end.initialised => Reached::Nvml,
-                    _ => Reached::Nothing,
+                let reached = match (active.ready, end.initialised) {
+                    (true, _) => Reached::Gpus,
+                    (false, true) => Reached::Nvml,
+                    (false, false) => Reached::Nothing,
                 };
-                // The error with which it left explains more than its exit code.
-                let why = active.error.clone().unwrap_or(end.why);
-                self.without_agent(active, reached, why, now);
+                self.without_agent(active, reached, end.why, now);
             }
-            (None, Some(standby)) => self.standby_failed(standby.reason, standby.error.unwrap_or(end.why), now),
+            (None, Some(standby)) => self.standby_failed(standby.reason, end.why, now),
             (None, None) => {}
         }
     }
@@ -88,7 +86,7 @@ impl Machine {
             match self.without_nvml(&cause, active.host.as_ref()) {
                 Ok(idle @ Idle::Waiting(_)) => self.act(Action::Idle(idle)),
                 Ok(Idle::NoGpu(reason)) => {
-                    self.log(Note::NoGpu { reason: reason.clone() });
+                    tracing::info!(reason, "no NVIDIA GPU on this node: idle until one appears");
                     self.act(Action::Idle(Idle::NoGpu(reason)));
                     self.stage = Stage::Idle { look_at: now + self.settings.bus_look };
                     return;
@@ -100,8 +98,11 @@ impl Machine {
             }
         }
         // Where there is no driver this goes on for ever: one line for a cause, the metric counts the starts.
-        let news = !self.unavailable.replace([cause.clone()]).is_empty() || reached == Reached::Gpus;
-        self.log(Note::Unavailable { cause, again_in: pause, news });
+        if !self.unavailable.replace([cause.clone()]).is_empty() || reached == Reached::Gpus {
+            tracing::warn!(cause, again_in = ?pause, "NVML unavailable");
+        } else {
+            tracing::debug!(cause, again_in = ?pause, "NVML unavailable");
+        }
         self.stage = Stage::Pausing { until: now + pause };
     }
 

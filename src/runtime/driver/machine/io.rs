@@ -3,13 +3,12 @@
 use std::time::Duration;
 
 use super::super::Idle;
-use super::super::agents::{AgentEnd, AgentId, RestartReason};
+use super::super::agents::{AgentEnd, AgentId};
 use super::super::host_probe::HostFingerprint;
 use super::super::scan::HostScan;
 use crate::nvml::protocol::{FromAgent, Place};
-use crate::nvml::scan::CallFailure;
-use crate::state::{Event, NodeIdentity};
-use crate::topology::{GpuUuid, NodeObservation, PciAddress};
+use crate::state::Event;
+use crate::topology::NodeObservation;
 
 /// The options of the life with the driver; see `config::NvmlArgs`.
 #[derive(Clone, Debug)]
@@ -47,8 +46,6 @@ pub(in crate::runtime::driver) enum Input {
     Probed(Option<HostFingerprint>),
     /// The host was scanned; `None` where that broke off.
     HostScanned(Option<HostScan>),
-    /// Boot and driver were identified; `None` where that broke off.
-    Identified(Option<NodeIdentity>),
     /// The time of [`super::Machine::wake`] has come.
     Tick,
 }
@@ -68,8 +65,6 @@ pub(in crate::runtime::driver) enum Action {
     Probe(Option<AgentId>),
     /// Scan the host.
     ScanHost,
-    /// Read the identity of boot and driver.
-    Identify,
     /// Publish the node.
     Publish(Box<NodeObservation>),
     /// Apply an event to the node's state.
@@ -80,62 +75,8 @@ pub(in crate::runtime::driver) enum Action {
     CountEnd(&'static str),
     /// Report how many GPUs' events are not heard.
     Unheard(u32),
-    /// Write a line to the log.
-    Log(Note),
+    /// Count a failure to hear the driver's events.
+    CountFailure,
     /// End the process, with this cause.
     Fail(String),
-}
-
-/// A line of the log.
-#[derive(Debug, PartialEq, Eq)]
-pub(in crate::runtime::driver) enum Note {
-    /// No agent works. `news` is whether the cause is another one than the last time.
-    Unavailable {
-        cause: String,
-        again_in: Duration,
-        news: bool,
-    },
-    /// An agent has seen the GPUs.
-    Available {
-        gpus: usize,
-        driver: Option<String>,
-        library: Option<String>,
-    },
-    /// No agent has worked for the grace period.
-    Outage {
-        cause: String,
-    },
-    StandbyStarted(RestartReason),
-    StandbyFailed {
-        reason: RestartReason,
-        cause: String,
-        again_in: Duration,
-    },
-    /// The active agent's driver is gone: another agent is started.
-    Replaced {
-        cause: String,
-    },
-    Quarantined {
-        gpu: Option<GpuUuid>,
-        index: u32,
-        cause: String,
-    },
-    OutOfQuarantine {
-        gpu: Option<GpuUuid>,
-        index: u32,
-    },
-    /// Killed agents do not end.
-    Stuck {
-        agents: usize,
-    },
-    CallFailed(CallFailure),
-    /// A GPU that another driver holds.
-    HeldByOther {
-        gpu: PciAddress,
-        driver: String,
-    },
-    NoGpu {
-        reason: String,
-    },
-    GpuAppeared(PciAddress),
 }

@@ -9,10 +9,8 @@ use proptest::test_runner::Config;
 use super::super::agents::AgentEnd;
 use super::super::host_probe::HostProbe;
 use super::*;
-use crate::nvml::CallError;
 use crate::nvml::protocol::CalledGpu;
 use crate::nvml::scan::{GpuScan, MigScan};
-use crate::state::NodeIdentity;
 
 const PAUSE: Duration = Duration::from_secs(1);
 const GRACE: Duration = Duration::from_secs(60);
@@ -53,7 +51,6 @@ enum Happening {
     Probed(Bus),
     ProbeBreaksOff,
     HostScanned(bool),
-    Identified(bool),
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -92,7 +89,6 @@ struct World {
     released: bool,
     probing: bool,
     scanning: bool,
-    identifying: bool,
     /// Until when no first agent may be started.
     not_before: Duration,
     /// Which loads of the driver there have been.
@@ -147,7 +143,6 @@ impl World {
             released: false,
             probing: false,
             scanning: false,
-            identifying: false,
             not_before: Duration::ZERO,
             loads: 1,
             published: BTreeSet::new(),
@@ -201,7 +196,6 @@ impl World {
             }
             Action::Probe(_) => assert!(!std::mem::replace(&mut self.probing, true), "two probes at once"),
             Action::ScanHost => assert!(!std::mem::replace(&mut self.scanning, true), "two scans at once"),
-            Action::Identify => assert!(!std::mem::replace(&mut self.identifying, true), "two readings at once"),
             Action::Publish(node) => self.published.extend(node.gpus.into_iter().map(|gpu| gpu.uuid)),
             Action::Emit(Event::Xid { gpu, code, .. }) => {
                 let is_gone = !self.listed.contains(&gpu);
@@ -219,7 +213,7 @@ impl World {
                 assert!(!self.has_worked, "a node that has worked is ended: {cause}");
                 self.failed = true;
             }
-            Action::Emit(_) | Action::Idle(_) | Action::CountEnd(_) | Action::Unheard(_) | Action::Log(_) => {}
+            Action::Emit(_) | Action::Idle(_) | Action::CountEnd(_) | Action::CountFailure | Action::Unheard(_) => {}
         }
     }
 
@@ -248,7 +242,7 @@ impl World {
         self.chosen(number, |process| !process.silent)
     }
 
-    fn ends(&mut self, id: AgentId, blamed: Option<u32>, reaped: bool) {
+    fn ends(&mut self, id: AgentId, blamed: Option<u32>, initialised: bool, reaped: bool) {
         let process = self.processes.get_mut(&id).unwrap();
         // The failure of the last agent calls for a pause.
         let last = process.serves() && self.serving() == 1;
@@ -258,7 +252,7 @@ impl World {
             self.not_before = self.now + PAUSE;
         }
         let blamed = blamed.map(|index| CalledGpu { place: Place { index, of: 4 }, uuid: None });
-        let end = AgentEnd { cause: Some("crashed"), why: "it ended".to_owned(), blamed, initialised: true, reaped };
+        let end = AgentEnd { cause: Some("crashed"), why: "it ended".to_owned(), blamed, initialised, reaped };
         if reaped {
             self.processes.remove(&id);
         }
@@ -281,7 +275,7 @@ impl World {
             Bus::OtherDriver => gpus(Some("vfio-pci")),
         };
         self.loads += u64::from(matches!(bus, Bus::NewDriver));
-        host.driver = Some(("580".to_owned(), self.loads));
+        host.identity.driver = Some(format!("580, load {}", self.loads));
         host
     }
 
@@ -330,18 +324,17 @@ impl World {
             }
             Happening::Crashes(number, gpu) => {
                 if let Some(id) = self.speaks(number) {
-                    self.ends(id, Some(gpu), true);
+                    self.ends(id, Some(gpu), true, true);
                 }
             }
             Happening::Hangs(number) => {
                 if let Some(id) = self.speaks(number) {
-                    self.ends(id, None, false);
+                    self.ends(id, None, true, false);
                 }
             }
             Happening::Leaves(number) => {
                 if let Some(id) = self.speaks(number) {
-                    self.tell(Input::Message(id, FromAgent::Leaving(CallError::returned("nvmlInit_v2", 9))));
-                    self.ends(id, None, true);
+                    self.ends(id, None, false, true);
                 }
             }
             Happening::ProcessEnds(number) => {
@@ -364,11 +357,7 @@ impl World {
             Happening::HostScanned(ok) if std::mem::take(&mut self.scanning) => {
                 self.tell(Input::HostScanned(ok.then(Default::default)));
             }
-            Happening::Identified(ok) if std::mem::take(&mut self.identifying) => {
-                self.tell(Input::Identified(ok.then(NodeIdentity::default)));
-            }
-            Happening::Probed(_) | Happening::ProbeBreaksOff | Happening::HostScanned(_) | Happening::Identified(_) => {
-            }
+            Happening::Probed(_) | Happening::ProbeBreaksOff | Happening::HostScanned(_) => {}
         }
     }
 
@@ -402,7 +391,7 @@ impl World {
                     self.ready(id, 4);
                 }
             }
-            for happening in [Happening::Probed(Bus::Gpus), Happening::HostScanned(true), Happening::Identified(true)] {
+            for happening in [Happening::Probed(Bus::Gpus), Happening::HostScanned(true)] {
                 self.happens(happening);
             }
             self.happens(Happening::Passes(500));
@@ -434,7 +423,6 @@ fn happening() -> impl Strategy<Value = Happening> {
         8 => bus.prop_map(Happening::Probed),
         1 => Just(Happening::ProbeBreaksOff),
         5 => any::<bool>().prop_map(Happening::HostScanned),
-        5 => any::<bool>().prop_map(Happening::Identified),
     ]
 }
 
@@ -460,13 +448,9 @@ proptest! {
 /// A world in which one agent works, and its GPUs are published.
 fn working() -> World {
     let mut world = World::new(None);
-    for happening in [
-        Happening::Passes(0),
-        Happening::Probed(Bus::Gpus),
-        Happening::Ready(0, 4),
-        Happening::HostScanned(true),
-        Happening::Identified(true),
-    ] {
+    for happening in
+        [Happening::Passes(0), Happening::Probed(Bus::Gpus), Happening::Ready(0, 4), Happening::HostScanned(true)]
+    {
         world.happens(happening);
     }
     assert!(world.machine.is_up() && world.published.len() == 4);
@@ -485,7 +469,6 @@ fn event_of_a_new_agent_does_not_wait_for_the_end_of_the_old_one() {
     world.happens(Happening::Ready(1, 4));
     assert_eq!((world.serving(), world.processes.len()), (1, 2), "the old process has not ended");
     world.happens(Happening::HostScanned(true));
-    world.happens(Happening::Identified(true));
     // The old one never ends: neither holds up the other's events.
     for agent in [1, 0, 1] {
         world.happens(Happening::Xid(agent, 0));

@@ -88,7 +88,7 @@ fn largest(gpus: usize, linked: impl Fn(usize, usize) -> bool) -> usize {
 /// The most GPUs on one NUMA node with CPUs; 0 where none is known.
 fn per_numa(topology: &NodeTopology) -> usize {
     let mut nodes: BTreeMap<_, usize> = BTreeMap::new();
-    for node in topology.gpus().iter().filter_map(|gpu| topology.cpu_node(gpu)) {
+    for node in topology.gpus().iter().filter_map(|gpu| gpu.cpu_node) {
         *nodes.entry(node).or_default() += 1;
     }
     nodes.into_values().max().unwrap_or(0)
