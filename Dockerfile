@@ -16,33 +16,38 @@ ENV RUSTFLAGS="-C link-arg=-Wl,-z,pack-relative-relocs"
 COPY Cargo.toml Cargo.lock ./
 COPY proto proto
 COPY crates/kubelet-api crates/kubelet-api
+COPY crates/api-server-box/Cargo.toml crates/api-server-box/Cargo.toml
+COPY crates/cluster/Cargo.toml crates/cluster/Cargo.toml
 COPY crates/core/Cargo.toml crates/core/Cargo.toml
 COPY crates/kubelet-box/Cargo.toml crates/kubelet-box/Cargo.toml
 COPY tests/fake-nvml/Cargo.toml tests/fake-nvml/Cargo.toml
-RUN for member in . crates/core crates/kubelet-box tests/fake-nvml; do \
+RUN for member in . crates/api-server-box crates/cluster crates/core crates/kubelet-box tests/fake-nvml; do \
       mkdir -p "$member/src" && touch "$member/src/lib.rs"; done \
- && echo 'fn main() {}' > src/main.rs \
+ && echo 'fn main() {}' | tee src/main.rs > crates/cluster/src/main.rs \
  && for bench in $(sed -n '/^\[\[bench\]\]/,/^$/s/^name = "\(.*\)"/\1/p' Cargo.toml); do \
       mkdir -p benches && echo 'fn main() {}' > "benches/$bench.rs"; done \
  && cargo build --release --locked --bin linkwise \
+ && cargo build --release --locked -p linkwise-cluster \
  && rm -rf src
 
 COPY crates crates
 COPY src src
 # The copied files may be older than what was just built.
 RUN find src crates -name '*.rs' -exec touch {} + \
- && cargo build --release --locked --bin linkwise
+ && cargo build --release --locked --bin linkwise \
+ && cargo build --release --locked -p linkwise-cluster
 
 FROM docker.io/library/debian:bookworm-slim
 # Not libhwloc-plugins: it probes OpenCL and X.
 RUN apt-get update \
  && apt-get install -y --no-install-recommends libhwloc15 libudev1 \
  && rm -rf /var/lib/apt/lists/*
-COPY --from=build /src/target/release/linkwise /usr/bin/linkwise
+COPY --from=build /src/target/release/linkwise /src/target/release/linkwise-cluster /usr/bin/
 COPY LICENSE /usr/share/doc/linkwise/LICENSE
-# The NVIDIA plugin's commands, as its chart and others call them: `linkwise run` and `linkwise mps-control-daemon`.
-RUN ln -s linkwise /usr/bin/nvidia-device-plugin && ln -s linkwise /usr/bin/mps-control-daemon \
- && ln -s linkwise /usr/bin/gpu-feature-discovery
+# The commands of NVIDIA's image, as its chart and others call them: `linkwise run`, `labels`, `mps-control-daemon`, and
+# `config-manager`, which needs the API server.
+RUN for name in nvidia-device-plugin gpu-feature-discovery mps-control-daemon; do ln -s linkwise "/usr/bin/$name"; done \
+ && ln -s linkwise-cluster /usr/bin/config-manager
 
 # As NVIDIA's image has it, so that a changed image is all there is to a swap: all GPUs for the container runtime to hand in;
 # NVML by utility, nvidia-uvm (which --pass-device-specs names) and the MPS programs by compute; and no refusal to start for

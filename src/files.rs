@@ -71,6 +71,17 @@ pub fn write_if_changed(path: &Path, bytes: &[u8], mode: u32) -> io::Result<bool
     Ok(true)
 }
 
+/// Makes a link at `path`, over what is there, in one step.
+///
+/// # Errors
+///
+/// The operating system's; then `path` is as it was.
+pub fn link(target: &Path, path: &Path) -> io::Result<()> {
+    let make = |draft: &Path| std::os::unix::fs::symlink(target, draft);
+    let draft = Builder::new().prefix(".linkwise-").make_in(folder(path), make)?;
+    Ok(draft.into_temp_path().persist(path)?)
+}
+
 /// Makes a folder where it is missing, and checks that files can be made in it.
 ///
 /// # Errors

@@ -22,3 +22,44 @@ pub mod runtime;
 pub mod uds;
 
 pub use linkwise_core::{allocation, backoff, errors, names, once, publish, quote, state, topology, words};
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use config::Command;
+
+/// Runs a command and reports its error: all of the binary, and most of `linkwise-cluster`, which has a `publisher` of
+/// NodeFeature objects for `labels`.
+pub fn run(command: Command, publisher: Option<&runtime::Publisher>) -> ExitCode {
+    let result = match command {
+        Command::Run(args) => runtime::run(&args),
+        Command::Demo(args) => demo::run(&args),
+        Command::Topology(args) => runtime::block_on(commands::topology(&args)),
+        Command::Allocate(args) => runtime::block_on(commands::allocate(&args)),
+        Command::Simulate(args) => runtime::block_on(commands::simulate(&args)),
+        Command::Snapshot(args) => runtime::block_on(commands::snapshot(&args)),
+        Command::Config(args) => commands::config(&args),
+        Command::Doctor(args) => match runtime::block_on(commands::doctor(&args)) {
+            Ok(code) => return code,
+            Err(error) => Err(error),
+        },
+        Command::Labels(args) if args.node.node.is_some() => runtime::block_on(commands::labels(&args)),
+        Command::Labels(args) => runtime::labels(&args, publisher),
+        Command::Admin(args) => runtime::block_on(commands::admin(&args)),
+        Command::MpsControlDaemon(args) => match runtime::mps_control_daemon(&args) {
+            Ok(code) => return code,
+            Err(error) => Err(error),
+        },
+        // It speaks to the API server, which this program cannot.
+        Command::ConfigManager(_) => Err(runtime::become_cluster_program()),
+        Command::NvmlAgent(args) => nvml::agent::main(&args.command).map_err(Into::into),
+    };
+    result.map_or_else(|error| failed(&error), |()| ExitCode::SUCCESS)
+}
+
+/// Prints an error with its causes.
+pub fn failed(error: &anyhow::Error) -> ExitCode {
+    // Nobody is left to tell where standard error is closed.
+    let _ = writeln!(std::io::stderr().lock(), "linkwise: {error:#}");
+    ExitCode::FAILURE
+}

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{Flags, Interval, LogArgs, NodeArgs, NvmlArgs, Settings};
+use super::{ApiServerArgs, Flags, Interval, LogArgs, NodeArgs, NvmlArgs, Settings};
 
 /// `linkwise labels`.
 #[derive(Clone, Debug, Args)]
@@ -31,9 +31,9 @@ pub struct LabelsArgs {
 /// How to reach the API server, and who this node and pod are there. gpu-feature-discovery's flags and variables.
 #[derive(Clone, Debug, Args)]
 pub struct ApiArgs {
-    /// A kubeconfig file; by default the pod's service account
-    #[arg(long, value_name = "FILE", env = "KUBECONFIG")]
-    pub kubeconfig: Option<PathBuf>,
+    /// The API server.
+    #[command(flatten)]
+    pub server: ApiServerArgs,
     /// Requests a second to the API server, on average
     #[arg(long, value_name = "N", env = "KUBE_API_QPS", default_value_t = 5.0)]
     pub kube_api_qps: f32,

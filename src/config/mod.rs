@@ -4,7 +4,9 @@
 //! objects from its plain data.
 
 mod admin;
+mod api_server;
 mod check;
+mod config_manager;
 mod doctor;
 pub mod file;
 mod labels;
@@ -32,7 +34,9 @@ use crate::state::{GpuSelector, NumaHints};
 use crate::words::Words;
 
 pub use admin::{AdminArgs, AdminOrder};
+pub use api_server::ApiServerArgs;
 pub use check::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs};
+pub use config_manager::{ConfigDefaults, ConfigManagerArgs, ConfigManagerError, ConfigManagerSettings, Fallback};
 pub use doctor::DoctorArgs;
 pub use labels::{ApiArgs, Labels, LabelsArgs};
 pub use list::UnitName;

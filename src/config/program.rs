@@ -9,10 +9,11 @@ use clap::{Arg, Args, Subcommand};
 use super::{Command, LabelsArgs};
 
 /// The programs of NVIDIA's image, each with the subcommand that it stands for.
-const PROGRAMS: [(&str, &str); 3] = [
+const PROGRAMS: [(&str, &str); 4] = [
     ("nvidia-device-plugin", "run"),
     ("gpu-feature-discovery", "labels"),
     ("mps-control-daemon", "mps-control-daemon"),
+    ("config-manager", "config-manager"),
 ];
 
 /// The command line with its missing subcommand: that of the program's name, or `run` if the first word is a flag other
@@ -91,6 +92,9 @@ mod tests {
             ("mps-control-daemon --version", "mps-control-daemon --version"),
             ("mps-control-daemon mps-control-daemon", "mps-control-daemon mps-control-daemon"),
             ("linkwise mps-control-daemon", "linkwise mps-control-daemon"),
+            ("config-manager", "config-manager config-manager"),
+            ("/usr/bin/config-manager --oneshot", "/usr/bin/config-manager config-manager --oneshot"),
+            ("config-manager config-manager", "config-manager config-manager"),
             ("", ""),
             ("nvidia-device-plugin -mig-strategy=mixed", "nvidia-device-plugin run --mig-strategy=mixed"),
             ("nvidia-device-plugin -help", "nvidia-device-plugin run --help"),

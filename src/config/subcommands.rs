@@ -7,8 +7,8 @@ use clap::error::ErrorKind;
 use clap::{ArgMatches, Args, Error, FromArgMatches, Subcommand};
 
 use super::{
-    AdminArgs, AgentArgs, AllocateArgs, ConfigArgs, DemoArgs, DoctorArgs, LabelsArgs, MpsControlDaemonArgs, RunArgs,
-    SimulateArgs, SnapshotArgs, TopologyArgs,
+    AdminArgs, AgentArgs, AllocateArgs, ConfigArgs, ConfigManagerArgs, DemoArgs, DoctorArgs, LabelsArgs,
+    MpsControlDaemonArgs, RunArgs, SimulateArgs, SnapshotArgs, TopologyArgs,
 };
 
 /// The subcommand that other subcommands start; `--help` does not list it.
@@ -74,6 +74,8 @@ subcommands! {
         "Print the state of the linkwise on this host, or order: release the driver, clear a GPU's health";
     "mps-control-daemon" => MpsControlDaemon(Box<MpsControlDaemonArgs>),
         "Run the control daemons of the GPUs that are shared by MPS (see docs/mps.md)";
+    "config-manager" => ConfigManager(Box<ConfigManagerArgs>),
+        "Link the configuration that the node's label names, and signal its reader (see docs/config-manager.md)";
     "config" => Config(ConfigArgs), "Check a configuration file, or show the effective configuration and its origins";
     "nvml-agent" => NvmlAgent(AgentArgs), "The process that calls NVML, started by the others";
 }
@@ -97,6 +99,7 @@ mod tests {
             ("labels --oneshot", "Labels("),
             ("admin state", "Admin("),
             ("mps-control-daemon", "MpsControlDaemon("),
+            ("config-manager --oneshot", "ConfigManager("),
             ("config show", "Config("),
             ("nvml-agent {}", "NvmlAgent("),
         ] {

@@ -54,8 +54,12 @@ async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()>
     let loaded = load(&args.flags, &environment)?;
     config::log(&loaded.findings);
     let mut settings = loaded.settings;
+    if publisher.is_none() && Options::of(&settings).node_feature_api && args.api.server.is_given() {
+        let error = super::become_cluster_program();
+        tracing::warn!(error = format!("{error:#}"), "no program to write the NodeFeature object");
+    }
     if Options::of(&settings).oneshot {
-        return once(args, &settings).await;
+        return once(args, &settings, publisher).await;
     }
     let mut file = settings.config_file.value.as_deref().map(FileWatch::of);
     if let Some(file) = &mut file {
@@ -201,7 +205,7 @@ async fn keep_state(mut events: mpsc::Receiver<Event>, snapshots: watch::Sender<
 }
 
 /// Scans the node once, and writes its labels.
-async fn once(args: &LabelsArgs, settings: &Settings) -> Result<()> {
+async fn once(args: &LabelsArgs, settings: &Settings, publisher: Option<&Publisher>) -> Result<()> {
     let sysfs = args.node.host.sysfs.clone();
     let observed = match super::scan(&super::agent_command(&args.node.host)).await {
         Ok(scan) => {
@@ -232,6 +236,11 @@ async fn once(args: &LabelsArgs, settings: &Settings) -> Result<()> {
         settings: &settings_of(settings, args.api.node_name.as_deref()),
     });
     report(&mut Once::new(), problems);
+    if let Some(publisher) = publisher.filter(|_| options.node_feature_api) {
+        // A closed channel: it ends when these are published.
+        let (_, labels) = watch::channel(Some(Arc::new(labels)));
+        return publisher(labels, CancellationToken::new()).await;
+    }
     let file = LabelsFile::new(&options.output_file);
     let written = file.write(&labels).with_context(|| format!("cannot write the labels to {file}"))?;
     tracing::info!(%file, labels = labels.len(), changed = written, "labels written");

@@ -7,6 +7,7 @@
 
 mod cdi_sync;
 mod clock;
+mod cluster_program;
 mod config;
 mod driver;
 mod keeper;
@@ -44,6 +45,7 @@ use crate::uds::Callers;
 use driver::metrics::DriverMetrics;
 use readiness::Idle;
 
+pub use cluster_program::become_cluster_program;
 pub use driver::scan;
 pub use keeper::{HealthSettings, Kept, kept};
 pub use labels::{LabelsWatch, NodeLabels};

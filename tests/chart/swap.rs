@@ -9,7 +9,7 @@ use crate::helm::repository;
 
 /// What the containers of NVIDIA's chart 0.20 start, with every variable that some value sets. Without those that the NVIDIA
 /// container runtime reads.
-const PROGRAMS: [(&str, &[&str]); 3] = [
+const PROGRAMS: [(&str, &[&str]); 4] = [
     (
         "nvidia-device-plugin",
         &[
@@ -44,6 +44,22 @@ const PROGRAMS: [(&str, &[&str]); 3] = [
             "GFD_SLEEP_INTERVAL",
             "CONFIG_FILE",
             "DEVICE_DISCOVERY_STRATEGY",
+        ],
+    ),
+    (
+        "config-manager",
+        &[
+            "ONESHOT",
+            "KUBECONFIG",
+            "NODE_NAME",
+            "NODE_LABEL",
+            "CONFIG_FILE_SRCDIR",
+            "CONFIG_FILE_DST",
+            "DEFAULT_CONFIG",
+            "FALLBACK_STRATEGIES",
+            "SEND_SIGNAL",
+            "SIGNAL",
+            "PROCESS_TO_SIGNAL",
         ],
     ),
 ];

@@ -10,6 +10,7 @@
 
 mod allocate;
 mod bad_input;
+mod cluster_program;
 mod config;
 mod demo;
 mod golden;

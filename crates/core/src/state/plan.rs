@@ -269,9 +269,6 @@ impl fmt::Display for DeviceSelector {
     }
 }
 
-/// The adapters of DGX Stations that drive a display and compute nothing, which the NVIDIA plugin leaves out too.
-const DISPLAY_ADAPTERS: [&str; 2] = ["DGX Display", "NVIDIA DGX Display"];
-
 /// Which GPUs are not offered, nor their MIG devices.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Filter {

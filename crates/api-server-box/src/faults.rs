@@ -1,0 +1,60 @@
+//! Faults on order: which requests get what instead of an answer.
+
+use std::collections::VecDeque;
+
+/// What a request gets instead of an answer.
+#[derive(Clone, Debug)]
+pub enum Answer {
+    /// A Status with this code and message, and a Retry-After in seconds.
+    Refusal(u16, &'static str, Option<u32>),
+    /// This text as a 200, whatever was asked.
+    Text(String),
+    /// Text without an end.
+    Endless,
+    /// No answer; the connection stays open.
+    Silence,
+}
+
+/// A fault of some requests.
+#[derive(Clone, Debug)]
+pub struct Fault {
+    /// The method, or empty for all.
+    pub method: &'static str,
+    /// What is in the path or the query, or empty for all.
+    pub contains: &'static str,
+    /// How often.
+    pub times: usize,
+    /// What they get.
+    pub answer: Answer,
+}
+
+impl Fault {
+    /// The next requests of this method to a path with this text in it.
+    pub fn of(method: &'static str, contains: &'static str, times: usize, answer: Answer) -> Self {
+        Self { method, contains, times, answer }
+    }
+}
+
+/// The faults that are left, in the order in which they were added.
+#[derive(Debug, Default)]
+pub(super) struct Faults(VecDeque<Fault>);
+
+impl Faults {
+    pub fn add(&mut self, fault: Fault) {
+        self.0.push_back(fault);
+    }
+
+    pub fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    /// The fault of this request, which is one less from now on.
+    pub fn take(&mut self, method: &str, uri: &str) -> Option<Answer> {
+        let meant = |fault: &Fault| {
+            (fault.method.is_empty() || fault.method == method) && (uri.contains(fault.contains)) && fault.times > 0
+        };
+        let fault = self.0.iter_mut().find(|fault| meant(fault))?;
+        fault.times -= 1;
+        Some(fault.answer.clone())
+    }
+}

@@ -1,0 +1,290 @@
+//! Connections and routes: from a request to the store and back.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http_body_util::channel::{Channel, Sender};
+use http_body_util::combinators::BoxBody;
+use http_body_util::{BodyExt, Full};
+use hyper::body::{Bytes, Incoming};
+use hyper::service::service_fn;
+use hyper::{Response, header};
+use hyper_util::rt::TokioIo;
+use serde_json::{Value, json};
+use tokio::net::{TcpListener, TcpStream};
+use tokio_rustls::TlsAcceptor;
+use tokio_util::sync::CancellationToken;
+
+use crate::store::{self, Change, Key, Refusal, ResourceType};
+use crate::{Answer, Request, Shared};
+
+/// What is sent.
+type Body = BoxBody<Bytes, Infallible>;
+
+/// What a path names.
+struct Target {
+    resource: ResourceType,
+    namespace: Option<String>,
+    name: Option<String>,
+}
+
+impl Target {
+    fn key(&self, name: &str) -> Key {
+        Key { resource: self.resource.clone(), namespace: self.namespace.clone(), name: name.to_owned() }
+    }
+}
+
+/// Accepts connections until `end`; then all of them are cut.
+pub(super) async fn serve(listener: TcpListener, tls: TlsAcceptor, shared: Arc<Shared>, end: CancellationToken) {
+    let mut connections = tokio::task::JoinSet::new();
+    loop {
+        tokio::select! {
+            accepted = listener.accept() => {
+                if let Ok((stream, _)) = accepted {
+                    connections.spawn(connection(stream, tls.clone(), Arc::clone(&shared)));
+                }
+            }
+            () = end.cancelled() => break,
+        }
+    }
+    connections.shutdown().await;
+}
+
+async fn connection(stream: TcpStream, tls: TlsAcceptor, shared: Arc<Shared>) {
+    // A client that leaves during the handshake or later is not this server's concern.
+    let Ok(stream) = tls.accept(stream).await else { return };
+    let answer = service_fn(|request| {
+        let shared = Arc::clone(&shared);
+        async move { Ok::<_, Infallible>(answer(request, &shared).await) }
+    });
+    let _ = hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(stream), answer).await;
+}
+
+async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Response<Body> {
+    let (head, body) = request.into_parts();
+    let text = |name| head.headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    let token = text(header::AUTHORIZATION).strip_prefix("Bearer ").map(str::to_owned);
+    let (method, uri) = (head.method.to_string(), head.uri.to_string());
+    let seen = Request { method: method.clone(), uri: uri.clone(), token: token.clone() };
+    let fault = shared.faults.lock().expect("no thread panics in here").take(&method, &uri);
+    shared.requests.send_modify(|requests| requests.push(seen));
+    match fault {
+        Some(Answer::Refusal(code, message, after)) => {
+            let mut response = status((code, "", message.to_owned()));
+            if let Some(after) = after {
+                response.headers_mut().insert(header::RETRY_AFTER, after.into());
+            }
+            return response;
+        }
+        Some(Answer::Text(text)) => return respond(200, text),
+        Some(Answer::Endless) => return endless(),
+        Some(Answer::Silence) => std::future::pending().await,
+        None => {}
+    }
+    let known = shared.tokens.lock().expect("no thread panics in here").clone();
+    if known.is_some_and(|known| !token.is_some_and(|token| known.contains(&token))) {
+        return status((401, "Unauthorized", "Unauthorized".to_owned()));
+    }
+    let query: Vec<(String, String)> = head.uri.query().map(pairs).unwrap_or_default();
+    let parameter = |name: &str| query.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str());
+    let Some(target) = target(head.uri.path(), shared) else {
+        return status((404, "NotFound", "the server could not find the requested resource".to_owned()));
+    };
+    let selected = match parameter("fieldSelector").map(|selector| selector.strip_prefix("metadata.name=")) {
+        Some(None) => return status((400, "BadRequest", "field label not supported".to_owned())),
+        selected => selected.flatten().map(str::to_owned),
+    };
+    let metadata_only = text(header::ACCEPT).contains("as=PartialObjectMetadata");
+    let show = move |object: &Value| if metadata_only { partial(object) } else { object.clone() };
+    let by_default = text(header::USER_AGENT).split('/').next().unwrap_or_default().to_owned();
+    let manager = parameter("fieldManager").map_or(by_default, str::to_owned);
+    let kind_of_body = text(header::CONTENT_TYPE).to_owned();
+    let body = body.collect().await.map(|body| body.to_bytes()).unwrap_or_default();
+    let sent: Value = serde_json::from_slice(&body).unwrap_or_default();
+    let result = match (method.as_str(), &target.name) {
+        ("GET", None) if parameter("watch") == Some("true") => {
+            let from = parameter("resourceVersion").and_then(|version| version.parse().ok()).unwrap_or_default();
+            let seconds = parameter("timeoutSeconds").and_then(|seconds| seconds.parse().ok()).unwrap_or(600);
+            return watch(Arc::clone(shared), target, selected, from, Duration::from_secs(seconds), show);
+        }
+        ("GET", None) => Ok(list(shared, &target, selected.as_deref(), metadata_only, show)),
+        ("GET", Some(name)) => {
+            let key = target.key(name);
+            shared.store().get(&key).map(show).ok_or_else(|| store::not_found(&key))
+        }
+        ("POST", None) => {
+            let name = sent["metadata"]["name"].as_str().unwrap_or_default().to_owned();
+            shared.store().create(&manager, &target.key(&name), sent)
+        }
+        ("PUT", Some(name)) => shared.store().replace(&manager, &target.key(name), sent),
+        ("PATCH", Some(name)) if kind_of_body == "application/apply-patch+yaml" => {
+            let force = parameter("force") == Some("true");
+            shared.store().apply(&manager, &target.key(name), &sent, force)
+        }
+        ("DELETE", Some(name)) => shared.store().delete(&target.key(name), &sent),
+        _ => Err((405, "MethodNotAllowed", format!("no {method} of {}", head.uri.path()))),
+    };
+    shared.changed();
+    match result {
+        Ok(object) => respond(200, object.to_string()),
+        Err(refusal) => status(refusal),
+    }
+}
+
+/// What a path names; `None` where the server has no such kind.
+fn target(path: &str, shared: &Shared) -> Option<Target> {
+    let words: Vec<&str> = path.trim_matches('/').split('/').collect();
+    let (api, rest) = match words.as_slice() {
+        ["api", version, rest @ ..] => ((*version).to_owned(), rest),
+        ["apis", group, version, rest @ ..] => (format!("{group}/{version}"), rest),
+        _ => return None,
+    };
+    let (namespace, plural, name) = match rest {
+        ["namespaces", namespace, plural] => (Some(*namespace), plural, None),
+        ["namespaces", namespace, plural, name] => (Some(*namespace), plural, Some(*name)),
+        [plural] => (None, plural, None),
+        [plural, name] => (None, plural, Some(*name)),
+        _ => return None,
+    };
+    let resource = shared.store().resource(&api, plural)?.clone();
+    let fits = resource.namespaced == namespace.is_some() || (resource.namespaced && name.is_none());
+    let own = |text: Option<&str>| text.map(str::to_owned);
+    fits.then(|| Target { resource, namespace: own(namespace), name: own(name) })
+}
+
+fn list(
+    shared: &Shared,
+    target: &Target,
+    selected: Option<&str>,
+    metadata_only: bool,
+    show: impl Fn(&Value) -> Value,
+) -> Value {
+    let store = shared.store();
+    let objects = store.list(&target.resource, target.namespace.as_deref()).into_iter();
+    let meant = objects.filter(|object| selected.is_none_or(|name| object["metadata"]["name"] == name));
+    let items: Vec<Value> = meant.map(show).collect();
+    let (api, kind) = match metadata_only {
+        true => ("meta.k8s.io/v1", "PartialObjectMetadataList".to_owned()),
+        false => (target.resource.api, format!("{}List", target.resource.kind)),
+    };
+    let metadata = json!({"resourceVersion": store.version().to_string()});
+    json!({"apiVersion": api, "kind": kind, "metadata": metadata, "items": items})
+}
+
+/// A stream of what changes after a version.
+fn watch(
+    shared: Arc<Shared>,
+    target: Target,
+    selected: Option<String>,
+    from: u64,
+    lasts: Duration,
+    show: impl Fn(&Value) -> Value + Send + Sync + 'static,
+) -> Response<Body> {
+    if shared.store().changes_after(from).is_none() {
+        return status((410, "Expired", format!("too old resource version: {from}")));
+    }
+    let (mut events, body) = Channel::<Bytes, Infallible>::new(16);
+    tokio::spawn(async move {
+        shared.watches.send_modify(|open| *open += 1);
+        let stream = follow(&shared, &target, selected.as_deref(), from, &show, &mut events);
+        let _ = tokio::time::timeout(lasts, stream).await;
+        shared.watches.send_modify(|open| *open -= 1);
+    });
+    let mut response = Response::new(body.boxed());
+    response.headers_mut().insert(header::CONTENT_TYPE, header::HeaderValue::from_static("application/json"));
+    response
+}
+
+async fn follow(
+    shared: &Shared,
+    target: &Target,
+    selected: Option<&str>,
+    mut from: u64,
+    show: &impl Fn(&Value) -> Value,
+    events: &mut Sender<Bytes, Infallible>,
+) {
+    let mut changes = shared.changes.subscribe();
+    let meant = |change: &Change| {
+        change.key.resource == target.resource
+            && (target.namespace.is_none() || change.key.namespace == target.namespace)
+            && selected.is_none_or(|name| change.key.name == name)
+    };
+    loop {
+        let news = shared.store().changes_after(from);
+        let Some(news) = news else {
+            let gone = refusal((410, "Expired", format!("too old resource version: {from}")));
+            let _ = events.send_data(line(&json!({"type": "ERROR", "object": gone}))).await;
+            return;
+        };
+        for change in news {
+            from = from.max(change.version);
+            if meant(&change) {
+                let event = json!({"type": change.kind, "object": show(&change.object)});
+                if events.send_data(line(&event)).await.is_err() {
+                    return;
+                }
+            }
+        }
+        // A client that has left is noticed by an empty chunk.
+        tokio::select! {
+            _ = changes.changed() => {}
+            () = tokio::time::sleep(Duration::from_millis(50)) => {
+                if events.send_data(Bytes::new()).await.is_err() {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+fn line(event: &Value) -> Bytes {
+    Bytes::from(format!("{event}\n"))
+}
+
+fn partial(object: &Value) -> Value {
+    json!({"apiVersion": "meta.k8s.io/v1", "kind": "PartialObjectMetadata", "metadata": object["metadata"]})
+}
+
+fn refusal((code, reason, message): Refusal) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Status", "status": "Failure", "metadata": {}, "code": code, "reason": reason,
+        "message": message,
+    })
+}
+
+fn status(why: Refusal) -> Response<Body> {
+    respond(why.0, refusal(why).to_string())
+}
+
+fn respond(code: u16, text: String) -> Response<Body> {
+    let mut response = Response::new(Full::new(Bytes::from(text)).boxed());
+    *response.status_mut() = code.try_into().expect("a status of HTTP");
+    response.headers_mut().insert(header::CONTENT_TYPE, header::HeaderValue::from_static("application/json"));
+    response
+}
+
+/// Text without an end, as fast as it is taken.
+fn endless() -> Response<Body> {
+    let (mut chunks, body) = Channel::<Bytes, Infallible>::new(1);
+    tokio::spawn(async move { while chunks.send_data(Bytes::from_static(&[b' '; 1 << 16])).await.is_ok() {} });
+    Response::new(body.boxed())
+}
+
+/// The parameters of a query; `%2F` and the like are decoded.
+fn pairs(query: &str) -> Vec<(String, String)> {
+    let decode = |text: &str| {
+        let (mut bytes, mut rest) = (Vec::new(), text.bytes());
+        while let Some(byte) = rest.next() {
+            let hex = |byte: Option<u8>| byte.and_then(|byte| char::from(byte).to_digit(16)).unwrap_or_default();
+            bytes.push(match byte {
+                b'%' => u8::try_from(hex(rest.next()) * 16 + hex(rest.next())).unwrap_or(b'?'),
+                b'+' => b' ',
+                byte => byte,
+            });
+        }
+        String::from_utf8_lossy(&bytes).into_owned()
+    };
+    let pair = |pair: &str| pair.split_once('=').map(|(key, value)| (decode(key), decode(value)));
+    query.split('&').filter_map(pair).collect()
+}

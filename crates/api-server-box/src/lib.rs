@@ -1,0 +1,227 @@
+//! A Kubernetes API server in a box: HTTPS in this process, objects in memory, faults on order.
+//!
+//! Tests run the programs that speak to the API server against it. It is generic over JSON objects by group, version
+//! and resource, and holds what a client can rely on: versions, watches that continue or expire, server-side apply
+//! with owners of fields, conflicts, bearer tokens. It validates no object, and it shares no code with linkwise.
+
+#![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "only tests run it")]
+
+mod apply;
+mod faults;
+mod http;
+mod store;
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use serde_json::Value;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio_rustls::TlsAcceptor;
+use tokio_util::sync::CancellationToken;
+
+pub use faults::{Answer, Fault};
+pub use store::{Key, ResourceType};
+
+use faults::Faults;
+use store::Store;
+
+/// A request that arrived, whatever became of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// GET, POST, PUT, PATCH or DELETE.
+    pub method: String,
+    /// The path, with the query where there is one.
+    pub uri: String,
+    /// The bearer token.
+    pub token: Option<String>,
+}
+
+/// What all connections share.
+struct Shared {
+    store: Mutex<Store>,
+    faults: Mutex<Faults>,
+    /// The tokens that are accepted; `None` while every request is.
+    tokens: Mutex<Option<BTreeSet<String>>>,
+    requests: watch::Sender<Vec<Request>>,
+    /// Counts changes of the store and orders to watches.
+    changes: watch::Sender<u64>,
+    /// Open watches.
+    watches: watch::Sender<usize>,
+}
+
+impl Shared {
+    fn store(&self) -> MutexGuard<'_, Store> {
+        self.store.lock().expect("no thread panics in here")
+    }
+
+    fn changed(&self) {
+        self.changes.send_modify(|count| *count += 1);
+    }
+}
+
+/// The server. It ends when this is dropped.
+pub struct ApiServerBox {
+    shared: Arc<Shared>,
+    acceptor: TlsAcceptor,
+    address: SocketAddr,
+    ca: String,
+    life: Option<(CancellationToken, tokio::task::JoinHandle<()>)>,
+}
+
+impl ApiServerBox {
+    /// Starts it on a free port of 127.0.0.1, with these kinds of objects.
+    pub async fn start(types: &[ResourceType]) -> Self {
+        Self::start_on("127.0.0.1:0", types).await.expect("127.0.0.1 has a free port")
+    }
+
+    /// Starts it on an address.
+    ///
+    /// # Errors
+    ///
+    /// The address cannot be bound.
+    pub async fn start_on(address: &str, types: &[ResourceType]) -> std::io::Result<Self> {
+        let names = ["localhost", "127.0.0.1", "::1"].map(str::to_owned);
+        let made = rcgen::generate_simple_self_signed(names).expect("a certificate of plain names can be made");
+        let key = rustls::pki_types::PrivateKeyDer::try_from(made.signing_key.serialize_der()).expect("a key");
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let tls = rustls::ServerConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()
+            .and_then(|tls| tls.with_no_client_auth().with_single_cert(vec![made.cert.der().clone()], key))
+            .expect("a certificate with its key makes a server");
+        let listener = TcpListener::bind(address).await?;
+        let mut server = Self {
+            shared: Arc::new(Shared {
+                store: Mutex::new(Store::new(types)),
+                faults: Mutex::default(),
+                tokens: Mutex::default(),
+                requests: watch::Sender::default(),
+                changes: watch::Sender::default(),
+                watches: watch::Sender::default(),
+            }),
+            acceptor: TlsAcceptor::from(Arc::new(tls)),
+            address: listener.local_addr()?,
+            ca: made.cert.pem(),
+            life: None,
+        };
+        server.serve(listener);
+        Ok(server)
+    }
+
+    fn serve(&mut self, listener: TcpListener) {
+        let end = CancellationToken::new();
+        let serving = http::serve(listener, self.acceptor.clone(), Arc::clone(&self.shared), end.clone());
+        self.life = Some((end, tokio::spawn(serving)));
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// `https://127.0.0.1:port`.
+    pub fn url(&self) -> String {
+        format!("https://{}", self.address)
+    }
+
+    /// Its certificate, which is its own authority, in PEM.
+    pub fn ca(&self) -> &str {
+        &self.ca
+    }
+
+    /// From now on only requests with one of these bearer tokens are accepted.
+    pub fn accept_tokens(&self, tokens: &[&str]) {
+        let tokens = tokens.iter().map(|token| (*token).to_owned()).collect();
+        *self.shared.tokens.lock().expect("no thread panics in here") = Some(tokens);
+    }
+
+    /// Stops listening and cuts every connection.
+    pub async fn go_away(&mut self) {
+        if let Some((end, serving)) = self.life.take() {
+            end.cancel();
+            serving.await.expect("serving does not panic");
+        }
+    }
+
+    /// Listens again at the same address.
+    pub async fn come_back(&mut self) {
+        let listener = TcpListener::bind(self.address).await.expect("the port is still free");
+        self.serve(listener);
+    }
+
+    /// Injects a fault.
+    pub fn fail(&self, fault: Fault) {
+        self.shared.faults.lock().expect("no thread panics in here").add(fault);
+    }
+
+    /// Ends all faults.
+    pub fn heal(&self) {
+        self.shared.faults.lock().expect("no thread panics in here").clear();
+        self.shared.changed();
+    }
+
+    /// Creates or replaces an object, as `manager` would by an update.
+    pub fn put(&self, manager: &str, key: &Key, object: Value) {
+        self.shared.store().put(manager, key, object);
+        self.shared.changed();
+    }
+
+    /// Changes an object, as `manager` would by an update.
+    pub fn edit(&self, manager: &str, key: &Key, edit: impl FnOnce(&mut Value)) {
+        let mut object = self.object(key).expect("the object is there");
+        edit(&mut object);
+        self.put(manager, key, object);
+    }
+
+    /// Deletes an object.
+    pub fn remove(&self, key: &Key) {
+        self.shared.store().remove(key);
+        self.shared.changed();
+    }
+
+    /// An object as it is now.
+    pub fn object(&self, key: &Key) -> Option<Value> {
+        self.shared.store().get(key).cloned()
+    }
+
+    /// Waits until an object fulfils `is`.
+    pub async fn wait_for_object(&self, key: &Key, is: impl Fn(Option<&Value>) -> bool) {
+        let mut changes = self.shared.changes.subscribe();
+        while !is(self.object(key).as_ref()) {
+            changes.changed().await.expect("the sender lives as long as the server");
+        }
+    }
+
+    /// Forgets what has changed so far: watches that would begin before now are refused with 410, and those that are
+    /// open get that as an event.
+    pub fn expire_watches(&self) {
+        self.shared.store().expire();
+        self.shared.changed();
+    }
+
+    /// Every request so far.
+    pub fn requests(&self) -> Vec<Request> {
+        self.shared.requests.borrow().clone()
+    }
+
+    /// Waits until the requests fulfil `are`.
+    pub async fn wait_for_requests(&self, are: impl FnMut(&Vec<Request>) -> bool) {
+        self.shared.requests.subscribe().wait_for(are).await.expect("the sender lives as long as the server");
+    }
+
+    /// Waits until so many watches are open.
+    pub async fn wait_for_watches(&self, count: usize) {
+        let mut watches = self.shared.watches.subscribe();
+        watches.wait_for(|open| *open == count).await.expect("the sender lives as long as the server");
+    }
+}
+
+impl Drop for ApiServerBox {
+    fn drop(&mut self) {
+        if let Some((end, serving)) = self.life.take() {
+            end.cancel();
+            serving.abort();
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! [`Attempts`]: one thing that is asked of the API server again and again until it works: when, and what is logged.
+
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hasher};
+use std::time::Duration;
+
+use linkwise::backoff::Backoff;
+use linkwise::errors::chain;
+use linkwise::once::Once;
+
+use crate::error::ApiError;
+use crate::server::Pace;
+
+/// The longest pause that a server may ask for.
+const LONGEST_ASKED: Duration = Duration::from_secs(600);
+
+/// The attempts at one thing.
+pub(crate) struct Attempts {
+    /// What is asked, for the log.
+    request: &'static str,
+    backoff: Backoff,
+    standing: Once<&'static str>,
+    failures: u64,
+}
+
+impl Attempts {
+    /// None yet.
+    pub fn of(request: &'static str, pace: &Pace) -> Self {
+        Self { request, backoff: Backoff::new(pace.first, pace.longest), standing: Once::new(), failures: 0 }
+    }
+
+    /// One failed: how long to pause. An error of a class that has not been logged since the last success is logged.
+    pub fn failed(&mut self, error: &ApiError) -> Duration {
+        self.failures = self.failures.saturating_add(1);
+        let asked = error.retry_after().unwrap_or_default().min(LONGEST_ASKED);
+        // A fleet is not to come back in step: up to half of our own pause is left out, and some is added to theirs.
+        let pause = shortened(self.backoff.failed()).max(asked.saturating_add(asked.saturating_sub(shortened(asked))));
+        if self.standing.is_news(error.outcome()) {
+            let (request, error) = (self.request, chain(error));
+            tracing::warn!(request, error, again_in = ?pause, "API server request failed, trying again");
+        }
+        pause
+    }
+
+    /// One succeeded.
+    pub fn succeeded(&mut self) {
+        if self.failures > 0 {
+            tracing::info!(request = self.request, failures = self.failures, "API server answers again");
+        }
+        self.failures = 0;
+        self.standing.clear();
+        self.backoff.reset();
+    }
+}
+
+/// A duration less a random part of up to its half.
+pub(crate) fn shortened(duration: Duration) -> Duration {
+    let part = u32::try_from(RandomState::new().build_hasher().finish() % 512).unwrap_or(0);
+    duration.saturating_sub((duration / 1024).saturating_mul(part))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PACE: Pace = Pace { first: Duration::from_secs(1), longest: Duration::from_secs(8), ..Pace::DEFAULT };
+
+    fn refused(code: u16, retry_after: Option<u64>) -> ApiError {
+        ApiError::Refused { code, message: String::new(), retry_after: retry_after.map(Duration::from_secs) }
+    }
+
+    #[test]
+    fn pauses_grow_with_jitter_and_begin_anew_after_success() {
+        let mut attempts = Attempts::of("x", &PACE);
+        for longest in [1, 2, 4, 8, 8] {
+            let longest = Duration::from_secs(longest);
+            let pause = attempts.failed(&refused(500, None));
+            assert!(pause <= longest && pause >= longest / 2, "{pause:?} of {longest:?}");
+        }
+        attempts.succeeded();
+        assert!(attempts.failed(&refused(500, None)) <= Duration::from_secs(1));
+    }
+
+    #[test]
+    fn servers_pause_is_kept_within_reason() {
+        let mut attempts = Attempts::of("x", &PACE);
+        let pause = attempts.failed(&refused(429, Some(60)));
+        assert!(pause >= Duration::from_secs(60) && pause <= Duration::from_secs(90), "{pause:?}");
+        assert!(attempts.failed(&refused(429, Some(u64::MAX))) <= LONGEST_ASKED * 3 / 2);
+    }
+}

@@ -1,0 +1,138 @@
+//! [`ApiError`]: what became of a request that failed, as a class that can be counted and a sentence that can be read.
+
+use std::error::Error;
+use std::time::Duration;
+
+use http_body_util::LengthLimitError;
+use kube::core::Status;
+use linkwise::quote::{one_line, quoted};
+use thiserror::Error;
+
+use crate::access::AccessError;
+
+/// Why a request to the API server failed. Text of the server is on one line and not too long.
+#[derive(Debug, Error)]
+pub enum ApiError {
+    /// There was no way to ask.
+    #[error(transparent)]
+    Access(#[from] AccessError),
+    /// Nothing came in time.
+    #[error("no answer from the API server within {0:?}")]
+    TimedOut(Duration),
+    /// The server is not there, or the connection broke.
+    #[error("API server unreachable: {0}")]
+    Unreachable(String),
+    /// The server refused.
+    #[error("the API server answered {code}: {message}")]
+    Refused {
+        /// The status of HTTP.
+        code: u16,
+        /// The server's words.
+        message: String,
+        /// How long the server asks to wait.
+        retry_after: Option<Duration>,
+    },
+    /// What came is not what the API has there.
+    #[error("the API server's answer cannot be read: {0}")]
+    Malformed(String),
+}
+
+impl ApiError {
+    /// The error of a client, and the pause that the server asked for in the answer's header.
+    pub(crate) fn of(error: &kube::Error, asked: Option<Duration>) -> Self {
+        match error {
+            kube::Error::Api(status) => Self::refused(status, asked),
+            kube::Error::SerdeError(_) | kube::Error::FromUtf8(_) | kube::Error::LinesCodecMaxLineLengthExceeded => {
+                Self::Malformed(sentence(error))
+            }
+            _ if is_too_long(error) => Self::Malformed("it is too long".to_owned()),
+            _ => Self::Unreachable(sentence(error)),
+        }
+    }
+
+    /// A refusal; one without a code is none.
+    pub(crate) fn refused(status: &Status, asked: Option<Duration>) -> Self {
+        let details = status.details.as_ref().map(|details| details.retry_after_seconds).filter(|after| *after > 0);
+        let retry_after = asked.or_else(|| Some(Duration::from_secs(details?.into())));
+        let message = if status.message.is_empty() { &status.reason } else { &status.message };
+        if status.code == 0 {
+            // The client takes any object for a Status.
+            return Self::Malformed(format!("no status, but {}", quoted(message)));
+        }
+        Self::Refused { code: status.code, message: one_line(message), retry_after }
+    }
+
+    /// The class, as metrics have it.
+    pub fn outcome(&self) -> &'static str {
+        match self {
+            Self::Access(_) => "no_access",
+            Self::TimedOut(_) => "timeout",
+            Self::Unreachable(_) => "unreachable",
+            Self::Malformed(_) => "malformed",
+            Self::Refused { code, .. } => match code {
+                401 => "unauthorized",
+                403 => "forbidden",
+                404 => "not_found",
+                409 => "conflict",
+                410 => "expired",
+                429 => "throttled",
+                500.. => "server_error",
+                _ => "refused",
+            },
+        }
+    }
+
+    /// The code of a refusal.
+    pub fn code(&self) -> Option<u16> {
+        match self {
+            Self::Refused { code, .. } => Some(*code),
+            _ => None,
+        }
+    }
+
+    /// How long the server asks to wait.
+    pub fn retry_after(&self) -> Option<Duration> {
+        match self {
+            Self::Refused { retry_after, .. } => *retry_after,
+            _ => None,
+        }
+    }
+
+    /// Whether the client may be to blame: its token, its CA or its connections. A new one reads the files again.
+    pub(crate) fn is_of_the_client(&self) -> bool {
+        match self {
+            Self::Refused { code, .. } => *code == 401,
+            Self::Access(_) | Self::TimedOut(_) | Self::Unreachable(_) | Self::Malformed(_) => true,
+        }
+    }
+}
+
+/// An error with those of its causes that it does not repeat itself.
+fn sentence(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let next = error.to_string();
+        if !text.contains(&next) {
+            text += &format!(": {next}");
+        }
+        cause = error.source();
+    }
+    one_line(&text)
+}
+
+fn is_too_long(error: &(dyn Error + 'static)) -> bool {
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        if error.is::<LengthLimitError>() {
+            return true;
+        }
+        cause = error.source();
+    }
+    false
+}
+
+/// An error of the client, as a sentence.
+pub(crate) fn credentials(error: &kube::Error) -> AccessError {
+    AccessError::Credentials(sentence(error))
+}

@@ -1,0 +1,22 @@
+//! What of linkwise speaks to the API server: NodeFeature objects, and config-manager.
+//!
+//! Nothing of it runs inside `linkwise run`: the program `linkwise-cluster` is started for what needs the API server,
+//! and no admission waits for it. One adapter, `server`, makes every request; each kind of object has one writer. An
+//! API server that is away or refuses is logged once, counted, and asked again after a pause; what was written stays.
+
+mod access;
+mod attempts;
+pub mod config_manager;
+mod error;
+pub mod labels;
+mod metrics;
+mod node;
+mod node_feature;
+mod server;
+
+pub use access::{Access, AccessError};
+pub use error::ApiError;
+pub use metrics::ApiMetrics;
+pub use node::{NodeFollower, NodeLabels};
+pub use node_feature::{NodeFeatureMetrics, NodeFeatureSettings, NodeFeatureWriter};
+pub use server::{ApiServer, Pace};

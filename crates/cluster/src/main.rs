@@ -1,0 +1,17 @@
+//! The binary `linkwise-cluster`: linkwise with a client of the API server. `linkwise` becomes it where that is asked
+//! for, and the image links NVIDIA's `config-manager` to it.
+
+use std::process::ExitCode;
+
+use linkwise::config::{Cli, Command};
+use linkwise_cluster::{config_manager, labels};
+
+fn main() -> ExitCode {
+    match Cli::read().command {
+        Command::ConfigManager(args) => {
+            config_manager::run(&args).map_or_else(|error| linkwise::failed(&error), |()| ExitCode::SUCCESS)
+        }
+        Command::Labels(args) => labels::run(args),
+        command => linkwise::run(command, None),
+    }
+}

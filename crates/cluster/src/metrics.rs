@@ -1,0 +1,39 @@
+//! Metrics of requests to the API server and of what is made of the answers. docs/config-manager.md documents them.
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::registry::Registry;
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PerRequest {
+    object: &'static str,
+    verb: &'static str,
+    outcome: &'static str,
+}
+
+/// Counts requests.
+#[derive(Clone, Debug, Default)]
+pub struct ApiMetrics {
+    requests: Family<PerRequest, Counter>,
+}
+
+impl ApiMetrics {
+    /// Makes and registers them.
+    pub fn register(registry: &mut Registry) -> Self {
+        let metrics = Self::default();
+        let help = "Requests to the API server by kind of object, verb and outcome; a watch counts when it begins, and \
+                    once more where it breaks";
+        registry.register("api_requests", help, metrics.requests.clone());
+        metrics
+    }
+
+    pub(crate) fn count(&self, object: &'static str, verb: &'static str, outcome: &'static str) {
+        self.requests.get_or_create(&PerRequest { object, verb, outcome }).inc();
+    }
+
+    /// How many requests had this outcome, for tests.
+    pub fn requests(&self, object: &'static str, verb: &'static str, outcome: &'static str) -> u64 {
+        self.requests.get_or_create(&PerRequest { object, verb, outcome }).get()
+    }
+}

@@ -1,0 +1,9 @@
+//! The programs and writers of `linkwise-cluster` against an API server in a box.
+
+#![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
+
+mod config_manager;
+mod node;
+mod node_feature;
+mod support;
+mod whole_node;

@@ -1,0 +1,117 @@
+//! What the tests share: credentials for the server in the box, quick pauses, states to wait for.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use linkwise_api_server_box::{ApiServerBox, Key, ResourceType};
+use linkwise_cluster::{Access, ApiMetrics, ApiServer, Pace};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+/// The kinds that the server has.
+pub const TYPES: [ResourceType; 3] = [ResourceType::NODES, ResourceType::PODS, ResourceType::NODE_FEATURES];
+
+/// Pauses of milliseconds, and nothing that is written again unasked.
+pub const PACE: Pace = Pace { first: Duration::from_millis(5), longest: Duration::from_millis(20), ..Pace::DEFAULT };
+
+/// How long a test waits for anything.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// The server, and a ServiceAccount's folder with a token that it accepts.
+pub struct Cluster {
+    pub server: ApiServerBox,
+    pub metrics: ApiMetrics,
+    folder: TempDir,
+}
+
+impl Cluster {
+    pub async fn start() -> Self {
+        let (server, folder) = (ApiServerBox::start(&TYPES).await, tempfile::tempdir().unwrap());
+        server.accept_tokens(&["first"]);
+        let cluster = Self { server, metrics: ApiMetrics::default(), folder };
+        fs::write(cluster.folder().join("ca.crt"), cluster.server.ca()).unwrap();
+        cluster.write_token("first");
+        cluster
+    }
+
+    /// The ServiceAccount's folder.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    pub fn write_token(&self, token: &str) {
+        fs::write(self.folder().join("token"), token).unwrap();
+    }
+
+    pub fn access(&self) -> Access {
+        Access::InCluster { url: self.server.url(), service_account: self.folder().to_owned() }
+    }
+
+    /// A way to ask it.
+    pub fn client(&self, pace: Pace) -> ApiServer {
+        ApiServer::new(self.access(), pace, self.metrics.clone())
+    }
+
+    /// Creates a node, or changes its labels.
+    pub fn label_node(&self, name: &str, labels: Value) {
+        let node = json!({"metadata": {"labels": labels}, "status": {"phase": "left out by a metadata watch"}});
+        self.server.put("kubelet", &node_key(name), node);
+    }
+
+    /// How many requests of this method there were to a path with this text in it.
+    pub fn count(&self, method: &str, contains: &str) -> usize {
+        let requests = self.server.requests();
+        requests.iter().filter(|request| request.method == method && request.uri.contains(contains)).count()
+    }
+}
+
+pub fn node_key(name: &str) -> Key {
+    ResourceType::NODES.key(None, name)
+}
+
+/// A task that ends with the test.
+pub struct Running {
+    shutdown: CancellationToken,
+    task: JoinHandle<()>,
+}
+
+impl Running {
+    pub fn of<F: Future<Output = ()> + Send + 'static>(work: impl FnOnce(CancellationToken) -> F) -> Self {
+        let shutdown = CancellationToken::new();
+        let task = tokio::spawn(work(shutdown.clone()));
+        Self { shutdown, task }
+    }
+
+    /// Ends it in order.
+    pub async fn end(self) {
+        self.shutdown.cancel();
+        within(self.task).await.unwrap();
+    }
+}
+
+/// A future that has to be done in time.
+pub async fn within<T>(future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(DEADLINE, future).await.expect("it comes in time")
+}
+
+/// Waits until something holds that reports no change by itself.
+pub async fn until(mut holds: impl FnMut() -> bool) {
+    within(async {
+        while !holds() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    })
+    .await;
+}
+
+/// A folder like a mounted ConfigMap, with these files.
+pub fn config_map(folder: &Path, files: &[(&str, &str)]) -> PathBuf {
+    fs::create_dir_all(folder).unwrap();
+    for (name, text) in files {
+        fs::write(folder.join(name), text).unwrap();
+    }
+    folder.to_owned()
+}

@@ -1,0 +1,278 @@
+//! The options of `linkwise config-manager`: those of NVIDIA's program of that name, read as it reads them.
+//!
+//! The chart sets each variable, some to nothing; so every option is read as text first, and checked here.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use thiserror::Error;
+
+use super::{ApiServerArgs, LogArgs};
+
+/// Signals by the names that people use; the numbers are Linux's.
+const SIGNALS: [(&str, i32); 6] = [("HUP", 1), ("INT", 2), ("QUIT", 3), ("USR1", 10), ("USR2", 12), ("TERM", 15)];
+
+/// `linkwise config-manager`.
+#[derive(Clone, Debug, Args)]
+pub struct ConfigManagerArgs {
+    /// Select the configuration once and end: in an init container
+    #[arg(
+        long,
+        value_name = "BOOL",
+        env = "ONESHOT",
+        num_args = 0..=1,
+        require_equals = true,
+        default_value = "false",
+        default_missing_value = "true",
+        value_parser = boolean
+    )]
+    pub oneshot: bool,
+    /// The API server.
+    #[command(flatten)]
+    pub api: ApiServerArgs,
+    /// The node whose label is followed
+    #[arg(long, value_name = "NODE", env = "NODE_NAME", default_value = "", hide_default_value = true)]
+    pub node_name: String,
+    /// The node's label whose value names the configuration
+    #[arg(long, value_name = "LABEL", env = "NODE_LABEL", default_value = "nvidia.com/device-plugin.config")]
+    pub node_label: String,
+    /// The folder of the configuration files, one for each name
+    #[arg(long, value_name = "FOLDER", env = "CONFIG_FILE_SRCDIR", default_value = "", hide_default_value = true)]
+    pub config_file_srcdir: String,
+    /// Where the link to the selected file is written
+    #[arg(long, value_name = "PATH", env = "CONFIG_FILE_DST", default_value = "", hide_default_value = true)]
+    pub config_file_dst: String,
+    /// The configuration of a node without the label
+    #[arg(long, value_name = "NAME", env = "DEFAULT_CONFIG", default_value = "", hide_default_value = true)]
+    pub default_config: String,
+    /// What to try, in this order, on a node without the label where there is no default: named (the configuration
+    /// 'default'), single (the only one there is), empty (an empty one)
+    #[arg(long, value_name = "LIST", env = "FALLBACK_STRATEGIES", value_delimiter = ',')]
+    pub fallback_strategies: Vec<String>,
+    /// Signal the process after a change
+    #[arg(
+        long,
+        value_name = "BOOL",
+        env = "SEND_SIGNAL",
+        num_args = 0..=1,
+        require_equals = true,
+        default_value = "true",
+        default_missing_value = "true",
+        value_parser = boolean
+    )]
+    pub send_signal: bool,
+    /// The signal: a number, or a name such as SIGHUP
+    #[arg(long, value_name = "SIGNAL", env = "SIGNAL", default_value = "1")]
+    pub signal: String,
+    /// The process that is signalled: the first word of its command line, in the PID namespace that the pod's
+    /// containers share
+    #[arg(long, value_name = "NAME", env = "PROCESS_TO_SIGNAL", default_value = "nvidia-device-plugin")]
+    pub process_to_signal: String,
+    /// Serve /metrics, /livez and /readyz at this address; by default nowhere
+    #[arg(long, value_name = "ADDRESS", env = "LINKWISE_CONFIG_MANAGER_METRICS_ADDRESS")]
+    pub metrics_address: Option<SocketAddr>,
+    /// With --oneshot: how long to wait for the API server where a configuration is in place already
+    #[arg(long, value_name = "N", default_value_t = 30_000, hide = true)]
+    pub keep_after_ms: u64,
+    /// The first pause after a request that failed
+    #[arg(long, value_name = "N", default_value_t = 1_000, hide = true)]
+    pub api_pause_ms: u64,
+    /// The log.
+    #[command(flatten)]
+    pub log: LogArgs,
+}
+
+/// What config-manager is to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConfigManagerSettings {
+    /// Whether it ends after the first selection.
+    pub oneshot: bool,
+    /// The node.
+    pub node: String,
+    /// The label.
+    pub label: String,
+    /// The folder of the configurations.
+    pub source: PathBuf,
+    /// The link to the selected one.
+    pub destination: PathBuf,
+    /// What a node without the label gets.
+    pub defaults: ConfigDefaults,
+    /// The neighbour and its signal's number; `None` where there is none to signal.
+    pub signal: Option<(String, i32)>,
+    /// How long a oneshot waits for the API server where a configuration is in place.
+    pub keep_after: Duration,
+}
+
+/// What a node without the label gets.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ConfigDefaults {
+    /// This configuration.
+    pub name: Option<String>,
+    /// Without a name: the first of these that there is.
+    pub fallbacks: Vec<Fallback>,
+}
+
+/// A way to a configuration for a node without the label and without a default.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fallback {
+    /// The configuration named `default`.
+    Named,
+    /// The only one.
+    Single,
+    /// An empty one.
+    Empty,
+}
+
+/// Why the options cannot be used.
+#[derive(Debug, Error, PartialEq, Eq)]
+pub enum ConfigManagerError {
+    /// An option without which there is nothing to do.
+    #[error("{flag} ({variable}) must not be empty")]
+    Missing {
+        /// The flag.
+        flag: &'static str,
+        /// Its variable.
+        variable: &'static str,
+    },
+    /// Not a fallback strategy.
+    #[error("--fallback-strategies (FALLBACK_STRATEGIES): '{0}' is not one of named, single, empty")]
+    Fallback(String),
+    /// Not a signal.
+    #[error("--signal (SIGNAL): '{0}' is neither the number of a signal nor a name such as SIGHUP")]
+    Signal(String),
+}
+
+impl ConfigManagerArgs {
+    /// The options, checked.
+    ///
+    /// # Errors
+    ///
+    /// The first one that is missing or wrong. The signal and the process are read only where a signal is to be sent.
+    pub fn settings(&self) -> Result<ConfigManagerSettings, ConfigManagerError> {
+        let given = |text: &str, flag, variable| match text.trim() {
+            "" => Err(ConfigManagerError::Missing { flag, variable }),
+            text => Ok(text.to_owned()),
+        };
+        let fallbacks = self.fallback_strategies.iter().map(|word| word.trim()).filter(|word| !word.is_empty());
+        let name = self.default_config.trim();
+        Ok(ConfigManagerSettings {
+            oneshot: self.oneshot,
+            node: given(&self.node_name, "--node-name", "NODE_NAME")?,
+            label: given(&self.node_label, "--node-label", "NODE_LABEL")?,
+            source: given(&self.config_file_srcdir, "--config-file-srcdir", "CONFIG_FILE_SRCDIR")?.into(),
+            destination: given(&self.config_file_dst, "--config-file-dst", "CONFIG_FILE_DST")?.into(),
+            defaults: ConfigDefaults {
+                name: (!name.is_empty()).then(|| name.to_owned()),
+                fallbacks: fallbacks.map(fallback).collect::<Result<_, _>>()?,
+            },
+            signal: match self.send_signal {
+                true => Some((
+                    given(&self.process_to_signal, "--process-to-signal", "PROCESS_TO_SIGNAL")?,
+                    signal(self.signal.trim())?,
+                )),
+                false => None,
+            },
+            keep_after: Duration::from_millis(self.keep_after_ms),
+        })
+    }
+}
+
+fn fallback(word: &str) -> Result<Fallback, ConfigManagerError> {
+    match word {
+        "named" => Ok(Fallback::Named),
+        "single" => Ok(Fallback::Single),
+        "empty" => Ok(Fallback::Empty),
+        other => Err(ConfigManagerError::Fallback(other.to_owned())),
+    }
+}
+
+/// The number of a signal; of an empty text that of SIGHUP.
+fn signal(text: &str) -> Result<i32, ConfigManagerError> {
+    let name = text.strip_prefix("SIG").unwrap_or(text);
+    let named = SIGNALS.iter().find(|(known, _)| *known == name).map(|(_, number)| *number);
+    match text {
+        "" => Ok(1),
+        text => named
+            .or_else(|| text.parse().ok().filter(|number| (1..=31).contains(number)))
+            .ok_or_else(|| ConfigManagerError::Signal(text.to_owned())),
+    }
+}
+
+/// A boolean as NVIDIA's programs read it; a variable that is set to nothing is false.
+fn boolean(text: &str) -> Result<bool, String> {
+    match text {
+        "1" | "t" | "T" | "true" | "TRUE" | "True" => Ok(true),
+        "" | "0" | "f" | "F" | "false" | "FALSE" | "False" => Ok(false),
+        other => Err(format!("'{other}' is neither true nor false")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Cli, Command};
+    use clap::Parser;
+
+    const NEEDED: &str = "--node-name n --config-file-srcdir /s --config-file-dst /d/c";
+
+    fn settings(line: &str) -> Result<ConfigManagerSettings, ConfigManagerError> {
+        let words = ["linkwise", "config-manager"].into_iter().chain(line.split(' ').filter(|word| !word.is_empty()));
+        match Cli::try_parse_from(words.map(|word| word.replace('_', " "))).unwrap().command {
+            Command::ConfigManager(args) => args.settings(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn defaults_are_those_of_nvidias_program() {
+        let read = settings(NEEDED).unwrap();
+        assert_eq!(read.label, "nvidia.com/device-plugin.config");
+        assert_eq!(read.signal, Some(("nvidia-device-plugin".to_owned(), 1)));
+        assert_eq!((read.oneshot, read.defaults), (false, ConfigDefaults::default()));
+    }
+
+    #[test]
+    fn options_set_to_nothing_are_as_the_chart_means_them() {
+        let init = format!(
+            "{NEEDED} --oneshot=true --send-signal=false --signal= --process-to-signal= --default-config= \
+             --fallback-strategies= --kubeconfig="
+        );
+        let read = settings(&init).unwrap();
+        assert_eq!((read.oneshot, read.signal, read.defaults), (true, None, ConfigDefaults::default()));
+        assert_eq!(settings(&format!("{NEEDED} --signal=")).unwrap().signal.unwrap().1, 1);
+        assert_eq!(settings(&format!("{NEEDED} --send-signal=")).unwrap().signal, None);
+    }
+
+    #[test]
+    fn wrong_option_is_named() {
+        for (line, problem) in [
+            ("", "--node-name (NODE_NAME) must not be empty"),
+            ("--node-name n", "--config-file-srcdir (CONFIG_FILE_SRCDIR) must not be empty"),
+            ("--node-name n --config-file-srcdir /s", "--config-file-dst (CONFIG_FILE_DST) must not be empty"),
+        ] {
+            assert_eq!(settings(line).unwrap_err().to_string(), problem);
+        }
+        for (more, problem) in [
+            ("--node-label=", "--node-label (NODE_LABEL) must not be empty"),
+            ("--process-to-signal=", "--process-to-signal (PROCESS_TO_SIGNAL) must not be empty"),
+            ("--signal 65", "--signal (SIGNAL): '65' is neither the number of a signal nor a name such as SIGHUP"),
+            (
+                "--fallback-strategies single,none",
+                "--fallback-strategies (FALLBACK_STRATEGIES): 'none' is not one of named, single, empty",
+            ),
+        ] {
+            assert_eq!(settings(&format!("{NEEDED} {more}")).unwrap_err().to_string(), problem);
+        }
+    }
+
+    #[test]
+    fn lists_and_names_are_read() {
+        let read = settings(&format!("{NEEDED} --fallback-strategies named,_single,empty --signal SIGUSR1")).unwrap();
+        assert_eq!(read.defaults.fallbacks, [Fallback::Named, Fallback::Single, Fallback::Empty]);
+        assert_eq!(read.signal.unwrap().1, 10);
+        let read = settings(&format!("{NEEDED} --default-config a --signal 31")).unwrap();
+        assert_eq!((read.defaults.name, read.signal.unwrap().1), (Some("a".to_owned()), 31));
+    }
+}

@@ -1,0 +1,31 @@
+//! `linkwise-cluster`, the program beside this one that speaks to the API server.
+//!
+//! It is a program of its own so that `linkwise run` maps no client of the API server. What needs one becomes that
+//! program: the same process, with the same command line.
+
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+use anyhow::Error;
+
+use crate::config::command_line;
+
+/// Its file name, in the folder of this program.
+const NAME: &str = "linkwise-cluster";
+
+/// Becomes `linkwise-cluster`, with the command line of this process. The first word of it stays: by that word
+/// config-manager finds the processes that it signals. Returns only where that failed, with the reason.
+pub fn become_cluster_program() -> Error {
+    let program = match std::env::current_exe() {
+        Ok(this) => this.with_file_name(NAME),
+        Err(error) => return Error::from(error).context("cannot find the folder of this program"),
+    };
+    let mut words = command_line();
+    let mut command = Command::new(&program);
+    if let Some(name) = words.next() {
+        command.arg0(name);
+    }
+    let error = command.args(words).exec();
+    Error::from(error)
+        .context(format!("cannot start {}, which is needed to speak to the API server", program.display()))
+}
