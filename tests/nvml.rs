@@ -116,6 +116,15 @@ async fn polled(agent: &mut Agent, gpu: u32, wanted: impl Fn(&HealthPoll) -> boo
 fn signal(name: &str, agent: &Agent) {
     let kill = format!("kill -{name} {}", agent.id().unwrap());
     assert!(std::process::Command::new("sh").args(["-c", &kill]).status().unwrap().success());
+    // A process stops some time after the signal, thread by thread.
+    let tasks = format!("/proc/{}/task", agent.id().unwrap());
+    let stopped = |task: std::fs::DirEntry| {
+        let status = std::fs::read_to_string(task.path().join("status")).unwrap_or_default();
+        status.contains("State:\tT")
+    };
+    while name == "STOP" && !std::fs::read_dir(&tasks).unwrap().all(|task| stopped(task.unwrap())) {
+        std::thread::yield_now();
+    }
 }
 
 fn uuid(index: u32) -> GpuUuid {

@@ -5,7 +5,7 @@
 //! NVML. Synchronous on purpose: the calls block.
 
 use std::collections::BTreeMap;
-use std::io::{self, Write};
+use std::io::{self, ErrorKind, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -86,7 +86,14 @@ impl Parent {
         let line = encode(message).unwrap_or_else(|error| give_up("cannot send to the parent", &error));
         // A thread that panicked while writing has left half a line, which the parent will refuse.
         let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
-        stream.write_all(&line).unwrap_or_else(|error| give_up("cannot reach the parent", &error));
+        match stream.write_all(&line) {
+            Ok(()) => {}
+            // The parent is gone, which is the usual end of this process.
+            Err(error) if matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => {
+                raw::exit_now(0)
+            }
+            Err(error) => give_up("cannot reach the parent", &error),
+        }
     }
 }
 
