@@ -34,10 +34,10 @@ pub struct ApiArgs {
     /// The API server.
     #[command(flatten)]
     pub server: ApiServerArgs,
-    /// Requests a second to the API server, on average
+    /// Accepted for gpu-feature-discovery's sake, without effect: requests a second to the API server
     #[arg(long, value_name = "N", env = "KUBE_API_QPS", default_value_t = 5.0)]
     pub kube_api_qps: f32,
-    /// Requests to the API server at once
+    /// Accepted for gpu-feature-discovery's sake, without effect: requests to the API server at once
     #[arg(long, value_name = "N", env = "KUBE_API_BURST", default_value_t = 10)]
     pub kube_api_burst: u32,
     /// The namespace of the NodeFeature object

@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result};
 use tokio::sync::watch;
-use tokio::task::spawn_blocking;
+use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{sleep, timeout};
 
 use super::node::Node;
@@ -31,6 +31,9 @@ pub type LabelsWatch = watch::Receiver<Option<NodeLabels>>;
 
 /// How long the host's files may take; the facts that were read last stay.
 const FILES: Duration = Duration::from_secs(5);
+
+/// The shortest pause between two comparisons.
+const SHORTEST: Duration = Duration::from_secs(1);
 
 /// The pauses after a failed write.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
@@ -91,9 +94,9 @@ impl LabelSource {
     /// Sends the labels whenever they change.
     pub async fn run(mut self, labels: watch::Sender<Option<NodeLabels>>) -> Result<()> {
         let mut reported = Once::new();
-        let mut host = HostFacts::default();
+        let (mut host, mut reading) = (HostFacts::default(), None);
         loop {
-            host = self.host().await.unwrap_or(host);
+            host = self.host(&mut reading).await.unwrap_or(host);
             let read_again = pause(self.interval);
             tokio::pin!(read_again);
             loop {
@@ -132,9 +135,13 @@ impl LabelSource {
         known.then(|| labels(facts))
     }
 
-    async fn host(&self) -> Option<HostFacts> {
+    /// The host's facts. No second reading begins beside one that hangs.
+    async fn host(&self, reading: &mut Option<JoinHandle<HostFacts>>) -> Option<HostFacts> {
         let (machine_type_file, sysfs) = (self.machine_type_file.clone(), self.sysfs.clone());
-        timeout(FILES, spawn_blocking(move || host(&machine_type_file, &sysfs))).await.ok()?.ok()
+        let running = reading.get_or_insert_with(|| spawn_blocking(move || host(&machine_type_file, &sysfs)));
+        let facts = timeout(FILES, running).await.ok()?;
+        *reading = None;
+        facts.ok()
     }
 }
 
@@ -151,7 +158,8 @@ pub(super) fn report(reported: &mut Once<LabelProblem>, problems: Vec<LabelProbl
 
 async fn pause(interval: Interval) {
     match interval {
-        Interval::Every(time) => sleep(time).await,
+        // 0 and mere nanoseconds are valid, and would keep a core busy.
+        Interval::Every(time) => sleep(time.max(SHORTEST)).await,
         Interval::Infinite => std::future::pending().await,
     }
 }
@@ -259,6 +267,10 @@ mod tests {
         waits(&mut world.labels, |labels| labels["nvidia.com/gpu.count"] == "8").await;
         // NVML came back without GPUs, which is no reason to take the labels off the node; then another machine.
         world.snapshots.send_replace(Arc::new(NodeState::default()));
+        for _ in 0..10 {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(world.labels.borrow().as_deref().unwrap()["nvidia.com/gpu.count"], "8");
         world.snapshots.send_replace(scanned("dgx2-v100"));
         waits(&mut world.labels, |labels| labels["nvidia.com/gpu.count"] == "16").await;
     }

@@ -59,12 +59,19 @@ async fn program(args: &LabelsArgs, publisher: Option<&Publisher>) -> Result<()>
         tracing::warn!(error = format!("{error:#}"), "no program to write the NodeFeature object");
     }
     if Options::of(&settings).oneshot {
-        return once(args, &settings, publisher).await;
+        let signal = tokio::select! {
+            written = once(args, &settings, publisher) => return written,
+            _ = end.recv() => "SIGTERM",
+            _ = interrupt.recv() => "SIGINT",
+            _ = quit.recv() => "SIGQUIT",
+        };
+        anyhow::bail!("{signal} before the labels were written");
     }
     let mut file = settings.config_file.value.as_deref().map(FileWatch::of);
     if let Some(file) = &mut file {
-        // Changes from now on count; what was loaded is as old as this.
-        drop(file.read().await);
+        // The file may have changed since it was loaded; changes from now on are followed.
+        let latest = file.read().await.and_then(|text| load_text(&args.flags, &environment, &text));
+        settings = latest.map_or(settings, |loaded| loaded.settings);
     }
     loop {
         let mut life = Life::start(args, &settings, publisher)?;
@@ -207,7 +214,8 @@ async fn keep_state(mut events: mpsc::Receiver<Event>, snapshots: watch::Sender<
 /// Scans the node once, and writes its labels.
 async fn once(args: &LabelsArgs, settings: &Settings, publisher: Option<&Publisher>) -> Result<()> {
     let sysfs = args.node.host.sysfs.clone();
-    let observed = match super::scan(&super::agent_command(&args.node.host)).await {
+    let command = super::agent_of(&args.node.host, Some(settings.driver_root_ctr_path.value.clone()));
+    let observed = match super::scan(&command).await {
         Ok(scan) => {
             let (seen, failures) = hwloc::observe(&sysfs);
             scan.node(seen, failures)

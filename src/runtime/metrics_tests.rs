@@ -10,6 +10,7 @@ use super::observe::GpuFailures;
 use crate::cdi::CdiMetrics;
 use crate::config::ConfigMetrics;
 use crate::kubelet::{Occurrence, Phase, PluginMetrics};
+use crate::labels::LabelMetrics;
 use crate::metrics::Metrics;
 use crate::state::{Event, NodeState, ResourceName};
 use crate::topology::{GpuObservation, HostObservation, NodeObservation};
@@ -74,6 +75,9 @@ fn everything() -> String {
     );
     count(Occurrence::Chosen { report: Arc::new(report), elapsed: Duration::from_micros(3), narrowed: true });
     metrics.register(GpuFailures::register).count(&"GPU-b".parse().unwrap(), "xid");
+    let labels = metrics.register(LabelMetrics::register);
+    labels.made(31, 1);
+    labels.written(true);
     let driver = metrics.register(DriverMetrics::register);
     driver.xid(&"GPU-b".parse().unwrap(), 79);
     driver.xid(&"GPU-b".parse().unwrap(), 4_000_000_000);

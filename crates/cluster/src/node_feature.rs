@@ -27,7 +27,7 @@ use crate::attempts::{Attempts, shortened};
 use crate::error::ApiError;
 use crate::server::ApiServer;
 
-use standing::{MANAGER, Standing, standing};
+use standing::{MANAGER, Standing, is_updated, standing};
 
 /// The kind, in metrics.
 const OBJECT: &str = "nodefeatures";
@@ -164,6 +164,10 @@ impl NodeFeatureWriter {
                 let (name, namespace) = (self.name(), &self.settings.namespace);
                 tracing::info!(name, namespace, "NodeFeature taken over from GPU Feature Discovery");
             }
+            // What an update wrote, an apply would not take away again.
+            Standing::Ours if !self.by_update && found.as_ref().is_some_and(is_updated) => {
+                self.replace(found.as_ref(), &wanted).await?;
+            }
             Standing::Ours => self.put(found.as_ref(), &wanted).await?,
         }
         self.reported = None;
@@ -205,7 +209,7 @@ impl NodeFeatureWriter {
         let mut wanted: DynamicObject =
             serde_json::from_value(wanted.clone()).map_err(|error| ApiError::Malformed(error.to_string()))?;
         let (api, params) = (self.api(), PostParams { field_manager: Some(MANAGER.to_owned()), ..Default::default() });
-        match found {
+        let result = match found {
             Some(found) => {
                 wanted.metadata.resource_version.clone_from(&found.metadata.resource_version);
                 let update = |client| async move { api(client).replace(&name, &params, &wanted).await };
@@ -215,7 +219,10 @@ impl NodeFeatureWriter {
                 let create = |client| async move { api(client).create(&params, &wanted).await };
                 self.server.call(OBJECT, "create", create).await.map(drop)
             }
-        }
+        };
+        // Refused as well, so it was not the verb: the next attempt applies again.
+        self.by_update &= !result.as_ref().is_err_and(|error| error.code() == Some(403));
+        result
     }
 
     /// The object as it is.

@@ -125,7 +125,8 @@ async fn serve(args: &ConfigManagerArgs) -> Result<()> {
     tasks.spawn(NodeFollower::new(server, settings.node.clone()).run(sender, CancellationToken::new()));
     let problem = Arc::<Mutex<Option<String>>>::new(Mutex::new(Some("no label read yet".to_owned())));
     if let Some(address) = args.metrics_address {
-        let admin = Admin::bind(address)?;
+        let admin =
+            Admin::bind(address).with_context(|| format!("cannot listen on {address} for metrics and probes"))?;
         tracing::info!(metrics = %admin.address(), "config-manager is up");
         let answers = answers(registry, Arc::clone(&problem));
         tasks.spawn(admin.serve(answers));
@@ -191,7 +192,13 @@ impl Manager {
     /// the neighbours from starting.
     async fn once(&mut self, mut labels: watch::Receiver<Option<NodeLabels>>) -> Result<()> {
         let is_in_place = || self.settings.destination.exists();
-        let known = labels.wait_for(|labels| matches!(labels, Some(NodeLabels::Of(_))));
+        let (node, mut logged) = (self.settings.node.clone(), false);
+        let known = labels.wait_for(|labels| {
+            if matches!(labels, Some(NodeLabels::Absent)) && !std::mem::replace(&mut logged, true) {
+                tracing::warn!(node, "no such node in the cluster, waiting for it (NODE_NAME?)");
+            }
+            matches!(labels, Some(NodeLabels::Of(_)))
+        });
         let known = match is_in_place() {
             true => tokio::time::timeout(self.settings.keep_after, known).await.ok(),
             false => Some(known.await),

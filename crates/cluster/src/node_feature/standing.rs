@@ -50,6 +50,12 @@ pub(super) fn standing(
     }
 }
 
+/// Whether an update or a creation of ours, and not only an apply, wrote the object.
+pub(super) fn is_updated(found: &DynamicObject) -> bool {
+    let mut fields = found.metadata.managed_fields.iter().flatten();
+    fields.any(|entry| entry.manager.as_deref() == Some(MANAGER) && entry.operation.as_deref() == Some("Update"))
+}
+
 fn labels(labels: &Labels) -> Value {
     labels.iter().map(|(key, value)| (key.clone(), Value::from(value.clone()))).collect()
 }

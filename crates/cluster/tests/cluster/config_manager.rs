@@ -165,6 +165,7 @@ async fn sidecar_follows_the_label_and_signals() {
     node.reads("b: 2").await;
     let log = process.terminate().await;
     assert!(log.contains("ending"), "{log}");
+    assert_eq!(log.matches("signal sent").count(), 2, "{log}");
     assert!(node.destination().is_symlink());
 }
 

@@ -136,8 +136,7 @@ async fn label_changes_configuration_and_labels_under_running_pods() {
     let gpus = kubelet.state().resources[GPU].clone();
     assert_eq!((gpus.registrations, gpus.in_use(), kubelet.violations().len()), (1, held, 0), "the pod is undisturbed");
 
-    // A label that names nothing changes nothing; none is the default again.
-    node.cluster.label_node("n", json!({ LABEL: "missing" }));
+    // None is the default again.
     node.cluster.label_node("n", json!({}));
     offers(&kubelet, |gpus| gpus.healthy.len() == 8).await;
     node.is_labelled(json!({"nvidia.com/gpu.replicas": "1", "nvidia.com/gpu.sharing-strategy": "none"})).await;
