@@ -305,7 +305,9 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     world.disturbance.set(faults.iter().any(|fault| fault.is_between()));
     world.sharing.set(faults.contains(&GpusShared));
     // Where GPUs begin to be shared each waits for the pods that hold it; a kubelet that loses its stream calls all ill.
-    let of_one = !faults.iter().any(|fault| fault.is_between() || *fault == GpusShared);
+    // Of two at once, the one between the kubelet and the plugin may be noticed as late as in the next round.
+    let late = std::mem::replace(&mut world.two_before, !alone);
+    let of_one = !late && !faults.iter().any(|fault| fault.is_between() || *fault == GpusShared);
     let others = world.others(gpu);
     let others = of_one.then(|| tokio::task::spawn_local(others));
     let mut over = Instant::now();

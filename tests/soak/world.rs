@@ -66,6 +66,8 @@ pub struct World {
     pub ledger: Ledger,
     /// The GPU of the last round.
     last: Option<u32>,
+    /// The round before had two faults at once.
+    pub two_before: bool,
     began: Instant,
 }
 
@@ -117,6 +119,7 @@ impl World {
             sharing: Disturbance::default(),
             ledger,
             last: None,
+            two_before: false,
             began: Instant::now(),
         }
     }
