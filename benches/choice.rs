@@ -3,7 +3,7 @@
 //! Prints a table: machine and size; our time over all availabilities of a machine of up to 8 GPUs (for more: a
 //! sample); the most sets compared; how many answers were proven best; and what the definition costs when worked out
 //! plainly on the idle machine, where that ends (`-` where it would not). Below each machine what its tables took to
-//! build. It judges nothing: DESIGN section 8 has the budgets. Run it with `cargo bench --bench choice`; a
+//! build. It judges nothing: the README has the budgets. Run it with `cargo bench --bench choice`; a
 //! figure is quoted with the machine it was measured on.
 
 #![allow(

@@ -1,6 +1,6 @@
 //! Slots: 1024 on 16 GPUs, any size, all policies; the worst named. Asked as GetPreferredAllocation asks, of a snapshot.
 //!
-//! Prints a table beside the budget of DESIGN section 8 (1 ms); it judges nothing. `cargo bench --bench slots`.
+//! Prints a table beside its budget (1 ms); it judges nothing. `cargo bench --bench slots`.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a benchmark prints, and ends where it cannot go on")]
 

@@ -27,7 +27,7 @@ use super::watch::{Fingerprint, Watch};
 use super::{library, probe, raw};
 use crate::errors::chain;
 
-/// How long from one round of cheap calls to the next (DESIGN: a poll every 10 s).
+/// How long from one round of cheap calls to the next.
 pub const POLL_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The call that initialises NVML.

@@ -63,7 +63,7 @@ pub fn request(bytes: &[u8]) {
     slots(bytes, tables, [&asked.available, &asked.must_include], asked.size);
 }
 
-/// What DESIGN promises of an answer, told anew.
+/// What an answer must be, worked out anew.
 pub fn holds(
     tables: &AllocationTables,
     request: &AllocationRequest,
