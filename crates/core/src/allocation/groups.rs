@@ -16,7 +16,7 @@ use crate::topology::{NumaNodeId, PackageId, Rank};
 /// The sizes of [`Groups::best`]: what jobs ask for.
 const SIZES: [usize; 3] = [2, 4, 8];
 
-/// The groups of a node; sets are of places in [`NodeTopology::gpus`].
+/// The groups of a node; sets are of places in [`crate::topology::NodeTopology::gpus`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Groups {
     /// GPUs that NVLink connects, over any number of hops; two at least.
