@@ -9,6 +9,7 @@ pub mod cdi;
 pub mod commands;
 pub mod config;
 pub mod demo;
+pub mod dra;
 pub mod files;
 pub mod hwloc;
 pub mod inotify;
@@ -21,7 +22,7 @@ pub mod nvml;
 pub mod runtime;
 pub mod uds;
 
-pub use linkwise_core::{allocation, backoff, errors, names, once, publish, quote, state, topology, words};
+pub use linkwise_core::{allocation, backoff, claims, errors, names, once, publish, quote, state, topology, words};
 
 use std::io::Write;
 use std::process::ExitCode;

@@ -10,10 +10,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Adapters: each knows the core and what is named here.
-const ADAPTERS: [(&str, &[&str]); 10] = [
+const ADAPTERS: [(&str, &[&str]); 11] = [
     ("admin", &[]),
     ("cdi", &[]),
     ("config", &[]),
+    ("dra", &[]),
     ("hwloc", &[]),
     ("kubelet", &[]),
     ("labels", &[]),
@@ -27,8 +28,8 @@ const ADAPTERS: [(&str, &[&str]); 10] = [
 const ROOTS: [&str; 5] = ["commands", "demo", "lib", "main", "runtime"];
 
 /// The core, which every module may name.
-const CORE: [&str; 10] =
-    ["allocation", "backoff", "errors", "names", "once", "publish", "quote", "state", "topology", "words"];
+const CORE: [&str; 11] =
+    ["allocation", "backoff", "claims", "errors", "names", "once", "publish", "quote", "state", "topology", "words"];
 
 /// Mechanisms that adapters share. They know nothing of ours but the core, and may be named by every module.
 const SHARED: [&str; 3] = ["files", "inotify", "uds"];
@@ -36,7 +37,7 @@ const SHARED: [&str; 3] = ["files", "inotify", "uds"];
 /// Words that only some files may say: the word, and how their paths begin.
 const RESERVED: [(&str, &[&str]); 13] = [
     ("unsafe ", &["nvml/raw.rs"]),
-    ("linkwise_kubelet_api", &["kubelet/"]),
+    ("linkwise_kubelet_api", &["dra/", "kubelet/"]),
     ("env::var", &["config/"]),
     ("env::args", &["config/"]),
     ("clap::", &["config/"]),

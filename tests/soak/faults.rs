@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use linkwise_kubelet_box::{Fault as BoxFault, Restart};
+use linkwise_kubelet_box::{Fault as BoxFault, Restart, State};
 
 use crate::RECOVERY;
 use crate::node::{GPU, signal, until};
@@ -211,12 +211,11 @@ impl Fault {
                 }
             }
             XidUntilRecovery | XidUntilCleared => {
-                world.tell(&format!("recovery {gpu} 1")).await;
                 world.tell(&format!("xid {gpu} 79")).await;
+                world.tell(&format!("recovery {gpu} 1")).await;
                 if alone {
                     // The recovery action alone makes it ill as well.
-                    let series = format!("linkwise_gpu_unhealthy_since_seconds{{uuid=\"{id}\",reason=\"xid\"}}");
-                    until(async || world.metric(&series).await.ok_or("the XID does not stand")).await;
+                    world.stands(gpu, "xid").await;
                 }
             }
             LinksDown => {
@@ -226,17 +225,7 @@ impl Fault {
             }
             GpuRemoved => world.tell(&format!("remove {gpu}")).await,
             MigChanged => world.tell(&format!("mig {gpu} {}", layout(gpu))).await,
-            GpusShared => {
-                world.share(true);
-                if alone {
-                    let shared = |id: &String| id.contains("::");
-                    let all = usize::try_from(GPUS * 2).unwrap();
-                    kubelet
-                        .wait(|state| state.resources[GPU].healthy.iter().filter(|id| shared(id)).count() == all)
-                        .await
-                        .unwrap();
-                }
-            }
+            GpusShared => world.share(true),
             DriverReleased => world.admin(&["release"]).await,
         }
         let hits_one_gpu = [CallCrashes, GpuLost, XidUntilRecovery, XidUntilCleared, LinksDown, GpuRemoved, MigChanged];
@@ -258,6 +247,8 @@ impl Fault {
             GpuLost => world.tell(&format!("back {gpu}")).await,
             XidUntilRecovery => world.tell(&format!("recovery {gpu} 0")).await,
             XidUntilCleared => {
+                // An operator vouches for what was told. What the driver says for the first time afterwards is news.
+                world.stands(gpu, "recovery_action").await;
                 world.admin(&["clear", &uuid(gpu)]).await;
                 // By the operator's word: what the driver says of it has not changed yet.
                 world.well(gpu).await;
@@ -270,7 +261,13 @@ impl Fault {
             }
             GpuRemoved => world.tell(&format!("add {gpu}")).await,
             MigChanged => world.tell(&format!("mig {gpu} {{enabled: false}}")).await,
-            GpusShared => world.share(false),
+            GpusShared => {
+                // A change that nobody has seen yet would be seen after `World::whole` finds the node as it was.
+                let all = usize::try_from(GPUS * 2).unwrap();
+                let shared = |state: &State| state.resources[GPU].healthy.iter().filter(|id| id.contains("::")).count();
+                world.kubelet.wait(|state| shared(state) == all).await.unwrap();
+                world.share(false);
+            }
             DriverReleased => world.admin(&["resume"]).await,
             KubeletRestarts | NodeRestarts | SocketDeleted | StreamCut | PluginKilled | ChildKilled | ChildStopped
             | XidStorm => {}

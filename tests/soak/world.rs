@@ -11,7 +11,7 @@ use tokio::process::Command;
 use tokio::time::timeout;
 
 use crate::ledger::Ledger;
-use crate::node::{GPU, LIMIT, Node, Setup};
+use crate::node::{GPU, LIMIT, Node, Setup, until};
 use crate::process::Footprint;
 
 /// GPUs of the machine.
@@ -194,6 +194,12 @@ impl World {
     pub async fn metric(&self, series: &str) -> Option<u64> {
         let text = self.node.get("/metrics").await.body;
         text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' ')?.parse().ok())
+    }
+
+    /// Waits until a reason stands against this GPU.
+    pub async fn stands(&self, gpu: u32, reason: &str) {
+        let series = format!("linkwise_gpu_unhealthy_since_seconds{{uuid=\"{}\",reason=\"{reason}\"}}", uuid(gpu));
+        until(async || self.metric(&series).await.ok_or_else(|| format!("{reason} does not stand"))).await;
     }
 
     /// Waits until this GPU is not given out.

@@ -1,5 +1,6 @@
 //! linkwise's pure core: [`topology`] (the graph of a node), [`allocation`] (which GPUs are best) and [`state`] (the
-//! node's state machine), [`publish`] (what others are given of a snapshot). Each uses the ones before it, and none the
+//! node's state machine), [`publish`] (what others are given of a snapshot), [`claims`] (what a DRA claim is prepared
+//! with). Each uses the ones before it, and none the
 //! ones after. [`backoff`], [`errors`], [`names`], [`once`], [`quote`] and [`mod@words`] are small mechanisms that the adapters
 //! share.
 //!
@@ -16,6 +17,7 @@ extern crate std;
 
 pub mod allocation;
 pub mod backoff;
+pub mod claims;
 pub mod errors;
 pub mod names;
 pub mod once;

@@ -26,7 +26,9 @@ use serde_json::{Value as Json, json};
 
 use super::file::{File, Finding, Severity};
 use crate::allocation::AllocationPolicy;
-use crate::state::{Filter, GpuSelector, MigStrategy, NumaHints, ResourceName, ResourcePlan, Sharing, XidClass};
+use crate::state::{
+    DraGpus, Filter, GpuSelector, MigStrategy, NumaHints, ResourceName, ResourcePlan, Sharing, XidClass,
+};
 use given::{
     Given, absolute, address, boolean, choice, choices, imex_channels, interval, path, path_or_empty, resource_name,
     text, texts, uids, whole,
@@ -400,6 +402,7 @@ impl Settings {
             gpu_names: self.resources.value.gpus.clone(),
             mig_names: self.resources.value.mig.clone(),
             sharing: self.sharing.value.clone(),
+            dra: DraGpus::None,
             filter: Filter { exclude: self.exclude.value.clone(), exclude_displays: self.exclude_displays.value },
             policies: self.policies.value.clone(),
             shared_policy: (shared_policy.origin != Origin::Default).then(|| shared_policy.value.into()),

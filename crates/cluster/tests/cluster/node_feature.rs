@@ -193,6 +193,36 @@ async fn rights_of_nvidias_role_are_enough() {
 }
 
 #[tokio::test]
+async fn labels_of_an_update_go_once_patches_are_allowed() {
+    let cluster = Cluster::start().await;
+    let forbidden = || Answer::Refusal(403, "nodefeatures is forbidden", None);
+    cluster.server.fail(Fault::of("PATCH", "nodefeatures", 1, forbidden()));
+    let writing = write(&cluster, PACE, None);
+    writing.labels.send_replace(Some(of([("a", "1"), ("b", "1")])));
+    written(&cluster, json!({"a": "1", "b": "1"})).await;
+    writing.running.end().await;
+    assert_eq!((cluster.count("POST", ""), cluster.count("PATCH", "")), (1, 1), "created, not applied");
+    // The fields of a creation are no apply's: one alone would leave `b`.
+    let writing = write(&cluster, PACE, None);
+    writing.labels.send_replace(Some(of([("a", "2")])));
+    written(&cluster, json!({"a": "2"})).await;
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn one_refused_patch_is_no_verdict_for_good() {
+    let cluster = Cluster::start().await;
+    let forbidden = || Answer::Refusal(403, "nodefeatures is forbidden", None);
+    // A role with patch alone, which a webhook refuses once.
+    cluster.server.fail(Fault::of("PATCH", "nodefeatures", 1, forbidden()));
+    cluster.server.fail(Fault::of("POST", "nodefeatures", usize::MAX, forbidden()));
+    let writing = write(&cluster, PACE, None);
+    writing.labels.send_replace(Some(of([("a", "1")])));
+    written(&cluster, json!({"a": "1"})).await;
+    writing.running.end().await;
+}
+
+#[tokio::test]
 async fn daemon_set_of_the_pod_owns_the_object() {
     let cluster = Cluster::start().await;
     let owner =

@@ -1,8 +1,9 @@
 //! Pure readers of a snapshot: what the node's neighbours are given of it. [`injection`] is what a container gets with
-//! its GPUs, [`mod@labels`] what schedulers are told of the node.
+//! its GPUs, [`mod@labels`] what schedulers are told of the node, [`dra`] the devices of its resource slices.
 //!
 //! Called by the adapters, on the path of an admission too. Nothing here changes the state.
 
+pub mod dra;
 pub mod injection;
 pub mod labels;
 mod mps_client;

@@ -49,7 +49,7 @@ pub use mps::{MpsGpu, MpsShare};
 pub use numa_hints::NumaHints;
 pub use offers::{Offers, Resource};
 pub use plan::{
-    DeviceSelector, DeviceSelectorError, Filter, GpuSelector, MigStrategy, NamePattern, Pattern, ResourcePlan,
+    DeviceSelector, DeviceSelectorError, DraGpus, Filter, GpuSelector, MigStrategy, NamePattern, Pattern, ResourcePlan,
     SharedDevices, SharedResource, Sharing, SharingKind,
 };
 pub use poll::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};

@@ -28,6 +28,8 @@ pub struct ResourcePlan {
     pub sharing: Option<Sharing>,
     /// Which GPUs are not offered.
     pub filter: Filter,
+    /// Which of the others are offered through DRA, and not through the device plugin.
+    pub dra: DraGpus,
     /// The allocation policy of a resource, by the name under which it is offered.
     pub policies: BTreeMap<ResourceName, AllocationPolicy>,
     /// The allocation policy for slots and MIG devices of all other resources; `None`: distributed. Whole GPUs:
@@ -293,6 +295,29 @@ impl Filter {
     pub(crate) fn offers(&self, gpu: &Gpu) -> bool {
         let is_adapter = gpu.model.as_deref().is_some_and(is_display_adapter);
         !self.excludes(gpu) && !self.excludes_display_of(gpu) && !is_adapter
+    }
+}
+
+/// The GPUs that are offered through DRA.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum DraGpus {
+    /// None of them.
+    #[default]
+    None,
+    /// All of them.
+    All,
+    /// These.
+    Some(Vec<GpuSelector>),
+}
+
+impl DraGpus {
+    /// Whether this GPU is among them.
+    pub fn include(&self, gpu: &Gpu) -> bool {
+        match self {
+            Self::None => false,
+            Self::All => true,
+            Self::Some(selectors) => selectors.iter().any(|selector| selector.is(gpu)),
+        }
     }
 }
 

@@ -73,7 +73,7 @@ impl Resources {
         let mut profiles: BTreeMap<String, Vec<PciAddress>> = BTreeMap::new();
         let mut mig_names = BTreeSet::new();
         for (place, gpu) in topology.gpus().iter().enumerate() {
-            if plan.filter.excludes(gpu) {
+            if plan.filter.excludes(gpu) || plan.dra.include(gpu) {
                 continue;
             }
             if let Some(model) = gpu.model.as_ref().filter(|model| is_display_adapter(model)) {

@@ -1,0 +1,74 @@
+//! Devices packed into resource slices, within the limits of `resource.k8s.io/v1`.
+
+use crate::prelude::*;
+
+use serde::Serialize;
+
+use super::SliceDevice;
+
+/// The most devices of a slice (Kubernetes 1.36, `ResourceSliceMaxDevices`).
+pub const MOST_DEVICES: usize = 128;
+
+/// The most devices of a slice where any has taints or consumes counters (1.35 and later,
+/// `ResourceSliceMaxDevicesWithTaintsOrConsumesCounters`).
+pub const MOST_DEVICES_WITH_TAINTS: usize = 64;
+
+/// All that a node publishes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Pool {
+    /// The DRA driver's name, such as `gpu.nvidia.com`.
+    pub driver: String,
+    /// The node's name.
+    pub node: String,
+    /// The pool's name, the driver's own, unique in the cluster.
+    pub name: String,
+    /// The devices, the best first.
+    pub devices: Vec<SliceDevice>,
+}
+
+/// The specification of one slice, by its JSON names (`ResourceSliceSpec`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SliceSpec {
+    /// The DRA driver.
+    pub driver: String,
+    /// The node.
+    pub node_name: String,
+    /// The pool that it is a part of.
+    pub pool: SlicePool,
+    /// Its devices; empty where the node has none.
+    pub devices: Vec<SliceDevice>,
+}
+
+/// The pool of a slice (`ResourcePool`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SlicePool {
+    /// The pool's name.
+    pub name: String,
+    /// Which version of the pool this slice belongs to; the scheduler reads only the newest.
+    pub generation: u64,
+    /// How many slices the pool has.
+    pub resource_slice_count: usize,
+}
+
+impl Pool {
+    /// The slices of one generation, in the order in which the scheduler is to read them. One at least: an empty slice
+    /// shows a driver that works.
+    pub fn slices(&self, generation: u64) -> Vec<SliceSpec> {
+        let tainted = self.devices.iter().any(|device| !device.taints.is_empty());
+        let most = if tainted { MOST_DEVICES_WITH_TAINTS } else { MOST_DEVICES };
+        let mut parts: Vec<&[SliceDevice]> = self.devices.chunks(most).collect();
+        if parts.is_empty() {
+            parts.push(&[]);
+        }
+        let pool = SlicePool { name: self.name.clone(), generation, resource_slice_count: parts.len() };
+        let slice = |devices: &[SliceDevice]| SliceSpec {
+            driver: self.driver.clone(),
+            node_name: self.node.clone(),
+            pool: pool.clone(),
+            devices: devices.to_vec(),
+        };
+        parts.into_iter().map(slice).collect()
+    }
+}

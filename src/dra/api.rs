@@ -1,0 +1,64 @@
+//! What DRA needs of the API server: slices written, claims read.
+//!
+//! This program has no client of it; `linkwise-cluster` has, and is given one end of these channels.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use futures_util::future::BoxFuture;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio_util::sync::CancellationToken;
+
+use crate::claims::Claim;
+use crate::publish::dra::slice::Pool;
+
+/// The client of the API server: works at its end of the channels until the token is cancelled.
+pub type Client = dyn Fn(ApiSide, CancellationToken) -> BoxFuture<'static, Result<()>> + Send + Sync;
+
+/// The end of the channels that the client of the API server has.
+#[derive(Debug)]
+pub struct ApiSide {
+    /// What is to be stored; `None` while it is unknown which GPUs there are: then nothing is written.
+    pub pool: watch::Receiver<Option<Arc<Pool>>>,
+    /// What is stored.
+    pub stored: watch::Sender<StoredPool>,
+    /// Claims to be read.
+    pub claims: mpsc::Receiver<ClaimQuery>,
+}
+
+/// What the API server has of our pool.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StoredPool {
+    /// Whether the slices are as they were wanted last, but for fields that the server dropped.
+    pub is_current: bool,
+    /// How many slices.
+    pub slices: usize,
+    /// Their generation.
+    pub generation: u64,
+    /// Whether the server drops taints (its gate DRADeviceTaints is off): then sick devices have to be left out.
+    pub drops_taints: bool,
+    /// Why they are not current, where that is known.
+    pub trouble: Option<String>,
+}
+
+/// A claim to be read.
+#[derive(Debug)]
+pub struct ClaimQuery {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// Where the answer goes.
+    pub answer: oneshot::Sender<Result<Claim, ClaimQueryError>>,
+}
+
+/// Why a claim could not be read.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ClaimQueryError {
+    /// There is no such claim.
+    #[error("there is no such claim")]
+    NotFound,
+    /// The API server could not be asked, or refused.
+    #[error("{0}")]
+    Failed(String),
+}
