@@ -47,6 +47,7 @@ impl Pace {
 }
 
 /// A way to ask the API server, for one follower or writer.
+#[derive(Clone)]
 pub struct ApiServer {
     access: Access,
     pace: Pace,
