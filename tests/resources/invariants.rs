@@ -95,6 +95,7 @@ fn plan() -> impl Strategy<Value = ResourcePlan> {
     let patterns = || vec(pattern(), 0..3);
     (strategy, patterns(), patterns(), option::of(sharing), vec(exclude, 0..2), any::<bool>()).prop_map(
         |(mig_strategy, gpu_names, mig_names, sharing, exclude, exclude_displays)| ResourcePlan {
+            dra: DraGpus::None,
             mig_strategy,
             gpu_names,
             mig_names,
