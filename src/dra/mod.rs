@@ -10,7 +10,16 @@
 //! prepared for the first time, and none when it is unprepared.
 
 mod api;
+mod door;
+mod health;
+mod life;
+mod machine;
 mod metrics;
+mod registration;
+mod service;
+mod session;
+mod specs;
+mod store;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -23,6 +32,8 @@ use crate::claims::ClaimName;
 use crate::publish::injection::{HostDevices, InjectionOptions};
 use crate::state::NodeState;
 use crate::uds::Callers;
+use door::Door;
+use life::Life;
 
 pub use api::{ApiSide, ClaimQuery, ClaimQueryError, Client, StoredPool};
 pub use metrics::PluginMetrics;
@@ -55,6 +66,8 @@ pub struct Settings {
     pub callers: Callers,
     /// How long the API server may take to answer for one claim.
     pub claim_timeout: Duration,
+    /// How long a claim waits for the CDI specs of its devices, which the agent repairs every 10 s.
+    pub specs_timeout: Duration,
     /// How long the preparation of one claim may take, disks included. The kubelet waits for 45 s.
     pub prepare_timeout: Duration,
     /// How often the health of all devices is sent where nothing changes: the kubelet forgets it after 30 s.
@@ -89,6 +102,7 @@ impl Settings {
             specs_written: watch::channel(true).1,
             callers: Callers::default(),
             claim_timeout: Duration::from_secs(15),
+            specs_timeout: Duration::from_secs(15),
             prepare_timeout: Duration::from_secs(40),
             heartbeat: Duration::from_secs(15),
             sweep: Duration::from_secs(600),
@@ -258,8 +272,9 @@ impl Plugin {
         claims: mpsc::Sender<ClaimQuery>,
         shutdown: CancellationToken,
     ) -> Result<(), PluginError> {
-        let _ = (&self.settings, &self.observer, snapshot, claims);
-        shutdown.cancelled().await;
+        let Self { settings, observer, phase } = self;
+        let door = Door::open(Arc::clone(&settings), Arc::clone(&observer), snapshot.clone(), claims).await?;
+        Life::new(settings, Arc::new(door), snapshot, observer, phase).live(&shutdown).await;
         Ok(())
     }
 }
