@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use linkwise::allocation::{AllocationRequest, DeviceId};
 use linkwise::state::{
-    DeviceSelector, Event, Filter, GpuSelector, MigStrategy, NamePattern, NodeState, Pattern, ResourceName,
+    DeviceSelector, DraGpus, Event, Filter, GpuSelector, MigStrategy, NamePattern, NodeState, Pattern, ResourceName,
     ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
 };
 use linkwise::topology::{MigDeviceObservation, MigExtension, MigObservation, NodeObservation, NodeTopology};
@@ -100,6 +100,7 @@ fn plan() -> impl Strategy<Value = ResourcePlan> {
             mig_names,
             sharing,
             filter: Filter { exclude, exclude_displays },
+            dra: DraGpus::None,
             policies: BTreeMap::new(),
             shared_policy: None,
         },
