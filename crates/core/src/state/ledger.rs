@@ -133,9 +133,9 @@ impl Ledger {
         self.prepared.get(uid)
     }
 
-    /// Since when the kubelet lists what it does; `None` where it cannot be asked.
+    /// Since when the kubelet lists what it does; `None` where it never could be asked.
     pub(super) fn known_since(&self) -> Option<Timestamp> {
-        self.known_since.filter(|_| self.is_current)
+        self.known_since
     }
 
     /// A pod's id of the device plugin API that is on this GPU.
