@@ -101,7 +101,6 @@ fn plan() -> impl Strategy<Value = ResourcePlan> {
             mig_names,
             sharing,
             filter: Filter { exclude, exclude_displays },
-            dra: DraGpus::None,
             policies: BTreeMap::new(),
             shared_policy: None,
         },
