@@ -2,7 +2,8 @@
 //!
 //! Two doors lead to a GPU: the device plugin API (containers, and init containers that have ended while their pod runs) and
 //! DRA claims. What they call the same hardware differs; here both are told apart by the GPU or MIG device behind the name.
-//! The kubelet adapter reads who holds what ([`Holdings`]); where it cannot, the ledger is unknown, not empty.
+//! The kubelet adapter reads who holds what ([`Holdings`]); where it cannot, the ledger is unknown, not empty: while the
+//! kubelet restarts, what it listed last may still be held.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -55,9 +56,12 @@ pub struct ClaimedDevice {
 /// Which hardware is held.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ledger {
+    /// What the kubelet listed last.
     holdings: Holdings,
-    /// Since when the kubelet lists this; `None` where it cannot be asked.
+    /// Since when it lists this; `None` where it never could be asked.
     known_since: Option<Timestamp>,
+    /// Whether it could be asked just now.
+    is_current: bool,
     /// What our DRA plugin has prepared, by the claim's UID.
     prepared: BTreeMap<String, PreparedClaim>,
 }
@@ -105,11 +109,14 @@ impl Holder<'_> {
 impl Ledger {
     /// Takes over what the kubelet lists now; `None` where it cannot be asked. Whether that changed anything.
     pub(super) fn update(&mut self, holdings: Option<Holdings>, now: Timestamp) -> bool {
-        let known = holdings.is_some();
-        let holdings = holdings.unwrap_or_default();
-        let changed = holdings != self.holdings || known != self.known_since.is_some();
-        if changed {
-            (self.holdings, self.known_since) = (holdings, known.then_some(now));
+        let is_current = holdings.is_some();
+        let mut changed = is_current != self.is_current;
+        self.is_current = is_current;
+        if let Some(holdings) = holdings
+            && (self.known_since.is_none() || holdings != self.holdings)
+        {
+            (self.holdings, self.known_since) = (holdings, Some(now));
+            changed = true;
         }
         changed
     }
@@ -126,7 +133,7 @@ impl Ledger {
         self.prepared.get(uid)
     }
 
-    /// Since when the kubelet lists what it does; `None` where it cannot be asked.
+    /// Since when the kubelet lists what it does; `None` where it never could be asked.
     pub(super) fn known_since(&self) -> Option<Timestamp> {
         self.known_since
     }
@@ -148,12 +155,12 @@ impl Ledger {
         listed.or_else(|| prepared.map(|prepared| prepared.claim.to_string()))
     }
 
-    /// Whether the kubelet said who holds what.
+    /// Whether the kubelet could be asked just now who holds what.
     pub fn is_known(&self) -> bool {
-        self.known_since.is_some()
+        self.is_current
     }
 
-    /// Everything that is held.
+    /// Everything that is held, or was when the kubelet could be asked last.
     pub fn holdings(&self) -> &Holdings {
         &self.holdings
     }
