@@ -29,15 +29,9 @@ use crate::server::ApiServer;
 use follow::{OBJECT, SliceFollower, Stored, list, listed, resource, value};
 use plan::{Memory, Plan, Write, generation, plan};
 
-/// The pause between requests that write, on average.
-const PAUSE: Duration = Duration::from_secs(1);
-
 /// How many changes by others in a row are repaired at that pace; then ever more slowly, so that two drivers of one
 /// name do not keep the API server busy.
 const PATIENCE: u32 = 3;
-
-/// The longest pause before a repair.
-const LONGEST_REPAIR: Duration = Duration::from_secs(60);
 
 /// The name by which the API server knows our writes.
 const MANAGER: &str = "linkwise";
@@ -65,15 +59,39 @@ pub struct SliceWriter {
     trouble: Option<String>,
     /// Before this moment nothing is written.
     rest: Instant,
-    repairs: Backoff,
-    /// Disturbances that have been repaired, and repairs in a row.
-    repaired: (u64, u32),
+    repairs: Repairs,
+}
+
+/// Paces repairs of what somebody else changes.
+struct Repairs {
+    backoff: Backoff,
+    /// Disturbances that have been repaired.
+    repaired: u64,
+    in_a_row: u32,
+}
+
+impl Repairs {
+    /// The pause before a write, by the number of disturbances so far, and whether they are too many from now on.
+    fn pause(&mut self, disturbances: u64) -> (Duration, bool) {
+        if disturbances == self.repaired {
+            self.in_a_row = 0;
+            self.backoff.reset();
+            return (Duration::ZERO, false);
+        }
+        self.repaired = disturbances;
+        self.in_a_row = self.in_a_row.saturating_add(1);
+        match self.in_a_row.checked_sub(PATIENCE) {
+            None | Some(0) => (Duration::ZERO, false),
+            Some(beyond) => (self.backoff.failed(), beyond == 1),
+        }
+    }
 }
 
 impl SliceWriter {
     /// Asks nothing yet.
     pub fn new(server: ApiServer, settings: SliceSettings) -> Self {
-        let attempts = Attempts::of("write the ResourceSlices", server.pace());
+        let pace = *server.pace();
+        let attempts = Attempts::of("write the ResourceSlices", &pace);
         Self {
             server,
             settings,
@@ -84,8 +102,7 @@ impl SliceWriter {
             drops_taints: false,
             trouble: None,
             rest: Instant::now(),
-            repairs: Backoff::new(PAUSE, LONGEST_REPAIR),
-            repaired: (0, 0),
+            repairs: Repairs { backoff: Backoff::new(pace.write, pace.longest), repaired: 0, in_a_row: 0 },
         }
     }
 
@@ -178,7 +195,7 @@ impl SliceWriter {
         }
         for write in planned.writes {
             // Counted before it is known to have failed: a server in trouble is not to get more.
-            self.rest = self.rest.max(Instant::now()) + PAUSE;
+            self.rest = self.rest.max(Instant::now()) + self.server.pace().write;
             self.request(write, stored).await?;
         }
         self.had_slices = true;
@@ -198,25 +215,13 @@ impl SliceWriter {
 
     /// Waits until it is time for the next write.
     async fn wait(&mut self, stored: &watch::Sender<Stored>) {
-        let disturbances = stored.borrow().disturbances;
-        let (seen, in_a_row) = self.repaired;
-        let mut until = self.rest;
-        if disturbances == seen {
-            self.repairs.reset();
-            self.repaired = (seen, 0);
-        } else {
-            self.repaired = (disturbances, in_a_row.saturating_add(1));
-            if in_a_row >= PATIENCE {
-                let pause = self.repairs.failed();
-                if in_a_row == PATIENCE {
-                    let (node, driver) = (&self.settings.node, &self.settings.driver);
-                    let why = "somebody else changes our ResourceSlices again and again: another DRA driver of this name?";
-                    tracing::warn!(%node, %driver, "{why}");
-                }
-                until = until.max(Instant::now() + pause);
-            }
+        let (pause, is_news) = self.repairs.pause(stored.borrow().disturbances);
+        if is_news {
+            let (node, driver) = (&self.settings.node, &self.settings.driver);
+            let why = "somebody else changes our ResourceSlices again and again: another DRA driver of this name?";
+            tracing::warn!(%node, %driver, "{why}");
         }
-        tokio::time::sleep_until(until).await;
+        tokio::time::sleep_until(self.rest.max(Instant::now() + pause)).await;
     }
 
     async fn request(&mut self, write: Write, stored: &watch::Sender<Stored>) -> Result<(), ApiError> {
@@ -263,8 +268,9 @@ impl SliceWriter {
             Err(error) => {
                 // Somebody else was there first: what there is now decides. A list that fails is tried again by the
                 // follower.
+                let selector = self.selector();
                 if matches!(error.code(), Some(404 | 409 | 410))
-                    && let Ok((slices, _)) = list(&mut self.server, &self.selector()).await
+                    && let Ok((slices, _)) = list(&mut self.server, &selector).await
                 {
                     listed(stored, slices);
                 }
@@ -281,7 +287,10 @@ impl SliceWriter {
             Ok(node) => Ok(node.metadata.uid),
             Err(error) if error.code() == Some(403) => {
                 let error = error.to_string();
-                tracing::warn!(error, "own Node unreadable, the ResourceSlices get no owner and stay when it is deleted");
+                tracing::warn!(
+                    error,
+                    "own Node unreadable, the ResourceSlices get no owner and stay when it is deleted"
+                );
                 Ok(None)
             }
             Err(error) => Err(error),
@@ -317,4 +326,24 @@ fn params() -> PostParams {
 
 fn typed(object: &Value) -> Result<DynamicObject, ApiError> {
     serde_json::from_value(object.clone()).map_err(|error| ApiError::Malformed(error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn repairs_slow_down_while_somebody_else_writes() {
+        let backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(4));
+        let mut repairs = Repairs { backoff, repaired: 0, in_a_row: 0 };
+        let mut pauses = (0..8).map(|disturbances| repairs.pause(disturbances));
+        let (quick, slow): (Vec<_>, Vec<_>) = pauses.by_ref().partition(|(pause, _)| pause.is_zero());
+        assert_eq!((quick.len(), quick.iter().any(|(_, is_news)| *is_news)), (4, false));
+        assert_eq!(
+            slow,
+            [(1, true), (2, false), (4, false), (4, false)].map(|(s, news)| (Duration::from_secs(s), news))
+        );
+        assert_eq!(repairs.pause(7), (Duration::ZERO, false), "a write of our own");
+        assert_eq!(repairs.pause(8), (Duration::ZERO, false), "the first again");
+    }
 }

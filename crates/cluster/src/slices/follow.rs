@@ -41,7 +41,8 @@ impl Stored {
     /// An object as it is now. One that is older than what is known changes nothing. Whether anything changed.
     fn put(&mut self, object: Value) -> bool {
         let name = object["metadata"]["name"].as_str().unwrap_or_default().to_owned();
-        if self.slices.get(&name).is_some_and(|known| version(known) >= version(&object) && version(known) != u64::MAX) {
+        if self.slices.get(&name).is_some_and(|known| version(known) >= version(&object) && version(known) != u64::MAX)
+        {
             return false;
         }
         self.slices.insert(name, object);
@@ -164,9 +165,8 @@ impl SliceFollower {
         // What the API takes, in seconds.
         let seconds = u32::try_from(lasts.as_secs()).unwrap_or(u32::MAX).clamp(1, 294);
         let (params, from) = (WatchParams::default().fields(&self.selector).timeout(seconds), version.clone());
-        let watch = |client| async move {
-            Api::<DynamicObject>::all_with(client, &resource()).watch(&params, &from).await
-        };
+        let watch =
+            |client| async move { Api::<DynamicObject>::all_with(client, &resource()).watch(&params, &from).await };
         let mut events = pin!(self.server.call(OBJECT, "watch", watch).await?);
         if !self.broken {
             self.attempts.succeeded();

@@ -73,8 +73,7 @@ impl Memory {
     fn is_wanted(&self, stored: &Value, wanted: &Value) -> bool {
         let (stored_is, wanted_is) = (essence(stored), essence(wanted));
         let name = stored["metadata"]["name"].as_str().unwrap_or_default();
-        stored_is == wanted_is
-            || self.accepted.get(name) == Some(&Accepted { wanted: wanted_is, stored: stored_is })
+        stored_is == wanted_is || self.accepted.get(name) == Some(&Accepted { wanted: wanted_is, stored: stored_is })
     }
 }
 
@@ -108,7 +107,8 @@ pub(super) fn plan(pool: &Pool, stored: &BTreeMap<String, Value>, owner: Option<
     let missing = pairs().filter(|(_, found, _)| found.is_none()).count();
     let differing = pairs().filter(|(_, found, wanted)| found.is_some_and(|it| !memory.is_wanted(it, wanted))).count();
     let uneven = |slice: &Value| {
-        generation(slice) != highest || slice["spec"]["pool"]["resourceSliceCount"].as_u64() != u64::try_from(count).ok()
+        generation(slice) != highest
+            || slice["spec"]["pool"]["resourceSliceCount"].as_u64() != u64::try_from(count).ok()
     };
     let any_uneven = pairs().filter_map(|(_, found, _)| found).any(uneven);
     let stays = missing == 0 && differing <= 1 && !any_uneven;
@@ -325,7 +325,10 @@ mod tests {
         assert!(names.iter().all(|name| name.len() <= LONGEST_NAME), "{names:?}");
         let Write::Create(first) = &plan.writes[0] else { panic!("{plan:?}") };
         let owner = &first["metadata"]["ownerReferences"][0];
-        assert_eq!((&owner["kind"], &owner["uid"], &owner["controller"]), (&json!("Node"), &json!("uid-1"), &json!(true)));
+        assert_eq!(
+            (&owner["kind"], &owner["uid"], &owner["controller"]),
+            (&json!("Node"), &json!("uid-1"), &json!(true))
+        );
     }
 
     #[test]
@@ -370,7 +373,11 @@ mod tests {
         assert_eq!(memory.written(sent, &stored), Some(true));
         let stored = Stored::from([(planned.writes[0].name().to_owned(), stored)]);
         assert_eq!(plan(&wanted, &stored, None, &memory).writes, []);
-        assert_eq!(plan(&wanted, &stored, None, &Memory::default()).writes.len(), 1, "after a restart it is tried once");
+        assert_eq!(
+            plan(&wanted, &stored, None, &Memory::default()).writes.len(),
+            1,
+            "after a restart it is tried once"
+        );
         assert_eq!(memory.written(&json!({}), &json!({})), None);
     }
 
@@ -383,7 +390,8 @@ mod tests {
         let slice = stored.values_mut().next().unwrap();
         slice["spec"]["devices"][0]["taints"][0]["timeAdded"] = json!("2026-01-01T00:00:00Z");
         assert_eq!(writes(&wanted, &mut stored, &mut memory).0, "", "the time alone is no difference");
-        let other = Taint { key: "gpu.nvidia.com/gpu-lost".into(), value: String::new(), effect: TaintEffect::NoExecute };
+        let other =
+            Taint { key: "gpu.nvidia.com/gpu-lost".into(), value: String::new(), effect: TaintEffect::NoExecute };
         wanted.devices[0].taints.push(other);
         assert_eq!(writes(&wanted, &mut stored, &mut memory).0, "u");
         let taints = &stored.values().next().unwrap()["spec"]["devices"][0]["taints"];
