@@ -10,6 +10,7 @@
 //! prepared for the first time, and none when it is unprepared.
 
 mod api;
+mod claim_json;
 mod door;
 mod health;
 mod life;
@@ -36,6 +37,7 @@ use door::Door;
 use life::Life;
 
 pub use api::{ApiSide, ClaimQuery, ClaimQueryError, Client, StoredPool};
+pub use claim_json::{NoClaim, parse_claim};
 pub use metrics::PluginMetrics;
 
 /// The plugin's settings.
