@@ -1,15 +1,34 @@
 //! What is published through DRA (`resource.k8s.io/v1`): the GPUs and MIG devices of this node as devices of resource
 //! slices, with attributes by which the scheduler finds GPUs that belong together.
 //!
-//! Pure, and the same for the same snapshot. [`slice`] packs devices into slices within the API's limits; the writer of
-//! slices (`crates/cluster`) owns pool generations and object names.
+//! Pure, and the same for the same snapshot: [`devices`] makes them of [`DraFacts`]. [`GpuLayout`] has the order and the
+//! groups of the GPUs, `attributes` what a device is described by, `taints` what keeps a sick one from being allocated.
+//! [`slice`] packs devices into slices within the API's limits; the writer of slices (`crates/cluster`) owns pool
+//! generations and object names.
 
+mod attributes;
+mod facts;
+mod families;
+mod layout;
+mod order;
 pub mod slice;
+mod taints;
+#[cfg(test)]
+mod tests;
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
 use serde::Serialize;
+
+use crate::quote::quoted;
+use crate::topology::device_names;
+use attributes::Draft;
+
+pub use crate::topology::{device_name, hardware_of};
+pub use facts::{DraFacts, DraSettings, offered};
+pub use families::{Family, GroupSize, SIZES};
+pub use layout::{GpuLayout, LayoutCache};
 
 /// A device of a resource slice, by the JSON names of `resource.k8s.io/v1` (`Device`).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -69,4 +88,73 @@ pub enum TaintEffect {
     NoSchedule,
     /// Pods that have it are evicted too.
     NoExecute,
+}
+
+/// What is odd about the devices of a node.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
+pub enum DraProblem {
+    /// A value that the API server would refuse.
+    #[error(
+        "attribute {attribute} of {device} left out: {} is no version, or longer than 64 characters",
+        quoted(value)
+    )]
+    Dropped {
+        /// The device.
+        device: String,
+        /// The attribute.
+        attribute: String,
+        /// The value.
+        value: String,
+    },
+    /// A device that nothing tells from another one.
+    #[error("{hardware} is not offered through DRA: another device has its name")]
+    NoName {
+        /// The GPU's or MIG device's UUID.
+        hardware: String,
+    },
+}
+
+/// The devices that a node publishes, in the order in which the scheduler is to try them, and what is odd about them.
+///
+/// Whole GPUs, the best sets first; then MIG devices, GPU by GPU. A GPU in MIG mode is published by its MIG devices only, as
+/// NVIDIA's DRA driver does, whatever the plan's MIG strategy is. Where taints do not survive, a sick device is left out,
+/// unless a claim holds it. A held device whose hardware is gone stays as it was published last, tainted as lost.
+pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
+    let (mut devices, mut problems) = (Vec::new(), Vec::new());
+    let topology = facts.topology;
+    let mut names = device_names(topology);
+    let whole = facts.layout.order.iter().map(|place| (*place, None));
+    let mig = topology.mig_devices().iter().enumerate().map(|(at, mig)| (mig.parent, Some((at, mig))));
+    for (place, mig) in whole.chain(mig).filter(|(place, _)| facts.gpus.contains(*place)) {
+        let Some(gpu) = topology.gpus().get(place) else { continue };
+        let Some(name) = names.remove(&(place, mig.map(|(at, _)| at))) else {
+            let hardware = mig.map_or(gpu.uuid.to_string(), |(_, mig)| mig.uuid.to_string());
+            problems.push(DraProblem::NoName { hardware });
+            continue;
+        };
+        let taints = taints::taints(facts.reasons(gpu, mig.map(|(_, mig)| mig)), facts.settings.evict_from_lost);
+        let is_sick = !taints.is_empty();
+        if is_sick && !facts.settings.taints_survive && !facts.held.contains(&name) {
+            continue;
+        }
+        let taints = if facts.settings.taints_survive { taints } else { Vec::new() };
+        let mut draft = Draft { device: SliceDevice { name, taints, ..Default::default() }, problems: &mut problems };
+        match mig {
+            Some((_, mig)) => draft.mig(topology, gpu, mig, facts.versions),
+            None => {
+                draft.gpu(topology, place, gpu, facts.versions);
+                draft.groups(topology, place, facts.layout);
+                draft.order(devices.len());
+            }
+        }
+        devices.push(draft.device);
+    }
+    let is_gone =
+        |device: &&SliceDevice| facts.held.contains(&device.name) && hardware_of(topology, &device.name).is_none();
+    for device in facts.previous.iter().filter(is_gone) {
+        let lost = taints::lost(facts.settings.evict_from_lost);
+        let taints = if facts.settings.taints_survive { Vec::from([lost]) } else { Vec::new() };
+        devices.push(SliceDevice { taints, ..device.clone() });
+    }
+    (devices, problems)
 }
