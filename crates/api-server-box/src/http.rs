@@ -16,7 +16,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 
-use crate::store::{self, Change, Key, Refusal, ResourceType};
+use crate::refusal::Refusal;
+use crate::store::{Change, Key, ResourceType, Selector};
 use crate::{Answer, Request, Shared};
 
 /// What is sent.
@@ -27,6 +28,8 @@ struct Target {
     resource: ResourceType,
     namespace: Option<String>,
     name: Option<String>,
+    /// Whether it is the object's status alone.
+    status: bool,
 }
 
 impl Target {
@@ -71,7 +74,7 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
     shared.requests.send_modify(|requests| requests.push(seen));
     match fault {
         Some(Answer::Refusal(code, message, after)) => {
-            let mut response = status((code, "", message.to_owned()));
+            let mut response = status(&Refusal::new(code, "", message));
             if let Some(after) = after {
                 response.headers_mut().insert(header::RETRY_AFTER, after.into());
             }
@@ -84,16 +87,17 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
     }
     let known = shared.tokens.lock().expect("no thread panics in here").clone();
     if known.is_some_and(|known| !token.is_some_and(|token| known.contains(&token))) {
-        return status((401, "Unauthorized", "Unauthorized".to_owned()));
+        return status(&Refusal::new(401, "Unauthorized", "Unauthorized"));
     }
     let query: Vec<(String, String)> = head.uri.query().map(pairs).unwrap_or_default();
     let parameter = |name: &str| query.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str());
     let Some(target) = target(head.uri.path(), shared) else {
-        return status((404, "NotFound", "the server could not find the requested resource".to_owned()));
+        let message = "the server could not find the requested resource";
+        return status(&Refusal::new(404, "NotFound", message));
     };
-    let selected = match parameter("fieldSelector").map(|selector| selector.strip_prefix("metadata.name=")) {
-        Some(None) => return status((400, "BadRequest", "field label not supported".to_owned())),
-        selected => selected.flatten().map(str::to_owned),
+    let selected = match Selector::of(&target.resource, parameter("fieldSelector").unwrap_or_default()) {
+        Ok(selected) => selected,
+        Err(refusal) => return status(&refusal),
     };
     let metadata_only = text(header::ACCEPT).contains("as=PartialObjectMetadata");
     let show = move |object: &Value| if metadata_only { partial(object) } else { object.clone() };
@@ -108,27 +112,35 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
             let seconds = parameter("timeoutSeconds").and_then(|seconds| seconds.parse().ok()).unwrap_or(600);
             return watch(Arc::clone(shared), target, selected, from, Duration::from_secs(seconds), show);
         }
-        ("GET", None) => Ok(list(shared, &target, selected.as_deref(), metadata_only, show)),
+        ("GET", None) => Ok(list(shared, &target, &selected, metadata_only, show)),
         ("GET", Some(name)) => {
             let key = target.key(name);
-            shared.store().get(&key).map(show).ok_or_else(|| store::not_found(&key))
+            shared.store().get(&key).map(show).ok_or_else(|| Refusal::not_found(&key))
         }
         ("POST", None) => {
             let name = sent["metadata"]["name"].as_str().unwrap_or_default().to_owned();
             shared.store().create(&manager, &target.key(&name), sent)
         }
+        ("PUT", Some(name)) if target.status => shared.store().replace_status(&manager, &target.key(name), &sent),
         ("PUT", Some(name)) => shared.store().replace(&manager, &target.key(name), sent),
         ("PATCH", Some(name)) if kind_of_body == "application/apply-patch+yaml" => {
             let force = parameter("force") == Some("true");
             shared.store().apply(&manager, &target.key(name), &sent, force)
         }
+        ("PATCH", Some(name)) if kind_of_body == "application/merge-patch+json" => {
+            shared.store().merge(&manager, &target.key(name), &sent, target.status)
+        }
+        ("DELETE", None) => {
+            shared.store().remove_selected(&target.resource, target.namespace.as_deref(), &selected);
+            Ok(json!({"apiVersion": "v1", "kind": "Status", "status": "Success", "metadata": {}}))
+        }
         ("DELETE", Some(name)) => shared.store().delete(&target.key(name), &sent),
-        _ => Err((405, "MethodNotAllowed", format!("no {method} of {}", head.uri.path()))),
+        _ => Err(Refusal::new(405, "MethodNotAllowed", format!("no {method} of {}", head.uri.path()))),
     };
     shared.changed();
     match result {
-        Ok(object) => respond(200, object.to_string()),
-        Err(refusal) => status(refusal),
+        Ok(object) => respond(if method == "POST" { 201 } else { 200 }, object.to_string()),
+        Err(refusal) => status(&refusal),
     }
 }
 
@@ -140,6 +152,10 @@ fn target(path: &str, shared: &Shared) -> Option<Target> {
         ["apis", group, version, rest @ ..] => (format!("{group}/{version}"), rest),
         _ => return None,
     };
+    let (rest, status) = match rest {
+        [rest @ .., "status"] if rest.len() > 1 => (rest, true),
+        rest => (rest, false),
+    };
     let (namespace, plural, name) = match rest {
         ["namespaces", namespace, plural] => (Some(*namespace), plural, None),
         ["namespaces", namespace, plural, name] => (Some(*namespace), plural, Some(*name)),
@@ -150,19 +166,19 @@ fn target(path: &str, shared: &Shared) -> Option<Target> {
     let resource = shared.store().resource(&api, plural)?.clone();
     let fits = resource.namespaced == namespace.is_some() || (resource.namespaced && name.is_none());
     let own = |text: Option<&str>| text.map(str::to_owned);
-    fits.then(|| Target { resource, namespace: own(namespace), name: own(name) })
+    fits.then(|| Target { resource, namespace: own(namespace), name: own(name), status })
 }
 
 fn list(
     shared: &Shared,
     target: &Target,
-    selected: Option<&str>,
+    selected: &Selector,
     metadata_only: bool,
     show: impl Fn(&Value) -> Value,
 ) -> Value {
     let store = shared.store();
     let objects = store.list(&target.resource, target.namespace.as_deref()).into_iter();
-    let meant = objects.filter(|object| selected.is_none_or(|name| object["metadata"]["name"] == name));
+    let meant = objects.filter(|object| selected.selects(object));
     let items: Vec<Value> = meant.map(show).collect();
     let (api, kind) = match metadata_only {
         true => ("meta.k8s.io/v1", "PartialObjectMetadataList".to_owned()),
@@ -176,18 +192,18 @@ fn list(
 fn watch(
     shared: Arc<Shared>,
     target: Target,
-    selected: Option<String>,
+    selected: Selector,
     from: u64,
     lasts: Duration,
     show: impl Fn(&Value) -> Value + Send + Sync + 'static,
 ) -> Response<Body> {
     if shared.store().changes_after(from).is_none() {
-        return status((410, "Expired", format!("too old resource version: {from}")));
+        return status(&expired(from));
     }
     let (mut events, body) = Channel::<Bytes, Infallible>::new(16);
     tokio::spawn(async move {
         shared.watches.send_modify(|open| *open += 1);
-        let stream = follow(&shared, &target, selected.as_deref(), from, &show, &mut events);
+        let stream = follow(&shared, &target, &selected, from, &show, &mut events);
         let _ = tokio::time::timeout(lasts, stream).await;
         shared.watches.send_modify(|open| *open -= 1);
     });
@@ -199,7 +215,7 @@ fn watch(
 async fn follow(
     shared: &Shared,
     target: &Target,
-    selected: Option<&str>,
+    selected: &Selector,
     mut from: u64,
     show: &impl Fn(&Value) -> Value,
     events: &mut Sender<Bytes, Infallible>,
@@ -208,13 +224,12 @@ async fn follow(
     let meant = |change: &Change| {
         change.key.resource == target.resource
             && (target.namespace.is_none() || change.key.namespace == target.namespace)
-            && selected.is_none_or(|name| change.key.name == name)
+            && selected.selects(&change.object)
     };
     loop {
         let news = shared.store().changes_after(from);
         let Some(news) = news else {
-            let gone = refusal((410, "Expired", format!("too old resource version: {from}")));
-            let _ = events.send_data(line(&json!({"type": "ERROR", "object": gone}))).await;
+            let _ = events.send_data(line(&json!({"type": "ERROR", "object": expired(from).status()}))).await;
             return;
         };
         for change in news {
@@ -246,15 +261,12 @@ fn partial(object: &Value) -> Value {
     json!({"apiVersion": "meta.k8s.io/v1", "kind": "PartialObjectMetadata", "metadata": object["metadata"]})
 }
 
-fn refusal((code, reason, message): Refusal) -> Value {
-    json!({
-        "apiVersion": "v1", "kind": "Status", "status": "Failure", "metadata": {}, "code": code, "reason": reason,
-        "message": message,
-    })
+fn expired(version: u64) -> Refusal {
+    Refusal::new(410, "Expired", format!("too old resource version: {version}"))
 }
 
-fn status(why: Refusal) -> Response<Body> {
-    respond(why.0, refusal(why).to_string())
+fn status(why: &Refusal) -> Response<Body> {
+    respond(why.code, why.status().to_string())
 }
 
 fn respond(code: u16, text: String) -> Response<Body> {

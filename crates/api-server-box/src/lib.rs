@@ -2,13 +2,16 @@
 //!
 //! Tests run the programs that speak to the API server against it. It is generic over JSON objects by group, version
 //! and resource, and holds what a client can rely on: versions, watches that continue or expire, server-side apply
-//! with owners of fields, conflicts, bearer tokens. It validates no object, and it shares no code with linkwise.
+//! with owners of fields, conflicts, bearer tokens. Of `resource.k8s.io/v1` it keeps the rules too (limits, names,
+//! immutable fields, gates that drop fields); other objects it does not validate. It shares no code with linkwise.
 
 #![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "only tests run it")]
 
 mod apply;
 mod faults;
 mod http;
+mod refusal;
+mod resource;
 mod store;
 
 use std::collections::BTreeSet;
@@ -22,10 +25,11 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 
 pub use faults::{Answer, Fault};
+pub use resource::Gates;
 pub use store::{Key, ResourceType};
 
 use faults::Faults;
-use store::Store;
+use store::{Selector, Store};
 
 /// A request that arrived, whatever became of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -159,6 +163,33 @@ impl ApiServerBox {
     pub fn heal(&self) {
         self.shared.faults.lock().expect("no thread panics in here").clear();
         self.shared.changed();
+    }
+
+    /// Switches feature gates; slices that were stored before stay as they are.
+    pub fn set_gates(&self, gates: Gates) {
+        self.shared.store().gates = gates;
+    }
+
+    /// Deletes all ResourceSlices of a node, as its kubelet does when it starts.
+    pub fn wipe_slices(&self, node: &str) {
+        self.remove_slices(&format!("spec.nodeName={node}"));
+    }
+
+    /// Deletes one driver's ResourceSlices of a node, as its kubelet does when the driver has been away for 30 s.
+    pub fn wipe_slices_of(&self, node: &str, driver: &str) {
+        self.remove_slices(&format!("spec.nodeName={node},spec.driver={driver}"));
+    }
+
+    fn remove_slices(&self, selector: &str) {
+        let slices = ResourceType::RESOURCE_SLICES;
+        let selector = Selector::of(&slices, selector).expect("slices have these fields");
+        self.shared.store().remove_selected(&slices, None, &selector);
+        self.shared.changed();
+    }
+
+    /// The objects of a kind, in the order of their names.
+    pub fn objects(&self, resource: &ResourceType) -> Vec<Value> {
+        self.shared.store().list(resource, None).into_iter().cloned().collect()
     }
 
     /// Creates or replaces an object, as `manager` would by an update.

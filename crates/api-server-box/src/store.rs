@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use serde_json::{Value, json};
 
 use crate::apply;
+use crate::refusal::Refusal;
+use crate::resource::{self, Gates};
 
 /// A kind of object that the server has.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -28,6 +30,28 @@ impl ResourceType {
     pub const NODE_FEATURES: Self =
         Self { api: "nfd.k8s-sigs.io/v1alpha1", plural: "nodefeatures", kind: "NodeFeature", namespaced: true };
 
+    /// What DRA drivers publish.
+    pub const RESOURCE_SLICES: Self =
+        Self { api: "resource.k8s.io/v1", plural: "resourceslices", kind: "ResourceSlice", namespaced: false };
+    /// Claims for what they publish.
+    pub const RESOURCE_CLAIMS: Self =
+        Self { api: "resource.k8s.io/v1", plural: "resourceclaims", kind: "ResourceClaim", namespaced: true };
+    /// Templates of claims.
+    pub const RESOURCE_CLAIM_TEMPLATES: Self = Self {
+        api: "resource.k8s.io/v1",
+        plural: "resourceclaimtemplates",
+        kind: "ResourceClaimTemplate",
+        namespaced: true,
+    };
+    /// Classes of devices.
+    pub const DEVICE_CLASSES: Self =
+        Self { api: "resource.k8s.io/v1", plural: "deviceclasses", kind: "DeviceClass", namespaced: false };
+
+    /// The field, beside name and namespace, by which its objects may be selected.
+    fn selectable(&self) -> &'static [&'static str] {
+        if *self == Self::RESOURCE_SLICES { &["spec.nodeName", "spec.driver"] } else { &[] }
+    }
+
     /// An object of this kind.
     pub fn key(&self, namespace: Option<&str>, name: &str) -> Key {
         Key { resource: self.clone(), namespace: namespace.map(str::to_owned), name: name.to_owned() }
@@ -45,9 +69,6 @@ pub struct Key {
     pub name: String,
 }
 
-/// Why an object was not changed: code, reason and message of a Status.
-pub(super) type Refusal = (u16, &'static str, String);
-
 /// One change.
 #[derive(Clone, Debug)]
 pub(super) struct Change {
@@ -56,6 +77,34 @@ pub(super) struct Change {
     pub kind: &'static str,
     pub key: Key,
     pub object: Value,
+}
+
+/// Values that fields of an object must have: `spec.nodeName=a,spec.driver=b`.
+#[derive(Debug, Default)]
+pub(super) struct Selector(Vec<(String, String)>);
+
+impl Selector {
+    /// Reads a `fieldSelector`.
+    pub fn of(resource: &ResourceType, text: &str) -> Result<Self, Refusal> {
+        let mut wanted = Vec::new();
+        for part in text.split(',').filter(|part| !part.is_empty()) {
+            let pair = part.split_once("==").or_else(|| part.split_once('='));
+            let (field, value) = pair.ok_or_else(|| Refusal::bad_request(format!("invalid selector: '{part}'")))?;
+            let known =
+                ["metadata.name", "metadata.namespace"].into_iter().chain(resource.selectable().iter().copied());
+            if !known.clone().any(|known| known == field) {
+                return Err(Refusal::bad_request(format!("field label not supported: {field}")));
+            }
+            wanted.push((format!("/{}", field.replace('.', "/")), value.to_owned()));
+        }
+        Ok(Self(wanted))
+    }
+
+    /// Whether an object is selected.
+    pub fn selects(&self, object: &Value) -> bool {
+        let text = |field: &str| object.pointer(field).and_then(Value::as_str).unwrap_or_default();
+        self.0.iter().all(|(field, value)| text(field) == value)
+    }
 }
 
 /// All objects.
@@ -68,11 +117,14 @@ pub(super) struct Store {
     version: u64,
     /// Changes up to this one are forgotten.
     expired: u64,
+    /// Which fields of slices are dropped.
+    pub gates: Gates,
 }
 
 impl Store {
     pub fn new(types: &[ResourceType]) -> Self {
-        Self { types: types.to_vec(), objects: BTreeMap::new(), changes: Vec::new(), version: 1, expired: 0 }
+        let gates = Gates::default();
+        Self { types: types.to_vec(), objects: BTreeMap::new(), changes: Vec::new(), version: 1, expired: 0, gates }
     }
 
     /// A kind by its path.
@@ -113,42 +165,118 @@ impl Store {
         self.write(key, object)
     }
 
-    /// Creates an object.
-    pub fn create(&mut self, manager: &str, key: &Key, object: Value) -> Result<Value, Refusal> {
-        match self.get(key) {
-            Some(_) => Err((409, "AlreadyExists", format!("{} \"{}\" already exists", key.resource.plural, key.name))),
-            None => Ok(self.put(manager, key, object)),
+    /// Creates an object; one without a name gets the one that the server makes of `generateName`.
+    pub fn create(&mut self, manager: &str, key: &Key, mut object: Value) -> Result<Value, Refusal> {
+        let mut key = key.clone();
+        if key.name.is_empty() {
+            let base = object["metadata"]["generateName"].as_str().unwrap_or_default();
+            key.name = self.generate(base).ok_or_else(|| {
+                Refusal::new(422, "Invalid", "metadata.name: Required value: name or generateName is required")
+            })?;
         }
+        if self.get(&key).is_some() {
+            return Err(Refusal::exists(&key));
+        }
+        resource::admit(self.gates, &key, None, &mut object, &self.now())?;
+        Ok(self.put(manager, &key, object))
     }
 
     /// Replaces an object that is as the client saw it.
-    pub fn replace(&mut self, manager: &str, key: &Key, object: Value) -> Result<Value, Refusal> {
-        let live = self.get(key).ok_or_else(|| not_found(key))?;
-        let seen = &object["metadata"]["resourceVersion"];
-        if !seen.is_null() && *seen != live["metadata"]["resourceVersion"] {
-            return Err(conflict(key, "the object has been modified"));
-        }
+    pub fn replace(&mut self, manager: &str, key: &Key, mut object: Value) -> Result<Value, Refusal> {
+        let live = self.seen(key, &object)?;
+        resource::admit(self.gates, key, Some(live), &mut object, &self.now())?;
         Ok(self.put(manager, key, object))
+    }
+
+    /// Replaces the status of an object that is as the client saw it, and nothing else of it.
+    pub fn replace_status(&mut self, manager: &str, key: &Key, sent: &Value) -> Result<Value, Refusal> {
+        let live = self.seen(key, sent)?;
+        let mut object = live.clone();
+        object["status"] = sent["status"].clone();
+        resource::admit_status(key, live, &mut object)?;
+        Ok(self.put(manager, key, object))
+    }
+
+    /// Merges a patch (RFC 7386) into an object, or into its status alone.
+    pub fn merge(&mut self, manager: &str, key: &Key, patch: &Value, of_status: bool) -> Result<Value, Refusal> {
+        let mut object = self.get(key).ok_or_else(|| Refusal::not_found(key))?.clone();
+        merge(&mut object, patch);
+        match of_status {
+            true => self.replace_status(manager, key, &object),
+            false => self.replace(manager, key, object),
+        }
+    }
+
+    /// The object that a client means to change, if it is as the client saw it.
+    fn seen(&self, key: &Key, sent: &Value) -> Result<&Value, Refusal> {
+        let live = self.get(key).ok_or_else(|| Refusal::not_found(key))?;
+        let name = &sent["metadata"]["name"];
+        if !name.is_null() && *name != key.name.as_str() {
+            return Err(Refusal::bad_request("the name of the object does not match the name on the URL"));
+        }
+        let metadata = &sent["metadata"];
+        for field in ["resourceVersion", "uid"] {
+            if !metadata[field].is_null() && metadata[field] != live["metadata"][field] {
+                return Err(Refusal::conflict(key, "the object has been modified"));
+            }
+        }
+        Ok(live)
+    }
+
+    /// `base`, cut to 58 characters, with five more that make it unique (`SimpleNameGenerator`).
+    fn generate(&self, base: &str) -> Option<String> {
+        const LETTERS: &[u8] = b"bcdfghjklmnpqrstvwxz2456789";
+        let base: String = base.chars().take(58).collect();
+        let mut rest = self.version.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 16;
+        let mut name = base.clone();
+        for _ in 0..5 {
+            let count = LETTERS.len() as u64;
+            name.push(char::from(*LETTERS.get(usize::try_from(rest % count).ok()?)?));
+            rest /= count;
+        }
+        (!base.is_empty()).then_some(name)
+    }
+
+    /// The server's time: a second for each change, so that no two writes are at the same.
+    fn now(&self) -> String {
+        let (minutes, seconds) = (self.version / 60, self.version % 60);
+        let (hours, minutes) = (minutes / 60, minutes % 60);
+        let (days, hours) = (hours / 24, hours % 24);
+        format!("2026-01-{:02}T{hours:02}:{minutes:02}:{seconds:02}Z", days % 28 + 1)
     }
 
     /// Applies a configuration.
     pub fn apply(&mut self, manager: &str, key: &Key, config: &Value, force: bool) -> Result<Value, Refusal> {
         let live = self.get(key);
-        let applied = apply::apply(live, config, manager, force)
-            .map_err(|fields| conflict(key, &format!("other managers own {}", fields.join(", "))))?;
+        let mut applied = apply::apply(live, config, manager, force)
+            .map_err(|fields| Refusal::conflict(key, &format!("other managers own {}", fields.join(", "))))?;
+        resource::admit(self.gates, key, live, &mut applied, &self.now())?;
         Ok(self.write(key, named(applied, key)))
     }
 
     /// Deletes an object that is as the client saw it.
     pub fn delete(&mut self, key: &Key, options: &Value) -> Result<Value, Refusal> {
-        let live = self.get(key).ok_or_else(|| not_found(key))?;
+        let live = self.get(key).ok_or_else(|| Refusal::not_found(key))?;
         for field in ["uid", "resourceVersion"] {
             let wanted = &options["preconditions"][field];
             if !wanted.is_null() && *wanted != live["metadata"][field] {
-                return Err(conflict(key, "a precondition does not hold"));
+                return Err(Refusal::conflict(key, "a precondition does not hold"));
             }
         }
-        self.remove(key).ok_or_else(|| not_found(key))
+        self.remove(key).ok_or_else(|| Refusal::not_found(key))
+    }
+
+    /// Deletes the objects of a kind that are selected.
+    pub fn remove_selected(&mut self, resource: &ResourceType, namespace: Option<&str>, selected: &Selector) {
+        let named = |object: &&Value| selected.selects(object);
+        let key = |object: &Value| {
+            let text = |field: &str| object["metadata"][field].as_str();
+            resource.key(text("namespace"), text("name").unwrap_or_default())
+        };
+        let keys: Vec<Key> = self.list(resource, namespace).into_iter().filter(named).map(key).collect();
+        for key in keys {
+            self.remove(&key);
+        }
     }
 
     /// Deletes an object.
@@ -166,6 +294,11 @@ impl Store {
         let live = self.objects.get(key);
         let uid = live.map_or_else(|| json!(format!("uid-{}", self.version)), |live| live["metadata"]["uid"].clone());
         object["metadata"]["uid"] = uid;
+        if resource::has_generation(&key.resource) {
+            let before = live.map_or(0, |live| live["metadata"]["generation"].as_u64().unwrap_or_default());
+            let changed = live.is_none_or(|live| live["spec"] != object["spec"]);
+            object["metadata"]["generation"] = json!(before + u64::from(changed));
+        }
         if let Some(live) = live {
             object["metadata"]["resourceVersion"] = live["metadata"]["resourceVersion"].clone();
             if object == *live {
@@ -191,10 +324,21 @@ fn named(mut object: Value, key: &Key) -> Value {
     object
 }
 
-pub(super) fn not_found(key: &Key) -> Refusal {
-    (404, "NotFound", format!("{} \"{}\" not found", key.resource.plural, key.name))
-}
-
-fn conflict(key: &Key, why: &str) -> Refusal {
-    (409, "Conflict", format!("Operation cannot be fulfilled on {} \"{}\": {why}", key.resource.plural, key.name))
+/// RFC 7386.
+fn merge(value: &mut Value, patch: &Value) {
+    let Value::Object(patch) = patch else {
+        *value = patch.clone();
+        return;
+    };
+    if !value.is_object() {
+        *value = json!({});
+    }
+    for (key, part) in patch {
+        match part {
+            Value::Null => {
+                value.as_object_mut().and_then(|map| map.remove(key));
+            }
+            part => merge(&mut value[key.as_str()], part),
+        }
+    }
 }

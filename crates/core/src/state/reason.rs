@@ -199,7 +199,7 @@ impl UnhealthyReason {
     }
 
     /// Whether it is the same reason, whatever its details: each stands once.
-    pub(super) fn is(&self, other: &Self) -> bool {
+    pub(crate) fn is(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Xid { .. }, Self::Xid { .. }) => self == other,
             _ => core::mem::discriminant(self) == core::mem::discriminant(other),

@@ -177,6 +177,12 @@ impl NodeTopology {
         (topology, warnings)
     }
 
+    /// The graph of one GPU alone, with one MIG device or none: what names a device of which nothing else is known.
+    pub(crate) fn of_device(gpu: &Gpu, mig: Option<&MigDevice>) -> Self {
+        let mig_devices = mig.map(|mig| MigDevice { parent: 0, ..mig.clone() });
+        Self { gpus: vec![gpu.clone()], mig_devices: mig_devices.into_iter().collect(), ..Self::default() }
+    }
+
     /// The GPUs, by PCI address; their places here are what the other functions take.
     pub fn gpus(&self) -> &[Gpu] {
         &self.gpus

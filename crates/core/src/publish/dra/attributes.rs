@@ -6,7 +6,7 @@
 use crate::prelude::*;
 
 use super::layout::GpuLayout;
-use super::{Attribute, Capacity, DraProblem, SliceDevice};
+use super::{Attribute, Capacity, DraDevice, DraProblem, SliceDevice};
 use crate::allocation::GpuSet;
 use crate::state::DriverVersions;
 use crate::topology::{
@@ -70,28 +70,30 @@ impl Draft<'_> {
     }
 
     /// A GPU that is published whole.
-    pub fn gpu(&mut self, topology: &NodeTopology, place: usize, gpu: &Gpu, versions: &DriverVersions) {
+    pub fn gpu(&mut self, topology: &NodeTopology, device: &DraDevice<'_>, versions: &DriverVersions) {
+        let gpu = device.gpu;
         self.text("type", Some("gpu"));
         self.text("uuid", Some(&gpu.uuid));
         self.of_gpu(gpu, versions);
         if let Some(memory) = gpu.memory_mib {
             self.capacity("memory", mebibytes(memory));
         }
-        self.text(&ours("pcieSwitch"), shared_switch(topology, place));
+        self.text(&ours("pcieSwitch"), device.place.and_then(|place| shared_switch(topology, place)));
         self.text(&ours("nvlinkFabric"), gpu.fabric.as_ref().and_then(fabric));
-        let nearest = nearest(topology, place, |_| true).and_then(|nic| nic.pci);
+        let nearest = nearest(topology, device.place, |_| true).and_then(|nic| nic.pci);
         self.text(&ours("nearestNic"), nearest);
-        self.near(topology, place, gpu);
+        self.near(topology, device);
     }
 
     /// A MIG device. With eight memory slices it has 30 of 32 attributes and capacities from NVIDIA's driver and two others.
-    pub fn mig(&mut self, topology: &NodeTopology, gpu: &Gpu, mig: &MigDevice, versions: &DriverVersions) {
+    pub fn mig(&mut self, topology: &NodeTopology, device: &DraDevice<'_>, mig: &MigDevice, versions: &DriverVersions) {
+        let gpu = device.gpu;
         self.text("type", Some("mig"));
         self.text("uuid", Some(&mig.uuid));
         self.text("parentUUID", Some(&gpu.uuid));
         self.text("profile", Some(mig.profile));
         self.of_gpu(gpu, versions);
-        self.near(topology, mig.parent, gpu);
+        self.near(topology, device);
         self.capacity("memory", mebibytes(mig.memory_mib));
         if let Some(engines) = mig.engines {
             self.capacity("multiprocessors", engines.multiprocessors);
@@ -127,14 +129,15 @@ impl Draft<'_> {
         self.number("dra.net/numaNode", numa);
     }
 
-    fn near(&mut self, topology: &NodeTopology, place: usize, gpu: &Gpu) {
-        let rdma = nearest(topology, place, |nic| nic.kind == NicKind::Rdma).and_then(|nic| nic.names.first());
+    fn near(&mut self, topology: &NodeTopology, device: &DraDevice<'_>) {
+        let rdma = nearest(topology, device.place, |nic| nic.kind == NicKind::Rdma).and_then(|nic| nic.names.first());
         self.text(&ours("rdmaDevice"), rdma);
-        self.number(&ours("socket"), gpu.package.map(|package| package.0));
+        self.number(&ours("socket"), device.gpu.package.map(|package| package.0));
     }
 
     /// The groups that a GPU is in, each by the least PCI address of its members.
-    pub fn groups(&mut self, topology: &NodeTopology, place: usize, layout: &GpuLayout) {
+    pub fn groups(&mut self, topology: &NodeTopology, place: Option<usize>, layout: &GpuLayout) {
+        let Some(place) = place else { return };
         let address = |set: GpuSet| -> Option<PciAddress> { Some(topology.gpus().get(set.places().next()?)?.pci) };
         let own = |sets: &[GpuSet]| sets.iter().copied().find(|set| set.contains(place)).and_then(address);
         self.text(&ours("nvlinkDomain"), own(&layout.nvlink_domains));
@@ -162,7 +165,8 @@ fn shared_switch(topology: &NodeTopology, place: usize) -> Option<PciAddress> {
 }
 
 /// The first of the nearest NICs of a kind, as far as a host bridge.
-fn nearest(topology: &NodeTopology, place: usize, is_meant: impl Fn(&Nic) -> bool) -> Option<&Nic> {
+fn nearest(topology: &NodeTopology, place: Option<usize>, is_meant: impl Fn(&Nic) -> bool) -> Option<&Nic> {
+    let place = place?;
     let rank = |nic: &Nic| nic.level.get(place).copied().unwrap_or(Rank::FARTHEST);
     let near = topology.nics().iter().filter(|nic| is_meant(nic) && rank(nic) <= Rank::HOST_BRIDGE);
     near.min_by_key(|nic| (rank(nic), nic.pci.is_none(), nic.pci, nic.names.first()))

@@ -22,11 +22,10 @@ use alloc::collections::BTreeMap;
 use serde::Serialize;
 
 use crate::quote::quoted;
-use crate::topology::device_names;
 use attributes::Draft;
 
 pub use crate::topology::{device_name, hardware_of};
-pub use facts::{DraFacts, DraSettings, offered};
+pub use facts::{DraDevice, DraFacts, DraSettings, offered, offered_now};
 pub use families::{Family, GroupSize, SIZES};
 pub use layout::{GpuLayout, LayoutCache};
 
@@ -116,45 +115,43 @@ pub enum DraProblem {
 
 /// The devices that a node publishes, in the order in which the scheduler is to try them, and what is odd about them.
 ///
-/// Whole GPUs, the best sets first; then MIG devices, GPU by GPU. A GPU in MIG mode is published by its MIG devices only, as
-/// NVIDIA's DRA driver does, whatever the plan's MIG strategy is. Where taints do not survive, a sick device is left out,
-/// unless a claim holds it. A held device whose hardware is gone stays as it was published last, tainted as lost.
+/// Whole GPUs, the best sets first; then MIG devices, GPU by GPU; then GPUs that are gone and that a claim may have. A GPU in
+/// MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does, whatever the plan's MIG strategy is. Where
+/// taints do not survive, a sick device is left out, unless a claim holds it.
 pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
     let (mut devices, mut problems) = (Vec::new(), Vec::new());
-    let topology = facts.topology;
-    let mut names = device_names(topology);
-    let whole = facts.layout.order.iter().map(|place| (*place, None));
-    let mig = topology.mig_devices().iter().enumerate().map(|(at, mig)| (mig.parent, Some((at, mig))));
-    for (place, mig) in whole.chain(mig).filter(|(place, _)| facts.gpus.contains(*place)) {
-        let Some(gpu) = topology.gpus().get(place) else { continue };
-        let Some(name) = names.remove(&(place, mig.map(|(at, _)| at))) else {
-            let hardware = mig.map_or(gpu.uuid.to_string(), |(_, mig)| mig.uuid.to_string());
+    let mut sorted: Vec<&DraDevice<'_>> = facts.devices.iter().collect();
+    sorted.sort_by_cached_key(|device| {
+        let in_order = facts.layout.order.iter().position(|place| Some(*place) == device.place);
+        let mig = device.mig.map(|mig| (mig.placement.map(|placement| placement.start), mig.index));
+        (device.place.is_none(), device.mig.is_some(), in_order, device.gpu.pci, mig, device.gpu.uuid.clone())
+    });
+    for device in sorted {
+        let Some(name) = device.name.clone() else {
+            let hardware = device.mig.map_or(device.gpu.uuid.to_string(), |mig| mig.uuid.to_string());
             problems.push(DraProblem::NoName { hardware });
             continue;
         };
-        let taints = taints::taints(facts.reasons(gpu, mig.map(|(_, mig)| mig)), facts.settings.evict_from_lost);
-        let is_sick = !taints.is_empty();
-        if is_sick && !facts.settings.taints_survive && !facts.held.contains(&name) {
+        let mut taints = taints::taints(device.reasons.iter(), facts.settings.evict_from_lost);
+        let is_held = facts.held.contains(&name);
+        // A claim that has a GPU that is gone may end at any time; a new one cannot have it.
+        let is_left_out = if facts.settings.taints_survive { device.place.is_none() } else { !taints.is_empty() };
+        if is_left_out && !is_held {
             continue;
         }
-        let taints = if facts.settings.taints_survive { taints } else { Vec::new() };
+        if !facts.settings.taints_survive {
+            taints.clear();
+        }
         let mut draft = Draft { device: SliceDevice { name, taints, ..Default::default() }, problems: &mut problems };
-        match mig {
-            Some((_, mig)) => draft.mig(topology, gpu, mig, facts.versions),
+        match device.mig {
+            Some(mig) => draft.mig(facts.topology, device, mig, facts.versions),
             None => {
-                draft.gpu(topology, place, gpu, facts.versions);
-                draft.groups(topology, place, facts.layout);
+                draft.gpu(facts.topology, device, facts.versions);
+                draft.groups(facts.topology, device.place, facts.layout);
                 draft.order(devices.len());
             }
         }
         devices.push(draft.device);
-    }
-    let is_gone =
-        |device: &&SliceDevice| facts.held.contains(&device.name) && hardware_of(topology, &device.name).is_none();
-    for device in facts.previous.iter().filter(is_gone) {
-        let lost = taints::lost(facts.settings.evict_from_lost);
-        let taints = if facts.settings.taints_survive { Vec::from([lost]) } else { Vec::new() };
-        devices.push(SliceDevice { taints, ..device.clone() });
     }
     (devices, problems)
 }

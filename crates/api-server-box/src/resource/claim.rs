@@ -1,0 +1,258 @@
+//! ResourceClaims, their templates, DeviceClasses: defaults, limits, what may not change.
+
+use std::collections::BTreeSet;
+
+use serde_json::{Value, json};
+
+use super::checks::Checks;
+use crate::refusal::Refusal;
+use crate::store::Key;
+
+/// Limits of Kubernetes 1.36 (`types.go`): `DeviceRequestsMaxSize`, `…ConstraintsMaxSize`, `…ConfigMaxSize`,
+/// `AllocationResultsMaxSize` are all this one, `DeviceSelectorsMaxSize` too.
+const MOST: usize = 32;
+/// `FirstAvailableDeviceRequestMaxSize`.
+const MOST_ALTERNATIVES: usize = 8;
+/// `DeviceTolerationsMaxLength`.
+const MOST_TOLERATIONS: usize = 16;
+/// `CELSelectorExpressionMaxLength`, `OpaqueParametersMaxLength`.
+const LONGEST_TEXT: usize = 10 * 1024;
+/// `ResourceClaimReservedForMaxSize`.
+const MOST_CONSUMERS: usize = 256;
+
+const MODES: [&str; 2] = ["ExactCount", "All"];
+
+pub(super) fn admit(key: &Key, live: Option<&Value>, object: &mut Value) -> Result<(), Refusal> {
+    fill_in(object.pointer_mut("/spec/devices/requests"));
+    let mut checks = Checks::default();
+    check_spec(&mut checks, "spec", &object["spec"]);
+    match live {
+        Some(live) => {
+            if object["spec"] != live["spec"] {
+                checks.invalid("spec", "{…}", "field is immutable");
+            }
+            object["status"] = live["status"].clone();
+        }
+        None => object["status"] = json!({}),
+    }
+    checks.end(key)
+}
+
+pub(super) fn admit_template(key: &Key, live: Option<&Value>, object: &mut Value) -> Result<(), Refusal> {
+    fill_in(object.pointer_mut("/spec/spec/devices/requests"));
+    let mut checks = Checks::default();
+    check_spec(&mut checks, "spec.spec", &object["spec"]["spec"]);
+    if live.is_some_and(|live| live["spec"] != object["spec"]) {
+        checks.invalid("spec", "{…}", "field is immutable");
+    }
+    checks.end(key)
+}
+
+pub(super) fn admit_class(key: &Key, object: &mut Value) -> Result<(), Refusal> {
+    let mut checks = Checks::default();
+    check_selectors(&mut checks, "spec.selectors", &object["spec"]["selectors"]);
+    check_config(&mut checks, "spec.config", &object["spec"]["config"], None);
+    if let Some(name) = object["spec"]["extendedResourceName"].as_str() {
+        checks.label_key("spec.extendedResourceName", name);
+        if !name.contains('/') {
+            checks.invalid("spec.extendedResourceName", name, "must be a qualified extended resource name");
+        }
+    }
+    checks.end(key)
+}
+
+pub(super) fn admit_status(key: &Key, live: &Value, object: &mut Value) -> Result<(), Refusal> {
+    let mut checks = Checks::default();
+    let (before, status) = (&live["status"], &object["status"]);
+    let allocation = &status["allocation"];
+    if !before["allocation"].is_null() && !allocation.is_null() && *allocation != before["allocation"] {
+        checks.invalid("status.allocation", "{…}", "field is immutable");
+    }
+    let reserved = list(&status["reservedFor"]);
+    checks.at_most("status.reservedFor", reserved.len(), MOST_CONSUMERS);
+    if allocation.is_null() && !reserved.is_empty() {
+        checks.forbidden("status.reservedFor", "may not be specified when `allocated` is not set");
+    }
+    if !allocation.is_null() {
+        let (requests, results) = (names(&live["spec"]), list(&allocation["devices"]["results"]));
+        checks.at_most("status.allocation.devices.results", results.len(), MOST);
+        for (index, result) in results.iter().enumerate() {
+            let field = format!("status.allocation.devices.results[{index}]");
+            check_request(&mut checks, &format!("{field}.request"), text(&result["request"]), &requests);
+            checks.subdomain(&format!("{field}.driver"), text(&result["driver"]), 63);
+            checks.label(&format!("{field}.device"), text(&result["device"]));
+            if text(&result["pool"]).is_empty() {
+                checks.required(format!("{field}.pool"), "");
+            }
+        }
+    }
+    checks.end(key)
+}
+
+/// Defaults of requests: an exact count of 1, tolerations by equality.
+fn fill_in(requests: Option<&mut Value>) {
+    let fill = |request: &mut Value| {
+        let Some(request) = request.as_object_mut() else { return };
+        let mode = request.entry("allocationMode").or_insert_with(|| json!("ExactCount")).clone();
+        if mode == "ExactCount" {
+            request.entry("count").or_insert_with(|| json!(1));
+        }
+        for toleration in request.get_mut("tolerations").and_then(Value::as_array_mut).into_iter().flatten() {
+            if let Some(toleration) = toleration.as_object_mut() {
+                toleration.entry("operator").or_insert_with(|| json!("Equal"));
+            }
+        }
+    };
+    for request in requests.and_then(Value::as_array_mut).into_iter().flatten() {
+        request.get_mut("exactly").into_iter().for_each(fill);
+        request.get_mut("firstAvailable").and_then(Value::as_array_mut).into_iter().flatten().for_each(fill);
+    }
+}
+
+fn check_spec(checks: &mut Checks, field: &str, spec: &Value) {
+    let (devices, requests) = (&spec["devices"], names(spec));
+    let field = format!("{field}.devices");
+    checks.at_most(format!("{field}.requests"), list(&devices["requests"]).len(), MOST);
+    let mut seen = BTreeSet::new();
+    for (index, request) in list(&devices["requests"]).iter().enumerate() {
+        let field = format!("{field}.requests[{index}]");
+        checks.unique_label(&format!("{field}.name"), text(&request["name"]), &mut seen);
+        let alternatives = list(&request["firstAvailable"]);
+        match (request["exactly"].is_object(), !alternatives.is_empty()) {
+            (true, false) => check_exactly(checks, &format!("{field}.exactly"), &request["exactly"], true),
+            (false, true) => {
+                let field = format!("{field}.firstAvailable");
+                checks.at_most(&field, alternatives.len(), MOST_ALTERNATIVES);
+                let mut seen = BTreeSet::new();
+                for (index, alternative) in alternatives.iter().enumerate() {
+                    let field = format!("{field}[{index}]");
+                    checks.unique_label(&format!("{field}.name"), text(&alternative["name"]), &mut seen);
+                    check_exactly(checks, &field, alternative, false);
+                }
+            }
+            (false, false) => checks.required(field, "exactly one of `exactly` or `firstAvailable` is required"),
+            (true, true) => {
+                checks.invalid(field, "{…}", "exactly one of `exactly` or `firstAvailable` is required");
+            }
+        }
+    }
+    let constraints = list(&devices["constraints"]);
+    checks.at_most(format!("{field}.constraints"), constraints.len(), MOST);
+    for (index, constraint) in constraints.iter().enumerate() {
+        let field = format!("{field}.constraints[{index}]");
+        for (index, name) in list(&constraint["requests"]).iter().enumerate() {
+            check_request(checks, &format!("{field}.requests[{index}]"), text(name), &requests);
+        }
+        let attribute = constraint["matchAttribute"].as_str().map(|name| ("matchAttribute", name));
+        match attribute.or(constraint["distinctAttribute"].as_str().map(|name| ("distinctAttribute", name))) {
+            Some((kind, name)) => checks.qualified(&format!("{field}.{kind}"), name, true),
+            None => checks.required(field, "exactly one of `matchAttribute`, `distinctAttribute` is required"),
+        }
+    }
+    check_config(checks, &format!("{field}.config"), &devices["config"], Some(&requests));
+}
+
+fn check_exactly(checks: &mut Checks, field: &str, request: &Value, may_be_admin: bool) {
+    checks.subdomain(&format!("{field}.deviceClassName"), text(&request["deviceClassName"]), 253);
+    check_selectors(checks, &format!("{field}.selectors"), &request["selectors"]);
+    let (mode, count) = (text(&request["allocationMode"]), request["count"].as_i64().unwrap_or_default());
+    checks.one_of(format!("{field}.allocationMode"), mode, &MODES);
+    match mode {
+        "ExactCount" if count <= 0 => checks.invalid(format!("{field}.count"), count, "must be greater than zero"),
+        "All" if count != 0 => {
+            checks.invalid(format!("{field}.count"), count, "must not be specified when allocationMode is 'All'");
+        }
+        _ => {}
+    }
+    if !may_be_admin && !request["adminAccess"].is_null() {
+        checks.forbidden(format!("{field}.adminAccess"), "no such field of an alternative");
+    }
+    let tolerations = list(&request["tolerations"]);
+    checks.at_most(format!("{field}.tolerations"), tolerations.len(), MOST_TOLERATIONS);
+    for (index, toleration) in tolerations.iter().enumerate() {
+        let field = format!("{field}.tolerations[{index}]");
+        let (key, operator) = (text(&toleration["key"]), text(&toleration["operator"]));
+        checks.one_of(format!("{field}.operator"), operator, &["Equal", "Exists"]);
+        match operator {
+            "Exists" if !text(&toleration["value"]).is_empty() => {
+                checks.invalid(format!("{field}.value"), text(&toleration["value"]), "must be empty for `Exists`");
+            }
+            "Equal" if key.is_empty() => checks.required(format!("{field}.key"), "must be given for `Equal`"),
+            _ => {}
+        }
+        if !key.is_empty() {
+            checks.label_key(&format!("{field}.key"), key);
+        }
+        if let Some(effect) = toleration["effect"].as_str().filter(|effect| !effect.is_empty()) {
+            checks.one_of(format!("{field}.effect"), effect, &["NoSchedule", "NoExecute"]);
+        }
+    }
+}
+
+fn check_selectors(checks: &mut Checks, field: &str, selectors: &Value) {
+    checks.at_most(field, list(selectors).len(), MOST);
+    for (index, selector) in list(selectors).iter().enumerate() {
+        let field = format!("{field}[{index}].cel");
+        match selector["cel"]["expression"].as_str() {
+            None | Some("") => checks.required(format!("{field}.expression"), ""),
+            Some(expression) => checks.not_longer(format!("{field}.expression"), expression, LONGEST_TEXT),
+        }
+    }
+}
+
+fn check_config(checks: &mut Checks, field: &str, config: &Value, requests: Option<&BTreeSet<String>>) {
+    checks.at_most(field, list(config).len(), MOST);
+    for (index, config) in list(config).iter().enumerate() {
+        let field = format!("{field}[{index}]");
+        for (index, name) in list(&config["requests"]).iter().enumerate() {
+            if let Some(requests) = requests {
+                check_request(checks, &format!("{field}.requests[{index}]"), text(name), requests);
+            }
+        }
+        let (field, opaque) = (format!("{field}.opaque"), &config["opaque"]);
+        if !opaque.is_object() {
+            checks.required(field, "");
+            continue;
+        }
+        checks.subdomain(&format!("{field}.driver"), text(&opaque["driver"]), 63);
+        match &opaque["parameters"] {
+            Value::Null => checks.required(format!("{field}.parameters"), ""),
+            Value::Object(_) => {
+                let text = opaque["parameters"].to_string();
+                checks.not_longer(format!("{field}.parameters"), &text, LONGEST_TEXT);
+            }
+            other => checks.invalid(format!("{field}.parameters"), other, "must be a valid JSON object"),
+        }
+    }
+}
+
+fn check_request(checks: &mut Checks, field: &str, name: &str, requests: &BTreeSet<String>) {
+    if !requests.contains(name) {
+        checks.invalid(
+            field,
+            name,
+            "must be the name of a request in the claim or the name of a request and a \
+            subrequest separated by '/'",
+        );
+    }
+}
+
+/// The names of a claim's requests, and of its alternatives as `request/alternative`.
+fn names(spec: &Value) -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    for request in list(&spec["devices"]["requests"]) {
+        let name = text(&request["name"]);
+        names.insert(name.to_owned());
+        let alternatives = list(&request["firstAvailable"]).iter();
+        names.extend(alternatives.map(|alternative| format!("{name}/{}", text(&alternative["name"]))));
+    }
+    names
+}
+
+fn list(value: &Value) -> &[Value] {
+    value.as_array().map_or(&[], Vec::as_slice)
+}
+
+fn text(value: &Value) -> &str {
+    value.as_str().unwrap_or_default()
+}
