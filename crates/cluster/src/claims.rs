@@ -3,8 +3,6 @@
 //! The only reader of claims. Each query is one GET, within a deadline that leaves the kubelet, which waits for 45 s,
 //! time to try again. Queries do not wait for each other.
 
-mod parse;
-
 use std::time::Duration;
 
 use futures_util::StreamExt;
@@ -12,8 +10,8 @@ use futures_util::stream::FuturesUnordered;
 use kube::Api;
 use kube::api::{ApiResource, DynamicObject, GroupVersionKind};
 use linkwise::claims::Claim;
-use linkwise::dra::{ClaimQuery, ClaimQueryError};
-use linkwise::quote::{one_line, quoted};
+use linkwise::dra::{ClaimQuery, ClaimQueryError, parse_claim};
+use linkwise::quote::quoted;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
@@ -138,6 +136,6 @@ async fn get(server: &mut ApiServer, namespace: &str, name: &str) -> Result<Clai
     let get =
         |client| async move { Api::<DynamicObject>::namespaced_with(client, &namespace, &resource).get(&name).await };
     let object = server.call(OBJECT, "get", get).await?;
-    let object = serde_json::to_value(&object).map_err(|error| ApiError::Malformed(error.to_string()))?;
-    parse::parse(object).map_err(|error| ApiError::Malformed(one_line(&error.to_string())))
+    let text = serde_json::to_vec(&object).map_err(|error| ApiError::Malformed(error.to_string()))?;
+    parse_claim(&text).map_err(|error| ApiError::Malformed(error.to_string()))
 }
