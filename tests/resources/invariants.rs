@@ -44,6 +44,8 @@ fn dress(mut seen: NodeObservation, looks: &[Look]) -> NodeObservation {
                     gpu_slices: *slices,
                     compute_slices: *slices,
                     memory_mib: 9_728 * u64::from(*slices),
+                    profile_id: None,
+                    placement: None,
                     extension: Some(if *media { MigExtension::Media } else { MigExtension::None }),
                     engines: None,
                     capabilities: None,
@@ -95,12 +97,12 @@ fn plan() -> impl Strategy<Value = ResourcePlan> {
     let patterns = || vec(pattern(), 0..3);
     (strategy, patterns(), patterns(), option::of(sharing), vec(exclude, 0..2), any::<bool>()).prop_map(
         |(mig_strategy, gpu_names, mig_names, sharing, exclude, exclude_displays)| ResourcePlan {
+            dra: DraGpus::None,
             mig_strategy,
             gpu_names,
             mig_names,
             sharing,
             filter: Filter { exclude, exclude_displays },
-            dra: DraGpus::None,
             policies: BTreeMap::new(),
             shared_policy: None,
         },

@@ -8,6 +8,7 @@ mod device;
 mod plan;
 
 use crate::prelude::*;
+use core::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -30,6 +31,13 @@ pub struct ClaimName {
     pub name: String,
     /// Its UID: another claim of the same name has another.
     pub uid: String,
+}
+
+impl fmt::Display for ClaimName {
+    /// `namespace/name`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
 }
 
 /// What linkwise reads of a `ResourceClaim` (`resource.k8s.io/v1`).

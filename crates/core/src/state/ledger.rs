@@ -12,7 +12,8 @@ use super::ResourceName;
 use super::device::{Device, Timestamp};
 use super::reason::UnhealthyReason;
 use crate::allocation::DeviceId;
-use crate::topology::NodeTopology;
+use crate::claims::ClaimName;
+use crate::topology::{GpuUuid, NodeTopology, hardware_of};
 
 /// The DRA driver whose devices are GPUs of this node: NVIDIA's, and linkwise in its place.
 const DRA_DRIVER: &str = "gpu.nvidia.com";
@@ -61,6 +62,18 @@ pub struct Ledger {
     known_since: Option<Timestamp>,
     /// Whether it could be asked just now.
     is_current: bool,
+    /// What our DRA plugin has prepared, by the claim's UID.
+    prepared: BTreeMap<String, PreparedClaim>,
+}
+
+/// A claim that our DRA plugin has prepared, or is about to: it is known here before the kubelet lists it, and as long
+/// as its checkpoint exists.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PreparedClaim {
+    /// The claim.
+    pub claim: ClaimName,
+    /// The GPUs that it has, or has MIG devices of.
+    pub gpus: BTreeSet<GpuUuid>,
 }
 
 /// The part of a GPU that a holder has.
@@ -108,6 +121,40 @@ impl Ledger {
         changed
     }
 
+    /// Takes over what our DRA plugin has prepared. Whether that changed anything.
+    pub(super) fn prepare(&mut self, claims: Vec<PreparedClaim>) -> bool {
+        let claims: BTreeMap<_, _> = claims.into_iter().map(|claim| (claim.claim.uid.clone(), claim)).collect();
+        core::mem::replace(&mut self.prepared, claims) != self.prepared
+    }
+
+    /// What our DRA plugin has prepared of a claim, by its UID. A plugin that prepares a claim puts it here first, and
+    /// answers when a snapshot has it with the GPU's door still DRA: from then on the GPU cannot leave DRA.
+    pub fn prepared(&self, uid: &str) -> Option<&PreparedClaim> {
+        self.prepared.get(uid)
+    }
+
+    /// Since when the kubelet lists what it does; `None` where it never could be asked.
+    pub(super) fn known_since(&self) -> Option<Timestamp> {
+        self.known_since
+    }
+
+    /// A pod's id of the device plugin API that is on this GPU.
+    pub(super) fn plugin_holder(&self, topology: &NodeTopology, gpu: &GpuUuid) -> Option<&ResourceDevice> {
+        self.devices().find(|(_, id)| gpu_behind(topology, id).as_deref() == Some(gpu.as_str()))
+    }
+
+    /// A claim that has this GPU, or a part of it, as `namespace/name`.
+    pub fn claim_on(&self, topology: &NodeTopology, gpu: &GpuUuid) -> Option<String> {
+        let place = topology.position(gpu);
+        let is_on = |claimed: &&ClaimedDevice| {
+            let by_name = claimed.cdi_names.iter().any(|name| name == gpu.as_str());
+            by_name || place.is_some() && claimed_hardware(topology, claimed).map(|(at, _)| at) == place
+        };
+        let listed = self.holdings.claims.iter().find(is_on).map(|claimed| claimed.claim.clone());
+        let prepared = self.prepared.values().find(|prepared| prepared.gpus.contains(gpu));
+        listed.or_else(|| prepared.map(|prepared| prepared.claim.to_string()))
+    }
+
     /// Whether the kubelet could be asked just now who holds what.
     pub fn is_known(&self) -> bool {
         self.is_current
@@ -152,7 +199,11 @@ impl Ledger {
         withdrawn: impl Iterator<Item = (&'a ResourceDevice, Timestamp)>,
         devices: impl Iterator<Item = (ResourceDevice, &'a Device)>,
     ) -> BTreeMap<ResourceDevice, (UnhealthyReason, Timestamp)> {
-        let Some(known_since) = self.known_since else { return BTreeMap::new() };
+        let known_since = match self.known_since {
+            Some(known_since) => known_since,
+            None if self.prepared.is_empty() => return BTreeMap::new(),
+            None => Timestamp::ZERO,
+        };
         // By the GPU's UUID: a holder may name a GPU that is not in the graph.
         let mut holders: BTreeMap<&str, Vec<Holder<'_>>> = BTreeMap::new();
         for (key, since) in self.devices().map(|key| (key, known_since)).chain(withdrawn) {
@@ -169,6 +220,14 @@ impl Ledger {
             let reason = UnhealthyReason::Claimed { claim: claimed.claim.clone(), device: claimed.device.clone() };
             let holder = Holder { key: None, part, is_slot: false, since: known_since, reason };
             holders.entry(gpu.uuid.as_str()).or_default().push(holder);
+        }
+        for prepared in self.prepared.values() {
+            let claim = prepared.claim.to_string();
+            for gpu in &prepared.gpus {
+                let reason = UnhealthyReason::Claimed { claim: claim.clone(), device: gpu.to_string() };
+                let holder = Holder { key: None, part: Part::Whole, is_slot: false, since: known_since, reason };
+                holders.entry(gpu.as_str()).or_default().push(holder);
+            }
         }
         let conflicts = devices.filter_map(|(key, device)| {
             let of_gpu = holders.get(device.gpu.uuid.as_str())?;
@@ -191,14 +250,22 @@ pub(super) fn place(topology: &NodeTopology, id: &DeviceId) -> Option<usize> {
     gpu.or_else(|| mig_parent(topology, uuid))
 }
 
+/// The UUID of the GPU behind a device id, also where the machine has no such GPU now.
+pub(super) fn gpu_behind(topology: &NodeTopology, id: &DeviceId) -> Option<String> {
+    let (uuid, _) = split_slot(id.as_str());
+    let parent = mig_parent(topology, uuid).and_then(|place| topology.gpus().get(place));
+    let whole = || uuid.starts_with("GPU-").then(|| uuid.to_owned());
+    parent.map(|gpu| gpu.uuid.to_string()).or_else(whole)
+}
+
 /// The place of the GPU that a MIG device is on.
 fn mig_parent(topology: &NodeTopology, uuid: &str) -> Option<usize> {
     Some(topology.mig_devices().iter().find(|mig| mig.uuid.as_str() == uuid)?.parent)
 }
 
-/// The hardware behind a claimed device: by a UUID among its CDI names, else by the minor number in its name. A MIG device
-/// without a UUID counts as its whole GPU, for which of them it is cannot be seen.
-fn claimed_hardware<'a>(topology: &NodeTopology, claimed: &'a ClaimedDevice) -> Option<(usize, Part<'a>)> {
+/// The hardware behind a claimed device: by a UUID among its CDI names, else by its name. A MIG device that neither names
+/// counts as its whole GPU, which the minor number in its name names, for which of them it is cannot be seen.
+fn claimed_hardware<'a>(topology: &'a NodeTopology, claimed: &'a ClaimedDevice) -> Option<(usize, Part<'a>)> {
     for name in &claimed.cdi_names {
         if let Some(place) = topology.gpus().iter().position(|gpu| gpu.uuid.as_str() == name) {
             return Some((place, Part::Whole));
@@ -209,6 +276,10 @@ fn claimed_hardware<'a>(topology: &NodeTopology, claimed: &'a ClaimedDevice) -> 
     }
     if claimed.driver != DRA_DRIVER {
         return None;
+    }
+    if let Some((place, mig)) = hardware_of(topology, &claimed.device) {
+        let mig = mig.and_then(|mig| topology.mig_devices().get(mig));
+        return Some((place, mig.map_or(Part::Whole, |mig| Part::Mig(mig.uuid.as_str()))));
     }
     let number = claimed.device.strip_prefix("gpu-")?;
     let minor: u32 = number.split('-').next()?.parse().ok()?;
