@@ -4,7 +4,7 @@ use std::fs;
 use std::time::Duration;
 
 use linkwise::dra::Occurrence;
-use linkwise::state::{DraGpus, GpuSelector};
+use linkwise::state::{ClaimedDevice, DraGpus, Event, GpuSelector, Holdings, NodeState};
 
 use super::node::{Answer, Node, claim, configured, connected, end, name, refusal, start, state};
 
@@ -83,6 +83,32 @@ async fn gpu_of_a_claim_that_is_gone_is_taken_from_it() {
     assert_eq!(start(&kubelet, &second).await.unwrap(), [node.gpu(0)]);
     assert_eq!(node.checkpoints(), ["b.json"]);
     node.wait(|seen| matches!(seen, Occurrence::Swept { claim, result: Ok(()) } if claim.uid == "a")).await;
+}
+
+#[tokio::test]
+async fn gpu_of_a_claim_without_allocation_is_taken_from_it() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    let (first, second) = (node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-0")]));
+    start(&kubelet, &first).await.unwrap();
+    // Allocated anew, elsewhere; but a container here still has the GPU.
+    let mut moved = claim("a", &[("gpus", "gpu-0")]);
+    moved.status.allocation.as_mut().unwrap().devices.results[0].pool = "other/gpu".to_owned();
+    node.set("a", Answer::Claim(moved));
+    let held = ClaimedDevice {
+        claim: "ml/claim-a".to_owned(),
+        driver: super::node::DRIVER.to_owned(),
+        device: "gpu-0".to_owned(),
+        cdi_names: Vec::new(),
+    };
+    let free = node.state.borrow().clone();
+    let holdings = Holdings { claims: [held].into(), ..Holdings::default() };
+    let (with_pod, _) = NodeState::clone(&free).apply(Event::Holders(Some(holdings)), Duration::from_secs(1));
+    node.state.send_replace(with_pod.into());
+    assert!(refusal(&kubelet, &second).await.contains("is prepared for the claim ml/claim-a"));
+    node.state.send_replace(free);
+    assert_eq!(start(&kubelet, &second).await.unwrap(), [node.gpu(0)]);
+    assert_eq!(node.checkpoints(), ["b.json"]);
 }
 
 #[tokio::test]

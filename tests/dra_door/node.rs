@@ -12,7 +12,7 @@ use linkwise::claims::{
 use linkwise::dra::{ClaimQuery, ClaimQueryError, Occurrence, Plugin, PluginError, Settings};
 use linkwise::publish::RdmaNodes;
 use linkwise::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
-use linkwise::state::{DraGpus, Event, NodeState, NumaHints, ResourcePlan};
+use linkwise::state::{DraGpus, Event, Holdings, NodeState, NumaHints, ResourcePlan};
 use linkwise_kubelet_box::dra::{ClaimRef, DraError, DraKubelet, DraOptions, PodClaims};
 use tempfile::TempDir;
 use tokio::sync::{mpsc, watch};
@@ -62,7 +62,9 @@ pub struct Node {
 pub fn state(machine: &str, dra: DraGpus) -> NodeState {
     let observed = linkwise::machines::load(machine).unwrap().observed;
     let plan = ResourcePlan { dra, ..ResourcePlan::default() };
-    let events = [Event::Planned(Box::new(plan)), Event::Observed(Box::new(observed))];
+    // No pod holds any GPU: then they go to DRA.
+    let unheld = || Event::Holders(Some(Holdings::default()));
+    let events = [Event::Planned(Box::new(plan)), Event::Observed(Box::new(observed)), unheld(), unheld()];
     events.into_iter().fold(NodeState::new(NumaHints::default()), |state, event| state.apply(event, Duration::ZERO).0)
 }
 
