@@ -18,11 +18,12 @@ fn state(dra: DraGpus) -> NodeState {
         serde_json::from_value(serde_json::json!({"index": index, "uuid": uuid, "pci": pci, "minor": index})).unwrap()
     };
     let observed = NodeObservation { gpus: vec![gpu(0), gpu(1)], ..NodeObservation::default() };
-    let (state, _) = NodeState::new(NumaHints::default()).apply(Event::Observed(Box::new(observed)), Duration::ZERO);
     let planned = Event::Planned(Box::new(ResourcePlan { dra, ..ResourcePlan::default() }));
     // No pod holds any: then they go to DRA.
     let unheld = || Event::Holders(Some(Holdings::default()));
-    [planned, unheld(), unheld()].into_iter().fold(state, |state, event| state.apply(event, Duration::ZERO).0)
+    let events = [planned, Event::Observed(Box::new(observed)), unheld(), unheld()];
+    let nothing = NodeState::new(NumaHints::default());
+    events.into_iter().fold(nothing, |state, event| state.apply(event, Duration::ZERO).0)
 }
 
 fn options() -> InjectionOptions {
