@@ -41,7 +41,7 @@ pub fn run(command: Command, clients: runtime::ApiClients<'_>) -> ExitCode {
         Command::Simulate(args) => runtime::block_on(commands::simulate(&args)),
         Command::Snapshot(args) => runtime::block_on(commands::snapshot(&args)),
         Command::Config(args) => commands::config(&args),
-        Command::Doctor(args) => match runtime::block_on(commands::doctor(&args)) {
+        Command::Doctor(args) => match runtime::doctor(&args, clients.doctor) {
             Ok(code) => return code,
             Err(error) => Err(error),
         },

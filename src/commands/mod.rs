@@ -31,7 +31,7 @@ use crate::topology::{Gpu, NodeTopology};
 pub use admin::admin;
 pub use allocate::allocate;
 pub use config::config;
-pub use doctor::doctor;
+pub use doctor::{NodeFeatureFound, NodeFeatures, doctor};
 pub use labels::labels;
 pub use output::print;
 pub use simulate::simulate;

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use linkwise::config::{Cli, Command};
 use linkwise::runtime::ApiClients;
-use linkwise_cluster::{config_manager, dra, labels};
+use linkwise_cluster::{config_manager, doctor, dra, labels};
 
 fn main() -> ExitCode {
     match Cli::read().command {
@@ -14,6 +14,7 @@ fn main() -> ExitCode {
         }
         Command::Labels(args) => labels::run(args),
         Command::Run(args) => dra::run(args),
+        Command::Doctor(args) => doctor::run(args),
         command => linkwise::run(command, ApiClients::default()),
     }
 }
