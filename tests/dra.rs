@@ -15,6 +15,7 @@ mod dra {
     pub mod golden;
     pub mod limits;
     pub mod order;
+    pub mod state;
 }
 #[path = "random_node/mod.rs"]
 mod random_node;

@@ -141,7 +141,8 @@ fn reasons(state: &NodeState, device: &Device) -> Vec<UnhealthyReason> {
     {
         reasons.push(reason.clone());
     }
-    if matches!(state.door(&device.gpu.uuid), Some(Door::FromDra { .. })) {
+    let is_there = state.topology().position(&device.gpu.uuid).is_some();
+    if is_there && matches!(state.door(&device.gpu.uuid), Some(Door::FromDra { .. })) {
         reasons.push(UnhealthyReason::Withdrawn);
     }
     reasons
