@@ -12,6 +12,7 @@
 mod dra {
     pub mod checker;
     pub mod claims;
+    pub mod documented;
     pub mod golden;
     pub mod limits;
     pub mod order;

@@ -36,7 +36,7 @@ pub fn published(observed: &NodeObservation, reasons: &[UnhealthyReason]) -> Vec
 }
 
 /// All that a GPU can have: every fact known, every fabric joined.
-fn rich(mut observed: NodeObservation) -> NodeObservation {
+pub fn rich(mut observed: NodeObservation) -> NodeObservation {
     observed.driver_version = Some("580.95.05".to_owned());
     observed.cuda_version = Some(CudaVersion { major: 13, minor: 0 });
     for gpu in &mut observed.gpus {
@@ -50,7 +50,7 @@ fn rich(mut observed: NodeObservation) -> NodeObservation {
 }
 
 /// All GPUs cut into so many MIG devices, the last with all memory slices.
-fn cut(mut observed: NodeObservation, devices: u32) -> NodeObservation {
+pub fn cut(mut observed: NodeObservation, devices: u32) -> NodeObservation {
     for (gpu, number) in observed.gpus.iter_mut().zip(0..) {
         let device = |index: u32| MigDeviceObservation {
             index,
