@@ -47,6 +47,8 @@ pub fn run(command: Command, clients: runtime::ApiClients<'_>) -> ExitCode {
         },
         Command::Labels(args) if args.node.node.is_some() => runtime::block_on(commands::labels(&args)),
         Command::Labels(args) => runtime::labels(&args, clients.labels),
+        Command::Dra(args) => runtime::block_on(commands::dra(&args)),
+        Command::Claim(args) => commands::claim(&args),
         Command::Admin(args) => runtime::block_on(commands::admin(&args)),
         Command::MpsControlDaemon(args) => match runtime::mps_control_daemon(&args) {
             Ok(code) => return code,
