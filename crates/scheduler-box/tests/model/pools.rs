@@ -125,3 +125,20 @@ fn hopeless_search_is_given_up() {
     let failure = cluster.allocate("n", &[claim(requests, json!([]))]).unwrap_err();
     assert!(matches!(failure, Failure::TooMuchWork { steps: 10_000, .. }), "{failure}");
 }
+
+/// allocateOne goes through combinations, not permutations: where all of a request fits but a later one does not, 4 of 8
+/// devices are tried in C(8,1) + C(8,2) + C(8,3) + C(8,4) = 162 steps, and each of the 70 sets looks at the 8 devices
+/// for the later request.
+#[test]
+fn combinations_are_tried_once() {
+    let requests = json!([
+        {"name": "four", "exactly": {"deviceClassName": "all", "count": 4}},
+        {"name": "none", "exactly": {"deviceClassName": "all", "selectors": [{"cel": {"expression": "false"}}]}},
+    ]);
+    let cluster = cluster(&[slice("a", plain(&["a", "b", "c", "d", "e", "f", "g", "h"]))]);
+    let claims = [claim(requests, json!([]))];
+    let enough = cluster.clone().with_most_steps(162 + 70 * 8).allocate("n", &claims).unwrap_err();
+    assert!(matches!(enough, Failure::Refused(_)), "{enough}");
+    let short = cluster.with_most_steps(162 + 70 * 8 - 1).allocate("n", &claims).unwrap_err();
+    assert!(matches!(short, Failure::TooMuchWork { .. }), "{short}");
+}
