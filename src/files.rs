@@ -1,7 +1,7 @@
 //! Files that are written whole or not at all, and small files that are read with a bound.
 //!
 //! The one writer of files of ours: CDI specs, NCCL's topology file, the health record, MPS markers, snapshots. It
-//! blocks: callers in async code use a blocking task. It starts no task and logs nothing.
+//! blocks: callers in async code use a blocking task, such as that of [`blocking()`]. It logs nothing.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, Read, Write};
@@ -10,6 +10,9 @@ use std::path::Path;
 
 use tempfile::{Builder, NamedTempFile};
 
+/// How the name of a draft begins.
+pub const DRAFT: &str = ".linkwise-";
+
 /// A temporary file beside `path`, removed unless it is placed there. Its name begins with a dot, so that no reader of
 /// the folder takes it for a finished one. `mode` is subject to the umask.
 ///
@@ -17,7 +20,7 @@ use tempfile::{Builder, NamedTempFile};
 ///
 /// The folder does not exist or cannot be written to.
 pub fn draft(path: &Path, mode: u32) -> io::Result<NamedTempFile> {
-    Builder::new().prefix(".linkwise-").permissions(Permissions::from_mode(mode)).tempfile_in(folder(path))
+    Builder::new().prefix(DRAFT).permissions(Permissions::from_mode(mode)).tempfile_in(folder(path))
 }
 
 /// Moves a draft to `path`, over what is there. On return its content and its name are on the disk.
@@ -78,7 +81,7 @@ pub fn write_if_changed(path: &Path, bytes: &[u8], mode: u32) -> io::Result<bool
 /// The operating system's; then `path` is as it was.
 pub fn link(target: &Path, path: &Path) -> io::Result<()> {
     let make = |draft: &Path| std::os::unix::fs::symlink(target, draft);
-    let draft = Builder::new().prefix(".linkwise-").make_in(folder(path), make)?;
+    let draft = Builder::new().prefix(DRAFT).make_in(folder(path), make)?;
     Ok(draft.into_temp_path().persist(path)?)
 }
 
@@ -104,6 +107,29 @@ pub fn read(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
         return Ok(bytes);
     }
     Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("it is longer than {limit} bytes")))
+}
+
+/// Removes a file; on return it is gone from the disk. Returns whether there was one.
+///
+/// # Errors
+///
+/// The operating system's; then it may still be there.
+pub fn remove(path: &Path) -> io::Result<bool> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        other => other?,
+    }
+    File::open(folder(path))?.sync_all()?;
+    Ok(true)
+}
+
+/// Does what blocks in a task of its own, and waits for that. Where the caller stops waiting, it is done all the same.
+///
+/// # Errors
+///
+/// Those of `work`; or it panicked.
+pub async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> io::Result<T> {
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| Err(io::Error::other(error)))
 }
 
 /// Where a path lies; a bare file name lies in the current folder.

@@ -4,10 +4,14 @@
 //! and some file systems have none, so every caller polls as well. Owns one inotify instance for each folder, and its
 //! thread.
 
+mod changes;
+
 use std::path::Path;
 
 use notify::{RecommendedWatcher, RecursiveMode, Watcher};
 use tokio::sync::watch;
+
+pub use changes::Changes;
 
 /// Follows one folder, as long as it lives.
 pub struct FolderWatch {

@@ -11,6 +11,7 @@ pub mod config;
 pub mod demo;
 pub mod dra;
 pub mod files;
+pub mod grpc;
 pub mod hwloc;
 pub mod inotify;
 pub mod kubelet;

@@ -3,7 +3,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "what a helper cannot do fails the test")]
 
 use std::ffi::OsString;
-use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -28,6 +27,8 @@ use tokio::time::timeout;
 mod codes;
 #[path = "nvml/events.rs"]
 mod events;
+#[path = "nvml/life.rs"]
+mod life;
 
 /// After this long, what should have happened will not.
 const LIMIT: Duration = Duration::from_secs(20);
@@ -589,117 +590,4 @@ async fn a_crash_costs_the_child_and_names_the_signal() {
     // It stays ended, and the next child works.
     assert!(said(&mut agent).await.is_err());
     ready(&mut machine.agent()).await;
-}
-
-/// A program that is no linkwise.
-fn stand_in(name: &str) -> AgentCommand {
-    AgentCommand::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/nvml").join(name))
-}
-
-#[tokio::test]
-async fn nonsense_from_a_child_ends_it() {
-    let mut agent = Agent::spawn(&stand_in("babbler.sh")).unwrap();
-    assert!(matches!(next(&mut agent).await, Err(AgentEnded::Protocol(_))));
-    let ended = next(&mut agent).await.unwrap_err();
-    assert!(ended.to_string().contains("SIGKILL"), "{ended}");
-}
-
-#[tokio::test]
-async fn ending_a_child_is_its_own_doing_even_while_a_call_hangs() {
-    let machine = machine();
-    let mut agent = machine.agent();
-    ready(&mut agent).await;
-    machine.tell("hang nvmlDeviceGetTemperature");
-    machine.tell("hang nvmlEventSetWait_v2");
-    let status = timeout(LIMIT, agent.end()).await.unwrap().unwrap();
-    assert!(status.success(), "{status}");
-}
-
-#[tokio::test]
-async fn dropping_the_agent_ends_the_child() {
-    // One that is stopped too, which does not see that its parent is gone.
-    for stopped in [false, true] {
-        let machine = machine();
-        let mut agent = machine.agent();
-        ready(&mut agent).await;
-        if stopped {
-            signal("STOP", &agent);
-        }
-        drop(agent);
-        // Its control socket closes with it.
-        timeout(LIMIT, async {
-            while machine.control.is_heard() {
-                tokio::task::yield_now().await;
-            }
-        })
-        .await
-        .unwrap();
-    }
-}
-
-#[tokio::test]
-async fn a_child_that_ends_before_it_was_heard_is_known_to_have_ended() {
-    let machine = machine();
-    let mut agent = machine.agent();
-    ready(&mut agent).await;
-    signal("STOP", &agent);
-    agent.request(ToAgent::Observe).await.unwrap();
-    signal("KILL", &agent);
-    let ended = said(&mut agent).await.unwrap_err();
-    assert!(ended.to_string().contains("SIGKILL"), "{ended}");
-}
-
-#[tokio::test]
-async fn a_child_that_closes_its_socket_and_stays_is_killed() {
-    let mut agent = Agent::spawn(&stand_in("silent.sh")).unwrap();
-    assert!(matches!(next(&mut agent).await, Err(AgentEnded::Silent)));
-}
-
-/// A child started by hand, with our end of its socket.
-fn by_hand(control: &Control) -> (UnixStream, Child) {
-    let (ours, theirs) = UnixStream::pair().unwrap();
-    let library = Some(fake_nvml::library_path());
-    let command = AgentCommand { library, ..AgentCommand::new("") };
-    let child = Command::new(env!("CARGO_BIN_EXE_linkwise"))
-        .args(["nvml-agent", &serde_json::to_string(&command).unwrap()])
-        .env("FAKE_NVML_MACHINE", machine_file())
-        .env("FAKE_NVML_CONTROL", control.socket())
-        .stdin(OwnedFd::from(theirs))
-        .stderr(Stdio::piped())
-        .kill_on_drop(true)
-        .spawn()
-        .unwrap();
-    (ours, child)
-}
-
-#[tokio::test]
-async fn a_child_that_says_nothing_at_all_is_given_up() {
-    let mut command = stand_in("mute.sh");
-    command.limits = SHORT;
-    let mut agent = Agent::spawn(&command).unwrap();
-    let ended = next(&mut agent).await.unwrap_err();
-    assert!(matches!(ended, AgentEnded::Late(_)), "{ended}");
-    assert_eq!(ended.to_string(), "the NVML agent said nothing within 3s and was killed");
-    let after = next(&mut agent).await.unwrap_err();
-    assert!(after.to_string().contains("SIGKILL"), "{after}");
-}
-
-#[tokio::test]
-async fn a_child_whose_parent_is_gone_ends_even_while_nvml_hangs_at_init() {
-    let machine = machine();
-    machine.tell("hang nvmlInit_v2");
-    let (ours, child) = by_hand(&machine.control);
-    drop(ours);
-    let ended = timeout(LIMIT, child.wait_with_output()).await.unwrap().unwrap();
-    assert!(ended.status.success(), "{ended:?}");
-}
-
-#[tokio::test]
-async fn nonsense_from_the_parent_ends_the_child() {
-    let (mut ours, child) = by_hand(&machine().control);
-    ours.write_all(b"dance\n").unwrap();
-    let ended = timeout(LIMIT, child.wait_with_output()).await.unwrap().unwrap();
-    assert_eq!(ended.status.code(), Some(1));
-    let words = String::from_utf8_lossy(&ended.stderr);
-    assert!(words.contains("from the parent: expected value at line 1"), "{words}");
 }

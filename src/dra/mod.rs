@@ -1,7 +1,280 @@
 //! DRA: the kubelet's other way to GPUs, beside the device plugin.
 //!
-//! `api` is what this module asks of the API server, carried out by `linkwise-cluster`.
+//! Owns two sockets: the registration socket, which the kubelet finds in `plugins_registry`, and the one with the
+//! services DRAPlugin and DRAResourceHealth; further the checkpoints of prepared claims. The runtime makes a [`Plugin`]
+//! and owns the task that runs it; this module starts no task. Wire types stop at `registration.rs`, `service.rs` and
+//! `health.rs`. `machine` decides what to do next with sockets and kubelet, and `life` does it; which devices a claim
+//! gets is decided in the core (`claims`), carried out by `door`, and kept by `store`.
+//!
+//! `api` is what this module asks of the API server, carried out by `linkwise-cluster`: one GET of a claim when it is
+//! prepared for the first time, and none when it is unprepared.
 
 mod api;
+mod door;
+mod health;
+mod life;
+mod machine;
+mod metrics;
+mod registration;
+mod service;
+mod session;
+mod specs;
+mod store;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
+
+use crate::claims::ClaimName;
+use crate::publish::injection::{HostDevices, InjectionOptions};
+use crate::state::NodeState;
+use crate::uds::Callers;
+use door::Door;
+use life::Life;
 
 pub use api::{ApiSide, ClaimQuery, ClaimQueryError, Client, StoredPool};
+pub use metrics::PluginMetrics;
+
+/// The plugin's settings.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// The DRA driver's name, such as `gpu.nvidia.com`.
+    pub driver: String,
+    /// The pool's name in our slices.
+    pub pool: String,
+    /// The kubelet's folder of registration sockets; the kubelet makes it.
+    pub registry: PathBuf,
+    /// The kubelet's folder of plugins; the socket with the services lies in a folder of its own below it. The path is
+    /// sent to the kubelet, so it has to be the same on the host and here.
+    pub plugins: PathBuf,
+    /// Where checkpoints are kept, across restarts: one file for each claim.
+    pub checkpoints: PathBuf,
+    /// The folder of CDI specs: names are checked there, and a claim that has edits of its own gets a file there.
+    pub cdi_folder: PathBuf,
+    /// The kernel's name for this boot; where it is unknown, every claim is read again.
+    pub boot: Option<String>,
+    /// How containers get their GPUs; by CDI and UUID, whatever it says of strategies.
+    pub injection: InjectionOptions,
+    /// What the host has beside its GPUs, as last scanned.
+    pub host_devices: watch::Receiver<Arc<HostDevices>>,
+    /// Whether the first CDI specs are written: before, nothing is registered.
+    pub specs_written: watch::Receiver<bool>,
+    /// Which users may call our sockets.
+    pub callers: Callers,
+    /// How long the API server may take to answer for one claim.
+    pub claim_timeout: Duration,
+    /// How long a claim waits for the CDI specs of its devices, which the agent repairs every 10 s.
+    pub specs_timeout: Duration,
+    /// How long the preparation of one claim may take, disks included. The kubelet waits for 45 s.
+    pub prepare_timeout: Duration,
+    /// How often the health of all devices is sent where nothing changes: the kubelet forgets it after 30 s.
+    pub heartbeat: Duration,
+    /// How often claims that are gone are looked for.
+    pub sweep: Duration,
+    /// How long after our sockets appeared, or after the kubelet went away, new ones are made: a kubelet may miss a
+    /// file.
+    pub offer_timeout: Duration,
+    /// How often the sockets are checked where inotify reports nothing.
+    pub poll: Duration,
+    /// Whether inotify is used. Without it, polling remains.
+    pub inotify: bool,
+    /// The longest pause between attempts; the first retry comes at once, the next after 1/64 of this.
+    pub longest_pause: Duration,
+}
+
+impl Settings {
+    /// The usual settings for a pool of a driver, with the kubelet's folders below `/var/lib/kubelet`.
+    pub fn new(driver: impl Into<String>, pool: impl Into<String>, checkpoints: impl Into<PathBuf>) -> Self {
+        let kubelet = PathBuf::from("/var/lib/kubelet");
+        Self {
+            driver: driver.into(),
+            pool: pool.into(),
+            registry: kubelet.join("plugins_registry"),
+            plugins: kubelet.join("plugins"),
+            checkpoints: checkpoints.into(),
+            cdi_folder: PathBuf::from("/var/run/cdi"),
+            boot: None,
+            injection: InjectionOptions::default(),
+            host_devices: watch::channel(Arc::default()).1,
+            specs_written: watch::channel(true).1,
+            callers: Callers::default(),
+            claim_timeout: Duration::from_secs(15),
+            specs_timeout: Duration::from_secs(15),
+            prepare_timeout: Duration::from_secs(40),
+            heartbeat: Duration::from_secs(15),
+            sweep: Duration::from_secs(600),
+            offer_timeout: Duration::from_secs(60),
+            poll: Duration::from_secs(1),
+            inotify: true,
+            longest_pause: Duration::from_secs(16),
+        }
+    }
+}
+
+/// Where the plugin is in its life with the kubelet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Phase {
+    /// No GPU has been seen yet, or no CDI spec is written.
+    WaitingForGpus,
+    /// There is no folder of registration sockets.
+    WaitingForKubelet,
+    /// Our sockets are being bound.
+    Binding,
+    /// Our sockets are served; the kubelet has not registered the plugin.
+    Offered,
+    /// The kubelet registered the plugin.
+    Registered,
+    /// The kubelet had registered the plugin, and closed its connection.
+    Disconnected,
+    /// The session ended; its connections are closing.
+    Ending,
+    /// A session ended or could not begin; the next attempt follows after a pause.
+    Pausing,
+}
+
+impl Phase {
+    /// The phase in words, for /readyz and the log.
+    pub fn words(self) -> &'static str {
+        match self {
+            Self::WaitingForGpus => "waiting for GPUs and their CDI specs",
+            Self::WaitingForKubelet => "waiting for the kubelet's folder of plugins",
+            Self::Binding => "binding our sockets",
+            Self::Offered => "waiting for the kubelet to register the plugin",
+            Self::Registered => "registered",
+            Self::Disconnected => "registered, and the kubelet is away",
+            Self::Ending => "ending the session, waiting for its connections to close",
+            Self::Pausing => "pausing before the next attempt",
+        }
+    }
+}
+
+/// An occurrence in the plugin, for the log and the metrics.
+#[derive(Clone, Debug)]
+pub enum Occurrence {
+    /// The phase changed.
+    Phase(Phase),
+    /// There is no kubelet to register with, and why not.
+    Waiting(String),
+    /// The kubelet registered the plugin, `Err` with its own text where it refused to.
+    Registered(Result<(), String>),
+    /// A session with the kubelet ended, and why.
+    Ended(String),
+    /// A caller was refused for its uid.
+    Refused {
+        /// Its uid.
+        uid: u32,
+        /// Its pid, where the kernel reports it; 0 for a process of another PID namespace.
+        pid: Option<i32>,
+    },
+    /// A connection could not be accepted, and why not.
+    NotAccepted(String),
+    /// An RPC ended.
+    Rpc {
+        /// `NodePrepareResources`, `GetInfo` ...
+        method: String,
+        /// gRPC's name of the code; `CANCELLED` when the caller disconnected.
+        code: String,
+        /// From the request's head to the end of the answer.
+        elapsed: Duration,
+    },
+    /// A claim was prepared, or could not be.
+    Prepared {
+        /// The claim.
+        claim: ClaimName,
+        /// Its devices by name; `Err` with what the kubelet was told.
+        result: Result<Vec<String>, String>,
+        /// Whether the answer came from the checkpoint, without the API server.
+        repeated: bool,
+        /// How long it took.
+        elapsed: Duration,
+    },
+    /// A claim was unprepared, or could not be.
+    Unprepared {
+        /// The claim.
+        claim: ClaimName,
+        /// `Err` with what the kubelet was told.
+        result: Result<(), String>,
+        /// How long it took.
+        elapsed: Duration,
+    },
+    /// A prepared claim no longer exists in the cluster, and was unprepared; `Err` where that failed.
+    Swept {
+        /// The claim.
+        claim: ClaimName,
+        /// Why not.
+        result: Result<(), String>,
+    },
+    /// A file among the checkpoints is none of ours, or cannot be read; it counts for nothing.
+    CheckpointIgnored {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        why: String,
+        /// Whether it was renamed, so that it is not read again.
+        set_aside: bool,
+    },
+    /// How much is prepared now.
+    Held {
+        /// Claims.
+        claims: usize,
+        /// Their devices.
+        devices: usize,
+    },
+    /// How many health streams the kubelet has open now.
+    HealthStreams(usize),
+}
+
+/// Receives occurrences. Called while the kubelet waits: it must not block.
+pub type Observer = Arc<dyn Fn(Occurrence) + Send + Sync>;
+
+/// Why the plugin cannot run.
+#[derive(Debug, thiserror::Error)]
+pub enum PluginError {
+    /// The folder of checkpoints cannot be made, read or written.
+    #[error("cannot keep checkpoints of claims in {}", folder.display())]
+    Checkpoints {
+        /// The folder.
+        folder: PathBuf,
+        /// What the system says.
+        source: std::io::Error,
+    },
+}
+
+/// The DRA plugin of this node.
+pub struct Plugin {
+    settings: Arc<Settings>,
+    observer: Observer,
+    phase: watch::Sender<Phase>,
+}
+
+impl Plugin {
+    /// A plugin that does nothing until [`Self::run`].
+    pub fn new(settings: Arc<Settings>, observer: Observer) -> Self {
+        Self { settings, observer, phase: watch::Sender::new(Phase::WaitingForGpus) }
+    }
+
+    /// Follows the phase.
+    pub fn phase(&self) -> watch::Receiver<Phase> {
+        self.phase.subscribe()
+    }
+
+    /// Serves until `shutdown`; then ends its connections, removes its sockets and returns. Claims stay prepared.
+    ///
+    /// # Errors
+    ///
+    /// The folder of checkpoints cannot be used: without it the plugin would forget which claims hold which GPUs.
+    pub async fn run(
+        self,
+        snapshot: watch::Receiver<Arc<NodeState>>,
+        claims: mpsc::Sender<ClaimQuery>,
+        shutdown: CancellationToken,
+    ) -> Result<(), PluginError> {
+        let Self { settings, observer, phase } = self;
+        let door = Door::open(Arc::clone(&settings), Arc::clone(&observer), snapshot.clone(), claims).await?;
+        Life::new(settings, Arc::new(door), snapshot, observer, phase).live(&shutdown).await;
+        Ok(())
+    }
+}

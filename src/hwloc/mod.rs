@@ -22,7 +22,7 @@ use crate::topology::{
 };
 use sysfs::Sysfs;
 
-pub use sysfs::{BusGpus, PciBus, held_by_others, rdma_cm_node, rdma_nodes, wsl};
+pub use sysfs::{BusGpus, PciBus, held_by_others, is_tegra, rdma_cm_node, rdma_nodes, wsl};
 
 /// NVIDIA's PCI vendor id.
 const NVIDIA: u16 = 0x10de;

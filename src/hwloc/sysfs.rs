@@ -69,6 +69,12 @@ pub fn wsl<'r>(roots: impl IntoIterator<Item = &'r Path>) -> Option<PathBuf> {
     roots.into_iter().flat_map(signs).find(|sign| sign.exists())
 }
 
+/// Whether this host is one of NVIDIA's Tegra systems (Jetson), by the name that its kernel has for the SoC. Its own GPU
+/// is on no PCI bus, and NVML does not have it.
+pub fn is_tegra(sysfs: &Path) -> bool {
+    fs::read_to_string(sysfs.join("devices/soc0/family")).is_ok_and(|family| family.to_lowercase().starts_with("tegra"))
+}
+
 /// The RDMA devices of this host with their device nodes: `mlx5_0` has `/dev/infiniband/uverbs0`. The kernel names both.
 pub fn rdma_nodes(sysfs: &Path) -> BTreeMap<String, String> {
     let entries = fs::read_dir(sysfs.join("class/infiniband_verbs")).into_iter().flatten().flatten();

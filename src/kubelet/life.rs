@@ -16,11 +16,11 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::changes::Changes;
 use super::machine::{Action, Input, Limits, Machine, Moment};
 use super::session::{Held, Session};
 use super::{Occurrence, Phase, Report, Settings, Sources, pod_resources, register};
 use crate::errors::chain;
+use crate::inotify::Changes;
 use crate::state::{NodeState, ResourceName};
 use crate::uds::FileId;
 

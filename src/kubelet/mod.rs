@@ -6,12 +6,9 @@
 //! (docs/life-cycle.md); what a container gets is `publish::injection`'s. The path of an admission reads one snapshot:
 //! no NVML, no lock that a probe holds, no disk.
 
-mod changes;
 mod channel;
 mod checkpoint;
-mod connection;
 mod convert;
-mod layer;
 mod life;
 mod machine;
 mod metrics;

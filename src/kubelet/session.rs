@@ -15,12 +15,11 @@ use tonic::service::Routes;
 use tower::layer::layer_fn;
 use tower::service_fn;
 
-use super::connection::accepted;
-use super::layer::observed;
 use super::machine::Input;
 use super::service::Service;
-use super::{Report, Settings};
+use super::{Occurrence, Report, Settings};
 use crate::errors::chain;
+use crate::grpc::{Refusal, Rpc, accepted, observed};
 use crate::names::shortened;
 use crate::state::{NodeState, ResourceName};
 use crate::uds::{self, LONGEST_PATH, Peer, SocketFile};
@@ -100,10 +99,19 @@ impl Session {
             narrowing: Mutex::default(),
             end: end.clone(),
         };
-        let connections = accepted(listener, cut.clone(), Arc::clone(&report));
+        let refused = Arc::clone(&report);
+        let refused = move |refusal| {
+            refused(match refusal {
+                Refusal::Caller(peer) => Occurrence::Refused { uid: peer.uid, pid: peer.pid },
+                Refusal::NotAccepted(why) => Occurrence::NotAccepted(why),
+            });
+        };
+        let connections = accepted(listener, cut.clone(), watch::Sender::default(), Arc::new(refused));
+        let ended = move |Rpc { method, code, elapsed }| report(Occurrence::Rpc { method, code, elapsed });
+        let ended: crate::grpc::Report<Rpc> = Arc::new(ended);
         let layer = layer_fn(move |service: Routes| {
-            let report = Arc::clone(&report);
-            service_fn(move |request| observed(service.clone(), request, Arc::clone(&report)))
+            let ended = Arc::clone(&ended);
+            service_fn(move |request| observed(service.clone(), request, Arc::clone(&ended)))
         });
         let server = tonic::transport::Server::builder()
             .layer(layer)

@@ -152,7 +152,7 @@ impl CdiSync {
         let (mut warned, mut failing) = (Once::new(), Once::new());
         loop {
             let current = Arc::clone(&snapshot.borrow_and_update());
-            let has_gpus = !current.offers().resources().is_empty();
+            let has_gpus = current.offers_any();
             let counted = metrics.clone();
             // A file system that hangs must not hold a thread that admissions need.
             let task = tokio::task::spawn_blocking(move || {
@@ -242,7 +242,7 @@ impl HostScan {
     /// no files, and no warnings.
     fn run(&mut self, snapshot: &NodeState, metrics: &cdi::CdiMetrics) -> (HostDevices, Vec<cdi::Warning>, Result<()>) {
         let (mut devices, mut written) = (self.host_devices(), Ok(()));
-        if snapshot.offers().resources().is_empty() {
+        if !snapshot.offers_any() {
             return (devices, Vec::new(), written);
         }
         match self.nccl.as_ref().map(TopologyFile::write) {

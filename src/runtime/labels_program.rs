@@ -23,7 +23,7 @@ use super::node::task_end;
 use super::operator::Release;
 use super::readiness::Idle;
 use crate::config::settings::{ConfigError, load, load_text};
-use crate::config::{Environment, FileWatch, Labels as Options, LabelsArgs, Settings};
+use crate::config::{Environment, FileWatch, Interval, Labels as Options, LabelsArgs, Settings};
 use crate::errors::chain;
 use crate::hwloc;
 use crate::labels::{LabelMetrics, LabelsFile, host};
@@ -32,8 +32,9 @@ use crate::publish::labels::{LabelFacts, labels as labels_of};
 use crate::state::{DriverVersions, Effect, Event, NodeState};
 use crate::topology::{NodeObservation, NodeTopology};
 
-/// Another way out than the file: publishes labels until the token is cancelled.
-pub type Publisher = dyn Fn(LabelsWatch, CancellationToken) -> BoxFuture<'static, Result<()>> + Send + Sync;
+/// Another way out than the file: publishes labels, and compares them with what was published at each interval, until
+/// the token is cancelled.
+pub type Publisher = dyn Fn(LabelsWatch, Interval, CancellationToken) -> BoxFuture<'static, Result<()>> + Send + Sync;
 
 /// Events that may wait.
 const EVENTS: usize = 256;
@@ -166,7 +167,7 @@ impl Life {
         tasks.spawn(source.run(sender).map(|end| ("labels", end)));
         let publisher = publisher.filter(|_| options.node_feature_api);
         if let Some(publisher) = publisher {
-            tasks.spawn(publisher(labels, shutdown.clone()).map(|end| ("NodeFeature", end)));
+            tasks.spawn(publisher(labels, options.interval, shutdown.clone()).map(|end| ("NodeFeature", end)));
         } else {
             let file = LabelsFile::new(&options.output_file);
             if options.node_feature_api {
@@ -247,7 +248,7 @@ async fn once(args: &LabelsArgs, settings: &Settings, publisher: Option<&Publish
     if let Some(publisher) = publisher.filter(|_| options.node_feature_api) {
         // A closed channel: it ends when these are published.
         let (_, labels) = watch::channel(Some(Arc::new(labels)));
-        return publisher(labels, CancellationToken::new()).await;
+        return publisher(labels, options.interval, CancellationToken::new()).await;
     }
     let file = LabelsFile::new(&options.output_file);
     let written = file.write(&labels).with_context(|| format!("cannot write the labels to {file}"))?;

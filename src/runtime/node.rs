@@ -29,7 +29,7 @@ use crate::kubelet::pod_resources::{self, Holders};
 use crate::kubelet::{self, Occurrence, Phase, Plugin, PluginMetrics, Sources};
 use crate::metrics::{self, Metrics};
 use crate::once::Once;
-use crate::state::{Effect, Event, Health, HealthRecord, NodeState, NumaHints, ResourceName};
+use crate::state::{Door, Effect, Event, Health, HealthRecord, NodeState, NumaHints, ResourceName};
 
 /// Events that may be queued: a storm of XIDs waits at its sender, not in memory.
 const EVENTS: usize = 256;
@@ -282,7 +282,7 @@ impl Node {
                 Effect::XidIgnored { gpu, code, times } => {
                     tracing::info!(%gpu, xid = code, times, "an XID that is no fault of the GPU; it stays as it is");
                 }
-                Effect::Keep => drop(self.records.send_replace(Some(self.state.hardware().record()))),
+                Effect::Keep => drop(self.records.send_replace(Some(self.state.record()))),
                 Effect::RecordIgnored { version } => {
                     tracing::warn!(version, "health record not used: another version of linkwise wrote it");
                 }
@@ -297,6 +297,9 @@ impl Node {
                         "pods hold devices that are not offered here, or not any more: \
                          listed as unhealthy until they have ended"
                     );
+                }
+                Effect::DoorChanged { gpu, door } => {
+                    tracing::info!(%gpu, door = door.map_or("none", Door::label), "GPU changes its door");
                 }
                 Effect::Warn(warning) => tracing::warn!("{warning}"),
                 Effect::PlanProblem(problem) => tracing::warn!("{problem}"),

@@ -99,7 +99,7 @@ pub(super) fn orders(node: &Node, release: &Release) -> Orders {
 }
 
 fn clear(snapshot: &NodeState, events: &mpsc::Sender<Event>, gpu: GpuUuid) -> Outcome {
-    if !snapshot.offers().devices().any(|device| device.gpu.uuid == gpu) {
+    if !snapshot.gpus().iter().any(|status| status.gpu.uuid == gpu) {
         return Outcome::Unknown(format!("no GPU {gpu} on this node"));
     }
     match events.try_send(Event::Cleared { gpu: gpu.clone() }) {

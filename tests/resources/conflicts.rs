@@ -80,7 +80,7 @@ fn hardware_held_under_other_name_is_not_offered() {
         let (ended, _) = snapshot.clone().apply(held(&[]), LATER);
         assert_eq!(hindered(&ended, offered), none, "{what}: the pod has ended");
         let (unknown, _) = snapshot.apply(Event::Holders(None), LATER);
-        assert_eq!(hindered(&unknown, offered), none, "{what}: nobody can say");
+        assert_eq!(hindered(&unknown, offered), expected, "{what}: the kubelet restarts, the pod runs on");
     }
 }
 
@@ -102,6 +102,20 @@ fn withdrawn_device_counts_as_held_until_two_lists_lack_it() {
 fn unknown_holders_let_a_plan_apply_at_once() {
     let (snapshot, _) = with(&ResourcePlan::default()).apply(planned(&renamed()), LATER);
     assert_eq!(hindered(&snapshot, "nvidia.com/a100"), [] as [&str; 0]);
+}
+
+/// A kubelet that restarts answers later, and its pods run on.
+#[test]
+fn holders_count_while_the_kubelet_restarts() {
+    let gpu = mixed().gpus[0].uuid.to_string();
+    let (snapshot, _) = with(&ResourcePlan::default()).apply(held(&[("nvidia.com/gpu", &gpu)]), NOW);
+    let (snapshot, _) = snapshot.apply(Event::Holders(None), LATER);
+    let (snapshot, _) = snapshot.apply(planned(&renamed()), LATER);
+    assert_eq!(hindered(&snapshot, "nvidia.com/a100").len(), 4, "the one that is held, and those that may be by now");
+    let again = [("nvidia.com/gpu", gpu.as_str())];
+    let (snapshot, _) = snapshot.apply(held(&again), LATER);
+    let (snapshot, _) = snapshot.apply(held(&again), LATER);
+    assert_eq!(hindered(&snapshot, "nvidia.com/a100"), [gpu.as_str()]);
 }
 
 /// The kubelet keeps the devices of an init container that has ended until its pod ends.

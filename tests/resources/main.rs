@@ -9,6 +9,7 @@
 )]
 
 mod conflicts;
+mod doors;
 mod hardware;
 mod invariants;
 mod look;

@@ -22,6 +22,15 @@ async fn a_node_without_gpus_stays_up_and_is_as_ready_as_it_will_be() {
 }
 
 #[tokio::test]
+async fn idle_node_that_is_a_tegra_is_named() {
+    let setup = Setup::with(BARE);
+    std::fs::create_dir_all(setup.at("sys/devices/soc0")).unwrap();
+    std::fs::write(setup.at("sys/devices/soc0/family"), "Tegra\n").unwrap();
+    let node = setup.start().await;
+    node.ready(200, "this is a Tegra, whose integrated GPU needs the NVIDIA device plugin").await;
+}
+
+#[tokio::test]
 async fn a_gpu_on_the_bus_that_nvml_does_not_list_is_not_ready() {
     let setup = Setup::with(BARE);
     setup.on_bus("0000:3b:00.0");

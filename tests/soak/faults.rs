@@ -299,6 +299,7 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     let faults = if random.one_in(4) { vec![random.of(&BEHIND), random.of(&BETWEEN)] } else { vec![random.of(&all)] };
     let (gpu, alone) = (random.within(0..GPUS), faults.len() == 1);
     let names: Vec<&str> = faults.iter().map(|fault| fault.name()).collect();
+    world.ledger.round(format!("{} (GPU {gpu})", names.join(" and ")));
     world.disturbance.set(faults.iter().any(|fault| fault.is_between()));
     world.sharing.set(faults.contains(&GpusShared));
     // Where GPUs begin to be shared each waits for the pods that hold it; a kubelet that loses its stream calls all ill.
@@ -326,7 +327,7 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
     if let Some(others) = others {
         if others.is_finished() {
             print_log(world);
-            world.ledger.error(format!("during {}: {}", names.join(" and "), others.await.unwrap()));
+            world.ledger.error(others.await.unwrap());
             return false;
         }
         others.abort();
@@ -343,12 +344,16 @@ pub async fn round(world: &mut World, random: &mut Random) -> bool {
         }
         Err(missing) => {
             print_log(world);
-            world.ledger.error(format!("{}: not over within {RECOVERY:?}: {missing}", names.join(" and ")));
+            world.ledger.error(format!("not over within {RECOVERY:?}: {missing}"));
             return false;
         }
     }
     for violation in world.kubelet.violations() {
-        world.ledger.error(format!("after {}: {violation:?}", names.join(" and ")));
+        world.ledger.error(format!("{violation:?}"));
+        return false;
+    }
+    if !world.ledger.errors().is_empty() {
+        print_log(world);
         return false;
     }
     // A moment in which nothing happens: for what comes late.

@@ -18,6 +18,8 @@ struct Books {
     lines: usize,
     starts: u64,
     errors: Vec<String>,
+    /// The faults of this round.
+    round: String,
 }
 
 #[derive(Default)]
@@ -80,9 +82,17 @@ impl Ledger {
         self.books(|books| books.lines += lines);
     }
 
+    /// A round begins, with these faults.
+    pub fn round(&self, faults: String) {
+        self.books(|books| books.round = faults);
+    }
+
     pub fn error(&self, error: String) {
-        println!("error: {error}");
-        self.books(|books| books.errors.push(error));
+        self.books(|books| {
+            let error = format!("during {}: {error}", books.round);
+            println!("error: {error}");
+            books.errors.push(error);
+        });
     }
 
     pub fn errors(&self) -> Vec<String> {

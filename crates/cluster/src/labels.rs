@@ -4,9 +4,11 @@
 //! for the NodeFeature API.
 
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Result, bail};
-use linkwise::config::{Command, LabelsArgs};
+use linkwise::config::{Command, Interval, LabelsArgs};
 use linkwise::runtime::{LabelsWatch, Publisher};
 use tokio_util::sync::CancellationToken;
 
@@ -15,6 +17,9 @@ use crate::metrics::ApiMetrics;
 use crate::node_feature::{NodeFeatureMetrics, NodeFeatureSettings, NodeFeatureWriter};
 use crate::server::{ApiServer, Pace};
 
+/// The shortest time for which the object is left alone: shorter intervals are valid, and would keep the API server busy.
+const SHORTEST: Duration = Duration::from_secs(10);
+
 /// Publishes labels until a signal ends it; without an API server in the file that NFD reads.
 pub fn run(mut args: Box<LabelsArgs>) -> ExitCode {
     // The client's own lines about failures, which are logged here once.
@@ -22,15 +27,19 @@ pub fn run(mut args: Box<LabelsArgs>) -> ExitCode {
     let Ok(access) = Access::of(&args.api.server) else { return linkwise::run(Command::Labels(args), None) };
     let (node, namespace, pod) = (args.api.node_name.clone(), args.api.namespace.clone(), args.api.pod_name.clone());
     let pod = pod.filter(|pod| !pod.is_empty());
-    let publisher = move |labels: LabelsWatch, shutdown: CancellationToken| {
+    // A new configuration begins anew, and GPU Feature Discovery's object is replaced once by a process.
+    let replaced = Arc::default();
+    let publisher = move |labels: LabelsWatch, interval: Interval, shutdown: CancellationToken| {
         let (access, node, namespace, pod) = (access.clone(), node.clone(), namespace.clone(), pod.clone());
+        let replaced = Arc::clone(&replaced);
         let task = async move {
             let Some(node) = node.filter(|node| !node.is_empty()) else {
                 bail!("--node-name (NODE_NAME) must not be empty: it names the NodeFeature object")
             };
             // No port serves these here.
-            let server = ApiServer::new(access, Pace::DEFAULT, ApiMetrics::default());
-            let settings = NodeFeatureSettings { node, namespace, pod };
+            let server =
+                ApiServer::new(access, Pace { reassert: reassert(interval), ..Pace::DEFAULT }, ApiMetrics::default());
+            let settings = NodeFeatureSettings { node, namespace, pod, replaced };
             NodeFeatureWriter::new(server, settings, NodeFeatureMetrics::default()).run(labels, shutdown).await;
             Ok(())
         };
@@ -38,4 +47,12 @@ pub fn run(mut args: Box<LabelsArgs>) -> ExitCode {
     };
     let publisher: &Publisher = &publisher;
     linkwise::run(Command::Labels(args), Some(publisher))
+}
+
+/// How long the object is left alone, by the interval that is configured.
+fn reassert(interval: Interval) -> Duration {
+    match interval {
+        Interval::Every(time) => time.max(SHORTEST),
+        Interval::Infinite => Duration::MAX,
+    }
 }

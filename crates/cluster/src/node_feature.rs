@@ -9,6 +9,8 @@ mod standing;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
@@ -36,7 +38,7 @@ const OBJECT: &str = "nodefeatures";
 type Labels = BTreeMap<String, String>;
 
 /// Which object is written, and as whose.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 pub struct NodeFeatureSettings {
     /// The node.
     pub node: String,
@@ -45,6 +47,9 @@ pub struct NodeFeatureSettings {
     /// The name of our pod in that namespace, where it is known: its DaemonSet becomes the object's owner, so that the
     /// labels go with it. A pod never is: its successor could not take the object over.
     pub pod: Option<String>,
+    /// Whether GPU Feature Discovery's object was replaced. All writers of a process share it: one that comes again is
+    /// of a GPU Feature Discovery that runs.
+    pub replaced: Arc<AtomicBool>,
 }
 
 /// Whether the object is ours.
@@ -87,8 +92,6 @@ pub struct NodeFeatureWriter {
     owner: Option<Option<OwnerReference>>,
     /// What this process wrote last.
     written: Option<Arc<Labels>>,
-    /// Whether this process has replaced GPU Feature Discovery's object.
-    replaced: bool,
     /// Whether the server forbids to patch or delete: then objects are created and updated, as NVIDIA's role allows.
     by_update: bool,
     /// The managers that were reported last.
@@ -99,17 +102,7 @@ impl NodeFeatureWriter {
     /// Asks nothing yet.
     pub fn new(server: ApiServer, settings: NodeFeatureSettings, metrics: NodeFeatureMetrics) -> Self {
         let attempts = Attempts::of("write the NodeFeature of Node Feature Discovery", server.pace());
-        Self {
-            server,
-            settings,
-            metrics,
-            attempts,
-            owner: None,
-            written: None,
-            replaced: false,
-            by_update: false,
-            reported: None,
-        }
+        Self { server, settings, metrics, attempts, owner: None, written: None, by_update: false, reported: None }
     }
 
     /// Keeps the object as the labels are until `shutdown`, or until the channel is closed. Nothing is written while
@@ -150,7 +143,7 @@ impl NodeFeatureWriter {
         };
         let wanted = object(&self.settings, owner, labels);
         let found = self.found().await?;
-        let standing = standing(found.as_ref(), &wanted, self.written.as_deref(), self.replaced);
+        let standing = standing(found.as_ref(), &wanted, self.written.as_deref(), self.settings.replaced.load(Relaxed));
         self.metrics.foreign.set(i64::from(matches!(standing, Standing::Foreign(_))));
         match standing {
             Standing::Same => {}
@@ -160,7 +153,7 @@ impl NodeFeatureWriter {
             }
             Standing::Replaceable => {
                 self.replace(found.as_ref(), &wanted).await?;
-                self.replaced = true;
+                self.settings.replaced.store(true, Relaxed);
                 let (name, namespace) = (self.name(), &self.settings.namespace);
                 tracing::info!(name, namespace, "NodeFeature taken over from GPU Feature Discovery");
             }

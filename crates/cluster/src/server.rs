@@ -42,7 +42,7 @@ impl Pace {
         watch: Duration::from_secs(290),
         first: Duration::from_secs(1),
         longest: Duration::from_secs(120),
-        reassert: Duration::from_secs(3600),
+        reassert: Duration::from_secs(60),
     };
 }
 

@@ -1,7 +1,7 @@
 //! The generated wire types of the kubelet's APIs.
 //!
-//! Generated from `proto/` by the build script. linkwise's `kubelet` module speaks the plugin's side, the kubelet in
-//! the box (`crates/kubelet-box`) the kubelet's.
+//! Generated from `proto/` by the build script. linkwise's `kubelet` and `dra` modules speak the plugin's side, the
+//! kubelet in the box (`crates/kubelet-box`) the kubelet's.
 
 /// Device plugin API v1beta1 (`proto/deviceplugin/v1beta1/api.proto`).
 #[allow(clippy::all, clippy::pedantic, clippy::restriction, missing_docs, reason = "generated")]
@@ -22,4 +22,55 @@ pub mod v1beta1 {
 #[allow(clippy::all, clippy::pedantic, clippy::restriction, missing_docs, reason = "generated")]
 pub mod podresources {
     include!(concat!(env!("OUT_DIR"), "/podresources/v1.rs"));
+}
+
+/// Plugin registration API v1 (`proto/pluginregistration/v1/api.proto`).
+#[allow(clippy::all, clippy::pedantic, clippy::restriction, missing_docs, reason = "generated")]
+pub mod pluginregistration {
+    include!(concat!(env!("OUT_DIR"), "/pluginregistration/pluginregistration.rs"));
+
+    /// The value of `PluginInfo::type` of a DRA driver.
+    pub const DRA_PLUGIN: &str = "DRAPlugin";
+}
+
+/// The DRA plugin API. Both versions have the messages of [`dra::v1`].
+pub mod dra {
+    /// Version v1, of kubelets from 1.34 on (`proto/dra/v1/api.proto`).
+    #[allow(clippy::all, clippy::pedantic, clippy::restriction, missing_docs, reason = "generated")]
+    pub mod v1 {
+        include!(concat!(env!("OUT_DIR"), "/dra/k8s.io.kubelet.pkg.apis.dra.v1.rs"));
+
+        /// Its name among `PluginInfo::supported_versions`.
+        pub const SERVICE: &str = "v1.DRAPlugin";
+    }
+
+    /// Version v1beta1 (`proto/dra/v1beta1/api.proto`).
+    #[allow(clippy::all, clippy::pedantic, clippy::restriction, missing_docs, reason = "generated")]
+    pub mod v1beta1 {
+        include!(concat!(env!("OUT_DIR"), "/dra/k8s.io.kubelet.pkg.apis.dra.v1beta1.rs"));
+
+        /// Its name among `PluginInfo::supported_versions`.
+        pub const SERVICE: &str = "v1beta1.DRAPlugin";
+    }
+}
+
+/// The DRA health API. Both versions have the messages of [`dra_health::v1alpha1`].
+pub mod dra_health {
+    /// Version v1alpha1, of kubelets from 1.34 on (`proto/dra-health/v1alpha1/api.proto`).
+    #[allow(clippy::all, clippy::pedantic, clippy::restriction, missing_docs, reason = "generated")]
+    pub mod v1alpha1 {
+        include!(concat!(env!("OUT_DIR"), "/dra-health/v1alpha1.rs"));
+
+        /// Its name among `PluginInfo::supported_versions`.
+        pub const SERVICE: &str = "v1alpha1.DRAResourceHealth";
+    }
+
+    /// Version v1, of kubelets from 1.37 on (`proto/dra-health/v1/api.proto`).
+    #[allow(clippy::all, clippy::pedantic, clippy::restriction, missing_docs, reason = "generated")]
+    pub mod v1 {
+        include!(concat!(env!("OUT_DIR"), "/dra-health/v1.rs"));
+
+        /// Its name among `PluginInfo::supported_versions`.
+        pub const SERVICE: &str = "v1.DRAResourceHealth";
+    }
 }

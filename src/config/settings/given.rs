@@ -11,7 +11,7 @@ use serde::{Serialize, Serializer};
 
 use crate::config::file::{Node, Value};
 use crate::quote::{excerpt, quoted};
-use crate::state::{ResourceName, ResourceNameError};
+use crate::state::{DraGpus, GpuSelector, ResourceName, ResourceNameError};
 use crate::words::Words;
 
 /// A value as it was written.
@@ -156,6 +156,41 @@ pub fn uids(given: Given<'_>) -> Result<Vec<u32>, String> {
     given.items("a list of user ids", |item| whole(item, 0, u32::MAX))
 }
 
+/// One GPU, or all of a model, as `linkwise.filter.exclude` names them.
+pub fn gpu_selector(given: Given<'_>) -> Result<GpuSelector, String> {
+    let selector = match given {
+        Given::Node(Node { value: Value::Whole(number), .. }) => u32::try_from(*number).ok().map(GpuSelector::Index),
+        _ => given.text().filter(|text| !text.trim().is_empty()).map(|text| GpuSelector::from(text.trim())),
+    };
+    selector.ok_or_else(|| given.refused("an index, a UUID, a PCI address or a model"))
+}
+
+/// `none`, `all`, or GPUs.
+pub fn dra_gpus(given: Given<'_>) -> Result<DraGpus, String> {
+    match given.text().map(str::trim) {
+        Some("none") => return Ok(DraGpus::None),
+        Some("all") => return Ok(DraGpus::All),
+        _ => {}
+    }
+    let expected = "none, all, or a list of indices, UUIDs, PCI addresses and models";
+    let gpus = given.items(expected, |item| match item.text().map(str::trim) {
+        Some(word @ ("none" | "all")) => Err(format!("{word} cannot be one of several: expected {expected}")),
+        _ => gpu_selector(item),
+    })?;
+    Ok(if gpus.is_empty() { DraGpus::None } else { DraGpus::Some(gpus) })
+}
+
+/// The name of a DRA driver: a DNS subdomain of at most 63 characters (k8s `ValidateDriverName`).
+pub fn dra_driver(given: Given<'_>) -> Result<String, String> {
+    let is_label = |label: &str| {
+        let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+        !label.is_empty() && !label.starts_with('-') && !label.ends_with('-') && label.bytes().all(inner)
+    };
+    let name = given.text().filter(|name| name.len() <= 63 && name.split('.').all(is_label));
+    let expected = "a DNS name of at most 63 characters, such as gpu.nvidia.com";
+    name.map(str::to_owned).ok_or_else(|| given.refused(expected))
+}
+
 /// IMEX channels: none, or channel 0, which is all that the NVIDIA plugin allows.
 pub fn imex_channels(given: Given<'_>) -> Result<Vec<u32>, String> {
     let channels = given.items("a list of channels", |item| whole(item, 0, u32::MAX))?;
@@ -239,7 +274,7 @@ fn go_duration(text: &str) -> Option<Duration> {
 mod tests {
     use super::super::choices::DeviceListStrategy;
     use super::*;
-    use crate::state::{MigStrategy, NumaHints};
+    use crate::state::{MigStrategy, NumaHints, Pattern};
 
     fn node(value: Value) -> Node {
         Node { line: 1, value }
@@ -289,6 +324,30 @@ mod tests {
         }
         assert!(choices::<DeviceListStrategy>(Given::Text(",")).is_err());
         assert!(choices::<DeviceListStrategy>(Given::Text("envvars")).is_err());
+    }
+
+    #[test]
+    fn gpus_of_dra_are_none_all_or_a_list() {
+        let read = |text| dra_gpus(Given::Text(text));
+        assert_eq!((read("none"), read(" all "), read("")), (Ok(DraGpus::None), Ok(DraGpus::All), Ok(DraGpus::None)));
+        let mixed = vec![GpuSelector::Index(0), GpuSelector::Model(Pattern::new("*H100*"))];
+        assert_eq!(read("0, *H100*"), Ok(DraGpus::Some(mixed.clone())));
+        let list = node(Value::List(vec![node(Value::Whole(0)), node(Value::Text("*H100*".into()))]));
+        assert_eq!(dra_gpus(Given::Node(&list)), Ok(DraGpus::Some(mixed)));
+        assert_eq!(dra_gpus(Given::Node(&node(Value::Whole(3)))), Ok(DraGpus::Some(vec![GpuSelector::Index(3)])));
+        for wrong in ["0,,1", "all,0", "0,none"] {
+            assert!(read(wrong).is_err(), "{wrong}");
+        }
+        assert!(dra_gpus(Given::Node(&node(Value::Bool(true)))).is_err());
+        assert!(dra_gpus(Given::Node(&node(Value::List(vec![node(Value::Whole(-1))])))).is_err());
+    }
+
+    #[test]
+    fn dra_driver_is_a_dns_name() {
+        assert_eq!(dra_driver(Given::Text("gpu.nvidia.com")).unwrap(), "gpu.nvidia.com");
+        for wrong in ["", ".", "gpu.", "-gpu.nvidia.com", "GPU.nvidia.com", "gpu_nvidia.com", &"a".repeat(64)] {
+            assert!(dra_driver(Given::Text(wrong)).is_err(), "{wrong}");
+        }
     }
 
     #[test]

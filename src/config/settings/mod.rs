@@ -30,8 +30,8 @@ use crate::state::{
     DraGpus, Filter, GpuSelector, MigStrategy, NumaHints, ResourceName, ResourcePlan, Sharing, XidClass,
 };
 use given::{
-    Given, absolute, address, boolean, choice, choices, imex_channels, interval, path, path_or_empty, resource_name,
-    text, texts, uids, whole,
+    Given, absolute, address, boolean, choice, choices, dra_driver, dra_gpus, imex_channels, interval, path,
+    path_or_empty, resource_name, text, texts, uids, whole,
 };
 use row::Row;
 
@@ -48,6 +48,9 @@ pub(super) const KUBELET_SOCKET: &str = "/var/lib/kubelet/device-plugins/kubelet
 
 /// The kubelet's PodResources socket, where it usually is.
 pub(super) const POD_RESOURCES_SOCKET: &str = "/var/lib/kubelet/pod-resources/kubelet.sock";
+
+/// NVIDIA's DRA driver, whose place linkwise takes on a node.
+pub(super) const DRA_DRIVER: &str = "gpu.nvidia.com";
 
 /// A setting.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -373,6 +376,22 @@ settings! {
     /// Serve `linkwise admin` on this Unix socket, for root and linkwise's own user; without it, it is not served
     admin_socket: Option<PathBuf> = None, "linkwise.adminSocket",
         Row::new(|given| path(given).map(Some)).flag("admin-socket", "PATH").variables(&["LINKWISE_ADMIN_SOCKET"]);
+    /// The GPUs offered through DRA and not through the device plugin: none, all, or a list of indices, UUIDs, PCI
+    /// addresses and models
+    dra_gpus: DraGpus = DraGpus::None, "linkwise.dra.gpus",
+        Row::new(dra_gpus).flag("dra-gpus", "LIST").variables(&["LINKWISE_DRA_GPUS"]).at_once();
+    /// The name of the DRA driver: NVIDIA's, so that its DeviceClasses and claims work unchanged
+    dra_driver_name: String = DRA_DRIVER.to_owned(), "linkwise.dra.driverName",
+        Row::new(dra_driver).flag("dra-driver-name", "NAME").variables(&["LINKWISE_DRA_DRIVER_NAME"]);
+    /// Evict pods from a GPU that is lost: its taint has the effect NoExecute
+    dra_evict_lost: bool = false, "linkwise.dra.evictLost",
+        Row::new(boolean).flag("dra-evict-lost", "BOOL").variables(&["LINKWISE_DRA_EVICT_LOST"]);
+    /// The kubelet's folder for the sockets of DRA drivers; ours is made in a folder of the driver's name
+    dra_plugins_dir: PathBuf = PathBuf::from("/var/lib/kubelet/plugins"), "linkwise.dra.pluginsDir",
+        Row::new(absolute).flag("dra-plugins-dir", "PATH").variables(&["LINKWISE_DRA_PLUGINS_DIR"]);
+    /// The kubelet's folder in which DRA drivers register
+    dra_registry_dir: PathBuf = PathBuf::from("/var/lib/kubelet/plugins_registry"), "linkwise.dra.registryDir",
+        Row::new(absolute).flag("dra-registry-dir", "PATH").variables(&["LINKWISE_DRA_REGISTRY_DIR"]);
 }
 
 /// Sharing as the file has it, under the key of its kind.
@@ -402,7 +421,7 @@ impl Settings {
             gpu_names: self.resources.value.gpus.clone(),
             mig_names: self.resources.value.mig.clone(),
             sharing: self.sharing.value.clone(),
-            dra: DraGpus::None,
+            dra: self.dra_gpus.value.clone(),
             filter: Filter { exclude: self.exclude.value.clone(), exclude_displays: self.exclude_displays.value },
             policies: self.policies.value.clone(),
             shared_policy: (shared_policy.origin != Origin::Default).then(|| shared_policy.value.into()),

@@ -5,8 +5,8 @@ use super::{DiscoveryStrategy, Origin, Settings, SharedPolicy};
 use crate::config::file::{Finding, Severity};
 use crate::quote::{excerpt, quoted};
 use crate::state::{
-    DeviceSelector, GpuSelector, MigStrategy, NamePattern, Pattern, ResourceName, SharedDevices, SharedResource,
-    SharingKind,
+    DeviceSelector, DraGpus, GpuSelector, MigStrategy, NamePattern, Pattern, ResourceName, SharedDevices,
+    SharedResource, SharingKind,
 };
 
 /// What --cdi-disable-hooks can leave out: all hooks, or those of NVIDIA's names that linkwise's CDI specs may have.
@@ -53,6 +53,7 @@ pub fn check(settings: &Settings, lists: &Lists, findings: &mut Vec<Finding>) {
         }
     }
     exclusions(&lists.exclude, findings);
+    dra_gpus(settings, &lists.exclude, findings);
     discovery(settings, findings);
     without_effect(settings, findings);
 }
@@ -151,6 +152,23 @@ fn exclusions(excluded: &[Item<GpuSelector>], findings: &mut Vec<Finding>) {
         if let Some(problem) = same.map(again).or(wider) {
             findings.push(Finding::error(later.line, &later.key, problem));
         }
+    }
+}
+
+/// No GPU is listed twice for DRA, and none is excluded too.
+fn dra_gpus(settings: &Settings, excluded: &[Item<GpuSelector>], findings: &mut Vec<Finding>) {
+    let DraGpus::Some(gpus) = &settings.dra_gpus.value else { return };
+    for (number, gpu) in gpus.iter().enumerate() {
+        let name = excerpt(&gpu.to_string());
+        let again = gpus.iter().take(number).any(|earlier| earlier == gpu);
+        let again = again.then(|| format!("{name} is listed twice"));
+        let excluded = excluded.iter().find(|excluded| excluded.value == *gpu);
+        let excluded = excluded.map(|excluded| {
+            format!("{name} is offered through DRA, but left out by linkwise.filter.exclude in line {}", excluded.line)
+        });
+        let origin = settings.dra_gpus.origin;
+        let problem = again.or(excluded);
+        findings.extend(problem.map(|problem| origin.finding("linkwise.dra.gpus", Severity::Error, problem)));
     }
 }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use super::given::{Given, boolean, resource_name};
+use super::given::{Given, boolean, gpu_selector, resource_name};
 use super::{Origin, Setting};
 use crate::config::file::{File, Finding, Node, Value};
 use crate::quote::excerpt;
@@ -126,17 +126,14 @@ pub fn exclude(file: &File, findings: &mut Vec<Finding>) -> Vec<Item<GpuSelector
         return Vec::new();
     };
     let read = |(number, item): (usize, &Node)| {
-        let selector = match &item.value {
-            Value::Whole(number) => u32::try_from(*number).ok().map(GpuSelector::Index),
-            Value::Text(text) if !text.trim().is_empty() => Some(GpuSelector::from(text.as_str())),
-            _ => None,
-        };
         let (line, key) = (item.line, format!("{PATH}[{number}]"));
-        if selector.is_none() {
-            let problem = Given::Node(item).refused("an index, a UUID, a PCI address or a model");
-            findings.push(Finding::error(line, &key, problem));
+        match gpu_selector(Given::Node(item)) {
+            Ok(value) => Some(Item { value, line, key }),
+            Err(problem) => {
+                findings.push(Finding::error(line, &key, problem));
+                None
+            }
         }
-        Some(Item { value: selector?, line, key })
     };
     items.iter().enumerate().filter_map(read).collect()
 }

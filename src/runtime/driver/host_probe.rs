@@ -6,7 +6,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use crate::hwloc::{BusGpus, PciBus, held_by_others};
+use crate::hwloc::{BusGpus, PciBus, held_by_others, is_tegra};
 use crate::state::NodeIdentity;
 use crate::topology::PciAddress;
 
@@ -22,6 +22,8 @@ pub(super) struct HostFingerprint {
     pub identity: NodeIdentity,
     /// The library that a new agent would load, as far as that is known.
     pub library: Option<Library>,
+    /// Whether the host is a Tegra, whose own GPU is on no PCI bus.
+    pub is_tegra: bool,
 }
 
 impl HostFingerprint {
@@ -83,7 +85,8 @@ impl HostProbe {
         let path = loadable(maps.as_deref().and_then(|maps| mapped(maps, library)), library).or(self.library.take());
         self.library.clone_from(&path);
         let library = path.map(|path| Library { file: file_id(&path), path });
-        HostFingerprint { bus: self.bus.gpus(&self.sysfs), identity: identity(&self.sysfs), library }
+        let is_tegra = is_tegra(&self.sysfs);
+        HostFingerprint { bus: self.bus.gpus(&self.sysfs), identity: identity(&self.sysfs), library, is_tegra }
     }
 }
 
@@ -151,7 +154,7 @@ mod tests {
     fn library_changed_only_where_its_path_was_known() {
         let probed = |library: Option<(&str, u64)>| {
             let library = library.map(|(path, inode)| Library { path: path.into(), file: Some((1, inode, 0, 0, 9)) });
-            HostFingerprint { bus: None, identity: NodeIdentity::default(), library }
+            HostFingerprint { bus: None, identity: NodeIdentity::default(), library, is_tegra: false }
         };
         let before = probed(Some(("/a", 1)));
         for (library, other) in

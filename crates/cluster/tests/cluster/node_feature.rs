@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use linkwise_api_server_box::{Answer, Fault, Key, ResourceType};
@@ -23,9 +25,14 @@ struct Writing {
 }
 
 fn write(cluster: &Cluster, pace: Pace, pod: Option<&str>) -> Writing {
+    write_again(cluster, pace, pod, Arc::default())
+}
+
+/// Another writer of a process that may have `replaced` GPU Feature Discovery's object.
+fn write_again(cluster: &Cluster, pace: Pace, pod: Option<&str>, replaced: Arc<AtomicBool>) -> Writing {
     let (labels, follow) = watch::channel(None);
-    let settings =
-        NodeFeatureSettings { node: "n".to_owned(), namespace: "gpu".to_owned(), pod: pod.map(str::to_owned) };
+    let (node, namespace) = ("n".to_owned(), "gpu".to_owned());
+    let settings = NodeFeatureSettings { node, namespace, pod: pod.map(str::to_owned), replaced };
     let metrics = NodeFeatureMetrics::default();
     let writer = NodeFeatureWriter::new(cluster.client(pace), settings, metrics.clone());
     Writing { labels, metrics, running: Running::of(|shutdown| writer.run(follow, shutdown)) }
@@ -129,6 +136,26 @@ async fn object_of_gfd_is_replaced_once_whole() {
     assert_eq!(cluster.server.object(&key()).unwrap()["spec"]["labels"], of_gfd()["spec"]["labels"]);
     assert_eq!(cluster.count("DELETE", "nodefeatures"), 1);
     writing.running.end().await;
+}
+
+#[tokio::test]
+async fn object_of_gfd_is_replaced_once_by_a_process() {
+    let cluster = Cluster::start().await;
+    let replaced = Arc::new(AtomicBool::new(false));
+    for _ in 0..2 {
+        // A new configuration makes a new writer.
+        cluster.server.put(GFD, &key(), of_gfd());
+        let first = !replaced.load(Relaxed);
+        let writing = write_again(&cluster, PACE, None, Arc::clone(&replaced));
+        writing.labels.send_replace(Some(of([("a", "1")])));
+        if first {
+            written(&cluster, json!({"a": "1"})).await;
+        } else {
+            until(|| writing.metrics.is_foreign()).await;
+        }
+        writing.running.end().await;
+    }
+    assert_eq!(cluster.count("DELETE", "nodefeatures"), 1);
 }
 
 #[tokio::test]

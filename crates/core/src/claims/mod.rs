@@ -3,9 +3,23 @@
 //! Pure: a claim and a snapshot in, devices and their CDI names or the claim's error out. The DRA plugin (`dra`) carries
 //! it out and keeps checkpoints; it reads claims from their JSON too.
 
+mod config;
+mod device;
+mod plan;
+
 use crate::prelude::*;
+use core::fmt;
 
 use serde::{Deserialize, Serialize};
+
+pub use config::ConfigError;
+pub use device::{devices, hardware_of};
+pub use plan::{CLAIM_KIND, ClaimError, Edits, Holder, Node, Prepared, PreparedDevice, claim_device, plan};
+
+/// The request without its alternative: `gpus` of `gpus/quad`.
+fn base(request: &str) -> &str {
+    request.split('/').next().unwrap_or(request)
+}
 
 /// A claim as the kubelet names it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -16,6 +30,13 @@ pub struct ClaimName {
     pub name: String,
     /// Its UID: another claim of the same name has another.
     pub uid: String,
+}
+
+impl fmt::Display for ClaimName {
+    /// `namespace/name`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
 }
 
 /// What linkwise reads of a `ResourceClaim` (`resource.k8s.io/v1`).

@@ -8,6 +8,7 @@
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::{MpsClient, RdmaNodes, below};
@@ -138,7 +139,8 @@ pub struct Injection {
 }
 
 /// A device node, by its absolute paths.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct DeviceNode {
     /// On the host.
     pub host: String,
@@ -147,7 +149,8 @@ pub struct DeviceNode {
 }
 
 /// A bind mount, by its absolute paths.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Mount {
     /// On the host.
     pub host: String,

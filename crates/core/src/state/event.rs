@@ -9,7 +9,8 @@ use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, MigUuid, NodeObservation, TopologyWarning};
 
 use super::device::{Health, ResourceName};
-use super::ledger::Holdings;
+use super::doors::Door;
+use super::ledger::{Holdings, PreparedClaim};
 use super::mps::MpsShare;
 use super::numa_hints::NumaHints;
 use super::plan::ResourcePlan;
@@ -73,6 +74,8 @@ pub enum Event {
     /// The devices that pods hold, as the kubelet lists them; `None` where it cannot be asked. An orphan leaves the list when
     /// two in a row do not have it.
     Holders(Option<Holdings>),
+    /// All claims that our DRA plugin has prepared or is about to prepare.
+    Prepared(Vec<PreparedClaim>),
     /// Which boot and which load of the driver this is: before the first look, and before each that another child made.
     Identified(NodeIdentity),
     /// What was kept when our last process ended, before [`Self::Identified`].
@@ -113,7 +116,7 @@ pub enum Effect {
         /// How often it came: the first time at once, then what came in a minute as one.
         times: u64,
     },
-    /// Write [`super::Hardware::record`] where the next process will find it.
+    /// Write [`super::NodeState::record`] where the next process will find it.
     Keep,
     /// Report, once, that the driver asks for something that this version does not know. It makes no GPU unhealthy.
     UnknownRecoveryAction {
@@ -149,6 +152,13 @@ pub enum Effect {
         resource: ResourceName,
         /// The ids, in order.
         ids: Vec<DeviceId>,
+    },
+    /// Tell people that a GPU is offered through another API, or is on its way to that; `None`: through none.
+    DoorChanged {
+        /// The GPU.
+        gpu: GpuUuid,
+        /// Its door.
+        door: Option<Door>,
     },
     /// Tell people what is odd about the node, once.
     Warn(TopologyWarning),

@@ -125,7 +125,12 @@ impl Hardware {
     /// What the next process of ours has to know of the GPUs' health; [`Effect::Keep`] says when it changed.
     pub fn record(&self) -> HealthRecord {
         let gpus = self.health.iter().filter_map(|(gpu, health)| Some((gpu.clone(), health.kept()?)));
-        HealthRecord { version: HealthRecord::VERSION, identity: self.identity.clone(), gpus: gpus.collect() }
+        HealthRecord {
+            version: HealthRecord::VERSION,
+            identity: self.identity.clone(),
+            gpus: gpus.collect(),
+            ..Default::default()
+        }
     }
 
     /// Whether the machine has what is behind a device: its GPU, or its MIG device.

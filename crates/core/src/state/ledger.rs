@@ -2,7 +2,8 @@
 //!
 //! Two doors lead to a GPU: the device plugin API (containers, and init containers that have ended while their pod runs) and
 //! DRA claims. What they call the same hardware differs; here both are told apart by the GPU or MIG device behind the name.
-//! The kubelet adapter reads who holds what ([`Holdings`]); where it cannot, the ledger is unknown, not empty.
+//! The kubelet adapter reads who holds what ([`Holdings`]); where it cannot, the ledger is unknown, not empty: while the
+//! kubelet restarts, what it listed last may still be held.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -11,7 +12,8 @@ use super::ResourceName;
 use super::device::{Device, Timestamp};
 use super::reason::UnhealthyReason;
 use crate::allocation::DeviceId;
-use crate::topology::NodeTopology;
+use crate::claims::ClaimName;
+use crate::topology::{GpuUuid, NodeTopology};
 
 /// The DRA driver whose devices are GPUs of this node: NVIDIA's, and linkwise in its place.
 const DRA_DRIVER: &str = "gpu.nvidia.com";
@@ -54,9 +56,24 @@ pub struct ClaimedDevice {
 /// Which hardware is held.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ledger {
+    /// What the kubelet listed last.
     holdings: Holdings,
-    /// Since when the kubelet lists this; `None` where it cannot be asked.
+    /// Since when it lists this; `None` where it never could be asked.
     known_since: Option<Timestamp>,
+    /// Whether it could be asked just now.
+    is_current: bool,
+    /// What our DRA plugin has prepared, by the claim's UID.
+    prepared: BTreeMap<String, PreparedClaim>,
+}
+
+/// A claim that our DRA plugin has prepared, or is about to: it is known here before the kubelet lists it, and as long
+/// as its checkpoint exists.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PreparedClaim {
+    /// The claim.
+    pub claim: ClaimName,
+    /// The GPUs that it has, or has MIG devices of.
+    pub gpus: BTreeSet<GpuUuid>,
 }
 
 /// The part of a GPU that a holder has.
@@ -92,21 +109,58 @@ impl Holder<'_> {
 impl Ledger {
     /// Takes over what the kubelet lists now; `None` where it cannot be asked. Whether that changed anything.
     pub(super) fn update(&mut self, holdings: Option<Holdings>, now: Timestamp) -> bool {
-        let known = holdings.is_some();
-        let holdings = holdings.unwrap_or_default();
-        let changed = holdings != self.holdings || known != self.known_since.is_some();
-        if changed {
-            *self = Self { holdings, known_since: known.then_some(now) };
+        let is_current = holdings.is_some();
+        let mut changed = is_current != self.is_current;
+        self.is_current = is_current;
+        if let Some(holdings) = holdings
+            && (self.known_since.is_none() || holdings != self.holdings)
+        {
+            (self.holdings, self.known_since) = (holdings, Some(now));
+            changed = true;
         }
         changed
     }
 
-    /// Whether the kubelet said who holds what.
-    pub fn is_known(&self) -> bool {
-        self.known_since.is_some()
+    /// Takes over what our DRA plugin has prepared. Whether that changed anything.
+    pub(super) fn prepare(&mut self, claims: Vec<PreparedClaim>) -> bool {
+        let claims: BTreeMap<_, _> = claims.into_iter().map(|claim| (claim.claim.uid.clone(), claim)).collect();
+        core::mem::replace(&mut self.prepared, claims) != self.prepared
     }
 
-    /// Everything that is held.
+    /// What our DRA plugin has prepared of a claim, by its UID. A plugin that prepares a claim puts it here first, and
+    /// answers when a snapshot has it with the GPU's door still DRA: from then on the GPU cannot leave DRA.
+    pub fn prepared(&self, uid: &str) -> Option<&PreparedClaim> {
+        self.prepared.get(uid)
+    }
+
+    /// Since when the kubelet lists what it does; `None` where it never could be asked.
+    pub(super) fn known_since(&self) -> Option<Timestamp> {
+        self.known_since
+    }
+
+    /// A pod's id of the device plugin API that is on this GPU.
+    pub(super) fn plugin_holder(&self, topology: &NodeTopology, gpu: &GpuUuid) -> Option<&ResourceDevice> {
+        self.devices().find(|(_, id)| gpu_behind(topology, id).as_deref() == Some(gpu.as_str()))
+    }
+
+    /// A claim that has this GPU, or a part of it, as `namespace/name`.
+    pub fn claim_on(&self, topology: &NodeTopology, gpu: &GpuUuid) -> Option<String> {
+        let place = topology.position(gpu);
+        let is_on = |claimed: &&ClaimedDevice| {
+            let by_name = claimed.cdi_names.iter().any(|name| name == gpu.as_str());
+            by_name || place.is_some() && claimed_hardware(topology, claimed).map(|(at, _)| at) == place
+        };
+        let listed = self.holdings.claims.iter().find(is_on).map(|claimed| claimed.claim.clone());
+        let prepared = self.prepared.values().find(|prepared| prepared.gpus.contains(gpu));
+        listed.or_else(|| prepared.map(|prepared| prepared.claim.to_string()))
+    }
+
+    /// Whether the kubelet could be asked just now who holds what.
+    pub fn is_known(&self) -> bool {
+        self.is_current
+    }
+
+    /// Everything that is held, or was when the kubelet could be asked last.
     pub fn holdings(&self) -> &Holdings {
         &self.holdings
     }
@@ -145,7 +199,11 @@ impl Ledger {
         withdrawn: impl Iterator<Item = (&'a ResourceDevice, Timestamp)>,
         devices: impl Iterator<Item = (ResourceDevice, &'a Device)>,
     ) -> BTreeMap<ResourceDevice, (UnhealthyReason, Timestamp)> {
-        let Some(known_since) = self.known_since else { return BTreeMap::new() };
+        let known_since = match self.known_since {
+            Some(known_since) => known_since,
+            None if self.prepared.is_empty() => return BTreeMap::new(),
+            None => Timestamp::ZERO,
+        };
         // By the GPU's UUID: a holder may name a GPU that is not in the graph.
         let mut holders: BTreeMap<&str, Vec<Holder<'_>>> = BTreeMap::new();
         for (key, since) in self.devices().map(|key| (key, known_since)).chain(withdrawn) {
@@ -162,6 +220,14 @@ impl Ledger {
             let reason = UnhealthyReason::Claimed { claim: claimed.claim.clone(), device: claimed.device.clone() };
             let holder = Holder { key: None, part, is_slot: false, since: known_since, reason };
             holders.entry(gpu.uuid.as_str()).or_default().push(holder);
+        }
+        for prepared in self.prepared.values() {
+            let claim = prepared.claim.to_string();
+            for gpu in &prepared.gpus {
+                let reason = UnhealthyReason::Claimed { claim: claim.clone(), device: gpu.to_string() };
+                let holder = Holder { key: None, part: Part::Whole, is_slot: false, since: known_since, reason };
+                holders.entry(gpu.as_str()).or_default().push(holder);
+            }
         }
         let conflicts = devices.filter_map(|(key, device)| {
             let of_gpu = holders.get(device.gpu.uuid.as_str())?;
@@ -182,6 +248,14 @@ pub(super) fn place(topology: &NodeTopology, id: &DeviceId) -> Option<usize> {
     let (uuid, _) = split_slot(id.as_str());
     let gpu = topology.gpus().iter().position(|gpu| gpu.uuid.as_str() == uuid);
     gpu.or_else(|| mig_parent(topology, uuid))
+}
+
+/// The UUID of the GPU behind a device id, also where the machine has no such GPU now.
+pub(super) fn gpu_behind(topology: &NodeTopology, id: &DeviceId) -> Option<String> {
+    let (uuid, _) = split_slot(id.as_str());
+    let parent = mig_parent(topology, uuid).and_then(|place| topology.gpus().get(place));
+    let whole = || uuid.starts_with("GPU-").then(|| uuid.to_owned());
+    parent.map(|gpu| gpu.uuid.to_string()).or_else(whole)
 }
 
 /// The place of the GPU that a MIG device is on.

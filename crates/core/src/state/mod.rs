@@ -10,6 +10,7 @@
 //! Which set of GPUs is best is decided in [`crate::allocation`].
 
 mod device;
+mod doors;
 mod event;
 mod hardware;
 mod health;
@@ -37,14 +38,15 @@ use crate::allocation::{
     AllocationReport, AllocationRequest, AllocationTables, DeviceId, PreferredAllocation, preferred_allocation,
     preferred_units,
 };
-use crate::topology::{Gpu, NodeTopology};
+use crate::topology::{Gpu, GpuUuid, NodeTopology};
 use health::GpuHealth;
 use opening::Opening;
 
 pub use device::{Device, Health, Timestamp};
+pub use doors::{DRA_GRACE, Door};
 pub use event::{Effect, Event, MigInstance};
 pub use hardware::{DriverVersions, Hardware};
-pub use ledger::{ClaimedDevice, Holdings, Ledger, ResourceDevice};
+pub use ledger::{ClaimedDevice, Holdings, Ledger, PreparedClaim, ResourceDevice};
 pub use mps::{MpsGpu, MpsShare};
 pub use numa_hints::NumaHints;
 pub use offers::{Offers, Resource};
@@ -181,15 +183,35 @@ impl NodeState {
         self.hardware.tables()
     }
 
+    /// The door of a GPU: the API through which it is offered; `None` for one that nobody offers.
+    pub fn door(&self, gpu: &GpuUuid) -> Option<Door> {
+        self.offers.door(&self.hardware, gpu)
+    }
+
+    /// Whether this node has anything to do with DRA: GPUs that are offered through it, or are to be.
+    pub fn has_dra(&self) -> bool {
+        !self.offers.through_dra().is_empty() || self.offers.awaits_dra()
+    }
+
+    /// Whether any GPU is offered, through either door.
+    pub fn offers_any(&self) -> bool {
+        !self.offers.resources().is_empty() || !self.offers.through_dra().is_empty()
+    }
+
+    /// What the next process of ours has to know; [`Effect::Keep`] says when it changed.
+    pub fn record(&self) -> HealthRecord {
+        HealthRecord { dra: self.offers.dra_gpus(), ..self.hardware.record() }
+    }
+
     /// The resources that are shared by MPS, offered or not, with what each takes of the node.
     pub fn mps_shares(&self) -> &BTreeMap<ResourceName, MpsShare> {
         &self.offers.mps.shares
     }
 
-    /// The GPUs that have devices on the kubelet's lists, by PCI address and UUID.
+    /// The GPUs that have devices on the kubelet's lists or are offered through DRA, by PCI address and UUID.
     pub fn gpus(&self) -> Vec<GpuStatus<'_>> {
         let mut gpus: BTreeMap<_, GpuStatus<'_>> = BTreeMap::new();
-        for device in self.offers.devices() {
+        for device in self.offers.devices().chain(self.offers.through_dra()) {
             let gpu = &device.gpu;
             let status = gpus.entry((gpu.pci, &gpu.uuid)).or_insert_with(|| {
                 let reasons = self.hardware.standing(&gpu.uuid).collect();
@@ -209,7 +231,8 @@ impl NodeState {
     /// The next moment at which time alone changes something: then [`Event::Tick`] is due. Health is not among it: a hold
     /// is as long as polls that pass, and ends with one.
     pub fn next_deadline(&self) -> Option<Timestamp> {
-        self.opening.deadline().into_iter().chain(self.hardware.xid_log.deadline()).min()
+        let doors = self.offers.deadline();
+        self.opening.deadline().into_iter().chain(self.hardware.xid_log.deadline()).chain(doors).min()
     }
 
     /// The best devices of a resource for a request, and why: whole GPUs as such, slots and MIG devices by the GPUs
@@ -262,6 +285,7 @@ impl NodeState {
         let mut effects = Vec::new();
         // Whether the resources have to be made anew, and whether the lists changed otherwise than by a device's health.
         let (mut remake, mut publish) = (false, false);
+        let is_new_list = matches!(event, Event::Holders(_));
         let hardware = Arc::make_mut(&mut self.hardware);
         match event {
             Event::Observed(observed) => {
@@ -285,6 +309,7 @@ impl NodeState {
                     effects.extend(offers.follow_ledger(hardware, &self.ledger, now));
                 }
             }
+            Event::Prepared(claims) => publish = Arc::make_mut(&mut self.ledger).prepare(claims),
             Event::NumaHints(hints) => {
                 Arc::make_mut(&mut self.offers).set_numa_hints(hints, hardware);
                 publish = true;
@@ -303,12 +328,23 @@ impl NodeState {
             Event::DriverBack => hardware.driver_back(),
             Event::Cleared { gpu } => hardware.change(&gpu, GpuHealth::cleared),
             Event::Identified(identity) => hardware.identified(&identity),
-            Event::Restored(record) => effects.extend(hardware.restored(&record)),
+            Event::Restored(record) => {
+                effects.extend(hardware.restored(&record));
+                if !record.dra.is_empty() {
+                    Arc::make_mut(&mut self.offers).restore(&record.dra);
+                }
+            }
             Event::Tick => {}
         }
         effects.extend(hardware.xid_log.report(now));
         if remake {
             effects.extend(Arc::make_mut(&mut self.offers).make(hardware, &self.ledger, now));
+        }
+        if let Some(turned) = self.offers.turn_doors(hardware, &self.ledger, is_new_list, now) {
+            remake = true;
+            effects.extend(turned);
+            effects.extend(Arc::make_mut(&mut self.offers).make(hardware, &self.ledger, now));
+            effects.push(Effect::Keep);
         }
         publish |= remake | self.opening.tick(now);
         let (changed, conflicts) = Offers::refresh_health(&mut self.offers, hardware, &self.ledger);

@@ -5,23 +5,24 @@
 //! the ledger shows no holder twice in a row.
 
 use crate::prelude::*;
-use alloc::collections::BTreeMap;
 use alloc::collections::btree_map::Entry;
+use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::sync::Arc;
 
 use super::ResourceName;
 use super::device::{Device, Health, Timestamp};
+use super::doors::{Door, Doors, Facts};
 use super::event::Effect;
 use super::hardware::Hardware;
-use super::ledger::{Ledger, ResourceDevice, place, split_slot};
+use super::ledger::{Ledger, ResourceDevice, gpu_behind, place, split_slot};
 use super::mps::Mps;
 use super::numa_hints::NumaHints;
-use super::plan::ResourcePlan;
+use super::plan::{DraGpus, ResourcePlan};
 use super::problem::PlanProblem;
 use super::reason::UnhealthyReason;
 use super::resources::{MOST_SLOTS, Resources};
 use crate::allocation::{AllocationPolicy, DeviceId, Units};
-use crate::topology::{GpuUuid, NodeTopology};
+use crate::topology::{Gpu, GpuUuid, NodeTopology};
 
 /// What the node offers.
 #[derive(Clone, Debug, Default)]
@@ -33,6 +34,7 @@ pub struct Offers {
     plan: Arc<ResourcePlan>,
     problems: Vec<PlanProblem>,
     pub(super) mps: Mps,
+    doors: Doors,
     resources: BTreeMap<ResourceName, Resource>,
 }
 
@@ -149,9 +151,73 @@ impl Offers {
 
     /// The devices of all resources, each with whether it is an orphan.
     pub(super) fn listed(&self) -> impl Iterator<Item = (&Device, bool)> + Clone {
-        self.resources.values().flat_map(|resource| {
+        let through_plugin = self.resources.values().flat_map(|resource| {
             resource.devices.iter().map(|(id, device)| (device, resource.orphans.contains_key(id)))
-        })
+        });
+        let is_gone =
+            |device: &Device| matches!(device.health, Health::Unhealthy { reason: UnhealthyReason::Gone, .. });
+        through_plugin.chain(self.doors.devices().iter().map(move |device| (device, is_gone(device))))
+    }
+
+    /// The door of a GPU; `None` for one that nobody offers.
+    pub(super) fn door(&self, hardware: &Hardware, gpu: &GpuUuid) -> Option<Door> {
+        self.doors.of(&self.plan, hardware, gpu)
+    }
+
+    /// Whether GPUs are on their way to DRA.
+    pub fn awaits_dra(&self) -> bool {
+        self.doors.awaits_gpus()
+    }
+
+    /// The GPUs of DRA, for the record.
+    pub(super) fn dra_gpus(&self) -> BTreeSet<GpuUuid> {
+        self.doors.gpus()
+    }
+
+    /// What the last process offered through DRA.
+    pub(super) fn restore(&mut self, dra: &BTreeSet<GpuUuid>) {
+        self.doors.restore(dra);
+    }
+
+    /// When time alone changes a door.
+    pub(super) fn deadline(&self) -> Option<Timestamp> {
+        self.doors.deadline()
+    }
+
+    /// Turns doors as far as plan, ledger and time allow. Whether the resources have to be made anew, and what is to be
+    /// reported.
+    pub(super) fn turn_doors(
+        self: &mut Arc<Self>,
+        hardware: &Hardware,
+        ledger: &Ledger,
+        is_new_list: bool,
+        now: Timestamp,
+    ) -> Option<Vec<Effect>> {
+        let ids = self.resources.values().flat_map(|resource| resource.devices.keys().chain(resource.orphans.keys()));
+        let behind = |id| gpu_behind(hardware.topology(), id)?.parse().ok();
+        // Only where it counts: most nodes have nothing to do with DRA.
+        let listed = if self.plan.dra == DraGpus::None { BTreeSet::new() } else { ids.filter_map(behind).collect() };
+        let facts = Facts { plan: &self.plan, hardware, ledger, listed, is_new_list };
+        let doors = self.doors.next(&facts, now)?;
+        let concerned: BTreeSet<GpuUuid> = self.doors.concerned().chain(doors.concerned()).cloned().collect();
+        let changes = concerned.into_iter().filter_map(|gpu| {
+            let [before, door] = [&self.doors, &doors].map(|doors| doors.of(&self.plan, hardware, &gpu));
+            // `before` is by the new plan: a GPU that is on its way from now on, or not any more, has one door in both.
+            let [was, is] = [&self.doors, &doors].map(|doors| doors.concerned().any(|known| *known == gpu));
+            let is_news = before != door || was != is;
+            is_news.then_some(Effect::DoorChanged { gpu, door })
+        });
+        let effects = changes.collect();
+        Arc::make_mut(self).doors = doors;
+        Some(effects)
+    }
+
+    /// Whether there is such a device, in health.
+
+    /// The devices that are offered through DRA: whole GPUs, and MIG devices of GPUs in MIG mode. One of a GPU that is gone
+    /// stays while a claim may have it.
+    pub fn through_dra(&self) -> &[Device] {
+        self.doors.devices()
     }
 
     /// Whether there is such a device, in health.
@@ -164,6 +230,7 @@ impl Offers {
     pub fn awaits_holders(&self) -> bool {
         let orphans = self.resources.values().any(|resource| !resource.orphans.is_empty());
         orphans
+            || self.doors.awaits_holders()
             || self.devices().any(|device| match &device.health {
                 Health::Unhealthy { reason, .. } => {
                     matches!(reason, UnhealthyReason::HeldElsewhere { .. } | UnhealthyReason::Claimed { .. })
@@ -194,11 +261,13 @@ impl Offers {
     /// is there.
     pub(super) fn make(&mut self, hardware: &Hardware, ledger: &Ledger, now: Timestamp) -> Vec<Effect> {
         let topology = hardware.topology();
-        let mut made = Resources::make(topology, &self.wanted, self.numa_hints);
+        let doors = &self.doors;
+        let is_dra = |gpu: &Gpu| doors.has(&gpu.uuid);
+        let mut made = Resources::make(topology, &self.wanted, self.numa_hints, is_dra);
         if self.wanted == self.plan || made.withheld.is_empty() {
             self.plan = Arc::clone(&self.wanted);
         } else {
-            let wanted = core::mem::replace(&mut made, Resources::make(topology, &self.plan, self.numa_hints));
+            let wanted = core::mem::replace(&mut made, Resources::make(topology, &self.plan, self.numa_hints, is_dra));
             let mut problems = wanted.problems;
             let of_both = made.problems.iter().filter(|problem| !problems.contains(problem)).cloned();
             problems.extend(of_both.collect::<Vec<_>>());
@@ -220,6 +289,7 @@ impl Offers {
         let by_mps = self.plan.is_shared_by_mps();
         self.mps.hold_back(by_mps, topology.gpus().len(), &mut made.devices, listed, now);
         self.list(made.devices, hardware, now);
+        self.doors.make(hardware, self.numa_hints);
         effects.extend(self.follow_ledger(hardware, ledger, now));
         effects
     }
@@ -354,10 +424,14 @@ impl Offers {
                 }
             }
         }
-        let any = !changed.is_empty();
+        let through_dra = self.doors.changed_health(hardware, ledger);
+        let any = !changed.is_empty() || !through_dra.is_empty();
         if any {
             // Only now: a part that is published is copied before it changes, and most polls change nothing.
             let offers = Arc::make_mut(self);
+            for (place, health) in through_dra {
+                offers.doors.set_health(place, health);
+            }
             for ((name, id), health) in changed {
                 let resource = offers.resources.get_mut(&name);
                 if let Some(device) = resource.and_then(|resource| resource.devices.get_mut(&id)) {

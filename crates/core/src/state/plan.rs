@@ -321,6 +321,16 @@ impl DraGpus {
     }
 }
 
+impl Serialize for DraGpus {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::None => serializer.serialize_str("none"),
+            Self::All => serializer.serialize_str("all"),
+            Self::Some(selectors) => serializer.collect_seq(selectors),
+        }
+    }
+}
+
 /// Whether a model is an adapter of DGX Stations that drives a display and computes nothing, which the NVIDIA plugin
 /// leaves out too.
 pub(crate) fn is_display_adapter(model: &str) -> bool {

@@ -38,6 +38,9 @@ pub struct HealthRecord {
     /// By GPU.
     #[serde(default)]
     pub gpus: BTreeMap<GpuUuid, GpuRecord>,
+    /// The GPUs that are offered through DRA.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub dra: BTreeSet<GpuUuid>,
 }
 
 impl HealthRecord {
@@ -47,7 +50,7 @@ impl HealthRecord {
 
 impl Default for HealthRecord {
     fn default() -> Self {
-        Self { version: Self::VERSION, identity: NodeIdentity::default(), gpus: BTreeMap::new() }
+        Self { version: Self::VERSION, identity: NodeIdentity::default(), gpus: BTreeMap::new(), dra: BTreeSet::new() }
     }
 }
 

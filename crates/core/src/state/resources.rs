@@ -47,10 +47,10 @@ impl Piece<'_> {
 }
 
 impl Resources {
-    /// Carries out a plan.
-    pub fn make(topology: &NodeTopology, plan: &ResourcePlan, hints: NumaHints) -> Self {
+    /// Carries out a plan, with the GPUs that DRA does not have.
+    pub fn make(topology: &NodeTopology, plan: &ResourcePlan, hints: NumaHints, is_dra: impl Fn(&Gpu) -> bool) -> Self {
         let mut made = Self::default();
-        let mut pieces = made.pieces(topology, plan);
+        let mut pieces = made.pieces(topology, plan, is_dra);
         let shared = plan.sharing.as_ref().map(|sharing| made.share(sharing, &mut pieces)).unwrap_or_default();
         for (name, pieces) in pieces {
             let devices = pieces.iter().map(|piece| piece.device(topology, hints, None));
@@ -67,13 +67,18 @@ impl Resources {
     }
 
     /// What there is to offer, by the names it has unshared.
-    fn pieces<'a>(&mut self, topology: &'a NodeTopology, plan: &ResourcePlan) -> Pieces<'a> {
+    fn pieces<'a>(
+        &mut self,
+        topology: &'a NodeTopology,
+        plan: &ResourcePlan,
+        is_dra: impl Fn(&Gpu) -> bool,
+    ) -> Pieces<'a> {
         let mut pieces = Pieces::new();
         let (mut whole, mut in_mig_mode) = (Vec::new(), Vec::new());
         let mut profiles: BTreeMap<String, Vec<PciAddress>> = BTreeMap::new();
         let mut mig_names = BTreeSet::new();
         for (place, gpu) in topology.gpus().iter().enumerate() {
-            if plan.filter.excludes(gpu) || plan.dra.include(gpu) {
+            if plan.filter.excludes(gpu) {
                 continue;
             }
             if let Some(model) = gpu.model.as_ref().filter(|model| is_display_adapter(model)) {
@@ -82,6 +87,9 @@ impl Resources {
             }
             if plan.filter.excludes_display_of(gpu) {
                 self.problems.push(PlanProblem::Display { pci: gpu.pci, uuid: gpu.uuid.clone() });
+                continue;
+            }
+            if plan.dra.include(gpu) || is_dra(gpu) {
                 continue;
             }
             if !gpu.mig_enabled || plan.mig_strategy == MigStrategy::None {

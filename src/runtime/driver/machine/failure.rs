@@ -135,7 +135,9 @@ impl Machine {
             host.foreign().into_iter().map(|(pci, driver)| format!("{pci} is bound to {driver}")).collect();
         let others =
             if others.is_empty() { String::new() } else { format!(" for NVIDIA's driver ({})", others.join(", ")) };
-        Ok(Idle::NoGpu(format!("no NVIDIA GPU on the PCI bus{others}, and none by NVML: {cause}")))
+        let tegra =
+            if host.is_tegra { "; this is a Tegra, whose integrated GPU needs the NVIDIA device plugin" } else { "" };
+        Ok(Idle::NoGpu(format!("no NVIDIA GPU on the PCI bus{others}, and none by NVML: {cause}{tegra}")))
     }
 
     /// The active agent is of no use.

@@ -1,13 +1,14 @@
-//! When to check the kubelet's folder again: on a change, and on a timer.
+//! When to check a folder of the kubelet's again: on a change, and on a timer.
 //!
-//! Used by `life`. A storm of changes neither starves what `life` waits for beside it, nor costs much.
+//! Used by the lives of `kubelet` and `dra`. A storm of changes neither starves what they wait for beside it, nor costs
+//! much.
 
 use std::path::Path;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::inotify::FolderWatch;
+use super::FolderWatch;
 use crate::uds::FileId;
 
 /// The least time between two checks in a storm of changes. Streams and deadlines get their turn meanwhile.
@@ -18,7 +19,7 @@ const GAP: Duration = Duration::from_millis(2);
 const RUSH: u32 = 8;
 
 /// Follows a folder: by inotify where it works, and at least every `poll`.
-pub(super) struct Changes {
+pub struct Changes {
     folder: Option<FileId>,
     watch: FolderWatch,
     poll: Duration,
@@ -78,7 +79,7 @@ mod tests {
             storm.send_replace(change.into());
             changes.next().await;
         }
-        // One more before anything else had its turn: as in `life`, where this is polled first.
+        // One more before anything else had its turn: as in a life, where this is polled first.
         storm.send_replace(u64::MAX);
         tokio::select! {
             biased;

@@ -1,7 +1,7 @@
 //! The connections to one socket of ours: admitted and cut.
 //!
-//! Called by `session`. tonic serves each connection in a task of its own, which the session does not own; so a
-//! connection breaks when the session cuts it. A caller that may not call is refused before a byte is read.
+//! tonic serves each connection in a task of its own, which the server's owner does not own; so a connection breaks when
+//! that cuts it. A caller that may not call is refused before a byte is read.
 
 use std::future::Future;
 use std::io;
@@ -12,33 +12,36 @@ use std::time::Duration;
 use futures_util::stream::{self, Stream};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::UnixStream;
+use tokio::sync::watch;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::transport::server::Connected;
 
-use super::{Occurrence, Report};
+use super::{Refusal, Report};
 use crate::errors::chain;
 use crate::uds::{Caller, Listener, Peer};
 
 /// The pause after a failed accept: file descriptors may be exhausted for a while.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// The admitted connections of a listener, for ever. `cut` breaks them.
-pub(super) fn accepted(
+/// The admitted connections of a listener, for ever. `cut` breaks them; `open` has how many there are.
+pub fn accepted(
     listener: Listener,
     cut: CancellationToken,
-    report: Report,
+    open: watch::Sender<usize>,
+    report: Report<Refusal>,
 ) -> impl Stream<Item = io::Result<Connection>> {
-    stream::unfold((listener, cut, report), |(listener, cut, report)| async move {
+    stream::unfold((listener, cut, open, report), |(listener, cut, open, report)| async move {
         loop {
             match listener.accept().await {
                 Ok(Caller { stream, peer, admitted: true }) => {
                     // A token of its own, so that connections do not contend for one lock at each read.
-                    let connection = Connection { stream, peer, cut: Box::pin(cut.child_token().cancelled_owned()) };
-                    return Some((Ok(connection), (listener, cut, report)));
+                    let broken = Box::pin(cut.child_token().cancelled_owned());
+                    let connection = Connection { stream, peer, cut: broken, _open: Open::new(open.clone()) };
+                    return Some((Ok(connection), (listener, cut, open, report)));
                 }
-                Ok(Caller { peer, .. }) => report(Occurrence::Refused { uid: peer.uid, pid: peer.pid }),
+                Ok(Caller { peer, .. }) => report(Refusal::Caller(peer)),
                 Err(error) => {
-                    report(Occurrence::NotAccepted(chain(&error)));
+                    report(Refusal::NotAccepted(chain(&error)));
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                 }
             }
@@ -47,10 +50,27 @@ pub(super) fn accepted(
 }
 
 /// One connection, until it is cut.
-pub(super) struct Connection {
+pub struct Connection {
     stream: UnixStream,
     peer: Peer,
     cut: Pin<Box<WaitForCancellationFutureOwned>>,
+    _open: Open,
+}
+
+/// Counts one for as long as it lives.
+struct Open(watch::Sender<usize>);
+
+impl Open {
+    fn new(count: watch::Sender<usize>) -> Self {
+        count.send_modify(|open| *open += 1);
+        Self(count)
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.send_modify(|open| *open = open.saturating_sub(1));
+    }
 }
 
 impl Connection {

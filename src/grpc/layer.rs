@@ -1,6 +1,6 @@
 //! Observes every RPC once, when it has ended: method, code, duration.
 //!
-//! Laid around the service by `session`. A streaming answer ends with its trailers; one that the caller dropped is
+//! Laid around a service by the server's owner. A streaming answer ends with its trailers; one that the caller dropped is
 //! CANCELLED, never OK.
 
 use std::convert::Infallible;
@@ -13,16 +13,16 @@ use tonic::body::Body;
 use tonic::service::Routes;
 use tower::ServiceExt;
 
-use super::{Occurrence, Report};
+use super::{Report, Rpc};
 
 /// Answers one RPC, and reports it.
-pub(super) async fn observed(
+pub async fn observed(
     service: Routes,
     request: Request<Body>,
-    report: Report,
+    report: Report<Rpc>,
 ) -> Result<Response<Body>, Infallible> {
     let method = request.uri().path().rsplit('/').next().unwrap_or_default().to_owned();
-    let mut rpc = Rpc { report, method, start: Instant::now(), code: Code::Cancelled };
+    let mut rpc = OpenRpc { report, method, start: Instant::now(), code: Code::Cancelled };
     let answer = service.oneshot(request).await?;
     // An RPC that fails before its answer has its code in the headers.
     rpc.read(answer.headers());
@@ -35,14 +35,14 @@ pub(super) async fn observed(
 }
 
 /// One RPC; reports itself when dropped: when its answer has been sent or abandoned.
-struct Rpc {
-    report: Report,
+struct OpenRpc {
+    report: Report<Rpc>,
     method: String,
     start: Instant,
     code: Code,
 }
 
-impl Rpc {
+impl OpenRpc {
     fn read(&mut self, headers: &HeaderMap) {
         if let Some(code) = headers.get("grpc-status") {
             self.code = Code::from_bytes(code.as_bytes());
@@ -50,10 +50,10 @@ impl Rpc {
     }
 }
 
-impl Drop for Rpc {
+impl Drop for OpenRpc {
     fn drop(&mut self) {
         let method = std::mem::take(&mut self.method);
-        (self.report)(Occurrence::Rpc { method, code: name(self.code), elapsed: self.start.elapsed() });
+        (self.report)(Rpc { method, code: name(self.code), elapsed: self.start.elapsed() });
     }
 }
 

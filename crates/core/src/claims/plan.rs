@@ -1,0 +1,363 @@
+//! What a claim that was allocated here is prepared with, or why it is not.
+
+use crate::prelude::*;
+use alloc::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use super::config::{ConfigError, Configs, Kind};
+use super::device::{devices, hardware_of};
+use super::{AllocatedDevice, Claim, ClaimName, base};
+use crate::publish::injection::{
+    ChosenDevice, DeviceNode, Granted, HostDevices, Injection, InjectionError, InjectionOptions, Mount,
+};
+use crate::quote::quoted;
+use crate::state::{NodeState, UnhealthyReason};
+use crate::topology::{GpuUuid, MigUuid, NodeTopology};
+
+/// The CDI kind of what a claim has of its own, beside its GPUs.
+pub const CLAIM_KIND: &str = "linkwise.dev/claim";
+
+/// What a claim is prepared with. Kept as JSON in its checkpoint.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Prepared {
+    /// Its devices, in the order of the allocation.
+    pub devices: Vec<PreparedDevice>,
+    /// What its containers get beside their GPUs, by request: a CDI device of kind [`CLAIM_KIND`] each. None where the
+    /// operator asked for nothing of that kind.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub edits: BTreeMap<String, Edits>,
+}
+
+/// One device of a claim that is prepared.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct PreparedDevice {
+    /// The request that it is for, without its alternative.
+    pub request: String,
+    /// The pool.
+    pub pool: String,
+    /// Its name in the pool.
+    pub device: String,
+    /// Which share of it, where several claims have it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub share_id: Option<String>,
+    /// Whether it is an administrator's, who does not take it from anybody.
+    #[serde(default)]
+    pub admin: bool,
+    /// The GPU: its name may be another one after a reboot.
+    pub gpu: GpuUuid,
+    /// The MIG device, where it is not the whole GPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mig: Option<MigUuid>,
+    /// The full names of its CDI devices, `vendor/class=name`.
+    pub cdi: Vec<String>,
+}
+
+/// What containers get beside their GPUs.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Edits {
+    /// Environment.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub env: BTreeMap<String, String>,
+    /// Device nodes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub device_nodes: Vec<DeviceNode>,
+    /// Bind mounts.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mounts: Vec<Mount>,
+}
+
+/// What a plan is made from, beside the claim.
+#[derive(Clone, Copy, Debug)]
+pub struct Node<'a> {
+    /// The DRA driver's name.
+    pub driver: &'a str,
+    /// The pool's name.
+    pub pool: &'a str,
+    /// The snapshot.
+    pub state: &'a NodeState,
+    /// How containers get their GPUs; with CDI.
+    pub injection: &'a InjectionOptions,
+    /// What the host has beside its GPUs.
+    pub host: &'a HostDevices,
+}
+
+/// Why a claim cannot be prepared.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum ClaimError {
+    /// Another claim has its name now.
+    #[error("the claim {namespace}/{name} has the UID {}, not {}", quoted(.found), quoted(.asked))]
+    OtherUid {
+        /// The claim's namespace.
+        namespace: String,
+        /// The claim's name.
+        name: String,
+        /// The UID that the kubelet named.
+        asked: String,
+        /// The UID that the API server has.
+        found: String,
+    },
+    /// The API server answered for another claim.
+    #[error("the API server answered with the claim {}, not {}", quoted(.found), quoted(.asked))]
+    OtherClaim {
+        /// `namespace/name` as asked.
+        asked: String,
+        /// `namespace/name` as answered.
+        found: String,
+    },
+    /// The scheduler has not allocated devices to it.
+    #[error("the claim {0} has no allocation")]
+    NotAllocated(String),
+    /// It has devices, and none is ours.
+    #[error("the claim {claim} has no device of the driver {driver}")]
+    NoDevices {
+        /// `namespace/name`.
+        claim: String,
+        /// Our driver.
+        driver: String,
+    },
+    /// A device of another pool: of another node.
+    #[error("device {} is of the pool {}; this node has the pool {}", quoted(.device), quoted(.pool), quoted(.ours))]
+    OtherPool {
+        /// The device.
+        device: String,
+        /// Its pool.
+        pool: String,
+        /// Ours.
+        ours: String,
+    },
+    /// No such device here.
+    #[error("there is no device {} on this node; there are {known}", quoted(.device))]
+    UnknownDevice {
+        /// The device.
+        device: String,
+        /// Those that there are.
+        known: String,
+    },
+    /// The GPU is offered by the device plugin.
+    #[error("device {device} ({gpu}) belongs to the device plugin on this node, not to DRA")]
+    NotDra {
+        /// The device.
+        device: String,
+        /// Its GPU.
+        gpu: GpuUuid,
+    },
+    /// The driver cannot reach it.
+    #[error("device {device} ({gpu}) is lost: {reason}")]
+    Lost {
+        /// The device.
+        device: String,
+        /// Its GPU.
+        gpu: GpuUuid,
+        /// What the driver or the kernel reports.
+        reason: UnhealthyReason,
+    },
+    /// Another claim has it.
+    #[error("device {device} ({gpu}) is prepared for the claim {holder}")]
+    Taken {
+        /// The device.
+        device: String,
+        /// Its GPU.
+        gpu: GpuUuid,
+        /// The other claim.
+        holder: Box<Holder>,
+    },
+    /// The claim has the same hardware twice.
+    #[error("device {device} shares hardware with another device of the same claim, {other}")]
+    Repeated {
+        /// The device.
+        device: String,
+        /// The other one.
+        other: String,
+    },
+    /// Its configuration is not one that we can enforce.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// Its containers could not get the GPU.
+    #[error(transparent)]
+    Injection(#[from] InjectionError),
+}
+
+/// The claim that has a device; shown as `namespace/name (UID ...)`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Holder(pub ClaimName);
+
+impl core::fmt::Display for Holder {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "{}/{} (UID {})", self.0.namespace, self.0.name, self.0.uid)
+    }
+}
+
+impl PreparedDevice {
+    /// Whether both have the same hardware: the same device, or a GPU and a part of it.
+    pub fn overlaps(&self, other: &Self) -> bool {
+        let apart = self.mig.is_some() && other.mig.is_some() && self.mig != other.mig;
+        self.gpu == other.gpu && !apart
+    }
+
+    /// Whether it keeps others from having the same hardware.
+    fn excludes(&self, other: &Self) -> bool {
+        !self.admin && !other.admin && self.overlaps(other)
+    }
+}
+
+impl Edits {
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+impl From<Injection> for Edits {
+    fn from(injection: Injection) -> Self {
+        Self { env: injection.env, device_nodes: injection.device_nodes, mounts: injection.mounts }
+    }
+}
+
+/// The name of the CDI device with a claim's edits for one request, in the kind [`CLAIM_KIND`].
+pub fn claim_device(uid: &str, request: &str) -> String {
+    format!("{uid}-{request}")
+}
+
+/// What a claim is prepared with. `others` are the claims that are prepared here, and being prepared.
+///
+/// A GPU that the driver has lost, or that is gone, is refused: its container could not start, and the error says why.
+/// One that is sick otherwise is not refused. Its taint is in our slices, so the scheduler allocated it because the claim
+/// tolerates the taint, or before the taint was there; and the first of these is an operator's wish, such as a pod that
+/// tests the GPU.
+///
+/// # Errors
+///
+/// The first thing that is wrong; nothing is prepared then.
+pub fn plan<'a>(
+    claim: &Claim,
+    asked: &ClaimName,
+    node: Node<'_>,
+    others: impl Iterator<Item = (&'a ClaimName, &'a Prepared)> + Clone,
+) -> Result<Prepared, ClaimError> {
+    let full = |name: &ClaimName| format!("{}/{}", name.namespace, name.name);
+    if full(&claim.metadata) != full(asked) {
+        return Err(ClaimError::OtherClaim { asked: full(asked), found: full(&claim.metadata) });
+    }
+    if claim.metadata.uid != asked.uid {
+        return Err(ClaimError::OtherUid {
+            namespace: asked.namespace.clone(),
+            name: asked.name.clone(),
+            asked: asked.uid.clone(),
+            found: claim.metadata.uid.clone(),
+        });
+    }
+    let allocation = claim.status.allocation.as_ref().ok_or_else(|| ClaimError::NotAllocated(full(asked)))?;
+    let ours: Vec<&AllocatedDevice> =
+        allocation.devices.results.iter().filter(|result| result.driver == node.driver).collect();
+    if ours.is_empty() {
+        return Err(ClaimError::NoDevices { claim: full(asked), driver: node.driver.to_owned() });
+    }
+    let configs = Configs::read(&allocation.devices.config, node.driver)?;
+    let mut prepared: Vec<PreparedDevice> = Vec::new();
+    let mut chosen: BTreeMap<&str, Vec<ChosenDevice<'_>>> = BTreeMap::new();
+    for result in ours {
+        let hardware = available(result, node)?;
+        let kind = if hardware.mig.is_some() { Kind::Mig } else { Kind::Gpu };
+        configs.check(&result.request, &result.device, kind)?;
+        let request = base(&result.request);
+        let device = PreparedDevice {
+            request: request.to_owned(),
+            pool: result.pool.clone(),
+            device: result.device.clone(),
+            share_id: result.share_id.clone(),
+            admin: result.admin_access == Some(true),
+            gpu: hardware.gpu.uuid.clone(),
+            mig: hardware.mig.map(|mig| mig.uuid.clone()),
+            cdi: Vec::new(),
+        };
+        if let Some(other) = prepared.iter().find(|other| device.excludes(other)) {
+            return Err(ClaimError::Repeated { device: device.device, other: other.device.clone() });
+        }
+        let holds = |other: &Prepared| other.devices.iter().any(|held| device.excludes(held));
+        let mut holders = others.clone().filter(|(name, _)| name.uid != asked.uid);
+        if let Some((holder, _)) = holders.find(|(_, other)| holds(other)) {
+            let holder = Box::new(Holder(holder.clone()));
+            return Err(ClaimError::Taken { device: device.device, gpu: device.gpu, holder });
+        }
+        chosen.entry(request).or_default().push(hardware);
+        prepared.push(device);
+    }
+    let edits = inject(&asked.uid, &mut prepared, &chosen, node)?;
+    Ok(Prepared { devices: prepared, edits })
+}
+
+/// The hardware of an allocated device, if containers can have it.
+fn available<'a>(result: &AllocatedDevice, node: Node<'a>) -> Result<ChosenDevice<'a>, ClaimError> {
+    let device = result.device.clone();
+    if result.pool != node.pool {
+        return Err(ClaimError::OtherPool { device, pool: result.pool.clone(), ours: node.pool.to_owned() });
+    }
+    let topology: &NodeTopology = node.state.topology();
+    let Some(hardware) = hardware_of(topology, &device) else {
+        let known: Vec<String> = devices(topology).into_iter().map(|(name, _)| name).collect();
+        let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+        return Err(ClaimError::UnknownDevice { device, known });
+    };
+    let gpu = hardware.gpu.uuid.clone();
+    let plan = node.state.offers().plan();
+    if !plan.dra.include(hardware.gpu) || !plan.filter.offers(hardware.gpu) {
+        return Err(ClaimError::NotDra { device, gpu });
+    }
+    let is_loss = |reason: &UnhealthyReason| {
+        matches!(reason, UnhealthyReason::Lost { .. } | UnhealthyReason::OffBus | UnhealthyReason::Gone)
+    };
+    let lost = node.state.hardware().standing(&gpu).find(|(reason, _)| is_loss(reason)).map(|(reason, _)| reason);
+    match lost {
+        Some(reason) => Err(ClaimError::Lost { device, reason: reason.clone(), gpu }),
+        None => Ok(hardware),
+    }
+}
+
+/// Gives each device its CDI names, and returns what each request has beside. A container gets the CDI devices of the
+/// requests that it names, or of all: what belongs to a request and not to one device is with the first of its devices.
+fn inject(
+    uid: &str,
+    prepared: &mut [PreparedDevice],
+    chosen: &BTreeMap<&str, Vec<ChosenDevice<'_>>>,
+    node: Node<'_>,
+) -> Result<BTreeMap<String, Edits>, ClaimError> {
+    let topology = node.state.topology();
+    // Static names by UUID: nothing of them is lost with a reboot, and an index is another GPU's tomorrow. NVIDIA's
+    // runtime has no part in DRA.
+    let options = InjectionOptions {
+        envvar: false,
+        volume_mounts: false,
+        device_nodes: false,
+        ids: Default::default(),
+        ..node.injection.clone()
+    };
+    let mut edits = BTreeMap::new();
+    for (request, devices) in chosen {
+        let granted = Granted { topology, devices: devices.clone(), mps: None };
+        let mut injection = options.inject(&granted, node.host)?;
+        let names = core::mem::take(&mut injection.cdi_devices);
+        let of_request: BTreeSet<&str> = devices.iter().map(ChosenDevice::uuid).collect();
+        let is_gpu = |name: &str| name.split_once('=').is_some_and(|(_, id)| of_request.contains(id));
+        let mut beside: Vec<String> = names.iter().filter(|name| !is_gpu(name)).cloned().collect();
+        let own = Edits::from(injection);
+        if !own.is_empty() {
+            beside.push(format!("{CLAIM_KIND}={}", claim_device(uid, request)));
+            edits.insert((*request).to_owned(), own);
+        }
+        let mut beside = Some(beside);
+        for device in prepared.iter_mut().filter(|device| device.request == **request) {
+            let id = device.mig.as_ref().map_or(device.gpu.as_str(), |mig| mig.as_str());
+            let gpu = names.iter().filter(|name| name.split_once('=').is_some_and(|(_, of)| of == id)).cloned();
+            device.cdi = gpu.chain(beside.take().into_iter().flatten()).collect();
+        }
+    }
+    Ok(edits)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,237 @@
+//! [`Doors`]: which GPUs are offered through DRA, and how a GPU changes between the device plugin and DRA.
+//!
+//! A part of [`super::offers`]. A GPU is offered through one door at a time, with all its MIG devices. It goes to DRA
+//! when no pod holds it through the device plugin in two lists in a row, and back when no claim holds it and a grace
+//! period has passed. What is stored here is only the GPUs of DRA: whatever a process that died had not stored is
+//! decided anew by plan and ledger, and a holder that either knows keeps its GPU.
+
+use crate::prelude::*;
+use alloc::collections::{BTreeMap, BTreeSet};
+
+use super::device::{Device, Health, Timestamp};
+use super::hardware::Hardware;
+use super::ledger::Ledger;
+use super::numa_hints::NumaHints;
+use super::plan::ResourcePlan;
+use super::reason::UnhealthyReason;
+use crate::topology::{Gpu, GpuUuid};
+
+/// How long a GPU that leaves DRA stays with it, without new claims: a scheduler that allocated it from a slice of before
+/// binds its pod within this time (kube-scheduler assumes a pod bound for 30 s, and retries).
+pub const DRA_GRACE: Timestamp = Timestamp::from_secs(60);
+
+/// The API through which a GPU is offered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Door {
+    /// The device plugin.
+    Plugin,
+    /// The device plugin has withdrawn it; it goes to DRA when no pod holds it any more.
+    ToDra,
+    /// DRA.
+    Dra,
+    /// DRA still has it for claims that have it, and no new claim gets it. The device plugin gets it, or nobody where a
+    /// filter leaves it out, when no claim holds it and [`DRA_GRACE`] has passed.
+    FromDra {
+        /// When that began.
+        since: Timestamp,
+    },
+}
+
+impl Door {
+    /// Whether claims for the GPU are prepared.
+    pub fn is_dra(self) -> bool {
+        matches!(self, Self::Dra | Self::FromDra { .. })
+    }
+
+    /// A word for it, for metrics and messages.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Plugin => "plugin",
+            Self::ToDra => "to-dra",
+            Self::Dra => "dra",
+            Self::FromDra { .. } => "from-dra",
+        }
+    }
+}
+
+/// The GPUs of DRA.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Doors {
+    /// Since when each leaves; `None` for one that stays.
+    gpus: BTreeMap<GpuUuid, Option<Timestamp>>,
+    /// GPUs on their way to DRA, each with whether nobody held it in the last list of holders.
+    awaited: BTreeMap<GpuUuid, bool>,
+    /// Their devices: whole GPUs, and MIG devices of those in MIG mode. Those of a GPU that is gone stay with it.
+    devices: Vec<Device>,
+}
+
+/// What decides about doors.
+pub(super) struct Facts<'a> {
+    pub plan: &'a ResourcePlan,
+    pub hardware: &'a Hardware,
+    pub ledger: &'a Ledger,
+    /// The GPUs behind the ids on the device plugin's lists.
+    pub listed: BTreeSet<GpuUuid>,
+    /// Whether a new list of holders has just come.
+    pub is_new_list: bool,
+}
+
+impl Facts<'_> {
+    fn wants(&self, gpu: &Gpu) -> bool {
+        self.plan.dra.include(gpu) && self.plan.filter.offers(gpu)
+    }
+
+    /// Whether no pod can have the GPU through the device plugin.
+    fn is_unheld(&self, gpu: &Gpu) -> bool {
+        let topology = self.hardware.topology();
+        self.ledger.is_known()
+            && !self.listed.contains(&gpu.uuid)
+            && self.ledger.plugin_holder(topology, &gpu.uuid).is_none()
+    }
+}
+
+impl Doors {
+    /// The GPUs, for the record of this process.
+    pub fn gpus(&self) -> BTreeSet<GpuUuid> {
+        self.gpus.keys().cloned().collect()
+    }
+
+    /// The devices.
+    pub fn devices(&self) -> &[Device] {
+        &self.devices
+    }
+
+    /// Whether a GPU is one of DRA.
+    pub fn has(&self, gpu: &GpuUuid) -> bool {
+        self.gpus.contains_key(gpu)
+    }
+
+    /// The GPUs that the last process offered through DRA: nobody else had them since.
+    pub fn restore(&mut self, gpus: &BTreeSet<GpuUuid>) {
+        for gpu in gpus {
+            self.gpus.entry(gpu.clone()).or_default();
+        }
+    }
+
+    /// The door of a GPU; `None` for one that nobody offers.
+    pub fn of(&self, plan: &ResourcePlan, hardware: &Hardware, uuid: &GpuUuid) -> Option<Door> {
+        match self.gpus.get(uuid) {
+            Some(None) => return Some(Door::Dra),
+            Some(Some(since)) => return Some(Door::FromDra { since: *since }),
+            None => {}
+        }
+        let topology = hardware.topology();
+        let gpu = topology.gpus().get(topology.position(uuid)?).filter(|gpu| plan.filter.offers(gpu))?;
+        Some(if plan.dra.include(gpu) { Door::ToDra } else { Door::Plugin })
+    }
+
+    /// When time alone lets a GPU leave.
+    pub fn deadline(&self) -> Option<Timestamp> {
+        self.gpus.values().flatten().map(|since| since.saturating_add(DRA_GRACE)).min()
+    }
+
+    /// Whether a new list of holders could let a GPU change its door.
+    pub fn awaits_holders(&self) -> bool {
+        !self.awaited.is_empty() || self.gpus.values().any(Option::is_some)
+    }
+
+    /// Whether GPUs are on their way to DRA.
+    pub fn awaits_gpus(&self) -> bool {
+        !self.awaited.is_empty()
+    }
+
+    /// The GPUs of DRA, and those on their way.
+    pub fn concerned(&self) -> impl Iterator<Item = &GpuUuid> {
+        self.gpus.keys().chain(self.awaited.keys())
+    }
+
+    /// The doors after an event; `None` where nothing changes. Before the first scan nothing is decided.
+    pub fn next(&self, facts: &Facts<'_>, now: Timestamp) -> Option<Self> {
+        let gpus = facts.hardware.topology().gpus();
+        let idle = self.gpus.is_empty() && self.awaited.is_empty() && !gpus.iter().any(|gpu| facts.wants(gpu));
+        if idle || gpus.is_empty() {
+            return None;
+        }
+        let mut next = self.clone();
+        next.gpus.retain(|uuid, leaves| {
+            let wanted = gpus.iter().any(|gpu| gpu.uuid == *uuid && facts.wants(gpu));
+            if wanted {
+                *leaves = None;
+                return true;
+            }
+            let since = *leaves.get_or_insert(now);
+            // A clock that went back costs another grace period.
+            if now < since {
+                *leaves = Some(now);
+            }
+            let waits = now < since || now.saturating_sub(since) < DRA_GRACE;
+            waits || !facts.ledger.is_known() || facts.ledger.claim_on(facts.hardware.topology(), uuid).is_some()
+        });
+        next.awaited.clear();
+        for gpu in gpus.iter().filter(|gpu| facts.wants(gpu) && !self.has(&gpu.uuid)) {
+            let unheld_before = self.awaited.get(&gpu.uuid) == Some(&true);
+            let unheld = facts.is_unheld(gpu) && (unheld_before || facts.is_new_list);
+            // The kubelet that answers next may be a new one, which at first knows fewer pods: it takes two lists.
+            if unheld && unheld_before && facts.is_new_list {
+                next.gpus.insert(gpu.uuid.clone(), None);
+            } else {
+                next.awaited.insert(gpu.uuid.clone(), unheld);
+            }
+        }
+        (next != *self).then_some(next)
+    }
+
+    /// Makes the devices anew from the hardware. Those of a GPU that is gone stay as they were.
+    pub fn make(&mut self, hardware: &Hardware, hints: NumaHints) {
+        let topology = hardware.topology();
+        let mut made: Vec<Device> = Vec::new();
+        for (place, gpu) in topology.gpus().iter().enumerate().filter(|(_, gpu)| self.has(&gpu.uuid)) {
+            let whole = Device::new(topology, gpu, hints);
+            if gpu.mig_enabled {
+                let of_gpu = topology.mig_devices().iter().filter(|mig| mig.parent == place);
+                made.extend(of_gpu.map(|mig| Device { mig: Some(mig.clone()), ..whole.clone() }));
+            } else {
+                made.push(whole);
+            }
+        }
+        let gone =
+            |device: &Device| topology.position(&device.gpu.uuid).is_none() && self.gpus.contains_key(&device.gpu.uuid);
+        let gone: Vec<Device> = self.devices.iter().filter(|device| gone(device)).cloned().collect();
+        made.extend(gone);
+        self.devices = made;
+    }
+
+    /// The devices whose health is another than it was, by their places, with what it is now.
+    pub fn changed_health(&self, hardware: &Hardware, ledger: &Ledger) -> Vec<(usize, Health)> {
+        let now = |device: &Device| {
+            let since = match &device.health {
+                Health::Unhealthy { since, .. } => *since,
+                Health::Healthy => ledger.known_since().unwrap_or_default(),
+            };
+            if !hardware.has(device) {
+                return Health::Unhealthy { reason: UnhealthyReason::Gone, since };
+            }
+            let health = hardware.health(&device.gpu.uuid, device.instance()).unwrap_or(Health::Healthy);
+            match ledger.plugin_holder(hardware.topology(), &device.gpu.uuid) {
+                Some((resource, id)) if health == Health::Healthy => {
+                    let (resource, id) = (resource.to_string(), id.to_string());
+                    let reason = UnhealthyReason::HeldElsewhere { resource, id };
+                    match &device.health {
+                        Health::Unhealthy { reason: before, .. } if *before == reason => device.health.clone(),
+                        _ => Health::Unhealthy { reason, since: ledger.known_since().unwrap_or_default() },
+                    }
+                }
+                _ => health,
+            }
+        };
+        let all = self.devices.iter().enumerate().map(|(place, device)| (place, device, now(device)));
+        all.filter(|(_, device, health)| device.health != *health).map(|(place, _, health)| (place, health)).collect()
+    }
+
+    /// Sets the health of a device.
+    pub fn set_health(&mut self, place: usize, health: Health) {
+        if let Some(device) = self.devices.get_mut(place) {
+            device.health = health;
+        }
+    }
+}

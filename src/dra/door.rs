@@ -1,0 +1,414 @@
+//! Prepares and unprepares claims: reads the claim, lets the core decide, and carries it out in steps each of which is
+//! safe to die in.
+//!
+//! Called by `service` for the kubelet and by `life` for claims that are gone. What is prepared is kept in memory and in
+//! `store`. One claim is worked on once at a time; claims do not wait for each other, and no lock is held while a disk
+//! or the API server is waited for. A claim is in the books from before anything is done for it until all is undone, so
+//! that no other claim gets its GPUs.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::{OwnedMutexGuard, mpsc, oneshot, watch};
+use tokio::time::{Instant, timeout};
+
+use super::store::{Record, Store, is_uid};
+use super::{ClaimQuery, ClaimQueryError, Observer, Occurrence, PluginError, Settings, specs};
+use crate::claims::{Claim, ClaimError, ClaimName, Node, Prepared, plan};
+use crate::errors::chain;
+use crate::files;
+use crate::quote::quoted;
+use crate::state::NodeState;
+
+/// How often the CDI specs are read again while a name is missing: the agent writes it at its next scan.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
+
+/// The right to work on one claim, until its last clone is dropped: also while a disk has it.
+type Turn = Arc<OwnedMutexGuard<()>>;
+
+/// What there is of a claim.
+#[derive(Default)]
+struct Slot {
+    turn: Arc<tokio::sync::Mutex<()>>,
+    record: Option<Record>,
+}
+
+/// The claims of this node.
+pub(super) struct Door {
+    settings: Arc<Settings>,
+    store: Arc<Store>,
+    observer: Observer,
+    snapshot: watch::Receiver<Arc<NodeState>>,
+    claims: mpsc::Sender<ClaimQuery>,
+    slots: Mutex<BTreeMap<String, Slot>>,
+    /// Changes with what is prepared.
+    held: watch::Sender<u64>,
+}
+
+/// Why a claim was not prepared.
+#[derive(Debug, thiserror::Error)]
+enum PrepareError {
+    #[error("{} is no UID of a claim", quoted(.0))]
+    NoUid(String),
+    #[error("cannot read the claim {claim}")]
+    Query { claim: String, source: ClaimQueryError },
+    #[error(transparent)]
+    Claim(#[from] ClaimError),
+    #[error("cannot write the checkpoint of the claim")]
+    Checkpoint { source: std::io::Error },
+    #[error("cannot write the CDI spec of the claim")]
+    Spec { source: std::io::Error },
+    #[error("no CDI spec in {folder} has {names}")]
+    Names { folder: String, names: String },
+    #[error("the claim was not prepared within {0:?}")]
+    Late(Duration),
+}
+
+/// Why a claim was not unprepared.
+#[derive(Debug, thiserror::Error)]
+enum UnprepareError {
+    #[error("cannot remove the CDI spec of the claim")]
+    Spec { source: std::io::Error },
+    #[error("cannot remove the checkpoint of the claim")]
+    Checkpoint { source: std::io::Error },
+    #[error("the claim was not unprepared within {0:?}")]
+    Late(Duration),
+}
+
+impl Door {
+    /// The door with the claims that the checkpoints have.
+    pub async fn open(
+        settings: Arc<Settings>,
+        observer: Observer,
+        snapshot: watch::Receiver<Arc<NodeState>>,
+        claims: mpsc::Sender<ClaimQuery>,
+    ) -> Result<Self, PluginError> {
+        let folder = settings.checkpoints.clone();
+        let opened = files::blocking(move || Store::open(&folder)).await;
+        let unusable = |source| PluginError::Checkpoints { folder: settings.checkpoints.clone(), source };
+        let (store, records, ignored) = opened.map_err(unusable)?;
+        ignored.into_iter().for_each(|ignored| observer(ignored));
+        let slot = |record: Record| (record.claim.uid.clone(), Slot { record: Some(record), ..Slot::default() });
+        let slots = Mutex::new(records.into_iter().map(slot).collect());
+        let held = watch::Sender::default();
+        let door = Self { settings, store: Arc::new(store), observer, snapshot, claims, slots, held };
+        door.changed();
+        Ok(door)
+    }
+
+    /// Follows what is prepared.
+    pub fn held(&self) -> watch::Receiver<u64> {
+        self.held.subscribe()
+    }
+
+    /// Everything that is prepared, or being prepared.
+    pub fn prepared(&self) -> Vec<Prepared> {
+        self.records().into_iter().map(|record| record.prepared).collect()
+    }
+
+    /// Prepares a claim; the error is what the kubelet is told.
+    pub async fn prepare(&self, asked: ClaimName) -> Result<Prepared, String> {
+        let (start, limit) = (Instant::now(), self.settings.prepare_timeout);
+        let work = timeout(limit, self.try_prepare(&asked)).await;
+        let result = work.unwrap_or(Err(PrepareError::Late(limit)));
+        self.tidy();
+        let repeated = result.as_ref().is_ok_and(|(_, repeated)| *repeated);
+        let result = result.map(|(prepared, _)| prepared).map_err(|error| chain(&error));
+        let names = |prepared: &Prepared| prepared.devices.iter().map(|device| device.device.clone()).collect();
+        let outcome = result.as_ref().map(names).map_err(Clone::clone);
+        let elapsed = start.elapsed();
+        (self.observer)(Occurrence::Prepared { claim: asked, result: outcome, repeated, elapsed });
+        result
+    }
+
+    /// Unprepares a claim; the error is what the kubelet is told. One that is not prepared is no error. The API server is
+    /// not asked: the claim may be deleted already.
+    pub async fn unprepare(&self, asked: ClaimName) -> Result<(), String> {
+        let (start, limit) = (Instant::now(), self.settings.prepare_timeout);
+        let work = async {
+            if !is_uid(&asked.uid) {
+                return Ok(());
+            }
+            let turn = self.turn(&asked.uid).await;
+            self.undo(&asked.uid, &turn).await
+        };
+        let result = timeout(limit, work).await.unwrap_or(Err(UnprepareError::Late(limit)));
+        self.tidy();
+        let result = result.map_err(|error| chain(&error));
+        let elapsed = start.elapsed();
+        (self.observer)(Occurrence::Unprepared { claim: asked, result: result.clone(), elapsed });
+        result
+    }
+
+    /// Undoes what is left of claims that are gone, and restores CDI specs of claims that are missing.
+    pub async fn sweep(&self) {
+        for record in self.records() {
+            let uid = record.claim.uid.clone();
+            // The API server is asked before it is this claim's turn: the kubelet must not wait for that. A UID that is
+            // gone does not come back.
+            let is_gone = self.is_gone(&record).await;
+            let turn = self.turn(&uid).await;
+            if self.record(&uid).as_ref() != Some(&record) {
+                continue;
+            }
+            if is_gone {
+                let result = self.undo(&uid, &turn).await.map_err(|error| chain(&error));
+                (self.observer)(Occurrence::Swept { claim: record.claim, result });
+            } else if record.is_completed_in(self.settings.boot.as_deref()) {
+                // Containers that restart need it; where it cannot be written now, the next sweep does it.
+                let _ = self.write_spec(&uid, &record.prepared, &turn).await;
+            }
+        }
+        let folder = self.settings.cdi_folder.clone();
+        for uid in files::blocking(move || Ok(specs::claims(&folder))).await.unwrap_or_default() {
+            if let Some(turn) = self.idle_turn(&uid)
+                && self.record(&uid).is_none()
+            {
+                let _ = self.undo(&uid, &turn).await;
+            }
+        }
+        self.tidy();
+    }
+
+    async fn try_prepare(&self, asked: &ClaimName) -> Result<(Prepared, bool), PrepareError> {
+        let uid = &asked.uid;
+        if !is_uid(uid) {
+            return Err(PrepareError::NoUid(uid.clone()));
+        }
+        let turn = self.turn(uid).await;
+        let before = self.record(uid);
+        if let Some(record) = before.as_ref().filter(|record| record.is_completed_in(self.settings.boot.as_deref()))
+            && self.write_spec(uid, &record.prepared, &turn).await.is_ok()
+            && self.missing(&record.prepared, uid).await.is_empty()
+        {
+            return Ok((record.prepared.clone(), true));
+        }
+        let record = match self.reserve(asked).await {
+            Ok(record) => record,
+            Err(error) => {
+                if before.is_some() && error.is_gone() {
+                    // It stays in the books where that fails, and the next sweep tries again.
+                    let _ = self.undo(uid, &turn).await;
+                }
+                return Err(error);
+            }
+        };
+        let carried_out = self.carry_out(record, &turn).await;
+        if carried_out.is_err() {
+            match before {
+                // A pod may run with it.
+                Some(before) => self.put(uid, Some(before)),
+                None => drop(self.undo(uid, &turn).await),
+            }
+        }
+        Ok((carried_out?, false))
+    }
+
+    /// Reads the claim, plans it and puts it into the books. A GPU that a claim has which is gone is taken from it first.
+    async fn reserve(&self, asked: &ClaimName) -> Result<Record, PrepareError> {
+        let named = || format!("{}/{}", asked.namespace, asked.name);
+        let claim = self.query(asked).await;
+        let claim = claim.map_err(|source| PrepareError::Query { claim: named(), source })?;
+        loop {
+            let taken = match self.plan(asked, &claim) {
+                Ok(record) => return Ok(record),
+                Err(error) => error,
+            };
+            let ClaimError::Taken { holder, .. } = &taken else { return Err(taken.into()) };
+            let gone = match self.idle_turn(&holder.0.uid) {
+                Some(turn) => match self.record(&holder.0.uid) {
+                    Some(record) if self.is_gone(&record).await => {
+                        self.undo(&record.claim.uid, &turn).await.is_ok_and(|()| {
+                            (self.observer)(Occurrence::Swept { claim: record.claim, result: Ok(()) });
+                            true
+                        })
+                    }
+                    Some(_) => false,
+                    None => true,
+                },
+                None => false,
+            };
+            if !gone {
+                return Err(taken.into());
+            }
+        }
+    }
+
+    fn plan(&self, asked: &ClaimName, claim: &Claim) -> Result<Record, ClaimError> {
+        let (state, host) = (self.snapshot.borrow().clone(), self.settings.host_devices.borrow().clone());
+        let settings = &self.settings;
+        let node = Node {
+            driver: &settings.driver,
+            pool: &settings.pool,
+            state: &state,
+            injection: &settings.injection,
+            host: &host,
+        };
+        let mut slots = self.slots();
+        let others = slots.values().filter_map(|slot| slot.record.as_ref());
+        let others = others.map(|record| (&record.claim, &record.prepared));
+        let prepared = plan(claim, asked, node, others)?;
+        let record = Record::started(settings.boot.clone(), asked.clone(), prepared);
+        slots.entry(asked.uid.clone()).or_default().record = Some(record.clone());
+        drop(slots);
+        self.changed();
+        Ok(record)
+    }
+
+    /// Does what a record that is in the books says.
+    async fn carry_out(&self, record: Record, turn: &Turn) -> Result<Prepared, PrepareError> {
+        let uid = record.claim.uid.clone();
+        self.write(&record, turn).await?;
+        let written = self.write_spec(&uid, &record.prepared, turn).await;
+        written.map_err(|source| PrepareError::Spec { source })?;
+        let until = Instant::now() + self.settings.specs_timeout;
+        loop {
+            let missing = self.missing(&record.prepared, &uid).await;
+            if missing.is_empty() {
+                break;
+            }
+            if Instant::now() >= until {
+                let folder = self.settings.cdi_folder.display().to_string();
+                return Err(PrepareError::Names { folder, names: missing.join(", ") });
+            }
+            tokio::time::sleep(LOOK_AGAIN).await;
+        }
+        let record = record.completed();
+        self.write(&record, turn).await?;
+        self.put(&uid, Some(record.clone()));
+        Ok(record.prepared)
+    }
+
+    /// Undoes everything for a claim: its spec, its checkpoint, its place in the books.
+    async fn undo(&self, uid: &str, turn: &Turn) -> Result<(), UnprepareError> {
+        let (folder, named, held) = (self.settings.cdi_folder.clone(), uid.to_owned(), Arc::clone(turn));
+        let removed = files::blocking(move || {
+            let _held = held;
+            specs::remove(&folder, &named)
+        });
+        removed.await.map_err(|source| UnprepareError::Spec { source })?;
+        let (store, named, held) = (Arc::clone(&self.store), uid.to_owned(), Arc::clone(turn));
+        let removed = files::blocking(move || {
+            let _held = held;
+            store.remove(&named)
+        });
+        removed.await.map_err(|source| UnprepareError::Checkpoint { source })?;
+        self.put(uid, None);
+        Ok(())
+    }
+
+    async fn write(&self, record: &Record, turn: &Turn) -> Result<(), PrepareError> {
+        let (store, record, held) = (Arc::clone(&self.store), record.clone(), Arc::clone(turn));
+        let written = files::blocking(move || {
+            let _held = held;
+            store.write(&record)
+        });
+        written.await.map_err(|source| PrepareError::Checkpoint { source })
+    }
+
+    async fn write_spec(&self, uid: &str, prepared: &Prepared, turn: &Turn) -> std::io::Result<()> {
+        if prepared.edits.is_empty() {
+            return Ok(());
+        }
+        let (folder, uid, edits) = (self.settings.cdi_folder.clone(), uid.to_owned(), prepared.edits.clone());
+        let held = Arc::clone(turn);
+        let written = files::blocking(move || {
+            let _held = held;
+            specs::write(&folder, &uid, &edits)
+        });
+        written.await
+    }
+
+    /// The CDI names of a claim that a runtime would not find.
+    async fn missing(&self, prepared: &Prepared, uid: &str) -> Vec<String> {
+        let names: BTreeSet<String> = prepared.devices.iter().flat_map(|device| device.cdi.clone()).collect();
+        let (folder, uid, all) = (self.settings.cdi_folder.clone(), uid.to_owned(), names.clone());
+        let missing = files::blocking(move || Ok(specs::missing(&folder, names, &uid))).await;
+        missing.unwrap_or_else(|_| all.into_iter().collect())
+    }
+
+    /// Whether the cluster has no such claim any more, and no container of this node its devices.
+    async fn is_gone(&self, record: &Record) -> bool {
+        let claim = &record.claim;
+        let is_deleted = match self.query(claim).await {
+            Err(ClaimQueryError::NotFound) => true,
+            Err(ClaimQueryError::Failed(_)) => false,
+            Ok(found) => found.metadata.uid != claim.uid,
+        };
+        let named = format!("{}/{}", claim.namespace, claim.name);
+        let state = self.snapshot.borrow().clone();
+        let mut listed = state.ledger().holdings().claims.iter();
+        is_deleted
+            && !listed.any(|held| {
+                let has = |device: &str| record.prepared.devices.iter().any(|prepared| prepared.device == device);
+                held.claim == named && held.driver == self.settings.driver && has(&held.device)
+            })
+    }
+
+    async fn query(&self, claim: &ClaimName) -> Result<Claim, ClaimQueryError> {
+        let failed = |why: String| Err(ClaimQueryError::Failed(why));
+        let (answer, answered) = oneshot::channel();
+        let query = ClaimQuery { namespace: claim.namespace.clone(), name: claim.name.clone(), answer };
+        let asked = async {
+            match self.claims.send(query).await {
+                Ok(()) => answered.await.unwrap_or_else(|_| failed("the client of the API server gave up".to_owned())),
+                Err(_) => failed("the client of the API server has ended".to_owned()),
+            }
+        };
+        let limit = self.settings.claim_timeout;
+        let late = || failed(format!("the API server did not answer within {limit:?}"));
+        timeout(limit, asked).await.unwrap_or_else(|_| late())
+    }
+
+    fn slots(&self) -> MutexGuard<'_, BTreeMap<String, Slot>> {
+        // Only whole records are ever put in or taken out.
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn records(&self) -> Vec<Record> {
+        self.slots().values().filter_map(|slot| slot.record.clone()).collect()
+    }
+
+    fn record(&self, uid: &str) -> Option<Record> {
+        self.slots().get(uid)?.record.clone()
+    }
+
+    fn put(&self, uid: &str, record: Option<Record>) {
+        self.slots().entry(uid.to_owned()).or_default().record = record;
+        self.changed();
+    }
+
+    async fn turn(&self, uid: &str) -> Turn {
+        let turn = Arc::clone(&self.slots().entry(uid.to_owned()).or_default().turn);
+        Arc::new(turn.lock_owned().await)
+    }
+
+    /// The turn of a claim that nothing works on. Waiting for it could be waiting for each other.
+    fn idle_turn(&self, uid: &str) -> Option<Turn> {
+        let turn = Arc::clone(&self.slots().entry(uid.to_owned()).or_default().turn);
+        turn.try_lock_owned().ok().map(Arc::new)
+    }
+
+    /// Forgets claims that are not prepared and that nothing works on.
+    fn tidy(&self) {
+        self.slots().retain(|_, slot| slot.record.is_some() || Arc::strong_count(&slot.turn) > 1);
+    }
+
+    fn changed(&self) {
+        let (claims, devices) = {
+            let slots = self.slots();
+            let records = || slots.values().filter_map(|slot| slot.record.as_ref());
+            (records().count(), records().map(|record| record.prepared.devices.len()).sum())
+        };
+        (self.observer)(Occurrence::Held { claims, devices });
+        self.held.send_modify(|change| *change = change.wrapping_add(1));
+    }
+}
+
+impl PrepareError {
+    /// Whether the claim that was prepared under this UID no longer exists.
+    fn is_gone(&self) -> bool {
+        matches!(self, Self::Query { source: ClaimQueryError::NotFound, .. } | Self::Claim(ClaimError::OtherUid { .. }))
+    }
+}

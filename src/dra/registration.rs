@@ -1,0 +1,47 @@
+//! The service Registration: who we are, and whether the kubelet took us. It answers from memory: the kubelet waits for
+//! 1 s.
+
+use tokio::sync::mpsc;
+use tonic::{Request, Response, Status};
+
+use crate::quote::one_line;
+use linkwise_kubelet_api::pluginregistration as wire;
+use linkwise_kubelet_api::pluginregistration::registration_server::Registration;
+use linkwise_kubelet_api::{dra, dra_health};
+
+/// Our services. The kubelet takes the first DRAPlugin that it has, and the newest health service.
+const SERVICES: [&str; 4] =
+    [dra::v1::SERVICE, dra::v1beta1::SERVICE, dra_health::v1::SERVICE, dra_health::v1alpha1::SERVICE];
+
+/// The service for one session with the kubelet.
+pub(super) struct RegistrationService {
+    /// The DRA driver's name.
+    pub driver: String,
+    /// The path of the socket with our services.
+    pub endpoint: String,
+    /// Where the kubelet's verdicts go.
+    pub verdicts: mpsc::Sender<Result<(), String>>,
+}
+
+#[tonic::async_trait]
+impl Registration for RegistrationService {
+    async fn get_info(&self, _: Request<wire::InfoRequest>) -> Result<Response<wire::PluginInfo>, Status> {
+        Ok(Response::new(wire::PluginInfo {
+            r#type: wire::DRA_PLUGIN.to_owned(),
+            name: self.driver.clone(),
+            endpoint: self.endpoint.clone(),
+            supported_versions: SERVICES.map(str::to_owned).to_vec(),
+        }))
+    }
+
+    async fn notify_registration_status(
+        &self,
+        request: Request<wire::RegistrationStatus>,
+    ) -> Result<Response<wire::RegistrationStatusResponse>, Status> {
+        let wire::RegistrationStatus { plugin_registered, error } = request.into_inner();
+        let verdict = if plugin_registered { Ok(()) } else { Err(one_line(&error)) };
+        // Full: the same verdict is waiting already. An error in answer would make the kubelet drop the plugin.
+        let _ = self.verdicts.try_send(verdict);
+        Ok(Response::new(wire::RegistrationStatusResponse {}))
+    }
+}

@@ -1,0 +1,153 @@
+//! Checkpoints: one file for each claim that is prepared, or was being prepared when the process ended.
+//!
+//! Called by `door`, in blocking tasks. A file that cannot be read is reported and set aside, and hinders no other
+//! claim; it goes when its claim is unprepared. What is in a file is decided by the core.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::Occurrence;
+use crate::claims::{ClaimName, Prepared};
+use crate::files;
+
+/// The version of the files.
+const VERSION: u32 = 1;
+
+/// The longest file that is read. A claim has 32 devices at most, of some 300 bytes each.
+const LONGEST: u64 = 1 << 20;
+
+/// Only the agent reads them.
+const MODE: u32 = 0o600;
+
+/// How the name of a file ends that was set aside.
+const ASIDE: &str = ".ignored";
+
+/// How far the preparation of a claim is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Progress {
+    /// Something may have been done.
+    Started,
+    /// Everything is done, and the kubelet may have been told.
+    Completed,
+}
+
+/// A claim that is prepared, or being prepared.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub(super) struct Record {
+    version: u32,
+    /// How far.
+    pub progress: Progress,
+    /// In which boot; `None` where that is unknown.
+    pub boot: Option<String>,
+    /// The claim.
+    pub claim: ClaimName,
+    /// With what.
+    pub prepared: Prepared,
+}
+
+impl Record {
+    /// A record of a preparation that begins.
+    pub fn started(boot: Option<String>, claim: ClaimName, prepared: Prepared) -> Self {
+        Self { version: VERSION, progress: Progress::Started, boot, claim, prepared }
+    }
+
+    /// The same, completed.
+    pub fn completed(self) -> Self {
+        Self { progress: Progress::Completed, ..self }
+    }
+
+    /// Whether it was completed in this boot.
+    pub fn is_completed_in(&self, boot: Option<&str>) -> bool {
+        self.progress == Progress::Completed && boot.is_some() && self.boot.as_deref() == boot
+    }
+}
+
+/// Whether a text can be a UID, and so a part of a file's and of a CDI device's name.
+pub(super) fn is_uid(text: &str) -> bool {
+    let ends = |b: Option<&u8>| b.is_some_and(u8::is_ascii_alphanumeric);
+    let bytes = text.as_bytes();
+    bytes.len() <= 128
+        && ends(bytes.first())
+        && ends(bytes.last())
+        && bytes.iter().all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.'))
+}
+
+/// The folder of checkpoints.
+#[derive(Debug)]
+pub(super) struct Store {
+    folder: PathBuf,
+}
+
+impl Store {
+    /// The records in a folder, which is made where it is missing, and what in it is none.
+    pub fn open(folder: &Path) -> io::Result<(Self, Vec<Record>, Vec<Occurrence>)> {
+        files::prepare_folder(folder)?;
+        let (mut records, mut ignored) = (Vec::new(), Vec::new());
+        let mut paths: Vec<PathBuf> =
+            fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect::<io::Result<_>>()?;
+        paths.sort_unstable();
+        for path in paths {
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            if name.starts_with(files::DRAFT) {
+                // Of a process that was killed while it wrote.
+                let _ = fs::remove_file(&path);
+            } else if let Some(uid) = name.strip_suffix(".json").filter(|uid| is_uid(uid)) {
+                match read(&path, uid) {
+                    Ok(record) => records.push(record),
+                    Err(why) => {
+                        let aside = with_suffix(&path, ASIDE);
+                        let set_aside = fs::rename(&path, aside).is_ok();
+                        ignored.push(Occurrence::CheckpointIgnored { path, why, set_aside });
+                    }
+                }
+            } else if !name.ends_with(&format!(".json{ASIDE}")) {
+                let why = "its name is not that of a checkpoint".to_owned();
+                ignored.push(Occurrence::CheckpointIgnored { path, why, set_aside: false });
+            }
+        }
+        Ok((Self { folder: folder.to_owned() }, records, ignored))
+    }
+
+    /// Puts a record on the disk, over the one that is there.
+    pub fn write(&self, record: &Record) -> io::Result<()> {
+        let text = serde_json::to_vec_pretty(record)?;
+        files::write(&self.path(&record.claim.uid), &text, MODE)
+    }
+
+    /// Removes what there is of a claim.
+    pub fn remove(&self, uid: &str) -> io::Result<()> {
+        let path = self.path(uid);
+        files::remove(&path)?;
+        files::remove(&with_suffix(&path, ASIDE)).map(drop)
+    }
+
+    fn path(&self, uid: &str) -> PathBuf {
+        self.folder.join(format!("{uid}.json"))
+    }
+}
+
+fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(suffix);
+    PathBuf::from(name)
+}
+
+/// Reads one file; its name has the UID of its claim.
+fn read(path: &Path, uid: &str) -> Result<Record, String> {
+    let bytes = files::read(path, LONGEST).map_err(|error| error.to_string())?;
+    let value: serde_json::Value =
+        serde_json::from_slice(&bytes).map_err(|error| format!("it is not whole JSON: {error}"))?;
+    let version = value.get("version").cloned().unwrap_or_default();
+    if version != VERSION {
+        return Err(format!("its version is {version}; this linkwise reads {VERSION}"));
+    }
+    let record: Record = serde_json::from_value(value).map_err(|error| format!("it is no checkpoint: {error}"))?;
+    if record.claim.uid != uid {
+        return Err(format!("it is of the claim with the UID {}", crate::quote::quoted(&record.claim.uid)));
+    }
+    Ok(record)
+}
