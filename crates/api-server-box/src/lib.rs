@@ -42,6 +42,19 @@ pub struct Request {
     pub token: Option<String>,
 }
 
+/// What the server would store if a client created this object.
+///
+/// # Errors
+///
+/// The Status of its refusal.
+pub fn stored(resource: &ResourceType, namespace: Option<&str>, gates: Gates, object: &Value) -> Result<Value, Value> {
+    let mut store = Store::new(std::slice::from_ref(resource));
+    store.gates = gates;
+    let name = object["metadata"]["name"].as_str().unwrap_or_default();
+    let created = store.create("client", &resource.key(namespace, name), object.clone());
+    created.map_err(|refusal| refusal.status())
+}
+
 /// What all connections share.
 struct Shared {
     store: Mutex<Store>,

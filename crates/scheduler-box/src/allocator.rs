@@ -9,13 +9,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
-use crate::Placement;
-use crate::api::{Claim, DeviceClass, Mode};
+use crate::api::{Claim, Mode};
 use crate::devices::{Counter, DeviceName, NodeDevices, consumed};
 use crate::error::Failure;
 use crate::quantity::Quantity;
 use crate::report;
 use crate::selector::{Selectors, View};
+use crate::{Cluster, Placement};
 pub(crate) use constraint::bears_on;
 use constraint::{MatchState, Member};
 pub(crate) use request::{Ask, RequestPlan};
@@ -63,7 +63,7 @@ pub(crate) struct Attempt<'a> {
     pub claims: &'a [Claim],
     /// Per claim, per request.
     pub plans: Vec<Vec<RequestPlan<'a>>>,
-    selectors: Selectors,
+    selectors: &'a Selectors,
     views: Vec<View>,
     /// Whether a request's alternative selects a device, once that is known.
     selected: BTreeMap<(usize, usize, usize, usize), bool>,
@@ -79,13 +79,12 @@ pub(crate) struct Attempt<'a> {
 
 impl<'a> Attempt<'a> {
     pub fn new(
+        cluster: &'a Cluster,
         node: &'a str,
         devices: &'a NodeDevices<'a>,
-        classes: &'a [DeviceClass],
-        used: &'a BTreeSet<DeviceName>,
         claims: &'a [Claim],
-        steps: u64,
     ) -> Result<Self, Failure> {
+        let Cluster { classes, used, selectors, steps, .. } = cluster;
         if let Some(claim) = claims.iter().find(|claim| claim.status.allocation.is_some()) {
             return Err(Failure::Allocated(claim.name()));
         }
@@ -105,14 +104,14 @@ impl<'a> Attempt<'a> {
             used,
             claims,
             plans,
-            selectors: Selectors::new().map_err(Failure::NotModelled)?,
+            selectors,
             views: devices.devices.iter().map(|_| View::default()).collect(),
             selected: BTreeMap::new(),
             constraints,
             counters,
             chosen: Vec::new(),
             deepest: (0, 0),
-            steps: (steps, steps),
+            steps: (*steps, *steps),
         })
     }
 

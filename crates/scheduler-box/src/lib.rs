@@ -26,6 +26,7 @@ pub use error::{Failure, Refusal};
 use allocator::Attempt;
 use api::{Claim, DeviceClass, Slice};
 use devices::{DeviceName, NodeDevices};
+use selector::Selectors;
 
 /// The most devices that an attempt for one node looks at, each time it comes by one. The real scheduler stops after
 /// 10 s (gate `DRASchedulerFilterTimeout`).
@@ -38,6 +39,7 @@ pub struct Cluster {
     classes: Vec<DeviceClass>,
     /// Devices that claims have.
     used: BTreeSet<DeviceName>,
+    selectors: Selectors,
     /// See [`MOST_STEPS`].
     steps: u64,
 }
@@ -64,6 +66,7 @@ impl Cluster {
             slices: slices.iter().map(api::read).collect::<Result<_, _>>()?,
             classes: classes.iter().map(api::read).collect::<Result<_, _>>()?,
             used: BTreeSet::new(),
+            selectors: Selectors::new().map_err(Failure::NotModelled)?,
             steps: MOST_STEPS,
         };
         for claim in claims {
@@ -138,6 +141,6 @@ impl Cluster {
 
     fn place(&self, node: &str, claims: &[Claim]) -> Result<Placement, Failure> {
         let devices = NodeDevices::gather(node, &self.slices)?;
-        Attempt::new(node, &devices, &self.classes, &self.used, claims, self.steps)?.run()
+        Attempt::new(self, node, &devices, claims)?.run()
     }
 }

@@ -9,19 +9,29 @@
 mod library;
 mod values;
 
-use std::cell::{OnceCell, RefCell};
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
-use std::rc::Rc;
-use std::sync::Arc;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cel::{Context, Env, Program, Value};
 
 use crate::api::Device;
 
-/// Expressions that were compiled, and the environment they are evaluated in.
+/// Expressions that were compiled, and the environment they are evaluated in. A copy shares them.
+#[derive(Clone)]
 pub(crate) struct Selectors {
     env: Arc<Env>,
-    programs: RefCell<BTreeMap<String, Rc<Result<Program, String>>>>,
+    programs: Arc<Mutex<BTreeMap<String, Compiled>>>,
+}
+
+/// A program, or why the text is none.
+type Compiled = Arc<Result<Program, String>>;
+
+impl fmt::Debug for Selectors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Selectors")
+    }
 }
 
 /// A device as expressions see it, made when the first one looks.
@@ -33,7 +43,7 @@ impl Selectors {
     ///
     /// The CEL library takes none of our functions under its name.
     pub fn new() -> Result<Self, String> {
-        Ok(Self { env: Arc::new(library::environment()?), programs: RefCell::default() })
+        Ok(Self { env: Arc::new(library::environment()?), programs: Arc::default() })
     }
 
     /// Whether an expression selects a device of a driver.
@@ -42,12 +52,7 @@ impl Selectors {
     ///
     /// Its text is no CEL, it reads what the device does not have, or its value is no boolean.
     pub fn selects(&self, expression: &str, driver: &str, device: &Device, view: &View) -> Result<bool, String> {
-        let program = Rc::clone(
-            self.programs
-                .borrow_mut()
-                .entry(expression.to_owned())
-                .or_insert_with(|| Rc::new(self.env.compile(expression).map_err(|errors| errors.to_string()))),
-        );
+        let program = self.compiled(expression);
         let program = program.as_ref().as_ref().map_err(Clone::clone)?;
         let context = view.0.get_or_init(|| {
             let mut context = Context::with_env(Arc::clone(&self.env));
@@ -59,5 +64,13 @@ impl Selectors {
             Ok(other) => Err(format!("its value is {}, no boolean", other.type_of())),
             Err(error) => Err(error.to_string()),
         }
+    }
+
+    fn compiled(&self, expression: &str) -> Compiled {
+        let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
+        let program = programs
+            .entry(expression.to_owned())
+            .or_insert_with(|| Arc::new(self.env.compile(expression).map_err(|errors| errors.to_string())));
+        Arc::clone(program)
     }
 }
