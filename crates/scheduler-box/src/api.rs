@@ -22,6 +22,8 @@ pub(crate) fn read<T: DeserializeOwned>(object: &Value) -> Result<T, Failure> {
 pub(crate) struct Metadata {
     pub name: String,
     pub namespace: String,
+    #[serde(rename = "creationTimestamp")]
+    pub created: String,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -121,6 +123,8 @@ pub(crate) struct DeviceClass {
 pub(crate) struct ClassSpec {
     pub selectors: Vec<Selector>,
     pub config: Vec<Value>,
+    #[serde(rename = "extendedResourceName")]
+    pub extended_resource: Option<String>,
 }
 
 #[derive(Clone, Debug, Deserialize)]

@@ -13,6 +13,7 @@ mod allocator;
 mod api;
 mod devices;
 mod error;
+mod extended;
 mod quantity;
 mod report;
 mod selector;

@@ -262,3 +262,26 @@ fn configuration_follows_the_requests_that_were_served() {
     assert_eq!(of, [("FromClass", "class"), ("FromClaim", "claim"), ("FromClaim", "b"), ("FromClaim", "r")]);
     assert_eq!(config[0]["requests"], json!(["r/b"]));
 }
+
+/// extendeddynamicresources.go: a request `container-<i>-request-<j>` for each container and resource that a class has;
+/// types.go, DeviceClassSpec.extendedResourceName: of two classes the one created later, then the first by name. The
+/// first devices in published order are taken: there are no constraints.
+#[test]
+fn extended_resource_is_a_claim_for_the_first_devices() {
+    let class = |name: &str, created: &str| {
+        let metadata = json!({"name": name, "creationTimestamp": created});
+        json!({"metadata": metadata, "spec": {"extendedResourceName": "example.com/gpu"}})
+    };
+    let classes =
+        [class("old", "2026-01-01T00:00:00Z"), class("b", "2026-01-02T00:00:00Z"), class("a", "2026-01-02T00:00:00Z")];
+    let cluster = Cluster::new(&[slice("s", plain(&["x", "y", "z"]))], &classes, &[]).unwrap();
+    let containers =
+        [vec![("cpu.example.com/x", 1), ("example.com/gpu", 2)], vec![("deviceclass.resource.kubernetes.io/old", 1)]];
+    let claim = cluster.extended_claim("default", "p", &containers).unwrap();
+    let requests = claim["spec"]["devices"]["requests"].as_array().unwrap();
+    let class_of = |place: usize| requests[place]["exactly"]["deviceClassName"].as_str().unwrap();
+    assert_eq!((class_of(0), class_of(1)), ("a", "old"));
+    let placement = cluster.allocate("n", &[claim.clone()]).unwrap();
+    assert_eq!(got(&placement, 0), ["container-0-request-1 x", "container-0-request-1 y", "container-1-request-0 z"]);
+    assert_eq!(cluster.extended_claim("default", "p", &[vec![("cpu.example.com/x", 1)]]), None);
+}
