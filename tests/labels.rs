@@ -46,6 +46,8 @@ fn device(gpu: usize, index: u32, slices: u32, memory_mib: u64) -> MigDeviceObse
         gpu_slices: slices,
         compute_slices: slices,
         memory_mib,
+        profile_id: None,
+        placement: None,
         extension: None,
         engines: Some(MigEngines { multiprocessors: 16 * slices, copy: slices, ..MigEngines::default() }),
         capabilities: None,

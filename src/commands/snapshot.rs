@@ -132,6 +132,8 @@ mod tests {
             gpu_slices: 1,
             compute_slices: 1,
             memory_mib: 9728,
+            profile_id: None,
+            placement: None,
             extension: None,
             engines: None,
             capabilities: None,

@@ -103,6 +103,11 @@ fn address(pci: &PCIDeviceAttributes) -> Option<PciAddress> {
     PciAddress::new(u32::from(pci.domain()), pci.bus_id(), pci.bus_device(), pci.function())
 }
 
+/// An address below a host bridge: all of them hang below one root bus.
+fn first_address(devices: &[PciObservation]) -> Option<PciAddress> {
+    devices.iter().find_map(|device| device.pci)
+}
+
 struct Walk<'a> {
     sysfs: &'a Sysfs,
     /// Whether there is one NUMA node only: then being beside it is no evidence of being on it.
@@ -111,7 +116,7 @@ struct Walk<'a> {
 
 impl Walk<'_> {
     fn host_bridge(&self, bridge: &TopologyObject) -> HostBridgeObservation {
-        let devices = bridge.io_children().filter_map(|below| self.device(below, PciKind::RootPort)).collect();
+        let devices: Vec<_> = bridge.io_children().filter_map(|below| self.device(below, PciKind::RootPort)).collect();
         // I/O objects have no nodes of their own; hwloc hangs them on the object whose CPUs are local to them.
         let local = bridge.first_non_io_ancestor();
         let numa = local.filter(|_| !self.single).and_then(|local| {
@@ -119,7 +124,8 @@ impl Walk<'_> {
             let first = nodes.iter_set().next()?;
             (nodes.weight() == Some(1)).then_some(NumaNodeId(u32::try_from(usize::from(first)).ok()?))
         });
-        HostBridgeObservation { numa, package: local.and_then(package), devices }
+        let root = first_address(&devices).and_then(|pci| self.sysfs.pcie_root(pci));
+        HostBridgeObservation { numa, package: local.and_then(package), root, devices }
     }
 
     /// A GPU or a NIC, or a bridge with such devices below. `port` is what a bridge at this place is.

@@ -104,6 +104,16 @@ impl Sysfs {
         self.pci(pci, "numa_node")?.parse().ok().map(NumaNodeId)
     }
 
+    /// The root bus above a function, as the kernel names it: the first folder below /sys/devices, such as `pci0000:17`.
+    /// Kubernetes' `resource.kubernetes.io/pcieRoot` is that name, and there is none where the folder is not a PCI root
+    /// (a Hyper-V guest).
+    pub fn pcie_root(&self, pci: PciAddress) -> Option<String> {
+        let folder = fs::canonicalize(self.0.join(format!("bus/pci/devices/{pci}"))).ok()?;
+        let below = folder.strip_prefix(fs::canonicalize(self.0.join("devices")).ok()?).ok()?;
+        let first = below.components().next()?.as_os_str().to_str()?;
+        first.starts_with("pci").then(|| first.to_owned())
+    }
+
     /// Whether a function is one of many that an SR-IOV card pretends to be.
     pub fn is_virtual_function(&self, pci: PciAddress) -> bool {
         self.0.join(format!("bus/pci/devices/{pci}/physfn")).exists()

@@ -95,7 +95,8 @@ fn host_bridge(
     // The object that it hangs on is the one whose CPUs are local; a list of one node is a number.
     let nodes = bridge.parent_element().and_then(|local| cpu_list(local.attribute("nodeset")?));
     let numa = nodes.and_then(|nodes| nodes.parse().ok()).map(NumaNodeId);
-    (!devices.is_empty()).then(|| HostBridgeObservation { numa, package: package(bridge, inside), devices })
+    let package = package(bridge, inside);
+    (!devices.is_empty()).then(|| HostBridgeObservation { numa, package, root: None, devices })
 }
 
 /// A GPU or NIC, or a bridge with such devices below. Ports alternate on the way down; `port` is what a bridge here is.

@@ -12,8 +12,8 @@ use super::call::{Answer, CallError};
 use super::calls::Calls;
 use super::probe::UUID;
 use super::raw;
-use super::scan::{MigDeviceScan, MigScan};
-use crate::topology::{MigCapabilities, MigDeviceObservation, MigEngines, MigExtension, MigUuid};
+use super::scan::{MigDeviceScan, MigInstanceScan, MigScan};
+use crate::topology::{MigCapabilities, MigDeviceObservation, MigEngines, MigExtension, MigPlacement, MigUuid};
 
 /// The kernel's list of MIG capabilities below /proc, the same in every container.
 const MINORS: &str = "driver/nvidia-caps/mig-minors";
@@ -75,8 +75,16 @@ fn mig_device(
         return Ok(None);
     };
     let find = |minor| MigCapabilities::find(minors, minor, gpu_instance, compute_instance);
+    let instance = calls.raw("nvmlGpuInstanceGetInfo", || raw::gpu_instance(parent, gpu_instance));
+    let instance = instance.map(|instance| {
+        instance.map(|raw::GpuInstance { profile_id, start, size }| MigInstanceScan {
+            profile_id,
+            placement: MigPlacement { start, size },
+        })
+    });
     Ok(Some(MigDeviceScan {
-        extension: extension(parent, calls, gpu_instance),
+        extension: extension(parent, calls, &instance),
+        instance,
         capabilities: minor.clone().map(|minor| minor.and_then(find)),
         device: MigDeviceObservation {
             index,
@@ -86,6 +94,8 @@ fn mig_device(
             gpu_slices: attributes.gpu_instance_slice_count,
             compute_slices: attributes.compute_instance_slice_count,
             memory_mib: attributes.memory_size_mb,
+            profile_id: None,
+            placement: None,
             extension: None,
             engines: Some(MigEngines {
                 multiprocessors: attributes.multiprocessor_count,
@@ -101,10 +111,8 @@ fn mig_device(
 }
 
 /// NVML reports the driver's id of the GPU instance's profile; which profile has that id, a walk over all of them shows.
-fn extension(parent: &Device<'_>, calls: &Calls, gpu_instance: u32) -> Answer<MigExtension> {
-    let Some(id) = calls.raw("nvmlGpuInstanceGetInfo", || raw::gpu_instance_profile(parent, gpu_instance))? else {
-        return Ok(None);
-    };
+fn extension(parent: &Device<'_>, calls: &Calls, instance: &Answer<MigInstanceScan>) -> Answer<MigExtension> {
+    let Some(MigInstanceScan { profile_id: id, .. }) = instance.clone()? else { return Ok(None) };
     for number in 0..sys::NVML_GPU_INSTANCE_PROFILE_COUNT {
         match calls.raw("nvmlDeviceGetGpuInstanceProfileInfo", || raw::profile_id(parent, number)) {
             Ok(Some(known)) if known == id => return Ok(Some(MigExtension::of_profile(number))),

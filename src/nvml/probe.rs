@@ -19,7 +19,8 @@ use super::protocol::{Missing, Place};
 use super::scan::{CallFailure, GpuScan, NvLinkScan};
 use super::{mig, raw};
 use crate::topology::{
-    ComputeCapability, CudaVersion, FabricObservation, GpuUuid, NumaNodeId, PciAddress, PcieLink, TopologyLevel,
+    AddressingMode, ComputeCapability, CudaVersion, FabricObservation, GpuUuid, NumaNodeId, PciAddress, PcieLink,
+    TopologyLevel,
 };
 
 /// A GPU whose UUID and PCI address NVML reported.
@@ -118,6 +119,9 @@ pub fn scan(gpus: &[Gpu<'_>], procfs: &Path) -> Vec<GpuScan> {
             pci: gpu.pci,
             model: calls.ask("nvmlDeviceGetName", || device.name()),
             compute_capability: compute_capability(device, calls),
+            brand: brand(device, calls),
+            architecture: architecture(device, calls),
+            addressing_mode: addressing_mode(device, calls),
             memory_mib: memory(device, calls),
             numa: numa(device, calls),
             pcie: pcie(device, calls),
@@ -150,6 +154,53 @@ fn compute_capability(device: &Device<'_>, calls: &Calls) -> Answer<ComputeCapab
     Ok(capability.and_then(|capability| {
         Some(ComputeCapability { major: capability.major.try_into().ok()?, minor: capability.minor.try_into().ok()? })
     }))
+}
+
+/// By the names of go-nvlib (pkg/nvlib/device/device.go), which NVIDIA's DRA driver publishes. A brand that is newer is
+/// unknown.
+fn brand(device: &Device<'_>, calls: &Calls) -> Answer<String> {
+    /// By `nvmlBrandType_t`, from 0 on.
+    const NAMES: [&str; 17] = [
+        "Unknown",
+        "Quadro",
+        "Tesla",
+        "NVS",
+        "Grid",
+        "GeForce",
+        "Titan",
+        "NvidiaVApps",
+        "NvidiaVPC",
+        "NvidiaVCS",
+        "NvidiaVWS",
+        "NvidiaCloudGaming",
+        "QuadroRTX",
+        "NvidiaRTX",
+        "Nvidia",
+        "GeForceRTX",
+        "TitanRTX",
+    ];
+    let number = calls.raw("nvmlDeviceGetBrand", || raw::brand(device))?;
+    let name = |number| NAMES.get(usize::try_from(number).ok()?).copied();
+    Ok(number.and_then(name).map(str::to_owned))
+}
+
+/// By the same names. An architecture that is newer is unknown.
+fn architecture(device: &Device<'_>, calls: &Calls) -> Answer<String> {
+    let number = calls.raw("nvmlDeviceGetArchitecture", || raw::architecture(device))?;
+    Ok(number.and_then(architecture_name).map(str::to_owned))
+}
+
+/// By `nvmlDeviceArchitecture_t`.
+fn architecture_name(number: u32) -> Option<&'static str> {
+    /// From 2 on.
+    const NAMES: [&str; 10] =
+        ["Kepler", "Maxwell", "Pascal", "Volta", "Turing", "Ampere", "Ada Lovelace", "Hopper", "Blackwell", "Orin"];
+    NAMES.get(usize::try_from(number.checked_sub(sys::NVML_DEVICE_ARCH_KEPLER)?).ok()?).copied()
+}
+
+fn addressing_mode(device: &Device<'_>, calls: &Calls) -> Answer<AddressingMode> {
+    let number = calls.raw("nvmlDeviceGetAddressingMode", || raw::addressing_mode(device))?;
+    Ok(number.and_then(AddressingMode::from_nvml))
 }
 
 /// In MiB.
@@ -274,5 +325,15 @@ mod tests {
     fn a_cluster_is_written_as_a_uuid() {
         let uuid = 0x1234_5678_9abc_def0_1234_5678_9abc_def0_u128.to_be_bytes();
         assert_eq!(hyphenated(uuid), "12345678-9abc-def0-1234-56789abcdef0");
+    }
+
+    #[test]
+    fn architectures_have_nvidias_names() {
+        for (number, name) in [(2, "Kepler"), (7, "Ampere"), (9, "Hopper"), (10, "Blackwell"), (11, "Orin")] {
+            assert_eq!(architecture_name(number), Some(name));
+        }
+        for unknown in [0, 1, 12, u32::MAX] {
+            assert_eq!(architecture_name(unknown), None, "{unknown}");
+        }
     }
 }

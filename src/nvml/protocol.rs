@@ -193,9 +193,11 @@ impl Incoming {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nvml::scan::{GpuScan, MigDeviceScan, MigScan, NvLinkScan};
+    use crate::nvml::scan::{GpuScan, MigDeviceScan, MigInstanceScan, MigScan, NvLinkScan};
     use crate::state::{FabricHealth, Reach, RecoveryAction, RowRemapping};
-    use crate::topology::{CudaVersion, FabricObservation, MigExtension, PcieLink, TopologyLevel};
+    use crate::topology::{
+        AddressingMode, CudaVersion, FabricObservation, MigExtension, MigPlacement, PcieLink, TopologyLevel,
+    };
 
     fn every_message() -> Vec<FromAgent> {
         let gpu: GpuUuid = "GPU-1".parse().unwrap();
@@ -205,6 +207,7 @@ mod tests {
                       memory_mib: 1}";
         let device = MigDeviceScan {
             device: serde_saphyr::from_str(device).unwrap(),
+            instance: Ok(Some(MigInstanceScan { profile_id: 19, placement: MigPlacement { start: 4, size: 1 } })),
             extension: Ok(Some(MigExtension::Media)),
             capabilities: Ok(None),
         };
@@ -215,6 +218,9 @@ mod tests {
             model: Ok(Some("NVIDIA \"X\"\n".into())),
             minor: Err(failed.clone()),
             compute_capability: Ok(Some("9.0".to_owned().try_into().unwrap())),
+            brand: Ok(Some("Nvidia".into())),
+            architecture: Err(failed.clone()),
+            addressing_mode: Ok(Some(AddressingMode::Ats)),
             memory_mib: Ok(Some(u64::MAX)),
             numa: Ok(None),
             pcie: Ok(Some(PcieLink { mts: 16000, width: 16 })),

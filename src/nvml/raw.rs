@@ -61,6 +61,38 @@ pub fn c2c(device: &Device<'_>) -> Answer<bool> {
     returned("nvmlDeviceGetC2cModeInfoV", code, || Some(mode.isC2cEnabled != 0))
 }
 
+/// The brand, as `nvmlBrandType_t`.
+pub fn brand(device: &Device<'_>) -> Answer<u32> {
+    let Ok(call) = &device.nvml().lib().nvmlDeviceGetBrand else { return Ok(None) };
+    let mut brand = sys::nvmlBrandType_enum_NVML_BRAND_UNKNOWN;
+    // JUSTIFICATION: nvml-wrapper makes an error of a brand that is newer than it.
+    // SAFETY: the handle is live, and `brand` is a valid place for the answer.
+    let code = unsafe { call(device.handle(), &mut brand) };
+    returned("nvmlDeviceGetBrand", code, || Some(brand))
+}
+
+/// The architecture, as `nvmlDeviceArchitecture_t`.
+pub fn architecture(device: &Device<'_>) -> Answer<u32> {
+    let Ok(call) = &device.nvml().lib().nvmlDeviceGetArchitecture else { return Ok(None) };
+    let mut architecture = sys::NVML_DEVICE_ARCH_UNKNOWN;
+    // JUSTIFICATION: nvml-wrapper makes an error of an architecture that is newer than it.
+    // SAFETY: the handle is live, and `architecture` is a valid place for the answer.
+    let code = unsafe { call(device.handle(), &mut architecture) };
+    returned("nvmlDeviceGetArchitecture", code, || Some(architecture))
+}
+
+/// How the GPU addresses memory of the host, as `nvmlDeviceAddressingModeType_t`.
+pub fn addressing_mode(device: &Device<'_>) -> Answer<u32> {
+    #[expect(clippy::cast_possible_truncation, reason = "a struct of two words")]
+    const VERSION_1: u32 = size_of::<sys::nvmlDeviceAddressingMode_v1_t>() as u32 | 1 << 24;
+    let Ok(call) = &device.nvml().lib().nvmlDeviceGetAddressingMode else { return Ok(None) };
+    let mut mode = sys::nvmlDeviceAddressingMode_v1_t { version: VERSION_1, value: 0 };
+    // JUSTIFICATION: nvml-wrapper does not have this call.
+    // SAFETY: the handle is live, and `mode` is the structure of the version that it names.
+    let code = unsafe { call(device.handle(), &mut mode) };
+    returned("nvmlDeviceGetAddressingMode", code, || Some(mode.value))
+}
+
 /// Whether a row remapping is pending, and whether one failed.
 pub fn remapped_rows(device: &Device<'_>) -> Answer<(bool, bool)> {
     let Ok(call) = &device.nvml().lib().nvmlDeviceGetRemappedRows else { return Ok(None) };
@@ -141,8 +173,19 @@ pub fn compute_instance_id(mig_device: &Device<'_>) -> Answer<u32> {
     returned("nvmlDeviceGetComputeInstanceId", code, || Some(id))
 }
 
-/// The id of the profile that a GPU instance was made by; ids are the driver's own, see [`profile_id`].
-pub fn gpu_instance_profile(device: &Device<'_>, gpu_instance: u32) -> Answer<u32> {
+/// What a GPU instance was made by, and where it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GpuInstance {
+    /// The id of its profile; ids are the driver's own, see [`profile_id`].
+    pub profile_id: u32,
+    /// Its first memory slice.
+    pub start: u32,
+    /// How many memory slices it has.
+    pub size: u32,
+}
+
+/// The profile and the place of a GPU instance.
+pub fn gpu_instance(device: &Device<'_>, gpu_instance: u32) -> Answer<GpuInstance> {
     let lib = device.nvml().lib();
     let (Ok(find), Ok(describe)) = (&lib.nvmlDeviceGetGpuInstanceById, &lib.nvmlGpuInstanceGetInfo) else {
         return Ok(None);
@@ -159,7 +202,10 @@ pub fn gpu_instance_profile(device: &Device<'_>, gpu_instance: u32) -> Answer<u3
     // JUSTIFICATION: nvml-wrapper does not have this call.
     // SAFETY: NVML has just given `instance`, and `info` is the structure this call fills.
     let code = unsafe { describe(instance, &mut info) };
-    returned("nvmlGpuInstanceGetInfo", code, || Some(info.profileId))
+    returned("nvmlGpuInstanceGetInfo", code, || {
+        let placement = info.placement;
+        Some(GpuInstance { profile_id: info.profileId, start: placement.start, size: placement.size })
+    })
 }
 
 /// The driver's id of a profile on this GPU, by its number (`NVML_GPU_INSTANCE_PROFILE_*`).

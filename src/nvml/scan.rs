@@ -12,9 +12,9 @@ use serde::{Deserialize, Serialize};
 use super::call::{Answer, CallError};
 use super::protocol::Place;
 use crate::topology::{
-    ComputeCapability, CudaVersion, FabricObservation, GpuObservation, GpuUuid, HostObservation, MigCapabilities,
-    MigDeviceObservation, MigExtension, MigObservation, NodeObservation, NumaNodeId, NvLinkObservation, NvLinkRemote,
-    PciAddress, PcieLink, ProbeFailure, TopologyLevel,
+    AddressingMode, ComputeCapability, CudaVersion, FabricObservation, GpuObservation, GpuUuid, HostObservation,
+    MigCapabilities, MigDeviceObservation, MigExtension, MigObservation, MigPlacement, NodeObservation, NumaNodeId,
+    NvLinkObservation, NvLinkRemote, PciAddress, PcieLink, ProbeFailure, TopologyLevel,
 };
 
 /// Everything that a scan asked NVML.
@@ -54,6 +54,12 @@ pub struct GpuScan {
     pub minor: Answer<u32>,
     /// The CUDA compute capability.
     pub compute_capability: Answer<ComputeCapability>,
+    /// The brand, by go-nvlib's names.
+    pub brand: Answer<String>,
+    /// The architecture, by the same names.
+    pub architecture: Answer<String>,
+    /// How it addresses memory of the host.
+    pub addressing_mode: Answer<AddressingMode>,
     /// The memory in MiB.
     pub memory_mib: Answer<u64>,
     /// The NUMA node of the memory affinity.
@@ -102,10 +108,22 @@ pub struct MigScan {
 pub struct MigDeviceScan {
     /// The facts without which it is no device.
     pub device: MigDeviceObservation,
+    /// The profile and the place of its GPU instance.
+    pub instance: Answer<MigInstanceScan>,
     /// What its profile adds.
     pub extension: Answer<MigExtension>,
     /// Its capabilities; an error stands for the GPU's minor number, by which the kernel lists them.
     pub capabilities: Answer<MigCapabilities>,
+}
+
+/// The GPU instance that a MIG device is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MigInstanceScan {
+    /// The driver's id of its profile.
+    pub profile_id: u32,
+    /// Where it is on its GPU.
+    pub placement: MigPlacement,
 }
 
 /// A call that failed, and what it was about.
@@ -256,6 +274,9 @@ impl NodeScan {
                 model: known(&gpu.model).cloned(),
                 minor: known(&gpu.minor).copied(),
                 compute_capability: known(&gpu.compute_capability).copied(),
+                brand: known(&gpu.brand).cloned(),
+                architecture: known(&gpu.architecture).cloned(),
+                addressing_mode: known(&gpu.addressing_mode).copied(),
                 memory_mib: known(&gpu.memory_mib).copied(),
                 numa: known(&gpu.numa).copied(),
                 pcie: known(&gpu.pcie).copied(),
@@ -276,7 +297,8 @@ impl GpuScan {
         macro_rules! retain {
             ($($fact:ident),*) => {$( facts.fact(&mut self.$fact, before.map(|before| &before.$fact)); )*};
         }
-        retain!(model, minor, compute_capability, memory_mib, numa, pcie, c2c, display, fabric);
+        retain!(model, minor, compute_capability, brand, architecture, addressing_mode, memory_mib);
+        retain!(numa, pcie, c2c, display, fabric);
         for (number, link) in (0..).zip(&mut self.nvlinks) {
             let before = before.and_then(|before| before.nvlinks.get(usize::try_from(number).ok()?));
             if let Ok(Some(link)) = link {
@@ -332,6 +354,7 @@ impl MigScan {
             if let Ok(Some(found)) = found {
                 let same = |old: &&MigDeviceScan| old.device.uuid == found.device.uuid;
                 let old = before.into_iter().flat_map(BTreeMap::values).filter_map(known).find(same);
+                facts.part("MIG device", Some(*index), &mut found.instance, old.map(|old| &old.instance));
                 facts.part("MIG device", Some(*index), &mut found.extension, old.map(|old| &old.extension));
                 facts.fact(&mut found.capabilities, old.map(|old| &old.capabilities));
             } else {
@@ -345,6 +368,8 @@ impl MigScan {
     fn observation(&self) -> MigObservation {
         let devices = known(&self.devices).into_iter().flat_map(BTreeMap::values).filter_map(known);
         let devices = devices.map(|found| MigDeviceObservation {
+            profile_id: known(&found.instance).map(|instance| instance.profile_id),
+            placement: known(&found.instance).map(|instance| instance.placement),
             extension: known(&found.extension).copied(),
             capabilities: known(&found.capabilities).copied(),
             ..found.device.clone()

@@ -148,6 +148,7 @@ fn node(bytes: &mut Bytes<'_>, gpus: usize) -> NodeObservation {
         host_bridges.push(HostBridgeObservation {
             numa: bytes.maybe(|bytes| NumaNodeId(u32::from(bytes.byte() % 4))),
             package: None,
+            root: None,
             devices: (0..bytes.below(4)).map(|_| device(bytes, 4)).collect(),
         });
     }
@@ -224,6 +225,9 @@ fn gpu(bytes: &mut Bytes<'_>, number: usize, gpus: usize) -> GpuObservation {
         model: None,
         minor: None,
         compute_capability: bytes.maybe(|bytes| ComputeCapability { major: u32::from(bytes.byte() % 12), minor: 0 }),
+        brand: None,
+        architecture: None,
+        addressing_mode: None,
         memory_mib: None,
         numa: bytes.maybe(|bytes| NumaNodeId(u32::from(bytes.byte() % 4))),
         pcie: bytes.maybe(link),

@@ -117,6 +117,9 @@ fn machine(packages: &[Vec<usize>], plane: Option<usize>) -> NodeObservation {
                     model: None,
                     minor: None,
                     compute_capability: Some(ComputeCapability { major: 9, minor: 0 }),
+                    brand: None,
+                    architecture: None,
+                    addressing_mode: None,
                     memory_mib: None,
                     numa: Some(numa),
                     pcie: link,
@@ -132,6 +135,7 @@ fn machine(packages: &[Vec<usize>], plane: Option<usize>) -> NodeObservation {
             host.host_bridges.push(HostBridgeObservation {
                 numa: Some(numa),
                 package: Some(PackageId(package)),
+                root: None,
                 devices,
             });
         }

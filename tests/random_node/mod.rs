@@ -102,7 +102,8 @@ fn link() -> impl Strategy<Value = PcieLink> {
 fn host() -> impl Strategy<Value = HostObservation> {
     let bridge =
         (weighted(0.8, 0..4_u32), weighted(0.3, 0..2_u32), vec(device(), 0..4)).prop_map(|(numa, package, devices)| {
-            HostBridgeObservation { numa: numa.map(NumaNodeId), package: package.map(PackageId), devices }
+            let (numa, package) = (numa.map(NumaNodeId), package.map(PackageId));
+            HostBridgeObservation { numa, package, root: None, devices }
         });
     let packages = vec(weighted(0.8, 0..2_u32), 0..4).prop_map(|packages| {
         let nodes = packages.into_iter().zip(0..);
@@ -252,6 +253,9 @@ fn build(
             model: None,
             minor: None,
             compute_capability: gpu.capability.map(|(major, minor)| ComputeCapability { major, minor }),
+            brand: None,
+            architecture: None,
+            addressing_mode: None,
             memory_mib: None,
             numa: gpu.numa.map(NumaNodeId),
             pcie: gpu.pcie,

@@ -44,6 +44,8 @@ fn dress(mut seen: NodeObservation, looks: &[Look]) -> NodeObservation {
                     gpu_slices: *slices,
                     compute_slices: *slices,
                     memory_mib: 9_728 * u64::from(*slices),
+                    profile_id: None,
+                    placement: None,
                     extension: Some(if *media { MigExtension::Media } else { MigExtension::None }),
                     engines: None,
                     capabilities: None,

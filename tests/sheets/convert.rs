@@ -64,6 +64,9 @@ fn gpu(sheet: &Sheet, gpu: &Gpu) -> GpuObservation {
         model: gpu.model.clone(),
         minor: None,
         compute_capability: gpu.model.as_deref().and_then(capability),
+        brand: None,
+        architecture: None,
+        addressing_mode: None,
         memory_mib: None,
         numa: numa(gpu.numa),
         pcie: None,
@@ -133,7 +136,8 @@ fn nvlinks(sheet: &Sheet, gpu: &Gpu) -> Vec<NvLinkObservation> {
 /// A host bridge; its package where its NUMA node is -1.
 fn bridge(sheet: &Sheet, at: Option<i64>, devices: Vec<PciObservation>) -> HostBridgeObservation {
     let node = sheet.numa.iter().find(|node| Some(node.id) == at && node.id < 0);
-    HostBridgeObservation { numa: numa(at), package: node.and_then(|node| node.socket).map(PackageId), devices }
+    let package = node.and_then(|node| node.socket).map(PackageId);
+    HostBridgeObservation { numa: numa(at), package, root: None, devices }
 }
 
 /// The recorded tree. NCCL prints no host bridges: there each root is taken to have one of its own.

@@ -20,7 +20,7 @@ pub(super) fn below_cpu<'d>(
     match name(element) {
         "pci" => {
             let device = observe(element, found)?;
-            Some(HostBridgeObservation { numa, package: None, devices: vec![device] })
+            Some(HostBridgeObservation { numa, package: None, root: None, devices: vec![device] })
         }
         // A NIC without a PCI function: NCCL hangs it on its first CPU, wherever it is.
         "nic" => {

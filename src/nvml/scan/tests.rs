@@ -11,6 +11,7 @@ fn gpu(index: u32, number: u32, others: &[u32]) -> GpuScan {
                   memory_mib: 1}";
     let device = MigDeviceScan {
         device: serde_saphyr::from_str(device).unwrap(),
+        instance: Ok(Some(MigInstanceScan { profile_id: 19, placement: MigPlacement { start: 0, size: 1 } })),
         extension: Ok(Some(MigExtension::Media)),
         capabilities: Ok(Some(MigCapabilities { gpu_instance: 1, compute_instance: 2 })),
     };
@@ -22,6 +23,9 @@ fn gpu(index: u32, number: u32, others: &[u32]) -> GpuScan {
         model: Ok(Some("H100".to_owned())),
         minor: Ok(Some(index)),
         compute_capability: Ok(Some(ComputeCapability { major: 9, minor: 0 })),
+        brand: Ok(Some("Nvidia".to_owned())),
+        architecture: Ok(Some("Hopper".to_owned())),
+        addressing_mode: Ok(Some(AddressingMode::Hmm)),
         memory_mib: Ok(Some(81559)),
         numa: Ok(Some(NumaNodeId(1))),
         pcie: Ok(Some(PcieLink { mts: 32000, width: 16 })),
@@ -78,8 +82,8 @@ fn failed_call_keeps_its_last_answer_and_an_unoffered_one_does_not() {
     let message = serde_json::to_value(&before).unwrap();
     let mut places = Vec::new();
     answers(&message, "", &mut places);
-    // Three of the driver; for each GPU nine facts, four links with two facts each, MIG; and one pair.
-    assert_eq!(places.len(), 3 + 2 * (9 + 4 * 3 + 1 + 4) + 1, "{places:#?}");
+    // Three of the driver; for each GPU twelve facts, four links with two facts each, MIG; and one pair.
+    assert_eq!(places.len(), 3 + 2 * (12 + 4 * 3 + 1 + 5) + 1, "{places:#?}");
     let failed = json!({"Err": {"call": "nvmlTest", "reason": {"code": 999}}});
     for place in places {
         let scanned = |answer: &Value| {

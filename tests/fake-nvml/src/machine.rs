@@ -24,6 +24,9 @@ pub struct Gpu {
     pub model: Option<String>,
     pub minor: Option<u32>,
     pub compute_capability: Option<String>,
+    pub brand: Option<String>,
+    pub architecture: Option<String>,
+    pub addressing_mode: Option<String>,
     pub memory_mib: Option<u64>,
     pub numa: Option<u32>,
     pub pcie: Option<PcieLink>,
@@ -86,9 +89,18 @@ pub struct MigDevice {
     pub gpu_slices: u32,
     pub compute_slices: u32,
     pub memory_mib: u64,
+    pub profile_id: Option<u32>,
+    pub placement: Option<Placement>,
     /// `none`, `media`, `all-media`, `graphics` or `no-media`.
     pub extension: Option<String>,
     pub engines: Option<Engines>,
+}
+
+/// Memory slices of the GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+pub struct Placement {
+    pub start: u32,
+    pub size: u32,
 }
 
 /// What a MIG device computes with; without it, 14 multiprocessors and a copy engine for each slice.

@@ -69,7 +69,7 @@ fn best(tables: &AllocationTables, size: usize) -> Vec<GpuSet> {
 }
 
 /// The connected parts of the graph of `gpus` vertices that `joined` makes, in the order of their first members.
-pub(super) fn components(gpus: usize, joined: impl Fn(usize, usize) -> bool) -> Vec<GpuSet> {
+pub(crate) fn components(gpus: usize, joined: impl Fn(usize, usize) -> bool) -> Vec<GpuSet> {
     let mut parts: Vec<GpuSet> = Vec::new();
     for gpu in 0..gpus {
         let near: GpuSet = (0..gpu).filter(|other| joined(gpu, *other)).collect();

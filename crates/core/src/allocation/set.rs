@@ -63,7 +63,7 @@ impl GpuSet {
 
     /// Compares the sorted lists of members of two sets of one size: `Greater` is the
     /// lexicographically smaller list, which is preferred.
-    pub(super) fn by_list(self, other: Self) -> Ordering {
+    pub(crate) fn by_list(self, other: Self) -> Ordering {
         let lowest_difference = Self(self.0 ^ other.0).lowest();
         self.intersection(lowest_difference).0.cmp(&other.intersection(lowest_difference).0)
     }
@@ -78,7 +78,7 @@ impl FromIterator<usize> for GpuSet {
 /// All subsets of `of` with `size` members, each once, in the order of their bits as a number.
 ///
 /// The next number with as many ones (Gosper's hack), where only the members of `of` count as digits.
-pub(super) fn subsets(of: GpuSet, size: usize) -> impl Iterator<Item = GpuSet> {
+pub(crate) fn subsets(of: GpuSet, size: usize) -> impl Iterator<Item = GpuSet> {
     let lowest_free = move |set: GpuSet| of.without(set).lowest();
     let first = (0..size).fold(GpuSet::default(), |set, _| set.union(lowest_free(set)));
     let next = move |set: &GpuSet| {

@@ -4,9 +4,10 @@ use crate::prelude::*;
 use alloc::collections::BTreeMap;
 use alloc::sync::Arc;
 
+use super::choose::Question;
 use super::collective::{at, row};
 use super::report::Values;
-use super::request::DeviceId;
+use super::request::{AllocationPolicy, DeviceId};
 use super::set::GpuSet;
 use super::tree::Tree;
 use super::{collective, remaining};
@@ -75,6 +76,20 @@ impl AllocationTables {
     /// The topology they were computed from.
     pub fn topology(&self) -> &Arc<NodeTopology> {
         &self.topology
+    }
+
+    /// What a set of GPUs is worth by itself: nothing stays free beside it.
+    pub(crate) fn worth(&self, set: GpuSet) -> Values {
+        match &self.values {
+            SetValues::Tables(sets) => sets.values(set, GpuSet::default()),
+            SetValues::Tree(tree) => tree.values(set, GpuSet::default()),
+        }
+    }
+
+    /// The best `size` of these GPUs; empty where there are fewer.
+    pub(crate) fn best_of(&self, gpus: GpuSet, size: usize) -> GpuSet {
+        let question = Question::of(GpuSet::default(), gpus, size, AllocationPolicy::BestEffort);
+        if (1..=gpus.len()).contains(&size) { question.answer(self).chosen } else { GpuSet::default() }
     }
 
     /// Where the values of a set come from.

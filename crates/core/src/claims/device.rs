@@ -1,9 +1,9 @@
-//! Devices of the pool by name, as NVIDIA's driver names them: `gpu-<minor>`, `gpu-<minor>-mig-<profile>-...`.
+//! Devices of the pool by name, as they are published.
 
 use crate::prelude::*;
 
 use crate::publish::injection::ChosenDevice;
-use crate::topology::{Gpu, NodeTopology};
+use crate::topology::{NodeTopology, device_names};
 
 /// The hardware behind a name.
 pub fn hardware_of<'a>(topology: &'a NodeTopology, name: &str) -> Option<ChosenDevice<'a>> {
@@ -12,15 +12,13 @@ pub fn hardware_of<'a>(topology: &'a NodeTopology, name: &str) -> Option<ChosenD
 
 /// All devices by name: GPUs that are not in MIG mode, and MIG devices.
 pub fn devices(topology: &NodeTopology) -> Vec<(String, ChosenDevice<'_>)> {
-    let minor = |gpu: &Gpu| gpu.minor;
-    let whole = topology.gpus().iter().filter(|gpu| !gpu.mig_enabled);
-    let whole = whole.filter_map(|gpu| Some((format!("gpu-{}", minor(gpu)?), ChosenDevice { gpu, mig: None })));
-    let mig = topology.mig_devices().iter().filter_map(|mig| {
-        let gpu = topology.gpus().get(mig.parent)?;
-        let profile: String = mig.profile.to_string().to_lowercase().replace('.', "");
-        let profile = profile.replace(|c: char| !c.is_ascii_alphanumeric() && c != '-', "-");
-        let name = format!("gpu-{}-mig-{profile}-{}-{}", minor(gpu)?, mig.gpu_instance, mig.compute_instance);
-        Some((name, ChosenDevice { gpu, mig: Some(mig) }))
-    });
-    whole.chain(mig).collect()
+    let chosen = |(place, mig): (usize, Option<usize>)| {
+        let gpu = topology.gpus().get(place)?;
+        match mig {
+            Some(mig) => Some(ChosenDevice { gpu, mig: Some(topology.mig_devices().get(mig)?) }),
+            None => (!gpu.mig_enabled).then_some(ChosenDevice { gpu, mig: None }),
+        }
+    };
+    let names = device_names(topology).into_iter();
+    names.filter_map(|(hardware, name)| Some((name, chosen(hardware)?))).collect()
 }

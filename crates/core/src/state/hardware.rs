@@ -122,6 +122,11 @@ impl Hardware {
         self.health.get(gpu).into_iter().flat_map(GpuHealth::standing)
     }
 
+    /// The reasons that stand against a GPU and its MIG devices and make them unhealthy, in the order in which they began.
+    pub fn counting(&self, gpu: &GpuUuid) -> impl Iterator<Item = &UnhealthyReason> + use<'_> {
+        self.standing(gpu).map(|(reason, _)| reason).filter(|reason| self.xids.counts(reason))
+    }
+
     /// What the next process of ours has to know of the GPUs' health; [`Effect::Keep`] says when it changed.
     pub fn record(&self) -> HealthRecord {
         let gpus = self.health.iter().filter_map(|(gpu, health)| Some((gpu.clone(), health.kept()?)));

@@ -13,7 +13,7 @@ use super::device::{Device, Timestamp};
 use super::reason::UnhealthyReason;
 use crate::allocation::DeviceId;
 use crate::claims::ClaimName;
-use crate::topology::{GpuUuid, NodeTopology};
+use crate::topology::{GpuUuid, NodeTopology, hardware_of};
 
 /// The DRA driver whose devices are GPUs of this node: NVIDIA's, and linkwise in its place.
 const DRA_DRIVER: &str = "gpu.nvidia.com";
@@ -263,9 +263,9 @@ fn mig_parent(topology: &NodeTopology, uuid: &str) -> Option<usize> {
     Some(topology.mig_devices().iter().find(|mig| mig.uuid.as_str() == uuid)?.parent)
 }
 
-/// The hardware behind a claimed device: by a UUID among its CDI names, else by the minor number in its name. A MIG device
-/// without a UUID counts as its whole GPU, for which of them it is cannot be seen.
-fn claimed_hardware<'a>(topology: &NodeTopology, claimed: &'a ClaimedDevice) -> Option<(usize, Part<'a>)> {
+/// The hardware behind a claimed device: by a UUID among its CDI names, else by its name. A MIG device that neither names
+/// counts as its whole GPU, which the minor number in its name names, for which of them it is cannot be seen.
+fn claimed_hardware<'a>(topology: &'a NodeTopology, claimed: &'a ClaimedDevice) -> Option<(usize, Part<'a>)> {
     for name in &claimed.cdi_names {
         if let Some(place) = topology.gpus().iter().position(|gpu| gpu.uuid.as_str() == name) {
             return Some((place, Part::Whole));
@@ -276,6 +276,10 @@ fn claimed_hardware<'a>(topology: &NodeTopology, claimed: &'a ClaimedDevice) -> 
     }
     if claimed.driver != DRA_DRIVER {
         return None;
+    }
+    if let Some((place, mig)) = hardware_of(topology, &claimed.device) {
+        let mig = mig.and_then(|mig| topology.mig_devices().get(mig));
+        return Some((place, mig.map_or(Part::Whole, |mig| Part::Mig(mig.uuid.as_str()))));
     }
     let number = claimed.device.strip_prefix("gpu-")?;
     let minor: u32 = number.split('-').next()?.parse().ok()?;

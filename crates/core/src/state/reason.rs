@@ -199,7 +199,7 @@ impl UnhealthyReason {
     }
 
     /// Whether it is the same reason, whatever its details: each stands once.
-    pub(super) fn is(&self, other: &Self) -> bool {
+    pub(crate) fn is(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Xid { .. }, Self::Xid { .. }) => self == other,
             _ => core::mem::discriminant(self) == core::mem::discriminant(other),
@@ -215,7 +215,7 @@ impl UnhealthyReason {
     }
 
     /// Whether it makes a MIG device of this instance unhealthy; a device without one is a whole GPU.
-    pub(super) fn concerns(&self, instance: Option<MigInstance>) -> bool {
+    pub(crate) fn concerns(&self, instance: Option<MigInstance>) -> bool {
         match (self, instance) {
             (Self::Xid { instance: Some(hit), .. }, Some(device)) => {
                 let compute = match (hit.compute_instance, device.compute_instance) {

@@ -39,6 +39,12 @@ pub struct MigDeviceObservation {
     pub compute_slices: u32,
     /// The GPU instance's memory in MiB.
     pub memory_mib: u64,
+    /// The driver's id of the GPU instance's profile, such as 19 (`nvmlGpuInstanceGetInfo`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub profile_id: Option<u32>,
+    /// The memory slices of the GPU that the GPU instance has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub placement: Option<MigPlacement>,
     /// What the GPU instance has beyond its slices; `None` where NVML does not report its profile.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub extension: Option<MigExtension>,
@@ -48,6 +54,16 @@ pub struct MigDeviceObservation {
     /// The minors of its nodes under /dev/nvidia-caps; `None` where the kernel does not list them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub capabilities: Option<MigCapabilities>,
+}
+
+/// Where a GPU instance is on its GPU (`nvmlGpuInstancePlacement_t`), in memory slices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MigPlacement {
+    /// Its first slice.
+    pub start: u32,
+    /// How many slices it has.
+    pub size: u32,
 }
 
 /// What a MIG device computes with (`nvmlDeviceGetAttributes_v2`, `nvmlDeviceAttributes_t`). Engines are shared by the
@@ -161,6 +177,12 @@ pub struct MigDevice {
     pub compute_instance: u32,
     /// What it is.
     pub profile: MigProfile,
+    /// The driver's id of the GPU instance's profile.
+    #[serde(skip)]
+    pub profile_id: Option<u32>,
+    /// Where the GPU instance is on its GPU.
+    #[serde(skip)]
+    pub placement: Option<MigPlacement>,
     /// The GPU instance's memory in MiB.
     #[serde(skip)]
     pub memory_mib: u64,
@@ -265,6 +287,8 @@ mod tests {
             gpu_slices,
             compute_slices,
             memory_mib,
+            profile_id: None,
+            placement: None,
             extension,
             engines: None,
             capabilities: None,

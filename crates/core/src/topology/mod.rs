@@ -5,6 +5,7 @@
 
 mod address;
 pub mod bandwidth;
+mod device_names;
 mod level;
 mod matrix;
 mod mig;
@@ -15,12 +16,16 @@ mod pcie;
 mod warning;
 
 pub use address::{GpuUuid, MigUuid, NumaNodeId, PackageId, PciAddress, PciAddressError, Uuid, UuidError};
+pub use device_names::{device_name, device_names, hardware_of};
 pub use level::{Rank, TopologyLevel};
 pub use matrix::LinkMatrix;
-pub use mig::{MigCapabilities, MigDevice, MigDeviceObservation, MigEngines, MigExtension, MigObservation, MigProfile};
+pub use mig::{
+    MigCapabilities, MigDevice, MigDeviceObservation, MigEngines, MigExtension, MigObservation, MigPlacement,
+    MigProfile,
+};
 pub use node::{Gpu, Nic, NodeTopology};
 pub use observation::{
-    ComputeCapability, CpuObservation, CudaVersion, DisplayClass, FabricObservation, GpuObservation,
+    AddressingMode, ComputeCapability, CpuObservation, CudaVersion, DisplayClass, FabricObservation, GpuObservation,
     HostBridgeObservation, HostObservation, NicKind, NicObservation, NodeObservation, NumaNodeObservation,
     NvLinkObservation, NvLinkRemote, PciKind, PciObservation, PcieLink, ProbeFailure, thousandths,
 };

@@ -11,7 +11,8 @@ use super::matrix::LinkMatrix;
 use super::mig::{MigDevice, MigProfile};
 use super::nvlink::{self, NvLinks};
 use super::observation::{
-    ComputeCapability, DisplayClass, FabricObservation, GpuObservation, NicKind, NodeObservation, PcieLink,
+    AddressingMode, ComputeCapability, DisplayClass, FabricObservation, GpuObservation, NicKind, NodeObservation,
+    PcieLink,
 };
 use super::pcie::{PciTree, Place, PlacedNic};
 use super::warning::TopologyWarning;
@@ -62,6 +63,22 @@ pub struct Gpu {
     /// N of /dev/nvidiaN.
     #[serde(skip)]
     pub minor: Option<u32>,
+    /// Its brand, such as `Nvidia`.
+    #[serde(skip)]
+    pub brand: Option<String>,
+    /// Its architecture, such as `Hopper`, where the driver reports one.
+    #[serde(skip)]
+    pub architecture: Option<String>,
+    /// How it addresses memory of the host.
+    #[serde(skip)]
+    pub addressing_mode: Option<AddressingMode>,
+    /// The PCIe root that it hangs below, by the kernel's name, such as `pci0000:17`.
+    #[serde(skip)]
+    pub pcie_root: Option<String>,
+    /// The PCIe switches above it, the nearest first, by the addresses of their upstream ports; those of unknown address
+    /// are left out.
+    #[serde(skip)]
+    pub switches: Vec<PciAddress>,
     /// Its memory in MiB.
     #[serde(skip)]
     pub memory_mib: Option<u64>,
@@ -98,6 +115,9 @@ pub struct Nic {
     pub mbps: Option<u32>,
     /// The NUMA node.
     pub numa: Option<NumaNodeId>,
+    /// The PCIe root that it hangs below, as of [`Gpu::pcie_root`].
+    #[serde(skip)]
+    pub pcie_root: Option<String>,
     /// Its rank to each GPU, in the order of the GPUs.
     pub level: Vec<Rank>,
 }
@@ -125,6 +145,11 @@ impl NodeTopology {
             nvswitch_plane: port.map(|(plane, _)| plane),
             nvswitch_port: port.map_or(0, |(_, carries)| carries),
             minor: gpu.minor,
+            brand: gpu.brand.clone(),
+            architecture: gpu.architecture.clone(),
+            addressing_mode: gpu.addressing_mode,
+            pcie_root: tree.root(*place),
+            switches: tree.switches(*place),
             memory_mib: gpu.memory_mib,
             compute_capability: gpu.compute_capability,
             mig_capable: gpu.mig.is_some(),
@@ -150,6 +175,12 @@ impl NodeTopology {
             }
         }
         (topology, warnings)
+    }
+
+    /// The graph of one GPU alone, with one MIG device or none: what names a device of which nothing else is known.
+    pub(crate) fn of_device(gpu: &Gpu, mig: Option<&MigDevice>) -> Self {
+        let mig_devices = mig.map(|mig| MigDevice { parent: 0, ..mig.clone() });
+        Self { gpus: vec![gpu.clone()], mig_devices: mig_devices.into_iter().collect(), ..Self::default() }
     }
 
     /// The GPUs, by PCI address; their places here are what the other functions take.
@@ -338,6 +369,8 @@ fn mig_devices(gpus: &[&GpuObservation], warnings: &mut Vec<TopologyWarning>) ->
                 gpu_instance: device.gpu_instance,
                 compute_instance: device.compute_instance,
                 profile: MigProfile::new(device, gpu.memory_mib),
+                profile_id: device.profile_id,
+                placement: device.placement,
                 memory_mib: device.memory_mib,
                 engines: device.engines,
                 capabilities: device.capabilities,
@@ -385,6 +418,7 @@ fn nics(tree: &PciTree<'_>, gpus: &[Place]) -> Vec<Nic> {
             pci: first.pci,
             mbps,
             numa: place.numa,
+            pcie_root: tree.root(place),
             level: gpus.iter().map(rank).collect(),
         });
     }

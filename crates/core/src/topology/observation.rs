@@ -62,6 +62,15 @@ pub struct GpuObservation {
     /// The CUDA compute capability; it decides the rate of an NVLink.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compute_capability: Option<ComputeCapability>,
+    /// The brand, such as `Nvidia` or `Tesla` (`nvmlDeviceGetBrand`, by the names of NVIDIA's go-nvlib).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub brand: Option<String>,
+    /// The architecture, such as `Hopper` (`nvmlDeviceGetArchitecture`, by the same names).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub architecture: Option<String>,
+    /// How it addresses memory of the host (`nvmlDeviceGetAddressingMode`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub addressing_mode: Option<AddressingMode>,
     /// The memory in MiB.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_mib: Option<u64>,
@@ -89,6 +98,40 @@ pub struct GpuObservation {
     /// NVML's common ancestor with other GPUs, by their NVML index.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub common_ancestors: BTreeMap<u32, TopologyLevel>,
+}
+
+/// How a GPU addresses the memory of the host (`nvmlDeviceAddressingModeType_t`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum AddressingMode {
+    /// Neither of the others.
+    None,
+    /// Heterogeneous Memory Management: by the kernel's page tables, in software.
+    #[serde(rename = "HMM")]
+    Hmm,
+    /// Address Translation Services: by the processor's page tables, in hardware.
+    #[serde(rename = "ATS")]
+    Ats,
+}
+
+impl AddressingMode {
+    /// The mode of NVML's number; `None` for a number that NVML 13 does not define.
+    pub fn from_nvml(number: u32) -> Option<Self> {
+        match number {
+            0 => Some(Self::None),
+            1 => Some(Self::Hmm),
+            2 => Some(Self::Ats),
+            _ => None,
+        }
+    }
+
+    /// The mode as NVIDIA's DRA driver publishes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::None => "None",
+            Self::Hmm => "HMM",
+            Self::Ats => "ATS",
+        }
+    }
 }
 
 /// A CUDA compute capability, written `major.minor`.
@@ -245,6 +288,9 @@ pub struct HostBridgeObservation {
     /// Its package, where the NUMA node does not tell.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub package: Option<PackageId>,
+    /// The kernel's name of its root bus, such as `pci0000:17`: the first folder below /sys/devices of what hangs below.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub root: Option<String>,
     /// What hangs directly below.
     #[serde(default)]
     pub devices: Vec<PciObservation>,

@@ -30,6 +30,7 @@ impl Place {
 
 /// One function of the tree.
 struct Function {
+    pci: Option<PciAddress>,
     parent: Option<usize>,
     host_bridge: usize,
     depth: usize,
@@ -56,6 +57,8 @@ pub(super) struct PciTree<'a> {
     /// For each package with CPUs, its only NUMA node that has them; `None` where several have.
     only_cpu_node: BTreeMap<PackageId, Option<NumaNodeId>>,
     cpu: Option<&'a CpuObservation>,
+    /// The names of the host bridges' root buses, where the host has them.
+    roots: Vec<Option<&'a str>>,
     pub nics: Vec<PlacedNic<'a>>,
 }
 
@@ -80,6 +83,7 @@ impl<'a> PciTree<'a> {
             has_cpus,
             only_cpu_node,
             cpu: host.cpu.as_ref(),
+            roots: host.host_bridges.iter().map(|bridge| bridge.root.as_deref()).collect(),
             nics: Vec::new(),
         };
         for (host_bridge, bridge) in host.host_bridges.iter().enumerate() {
@@ -114,6 +118,7 @@ impl<'a> PciTree<'a> {
         };
         let depth = parent.and_then(|parent| self.functions.get(parent)).map_or(0, |above| above.depth + 1);
         self.functions.push(Function {
+            pci: device.pci,
             parent,
             host_bridge,
             depth,
@@ -161,6 +166,24 @@ impl<'a> PciTree<'a> {
     /// The PCI class of the GPU at a place.
     pub fn class(&self, place: Place) -> Option<DisplayClass> {
         self.functions.get(place.function?)?.class
+    }
+
+    /// The kernel's name of the PCIe root above a place: the host's, else by the root port, which is on the root bus.
+    pub fn root(&self, place: Place) -> Option<String> {
+        let index = place.function?;
+        let named = self.roots.get(self.functions.get(index)?.host_bridge).copied().flatten();
+        named.map(ToOwned::to_owned).or_else(|| {
+            let (_, topmost) = self.upwards(index).last()?;
+            let port = topmost.pci.filter(|_| topmost.kind == PciKind::RootPort)?;
+            Some(format!("pci{:04x}:{:02x}", port.domain(), port.bus()))
+        })
+    }
+
+    /// The switches above a place, the nearest first, where their addresses are known.
+    pub fn switches(&self, place: Place) -> Vec<PciAddress> {
+        let above = place.function.into_iter().flat_map(|index| self.upwards(index).skip(1));
+        let is_switch = |kind| matches!(kind, PciKind::UpstreamPort | PciKind::Switch);
+        above.filter(|(_, function)| is_switch(function.kind)).filter_map(|(_, function)| function.pci).collect()
     }
 
     /// Gives a function a link of which the host knew nothing.

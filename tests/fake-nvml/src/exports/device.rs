@@ -74,6 +74,48 @@ exports! {
         put(minor, b)
     }
 
+    fn nvmlDeviceGetBrand(device: nvmlDevice_t, brand: *mut nvmlBrandType_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetBrand", device)?;
+        let number = match gpu(&state.machine, at)?.brand.as_deref().ok_or(UNSUPPORTED)? {
+            "Tesla" => nvmlBrandType_enum_NVML_BRAND_TESLA,
+            "Nvidia" => nvmlBrandType_enum_NVML_BRAND_NVIDIA,
+            "NvidiaRTX" => nvmlBrandType_enum_NVML_BRAND_NVIDIA_RTX,
+            // One that is newer than every list.
+            _ => 99,
+        };
+        put(brand, number)
+    }
+
+    fn nvmlDeviceGetArchitecture(device: nvmlDevice_t, architecture: *mut nvmlDeviceArchitecture_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetArchitecture", device)?;
+        let number = match gpu(&state.machine, at)?.architecture.as_deref().ok_or(UNSUPPORTED)? {
+            "Volta" => NVML_DEVICE_ARCH_VOLTA,
+            "Ampere" => NVML_DEVICE_ARCH_AMPERE,
+            "Hopper" => NVML_DEVICE_ARCH_HOPPER,
+            "Blackwell" => NVML_DEVICE_ARCH_BLACKWELL,
+            _ => 99,
+        };
+        put(architecture, number)
+    }
+
+    fn nvmlDeviceGetAddressingMode(device: nvmlDevice_t, mode: *mut nvmlDeviceAddressingMode_v1_t) {
+        let (state, at) = enter_gpu("nvmlDeviceGetAddressingMode", device)?;
+        let value = match gpu(&state.machine, at)?.addressing_mode.as_deref().ok_or(UNSUPPORTED)? {
+            "None" => nvmlDeviceAddressingModeType_t_NVML_DEVICE_ADDRESSING_MODE_NONE,
+            "HMM" => nvmlDeviceAddressingModeType_t_NVML_DEVICE_ADDRESSING_MODE_HMM,
+            _ => nvmlDeviceAddressingModeType_t_NVML_DEVICE_ADDRESSING_MODE_ATS,
+        };
+        if mode.is_null() {
+            return Err(INVALID);
+        }
+        // SAFETY: not null, and the caller promises a structure whose version word is set.
+        let version = unsafe { (*mode).version };
+        if version != size_of::<nvmlDeviceAddressingMode_v1_t>() as c_uint | 1 << 24 {
+            return Err(nvmlReturn_enum_NVML_ERROR_ARGUMENT_VERSION_MISMATCH);
+        }
+        put(mode, nvmlDeviceAddressingMode_v1_t { version, value })
+    }
+
     fn nvmlDeviceGetMemoryInfo(device: nvmlDevice_t, memory: *mut nvmlMemory_t) {
         let (state, at) = enter_gpu("nvmlDeviceGetMemoryInfo", device)?;
         let total = bytes(gpu(&state.machine, at)?)?;

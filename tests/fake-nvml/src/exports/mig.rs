@@ -2,12 +2,13 @@
 //!
 //! A MIG device's handle and a GPU instance's stand for the GPU's position and a number on it.
 
+use std::collections::BTreeMap;
 use std::ffi::c_uint;
 
 use nvml_wrapper_sys::bindings::*;
 
 use super::{INVALID, UNSUPPORTED, exports, put};
-use crate::machine::{Engines, Mig, MigDevice};
+use crate::machine::{Engines, Mig, MigDevice, Placement};
 use crate::state::{self, Answer, State, enter_gpu, enter_mig};
 
 const NOT_FOUND: nvmlReturn_t = nvmlReturn_enum_NVML_ERROR_NOT_FOUND;
@@ -35,6 +36,21 @@ fn profile(device: &MigDevice) -> Answer<c_uint> {
         _ => none,
     }
     .ok_or(nvmlReturn_enum_NVML_ERROR_UNKNOWN)
+}
+
+/// The driver's id of a device's profile.
+fn profile_id(device: &MigDevice) -> Answer<c_uint> {
+    device.profile_id.map_or_else(|| Ok(PROFILE_IDS + profile(device)?), Ok)
+}
+
+/// Where a GPU instance is; without a place in the file behind the instances before it.
+fn placement(mig: &Mig, device: &MigDevice) -> nvmlGpuInstancePlacement_t {
+    if let Some(Placement { start, size }) = device.placement {
+        return nvmlGpuInstancePlacement_t { start, size };
+    }
+    let before = mig.devices.iter().filter(|other| other.gpu_instance < device.gpu_instance);
+    let slices: BTreeMap<c_uint, c_uint> = before.map(|other| (other.gpu_instance, other.gpu_slices)).collect();
+    nvmlGpuInstancePlacement_t { start: slices.values().sum(), size: device.gpu_slices }
 }
 
 exports! {
@@ -111,8 +127,8 @@ exports! {
         put(info, nvmlGpuInstanceInfo_t {
             device: state::handle(at),
             id,
-            profileId: PROFILE_IDS + profile(device)?,
-            placement: nvmlGpuInstancePlacement_t { start: 0, size: device.gpu_slices },
+            profileId: profile_id(device)?,
+            placement: placement(mig(&state, at)?, device),
         })
     }
 
@@ -129,8 +145,11 @@ exports! {
             6 | NVML_GPU_INSTANCE_PROFILE_COUNT.. => return Err(INVALID),
             _ => {}
         }
+        // Where a file has a driver's own id of the profile, that is the profile's.
+        let named = |device: &&MigDevice| device.profile_id.is_some() && profile(device) == Ok(number);
+        let named = mig(&state, at)?.devices.iter().find(named).and_then(|device| device.profile_id);
         put(info, nvmlGpuInstanceProfileInfo_t {
-            id: PROFILE_IDS + number,
+            id: named.unwrap_or(PROFILE_IDS + number),
             isP2pSupported: 0,
             sliceCount: 0,
             instanceCount: 0,

@@ -1,15 +1,33 @@
 //! What is published through DRA (`resource.k8s.io/v1`): the GPUs and MIG devices of this node as devices of resource
 //! slices, with attributes by which the scheduler finds GPUs that belong together.
 //!
-//! Pure, and the same for the same snapshot. [`slice`] packs devices into slices within the API's limits; the writer of
-//! slices (`crates/cluster`) owns pool generations and object names.
+//! Pure, and the same for the same snapshot: [`devices`] makes them of [`DraFacts`]. [`GpuLayout`] has the order and the
+//! groups of the GPUs, `attributes` what a device is described by, `taints` what keeps a sick one from being allocated.
+//! [`slice`] packs devices into slices within the API's limits; the writer of slices (`crates/cluster`) owns pool
+//! generations and object names.
 
+mod attributes;
+mod facts;
+mod families;
+mod layout;
+mod order;
 pub mod slice;
+mod taints;
+#[cfg(test)]
+mod tests;
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
 use serde::Serialize;
+
+use crate::quote::quoted;
+use attributes::Draft;
+
+pub use crate::topology::{device_name, hardware_of};
+pub use facts::{DraDevice, DraFacts, DraSettings, offered, offered_now};
+pub use families::{Family, GroupSize, SIZES};
+pub use layout::{GpuLayout, LayoutCache};
 
 /// A device of a resource slice, by the JSON names of `resource.k8s.io/v1` (`Device`).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -69,4 +87,71 @@ pub enum TaintEffect {
     NoSchedule,
     /// Pods that have it are evicted too.
     NoExecute,
+}
+
+/// What is odd about the devices of a node.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
+pub enum DraProblem {
+    /// A value that the API server would refuse.
+    #[error(
+        "attribute {attribute} of {device} left out: {} is no version, or longer than 64 characters",
+        quoted(value)
+    )]
+    Dropped {
+        /// The device.
+        device: String,
+        /// The attribute.
+        attribute: String,
+        /// The value.
+        value: String,
+    },
+    /// A device that nothing tells from another one.
+    #[error("{hardware} is not offered through DRA: another device has its name")]
+    NoName {
+        /// The GPU's or MIG device's UUID.
+        hardware: String,
+    },
+}
+
+/// The devices that a node publishes, in the order in which the scheduler is to try them, and what is odd about them.
+///
+/// Whole GPUs, the best sets first; then MIG devices, GPU by GPU; then GPUs that are gone and that a claim may have. A GPU in
+/// MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does, whatever the plan's MIG strategy is. Where
+/// taints do not survive, a sick device is left out, unless a claim holds it.
+pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
+    let (mut devices, mut problems) = (Vec::new(), Vec::new());
+    let mut sorted: Vec<&DraDevice<'_>> = facts.devices.iter().collect();
+    sorted.sort_by_cached_key(|device| {
+        let in_order = facts.layout.order.iter().position(|place| Some(*place) == device.place);
+        let mig = device.mig.map(|mig| (mig.placement.map(|placement| placement.start), mig.index));
+        (device.place.is_none(), device.mig.is_some(), in_order, device.gpu.pci, mig, device.gpu.uuid.clone())
+    });
+    for device in sorted {
+        let Some(name) = device.name.clone() else {
+            let hardware = device.mig.map_or(device.gpu.uuid.to_string(), |mig| mig.uuid.to_string());
+            problems.push(DraProblem::NoName { hardware });
+            continue;
+        };
+        let mut taints = taints::taints(device.reasons.iter(), facts.settings.evict_from_lost);
+        let is_held = facts.held.contains(&name);
+        // A claim that has a GPU that is gone may end at any time; a new one cannot have it.
+        let is_left_out = if facts.settings.taints_survive { device.place.is_none() } else { !taints.is_empty() };
+        if is_left_out && !is_held {
+            continue;
+        }
+        if !facts.settings.taints_survive {
+            taints.clear();
+        }
+        let mut draft = Draft { device: SliceDevice { name, taints, ..Default::default() }, problems: &mut problems };
+        match device.mig {
+            Some(mig) => draft.mig(facts.topology, device, mig, facts.versions),
+            None => {
+                draft.gpu(facts.topology, device, facts.versions);
+                draft.groups(facts.topology, device.place, facts.layout);
+                draft.order(devices.len());
+            }
+        }
+        devices.push(draft.device);
+    }
+    (devices, problems)
 }

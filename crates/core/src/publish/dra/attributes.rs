@@ -1,0 +1,256 @@
+//! The attributes and capacities of a GPU or MIG device. docs/dra.md lists them.
+//!
+//! Those without a domain, and what they are called, are NVIDIA's DRA driver's; those of `linkwise.dev` are ours. A fact that
+//! is unknown has no attribute, but for `addressingMode`, which NVIDIA publishes empty.
+
+use crate::prelude::*;
+
+use super::layout::GpuLayout;
+use super::{Attribute, Capacity, DraDevice, DraProblem, SliceDevice};
+use crate::allocation::GpuSet;
+use crate::state::DriverVersions;
+use crate::topology::{
+    ComputeCapability, FabricObservation, Gpu, MigDevice, Nic, NicKind, NodeTopology, PciAddress, Rank,
+};
+
+/// The longest text, in bytes (`DeviceAttributeMaxValueLength`).
+const MOST_TEXT: usize = 64;
+
+/// The largest PCI domain of `resource.kubernetes.io/pciBusID`: four hexadecimal digits.
+const MOST_DOMAIN: u32 = 0xffff;
+
+/// The domain of Kubernetes' own attributes.
+const STANDARD: &str = "resource.kubernetes.io";
+
+/// The domain of our attributes.
+pub const OURS: &str = "linkwise.dev";
+
+/// A device being made.
+pub(super) struct Draft<'a> {
+    pub device: SliceDevice,
+    pub problems: &'a mut Vec<DraProblem>,
+}
+
+impl Draft<'_> {
+    /// A text. One that the API server would refuse is left out.
+    fn text(&mut self, name: &str, value: Option<impl ToString>) {
+        let Some(value) = value.map(|value| value.to_string()) else { return };
+        if value.len() > MOST_TEXT {
+            let (device, attribute) = (self.device.name.clone(), name.to_owned());
+            self.problems.push(DraProblem::Dropped { device, attribute, value });
+        } else {
+            self.put(name, Attribute::String(value));
+        }
+    }
+
+    fn number(&mut self, name: &str, value: Option<impl Into<i64>>) {
+        if let Some(value) = value {
+            self.put(name, Attribute::Int(value.into()));
+        }
+    }
+
+    /// A version as NVML or the driver writes it.
+    fn version(&mut self, name: &str, value: Option<impl ToString>) {
+        let Some(value) = value.map(|value| value.to_string()) else { return };
+        match version(&value) {
+            Some(version) => self.put(name, Attribute::Version(version)),
+            None => {
+                let (device, attribute) = (self.device.name.clone(), name.to_owned());
+                self.problems.push(DraProblem::Dropped { device, attribute, value });
+            }
+        }
+    }
+
+    fn put(&mut self, name: &str, value: Attribute) {
+        self.device.attributes.insert(name.to_owned(), value);
+    }
+
+    fn capacity(&mut self, name: &str, value: impl ToString) {
+        self.device.capacity.insert(name.to_owned(), Capacity { value: value.to_string() });
+    }
+
+    /// A GPU that is published whole.
+    pub fn gpu(&mut self, topology: &NodeTopology, device: &DraDevice<'_>, versions: &DriverVersions) {
+        let gpu = device.gpu;
+        self.text("type", Some("gpu"));
+        self.text("uuid", Some(&gpu.uuid));
+        self.of_gpu(gpu, versions);
+        if let Some(memory) = gpu.memory_mib {
+            self.capacity("memory", mebibytes(memory));
+        }
+        self.text(&ours("pcieSwitch"), device.place.and_then(|place| shared_switch(topology, place)));
+        self.text(&ours("nvlinkFabric"), gpu.fabric.as_ref().and_then(fabric));
+        let nearest = nearest(topology, device.place, |_| true).and_then(|nic| nic.pci);
+        self.text(&ours("nearestNic"), nearest);
+        self.near(topology, device);
+    }
+
+    /// A MIG device. With eight memory slices it has 30 of 32 attributes and capacities from NVIDIA's driver and two others.
+    pub fn mig(&mut self, topology: &NodeTopology, device: &DraDevice<'_>, mig: &MigDevice, versions: &DriverVersions) {
+        let gpu = device.gpu;
+        self.text("type", Some("mig"));
+        self.text("uuid", Some(&mig.uuid));
+        self.text("parentUUID", Some(&gpu.uuid));
+        self.text("profile", Some(mig.profile));
+        self.of_gpu(gpu, versions);
+        self.near(topology, device);
+        self.capacity("memory", mebibytes(mig.memory_mib));
+        if let Some(engines) = mig.engines {
+            self.capacity("multiprocessors", engines.multiprocessors);
+            self.capacity("copyEngines", engines.copy);
+            self.capacity("decoders", engines.decoder);
+            self.capacity("encoders", engines.encoder);
+            self.capacity("jpegEngines", engines.jpeg);
+            self.capacity("ofaEngines", engines.ofa);
+        }
+        if let Some(placement) = mig.placement {
+            // No GPU has more than eight; a file from a stranger may say anything.
+            for slice in (placement.start..placement.start.saturating_add(placement.size)).take(8) {
+                self.capacity(&format!("memorySlice{slice}"), 1);
+            }
+        }
+    }
+
+    /// What a GPU has and its MIG devices share.
+    fn of_gpu(&mut self, gpu: &Gpu, versions: &DriverVersions) {
+        self.text("productName", gpu.model.as_ref());
+        self.text("brand", gpu.brand.as_ref());
+        let derived = gpu.compute_capability.and_then(architecture);
+        self.text("architecture", gpu.architecture.as_deref().or(derived));
+        self.version("cudaComputeCapability", gpu.compute_capability.map(String::from));
+        self.version("driverVersion", versions.driver.as_ref());
+        self.version("cudaDriverVersion", versions.cuda.map(|cuda| format!("{}.{}", cuda.major, cuda.minor)));
+        self.text("addressingMode", Some(gpu.addressing_mode.map_or("", |mode| mode.name())));
+        self.text(&format!("{STANDARD}/pcieRoot"), gpu.pcie_root.as_ref());
+        self.text(&format!("{STANDARD}/pciBusID"), Some(gpu.pci).filter(|pci| pci.domain() <= MOST_DOMAIN));
+        // What a NIC or CPUs are on, too: beside a GPU's own memory, the node with CPUs.
+        let numa = gpu.cpu_node.or(gpu.numa).map(|numa| numa.0);
+        self.number(&format!("{STANDARD}/numaNode"), numa);
+        self.number("dra.net/numaNode", numa);
+    }
+
+    fn near(&mut self, topology: &NodeTopology, device: &DraDevice<'_>) {
+        let rdma = nearest(topology, device.place, |nic| nic.kind == NicKind::Rdma).and_then(|nic| nic.names.first());
+        self.text(&ours("rdmaDevice"), rdma);
+        self.number(&ours("socket"), device.gpu.package.map(|package| package.0));
+    }
+
+    /// The groups that a GPU is in, each by the least PCI address of its members.
+    pub fn groups(&mut self, topology: &NodeTopology, place: Option<usize>, layout: &GpuLayout) {
+        let Some(place) = place else { return };
+        let address = |set: GpuSet| -> Option<PciAddress> { Some(topology.gpus().get(set.places().next()?)?.pci) };
+        let own = |sets: &[GpuSet]| sets.iter().copied().find(|set| set.contains(place)).and_then(address);
+        self.text(&ours("nvlinkDomain"), own(&layout.nvlink_domains));
+        for family in &layout.families {
+            self.text(&ours(&family.name), own(&family.sets));
+        }
+    }
+
+    /// The place in the published order.
+    pub fn order(&mut self, at: usize) {
+        self.number(&ours("order"), i64::try_from(at).ok());
+    }
+}
+
+fn ours(name: &str) -> String {
+    format!("{OURS}/{name}")
+}
+
+/// The nearest switch of a GPU that another GPU hangs below too.
+fn shared_switch(topology: &NodeTopology, place: usize) -> Option<PciAddress> {
+    let others = || topology.gpus().iter().enumerate().filter(|(other, _)| *other != place).map(|(_, gpu)| gpu);
+    let own = topology.gpus().get(place)?.switches.iter().copied();
+    let mut shared = own.filter(|switch| others().any(|other| other.switches.contains(switch)));
+    shared.next()
+}
+
+/// The first of the nearest NICs of a kind, as far as a host bridge.
+fn nearest(topology: &NodeTopology, place: Option<usize>, is_meant: impl Fn(&Nic) -> bool) -> Option<&Nic> {
+    let place = place?;
+    let rank = |nic: &Nic| nic.level.get(place).copied().unwrap_or(Rank::FARTHEST);
+    let near = topology.nics().iter().filter(|nic| is_meant(nic) && rank(nic) <= Rank::HOST_BRIDGE);
+    near.min_by_key(|nic| (rank(nic), nic.pci.is_none(), nic.pci, nic.names.first()))
+}
+
+/// The NVLink fabric of several machines that a GPU has joined; a machine that is a fabric of its own has none.
+fn fabric(fabric: &FabricObservation) -> Option<String> {
+    let is_shared = fabric.cluster.contains(|c| c != '0' && c != '-');
+    is_shared.then(|| format!("{}.{}", fabric.cluster, fabric.clique))
+}
+
+/// The architecture of a compute capability, by NVML's names: NVIDIA's lists of CUDA GPUs
+/// (<https://developer.nvidia.com/cuda-gpus>, <https://developer.nvidia.com/cuda-legacy-gpus>). `None` for one that is not in
+/// them, and for those of boards without NVML's own name.
+fn architecture(ComputeCapability { major, minor }: ComputeCapability) -> Option<&'static str> {
+    match (major, minor) {
+        (3, _) => Some("Kepler"),
+        (5, _) => Some("Maxwell"),
+        (6, _) => Some("Pascal"),
+        (7, 0 | 2) => Some("Volta"),
+        (7, 5) => Some("Turing"),
+        (8, 0 | 6) => Some("Ampere"),
+        (8, 9) => Some("Ada Lovelace"),
+        (9, 0) => Some("Hopper"),
+        (10, 0 | 3) | (12, 0 | 1) => Some("Blackwell"),
+        _ => None,
+    }
+}
+
+/// A version of three numbers without leading zeros: `580.95.05` is 580.95.5, `13.0` is 13.0.0. `None` for anything else.
+fn version(text: &str) -> Option<String> {
+    let mut parts: Vec<&str> = text.split('.').collect();
+    parts.resize(parts.len().max(3), "0");
+    let number = |part: &&str| {
+        let is_number = !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+        let digits = part.trim_start_matches('0');
+        is_number.then(|| if digits.is_empty() { "0".to_owned() } else { digits.to_owned() })
+    };
+    let numbers: Vec<String> = parts.iter().map(number).collect::<Option<_>>()?;
+    let version = numbers.join(".");
+    (numbers.len() == 3 && version.len() <= MOST_TEXT).then_some(version)
+}
+
+/// A quantity as Kubernetes writes it: by the largest binary unit of which it is a whole number.
+fn mebibytes(amount: u64) -> String {
+    let units = ["Mi", "Gi", "Ti", "Pi", "Ei"];
+    let mut amount = amount;
+    for (at, unit) in units.into_iter().enumerate() {
+        if amount == 0 {
+            return "0".to_owned();
+        }
+        if !amount.is_multiple_of(1024) || at + 1 == units.len() {
+            return format!("{amount}{unit}");
+        }
+        amount /= 1024;
+    }
+    "0".to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_have_three_numbers_without_zeros() {
+        for (text, expected) in [
+            ("580.95.05", Some("580.95.5")),
+            ("13.0", Some("13.0.0")),
+            ("9", Some("9.0.0")),
+            ("000.00.007", Some("0.0.7")),
+            ("535.54.03.01", None),
+            ("580.95.05-rc", None),
+            ("580..5", None),
+            ("", None),
+        ] {
+            assert_eq!(version(text).as_deref(), expected, "{text}");
+        }
+        assert_eq!(version(&"9".repeat(70)), None);
+    }
+
+    #[test]
+    fn quantities_are_written_as_kubernetes_does() {
+        for (mib, expected) in [(81_559, "81559Mi"), (81_920, "80Gi"), (1 << 20, "1Ti"), (0, "0"), (1, "1Mi")] {
+            assert_eq!(mebibytes(mib), expected);
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! [`DraFacts`]: what the devices of a node are made from.
+
+use crate::prelude::*;
+use alloc::collections::{BTreeMap, BTreeSet};
+
+use super::layout::GpuLayout;
+use crate::allocation::GpuSet;
+use crate::state::{Device, Door, DriverVersions, Health, NodeState, ResourcePlan, UnhealthyReason};
+use crate::topology::{Gpu, MigDevice, NodeTopology, device_names};
+
+/// What the devices of a node are made from.
+#[derive(Clone, Debug)]
+pub struct DraFacts<'a> {
+    /// The GPUs and their links.
+    pub topology: &'a NodeTopology,
+    /// The driver's versions.
+    pub versions: &'a DriverVersions,
+    /// Order and groups of the GPUs that are offered through DRA.
+    pub layout: &'a GpuLayout,
+    /// The GPUs and MIG devices that are offered through DRA, in any order.
+    pub devices: Vec<DraDevice<'a>>,
+    /// The names of the devices that claims hold.
+    pub held: BTreeSet<String>,
+    /// What else decides.
+    pub settings: DraSettings,
+}
+
+/// A GPU or MIG device that is offered through DRA.
+#[derive(Clone, Debug)]
+pub struct DraDevice<'a> {
+    /// Its name; `None` for one that nothing tells from another device.
+    pub name: Option<String>,
+    /// The GPU.
+    pub gpu: &'a Gpu,
+    /// The GPU's place in the topology; `None` for one that is gone.
+    pub place: Option<usize>,
+    /// The MIG device, where it is not the whole GPU.
+    pub mig: Option<&'a MigDevice>,
+    /// Why it is not to be allocated, in the order in which that began.
+    pub reasons: Vec<UnhealthyReason>,
+}
+
+/// What decides about devices beside the plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DraSettings {
+    /// Whether the API server keeps taints.
+    pub taints_survive: bool,
+    /// Whether pods are evicted from a GPU that is lost (`NoExecute`).
+    pub evict_from_lost: bool,
+}
+
+impl Default for DraSettings {
+    /// Taints are kept, and evict no pod.
+    fn default() -> Self {
+        Self { taints_survive: true, evict_from_lost: false }
+    }
+}
+
+/// The GPUs that a plan offers through DRA, by their places.
+pub fn offered(topology: &NodeTopology, plan: &ResourcePlan) -> GpuSet {
+    let gpus = topology.gpus().iter().enumerate();
+    gpus.filter(|(_, gpu)| plan.filter.offers(gpu) && plan.dra.include(gpu)).map(|(place, _)| place).collect()
+}
+
+/// The GPUs that a snapshot offers through DRA, by their places: those whose layout [`DraFacts::of_state`] takes.
+pub fn offered_now(state: &NodeState) -> GpuSet {
+    let devices = state.offers().through_dra().iter();
+    devices.filter_map(|device| state.topology().position(&device.gpu.uuid)).collect()
+}
+
+impl<'a> DraFacts<'a> {
+    /// The facts of a machine of which neither health nor claims are known.
+    pub fn of_machine(
+        topology: &'a NodeTopology,
+        versions: &'a DriverVersions,
+        gpus: GpuSet,
+        layout: &'a GpuLayout,
+    ) -> Self {
+        let mut names = device_names(topology);
+        let whole = gpus.places().filter_map(|place| Some((place, topology.gpus().get(place)?)));
+        let mut devices: Vec<DraDevice<'_>> = Vec::new();
+        for (place, gpu) in whole {
+            let mig =
+                topology.mig_devices().iter().enumerate().filter(|(_, mig)| mig.parent == place && gpu.mig_enabled);
+            let mig = mig.map(|(at, mig)| (Some(at), Some(mig)));
+            let own = (!gpu.mig_enabled).then_some((None, None));
+            for (at, mig) in own.into_iter().chain(mig) {
+                let name = names.remove(&(place, at));
+                devices.push(DraDevice { name, gpu, place: Some(place), mig, reasons: Vec::new() });
+            }
+        }
+        Self { topology, versions, layout, devices, held: BTreeSet::new(), settings: DraSettings::default() }
+    }
+
+    /// The facts of a snapshot; `driver` is the DRA driver whose claims hold our devices, `layout` that of
+    /// [`offered_now`]. What the DRA plugin has prepared and the kubelet does not list yet is for the caller to add to
+    /// `held`.
+    pub fn of_state(state: &'a NodeState, driver: &str, layout: &'a GpuLayout, settings: DraSettings) -> Self {
+        let topology = state.topology();
+        let names = device_names(topology);
+        let taken: BTreeSet<&str> = names.values().map(String::as_str).collect();
+        let devices = state.offers().through_dra().iter().map(|device| {
+            let place = topology.position(&device.gpu.uuid);
+            let mig = device.mig.as_ref();
+            let name = match place {
+                Some(place) => names.get(&(place, mig.and_then(|mig| place_of(topology, mig)))).cloned(),
+                // Another GPU may have its minor number by now.
+                None => gone_name(device).filter(|name| !taken.contains(name.as_str())),
+            };
+            DraDevice { name, gpu: &device.gpu, place, mig, reasons: reasons(state, device) }
+        });
+        let claims = state.ledger().holdings().claims.iter().filter(|claimed| claimed.driver == driver);
+        Self {
+            devices: devices.collect(),
+            topology,
+            versions: state.hardware().versions(),
+            layout,
+            held: claims.map(|claimed| claimed.device.clone()).collect(),
+            settings,
+        }
+    }
+}
+
+fn place_of(topology: &NodeTopology, mig: &MigDevice) -> Option<usize> {
+    topology.mig_devices().iter().position(|there| there.uuid == mig.uuid)
+}
+
+/// The name that a device had before its GPU was gone.
+fn gone_name(device: &Device) -> Option<String> {
+    let alone = NodeTopology::of_device(&device.gpu, device.mig.as_ref());
+    let names: BTreeMap<_, _> = device_names(&alone);
+    names.into_iter().find(|((_, mig), _)| mig.is_some() == device.mig.is_some()).map(|(_, name)| name)
+}
+
+/// Why a device is not to be allocated: all that stands against it, and what else keeps it from being given out.
+fn reasons(state: &NodeState, device: &Device) -> Vec<UnhealthyReason> {
+    let counting = state.hardware().counting(&device.gpu.uuid);
+    let mut reasons: Vec<_> = counting.filter(|reason| reason.concerns(device.instance())).cloned().collect();
+    if let Health::Unhealthy { reason, .. } = &device.health
+        && !reasons.iter().any(|known| known.is(reason))
+    {
+        reasons.push(reason.clone());
+    }
+    if matches!(state.door(&device.gpu.uuid), Some(Door::FromDra { .. })) {
+        reasons.push(UnhealthyReason::Withdrawn);
+    }
+    reasons
+}

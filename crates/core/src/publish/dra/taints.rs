@@ -1,0 +1,41 @@
+//! What keeps a sick device from being allocated: taints by the reasons that stand, gone when these end.
+
+use crate::prelude::*;
+
+use super::attributes::OURS;
+use super::{Taint, TaintEffect};
+use crate::state::UnhealthyReason;
+
+/// NVIDIA's key for an XID, with its number as the value.
+const XID: &str = "gpu.nvidia.com/xid";
+
+/// NVIDIA's key for a GPU that cannot be reached.
+const LOST: &str = "gpu.nvidia.com/gpu-lost";
+
+/// Whether a GPU cannot be reached any more.
+fn is_lost(reason: &UnhealthyReason) -> bool {
+    matches!(reason, UnhealthyReason::Lost { .. } | UnhealthyReason::OffBus | UnhealthyReason::Gone)
+}
+
+/// The taints of these reasons, by key: one at most for each, which is the first reason's.
+pub(super) fn taints<'a>(reasons: impl Iterator<Item = &'a UnhealthyReason> + Clone, evict: bool) -> Vec<Taint> {
+    let xid = reasons.clone().find_map(|reason| match reason {
+        UnhealthyReason::Xid { code, .. } => Some(code.to_string()),
+        _ => None,
+    });
+    let other = reasons.clone().find(|reason| !is_lost(reason) && !matches!(reason, UnhealthyReason::Xid { .. }));
+    let plain = |key: &str, value: String| Taint { key: key.to_owned(), value, effect: TaintEffect::NoSchedule };
+    let mut taints = Vec::new();
+    if reasons.clone().any(is_lost) {
+        taints.push(lost(evict));
+    }
+    taints.extend(xid.map(|code| plain(XID, code)));
+    taints.extend(other.map(|reason| plain(&format!("{OURS}/unhealthy"), reason.label().to_owned())));
+    taints
+}
+
+/// The taint of a GPU that cannot be reached.
+pub(super) fn lost(evict: bool) -> Taint {
+    let effect = if evict { TaintEffect::NoExecute } else { TaintEffect::NoSchedule };
+    Taint { key: LOST.to_owned(), value: String::new(), effect }
+}

@@ -1,0 +1,155 @@
+//! The names of GPUs and MIG devices in DRA: those of NVIDIA's DRA driver, and what they name here.
+//!
+//! A GPU is `gpu-<minor>`, a MIG device `gpu-<minor>-mig-<profile>-<profile id>-<first memory slice>`. Where a part of that
+//! is unknown, or would be another device's name, a device has a name of ours, which is as stable and as legal (a DNS label):
+//! `gpu-pci-<address>` for a GPU, `...-mig-<profile>-gi<GPU instance>-ci<compute instance>` for a MIG device.
+//!
+//! Called by `publish::dra`, which publishes the names, by the ledger and by the DRA plugin, which resolve them.
+
+use crate::prelude::*;
+use alloc::collections::BTreeMap;
+
+use super::mig::MigDevice;
+use super::node::{Gpu, NodeTopology};
+
+/// A GPU by its place, or a MIG device on it by its place in [`NodeTopology::mig_devices`].
+type Hardware = (usize, Option<usize>);
+
+/// The name of a GPU, or with `mig` (a place in [`NodeTopology::mig_devices`]) of a MIG device on it; `None` for places
+/// that the graph does not have, and for the second of two devices that nothing tells apart.
+pub fn device_name(topology: &NodeTopology, gpu: usize, mig: Option<usize>) -> Option<String> {
+    device_names(topology).remove(&(gpu, mig))
+}
+
+/// The names of all GPUs and MIG devices, by the places that [`device_name`] takes.
+pub fn device_names(topology: &NodeTopology) -> BTreeMap<(usize, Option<usize>), String> {
+    names(topology).into_iter().map(|(name, hardware)| (hardware, name)).collect()
+}
+
+/// The GPU of a name, and the place of the MIG device in [`NodeTopology::mig_devices`] where it names one.
+pub fn hardware_of(topology: &NodeTopology, name: &str) -> Option<(usize, Option<usize>)> {
+    names(topology).get(name).copied()
+}
+
+/// The hardware of each name: of each GPU and MIG device that has a name of its own.
+fn names(topology: &NodeTopology) -> BTreeMap<String, Hardware> {
+    let mut names = BTreeMap::new();
+    let mut own: Vec<Option<String>> = Vec::new();
+    for (place, gpu) in topology.gpus().iter().enumerate() {
+        let candidates = gpu.minor.map(|minor| format!("gpu-{minor}")).into_iter().chain([by_address(gpu)]);
+        own.push(take(&mut names, candidates, (place, None)));
+    }
+    for (place, mig) in topology.mig_devices().iter().enumerate() {
+        let Some(Some(gpu)) = own.get(mig.parent) else { continue };
+        let profile = format!("{gpu}-mig-{}", label(&mig.profile.to_string()));
+        let candidates = by_placement(&profile, mig).into_iter().chain([by_instance(&profile, mig)]);
+        take(&mut names, candidates, (mig.parent, Some(place)));
+    }
+    names
+}
+
+/// Gives the first name that is free.
+fn take(
+    names: &mut BTreeMap<String, Hardware>,
+    candidates: impl Iterator<Item = String>,
+    hardware: Hardware,
+) -> Option<String> {
+    let name = candidates.into_iter().find(|name| !names.contains_key(name))?;
+    names.insert(name.clone(), hardware);
+    Some(name)
+}
+
+fn by_address(gpu: &Gpu) -> String {
+    let address = gpu.pci.to_string().replace([':', '.'], "-");
+    format!("gpu-pci-{address}")
+}
+
+/// As NVIDIA has it. Its name is that of the GPU instance: one of several compute instances has none of its own.
+fn by_placement(profile: &str, mig: &MigDevice) -> Option<String> {
+    let is_whole = mig.profile.compute_slices == mig.profile.gpu_slices;
+    let (id, placement) = mig.profile_id.zip(mig.placement).filter(|_| is_whole)?;
+    Some(format!("{profile}-{id}-{}", placement.start))
+}
+
+fn by_instance(profile: &str, mig: &MigDevice) -> String {
+    format!("{profile}-gi{}-ci{}", mig.gpu_instance, mig.compute_instance)
+}
+
+/// A profile as part of a name: no dots, lower case, '-' for what is neither letter nor digit.
+fn label(profile: &str) -> String {
+    let kept = profile.chars().filter(|c| *c != '.').map(|c| c.to_ascii_lowercase());
+    kept.map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::topology::{GpuObservation, NodeObservation};
+
+    fn node(gpus: &str) -> NodeTopology {
+        let gpus: Vec<GpuObservation> = serde_json::from_str(gpus).unwrap();
+        NodeTopology::assemble(&NodeObservation { gpus, ..NodeObservation::default() }).0
+    }
+
+    fn all(topology: &NodeTopology) -> Vec<String> {
+        let mig = topology.mig_devices().iter().enumerate().map(|(at, mig)| (mig.parent, Some(at)));
+        let hardware = (0..topology.gpus().len()).map(|place| (place, None)).chain(mig);
+        hardware
+            .map(|(gpu, mig)| {
+                let name = device_name(topology, gpu, mig).unwrap();
+                assert_eq!(hardware_of(topology, &name), Some((gpu, mig)), "{name}");
+                name
+            })
+            .collect()
+    }
+
+    #[test]
+    fn names_are_nvidias_where_facts_are_known() {
+        let mig = |index: u32, name: &str, more: &str| {
+            let (slices, extension) = name.split_once(' ').unwrap();
+            let (compute, gpu) = slices.split_once('/').unwrap();
+            format!(
+                "{{\"index\": {index}, \"uuid\": \"MIG-{index}\", \"gpu_instance\": {gi}, \"compute_instance\": {ci}, \
+                 \"gpu_slices\": {gpu}, \"compute_slices\": {compute}, \"memory_mib\": 9728, \
+                 \"extension\": \"{extension}\"{more}}}",
+                gi = index / 2 + 1,
+                ci = index % 2,
+            )
+        };
+        let devices = [
+            mig(0, "1/1 none", ", \"profile_id\": 19, \"placement\": {\"start\": 4, \"size\": 1}"),
+            mig(2, "1/1 media", ", \"profile_id\": 20, \"placement\": {\"start\": 0, \"size\": 1}"),
+            mig(4, "2/2 none", ""),
+            mig(6, "1/2 none", ", \"profile_id\": 14, \"placement\": {\"start\": 2, \"size\": 2}"),
+            mig(7, "1/2 none", ", \"profile_id\": 14, \"placement\": {\"start\": 2, \"size\": 2}"),
+        ];
+        let topology = node(&format!(
+            "[{{\"index\": 0, \"uuid\": \"GPU-0\", \"pci\": \"0000:3b:00.0\", \"minor\": 7, \"memory_mib\": 81920, \
+             \"mig\": {{\"enabled\": true, \"devices\": [{}]}}}}]",
+            devices.join(", ")
+        ));
+        let expected = [
+            "gpu-7",
+            "gpu-7-mig-1g10gb-19-4",
+            "gpu-7-mig-1g10gb-me-20-0",
+            "gpu-7-mig-2g10gb-gi3-ci0",
+            "gpu-7-mig-1c2g10gb-gi4-ci0",
+            "gpu-7-mig-1c2g10gb-gi4-ci1",
+        ];
+        assert_eq!(all(&topology), expected);
+        assert_eq!(hardware_of(&topology, "gpu-0"), None);
+    }
+
+    #[test]
+    fn unknown_or_repeated_minor_is_named_by_address() {
+        let topology = node(
+            "[{\"index\": 0, \"uuid\": \"GPU-0\", \"pci\": \"0000:3b:00.0\", \"minor\": 1}, \
+              {\"index\": 1, \"uuid\": \"GPU-1\", \"pci\": \"0000:5e:00.0\", \"minor\": 1}, \
+              {\"index\": 2, \"uuid\": \"GPU-2\", \"pci\": \"10000:86:1f.7\"}, \
+              {\"index\": 3, \"uuid\": \"GPU-3\", \"pci\": \"10000:86:1f.7\"}]",
+        );
+        let names: Vec<_> = (0..4).map(|place| device_name(&topology, place, None)).collect();
+        let named = ["gpu-1", "gpu-pci-0000-5e-00-0", "gpu-pci-10000-86-1f-7"].map(|name| Some(name.to_owned()));
+        assert_eq!(names, [named.as_slice(), &[None]].concat());
+    }
+}
