@@ -30,11 +30,11 @@ use std::process::ExitCode;
 
 use config::Command;
 
-/// Runs a command and reports its error: all of the binary, and most of `linkwise-cluster`, which has a `publisher` of
-/// NodeFeature objects for `labels`.
-pub fn run(command: Command, publisher: Option<&runtime::Publisher>) -> ExitCode {
+/// Runs a command and reports its error: all of the binary, and most of `linkwise-cluster`, which has clients of the API
+/// server.
+pub fn run(command: Command, clients: runtime::ApiClients<'_>) -> ExitCode {
     let result = match command {
-        Command::Run(args) => runtime::run(&args),
+        Command::Run(args) => runtime::run(&args, clients.dra),
         Command::Demo(args) => demo::run(&args),
         Command::Topology(args) => runtime::block_on(commands::topology(&args)),
         Command::Allocate(args) => runtime::block_on(commands::allocate(&args)),
@@ -46,7 +46,7 @@ pub fn run(command: Command, publisher: Option<&runtime::Publisher>) -> ExitCode
             Err(error) => Err(error),
         },
         Command::Labels(args) if args.node.node.is_some() => runtime::block_on(commands::labels(&args)),
-        Command::Labels(args) => runtime::labels(&args, publisher),
+        Command::Labels(args) => runtime::labels(&args, clients.labels),
         Command::Admin(args) => runtime::block_on(commands::admin(&args)),
         Command::MpsControlDaemon(args) => match runtime::mps_control_daemon(&args) {
             Ok(code) => return code,

@@ -3,7 +3,8 @@
 use std::process::ExitCode;
 
 use linkwise::config::Cli;
+use linkwise::runtime::ApiClients;
 
 fn main() -> ExitCode {
-    linkwise::run(Cli::read().command, None)
+    linkwise::run(Cli::read().command, ApiClients::default())
 }

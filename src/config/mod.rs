@@ -109,9 +109,12 @@ pub struct RunArgs {
     /// folder linkwise beside the kubelet's socket
     #[arg(long, value_name = "FOLDER", env = "LINKWISE_STATE_DIR")]
     pub state_dir: Option<PathBuf>,
-    /// The node's name, for --write-labels-file
+    /// The node's name, for --write-labels-file and --dra-gpus
     #[arg(long, value_name = "NAME", env = "NODE_NAME")]
     pub node_name: Option<String>,
+    /// How to reach the API server, for --dra-gpus.
+    #[command(flatten)]
+    pub api: ApiServerArgs,
     /// The MPS root.
     #[command(flatten)]
     pub mps: MpsRootArgs,

@@ -6,18 +6,24 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use futures_util::future::BoxFuture;
+use prometheus_client::registry::Registry;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::claims::Claim;
 use crate::publish::dra::slice::Pool;
 
-/// The client of the API server: works at its end of the channels until the token is cancelled.
-pub type Client = dyn Fn(ApiSide, CancellationToken) -> BoxFuture<'static, Result<()>> + Send + Sync;
+/// The client of the API server: registers its metrics, and works at its end of the channels until the token is
+/// cancelled.
+pub type Client = dyn Fn(ApiSide, &mut Registry, CancellationToken) -> BoxFuture<'static, Result<()>> + Send + Sync;
 
 /// The end of the channels that the client of the API server has.
 #[derive(Debug)]
 pub struct ApiSide {
+    /// The node's name: its slices of the driver are the client's.
+    pub node: String,
+    /// The DRA driver's name.
+    pub driver: String,
     /// What is to be stored; `None` while it is unknown which GPUs there are: then nothing is written.
     pub pool: watch::Receiver<Option<Arc<Pool>>>,
     /// What is stored.

@@ -19,7 +19,10 @@ use crate::claims::{Claim, ClaimError, ClaimName, Node, Prepared, plan};
 use crate::errors::chain;
 use crate::files;
 use crate::quote::quoted;
-use crate::state::NodeState;
+use crate::state::{self, NodeState, PreparedClaim};
+
+/// How long the node's state may take to enter a claim: it never waits for a disk or for NVML.
+const LEDGER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How often the CDI specs are read again while a name is missing: the agent writes it at its next scan.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
@@ -44,6 +47,8 @@ pub(super) struct Door {
     slots: Mutex<BTreeMap<String, Slot>>,
     /// Changes with what is prepared.
     held: watch::Sender<u64>,
+    /// The same for the node's ledger.
+    books: watch::Sender<Vec<PreparedClaim>>,
 }
 
 /// Why a claim was not prepared.
@@ -61,6 +66,8 @@ enum PrepareError {
     Spec { source: std::io::Error },
     #[error("no CDI spec in {folder} has {names}")]
     Names { folder: String, names: String },
+    #[error("the agent is ending, or too busy to enter the claim into its ledger")]
+    NoLedger,
     #[error("the claim was not prepared within {0:?}")]
     Late(Duration),
 }
@@ -83,6 +90,7 @@ impl Door {
         observer: Observer,
         snapshot: watch::Receiver<Arc<NodeState>>,
         claims: mpsc::Sender<ClaimQuery>,
+        books: watch::Sender<Vec<PreparedClaim>>,
     ) -> Result<Self, PluginError> {
         let folder = settings.checkpoints.clone();
         let opened = files::blocking(move || Store::open(&folder)).await;
@@ -92,7 +100,7 @@ impl Door {
         let slot = |record: Record| (record.claim.uid.clone(), Slot { record: Some(record), ..Slot::default() });
         let slots = Mutex::new(records.into_iter().map(slot).collect());
         let held = watch::Sender::default();
-        let door = Self { settings, store: Arc::new(store), observer, snapshot, claims, slots, held };
+        let door = Self { settings, store: Arc::new(store), observer, snapshot, claims, slots, held, books };
         door.changed();
         Ok(door)
     }
@@ -194,7 +202,10 @@ impl Door {
                 return Err(error);
             }
         };
-        let carried_out = self.carry_out(record, &turn).await;
+        let carried_out = match self.confirm(&record).await {
+            Ok(()) => self.carry_out(record, &turn).await,
+            Err(error) => Err(error),
+        };
         if carried_out.is_err() {
             match before {
                 // A pod may run with it.
@@ -203,6 +214,25 @@ impl Door {
             }
         }
         Ok((carried_out?, false))
+    }
+
+    /// Waits until the node's ledger has a claim that is in the books: from then on its GPUs stay with DRA. An error where
+    /// one of them has left before.
+    async fn confirm(&self, record: &Record) -> Result<(), PrepareError> {
+        if !self.settings.has_ledger {
+            return Ok(());
+        }
+        let (ours, mut snapshot) = (record.for_ledger(), self.snapshot.clone());
+        let known = snapshot.wait_for(|state| state.ledger().prepared(&record.claim.uid) == Some(&ours));
+        let state = match timeout(LEDGER_TIMEOUT, known).await {
+            Ok(Ok(state)) => Arc::clone(&state),
+            Ok(Err(_)) | Err(_) => return Err(PrepareError::NoLedger),
+        };
+        let is_dra = |gpu| state.door(gpu).is_some_and(state::Door::is_dra);
+        match record.prepared.devices.iter().find(|device| !is_dra(&device.gpu)) {
+            Some(left) => Err(ClaimError::NotDra { device: left.device.clone(), gpu: left.gpu.clone() }.into()),
+            None => Ok(()),
+        }
     }
 
     /// Reads the claim, plans it and puts it into the books. A GPU that a claim has which is gone is taken from it first.
@@ -401,6 +431,8 @@ impl Door {
             let records = || slots.values().filter_map(|slot| slot.record.as_ref());
             (records().count(), records().map(|record| record.prepared.devices.len()).sum())
         };
+        let books = self.slots().values().filter_map(|slot| slot.record.as_ref()).map(Record::for_ledger).collect();
+        self.books.send_if_modified(|before| std::mem::replace(before, books) != *before);
         (self.observer)(Occurrence::Held { claims, devices });
         self.held.send_modify(|change| *change = change.wrapping_add(1));
     }

@@ -15,7 +15,8 @@ use tonic::{Request, Response, Status};
 use super::door::Door;
 use super::{Observer, Occurrence, Settings};
 use crate::claims::devices;
-use crate::state::{Health, MigInstance, NodeState, UnhealthyReason};
+use crate::state::{self, Health, MigInstance, NodeState, UnhealthyReason};
+use crate::topology::Gpu;
 use linkwise_kubelet_api::dra_health::v1::dra_resource_health_server::DraResourceHealth as DraResourceHealthV1;
 use linkwise_kubelet_api::dra_health::v1alpha1 as wire;
 use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_server::DraResourceHealth as DraResourceHealthV1Alpha1;
@@ -48,8 +49,10 @@ fn report(state: &NodeState, door: &Door) -> BTreeMap<String, Report> {
         let gone = (wire::HealthStatus::Unhealthy, UnhealthyReason::Gone.to_string());
         reports.insert(device.device, gone);
     }
+    // One that leaves DRA is reported as long as claims have it.
     let dra = &state.offers().plan().dra;
-    for (name, device) in devices(state.topology()).into_iter().filter(|(_, device)| dra.include(device.gpu)) {
+    let is_dra = |gpu: &Gpu| dra.include(gpu) || state.door(&gpu.uuid).is_some_and(state::Door::is_dra);
+    for (name, device) in devices(state.topology()).into_iter().filter(|(_, device)| is_dra(device.gpu)) {
         let instance = device
             .mig
             .map(|mig| MigInstance { gpu_instance: mig.gpu_instance, compute_instance: Some(mig.compute_instance) });

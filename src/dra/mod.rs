@@ -10,6 +10,7 @@
 //! prepared for the first time, and none when it is unprepared.
 
 mod api;
+mod claim_json;
 mod door;
 mod health;
 mod life;
@@ -30,12 +31,13 @@ use tokio_util::sync::CancellationToken;
 
 use crate::claims::ClaimName;
 use crate::publish::injection::{HostDevices, InjectionOptions};
-use crate::state::NodeState;
+use crate::state::{NodeState, PreparedClaim};
 use crate::uds::Callers;
 use door::Door;
 use life::Life;
 
 pub use api::{ApiSide, ClaimQuery, ClaimQueryError, Client, StoredPool};
+pub use claim_json::{NoClaim, parse_claim};
 pub use metrics::PluginMetrics;
 
 /// The plugin's settings.
@@ -68,6 +70,9 @@ pub struct Settings {
     pub claim_timeout: Duration,
     /// How long a claim waits for the CDI specs of its devices, which the agent repairs every 10 s.
     pub specs_timeout: Duration,
+    /// Whether the runtime takes the plugin's books into the node's ledger: then a claim is prepared only when the ledger
+    /// has it and its GPUs are still DRA's.
+    pub has_ledger: bool,
     /// How long the preparation of one claim may take, disks included. The kubelet waits for 45 s.
     pub prepare_timeout: Duration,
     /// How often the health of all devices is sent where nothing changes: the kubelet forgets it after 30 s.
@@ -103,6 +108,7 @@ impl Settings {
             callers: Callers::default(),
             claim_timeout: Duration::from_secs(15),
             specs_timeout: Duration::from_secs(15),
+            has_ledger: false,
             prepare_timeout: Duration::from_secs(40),
             heartbeat: Duration::from_secs(15),
             sweep: Duration::from_secs(600),
@@ -248,12 +254,19 @@ pub struct Plugin {
     settings: Arc<Settings>,
     observer: Observer,
     phase: watch::Sender<Phase>,
+    books: watch::Sender<Vec<PreparedClaim>>,
 }
 
 impl Plugin {
     /// A plugin that does nothing until [`Self::run`].
     pub fn new(settings: Arc<Settings>, observer: Observer) -> Self {
-        Self { settings, observer, phase: watch::Sender::new(Phase::WaitingForGpus) }
+        let (phase, books) = (watch::Sender::new(Phase::WaitingForGpus), watch::Sender::default());
+        Self { settings, observer, phase, books }
+    }
+
+    /// Follows the claims that are prepared or being prepared, for the node's ledger.
+    pub fn books(&self) -> watch::Receiver<Vec<PreparedClaim>> {
+        self.books.subscribe()
     }
 
     /// Follows the phase.
@@ -272,8 +285,8 @@ impl Plugin {
         claims: mpsc::Sender<ClaimQuery>,
         shutdown: CancellationToken,
     ) -> Result<(), PluginError> {
-        let Self { settings, observer, phase } = self;
-        let door = Door::open(Arc::clone(&settings), Arc::clone(&observer), snapshot.clone(), claims).await?;
+        let Self { settings, observer, phase, books } = self;
+        let door = Door::open(Arc::clone(&settings), Arc::clone(&observer), snapshot.clone(), claims, books).await?;
         Life::new(settings, Arc::new(door), snapshot, observer, phase).live(&shutdown).await;
         Ok(())
     }

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::Occurrence;
 use crate::claims::{ClaimName, Prepared};
 use crate::files;
+use crate::state::PreparedClaim;
 
 /// The version of the files.
 const VERSION: u32 = 1;
@@ -58,6 +59,12 @@ impl Record {
     /// The same, completed.
     pub fn completed(self) -> Self {
         Self { progress: Progress::Completed, ..self }
+    }
+
+    /// What the node's ledger has of it. An administrator's look at a GPU takes it from nobody.
+    pub fn for_ledger(&self) -> PreparedClaim {
+        let taken = self.prepared.devices.iter().filter(|device| !device.admin);
+        PreparedClaim { claim: self.claim.clone(), gpus: taken.map(|device| device.gpu.clone()).collect() }
     }
 
     /// Whether it was completed in this boot.

@@ -66,10 +66,12 @@ pub(super) fn prepare(
     settings: &Settings,
     sysfs: &Path,
     observed: watch::Receiver<Arc<NodeObservation>>,
+    uses_dra: bool,
 ) -> Result<Prepared> {
     let wants = |strategy| settings.device_list_strategy.value.contains(&strategy);
     let annotations = wants(DeviceListStrategy::CdiAnnotations);
     let cri = wants(DeviceListStrategy::CdiCri);
+    // Claims name CDI devices, whatever the device plugin does.
     let cdi = (cri || annotations).then(|| CdiOptions {
         kind: cdi::kind(cdi::GPU_CLASS),
         annotation_prefix: annotations.then(|| settings.cdi_annotation_prefix.value.clone()),
@@ -89,12 +91,12 @@ pub(super) fn prepare(
     };
     let scan = HostScan {
         scanner: cdi::Scanner::new(roots(settings, sysfs), cdi_options),
-        folder: cdi.is_some().then(|| settings.cdi_dir.value.clone()),
+        folder: (cdi.is_some() || uses_dra).then(|| settings.cdi_dir.value.clone()),
         nics: settings.expose_nics.value,
         nccl: TopologyFile::prepare(settings, observed)?,
     };
     if let Some(folder) = &scan.folder {
-        cdi::prepare(folder).context("--device-list-strategy asks for CDI")?;
+        cdi::prepare(folder).context(if uses_dra { "DRA needs CDI" } else { "--device-list-strategy asks for CDI" })?;
     }
     let host_devices = scan.host_devices();
     if settings.imex_required.value {

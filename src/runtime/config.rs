@@ -6,12 +6,13 @@
 use anyhow::{Context, Result};
 use tokio::signal::unix::Signal;
 use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
 
 use crate::config::file::{Finding, Severity};
 use crate::config::settings::{ConfigError, load_text};
 use crate::config::{ConfigMetrics, Environment, FileWatch, Flags, Settings};
 use crate::errors::chain;
-use crate::state::Event;
+use crate::state::{DraGpus, Event};
 
 /// Logs findings, a line each.
 pub(super) fn log(findings: &[Finding]) {
@@ -34,6 +35,33 @@ pub(super) struct Reloader {
     pub settings: Settings,
     pub metrics: ConfigMetrics,
     pub events: mpsc::Sender<Event>,
+    /// What becomes of a wish for DRA.
+    pub dra: DraSwitch,
+}
+
+/// What becomes of a wish for DRA while linkwise runs.
+pub(super) enum DraSwitch {
+    /// DRA is served already.
+    Running,
+    /// There is no API server to publish to.
+    NoApiServer,
+    /// This program has no client of the API server: it ends, and goes on as one that has.
+    ByRestart {
+        /// Cancelled when that is so.
+        wanted: CancellationToken,
+        /// Ends the node.
+        shutdown: CancellationToken,
+    },
+}
+
+impl DraSwitch {
+    /// Follows the wish to restart.
+    pub fn wanted(&self) -> Option<CancellationToken> {
+        match self {
+            Self::ByRestart { wanted, .. } => Some(wanted.clone()),
+            Self::Running | Self::NoApiServer => None,
+        }
+    }
 }
 
 impl Reloader {
@@ -76,6 +104,24 @@ impl Reloader {
                 return Ok(());
             }
         };
+        if loaded.settings.dra_gpus.value != DraGpus::None {
+            match &self.dra {
+                DraSwitch::Running => {}
+                DraSwitch::NoApiServer => {
+                    let error =
+                        "DRA needs the API server: KUBERNETES_SERVICE_HOST is not set, no --kubeconfig is given";
+                    tracing::error!(why = reason, error, "configuration rejected, keeping the previous one");
+                    self.metrics.config_valid(false);
+                    return Ok(());
+                }
+                DraSwitch::ByRestart { wanted, shutdown } => {
+                    tracing::info!(why = reason, "GPUs are to go through DRA: starting again as linkwise-cluster");
+                    wanted.cancel();
+                    shutdown.cancel();
+                    return Ok(());
+                }
+            }
+        }
         let changed = loaded.settings.changed(&self.settings);
         if changed.is_empty() {
             if reason != "start" {

@@ -9,6 +9,7 @@ mod cdi_sync;
 mod clock;
 mod cluster_program;
 mod config;
+mod dra;
 mod driver;
 mod keeper;
 mod labels;
@@ -29,6 +30,7 @@ use anyhow::{Context, Result};
 use futures_util::FutureExt;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
 
 use crate::admin::Local;
 use crate::cdi::CdiMetrics;
@@ -39,12 +41,13 @@ use crate::kubelet;
 use crate::mps::Layout;
 use crate::nvml::Limits;
 use crate::nvml::child::AgentCommand;
-use crate::state::{Event, XidPolicy};
+use crate::state::{DraGpus, Event, XidPolicy};
 use crate::uds::Callers;
 
 use driver::metrics::DriverMetrics;
 use readiness::Idle;
 
+pub use crate::dra::Client as DraClient;
 pub use cluster_program::become_cluster_program;
 pub use driver::scan;
 pub use keeper::{HealthSettings, Kept, kept};
@@ -67,13 +70,38 @@ pub fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
     result
 }
 
-/// Serves this node until a signal ends it.
-pub fn run(args: &RunArgs) -> Result<()> {
-    let _log = log_to_stderr(&args.log.log, args.log.log_format)?;
-    block_on(serve(args))
+/// What `linkwise-cluster` adds to commands: clients of the API server.
+#[derive(Clone, Copy, Default)]
+pub struct ApiClients<'a> {
+    /// The writer of NodeFeature objects, for `linkwise labels`.
+    pub labels: Option<&'a Publisher>,
+    /// The writer of ResourceSlices and reader of claims, for `linkwise run`.
+    pub dra: Option<&'a DraClient>,
 }
 
-async fn serve(args: &RunArgs) -> Result<()> {
+/// How serving ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    /// For good.
+    Ended,
+    /// To go on as `linkwise-cluster`, which has a client of the API server.
+    ForClusterProgram,
+}
+
+/// Serves this node until a signal ends it. `client` is the one of the API server, where this program has one.
+pub fn run(args: &RunArgs, client: Option<&DraClient>) -> Result<()> {
+    let log = log_to_stderr(&args.log.log, args.log.log_format)?;
+    match block_on(serve(args, client))? {
+        End::Ended => Ok(()),
+        End::ForClusterProgram => {
+            // What is still to be logged would be lost.
+            drop(log);
+            Err(become_cluster_program())
+        }
+    }
+}
+
+async fn serve(args: &RunArgs, client: Option<&DraClient>) -> Result<End> {
     // First of all: PID 1 of a container ignores every signal that it has no handler for.
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
@@ -89,13 +117,25 @@ async fn serve(args: &RunArgs) -> Result<()> {
         let why = "they are on no PCI bus and have no device nodes of their own; use the NVIDIA device plugin there";
         anyhow::bail!("this is WSL2 ({}), whose GPUs linkwise does not serve: {why}", sign.display());
     }
+    let state_dir = args.state_dir.clone().or_else(|| keeper::beside(&settings.kubelet_socket.value));
+    let mut uses_dra = dra::is_needed(&settings, state_dir.as_deref());
+    if uses_dra && !args.api.is_given() {
+        let why =
+            "DRA needs the API server: KUBERNETES_SERVICE_HOST is not set (no pod?), and no --kubeconfig is given";
+        anyhow::ensure!(settings.dra_gpus.value == DraGpus::None, "{why}");
+        tracing::warn!(why, "GPUs that were offered through DRA cannot be withdrawn there");
+        uses_dra = false;
+    }
+    if uses_dra && client.is_none() {
+        return Ok(End::ForClusterProgram);
+    }
     let admin = settings.admin_socket.value.as_deref();
     let admin = admin.map(|path| Local::bind(path, Callers::default())).transpose()?;
     let seen = watch::Sender::default();
-    let injection = cdi_sync::prepare(&settings, &args.host.sysfs, seen.subscribe())?;
+    let injection = cdi_sync::prepare(&settings, &args.host.sysfs, seen.subscribe(), uses_dra)?;
     let kubelet = kubelet::Settings {
-        injection: injection.options,
-        host_devices: injection.host_devices,
+        injection: injection.options.clone(),
+        host_devices: injection.host_devices.clone(),
         pod_resources_socket: Some(settings.pod_resources_socket.value.clone()),
         callers: Callers::and(settings.allowed_uids.value.iter().copied()),
         ..kubelet::Settings::new(settings.kubelet_socket.value.clone())
@@ -104,7 +144,7 @@ async fn serve(args: &RunArgs) -> Result<()> {
         xids: XidPolicy { overrides: settings.xids.value.clone(), ..args.xids.policy() },
         hold: args.nvml.health_hold_ms.map(Duration::from_millis),
         await_first_poll: true,
-        state_dir: args.state_dir.clone().or_else(|| keeper::beside(&settings.kubelet_socket.value)),
+        state_dir: state_dir.clone(),
     };
     for (variable, passed_over) in args.xids.passed_over() {
         tracing::warn!(variable, passed_over, "no XID; passed over");
@@ -123,11 +163,23 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let driver = driver::Driver { seen, ..driver_of(&args.nvml, &args.host, &settings, node.events(), beside) };
     // The series are there, on every node.
     let cdi_metrics = node.metrics().register(CdiMetrics::register);
+    let specs_written = injection.sync.as_ref().map(|sync| sync.ready.subscribe());
     if let Some(sync) = injection.sync {
         node.hold_plugins_until(sync.ready.subscribe(), sync.awaited);
         node.spawn("CDI sync", sync.run(node.snapshot(), cdi_metrics, node.readiness.clone()));
     }
     labels::spawn_in(&mut node, &settings, args);
+    if let Some(client) = client.filter(|_| uses_dra) {
+        let given = dra::Given {
+            settings: &settings,
+            args,
+            state_dir: state_dir.context("--dra-gpus needs --state-dir")?,
+            injection: injection.options,
+            host_devices: injection.host_devices,
+            specs_written: specs_written.context("there are no CDI specs to wait for")?,
+        };
+        dra::spawn_in(&mut node, given, client)?;
+    }
     // Before the first GPU is discovered: the plan decides which resources it belongs to.
     let planned = Event::Planned(Box::new(settings.plan()));
     node.events().send(planned).await.context("the node takes no events")?;
@@ -135,7 +187,13 @@ async fn serve(args: &RunArgs) -> Result<()> {
     let (layout, idle) = (Layout::new(&args.mps.container_root), node.readiness.idle().clone());
     node.spawn("MPS daemons' watch", mps::follow_daemons(layout, node.snapshot(), node.events(), idle));
     let (metrics, events) = (node.metrics().register(ConfigMetrics::register), node.events());
-    let reloader = config::Reloader { flags: args.flags.clone(), environment, settings, metrics, events };
+    let dra = match () {
+        () if uses_dra => config::DraSwitch::Running,
+        () if !args.api.is_given() => config::DraSwitch::NoApiServer,
+        () => config::DraSwitch::ByRestart { wanted: CancellationToken::new(), shutdown: node.shutdown() },
+    };
+    let restarts = dra.wanted();
+    let reloader = config::Reloader { flags: args.flags.clone(), environment, settings, metrics, events, dra };
     node.spawn("configuration", reloader.run(hangup));
     if let Some(admin) = admin {
         let orders = operator::orders(&node, &release);
@@ -155,7 +213,8 @@ async fn serve(args: &RunArgs) -> Result<()> {
         shutdown.cancel();
         Ok(())
     });
-    node.serve().await
+    node.serve().await?;
+    Ok(if restarts.is_some_and(|wanted| wanted.is_cancelled()) { End::ForClusterProgram } else { End::Ended })
 }
 
 /// What follows the driver, with the options' values. `beside`: its metrics, why the node is idle, and whether an

@@ -221,7 +221,7 @@ impl Node {
     }
 
     /// Starts a task that follows the shutdown itself.
-    fn spawn_until_done(&mut self, name: &str, task: impl Future<Output = Result<()>> + Send + 'static) {
+    pub(super) fn spawn_until_done(&mut self, name: &str, task: impl Future<Output = Result<()>> + Send + 'static) {
         let name = name.to_owned();
         self.tasks.spawn(async move { (name, task.await) });
     }

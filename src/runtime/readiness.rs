@@ -37,6 +37,10 @@ pub(super) enum Part {
     Endpoints,
     /// The files that containers with GPUs need.
     CdiSync,
+    /// The DRA plugin.
+    DraPlugin,
+    /// What is published through DRA.
+    DraSlices,
     /// The device plugin of a resource.
     Plugin(ResourceName),
 }
@@ -46,6 +50,8 @@ impl fmt::Display for Part {
         match self {
             Self::Endpoints => f.write_str("metrics and probes"),
             Self::CdiSync => f.write_str("CDI sync"),
+            Self::DraPlugin => f.write_str("DRA plugin"),
+            Self::DraSlices => f.write_str("DRA slices"),
             Self::Plugin(resource) => resource.fmt(f),
         }
     }
@@ -102,11 +108,13 @@ impl Readiness {
     /// What /readyz answers: `Ok` with a short text, or a line for each part that is not ready.
     pub fn summary(&self) -> Result<String, Vec<String>> {
         let parts = self.parts();
+        let has_dra = parts.contains_key(&Part::DraPlugin);
         if !parts.keys().any(|part| matches!(part, Part::Plugin(_))) {
-            return match &*self.idle.borrow() {
-                Idle::NoGpu(reason) => Ok(reason.clone()),
-                Idle::Waiting(reason) => Err(vec![reason.clone()]),
-            };
+            match &*self.idle.borrow() {
+                Idle::NoGpu(reason) => return Ok(reason.clone()),
+                Idle::Waiting(reason) if !has_dra => return Err(vec![reason.clone()]),
+                Idle::Waiting(_) => {}
+            }
         }
         let unready = parts.iter().filter(|(_, state)| !state.ready);
         let unready: Vec<String> = unready.map(|(part, state)| format!("{part}: {state}")).collect();
@@ -122,6 +130,22 @@ impl Readiness {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn dra_counts_where_no_plugin_is() {
+        let readiness = Readiness::new(Idle::Waiting("no scan yet".to_owned()));
+        readiness.add(Part::DraPlugin, "waiting");
+        readiness.add(Part::DraSlices, "being written");
+        readiness.trouble(&Part::DraSlices, "no API server".to_owned());
+        let both = ["DRA plugin: waiting", "DRA slices: being written; no API server"].map(str::to_owned).to_vec();
+        assert_eq!(readiness.summary(), Err(both));
+        readiness.enter(&Part::DraPlugin, "registered", true);
+        readiness.enter(&Part::DraSlices, "stored", true);
+        assert_eq!(readiness.summary(), Ok("ready".to_owned()));
+        readiness.enter(&Part::DraPlugin, "waiting", false);
+        readiness.idle().send_replace(Idle::NoGpu("no GPU".to_owned()));
+        assert_eq!(readiness.summary(), Ok("no GPU".to_owned()), "such a node has nothing to offer");
+    }
 
     #[test]
     fn unready_parts_are_named_with_their_trouble() {

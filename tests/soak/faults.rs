@@ -126,6 +126,7 @@ impl Fault {
     }
 
     /// Lets it happen. Alone, it is waited for until it was noticed; beside another one it lasts as long as chance says.
+    /// A kubelet that the end of an older stream made forget its connection, as kubelets up to 1.36 do, cannot cut it.
     async fn begin(self, world: &mut World, gpu: u32, alone: bool) {
         let (id, kubelet) = (uuid(gpu), std::sync::Arc::clone(&world.kubelet));
         let registrations = world.state().resources[GPU].registrations;
@@ -143,8 +144,7 @@ impl Fault {
                 }
             }
             StreamCut => {
-                kubelet.disconnect(GPU);
-                if alone {
+                if kubelet.disconnect(GPU) && alone {
                     kubelet.wait(|state| state.resources[GPU].registrations > registrations).await.unwrap();
                 }
             }
@@ -152,15 +152,13 @@ impl Fault {
                 let refused = world.state().refused;
                 let message = "not now".to_owned();
                 kubelet.set_fault(BoxFault::Refuse { code: tonic::Code::Unavailable, message });
-                kubelet.disconnect(GPU);
-                if alone {
+                if kubelet.disconnect(GPU) && alone {
                     kubelet.wait(|state| state.refused > refused).await.unwrap();
                 }
             }
             RegisterHangs => {
                 kubelet.set_fault(BoxFault::Hang);
-                kubelet.disconnect(GPU);
-                if alone {
+                if kubelet.disconnect(GPU) && alone {
                     kubelet.wait(|state| state.registering > 0).await.unwrap();
                 }
             }

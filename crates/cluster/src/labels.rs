@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use linkwise::config::{Command, Interval, LabelsArgs};
-use linkwise::runtime::{LabelsWatch, Publisher};
+use linkwise::runtime::{ApiClients, LabelsWatch, Publisher};
 use tokio_util::sync::CancellationToken;
 
 use crate::access::Access;
@@ -24,7 +24,9 @@ const SHORTEST: Duration = Duration::from_secs(10);
 pub fn run(mut args: Box<LabelsArgs>) -> ExitCode {
     // The client's own lines about failures, which are logged here once.
     args.log.log = format!("kube_client=off,{}", args.log.log);
-    let Ok(access) = Access::of(&args.api.server) else { return linkwise::run(Command::Labels(args), None) };
+    let Ok(access) = Access::of(&args.api.server) else {
+        return linkwise::run(Command::Labels(args), ApiClients::default());
+    };
     let (node, namespace, pod) = (args.api.node_name.clone(), args.api.namespace.clone(), args.api.pod_name.clone());
     let pod = pod.filter(|pod| !pod.is_empty());
     // A new configuration begins anew, and GPU Feature Discovery's object is replaced once by a process.
@@ -46,7 +48,7 @@ pub fn run(mut args: Box<LabelsArgs>) -> ExitCode {
         Box::pin(task) as std::pin::Pin<Box<dyn Future<Output = Result<()>> + Send>>
     };
     let publisher: &Publisher = &publisher;
-    linkwise::run(Command::Labels(args), Some(publisher))
+    linkwise::run(Command::Labels(args), ApiClients { labels: Some(publisher), ..ApiClients::default() })
 }
 
 /// How long the object is left alone, by the interval that is configured.

@@ -6,17 +6,22 @@
 
 mod access;
 mod attempts;
+mod claims;
 pub mod config_manager;
+pub mod dra;
 mod error;
 pub mod labels;
 mod metrics;
 mod node;
 mod node_feature;
 mod server;
+mod slices;
 
 pub use access::{Access, AccessError};
+pub use claims::ClaimReader;
 pub use error::ApiError;
 pub use metrics::ApiMetrics;
 pub use node::{NodeFollower, NodeLabels};
 pub use node_feature::{NodeFeatureMetrics, NodeFeatureSettings, NodeFeatureWriter};
 pub use server::{ApiServer, Pace};
+pub use slices::{SliceSettings, SliceWriter};

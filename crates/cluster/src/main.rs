@@ -4,7 +4,8 @@
 use std::process::ExitCode;
 
 use linkwise::config::{Cli, Command};
-use linkwise_cluster::{config_manager, labels};
+use linkwise::runtime::ApiClients;
+use linkwise_cluster::{config_manager, dra, labels};
 
 fn main() -> ExitCode {
     match Cli::read().command {
@@ -12,6 +13,7 @@ fn main() -> ExitCode {
             config_manager::run(&args).map_or_else(|error| linkwise::failed(&error), |()| ExitCode::SUCCESS)
         }
         Command::Labels(args) => labels::run(args),
-        command => linkwise::run(command, None),
+        Command::Run(args) => dra::run(args),
+        command => linkwise::run(command, ApiClients::default()),
     }
 }

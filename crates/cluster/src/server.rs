@@ -33,6 +33,8 @@ pub struct Pace {
     pub longest: Duration,
     /// How long what was written is left alone before it is compared again. It is shortened by a random part.
     pub reassert: Duration,
+    /// The time between two writes of ResourceSlices, on average.
+    pub write: Duration,
 }
 
 impl Pace {
@@ -43,10 +45,12 @@ impl Pace {
         first: Duration::from_secs(1),
         longest: Duration::from_secs(120),
         reassert: Duration::from_secs(60),
+        write: Duration::from_secs(1),
     };
 }
 
 /// A way to ask the API server, for one follower or writer.
+#[derive(Clone)]
 pub struct ApiServer {
     access: Access,
     pace: Pace,

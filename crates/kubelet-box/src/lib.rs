@@ -13,6 +13,7 @@
 mod admission;
 mod affinity;
 mod devices;
+pub mod dra;
 mod endpoint;
 mod errors;
 mod life;

@@ -2,8 +2,10 @@
 
 #![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 
+mod claims;
 mod config_manager;
 mod node;
 mod node_feature;
+mod slices;
 mod support;
 mod whole_node;

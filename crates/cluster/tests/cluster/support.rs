@@ -12,10 +12,21 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 /// The kinds that the server has.
-pub const TYPES: [ResourceType; 3] = [ResourceType::NODES, ResourceType::PODS, ResourceType::NODE_FEATURES];
+pub const TYPES: [ResourceType; 5] = [
+    ResourceType::NODES,
+    ResourceType::PODS,
+    ResourceType::NODE_FEATURES,
+    ResourceType::RESOURCE_SLICES,
+    ResourceType::RESOURCE_CLAIMS,
+];
 
 /// Pauses of milliseconds, and nothing that is written again unasked.
-pub const PACE: Pace = Pace { first: Duration::from_millis(5), longest: Duration::from_millis(20), ..Pace::DEFAULT };
+pub const PACE: Pace = Pace {
+    first: Duration::from_millis(5),
+    longest: Duration::from_millis(20),
+    write: Duration::from_millis(2),
+    ..Pace::DEFAULT
+};
 
 /// How long a test waits for anything.
 const DEADLINE: Duration = Duration::from_secs(60);

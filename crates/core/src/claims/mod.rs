@@ -10,7 +10,7 @@ mod plan;
 use crate::prelude::*;
 use core::fmt;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 pub use config::ConfigError;
 pub use device::{devices, hardware_of};
@@ -23,6 +23,7 @@ fn base(request: &str) -> &str {
 
 /// A claim as the kubelet names it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(default)]
 pub struct ClaimName {
     /// Its namespace.
     pub namespace: String,
@@ -40,7 +41,8 @@ impl fmt::Display for ClaimName {
 }
 
 /// What linkwise reads of a `ResourceClaim` (`resource.k8s.io/v1`).
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
 pub struct Claim {
     /// Name, namespace, UID.
     pub metadata: ClaimName,
@@ -49,30 +51,36 @@ pub struct Claim {
 }
 
 /// What became of a claim.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
 pub struct ClaimStatus {
     /// Its devices; `None` before the scheduler allocates any.
     pub allocation: Option<Allocation>,
 }
 
 /// The devices of a claim.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
 pub struct Allocation {
     /// The devices, of all drivers, and their configuration.
     pub devices: DeviceAllocation,
 }
 
 /// See [`Allocation`].
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
 pub struct DeviceAllocation {
     /// The devices.
+    #[serde(deserialize_with = "or_default")]
     pub results: Vec<AllocatedDevice>,
     /// Configuration by class and claim; later wins.
+    #[serde(deserialize_with = "or_default")]
     pub config: Vec<AllocatedConfig>,
 }
 
 /// One device of a claim.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
 pub struct AllocatedDevice {
     /// The request that it is for; `request/subrequest` where the request has alternatives.
     pub request: String,
@@ -85,25 +93,51 @@ pub struct AllocatedDevice {
     /// Whether an administrator looks at it without taking it.
     pub admin_access: Option<bool>,
     /// Which share of a device that several claims have.
+    #[serde(rename = "shareID")]
     pub share_id: Option<String>,
 }
 
 /// Configuration that a claim or its class carries for a driver.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
 pub struct AllocatedConfig {
     /// `FromClass` or `FromClaim`.
     pub source: String,
     /// The requests that it is for; empty for all.
+    #[serde(deserialize_with = "or_default")]
     pub requests: Vec<String>,
     /// What only the driver reads.
     pub opaque: Option<OpaqueConfig>,
 }
 
 /// Configuration that only the driver reads.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
 pub struct OpaqueConfig {
     /// The driver.
     pub driver: String,
     /// The object, as JSON text.
+    #[serde(deserialize_with = "as_text")]
     pub parameters: String,
+}
+
+/// A list, or null.
+fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> Result<Vec<T>, D::Error> {
+    Option::deserialize(deserializer).map(Option::unwrap_or_default)
+}
+
+/// A JSON value as its text.
+fn as_text<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
+    serde_json::Value::deserialize(deserializer).map(|value| value.to_string())
+}
+
+impl Claim {
+    /// Reads a `ResourceClaim` (`resource.k8s.io/v1`). Fields that linkwise has no use for are skipped.
+    ///
+    /// # Errors
+    ///
+    /// It is no JSON, or a field has another type.
+    pub fn from_json(text: &[u8]) -> Result<Self, serde_json::Error> {
+        serde_json::from_slice(text)
+    }
 }

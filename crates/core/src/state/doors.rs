@@ -211,6 +211,10 @@ impl Doors {
             if !hardware.has(device) {
                 return Health::Unhealthy { reason: UnhealthyReason::Gone, since };
             }
+            // For new claims: those that have it keep it.
+            if let Some(Some(since)) = self.gpus.get(&device.gpu.uuid) {
+                return Health::Unhealthy { reason: UnhealthyReason::Withdrawn, since: *since };
+            }
             let health = hardware.health(&device.gpu.uuid, device.instance()).unwrap_or(Health::Healthy);
             match ledger.plugin_holder(hardware.topology(), &device.gpu.uuid) {
                 Some((resource, id)) if health == Health::Healthy => {

@@ -1,1 +1,227 @@
+//! Plans on small machines of the tests' own.
 
+use super::*;
+use crate::claims::{AllocatedConfig, Allocation, ClaimStatus, DeviceAllocation, OpaqueConfig};
+use crate::publish::RdmaNodes;
+use crate::publish::injection::CdiOptions;
+use crate::state::{DraGpus, Event, GpuSelector, NumaHints, ResourcePlan};
+use crate::topology::{GpuObservation, NodeObservation};
+use core::time::Duration;
+
+const DRIVER: &str = "gpu.nvidia.com";
+
+/// Two GPUs, minors 0 and 1, given to DRA as `dra` says.
+fn state(dra: DraGpus) -> NodeState {
+    // As in a node file: what is not said is unknown.
+    let gpu = |index: u32| -> GpuObservation {
+        let (uuid, pci) = (format!("GPU-{index}"), format!("0000:0{}:00.0", index + 1));
+        serde_json::from_value(serde_json::json!({"index": index, "uuid": uuid, "pci": pci, "minor": index})).unwrap()
+    };
+    let observed = NodeObservation { gpus: vec![gpu(0), gpu(1)], ..NodeObservation::default() };
+    let (state, _) = NodeState::new(NumaHints::default()).apply(Event::Observed(Box::new(observed)), Duration::ZERO);
+    state.apply(Event::Planned(Box::new(ResourcePlan { dra, ..ResourcePlan::default() })), Duration::ZERO).0
+}
+
+fn options() -> InjectionOptions {
+    let cdi = CdiOptions { kind: "v/gpu".to_owned(), annotation_prefix: None, cri: true };
+    // Strategies of the device plugin, which mean nothing here.
+    InjectionOptions { envvar: true, device_nodes: true, cdi: Some(cdi), ..InjectionOptions::default() }
+}
+
+fn name(uid: &str) -> ClaimName {
+    ClaimName { namespace: "ml".to_owned(), name: format!("claim-{uid}"), uid: uid.to_owned() }
+}
+
+/// A claim with these devices, a request and a name each.
+fn claim(uid: &str, devices: &[(&str, &str)]) -> Claim {
+    let result = |(request, device): &(&str, &str)| AllocatedDevice {
+        request: (*request).to_owned(),
+        driver: DRIVER.to_owned(),
+        pool: "pool".to_owned(),
+        device: (*device).to_owned(),
+        ..AllocatedDevice::default()
+    };
+    let results = devices.iter().map(result).collect();
+    let allocation = Allocation { devices: DeviceAllocation { results, config: Vec::new() } };
+    Claim { metadata: name(uid), status: ClaimStatus { allocation: Some(allocation) } }
+}
+
+fn configured(mut claim: Claim, configs: &[(&str, &[&str], &str)]) -> Claim {
+    let config = |(source, requests, parameters): &(&str, &[&str], &str)| AllocatedConfig {
+        source: (*source).to_owned(),
+        requests: requests.iter().map(|request| (*request).to_owned()).collect(),
+        opaque: Some(OpaqueConfig { driver: DRIVER.to_owned(), parameters: (*parameters).to_owned() }),
+    };
+    claim.status.allocation.as_mut().unwrap().devices.config = configs.iter().map(config).collect();
+    claim
+}
+
+fn planned_on(
+    state: &NodeState,
+    host: &HostDevices,
+    claim: &Claim,
+    uid: &str,
+    others: &[(ClaimName, Prepared)],
+) -> Result<Prepared, String> {
+    let options = options();
+    let node = Node { driver: DRIVER, pool: "pool", state, injection: &options, host };
+    let others = others.iter().map(|(name, prepared)| (name, prepared));
+    plan(claim, &name(uid), node, others).map_err(|error| error.to_string())
+}
+
+fn planned(claim: &Claim) -> Result<Prepared, String> {
+    planned_on(&state(DraGpus::All), &HostDevices::default(), claim, &claim.metadata.uid, &[])
+}
+
+#[test]
+fn devices_have_static_cdi_names_and_base_requests() {
+    let prepared = planned(&claim("u", &[("gpus/pair", "gpu-1"), ("gpus/pair", "gpu-0"), ("one", "gpu-0")]));
+    assert!(prepared.unwrap_err().contains("shares hardware"));
+    let prepared = planned(&claim("u", &[("gpus/pair", "gpu-1"), ("gpus/pair", "gpu-0")])).unwrap();
+    let got: Vec<_> = prepared.devices.iter().map(|device| (&*device.request, &*device.device, &device.cdi)).collect();
+    let cdi = |gpu: &str| vec![format!("v/gpu={gpu}")];
+    assert_eq!(got, [("gpus", "gpu-1", &cdi("GPU-1")), ("gpus", "gpu-0", &cdi("GPU-0"))]);
+    assert!(prepared.edits.is_empty(), "no file of its own");
+}
+
+#[test]
+fn extras_come_once_with_each_request() {
+    let rdma = RdmaNodes::default();
+    let host = HostDevices { cdi_devices: vec!["v/gds=all".to_owned()], rdma: Some(rdma), ..HostDevices::default() };
+    let claim = claim("u", &[("a", "gpu-0"), ("a", "gpu-1")]);
+    let prepared = planned_on(&state(DraGpus::All), &host, &claim, "u", &[]).unwrap();
+    assert_eq!(prepared.devices[0].cdi, ["v/gpu=GPU-0", "v/gds=all", "linkwise.dev/claim=u-a"]);
+    assert_eq!(prepared.devices[1].cdi, ["v/gpu=GPU-1"]);
+    assert_eq!(prepared.edits["a"].env.keys().collect::<Vec<_>>(), ["LINKWISE_NICS"]);
+}
+
+#[test]
+fn claim_that_does_not_fit_the_node_is_refused_by_name() {
+    let good = || claim("u", &[("a", "gpu-0")]);
+    let mut unallocated = good();
+    unallocated.status.allocation = None;
+    let mut foreign = good();
+    foreign.status.allocation.as_mut().unwrap().devices.results[0].driver = "dra.net".to_owned();
+    let mut elsewhere = good();
+    elsewhere.status.allocation.as_mut().unwrap().devices.results[0].pool = "other".to_owned();
+    for (claim, complaint) in [
+        (unallocated, "the claim ml/claim-u has no allocation"),
+        (foreign, "the claim ml/claim-u has no device of the driver gpu.nvidia.com"),
+        (elsewhere, "device 'gpu-0' is of the pool 'other'; this node has the pool 'pool'"),
+        (claim("u", &[("a", "gpu-9")]), "there is no device 'gpu-9' on this node; there are gpu-0, gpu-1"),
+    ] {
+        assert_eq!(planned(&claim).unwrap_err(), complaint);
+    }
+    let of = |claim: &Claim| planned_on(&state(DraGpus::All), &HostDevices::default(), claim, "u", &[]).unwrap_err();
+    let mut reborn = good();
+    reborn.metadata.uid = "v".to_owned();
+    assert_eq!(of(&reborn), "the claim ml/claim-u has the UID 'v', not 'u'");
+    assert_eq!(of(&claim("w", &[])), "the API server answered with the claim 'ml/claim-w', not 'ml/claim-u'");
+}
+
+#[test]
+fn gpu_of_the_device_plugin_is_refused() {
+    let some = DraGpus::Some(vec![GpuSelector::Index(1)]);
+    let refused = |device| {
+        planned_on(&state(some.clone()), &HostDevices::default(), &claim("u", &[("a", device)]), "u", &[]).map(drop)
+    };
+    let complaint = "device gpu-0 (GPU-0) belongs to the device plugin on this node, not to DRA";
+    assert_eq!((refused("gpu-0"), refused("gpu-1")), (Err(complaint.to_owned()), Ok(())));
+}
+
+#[test]
+fn gpu_of_another_claim_is_refused_unless_for_an_administrator() {
+    let mut claim = claim("u", &[("a", "gpu-0")]);
+    let other = [(name("other"), planned(&claim).unwrap())];
+    let plan = |claim: &Claim| planned_on(&state(DraGpus::All), &HostDevices::default(), claim, "u", &other);
+    let complaint = "device gpu-0 (GPU-0) is prepared for the claim ml/claim-other (UID other)";
+    assert_eq!(plan(&claim).unwrap_err(), complaint);
+    claim.status.allocation.as_mut().unwrap().devices.results[0].admin_access = Some(true);
+    assert!(plan(&claim).unwrap().devices[0].admin);
+    let itself = [(name("u"), other[0].1.clone())];
+    assert!(planned_on(&state(DraGpus::All), &HostDevices::default(), &claim, "u", &itself).is_ok());
+}
+
+#[test]
+fn whole_gpu_and_its_part_overlap() {
+    let device = |mig: Option<&str>| PreparedDevice {
+        request: "a".to_owned(),
+        pool: "pool".to_owned(),
+        device: "x".to_owned(),
+        share_id: None,
+        admin: false,
+        gpu: "GPU-0".parse().unwrap(),
+        mig: mig.map(|mig| mig.parse().unwrap()),
+        cdi: Vec::new(),
+    };
+    let (whole, one, other) = (device(None), device(Some("MIG-1")), device(Some("MIG-2")));
+    assert!(whole.overlaps(&one) && one.overlaps(&whole) && one.overlaps(&one) && !one.overlaps(&other));
+}
+
+#[test]
+fn lost_gpu_is_refused_and_a_sick_one_is_not() {
+    let claim = claim("u", &[("a", "gpu-0")]);
+    let gpu: GpuUuid = "GPU-0".parse().unwrap();
+    let plan = |event: Event| {
+        let (state, _) = state(DraGpus::All).apply(event, Duration::ZERO);
+        planned_on(&state, &HostDevices::default(), &claim, "u", &[]).map(drop)
+    };
+    assert_eq!(plan(Event::Xid { gpu: gpu.clone(), code: 48, instance: None }), Ok(()));
+    let reach = crate::state::Reach::Lost { call: "nvmlDeviceGetUUID".to_owned() };
+    let poll = crate::state::HealthPoll { reach, ..crate::state::HealthPoll::default() };
+    let healthy = crate::state::HealthPoll::default();
+    let complaint = "device gpu-0 (GPU-0) is lost: nvmlDeviceGetUUID says that the GPU is lost";
+    let polls = [(gpu, poll), ("GPU-1".parse().unwrap(), healthy)].into();
+    assert_eq!(plan(Event::Polled(polls)).unwrap_err(), complaint);
+}
+
+/// NVIDIA's objects, strictly: what is not enforced is refused by name.
+#[test]
+fn opaque_configuration_is_enforced_or_refused_by_name() {
+    let gpu = |fields: &str| format!(r#"{{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig"{fields}}}"#);
+    let mig =
+        |fields: &str| format!(r#"{{"apiVersion":"resource.nvidia.com/v1beta1","kind":"MigDeviceConfig"{fields}}}"#);
+    let slices = |interval: &str| {
+        gpu(&format!(r#","sharing":{{"strategy":"TimeSlicing","timeSlicingConfig":{{"interval":"{interval}"}}}}"#))
+    };
+    let one = claim("u", &[("a/b", "gpu-0")]);
+    let with = |configs: &[(&str, &[&str], &str)]| planned(&configured(one.clone(), configs)).map(drop);
+    let class = |parameters: &str| with(&[("FromClass", &[], parameters)]);
+    for good in [gpu(""), slices("Default"), gpu(r#","sharing":null"#), gpu(r#","sharing":{"strategy":"TimeSlicing"}"#)]
+    {
+        assert_eq!(class(&good), Ok(()), "{good}");
+    }
+    for (bad, complaint) in [
+        (String::new(), "opaque parameters: EOF"),
+        ("[]".to_owned(), "opaque parameters: not a JSON object"),
+        (
+            gpu("").replace("v1beta1", "v1"),
+            "apiVersion 'resource.nvidia.com/v1' is not supported; known is resource.nv",
+        ),
+        (gpu("").replace("Gpu", "Vfio"), "kind 'VfioConfig' is not supported; known are GpuConfig and MigDeviceConfig"),
+        (gpu(r#","shring":{}"#), "GpuConfig: unknown field `shring`, expected `sharing`"),
+        (gpu(r#","sharing":{"strategy":"Random"}"#), "unknown variant `Random`, expected `TimeSlicing` or `MPS`"),
+        (slices("Huge"), "unknown interval 'Huge', expected one of Default, Short, Medium, Long"),
+        (slices("Long"), "GpuConfig: sharing.timeSlicingConfig.interval Long is not supported: linkwise leaves"),
+        (gpu(r#","sharing":{"strategy":"MPS"}"#), "GpuConfig: sharing.strategy MPS is not supported"),
+        (gpu(r#","sharing":{"strategy":"MPS","mpsConfig":{"threads":5}}"#), "GpuConfig: unknown field `threads`"),
+        (gpu(r#","sharing":{"strategy":"TimeSlicing","mpsConfig":{}}"#), "mpsConfig is given with the strategy"),
+        (mig(r#","sharing":{"strategy":"MPS","timeSlicingConfig":{}}"#), "unknown field `timeSlicingConfig`"),
+    ] {
+        let error = class(&bad).unwrap_err();
+        assert!(error.contains(complaint), "{bad}: {error}");
+    }
+    // The claim's own counts more than its class's, the later more than the earlier, whatever the order of the list.
+    assert_eq!(with(&[("FromClaim", &["a"], &gpu("")), ("FromClass", &[], &slices("Long"))]), Ok(()));
+    assert_eq!(with(&[("FromClaim", &["a"], &slices("Long")), ("FromClaim", &["a/b"], &gpu(""))]), Ok(()));
+    assert!(with(&[("FromClaim", &["a/b"], &gpu("")), ("FromClaim", &["a"], &slices("Long"))]).is_err());
+    // Of other requests, of devices of the other kind, of other drivers: not this device's.
+    assert_eq!(with(&[("FromClaim", &["c"], &slices("Long")), ("FromClass", &[], &mig(""))]), Ok(()));
+    let other = with(&[("FromClaim", &["a"], &mig(""))]).unwrap_err();
+    assert_eq!(other, "MigDeviceConfig is given for the request 'a/b', whose device gpu-0 is of another kind");
+    let mut claim = configured(one.clone(), &[("FromClaim", &[], "nonsense")]);
+    let config = &mut claim.status.allocation.as_mut().unwrap().devices.config[0];
+    config.opaque.as_mut().unwrap().driver = "dra.net".to_owned();
+    assert!(planned(&claim).is_ok());
+    assert!(with(&[("FromMoon", &[], &gpu(""))]).unwrap_err().contains("from 'FromMoon' is not supported"));
+}

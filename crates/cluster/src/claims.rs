@@ -1,0 +1,141 @@
+//! [`ClaimReader`]: reads ResourceClaims for the DRA plugin, which prepares their devices.
+//!
+//! The only reader of claims. Each query is one GET, within a deadline that leaves the kubelet, which waits for 45 s,
+//! time to try again. Queries do not wait for each other.
+
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
+use kube::Api;
+use kube::api::{ApiResource, DynamicObject, GroupVersionKind};
+use linkwise::claims::Claim;
+use linkwise::dra::{ClaimQuery, ClaimQueryError, parse_claim};
+use linkwise::quote::quoted;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, timeout_at};
+use tokio_util::sync::CancellationToken;
+
+use crate::attempts::Attempts;
+use crate::error::ApiError;
+use crate::server::ApiServer;
+
+/// The kind, in metrics.
+const OBJECT: &str = "resourceclaims";
+
+/// How long one query may take, with all its attempts.
+const DEADLINE: Duration = Duration::from_secs(10);
+
+/// How often a GET is tried again.
+const RETRIES: u32 = 2;
+
+/// The pause before the first retry; before the second it is twice as long.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// Queries at a time. A node starts few pods at once.
+const AT_ONCE: usize = 16;
+
+/// Reads claims.
+pub struct ClaimReader {
+    server: ApiServer,
+    attempts: Attempts,
+}
+
+impl ClaimReader {
+    /// Asks nothing yet.
+    pub fn new(server: ApiServer) -> Self {
+        let attempts = Attempts::of("read a ResourceClaim", server.pace());
+        Self { server, attempts }
+    }
+
+    /// Answers queries until `shutdown`, or until the channel is closed.
+    pub async fn run(mut self, mut queries: mpsc::Receiver<ClaimQuery>, shutdown: CancellationToken) {
+        let work = async {
+            let mut running = FuturesUnordered::new();
+            loop {
+                tokio::select! {
+                    query = queries.recv(), if running.len() < AT_ONCE => match query {
+                        Some(query) => running.push(answer(self.server.clone(), query)),
+                        None => break,
+                    },
+                    Some((server, outcome)) = running.next() => {
+                        match outcome {
+                            Some(error) => drop(self.attempts.failed(&error)),
+                            None => self.attempts.succeeded(),
+                        }
+                        self.server = server;
+                    }
+                }
+            }
+            while running.next().await.is_some() {}
+        };
+        shutdown.run_until_cancelled(work).await;
+    }
+}
+
+/// Answers one query. Returns the error of an API server that did not answer.
+async fn answer(mut server: ApiServer, query: ClaimQuery) -> (ApiServer, Option<ApiError>) {
+    let ClaimQuery { namespace, name, mut answer } = query;
+    let outcome = tokio::select! {
+        result = read(&mut server, &namespace, &name) => Some(result),
+        // Nobody waits any more.
+        () = answer.closed() => None,
+    };
+    let Some(result) = outcome else { return (server, None) };
+    let (result, error) = match result {
+        Ok(claim) => (Ok(claim), None),
+        Err(error) if error.code() == Some(404) => (Err(ClaimQueryError::NotFound), None),
+        Err(error) => (Err(ClaimQueryError::Failed(error.to_string())), Some(error)),
+    };
+    // The asker may have gone.
+    let _ = answer.send(result);
+    (server, error)
+}
+
+async fn read(server: &mut ApiServer, namespace: &str, name: &str) -> Result<Claim, ApiError> {
+    let is_name = |name: &str| {
+        let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || matches!(byte, b'-' | b'.');
+        !name.is_empty() && !name.starts_with('.') && name.bytes().all(inner)
+    };
+    for name in [namespace, name] {
+        if !is_name(name) {
+            return Err(ApiError::Malformed(format!("{} is no name of a claim or namespace", quoted(name))));
+        }
+    }
+    let deadline = Instant::now() + DEADLINE;
+    let mut pause = PAUSE;
+    for _ in 0..RETRIES {
+        let Ok(result) = timeout_at(deadline, get(server, namespace, name)).await else { break };
+        let error = match result {
+            Err(error) if is_passing(&error) => error,
+            result => return result,
+        };
+        let wait = error.retry_after().unwrap_or_default().max(pause);
+        if Instant::now() + wait >= deadline {
+            return Err(error);
+        }
+        tokio::time::sleep(wait).await;
+        pause = pause.saturating_mul(2);
+    }
+    timeout_at(deadline, get(server, namespace, name)).await.unwrap_or(Err(ApiError::TimedOut(DEADLINE)))
+}
+
+/// Whether the same request may succeed in a moment.
+fn is_passing(error: &ApiError) -> bool {
+    match error {
+        ApiError::Refused { code, .. } => matches!(code, 401 | 429 | 500..),
+        ApiError::Unreachable(_) => true,
+        ApiError::Access(_) | ApiError::TimedOut(_) | ApiError::Malformed(_) => false,
+    }
+}
+
+async fn get(server: &mut ApiServer, namespace: &str, name: &str) -> Result<Claim, ApiError> {
+    let (namespace, name) = (namespace.to_owned(), name.to_owned());
+    let kind = GroupVersionKind::gvk("resource.k8s.io", "v1", "ResourceClaim");
+    let resource = ApiResource::from_gvk_with_plural(&kind, OBJECT);
+    let get =
+        |client| async move { Api::<DynamicObject>::namespaced_with(client, &namespace, &resource).get(&name).await };
+    let object = server.call(OBJECT, "get", get).await?;
+    let text = serde_json::to_vec(&object).map_err(|error| ApiError::Malformed(error.to_string()))?;
+    parse_claim(&text).map_err(|error| ApiError::Malformed(error.to_string()))
+}

@@ -1,0 +1,400 @@
+//! What to write, so that the API server has a pool as it is wanted: a function of the pool and what is stored.
+//!
+//! The rules are those of Kubernetes' own helper for DRA drivers (resourceslicecontroller.go): the generation of the
+//! pool stays where at most one slice changes and none is new, and is one more in all of them otherwise; obsolete slices
+//! are deleted first, then slices are updated, then created.
+
+use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use linkwise::publish::dra::slice::Pool;
+use serde_json::{Value, json};
+
+/// A generation above this is nobody's: the API's integers end soon.
+const MOST_GENERATIONS: u64 = 1 << 53;
+
+/// The longest name of an object.
+const LONGEST_NAME: usize = 253;
+
+/// One request.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Write {
+    /// Delete an object as it was found.
+    Delete {
+        name: String,
+        uid: Option<String>,
+    },
+    /// Replace an object as it was found.
+    Update(Value),
+    Create(Value),
+}
+
+impl Write {
+    /// The object's name.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Delete { name, .. } => name,
+            Self::Update(object) | Self::Create(object) => object["metadata"]["name"].as_str().unwrap_or_default(),
+        }
+    }
+}
+
+/// What the API server made of a slice that was written: it may have dropped fields.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Accepted {
+    wanted: u64,
+    stored: u64,
+}
+
+/// What the writer knows beside what is stored.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Memory {
+    accepted: BTreeMap<String, Accepted>,
+    /// The highest generation so far.
+    generation: u64,
+}
+
+impl Memory {
+    /// A slice was written, and this came back. Whether taints of it were dropped; `None` where it has none.
+    pub fn written(&mut self, sent: &Value, stored: &Value) -> Option<bool> {
+        let name = stored["metadata"]["name"].as_str().unwrap_or_default().to_owned();
+        self.generation = self.generation.max(generation(stored));
+        let accepted = Accepted { wanted: essence(sent), stored: essence(stored) };
+        self.accepted.insert(name, accepted);
+        let taints = |slice: &Value| -> usize {
+            let of = |device: &Value| device["taints"].as_array().map_or(0, Vec::len);
+            devices(slice).iter().map(of).sum()
+        };
+        let wanted = taints(sent);
+        (wanted > 0).then(|| taints(stored) < wanted)
+    }
+
+    /// Whether a slice is as it is wanted, but for fields that the server dropped when it was written.
+    fn is_wanted(&self, stored: &Value, wanted: &Value) -> bool {
+        let (stored_is, wanted_is) = (essence(stored), essence(wanted));
+        let name = stored["metadata"]["name"].as_str().unwrap_or_default();
+        stored_is == wanted_is || self.accepted.get(name) == Some(&Accepted { wanted: wanted_is, stored: stored_is })
+    }
+}
+
+/// What to write; nothing where all is as wanted.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Plan {
+    pub writes: Vec<Write>,
+    pub generation: u64,
+    /// How many slices the pool has when that is done.
+    pub slices: usize,
+}
+
+/// Compares a pool with the slices of this driver on this node, by name. `owner`: the Node's UID, where it is known.
+pub(super) fn plan(pool: &Pool, stored: &BTreeMap<String, Value>, owner: Option<&str>, memory: &Memory) -> Plan {
+    let count = pool.slices(0).len();
+    let names: Vec<String> = (0..count).map(|index| name(pool, index)).collect();
+    let is_ours = |slice: &Value| slice["spec"]["pool"]["name"] == *pool.name;
+    let highest = stored.values().filter(|slice| is_ours(slice)).map(generation).max().unwrap_or(0);
+    let is_absurd = highest > MOST_GENERATIONS;
+    let found = |name: &String| stored.get(name).filter(|slice| is_ours(slice) && !is_absurd);
+    let obsolete = stored.iter().filter(|(name, _)| !names.contains(name) || found(name).is_none());
+    let mut writes: Vec<Write> = obsolete
+        .map(|(name, slice)| {
+            let uid = slice["metadata"]["uid"].as_str().map(str::to_owned);
+            Write::Delete { name: name.clone(), uid }
+        })
+        .collect();
+    // At any generation: the essence of a slice is without it.
+    let wanted: Vec<Value> = pool.slices(0).iter().map(|spec| json!({ "spec": spec })).collect();
+    let pairs = || names.iter().zip(&wanted).map(|(name, wanted)| (name, found(name), wanted));
+    let missing = pairs().filter(|(_, found, _)| found.is_none()).count();
+    let differing = pairs().filter(|(_, found, wanted)| found.is_some_and(|it| !memory.is_wanted(it, wanted))).count();
+    let uneven = |slice: &Value| {
+        generation(slice) != highest
+            || slice["spec"]["pool"]["resourceSliceCount"].as_u64() != u64::try_from(count).ok()
+    };
+    let any_uneven = pairs().filter_map(|(_, found, _)| found).any(uneven);
+    let stays = missing == 0 && differing <= 1 && !any_uneven;
+    let known = memory.generation.max(if is_absurd { 0 } else { highest });
+    let next = if stays { highest } else { known.saturating_add(1) };
+    let (mut updates, mut creates) = (Vec::new(), Vec::new());
+    for (slot, spec) in pool.slices(next).iter().enumerate() {
+        let Some(name) = names.get(slot) else { continue };
+        let mut object = json!({
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceSlice",
+            "metadata": { "name": name },
+            "spec": spec,
+        });
+        match found(name) {
+            None => {
+                own(&mut object, &pool.node, owner);
+                creates.push(Write::Create(object));
+            }
+            Some(stored) => {
+                let lacks_owner = owner.is_some_and(|uid| !is_owned(stored, uid));
+                if generation(stored) == next && memory.is_wanted(stored, &object) && !lacks_owner {
+                    continue;
+                }
+                keep_times(&mut object, stored);
+                object["metadata"] = json!({
+                    "name": name,
+                    "uid": stored["metadata"]["uid"],
+                    "resourceVersion": stored["metadata"]["resourceVersion"],
+                    "ownerReferences": stored["metadata"]["ownerReferences"],
+                });
+                own(&mut object, &pool.node, owner);
+                updates.push(Write::Update(object));
+            }
+        }
+    }
+    writes.extend(updates.into_iter().chain(creates));
+    Plan { writes, generation: next, slices: count }
+}
+
+/// The name of a slice: names sort as the slices do, and another pool of the same driver and node has others.
+fn name(pool: &Pool, index: usize) -> String {
+    // FNV-1a: the same in each release of ours.
+    let text = [&pool.driver, &pool.node, &pool.name].map(|part| part.as_bytes()).join(&b' ');
+    let hash = text.iter().fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193));
+    let end = format!("-{hash:08x}");
+    let mut name = format!("{index:05x}-{}-{}", pool.driver, pool.node);
+    // Names of nodes and drivers are ASCII.
+    name.truncate(LONGEST_NAME.saturating_sub(end.len()));
+    name.truncate(name.trim_end_matches(['.', '-']).len());
+    name + &end
+}
+
+/// Makes the Node the owner, where its UID is known.
+fn own(object: &mut Value, node: &str, owner: Option<&str>) {
+    if let Some(uid) = owner {
+        let reference = json!([{ "apiVersion": "v1", "kind": "Node", "name": node, "uid": uid, "controller": true }]);
+        object["metadata"]["ownerReferences"] = reference;
+    } else if object["metadata"]["ownerReferences"].is_null() {
+        object["metadata"].as_object_mut().map(|metadata| metadata.remove("ownerReferences"));
+    }
+}
+
+fn is_owned(object: &Value, uid: &str) -> bool {
+    let owners = object["metadata"]["ownerReferences"].as_array();
+    owners.is_some_and(|owners| owners.iter().any(|owner| owner["kind"] == "Node" && owner["uid"] == uid))
+}
+
+/// Taints that stay keep the time at which they were added.
+fn keep_times(object: &mut Value, stored: &Value) {
+    let before = |device: &Value, taint: &Value| {
+        let stored = devices(stored).iter().find(|stored| stored["name"] == device["name"])?;
+        let same = |stored: &&Value| ["key", "value", "effect"].iter().all(|field| stored[*field] == taint[*field]);
+        let found = stored["taints"].as_array()?.iter().find(same)?;
+        Some(found["timeAdded"].clone()).filter(|time| !time.is_null())
+    };
+    let Some(wanted) = object["spec"]["devices"].as_array_mut() else { return };
+    for device in wanted {
+        let shown = device.clone();
+        for taint in device["taints"].as_array_mut().into_iter().flatten() {
+            if let Some(time) = before(&shown, taint) {
+                taint["timeAdded"] = time;
+            }
+        }
+    }
+}
+
+/// The generation of a slice's pool.
+pub(super) fn generation(slice: &Value) -> u64 {
+    slice["spec"]["pool"]["generation"].as_u64().unwrap_or(0)
+}
+
+fn devices(slice: &Value) -> &[Value] {
+    slice["spec"]["devices"].as_array().map_or(&[], Vec::as_slice)
+}
+
+/// A number for all that is said of devices. The same for what the API takes for the same: empty and absent, and taints
+/// whenever they were added.
+fn essence(slice: &Value) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    for device in devices(slice) {
+        digest(device, &mut hasher);
+    }
+    hasher.finish()
+}
+
+fn digest(value: &Value, hasher: &mut DefaultHasher) {
+    match value {
+        Value::Object(entries) => {
+            let said = entries.iter().filter(|(key, value)| *key != "timeAdded" && !is_empty(value));
+            let mut said: Vec<_> = said.collect();
+            said.sort_by_key(|(key, _)| *key);
+            (said.len(), '{').hash(hasher);
+            for (key, value) in said {
+                key.hash(hasher);
+                digest(value, hasher);
+            }
+        }
+        Value::Array(items) => {
+            (items.len(), '[').hash(hasher);
+            items.iter().for_each(|item| digest(item, hasher));
+        }
+        other => other.to_string().hash(hasher),
+    }
+}
+
+fn is_empty(value: &Value) -> bool {
+    match value {
+        Value::Null => true,
+        Value::Array(items) => items.is_empty(),
+        Value::Object(entries) => entries.is_empty(),
+        Value::String(text) => text.is_empty(),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use linkwise::publish::dra::{Attribute, SliceDevice, Taint, TaintEffect};
+
+    use super::*;
+
+    fn device(name: &str, taint: Option<&str>) -> SliceDevice {
+        let taint = taint.map(|key| Taint { key: key.into(), value: String::new(), effect: TaintEffect::NoSchedule });
+        SliceDevice {
+            name: name.into(),
+            attributes: [("type".to_owned(), Attribute::String("gpu".into()))].into(),
+            taints: taint.into_iter().collect(),
+            ..SliceDevice::default()
+        }
+    }
+
+    fn pool(devices: usize) -> Pool {
+        let devices = (0..devices).map(|index| device(&format!("gpu-{index}"), None)).collect();
+        Pool { driver: "gpu.nvidia.com".into(), node: "n".into(), name: "n/gpu".into(), devices }
+    }
+
+    type Stored = BTreeMap<String, Value>;
+
+    /// Carries out a plan as an API server without gates off would.
+    fn carry_out(plan: &Plan, stored: &mut Stored, memory: &mut Memory) {
+        for write in &plan.writes {
+            match write {
+                Write::Delete { name, .. } => drop(stored.remove(name)),
+                Write::Update(object) | Write::Create(object) => {
+                    memory.written(object, object);
+                    stored.insert(write.name().to_owned(), object.clone());
+                }
+            }
+        }
+    }
+
+    /// The writes, one letter each, and the generation.
+    fn writes(pool: &Pool, stored: &mut Stored, memory: &mut Memory) -> (String, u64) {
+        let plan = plan(pool, stored, Some("uid"), memory);
+        let letters = plan.writes.iter().map(|write| match write {
+            Write::Delete { .. } => 'd',
+            Write::Update(_) => 'u',
+            Write::Create(_) => 'c',
+        });
+        let letters = letters.collect();
+        carry_out(&plan, stored, memory);
+        (letters, plan.generation)
+    }
+
+    #[test]
+    fn generation_stays_for_one_changed_slice_only() {
+        let (mut stored, mut memory) = (Stored::new(), Memory::default());
+        let mut write = |pool: &Pool| writes(pool, &mut stored, &mut memory);
+        let mut wanted = pool(200);
+        assert_eq!(write(&wanted), ("cc".to_owned(), 1));
+        assert_eq!(write(&wanted), (String::new(), 1));
+        wanted.devices[150] = device("gpu-150", None);
+        wanted.devices[150].attributes.insert("index".into(), Attribute::Int(150));
+        assert_eq!(write(&wanted), ("u".to_owned(), 1), "one slice");
+        wanted.devices.swap(0, 199);
+        assert_eq!(write(&wanted), ("uu".to_owned(), 2), "two slices");
+        // With a taint 64 devices fit: four slices.
+        wanted.devices[0] = device("gpu-0", Some("gpu.nvidia.com/xid"));
+        assert_eq!(write(&wanted), ("uucc".to_owned(), 3));
+        wanted.devices.truncate(100);
+        assert_eq!(write(&wanted), ("dduu".to_owned(), 4));
+        wanted.devices.clear();
+        assert_eq!(write(&wanted), ("du".to_owned(), 5), "an empty slice stays");
+    }
+
+    #[test]
+    fn slices_sort_by_name_and_belong_to_the_node() {
+        let mut wanted = pool(2000);
+        wanted.node = "n".repeat(250);
+        let plan = plan(&wanted, &Stored::new(), Some("uid-1"), &Memory::default());
+        let names: Vec<&str> = plan.writes.iter().map(Write::name).collect();
+        assert!(names.is_sorted() && names.len() == 16, "{names:?}");
+        assert!(names.iter().all(|name| name.len() <= LONGEST_NAME), "{names:?}");
+        let Write::Create(first) = &plan.writes[0] else { panic!("{plan:?}") };
+        let owner = &first["metadata"]["ownerReferences"][0];
+        assert_eq!(
+            (&owner["kind"], &owner["uid"], &owner["controller"]),
+            (&json!("Node"), &json!("uid-1"), &json!(true))
+        );
+    }
+
+    #[test]
+    fn slices_of_others_under_our_name_are_deleted() {
+        let (mut stored, mut memory) = (Stored::new(), Memory::default());
+        writes(&pool(2), &mut stored, &mut memory);
+        // NVIDIA's driver had the pool `n`.
+        let theirs = json!({"metadata": {"name": "n-gpu.nvidia.com-x", "uid": "1"},
+            "spec": {"pool": {"name": "n", "generation": 7, "resourceSliceCount": 1}}});
+        stored.insert("n-gpu.nvidia.com-x".into(), theirs);
+        assert_eq!(writes(&pool(2), &mut stored, &mut memory), ("d".to_owned(), 1));
+    }
+
+    #[test]
+    fn foreign_change_is_repaired_with_a_new_generation_where_needed() {
+        let (mut stored, mut memory) = (Stored::new(), Memory::default());
+        writes(&pool(200), &mut stored, &mut memory);
+        let first = stored.keys().next().unwrap().clone();
+        let mut edited = |edit: &dyn Fn(&mut Value)| {
+            edit(stored.get_mut(&first).unwrap());
+            writes(&pool(200), &mut stored, &mut memory)
+        };
+        assert_eq!(edited(&|slice| slice["spec"]["devices"][3]["name"] = json!("mine")), ("u".to_owned(), 1));
+        assert_eq!(edited(&|slice| slice["metadata"]["ownerReferences"] = Value::Null), ("u".to_owned(), 1));
+        assert_eq!(edited(&|slice| slice["spec"]["pool"]["generation"] = json!(9)), ("uu".to_owned(), 10));
+        assert_eq!(edited(&|slice| slice["spec"]["pool"]["resourceSliceCount"] = json!(1)), ("uu".to_owned(), 11));
+        assert_eq!(edited(&|slice| slice["spec"]["pool"]["generation"] = json!(u64::MAX)), ("ddcc".to_owned(), 12));
+        stored.clear();
+        assert_eq!(writes(&pool(200), &mut stored, &mut memory), ("cc".to_owned(), 13), "wiped");
+    }
+
+    #[test]
+    fn dropped_taints_are_noticed_and_not_written_again() {
+        let mut wanted = pool(1);
+        wanted.devices[0] = device("gpu-0", Some("gpu.nvidia.com/xid"));
+        let mut memory = Memory::default();
+        let planned = plan(&wanted, &Stored::new(), None, &memory);
+        let Write::Create(sent) = &planned.writes[0] else { panic!("{planned:?}") };
+        let mut stored = sent.clone();
+        stored["spec"]["devices"][0].as_object_mut().unwrap().remove("taints");
+        assert_eq!(memory.written(sent, sent), Some(false));
+        assert_eq!(memory.written(sent, &stored), Some(true));
+        let stored = Stored::from([(planned.writes[0].name().to_owned(), stored)]);
+        assert_eq!(plan(&wanted, &stored, None, &memory).writes, []);
+        assert_eq!(
+            plan(&wanted, &stored, None, &Memory::default()).writes.len(),
+            1,
+            "after a restart it is tried once"
+        );
+        assert_eq!(memory.written(&json!({}), &json!({})), None);
+    }
+
+    #[test]
+    fn taint_that_stays_keeps_its_time() {
+        let mut wanted = pool(1);
+        wanted.devices[0] = device("gpu-0", Some("gpu.nvidia.com/xid"));
+        let (mut stored, mut memory) = (Stored::new(), Memory::default());
+        writes(&wanted, &mut stored, &mut memory);
+        let slice = stored.values_mut().next().unwrap();
+        slice["spec"]["devices"][0]["taints"][0]["timeAdded"] = json!("2026-01-01T00:00:00Z");
+        assert_eq!(writes(&wanted, &mut stored, &mut memory).0, "", "the time alone is no difference");
+        let other =
+            Taint { key: "gpu.nvidia.com/gpu-lost".into(), value: String::new(), effect: TaintEffect::NoExecute };
+        wanted.devices[0].taints.push(other);
+        assert_eq!(writes(&wanted, &mut stored, &mut memory).0, "u");
+        let taints = &stored.values().next().unwrap()["spec"]["devices"][0]["taints"];
+        assert_eq!((&taints[0]["timeAdded"], &taints[1]["timeAdded"]), (&json!("2026-01-01T00:00:00Z"), &Value::Null));
+    }
+}

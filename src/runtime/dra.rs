@@ -1,0 +1,364 @@
+//! DRA in `linkwise run`: what is published, the plugin that prepares claims, the ledger of prepared claims, and which
+//! of that is ready.
+//!
+//! The pool is made from each snapshot and handed to the client of the API server (`dra::Client`, which only
+//! `linkwise-cluster` has); the plugin's books go into the node's state as events. An API server that is away changes
+//! nothing for claims that are prepared.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use tokio::sync::{mpsc, watch};
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, timeout_at};
+
+use super::driver::identity;
+use super::keeper;
+use super::node::Node;
+use super::readiness::{Part, Readiness};
+use crate::config::{RunArgs, Settings};
+use crate::dra::{self, ApiSide, Occurrence, Phase, PluginMetrics, StoredPool};
+use crate::metrics::new;
+use crate::once::Once;
+use crate::publish::dra::slice::Pool;
+use crate::publish::dra::{DraFacts, DraProblem, DraSettings, LayoutCache, devices, offered_now};
+use crate::publish::injection::{HostDevices, InjectionOptions};
+use crate::state::{DraGpus, Event, NodeState, PreparedClaim};
+use crate::uds::Callers;
+
+/// The folder of checkpoints in the state folder.
+const CLAIMS: &str = "claims";
+
+/// Queries for claims that may wait. The plugin waits with each of them.
+const QUERIES: usize = 16;
+
+/// How long slices may differ from what is wanted before the node is not ready: an API server that restarts, or asks
+/// for a pause, is no fault of this node.
+const GRACE: Duration = Duration::from_secs(60);
+
+/// Lines about sockets and callers that are remembered; beyond so many none is logged.
+const MOST_LINES: usize = 64;
+
+/// What the rest of the program gives to DRA.
+pub(super) struct Given<'a> {
+    pub settings: &'a Settings,
+    pub args: &'a RunArgs,
+    /// The state folder.
+    pub state_dir: PathBuf,
+    pub injection: InjectionOptions,
+    pub host_devices: watch::Receiver<Arc<HostDevices>>,
+    /// Whether the first CDI specs are written.
+    pub specs_written: watch::Receiver<bool>,
+}
+
+/// Whether GPUs are to go through DRA, or some of the last process may still be with it.
+pub(super) fn is_needed(settings: &Settings, state_dir: Option<&Path>) -> bool {
+    settings.dra_gpus.value != DraGpus::None || state_dir.is_some_and(has_leftovers)
+}
+
+/// Whether the last process left GPUs with DRA, or claims prepared. It reads files.
+fn has_leftovers(state_dir: &Path) -> bool {
+    let record = keeper::read(&state_dir.join(keeper::FILE)).ok().flatten();
+    let mut claims = std::fs::read_dir(state_dir.join(CLAIMS)).into_iter().flatten().flatten();
+    let is_checkpoint = |name: &std::ffi::OsStr| Path::new(name).extension().is_some_and(|end| end == "json");
+    record.is_some_and(|record| !record.dra.is_empty()) || claims.any(|entry| is_checkpoint(&entry.file_name()))
+}
+
+/// Starts all that DRA needs in a node.
+pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) -> Result<()> {
+    let Given { settings, args, state_dir, injection, host_devices, specs_written } = given;
+    let Some(name) = args.node_name.clone().filter(|name| !name.is_empty()) else {
+        bail!("--dra-gpus needs --node-name (NODE_NAME): it names the node's pool of devices")
+    };
+    let driver = settings.dra_driver_name.value.clone();
+    let empty = Pool::new(driver.clone(), name.clone(), Vec::new());
+    let plugin = dra::Settings {
+        registry: settings.dra_registry_dir.value.clone(),
+        plugins: settings.dra_plugins_dir.value.clone(),
+        cdi_folder: settings.cdi_dir.value.clone(),
+        boot: identity(&args.host.sysfs).boot,
+        injection,
+        host_devices,
+        specs_written,
+        callers: Callers::and(settings.allowed_uids.value.iter().copied()),
+        has_ledger: true,
+        ..dra::Settings::new(driver.clone(), empty.name.clone(), state_dir.join(CLAIMS))
+    };
+    let metrics = node.metrics().register(SliceMetrics::register);
+    let (pool, wanted) = watch::channel(None);
+    let (report, stored) = watch::channel(StoredPool::default());
+    let (asks, claims) = mpsc::channel(QUERIES);
+    let side = ApiSide { node: name, driver, pool: wanted.clone(), stored: report, claims };
+    let shutdown = node.shutdown();
+    let client = node.metrics().register(|registry| client(side, registry, shutdown.clone()));
+    let (observer, occurrences) = observer(node);
+    let plugin = dra::Plugin::new(Arc::new(plugin), observer);
+    let maker = PoolMaker {
+        empty,
+        evict_from_lost: settings.dra_evict_lost.value,
+        layouts: LayoutCache::default(),
+        reported: Once::new(),
+        last: None,
+    };
+    node.readiness.add(Part::DraPlugin, Phase::WaitingForGpus.words());
+    node.readiness.add(Part::DraSlices, "waiting for GPUs");
+    let (events, snapshot, books) = (node.events(), node.snapshot(), plugin.books());
+    node.spawn("DRA ledger", keep_ledger(books, events));
+    node.spawn("DRA slices", maker.run(snapshot.clone(), stored.clone(), pool));
+    node.spawn("DRA slices' report", follow_report(wanted, stored, node.readiness.clone(), metrics));
+    node.spawn("DRA log", log(occurrences));
+    node.spawn_until_done("API server", client);
+    node.spawn_until_done("DRA plugin", async move {
+        plugin.run(snapshot, asks, shutdown).await.context("the DRA plugin cannot run")
+    });
+    Ok(())
+}
+
+/// Enters the plugin's books into the node's ledger.
+async fn keep_ledger(mut books: watch::Receiver<Vec<PreparedClaim>>, events: mpsc::Sender<Event>) -> Result<()> {
+    loop {
+        let prepared = books.borrow_and_update().clone();
+        events.send(Event::Prepared(prepared)).await.context("the node takes no events")?;
+        books.changed().await.context("the DRA plugin is gone")?;
+    }
+}
+
+/// Makes the pool of each snapshot.
+struct PoolMaker {
+    /// The pool without devices.
+    empty: Pool,
+    evict_from_lost: bool,
+    layouts: LayoutCache,
+    reported: Once<DraProblem>,
+    last: Option<Arc<Pool>>,
+}
+
+impl PoolMaker {
+    async fn run(
+        mut self,
+        mut snapshot: watch::Receiver<Arc<NodeState>>,
+        mut stored: watch::Receiver<StoredPool>,
+        pool: watch::Sender<Option<Arc<Pool>>>,
+    ) -> Result<()> {
+        loop {
+            let state = Arc::clone(&snapshot.borrow_and_update());
+            let drops_taints = stored.borrow_and_update().drops_taints;
+            // The first layout of a topology costs some hundred choices.
+            let made = spawn_blocking(move || {
+                let problems = self.make(&state, drops_taints);
+                (self, problems)
+            });
+            let problems;
+            (self, problems) = made.await.context("making the pool of DRA devices panicked")?;
+            for problem in self.reported.replace(problems) {
+                tracing::warn!("{problem}");
+            }
+            let last = self.last.clone();
+            pool.send_if_modified(|before| {
+                let changed = *before != last;
+                *before = last;
+                changed
+            });
+            tokio::select! {
+                changed = snapshot.changed() => changed.context("the node's state is gone")?,
+                changed = stored.wait_for(|stored| stored.drops_taints != drops_taints) => {
+                    drop(changed.context("the API server's client is gone")?);
+                }
+            }
+        }
+    }
+
+    /// Makes the pool anew. While GPUs are still on their way to DRA and none is there, the last one stays: none at all
+    /// at the start.
+    fn make(&mut self, state: &NodeState, drops_taints: bool) -> Vec<DraProblem> {
+        let is_undecided = state.topology().gpus().is_empty()
+            || state.offers().through_dra().is_empty() && state.offers().awaits_dra();
+        if is_undecided {
+            return Vec::new();
+        }
+        let layout = self.layouts.layout(state.tables(), offered_now(state));
+        let settings = DraSettings { taints_survive: !drops_taints, evict_from_lost: self.evict_from_lost };
+        let mut facts = DraFacts::of_state(state, &self.empty.driver, &layout, settings);
+        // What the plugin has prepared, before the kubelet lists it.
+        let held =
+            facts.devices.iter().filter(|device| state.ledger().claim_on(state.topology(), &device.gpu.uuid).is_some());
+        let held: BTreeSet<String> = held.filter_map(|device| device.name.clone()).collect();
+        facts.held.extend(held);
+        let (devices, problems) = devices(&facts);
+        self.last = Some(Arc::new(Pool { devices, ..self.empty.clone() }));
+        problems
+    }
+}
+
+/// What the API server has of the slices.
+#[derive(Clone, Debug)]
+struct SliceMetrics {
+    slices: Family<[(&'static str, &'static str); 1], Gauge>,
+    generation: Gauge,
+    current: Gauge,
+    drops_taints: Gauge,
+    troubles: Counter,
+}
+
+impl SliceMetrics {
+    fn register(registry: &mut Registry) -> Self {
+        Self {
+            slices: new(registry, "dra_slices", "ResourceSlices of this node: wanted, and stored by the API server"),
+            generation: new(registry, "dra_pool_generation", "The generation of this node's pool as it is stored"),
+            current: new(registry, "dra_slices_current", "1 while the API server stores the ResourceSlices as wanted"),
+            drops_taints: new(
+                registry,
+                "dra_taints_dropped",
+                "1 while the API server drops taints (feature gate DRADeviceTaints): sick GPUs are left out instead",
+            ),
+            troubles: new(registry, "dra_slices_troubles", "Times that writing the ResourceSlices began to fail"),
+        }
+    }
+
+    fn set(&self, wanted: Option<&Pool>, stored: &StoredPool) {
+        let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
+        let wanted = wanted.map_or(0, |pool| number(pool.slices(0).len()));
+        for (state, count) in [("wanted", wanted), ("stored", number(stored.slices))] {
+            self.slices.get_or_create(&[("state", state)]).set(count);
+        }
+        self.generation.set(i64::try_from(stored.generation).unwrap_or(i64::MAX));
+        self.current.set(stored.is_current.into());
+        self.drops_taints.set(stored.drops_taints.into());
+    }
+}
+
+/// Shows what is stored: in the metrics, and as a part of the node's readiness.
+async fn follow_report(
+    mut wanted: watch::Receiver<Option<Arc<Pool>>>,
+    mut stored: watch::Receiver<StoredPool>,
+    readiness: Readiness,
+    metrics: SliceMetrics,
+) -> Result<()> {
+    let part = Part::DraSlices;
+    // Until when the node is ready though its slices are not current; `None` before they were stored once.
+    let mut grace: Option<Instant> = None;
+    let mut had_trouble = false;
+    loop {
+        let pool = wanted.borrow_and_update().clone();
+        let now = stored.borrow_and_update().clone();
+        metrics.set(pool.as_deref(), &now);
+        if now.trouble.is_some() && !had_trouble {
+            metrics.troubles.inc();
+        }
+        had_trouble = now.trouble.is_some();
+        let until = grace.filter(|_| !now.is_current);
+        match &pool {
+            None => readiness.enter(&part, "waiting for GPUs", false),
+            Some(_) if now.is_current => {
+                grace = Some(Instant::now() + GRACE);
+                readiness.enter(&part, "stored", true);
+            }
+            Some(_) => {
+                readiness.enter(&part, "being written", until.is_some_and(|until| Instant::now() < until));
+                if let Some(trouble) = now.trouble {
+                    readiness.trouble(&part, trouble);
+                }
+            }
+        }
+        let far = Instant::now() + Duration::from_secs(3600);
+        let changed = async {
+            tokio::select! {
+                changed = wanted.changed() => changed.context("the pool is gone"),
+                changed = stored.changed() => changed.context("the API server's client is gone"),
+            }
+        };
+        let until = until.filter(|until| Instant::now() < *until).unwrap_or(far);
+        match timeout_at(until, changed).await {
+            Ok(changed) => changed?,
+            Err(_) => {}
+        }
+    }
+}
+
+/// Counts what the plugin does, and hands it to the log.
+fn observer(node: &Node) -> (dra::Observer, mpsc::Receiver<Occurrence>) {
+    /// Occurrences that may wait for the log; more are counted and not logged.
+    const OCCURRENCES: usize = 256;
+    let (metrics, readiness) = (node.metrics().register(PluginMetrics::register), node.readiness.clone());
+    let (log, occurrences) = mpsc::channel(OCCURRENCES);
+    let observer = move |occurrence: Occurrence| {
+        metrics.count(&occurrence);
+        match &occurrence {
+            Occurrence::Phase(phase) => {
+                // A kubelet that restarts registers the plugin again by itself.
+                let ready = matches!(phase, Phase::Registered | Phase::Disconnected);
+                readiness.enter(&Part::DraPlugin, phase.words(), ready);
+            }
+            Occurrence::Waiting(why) | Occurrence::Ended(why) | Occurrence::Registered(Err(why)) => {
+                readiness.trouble(&Part::DraPlugin, why.clone());
+            }
+            _ => {}
+        }
+        // Full: the log is written more slowly.
+        let _ = log.try_send(occurrence);
+    };
+    (Arc::new(observer), occurrences)
+}
+
+/// Logs what the plugin does: a trouble once as long as it is not registered again.
+async fn log(mut occurrences: mpsc::Receiver<Occurrence>) -> Result<()> {
+    let mut known = Once::with_bound(MOST_LINES);
+    while let Some(occurrence) = occurrences.recv().await {
+        log_one(&mut known, &occurrence);
+    }
+    Ok(())
+}
+
+fn log_one(known: &mut Once<String>, occurrence: &Occurrence) {
+    match occurrence {
+        Occurrence::Registered(Ok(())) => {
+            known.clear();
+            tracing::info!("DRA plugin registered");
+        }
+        Occurrence::Registered(Err(error)) if known.is_news(format!("refused: {error}")) => {
+            tracing::warn!(error, "the kubelet refuses the DRA plugin");
+        }
+        Occurrence::Waiting(why) if known.is_news(format!("waiting: {why}")) => {
+            tracing::warn!(why, "DRA: waiting for the kubelet");
+        }
+        Occurrence::Ended(why) if known.is_news(format!("ended: {why}")) => {
+            tracing::warn!(why, "DRA: the session with the kubelet ended");
+        }
+        Occurrence::NotAccepted(error) if known.is_news(format!("not accepted: {error}")) => {
+            tracing::warn!(error, "DRA: a connection could not be accepted");
+        }
+        Occurrence::Refused { uid, pid } if known.is_news(format!("refused: {uid}")) => {
+            tracing::warn!(uid, pid, "DRA: refused a caller; --allowed-uids names who may call besides root");
+        }
+        Occurrence::Prepared { claim, result: Ok(devices), repeated, elapsed } => {
+            let (uid, devices) = (&claim.uid, devices.join(","));
+            tracing::info!(%claim, uid, devices, repeated, ?elapsed, "claim prepared");
+        }
+        Occurrence::Prepared { claim, result: Err(error), .. } => {
+            tracing::warn!(%claim, uid = claim.uid, error, "claim not prepared");
+        }
+        Occurrence::Unprepared { claim, result: Ok(()), elapsed } => {
+            tracing::info!(%claim, uid = claim.uid, ?elapsed, "claim unprepared");
+        }
+        Occurrence::Unprepared { claim, result: Err(error), .. } => {
+            tracing::warn!(%claim, uid = claim.uid, error, "claim not unprepared");
+        }
+        Occurrence::Swept { claim, result: Ok(()) } => {
+            tracing::info!(%claim, uid = claim.uid, "claim unprepared: it no longer exists");
+        }
+        Occurrence::Swept { claim, result: Err(error) } => {
+            tracing::warn!(%claim, uid = claim.uid, error, "a claim that no longer exists cannot be unprepared");
+        }
+        Occurrence::CheckpointIgnored { path, why, set_aside } => {
+            tracing::warn!(path = %path.display(), why, set_aside, "checkpoint of a claim ignored");
+        }
+        _ => tracing::debug!(?occurrence, "DRA"),
+    }
+}
