@@ -23,13 +23,14 @@ use super::driver::identity;
 use super::keeper;
 use super::node::Node;
 use super::readiness::{Part, Readiness};
+use crate::cdi;
 use crate::config::{RunArgs, Settings};
 use crate::dra::{self, ApiSide, Occurrence, Phase, PluginMetrics, StoredPool};
 use crate::metrics::new;
 use crate::once::Once;
 use crate::publish::dra::slice::Pool;
 use crate::publish::dra::{DraFacts, DraProblem, DraSettings, LayoutCache, devices, offered_now};
-use crate::publish::injection::{HostDevices, InjectionOptions};
+use crate::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use crate::state::{DraGpus, Event, NodeState, PreparedClaim};
 use crate::uds::Callers;
 
@@ -79,6 +80,9 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) 
     };
     let driver = settings.dra_driver_name.value.clone();
     let empty = Pool::new(driver.clone(), name.clone(), Vec::new());
+    // Claims name CDI devices, whatever the device plugin does.
+    let names = CdiOptions { kind: cdi::kind(cdi::GPU_CLASS), annotation_prefix: None, cri: true };
+    let injection = InjectionOptions { cdi: Some(names), ..injection };
     let plugin = dra::Settings {
         registry: settings.dra_registry_dir.value.clone(),
         plugins: settings.dra_plugins_dir.value.clone(),
