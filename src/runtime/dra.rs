@@ -201,9 +201,9 @@ impl PoolMaker {
     }
 }
 
-/// What the API server has of the slices.
+/// What the API server has of the slices. docs/metrics.md documents them.
 #[derive(Clone, Debug)]
-struct SliceMetrics {
+pub(super) struct SliceMetrics {
     slices: Family<[(&'static str, &'static str); 1], Gauge>,
     generation: Gauge,
     current: Gauge,
@@ -212,7 +212,8 @@ struct SliceMetrics {
 }
 
 impl SliceMetrics {
-    fn register(registry: &mut Registry) -> Self {
+    /// Makes and registers them.
+    pub fn register(registry: &mut Registry) -> Self {
         Self {
             slices: new(registry, "dra_slices", "ResourceSlices of this node: wanted, and stored by the API server"),
             generation: new(registry, "dra_pool_generation", "The generation of this node's pool as it is stored"),
@@ -226,7 +227,8 @@ impl SliceMetrics {
         }
     }
 
-    fn set(&self, wanted: Option<&Pool>, stored: &StoredPool) {
+    /// Shows what is wanted and stored.
+    pub fn set(&self, wanted: Option<&Pool>, stored: &StoredPool) {
         let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         let wanted = wanted.map_or(0, |pool| number(pool.slices(0).len()));
         for (state, count) in [("wanted", wanted), ("stored", number(stored.slices))] {
