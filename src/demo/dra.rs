@@ -226,7 +226,7 @@ impl<C: DemoCluster, P: Fn(&str) -> Result<()> + ?Sized> Script<'_, C, P> {
             "● {pod} claims {count}: gets {}, {}\n  why: {why}\n  CDI: {}\n",
             got.join(","),
             show::where_they_are(self.topology, &gpus),
-            cdi.join(" ")
+            short(&cdi)
         ))?;
         tally.running.insert(pod.to_owned(), (reference, got, cdi));
         Ok(())
@@ -335,8 +335,8 @@ impl<C: DemoCluster, P: Fn(&str) -> Result<()> + ?Sized> Script<'_, C, P> {
         let Tally { allocated, waiting, for_several, grouped, .. } = tally;
         self.print_line(&format!(
             "\nSummary: {allocated} claims allocated, {waiting} waited for want of GPUs;\n\
-             {grouped} of {for_several} claims for several GPUs got a group of the best that were free; one kubelet \
-             restart,\none GPU back, one failed; nothing left behind."
+             {grouped} of {for_several} claims for several GPUs got those of one group; one kubelet restart, one GPU back,\n\
+             one failed; nothing left behind."
         ))
     }
 
@@ -381,6 +381,15 @@ impl<C: DemoCluster, P: Fn(&str) -> Result<()> + ?Sized> Script<'_, C, P> {
     fn print_line(&self, text: &str) -> Result<()> {
         (self.print)(&format!("{text}\n"))
     }
+}
+
+/// Names of CDI devices, their kind once.
+fn short(names: &[String]) -> String {
+    let mut kinds: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for (kind, name) in names.iter().filter_map(|name| name.split_once('=')) {
+        kinds.entry(kind).or_default().push(name);
+    }
+    kinds.into_iter().map(|(kind, names)| format!("{kind}={}", names.join(" "))).collect::<Vec<_>>().join("\n       ")
 }
 
 /// The last device of a pod.
