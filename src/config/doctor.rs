@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::settings::{KUBELET_SOCKET, POD_RESOURCES_SOCKET};
-use super::{Format, HostArgs, word};
+use super::{ApiServerArgs, Format, HostArgs, word};
 use crate::state::NumaHints;
 
 /// `linkwise doctor`.
@@ -45,6 +45,9 @@ pub struct DoctorArgs {
     /// Text for people or JSON for scripts
     #[arg(long, default_value = "text")]
     pub format: Format,
+    /// How to reach the API server, for DRA.
+    #[command(flatten)]
+    pub api: ApiServerArgs,
     /// The driver and the host.
     #[command(flatten)]
     pub host: HostArgs,

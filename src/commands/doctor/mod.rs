@@ -5,6 +5,7 @@
 
 mod container_runtime;
 mod devices;
+mod dra;
 mod driver;
 mod finding;
 mod gpus;
@@ -87,6 +88,7 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     kubelet::check(found, &args.kubelet_socket, &args.pod_resources_socket, limit).await;
     guarded(found, &node, "container runtime", container_runtime::check).await;
     guarded(found, &node, "labels", labels::check).await;
+    guarded(found, &node, "DRA", dra::check).await;
     if let Some((observed, topology, _)) = &assembled {
         topology_manager::check(found, observed, topology, (args.numa_hints, policy.as_ref()));
     }
