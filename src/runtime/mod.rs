@@ -83,8 +83,22 @@ pub struct ApiClients<'a> {
     pub labels: Option<&'a Publisher>,
     /// The reader of NodeFeature objects, for `linkwise doctor`.
     pub doctor: Option<&'a NodeFeatureReader>,
-    /// The writer of ResourceSlices and reader of claims, for `linkwise run`.
-    pub dra: Option<&'a DraClient>,
+    /// DRA, for `linkwise run`.
+    pub dra: Option<DraSide<'a>>,
+}
+
+/// DRA with a client of the API server. `linkwise` never makes one, so that its executable has no code of DRA.
+#[derive(Clone, Copy)]
+pub struct DraSide<'a> {
+    client: &'a DraClient,
+    start: fn(&mut Node, dra::Given<'_>, &DraClient) -> Result<()>,
+}
+
+impl<'a> DraSide<'a> {
+    /// With the writer of ResourceSlices and reader of claims.
+    pub fn new(client: &'a DraClient) -> Self {
+        Self { client, start: dra::spawn_in }
+    }
 }
 
 /// Checks this node. The program that can ask the API server takes over, where there are credentials for it.
@@ -107,10 +121,10 @@ enum End {
     ForClusterProgram,
 }
 
-/// Serves this node until a signal ends it. `client` is the one of the API server, where this program has one.
-pub fn run(args: &RunArgs, client: Option<&DraClient>) -> Result<()> {
+/// Serves this node until a signal ends it; `dra` where this program has a client of the API server.
+pub fn run(args: &RunArgs, dra: Option<DraSide<'_>>) -> Result<()> {
     let log = log_to_stderr(&args.log.log, args.log.log_format)?;
-    match block_on(serve(args, client))? {
+    match block_on(serve(args, dra))? {
         End::Ended => Ok(()),
         End::ForClusterProgram => {
             // What is still to be logged would be lost.
@@ -120,7 +134,7 @@ pub fn run(args: &RunArgs, client: Option<&DraClient>) -> Result<()> {
     }
 }
 
-async fn serve(args: &RunArgs, client: Option<&DraClient>) -> Result<End> {
+async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
     // First of all: PID 1 of a container ignores every signal that it has no handler for.
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
@@ -145,7 +159,7 @@ async fn serve(args: &RunArgs, client: Option<&DraClient>) -> Result<End> {
         tracing::warn!(why, "GPUs that were offered through DRA cannot be withdrawn there");
         uses_dra = false;
     }
-    if uses_dra && client.is_none() {
+    if uses_dra && side.is_none() {
         return Ok(End::ForClusterProgram);
     }
     let admin = settings.admin_socket.value.as_deref();
@@ -188,7 +202,7 @@ async fn serve(args: &RunArgs, client: Option<&DraClient>) -> Result<End> {
         node.spawn("CDI sync", sync.run(node.snapshot(), cdi_metrics, node.readiness.clone()));
     }
     labels::spawn_in(&mut node, &settings, args);
-    if let Some(client) = client.filter(|_| uses_dra) {
+    if let Some(side) = side.filter(|_| uses_dra) {
         let given = dra::Given {
             settings: &settings,
             name: args.node_name.clone(),
@@ -198,7 +212,7 @@ async fn serve(args: &RunArgs, client: Option<&DraClient>) -> Result<End> {
             host_devices: injection.host_devices,
             specs_written: specs_written.context("there are no CDI specs to wait for")?,
         };
-        dra::spawn_in(&mut node, given, client)?;
+        (side.start)(&mut node, given, side.client)?;
     }
     // Before the first GPU is discovered: the plan decides which resources it belongs to.
     let planned = Event::Planned(Box::new(settings.plan()));
