@@ -35,18 +35,22 @@ use config::Command;
 pub fn run(command: Command, clients: runtime::ApiClients<'_>) -> ExitCode {
     let result = match command {
         Command::Run(args) => runtime::run(&args, clients.dra),
+        // It has an API server and a scheduler, which this program cannot speak to.
+        Command::Demo(args) if args.dra => Err(runtime::become_cluster_program()),
         Command::Demo(args) => demo::run(&args),
         Command::Topology(args) => runtime::block_on(commands::topology(&args)),
         Command::Allocate(args) => runtime::block_on(commands::allocate(&args)),
         Command::Simulate(args) => runtime::block_on(commands::simulate(&args)),
         Command::Snapshot(args) => runtime::block_on(commands::snapshot(&args)),
         Command::Config(args) => commands::config(&args),
-        Command::Doctor(args) => match runtime::block_on(commands::doctor(&args)) {
+        Command::Doctor(args) => match runtime::doctor(&args, clients.doctor) {
             Ok(code) => return code,
             Err(error) => Err(error),
         },
         Command::Labels(args) if args.node.node.is_some() => runtime::block_on(commands::labels(&args)),
         Command::Labels(args) => runtime::labels(&args, clients.labels),
+        Command::Dra(args) => runtime::block_on(commands::dra(&args)),
+        Command::Claim(args) => commands::claim(&args),
         Command::Admin(args) => runtime::block_on(commands::admin(&args)),
         Command::MpsControlDaemon(args) => match runtime::mps_control_daemon(&args) {
             Ok(code) => return code,

@@ -24,7 +24,7 @@ use super::keeper;
 use super::node::Node;
 use super::readiness::{Part, Readiness};
 use crate::cdi;
-use crate::config::{RunArgs, Settings};
+use crate::config::Settings;
 use crate::dra::{self, ApiSide, Occurrence, Phase, PluginMetrics, StoredPool};
 use crate::metrics::new;
 use crate::once::Once;
@@ -50,7 +50,10 @@ const MOST_LINES: usize = 64;
 /// What the rest of the program gives to DRA.
 pub(super) struct Given<'a> {
     pub settings: &'a Settings,
-    pub args: &'a RunArgs,
+    /// The node's name.
+    pub name: Option<String>,
+    /// The host's /sys.
+    pub sysfs: &'a Path,
     /// The state folder.
     pub state_dir: PathBuf,
     pub injection: InjectionOptions,
@@ -74,8 +77,8 @@ fn has_leftovers(state_dir: &Path) -> bool {
 
 /// Starts all that DRA needs in a node.
 pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) -> Result<()> {
-    let Given { settings, args, state_dir, injection, host_devices, specs_written } = given;
-    let Some(name) = args.node_name.clone().filter(|name| !name.is_empty()) else {
+    let Given { settings, name, sysfs, state_dir, injection, host_devices, specs_written } = given;
+    let Some(name) = name.filter(|name| !name.is_empty()) else {
         bail!("--dra-gpus needs --node-name (NODE_NAME): it names the node's pool of devices")
     };
     let driver = settings.dra_driver_name.value.clone();
@@ -87,7 +90,7 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) 
         registry: settings.dra_registry_dir.value.clone(),
         plugins: settings.dra_plugins_dir.value.clone(),
         cdi_folder: settings.cdi_dir.value.clone(),
-        boot: identity(&args.host.sysfs).boot,
+        boot: identity(sysfs).boot,
         injection,
         host_devices,
         specs_written,
