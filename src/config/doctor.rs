@@ -39,7 +39,7 @@ pub struct DoctorArgs {
         value_parser = word::<NumaHints>()
     )]
     pub numa_hints: NumaHints,
-    /// The node's name, for its NodeFeature objects
+    /// The node's name, for its objects of the API server
     #[arg(long, value_name = "NAME", env = "NODE_NAME")]
     pub node_name: Option<String>,
     /// How to reach the API server.
@@ -51,9 +51,6 @@ pub struct DoctorArgs {
     /// Text for people or JSON for scripts
     #[arg(long, default_value = "text")]
     pub format: Format,
-    /// How to reach the API server, for DRA.
-    #[command(flatten)]
-    pub api: ApiServerArgs,
     /// The driver and the host.
     #[command(flatten)]
     pub host: HostArgs,
