@@ -37,7 +37,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::admin::Local;
 use crate::cdi::CdiMetrics;
-use crate::commands::{self, NodeFeatures};
+use crate::commands::{self, ClusterFacts};
 use crate::config::settings::{OnNvmlLoss, load, load_text};
 use crate::config::{ConfigMetrics, DoctorArgs, Environment, Flags, HostArgs, NvmlArgs, RunArgs, Settings};
 use crate::hwloc;
@@ -73,16 +73,16 @@ pub fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
     result
 }
 
-/// Reads the NodeFeature objects of a node.
-pub type NodeFeatureReader = dyn Fn(String) -> BoxFuture<'static, NodeFeatures> + Send + Sync;
+/// Reads what the API server has about a node, by its name; of DRA where a driver is named.
+pub type NodeReader = dyn Fn(String, Option<String>) -> BoxFuture<'static, ClusterFacts> + Send + Sync;
 
 /// What `linkwise-cluster` adds to commands: clients of the API server.
 #[derive(Clone, Copy, Default)]
 pub struct ApiClients<'a> {
     /// The writer of NodeFeature objects, for `linkwise labels`.
     pub labels: Option<&'a Publisher>,
-    /// The reader of NodeFeature objects, for `linkwise doctor`.
-    pub doctor: Option<&'a NodeFeatureReader>,
+    /// The reader of a node's objects, for `linkwise doctor`.
+    pub doctor: Option<&'a NodeReader>,
     /// DRA, for `linkwise run`.
     pub dra: Option<DraSide<'a>>,
 }
@@ -102,14 +102,17 @@ impl<'a> DraSide<'a> {
 }
 
 /// Checks this node. The program that can ask the API server takes over, where there are credentials for it.
-pub fn doctor(args: &DoctorArgs, reader: Option<&NodeFeatureReader>) -> Result<ExitCode> {
+pub fn doctor(args: &DoctorArgs, reader: Option<&NodeReader>) -> Result<ExitCode> {
     let node = args.node_name.clone().filter(|node| !node.is_empty());
     if reader.is_none() && node.is_some() && args.api.has_credentials() {
         // Where that fails, the other checks are worth as much.
         drop(become_cluster_program());
     }
-    let features = reader.zip(node).map(|(reader, node)| reader(node));
-    block_on(commands::doctor(args, features))
+    let driver = load(&Flags::default(), &Environment::read()).ok().map(|loaded| loaded.settings);
+    let driver = driver.filter(|settings| settings.dra_gpus.value != DraGpus::None);
+    let driver = driver.map(|settings| settings.dra_driver_name.value);
+    let facts = reader.zip(node).map(|(reader, node)| reader(node, driver));
+    block_on(commands::doctor(args, facts))
 }
 
 /// How serving ends.
