@@ -120,7 +120,7 @@ async fn bad_checkpoints_are_set_aside_and_hinder_nothing() {
     kubelet.stop().await;
     node.stop().await;
     let text = fs::read_to_string(node.checkpoint("good")).unwrap();
-    fs::write(node.checkpoint("half"), &text[..text.len() / 2]).unwrap();
+    fs::write(node.checkpoint("half"), text.as_bytes().split_at(text.len() / 2).0).unwrap();
     fs::write(node.checkpoint("newer"), text.replace("\"version\": 1", "\"version\": 7")).unwrap();
     fs::write(node.checkpoint("long"), " ".repeat((1 << 20) + 1)).unwrap();
     fs::write(node.checkpoint("copy"), &text).unwrap();
