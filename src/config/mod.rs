@@ -8,6 +8,7 @@ mod api_server;
 mod check;
 mod config_manager;
 mod doctor;
+mod dra;
 pub mod file;
 mod labels;
 mod list;
@@ -38,6 +39,7 @@ pub use api_server::ApiServerArgs;
 pub use check::{ConfigArgs, ConfigCheckArgs, ConfigCommand, ConfigShowArgs};
 pub use config_manager::{ConfigDefaults, ConfigManagerArgs, ConfigManagerError, ConfigManagerSettings, Fallback};
 pub use doctor::DoctorArgs;
+pub use dra::{ClaimArgs, ClaimKind, DraArgs, ManifestFormat, Near};
 pub use labels::{ApiArgs, Labels, LabelsArgs};
 pub use list::UnitName;
 pub use metrics::ConfigMetrics;
@@ -136,6 +138,9 @@ pub struct DemoArgs {
     /// (NCCL_TOPO_DUMP_FILE) or a hwloc XML
     #[arg(long, value_name = "NAME|FILE", default_value = "dgx-h100")]
     pub machine: String,
+    /// GPUs go through DRA: pods have claims, which an API server and a model of kube-scheduler serve
+    #[arg(long, conflicts_with_all = ["topology_manager_policy", "scope", "numa_hints"])]
+    pub dra: bool,
     /// The policy of the kubelet's Topology Manager
     #[arg(long, value_name = "POLICY", default_value = "none", value_parser = one_of(&TOPOLOGY_MANAGER_POLICIES))]
     pub topology_manager_policy: Policy,
