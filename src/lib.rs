@@ -35,6 +35,8 @@ use config::Command;
 pub fn run(command: Command, clients: runtime::ApiClients<'_>) -> ExitCode {
     let result = match command {
         Command::Run(args) => runtime::run(&args, clients.dra),
+        // It has an API server and a scheduler, which this program cannot speak to.
+        Command::Demo(args) if args.dra => Err(runtime::become_cluster_program()),
         Command::Demo(args) => demo::run(&args),
         Command::Topology(args) => runtime::block_on(commands::topology(&args)),
         Command::Allocate(args) => runtime::block_on(commands::allocate(&args)),

@@ -187,6 +187,7 @@ fn every_dependency_has_a_reason() {
         "crates/core/Cargo.toml",
         "crates/kubelet-api/Cargo.toml",
         "crates/kubelet-box/Cargo.toml",
+        "crates/scheduler-box/Cargo.toml",
     ] {
         let text = fs::read_to_string(root.join(manifest)).expect("a manifest can be read");
         let mut section = "";

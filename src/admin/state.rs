@@ -66,6 +66,9 @@ pub struct GpuState {
     pub pci: String,
     /// The product name.
     pub model: Option<String>,
+    /// Through which API it is offered, on a node with DRA: `plugin`, `to-dra`, `dra`, `from-dra`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub door: Option<&'static str>,
     /// Whether it may be allocated.
     pub healthy: bool,
     /// Why it is unhealthy, in the order in which the reasons began.

@@ -138,6 +138,9 @@ pub struct DemoArgs {
     /// (NCCL_TOPO_DUMP_FILE) or a hwloc XML
     #[arg(long, value_name = "NAME|FILE", default_value = "dgx-h100")]
     pub machine: String,
+    /// GPUs go through DRA: pods have claims, which an API server and a model of kube-scheduler serve
+    #[arg(long, conflicts_with_all = ["topology_manager_policy", "scope", "numa_hints"])]
+    pub dra: bool,
     /// The policy of the kubelet's Topology Manager
     #[arg(long, value_name = "POLICY", default_value = "none", value_parser = one_of(&TOPOLOGY_MANAGER_POLICIES))]
     pub topology_manager_policy: Policy,

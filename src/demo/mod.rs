@@ -2,8 +2,9 @@
 //!
 //! A composition root: our node and a kubelet in a box, over real sockets and real gRPC in a temporary folder.
 //! `script` is the sequence of events, `show` the text about them, `style` its colours. Nothing is simulated between
-//! the kubelet's call and the plugin's answer.
+//! the kubelet's call and the plugin's answer. `dra` is the same for a node whose GPUs go through DRA.
 
+mod dra;
 mod script;
 mod show;
 mod style;
@@ -26,13 +27,22 @@ use linkwise_kubelet_box::{BoxError, KubeletBox, NumaNode, Options, Policy, Topo
 use script::Script;
 use style::Style;
 
+pub use dra::{DemoCluster, Scheduled, demo_dra};
+
 /// Runs the command.
 pub fn run(args: &DemoArgs) -> Result<()> {
+    on_terminal(args, async |machine, out| demo(args, machine, &out).await)
+}
+
+/// Plays a demo, on a machine and with what prints.
+pub fn on_terminal(
+    args: &DemoArgs,
+    play: impl AsyncFnOnce(Machine, &(dyn Fn(&str) -> Result<()> + Sync)) -> Result<()>,
+) -> Result<()> {
     let _log = runtime::log_to_stderr(&args.log, LogFormat::Text)?;
     let style = Style { colour: !args.no_color && std::io::stdout().is_terminal() };
-    let out = move |text: &str| Ok(print(&style.render(text))?);
     let machine = machines::load(&args.machine)?;
-    runtime::block_on(demo(args, machine, &out))
+    runtime::block_on(play(machine, &move |text: &str| Ok(print(&style.render(text))?)))
 }
 
 /// Plays the demo on a machine; `out` prints.

@@ -15,14 +15,7 @@ pub(super) fn pod(
     (manager, report): (Option<String>, Option<&AllocationReport>),
 ) -> String {
     let indices = gpus.iter().map(|(_, gpu)| gpu.index.to_string()).collect::<Vec<_>>().join(",");
-    let nodes: BTreeSet<String> =
-        gpus.iter().map(|(_, gpu)| gpu.numa.map_or("unknown".to_owned(), |numa| numa.to_string())).collect();
-    let nodes = nodes.into_iter().collect::<Vec<_>>().join(",");
-    let mut text = format!("● {name} wants {size}: gets GPU {indices}, NUMA node {nodes}");
-    let links = links(topology, gpus);
-    if !links.is_empty() {
-        text += &format!(", links {links}");
-    }
+    let mut text = format!("● {name} wants {size}: gets GPU {indices}, {}", where_they_are(topology, gpus));
     if let Some(manager) = manager {
         text += &format!("\n  NUMA: {manager}");
     }
@@ -69,6 +62,18 @@ pub(super) fn holders(topology: &NodeTopology, note: impl Fn(&Gpu) -> String) ->
             text += &format!("  {label:<18}{}\n", four.join("").trim_end());
             label.clear();
         }
+    }
+    text
+}
+
+/// NUMA nodes and links of GPUs.
+pub(super) fn where_they_are(topology: &NodeTopology, gpus: &[(usize, &Gpu)]) -> String {
+    let nodes: BTreeSet<String> =
+        gpus.iter().map(|(_, gpu)| gpu.numa.map_or("unknown".to_owned(), |numa| numa.to_string())).collect();
+    let mut text = format!("NUMA node {}", nodes.into_iter().collect::<Vec<_>>().join(","));
+    let links = links(topology, gpus);
+    if !links.is_empty() {
+        text += &format!(", links {links}");
     }
     text
 }

@@ -10,7 +10,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::gauge::ConstGauge;
 use tokio::sync::watch;
 
-use crate::state::{GpuStatus, NodeState};
+use crate::state::{Door, GpuStatus, NodeState};
 
 /// Reads the current snapshot at each scrape.
 #[derive(Debug)]
@@ -62,6 +62,14 @@ impl Collector for State {
 
         let healthy = gpus.iter().map(|status| (vec![gpu(status)], i64::from(status.is_healthy)));
         gauge(&mut encoder, "gpu_healthy", "1 while the GPU may be given to pods", healthy)?;
+
+        if snapshot.has_dra() {
+            let door = |uuid| snapshot.door(uuid).map_or("none", Door::label).to_owned();
+            let gpus = snapshot.topology().gpus().iter();
+            let doors = gpus.map(|gpu| (vec![("uuid", gpu.uuid.to_string()), ("door", door(&gpu.uuid))], 1));
+            let help = "1 for the API through which the GPU is offered: plugin, dra, or on its way between them";
+            gauge(&mut encoder, "gpu_door", help, doors)?;
+        }
 
         // Several reasons of one kind may stand: one series for each kind, since the first of them.
         let mut reasons: BTreeMap<(String, &'static str), i64> = BTreeMap::new();

@@ -23,13 +23,14 @@ use super::driver::identity;
 use super::keeper;
 use super::node::Node;
 use super::readiness::{Part, Readiness};
-use crate::config::{RunArgs, Settings};
+use crate::cdi;
+use crate::config::Settings;
 use crate::dra::{self, ApiSide, Occurrence, Phase, PluginMetrics, StoredPool};
 use crate::metrics::new;
 use crate::once::Once;
 use crate::publish::dra::slice::Pool;
 use crate::publish::dra::{DraFacts, DraProblem, DraSettings, LayoutCache, devices, offered_now};
-use crate::publish::injection::{HostDevices, InjectionOptions};
+use crate::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use crate::state::{DraGpus, Event, NodeState, PreparedClaim};
 use crate::uds::Callers;
 
@@ -49,7 +50,10 @@ const MOST_LINES: usize = 64;
 /// What the rest of the program gives to DRA.
 pub(super) struct Given<'a> {
     pub settings: &'a Settings,
-    pub args: &'a RunArgs,
+    /// The node's name.
+    pub name: Option<String>,
+    /// The host's /sys.
+    pub sysfs: &'a Path,
     /// The state folder.
     pub state_dir: PathBuf,
     pub injection: InjectionOptions,
@@ -73,17 +77,20 @@ fn has_leftovers(state_dir: &Path) -> bool {
 
 /// Starts all that DRA needs in a node.
 pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) -> Result<()> {
-    let Given { settings, args, state_dir, injection, host_devices, specs_written } = given;
-    let Some(name) = args.node_name.clone().filter(|name| !name.is_empty()) else {
+    let Given { settings, name, sysfs, state_dir, injection, host_devices, specs_written } = given;
+    let Some(name) = name.filter(|name| !name.is_empty()) else {
         bail!("--dra-gpus needs --node-name (NODE_NAME): it names the node's pool of devices")
     };
     let driver = settings.dra_driver_name.value.clone();
     let empty = Pool::new(driver.clone(), name.clone(), Vec::new());
+    // Claims name CDI devices, whatever the device plugin does.
+    let names = CdiOptions { kind: cdi::kind(cdi::GPU_CLASS), annotation_prefix: None, cri: true };
+    let injection = InjectionOptions { cdi: Some(names), ..injection };
     let plugin = dra::Settings {
         registry: settings.dra_registry_dir.value.clone(),
         plugins: settings.dra_plugins_dir.value.clone(),
         cdi_folder: settings.cdi_dir.value.clone(),
-        boot: identity(&args.host.sysfs).boot,
+        boot: identity(sysfs).boot,
         injection,
         host_devices,
         specs_written,
@@ -197,9 +204,9 @@ impl PoolMaker {
     }
 }
 
-/// What the API server has of the slices.
+/// What the API server has of the slices. docs/metrics.md documents them.
 #[derive(Clone, Debug)]
-struct SliceMetrics {
+pub(super) struct SliceMetrics {
     slices: Family<[(&'static str, &'static str); 1], Gauge>,
     generation: Gauge,
     current: Gauge,
@@ -208,7 +215,8 @@ struct SliceMetrics {
 }
 
 impl SliceMetrics {
-    fn register(registry: &mut Registry) -> Self {
+    /// Makes and registers them.
+    pub fn register(registry: &mut Registry) -> Self {
         Self {
             slices: new(registry, "dra_slices", "ResourceSlices of this node: wanted, and stored by the API server"),
             generation: new(registry, "dra_pool_generation", "The generation of this node's pool as it is stored"),
@@ -222,7 +230,8 @@ impl SliceMetrics {
         }
     }
 
-    fn set(&self, wanted: Option<&Pool>, stored: &StoredPool) {
+    /// Shows what is wanted and stored.
+    pub fn set(&self, wanted: Option<&Pool>, stored: &StoredPool) {
         let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
         let wanted = wanted.map_or(0, |pool| number(pool.slices(0).len()));
         for (state, count) in [("wanted", wanted), ("stored", number(stored.slices))] {

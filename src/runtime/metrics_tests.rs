@@ -5,14 +5,17 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 
+use super::dra::SliceMetrics;
 use super::driver::metrics::DriverMetrics;
 use super::observe::GpuFailures;
 use crate::cdi::CdiMetrics;
 use crate::config::ConfigMetrics;
+use crate::dra::{self, StoredPool};
 use crate::kubelet::{Occurrence, Phase, PluginMetrics};
 use crate::labels::LabelMetrics;
 use crate::metrics::Metrics;
-use crate::state::{Event, NodeState, ResourceName};
+use crate::publish::dra::slice::Pool;
+use crate::state::{DraGpus, Event, NodeState, ResourceName, ResourcePlan};
 use crate::topology::{GpuObservation, HostObservation, NodeObservation};
 
 fn node() -> NodeState {
@@ -97,6 +100,28 @@ fn everything() -> String {
     sorted(&metrics.encode().unwrap())
 }
 
+/// Each metric of DRA once.
+fn everything_of_dra() -> String {
+    let (metrics, sender) = metrics();
+    let all = ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() };
+    let events = [Event::Planned(Box::new(all)), Event::Holders(Some(Default::default()))];
+    let holders = Event::Holders(Some(Default::default()));
+    let state = events.into_iter().chain([holders]).fold(node(), |state, event| state.apply(event, Duration::ZERO).0);
+    sender.send_replace(Arc::new(state));
+    let slices = metrics.register(SliceMetrics::register);
+    let stored = StoredPool { is_current: true, slices: 1, generation: 3, ..StoredPool::default() };
+    slices.set(Some(&Pool::new("gpu.nvidia.com", "n", Vec::new())), &stored);
+    let plugin = metrics.register(dra::PluginMetrics::register);
+    plugin.count(&dra::Occurrence::Held { claims: 2, devices: 5 });
+    sorted(&metrics.encode().unwrap())
+}
+
+#[test]
+fn dra_metrics_text_is_an_interface() {
+    let only = |line: &&str| line.contains("linkwise_dra") || line.contains("linkwise_gpu_door");
+    insta::assert_snapshot!(everything_of_dra().lines().filter(only).collect::<Vec<_>>().join("\n"));
+}
+
 #[test]
 fn metrics_text_is_an_interface() {
     insta::assert_snapshot!(everything());
@@ -131,7 +156,7 @@ fn unbounded_labels_share_a_series() {
 #[test]
 fn every_metric_is_documented() {
     let documented = include_str!("../../docs/metrics.md");
-    let text = everything();
+    let text = everything() + "\n" + &everything_of_dra();
     let names = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")).filter_map(|line| line.split(' ').next());
     let mut seen = 0;
     for name in names {

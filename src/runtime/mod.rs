@@ -22,6 +22,7 @@ mod node;
 mod observe;
 mod operator;
 mod readiness;
+mod simulated;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -59,6 +60,7 @@ pub use labels_program::{Publisher, labels};
 pub use log::log_to_stderr;
 pub use mps::mps_control_daemon;
 pub use node::{Node, NodeSettings};
+pub use simulated::{SimulatedFolders, start_with_dra};
 
 /// Runs a future on a runtime of our own: of one thread, which nothing holds up. Files are read and written on threads of
 /// their own, and log lines by the queue's.
@@ -189,7 +191,8 @@ async fn serve(args: &RunArgs, client: Option<&DraClient>) -> Result<End> {
     if let Some(client) = client.filter(|_| uses_dra) {
         let given = dra::Given {
             settings: &settings,
-            args,
+            name: args.node_name.clone(),
+            sysfs: &args.host.sysfs,
             state_dir: state_dir.context("--dra-gpus needs --state-dir")?,
             injection: injection.options,
             host_devices: injection.host_devices,

@@ -30,6 +30,7 @@ use crate::kubelet::{self, Occurrence, Phase, Plugin, PluginMetrics, Sources};
 use crate::metrics::{self, Metrics};
 use crate::once::Once;
 use crate::state::{Door, Effect, Event, Health, HealthRecord, NodeState, NumaHints, ResourceName};
+use crate::topology::GpuUuid;
 
 /// Events that may be queued: a storm of XIDs waits at its sender, not in memory.
 const EVENTS: usize = 256;
@@ -263,6 +264,7 @@ impl Node {
         if !self.state.topology().gpus().is_empty() {
             self.follow_holders();
         }
+        let mut doors: BTreeMap<&str, Vec<GpuUuid>> = BTreeMap::new();
         for effect in effects {
             match effect {
                 Effect::Publish => self.publish(),
@@ -299,11 +301,14 @@ impl Node {
                     );
                 }
                 Effect::DoorChanged { gpu, door } => {
-                    tracing::info!(%gpu, door = door.map_or("none", Door::label), "GPU changes its door");
+                    doors.entry(door.map_or("none", Door::label)).or_default().push(gpu);
                 }
                 Effect::Warn(warning) => tracing::warn!("{warning}"),
                 Effect::PlanProblem(problem) => tracing::warn!("{problem}"),
             }
+        }
+        for (door, gpus) in doors {
+            tracing::info!(door, gpus = observe::some(&gpus), "GPUs change between device plugin and DRA");
         }
     }
 

@@ -1,12 +1,13 @@
 //! What the plugins did and what became of GPUs, for the log and the metrics.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
 
-use crate::allocation::{DeviceId, FallbackReason};
+use crate::allocation::FallbackReason;
 use crate::kubelet::{Occurrence, Phase};
 use crate::metrics::new;
 use crate::once::Once;
@@ -36,8 +37,8 @@ impl GpuFailures {
 const NAMED: usize = 8;
 
 /// The first of some ids, for a line of the log.
-pub(super) fn some(ids: &[DeviceId]) -> String {
-    let named: Vec<&str> = ids.iter().take(NAMED).map(DeviceId::as_str).collect();
+pub(super) fn some<T: fmt::Display>(ids: &[T]) -> String {
+    let named: Vec<String> = ids.iter().take(NAMED).map(ToString::to_string).collect();
     let named = named.join(", ");
     match ids.len().saturating_sub(NAMED) {
         0 => named,

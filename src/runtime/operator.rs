@@ -15,7 +15,7 @@ use super::driver::metrics::DriverMetrics;
 use super::node::Node;
 use super::readiness::{Part, Readiness};
 use crate::admin::{GpuState, Order, Orders, Outcome, PartState, ReasonState, ResourceState, State};
-use crate::state::{Event, NodeState, Resource};
+use crate::state::{Door, Event, NodeState, Resource};
 use crate::topology::GpuUuid;
 
 /// [`Release::patience`].
@@ -118,6 +118,7 @@ fn state(snapshot: &NodeState, readiness: &Readiness, driver_released: bool) -> 
         index: status.gpu.index,
         pci: status.gpu.pci.to_string(),
         model: status.gpu.model.clone(),
+        door: snapshot.door(&status.gpu.uuid).filter(|_| snapshot.has_dra()).map(Door::label),
         healthy: status.is_healthy,
         reasons: status
             .reasons
@@ -144,7 +145,7 @@ fn state(snapshot: &NodeState, readiness: &Readiness, driver_released: bool) -> 
     State {
         version: env!("CARGO_PKG_VERSION"),
         driver_released,
-        idle: resources.is_empty().then(|| readiness.idle().borrow().reason().to_owned()),
+        idle: (resources.is_empty() && !snapshot.has_dra()).then(|| readiness.idle().borrow().reason().to_owned()),
         resources,
         parts,
         gpus: gpus.collect(),

@@ -1,9 +1,10 @@
-//! `linkwise config-manager`: this program becomes `linkwise-cluster`, the one with a client of the API server.
+//! `linkwise config-manager`, and `linkwise run` with DRA: this program becomes `linkwise-cluster`, the one with a client of the API server.
 
 use std::fs;
+use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 /// The binary in a folder of its own, as in an image.
 fn installed() -> (tempfile::TempDir, std::path::PathBuf) {
@@ -37,4 +38,79 @@ fn missing_program_for_the_api_server_is_named() {
     let named = folder.path().canonicalize().unwrap().join("linkwise-cluster");
     assert!(!output.status.success());
     assert!(error.contains(&format!("cannot start {}", named.display())) && error.contains("API server"), "{error}");
+}
+
+/// A `linkwise-cluster` beside the program that prints its arguments.
+fn cluster_program(folder: &tempfile::TempDir) {
+    let other = folder.path().join("linkwise-cluster");
+    fs::write(&other, "#!/bin/sh\necho \"$1\"\n").unwrap();
+    fs::set_permissions(&other, fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+/// `linkwise run` on a host without GPUs, with an API server's address and a configuration file.
+fn run(program: &Path, folder: &tempfile::TempDir) -> Command {
+    let at = |name: &str| folder.path().join(name);
+    let _ = fs::create_dir(at("sys"));
+    let mut command = Command::new(program);
+    command.arg("run").env_clear().env("KUBERNETES_SERVICE_HOST", "127.0.0.1").env("KUBERNETES_SERVICE_PORT", "1");
+    command.env("LINKWISE_SYSFS", at("sys")).env("KUBELET_SOCKET", at("kubelet.sock")).env("NODE_NAME", "n");
+    command.env("LINKWISE_METRICS_ADDRESS", "127.0.0.1:0").env("CONFIG_FILE", at("config.yaml"));
+    command.env("LINKWISE_STATE_DIR", at("state")).env("LINKWISE_NVML_LIBRARY", at("no-library"));
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+const NO_DRA: &str = "version: v1\n";
+const DRA: &str = "version: v1\nlinkwise: {dra: {gpus: all}}\n";
+
+#[test]
+fn run_with_dra_becomes_the_cluster_program() {
+    let (folder, program) = installed();
+    cluster_program(&folder);
+    fs::write(folder.path().join("config.yaml"), DRA).unwrap();
+    let output = run(&program, &folder).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "run\n", "{output:?}");
+    // What the last process left with DRA has to be taken back.
+    fs::write(folder.path().join("config.yaml"), NO_DRA).unwrap();
+    fs::create_dir_all(folder.path().join("state/claims")).unwrap();
+    fs::write(folder.path().join("state/claims/uid.json"), "{}").unwrap();
+    let output = run(&program, &folder).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "run\n", "{output:?}");
+}
+
+#[test]
+fn change_to_dra_ends_in_order_and_becomes_it() {
+    let (folder, program) = installed();
+    cluster_program(&folder);
+    let file = folder.path().join("config.yaml");
+    fs::write(&file, NO_DRA).unwrap();
+    let mut process = run(&program, &folder).spawn().unwrap();
+    let mut log = BufReader::new(process.stderr.take().unwrap()).lines();
+    let mut wait_for = |words: &str| {
+        let found = log.by_ref().map(Result::unwrap).find(|line| line.contains(words));
+        found.unwrap_or_else(|| panic!("no line with '{words}'"))
+    };
+    wait_for("linkwise is up");
+    fs::write(&file, DRA).unwrap();
+    wait_for("starting again as linkwise-cluster");
+    let mut printed = String::new();
+    process.stdout.take().unwrap().read_to_string(&mut printed).unwrap();
+    assert_eq!(printed, "run\n");
+    assert!(process.wait().unwrap().success());
+}
+
+#[test]
+fn change_to_dra_without_an_api_server_is_rejected() {
+    let (folder, program) = installed();
+    let file = folder.path().join("config.yaml");
+    fs::write(&file, NO_DRA).unwrap();
+    let mut process = run(&program, &folder).env_remove("KUBERNETES_SERVICE_HOST").spawn().unwrap();
+    let mut log = BufReader::new(process.stderr.take().unwrap()).lines();
+    let mut wait_for = |words: &str| log.by_ref().map(Result::unwrap).any(|line| line.contains(words));
+    assert!(wait_for("linkwise is up"));
+    fs::write(&file, DRA).unwrap();
+    assert!(wait_for("configuration rejected, keeping the previous one"));
+    assert!(process.try_wait().unwrap().is_none());
+    process.kill().unwrap();
+    process.wait().unwrap();
 }

@@ -97,7 +97,7 @@ impl<'a> Oracle<'a> {
     }
 
     /// What no all-reduce over the set can beat.
-    fn collective(&self, set: Set) -> u64 {
+    pub fn collective(&self, set: Set) -> u64 {
         if set.count_ones() < 2 {
             return 0;
         }

@@ -42,6 +42,19 @@ pub struct Request {
     pub token: Option<String>,
 }
 
+/// What the server would store if a client created this object.
+///
+/// # Errors
+///
+/// The Status of its refusal.
+pub fn stored(resource: &ResourceType, namespace: Option<&str>, gates: Gates, object: &Value) -> Result<Value, Value> {
+    let mut store = Store::new(std::slice::from_ref(resource));
+    store.gates = gates;
+    let name = object["metadata"]["name"].as_str().unwrap_or_default();
+    let created = store.create("client", &resource.key(namespace, name), object.clone());
+    created.map_err(|refusal| refusal.status())
+}
+
 /// What all connections share.
 struct Shared {
     store: Mutex<Store>,
@@ -198,6 +211,28 @@ impl ApiServerBox {
         self.shared.changed();
     }
 
+    /// Creates an object as a client would: with the server's rules and defaults.
+    ///
+    /// # Errors
+    ///
+    /// The Status of the server's refusal.
+    pub fn create(&self, manager: &str, key: &Key, object: Value) -> Result<Value, Value> {
+        let created = self.shared.store().create(manager, key, object);
+        self.shared.changed();
+        created.map_err(|refusal| refusal.status())
+    }
+
+    /// Replaces an object's status as a client would.
+    ///
+    /// # Errors
+    ///
+    /// The Status of the server's refusal.
+    pub fn replace_status(&self, manager: &str, key: &Key, object: &Value) -> Result<Value, Value> {
+        let replaced = self.shared.store().replace_status(manager, key, object);
+        self.shared.changed();
+        replaced.map_err(|refusal| refusal.status())
+    }
+
     /// Changes an object, as `manager` would by an update.
     pub fn edit(&self, manager: &str, key: &Key, edit: impl FnOnce(&mut Value)) {
         let mut object = self.object(key).expect("the object is there");
@@ -220,6 +255,14 @@ impl ApiServerBox {
     pub async fn wait_for_object(&self, key: &Key, is: impl Fn(Option<&Value>) -> bool) {
         let mut changes = self.shared.changes.subscribe();
         while !is(self.object(key).as_ref()) {
+            changes.changed().await.expect("the sender lives as long as the server");
+        }
+    }
+
+    /// Waits until the objects of a kind fulfil `are`.
+    pub async fn wait_for_objects(&self, resource: &ResourceType, are: impl Fn(&[Value]) -> bool) {
+        let mut changes = self.shared.changes.subscribe();
+        while !are(&self.objects(resource)) {
             changes.changed().await.expect("the sender lives as long as the server");
         }
     }

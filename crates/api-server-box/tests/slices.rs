@@ -1,5 +1,7 @@
 //! Slices over HTTPS, as a client sees them.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::sync::Arc;
 
 use linkwise_api_server_box::{Answer, ApiServerBox, Fault, ResourceType};

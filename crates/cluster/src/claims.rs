@@ -16,7 +16,6 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
-use crate::attempts::Attempts;
 use crate::error::ApiError;
 use crate::server::ApiServer;
 
@@ -38,14 +37,12 @@ const AT_ONCE: usize = 16;
 /// Reads claims.
 pub struct ClaimReader {
     server: ApiServer,
-    attempts: Attempts,
 }
 
 impl ClaimReader {
     /// Asks nothing yet.
     pub fn new(server: ApiServer) -> Self {
-        let attempts = Attempts::of("read a ResourceClaim", server.pace());
-        Self { server, attempts }
+        Self { server }
     }
 
     /// Answers queries until `shutdown`, or until the channel is closed.
@@ -58,13 +55,8 @@ impl ClaimReader {
                         Some(query) => running.push(answer(self.server.clone(), query)),
                         None => break,
                     },
-                    Some((server, outcome)) = running.next() => {
-                        match outcome {
-                            Some(error) => drop(self.attempts.failed(&error)),
-                            None => self.attempts.succeeded(),
-                        }
-                        self.server = server;
-                    }
+                    // With a client that works, or with none after an error that a new one may not have.
+                    Some(server) = running.next() => self.server = server,
                 }
             }
             while running.next().await.is_some() {}
@@ -73,23 +65,22 @@ impl ClaimReader {
     }
 }
 
-/// Answers one query. Returns the error of an API server that did not answer.
-async fn answer(mut server: ApiServer, query: ClaimQuery) -> (ApiServer, Option<ApiError>) {
+/// Answers one query. Errors are for the asker, who logs them.
+async fn answer(mut server: ApiServer, query: ClaimQuery) -> ApiServer {
     let ClaimQuery { namespace, name, mut answer } = query;
     let outcome = tokio::select! {
         result = read(&mut server, &namespace, &name) => Some(result),
         // Nobody waits any more.
         () = answer.closed() => None,
     };
-    let Some(result) = outcome else { return (server, None) };
-    let (result, error) = match result {
-        Ok(claim) => (Ok(claim), None),
-        Err(error) if error.code() == Some(404) => (Err(ClaimQueryError::NotFound), None),
-        Err(error) => (Err(ClaimQueryError::Failed(error.to_string())), Some(error)),
-    };
+    let Some(result) = outcome else { return server };
+    let result = result.map_err(|error| match error.code() {
+        Some(404) => ClaimQueryError::NotFound,
+        _ => ClaimQueryError::Failed(error.to_string()),
+    });
     // The asker may have gone.
     let _ = answer.send(result);
-    (server, error)
+    server
 }
 
 async fn read(server: &mut ApiServer, namespace: &str, name: &str) -> Result<Claim, ApiError> {

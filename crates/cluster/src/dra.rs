@@ -23,15 +23,23 @@ pub fn run(mut args: Box<RunArgs>) -> ExitCode {
     // The client's own lines about failures, which are logged here once.
     args.log.log = format!("kube_client=off,{}", args.log.log);
     let Ok(access) = Access::of(&args.api) else { return linkwise::run(Command::Run(args), ApiClients::default()) };
-    let client = move |side: ApiSide, registry: &mut Registry, shutdown: CancellationToken| {
+    let client = client(access, Pace::DEFAULT);
+    let client: &Client = &client;
+    linkwise::run(Command::Run(args), ApiClients { dra: Some(client), ..ApiClients::default() })
+}
+
+/// What writes slices and reads claims at an API server.
+pub(crate) fn client(
+    access: Access,
+    pace: Pace,
+) -> impl Fn(ApiSide, &mut Registry, CancellationToken) -> BoxFuture<'static, anyhow::Result<()>> + Send + Sync {
+    move |side, registry, shutdown| {
         let metrics = ApiMetrics::register(registry);
-        let server = || ApiServer::new(access.clone(), Pace::DEFAULT, metrics.clone());
+        let server = || ApiServer::new(access.clone(), pace, metrics.clone());
         let ApiSide { node, driver, pool, stored, claims } = side;
         let writer = SliceWriter::new(server(), SliceSettings { node, driver });
         let writing = writer.run(server(), pool, stored, shutdown.clone());
         let reading = ClaimReader::new(server()).run(claims, shutdown);
-        join(writing, reading).map(|_| Ok(())).boxed() as BoxFuture<'static, anyhow::Result<()>>
-    };
-    let client: &Client = &client;
-    linkwise::run(Command::Run(args), ApiClients { dra: Some(client), ..ApiClients::default() })
+        join(writing, reading).map(|_| Ok(())).boxed()
+    }
 }

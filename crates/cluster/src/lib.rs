@@ -8,6 +8,7 @@ mod access;
 mod attempts;
 mod claims;
 pub mod config_manager;
+pub mod demo;
 pub mod doctor;
 pub mod dra;
 mod error;

@@ -5,13 +5,14 @@ use std::process::ExitCode;
 
 use linkwise::config::{Cli, Command};
 use linkwise::runtime::ApiClients;
-use linkwise_cluster::{config_manager, doctor, dra, labels};
+use linkwise_cluster::{config_manager, demo, doctor, dra, labels};
 
 fn main() -> ExitCode {
     match Cli::read().command {
         Command::ConfigManager(args) => {
             config_manager::run(&args).map_or_else(|error| linkwise::failed(&error), |()| ExitCode::SUCCESS)
         }
+        Command::Demo(args) if args.dra => demo::run(&args),
         Command::Labels(args) => labels::run(args),
         Command::Run(args) => dra::run(args),
         Command::Doctor(args) => doctor::run(args),

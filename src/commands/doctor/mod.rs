@@ -6,6 +6,7 @@
 mod cluster;
 mod container_runtime;
 mod devices;
+mod dra;
 mod driver;
 mod finding;
 mod gpus;
@@ -98,6 +99,7 @@ pub async fn doctor(args: &DoctorArgs, features: Option<impl Future<Output = Nod
         None => None,
     };
     cluster::check(found, &node, features);
+    guarded(found, &node, "DRA", dra::check).await;
     if let Some((observed, topology, _)) = &assembled {
         topology_manager::check(found, observed, topology, (args.numa_hints, policy.as_ref()));
     }

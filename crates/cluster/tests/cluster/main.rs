@@ -4,6 +4,8 @@
 
 mod claims;
 mod config_manager;
+mod doctor;
+mod dra_node;
 mod node;
 mod node_feature;
 mod slices;

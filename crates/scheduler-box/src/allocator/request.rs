@@ -1,0 +1,50 @@
+//! What a claim's requests ask for, with their classes.
+
+use crate::api::{Claim, DeviceClass, Exactly};
+use crate::error::Failure;
+
+/// A request.
+pub(crate) struct RequestPlan<'a> {
+    /// Its alternatives in the order of preference; one where it is asked for exactly.
+    pub asks: Vec<Ask<'a>>,
+    /// Whether it is a list of alternatives.
+    pub is_prioritised: bool,
+}
+
+/// An alternative of a request, or a whole request.
+pub(crate) struct Ask<'a> {
+    /// The request's name.
+    pub request: &'a str,
+    /// As in results: `request`, or `request/alternative`.
+    pub name: String,
+    pub asked: &'a Exactly,
+    pub class: &'a DeviceClass,
+    /// With `allocationMode: All` the devices that are all, found before the search.
+    pub all: Vec<usize>,
+}
+
+/// A claim's requests.
+pub(super) fn plan<'a>(claim: &'a Claim, classes: &'a [DeviceClass]) -> Result<Vec<RequestPlan<'a>>, Failure> {
+    let ask = |request: &'a str, asked: &'a Exactly| {
+        let name = if asked.name.is_empty() { request.to_owned() } else { format!("{request}/{}", asked.name) };
+        if asked.capacity.is_some() {
+            return Err(Failure::NotModelled(format!(
+                "claim {}, request {name}: a request for capacity",
+                claim.name()
+            )));
+        }
+        let class = classes.iter().find(|class| class.metadata.name == asked.device_class_name);
+        let class = class.ok_or_else(|| Failure::NoClass {
+            claim: claim.name(),
+            request: name.clone(),
+            class: asked.device_class_name.clone(),
+        })?;
+        Ok(Ask { request, name, asked, class, all: Vec::new() })
+    };
+    let requests = claim.spec.devices.requests.iter().map(|request| {
+        let asked = request.exactly.iter().chain(&request.first_available);
+        let asks = asked.map(|asked| ask(&request.name, asked)).collect::<Result<_, _>>()?;
+        Ok(RequestPlan { asks, is_prioritised: request.exactly.is_none() })
+    });
+    requests.collect()
+}

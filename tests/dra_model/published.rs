@@ -1,0 +1,163 @@
+//! Built-in machines as nodes of a cluster: their slices, and what GPUs are free.
+
+use std::sync::Arc;
+
+use linkwise::allocation::{AllocationTables, GpuSet};
+use linkwise::machines;
+use linkwise::publish::dra::slice::Pool;
+use linkwise::publish::dra::{self, DraFacts, GpuLayout};
+use linkwise::state::DriverVersions;
+use linkwise::topology::NodeTopology;
+use linkwise_api_server_box::{Gates, ResourceType, stored};
+use linkwise_scheduler_box::{Cluster, Failure};
+use serde_json::{Value, json};
+
+use crate::oracle::{Set, places};
+
+/// NVIDIA's driver name, which linkwise takes by default.
+pub const DRIVER: &str = "gpu.nvidia.com";
+
+/// NVIDIA's class of whole GPUs, as its DRA driver's chart has it.
+pub const CLASS: &str = "gpu.nvidia.com";
+
+/// A machine as a node.
+pub struct Node {
+    pub name: &'static str,
+    pub topology: Arc<NodeTopology>,
+    /// As the API server stored them.
+    pub slices: Vec<Value>,
+    /// The device of each GPU, by the GPU's place.
+    pub devices: Vec<String>,
+}
+
+/// All built-in machines.
+pub fn nodes() -> impl Iterator<Item = Node> {
+    machines::built_in().map(|machine| node(machine.name))
+}
+
+pub fn node(name: &'static str) -> Node {
+    let (topology, _) = NodeTopology::assemble(&machines::load(name).unwrap().observed);
+    let topology = Arc::new(topology);
+    let gpus: GpuSet = (0..topology.gpus().len()).collect();
+    let layout = GpuLayout::of(&AllocationTables::new(Arc::clone(&topology)), gpus);
+    let versions = DriverVersions::default();
+    let (devices, problems) = dra::devices(&DraFacts::of_machine(&topology, &versions, gpus, &layout));
+    assert_eq!(problems, [], "{name}");
+    let slices = Pool::new(DRIVER, name, devices).slices(1);
+    let slice = |(index, spec)| {
+        let object = json!({
+            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "spec": serde_json::to_value(spec).unwrap(),
+            "metadata": {"generateName": format!("{index:05x}-{DRIVER}-{name}-")},
+        });
+        stored(&ResourceType::RESOURCE_SLICES, None, Gates::default(), &object).unwrap()
+    };
+    let slices: Vec<Value> = slices.into_iter().enumerate().map(slice).collect();
+    let device_of = |uuid: &str| {
+        let mut devices = slices.iter().flat_map(|slice| slice["spec"]["devices"].as_array().unwrap());
+        let device = devices.find(|device| device["attributes"]["uuid"]["string"] == uuid);
+        device.map_or_else(String::new, |device| device["name"].as_str().unwrap().to_owned())
+    };
+    let devices = topology.gpus().iter().map(|gpu| device_of(&gpu.uuid.to_string())).collect();
+    Node { name, topology, slices, devices }
+}
+
+/// DeviceClasses: NVIDIA's, and DRANET's devices with RDMA.
+pub fn classes() -> Vec<Value> {
+    let class = |name: &str, expression: &str| json!({"metadata": {"name": name}, "spec": {"selectors": [{"cel": {"expression": expression}}]}});
+    vec![
+        class(CLASS, "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'"),
+        class("dranet", "device.driver == 'dra.net'"),
+    ]
+}
+
+/// A claim, as the API server stored it.
+pub fn claim(spec: &Value) -> Value {
+    let object = json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "spec": spec,
+        "metadata": {"name": "c", "namespace": "default"},
+    });
+    stored(&ResourceType::RESOURCE_CLAIMS, Some("default"), Gates::default(), &object).unwrap()
+}
+
+/// A claim for so many GPUs, whichever.
+pub fn gpus(count: u32) -> Value {
+    let exactly = json!({"deviceClassName": CLASS, "count": count});
+    claim(&json!({"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}}))
+}
+
+impl Node {
+    pub fn gpus(&self) -> u32 {
+        self.topology.gpus().len() as u32
+    }
+
+    /// A cluster of this node alone, with further slices.
+    pub fn cluster(&self, more: &[Value]) -> Cluster {
+        let slices: Vec<Value> = self.slices.iter().chain(more).cloned().collect();
+        Cluster::new(&slices, &classes(), &[]).unwrap()
+    }
+
+    /// The same with these GPUs free and the others in use.
+    pub fn occupied(&self, cluster: &Cluster, free: Set) -> Cluster {
+        let mut cluster = cluster.clone();
+        let used = (0..self.devices.len()).filter(|gpu| free & 1 << gpu == 0);
+        let results: Vec<Value> = used
+            .map(|gpu| {
+                let (pool, device) = (format!("{}/gpu", self.name), &self.devices[gpu]);
+                json!({"request": "r", "driver": DRIVER, "pool": pool, "device": device})
+            })
+            .collect();
+        cluster.occupy(&json!({"devices": {"results": results}})).unwrap();
+        cluster
+    }
+
+    /// The GPUs that a claim gets of the free ones; `None` where it waits.
+    pub fn chosen(&self, cluster: &Cluster, free: Set, claim: &Value) -> Option<Set> {
+        self.allocated(cluster, free, claim).map(|allocation| self.set_of(&allocation))
+    }
+
+    /// The allocation of a claim, with these GPUs free.
+    pub fn allocated(&self, cluster: &Cluster, free: Set, claim: &Value) -> Option<Value> {
+        match self.occupied(cluster, free).allocate(self.name, std::slice::from_ref(claim)) {
+            Ok(mut placement) => placement.allocations.pop(),
+            Err(Failure::Refused(_)) => None,
+            Err(other) => panic!("{}: {other}", self.name),
+        }
+    }
+
+    /// The GPUs of an allocation, each once.
+    pub fn set_of(&self, allocation: &Value) -> Set {
+        let mut set = 0;
+        for result in allocation["devices"]["results"].as_array().unwrap() {
+            if result["driver"] == DRIVER {
+                let device = result["device"].as_str().unwrap();
+                let gpu = 1 << self.devices.iter().position(|own| own == device).expect("a GPU of the node");
+                assert_eq!(set & gpu, 0, "{}: {device} twice", self.name);
+                set |= gpu;
+            }
+        }
+        set
+    }
+
+    /// An attribute of a GPU's device.
+    pub fn attribute(&self, gpu: usize, name: &str) -> Option<String> {
+        let mut devices = self.slices.iter().flat_map(|slice| slice["spec"]["devices"].as_array().unwrap());
+        let own = devices.find(|device| device["name"] == self.devices[gpu].as_str())?;
+        own["attributes"][name]["string"].as_str().map(str::to_owned)
+    }
+
+    /// What may be free: everything up to 8 GPUs, some hundred states of more.
+    pub fn availabilities(&self) -> Vec<Set> {
+        let every = (1_u64 << self.gpus()) as Set - 1;
+        if self.gpus() <= 8 {
+            return (0..=every).collect();
+        }
+        // A linear congruential generator: the same states in every run.
+        let step = |state: &u64| Some(state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1));
+        std::iter::successors(Some(1), step).map(|state| (state >> 24) as Set & every).take(300).collect()
+    }
+}
+
+/// Sets as lists, for messages.
+pub fn list(set: Set) -> Vec<usize> {
+    places(set).collect()
+}
