@@ -43,12 +43,14 @@ pub fn run(command: Command, clients: runtime::ApiClients<'_>) -> ExitCode {
         Command::Simulate(args) => runtime::block_on(commands::simulate(&args)),
         Command::Snapshot(args) => runtime::block_on(commands::snapshot(&args)),
         Command::Config(args) => commands::config(&args),
-        Command::Doctor(args) => match runtime::block_on(commands::doctor(&args)) {
+        Command::Doctor(args) => match runtime::doctor(&args, clients.doctor) {
             Ok(code) => return code,
             Err(error) => Err(error),
         },
         Command::Labels(args) if args.node.node.is_some() => runtime::block_on(commands::labels(&args)),
         Command::Labels(args) => runtime::labels(&args, clients.labels),
+        Command::Dra(args) => runtime::block_on(commands::dra(&args)),
+        Command::Claim(args) => commands::claim(&args),
         Command::Admin(args) => runtime::block_on(commands::admin(&args)),
         Command::MpsControlDaemon(args) => match runtime::mps_control_daemon(&args) {
             Ok(code) => return code,

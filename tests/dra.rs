@@ -12,9 +12,11 @@
 mod dra {
     pub mod checker;
     pub mod claims;
+    pub mod documented;
     pub mod golden;
     pub mod limits;
     pub mod order;
+    pub mod state;
 }
 #[path = "random_node/mod.rs"]
 mod random_node;

@@ -157,6 +157,42 @@ fn mps_control_daemon_has_the_hosts_process_ids() {
     assert_eq!(daemon.pointer(&format!("{POD}/hostPID")), Some(&Value::Bool(true)));
 }
 
+/// linkwise reads claims and its Node, and writes the slices of its own node.
+#[test]
+fn dra_has_the_least_rights_and_its_own_node() {
+    let of = |name: &str| read(&manifests().join(format!("overlays/dra/{name}.yaml")));
+    let role = of("clusterrole");
+    let rules = list(&role, "/rules").into_iter().map(|rule| (rule["resources"][0].clone(), rule["verbs"].clone()));
+    let expected = serde_json::json!([
+        ["resourceclaims", ["get"]],
+        ["resourceslices", ["get", "list", "watch", "create", "update", "delete"]],
+        ["nodes", ["get"]],
+    ]);
+    let rules: Vec<Value> = rules.map(|(resource, verbs)| serde_json::json!([resource, verbs])).collect();
+    assert_eq!(Value::from(rules), expected);
+    let (binding, account) = (of("clusterrolebinding"), read(&manifests().join("base/serviceaccount.yaml")));
+    assert_eq!(
+        (&binding["subjects"][0]["name"], &binding["roleRef"]["name"]),
+        (&account["metadata"]["name"], &role["metadata"]["name"])
+    );
+    let policy = of("admissionpolicy");
+    let user = format!(
+        "\"system:serviceaccount:{}:{}\"",
+        binding["subjects"][0]["namespace"].as_str().unwrap(),
+        account["metadata"]["name"].as_str().unwrap()
+    );
+    assert!(policy["spec"]["matchConditions"][0]["expression"].as_str().unwrap().ends_with(&user), "{policy}");
+    let rule = &policy["spec"]["matchConstraints"]["resourceRules"][0];
+    assert_eq!(
+        (&rule["resources"][0], &rule["operations"]),
+        (&serde_json::json!("resourceslices"), &serde_json::json!(["CREATE", "UPDATE", "DELETE"]))
+    );
+    assert_eq!(of("admissionpolicybinding")["spec"]["policyName"], policy["metadata"]["name"]);
+    let patch = of("daemonset");
+    assert_eq!(patch.pointer(&format!("{POD}/automountServiceAccountToken")), Some(&Value::Bool(true)));
+    assert_eq!(of("deviceclass-gpu")["spec"]["extendedResourceName"], "nvidia.com/gpu");
+}
+
 /// What kubectl, or kustomize, makes of a folder; `None` where this machine has neither.
 fn rendered(folder: &Path) -> Option<Vec<Value>> {
     let ways: [(&str, &[&str]); 2] = [("kubectl", &["kustomize"]), ("kustomize", &["build"])];
@@ -181,7 +217,14 @@ fn what_the_cluster_would_get_is_whole() {
         let maps: BTreeSet<&str> = of_kind("ConfigMap").map(|map| map["metadata"]["name"].as_str().unwrap()).collect();
         // OpenShift's constraints do not apply in kube-system.
         let namespace = if folder.ends_with("openshift") { "linkwise" } else { "kube-system" };
-        for object in objects.iter().filter(|object| object["kind"] != "Namespace") {
+        let of_the_cluster = |object: &&Value| {
+            let kind = object["kind"].as_str().unwrap();
+            kind == "Namespace"
+                || kind.starts_with("Cluster")
+                || kind.starts_with("Validating")
+                || kind == "DeviceClass"
+        };
+        for object in objects.iter().filter(|object| !of_the_cluster(object)) {
             assert_eq!(object["metadata"]["namespace"], namespace, "{}: {}", folder.display(), object["kind"]);
         }
         let linkwise = of_kind("DaemonSet").find(|object| object["metadata"]["name"] == "linkwise").unwrap();
@@ -235,7 +278,8 @@ fn linkwise_takes_the_settings_in_them() {
         let here =
             |value: &Value| value.as_str().unwrap().replace("/config/", &format!("{}/", temporary.path().display()));
         let args = list(container, "/args").into_iter().filter(|arg| **arg != "run").map(here);
-        let env = list(container, "/env").into_iter();
+        // What a pod takes from itself has no value here.
+        let env = list(container, "/env").into_iter().filter(|env| env["value"].is_string());
         let env = env.map(|env| (env["name"].as_str().unwrap(), here(&env["value"])));
         let show = Command::new(env!("CARGO_BIN_EXE_linkwise")).args(["config", "show"]).args(args).envs(env).output();
         let show = show.unwrap();

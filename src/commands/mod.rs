@@ -1,14 +1,18 @@
-//! The commands that read and print: `topology`, `allocate`, `simulate`, `snapshot`, `doctor`, `admin`, `config`.
+//! The commands that read and print: `topology`, `allocate`, `simulate`, `snapshot`, `doctor`, `dra`, `claim`, `admin`,
+//! `config`.
 //!
 //! A composition root: it reads a machine (a file, or this one), asks the core and prints. Called by `main`.
 //! What it prints for scripts is an interface; what it prints for people is held by golden tests.
 
 mod admin;
 mod allocate;
+mod claim;
 mod config;
 mod doctor;
+mod dra;
 mod labels;
 mod machine;
+mod manifest;
 mod matrix;
 mod outline;
 mod output;
@@ -30,8 +34,10 @@ use crate::topology::{Gpu, NodeTopology};
 
 pub use admin::admin;
 pub use allocate::allocate;
+pub use claim::claim;
 pub use config::config;
-pub use doctor::doctor;
+pub use doctor::{NodeFeatureFound, NodeFeatures, doctor};
+pub use dra::dra;
 pub use labels::labels;
 pub use output::print;
 pub use simulate::simulate;

@@ -28,6 +28,12 @@ pub struct ApiServerArgs {
 }
 
 impl ApiServerArgs {
+    /// Whether there are credentials too. It reads a file's metadata.
+    pub fn has_credentials(&self) -> bool {
+        let token = || self.service_account_dir.join("token").exists();
+        !self.kubeconfig.is_empty() || (!self.api_server_host.is_empty() && token())
+    }
+
     /// Whether there is an API server: in a pod, or by a kubeconfig.
     pub fn is_given(&self) -> bool {
         !self.kubeconfig.is_empty() || !self.api_server_host.is_empty()

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::settings::{KUBELET_SOCKET, POD_RESOURCES_SOCKET};
-use super::{Format, HostArgs, word};
+use super::{ApiServerArgs, Format, HostArgs, word};
 use crate::state::NumaHints;
 
 /// `linkwise doctor`.
@@ -39,6 +39,12 @@ pub struct DoctorArgs {
         value_parser = word::<NumaHints>()
     )]
     pub numa_hints: NumaHints,
+    /// The node's name, for its NodeFeature objects
+    #[arg(long, value_name = "NAME", env = "NODE_NAME")]
+    pub node_name: Option<String>,
+    /// How to reach the API server.
+    #[command(flatten)]
+    pub api: ApiServerArgs,
     /// How long each check may take; one that takes longer has failed
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub timeout: u64,

@@ -7,8 +7,8 @@ use clap::error::ErrorKind;
 use clap::{ArgMatches, Args, Error, FromArgMatches, Subcommand};
 
 use super::{
-    AdminArgs, AgentArgs, AllocateArgs, ConfigArgs, ConfigManagerArgs, DemoArgs, DoctorArgs, LabelsArgs,
-    MpsControlDaemonArgs, RunArgs, SimulateArgs, SnapshotArgs, TopologyArgs,
+    AdminArgs, AgentArgs, AllocateArgs, ClaimArgs, ConfigArgs, ConfigManagerArgs, DemoArgs, DoctorArgs, DraArgs,
+    LabelsArgs, MpsControlDaemonArgs, RunArgs, SimulateArgs, SnapshotArgs, TopologyArgs,
 };
 
 /// The subcommand that other subcommands start; `--help` does not list it.
@@ -70,6 +70,8 @@ subcommands! {
         "Write this machine, as NVML and hwloc see it, as a node file that every --node takes";
     "doctor" => Doctor(DoctorArgs), "Check this node, and print what is wrong and how to repair it";
     "labels" => Labels(Box<LabelsArgs>), "Write what schedulers read of this node (as gpu-feature-discovery)";
+    "dra" => Dra(Box<DraArgs>), "Print the resource slices that this node would publish through DRA";
+    "claim" => Claim(ClaimArgs), "Print a manifest that asks for GPUs through DRA";
     "admin" => Admin(AdminArgs),
         "Print the state of the linkwise on this host, or order: release the driver, clear a GPU's health";
     "mps-control-daemon" => MpsControlDaemon(Box<MpsControlDaemonArgs>),
@@ -97,6 +99,8 @@ mod tests {
             ("snapshot", "Snapshot("),
             ("doctor", "Doctor("),
             ("labels --oneshot", "Labels("),
+            ("dra --node-name gpu-1", "Dra("),
+            ("claim --gpus 4", "Claim("),
             ("admin state", "Admin("),
             ("mps-control-daemon", "MpsControlDaemon("),
             ("config-manager --oneshot", "ConfigManager("),

@@ -228,11 +228,14 @@ impl Door {
             Ok(Ok(state)) => Arc::clone(&state),
             Ok(Err(_)) | Err(_) => return Err(PrepareError::NoLedger),
         };
-        let is_dra = |gpu| state.door(gpu).is_some_and(state::Door::is_dra);
-        match record.prepared.devices.iter().find(|device| !is_dra(&device.gpu)) {
-            Some(left) => Err(ClaimError::NotDra { device: left.device.clone(), gpu: left.gpu.clone() }.into()),
-            None => Ok(()),
+        for device in &record.prepared.devices {
+            let door = state.door(&device.gpu);
+            if !door.is_some_and(state::Door::is_dra) {
+                let (device, gpu) = (device.device.clone(), device.gpu.clone());
+                return Err(ClaimError::NotDra { device, gpu, door }.into());
+            }
         }
+        Ok(())
     }
 
     /// Reads the claim, plans it and puts it into the books. A GPU that a claim has which is gone is taken from it first.
@@ -358,22 +361,34 @@ impl Door {
         missing.unwrap_or_else(|_| all.into_iter().collect())
     }
 
-    /// Whether the cluster has no such claim any more, and no container of this node its devices.
+    /// Whether the cluster has no such claim any more, or its devices have been taken from it, and no container of this
+    /// node has them.
     async fn is_gone(&self, record: &Record) -> bool {
         let claim = &record.claim;
-        let is_deleted = match self.query(claim).await {
+        let answer = self.query(claim).await;
+        let state = self.snapshot.borrow().clone();
+        let is_over = match answer {
             Err(ClaimQueryError::NotFound) => true,
             Err(ClaimQueryError::Failed(_)) => false,
-            Ok(found) => found.metadata.uid != claim.uid,
+            Ok(found) if found.metadata.uid != claim.uid => true,
+            // Its pod has ended, and the kubelet should have unprepared it. One that was reinstalled does not.
+            Ok(found) => state.ledger().is_known() && !self.is_allocated(&found, record),
         };
-        let named = format!("{}/{}", claim.namespace, claim.name);
-        let state = self.snapshot.borrow().clone();
+        let named = claim.to_string();
         let mut listed = state.ledger().holdings().claims.iter();
-        is_deleted
+        is_over
             && !listed.any(|held| {
                 let has = |device: &str| record.prepared.devices.iter().any(|prepared| prepared.device == device);
                 held.claim == named && held.driver == self.settings.driver && has(&held.device)
             })
+    }
+
+    /// Whether any of a record's devices is still the claim's.
+    fn is_allocated(&self, claim: &Claim, record: &Record) -> bool {
+        let results = claim.status.allocation.iter().flat_map(|allocation| &allocation.devices.results);
+        let mut ours =
+            results.filter(|result| result.driver == self.settings.driver && result.pool == self.settings.pool);
+        ours.any(|result| record.prepared.devices.iter().any(|device| device.device == result.device))
     }
 
     async fn query(&self, claim: &ClaimName) -> Result<Claim, ClaimQueryError> {

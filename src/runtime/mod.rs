@@ -25,18 +25,21 @@ mod readiness;
 mod simulated;
 
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::admin::Local;
 use crate::cdi::CdiMetrics;
+use crate::commands::{self, NodeFeatures};
 use crate::config::settings::{OnNvmlLoss, load, load_text};
-use crate::config::{ConfigMetrics, Environment, Flags, HostArgs, NvmlArgs, RunArgs, Settings};
+use crate::config::{ConfigMetrics, DoctorArgs, Environment, Flags, HostArgs, NvmlArgs, RunArgs, Settings};
 use crate::hwloc;
 use crate::kubelet;
 use crate::mps::Layout;
@@ -59,12 +62,10 @@ pub use mps::mps_control_daemon;
 pub use node::{Node, NodeSettings};
 pub use simulated::{SimulatedFolders, start_with_dra};
 
-/// Threads of the runtime. Two, so that a slow write of the log does not hold up an admission.
-const THREADS: usize = 2;
-
-/// Runs a future on a runtime of our own.
+/// Runs a future on a runtime of our own: of one thread, which nothing holds up. Files are read and written on threads of
+/// their own, and log lines by the queue's.
 pub fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.context("cannot start the async runtime")?;
     let result = runtime.block_on(future);
     // Dropping it would wait for threads that hang in the kernel.
@@ -72,13 +73,29 @@ pub fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
     result
 }
 
+/// Reads the NodeFeature objects of a node.
+pub type NodeFeatureReader = dyn Fn(String) -> BoxFuture<'static, NodeFeatures> + Send + Sync;
+
 /// What `linkwise-cluster` adds to commands: clients of the API server.
 #[derive(Clone, Copy, Default)]
 pub struct ApiClients<'a> {
     /// The writer of NodeFeature objects, for `linkwise labels`.
     pub labels: Option<&'a Publisher>,
+    /// The reader of NodeFeature objects, for `linkwise doctor`.
+    pub doctor: Option<&'a NodeFeatureReader>,
     /// The writer of ResourceSlices and reader of claims, for `linkwise run`.
     pub dra: Option<&'a DraClient>,
+}
+
+/// Checks this node. The program that can ask the API server takes over, where there are credentials for it.
+pub fn doctor(args: &DoctorArgs, reader: Option<&NodeFeatureReader>) -> Result<ExitCode> {
+    let node = args.node_name.clone().filter(|node| !node.is_empty());
+    if reader.is_none() && node.is_some() && args.api.has_credentials() {
+        // Where that fails, the other checks are worth as much.
+        drop(become_cluster_program());
+    }
+    let features = reader.zip(node).map(|(reader, node)| reader(node));
+    block_on(commands::doctor(args, features))
 }
 
 /// How serving ends.

@@ -19,7 +19,7 @@ fn section(values: &[&str], before: &Lines, after: &Lines) -> String {
 #[test]
 fn helm_lint_finds_nothing() {
     let Some(helm) = Helm::found() else { return };
-    for values in [&[][..], &["gfd.enabled=true", "config.name=other", "podMonitor.enabled=true"]] {
+    for values in [&[][..], &["gfd.enabled=true", "config.name=other", "podMonitor.enabled=true", "dra.enabled=true"]] {
         let output = helm.run(&["lint", "--strict", "--quiet"], &set(values));
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
     }
@@ -89,6 +89,15 @@ fn programs_are_switched_on_and_off() {
         &["mps.enableHostNetwork=true"],
         &["devicePlugin.enableHostNetwork=true", "metrics.port=9410"],
         &["podMonitor.enabled=true", "podMonitor.labels.release=prometheus"],
+        &["dra.enabled=true"],
+        &[
+            "dra.enabled=true",
+            "dra.gpus={0,1}",
+            "dra.evictLost=true",
+            "dra.admissionPolicy=false",
+            "dra.deviceClasses=false",
+        ],
+        &["dra.enabled=true", "kubeletRootDir=/var/lib/k0s/kubelet"],
     ];
     assert_snapshot!("programs", changes(&helm, &[], &entries));
     let entries = [

@@ -97,6 +97,7 @@ fn token_is_mounted_only_where_the_api_is_called() {
     for (values, expected) in [
         (&[][..], BTreeSet::new()),
         (&["gfd.enabled=true"], set(&["gpu-feature-discovery-ctr"])),
+        (&["dra.enabled=true"], set(&["nvidia-device-plugin-ctr"])),
         (&["gfd.enabled=true", "config.name=external"], managers),
     ] {
         let objects = helm.objects(values);
@@ -117,11 +118,18 @@ fn rights_are_those_that_the_programs_need() {
                           "verbs": ["get", "create", "patch", "delete"]});
     // Its own: RBAC cannot name a pod of a DaemonSet.
     let pods = json!({"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]});
+    let slices = ["get", "list", "watch", "create", "update", "delete"];
+    let dra = [
+        json!({"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["get"]}),
+        json!({"apiGroups": ["resource.k8s.io"], "resources": ["resourceslices"], "verbs": slices}),
+        json!({"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}),
+    ];
     for (values, cluster, namespaced) in [
         (&[][..], vec![], vec![]),
         (&["config.map.default=version: v1"], vec![&nodes], vec![]),
         (&["config.name=external", "gfd.enabled=true"], vec![&nodes], vec![&features, &pods]),
         (&["gfd.enabled=true"], vec![], vec![&features, &pods]),
+        (&["dra.enabled=true"], dra.iter().collect(), vec![]),
     ] {
         let objects = helm.objects(values);
         for (kind, expected) in [("ClusterRole", cluster), ("Role", namespaced)] {

@@ -31,6 +31,14 @@ fn unknown_values_are_refused_by_name() {
 }
 
 #[test]
+fn dra_needs_the_plugin_and_gpus() {
+    let Some(helm) = Helm::found() else { return };
+    refused(&helm, &["dra.enabled=true", "devicePlugin.enabled=false"], &["dra.enabled", "devicePlugin.enabled"]);
+    refused(&helm, &["dra.enabled=true", "dra.gpus="], &["dra.gpus", "configuration file"]);
+    assert!(helm.template(&set(&["dra.enabled=true", "dra.gpus=", "config.name=external"])).is_ok());
+}
+
+#[test]
 fn values_of_wrong_type_are_refused_by_name() {
     let Some(helm) = Helm::found() else { return };
     for (value, name) in [

@@ -1,1 +1,134 @@
-//! x
+//! `linkwise claim`: manifests within the limits of `resource.k8s.io/v1`, that ask for what is published.
+
+use std::collections::BTreeSet;
+use std::process::Command;
+
+use linkwise::machines;
+use serde_json::Value;
+
+use super::golden::{holds, linkwise};
+use super::limits::published;
+
+fn claim(args: &[&str]) -> Value {
+    serde_json::from_str(&linkwise(&[&["claim", "--format", "json"], args].concat())).unwrap()
+}
+
+/// Checks what a claim asks for; returns the names of its requests, `request/alternative` where there are several.
+fn check(devices: &Value) -> Vec<String> {
+    let empty = Vec::new();
+    let (requests, constraints) =
+        (devices["requests"].as_array().unwrap(), devices["constraints"].as_array().unwrap_or(&empty));
+    assert!(requests.len() <= 32 && constraints.len() <= 32);
+    let mut names = Vec::new();
+    let mut all = 0;
+    for request in requests {
+        let name = request["name"].as_str().unwrap();
+        if let Some(exactly) = request.get("exactly") {
+            all += exactly["count"].as_u64().unwrap();
+            assert_eq!(exactly["allocationMode"], "ExactCount");
+            names.push(name.to_owned());
+            continue;
+        }
+        let alternatives = request["firstAvailable"].as_array().unwrap();
+        assert!((1..=8).contains(&alternatives.len()));
+        all += alternatives[0]["count"].as_u64().unwrap();
+        for alternative in alternatives {
+            let own = alternative["name"].as_str().unwrap();
+            assert!(own.len() <= 63 && own.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit()));
+            assert_eq!(alternative["count"], alternatives[0]["count"]);
+            names.push(format!("{name}/{own}"));
+        }
+    }
+    assert!(all <= 32, "{all} devices");
+    assert_eq!(names.iter().collect::<BTreeSet<_>>().len(), names.len());
+    for constraint in constraints {
+        for request in constraint["requests"].as_array().unwrap() {
+            assert!(names.iter().any(|name| name == request.as_str().unwrap()), "{constraint}");
+        }
+        let (domain, id) = constraint["matchAttribute"].as_str().unwrap().split_once('/').unwrap();
+        assert!(!domain.is_empty() && !id.is_empty());
+    }
+    names
+}
+
+#[test]
+fn claims_of_every_size_are_within_the_limits() {
+    for gpus in 1..=32 {
+        let count = gpus.to_string();
+        let devices = claim(&["--gpus", &count])["spec"]["devices"].clone();
+        let names = check(&devices);
+        let alternatives = match gpus {
+            1 => 1,
+            2..=8 => 8,
+            _ => 2,
+        };
+        assert_eq!(names.len(), alternatives, "{gpus}: {names:?}");
+        check(&claim(&["--gpus", &count, "--mig", "1g.10gb"])["spec"]["devices"]);
+        if gpus <= 16 {
+            let devices = claim(&["--gpus", &count, "--near", "nic"])["spec"]["devices"].clone();
+            assert_eq!(check(&devices).len(), 2 * gpus);
+            assert_eq!(devices["constraints"].as_array().unwrap().len(), gpus);
+        }
+    }
+}
+
+#[test]
+fn claims_find_every_group_that_machines_publish() {
+    let mut known = BTreeSet::new();
+    for gpus in ["2", "4", "8"] {
+        let devices = claim(&["--gpus", gpus])["spec"]["devices"].clone();
+        let constraints = devices["constraints"].as_array().unwrap();
+        known.extend(constraints.iter().map(|constraint| constraint["matchAttribute"].as_str().unwrap().to_owned()));
+    }
+    for machine in machines::built_in() {
+        for device in published(&machines::load(machine.name).unwrap().observed, &[]) {
+            let is_group = |key: &&String| {
+                let id = key.strip_prefix("linkwise.dev/").unwrap_or_default();
+                ["pair", "quad", "octet"].iter().any(|word| id.starts_with(word))
+            };
+            for key in device.attributes.keys().filter(is_group) {
+                assert!(known.contains(key), "{}: {key}", machine.name);
+            }
+        }
+        let of_machine = claim(&["--gpus", "2", "--node", machine.name])["spec"]["devices"].clone();
+        let published = published(&machines::load(machine.name).unwrap().observed, &[]);
+        for constraint in of_machine["constraints"].as_array().into_iter().flatten() {
+            let attribute = constraint["matchAttribute"].as_str().unwrap();
+            assert!(published.iter().any(|device| device.attributes.contains_key(attribute)), "{}", machine.name);
+        }
+    }
+}
+
+#[test]
+fn claims_are_printed_as_documented() {
+    for (name, args) in [
+        ("gpus", &["--gpus", "4"][..]),
+        ("gpus-of-node", &["--gpus", "2", "--node", "dgx1-v100"]),
+        ("nic", &["--near", "nic", "--kind", "template"]),
+        ("mig-pod", &["--mig", "1g.10gb", "--kind", "pod", "--name", "small"]),
+    ] {
+        holds(&format!("claim-{name}"), &linkwise(&[&["claim"], args].concat()));
+    }
+    let yaml = linkwise(&["claim", "--gpus", "4", "--kind", "pod"]);
+    assert_eq!(serde_saphyr::from_str::<Value>(&yaml).unwrap(), claim(&["--gpus", "4", "--kind", "pod"]));
+}
+
+#[test]
+fn impossible_claims_are_refused_by_name() {
+    for (args, named) in [
+        (&["--gpus", "0"][..], "'0' for '--gpus"),
+        (&["--gpus", "33"], "'33' for '--gpus"),
+        (&["--gpus", "four"], "'four' for '--gpus"),
+        (&["--mig", "1g"], "'1g' is no MIG profile"),
+        (&["--mig", "1g.10gb' || true"], "is no MIG profile"),
+        (&["--gpus", "17", "--near", "nic"], "--gpus 17 with --near nic"),
+        (&["--near", "cpu"], "'cpu' for '--near"),
+        (&["--mig", "1g.10gb", "--near", "nic"], "--near"),
+        (&["--name", "A_B"], "'A_B' for '--name"),
+        (&["--gpus", "2", "--node", "no-such-machine"], "no machine is called 'no-such-machine'"),
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_linkwise")).env_clear().arg("claim").args(args).output().unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success() && output.stdout.is_empty() && error.contains(named), "{args:?}: {error}");
+    }
+}

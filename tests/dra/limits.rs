@@ -1,1 +1,168 @@
-//! x
+//! The limits of the API on every machine: whole, cut into MIG devices, all of it sick.
+
+use std::collections::BTreeSet;
+
+use linkwise::allocation::AllocationTables;
+use linkwise::machines;
+use linkwise::publish::dra::slice::Pool;
+use linkwise::publish::dra::{
+    DraFacts, DraSettings, GpuLayout, SliceDevice, device_name, devices, hardware_of, offered,
+};
+use linkwise::state::{DraGpus, DriverVersions, ResourcePlan, UnhealthyReason};
+use linkwise::topology::{
+    AddressingMode, CudaVersion, FabricObservation, MigDeviceObservation, MigEngines, MigObservation, MigPlacement,
+    NodeObservation, NodeTopology,
+};
+use proptest::prelude::*;
+
+use super::checker::check;
+use crate::random_node;
+
+/// What a machine publishes; with reasons all of it is sick.
+pub fn published(observed: &NodeObservation, reasons: &[UnhealthyReason]) -> Vec<SliceDevice> {
+    let (topology, _) = NodeTopology::assemble(observed);
+    let gpus = offered(&topology, &ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() });
+    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus);
+    let versions = DriverVersions::of(observed);
+    let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
+    facts.settings = DraSettings { evict_from_lost: true, ..DraSettings::default() };
+    facts.devices.iter_mut().for_each(|device| device.reasons = reasons.to_vec());
+    let (devices, _) = devices(&facts);
+    for device in &devices {
+        let (gpu, mig) = hardware_of(&topology, &device.name).unwrap();
+        assert_eq!(device_name(&topology, gpu, mig).as_ref(), Some(&device.name));
+    }
+    devices
+}
+
+/// All that a GPU can have: every fact known, every fabric joined.
+pub fn rich(mut observed: NodeObservation) -> NodeObservation {
+    observed.driver_version = Some("580.95.05".to_owned());
+    observed.cuda_version = Some(CudaVersion { major: 13, minor: 0 });
+    for gpu in &mut observed.gpus {
+        gpu.brand = Some("Nvidia".to_owned());
+        gpu.addressing_mode = Some(AddressingMode::Ats);
+        let cluster = "3143b15b-c2cd-192b-28cc-9b5473fb5b93".to_owned();
+        gpu.fabric = Some(FabricObservation { cluster, clique: u32::MAX });
+        gpu.memory_mib.get_or_insert(81_559);
+    }
+    observed
+}
+
+/// All GPUs cut into so many MIG devices, the last with all memory slices.
+pub fn cut(mut observed: NodeObservation, devices: u32) -> NodeObservation {
+    for (gpu, number) in observed.gpus.iter_mut().zip(0..) {
+        let device = |index: u32| MigDeviceObservation {
+            index,
+            uuid: format!("MIG-{number}-{index}").parse().unwrap(),
+            gpu_instance: index,
+            compute_instance: 0,
+            gpu_slices: 1,
+            compute_slices: 1,
+            memory_mib: 9_728,
+            profile_id: Some(19),
+            placement: Some(MigPlacement { start: index, size: if index + 1 == devices { 8 } else { 1 } }),
+            extension: None,
+            engines: Some(MigEngines { multiprocessors: 16, copy: 1, ..MigEngines::default() }),
+            capabilities: None,
+        };
+        gpu.mig = Some(MigObservation { enabled: true, devices: (0..devices).map(device).collect() });
+    }
+    observed
+}
+
+/// The specifications of the slices, checked.
+fn slices(devices: Vec<SliceDevice>) -> Vec<serde_json::Value> {
+    let pool = Pool::new("gpu.nvidia.com", "node-1.example.org", devices);
+    let slices: Vec<_> = pool.slices(7).iter().map(|slice| serde_json::to_value(slice).unwrap()).collect();
+    check(&slices);
+    slices
+}
+
+fn all_kinds_of_reasons() -> Vec<UnhealthyReason> {
+    vec![
+        UnhealthyReason::Xid { code: 79, instance: None },
+        UnhealthyReason::Xid { code: u64::MAX, instance: None },
+        UnhealthyReason::DoubleBitEcc,
+        UnhealthyReason::OffBus,
+        UnhealthyReason::Quarantined { why: "a call hung".to_owned() },
+        UnhealthyReason::Gone,
+    ]
+}
+
+#[test]
+fn every_machine_is_within_the_limits() {
+    for machine in machines::built_in() {
+        let observed = machines::load(machine.name).unwrap().observed;
+        for observed in [observed.clone(), rich(observed.clone()), cut(rich(observed), 7)] {
+            for reasons in [vec![], all_kinds_of_reasons()] {
+                let devices = published(&observed, &reasons);
+                assert!(!devices.is_empty(), "{}", machine.name);
+                assert_eq!(devices.iter().all(|device| device.taints.len() == 3), !reasons.is_empty());
+                slices(devices);
+            }
+        }
+    }
+}
+
+#[test]
+fn slices_are_as_few_as_taints_allow() {
+    let sixteen = cut(machines::load("dgx2-v100").unwrap().observed, 7);
+    assert_eq!(slices(published(&sixteen, &[])).len(), 1, "112 devices without taints");
+    let sick = published(&sixteen, &all_kinds_of_reasons());
+    assert_eq!(slices(sick.clone()).len(), 2, "64 and 48 with taints");
+    let many = |count: usize| -> Vec<SliceDevice> {
+        (0..count).map(|number| SliceDevice { name: format!("gpu-{number}"), ..SliceDevice::default() }).collect()
+    };
+    for (devices, expected) in [(0, 1), (64, 1), (128, 1), (129, 3)] {
+        assert_eq!(slices(many(devices)).len(), expected, "{devices} devices");
+    }
+    let in_order: Vec<String> = slices(sick.clone())
+        .iter()
+        .flat_map(|slice| slice["devices"].as_array().unwrap().clone())
+        .map(|device| device["name"].as_str().unwrap().to_owned())
+        .collect();
+    assert_eq!(in_order, sick.iter().map(|device| device.name.clone()).collect::<Vec<_>>());
+}
+
+#[test]
+fn gpu_in_mig_mode_is_published_by_its_mig_devices() {
+    let mut observed = machines::load("dgx-a100").unwrap().observed;
+    let all = cut(observed.clone(), 3);
+    observed.gpus[2].mig = all.gpus[2].mig.clone();
+    let published = published(&observed, &[]);
+    let minor = observed.gpus[2].minor.unwrap();
+    let names: BTreeSet<&str> = published.iter().map(|device| device.name.as_str()).collect();
+    assert!(!names.contains(format!("gpu-{minor}").as_str()));
+    let mig: Vec<_> = published.iter().filter(|device| device.name.starts_with(&format!("gpu-{minor}-mig-"))).collect();
+    assert_eq!(mig.len(), 3);
+    assert!(mig.iter().all(|device| !device.attributes.keys().any(|key| key.contains("pair"))));
+    assert_eq!(published.len(), 7 + 3);
+    assert!(published[..7].iter().all(|device| !device.name.contains("mig")), "whole GPUs come first");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_machine_is_within_the_limits(
+        observed in random_node::odd_node(9),
+        minors in prop::collection::vec(prop::option::of(0..4_u32), 9),
+        model in "[ -~]{0,80}", driver in "[0-9.x]{0,12}", mig in 0..4_u32,
+    ) {
+        let mut observed = observed;
+        for (gpu, minor) in observed.gpus.iter_mut().zip(minors) {
+            (gpu.minor, gpu.model) = (minor, Some(model.clone()));
+        }
+        observed.driver_version = Some(driver);
+        let observed = if mig == 0 { observed } else { cut(observed, mig) };
+        slices(published(&observed, &[UnhealthyReason::DoubleBitEcc]));
+    }
+
+    #[test]
+    fn order_of_gpus_changes_no_device(observed in random_node::node(8)) {
+        let mut turned = observed.clone();
+        turned.gpus.reverse();
+        prop_assert_eq!(published(&turned, &[]), published(&observed, &[]));
+    }
+}

@@ -521,6 +521,44 @@ async fn pods_too_large_for_policy_are_named() {
 }
 
 #[tokio::test]
+async fn what_dra_lacks_is_named() {
+    let (setup, _kubelet) = well("dgx1-v100");
+    let command = |env: &[(&str, &str)]| {
+        let mut command = setup.doctor();
+        command.args(["--format", "json"]).envs(env.iter().copied());
+        command
+    };
+    let look = async |env: &[(&str, &str)]| -> Value { serde_json::from_str(&run(command(env)).await.1).unwrap() };
+    let of_dra = |report: &Value| {
+        let findings = report["findings"].as_array().unwrap().iter();
+        findings.filter(|finding| finding["check"] == "DRA").count()
+    };
+    assert_eq!(of_dra(&look(&[]).await), 0, "no GPU goes through DRA");
+    let report = look(&[("LINKWISE_DRA_GPUS", "all")]).await;
+    found(&report, "DRA", "failed", "no API server");
+    found(&report, "DRA", "failed", "plugins_registry");
+    let account = setup.at("account");
+    let pod = [
+        ("LINKWISE_DRA_GPUS", "0,1"),
+        ("KUBERNETES_SERVICE_HOST", "10.0.0.1"),
+        ("LINKWISE_SERVICE_ACCOUNT_DIR", account.to_str().unwrap()),
+    ];
+    found(&look(&pod).await, "DRA", "failed", "no token");
+    fs::create_dir(&account).unwrap();
+    fs::write(account.join("token"), "token").unwrap();
+    let registry = setup.at("var/lib/kubelet/plugins_registry");
+    fs::create_dir_all(&registry).unwrap();
+    fs::create_dir_all(setup.at("var/lib/kubelet/plugins")).unwrap();
+    fs::write(registry.join("linkwise-00000001@gpu.nvidia.com-reg.sock"), "").unwrap();
+    let report = look(&pod).await;
+    absent(&report, "DRA", "failed", "");
+    found(&report, "DRA", "ok", "no other DRA driver is called gpu.nvidia.com");
+    found(&report, "DRA", "ok", "some GPUs go through the device plugin");
+    fs::write(registry.join("gpu.nvidia.com-reg.sock"), "").unwrap();
+    found(&look(&pod).await, "DRA", "failed", "another DRA driver registers as gpu.nvidia.com");
+}
+
+#[tokio::test]
 async fn second_writer_of_labels_is_named() {
     let (setup, _kubelet) = well("dgx1-v100");
     absent(&look(&setup, &[]).await, "labels", "skipped", "");

@@ -20,6 +20,14 @@
 {{- fail "\ngfd.enabled and devicePlugin.writeLabelsFile are both set: one of them writes the node's labels." -}}
 {{- end -}}
 
+{{- if and (.Values.dra).enabled (not (.Values.devicePlugin).enabled) -}}
+{{- fail "\ndra.enabled: the DRA driver is a part of the plugin; set devicePlugin.enabled too." -}}
+{{- end -}}
+
+{{- if and (.Values.dra).enabled (not .Values.dra.gpus) (not $config.name) (not $map) -}}
+{{- fail "\ndra.enabled: dra.gpus names no GPU, and there is no configuration file that could." -}}
+{{- end -}}
+
 {{- if and $config.name $map -}}
 {{- fail (printf "\nconfig.name (%s) and config.map are both set: take the ConfigMap that exists, or the one that this chart makes." $config.name) -}}
 {{- end -}}

@@ -9,6 +9,7 @@ mod attempts;
 mod claims;
 pub mod config_manager;
 pub mod demo;
+pub mod doctor;
 pub mod dra;
 mod error;
 pub mod labels;

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use linkwise::config::{Cli, Command};
 use linkwise::runtime::ApiClients;
-use linkwise_cluster::{config_manager, demo, dra, labels};
+use linkwise_cluster::{config_manager, demo, doctor, dra, labels};
 
 fn main() -> ExitCode {
     match Cli::read().command {
@@ -15,6 +15,7 @@ fn main() -> ExitCode {
         Command::Demo(args) if args.dra => demo::run(&args),
         Command::Labels(args) => labels::run(args),
         Command::Run(args) => dra::run(args),
+        Command::Doctor(args) => doctor::run(args),
         command => linkwise::run(command, ApiClients::default()),
     }
 }

@@ -32,7 +32,7 @@ use crate::server::ApiServer;
 use standing::{MANAGER, Standing, is_updated, standing};
 
 /// The kind, in metrics.
-const OBJECT: &str = "nodefeatures";
+pub(crate) const OBJECT: &str = "nodefeatures";
 
 /// Labels of a node, by key.
 type Labels = BTreeMap<String, String>;
@@ -254,7 +254,7 @@ impl NodeFeatureWriter {
     }
 }
 
-fn resource() -> ApiResource {
+pub(crate) fn resource() -> ApiResource {
     let kind = GroupVersionKind::gvk("nfd.k8s-sigs.io", "v1alpha1", "NodeFeature");
     ApiResource::from_gvk_with_plural(&kind, "nodefeatures")
 }

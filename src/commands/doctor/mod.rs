@@ -3,8 +3,10 @@
 //! One file for each check, in the order in which a person would check; each adds its findings. The doctor changes
 //! nothing on the node, calls NVML in the child process only, and waits for nothing longer than --timeout.
 
+mod cluster;
 mod container_runtime;
 mod devices;
+mod dra;
 mod driver;
 mod finding;
 mod gpus;
@@ -30,6 +32,8 @@ use crate::topology::{GpuObservation, NodeObservation, NodeTopology};
 use driver::Nvml;
 use finding::{Findings, Report};
 
+pub use cluster::{NodeFeatureFound, NodeFeatures};
+
 /// What is known of the node before the checks.
 struct Node {
     args: DoctorArgs,
@@ -53,8 +57,9 @@ fn below(root: &Path, path: &str) -> PathBuf {
     root.join(path.trim_start_matches('/'))
 }
 
-/// Runs the command; the exit code is 1 where any check failed.
-pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
+/// Runs the command; the exit code is 1 where any check failed. `features` are this node's NodeFeature objects, where
+/// this program can ask the API server.
+pub async fn doctor(args: &DoctorArgs, features: Option<impl Future<Output = NodeFeatures>>) -> Result<ExitCode> {
     let limit = Duration::from_secs(args.timeout);
     let sysfs = args.host.sysfs.clone();
     let bus = blocking(limit, move || PciBus::default().gpus(&sysfs)).await;
@@ -87,6 +92,14 @@ pub async fn doctor(args: &DoctorArgs) -> Result<ExitCode> {
     kubelet::check(found, &args.kubelet_socket, &args.pod_resources_socket, limit).await;
     guarded(found, &node, "container runtime", container_runtime::check).await;
     guarded(found, &node, "labels", labels::check).await;
+    let features = match features {
+        Some(features) => {
+            Some(timeout(limit, features).await.unwrap_or_else(|_| Err(format!("no answer within {limit:?}"))))
+        }
+        None => None,
+    };
+    cluster::check(found, &node, features);
+    guarded(found, &node, "DRA", dra::check).await;
     if let Some((observed, topology, _)) = &assembled {
         topology_manager::check(found, observed, topology, (args.numa_hints, policy.as_ref()));
     }

@@ -13,7 +13,7 @@ use crate::publish::injection::{
     ChosenDevice, DeviceNode, Granted, HostDevices, Injection, InjectionError, InjectionOptions, Mount,
 };
 use crate::quote::quoted;
-use crate::state::{NodeState, UnhealthyReason};
+use crate::state::{Door, NodeState, UnhealthyReason};
 use crate::topology::{GpuUuid, MigUuid, NodeTopology};
 
 /// The CDI kind of what a claim has of its own, beside its GPUs.
@@ -138,13 +138,15 @@ pub enum ClaimError {
         /// Those that there are.
         known: String,
     },
-    /// The GPU is offered by the device plugin.
-    #[error("device {device} ({gpu}) belongs to the device plugin on this node, not to DRA")]
+    /// The GPU is not offered through DRA, or not yet.
+    #[error("device {device} ({gpu}) {}", not_dra(*.door))]
     NotDra {
         /// The device.
         device: String,
         /// Its GPU.
         gpu: GpuUuid,
+        /// Through which API it is offered; `None` where a filter leaves it out.
+        door: Option<Door>,
     },
     /// The driver cannot reach it.
     #[error("device {device} ({gpu}) is lost: {reason}")]
@@ -189,6 +191,14 @@ pub struct Holder(pub ClaimName);
 impl core::fmt::Display for Holder {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         write!(f, "{}/{} (UID {})", self.0.namespace, self.0.name, self.0.uid)
+    }
+}
+
+fn not_dra(door: Option<Door>) -> &'static str {
+    match door {
+        Some(Door::ToDra) => "still belongs to the device plugin on this node: it comes to DRA when no pod holds it",
+        Some(_) => "belongs to the device plugin on this node, not to DRA",
+        None => "is not offered on this node: a filter leaves it out",
     }
 }
 
@@ -304,9 +314,9 @@ fn available<'a>(result: &AllocatedDevice, node: Node<'a>) -> Result<ChosenDevic
         return Err(ClaimError::UnknownDevice { device, known });
     };
     let gpu = hardware.gpu.uuid.clone();
-    let plan = node.state.offers().plan();
-    if !plan.dra.include(hardware.gpu) || !plan.filter.offers(hardware.gpu) {
-        return Err(ClaimError::NotDra { device, gpu });
+    let door = node.state.door(&gpu);
+    if !door.is_some_and(Door::is_dra) {
+        return Err(ClaimError::NotDra { device, gpu, door });
     }
     let is_loss = |reason: &UnhealthyReason| {
         matches!(reason, UnhealthyReason::Lost { .. } | UnhealthyReason::OffBus | UnhealthyReason::Gone)

@@ -5,10 +5,12 @@
 
 use crate::prelude::*;
 use core::fmt;
+use core::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
 use super::address::MigUuid;
+use crate::quote::quoted;
 
 /// MIG on one GPU; a GPU or a driver without MIG has none.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -237,6 +239,41 @@ impl fmt::Display for MigProfile {
     }
 }
 
+/// Why a text names no profile.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{} is no MIG profile (expected such as 1g.10gb, 1g.10gb+me or 1c.3g.40gb)", quoted(text))]
+pub struct MigProfileError {
+    text: String,
+}
+
+impl FromStr for MigProfile {
+    type Err = MigProfileError;
+
+    /// Reads a profile's name, as it is displayed.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let parts = || {
+            let (slices, rest) = text.split_once("g.")?;
+            let (gb, suffix) = rest.split_once("gb")?;
+            let (compute, gpu) = slices.split_once("c.").unwrap_or((slices, slices));
+            let extensions = [
+                MigExtension::None,
+                MigExtension::Media,
+                MigExtension::AllMedia,
+                MigExtension::Graphics,
+                MigExtension::NoMedia,
+            ];
+            let extension = extensions.into_iter().find(|extension| extension.suffix() == suffix)?;
+            let (compute_slices, gpu_slices) = (compute.parse().ok()?, gpu.parse().ok()?);
+            Some(Self { compute_slices, gpu_slices, gb: gb.parse().ok()?, extension })
+        };
+        // What reads back differently is no name: a sign, a leading zero.
+        let is_same = |profile: &Self| profile.to_string() == text;
+        let has_slices = |profile: &Self| (1..=profile.gpu_slices).contains(&profile.compute_slices);
+        let profile = parts().filter(|profile| is_same(profile) && has_slices(profile));
+        profile.ok_or_else(|| MigProfileError { text: text.to_owned() })
+    }
+}
+
 impl Serialize for MigProfile {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
@@ -271,6 +308,19 @@ mod tests {
         assert_eq!(MigProfile::new(&device(1, 1, 9_728, None), None).to_string(), "1g.10gb");
         assert_eq!(MigProfile::new(&device(1, 1, u64::MAX, None), Some(0)).gb, u64::MAX.div_ceil(1024));
         assert_eq!(MigProfile::new(&device(1, 1, u64::MAX, None), Some(1)).gb, u64::MAX / 8);
+    }
+
+    #[test]
+    fn mig_profiles_are_read_by_their_names() {
+        for name in ["1g.5gb", "1g.10gb+me", "1g.18gb-me", "1g.18gb+me.all", "2g.20gb+gfx", "7g.80gb", "1c.3g.40gb"] {
+            assert_eq!(name.parse::<MigProfile>().unwrap().to_string(), name);
+        }
+        let odd =
+            ["", "1g", "1g.gb", "g.5gb", "1g.5", "1g.5gb+you", "01g.5gb", "+1g.5gb", "0g.5gb", "3c.3g.40gb", "all"];
+        for text in odd.into_iter().chain(["4c.3g.40gb"]) {
+            let error = text.parse::<MigProfile>().unwrap_err().to_string();
+            assert!(error.starts_with(&format!("'{text}' is no MIG profile")), "{error}");
+        }
     }
 
     fn device(

@@ -4,7 +4,7 @@ use super::*;
 use crate::claims::{AllocatedConfig, Allocation, ClaimStatus, DeviceAllocation, OpaqueConfig};
 use crate::publish::RdmaNodes;
 use crate::publish::injection::CdiOptions;
-use crate::state::{DraGpus, Event, GpuSelector, NumaHints, ResourcePlan};
+use crate::state::{DraGpus, Event, Filter, GpuSelector, Holdings, NumaHints, ResourcePlan};
 use crate::topology::{GpuObservation, NodeObservation};
 use core::time::Duration;
 
@@ -18,8 +18,12 @@ fn state(dra: DraGpus) -> NodeState {
         serde_json::from_value(serde_json::json!({"index": index, "uuid": uuid, "pci": pci, "minor": index})).unwrap()
     };
     let observed = NodeObservation { gpus: vec![gpu(0), gpu(1)], ..NodeObservation::default() };
-    let (state, _) = NodeState::new(NumaHints::default()).apply(Event::Observed(Box::new(observed)), Duration::ZERO);
-    state.apply(Event::Planned(Box::new(ResourcePlan { dra, ..ResourcePlan::default() })), Duration::ZERO).0
+    let planned = Event::Planned(Box::new(ResourcePlan { dra, ..ResourcePlan::default() }));
+    // No pod holds any: then they go to DRA.
+    let unheld = || Event::Holders(Some(Holdings::default()));
+    let events = [planned, Event::Observed(Box::new(observed)), unheld(), unheld()];
+    let nothing = NodeState::new(NumaHints::default());
+    events.into_iter().fold(nothing, |state, event| state.apply(event, Duration::ZERO).0)
 }
 
 fn options() -> InjectionOptions {
@@ -127,6 +131,24 @@ fn gpu_of_the_device_plugin_is_refused() {
     };
     let complaint = "device gpu-0 (GPU-0) belongs to the device plugin on this node, not to DRA";
     assert_eq!((refused("gpu-0"), refused("gpu-1")), (Err(complaint.to_owned()), Ok(())));
+    let held = [(crate::state::ResourceName::gpu(), crate::allocation::DeviceId::from("GPU-0".to_owned()))];
+    let events = [
+        Event::Planned(Box::default()),
+        Event::Holders(Some(held.iter().cloned().collect())),
+        Event::Planned(Box::new(ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() })),
+        Event::Holders(Some(held.iter().cloned().collect())),
+    ];
+    let moving = events.into_iter().fold(state(DraGpus::None), |state, event| state.apply(event, Duration::ZERO).0);
+    let gpu = |state: &NodeState, device| {
+        planned_on(state, &HostDevices::default(), &claim("u", &[("a", device)]), "u", &[]).unwrap_err()
+    };
+    let complaint = "still belongs to the device plugin on this node: it comes to DRA when no pod holds it";
+    assert!(gpu(&moving, "gpu-0").ends_with(complaint), "{}", gpu(&moving, "gpu-0"));
+    let filter = Filter { exclude: vec![GpuSelector::Index(0)], ..Filter::default() };
+    let filtered = Event::Planned(Box::new(ResourcePlan { filter, ..ResourcePlan::default() }));
+    let (filtered, _) = state(DraGpus::None).apply(filtered, Duration::ZERO);
+    let complaint = "is not offered on this node: a filter leaves it out";
+    assert!(gpu(&filtered, "gpu-0").ends_with(complaint), "{}", gpu(&filtered, "gpu-0"));
 }
 
 #[test]

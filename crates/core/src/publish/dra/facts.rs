@@ -99,15 +99,17 @@ impl<'a> DraFacts<'a> {
         let topology = state.topology();
         let names = device_names(topology);
         let taken: BTreeSet<&str> = names.values().map(String::as_str).collect();
-        let devices = state.offers().through_dra().iter().map(|device| {
+        let devices = state.offers().through_dra().iter().filter_map(|device| {
             let place = topology.position(&device.gpu.uuid);
             let mig = device.mig.as_ref();
-            let name = match place {
-                Some(place) => names.get(&(place, mig.and_then(|mig| place_of(topology, mig)))).cloned(),
+            let name = match (place, mig) {
+                (Some(place), None) => names.get(&(place, None)).cloned(),
+                // A MIG device that is gone from its GPU is nothing that a claim could go on with.
+                (Some(place), Some(mig)) => names.get(&(place, Some(place_of(topology, mig)?))).cloned(),
                 // Another GPU may have its minor number by now.
-                None => gone_name(device).filter(|name| !taken.contains(name.as_str())),
+                (None, _) => gone_name(device).filter(|name| !taken.contains(name.as_str())),
             };
-            DraDevice { name, gpu: &device.gpu, place, mig, reasons: reasons(state, device) }
+            Some(DraDevice { name, gpu: &device.gpu, place, mig, reasons: reasons(state, device) })
         });
         let claims = state.ledger().holdings().claims.iter().filter(|claimed| claimed.driver == driver);
         Self {
@@ -141,7 +143,8 @@ fn reasons(state: &NodeState, device: &Device) -> Vec<UnhealthyReason> {
     {
         reasons.push(reason.clone());
     }
-    if matches!(state.door(&device.gpu.uuid), Some(Door::FromDra { .. })) {
+    let is_there = state.topology().position(&device.gpu.uuid).is_some();
+    if is_there && matches!(state.door(&device.gpu.uuid), Some(Door::FromDra { .. })) {
         reasons.push(UnhealthyReason::Withdrawn);
     }
     reasons

@@ -96,11 +96,10 @@ pub fn families(tables: &AllocationTables) -> Vec<Family> {
 fn tiers(tables: &AllocationTables, size: usize) -> Vec<Vec<GpuSet>> {
     let gpus = tables.topology().gpus().len();
     let all: GpuSet = (0..gpus).collect();
-    let mut sets: Vec<(Values, GpuSet)> =
-        subsets(all, size).take(MOST_SETS + 1).map(|set| (tables.worth(set), set)).collect();
-    if sets.len() > MOST_SETS {
+    if subsets(all, size).take(MOST_SETS + 1).count() > MOST_SETS {
         return Vec::new();
     }
+    let mut sets: Vec<(Values, GpuSet)> = subsets(all, size).map(|set| (tables.worth(set), set)).collect();
     // Of a set by itself: what stays free beside it is the scheduler's business.
     let worth = |values: &Values| (values.collective, values.pairs, values.closeness, values.nics);
     sets.sort_by(|(a, first), (b, second)| worth(b).cmp(&worth(a)).then_with(|| second.by_list(*first)));

@@ -1,1 +1,158 @@
-//! tests
+//! Devices of small machines. tests/dra has those of real ones, and the API's limits.
+
+use super::*;
+use crate::allocation::{AllocationTables, GpuSet};
+use crate::state::{DraGpus, DriverVersions, Filter, GpuSelector, ResourcePlan, UnhealthyReason};
+use crate::topology::{GpuObservation, NodeObservation, NodeTopology};
+use alloc::sync::Arc;
+
+/// Four V100, each connected with the next by one NVLink.
+fn chain() -> NodeTopology {
+    let gpu = |number: u32| {
+        let links: Vec<String> = [number.checked_sub(1), Some(number + 1).filter(|next| *next < 4)]
+            .into_iter()
+            .enumerate()
+            .filter_map(|(link, other)| {
+                Some(format!("{{\"links\": [{link}], \"remote\": {{\"gpu\": \"0000:0{}:00.0\"}}}}", other?))
+            })
+            .collect();
+        format!(
+            "{{\"index\": {number}, \"uuid\": \"GPU-{number}\", \"pci\": \"0000:0{number}:00.0\", \"minor\": {number}, \
+             \"compute_capability\": \"7.0\", \"nvlinks\": [{}]}}",
+            links.join(", ")
+        )
+    };
+    node(&(0..4).map(gpu).collect::<Vec<_>>().join(", "))
+}
+
+fn node(gpus: &str) -> NodeTopology {
+    let gpus: Vec<GpuObservation> = serde_json::from_str(&format!("[{gpus}]")).unwrap();
+    NodeTopology::assemble(&NodeObservation { gpus, ..NodeObservation::default() }).0
+}
+
+fn published(topology: &NodeTopology, plan: &ResourcePlan) -> (Vec<SliceDevice>, Vec<DraProblem>) {
+    let gpus = offered(topology, plan);
+    let layout = GpuLayout::of(&AllocationTables::new(Arc::new(topology.clone())), gpus);
+    let versions = DriverVersions { driver: Some("580.95.05".to_owned()), cuda: None };
+    devices(&DraFacts::of_machine(topology, &versions, gpus, &layout))
+}
+
+fn all() -> ResourcePlan {
+    ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() }
+}
+
+fn text(device: &SliceDevice, key: &str) -> Option<String> {
+    match device.attributes.get(key) {
+        Some(Attribute::String(text) | Attribute::Version(text)) => Some(text.clone()),
+        Some(Attribute::Int(number)) => Some(number.to_string()),
+        Some(Attribute::Bool(_)) | None => None,
+    }
+}
+
+#[test]
+fn unknown_facts_have_no_attribute() {
+    let topology = node("{\"index\": 0, \"uuid\": \"GPU-0\", \"pci\": \"10000:01:00.0\"}");
+    let (devices, problems) = published(&topology, &all());
+    assert_eq!((devices.len(), problems.len(), devices[0].name.as_str()), (1, 0, "gpu-pci-10000-01-00-0"));
+    let keys: Vec<&str> = devices[0].attributes.keys().map(String::as_str).collect();
+    assert_eq!(keys, ["addressingMode", "driverVersion", "linkwise.dev/order", "type", "uuid"]);
+    assert!(devices[0].capacity.is_empty());
+}
+
+#[test]
+fn value_that_does_not_fit_is_left_out_and_named() {
+    let model = "x".repeat(65);
+    let topology = node(&format!(
+        "{{\"index\": 0, \"uuid\": \"GPU-0\", \"pci\": \"0000:01:00.0\", \"minor\": 3, \"model\": \"{model}\"}}"
+    ));
+    let (devices, problems) = published(&topology, &all());
+    assert_eq!(text(&devices[0], "productName"), None);
+    let [problem] = problems.as_slice() else { panic!("{problems:?}") };
+    assert!(problem.to_string().starts_with("attribute productName of gpu-3 left out: "), "{problem}");
+}
+
+#[test]
+fn device_without_a_name_of_its_own_is_reported() {
+    let gpu = |uuid: &str| format!("{{\"index\": 0, \"uuid\": \"{uuid}\", \"pci\": \"0000:01:00.0\"}}");
+    let (devices, problems) = published(&node(&[gpu("GPU-0"), gpu("GPU-1")].join(", ")), &all());
+    assert_eq!(devices.len(), 1);
+    assert_eq!(problems, [DraProblem::NoName { hardware: "GPU-1".to_owned() }]);
+}
+
+#[test]
+fn only_gpus_of_the_plan_are_published() {
+    let topology = chain();
+    let names = |plan: &ResourcePlan| -> Vec<String> {
+        let mut names: Vec<String> = published(&topology, plan).0.into_iter().map(|device| device.name).collect();
+        names.sort_unstable();
+        names
+    };
+    assert_eq!(names(&ResourcePlan::default()), [""; 0]);
+    assert_eq!(names(&all()), ["gpu-0", "gpu-1", "gpu-2", "gpu-3"]);
+    let some = DraGpus::Some(Vec::from([GpuSelector::Index(1), GpuSelector::Index(2)]));
+    let filter = Filter { exclude: Vec::from([GpuSelector::Index(2)]), ..Filter::default() };
+    assert_eq!(names(&ResourcePlan { dra: some, filter, ..ResourcePlan::default() }), ["gpu-1"]);
+}
+
+#[test]
+fn groups_are_of_the_published_gpus_alone() {
+    let topology = chain();
+    let domains = |gpus: &[u32]| -> Vec<Option<String>> {
+        let some = DraGpus::Some(gpus.iter().map(|index| GpuSelector::Index(*index)).collect());
+        let mut devices = published(&topology, &ResourcePlan { dra: some, ..ResourcePlan::default() }).0;
+        devices.sort_by(|a, b| a.name.cmp(&b.name));
+        devices.iter().map(|device| text(device, "linkwise.dev/nvlinkDomain")).collect()
+    };
+    let first = || Some("0000:00:00.0".to_owned());
+    assert_eq!(domains(&[0, 1, 2, 3]), [first(), first(), first(), first()]);
+    assert_eq!(domains(&[0, 1, 3]), [first(), first(), None], "GPU 3 was connected through GPU 2");
+}
+
+#[test]
+fn tiers_are_split_into_families_of_disjoint_sets() {
+    let topology = chain();
+    let layout = GpuLayout::of(&AllocationTables::new(Arc::new(topology)), (0..4).collect());
+    let families: Vec<(&str, Vec<u64>)> = layout
+        .families
+        .iter()
+        .map(|family| (family.name.as_str(), family.sets.iter().map(|set| set.0).collect()))
+        .collect();
+    assert_eq!(families, [("pair1a", Vec::from([0b0011, 0b1100])), ("pair1b", Vec::from([0b0110]))]);
+    let alike = node(
+        &(0..4)
+            .map(|n| format!("{{\"index\": {n}, \"uuid\": \"GPU-{n}\", \"pci\": \"0000:0{n}:00.0\"}}"))
+            .collect::<Vec<_>>()
+            .join(", "),
+    );
+    let layout = GpuLayout::of(&AllocationTables::new(Arc::new(alike)), (0..4).collect());
+    assert_eq!((layout.families, layout.order), (Vec::new(), Vec::from([0, 1, 2, 3])), "no set is better than another");
+}
+
+#[test]
+fn layout_is_kept_for_the_same_tables_and_gpus() {
+    let tables = Arc::new(AllocationTables::new(Arc::new(chain())));
+    let mut cache = LayoutCache::default();
+    let whole = cache.layout(&tables, (0..4).collect());
+    assert!(Arc::ptr_eq(&whole, &cache.layout(&tables, (0..4).collect())));
+    let part = cache.layout(&tables, (0..2).collect());
+    assert_eq!(part.order.len(), 2);
+    let others = Arc::new(AllocationTables::new(Arc::new(NodeTopology::default())));
+    assert_eq!(*cache.layout(&others, GpuSet::default()), GpuLayout::default());
+}
+
+#[test]
+fn each_kind_of_reason_has_its_taint() {
+    let xid = |code| UnhealthyReason::Xid { code, instance: None };
+    let ecc = UnhealthyReason::DoubleBitEcc;
+    let reasons = [ecc.clone(), xid(48), UnhealthyReason::OffBus, xid(79), UnhealthyReason::RowRemapFailed];
+    let taints = |evict| -> Vec<(String, String, TaintEffect)> {
+        let taints = taints::taints(reasons.iter(), evict).into_iter();
+        taints.map(|taint| (taint.key, taint.value, taint.effect)).collect()
+    };
+    let lost = |effect| ("gpu.nvidia.com/gpu-lost".to_owned(), String::new(), effect);
+    let first_xid = || ("gpu.nvidia.com/xid".to_owned(), "48".to_owned(), TaintEffect::NoSchedule);
+    let other = || ("linkwise.dev/unhealthy".to_owned(), "double_bit_ecc".to_owned(), TaintEffect::NoSchedule);
+    assert_eq!(taints(false), [lost(TaintEffect::NoSchedule), first_xid(), other()]);
+    assert_eq!(taints(true), [lost(TaintEffect::NoExecute), first_xid(), other()]);
+    assert_eq!(taints::taints([].iter(), true), []);
+}

@@ -1,0 +1,68 @@
+//! `linkwise doctor` with an API server: NodeFeature objects that another program left.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use linkwise_api_server_box::{Answer, Fault, ResourceType};
+use serde_json::{Value, json};
+use tokio::process::Command;
+
+use crate::support::{Cluster, within};
+
+/// What the doctor reports about labels, as status and text, in a folder that is a host without anything.
+async fn labels(cluster: &Cluster, root: &Path) -> Vec<(String, String)> {
+    let address = cluster.server.address();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise-cluster"));
+    command.env_clear().env("NODE_NAME", "n").env("LINKWISE_SERVICE_ACCOUNT_DIR", cluster.folder());
+    command.env("KUBERNETES_SERVICE_HOST", address.ip().to_string());
+    command.env("KUBERNETES_SERVICE_PORT", address.port().to_string());
+    command.env("LINKWISE_SYSFS", root.join("sys")).env("HWLOC_SYNTHETIC", "pack:1 numa:1 pu:1");
+    command.env("LINKWISE_NVML_LIBRARY", root.join("none.so"));
+    command.args(["doctor", "--format", "json", "--root"]).arg(root);
+    command.arg("--kubelet-socket").arg(root.join("kubelet.sock"));
+    command.stdin(Stdio::null()).kill_on_drop(true);
+    let output = within(command.output()).await.unwrap();
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let findings = report["findings"].as_array().unwrap().iter().filter(|finding| finding["check"] == "labels");
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    findings.map(|it| (text(&it["status"]), format!("{} -> {}", text(&it["what"]), text(&it["advice"])))).collect()
+}
+
+fn put(cluster: &Cluster, manager: &str, namespace: &str, name: &str) {
+    let key = ResourceType::NODE_FEATURES.key(Some(namespace), name);
+    cluster.server.put(manager, &key, json!({"spec": {"labels": {"a": "1"}}}));
+}
+
+#[tokio::test]
+async fn node_features_that_another_program_left_are_named() {
+    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    let root: PathBuf = folder.path().to_owned();
+    assert_eq!(labels(&cluster, &root).await, []);
+    put(&cluster, "linkwise", "gpu", "nvidia-features-for-n");
+    put(&cluster, "gpu-feature-discovery", "gpu-operator", "nvidia-features-for-n");
+    put(&cluster, "gpu-feature-discovery", "gpu-operator", "nvidia-features-for-m");
+    let found = labels(&cluster, &root).await;
+    let [(ok, ours), (warning, left)] = found.as_slice() else { panic!("{found:?}") };
+    assert_eq!((ok.as_str(), ours.as_str()), ("ok", "NodeFeature gpu/nvidia-features-for-n is linkwise's -> "));
+    assert_eq!(warning, "warning");
+    for part in ["gpu-operator/nvidia-features-for-n was written by 'gpu-feature-discovery'", "kubectl -n gpu-operator"]
+    {
+        assert!(left.contains(part), "{left}");
+    }
+}
+
+#[tokio::test]
+async fn node_features_that_cannot_be_listed_are_no_failure() {
+    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    let forbidden = Answer::Refusal(403, "nodefeatures is forbidden", None);
+    cluster.server.fail(Fault::of("GET", "nodefeatures", usize::MAX, forbidden));
+    let found = labels(&cluster, folder.path()).await;
+    let [(skipped, why)] = found.as_slice() else { panic!("{found:?}") };
+    assert!(skipped == "skipped" && why.contains("forbidden") && why.contains("kubectl get nodefeatures"), "{why}");
+    // A pod without a token: `linkwise` says so too, and asks nobody.
+    std::fs::remove_file(cluster.folder().join("token")).unwrap();
+    let before = cluster.server.requests().len();
+    let found = labels(&cluster, folder.path()).await;
+    assert!(found.iter().any(|(status, why)| status == "skipped" && why.contains("token")), "{found:?}");
+    assert_eq!(cluster.server.requests().len(), before);
+}

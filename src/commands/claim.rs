@@ -1,0 +1,261 @@
+//! `linkwise claim`: prints a manifest that asks for GPUs by what belongs together.
+//!
+//! A claim lists the node's groups of its size as alternatives, the best first, and any GPUs last: kube-scheduler takes the
+//! first that a node can give, and prefers nodes by it. docs/dra.md shows what comes out.
+
+use anyhow::{Result, ensure};
+use serde::Serialize;
+
+use super::manifest::{List, text};
+use super::output::print;
+use crate::allocation::AllocationTables;
+use crate::config::{ClaimArgs, ClaimKind, Near};
+use crate::machines;
+use crate::publish::dra::{GpuLayout, GroupSize};
+use crate::topology::{MigProfile, NodeTopology};
+
+/// The domain of our attributes.
+const OURS: &str = "linkwise.dev";
+
+/// The class of whole GPUs.
+const GPUS: &str = "gpu.nvidia.com";
+
+/// The attribute for more GPUs than any group has.
+const NVLINK_DOMAIN: &str = "nvlinkDomain";
+
+/// What two devices below one PCIe root have in common.
+const PCIE_ROOT: &str = "resource.kubernetes.io/pcieRoot";
+
+/// The most devices of a claim (`resource.k8s.io/v1`, `AllocationResultsMaxSize`).
+const MOST_DEVICES: u8 = 32;
+
+/// What a claim asks for (`DeviceClaim` of `resource.k8s.io/v1`), in the order in which people read it.
+#[derive(Clone, Debug, Default, Serialize)]
+struct Devices {
+    requests: Vec<Request>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    constraints: Vec<Constraint>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct Request {
+    name: String,
+    #[serde(flatten)]
+    devices: Requested,
+}
+
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+enum Requested {
+    Exactly(Asked),
+    FirstAvailable(Vec<Asked>),
+}
+
+/// So many devices of a class.
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Asked {
+    /// Of an alternative.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
+    device_class_name: &'static str,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    selectors: Vec<Selector>,
+    allocation_mode: &'static str,
+    count: u8,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct Selector {
+    cel: Expression,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct Expression {
+    expression: String,
+}
+
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Constraint {
+    requests: Vec<String>,
+    match_attribute: String,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Object<S> {
+    api_version: &'static str,
+    kind: &'static str,
+    metadata: Metadata,
+    spec: S,
+}
+
+#[derive(Debug, Serialize)]
+struct Metadata {
+    name: String,
+}
+
+/// The specification of a claim; a template has it twice.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Spec {
+    Devices(Devices),
+    Spec(Box<Self>),
+}
+
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+enum Any {
+    Claim(Object<Spec>),
+    Pod(Object<PodSpec>),
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct PodSpec {
+    restart_policy: &'static str,
+    containers: [Container; 1],
+    resource_claims: [PodClaim; 1],
+}
+
+#[derive(Debug, Serialize)]
+struct Container {
+    name: &'static str,
+    image: &'static str,
+    command: [&'static str; 2],
+    resources: Resources,
+}
+
+#[derive(Debug, Serialize)]
+struct Resources {
+    claims: [ContainerClaim; 1],
+}
+
+#[derive(Debug, Serialize)]
+struct ContainerClaim {
+    name: &'static str,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct PodClaim {
+    name: &'static str,
+    resource_claim_template_name: String,
+}
+
+/// Prints the manifest.
+pub fn claim(args: &ClaimArgs) -> Result<()> {
+    let devices = match (&args.mig, args.near) {
+        (Some(profile), _) => of_mig(args.gpus, profile),
+        (None, Some(Near::Nic)) => beside_nics(args.gpus)?,
+        (None, None) => in_groups(args.gpus, &groups(args)?),
+    };
+    let usual = match &args.mig {
+        Some(profile) => format!("mig-{}", profile.to_string().replace('.', "").replace('+', "-")),
+        None if args.gpus == 1 => "gpu".to_owned(),
+        None => format!("gpus-{}", args.gpus),
+    };
+    let name = args.name.clone().unwrap_or(usual);
+    let object = |kind: &'static str, spec: Spec| {
+        let metadata = Metadata { name: name.clone() };
+        Any::Claim(Object { api_version: "resource.k8s.io/v1", kind, metadata, spec })
+    };
+    let template = |devices| object("ResourceClaimTemplate", Spec::Spec(Box::new(Spec::Devices(devices))));
+    let manifest = match args.kind {
+        ClaimKind::Claim => text(&object("ResourceClaim", Spec::Devices(devices)), args.format),
+        ClaimKind::Template => text(&template(devices), args.format),
+        ClaimKind::Pod => text(&List::new(vec![template(devices), pod(&name)]), args.format),
+    };
+    Ok(print(&manifest?)?)
+}
+
+/// The attributes by which a claim of this size finds groups: those of a machine, or all that a node may have.
+fn groups(args: &ClaimArgs) -> Result<Vec<String>> {
+    let size = usize::from(args.gpus);
+    if size == 1 {
+        return Ok(Vec::new());
+    }
+    let Some(group) = GroupSize::holding(size) else { return Ok(vec![NVLINK_DOMAIN.to_owned()]) };
+    let Some(node) = &args.node else { return Ok(group.names().collect()) };
+    let (topology, _) = NodeTopology::assemble(&machines::load(node)?.observed);
+    let gpus = (0..topology.gpus().len()).collect();
+    let layout = GpuLayout::of(&AllocationTables::new(topology.into()), gpus);
+    Ok(group.names().filter(|name| layout.families.iter().any(|family| family.name == *name)).collect())
+}
+
+/// One request: the groups as alternatives, then any GPUs.
+fn in_groups(gpus: u8, groups: &[String]) -> Devices {
+    if groups.is_empty() {
+        return Devices { requests: vec![request("gpus", asked(GPUS, gpus))], ..Devices::default() };
+    }
+    // Names of alternatives are DNS labels.
+    let alternative = |name: &str| Asked { name: Some(name.to_ascii_lowercase()), ..asked(GPUS, gpus) };
+    let alternatives = groups.iter().map(String::as_str).chain(["any"]).map(alternative).collect();
+    let together = |name: &String| Constraint {
+        requests: vec![format!("gpus/{}", name.to_ascii_lowercase())],
+        match_attribute: format!("{OURS}/{name}"),
+    };
+    Devices {
+        requests: vec![Request { name: "gpus".to_owned(), devices: Requested::FirstAvailable(alternatives) }],
+        constraints: groups.iter().map(together).collect(),
+    }
+}
+
+/// A GPU and an RDMA NIC below one PCIe root, as often as asked.
+fn beside_nics(gpus: u8) -> Result<Devices> {
+    const MOST: u8 = MOST_DEVICES / 2;
+    ensure!(
+        gpus <= MOST,
+        "--gpus {gpus} with --near nic: a claim takes {MOST_DEVICES} devices, {MOST} GPUs with a NIC each"
+    );
+    let mut devices = Devices::default();
+    for number in 0..gpus {
+        let name = |word: &str| if gpus == 1 { word.to_owned() } else { format!("{word}-{number}") };
+        let (gpu, nic) = (name("gpu"), name("nic"));
+        let rdma = "'rdma' in device.attributes['dra.net'] && device.attributes['dra.net'].rdma";
+        let rdma = Asked { selectors: selector(rdma), ..asked("dra.net", 1) };
+        devices.requests.extend([request(&gpu, asked(GPUS, 1)), request(&nic, rdma)]);
+        devices.constraints.push(Constraint { requests: vec![gpu, nic], match_attribute: PCIE_ROOT.to_owned() });
+    }
+    Ok(devices)
+}
+
+/// MIG devices of a profile.
+fn of_mig(count: u8, profile: &MigProfile) -> Devices {
+    // A selector that reads an attribute which a device lacks is an error of the whole pod, on all nodes.
+    let expression = format!(
+        "'profile' in device.attributes['gpu.nvidia.com'] && \
+         device.attributes['gpu.nvidia.com'].profile == '{profile}'"
+    );
+    let mig = Asked { selectors: selector(&expression), ..asked("mig.nvidia.com", count) };
+    Devices { requests: vec![request("mig", mig)], ..Devices::default() }
+}
+
+fn asked(device_class_name: &'static str, count: u8) -> Asked {
+    Asked { name: None, device_class_name, selectors: Vec::new(), allocation_mode: "ExactCount", count }
+}
+
+fn request(name: &str, asked: Asked) -> Request {
+    Request { name: name.to_owned(), devices: Requested::Exactly(asked) }
+}
+
+fn selector(expression: &str) -> Vec<Selector> {
+    vec![Selector { cel: Expression { expression: expression.to_owned() } }]
+}
+
+/// A pod that shows what it got.
+fn pod(name: &str) -> Any {
+    let container = Container {
+        name: "main",
+        image: "ubuntu:24.04",
+        command: ["nvidia-smi", "-L"],
+        resources: Resources { claims: [ContainerClaim { name: "gpus" }] },
+    };
+    let spec = PodSpec {
+        restart_policy: "Never",
+        containers: [container],
+        resource_claims: [PodClaim { name: "gpus", resource_claim_template_name: name.to_owned() }],
+    };
+    Any::Pod(Object { api_version: "v1", kind: "Pod", metadata: Metadata { name: name.to_owned() }, spec })
+}

@@ -1,0 +1,57 @@
+//! What the API server has about this node: NodeFeature objects that would give it labels beside linkwise's.
+//!
+//! It is read by `linkwise-cluster`, which the doctor becomes where the pod has a token or a kubeconfig is given.
+
+use super::Node;
+use super::finding::Findings;
+use crate::quote::quoted;
+
+/// The manager of objects that linkwise wrote.
+const OURS: &str = "linkwise";
+
+/// A NodeFeature with this node's name.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct NodeFeatureFound {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// The programs that wrote its fields.
+    pub managers: Vec<String>,
+}
+
+/// The NodeFeatures of a node in all namespaces, or why they are unknown. An object without a name of GPU Feature
+/// Discovery's form is none of them.
+pub type NodeFeatures = Result<Vec<NodeFeatureFound>, String>;
+
+/// Names the objects that a GPU Feature Discovery left: NFD makes labels of all of them.
+pub(super) fn check(found: &mut Findings, node: &Node, features: Option<NodeFeatures>) {
+    found.check = "labels";
+    match features {
+        Some(Ok(features)) => {
+            for NodeFeatureFound { namespace, name, managers } in features {
+                let object = format!("NodeFeature {namespace}/{name}");
+                if managers.iter().any(|manager| manager == OURS) {
+                    found.ok(format!("{object} is linkwise's"));
+                    continue;
+                }
+                let managers: Vec<String> = managers.iter().map(|manager| quoted(manager).to_string()).collect();
+                found.warning(
+                    format!("{object} was written by {}, and may override linkwise's labels", managers.join(", ")),
+                    &format!(
+                        "if that program no longer runs: kubectl -n {namespace} delete nodefeatures.nfd.k8s-sigs.io {name}"
+                    ),
+                );
+            }
+        }
+        Some(Err(why)) => found.skipped(format!("NodeFeature objects could not be listed: {why}"), Some(BY_HAND)),
+        // Outside of a cluster there are none.
+        None if node.args.api.is_given() => {
+            found.skipped("NodeFeature objects were not listed: this pod has no token", Some(BY_HAND));
+        }
+        None => {}
+    }
+}
+
+/// How a person looks for them.
+const BY_HAND: &str = "kubectl get nodefeatures.nfd.k8s-sigs.io -A | grep nvidia-features-for-";

@@ -1,0 +1,81 @@
+//! DRA: what it needs on this node where the configuration asks for it, and another driver of its name.
+
+use std::io::ErrorKind;
+
+use super::Node;
+use super::finding::Findings;
+use crate::config::Environment;
+use crate::config::settings::{Flags, Settings, load};
+use crate::state::DraGpus;
+
+/// How the names of our registration sockets begin.
+const OURS: &str = "linkwise-";
+
+/// Looks for what DRA needs. Where no GPU goes through it there is nothing to report.
+pub(super) fn check(found: &mut Findings, node: &Node) {
+    let Ok(settings) = load(&Flags::default(), &Environment::read()).map(|loaded| loaded.settings) else { return };
+    if settings.dra_gpus.value == DraGpus::None {
+        return;
+    }
+    api_server(found, node);
+    folders(found, node, &settings);
+    if let DraGpus::Some(_) = settings.dra_gpus.value {
+        found.ok(
+            "some GPUs go through the device plugin: pods with nvidia.com/gpu and without a claim get only those, even \
+             while all of them are taken",
+        );
+    }
+}
+
+fn api_server(found: &mut Findings, node: &Node) {
+    let api = &node.args.api;
+    if !api.is_given() {
+        let advice = "run linkwise in a pod with a token (manifests/overlays/dra), or set --kubeconfig";
+        return found.failed("no API server: KUBERNETES_SERVICE_HOST is not set, and no --kubeconfig is given", advice);
+    }
+    if !api.kubeconfig.is_empty() {
+        return found.ok(format!("API server by {}", api.kubeconfig));
+    }
+    let token = api.service_account_dir.join("token");
+    match std::fs::File::open(&token) {
+        Ok(_) => found.ok(format!("API server {}, with a token", api.api_server_host)),
+        Err(error) => found.failed(
+            format!("no token to reach the API server with: {}: {error}", token.display()),
+            "set automountServiceAccountToken, as manifests/overlays/dra does",
+        ),
+    }
+}
+
+fn folders(found: &mut Findings, node: &Node, settings: &Settings) {
+    let (registry, driver) = (&settings.dra_registry_dir.value, &settings.dra_driver_name.value);
+    let mounted = "mount the kubelet's folder at this path (manifests/overlays/dra); with another --root-dir of the kubelet \
+                   set --dra-registry-dir and --dra-plugins-dir";
+    let registry = node.at(&registry.to_string_lossy());
+    match std::fs::read_dir(&registry) {
+        Ok(entries) => {
+            let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
+            let mut others: Vec<String> =
+                names.filter(|name| name.contains(driver.as_str()) && !name.starts_with(OURS)).collect();
+            others.sort();
+            for other in &others {
+                found.failed(
+                    format!("another DRA driver registers as {driver}: {}", registry.join(other).display()),
+                    "two drivers of one name take pods and ResourceSlices from each other: remove NVIDIA's kubelet plugin from \
+                     this node (resources.gpus.enabled=false), and its socket",
+                );
+            }
+            if others.is_empty() {
+                found.ok(format!("{}: no other DRA driver is called {driver}", registry.display()));
+            }
+        }
+        Err(error) => found.failed(format!("the kubelet's {}: {error}", registry.display()), mounted),
+    }
+    let plugins = node.at(&settings.dra_plugins_dir.value.to_string_lossy());
+    match std::fs::metadata(&plugins) {
+        Ok(_) => {}
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            found.failed(format!("the kubelet's {} is not there", plugins.display()), mounted);
+        }
+        Err(error) => found.failed(format!("the kubelet's {}: {error}", plugins.display()), mounted),
+    }
+}

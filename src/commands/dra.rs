@@ -1,0 +1,73 @@
+//! `linkwise dra`: prints the resource slices that a machine would publish.
+
+use std::io::Write;
+
+use anyhow::{Result, ensure};
+use serde::Serialize;
+
+use super::machine::machine;
+use super::manifest::{List, text};
+use super::output::print;
+use crate::allocation::AllocationTables;
+use crate::config::settings::load;
+use crate::config::{DraArgs, Environment};
+use crate::publish::dra::slice::{Pool, SliceSpec};
+use crate::publish::dra::{DraFacts, GpuLayout, devices, offered};
+use crate::state::{DraGpus, DriverVersions};
+use crate::topology::NodeTopology;
+
+/// The longest name of an object.
+const MOST_NAME: usize = 253;
+
+/// A slice without an owner, and with a name in the place of the server's.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct ResourceSlice {
+    api_version: &'static str,
+    kind: &'static str,
+    metadata: Metadata,
+    spec: SliceSpec,
+}
+
+#[derive(Debug, Serialize)]
+struct Metadata {
+    name: String,
+}
+
+/// Prints them. What is odd about the devices goes to standard error. Where the settings offer no GPU through DRA, all that
+/// they offer at all are printed.
+pub async fn dra(args: &DraArgs) -> Result<()> {
+    let settings = load(&args.flags, &Environment::read())?.settings;
+    let machine = machine(&args.node).await?;
+    let (topology, _) = NodeTopology::assemble(&machine.observed);
+    let mut plan = settings.plan();
+    if plan.dra == DraGpus::None {
+        plan.dra = DraGpus::All;
+    }
+    let versions = DriverVersions::of(&machine.observed);
+    let gpus = offered(&topology, &plan);
+    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus);
+    let (devices, problems) = devices(&DraFacts::of_machine(&topology, &versions, gpus, &layout));
+    let mut errors = std::io::stderr().lock();
+    for problem in problems {
+        // Nobody is left to tell where standard error is closed.
+        let _ = writeln!(errors, "linkwise: {problem}");
+    }
+    let driver = args.driver_name.as_ref().unwrap_or(&settings.dra_driver_name.value);
+    let pool = Pool::new(driver, &args.node_name, devices);
+    let slices = (0..).zip(pool.slices(1)).map(|(number, spec)| ResourceSlice {
+        api_version: "resource.k8s.io/v1",
+        kind: "ResourceSlice",
+        metadata: Metadata { name: name(number, driver, &args.node_name) },
+        spec,
+    });
+    let slices: Vec<ResourceSlice> = slices.collect();
+    let longest = slices.iter().map(|slice| slice.metadata.name.len()).max().unwrap_or(0);
+    ensure!(longest <= MOST_NAME, "the names of the slices would be {longest} long, with the names of driver and node");
+    Ok(print(&text(&List::new(slices), args.format)?)?)
+}
+
+/// A name as Kubernetes' own library for DRA drivers begins it: by name, slices are in their order.
+fn name(number: usize, driver: &str, node: &str) -> String {
+    format!("{number:05x}-{driver}-{node}-slice")
+}

@@ -1,0 +1,116 @@
+//! The options of `linkwise dra` and `linkwise claim`.
+
+use clap::{Args, ValueEnum};
+
+use super::{Flags, NodeArgs};
+use crate::topology::{MigProfile, MigProfileError};
+
+/// The longest name of a Kubernetes object, of a node and of a pool (a DNS subdomain).
+const MOST_NAME: usize = 253;
+
+/// The longest name of a DRA driver (`resource.k8s.io/v1`, `DriverNameMaxLength`).
+const MOST_DRIVER: usize = 63;
+
+/// `linkwise dra`.
+#[derive(Clone, Debug, Args)]
+pub struct DraArgs {
+    /// The settings' flags: which GPUs are offered.
+    #[command(flatten)]
+    pub flags: Flags,
+    /// The machine.
+    #[command(flatten)]
+    pub node: NodeArgs,
+    /// The form of the manifest
+    #[arg(long, default_value = "json")]
+    pub format: ManifestFormat,
+    /// The node's name
+    #[arg(long, value_name = "NAME", default_value = "node", value_parser = node_name)]
+    pub node_name: String,
+    /// The DRA driver's name, instead of the settings'
+    #[arg(long, value_name = "NAME", value_parser = driver_name)]
+    pub driver_name: Option<String>,
+}
+
+/// `linkwise claim`.
+#[derive(Clone, Debug, Args)]
+pub struct ClaimArgs {
+    /// How many GPUs, or with --mig MIG devices: 1 to 32
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=32))]
+    pub gpus: u8,
+    /// Ask for MIG devices of this profile, such as 1g.10gb, instead of whole GPUs
+    #[arg(long, value_name = "PROFILE", value_parser = mig_profile)]
+    pub mig: Option<MigProfile>,
+    /// Beside each GPU ask for an RDMA NIC of DRANET on the GPU's PCIe root; for up to 16 GPUs
+    #[arg(long, value_name = "DEVICE", conflicts_with = "mig")]
+    pub near: Option<Near>,
+    /// A claim that pods share, a template of which each pod gets a claim of its own, or a pod with its template
+    #[arg(long, default_value = "claim")]
+    pub kind: ClaimKind,
+    /// The name of the objects; by default gpus-N, or mig- and the profile
+    #[arg(long, value_name = "NAME", value_parser = label)]
+    pub name: Option<String>,
+    /// List the groups of this machine only: a built-in name or a file, as --node of other commands
+    #[arg(long, value_name = "NAME|FILE", conflicts_with_all = ["mig", "near"])]
+    pub node: Option<String>,
+    /// The form of the manifest
+    #[arg(long, default_value = "yaml")]
+    pub format: ManifestFormat,
+}
+
+/// The form of a manifest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ManifestFormat {
+    /// JSON.
+    Json,
+    /// YAML.
+    Yaml,
+}
+
+/// What a GPU is to be near to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Near {
+    /// An RDMA NIC.
+    Nic,
+}
+
+/// What kind of object asks for devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ClaimKind {
+    /// A ResourceClaim.
+    Claim,
+    /// A ResourceClaimTemplate.
+    Template,
+    /// A ResourceClaimTemplate, and a Pod that uses it.
+    Pod,
+}
+
+fn mig_profile(text: &str) -> Result<MigProfile, String> {
+    text.parse().map_err(|error: MigProfileError| error.to_string())
+}
+
+fn node_name(text: &str) -> Result<String, String> {
+    subdomain(text, MOST_NAME, "node name")
+}
+
+fn driver_name(text: &str) -> Result<String, String> {
+    subdomain(text, MOST_DRIVER, "DRA driver's name")
+}
+
+/// A DNS subdomain, as Kubernetes wants names.
+fn subdomain(text: &str, most: usize, what: &str) -> Result<String, String> {
+    if text.len() <= most && text.split('.').all(is_label) {
+        return Ok(text.to_owned());
+    }
+    Err(format!("no {what} (expected a DNS subdomain: lower-case letters, digits, '-' and '.', at most {most})"))
+}
+
+fn label(text: &str) -> Result<String, String> {
+    let fits = text.len() <= 63 && is_label(text);
+    fits.then(|| text.to_owned())
+        .ok_or_else(|| "no name (expected a DNS label: lower-case letters, digits and '-', at most 63)".into())
+}
+
+fn is_label(label: &str) -> bool {
+    let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+    !label.is_empty() && label.bytes().all(inner) && !label.starts_with('-') && !label.ends_with('-')
+}

@@ -1,0 +1,74 @@
+//! docs/dra.md: its commands run, its claims are what the command prints, and its tables have every attribute.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+use linkwise::machines;
+
+use super::golden::linkwise;
+use super::limits::{cut, published, rich};
+
+/// The page, its code blocks without their indentation.
+fn page() -> String {
+    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/dra.md")).unwrap()
+}
+
+#[test]
+fn documented_commands_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("node.yaml");
+    fs::write(&file, machines::load("dgx-a100").unwrap().to_yaml().unwrap()).unwrap();
+    let mut commands = 0;
+    for line in page().lines().filter_map(|line| line.strip_prefix("    linkwise ")) {
+        let command = line.split('#').next().unwrap().replace("node.yaml", file.to_str().unwrap());
+        let args: Vec<&str> = command.split_whitespace().collect();
+        assert!(["dra", "claim"].contains(&args[0]), "{line}");
+        assert!(linkwise(&args).len() > 200, "{line}");
+        commands += 1;
+    }
+    assert!(commands >= 7, "{commands} commands");
+}
+
+#[test]
+fn documented_claims_are_what_the_command_prints() {
+    let page = page();
+    for args in
+        [&["claim", "--gpus", "2", "--node", "dgx1-v100"][..], &["claim", "--near", "nic", "--kind", "template"]]
+    {
+        let printed: String = linkwise(args).lines().map(|line| format!("    {line}\n")).collect();
+        assert!(page.contains(&printed), "docs/dra.md does not have\n{printed}");
+    }
+    for gpus in ["2", "4", "8"] {
+        let printed = linkwise(&["claim", "--gpus", gpus]);
+        let attributes = printed.lines().filter_map(|line| line.trim().strip_prefix("matchAttribute: linkwise.dev/"));
+        let row: Vec<String> = attributes.map(|attribute| format!("`{attribute}`")).collect();
+        assert!(page.contains(&format!("| {} | any |", row.join(" "))), "docs/dra.md: groups of {gpus}");
+    }
+}
+
+#[test]
+fn documented_attributes_are_those_that_are_published() {
+    let mut keys = BTreeSet::new();
+    for machine in machines::built_in() {
+        let observed = rich(machines::load(machine.name).unwrap().observed);
+        for observed in [observed.clone(), cut(observed, 7)] {
+            for device in published(&observed, &[]) {
+                keys.extend(device.attributes.into_keys().chain(device.capacity.into_keys()));
+            }
+        }
+    }
+    let page = page();
+    let is_group = |key: &str| ["pair", "quad", "octet"].iter().any(|word| key.contains(word));
+    for key in keys.iter().filter(|key| !is_group(key) && !key.starts_with("memorySlice")) {
+        assert!(page.contains(&format!("`{key}`")), "docs/dra.md has no row for {key}");
+    }
+    let named = page.lines().filter(|line| line.starts_with('|')).flat_map(|line| {
+        let cell = line.split('|').nth(1).unwrap_or_default();
+        cell.split('`').skip(1).step_by(2).map(str::to_owned).collect::<Vec<_>>()
+    });
+    for key in named.filter(|name| name.starts_with("linkwise.dev/") && !is_group(name) && !name.ends_with("unhealthy"))
+    {
+        assert!(keys.contains(&key), "docs/dra.md: no machine has {key}");
+    }
+}

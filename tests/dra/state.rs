@@ -1,0 +1,138 @@
+//! Taints from the state machine: set by a fault, gone with it.
+
+use linkwise::publish::dra::{
+    DraFacts, DraSettings, LayoutCache, SliceDevice, Taint, TaintEffect, devices, offered_now,
+};
+use linkwise::state::{
+    ClaimedDevice, DraGpus, Event, Holdings, MigInstance, NodeState, NumaHints, ResourcePlan, Timestamp,
+};
+use linkwise::{machines, topology::NodeObservation};
+
+const NOW: Timestamp = Timestamp::from_secs(1_000);
+const DRIVER: &str = "gpu.nvidia.com";
+
+struct Node {
+    state: NodeState,
+    layouts: LayoutCache,
+    settings: DraSettings,
+}
+
+impl Node {
+    /// A machine all of whose GPUs have gone to DRA.
+    fn new(observed: NodeObservation) -> Self {
+        let state = NodeState::new(NumaHints::Node);
+        let mut node = Self { state, layouts: LayoutCache::default(), settings: DraSettings::default() };
+        node.apply(Event::Observed(Box::new(observed)));
+        node.apply(Event::Planned(Box::new(ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() })));
+        for _ in 0..3 {
+            node.apply(Event::Holders(Some(Holdings::default())));
+        }
+        node
+    }
+
+    fn apply(&mut self, event: Event) {
+        self.state = self.state.clone().apply(event, NOW).0;
+    }
+
+    fn devices(&mut self) -> Vec<SliceDevice> {
+        let layout = self.layouts.layout(self.state.tables(), offered_now(&self.state));
+        devices(&DraFacts::of_state(&self.state, DRIVER, &layout, self.settings)).0
+    }
+
+    fn taints(&mut self, name: &str) -> Option<Vec<Taint>> {
+        self.devices().into_iter().find(|device| device.name == name).map(|device| device.taints)
+    }
+
+    fn claims(&mut self, name: &str) {
+        let (claim, driver, device) = ("default/a".to_owned(), DRIVER.to_owned(), name.to_owned());
+        let claimed = ClaimedDevice { claim, driver, device, cdi_names: Vec::new() };
+        self.apply(Event::Holders(Some(Holdings { claims: [claimed].into(), ..Holdings::default() })));
+    }
+}
+
+fn taint(key: &str, value: &str, effect: TaintEffect) -> Vec<Taint> {
+    vec![Taint { key: key.to_owned(), value: value.to_owned(), effect }]
+}
+
+fn dgx() -> NodeObservation {
+    machines::load("dgx-h100").unwrap().observed
+}
+
+#[test]
+fn fault_taints_the_gpu_until_it_is_cleared() {
+    let observed = dgx();
+    let gpu = observed.gpus[3].uuid.clone();
+    let mut node = Node::new(observed);
+    assert_eq!(node.devices().len(), 8);
+    node.apply(Event::Xid { gpu: gpu.clone(), code: 79, instance: None });
+    assert_eq!(node.taints("gpu-3"), Some(taint("gpu.nvidia.com/xid", "79", TaintEffect::NoSchedule)));
+    assert_eq!(node.devices().iter().filter(|device| !device.taints.is_empty()).count(), 1);
+    node.apply(Event::Cleared { gpu: gpu.clone() });
+    assert_eq!(node.taints("gpu-3"), Some(Vec::new()));
+    node.apply(Event::DoubleBitEcc { gpu });
+    assert_eq!(node.taints("gpu-3"), Some(taint("linkwise.dev/unhealthy", "double_bit_ecc", TaintEffect::NoSchedule)));
+}
+
+#[test]
+fn sick_gpu_is_left_out_where_taints_are_dropped() {
+    let observed = dgx();
+    let gpu = observed.gpus[3].uuid.clone();
+    let mut node = Node::new(observed);
+    node.settings.taints_survive = false;
+    node.apply(Event::Xid { gpu: gpu.clone(), code: 79, instance: None });
+    assert_eq!((node.devices().len(), node.taints("gpu-3")), (7, None));
+    node.claims("gpu-3");
+    assert_eq!((node.devices().len(), node.taints("gpu-3")), (8, Some(Vec::new())), "a claim has it");
+    node.apply(Event::Holders(Some(Holdings::default())));
+    assert_eq!(node.devices().len(), 7);
+    node.apply(Event::Cleared { gpu });
+    assert_eq!(node.devices().len(), 8);
+}
+
+#[test]
+fn lost_gpu_stays_for_its_claim_and_may_evict_it() {
+    let mut observed = dgx();
+    let mut node = Node::new(observed.clone());
+    let before = node.devices().into_iter().find(|device| device.name == "gpu-3").unwrap();
+    node.claims("gpu-3");
+    observed.gpus.remove(3);
+    node.apply(Event::Observed(Box::new(observed)));
+    let lost = |effect| Some(taint("gpu.nvidia.com/gpu-lost", "", effect));
+    assert_eq!(node.taints("gpu-3"), lost(TaintEffect::NoSchedule));
+    let after = node.devices().pop().unwrap();
+    assert_eq!((&after.name, &after.attributes["uuid"]), (&before.name, &before.attributes["uuid"]));
+    node.settings.evict_from_lost = true;
+    assert_eq!(node.taints("gpu-3"), lost(TaintEffect::NoExecute));
+    node.apply(Event::Holders(Some(Holdings::default())));
+    assert_eq!((node.devices().len(), node.taints("gpu-3")), (7, None), "without a claim it is withdrawn");
+}
+
+#[test]
+fn fault_of_an_instance_taints_its_mig_device_alone() {
+    let text = "{enabled: true, devices: [\
+        {index: 0, uuid: MIG-0, gpu_instance: 1, compute_instance: 0, gpu_slices: 1, compute_slices: 1, memory_mib: 9728},\
+        {index: 1, uuid: MIG-1, gpu_instance: 2, compute_instance: 0, gpu_slices: 1, compute_slices: 1, memory_mib: 9728}]}";
+    let mut observed = dgx();
+    observed.gpus[0].mig = Some(serde_saphyr::from_str(text).unwrap());
+    let gpu = observed.gpus[0].uuid.clone();
+    let mut node = Node::new(observed);
+    let instance = Some(MigInstance { gpu_instance: 2, compute_instance: None });
+    node.apply(Event::Xid { gpu: gpu.clone(), code: 48, instance });
+    let sick = |node: &mut Node| -> Vec<String> {
+        node.devices().into_iter().filter(|device| !device.taints.is_empty()).map(|device| device.name).collect()
+    };
+    assert_eq!(sick(&mut node), ["gpu-0-mig-1g10gb-gi2-ci0"]);
+    node.apply(Event::Xid { gpu, code: 79, instance: None });
+    assert_eq!(sick(&mut node), ["gpu-0-mig-1g10gb-gi1-ci0", "gpu-0-mig-1g10gb-gi2-ci0"]);
+}
+
+#[test]
+fn gpu_that_leaves_dra_is_tainted_until_it_has_left() {
+    let mut node = Node::new(dgx());
+    node.claims("gpu-0");
+    let plan = ResourcePlan { dra: DraGpus::None, ..ResourcePlan::default() };
+    node.apply(Event::Planned(Box::new(plan)));
+    let leaves = taint("linkwise.dev/unhealthy", "withdrawn", TaintEffect::NoSchedule);
+    assert!(node.devices().iter().all(|device| device.taints == leaves));
+    assert_eq!(node.devices().len(), 8);
+}

@@ -1,0 +1,230 @@
+//! What is refused, each by its name, and nothing else disturbed.
+
+use std::fs;
+use std::time::Duration;
+
+use linkwise::dra::Occurrence;
+use linkwise::state::{ClaimedDevice, DraGpus, Event, GpuSelector, Holdings, NodeState};
+
+use super::node::{Answer, Node, claim, configured, connected, end, name, refusal, start, state};
+
+#[tokio::test]
+async fn claim_that_cannot_be_prepared_is_named_and_leaves_nothing() {
+    let mut node = Node::new();
+    node.settings.claim_timeout = Duration::from_millis(50);
+    node.start();
+    let kubelet = node.kubelet().await;
+    let good = node.claim("good", &[("gpus", "gpu-7")]);
+    start(&kubelet, &good).await.unwrap();
+    let of = |uid: &str| claim(uid, &[("gpus", "gpu-0")]);
+    let mut pending = of("b");
+    pending.status.allocation = None;
+    let mut reborn = of("c");
+    reborn.metadata.uid = "other".to_owned();
+    let mut elsewhere = of("d");
+    elsewhere.status.allocation.as_mut().unwrap().devices.results[0].pool = "other/gpu".to_owned();
+    let mut liar = of("e");
+    liar.metadata.namespace = "kube-system".to_owned();
+    let kind = r#"{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuKonfig"}"#;
+    let field = r#"{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","shared":true}"#;
+    let mps = r#"{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}"#;
+    for (uid, answer, complaint) in [
+        ("a", Answer::Claim(claim("a", &[("gpus", "gpu-99")])), "no device 'gpu-99' on this node; there are gpu-0, "),
+        ("b", Answer::Claim(pending), "the claim ml/claim-b has no allocation"),
+        ("c", Answer::Claim(reborn), "the claim ml/claim-c has the UID 'other', not 'c'"),
+        ("d", Answer::Claim(elsewhere), "is of the pool 'other/gpu'; this node has the pool 'node/gpu'"),
+        ("e", Answer::Claim(liar), "the API server answered with the claim 'kube-system/claim-e', not 'ml/claim-e'"),
+        ("f", Answer::Claim(configured(of("f"), kind)), "'GpuKonfig' is not supported; known are GpuConfig and Mig"),
+        ("g", Answer::Claim(configured(of("g"), field)), "GpuConfig: unknown field `shared`, expected `sharing`"),
+        ("h", Answer::Claim(configured(of("h"), mps)), "GpuConfig: sharing.strategy MPS is not supported: linkwise"),
+        ("i", Answer::Failed, "cannot read the claim ml/claim-i: connection refused"),
+        ("j", Answer::Silent, "cannot read the claim ml/claim-j: the API server did not answer within 50ms"),
+        ("../x", Answer::Failed, "'../x' is no UID of a claim"),
+    ] {
+        let named = node.set(uid, answer);
+        let error = refusal(&kubelet, &named).await;
+        assert!(error.contains(complaint), "{error}");
+        end(&kubelet, &named).await;
+        assert_eq!((node.checkpoints(), node.claim_specs()), (vec!["good.json".to_owned()], vec![]), "{uid}");
+    }
+    assert!(kubelet.state().claims["good"].prepared);
+}
+
+#[tokio::test]
+async fn gpu_of_the_device_plugin_is_not_prepared() {
+    let mut node = Node::new();
+    node.state.send_replace(state("dgx1-v100", DraGpus::Some(vec![GpuSelector::Index(1)])).into());
+    node.start();
+    let kubelet = node.kubelet().await;
+    let error = refusal(&kubelet, &node.claim("a", &[("gpus", "gpu-0")])).await;
+    assert!(error.contains("belongs to the device plugin on this node, not to DRA"), "{error}");
+    start(&kubelet, &node.claim("b", &[("gpus", "gpu-1")])).await.unwrap();
+}
+
+#[tokio::test]
+async fn second_claim_for_a_gpu_waits_for_the_first() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    let (first, second) = (node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-0")]));
+    start(&kubelet, &first).await.unwrap();
+    let error = refusal(&kubelet, &second).await;
+    assert!(error.contains("is prepared for the claim ml/claim-a (UID a)"), "{error}");
+    end(&kubelet, &first).await;
+    assert_eq!(start(&kubelet, &second).await.unwrap(), [node.gpu(0)]);
+}
+
+#[tokio::test]
+async fn gpu_of_a_claim_that_is_gone_is_taken_from_it() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    let (first, second) = (node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-0")]));
+    start(&kubelet, &first).await.unwrap();
+    node.delete("a");
+    assert_eq!(start(&kubelet, &second).await.unwrap(), [node.gpu(0)]);
+    assert_eq!(node.checkpoints(), ["b.json"]);
+    node.wait(|seen| matches!(seen, Occurrence::Swept { claim, result: Ok(()) } if claim.uid == "a")).await;
+}
+
+#[tokio::test]
+async fn gpu_of_a_claim_without_allocation_is_taken_from_it() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    let (first, second) = (node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-0")]));
+    start(&kubelet, &first).await.unwrap();
+    // Allocated anew, elsewhere; but a container here still has the GPU.
+    let mut moved = claim("a", &[("gpus", "gpu-0")]);
+    moved.status.allocation.as_mut().unwrap().devices.results[0].pool = "other/gpu".to_owned();
+    node.set("a", Answer::Claim(moved));
+    let held = ClaimedDevice {
+        claim: "ml/claim-a".to_owned(),
+        driver: super::node::DRIVER.to_owned(),
+        device: "gpu-0".to_owned(),
+        cdi_names: Vec::new(),
+    };
+    let free = node.state.borrow().clone();
+    let holdings = Holdings { claims: [held].into(), ..Holdings::default() };
+    let (with_pod, _) = NodeState::clone(&free).apply(Event::Holders(Some(holdings)), Duration::from_secs(1));
+    node.state.send_replace(with_pod.into());
+    assert!(refusal(&kubelet, &second).await.contains("is prepared for the claim ml/claim-a"));
+    node.state.send_replace(free);
+    assert_eq!(start(&kubelet, &second).await.unwrap(), [node.gpu(0)]);
+    assert_eq!(node.checkpoints(), ["b.json"]);
+}
+
+#[tokio::test]
+async fn bad_checkpoints_are_set_aside_and_hinder_nothing() {
+    let mut node = Node::running();
+    let kubelet = node.kubelet().await;
+    let good = node.claim("good", &[("gpus", "gpu-0")]);
+    let first = start(&kubelet, &good).await.unwrap();
+    kubelet.stop().await;
+    node.stop().await;
+    let text = fs::read_to_string(node.checkpoint("good")).unwrap();
+    fs::write(node.checkpoint("half"), &text[..text.len() / 2]).unwrap();
+    fs::write(node.checkpoint("newer"), text.replace("\"version\": 1", "\"version\": 7")).unwrap();
+    fs::write(node.checkpoint("long"), " ".repeat((1 << 20) + 1)).unwrap();
+    fs::write(node.checkpoint("copy"), &text).unwrap();
+    fs::write(node.settings.checkpoints.join("notes.txt"), "hello").unwrap();
+    fs::create_dir(node.settings.checkpoints.join("folder.json")).unwrap();
+    fs::write(node.settings.checkpoints.join(".linkwise-draft"), "{").unwrap();
+    node.start();
+    kubelet.start_again().unwrap();
+    connected(&kubelet).await;
+    node.set("good", Answer::Failed);
+    assert_eq!(start(&kubelet, &good).await.unwrap(), first);
+    let told: Vec<String> = node
+        .seen
+        .borrow()
+        .iter()
+        .filter_map(|seen| match seen {
+            Occurrence::CheckpointIgnored { path, why, set_aside } => {
+                let name = path.file_name().unwrap().to_str().unwrap();
+                Some(format!("{name} {set_aside} {}", why.split(':').next().unwrap()))
+            }
+            _ => None,
+        })
+        .collect();
+    assert_eq!(
+        told,
+        [
+            "copy.json true it is of the claim with the UID 'good'",
+            "folder.json true Is a directory (os error 21)",
+            "half.json true it is not whole JSON",
+            "long.json true it is longer than 1048576 bytes",
+            "newer.json true its version is 7; this linkwise reads 1",
+            "notes.txt false its name is not that of a checkpoint",
+        ]
+    );
+    assert!(!node.settings.checkpoints.join(".linkwise-draft").exists());
+    // A claim whose checkpoint was half: it is prepared anew, and unprepared whole.
+    let half = node.claim("half", &[("gpus", "gpu-1")]);
+    assert_eq!(start(&kubelet, &half).await.unwrap(), [node.gpu(1)]);
+    end(&kubelet, &half).await;
+    assert!(!node.checkpoints().iter().any(|name| name.starts_with("half")), "{:?}", node.checkpoints());
+}
+
+#[tokio::test]
+async fn checkpoints_that_cannot_be_written_are_the_claims_error() {
+    let mut node = Node::running();
+    let kubelet = node.kubelet().await;
+    // As a full disk: no file can be made in the folder.
+    let folder = node.settings.checkpoints.clone();
+    fs::remove_dir_all(&folder).unwrap();
+    fs::write(&folder, "").unwrap();
+    let (claim, other) = (node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-0")]));
+    let error = refusal(&kubelet, &claim).await;
+    assert!(error.starts_with("cannot write the checkpoint of the claim: "), "{error}");
+    fs::remove_file(&folder).unwrap();
+    fs::create_dir(&folder).unwrap();
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(0)]);
+    end(&kubelet, &claim).await;
+    assert_eq!(start(&kubelet, &other).await.unwrap(), [node.gpu(0)]);
+    // At the start, it is an error of the whole plugin.
+    node.stop().await;
+    fs::remove_dir_all(&folder).unwrap();
+    fs::write(&folder, "").unwrap();
+    node.start();
+    let (task, _) = node.running.take().unwrap();
+    let error = task.await.unwrap().unwrap_err().to_string();
+    assert!(error.starts_with("cannot keep checkpoints of claims in "), "{error}");
+}
+
+#[tokio::test]
+async fn cdi_folder_that_cannot_be_written_is_the_claims_error() {
+    let node = Node::running().with_nics();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", "gpu-0")]);
+    let folder = &node.settings.cdi_folder;
+    fs::remove_dir_all(folder).unwrap();
+    fs::write(folder, "").unwrap();
+    let error = refusal(&kubelet, &claim).await;
+    assert!(error.starts_with("cannot write the CDI spec of the claim: "), "{error}");
+    fs::remove_file(folder).unwrap();
+    fs::create_dir(folder).unwrap();
+    node.write_specs();
+    assert_eq!(start(&kubelet, &claim).await.unwrap().len(), 2);
+    end(&kubelet, &claim).await;
+    assert_eq!((node.checkpoints(), node.claim_specs()), (vec![], vec![]));
+}
+
+#[tokio::test]
+async fn missing_cdi_names_are_waited_for_and_then_named() {
+    let mut node = Node::new();
+    node.settings.specs_timeout = Duration::from_millis(50);
+    node.start();
+    let kubelet = node.kubelet().await;
+    fs::remove_file(node.gpu_spec()).unwrap();
+    let claim = node.claim("a", &[("gpus", "gpu-0")]);
+    let error = refusal(&kubelet, &claim).await;
+    assert!(error.starts_with("no CDI spec in ") && error.ends_with(&node.gpu(0)), "{error}");
+    assert_eq!(node.checkpoints(), [""; 0]);
+    node.write_specs();
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(0)]);
+    // Of a claim that was prepared, too, before its container would fail.
+    fs::remove_file(node.gpu_spec()).unwrap();
+    kubelet.restart().await.unwrap();
+    connected(&kubelet).await;
+    let error = refusal(&kubelet, &name("a")).await;
+    assert!(error.starts_with("no CDI spec in "), "{error}");
+    assert_eq!(node.checkpoints(), ["a.json"], "its pod may run");
+}

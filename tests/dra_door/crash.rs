@@ -1,0 +1,189 @@
+//! The plugin is killed between each two steps of its work; the next one finishes or undoes it.
+//!
+//! The steps of Prepare: the claim is read; checkpoint Started; the claim's CDI spec; its GPUs' names are in a spec;
+//! checkpoint Completed; the answer. Of Unprepare: the spec goes; the checkpoint goes.
+
+use std::fs;
+use std::time::Duration;
+
+use super::node::{Answer, LIMIT, Node, connected, end, start};
+
+/// What a killed plugin leaves of the claim `a`.
+#[derive(Clone, Copy, Debug)]
+struct Left {
+    checkpoint: Option<&'static str>,
+    boot: &'static str,
+    spec: bool,
+}
+
+/// After each step, and in another boot.
+const STATES: [Left; 8] = [
+    Left { checkpoint: None, boot: "", spec: false },
+    Left { checkpoint: None, boot: "", spec: true },
+    Left { checkpoint: Some("Started"), boot: "this boot", spec: false },
+    Left { checkpoint: Some("Started"), boot: "this boot", spec: true },
+    Left { checkpoint: Some("Completed"), boot: "this boot", spec: true },
+    Left { checkpoint: Some("Completed"), boot: "this boot", spec: false },
+    Left { checkpoint: Some("Completed"), boot: "another boot", spec: false },
+    Left { checkpoint: Some("Started"), boot: "another boot", spec: true },
+];
+
+/// A node whose plugin was killed so, and what the claim's container gets.
+async fn killed(left: Left) -> (Node, Vec<String>) {
+    let mut node = Node::new().with_nics();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", "gpu-0"), ("gpus", "gpu-5")]);
+    let devices = start(&kubelet, &claim).await.unwrap();
+    kubelet.stop().await;
+    node.kill().await;
+    let path = node.checkpoint("a");
+    let text = fs::read_to_string(&path).unwrap();
+    match left.checkpoint {
+        None => fs::remove_file(path).unwrap(),
+        Some(progress) => {
+            let text = text.replace("\"Completed\"", &format!("{progress:?}"));
+            fs::write(path, text.replace("this boot", left.boot)).unwrap();
+        }
+    }
+    if !left.spec {
+        fs::remove_file(node.settings.cdi_folder.join("linkwise.dev-claim-a.json")).unwrap();
+    }
+    (node, devices)
+}
+
+#[tokio::test]
+async fn killed_prepare_is_finished_by_the_next() {
+    for left in STATES {
+        let (mut node, devices) = killed(left).await;
+        node.start();
+        let kubelet = node.kubelet().await;
+        let claim = super::node::name("a");
+        assert_eq!(start(&kubelet, &claim).await.unwrap(), devices, "{left:?}");
+        assert_eq!((node.checkpoints().len(), node.claim_specs().len()), (1, 1), "{left:?}");
+        let text = fs::read_to_string(node.checkpoint("a")).unwrap();
+        assert!(text.contains("\"Completed\"") && text.contains("\"this boot\""), "{left:?}: {text}");
+        end(&kubelet, &claim).await;
+        assert_eq!((node.checkpoints().len(), node.claim_specs().len()), (0, 0), "{left:?}");
+    }
+}
+
+#[tokio::test]
+async fn killed_prepare_is_undone_by_unprepare() {
+    for left in STATES {
+        let (mut node, _) = killed(left).await;
+        // The API server is away, and not needed.
+        node.set("a", Answer::Failed);
+        node.start();
+        let kubelet = node.kubelet().await;
+        let claim = super::node::name("a");
+        // The kubelet's cache has the claim, whatever came of its Prepare.
+        let _ = start(&kubelet, &claim).await;
+        end(&kubelet, &claim).await;
+        assert_eq!((node.checkpoints().len(), node.claim_specs().len()), (0, 0), "{left:?}");
+        // The GPUs are free.
+        let other = node.claim("b", &[("gpus", "gpu-5")]);
+        start(&kubelet, &other).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn killed_prepare_of_a_claim_that_is_gone_is_swept() {
+    for left in STATES {
+        let (mut node, _) = killed(left).await;
+        node.delete("a");
+        node.settings.sweep = Duration::from_millis(1);
+        node.start();
+        let swept = async {
+            while node.checkpoints().len() + node.claim_specs().len() > 0 {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(LIMIT, swept).await.unwrap_or_else(|_| panic!("{left:?}"));
+    }
+}
+
+#[tokio::test]
+async fn claim_that_exists_survives_the_sweep() {
+    let (mut node, devices) = killed(STATES[5]).await;
+    node.settings.sweep = Duration::from_millis(1);
+    node.set("a", Answer::Failed);
+    node.start();
+    // The first sweep restores its spec; an API server that fails is no reason to forget a claim.
+    let swept = async {
+        while node.reads("a") < 4 || node.claim_specs().is_empty() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(LIMIT, swept).await.unwrap();
+    let kubelet = node.kubelet().await;
+    assert_eq!(start(&kubelet, &super::node::name("a")).await.unwrap(), devices);
+}
+
+#[tokio::test]
+async fn plugin_killed_while_the_claim_is_read_leaves_nothing() {
+    let mut node = Node::new();
+    node.settings.claim_timeout = LIMIT;
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.set("a", Answer::Silent);
+    let asked = async {
+        while node.reads("a") == 0 {
+            tokio::task::yield_now().await;
+        }
+    };
+    let (started, ()) = tokio::join!(tokio::time::timeout(LIMIT, start(&kubelet, &claim)), async {
+        tokio::time::timeout(LIMIT, asked).await.unwrap();
+        node.running.as_ref().unwrap().0.abort();
+    });
+    assert!(started.unwrap().is_err());
+    assert_eq!(node.checkpoints(), [""; 0]);
+    node.claim("a", &[("gpus", "gpu-0")]);
+    node.kill_and_start().await;
+    connected(&kubelet).await;
+    let again = async {
+        // The connection may still be the old one's.
+        loop {
+            if let Ok(devices) = start(&kubelet, &claim).await {
+                return devices;
+            }
+            tokio::task::yield_now().await;
+        }
+    };
+    assert_eq!(tokio::time::timeout(LIMIT, again).await.unwrap(), [node.gpu(0)]);
+}
+
+#[tokio::test]
+async fn plugin_killed_while_names_are_missing_keeps_the_claim() {
+    let mut node = Node::new();
+    (node.settings.specs_timeout, node.settings.prepare_timeout) = (LIMIT, LIMIT);
+    node.start();
+    let kubelet = node.kubelet().await;
+    fs::remove_file(node.gpu_spec()).unwrap();
+    let claim = node.claim("a", &[("gpus", "gpu-0")]);
+    let begun = async {
+        while !fs::read_to_string(node.checkpoint("a")).is_ok_and(|text| text.contains("\"Started\"")) {
+            tokio::task::yield_now().await;
+        }
+    };
+    let (started, ()) = tokio::join!(tokio::time::timeout(LIMIT, start(&kubelet, &claim)), async {
+        tokio::time::timeout(LIMIT, begun).await.unwrap();
+        node.running.as_ref().unwrap().0.abort();
+    });
+    assert!(started.unwrap().is_err());
+    node.kill_and_start().await;
+    node.write_specs();
+    // It is in the books: its GPU is no other claim's.
+    let other = node.claim("b", &[("gpus", "gpu-0")]);
+    let again = async {
+        loop {
+            match start(&kubelet, &other).await {
+                Err(linkwise_kubelet_box::dra::DraError::Claim { error, .. }) => return error,
+                _ => tokio::task::yield_now().await,
+            }
+        }
+    };
+    let error = tokio::time::timeout(LIMIT, again).await.unwrap();
+    assert!(error.contains("is prepared for the claim ml/claim-a (UID a)"), "{error}");
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(0)]);
+}

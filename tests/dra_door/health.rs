@@ -1,0 +1,90 @@
+//! What the kubelet hears of the health of devices.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use linkwise::dra::Occurrence;
+use linkwise::state::{DraGpus, Event, GpuSelector};
+use linkwise_kubelet_box::dra::{DraKubelet, DraState};
+
+use super::node::{DRIVER, Node, POOL, connected, start, state};
+
+const HEALTHY: i32 = 1;
+const UNHEALTHY: i32 = 2;
+
+/// The health of a device, and why.
+fn of<'a>(state: &'a DraState, device: &str) -> Option<(i32, &'a str)> {
+    let health = state.drivers.get(DRIVER)?.health.get(&(POOL.to_owned(), device.to_owned()))?;
+    Some((health.health, health.message.as_str()))
+}
+
+#[tokio::test]
+async fn health_of_every_device_follows_its_gpu() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    kubelet.wait(|state| of(state, "gpu-7") == Some((HEALTHY, ""))).await.unwrap();
+    assert_eq!(kubelet.state().drivers[DRIVER].health.len(), 8);
+    node.wait(|seen| matches!(seen, Occurrence::HealthStreams(1))).await;
+    let current = node.state.borrow().clone();
+    let sick = current.topology().gpus().iter().find(|gpu| gpu.minor == Some(3)).unwrap().uuid.clone();
+    let (sick, _) = NodeStateExt::apply(&current, Event::Xid { gpu: sick, code: 79, instance: None });
+    node.state.send_replace(Arc::new(sick));
+    kubelet.wait(|state| of(state, "gpu-3") == Some((UNHEALTHY, "XID 79"))).await.unwrap();
+    assert_eq!(of(&kubelet.state(), "gpu-2"), Some((HEALTHY, "")));
+    node.state.send_replace(current);
+    kubelet.wait(|state| of(state, "gpu-3") == Some((HEALTHY, ""))).await.unwrap();
+    kubelet.stop().await;
+    node.wait(|seen| matches!(seen, Occurrence::HealthStreams(0))).await;
+}
+
+/// One event, at no particular time.
+struct NodeStateExt;
+
+impl NodeStateExt {
+    fn apply(
+        state: &linkwise::state::NodeState,
+        event: Event,
+    ) -> (linkwise::state::NodeState, Vec<linkwise::state::Effect>) {
+        state.clone().apply(event, Duration::from_secs(1))
+    }
+}
+
+#[tokio::test]
+async fn kubelet_that_reads_v1_gets_the_same_health() {
+    let node = Node::running();
+    let mut options = node.kubelet_options();
+    options.advertised_health = true;
+    let kubelet = DraKubelet::start(options).unwrap();
+    connected(&kubelet).await;
+    kubelet.wait(|state| of(state, "gpu-0") == Some((HEALTHY, ""))).await.unwrap();
+}
+
+#[tokio::test]
+async fn health_is_sent_again_before_it_is_stale() {
+    let mut node = Node::new();
+    node.settings.heartbeat = Duration::from_millis(1);
+    node.start();
+    let kubelet = node.kubelet().await;
+    kubelet.wait(|state| state.drivers[DRIVER].health_lists > 3).await.unwrap();
+}
+
+#[tokio::test]
+async fn gpus_of_the_device_plugin_are_not_listed_and_gone_ones_are() {
+    let mut node = Node::new();
+    let some = || DraGpus::Some(vec![GpuSelector::Index(0), GpuSelector::Index(1)]);
+    node.state.send_replace(Arc::new(state("dgx1-v100", some())));
+    node.start();
+    let kubelet = node.kubelet().await;
+    kubelet.wait(|state| state.drivers[DRIVER].health.len() == 2).await.unwrap();
+    let state = node.state.borrow().clone();
+    let device = state.topology().gpus().iter().find(|gpu| gpu.index == 0).unwrap().minor.unwrap();
+    let device = format!("gpu-{device}");
+    start(&kubelet, &node.claim("a", &[("gpus", &device)])).await.unwrap();
+    // Its GPU falls off the bus.
+    let mut observed = linkwise::machines::load("dgx1-v100").unwrap().observed;
+    observed.gpus.retain(|gpu| gpu.index != 0);
+    let (gone, _) = NodeStateExt::apply(&state, Event::Observed(Box::new(observed)));
+    node.state.send_replace(Arc::new(gone));
+    let told = Some((UNHEALTHY, "the GPU is gone from the node"));
+    kubelet.wait(|state| of(state, &device) == told).await.unwrap();
+}

@@ -1,0 +1,154 @@
+//! The plugin's life with the kubelet: registration, restarts, sockets.
+
+use std::fs;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use linkwise::dra::{Occurrence, Phase};
+use linkwise::state::{NodeState, NumaHints};
+use linkwise::uds::Callers;
+use linkwise_kubelet_box::dra::{DraKubelet, DraState};
+
+use super::node::{DRIVER, Node, connected, end, names, start};
+
+fn registrations(state: &DraState) -> u64 {
+    state.drivers.get(DRIVER).map_or(0, |driver| driver.registrations)
+}
+
+fn in_phase(phase: Phase) -> impl Fn(&Occurrence) -> bool {
+    move |seen| matches!(seen, Occurrence::Phase(now) if *now == phase)
+}
+
+#[tokio::test]
+async fn plugin_registers_once_gpus_and_specs_are_there() {
+    let mut node = Node::new();
+    let state = node.state.send_replace(Arc::new(NodeState::new(NumaHints::default())));
+    node.specs_written.send_replace(false);
+    node.start();
+    let kubelet = DraKubelet::start(node.kubelet_options()).unwrap();
+    node.wait(in_phase(Phase::WaitingForGpus)).await;
+    assert_eq!(names(&node.settings.registry), [""; 0]);
+    node.state.send_replace(state);
+    // The plugin's task has its turns; without the specs it has nothing to do.
+    for _ in 0..1000 {
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(names(&node.settings.registry), [""; 0]);
+    node.specs_written.send_replace(true);
+    connected(&kubelet).await;
+    node.wait(in_phase(Phase::Registered)).await;
+    node.stop().await;
+    let left: Vec<_> =
+        [&node.settings.registry, &node.settings.plugins.join(DRIVER)].into_iter().flat_map(|f| names(f)).collect();
+    assert_eq!(left, [""; 0], "no socket is left");
+    kubelet.wait(|state| state.drivers[DRIVER].endpoints.is_empty()).await.unwrap();
+}
+
+#[tokio::test]
+async fn kubelet_that_restarts_registers_the_plugin_again() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    let sockets = names(&node.settings.registry);
+    let claim = node.claim("a", &[("gpus", "gpu-0")]);
+    let devices = start(&kubelet, &claim).await.unwrap();
+    kubelet.stop().await;
+    node.wait(in_phase(Phase::Disconnected)).await;
+    kubelet.start_again().unwrap();
+    assert!(!kubelet.state().claims["a"].prepared);
+    connected(&kubelet).await;
+    assert_eq!((registrations(&kubelet.state()), names(&node.settings.registry)), (2, sockets));
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), devices);
+    end(&kubelet, &claim).await;
+}
+
+#[tokio::test]
+async fn deleted_sockets_are_made_anew() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    for (number, folder) in [&node.settings.registry, &node.settings.plugins.join(DRIVER)].into_iter().enumerate() {
+        let [name] = names(folder).try_into().unwrap();
+        fs::remove_file(folder.join(name)).unwrap();
+        let wanted = u64::try_from(number).unwrap() + 2;
+        let again = |state: &DraState| registrations(state) == wanted && state.drivers[DRIVER].connected == 1;
+        kubelet.wait(again).await.unwrap();
+    }
+    start(&kubelet, &node.claim("a", &[("gpus", "gpu-0")])).await.unwrap();
+}
+
+#[tokio::test]
+async fn folder_that_comes_later_is_found() {
+    let mut node = Node::new();
+    fs::remove_dir(&node.settings.registry).unwrap();
+    node.settings.poll = std::time::Duration::from_millis(5);
+    node.start();
+    node.wait(|seen| matches!(seen, Occurrence::Waiting(why) if why.contains("there is no folder"))).await;
+    node.kubelet().await;
+}
+
+#[tokio::test]
+async fn refused_registration_is_told_and_tried_again() {
+    let node = Node::new();
+    let mut node = node;
+    let kubelet = DraKubelet::start(node.kubelet_options()).unwrap();
+    kubelet.refuse(Some("no\nplugins today"));
+    node.start();
+    node.wait(|seen| matches!(seen, Occurrence::Registered(Err(why)) if why == "no plugins today")).await;
+    kubelet.refuse(None);
+    connected(&kubelet).await;
+    node.wait(in_phase(Phase::Registered)).await;
+}
+
+#[tokio::test]
+async fn only_sockets_of_dead_predecessors_are_removed() {
+    let mut node = Node::new();
+    let services = node.settings.plugins.join(DRIVER);
+    fs::create_dir_all(&services).unwrap();
+    let at = |name: &str| -> PathBuf { node.settings.registry.join(name) };
+    let dead = [at("linkwise-00000001@gpu.nvidia.com-reg.sock"), services.join("linkwise-00000001.sock")];
+    dead.iter().for_each(|path| drop(UnixListener::bind(path).unwrap()));
+    let _alive = UnixListener::bind(at("linkwise-00000002@gpu.nvidia.com-reg.sock")).unwrap();
+    drop(UnixListener::bind(at("gpu.nvidia.com-reg.sock")).unwrap());
+    node.start();
+    node.wait(in_phase(Phase::Offered)).await;
+    assert!(dead.iter().all(|path| !path.exists()));
+    let kept = names(&node.settings.registry);
+    assert_eq!(kept.len(), 3, "{kept:?}");
+    assert!(kept.contains(&"gpu.nvidia.com-reg.sock".to_owned()), "{kept:?}: another driver's");
+    assert!(kept.contains(&"linkwise-00000002@gpu.nvidia.com-reg.sock".to_owned()), "{kept:?}: it is alive");
+}
+
+#[tokio::test]
+async fn callers_that_may_not_call_are_refused() {
+    let mut node = Node::new();
+    node.settings.callers = Callers::only([u32::MAX]);
+    node.start();
+    let kubelet = DraKubelet::start(node.kubelet_options()).unwrap();
+    node.wait(|seen| matches!(seen, Occurrence::Refused { .. })).await;
+    assert_eq!(registrations(&kubelet.state()), 0);
+}
+
+#[tokio::test]
+async fn kubelet_deletes_slices_of_a_driver_that_stays_away() {
+    let mut node = Node::running();
+    let mut options = node.kubelet_options();
+    options.wipe_after = std::time::Duration::from_millis(1);
+    let kubelet = DraKubelet::start(options).unwrap();
+    connected(&kubelet).await;
+    let before = kubelet.state().drivers[DRIVER].wiped;
+    node.stop().await;
+    kubelet.wait(|state| state.drivers[DRIVER].wiped > before).await.unwrap();
+    node.start();
+    connected(&kubelet).await;
+}
+
+#[tokio::test]
+async fn new_sockets_come_where_the_kubelet_stays_away() {
+    let mut node = Node::new();
+    node.settings.offer_timeout = std::time::Duration::from_millis(20);
+    node.start();
+    node.wait(|seen| matches!(seen, Occurrence::Waiting(why) if why.contains("has not registered the plugin"))).await;
+    node.wait(in_phase(Phase::Ending)).await;
+    // However often: a kubelet that comes gets the plugin that is there.
+    node.kubelet().await;
+}

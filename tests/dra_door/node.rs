@@ -1,0 +1,309 @@
+//! What the tests stand on: a machine, its plugin, a kubelet, and the claims of a cluster. Knows no test.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use linkwise::claims::{
+    AllocatedConfig, AllocatedDevice, Allocation, Claim, ClaimName, ClaimStatus, DeviceAllocation, OpaqueConfig,
+};
+use linkwise::dra::{ClaimQuery, ClaimQueryError, Occurrence, Plugin, PluginError, Settings};
+use linkwise::publish::RdmaNodes;
+use linkwise::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
+use linkwise::state::{DraGpus, Event, Holdings, NodeState, NumaHints, ResourcePlan};
+use linkwise_kubelet_box::dra::{ClaimRef, DraError, DraKubelet, DraOptions, PodClaims};
+use tempfile::TempDir;
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+use tokio_util::sync::CancellationToken;
+
+pub const DRIVER: &str = "gpu.nvidia.com";
+pub const POOL: &str = "node/gpu";
+pub const KIND: &str = "k8s.device-plugin.nvidia.com/gpu";
+
+/// After this long, what should have happened will not.
+pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// How the cluster answers for a claim.
+#[derive(Clone)]
+pub enum Answer {
+    Claim(Claim),
+    /// The API server cannot be reached.
+    Failed,
+    /// It does not answer.
+    Silent,
+}
+
+/// The claims of the cluster by namespace and name, and how often each was read.
+#[derive(Default)]
+pub struct Cluster {
+    pub claims: BTreeMap<(String, String), Answer>,
+    pub reads: BTreeMap<String, u64>,
+    /// Questions without an answer, held so that they stay unanswered.
+    held: Vec<ClaimQuery>,
+}
+
+/// A node before and while its plugin runs.
+pub struct Node {
+    _folder: TempDir,
+    pub settings: Settings,
+    pub state: watch::Sender<Arc<NodeState>>,
+    pub host: watch::Sender<Arc<HostDevices>>,
+    pub specs_written: watch::Sender<bool>,
+    pub cluster: Arc<Mutex<Cluster>>,
+    pub seen: watch::Sender<Vec<Occurrence>>,
+    pub running: Option<(JoinHandle<Result<(), PluginError>>, CancellationToken)>,
+}
+
+/// A state of a built-in machine whose GPUs are given to DRA so.
+pub fn state(machine: &str, dra: DraGpus) -> NodeState {
+    let observed = linkwise::machines::load(machine).unwrap().observed;
+    let plan = ResourcePlan { dra, ..ResourcePlan::default() };
+    // No pod holds any GPU: then they go to DRA.
+    let unheld = || Event::Holders(Some(Holdings::default()));
+    let events = [Event::Planned(Box::new(plan)), Event::Observed(Box::new(observed)), unheld(), unheld()];
+    events.into_iter().fold(NodeState::new(NumaHints::default()), |state, event| state.apply(event, Duration::ZERO).0)
+}
+
+impl Node {
+    /// A DGX-1 whose GPUs all go through DRA, without a plugin yet.
+    pub fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        fs::create_dir(at("registry")).unwrap();
+        fs::create_dir(at("cdi")).unwrap();
+        let (host, host_devices) = watch::channel(Arc::default());
+        let (specs_written, written) = watch::channel(true);
+        let cdi = CdiOptions { kind: KIND.to_owned(), annotation_prefix: None, cri: true };
+        let mut settings = Settings::new(DRIVER, POOL, at("claims"));
+        settings.registry = at("registry");
+        settings.plugins = at("plugins");
+        settings.cdi_folder = at("cdi");
+        settings.boot = Some("this boot".to_owned());
+        settings.injection = InjectionOptions { cdi: Some(cdi), ..InjectionOptions::default() };
+        (settings.host_devices, settings.specs_written) = (host_devices, written);
+        settings.longest_pause = Duration::from_millis(64);
+        let state = watch::Sender::new(Arc::new(state("dgx1-v100", DraGpus::All)));
+        let node = Self {
+            _folder: folder,
+            settings,
+            state,
+            host,
+            specs_written,
+            cluster: Arc::default(),
+            seen: watch::Sender::default(),
+            running: None,
+        };
+        node.write_specs();
+        node
+    }
+
+    /// The same, with its plugin running.
+    pub fn running() -> Self {
+        let mut node = Self::new();
+        node.start();
+        node
+    }
+
+    /// Every claim has an edit of its own: the variable of `--expose-nics`.
+    pub fn with_nics(self) -> Self {
+        self.host.send_replace(Arc::new(HostDevices { rdma: Some(RdmaNodes::default()), ..HostDevices::default() }));
+        self
+    }
+
+    /// Starts the plugin.
+    pub fn start(&mut self) {
+        let (claims, queries) = mpsc::channel(16);
+        tokio::spawn(answer(Arc::clone(&self.cluster), queries));
+        let seen = self.seen.clone();
+        let observer = Arc::new(move |occurrence| seen.send_modify(|all| all.push(occurrence)));
+        let plugin = Plugin::new(Arc::new(self.settings.clone()), observer);
+        let end = CancellationToken::new();
+        let task = tokio::spawn(plugin.run(self.state.subscribe(), claims, end.clone()));
+        self.running = Some((task, end));
+    }
+
+    /// Ends the plugin as SIGTERM does.
+    pub async fn stop(&mut self) {
+        let (task, end) = self.running.take().unwrap();
+        end.cancel();
+        timeout(LIMIT, task).await.unwrap().unwrap().unwrap();
+    }
+
+    /// Ends the plugin wherever it is.
+    pub async fn kill(&mut self) {
+        let (task, _) = self.running.take().unwrap();
+        task.abort();
+        assert!(timeout(LIMIT, task).await.unwrap().unwrap_err().is_cancelled());
+    }
+
+    /// [`Self::kill`], and another plugin.
+    pub async fn kill_and_start(&mut self) {
+        self.kill().await;
+        self.start();
+    }
+
+    /// A kubelet, with the plugin registered.
+    pub async fn kubelet(&self) -> DraKubelet {
+        let kubelet = DraKubelet::start(self.kubelet_options()).unwrap();
+        connected(&kubelet).await;
+        kubelet
+    }
+
+    pub fn kubelet_options(&self) -> DraOptions {
+        DraOptions::new(&self.settings.registry).hasty()
+    }
+
+    /// Waits for an occurrence.
+    pub async fn wait(&self, wanted: impl Fn(&Occurrence) -> bool) {
+        let mut seen = self.seen.subscribe();
+        let found = timeout(LIMIT, seen.wait_for(|all| all.iter().any(&wanted))).await;
+        let found = found.map(|found| drop(found.unwrap()));
+        found.unwrap_or_else(|_| panic!("only this was seen: {:#?}", self.seen.borrow()));
+    }
+
+    /// A claim of the cluster, allocated on this node: a request and a device each.
+    pub fn claim(&self, uid: &str, devices: &[(&str, &str)]) -> ClaimName {
+        self.set(uid, Answer::Claim(claim(uid, devices)))
+    }
+
+    /// How the cluster answers for a claim.
+    pub fn set(&self, uid: &str, answer: Answer) -> ClaimName {
+        let name = name(uid);
+        self.cluster.lock().unwrap().claims.insert((name.namespace.clone(), name.name.clone()), answer);
+        name
+    }
+
+    /// The claim is deleted.
+    pub fn delete(&self, uid: &str) {
+        let name = name(uid);
+        self.cluster.lock().unwrap().claims.remove(&(name.namespace, name.name));
+    }
+
+    /// How often the claim was read.
+    pub fn reads(&self, uid: &str) -> u64 {
+        self.cluster.lock().unwrap().reads.get(&name(uid).name).copied().unwrap_or_default()
+    }
+
+    /// Writes the CDI spec with the names of all GPUs, as the agent's other task does.
+    pub fn write_specs(&self) {
+        let state = self.state.borrow().clone();
+        let devices: Vec<_> = state.topology().gpus().iter().map(|gpu| serde_json::json!({"name": gpu.uuid})).collect();
+        let spec = serde_json::json!({"cdiVersion": "0.5.0", "kind": KIND, "devices": devices});
+        fs::write(self.gpu_spec(), spec.to_string()).unwrap();
+    }
+
+    pub fn gpu_spec(&self) -> PathBuf {
+        self.settings.cdi_folder.join(format!("{}.json", KIND.replace('/', "-")))
+    }
+
+    /// The claims' own specs.
+    pub fn claim_specs(&self) -> Vec<String> {
+        let own = |name: &String| name.starts_with("linkwise.dev-claim-");
+        names(&self.settings.cdi_folder).into_iter().filter(own).collect()
+    }
+
+    pub fn checkpoints(&self) -> Vec<String> {
+        names(&self.settings.checkpoints)
+    }
+
+    pub fn checkpoint(&self, uid: &str) -> PathBuf {
+        self.settings.checkpoints.join(format!("{uid}.json"))
+    }
+
+    /// The CDI name of a GPU by its minor number.
+    pub fn gpu(&self, minor: u32) -> String {
+        let state = self.state.borrow().clone();
+        let gpu = state.topology().gpus().iter().find(|gpu| gpu.minor == Some(minor)).unwrap().uuid.clone();
+        format!("{KIND}={gpu}")
+    }
+}
+
+/// Waits until the kubelet has the plugin and a connection to it.
+pub async fn connected(kubelet: &DraKubelet) {
+    let connected = |state: &linkwise_kubelet_box::dra::DraState| {
+        state.drivers.get(DRIVER).is_some_and(|driver| driver.connected > 0)
+    };
+    kubelet.wait(connected).await.unwrap();
+}
+
+/// The names in a folder, sorted; drafts that are being written are left out.
+pub fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).into_iter().flatten();
+    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.retain(|name| !name.starts_with(".linkwise-"));
+    names.sort();
+    names
+}
+
+pub fn name(uid: &str) -> ClaimName {
+    ClaimName { namespace: "ml".to_owned(), name: format!("claim-{uid}"), uid: uid.to_owned() }
+}
+
+pub fn claim(uid: &str, devices: &[(&str, &str)]) -> Claim {
+    let result = |(request, device): &(&str, &str)| AllocatedDevice {
+        request: (*request).to_owned(),
+        driver: DRIVER.to_owned(),
+        pool: POOL.to_owned(),
+        device: (*device).to_owned(),
+        ..AllocatedDevice::default()
+    };
+    let results = devices.iter().map(result).collect();
+    let allocation = Allocation { devices: DeviceAllocation { results, config: Vec::new() } };
+    Claim { metadata: name(uid), status: ClaimStatus { allocation: Some(allocation) } }
+}
+
+/// The claim, with opaque parameters.
+pub fn configured(mut claim: Claim, parameters: &str) -> Claim {
+    let opaque = Some(OpaqueConfig { driver: DRIVER.to_owned(), parameters: parameters.to_owned() });
+    let config = AllocatedConfig { source: "FromClaim".to_owned(), requests: Vec::new(), opaque };
+    claim.status.allocation.as_mut().unwrap().devices.config.push(config);
+    claim
+}
+
+pub fn reference(claim: &ClaimName) -> ClaimRef {
+    ClaimRef { namespace: claim.namespace.clone(), name: claim.name.clone(), uid: claim.uid.clone() }
+}
+
+/// A pod with one container that uses all of one claim.
+pub fn pod(claim: &ClaimName) -> PodClaims {
+    PodClaims::single(&format!("pod-{}", claim.uid), reference(claim), DRIVER)
+}
+
+/// Starts the pod of a claim; the CDI devices of its container.
+pub async fn start(kubelet: &DraKubelet, claim: &ClaimName) -> Result<Vec<String>, DraError> {
+    Ok(kubelet.start_pod(&pod(claim)).await?.remove("main").unwrap())
+}
+
+/// Why the pod of a claim does not start: the plugin's own text.
+pub async fn refusal(kubelet: &DraKubelet, claim: &ClaimName) -> String {
+    match start(kubelet, claim).await {
+        Err(DraError::Claim { error, .. }) => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Ends the pod of a claim.
+pub async fn end(kubelet: &DraKubelet, claim: &ClaimName) {
+    kubelet.stop_pod(&pod(claim).pod).await.unwrap();
+}
+
+async fn answer(cluster: Arc<Mutex<Cluster>>, mut queries: mpsc::Receiver<ClaimQuery>) {
+    while let Some(query) = queries.recv().await {
+        let mut cluster = cluster.lock().unwrap();
+        *cluster.reads.entry(query.name.clone()).or_default() += 1;
+        let answer = match cluster.claims.get(&(query.namespace.clone(), query.name.clone())) {
+            None => Err(ClaimQueryError::NotFound),
+            Some(Answer::Claim(claim)) => Ok(claim.clone()),
+            Some(Answer::Failed) => Err(ClaimQueryError::Failed("connection refused".to_owned())),
+            Some(Answer::Silent) => {
+                cluster.held.push(query);
+                continue;
+            }
+        };
+        let _ = query.answer.send(answer);
+    }
+}

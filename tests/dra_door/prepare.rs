@@ -1,0 +1,203 @@
+//! Claims that are prepared and unprepared as they should be.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use linkwise::dra::Occurrence;
+use linkwise_kubelet_box::dra::{ClaimUse, DraKubelet, DraOptions, PodClaim, PodClaims};
+
+use super::node::{Answer, DRIVER, LIMIT, Node, connected, end, name, pod, reference, refusal, start};
+
+#[tokio::test]
+async fn claim_gets_its_gpus_by_static_cdi_names() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", "gpu-3"), ("gpus", "gpu-0")]);
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(3), node.gpu(0)]);
+    assert_eq!((node.claim_specs(), node.checkpoints()), (vec![], vec!["a.json".to_owned()]));
+    let mode = std::os::unix::fs::PermissionsExt::mode(&std::fs::metadata(node.checkpoint("a")).unwrap().permissions());
+    assert_eq!(mode & 0o777, 0o600);
+    end(&kubelet, &claim).await;
+    assert_eq!(node.checkpoints(), [""; 0]);
+    node.wait(|seen| matches!(seen, Occurrence::Held { claims: 0, devices: 0 })).await;
+}
+
+#[tokio::test]
+async fn kubelet_with_v1beta1_alone_is_served() {
+    let node = Node::running();
+    let mut options: DraOptions = node.kubelet_options();
+    options.services = vec!["v1beta1.DRAPlugin"];
+    let kubelet = DraKubelet::start(options).unwrap();
+    connected(&kubelet).await;
+    assert_eq!(kubelet.state().drivers[DRIVER].service, "v1beta1.DRAPlugin");
+    let claim = node.claim("a", &[("gpus", "gpu-1")]);
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(1)]);
+    end(&kubelet, &claim).await;
+}
+
+#[tokio::test]
+async fn subrequests_and_requests_go_to_their_containers() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus/quad", "gpu-0"), ("gpus/quad", "gpu-1"), ("one", "gpu-2")]);
+    let uses = |request: &str| vec![ClaimUse { claim: "gpus".to_owned(), request: Some(request.to_owned()) }];
+    let mut pod = pod(&claim);
+    pod.containers.insert("train".to_owned(), uses("gpus"));
+    pod.containers.insert("side".to_owned(), uses("one"));
+    let devices = kubelet.start_pod(&pod).await.unwrap();
+    assert_eq!(devices["main"].len(), 3);
+    assert_eq!(devices["train"], [node.gpu(0), node.gpu(1)]);
+    assert_eq!(devices["side"], [node.gpu(2)]);
+}
+
+#[tokio::test]
+async fn one_error_in_a_batch_leaves_the_other_claims() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    let claims = [node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-99")])];
+    let of_pod = |claim: &linkwise::claims::ClaimName| PodClaim {
+        name: claim.uid.clone(),
+        claim: reference(claim),
+        drivers: BTreeSet::from([DRIVER.to_owned()]),
+    };
+    let pod =
+        PodClaims { pod: "p".to_owned(), claims: claims.iter().map(of_pod).collect(), containers: BTreeMap::new() };
+    let error = kubelet.start_pod(&pod).await.unwrap_err().to_string();
+    assert!(error.contains("claim b: there is no device 'gpu-99' on this node"), "{error}");
+    // The first is prepared; the second is not in the books at all, and asked for again alone.
+    assert_eq!(node.checkpoints(), ["a.json"]);
+    node.claim("b", &[("gpus", "gpu-1")]);
+    kubelet.start_pod(&pod).await.unwrap();
+    assert_eq!((node.reads("a"), node.checkpoints().len()), (1, 2));
+    kubelet.stop_pod("p").await.unwrap();
+    assert_eq!(node.checkpoints(), [""; 0]);
+}
+
+#[tokio::test]
+async fn repeated_prepare_needs_no_api_server() {
+    let mut node = Node::running();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", "gpu-0")]);
+    let first = start(&kubelet, &claim).await.unwrap();
+    node.set("a", Answer::Failed);
+    // The kubelet restarts, then the plugin does, then both.
+    kubelet.restart().await.unwrap();
+    connected(&kubelet).await;
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), first);
+    node.stop().await;
+    kubelet.restart().await.unwrap();
+    node.start();
+    connected(&kubelet).await;
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), first);
+    let repeated = |seen: &Occurrence| matches!(seen, Occurrence::Prepared { repeated: true, .. });
+    assert_eq!(node.seen.borrow().iter().filter(|seen| repeated(seen)).count(), 2);
+}
+
+#[tokio::test]
+async fn reboot_reads_the_claim_again() {
+    let mut node = Node::new().with_nics();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", "gpu-0")]);
+    let first = start(&kubelet, &claim).await.unwrap();
+    assert_eq!(first, [node.gpu(0), "linkwise.dev/claim=a-gpus".to_owned()]);
+    kubelet.stop().await;
+    node.stop().await;
+    // /var/run/cdi is in memory.
+    std::fs::remove_dir_all(&node.settings.cdi_folder).unwrap();
+    std::fs::create_dir(&node.settings.cdi_folder).unwrap();
+    node.write_specs();
+    node.settings.boot = Some("the next boot".to_owned());
+    node.start();
+    kubelet.start_again().unwrap();
+    connected(&kubelet).await;
+    let reads = node.reads("a");
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), first);
+    assert!(node.reads("a") > reads, "whatever the sweep read before");
+    assert_eq!(node.claim_specs(), ["linkwise.dev-claim-a.json"]);
+}
+
+#[tokio::test]
+async fn claim_with_edits_has_a_spec_of_its_own() {
+    let node = Node::running().with_nics();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus/quad", "gpu-0"), ("gpus/quad", "gpu-1")]);
+    let devices = start(&kubelet, &claim).await.unwrap();
+    assert_eq!(devices, [node.gpu(0), "linkwise.dev/claim=a-gpus".to_owned(), node.gpu(1)]);
+    let path = node.settings.cdi_folder.join("linkwise.dev-claim-a.json");
+    let spec: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    assert_eq!(spec["kind"], "linkwise.dev/claim");
+    let edits = serde_json::json!({"env": ["LINKWISE_NICS="]});
+    assert_eq!(spec["devices"], serde_json::json!([{"name": "a-gpus", "containerEdits": edits}]));
+    end(&kubelet, &claim).await;
+    assert_eq!(node.claim_specs(), [""; 0]);
+}
+
+#[tokio::test]
+async fn same_name_with_another_uid_waits_for_the_old() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    let old = node.claim("a", &[("gpus", "gpu-0")]);
+    start(&kubelet, &old).await.unwrap();
+    // Deleted and made again under its name, with the same GPU.
+    let new = linkwise::claims::ClaimName { uid: "a2".to_owned(), ..old.clone() };
+    let mut claim = super::node::claim("a", &[("gpus", "gpu-0")]);
+    claim.metadata.uid = "a2".to_owned();
+    node.set("a", Answer::Claim(claim));
+    let error = start(&kubelet, &new).await.unwrap_err().to_string();
+    assert!(error.starts_with("old ResourceClaim with same name ml/claim-a"), "{error}");
+    end(&kubelet, &old).await;
+    assert_eq!(start(&kubelet, &new).await.unwrap(), [node.gpu(0)]);
+    assert_eq!(node.checkpoints(), ["a2.json"]);
+}
+
+#[tokio::test]
+async fn unprepare_asks_nobody_and_knows_no_unknown_claim() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", "gpu-0")]);
+    start(&kubelet, &claim).await.unwrap();
+    node.delete("a");
+    let reads = node.reads("a");
+    end(&kubelet, &claim).await;
+    assert_eq!((node.reads("a"), node.checkpoints()), (reads, vec![]));
+    // One that was never prepared: its pod is ended after a refusal.
+    let unknown = name("never");
+    assert!(refusal(&kubelet, &unknown).await.contains("there is no such claim"));
+    end(&kubelet, &unknown).await;
+}
+
+#[tokio::test]
+async fn claim_shared_by_pods_is_unprepared_with_the_last() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", "gpu-0")]);
+    let other = PodClaims { pod: "other".to_owned(), ..pod(&claim) };
+    start(&kubelet, &claim).await.unwrap();
+    kubelet.start_pod(&other).await.unwrap();
+    assert_eq!(kubelet.state().claims["a"].calls, 1, "the kubelet asks once");
+    end(&kubelet, &claim).await;
+    assert_eq!(node.checkpoints(), ["a.json"]);
+    kubelet.stop_pod("other").await.unwrap();
+    assert_eq!(node.checkpoints(), [""; 0]);
+}
+
+#[tokio::test]
+async fn silent_api_server_holds_up_its_claim_alone() {
+    let mut node = Node::new();
+    node.settings.claim_timeout = LIMIT;
+    node.start();
+    let kubelet = node.kubelet().await;
+    let (slow, fast) = (node.set("slow", Answer::Silent), node.claim("fast", &[("gpus", "gpu-1")]));
+    // Two kubelets, as the box starts its pods one after another.
+    let other = DraKubelet::start(node.kubelet_options()).unwrap();
+    connected(&other).await;
+    let waits = tokio::spawn(async move { start(&other, &slow).await });
+    let asked = async {
+        while node.reads("slow") == 0 {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(LIMIT, asked).await.unwrap();
+    assert_eq!(start(&kubelet, &fast).await.unwrap(), [node.gpu(1)]);
+    waits.abort();
+}
