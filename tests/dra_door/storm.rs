@@ -66,8 +66,11 @@ impl Storm {
                 // The node's memory goes: CDI specs, and the boot id.
                 self.kubelet.stop().await;
                 self.node.kill().await;
-                fs::remove_dir_all(&self.node.settings.cdi_folder).unwrap();
-                fs::create_dir(&self.node.settings.cdi_folder).unwrap();
+                // A write that was begun by the plugin that was killed may still end; of a process it would not.
+                while fs::remove_dir_all(&self.node.settings.cdi_folder).is_err() {
+                    tokio::task::yield_now().await;
+                }
+                fs::create_dir_all(&self.node.settings.cdi_folder).unwrap();
                 self.node.write_specs();
                 self.node.settings.boot = Some(format!("boot {}", self.numbers.below(u64::MAX)));
                 self.node.start();
