@@ -35,8 +35,8 @@ const OURS: &str = "linkwise.dev";
 const CONTAINER: &str = "main";
 /// An XID of the GPU's own: 79, the GPU has fallen off the bus.
 const GPU_XID: u64 = 79;
-/// How long anything may take.
-const DEADLINE: Duration = Duration::from_secs(20);
+/// How long anything may take, on a busy machine too.
+const DEADLINE: Duration = Duration::from_secs(60);
 
 /// What the scheduler did with a claim.
 #[derive(Clone, Debug)]
@@ -83,7 +83,11 @@ pub async fn demo_dra<C: DemoCluster>(
     let mut options = Options::new(at(SimulatedFolders::DEVICE_PLUGINS));
     options.pod_resources = Some(at(SimulatedFolders::POD_RESOURCES));
     let device_manager = KubeletBox::start(options)?;
-    let options = DraOptions { wipe: Some(cluster.wipe()), ..DraOptions::new(at(SimulatedFolders::REGISTRY)).hasty() };
+    let options = DraOptions {
+        wipe: Some(cluster.wipe()),
+        wait_timeout: DEADLINE,
+        ..DraOptions::new(at(SimulatedFolders::REGISTRY)).hasty()
+    };
     let kubelet = DraKubelet::start(options).context("cannot make the folder of registration sockets")?;
     let node = runtime::start_with_dra(folder.path(), NODE, args.metrics_address, client).await?;
     let (topology, _) = NodeTopology::assemble(&machine.observed);

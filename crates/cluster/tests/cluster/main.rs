@@ -4,6 +4,7 @@
 
 mod claims;
 mod config_manager;
+mod demo;
 mod doctor;
 mod dra_node;
 mod node;
