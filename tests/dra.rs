@@ -1,5 +1,5 @@
-//! What machines publish through DRA: each built-in one as golden slices, the API's limits by a checker of its own, and what
-//! holds of the order and the groups on any machine.
+//! What machines publish through DRA: each built-in one as golden slices, the API's limits by a checker of its own,
+//! and what holds of the order and the groups on any machine.
 
 #![allow(
     clippy::unwrap_used,

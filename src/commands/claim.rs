@@ -1,7 +1,7 @@
 //! `linkwise claim`: prints a manifest that asks for GPUs by what belongs together.
 //!
-//! A claim lists the node's groups of its size as alternatives, the best first, and any GPUs last: kube-scheduler takes the
-//! first that a node can give, and prefers nodes by it. docs/dra.md shows what comes out.
+//! A claim lists the node's groups of its size as alternatives, the best first, and any GPUs last: kube-scheduler
+//! takes the first that a node can give, and prefers nodes by it. docs/dra.md shows what comes out.
 
 use anyhow::{Result, ensure};
 use serde::Serialize;

@@ -34,8 +34,8 @@ struct Metadata {
     name: String,
 }
 
-/// Prints them. What is odd about the devices goes to standard error. Where the settings offer no GPU through DRA, all that
-/// they offer at all are printed.
+/// Prints them. What is odd about the devices goes to standard error. Where the settings offer no GPU through DRA,
+/// all that they offer at all are printed.
 pub async fn dra(args: &DraArgs) -> Result<()> {
     let settings = load(&args.flags, &Environment::read())?.settings;
     let machine = machine(&args.node).await?;

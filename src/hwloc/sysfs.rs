@@ -104,7 +104,8 @@ impl Sysfs {
         self.pci(pci, "numa_node")?.parse().ok().map(NumaNodeId)
     }
 
-    /// The root bus above a function, as the kernel names it: the first folder below /sys/devices, such as `pci0000:17`.
+    /// The root bus above a function, as the kernel names it: the first folder below /sys/devices, such as
+    /// `pci0000:17`.
     /// Kubernetes' `resource.kubernetes.io/pcieRoot` is that name, and there is none where the folder is not a PCI root
     /// (a Hyper-V guest).
     pub fn pcie_root(&self, pci: PciAddress) -> Option<String> {

@@ -96,7 +96,7 @@ fn host_bridge(
     let nodes = bridge.parent_element().and_then(|local| cpu_list(local.attribute("nodeset")?));
     let numa = nodes.and_then(|nodes| nodes.parse().ok()).map(NumaNodeId);
     let package = package(bridge, inside);
-    (!devices.is_empty()).then(|| HostBridgeObservation { numa, package, root: None, devices })
+    (!devices.is_empty()).then_some(HostBridgeObservation { numa, package, root: None, devices })
 }
 
 /// A GPU or NIC, or a bridge with such devices below. Ports alternate on the way down; `port` is what a bridge here is.

@@ -1,5 +1,5 @@
-//! What the API server of Kubernetes 1.34 to 1.36 takes of a pool of ResourceSlices, by rules of this test's own, read from
-//! `resource.k8s.io/v1`'s documentation. It sees JSON and shares no code with what is checked.
+//! What the API server of Kubernetes 1.34 to 1.36 takes of a pool of ResourceSlices, by rules of this test's own,
+//! read from `resource.k8s.io/v1`'s documentation. It sees JSON and shares no code with what is checked.
 
 use std::collections::BTreeSet;
 
@@ -105,7 +105,7 @@ fn is_version(text: &str) -> bool {
 /// A number as Kubernetes prints it: in the largest binary unit of which it is a whole number.
 fn is_canonical(text: &str) -> bool {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let unit = &text[digits.len()..];
+    let unit = text.strip_prefix(digits).unwrap();
     let Ok(number) = digits.parse::<u64>() else { return false };
     let is_plain = digits == number.to_string();
     is_plain && (unit.is_empty() || ["Ki", "Mi", "Gi", "Ti", "Pi"].contains(&unit) && number > 0 && number % 1024 != 0)
@@ -116,7 +116,9 @@ fn checker_refuses_what_breaks_a_rule() {
     let good = serde_json::json!({
         "driver": "gpu.nvidia.com", "nodeName": "node",
         "pool": {"name": "node/gpu", "generation": 1, "resourceSliceCount": 1},
-        "devices": [{"name": "gpu-0", "attributes": {"a/b": {"version": "1.2.3"}}, "capacity": {"c": {"value": "1Mi"}}}],
+        "devices": [
+            {"name": "gpu-0", "attributes": {"a/b": {"version": "1.2.3"}}, "capacity": {"c": {"value": "1Mi"}}},
+        ],
     });
     check(std::slice::from_ref(&good));
     let broken: [(&str, Value); 9] = [

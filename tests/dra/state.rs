@@ -110,8 +110,10 @@ fn lost_gpu_stays_for_its_claim_and_may_evict_it() {
 #[test]
 fn fault_of_an_instance_taints_its_mig_device_alone() {
     let text = "{enabled: true, devices: [\
-        {index: 0, uuid: MIG-0, gpu_instance: 1, compute_instance: 0, gpu_slices: 1, compute_slices: 1, memory_mib: 9728},\
-        {index: 1, uuid: MIG-1, gpu_instance: 2, compute_instance: 0, gpu_slices: 1, compute_slices: 1, memory_mib: 9728}]}";
+        {index: 0, uuid: MIG-0, gpu_instance: 1, compute_instance: 0, gpu_slices: 1, compute_slices: 1,\
+        memory_mib: 9728},\
+        {index: 1, uuid: MIG-1, gpu_instance: 2, compute_instance: 0, gpu_slices: 1, compute_slices: 1,\
+        memory_mib: 9728}]}";
     let mut observed = dgx();
     observed.gpus[0].mig = Some(serde_saphyr::from_str(text).unwrap());
     let gpu = observed.gpus[0].uuid.clone();

@@ -122,7 +122,8 @@ impl Hardware {
         self.health.get(gpu).into_iter().flat_map(GpuHealth::standing)
     }
 
-    /// The reasons that stand against a GPU and its MIG devices and make them unhealthy, in the order in which they began.
+    /// The reasons that stand against a GPU and its MIG devices and make them unhealthy, in the order in which they
+    /// began.
     pub fn counting(&self, gpu: &GpuUuid) -> impl Iterator<Item = &UnhealthyReason> + use<'_> {
         self.standing(gpu).map(|(reason, _)| reason).filter(|reason| self.xids.counts(reason))
     }

@@ -1,8 +1,9 @@
 //! The names of GPUs and MIG devices in DRA: those of NVIDIA's DRA driver, and what they name here.
 //!
-//! A GPU is `gpu-<minor>`, a MIG device `gpu-<minor>-mig-<profile>-<profile id>-<first memory slice>`. Where a part of that
-//! is unknown, or would be another device's name, a device has a name of ours, which is as stable and as legal (a DNS label):
-//! `gpu-pci-<address>` for a GPU, `...-mig-<profile>-gi<GPU instance>-ci<compute instance>` for a MIG device.
+//! A GPU is `gpu-<minor>`, a MIG device `gpu-<minor>-mig-<profile>-<profile id>-<first memory slice>`. Where a part
+//! of that is unknown, or would be another device's name, a device has a name of ours, which is as stable and as
+//! legal (a DNS label): `gpu-pci-<address>` for a GPU, `...-mig-<profile>-gi<GPU instance>-ci<compute instance>` for
+//! a MIG device.
 //!
 //! Called by `publish::dra`, which publishes the names, by the ledger and by the DRA plugin, which resolve them.
 

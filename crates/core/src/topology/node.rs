@@ -75,8 +75,8 @@ pub struct Gpu {
     /// The PCIe root that it hangs below, by the kernel's name, such as `pci0000:17`.
     #[serde(skip)]
     pub pcie_root: Option<String>,
-    /// The PCIe switches above it, the nearest first, by the addresses of their upstream ports; those of unknown address
-    /// are left out.
+    /// The PCIe switches above it, the nearest first, by the addresses of their upstream ports; those of unknown
+    /// address are left out.
     #[serde(skip)]
     pub switches: Vec<PciAddress>,
     /// Its memory in MiB.

@@ -288,7 +288,8 @@ pub struct HostBridgeObservation {
     /// Its package, where the NUMA node does not tell.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub package: Option<PackageId>,
-    /// The kernel's name of its root bus, such as `pci0000:17`: the first folder below /sys/devices of what hangs below.
+    /// The kernel's name of its root bus, such as `pci0000:17`: the first folder below /sys/devices of what hangs
+    /// below.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub root: Option<String>,
     /// What hangs directly below.

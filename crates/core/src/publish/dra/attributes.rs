@@ -1,7 +1,7 @@
 //! The attributes and capacities of a GPU or MIG device. docs/dra.md lists them.
 //!
-//! Those without a domain, and what they are called, are NVIDIA's DRA driver's; those of `linkwise.dev` are ours. A fact that
-//! is unknown has no attribute, but for `addressingMode`, which NVIDIA publishes empty.
+//! Those without a domain, and what they are called, are NVIDIA's DRA driver's; those of `linkwise.dev` are ours. A
+//! fact that is unknown has no attribute, but for `addressingMode`, which NVIDIA publishes empty.
 
 use crate::prelude::*;
 
@@ -85,7 +85,8 @@ impl Draft<'_> {
         self.near(topology, device);
     }
 
-    /// A MIG device. With eight memory slices it has 30 of 32 attributes and capacities from NVIDIA's driver and two others.
+    /// A MIG device. With eight memory slices it has 30 of 32 attributes and capacities from NVIDIA's driver and two
+    /// others.
     pub fn mig(&mut self, topology: &NodeTopology, device: &DraDevice<'_>, mig: &MigDevice, versions: &DriverVersions) {
         let gpu = device.gpu;
         self.text("type", Some("mig"));
@@ -179,8 +180,8 @@ fn fabric(fabric: &FabricObservation) -> Option<String> {
 }
 
 /// The architecture of a compute capability, by NVML's names: NVIDIA's lists of CUDA GPUs
-/// (<https://developer.nvidia.com/cuda-gpus>, <https://developer.nvidia.com/cuda-legacy-gpus>). `None` for one that is not in
-/// them, and for those of boards without NVML's own name.
+/// (<https://developer.nvidia.com/cuda-gpus>, <https://developer.nvidia.com/cuda-legacy-gpus>). `None` for one that
+/// is not in them, and for those of boards without NVML's own name.
 fn architecture(ComputeCapability { major, minor }: ComputeCapability) -> Option<&'static str> {
     match (major, minor) {
         (3, _) => Some("Kepler"),
@@ -196,7 +197,8 @@ fn architecture(ComputeCapability { major, minor }: ComputeCapability) -> Option
     }
 }
 
-/// A version of three numbers without leading zeros: `580.95.05` is 580.95.5, `13.0` is 13.0.0. `None` for anything else.
+/// A version of three numbers without leading zeros: `580.95.05` is 580.95.5, `13.0` is 13.0.0. `None` for anything
+/// else.
 fn version(text: &str) -> Option<String> {
     let mut parts: Vec<&str> = text.split('.').collect();
     parts.resize(parts.len().max(3), "0");

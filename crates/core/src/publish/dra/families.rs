@@ -1,8 +1,9 @@
 //! Tiered groups: for jobs of 2, 4 and 8 GPUs the best sets of the node, as attributes by which a claim finds them.
 //!
-//! All sets of a size, best first; sets that carry the same are a tier. Sets of one tier overlap, and a GPU has one value
-//! for an attribute: a tier is split into families, each of disjoint sets. A family is an attribute (`quad1a`: of 4 GPUs, the
-//! first tier, its first family) by which a GPU names the set that it is in. Which GPUs are free changes none of it.
+//! All sets of a size, best first; sets that carry the same are a tier. Sets of one tier overlap, and a GPU has one
+//! value for an attribute: a tier is split into families, each of disjoint sets. A family is an attribute (`quad1a`:
+//! of 4 GPUs, the first tier, its first family) by which a GPU names the set that it is in. Which GPUs are free
+//! changes none of it.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -21,15 +22,16 @@ pub struct GroupSize {
     tiers: [usize; 3],
 }
 
-/// The sizes: what jobs ask for. Pairs have up to three best partners (GPUs of a package), and a mesh two by two kinds of
-/// link; what is best for four is rare, and what comes third frequent.
+/// The sizes: what jobs ask for. Pairs have up to three best partners (GPUs of a package), and a mesh two by two
+/// kinds of link; what is best for four is rare, and what comes third frequent.
 pub const SIZES: [GroupSize; 3] = [
     GroupSize { gpus: 2, word: "pair", tiers: [3, 2, 2] },
     GroupSize { gpus: 4, word: "quad", tiers: [1, 2, 4] },
     GroupSize { gpus: 8, word: "octet", tiers: [1, 2, 4] },
 ];
 
-/// The most families of a node, of all sizes: 32 attributes and capacities of a device, less those that a GPU has anyway.
+/// The most families of a node, of all sizes: 32 attributes and capacities of a device, less those that a GPU has
+/// anyway.
 const MOST: usize = 11;
 
 /// Sets that are valued for one size, at most: of more (eights of 17 GPUs) there is no family.
@@ -91,8 +93,8 @@ pub fn families(tables: &AllocationTables) -> Vec<Family> {
     ranked.into_iter().map(|(_, family)| family).collect()
 }
 
-/// The sets of a size by tier, the best first, but for the last tier: any GPUs are as good as those. Within a tier the better
-/// sets by all values come first.
+/// The sets of a size by tier, the best first, but for the last tier: any GPUs are as good as those. Within a tier
+/// the better sets by all values come first.
 fn tiers(tables: &AllocationTables, size: usize) -> Vec<Vec<GpuSet>> {
     let gpus = tables.topology().gpus().len();
     let all: GpuSet = (0..gpus).collect();

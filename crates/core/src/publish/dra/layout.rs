@@ -19,8 +19,8 @@ pub struct GpuLayout {
 }
 
 impl GpuLayout {
-    /// The layout of some of the GPUs that `tables` are of; those in MIG mode are left out. Costs some hundred choices: see
-    /// [`LayoutCache`].
+    /// The layout of some of the GPUs that `tables` are of; those in MIG mode are left out. Costs some hundred
+    /// choices: see [`LayoutCache`].
     pub fn of(tables: &AllocationTables, gpus: GpuSet) -> Self {
         let topology = tables.topology();
         let is_whole = |place: &usize| topology.gpus().get(*place).is_some_and(|gpu| !gpu.mig_enabled);

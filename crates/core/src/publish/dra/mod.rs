@@ -1,10 +1,10 @@
 //! What is published through DRA (`resource.k8s.io/v1`): the GPUs and MIG devices of this node as devices of resource
 //! slices, with attributes by which the scheduler finds GPUs that belong together.
 //!
-//! Pure, and the same for the same snapshot: [`devices`] makes them of [`DraFacts`]. [`GpuLayout`] has the order and the
-//! groups of the GPUs, `attributes` what a device is described by, `taints` what keeps a sick one from being allocated.
-//! [`slice`] packs devices into slices within the API's limits; the writer of slices (`crates/cluster`) owns pool
-//! generations and object names.
+//! Pure, and the same for the same snapshot: [`devices`] makes them of [`DraFacts`]. [`GpuLayout`] has the order and
+//! the groups of the GPUs, `attributes` what a device is described by, `taints` what keeps a sick one from being
+//! allocated. [`slice`] packs devices into slices within the API's limits; the writer of slices (`crates/cluster`)
+//! owns pool generations and object names.
 
 mod attributes;
 mod facts;
@@ -115,9 +115,9 @@ pub enum DraProblem {
 
 /// The devices that a node publishes, in the order in which the scheduler is to try them, and what is odd about them.
 ///
-/// Whole GPUs, the best sets first; then MIG devices, GPU by GPU; then GPUs that are gone and that a claim may have. A GPU in
-/// MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does, whatever the plan's MIG strategy is. Where
-/// taints do not survive, a sick device is left out, unless a claim holds it.
+/// Whole GPUs, the best sets first; then MIG devices, GPU by GPU; then GPUs that are gone and that a claim may have.
+/// A GPU in MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does, whatever the plan's MIG
+/// strategy is. Where taints do not survive, a sick device is left out, unless a claim holds it.
 pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
     let (mut devices, mut problems) = (Vec::new(), Vec::new());
     let mut sorted: Vec<&DraDevice<'_>> = facts.devices.iter().collect();

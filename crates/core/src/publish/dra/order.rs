@@ -1,8 +1,8 @@
 //! The order in which GPUs are published: the scheduler takes the first ones that fit.
 //!
-//! The best sets are adjacent, the best first. A claim without constraints for k GPUs gets the first k that are free; over
-//! all that may be free, it does at least as well as with the order of PCI addresses. Independent of what is free now: an
-//! order that follows allocations is stale when it is read, which is worse than none.
+//! The best sets are adjacent, the best first. A claim without constraints for k GPUs gets the first k that are free;
+//! over all that may be free, it does at least as well as with the order of PCI addresses. Independent of what is
+//! free now: an order that follows allocations is stale when it is read, which is worse than none.
 
 use crate::prelude::*;
 
@@ -42,8 +42,8 @@ pub fn order(tables: &AllocationTables) -> Vec<usize> {
     if best.lacks > 0 { by_address } else { best.order }
 }
 
-/// The best sets one behind the other, and inside of each its own best sets. Each part of the order has two halves, which
-/// `parts` lists.
+/// The best sets one behind the other, and inside of each its own best sets. Each part of the order has two halves,
+/// which `parts` lists.
 fn nest(tables: &AllocationTables, gpus: GpuSet, parts: &mut Vec<(GpuSet, GpuSet)>) -> Vec<usize> {
     let size = SIZES.into_iter().find(|size| *size < gpus.len());
     let best = size.map(|size| tables.best_of(gpus, size)).unwrap_or_default();
@@ -116,8 +116,8 @@ impl Rating {
     }
 }
 
-/// A set is taken while its members are free and no other GPU before its last one is: how many GPUs come after that, each of
-/// them free or not, so that the set is taken two to the power of it times.
+/// A set is taken while its members are free and no other GPU before its last one is: how many GPUs come after that,
+/// each of them free or not, so that the set is taken two to the power of it times.
 fn times(places: &[usize], set: GpuSet) -> usize {
     let last = set.places().filter_map(|gpu| places.get(gpu)).max().copied().unwrap_or(0);
     places.len().saturating_sub(last + 1)

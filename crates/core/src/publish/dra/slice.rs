@@ -53,8 +53,8 @@ pub struct SlicePool {
 }
 
 impl Pool {
-    /// The pool of a node: `<node>/gpu`, which no other driver's pool is called. (kube-scheduler up to 1.36.3 mixes up the
-    /// counters of pools of one name.)
+    /// The pool of a node: `<node>/gpu`, which no other driver's pool is called. (kube-scheduler up to 1.36.3 mixes
+    /// up the counters of pools of one name.)
     pub fn new(driver: impl Into<String>, node: impl Into<String>, devices: Vec<SliceDevice>) -> Self {
         let node = node.into();
         Self { driver: driver.into(), name: format!("{node}/gpu"), node, devices }
@@ -63,7 +63,8 @@ impl Pool {
     /// The slices of one generation, in the order in which the scheduler is to read them. One at least: an empty slice
     /// shows a driver that works. One where the devices fit: Kubernetes up to 1.35 reads several in any order.
     ///
-    /// The others are of [`MOST_DEVICES_WITH_TAINTS`] even without taints: then a taint moves no device to another slice.
+    /// The others are of [`MOST_DEVICES_WITH_TAINTS`] even without taints: then a taint moves no device to another
+    /// slice.
     pub fn slices(&self, generation: u64) -> Vec<SliceSpec> {
         let tainted = self.devices.iter().any(|device| !device.taints.is_empty());
         let fits_one = self.devices.len() <= MOST_DEVICES && !tainted;
