@@ -16,8 +16,8 @@ use linkwise::nvml::scan::CallFailure;
 use linkwise::nvml::{CallError, Fault, Limits};
 use linkwise::state::{FabricHealth, HealthPoll, Reach, RecoveryAction, RowRemapping};
 use linkwise::topology::{
-    CudaVersion, GpuObservation, GpuUuid, HostObservation, NodeObservation, NvLinkObservation, NvLinkRemote,
-    ProbeFailure, TopologyLevel,
+    CudaVersion, GpuObservation, GpuUuid, HostObservation, MigExtension, MigPlacement, NodeObservation,
+    NvLinkObservation, NvLinkRemote, ProbeFailure, TopologyLevel,
 };
 use tempfile::TempDir;
 use tokio::process::{Child, Command};
@@ -169,9 +169,36 @@ async fn sees_what_the_machine_file_says() {
 }
 
 #[tokio::test]
+async fn mig_devices_have_profile_id_and_placement() {
+    let device = |index: u32, more: &str| {
+        format!(
+            "{{index: {index}, uuid: MIG-{index}, gpu_instance: {}, compute_instance: 0, gpu_slices: 1, \
+             compute_slices: 1, memory_mib: 9728, extension: none{more}}}",
+            index + 3
+        )
+    };
+    let placed = device(0, ", profile_id: 19, placement: {start: 4, size: 1}");
+    let machine = machine();
+    machine.tell(&format!("mig 1 {{enabled: true, devices: [{placed}, {}]}}", device(2, ", profile_id: 19")));
+    machine.tell("fail 1 nvmlGpuInstanceGetInfo 999");
+    let of = |gpus: &[GpuObservation]| -> Vec<_> {
+        let mig = gpus[1].mig.clone().unwrap();
+        mig.devices.iter().map(|device| (device.profile_id, device.placement, device.extension)).collect()
+    };
+    let (gpus, failures) = ready(&mut machine.agent()).await;
+    assert_eq!(of(&gpus), [(None, None, None); 2]);
+    assert!(failures.iter().any(|failure| failure.call == "nvmlGpuInstanceGetInfo"), "{failures:?}");
+    machine.tell("unfail 1 nvmlGpuInstanceGetInfo");
+    let (gpus, _) = ready(&mut machine.agent()).await;
+    let at = |start| (Some(19), Some(MigPlacement { start, size: 1 }), Some(MigExtension::None));
+    assert_eq!(of(&gpus), [at(4), at(1)]);
+}
+
+#[tokio::test]
 async fn a_gpu_that_fails_half_its_calls_costs_those_facts_only() {
     let faults = [
         "1:nvmlDeviceGetName:999",
+        "1:nvmlDeviceGetAddressingMode:999",
         "1:nvmlDeviceGetMemoryInfo_v2:999",
         "1:nvmlDeviceGetMaxPcieLinkWidth:4",
         "1:nvmlDeviceGetNvLinkRemoteDeviceType:999",
@@ -197,6 +224,7 @@ async fn a_gpu_that_fails_half_its_calls_costs_those_facts_only() {
     let told = |subject: &str, call: &str| failures.iter().any(|told| told.subject == subject && told.call == call);
     for call in [
         "nvmlDeviceGetName",
+        "nvmlDeviceGetAddressingMode",
         "nvmlDeviceGetMemoryInfo_v2",
         "nvmlDeviceGetMaxPcieLinkWidth",
         "nvmlDeviceGetNvLinkRemoteDeviceType",

@@ -39,7 +39,7 @@ pub struct DoctorArgs {
         value_parser = word::<NumaHints>()
     )]
     pub numa_hints: NumaHints,
-    /// The node's name, for its NodeFeature objects
+    /// The node's name, for its objects of the API server
     #[arg(long, value_name = "NAME", env = "NODE_NAME")]
     pub node_name: Option<String>,
     /// How to reach the API server.

@@ -171,4 +171,22 @@ mod tests {
         let others: Vec<_> = held_by_others(&gpus).map(|(pci, driver)| (pci.to_string(), driver)).collect();
         assert_eq!(others, [("0000:02:00.0".to_owned(), "vfio-pci")]);
     }
+
+    #[test]
+    fn pcie_root_is_the_first_folder_of_the_device() {
+        let folder = tempfile::tempdir().unwrap();
+        let sysfs = Sysfs(folder.path().to_owned());
+        fs::create_dir_all(folder.path().join("bus/pci/devices")).unwrap();
+        let device = |pci: &str, above: &str| {
+            fs::create_dir_all(folder.path().join("devices").join(above).join(pci)).unwrap();
+            let link = folder.path().join("bus/pci/devices").join(pci);
+            std::os::unix::fs::symlink(format!("../../../devices/{above}/{pci}"), link).unwrap();
+        };
+        device("0000:1b:00.0", "pci0000:17/0000:17:01.0/0000:18:00.0");
+        device("0001:00:00.0", "LNXSYSTM:00/VMBUS:00/pci0001:00");
+        let root = |pci: &str| sysfs.pcie_root(pci.parse().unwrap());
+        assert_eq!(root("0000:1b:00.0").as_deref(), Some("pci0000:17"));
+        assert_eq!(root("0001:00:00.0"), None, "a Hyper-V guest");
+        assert_eq!(root("0000:99:00.0"), None);
+    }
 }

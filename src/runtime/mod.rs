@@ -37,7 +37,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::admin::Local;
 use crate::cdi::CdiMetrics;
-use crate::commands::{self, NodeFeatures};
+use crate::commands::{self, ClusterFacts};
 use crate::config::settings::{OnNvmlLoss, load, load_text};
 use crate::config::{ConfigMetrics, DoctorArgs, Environment, Flags, HostArgs, NvmlArgs, RunArgs, Settings};
 use crate::hwloc;
@@ -73,29 +73,46 @@ pub fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
     result
 }
 
-/// Reads the NodeFeature objects of a node.
-pub type NodeFeatureReader = dyn Fn(String) -> BoxFuture<'static, NodeFeatures> + Send + Sync;
+/// Reads what the API server has about a node, by its name; of DRA where a driver is named.
+pub type NodeReader = dyn Fn(String, Option<String>) -> BoxFuture<'static, ClusterFacts> + Send + Sync;
 
 /// What `linkwise-cluster` adds to commands: clients of the API server.
 #[derive(Clone, Copy, Default)]
 pub struct ApiClients<'a> {
     /// The writer of NodeFeature objects, for `linkwise labels`.
     pub labels: Option<&'a Publisher>,
-    /// The reader of NodeFeature objects, for `linkwise doctor`.
-    pub doctor: Option<&'a NodeFeatureReader>,
-    /// The writer of ResourceSlices and reader of claims, for `linkwise run`.
-    pub dra: Option<&'a DraClient>,
+    /// The reader of a node's objects, for `linkwise doctor`.
+    pub doctor: Option<&'a NodeReader>,
+    /// DRA, for `linkwise run`.
+    pub dra: Option<DraSide<'a>>,
+}
+
+/// DRA with a client of the API server. `linkwise` never makes one, so that its executable has no code of DRA.
+#[derive(Clone, Copy)]
+pub struct DraSide<'a> {
+    client: &'a DraClient,
+    start: fn(&mut Node, dra::Given<'_>, &DraClient) -> Result<()>,
+}
+
+impl<'a> DraSide<'a> {
+    /// With the writer of ResourceSlices and reader of claims.
+    pub fn new(client: &'a DraClient) -> Self {
+        Self { client, start: dra::spawn_in }
+    }
 }
 
 /// Checks this node. The program that can ask the API server takes over, where there are credentials for it.
-pub fn doctor(args: &DoctorArgs, reader: Option<&NodeFeatureReader>) -> Result<ExitCode> {
+pub fn doctor(args: &DoctorArgs, reader: Option<&NodeReader>) -> Result<ExitCode> {
     let node = args.node_name.clone().filter(|node| !node.is_empty());
     if reader.is_none() && node.is_some() && args.api.has_credentials() {
         // Where that fails, the other checks are worth as much.
         drop(become_cluster_program());
     }
-    let features = reader.zip(node).map(|(reader, node)| reader(node));
-    block_on(commands::doctor(args, features))
+    let driver = load(&Flags::default(), &Environment::read()).ok().map(|loaded| loaded.settings);
+    let driver = driver.filter(|settings| settings.dra_gpus.value != DraGpus::None);
+    let driver = driver.map(|settings| settings.dra_driver_name.value);
+    let facts = reader.zip(node).map(|(reader, node)| reader(node, driver));
+    block_on(commands::doctor(args, facts))
 }
 
 /// How serving ends.
@@ -107,10 +124,10 @@ enum End {
     ForClusterProgram,
 }
 
-/// Serves this node until a signal ends it. `client` is the one of the API server, where this program has one.
-pub fn run(args: &RunArgs, client: Option<&DraClient>) -> Result<()> {
+/// Serves this node until a signal ends it; `dra` where this program has a client of the API server.
+pub fn run(args: &RunArgs, dra: Option<DraSide<'_>>) -> Result<()> {
     let log = log_to_stderr(&args.log.log, args.log.log_format)?;
-    match block_on(serve(args, client))? {
+    match block_on(serve(args, dra))? {
         End::Ended => Ok(()),
         End::ForClusterProgram => {
             // What is still to be logged would be lost.
@@ -120,7 +137,7 @@ pub fn run(args: &RunArgs, client: Option<&DraClient>) -> Result<()> {
     }
 }
 
-async fn serve(args: &RunArgs, client: Option<&DraClient>) -> Result<End> {
+async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
     // First of all: PID 1 of a container ignores every signal that it has no handler for.
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
@@ -145,7 +162,7 @@ async fn serve(args: &RunArgs, client: Option<&DraClient>) -> Result<End> {
         tracing::warn!(why, "GPUs that were offered through DRA cannot be withdrawn there");
         uses_dra = false;
     }
-    if uses_dra && client.is_none() {
+    if uses_dra && side.is_none() {
         return Ok(End::ForClusterProgram);
     }
     let admin = settings.admin_socket.value.as_deref();
@@ -188,7 +205,7 @@ async fn serve(args: &RunArgs, client: Option<&DraClient>) -> Result<End> {
         node.spawn("CDI sync", sync.run(node.snapshot(), cdi_metrics, node.readiness.clone()));
     }
     labels::spawn_in(&mut node, &settings, args);
-    if let Some(client) = client.filter(|_| uses_dra) {
+    if let Some(side) = side.filter(|_| uses_dra) {
         let given = dra::Given {
             settings: &settings,
             name: args.node_name.clone(),
@@ -198,7 +215,7 @@ async fn serve(args: &RunArgs, client: Option<&DraClient>) -> Result<End> {
             host_devices: injection.host_devices,
             specs_written: specs_written.context("there are no CDI specs to wait for")?,
         };
-        dra::spawn_in(&mut node, given, client)?;
+        (side.start)(&mut node, given, side.client)?;
     }
     // Before the first GPU is discovered: the plan decides which resources it belongs to.
     let planned = Event::Planned(Box::new(settings.plan()));

@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use linkwise::dra::Occurrence;
 use linkwise::state::{ClaimedDevice, DraGpus, Event, GpuSelector, Holdings, NodeState};
+use linkwise_kubelet_box::dra::DraError;
 
-use super::node::{Answer, Node, claim, configured, connected, end, name, refusal, start, state};
+use super::node::{Answer, LIMIT, Node, claim, configured, connected, end, name, refusal, start, state};
 
 #[tokio::test]
 async fn claim_that_cannot_be_prepared_is_named_and_leaves_nothing() {
@@ -120,7 +121,7 @@ async fn bad_checkpoints_are_set_aside_and_hinder_nothing() {
     kubelet.stop().await;
     node.stop().await;
     let text = fs::read_to_string(node.checkpoint("good")).unwrap();
-    fs::write(node.checkpoint("half"), &text[..text.len() / 2]).unwrap();
+    fs::write(node.checkpoint("half"), text.as_bytes().split_at(text.len() / 2).0).unwrap();
     fs::write(node.checkpoint("newer"), text.replace("\"version\": 1", "\"version\": 7")).unwrap();
     fs::write(node.checkpoint("long"), " ".repeat((1 << 20) + 1)).unwrap();
     fs::write(node.checkpoint("copy"), &text).unwrap();
@@ -227,4 +228,45 @@ async fn missing_cdi_names_are_waited_for_and_then_named() {
     let error = refusal(&kubelet, &name("a")).await;
     assert!(error.starts_with("no CDI spec in "), "{error}");
     assert_eq!(node.checkpoints(), ["a.json"], "its pod may run");
+}
+
+#[tokio::test]
+async fn preparation_that_takes_too_long_ends_before_the_kubelet_does() {
+    let mut node = Node::new();
+    (node.settings.claim_timeout, node.settings.prepare_timeout) = (LIMIT, Duration::from_millis(50));
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.set("a", Answer::Silent);
+    assert_eq!(refusal(&kubelet, &claim).await, "the claim was not prepared within 50ms");
+    node.claim("a", &[("gpus", "gpu-0")]);
+    node.settings.prepare_timeout = LIMIT;
+    node.kill_and_start().await;
+    let again = async {
+        // The connection may still be the old one's.
+        while start(&kubelet, &claim).await.is_err() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(LIMIT, again).await.unwrap();
+}
+
+#[tokio::test]
+async fn claim_that_cannot_be_unprepared_keeps_its_gpu() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    let (claim, other) = (node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-0")]));
+    start(&kubelet, &claim).await.unwrap();
+    // As a disk that has become read-only: the file cannot be removed.
+    let path = node.checkpoint("a");
+    fs::remove_file(&path).unwrap();
+    fs::create_dir(&path).unwrap();
+    let error = match kubelet.stop_pod(&super::node::pod(&claim).pod).await {
+        Err(DraError::Claim { error, .. }) => error,
+        other => panic!("{other:?}"),
+    };
+    assert!(error.starts_with("cannot remove the checkpoint of the claim: "), "{error}");
+    assert!(refusal(&kubelet, &other).await.contains("is prepared for the claim ml/claim-a"));
+    fs::remove_dir(&path).unwrap();
+    end(&kubelet, &claim).await;
+    start(&kubelet, &other).await.unwrap();
 }

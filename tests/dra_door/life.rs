@@ -133,11 +133,15 @@ async fn kubelet_deletes_slices_of_a_driver_that_stays_away() {
     let mut node = Node::running();
     let mut options = node.kubelet_options();
     options.wipe_after = std::time::Duration::from_millis(1);
+    let (wiped, mut wipes) = tokio::sync::mpsc::unbounded_channel();
+    options.wipe = Some(Arc::new(move |driver| wiped.send(driver.map(str::to_owned)).unwrap()));
     let kubelet = DraKubelet::start(options).unwrap();
+    assert_eq!(wipes.recv().await, Some(None), "all of them, at its start");
     connected(&kubelet).await;
     let before = kubelet.state().drivers[DRIVER].wiped;
     node.stop().await;
     kubelet.wait(|state| state.drivers[DRIVER].wiped > before).await.unwrap();
+    assert_eq!(wipes.recv().await, Some(Some(DRIVER.to_owned())));
     node.start();
     connected(&kubelet).await;
 }

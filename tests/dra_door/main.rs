@@ -10,3 +10,4 @@ mod http2;
 mod life;
 mod node;
 mod prepare;
+mod storm;

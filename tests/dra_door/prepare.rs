@@ -1,8 +1,11 @@
 //! Claims that are prepared and unprepared as they should be.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use linkwise::dra::Occurrence;
+use linkwise::publish::RdmaNodes;
+use linkwise::publish::injection::HostDevices;
 use linkwise_kubelet_box::dra::{ClaimUse, DraKubelet, DraOptions, PodClaim, PodClaims};
 
 use super::node::{Answer, DRIVER, LIMIT, Node, connected, end, name, pod, reference, refusal, start};
@@ -130,6 +133,44 @@ async fn claim_with_edits_has_a_spec_of_its_own() {
     assert_eq!(spec["devices"], serde_json::json!([{"name": "a-gpus", "containerEdits": edits}]));
     end(&kubelet, &claim).await;
     assert_eq!(node.claim_specs(), [""; 0]);
+}
+
+#[tokio::test]
+async fn nics_and_nccl_file_are_in_the_claims_spec() {
+    let mut node = Node::new();
+    let rdma = RdmaNodes {
+        devices: [("mlx5_0".to_owned(), "/dev/infiniband/uverbs0".to_owned())].into(),
+        common: vec!["/dev/infiniband/rdma_cm".to_owned()],
+    };
+    node.host.send_replace(Arc::new(HostDevices { rdma: Some(rdma), ..HostDevices::default() }));
+    node.settings.injection.nccl_folder = Some("/run/linkwise/nccl".to_owned());
+    node.start();
+    let kubelet = node.kubelet().await;
+    start(&kubelet, &node.claim("a", &[("near", "gpu-0"), ("far", "gpu-7")])).await.unwrap();
+    let path = node.settings.cdi_folder.join("linkwise.dev-claim-a.json");
+    let spec: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let device = |name: &str| {
+        let of_name = spec["devices"].as_array().unwrap().iter().find(|device| device["name"] == name);
+        of_name.unwrap()["containerEdits"].clone()
+    };
+    let mounts = serde_json::json!([{"hostPath": "/run/linkwise/nccl", "containerPath": "/run/linkwise/nccl",
+        "options": ["ro", "nosuid", "nodev", "bind"]}]);
+    let nccl = "NCCL_TOPO_FILE=/run/linkwise/nccl/topology.xml";
+    let near = serde_json::json!({"env": ["LINKWISE_NICS=mlx5_0", nccl], "mounts": mounts, "deviceNodes": [
+        {"path": "/dev/infiniband/uverbs0", "hostPath": "/dev/infiniband/uverbs0"},
+        {"path": "/dev/infiniband/rdma_cm", "hostPath": "/dev/infiniband/rdma_cm"}]});
+    assert_eq!(device("a-near"), near);
+    assert_eq!(device("a-far"), serde_json::json!({"env": ["LINKWISE_NICS=", nccl], "mounts": mounts}));
+}
+
+#[tokio::test]
+async fn one_claim_asked_for_twice_at_once_is_prepared_once() {
+    let node = Node::running();
+    let (one, other) = (node.kubelet().await, node.kubelet().await);
+    let claim = node.claim("a", &[("gpus", "gpu-0")]);
+    let (first, second) = tokio::join!(start(&one, &claim), start(&other, &claim));
+    assert_eq!(first.unwrap(), second.unwrap());
+    assert_eq!(node.reads("a"), 1);
 }
 
 #[tokio::test]

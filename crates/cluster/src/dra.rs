@@ -8,7 +8,7 @@ use futures_util::FutureExt;
 use futures_util::future::{BoxFuture, join};
 use linkwise::config::{Command, RunArgs};
 use linkwise::dra::{ApiSide, Client};
-use linkwise::runtime::ApiClients;
+use linkwise::runtime::{ApiClients, DraSide};
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
@@ -25,7 +25,7 @@ pub fn run(mut args: Box<RunArgs>) -> ExitCode {
     let Ok(access) = Access::of(&args.api) else { return linkwise::run(Command::Run(args), ApiClients::default()) };
     let client = client(access, Pace::DEFAULT);
     let client: &Client = &client;
-    linkwise::run(Command::Run(args), ApiClients { dra: Some(client), ..ApiClients::default() })
+    linkwise::run(Command::Run(args), ApiClients { dra: Some(DraSide::new(client)), ..ApiClients::default() })
 }
 
 /// What writes slices and reads claims at an API server.

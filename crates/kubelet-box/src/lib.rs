@@ -7,6 +7,9 @@
 //! `linkwise_kubelet_api` and nothing else of linkwise: it must not use linkwise's own types, or it
 //! would agree with linkwise's mistakes.
 //!
+//! The DRA manager's half is apart, in [`dra`]: claims and devices of plugins have nothing to do with each other in a
+//! kubelet either.
+//!
 //! What it does not have: init containers, the Memory Manager, of PodResources what is no device, the checkpoint as a
 //! file.
 

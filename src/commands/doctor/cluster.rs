@@ -24,6 +24,26 @@ pub struct NodeFeatureFound {
 /// Discovery's form is none of them.
 pub type NodeFeatures = Result<Vec<NodeFeatureFound>, String>;
 
+/// What the API server has about a node.
+#[derive(Clone, Debug)]
+pub struct ClusterFacts {
+    /// Its NodeFeatures.
+    pub features: NodeFeatures,
+    /// What there is of DRA; `None` where no GPU goes through it.
+    pub dra: Option<DraFound>,
+}
+
+/// What there is of DRA, each part or why it is unknown.
+#[derive(Clone, Debug)]
+pub struct DraFound {
+    /// The driver.
+    pub driver: String,
+    /// The names of all DeviceClasses.
+    pub classes: Result<Vec<String>, String>,
+    /// The driver's ResourceSlices on this node: their names, and the programs that wrote them.
+    pub slices: Result<Vec<(String, Vec<String>)>, String>,
+}
+
 /// Names the objects that a GPU Feature Discovery left: NFD makes labels of all of them.
 pub(super) fn check(found: &mut Findings, node: &Node, features: Option<NodeFeatures>) {
     found.check = "labels";

@@ -3,13 +3,18 @@
 use std::io::ErrorKind;
 
 use super::Node;
+use super::cluster::DraFound;
 use super::finding::Findings;
 use crate::config::Environment;
 use crate::config::settings::{Flags, Settings, load};
+use crate::quote::quoted;
 use crate::state::DraGpus;
 
 /// How the names of our registration sockets begin.
 const OURS: &str = "linkwise-";
+
+/// The manager of slices that linkwise wrote.
+const MANAGER: &str = "linkwise";
 
 /// Looks for what DRA needs. Where no GPU goes through it there is nothing to report.
 pub(super) fn check(found: &mut Findings, node: &Node) {
@@ -24,6 +29,45 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
             "some GPUs go through the device plugin: pods with nvidia.com/gpu and without a claim get only those, even \
              while all of them are taken",
         );
+    }
+}
+
+/// The classes that claims for GPUs name, and the slices that the API server has.
+pub(super) fn slices(found: &mut Findings, facts: Option<DraFound>) {
+    let Some(DraFound { driver, classes, slices }) = facts else { return };
+    found.check = "DRA";
+    match classes {
+        Ok(classes) if classes.contains(&driver) => found.ok(format!("there is a DeviceClass {driver}")),
+        Ok(_) => found.warning(
+            format!("there is no DeviceClass {driver}: claims that name it get no GPU"),
+            "kubectl apply -k manifests/overlays/dra makes it, and so does the chart (dra.deviceClasses)",
+        ),
+        Err(why) => {
+            found.skipped(format!("DeviceClasses could not be listed: {why}"), Some("kubectl get deviceclasses"));
+        }
+    }
+    match slices {
+        Ok(slices) if slices.is_empty() => found.failed(
+            format!("there is no ResourceSlice of {driver} for this node: no claim gets its GPUs"),
+            "linkwise admin state and its log say why: the parts DRA slices and DRA plugin",
+        ),
+        Ok(slices) => {
+            for (name, managers) in slices {
+                if managers.iter().any(|manager| manager == MANAGER) {
+                    found.ok(format!("ResourceSlice {name} is linkwise's"));
+                    continue;
+                }
+                let managers: Vec<String> = managers.iter().map(|manager| quoted(manager).to_string()).collect();
+                found.failed(
+                    format!("ResourceSlice {name} was written by {}: the same GPUs twice", managers.join(", ")),
+                    "another DRA driver of this name runs on the node, or linkwise does not: it deletes such slices",
+                );
+            }
+        }
+        Err(why) => found.skipped(
+            format!("ResourceSlices could not be listed: {why}"),
+            Some("kubectl get resourceslices --field-selector spec.nodeName=NODE"),
+        ),
     }
 }
 

@@ -32,7 +32,7 @@ use crate::topology::{GpuObservation, NodeObservation, NodeTopology};
 use driver::Nvml;
 use finding::{Findings, Report};
 
-pub use cluster::{NodeFeatureFound, NodeFeatures};
+pub use cluster::{ClusterFacts, DraFound, NodeFeatureFound, NodeFeatures};
 
 /// What is known of the node before the checks.
 struct Node {
@@ -57,9 +57,9 @@ fn below(root: &Path, path: &str) -> PathBuf {
     root.join(path.trim_start_matches('/'))
 }
 
-/// Runs the command; the exit code is 1 where any check failed. `features` are this node's NodeFeature objects, where
-/// this program can ask the API server.
-pub async fn doctor(args: &DoctorArgs, features: Option<impl Future<Output = NodeFeatures>>) -> Result<ExitCode> {
+/// Runs the command; the exit code is 1 where any check failed. `facts` are what the API server has about this
+/// node, where this program can ask it.
+pub async fn doctor(args: &DoctorArgs, facts: Option<impl Future<Output = ClusterFacts>>) -> Result<ExitCode> {
     let limit = Duration::from_secs(args.timeout);
     let sysfs = args.host.sysfs.clone();
     let bus = blocking(limit, move || PciBus::default().gpus(&sysfs)).await;
@@ -92,14 +92,18 @@ pub async fn doctor(args: &DoctorArgs, features: Option<impl Future<Output = Nod
     kubelet::check(found, &args.kubelet_socket, &args.pod_resources_socket, limit).await;
     guarded(found, &node, "container runtime", container_runtime::check).await;
     guarded(found, &node, "labels", labels::check).await;
-    let features = match features {
-        Some(features) => {
-            Some(timeout(limit, features).await.unwrap_or_else(|_| Err(format!("no answer within {limit:?}"))))
-        }
+    guarded(found, &node, "DRA", dra::check).await;
+    let facts = match facts {
+        Some(facts) => Some(timeout(limit, facts).await.map_err(|_| format!("no answer within {limit:?}"))),
         None => None,
     };
+    let (features, slices) = match facts {
+        Some(Ok(ClusterFacts { features, dra })) => (Some(features), dra),
+        Some(Err(why)) => (Some(Err(why)), None),
+        None => (None, None),
+    };
     cluster::check(found, &node, features);
-    guarded(found, &node, "DRA", dra::check).await;
+    dra::slices(found, slices);
     if let Some((observed, topology, _)) = &assembled {
         topology_manager::check(found, observed, topology, (args.numa_hints, policy.as_ref()));
     }

@@ -1,4 +1,4 @@
-//! `linkwise doctor` with an API server: NodeFeature objects that another program left.
+//! `linkwise doctor` with an API server: objects that another program left, and what DRA lacks there.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -11,9 +11,18 @@ use crate::support::{Cluster, within};
 
 /// What the doctor reports about labels, as status and text, in a folder that is a host without anything.
 async fn labels(cluster: &Cluster, root: &Path) -> Vec<(String, String)> {
+    findings(cluster, root, "labels", "none").await
+}
+
+/// What a check reports, where these GPUs go through DRA.
+async fn findings(cluster: &Cluster, root: &Path, check: &str, gpus: &str) -> Vec<(String, String)> {
     let address = cluster.server.address();
     let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise-cluster"));
-    command.env_clear().env("NODE_NAME", "n").env("LINKWISE_SERVICE_ACCOUNT_DIR", cluster.folder());
+    command
+        .env_clear()
+        .env("NODE_NAME", "n")
+        .env("LINKWISE_DRA_GPUS", gpus)
+        .env("LINKWISE_SERVICE_ACCOUNT_DIR", cluster.folder());
     command.env("KUBERNETES_SERVICE_HOST", address.ip().to_string());
     command.env("KUBERNETES_SERVICE_PORT", address.port().to_string());
     command.env("LINKWISE_SYSFS", root.join("sys")).env("HWLOC_SYNTHETIC", "pack:1 numa:1 pu:1");
@@ -23,7 +32,7 @@ async fn labels(cluster: &Cluster, root: &Path) -> Vec<(String, String)> {
     command.stdin(Stdio::null()).kill_on_drop(true);
     let output = within(command.output()).await.unwrap();
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let findings = report["findings"].as_array().unwrap().iter().filter(|finding| finding["check"] == "labels");
+    let findings = report["findings"].as_array().unwrap().iter().filter(|finding| finding["check"] == check);
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     findings.map(|it| (text(&it["status"]), format!("{} -> {}", text(&it["what"]), text(&it["advice"])))).collect()
 }
@@ -65,4 +74,33 @@ async fn node_features_that_cannot_be_listed_are_no_failure() {
     let found = labels(&cluster, folder.path()).await;
     assert!(found.iter().any(|(status, why)| status == "skipped" && why.contains("token")), "{found:?}");
     assert_eq!(cluster.server.requests().len(), before);
+}
+
+#[tokio::test]
+async fn missing_class_and_foreign_slices_of_dra_are_named() {
+    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    let root: PathBuf = folder.path().to_owned();
+    let has = |found: &[(String, String)], status: &str, part: &str| {
+        assert!(found.iter().any(|(of, what)| of == status && what.contains(part)), "{part}: {found:#?}");
+    };
+    assert_eq!(findings(&cluster, &root, "DRA", "none").await, []);
+    let found = findings(&cluster, &root, "DRA", "all").await;
+    has(&found, "warning", "no DeviceClass gpu.nvidia.com");
+    has(&found, "failed", "no ResourceSlice of gpu.nvidia.com");
+    let expression = "device.driver == 'gpu.nvidia.com'";
+    let class = json!({"spec": {"selectors": [{"cel": {"expression": expression}}]}});
+    cluster.server.put("kubectl", &ResourceType::DEVICE_CLASSES.key(None, "gpu.nvidia.com"), class);
+    for (name, manager, node) in [("ours", "linkwise", "n"), ("theirs", "gpu-kubelet-plugin", "n"), ("far", "x", "m")] {
+        let pool = json!({"name": name, "generation": 1, "resourceSliceCount": 1});
+        let spec = json!({"driver": "gpu.nvidia.com", "nodeName": node, "pool": pool, "devices": []});
+        cluster.server.put(manager, &ResourceType::RESOURCE_SLICES.key(None, name), json!({ "spec": spec }));
+    }
+    let found = findings(&cluster, &root, "DRA", "all").await;
+    has(&found, "ok", "there is a DeviceClass gpu.nvidia.com");
+    has(&found, "ok", "ResourceSlice ours is linkwise's");
+    has(&found, "failed", "ResourceSlice theirs was written by 'gpu-kubelet-plugin'");
+    assert!(!found.iter().any(|(_, what)| what.contains("far")), "{found:?}");
+    let forbidden = Answer::Refusal(403, "deviceclasses is forbidden", None);
+    cluster.server.fail(Fault::of("GET", "deviceclasses", 1, forbidden));
+    has(&findings(&cluster, &root, "DRA", "all").await, "skipped", "deviceclasses is forbidden");
 }

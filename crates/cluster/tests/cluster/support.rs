@@ -12,12 +12,13 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 /// The kinds that the server has.
-pub const TYPES: [ResourceType; 5] = [
+pub const TYPES: [ResourceType; 6] = [
     ResourceType::NODES,
     ResourceType::PODS,
     ResourceType::NODE_FEATURES,
     ResourceType::RESOURCE_SLICES,
     ResourceType::RESOURCE_CLAIMS,
+    ResourceType::DEVICE_CLASSES,
 ];
 
 /// Pauses of milliseconds, and nothing that is written again unasked.

@@ -371,6 +371,11 @@ impl DraKubelet {
         Ok(())
     }
 
+    /// Counts no claim as prepared any more, as after a restart, and keeps its connections.
+    pub fn forget_prepared(&self) {
+        self.core.change(|books| books.restarted());
+    }
+
     /// Refuses registrations from now on with this text; `None` ends that.
     pub fn refuse(&self, why: Option<&str>) {
         self.core.refusal.send_replace(why.map(str::to_owned));

@@ -12,10 +12,18 @@ const DRIVER: &str = "gpu.nvidia.com";
 
 /// Two GPUs, minors 0 and 1, given to DRA as `dra` says.
 fn state(dra: DraGpus) -> NodeState {
+    state_with(dra, &serde_json::json!({}))
+}
+
+/// The same, the first GPU with more fields.
+fn state_with(dra: DraGpus, first: &serde_json::Value) -> NodeState {
     // As in a node file: what is not said is unknown.
     let gpu = |index: u32| -> GpuObservation {
         let (uuid, pci) = (format!("GPU-{index}"), format!("0000:0{}:00.0", index + 1));
-        serde_json::from_value(serde_json::json!({"index": index, "uuid": uuid, "pci": pci, "minor": index})).unwrap()
+        let mut gpu = serde_json::json!({"index": index, "uuid": uuid, "pci": pci, "minor": index});
+        let more = first.as_object().unwrap().clone().into_iter().filter(|_| index == 0);
+        gpu.as_object_mut().unwrap().extend(more);
+        serde_json::from_value(gpu).unwrap()
     };
     let observed = NodeObservation { gpus: vec![gpu(0), gpu(1)], ..NodeObservation::default() };
     let planned = Event::Planned(Box::new(ResourcePlan { dra, ..ResourcePlan::default() }));
@@ -178,6 +186,34 @@ fn whole_gpu_and_its_part_overlap() {
     };
     let (whole, one, other) = (device(None), device(Some("MIG-1")), device(Some("MIG-2")));
     assert!(whole.overlaps(&one) && one.overlaps(&whole) && one.overlaps(&one) && !one.overlaps(&other));
+}
+
+#[test]
+fn mig_devices_of_a_gpu_are_prepared_apart() {
+    let device = |number: u32| {
+        serde_json::json!({"index": number, "uuid": format!("MIG-{number}"), "gpu_instance": 7 + number,
+            "compute_instance": 0, "gpu_slices": 1, "compute_slices": 1, "memory_mib": 9728, "profile_id": 19,
+            "placement": {"start": number, "size": 1}, "capabilities": {"gpu_instance": 1, "compute_instance": 2}})
+    };
+    let mig = serde_json::json!({"memory_mib": 81920, "mig": {"enabled": true, "devices": [device(0), device(1)]}});
+    let state = state_with(DraGpus::All, &mig);
+    let plan = |claim: &Claim, uid: &str, others: &[(ClaimName, Prepared)]| {
+        planned_on(&state, &HostDevices::default(), claim, uid, others)
+    };
+    let known =
+        "there is no device 'gpu-0' on this node; there are gpu-0-mig-1g10gb-19-0, gpu-0-mig-1g10gb-19-1, gpu-1";
+    assert_eq!(plan(&claim("u", &[("a", "gpu-0")]), "u", &[]).unwrap_err(), known);
+    let one = claim("u", &[("a", "gpu-0-mig-1g10gb-19-0")]);
+    let first = plan(&one, "u", &[]).unwrap();
+    assert_eq!((&first.devices[0].cdi, first.devices[0].gpu.as_str()), (&vec!["v/gpu=MIG-0".to_owned()], "GPU-0"));
+    let others = [(name("u"), first)];
+    assert!(plan(&claim("v", &[("a", "gpu-0-mig-1g10gb-19-1")]), "v", &others).is_ok());
+    assert!(plan(&claim("v", &[("a", "gpu-0-mig-1g10gb-19-0")]), "v", &others).unwrap_err().contains("(UID u)"));
+    let object = |kind: &str| format!(r#"{{"apiVersion":"resource.nvidia.com/v1beta1","kind":"{kind}"}}"#);
+    let config =
+        |kind: &str| plan(&configured(one.clone(), &[("FromClaim", &["a"], &object(kind))]), "u", &[]).map(drop);
+    assert_eq!(config("MigDeviceConfig"), Ok(()));
+    assert!(config("GpuConfig").unwrap_err().contains("whose device gpu-0-mig-1g10gb-19-0 is of another kind"));
 }
 
 #[test]

@@ -1,0 +1,125 @@
+//! NodePrepareResources and NodeUnprepareResources over the socket, with a cluster that answers for a claim at once: what
+//! linkwise takes beside the claim's GET, with checkpoints in memory and on the disk.
+//!
+//! The kubelet is that in the box. A repeated Prepare is answered from the checkpoint. Run with `cargo bench --bench
+//! claims`; LINKWISE_BENCH_DISK names a folder on the disk that counts (here: the build folder's).
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    clippy::disallowed_methods,
+    reason = "a benchmark prints, is told by its environment, and ends where it cannot go on"
+)]
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use linkwise::claims::{AllocatedDevice, Allocation, Claim, ClaimName, ClaimStatus, DeviceAllocation};
+use linkwise::dra::{ClaimQuery, Plugin, Settings};
+use linkwise::publish::injection::{CdiOptions, InjectionOptions};
+use linkwise::state::{DraGpus, Event, Holdings, NodeState, NumaHints, ResourcePlan};
+use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
+
+/// Claims after the warm-up.
+const ROUNDS: usize = 300;
+const DRIVER: &str = "gpu.nvidia.com";
+const KIND: &str = "k8s.device-plugin.nvidia.com/gpu";
+
+#[tokio::main(flavor = "multi_thread", worker_threads = 2)]
+async fn main() {
+    let disk = std::env::var_os("LINKWISE_BENCH_DISK").map(PathBuf::from);
+    let disk = disk.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("target"));
+    println!("{:<24}{:>12}{:>12}{:>12}{:>12}", "a claim of 4 GPUs", "Prepare", "p99", "repeated", "Unprepare");
+    for (name, folder) in [("checkpoints in memory", Path::new("/dev/shm")), ("checkpoints on disk", &disk)] {
+        let [mut prepared, mut repeated, mut unprepared] = measure(folder).await;
+        let tail = percentile(&mut prepared, 99);
+        let [prepared, repeated, unprepared] =
+            [&mut prepared, &mut repeated, &mut unprepared].map(|times| percentile(times, 50));
+        println!("{name:<24}{prepared:>12.0?}{tail:>12.0?}{repeated:>12.0?}{unprepared:>12.0?}");
+    }
+}
+
+async fn measure(folder: &Path) -> [Vec<Duration>; 3] {
+    let folder = tempfile::tempdir_in(folder).unwrap();
+    let at = |name: &str| folder.path().join(name);
+    std::fs::create_dir(at("cdi")).unwrap();
+    let state = state();
+    let devices: Vec<_> = state.topology().gpus().iter().map(|gpu| serde_json::json!({"name": gpu.uuid})).collect();
+    let spec = serde_json::json!({"cdiVersion": "0.5.0", "kind": KIND, "devices": devices});
+    std::fs::write(at("cdi").join(format!("{}.json", KIND.replace('/', "-"))), spec.to_string()).unwrap();
+    let cdi = CdiOptions { kind: KIND.to_owned(), annotation_prefix: None, cri: true };
+    let settings = Settings {
+        registry: at("r"),
+        plugins: at("p"),
+        cdi_folder: at("cdi"),
+        boot: Some("this".to_owned()),
+        injection: InjectionOptions { cdi: Some(cdi), ..InjectionOptions::default() },
+        ..Settings::new(DRIVER, "pool", at("claims"))
+    };
+    let kubelet = DraKubelet::start(DraOptions::new(at("r")).hasty()).unwrap();
+    let (claims, queries) = mpsc::channel(16);
+    tokio::spawn(cluster(queries));
+    let (_state, snapshot) = watch::channel(Arc::new(state));
+    let end = CancellationToken::new();
+    let plugin = tokio::spawn(Plugin::new(Arc::new(settings), Arc::new(|_| ())).run(snapshot, claims, end.clone()));
+    let is_connected = |state: &linkwise_kubelet_box::dra::DraState| {
+        state.drivers.get(DRIVER).is_some_and(|driver| driver.connected > 0)
+    };
+    kubelet.wait(is_connected).await.unwrap();
+    let mut times = [Vec::new(), Vec::new(), Vec::new()];
+    for round in 0..ROUNDS + ROUNDS / 10 {
+        let uid = format!("u{round}");
+        let claim = ClaimRef { namespace: "default".to_owned(), name: uid.clone(), uid };
+        let pod = PodClaims::single("pod", claim, DRIVER);
+        let start = Instant::now();
+        kubelet.start_pod(&pod).await.unwrap();
+        let prepared = start.elapsed();
+        // A kubelet that restarts asks again.
+        kubelet.forget_prepared();
+        let start = Instant::now();
+        kubelet.start_pod(&pod).await.unwrap();
+        let repeated = start.elapsed();
+        let start = Instant::now();
+        kubelet.stop_pod("pod").await.unwrap();
+        if round >= ROUNDS / 10 {
+            times.iter_mut().zip([prepared, repeated, start.elapsed()]).for_each(|(times, time)| times.push(time));
+        }
+    }
+    kubelet.stop().await;
+    end.cancel();
+    plugin.await.unwrap().unwrap();
+    times
+}
+
+fn state() -> NodeState {
+    let observed = linkwise::machines::load("dgx-h100").unwrap().observed;
+    let plan = ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() };
+    let unheld = || Event::Holders(Some(Holdings::default()));
+    let events = [Event::Planned(Box::new(plan)), Event::Observed(Box::new(observed)), unheld(), unheld()];
+    events.into_iter().fold(NodeState::new(NumaHints::default()), |state, event| state.apply(event, Duration::ZERO).0)
+}
+
+/// Answers for every claim at once: the first four GPUs.
+async fn cluster(mut queries: mpsc::Receiver<ClaimQuery>) {
+    while let Some(ClaimQuery { namespace, name, answer }) = queries.recv().await {
+        let result = |minor: u32| AllocatedDevice {
+            request: "gpus".to_owned(),
+            driver: DRIVER.to_owned(),
+            pool: "pool".to_owned(),
+            device: format!("gpu-{minor}"),
+            ..AllocatedDevice::default()
+        };
+        let devices = DeviceAllocation { results: (0..4).map(result).collect(), config: Vec::new() };
+        let metadata = ClaimName { namespace, uid: name.clone(), name };
+        let claim = Claim { metadata, status: ClaimStatus { allocation: Some(Allocation { devices }) } };
+        let _ = answer.send(Ok(claim));
+    }
+}
+
+fn percentile(times: &mut [Duration], percent: usize) -> Duration {
+    times.sort_unstable();
+    times.get(times.len() * percent / 100).copied().unwrap_or_default()
+}
