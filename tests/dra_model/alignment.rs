@@ -2,12 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use linkwise::topology::Rank;
-use linkwise_api_server_box::{Gates, ResourceType, stored};
+use linkwise::topology::{NicKind, Rank};
 use serde_json::{Value, json};
 
 use crate::oracle::{Set, places};
-use crate::published::{CLASS, Node, claim, list, nodes};
+use crate::published::{Node, accepted, claim, gpus, list, nodes};
 
 const ROOT: &str = "resource.kubernetes.io/pcieRoot";
 
@@ -17,11 +16,15 @@ const ROOT: &str = "resource.kubernetes.io/pcieRoot";
 fn dranet(node: &Node) -> (Vec<Value>, Vec<Set>) {
     let (mut made, mut near) = (Vec::new(), Vec::new());
     for (index, nic) in node.topology.nics().iter().enumerate() {
-        let below = |gpu: &usize| nic.level[*gpu] <= Rank::HOST_BRIDGE && node.attribute(*gpu, ROOT).is_some();
+        let is_rdma = nic.kind == NicKind::Rdma;
+        let below =
+            |gpu: &usize| is_rdma && nic.level[*gpu] <= Rank::HOST_BRIDGE && node.attribute(*gpu, ROOT).is_some();
         let gpus = (0..node.devices.len()).filter(below).fold(0, |set: Set, gpu| set | 1 << gpu);
         let root =
             places(gpus).find_map(|gpu| node.attribute(gpu, ROOT)).unwrap_or_else(|| format!("pci{index:04x}:ff"));
-        made.push(json!({"name": format!("nic-{index}"), "attributes": {ROOT: {"string": root}}}));
+        made.push(
+            json!({"name": format!("nic-{index}"), "attributes": {ROOT: {"string": root}, "rdma": {"bool": is_rdma}}}),
+        );
         near.push(gpus);
     }
     let pool = json!({"name": node.name, "generation": 1, "resourceSliceCount": 1});
@@ -29,18 +32,12 @@ fn dranet(node: &Node) -> (Vec<Value>, Vec<Set>) {
         "kind": "ResourceSlice", "metadata": {"name": format!("00000-dra.net-{}", node.name)},
         "spec": {"driver": "dra.net", "nodeName": node.name, "pool": pool, "devices": made},
     });
-    (vec![stored(&ResourceType::RESOURCE_SLICES, None, Gates::default(), &slice).unwrap()], near)
+    (vec![accepted(&slice, None)], near)
 }
 
 /// A GPU and a NIC of one PCIe root.
 fn aligned() -> Value {
-    claim(&json!({"devices": {
-        "requests": [
-            {"name": "gpu", "exactly": {"deviceClassName": CLASS}},
-            {"name": "nic", "exactly": {"deviceClassName": "dranet"}},
-        ],
-        "constraints": [{"requests": ["gpu", "nic"], "matchAttribute": ROOT}],
-    }}))
+    claim(&["--gpus", "1", "--near", "nic"])
 }
 
 #[test]
@@ -117,10 +114,7 @@ fn gpus_of_one_nvlink_domain_are_found_where_they_are_free() {
     for node in nodes() {
         let (domains, cluster) = (nvlink_domains(&node), node.cluster(&[]));
         for count in [2, 4].into_iter().filter(|count| *count <= node.gpus()) {
-            let connected = claim(&json!({"devices": {
-                "requests": [{"name": "gpus", "exactly": {"deviceClassName": CLASS, "count": count}}],
-                "constraints": [{"requests": ["gpus"], "matchAttribute": "linkwise.dev/nvlinkDomain"}],
-            }}));
+            let connected = gpus(count, Some("linkwise.dev/nvlinkDomain"));
             for free in node.availabilities() {
                 let is_there = domains.iter().any(|domain| (domain & free).count_ones() >= count);
                 let chosen = node.chosen(&cluster, free, &connected);

@@ -1,12 +1,9 @@
 //! Built-in machines as nodes of a cluster: their slices, and what GPUs are free.
 
+use std::process::Command;
 use std::sync::Arc;
 
-use linkwise::allocation::{AllocationTables, GpuSet};
 use linkwise::machines;
-use linkwise::publish::dra::slice::Pool;
-use linkwise::publish::dra::{self, DraFacts, GpuLayout};
-use linkwise::state::DriverVersions;
 use linkwise::topology::NodeTopology;
 use linkwise_api_server_box::{Gates, ResourceType, stored};
 use linkwise_scheduler_box::{Cluster, Failure};
@@ -38,20 +35,8 @@ pub fn nodes() -> impl Iterator<Item = Node> {
 pub fn node(name: &'static str) -> Node {
     let (topology, _) = NodeTopology::assemble(&machines::load(name).unwrap().observed);
     let topology = Arc::new(topology);
-    let gpus: GpuSet = (0..topology.gpus().len()).collect();
-    let layout = GpuLayout::of(&AllocationTables::new(Arc::clone(&topology)), gpus);
-    let versions = DriverVersions::default();
-    let (devices, problems) = dra::devices(&DraFacts::of_machine(&topology, &versions, gpus, &layout));
-    assert_eq!(problems, [], "{name}");
-    let slices = Pool::new(DRIVER, name, devices).slices(1);
-    let slice = |(index, spec)| {
-        let object = json!({
-            "apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "spec": serde_json::to_value(spec).unwrap(),
-            "metadata": {"generateName": format!("{index:05x}-{DRIVER}-{name}-")},
-        });
-        stored(&ResourceType::RESOURCE_SLICES, None, Gates::default(), &object).unwrap()
-    };
-    let slices: Vec<Value> = slices.into_iter().enumerate().map(slice).collect();
+    let list = printed(&["dra", "--node", name, "--node-name", name]);
+    let slices: Vec<Value> = list["items"].as_array().unwrap().iter().map(|slice| accepted(slice, None)).collect();
     let device_of = |uuid: &str| {
         let mut devices = slices.iter().flat_map(|slice| slice["spec"]["devices"].as_array().unwrap());
         let device = devices.find(|device| device["attributes"]["uuid"]["string"] == uuid);
@@ -61,28 +46,48 @@ pub fn node(name: &'static str) -> Node {
     Node { name, topology, slices, devices }
 }
 
-/// DeviceClasses: NVIDIA's, and DRANET's devices with RDMA.
+/// What a command of linkwise prints as JSON.
+fn printed(arguments: &[&str]) -> Value {
+    let output = Command::new(env!("CARGO_BIN_EXE_linkwise")).args(arguments).args(["--format", "json"]).output();
+    let output = output.unwrap();
+    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// An object as the API server stores it.
+pub fn accepted(object: &Value, namespace: Option<&str>) -> Value {
+    let resource = match object["kind"].as_str().unwrap() {
+        "ResourceSlice" => ResourceType::RESOURCE_SLICES,
+        "ResourceClaim" => ResourceType::RESOURCE_CLAIMS,
+        other => panic!("{other}"),
+    };
+    stored(&resource, namespace, Gates::default(), object).unwrap()
+}
+
+/// DeviceClasses: NVIDIA's, and DRANET's.
 pub fn classes() -> Vec<Value> {
     let class = |name: &str, expression: &str| json!({"metadata": {"name": name}, "spec": {"selectors": [{"cel": {"expression": expression}}]}});
     vec![
         class(CLASS, "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'"),
-        class("dranet", "device.driver == 'dra.net'"),
+        class("dra.net", "device.driver == 'dra.net'"),
     ]
 }
 
-/// A claim, as the API server stored it.
-pub fn claim(spec: &Value) -> Value {
-    let object = json!({
-        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "spec": spec,
-        "metadata": {"name": "c", "namespace": "default"},
-    });
-    stored(&ResourceType::RESOURCE_CLAIMS, Some("default"), Gates::default(), &object).unwrap()
+/// A claim, as `linkwise claim` prints it.
+pub fn claim(arguments: &[&str]) -> Value {
+    accepted(&printed(&[&["claim"], arguments].concat()), Some("default"))
 }
 
-/// A claim for so many GPUs, whichever.
-pub fn gpus(count: u32) -> Value {
+/// A claim for so many GPUs, with this constraint where one is given.
+pub fn gpus(count: u32, attribute: Option<&str>) -> Value {
     let exactly = json!({"deviceClassName": CLASS, "count": count});
-    claim(&json!({"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}}))
+    let requests = json!([{"name": "gpus", "exactly": exactly}]);
+    let constraints: Vec<Value> = attribute.iter().map(|attribute| json!({"matchAttribute": attribute})).collect();
+    let object = json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "c"},
+        "spec": {"devices": {"requests": requests, "constraints": constraints}},
+    });
+    accepted(&object, Some("default"))
 }
 
 impl Node {

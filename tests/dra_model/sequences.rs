@@ -24,7 +24,7 @@ proptest! {
                 assert_eq!(all & set, 0, "{machine}: a GPU in two claims");
                 all | set
             });
-            let outcome = cluster.allocate(node.name, &[gpus(count)]);
+            let outcome = cluster.allocate(node.name, &[gpus(count, None)]);
             prop_assert_eq!(outcome.is_ok(), node.gpus() - taken.count_ones() >= count);
             if let Ok(placement) = outcome {
                 cluster.occupy(&placement.allocations[0]).unwrap();

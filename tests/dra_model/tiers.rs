@@ -1,28 +1,12 @@
 //! Claims with alternatives: the tiered groups, the best set first.
 
-use linkwise::publish::dra::SIZES;
-use serde_json::{Value, json};
-
 use crate::oracle::{Oracle, Set, subsets};
-use crate::published::{CLASS, Node, claim, list, nodes};
-
-/// The claim for so many GPUs that lists all families in order, and any GPUs last.
-fn tiered(count: u32) -> Value {
-    let size = SIZES.into_iter().find(|size| size.gpus == count as usize).unwrap();
-    let (mut alternatives, mut constraints) = (Vec::new(), Vec::new());
-    for name in size.names() {
-        alternatives.push(json!({"name": name, "deviceClassName": CLASS, "count": count}));
-        let requests = json!([format!("gpus/{name}")]);
-        constraints.push(json!({"requests": requests, "matchAttribute": format!("linkwise.dev/{name}")}));
-    }
-    alternatives.push(json!({"name": "any", "deviceClassName": CLASS, "count": count}));
-    let requests = json!([{"name": "gpus", "firstAvailable": alternatives}]);
-    claim(&json!({"devices": {"requests": requests, "constraints": constraints}}))
-}
+use crate::published::{Node, claim, list, nodes};
 
 /// How often the claim gets the best collective that is free, and the mean share of it, both in per mille.
 fn rate(node: &Node, count: u32) -> (u64, u64) {
-    let (oracle, cluster, claim) = (Oracle::new(&node.topology), node.cluster(&[]), tiered(count));
+    let (oracle, cluster, claim) =
+        (Oracle::new(&node.topology), node.cluster(&[]), claim(&["--gpus", &count.to_string()]));
     let (mut states, mut best_ones, mut shares) = (0, 0, 0);
     for free in node.availabilities() {
         let best = subsets(free).filter(|set| set.count_ones() == count).map(|set| oracle.collective(set)).max();

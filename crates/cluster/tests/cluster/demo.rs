@@ -30,7 +30,7 @@ async fn played(machine: &str) -> String {
 /// Demos at a time: each waits for the kubelet and for lists of pods most of its time.
 const AT_ONCE: usize = 5;
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[tokio::test]
 async fn dra_demo_succeeds_on_each_machine() {
     let demos = machines::built_in().map(|machine| async move { (machine.name, played(machine.name).await) });
     let mut demos = stream::iter(demos).buffer_unordered(AT_ONCE);
