@@ -17,7 +17,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use tokio::sync::{mpsc, watch};
 use tokio::task::spawn_blocking;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::driver::identity;
 use super::keeper;
@@ -36,6 +36,9 @@ use crate::uds::Callers;
 
 /// The folder of checkpoints in the state folder.
 const CLAIMS: &str = "claims";
+
+/// How long a start waits for the disk to tell whether anything is left of DRA.
+const READ_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Queries for claims that may wait. The plugin waits with each of them.
 const QUERIES: usize = 16;
@@ -62,9 +65,14 @@ pub(super) struct Given<'a> {
     pub specs_written: watch::Receiver<bool>,
 }
 
-/// Whether GPUs are to go through DRA, or some of the last process may still be with it.
-pub(super) fn is_needed(settings: &Settings, state_dir: Option<&Path>) -> bool {
-    settings.dra_gpus.value != DraGpus::None || state_dir.is_some_and(has_leftovers)
+/// Whether GPUs are to go through DRA, or some of the last process may still be with it. A disk that hangs has nothing.
+pub(super) async fn is_needed(settings: &Settings, state_dir: Option<&Path>) -> bool {
+    if settings.dra_gpus.value != DraGpus::None {
+        return true;
+    }
+    let Some(folder) = state_dir.map(Path::to_owned) else { return false };
+    let read = timeout(READ_TIMEOUT, spawn_blocking(move || has_leftovers(&folder))).await;
+    matches!(read, Ok(Ok(true)))
 }
 
 /// Whether the last process left GPUs with DRA, or claims prepared. It reads files.

@@ -154,7 +154,7 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
         anyhow::bail!("this is WSL2 ({}), whose GPUs linkwise does not serve: {why}", sign.display());
     }
     let state_dir = args.state_dir.clone().or_else(|| keeper::beside(&settings.kubelet_socket.value));
-    let mut uses_dra = dra::is_needed(&settings, state_dir.as_deref());
+    let mut uses_dra = dra::is_needed(&settings, state_dir.as_deref()).await;
     if uses_dra && !args.api.is_given() {
         let why =
             "DRA needs the API server: KUBERNETES_SERVICE_HOST is not set (no pod?), and no --kubeconfig is given";
