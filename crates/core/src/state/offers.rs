@@ -212,8 +212,6 @@ impl Offers {
         Some(effects)
     }
 
-    /// Whether there is such a device, in health.
-
     /// The devices that are offered through DRA: whole GPUs, and MIG devices of GPUs in MIG mode. One of a GPU that is gone
     /// stays while a claim may have it.
     pub fn through_dra(&self) -> &[Device] {
