@@ -292,9 +292,8 @@ async fn follow_report(
             }
         };
         let until = until.filter(|until| Instant::now() < *until).unwrap_or(far);
-        match timeout_at(until, changed).await {
-            Ok(changed) => changed?,
-            Err(_) => {}
+        if let Ok(changed) = timeout_at(until, changed).await {
+            changed?;
         }
     }
 }
