@@ -20,8 +20,10 @@ COPY crates/api-server-box/Cargo.toml crates/api-server-box/Cargo.toml
 COPY crates/cluster/Cargo.toml crates/cluster/Cargo.toml
 COPY crates/core/Cargo.toml crates/core/Cargo.toml
 COPY crates/kubelet-box/Cargo.toml crates/kubelet-box/Cargo.toml
+COPY crates/scheduler-box/Cargo.toml crates/scheduler-box/Cargo.toml
 COPY tests/fake-nvml/Cargo.toml tests/fake-nvml/Cargo.toml
-RUN for member in . crates/api-server-box crates/cluster crates/core crates/kubelet-box tests/fake-nvml; do \
+RUN for member in . crates/api-server-box crates/cluster crates/core crates/kubelet-box crates/scheduler-box \
+        tests/fake-nvml; do \
       mkdir -p "$member/src" && touch "$member/src/lib.rs"; done \
  && echo 'fn main() {}' | tee src/main.rs > crates/cluster/src/main.rs \
  && for bench in $(sed -n '/^\[\[bench\]\]/,/^$/s/^name = "\(.*\)"/\1/p' Cargo.toml); do \

@@ -128,7 +128,7 @@ fn refused_registration_is_tried_again_with_pauses() {
             assert_eq!(world.phase(), Phase::Pausing);
             actions = world.wait();
         }
-        pauses.push((world.now - before).as_millis());
+        pauses.push(world.now.saturating_sub(before).as_millis());
         world.feed(Input::Bound(Ok(())));
     }
     // The first retry waits for the least gap between two binds alone.
