@@ -108,9 +108,8 @@ impl Node {
         let pod = PodClaims::single(pod, claim.clone(), DRIVER);
         within(async {
             loop {
-                match self.dra.start_pod(&pod).await {
-                    Ok(containers) => return containers["main"].clone(),
-                    Err(error) => eprintln!("{error}"),
+                if let Ok(containers) = self.dra.start_pod(&pod).await {
+                    return containers["main"].clone();
                 }
                 tokio::time::sleep(std::time::Duration::from_millis(20)).await;
             }
