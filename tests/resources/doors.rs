@@ -171,7 +171,7 @@ fn gpu_leaves_dra_after_grace_when_no_claim_has_it() {
     assert_eq!(world.door(0), Door::FromDra { since: NOON });
     assert!(!world.allocates(0));
     assert_eq!(world.state.next_deadline(), Some(NOON + DRA_GRACE));
-    world.pass(DRA_GRACE - Duration::from_secs(1));
+    world.pass(DRA_GRACE.saturating_sub(Duration::from_secs(1)));
     assert!(world.door(0).is_dra());
     world.pass(Duration::from_secs(1));
     assert_eq!((world.door(0), world.allocates(0)), (Door::Plugin, true));

@@ -281,7 +281,7 @@ fn extended_resource_is_a_claim_for_the_first_devices() {
     let requests = claim["spec"]["devices"]["requests"].as_array().unwrap();
     let class_of = |place: usize| requests[place]["exactly"]["deviceClassName"].as_str().unwrap();
     assert_eq!((class_of(0), class_of(1)), ("a", "old"));
-    let placement = cluster.allocate("n", &[claim.clone()]).unwrap();
+    let placement = cluster.allocate("n", std::slice::from_ref(&claim)).unwrap();
     assert_eq!(got(&placement, 0), ["container-0-request-1 x", "container-0-request-1 y", "container-1-request-0 z"]);
     assert_eq!(cluster.extended_claim("default", "p", &[vec![("cpu.example.com/x", 1)]]), None);
 }
