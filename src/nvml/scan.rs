@@ -168,11 +168,13 @@ impl Retained<'_> {
         self.part("", None, now, before);
     }
 
-    /// The errors of several parts, such as NVLinks, are gathered where they are the same.
+    /// The errors of several parts, such as NVLinks, are gathered where they are the same. One call may cost a part two
+    /// facts.
     fn part<T: Clone>(&mut self, what: &str, number: Option<u32>, now: &mut Answer<T>, before: Option<&Answer<T>>) {
         let Err(error) = &*now else { return };
         let same = |known: &&mut CallFailure| known.subject == self.subject && known.error == *error;
         match (self.failures.iter_mut().find(same), number) {
+            (Some(known), Some(number)) if known.part.ends_with(&format!(" {number}")) => {}
             (Some(known), Some(number)) if !known.part.is_empty() => known.part += &format!(", {number}"),
             (Some(_), _) => {}
             (None, number) => {

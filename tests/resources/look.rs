@@ -41,10 +41,11 @@ impl Driver {
     }
 }
 
-/// Capabilities are the kernel's, not the library's: those of the machine that the test runs on, or none.
+/// Capabilities are the kernel's, not the library's: those of the machine that the test runs on, or none. Profile ids and
+/// placements are made up by the library, where the machine's file has none.
 fn without_capabilities(mut gpus: Vec<GpuObservation>) -> Vec<GpuObservation> {
     for device in gpus.iter_mut().flat_map(|gpu| &mut gpu.mig).flat_map(|mig| &mut mig.devices) {
-        device.capabilities = None;
+        (device.capabilities, device.profile_id, device.placement) = (None, None, None);
     }
     gpus
 }
