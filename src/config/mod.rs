@@ -63,6 +63,9 @@ pub struct Cli {
     pub command: Command,
 }
 
+/// The variable in which `linkwise` tells `linkwise-cluster` which program it was: the smaller one, for the agent.
+pub const AGENT_PROGRAM: &str = "LINKWISE_AGENT_PROGRAM";
+
 /// How to reach the driver and the host.
 #[derive(Clone, Debug, Args)]
 pub struct HostArgs {
@@ -76,6 +79,9 @@ pub struct HostArgs {
     /// The kernel's /proc; its driver/nvidia-caps has the numbers of MIG devices' nodes
     #[arg(long, value_name = "PATH", env = "LINKWISE_PROCFS", default_value = "/proc", hide = true)]
     pub procfs: PathBuf,
+    /// The program whose process speaks to NVML; by default this one
+    #[arg(long, value_name = "PATH", env = AGENT_PROGRAM, hide = true)]
+    pub agent_program: Option<PathBuf>,
 }
 
 /// The log's levels and form.

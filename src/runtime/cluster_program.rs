@@ -8,7 +8,7 @@ use std::process::Command;
 
 use anyhow::Error;
 
-use crate::config::command_line;
+use crate::config::{AGENT_PROGRAM, command_line};
 
 /// Its file name, in the folder of this program.
 const NAME: &str = "linkwise-cluster";
@@ -16,16 +16,18 @@ const NAME: &str = "linkwise-cluster";
 /// Becomes `linkwise-cluster`, with the command line of this process. The first word of it stays: by that word
 /// config-manager finds the processes that it signals. Returns only where that failed, with the reason.
 pub fn become_cluster_program() -> Error {
-    let program = match std::env::current_exe() {
-        Ok(this) => this.with_file_name(NAME),
+    let this = match std::env::current_exe() {
+        Ok(this) => this,
         Err(error) => return Error::from(error).context("cannot find the folder of this program"),
     };
+    let program = this.with_file_name(NAME);
     let mut words = command_line();
     let mut command = Command::new(&program);
     if let Some(name) = words.next() {
         command.arg0(name);
     }
-    let error = command.args(words).exec();
+    // The agent needs no client of the API server, and would keep its pages in memory.
+    let error = command.args(words).env(AGENT_PROGRAM, this).exec();
     Error::from(error)
         .context(format!("cannot start {}, which is needed to speak to the API server", program.display()))
 }

@@ -299,14 +299,15 @@ pub fn agent_command(host: &HostArgs) -> AgentCommand {
     agent_of(host, loaded.ok().map(|loaded| loaded.settings.driver_root_ctr_path.value))
 }
 
-/// How to start the process that speaks to NVML: this binary.
+/// How to start the process that speaks to NVML: this binary, or the one that became it.
 fn agent_of(host: &HostArgs, driver_root: Option<PathBuf>) -> AgentCommand {
     // The link leads to the running binary, also after its file was replaced; current_exe would name a file that no
     // longer exists.
+    let program = host.agent_program.as_deref().unwrap_or(Path::new("/proc/self/exe"));
     AgentCommand {
         library: host.nvml_library.clone(),
         driver_root,
         procfs: host.procfs.clone(),
-        ..AgentCommand::new("/proc/self/exe")
+        ..AgentCommand::new(program)
     }
 }

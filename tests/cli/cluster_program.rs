@@ -20,13 +20,16 @@ fn installed() -> (tempfile::TempDir, std::path::PathBuf) {
 fn config_manager_becomes_the_program_beside_linkwise() {
     let (folder, program) = installed();
     let other = folder.path().join("linkwise-cluster");
-    fs::write(&other, "#!/bin/sh\necho \"$@\"\n").unwrap();
+    fs::write(&other, "#!/bin/sh\necho \"$@\" by \"$LINKWISE_AGENT_PROGRAM\"\n").unwrap();
     fs::set_permissions(&other, fs::Permissions::from_mode(0o755)).unwrap();
     let link = folder.path().join("config-manager");
     symlink("linkwise", &link).unwrap();
+    let real = program.canonicalize().unwrap();
     for (program, args) in [(&program, &["config-manager", "--oneshot"][..]), (&link, &["--oneshot"])] {
         let output = Command::new(program).args(args).output().unwrap();
-        assert_eq!(String::from_utf8_lossy(&output.stdout), "config-manager --oneshot\n", "{output:?}");
+        // An agent is started from the smaller of the two programs.
+        let expected = format!("config-manager --oneshot by {}\n", real.display());
+        assert_eq!(String::from_utf8_lossy(&output.stdout), expected, "{output:?}");
     }
 }
 
