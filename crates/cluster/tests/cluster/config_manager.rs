@@ -132,9 +132,10 @@ struct Neighbour {
 
 impl Neighbour {
     async fn start(name: &str) -> Self {
-        let script = "trap 'echo hangup' HUP; echo ready; while :; do sleep 0.05; done";
+        // It starts no process: a copy of it would have its name until it is another program.
+        let script = "trap 'echo hangup' HUP; echo ready; while :; do read -r line; done";
         let mut command = Command::new("sh");
-        command.arg0(name).args(["-c", script]).stdout(Stdio::piped()).kill_on_drop(true);
+        command.arg0(name).args(["-c", script]).stdin(Stdio::piped()).stdout(Stdio::piped()).kill_on_drop(true);
         let mut child = command.spawn().unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         assert_eq!(within(lines.next_line()).await.unwrap().as_deref(), Some("ready"));
