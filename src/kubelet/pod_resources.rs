@@ -110,8 +110,8 @@ pub async fn holders(sources: &HolderSources) -> Holders {
     Holders { held: Some(held), without_init_containers }
 }
 
-/// Polls the holders until `shutdown`: every second at first while the state waits for an answer (`often`), then ever
-/// more rarely. A failure means "not known" until the next answer. Every answer is published, also one like the last:
+/// Polls the holders until `shutdown`: every second at first while the state waits for an answer (`often`), then, as long
+/// as the kubelet answers, ever more rarely. A failure means "not known" until the next answer. Every answer is published, also one like the last:
 /// an orphan leaves the list by an answer that came after it went.
 pub async fn follow_holders(
     sources: &HolderSources,
@@ -122,10 +122,19 @@ pub async fn follow_holders(
     let mut pauses = Backoff::new(ASK_OFTEN, ASK_BETWEEN);
     let follow = async {
         loop {
-            holders_now.send_replace(holders(sources).await);
-            // A pod may hold a device for days: an answer a second would be many.
-            let is_awaited = *often.borrow_and_update();
-            let pause = if is_awaited { pauses.failed() } else { ASK_BETWEEN };
+            let now = holders(sources).await;
+            // A kubelet that restarts is waited for at that pace: GPUs are held back until it answers.
+            let is_known = now.held.is_some();
+            holders_now.send_replace(now);
+            let pause = match *often.borrow_and_update() {
+                // A pod may hold a device for days: an answer a second would be many.
+                true if is_known => pauses.failed(),
+                true => {
+                    pauses.reset();
+                    ASK_OFTEN
+                }
+                false => ASK_BETWEEN,
+            };
             // An error means that the node is ending.
             if tokio::time::timeout(pause, often.changed()).await.is_ok() {
                 pauses.reset();
