@@ -26,8 +26,9 @@ RUN for member in . crates/api-server-box crates/cluster crates/core crates/kube
         tests/fake-nvml; do \
       mkdir -p "$member/src" && touch "$member/src/lib.rs"; done \
  && echo 'fn main() {}' | tee src/main.rs > crates/cluster/src/main.rs \
- && for bench in $(sed -n '/^\[\[bench\]\]/,/^$/s/^name = "\(.*\)"/\1/p' Cargo.toml); do \
-      mkdir -p benches && echo 'fn main() {}' > "benches/$bench.rs"; done \
+ && for member in . crates/cluster; do \
+      for bench in $(sed -n '/^\[\[bench\]\]/,/^$/s/^name = "\(.*\)"/\1/p' "$member/Cargo.toml"); do \
+        mkdir -p "$member/benches" && echo 'fn main() {}' > "$member/benches/$bench.rs"; done; done \
  && cargo build --release --locked --bin linkwise \
  && cargo build --release --locked -p linkwise-cluster \
  && rm -rf src

@@ -123,18 +123,9 @@ pub async fn follow_holders(
     let follow = async {
         loop {
             let now = holders(sources).await;
-            // A kubelet that restarts is waited for at that pace: GPUs are held back until it answers.
             let is_known = now.held.is_some();
             holders_now.send_replace(now);
-            let pause = match *often.borrow_and_update() {
-                // A pod may hold a device for days: an answer a second would be many.
-                true if is_known => pauses.failed(),
-                true => {
-                    pauses.reset();
-                    ASK_OFTEN
-                }
-                false => ASK_BETWEEN,
-            };
+            let pause = pause(*often.borrow_and_update(), is_known, &mut pauses);
             // An error means that the node is ending.
             if tokio::time::timeout(pause, often.changed()).await.is_ok() {
                 pauses.reset();
@@ -142,6 +133,20 @@ pub async fn follow_holders(
         }
     };
     shutdown.run_until_cancelled(follow).await;
+}
+
+/// The pause before the next question.
+fn pause(is_awaited: bool, is_known: bool, pauses: &mut Backoff) -> Duration {
+    match (is_awaited, is_known) {
+        // A pod may hold a device for days: an answer a second would be many.
+        (true, true) => pauses.failed(),
+        // A kubelet that restarts: GPUs are held back until it answers.
+        (true, false) => {
+            pauses.reset();
+            ASK_OFTEN
+        }
+        (false, _) => ASK_BETWEEN,
+    }
 }
 
 /// Whether the kubelet would give out every healthy device of a resource. It lists healthy ones of registered
@@ -160,4 +165,19 @@ pub(super) async fn listing(
     let healthy = snapshot.offers().of(resource).filter(|(_, device)| device.health == Health::Healthy);
     let mut healthy = healthy.map(|(id, _)| (resource.as_str().to_owned(), id.as_str().to_owned()));
     if healthy.all(|device| listed.contains(&device)) { Listing::Listed } else { Listing::Missing }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn restarting_kubelet_is_asked_every_second_and_a_known_one_more_rarely() {
+        let mut pauses = Backoff::new(ASK_OFTEN, ASK_BETWEEN);
+        let mut after = |is_awaited, is_known| pause(is_awaited, is_known, &mut pauses).as_secs();
+        assert_eq!([true; 4].map(|known| after(true, known)), [1, 2, 4, 8]);
+        assert_eq!([false; 4].map(|known| after(true, known)), [1; 4]);
+        assert_eq!([true; 2].map(|known| after(true, known)), [1, 2], "two lists soon after it is back");
+        assert_eq!((after(false, true), after(false, false)), (30, 30));
+    }
 }
