@@ -124,7 +124,8 @@ impl Process {
     }
 }
 
-/// A process that prints a line for each SIGHUP.
+/// A process that prints a line for each SIGUSR1. (A shell cannot trap a signal that its parent ignores, as `nohup` has it
+/// with SIGHUP.)
 struct Neighbour {
     _child: Child,
     lines: Lines<BufReader<ChildStdout>>,
@@ -133,7 +134,7 @@ struct Neighbour {
 impl Neighbour {
     async fn start(name: &str) -> Self {
         // It starts no process: a copy of it would have its name until it is another program.
-        let script = "trap 'echo hangup' HUP; echo ready; while :; do read -r line; done";
+        let script = "trap 'echo signalled' USR1; echo ready; while :; do read -r line; done";
         let mut command = Command::new("sh");
         command.arg0(name).args(["-c", script]).stdin(Stdio::piped()).stdout(Stdio::piped()).kill_on_drop(true);
         let mut child = command.spawn().unwrap();
@@ -143,7 +144,7 @@ impl Neighbour {
     }
 
     async fn is_signalled(&mut self) {
-        assert_eq!(within(self.lines.next_line()).await.unwrap().as_deref(), Some("hangup"));
+        assert_eq!(within(self.lines.next_line()).await.unwrap().as_deref(), Some("signalled"));
     }
 }
 
@@ -153,7 +154,7 @@ async fn sidecar_follows_the_label_and_signals() {
     node.label("a");
     let name = format!("neighbour-of-{}", std::process::id());
     let mut neighbour = Neighbour::start(&name).await;
-    let mut process = node.run(&[("SEND_SIGNAL", "true"), ("SIGNAL", "1"), ("PROCESS_TO_SIGNAL", &name)]);
+    let mut process = node.run(&[("SEND_SIGNAL", "true"), ("SIGNAL", "10"), ("PROCESS_TO_SIGNAL", &name)]);
     node.reads("a: 1").await;
     neighbour.is_signalled().await;
     node.label("b");

@@ -3,7 +3,7 @@
 //!
 //! Pure, and the same for the same snapshot: [`devices`] makes them of [`DraFacts`]. [`GpuLayout`] has the order and
 //! the groups of the GPUs, `attributes` what a device is described by, `taints` what keeps a sick one from being
-//! allocated. [`slice`] packs devices into slices within the API's limits; the writer of slices (`crates/cluster`)
+//! allocated. [`mod@slice`] packs devices into slices within the API's limits; the writer of slices (`crates/cluster`)
 //! owns pool generations and object names.
 
 mod attributes;
