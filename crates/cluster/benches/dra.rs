@@ -3,7 +3,7 @@
 //!
 //! The release program with a libnvidia-ml of our own (8 GPUs), an API server and a kubelet in boxes. Run with `cargo bench
 //! -p linkwise-cluster --bench dra`; it takes a minute and a half. LINKWISE_BENCH_PROGRAM names another program to measure,
-//! such as the image's.
+//! such as the image's; LINKWISE_BENCH_IDLE is how many seconds the idle node is watched.
 
 #![allow(
     clippy::unwrap_used,
@@ -31,7 +31,7 @@ const CLAIMS: usize = 100;
 const CHANGES: u32 = 1000;
 /// Threads of the start are gone after this long.
 const SETTLE: Duration = Duration::from_secs(12);
-/// How long the idle node is watched.
+/// How long the idle node is watched, where the environment says nothing else.
 const IDLE: Duration = Duration::from_secs(30);
 
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]
@@ -76,8 +76,10 @@ async fn main() {
         rss[1]
     );
     let before = node.writes();
-    tokio::time::sleep(IDLE).await;
-    println!("idle for {IDLE:?}: {} writes to the API server", node.writes() - before);
+    let idle =
+        std::env::var("LINKWISE_BENCH_IDLE").map_or(IDLE, |seconds| Duration::from_secs(seconds.parse().unwrap()));
+    tokio::time::sleep(idle).await;
+    println!("idle for {idle:?}: {} writes to the API server", node.writes() - before);
 
     let (before, begin) = (node.writes(), Instant::now());
     for change in 0..CHANGES {

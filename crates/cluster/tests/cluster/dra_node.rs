@@ -12,18 +12,18 @@ use tokio::process::{Child, Command};
 
 use crate::support::{Cluster, until, within};
 
-const DRIVER: &str = "gpu.nvidia.com";
+pub const DRIVER: &str = "gpu.nvidia.com";
 
-struct Node {
-    cluster: Cluster,
+pub struct Node {
+    pub cluster: Cluster,
     folder: tempfile::TempDir,
     /// The kubelet's device manager, with the PodResources API.
     _kubelet: KubeletBox,
-    dra: DraKubelet,
+    pub dra: DraKubelet,
 }
 
 impl Node {
-    async fn start() -> Self {
+    pub async fn start() -> Self {
         let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
         cluster.label_node("n", json!({}));
         let at = |name: &str| folder.path().join(name);
@@ -61,7 +61,7 @@ impl Node {
         command
     }
 
-    fn run(&self) -> Child {
+    pub fn run(&self) -> Child {
         self.program().spawn().unwrap()
     }
 
@@ -73,7 +73,7 @@ impl Node {
         names
     }
 
-    async fn publishes(&self, count: usize) {
+    pub async fn publishes(&self, count: usize) {
         until(|| self.devices().len() == count).await;
     }
 
@@ -88,7 +88,7 @@ impl Node {
     }
 
     /// Creates a claim that the scheduler has allocated these devices to.
-    fn claim(&self, name: &str, devices: &[&str]) -> ClaimRef {
+    pub fn claim(&self, name: &str, devices: &[&str]) -> ClaimRef {
         let key: Key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), name);
         let result = |device: &&str| json!({"request": "gpus", "driver": DRIVER, "pool": "n/gpu", "device": device});
         let results: Vec<Value> = devices.iter().map(result).collect();
@@ -104,7 +104,7 @@ impl Node {
     }
 
     /// Starts a pod with a claim, as often as it takes; returns the container's CDI devices.
-    async fn start_pod(&self, pod: &str, claim: &ClaimRef) -> Vec<String> {
+    pub async fn start_pod(&self, pod: &str, claim: &ClaimRef) -> Vec<String> {
         let pod = PodClaims::single(pod, claim.clone(), DRIVER);
         within(async {
             loop {
@@ -117,8 +117,26 @@ impl Node {
         .await
     }
 
+    /// The names of the checkpoints' files.
+    pub fn checkpoints(&self) -> Vec<String> {
+        let files = fs::read_dir(self.at("k/linkwise/claims")).into_iter().flatten();
+        let mut names: Vec<String> = files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
+        // A draft that a killed process left goes with the next start.
+        names.retain(|name| name.ends_with(".json"));
+        names.sort();
+        names
+    }
+
+    /// The names of the CDI specs.
+    pub fn specs(&self) -> Vec<String> {
+        let files = fs::read_dir(self.at("cdi")).unwrap();
+        let mut names: Vec<String> = files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
     /// Whether a CDI spec has this device.
-    fn is_in_a_spec(&self, device: &str) -> bool {
+    pub fn is_in_a_spec(&self, device: &str) -> bool {
         let name = device.split_once('=').unwrap().1;
         let texts = fs::read_dir(self.at("cdi")).unwrap().map(|file| fs::read_to_string(file.unwrap().path()).unwrap());
         texts.into_iter().any(|text| text.contains(name))

@@ -7,6 +7,7 @@ mod config_manager;
 mod demo;
 mod doctor;
 mod dra_node;
+mod dra_soak;
 mod node;
 mod node_feature;
 mod slices;
