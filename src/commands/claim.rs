@@ -5,6 +5,7 @@
 
 use anyhow::{Result, ensure};
 use serde::Serialize;
+use serde_json::Value;
 
 use super::manifest::{List, text};
 use super::output::print;
@@ -170,14 +171,26 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
     Ok(print(&manifest?)?)
 }
 
+/// The specification of a claim for so many GPUs of any node, and the attributes of its alternatives, the best first.
+pub fn any_claim(gpus: u8) -> Result<(Value, Vec<String>), serde_json::Error> {
+    let groups = any_groups(gpus);
+    let spec = serde_json::to_value(Spec::Devices(in_groups(gpus, &groups)))?;
+    Ok((spec, groups))
+}
+
+/// The attributes by which a claim of this size finds groups, of all that a node may have.
+fn any_groups(gpus: u8) -> Vec<String> {
+    match GroupSize::holding(usize::from(gpus)) {
+        _ if gpus == 1 => Vec::new(),
+        Some(group) => group.names().collect(),
+        None => vec![NVLINK_DOMAIN.to_owned()],
+    }
+}
+
 /// The attributes by which a claim of this size finds groups: those of a machine, or all that a node may have.
 fn groups(args: &ClaimArgs) -> Result<Vec<String>> {
-    let size = usize::from(args.gpus);
-    if size == 1 {
-        return Ok(Vec::new());
-    }
-    let Some(group) = GroupSize::holding(size) else { return Ok(vec![NVLINK_DOMAIN.to_owned()]) };
-    let Some(node) = &args.node else { return Ok(group.names().collect()) };
+    let group = GroupSize::holding(usize::from(args.gpus)).filter(|_| args.gpus > 1);
+    let (Some(group), Some(node)) = (group, &args.node) else { return Ok(any_groups(args.gpus)) };
     let (topology, _) = NodeTopology::assemble(&machines::load(node)?.observed);
     let gpus = (0..topology.gpus().len()).collect();
     let layout = GpuLayout::of(&AllocationTables::new(topology.into()), gpus);

@@ -34,7 +34,7 @@ use crate::topology::{Gpu, NodeTopology};
 
 pub use admin::admin;
 pub use allocate::allocate;
-pub use claim::claim;
+pub use claim::{any_claim, claim};
 pub use config::config;
 pub use doctor::{ClusterFacts, DraFound, NodeFeatureFound, NodeFeatures, doctor};
 pub use dra::dra;

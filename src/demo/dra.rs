@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 
@@ -18,7 +18,6 @@ use super::show;
 use crate::commands;
 use crate::config::DemoArgs;
 use crate::machines::Machine;
-use crate::publish::dra::GroupSize;
 use crate::runtime::{self, DraClient, SimulatedFolders};
 use crate::state::{Event, Health, NodeState};
 use crate::topology::{Gpu, NodeTopology};
@@ -104,7 +103,7 @@ pub async fn demo_dra<C: DemoCluster>(
     let play = async {
         script.send(Event::Observed(Box::new(machine.observed.clone()))).await?;
         if topology.gpus().is_empty() {
-            out("\nThis machine has no GPU: linkwise stays up and publishes an empty slice.\n")?;
+            out("\nThis machine has no GPU: linkwise stays up and publishes nothing.\n")?;
         } else {
             script.play().await?;
             ensure!(checkpoints(folder.path())? == 0, "checkpoints of claims are left behind");
@@ -203,7 +202,8 @@ impl<C: DemoCluster, P: Fn(&str) -> Result<()> + ?Sized> Script<'_, C, P> {
 
     /// A pod comes with a claim of its own. That it waits is an answer, any other failure is not.
     async fn start(&self, pod: &str, count: usize, tally: &mut Tally) -> Result<()> {
-        let (uid, allocation) = match self.cluster.schedule(pod, &claim(count))? {
+        let (claim, groups) = commands::any_claim(u8::try_from(count).context("a claim takes 32 devices at most")?)?;
+        let (uid, allocation) = match self.cluster.schedule(pod, &claim)? {
             Scheduled::Allocated { uid, allocation } => (uid, allocation),
             Scheduled::Waits(why) => {
                 tally.waiting += 1;
@@ -225,7 +225,7 @@ impl<C: DemoCluster, P: Fn(&str) -> Result<()> + ?Sized> Script<'_, C, P> {
         ensure!(uuids == named, "{pod} got {got:?}, and its container {cdi:?}");
         tally.allocated += 1;
         let request = results.first().map(|result| text(&result["request"])).unwrap_or_default();
-        let why = self.why(request, count, &got, tally);
+        let why = self.why(request, &groups, &got, tally);
         self.print_line(&format!(
             "● {pod} claims {count}: gets {}, {}\n  why: {why}\n  CDI: {}\n",
             got.join(","),
@@ -237,24 +237,24 @@ impl<C: DemoCluster, P: Fn(&str) -> Result<()> + ?Sized> Script<'_, C, P> {
     }
 
     /// Which alternative of the claim was taken, and by what its devices belong together.
-    fn why(&self, request: &str, count: usize, got: &[String], tally: &mut Tally) -> String {
-        if count == 1 {
+    fn why(&self, request: &str, groups: &[String], got: &[String], tally: &mut Tally) -> String {
+        if got.len() == 1 {
             return "the first device that is free, in published order".to_owned();
         }
         tally.for_several += 1;
         let Some((_, alternative)) = request.split_once('/') else {
             return "the first devices that are free, in published order".to_owned();
         };
-        if alternative == "any" {
+        let taken = (1..).zip(groups).find(|(_, name)| name.eq_ignore_ascii_case(alternative));
+        let Some((place, name)) = taken else {
             return "no group has so many free: the first devices in published order".to_owned();
-        }
+        };
         tally.grouped += 1;
-        let place = alternatives(count).iter().position(|name| name == alternative).unwrap_or_default() + 1;
+        let attribute = format!("{OURS}/{name}");
         let slices = self.cluster.slices();
         let first = got.first().and_then(|name| devices(&slices).find(|device| device["name"] == name.as_str()));
-        let group =
-            first.map(|device| text(&device["attributes"][attribute(alternative)]["string"])).unwrap_or_default();
-        format!("alternative {place}, {alternative}: {} is {group} for all of them", attribute(alternative))
+        let group = first.map(|device| text(&device["attributes"][&attribute]["string"])).unwrap_or_default();
+        format!("alternative {place}, {name}: {attribute} is {group} for all of them")
     }
 
     async fn prepare(&self, pod: &str, claim: &ClaimRef) -> Result<Vec<String>> {
@@ -414,34 +414,6 @@ fn taints(devices: &[&Value], name: &str) -> Option<Vec<String>> {
         value => format!("{}={value}", text(&taint["key"])),
     };
     Some(device["taints"].as_array().into_iter().flatten().map(taint).collect())
-}
-
-/// The attribute of a family of groups.
-fn attribute(family: &str) -> String {
-    format!("{OURS}/{family}")
-}
-
-/// The families that a claim for so many GPUs lists, the best first.
-fn alternatives(count: usize) -> Vec<String> {
-    GroupSize::holding(count).filter(|_| count > 1).map(|size| size.names().collect()).unwrap_or_default()
-}
-
-/// The specification of a claim, as `linkwise claim` prints it: the groups as alternatives, then any GPUs.
-fn claim(count: usize) -> Value {
-    let asked = json!({"deviceClassName": DRIVER, "allocationMode": "ExactCount", "count": count});
-    let families = alternatives(count);
-    if families.is_empty() {
-        return json!({"devices": {"requests": [{"name": "gpus", "exactly": asked}]}});
-    }
-    let alternative = |name: &str| {
-        let mut asked = asked.clone();
-        asked["name"] = json!(name);
-        asked
-    };
-    let listed: Vec<Value> = families.iter().map(String::as_str).chain(["any"]).map(alternative).collect();
-    let constraint = |name: &String| json!({"requests": [format!("gpus/{name}")], "matchAttribute": attribute(name)});
-    let constraints: Vec<Value> = families.iter().map(constraint).collect();
-    json!({"devices": {"requests": [{"name": "gpus", "firstAvailable": listed}], "constraints": constraints}})
 }
 
 fn text(value: &Value) -> &str {

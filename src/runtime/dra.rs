@@ -190,12 +190,11 @@ impl PoolMaker {
         }
     }
 
-    /// Makes the pool anew. While GPUs are still on their way to DRA and none is there, the last one stays: none at all
-    /// at the start.
+    /// Makes the pool anew. There is none before the first GPU is seen, nor before the lists of holders that may let the
+    /// first GPUs go to DRA: an empty pool would be written, and again with GPUs a moment later.
     fn make(&mut self, state: &NodeState, drops_taints: bool) -> Vec<DraProblem> {
-        let is_undecided = state.topology().gpus().is_empty()
-            || state.offers().through_dra().is_empty() && state.offers().awaits_dra();
-        if is_undecided {
+        let may_come = state.topology().gpus().is_empty() || state.may_soon_offer_through_dra();
+        if self.last.is_none() && state.offers().through_dra().is_empty() && may_come {
             return Vec::new();
         }
         let layout = self.layouts.layout(state.tables(), offered_now(state));
@@ -259,9 +258,7 @@ async fn follow_report(
     metrics: SliceMetrics,
 ) -> Result<()> {
     let part = Part::DraSlices;
-    // Until when the node is ready though its slices are not current; `None` before they were stored once.
-    let mut grace: Option<Instant> = None;
-    let mut had_trouble = false;
+    let (mut grace, mut had_trouble) = (Grace::default(), false);
     loop {
         let pool = wanted.borrow_and_update().clone();
         let now = stored.borrow_and_update().clone();
@@ -270,15 +267,12 @@ async fn follow_report(
             metrics.troubles.inc();
         }
         had_trouble = now.trouble.is_some();
-        let until = grace.filter(|_| !now.is_current);
+        let ends = grace.ends(now.is_current, Instant::now());
         match &pool {
             None => readiness.enter(&part, "waiting for GPUs", false),
-            Some(_) if now.is_current => {
-                grace = Some(Instant::now() + GRACE);
-                readiness.enter(&part, "stored", true);
-            }
+            Some(_) if now.is_current => readiness.enter(&part, "stored", true),
             Some(_) => {
-                readiness.enter(&part, "being written", until.is_some_and(|until| Instant::now() < until));
+                readiness.enter(&part, "being written", ends.is_some());
                 if let Some(trouble) = now.trouble {
                     readiness.trouble(&part, trouble);
                 }
@@ -291,10 +285,28 @@ async fn follow_report(
                 changed = stored.changed() => changed.context("the API server's client is gone"),
             }
         };
-        let until = until.filter(|until| Instant::now() < *until).unwrap_or(far);
-        if let Ok(changed) = timeout_at(until, changed).await {
+        if let Ok(changed) = timeout_at(ends.unwrap_or(far), changed).await {
             changed?;
         }
+    }
+}
+
+/// Since when the slices that are stored are not those that are wanted.
+#[derive(Clone, Copy, Debug, Default)]
+struct Grace {
+    was_current: bool,
+    until: Option<Instant>,
+}
+
+impl Grace {
+    /// Until when the node is ready though its slices are not current; `None` where they are, before they were stored
+    /// once, and when [`GRACE`] is over.
+    fn ends(&mut self, is_current: bool, now: Instant) -> Option<Instant> {
+        if self.was_current != is_current {
+            self.until = (!is_current).then(|| now + GRACE);
+        }
+        self.was_current = is_current;
+        self.until.filter(|until| now < *until)
     }
 }
 
@@ -378,3 +390,6 @@ fn log_one(known: &mut Once<String>, occurrence: &Occurrence) {
         _ => tracing::debug!(?occurrence, "DRA"),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use clap::Parser;
 use futures_util::{StreamExt, stream};
 use linkwise::config::{Cli, Command, DemoArgs};
-use linkwise::machines;
+use linkwise::machines::{self, Machine};
 
 fn args() -> DemoArgs {
     match Cli::try_parse_from(["linkwise", "demo", "--dra"]).unwrap().command {
@@ -15,15 +15,15 @@ fn args() -> DemoArgs {
 }
 
 /// What the demo prints on a machine.
-async fn played(machine: &str) -> String {
+async fn played(name: &str, machine: Machine) -> String {
     let printed = Mutex::new(String::new());
     let out = |text: &str| {
         printed.lock().unwrap().push_str(text);
         Ok(())
     };
-    let ended = linkwise_cluster::demo::play(&args(), machines::load(machine).unwrap(), &out).await;
+    let ended = linkwise_cluster::demo::play(&args(), machine, &out).await;
     let printed = printed.into_inner().unwrap();
-    ended.unwrap_or_else(|error| panic!("{machine}: {error:#}\n{printed}"));
+    ended.unwrap_or_else(|error| panic!("{name}: {error:#}\n{printed}"));
     printed
 }
 
@@ -32,7 +32,8 @@ const AT_ONCE: usize = 5;
 
 #[tokio::test]
 async fn dra_demo_succeeds_on_each_machine() {
-    let demos = machines::built_in().map(|machine| async move { (machine.name, played(machine.name).await) });
+    let load = |name| machines::load(name).unwrap();
+    let demos = machines::built_in().map(|it| async move { (it.name, played(it.name, load(it.name)).await) });
     let mut demos = stream::iter(demos).buffer_unordered(AT_ONCE);
     let mut count = 0;
     while let Some((machine, printed)) = demos.next().await {
@@ -58,4 +59,15 @@ async fn dra_demo_succeeds_on_each_machine() {
         }
     }
     assert_eq!(count, machines::built_in().count());
+}
+
+#[tokio::test]
+async fn dra_demo_succeeds_with_few_gpus_or_none() {
+    for gpus in [0, 1, 3] {
+        let mut machine = machines::load("dgx1-v100").unwrap();
+        machine.observed.gpus.truncate(gpus);
+        let printed = played("some GPUs", machine).await;
+        let end = if gpus == 0 { "publishes nothing" } else { "nothing left behind" };
+        assert!(printed.contains(end), "{gpus}\n{printed}");
+    }
 }

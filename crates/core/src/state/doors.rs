@@ -59,8 +59,9 @@ impl Door {
 pub(super) struct Doors {
     /// Since when each leaves; `None` for one that stays.
     gpus: BTreeMap<GpuUuid, Option<Timestamp>>,
-    /// GPUs on their way to DRA, each with whether nobody held it in the last list of holders.
-    awaited: BTreeMap<GpuUuid, bool>,
+    /// GPUs on their way to DRA, each with how many lists of holders in a row did not have it; `None` while a pod has it,
+    /// or nobody knows.
+    awaited: BTreeMap<GpuUuid, Option<u8>>,
     /// Their devices: whole GPUs, and MIG devices of those in MIG mode. Those of a GPU that is gone stay with it.
     devices: Vec<Device>,
 }
@@ -140,6 +141,11 @@ impl Doors {
         !self.awaited.is_empty()
     }
 
+    /// Whether a GPU is on its way to DRA that nobody holds.
+    pub fn awaits_unheld_gpus(&self) -> bool {
+        self.awaited.values().any(Option::is_some)
+    }
+
     /// The GPUs of DRA, and those on their way.
     pub fn concerned(&self) -> impl Iterator<Item = &GpuUuid> {
         self.gpus.keys().chain(self.awaited.keys())
@@ -169,13 +175,13 @@ impl Doors {
         });
         next.awaited.clear();
         for gpu in gpus.iter().filter(|gpu| facts.wants(gpu) && !self.has(&gpu.uuid)) {
-            let unheld_before = self.awaited.get(&gpu.uuid) == Some(&true);
-            let unheld = facts.is_unheld(gpu) && (unheld_before || facts.is_new_list);
+            let before = self.awaited.get(&gpu.uuid).copied().flatten().unwrap_or(0);
+            let lists = facts.is_unheld(gpu).then(|| before.saturating_add(facts.is_new_list.into()));
             // The kubelet that answers next may be a new one, which at first knows fewer pods: it takes two lists.
-            if unheld && unheld_before && facts.is_new_list {
+            if lists.is_some_and(|lists| lists >= 2) {
                 next.gpus.insert(gpu.uuid.clone(), None);
             } else {
-                next.awaited.insert(gpu.uuid.clone(), unheld);
+                next.awaited.insert(gpu.uuid.clone(), lists);
             }
         }
         (next != *self).then_some(next)

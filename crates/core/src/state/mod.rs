@@ -193,6 +193,12 @@ impl NodeState {
         !self.offers.through_dra().is_empty() || self.offers.awaits_dra()
     }
 
+    /// Whether the next two lists of holders may let a GPU go to DRA. One that a pod has through the device plugin may
+    /// take days.
+    pub fn may_soon_offer_through_dra(&self) -> bool {
+        self.offers.awaits_dra() && (!self.ledger.is_known() || self.offers.awaits_unheld_gpus())
+    }
+
     /// Whether any GPU is offered, through either door.
     pub fn offers_any(&self) -> bool {
         !self.offers.resources().is_empty() || !self.offers.through_dra().is_empty()

@@ -169,6 +169,11 @@ impl Offers {
         self.doors.awaits_gpus()
     }
 
+    /// Whether a GPU is on its way to DRA that nobody holds.
+    pub(super) fn awaits_unheld_gpus(&self) -> bool {
+        self.doors.awaits_unheld_gpus()
+    }
+
     /// The GPUs of DRA, for the record.
     pub(super) fn dra_gpus(&self) -> BTreeSet<GpuUuid> {
         self.doors.gpus()
