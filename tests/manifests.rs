@@ -166,6 +166,7 @@ fn dra_has_the_least_rights_and_its_own_node() {
     let expected = serde_json::json!([
         ["resourceclaims", ["get"]],
         ["resourceslices", ["get", "list", "watch", "create", "update", "delete"]],
+        ["deviceclasses", ["get"]],
         ["nodes", ["get"]],
     ]);
     let rules: Vec<Value> = rules.map(|(resource, verbs)| serde_json::json!([resource, verbs])).collect();

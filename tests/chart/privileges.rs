@@ -122,6 +122,7 @@ fn rights_are_those_that_the_programs_need() {
     let dra = [
         json!({"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["get"]}),
         json!({"apiGroups": ["resource.k8s.io"], "resources": ["resourceslices"], "verbs": slices}),
+        json!({"apiGroups": ["resource.k8s.io"], "resources": ["deviceclasses"], "verbs": ["get"]}),
         json!({"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}),
     ];
     for (values, cluster, namespaced) in [

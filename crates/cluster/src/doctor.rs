@@ -26,33 +26,35 @@ pub fn run(args: DoctorArgs) -> ExitCode {
 
 async fn facts(access: Access, node: String, driver: Option<String>) -> ClusterFacts {
     let dra = match driver {
-        Some(driver) => Some(of_dra(access.clone(), &node, driver).await),
+        Some(driver) => Some(of_dra(access.clone(), &node, &driver).await),
         None => None,
     };
     ClusterFacts { features: node_features(access, node).await, dra }
 }
 
-async fn of_dra(access: Access, node: &str, driver: String) -> DraFound {
+async fn of_dra(access: Access, node: &str, driver: &str) -> DraFound {
     let mut server = ApiServer::new(access, Pace::DEFAULT, ApiMetrics::default());
-    let mut list = async |object: &'static str, kind: &str, params: ListParams| {
-        let resource = ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk("resource.k8s.io", "v1", kind), object);
-        let list =
-            |client| async move { Api::<DynamicObject>::all_with(client, &resource).list_metadata(&params).await };
-        let listed = server.call(object, "list", list).await;
-        listed.map(|list| list.items).map_err(|error| linkwise::errors::chain(&error).to_string())
+    let (classes, slices) = ("deviceclasses", "resourceslices");
+    let resource =
+        |kind, plural| ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk("resource.k8s.io", "v1", kind), plural);
+    let class = resource("DeviceClass", classes);
+    let get = |client| async move { Api::<DynamicObject>::all_with(client, &class).get_metadata_opt(driver).await };
+    let found = server.call(classes, "get", get).await;
+    let has_class = found.map(|class| class.is_some()).map_err(|error| linkwise::errors::chain(&error).to_string());
+    let slice = resource("ResourceSlice", slices);
+    let params = ListParams::default().fields(&format!("spec.nodeName={node},spec.driver={driver}"));
+    let list = |client| async move { Api::<DynamicObject>::all_with(client, &slice).list_metadata(&params).await };
+    let slices = match server.call(slices, "list", list).await {
+        Ok(listed) => {
+            let found = listed.items.into_iter().map(|slice| {
+                let managers = slice.metadata.managed_fields.into_iter().flatten().filter_map(|entry| entry.manager);
+                (slice.metadata.name.unwrap_or_default(), managers.collect())
+            });
+            Ok(found.collect())
+        }
+        Err(error) => Err(linkwise::errors::chain(&error).to_string()),
     };
-    let classes = list("deviceclasses", "DeviceClass", ListParams::default()).await;
-    let classes = classes.map(|all| all.into_iter().filter_map(|class| class.metadata.name).collect());
-    let selector = format!("spec.nodeName={node},spec.driver={driver}");
-    let slices = list("resourceslices", "ResourceSlice", ListParams::default().fields(&selector)).await;
-    let slices = slices.map(|all| {
-        let found = all.into_iter().map(|slice| {
-            let managers = slice.metadata.managed_fields.into_iter().flatten().filter_map(|entry| entry.manager);
-            (slice.metadata.name.unwrap_or_default(), managers.collect())
-        });
-        found.collect()
-    });
-    DraFound { driver, classes, slices }
+    DraFound { driver: driver.to_owned(), has_class, slices }
 }
 
 /// The NodeFeatures of the node in all namespaces. A cluster that has no such objects has none of this node.

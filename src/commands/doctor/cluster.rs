@@ -20,8 +20,8 @@ pub struct NodeFeatureFound {
     pub managers: Vec<String>,
 }
 
-/// The NodeFeatures of a node in all namespaces, or why they are unknown. An object without a name of GPU Feature
-/// Discovery's form is none of them.
+/// The NodeFeatures of a node in all namespaces, or why they are unknown. Objects whose name has not GPU Feature
+/// Discovery's form are left out.
 pub type NodeFeatures = Result<Vec<NodeFeatureFound>, String>;
 
 /// What the API server has about a node.
@@ -38,8 +38,8 @@ pub struct ClusterFacts {
 pub struct DraFound {
     /// The driver.
     pub driver: String,
-    /// The names of all DeviceClasses.
-    pub classes: Result<Vec<String>, String>,
+    /// Whether there is the DeviceClass of the driver's name.
+    pub has_class: Result<bool, String>,
     /// The driver's ResourceSlices on this node: their names, and the programs that wrote them.
     pub slices: Result<Vec<(String, Vec<String>)>, String>,
 }

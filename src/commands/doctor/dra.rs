@@ -34,16 +34,17 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
 
 /// The classes that claims for GPUs name, and the slices that the API server has.
 pub(super) fn slices(found: &mut Findings, facts: Option<DraFound>) {
-    let Some(DraFound { driver, classes, slices }) = facts else { return };
+    let Some(DraFound { driver, has_class, slices }) = facts else { return };
     found.check = "DRA";
-    match classes {
-        Ok(classes) if classes.contains(&driver) => found.ok(format!("there is a DeviceClass {driver}")),
-        Ok(_) => found.warning(
+    match has_class {
+        Ok(true) => found.ok(format!("there is a DeviceClass {driver}")),
+        Ok(false) => found.warning(
             format!("there is no DeviceClass {driver}: claims that name it get no GPU"),
             "kubectl apply -k manifests/overlays/dra makes it, and so does the chart (dra.deviceClasses)",
         ),
         Err(why) => {
-            found.skipped(format!("DeviceClasses could not be listed: {why}"), Some("kubectl get deviceclasses"));
+            let advice = format!("kubectl get deviceclass {driver}");
+            found.skipped(format!("the DeviceClass {driver} could not be read: {why}"), Some(&advice));
         }
     }
     match slices {

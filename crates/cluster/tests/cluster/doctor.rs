@@ -16,6 +16,14 @@ async fn labels(cluster: &Cluster, root: &Path) -> Vec<(String, String)> {
 
 /// What a check reports, where these GPUs go through DRA.
 async fn findings(cluster: &Cluster, root: &Path, check: &str, gpus: &str) -> Vec<(String, String)> {
+    let report = report(cluster, root, gpus).await;
+    let findings = report["findings"].as_array().unwrap().iter().filter(|finding| finding["check"] == check);
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    findings.map(|it| (text(&it["status"]), format!("{} -> {}", text(&it["what"]), text(&it["advice"])))).collect()
+}
+
+/// The whole report.
+async fn report(cluster: &Cluster, root: &Path, gpus: &str) -> Value {
     let address = cluster.server.address();
     let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise-cluster"));
     command
@@ -31,10 +39,7 @@ async fn findings(cluster: &Cluster, root: &Path, check: &str, gpus: &str) -> Ve
     command.arg("--kubelet-socket").arg(root.join("kubelet.sock"));
     command.stdin(Stdio::null()).kill_on_drop(true);
     let output = within(command.output()).await.unwrap();
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let findings = report["findings"].as_array().unwrap().iter().filter(|finding| finding["check"] == check);
-    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-    findings.map(|it| (text(&it["status"]), format!("{} -> {}", text(&it["what"]), text(&it["advice"])))).collect()
+    serde_json::from_slice(&output.stdout).unwrap()
 }
 
 fn put(cluster: &Cluster, manager: &str, namespace: &str, name: &str) {
@@ -84,6 +89,7 @@ async fn missing_class_and_foreign_slices_of_dra_are_named() {
         assert!(found.iter().any(|(of, what)| of == status && what.contains(part)), "{part}: {found:#?}");
     };
     assert_eq!(findings(&cluster, &root, "DRA", "none").await, []);
+    let asked_before = cluster.server.requests().len();
     let found = findings(&cluster, &root, "DRA", "all").await;
     has(&found, "warning", "no DeviceClass gpu.nvidia.com");
     has(&found, "failed", "no ResourceSlice of gpu.nvidia.com");
@@ -100,7 +106,23 @@ async fn missing_class_and_foreign_slices_of_dra_are_named() {
     has(&found, "ok", "ResourceSlice ours is linkwise's");
     has(&found, "failed", "ResourceSlice theirs was written by 'gpu-kubelet-plugin'");
     assert!(!found.iter().any(|(_, what)| what.contains("far")), "{found:?}");
+    // What the roles of overlay and chart allow.
+    let lists_classes = |path: &str| path.split('?').next().unwrap().ends_with("/deviceclasses");
+    assert!(!cluster.server.requests()[asked_before..].iter().any(|request| lists_classes(&request.uri)));
     let forbidden = Answer::Refusal(403, "deviceclasses is forbidden", None);
     cluster.server.fail(Fault::of("GET", "deviceclasses", 1, forbidden));
     has(&findings(&cluster, &root, "DRA", "all").await, "skipped", "deviceclasses is forbidden");
+}
+
+#[tokio::test]
+async fn each_check_is_documented() {
+    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    let report = report(&cluster, folder.path(), "all").await;
+    let documented = include_str!("../../../../docs/operations.md");
+    let checks = report["findings"].as_array().unwrap().iter().map(|finding| finding["check"].as_str().unwrap());
+    let checks: std::collections::BTreeSet<&str> = checks.collect();
+    for check in &checks {
+        assert!(documented.contains(&format!("\n| {check} | ")), "{check}");
+    }
+    assert!(checks.contains("DRA") && checks.len() > 5, "{checks:?}");
 }
