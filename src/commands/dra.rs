@@ -53,7 +53,7 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
         // Nobody is left to tell where standard error is closed.
         let _ = writeln!(errors, "linkwise: {problem}");
     }
-    let driver = args.driver_name.as_ref().unwrap_or(&settings.dra_driver_name.value);
+    let driver = &settings.dra_driver_name.value;
     let pool = Pool::new(driver, &args.node_name, devices);
     let slices = (0..).zip(pool.slices(1)).map(|(number, spec)| ResourceSlice {
         api_version: "resource.k8s.io/v1",

@@ -8,9 +8,6 @@ use crate::topology::{MigProfile, MigProfileError};
 /// The longest name of a Kubernetes object, of a node and of a pool (a DNS subdomain).
 const MOST_NAME: usize = 253;
 
-/// The longest name of a DRA driver (`resource.k8s.io/v1`, `DriverNameMaxLength`).
-const MOST_DRIVER: usize = 63;
-
 /// `linkwise dra`.
 #[derive(Clone, Debug, Args)]
 pub struct DraArgs {
@@ -26,9 +23,6 @@ pub struct DraArgs {
     /// The node's name
     #[arg(long, value_name = "NAME", default_value = "node", value_parser = node_name)]
     pub node_name: String,
-    /// The DRA driver's name, instead of the settings'
-    #[arg(long, value_name = "NAME", value_parser = driver_name)]
-    pub driver_name: Option<String>,
 }
 
 /// `linkwise claim`.
@@ -46,7 +40,7 @@ pub struct ClaimArgs {
     /// A claim that pods share, a template of which each pod gets a claim of its own, or a pod with its template
     #[arg(long, default_value = "claim")]
     pub kind: ClaimKind,
-    /// The name of the objects; by default gpus-N, or mig- and the profile
+    /// The name of the objects; by default gpu, gpus-N, or mig- and the profile
     #[arg(long, value_name = "NAME", value_parser = label)]
     pub name: Option<String>,
     /// List the groups of this machine only: a built-in name or a file, as --node of other commands
@@ -89,25 +83,16 @@ fn mig_profile(text: &str) -> Result<MigProfile, String> {
 }
 
 fn node_name(text: &str) -> Result<String, String> {
-    subdomain(text, MOST_NAME, "node name")
-}
-
-fn driver_name(text: &str) -> Result<String, String> {
-    subdomain(text, MOST_DRIVER, "DRA driver's name")
-}
-
-/// A DNS subdomain, as Kubernetes wants names.
-fn subdomain(text: &str, most: usize, what: &str) -> Result<String, String> {
-    if text.len() <= most && text.split('.').all(is_label) {
-        return Ok(text.to_owned());
-    }
-    Err(format!("no {what} (expected a DNS subdomain: lower-case letters, digits, '-' and '.', at most {most})"))
+    let fits = text.len() <= MOST_NAME && text.split('.').all(is_label);
+    fits.then(|| text.to_owned()).ok_or_else(|| {
+        format!("expected a DNS subdomain: lower-case letters, digits, '-' and '.', at most {MOST_NAME} of them")
+    })
 }
 
 fn label(text: &str) -> Result<String, String> {
     let fits = text.len() <= 63 && is_label(text);
     fits.then(|| text.to_owned())
-        .ok_or_else(|| "no name (expected a DNS label: lower-case letters, digits and '-', at most 63)".into())
+        .ok_or_else(|| "expected a DNS label: lower-case letters, digits and '-', at most 63 of them".into())
 }
 
 fn is_label(label: &str) -> bool {

@@ -100,7 +100,7 @@ fn command_prints_what_the_machine_publishes() {
     holds("dra-command-workstation-a6000", &linkwise(&["dra", "--node", "workstation-a6000", "--format", "yaml"]));
     for machine in machines::built_in() {
         let args =
-            ["dra", "--node", machine.name, "--node-name", "gpu-1.example.org", "--driver-name", "gpu.example.org"];
+            ["dra", "--node", machine.name, "--node-name", "gpu-1.example.org", "--dra-driver-name", "gpu.example.org"];
         let list: serde_json::Value = serde_json::from_str(&linkwise(&args)).unwrap();
         assert_eq!((&list["apiVersion"], &list["kind"]), (&"v1".into(), &"List".into()));
         let items = list["items"].as_array().unwrap();

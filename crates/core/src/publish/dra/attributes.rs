@@ -85,7 +85,7 @@ impl Draft<'_> {
         self.near(topology, device);
     }
 
-    /// A MIG device. With eight memory slices it has 30 of 32 attributes and capacities from NVIDIA's driver and two
+    /// A MIG device. With eight memory slices it has 29 of 32 attributes and capacities from NVIDIA's driver and three
     /// others.
     pub fn mig(&mut self, topology: &NodeTopology, device: &DraDevice<'_>, mig: &MigDevice, versions: &DriverVersions) {
         let gpu = device.gpu;
