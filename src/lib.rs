@@ -20,6 +20,7 @@ pub mod machines;
 pub mod metrics;
 pub mod mps;
 pub mod nvml;
+mod pages;
 pub mod runtime;
 pub mod uds;
 

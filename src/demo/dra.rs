@@ -267,12 +267,11 @@ impl<C: DemoCluster, P: Fn(&str) -> Result<()> + ?Sized> Script<'_, C, P> {
     async fn restart(&self, tally: &Tally) -> Result<()> {
         self.print_line("The kubelet restarts: it deletes the ResourceSlices of its node, and pods go on running.")?;
         let before = devices(&self.cluster.slices()).count();
-        let registrations = |state: &linkwise_kubelet_box::dra::DraState| {
-            state.drivers.get(DRIVER).map_or(0, |driver| driver.registrations)
-        };
-        let known = registrations(&self.kubelet.state());
+        let known = self.kubelet.state().drivers.get(DRIVER).map_or(0, |driver| driver.registrations);
         self.kubelet.restart().await.context("the kubelet cannot start again")?;
-        let again = |state: &linkwise_kubelet_box::dra::DraState| registrations(state) > known;
+        let again = |state: &linkwise_kubelet_box::dra::DraState| {
+            state.drivers.get(DRIVER).is_some_and(|driver| driver.registrations > known && driver.connected > 0)
+        };
         self.kubelet.wait(again).await.context("waited for the driver to be registered again")?;
         self.slices("the devices to be published again", |devices| devices.len() == before).await?;
         for (pod, (claim, _, cdi)) in &tally.running {

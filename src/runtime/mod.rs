@@ -45,6 +45,7 @@ use crate::kubelet;
 use crate::mps::Layout;
 use crate::nvml::Limits;
 use crate::nvml::child::AgentCommand;
+use crate::pages;
 use crate::state::{DraGpus, Event, XidPolicy};
 use crate::uds::Callers;
 
@@ -136,6 +137,12 @@ pub fn run(args: &RunArgs, dra: Option<DraSide<'_>>) -> Result<()> {
         }
     }
 }
+
+/// When a start is over: GPUs are discovered, plugins registered, and CDI specs and labels written.
+const START: Duration = Duration::from_secs(10);
+
+/// How long code that ran stays mapped at most.
+const CODE: Duration = Duration::from_secs(3600);
 
 async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
     // First of all: PID 1 of a container ignores every signal that it has no handler for.
@@ -236,6 +243,7 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
         let orders = operator::orders(&node, &release);
         node.spawn("admin socket", admin.serve(orders).map(Ok));
     }
+    node.spawn("code of the start", give_back_code());
     let shutdown = node.shutdown();
     node.spawn("signals", async move {
         let name = loop {
@@ -252,6 +260,18 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
     });
     node.serve().await?;
     Ok(if restarts.is_some_and(|wanted| wanted.is_cancelled()) { End::ForClusterProgram } else { End::Ended })
+}
+
+/// Unmaps what only the start ran, and later what a reload ran.
+async fn give_back_code() -> Result<()> {
+    let mut pause = START;
+    loop {
+        tokio::time::sleep(pause).await;
+        if let Err(error) = pages::unmap_code() {
+            tracing::debug!(%error, "the code of the start stays mapped");
+        }
+        pause = CODE;
+    }
 }
 
 /// What follows the driver, with the options' values. `beside`: its metrics, why the node is idle, and whether an
