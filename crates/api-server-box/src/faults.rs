@@ -13,6 +13,8 @@ pub enum Answer {
     Endless,
     /// No answer; the connection stays open.
     Silence,
+    /// No answer, as `Silence`, but the request is carried out.
+    Lost,
 }
 
 /// A fault of some requests.

@@ -72,6 +72,7 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
     let seen = Request { method: method.clone(), uri: uri.clone(), token: token.clone() };
     let fault = shared.faults.lock().expect("no thread panics in here").take(&method, &uri);
     shared.requests.send_modify(|requests| requests.push(seen));
+    let is_lost = matches!(fault, Some(Answer::Lost));
     match fault {
         Some(Answer::Refusal(code, message, after)) => {
             let mut response = status(&Refusal::new(code, "", message));
@@ -83,7 +84,7 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
         Some(Answer::Text(text)) => return respond(200, text),
         Some(Answer::Endless) => return endless(),
         Some(Answer::Silence) => std::future::pending().await,
-        None => {}
+        Some(Answer::Lost) | None => {}
     }
     let known = shared.tokens.lock().expect("no thread panics in here").clone();
     if known.is_some_and(|known| !token.is_some_and(|token| known.contains(&token))) {
@@ -138,6 +139,9 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
         _ => Err(Refusal::new(405, "MethodNotAllowed", format!("no {method} of {}", head.uri.path()))),
     };
     shared.changed();
+    if is_lost {
+        std::future::pending::<()>().await;
+    }
     match result {
         Ok(object) => respond(if method == "POST" { 201 } else { 200 }, object.to_string()),
         Err(refusal) => status(&refusal),

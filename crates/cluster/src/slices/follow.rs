@@ -16,70 +16,13 @@ use crate::attempts::{Attempts, shortened};
 use crate::error::ApiError;
 use crate::server::ApiServer;
 
+use super::stored::Stored;
+
 /// The kind, in metrics.
 pub(super) const OBJECT: &str = "resourceslices";
 
 /// How much longer than asked for a watch may be silent.
 const GRACE: Duration = Duration::from_secs(30);
-
-/// What is stored, by name, as far as it was seen.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Stored {
-    pub slices: BTreeMap<String, Value>,
-    /// Whether the slices were listed once.
-    pub is_known: bool,
-    /// Slices that somebody else changed or deleted.
-    pub disturbances: u64,
-}
-
-/// The version of an object, where it is a number, as those of etcd are.
-fn version(object: &Value) -> u64 {
-    object["metadata"]["resourceVersion"].as_str().and_then(|version| version.parse().ok()).unwrap_or(u64::MAX)
-}
-
-impl Stored {
-    /// An object as it is now. One that is older than what is known changes nothing. Whether anything changed.
-    fn put(&mut self, object: Value) -> bool {
-        let name = object["metadata"]["name"].as_str().unwrap_or_default().to_owned();
-        if self.slices.get(&name).is_some_and(|known| version(known) >= version(&object) && version(known) != u64::MAX)
-        {
-            return false;
-        }
-        self.slices.insert(name, object);
-        true
-    }
-
-    /// We wrote an object, and this came back.
-    pub fn written(&mut self, object: Value) {
-        self.put(object);
-    }
-
-    /// We deleted an object, or it was not there.
-    pub fn removed(&mut self, name: &str) {
-        self.slices.remove(name);
-    }
-
-    fn event(&mut self, object: Value, deleted: bool) -> bool {
-        let changed = if deleted {
-            let name = object["metadata"]["name"].as_str().unwrap_or_default();
-            let is_older = self.slices.get(name).is_some_and(|known| version(known) > version(&object));
-            !is_older && self.slices.remove(name).is_some()
-        } else {
-            self.put(object)
-        };
-        self.disturbances += u64::from(changed);
-        changed
-    }
-
-    fn listed(&mut self, slices: BTreeMap<String, Value>) -> bool {
-        let is_same = self.is_known
-            && self.slices.len() == slices.len()
-            && self.slices.iter().zip(&slices).all(|((_, known), (_, found))| version(known) == version(found));
-        self.disturbances += u64::from(self.is_known && !is_same);
-        (self.slices, self.is_known) = (slices, true);
-        !is_same
-    }
-}
 
 /// Follows the slices.
 pub(super) struct SliceFollower {

@@ -15,6 +15,9 @@ use crate::support::{Cluster, PACE, Running, until};
 
 const DRIVER: &str = "gpu.nvidia.com";
 
+/// A fight with another writer pauses repairs for longer than a test lasts.
+const PATIENT: Pace = Pace { repair: Duration::from_secs(3600), longest: Duration::from_secs(3600), ..PACE };
+
 struct Writing {
     pool: watch::Sender<Option<Arc<Pool>>>,
     stored: watch::Receiver<StoredPool>,
@@ -191,6 +194,73 @@ async fn foreign_changes_are_repaired() {
     }
     writing.store(&cluster, round(2, 1)).await;
     assert_eq!(slices(&cluster).len(), 3);
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn kubelet_restarts_are_no_fight() {
+    let cluster = started().await;
+    let mut writing = write(&cluster, PATIENT);
+    for (count, stored) in [(2, 1), (130, 3)] {
+        writing.store(&cluster, pool(devices(count))).await;
+        for _ in 0..12 {
+            cluster.server.wipe_slices("n");
+            until(|| slices(&cluster).len() == stored).await;
+            writing.reports(|stored| stored.is_current).await;
+        }
+    }
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn fight_pauses_repairs_until_the_pool_changes() {
+    let cluster = started().await;
+    let mut writing = write(&cluster, Pace { watch: Duration::ZERO, ..PATIENT });
+    writing.store(&cluster, pool(devices(2))).await;
+    let key = ResourceType::RESOURCE_SLICES.key(None, slices(&cluster)[0]["metadata"]["name"].as_str().unwrap());
+    let good = slices(&cluster)[0]["spec"]["devices"].clone();
+    let edit = || cluster.server.edit("other", &key, |slice| slice["spec"]["devices"][0]["name"] = json!("theirs"));
+    for _ in 0..3 {
+        edit();
+        until(|| slices(&cluster)[0]["spec"]["devices"] == good).await;
+        writing.reports(|stored| stored.is_current).await;
+    }
+    let before = writes(&cluster);
+    edit();
+    writing.reports(|stored| !stored.is_current).await;
+    let gets = cluster.count("GET", "resourceslices");
+    until(|| cluster.count("GET", "resourceslices") > gets + 1).await;
+    assert_eq!(writes(&cluster), before, "the fourth repair in a row waits");
+    writing.store(&cluster, tainted(2, 1)).await;
+    assert_eq!(slices(&cluster)[0]["spec"]["devices"][1]["taints"][0]["value"], "79");
+    assert_eq!(writes(&cluster), before + 1);
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn pool_that_changes_before_the_write_is_written() {
+    let cluster = started().await;
+    let mut writing = write(&cluster, Pace { write: Duration::from_secs(1), ..PACE });
+    writing.store(&cluster, round(2, 0)).await;
+    writing.want(round(2, 1));
+    // The writer has it, and rests.
+    writing.reports(|stored| !stored.is_current).await;
+    writing.want(round(2, 2));
+    writing.store(&cluster, round(2, 3)).await;
+    assert_eq!(writes(&cluster), 2, "the first pool and the last");
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn write_whose_answer_is_lost_leaves_no_trouble() {
+    let cluster = started().await;
+    let mut writing = write(&cluster, Pace { request: Duration::from_secs(1), ..PACE });
+    writing.store(&cluster, round(2, 1)).await;
+    cluster.server.fail(Fault::of("PUT", "resourceslices", 1, Answer::Lost));
+    writing.want(round(2, 2));
+    writing.reports(|stored| stored.trouble.is_some()).await;
+    writing.reports(|stored| stored.is_current && stored.trouble.is_none()).await;
+    assert_eq!(cluster.count("PUT", "resourceslices"), 1, "it is not written again");
     writing.running.end().await;
 }
 
