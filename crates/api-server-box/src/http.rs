@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use http_body_util::channel::{Channel, Sender};
@@ -97,6 +98,7 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
         return status(&Refusal::new(404, "NotFound", message));
     };
     let selected = match Selector::of(&target.resource, parameter("fieldSelector").unwrap_or_default()) {
+        Ok(_) if method == "GET" && shared.ignores_selectors.load(Ordering::Relaxed) => Selector::default(),
         Ok(selected) => selected,
         Err(refusal) => return status(&refusal),
     };

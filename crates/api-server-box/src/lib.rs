@@ -16,6 +16,7 @@ mod store;
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use serde_json::Value;
@@ -62,6 +63,8 @@ struct Shared {
     /// The tokens that are accepted; `None` while every request is.
     tokens: Mutex<Option<BTreeSet<String>>>,
     requests: watch::Sender<Vec<Request>>,
+    /// Whether lists and watches have every object of the kind.
+    ignores_selectors: AtomicBool,
     /// Counts changes of the store and orders to watches.
     changes: watch::Sender<u64>,
     /// Open watches.
@@ -114,6 +117,7 @@ impl ApiServerBox {
                 faults: Mutex::default(),
                 tokens: Mutex::default(),
                 requests: watch::Sender::default(),
+                ignores_selectors: AtomicBool::new(false),
                 changes: watch::Sender::default(),
                 watches: watch::Sender::default(),
             }),
@@ -181,6 +185,11 @@ impl ApiServerBox {
     /// Switches feature gates; slices that were stored before stay as they are.
     pub fn set_gates(&self, gates: Gates) {
         self.shared.store().gates = gates;
+    }
+
+    /// Lists and watches ignore their field selectors from now on.
+    pub fn ignore_field_selectors(&self) {
+        self.shared.ignores_selectors.store(true, Ordering::Relaxed);
     }
 
     /// Deletes all ResourceSlices of a node, as its kubelet does when it starts.

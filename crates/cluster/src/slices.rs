@@ -43,6 +43,18 @@ pub struct SliceSettings {
     pub driver: String,
 }
 
+impl SliceSettings {
+    fn selector(&self) -> String {
+        format!("spec.nodeName={},spec.driver={}", self.node, self.driver)
+    }
+
+    /// Whether a slice is one of these. A server that ignores the selector sends those of other nodes too: they are
+    /// neither obsolete nor ours to delete.
+    fn covers(&self, slice: &Value) -> bool {
+        slice["spec"]["nodeName"] == *self.node && slice["spec"]["driver"] == *self.driver
+    }
+}
+
 /// Writes the slices of one node.
 pub struct SliceWriter {
     server: ApiServer,
@@ -53,6 +65,7 @@ pub struct SliceWriter {
     owner: Option<Option<String>>,
     /// Whether any slice was written, or found to be as it should.
     had_slices: bool,
+    /// Whether the server dropped a taint since this process began.
     drops_taints: bool,
     trouble: Option<String>,
     /// The pool that was written last, or found to be stored.
@@ -92,7 +105,7 @@ impl SliceWriter {
         shutdown: CancellationToken,
     ) {
         let stored = watch::Sender::new(Stored::default());
-        let follower = SliceFollower::new(follow, self.selector());
+        let follower = SliceFollower::new(follow, self.settings.clone());
         let both = async {
             tokio::select! {
                 () = follower.run(&stored) => {}
@@ -100,10 +113,6 @@ impl SliceWriter {
             }
         };
         shutdown.run_until_cancelled(both).await;
-    }
-
-    fn selector(&self) -> String {
-        format!("spec.nodeName={},spec.driver={}", self.settings.node, self.settings.driver)
     }
 
     async fn keep(
@@ -231,14 +240,15 @@ impl SliceWriter {
         match result {
             Ok(Some((sent, answer))) => {
                 let answer = value(&answer)?;
-                if answer["spec"]["pool"].is_null() {
-                    return Err(ApiError::Malformed("no ResourceSlice came back".to_owned()));
+                if answer["metadata"]["name"] != *name || !self.settings.covers(&answer) {
+                    return Err(ApiError::Malformed("another object than our ResourceSlice came back".to_owned()));
                 }
                 if let Some(drops) = self.memory.written(&sent, &answer) {
                     if drops && !self.drops_taints {
                         tracing::warn!("the API server drops taints of devices (feature gate DRADeviceTaints)");
                     }
-                    self.drops_taints = drops;
+                    // A slice that had taints before the gate was switched off keeps them while another loses its own.
+                    self.drops_taints |= drops;
                 }
                 stored.send_modify(|stored| stored.written(answer));
                 Ok(())
@@ -250,9 +260,8 @@ impl SliceWriter {
             Err(error) => {
                 // Somebody else was there first: what there is now decides. A list that fails is tried again by the
                 // follower.
-                let selector = self.selector();
                 if matches!(error.code(), Some(404 | 409 | 410))
-                    && let Ok((slices, _)) = list(&mut self.server, &selector).await
+                    && let Ok((slices, _)) = list(&mut self.server, &self.settings).await
                 {
                     listed(stored, slices);
                 }

@@ -16,6 +16,7 @@ use crate::attempts::{Attempts, shortened};
 use crate::error::ApiError;
 use crate::server::ApiServer;
 
+use super::SliceSettings;
 use super::stored::Stored;
 
 /// The kind, in metrics.
@@ -27,7 +28,7 @@ const GRACE: Duration = Duration::from_secs(30);
 /// Follows the slices.
 pub(super) struct SliceFollower {
     server: ApiServer,
-    selector: String,
+    settings: SliceSettings,
     attempts: Attempts,
     /// Whether the last watch began and broke: then only an event shows that watches work again.
     broken: bool,
@@ -40,17 +41,20 @@ pub(super) fn resource() -> ApiResource {
     ApiResource::from_gvk_with_plural(&kind, OBJECT)
 }
 
-/// Lists the slices that a selector names. Returns the version of the list too.
+/// Lists our slices. Returns the version of the list too.
 pub(super) async fn list(
     server: &mut ApiServer,
-    selector: &str,
+    settings: &SliceSettings,
 ) -> Result<(BTreeMap<String, Value>, String), ApiError> {
-    let params = ListParams::default().fields(selector);
+    let params = ListParams::default().fields(&settings.selector());
     let list = |client| async move { Api::<DynamicObject>::all_with(client, &resource()).list(&params).await };
     let list = server.call(OBJECT, "list", list).await?;
     let mut slices = BTreeMap::new();
     for object in list.items {
-        slices.insert(object.metadata.name.clone().unwrap_or_default(), value(&object)?);
+        let slice = value(&object)?;
+        if settings.covers(&slice) {
+            slices.insert(object.metadata.name.unwrap_or_default(), slice);
+        }
     }
     Ok((slices, list.metadata.resource_version.unwrap_or_default()))
 }
@@ -65,10 +69,10 @@ pub(super) fn listed(stored: &watch::Sender<Stored>, slices: BTreeMap<String, Va
 }
 
 impl SliceFollower {
-    pub fn new(server: ApiServer, selector: String) -> Self {
+    pub fn new(server: ApiServer, settings: SliceSettings) -> Self {
         let pace = *server.pace();
         let attempts = Attempts::of("follow the ResourceSlices", &pace);
-        Self { server, selector, attempts, broken: false, turns: Backoff::new(pace.first, pace.longest) }
+        Self { server, settings, attempts, broken: false, turns: Backoff::new(pace.first, pace.longest) }
     }
 
     /// Follows for ever. Errors are logged and tried again.
@@ -81,7 +85,7 @@ impl SliceFollower {
 
     /// Lists the slices and follows them until that breaks. Returns the pause before the next turn.
     async fn turn(&mut self, stored: &watch::Sender<Stored>) -> Duration {
-        let mut version = match list(&mut self.server, &self.selector).await {
+        let mut version = match list(&mut self.server, &self.settings).await {
             Ok((slices, version)) => {
                 listed(stored, slices);
                 version
@@ -107,7 +111,8 @@ impl SliceFollower {
         let lasts = shortened(self.server.pace().watch);
         // What the API takes, in seconds.
         let seconds = u32::try_from(lasts.as_secs()).unwrap_or(u32::MAX).clamp(1, 294);
-        let (params, from) = (WatchParams::default().fields(&self.selector).timeout(seconds), version.clone());
+        let (params, from) =
+            (WatchParams::default().fields(&self.settings.selector()).timeout(seconds), version.clone());
         let watch =
             |client| async move { Api::<DynamicObject>::all_with(client, &resource()).watch(&params, &from).await };
         let mut events = pin!(self.server.call(OBJECT, "watch", watch).await?);
@@ -134,7 +139,9 @@ impl SliceFollower {
             };
             version = object.metadata.resource_version.clone().unwrap_or_default();
             let object = value(&object)?;
-            stored.send_if_modified(|stored| stored.event(object, deleted));
+            if self.settings.covers(&object) {
+                stored.send_if_modified(|stored| stored.event(object, deleted));
+            }
             self.works();
         }
         self.works();

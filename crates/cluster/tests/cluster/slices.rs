@@ -198,6 +198,41 @@ async fn foreign_changes_are_repaired() {
 }
 
 #[tokio::test]
+async fn slices_of_other_nodes_are_left_alone() {
+    let cluster = started().await;
+    cluster.server.ignore_field_selectors();
+    let others = [("a", "m", DRIVER), ("b", "n", "dra.net")].map(|(name, node, driver)| {
+        let pool = json!({"name": "n/gpu", "generation": 7, "resourceSliceCount": 1});
+        let spec = json!({"driver": driver, "nodeName": node, "pool": pool, "devices": []});
+        let key = ResourceType::RESOURCE_SLICES.key(None, name);
+        cluster.server.put("other", &key, json!({ "spec": spec }));
+        key
+    });
+    let mut writing = write(&cluster, PACE);
+    // Listed;
+    writing.want(pool(devices(2)));
+    assert_eq!(writing.reports(|stored| stored.is_current).await.slices, 1);
+    let stored = slices(&cluster);
+    let mut names = stored.iter().filter_map(|slice| slice["metadata"]["name"].as_str());
+    let ours = ResourceType::RESOURCE_SLICES.key(None, names.find(|name| name.starts_with("00000-")).unwrap());
+    // watched, with an event of ours after theirs;
+    for key in &others {
+        cluster.server.edit("other", key, |slice| slice["spec"]["devices"] = json!([{"name": "gpu-0"}]));
+    }
+    cluster.server.edit("kubectl", &ours, |slice| slice["spec"]["devices"] = json!([]));
+    let has = |count| cluster.server.object(&ours).unwrap()["spec"]["devices"].as_array().unwrap().len() == count;
+    until(|| has(2)).await;
+    // listed again after a conflict.
+    cluster.server.fail(Fault::of("PUT", "resourceslices", 1, Answer::Refusal(409, "conflict", None)));
+    writing.want(pool(devices(3)));
+    until(|| has(3)).await;
+    let report = writing.reports(|stored| stored.is_current).await;
+    assert_eq!((report.slices, report.generation), (1, 1));
+    assert_eq!((slices(&cluster).len(), cluster.count("DELETE", "")), (3, 0));
+    writing.running.end().await;
+}
+
+#[tokio::test]
 async fn kubelet_restarts_are_no_fight() {
     let cluster = started().await;
     let mut writing = write(&cluster, PATIENT);
@@ -343,6 +378,24 @@ async fn dropped_taints_are_reported_and_not_written_again() {
     let (before, lists) = (writes(&cluster), cluster.count("GET", "resourceslices"));
     until(|| cluster.count("GET", "resourceslices") > lists + 3).await;
     assert_eq!(writes(&cluster), before);
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn taint_that_one_slice_drops_is_reported() {
+    let cluster = started().await;
+    let mut writing = write(&cluster, PACE);
+    let mut wanted = Pool::clone(&tainted(130, 129));
+    writing.store(&cluster, Arc::new(wanted.clone())).await;
+    // The last slice keeps the taint that it had before, and the first one loses its own.
+    cluster.server.set_gates(Gates::OFF);
+    wanted.devices[0].taints = wanted.devices[129].taints.clone();
+    wanted.devices[129].attributes.insert("round".into(), Attribute::Int(1));
+    writing.want(Arc::new(wanted));
+    let report = writing.reports(|stored| stored.drops_taints).await;
+    assert!(report.is_current, "{report:?}");
+    let taints: Vec<usize> = slices(&cluster).iter().map(|slice| slice.to_string().matches("xid").count()).collect();
+    assert_eq!(taints, [0, 0, 1]);
     writing.running.end().await;
 }
 
