@@ -83,6 +83,7 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
             return response;
         }
         Some(Answer::Text(text)) => return respond(200, text),
+        Some(Answer::Page(code, text)) => return respond(code, text),
         Some(Answer::Endless) => return endless(),
         Some(Answer::Silence) => std::future::pending().await,
         Some(Answer::Lost) | None => {}

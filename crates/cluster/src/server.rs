@@ -69,6 +69,12 @@ impl ApiServer {
         Self { access, pace, metrics, client: None, asked: Arc::default() }
     }
 
+    /// The same with requests that take no longer than this.
+    pub(crate) fn within(mut self, request: Duration) -> Self {
+        self.pace.request = self.pace.request.min(request);
+        self
+    }
+
     pub(crate) fn pace(&self) -> &Pace {
         &self.pace
     }
