@@ -1,11 +1,12 @@
 //! A Kubernetes API server in a box: HTTPS in this process, objects in memory, faults on order.
 //!
-//! Tests run the programs that speak to the API server against it. It is generic over JSON objects by group, version
-//! and resource, and holds what a client can rely on: versions, watches that continue or expire, server-side apply
-//! with owners of fields, conflicts, bearer tokens. Of `resource.k8s.io/v1` it keeps the rules too (limits, names,
-//! immutable fields, gates that drop fields); other objects it does not validate. It shares no code with linkwise.
+//! Tests run the programs that speak to the API server against it, and `linkwise demo --dra` plays in it. It is generic
+//! over JSON objects by group, version and resource, and holds what a client can rely on: versions, watches that continue
+//! or expire, server-side apply with owners of fields, conflicts, bearer tokens. Of `resource.k8s.io/v1` it keeps the
+//! rules too (limits, names, immutable fields, gates that drop fields); other objects it does not validate. It shares no
+//! code with linkwise.
 
-#![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "only tests run it")]
+#![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "only tests and the demo run it")]
 
 mod apply;
 mod faults;
@@ -91,7 +92,7 @@ pub struct ApiServerBox {
 }
 
 impl ApiServerBox {
-    /// Starts it on a free port of 127.0.0.1, with these kinds of objects.
+    /// Starts it on a free port of 127.0.0.1, with these kinds of objects, or panics: for tests.
     pub async fn start(types: &[ResourceType]) -> Self {
         Self::start_on("127.0.0.1:0", types).await.expect("127.0.0.1 has a free port")
     }
