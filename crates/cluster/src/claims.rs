@@ -1,7 +1,7 @@
 //! [`ClaimReader`]: reads ResourceClaims for the DRA plugin, which prepares their devices.
 //!
-//! The only reader of claims. Each query is a GET, and up to two more where that fails in passing, within a deadline that
-//! leaves the kubelet, which waits for 45 s, time to try again. Queries do not wait for each other.
+//! The only reader of claims. Each query is a GET, and up to two more where that fails in passing, within a deadline
+//! that leaves the kubelet, which waits for 45 s, time to try again. Queries do not wait for each other.
 
 use std::time::Duration;
 

@@ -95,8 +95,8 @@ impl SliceWriter {
         }
     }
 
-    /// Keeps the slices as the pool is until `shutdown`, or until the channel is closed. Nothing is written while there is
-    /// no pool. Errors are logged and tried again. `follow`: another way to ask, for the watch.
+    /// Keeps the slices as the pool is until `shutdown`, or until the channel is closed. Nothing is written while
+    /// there is no pool. Errors are logged and tried again. `follow`: another way to ask, for the watch.
     pub async fn run(
         mut self,
         follow: ApiServer,
@@ -200,8 +200,8 @@ impl SliceWriter {
         plan(wanted, &stored.borrow().slices, self.owner.as_ref().and_then(Option::as_deref), &self.memory)
     }
 
-    /// Waits before a repair of what somebody else changes again and again. A change of the pool ends that: a taint of a
-    /// lost GPU is not to wait for a fight with another driver.
+    /// Waits before a repair of what somebody else changes again and again. A change of the pool ends that: a taint
+    /// of a lost GPU is not to wait for a fight with another driver.
     async fn pause(&mut self, pool: &mut watch::Receiver<Option<Arc<Pool>>>, stored: &watch::Sender<Stored>) {
         let (pause, is_news) = self.repairs.pause(stored.borrow().disturbances, Instant::now());
         if is_news {

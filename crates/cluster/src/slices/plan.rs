@@ -1,8 +1,8 @@
 //! What to write, so that the API server has a pool as it is wanted: a function of the pool and what is stored.
 //!
 //! The rules are those of Kubernetes' own helper for DRA drivers (resourceslicecontroller.go): the generation of the
-//! pool stays where at most one slice changes and none is new, and is one more in all of them otherwise; obsolete slices
-//! are deleted first, then slices are updated, then created.
+//! pool stays where at most one slice changes and none is new, and is one more in all of them otherwise; obsolete
+//! slices are deleted first, then slices are updated, then created.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};

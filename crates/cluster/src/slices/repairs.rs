@@ -1,7 +1,7 @@
 //! [`Repairs`]: when to write again what somebody else has changed.
 //!
-//! Two DRA drivers of one name would keep the API server busy: each writes its slices and deletes the other's. A kubelet
-//! that starts deletes all slices of its node, and they have to be back soon.
+//! Two DRA drivers of one name would keep the API server busy: each writes its slices and deletes the other's. A
+//! kubelet that starts deletes all slices of its node, and they have to be back soon.
 
 use std::time::Duration;
 
