@@ -16,6 +16,7 @@ pub mod demo;
 pub mod doctor;
 pub mod dra;
 mod error;
+mod follower;
 pub mod labels;
 mod metrics;
 mod node;

@@ -24,9 +24,10 @@ use tokio_util::sync::CancellationToken;
 
 use crate::attempts::Attempts;
 use crate::error::ApiError;
+use crate::follower::Follower;
 use crate::server::ApiServer;
 
-use follow::{OBJECT, SliceFollower, list, listed, resource, value};
+use follow::{OBJECT, Slices, list, listed, resource, value};
 use plan::{Memory, Plan, Write, generation, plan};
 use repairs::Repairs;
 use stored::Stored;
@@ -105,10 +106,11 @@ impl SliceWriter {
         shutdown: CancellationToken,
     ) {
         let stored = watch::Sender::new(Stored::default());
-        let follower = SliceFollower::new(follow, self.settings.clone());
+        let followed = Slices { settings: self.settings.clone(), stored: stored.clone() };
+        let follower = Follower::new(follow, "follow the ResourceSlices", followed);
         let both = async {
             tokio::select! {
-                () = follower.run(&stored) => {}
+                () = follower.run() => {}
                 () = self.keep(&stored, &mut pool, &report) => {}
             }
         };
