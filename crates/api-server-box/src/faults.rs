@@ -9,10 +9,14 @@ pub enum Answer {
     Refusal(u16, &'static str, Option<u32>),
     /// This text as a 200, whatever was asked.
     Text(String),
+    /// This text with this code: a proxy's page, or the API server's own where it has no such path.
+    Page(u16, String),
     /// Text without an end.
     Endless,
     /// No answer; the connection stays open.
     Silence,
+    /// No answer, as `Silence`, but the request is carried out.
+    Lost,
 }
 
 /// A fault of some requests.

@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use http_body_util::channel::{Channel, Sender};
@@ -72,6 +73,7 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
     let seen = Request { method: method.clone(), uri: uri.clone(), token: token.clone() };
     let fault = shared.faults.lock().expect("no thread panics in here").take(&method, &uri);
     shared.requests.send_modify(|requests| requests.push(seen));
+    let is_lost = matches!(fault, Some(Answer::Lost));
     match fault {
         Some(Answer::Refusal(code, message, after)) => {
             let mut response = status(&Refusal::new(code, "", message));
@@ -81,9 +83,10 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
             return response;
         }
         Some(Answer::Text(text)) => return respond(200, text),
+        Some(Answer::Page(code, text)) => return respond(code, text),
         Some(Answer::Endless) => return endless(),
         Some(Answer::Silence) => std::future::pending().await,
-        None => {}
+        Some(Answer::Lost) | None => {}
     }
     let known = shared.tokens.lock().expect("no thread panics in here").clone();
     if known.is_some_and(|known| !token.is_some_and(|token| known.contains(&token))) {
@@ -96,6 +99,7 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
         return status(&Refusal::new(404, "NotFound", message));
     };
     let selected = match Selector::of(&target.resource, parameter("fieldSelector").unwrap_or_default()) {
+        Ok(_) if method == "GET" && shared.ignores_selectors.load(Ordering::Relaxed) => Selector::default(),
         Ok(selected) => selected,
         Err(refusal) => return status(&refusal),
     };
@@ -138,6 +142,9 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
         _ => Err(Refusal::new(405, "MethodNotAllowed", format!("no {method} of {}", head.uri.path()))),
     };
     shared.changed();
+    if is_lost {
+        std::future::pending::<()>().await;
+    }
     match result {
         Ok(object) => respond(if method == "POST" { 201 } else { 200 }, object.to_string()),
         Err(refusal) => status(&refusal),

@@ -1,11 +1,12 @@
 //! A Kubernetes API server in a box: HTTPS in this process, objects in memory, faults on order.
 //!
-//! Tests run the programs that speak to the API server against it. It is generic over JSON objects by group, version
-//! and resource, and holds what a client can rely on: versions, watches that continue or expire, server-side apply
-//! with owners of fields, conflicts, bearer tokens. Of `resource.k8s.io/v1` it keeps the rules too (limits, names,
-//! immutable fields, gates that drop fields); other objects it does not validate. It shares no code with linkwise.
+//! Tests run the programs that speak to the API server against it, and `linkwise demo --dra` plays in it. It is
+//! generic over JSON objects by group, version and resource, and holds what a client can rely on: versions, watches
+//! that continue or expire, server-side apply with owners of fields, conflicts, bearer tokens. Of
+//! `resource.k8s.io/v1` it keeps the rules too (limits, names, immutable fields, gates that drop fields); other
+//! objects it does not validate. It shares no code with linkwise.
 
-#![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "only tests run it")]
+#![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "only tests and the demo run it")]
 
 mod apply;
 mod faults;
@@ -16,6 +17,7 @@ mod store;
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use serde_json::Value;
@@ -62,6 +64,8 @@ struct Shared {
     /// The tokens that are accepted; `None` while every request is.
     tokens: Mutex<Option<BTreeSet<String>>>,
     requests: watch::Sender<Vec<Request>>,
+    /// Whether lists and watches have every object of the kind.
+    ignores_selectors: AtomicBool,
     /// Counts changes of the store and orders to watches.
     changes: watch::Sender<u64>,
     /// Open watches.
@@ -88,7 +92,7 @@ pub struct ApiServerBox {
 }
 
 impl ApiServerBox {
-    /// Starts it on a free port of 127.0.0.1, with these kinds of objects.
+    /// Starts it on a free port of 127.0.0.1, with these kinds of objects, or panics: for tests.
     pub async fn start(types: &[ResourceType]) -> Self {
         Self::start_on("127.0.0.1:0", types).await.expect("127.0.0.1 has a free port")
     }
@@ -114,6 +118,7 @@ impl ApiServerBox {
                 faults: Mutex::default(),
                 tokens: Mutex::default(),
                 requests: watch::Sender::default(),
+                ignores_selectors: AtomicBool::new(false),
                 changes: watch::Sender::default(),
                 watches: watch::Sender::default(),
             }),
@@ -181,6 +186,11 @@ impl ApiServerBox {
     /// Switches feature gates; slices that were stored before stay as they are.
     pub fn set_gates(&self, gates: Gates) {
         self.shared.store().gates = gates;
+    }
+
+    /// Lists and watches ignore their field selectors from now on.
+    pub fn ignore_field_selectors(&self) {
+        self.shared.ignores_selectors.store(true, Ordering::Relaxed);
     }
 
     /// Deletes all ResourceSlices of a node, as its kubelet does when it starts.

@@ -20,7 +20,15 @@ impl Refusal {
     }
 
     pub fn not_found(key: &Key) -> Self {
-        Self::new(404, "NotFound", format!("{} \"{}\" not found", key.resource.plural, key.name))
+        let (group, plural) = (group(key), key.resource.plural);
+        let of = if group.is_empty() { plural.to_owned() } else { format!("{plural}.{group}") };
+        let message = format!("{of} \"{}\" not found", key.name);
+        Self {
+            code: 404,
+            reason: "NotFound",
+            message,
+            details: json!({"name": key.name, "group": group, "kind": plural}),
+        }
     }
 
     pub fn exists(key: &Key) -> Self {
@@ -38,7 +46,7 @@ impl Refusal {
 
     /// A 422 that names each field.
     pub fn invalid(key: &Key, causes: &[Cause]) -> Self {
-        let group = key.resource.api.split_once('/').map_or("", |(group, _)| group);
+        let group = group(key);
         let kind = match group {
             "" => key.resource.kind.to_owned(),
             group => format!("{}.{group}", key.resource.kind),
@@ -65,6 +73,11 @@ impl Refusal {
         }
         status
     }
+}
+
+/// The group of an object's API; the core's has no name.
+fn group(key: &Key) -> &'static str {
+    key.resource.api.split_once('/').map_or("", |(group, _)| group)
 }
 
 /// What is wrong with one field.

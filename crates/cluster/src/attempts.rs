@@ -66,7 +66,8 @@ mod tests {
     const PACE: Pace = Pace { first: Duration::from_secs(1), longest: Duration::from_secs(8), ..Pace::DEFAULT };
 
     fn refused(code: u16, retry_after: Option<u64>) -> ApiError {
-        ApiError::Refused { code, message: String::new(), retry_after: retry_after.map(Duration::from_secs) }
+        let retry_after = retry_after.map(Duration::from_secs);
+        ApiError::Refused { code, message: String::new(), retry_after, missing: None }
     }
 
     #[test]

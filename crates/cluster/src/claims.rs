@@ -1,7 +1,7 @@
 //! [`ClaimReader`]: reads ResourceClaims for the DRA plugin, which prepares their devices.
 //!
-//! The only reader of claims. Each query is one GET, within a deadline that leaves the kubelet, which waits for 45 s,
-//! time to try again. Queries do not wait for each other.
+//! The only reader of claims. Each query is a GET, and up to two more where that fails in passing, within a deadline
+//! that leaves the kubelet, which waits for 45 s, time to try again. Queries do not wait for each other.
 
 use std::time::Duration;
 
@@ -25,6 +25,9 @@ const OBJECT: &str = "resourceclaims";
 /// How long one query may take, with all its attempts.
 const DEADLINE: Duration = Duration::from_secs(10);
 
+/// How long one GET may take: a connection that hangs leaves time for another.
+const ATTEMPT: Duration = Duration::from_secs(3);
+
 /// How often a GET is tried again.
 const RETRIES: u32 = 2;
 
@@ -42,7 +45,7 @@ pub struct ClaimReader {
 impl ClaimReader {
     /// Asks nothing yet.
     pub fn new(server: ApiServer) -> Self {
-        Self { server }
+        Self { server: server.within(ATTEMPT) }
     }
 
     /// Answers queries until `shutdown`, or until the channel is closed.
@@ -75,7 +78,11 @@ async fn answer(mut server: ApiServer, query: ClaimQuery) -> ApiServer {
     };
     let Some(result) = outcome else { return server };
     let result = result.map_err(|error| match error.code() {
-        Some(404) => ClaimQueryError::NotFound,
+        Some(404) if error.is_missing(OBJECT, &name) => ClaimQueryError::NotFound,
+        // It says nothing of the claim, which may be prepared here.
+        Some(404) => {
+            ClaimQueryError::Failed(format!("{error} (no resource.k8s.io/v1? Kubernetes 1.34 or newer has it)"))
+        }
         _ => ClaimQueryError::Failed(error.to_string()),
     });
     // The asker may have gone.
@@ -115,8 +122,8 @@ async fn read(server: &mut ApiServer, namespace: &str, name: &str) -> Result<Cla
 fn is_passing(error: &ApiError) -> bool {
     match error {
         ApiError::Refused { code, .. } => matches!(code, 401 | 429 | 500..),
-        ApiError::Unreachable(_) => true,
-        ApiError::Access(_) | ApiError::TimedOut(_) | ApiError::Malformed(_) => false,
+        ApiError::Unreachable(_) | ApiError::TimedOut(_) => true,
+        ApiError::Access(_) | ApiError::Malformed(_) => false,
     }
 }
 

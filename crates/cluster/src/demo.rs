@@ -1,7 +1,7 @@
 //! `linkwise demo --dra`: the cluster around the node.
 //!
 //! A composition root: an API server in a box, over HTTPS, with the client that `linkwise run` has, and the model of
-//! kube-scheduler's allocator. What is played is `linkwise::demo`'s.
+//! kube-scheduler's allocator. `linkwise::demo` says what happens in this cluster, and prints it.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -60,7 +60,8 @@ impl BoxedCluster {
             ResourceType::RESOURCE_CLAIMS,
             ResourceType::DEVICE_CLASSES,
         ];
-        let server = ApiServerBox::start(&types).await;
+        let listening = ApiServerBox::start_on("127.0.0.1:0", &types).await;
+        let server = listening.context("the API server in a box cannot listen on 127.0.0.1")?;
         server.accept_tokens(&[TOKEN]);
         server.put("kubelet", &ResourceType::NODES.key(None, NODE), json!({}));
         let expression = "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'";

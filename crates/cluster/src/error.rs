@@ -31,6 +31,9 @@ pub enum ApiError {
         message: String,
         /// How long the server asks to wait.
         retry_after: Option<Duration>,
+        /// The object that the server says it does not have: its resource and its name. A 404 without one may be a
+        /// path that the server does not know.
+        missing: Option<(String, String)>,
     },
     /// What came is not what the API has there.
     #[error("the API server's answer cannot be read: {0}")]
@@ -50,16 +53,22 @@ impl ApiError {
         }
     }
 
-    /// A refusal; one without a code is none.
+    /// A refusal. A Status without a code is another object that the client took for one.
     pub(crate) fn refused(status: &Status, asked: Option<Duration>) -> Self {
         let details = status.details.as_ref().map(|details| details.retry_after_seconds).filter(|after| *after > 0);
         let retry_after = asked.or_else(|| Some(Duration::from_secs(details?.into())));
         let message = if status.message.is_empty() { &status.reason } else { &status.message };
         if status.code == 0 {
-            // The client takes any object for a Status.
             return Self::Malformed(format!("no status, but {}", quoted(message)));
         }
-        Self::Refused { code: status.code, message: one_line(message), retry_after }
+        let about = status.details.as_ref().filter(|_| status.reason == "NotFound");
+        let missing = about.map(|details| (details.kind.clone(), details.name.clone()));
+        Self::Refused { code: status.code, message: one_line(message), retry_after, missing }
+    }
+
+    /// Whether the server says that it does not have this object.
+    pub(crate) fn is_missing(&self, resource: &str, name: &str) -> bool {
+        matches!(self, Self::Refused { missing: Some((of, named)), .. } if of == resource && named == name)
     }
 
     /// The class, as metrics have it.

@@ -1,8 +1,12 @@
-//! What of linkwise speaks to the API server: NodeFeature objects, and config-manager.
+//! What of linkwise speaks to the API server: the ResourceSlices and claims of DRA, NodeFeature objects,
+//! config-manager.
 //!
-//! Nothing of it runs inside `linkwise run`: the program `linkwise-cluster` is started for what needs the API server,
-//! and no admission waits for it. One adapter, `server`, makes every request; each kind of object has one writer. An
-//! API server that is away or refuses is logged once, counted, and asked again after a pause; what was written stays.
+//! It is in a program of its own, `linkwise-cluster`, which `linkwise` becomes for what needs the API server. Without
+//! DRA that is never `linkwise run`, and nothing on a pod's way waits for the API server. With DRA it is: the slices
+//! are written in the background, and preparing a claim waits until the claim is read.
+//!
+//! One adapter, `server`, makes every request; each kind of object has one writer. An API server that is away or
+//! refuses is logged once, counted, and asked again after a pause; what was written stays.
 
 mod access;
 mod attempts;
@@ -12,6 +16,7 @@ pub mod demo;
 pub mod doctor;
 pub mod dra;
 mod error;
+mod follower;
 pub mod labels;
 mod metrics;
 mod node;

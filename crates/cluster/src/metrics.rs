@@ -1,4 +1,4 @@
-//! Metrics of requests to the API server and of what is made of the answers. docs/config-manager.md documents them.
+//! [`ApiMetrics`]: counts requests to the API server by what became of them. docs/config-manager.md documents it.
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;

@@ -35,6 +35,8 @@ pub struct Pace {
     pub reassert: Duration,
     /// The time between two writes of ResourceSlices, on average.
     pub write: Duration,
+    /// The first pause before a repair of ResourceSlices that somebody else changes again and again.
+    pub repair: Duration,
 }
 
 impl Pace {
@@ -46,6 +48,7 @@ impl Pace {
         longest: Duration::from_secs(120),
         reassert: Duration::from_secs(60),
         write: Duration::from_secs(1),
+        repair: Duration::from_secs(1),
     };
 }
 
@@ -64,6 +67,12 @@ impl ApiServer {
     /// Asks nothing yet.
     pub fn new(access: Access, pace: Pace, metrics: ApiMetrics) -> Self {
         Self { access, pace, metrics, client: None, asked: Arc::default() }
+    }
+
+    /// The same with requests that take no longer than this.
+    pub(crate) fn within(mut self, request: Duration) -> Self {
+        self.pace.request = self.pace.request.min(request);
+        self
     }
 
     pub(crate) fn pace(&self) -> &Pace {

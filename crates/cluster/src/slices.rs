@@ -1,20 +1,20 @@
 //! [`SliceWriter`]: the ResourceSlices by which the scheduler finds this node's GPUs.
 //!
 //! The only writer of slices. It follows a channel with the pool that is wanted and the slices that are stored, and
-//! makes the ones like the other: at once after a change, and then at most one request a second. A kubelet that starts
-//! deletes all slices of its node; they are created again. The slices stay when the writer ends: kubelets delete those
-//! of a driver that has been away for 30 s.
+//! makes the ones like the other: at once after a change, and then on average one request a second: `k` slices are `k`
+//! requests, and `k` seconds of rest after them. A kubelet that starts deletes all slices of its node; they are created
+//! again. The slices stay when the writer ends: kubelets delete those of a driver that has been away for 30 s.
 
 mod follow;
 mod plan;
+mod repairs;
+mod stored;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Node;
 use kube::Api;
 use kube::api::{DeleteParams, DynamicObject, PostParams, Preconditions};
-use linkwise::backoff::Backoff;
 use linkwise::dra::StoredPool;
 use linkwise::publish::dra::slice::Pool;
 use serde_json::Value;
@@ -24,14 +24,13 @@ use tokio_util::sync::CancellationToken;
 
 use crate::attempts::Attempts;
 use crate::error::ApiError;
+use crate::follower::Follower;
 use crate::server::ApiServer;
 
-use follow::{OBJECT, SliceFollower, Stored, list, listed, resource, value};
+use follow::{OBJECT, Slices, list, listed, resource, value};
 use plan::{Memory, Plan, Write, generation, plan};
-
-/// How many changes by others in a row are repaired at that pace; then ever more slowly, so that two drivers of one
-/// name do not keep the API server busy.
-const PATIENCE: u32 = 3;
+use repairs::Repairs;
+use stored::Stored;
 
 /// The name by which the API server knows our writes.
 const MANAGER: &str = "linkwise";
@@ -45,6 +44,18 @@ pub struct SliceSettings {
     pub driver: String,
 }
 
+impl SliceSettings {
+    fn selector(&self) -> String {
+        format!("spec.nodeName={},spec.driver={}", self.node, self.driver)
+    }
+
+    /// Whether a slice is one of these. A server that ignores the selector sends those of other nodes too: they are
+    /// neither obsolete nor ours to delete.
+    fn covers(&self, slice: &Value) -> bool {
+        slice["spec"]["nodeName"] == *self.node && slice["spec"]["driver"] == *self.driver
+    }
+}
+
 /// Writes the slices of one node.
 pub struct SliceWriter {
     server: ApiServer,
@@ -55,36 +66,14 @@ pub struct SliceWriter {
     owner: Option<Option<String>>,
     /// Whether any slice was written, or found to be as it should.
     had_slices: bool,
+    /// Whether the server dropped a taint since this process began.
     drops_taints: bool,
     trouble: Option<String>,
+    /// The pool that was written last, or found to be stored.
+    last: Option<Arc<Pool>>,
     /// Before this moment nothing is written.
     rest: Instant,
     repairs: Repairs,
-}
-
-/// Paces repairs of what somebody else changes.
-struct Repairs {
-    backoff: Backoff,
-    /// Disturbances that have been repaired.
-    repaired: u64,
-    in_a_row: u32,
-}
-
-impl Repairs {
-    /// The pause before a write, by the number of disturbances so far, and whether they are too many from now on.
-    fn pause(&mut self, disturbances: u64) -> (Duration, bool) {
-        if disturbances == self.repaired {
-            self.in_a_row = 0;
-            self.backoff.reset();
-            return (Duration::ZERO, false);
-        }
-        self.repaired = disturbances;
-        self.in_a_row = self.in_a_row.saturating_add(1);
-        match self.in_a_row.checked_sub(PATIENCE) {
-            None | Some(0) => (Duration::ZERO, false),
-            Some(beyond) => (self.backoff.failed(), beyond == 1),
-        }
-    }
 }
 
 impl SliceWriter {
@@ -101,13 +90,14 @@ impl SliceWriter {
             had_slices: false,
             drops_taints: false,
             trouble: None,
+            last: None,
             rest: Instant::now(),
-            repairs: Repairs { backoff: Backoff::new(pace.write, pace.longest), repaired: 0, in_a_row: 0 },
+            repairs: Repairs::new(pace.repair, pace.longest),
         }
     }
 
-    /// Keeps the slices as the pool is until `shutdown`, or until the channel is closed. Nothing is written while there is
-    /// no pool. Errors are logged and tried again. `follow`: another way to ask, for the watch.
+    /// Keeps the slices as the pool is until `shutdown`, or until the channel is closed. Nothing is written while
+    /// there is no pool. Errors are logged and tried again. `follow`: another way to ask, for the watch.
     pub async fn run(
         mut self,
         follow: ApiServer,
@@ -116,18 +106,15 @@ impl SliceWriter {
         shutdown: CancellationToken,
     ) {
         let stored = watch::Sender::new(Stored::default());
-        let follower = SliceFollower::new(follow, self.selector());
+        let followed = Slices { settings: self.settings.clone(), stored: stored.clone() };
+        let follower = Follower::new(follow, "follow the ResourceSlices", followed);
         let both = async {
             tokio::select! {
-                () = follower.run(&stored) => {}
+                () = follower.run() => {}
                 () = self.keep(&stored, &mut pool, &report) => {}
             }
         };
         shutdown.run_until_cancelled(both).await;
-    }
-
-    fn selector(&self) -> String {
-        format!("spec.nodeName={},spec.driver={}", self.settings.node, self.settings.driver)
     }
 
     async fn keep(
@@ -138,20 +125,16 @@ impl SliceWriter {
     ) {
         let mut changes = stored.subscribe();
         loop {
-            let wanted = pool.borrow_and_update().clone();
             changes.borrow_and_update();
-            if let Some(wanted) = wanted {
-                match self.write(&wanted, stored, report).await {
-                    Ok(()) => {}
-                    Err(error) => {
-                        let pause = self.attempts.failed(&error);
-                        self.trouble = Some(error.to_string());
-                        self.report(&wanted, stored, report);
-                        // Also where the pool changes meanwhile: the server may have asked for the pause.
-                        tokio::time::sleep(pause).await;
-                        continue;
-                    }
+            if let Err(error) = self.write(pool, stored, report).await {
+                let pause = self.attempts.failed(&error);
+                self.trouble = Some(error.to_string());
+                if let Some(wanted) = pool.borrow().as_deref() {
+                    self.report(wanted, stored, report);
                 }
+                // Also where the pool changes meanwhile: the server may have asked for the pause.
+                tokio::time::sleep(pause).await;
+                continue;
             }
             tokio::select! {
                 changed = pool.changed() => if changed.is_err() { return },
@@ -164,31 +147,35 @@ impl SliceWriter {
     /// Writes what differs. Whatever changes meanwhile is seen by the next call.
     async fn write(
         &mut self,
-        wanted: &Arc<Pool>,
+        pool: &mut watch::Receiver<Option<Arc<Pool>>>,
         stored: &watch::Sender<Stored>,
         report: &watch::Sender<StoredPool>,
     ) -> Result<(), ApiError> {
+        let Some(wanted) = pool.borrow_and_update().clone() else { return Ok(()) };
         if !stored.borrow().is_known {
-            self.report(wanted, stored, report);
+            self.report(&wanted, stored, report);
             return Ok(());
         }
         if self.owner.is_none() {
             self.owner = Some(self.node_uid().await?);
         }
-        let planned = self.plan(wanted, stored);
-        self.report(wanted, stored, report);
+        let planned = self.plan(&wanted, stored);
         if planned.writes.is_empty() {
-            self.had_slices = true;
-            self.works();
+            self.works(wanted, stored, report);
             return Ok(());
         }
-        self.wait(stored).await;
+        self.report(&wanted, stored, report);
+        if self.last.as_ref().is_some_and(|last| Arc::ptr_eq(last, &wanted)) {
+            self.pause(pool, stored).await;
+        }
+        tokio::time::sleep_until(self.rest).await;
         // What is missing was deleted by somebody: by the node's kubelet, or with the Node, which then has another UID.
         if self.had_slices && planned.writes.iter().any(|write| matches!(write, Write::Create(_))) {
             self.owner = Some(self.node_uid().await?);
         }
         // What has changed while this waited counts too.
-        let planned = self.plan(wanted, stored);
+        let Some(wanted) = pool.borrow_and_update().clone() else { return Ok(()) };
+        let planned = self.plan(&wanted, stored);
         let requests = planned.writes.len();
         if let Some(generation) = Some(planned.generation).filter(|_| requests > 0) {
             tracing::info!(requests, generation, slices = planned.slices, "writing ResourceSlices");
@@ -198,30 +185,36 @@ impl SliceWriter {
             self.rest = self.rest.max(Instant::now()) + self.server.pace().write;
             self.request(write, stored).await?;
         }
-        self.had_slices = true;
-        self.works();
-        self.report(wanted, stored, report);
+        self.works(wanted, stored, report);
         Ok(())
     }
 
-    fn works(&mut self) {
+    /// The pool is stored.
+    fn works(&mut self, pool: Arc<Pool>, stored: &watch::Sender<Stored>, report: &watch::Sender<StoredPool>) {
         self.attempts.succeeded();
+        self.had_slices = true;
         self.trouble = None;
+        self.report(&pool, stored, report);
+        self.last = Some(pool);
     }
 
     fn plan(&self, wanted: &Pool, stored: &watch::Sender<Stored>) -> Plan {
         plan(wanted, &stored.borrow().slices, self.owner.as_ref().and_then(Option::as_deref), &self.memory)
     }
 
-    /// Waits until it is time for the next write.
-    async fn wait(&mut self, stored: &watch::Sender<Stored>) {
-        let (pause, is_news) = self.repairs.pause(stored.borrow().disturbances);
+    /// Waits before a repair of what somebody else changes again and again. A change of the pool ends that: a taint
+    /// of a lost GPU is not to wait for a fight with another driver.
+    async fn pause(&mut self, pool: &mut watch::Receiver<Option<Arc<Pool>>>, stored: &watch::Sender<Stored>) {
+        let (pause, is_news) = self.repairs.pause(stored.borrow().disturbances, Instant::now());
         if is_news {
             let (node, driver) = (&self.settings.node, &self.settings.driver);
             let why = "somebody else changes our ResourceSlices again and again: another DRA driver of this name?";
             tracing::warn!(%node, %driver, "{why}");
         }
-        tokio::time::sleep_until(self.rest.max(Instant::now() + pause)).await;
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            _ = pool.changed() => {}
+        }
     }
 
     async fn request(&mut self, write: Write, stored: &watch::Sender<Stored>) -> Result<(), ApiError> {
@@ -249,14 +242,15 @@ impl SliceWriter {
         match result {
             Ok(Some((sent, answer))) => {
                 let answer = value(&answer)?;
-                if answer["spec"]["pool"].is_null() {
-                    return Err(ApiError::Malformed("no ResourceSlice came back".to_owned()));
+                if answer["metadata"]["name"] != *name || !self.settings.covers(&answer) {
+                    return Err(ApiError::Malformed("another object than our ResourceSlice came back".to_owned()));
                 }
                 if let Some(drops) = self.memory.written(&sent, &answer) {
                     if drops && !self.drops_taints {
                         tracing::warn!("the API server drops taints of devices (feature gate DRADeviceTaints)");
                     }
-                    self.drops_taints = drops;
+                    // A slice that had taints before the gate was switched off keeps them while another loses its own.
+                    self.drops_taints |= drops;
                 }
                 stored.send_modify(|stored| stored.written(answer));
                 Ok(())
@@ -268,9 +262,8 @@ impl SliceWriter {
             Err(error) => {
                 // Somebody else was there first: what there is now decides. A list that fails is tried again by the
                 // follower.
-                let selector = self.selector();
                 if matches!(error.code(), Some(404 | 409 | 410))
-                    && let Ok((slices, _)) = list(&mut self.server, &selector).await
+                    && let Ok((slices, _)) = list(&mut self.server, &self.settings).await
                 {
                     listed(stored, slices);
                 }
@@ -326,24 +319,4 @@ fn params() -> PostParams {
 
 fn typed(object: &Value) -> Result<DynamicObject, ApiError> {
     serde_json::from_value(object.clone()).map_err(|error| ApiError::Malformed(error.to_string()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn repairs_slow_down_while_somebody_else_writes() {
-        let backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(4));
-        let mut repairs = Repairs { backoff, repaired: 0, in_a_row: 0 };
-        let mut pauses = (0..8).map(|disturbances| repairs.pause(disturbances));
-        let (quick, slow): (Vec<_>, Vec<_>) = pauses.by_ref().partition(|(pause, _)| pause.is_zero());
-        assert_eq!((quick.len(), quick.iter().any(|(_, is_news)| *is_news)), (4, false));
-        assert_eq!(
-            slow,
-            [(1, true), (2, false), (4, false), (4, false)].map(|(s, news)| (Duration::from_secs(s), news))
-        );
-        assert_eq!(repairs.pause(7), (Duration::ZERO, false), "a write of our own");
-        assert_eq!(repairs.pause(8), (Duration::ZERO, false), "the first again");
-    }
 }

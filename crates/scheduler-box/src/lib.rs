@@ -7,7 +7,8 @@
 //!
 //! The demo and the tests run against it. It does no I/O, knows nothing of linkwise, and shares no code with it. What
 //! it does not model it refuses by name: devices for several claims at once (`allowMultipleAllocations`), node
-//! selectors of slices, derived attributes, list attributes in constraints.
+//! selectors of slices, derived attributes. A list attribute matches another in a constraint where both lists are the
+//! same; the real allocator looks for a common value.
 
 mod allocator;
 mod api;

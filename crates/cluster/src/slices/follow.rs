@@ -1,113 +1,42 @@
-//! [`SliceFollower`]: the ResourceSlices of one driver on one node, as they are now and whenever they change.
+//! [`Slices`]: the ResourceSlices of one driver on one node, as they are now and whenever they change.
 
 use std::collections::BTreeMap;
-use std::pin::pin;
-use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
-use kube::Api;
 use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams, WatchParams};
-use kube::core::WatchEvent;
-use linkwise::backoff::Backoff;
+use kube::{Api, Client};
 use serde_json::Value;
 use tokio::sync::watch;
 
-use crate::attempts::{Attempts, shortened};
 use crate::error::ApiError;
+use crate::follower::{Events, Followed};
 use crate::server::ApiServer;
+
+use super::SliceSettings;
+use super::stored::Stored;
 
 /// The kind, in metrics.
 pub(super) const OBJECT: &str = "resourceslices";
-
-/// How much longer than asked for a watch may be silent.
-const GRACE: Duration = Duration::from_secs(30);
-
-/// What is stored, by name, as far as it was seen.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Stored {
-    pub slices: BTreeMap<String, Value>,
-    /// Whether the slices were listed once.
-    pub is_known: bool,
-    /// Slices that somebody else changed or deleted.
-    pub disturbances: u64,
-}
-
-/// The version of an object, where it is a number, as those of etcd are.
-fn version(object: &Value) -> u64 {
-    object["metadata"]["resourceVersion"].as_str().and_then(|version| version.parse().ok()).unwrap_or(u64::MAX)
-}
-
-impl Stored {
-    /// An object as it is now. One that is older than what is known changes nothing. Whether anything changed.
-    fn put(&mut self, object: Value) -> bool {
-        let name = object["metadata"]["name"].as_str().unwrap_or_default().to_owned();
-        if self.slices.get(&name).is_some_and(|known| version(known) >= version(&object) && version(known) != u64::MAX)
-        {
-            return false;
-        }
-        self.slices.insert(name, object);
-        true
-    }
-
-    /// We wrote an object, and this came back.
-    pub fn written(&mut self, object: Value) {
-        self.put(object);
-    }
-
-    /// We deleted an object, or it was not there.
-    pub fn removed(&mut self, name: &str) {
-        self.slices.remove(name);
-    }
-
-    fn event(&mut self, object: Value, deleted: bool) -> bool {
-        let changed = if deleted {
-            let name = object["metadata"]["name"].as_str().unwrap_or_default();
-            let is_older = self.slices.get(name).is_some_and(|known| version(known) > version(&object));
-            !is_older && self.slices.remove(name).is_some()
-        } else {
-            self.put(object)
-        };
-        self.disturbances += u64::from(changed);
-        changed
-    }
-
-    fn listed(&mut self, slices: BTreeMap<String, Value>) -> bool {
-        let is_same = self.is_known
-            && self.slices.len() == slices.len()
-            && self.slices.iter().zip(&slices).all(|((_, known), (_, found))| version(known) == version(found));
-        self.disturbances += u64::from(self.is_known && !is_same);
-        (self.slices, self.is_known) = (slices, true);
-        !is_same
-    }
-}
-
-/// Follows the slices.
-pub(super) struct SliceFollower {
-    server: ApiServer,
-    selector: String,
-    attempts: Attempts,
-    /// Whether the last watch began and broke: then only an event shows that watches work again.
-    broken: bool,
-    /// Paces watches that end too soon, or whose version has expired.
-    turns: Backoff,
-}
 
 pub(super) fn resource() -> ApiResource {
     let kind = GroupVersionKind::gvk("resource.k8s.io", "v1", "ResourceSlice");
     ApiResource::from_gvk_with_plural(&kind, OBJECT)
 }
 
-/// Lists the slices that a selector names. Returns the version of the list too.
+/// Lists our slices. Returns the version of the list too.
 pub(super) async fn list(
     server: &mut ApiServer,
-    selector: &str,
+    settings: &SliceSettings,
 ) -> Result<(BTreeMap<String, Value>, String), ApiError> {
-    let params = ListParams::default().fields(selector);
+    let params = ListParams::default().fields(&settings.selector());
     let list = |client| async move { Api::<DynamicObject>::all_with(client, &resource()).list(&params).await };
     let list = server.call(OBJECT, "list", list).await?;
     let mut slices = BTreeMap::new();
     for object in list.items {
-        slices.insert(object.metadata.name.clone().unwrap_or_default(), value(&object)?);
+        let slice = value(&object)?;
+        if settings.covers(&slice) {
+            slices.insert(object.metadata.name.unwrap_or_default(), slice);
+        }
     }
     Ok((slices, list.metadata.resource_version.unwrap_or_default()))
 }
@@ -121,85 +50,35 @@ pub(super) fn listed(stored: &watch::Sender<Stored>, slices: BTreeMap<String, Va
     stored.send_if_modified(|stored| stored.listed(slices));
 }
 
-impl SliceFollower {
-    pub fn new(server: ApiServer, selector: String) -> Self {
-        let pace = *server.pace();
-        let attempts = Attempts::of("follow the ResourceSlices", &pace);
-        Self { server, selector, attempts, broken: false, turns: Backoff::new(pace.first, pace.longest) }
+/// The slices, and who is told of them.
+pub(super) struct Slices {
+    pub settings: SliceSettings,
+    pub stored: watch::Sender<Stored>,
+}
+
+impl Followed for Slices {
+    const OBJECT: &'static str = OBJECT;
+    type Object = DynamicObject;
+
+    fn selector(&self) -> String {
+        self.settings.selector()
     }
 
-    /// Follows for ever. Errors are logged and tried again.
-    pub async fn run(mut self, stored: &watch::Sender<Stored>) {
-        loop {
-            let pause = self.turn(stored).await;
-            tokio::time::sleep(pause).await;
-        }
-    }
-
-    /// Lists the slices and follows them until that breaks. Returns the pause before the next turn.
-    async fn turn(&mut self, stored: &watch::Sender<Stored>) -> Duration {
-        let mut version = match list(&mut self.server, &self.selector).await {
-            Ok((slices, version)) => {
-                listed(stored, slices);
-                version
-            }
-            Err(error) => return self.attempts.failed(&error),
-        };
-        let began = Instant::now();
-        loop {
-            let opened = Instant::now();
-            match self.watch(version, stored).await {
-                // A watch that the server ended in its time is continued; one that ended at once costs a pause.
-                Ok(last) if opened.elapsed() >= self.server.pace().first => version = last,
-                Ok(_) => return shortened(self.turns.failed_after(began.elapsed())),
-                // What was read is too old to continue from: no fault, the slices are read anew.
-                Err(error) if error.code() == Some(410) => return shortened(self.turns.failed_after(began.elapsed())),
-                Err(error) => return self.attempts.failed(&error),
-            }
-        }
-    }
-
-    /// Follows the slices from a version until the server ends the watch. Returns the last version.
-    async fn watch(&mut self, mut version: String, stored: &watch::Sender<Stored>) -> Result<String, ApiError> {
-        let lasts = shortened(self.server.pace().watch);
-        // What the API takes, in seconds.
-        let seconds = u32::try_from(lasts.as_secs()).unwrap_or(u32::MAX).clamp(1, 294);
-        let (params, from) = (WatchParams::default().fields(&self.selector).timeout(seconds), version.clone());
-        let watch =
-            |client| async move { Api::<DynamicObject>::all_with(client, &resource()).watch(&params, &from).await };
-        let mut events = pin!(self.server.call(OBJECT, "watch", watch).await?);
-        if !self.broken {
-            self.attempts.succeeded();
-        }
-        while let Ok(Some(event)) = tokio::time::timeout(lasts + GRACE, events.next()).await {
-            let event = event.map_err(|error| ApiError::of(&error, None)).and_then(|event| match event {
-                WatchEvent::Error(status) => Err(ApiError::refused(&status, None)),
-                event => Ok(event),
-            });
-            if let Err(error) = &event {
-                self.server.count(OBJECT, "watch", Some(error));
-                self.broken = true;
-            }
-            let (object, deleted) = match event? {
-                WatchEvent::Added(object) | WatchEvent::Modified(object) => (object, false),
-                WatchEvent::Deleted(object) => (object, true),
-                WatchEvent::Bookmark(bookmark) => {
-                    version = bookmark.metadata.resource_version;
-                    continue;
-                }
-                WatchEvent::Error(_) => continue,
-            };
-            version = object.metadata.resource_version.clone().unwrap_or_default();
-            let object = value(&object)?;
-            stored.send_if_modified(|stored| stored.event(object, deleted));
-            self.works();
-        }
-        self.works();
+    async fn list(&mut self, server: &mut ApiServer) -> Result<String, ApiError> {
+        let (slices, version) = list(server, &self.settings).await?;
+        listed(&self.stored, slices);
         Ok(version)
     }
 
-    fn works(&mut self) {
-        self.broken = false;
-        self.attempts.succeeded();
+    async fn watch(client: Client, params: WatchParams, from: String) -> kube::Result<Events<DynamicObject>> {
+        Ok(Api::all_with(client, &resource()).watch(&params, &from).await?.boxed())
+    }
+
+    fn event(&mut self, object: DynamicObject, deleted: bool) -> Result<(), ApiError> {
+        let object = value(&object)?;
+        if self.settings.covers(&object) {
+            self.stored.send_if_modified(|stored| stored.event(object, deleted));
+        }
+        Ok(())
     }
 }

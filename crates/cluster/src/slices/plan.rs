@@ -1,8 +1,8 @@
 //! What to write, so that the API server has a pool as it is wanted: a function of the pool and what is stored.
 //!
 //! The rules are those of Kubernetes' own helper for DRA drivers (resourceslicecontroller.go): the generation of the
-//! pool stays where at most one slice changes and none is new, and is one more in all of them otherwise; obsolete slices
-//! are deleted first, then slices are updated, then created.
+//! pool stays where at most one slice changes and none is new, and is one more in all of them otherwise; obsolete
+//! slices are deleted first, then slices are updated, then created.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -10,7 +10,8 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use linkwise::publish::dra::slice::Pool;
 use serde_json::{Value, json};
 
-/// A generation above this is nobody's: the API's integers end soon.
+/// No pool comes to this generation by itself: a change of somebody else, or an answer that lies, has set it. Going on
+/// from there could exceed the API's integers, so the pool is deleted and continues from the last generation before.
 const MOST_GENERATIONS: u64 = 1 << 53;
 
 /// The longest name of an object.
@@ -58,7 +59,9 @@ impl Memory {
     /// A slice was written, and this came back. Whether taints of it were dropped; `None` where it has none.
     pub fn written(&mut self, sent: &Value, stored: &Value) -> Option<bool> {
         let name = stored["metadata"]["name"].as_str().unwrap_or_default().to_owned();
-        self.generation = self.generation.max(generation(stored));
+        if generation(stored) < MOST_GENERATIONS {
+            self.generation = self.generation.max(generation(stored));
+        }
         let accepted = Accepted { wanted: essence(sent), stored: essence(stored) };
         self.accepted.insert(name, accepted);
         let taints = |slice: &Value| -> usize {
@@ -92,7 +95,7 @@ pub(super) fn plan(pool: &Pool, stored: &BTreeMap<String, Value>, owner: Option<
     let names: Vec<String> = (0..count).map(|index| name(pool, index)).collect();
     let is_ours = |slice: &Value| slice["spec"]["pool"]["name"] == *pool.name;
     let highest = stored.values().filter(|slice| is_ours(slice)).map(generation).max().unwrap_or(0);
-    let is_absurd = highest > MOST_GENERATIONS;
+    let is_absurd = highest >= MOST_GENERATIONS;
     let found = |name: &String| stored.get(name).filter(|slice| is_ours(slice) && !is_absurd);
     let obsolete = stored.iter().filter(|(name, _)| !names.contains(name) || found(name).is_none());
     let mut writes: Vec<Write> = obsolete
@@ -357,6 +360,18 @@ mod tests {
         assert_eq!(edited(&|slice| slice["spec"]["pool"]["generation"] = json!(u64::MAX)), ("ddddcccc".to_owned(), 12));
         stored.clear();
         assert_eq!(writes(&pool(200), &mut stored, &mut memory), ("cccc".to_owned(), 13), "wiped");
+    }
+
+    #[test]
+    fn absurd_generation_of_an_answer_is_not_remembered() {
+        for absurd in [MOST_GENERATIONS, u64::MAX] {
+            let (mut stored, mut memory) = (Stored::new(), Memory::default());
+            writes(&pool(2), &mut stored, &mut memory);
+            let slice = stored.values_mut().next().unwrap();
+            slice["spec"]["pool"]["generation"] = json!(absurd);
+            memory.written(slice, slice);
+            assert_eq!(writes(&pool(2), &mut stored, &mut memory), ("dc".to_owned(), 2));
+        }
     }
 
     #[test]

@@ -91,6 +91,43 @@ async fn refusal_and_lies_are_told_at_once() {
 }
 
 #[tokio::test]
+async fn unknown_path_is_no_missing_claim() {
+    let reading = reading().await;
+    let of = |kind: &str, name: &str| {
+        let details = json!({"group": "resource.k8s.io", "kind": kind, "name": name});
+        let status = json!({"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "code": 404,
+            "reason": "NotFound", "message": "not found", "details": details});
+        Answer::Page(404, status.to_string())
+    };
+    for (answer, word) in [
+        (Answer::Page(404, "404 page not found\n".to_owned()), "404 page not found"),
+        (Answer::Refusal(404, "the server could not find the requested resource", None), "could not find"),
+        (of("", ""), "not found"),
+        (of("namespaces", "one"), "not found"),
+        (of("resourceclaims", "another"), "not found"),
+    ] {
+        let before = reading.gets();
+        reading.cluster.server.fail(Fault::of("GET", "resourceclaims", 1, answer));
+        let Err(ClaimQueryError::Failed(why)) = reading.read("one").await else { panic!("{word}") };
+        assert!(why.contains(word) && why.contains("no resource.k8s.io/v1?"), "{why}");
+        assert_eq!(reading.gets(), before + 1);
+    }
+    reading.cluster.server.fail(Fault::of("GET", "resourceclaims", 1, of("resourceclaims", "one")));
+    assert_eq!(reading.read("one").await, Err(ClaimQueryError::NotFound));
+    reading.running.end().await;
+}
+
+#[tokio::test]
+async fn connection_that_hangs_costs_one_attempt() {
+    let reading = reading().await;
+    reading.cluster.server.fail(Fault::of("GET", "resourceclaims", 1, Answer::Silence));
+    assert!(reading.read("one").await.is_ok());
+    assert_eq!(reading.gets(), 2);
+    assert_eq!(reading.cluster.metrics.requests("resourceclaims", "get", "timeout"), 1);
+    reading.running.end().await;
+}
+
+#[tokio::test]
 async fn slow_claim_holds_up_no_other() {
     let reading = reading().await;
     reading.cluster.server.fail(Fault::of("GET", "resourceclaims/slow", usize::MAX, Answer::Silence));

@@ -15,6 +15,9 @@ use crate::support::{Cluster, PACE, Running, until};
 
 const DRIVER: &str = "gpu.nvidia.com";
 
+/// A fight with another writer pauses repairs for longer than a test lasts.
+const PATIENT: Pace = Pace { repair: Duration::from_secs(3600), longest: Duration::from_secs(3600), ..PACE };
+
 struct Writing {
     pool: watch::Sender<Option<Arc<Pool>>>,
     stored: watch::Receiver<StoredPool>,
@@ -195,6 +198,108 @@ async fn foreign_changes_are_repaired() {
 }
 
 #[tokio::test]
+async fn slices_of_other_nodes_are_left_alone() {
+    let cluster = started().await;
+    cluster.server.ignore_field_selectors();
+    let others = [("a", "m", DRIVER), ("b", "n", "dra.net")].map(|(name, node, driver)| {
+        let pool = json!({"name": "n/gpu", "generation": 7, "resourceSliceCount": 1});
+        let spec = json!({"driver": driver, "nodeName": node, "pool": pool, "devices": []});
+        let key = ResourceType::RESOURCE_SLICES.key(None, name);
+        cluster.server.put("other", &key, json!({ "spec": spec }));
+        key
+    });
+    let mut writing = write(&cluster, PACE);
+    // Listed;
+    writing.want(pool(devices(2)));
+    assert_eq!(writing.reports(|stored| stored.is_current).await.slices, 1);
+    let stored = slices(&cluster);
+    let mut names = stored.iter().filter_map(|slice| slice["metadata"]["name"].as_str());
+    let ours = ResourceType::RESOURCE_SLICES.key(None, names.find(|name| name.starts_with("00000-")).unwrap());
+    // watched, with an event of ours after theirs;
+    for key in &others {
+        cluster.server.edit("other", key, |slice| slice["spec"]["devices"] = json!([{"name": "gpu-0"}]));
+    }
+    cluster.server.edit("kubectl", &ours, |slice| slice["spec"]["devices"] = json!([]));
+    let has = |count| cluster.server.object(&ours).unwrap()["spec"]["devices"].as_array().unwrap().len() == count;
+    until(|| has(2)).await;
+    // listed again after a conflict.
+    cluster.server.fail(Fault::of("PUT", "resourceslices", 1, Answer::Refusal(409, "conflict", None)));
+    writing.want(pool(devices(3)));
+    until(|| has(3)).await;
+    let report = writing.reports(|stored| stored.is_current).await;
+    assert_eq!((report.slices, report.generation), (1, 1));
+    assert_eq!((slices(&cluster).len(), cluster.count("DELETE", "")), (3, 0));
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn kubelet_restarts_are_no_fight() {
+    let cluster = started().await;
+    let mut writing = write(&cluster, PATIENT);
+    for (count, stored) in [(2, 1), (130, 3)] {
+        writing.store(&cluster, pool(devices(count))).await;
+        for _ in 0..12 {
+            cluster.server.wipe_slices("n");
+            until(|| slices(&cluster).len() == stored).await;
+            writing.reports(|stored| stored.is_current).await;
+        }
+    }
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn fight_pauses_repairs_until_the_pool_changes() {
+    let cluster = started().await;
+    let mut writing = write(&cluster, Pace { watch: Duration::ZERO, ..PATIENT });
+    writing.store(&cluster, pool(devices(2))).await;
+    let key = ResourceType::RESOURCE_SLICES.key(None, slices(&cluster)[0]["metadata"]["name"].as_str().unwrap());
+    let good = slices(&cluster)[0]["spec"]["devices"].clone();
+    let edit = || cluster.server.edit("other", &key, |slice| slice["spec"]["devices"][0]["name"] = json!("theirs"));
+    for _ in 0..3 {
+        edit();
+        until(|| slices(&cluster)[0]["spec"]["devices"] == good).await;
+        writing.reports(|stored| stored.is_current).await;
+    }
+    let before = writes(&cluster);
+    edit();
+    writing.reports(|stored| !stored.is_current).await;
+    let gets = cluster.count("GET", "resourceslices");
+    until(|| cluster.count("GET", "resourceslices") > gets + 1).await;
+    assert_eq!(writes(&cluster), before, "the fourth repair in a row waits");
+    writing.store(&cluster, tainted(2, 1)).await;
+    assert_eq!(slices(&cluster)[0]["spec"]["devices"][1]["taints"][0]["value"], "79");
+    assert_eq!(writes(&cluster), before + 1);
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn pool_that_changes_before_the_write_is_written() {
+    let cluster = started().await;
+    let mut writing = write(&cluster, Pace { write: Duration::from_secs(1), ..PACE });
+    writing.store(&cluster, round(2, 0)).await;
+    writing.want(round(2, 1));
+    // The writer has it, and rests.
+    writing.reports(|stored| !stored.is_current).await;
+    writing.want(round(2, 2));
+    writing.store(&cluster, round(2, 3)).await;
+    assert_eq!(writes(&cluster), 2, "the first pool and the last");
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn write_whose_answer_is_lost_leaves_no_trouble() {
+    let cluster = started().await;
+    let mut writing = write(&cluster, Pace { request: Duration::from_secs(1), ..PACE });
+    writing.store(&cluster, round(2, 1)).await;
+    cluster.server.fail(Fault::of("PUT", "resourceslices", 1, Answer::Lost));
+    writing.want(round(2, 2));
+    writing.reports(|stored| stored.trouble.is_some()).await;
+    writing.reports(|stored| stored.is_current && stored.trouble.is_none()).await;
+    assert_eq!(cluster.count("PUT", "resourceslices"), 1, "it is not written again");
+    writing.running.end().await;
+}
+
+#[tokio::test]
 async fn each_fault_of_a_write_is_survived() {
     for (answer, outcome) in [
         (Answer::Refusal(403, "no right to resourceslices", None), "forbidden"),
@@ -273,6 +378,24 @@ async fn dropped_taints_are_reported_and_not_written_again() {
     let (before, lists) = (writes(&cluster), cluster.count("GET", "resourceslices"));
     until(|| cluster.count("GET", "resourceslices") > lists + 3).await;
     assert_eq!(writes(&cluster), before);
+    writing.running.end().await;
+}
+
+#[tokio::test]
+async fn taint_that_one_slice_drops_is_reported() {
+    let cluster = started().await;
+    let mut writing = write(&cluster, PACE);
+    let mut wanted = Pool::clone(&tainted(130, 129));
+    writing.store(&cluster, Arc::new(wanted.clone())).await;
+    // The last slice keeps the taint that it had before, and the first one loses its own.
+    cluster.server.set_gates(Gates::OFF);
+    wanted.devices[0].taints = wanted.devices[129].taints.clone();
+    wanted.devices[129].attributes.insert("round".into(), Attribute::Int(1));
+    writing.want(Arc::new(wanted));
+    let report = writing.reports(|stored| stored.drops_taints).await;
+    assert!(report.is_current, "{report:?}");
+    let taints: Vec<usize> = slices(&cluster).iter().map(|slice| slice.to_string().matches("xid").count()).collect();
+    assert_eq!(taints, [0, 0, 1]);
     writing.running.end().await;
 }
 

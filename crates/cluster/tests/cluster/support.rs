@@ -26,6 +26,7 @@ pub const PACE: Pace = Pace {
     first: Duration::from_millis(5),
     longest: Duration::from_millis(20),
     write: Duration::from_millis(2),
+    repair: Duration::from_millis(2),
     ..Pace::DEFAULT
 };
 

@@ -1,0 +1,140 @@
+//! [`Follower`]: objects as they are now and whenever they change. It lists them, watches from there, and lists them anew
+//! where a watch breaks. What is read goes to a [`Followed`].
+
+use std::time::{Duration, Instant};
+
+use futures_util::StreamExt;
+use futures_util::stream::BoxStream;
+use kube::api::WatchParams;
+use kube::core::WatchEvent;
+use kube::{Client, Resource};
+use linkwise::backoff::Backoff;
+
+use crate::attempts::{Attempts, shortened};
+use crate::error::ApiError;
+use crate::server::ApiServer;
+
+/// How much longer than asked for a watch may be silent.
+const GRACE: Duration = Duration::from_secs(30);
+
+/// The events of a watch.
+pub(crate) type Events<T> = BoxStream<'static, kube::Result<WatchEvent<T>>>;
+
+/// What is followed.
+pub(crate) trait Followed {
+    /// The kind, in metrics.
+    const OBJECT: &'static str;
+
+    /// An object as a watch has it.
+    type Object: Resource;
+
+    /// The fields by which the objects are selected. A server may send others too.
+    fn selector(&self) -> String;
+
+    /// Lists the objects, and takes them over. Returns the version from which to watch.
+    fn list(&mut self, server: &mut ApiServer) -> impl Future<Output = Result<String, ApiError>> + Send;
+
+    /// Begins a watch from a version.
+    fn watch(
+        client: Client,
+        params: WatchParams,
+        from: String,
+    ) -> impl Future<Output = kube::Result<Events<Self::Object>>> + Send;
+
+    /// An object as it is now, or as it was when it was deleted.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be read.
+    fn event(&mut self, object: Self::Object, deleted: bool) -> Result<(), ApiError>;
+}
+
+/// Follows objects.
+pub(crate) struct Follower<F> {
+    server: ApiServer,
+    followed: F,
+    attempts: Attempts,
+    /// Whether the last watch began and broke: then only an event shows that watches work again.
+    broken: bool,
+    /// Paces watches that end too soon, or whose version has expired.
+    turns: Backoff,
+}
+
+impl<F: Followed> Follower<F> {
+    /// Asks nothing yet. `request`: what is asked, for the log.
+    pub fn new(server: ApiServer, request: &'static str, followed: F) -> Self {
+        let pace = *server.pace();
+        let (attempts, turns) = (Attempts::of(request, &pace), Backoff::new(pace.first, pace.longest));
+        Self { server, followed, attempts, broken: false, turns }
+    }
+
+    /// Follows for ever. Errors are logged and tried again.
+    pub async fn run(mut self) {
+        loop {
+            let pause = self.turn().await;
+            tokio::time::sleep(pause).await;
+        }
+    }
+
+    /// Lists the objects and follows them until that breaks. Returns the pause before the next turn.
+    async fn turn(&mut self) -> Duration {
+        let mut version = match self.followed.list(&mut self.server).await {
+            Ok(version) => version,
+            Err(error) => return self.attempts.failed(&error),
+        };
+        let began = Instant::now();
+        loop {
+            let opened = Instant::now();
+            match self.watch(version).await {
+                // A watch that the server ended in its time is continued; one that ended at once costs a pause.
+                Ok(last) if opened.elapsed() >= self.server.pace().first => version = last,
+                Ok(_) => return shortened(self.turns.failed_after(began.elapsed())),
+                // What was read is too old to continue from: no fault, the objects are read anew.
+                Err(error) if error.code() == Some(410) => return shortened(self.turns.failed_after(began.elapsed())),
+                Err(error) => return self.attempts.failed(&error),
+            }
+        }
+    }
+
+    /// Follows the objects from a version until the server ends the watch. Returns the last version.
+    async fn watch(&mut self, mut version: String) -> Result<String, ApiError> {
+        let lasts = shortened(self.server.pace().watch);
+        // What the API takes, in seconds.
+        let seconds = u32::try_from(lasts.as_secs()).unwrap_or(u32::MAX).clamp(1, 294);
+        let params = WatchParams::default().fields(&self.followed.selector()).timeout(seconds);
+        let from = version.clone();
+        let mut events = self.server.call(F::OBJECT, "watch", |client| F::watch(client, params, from)).await?;
+        if !self.broken {
+            self.attempts.succeeded();
+        }
+        while let Ok(Some(event)) = tokio::time::timeout(lasts + GRACE, events.next()).await {
+            let event = event.map_err(|error| ApiError::of(&error, None)).and_then(|event| match event {
+                WatchEvent::Error(status) => Err(ApiError::refused(&status, None)),
+                event => Ok(event),
+            });
+            if let Err(error) = &event {
+                self.server.count(F::OBJECT, "watch", Some(error));
+                self.broken = true;
+            }
+            let (object, deleted) = match event? {
+                WatchEvent::Added(object) | WatchEvent::Modified(object) => (object, false),
+                WatchEvent::Deleted(object) => (object, true),
+                WatchEvent::Bookmark(bookmark) => {
+                    version = bookmark.metadata.resource_version;
+                    continue;
+                }
+                WatchEvent::Error(_) => continue,
+            };
+            version = object.meta().resource_version.clone().unwrap_or_default();
+            self.followed.event(object, deleted)?;
+            self.works();
+        }
+        self.works();
+        Ok(version)
+    }
+
+    fn works(&mut self) {
+        self.broken = false;
+        self.attempts.succeeded();
+    }
+}

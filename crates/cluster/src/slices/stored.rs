@@ -1,0 +1,146 @@
+//! [`Stored`]: the slices that the API server has, as far as they were seen.
+
+use std::collections::BTreeMap;
+
+use serde_json::Value;
+
+use super::repairs::Disturbances;
+
+/// What is stored, by name, as far as it was seen.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Stored {
+    pub slices: BTreeMap<String, Value>,
+    /// Whether the slices were listed once.
+    pub is_known: bool,
+    pub disturbances: Disturbances,
+    /// The version of the last change in `disturbances`.
+    last_change: Option<u64>,
+}
+
+/// The version of an object, where it is a number, as those of etcd are.
+fn version(object: &Value) -> u64 {
+    object["metadata"]["resourceVersion"].as_str().and_then(|version| version.parse().ok()).unwrap_or(u64::MAX)
+}
+
+fn name(object: &Value) -> &str {
+    object["metadata"]["name"].as_str().unwrap_or_default()
+}
+
+impl Stored {
+    /// An object as it is now. One that is older than what is known changes nothing. Whether anything changed.
+    fn put(&mut self, object: Value) -> bool {
+        let name = name(&object).to_owned();
+        if self.slices.get(&name).is_some_and(|known| version(known) >= version(&object) && version(known) != u64::MAX)
+        {
+            return false;
+        }
+        self.slices.insert(name, object);
+        true
+    }
+
+    /// We wrote an object, and this came back.
+    pub fn written(&mut self, object: Value) {
+        let version = version(&object);
+        // Its event came before the answer, and was taken for a change by somebody else.
+        if !self.put(object) && self.last_change == Some(version) {
+            self.last_change = None;
+            self.disturbances.changes = self.disturbances.changes.saturating_sub(1);
+        }
+    }
+
+    /// We deleted an object, or it was not there.
+    pub fn removed(&mut self, name: &str) {
+        if self.slices.remove(name).is_none() {
+            // Its event came first.
+            self.disturbances.deletions = self.disturbances.deletions.saturating_sub(1);
+        }
+    }
+
+    /// The watch has an object, as it is now or was last. Whether anything changed.
+    pub fn event(&mut self, object: Value, deleted: bool) -> bool {
+        let version_now = version(&object);
+        if deleted {
+            let name = name(&object);
+            let is_older = self.slices.get(name).is_some_and(|known| version(known) > version_now);
+            let changed = !is_older && self.slices.remove(name).is_some();
+            self.disturbances.deletions += u64::from(changed);
+            return changed;
+        }
+        let changed = self.put(object);
+        if changed {
+            self.last_change = Some(version_now);
+            self.disturbances.changes += 1;
+        }
+        changed
+    }
+
+    /// What a list has. Whether anything changed.
+    pub fn listed(&mut self, slices: BTreeMap<String, Value>) -> bool {
+        let is_as_known = |(name, found): (&String, &Value)| {
+            self.slices.get(name).is_some_and(|known| version(known) == version(found))
+        };
+        let (is_changed, is_less) = (!slices.iter().all(is_as_known), slices.len() < self.slices.len());
+        if self.is_known {
+            self.disturbances.changes += u64::from(is_changed);
+            self.disturbances.deletions += u64::from(is_less);
+        }
+        let is_news = !self.is_known || is_changed || is_less;
+        (self.slices, self.is_known) = (slices, true);
+        is_news
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn slice(version: u64) -> Value {
+        json!({"metadata": {"name": "a", "resourceVersion": version.to_string()}})
+    }
+
+    fn changes(stored: &Stored) -> u64 {
+        stored.disturbances.changes
+    }
+
+    #[test]
+    fn event_before_the_answer_is_no_disturbance() {
+        let mut stored = Stored::default();
+        assert!(stored.event(slice(1), false));
+        stored.written(slice(1));
+        assert_eq!(stored.disturbances, Disturbances::default());
+        // A write that changed nothing came back as it was.
+        stored.written(slice(1));
+        stored.event(slice(2), false);
+        stored.written(slice(1));
+        assert_eq!(changes(&stored), 1, "somebody else's");
+        assert!(stored.event(slice(3), true));
+        stored.removed("a");
+        assert_eq!(stored.disturbances, Disturbances { changes: 1, deletions: 0 });
+    }
+
+    #[test]
+    fn answer_before_the_event_is_no_disturbance() {
+        let mut stored = Stored::default();
+        stored.written(slice(1));
+        assert!(!stored.event(slice(1), false));
+        stored.removed("a");
+        assert!(!stored.event(slice(2), true));
+        assert_eq!(stored.disturbances, Disturbances::default());
+    }
+
+    #[test]
+    fn list_tells_changes_from_deletions() {
+        let list = |version| BTreeMap::from([("a".to_owned(), slice(version))]);
+        let mut stored = Stored::default();
+        assert!(stored.listed(list(1)), "the first one");
+        assert!(!stored.listed(list(1)));
+        assert!(stored.listed(list(2)));
+        assert_eq!(stored.disturbances, Disturbances { changes: 1, deletions: 0 });
+        assert!(stored.listed(BTreeMap::new()));
+        assert_eq!(stored.disturbances, Disturbances { changes: 1, deletions: 1 });
+        assert!(stored.listed(list(4)));
+        assert_eq!(changes(&stored), 2);
+    }
+}
