@@ -86,6 +86,8 @@ impl World {
             Effect::DoorChanged { gpu, door } => Some((gpu, door)),
             _ => None,
         }));
+        let deadline = self.state.next_deadline();
+        assert!(deadline.is_none_or(|deadline| deadline > self.now), "{deadline:?} has passed at {:?}", self.now);
     }
 
     fn pass(&mut self, time: Duration) {
@@ -178,6 +180,7 @@ fn gpu_leaves_dra_after_grace_when_no_claim_has_it() {
     for claimed in [1, 2] {
         assert!(world.door(claimed).is_dra() && !world.allocates(claimed), "a claim has it");
     }
+    assert_eq!(world.state.next_deadline(), None, "time alone changes nothing for those");
     world.tell(prepared(&[]));
     world.tell(listed(&[], &[]));
     assert!(world.allocates(1) && world.allocates(2));
@@ -258,6 +261,17 @@ fn gpu_that_is_gone_stays_while_a_claim_has_it() {
     assert!(world.state.door(&uuid(0)).is_none());
     world.tell(observed());
     assert_eq!(world.door(0), Door::ToDra, "back, it is as new");
+}
+
+#[test]
+fn no_deadline_is_left_where_all_gpus_are_gone() {
+    let mut world = in_dra();
+    world.tell(planned(DraGpus::None));
+    world.tell(Event::Observed(Box::new(NodeObservation { gpus: Vec::new(), ..seen() })));
+    world.pass(DRA_GRACE);
+    assert_eq!(world.state.next_deadline(), None);
+    world.tell(observed());
+    assert_eq!(world.door(0), Door::Plugin, "its grace period is over");
 }
 
 /// What may happen to a node.

@@ -63,6 +63,8 @@ pub(super) struct Doors {
     awaited: BTreeMap<GpuUuid, bool>,
     /// Their devices: whole GPUs, and MIG devices of those in MIG mode. Those of a GPU that is gone stay with it.
     devices: Vec<Device>,
+    /// When the first grace period that still runs ends. After it, a GPU waits for a list of holders or for claims.
+    deadline: Option<Timestamp>,
 }
 
 /// What decides about doors.
@@ -127,7 +129,7 @@ impl Doors {
 
     /// When time alone lets a GPU leave.
     pub fn deadline(&self) -> Option<Timestamp> {
-        self.gpus.values().flatten().map(|since| since.saturating_add(DRA_GRACE)).min()
+        self.deadline
     }
 
     /// Whether a new list of holders could let a GPU change its door.
@@ -145,28 +147,31 @@ impl Doors {
         self.gpus.keys().chain(self.awaited.keys())
     }
 
-    /// The doors after an event; `None` where nothing changes. Before the first scan nothing is decided.
+    /// The doors after an event; `None` where nothing changes. As long as no GPU is seen nothing is decided.
     pub fn next(&self, facts: &Facts<'_>, now: Timestamp) -> Option<Self> {
         let gpus = facts.hardware.topology().gpus();
         let idle = self.gpus.is_empty() && self.awaited.is_empty() && !gpus.iter().any(|gpu| facts.wants(gpu));
         if idle || gpus.is_empty() {
-            return None;
+            return self.deadline.map(|_| Self { deadline: None, ..self.clone() });
         }
-        let mut next = self.clone();
+        let (mut next, mut deadlines) = (self.clone(), Vec::new());
         next.gpus.retain(|uuid, leaves| {
             let wanted = gpus.iter().any(|gpu| gpu.uuid == *uuid && facts.wants(gpu));
             if wanted {
                 *leaves = None;
                 return true;
             }
-            let since = *leaves.get_or_insert(now);
             // A clock that went back costs another grace period.
-            if now < since {
-                *leaves = Some(now);
+            let since = (*leaves).map_or(now, |since| since.min(now));
+            *leaves = Some(since);
+            let end = since.saturating_add(DRA_GRACE);
+            let waits = now < end;
+            if waits {
+                deadlines.push(end);
             }
-            let waits = now < since || now.saturating_sub(since) < DRA_GRACE;
             waits || !facts.ledger.is_known() || facts.ledger.claim_on(facts.hardware.topology(), uuid).is_some()
         });
+        next.deadline = deadlines.into_iter().min();
         next.awaited.clear();
         for gpu in gpus.iter().filter(|gpu| facts.wants(gpu) && !self.has(&gpu.uuid)) {
             let unheld_before = self.awaited.get(&gpu.uuid) == Some(&true);
