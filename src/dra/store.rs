@@ -17,7 +17,8 @@ use crate::state::PreparedClaim;
 /// The version of the files.
 const VERSION: u32 = 1;
 
-/// The longest file that is read. A claim has 32 devices at most, of some 300 bytes each.
+/// The longest file that is read. A claim has 32 devices at most, of some 300 bytes each, and as many requests with
+/// edits, whose mounts and device nodes are some KiB.
 const LONGEST: u64 = 1 << 20;
 
 /// Only the agent reads them.
@@ -61,10 +62,14 @@ impl Record {
         Self { progress: Progress::Completed, ..self }
     }
 
-    /// What the node's ledger has of it. An administrator's look at a GPU takes it from nobody.
+    /// What the node's ledger has of it: devices with admin access are left out, because other claims may have them too.
     pub fn for_ledger(&self) -> PreparedClaim {
-        let taken = self.prepared.devices.iter().filter(|device| !device.admin);
-        PreparedClaim { claim: self.claim.clone(), gpus: taken.map(|device| device.gpu.clone()).collect() }
+        let taken = || self.prepared.devices.iter().filter(|device| !device.admin);
+        PreparedClaim {
+            claim: self.claim.clone(),
+            gpus: taken().map(|device| device.gpu.clone()).collect(),
+            devices: taken().map(|device| device.device.clone()).collect(),
+        }
     }
 
     /// Whether it was completed in this boot.

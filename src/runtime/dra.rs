@@ -5,7 +5,6 @@
 //! `linkwise-cluster` has); the plugin's books go into the node's state as events. An API server that is away changes
 //! nothing for claims that are prepared.
 
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -200,13 +199,7 @@ impl PoolMaker {
         }
         let layout = self.layouts.layout(state.tables(), offered_now(state));
         let settings = DraSettings { taints_survive: !drops_taints, evict_from_lost: self.evict_from_lost };
-        let mut facts = DraFacts::of_state(state, &self.empty.driver, &layout, settings);
-        // What the plugin has prepared, before the kubelet lists it.
-        let held =
-            facts.devices.iter().filter(|device| state.ledger().claim_on(state.topology(), &device.gpu.uuid).is_some());
-        let held: BTreeSet<String> = held.filter_map(|device| device.name.clone()).collect();
-        facts.held.extend(held);
-        let (devices, problems) = devices(&facts);
+        let (devices, problems) = devices(&DraFacts::of_state(state, &self.empty.driver, &layout, settings));
         self.last = Some(Arc::new(Pool { devices, ..self.empty.clone() }));
         problems
     }

@@ -99,6 +99,7 @@ async fn gpu_of_a_claim_without_allocation_is_taken_from_it() {
     let held = ClaimedDevice {
         claim: "ml/claim-a".to_owned(),
         driver: super::node::DRIVER.to_owned(),
+        pool: super::node::POOL.to_owned(),
         device: "gpu-0".to_owned(),
         cdi_names: Vec::new(),
     };

@@ -1,9 +1,9 @@
 //! [`Doors`]: which GPUs are offered through DRA, and how a GPU changes between the device plugin and DRA.
 //!
 //! A part of [`super::offers`]. A GPU is offered through one door at a time, with all its MIG devices. It goes to DRA
-//! when no pod holds it through the device plugin in two lists in a row, and back when no claim holds it and a grace
-//! period has passed. What is stored here is only the GPUs of DRA: whatever a process that died had not stored is
-//! decided anew by plan and ledger, and a holder that either knows keeps its GPU.
+//! when no pod holds it through the device plugin, or by a claim that linkwise did not prepare, in two lists in a row,
+//! and back when no claim holds it and a grace period has passed. What is stored here is only the GPUs of DRA: whatever
+//! a process that died had not stored is decided anew by plan and ledger, and a holder that either knows keeps its GPU.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -83,12 +83,13 @@ impl Facts<'_> {
         self.plan.dra.include(gpu) && self.plan.filter.offers(gpu)
     }
 
-    /// Whether no pod can have the GPU through the device plugin.
+    /// Whether no pod can have the GPU through the device plugin, or through another DRA driver of our name.
     fn is_unheld(&self, gpu: &Gpu) -> bool {
         let topology = self.hardware.topology();
         self.ledger.is_known()
             && !self.listed.contains(&gpu.uuid)
             && self.ledger.plugin_holder(topology, &gpu.uuid).is_none()
+            && !self.ledger.has_foreign_claim(topology, &gpu.uuid)
     }
 }
 
@@ -108,7 +109,8 @@ impl Doors {
         self.gpus.contains_key(gpu)
     }
 
-    /// The GPUs that the last process offered through DRA: nobody else had them since.
+    /// The GPUs that the last process offered through DRA. Another device plugin or DRA driver may have served the node
+    /// since: a claim is not prepared with a GPU that the kubelet lists as theirs.
     pub fn restore(&mut self, gpus: &BTreeSet<GpuUuid>) {
         for gpu in gpus {
             self.gpus.entry(gpu.clone()).or_default();
@@ -169,7 +171,7 @@ impl Doors {
             if waits {
                 deadlines.push(end);
             }
-            waits || !facts.ledger.is_known() || facts.ledger.claim_on(facts.hardware.topology(), uuid).is_some()
+            waits || !facts.ledger.is_known() || facts.ledger.has_claim_on(facts.hardware.topology(), uuid)
         });
         next.deadline = deadlines.into_iter().min();
         next.awaited.clear();
