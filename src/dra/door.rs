@@ -195,8 +195,8 @@ impl Door {
         let record = match self.reserve(asked).await {
             Ok(record) => record,
             Err(error) => {
-                if before.is_some() && error.is_gone() {
-                    // It stays in the books where that fails, and the next sweep tries again.
+                if before.is_some_and(|before| error.is_gone() && self.is_unused(&before)) {
+                    // Where that fails, it stays prepared, and the next sweep tries again.
                     let _ = self.undo(uid, &turn).await;
                 }
                 return Err(error);
@@ -279,7 +279,9 @@ impl Door {
             host: &host,
         };
         let mut slots = self.slots();
+        // No container of another boot runs, and what was GPU 0 then may be GPU 1 now.
         let others = slots.values().filter_map(|slot| slot.record.as_ref());
+        let others = others.filter(|record| !record.is_of_another_boot(settings.boot.as_deref()));
         let others = others.map(|record| (&record.claim, &record.prepared));
         let prepared = plan(claim, asked, node, others)?;
         let record = Record::started(settings.boot.clone(), asked.clone(), prepared);
@@ -364,19 +366,23 @@ impl Door {
     /// Whether the cluster has no such claim any more, or its devices have been taken from it, and no container of this
     /// node has them.
     async fn is_gone(&self, record: &Record) -> bool {
-        let claim = &record.claim;
-        let answer = self.query(claim).await;
-        let state = self.snapshot.borrow().clone();
-        let is_over = match answer {
+        let is_over = match self.query(&record.claim).await {
             Err(ClaimQueryError::NotFound) => true,
             Err(ClaimQueryError::Failed(_)) => false,
-            Ok(found) if found.metadata.uid != claim.uid => true,
+            Ok(found) if found.metadata.uid != record.claim.uid => true,
             // Its pod has ended, and the kubelet should have unprepared it. One that was reinstalled does not.
-            Ok(found) => state.ledger().is_known() && !self.is_allocated(&found, record),
+            Ok(found) => !self.is_allocated(&found, record),
         };
-        let named = claim.to_string();
+        is_over && self.is_unused(record)
+    }
+
+    /// Whether the kubelet lists no container with a record's devices. While it cannot be asked, there may be one: a claim
+    /// that was deleted by force is gone before its pod is.
+    fn is_unused(&self, record: &Record) -> bool {
+        let state = self.snapshot.borrow().clone();
+        let named = record.claim.to_string();
         let mut listed = state.ledger().holdings().claims.iter();
-        is_over
+        state.ledger().is_known()
             && !listed.any(|held| {
                 let has = |device: &str| record.prepared.devices.iter().any(|prepared| prepared.device == device);
                 held.claim == named && held.driver == self.settings.driver && has(&held.device)

@@ -72,6 +72,11 @@ impl Record {
         }
     }
 
+    /// Whether it was certainly made in another boot than this.
+    pub fn is_of_another_boot(&self, boot: Option<&str>) -> bool {
+        self.boot.as_deref().zip(boot).is_some_and(|(of, this)| of != this)
+    }
+
     /// Whether it was completed in this boot.
     pub fn is_completed_in(&self, boot: Option<&str>) -> bool {
         self.progress == Progress::Completed && boot.is_some() && self.boot.as_deref() == boot
