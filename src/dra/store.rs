@@ -1,7 +1,8 @@
 //! Checkpoints: one file for each claim that is prepared, or was being prepared when the process ended.
 //!
 //! Called by `door`, in blocking tasks. A file that cannot be read is reported and set aside, and hinders no other
-//! claim; it goes when its claim is unprepared. What is in a file is decided by the core.
+//! claim; it goes when its claim is unprepared. A disk that is full at the start is the error of the claims that cannot
+//! be prepared then. What is in a file is decided by the core.
 
 use std::fs;
 use std::io;
@@ -100,12 +101,17 @@ pub(super) struct Store {
 }
 
 impl Store {
-    /// The records in a folder, which is made where it is missing, and what in it is none.
+    /// The records in a folder, and the files in it that are no records. A folder that is missing has none.
     pub fn open(folder: &Path) -> io::Result<(Self, Vec<Record>, Vec<Occurrence>)> {
-        files::prepare_folder(folder)?;
+        // Where it cannot be made, the first write tries again.
+        let _ = fs::create_dir_all(folder);
         let (mut records, mut ignored) = (Vec::new(), Vec::new());
-        let mut paths: Vec<PathBuf> =
-            fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect::<io::Result<_>>()?;
+        let entries = match fs::read_dir(folder) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            entries => Some(entries?),
+        };
+        let paths = entries.into_iter().flatten().map(|entry| Ok(entry?.path()));
+        let mut paths: Vec<PathBuf> = paths.collect::<io::Result<_>>()?;
         paths.sort_unstable();
         for path in paths {
             let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
@@ -132,6 +138,7 @@ impl Store {
     /// Puts a record on the disk, over the one that is there.
     pub fn write(&self, record: &Record) -> io::Result<()> {
         let text = serde_json::to_vec_pretty(record)?;
+        fs::create_dir_all(&self.folder)?;
         files::write(&self.path(&record.claim.uid), &text, MODE)
     }
 

@@ -192,6 +192,30 @@ async fn checkpoints_that_cannot_be_written_are_the_claims_error() {
 }
 
 #[tokio::test]
+async fn checkpoint_folder_that_cannot_be_made_ends_no_plugin() {
+    let mut node = Node::new();
+    node.settings.checkpoints = "/proc/self/linkwise/claims".into();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", "gpu-0")]);
+    let error = refusal(&kubelet, &claim).await;
+    assert!(error.starts_with("cannot write the checkpoint of the claim: "), "{error}");
+    end(&kubelet, &claim).await;
+}
+
+#[tokio::test]
+async fn broken_cdi_folder_holds_up_no_claim_without_a_spec() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", "gpu-0")]);
+    start(&kubelet, &claim).await.unwrap();
+    fs::remove_dir_all(&node.settings.cdi_folder).unwrap();
+    fs::write(&node.settings.cdi_folder, "").unwrap();
+    end(&kubelet, &claim).await;
+    assert_eq!(node.checkpoints(), [""; 0]);
+}
+
+#[tokio::test]
 async fn cdi_folder_that_cannot_be_written_is_the_claims_error() {
     let node = Node::running().with_nics();
     let kubelet = node.kubelet().await;
