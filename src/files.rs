@@ -109,8 +109,8 @@ pub fn read(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("it is longer than {limit} bytes")))
 }
 
-/// Removes a file; on return it is gone from the disk. Returns whether there was one. Where there is none, a folder that
-/// is read-only, or no folder at all, is no error.
+/// Removes a file; on return it is gone from the disk. Returns whether there was one. Where there is none, a folder
+/// that is read-only, or no folder at all, is no error.
 ///
 /// # Errors
 ///

@@ -63,7 +63,7 @@ impl Record {
         Self { progress: Progress::Completed, ..self }
     }
 
-    /// What the node's ledger has of it: devices with admin access are left out, because other claims may have them too.
+    /// What the node's ledger has of it. Devices with admin access are left out: other claims may have them too.
     pub fn for_ledger(&self) -> PreparedClaim {
         let taken = || self.prepared.devices.iter().filter(|device| !device.admin);
         PreparedClaim {

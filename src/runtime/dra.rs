@@ -2,8 +2,8 @@
 //! of that is ready.
 //!
 //! The pool is made from each snapshot and handed to the client of the API server (`dra::Client`, which only
-//! `linkwise-cluster` has); the plugin's books go into the node's state as events. An API server that is away changes
-//! nothing for claims that are prepared.
+//! `linkwise-cluster` has); the claims that the plugin has prepared go into the node's state as events. An API server
+//! that is away changes nothing for claims that are prepared.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -123,8 +123,8 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) 
     };
     node.readiness.add(Part::DraPlugin, Phase::WaitingForGpus.words());
     node.readiness.add(Part::DraSlices, "waiting for GPUs");
-    let (events, snapshot, books) = (node.events(), node.snapshot(), plugin.books());
-    node.spawn("DRA ledger", keep_ledger(books, events));
+    let (events, snapshot, prepared) = (node.events(), node.snapshot(), plugin.prepared_claims());
+    node.spawn("DRA ledger", keep_ledger(prepared, events));
     node.spawn("DRA slices", maker.run(snapshot.clone(), stored.clone(), pool));
     node.spawn("DRA slices' report", follow_report(wanted, stored, node.readiness.clone(), metrics));
     node.spawn("DRA log", log(occurrences));
@@ -135,12 +135,12 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) 
     Ok(())
 }
 
-/// Enters the plugin's books into the node's ledger.
-async fn keep_ledger(mut books: watch::Receiver<Vec<PreparedClaim>>, events: mpsc::Sender<Event>) -> Result<()> {
+/// Enters the claims that the plugin has prepared into the node's ledger.
+async fn keep_ledger(mut claims: watch::Receiver<Vec<PreparedClaim>>, events: mpsc::Sender<Event>) -> Result<()> {
     loop {
-        let prepared = books.borrow_and_update().clone();
+        let prepared = claims.borrow_and_update().clone();
         events.send(Event::Prepared(prepared)).await.context("the node takes no events")?;
-        books.changed().await.context("the DRA plugin is gone")?;
+        claims.changed().await.context("the DRA plugin is gone")?;
     }
 }
 
