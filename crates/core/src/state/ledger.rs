@@ -146,7 +146,9 @@ impl Ledger {
     /// What holds this GPU beside the claims of a pool: a pod through the device plugin API, or a claim of another DRA
     /// driver of the same name. Listed claims of the pool itself do not count: the list may be older than their end.
     pub fn holder_beside(&self, topology: &NodeTopology, gpu: &GpuUuid, driver: &str, pool: &str) -> Option<String> {
-        let by_plugin = self.plugin_holder(topology, gpu).map(|(resource, id)| format!("a pod, as {resource} '{id}'"));
+        let by_plugin = self
+            .plugin_holder(topology, gpu)
+            .map(|(resource, id)| format!("a pod, as {resource} {}", quoted(id.as_str())));
         by_plugin.or_else(|| {
             let mut claims = self.claimed_on(topology, gpu);
             let other = claims.find(|claimed| claimed.driver == driver && claimed.pool != pool)?;
