@@ -39,6 +39,7 @@ use life::Life;
 pub use api::{ApiSide, ClaimQuery, ClaimQueryError, Client, StoredPool};
 pub use claim_json::{NoClaim, parse_claim};
 pub use metrics::PluginMetrics;
+pub use store::{Record as Checkpoint, parse as parse_checkpoint};
 
 /// The plugin's settings.
 #[derive(Clone, Debug)]

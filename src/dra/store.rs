@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::Occurrence;
 use crate::claims::{ClaimName, Prepared};
 use crate::files;
+use crate::quote::{one_line, quoted};
 use crate::state::PreparedClaim;
 
 /// The version of the files.
@@ -30,7 +31,7 @@ const ASIDE: &str = ".ignored";
 
 /// How far the preparation of a claim is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Progress {
+pub enum Progress {
     /// Something may have been done.
     Started,
     /// Everything is done, and the kubelet may have been told.
@@ -40,7 +41,7 @@ pub(super) enum Progress {
 /// A claim that is prepared, or being prepared.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub(super) struct Record {
+pub struct Record {
     version: u32,
     /// How far.
     pub progress: Progress,
@@ -162,16 +163,27 @@ fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
 
 /// Reads one file; its name has the UID of its claim.
 fn read(path: &Path, uid: &str) -> Result<Record, String> {
-    let bytes = files::read(path, LONGEST).map_err(|error| error.to_string())?;
+    parse(&files::read(path, LONGEST).map_err(|error| error.to_string())?, uid)
+}
+
+/// Reads the checkpoint of the claim with this UID.
+///
+/// # Errors
+///
+/// In words, on one line: it is no JSON, of another version, no checkpoint, or of another claim.
+pub fn parse(bytes: &[u8], uid: &str) -> Result<Record, String> {
+    let said = |error: serde_json::Error| one_line(&error.to_string());
     let value: serde_json::Value =
-        serde_json::from_slice(&bytes).map_err(|error| format!("it is not whole JSON: {error}"))?;
+        serde_json::from_slice(bytes).map_err(|error| format!("it is not whole JSON: {}", said(error)))?;
     let version = value.get("version").cloned().unwrap_or_default();
     if version != VERSION {
+        let version = one_line(&version.to_string());
         return Err(format!("its version is {version}; this linkwise reads {VERSION}"));
     }
-    let record: Record = serde_json::from_value(value).map_err(|error| format!("it is no checkpoint: {error}"))?;
+    let record: Record =
+        serde_json::from_value(value).map_err(|error| format!("it is no checkpoint: {}", said(error)))?;
     if record.claim.uid != uid {
-        return Err(format!("it is of the claim with the UID {}", crate::quote::quoted(&record.claim.uid)));
+        return Err(format!("it is of the claim with the UID {}", quoted(&record.claim.uid)));
     }
     Ok(record)
 }
