@@ -111,8 +111,8 @@ pub async fn holders(sources: &HolderSources) -> Holders {
     Holders { held: Some(held), without_init_containers }
 }
 
-/// Polls the holders until `shutdown`: every second at first while the state waits for an answer (`often`), then, as long
-/// as the kubelet answers, ever more rarely. A failure means "not known" until the next answer. Every answer is
+/// Polls the holders until `shutdown`: every second at first while the state waits for an answer (`often`), then, as
+/// long as the kubelet answers, ever more rarely. A failure means "not known" until the next answer. Every answer is
 /// published, also one like the last: an orphan leaves the list by an answer that came after it went.
 pub async fn follow_holders(
     sources: &HolderSources,
