@@ -82,7 +82,7 @@ soak: setup ## faults at random while pods come and go, then a ledger (SOAK_SECO
 
 # No sanitizer: outside of nvml/raw.rs, which no target reaches, there is no unsafe code of ours for one to look at,
 # and without it a stable compiler does. What is found on the way is kept in fuzz/target, a failure in fuzz/artifacts.
-FUZZ_TARGETS := request node_file nccl_xml agent_protocol config
+FUZZ_TARGETS := request node_file nccl_xml agent_protocol config claim checkpoint
 
 .PHONY: fuzz
 fuzz: setup ## fuzz what strangers send, a short while (FUZZ_SECONDS=60, all targets together)

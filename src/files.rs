@@ -109,15 +109,17 @@ pub fn read(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("it is longer than {limit} bytes")))
 }
 
-/// Removes a file; on return it is gone from the disk. Returns whether there was one.
+/// Removes a file; on return it is gone from the disk. Returns whether there was one. Where there is none, a folder
+/// that is read-only, or no folder at all, is no error.
 ///
 /// # Errors
 ///
 /// The operating system's; then it may still be there.
 pub fn remove(path: &Path) -> io::Result<bool> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
-        other => other?,
+    if let Err(error) = fs::remove_file(path) {
+        let there = fs::symlink_metadata(path).map_err(|error| error.kind());
+        let is_missing = matches!(there, Err(io::ErrorKind::NotFound | io::ErrorKind::NotADirectory));
+        return if is_missing { Ok(false) } else { Err(error) };
     }
     File::open(folder(path))?.sync_all()?;
     Ok(true)
@@ -178,6 +180,18 @@ mod tests {
         assert!(write_if_changed(&path, b"x", 0o644).unwrap());
         assert!(!write_if_changed(&path, b"x", 0o644).unwrap());
         assert!(write_if_changed(&path, b"y", 0o644).unwrap());
+    }
+
+    #[test]
+    fn missing_file_is_removed_without_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        fs::write(&path, "").unwrap();
+        // A file where a folder should be; and a file system whose folders cannot be written to.
+        let missing = [folder.path().join("other"), path.join("in a file"), "/proc/self/linkwise".into()];
+        assert_eq!(missing.map(|path| remove(&path).unwrap()), [false; 3]);
+        assert!(remove(folder.path()).is_err(), "a folder is no file");
+        assert!(remove(Path::new("/proc/self/status")).is_err() && remove(&path).unwrap() && !path.exists());
     }
 
     #[test]

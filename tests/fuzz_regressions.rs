@@ -50,6 +50,16 @@ fn configurations() {
 }
 
 #[test]
+fn claims() {
+    check("claim", fuzz_checks::claim);
+}
+
+#[test]
+fn checkpoints() {
+    check("checkpoint", fuzz_checks::checkpoint);
+}
+
+#[test]
 fn agent_messages() {
     check("agent_protocol", fuzz_checks::agent_protocol);
 }

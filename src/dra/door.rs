@@ -3,8 +3,8 @@
 //!
 //! Called by `service` for the kubelet and by `life` for claims that are gone. What is prepared is kept in memory and in
 //! `store`. One claim is worked on once at a time; claims do not wait for each other, and no lock is held while a disk
-//! or the API server is waited for. A claim is in the books from before anything is done for it until all is undone, so
-//! that no other claim gets its GPUs.
+//! or the API server is waited for. A claim counts as prepared from before anything is done for it until all is undone,
+//! so that no other claim gets its GPUs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -48,7 +48,7 @@ pub(super) struct Door {
     /// Changes with what is prepared.
     held: watch::Sender<u64>,
     /// The same for the node's ledger.
-    books: watch::Sender<Vec<PreparedClaim>>,
+    ledger: watch::Sender<Vec<PreparedClaim>>,
 }
 
 /// Why a claim was not prepared.
@@ -90,7 +90,7 @@ impl Door {
         observer: Observer,
         snapshot: watch::Receiver<Arc<NodeState>>,
         claims: mpsc::Sender<ClaimQuery>,
-        books: watch::Sender<Vec<PreparedClaim>>,
+        ledger: watch::Sender<Vec<PreparedClaim>>,
     ) -> Result<Self, PluginError> {
         let folder = settings.checkpoints.clone();
         let opened = files::blocking(move || Store::open(&folder)).await;
@@ -100,7 +100,7 @@ impl Door {
         let slot = |record: Record| (record.claim.uid.clone(), Slot { record: Some(record), ..Slot::default() });
         let slots = Mutex::new(records.into_iter().map(slot).collect());
         let held = watch::Sender::default();
-        let door = Self { settings, store: Arc::new(store), observer, snapshot, claims, slots, held, books };
+        let door = Self { settings, store: Arc::new(store), observer, snapshot, claims, slots, held, ledger };
         door.changed();
         Ok(door)
     }
@@ -195,8 +195,8 @@ impl Door {
         let record = match self.reserve(asked).await {
             Ok(record) => record,
             Err(error) => {
-                if before.is_some() && error.is_gone() {
-                    // It stays in the books where that fails, and the next sweep tries again.
+                if before.is_some_and(|before| error.is_gone() && self.is_unused(&before)) {
+                    // Where that fails, it stays prepared, and the next sweep tries again.
                     let _ = self.undo(uid, &turn).await;
                 }
                 return Err(error);
@@ -216,8 +216,8 @@ impl Door {
         Ok((carried_out?, false))
     }
 
-    /// Waits until the node's ledger has a claim that is in the books: from then on its GPUs stay with DRA. An error where
-    /// one of them has left before.
+    /// Waits until the node's ledger has a claim that [`Self::reserve`] entered: from then on its GPUs stay with DRA.
+    /// An error where one of them has left before.
     async fn confirm(&self, record: &Record) -> Result<(), PrepareError> {
         if !self.settings.has_ledger {
             return Ok(());
@@ -238,7 +238,7 @@ impl Door {
         Ok(())
     }
 
-    /// Reads the claim, plans it and puts it into the books. A GPU that a claim has which is gone is taken from it first.
+    /// Reads the claim, plans it, and enters it as prepared. A GPU of a claim that is gone is taken from it first.
     async fn reserve(&self, asked: &ClaimName) -> Result<Record, PrepareError> {
         let named = || format!("{}/{}", asked.namespace, asked.name);
         let claim = self.query(asked).await;
@@ -279,7 +279,9 @@ impl Door {
             host: &host,
         };
         let mut slots = self.slots();
+        // No container of another boot runs, and what was GPU 0 then may be GPU 1 now.
         let others = slots.values().filter_map(|slot| slot.record.as_ref());
+        let others = others.filter(|record| !record.is_of_another_boot(settings.boot.as_deref()));
         let others = others.map(|record| (&record.claim, &record.prepared));
         let prepared = plan(claim, asked, node, others)?;
         let record = Record::started(settings.boot.clone(), asked.clone(), prepared);
@@ -289,7 +291,7 @@ impl Door {
         Ok(record)
     }
 
-    /// Does what a record that is in the books says.
+    /// Does what a record says that was entered.
     async fn carry_out(&self, record: Record, turn: &Turn) -> Result<Prepared, PrepareError> {
         let uid = record.claim.uid.clone();
         self.write(&record, turn).await?;
@@ -313,7 +315,7 @@ impl Door {
         Ok(record.prepared)
     }
 
-    /// Undoes everything for a claim: its spec, its checkpoint, its place in the books.
+    /// Undoes everything for a claim: its spec, its checkpoint, its entry.
     async fn undo(&self, uid: &str, turn: &Turn) -> Result<(), UnprepareError> {
         let (folder, named, held) = (self.settings.cdi_folder.clone(), uid.to_owned(), Arc::clone(turn));
         let removed = files::blocking(move || {
@@ -364,19 +366,23 @@ impl Door {
     /// Whether the cluster has no such claim any more, or its devices have been taken from it, and no container of this
     /// node has them.
     async fn is_gone(&self, record: &Record) -> bool {
-        let claim = &record.claim;
-        let answer = self.query(claim).await;
-        let state = self.snapshot.borrow().clone();
-        let is_over = match answer {
+        let is_over = match self.query(&record.claim).await {
             Err(ClaimQueryError::NotFound) => true,
             Err(ClaimQueryError::Failed(_)) => false,
-            Ok(found) if found.metadata.uid != claim.uid => true,
+            Ok(found) if found.metadata.uid != record.claim.uid => true,
             // Its pod has ended, and the kubelet should have unprepared it. One that was reinstalled does not.
-            Ok(found) => state.ledger().is_known() && !self.is_allocated(&found, record),
+            Ok(found) => !self.is_allocated(&found, record),
         };
-        let named = claim.to_string();
+        is_over && self.is_unused(record)
+    }
+
+    /// Whether the kubelet lists no container with a record's devices. While it cannot be asked, there may be one: a
+    /// claim that was deleted by force is gone before its pod is.
+    fn is_unused(&self, record: &Record) -> bool {
+        let state = self.snapshot.borrow().clone();
+        let named = record.claim.to_string();
         let mut listed = state.ledger().holdings().claims.iter();
-        is_over
+        state.ledger().is_known()
             && !listed.any(|held| {
                 let has = |device: &str| record.prepared.devices.iter().any(|prepared| prepared.device == device);
                 held.claim == named && held.driver == self.settings.driver && has(&held.device)
@@ -446,8 +452,8 @@ impl Door {
             let records = || slots.values().filter_map(|slot| slot.record.as_ref());
             (records().count(), records().map(|record| record.prepared.devices.len()).sum())
         };
-        let books = self.slots().values().filter_map(|slot| slot.record.as_ref()).map(Record::for_ledger).collect();
-        self.books.send_if_modified(|before| std::mem::replace(before, books) != *before);
+        let prepared = self.slots().values().filter_map(|slot| slot.record.as_ref()).map(Record::for_ledger).collect();
+        self.ledger.send_if_modified(|before| std::mem::replace(before, prepared) != *before);
         (self.observer)(Occurrence::Held { claims, devices });
         self.held.send_modify(|change| *change = change.wrapping_add(1));
     }

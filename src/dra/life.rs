@@ -68,11 +68,19 @@ impl Life {
     /// Lives until `shutdown`; sweeps the claims meanwhile.
     pub async fn live(mut self, shutdown: &CancellationToken) {
         (self.observer)(Occurrence::Phase(self.machine.phase()));
-        let (door, pause) = (Arc::clone(&self.door), self.settings.sweep);
+        let (door, pause, mut snapshot) = (Arc::clone(&self.door), self.settings.sweep, self.snapshot.clone());
         let sweeps = async {
             loop {
+                let was_known = snapshot.borrow().ledger().is_known();
                 door.sweep().await;
-                tokio::time::sleep(pause).await;
+                // A sweep without the kubelet's list undoes nothing: the next follows when there is one.
+                let known = async {
+                    if snapshot.wait_for(|state| !was_known && state.ledger().is_known()).await.is_err() {
+                        // The node is ending.
+                        std::future::pending::<()>().await;
+                    }
+                };
+                let _ = tokio::time::timeout(pause, known).await;
             }
         };
         tokio::pin!(sweeps);

@@ -39,6 +39,7 @@ use life::Life;
 pub use api::{ApiSide, ClaimQuery, ClaimQueryError, Client, StoredPool};
 pub use claim_json::{NoClaim, parse_claim};
 pub use metrics::PluginMetrics;
+pub use store::{Record as Checkpoint, parse as parse_checkpoint};
 
 /// The plugin's settings.
 #[derive(Clone, Debug)]
@@ -70,8 +71,8 @@ pub struct Settings {
     pub claim_timeout: Duration,
     /// How long a claim waits for the CDI specs of its devices, which the agent repairs every 10 s.
     pub specs_timeout: Duration,
-    /// Whether the runtime takes the plugin's books into the node's ledger: then a claim is prepared only when the ledger
-    /// has it and its GPUs are still DRA's.
+    /// Whether the runtime enters the claims that the plugin has prepared into the node's ledger: then a claim is
+    /// prepared only when the ledger has it and its GPUs are still DRA's.
     pub has_ledger: bool,
     /// How long the preparation of one claim may take, disks included. The kubelet waits for 45 s.
     pub prepare_timeout: Duration,
@@ -213,7 +214,7 @@ pub enum Occurrence {
         /// Why not.
         result: Result<(), String>,
     },
-    /// A file among the checkpoints is none of ours, or cannot be read; it counts for nothing.
+    /// A file in the folder of checkpoints is no checkpoint, or cannot be read: it is ignored.
     CheckpointIgnored {
         /// The file.
         path: PathBuf,
@@ -254,19 +255,19 @@ pub struct Plugin {
     settings: Arc<Settings>,
     observer: Observer,
     phase: watch::Sender<Phase>,
-    books: watch::Sender<Vec<PreparedClaim>>,
+    prepared: watch::Sender<Vec<PreparedClaim>>,
 }
 
 impl Plugin {
     /// A plugin that does nothing until [`Self::run`].
     pub fn new(settings: Arc<Settings>, observer: Observer) -> Self {
-        let (phase, books) = (watch::Sender::new(Phase::WaitingForGpus), watch::Sender::default());
-        Self { settings, observer, phase, books }
+        let (phase, prepared) = (watch::Sender::new(Phase::WaitingForGpus), watch::Sender::default());
+        Self { settings, observer, phase, prepared }
     }
 
     /// Follows the claims that are prepared or being prepared, for the node's ledger.
-    pub fn books(&self) -> watch::Receiver<Vec<PreparedClaim>> {
-        self.books.subscribe()
+    pub fn prepared_claims(&self) -> watch::Receiver<Vec<PreparedClaim>> {
+        self.prepared.subscribe()
     }
 
     /// Follows the phase.
@@ -285,8 +286,8 @@ impl Plugin {
         claims: mpsc::Sender<ClaimQuery>,
         shutdown: CancellationToken,
     ) -> Result<(), PluginError> {
-        let Self { settings, observer, phase, books } = self;
-        let door = Door::open(Arc::clone(&settings), Arc::clone(&observer), snapshot.clone(), claims, books).await?;
+        let Self { settings, observer, phase, prepared } = self;
+        let door = Door::open(Arc::clone(&settings), Arc::clone(&observer), snapshot.clone(), claims, prepared).await?;
         Life::new(settings, Arc::new(door), snapshot, observer, phase).live(&shutdown).await;
         Ok(())
     }

@@ -1,8 +1,7 @@
 //! CDI specs as the door needs them: whether a runtime will find the names that a claim is answered with, and a spec of
 //! the claim's own where it has edits beside its GPUs.
 //!
-//! Called by `door`, in blocking tasks. The specs of GPUs are written by `cdi`; what is in one is none of this module's
-//! business but the names.
+//! Called by `door`, in blocking tasks. The specs of GPUs are written by `cdi`; this module reads the names in them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -78,10 +77,7 @@ pub(super) fn write(folder: &Path, uid: &str, edits: &BTreeMap<String, Edits>) -
 
 /// Removes the spec of a claim, if it has one.
 pub(super) fn remove(folder: &Path, uid: &str) -> io::Result<()> {
-    match fs::remove_file(path(folder, uid)) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
-    }
+    files::remove(&path(folder, uid)).map(drop)
 }
 
 /// The UIDs of claims that have a spec in the folder.

@@ -1,7 +1,8 @@
 //! Checkpoints: one file for each claim that is prepared, or was being prepared when the process ended.
 //!
 //! Called by `door`, in blocking tasks. A file that cannot be read is reported and set aside, and hinders no other
-//! claim; it goes when its claim is unprepared. What is in a file is decided by the core.
+//! claim; it goes when its claim is unprepared. A disk that is full at the start is the error of the claims that cannot
+//! be prepared then. What is in a file is decided by the core.
 
 use std::fs;
 use std::io;
@@ -12,12 +13,14 @@ use serde::{Deserialize, Serialize};
 use super::Occurrence;
 use crate::claims::{ClaimName, Prepared};
 use crate::files;
+use crate::quote::{one_line, quoted};
 use crate::state::PreparedClaim;
 
 /// The version of the files.
 const VERSION: u32 = 1;
 
-/// The longest file that is read. A claim has 32 devices at most, of some 300 bytes each.
+/// The longest file that is read. A claim has 32 devices at most, of some 300 bytes each, and as many requests with
+/// edits, whose mounts and device nodes are some KiB.
 const LONGEST: u64 = 1 << 20;
 
 /// Only the agent reads them.
@@ -28,7 +31,7 @@ const ASIDE: &str = ".ignored";
 
 /// How far the preparation of a claim is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Progress {
+pub enum Progress {
     /// Something may have been done.
     Started,
     /// Everything is done, and the kubelet may have been told.
@@ -38,7 +41,7 @@ pub(super) enum Progress {
 /// A claim that is prepared, or being prepared.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
-pub(super) struct Record {
+pub struct Record {
     version: u32,
     /// How far.
     pub progress: Progress,
@@ -61,10 +64,19 @@ impl Record {
         Self { progress: Progress::Completed, ..self }
     }
 
-    /// What the node's ledger has of it. An administrator's look at a GPU takes it from nobody.
+    /// What the node's ledger has of it. Devices with admin access are left out: other claims may have them too.
     pub fn for_ledger(&self) -> PreparedClaim {
-        let taken = self.prepared.devices.iter().filter(|device| !device.admin);
-        PreparedClaim { claim: self.claim.clone(), gpus: taken.map(|device| device.gpu.clone()).collect() }
+        let taken = || self.prepared.devices.iter().filter(|device| !device.admin);
+        PreparedClaim {
+            claim: self.claim.clone(),
+            gpus: taken().map(|device| device.gpu.clone()).collect(),
+            devices: taken().map(|device| device.device.clone()).collect(),
+        }
+    }
+
+    /// Whether it was certainly made in another boot than this.
+    pub fn is_of_another_boot(&self, boot: Option<&str>) -> bool {
+        self.boot.as_deref().zip(boot).is_some_and(|(of, this)| of != this)
     }
 
     /// Whether it was completed in this boot.
@@ -90,12 +102,17 @@ pub(super) struct Store {
 }
 
 impl Store {
-    /// The records in a folder, which is made where it is missing, and what in it is none.
+    /// The records in a folder, and the files in it that are no records. A folder that is missing has none.
     pub fn open(folder: &Path) -> io::Result<(Self, Vec<Record>, Vec<Occurrence>)> {
-        files::prepare_folder(folder)?;
+        // Where it cannot be made, the first write tries again.
+        let _ = fs::create_dir_all(folder);
         let (mut records, mut ignored) = (Vec::new(), Vec::new());
-        let mut paths: Vec<PathBuf> =
-            fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect::<io::Result<_>>()?;
+        let entries = match fs::read_dir(folder) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            entries => Some(entries?),
+        };
+        let paths = entries.into_iter().flatten().map(|entry| Ok(entry?.path()));
+        let mut paths: Vec<PathBuf> = paths.collect::<io::Result<_>>()?;
         paths.sort_unstable();
         for path in paths {
             let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
@@ -122,6 +139,7 @@ impl Store {
     /// Puts a record on the disk, over the one that is there.
     pub fn write(&self, record: &Record) -> io::Result<()> {
         let text = serde_json::to_vec_pretty(record)?;
+        fs::create_dir_all(&self.folder)?;
         files::write(&self.path(&record.claim.uid), &text, MODE)
     }
 
@@ -145,16 +163,27 @@ fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
 
 /// Reads one file; its name has the UID of its claim.
 fn read(path: &Path, uid: &str) -> Result<Record, String> {
-    let bytes = files::read(path, LONGEST).map_err(|error| error.to_string())?;
+    parse(&files::read(path, LONGEST).map_err(|error| error.to_string())?, uid)
+}
+
+/// Reads the checkpoint of the claim with this UID.
+///
+/// # Errors
+///
+/// In words, on one line: it is no JSON, of another version, no checkpoint, or of another claim.
+pub fn parse(bytes: &[u8], uid: &str) -> Result<Record, String> {
+    let said = |error: serde_json::Error| one_line(&error.to_string());
     let value: serde_json::Value =
-        serde_json::from_slice(&bytes).map_err(|error| format!("it is not whole JSON: {error}"))?;
+        serde_json::from_slice(bytes).map_err(|error| format!("it is not whole JSON: {}", said(error)))?;
     let version = value.get("version").cloned().unwrap_or_default();
     if version != VERSION {
+        let version = one_line(&version.to_string());
         return Err(format!("its version is {version}; this linkwise reads {VERSION}"));
     }
-    let record: Record = serde_json::from_value(value).map_err(|error| format!("it is no checkpoint: {error}"))?;
+    let record: Record =
+        serde_json::from_value(value).map_err(|error| format!("it is no checkpoint: {}", said(error)))?;
     if record.claim.uid != uid {
-        return Err(format!("it is of the claim with the UID {}", crate::quote::quoted(&record.claim.uid)));
+        return Err(format!("it is of the claim with the UID {}", quoted(&record.claim.uid)));
     }
     Ok(record)
 }

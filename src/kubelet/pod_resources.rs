@@ -92,7 +92,8 @@ fn claimed(resource: wire::DynamicResource) -> impl Iterator<Item = ClaimedDevic
     resource.claim_resources.into_iter().map(move |device| {
         let names = device.cdi_devices.iter().filter_map(|cdi| Some(cdi.name.split_once('=')?.1.to_owned()));
         let cdi_names = names.collect();
-        ClaimedDevice { claim: claim.clone(), driver: device.driver_name, device: device.device_name, cdi_names }
+        let (driver, pool, device) = (device.driver_name, device.pool_name, device.device_name);
+        ClaimedDevice { claim: claim.clone(), driver, pool, device, cdi_names }
     })
 }
 
@@ -110,9 +111,9 @@ pub async fn holders(sources: &HolderSources) -> Holders {
     Holders { held: Some(held), without_init_containers }
 }
 
-/// Polls the holders until `shutdown`: every second at first while the state waits for an answer (`often`), then, as long
-/// as the kubelet answers, ever more rarely. A failure means "not known" until the next answer. Every answer is published, also one like the last:
-/// an orphan leaves the list by an answer that came after it went.
+/// Polls the holders until `shutdown`: every second at first while the state waits for an answer (`often`), then, as
+/// long as the kubelet answers, ever more rarely. A failure means "not known" until the next answer. Every answer is
+/// published, also one like the last: an orphan leaves the list by an answer that came after it went.
 pub async fn follow_holders(
     sources: &HolderSources,
     holders_now: watch::Sender<Holders>,

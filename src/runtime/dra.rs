@@ -2,10 +2,9 @@
 //! of that is ready.
 //!
 //! The pool is made from each snapshot and handed to the client of the API server (`dra::Client`, which only
-//! `linkwise-cluster` has); the plugin's books go into the node's state as events. An API server that is away changes
-//! nothing for claims that are prepared.
+//! `linkwise-cluster` has); the claims that the plugin has prepared go into the node's state as events. An API server
+//! that is away changes nothing for claims that are prepared.
 
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -124,8 +123,8 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) 
     };
     node.readiness.add(Part::DraPlugin, Phase::WaitingForGpus.words());
     node.readiness.add(Part::DraSlices, "waiting for GPUs");
-    let (events, snapshot, books) = (node.events(), node.snapshot(), plugin.books());
-    node.spawn("DRA ledger", keep_ledger(books, events));
+    let (events, snapshot, prepared) = (node.events(), node.snapshot(), plugin.prepared_claims());
+    node.spawn("DRA ledger", keep_ledger(prepared, events));
     node.spawn("DRA slices", maker.run(snapshot.clone(), stored.clone(), pool));
     node.spawn("DRA slices' report", follow_report(wanted, stored, node.readiness.clone(), metrics));
     node.spawn("DRA log", log(occurrences));
@@ -136,12 +135,12 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) 
     Ok(())
 }
 
-/// Enters the plugin's books into the node's ledger.
-async fn keep_ledger(mut books: watch::Receiver<Vec<PreparedClaim>>, events: mpsc::Sender<Event>) -> Result<()> {
+/// Enters the claims that the plugin has prepared into the node's ledger.
+async fn keep_ledger(mut claims: watch::Receiver<Vec<PreparedClaim>>, events: mpsc::Sender<Event>) -> Result<()> {
     loop {
-        let prepared = books.borrow_and_update().clone();
+        let prepared = claims.borrow_and_update().clone();
         events.send(Event::Prepared(prepared)).await.context("the node takes no events")?;
-        books.changed().await.context("the DRA plugin is gone")?;
+        claims.changed().await.context("the DRA plugin is gone")?;
     }
 }
 
@@ -199,13 +198,7 @@ impl PoolMaker {
         }
         let layout = self.layouts.layout(state.tables(), offered_now(state));
         let settings = DraSettings { taints_survive: !drops_taints, evict_from_lost: self.evict_from_lost };
-        let mut facts = DraFacts::of_state(state, &self.empty.driver, &layout, settings);
-        // What the plugin has prepared, before the kubelet lists it.
-        let held =
-            facts.devices.iter().filter(|device| state.ledger().claim_on(state.topology(), &device.gpu.uuid).is_some());
-        let held: BTreeSet<String> = held.filter_map(|device| device.name.clone()).collect();
-        facts.held.extend(held);
-        let (devices, problems) = devices(&facts);
+        let (devices, problems) = devices(&DraFacts::of_state(state, &self.empty.driver, &layout, settings));
         self.last = Some(Arc::new(Pool { devices, ..self.empty.clone() }));
         problems
     }

@@ -1,10 +1,11 @@
 //! Taints from the state machine: set by a fault, gone with it.
 
+use linkwise::claims::ClaimName;
 use linkwise::publish::dra::{
     DraFacts, DraSettings, LayoutCache, SliceDevice, Taint, TaintEffect, devices, offered_now,
 };
 use linkwise::state::{
-    ClaimedDevice, DraGpus, Event, Holdings, MigInstance, NodeState, NumaHints, ResourcePlan, Timestamp,
+    ClaimedDevice, DraGpus, Event, Holdings, MigInstance, NodeState, NumaHints, PreparedClaim, ResourcePlan, Timestamp,
 };
 use linkwise::{machines, topology::NodeObservation};
 
@@ -45,7 +46,7 @@ impl Node {
 
     fn claims(&mut self, name: &str) {
         let (claim, driver, device) = ("default/a".to_owned(), DRIVER.to_owned(), name.to_owned());
-        let claimed = ClaimedDevice { claim, driver, device, cdi_names: Vec::new() };
+        let claimed = ClaimedDevice { claim, driver, device, ..ClaimedDevice::default() };
         self.apply(Event::Holders(Some(Holdings { claims: [claimed].into(), ..Holdings::default() })));
     }
 }
@@ -107,8 +108,8 @@ fn lost_gpu_stays_for_its_claim_and_may_evict_it() {
     assert_eq!((node.devices().len(), node.taints("gpu-3")), (7, None), "without a claim it is withdrawn");
 }
 
-#[test]
-fn fault_of_an_instance_taints_its_mig_device_alone() {
+/// The first GPU has two MIG devices.
+fn divided() -> NodeObservation {
     let text = "{enabled: true, devices: [\
         {index: 0, uuid: MIG-0, gpu_instance: 1, compute_instance: 0, gpu_slices: 1, compute_slices: 1,\
         memory_mib: 9728},\
@@ -116,6 +117,35 @@ fn fault_of_an_instance_taints_its_mig_device_alone() {
         memory_mib: 9728}]}";
     let mut observed = dgx();
     observed.gpus[0].mig = Some(serde_saphyr::from_str(text).unwrap());
+    observed
+}
+
+#[test]
+fn sick_mig_device_beside_a_claimed_one_is_left_out() {
+    const ONE: &str = "gpu-0-mig-1g10gb-gi1-ci0";
+    let observed = divided();
+    let gpu = observed.gpus[0].uuid.clone();
+    let mut node = Node::new(observed);
+    node.settings.taints_survive = false;
+    node.apply(Event::Xid { gpu: gpu.clone(), code: 79, instance: None });
+    let of_gpu = |node: &mut Node| -> Vec<String> {
+        node.devices().into_iter().map(|device| device.name).filter(|name| name.starts_with("gpu-0")).collect()
+    };
+    assert_eq!(of_gpu(&mut node), [""; 0]);
+    let (gpus, devices) = ([gpu].into(), [ONE.to_owned()].into());
+    node.apply(Event::Prepared(vec![PreparedClaim { claim: ClaimName::default(), gpus, devices }]));
+    assert_eq!(of_gpu(&mut node), [ONE], "before the kubelet lists it");
+    node.apply(Event::Prepared(Vec::new()));
+    node.claims(ONE);
+    assert_eq!(of_gpu(&mut node), [ONE], "as the kubelet lists it");
+    // A name of NVIDIA's driver does not tell which of the two it is.
+    node.claims("gpu-0-mig-1g10gb-19-0");
+    assert_eq!(of_gpu(&mut node).len(), 2);
+}
+
+#[test]
+fn fault_of_an_instance_taints_its_mig_device_alone() {
+    let observed = divided();
     let gpu = observed.gpus[0].uuid.clone();
     let mut node = Node::new(observed);
     let instance = Some(MigInstance { gpu_instance: 2, compute_instance: None });

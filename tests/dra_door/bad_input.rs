@@ -99,6 +99,7 @@ async fn gpu_of_a_claim_without_allocation_is_taken_from_it() {
     let held = ClaimedDevice {
         claim: "ml/claim-a".to_owned(),
         driver: super::node::DRIVER.to_owned(),
+        pool: super::node::POOL.to_owned(),
         device: "gpu-0".to_owned(),
         cdi_names: Vec::new(),
     };
@@ -188,6 +189,30 @@ async fn checkpoints_that_cannot_be_written_are_the_claims_error() {
     let (task, _) = node.running.take().unwrap();
     let error = task.await.unwrap().unwrap_err().to_string();
     assert!(error.starts_with("cannot keep checkpoints of claims in "), "{error}");
+}
+
+#[tokio::test]
+async fn checkpoint_folder_that_cannot_be_made_ends_no_plugin() {
+    let mut node = Node::new();
+    node.settings.checkpoints = "/proc/self/linkwise/claims".into();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", "gpu-0")]);
+    let error = refusal(&kubelet, &claim).await;
+    assert!(error.starts_with("cannot write the checkpoint of the claim: "), "{error}");
+    end(&kubelet, &claim).await;
+}
+
+#[tokio::test]
+async fn broken_cdi_folder_holds_up_no_claim_without_a_spec() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", "gpu-0")]);
+    start(&kubelet, &claim).await.unwrap();
+    fs::remove_dir_all(&node.settings.cdi_folder).unwrap();
+    fs::write(&node.settings.cdi_folder, "").unwrap();
+    end(&kubelet, &claim).await;
+    assert_eq!(node.checkpoints(), [""; 0]);
 }
 
 #[tokio::test]

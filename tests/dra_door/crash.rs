@@ -4,9 +4,12 @@
 //! checkpoint Completed; the answer. Of Unprepare: the spec goes; the checkpoint goes.
 
 use std::fs;
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::node::{Answer, LIMIT, Node, connected, end, start};
+use linkwise::state::{Event, Holdings, NodeState};
+
+use super::node::{Answer, LIMIT, Node, connected, end, refusal, start};
 
 /// What a killed plugin leaves of the claim `a`.
 #[derive(Clone, Copy, Debug)]
@@ -120,6 +123,87 @@ async fn claim_that_exists_survives_the_sweep() {
     assert_eq!(start(&kubelet, &super::node::name("a")).await.unwrap(), devices);
 }
 
+/// The kubelet cannot be asked who holds what, or lists nobody.
+fn tell_holders(node: &Node, holdings: Option<Holdings>) {
+    let state = NodeState::clone(&node.state.borrow());
+    node.state.send_replace(Arc::new(state.apply(Event::Holders(holdings), Duration::from_secs(1)).0));
+}
+
+#[tokio::test]
+async fn claim_that_is_gone_stays_while_holders_are_unknown() {
+    let mut node = Node::new().with_nics();
+    node.start();
+    let kubelet = node.kubelet().await;
+    for (uid, gpu) in [("a", "gpu-0"), ("b", "gpu-1")] {
+        start(&kubelet, &node.claim(uid, &[("gpus", gpu)])).await.unwrap();
+    }
+    kubelet.stop().await;
+    node.stop().await;
+    tell_holders(&node, None);
+    node.delete("a");
+    fs::remove_file(node.settings.cdi_folder.join("linkwise.dev-claim-b.json")).unwrap();
+    node.start();
+    let until = async |files: &dyn Fn() -> bool| {
+        let reached = async {
+            while !files() {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(LIMIT, reached).await.unwrap();
+    };
+    // The sweep restores the spec of `b` after it looked at `a`.
+    until(&|| node.claim_specs().len() == 2).await;
+    assert_eq!(node.checkpoints(), ["a.json", "b.json"]);
+    // The next sweep comes with the list, long before its time.
+    tell_holders(&node, Some(Holdings::default()));
+    until(&|| node.checkpoints() == ["b.json"]).await;
+}
+
+#[tokio::test]
+async fn prepare_undoes_no_claim_while_holders_are_unknown() {
+    let mut node = Node::new();
+    node.settings.boot = None;
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", "gpu-0")]);
+    start(&kubelet, &claim).await.unwrap();
+    node.delete("a");
+    kubelet.restart().await.unwrap();
+    connected(&kubelet).await;
+    for (holdings, left) in [(None, ["a.json"].as_slice()), (Some(Holdings::default()), &[])] {
+        tell_holders(&node, holdings);
+        assert!(refusal(&kubelet, &claim).await.contains("there is no such claim"));
+        assert_eq!(node.checkpoints(), left);
+    }
+}
+
+#[tokio::test]
+async fn claims_of_another_boot_exchange_their_gpus() {
+    let mut node = Node::running();
+    let kubelet = node.kubelet().await;
+    let claims = [("a", "gpu-0"), ("b", "gpu-1")].map(|(uid, gpu)| node.claim(uid, &[("gpus", gpu)]));
+    for claim in &claims {
+        start(&kubelet, claim).await.unwrap();
+    }
+    kubelet.stop().await;
+    node.stop().await;
+    // The minor numbers moved: in the last boot each had the other's GPU.
+    let texts = claims.clone().map(|claim| fs::read_to_string(node.checkpoint(&claim.uid)).unwrap());
+    let uuid = |minor| node.gpu(minor).split_once('=').unwrap().1.to_owned();
+    for (claim, text, [from, to]) in
+        [(&claims[0], &texts[0], [uuid(0), uuid(1)]), (&claims[1], &texts[1], [uuid(1), uuid(0)])]
+    {
+        fs::write(node.checkpoint(&claim.uid), text.replace(&from, &to)).unwrap();
+    }
+    node.settings.boot = Some("the next boot".to_owned());
+    node.start();
+    kubelet.start_again().unwrap();
+    connected(&kubelet).await;
+    for (claim, minor) in claims.iter().zip(0..) {
+        assert_eq!(start(&kubelet, claim).await.unwrap(), [node.gpu(minor)]);
+    }
+}
+
 #[tokio::test]
 async fn plugin_killed_while_the_claim_is_read_leaves_nothing() {
     let mut node = Node::new();
@@ -173,7 +257,7 @@ async fn plugin_killed_while_names_are_missing_keeps_the_claim() {
     assert!(started.unwrap().is_err());
     node.kill_and_start().await;
     node.write_specs();
-    // It is in the books: its GPU is no other claim's.
+    // It counts as prepared: its GPU is no other claim's.
     let other = node.claim("b", &[("gpus", "gpu-0")]);
     let again = async {
         loop {

@@ -66,7 +66,7 @@ async fn one_error_in_a_batch_leaves_the_other_claims() {
         PodClaims { pod: "p".to_owned(), claims: claims.iter().map(of_pod).collect(), containers: BTreeMap::new() };
     let error = kubelet.start_pod(&pod).await.unwrap_err().to_string();
     assert!(error.contains("claim b: there is no device 'gpu-99' on this node"), "{error}");
-    // The first is prepared; the second is not in the books at all, and asked for again alone.
+    // The first is prepared; the second has no checkpoint, and is asked for again alone.
     assert_eq!(node.checkpoints(), ["a.json"]);
     node.claim("b", &[("gpus", "gpu-1")]);
     kubelet.start_pod(&pod).await.unwrap();

@@ -5,11 +5,13 @@
 #![allow(clippy::expect_used, clippy::panic, reason = "a check ends with a panic; the fuzz crate has no such lints")]
 
 mod bytes;
+mod claim;
 mod config;
 mod machine;
 mod request;
 mod slots;
 
+pub use claim::{checkpoint, claim};
 pub use config::config;
 pub use machine::{nccl_xml, node_file};
 pub use request::request;

@@ -135,6 +135,7 @@ fn claimed_hardware_is_not_offered() {
     let claimed = |device: &str, cdi: &str| ClaimedDevice {
         claim: "team/training".to_owned(),
         driver: "gpu.nvidia.com".to_owned(),
+        pool: "node".to_owned(),
         device: device.to_owned(),
         cdi_names: vec![cdi.to_owned()],
     };

@@ -47,6 +47,7 @@ fn listed(pods: &[usize], claims: &[usize]) -> Event {
     let claims = claims.iter().map(|at| ClaimedDevice {
         claim: format!("default/claim-{at}"),
         driver: "gpu.nvidia.com".to_owned(),
+        pool: "node".to_owned(),
         device: format!("gpu-{at}"),
         cdi_names: vec![uuid(*at).to_string()],
     });
@@ -63,7 +64,7 @@ fn prepared(gpus: &[usize]) -> Event {
 
 fn claim(at: usize) -> PreparedClaim {
     let claim = ClaimName { namespace: "default".into(), name: format!("claim-{at}"), uid: format!("uid-{at}") };
-    PreparedClaim { claim, gpus: BTreeSet::from([uuid(at)]) }
+    PreparedClaim { claim, gpus: BTreeSet::from([uuid(at)]), devices: BTreeSet::from([format!("gpu-{at}")]) }
 }
 
 struct World {
@@ -86,6 +87,8 @@ impl World {
             Effect::DoorChanged { gpu, door } => Some((gpu, door)),
             _ => None,
         }));
+        let deadline = self.state.next_deadline();
+        assert!(deadline.is_none_or(|deadline| deadline > self.now), "{deadline:?} has passed at {:?}", self.now);
     }
 
     fn pass(&mut self, time: Duration) {
@@ -155,6 +158,20 @@ fn nothing_goes_to_dra_while_holders_are_unknown() {
     assert_eq!(world.door(0), Door::Dra, "what went stays");
 }
 
+#[test]
+fn gpu_waits_for_claims_of_another_driver() {
+    let mut world = World::of([planned(some(&[0, 1])), observed(), prepared(&[1])]);
+    for _ in 0..3 {
+        world.tell(listed(&[], &[0, 1]));
+    }
+    assert_eq!((world.door(0), world.door(1)), (Door::ToDra, Door::Dra), "GPU 1 is our own claim's");
+    for _ in 0..2 {
+        assert_eq!(world.door(0), Door::ToDra);
+        world.tell(listed(&[], &[1]));
+    }
+    assert_eq!(world.door(0), Door::Dra);
+}
+
 /// A node with all GPUs in DRA.
 fn in_dra() -> World {
     let world = World::of([planned(DraGpus::All), observed(), listed(&[], &[]), listed(&[], &[])]);
@@ -178,6 +195,7 @@ fn gpu_leaves_dra_after_grace_when_no_claim_has_it() {
     for claimed in [1, 2] {
         assert!(world.door(claimed).is_dra() && !world.allocates(claimed), "a claim has it");
     }
+    assert_eq!(world.state.next_deadline(), None, "time alone changes nothing for those");
     world.tell(prepared(&[]));
     world.tell(listed(&[], &[]));
     assert!(world.allocates(1) && world.allocates(2));
@@ -258,6 +276,29 @@ fn gpu_that_is_gone_stays_while_a_claim_has_it() {
     assert!(world.state.door(&uuid(0)).is_none());
     world.tell(observed());
     assert_eq!(world.door(0), Door::ToDra, "back, it is as new");
+}
+
+#[test]
+fn claim_with_admin_access_keeps_no_gpu_in_dra() {
+    let mut world = in_dra();
+    let look = PreparedClaim { claim: claim(0).claim, ..PreparedClaim::default() };
+    world.tell(Event::Prepared(vec![look, claim(1)]));
+    world.tell(listed(&[], &[0, 1]));
+    world.tell(planned(DraGpus::None));
+    world.pass(DRA_GRACE);
+    assert_eq!((world.door(0), world.allocates(0)), (Door::Plugin, true));
+    assert!(world.door(1).is_dra() && !world.allocates(1), "this one takes it");
+}
+
+#[test]
+fn no_deadline_is_left_where_all_gpus_are_gone() {
+    let mut world = in_dra();
+    world.tell(planned(DraGpus::None));
+    world.tell(Event::Observed(Box::new(NodeObservation { gpus: Vec::new(), ..seen() })));
+    world.pass(DRA_GRACE);
+    assert_eq!(world.state.next_deadline(), None);
+    world.tell(observed());
+    assert_eq!(world.door(0), Door::Plugin, "its grace period is over");
 }
 
 /// What may happen to a node.

@@ -19,6 +19,12 @@ use crate::topology::{GpuUuid, MigUuid, NodeTopology};
 /// The CDI kind of what a claim has of its own, beside its GPUs.
 pub const CLAIM_KIND: &str = "linkwise.dev/claim";
 
+/// The most devices of a claim, of all drivers (`AllocationResultsMaxSize` of resource.k8s.io).
+const MOST_DEVICES: usize = 32;
+
+/// The most configurations of a claim that has devices: its own and its classes' (twice `DeviceConfigMaxSize`).
+const MOST_CONFIGS: usize = 64;
+
 /// What a claim is prepared with. Kept as JSON in its checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -44,7 +50,7 @@ pub struct PreparedDevice {
     /// Which share of it, where several claims have it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub share_id: Option<String>,
-    /// Whether it is an administrator's, who does not take it from anybody.
+    /// Whether it is for an administrator, while other claims may have it.
     #[serde(default)]
     pub admin: bool,
     /// The GPU: its name may be another one after a reboot.
@@ -109,10 +115,22 @@ pub enum ClaimError {
         /// `namespace/name` as answered.
         found: String,
     },
+    /// More than the API server stores.
+    #[error("the claim {claim} has {count} {what}; the API's limit is {limit}")]
+    TooMany {
+        /// `namespace/name`.
+        claim: String,
+        /// Of what: devices, or configurations.
+        what: &'static str,
+        /// How many.
+        count: usize,
+        /// How many there may be.
+        limit: usize,
+    },
     /// The scheduler has not allocated devices to it.
     #[error("the claim {0} has no allocation")]
     NotAllocated(String),
-    /// It has devices, and none is ours.
+    /// All its devices are of other drivers.
     #[error("the claim {claim} has no device of the driver {driver}")]
     NoDevices {
         /// `namespace/name`.
@@ -167,6 +185,16 @@ pub enum ClaimError {
         gpu: GpuUuid,
         /// The other claim.
         holder: Box<Holder>,
+    },
+    /// A pod has it that our DRA plugin did not give it to.
+    #[error("device {device} ({gpu}) is held by {holder}")]
+    Held {
+        /// The device.
+        device: String,
+        /// Its GPU.
+        gpu: GpuUuid,
+        /// What holds it, in words.
+        holder: String,
     },
     /// The claim has the same hardware twice.
     #[error("device {device} shares hardware with another device of the same claim, {other}")]
@@ -238,7 +266,8 @@ pub fn claim_device(uid: &str, request: &str) -> String {
 /// A GPU that the driver has lost, or that is gone, is refused: its container could not start, and the error says why.
 /// One that is sick otherwise is not refused. Its taint is in our slices, so the scheduler allocated it because the claim
 /// tolerates the taint, or before the taint was there; and the first of these is an operator's wish, such as a pod that
-/// tests the GPU.
+/// tests the GPU. A GPU that a pod holds through a device plugin, or through a claim of the DRA driver that linkwise
+/// replaced, is refused as far as the kubelet lists it: either may have served the node before.
 ///
 /// # Errors
 ///
@@ -262,12 +291,19 @@ pub fn plan<'a>(
         });
     }
     let allocation = claim.status.allocation.as_ref().ok_or_else(|| ClaimError::NotAllocated(full(asked)))?;
-    let ours: Vec<&AllocatedDevice> =
-        allocation.devices.results.iter().filter(|result| result.driver == node.driver).collect();
+    let (results, configs) = (&allocation.devices.results, &allocation.devices.config);
+    for (what, count, limit) in
+        [("devices", results.len(), MOST_DEVICES), ("configurations", configs.len(), MOST_CONFIGS)]
+    {
+        if count > limit {
+            return Err(ClaimError::TooMany { claim: full(asked), what, count, limit });
+        }
+    }
+    let ours: Vec<&AllocatedDevice> = results.iter().filter(|result| result.driver == node.driver).collect();
     if ours.is_empty() {
         return Err(ClaimError::NoDevices { claim: full(asked), driver: node.driver.to_owned() });
     }
-    let configs = Configs::read(&allocation.devices.config, node.driver)?;
+    let configs = Configs::read(configs, node.driver)?;
     let mut prepared: Vec<PreparedDevice> = Vec::new();
     let mut chosen: BTreeMap<&str, Vec<ChosenDevice<'_>>> = BTreeMap::new();
     for result in ours {
@@ -293,6 +329,10 @@ pub fn plan<'a>(
         if let Some((holder, _)) = holders.find(|(_, other)| holds(other)) {
             let holder = Box::new(Holder(holder.clone()));
             return Err(ClaimError::Taken { device: device.device, gpu: device.gpu, holder });
+        }
+        let beside = || node.state.ledger().holder_beside(node.state.topology(), &device.gpu, node.driver, node.pool);
+        if let Some(holder) = (!device.admin).then(beside).flatten() {
+            return Err(ClaimError::Held { device: device.device, gpu: device.gpu, holder });
         }
         chosen.entry(request).or_default().push(hardware);
         prepared.push(device);

@@ -1,9 +1,9 @@
 //! [`Doors`]: which GPUs are offered through DRA, and how a GPU changes between the device plugin and DRA.
 //!
 //! A part of [`super::offers`]. A GPU is offered through one door at a time, with all its MIG devices. It goes to DRA
-//! when no pod holds it through the device plugin in two lists in a row, and back when no claim holds it and a grace
-//! period has passed. What is stored here is only the GPUs of DRA: whatever a process that died had not stored is
-//! decided anew by plan and ledger, and a holder that either knows keeps its GPU.
+//! when no pod holds it through the device plugin, or by a claim that linkwise did not prepare, in two lists in a row,
+//! and back when no claim holds it and a grace period has passed. What is stored here is only the GPUs of DRA: whatever
+//! a process that died had not stored is decided anew by plan and ledger, and a holder that either knows keeps its GPU.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -64,6 +64,8 @@ pub(super) struct Doors {
     awaited: BTreeMap<GpuUuid, Option<u8>>,
     /// Their devices: whole GPUs, and MIG devices of those in MIG mode. Those of a GPU that is gone stay with it.
     devices: Vec<Device>,
+    /// When the first grace period that still runs ends. After it, a GPU waits for a list of holders or for claims.
+    deadline: Option<Timestamp>,
 }
 
 /// What decides about doors.
@@ -82,12 +84,13 @@ impl Facts<'_> {
         self.plan.dra.include(gpu) && self.plan.filter.offers(gpu)
     }
 
-    /// Whether no pod can have the GPU through the device plugin.
+    /// Whether no pod can have the GPU through the device plugin, or through another DRA driver of our name.
     fn is_unheld(&self, gpu: &Gpu) -> bool {
         let topology = self.hardware.topology();
         self.ledger.is_known()
             && !self.listed.contains(&gpu.uuid)
             && self.ledger.plugin_holder(topology, &gpu.uuid).is_none()
+            && !self.ledger.has_foreign_claim(topology, &gpu.uuid)
     }
 }
 
@@ -107,7 +110,8 @@ impl Doors {
         self.gpus.contains_key(gpu)
     }
 
-    /// The GPUs that the last process offered through DRA: nobody else had them since.
+    /// The GPUs that the last process offered through DRA. Another device plugin or DRA driver may have served the node
+    /// since: a claim is not prepared with a GPU that the kubelet lists as theirs.
     pub fn restore(&mut self, gpus: &BTreeSet<GpuUuid>) {
         for gpu in gpus {
             self.gpus.entry(gpu.clone()).or_default();
@@ -128,7 +132,7 @@ impl Doors {
 
     /// When time alone lets a GPU leave.
     pub fn deadline(&self) -> Option<Timestamp> {
-        self.gpus.values().flatten().map(|since| since.saturating_add(DRA_GRACE)).min()
+        self.deadline
     }
 
     /// Whether a new list of holders could let a GPU change its door.
@@ -151,28 +155,31 @@ impl Doors {
         self.gpus.keys().chain(self.awaited.keys())
     }
 
-    /// The doors after an event; `None` where nothing changes. Before the first scan nothing is decided.
+    /// The doors after an event; `None` where nothing changes. As long as no GPU is seen nothing is decided.
     pub fn next(&self, facts: &Facts<'_>, now: Timestamp) -> Option<Self> {
         let gpus = facts.hardware.topology().gpus();
         let idle = self.gpus.is_empty() && self.awaited.is_empty() && !gpus.iter().any(|gpu| facts.wants(gpu));
         if idle || gpus.is_empty() {
-            return None;
+            return self.deadline.map(|_| Self { deadline: None, ..self.clone() });
         }
-        let mut next = self.clone();
+        let (mut next, mut deadlines) = (self.clone(), Vec::new());
         next.gpus.retain(|uuid, leaves| {
             let wanted = gpus.iter().any(|gpu| gpu.uuid == *uuid && facts.wants(gpu));
             if wanted {
                 *leaves = None;
                 return true;
             }
-            let since = *leaves.get_or_insert(now);
             // A clock that went back costs another grace period.
-            if now < since {
-                *leaves = Some(now);
+            let since = (*leaves).map_or(now, |since| since.min(now));
+            *leaves = Some(since);
+            let end = since.saturating_add(DRA_GRACE);
+            let waits = now < end;
+            if waits {
+                deadlines.push(end);
             }
-            let waits = now < since || now.saturating_sub(since) < DRA_GRACE;
-            waits || !facts.ledger.is_known() || facts.ledger.claim_on(facts.hardware.topology(), uuid).is_some()
+            waits || !facts.ledger.is_known() || facts.ledger.has_claim_on(facts.hardware.topology(), uuid)
         });
+        next.deadline = deadlines.into_iter().min();
         next.awaited.clear();
         for gpu in gpus.iter().filter(|gpu| facts.wants(gpu) && !self.has(&gpu.uuid)) {
             let before = self.awaited.get(&gpu.uuid).copied().flatten().unwrap_or(0);

@@ -13,7 +13,8 @@ use super::device::{Device, Timestamp};
 use super::reason::UnhealthyReason;
 use crate::allocation::DeviceId;
 use crate::claims::ClaimName;
-use crate::topology::{GpuUuid, NodeTopology, hardware_of};
+use crate::quote::quoted;
+use crate::topology::{Gpu, GpuUuid, MigUuid, NodeTopology, hardware_of};
 
 /// The DRA driver whose devices are GPUs of this node: NVIDIA's, and linkwise in its place.
 const DRA_DRIVER: &str = "gpu.nvidia.com";
@@ -47,6 +48,8 @@ pub struct ClaimedDevice {
     pub claim: String,
     /// The DRA driver.
     pub driver: String,
+    /// The pool, of one driver and one node: another DRA driver of the same name has another.
+    pub pool: String,
     /// The device's name in the driver's pool, such as `gpu-0` (0: N of /dev/nvidiaN) or `gpu-0-mig-1g10gb-19-0`.
     pub device: String,
     /// What follows `=` in its CDI names; UUIDs, where the driver names CDI devices so.
@@ -74,6 +77,8 @@ pub struct PreparedClaim {
     pub claim: ClaimName,
     /// The GPUs that it has, or has MIG devices of.
     pub gpus: BTreeSet<GpuUuid>,
+    /// The names of the devices that it has of them.
+    pub devices: BTreeSet<String>,
 }
 
 /// The part of a GPU that a holder has.
@@ -133,6 +138,24 @@ impl Ledger {
         self.prepared.get(uid)
     }
 
+    /// Whether a listed claim that our DRA plugin has not prepared is on this GPU.
+    pub(super) fn has_foreign_claim(&self, topology: &NodeTopology, gpu: &GpuUuid) -> bool {
+        self.claimed_on(topology, gpu).any(|claimed| self.prepared_as(claimed).next().is_none())
+    }
+
+    /// What holds this GPU beside the claims of a pool: a pod through the device plugin API, or a claim of another DRA
+    /// driver of the same name. Listed claims of the pool itself do not count: the list may be older than their end.
+    pub fn holder_beside(&self, topology: &NodeTopology, gpu: &GpuUuid, driver: &str, pool: &str) -> Option<String> {
+        let by_plugin = self
+            .plugin_holder(topology, gpu)
+            .map(|(resource, id)| format!("a pod, as {resource} {}", quoted(id.as_str())));
+        by_plugin.or_else(|| {
+            let mut claims = self.claimed_on(topology, gpu);
+            let other = claims.find(|claimed| claimed.driver == driver && claimed.pool != pool)?;
+            Some(format!("the claim {}, from the pool {}", other.claim, quoted(&other.pool)))
+        })
+    }
+
     /// Since when the kubelet lists what it does; `None` where it never could be asked.
     pub(super) fn known_since(&self) -> Option<Timestamp> {
         self.known_since
@@ -143,16 +166,40 @@ impl Ledger {
         self.devices().find(|(_, id)| gpu_behind(topology, id).as_deref() == Some(gpu.as_str()))
     }
 
-    /// A claim that has this GPU, or a part of it, as `namespace/name`.
-    pub fn claim_on(&self, topology: &NodeTopology, gpu: &GpuUuid) -> Option<String> {
+    /// Whether a claim has this GPU, or a part of it.
+    pub(super) fn has_claim_on(&self, topology: &NodeTopology, gpu: &GpuUuid) -> bool {
+        let is_listed = self.claimed_on(topology, gpu).next().is_some();
+        is_listed || self.prepared.values().any(|prepared| prepared.gpus.contains(gpu))
+    }
+
+    /// Whether a claim has a device of the pool: a GPU, or one MIG device of it.
+    pub fn is_claimed(&self, topology: &NodeTopology, name: &str, gpu: &GpuUuid, mig: Option<&MigUuid>) -> bool {
+        let is_apart = |part: Part<'_>| matches!((part, mig), (Part::Mig(held), Some(mig)) if mig.as_str() != held);
+        let listed = |claimed| !claimed_hardware(topology, claimed).is_some_and(|(_, part)| is_apart(part));
+        let prepared = |claim: &PreparedClaim| claim.gpus.contains(gpu) && claim.devices.contains(name);
+        self.claimed_on(topology, gpu).any(listed) || self.prepared.values().any(prepared)
+    }
+
+    /// The listed devices of claims that take this GPU, or a part of it.
+    fn claimed_on(&self, topology: &NodeTopology, gpu: &GpuUuid) -> impl Iterator<Item = &ClaimedDevice> {
         let place = topology.position(gpu);
-        let is_on = |claimed: &&ClaimedDevice| {
+        self.holdings.claims.iter().filter(move |claimed| {
             let by_name = claimed.cdi_names.iter().any(|name| name == gpu.as_str());
-            by_name || place.is_some() && claimed_hardware(topology, claimed).map(|(at, _)| at) == place
-        };
-        let listed = self.holdings.claims.iter().find(is_on).map(|claimed| claimed.claim.clone());
-        let prepared = self.prepared.values().find(|prepared| prepared.gpus.contains(gpu));
-        listed.or_else(|| prepared.map(|prepared| prepared.claim.to_string()))
+            let is_on = by_name || place.is_some() && claimed_hardware(topology, claimed).map(|(at, _)| at) == place;
+            is_on && !self.only_looks(claimed, gpu)
+        })
+    }
+
+    /// Whether a listed claim has a GPU as an administrator's, who does not take it from anybody: our DRA plugin has
+    /// prepared the claim, and without this GPU.
+    fn only_looks(&self, claimed: &ClaimedDevice, gpu: &GpuUuid) -> bool {
+        let mut prepared = self.prepared_as(claimed).peekable();
+        prepared.peek().is_some() && prepared.all(|prepared| !prepared.gpus.contains(gpu))
+    }
+
+    /// What our DRA plugin has prepared under the name of a listed claim.
+    fn prepared_as(&self, claimed: &ClaimedDevice) -> impl Iterator<Item = &PreparedClaim> {
+        self.prepared.values().filter(|prepared| prepared.claim.to_string() == claimed.claim)
     }
 
     /// Whether the kubelet could be asked just now who holds what.
@@ -175,6 +222,18 @@ impl Ledger {
         self.holdings.containers.contains(key) || self.holdings.init_containers.contains(key)
     }
 
+    /// The listed devices of claims that take hardware in the graph.
+    fn claimed<'a>(
+        &'a self,
+        topology: &'a NodeTopology,
+    ) -> impl Iterator<Item = (&'a ClaimedDevice, &'a Gpu, Part<'a>)> {
+        let known = self.holdings.claims.iter().filter_map(|claimed| {
+            let (place, part) = claimed_hardware(topology, claimed)?;
+            Some((claimed, topology.gpus().get(place)?, part))
+        });
+        known.filter(|(claimed, gpu, _)| !self.only_looks(claimed, &gpu.uuid))
+    }
+
     /// For each GPU's place in the graph, how many of its devices are held otherwise than as one of `own`: ids of other
     /// resources, ids of earlier plans, claims.
     pub(super) fn used_otherwise(
@@ -183,7 +242,8 @@ impl Ledger {
         own: impl Fn(&ResourceDevice) -> bool,
     ) -> BTreeMap<usize, usize> {
         let ids = self.devices().filter(|key| !own(key)).filter_map(|(_, id)| place(topology, id));
-        let claims = self.holdings.claims.iter().filter_map(|claimed| Some(claimed_hardware(topology, claimed)?.0));
+        let claims = self.claimed(topology).map(|(_, gpu, _)| gpu);
+        let claims = claims.filter_map(|gpu| topology.position(&gpu.uuid));
         let mut used = BTreeMap::new();
         for place in ids.chain(claims) {
             *used.entry(place).or_default() += 1;
@@ -214,9 +274,7 @@ impl Ledger {
             let holder = Holder { key: Some(key), part, is_slot: slot.is_some(), since, reason };
             holders.entry(gpu).or_default().push(holder);
         }
-        for claimed in &self.holdings.claims {
-            let Some((place, part)) = claimed_hardware(topology, claimed) else { continue };
-            let Some(gpu) = topology.gpus().get(place) else { continue };
+        for (claimed, gpu, part) in self.claimed(topology) {
             let reason = UnhealthyReason::Claimed { claim: claimed.claim.clone(), device: claimed.device.clone() };
             let holder = Holder { key: None, part, is_slot: false, since: known_since, reason };
             holders.entry(gpu.uuid.as_str()).or_default().push(holder);

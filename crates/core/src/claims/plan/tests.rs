@@ -132,6 +132,52 @@ fn claim_that_does_not_fit_the_node_is_refused_by_name() {
 }
 
 #[test]
+fn claim_beyond_the_apis_limits_is_refused() {
+    let looks = |count: usize| {
+        let mut claim = claim("u", &vec![("a", "gpu-0"); count]);
+        let results = &mut claim.status.allocation.as_mut().unwrap().devices.results;
+        results.iter_mut().for_each(|result| result.admin_access = Some(true));
+        claim
+    };
+    assert_eq!(planned(&looks(32)).unwrap().devices.len(), 32);
+    assert_eq!(planned(&looks(33)).unwrap_err(), "the claim ml/claim-u has 33 devices; the API's limit is 32");
+    let gpu = r#"{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig"}"#;
+    let with = |count: usize| planned(&configured(looks(1), &vec![("FromClass", [].as_slice(), gpu); count]));
+    assert!(with(64).is_ok());
+    assert_eq!(with(65).unwrap_err(), "the claim ml/claim-u has 65 configurations; the API's limit is 64");
+}
+
+#[test]
+fn gpu_that_a_pod_holds_otherwise_is_refused() {
+    let plugin = (crate::state::ResourceName::gpu(), crate::allocation::DeviceId::from("GPU-0".to_owned()));
+    let claimed = |pool: &str| crate::state::ClaimedDevice {
+        claim: "ml/old".to_owned(),
+        driver: DRIVER.to_owned(),
+        pool: pool.to_owned(),
+        device: "gpu-0".to_owned(),
+        cdi_names: Vec::new(),
+    };
+    let of_claim = |pool| Holdings { claims: [claimed(pool)].into(), ..Holdings::default() };
+    let refused = |holdings: Holdings, claim: &Claim| {
+        let state = state(DraGpus::All).apply(Event::Holders(Some(holdings)), Duration::ZERO).0;
+        planned_on(&state, &HostDevices::default(), claim, "u", &[]).map(drop)
+    };
+    let mut look = claim("u", &[("a", "gpu-0")]);
+    let plain = look.clone();
+    look.status.allocation.as_mut().unwrap().devices.results[0].admin_access = Some(true);
+    let held = |holder: &str| Err(format!("device gpu-0 (GPU-0) is held by {holder}"));
+    for (holdings, complaint) in [
+        (Holdings::from_iter([plugin]), held("a pod, as nvidia.com/gpu 'GPU-0'")),
+        (of_claim("node"), held("the claim ml/old, from the pool 'node'")),
+        // Perhaps it has ended since.
+        (of_claim("pool"), Ok(())),
+    ] {
+        assert_eq!(refused(holdings.clone(), &plain), complaint);
+        assert_eq!(refused(holdings, &look), Ok(()), "an administrator takes it from nobody");
+    }
+}
+
+#[test]
 fn gpu_of_the_device_plugin_is_refused() {
     let some = DraGpus::Some(vec![GpuSelector::Index(1)]);
     let refused = |device| {

@@ -93,8 +93,7 @@ impl<'a> DraFacts<'a> {
     }
 
     /// The facts of a snapshot; `driver` is the DRA driver whose claims hold our devices, `layout` that of
-    /// [`offered_now`]. What the DRA plugin has prepared and the kubelet does not list yet is for the caller to add to
-    /// `held`.
+    /// [`offered_now`]. What our DRA plugin has prepared is held before the kubelet lists it.
     pub fn of_state(state: &'a NodeState, driver: &str, layout: &'a GpuLayout, settings: DraSettings) -> Self {
         let topology = state.topology();
         let names = device_names(topology);
@@ -111,15 +110,14 @@ impl<'a> DraFacts<'a> {
             };
             Some(DraDevice { name, gpu: &device.gpu, place, mig, reasons: reasons(state, device) })
         });
-        let claims = state.ledger().holdings().claims.iter().filter(|claimed| claimed.driver == driver);
-        Self {
-            devices: devices.collect(),
-            topology,
-            versions: state.hardware().versions(),
-            layout,
-            held: claims.map(|claimed| claimed.device.clone()).collect(),
-            settings,
-        }
+        let devices: Vec<DraDevice<'_>> = devices.collect();
+        let listed = state.ledger().holdings().claims.iter().filter(|claimed| claimed.driver == driver);
+        let mut held: BTreeSet<String> = listed.map(|claimed| claimed.device.clone()).collect();
+        held.extend(devices.iter().filter_map(|device| {
+            let (name, mig) = (device.name.as_ref()?, device.mig.map(|mig| &mig.uuid));
+            state.ledger().is_claimed(topology, name, &device.gpu.uuid, mig).then(|| name.clone())
+        }));
+        Self { devices, topology, versions: state.hardware().versions(), layout, held, settings }
     }
 }
 

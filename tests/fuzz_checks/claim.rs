@@ -1,0 +1,179 @@
+//! Claims and their checkpoints: whatever they hold, they are refused in one line, or prepared with devices of this node.
+//! Called by the targets `claim` and `checkpoint`.
+
+use std::collections::BTreeSet;
+use std::sync::LazyLock;
+use std::time::Duration;
+
+use linkwise::claims::{
+    AllocatedConfig, AllocatedDevice, Claim, ClaimError, ClaimName, Node, OpaqueConfig, Prepared, devices, plan,
+};
+use linkwise::dra::{parse_checkpoint, parse_claim};
+use linkwise::publish::RdmaNodes;
+use linkwise::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
+use linkwise::state::{DraGpus, Event, Holdings, NodeState, NumaHints, ResourcePlan};
+
+use super::bytes::Bytes;
+use super::machine::is_one_line;
+
+const DRIVER: &str = "gpu.nvidia.com";
+const POOL: &str = "node/gpu";
+
+/// The UID of every claim that is asked for.
+const UID: &str = "u";
+
+/// Eight GPUs in DRA, the first in MIG mode with two devices.
+static STATE: LazyLock<NodeState> = LazyLock::new(|| {
+    let mut observed = linkwise::machines::load("dgx-h100").expect("it is built in").observed;
+    let mig = |index: u32| {
+        serde_json::json!({"index": index, "uuid": format!("MIG-{index}"), "gpu_instance": index + 1,
+            "compute_instance": 0, "gpu_slices": 1, "compute_slices": 1, "memory_mib": 9728})
+    };
+    let mig = serde_json::json!({"enabled": true, "devices": [mig(0), mig(1)]});
+    observed.gpus[0].mig = serde_json::from_value(mig).expect("it is as in a node file");
+    let plan = ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() };
+    let unheld = || Event::Holders(Some(Holdings::default()));
+    let events = [Event::Planned(Box::new(plan)), Event::Observed(Box::new(observed)), unheld(), unheld()];
+    events.into_iter().fold(NodeState::new(NumaHints::default()), |state, event| state.apply(event, Duration::ZERO).0)
+});
+
+/// A claim as the API server answers with it, in JSON; bytes that do not begin like an object are numbers that make one.
+pub fn claim(bytes: &[u8]) {
+    let mut claim = match bytes.first() {
+        Some(b'{') => match parse_claim(bytes) {
+            Ok(claim) => claim,
+            Err(error) => return is_one_line(&error.to_string()),
+        },
+        _ => made(&mut Bytes(bytes)),
+    };
+    let asked = ClaimName { namespace: "ml".to_owned(), name: "claim".to_owned(), uid: UID.to_owned() };
+    if claim.metadata != asked {
+        let refused = planned(&claim, &asked, &[]);
+        is_one_line(&refused.expect_err("another claim than the one that is asked for").to_string());
+        claim.metadata = asked.clone();
+    }
+    let prepared = match planned(&claim, &asked, &[]) {
+        Ok(prepared) => prepared,
+        Err(error) => return is_one_line(&error.to_string()),
+    };
+    fits(&claim, &prepared);
+    assert_eq!(planned(&claim, &asked, &[(asked.clone(), prepared.clone())]).as_ref(), Ok(&prepared), "its own GPUs");
+    let other = ClaimName { uid: "other".to_owned(), ..asked.clone() };
+    match planned(&claim, &asked, &[(other, prepared.clone())]) {
+        Ok(_) => assert!(prepared.devices.iter().all(|device| device.admin), "a GPU in two claims"),
+        Err(error) => assert!(matches!(error, ClaimError::Taken { .. }), "{error}"),
+    }
+}
+
+fn planned(claim: &Claim, asked: &ClaimName, others: &[(ClaimName, Prepared)]) -> Result<Prepared, ClaimError> {
+    let cdi = CdiOptions { kind: "v/gpu".to_owned(), annotation_prefix: None, cri: true };
+    let injection = InjectionOptions { cdi: Some(cdi), ..InjectionOptions::default() };
+    // Each request has an edit: the variable of `--expose-nics`.
+    let host = HostDevices { rdma: Some(RdmaNodes::default()), ..HostDevices::default() };
+    let node = Node { driver: DRIVER, pool: POOL, state: &STATE, injection: &injection, host: &host };
+    plan(claim, asked, node, others.iter().map(|(name, prepared)| (name, prepared)))
+}
+
+/// What is prepared are the devices that were allocated, each with its CDI name, and none for two containers.
+fn fits(claim: &Claim, prepared: &Prepared) {
+    let results = claim.status.allocation.iter().flat_map(|allocation| &allocation.devices.results);
+    let ours: Vec<&AllocatedDevice> = results.filter(|result| result.driver == DRIVER).collect();
+    assert!((1..=32).contains(&ours.len()), "{} devices", ours.len());
+    let names = |device: &AllocatedDevice| (device.pool.clone(), device.device.clone());
+    let got: Vec<_> = prepared.devices.iter().map(|device| (device.pool.clone(), device.device.clone())).collect();
+    assert_eq!(got, ours.into_iter().map(names).collect::<Vec<_>>());
+    let known: BTreeSet<String> = devices(STATE.topology()).into_iter().map(|(name, _)| name).collect();
+    for (at, device) in prepared.devices.iter().enumerate() {
+        assert!(device.pool == POOL && known.contains(&device.device), "{device:?} is none of this node");
+        assert!(!device.request.contains('/'), "{device:?} names an alternative");
+        let uuid = device.mig.as_ref().map_or(device.gpu.as_str(), |mig| mig.as_str());
+        assert!(device.cdi.contains(&format!("v/gpu={uuid}")), "{device:?} has no CDI name");
+        let before = prepared.devices.iter().take(at).filter(|other| !other.admin && !device.admin);
+        assert!(before.into_iter().all(|other| !device.overlaps(other)), "{device:?} twice");
+    }
+    let text = serde_json::to_vec(prepared).expect("it can be written");
+    assert_eq!(serde_json::from_slice::<Prepared>(&text).expect("it can be read"), *prepared);
+}
+
+/// An allocation that may be any, mostly of devices that there are.
+fn made(bytes: &mut Bytes<'_>) -> Claim {
+    const DEVICES: [&str; 12] = [
+        "gpu-1",
+        "gpu-2",
+        "gpu-3",
+        "gpu-4",
+        "gpu-5",
+        "gpu-6",
+        "gpu-7",
+        "gpu-0-mig-1g10gb-gi1-ci0",
+        "gpu-0-mig-1g10gb-gi2-ci0",
+        "gpu-0",
+        "gpu-99",
+        "",
+    ];
+    const REQUESTS: [&str; 6] = ["a", "a/b", "b", "", "/", "a/b/c"];
+    let one = |bytes: &mut Bytes<'_>, among: &[&str]| among[bytes.below(among.len())].to_owned();
+    let request = |bytes: &mut Bytes<'_>| one(bytes, &REQUESTS);
+    let mut claim = Claim::default();
+    let allocation = claim.status.allocation.insert(Default::default());
+    for _ in 0..bytes.below(40) {
+        allocation.devices.results.push(AllocatedDevice {
+            request: request(bytes),
+            driver: one(bytes, &[DRIVER, DRIVER, DRIVER, "nic.example.com"]),
+            pool: one(bytes, &[POOL, POOL, POOL, POOL, POOL, POOL, POOL, "node"]),
+            device: one(bytes, &DEVICES),
+            admin_access: [None, Some(true), Some(true), Some(false)][bytes.below(4)],
+            share_id: bytes.maybe(|bytes| one(bytes, &["", "s"])),
+        });
+    }
+    for _ in 0..bytes.below(70) {
+        allocation.devices.config.push(AllocatedConfig {
+            source: one(bytes, &["FromClass", "FromClaim", "FromClaim", "FromNobody"]),
+            requests: (0..bytes.below(3)).map(|_| request(bytes)).collect(),
+            opaque: bytes.maybe(|bytes| OpaqueConfig {
+                driver: one(bytes, &[DRIVER, DRIVER, "nic.example.com"]),
+                parameters: parameters(bytes),
+            }),
+        });
+    }
+    claim
+}
+
+/// The parameters of NVIDIA's API, most of their values allowed.
+fn parameters(bytes: &mut Bytes<'_>) -> String {
+    let kind = ["GpuConfig", "GpuConfig", "MigDeviceConfig", "Gpu\nConfig"][bytes.below(4)];
+    let mut object = serde_json::json!({"apiVersion": "resource.nvidia.com/v1beta1", "kind": kind});
+    let sharing = bytes.maybe(|bytes| {
+        let strategy = ["TimeSlicing", "MPS", "\u{2028}"][bytes.below(3)];
+        let mut sharing = serde_json::json!({"strategy": strategy});
+        if bytes.below(2) == 1 {
+            let interval = [Some("Default"), Some("Long"), Some("Ever"), None][bytes.below(4)];
+            sharing["timeSlicingConfig"] = serde_json::json!({"interval": interval});
+        }
+        if bytes.below(4) == 1 {
+            sharing["mpsConfig"] = serde_json::json!({"defaultActiveThreadPercentage": bytes.any()});
+        }
+        sharing
+    });
+    if let Some(sharing) = sharing {
+        object["sharing"] = sharing;
+    }
+    object.to_string()
+}
+
+/// A checkpoint, as a file of the folder of checkpoints has it.
+pub fn checkpoint(bytes: &[u8]) {
+    let record = match parse_checkpoint(bytes, UID) {
+        Ok(record) => record,
+        Err(why) => return is_one_line(&why),
+    };
+    let text = serde_json::to_vec_pretty(&record).expect("it can be written");
+    assert_eq!(parse_checkpoint(&text, UID).as_ref(), Ok(&record), "read back as another checkpoint");
+    let (ledger, devices) = (record.for_ledger(), &record.prepared.devices);
+    assert_eq!(ledger.claim.uid, UID);
+    assert_eq!(ledger.gpus.is_empty(), devices.iter().all(|device| device.admin));
+    assert!(ledger.gpus.iter().all(|gpu| devices.iter().any(|device| device.gpu == *gpu)));
+    assert!(!record.is_completed_in(None) && !record.is_of_another_boot(None), "a boot that is not known");
+    let boot = record.boot.as_deref();
+    assert!(!record.is_of_another_boot(boot), "its own boot");
+}
