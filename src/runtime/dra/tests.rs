@@ -1,5 +1,7 @@
 //! When a pool is made, and how long the node is ready while its slices are not current.
 
+use std::collections::BTreeSet;
+
 use super::*;
 use crate::allocation::DeviceId;
 use crate::claims::ClaimName;
@@ -70,7 +72,11 @@ fn last_gpu_that_goes_leaves_the_pool() {
         if is_claimed {
             let claim = ClaimName { namespace: "default".into(), name: "a".into(), uid: "1".into() };
             let gpus = BTreeSet::from([observed(1).gpus[0].uuid.clone()]);
-            world.apply(Event::Prepared(vec![PreparedClaim { claim, gpus }]));
+            world.apply(Event::Prepared(vec![PreparedClaim {
+                claim,
+                gpus,
+                devices: BTreeSet::from(["gpu-0".to_owned()]),
+            }]));
         }
         world.see(0);
         let left: Vec<bool> = world.pool().unwrap().iter().map(|device| !device.taints.is_empty()).collect();
