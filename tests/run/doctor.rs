@@ -394,9 +394,16 @@ async fn broken_and_duplicate_cdi_specs_are_reported() {
     write("etc/cdi/nvidia.yaml", spec);
     write("etc/cdi/other.json", "{\"cdiVersion\": \"0.6.0\", \"kind\": \"example.com/nic\", \"devices\": []}");
     write("etc/cdi/notes.txt", "no spec");
+    write(
+        "var/run/cdi/ours.json",
+        "{\"kind\": \"k8s.device-plugin.nvidia.com/gpu\", \"devices\": [{\"name\": \"0\"}]}",
+    );
+    write("var/run/cdi/far.json", "{\"kind\": \"notnvidia.com/gpu\", \"devices\": [{\"name\": \"0\"}]}");
     let report = look(&setup, &[]).await;
     found(&report, "container runtime", "ok", "etc/cdi/nvidia.yaml: 2 devices of nvidia.com/gpu");
+    found(&report, "container runtime", "ok", "ours.json: 1 device of k8s.device-plugin.nvidia.com/gpu");
     absent(&report, "container runtime", "ok", "example.com/nic");
+    absent(&report, "container runtime", "ok", "notnvidia");
     assert_eq!(report["warnings"], before);
     write("var/run/cdi/nvidia.yaml", spec);
     write("var/run/cdi/broken.json", "{\"cdiVersion\": ");

@@ -48,7 +48,7 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
             // JSON is YAML.
             let spec = text.and_then(|text| serde_saphyr::from_str::<Spec>(&text).map_err(|error| first_line(&error)));
             match spec {
-                Ok(spec) if spec.kind.starts_with("nvidia.com/") => {
+                Ok(spec) if is_nvidias(&spec.kind) => {
                     specs += 1;
                     found.ok(format!("{}: {} of {}", path.display(), count(spec.devices.len(), "device"), excerpt(&spec.kind)));
                     twice(found, &mut devices, spec, &path);
@@ -68,6 +68,12 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
             Some("not needed where containers get their GPUs by NVIDIA_VISIBLE_DEVICES, from the NVIDIA container runtime"),
         );
     }
+}
+
+/// Whether devices of a kind are NVIDIA's: `nvidia.com/gpu`, and `k8s.device-plugin.nvidia.com/gpu` of device plugins.
+fn is_nvidias(kind: &str) -> bool {
+    let vendor = kind.split('/').next().unwrap_or_default();
+    vendor == "nvidia.com" || vendor.ends_with(".nvidia.com")
 }
 
 /// A device that two specs have.
