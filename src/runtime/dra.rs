@@ -224,7 +224,7 @@ impl SliceMetrics {
             drops_taints: new(
                 registry,
                 "dra_taints_dropped",
-                "1 while the API server drops taints (feature gate DRADeviceTaints): sick GPUs are left out instead",
+                "1 once the API server dropped a taint (feature gate DRADeviceTaints): sick GPUs are left out instead",
             ),
             troubles: new(registry, "dra_slices_troubles", "Times that writing the ResourceSlices began to fail"),
         }
