@@ -2,7 +2,7 @@
 //! both processes, and the writes to the API server while nothing happens and in a storm of health changes.
 //!
 //! The release program with a libnvidia-ml of our own (8 GPUs), an API server and a kubelet in boxes. Run with `cargo bench
-//! -p linkwise-cluster --bench dra`; it takes a minute and a half. LINKWISE_BENCH_PROGRAM names another program to measure,
+//! -p linkwise-cluster --bench dra`; it takes two minutes. LINKWISE_BENCH_PROGRAM names another program to measure,
 //! such as the image's; LINKWISE_BENCH_IDLE is how many seconds the idle node is watched.
 
 #![allow(
@@ -17,6 +17,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use linkwise::machines;
+use linkwise::topology::{MigDeviceObservation, MigObservation, MigPlacement};
 use linkwise_api_server_box::{ApiServerBox, ResourceType};
 use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
 use linkwise_kubelet_box::{KubeletBox, Options};
@@ -27,6 +29,9 @@ const DRIVER: &str = "gpu.nvidia.com";
 const STARTS: usize = 5;
 /// Claims after the first.
 const CLAIMS: usize = 100;
+/// MIG devices of each GPU where there are many, and claims that are prepared at once.
+const MIG_DEVICES: u32 = 7;
+const CLAIMS_AT_ONCE: usize = 32;
 /// Health changes of the storm.
 const CHANGES: u32 = 1000;
 /// Threads of the start are gone after this long.
@@ -39,13 +44,13 @@ async fn main() {
     let mut stored = Vec::new();
     for _ in 0..STARTS {
         let node = Node::start().await;
-        node.publishes().await;
+        node.publishes(8).await;
         stored.push(node.begin.elapsed());
     }
     println!("first start to slices stored: {}", spread(&mut stored));
 
     let node = Node::start().await;
-    node.publishes().await;
+    node.publishes(8).await;
     node.is_registered().await;
     let (mut prepared, mut unprepared) = (Vec::new(), Vec::new());
     for number in 0..=CLAIMS {
@@ -92,6 +97,59 @@ async fn main() {
         "{CHANGES} changes of GPUs in {took:.1?}: {writes} writes, {:.2} a second",
         writes as f64 / took.as_secs_f64()
     );
+    drop(node);
+    many_devices().await;
+}
+
+/// Resident memory with many devices, and many claims at once.
+async fn many_devices() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut machine = machines::load("dgx2-v100").unwrap();
+    // The kernel's list of device nodes (/proc/driver/nvidia-caps/mig-minors).
+    let mut minors = String::new();
+    for (gpu, place) in machine.observed.gpus.iter_mut().zip(0..) {
+        let devices = (0..MIG_DEVICES).map(|index| MigDeviceObservation {
+            index,
+            uuid: format!("MIG-{:08}-0000-4000-8000-000000000000", place * MIG_DEVICES + index).parse().unwrap(),
+            gpu_instance: 7 + index,
+            compute_instance: 0,
+            gpu_slices: 1,
+            compute_slices: 1,
+            memory_mib: 4_864,
+            profile_id: Some(19),
+            placement: Some(MigPlacement { start: index, size: 1 }),
+            extension: None,
+            engines: None,
+            capabilities: None,
+        });
+        gpu.mig = Some(MigObservation { enabled: true, devices: devices.collect() });
+        gpu.minor = Some(place);
+        for instance in (0..MIG_DEVICES).map(|index| format!("gpu{place}/gi{}", 7 + index)) {
+            let number = 3 + 2 * minors.lines().count();
+            minors += &format!("{instance}/access {number}\n{instance}/ci0/access {}\n", number + 1);
+        }
+    }
+    let path = folder.path().join("machine.yaml");
+    fs::write(&path, machine.to_yaml().unwrap()).unwrap();
+    let node = Node::on(&path, &minors).await;
+    let count = machine.observed.gpus.len() * usize::try_from(MIG_DEVICES).unwrap();
+    node.publishes(count).await;
+    node.is_registered().await;
+    let names = node.devices();
+    for (number, device) in names.iter().take(CLAIMS_AT_ONCE).enumerate() {
+        let name = format!("c{number}");
+        let claim = node.claim_of(&name, std::slice::from_ref(device));
+        node.dra.start_pod(&PodClaims::single(&name, claim, DRIVER)).await.unwrap();
+    }
+    tokio::time::sleep(SETTLE).await;
+    let rss = [node.process.id(), child_of(node.process.id())].map(|pid| memory(pid, "Rss:") as f64 / 1024.0);
+    println!(
+        "{count} MIG devices of {} GPUs, {CLAIMS_AT_ONCE} claims: resident {:.1} MiB ({:.1} + {:.1})",
+        machine.observed.gpus.len(),
+        rss[0] + rss[1],
+        rss[0],
+        rss[1]
+    );
 }
 
 struct Node {
@@ -106,6 +164,11 @@ struct Node {
 
 impl Node {
     async fn start() -> Self {
+        Self::on(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../../src/machines/dgx-h100.yaml"), "").await
+    }
+
+    /// A node with the GPUs of a node file, and with these nodes of MIG devices.
+    async fn on(machine: &Path, minors: &str) -> Self {
         let types = [ResourceType::NODES, ResourceType::RESOURCE_SLICES, ResourceType::RESOURCE_CLAIMS];
         let (server, folder) = (ApiServerBox::start(&types).await, tempfile::tempdir().unwrap());
         server.accept_tokens(&["token"]);
@@ -116,16 +179,20 @@ impl Node {
         }
         fs::write(at("account/ca.crt"), server.ca()).unwrap();
         fs::write(at("account/token"), "token").unwrap();
+        fs::create_dir_all(at("proc/driver/nvidia-caps")).unwrap();
+        fs::write(at("proc/driver/nvidia-caps/mig-minors"), minors).unwrap();
         let mut options = Options::new(at("k"));
         options.pod_resources = Some(at("pod-resources.sock"));
         let kubelet = KubeletBox::start(options).unwrap();
         let dra = DraKubelet::start(DraOptions::new(at("reg")).hasty()).unwrap();
         let address = server.address();
-        let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../src/machines/dgx-h100.yaml");
         let begin = Instant::now();
         let mut command = Command::new(program());
         command.args(["run", "--dra-gpus", "all", "--log", "error"]).env_clear().env("NODE_NAME", "n");
-        command.env("LINKWISE_SYSFS", at("sys")).env("HWLOC_SYNTHETIC", "pack:2 numa:1 pu:2");
+        command
+            .env("LINKWISE_SYSFS", at("sys"))
+            .env("LINKWISE_PROCFS", at("proc"))
+            .env("HWLOC_SYNTHETIC", "pack:2 numa:1 pu:2");
         command.env("FAKE_NVML_MACHINE", machine).env("FAKE_NVML_CONTROL", at("control"));
         command.env("LINKWISE_NVML_LIBRARY", fake_nvml::library_path());
         command.env("KUBERNETES_SERVICE_HOST", address.ip().to_string());
@@ -141,13 +208,17 @@ impl Node {
         Self { process, server, dra, control, begin, _kubelet: kubelet, _folder: folder }
     }
 
-    async fn publishes(&self) {
-        let count = |slices: &[Value]| -> usize {
-            slices.iter().filter_map(|slice| slice["spec"]["devices"].as_array()).map(Vec::len).sum()
-        };
-        while count(&self.server.objects(&ResourceType::RESOURCE_SLICES)) < 8 {
+    async fn publishes(&self, count: usize) {
+        while self.devices().len() < count {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
+    }
+
+    /// The names of the devices that the API server has.
+    fn devices(&self) -> Vec<String> {
+        let slices = self.server.objects(&ResourceType::RESOURCE_SLICES);
+        let devices = slices.iter().flat_map(|slice| slice["spec"]["devices"].as_array().cloned().unwrap_or_default());
+        devices.map(|device| device["name"].as_str().unwrap().to_owned()).collect()
     }
 
     async fn is_registered(&self) {
@@ -156,10 +227,14 @@ impl Node {
 
     /// A claim that the scheduler has allocated four GPUs to.
     fn claim(&self, name: &str) -> ClaimRef {
+        self.claim_of(name, &[0, 1, 2, 3].map(|gpu| format!("gpu-{gpu}")))
+    }
+
+    /// A claim that the scheduler has allocated these devices to.
+    fn claim_of(&self, name: &str, devices: &[String]) -> ClaimRef {
         let key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), name);
-        let result =
-            |gpu| json!({"request": "gpus", "driver": DRIVER, "pool": "n/gpu", "device": format!("gpu-{gpu}")});
-        let results: Vec<Value> = (0..4).map(result).collect();
+        let result = |device| json!({"request": "gpus", "driver": DRIVER, "pool": "n/gpu", "device": device});
+        let results: Vec<Value> = devices.iter().map(result).collect();
         let status = json!({"allocation": {"devices": {"results": results}}});
         self.server.put("kube-scheduler", &key, json!({"spec": {"devices": {}}, "status": status}));
         let uid = self.server.object(&key).unwrap()["metadata"]["uid"].as_str().unwrap().to_owned();
