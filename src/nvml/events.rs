@@ -37,6 +37,10 @@ const FAILURES: u32 = 3;
 /// doubles.
 const LONGEST: u32 = 8;
 
+/// A poll that begins later than this shows a suspension, or a long scan before it; after that a thread that is stuck is
+/// found a while later.
+const LATE: Duration = Duration::from_secs(1);
+
 /// The state of the thread that waits for events, shared with the other threads.
 #[derive(Debug, Default)]
 pub struct Waiting(Mutex<WaitState>);
@@ -69,9 +73,14 @@ impl Waiting {
         self.state().unheard.clone()
     }
 
-    /// A poll begins: it follows all events so far.
-    pub fn round_begins(&self) {
-        self.state().asked = false;
+    /// A poll begins, so much later than it was due: it follows all events so far. One that is much too late shows that
+    /// this process was suspended, and the current wait counts from now.
+    pub fn round_begins(&self, late: Duration) {
+        let mut state = self.state();
+        state.asked = false;
+        if late > LATE && state.since.is_some() {
+            state.since = Some(Instant::now());
+        }
     }
 
     /// Requests a poll, unless a requested one has not begun.
@@ -324,6 +333,19 @@ fn name(event: &Event<'_>, gpus: &[Gpu<'_>]) -> Answer<GpuUuid> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn suspension_does_not_count_as_a_wait() {
+        let waiting = Waiting::default();
+        waiting.round_begins(2 * LATE);
+        assert_eq!(waiting.lasts(), Duration::ZERO, "nobody waits");
+        let long = Duration::from_secs(5);
+        waiting.state().since = Some(Instant::now().checked_sub(long).unwrap());
+        waiting.round_begins(LATE);
+        assert!(waiting.lasts() >= long);
+        waiting.round_begins(2 * LATE);
+        assert!(waiting.lasts() < long);
+    }
 
     #[test]
     fn wait_that_returns_at_once_does_not_spin() {

@@ -116,9 +116,9 @@ impl Watch {
         loop {
             match asked.recv_timeout(next_round.saturating_duration_since(Instant::now())) {
                 Ok(ToAgent::Observe) => self.observe(),
-                Ok(ToAgent::Poll) => next_round = next_round.min(last_round + AFTER_EVENT),
+                Ok(ToAgent::Poll) => next_round = next_round.min(Instant::now().max(last_round + AFTER_EVENT)),
                 Err(RecvTimeoutError::Timeout) => {
-                    self.waiting.round_begins();
+                    self.waiting.round_begins(next_round.elapsed());
                     self.round();
                     last_round = Instant::now();
                     next_round = last_round + self.interval;
