@@ -20,7 +20,6 @@ pub mod machines;
 pub mod metrics;
 pub mod mps;
 pub mod nvml;
-mod pages;
 pub mod runtime;
 pub mod uds;
 

@@ -32,11 +32,11 @@ const CORE: [&str; 11] =
     ["allocation", "backoff", "claims", "errors", "names", "once", "publish", "quote", "state", "topology", "words"];
 
 /// Mechanisms that adapters share. They know nothing of ours but the core, and may be named by every module.
-const SHARED: [&str; 5] = ["files", "grpc", "inotify", "pages", "uds"];
+const SHARED: [&str; 4] = ["files", "grpc", "inotify", "uds"];
 
 /// Words that only some files may say: the word, and how their paths begin.
 const RESERVED: [(&str, &[&str]); 13] = [
-    ("unsafe ", &["nvml/raw.rs", "pages.rs"]),
+    ("unsafe ", &["nvml/raw.rs"]),
     ("linkwise_kubelet_api", &["dra/", "kubelet/"]),
     ("env::var", &["config/"]),
     ("env::args", &["config/"]),

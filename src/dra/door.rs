@@ -291,7 +291,7 @@ impl Door {
         Ok(record)
     }
 
-    /// Does what a record says that was entered.
+    /// Prepares a claim as its record says.
     async fn carry_out(&self, record: Record, turn: &Turn) -> Result<Prepared, PrepareError> {
         let uid = record.claim.uid.clone();
         self.write(&record, turn).await?;

@@ -26,4 +26,5 @@ mod watchdog;
 
 pub use call::{Answer, CallError, Fault, Reason};
 pub use probe::{COUNT, HANDLE, REGISTER};
+pub use raw::unmap_code;
 pub use watchdog::Limits;

@@ -43,9 +43,8 @@ use crate::config::{ConfigMetrics, DoctorArgs, Environment, Flags, HostArgs, Nvm
 use crate::hwloc;
 use crate::kubelet;
 use crate::mps::Layout;
-use crate::nvml::Limits;
 use crate::nvml::child::AgentCommand;
-use crate::pages;
+use crate::nvml::{self, Limits};
 use crate::state::{DraGpus, Event, XidPolicy};
 use crate::uds::Callers;
 
@@ -267,7 +266,7 @@ async fn give_back_code() -> Result<()> {
     let mut pause = START;
     loop {
         tokio::time::sleep(pause).await;
-        if let Err(error) = pages::unmap_code() {
+        if let Err(error) = nvml::unmap_code() {
             tracing::debug!(%error, "the code of the start stays mapped");
         }
         pause = CODE;

@@ -84,7 +84,7 @@ fn fits(claim: &Claim, prepared: &Prepared) {
     assert_eq!(got, ours.into_iter().map(names).collect::<Vec<_>>());
     let known: BTreeSet<String> = devices(STATE.topology()).into_iter().map(|(name, _)| name).collect();
     for (at, device) in prepared.devices.iter().enumerate() {
-        assert!(device.pool == POOL && known.contains(&device.device), "{device:?} is none of this node");
+        assert!(device.pool == POOL && known.contains(&device.device), "{device:?} is no device of this node");
         assert!(!device.request.contains('/'), "{device:?} names an alternative");
         let uuid = device.mig.as_ref().map_or(device.gpu.as_str(), |mig| mig.as_str());
         assert!(device.cdi.contains(&format!("v/gpu={uuid}")), "{device:?} has no CDI name");

@@ -292,9 +292,11 @@ impl SliceWriter {
 
     /// Reports what is stored now.
     fn report(&self, wanted: &Pool, stored: &watch::Sender<Stored>, report: &watch::Sender<StoredPool>) {
+        // Before the next borrow: two at once could wait for a change between them.
+        let differs = !self.plan(wanted, stored).writes.is_empty();
         let found = stored.borrow();
         let now = StoredPool {
-            is_current: found.is_known && self.plan(wanted, stored).writes.is_empty(),
+            is_current: found.is_known && !differs,
             slices: found.slices.len(),
             generation: found.slices.values().map(generation).max().unwrap_or(0),
             drops_taints: self.drops_taints,

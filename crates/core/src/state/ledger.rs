@@ -190,8 +190,8 @@ impl Ledger {
         })
     }
 
-    /// Whether a listed claim has a GPU as an administrator's, who does not take it from anybody: our DRA plugin has
-    /// prepared the claim, and without this GPU.
+    /// Whether a listed claim has a GPU for an administrator, while other claims may have it: our DRA plugin has prepared
+    /// the claim, and without this GPU.
     fn only_looks(&self, claimed: &ClaimedDevice, gpu: &GpuUuid) -> bool {
         let mut prepared = self.prepared_as(claimed).peekable();
         prepared.peek().is_some() && prepared.all(|prepared| !prepared.gpus.contains(gpu))

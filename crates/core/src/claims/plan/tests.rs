@@ -173,7 +173,7 @@ fn gpu_that_a_pod_holds_otherwise_is_refused() {
         (of_claim("pool"), Ok(())),
     ] {
         assert_eq!(refused(holdings.clone(), &plain), complaint);
-        assert_eq!(refused(holdings, &look), Ok(()), "an administrator takes it from nobody");
+        assert_eq!(refused(holdings, &look), Ok(()), "for an administrator, beside the holder");
     }
 }
 
