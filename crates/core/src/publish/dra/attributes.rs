@@ -66,7 +66,7 @@ impl Draft<'_> {
     }
 
     fn capacity(&mut self, name: &str, value: impl ToString) {
-        self.device.capacity.insert(name.to_owned(), Capacity { value: value.to_string() });
+        self.device.capacity.insert(name.to_owned(), Capacity::whole(value));
     }
 
     /// A GPU that is published whole.

@@ -40,9 +40,16 @@ pub struct SliceDevice {
     /// Capacities by name, as those.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub capacity: BTreeMap<String, Capacity>,
+    /// What it takes of the counters of its pool while it is allocated: devices over one counter exclude each other.
+    #[serde(rename = "consumesCounters", skip_serializing_if = "Vec::is_empty")]
+    pub consumes_counters: Vec<CounterConsumption>,
     /// What keeps it from being allocated.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub taints: Vec<Taint>,
+    /// Whether several claims may have it at once, each a part of its capacity. Never together with counters:
+    /// kube-scheduler up to 1.37 miscounts them.
+    #[serde(rename = "allowMultipleAllocations", skip_serializing_if = "core::ops::Not::not")]
+    pub allow_multiple_allocations: bool,
 }
 
 /// The value of an attribute: `{"int": 0}`.
@@ -63,6 +70,66 @@ pub enum Attribute {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Capacity {
     /// Such as `81559Mi` or `1`.
+    pub value: String,
+    /// What a claim may take of it, where several may have the device. Without one a claim takes all.
+    #[serde(rename = "requestPolicy", skip_serializing_if = "Option::is_none")]
+    pub request_policy: Option<RequestPolicy>,
+}
+
+impl Capacity {
+    /// An amount that a claim gets whole.
+    pub fn whole(value: impl ToString) -> Self {
+        Self { value: value.to_string(), request_policy: None }
+    }
+}
+
+/// What a claim may take of a capacity (`CapacityRequestPolicy`): canonical quantities.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RequestPolicy {
+    /// What a claim takes that does not say how much.
+    pub default: String,
+    /// What a claim may ask for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub valid_range: Option<ValidRange>,
+}
+
+/// Amounts from `min` to `max` (the whole, where it is absent), in steps.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ValidRange {
+    /// The least.
+    pub min: String,
+    /// The most.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max: Option<String>,
+    /// Amounts between are rounded up to the next step.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub step: Option<String>,
+}
+
+/// Counters of a pool, such as one for each GPU (`CounterSet`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct CounterSet {
+    /// A DNS label.
+    pub name: String,
+    /// The counters by name, DNS labels.
+    pub counters: BTreeMap<String, Counter>,
+}
+
+/// What a device takes of a counter set (`DeviceCounterConsumption`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct CounterConsumption {
+    /// The set.
+    pub counter_set: String,
+    /// How much of its counters.
+    pub counters: BTreeMap<String, Counter>,
+}
+
+/// What a counter has, or a device takes of it: a canonical quantity.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Counter {
+    /// Such as `1`.
     pub value: String,
 }
 
