@@ -6,6 +6,8 @@ use crate::state::{DraGpus, DriverVersions, Filter, GpuSelector, ResourcePlan, U
 use crate::topology::{GpuObservation, NodeObservation, NodeTopology};
 use alloc::sync::Arc;
 
+mod sets;
+
 /// Four V100, each connected with the next by one NVLink.
 fn chain() -> NodeTopology {
     let gpu = |number: u32| {
@@ -161,21 +163,21 @@ fn sick_gpu_takes_its_sets_out_of_the_groups() {
 fn layout_is_kept_for_the_same_tables_and_gpus() {
     let tables = Arc::new(AllocationTables::new(Arc::new(chain())));
     let (mut cache, sizes) = (LayoutCache::default(), GroupSizes::default());
-    let whole = cache.layout(&tables, (0..4).collect(), &sizes);
-    assert!(Arc::ptr_eq(&whole, &cache.layout(&tables, (0..4).collect(), &sizes)));
-    assert_ne!(whole, cache.layout(&tables, (0..4).collect(), &GroupSizes::new([2]).unwrap()));
-    let part = cache.layout(&tables, (0..2).collect(), &sizes);
+    let whole = cache.layout(&tables, (0..4).collect(), &sizes, 0);
+    assert!(Arc::ptr_eq(&whole, &cache.layout(&tables, (0..4).collect(), &sizes, 0)));
+    assert_ne!(whole, cache.layout(&tables, (0..4).collect(), &GroupSizes::new([2]).unwrap(), 0));
+    let part = cache.layout(&tables, (0..2).collect(), &sizes, 0);
     assert_eq!(part.order.len(), 2);
     let others = Arc::new(AllocationTables::new(Arc::new(NodeTopology::default())));
-    assert_eq!(*cache.layout(&others, GpuSet::default(), &sizes), GpuLayout::default());
+    assert_eq!(*cache.layout(&others, GpuSet::default(), &sizes, 0), GpuLayout::default());
 }
 
 #[test]
 fn lost_gpu_leaves_the_groups_of_others_as_they_were() {
     let tables = |places: &[usize]| Arc::new(AllocationTables::new(Arc::new(chain().restricted(places))));
     let (mut cache, sizes) = (LayoutCache::default(), GroupSizes::new([2]).unwrap());
-    let whole = cache.layout(&tables(&[0, 1, 2, 3]), (0..4).collect(), &sizes);
-    let without_first = cache.layout(&tables(&[1, 2, 3]), (0..3).collect(), &sizes);
+    let whole = cache.layout(&tables(&[0, 1, 2, 3]), (0..4).collect(), &sizes, 0);
+    let without_first = cache.layout(&tables(&[1, 2, 3]), (0..3).collect(), &sizes, 0);
     let groups = |layout: &GpuLayout| -> Vec<(String, Vec<u64>)> {
         let bits = |family: &Family| family.groups.iter().map(|group| group.0).collect();
         layout.families.iter().map(|family| (family.name.clone(), bits(family))).collect()
@@ -186,8 +188,8 @@ fn lost_gpu_leaves_the_groups_of_others_as_they_were() {
     assert_eq!(whole.order.iter().filter(|gpu| **gpu > 0).map(|gpu| gpu - 1).collect::<Vec<_>>(), without_first.order);
     let fresh = GpuLayout::of(&tables(&[1, 2, 3]), (0..3).collect(), &sizes);
     assert_ne!(groups(&fresh), expected, "else the test says nothing");
-    assert_eq!(cache.layout(&tables(&[0, 1, 2, 3]), (0..4).collect(), &sizes), whole, "it came back");
-    let middle_lost = cache.layout(&tables(&[0, 1, 3]), (0..3).collect(), &sizes);
+    assert_eq!(cache.layout(&tables(&[0, 1, 2, 3]), (0..4).collect(), &sizes, 0), whole, "it came back");
+    let middle_lost = cache.layout(&tables(&[0, 1, 3]), (0..3).collect(), &sizes, 0);
     assert_eq!(middle_lost.nvlink_domains, [GpuSet(0b011)], "GPU 3 was connected through GPU 2");
 }
 
