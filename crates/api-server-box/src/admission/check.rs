@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use cel::common::ast::{ComprehensionExpr, EntryExpr, Expr, IdedExpr, LiteralValue};
 
-use super::expressions::{ENVIRONMENT, PATCH, PATCH_FIELDS, Scope};
+use super::expressions::{PATCH, PATCH_FIELDS, Scope, compiled};
 
 /// What an expression has to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,7 +72,8 @@ const NAMESPACES: [&str; 2] = ["lists", "optional"];
 ///
 /// Why it is none, in the server's words.
 pub(super) fn compile(expression: &str, scope: &Scope, wanted: Wanted) -> Result<(), String> {
-    let program = ENVIRONMENT.compile(expression).map_err(|errors| format!("compilation failed: {errors}"))?;
+    let program = compiled(expression);
+    let program = program.as_ref().as_ref().map_err(|errors| format!("compilation failed: {errors}"))?;
     let mut check = Check { scope, locals: Vec::new() };
     let found = check.of(program.expression()).map_err(|why| format!("compilation failed: {why}"))?;
     let is_patches = |of: &Type| matches!(of, Type::Dyn | Type::Patch);

@@ -1,11 +1,11 @@
 //! CEL of admission policies: the environment, what expressions see, and their values as JSON.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::{Arc, LazyLock};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use cel::common::types::{CelNull, CelString};
 use cel::objects::{Key as MapKey, Map};
-use cel::{Context, Env, StructDef, Value as Cel, add_overload, extensions};
+use cel::{Context, Env, Program, StructDef, Value as Cel, add_overload, extensions};
 use serde_json::{Map as JsonMap, Value};
 
 /// A variable's value, or why it has none.
@@ -45,7 +45,7 @@ impl Scope {
 }
 
 /// The standard library, the list functions, and what patches need.
-pub(super) static ENVIRONMENT: LazyLock<Arc<Env>> = LazyLock::new(|| {
+static ENVIRONMENT: LazyLock<Arc<Env>> = LazyLock::new(|| {
     let mut env = Env::stdlib();
     extensions::lists(&mut env).expect("the lists' names are free");
     add_overload!(env, fn escape_key: (CelString) -> CelString<'static>, name = "jsonpatch.escapeKey")
@@ -64,6 +64,17 @@ fn escape_key(key: &CelString<'_>) -> CelString<'static> {
     CelString::from(key.inner().replace('~', "~0").replace('/', "~1"))
 }
 
+/// A program, or why the text is none.
+type Compiled = Arc<Result<Program, String>>;
+
+/// Compiles an expression, once: parsing takes most of the time.
+pub(super) fn compiled(expression: &str) -> Compiled {
+    static PROGRAMS: Mutex<BTreeMap<String, Compiled>> = Mutex::new(BTreeMap::new());
+    let mut programs = PROGRAMS.lock().unwrap_or_else(PoisonError::into_inner);
+    let compile = || Arc::new(ENVIRONMENT.compile(expression).map_err(|errors| errors.to_string()));
+    Arc::clone(programs.entry(expression.to_owned()).or_insert_with(compile))
+}
+
 /// The value of an expression about an object.
 pub(super) fn evaluate(
     expression: &str,
@@ -71,7 +82,8 @@ pub(super) fn evaluate(
     params: Option<&Value>,
     variables: &BTreeMap<String, Variable>,
 ) -> Result<Value, String> {
-    let program = ENVIRONMENT.compile(expression).map_err(|errors| errors.to_string())?;
+    let program = compiled(expression);
+    let program = program.as_ref().as_ref().map_err(Clone::clone)?;
     let mut context = Context::with_env(Arc::clone(&ENVIRONMENT));
     context.add_variable_from_value("object", to_cel(object));
     if let Some(params) = params {
