@@ -5,6 +5,24 @@ use std::process::Command;
 
 use crate::resources;
 
+/// helm reads no file outside of a chart.
+#[test]
+fn chart_has_the_same_files() {
+    let repository = Path::new(env!("CARGO_MANIFEST_DIR"));
+    for (folder, copies) in [("templates", "claim-templates"), ("unchanged-pods", "unchanged-pods")] {
+        let texts = |folder: &Path| -> Vec<(std::ffi::OsString, String)> {
+            let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
+            let files = files.filter(|file| file.file_name() != "kustomization.yaml");
+            let mut texts: Vec<_> =
+                files.map(|file| (file.file_name(), std::fs::read_to_string(file.path()).unwrap())).collect();
+            texts.sort();
+            texts
+        };
+        let here = texts(&repository.join("manifests/dra").join(folder));
+        assert_eq!(here, texts(&repository.join("charts/linkwise/files").join(copies)), "{folder}");
+    }
+}
+
 #[test]
 fn templates_are_what_the_command_prints() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("manifests/dra/templates");
