@@ -1,4 +1,4 @@
-//! MutatingAdmissionPolicies (`admissionregistration.k8s.io/v1`): what they make of an object that a client creates.
+//! MutatingAdmissionPolicies (`admissionregistration.k8s.io/v1`): what they make of a pod that a client creates.
 //!
 //! As in Kubernetes 1.36 (`apiserver/pkg/admission/plugin/policy/mutating`): a policy is compiled when it is stored, and
 //! refused where an expression is none; a binding puts it in force, once for each object that its `paramRef` finds; the
@@ -8,6 +8,7 @@
 //!
 //! What is not modelled is refused by name when the policy or the binding is stored: apply configurations, `Object`
 //! literals (an API server of 1.36.2 panics on a list of them), selections of parameters by name or of another namespace.
+//! Objects of other kinds are never changed.
 
 mod check;
 mod expressions;
@@ -20,6 +21,7 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::refusal::{Cause, Refusal};
+use crate::resource::pod;
 use crate::store::{Key, ResourceType, Store};
 use check::Wanted;
 use expressions::Scope;
@@ -221,13 +223,8 @@ pub(super) fn check(key: &Key, object: &Value) -> Result<(), Refusal> {
     if refused.is_empty() { Ok(()) } else { Err(Refusal::invalid(key, &refused)) }
 }
 
-/// Changes an object that is about to be created as the policies say; `object` has its name and namespace.
-pub(super) fn mutate(
-    store: &Store,
-    key: &Key,
-    object: &mut Value,
-    complete: impl Fn(&mut Value) -> Result<(), Refusal>,
-) -> Result<(), Refusal> {
+/// Changes a pod that is about to be created as the policies say; it has its name, its namespace and its defaults.
+pub(super) fn mutate(store: &Store, key: &Key, object: &mut Value) -> Result<(), Refusal> {
     let policies = store.list(&ResourceType::MUTATING_ADMISSION_POLICIES, None);
     let bindings = store.list(&ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS, None);
     let namespace = key.namespace.as_deref().and_then(|name| store.get(&ResourceType::NAMESPACES.key(None, name)));
@@ -248,17 +245,15 @@ pub(super) fn mutate(
                 continue;
             }
             let denied = |why: String| {
-                let message = format!(
-                    "{} \"{}\" is forbidden: policy '{}' with binding '{binding_name}' denied request: {why}",
-                    key.resource.plural, key.name, bound.policy_name
-                );
+                let message =
+                    format!("policy '{}' with binding '{binding_name}' denied request: {why}", bound.policy_name);
                 Refusal::new(422, "Invalid", message)
             };
             let ignores = policy.failure_policy == FailurePolicy::Ignore;
             match parameters(store, key, &policy, &bound) {
                 Ok(parameters) => {
                     for params in parameters {
-                        match invoke(&policy, object, params.as_ref(), &complete) {
+                        match invoke(&policy, object, params.as_ref()) {
                             Err(Failed::Policy(why)) if !ignores => return Err(denied(why)),
                             Err(Failed::Server(refusal)) => return Err(refusal),
                             Err(Failed::Policy(_)) | Ok(()) => {}
@@ -285,12 +280,7 @@ enum Failed {
 }
 
 /// Evaluates a policy with one parameter. What the mutations before one that fails have made stays.
-fn invoke(
-    policy: &PolicySpec,
-    object: &mut Value,
-    params: Option<&Value>,
-    complete: impl Fn(&mut Value) -> Result<(), Refusal>,
-) -> Result<(), Failed> {
+fn invoke(policy: &PolicySpec, object: &mut Value, params: Option<&Value>) -> Result<(), Failed> {
     let failed =
         |expression: &str, why: String| Failed::Policy(format!("expression '{expression}' resulted in error: {why}"));
     let evaluate = |expression: &str, object: &Value, variables: &BTreeMap<String, expressions::Variable>| {
@@ -315,7 +305,7 @@ fn invoke(
             .and_then(|patch| patch::apply(object, &patch).map_err(|why| Failed::Policy(format!("JSON Patch: {why}"))));
         match patched {
             Ok(mut patched) => {
-                complete(&mut patched).map_err(Failed::Server)?;
+                pod::complete(&mut patched).map_err(Failed::Server)?;
                 *object = patched;
             }
             Err(why) => error = error.or(Some(why)),

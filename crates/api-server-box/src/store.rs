@@ -203,7 +203,7 @@ impl Store {
         if key.resource == ResourceType::PODS {
             object = named(object, &key);
             resource::pod::complete(&mut object)?;
-            admission::mutate(self, &key, &mut object, resource::pod::complete)?;
+            admission::mutate(self, &key, &mut object)?;
         }
         resource::admit(self.gates, &key, None, &mut object, &self.now())?;
         Ok(self.put(manager, &key, object))

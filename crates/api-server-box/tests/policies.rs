@@ -199,6 +199,19 @@ async fn policy_is_evaluated_for_each_parameter() {
 }
 
 #[tokio::test]
+async fn policy_is_evaluated_again_where_it_asks_for_it() {
+    let append =
+        "[JSONPatch{op: 'add', path: '/spec/containers/0/args/-', value: string(object.spec.containers.size())}]";
+    let list = "has(object.spec.containers[0].args) ? []
+        : [JSONPatch{op: 'add', path: '/spec/containers/0/args', value: ['first']}]";
+    for (reinvocation, args) in [("Never", json!(["first", "1"])), ("IfNeeded", json!(["first", "1", "1"]))] {
+        let mut policy = policy(&[], &[list, append]);
+        policy["spec"]["reinvocationPolicy"] = json!(reinvocation);
+        assert_eq!(admitted(policy).await.unwrap()["spec"]["containers"][0]["args"], args, "{reinvocation}");
+    }
+}
+
+#[tokio::test]
 async fn selectors_decide_which_pods() {
     for (labels, pod_labels, changed) in [
         (json!({"on": "yes"}), json!({}), true),

@@ -100,21 +100,17 @@ impl BoxedCluster {
     fn claim(&self, pod: &str) -> Result<Value> {
         let spec = self.pod(pod)?["spec"].clone();
         let reference = &spec["resourceClaims"][0];
-        let (base, claim) = if let Some(template) = reference["resourceClaimTemplateName"].as_str() {
+        let (base, mut claim) = if let Some(template) = reference["resourceClaimTemplateName"].as_str() {
             let template = self.server.object(&ResourceType::RESOURCE_CLAIM_TEMPLATES.key(Some(NAMESPACE), template));
             let template = template.with_context(|| format!("pod {pod}: its template is not there"))?;
             (reference["name"].as_str().unwrap_or_default().to_owned(), json!({"spec": template["spec"]["spec"]}))
         } else {
             let limit = spec["containers"][0]["resources"]["limits"][GPUS].as_str().and_then(|text| text.parse().ok());
             let resources = [vec![(GPUS, limit.with_context(|| format!("pod {pod} wants no GPUs"))?)]];
-            let made = self.scheduler()?.extended_claim(NAMESPACE, pod, &resources);
-            let made = made.context("no DeviceClass has the extended resource")?;
-            (
-                "extended-resources".to_owned(),
-                json!({"spec": made["spec"], "metadata": {"annotations": made["metadata"]["annotations"]}}),
-            )
+            let claim = self.scheduler()?.extended_claim(NAMESPACE, pod, &resources);
+            ("extended-resources".to_owned(), claim.context("no DeviceClass has the extended resource")?)
         };
-        let mut claim = claim;
+        claim["metadata"]["name"].take();
         claim["metadata"]["generateName"] = json!(format!("{pod}-{base}-"));
         claim["metadata"]["ownerReferences"] = json!([{"apiVersion": "v1", "kind": "Pod", "name": pod}]);
         let made = self.server.create("kube-controller-manager", &Self::key(""), claim);

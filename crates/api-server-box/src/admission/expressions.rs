@@ -134,7 +134,8 @@ fn to_json(value: &Cel) -> Result<Value, String> {
                 let Some(value) = patch.field_value(field) else { continue };
                 let value = to_json(&Cel::try_from(value).map_err(|error| error.to_string())?)?;
                 // These are the defaults of fields that are not set.
-                if !value.is_null() && !(field == "from" && value == "") {
+                let is_default = value.is_null() || (field == "from" && value == "");
+                if !is_default {
                     operation.insert(field.to_owned(), value);
                 }
             }
