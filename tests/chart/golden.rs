@@ -110,6 +110,9 @@ fn programs_are_switched_on_and_off() {
         &["dra.enabled=true", "dra.claimTemplates.namespaces={a,b}", "dra.unchangedPods.enabled=true"],
     ];
     assert_snapshot!("programs", changes(&helm, &[], &entries));
+    let base = ["dra.enabled=true", "dra.unchangedPods.enabled=true"];
+    let entries = [&["dra.unchangedPods.schedulers={default-scheduler,packing}"][..]];
+    assert_snapshot!("unchanged_pods", changes(&helm, &base, &entries));
     let entries = [
         &["config.name=external", "migStrategy=none", "deviceListStrategy=envvar"][..],
         &["gfd.noTimestamp=true", "gfd.sleepInterval=infinite"],

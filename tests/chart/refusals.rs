@@ -70,6 +70,7 @@ fn values_of_wrong_type_are_refused_by_name() {
         ("podMonitor.interval=often", "podMonitor.interval"),
         ("kubeletRootDir=kubelet", "kubeletRootDir"),
         ("dra.claimTemplates.namespaces=training", "dra.claimTemplates.namespaces"),
+        ("dra.unchangedPods.schedulers={a'b}", "dra.unchangedPods.schedulers"),
         ("dra.claimTemplates.namespaces={Training}", "dra.claimTemplates.namespaces"),
         ("nfd.enabled=maybe", "nfd.enabled"),
         ("nameOverride=Has Spaces", "nameOverride"),

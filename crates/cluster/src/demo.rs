@@ -1,7 +1,8 @@
 //! `linkwise demo --dra`: the cluster around the node.
 //!
-//! A composition root: an API server in a box, over HTTPS, with the client that `linkwise run` has, and the model of
-//! kube-scheduler's allocator. `linkwise::demo` says what happens in this cluster, and prints it.
+//! A composition root: an API server in a box, over HTTPS, with the client that `linkwise run` has, the model of
+//! kube-scheduler's allocator, and what makes the claims of pods. `linkwise::demo` says what happens in this cluster, and
+//! prints it.
 
 use std::process::ExitCode;
 use std::sync::Arc;
