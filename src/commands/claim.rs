@@ -5,7 +5,6 @@
 
 use anyhow::{Result, ensure};
 use serde::Serialize;
-use serde_json::Value;
 
 use super::manifest::{List, text};
 use super::output::print;
@@ -204,13 +203,6 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
         ClaimKind::Deployment => text(&List::new(vec![template(devices), deployment(&name)]), args.format),
     };
     Ok(print(&manifest?)?)
-}
-
-/// The specification of a claim for so many GPUs of any node, and the attributes of its alternatives, the best first.
-pub fn any_claim(gpus: u8) -> Result<(Value, Vec<String>), serde_json::Error> {
-    let groups = any_groups(gpus, &GroupSizes::default());
-    let spec = serde_json::to_value(Spec::Devices(in_groups(gpus, &groups, false)))?;
-    Ok((spec, groups))
 }
 
 /// The attributes by which a claim of this size finds groups, of all that a node may have.

@@ -34,9 +34,9 @@ use crate::topology::{Gpu, NodeTopology};
 
 pub use admin::admin;
 pub use allocate::allocate;
-pub use claim::{any_claim, claim};
+pub use claim::claim;
 pub use config::config;
-pub use doctor::{ClusterFacts, DraFound, NodeFeatureFound, NodeFeatures, doctor};
+pub use doctor::{ClusterFacts, DraFound, NodeFeatureFound, NodeFeatures, PodPolicy, doctor};
 pub use dra::dra;
 pub use labels::labels;
 pub use output::print;
