@@ -466,7 +466,8 @@ impl Offers {
         let mut withdrawn = BTreeMap::new();
         for (name, resource) in &self.resources {
             let orphans = resource.orphans.iter();
-            let lately = orphans.filter(|(_, orphan)| orphan.was_offered && orphan.why == UnhealthyReason::Withdrawn);
+            // A GPU that went may be back, and offered otherwise.
+            let lately = orphans.filter(|(_, orphan)| orphan.was_offered);
             withdrawn.extend(lately.map(|(id, orphan)| ((name.clone(), id.clone()), orphan.since)));
         }
         let devices = self.resources.iter().flat_map(|(name, resource)| {
