@@ -251,6 +251,11 @@ impl Offers {
         }
     }
 
+    /// Another time than [`super::DRA_GRACE`].
+    pub(super) fn set_dra_grace(&mut self, grace: Timestamp) {
+        self.doors.grace = grace;
+    }
+
     /// All devices, orphans included, claim their NUMA nodes anew.
     pub(super) fn set_numa_hints(&mut self, hints: NumaHints, hardware: &Hardware) {
         self.numa_hints = hints;
