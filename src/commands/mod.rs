@@ -36,7 +36,7 @@ pub use admin::admin;
 pub use allocate::allocate;
 pub use claim::claim;
 pub use config::config;
-pub use doctor::{ClusterFacts, DraFound, NodeFeatureFound, NodeFeatures, PodPolicy, doctor};
+pub use doctor::{ClusterFacts, DraFound, ExtendedResourceFound, NodeFeatureFound, NodeFeatures, PodPolicy, doctor};
 pub use dra::dra;
 pub use labels::labels;
 pub use output::print;

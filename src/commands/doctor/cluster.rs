@@ -44,6 +44,21 @@ pub struct DraFound {
     pub slices: Result<Vec<(String, Vec<String>)>, String>,
     /// The policy that turns `nvidia.com/gpu: N` of pods into claims.
     pub pod_policy: Result<PodPolicy, String>,
+    /// The extended resource of that DeviceClass; `None` where it has none, or there is no such class.
+    pub extended_resource: Result<Option<ExtendedResourceFound>, String>,
+}
+
+/// The extended resource of a DeviceClass, as the kubelet counts a device plugin's on this node.
+#[derive(Clone, Debug)]
+pub struct ExtendedResourceFound {
+    /// The resource.
+    pub name: String,
+    /// The class.
+    pub class: String,
+    /// How many devices the Node's status has as allocatable; `None` where it does not name the resource.
+    pub allocatable: Option<u64>,
+    /// The same in all, unhealthy ones included.
+    pub capacity: Option<u64>,
 }
 
 /// The MutatingAdmissionPolicy of manifests/dra/unchanged-pods, and its binding, which has the same name.

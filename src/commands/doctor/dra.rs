@@ -34,7 +34,7 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
 
 /// The classes that claims for GPUs name, and the slices that the API server has.
 pub(super) fn slices(found: &mut Findings, facts: Option<DraFound>) {
-    let Some(DraFound { driver, has_class, slices, pod_policy: policy }) = facts else { return };
+    let Some(DraFound { driver, has_class, slices, pod_policy: policy, extended_resource: _ }) = facts else { return };
     found.check = "DRA";
     match has_class {
         Ok(true) => found.ok(format!("there is a DeviceClass {driver}")),

@@ -142,6 +142,41 @@ async fn policy_for_unchanged_pods_is_looked_for() {
 }
 
 #[tokio::test]
+async fn resource_of_both_doors_and_remembered_plugin_are_named() {
+    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    let root: PathBuf = folder.path().to_owned();
+    let class = json!({"spec": {"extendedResourceName": "nvidia.com/gpu"}});
+    cluster.server.put("kubectl", &ResourceType::DEVICE_CLASSES.key(None, "gpu.nvidia.com"), class);
+    std::fs::create_dir_all(root.join("var/lib/kubelet")).unwrap();
+    let policy = |name: &str| {
+        std::fs::write(root.join("var/lib/kubelet/config.yaml"), format!("topologyManagerPolicy: {name}\n")).unwrap();
+    };
+    policy("single-numa-node");
+    let says = async |allocatable: Value, capacity: Value, status: &str, part: &str| {
+        let node = json!({"status": {"allocatable": allocatable, "capacity": capacity}});
+        cluster.server.put("kubelet", &crate::support::node_key("n"), node);
+        let found = findings(&cluster, &root, "DRA", "all").await;
+        assert!(found.iter().any(|(of, what)| of == status && what.contains(part)), "{part}: {found:#?}");
+    };
+    let gpus = |count: &str| json!({"nvidia.com/gpu": count});
+    says(
+        gpus("3"),
+        gpus("8"),
+        "warning",
+        "nvidia.com/gpu is a resource of the device plugin here and of the DeviceClass",
+    )
+    .await;
+    says(gpus("0"), gpus("8"), "warning", "policy single-numa-node").await;
+    policy("none");
+    says(gpus("0"), gpus("8"), "ok", "still remembers a device plugin").await;
+    says(gpus("0"), gpus("0"), "ok", "through the DeviceClass gpu.nvidia.com").await;
+    says(json!({}), json!({}), "ok", "through the DeviceClass gpu.nvidia.com").await;
+    let forbidden = Answer::Refusal(403, "nodes is forbidden", None);
+    cluster.server.fail(Fault::of("GET", "/nodes/n", 1, forbidden));
+    says(json!({}), json!({}), "skipped", "nodes is forbidden").await;
+}
+
+#[tokio::test]
 async fn each_check_is_documented() {
     let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
     let report = report(&cluster, folder.path(), "all").await;

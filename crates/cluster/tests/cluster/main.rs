@@ -2,6 +2,7 @@
 
 #![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 
+mod both_doors_soak;
 mod claims;
 mod config_manager;
 mod demo;
