@@ -40,7 +40,7 @@ pub use doctor::{ClusterFacts, DraFound, NodeFeatureFound, NodeFeatures, doctor}
 pub use dra::dra;
 pub use labels::labels;
 pub use output::print;
-pub use simulate::simulate;
+pub use simulate::{Draws, Job, best_set, collective, read_trace, simulate};
 pub use snapshot::snapshot;
 pub use topology::topology;
 

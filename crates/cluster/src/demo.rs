@@ -23,6 +23,9 @@ use crate::server::Pace;
 const NODE: &str = "node";
 /// The namespace of claims.
 const NAMESPACE: &str = "default";
+/// What the DeviceClass of whole GPUs selects.
+pub(crate) const WHOLE_GPUS: &str =
+    "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'";
 /// The token of the service account.
 const TOKEN: &str = "demo";
 
@@ -64,8 +67,7 @@ impl BoxedCluster {
         let server = listening.context("the API server in a box cannot listen on 127.0.0.1")?;
         server.accept_tokens(&[TOKEN]);
         server.put("kubelet", &ResourceType::NODES.key(None, NODE), json!({}));
-        let expression = "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'";
-        let class = json!({"spec": {"selectors": [{"cel": {"expression": expression}}]}});
+        let class = json!({"spec": {"selectors": [{"cel": {"expression": WHOLE_GPUS}}]}});
         let made = server.create("helm", &ResourceType::DEVICE_CLASSES.key(None, "gpu.nvidia.com"), class);
         made.map_err(|status| anyhow!("the DeviceClass is refused: {status}"))?;
         Ok(Self { server: Arc::new(server) })
