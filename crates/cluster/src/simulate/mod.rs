@@ -11,6 +11,8 @@ mod replay;
 mod scheduler;
 mod show;
 mod states;
+#[cfg(test)]
+mod tests;
 
 use std::process::ExitCode;
 

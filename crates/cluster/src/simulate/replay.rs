@@ -13,13 +13,13 @@ use linkwise::commands::{Job, best_set, collective};
 use super::figures::{Figures, Tally};
 use super::scheduler::{Placed, Scheduler};
 
-/// What happens.
+/// What happens, and in which second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
     /// A job starts; `best` is the best collective that any node offers for its size at this moment.
-    Started { job: usize, node: usize, set: GpuSet, best: Option<u64> },
+    Started { at: u64, job: usize, node: usize, set: GpuSet, best: Option<u64> },
     /// A job ends.
-    Ended { job: usize, node: usize, set: GpuSet },
+    Ended { at: u64, job: usize, node: usize, set: GpuSet },
 }
 
 /// A job that ends: when, which, where, and its GPUs.
@@ -36,7 +36,7 @@ pub(super) struct Replay<'a, 'b> {
     waiting: Vec<VecDeque<usize>>,
     /// By size: how many nodes offer a best collective.
     offers: Vec<BTreeMap<u64, usize>>,
-    /// GPUs of the machine kinds: the best collective of the idle machine, by machine and size.
+    /// The best collective of the idle machine, by machine and size.
     idle: Vec<Vec<Option<u64>>>,
     tally: Tally,
     watch: &'b mut dyn FnMut(&Event),
@@ -90,7 +90,7 @@ impl<'a, 'b> Replay<'a, 'b> {
             self.running.pop();
             self.tally.advance(end);
             self.change(node, |free| free.union(set))?;
-            (self.watch)(&Event::Ended { job, node, set });
+            (self.watch)(&Event::Ended { at: end, job, node, set });
             self.serve(node)?;
         }
         Ok(())
@@ -132,7 +132,7 @@ impl<'a, 'b> Replay<'a, 'b> {
         }
         self.change(node, |free| free.without(set))?;
         self.running.push(Reverse((self.tally.now.saturating_add(job.duration), number, node, set)));
-        (self.watch)(&Event::Started { job: number, node, set, best });
+        (self.watch)(&Event::Started { at: self.tally.now, job: number, node, set, best });
         Ok(true)
     }
 
