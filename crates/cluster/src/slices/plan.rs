@@ -208,10 +208,13 @@ fn devices(slice: &Value) -> &[Value] {
     slice["spec"]["devices"].as_array().map_or(&[], Vec::as_slice)
 }
 
-/// A number for all that is said of devices. The same for what the API takes for the same: empty and absent, and taints
-/// whenever they were added.
+/// A number for all that is said of counters and devices. The same for what the API takes for the same: empty and
+/// absent, and taints whenever they were added.
 fn essence(slice: &Value) -> u64 {
     let mut hasher = DefaultHasher::new();
+    for counters in slice["spec"]["sharedCounters"].as_array().into_iter().flatten() {
+        digest(counters, &mut hasher);
+    }
     for device in devices(slice) {
         digest(device, &mut hasher);
     }
@@ -266,7 +269,7 @@ mod tests {
 
     fn pool(devices: usize) -> Pool {
         let devices = (0..devices).map(|index| device(&format!("gpu-{index}"), None)).collect();
-        Pool { driver: "gpu.nvidia.com".into(), node: "n".into(), name: "n/gpu".into(), devices }
+        Pool::new("gpu.nvidia.com", "n", devices)
     }
 
     type Stored = BTreeMap<String, Value>;

@@ -50,7 +50,7 @@ fn devices(count: usize) -> Vec<SliceDevice> {
 }
 
 fn pool(devices: Vec<SliceDevice>) -> Arc<Pool> {
-    Arc::new(Pool { driver: DRIVER.into(), node: "n".into(), name: "n/gpu".into(), devices })
+    Arc::new(Pool::new(DRIVER, "n", devices))
 }
 
 fn tainted(count: usize, sick: usize) -> Arc<Pool> {

@@ -14,7 +14,7 @@ use super::reason::UnhealthyReason;
 use crate::allocation::DeviceId;
 use crate::claims::ClaimName;
 use crate::quote::quoted;
-use crate::topology::{Gpu, GpuUuid, MigUuid, NodeTopology, hardware_of};
+use crate::topology::{Gpu, GpuUuid, MigUuid, NodeTopology, hardware_of, set_members};
 
 /// The DRA driver whose devices are GPUs of this node: NVIDIA's, and linkwise in its place.
 const DRA_DRIVER: &str = "gpu.nvidia.com";
@@ -136,6 +136,11 @@ impl Ledger {
     /// answers when a snapshot has it with the GPU's door still DRA: from then on the GPU cannot leave DRA.
     pub fn prepared(&self, uid: &str) -> Option<&PreparedClaim> {
         self.prepared.get(uid)
+    }
+
+    /// The names of the sets of GPUs that our DRA plugin has prepared.
+    pub fn prepared_sets(&self) -> impl Iterator<Item = &String> {
+        self.prepared.values().flat_map(|claim| &claim.devices).filter(|device| set_members(device).is_some())
     }
 
     /// Whether a listed claim that our DRA plugin has not prepared is on this GPU.

@@ -66,7 +66,7 @@ impl Draft<'_> {
     }
 
     fn capacity(&mut self, name: &str, value: impl ToString) {
-        self.device.capacity.insert(name.to_owned(), Capacity { value: value.to_string() });
+        self.device.capacity.insert(name.to_owned(), Capacity::whole(value));
     }
 
     /// A GPU that is published whole.
@@ -213,7 +213,7 @@ fn version(text: &str) -> Option<String> {
 }
 
 /// A quantity as Kubernetes writes it: by the largest binary unit of which it is a whole number.
-fn mebibytes(amount: u64) -> String {
+pub(super) fn mebibytes(amount: u64) -> String {
     let units = ["Mi", "Gi", "Ti", "Pi", "Ei"];
     let mut amount = amount;
     for (at, unit) in units.into_iter().enumerate() {

@@ -11,6 +11,8 @@ mod facts;
 mod families;
 mod layout;
 mod order;
+mod set_devices;
+mod sets;
 pub mod slice;
 mod taints;
 #[cfg(test)]
@@ -28,6 +30,8 @@ pub use crate::topology::{device_name, hardware_of};
 pub use facts::{DraDevice, DraFacts, DraSettings, offered, offered_now};
 pub use families::{Family, GroupSize, SIZES};
 pub use layout::{GpuLayout, LayoutCache};
+pub use set_devices::{PublishedSets, SET_TYPE, counters};
+pub use sets::{MOST_DEVICES_WITH_SETS, RankedSet};
 
 /// A device of a resource slice, by the JSON names of `resource.k8s.io/v1` (`Device`).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -40,9 +44,16 @@ pub struct SliceDevice {
     /// Capacities by name, as those.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub capacity: BTreeMap<String, Capacity>,
+    /// What it takes of the counters of its pool while it is allocated: devices over one counter exclude each other.
+    #[serde(rename = "consumesCounters", skip_serializing_if = "Vec::is_empty")]
+    pub consumes_counters: Vec<CounterConsumption>,
     /// What keeps it from being allocated.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub taints: Vec<Taint>,
+    /// Whether several claims may have it at once, each a part of its capacity. Never together with counters:
+    /// kube-scheduler up to 1.37 miscounts them.
+    #[serde(rename = "allowMultipleAllocations", skip_serializing_if = "core::ops::Not::not")]
+    pub allow_multiple_allocations: bool,
 }
 
 /// The value of an attribute: `{"int": 0}`.
@@ -63,6 +74,66 @@ pub enum Attribute {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Capacity {
     /// Such as `81559Mi` or `1`.
+    pub value: String,
+    /// What a claim may take of it, where several may have the device. Without one a claim takes all.
+    #[serde(rename = "requestPolicy", skip_serializing_if = "Option::is_none")]
+    pub request_policy: Option<RequestPolicy>,
+}
+
+impl Capacity {
+    /// An amount that a claim gets whole.
+    pub fn whole(value: impl ToString) -> Self {
+        Self { value: value.to_string(), request_policy: None }
+    }
+}
+
+/// What a claim may take of a capacity (`CapacityRequestPolicy`): canonical quantities.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RequestPolicy {
+    /// What a claim takes that does not say how much.
+    pub default: String,
+    /// What a claim may ask for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub valid_range: Option<ValidRange>,
+}
+
+/// Amounts from `min` to `max` (the whole, where it is absent), in steps.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ValidRange {
+    /// The least.
+    pub min: String,
+    /// The most.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max: Option<String>,
+    /// Amounts between are rounded up to the next step.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub step: Option<String>,
+}
+
+/// Counters of a pool, such as one for each GPU (`CounterSet`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct CounterSet {
+    /// A DNS label.
+    pub name: String,
+    /// The counters by name, DNS labels.
+    pub counters: BTreeMap<String, Counter>,
+}
+
+/// What a device takes of a counter set (`DeviceCounterConsumption`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct CounterConsumption {
+    /// The set.
+    pub counter_set: String,
+    /// How much of its counters.
+    pub counters: BTreeMap<String, Counter>,
+}
+
+/// What a counter has, or a device takes of it: a canonical quantity.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Counter {
+    /// Such as `1`.
     pub value: String,
 }
 
@@ -115,11 +186,15 @@ pub enum DraProblem {
 
 /// The devices that a node publishes, in the order in which the scheduler is to try them, and what is odd about them.
 ///
-/// Whole GPUs, the best sets first; then MIG devices, GPU by GPU; then GPUs that are gone and that a claim may have.
+/// Whole GPUs, the best sets first; then MIG devices, GPU by GPU; then GPUs that are gone and that a claim may have; then
+/// sets of GPUs, where they are devices, by size and the best first. (A class chooses one kind of device and one size.)
 /// A GPU in MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does, whatever the plan's MIG
 /// strategy is. Where taints do not survive, a sick device is left out, unless a claim holds it.
 pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
     let (mut devices, mut problems) = (Vec::new(), Vec::new());
+    let (sets, settings) = (facts.settings.sets, facts.settings);
+    let in_held_sets = set_devices::held_in_sets(facts);
+    let mut gpus = BTreeMap::new();
     let mut sorted: Vec<&DraDevice<'_>> = facts.devices.iter().collect();
     sorted.sort_by_cached_key(|device| {
         let in_order = facts.layout.order.iter().position(|place| Some(*place) == device.place);
@@ -132,15 +207,15 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
             problems.push(DraProblem::NoName { hardware });
             continue;
         };
-        let mut taints = taints::taints(device.reasons.iter(), facts.settings.evict_from_lost);
+        let taints = taints::taints(device.reasons.iter(), settings.evict_from_lost);
         let is_held = facts.held.contains(&name);
         // A claim that has a GPU that is gone may end at any time; a new one cannot have it.
-        let is_left_out = if facts.settings.taints_survive { device.place.is_none() } else { !taints.is_empty() };
-        if is_left_out && !is_held {
+        let is_left_out = if settings.taints_survive { device.place.is_none() } else { !taints.is_empty() };
+        // Without counters nothing else keeps the scheduler from giving it out a second time.
+        let is_in_held_set = !sets.has_counters() && in_held_sets.contains(&name);
+        let is_published = !is_in_held_set && (is_held || !is_left_out);
+        if !is_published && !sets.has_counters() {
             continue;
-        }
-        if !facts.settings.taints_survive {
-            taints.clear();
         }
         let mut draft = Draft { device: SliceDevice { name, taints, ..Default::default() }, problems: &mut problems };
         match device.mig {
@@ -151,7 +226,18 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
                 draft.order(devices.len());
             }
         }
-        devices.push(draft.device);
+        let mut made = draft.device;
+        if device.mig.is_none() && sets.has_counters() {
+            set_devices::count(&mut made);
+            gpus.insert(made.name.clone(), made.clone());
+        }
+        if !settings.taints_survive {
+            made.taints.clear();
+        }
+        if is_published {
+            devices.push(made);
+        }
     }
+    devices.extend(set_devices::set_devices(facts, &gpus));
     (devices, problems)
 }

@@ -4,7 +4,7 @@ use crate::prelude::*;
 
 use serde::Serialize;
 
-use super::SliceDevice;
+use super::{CounterSet, SliceDevice};
 
 /// The most devices of a slice (Kubernetes 1.36, `ResourceSliceMaxDevices`).
 pub const MOST_DEVICES: usize = 128;
@@ -12,6 +12,9 @@ pub const MOST_DEVICES: usize = 128;
 /// The most devices of a slice where any has taints or consumes counters (1.35 and later,
 /// `ResourceSliceMaxDevicesWithTaintsOrConsumesCounters`).
 pub const MOST_DEVICES_WITH_TAINTS: usize = 64;
+
+/// The most counter sets of a slice (1.35 and later, `ResourceSliceMaxCounterSets`).
+pub const MOST_COUNTER_SETS: usize = 8;
 
 /// All that a node publishes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -22,6 +25,8 @@ pub struct Pool {
     pub node: String,
     /// The pool's name, the driver's own, unique in the cluster.
     pub name: String,
+    /// The counters that devices consume.
+    pub counters: Vec<CounterSet>,
     /// The devices, the best first.
     pub devices: Vec<SliceDevice>,
 }
@@ -36,6 +41,9 @@ pub struct SliceSpec {
     pub node_name: String,
     /// The pool that it is a part of.
     pub pool: SlicePool,
+    /// Its counters: then it has no devices.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub shared_counters: Vec<CounterSet>,
     /// Its devices; empty where the node has none.
     pub devices: Vec<SliceDevice>,
 }
@@ -57,27 +65,31 @@ impl Pool {
     /// up the counters of pools of one name.)
     pub fn new(driver: impl Into<String>, node: impl Into<String>, devices: Vec<SliceDevice>) -> Self {
         let node = node.into();
-        Self { driver: driver.into(), name: format!("{node}/gpu"), node, devices }
+        Self { driver: driver.into(), name: format!("{node}/gpu"), node, counters: Vec::new(), devices }
     }
 
-    /// The slices of one generation, in the order in which the scheduler is to read them. One at least: an empty slice
-    /// shows a driver that works. One where the devices fit: Kubernetes up to 1.35 reads several in any order.
+    /// The slices of one generation, in the order in which the scheduler is to read them: those with counters first. One
+    /// with devices at least: an empty slice shows a driver that works. One where the devices fit: Kubernetes up to 1.35
+    /// reads several in any order.
     ///
     /// The others are of [`MOST_DEVICES_WITH_TAINTS`] even without taints: then a taint moves no device to another
     /// slice.
     pub fn slices(&self, generation: u64) -> Vec<SliceSpec> {
-        let tainted = self.devices.iter().any(|device| !device.taints.is_empty());
-        let fits_one = self.devices.len() <= MOST_DEVICES && !tainted;
+        let is_limited = |device: &SliceDevice| !device.taints.is_empty() || !device.consumes_counters.is_empty();
+        let fits_one = self.devices.len() <= MOST_DEVICES && !self.devices.iter().any(is_limited);
         let most = if fits_one { MOST_DEVICES } else { MOST_DEVICES_WITH_TAINTS };
-        let mut parts: Vec<&[SliceDevice]> = self.devices.chunks(most).collect();
-        if parts.is_empty() {
-            parts.push(&[]);
+        let counters = self.counters.chunks(MOST_COUNTER_SETS).map(|counters| (counters, &[][..]));
+        let mut parts: Vec<(&[CounterSet], &[SliceDevice])> = counters.collect();
+        parts.extend(self.devices.chunks(most).map(|devices| (&[][..], devices)));
+        if self.devices.is_empty() {
+            parts.push((&[], &[]));
         }
         let pool = SlicePool { name: self.name.clone(), generation, resource_slice_count: parts.len() };
-        let slice = |devices: &[SliceDevice]| SliceSpec {
+        let slice = |(counters, devices): (&[CounterSet], &[SliceDevice])| SliceSpec {
             driver: self.driver.clone(),
             node_name: self.node.clone(),
             pool: pool.clone(),
+            shared_counters: counters.to_vec(),
             devices: devices.to_vec(),
         };
         parts.into_iter().map(slice).collect()
