@@ -7,6 +7,7 @@ use anyhow::{Context, Result, anyhow};
 use linkwise::allocation::GpuSet;
 use linkwise::commands::{any_claim, best_set};
 use linkwise::config::Door;
+use linkwise::publish::dra::{SET_TYPE, SIZES};
 use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};
 
@@ -65,7 +66,7 @@ impl<'a> States<'a> {
     pub fn new(machines: &'a [Machine], sizes: &'a [usize], door: Door) -> Result<Self> {
         let claims = sizes.iter().filter_map(|size| claim(door, *size).transpose()).collect::<Result<Vec<_>>>()?;
         let model = |machine: &Machine| {
-            Cluster::new(&machine.slices(NODE), &classes(), &[])
+            Cluster::new(&machine.slices(NODE, door), &classes(), &[])
                 .with_context(|| format!("the scheduler cannot read what '{}' publishes", machine.name))
         };
         let models = if claims.is_empty() { Vec::new() } else { machines.iter().map(model).collect::<Result<_>>()? };
@@ -169,7 +170,11 @@ pub(super) fn claim(door: Door, gpus: usize) -> Result<Option<Value>> {
             let exactly = json!({"deviceClassName": DRIVER, "allocationMode": "ExactCount", "count": count});
             json!({"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}})
         }
-        Door::DraGroups => any_claim(count)?.0,
+        Door::DraSets if SIZES.iter().any(|size| size.gpus == gpus) => {
+            let exactly = json!({"deviceClassName": class_of_sets(gpus), "allocationMode": "ExactCount", "count": 1});
+            json!({"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}})
+        }
+        Door::DraGroups | Door::DraSets => any_claim(count)?.0,
     };
     Ok(Some(json!({
         "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
@@ -179,7 +184,18 @@ pub(super) fn claim(door: Door, gpus: usize) -> Result<Option<Value>> {
 
 /// The DeviceClasses.
 pub(super) fn classes() -> Vec<Value> {
-    vec![json!({"metadata": {"name": DRIVER}, "spec": {"selectors": [{"cel": {"expression": WHOLE_GPUS}}]}})]
+    let class = |name: &str, expression: &str| json!({"metadata": {"name": name}, "spec": {"selectors": [{"cel": {"expression": expression}}]}});
+    let sets = SIZES.iter().map(|size| {
+        let is_set = format!("device.driver == '{DRIVER}' && device.attributes['{DRIVER}'].type == '{SET_TYPE}'");
+        let expression = format!("{is_set} && device.attributes['linkwise.dev'].size == {}", size.gpus);
+        class(&class_of_sets(size.gpus), &expression)
+    });
+    sets.chain([class(DRIVER, WHOLE_GPUS)]).collect()
+}
+
+/// The class of the sets of so many GPUs.
+fn class_of_sets(gpus: usize) -> String {
+    format!("gpu-x{gpus}.linkwise.dev")
 }
 
 /// The `status.allocation` of a claim that has these devices.
