@@ -14,7 +14,7 @@ impl Draws {
 
     /// A number below `bound`; 0 for a bound of 0. Of two numbers one is the likelier by 2^-64 times the bound.
     pub fn below(&mut self, bound: u64) -> u64 {
-        u64::try_from(u128::from(self.next()) * u128::from(bound) >> 64).unwrap_or(0)
+        u64::try_from((u128::from(self.next()) * u128::from(bound)) >> 64).unwrap_or(0)
     }
 
     fn next(&mut self) -> u64 {

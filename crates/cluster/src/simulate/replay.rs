@@ -118,6 +118,9 @@ impl<'a, 'b> Replay<'a, 'b> {
 
     /// Starts a job, if it fits anywhere.
     fn start(&mut self, number: usize, size: usize) -> Result<bool> {
+        if self.offers.get(size).is_none_or(BTreeMap::is_empty) {
+            return Ok(false);
+        }
         let (Some(job), Some(placed)) = (self.jobs.get(number), self.scheduler.place(size)?) else { return Ok(false) };
         let Placed { node, set, .. } = placed;
         let best = self.offers.get(size).and_then(|offers| offers.last_key_value()).map(|(best, _)| *best);

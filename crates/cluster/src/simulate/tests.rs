@@ -52,11 +52,12 @@ impl<'a> Whole<'a> {
 
     /// For each node: the set that the claim gets there with its score, and the steps.
     fn answers(&self, claim: &Value) -> Vec<(Option<(GpuSet, i64)>, u64)> {
-        let answer = |(name, machine): (&String, &&Machine)| match self.cluster.allocate(name, &[claim.clone()]) {
-            Ok(placed) => (Some((set_of(machine, &placed.allocations[0]).unwrap(), placed.score)), placed.steps),
-            Err(Failure::Refused(why)) => (None, why[0].steps),
-            Err(other) => panic!("{other}"),
-        };
+        let answer =
+            |(name, machine): (&String, &&Machine)| match self.cluster.allocate(name, std::slice::from_ref(claim)) {
+                Ok(placed) => (Some((set_of(machine, &placed.allocations[0]).unwrap(), placed.score)), placed.steps),
+                Err(Failure::Refused(why)) => (None, why[0].steps),
+                Err(other) => panic!("{other}"),
+            };
         self.names.iter().zip(&self.machines).map(answer).collect()
     }
 
