@@ -46,7 +46,7 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
     }
     let versions = DriverVersions::of(&machine.observed);
     let gpus = offered(&topology, &plan);
-    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus);
+    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus, &settings.dra_groups.value);
     let (devices, problems) = devices(&DraFacts::of_machine(&topology, &versions, gpus, &layout));
     let mut errors = std::io::stderr().lock();
     for problem in problems {

@@ -28,7 +28,7 @@ use crate::dra::{self, ApiSide, Occurrence, Phase, PluginMetrics, StoredPool};
 use crate::metrics::new;
 use crate::once::Once;
 use crate::publish::dra::slice::Pool;
-use crate::publish::dra::{DraFacts, DraProblem, DraSettings, LayoutCache, devices, offered_now};
+use crate::publish::dra::{DraFacts, DraProblem, DraSettings, GroupSizes, LayoutCache, devices, offered_now};
 use crate::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use crate::state::{DraGpus, Event, NodeState, PreparedClaim};
 use crate::uds::Callers;
@@ -117,6 +117,7 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) 
     let maker = PoolMaker {
         empty,
         evict_from_lost: settings.dra_evict_lost.value,
+        sizes: settings.dra_groups.value.clone(),
         layouts: LayoutCache::default(),
         reported: Once::new(),
         last: None,
@@ -149,6 +150,7 @@ struct PoolMaker {
     /// The pool without devices.
     empty: Pool,
     evict_from_lost: bool,
+    sizes: GroupSizes,
     layouts: LayoutCache,
     reported: Once<DraProblem>,
     last: Option<Arc<Pool>>,
@@ -196,7 +198,7 @@ impl PoolMaker {
         if self.last.is_none() && state.offers().through_dra().is_empty() && may_come {
             return Vec::new();
         }
-        let layout = self.layouts.layout(state.tables(), offered_now(state), 0);
+        let layout = self.layouts.layout(state.tables(), offered_now(state), &self.sizes, 0);
         let settings = DraSettings {
             taints_survive: !drops_taints,
             evict_from_lost: self.evict_from_lost,

@@ -93,6 +93,7 @@ fn programs_are_switched_on_and_off() {
         &[
             "dra.enabled=true",
             "dra.gpus={0,1}",
+            "dra.groups={2,8}",
             "dra.evictLost=true",
             "dra.admissionPolicy=false",
             "dra.deviceClasses=false",

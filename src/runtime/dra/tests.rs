@@ -21,6 +21,7 @@ impl World {
         let maker = PoolMaker {
             empty: Pool::new("gpu.nvidia.com", "n", Vec::new()),
             evict_from_lost: false,
+            sizes: GroupSizes::default(),
             layouts: LayoutCache::default(),
             reported: Once::new(),
             last: None,

@@ -9,6 +9,7 @@
 mod attributes;
 mod facts;
 mod families;
+mod group_size;
 mod layout;
 mod order;
 mod set_devices;
@@ -23,12 +24,14 @@ use alloc::collections::BTreeMap;
 
 use serde::Serialize;
 
+use crate::allocation::GpuSet;
 use crate::quote::quoted;
 use attributes::Draft;
 
 pub use crate::topology::{device_name, hardware_of};
 pub use facts::{DraDevice, DraFacts, DraSettings, offered, offered_now};
-pub use families::{Family, GroupSize, SIZES};
+pub use families::Family;
+pub use group_size::{GroupSize, GroupSizes, GroupSizesError};
 pub use layout::{GpuLayout, LayoutCache};
 pub use set_devices::{PublishedSets, SET_TYPE, counters};
 pub use sets::{MOST_DEVICES_WITH_SETS, RankedSet};
@@ -201,6 +204,8 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
         let mig = device.mig.map(|mig| (mig.placement.map(|placement| placement.start), mig.index));
         (device.place.is_none(), device.mig.is_some(), in_order, device.gpu.pci, mig, device.gpu.uuid.clone())
     });
+    let sick = sorted.iter().filter(|device| device.mig.is_none() && !device.reasons.is_empty());
+    let sick: GpuSet = sick.filter_map(|device| device.place).collect();
     for device in sorted {
         let Some(name) = device.name.clone() else {
             let hardware = device.mig.map_or(device.gpu.uuid.to_string(), |mig| mig.uuid.to_string());
@@ -222,7 +227,7 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
             Some(mig) => draft.mig(facts.topology, device, mig, facts.versions),
             None => {
                 draft.gpu(facts.topology, device, facts.versions);
-                draft.groups(facts.topology, device.place, facts.layout);
+                draft.groups(facts.topology, device.place, facts.layout, sick);
                 draft.order(devices.len());
             }
         }
