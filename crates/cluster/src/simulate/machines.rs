@@ -9,7 +9,7 @@ use linkwise::config::{ClusterArgs, Door, MachineWeight, NodeArgs};
 use linkwise::machines;
 use linkwise::publish::dra::slice::Pool;
 use linkwise::publish::dra::{
-    DraFacts, GpuLayout, MOST_DEVICES_WITH_SETS, PublishedSets, SliceDevice, counters, devices,
+    DraFacts, GpuLayout, GroupSizes, MOST_DEVICES_WITH_SETS, PublishedSets, SliceDevice, counters, devices,
 };
 use linkwise::state::DriverVersions;
 use linkwise::topology::{NodeTopology, set_members};
@@ -41,8 +41,9 @@ impl Machine {
         let topology = Arc::new(topology);
         let tables = AllocationTables::new(Arc::clone(&topology));
         let all = (0..topology.gpus().len()).collect();
-        let (versions, layout) = (DriverVersions::of(&observed), GpuLayout::of(&tables, all));
-        let layout = layout.with_sets(&tables, MOST_DEVICES_WITH_SETS.saturating_sub(topology.gpus().len()));
+        let (versions, sizes) = (DriverVersions::of(&observed), GroupSizes::default());
+        let room = MOST_DEVICES_WITH_SETS.saturating_sub(topology.gpus().len());
+        let layout = GpuLayout::of(&tables, all, &sizes).with_sets(&tables, &sizes, room);
         let mut facts = DraFacts::of_machine(&topology, &versions, all, &layout);
         let whole = facts.devices.iter().filter(|device| device.mig.is_none());
         let mut gpus_of: BTreeMap<String, GpuSet> =

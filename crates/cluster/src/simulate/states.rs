@@ -7,7 +7,7 @@ use anyhow::{Context, Result, anyhow};
 use linkwise::allocation::GpuSet;
 use linkwise::commands::{any_claim, best_set};
 use linkwise::config::Door;
-use linkwise::publish::dra::{SET_TYPE, SIZES};
+use linkwise::publish::dra::{GroupSizes, SET_TYPE};
 use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};
 
@@ -170,7 +170,7 @@ pub(super) fn claim(door: Door, gpus: usize) -> Result<Option<Value>> {
             let exactly = json!({"deviceClassName": DRIVER, "allocationMode": "ExactCount", "count": count});
             json!({"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}})
         }
-        Door::DraSets if SIZES.iter().any(|size| size.gpus == gpus) => {
+        Door::DraSets if GroupSizes::default().iter().any(|size| size.gpus() == gpus) => {
             let exactly = json!({"deviceClassName": class_of_sets(gpus), "allocationMode": "ExactCount", "count": 1});
             json!({"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}})
         }
@@ -185,10 +185,11 @@ pub(super) fn claim(door: Door, gpus: usize) -> Result<Option<Value>> {
 /// The DeviceClasses.
 pub(super) fn classes() -> Vec<Value> {
     let class = |name: &str, expression: &str| json!({"metadata": {"name": name}, "spec": {"selectors": [{"cel": {"expression": expression}}]}});
-    let sets = SIZES.iter().map(|size| {
+    let sizes = GroupSizes::default();
+    let sets = sizes.iter().map(|size| {
         let is_set = format!("device.driver == '{DRIVER}' && device.attributes['{DRIVER}'].type == '{SET_TYPE}'");
-        let expression = format!("{is_set} && device.attributes['linkwise.dev'].size == {}", size.gpus);
-        class(&class_of_sets(size.gpus), &expression)
+        let expression = format!("{is_set} && device.attributes['linkwise.dev'].size == {}", size.gpus());
+        class(&class_of_sets(size.gpus()), &expression)
     });
     sets.chain([class(DRIVER, WHOLE_GPUS)]).collect()
 }
