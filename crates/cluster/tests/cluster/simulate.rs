@@ -35,6 +35,33 @@ fn small_cluster_has_its_figures() {
 }
 
 #[test]
+fn page_explains_every_figure() {
+    let page = include_str!("../../../../docs/scale.md");
+    let text = printed(&SMALL);
+    let lines = text.lines().filter(|line| line.len() > 80 && !line.starts_with(' ')).map(|line| line[..36].trim());
+    let lines: Vec<&str> = lines.filter(|label| !label.contains("jobs for") && !label.contains("nodes,")).collect();
+    assert!(lines.len() > 12, "{lines:?}");
+    // Several lines of one subject have a row together.
+    for label in lines.iter().map(|line| line.split([',', ':']).next().unwrap()) {
+        let subject = label.split(" of ").next().unwrap();
+        assert!(page.contains(&format!("| {subject}")) || page.contains(&format!(", {subject}")), "{label}");
+    }
+    let json: Value = serde_json::from_str(&printed(&[&SMALL[..], &["--format", "json"]].concat())).unwrap();
+    let figures = json["doors"][0].as_object().unwrap();
+    for field in figures.keys().filter(|field| !["door", "jobs", "several"].contains(&field.as_str())) {
+        assert!(page.contains(&format!("`{field}`")), "{field}");
+    }
+    // Its commands are commands.
+    for line in page.lines().filter_map(|line| line.strip_prefix("    linkwise ")) {
+        let mut args: Vec<&str> = line.split('#').next().unwrap().split_whitespace().skip(1).collect();
+        args.retain(|arg| *arg != "jobs.csv" && *arg != "--trace");
+        let mix = args.iter().map(|arg| arg.trim_end_matches(",mine.yaml=1")).collect::<Vec<_>>();
+        let output = printed(&[&mix[..], &["--jobs", "40"]].concat());
+        assert!(output.contains("allocator steps"), "{line}");
+    }
+}
+
+#[test]
 fn same_seed_gives_same_figures() {
     let with = |seed| printed(&[&SMALL[..], &["--door", "dra-groups", "--seed", seed, "--format", "json"]].concat());
     assert_eq!(with("1"), with("1"));
