@@ -206,11 +206,9 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
     Ok(print(&manifest?)?)
 }
 
-/// The specification of a claim for so many GPUs of any node, and the attributes of its alternatives, the best first.
-pub fn any_claim(gpus: u8) -> Result<(Value, Vec<String>), serde_json::Error> {
-    let groups = any_groups(gpus, &GroupSizes::default());
-    let spec = serde_json::to_value(Spec::Devices(in_groups(gpus, &groups, false)))?;
-    Ok((spec, groups))
+/// The specification of a claim for so many GPUs of any node, as the command prints it by default.
+pub fn any_claim(gpus: u8) -> Result<Value, serde_json::Error> {
+    serde_json::to_value(Spec::Devices(in_groups(gpus, &any_groups(gpus, &GroupSizes::default()), false)))
 }
 
 /// The attributes by which a claim of this size finds groups, of all that a node may have.

@@ -3,11 +3,13 @@
 //! Tests run the programs that speak to the API server against it, and `linkwise demo --dra` plays in it. It is
 //! generic over JSON objects by group, version and resource, and holds what a client can rely on: versions, watches
 //! that continue or expire, server-side apply with owners of fields, conflicts, bearer tokens. Of
-//! `resource.k8s.io/v1` it keeps the rules too (limits, names, immutable fields, gates that drop fields); other
-//! objects it does not validate. It shares no code with linkwise.
+//! `resource.k8s.io/v1` it keeps the rules too (limits, names, immutable fields, gates that drop fields), and what a
+//! client creates is changed by the MutatingAdmissionPolicies that it has; other objects it does not validate. It shares
+//! no code with linkwise.
 
 #![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "only tests and the demo run it")]
 
+mod admission;
 mod apply;
 mod faults;
 mod http;

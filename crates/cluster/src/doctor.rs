@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use futures_util::FutureExt;
 use kube::Api;
 use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams};
-use linkwise::commands::{ClusterFacts, DraFound, NodeFeatureFound, NodeFeatures};
+use linkwise::commands::{ClusterFacts, DraFound, NodeFeatureFound, NodeFeatures, PodPolicy};
 use linkwise::config::{Command, DoctorArgs};
 use linkwise::runtime::{ApiClients, NodeReader};
 
@@ -54,7 +54,32 @@ async fn of_dra(access: Access, node: &str, driver: &str) -> DraFound {
         }
         Err(error) => Err(linkwise::errors::chain(&error).to_string()),
     };
-    DraFound { driver: driver.to_owned(), has_class, slices }
+    let pod_policy = pod_policy(&mut server).await;
+    DraFound { driver: driver.to_owned(), has_class, slices, pod_policy }
+}
+
+/// Looks for the policy for unchanged pods, then for its binding.
+async fn pod_policy(server: &mut ApiServer) -> Result<PodPolicy, String> {
+    for (kind, plural, without) in [
+        ("MutatingAdmissionPolicy", "mutatingadmissionpolicies", PodPolicy::Absent),
+        ("MutatingAdmissionPolicyBinding", "mutatingadmissionpolicybindings", PodPolicy::Unbound),
+    ] {
+        let kind = GroupVersionKind::gvk("admissionregistration.k8s.io", "v1", kind);
+        let resource = ApiResource::from_gvk_with_plural(&kind, plural);
+        let get = |client| async move {
+            Api::<DynamicObject>::all_with(client, &resource).get_metadata(PodPolicy::NAME).await
+        };
+        match server.call(plural, "get", get).await {
+            Ok(_) => {}
+            Err(error) if error.code() == Some(404) => {
+                // Of a kind that it does not have the server names no object.
+                let text = linkwise::errors::chain(&error).to_string();
+                return Ok(if text.contains(PodPolicy::NAME) { without } else { PodPolicy::NotServed });
+            }
+            Err(error) => return Err(linkwise::errors::chain(&error).to_string()),
+        }
+    }
+    Ok(PodPolicy::Bound)
 }
 
 /// The NodeFeatures of the node in all namespaces. A cluster that has no such objects has none of this node.

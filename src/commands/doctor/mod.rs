@@ -32,7 +32,7 @@ use crate::topology::{GpuObservation, NodeObservation, NodeTopology};
 use driver::Nvml;
 use finding::{Findings, Report};
 
-pub use cluster::{ClusterFacts, DraFound, NodeFeatureFound, NodeFeatures};
+pub use cluster::{ClusterFacts, DraFound, NodeFeatureFound, NodeFeatures, PodPolicy};
 
 /// What is known of the node before the checks.
 struct Node {

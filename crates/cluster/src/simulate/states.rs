@@ -174,7 +174,7 @@ pub(super) fn claim(door: Door, gpus: usize) -> Result<Option<Value>> {
             let exactly = json!({"deviceClassName": class_of_sets(gpus), "allocationMode": "ExactCount", "count": 1});
             json!({"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}})
         }
-        Door::DraGroups | Door::DraSets => any_claim(count)?.0,
+        Door::DraGroups | Door::DraSets => any_claim(count)?,
     };
     Ok(Some(json!({
         "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",

@@ -115,6 +115,33 @@ async fn missing_class_and_foreign_slices_of_dra_are_named() {
 }
 
 #[tokio::test]
+async fn policy_for_unchanged_pods_is_looked_for() {
+    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    let found = async |status: &str, part: &str| {
+        let found = findings(&cluster, folder.path(), "DRA", "all").await;
+        assert!(found.iter().any(|(of, what)| of == status && what.contains(part)), "{part}: {found:#?}");
+    };
+    let kind = "mutatingadmissionpolicies";
+    for (code, message, part) in [
+        (404, "the server could not find the requested resource", "has no MutatingAdmissionPolicies"),
+        (403, "mutatingadmissionpolicies is forbidden", "could not be read"),
+    ] {
+        cluster.server.fail(Fault::of("GET", kind, 1, Answer::Refusal(code, message, None)));
+        found("skipped", part).await;
+    }
+    found("skipped", "there is no MutatingAdmissionPolicy linkwise-unchanged-pods").await;
+    let name = "linkwise-unchanged-pods";
+    cluster.server.put("kubectl", &ResourceType::MUTATING_ADMISSION_POLICIES.key(None, name), json!({}));
+    found("warning", "linkwise-unchanged-pods has no binding").await;
+    cluster.server.put("kubectl", &ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS.key(None, name), json!({}));
+    found("ok", "linkwise-unchanged-pods makes claims of nvidia.com/gpu: N").await;
+    // What the roles of overlay and chart allow: these two, by their name.
+    let requests = cluster.server.requests();
+    let others = requests.iter().filter(|it| it.uri.contains(kind) && !it.uri.contains(name));
+    assert_eq!(others.count(), 0, "{requests:?}");
+}
+
+#[tokio::test]
 async fn each_check_is_documented() {
     let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
     let report = report(&cluster, folder.path(), "all").await;

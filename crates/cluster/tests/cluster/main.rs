@@ -10,6 +10,9 @@ mod dra_node;
 mod dra_soak;
 mod node;
 mod node_feature;
+#[allow(dead_code, clippy::indexing_slicing, reason = "other tests judge more by it")]
+#[path = "../../../../tests/oracle/mod.rs"]
+mod oracle;
 mod simulate;
 mod slices;
 mod support;
