@@ -1,7 +1,7 @@
 //! The replay: jobs come, wait, run and end. Time is whole seconds.
 //!
-//! A job that fits nowhere waits; it is tried again when GPUs become free, in the order in which jobs came, and does not
-//! hold up those behind it: kube-scheduler puts a pod that does not fit aside.
+//! A job that fits nowhere waits; it is tried again when GPUs become free, in the order in which jobs came, and does
+//! not hold up those behind it: kube-scheduler puts a pod that does not fit aside.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};

@@ -135,8 +135,8 @@ fn enough(nodes: usize) -> usize {
     if nodes < LEAST_NODES { nodes } else { (nodes * percent / 100).max(LEAST_NODES) }
 }
 
-/// A score of alternatives beside the highest of the nodes (`DefaultNormalizeScore`), with the weight 1 of a plugin that
-/// has none.
+/// A score of alternatives beside the highest of the nodes (`DefaultNormalizeScore`), with the weight 1 of a plugin
+/// that has none.
 fn normalized(score: i64, most: i64) -> i64 {
     if most == 0 { score } else { score * MOST_SCORE / most }
 }

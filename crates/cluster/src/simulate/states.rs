@@ -1,5 +1,5 @@
-//! What nodes answer: a node's answer to a claim depends on its kind and on the GPUs that are free, and on nothing else.
-//! Each such case is asked once, of the allocator's model itself or of linkwise's own choice, and kept.
+//! What nodes answer: a node's answer to a claim depends on its kind and on the GPUs that are free, and on nothing
+//! else. Each such case is asked once, of the allocator's model itself or of linkwise's own choice, and kept.
 
 use std::collections::BTreeMap;
 
@@ -184,7 +184,10 @@ pub(super) fn claim(door: Door, gpus: usize) -> Result<Option<Value>> {
 
 /// The DeviceClasses.
 pub(super) fn classes() -> Vec<Value> {
-    let class = |name: &str, expression: &str| json!({"metadata": {"name": name}, "spec": {"selectors": [{"cel": {"expression": expression}}]}});
+    let class = |name: &str, expression: &str| {
+        let selectors = json!([{"cel": {"expression": expression}}]);
+        json!({"metadata": {"name": name}, "spec": {"selectors": selectors}})
+    };
     let sizes = GroupSizes::default();
     let sets = sizes.iter().map(|size| {
         let is_set = format!("device.driver == '{DRIVER}' && device.attributes['{DRIVER}'].type == '{SET_TYPE}'");

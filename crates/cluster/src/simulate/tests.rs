@@ -270,7 +270,7 @@ fn figures_count_what_happens_over_time() {
     let (figures, _) = replayed(&machines, &[0], &jobs, Door::DraGroups, 1);
     assert_eq!((figures.jobs, figures.several, figures.waited), (3, 2, 333));
     assert_eq!((figures.mean_wait_seconds, figures.p99_wait_seconds), (40 / 3, 40));
-    // 2 GPUs for 50 s and 4 for 30 s of 400; the free GPUs beside the two are no four for 50 s, then there are 4 for 20 s.
+    // 2 GPUs for 50 s and 4 for 30 s of 400; the two beside them are no four for 50 s, then there are 4 for 20 s.
     assert_eq!((figures.busy, figures.fragmentation), (Some((100 + 120) * 1000 / 400), Some(100 * 1000 / 180)));
     // Seven for each of three claims, in 100 s.
     assert_eq!(figures.writes_per_hour, Some(3 * 7 * 36));
