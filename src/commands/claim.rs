@@ -5,6 +5,7 @@
 
 use anyhow::{Result, ensure};
 use serde::Serialize;
+use serde_json::Value;
 
 use super::manifest::{List, text};
 use super::output::print;
@@ -203,6 +204,11 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
         ClaimKind::Deployment => text(&List::new(vec![template(devices), deployment(&name)]), args.format),
     };
     Ok(print(&manifest?)?)
+}
+
+/// The specification of a claim for so many GPUs of any node, as the command prints it by default.
+pub fn any_claim(gpus: u8) -> Result<Value, serde_json::Error> {
+    serde_json::to_value(Spec::Devices(in_groups(gpus, &any_groups(gpus, &GroupSizes::default()), false)))
 }
 
 /// The attributes by which a claim of this size finds groups, of all that a node may have.

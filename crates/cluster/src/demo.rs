@@ -22,6 +22,9 @@ use crate::server::Pace;
 
 /// The node's name.
 const NODE: &str = "node";
+/// What the DeviceClass of whole GPUs selects.
+pub(crate) const WHOLE_GPUS: &str =
+    "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'";
 /// The namespace of pods and their claims.
 const NAMESPACE: &str = "training";
 /// What pods ask for.
@@ -73,8 +76,7 @@ impl BoxedCluster {
         let server = listening.context("the API server in a box cannot listen on 127.0.0.1")?;
         server.accept_tokens(&[TOKEN]);
         server.put("kubelet", &ResourceType::NODES.key(None, NODE), json!({}));
-        let expression = "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'";
-        let selectors = json!([{"cel": {"expression": expression}}]);
+        let selectors = json!([{"cel": {"expression": WHOLE_GPUS}}]);
         let class = json!({"spec": {"selectors": selectors, "extendedResourceName": GPUS}});
         let made = server.create("helm", &ResourceType::DEVICE_CLASSES.key(None, "gpu.nvidia.com"), class);
         made.map_err(|status| anyhow!("the DeviceClass is refused: {status}"))?;
