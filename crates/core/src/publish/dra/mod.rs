@@ -14,6 +14,7 @@ mod order;
 mod set_devices;
 mod sets;
 pub mod slice;
+mod switch;
 mod taints;
 #[cfg(test)]
 mod tests;
@@ -32,6 +33,7 @@ pub use families::{Family, GroupSize, SIZES};
 pub use layout::{GpuLayout, LayoutCache};
 pub use set_devices::{PublishedSets, SET_TYPE, counters};
 pub use sets::{MOST_DEVICES_WITH_SETS, RankedSet};
+pub use switch::{DraSets, HeldDevices, ServerVersion, SetsNote, SetsSwitch, StoredSets, SwitchFacts};
 
 /// A device of a resource slice, by the JSON names of `resource.k8s.io/v1` (`Device`).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
