@@ -228,9 +228,9 @@ impl PoolMaker {
         }
     }
 
-    /// Makes the pool anew. There is none before the first GPU is seen, nor before the lists of holders that may let the
-    /// first GPUs go to DRA: an empty pool would be written, and again with GPUs a moment later. Nor is there one before
-    /// the stored slices are read: sets among them may have claims.
+    /// Makes the pool anew. There is none before the first GPU is seen, nor before the lists of holders that may let
+    /// the first GPUs go to DRA: an empty pool would be written, and again with GPUs a moment later. Nor is there one
+    /// before the stored slices are read: sets among them may have claims.
     fn make(&mut self, state: &NodeState, server: Server) -> (Vec<DraProblem>, Option<SetsNote>) {
         let through_dra = state.offers().through_dra();
         let may_come = state.topology().gpus().is_empty() || state.may_soon_offer_through_dra();

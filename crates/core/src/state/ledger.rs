@@ -336,8 +336,8 @@ fn mig_parent(topology: &NodeTopology, uuid: &str) -> Option<usize> {
 }
 
 /// The hardware behind a claimed device: by the UUIDs among its CDI names, else by its name, which for a set of GPUs
-/// names each of them. A MIG device that neither names counts as its whole GPU, which the minor number in its name names,
-/// for which of them it is cannot be seen.
+/// names each of them. A MIG device that neither names counts as its whole GPU, which the minor number in its name
+/// names, for which of them it is cannot be seen.
 fn claimed_hardware<'a>(topology: &'a NodeTopology, claimed: &'a ClaimedDevice) -> Vec<(usize, Part<'a>)> {
     let by_uuid = |name: &'a String| {
         let whole = topology.gpus().iter().position(|gpu| gpu.uuid.as_str() == name);
