@@ -323,7 +323,10 @@ mod tests {
         let end = START + DRA_GRACE;
         assert_eq!(published(&mut switch, &off(SET_HELD), START), PublishedSets::Withdrawn);
         assert_eq!(switch.deadline(START), Some(end));
-        assert_eq!(published(&mut switch, &off(IDLE), end - Timestamp::from_nanos(1)), PublishedSets::Withdrawn);
+        assert_eq!(
+            published(&mut switch, &off(IDLE), end.checked_sub(Timestamp::from_nanos(1)).unwrap()),
+            PublishedSets::Withdrawn
+        );
         assert_eq!(published(&mut switch, &off(SET_HELD), end), PublishedSets::Held);
         assert_eq!(switch.deadline(end), None);
         assert_eq!(published(&mut switch, &off(HeldDevices { is_known: false, ..IDLE }), end), PublishedSets::Held);
