@@ -22,10 +22,9 @@ impl Service {
         let work = claims(request.claims).into_iter().map(|claim| async move {
             let uid = claim.uid.clone();
             let answer = match self.0.prepare(claim).await {
-                Ok(prepared) => wire::NodePrepareResourceResponse {
-                    devices: prepared.devices.into_iter().map(device).collect(),
-                    error: String::new(),
-                },
+                Ok(prepared) => {
+                    wire::NodePrepareResourceResponse { devices: devices(prepared.devices), error: String::new() }
+                }
                 Err(error) => wire::NodePrepareResourceResponse { devices: Vec::new(), error },
             };
             (uid, answer)
@@ -52,14 +51,27 @@ fn claims(claims: Vec<wire::Claim>) -> Vec<ClaimName> {
     by_uid.into_values().collect()
 }
 
-fn device(device: PreparedDevice) -> wire::Device {
-    wire::Device {
-        request_names: vec![device.request],
-        pool_name: device.pool,
-        device_name: device.device,
-        cdi_device_ids: device.cdi,
-        share_id: device.share_id,
+/// The devices of a claim as the kubelet knows them: a set of GPUs is one, with the CDI devices of all its members.
+fn devices(prepared: Vec<PreparedDevice>) -> Vec<wire::Device> {
+    let mut devices: Vec<wire::Device> = Vec::new();
+    for member in prepared {
+        let device = wire::Device {
+            request_names: vec![member.request],
+            pool_name: member.pool,
+            device_name: member.device,
+            cdi_device_ids: Vec::new(),
+            share_id: member.share_id,
+        };
+        let same = |known: &wire::Device| wire::Device { cdi_device_ids: Vec::new(), ..known.clone() } == device;
+        let at = devices.iter().position(same).unwrap_or_else(|| {
+            devices.push(device);
+            devices.len() - 1
+        });
+        if let Some(known) = devices.get_mut(at) {
+            known.cdi_device_ids.extend(member.cdi);
+        }
     }
+    devices
 }
 
 #[tonic::async_trait]
@@ -93,5 +105,41 @@ impl DraPluginV1Beta1 for Service {
         request: Request<wire::NodeUnprepareResourcesRequest>,
     ) -> Result<Response<wire::NodeUnprepareResourcesResponse>, Status> {
         DraPluginV1::node_unprepare_resources(self, request).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn set_is_one_device_of_the_answer() {
+        let member = |request: &str, device: &str, gpu: &str| PreparedDevice {
+            request: request.to_owned(),
+            pool: "n/gpu".to_owned(),
+            device: device.to_owned(),
+            share_id: None,
+            admin: false,
+            gpu: gpu.parse().unwrap(),
+            mig: None,
+            cdi: vec![format!("k/gpu={gpu}")],
+        };
+        let prepared = vec![
+            member("a", "gpus-2-0-3", "GPU-0"),
+            member("a", "gpus-2-0-3", "GPU-3"),
+            member("a", "gpu-5", "GPU-5"),
+            // An administrator looks at the same set.
+            member("b", "gpus-2-0-3", "GPU-0"),
+        ];
+        let devices: Vec<_> = devices(prepared)
+            .into_iter()
+            .map(|device| (device.request_names.concat(), device.device_name, device.cdi_device_ids.join(" ")))
+            .collect();
+        let expected = [
+            ("a", "gpus-2-0-3", "k/gpu=GPU-0 k/gpu=GPU-3"),
+            ("a", "gpu-5", "k/gpu=GPU-5"),
+            ("b", "gpus-2-0-3", "k/gpu=GPU-0"),
+        ];
+        assert_eq!(devices, expected.map(|(a, b, c)| (a.to_owned(), b.to_owned(), c.to_owned())));
     }
 }

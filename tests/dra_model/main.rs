@@ -18,4 +18,5 @@ mod oracle;
 mod order;
 mod published;
 mod sequences;
+mod sets;
 mod tiers;

@@ -256,3 +256,41 @@ async fn dra_without_an_api_server_is_refused_at_start() {
     let words = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && words.contains("DRA needs the API server"), "{words}");
 }
+
+#[tokio::test]
+async fn sets_are_published_prepared_and_withdrawn() {
+    let node = Node::start().await;
+    let offers = |sets: &str| {
+        let config = format!("version: v1\nlinkwise: {{dra: {{gpus: all, sets: {sets}}}}}\n");
+        fs::write(node.at("config.yaml"), config).unwrap();
+    };
+    offers("on");
+    let mut process = node.run();
+    node.publishes(107).await;
+    node.is_registered(1).await;
+    let set = node.claim("set", &["gpus-2-0-3"]);
+    let cdi = node.start_pod("p", &set).await;
+    assert!(cdi.len() == 2 && cdi.iter().all(|device| node.is_in_a_spec(device)), "{cdi:?}");
+    let other = node.claim("other", &["gpu-3"]);
+    let refusal = node.dra.start_pod(&PodClaims::single("q", other, DRIVER)).await.unwrap_err().to_string();
+    assert!(refusal.contains("default/set"), "{refusal}");
+    // A kubelet that restarts; the counters come first.
+    node.cluster.server.wipe_slices("n");
+    node.publishes(107).await;
+    let slices = || node.cluster.server.objects(&ResourceType::RESOURCE_SLICES);
+    assert_eq!(slices()[0]["spec"]["sharedCounters"][0]["counters"].as_object().unwrap().len(), 8);
+    // The next process is to publish none: sets are tainted first, and GPUs keep their counters.
+    process.kill().await.unwrap();
+    offers("off");
+    let _next = node.run();
+    let devices =
+        || slices().iter().filter_map(|slice| slice["spec"]["devices"].as_array().cloned()).flatten().collect();
+    until(|| {
+        let devices: Vec<Value> = devices();
+        devices.len() == 107
+            && devices.iter().filter(|device| device["taints"][0]["value"] == "withdrawn").count() == 99
+    })
+    .await;
+    assert!(devices().iter().all(|device: &Value| device["consumesCounters"].is_array()));
+    within(node.dra.stop_pod("p")).await.unwrap();
+}

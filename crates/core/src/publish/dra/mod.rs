@@ -15,6 +15,7 @@ mod order;
 mod set_devices;
 mod sets;
 pub mod slice;
+mod switch;
 mod taints;
 #[cfg(test)]
 mod tests;
@@ -35,6 +36,7 @@ pub use group_size::{GroupSize, GroupSizes, GroupSizesError};
 pub use layout::{GpuLayout, LayoutCache};
 pub use set_devices::{PublishedSets, SET_TYPE, counters};
 pub use sets::{MOST_DEVICES_WITH_SETS, RankedSet};
+pub use switch::{DraSets, HeldDevices, ServerVersion, SetsNote, SetsSwitch, StoredSets, SwitchFacts};
 
 /// A device of a resource slice, by the JSON names of `resource.k8s.io/v1` (`Device`).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -189,9 +191,9 @@ pub enum DraProblem {
 
 /// The devices that a node publishes, in the order in which the scheduler is to try them, and what is odd about them.
 ///
-/// Whole GPUs, the best sets first; then MIG devices, GPU by GPU; then GPUs that are gone and that a claim may have; then
-/// sets of GPUs, where they are devices, by size and the best first. (A class chooses one kind of device and one size.)
-/// A GPU in MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does, whatever the plan's MIG
+/// Whole GPUs, the best sets first; then MIG devices, GPU by GPU; then GPUs that are gone and that a claim may have;
+/// then sets of GPUs, where they are devices, by size and the best first. (A class chooses one kind of device and one
+/// size.) A GPU in MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does, whatever the plan's MIG
 /// strategy is. Where taints do not survive, a sick device is left out, unless a claim holds it.
 pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
     let (mut devices, mut problems) = (Vec::new(), Vec::new());

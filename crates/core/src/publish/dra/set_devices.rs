@@ -1,8 +1,8 @@
 //! Sets of GPUs as devices: over the counters of their members, so that no GPU is in two allocations.
 //!
 //! Each whole GPU has a counter of 1, which it consumes itself and each set with it does. The allocator subtracts what
-//! the *current* slices say of allocated devices, so a device that a claim may have keeps what it consumes: a set that a
-//! claim holds stays published, whatever became of its members.
+//! the *current* slices say of allocated devices, so a device that a claim may have keeps what it consumes: a set that
+//! a claim holds stays published, whatever became of its members.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -20,7 +20,7 @@ const MOST_COUNTERS: u32 = 32;
 const MOST_COUNTER_SETS: usize = 2;
 
 /// What all members have in common is the set's too. Bytes count here: there are some hundred sets.
-const COMMON: [&str; 10] = [
+const COMMON: [&str; 9] = [
     "productName",
     "architecture",
     "cudaComputeCapability",
@@ -30,7 +30,6 @@ const COMMON: [&str; 10] = [
     "resource.kubernetes.io/numaNode",
     "dra.net/numaNode",
     "linkwise.dev/socket",
-    "linkwise.dev/nvlinkFabric",
 ];
 
 /// The type of sets; that of GPUs is `gpu`.

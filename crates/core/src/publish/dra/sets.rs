@@ -1,8 +1,9 @@
 //! Sets of GPUs that are devices: which ones, and how good each is.
 //!
 //! Where there is room, all sets of 2, 4 and 8 GPUs: then the scheduler, which takes the first device that fits, gives
-//! the best set of those that are free. Where there is not, one way after another to divide the GPUs into disjoint sets,
-//! the engine's own division first: so each GPU is in sets of each size, and nodes of 64 GPUs have whole divisions.
+//! the best set of those that are free. Where there is not, one way after another to divide the GPUs into disjoint
+//! sets, the engine's own division first: so each GPU is in sets of each size, and nodes of 64 GPUs have whole
+//! divisions.
 
 use crate::prelude::*;
 
