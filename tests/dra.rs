@@ -16,6 +16,7 @@ mod dra {
     pub mod golden;
     pub mod limits;
     pub mod order;
+    pub mod shares;
     pub mod state;
 }
 #[path = "random_node/mod.rs"]

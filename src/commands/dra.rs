@@ -13,7 +13,7 @@ use crate::config::settings::load;
 use crate::config::{DraArgs, Environment};
 use crate::publish::dra::slice::{Pool, SliceSpec};
 use crate::publish::dra::{DraFacts, GpuLayout, devices, offered};
-use crate::state::{DraGpus, DriverVersions};
+use crate::state::{DraGpus, DriverVersions, dra_shares};
 use crate::topology::NodeTopology;
 
 /// The longest name of an object.
@@ -46,10 +46,15 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
     }
     let versions = DriverVersions::of(&machine.observed);
     let gpus = offered(&topology, &plan);
-    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus);
-    let (devices, problems) = devices(&DraFacts::of_machine(&topology, &versions, gpus, &layout));
+    let (shares, not_shared) = dra_shares(&topology, &plan);
+    let is_whole = |place: &usize| topology.gpus().get(*place).is_some_and(|gpu| !shares.contains_key(&gpu.uuid));
+    let layout =
+        GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus.places().filter(is_whole).collect());
+    let facts = DraFacts::of_machine(&topology, &versions, gpus, &layout).shared(&shares);
+    let (devices, problems) = devices(&facts);
     let mut errors = std::io::stderr().lock();
-    for problem in problems {
+    let problems = problems.iter().map(ToString::to_string);
+    for problem in not_shared.iter().map(ToString::to_string).chain(problems) {
         // Nobody is left to tell where standard error is closed.
         let _ = writeln!(errors, "linkwise: {problem}");
     }

@@ -17,6 +17,9 @@ pub const DRIVER: &str = "gpu.nvidia.com";
 /// NVIDIA's class of whole GPUs, as its DRA driver's chart has it.
 pub const CLASS: &str = "gpu.nvidia.com";
 
+/// The class of GPUs that several claims share.
+pub const SHARED: &str = "shared-gpu.linkwise.dev";
+
 /// A machine as a node.
 pub struct Node {
     pub name: &'static str,
@@ -33,9 +36,14 @@ pub fn nodes() -> impl Iterator<Item = Node> {
 }
 
 pub fn node(name: &'static str) -> Node {
+    node_with(name, &[])
+}
+
+/// The same with more arguments of `linkwise dra`.
+pub fn node_with(name: &'static str, arguments: &[&str]) -> Node {
     let (topology, _) = NodeTopology::assemble(&machines::load(name).unwrap().observed);
     let topology = Arc::new(topology);
-    let list = printed(&["dra", "--node", name, "--node-name", name]);
+    let list = printed(&[&["dra", "--node", name, "--node-name", name], arguments].concat());
     let slices: Vec<Value> = list["items"].as_array().unwrap().iter().map(|slice| accepted(slice, None)).collect();
     let device_of = |uuid: &str| {
         let mut devices = slices.iter().flat_map(|slice| slice["spec"]["devices"].as_array().unwrap());
@@ -64,11 +72,12 @@ pub fn accepted(object: &Value, namespace: Option<&str>) -> Value {
     stored(&resource, namespace, Gates::default(), object).unwrap()
 }
 
-/// DeviceClasses: NVIDIA's, and DRANET's.
+/// DeviceClasses: NVIDIA's, that of shared GPUs, and DRANET's.
 pub fn classes() -> Vec<Value> {
     let class = |name: &str, expression: &str| json!({"metadata": {"name": name}, "spec": {"selectors": [{"cel": {"expression": expression}}]}});
     vec![
         class(CLASS, "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'"),
+        class(SHARED, "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'shared-gpu'"),
         class("dra.net", "device.driver == 'dra.net'"),
     ]
 }

@@ -22,6 +22,7 @@ use alloc::collections::BTreeMap;
 use serde::Serialize;
 
 use crate::quote::quoted;
+use crate::state::{GpuShares, GpuSharing};
 use attributes::Draft;
 
 pub use crate::topology::{device_name, hardware_of};
@@ -172,6 +173,16 @@ pub enum DraProblem {
         /// The value.
         value: String,
     },
+    /// A GPU that is not shared as the plan says, because a claim may have it as it is.
+    #[error("{device} stays {} until no claim has it, and takes no new one; then it is {}", shared(*.now), shared(*.next))]
+    SharingWaits {
+        /// The device.
+        device: String,
+        /// How it is shared; `None` for one claim.
+        now: Option<GpuShares>,
+        /// How the plan shares it.
+        next: Option<GpuShares>,
+    },
     /// A device that nothing tells from another one.
     #[error("{hardware} is not offered through DRA: another device has its name")]
     NoName {
@@ -180,9 +191,14 @@ pub enum DraProblem {
     },
 }
 
+fn shared(shares: Option<GpuShares>) -> String {
+    shares.map_or_else(|| "one claim's".to_owned(), |shares| shares.to_string())
+}
+
 /// The devices that a node publishes, in the order in which the scheduler is to try them, and what is odd about them.
 ///
-/// Whole GPUs, the best sets first; then MIG devices, GPU by GPU; then GPUs that are gone and that a claim may have.
+/// Whole GPUs, the best sets first; then those that several claims may have; then MIG devices, GPU by GPU; then GPUs
+/// that are gone and that a claim may have.
 /// A GPU in MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does, whatever the plan's MIG
 /// strategy is. Where taints do not survive, a sick device is left out, unless a claim holds it.
 pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
@@ -191,7 +207,8 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
     sorted.sort_by_cached_key(|device| {
         let in_order = facts.layout.order.iter().position(|place| Some(*place) == device.place);
         let mig = device.mig.map(|mig| (mig.placement.map(|placement| placement.start), mig.index));
-        (device.place.is_none(), device.mig.is_some(), in_order, device.gpu.pci, mig, device.gpu.uuid.clone())
+        let kind = (device.mig.is_some(), device.sharing.now.is_some());
+        (device.place.is_none(), kind, in_order, device.gpu.pci, mig, device.gpu.uuid.clone())
     });
     for device in sorted {
         let Some(name) = device.name.clone() else {
@@ -199,6 +216,10 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
             problems.push(DraProblem::NoName { hardware });
             continue;
         };
+        let GpuSharing { now, next } = device.sharing;
+        if now != next {
+            problems.push(DraProblem::SharingWaits { device: name.clone(), now, next });
+        }
         let mut taints = taints::taints(device.reasons.iter(), facts.settings.evict_from_lost);
         let is_held = facts.held.contains(&name);
         // A claim that has a GPU that is gone may end at any time; a new one cannot have it.
