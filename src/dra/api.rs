@@ -43,6 +43,9 @@ pub struct StoredPool {
     pub generation: u64,
     /// Whether the server drops taints (its gate DRADeviceTaints is off): then sick devices have to be left out.
     pub drops_taints: bool,
+    /// Whether the server drops what makes a device several claims' (its gate DRAConsumableCapacity is off): then one
+    /// claim has all of it.
+    pub drops_sharing: bool,
     /// Why they are not current, where that is known.
     pub trouble: Option<String>,
 }

@@ -211,6 +211,7 @@ pub(super) struct SliceMetrics {
     generation: Gauge,
     current: Gauge,
     drops_taints: Gauge,
+    drops_sharing: Gauge,
     troubles: Counter,
 }
 
@@ -226,6 +227,12 @@ impl SliceMetrics {
                 "dra_taints_dropped",
                 "1 once the API server dropped a taint (feature gate DRADeviceTaints): sick GPUs are left out instead",
             ),
+            drops_sharing: new(
+                registry,
+                "dra_sharing_dropped",
+                "1 once the API server dropped allowMultipleAllocations (feature gate DRAConsumableCapacity): one claim \
+                 has all of a shared GPU",
+            ),
             troubles: new(registry, "dra_slices_troubles", "Times that writing the ResourceSlices began to fail"),
         }
     }
@@ -240,6 +247,7 @@ impl SliceMetrics {
         self.generation.set(i64::try_from(stored.generation).unwrap_or(i64::MAX));
         self.current.set(stored.is_current.into());
         self.drops_taints.set(stored.drops_taints.into());
+        self.drops_sharing.set(stored.drops_sharing.into());
     }
 }
 

@@ -28,7 +28,7 @@ use crate::follower::Follower;
 use crate::server::ApiServer;
 
 use follow::{OBJECT, Slices, list, listed, resource, value};
-use plan::{Memory, Plan, Write, generation, plan};
+use plan::{Memory, Plan, Write, drops_sharing, generation, plan};
 use repairs::Repairs;
 use stored::Stored;
 
@@ -68,6 +68,8 @@ pub struct SliceWriter {
     had_slices: bool,
     /// Whether the server dropped a taint since this process began.
     drops_taints: bool,
+    /// The same for what makes a device several claims'.
+    drops_sharing: bool,
     trouble: Option<String>,
     /// The pool that was written last, or found to be stored.
     last: Option<Arc<Pool>>,
@@ -89,6 +91,7 @@ impl SliceWriter {
             owner: None,
             had_slices: false,
             drops_taints: false,
+            drops_sharing: false,
             trouble: None,
             last: None,
             rest: Instant::now(),
@@ -252,6 +255,13 @@ impl SliceWriter {
                     // A slice that had taints before the gate was switched off keeps them while another loses its own.
                     self.drops_taints |= drops;
                 }
+                if drops_sharing(&sent, &answer) && !self.drops_sharing {
+                    tracing::warn!(
+                        "the API server drops allowMultipleAllocations of devices (feature gate DRAConsumableCapacity): \
+                         one claim has all of a shared GPU"
+                    );
+                    self.drops_sharing = true;
+                }
                 stored.send_modify(|stored| stored.written(answer));
                 Ok(())
             }
@@ -300,6 +310,7 @@ impl SliceWriter {
             slices: found.slices.len(),
             generation: found.slices.values().map(generation).max().unwrap_or(0),
             drops_taints: self.drops_taints,
+            drops_sharing: self.drops_sharing,
             trouble: self.trouble.clone(),
         };
         drop(found);
