@@ -95,3 +95,24 @@ impl DraPluginV1Beta1 for Service {
         DraPluginV1::node_unprepare_resources(self, request).await
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kubelet_is_told_which_share_a_device_is() {
+        let prepared = PreparedDevice {
+            request: "gpus".to_owned(),
+            pool: "node/gpu".to_owned(),
+            device: "gpu-0".to_owned(),
+            share_id: Some("share".to_owned()),
+            share: None,
+            admin: false,
+            gpu: "GPU-0".parse().unwrap(),
+            mig: None,
+            cdi: vec!["k/gpu=GPU-0".to_owned()],
+        };
+        assert_eq!(device(prepared).share_id.as_deref(), Some("share"));
+    }
+}

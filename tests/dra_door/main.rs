@@ -10,4 +10,5 @@ mod http2;
 mod life;
 mod node;
 mod prepare;
+mod shares;
 mod storm;

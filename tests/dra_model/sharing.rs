@@ -114,15 +114,55 @@ fn one_slot_for_each_container_is_one_share_for_each_claim() {
     assert!(cluster.allocate(node.name, &[part(1, &json!({"shares": "1"}))]).is_ok());
 }
 
+/// A file of the repository.
+fn file(path: &str) -> String {
+    std::fs::read_to_string(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap()
+}
+
+/// The classes of the manifests.
+fn classes() -> Vec<Value> {
+    let class = |name: &str| serde_saphyr::from_str(&file(&format!("manifests/overlays/dra/deviceclass-{name}.yaml")));
+    ["gpu", "shared-gpu", "mig"].map(|name| class(name).unwrap()).into()
+}
+
 #[test]
-fn plain_pod_gets_a_share_by_the_extended_resource() {
+fn classes_of_the_manifests_keep_shares_and_gpus_apart() {
     let node = node("devices: 1");
-    let mut classes = crate::published::classes();
-    let own = classes.iter_mut().find(|class| class["metadata"]["name"] == SHARED).unwrap();
-    own["spec"]["extendedResourceName"] = json!("nvidia.com/gpu.shared");
-    let mut cluster = Cluster::new(&node.slices, &classes, &[]).unwrap();
+    let mut cluster = Cluster::new(&node.slices, &classes(), &[]).unwrap();
+    assert_eq!(results(&node, &mut cluster, &gpus(1, None), 9).len(), 7);
+    assert_eq!(devices(&results(&node, &mut cluster, &part(1, &json!({})), 9)), ["gpu-0"; 4]);
+    // Pods without a claim, by the class's extended resource.
+    let mut cluster = Cluster::new(&node.slices, &classes(), &[]).unwrap();
     let claim = cluster.extended_claim("default", "pod", &[vec![("nvidia.com/gpu.shared", 1)]]).unwrap();
     assert_eq!(devices(&results(&node, &mut cluster, &claim, 9)), ["gpu-0"; 4]);
+    let claim = cluster.extended_claim("default", "pod", &[vec![("nvidia.com/gpu", 1)]]).unwrap();
+    assert_eq!(results(&node, &mut cluster, &claim, 9).len(), 7);
+    let chart = file("charts/linkwise/templates/dra.yaml");
+    for class in classes() {
+        let expression = class["spec"]["selectors"][0]["cel"]["expression"].as_str().unwrap();
+        let name = class["metadata"]["name"].as_str().unwrap();
+        let of_chart = chart.split("kind: DeviceClass").find(|part| part.contains(&format!("name: {name}\n"))).unwrap();
+        assert!(of_chart.contains(expression), "the chart's {name}");
+    }
+}
+
+#[test]
+fn documented_claims_get_their_part() {
+    let page = file("docs/sharing.md");
+    let blocks = page.split("    apiVersion: resource.k8s.io/v1\n").skip(1);
+    let taken = blocks.map(|block| {
+        let lines = block.lines().take_while(|line| line.starts_with("    "));
+        let mut object: Value = serde_saphyr::from_str(&lines.collect::<Vec<_>>().join("\n")).unwrap();
+        if object["kind"] == "ResourceClaimTemplate" {
+            object["spec"] = object["spec"]["spec"].take();
+            object["kind"] = json!("ResourceClaim");
+        }
+        let node = node("devices: 1");
+        let mut cluster = Cluster::new(&node.slices, &classes(), &[]).unwrap();
+        results(&node, &mut cluster, &accepted(&object, Some("default")), 1)[0]["consumedCapacity"].clone()
+    });
+    let expected = [json!({"shares": "2", "memory": QUARTER}), json!({"shares": "1", "memory": "20Gi"})];
+    assert_eq!(taken.collect::<Vec<_>>(), expected);
 }
 
 proptest! {
