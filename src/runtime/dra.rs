@@ -230,8 +230,8 @@ impl SliceMetrics {
             drops_sharing: new(
                 registry,
                 "dra_sharing_dropped",
-                "1 once the API server dropped allowMultipleAllocations (feature gate DRAConsumableCapacity): one claim \
-                 has all of a shared GPU",
+                "1 once the API server dropped allowMultipleAllocations (feature gate DRAConsumableCapacity): one \
+                 claim has all of a shared GPU",
             ),
             troubles: new(registry, "dra_slices_troubles", "Times that writing the ResourceSlices began to fail"),
         }

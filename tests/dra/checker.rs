@@ -91,7 +91,8 @@ fn check_policy(what: &str, whole: u64, policy: &Value) {
 /// A canonical quantity as a number.
 fn amount(text: &str) -> u64 {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let power = ["", "Ki", "Mi", "Gi", "Ti"].iter().position(|unit| text[digits.len()..] == **unit);
+    let unit = text.strip_prefix(digits).unwrap();
+    let power = ["", "Ki", "Mi", "Gi", "Ti"].iter().position(|known| *known == unit);
     let number: u64 = digits.parse().unwrap();
     power.map_or(number * 1000, |power| number << (10 * power))
 }

@@ -170,7 +170,10 @@ proptest! {
 
     #[test]
     fn shares_never_exceed_what_a_gpu_has(
-        steps in prop::collection::vec((1..5_u64, prop::option::of(1..90_000_u64), any::<prop::sample::Index>(), 0..3_u8), 1..40),
+        steps in prop::collection::vec(
+            (1..5_u64, prop::option::of(1..90_000_u64), any::<prop::sample::Index>(), 0..3_u8),
+            1..40,
+        ),
     ) {
         let node = node("devices: 3");
         let mut cluster = node.cluster(&[]);
@@ -186,7 +189,8 @@ proptest! {
                 asked["memory"] = json!(format!("{memory}Mi"));
             }
             let memory = memory.unwrap_or(81_559 / 4);
-            let mut left: BTreeMap<String, (u64, u64)> = (0..3).map(|gpu| (format!("gpu-{gpu}"), (4, 81_559))).collect();
+            let all = (0..3).map(|gpu| (format!("gpu-{gpu}"), (4, 81_559)));
+            let mut left: BTreeMap<String, (u64, u64)> = all.collect();
             for (_, device, shares, memory) in &held {
                 let left = left.get_mut(device).unwrap();
                 *left = (left.0 - shares, left.1 - memory);

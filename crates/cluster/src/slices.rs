@@ -257,8 +257,8 @@ impl SliceWriter {
                 }
                 if drops_sharing(&sent, &answer) && !self.drops_sharing {
                     tracing::warn!(
-                        "the API server drops allowMultipleAllocations of devices (feature gate DRAConsumableCapacity): \
-                         one claim has all of a shared GPU"
+                        "the API server drops allowMultipleAllocations of devices (feature gate \
+                         DRAConsumableCapacity): one claim has all of a shared GPU"
                     );
                     self.drops_sharing = true;
                 }

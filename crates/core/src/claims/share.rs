@@ -1,4 +1,5 @@
-//! Shares: what a claim takes of a GPU that several claims have. The scheduler keeps the books; these are the second net.
+//! Shares: what a claim takes of a GPU that several claims have. The scheduler keeps the books; these are the second
+//! net.
 
 use crate::prelude::*;
 
@@ -24,7 +25,10 @@ pub struct Share {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ShareError {
     /// One claim at a time has the GPU.
-    #[error("the allocation has the share ID {}, but the GPU is one claim's: it is not shared on this node", quoted(.share))]
+    #[error(
+        "the allocation has the share ID {}, but the GPU is one claim's: it is not shared on this node",
+        quoted(.share)
+    )]
     NotShared {
         /// Which share.
         share: String,
@@ -74,8 +78,8 @@ fn names(holders: &[Holder]) -> String {
     if names.is_empty() { "the claim itself".to_owned() } else { names.join(", ") }
 }
 
-/// The share that an allocated device is; `None` where a claim has all of it. `sharing`: how the GPU is published. A GPU
-/// in shares that a claim has without one is all the claim's: an API server that drops the fields of shared devices
+/// The share that an allocated device is; `None` where a claim has all of it. `sharing`: how the GPU is published. One
+/// in shares that a claim has without a share is all the claim's: an API server that drops the fields of shared devices
 /// allocates it so.
 pub(super) fn of(
     result: &AllocatedDevice,

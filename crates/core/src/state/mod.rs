@@ -192,7 +192,7 @@ impl NodeState {
 
     /// How a GPU is shared through DRA.
     pub fn dra_sharing(&self, gpu: &GpuUuid) -> GpuSharing {
-        self.offers.dra_sharing(gpu)
+        self.offers.shares().of(gpu)
     }
 
     /// Whether this node has anything to do with DRA: GPUs that are offered through it, or are to be.
@@ -213,7 +213,11 @@ impl NodeState {
 
     /// What the next process of ours has to know; [`Effect::Keep`] says when it changed.
     pub fn record(&self) -> HealthRecord {
-        HealthRecord { dra: self.offers.dra_gpus(), dra_shares: self.offers.dra_shares(), ..self.hardware.record() }
+        HealthRecord {
+            dra: self.offers.dra_gpus(),
+            dra_shares: self.offers.shares().record(),
+            ..self.hardware.record()
+        }
     }
 
     /// The resources that are shared by MPS, offered or not, with what each takes of the node.

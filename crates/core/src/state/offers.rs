@@ -21,7 +21,7 @@ use super::plan::{DraGpus, ResourcePlan};
 use super::problem::PlanProblem;
 use super::reason::UnhealthyReason;
 use super::resources::{MOST_SLOTS, Resources};
-use super::shares::{GpuShares, GpuSharing, Shares};
+use super::shares::{GpuShares, Shares};
 use crate::allocation::{AllocationPolicy, DeviceId, Units};
 use crate::topology::{Gpu, GpuUuid, NodeTopology};
 
@@ -181,14 +181,9 @@ impl Offers {
         self.doors.gpus()
     }
 
-    /// Those of them that several claims share, for the record.
-    pub(super) fn dra_shares(&self) -> BTreeMap<GpuUuid, GpuShares> {
-        self.shares.record()
-    }
-
-    /// How a GPU is shared through DRA.
-    pub(super) fn dra_sharing(&self, gpu: &GpuUuid) -> GpuSharing {
-        self.shares.of(gpu)
+    /// How the GPUs of DRA are shared.
+    pub(super) fn shares(&self) -> &Shares {
+        &self.shares
     }
 
     /// What the last process offered through DRA.
@@ -202,8 +197,8 @@ impl Offers {
         self.doors.deadline().into_iter().chain(self.shares.deadline()).min()
     }
 
-    /// Turns doors as far as plan, ledger and time allow, and shares the GPUs of DRA. Whether the resources have to be made anew, and what is to be
-    /// reported.
+    /// Turns doors as far as plan, ledger and time allow, and shares the GPUs of DRA. Whether the resources have to be
+    /// made anew, and what is to be reported.
     pub(super) fn turn_doors(
         self: &mut Arc<Self>,
         hardware: &Hardware,

@@ -147,7 +147,8 @@ pub enum PlanProblem {
     },
     /// GPUs of DRA in MIG mode: their MIG devices are one claim's each.
     #[error(
-        "{resource} is to be shared, but through DRA only whole GPUs are: the MIG devices of GPUs {} are one claim's each",
+        "{resource} is to be shared, but through DRA only whole GPUs are: the MIG devices of GPUs {} are one \
+         claim's each",
         list(gpus)
     )]
     DraMigNotShared {

@@ -202,7 +202,8 @@ fn offered_as(sharing: &Sharing, resource: &SharedResource) -> Result<ResourceNa
     }
 }
 
-/// Which pieces of a resource are shared, and which are not. `of_dra`: GPUs that are none of the pieces, and may be named.
+/// Which pieces of a resource are shared, and which are not. `of_dra`: GPUs that are none of the pieces, and may be
+/// named.
 fn chosen<'a>(
     kind: SharingKind,
     resource: &SharedResource,

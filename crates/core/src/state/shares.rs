@@ -1,8 +1,8 @@
 //! [`Shares`]: which GPUs of DRA several claims may have at once, by the rows of the plan for sharing.
 //!
-//! A part of [`super::offers`], beside [`super::doors`]. A GPU that claims may have keeps its form: the scheduler's books
-//! of a device that is one claim's, and of one that several share, do not fit each other. When the plan changes, the GPU
-//! takes no new claim, and has its new form when none holds it and a grace period has passed.
+//! A part of [`super::offers`], beside [`super::doors`]. A GPU that claims may have keeps its form: the scheduler's
+//! books of a device that is one claim's, and of one that several share, do not fit each other. When the plan changes,
+//! the GPU takes no new claim, and has its new form when none holds it and a grace period has passed.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -95,8 +95,8 @@ impl Shares {
         }
     }
 
-    /// The forms after an event; `None` where nothing changes. `gpus` are those of DRA now; one that has just come is as
-    /// the plan wants it.
+    /// The forms after an event; `None` where nothing changes. `gpus` are those of DRA now; one that has just come is
+    /// as the plan wants it.
     pub fn next<'a>(
         &self,
         gpus: impl Iterator<Item = &'a GpuUuid>,

@@ -174,7 +174,11 @@ pub enum DraProblem {
         value: String,
     },
     /// A GPU that is not shared as the plan says, because a claim may have it as it is.
-    #[error("{device} stays {} until no claim has it, and takes no new one; then it is {}", shared(*.now), shared(*.next))]
+    #[error(
+        "{device} stays {} until no claim has it, and takes no new one; then it is {}",
+        shared(*.now),
+        shared(*.next)
+    )]
     SharingWaits {
         /// The device.
         device: String,
