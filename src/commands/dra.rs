@@ -15,7 +15,7 @@ use crate::publish::dra::slice::{Pool, SliceSpec};
 use crate::publish::dra::{
     DraFacts, DraSets, GpuLayout, MOST_DEVICES_WITH_SETS, PublishedSets, counters, devices, offered,
 };
-use crate::state::{DraGpus, DriverVersions};
+use crate::state::{DraGpus, DriverVersions, dra_shares};
 use crate::topology::NodeTopology;
 
 /// The longest name of an object.
@@ -48,22 +48,23 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
     }
     let versions = DriverVersions::of(&machine.observed);
     let gpus = offered(&topology, &plan);
+    let (shares, not_shared) = dra_shares(&topology, &plan);
+    let is_whole = |place: &usize| topology.gpus().get(*place).is_some_and(|gpu| !shares.contains_key(&gpu.uuid));
     let tables = AllocationTables::new(topology.clone().into());
-    let layout = GpuLayout::of(&tables, gpus, &settings.dra_groups.value);
-    let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
+    let sizes = &settings.dra_groups.value;
+    let layout = GpuLayout::of(&tables, gpus.places().filter(is_whole).collect(), sizes);
+    let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout).shared(&shares);
     let with_sets;
     // No API server is asked here: `auto` is what a new one gets.
     if settings.dra_sets.value != DraSets::Off {
-        with_sets = layout.clone().with_sets(
-            &tables,
-            &settings.dra_groups.value,
-            MOST_DEVICES_WITH_SETS.saturating_sub(facts.devices.len()),
-        );
+        let room = MOST_DEVICES_WITH_SETS.saturating_sub(facts.devices.len());
+        with_sets = layout.clone().with_sets(&tables, sizes, room);
         (facts.layout, facts.settings.sets) = (&with_sets, PublishedSets::All);
     }
     let (devices, problems) = devices(&facts);
     let mut errors = std::io::stderr().lock();
-    for problem in problems {
+    let problems = problems.iter().map(ToString::to_string);
+    for problem in not_shared.iter().map(ToString::to_string).chain(problems) {
         // Nobody is left to tell where standard error is closed.
         let _ = writeln!(errors, "linkwise: {problem}");
     }

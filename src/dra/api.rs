@@ -53,6 +53,9 @@ pub struct StoredPool {
     pub found: Option<StoredSets>,
     /// The server's release, where it is to be read and can be.
     pub version: Option<ServerVersion>,
+    /// Whether the server drops what makes a device several claims' (its gate DRAConsumableCapacity is off): then one
+    /// claim has all of it.
+    pub drops_sharing: bool,
     /// Why they are not current, where that is known.
     pub trouble: Option<String>,
 }

@@ -241,7 +241,7 @@ impl Door {
         Ok(())
     }
 
-    /// Reads the claim, plans it, and enters it as prepared. A GPU of a claim that is gone is taken from it first.
+    /// Reads the claim, plans it, and enters it as prepared. What a claim has that is gone is taken from it first.
     async fn reserve(&self, asked: &ClaimName) -> Result<Record, PrepareError> {
         let named = || format!("{}/{}", asked.namespace, asked.name);
         let claim = self.query(asked).await;
@@ -251,23 +251,26 @@ impl Door {
                 Ok(record) => return Ok(record),
                 Err(error) => error,
             };
-            let ClaimError::Taken { holder, .. } = &taken else { return Err(taken.into()) };
-            let gone = match self.idle_turn(&holder.0.uid) {
-                Some(turn) => match self.record(&holder.0.uid) {
-                    Some(record) if self.is_gone(&record).await => {
-                        self.undo(&record.claim.uid, &turn).await.is_ok_and(|()| {
-                            (self.observer)(Occurrence::Swept { claim: record.claim, result: Ok(()) });
-                            true
-                        })
-                    }
-                    Some(_) => false,
-                    None => true,
-                },
-                None => false,
-            };
-            if !gone {
+            let mut any_gone = false;
+            for holder in taken.holders() {
+                any_gone |= self.release_gone(&holder.0).await;
+            }
+            if !any_gone {
                 return Err(taken.into());
             }
+        }
+    }
+
+    /// Undoes a claim that is gone. Whether it is out of the way.
+    async fn release_gone(&self, holder: &ClaimName) -> bool {
+        let Some(turn) = self.idle_turn(&holder.uid) else { return false };
+        match self.record(&holder.uid) {
+            Some(record) if self.is_gone(&record).await => self.undo(&record.claim.uid, &turn).await.is_ok_and(|()| {
+                (self.observer)(Occurrence::Swept { claim: record.claim, result: Ok(()) });
+                true
+            }),
+            Some(_) => false,
+            None => true,
         }
     }
 

@@ -119,6 +119,7 @@ mod tests {
             pool: "n/gpu".to_owned(),
             device: device.to_owned(),
             share_id: None,
+            share: None,
             admin: false,
             gpu: gpu.parse().unwrap(),
             mig: None,
@@ -141,5 +142,21 @@ mod tests {
             ("b", "gpus-2-0-3", "k/gpu=GPU-0"),
         ];
         assert_eq!(devices, expected.map(|(a, b, c)| (a.to_owned(), b.to_owned(), c.to_owned())));
+    }
+
+    #[test]
+    fn kubelet_is_told_which_share_a_device_is() {
+        let prepared = PreparedDevice {
+            request: "gpus".to_owned(),
+            pool: "node/gpu".to_owned(),
+            device: "gpu-0".to_owned(),
+            share_id: Some("share".to_owned()),
+            share: None,
+            admin: false,
+            gpu: "GPU-0".parse().unwrap(),
+            mig: None,
+            cdi: vec!["k/gpu=GPU-0".to_owned()],
+        };
+        assert_eq!(devices(vec![prepared])[0].share_id.as_deref(), Some("share"));
     }
 }

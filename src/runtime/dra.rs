@@ -267,6 +267,7 @@ pub(super) struct SliceMetrics {
     drops_taints: Gauge,
     sets: Gauge,
     drops_counters: Gauge,
+    drops_sharing: Gauge,
     troubles: Counter,
 }
 
@@ -288,6 +289,12 @@ impl SliceMetrics {
                 "dra_counters_dropped",
                 "1 once the API server dropped counters (feature gate DRAPartitionableDevices): no sets are published",
             ),
+            drops_sharing: new(
+                registry,
+                "dra_sharing_dropped",
+                "1 once the API server dropped allowMultipleAllocations (feature gate DRAConsumableCapacity): one \
+                 claim has all of a shared GPU",
+            ),
             troubles: new(registry, "dra_slices_troubles", "Times that writing the ResourceSlices began to fail"),
         }
     }
@@ -305,6 +312,7 @@ impl SliceMetrics {
         self.current.set(stored.is_current.into());
         self.drops_taints.set(stored.drops_taints.into());
         self.drops_counters.set(stored.drops_counters.into());
+        self.drops_sharing.set(stored.drops_sharing.into());
     }
 }
 

@@ -62,7 +62,7 @@ fn consumptions(name: &str, device: &Value) -> BTreeSet<(String, String)> {
 }
 
 fn check_device(name: &str, device: &Map<String, Value>) {
-    let known = ["name", "attributes", "capacity", "taints", "consumesCounters"];
+    let known = ["name", "attributes", "capacity", "taints", "consumesCounters", "allowMultipleAllocations"];
     assert!(device.keys().all(|key| known.contains(&key.as_str())), "{name}: {device:?}");
     let empty = Map::new();
     let of = |key: &str| device.get(key).map_or(&empty, |map| map.as_object().unwrap());
@@ -83,9 +83,14 @@ fn check_device(name: &str, device: &Map<String, Value>) {
     }
     for (key, value) in capacity {
         check_key(name, key);
-        assert_eq!(value.as_object().unwrap().len(), 1, "{name} {key}");
         let quantity = value["value"].as_str().unwrap();
         assert!(is_canonical(quantity), "{name} {key}: {quantity}");
+        let policy = value.get("requestPolicy");
+        assert_eq!(value.as_object().unwrap().len(), 1 + usize::from(policy.is_some()), "{name} {key}");
+        if let Some(policy) = policy {
+            assert_eq!(device["allowMultipleAllocations"], true, "{name} {key}");
+            check_policy(&format!("{name} {key}"), amount(quantity), policy);
+        }
     }
     let taints = device.get("taints").map_or(&[][..], |taints| taints.as_array().unwrap());
     // Kubernetes 1.34 takes four.
@@ -98,6 +103,29 @@ fn check_device(name: &str, device: &Map<String, Value>) {
         assert!(["NoSchedule", "NoExecute"].contains(&taint["effect"].as_str().unwrap()), "{name}: {taint}");
         assert!(keys.insert(taint["key"].to_string()), "{name}: {taint} twice");
     }
+}
+
+/// A range in steps, as the API wants it; `whole`: what there is.
+fn check_policy(what: &str, whole: u64, policy: &Value) {
+    let range = policy["validRange"].as_object().unwrap();
+    let texts = range.values().chain([&policy["default"]]).map(|text| text.as_str().unwrap());
+    texts.for_each(|text| assert!(is_canonical(text), "{what}: {text}"));
+    let of = |key: &str| range.get(key).map(|text| amount(text.as_str().unwrap()));
+    let (default, min, step) = (amount(policy["default"].as_str().unwrap()), of("min").unwrap(), of("step").unwrap());
+    let max = of("max").unwrap_or(whole);
+    assert!(step > 0 && min + step <= whole && max <= whole && min <= default && default <= max, "{what}: {policy}");
+    assert!((default - min).is_multiple_of(step), "{what}: {policy}");
+    assert!(of("max").is_none_or(|max| (max - min).is_multiple_of(step)), "{what}: {policy}");
+    assert_eq!(policy.as_object().unwrap().len(), 2, "{what}: {policy}");
+}
+
+/// A canonical quantity as a number.
+fn amount(text: &str) -> u64 {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit = text.strip_prefix(digits).unwrap();
+    let power = ["", "Ki", "Mi", "Gi", "Ti"].iter().position(|known| *known == unit);
+    let number: u64 = digits.parse().unwrap();
+    power.map_or(number * 1000, |power| number << (10 * power))
 }
 
 /// An identifier of C of at most 32 characters, behind a domain of at most 63 where it is not the driver's own.
@@ -139,6 +167,9 @@ fn is_canonical(text: &str) -> bool {
     let unit = text.strip_prefix(digits).unwrap();
     let Ok(number) = digits.parse::<u64>() else { return false };
     let is_plain = digits == number.to_string();
+    if unit == "k" || unit.is_empty() {
+        return is_plain && (number == 0 || !number.is_multiple_of(1000));
+    }
     is_plain && (unit.is_empty() || ["Ki", "Mi", "Gi", "Ti", "Pi"].contains(&unit) && number > 0 && number % 1024 != 0)
 }
 

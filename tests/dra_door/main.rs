@@ -11,4 +11,5 @@ mod life;
 mod node;
 mod prepare;
 mod sets;
+mod shares;
 mod storm;

@@ -19,4 +19,5 @@ mod order;
 mod published;
 mod sequences;
 mod sets;
+mod sharing;
 mod tiers;

@@ -17,6 +17,9 @@ pub const DRIVER: &str = "gpu.nvidia.com";
 /// NVIDIA's class of whole GPUs, as its DRA driver's chart has it.
 pub const CLASS: &str = "gpu.nvidia.com";
 
+/// The class of GPUs that several claims share.
+pub const SHARED: &str = "shared-gpu.linkwise.dev";
+
 /// A machine as a node.
 pub struct Node {
     pub name: &'static str,
@@ -69,11 +72,12 @@ pub fn accepted(object: &Value, namespace: Option<&str>) -> Value {
     stored(&resource, namespace, Gates::default(), object).unwrap()
 }
 
-/// DeviceClasses: NVIDIA's, DRANET's, and those of sets as the manifests have them.
+/// DeviceClasses: NVIDIA's, that of shared GPUs, DRANET's, and those of sets as the manifests have them.
 pub fn classes() -> Vec<Value> {
     let class = |name: &str, expression: &str| json!({"metadata": {"name": name}, "spec": {"selectors": [{"cel": {"expression": expression}}]}});
     vec![
         class(CLASS, "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'"),
+        class(SHARED, "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'shared-gpu'"),
         class("dra.net", "device.driver == 'dra.net'"),
         set_class(2),
         set_class(4),

@@ -11,7 +11,10 @@ use linkwise::claims::{
 use linkwise::dra::{parse_checkpoint, parse_claim};
 use linkwise::publish::RdmaNodes;
 use linkwise::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
-use linkwise::state::{DraGpus, Event, Holdings, NodeState, NumaHints, ResourcePlan};
+use linkwise::state::{
+    DeviceSelector, DraGpus, Event, Holdings, NodeState, NumaHints, ResourceName, ResourcePlan, SharedDevices,
+    SharedResource, Sharing, SharingKind,
+};
 
 use super::bytes::Bytes;
 use super::machine::is_one_line;
@@ -22,7 +25,7 @@ const POOL: &str = "node/gpu";
 /// The UID of every claim that is asked for.
 const UID: &str = "u";
 
-/// Eight GPUs in DRA, the first in MIG mode with two devices.
+/// Eight GPUs in DRA, the first in MIG mode with two devices, the last in shares.
 static STATE: LazyLock<NodeState> = LazyLock::new(|| {
     let mut observed = linkwise::machines::load("dgx-h100").expect("it is built in").observed;
     let mig = |index: u32| {
@@ -31,7 +34,10 @@ static STATE: LazyLock<NodeState> = LazyLock::new(|| {
     };
     let mig = serde_json::json!({"enabled": true, "devices": [mig(0), mig(1)]});
     observed.gpus[0].mig = serde_json::from_value(mig).expect("it is as in a node file");
-    let plan = ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() };
+    let devices = SharedDevices::List(vec![DeviceSelector::Index(7)]);
+    let row = SharedResource { devices, ..SharedResource::new(ResourceName::gpu(), 4) };
+    let sharing = Some(Sharing::new(SharingKind::TimeSlicing, vec![row]));
+    let plan = ResourcePlan { dra: DraGpus::All, sharing, ..ResourcePlan::default() };
     let unheld = || Event::Holders(Some(Holdings::default()));
     let events = [Event::Planned(Box::new(plan)), Event::Observed(Box::new(observed)), unheld(), unheld()];
     events.into_iter().fold(NodeState::new(NumaHints::default()), |state, event| state.apply(event, Duration::ZERO).0)
@@ -89,6 +95,7 @@ fn fits(claim: &Claim, prepared: &Prepared) {
         let uuid = device.mig.as_ref().map_or(device.gpu.as_str(), |mig| mig.as_str());
         assert!(device.cdi.contains(&format!("v/gpu={uuid}")), "{device:?} has no CDI name");
         let before = prepared.devices.iter().take(at).filter(|other| !other.admin && !device.admin);
+        let before = before.filter(|other| other.share.is_none() || other.share_id == device.share_id);
         assert!(before.into_iter().all(|other| !device.overlaps(other)), "{device:?} twice");
     }
     let text = serde_json::to_vec(prepared).expect("it can be written");
@@ -116,15 +123,21 @@ fn made(bytes: &mut Bytes<'_>) -> Claim {
     let request = |bytes: &mut Bytes<'_>| one(bytes, &REQUESTS);
     let mut claim = Claim::default();
     let allocation = claim.status.allocation.insert(Default::default());
+    const AMOUNTS: [&str; 8] = ["1", "0", "-1", "2Ki", "1500m", "many", "", "99999999999999999999Ei"];
     for _ in 0..bytes.below(40) {
-        allocation.devices.results.push(AllocatedDevice {
+        let mut result = AllocatedDevice {
             request: request(bytes),
             driver: one(bytes, &[DRIVER, DRIVER, DRIVER, "nic.example.com"]),
             pool: one(bytes, &[POOL, POOL, POOL, POOL, POOL, POOL, POOL, "node"]),
             device: one(bytes, &DEVICES),
             admin_access: [None, Some(true), Some(true), Some(false)][bytes.below(4)],
             share_id: bytes.maybe(|bytes| one(bytes, &["", "s"])),
-        });
+            consumed_capacity: Default::default(),
+        };
+        for capacity in result.share_id.iter().flat_map(|_| ["shares", "memory"]) {
+            result.consumed_capacity.insert(capacity.to_owned(), one(bytes, &AMOUNTS));
+        }
+        allocation.devices.results.push(result);
     }
     for _ in 0..bytes.below(70) {
         allocation.devices.config.push(AllocatedConfig {

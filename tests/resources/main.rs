@@ -18,6 +18,7 @@ mod mps;
 mod node;
 mod orphans;
 mod plans;
+mod shares;
 
 #[path = "../random_node/mod.rs"]
 #[allow(dead_code, reason = "other tests use all of it")]

@@ -33,7 +33,7 @@ use crate::follower::Follower;
 use crate::server::ApiServer;
 
 use follow::{OBJECT, Slices, list, listed, resource, value};
-use plan::{Memory, Plan, Write, drops_counters, generation, plan, stored_sets};
+use plan::{Memory, Plan, Write, drops_counters, drops_sharing, generation, plan, stored_sets};
 use repairs::Repairs;
 use stored::Stored;
 
@@ -86,6 +86,8 @@ pub struct SliceWriter {
     drops_counters: bool,
     /// The server's release, and how often the slices had been listed when it was read.
     version: Option<(Option<ServerVersion>, u64)>,
+    /// The same for what makes a device several claims'.
+    drops_sharing: bool,
     trouble: Option<String>,
     /// The pool that was written last, or found to be stored.
     last: Option<Arc<Pool>>,
@@ -109,6 +111,7 @@ impl SliceWriter {
             drops_taints: false,
             drops_counters: false,
             version: None,
+            drops_sharing: false,
             trouble: None,
             last: None,
             rest: Instant::now(),
@@ -280,6 +283,13 @@ impl SliceWriter {
                 if drops_counters(&sent, &answer) && !std::mem::replace(&mut self.drops_counters, true) {
                     tracing::warn!("the API server drops counters (feature gate DRAPartitionableDevices)");
                 }
+                if drops_sharing(&sent, &answer) && !self.drops_sharing {
+                    tracing::warn!(
+                        "the API server drops allowMultipleAllocations of devices (feature gate \
+                         DRAConsumableCapacity): one claim has all of a shared GPU"
+                    );
+                    self.drops_sharing = true;
+                }
                 stored.send_modify(|stored| stored.written(answer));
                 Ok(())
             }
@@ -350,6 +360,7 @@ impl SliceWriter {
             drops_counters: self.drops_counters,
             found: is_read.then(|| stored_sets(found.slices.values(), &pool)),
             version: self.version.and_then(|(version, _)| version),
+            drops_sharing: self.drops_sharing,
             trouble: self.trouble.clone(),
         };
         drop(found);

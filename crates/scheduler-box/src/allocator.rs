@@ -2,6 +2,7 @@
 //!
 //! k8s@1.36: `structured/internal/incubating/allocator_incubating.go`, `allocateOne` and `allocateDevice`.
 
+mod capacity;
 mod constraint;
 mod request;
 
@@ -16,6 +17,7 @@ use crate::quantity::Quantity;
 use crate::report;
 use crate::selector::{Selectors, View};
 use crate::{Cluster, Placement};
+pub(crate) use capacity::{Amount, Consumed};
 pub(crate) use constraint::bears_on;
 use constraint::{MatchState, Member};
 pub(crate) use request::{Ask, RequestPlan};
@@ -60,6 +62,8 @@ pub(crate) struct Attempt<'a> {
     pub node: &'a str,
     pub devices: &'a NodeDevices<'a>,
     pub used: &'a BTreeSet<DeviceName>,
+    /// What claims have of devices that several may have.
+    pub shares: &'a BTreeMap<DeviceName, BTreeMap<String, Consumed>>,
     pub claims: &'a [Claim],
     /// Per claim, per request.
     pub plans: Vec<Vec<RequestPlan<'a>>>,
@@ -84,7 +88,7 @@ impl<'a> Attempt<'a> {
         devices: &'a NodeDevices<'a>,
         claims: &'a [Claim],
     ) -> Result<Self, Failure> {
-        let Cluster { classes, used, selectors, steps, .. } = cluster;
+        let Cluster { classes, used, shares, selectors, steps, .. } = cluster;
         if let Some(claim) = claims.iter().find(|claim| claim.status.allocation.is_some()) {
             return Err(Failure::Allocated(claim.name()));
         }
@@ -102,6 +106,7 @@ impl<'a> Attempt<'a> {
             node,
             devices,
             used,
+            shares,
             claims,
             plans,
             selectors,
@@ -120,8 +125,8 @@ impl<'a> Attempt<'a> {
         self.choose_all()?;
         if self.search(Place::of(0, 0))? {
             let score = self.score();
-            let allocations: Vec<Value> =
-                (0..self.claims.len()).map(|claim| report::allocation(&self, claim)).collect();
+            let allocations = (0..self.claims.len()).map(|claim| report::allocation(&self, claim));
+            let allocations: Vec<Value> = allocations.collect::<Result<_, _>>()?;
             return Ok(Placement { node: self.node.to_owned(), score, steps: self.looked_at(), allocations });
         }
         let (claim, request) = self.deepest;
@@ -168,7 +173,8 @@ impl<'a> Attempt<'a> {
                     }
                     let mut all = Vec::new();
                     for device in 0..self.devices.devices.len() {
-                        if self.selects(claim, request, alternative, device)? {
+                        let chosen = Chosen { claim, request, alternative, device };
+                        if self.selects(claim, request, alternative, device)? && self.has_capacity(chosen)? {
                             all.push(device);
                         }
                     }
@@ -232,7 +238,7 @@ impl<'a> Attempt<'a> {
         if self.is_taken(chosen) || !self.selects(place.claim, place.request, alternative, device)? {
             return Ok(false);
         }
-        if !self.tolerates(chosen) || !self.consume(device)? {
+        if !self.has_capacity(chosen)? || !self.tolerates(chosen) || !self.consume(device)? {
             return Ok(false);
         }
         if !self.satisfies(chosen) {
@@ -250,9 +256,10 @@ impl<'a> Attempt<'a> {
         Ok(false)
     }
 
-    /// Whether a device is in use. With admin access only the claim's own choices count.
+    /// Whether a device is in use. With admin access only the claim's own choices count; of one that several claims may
+    /// have, none of this attempt's.
     fn is_taken(&self, wanted: Chosen) -> bool {
-        let same = |chosen: &&Chosen| chosen.device == wanted.device;
+        let same = |chosen: &&Chosen| chosen.device == wanted.device && !self.is_shared(wanted.device);
         if self.is_admin(wanted) {
             return self.chosen.iter().filter(same).any(|chosen| chosen.claim == wanted.claim);
         }
@@ -310,6 +317,38 @@ impl<'a> Attempt<'a> {
         };
         let mut taints = device.device.taints.iter().filter(|taint| taint.effect != "None");
         taints.all(|taint| ask.asked.tolerations.iter().any(|toleration| toleration.tolerates(taint)))
+    }
+
+    /// Whether several claims may have a device.
+    fn is_shared(&self, device: usize) -> bool {
+        self.devices.devices.get(device).is_some_and(|device| device.device.allow_multiple_allocations)
+    }
+
+    /// What a choice takes of its device, if the device's policies let it.
+    pub fn consumes(&self, chosen: Chosen) -> Result<Option<Consumed>, Failure> {
+        let (Some(ask), Some(device)) = (self.ask(chosen), self.devices.devices.get(chosen.device)) else {
+            return Ok(None);
+        };
+        capacity::consumed(&device.name.to_string(), device.device, ask.asked.capacity.as_ref())
+    }
+
+    /// Whether the device has the capacity that the request takes, beside what claims have of it.
+    pub fn has_capacity(&self, chosen: Chosen) -> Result<bool, Failure> {
+        let (Some(ask), Some(device)) = (self.ask(chosen), self.devices.devices.get(chosen.device)) else {
+            return Ok(false);
+        };
+        // All of a device that one claim has.
+        let is_whole = !device.device.allow_multiple_allocations && !self.shares.contains_key(&device.name);
+        if ask.asked.capacity.is_none() && is_whole {
+            return Ok(true);
+        }
+        let Some(wanted) = self.consumes(chosen)? else { return Ok(false) };
+        let mut now = Vec::new();
+        for other in self.chosen.iter().filter(|other| other.device == chosen.device) {
+            now.extend(self.consumes(*other)?);
+        }
+        let before = self.shares.get(&device.name).into_iter().flat_map(BTreeMap::values);
+        capacity::fits(&device.name.to_string(), device.device, &wanted, before.chain(&now))
     }
 
     /// Takes what a device consumes of its pool's counters, all of it or nothing.

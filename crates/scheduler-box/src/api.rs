@@ -62,7 +62,7 @@ pub(crate) struct Device {
     #[serde(default)]
     pub attributes: BTreeMap<String, Attribute>,
     #[serde(default)]
-    pub capacity: BTreeMap<String, Amount>,
+    pub capacity: BTreeMap<String, Capacity>,
     #[serde(default)]
     pub consumes_counters: Vec<Consumption>,
     #[serde(default)]
@@ -83,6 +83,30 @@ pub(crate) enum Attribute {
     Bools(Vec<bool>),
     Strings(Vec<String>),
     Versions(Vec<String>),
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub(crate) struct Capacity {
+    pub value: String,
+    #[serde(default)]
+    pub request_policy: Option<RequestPolicy>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub(crate) struct RequestPolicy {
+    pub default: Option<String>,
+    pub valid_values: Vec<String>,
+    pub valid_range: Option<ValidRange>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct ValidRange {
+    pub min: Option<String>,
+    pub max: Option<String>,
+    pub step: Option<String>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -202,7 +226,13 @@ pub(crate) struct Exactly {
     #[serde(default)]
     pub tolerations: Vec<Toleration>,
     #[serde(default)]
-    pub capacity: Option<Value>,
+    pub capacity: Option<CapacityRequirements>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct CapacityRequirements {
+    pub requests: BTreeMap<String, String>,
 }
 
 fn one() -> usize {
@@ -266,4 +296,8 @@ pub(crate) struct AllocationResult {
     pub admin_access: Option<bool>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tolerations: Vec<Toleration>,
+    #[serde(rename = "shareID", default, skip_serializing_if = "Option::is_none")]
+    pub share_id: Option<String>,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub consumed_capacity: BTreeMap<String, String>,
 }

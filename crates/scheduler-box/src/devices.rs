@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 use serde_json::Value;
 
+use crate::allocator::{Amount, Consumed};
 use crate::api::{AllocationResult, Device, Slice};
 use crate::error::Failure;
 use crate::quantity::Quantity;
@@ -25,18 +26,29 @@ impl std::fmt::Display for DeviceName {
     }
 }
 
-/// The devices of a `status.allocation`, without those that an administrator only looks at.
-pub(crate) fn of_allocation(allocation: &Value) -> Result<Vec<DeviceName>, Failure> {
+/// A share of a device that several claims have: its ID, and what it takes.
+pub(crate) type Share = (String, Consumed);
+
+/// The devices of a `status.allocation`, without those that an administrator only looks at; with the share where it is
+/// one.
+pub(crate) fn of_allocation(allocation: &Value) -> Result<Vec<(DeviceName, Option<Share>)>, Failure> {
     let wrong =
         |error: serde_json::Error| Failure::Malformed { name: "status.allocation".to_owned(), why: error.to_string() };
     let results = allocation["devices"]["results"].as_array().cloned().unwrap_or_default();
     let mut devices = Vec::new();
     for result in results {
-        let AllocationResult { driver, pool, device, admin_access, .. } =
+        let AllocationResult { driver, pool, device, admin_access, share_id, consumed_capacity, .. } =
             AllocationResult::deserialize(result).map_err(wrong)?;
-        if admin_access != Some(true) {
-            devices.push(DeviceName { driver, pool, device });
+        if admin_access == Some(true) {
+            continue;
         }
+        let name = DeviceName { driver, pool, device };
+        let amounts = consumed_capacity.into_iter().map(|(capacity, amount)| {
+            let amount = Amount::of(&name.to_string(), &amount)?;
+            Ok((capacity, amount))
+        });
+        let consumed = amounts.collect::<Result<Consumed, Failure>>()?;
+        devices.push((name, share_id.map(|share| (share, consumed))));
     }
     Ok(devices)
 }
@@ -121,8 +133,10 @@ impl<'a> NodeDevices<'a> {
                 self.unread.push(format!("{name} is invalid: two devices are named {}", device.name));
                 return Ok(());
             }
-            if device.allow_multiple_allocations {
-                return Err(Failure::NotModelled(format!("allowMultipleAllocations of {name}/{}", device.name)));
+            // Kubernetes up to 1.37 miscounts these.
+            if device.allow_multiple_allocations && !device.consumes_counters.is_empty() {
+                let both = format!("allowMultipleAllocations and consumesCounters of {name}/{}", device.name);
+                return Err(Failure::NotModelled(both));
             }
         }
         let place = self.counters.len();
@@ -151,7 +165,7 @@ pub(crate) fn consumed<'a>(device: &NodeDevice<'a>) -> Result<Vec<(Counter<'a>, 
     Ok(all)
 }
 
-fn quantity(name: &str, text: &str) -> Result<Quantity, Failure> {
+pub(crate) fn quantity(name: &str, text: &str) -> Result<Quantity, Failure> {
     let why = || Failure::Malformed { name: name.to_owned(), why: format!("'{text}' is no quantity") };
     Quantity::parse(text).ok_or_else(why)
 }

@@ -73,6 +73,8 @@ pub struct Refusal {
     pub used: usize,
     /// How many of these have taints that the request does not tolerate.
     pub tainted: usize,
+    /// How many of these have not the capacity that the request takes, or none that it asks for.
+    pub short: usize,
     /// Constraints that bear on the request.
     pub constraints: Vec<String>,
     /// Pools that are not read: incomplete or invalid.
@@ -83,9 +85,10 @@ pub struct Refusal {
 
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { node, claim, request, wanted, selected, used, tainted, .. } = self;
+        let Self { node, claim, request, wanted, selected, used, tainted, short, .. } = self;
         write!(f, "node {node}: claim {claim}, request {request}: needs {wanted} of {selected} selected devices")?;
-        write!(f, " ({used} in use, {tainted} tainted)")?;
+        let without = if *short > 0 { format!(", {short} without the capacity") } else { String::new() };
+        write!(f, " ({used} in use, {tainted} tainted{without})")?;
         if !self.constraints.is_empty() {
             write!(f, ", constrained by {}", self.constraints.join(", "))?;
         }

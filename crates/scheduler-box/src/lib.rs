@@ -6,8 +6,8 @@
 //! `firstAvailable` decides (`pkg/scheduler/framework/plugins/dynamicresources`).
 //!
 //! The demo and the tests run against it. It does no I/O, knows nothing of linkwise, and shares no code with it. What
-//! it does not model it refuses by name: devices for several claims at once (`allowMultipleAllocations`), node
-//! selectors of slices, derived attributes. A list attribute matches another in a constraint where both lists are the
+//! it does not model it refuses by name: devices with both counters and `allowMultipleAllocations`, node selectors of
+//! slices, derived attributes. A list attribute matches another in a constraint where both lists are the
 //! same; the real allocator looks for a common value.
 
 mod allocator;
@@ -19,13 +19,13 @@ mod quantity;
 mod report;
 mod selector;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::Value;
 
 pub use error::{Failure, Refusal};
 
-use allocator::Attempt;
+use allocator::{Attempt, Consumed};
 use api::{Claim, DeviceClass, Slice};
 use devices::{DeviceName, NodeDevices};
 use selector::Selectors;
@@ -39,8 +39,10 @@ pub const MOST_STEPS: u64 = 2_000_000;
 pub struct Cluster {
     slices: Vec<Slice>,
     classes: Vec<DeviceClass>,
-    /// Devices that claims have.
+    /// Devices that claims have for themselves.
     used: BTreeSet<DeviceName>,
+    /// What claims have of devices that several may have, by the share's ID.
+    shares: BTreeMap<DeviceName, BTreeMap<String, Consumed>>,
     selectors: Selectors,
     /// See [`MOST_STEPS`].
     steps: u64,
@@ -70,6 +72,7 @@ impl Cluster {
             slices: slices.iter().map(api::read).collect::<Result<_, _>>()?,
             classes: classes.iter().map(api::read).collect::<Result<_, _>>()?,
             used: BTreeSet::new(),
+            shares: BTreeMap::new(),
             selectors: Selectors::new().map_err(Failure::NotModelled)?,
             steps: MOST_STEPS,
         };
@@ -94,7 +97,12 @@ impl Cluster {
     ///
     /// It is not as the API has it.
     pub fn occupy(&mut self, allocation: &Value) -> Result<(), Failure> {
-        self.used.extend(devices::of_allocation(allocation)?);
+        for (device, share) in devices::of_allocation(allocation)? {
+            match share {
+                None => drop(self.used.insert(device)),
+                Some((id, consumed)) => drop(self.shares.entry(device).or_default().insert(id, consumed)),
+            }
+        }
         Ok(())
     }
 
@@ -104,8 +112,12 @@ impl Cluster {
     ///
     /// It is not as the API has it.
     pub fn release(&mut self, allocation: &Value) -> Result<(), Failure> {
-        for device in devices::of_allocation(allocation)? {
-            self.used.remove(&device);
+        for (device, share) in devices::of_allocation(allocation)? {
+            match (share, self.shares.get_mut(&device)) {
+                (None, _) => drop(self.used.remove(&device)),
+                (Some((id, _)), Some(shares)) => drop(shares.remove(&id)),
+                (Some(_), None) => {}
+            }
         }
         Ok(())
     }

@@ -35,6 +35,31 @@ impl Quantity {
         Some(Self(if negative { -value } else { value }))
     }
 
+    /// A whole number.
+    pub fn of_whole(number: i128) -> Self {
+        Self(number * 1_000_000_000)
+    }
+
+    /// The least whole number that is no less (`Quantity.Value`).
+    pub fn ceil(self) -> i128 {
+        -(-self.0).div_euclid(1_000_000_000)
+    }
+
+    /// A whole number as the API server writes it in binary units (`BinarySI`).
+    pub fn binary(self) -> String {
+        let mut number = self.ceil();
+        let (base, units): (i128, &[&str]) = if number.abs() < 1024 { (1000, &DECIMAL[3..]) } else { (1024, &BINARY) };
+        let mut unit = "";
+        let larger = if base == 1000 { &units[1..] } else { units };
+        for one in larger {
+            if number == 0 || number % base != 0 {
+                break;
+            }
+            (number, unit) = (number / base, one);
+        }
+        format!("{number}{unit}")
+    }
+
     /// As a whole number, if it is one.
     pub fn whole(self) -> Option<i64> {
         (self.0 % 1_000_000_000 == 0).then(|| i64::try_from(self.0 / 1_000_000_000).ok()).flatten()
@@ -58,6 +83,12 @@ mod tests {
             assert_eq!(of(one), of(other), "{one} {other}");
         }
         assert!(of("1M") < of("1Mi") && of("40Gi") < of("80Gi") && of("-1") < of("0"));
+        let ceil = |text: &str| of(text).map(Quantity::ceil);
+        assert_eq!(["1500m", "1", "-1500m", "1n"].map(ceil), [2, 1, -1, 1].map(Some));
+        for (number, text) in [(0, "0"), (3, "3"), (1000, "1k"), (1024, "1Ki"), (1536 << 20, "1536Mi"), (1025, "1025")]
+        {
+            assert_eq!(Quantity::of_whole(number).binary(), text);
+        }
         assert_eq!((of("3").and_then(Quantity::whole), of("1m").and_then(Quantity::whole)), (Some(3), None));
         for text in ["", "Gi", "1gi", "1.2.3", "many", "1e3", "99999999999999999999999999999999999999Ei"] {
             assert_eq!(of(text), None, "{text}");

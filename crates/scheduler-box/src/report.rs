@@ -1,14 +1,18 @@
 //! The answer: `status.allocation` as the API has it, or why a node has no devices.
 
+use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+
 use serde_json::{Value, json};
 
 use crate::allocator::{Attempt, Chosen, bears_on};
-use crate::api::{AllocationResult, Mode};
-use crate::error::Refusal;
+use crate::api::{AllocationResult, Claim, Mode};
+use crate::devices::NodeDevice;
+use crate::error::{Failure, Refusal};
 
 /// A claim's `status.allocation`: results in the order of requests, configuration of the classes, then of the claim;
 /// a node selector where a device is of this node alone.
-pub(crate) fn allocation(attempt: &Attempt<'_>, claim: usize) -> Value {
+pub(crate) fn allocation(attempt: &Attempt<'_>, claim: usize) -> Result<Value, Failure> {
     let chosen: Vec<&Chosen> = attempt.chosen().iter().filter(|chosen| chosen.claim == claim).collect();
     let (mut results, mut config, mut is_local) = (Vec::new(), Vec::new(), false);
     let mut asks: Vec<(usize, usize)> = Vec::new();
@@ -23,6 +27,13 @@ pub(crate) fn allocation(attempt: &Attempt<'_>, claim: usize) -> Value {
             asks.push((chosen.request, chosen.alternative));
             config.extend(ask.class.spec.config.iter().map(|config| entry(config, "FromClass", &json!([ask.name]))));
         }
+        let (mut share_id, mut consumed_capacity) = (None, BTreeMap::new());
+        if device.device.allow_multiple_allocations {
+            let name = attempt.claims.get(claim).map(Claim::name).unwrap_or_default();
+            share_id = Some(new_share(attempt, device, &format!("{name}/{}/{}", ask.name, results.len())));
+            let consumed = attempt.consumes(*chosen)?.unwrap_or_default();
+            consumed_capacity = consumed.into_iter().map(|(capacity, amount)| (capacity, amount.text)).collect();
+        }
         results.push(AllocationResult {
             request: ask.name.clone(),
             driver: device.name.driver.clone(),
@@ -30,6 +41,8 @@ pub(crate) fn allocation(attempt: &Attempt<'_>, claim: usize) -> Value {
             device: device.name.device.clone(),
             admin_access: ask.asked.admin_access,
             tolerations: ask.asked.tolerations.clone(),
+            share_id,
+            consumed_capacity,
         });
     }
     let taken = |requests: &[String]| {
@@ -53,7 +66,22 @@ pub(crate) fn allocation(attempt: &Attempt<'_>, claim: usize) -> Value {
         let field = json!({"key": "metadata.name", "operator": "In", "values": [attempt.node]});
         allocation["nodeSelector"] = json!({"nodeSelectorTerms": [{"matchFields": [field]}]});
     }
-    allocation
+    Ok(allocation)
+}
+
+/// An ID that no share of a device has, by the choice that it is for. The real scheduler's are random.
+fn new_share(attempt: &Attempt<'_>, device: &NodeDevice<'_>, choice: &str) -> String {
+    let known = attempt.shares.get(&device.name);
+    let mut id = String::new();
+    for number in 0_u64.. {
+        let mut hasher = DefaultHasher::new();
+        (&device.name.device, choice, number).hash(&mut hasher);
+        id = format!("00000000-0000-4000-8000-{:012x}", hasher.finish() >> 16);
+        if known.is_none_or(|known| !known.contains_key(&id)) {
+            break;
+        }
+    }
+    id
 }
 
 fn entry(config: &Value, source: &str, requests: &Value) -> Value {
@@ -72,12 +100,13 @@ pub(crate) fn refusal(attempt: &mut Attempt<'_>, claim: usize, request: usize) -
     let alternative = attempt.asks(claim, request).len().saturating_sub(1);
     let mut refusal = Refusal {
         node: attempt.node.to_owned(),
-        claim: attempt.claims.get(claim).map(crate::api::Claim::name).unwrap_or_default(),
+        claim: attempt.claims.get(claim).map(Claim::name).unwrap_or_default(),
         request: String::new(),
         wanted: 0,
         selected: 0,
         used: 0,
         tainted: 0,
+        short: 0,
         constraints: Vec::new(),
         unread_pools: attempt.devices.unread.clone(),
         steps: attempt.looked_at(),
@@ -89,6 +118,8 @@ pub(crate) fn refusal(attempt: &mut Attempt<'_>, claim: usize, request: usize) -
             refusal.used += usize::from(attempt.is_used(device));
             let chosen = Chosen { claim, request, alternative, device };
             refusal.tainted += usize::from(!attempt.tolerates(chosen));
+            // An amount that is none was not reached by the search either.
+            refusal.short += usize::from(!attempt.has_capacity(chosen).unwrap_or(true));
         }
     }
     if let Some(ask) = attempt.asks(claim, request).get(alternative) {

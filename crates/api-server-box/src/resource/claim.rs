@@ -4,7 +4,9 @@ use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
 
+use super::Gates;
 use super::checks::Checks;
+use super::quantity::canonical;
 use crate::refusal::Refusal;
 use crate::store::Key;
 
@@ -22,7 +24,9 @@ const MOST_CONSUMERS: usize = 256;
 
 const MODES: [&str; 2] = ["ExactCount", "All"];
 
-pub(super) fn admit(key: &Key, live: Option<&Value>, object: &mut Value) -> Result<(), Refusal> {
+pub(super) fn admit(gates: Gates, key: &Key, live: Option<&Value>, object: &mut Value) -> Result<(), Refusal> {
+    let before = live.map(|live| &live["spec"]["devices"]["requests"]);
+    drop_capacity(gates, object.pointer_mut("/spec/devices/requests"), before);
     fill_in(object.pointer_mut("/spec/devices/requests"));
     let mut checks = Checks::default();
     check_spec(&mut checks, "spec", &object["spec"]);
@@ -38,7 +42,9 @@ pub(super) fn admit(key: &Key, live: Option<&Value>, object: &mut Value) -> Resu
     checks.end(key)
 }
 
-pub(super) fn admit_template(key: &Key, live: Option<&Value>, object: &mut Value) -> Result<(), Refusal> {
+pub(super) fn admit_template(gates: Gates, key: &Key, live: Option<&Value>, object: &mut Value) -> Result<(), Refusal> {
+    let before = live.map(|live| &live["spec"]["spec"]["devices"]["requests"]);
+    drop_capacity(gates, object.pointer_mut("/spec/spec/devices/requests"), before);
     fill_in(object.pointer_mut("/spec/spec/devices/requests"));
     let mut checks = Checks::default();
     check_spec(&mut checks, "spec.spec", &object["spec"]["spec"]);
@@ -81,6 +87,9 @@ pub(super) fn admit_status(key: &Key, live: &Value, object: &mut Value) -> Resul
             check_request(&mut checks, &format!("{field}.request"), text(&result["request"]), &requests);
             checks.subdomain(&format!("{field}.driver"), text(&result["driver"]), 63);
             checks.label(&format!("{field}.device"), text(&result["device"]));
+            if let Some(share) = result["shareID"].as_str().filter(|share| !is_uuid(share)) {
+                checks.invalid(format!("{field}.shareID"), share, "must be a lowercase UUID");
+            }
             if text(&result["pool"]).is_empty() {
                 checks.required(format!("{field}.pool"), "");
             }
@@ -89,13 +98,43 @@ pub(super) fn admit_status(key: &Key, live: &Value, object: &mut Value) -> Resul
     checks.end(key)
 }
 
-/// Defaults of requests: an exact count of 1, tolerations by equality.
+/// What the server drops because the gate `DRAConsumableCapacity` is off, unless the claim had it before.
+fn drop_capacity(gates: Gates, requests: Option<&mut Value>, before: Option<&Value>) {
+    let asks = |requests: &Value| all_requests(requests).any(|request| !request["capacity"].is_null());
+    if gates.consumable_capacity || before.is_some_and(asks) {
+        return;
+    }
+    for request in requests.and_then(Value::as_array_mut).into_iter().flatten().filter_map(Value::as_object_mut) {
+        let exactly = request.get_mut("exactly").and_then(Value::as_object_mut);
+        exactly.map(|exactly| exactly.remove("capacity"));
+        let alternatives = request.get_mut("firstAvailable").and_then(Value::as_array_mut);
+        for alternative in alternatives.into_iter().flatten().filter_map(Value::as_object_mut) {
+            alternative.remove("capacity");
+        }
+    }
+}
+
+/// What is asked for: whole requests and alternatives.
+fn all_requests(requests: &Value) -> impl Iterator<Item = &Value> {
+    let requests = list(requests).iter();
+    requests.flat_map(|request| list(&request["firstAvailable"]).iter().chain([&request["exactly"]]))
+}
+
+/// Defaults of requests: an exact count of 1, tolerations by equality; quantities as the server writes them.
 fn fill_in(requests: Option<&mut Value>) {
     let fill = |request: &mut Value| {
         let Some(request) = request.as_object_mut() else { return };
         let mode = request.entry("allocationMode").or_insert_with(|| json!("ExactCount")).clone();
         if mode == "ExactCount" {
             request.entry("count").or_insert_with(|| json!(1));
+        }
+        let amounts = request.get_mut("capacity").and_then(|capacity| capacity.get_mut("requests"));
+        for amount in amounts.and_then(Value::as_object_mut).into_iter().flat_map(serde_json::Map::values_mut) {
+            // A number is a quantity too.
+            let text = amount.as_str().map_or_else(|| amount.to_string(), str::to_owned);
+            if let Some(form) = canonical(&text) {
+                *amount = json!(form);
+            }
         }
         for toleration in request.get_mut("tolerations").and_then(Value::as_array_mut).into_iter().flatten() {
             if let Some(toleration) = toleration.as_object_mut() {
@@ -166,6 +205,13 @@ fn check_exactly(checks: &mut Checks, field: &str, request: &Value, may_be_admin
     }
     if !may_be_admin && !request["adminAccess"].is_null() {
         checks.forbidden(format!("{field}.adminAccess"), "no such field of an alternative");
+    }
+    for (name, amount) in request["capacity"]["requests"].as_object().into_iter().flatten() {
+        let field = format!("{field}.capacity.requests[{name}]");
+        checks.qualified(&field, name, false);
+        if amount.as_str().and_then(canonical).is_none() {
+            checks.invalid(field, amount, "quantities must match the regular expression of quantities");
+        }
     }
     let tolerations = list(&request["tolerations"]);
     checks.at_most(format!("{field}.tolerations"), tolerations.len(), MOST_TOLERATIONS);
@@ -247,6 +293,12 @@ fn names(spec: &Value) -> BTreeSet<String> {
         names.extend(alternatives.map(|alternative| format!("{name}/{}", text(&alternative["name"]))));
     }
     names
+}
+
+/// 32 hexadecimal digits in groups of 8, 4, 4, 4 and 12.
+fn is_uuid(text: &str) -> bool {
+    let digits = |group: &str| group.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte));
+    text.split('-').map(str::len).eq([8, 4, 4, 4, 12]) && text.split('-').all(digits)
 }
 
 fn list(value: &Value) -> &[Value] {

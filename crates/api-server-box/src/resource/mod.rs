@@ -21,7 +21,7 @@ use crate::refusal::Refusal;
 use crate::store::{Key, ResourceType};
 use checks::Checks;
 
-/// Feature gates of the API server that drop fields of slices silently. The defaults are those of Kubernetes 1.36.
+/// Feature gates of the API server that drop fields silently. The defaults are those of Kubernetes 1.36.
 ///
 /// A slice that has such fields when the gate is switched off keeps them through updates; a new one loses them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,7 +30,7 @@ pub struct Gates {
     pub device_taints: bool,
     /// `DRAPartitionableDevices`: `sharedCounters`, `consumesCounters`.
     pub partitionable_devices: bool,
-    /// `DRAConsumableCapacity`: `allowMultipleAllocations`, `requestPolicy`.
+    /// `DRAConsumableCapacity`: `allowMultipleAllocations`, `requestPolicy`; `capacity` of requests.
     pub consumable_capacity: bool,
     /// `DRAListTypeAttributes`: `ints`, `bools`, `strings`, `versions` of an attribute.
     pub list_attributes: bool,
@@ -59,8 +59,8 @@ pub(super) fn admit(
 ) -> Result<(), Refusal> {
     match &key.resource {
         of if *of == ResourceType::RESOURCE_SLICES => slice::admit(gates, key, live, object, now)?,
-        of if *of == ResourceType::RESOURCE_CLAIMS => claim::admit(key, live, object)?,
-        of if *of == ResourceType::RESOURCE_CLAIM_TEMPLATES => claim::admit_template(key, live, object)?,
+        of if *of == ResourceType::RESOURCE_CLAIMS => claim::admit(gates, key, live, object)?,
+        of if *of == ResourceType::RESOURCE_CLAIM_TEMPLATES => claim::admit_template(gates, key, live, object)?,
         of if *of == ResourceType::DEVICE_CLASSES => claim::admit_class(key, object)?,
         of if *of == ResourceType::PODS => pod::check(key, object)?,
         _ => return Ok(()),

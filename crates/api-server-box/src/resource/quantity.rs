@@ -41,6 +41,23 @@ pub(super) fn canonical(text: &str) -> Option<String> {
     Some(if billionths == 0 { "0".to_owned() } else { format!("{sign}{}", decimal(billionths)) })
 }
 
+/// A quantity as a number, in billionths, rounded up; `None` where [`canonical`] has no form of it.
+pub(super) fn billionths(text: &str) -> Option<i128> {
+    let form = canonical(text)?;
+    let end = form.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(form.len());
+    let (number, suffix) = form.split_at(end);
+    let number: i128 = number.parse().ok()?;
+    match BINARY.iter().position(|one| *one == suffix).filter(|_| !suffix.is_empty()) {
+        Some(power) => {
+            number.checked_mul(1024_i128.checked_pow(u32::try_from(power).ok()?)?)?.checked_mul(1_000_000_000)
+        }
+        None => {
+            let power = DECIMAL.iter().position(|one| *one == suffix)?;
+            number.checked_mul(1000_i128.checked_pow(u32::try_from(power).ok()?)?)
+        }
+    }
+}
+
 fn decimal(mut billionths: i128) -> String {
     if billionths == 0 {
         return "0".to_owned();
@@ -54,7 +71,7 @@ fn decimal(mut billionths: i128) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::canonical;
+    use super::{billionths, canonical};
 
     #[test]
     fn quantity_has_one_form() {
@@ -73,6 +90,9 @@ mod tests {
             ("-2k", "-2k"),
         ] {
             assert_eq!(canonical(text).as_deref(), Some(form), "{text}");
+        }
+        for (text, number) in [("1n", 1), ("1500m", 1_500_000_000), ("2", 2_000_000_000), ("1Ki", 1_024_000_000_000)] {
+            assert_eq!(billionths(text), Some(number), "{text}");
         }
         for text in ["", "Mi", "1 Gi", "1mi", "1.2.3", "--1", "many"] {
             assert_eq!(canonical(text), None, "{text}");

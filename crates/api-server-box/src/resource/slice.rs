@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::checks::{Checks, is_version};
-use super::quantity::canonical;
+use super::quantity::{billionths, canonical};
 use super::{Gates, decoded, kept};
 use crate::refusal::Refusal;
 use crate::store::Key;
@@ -23,6 +23,8 @@ const MOST_COUNTER_SETS_OF_A_DEVICE: usize = 2;
 const MOST_ATTRIBUTES: usize = 32;
 const MOST_VALUES: usize = 48;
 const MOST_TAINTS: usize = 16;
+/// `CapacityRequestPolicyDiscreteMaxOptions`.
+const MOST_POLICY_VALUES: usize = 10;
 const LONGEST_VALUE: usize = 64;
 
 const EFFECTS: [&str; 3] = ["NoSchedule", "NoExecute", "None"];
@@ -103,7 +105,37 @@ struct Attribute {
 struct Capacity {
     value: String,
     #[serde(skip_serializing_if = "Option::is_none")]
-    request_policy: Option<Value>,
+    request_policy: Option<RequestPolicy>,
+}
+
+#[derive(Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+struct RequestPolicy {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    default: Option<String>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    valid_values: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    valid_range: Option<ValidRange>,
+}
+
+#[derive(Default, Serialize, Deserialize)]
+#[serde(default)]
+struct ValidRange {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    min: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    max: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    step: Option<String>,
+}
+
+impl RequestPolicy {
+    /// All its quantities.
+    fn quantities(&mut self) -> impl Iterator<Item = &mut String> {
+        let range = self.valid_range.iter_mut().flat_map(|range| [&mut range.min, &mut range.max, &mut range.step]);
+        self.default.iter_mut().chain(&mut self.valid_values).chain(range.flatten())
+    }
 }
 
 #[derive(Default, Serialize, Deserialize)]
@@ -192,7 +224,11 @@ fn drop_fields(gates: Gates, spec: &mut Spec, before: Option<&Spec>) {
         spec.shared_counters.clear();
         spec.devices.iter_mut().for_each(|device| device.consumes_counters.clear());
     }
-    if !gates.consumable_capacity && !in_use(|device| device.allow_multiple_allocations.is_some()) {
+    let consumable = in_use(|device| {
+        let has_policy = device.capacity.values().any(|capacity| capacity.request_policy.is_some());
+        device.allow_multiple_allocations.is_some() || has_policy
+    });
+    if !gates.consumable_capacity && !consumable {
         for device in &mut spec.devices {
             device.allow_multiple_allocations = None;
             device.capacity.values_mut().for_each(|capacity| capacity.request_policy = None);
@@ -221,7 +257,10 @@ fn fill_in(spec: &mut Spec, now: &str) {
         for taint in &mut device.taints {
             taint.time_added.get_or_insert_with(|| now.to_owned());
         }
-        device.capacity.values_mut().for_each(|capacity| canonise(&mut capacity.value));
+        for capacity in device.capacity.values_mut() {
+            canonise(&mut capacity.value);
+            capacity.request_policy.iter_mut().flat_map(RequestPolicy::quantities).for_each(canonise);
+        }
         for consumption in &mut device.consumes_counters {
             consumption.counters.values_mut().for_each(|counter| canonise(&mut counter.value));
         }
@@ -320,9 +359,13 @@ fn check_device(checks: &mut Checks, field: &str, device: &Device) {
         let field = format!("{field}.capacity[{name}]");
         checks.qualified(&field, name, false);
         check_quantity(checks, &format!("{field}.value"), &capacity.value);
-        if capacity.request_policy.is_some() && device.allow_multiple_allocations != Some(true) {
-            let why = "allowMultipleAllocations must be true";
-            checks.forbidden(format!("{field}.requestPolicy"), why);
+        if let Some(policy) = &capacity.request_policy {
+            let field = format!("{field}.requestPolicy");
+            if device.allow_multiple_allocations == Some(true) {
+                check_policy(checks, &field, &capacity.value, policy);
+            } else {
+                checks.forbidden(field, "allowMultipleAllocations must be true");
+            }
         }
     }
     checks.at_most(format!("{field}.consumesCounters"), device.consumes_counters.len(), MOST_COUNTER_SETS_OF_A_DEVICE);
@@ -344,6 +387,93 @@ fn check_device(checks: &mut Checks, field: &str, device: &Device) {
         }
         if !seen.insert((&taint.key, &taint.effect)) {
             checks.duplicate(field, &taint.key);
+        }
+    }
+}
+
+/// `validateRequestPolicy`.
+fn check_policy(checks: &mut Checks, field: &str, capacity: &str, policy: &RequestPolicy) {
+    let texts = [Some(capacity), policy.default.as_deref()].into_iter().flatten();
+    let range = policy.valid_range.iter().flat_map(|range| [&range.min, &range.max, &range.step]).flatten();
+    for text in texts.chain(policy.valid_values.iter().chain(range).map(String::as_str)) {
+        if canonical(text).is_none() {
+            return check_quantity(checks, field, text);
+        }
+    }
+    let amount = |text: &str| billionths(text).unwrap_or_default();
+    let (whole, default) = (amount(capacity), policy.default.as_deref());
+    match (&policy.valid_range, policy.valid_values.as_slice()) {
+        (Some(_), [_, ..]) => checks.forbidden(field, "exactly one policy can be specified"),
+        (None, []) => {}
+        (None, values) => {
+            let Some(default) = default else {
+                return checks.required(format!("{field}.default"), "required when validValues is defined");
+            };
+            let field = format!("{field}.validValues");
+            checks.at_most(&field, values.len(), MOST_POLICY_VALUES);
+            let mut seen = BTreeSet::new();
+            for (index, value) in values.iter().enumerate() {
+                let field = format!("{field}[{index}]");
+                if index > 0 && values.get(index - 1).is_some_and(|before| amount(before) > amount(value)) {
+                    checks.invalid(&field, value, "values must be sorted in ascending order");
+                }
+                if amount(value) > whole {
+                    checks.invalid(&field, value, &format!("option is larger than capacity value: {capacity}"));
+                }
+                if !seen.insert(amount(value)) {
+                    checks.duplicate(&field, value);
+                }
+            }
+            if !seen.contains(&amount(default)) {
+                checks.invalid(&field, default, "default value is not valid according to the requestPolicy");
+            }
+        }
+        (Some(range), []) => {
+            let Some(default) = default else {
+                return checks.required(format!("{field}.default"), "required when validRange is defined");
+            };
+            check_range(checks, &format!("{field}.validRange"), whole, default, range);
+        }
+    }
+}
+
+/// `validateRequestPolicyRange`.
+fn check_range(checks: &mut Checks, field: &str, whole: i128, default: &str, range: &ValidRange) {
+    let amount = |text: &str| billionths(text).unwrap_or_default();
+    let ceil = |text: &str| -(-amount(text)).div_euclid(1_000_000_000);
+    let Some(min) = &range.min else {
+        return checks.required(format!("{field}.min"), "required when validRange is defined");
+    };
+    if amount(min) > whole {
+        checks.invalid(format!("{field}.min"), min, "min is larger than capacity value");
+    }
+    if amount(default) < amount(min) {
+        checks.invalid(format!("{field}.min"), default, "default is less than min");
+    }
+    if let Some(max) = &range.max {
+        for (is_wrong, value, why) in [
+            (amount(min) > amount(max), min.as_str(), "min is larger than max"),
+            (amount(max) > whole, max, "max is larger than capacity value"),
+            (amount(default) > amount(max), default, "default is more than max"),
+        ] {
+            if is_wrong {
+                checks.invalid(format!("{field}.max"), value, why);
+            }
+        }
+    }
+    if let Some(step) = &range.step {
+        let field = format!("{field}.step");
+        // The real server divides by it.
+        if ceil(step) == 0 {
+            return checks.invalid(field, step, "must be greater than zero");
+        }
+        if amount(min) + amount(step) > whole {
+            checks.invalid(&field, step, "one step is larger than capacity value");
+        }
+        for value in [Some(default), range.max.as_deref()].into_iter().flatten() {
+            if (ceil(value) - ceil(min)) % ceil(step) != 0 {
+                checks.invalid(&field, value, "value is not a multiple of a given step");
+            }
         }
     }
 }

@@ -269,3 +269,93 @@ fn claim_is_checked_and_its_status_apart() {
     assert_eq!(reserved["status"]["allocation"], stored["status"]["allocation"]);
     assert_eq!(reserved["status"]["reservedFor"][0]["name"], "p");
 }
+
+/// A device in four shares, its policies changed.
+fn shared(change: fn(&mut Value)) -> Value {
+    let policy = |default: &str, one: &str| json!({"default": default, "validRange": {"min": one, "step": one}});
+    let mut device = json!({"name": "a", "allowMultipleAllocations": true, "capacity": {
+        "shares": {"value": "4", "requestPolicy": policy("1", "1")},
+        "memory": {"value": "80Gi", "requestPolicy": policy("20480Mi", "1Mi")},
+    }});
+    change(&mut device);
+    slice(json!([device]))
+}
+
+#[test]
+fn policy_is_kept_in_the_servers_form() {
+    let made = create(&mut store(), shared(|_| {})).unwrap();
+    let policy = &made["spec"]["devices"][0]["capacity"]["memory"]["requestPolicy"];
+    assert_eq!(*policy, json!({"default": "20Gi", "validRange": {"min": "1Mi", "step": "1Mi"}}));
+    let values = shared(|device| {
+        device["capacity"]["shares"]["requestPolicy"] = json!({"default": "2", "validValues": ["1", "2", "4"]});
+    });
+    create(&mut store(), values).unwrap();
+}
+
+#[test]
+fn policy_that_breaks_a_rule_is_named() {
+    let range = |change: fn(&mut Value)| (change, "validRange");
+    let policy = "spec.devices[0].capacity[shares].requestPolicy";
+    for ((change, part), field) in [
+        (range(|range| range["min"] = json!("5")), ".min"),
+        (range(|range| range["min"] = Value::Null), ".min"),
+        (range(|range| range["max"] = json!("5")), ".max"),
+        (range(|range| range["step"] = json!("4")), ".step"),
+        (range(|range| range["step"] = json!("0")), ".step"),
+        (((|values| *values = json!(["2", "4"])) as fn(&mut Value), "validValues"), ""),
+        ((|values| *values = json!(["1", "2", "2"]), "validValues"), "[2]"),
+        ((|values| *values = json!(["2", "1"]), "validValues"), "[1]"),
+        ((|values| *values = json!(["1", "8"]), "validValues"), "[1]"),
+    ] {
+        let mut sent = shared(|_| {});
+        let of = &mut sent["spec"]["devices"][0]["capacity"]["shares"]["requestPolicy"];
+        if part == "validValues" {
+            of.as_object_mut().unwrap().remove("validRange");
+        }
+        change(&mut of[part]);
+        let refusal = create(&mut store(), sent).unwrap_err();
+        let status = refusal.status();
+        let first = status["details"]["causes"][0]["field"].as_str().unwrap().to_owned();
+        assert_eq!(first, format!("{policy}.{part}{field}"), "{status}");
+    }
+    let without_default = shared(|device| {
+        device["capacity"]["shares"]["requestPolicy"].as_object_mut().unwrap().remove("default");
+    });
+    refused(create(&mut store(), without_default).unwrap_err(), &format!("{policy}.default"));
+    let one_claims = shared(|device| {
+        device["allowMultipleAllocations"] = json!(false);
+        device["capacity"]["memory"].as_object_mut().unwrap().remove("requestPolicy");
+    });
+    refused(create(&mut store(), one_claims).unwrap_err(), policy);
+    let no_amount = shared(|device| device["capacity"]["shares"]["requestPolicy"]["default"] = json!("many"));
+    refused(create(&mut store(), no_amount).unwrap_err(), policy);
+}
+
+#[test]
+fn claim_asks_for_capacity_in_quantities() {
+    let key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), "c");
+    let claim = |requests: Value| {
+        let exactly = json!({"deviceClassName": "c", "capacity": {"requests": requests}});
+        json!({"spec": {"devices": {"requests": [{"name": "gpu", "exactly": exactly}]}}})
+    };
+    let made = store().create("user", &key, claim(json!({"shares": 2, "memory": "1024Mi"}))).unwrap();
+    let asked = &made["spec"]["devices"]["requests"][0]["exactly"]["capacity"]["requests"];
+    assert_eq!(*asked, json!({"shares": "2", "memory": "1Gi"}));
+    let field = "spec.devices.requests[0].exactly.capacity.requests";
+    for (requests, name) in [(json!({"shares": "many"}), "shares"), (json!({"x-y": "1"}), "x-y")] {
+        refused(store().create("user", &key, claim(requests)).unwrap_err(), &format!("{field}[{name}]"));
+    }
+    let mut off = store();
+    off.gates = Gates::OFF;
+    let made = off.create("user", &key, claim(json!({"shares": "2"}))).unwrap();
+    assert_eq!(made.pointer("/spec/devices/requests/0/exactly/capacity"), None);
+    let allocated = |share: &str| {
+        let result = json!({"request": "gpu", "driver": "d", "pool": "p", "device": "a", "shareID": share});
+        let mut object = made.clone();
+        object["status"] = json!({"allocation": {"devices": {"results": [result]}}});
+        object
+    };
+    let refusal = off.replace_status("scheduler", &key, &allocated("one")).unwrap_err();
+    refused(refusal, "status.allocation.devices.results[0].shareID");
+    off.replace_status("scheduler", &key, &allocated("00000000-0000-4000-8000-00000000000a")).unwrap();
+}

@@ -90,6 +90,13 @@ impl Memory {
     }
 }
 
+/// Whether the server dropped from a slice that several claims may have a device.
+pub(super) fn drops_sharing(sent: &Value, stored: &Value) -> bool {
+    let shared =
+        |slice: &Value| devices(slice).iter().filter(|device| device["allowMultipleAllocations"] == true).count();
+    shared(stored) < shared(sent)
+}
+
 /// What to write; nothing where all is as wanted.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Plan {

@@ -382,6 +382,25 @@ async fn dropped_taints_are_reported_and_not_written_again() {
 }
 
 #[tokio::test]
+async fn dropped_sharing_is_reported_and_not_written_again() {
+    let cluster = started().await;
+    let mut writing = write(&cluster, Pace { watch: Duration::ZERO, ..PACE });
+    let mut wanted = Pool::clone(&pool(devices(2)));
+    wanted.devices[1].allow_multiple_allocations = true;
+    writing.store(&cluster, Arc::new(wanted.clone())).await;
+    assert!(!writing.stored.borrow().drops_sharing);
+    cluster.server.set_gates(Gates::OFF);
+    cluster.server.wipe_slices("n");
+    let report = writing.reports(|stored| stored.drops_sharing && stored.is_current).await;
+    assert!(!report.drops_taints, "{report:?}");
+    assert!(!slices(&cluster)[0].to_string().contains("allowMultipleAllocations"));
+    let (before, lists) = (writes(&cluster), cluster.count("GET", "resourceslices"));
+    until(|| cluster.count("GET", "resourceslices") > lists + 3).await;
+    assert_eq!(writes(&cluster), before);
+    writing.running.end().await;
+}
+
+#[tokio::test]
 async fn taint_that_one_slice_drops_is_reported() {
     let cluster = started().await;
     let mut writing = write(&cluster, PACE);

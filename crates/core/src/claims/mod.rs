@@ -6,8 +6,10 @@
 mod config;
 mod device;
 mod plan;
+mod share;
 
 use crate::prelude::*;
+use alloc::collections::BTreeMap;
 use core::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize};
@@ -15,6 +17,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 pub use config::ConfigError;
 pub use device::{devices, hardware_of};
 pub use plan::{CLAIM_KIND, ClaimError, Edits, Holder, Node, Prepared, PreparedDevice, claim_device, plan};
+pub use share::{Share, ShareError};
 
 /// The request without its alternative: `gpus` of `gpus/quad`.
 fn base(request: &str) -> &str {
@@ -95,6 +98,9 @@ pub struct AllocatedDevice {
     /// Which share of a device that several claims have.
     #[serde(rename = "shareID")]
     pub share_id: Option<String>,
+    /// What the share takes of the device's capacities, as quantities by their names.
+    #[serde(deserialize_with = "map_or_default")]
+    pub consumed_capacity: BTreeMap<String, String>,
 }
 
 /// Configuration that a claim or its class carries for a driver.
@@ -119,6 +125,11 @@ pub struct OpaqueConfig {
     /// The object, as JSON text.
     #[serde(deserialize_with = "as_text")]
     pub parameters: String,
+}
+
+/// A map, or null.
+fn map_or_default<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, String>, D::Error> {
+    Option::deserialize(deserializer).map(Option::unwrap_or_default)
 }
 
 /// A list, or null.

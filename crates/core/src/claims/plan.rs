@@ -8,6 +8,7 @@ use thiserror::Error;
 
 use super::config::{ConfigError, Configs, Kind};
 use super::device::{all_hardware_of, devices};
+use super::share::{self, Share, ShareError};
 use super::{AllocatedDevice, Claim, ClaimName, base};
 use crate::publish::injection::{
     ChosenDevice, DeviceNode, Granted, HostDevices, Injection, InjectionError, InjectionOptions, Mount,
@@ -50,6 +51,9 @@ pub struct PreparedDevice {
     /// Which share of it, where several claims have it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub share_id: Option<String>,
+    /// What the share takes of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub share: Option<Share>,
     /// Whether it is for an administrator, while other claims may have it.
     #[serde(default)]
     pub admin: bool,
@@ -204,6 +208,16 @@ pub enum ClaimError {
         /// What holds it, in words.
         holder: String,
     },
+    /// It cannot be the claim's share of a device.
+    #[error("device {device} ({gpu}): {why}")]
+    Share {
+        /// The device.
+        device: String,
+        /// Its GPU.
+        gpu: GpuUuid,
+        /// Why not.
+        why: ShareError,
+    },
     /// The claim has the same hardware twice.
     #[error("device {device} shares hardware with another device of the same claim, {other}")]
     Repeated {
@@ -247,6 +261,17 @@ impl Prepared {
     }
 }
 
+impl ClaimError {
+    /// The claims that have what this one is refused.
+    pub fn holders(&self) -> &[Holder] {
+        match self {
+            Self::Taken { holder, .. } => core::slice::from_ref(holder),
+            Self::Share { why: ShareError::Exceeds { holders, .. }, .. } => holders,
+            _ => &[],
+        }
+    }
+}
+
 impl PreparedDevice {
     /// Whether both have the same hardware: the same device, or a GPU and a part of it.
     pub fn overlaps(&self, other: &Self) -> bool {
@@ -254,9 +279,10 @@ impl PreparedDevice {
         self.gpu == other.gpu && !apart
     }
 
-    /// Whether it keeps others from having the same hardware.
+    /// Whether it keeps others from having the same hardware. Shares with IDs of their own do not.
     fn excludes(&self, other: &Self) -> bool {
-        !self.admin && !other.admin && self.overlaps(other)
+        let shares = self.share_id.is_some() && other.share_id.is_some() && self.share_id != other.share_id;
+        !self.admin && !other.admin && self.overlaps(other) && !shares
     }
 }
 
@@ -328,12 +354,17 @@ pub fn plan<'a>(
         let kind = if hardware.mig.is_some() { Kind::Mig } else { Kind::Gpu };
         configs.check(&result.request, &result.device, kind)?;
         let request = base(&result.request);
+        let admin = result.admin_access == Some(true);
+        let of_share = |why| ClaimError::Share { device: result.device.clone(), gpu: hardware.gpu.uuid.clone(), why };
+        let sharing = node.state.dra_sharing(&hardware.gpu.uuid).now.filter(|_| hardware.mig.is_none());
+        let share = if admin { None } else { share::of(result, sharing, hardware.gpu.memory_mib).map_err(of_share)? };
         let device = PreparedDevice {
             request: request.to_owned(),
             pool: result.pool.clone(),
             device: result.device.clone(),
             share_id: result.share_id.clone(),
-            admin: result.admin_access == Some(true),
+            share,
+            admin,
             gpu: hardware.gpu.uuid.clone(),
             mig: hardware.mig.map(|mig| mig.uuid.clone()),
             cdi: Vec::new(),
@@ -342,10 +373,17 @@ pub fn plan<'a>(
             return Err(ClaimError::Repeated { device: device.device, other: other.device.clone() });
         }
         let holds = |other: &Prepared| other.devices.iter().any(|held| device.excludes(held));
-        let mut holders = others.clone().filter(|(name, _)| name.uid != asked.uid);
-        if let Some((holder, _)) = holders.find(|(_, other)| holds(other)) {
+        let holders = others.clone().filter(|(name, _)| name.uid != asked.uid);
+        if let Some((holder, _)) = holders.clone().find(|(_, other)| holds(other)) {
             let holder = Box::new(Holder(holder.clone()));
             return Err(ClaimError::Taken { device: device.device, gpu: device.gpu, holder });
+        }
+        if let Some((share, sharing)) = device.share.zip(sharing) {
+            let beside = holders.flat_map(|(name, other)| other.devices.iter().map(move |device| (Some(name), device)));
+            let beside = beside.chain(prepared.iter().map(|device| (None, device)));
+            let beside = beside.filter(|(_, other)| !other.admin && device.overlaps(other));
+            let beside = beside.filter_map(|(name, other)| Some((name, other.share?)));
+            share::fits(share, sharing, hardware.gpu.memory_mib, beside).map_err(of_share)?;
         }
         let beside = || node.state.ledger().holder_beside(node.state.topology(), &device.gpu, node.driver, node.pool);
         if let Some(holder) = (!device.admin).then(beside).flatten() {

@@ -19,6 +19,7 @@ use super::ledger::Ledger;
 use super::numa_hints::NumaHints;
 use super::plan::ResourcePlan;
 use super::reason::UnhealthyReason;
+use super::shares::Shares;
 use crate::topology::{Gpu, GpuUuid};
 
 /// How long a GPU that leaves DRA stays with it, without new claims: a scheduler that allocated it from a slice of before
@@ -229,7 +230,7 @@ impl Doors {
     }
 
     /// The devices whose health is another than it was, by their places, with what it is now.
-    pub fn changed_health(&self, hardware: &Hardware, ledger: &Ledger) -> Vec<(usize, Health)> {
+    pub fn changed_health(&self, hardware: &Hardware, ledger: &Ledger, shares: &Shares) -> Vec<(usize, Health)> {
         let now = |device: &Device| {
             let since = match &device.health {
                 Health::Unhealthy { since, .. } => *since,
@@ -239,8 +240,9 @@ impl Doors {
                 return Health::Unhealthy { reason: UnhealthyReason::Gone, since };
             }
             // For new claims: those that have it keep it.
-            if let Some(Some(since)) = self.gpus.get(&device.gpu.uuid) {
-                return Health::Unhealthy { reason: UnhealthyReason::Withdrawn, since: *since };
+            let leaves = self.gpus.get(&device.gpu.uuid).copied().flatten();
+            if let Some(since) = leaves.or_else(|| shares.changing_since(&device.gpu.uuid)) {
+                return Health::Unhealthy { reason: UnhealthyReason::Withdrawn, since };
             }
             let health = hardware.health(&device.gpu.uuid, device.instance()).unwrap_or(Health::Healthy);
             match ledger.plugin_holder(hardware.topology(), &device.gpu.uuid) {

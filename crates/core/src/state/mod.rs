@@ -26,6 +26,7 @@ mod reason;
 mod record;
 mod resource_name;
 mod resources;
+mod shares;
 mod xid;
 mod xid_log;
 
@@ -60,6 +61,7 @@ pub use reason::UnhealthyReason;
 pub use record::{Accepted, GpuRecord, HealthRecord, KeptReason, LastSeen, NodeIdentity};
 pub use resource_name::{ResourceName, ResourceNameError};
 pub use resources::MOST_SLOTS;
+pub use shares::{GpuShares, GpuSharing, wanted as dra_shares};
 pub use xid::{XidClass, XidPolicy, XidSet};
 
 /// One whole state of the node. Cheap to clone; a part that is shared is copied before it changes.
@@ -195,6 +197,11 @@ impl NodeState {
         self.offers.door(&self.hardware, gpu)
     }
 
+    /// How a GPU is shared through DRA.
+    pub fn dra_sharing(&self, gpu: &GpuUuid) -> GpuSharing {
+        self.offers.shares().of(gpu)
+    }
+
     /// Whether this node has anything to do with DRA: GPUs that are offered through it, or are to be.
     pub fn has_dra(&self) -> bool {
         !self.offers.through_dra().is_empty() || self.offers.awaits_dra()
@@ -213,7 +220,11 @@ impl NodeState {
 
     /// What the next process of ours has to know; [`Effect::Keep`] says when it changed.
     pub fn record(&self) -> HealthRecord {
-        HealthRecord { dra: self.offers.dra_gpus(), ..self.hardware.record() }
+        HealthRecord {
+            dra: self.offers.dra_gpus(),
+            dra_shares: self.offers.shares().record(),
+            ..self.hardware.record()
+        }
     }
 
     /// The resources that are shared by MPS, offered or not, with what each takes of the node.
@@ -344,7 +355,7 @@ impl NodeState {
             Event::Restored(record) => {
                 effects.extend(hardware.restored(&record));
                 if !record.dra.is_empty() {
-                    Arc::make_mut(&mut self.offers).restore(&record.dra);
+                    Arc::make_mut(&mut self.offers).restore(&record.dra, &record.dra_shares);
                 }
             }
             Event::Tick => {}

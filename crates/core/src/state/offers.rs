@@ -21,6 +21,7 @@ use super::plan::{DraGpus, ResourcePlan};
 use super::problem::PlanProblem;
 use super::reason::UnhealthyReason;
 use super::resources::{MOST_SLOTS, Resources};
+use super::shares::{GpuShares, Shares};
 use crate::allocation::{AllocationPolicy, DeviceId, Units};
 use crate::topology::{Gpu, GpuUuid, NodeTopology};
 
@@ -35,6 +36,7 @@ pub struct Offers {
     problems: Vec<PlanProblem>,
     pub(super) mps: Mps,
     doors: Doors,
+    shares: Shares,
     resources: BTreeMap<ResourceName, Resource>,
 }
 
@@ -179,18 +181,24 @@ impl Offers {
         self.doors.gpus()
     }
 
+    /// How the GPUs of DRA are shared.
+    pub(super) fn shares(&self) -> &Shares {
+        &self.shares
+    }
+
     /// What the last process offered through DRA.
-    pub(super) fn restore(&mut self, dra: &BTreeSet<GpuUuid>) {
+    pub(super) fn restore(&mut self, dra: &BTreeSet<GpuUuid>, shares: &BTreeMap<GpuUuid, GpuShares>) {
         self.doors.restore(dra);
+        self.shares.restore(dra, shares);
     }
 
-    /// When time alone changes a door.
+    /// When time alone changes a door, or how a GPU is shared through DRA.
     pub(super) fn deadline(&self) -> Option<Timestamp> {
-        self.doors.deadline()
+        self.doors.deadline().into_iter().chain(self.shares.deadline()).min()
     }
 
-    /// Turns doors as far as plan, ledger and time allow. Whether the resources have to be made anew, and what is to be
-    /// reported.
+    /// Turns doors as far as plan, ledger and time allow, and shares the GPUs of DRA. Whether the resources have to be
+    /// made anew, and what is to be reported.
     pub(super) fn turn_doors(
         self: &mut Arc<Self>,
         hardware: &Hardware,
@@ -203,7 +211,13 @@ impl Offers {
         // Only where it counts: most nodes have nothing to do with DRA.
         let listed = if self.plan.dra == DraGpus::None { BTreeSet::new() } else { ids.filter_map(behind).collect() };
         let facts = Facts { plan: &self.plan, hardware, ledger, listed, is_new_list };
-        let doors = self.doors.next(&facts, now)?;
+        let doors = self.doors.next(&facts, now);
+        let gpus = doors.as_ref().unwrap_or(&self.doors).gpus();
+        let shares = self.shares.next(gpus.iter(), &self.plan, hardware.topology(), ledger, now);
+        if doors.is_none() && shares.is_none() {
+            return None;
+        }
+        let doors = doors.unwrap_or_else(|| self.doors.clone());
         let concerned: BTreeSet<GpuUuid> = self.doors.concerned().chain(doors.concerned()).cloned().collect();
         let changes = concerned.into_iter().filter_map(|gpu| {
             let [before, door] = [&self.doors, &doors].map(|doors| doors.of(&self.plan, hardware, &gpu));
@@ -213,7 +227,11 @@ impl Offers {
             is_news.then_some(Effect::DoorChanged { gpu, door })
         });
         let effects = changes.collect();
-        Arc::make_mut(self).doors = doors;
+        let offers = Arc::make_mut(self);
+        offers.doors = doors;
+        if let Some(shares) = shares {
+            offers.shares = shares;
+        }
         Some(effects)
     }
 
@@ -234,6 +252,7 @@ impl Offers {
         let orphans = self.resources.values().any(|resource| !resource.orphans.is_empty());
         orphans
             || self.doors.awaits_holders()
+            || self.shares.awaits_holders()
             || self.devices().any(|device| match &device.health {
                 Health::Unhealthy { reason, .. } => {
                     matches!(reason, UnhealthyReason::HeldElsewhere { .. } | UnhealthyReason::Claimed { .. })
@@ -282,6 +301,7 @@ impl Offers {
             problems.push(PlanProblem::OldPlanStays);
             made.problems = problems;
         }
+        made.problems.extend(super::shares::wanted(topology, &self.plan).1);
         let news = made.problems.iter().filter(|problem| !self.problems.contains(problem));
         let mut effects: Vec<Effect> = news.cloned().map(Effect::PlanProblem).collect();
         self.problems = made.problems;
@@ -432,7 +452,7 @@ impl Offers {
                 }
             }
         }
-        let through_dra = self.doors.changed_health(hardware, ledger);
+        let through_dra = self.doors.changed_health(hardware, ledger, &self.shares);
         let any = !changed.is_empty() || !through_dra.is_empty();
         if any {
             // Only now: a part that is published is copied before it changes, and most polls change nothing.

@@ -145,6 +145,40 @@ pub enum PlanProblem {
         /// The first such id.
         id: DeviceId,
     },
+    /// GPUs of DRA in MIG mode: their MIG devices are one claim's each.
+    #[error(
+        "{resource} is to be shared, but through DRA only whole GPUs are: the MIG devices of GPUs {} are one \
+         claim's each",
+        list(gpus)
+    )]
+    DraMigNotShared {
+        /// The resource.
+        resource: ResourceName,
+        /// The GPUs.
+        gpus: Vec<PciAddress>,
+    },
+    /// GPUs of DRA that the plan shares by MPS.
+    #[error(
+        "{resource} is to be shared by MPS, whose daemons serve the device plugin only: through DRA, GPUs {} are one \
+         claim's each",
+        list(gpus)
+    )]
+    DraNotByMps {
+        /// The resource.
+        resource: ResourceName,
+        /// The GPUs.
+        gpus: Vec<PciAddress>,
+    },
+    /// The plan shares more devices than DRA has.
+    #[error("{resource}: {count} of its devices are to be shared, DRA has {devices}; they are one claim's each")]
+    DraTooFewDevices {
+        /// The resource.
+        resource: ResourceName,
+        /// As the plan has it.
+        count: u32,
+        /// As DRA has it.
+        devices: usize,
+    },
     /// A new plan has problems that the plan in effect does not have.
     #[error("this node cannot offer what the new configuration asks for; the previous plan stays until it can")]
     OldPlanStays,

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::poll::RecoveryAction;
 use super::reason::UnhealthyReason;
+use super::shares::GpuShares;
 use crate::topology::GpuUuid;
 
 /// Which boot and which driver a fact belongs to. Unknown is no change.
@@ -41,6 +42,9 @@ pub struct HealthRecord {
     /// The GPUs that are offered through DRA.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub dra: BTreeSet<GpuUuid>,
+    /// Those of them that several claims share.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub dra_shares: BTreeMap<GpuUuid, GpuShares>,
 }
 
 impl HealthRecord {
@@ -50,7 +54,13 @@ impl HealthRecord {
 
 impl Default for HealthRecord {
     fn default() -> Self {
-        Self { version: Self::VERSION, identity: NodeIdentity::default(), gpus: BTreeMap::new(), dra: BTreeSet::new() }
+        Self {
+            version: Self::VERSION,
+            identity: NodeIdentity::default(),
+            gpus: BTreeMap::new(),
+            dra: BTreeSet::new(),
+            dra_shares: BTreeMap::new(),
+        }
     }
 }
 

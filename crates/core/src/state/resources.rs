@@ -9,7 +9,9 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use super::device::{Device, ResourceName};
 use super::mps;
 use super::numa_hints::NumaHints;
-use super::plan::{MigStrategy, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind, is_display_adapter};
+use super::plan::{
+    DeviceSelector, MigStrategy, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind, is_display_adapter,
+};
 use super::problem::PlanProblem;
 use crate::allocation::DeviceId;
 use crate::topology::{Gpu, GpuUuid, MigDevice, NodeTopology, PciAddress};
@@ -27,6 +29,8 @@ pub struct Resources {
     pub withheld: BTreeSet<ResourceName>,
     /// Why, and what else is to be told.
     pub problems: Vec<PlanProblem>,
+    /// The GPUs that DRA has, or is to have: a row may name these too.
+    of_dra: Vec<Gpu>,
 }
 
 /// A device before it has a name: a whole GPU or a MIG device of one.
@@ -90,6 +94,7 @@ impl Resources {
                 continue;
             }
             if plan.dra.include(gpu) || is_dra(gpu) {
+                self.of_dra.push(gpu.clone());
                 continue;
             }
             if !gpu.mig_enabled || plan.mig_strategy == MigStrategy::None {
@@ -160,7 +165,7 @@ impl Resources {
                     // Of a node without such devices nothing is asked: one file serves many nodes.
                     None => continue,
                     Some(_) if clash => Err(PlanProblem::NameTaken { resource: of, name: name.clone() }),
-                    Some(all) => chosen(sharing.kind, resource, all),
+                    Some(all) => chosen(sharing.kind, resource, all, &self.of_dra),
                 }
             };
             match checked {
@@ -197,11 +202,13 @@ fn offered_as(sharing: &Sharing, resource: &SharedResource) -> Result<ResourceNa
     }
 }
 
-/// Which pieces of a resource are shared, and which are not.
+/// Which pieces of a resource are shared, and which are not. `of_dra`: GPUs that are none of the pieces, and may be
+/// named.
 fn chosen<'a>(
     kind: SharingKind,
     resource: &SharedResource,
     all: &[Piece<'a>],
+    of_dra: &[Gpu],
 ) -> Result<(Vec<Piece<'a>>, Vec<Piece<'a>>), PlanProblem> {
     let (of, replicas) = (resource.name.clone(), resource.replicas);
     if replicas < 2 {
@@ -215,7 +222,10 @@ fn chosen<'a>(
             None => return Err(PlanProblem::TooFewDevices { resource: of, count: *count, devices: all.len() }),
         },
         SharedDevices::List(list) => {
-            if let Some(device) = list.iter().find(|device| !all.iter().any(|piece| device.is(piece.gpu, piece.mig))) {
+            let is_there = |device: &DeviceSelector| {
+                all.iter().any(|piece| device.is(piece.gpu, piece.mig)) || of_dra.iter().any(|gpu| device.is(gpu, None))
+            };
+            if let Some(device) = list.iter().find(|device| !is_there(device)) {
                 return Err(PlanProblem::NoSuchDevice { resource: of, device: device.clone() });
             }
             all.iter().partition(|piece| list.iter().any(|device| device.is(piece.gpu, piece.mig)))

@@ -27,12 +27,6 @@ pub(crate) struct Ask<'a> {
 pub(super) fn plan<'a>(claim: &'a Claim, classes: &'a [DeviceClass]) -> Result<Vec<RequestPlan<'a>>, Failure> {
     let ask = |request: &'a str, asked: &'a Exactly| {
         let name = if asked.name.is_empty() { request.to_owned() } else { format!("{request}/{}", asked.name) };
-        if asked.capacity.is_some() {
-            return Err(Failure::NotModelled(format!(
-                "claim {}, request {name}: a request for capacity",
-                claim.name()
-            )));
-        }
         let class = classes.iter().find(|class| class.metadata.name == asked.device_class_name);
         let class = class.ok_or_else(|| Failure::NoClass {
             claim: claim.name(),

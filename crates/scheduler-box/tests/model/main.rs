@@ -9,4 +9,5 @@ mod choice;
 mod enumeration;
 mod pools;
 mod selectors;
+mod sharing;
 mod support;

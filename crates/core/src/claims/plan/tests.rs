@@ -8,6 +8,8 @@ use crate::state::{DraGpus, Event, Filter, GpuSelector, Holdings, NumaHints, Res
 use crate::topology::{GpuObservation, NodeObservation};
 use core::time::Duration;
 
+mod shares;
+
 const DRIVER: &str = "gpu.nvidia.com";
 
 /// Two GPUs, minors 0 and 1, given to DRA as `dra` says.
@@ -225,6 +227,7 @@ fn whole_gpu_and_its_part_overlap() {
         pool: "pool".to_owned(),
         device: "x".to_owned(),
         share_id: None,
+        share: None,
         admin: false,
         gpu: "GPU-0".parse().unwrap(),
         mig: mig.map(|mig| mig.parse().unwrap()),

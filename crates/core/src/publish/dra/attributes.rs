@@ -6,9 +6,10 @@
 use crate::prelude::*;
 
 use super::layout::GpuLayout;
-use super::{Attribute, Capacity, DraDevice, DraProblem, SliceDevice};
+use super::{Attribute, Capacity, DraDevice, DraProblem, RequestPolicy, SliceDevice, ValidRange};
 use crate::allocation::GpuSet;
-use crate::state::DriverVersions;
+use crate::quantity;
+use crate::state::{DriverVersions, GpuShares};
 use crate::topology::{
     ComputeCapability, FabricObservation, Gpu, MigDevice, Nic, NicKind, NodeTopology, PciAddress, Rank,
 };
@@ -21,6 +22,11 @@ const MOST_DOMAIN: u32 = 0xffff;
 
 /// The domain of Kubernetes' own attributes.
 const STANDARD: &str = "resource.kubernetes.io";
+
+/// The type of a GPU that several claims may have. Classes and selectors for `gpu` do not choose it: a claim that does
+/// not ask for a share must not get one. (`device.allowMultipleAllocations` in the classes would say the same, but API
+/// servers without the gate DRAConsumableCapacity do not compile it.)
+const SHARED: &str = "shared-gpu";
 
 /// The domain of our attributes.
 pub const OURS: &str = "linkwise.dev";
@@ -69,14 +75,16 @@ impl Draft<'_> {
         self.device.capacity.insert(name.to_owned(), Capacity::whole(value));
     }
 
-    /// A GPU that is published whole.
+    /// A GPU that is published as one device: for one claim, or for several.
     pub fn gpu(&mut self, topology: &NodeTopology, device: &DraDevice<'_>, versions: &DriverVersions) {
         let gpu = device.gpu;
-        self.text("type", Some("gpu"));
+        self.text("type", Some(if device.sharing.now.is_some() { SHARED } else { "gpu" }));
         self.text("uuid", Some(&gpu.uuid));
         self.of_gpu(gpu, versions);
-        if let Some(memory) = gpu.memory_mib {
-            self.capacity("memory", mebibytes(memory));
+        match (device.sharing.now, gpu.memory_mib) {
+            (Some(shares), memory) => self.shares(shares, memory),
+            (None, Some(memory)) => self.capacity("memory", quantity::of_mebibytes(memory)),
+            (None, None) => {}
         }
         self.text(&ours("pcieSwitch"), device.place.and_then(|place| shared_switch(topology, place)));
         self.text(&ours("nvlinkFabric"), gpu.fabric.as_ref().and_then(fabric));
@@ -95,7 +103,7 @@ impl Draft<'_> {
         self.text("profile", Some(mig.profile));
         self.of_gpu(gpu, versions);
         self.near(topology, device);
-        self.capacity("memory", mebibytes(mig.memory_mib));
+        self.capacity("memory", quantity::of_mebibytes(mig.memory_mib));
         if let Some(engines) = mig.engines {
             self.capacity("multiprocessors", engines.multiprocessors);
             self.capacity("copyEngines", engines.copy);
@@ -110,6 +118,32 @@ impl Draft<'_> {
                 self.capacity(&format!("memorySlice{slice}"), 1);
             }
         }
+    }
+
+    /// What claims may take of a GPU that several may have. One that does not ask takes a share, and the part of the
+    /// memory that a share is worth: so the scheduler's books say how much is left for others, whoever asks for what. A
+    /// GPU that has not a mebibyte for each share, or of unknown memory, has no such capacity.
+    fn shares(&mut self, GpuShares { shares, one_each }: GpuShares, memory_mib: Option<u64>) {
+        self.device.allow_multiple_allocations = true;
+        let one = || quantity::of_number(1);
+        let range = ValidRange { min: one(), max: one_each.then(one), step: Some(one()) };
+        self.consumable(
+            "shares",
+            quantity::of_number(shares.into()),
+            RequestPolicy { default: one(), valid_range: Some(range) },
+        );
+        let part = memory_mib.map(|memory| (memory, memory / u64::from(shares.max(1)))).filter(|(_, part)| *part > 0);
+        if let Some((memory, part)) = part {
+            let [one, part] = [1, part].map(quantity::of_mebibytes);
+            let range = ValidRange { min: one.clone(), max: None, step: Some(one) };
+            let policy = RequestPolicy { default: part, valid_range: Some(range) };
+            self.consumable("memory", quantity::of_mebibytes(memory), policy);
+        }
+    }
+
+    fn consumable(&mut self, name: &str, value: String, policy: RequestPolicy) {
+        let capacity = Capacity { value, request_policy: Some(policy) };
+        self.device.capacity.insert(name.to_owned(), capacity);
     }
 
     /// What a GPU has and its MIG devices share.
@@ -214,22 +248,6 @@ fn version(text: &str) -> Option<String> {
     (numbers.len() == 3 && version.len() <= MOST_TEXT).then_some(version)
 }
 
-/// A quantity as Kubernetes writes it: by the largest binary unit of which it is a whole number.
-pub(super) fn mebibytes(amount: u64) -> String {
-    let units = ["Mi", "Gi", "Ti", "Pi", "Ei"];
-    let mut amount = amount;
-    for (at, unit) in units.into_iter().enumerate() {
-        if amount == 0 {
-            return "0".to_owned();
-        }
-        if !amount.is_multiple_of(1024) || at + 1 == units.len() {
-            return format!("{amount}{unit}");
-        }
-        amount /= 1024;
-    }
-    "0".to_owned()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -249,12 +267,5 @@ mod tests {
             assert_eq!(version(text).as_deref(), expected, "{text}");
         }
         assert_eq!(version(&"9".repeat(70)), None);
-    }
-
-    #[test]
-    fn quantities_are_written_as_kubernetes_does() {
-        for (mib, expected) in [(81_559, "81559Mi"), (81_920, "80Gi"), (1 << 20, "1Ti"), (0, "0"), (1, "1Mi")] {
-            assert_eq!(mebibytes(mib), expected);
-        }
     }
 }

@@ -6,8 +6,10 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use super::layout::GpuLayout;
 use super::set_devices::PublishedSets;
 use crate::allocation::GpuSet;
-use crate::state::{Device, Door, DriverVersions, Health, NodeState, ResourcePlan, UnhealthyReason};
-use crate::topology::{Gpu, MigDevice, NodeTopology, device_names};
+use crate::state::{
+    Device, Door, DriverVersions, GpuShares, GpuSharing, Health, NodeState, ResourcePlan, UnhealthyReason,
+};
+use crate::topology::{Gpu, GpuUuid, MigDevice, NodeTopology, device_names};
 
 /// What the devices of a node are made from.
 #[derive(Clone, Debug)]
@@ -37,6 +39,8 @@ pub struct DraDevice<'a> {
     pub place: Option<usize>,
     /// The MIG device, where it is not the whole GPU.
     pub mig: Option<&'a MigDevice>,
+    /// How several claims share it.
+    pub sharing: GpuSharing,
     /// Why it is not to be allocated, in the order in which that began.
     pub reasons: Vec<UnhealthyReason>,
 }
@@ -65,10 +69,12 @@ pub fn offered(topology: &NodeTopology, plan: &ResourcePlan) -> GpuSet {
     gpus.filter(|(_, gpu)| plan.filter.offers(gpu) && plan.dra.include(gpu)).map(|(place, _)| place).collect()
 }
 
-/// The GPUs that a snapshot offers through DRA, by their places: those whose layout [`DraFacts::of_state`] takes.
+/// The GPUs that a snapshot offers through DRA to one claim at a time, by their places: those whose layout
+/// [`DraFacts::of_state`] takes.
 pub fn offered_now(state: &NodeState) -> GpuSet {
     let devices = state.offers().through_dra().iter();
-    devices.filter_map(|device| state.topology().position(&device.gpu.uuid)).collect()
+    let exclusive = devices.filter(|device| state.dra_sharing(&device.gpu.uuid).now.is_none());
+    exclusive.filter_map(|device| state.topology().position(&device.gpu.uuid)).collect()
 }
 
 impl<'a> DraFacts<'a> {
@@ -89,10 +95,21 @@ impl<'a> DraFacts<'a> {
             let own = (!gpu.mig_enabled).then_some((None, None));
             for (at, mig) in own.into_iter().chain(mig) {
                 let name = names.remove(&(place, at));
-                devices.push(DraDevice { name, gpu, place: Some(place), mig, reasons: Vec::new() });
+                let (sharing, reasons) = (GpuSharing::default(), Vec::new());
+                devices.push(DraDevice { name, gpu, place: Some(place), mig, sharing, reasons });
             }
         }
         Self { topology, versions, layout, devices, held: BTreeSet::new(), settings: DraSettings::default() }
+    }
+
+    /// The same with these GPUs shared, which `layout` then has not.
+    #[must_use]
+    pub fn shared(mut self, shares: &BTreeMap<GpuUuid, GpuShares>) -> Self {
+        for device in self.devices.iter_mut().filter(|device| device.mig.is_none()) {
+            let shares = shares.get(&device.gpu.uuid).copied();
+            device.sharing = GpuSharing { now: shares, next: shares };
+        }
+        self
     }
 
     /// The facts of a snapshot; `driver` is the DRA driver whose claims hold our devices, `layout` that of
@@ -111,7 +128,9 @@ impl<'a> DraFacts<'a> {
                 // Another GPU may have its minor number by now.
                 (None, _) => gone_name(device).filter(|name| !taken.contains(name.as_str())),
             };
-            Some(DraDevice { name, gpu: &device.gpu, place, mig, reasons: reasons(state, device) })
+            let (gpu, reasons) = (&device.gpu, reasons(state, device));
+            let sharing = if mig.is_none() { state.dra_sharing(&gpu.uuid) } else { GpuSharing::default() };
+            Some(DraDevice { name, gpu, place, mig, sharing, reasons })
         });
         let devices: Vec<DraDevice<'_>> = devices.collect();
         let listed = state.ledger().holdings().claims.iter().filter(|claimed| claimed.driver == driver);

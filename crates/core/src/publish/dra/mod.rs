@@ -27,6 +27,7 @@ use serde::Serialize;
 
 use crate::allocation::GpuSet;
 use crate::quote::quoted;
+use crate::state::{GpuShares, GpuSharing};
 use attributes::Draft;
 
 pub use crate::topology::{device_name, hardware_of};
@@ -181,6 +182,20 @@ pub enum DraProblem {
         /// The value.
         value: String,
     },
+    /// A GPU that is not shared as the plan says, because a claim may have it as it is.
+    #[error(
+        "{device} stays {} until no claim has it, and takes no new one; then it is {}",
+        shared(*.now),
+        shared(*.next)
+    )]
+    SharingWaits {
+        /// The device.
+        device: String,
+        /// How it is shared; `None` for one claim.
+        now: Option<GpuShares>,
+        /// How the plan shares it.
+        next: Option<GpuShares>,
+    },
     /// A device that nothing tells from another one.
     #[error("{hardware} is not offered through DRA: another device has its name")]
     NoName {
@@ -189,11 +204,16 @@ pub enum DraProblem {
     },
 }
 
+fn shared(shares: Option<GpuShares>) -> String {
+    shares.map_or_else(|| "one claim's".to_owned(), |shares| shares.to_string())
+}
+
 /// The devices that a node publishes, in the order in which the scheduler is to try them, and what is odd about them.
 ///
-/// Whole GPUs, the best sets first; then MIG devices, GPU by GPU; then GPUs that are gone and that a claim may have;
-/// then sets of GPUs, where they are devices, by size and the best first. (A class chooses one kind of device and one
-/// size.) A GPU in MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does, whatever the plan's MIG
+/// Whole GPUs, the best sets first; then those that several claims may have; then MIG devices, GPU by GPU; then GPUs
+/// that are gone and that a claim may have; then sets of GPUs, where they are devices, by size and the best first. (A
+/// class chooses one kind of device and one size.)
+/// A GPU in MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does, whatever the plan's MIG
 /// strategy is. Where taints do not survive, a sick device is left out, unless a claim holds it.
 pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
     let (mut devices, mut problems) = (Vec::new(), Vec::new());
@@ -204,7 +224,8 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
     sorted.sort_by_cached_key(|device| {
         let in_order = facts.layout.order.iter().position(|place| Some(*place) == device.place);
         let mig = device.mig.map(|mig| (mig.placement.map(|placement| placement.start), mig.index));
-        (device.place.is_none(), device.mig.is_some(), in_order, device.gpu.pci, mig, device.gpu.uuid.clone())
+        let kind = (device.mig.is_some(), device.sharing.now.is_some());
+        (device.place.is_none(), kind, in_order, device.gpu.pci, mig, device.gpu.uuid.clone())
     });
     let sick = sorted.iter().filter(|device| device.mig.is_none() && !device.reasons.is_empty());
     let sick: GpuSet = sick.filter_map(|device| device.place).collect();
@@ -214,6 +235,10 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
             problems.push(DraProblem::NoName { hardware });
             continue;
         };
+        let GpuSharing { now, next } = device.sharing;
+        if now != next {
+            problems.push(DraProblem::SharingWaits { device: name.clone(), now, next });
+        }
         let taints = taints::taints(device.reasons.iter(), settings.evict_from_lost);
         let is_held = facts.held.contains(&name);
         // A claim that has a GPU that is gone may end at any time; a new one cannot have it.

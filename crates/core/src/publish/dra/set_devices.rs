@@ -7,10 +7,11 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use super::attributes::{OURS, mebibytes};
+use super::attributes::OURS;
 use super::sets::RankedSet;
 use super::taints::withdrawn;
 use super::{Attribute, Capacity, Counter, CounterConsumption, CounterSet, DraFacts, SliceDevice, Taint};
+use crate::quantity;
 use crate::topology::{gpu_name, minor_of, set_members, set_minors, set_name};
 
 /// The counters of a set, at most (`ResourceSliceMaxCountersPerCounterSet`).
@@ -167,7 +168,7 @@ fn set_device(facts: &DraFacts<'_>, gpus: &BTreeMap<String, SliceDevice>, set: &
     };
     if let Some(memory) = names.iter().map(memory).collect::<Option<Vec<u64>>>() {
         let sum = memory.into_iter().fold(0, u64::saturating_add);
-        device.capacity.insert("memory".to_owned(), Capacity::whole(mebibytes(sum)));
+        device.capacity.insert("memory".to_owned(), Capacity::whole(quantity::of_mebibytes(sum)));
     }
     Some(device)
 }

@@ -1,0 +1,133 @@
+//! Shares: what a claim takes of a GPU that several claims have. The scheduler keeps the books; these are the second
+//! net.
+
+use crate::prelude::*;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use super::{AllocatedDevice, ClaimName, Holder};
+use crate::quantity;
+use crate::quote::quoted;
+use crate::state::GpuShares;
+
+/// What a claim takes of a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Share {
+    /// How many of its shares, 1 at least.
+    pub shares: u64,
+    /// Bytes of its memory; 0 where it has no such capacity.
+    pub memory: u64,
+}
+
+/// Why a claim cannot have a share of a GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum ShareError {
+    /// One claim at a time has the GPU.
+    #[error(
+        "the allocation has the share ID {}, but the GPU is one claim's: it is not shared on this node",
+        quoted(.share)
+    )]
+    NotShared {
+        /// Which share.
+        share: String,
+    },
+    /// The allocation does not say how much it takes of a capacity.
+    #[error("the allocation of a share says nothing of the capacity {capacity}")]
+    Unknown {
+        /// The capacity.
+        capacity: &'static str,
+    },
+    /// That is no amount, or is nothing.
+    #[error("the allocation takes {} of the capacity {capacity}, which is no amount of it", quoted(.amount))]
+    NoAmount {
+        /// The capacity.
+        capacity: &'static str,
+        /// What it says.
+        amount: String,
+    },
+    /// There is not so much left.
+    #[error("{asked} of {whole} {capacity} are allocated to the claim, and {held} are with {}", names(.holders))]
+    Exceeds {
+        /// The capacity, and its unit.
+        capacity: &'static str,
+        /// What the claim takes.
+        asked: u64,
+        /// What there is.
+        whole: u64,
+        /// What other claims have, and this one besides.
+        held: u64,
+        /// Those claims; none where it is the claim itself.
+        holders: Vec<Holder>,
+    },
+    /// More than the GPU has, or than a claim may take.
+    #[error("{asked} {capacity} are allocated to the claim, which may have {most}")]
+    TooMuch {
+        /// The capacity, and its unit.
+        capacity: &'static str,
+        /// What the claim takes.
+        asked: u64,
+        /// What it may.
+        most: u64,
+    },
+}
+
+fn names(holders: &[Holder]) -> String {
+    let names: Vec<String> = holders.iter().map(|holder| format!("the claim {holder}")).collect();
+    if names.is_empty() { "the claim itself".to_owned() } else { names.join(", ") }
+}
+
+/// The share that an allocated device is; `None` where a claim has all of it. `sharing`: how the GPU is published. One
+/// in shares that a claim has without a share is all the claim's: an API server that drops the fields of shared devices
+/// allocates it so.
+pub(super) fn of(
+    result: &AllocatedDevice,
+    sharing: Option<GpuShares>,
+    memory_mib: Option<u64>,
+) -> Result<Option<Share>, ShareError> {
+    let Some(share) = &result.share_id else { return Ok(None) };
+    if sharing.is_none() {
+        return Err(ShareError::NotShared { share: share.clone() });
+    }
+    let amount = |capacity: &'static str| {
+        let amount = result.consumed_capacity.get(capacity).ok_or(ShareError::Unknown { capacity })?;
+        let number = quantity::parse(amount).filter(|amount| *amount > 0);
+        number.ok_or_else(|| ShareError::NoAmount { capacity, amount: amount.clone() })
+    };
+    let has_memory = memory_mib.is_some() && result.consumed_capacity.contains_key("memory");
+    Ok(Some(Share { shares: amount("shares")?, memory: if has_memory { amount("memory")? } else { 0 } }))
+}
+
+/// Checks that a share fits beside others on the GPU; those of the claim itself have no name.
+pub(super) fn fits<'a>(
+    share: Share,
+    sharing: GpuShares,
+    memory_mib: Option<u64>,
+    beside: impl Iterator<Item = (Option<&'a ClaimName>, Share)> + Clone,
+) -> Result<(), ShareError> {
+    const MIB: u64 = 1 << 20;
+    let most = if sharing.one_each { 1 } else { u64::from(sharing.shares) };
+    if share.shares > most {
+        return Err(ShareError::TooMuch { capacity: "shares", asked: share.shares, most });
+    }
+    let check = |capacity: &'static str, whole: u64, of: fn(Share) -> u64| {
+        let held = beside.clone().fold(0, |sum: u64, (_, other)| sum.saturating_add(of(other)));
+        let asked = of(share);
+        match asked.saturating_add(held) {
+            sum if sum <= whole => Ok(()),
+            _ if asked > whole => Err(ShareError::TooMuch { capacity, asked, most: whole }),
+            _ => {
+                let mut holders: Vec<Holder> =
+                    beside.clone().filter_map(|(name, _)| Some(Holder(name?.clone()))).collect();
+                holders.dedup();
+                Err(ShareError::Exceeds { capacity, asked, whole, held, holders })
+            }
+        }
+    };
+    check("shares", sharing.shares.into(), |share| share.shares)?;
+    match memory_mib {
+        Some(memory) => check("bytes of memory", memory.saturating_mul(MIB), |share| share.memory),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,133 @@
+//! GPUs that several claims share, as they are published.
+
+use std::collections::BTreeMap;
+use std::process::Command;
+
+use linkwise::allocation::AllocationTables;
+use linkwise::machines;
+use linkwise::publish::dra::slice::Pool;
+use linkwise::publish::dra::{Capacity, DraFacts, GpuLayout, GroupSizes, SliceDevice, devices, offered};
+use linkwise::state::{DraGpus, DriverVersions, GpuShares, ResourcePlan};
+use linkwise::topology::{GpuUuid, NodeObservation, NodeTopology};
+
+use super::checker::check;
+use super::golden::{holds, linkwise};
+use super::limits::rich;
+
+/// What a machine publishes whose GPUs with these indices are shared.
+fn published(observed: &NodeObservation, shared: &[u32], shares: GpuShares) -> Vec<SliceDevice> {
+    let (topology, _) = NodeTopology::assemble(observed);
+    let gpus = offered(&topology, &ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() });
+    let is_shared = |index: u32| shared.contains(&index);
+    let map: BTreeMap<GpuUuid, GpuShares> =
+        topology.gpus().iter().filter(|gpu| is_shared(gpu.index)).map(|gpu| (gpu.uuid.clone(), shares)).collect();
+    let whole = gpus.places().filter(|place| !is_shared(topology.gpus()[*place].index)).collect();
+    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), whole, &GroupSizes::default());
+    let versions = DriverVersions::of(observed);
+    devices(&DraFacts::of_machine(&topology, &versions, gpus, &layout).shared(&map)).0
+}
+
+fn in_shares(shares: u32) -> GpuShares {
+    GpuShares { shares, one_each: false }
+}
+
+#[test]
+fn shared_gpus_keep_to_the_limits_on_every_machine() {
+    for machine in machines::built_in() {
+        let observed = rich(machines::load(machine.name).unwrap().observed);
+        let all: Vec<u32> = observed.gpus.iter().map(|gpu| gpu.index).collect();
+        for shares in [2, 3, 7, 1000, 1024] {
+            for one_each in [false, true] {
+                let devices = published(&observed, &all, GpuShares { shares, one_each });
+                assert_eq!(devices.len(), all.len(), "{}", machine.name);
+                let slices = Pool::new("gpu.nvidia.com", "node", devices).slices(1);
+                check(&slices.iter().map(|slice| serde_json::to_value(slice).unwrap()).collect::<Vec<_>>());
+            }
+        }
+    }
+}
+
+#[test]
+fn memory_is_divided_by_shares_and_left_out_where_it_cannot_be() {
+    let mut observed = machines::load("workstation-a6000").unwrap().observed;
+    let mut policy = |memory: Option<u64>, shares: u32| -> Option<Capacity> {
+        observed.gpus[0].memory_mib = memory;
+        published(&observed, &[0], in_shares(shares)).pop().unwrap().capacity.remove("memory")
+    };
+    let default = |capacity: Option<Capacity>| capacity.and_then(|capacity| Some(capacity.request_policy?.default));
+    assert_eq!(default(policy(Some(81_559), 4)).as_deref(), Some("20389Mi"));
+    assert_eq!(default(policy(Some(81_920), 4)).as_deref(), Some("20Gi"));
+    assert_eq!(default(policy(Some(1024), 1024)).as_deref(), Some("1Mi"));
+    for memory in [None, Some(0), Some(1023)] {
+        assert_eq!(policy(memory, 1024), None, "{memory:?}");
+    }
+}
+
+#[test]
+fn shared_gpus_follow_the_others_and_are_in_no_group() {
+    let observed = machines::load("dgx1-v100").unwrap().observed;
+    let devices = published(&observed, &[0, 3], in_shares(2));
+    let types: Vec<_> = devices.iter().map(|device| device.allow_multiple_allocations).collect();
+    assert_eq!(types, [false, false, false, false, false, false, true, true]);
+    let is_group = |key: &String| ["pair", "quad", "octet", "nvlinkDomain"].iter().any(|word| key.contains(word));
+    assert!(devices[..6].iter().all(|device| device.attributes.keys().any(is_group)));
+    assert!(devices[6..].iter().all(|device| !device.attributes.keys().any(is_group)));
+    // 0 and 3 are the best pair of the machine: without them the others have groups of their own.
+    let alone = published(&NodeObservation { ..observed }, &[], in_shares(2));
+    assert_ne!(alone[0].attributes, devices[0].attributes);
+}
+
+/// Runs the command with a configuration; what it prints, and what it says beside.
+fn with_config(machine: &str, text: &str) -> (serde_json::Value, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("config.yaml");
+    std::fs::write(&config, text).unwrap();
+    let args = ["dra", "--node", machine, "--config-file", config.to_str().unwrap()];
+    let output = Command::new(env!("CARGO_BIN_EXE_linkwise")).env_clear().args(args).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let said = String::from_utf8(output.stderr).unwrap();
+    (serde_json::from_slice(&output.stdout).unwrap(), said)
+}
+
+fn shared_names(list: &serde_json::Value) -> Vec<&str> {
+    let devices = list["items"][0]["spec"]["devices"].as_array().unwrap().iter();
+    let shared = devices.filter(|device| device["allowMultipleAllocations"] == true);
+    shared.map(|device| device["name"].as_str().unwrap()).collect()
+}
+
+#[test]
+fn command_prints_shared_gpus() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("config.yaml");
+    let row = "{name: nvidia.com/gpu, replicas: 4, devices: 1}";
+    let sharing = format!("sharing: {{timeSlicing: {{resources: [{row}]}}}}");
+    std::fs::write(&config, format!("version: v1\nlinkwise: {{naming: true}}\n{sharing}\n")).unwrap();
+    let args = ["--config-file", config.to_str().unwrap(), "--format", "yaml"];
+    holds("dra-command-shared", &linkwise(&[&["dra", "--node", "workstation-a6000"][..], &args].concat()));
+}
+
+#[test]
+fn rows_for_sharing_choose_the_gpus_of_dra() {
+    let config = |more: &str, strategy: &str, row: &str| {
+        let sharing = format!("sharing: {{{strategy}: {{resources: [{{name: nvidia.com/gpu, {row}}}]}}}}");
+        with_config("dgx-h100", &format!("version: v1\nlinkwise: {{naming: true{more}}}\n{sharing}\n"))
+    };
+    let all = config("", "timeSlicing", "replicas: 2");
+    assert_eq!((shared_names(&all.0).len(), all.1.as_str()), (8, ""));
+    let some = ", dra: {gpus: [2, 3, 5]}";
+    let (first, said) = config(some, "timeSlicing", "replicas: 2, devices: 2");
+    assert_eq!((shared_names(&first), said.as_str()), (vec!["gpu-2", "gpu-3"], ""));
+    // A list may name GPUs of the device plugin too.
+    let (listed, said) = config(some, "timeSlicing", "replicas: 2, devices: [0, 3]");
+    assert_eq!((shared_names(&listed), said.as_str()), (vec!["gpu-3"], ""));
+    let (none, said) = config(some, "timeSlicing", "replicas: 2, devices: 4");
+    assert_eq!(shared_names(&none), [""; 0]);
+    let words = "linkwise: nvidia.com/gpu: 4 of its devices are to be shared, DRA has 3; they are one claim's each\n";
+    assert_eq!(said, words);
+    let (none, said) = config(some, "mps", "replicas: 2");
+    assert_eq!(shared_names(&none), [""; 0]);
+    assert!(
+        said.contains("nvidia.com/gpu is to be shared by MPS, whose daemons serve the device plugin only"),
+        "{said}"
+    );
+}

@@ -1,0 +1,99 @@
+//! Claims that share a GPU: as many as it has shares, whatever dies in between.
+
+use std::fs;
+use std::sync::Arc;
+use std::time::Duration;
+
+use linkwise::claims::{Claim, ClaimName};
+use linkwise::dra::Occurrence;
+use linkwise::state::{
+    DraGpus, Event, Holdings, NodeState, NumaHints, ResourceName, ResourcePlan, SharedResource, Sharing, SharingKind,
+};
+
+use super::node::{Answer, Node, end, refusal, start};
+
+/// A DGX-1 whose GPUs of 16 GiB are in two shares each.
+fn shared() -> Node {
+    let observed = linkwise::machines::load("dgx1-v100").unwrap().observed;
+    let rows = vec![SharedResource::new(ResourceName::gpu(), 2)];
+    let sharing = Some(Sharing::new(SharingKind::TimeSlicing, rows));
+    let plan = ResourcePlan { dra: DraGpus::All, sharing, ..ResourcePlan::default() };
+    let unheld = || Event::Holders(Some(Holdings::default()));
+    let events = [Event::Planned(Box::new(plan)), Event::Observed(Box::new(observed)), unheld(), unheld()];
+    let state = events
+        .into_iter()
+        .fold(NodeState::new(NumaHints::default()), |state, event| state.apply(event, Duration::ZERO).0);
+    let mut node = Node::new();
+    node.state.send_replace(Arc::new(state));
+    node.start();
+    node
+}
+
+/// A claim of the cluster for a share of the first GPU.
+fn share(node: &Node, uid: &str, shares: &str) -> ClaimName {
+    let mut claim: Claim = super::node::claim(uid, &[("gpus", "gpu-0")]);
+    let result = &mut claim.status.allocation.as_mut().unwrap().devices.results[0];
+    result.share_id = Some(format!("share-{uid}"));
+    let consumed = [("shares", shares), ("memory", "1Gi")];
+    result.consumed_capacity = consumed.map(|(name, amount)| (name.to_owned(), amount.to_owned())).into();
+    node.set(uid, Answer::Claim(claim))
+}
+
+#[tokio::test]
+async fn two_claims_share_a_gpu_and_the_third_waits() {
+    let mut node = shared();
+    let kubelet = node.kubelet().await;
+    let [a, b, c] = ["a", "b", "c"].map(|uid| share(&node, uid, "1"));
+    for claim in [&a, &b] {
+        assert_eq!(start(&kubelet, claim).await.unwrap(), [node.gpu(0)]);
+    }
+    let holders = "with the claim ml/claim-a (UID a), the claim ml/claim-b (UID b)";
+    let why = refusal(&kubelet, &c).await;
+    assert!(why.ends_with(&format!("1 of 2 shares are allocated to the claim, and 2 are {holders}")), "{why}");
+    let whole = node.claim("d", &[("gpus", "gpu-0")]);
+    let why = refusal(&kubelet, &whole).await;
+    assert!(why.ends_with("is prepared for the claim ml/claim-a (UID a)"), "{why}");
+    // The next process knows it too, and the checkpoints are read as they were written.
+    kubelet.stop().await;
+    node.kill_and_start().await;
+    let kubelet = node.kubelet().await;
+    assert!(refusal(&kubelet, &c).await.ends_with(holders));
+    assert_eq!(start(&kubelet, &a).await.unwrap(), [node.gpu(0)]);
+    end(&kubelet, &a).await;
+    assert_eq!(start(&kubelet, &c).await.unwrap(), [node.gpu(0)]);
+    assert_eq!(node.checkpoints(), ["b.json", "c.json"]);
+}
+
+#[tokio::test]
+async fn killed_prepare_keeps_its_share() {
+    let mut node = shared();
+    let kubelet = node.kubelet().await;
+    let [a, b] = ["a", "b"].map(|uid| share(&node, uid, "2"));
+    start(&kubelet, &a).await.unwrap();
+    kubelet.stop().await;
+    node.kill().await;
+    let path = node.checkpoint("a");
+    let text = fs::read_to_string(&path).unwrap();
+    fs::write(&path, text.replace("\"Completed\"", "\"Started\"")).unwrap();
+    node.start();
+    let kubelet = node.kubelet().await;
+    assert!(refusal(&kubelet, &b).await.ends_with("and 2 are with the claim ml/claim-a (UID a)"));
+    assert_eq!(start(&kubelet, &a).await.unwrap(), [node.gpu(0)]);
+    end(&kubelet, &a).await;
+    assert_eq!(start(&kubelet, &b).await.unwrap(), [node.gpu(0)]);
+}
+
+#[tokio::test]
+async fn shares_of_claims_that_are_gone_are_free() {
+    let node = shared();
+    let kubelet = node.kubelet().await;
+    let [a, b, c] = ["a", "b", "c"].map(|uid| share(&node, uid, "1"));
+    for claim in [&a, &b] {
+        start(&kubelet, claim).await.unwrap();
+    }
+    // The kubelet did not unprepare it.
+    node.delete("b");
+    assert_eq!(start(&kubelet, &c).await.unwrap(), [node.gpu(0)]);
+    node.wait(|seen| matches!(seen, Occurrence::Swept { claim, .. } if claim.uid == "b")).await;
+    assert_eq!(node.checkpoints(), ["a.json", "c.json"]);
+}

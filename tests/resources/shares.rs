@@ -1,0 +1,174 @@
+//! GPUs that several claims share through DRA: what the plan makes of them, and when that changes.
+
+use std::time::Duration;
+
+use linkwise::claims::ClaimName;
+use linkwise::state::{
+    DRA_GRACE, DraGpus, Effect, Event, GpuShares, GpuSharing, Health, HealthRecord, Holdings, NodeState, PlanProblem,
+    PreparedClaim, ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
+};
+use linkwise::topology::{GpuUuid, MigObservation, NodeObservation};
+
+const NOON: Duration = Duration::from_secs(1_000_000);
+
+fn seen() -> NodeObservation {
+    let mut seen = linkwise::machines::load("dgx1-v100").unwrap().observed;
+    seen.gpus.truncate(3);
+    seen
+}
+
+fn uuid(at: usize) -> GpuUuid {
+    seen().gpus[at].uuid.clone()
+}
+
+/// All GPUs behind DRA, in so many shares; 0: one claim's each.
+fn plan(shares: u32) -> ResourcePlan {
+    let row = SharedResource::new(ResourceName::gpu(), shares);
+    let sharing = (shares > 0).then(|| Sharing::new(SharingKind::TimeSlicing, vec![row]));
+    ResourcePlan { dra: DraGpus::All, sharing, ..ResourcePlan::default() }
+}
+
+fn in_shares(shares: u32) -> Option<GpuShares> {
+    (shares > 0).then_some(GpuShares { shares, one_each: false })
+}
+
+fn prepared(at: usize) -> Event {
+    let claim = ClaimName { namespace: "default".into(), name: "a".into(), uid: "u".into() };
+    Event::Prepared(vec![PreparedClaim { claim, gpus: [uuid(at)].into(), devices: [format!("gpu-{at}")].into() }])
+}
+
+struct World {
+    state: NodeState,
+    now: Duration,
+    problems: Vec<PlanProblem>,
+}
+
+impl World {
+    /// A node whose GPUs have gone to DRA.
+    fn new(plan: ResourcePlan) -> Self {
+        let mut world = Self { state: NodeState::default(), now: NOON, problems: Vec::new() };
+        world.tell(Event::Planned(Box::new(plan)));
+        world.tell(Event::Observed(Box::new(seen())));
+        world.list();
+        world.list();
+        world
+    }
+
+    fn tell(&mut self, event: Event) {
+        let (state, effects) = std::mem::take(&mut self.state).apply(event, self.now);
+        self.state = state;
+        self.problems.extend(effects.into_iter().filter_map(|effect| match effect {
+            Effect::PlanProblem(problem) => Some(problem),
+            _ => None,
+        }));
+        let deadline = self.state.next_deadline();
+        assert!(deadline.is_none_or(|deadline| deadline > self.now), "{deadline:?} has passed at {:?}", self.now);
+    }
+
+    fn list(&mut self) {
+        self.tell(Event::Holders(Some(Holdings::default())));
+    }
+
+    fn pass(&mut self, time: Duration) {
+        self.now += time;
+        self.tell(Event::Tick);
+    }
+
+    /// How a GPU is shared, how it is to be, and whether it takes new claims.
+    fn sharing(&self, at: usize) -> (Option<GpuShares>, Option<GpuShares>, bool) {
+        let GpuSharing { now, next } = self.state.dra_sharing(&uuid(at));
+        let mut devices = self.state.offers().through_dra().iter();
+        let device = devices.find(|device| device.gpu.uuid == uuid(at)).unwrap();
+        (now, next, device.health == Health::Healthy)
+    }
+}
+
+#[test]
+fn gpu_comes_to_dra_as_the_plan_shares_it() {
+    let world = World::new(plan(4));
+    assert_eq!(world.sharing(0), (in_shares(4), in_shares(4), true));
+    assert_eq!((World::new(plan(0)).sharing(0), world.problems), ((None, None, true), vec![]));
+    let mut one = plan(4);
+    one.sharing.as_mut().unwrap().fail_requests_greater_than_one = true;
+    assert_eq!(World::new(one).sharing(0).0, Some(GpuShares { shares: 4, one_each: true }));
+}
+
+#[test]
+fn change_waits_for_grace_and_for_claims() {
+    for (before, after) in [(0, 4), (4, 0), (4, 2)] {
+        let (was, is) = (in_shares(before), in_shares(after));
+        let mut world = World::new(plan(before));
+        world.tell(prepared(0));
+        world.tell(Event::Planned(Box::new(plan(after))));
+        for at in [0, 1] {
+            assert_eq!(world.sharing(at), (was, is, false), "{before} {after}");
+        }
+        assert_eq!(world.state.next_deadline(), Some(NOON + DRA_GRACE));
+        world.pass(DRA_GRACE / 2);
+        assert_eq!(world.sharing(1), (was, is, false), "a claim may be on its way");
+        world.pass(DRA_GRACE / 2);
+        assert_eq!((world.sharing(0), world.sharing(1)), ((was, is, false), (is, is, true)));
+        world.pass(DRA_GRACE * 10);
+        assert_eq!(world.sharing(0), (was, is, false), "a claim has it");
+        assert!(world.state.offers().awaits_holders());
+        world.tell(Event::Prepared(Vec::new()));
+        assert_eq!(world.sharing(0), (is, is, true));
+    }
+}
+
+#[test]
+fn change_that_is_taken_back_changes_nothing() {
+    let mut world = World::new(plan(4));
+    world.tell(Event::Planned(Box::new(plan(0))));
+    world.tell(Event::Planned(Box::new(plan(4))));
+    assert_eq!((world.sharing(0), world.state.next_deadline()), ((in_shares(4), in_shares(4), true), None));
+}
+
+#[test]
+fn restart_keeps_what_is_published() {
+    let mut world = World::new(plan(4));
+    world.tell(prepared(0));
+    let record = world.state.record();
+    let text = serde_json::to_string(&record).unwrap();
+    assert_eq!(serde_json::from_str::<HealthRecord>(&text).unwrap(), record);
+    for (shares, now) in [(4, 4), (0, 4), (2, 4)] {
+        let mut next = World { state: NodeState::default(), now: NOON, problems: Vec::new() };
+        next.tell(Event::Restored(Box::new(record.clone())));
+        next.tell(prepared(0));
+        next.tell(Event::Planned(Box::new(plan(shares))));
+        next.tell(Event::Observed(Box::new(seen())));
+        next.list();
+        assert_eq!(next.sharing(0), (in_shares(now), in_shares(shares), shares == now), "{shares}");
+    }
+    // A record of before GPUs were shared.
+    let old = HealthRecord { dra_shares: [].into(), ..record };
+    let mut next = World { state: NodeState::default(), now: NOON, problems: Vec::new() };
+    next.tell(Event::Restored(Box::new(old)));
+    next.tell(Event::Planned(Box::new(plan(4))));
+    next.tell(Event::Observed(Box::new(seen())));
+    assert_eq!(next.sharing(0), (None, in_shares(4), false));
+}
+
+#[test]
+fn what_dra_does_not_share_is_told() {
+    let words = |plan: ResourcePlan| -> Vec<String> {
+        let world = World::new(plan);
+        assert_eq!(world.sharing(0).0, None);
+        world.problems.iter().map(ToString::to_string).collect()
+    };
+    let mut by_mps = plan(4);
+    by_mps.sharing.as_mut().unwrap().kind = SharingKind::Mps;
+    let said = words(by_mps);
+    assert!(said[0].starts_with("nvidia.com/gpu is to be shared by MPS, whose daemons serve the device plugin only"));
+    let mut too_many = plan(4);
+    too_many.sharing.as_mut().unwrap().resources[0].devices = SharedDevices::Count(4);
+    let expected = "nvidia.com/gpu: 4 of its devices are to be shared, DRA has 3; they are one claim's each";
+    assert_eq!(words(too_many), [expected]);
+    let mut observed = seen();
+    observed.gpus[0].mig = Some(MigObservation { enabled: true, devices: Vec::new() });
+    let mut world = World { state: NodeState::default(), now: NOON, problems: Vec::new() };
+    world.tell(Event::Planned(Box::new(plan(4))));
+    world.tell(Event::Observed(Box::new(observed)));
+    let said = world.problems[0].to_string();
+    assert!(said.contains("through DRA only whole GPUs are: the MIG devices of GPUs 0000:"), "{said}");
+}
