@@ -23,7 +23,9 @@ pub mod nvml;
 pub mod runtime;
 pub mod uds;
 
-pub use linkwise_core::{allocation, backoff, claims, errors, names, once, publish, quote, state, topology, words};
+pub use linkwise_core::{
+    allocation, backoff, claims, errors, names, once, publish, quantity, quote, state, topology, words,
+};
 
 use std::io::Write;
 use std::process::ExitCode;

@@ -3,6 +3,8 @@
 //! A claim lists the node's groups of its size as alternatives, the best first, and any GPUs last (not with `--strict`):
 //! kube-scheduler takes the first that a node can give, and prefers nodes by it. docs/dra.md shows what comes out.
 
+use std::collections::BTreeMap;
+
 use anyhow::{Result, ensure};
 use serde::Serialize;
 use serde_json::Value;
@@ -20,6 +22,9 @@ const OURS: &str = "linkwise.dev";
 
 /// The class of whole GPUs.
 const GPUS: &str = "gpu.nvidia.com";
+
+/// The class of GPUs that several claims share.
+const SHARED_GPUS: &str = "shared-gpu.linkwise.dev";
 
 /// The attribute for more GPUs than any group has.
 const NVLINK_DOMAIN: &str = "nvlinkDomain";
@@ -67,6 +72,14 @@ struct Asked {
     selectors: Vec<Selector>,
     allocation_mode: &'static str,
     count: u8,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    capacity: Option<Capacity>,
+}
+
+/// What is asked of a device that several claims share.
+#[derive(Clone, Debug, Serialize)]
+struct Capacity {
+    requests: BTreeMap<&'static str, String>,
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -183,11 +196,16 @@ struct PodClaim {
 pub fn claim(args: &ClaimArgs) -> Result<()> {
     let devices = match (&args.mig, args.near) {
         (Some(profile), _) => of_mig(args.gpus, profile),
-        (None, Some(near)) => beside(args.gpus, near)?,
+        (None, Some(near)) => beside(args.gpus, near, &gpu(args))?,
+        (None, None) if is_shared(args) => {
+            let gpus = Asked { count: args.gpus, ..gpu(args) };
+            Devices { requests: vec![request("gpus", gpus)], ..Devices::default() }
+        }
         (None, None) => in_groups(args.gpus, &groups(args)?, args.strict),
     };
     let usual = match &args.mig {
         Some(profile) => format!("mig-{}", profile.to_string().replace('.', "").replace('+', "-")),
+        None if is_shared(args) => "shared-gpu".to_owned(),
         None if args.gpus == 1 => "gpu".to_owned(),
         None => format!("gpus-{}", args.gpus),
     };
@@ -261,7 +279,7 @@ fn in_groups(gpus: u8, groups: &[String], strict: bool) -> Devices {
 }
 
 /// A GPU with what is near to it, as often as asked.
-fn beside(gpus: u8, near: Near) -> Result<Devices> {
+fn beside(gpus: u8, near: Near, of_gpu: &Asked) -> Result<Devices> {
     const MOST: u8 = MOST_DEVICES / 2;
     let (word, what) = match near {
         Near::Nic => ("nic", "a NIC"),
@@ -282,7 +300,7 @@ fn beside(gpus: u8, near: Near) -> Result<Devices> {
             }
             Near::Cpu => (asked("dra.cpu", 1), NUMA_NODE),
         };
-        devices.requests.extend([request(&gpu, asked(GPUS, 1)), request(&other, asked_too)]);
+        devices.requests.extend([request(&gpu, of_gpu.clone()), request(&other, asked_too)]);
         devices.constraints.push(Constraint { requests: vec![gpu, other], match_attribute: attribute.to_owned() });
     }
     Ok(devices)
@@ -300,7 +318,23 @@ fn of_mig(count: u8, profile: &MigProfile) -> Devices {
 }
 
 fn asked(device_class_name: &'static str, count: u8) -> Asked {
-    Asked { name: None, device_class_name, selectors: Vec::new(), allocation_mode: "ExactCount", count }
+    Asked { name: None, device_class_name, selectors: Vec::new(), allocation_mode: "ExactCount", count, capacity: None }
+}
+
+/// Whether a part of a GPU is asked for.
+fn is_shared(args: &ClaimArgs) -> bool {
+    args.shares.is_some() || args.memory.is_some()
+}
+
+/// A GPU, or a part of one.
+fn gpu(args: &ClaimArgs) -> Asked {
+    if !is_shared(args) {
+        return asked(GPUS, 1);
+    }
+    let shares = args.shares.map(|shares| ("shares", shares.to_string()));
+    let memory = args.memory.clone().map(|memory| ("memory", memory));
+    let requests = shares.into_iter().chain(memory).collect();
+    Asked { capacity: Some(Capacity { requests }), ..asked(SHARED_GPUS, 1) }
 }
 
 fn request(name: &str, asked: Asked) -> Request {

@@ -4,6 +4,7 @@ use clap::{Args, ValueEnum};
 
 use super::{Flags, NodeArgs};
 use crate::publish::dra::GroupSizes;
+use crate::quantity;
 use crate::topology::{MigProfile, MigProfileError};
 
 /// The longest name of a Kubernetes object, of a node and of a pool (a DNS subdomain).
@@ -35,6 +36,13 @@ pub struct ClaimArgs {
     /// Ask for MIG devices of this profile, such as 1g.10gb, instead of whole GPUs
     #[arg(long, value_name = "PROFILE", value_parser = mig_profile)]
     pub mig: Option<MigProfile>,
+    /// Ask for so many shares of a GPU that several claims have (docs/sharing.md); with its memory's part of one share
+    /// only, unless --memory says more
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), conflicts_with_all = ["mig", "strict", "node"])]
+    pub shares: Option<u32>,
+    /// Ask for so much memory of such a GPU, as 20Gi
+    #[arg(long, value_name = "QUANTITY", value_parser = memory, conflicts_with_all = ["mig", "strict", "node"])]
+    pub memory: Option<String>,
     /// Beside each GPU ask for an RDMA NIC of DRANET on its PCIe root, or for CPUs of dra-driver-cpu on its NUMA node; for
     /// up to 16 GPUs
     #[arg(long, value_name = "DEVICE", conflicts_with = "mig")]
@@ -96,6 +104,11 @@ fn group_sizes(text: &str) -> Result<GroupSizes, String> {
         |size: &str| size.trim().parse().map_err(|_| format!("expected numbers of GPUs, such as 2,4,8, found {size}"));
     let sizes: Vec<usize> = text.split(',').map(size).collect::<Result<_, _>>()?;
     GroupSizes::new(sizes).map_err(|error| error.to_string())
+}
+
+fn memory(text: &str) -> Result<String, String> {
+    let is_some = quantity::parse(text).is_some_and(|bytes| bytes > 0);
+    is_some.then(|| text.to_owned()).ok_or_else(|| "expected a quantity above 0, such as 20Gi".to_owned())
 }
 
 fn mig_profile(text: &str) -> Result<MigProfile, String> {

@@ -42,6 +42,14 @@ fn documented_claims_are_what_the_command_prints() {
         let printed: String = linkwise(args).lines().map(|line| format!("    {line}\n")).collect();
         assert!(page.contains(&printed), "docs/dra.md does not have\n{printed}");
     }
+    let sharing = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/sharing.md")).unwrap();
+    for args in [
+        &["claim", "--shares", "2", "--name", "half-gpu"][..],
+        &["claim", "--memory", "20Gi", "--kind", "template", "--name", "gpu-20gi"],
+    ] {
+        let printed: String = linkwise(args).lines().map(|line| format!("    {line}\n")).collect();
+        assert!(sharing.contains(&printed), "docs/sharing.md does not have\n{printed}");
+    }
     for gpus in ["2", "4", "8"] {
         let printed = linkwise(&["claim", "--gpus", gpus]);
         let attributes = printed.lines().filter_map(|line| line.trim().strip_prefix("matchAttribute: linkwise.dev/"));

@@ -23,7 +23,7 @@ pub mod names;
 pub mod once;
 mod prelude;
 pub mod publish;
-mod quantity;
+pub mod quantity;
 pub mod quote;
 pub mod state;
 pub mod topology;

@@ -42,7 +42,7 @@ fn whole(mut number: u64, base: u64, units: impl Iterator<Item = &'static str>) 
 
 /// Reads a quantity; a part of one is rounded up. `None` for what is none, is negative, has an exponent (the API server
 /// writes none for amounts that were rounded to a step), or is too large.
-pub(crate) fn parse(text: &str) -> Option<u64> {
+pub fn parse(text: &str) -> Option<u64> {
     let end = text.find(|c: char| c.is_ascii_alphabetic()).unwrap_or(text.len());
     let (number, unit) = text.split_at_checked(end)?;
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
