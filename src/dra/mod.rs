@@ -36,7 +36,7 @@ use crate::uds::Callers;
 use door::Door;
 use life::Life;
 
-pub use api::{ApiSide, ClaimQuery, ClaimQueryError, Client, StoredPool};
+pub use api::{ApiSide, ClaimQuery, ClaimQueryError, Client, MigAnswer, MigRequest, StoredPool};
 pub use claim_json::{NoClaim, parse_claim};
 pub use metrics::PluginMetrics;
 pub use store::{Record as Checkpoint, parse as parse_checkpoint};
@@ -65,6 +65,8 @@ pub struct Settings {
     pub host_devices: watch::Receiver<Arc<HostDevices>>,
     /// Whether the first CDI specs are written: before, nothing is registered.
     pub specs_written: watch::Receiver<bool>,
+    /// Where MIG devices are ordered that are made for a claim; `None`: none can be made.
+    pub mig: Option<mpsc::Sender<MigRequest>>,
     /// Which users may call our sockets.
     pub callers: Callers,
     /// How long the API server may take to answer for one claim.
@@ -106,6 +108,7 @@ impl Settings {
             injection: InjectionOptions::default(),
             host_devices: watch::channel(Arc::default()).1,
             specs_written: watch::channel(true).1,
+            mig: None,
             callers: Callers::default(),
             claim_timeout: Duration::from_secs(15),
             specs_timeout: Duration::from_secs(15),

@@ -5,6 +5,7 @@
 
 mod config;
 mod device;
+mod mig;
 mod plan;
 
 use crate::prelude::*;
@@ -14,6 +15,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 pub use config::ConfigError;
 pub use device::{devices, hardware_of};
+pub use mig::{MigOrder, MigOrderError, MigTask};
 pub use plan::{CLAIM_KIND, ClaimError, Edits, Holder, Node, Prepared, PreparedDevice, claim_device, plan};
 
 /// The request without its alternative: `gpus` of `gpus/quad`.

@@ -21,7 +21,7 @@ pub use level::{Rank, TopologyLevel};
 pub use matrix::LinkMatrix;
 pub use mig::{
     MigCapabilities, MigDevice, MigDeviceObservation, MigEngines, MigExtension, MigObservation, MigPlacement,
-    MigProfile, MigProfileError,
+    MigProfile, MigProfileError, MigProfileObservation, MigSlot,
 };
 pub use node::{Gpu, Nic, NodeTopology};
 pub use observation::{
