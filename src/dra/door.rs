@@ -123,7 +123,7 @@ impl Door {
         self.tidy();
         let repeated = result.as_ref().is_ok_and(|(_, repeated)| *repeated);
         let result = result.map(|(prepared, _)| prepared).map_err(|error| chain(&error));
-        let names = |prepared: &Prepared| prepared.devices.iter().map(|device| device.device.clone()).collect();
+        let names = Prepared::names;
         let outcome = result.as_ref().map(names).map_err(Clone::clone);
         let elapsed = start.elapsed();
         (self.observer)(Occurrence::Prepared { claim: asked, result: outcome, repeated, elapsed });
@@ -450,7 +450,7 @@ impl Door {
         let (claims, devices) = {
             let slots = self.slots();
             let records = || slots.values().filter_map(|slot| slot.record.as_ref());
-            (records().count(), records().map(|record| record.prepared.devices.len()).sum())
+            (records().count(), records().map(|record| record.prepared.names().len()).sum())
         };
         let prepared = self.slots().values().filter_map(|slot| slot.record.as_ref()).map(Record::for_ledger).collect();
         self.ledger.send_if_modified(|before| std::mem::replace(before, prepared) != *before);

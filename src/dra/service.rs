@@ -22,10 +22,9 @@ impl Service {
         let work = claims(request.claims).into_iter().map(|claim| async move {
             let uid = claim.uid.clone();
             let answer = match self.0.prepare(claim).await {
-                Ok(prepared) => wire::NodePrepareResourceResponse {
-                    devices: prepared.devices.into_iter().map(device).collect(),
-                    error: String::new(),
-                },
+                Ok(prepared) => {
+                    wire::NodePrepareResourceResponse { devices: devices(prepared.devices), error: String::new() }
+                }
                 Err(error) => wire::NodePrepareResourceResponse { devices: Vec::new(), error },
             };
             (uid, answer)
@@ -52,14 +51,27 @@ fn claims(claims: Vec<wire::Claim>) -> Vec<ClaimName> {
     by_uid.into_values().collect()
 }
 
-fn device(device: PreparedDevice) -> wire::Device {
-    wire::Device {
-        request_names: vec![device.request],
-        pool_name: device.pool,
-        device_name: device.device,
-        cdi_device_ids: device.cdi,
-        share_id: device.share_id,
+/// The devices of a claim as the kubelet knows them: a set of GPUs is one, with the CDI devices of all its members.
+fn devices(prepared: Vec<PreparedDevice>) -> Vec<wire::Device> {
+    let mut devices: Vec<wire::Device> = Vec::new();
+    for member in prepared {
+        let device = wire::Device {
+            request_names: vec![member.request],
+            pool_name: member.pool,
+            device_name: member.device,
+            cdi_device_ids: Vec::new(),
+            share_id: member.share_id,
+        };
+        let same = |known: &wire::Device| wire::Device { cdi_device_ids: Vec::new(), ..known.clone() } == device;
+        let at = devices.iter().position(same).unwrap_or_else(|| {
+            devices.push(device);
+            devices.len() - 1
+        });
+        if let Some(known) = devices.get_mut(at) {
+            known.cdi_device_ids.extend(member.cdi);
+        }
     }
+    devices
 }
 
 #[tonic::async_trait]

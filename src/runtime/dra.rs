@@ -199,8 +199,12 @@ impl PoolMaker {
         if self.last.is_none() && state.offers().through_dra().is_empty() && may_come {
             return Vec::new();
         }
-        let layout = self.layouts.layout(state.tables(), offered_now(state));
-        let settings = DraSettings { taints_survive: !drops_taints, evict_from_lost: self.evict_from_lost };
+        let layout = self.layouts.layout(state.tables(), offered_now(state), 0);
+        let settings = DraSettings {
+            taints_survive: !drops_taints,
+            evict_from_lost: self.evict_from_lost,
+            ..DraSettings::default()
+        };
         let (devices, problems) = devices(&DraFacts::of_state(state, &self.empty.driver, &layout, settings));
         self.last = Some(Arc::new(Pool { devices, ..self.empty.clone() }));
         problems

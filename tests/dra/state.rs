@@ -36,7 +36,7 @@ impl Node {
     }
 
     fn devices(&mut self) -> Vec<SliceDevice> {
-        let layout = self.layouts.layout(self.state.tables(), offered_now(&self.state));
+        let layout = self.layouts.layout(self.state.tables(), offered_now(&self.state), 0);
         devices(&DraFacts::of_state(&self.state, DRIVER, &layout, self.settings)).0
     }
 

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::config::{ConfigError, Configs, Kind};
-use super::device::{devices, hardware_of};
+use super::device::{all_hardware_of, devices};
 use super::{AllocatedDevice, Claim, ClaimName, base};
 use crate::publish::injection::{
     ChosenDevice, DeviceNode, Granted, HostDevices, Injection, InjectionError, InjectionOptions, Mount,
@@ -37,7 +37,7 @@ pub struct Prepared {
     pub edits: BTreeMap<String, Edits>,
 }
 
-/// One device of a claim that is prepared.
+/// One device of a claim that is prepared, or one GPU of a set that is a device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct PreparedDevice {
@@ -45,7 +45,7 @@ pub struct PreparedDevice {
     pub request: String,
     /// The pool.
     pub pool: String,
-    /// Its name in the pool.
+    /// Its name in the pool; that of a set of GPUs for each member.
     pub device: String,
     /// Which share of it, where several claims have it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -156,6 +156,14 @@ pub enum ClaimError {
         /// Those that there are.
         known: String,
     },
+    /// A set of GPUs of which one is not here.
+    #[error("device {device} is a set of GPUs, and there is no {member} on this node")]
+    MissingMember {
+        /// The set.
+        device: String,
+        /// The GPU, by its name in the pool.
+        member: String,
+    },
     /// The GPU is not offered through DRA, or not yet.
     #[error("device {device} ({gpu}) {}", not_dra(*.door))]
     NotDra {
@@ -227,6 +235,15 @@ fn not_dra(door: Option<Door>) -> &'static str {
         Some(Door::ToDra) => "still belongs to the device plugin on this node: it comes to DRA when no pod holds it",
         Some(_) => "belongs to the device plugin on this node, not to DRA",
         None => "is not offered on this node: a filter leaves it out",
+    }
+}
+
+impl Prepared {
+    /// The names of its devices in the pool: that of a set of GPUs once.
+    pub fn names(&self) -> Vec<String> {
+        let mut names: Vec<String> = self.devices.iter().map(|device| device.device.clone()).collect();
+        names.dedup();
+        names
     }
 }
 
@@ -306,8 +323,8 @@ pub fn plan<'a>(
     let configs = Configs::read(configs, node.driver)?;
     let mut prepared: Vec<PreparedDevice> = Vec::new();
     let mut chosen: BTreeMap<&str, Vec<ChosenDevice<'_>>> = BTreeMap::new();
-    for result in ours {
-        let hardware = available(result, node)?;
+    for (result, hardware) in ours.into_iter().flat_map(|result| members(result, node)) {
+        let hardware = hardware?;
         let kind = if hardware.mig.is_some() { Kind::Mig } else { Kind::Gpu };
         configs.check(&result.request, &result.device, kind)?;
         let request = base(&result.request);
@@ -341,31 +358,46 @@ pub fn plan<'a>(
     Ok(Prepared { devices: prepared, edits })
 }
 
-/// The hardware of an allocated device, if containers can have it.
-fn available<'a>(result: &AllocatedDevice, node: Node<'a>) -> Result<ChosenDevice<'a>, ClaimError> {
+/// Each GPU of an allocated device, or the MIG device; or why containers cannot have it.
+fn members<'a, 'b>(
+    result: &'b AllocatedDevice,
+    node: Node<'a>,
+) -> Vec<(&'b AllocatedDevice, Result<ChosenDevice<'a>, ClaimError>)> {
+    match available(result, node) {
+        Ok(hardware) => hardware.into_iter().map(|hardware| (result, Ok(hardware))).collect(),
+        Err(error) => Vec::from([(result, Err(error))]),
+    }
+}
+
+/// The hardware of an allocated device, if containers can have it: of a set of GPUs all of them.
+fn available<'a>(result: &AllocatedDevice, node: Node<'a>) -> Result<Vec<ChosenDevice<'a>>, ClaimError> {
     let device = result.device.clone();
     if result.pool != node.pool {
         return Err(ClaimError::OtherPool { device, pool: result.pool.clone(), ours: node.pool.to_owned() });
     }
     let topology: &NodeTopology = node.state.topology();
-    let Some(hardware) = hardware_of(topology, &device) else {
+    let hardware = all_hardware_of(topology, &device).map_err(|missing| {
+        if missing != device {
+            return ClaimError::MissingMember { device: device.clone(), member: missing };
+        }
         let known: Vec<String> = devices(topology).into_iter().map(|(name, _)| name).collect();
         let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
-        return Err(ClaimError::UnknownDevice { device, known });
-    };
-    let gpu = hardware.gpu.uuid.clone();
-    let door = node.state.door(&gpu);
-    if !door.is_some_and(Door::is_dra) {
-        return Err(ClaimError::NotDra { device, gpu, door });
+        ClaimError::UnknownDevice { device: device.clone(), known }
+    })?;
+    for gpu in hardware.iter().map(|hardware| &hardware.gpu.uuid) {
+        let door = node.state.door(gpu);
+        if !door.is_some_and(Door::is_dra) {
+            return Err(ClaimError::NotDra { device, gpu: gpu.clone(), door });
+        }
+        let is_loss = |reason: &UnhealthyReason| {
+            matches!(reason, UnhealthyReason::Lost { .. } | UnhealthyReason::OffBus | UnhealthyReason::Gone)
+        };
+        let lost = node.state.hardware().standing(gpu).find(|(reason, _)| is_loss(reason));
+        if let Some((reason, _)) = lost {
+            return Err(ClaimError::Lost { device, reason: reason.clone(), gpu: gpu.clone() });
+        }
     }
-    let is_loss = |reason: &UnhealthyReason| {
-        matches!(reason, UnhealthyReason::Lost { .. } | UnhealthyReason::OffBus | UnhealthyReason::Gone)
-    };
-    let lost = node.state.hardware().standing(&gpu).find(|(reason, _)| is_loss(reason)).map(|(reason, _)| reason);
-    match lost {
-        Some(reason) => Err(ClaimError::Lost { device, reason: reason.clone(), gpu }),
-        None => Ok(hardware),
-    }
+    Ok(hardware)
 }
 
 /// Gives each device its CDI names, and returns what each request has beside. A container gets the CDI devices of the

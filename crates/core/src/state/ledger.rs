@@ -14,7 +14,7 @@ use super::reason::UnhealthyReason;
 use crate::allocation::DeviceId;
 use crate::claims::ClaimName;
 use crate::quote::quoted;
-use crate::topology::{Gpu, GpuUuid, MigUuid, NodeTopology, hardware_of};
+use crate::topology::{Gpu, GpuUuid, MigUuid, NodeTopology, hardware_of, set_members};
 
 /// The DRA driver whose devices are GPUs of this node: NVIDIA's, and linkwise in its place.
 const DRA_DRIVER: &str = "gpu.nvidia.com";
@@ -138,6 +138,16 @@ impl Ledger {
         self.prepared.get(uid)
     }
 
+    /// Whether our DRA plugin has prepared any claim.
+    pub fn has_prepared(&self) -> bool {
+        !self.prepared.is_empty()
+    }
+
+    /// The names of the sets of GPUs that our DRA plugin has prepared.
+    pub fn prepared_sets(&self) -> impl Iterator<Item = &String> {
+        self.prepared.values().flat_map(|claim| &claim.devices).filter(|device| set_members(device).is_some())
+    }
+
     /// Whether a listed claim that our DRA plugin has not prepared is on this GPU.
     pub(super) fn has_foreign_claim(&self, topology: &NodeTopology, gpu: &GpuUuid) -> bool {
         self.claimed_on(topology, gpu).any(|claimed| self.prepared_as(claimed).next().is_none())
@@ -175,7 +185,11 @@ impl Ledger {
     /// Whether a claim has a device of the pool: a GPU, or one MIG device of it.
     pub fn is_claimed(&self, topology: &NodeTopology, name: &str, gpu: &GpuUuid, mig: Option<&MigUuid>) -> bool {
         let is_apart = |part: Part<'_>| matches!((part, mig), (Part::Mig(held), Some(mig)) if mig.as_str() != held);
-        let listed = |claimed| !claimed_hardware(topology, claimed).is_some_and(|(_, part)| is_apart(part));
+        let place = topology.position(gpu);
+        let listed = |claimed| {
+            let parts = claimed_hardware(topology, claimed);
+            !parts.iter().any(|(at, part)| Some(*at) == place && is_apart(*part))
+        };
         let prepared = |claim: &PreparedClaim| claim.gpus.contains(gpu) && claim.devices.contains(name);
         self.claimed_on(topology, gpu).any(listed) || self.prepared.values().any(prepared)
     }
@@ -185,7 +199,7 @@ impl Ledger {
         let place = topology.position(gpu);
         self.holdings.claims.iter().filter(move |claimed| {
             let by_name = claimed.cdi_names.iter().any(|name| name == gpu.as_str());
-            let is_on = by_name || place.is_some() && claimed_hardware(topology, claimed).map(|(at, _)| at) == place;
+            let is_on = by_name || claimed_hardware(topology, claimed).iter().any(|(at, _)| Some(*at) == place);
             is_on && !self.only_looks(claimed, gpu)
         })
     }
@@ -227,9 +241,9 @@ impl Ledger {
         &'a self,
         topology: &'a NodeTopology,
     ) -> impl Iterator<Item = (&'a ClaimedDevice, &'a Gpu, Part<'a>)> {
-        let known = self.holdings.claims.iter().filter_map(|claimed| {
-            let (place, part) = claimed_hardware(topology, claimed)?;
-            Some((claimed, topology.gpus().get(place)?, part))
+        let known = self.holdings.claims.iter().flat_map(move |claimed| {
+            let hardware = claimed_hardware(topology, claimed).into_iter();
+            hardware.filter_map(move |(place, part)| Some((claimed, topology.gpus().get(place)?, part)))
         });
         known.filter(|(claimed, gpu, _)| !self.only_looks(claimed, &gpu.uuid))
     }
@@ -321,25 +335,31 @@ fn mig_parent(topology: &NodeTopology, uuid: &str) -> Option<usize> {
     Some(topology.mig_devices().iter().find(|mig| mig.uuid.as_str() == uuid)?.parent)
 }
 
-/// The hardware behind a claimed device: by a UUID among its CDI names, else by its name. A MIG device that neither names
-/// counts as its whole GPU, which the minor number in its name names, for which of them it is cannot be seen.
-fn claimed_hardware<'a>(topology: &'a NodeTopology, claimed: &'a ClaimedDevice) -> Option<(usize, Part<'a>)> {
-    for name in &claimed.cdi_names {
-        if let Some(place) = topology.gpus().iter().position(|gpu| gpu.uuid.as_str() == name) {
-            return Some((place, Part::Whole));
-        }
-        if let Some(place) = mig_parent(topology, name) {
-            return Some((place, Part::Mig(name)));
-        }
+/// The hardware behind a claimed device: by the UUIDs among its CDI names, else by its name, which for a set of GPUs
+/// names each of them. A MIG device that neither names counts as its whole GPU, which the minor number in its name names,
+/// for which of them it is cannot be seen.
+fn claimed_hardware<'a>(topology: &'a NodeTopology, claimed: &'a ClaimedDevice) -> Vec<(usize, Part<'a>)> {
+    let by_uuid = |name: &'a String| {
+        let whole = topology.gpus().iter().position(|gpu| gpu.uuid.as_str() == name);
+        let whole = whole.map(|place| (place, Part::Whole));
+        whole.or_else(|| mig_parent(topology, name).map(|place| (place, Part::Mig(name))))
+    };
+    let known: Vec<_> = claimed.cdi_names.iter().filter_map(by_uuid).collect();
+    if !known.is_empty() || claimed.driver != DRA_DRIVER {
+        return known;
     }
-    if claimed.driver != DRA_DRIVER {
-        return None;
+    match set_members(&claimed.device) {
+        Some(members) => members.iter().filter_map(|member| named_hardware(topology, member)).collect(),
+        None => named_hardware(topology, &claimed.device).into_iter().collect(),
     }
-    if let Some((place, mig)) = hardware_of(topology, &claimed.device) {
+}
+
+fn named_hardware<'a>(topology: &'a NodeTopology, name: &str) -> Option<(usize, Part<'a>)> {
+    if let Some((place, mig)) = hardware_of(topology, name) {
         let mig = mig.and_then(|mig| topology.mig_devices().get(mig));
         return Some((place, mig.map_or(Part::Whole, |mig| Part::Mig(mig.uuid.as_str()))));
     }
-    let number = claimed.device.strip_prefix("gpu-")?;
+    let number = name.strip_prefix("gpu-")?;
     let minor: u32 = number.split('-').next()?.parse().ok()?;
     Some((topology.gpus().iter().position(|gpu| gpu.minor == Some(minor))?, Part::Whole))
 }

@@ -13,6 +13,7 @@ mod node;
 mod nvlink;
 mod observation;
 mod pcie;
+mod set_names;
 mod warning;
 
 pub use address::{GpuUuid, MigUuid, NumaNodeId, PackageId, PciAddress, PciAddressError, Uuid, UuidError};
@@ -29,4 +30,5 @@ pub use observation::{
     HostBridgeObservation, HostObservation, NicKind, NicObservation, NodeObservation, NumaNodeObservation,
     NvLinkObservation, NvLinkRemote, PciKind, PciObservation, PcieLink, ProbeFailure, thousandths,
 };
+pub use set_names::{gpu_name, minor_of, set_members, set_minors, set_name};
 pub use warning::TopologyWarning;

@@ -213,7 +213,7 @@ fn version(text: &str) -> Option<String> {
 }
 
 /// A quantity as Kubernetes writes it: by the largest binary unit of which it is a whole number.
-fn mebibytes(amount: u64) -> String {
+pub(super) fn mebibytes(amount: u64) -> String {
     let units = ["Mi", "Gi", "Ti", "Pi", "Ei"];
     let mut amount = amount;
     for (at, unit) in units.into_iter().enumerate() {

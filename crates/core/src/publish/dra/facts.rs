@@ -4,6 +4,7 @@ use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::layout::GpuLayout;
+use super::set_devices::PublishedSets;
 use crate::allocation::GpuSet;
 use crate::state::{Device, Door, DriverVersions, Health, NodeState, ResourcePlan, UnhealthyReason};
 use crate::topology::{Gpu, MigDevice, NodeTopology, device_names};
@@ -47,12 +48,14 @@ pub struct DraSettings {
     pub taints_survive: bool,
     /// Whether pods are evicted from a GPU that is lost (`NoExecute`).
     pub evict_from_lost: bool,
+    /// Which sets of GPUs are devices.
+    pub sets: PublishedSets,
 }
 
 impl Default for DraSettings {
-    /// Taints are kept, and evict no pod.
+    /// Taints are kept, and evict no pod. No set is a device.
     fn default() -> Self {
-        Self { taints_survive: true, evict_from_lost: false }
+        Self { taints_survive: true, evict_from_lost: false, sets: PublishedSets::None }
     }
 }
 
@@ -117,6 +120,7 @@ impl<'a> DraFacts<'a> {
             let (name, mig) = (device.name.as_ref()?, device.mig.map(|mig| &mig.uuid));
             state.ledger().is_claimed(topology, name, &device.gpu.uuid, mig).then(|| name.clone())
         }));
+        held.extend(state.ledger().prepared_sets().cloned());
         Self { devices, topology, versions: state.hardware().versions(), layout, held, settings }
     }
 }

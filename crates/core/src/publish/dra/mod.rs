@@ -11,7 +11,10 @@ mod facts;
 mod families;
 mod layout;
 mod order;
+mod set_devices;
+mod sets;
 pub mod slice;
+mod switch;
 mod taints;
 #[cfg(test)]
 mod tests;
@@ -28,6 +31,9 @@ pub use crate::topology::{device_name, hardware_of};
 pub use facts::{DraDevice, DraFacts, DraSettings, offered, offered_now};
 pub use families::{Family, GroupSize, SIZES};
 pub use layout::{GpuLayout, LayoutCache};
+pub use set_devices::{PublishedSets, SET_TYPE, counters};
+pub use sets::{MOST_DEVICES_WITH_SETS, RankedSet};
+pub use switch::{DraSets, HeldDevices, ServerVersion, SetsNote, SetsSwitch, StoredSets, SwitchFacts};
 
 /// A device of a resource slice, by the JSON names of `resource.k8s.io/v1` (`Device`).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -182,11 +188,15 @@ pub enum DraProblem {
 
 /// The devices that a node publishes, in the order in which the scheduler is to try them, and what is odd about them.
 ///
-/// Whole GPUs, the best sets first; then MIG devices, GPU by GPU; then GPUs that are gone and that a claim may have.
+/// Whole GPUs, the best sets first; then MIG devices, GPU by GPU; then GPUs that are gone and that a claim may have; then
+/// sets of GPUs, where they are devices, by size and the best first. (A class chooses one kind of device and one size.)
 /// A GPU in MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does, whatever the plan's MIG
 /// strategy is. Where taints do not survive, a sick device is left out, unless a claim holds it.
 pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
     let (mut devices, mut problems) = (Vec::new(), Vec::new());
+    let (sets, settings) = (facts.settings.sets, facts.settings);
+    let in_held_sets = set_devices::held_in_sets(facts);
+    let mut gpus = BTreeMap::new();
     let mut sorted: Vec<&DraDevice<'_>> = facts.devices.iter().collect();
     sorted.sort_by_cached_key(|device| {
         let in_order = facts.layout.order.iter().position(|place| Some(*place) == device.place);
@@ -199,15 +209,15 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
             problems.push(DraProblem::NoName { hardware });
             continue;
         };
-        let mut taints = taints::taints(device.reasons.iter(), facts.settings.evict_from_lost);
+        let taints = taints::taints(device.reasons.iter(), settings.evict_from_lost);
         let is_held = facts.held.contains(&name);
         // A claim that has a GPU that is gone may end at any time; a new one cannot have it.
-        let is_left_out = if facts.settings.taints_survive { device.place.is_none() } else { !taints.is_empty() };
-        if is_left_out && !is_held {
+        let is_left_out = if settings.taints_survive { device.place.is_none() } else { !taints.is_empty() };
+        // Without counters nothing else keeps the scheduler from giving it out a second time.
+        let is_in_held_set = !sets.has_counters() && in_held_sets.contains(&name);
+        let is_published = !is_in_held_set && (is_held || !is_left_out);
+        if !is_published && !sets.has_counters() {
             continue;
-        }
-        if !facts.settings.taints_survive {
-            taints.clear();
         }
         let mut draft = Draft { device: SliceDevice { name, taints, ..Default::default() }, problems: &mut problems };
         match device.mig {
@@ -218,7 +228,18 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
                 draft.order(devices.len());
             }
         }
-        devices.push(draft.device);
+        let mut made = draft.device;
+        if device.mig.is_none() && sets.has_counters() {
+            set_devices::count(&mut made);
+            gpus.insert(made.name.clone(), made.clone());
+        }
+        if !settings.taints_survive {
+            made.taints.clear();
+        }
+        if is_published {
+            devices.push(made);
+        }
     }
+    devices.extend(set_devices::set_devices(facts, &gpus));
     (devices, problems)
 }

@@ -6,6 +6,8 @@ use crate::state::{DraGpus, DriverVersions, Filter, GpuSelector, ResourcePlan, U
 use crate::topology::{GpuObservation, NodeObservation, NodeTopology};
 use alloc::sync::Arc;
 
+mod sets;
+
 /// Four V100, each connected with the next by one NVLink.
 fn chain() -> NodeTopology {
     let gpu = |number: u32| {
@@ -132,12 +134,12 @@ fn tiers_are_split_into_families_of_disjoint_sets() {
 fn layout_is_kept_for_the_same_tables_and_gpus() {
     let tables = Arc::new(AllocationTables::new(Arc::new(chain())));
     let mut cache = LayoutCache::default();
-    let whole = cache.layout(&tables, (0..4).collect());
-    assert!(Arc::ptr_eq(&whole, &cache.layout(&tables, (0..4).collect())));
-    let part = cache.layout(&tables, (0..2).collect());
+    let whole = cache.layout(&tables, (0..4).collect(), 0);
+    assert!(Arc::ptr_eq(&whole, &cache.layout(&tables, (0..4).collect(), 0)));
+    let part = cache.layout(&tables, (0..2).collect(), 0);
     assert_eq!(part.order.len(), 2);
     let others = Arc::new(AllocationTables::new(Arc::new(NodeTopology::default())));
-    assert_eq!(*cache.layout(&others, GpuSet::default()), GpuLayout::default());
+    assert_eq!(*cache.layout(&others, GpuSet::default(), 0), GpuLayout::default());
 }
 
 #[test]
