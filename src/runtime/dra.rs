@@ -28,7 +28,7 @@ use crate::dra::{self, ApiSide, MigRequest, Occurrence, Phase, PluginMetrics, St
 use crate::metrics::new;
 use crate::once::Once;
 use crate::publish::dra::slice::Pool;
-use crate::publish::dra::{DraFacts, DraProblem, DraSettings, LayoutCache, devices, offered_now};
+use crate::publish::dra::{DraFacts, DraProblem, DraSettings, LayoutCache, devices, mig_counters, offered_now};
 use crate::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use crate::state::{DraGpus, Event, NodeState, PreparedClaim};
 use crate::uds::Callers;
@@ -104,6 +104,7 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) 
         host_devices,
         specs_written,
         mig,
+        makes_mig: settings.dra_dynamic_mig.value,
         callers: Callers::and(settings.allowed_uids.value.iter().copied()),
         has_ledger: true,
         ..dra::Settings::new(driver.clone(), empty.name.clone(), state_dir.join(CLAIMS))
@@ -120,6 +121,7 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) 
     let maker = PoolMaker {
         empty,
         evict_from_lost: settings.dra_evict_lost.value,
+        dynamic_mig: settings.dra_dynamic_mig.value,
         layouts: LayoutCache::default(),
         reported: Once::new(),
         last: None,
@@ -152,6 +154,8 @@ struct PoolMaker {
     /// The pool without devices.
     empty: Pool,
     evict_from_lost: bool,
+    /// Whether MIG devices are made for claims.
+    dynamic_mig: bool,
     layouts: LayoutCache,
     reported: Once<DraProblem>,
     last: Option<Arc<Pool>>,
@@ -203,10 +207,12 @@ impl PoolMaker {
         let settings = DraSettings {
             taints_survive: !drops_taints,
             evict_from_lost: self.evict_from_lost,
+            dynamic_mig: self.dynamic_mig,
             ..DraSettings::default()
         };
-        let (devices, problems) = devices(&DraFacts::of_state(state, &self.empty.driver, &layout, settings));
-        self.last = Some(Arc::new(Pool { devices, ..self.empty.clone() }));
+        let facts = DraFacts::of_state(state, &self.empty.driver, &layout, settings);
+        let (devices, problems) = devices(&facts);
+        self.last = Some(Arc::new(Pool { devices, counters: mig_counters(&facts), ..self.empty.clone() }));
         problems
     }
 }
@@ -383,6 +389,12 @@ fn log_one(known: &mut Once<String>, occurrence: &Occurrence) {
         }
         Occurrence::Swept { claim, result: Err(error) } => {
             tracing::warn!(%claim, uid = claim.uid, error, "a claim that no longer exists cannot be unprepared");
+        }
+        Occurrence::HalfMade { claim, result: Ok(()) } => {
+            tracing::info!(%claim, uid = claim.uid, "half made MIG devices of a claim destroyed");
+        }
+        Occurrence::HalfMade { claim, result: Err(error) } => {
+            tracing::warn!(%claim, uid = claim.uid, error, "half made MIG devices of a claim cannot be destroyed");
         }
         Occurrence::CheckpointIgnored { path, why, set_aside } => {
             tracing::warn!(path = %path.display(), why, set_aside, "checkpoint of a claim ignored");

@@ -94,6 +94,7 @@ fn programs_are_switched_on_and_off() {
             "dra.enabled=true",
             "dra.gpus={0,1}",
             "dra.evictLost=true",
+            "dra.dynamicMig=true",
             "dra.admissionPolicy=false",
             "dra.deviceClasses=false",
         ],

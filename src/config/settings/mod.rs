@@ -386,6 +386,9 @@ settings! {
     /// Evict pods from a GPU that is lost: its taint has the effect NoExecute
     dra_evict_lost: bool = false, "linkwise.dra.evictLost",
         Row::new(boolean).flag("dra-evict-lost", "BOOL").variables(&["LINKWISE_DRA_EVICT_LOST"]);
+    /// Offer the MIG devices that GPUs in MIG mode could have through DRA, and make and destroy them for claims
+    dra_dynamic_mig: bool = false, "linkwise.dra.dynamicMig",
+        Row::new(boolean).flag("dra-dynamic-mig", "BOOL").variables(&["LINKWISE_DRA_DYNAMIC_MIG"]);
     /// The kubelet's folder for the sockets of DRA drivers; ours is made in a folder of the driver's name
     dra_plugins_dir: PathBuf = PathBuf::from("/var/lib/kubelet/plugins"), "linkwise.dra.pluginsDir",
         Row::new(absolute).flag("dra-plugins-dir", "PATH").variables(&["LINKWISE_DRA_PLUGINS_DIR"]);

@@ -34,7 +34,7 @@ fn gpu(index: u32, number: u32, others: &[u32]) -> GpuScan {
         fabric: Ok(Some(FabricObservation { cluster: "c".to_owned(), clique: 1 })),
         // A switch, another node's GPU, a processor (nvmlIntNvLinkDeviceType_t).
         nvlinks: vec![link(2, "0000:09:00.0"), link(0, "0000:08:00.0"), link(2, "0000:09:00.0"), link(1, "")],
-        mig: Ok(Some(MigScan { enabled: true, devices: Ok(Some([(0, Ok(Some(device)))].into())) })),
+        mig: Ok(Some(MigScan { enabled: true, devices: Ok(Some([(0, Ok(Some(device)))].into())), profiles: Ok(None) })),
         ancestors: others.iter().map(level).collect(),
     }
 }
@@ -139,7 +139,7 @@ fn answers_count_beside_failed_calls() {
     let devices: Vec<u32> = seen.mig.unwrap().devices.iter().map(|device| device.index).collect();
     assert_eq!(devices, [1], "a device that moved is not there twice");
     // A GPU whose MIG is off has no devices, whatever failed.
-    now.mig = Ok(Some(MigScan { enabled: false, devices: Err(failed()) }));
+    now.mig = Ok(Some(MigScan { enabled: false, devices: Err(failed()), profiles: Ok(None) }));
     let off = node(vec![now]).after(Some(&before)).observations().remove(0);
     assert_eq!(off.mig, Some(MigObservation::default()));
 }

@@ -21,6 +21,7 @@ impl World {
         let maker = PoolMaker {
             empty: Pool::new("gpu.nvidia.com", "n", Vec::new()),
             evict_from_lost: false,
+            dynamic_mig: false,
             layouts: LayoutCache::default(),
             reported: Once::new(),
             last: None,
@@ -76,6 +77,7 @@ fn last_gpu_that_goes_leaves_the_pool() {
                 claim,
                 gpus,
                 devices: BTreeSet::from(["gpu-0".to_owned()]),
+                made: BTreeSet::new(),
             }]));
         }
         world.see(0);

@@ -16,7 +16,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 pub use config::ConfigError;
 pub use device::{devices, hardware_of};
 pub use mig::{MigOrder, MigOrderError, MigTask};
-pub use plan::{CLAIM_KIND, ClaimError, Edits, Holder, Node, Prepared, PreparedDevice, claim_device, plan};
+pub use plan::{CLAIM_KIND, ClaimError, Edits, Holder, Node, Prepared, PreparedDevice, claim_device, complete, plan};
 
 /// The request without its alternative: `gpus` of `gpus/quad`.
 fn base(request: &str) -> &str {

@@ -9,6 +9,7 @@ mod device_names;
 mod level;
 mod matrix;
 mod mig;
+mod mig_slots;
 mod node;
 mod nvlink;
 mod observation;
@@ -24,6 +25,7 @@ pub use mig::{
     MigCapabilities, MigDevice, MigDeviceObservation, MigEngines, MigExtension, MigObservation, MigPlacement,
     MigProfile, MigProfileError, MigProfileObservation, MigSlot,
 };
+pub use mig_slots::{PossibleMig, possible_mig};
 pub use node::{Gpu, Nic, NodeTopology};
 pub use observation::{
     AddressingMode, ComputeCapability, CpuObservation, CudaVersion, DisplayClass, FabricObservation, GpuObservation,

@@ -7,6 +7,7 @@
 //! owns pool generations and object names.
 
 mod attributes;
+mod dynamic_mig;
 mod facts;
 mod families;
 mod layout;
@@ -28,6 +29,7 @@ use crate::quote::quoted;
 use attributes::Draft;
 
 pub use crate::topology::{device_name, hardware_of};
+pub use dynamic_mig::counters as mig_counters;
 pub use facts::{DraDevice, DraFacts, DraSettings, offered, offered_now};
 pub use families::{Family, GroupSize, SIZES};
 pub use layout::{GpuLayout, LayoutCache};
@@ -189,7 +191,7 @@ pub enum DraProblem {
 /// The devices that a node publishes, in the order in which the scheduler is to try them, and what is odd about them.
 ///
 /// Whole GPUs, the best sets first; then MIG devices, GPU by GPU; then GPUs that are gone and that a claim may have; then
-/// sets of GPUs, where they are devices, by size and the best first. (A class chooses one kind of device and one size.)
+/// MIG devices that are made when a claim has them, where the settings have it; then sets of GPUs, where they are devices, by size and the best first. (A class chooses one kind of device and one size.)
 /// A GPU in MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does, whatever the plan's MIG
 /// strategy is. Where taints do not survive, a sick device is left out, unless a claim holds it.
 pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
@@ -209,6 +211,10 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
             problems.push(DraProblem::NoName { hardware });
             continue;
         };
+        // One that was made for a claim stays the device that it was before.
+        if settings.dynamic_mig && device.place.is_some() && facts.made.contains(&name) {
+            continue;
+        }
         let taints = taints::taints(device.reasons.iter(), settings.evict_from_lost);
         let is_held = facts.held.contains(&name);
         // A claim that has a GPU that is gone may end at any time; a new one cannot have it.
@@ -240,6 +246,7 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
             devices.push(made);
         }
     }
+    dynamic_mig::add(facts, &mut devices, &mut problems);
     devices.extend(set_devices::set_devices(facts, &gpus));
     (devices, problems)
 }
