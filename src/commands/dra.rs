@@ -12,7 +12,9 @@ use crate::allocation::AllocationTables;
 use crate::config::settings::load;
 use crate::config::{DraArgs, Environment};
 use crate::publish::dra::slice::{Pool, SliceSpec};
-use crate::publish::dra::{DraFacts, GpuLayout, devices, offered};
+use crate::publish::dra::{
+    DraFacts, DraSets, GpuLayout, MOST_DEVICES_WITH_SETS, PublishedSets, counters, devices, mig_counters, offered,
+};
 use crate::state::{DraGpus, DriverVersions};
 use crate::topology::NodeTopology;
 
@@ -46,15 +48,25 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
     }
     let versions = DriverVersions::of(&machine.observed);
     let gpus = offered(&topology, &plan);
-    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus);
-    let (devices, problems) = devices(&DraFacts::of_machine(&topology, &versions, gpus, &layout));
+    let tables = AllocationTables::new(topology.clone().into());
+    let layout = GpuLayout::of(&tables, gpus);
+    let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
+    let with_sets;
+    // No API server is asked here: `auto` is what a new one gets.
+    if settings.dra_sets.value != DraSets::Off {
+        with_sets = layout.clone().with_sets(&tables, MOST_DEVICES_WITH_SETS.saturating_sub(facts.devices.len()));
+        (facts.layout, facts.settings.sets) = (&with_sets, PublishedSets::All);
+    }
+    facts.settings.dynamic_mig = settings.dra_dynamic_mig.value;
+    let (devices, problems) = devices(&facts);
     let mut errors = std::io::stderr().lock();
     for problem in problems {
         // Nobody is left to tell where standard error is closed.
         let _ = writeln!(errors, "linkwise: {problem}");
     }
     let driver = &settings.dra_driver_name.value;
-    let pool = Pool::new(driver, &args.node_name, devices);
+    let counters = [counters(&devices), mig_counters(&facts)].concat();
+    let pool = Pool { counters, ..Pool::new(driver, &args.node_name, devices) };
     let slices = (0..).zip(pool.slices(1)).map(|(number, spec)| ResourceSlice {
         api_version: "resource.k8s.io/v1",
         kind: "ResourceSlice",

@@ -12,6 +12,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::claims::{Claim, MigOrder, MigOrderError};
 use crate::publish::dra::slice::Pool;
+use crate::publish::dra::{ServerVersion, StoredSets};
 use crate::topology::MigUuid;
 
 /// The client of the API server: registers its metrics, and works at its end of the channels until the token is
@@ -25,6 +26,8 @@ pub struct ApiSide {
     pub node: String,
     /// The DRA driver's name.
     pub driver: String,
+    /// Whether the server's release is to be read.
+    pub asks_version: bool,
     /// What is to be stored; `None` while it is unknown which GPUs there are: then nothing is written.
     pub pool: watch::Receiver<Option<Arc<Pool>>>,
     /// What is stored.
@@ -44,6 +47,13 @@ pub struct StoredPool {
     pub generation: u64,
     /// Whether the server drops taints (its gate DRADeviceTaints is off): then sick devices have to be left out.
     pub drops_taints: bool,
+    /// Whether the server drops counters (its gate DRAPartitionableDevices is off): then a pool with counters is not
+    /// written any further.
+    pub drops_counters: bool,
+    /// What was found of our pool; `None` before it was read, and before the release was, where it is to be.
+    pub found: Option<StoredSets>,
+    /// The server's release, where it is to be read and can be.
+    pub version: Option<ServerVersion>,
     /// Why they are not current, where that is known.
     pub trouble: Option<String>,
 }

@@ -18,6 +18,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout, timeout_at};
 
+use super::clock;
 use super::driver::identity;
 use super::keeper;
 use super::node::Node;
@@ -28,9 +29,13 @@ use crate::dra::{self, ApiSide, MigRequest, Occurrence, Phase, PluginMetrics, St
 use crate::metrics::new;
 use crate::once::Once;
 use crate::publish::dra::slice::Pool;
-use crate::publish::dra::{DraFacts, DraProblem, DraSettings, LayoutCache, devices, mig_counters, offered_now};
+use crate::publish::dra::{
+    DraFacts, DraProblem, DraSets, DraSettings, HeldDevices, LayoutCache, MOST_DEVICES_WITH_SETS, ServerVersion,
+    SetsNote, SetsSwitch, SliceDevice, StoredSets, SwitchFacts, counters, devices, mig_counters, offered_now,
+};
 use crate::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use crate::state::{DraGpus, Event, NodeState, PreparedClaim};
+use crate::topology::set_members;
 use crate::uds::Callers;
 
 /// The folder of checkpoints in the state folder.
@@ -113,7 +118,9 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) 
     let (pool, wanted) = watch::channel(None);
     let (report, stored) = watch::channel(StoredPool::default());
     let (asks, claims) = mpsc::channel(QUERIES);
-    let side = ApiSide { node: name, driver, pool: wanted.clone(), stored: report, claims };
+    let sets = settings.dra_sets.value;
+    let asks_version = sets != DraSets::Off;
+    let side = ApiSide { node: name, driver, asks_version, pool: wanted.clone(), stored: report, claims };
     let shutdown = node.shutdown();
     let client = node.metrics().register(|registry| client(side, registry, shutdown.clone()));
     let (observer, occurrences) = observer(node);
@@ -122,16 +129,20 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) 
         empty,
         evict_from_lost: settings.dra_evict_lost.value,
         dynamic_mig: settings.dra_dynamic_mig.value,
+        sets,
+        switch: SetsSwitch::default(),
+        started: Instant::now(),
         layouts: LayoutCache::default(),
         reported: Once::new(),
         last: None,
     };
+    let (note, notes) = watch::channel(None);
     node.readiness.add(Part::DraPlugin, Phase::WaitingForGpus.words());
     node.readiness.add(Part::DraSlices, "waiting for GPUs");
     let (events, snapshot, prepared) = (node.events(), node.snapshot(), plugin.prepared_claims());
     node.spawn("DRA ledger", keep_ledger(prepared, events));
-    node.spawn("DRA slices", maker.run(snapshot.clone(), stored.clone(), pool));
-    node.spawn("DRA slices' report", follow_report(wanted, stored, node.readiness.clone(), metrics));
+    node.spawn("DRA slices", maker.run(snapshot.clone(), stored.clone(), pool, note));
+    node.spawn("DRA slices' report", follow_report(wanted, stored, notes, node.readiness.clone(), metrics));
     node.spawn("DRA log", log(occurrences));
     node.spawn_until_done("API server", client);
     node.spawn_until_done("DRA plugin", async move {
@@ -156,9 +167,29 @@ struct PoolMaker {
     evict_from_lost: bool,
     /// Whether MIG devices are made for claims.
     dynamic_mig: bool,
+    sets: DraSets,
+    switch: SetsSwitch,
+    /// Since when the switch counts time.
+    started: Instant,
     layouts: LayoutCache,
     reported: Once<DraProblem>,
     last: Option<Arc<Pool>>,
+}
+
+/// What the pool depends on beside the snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Server {
+    drops_taints: bool,
+    drops_counters: bool,
+    found: Option<StoredSets>,
+    version: Option<ServerVersion>,
+}
+
+impl Server {
+    fn of(stored: &StoredPool) -> Self {
+        let StoredPool { drops_taints, drops_counters, found, version, .. } = *stored;
+        Self { drops_taints, drops_counters, found, version }
+    }
 }
 
 impl PoolMaker {
@@ -167,19 +198,24 @@ impl PoolMaker {
         mut snapshot: watch::Receiver<Arc<NodeState>>,
         mut stored: watch::Receiver<StoredPool>,
         pool: watch::Sender<Option<Arc<Pool>>>,
+        notes: watch::Sender<Option<SetsNote>>,
     ) -> Result<()> {
         loop {
             let state = Arc::clone(&snapshot.borrow_and_update());
-            let drops_taints = stored.borrow_and_update().drops_taints;
+            let server = Server::of(&stored.borrow_and_update());
             // The first layout of a topology costs some hundred choices.
             let made = spawn_blocking(move || {
-                let problems = self.make(&state, drops_taints);
+                let problems = self.make(&state, server);
                 (self, problems)
             });
-            let problems;
-            (self, problems) = made.await.context("making the pool of DRA devices panicked")?;
+            let (problems, note);
+            (self, (problems, note)) = made.await.context("making the pool of DRA devices panicked")?;
             for problem in self.reported.replace(problems) {
                 tracing::warn!("{problem}");
+            }
+            let is_news = notes.send_if_modified(|before| std::mem::replace(before, note) != note);
+            if let Some(note) = note.filter(|_| is_news) {
+                tracing::warn!("{note}");
             }
             let last = self.last.clone();
             pool.send_if_modified(|before| {
@@ -187,33 +223,50 @@ impl PoolMaker {
                 *before = last;
                 changed
             });
+            let deadline = self.switch.deadline(self.started.elapsed());
+            let deadline = deadline.and_then(|deadline| self.started.checked_add(deadline));
             tokio::select! {
                 changed = snapshot.changed() => changed.context("the node's state is gone")?,
-                changed = stored.wait_for(|stored| stored.drops_taints != drops_taints) => {
+                changed = stored.wait_for(|stored| Server::of(stored) != server) => {
                     drop(changed.context("the API server's client is gone")?);
                 }
+                () = clock::at(deadline) => {}
             }
         }
     }
 
     /// Makes the pool anew. There is none before the first GPU is seen, nor before the lists of holders that may let the
-    /// first GPUs go to DRA: an empty pool would be written, and again with GPUs a moment later.
-    fn make(&mut self, state: &NodeState, drops_taints: bool) -> Vec<DraProblem> {
+    /// first GPUs go to DRA: an empty pool would be written, and again with GPUs a moment later. Nor is there one before
+    /// the stored slices are read: sets among them may have claims.
+    fn make(&mut self, state: &NodeState, server: Server) -> (Vec<DraProblem>, Option<SetsNote>) {
+        let through_dra = state.offers().through_dra();
         let may_come = state.topology().gpus().is_empty() || state.may_soon_offer_through_dra();
-        if self.last.is_none() && state.offers().through_dra().is_empty() && may_come {
-            return Vec::new();
+        if self.last.is_none() && through_dra.is_empty() && may_come {
+            return (Vec::new(), None);
         }
-        let layout = self.layouts.layout(state.tables(), offered_now(state), 0);
+        let facts = SwitchFacts {
+            setting: self.sets,
+            version: server.version,
+            drops_counters: server.drops_counters,
+            stored: server.found,
+            held: HeldDevices::of(state, &self.empty.driver),
+        };
+        let (sets, note) = self.switch.next(&facts, self.started.elapsed());
+        let Some(sets) = sets else { return (Vec::new(), note) };
+        let room = if sets.has_counters() { MOST_DEVICES_WITH_SETS.saturating_sub(through_dra.len()) } else { 0 };
+        let layout = self.layouts.layout(state.tables(), offered_now(state), room);
         let settings = DraSettings {
-            taints_survive: !drops_taints,
+            taints_survive: !server.drops_taints,
             evict_from_lost: self.evict_from_lost,
-            dynamic_mig: self.dynamic_mig,
-            ..DraSettings::default()
+            sets,
+            // Without counters the scheduler would give out one memory slice several times.
+            dynamic_mig: self.dynamic_mig && !server.drops_counters,
         };
         let facts = DraFacts::of_state(state, &self.empty.driver, &layout, settings);
         let (devices, problems) = devices(&facts);
-        self.last = Some(Arc::new(Pool { devices, counters: mig_counters(&facts), ..self.empty.clone() }));
-        problems
+        let counters = [counters(&devices), mig_counters(&facts)].concat();
+        self.last = Some(Arc::new(Pool { counters, devices, ..self.empty.clone() }));
+        (problems, note)
     }
 }
 
@@ -224,6 +277,8 @@ pub(super) struct SliceMetrics {
     generation: Gauge,
     current: Gauge,
     drops_taints: Gauge,
+    sets: Gauge,
+    drops_counters: Gauge,
     troubles: Counter,
 }
 
@@ -239,6 +294,12 @@ impl SliceMetrics {
                 "dra_taints_dropped",
                 "1 once the API server dropped a taint (feature gate DRADeviceTaints): sick GPUs are left out instead",
             ),
+            sets: new(registry, "dra_set_devices", "Sets of GPUs among the devices that are wanted"),
+            drops_counters: new(
+                registry,
+                "dra_counters_dropped",
+                "1 once the API server dropped counters (feature gate DRAPartitionableDevices): neither sets nor MIG devices to be made are published",
+            ),
             troubles: new(registry, "dra_slices_troubles", "Times that writing the ResourceSlices began to fail"),
         }
     }
@@ -246,6 +307,8 @@ impl SliceMetrics {
     /// Shows what is wanted and stored.
     pub fn set(&self, wanted: Option<&Pool>, stored: &StoredPool) {
         let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
+        let is_set = |device: &&SliceDevice| set_members(&device.name).is_some();
+        self.sets.set(wanted.map_or(0, |pool| number(pool.devices.iter().filter(is_set).count())));
         let wanted = wanted.map_or(0, |pool| number(pool.slices(0).len()));
         for (state, count) in [("wanted", wanted), ("stored", number(stored.slices))] {
             self.slices.get_or_create(&[("state", state)]).set(count);
@@ -253,6 +316,7 @@ impl SliceMetrics {
         self.generation.set(i64::try_from(stored.generation).unwrap_or(i64::MAX));
         self.current.set(stored.is_current.into());
         self.drops_taints.set(stored.drops_taints.into());
+        self.drops_counters.set(stored.drops_counters.into());
     }
 }
 
@@ -260,6 +324,7 @@ impl SliceMetrics {
 async fn follow_report(
     mut wanted: watch::Receiver<Option<Arc<Pool>>>,
     mut stored: watch::Receiver<StoredPool>,
+    mut notes: watch::Receiver<Option<SetsNote>>,
     readiness: Readiness,
     metrics: SliceMetrics,
 ) -> Result<()> {
@@ -274,9 +339,16 @@ async fn follow_report(
         }
         had_trouble = now.trouble.is_some();
         let ends = grace.ends(now.is_current, Instant::now());
+        let note = *notes.borrow_and_update();
         match &pool {
+            None if now.found.is_none() => readiness.enter(&part, "waiting for GPUs and the API server", false),
             None => readiness.enter(&part, "waiting for GPUs", false),
-            Some(_) if now.is_current => readiness.enter(&part, "stored", true),
+            Some(_) if now.is_current => {
+                readiness.enter(&part, "stored", true);
+                if let Some(note) = note {
+                    readiness.trouble(&part, note.to_string());
+                }
+            }
             Some(_) => {
                 readiness.enter(&part, "being written", ends.is_some());
                 if let Some(trouble) = now.trouble {
@@ -289,6 +361,7 @@ async fn follow_report(
             tokio::select! {
                 changed = wanted.changed() => changed.context("the pool is gone"),
                 changed = stored.changed() => changed.context("the API server's client is gone"),
+                changed = notes.changed() => changed.context("the pool is gone"),
             }
         };
         if let Ok(changed) = timeout_at(ends.unwrap_or(far), changed).await {

@@ -17,4 +17,5 @@ mod oracle;
 mod order;
 mod published;
 mod sequences;
+mod sets;
 mod tiers;

@@ -92,6 +92,10 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
     if known.is_some_and(|known| !token.is_some_and(|token| known.contains(&token))) {
         return status(&Refusal::new(401, "Unauthorized", "Unauthorized"));
     }
+    let version = shared.version.lock().expect("no thread panics in here").clone();
+    if head.uri.path() == "/version" && !version.is_empty() {
+        return respond(200, release(&version).to_string());
+    }
     let query: Vec<(String, String)> = head.uri.query().map(pairs).unwrap_or_default();
     let parameter = |name: &str| query.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str());
     let Some(target) = target(head.uri.path(), shared) else {
@@ -149,6 +153,16 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
         Ok(object) => respond(if method == "POST" { 201 } else { 200 }, object.to_string()),
         Err(refusal) => status(&refusal),
     }
+}
+
+/// `/version`, of which clients read the release.
+fn release(version: &str) -> Value {
+    let mut numbers = version.trim_start_matches('v').split('.');
+    let (major, minor) = (numbers.next().unwrap_or_default(), numbers.next().unwrap_or_default());
+    json!({
+        "major": major, "minor": minor, "gitVersion": version, "gitCommit": "", "gitTreeState": "clean",
+        "buildDate": "1970-01-01T00:00:00Z", "goVersion": "", "compiler": "", "platform": "linux/amd64",
+    })
 }
 
 /// What a path names; `None` where the server has no such kind.

@@ -64,6 +64,8 @@ struct Shared {
     /// The tokens that are accepted; `None` while every request is.
     tokens: Mutex<Option<BTreeSet<String>>>,
     requests: watch::Sender<Vec<Request>>,
+    /// The release that `/version` names.
+    version: Mutex<String>,
     /// Whether lists and watches have every object of the kind.
     ignores_selectors: AtomicBool,
     /// Counts changes of the store and orders to watches.
@@ -118,6 +120,7 @@ impl ApiServerBox {
                 faults: Mutex::default(),
                 tokens: Mutex::default(),
                 requests: watch::Sender::default(),
+                version: Mutex::new("v1.36.2".to_owned()),
                 ignores_selectors: AtomicBool::new(false),
                 changes: watch::Sender::default(),
                 watches: watch::Sender::default(),
@@ -186,6 +189,11 @@ impl ApiServerBox {
     /// Switches feature gates; slices that were stored before stay as they are.
     pub fn set_gates(&self, gates: Gates) {
         self.shared.store().gates = gates;
+    }
+
+    /// Sets the `gitVersion` of `/version`, such as `v1.37.0`; the server has no such path where it is empty.
+    pub fn set_version(&self, version: &str) {
+        version.clone_into(&mut self.shared.version.lock().expect("no thread panics in here"));
     }
 
     /// Lists and watches ignore their field selectors from now on.

@@ -36,8 +36,8 @@ pub(crate) fn client(
     move |side, registry, shutdown| {
         let metrics = ApiMetrics::register(registry);
         let server = || ApiServer::new(access.clone(), pace, metrics.clone());
-        let ApiSide { node, driver, pool, stored, claims } = side;
-        let writer = SliceWriter::new(server(), SliceSettings { node, driver });
+        let ApiSide { node, driver, asks_version, pool, stored, claims } = side;
+        let writer = SliceWriter::new(server(), SliceSettings { node, driver, asks_version });
         let writing = writer.run(server(), pool, stored, shutdown.clone());
         let reading = ClaimReader::new(server()).run(claims, shutdown);
         join(writing, reading).map(|_| Ok(())).boxed()

@@ -4,6 +4,9 @@
 //! makes the ones like the other: at once after a change, and then on average one request a second: `k` slices are `k`
 //! requests, and `k` seconds of rest after them. A kubelet that starts deletes all slices of its node; they are created
 //! again. The slices stay when the writer ends: kubelets delete those of a driver that has been away for 30 s.
+//!
+//! Of a pool with counters the slices with them are written first; where they come back without, nothing else of that
+//! pool is.
 
 mod follow;
 mod plan;
@@ -16,6 +19,7 @@ use k8s_openapi::api::core::v1::Node;
 use kube::Api;
 use kube::api::{DeleteParams, DynamicObject, PostParams, Preconditions};
 use linkwise::dra::StoredPool;
+use linkwise::publish::dra::ServerVersion;
 use linkwise::publish::dra::slice::Pool;
 use serde_json::Value;
 use tokio::sync::watch;
@@ -28,7 +32,7 @@ use crate::follower::Follower;
 use crate::server::ApiServer;
 
 use follow::{OBJECT, Slices, list, listed, resource, value};
-use plan::{Memory, Plan, Write, generation, plan};
+use plan::{Memory, Plan, Write, drops_counters, generation, plan, stored_sets};
 use repairs::Repairs;
 use stored::Stored;
 
@@ -42,6 +46,8 @@ pub struct SliceSettings {
     pub node: String,
     /// The DRA driver.
     pub driver: String,
+    /// Whether the server's release is read: at the start, and when its slices are listed anew.
+    pub asks_version: bool,
 }
 
 impl SliceSettings {
@@ -68,6 +74,10 @@ pub struct SliceWriter {
     had_slices: bool,
     /// Whether the server dropped a taint since this process began.
     drops_taints: bool,
+    /// The same of counters.
+    drops_counters: bool,
+    /// The server's release, and how often the slices had been listed when it was read.
+    version: Option<(Option<ServerVersion>, u64)>,
     trouble: Option<String>,
     /// The pool that was written last, or found to be stored.
     last: Option<Arc<Pool>>,
@@ -89,6 +99,8 @@ impl SliceWriter {
             owner: None,
             had_slices: false,
             drops_taints: false,
+            drops_counters: false,
+            version: None,
             trouble: None,
             last: None,
             rest: Instant::now(),
@@ -129,9 +141,7 @@ impl SliceWriter {
             if let Err(error) = self.write(pool, stored, report).await {
                 let pause = self.attempts.failed(&error);
                 self.trouble = Some(error.to_string());
-                if let Some(wanted) = pool.borrow().as_deref() {
-                    self.report(wanted, stored, report);
-                }
+                self.report(pool.borrow().as_deref(), stored, report);
                 // Also where the pool changes meanwhile: the server may have asked for the pause.
                 tokio::time::sleep(pause).await;
                 continue;
@@ -151,11 +161,14 @@ impl SliceWriter {
         stored: &watch::Sender<Stored>,
         report: &watch::Sender<StoredPool>,
     ) -> Result<(), ApiError> {
-        let Some(wanted) = pool.borrow_and_update().clone() else { return Ok(()) };
-        if !stored.borrow().is_known {
-            self.report(&wanted, stored, report);
+        self.read_version(stored).await?;
+        let wanted = pool.borrow_and_update().clone();
+        // Without its counters a pool with sets would give GPUs out twice: another pool will come.
+        let wanted = wanted.filter(|pool| !self.drops_counters || pool.counters.is_empty());
+        let Some(wanted) = wanted.filter(|_| stored.borrow().is_known) else {
+            self.report(pool.borrow().as_deref(), stored, report);
             return Ok(());
-        }
+        };
         if self.owner.is_none() {
             self.owner = Some(self.node_uid().await?);
         }
@@ -164,7 +177,7 @@ impl SliceWriter {
             self.works(wanted, stored, report);
             return Ok(());
         }
-        self.report(&wanted, stored, report);
+        self.report(Some(&wanted), stored, report);
         if self.last.as_ref().is_some_and(|last| Arc::ptr_eq(last, &wanted)) {
             self.pause(pool, stored).await;
         }
@@ -184,6 +197,10 @@ impl SliceWriter {
             // Counted before it is known to have failed: a server in trouble is not to get more.
             self.rest = self.rest.max(Instant::now()) + self.server.pace().write;
             self.request(write, stored).await?;
+            if self.drops_counters && !wanted.counters.is_empty() {
+                self.report(Some(&wanted), stored, report);
+                return Ok(());
+            }
         }
         self.works(wanted, stored, report);
         Ok(())
@@ -194,7 +211,7 @@ impl SliceWriter {
         self.attempts.succeeded();
         self.had_slices = true;
         self.trouble = None;
-        self.report(&pool, stored, report);
+        self.report(Some(&pool), stored, report);
         self.last = Some(pool);
     }
 
@@ -252,6 +269,9 @@ impl SliceWriter {
                     // A slice that had taints before the gate was switched off keeps them while another loses its own.
                     self.drops_taints |= drops;
                 }
+                if drops_counters(&sent, &answer) && !std::mem::replace(&mut self.drops_counters, true) {
+                    tracing::warn!("the API server drops counters (feature gate DRAPartitionableDevices)");
+                }
                 stored.send_modify(|stored| stored.written(answer));
                 Ok(())
             }
@@ -270,6 +290,23 @@ impl SliceWriter {
                 Err(error)
             }
         }
+    }
+
+    /// Reads the server's release where that is asked for. A server that does not tell it has none: `auto` waits then.
+    async fn read_version(&mut self, stored: &watch::Sender<Stored>) -> Result<(), ApiError> {
+        let lists = stored.borrow().lists;
+        let is_read = self.version.is_some_and(|(_, at)| at == lists);
+        if !self.settings.asks_version || is_read || lists == 0 {
+            return Ok(());
+        }
+        let version = |client: kube::Client| async move { client.apiserver_version().await };
+        let read = match self.server.call("version", "get", version).await {
+            Ok(info) => ServerVersion::parse(&info.git_version),
+            Err(error) if error.code().is_some_and(|code| (400..500).contains(&code) && code != 429) => None,
+            Err(error) => return Err(error),
+        };
+        self.version = Some((read, lists));
+        Ok(())
     }
 
     /// The Node's UID; `None` where the server does not show it: then the slices get no owner.
@@ -291,15 +328,20 @@ impl SliceWriter {
     }
 
     /// Reports what is stored now.
-    fn report(&self, wanted: &Pool, stored: &watch::Sender<Stored>, report: &watch::Sender<StoredPool>) {
+    fn report(&self, wanted: Option<&Pool>, stored: &watch::Sender<Stored>, report: &watch::Sender<StoredPool>) {
         // Before the next borrow: two at once could wait for a change between them.
-        let differs = !self.plan(wanted, stored).writes.is_empty();
+        let is_wanted = wanted.is_some_and(|wanted| self.plan(wanted, stored).writes.is_empty());
         let found = stored.borrow();
+        let is_read = found.is_known && (!self.settings.asks_version || self.version.is_some());
+        let pool = Pool::new(&self.settings.driver, &self.settings.node, Vec::new()).name;
         let now = StoredPool {
-            is_current: found.is_known && !differs,
+            is_current: found.is_known && is_wanted,
             slices: found.slices.len(),
             generation: found.slices.values().map(generation).max().unwrap_or(0),
             drops_taints: self.drops_taints,
+            drops_counters: self.drops_counters,
+            found: is_read.then(|| stored_sets(found.slices.values(), &pool)),
+            version: self.version.and_then(|(version, _)| version),
             trouble: self.trouble.clone(),
         };
         drop(found);

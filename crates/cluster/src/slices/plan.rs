@@ -2,12 +2,14 @@
 //!
 //! The rules are those of Kubernetes' own helper for DRA drivers (resourceslicecontroller.go): the generation of the
 //! pool stays where at most one slice changes and none is new, and is one more in all of them otherwise; obsolete
-//! slices are deleted first, then slices are updated, then created.
+//! slices are deleted first, then slices are updated, then created. Of a pool with counters the slices with them come
+//! first, and new slices before others.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use linkwise::publish::dra::slice::Pool;
+use linkwise::publish::dra::{GPU_COUNTERS, StoredSets};
 use serde_json::{Value, json};
 
 /// No pool comes to this generation by itself: a change of somebody else, or an answer that lies, has set it. Going on
@@ -36,6 +38,14 @@ impl Write {
         match self {
             Self::Delete { name, .. } => name,
             Self::Update(object) | Self::Create(object) => object["metadata"]["name"].as_str().unwrap_or_default(),
+        }
+    }
+
+    /// Whether it is a slice of counters.
+    fn has_counters(&self) -> bool {
+        match self {
+            Self::Delete { .. } => false,
+            Self::Update(object) | Self::Create(object) => counters(object) > 0,
         }
     }
 }
@@ -148,7 +158,14 @@ pub(super) fn plan(pool: &Pool, stored: &BTreeMap<String, Value>, owner: Option<
             }
         }
     }
-    writes.extend(updates.into_iter().chain(creates));
+    if pool.counters.is_empty() {
+        writes.extend(updates.into_iter().chain(creates));
+    } else {
+        // A server that drops counters keeps those that a slice has already: what is new shows it, and the pool is not
+        // whole yet then.
+        let (counters, others): (Vec<_>, Vec<_>) = creates.into_iter().chain(updates).partition(Write::has_counters);
+        writes.extend(counters.into_iter().chain(others));
+    }
     Plan { writes, generation: next, slices: count }
 }
 
@@ -206,6 +223,39 @@ pub(super) fn generation(slice: &Value) -> u64 {
 
 fn devices(slice: &Value) -> &[Value] {
     slice["spec"]["devices"].as_array().map_or(&[], Vec::as_slice)
+}
+
+/// The counters that a slice has.
+fn counters(slice: &Value) -> usize {
+    let sets = slice["spec"]["sharedCounters"].as_array().map_or(&[][..], Vec::as_slice);
+    sets.iter().filter_map(|set| set["counters"].as_object()).map(serde_json::Map::len).sum()
+}
+
+/// The counters that the devices of a slice consume.
+fn consumed(slice: &Value) -> usize {
+    let sets = devices(slice).iter().filter_map(|device| device["consumesCounters"].as_array()).flatten();
+    sets.filter_map(|set| set["counters"].as_object()).map(serde_json::Map::len).sum()
+}
+
+/// Whether a slice came back with fewer counters than it was sent with.
+pub(super) fn drops_counters(sent: &Value, stored: &Value) -> bool {
+    counters(stored) < counters(sent) || consumed(stored) < consumed(sent)
+}
+
+/// What is stored of a pool.
+pub(super) fn stored_sets<'a>(slices: impl Iterator<Item = &'a Value>, pool: &str) -> StoredSets {
+    let mut ours = slices.filter(|slice| slice["spec"]["pool"]["name"] == *pool).peekable();
+    if ours.peek().is_none() {
+        return StoredSets::Nothing;
+    }
+    // The counters of MIG devices are not those of whole GPUs.
+    let is_of_gpus = |name: &Value| name.as_str().is_some_and(|name| name.starts_with(GPU_COUNTERS));
+    let has_any = ours.any(|slice| {
+        let sets = slice["spec"]["sharedCounters"].as_array().into_iter().flatten().map(|set| &set["name"]);
+        let consumed = devices(slice).iter().filter_map(|device| device["consumesCounters"].as_array()).flatten();
+        sets.chain(consumed.map(|consumption| &consumption["counterSet"])).any(is_of_gpus)
+    });
+    if has_any { StoredSets::Counters } else { StoredSets::Plain }
 }
 
 /// A number for all that is said of counters and devices. The same for what the API takes for the same: empty and

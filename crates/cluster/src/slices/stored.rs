@@ -12,6 +12,8 @@ pub(super) struct Stored {
     pub slices: BTreeMap<String, Value>,
     /// Whether the slices were listed once.
     pub is_known: bool,
+    /// How often they were listed: a server that comes back is another release, perhaps.
+    pub lists: u64,
     pub disturbances: Disturbances,
     /// The version of the last change in `disturbances`.
     last_change: Option<u64>,
@@ -86,6 +88,7 @@ impl Stored {
         }
         let is_news = !self.is_known || is_changed || is_less;
         (self.slices, self.is_known) = (slices, true);
+        self.lists = self.lists.wrapping_add(1);
         is_news
     }
 }

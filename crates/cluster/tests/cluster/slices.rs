@@ -27,7 +27,7 @@ struct Writing {
 fn write(cluster: &Cluster, pace: Pace) -> Writing {
     let (pool, wanted) = watch::channel(None);
     let (report, stored) = watch::channel(StoredPool::default());
-    let settings = SliceSettings { node: "n".to_owned(), driver: DRIVER.to_owned() };
+    let settings = SliceSettings { node: "n".to_owned(), driver: DRIVER.to_owned(), asks_version: false };
     let writer = SliceWriter::new(cluster.client(pace), settings);
     let follow = cluster.client(pace);
     let running = Running::of(|shutdown| writer.run(follow, wanted, report, shutdown));

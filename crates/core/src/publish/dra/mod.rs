@@ -33,7 +33,7 @@ pub use dynamic_mig::counters as mig_counters;
 pub use facts::{DraDevice, DraFacts, DraSettings, offered, offered_now};
 pub use families::{Family, GroupSize, SIZES};
 pub use layout::{GpuLayout, LayoutCache};
-pub use set_devices::{PublishedSets, SET_TYPE, counters};
+pub use set_devices::{GPU_COUNTERS, PublishedSets, SET_TYPE, counters};
 pub use sets::{MOST_DEVICES_WITH_SETS, RankedSet};
 pub use switch::{DraSets, HeldDevices, ServerVersion, SetsNote, SetsSwitch, StoredSets, SwitchFacts};
 
