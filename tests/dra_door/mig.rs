@@ -12,8 +12,7 @@ use linkwise::topology::{GpuUuid, MigDeviceObservation, MigPlacement, MigSlot};
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 
-use super::node::{Answer, KIND, LIMIT, Node, end, name, pod, reference, refusal, start, state};
-use linkwise_kubelet_box::dra::DraKubelet;
+use super::node::{Answer, KIND, LIMIT, Node, end, name, pod, refusal, start, state};
 
 /// GPU 0 in MIG mode, without instances.
 const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fake-nvml/machines/mig-on-demand.yaml");
@@ -345,17 +344,11 @@ async fn killed_while_it_is_destroyed_is_destroyed() {
         driver.lock().unwrap().held.clear();
         node.start();
         let kubelet = node.kubelet().await;
-        unprepare(&kubelet, &claim).await;
+        // It learns of the claim by starting its pod; whether that works is all the same.
+        let _ = kubelet.start_pod(&pod(&claim)).await;
+        end(&kubelet, &claim).await;
         assert_eq!((instances(&driver).len(), node.checkpoints().len()), (0, 0), "{mood:?}");
     }
-}
-
-/// As a kubelet that restarted and finds the pod gone: it prepares nothing before.
-async fn unprepare(kubelet: &DraKubelet, claim: &linkwise::claims::ClaimName) {
-    // It learns of the claim by starting its pod; whether that works is all the same.
-    let _ = kubelet.start_pod(&pod(claim)).await;
-    let _ = reference(claim);
-    kubelet.stop_pod(&pod(claim).pod).await.unwrap();
 }
 
 #[tokio::test]
