@@ -17,6 +17,7 @@ mod dra {
     pub mod limits;
     pub mod mig;
     pub mod order;
+    pub mod sets;
     pub mod state;
 }
 #[path = "random_node/mod.rs"]

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 /// Checks the specifications of all slices of a pool; panics with what is wrong.
 pub fn check(slices: &[Value]) {
-    let mut names = BTreeSet::new();
+    let (mut names, mut shared, mut consumed) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
     for slice in slices {
         let pool = &slice["pool"];
         assert_eq!(pool, &slices[0]["pool"], "one pool");
@@ -19,19 +19,50 @@ pub fn check(slices: &[Value]) {
         assert!(driver.len() <= 63 && is_subdomain(driver), "{driver}");
         assert!(is_subdomain(slice["nodeName"].as_str().unwrap()));
         let devices = slice["devices"].as_array().unwrap();
-        let has_taints = devices.iter().any(|device| device.get("taints").is_some());
-        assert!(devices.len() <= if has_taints { 64 } else { 128 }, "{} devices, taints: {has_taints}", devices.len());
+        let is_limited =
+            devices.iter().any(|device| device.get("taints").is_some() || device.get("consumesCounters").is_some());
+        assert!(devices.len() <= if is_limited { 64 } else { 128 }, "{} devices, limited: {is_limited}", devices.len());
+        let sets = slice.get("sharedCounters").map_or(&[][..], |sets| sets.as_array().unwrap());
+        assert!(sets.is_empty() || devices.is_empty(), "devices or counters");
+        assert!(sets.len() <= 8, "{} counter sets", sets.len());
+        for set in sets {
+            let (name, counters) = (set["name"].as_str().unwrap(), set["counters"].as_object().unwrap());
+            assert!(is_label(name) && (1..=32).contains(&counters.len()), "{name}: {}", counters.len());
+            for (counter, amount) in counters {
+                assert!(is_label(counter) && is_canonical(amount["value"].as_str().unwrap()), "{name}: {counter}");
+                assert!(shared.insert((name.to_owned(), counter.clone())), "{name}: {counter} twice");
+            }
+        }
         for device in devices {
             let name = device["name"].as_str().unwrap();
             assert!(is_label(name), "{name}");
             assert!(names.insert(name.to_owned()), "{name} twice");
             check_device(name, device.as_object().unwrap());
+            consumed.extend(consumptions(name, device));
         }
     }
+    // A pool in which a device consumes what is not there is invalid, and none of it is allocated.
+    assert!(consumed.is_subset(&shared), "{:?}", consumed.difference(&shared));
+}
+
+/// The counters that a device consumes, by their set.
+fn consumptions(name: &str, device: &Value) -> BTreeSet<(String, String)> {
+    let sets = device.get("consumesCounters").map_or(&[][..], |sets| sets.as_array().unwrap());
+    assert!(sets.len() <= 2, "{name}: {} counter sets", sets.len());
+    let mut all = BTreeSet::new();
+    for set in sets {
+        let counters = set["counters"].as_object().unwrap();
+        assert!((1..=32).contains(&counters.len()), "{name}: {} counters", counters.len());
+        for (counter, amount) in counters {
+            assert_eq!(amount["value"], "1", "{name}: {counter}");
+            assert!(all.insert((set["counterSet"].as_str().unwrap().to_owned(), counter.clone())), "{name}: {counter}");
+        }
+    }
+    all
 }
 
 fn check_device(name: &str, device: &Map<String, Value>) {
-    let known = ["name", "attributes", "capacity", "taints"];
+    let known = ["name", "attributes", "capacity", "taints", "consumesCounters"];
     assert!(device.keys().all(|key| known.contains(&key.as_str())), "{name}: {device:?}");
     let empty = Map::new();
     let of = |key: &str| device.get(key).map_or(&empty, |map| map.as_object().unwrap());
@@ -121,7 +152,12 @@ fn checker_refuses_what_breaks_a_rule() {
         ],
     });
     check(std::slice::from_ref(&good));
-    let broken: [(&str, Value); 9] = [
+    let uses = |count: usize| -> Value {
+        (0..count)
+            .map(|n| serde_json::json!({"counterSet": format!("s{n}"), "counters": {"c": {"value": "1"}}}))
+            .collect()
+    };
+    let broken: [(&str, Value); 11] = [
         ("/devices/0/name", "GPU".into()),
         ("/devices/0/attributes/a~1b/version", "1.02.3".into()),
         ("/devices/0/attributes/a~1b/version", "1.2".into()),
@@ -130,11 +166,16 @@ fn checker_refuses_what_breaks_a_rule() {
         ("/devices/0/attributes", serde_json::json!({"a-b": {"int": 1}})),
         ("/devices/0/capacity/c/value", "1024Mi".into()),
         ("/pool/resourceSliceCount", 2.into()),
+        ("/devices/0/consumesCounters", uses(1)),
+        ("/devices/0/consumesCounters", uses(3)),
         ("/devices", (0..129).map(|n| serde_json::json!({"name": format!("gpu-{n}")})).collect()),
     ];
     for (place, value) in broken {
         let mut bad = good.clone();
-        *bad.pointer_mut(place).unwrap() = value;
+        match bad.pointer_mut(place) {
+            Some(found) => *found = value,
+            None => bad["devices"][0]["consumesCounters"] = value,
+        }
         let refused = std::panic::catch_unwind(|| check(&[bad.clone()]));
         assert!(refused.is_err(), "{bad}");
     }

@@ -11,4 +11,5 @@ mod life;
 mod mig;
 mod node;
 mod prepare;
+mod sets;
 mod storm;

@@ -10,6 +10,7 @@ mod dra_node;
 mod dra_soak;
 mod node;
 mod node_feature;
+mod sets;
 mod slices;
 mod support;
 mod whole_node;

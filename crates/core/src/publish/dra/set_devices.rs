@@ -20,7 +20,7 @@ const MOST_COUNTERS: u32 = 32;
 const MOST_COUNTER_SETS: usize = 2;
 
 /// What all members have in common is the set's too. Bytes count here: there are some hundred sets.
-const COMMON: [&str; 10] = [
+const COMMON: [&str; 9] = [
     "productName",
     "architecture",
     "cudaComputeCapability",
@@ -30,7 +30,6 @@ const COMMON: [&str; 10] = [
     "resource.kubernetes.io/numaNode",
     "dra.net/numaNode",
     "linkwise.dev/socket",
-    "linkwise.dev/nvlinkFabric",
 ];
 
 /// The type of sets; that of GPUs is `gpu`.
