@@ -72,7 +72,7 @@ pub(super) enum PrepareError {
     Names { folder: String, names: String },
     #[error("the agent is ending, or too busy to enter the claim into its ledger")]
     NoLedger,
-    #[error("what a process that was killed has left of the claim is still there")]
+    #[error("what an earlier attempt has left of the claim is still there")]
     Left(#[from] UnprepareError),
     #[error("the claim was not prepared within {0:?}")]
     Late(Duration),

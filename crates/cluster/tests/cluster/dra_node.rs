@@ -38,11 +38,11 @@ impl Node {
         Self { cluster, folder, _kubelet: kubelet, dra }
     }
 
-    fn at(&self, name: &str) -> PathBuf {
+    pub fn at(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
-    fn program(&self) -> Command {
+    pub fn program(&self) -> Command {
         let address = self.cluster.server.address();
         let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../src/machines/dgx1-v100.yaml");
         let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise-cluster"));
@@ -65,7 +65,7 @@ impl Node {
         self.program().spawn().unwrap()
     }
 
-    fn devices(&self) -> Vec<String> {
+    pub fn devices(&self) -> Vec<String> {
         let slices = self.cluster.server.objects(&ResourceType::RESOURCE_SLICES);
         let devices = slices.iter().flat_map(|slice| slice["spec"]["devices"].as_array().cloned().unwrap_or_default());
         let mut names: Vec<String> = devices.map(|device| device["name"].as_str().unwrap().to_owned()).collect();
@@ -77,7 +77,7 @@ impl Node {
         until(|| self.devices().len() == count).await;
     }
 
-    async fn is_registered(&self, registrations: u64) {
+    pub async fn is_registered(&self, registrations: u64) {
         let is = |state: &linkwise_kubelet_box::dra::DraState| {
             state
                 .drivers
