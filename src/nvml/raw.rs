@@ -212,14 +212,14 @@ impl<'a, 'nvml> GpuInstanceHandle<'a, 'nvml> {
     /// The GPU instances of a profile, by the driver's id of it.
     pub fn of_profile(device: &'a Device<'nvml>, profile: u32) -> Answer<Vec<Self>> {
         /// No GPU has a tenth of it.
-        const MOST: usize = 64;
+        const MOST: u32 = 64;
         let Ok(call) = &device.nvml().lib().nvmlDeviceGetGpuInstances else { return Ok(None) };
-        let (mut handles, mut count) = ([std::ptr::null_mut(); MOST], MOST as u32);
+        let (mut handles, mut count) = ([std::ptr::null_mut(); MOST as usize], MOST);
         // JUSTIFICATION: nvml-wrapper does not have this call.
         // SAFETY: the GPU's handle is live; `handles` has room for `count` answers, and for more than any GPU has.
         let code = unsafe { call(device.handle(), profile, handles.as_mut_ptr(), &mut count) };
         returned("nvmlDeviceGetGpuInstances", code, || {
-            let found = handles.into_iter().take(usize::try_from(count).unwrap_or(MOST));
+            let found = handles.into_iter().take(usize::try_from(count).unwrap_or(0));
             Some(found.map(|handle| Self { device, handle }).collect())
         })
     }

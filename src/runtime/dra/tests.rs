@@ -131,7 +131,7 @@ fn sets_come_and_go_with_setting_server_and_claims() {
     let claim = ClaimName { namespace: "default".into(), name: "a".into(), uid: "1".into() };
     let gpus = observed(4).gpus.iter().take(2).map(|gpu| gpu.uuid.clone()).collect();
     let devices = BTreeSet::from(["gpus-2-0-1".to_owned()]);
-    world.apply(Event::Prepared(vec![PreparedClaim { claim, gpus, devices }]));
+    world.apply(Event::Prepared(vec![PreparedClaim { claim, gpus, devices, made: BTreeSet::new() }]));
     // The next process finds counters, and has another setting.
     world.maker.switch = SetsSwitch::default();
     world.maker.sets = DraSets::Off;
