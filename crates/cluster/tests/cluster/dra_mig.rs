@@ -51,8 +51,8 @@ async fn run(node: &Node) -> Child {
 /// The GPU's instances, as the driver keeps them: the layout that it wrote last.
 fn instances(node: &Node) -> usize {
     let text = fs::read_to_string(node.at("nvml.journal")).unwrap_or_default();
-    let last = text.lines().rfind(|line| line.starts_with("mig 0 ")).unwrap_or("mig 0 {}");
-    let layout: serde_json::Value = serde_json::from_str(&last["mig 0 ".len()..]).unwrap();
+    let last = text.lines().rev().find_map(|line| line.strip_prefix("mig 0 ")).unwrap_or("{}");
+    let layout: serde_json::Value = serde_json::from_str(last).unwrap();
     let count = |key: &str| layout[key].as_array().map_or(0, Vec::len);
     count("devices") + count("bare")
 }
