@@ -34,6 +34,8 @@ RUN for member in . crates/api-server-box crates/cluster crates/core crates/kube
  && rm -rf src
 
 COPY crates crates
+# The demo shows what these do.
+COPY manifests/dra manifests/dra
 COPY src src
 # The copied files may be older than what was just built.
 RUN find src crates -name '*.rs' -exec touch {} + \

@@ -3,10 +3,11 @@
 //! The one writer of files of ours: CDI specs, NCCL's topology file, the health record, MPS markers, snapshots. It
 //! blocks: callers in async code use a blocking task, such as that of [`blocking()`]. It logs nothing.
 
-use std::fs::{self, File, Permissions};
+use std::fs::{self, DirEntry, File, Permissions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::time::Duration;
 
 use tempfile::{Builder, NamedTempFile};
 
@@ -85,13 +86,24 @@ pub fn link(target: &Path, path: &Path) -> io::Result<()> {
     Ok(draft.into_temp_path().persist(path)?)
 }
 
-/// Makes a folder where it is missing, and checks that files can be made in it.
+/// How old a draft is that no process writes any more.
+const ABANDONED: Duration = Duration::from_secs(60);
+
+/// Makes a folder where it is missing, and checks that files can be made in it. Drafts of processes that were killed
+/// while they wrote are removed.
 ///
 /// # Errors
 ///
 /// It cannot be made, or not be written to.
 pub fn prepare_folder(folder: &Path) -> io::Result<()> {
     fs::create_dir_all(folder)?;
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let is_old = |entry: &DirEntry| Some(entry.metadata().ok()?.modified().ok()?.elapsed().ok()? >= ABANDONED);
+        if entry.file_name().as_encoded_bytes().starts_with(DRAFT.as_bytes()) && is_old(&entry) == Some(true) {
+            // One that stays does no harm: no reader takes it for a finished file.
+            let _ = fs::remove_file(entry.path());
+        }
+    }
     draft(&folder.join("x"), 0o600).map(drop)
 }
 
@@ -158,6 +170,21 @@ mod tests {
         write(&path, b"two", 0o600).unwrap();
         assert_eq!((fs::read(&path).unwrap(), names(folder.path())), (b"two".to_vec(), vec!["file".to_owned()]));
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn abandoned_drafts_go_and_fresh_ones_stay() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        for name in [".linkwise-old", ".linkwise-new", "old"] {
+            fs::write(at(name), "x").unwrap();
+        }
+        let long_ago = std::time::SystemTime::now() - ABANDONED;
+        for name in [".linkwise-old", "old"] {
+            File::options().write(true).open(at(name)).unwrap().set_modified(long_ago).unwrap();
+        }
+        prepare_folder(folder.path()).unwrap();
+        assert_eq!(names(folder.path()), [".linkwise-new", "old"]);
     }
 
     #[test]

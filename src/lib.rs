@@ -40,6 +40,8 @@ pub fn run(command: Command, clients: runtime::ApiClients<'_>) -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         Command::Topology(args) => runtime::block_on(commands::topology(&args)),
         Command::Allocate(args) => runtime::block_on(commands::allocate(&args)),
+        // It has the model of kube-scheduler's allocator, which this program does not.
+        Command::Simulate(args) if args.cluster.nodes.is_some() => Err(runtime::become_cluster_program()),
         Command::Simulate(args) => runtime::block_on(commands::simulate(&args)),
         Command::Snapshot(args) => runtime::block_on(commands::snapshot(&args)),
         Command::Config(args) => commands::config(&args),

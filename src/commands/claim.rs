@@ -1,7 +1,7 @@
 //! `linkwise claim`: prints a manifest that asks for GPUs by what belongs together.
 //!
-//! A claim lists the node's groups of its size as alternatives, the best first, and any GPUs last: kube-scheduler
-//! takes the first that a node can give, and prefers nodes by it. docs/dra.md shows what comes out.
+//! A claim lists the node's groups of its size as alternatives, the best first, and any GPUs last (not with `--strict`):
+//! kube-scheduler takes the first that a node can give, and prefers nodes by it. docs/dra.md shows what comes out.
 
 use anyhow::{Result, ensure};
 use serde::Serialize;
@@ -12,7 +12,7 @@ use super::output::print;
 use crate::allocation::AllocationTables;
 use crate::config::{ClaimArgs, ClaimKind, Near};
 use crate::machines;
-use crate::publish::dra::{GpuLayout, GroupSize};
+use crate::publish::dra::{GpuLayout, GroupSizes};
 use crate::topology::{MigProfile, NodeTopology};
 
 /// The domain of our attributes.
@@ -26,6 +26,9 @@ const NVLINK_DOMAIN: &str = "nvlinkDomain";
 
 /// What two devices below one PCIe root have in common.
 const PCIE_ROOT: &str = "resource.kubernetes.io/pcieRoot";
+
+/// What two devices of one NUMA node have in common, for releases of DRANET and dra-driver-cpu old and new.
+const NUMA_NODE: &str = "dra.net/numaNode";
 
 /// The most devices of a claim (`resource.k8s.io/v1`, `AllocationResultsMaxSize`).
 const MOST_DEVICES: u8 = 32;
@@ -110,12 +113,43 @@ enum Spec {
 enum Any {
     Claim(Object<Spec>),
     Pod(Object<PodSpec>),
+    Deployment(Object<DeploymentSpec>),
+}
+
+#[derive(Debug, Serialize)]
+struct DeploymentSpec {
+    replicas: u8,
+    selector: Selected,
+    template: PodTemplate,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Selected {
+    match_labels: Labels,
+}
+
+#[derive(Debug, Serialize)]
+struct PodTemplate {
+    metadata: Labelled,
+    spec: PodSpec,
+}
+
+#[derive(Debug, Serialize)]
+struct Labelled {
+    labels: Labels,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct Labels {
+    app: String,
 }
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct PodSpec {
-    restart_policy: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    restart_policy: Option<&'static str>,
     containers: [Container; 1],
     resource_claims: [PodClaim; 1],
 }
@@ -124,7 +158,7 @@ struct PodSpec {
 struct Container {
     name: &'static str,
     image: &'static str,
-    command: [&'static str; 2],
+    command: Vec<&'static str>,
     resources: Resources,
 }
 
@@ -149,8 +183,8 @@ struct PodClaim {
 pub fn claim(args: &ClaimArgs) -> Result<()> {
     let devices = match (&args.mig, args.near) {
         (Some(profile), _) => of_mig(args.gpus, profile),
-        (None, Some(Near::Nic)) => beside_nics(args.gpus)?,
-        (None, None) => in_groups(args.gpus, &groups(args)?),
+        (None, Some(near)) => beside(args.gpus, near)?,
+        (None, None) => in_groups(args.gpus, &groups(args)?, args.strict),
     };
     let usual = match &args.mig {
         Some(profile) => format!("mig-{}", profile.to_string().replace('.', "").replace('+', "-")),
@@ -167,44 +201,55 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
         ClaimKind::Claim => text(&object("ResourceClaim", Spec::Devices(devices)), args.format),
         ClaimKind::Template => text(&template(devices), args.format),
         ClaimKind::Pod => text(&List::new(vec![template(devices), pod(&name)]), args.format),
+        ClaimKind::Deployment => text(&List::new(vec![template(devices), deployment(&name)]), args.format),
     };
     Ok(print(&manifest?)?)
 }
 
-/// The specification of a claim for so many GPUs of any node, and the attributes of its alternatives, the best first.
-pub fn any_claim(gpus: u8) -> Result<(Value, Vec<String>), serde_json::Error> {
-    let groups = any_groups(gpus);
-    let spec = serde_json::to_value(Spec::Devices(in_groups(gpus, &groups)))?;
-    Ok((spec, groups))
+/// The specification of a claim for so many GPUs of any node, as the command prints it by default.
+pub fn any_claim(gpus: u8) -> Result<Value, serde_json::Error> {
+    serde_json::to_value(Spec::Devices(in_groups(gpus, &any_groups(gpus, &GroupSizes::default()), false)))
 }
 
 /// The attributes by which a claim of this size finds groups, of all that a node may have.
-fn any_groups(gpus: u8) -> Vec<String> {
-    match GroupSize::holding(usize::from(gpus)) {
+fn any_groups(gpus: u8, sizes: &GroupSizes) -> Vec<String> {
+    match sizes.holding(usize::from(gpus)) {
         _ if gpus == 1 => Vec::new(),
-        Some(group) => group.names().collect(),
+        Some(size) => size.names().collect(),
         None => vec![NVLINK_DOMAIN.to_owned()],
     }
 }
 
 /// The attributes by which a claim of this size finds groups: those of a machine, or all that a node may have.
 fn groups(args: &ClaimArgs) -> Result<Vec<String>> {
-    let group = GroupSize::holding(usize::from(args.gpus)).filter(|_| args.gpus > 1);
-    let (Some(group), Some(node)) = (group, &args.node) else { return Ok(any_groups(args.gpus)) };
-    let (topology, _) = NodeTopology::assemble(&machines::load(node)?.observed);
-    let gpus = (0..topology.gpus().len()).collect();
-    let layout = GpuLayout::of(&AllocationTables::new(topology.into()), gpus);
-    Ok(group.names().filter(|name| layout.families.iter().any(|family| family.name == *name)).collect())
+    let mut groups = any_groups(args.gpus, &args.dra_groups);
+    if let Some(node) = args.node.as_ref().filter(|_| args.gpus > 1) {
+        let (topology, _) = NodeTopology::assemble(&machines::load(node)?.observed);
+        let gpus = (0..topology.gpus().len()).collect();
+        let layout = GpuLayout::of(&AllocationTables::new(topology.into()), gpus, &args.dra_groups);
+        let is_there = |name: &String| match name.as_str() {
+            NVLINK_DOMAIN => !layout.nvlink_domains.is_empty(),
+            _ => layout.families.iter().any(|family| family.name == *name),
+        };
+        groups.retain(is_there);
+        ensure!(
+            !(args.strict && groups.is_empty()),
+            "--strict: {node} has no group of {} GPUs, so such a claim would wait for ever",
+            args.gpus
+        );
+    }
+    Ok(groups)
 }
 
 /// One request: the groups as alternatives, then any GPUs.
-fn in_groups(gpus: u8, groups: &[String]) -> Devices {
+fn in_groups(gpus: u8, groups: &[String], strict: bool) -> Devices {
     if groups.is_empty() {
         return Devices { requests: vec![request("gpus", asked(GPUS, gpus))], ..Devices::default() };
     }
     // Names of alternatives are DNS labels.
     let alternative = |name: &str| Asked { name: Some(name.to_ascii_lowercase()), ..asked(GPUS, gpus) };
-    let alternatives = groups.iter().map(String::as_str).chain(["any"]).map(alternative).collect();
+    let any = if strict { &[][..] } else { &["any"] };
+    let alternatives = groups.iter().map(String::as_str).chain(any.iter().copied()).map(alternative).collect();
     let together = |name: &String| Constraint {
         requests: vec![format!("gpus/{}", name.to_ascii_lowercase())],
         match_attribute: format!("{OURS}/{name}"),
@@ -215,21 +260,30 @@ fn in_groups(gpus: u8, groups: &[String]) -> Devices {
     }
 }
 
-/// A GPU and an RDMA NIC below one PCIe root, as often as asked.
-fn beside_nics(gpus: u8) -> Result<Devices> {
+/// A GPU with what is near to it, as often as asked.
+fn beside(gpus: u8, near: Near) -> Result<Devices> {
     const MOST: u8 = MOST_DEVICES / 2;
+    let (word, what) = match near {
+        Near::Nic => ("nic", "a NIC"),
+        Near::Cpu => ("cpus", "CPUs"),
+    };
     ensure!(
         gpus <= MOST,
-        "--gpus {gpus} with --near nic: a claim takes {MOST_DEVICES} devices, {MOST} GPUs with a NIC each"
+        "--gpus {gpus} with --near: a claim takes {MOST_DEVICES} devices, {MOST} GPUs with {what} each"
     );
     let mut devices = Devices::default();
     for number in 0..gpus {
         let name = |word: &str| if gpus == 1 { word.to_owned() } else { format!("{word}-{number}") };
-        let (gpu, nic) = (name("gpu"), name("nic"));
-        let rdma = "'rdma' in device.attributes['dra.net'] && device.attributes['dra.net'].rdma";
-        let rdma = Asked { selectors: selector(rdma), ..asked("dra.net", 1) };
-        devices.requests.extend([request(&gpu, asked(GPUS, 1)), request(&nic, rdma)]);
-        devices.constraints.push(Constraint { requests: vec![gpu, nic], match_attribute: PCIE_ROOT.to_owned() });
+        let (gpu, other) = (name("gpu"), name(word));
+        let (asked_too, attribute) = match near {
+            Near::Nic => {
+                let rdma = "'rdma' in device.attributes['dra.net'] && device.attributes['dra.net'].rdma";
+                (Asked { selectors: selector(rdma), ..asked("dra.net", 1) }, PCIE_ROOT)
+            }
+            Near::Cpu => (asked("dra.cpu", 1), NUMA_NODE),
+        };
+        devices.requests.extend([request(&gpu, asked(GPUS, 1)), request(&other, asked_too)]);
+        devices.constraints.push(Constraint { requests: vec![gpu, other], match_attribute: attribute.to_owned() });
     }
     Ok(devices)
 }
@@ -259,16 +313,28 @@ fn selector(expression: &str) -> Vec<Selector> {
 
 /// A pod that shows what it got.
 fn pod(name: &str) -> Any {
-    let container = Container {
-        name: "main",
-        image: "ubuntu:24.04",
-        command: ["nvidia-smi", "-L"],
-        resources: Resources { claims: [ContainerClaim { name: "gpus" }] },
-    };
-    let spec = PodSpec {
-        restart_policy: "Never",
-        containers: [container],
-        resource_claims: [PodClaim { name: "gpus", resource_claim_template_name: name.to_owned() }],
-    };
+    let spec = pod_spec(name, Some("Never"), vec!["nvidia-smi", "-L"]);
     Any::Pod(Object { api_version: "v1", kind: "Pod", metadata: Metadata { name: name.to_owned() }, spec })
+}
+
+/// A deployment of pods that show what they got, and go on.
+fn deployment(name: &str) -> Any {
+    let labels = Labels { app: name.to_owned() };
+    let spec = DeploymentSpec {
+        replicas: 1,
+        selector: Selected { match_labels: labels.clone() },
+        template: PodTemplate {
+            metadata: Labelled { labels },
+            spec: pod_spec(name, None, vec!["sh", "-c", "nvidia-smi -L && exec sleep infinity"]),
+        },
+    };
+    let metadata = Metadata { name: name.to_owned() };
+    Any::Deployment(Object { api_version: "apps/v1", kind: "Deployment", metadata, spec })
+}
+
+fn pod_spec(template: &str, restart_policy: Option<&'static str>, command: Vec<&'static str>) -> PodSpec {
+    let resources = Resources { claims: [ContainerClaim { name: "gpus" }] };
+    let container = Container { name: "main", image: "ubuntu:24.04", command, resources };
+    let claims = [PodClaim { name: "gpus", resource_claim_template_name: template.to_owned() }];
+    PodSpec { restart_policy, containers: [container], resource_claims: claims }
 }

@@ -49,12 +49,16 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
     let versions = DriverVersions::of(&machine.observed);
     let gpus = offered(&topology, &plan);
     let tables = AllocationTables::new(topology.clone().into());
-    let layout = GpuLayout::of(&tables, gpus);
+    let layout = GpuLayout::of(&tables, gpus, &settings.dra_groups.value);
     let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
     let with_sets;
     // No API server is asked here: `auto` is what a new one gets.
     if settings.dra_sets.value != DraSets::Off {
-        with_sets = layout.clone().with_sets(&tables, MOST_DEVICES_WITH_SETS.saturating_sub(facts.devices.len()));
+        with_sets = layout.clone().with_sets(
+            &tables,
+            &settings.dra_groups.value,
+            MOST_DEVICES_WITH_SETS.saturating_sub(facts.devices.len()),
+        );
         (facts.layout, facts.settings.sets) = (&with_sets, PublishedSets::All);
     }
     facts.settings.dynamic_mig = settings.dra_dynamic_mig.value;

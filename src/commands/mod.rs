@@ -36,11 +36,11 @@ pub use admin::admin;
 pub use allocate::allocate;
 pub use claim::{any_claim, claim};
 pub use config::config;
-pub use doctor::{ClusterFacts, DraFound, NodeFeatureFound, NodeFeatures, doctor};
+pub use doctor::{ClusterFacts, DraFound, ExtendedResourceFound, NodeFeatureFound, NodeFeatures, PodPolicy, doctor};
 pub use dra::dra;
 pub use labels::labels;
 pub use output::print;
-pub use simulate::simulate;
+pub use simulate::{Draws, Job, best_set, collective, read_trace, simulate};
 pub use snapshot::snapshot;
 pub use topology::topology;
 

@@ -3,6 +3,7 @@
 use clap::{Args, ValueEnum};
 
 use super::{Flags, NodeArgs};
+use crate::publish::dra::GroupSizes;
 use crate::topology::{MigProfile, MigProfileError};
 
 /// The longest name of a Kubernetes object, of a node and of a pool (a DNS subdomain).
@@ -34,10 +35,15 @@ pub struct ClaimArgs {
     /// Ask for MIG devices of this profile, such as 1g.10gb, instead of whole GPUs
     #[arg(long, value_name = "PROFILE", value_parser = mig_profile)]
     pub mig: Option<MigProfile>,
-    /// Beside each GPU ask for an RDMA NIC of DRANET on the GPU's PCIe root; for up to 16 GPUs
+    /// Beside each GPU ask for an RDMA NIC of DRANET on its PCIe root, or for CPUs of dra-driver-cpu on its NUMA node; for
+    /// up to 16 GPUs
     #[arg(long, value_name = "DEVICE", conflicts_with = "mig")]
     pub near: Option<Near>,
-    /// A claim that pods share, a template of which each pod gets a claim of its own, or a pod with its template
+    /// Take GPUs of one group only: wait where no node has a whole group free, instead of taking any GPUs
+    #[arg(long, conflicts_with_all = ["mig", "near"])]
+    pub strict: bool,
+    /// A claim that pods share, a template of which each pod gets a claim of its own, or a pod or deployment with its
+    /// template
     #[arg(long, default_value = "claim")]
     pub kind: ClaimKind,
     /// The name of the objects; by default gpu, gpus-N, or mig- and the profile
@@ -46,6 +52,9 @@ pub struct ClaimArgs {
     /// List the groups of this machine only: a built-in name or a file, as --node of other commands
     #[arg(long, value_name = "NAME|FILE", conflicts_with_all = ["mig", "near"])]
     pub node: Option<String>,
+    /// The sizes of groups that the nodes publish: their --dra-groups
+    #[arg(long, value_name = "LIST", default_value = "2,4,8", value_parser = group_sizes, conflicts_with_all = ["mig", "near"])]
+    pub dra_groups: GroupSizes,
     /// The form of the manifest
     #[arg(long, default_value = "yaml")]
     pub format: ManifestFormat,
@@ -65,6 +74,8 @@ pub enum ManifestFormat {
 pub enum Near {
     /// An RDMA NIC.
     Nic,
+    /// CPUs.
+    Cpu,
 }
 
 /// What kind of object asks for devices.
@@ -76,6 +87,15 @@ pub enum ClaimKind {
     Template,
     /// A ResourceClaimTemplate, and a Pod that uses it.
     Pod,
+    /// A ResourceClaimTemplate, and a Deployment whose pods use it.
+    Deployment,
+}
+
+fn group_sizes(text: &str) -> Result<GroupSizes, String> {
+    let size =
+        |size: &str| size.trim().parse().map_err(|_| format!("expected numbers of GPUs, such as 2,4,8, found {size}"));
+    let sizes: Vec<usize> = text.split(',').map(size).collect::<Result<_, _>>()?;
+    GroupSizes::new(sizes).map_err(|error| error.to_string())
 }
 
 fn mig_profile(text: &str) -> Result<MigProfile, String> {

@@ -46,7 +46,7 @@ pub use metrics::ConfigMetrics;
 pub use mps::{INIT_FLAG, MpsCommand, MpsControlDaemonArgs, MpsRootArgs};
 pub use nvml::NvmlArgs;
 pub use settings::{Environment, Flags, Interval, Settings};
-pub use simulate::{SimulateArgs, SimulatePolicy};
+pub use simulate::{ClusterArgs, CpuRequests, Door, MachineWeight, SimulateArgs, SimulatePolicy};
 pub use subcommands::Command;
 pub use watch::FileWatch;
 pub use xids::XidArgs;

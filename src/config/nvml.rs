@@ -1,8 +1,8 @@
-//! Deadlines and intervals of NVML and health. Hidden: only tests change them.
+//! Deadlines and intervals of NVML, health and doors. Hidden: only tests change them.
 
 use clap::Args;
 
-/// Deadlines and intervals of NVML and health.
+/// Deadlines and intervals of NVML, health and doors.
 #[derive(Clone, Debug, Args)]
 pub struct NvmlArgs {
     /// The interval of polls
@@ -29,6 +29,9 @@ pub struct NvmlArgs {
     /// How long polls have to show a GPU as recovered, by default 60000; doubles up to 60 times
     #[arg(long, value_name = "N", hide = true)]
     pub health_hold_ms: Option<u64>,
+    /// How long a GPU that leaves DRA stays with it without new claims, by default 60000
+    #[arg(long, value_name = "N", hide = true)]
+    pub dra_grace_ms: Option<u64>,
     /// The interval of PCI bus scans on a node without GPUs
     #[arg(long, value_name = "N", default_value_t = 10_000, hide = true)]
     pub bus_look_ms: u64,

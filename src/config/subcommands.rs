@@ -65,7 +65,7 @@ subcommands! {
     "demo" => Demo(DemoArgs), "Show a whole node in one process: a simulated machine, a kubelet, pods that come and go";
     "topology" => Topology(TopologyArgs), "Show a machine: its tree, and its matrix as `nvidia-smi topo -m` prints it";
     "allocate" => Allocate(AllocateArgs), "Show which GPUs would be chosen on a machine, and why";
-    "simulate" => Simulate(SimulateArgs), "Replay a trace of jobs on a machine, and show what each policy gives them";
+    "simulate" => Simulate(SimulateArgs), "Replay jobs on a machine or a cluster, and show what each policy or door gives them";
     "snapshot" => Snapshot(SnapshotArgs),
         "Write this machine, as NVML and hwloc see it, as a node file that every --node takes";
     "doctor" => Doctor(DoctorArgs), "Check this node, and print what is wrong and how to repair it";

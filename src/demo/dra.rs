@@ -1,8 +1,8 @@
 //! `linkwise demo --dra`: the same node with its GPUs offered through DRA.
 //!
 //! Our node, the kubelet's DRA manager in a box, and around them a [`DemoCluster`], the API server and the scheduler,
-//! which only `linkwise-cluster` has. Pods come with claims; between the scheduler's allocation and the CDI devices of
-//! the container nothing is simulated.
+//! which only `linkwise-cluster` has. Pods say `nvidia.com/gpu: N`, and the policy of manifests/dra makes claims of it;
+//! between the scheduler's allocation and the CDI devices of the container nothing is simulated.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -14,7 +14,8 @@ use serde_json::Value;
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 
-use super::show;
+use super::{manifests, show};
+use crate::allocation::{AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, preferred_allocation};
 use crate::commands;
 use crate::config::DemoArgs;
 use crate::machines::Machine;
@@ -28,8 +29,8 @@ use linkwise_kubelet_box::{KubeletBox, Options};
 const NODE: &str = "node";
 /// The DRA driver, and the class of its GPUs.
 const DRIVER: &str = "gpu.nvidia.com";
-/// The domain of our attributes.
-const OURS: &str = "linkwise.dev";
+/// The namespace of the pods.
+const NAMESPACE: &str = "training";
 /// The one container of each pod.
 const CONTAINER: &str = "main";
 /// An XID of the GPU's own: 79, the GPU has fallen off the bus.
@@ -37,13 +38,17 @@ const GPU_XID: u64 = 79;
 /// How long anything may take, on a busy machine too.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// What the scheduler did with a claim.
+/// What the scheduler did with a pod.
 #[derive(Clone, Debug)]
 pub enum Scheduled {
-    /// It is allocated.
+    /// Its claim is allocated.
     Allocated {
+        /// The claim's name.
+        claim: String,
         /// The claim's UID.
         uid: String,
+        /// Its `spec`.
+        spec: Value,
         /// Its `status.allocation`.
         allocation: Value,
     },
@@ -53,14 +58,26 @@ pub enum Scheduled {
 
 /// The cluster around the node: an API server, and a scheduler that allocates claims from the slices there.
 pub trait DemoCluster: Send + Sync {
-    /// Creates a claim in the namespace `default` and has the scheduler look at it, once.
+    /// Creates an object of a manifest; those of namespaces in the demo's one.
+    ///
+    /// # Errors
+    ///
+    /// The API server refuses it, or has no such kind.
+    fn create(&self, manifest: &Value) -> Result<Value>;
+    /// Makes the claim of a pod, from its template or for its extended resource, and has the scheduler look at it, once.
     ///
     /// # Errors
     ///
     /// The API server refuses the claim, or the scheduler cannot evaluate it.
-    fn schedule(&self, claim: &str, spec: &Value) -> Result<Scheduled>;
-    /// Deletes a claim.
-    fn delete(&self, claim: &str);
+    fn schedule(&self, pod: &str) -> Result<Scheduled>;
+    /// The devices that a claim for so many GPUs would get now, if it named no groups; none where it would wait.
+    ///
+    /// # Errors
+    ///
+    /// The scheduler cannot evaluate it.
+    fn singles(&self, count: usize) -> Result<Vec<String>>;
+    /// Deletes a pod with its claim.
+    fn delete(&self, pod: &str);
     /// The ResourceSlices.
     fn slices(&self) -> Vec<Value>;
     /// Waits until the ResourceSlices are as wanted.
@@ -90,9 +107,11 @@ pub async fn demo_dra<C: DemoCluster>(
     let kubelet = DraKubelet::start(options).context("cannot make the folder of registration sockets")?;
     let node = runtime::start_with_dra(folder.path(), NODE, args.metrics_address, client).await?;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
+    let topology = Arc::new(topology);
     let script = Script {
         machine: &machine,
         topology: &topology,
+        tables: AllocationTables::new(Arc::clone(&topology)),
         kubelet: &kubelet,
         cluster,
         events: node.events(),
@@ -138,6 +157,8 @@ fn checkpoints(folder: &Path) -> Result<usize> {
 struct Script<'a, C, P: ?Sized> {
     machine: &'a Machine,
     topology: &'a NodeTopology,
+    /// For the collective of sets.
+    tables: AllocationTables,
     kubelet: &'a DraKubelet,
     cluster: &'a C,
     events: mpsc::Sender<Event>,
@@ -154,6 +175,9 @@ struct Tally {
     waiting: usize,
     for_several: usize,
     grouped: usize,
+    /// Of the claims with groups, in MB/s: the collectives of their sets, and of those without groups.
+    with_groups: u64,
+    without_groups: u64,
 }
 
 impl<C: DemoCluster, P: Fn(&str) -> Result<()> + ?Sized> Script<'_, C, P> {
@@ -178,6 +202,14 @@ impl<C: DemoCluster, P: Fn(&str) -> Result<()> + ?Sized> Script<'_, C, P> {
             },
         ))?;
 
+        for manifest in manifests::unchanged_pods()? {
+            self.cluster.create(&manifest)?;
+        }
+        self.print_line(
+            "The namespace of the pods has the label linkwise.dev/unchanged-pods=true and the templates of\n\
+             manifests/dra: the API server turns nvidia.com/gpu: N of its pods into claims with groups.\n",
+        )?;
+
         self.start("notebook", 1, &mut tally).await?;
         self.start("train-a", part(2), &mut tally).await?;
         self.start("infer-a", part(4), &mut tally).await?;
@@ -200,18 +232,21 @@ impl<C: DemoCluster, P: Fn(&str) -> Result<()> + ?Sized> Script<'_, C, P> {
         self.finish(&tally)
     }
 
-    /// A pod comes with a claim of its own. That it waits is an answer, any other failure is not.
+    /// A pod comes, with a limit and nothing else. That it waits is an answer, any other failure is not.
     async fn start(&self, pod: &str, count: usize, tally: &mut Tally) -> Result<()> {
-        let (claim, groups) = commands::any_claim(u8::try_from(count).context("a claim takes 32 devices at most")?)?;
-        let (uid, allocation) = match self.cluster.schedule(pod, &claim)? {
-            Scheduled::Allocated { uid, allocation } => (uid, allocation),
+        let admitted = self.cluster.create(&manifests::pod(pod, CONTAINER, count))?;
+        let template = admitted["spec"]["resourceClaims"][0]["resourceClaimTemplateName"].as_str();
+        let wants = format!("{pod} wants nvidia.com/gpu: {count}");
+        let singles = self.cluster.singles(count)?;
+        let (claim, uid, spec, allocation) = match self.cluster.schedule(pod)? {
+            Scheduled::Allocated { claim, uid, spec, allocation } => (claim, uid, spec, allocation),
             Scheduled::Waits(why) => {
                 tally.waiting += 1;
                 self.cluster.delete(pod);
-                return self.print_line(&format!("✗ {pod} claims {count}: the claim waits\n  why: {why}\n"));
+                return self.print_line(&format!("✗ {wants}: it waits\n  why: {why}\n"));
             }
         };
-        let reference = ClaimRef { namespace: "default".to_owned(), name: pod.to_owned(), uid };
+        let reference = ClaimRef { namespace: NAMESPACE.to_owned(), name: claim, uid };
         let cdi = self.prepare(pod, &reference).await?;
         let results = allocation["devices"]["results"].as_array().context("an allocation has results")?;
         let got: Vec<String> = results.iter().map(|result| text(&result["device"]).to_owned()).collect();
@@ -225,9 +260,14 @@ impl<C: DemoCluster, P: Fn(&str) -> Result<()> + ?Sized> Script<'_, C, P> {
         ensure!(uuids == named, "{pod} got {got:?}, and its container {cdi:?}");
         tally.allocated += 1;
         let request = results.first().map(|result| text(&result["request"])).unwrap_or_default();
-        let why = self.why(request, &groups, &got, tally);
+        let why = self.why(request, &spec, &got, tally);
+        let claims = match template {
+            Some(template) => format!("a claim from {template}"),
+            None => format!("no template for {count}, so its extended resource"),
+        };
+        let compared = if template.is_some() { self.compare(&got, &singles, tally)? } else { String::new() };
         self.print_line(&format!(
-            "● {pod} claims {count}: gets {}, {}\n  why: {why}\n  CDI: {}\n",
+            "● {wants}: {claims}\n  gets {}, {}\n  why: {why}\n{compared}  CDI: {}\n",
             got.join(","),
             show::where_they_are(self.topology, &gpus),
             short(&cdi)
@@ -236,8 +276,25 @@ impl<C: DemoCluster, P: Fn(&str) -> Result<()> + ?Sized> Script<'_, C, P> {
         Ok(())
     }
 
+    /// The collective of a pod's GPUs, and of those that it would have got without groups.
+    fn compare(&self, got: &[String], singles: &[String], tally: &mut Tally) -> Result<String> {
+        ensure!(singles.len() == got.len(), "{} GPUs without groups instead of {}", singles.len(), got.len());
+        let (with, without) = (self.collective(got)?, self.collective(singles)?);
+        tally.with_groups += with;
+        tally.without_groups += without;
+        Ok(format!("  collective: {with} MB/s; without groups {}: {without} MB/s\n", singles.join(",")))
+    }
+
+    /// What no all-reduce over these devices' GPUs can beat, in MB/s.
+    fn collective(&self, devices: &[String]) -> Result<u64> {
+        let available: Vec<DeviceId> = self.gpus(devices).iter().map(|(_, gpu)| DeviceId::from(&gpu.uuid)).collect();
+        let request = AllocationRequest { size: available.len(), available, must_include: Vec::new() };
+        let (_, report) = preferred_allocation(&self.tables, &request, AllocationPolicy::default());
+        report.values.map(|values| values.collective).context("a set has a collective")
+    }
+
     /// Which alternative of the claim was taken, and by what its devices belong together.
-    fn why(&self, request: &str, groups: &[String], got: &[String], tally: &mut Tally) -> String {
+    fn why(&self, request: &str, spec: &Value, got: &[String], tally: &mut Tally) -> String {
         if got.len() == 1 {
             return "the first device that is free, in published order".to_owned();
         }
@@ -245,16 +302,17 @@ impl<C: DemoCluster, P: Fn(&str) -> Result<()> + ?Sized> Script<'_, C, P> {
         let Some((_, alternative)) = request.split_once('/') else {
             return "the first devices that are free, in published order".to_owned();
         };
-        let taken = (1..).zip(groups).find(|(_, name)| name.eq_ignore_ascii_case(alternative));
-        let Some((place, name)) = taken else {
+        let constraints = spec["devices"]["constraints"].as_array().map_or(&[][..], Vec::as_slice);
+        let taken = (1..).zip(constraints).find(|(_, constraint)| constraint["requests"][0] == request);
+        let Some((place, constraint)) = taken else {
             return "no group has so many free: the first devices in published order".to_owned();
         };
         tally.grouped += 1;
-        let attribute = format!("{OURS}/{name}");
+        let attribute = text(&constraint["matchAttribute"]);
         let slices = self.cluster.slices();
         let first = got.first().and_then(|name| devices(&slices).find(|device| device["name"] == name.as_str()));
-        let group = first.map(|device| text(&device["attributes"][&attribute]["string"])).unwrap_or_default();
-        format!("alternative {place}, {name}: {attribute} is {group} for all of them")
+        let group = first.map(|device| text(&device["attributes"][attribute]["string"])).unwrap_or_default();
+        format!("alternative {place}, {alternative}: {attribute} is {group} for all of them")
     }
 
     async fn prepare(&self, pod: &str, claim: &ClaimRef) -> Result<Vec<String>> {
@@ -335,11 +393,18 @@ impl<C: DemoCluster, P: Fn(&str) -> Result<()> + ?Sized> Script<'_, C, P> {
         let left = self.kubelet.state().claims;
         ensure!(left.is_empty(), "claims are still prepared: {left:?}");
         ensure!(tally.allocated > 0, "no claim was allocated");
-        let Tally { allocated, waiting, for_several, grouped, .. } = tally;
+        let Tally { allocated, waiting, for_several, grouped, with_groups, without_groups, .. } = tally;
+        let gained = match with_groups {
+            0 => String::new(),
+            _ => format!(
+                "collectives of the claims from templates: {with_groups} MB/s in all; of the first free GPUs: \
+                 {without_groups} MB/s;\n"
+            ),
+        };
         self.print_line(&format!(
             "\nSummary: {allocated} claims allocated, {waiting} waited for want of GPUs;\n\
-             {grouped} of {for_several} claims for several GPUs got those of one group; one kubelet restart, one GPU back,\n\
-             one failed; nothing left behind."
+             {grouped} of {for_several} claims for several GPUs got those of one group;\n\
+             {gained}one kubelet restart, one GPU back, one failed; nothing left behind."
         ))
     }
 

@@ -5,6 +5,7 @@
 //! the kubelet's call and the plugin's answer. `dra` is the same for a node whose GPUs go through DRA.
 
 mod dra;
+mod manifests;
 mod script;
 mod show;
 mod style;

@@ -37,6 +37,8 @@ type Turn = Arc<OwnedMutexGuard<()>>;
 struct Slot {
     turn: Arc<tokio::sync::Mutex<()>>,
     record: Option<Record>,
+    /// When the record was put in.
+    since: Option<Instant>,
 }
 
 /// The claims of this node.
@@ -105,7 +107,8 @@ impl Door {
         let unusable = |source| PluginError::Checkpoints { folder: settings.checkpoints.clone(), source };
         let (store, records, ignored) = opened.map_err(unusable)?;
         ignored.into_iter().for_each(|ignored| observer(ignored));
-        let slot = |record: Record| (record.claim.uid.clone(), Slot { record: Some(record), ..Slot::default() });
+        let since = Some(Instant::now());
+        let slot = |record: Record| (record.claim.uid.clone(), Slot { record: Some(record), since, ..Slot::default() });
         let slots = Mutex::new(records.into_iter().map(slot).collect());
         let held = watch::Sender::default();
         let door = Self { settings, store: Arc::new(store), observer, snapshot, claims, slots, held, ledger };
@@ -298,7 +301,7 @@ impl Door {
         let others = others.map(|record| (&record.claim, &record.prepared));
         let prepared = plan(claim, asked, node, others)?;
         let record = Record::started(settings.boot.clone(), asked.clone(), prepared);
-        slots.entry(asked.uid.clone()).or_default().record = Some(record.clone());
+        slots.entry(asked.uid.clone()).or_default().set(Some(record.clone()));
         drop(slots);
         self.changed();
         Ok(record)
@@ -400,13 +403,15 @@ impl Door {
         is_over && self.is_unused(record)
     }
 
-    /// Whether the kubelet lists no container with a record's devices. While it cannot be asked, there may be one: a
-    /// claim that was deleted by force is gone before its pod is.
+    /// Whether the kubelet lists no container with a record's devices. While it cannot be asked, there may be one, and
+    /// where it was asked before the claim was prepared: a claim that was deleted by force is gone before its pod is.
     fn is_unused(&self, record: &Record) -> bool {
         let state = self.snapshot.borrow().clone();
         let named = record.claim.to_string();
-        let mut listed = state.ledger().holdings().claims.iter();
+        let since = self.slots().get(&record.claim.uid).and_then(|slot| slot.since);
+        let mut listed = state.ledger().claimed_lately();
         state.ledger().is_known()
+            && since.is_none_or(|since| since.elapsed() >= self.settings.listed_within)
             && !listed.any(|held| {
                 let has = |device: &str| record.prepared.devices.iter().any(|prepared| prepared.device == device);
                 held.claim == named && held.driver == self.settings.driver && has(&held.device)
@@ -450,7 +455,7 @@ impl Door {
     }
 
     pub(super) fn put(&self, uid: &str, record: Option<Record>) {
-        self.slots().entry(uid.to_owned()).or_default().record = record;
+        self.slots().entry(uid.to_owned()).or_default().set(record);
         self.changed();
     }
 
@@ -480,6 +485,12 @@ impl Door {
         self.ledger.send_if_modified(|before| std::mem::replace(before, prepared) != *before);
         (self.observer)(Occurrence::Held { claims, devices });
         self.held.send_modify(|change| *change = change.wrapping_add(1));
+    }
+}
+
+impl Slot {
+    fn set(&mut self, record: Option<Record>) {
+        (self.record, self.since) = (record, Some(Instant::now()));
     }
 }
 

@@ -40,8 +40,8 @@ pub(super) struct HealthService {
 /// What is sent of a device: its health, and why.
 type Report = (wire::HealthStatus, String);
 
-/// The health of each device that is offered through DRA, of those that claims hold though they are gone, and of the sets
-/// of GPUs that claims hold, by name.
+/// The health of each device that is offered through DRA, of those that claims hold though they are gone, and of the
+/// sets of GPUs that claims hold, by name.
 fn report(state: &NodeState, door: &Door) -> BTreeMap<String, Report> {
     let hardware = state.hardware();
     let mut reports = BTreeMap::new();

@@ -68,8 +68,10 @@ impl Life {
     /// Lives until `shutdown`; sweeps the claims meanwhile.
     pub async fn live(mut self, shutdown: &CancellationToken) {
         (self.observer)(Occurrence::Phase(self.machine.phase()));
-        let (door, pause, mut snapshot) = (Arc::clone(&self.door), self.settings.sweep, self.snapshot.clone());
+        let (door, settings, mut snapshot) = (Arc::clone(&self.door), self.settings.clone(), self.snapshot.clone());
         let sweeps = async {
+            // Lists tell of the claims of the last process from then on.
+            let mut pause = settings.listed_within.min(settings.sweep);
             loop {
                 let is_seen = |state: &NodeState| !state.topology().gpus().is_empty();
                 let (was_known, was_seen) = {
@@ -87,7 +89,9 @@ impl Life {
                         std::future::pending::<()>().await;
                     }
                 };
-                let _ = tokio::time::timeout(pause, known).await;
+                if tokio::time::timeout(pause, known).await.is_err() {
+                    pause = settings.sweep;
+                }
             }
         };
         tokio::pin!(sweeps);

@@ -81,6 +81,9 @@ pub struct Settings {
     pub has_ledger: bool,
     /// How long the preparation of one claim may take, disks included. The kubelet waits for 45 s.
     pub prepare_timeout: Duration,
+    /// How long after a claim was prepared, or this process started, the kubelet's lists of holders have it if a container
+    /// does: they are read every 30 s at least.
+    pub listed_within: Duration,
     /// How often the health of all devices is sent where nothing changes: the kubelet forgets it after 30 s.
     pub heartbeat: Duration,
     /// How often claims that are gone are looked for.
@@ -118,6 +121,7 @@ impl Settings {
             specs_timeout: Duration::from_secs(15),
             has_ledger: false,
             prepare_timeout: Duration::from_secs(40),
+            listed_within: Duration::from_secs(90),
             heartbeat: Duration::from_secs(15),
             sweep: Duration::from_secs(600),
             offer_timeout: Duration::from_secs(60),

@@ -107,3 +107,40 @@ impl DraPluginV1Beta1 for Service {
         DraPluginV1::node_unprepare_resources(self, request).await
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn set_is_one_device_of_the_answer() {
+        let member = |request: &str, device: &str, gpu: &str| PreparedDevice {
+            request: request.to_owned(),
+            pool: "n/gpu".to_owned(),
+            device: device.to_owned(),
+            share_id: None,
+            admin: false,
+            gpu: gpu.parse().unwrap(),
+            mig: None,
+            made: None,
+            cdi: vec![format!("k/gpu={gpu}")],
+        };
+        let prepared = vec![
+            member("a", "gpus-2-0-3", "GPU-0"),
+            member("a", "gpus-2-0-3", "GPU-3"),
+            member("a", "gpu-5", "GPU-5"),
+            // An administrator looks at the same set.
+            member("b", "gpus-2-0-3", "GPU-0"),
+        ];
+        let devices: Vec<_> = devices(prepared)
+            .into_iter()
+            .map(|device| (device.request_names.concat(), device.device_name, device.cdi_device_ids.join(" ")))
+            .collect();
+        let expected = [
+            ("a", "gpus-2-0-3", "k/gpu=GPU-0 k/gpu=GPU-3"),
+            ("a", "gpu-5", "k/gpu=GPU-5"),
+            ("b", "gpus-2-0-3", "k/gpu=GPU-0"),
+        ];
+        assert_eq!(devices, expected.map(|(a, b, c)| (a.to_owned(), b.to_owned(), c.to_owned())));
+    }
+}

@@ -26,7 +26,8 @@ use wire::pod_resources_lister_client::PodResourcesListerClient;
 const TIMEOUT: Duration = Duration::from_secs(2);
 /// The longest answer that is read, as much as the kubelet's own clients take.
 const LONGEST: usize = 16 << 20;
-/// How often the holders are asked for while an answer is waited for.
+/// How often the holders are asked for while an answer is waited for, at most: a container whose Allocate was answered
+/// before the first of two questions is in the answer to the second (`state::doors`).
 const ASK_OFTEN: Duration = Duration::from_secs(1);
 /// How often while no answer is waited for.
 const ASK_BETWEEN: Duration = Duration::from_secs(30);

@@ -30,8 +30,9 @@ use crate::metrics::new;
 use crate::once::Once;
 use crate::publish::dra::slice::Pool;
 use crate::publish::dra::{
-    DraFacts, DraProblem, DraSets, DraSettings, HeldDevices, LayoutCache, MOST_DEVICES_WITH_SETS, ServerVersion,
-    SetsNote, SetsSwitch, SliceDevice, StoredSets, SwitchFacts, counters, devices, mig_counters, offered_now,
+    DraFacts, DraProblem, DraSets, DraSettings, GroupSizes, HeldDevices, LayoutCache, MOST_DEVICES_WITH_SETS,
+    ServerVersion, SetsNote, SetsSwitch, SliceDevice, StoredSets, SwitchFacts, counters, devices, mig_counters,
+    offered_now,
 };
 use crate::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use crate::state::{DraGpus, Event, NodeState, PreparedClaim};
@@ -129,6 +130,7 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) 
         empty,
         evict_from_lost: settings.dra_evict_lost.value,
         dynamic_mig: settings.dra_dynamic_mig.value,
+        sizes: settings.dra_groups.value.clone(),
         sets,
         switch: SetsSwitch::default(),
         started: Instant::now(),
@@ -167,6 +169,7 @@ struct PoolMaker {
     evict_from_lost: bool,
     /// Whether MIG devices are made for claims.
     dynamic_mig: bool,
+    sizes: GroupSizes,
     sets: DraSets,
     switch: SetsSwitch,
     /// Since when the switch counts time.
@@ -235,9 +238,9 @@ impl PoolMaker {
         }
     }
 
-    /// Makes the pool anew. There is none before the first GPU is seen, nor before the lists of holders that may let the
-    /// first GPUs go to DRA: an empty pool would be written, and again with GPUs a moment later. Nor is there one before
-    /// the stored slices are read: sets among them may have claims.
+    /// Makes the pool anew. There is none before the first GPU is seen, nor before the lists of holders that may let
+    /// the first GPUs go to DRA: an empty pool would be written, and again with GPUs a moment later. Nor is there one
+    /// before the stored slices are read: sets among them may have claims.
     fn make(&mut self, state: &NodeState, server: Server) -> (Vec<DraProblem>, Option<SetsNote>) {
         let through_dra = state.offers().through_dra();
         let may_come = state.topology().gpus().is_empty() || state.may_soon_offer_through_dra();
@@ -254,7 +257,7 @@ impl PoolMaker {
         let (sets, note) = self.switch.next(&facts, self.started.elapsed());
         let Some(sets) = sets else { return (Vec::new(), note) };
         let room = if sets.has_counters() { MOST_DEVICES_WITH_SETS.saturating_sub(through_dra.len()) } else { 0 };
-        let layout = self.layouts.layout(state.tables(), offered_now(state), room);
+        let layout = self.layouts.layout(state.tables(), offered_now(state), &self.sizes, room);
         let settings = DraSettings {
             taints_survive: !server.drops_taints,
             evict_from_lost: self.evict_from_lost,

@@ -41,6 +41,8 @@ pub struct HealthSettings {
     pub xids: XidPolicy,
     /// The first hold time; without it, the state's default.
     pub hold: Option<Duration>,
+    /// How long a GPU that leaves DRA stays with it; without it, the state's default.
+    pub dra_grace: Option<Duration>,
     /// Whether GPUs are polled, so that the first device list waits for the first poll.
     pub await_first_poll: bool,
     /// The record's folder; without one, nothing is kept.

@@ -185,6 +185,7 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
     let health = HealthSettings {
         xids: XidPolicy { overrides: settings.xids.value.clone(), ..args.xids.policy() },
         hold: args.nvml.health_hold_ms.map(Duration::from_millis),
+        dra_grace: args.nvml.dra_grace_ms.map(Duration::from_millis),
         await_first_poll: true,
         state_dir: state_dir.clone(),
     };

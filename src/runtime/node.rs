@@ -123,6 +123,9 @@ impl Node {
         if let Some(hold) = settings.health.hold {
             state = state.with_hold(hold);
         }
+        if let Some(grace) = settings.health.dra_grace {
+            state = state.with_dra_grace(grace);
+        }
         if settings.health.await_first_poll {
             state = state.awaiting_the_first_poll();
             if settings.kubelet.pod_resources_socket.is_some() {

@@ -19,7 +19,16 @@ fn section(values: &[&str], before: &Lines, after: &Lines) -> String {
 #[test]
 fn helm_lint_finds_nothing() {
     let Some(helm) = Helm::found() else { return };
-    for values in [&[][..], &["gfd.enabled=true", "config.name=other", "podMonitor.enabled=true", "dra.enabled=true"]] {
+    for values in [
+        &[][..],
+        &[
+            "gfd.enabled=true",
+            "config.name=other",
+            "podMonitor.enabled=true",
+            "dra.enabled=true",
+            "dra.unchangedPods.enabled=true",
+        ],
+    ] {
         let output = helm.run(&["lint", "--strict", "--quiet"], &set(values));
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
     }
@@ -93,14 +102,19 @@ fn programs_are_switched_on_and_off() {
         &[
             "dra.enabled=true",
             "dra.gpus={0,1}",
+            "dra.groups={2,8}",
             "dra.evictLost=true",
             "dra.dynamicMig=true",
             "dra.admissionPolicy=false",
             "dra.deviceClasses=false",
         ],
         &["dra.enabled=true", "kubeletRootDir=/var/lib/k0s/kubelet"],
+        &["dra.enabled=true", "dra.claimTemplates.namespaces={a,b}", "dra.unchangedPods.enabled=true"],
     ];
     assert_snapshot!("programs", changes(&helm, &[], &entries));
+    let base = ["dra.enabled=true", "dra.unchangedPods.enabled=true"];
+    let entries = [&["dra.unchangedPods.schedulers={default-scheduler,packing}"][..]];
+    assert_snapshot!("unchanged_pods", changes(&helm, &base, &entries));
     let entries = [
         &["config.name=external", "migStrategy=none", "deviceListStrategy=envvar"][..],
         &["gfd.noTimestamp=true", "gfd.sleepInterval=infinite"],

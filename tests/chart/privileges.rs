@@ -123,6 +123,12 @@ fn rights_are_those_that_the_programs_need() {
         json!({"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims"], "verbs": ["get"]}),
         json!({"apiGroups": ["resource.k8s.io"], "resources": ["resourceslices"], "verbs": slices}),
         json!({"apiGroups": ["resource.k8s.io"], "resources": ["deviceclasses"], "verbs": ["get"]}),
+        json!({
+            "apiGroups": ["admissionregistration.k8s.io"],
+            "resources": ["mutatingadmissionpolicies", "mutatingadmissionpolicybindings"],
+            "resourceNames": ["linkwise-unchanged-pods"],
+            "verbs": ["get"],
+        }),
         json!({"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}),
     ];
     for (values, cluster, namespaced) in [

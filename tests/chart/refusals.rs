@@ -36,6 +36,9 @@ fn dra_needs_the_plugin_and_gpus() {
     refused(&helm, &["dra.enabled=true", "devicePlugin.enabled=false"], &["dra.enabled", "devicePlugin.enabled"]);
     refused(&helm, &["dra.enabled=true", "dra.gpus="], &["dra.gpus", "configuration file"]);
     assert!(helm.template(&set(&["dra.enabled=true", "dra.gpus=", "config.name=external"])).is_ok());
+    for value in ["dra.unchangedPods.enabled=true", "dra.claimTemplates.namespaces={a}"] {
+        refused(&helm, &[value], &["dra.unchangedPods and dra.claimTemplates", "set dra.enabled"]);
+    }
 }
 
 #[test]
@@ -66,6 +69,9 @@ fn values_of_wrong_type_are_refused_by_name() {
         ("metrics.port=0", "metrics.port"),
         ("podMonitor.interval=often", "podMonitor.interval"),
         ("kubeletRootDir=kubelet", "kubeletRootDir"),
+        ("dra.claimTemplates.namespaces=training", "dra.claimTemplates.namespaces"),
+        ("dra.unchangedPods.schedulers={a'b}", "dra.unchangedPods.schedulers"),
+        ("dra.claimTemplates.namespaces={Training}", "dra.claimTemplates.namespaces"),
         ("nfd.enabled=maybe", "nfd.enabled"),
         ("nameOverride=Has Spaces", "nameOverride"),
     ] {

@@ -50,6 +50,18 @@ fn cluster_program(folder: &tempfile::TempDir) {
     fs::set_permissions(&other, fs::Permissions::from_mode(0o755)).unwrap();
 }
 
+#[test]
+fn simulated_cluster_is_the_cluster_programs() {
+    let (folder, program) = installed();
+    cluster_program(&folder);
+    let simulate = |args: &[&str]| Command::new(&program).arg("simulate").args(args).output().unwrap();
+    let output = simulate(&["--nodes", "3"]);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "simulate\n", "{output:?}");
+    // One machine needs no model of a scheduler.
+    let output = simulate(&["--node", "dgx-h100", "--trace", "/dev/null"]);
+    assert!(String::from_utf8_lossy(&output.stderr).contains("no header"), "{output:?}");
+}
+
 /// `linkwise run` on a host without GPUs, with an API server's address and a configuration file.
 fn run(program: &Path, folder: &tempfile::TempDir) -> Command {
     let at = |name: &str| folder.path().join(name);

@@ -65,10 +65,27 @@ fn claims_of_every_size_are_within_the_limits() {
         assert_eq!(names.len(), alternatives, "{gpus}: {names:?}");
         check(&claim(&["--gpus", &count, "--mig", "1g.10gb"])["spec"]["devices"]);
         if gpus <= 16 {
-            let devices = claim(&["--gpus", &count, "--near", "nic"])["spec"]["devices"].clone();
-            assert_eq!(check(&devices).len(), 2 * gpus);
-            assert_eq!(devices["constraints"].as_array().unwrap().len(), gpus);
+            for near in ["nic", "cpu"] {
+                let devices = claim(&["--gpus", &count, "--near", near])["spec"]["devices"].clone();
+                assert_eq!(check(&devices).len(), 2 * gpus);
+                assert_eq!(devices["constraints"].as_array().unwrap().len(), gpus);
+            }
         }
+    }
+}
+
+#[test]
+fn strict_claims_are_the_same_without_any() {
+    for gpus in 1..=32 {
+        let count = gpus.to_string();
+        let (mut usual, strict) = (claim(&["--gpus", &count]), claim(&["--gpus", &count, "--strict"]));
+        check(&strict["spec"]["devices"]);
+        if let Some(alternatives) =
+            usual.pointer_mut("/spec/devices/requests/0/firstAvailable").and_then(Value::as_array_mut)
+        {
+            assert_eq!(alternatives.pop().unwrap()["name"], "any");
+        }
+        assert_eq!(usual, strict, "{gpus}");
     }
 }
 
@@ -105,6 +122,9 @@ fn claims_are_printed_as_documented() {
         ("gpus", &["--gpus", "4"][..]),
         ("gpus-of-node", &["--gpus", "2", "--node", "dgx1-v100"]),
         ("nic", &["--near", "nic", "--kind", "template"]),
+        ("strict-deployment", &["--gpus", "8", "--strict", "--node", "nvlink-bridge-pairs", "--kind", "deployment"]),
+        ("cpus", &["--near", "cpu", "--gpus", "2"]),
+        ("groups-of-six", &["--gpus", "5", "--dra-groups", "2,6"]),
         ("mig-pod", &["--mig", "1g.10gb", "--kind", "pod", "--name", "small"]),
     ] {
         holds(&format!("claim-{name}"), &linkwise(&[&["claim"], args].concat()));
@@ -121,8 +141,13 @@ fn impossible_claims_are_refused_by_name() {
         (&["--gpus", "four"], "'four' for '--gpus"),
         (&["--mig", "1g"], "'1g' is no MIG profile"),
         (&["--mig", "1g.10gb' || true"], "is no MIG profile"),
-        (&["--gpus", "17", "--near", "nic"], "--gpus 17 with --near nic"),
-        (&["--near", "cpu"], "'cpu' for '--near"),
+        (&["--gpus", "17", "--near", "nic"], "--gpus 17 with --near"),
+        (&["--near", "switch"], "'switch' for '--near"),
+        (&["--near", "cpu", "--strict"], "--strict"),
+        (&["--gpus", "9", "--strict", "--node", "pcie-8x-pix-pairs"], "pcie-8x-pix-pairs has no group of 9 GPUs"),
+        (&["--gpus", "2", "--dra-groups", "2,x"], "such as 2,4,8, found x"),
+        (&["--gpus", "2", "--dra-groups", "1"], "a group of 1 GPUs"),
+        (&["--gpus", "2", "--dra-groups", "2,3,4,5,6"], "5 sizes of groups: at most 4"),
         (&["--mig", "1g.10gb", "--near", "nic"], "--near"),
         (&["--name", "A_B"], "'A_B' for '--name"),
         (&["--gpus", "2", "--node", "no-such-machine"], "no machine is called 'no-such-machine'"),

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use linkwise::machines;
+use linkwise::publish::dra::Attribute;
 
 use super::golden::linkwise;
 use super::limits::{cut, published, rich};
@@ -33,9 +34,11 @@ fn documented_commands_run() {
 #[test]
 fn documented_claims_are_what_the_command_prints() {
     let page = page();
-    for args in
-        [&["claim", "--gpus", "2", "--node", "dgx1-v100"][..], &["claim", "--near", "nic", "--kind", "template"]]
-    {
+    for args in [
+        &["claim", "--gpus", "2", "--node", "dgx1-v100"][..],
+        &["claim", "--near", "nic", "--kind", "template"],
+        &["claim", "--near", "cpu", "--kind", "template"],
+    ] {
         let printed: String = linkwise(args).lines().map(|line| format!("    {line}\n")).collect();
         assert!(page.contains(&printed), "docs/dra.md does not have\n{printed}");
     }
@@ -44,6 +47,34 @@ fn documented_claims_are_what_the_command_prints() {
         let attributes = printed.lines().filter_map(|line| line.trim().strip_prefix("matchAttribute: linkwise.dev/"));
         let row: Vec<String> = attributes.map(|attribute| format!("`{attribute}`")).collect();
         assert!(page.contains(&format!("| {} | any |", row.join(" "))), "docs/dra.md: groups of {gpus}");
+    }
+}
+
+#[test]
+fn documented_groups_are_those_of_a_dgx_1() {
+    let mut devices = published(&machines::load("dgx1-v100").unwrap().observed, &[]);
+    devices.sort_by(|a, b| a.name.cmp(&b.name));
+    let groups: BTreeSet<&String> = devices.iter().flat_map(|device| device.attributes.keys()).collect();
+    let is_group = |name: &&str| ["pair", "quad", "octet"].iter().any(|word| name.starts_with(word));
+    let names = groups.iter().filter_map(|key| key.strip_prefix("linkwise.dev/")).filter(is_group);
+    let page = page();
+    let rows: Vec<&str> = page.lines().filter(|line| line.starts_with("    ") && line.contains(" A ")).collect();
+    let names: Vec<&str> = names.collect();
+    assert_eq!(rows.len(), names.len(), "{names:?}");
+    for name in names {
+        let mut known: Vec<&Attribute> = Vec::new();
+        let mut letters = String::new();
+        for device in &devices {
+            let value = device.attributes.get(&format!("linkwise.dev/{name}"));
+            let place = value.map(|value| {
+                known.iter().position(|other| *other == value).unwrap_or_else(|| {
+                    known.push(value);
+                    known.len() - 1
+                })
+            });
+            letters.push_str(place.map_or(" -", |place| [" A", " B", " C", " D"][place]));
+        }
+        assert!(rows.iter().any(|row| row.starts_with(&format!("    {name:<7} {letters} "))), "{name} {letters}");
     }
 }
 

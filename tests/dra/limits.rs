@@ -6,7 +6,7 @@ use linkwise::allocation::AllocationTables;
 use linkwise::machines;
 use linkwise::publish::dra::slice::Pool;
 use linkwise::publish::dra::{
-    DraFacts, DraSettings, GpuLayout, SliceDevice, device_name, devices, hardware_of, offered,
+    DraFacts, DraSettings, GpuLayout, GroupSizes, SliceDevice, device_name, devices, hardware_of, offered,
 };
 use linkwise::state::{DraGpus, DriverVersions, ResourcePlan, UnhealthyReason};
 use linkwise::topology::{
@@ -22,7 +22,7 @@ use crate::random_node;
 pub fn published(observed: &NodeObservation, reasons: &[UnhealthyReason]) -> Vec<SliceDevice> {
     let (topology, _) = NodeTopology::assemble(observed);
     let gpus = offered(&topology, &ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() });
-    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus);
+    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus, &GroupSizes::default());
     let versions = DriverVersions::of(observed);
     let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
     facts.settings = DraSettings { evict_from_lost: true, ..DraSettings::default() };

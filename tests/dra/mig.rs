@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use linkwise::allocation::AllocationTables;
 use linkwise::machines;
-use linkwise::publish::dra::{DraFacts, GpuLayout, SliceDevice, devices, mig_counters, offered};
+use linkwise::publish::dra::{DraFacts, GpuLayout, GroupSizes, SliceDevice, devices, mig_counters, offered};
 use linkwise::state::{DraGpus, DriverVersions, ResourcePlan, UnhealthyReason};
 use linkwise::topology::{
     MigDeviceObservation, MigEngines, MigExtension, MigPlacement, NodeObservation, NodeTopology, hardware_of,
@@ -48,7 +48,7 @@ fn published(
 ) -> (BTreeMap<String, SliceDevice>, BTreeMap<String, String>) {
     let (topology, _) = NodeTopology::assemble(observed);
     let gpus = offered(&topology, &ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() });
-    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus);
+    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus, &GroupSizes::default());
     let versions = DriverVersions::of(observed);
     let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
     facts.settings.dynamic_mig = true;

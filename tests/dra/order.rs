@@ -7,7 +7,7 @@ use linkwise::allocation::{
     AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, GpuSet, preferred_allocation,
 };
 use linkwise::machines;
-use linkwise::publish::dra::{GpuLayout, GroupSize};
+use linkwise::publish::dra::{GpuLayout, GroupSizes};
 use linkwise::topology::NodeTopology;
 
 /// What each set of a size carries, by the report of a choice that has nothing else to choose.
@@ -41,7 +41,7 @@ fn order_is_never_worse_than_bus_order() {
     for machine in machines::built_in() {
         let tables = tables(machine.name);
         let gpus = tables.topology().gpus().len();
-        let layout = GpuLayout::of(&tables, (0..gpus).collect());
+        let layout = GpuLayout::of(&tables, (0..gpus).collect(), &GroupSizes::default());
         let by_address: Vec<usize> = (0..gpus).collect();
         let mut sorted = layout.order.clone();
         sorted.sort_unstable();
@@ -72,18 +72,25 @@ fn groups_find_what_is_best_of_what_is_free() {
     ] {
         let tables = tables(machine);
         let gpus = tables.topology().gpus().len();
-        let layout = GpuLayout::of(&tables, (0..gpus).collect());
+        let layout = GpuLayout::of(&tables, (0..gpus).collect(), &GroupSizes::default());
         for size in [2, 4] {
             let carries = collectives(&tables, size);
-            let group = GroupSize::holding(size).unwrap();
+            let group = GroupSizes::default().holding(size).unwrap();
             let mut families = Vec::new();
             for name in group.names() {
                 families.extend(layout.families.iter().find(|family| family.name == name));
             }
             let (mut states, mut best, mut share) = (0_u64, 0_u64, 0_u64);
             for free in availabilities(gpus).filter(|free| free.count_ones() as usize >= size) {
-                let found = families.iter().find_map(|family| family.sets.iter().find(|set| set.0 & !free == 0));
-                let taken = found.map_or_else(|| first_fit(&layout.order, free, size), |set| set.0);
+                let enough = |free: u64| free.count_ones() as usize >= size;
+                let found = families.iter().find_map(|family| {
+                    // The allocator goes through the published order, and meets the first group with enough.
+                    let groups = family.groups.iter().map(|group| group.0 & free).filter(|free| enough(*free));
+                    groups
+                        .map(|free| first_fit(&layout.order, free, size))
+                        .min_by_key(|set| layout.order.iter().position(|gpu| set >> gpu & 1 == 1))
+                });
+                let taken = found.unwrap_or_else(|| first_fit(&layout.order, free, size));
                 let top =
                     carries.iter().filter(|(set, _)| *set & !free == 0).map(|(_, carries)| *carries).max().unwrap();
                 states += 1;

@@ -7,8 +7,8 @@ use linkwise::claims::ClaimName;
 use linkwise::machines;
 use linkwise::publish::dra::slice::Pool;
 use linkwise::publish::dra::{
-    DraFacts, DraSettings, GpuLayout, HeldDevices, LayoutCache, MOST_DEVICES_WITH_SETS, PublishedSets, SliceDevice,
-    counters, devices, offered, offered_now,
+    DraFacts, DraSettings, GpuLayout, GroupSizes, HeldDevices, LayoutCache, MOST_DEVICES_WITH_SETS, PublishedSets,
+    SliceDevice, counters, devices, offered, offered_now,
 };
 use linkwise::state::{
     ClaimedDevice, DRA_GRACE, Door, DraGpus, DriverVersions, Event, Holdings, NodeState, NumaHints, PreparedClaim,
@@ -29,10 +29,10 @@ pub fn pool(observed: &NodeObservation, reasons: &[UnhealthyReason]) -> Pool {
     let (topology, _) = NodeTopology::assemble(observed);
     let gpus = offered(&topology, &ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() });
     let tables = AllocationTables::new(topology.clone().into());
-    let layout = GpuLayout::of(&tables, gpus);
+    let layout = GpuLayout::of(&tables, gpus, &GroupSizes::default());
     let versions = DriverVersions::of(observed);
     let count = DraFacts::of_machine(&topology, &versions, gpus, &layout).devices.len();
-    let layout = layout.with_sets(&tables, MOST_DEVICES_WITH_SETS.saturating_sub(count));
+    let layout = layout.with_sets(&tables, &GroupSizes::default(), MOST_DEVICES_WITH_SETS.saturating_sub(count));
     let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
     facts.settings = DraSettings { sets: PublishedSets::All, evict_from_lost: true, ..DraSettings::default() };
     facts.devices.iter_mut().for_each(|device| device.reasons = reasons.to_vec());
@@ -197,7 +197,7 @@ impl Node {
     }
 
     fn devices(&mut self, sets: PublishedSets) -> Vec<SliceDevice> {
-        let layout = self.layouts.layout(self.state.tables(), offered_now(&self.state), 248);
+        let layout = self.layouts.layout(self.state.tables(), offered_now(&self.state), &GroupSizes::default(), 248);
         let settings = DraSettings { sets, ..DraSettings::default() };
         devices(&DraFacts::of_state(&self.state, DRIVER, &layout, settings)).0
     }

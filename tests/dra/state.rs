@@ -1,7 +1,7 @@
 //! Taints from the state machine: set by a fault, gone with it.
 
 use linkwise::publish::dra::{
-    DraFacts, DraSettings, LayoutCache, SliceDevice, Taint, TaintEffect, devices, offered_now,
+    DraFacts, DraSettings, GroupSizes, LayoutCache, SliceDevice, Taint, TaintEffect, devices, offered_now,
 };
 use linkwise::state::{
     ClaimedDevice, DraGpus, Event, Holdings, MigInstance, NodeState, NumaHints, PreparedClaim, ResourcePlan, Timestamp,
@@ -35,7 +35,7 @@ impl Node {
     }
 
     fn devices(&mut self) -> Vec<SliceDevice> {
-        let layout = self.layouts.layout(self.state.tables(), offered_now(&self.state), 0);
+        let layout = self.layouts.layout(self.state.tables(), offered_now(&self.state), &GroupSizes::default(), 0);
         devices(&DraFacts::of_state(&self.state, DRIVER, &layout, self.settings)).0
     }
 

@@ -7,7 +7,7 @@ use std::fs;
 use std::sync::Arc;
 use std::time::Duration;
 
-use linkwise::state::{Event, Holdings, NodeState};
+use linkwise::state::{ClaimedDevice, Event, Holdings, NodeState};
 
 use super::node::{Answer, LIMIT, Node, connected, end, refusal, start};
 
@@ -157,6 +157,42 @@ async fn claim_that_is_gone_stays_while_holders_are_unknown() {
     // The next sweep comes with the list, long before its time.
     tell_holders(&node, Some(Holdings::default()));
     until(&|| node.checkpoints() == ["b.json"]).await;
+}
+
+#[tokio::test]
+async fn list_of_before_a_claim_takes_no_gpu_from_it() {
+    let mut node = Node::new();
+    node.settings.listed_within = LIMIT;
+    node.start();
+    let kubelet = node.kubelet().await;
+    let (first, second) = (node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-0")]));
+    start(&kubelet, &first).await.unwrap();
+    // Deleted by force: its pod still runs, and the kubelet was asked before that pod started.
+    node.delete("a");
+    assert!(refusal(&kubelet, &second).await.contains("is prepared for the claim ml/claim-a"));
+    assert_eq!(node.checkpoints(), ["a.json"]);
+}
+
+#[tokio::test]
+async fn first_list_of_a_new_kubelet_takes_no_gpu_from_a_claim() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    let (first, second) = (node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-0")]));
+    start(&kubelet, &first).await.unwrap();
+    node.delete("a");
+    let held = ClaimedDevice {
+        claim: first.to_string(),
+        driver: super::node::DRIVER.to_owned(),
+        pool: super::node::POOL.to_owned(),
+        device: "gpu-0".to_owned(),
+        cdi_names: Vec::new(),
+    };
+    tell_holders(&node, Some(Holdings { claims: [held].into(), ..Holdings::default() }));
+    for _ in 0..2 {
+        assert!(refusal(&kubelet, &second).await.contains("is prepared for the claim ml/claim-a"));
+        tell_holders(&node, Some(Holdings::default()));
+    }
+    assert_eq!(start(&kubelet, &second).await.unwrap(), [node.gpu(0)]);
 }
 
 #[tokio::test]

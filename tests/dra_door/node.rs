@@ -85,6 +85,7 @@ impl Node {
         settings.boot = Some("this boot".to_owned());
         settings.injection = InjectionOptions { cdi: Some(cdi), ..InjectionOptions::default() };
         (settings.host_devices, settings.specs_written) = (host_devices, written);
+        settings.listed_within = Duration::ZERO;
         settings.longest_pause = Duration::from_millis(64);
         let state = watch::Sender::new(Arc::new(state("dgx1-v100", DraGpus::All)));
         let node = Self {

@@ -52,16 +52,32 @@ async fn subrequests_and_requests_go_to_their_containers() {
     assert_eq!(devices["side"], [node.gpu(2)]);
 }
 
+fn of_pod(claim: &linkwise::claims::ClaimName) -> PodClaim {
+    let drivers = BTreeSet::from([DRIVER.to_owned()]);
+    PodClaim { name: claim.uid.clone(), claim: reference(claim), drivers }
+}
+
+#[tokio::test]
+async fn two_claims_that_race_for_a_set_do_not_share_it() {
+    let node = Node::running();
+    let kubelet = node.kubelet().await;
+    // In one call, so that both are read and planned at once; the sets have one GPU in common.
+    let claims = [
+        node.claim("a", &[("gpus", "gpu-0"), ("gpus", "gpu-1")]),
+        node.claim("b", &[("gpus", "gpu-1"), ("gpus", "gpu-2")]),
+    ];
+    let pod =
+        PodClaims { pod: "p".to_owned(), claims: claims.iter().map(of_pod).collect(), containers: BTreeMap::new() };
+    let error = kubelet.start_pod(&pod).await.unwrap_err().to_string();
+    assert!(error.contains("device gpu-1") && error.contains("is prepared for the claim ml/claim-"), "{error}");
+    assert_eq!(node.checkpoints().len(), 1);
+}
+
 #[tokio::test]
 async fn one_error_in_a_batch_leaves_the_other_claims() {
     let node = Node::running();
     let kubelet = node.kubelet().await;
     let claims = [node.claim("a", &[("gpus", "gpu-0")]), node.claim("b", &[("gpus", "gpu-99")])];
-    let of_pod = |claim: &linkwise::claims::ClaimName| PodClaim {
-        name: claim.uid.clone(),
-        claim: reference(claim),
-        drivers: BTreeSet::from([DRIVER.to_owned()]),
-    };
     let pod =
         PodClaims { pod: "p".to_owned(), claims: claims.iter().map(of_pod).collect(), containers: BTreeMap::new() };
     let error = kubelet.start_pod(&pod).await.unwrap_err().to_string();

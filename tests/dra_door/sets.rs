@@ -17,7 +17,10 @@ async fn set_is_one_device_with_all_its_gpus() {
     let claim = node.claim("a", &[("gpus", "gpus-4-0-1-2-3")]);
     let gpus = [0, 1, 2, 3].map(|minor| node.gpu(minor));
     assert_eq!(start(&kubelet, &claim).await.unwrap(), gpus);
-    let is_one = |seen: &Occurrence| matches!(seen, Occurrence::Prepared { result: Ok(names), .. } if *names == ["gpus-4-0-1-2-3"]);
+    let is_one = |seen: &Occurrence| match seen {
+        Occurrence::Prepared { result: Ok(names), .. } => *names == ["gpus-4-0-1-2-3"],
+        _ => false,
+    };
     node.wait(is_one).await;
     node.wait(|seen| matches!(seen, Occurrence::Held { claims: 1, devices: 1 })).await;
     end(&kubelet, &claim).await;

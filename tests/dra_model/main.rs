@@ -11,6 +11,7 @@
 )]
 
 mod alignment;
+mod cluster;
 mod mig;
 #[allow(dead_code, reason = "other tests judge more by it")]
 #[path = "../oracle/mod.rs"]

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use linkwise::allocation::AllocationTables;
 use linkwise::machines;
 use linkwise::publish::dra::slice::Pool;
-use linkwise::publish::dra::{DraFacts, GpuLayout, devices, mig_counters, offered};
+use linkwise::publish::dra::{DraFacts, GpuLayout, GroupSizes, devices, mig_counters, offered};
 use linkwise::state::{DraGpus, DriverVersions, ResourcePlan};
 use linkwise::topology::{MigEngines, MigObservation, MigPlacement, MigProfileObservation, NodeTopology};
 use linkwise_scheduler_box::{Cluster, Failure};
@@ -169,7 +169,7 @@ fn mig_everywhere_is_within_the_limits() {
         }
         let (topology, _) = NodeTopology::assemble(&observed);
         let gpus = offered(&topology, &ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() });
-        let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus);
+        let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus, &GroupSizes::default());
         let versions = DriverVersions::of(&observed);
         let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
         facts.settings.dynamic_mig = true;

@@ -118,7 +118,8 @@ proptest! {
     ) {
         let node = node_with(machine, &["--dra-sets", "on"]);
         let mut cluster = node.cluster(&[]);
-        let asks = [gpus(1, None), gpus(2, None), extended(&cluster, 2), extended(&cluster, 4), tiered(4), extended(&cluster, 8)];
+        let [two, four, eight] = [2, 4, 8].map(|size| extended(&cluster, size));
+        let asks = [gpus(1, None), gpus(2, None), two, four, tiered(4), eight];
         let mut held: Vec<Value> = Vec::new();
         for (ask, which, ends) in steps {
             if ends && !held.is_empty() {

@@ -1,7 +1,7 @@
 //! Claims with alternatives: the tiered groups, the best set first.
 
 use crate::oracle::{Oracle, Set, subsets};
-use crate::published::{Node, claim, list, nodes};
+use crate::published::{Node, claim, list, node, nodes};
 
 /// How often the claim gets the best collective that is free, and the mean share of it, both in per mille.
 fn rate(node: &Node, count: u32) -> (u64, u64) {
@@ -38,5 +38,32 @@ fn claim_for_four_gets_the_best_four_or_nearly() {
             "dgx1-v100" | "azure-ndv2-v100" => assert!(best >= 920 && mean >= 945, "{}: {best}, {mean}", node.name),
             _ => assert_eq!((best, mean), (1000, 1000), "{}", node.name),
         }
+    }
+}
+
+#[test]
+fn strict_claim_takes_the_same_group_or_waits() {
+    for (name, count) in [("dgx1-v100", 4), ("nvlink-bridge-pairs", 2), ("workstation-a6000", 2), ("dgx-h100", 8)] {
+        let node = node(name);
+        let (cluster, count) = (node.cluster(&[]), format!("{count}"));
+        let (usual, strict) = (claim(&["--gpus", &count]), claim(&["--gpus", &count, "--strict"]));
+        let (mut taken, mut waits) = (0, 0);
+        for free in node.availabilities() {
+            let outcome = |claim| node.allocated(&cluster, free, claim);
+            match (outcome(&strict), outcome(&usual)) {
+                (Some(strict), usual) => {
+                    assert_eq!(Some(strict), usual, "{name}: {:?}", list(free));
+                    taken += 1;
+                }
+                (None, Some(usual)) => {
+                    assert_eq!(usual["devices"]["results"][0]["request"], "gpus/any", "{name}: {:?}", list(free));
+                    waits += 1;
+                }
+                (None, None) => {}
+            }
+        }
+        // Where all sets are alike, none is worth waiting for.
+        let is_uniform = ["workstation-a6000", "dgx-h100"].contains(&name);
+        assert!(taken > 0 && (waits == 0) == is_uniform, "{name}: {taken} taken, {waits} wait");
     }
 }

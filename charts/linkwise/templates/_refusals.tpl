@@ -28,6 +28,11 @@
 {{- fail "\ndra.enabled: dra.gpus names no GPU, and there is no configuration file that could." -}}
 {{- end -}}
 
+{{- $dra := .Values.dra | default dict -}}
+{{- if and (not $dra.enabled) (or ($dra.unchangedPods).enabled ($dra.claimTemplates).namespaces) -}}
+{{- fail "\ndra.unchangedPods and dra.claimTemplates are for GPUs of DRA: set dra.enabled too." -}}
+{{- end -}}
+
 {{- if and $config.name $map -}}
 {{- fail (printf "\nconfig.name (%s) and config.map are both set: take the ConfigMap that exists, or the one that this chart makes." $config.name) -}}
 {{- end -}}

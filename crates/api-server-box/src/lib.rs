@@ -3,11 +3,13 @@
 //! Tests run the programs that speak to the API server against it, and `linkwise demo --dra` plays in it. It is
 //! generic over JSON objects by group, version and resource, and holds what a client can rely on: versions, watches
 //! that continue or expire, server-side apply with owners of fields, conflicts, bearer tokens. Of
-//! `resource.k8s.io/v1` it keeps the rules too (limits, names, immutable fields, gates that drop fields); other
-//! objects it does not validate. It shares no code with linkwise.
+//! `resource.k8s.io/v1` it keeps the rules too (limits, names, immutable fields, gates that drop fields), and what a
+//! client creates is changed by the MutatingAdmissionPolicies that it has; other objects it does not validate. It shares
+//! no code with linkwise.
 
 #![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "only tests and the demo run it")]
 
+mod admission;
 mod apply;
 mod faults;
 mod http;
@@ -93,6 +95,10 @@ pub struct ApiServerBox {
     life: Option<(CancellationToken, tokio::task::JoinHandle<()>)>,
 }
 
+/// How often, and in which pauses, it tries to take its port again.
+const MOST_TRIES: u32 = 1_000;
+const RETRY: std::time::Duration = std::time::Duration::from_millis(10);
+
 impl ApiServerBox {
     /// Starts it on a free port of 127.0.0.1, with these kinds of objects, or panics: for tests.
     pub async fn start(types: &[ResourceType]) -> Self {
@@ -169,9 +175,17 @@ impl ApiServerBox {
         }
     }
 
-    /// Listens again at the same address.
+    /// Listens again at the same address, as soon as no connection of before or of another program has its port.
     pub async fn come_back(&mut self) {
-        let listener = TcpListener::bind(self.address).await.expect("the port is still free");
+        let mut tries = 0;
+        let listener = loop {
+            match TcpListener::bind(self.address).await {
+                Ok(listener) => break listener,
+                Err(error) if error.kind() == std::io::ErrorKind::AddrInUse && tries < MOST_TRIES => tries += 1,
+                Err(error) => panic!("{}: {error}", self.address),
+            }
+            tokio::time::sleep(RETRY).await;
+        };
         self.serve(listener);
     }
 

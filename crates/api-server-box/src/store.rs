@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
+use crate::admission;
 use crate::apply;
 use crate::refusal::Refusal;
 use crate::resource::{self, Gates};
@@ -26,6 +27,22 @@ impl ResourceType {
     pub const NODES: Self = Self { api: "v1", plural: "nodes", kind: "Node", namespaced: false };
     /// The API's pods.
     pub const PODS: Self = Self { api: "v1", plural: "pods", kind: "Pod", namespaced: true };
+    /// Namespaces.
+    pub const NAMESPACES: Self = Self { api: "v1", plural: "namespaces", kind: "Namespace", namespaced: false };
+    /// Policies that change what clients create, and what puts them in force.
+    pub const MUTATING_ADMISSION_POLICIES: Self = Self {
+        api: "admissionregistration.k8s.io/v1",
+        plural: "mutatingadmissionpolicies",
+        kind: "MutatingAdmissionPolicy",
+        namespaced: false,
+    };
+    /// Bindings of these policies.
+    pub const MUTATING_ADMISSION_POLICY_BINDINGS: Self = Self {
+        api: "admissionregistration.k8s.io/v1",
+        plural: "mutatingadmissionpolicybindings",
+        kind: "MutatingAdmissionPolicyBinding",
+        namespaced: false,
+    };
     /// Node Feature Discovery's features of nodes.
     pub const NODE_FEATURES: Self =
         Self { api: "nfd.k8s-sigs.io/v1alpha1", plural: "nodefeatures", kind: "NodeFeature", namespaced: true };
@@ -132,6 +149,11 @@ impl Store {
         self.types.iter().find(|known| known.api == api && known.plural == plural)
     }
 
+    /// A kind by its name.
+    pub fn resource_of_kind(&self, api: &str, kind: &str) -> Option<&ResourceType> {
+        self.types.iter().find(|known| known.api == api && known.kind == kind)
+    }
+
     pub fn version(&self) -> u64 {
         self.version
     }
@@ -176,6 +198,12 @@ impl Store {
         }
         if self.get(&key).is_some() {
             return Err(Refusal::exists(&key));
+        }
+        admission::check(&key, &object)?;
+        if key.resource == ResourceType::PODS {
+            object = named(object, &key);
+            resource::pod::complete(&mut object)?;
+            admission::mutate(self, &key, &mut object)?;
         }
         resource::admit(self.gates, &key, None, &mut object, &self.now())?;
         Ok(self.put(manager, &key, object))

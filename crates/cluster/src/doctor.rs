@@ -2,12 +2,15 @@
 //!
 //! A composition root, as `labels`: the program is `linkwise`'s own.
 
+use std::collections::BTreeMap;
 use std::process::ExitCode;
 
 use futures_util::FutureExt;
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use kube::Api;
 use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams};
-use linkwise::commands::{ClusterFacts, DraFound, NodeFeatureFound, NodeFeatures};
+use linkwise::commands::{ClusterFacts, DraFound, ExtendedResourceFound, NodeFeatureFound, NodeFeatures, PodPolicy};
 use linkwise::config::{Command, DoctorArgs};
 use linkwise::runtime::{ApiClients, NodeReader};
 
@@ -38,9 +41,15 @@ async fn of_dra(access: Access, node: &str, driver: &str) -> DraFound {
     let resource =
         |kind, plural| ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk("resource.k8s.io", "v1", kind), plural);
     let class = resource("DeviceClass", classes);
-    let get = |client| async move { Api::<DynamicObject>::all_with(client, &class).get_metadata_opt(driver).await };
+    let get = |client| async move { Api::<DynamicObject>::all_with(client, &class).get_opt(driver).await };
     let found = server.call(classes, "get", get).await;
-    let has_class = found.map(|class| class.is_some()).map_err(|error| linkwise::errors::chain(&error).to_string());
+    let class = found.map_err(|error| linkwise::errors::chain(&error).to_string());
+    let has_class = class.as_ref().map(Option::is_some).map_err(Clone::clone);
+    let mapped = |class: DynamicObject| Some(class.data["spec"]["extendedResourceName"].as_str()?.to_owned());
+    let extended_resource = match class.ok().flatten().and_then(mapped) {
+        Some(name) => extended_resource(&mut server, node, driver, name).await.map(Some),
+        None => Ok(None),
+    };
     let slice = resource("ResourceSlice", slices);
     let params = ListParams::default().fields(&format!("spec.nodeName={node},spec.driver={driver}"));
     let list = |client| async move { Api::<DynamicObject>::all_with(client, &slice).list_metadata(&params).await };
@@ -54,7 +63,47 @@ async fn of_dra(access: Access, node: &str, driver: &str) -> DraFound {
         }
         Err(error) => Err(linkwise::errors::chain(&error).to_string()),
     };
-    DraFound { driver: driver.to_owned(), has_class, slices }
+    let pod_policy = pod_policy(&mut server).await;
+    DraFound { driver: driver.to_owned(), has_class, slices, pod_policy, extended_resource }
+}
+
+/// Looks for the policy for unchanged pods, then for its binding.
+async fn pod_policy(server: &mut ApiServer) -> Result<PodPolicy, String> {
+    for (kind, plural, without) in [
+        ("MutatingAdmissionPolicy", "mutatingadmissionpolicies", PodPolicy::Absent),
+        ("MutatingAdmissionPolicyBinding", "mutatingadmissionpolicybindings", PodPolicy::Unbound),
+    ] {
+        let kind = GroupVersionKind::gvk("admissionregistration.k8s.io", "v1", kind);
+        let resource = ApiResource::from_gvk_with_plural(&kind, plural);
+        let get = |client| async move {
+            Api::<DynamicObject>::all_with(client, &resource).get_metadata(PodPolicy::NAME).await
+        };
+        match server.call(plural, "get", get).await {
+            Ok(_) => {}
+            Err(error) if error.code() == Some(404) => {
+                // Of a kind that it does not have the server names no object.
+                let text = linkwise::errors::chain(&error).to_string();
+                return Ok(if text.contains(PodPolicy::NAME) { without } else { PodPolicy::NotServed });
+            }
+            Err(error) => return Err(linkwise::errors::chain(&error).to_string()),
+        }
+    }
+    Ok(PodPolicy::Bound)
+}
+
+/// How many devices of a device plugin the Node's status has under the name of a class's extended resource.
+async fn extended_resource(
+    server: &mut ApiServer,
+    node: &str,
+    class: &str,
+    name: String,
+) -> Result<ExtendedResourceFound, String> {
+    let get = |client| async move { Api::<Node>::all(client).get(node).await };
+    let found = server.call("nodes", "get", get).await;
+    let status = found.map_err(|error| linkwise::errors::chain(&error).to_string())?.status.unwrap_or_default();
+    let counted = |quantities: Option<BTreeMap<String, Quantity>>| quantities?.get(&name)?.0.parse().ok();
+    let (allocatable, capacity) = (counted(status.allocatable), counted(status.capacity));
+    Ok(ExtendedResourceFound { name, class: class.to_owned(), allocatable, capacity })
 }
 
 /// The NodeFeatures of the node in all namespaces. A cluster that has no such objects has none of this node.

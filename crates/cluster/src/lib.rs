@@ -22,6 +22,7 @@ mod metrics;
 mod node;
 mod node_feature;
 mod server;
+pub mod simulate;
 mod slices;
 
 pub use access::{Access, AccessError};

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use linkwise::config::{Cli, Command};
 use linkwise::runtime::ApiClients;
-use linkwise_cluster::{config_manager, demo, doctor, dra, labels};
+use linkwise_cluster::{config_manager, demo, doctor, dra, labels, simulate};
 
 fn main() -> ExitCode {
     match Cli::read().command {
@@ -13,6 +13,7 @@ fn main() -> ExitCode {
             config_manager::run(&args).map_or_else(|error| linkwise::failed(&error), |()| ExitCode::SUCCESS)
         }
         Command::Demo(args) if args.dra => demo::run(&args),
+        Command::Simulate(args) if args.cluster.nodes.is_some() => simulate::run(&args),
         Command::Labels(args) => labels::run(args),
         Command::Run(args) => dra::run(args),
         Command::Doctor(args) => doctor::run(args),

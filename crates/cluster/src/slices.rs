@@ -13,6 +13,7 @@ mod plan;
 mod repairs;
 mod stored;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::Node;
@@ -38,6 +39,13 @@ use stored::Stored;
 
 /// The name by which the API server knows our writes.
 const MANAGER: &str = "linkwise";
+
+/// The ResourceSlices of a pool as they are written first, of a Node with a UID.
+pub(crate) fn published(pool: &Pool) -> Vec<Value> {
+    let plan = plan(pool, &BTreeMap::new(), Some("00000000-0000-0000-0000-000000000000"), &Memory::default());
+    let created = |write| if let Write::Create(slice) = write { Some(slice) } else { None };
+    plan.writes.into_iter().filter_map(created).collect()
+}
 
 /// Which slices are written.
 #[derive(Clone, Debug, PartialEq, Eq)]

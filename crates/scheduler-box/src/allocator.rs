@@ -122,10 +122,16 @@ impl<'a> Attempt<'a> {
             let score = self.score();
             let allocations: Vec<Value> =
                 (0..self.claims.len()).map(|claim| report::allocation(&self, claim)).collect();
-            return Ok(Placement { node: self.node.to_owned(), score, allocations });
+            return Ok(Placement { node: self.node.to_owned(), score, steps: self.looked_at(), allocations });
         }
         let (claim, request) = self.deepest;
         Err(Failure::Refused(vec![report::refusal(&mut self, claim, request)]))
+    }
+
+    /// How many devices were looked at so far.
+    pub fn looked_at(&self) -> u64 {
+        let (most, left) = self.steps;
+        most.saturating_sub(left)
     }
 
     /// The devices that were chosen, in the order in which they were.

@@ -77,6 +77,8 @@ pub struct Refusal {
     pub constraints: Vec<String>,
     /// Pools that are not read: incomplete or invalid.
     pub unread_pools: Vec<String>,
+    /// How many devices were looked at in vain, each time the search came by one.
+    pub steps: u64,
 }
 
 impl fmt::Display for Refusal {

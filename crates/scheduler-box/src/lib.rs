@@ -53,6 +53,8 @@ pub struct Placement {
     pub node: String,
     /// Of the alternatives that the claims got there: 8 minus its place, summed over the requests.
     pub score: i64,
+    /// How many devices were looked at on this node, each time the search came by one.
+    pub steps: u64,
     /// `status.allocation` of each claim, in their order.
     pub allocations: Vec<Value>,
 }

@@ -80,6 +80,7 @@ pub(crate) fn refusal(attempt: &mut Attempt<'_>, claim: usize, request: usize) -
         tainted: 0,
         constraints: Vec::new(),
         unread_pools: attempt.devices.unread.clone(),
+        steps: attempt.looked_at(),
     };
     for device in 0..attempt.devices.devices.len() {
         // A selector that fails here was not reached by the search: it is no reason.

@@ -42,6 +42,41 @@ pub struct DraFound {
     pub has_class: Result<bool, String>,
     /// The driver's ResourceSlices on this node: their names, and the programs that wrote them.
     pub slices: Result<Vec<(String, Vec<String>)>, String>,
+    /// The policy that turns `nvidia.com/gpu: N` of pods into claims.
+    pub pod_policy: Result<PodPolicy, String>,
+    /// The extended resource of that DeviceClass; `None` where it has none, or there is no such class.
+    pub extended_resource: Result<Option<ExtendedResourceFound>, String>,
+}
+
+/// The extended resource of a DeviceClass, as the kubelet counts a device plugin's on this node.
+#[derive(Clone, Debug)]
+pub struct ExtendedResourceFound {
+    /// The resource.
+    pub name: String,
+    /// The class.
+    pub class: String,
+    /// How many devices the Node's status has as allocatable; `None` where it does not name the resource.
+    pub allocatable: Option<u64>,
+    /// The same in all, unhealthy ones included.
+    pub capacity: Option<u64>,
+}
+
+/// The MutatingAdmissionPolicy of manifests/dra/unchanged-pods, and its binding, which has the same name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PodPolicy {
+    /// The API server has no such kind.
+    NotServed,
+    /// There is none.
+    Absent,
+    /// It has no binding: it is without effect.
+    Unbound,
+    /// It has its binding.
+    Bound,
+}
+
+impl PodPolicy {
+    /// The name of the policy, and of its binding.
+    pub const NAME: &'static str = "linkwise-unchanged-pods";
 }
 
 /// Names the objects that a GPU Feature Discovery left: NFD makes labels of all of them.

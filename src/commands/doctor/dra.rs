@@ -3,7 +3,7 @@
 use std::io::ErrorKind;
 
 use super::Node;
-use super::cluster::DraFound;
+use super::cluster::{DraFound, PodPolicy};
 use super::finding::Findings;
 use crate::config::Environment;
 use crate::config::settings::{Flags, Settings, load};
@@ -34,7 +34,7 @@ pub(super) fn check(found: &mut Findings, node: &Node) {
 
 /// The classes that claims for GPUs name, and the slices that the API server has.
 pub(super) fn slices(found: &mut Findings, facts: Option<DraFound>) {
-    let Some(DraFound { driver, has_class, slices }) = facts else { return };
+    let Some(DraFound { driver, has_class, slices, pod_policy: policy, extended_resource: _ }) = facts else { return };
     found.check = "DRA";
     match has_class {
         Ok(true) => found.ok(format!("there is a DeviceClass {driver}")),
@@ -69,6 +69,34 @@ pub(super) fn slices(found: &mut Findings, facts: Option<DraFound>) {
             format!("ResourceSlices could not be listed: {why}"),
             Some("kubectl get resourceslices --field-selector spec.nodeName=NODE"),
         ),
+    }
+    pod_policy(found, policy);
+}
+
+/// Whether pods with `nvidia.com/gpu: N` can get claims. Which namespaces have labels and templates a node may not read.
+fn pod_policy(found: &mut Findings, policy: Result<PodPolicy, String>) {
+    let name = PodPolicy::NAME;
+    let left = "pods with nvidia.com/gpu: N and without a claim get the first GPUs that are free";
+    match policy {
+        Ok(PodPolicy::Bound) => found.ok(format!(
+            "the policy {name} makes claims of nvidia.com/gpu: N, in namespaces with its label and the templates"
+        )),
+        Ok(PodPolicy::Unbound) => found.warning(
+            format!("the policy {name} has no binding, and no effect: {left}"),
+            "kubectl apply -k manifests/dra/unchanged-pods makes both",
+        ),
+        Ok(PodPolicy::Absent) => found.skipped(
+            format!("there is no MutatingAdmissionPolicy {name}: {left}"),
+            Some("for the best sets: kubectl apply -k manifests/dra/unchanged-pods (docs/dra-pods.md)"),
+        ),
+        Ok(PodPolicy::NotServed) => found.skipped(
+            format!("the API server has no MutatingAdmissionPolicies of admissionregistration.k8s.io/v1: {left}"),
+            Some("Kubernetes 1.36 has them; for older ones see docs/dra-pods.md"),
+        ),
+        Err(why) => {
+            let advice = format!("kubectl get mutatingadmissionpolicies,mutatingadmissionpolicybindings {name}");
+            found.skipped(format!("the MutatingAdmissionPolicy {name} could not be read: {why}"), Some(&advice));
+        }
     }
 }
 

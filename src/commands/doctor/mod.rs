@@ -8,6 +8,7 @@ mod container_runtime;
 mod devices;
 mod dra;
 mod driver;
+mod extended_resource;
 mod finding;
 mod gpus;
 mod health;
@@ -32,7 +33,7 @@ use crate::topology::{GpuObservation, NodeObservation, NodeTopology};
 use driver::Nvml;
 use finding::{Findings, Report};
 
-pub use cluster::{ClusterFacts, DraFound, NodeFeatureFound, NodeFeatures};
+pub use cluster::{ClusterFacts, DraFound, ExtendedResourceFound, NodeFeatureFound, NodeFeatures, PodPolicy};
 
 /// What is known of the node before the checks.
 struct Node {
@@ -103,7 +104,9 @@ pub async fn doctor(args: &DoctorArgs, facts: Option<impl Future<Output = Cluste
         None => (None, None),
     };
     cluster::check(found, &node, features);
+    let extended_resource = slices.as_ref().map(|found| found.extended_resource.clone());
     dra::slices(found, slices);
+    extended_resource::check(found, extended_resource, policy.as_ref());
     if let Some((observed, topology, _)) = &assembled {
         topology_manager::check(found, observed, topology, (args.numa_hints, policy.as_ref()));
     }

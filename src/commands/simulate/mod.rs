@@ -1,7 +1,9 @@
 //! `linkwise simulate`: what a trace of jobs gets from each policy on one machine.
 //!
-//! Reads the trace, runs [`replay`] for each policy and prints. The figures for scripts are an interface.
+//! Reads the trace, runs [`replay`] for each policy and prints. The figures for scripts are an interface. A cluster is
+//! simulated by `linkwise-cluster`, which has the model of kube-scheduler's allocator, with the same traces.
 
+mod draws;
 mod replay;
 mod trace;
 
@@ -17,7 +19,10 @@ use crate::allocation::{AllocationPolicy, AllocationTables};
 use crate::config::{Format, SimulateArgs, SimulatePolicy};
 use crate::topology::NodeTopology;
 use replay::{CLASSES, Chooser, Figures, replay};
-use trace::Job;
+
+pub use draws::Draws;
+pub use replay::{best_set, collective};
+pub use trace::Job;
 
 /// The longest trace, in bytes: some five million jobs.
 const MAX_TRACE: u64 = 64 << 20;
@@ -46,13 +51,14 @@ struct Outcome {
 
 /// Runs the command.
 pub async fn simulate(args: &SimulateArgs) -> Result<()> {
-    let jobs = read(&args.trace)?;
+    let trace = args.trace.as_deref().context("no --trace")?;
+    let jobs = read_trace(trace)?;
     let machine = super::machine(&args.node).await?;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
     let tables = AllocationTables::new(Arc::new(topology));
     let gpus = tables.topology().gpus().len();
     if jobs.iter().all(|job| job.size > gpus) {
-        bail!("no job of {} fits this machine (it has {gpus} GPUs)", args.trace.display());
+        bail!("no job of {} fits this machine (it has {gpus} GPUs)", trace.display());
     }
     let policies = args.policy.iter().map(|policy| outcome(&tables, &jobs, *policy, args.seed)).collect();
     let simulation = Simulation { machine: machine.title, gpus, policies };
@@ -63,7 +69,8 @@ pub async fn simulate(args: &SimulateArgs) -> Result<()> {
     Ok(())
 }
 
-fn read(path: &Path) -> Result<Vec<Job>> {
+/// The jobs of a trace, in the order in which they come.
+pub fn read_trace(path: &Path) -> Result<Vec<Job>> {
     let mut bytes = Vec::new();
     open(path)?
         .take(MAX_TRACE + 1)

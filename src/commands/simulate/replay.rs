@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
 use serde::Serialize;
 
+use super::draws::Draws;
 use super::trace::Job;
 use crate::allocation::{
     AllocationPolicy, AllocationRequest, AllocationTables, DeviceId, GpuSet, PreferredAllocation, preferred_allocation,
@@ -63,7 +64,7 @@ pub(super) fn replay(
 ) -> Figures {
     let all: GpuSet = (0..tables.topology().gpus().len()).collect();
     let mut figures = Figures { link_classes: CLASSES.map(|class| (class, 0)).into(), ..Figures::default() };
-    let mut random = Draws(if let Chooser::Random(seed) = chooser { seed } else { 0 });
+    let mut random = Draws::new(if let Chooser::Random(seed) = chooser { seed } else { 0 });
     let mut idle = BTreeMap::new();
     let mut free = all;
     let mut running: BinaryHeap<Reverse<(u64, u64)>> = BinaryHeap::new();
@@ -98,9 +99,8 @@ pub(super) fn replay(
         figures.end_seconds = figures.end_seconds.max(end);
         if job.size > 1 {
             figures.count(tables, set);
-            let worth = |must: GpuSet, free: GpuSet| ask(tables, free, must, job.size, AllocationPolicy::BestEffort).1;
-            let best = *idle.entry(job.size).or_insert_with(|| worth(GpuSet::default(), all));
-            if let (Some(best), Some(ours)) = (best, worth(set, GpuSet::default())) {
+            let best = *idle.entry(job.size).or_insert_with(|| best_set(tables, all, job.size).1);
+            if let (Some(best), Some(ours)) = (best, collective(tables, set)) {
                 let share = u128::from(ours) * 1_000_000 / u128::from(best.max(1));
                 // Where even the best is nothing, nothing is all there is.
                 let share = if best == 0 { 1_000_000 } else { share };
@@ -132,6 +132,19 @@ impl Figures {
             None => self.numa_unknown += 1,
         }
     }
+}
+
+/// The best set of these GPUs and its collective; an empty set where there are fewer.
+pub fn best_set(tables: &AllocationTables, free: GpuSet, size: usize) -> (GpuSet, Option<u64>) {
+    if free.len() < size {
+        return (GpuSet::default(), None);
+    }
+    ask(tables, free, GpuSet::default(), size, AllocationPolicy::BestEffort)
+}
+
+/// What no all-reduce over a set can beat, in MB/s.
+pub fn collective(tables: &AllocationTables, set: GpuSet) -> Option<u64> {
+    ask(tables, GpuSet::default(), set, set.len(), AllocationPolicy::BestEffort).1
 }
 
 /// The allocator's set, and its collective where the tables have it.
@@ -170,24 +183,6 @@ impl Mean {
 
 fn whole(number: u128) -> u64 {
     u64::try_from(number).unwrap_or(u64::MAX)
-}
-
-/// Pseudo-random numbers from a seed (`SplitMix64`, Steele, Lea and Flood 2014).
-struct Draws(u64);
-
-impl Draws {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    fn some_of(&mut self, free: GpuSet, size: usize) -> GpuSet {
-        let mut keyed: Vec<(u64, usize)> = free.places().map(|place| (self.next(), place)).collect();
-        keyed.sort_unstable();
-        keyed.into_iter().take(size).map(|(_, place)| place).collect()
-    }
 }
 
 #[cfg(test)]

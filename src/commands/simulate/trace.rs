@@ -8,7 +8,7 @@ use crate::quote::excerpt;
 
 /// One job of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Job {
+pub struct Job {
     /// GPUs, at least one.
     pub size: usize,
     /// Seconds.

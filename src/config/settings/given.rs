@@ -10,6 +10,7 @@ use std::time::Duration;
 use serde::{Serialize, Serializer};
 
 use crate::config::file::{Node, Value};
+use crate::publish::dra::GroupSizes;
 use crate::quote::{excerpt, quoted};
 use crate::state::{DraGpus, GpuSelector, ResourceName, ResourceNameError};
 use crate::words::Words;
@@ -178,6 +179,12 @@ pub fn dra_gpus(given: Given<'_>) -> Result<DraGpus, String> {
         _ => gpu_selector(item),
     })?;
     Ok(if gpus.is_empty() { DraGpus::None } else { DraGpus::Some(gpus) })
+}
+
+/// Sizes of groups.
+pub fn group_sizes(given: Given<'_>) -> Result<GroupSizes, String> {
+    let sizes = given.items("a list of numbers of GPUs", |item| whole(item, 0, usize::MAX))?;
+    GroupSizes::new(sizes).map_err(|error| error.to_string())
 }
 
 /// The name of a DRA driver: a DNS subdomain of at most 63 characters (k8s `ValidateDriverName`).

@@ -26,13 +26,13 @@ use serde_json::{Value as Json, json};
 
 use super::file::{File, Finding, Severity};
 use crate::allocation::AllocationPolicy;
-use crate::publish::dra::DraSets;
+use crate::publish::dra::{DraSets, GroupSizes};
 use crate::state::{
     DraGpus, Filter, GpuSelector, MigStrategy, NumaHints, ResourceName, ResourcePlan, Sharing, XidClass,
 };
 use given::{
-    Given, absolute, address, boolean, choice, choices, dra_driver, dra_gpus, imex_channels, interval, path,
-    path_or_empty, resource_name, text, texts, uids, whole,
+    Given, absolute, address, boolean, choice, choices, dra_driver, dra_gpus, group_sizes, imex_channels, interval,
+    path, path_or_empty, resource_name, text, texts, uids, whole,
 };
 use row::Row;
 
@@ -384,6 +384,9 @@ settings! {
     /// The name of the DRA driver: NVIDIA's, so that its DeviceClasses and claims work unchanged
     dra_driver_name: String = DRA_DRIVER.to_owned(), "linkwise.dra.driverName",
         Row::new(dra_driver).flag("dra-driver-name", "NAME").variables(&["LINKWISE_DRA_DRIVER_NAME"]);
+    /// The numbers of GPUs for which groups are published: what jobs ask for, at most four of 2 to 32
+    dra_groups: GroupSizes = GroupSizes::default(), "linkwise.dra.groups",
+        Row::new(group_sizes).flag("dra-groups", "LIST").variables(&["LINKWISE_DRA_GROUPS"]);
     /// Evict pods from a GPU that is lost: its taint has the effect NoExecute
     dra_evict_lost: bool = false, "linkwise.dra.evictLost",
         Row::new(boolean).flag("dra-evict-lost", "BOOL").variables(&["LINKWISE_DRA_EVICT_LOST"]);

@@ -26,6 +26,7 @@ impl World {
             empty: Pool::new("gpu.nvidia.com", "n", Vec::new()),
             evict_from_lost: false,
             dynamic_mig: false,
+            sizes: GroupSizes::default(),
             sets: DraSets::Off,
             switch: SetsSwitch::default(),
             started: Instant::now(),

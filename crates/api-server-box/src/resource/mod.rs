@@ -1,4 +1,4 @@
-//! The API group `resource.k8s.io/v1`: what the server does with its objects beyond keeping them.
+//! The API group `resource.k8s.io/v1`, and resources of pods: what the server does with objects beyond keeping them.
 //!
 //! Fields that the API does not have are dropped, as are those of gates that are off; defaults are filled in; what
 //! breaks a rule of the API (limits, names, immutable fields) is refused with a Status that names the field. The rules
@@ -7,6 +7,7 @@
 
 mod checks;
 mod claim;
+pub(super) mod pod;
 mod quantity;
 mod slice;
 #[cfg(test)]
@@ -61,6 +62,7 @@ pub(super) fn admit(
         of if *of == ResourceType::RESOURCE_CLAIMS => claim::admit(key, live, object)?,
         of if *of == ResourceType::RESOURCE_CLAIM_TEMPLATES => claim::admit_template(key, live, object)?,
         of if *of == ResourceType::DEVICE_CLASSES => claim::admit_class(key, object)?,
+        of if *of == ResourceType::PODS => pod::check(key, object)?,
         _ => return Ok(()),
     }
     let mut checks = Checks::default();

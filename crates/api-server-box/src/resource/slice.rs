@@ -42,6 +42,9 @@ struct Spec {
     per_device_node_selection: Option<bool>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     devices: Vec<Device>,
+    /// Whether a list of devices was sent, be it empty.
+    #[serde(skip)]
+    has_devices: bool,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     shared_counters: Vec<CounterSet>,
 }
@@ -162,6 +165,7 @@ pub(super) fn admit(
 ) -> Result<(), Refusal> {
     let before: Option<Spec> = live.map(|live| decoded(key, &live["spec"])).transpose()?;
     let mut spec: Spec = decoded(key, &object["spec"])?;
+    spec.has_devices = object["spec"]["devices"].is_array();
     drop_fields(gates, &mut spec, before.as_ref());
     fill_in(&mut spec, now);
     let mut checks = Checks::default();
@@ -262,7 +266,7 @@ fn check(checks: &mut Checks, spec: &Spec) {
     if let Some(node) = &spec.node_name {
         checks.subdomain("spec.nodeName", node, 253);
     }
-    if !spec.devices.is_empty() && !spec.shared_counters.is_empty() {
+    if spec.has_devices && !spec.shared_counters.is_empty() {
         checks.invalid("spec", "{…}", "only one of `sharedCounters` or `devices` is allowed");
     }
     let special = |device: &Device| {

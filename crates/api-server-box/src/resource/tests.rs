@@ -78,6 +78,14 @@ fn field_that_breaks_a_rule_is_named() {
         (with(|s| s["spec"]["allNodes"] = json!(true)), "spec"),
         (with(|s| s["spec"]["nodeName"] = Value::Null), "spec"),
         (with(|s| s["spec"]["sharedCounters"] = json!([{"name": "a", "counters": {"b": {"value": "1"}}}])), "spec"),
+        (
+            {
+                let mut sent = slice(json!([]));
+                sent["spec"]["sharedCounters"] = json!([{"name": "a", "counters": {"b": {"value": "1"}}}]);
+                sent
+            },
+            "spec",
+        ),
         (slice(json!([gpu("gpu_0")])), "spec.devices[0].name"),
         (slice(json!([gpu("a"), gpu("a")])), "spec.devices[1].name"),
         (slice(many(129, |index| gpu(&format!("gpu-{index}")))), "spec.devices"),
@@ -143,6 +151,7 @@ fn gate_that_is_off_drops_its_fields() {
     };
     let counters = || {
         let mut sent = slice(json!([]));
+        sent["spec"].as_object_mut().unwrap().remove("devices");
         sent["spec"]["sharedCounters"] = json!([{"name": "gpus", "counters": {"gpu-0": {"value": "1"}}}]);
         sent
     };

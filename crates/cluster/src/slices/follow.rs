@@ -45,9 +45,11 @@ pub(super) fn value(object: &DynamicObject) -> Result<Value, ApiError> {
     serde_json::to_value(object).map_err(|error| ApiError::Malformed(error.to_string()))
 }
 
-/// Takes over a list.
+/// Takes over a list. The writer is told of each: the server may have another release.
 pub(super) fn listed(stored: &watch::Sender<Stored>, slices: BTreeMap<String, Value>) {
-    stored.send_if_modified(|stored| stored.listed(slices));
+    stored.send_modify(|stored| {
+        stored.listed(slices);
+    });
 }
 
 /// The slices, and who is told of them.

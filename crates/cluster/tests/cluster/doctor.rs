@@ -115,6 +115,68 @@ async fn missing_class_and_foreign_slices_of_dra_are_named() {
 }
 
 #[tokio::test]
+async fn policy_for_unchanged_pods_is_looked_for() {
+    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    let found = async |status: &str, part: &str| {
+        let found = findings(&cluster, folder.path(), "DRA", "all").await;
+        assert!(found.iter().any(|(of, what)| of == status && what.contains(part)), "{part}: {found:#?}");
+    };
+    let kind = "mutatingadmissionpolicies";
+    for (code, message, part) in [
+        (404, "the server could not find the requested resource", "has no MutatingAdmissionPolicies"),
+        (403, "mutatingadmissionpolicies is forbidden", "could not be read"),
+    ] {
+        cluster.server.fail(Fault::of("GET", kind, 1, Answer::Refusal(code, message, None)));
+        found("skipped", part).await;
+    }
+    found("skipped", "there is no MutatingAdmissionPolicy linkwise-unchanged-pods").await;
+    let name = "linkwise-unchanged-pods";
+    cluster.server.put("kubectl", &ResourceType::MUTATING_ADMISSION_POLICIES.key(None, name), json!({}));
+    found("warning", "linkwise-unchanged-pods has no binding").await;
+    cluster.server.put("kubectl", &ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS.key(None, name), json!({}));
+    found("ok", "linkwise-unchanged-pods makes claims of nvidia.com/gpu: N").await;
+    // What the roles of overlay and chart allow: these two, by their name.
+    let requests = cluster.server.requests();
+    let others = requests.iter().filter(|it| it.uri.contains(kind) && !it.uri.contains(name));
+    assert_eq!(others.count(), 0, "{requests:?}");
+}
+
+#[tokio::test]
+async fn resource_of_both_doors_and_remembered_plugin_are_named() {
+    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    let root: PathBuf = folder.path().to_owned();
+    let class = json!({"spec": {"extendedResourceName": "nvidia.com/gpu"}});
+    cluster.server.put("kubectl", &ResourceType::DEVICE_CLASSES.key(None, "gpu.nvidia.com"), class);
+    std::fs::create_dir_all(root.join("var/lib/kubelet")).unwrap();
+    let policy = |name: &str| {
+        std::fs::write(root.join("var/lib/kubelet/config.yaml"), format!("topologyManagerPolicy: {name}\n")).unwrap();
+    };
+    policy("single-numa-node");
+    let says = async |allocatable: Value, capacity: Value, status: &str, part: &str| {
+        let node = json!({"status": {"allocatable": allocatable, "capacity": capacity}});
+        cluster.server.put("kubelet", &crate::support::node_key("n"), node);
+        let found = findings(&cluster, &root, "DRA", "all").await;
+        assert!(found.iter().any(|(of, what)| of == status && what.contains(part)), "{part}: {found:#?}");
+    };
+    let gpus = |count: &str| json!({"nvidia.com/gpu": count});
+    says(
+        gpus("3"),
+        gpus("8"),
+        "warning",
+        "nvidia.com/gpu is a resource of the device plugin here and of the DeviceClass",
+    )
+    .await;
+    says(gpus("0"), gpus("8"), "warning", "policy single-numa-node").await;
+    policy("none");
+    says(gpus("0"), gpus("8"), "ok", "still remembers a device plugin").await;
+    says(gpus("0"), gpus("0"), "ok", "through the DeviceClass gpu.nvidia.com").await;
+    says(json!({}), json!({}), "ok", "through the DeviceClass gpu.nvidia.com").await;
+    let forbidden = Answer::Refusal(403, "nodes is forbidden", None);
+    cluster.server.fail(Fault::of("GET", "/nodes/n", 1, forbidden));
+    says(json!({}), json!({}), "skipped", "nodes is forbidden").await;
+}
+
+#[tokio::test]
 async fn each_check_is_documented() {
     let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
     let report = report(&cluster, folder.path(), "all").await;

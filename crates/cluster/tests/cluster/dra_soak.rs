@@ -13,7 +13,7 @@ use crate::support::{until, within};
 
 #[path = "../../../../tests/soak/random.rs"]
 #[allow(dead_code, reason = "the soak of the device plugin uses all of it")]
-mod random;
+pub mod random;
 
 use random::Random;
 
@@ -228,6 +228,6 @@ async fn random_failures_of_a_whole_node_lose_no_claim() {
 }
 
 #[allow(clippy::disallowed_methods, reason = "a longer soak is asked for by the environment")]
-fn number(variable: &str) -> Option<u64> {
+pub fn number(variable: &str) -> Option<u64> {
     std::env::var(variable).ok().map(|text| text.parse().unwrap())
 }

@@ -2,6 +2,7 @@
 
 #![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 
+mod both_doors_soak;
 mod claims;
 mod config_manager;
 mod demo;
@@ -11,7 +12,11 @@ mod dra_node;
 mod dra_soak;
 mod node;
 mod node_feature;
+#[allow(dead_code, clippy::indexing_slicing, reason = "other tests judge more by it")]
+#[path = "../../../../tests/oracle/mod.rs"]
+mod oracle;
 mod sets;
+mod simulate;
 mod slices;
 mod support;
 mod whole_node;

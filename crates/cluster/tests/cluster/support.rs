@@ -12,13 +12,15 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 /// The kinds that the server has.
-pub const TYPES: [ResourceType; 6] = [
+pub const TYPES: [ResourceType; 8] = [
     ResourceType::NODES,
     ResourceType::PODS,
     ResourceType::NODE_FEATURES,
     ResourceType::RESOURCE_SLICES,
     ResourceType::RESOURCE_CLAIMS,
     ResourceType::DEVICE_CLASSES,
+    ResourceType::MUTATING_ADMISSION_POLICIES,
+    ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS,
 ];
 
 /// Pauses of milliseconds, and nothing that is written again unasked.

@@ -4,6 +4,11 @@
 //! when no pod holds it through the device plugin, or by a claim that linkwise did not prepare, in two lists in a row,
 //! and back when no claim holds it and a grace period has passed. What is stored here is only the GPUs of DRA: whatever
 //! a process that died had not stored is decided anew by plan and ledger, and a holder that either knows keeps its GPU.
+//!
+//! Two lists are enough, and what the kubelet counts as allocatable is of no account: `NodeState::allocate` refuses a GPU
+//! from the snapshot on that withdraws it, however old the list is from which the kubelet chose. Only a container whose
+//! Allocate was answered before can be missing in a list, and the second list is asked for a second or more after the GPU
+//! was withdrawn (`kubelet::pod_resources`): by then the kubelet has entered it.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -55,8 +60,10 @@ impl Door {
 }
 
 /// The GPUs of DRA.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Doors {
+    /// How long a GPU that leaves stays.
+    pub grace: Timestamp,
     /// Since when each leaves; `None` for one that stays.
     gpus: BTreeMap<GpuUuid, Option<Timestamp>>,
     /// GPUs on their way to DRA, each with how many lists of holders in a row did not have it; `None` while a pod has it,
@@ -66,6 +73,13 @@ pub(super) struct Doors {
     devices: Vec<Device>,
     /// When the first grace period that still runs ends. After it, a GPU waits for a list of holders or for claims.
     deadline: Option<Timestamp>,
+}
+
+impl Default for Doors {
+    fn default() -> Self {
+        let (gpus, awaited, devices) = Default::default();
+        Self { grace: DRA_GRACE, gpus, awaited, devices, deadline: None }
+    }
 }
 
 /// What decides about doors.
@@ -172,7 +186,7 @@ impl Doors {
             // A clock that went back costs another grace period.
             let since = (*leaves).map_or(now, |since| since.min(now));
             *leaves = Some(since);
-            let end = since.saturating_add(DRA_GRACE);
+            let end = since.saturating_add(self.grace);
             let waits = now < end;
             if waits {
                 deadlines.push(end);

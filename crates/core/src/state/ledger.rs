@@ -61,6 +61,8 @@ pub struct ClaimedDevice {
 pub struct Ledger {
     /// What the kubelet listed last.
     holdings: Holdings,
+    /// The claims of the list before that.
+    listed_before: BTreeSet<ClaimedDevice>,
     /// Since when it lists this; `None` where it never could be asked.
     known_since: Option<Timestamp>,
     /// Whether it could be asked just now.
@@ -119,11 +121,13 @@ impl Ledger {
         let is_current = holdings.is_some();
         let mut changed = is_current != self.is_current;
         self.is_current = is_current;
-        if let Some(holdings) = holdings
-            && (self.known_since.is_none() || holdings != self.holdings)
-        {
-            (self.holdings, self.known_since) = (holdings, Some(now));
-            changed = true;
+        if let Some(holdings) = holdings {
+            changed |= self.listed_before != self.holdings.claims;
+            self.listed_before.clone_from(&self.holdings.claims);
+            if self.known_since.is_none() || holdings != self.holdings {
+                (self.holdings, self.known_since) = (holdings, Some(now));
+                changed = true;
+            }
         }
         changed
     }
@@ -231,6 +235,11 @@ impl Ledger {
     /// Everything that is held, or was when the kubelet could be asked last.
     pub fn holdings(&self) -> &Holdings {
         &self.holdings
+    }
+
+    /// The devices of claims in the last two lists: the first list of a kubelet that starts may lack pods that run.
+    pub fn claimed_lately(&self) -> impl Iterator<Item = &ClaimedDevice> {
+        self.holdings.claims.union(&self.listed_before)
     }
 
     /// The ids that are held through the device plugin API.
@@ -343,8 +352,8 @@ fn mig_parent(topology: &NodeTopology, uuid: &str) -> Option<usize> {
 }
 
 /// The hardware behind a claimed device: by the UUIDs among its CDI names, else by its name, which for a set of GPUs
-/// names each of them. A MIG device that neither names counts as its whole GPU, which the minor number in its name names,
-/// for which of them it is cannot be seen.
+/// names each of them. A MIG device that neither names counts as its whole GPU, which the minor number in its name
+/// names, for which of them it is cannot be seen.
 fn claimed_hardware<'a>(topology: &'a NodeTopology, claimed: &'a ClaimedDevice) -> Vec<(usize, Part<'a>)> {
     let by_uuid = |name: &'a String| {
         let whole = topology.gpus().iter().position(|gpu| gpu.uuid.as_str() == name);

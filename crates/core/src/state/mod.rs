@@ -142,6 +142,13 @@ impl NodeState {
         self
     }
 
+    /// The same, with another time than [`DRA_GRACE`].
+    #[must_use]
+    pub fn with_dra_grace(mut self, grace: Duration) -> Self {
+        Arc::make_mut(&mut self.offers).set_dra_grace(grace);
+        self
+    }
+
     /// The same, publishing nothing before a complete snapshot: a scan of the node, and a first [`Event::Polled`] of its
     /// GPUs. Where that does not come, [`Self::next_deadline`] ends the wait.
     #[must_use]

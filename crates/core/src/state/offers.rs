@@ -251,6 +251,11 @@ impl Offers {
         }
     }
 
+    /// Another time than [`super::DRA_GRACE`].
+    pub(super) fn set_dra_grace(&mut self, grace: Timestamp) {
+        self.doors.grace = grace;
+    }
+
     /// All devices, orphans included, claim their NUMA nodes anew.
     pub(super) fn set_numa_hints(&mut self, hints: NumaHints, hardware: &Hardware) {
         self.numa_hints = hints;
@@ -466,7 +471,8 @@ impl Offers {
         let mut withdrawn = BTreeMap::new();
         for (name, resource) in &self.resources {
             let orphans = resource.orphans.iter();
-            let lately = orphans.filter(|(_, orphan)| orphan.was_offered && orphan.why == UnhealthyReason::Withdrawn);
+            // A GPU that went may be back, and offered otherwise.
+            let lately = orphans.filter(|(_, orphan)| orphan.was_offered);
             withdrawn.extend(lately.map(|(id, orphan)| ((name.clone(), id.clone()), orphan.since)));
         }
         let devices = self.resources.iter().flat_map(|(name, resource)| {

@@ -162,14 +162,16 @@ impl Draft<'_> {
         self.number(&ours("socket"), device.gpu.package.map(|package| package.0));
     }
 
-    /// The groups that a GPU is in, each by the least PCI address of its members.
-    pub fn groups(&mut self, topology: &NodeTopology, place: Option<usize>, layout: &GpuLayout) {
+    /// The groups that a GPU is in, each by the least PCI address of its members. A GPU out of service is in none but its
+    /// NVLink domain, and a group that has too few others left is none: its value stays what it was for the rest.
+    pub fn groups(&mut self, topology: &NodeTopology, place: Option<usize>, layout: &GpuLayout, sick: GpuSet) {
         let Some(place) = place else { return };
         let address = |set: GpuSet| -> Option<PciAddress> { Some(topology.gpus().get(set.places().next()?)?.pci) };
-        let own = |sets: &[GpuSet]| sets.iter().copied().find(|set| set.contains(place)).and_then(address);
-        self.text(&ours("nvlinkDomain"), own(&layout.nvlink_domains));
+        let own = |sets: &[GpuSet]| sets.iter().copied().find(|set| set.contains(place));
+        self.text(&ours("nvlinkDomain"), own(&layout.nvlink_domains).and_then(address));
         for family in &layout.families {
-            self.text(&ours(&family.name), own(&family.sets));
+            let serves = |group: &GpuSet| !sick.contains(place) && group.without(sick).len() >= family.size;
+            self.text(&ours(&family.name), own(&family.groups).filter(serves).and_then(address));
         }
     }
 

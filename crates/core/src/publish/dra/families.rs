@@ -1,34 +1,16 @@
 //! Tiered groups: for jobs of 2, 4 and 8 GPUs the best sets of the node, as attributes by which a claim finds them.
 //!
-//! All sets of a size, best first; sets that carry the same are a tier. Sets of one tier overlap, and a GPU has one
-//! value for an attribute: a tier is split into families, each of disjoint sets. A family is an attribute (`quad1a`:
-//! of 4 GPUs, the first tier, its first family) by which a GPU names the set that it is in. Which GPUs are free
-//! changes none of it.
+//! All sets of a size, best first; sets that carry the same are a tier. A *group* is GPUs of which any so many are a set
+//! of this tier or of a better one: two GPUs of a bridge, or all of a package where these are alike. Groups overlap, and a
+//! GPU has one value for an attribute: a tier is split into *families*, each of disjoint groups. A family is an attribute
+//! (`quad1a`: of 4 GPUs, the first tier, its first family) by which a GPU names the group that it is in. Which GPUs are
+//! free changes none of it.
 
 use crate::prelude::*;
-use alloc::collections::BTreeMap;
+use alloc::collections::{BTreeMap, BTreeSet};
 
+use super::group_size::{GroupSize, GroupSizes};
 use crate::allocation::{AllocationTables, GpuSet, Values, subsets};
-
-/// A size of group that is published.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GroupSize {
-    /// GPUs in a set.
-    pub gpus: usize,
-    /// What its attributes begin with.
-    pub word: &'static str,
-    /// The most families of each tier. A claim lists an alternative for each and one for any GPUs, and takes 8
-    /// (`resource.k8s.io/v1`, `FirstAvailableDeviceRequestMaxSize`).
-    tiers: [usize; 3],
-}
-
-/// The sizes: what jobs ask for. Pairs have up to three best partners (GPUs of a package), and a mesh two by two
-/// kinds of link; what is best for four is rare, and what comes third frequent.
-pub const SIZES: [GroupSize; 3] = [
-    GroupSize { gpus: 2, word: "pair", tiers: [3, 2, 2] },
-    GroupSize { gpus: 4, word: "quad", tiers: [1, 2, 4] },
-    GroupSize { gpus: 8, word: "octet", tiers: [1, 2, 4] },
-];
 
 /// The most families of a node, of all sizes: 32 attributes and capacities of a device, less those that a GPU has
 /// anyway.
@@ -37,64 +19,109 @@ const MOST: usize = 11;
 /// Sets that are valued for one size, at most: of more (eights of 17 GPUs) there is no family.
 const MOST_SETS: usize = 1 << 14;
 
-/// Sets that are tried for one family, at most: far more than 16 GPUs need. Then the largest so far counts.
-const MOST_STEPS: usize = 1 << 12;
+/// Steps of the search for one family, at most, each as often as there are sets to be found: far more than 16 GPUs need.
+/// Then the best so far counts.
+const MOST_STEPS: usize = 1 << 20;
 
-/// Disjoint sets of one tier.
+/// States of a node by which families are compared: all of up to 12 GPUs.
+const MOST_STATES: usize = 1 << 12;
+
+/// A family that claims take in fewer than one of so many states is not worth an attribute.
+const RARE: usize = 32;
+
+/// Disjoint groups of one tier.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Family {
     /// The attribute's name, such as `quad1a`.
     pub name: String,
-    /// The sets, by their first members.
-    pub sets: Vec<GpuSet>,
+    /// How many GPUs of a group are one of the sets that it is for.
+    pub size: usize,
+    /// The groups, each of so many GPUs or more, by their first members.
+    pub groups: Vec<GpuSet>,
 }
 
-impl GroupSize {
-    /// The names of all families of this size that a node may have, the best first.
-    pub fn names(self) -> impl Iterator<Item = String> {
-        let tiers = (1..).zip(self.tiers);
-        tiers.flat_map(move |(tier, families)| {
-            letters(families).map(move |letter| format!("{}{tier}{letter}", self.word))
-        })
-    }
-
-    /// The smallest size that so many GPUs fit in.
-    pub fn holding(gpus: usize) -> Option<Self> {
-        SIZES.into_iter().find(|size| gpus <= size.gpus)
-    }
+/// A family, and what decides whether there is an attribute left for it.
+struct Candidate {
+    family: Family,
+    /// Whether it is the first of its size: without one a claim for groups only would find none on this node.
+    is_first: bool,
+    /// In how many states of the node it is what a claim takes, weighted by how many tiers are worse.
+    adds: usize,
 }
 
-fn letters(many: usize) -> impl Iterator<Item = char> {
-    ('a'..='z').take(many)
+/// The families of a node: by size, tier and letter. Where all sets of a size are alike, all GPUs are one group.
+pub fn families(tables: &AllocationTables, sizes: &GroupSizes) -> Vec<Family> {
+    let mut candidates: Vec<Candidate> = sizes.iter().flat_map(|size| of_size(tables, size)).collect();
+    // Of equal ones the first.
+    let mut ranked: Vec<usize> = (0..candidates.len()).collect();
+    let worth = |at: &usize| candidates.get(*at).map(|candidate| (candidate.is_first, candidate.adds));
+    ranked.sort_by_key(|at| core::cmp::Reverse(worth(at)));
+    let kept: BTreeSet<usize> = ranked.into_iter().take(MOST).collect();
+    let mut at = 0;
+    candidates.retain(|_| {
+        at += 1;
+        kept.contains(&(at - 1))
+    });
+    candidates.into_iter().map(|candidate| candidate.family).collect()
 }
 
-/// The families of a node: by size, tier and letter. A size of which all sets are alike has none.
-pub fn families(tables: &AllocationTables) -> Vec<Family> {
-    let mut ranked: Vec<((usize, usize, usize), Family)> = Vec::new();
-    for (number, size) in SIZES.into_iter().enumerate() {
-        for (tier, sets) in tiers(tables, size.gpus).into_iter().enumerate() {
-            let Some(most) = size.tiers.get(tier) else { break };
-            let mut left = sets;
-            for (at, letter) in letters(*most).enumerate() {
-                let family = disjoint(&left, tables.topology().gpus().len() / size.gpus);
-                if family.is_empty() {
-                    break;
-                }
-                left.retain(|set| !family.contains(set));
-                let name = format!("{}{}{letter}", size.word, tier + 1);
-                ranked.push(((tier, at, number), Family { name, sets: family }));
+/// The families of a size, the best first.
+fn of_size(tables: &AllocationTables, size: GroupSize) -> Vec<Candidate> {
+    let tiers = tiers(tables, size.gpus());
+    let (gpus, worst) = (tables.topology().gpus().len(), tiers.len().saturating_sub(1));
+    let mut unserved: Vec<GpuSet> = states(gpus).filter(|free| free.len() >= size.gpus()).collect();
+    let worth_an_attribute = unserved.len() / RARE;
+    let (mut candidates, mut good) = (Vec::new(), BTreeSet::new());
+    for ((tier, sets), most) in (0..).zip(tiers).zip(size.tiers()) {
+        // Any GPUs are as good as those of the last tier.
+        if tier == worst && tier > 0 {
+            break;
+        }
+        good.extend(sets.iter().copied());
+        let mut left = sets;
+        for at in 0..most {
+            left.retain(|set| !candidates.iter().any(|known: &Candidate| known.family.has(*set)));
+            let groups = Search::new(&left, &good, size.gpus(), gpus).best();
+            if groups.is_empty() {
+                break;
             }
+            let family = Family { name: size.name(tier, at), size: size.gpus(), groups };
+            let before = unserved.len();
+            unserved.retain(|free| !family.serves(*free));
+            let (served, is_first) = (before - unserved.len(), tier == 0 && at == 0);
+            if served <= worth_an_attribute && !is_first {
+                break;
+            }
+            candidates.push(Candidate { family, is_first, adds: served * worst.saturating_sub(tier).max(1) });
         }
     }
-    // Where there are too many, the last ones of the last tiers go.
-    ranked.sort_by_key(|(rank, _)| *rank);
-    ranked.truncate(MOST);
-    ranked.sort_by_key(|((tier, at, number), _)| (*number, *tier, *at));
-    ranked.into_iter().map(|(_, family)| family).collect()
+    candidates
 }
 
-/// The sets of a size by tier, the best first, but for the last tier: any GPUs are as good as those. Within a tier
-/// the better sets by all values come first.
+impl Family {
+    /// Whether one of its groups has all of these GPUs.
+    fn has(&self, set: GpuSet) -> bool {
+        self.groups.iter().any(|group| set.without(*group).is_empty())
+    }
+
+    /// Whether one of its groups has enough of what is free.
+    fn serves(&self, free: GpuSet) -> bool {
+        self.groups.iter().any(|group| group.intersection(free).len() >= self.size)
+    }
+}
+
+/// What may be free of a node: all that can be, or as much of it, spread evenly (a linear congruential generator,
+/// the same in each release).
+fn states(gpus: usize) -> impl Iterator<Item = GpuSet> {
+    let all: GpuSet = (0..gpus).collect();
+    let next = move |state: &u64| Some(state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1));
+    let some = core::iter::successors(Some(1), next).map(move |state| GpuSet(state.rotate_left(32)).intersection(all));
+    let every = (0..=gpus).flat_map(move |size| subsets(all, size));
+    let is_small = 1_usize.checked_shl(u32::try_from(gpus).unwrap_or(u32::MAX)).is_some_and(|all| all <= MOST_STATES);
+    every.take(if is_small { MOST_STATES } else { 0 }).chain(some.take(if is_small { 0 } else { MOST_STATES }))
+}
+
+/// The sets of a size by tier, the best first. Within a tier the better sets by all values come first.
 fn tiers(tables: &AllocationTables, size: usize) -> Vec<Vec<GpuSet>> {
     let gpus = tables.topology().gpus().len();
     let all: GpuSet = (0..gpus).collect();
@@ -113,33 +140,72 @@ fn tiers(tables: &AllocationTables, size: usize) -> Vec<Vec<GpuSet>> {
     for (values, set) in &sets {
         by_tier.entry(carries(values)).or_default().push(*set);
     }
-    by_tier.pop_first();
     by_tier.into_values().rev().collect()
 }
 
-/// The most disjoint ones of these sets, `enough` at most; of several such families the one with the first sets.
-fn disjoint(sets: &[GpuSet], enough: usize) -> Vec<GpuSet> {
-    let mut best: Vec<GpuSet> = Vec::new();
-    // A family, its members, and the first set that may still join it.
-    let mut open = vec![(Vec::new(), GpuSet::default(), 0)];
-    let mut steps = 0;
-    while let Some((family, members, from)) = open.pop() {
-        steps += 1;
-        if family.len() > best.len() {
-            best.clone_from(&family);
+/// The search for the disjoint groups that have the most of the sets which no family has yet.
+struct Search<'a> {
+    /// Those sets, the best first.
+    left: &'a [GpuSet],
+    size: usize,
+    /// Groups, from the best set on; they may overlap.
+    groups: Vec<GpuSet>,
+}
+
+impl<'a> Search<'a> {
+    fn new(left: &'a [GpuSet], good: &BTreeSet<GpuSet>, size: usize, gpus: usize) -> Self {
+        let mut groups: Vec<GpuSet> = Vec::new();
+        for set in left {
+            if !groups.iter().any(|group| set.without(*group).is_empty()) {
+                groups.push(grown(*set, good, size, gpus));
+            }
         }
-        if best.len() >= enough || steps > MOST_STEPS {
-            break;
+        Self { left, size, groups }
+    }
+
+    /// Of several families that have as many sets, the one with the first groups.
+    fn best(&self) -> Vec<GpuSet> {
+        let (mut best, mut most): (Vec<GpuSet>, usize) = (Vec::new(), 0);
+        let steps = MOST_STEPS / self.left.len().max(1);
+        // A family, its members, how many sets it has, and the first group that may still join it.
+        let mut open = vec![(Vec::new(), GpuSet::default(), 0, 0)];
+        for _ in 0..steps {
+            let Some((family, members, has, from)) = open.pop() else { break };
+            if has > most {
+                best.clone_from(&family);
+                most = has;
+            }
+            if most == self.left.len() {
+                break;
+            }
+            // What a group has beside the members is a group too.
+            let mut rest = (from..).zip(self.groups.iter().skip(from));
+            let joining = rest.find_map(|(at, group)| {
+                let group = group.without(members);
+                let new = self.left.iter().filter(|set| set.without(group).is_empty()).count();
+                (group.len() >= self.size && new > 0).then_some((at, group, new))
+            });
+            if let Some((at, group, new)) = joining {
+                // Last in, first looked at: with the group before without it.
+                open.push((family.clone(), members, has, at + 1));
+                let mut joined: Vec<GpuSet> = family;
+                joined.push(group);
+                open.push((joined, members.union(group), has + new, at + 1));
+            }
         }
-        let rest = sets.iter().enumerate().skip(from);
-        if let Some((at, set)) = rest.into_iter().find(|(_, set)| set.intersection(members).is_empty()) {
-            // Last in, first looked at: with the set before without it.
-            open.push((family.clone(), members, at + 1));
-            let mut joined: Vec<GpuSet> = family;
-            joined.push(*set);
-            open.push((joined, members.union(*set), at + 1));
+        best.sort_by_key(|group| group.lowest());
+        best
+    }
+}
+
+/// A set with each GPU, in the order of their places, beside which any so many of the group are still good.
+fn grown(set: GpuSet, good: &BTreeSet<GpuSet>, size: usize, gpus: usize) -> GpuSet {
+    let mut group = set;
+    for place in (0..gpus).filter(|place| !set.contains(*place)) {
+        let gpu = GpuSet::of(place);
+        if subsets(group, size - 1).all(|others| good.contains(&others.union(gpu))) {
+            group = group.union(gpu);
         }
     }
-    best.sort_by_key(|set| set.lowest());
-    best
+    group
 }

@@ -4,9 +4,11 @@ use crate::prelude::*;
 use alloc::sync::Arc;
 
 use super::families::{self, Family};
+use super::group_size::GroupSizes;
 use super::order;
 use super::sets::{RankedSet, sets};
 use crate::allocation::{AllocationTables, GpuSet, components};
+use crate::topology::NodeTopology;
 
 /// The order of the GPUs that are published whole, and their groups. Sets and places are those of the whole topology.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -24,57 +26,123 @@ pub struct GpuLayout {
 impl GpuLayout {
     /// The layout of some of the GPUs that `tables` are of; those in MIG mode are left out. Costs some hundred
     /// choices: see [`LayoutCache`].
-    pub fn of(tables: &AllocationTables, gpus: GpuSet) -> Self {
+    pub fn of(tables: &AllocationTables, gpus: GpuSet, sizes: &GroupSizes) -> Self {
         let topology = tables.topology();
         let is_whole = |place: &usize| topology.gpus().get(*place).is_some_and(|gpu| !gpu.mig_enabled);
         let places: Vec<usize> = gpus.places().filter(is_whole).collect();
+        let nvlink_domains = nvlink_domains(topology, gpus);
         if places.len() == topology.gpus().len() {
-            return Self::of_all(tables);
+            let (order, families) = (order::order(tables), families::families(tables, sizes));
+            return Self { order, families, nvlink_domains, sets: Vec::new() };
         }
         let some = AllocationTables::new(Arc::new(topology.restricted(&places)));
-        let layout = Self::of_all(&some);
+        let (order, families) = (order::order(&some), families::families(&some, sizes));
         let back = |set: GpuSet| set.places().filter_map(|place| places.get(place).copied()).collect::<GpuSet>();
-        let family = |Family { name, sets }: Family| Family { name, sets: sets.into_iter().map(back).collect() };
+        let family = |family: Family| Family { groups: family.groups.into_iter().map(back).collect(), ..family };
         Self {
-            order: layout.order.into_iter().filter_map(|place| places.get(place).copied()).collect(),
-            families: layout.families.into_iter().map(family).collect(),
-            nvlink_domains: layout.nvlink_domains.into_iter().map(back).collect(),
+            order: order.into_iter().filter_map(|place| places.get(place).copied()).collect(),
+            families: families.into_iter().map(family).collect(),
+            nvlink_domains,
             sets: Vec::new(),
         }
     }
 
     /// The same with `room` sets at most, of the GPUs that it is of.
     #[must_use]
-    pub fn with_sets(self, tables: &AllocationTables, room: usize) -> Self {
-        let sets = sets(tables, self.order.iter().copied().collect(), room);
+    pub fn with_sets(self, tables: &AllocationTables, sizes: &GroupSizes, room: usize) -> Self {
+        let sets = sets(tables, self.order.iter().copied().collect(), sizes, room);
         Self { sets, ..self }
-    }
-
-    fn of_all(tables: &AllocationTables) -> Self {
-        let topology = tables.topology();
-        let mut nvlink_domains = components(topology.gpus().len(), |a, b| topology.nvlink(a, b) > 0);
-        nvlink_domains.retain(|domain| domain.len() > 1);
-        Self { order: order::order(tables), families: families::families(tables), nvlink_domains, sets: Vec::new() }
     }
 }
 
 /// The layout that was computed last: snapshots share their tables until the topology changes.
 #[derive(Clone, Debug, Default)]
 pub struct LayoutCache {
-    last: Option<(Arc<AllocationTables>, GpuSet, usize, Arc<GpuLayout>)>,
+    /// As it was computed.
+    computed: Option<Known>,
+    /// The same, with which GPUs it was last asked for: fewer where some were lost since.
+    shown: Option<Known>,
+}
+
+/// A layout and what it is of.
+#[derive(Clone, Debug)]
+struct Known {
+    tables: Arc<AllocationTables>,
+    gpus: GpuSet,
+    sizes: GroupSizes,
+    room: usize,
+    layout: Arc<GpuLayout>,
 }
 
 impl LayoutCache {
-    /// As [`GpuLayout::of`] with `room` sets at most, computed where tables, GPUs or room are others than before.
-    pub fn layout(&mut self, tables: &Arc<AllocationTables>, gpus: GpuSet, room: usize) -> Arc<GpuLayout> {
-        if let Some((known, of, had_room, layout)) = &self.last
-            && Arc::ptr_eq(known, tables)
-            && (*of, *had_room) == (gpus, room)
+    /// As [`GpuLayout::of`] with `room` sets at most, computed where tables, GPUs, sizes or room are others than before.
+    /// Where nothing happened but that GPUs were lost, the others keep their order, their groups and their sets.
+    pub fn layout(
+        &mut self,
+        tables: &Arc<AllocationTables>,
+        gpus: GpuSet,
+        sizes: &GroupSizes,
+        room: usize,
+    ) -> Arc<GpuLayout> {
+        if let Some(known) = &self.shown
+            && Arc::ptr_eq(&known.tables, tables)
+            && known.gpus == gpus
+            && (&known.sizes, known.room) == (sizes, room)
         {
-            return Arc::clone(layout);
+            return Arc::clone(&known.layout);
         }
-        let layout = Arc::new(GpuLayout::of(tables, gpus).with_sets(tables, room));
-        self.last = Some((Arc::clone(tables), gpus, room, Arc::clone(&layout)));
+        let known = |layout| Known { tables: Arc::clone(tables), gpus, sizes: sizes.clone(), room, layout };
+        let kept = self
+            .computed
+            .as_ref()
+            .filter(|known| (&known.sizes, known.room) == (sizes, room))
+            .and_then(|known| known.kept(tables, gpus));
+        let layout = kept.map(Arc::new).unwrap_or_else(|| {
+            let layout = Arc::new(GpuLayout::of(tables, gpus, sizes).with_sets(tables, sizes, room));
+            self.computed = Some(known(Arc::clone(&layout)));
+            layout
+        });
+        self.shown = Some(known(Arc::clone(&layout)));
         layout
     }
+}
+
+impl Known {
+    /// The layout without the GPUs that `tables` lack; `None` where that is not all that changed.
+    fn kept(&self, tables: &AllocationTables, gpus: GpuSet) -> Option<GpuLayout> {
+        let (before, now) = (self.tables.topology(), tables.topology());
+        let left: Vec<usize> = now.gpus().iter().map(|gpu| before.position(&gpu.uuid)).collect::<Option<_>>()?;
+        let place_now = |place: usize| left.iter().position(|before| *before == place);
+        let moved = |set: GpuSet| set.places().filter_map(place_now).collect::<GpuSet>();
+        if moved(self.gpus) != gpus || before.restricted(&left) != **now {
+            return None;
+        }
+        let families = self.layout.families.iter().map(|family| {
+            let groups = family.groups.iter().map(|group| moved(*group)).filter(|group| group.len() >= family.size);
+            Family { groups: groups.collect(), ..family.clone() }
+        });
+        let whole = |set: &&RankedSet| moved(set.gpus).len() == set.gpus.len();
+        let sets = self.layout.sets.iter().filter(whole).map(|set| RankedSet { gpus: moved(set.gpus), ..*set });
+        Some(GpuLayout {
+            order: self.layout.order.iter().filter_map(|place| place_now(*place)).collect(),
+            families: families.filter(|family| !family.groups.is_empty()).collect(),
+            sets: sets.collect(),
+            // GPUs may have been connected through the lost one.
+            nvlink_domains: nvlink_domains(now, gpus),
+        })
+    }
+}
+
+/// GPUs of these that NVLink connects, over any number of hops; two at least. Those in MIG mode are left out.
+fn nvlink_domains(topology: &NodeTopology, gpus: GpuSet) -> Vec<GpuSet> {
+    let is_whole = |place: &usize| topology.gpus().get(*place).is_some_and(|gpu| !gpu.mig_enabled);
+    let places: Vec<usize> = gpus.places().filter(is_whole).collect();
+    let linked = |a: usize, b: usize| match (places.get(a), places.get(b)) {
+        (Some(a), Some(b)) => topology.nvlink(*a, *b) > 0,
+        _ => false,
+    };
+    let back = |set: GpuSet| set.places().filter_map(|place| places.get(place).copied()).collect::<GpuSet>();
+    let mut domains = components(places.len(), linked);
+    domains.retain(|domain| domain.len() > 1);
+    domains.into_iter().map(back).collect()
 }

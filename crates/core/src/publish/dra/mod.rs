@@ -10,6 +10,7 @@ mod attributes;
 mod dynamic_mig;
 mod facts;
 mod families;
+mod group_size;
 mod layout;
 mod order;
 mod set_devices;
@@ -25,13 +26,15 @@ use alloc::collections::BTreeMap;
 
 use serde::Serialize;
 
+use crate::allocation::GpuSet;
 use crate::quote::quoted;
 use attributes::Draft;
 
 pub use crate::topology::{device_name, hardware_of};
 pub use dynamic_mig::counters as mig_counters;
 pub use facts::{DraDevice, DraFacts, DraSettings, offered, offered_now};
-pub use families::{Family, GroupSize, SIZES};
+pub use families::Family;
+pub use group_size::{GroupSize, GroupSizes, GroupSizesError};
 pub use layout::{GpuLayout, LayoutCache};
 pub use set_devices::{GPU_COUNTERS, PublishedSets, SET_TYPE, counters};
 pub use sets::{MOST_DEVICES_WITH_SETS, RankedSet};
@@ -190,9 +193,10 @@ pub enum DraProblem {
 
 /// The devices that a node publishes, in the order in which the scheduler is to try them, and what is odd about them.
 ///
-/// Whole GPUs, the best sets first; then MIG devices, GPU by GPU; then GPUs that are gone and that a claim may have; then
-/// MIG devices that are made when a claim has them, where the settings have it; then sets of GPUs, where they are devices, by size and the best first. (A class chooses one kind of device and one size.)
-/// A GPU in MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does, whatever the plan's MIG
+/// Whole GPUs, the best sets first; then MIG devices, GPU by GPU; then GPUs that are gone and that a claim may have;
+/// then MIG devices that are made when a claim has them, where the settings have it; then sets of GPUs, where they are
+/// devices, by size and the best first. (A class chooses one kind of device and one size.) A GPU in MIG mode is
+/// published by its MIG devices only, as NVIDIA's DRA driver does, whatever the plan's MIG
 /// strategy is. Where taints do not survive, a sick device is left out, unless a claim holds it.
 pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
     let (mut devices, mut problems) = (Vec::new(), Vec::new());
@@ -205,6 +209,8 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
         let mig = device.mig.map(|mig| (mig.placement.map(|placement| placement.start), mig.index));
         (device.place.is_none(), device.mig.is_some(), in_order, device.gpu.pci, mig, device.gpu.uuid.clone())
     });
+    let sick = sorted.iter().filter(|device| device.mig.is_none() && !device.reasons.is_empty());
+    let sick: GpuSet = sick.filter_map(|device| device.place).collect();
     for device in sorted {
         let Some(name) = device.name.clone() else {
             let hardware = device.mig.map_or(device.gpu.uuid.to_string(), |mig| mig.uuid.to_string());
@@ -230,7 +236,7 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
             Some(mig) => draft.mig(facts.topology, device, mig, facts.versions),
             None => {
                 draft.gpu(facts.topology, device, facts.versions);
-                draft.groups(facts.topology, device.place, facts.layout);
+                draft.groups(facts.topology, device.place, facts.layout, sick);
                 draft.order(devices.len());
             }
         }

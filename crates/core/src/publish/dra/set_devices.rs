@@ -1,8 +1,8 @@
 //! Sets of GPUs as devices: over the counters of their members, so that no GPU is in two allocations.
 //!
 //! Each whole GPU has a counter of 1, which it consumes itself and each set with it does. The allocator subtracts what
-//! the *current* slices say of allocated devices, so a device that a claim may have keeps what it consumes: a set that a
-//! claim holds stays published, whatever became of its members.
+//! the *current* slices say of allocated devices, so a device that a claim may have keeps what it consumes: a set that
+//! a claim holds stays published, whatever became of its members.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};

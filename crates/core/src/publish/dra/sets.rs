@@ -1,12 +1,13 @@
 //! Sets of GPUs that are devices: which ones, and how good each is.
 //!
 //! Where there is room, all sets of 2, 4 and 8 GPUs: then the scheduler, which takes the first device that fits, gives
-//! the best set of those that are free. Where there is not, one way after another to divide the GPUs into disjoint sets,
-//! the engine's own division first: so each GPU is in sets of each size, and nodes of 64 GPUs have whole divisions.
+//! the best set of those that are free. Where there is not, one way after another to divide the GPUs into disjoint
+//! sets, the engine's own division first: so each GPU is in sets of each size, and nodes of 64 GPUs have whole
+//! divisions.
 
 use crate::prelude::*;
 
-use super::families::{GroupSize, SIZES};
+use super::group_size::{GroupSize, GroupSizes};
 use crate::allocation::{AllocationTables, GpuSet, Values, subsets};
 use crate::topology::{Gpu, NodeTopology};
 
@@ -34,13 +35,13 @@ pub struct RankedSet {
 
 /// The sets of some GPUs that are devices, by size, and in each size the best first: as the engine orders them on the
 /// idle machine. `room`: how many there may be. GPUs in MIG mode are in no set, and none has GPUs of different kinds.
-pub fn sets(tables: &AllocationTables, gpus: GpuSet, room: usize) -> Vec<RankedSet> {
+pub fn sets(tables: &AllocationTables, gpus: GpuSet, of_sizes: &GroupSizes, room: usize) -> Vec<RankedSet> {
     let topology = tables.topology();
     let gpus: GpuSet =
         gpus.places().filter(|place| topology.gpus().get(*place).is_some_and(|gpu| !gpu.mig_enabled)).collect();
     let kinds = kinds(topology, gpus);
     let mut sizes: Vec<Size> = Vec::new();
-    for GroupSize { gpus: size, .. } in SIZES {
+    for size in of_sizes.iter().map(GroupSize::gpus) {
         let halves: Vec<GpuSet> = sizes.last().map(Size::halves).unwrap_or_default();
         let next = Size::new(tables, gpus, &kinds, size, &halves, room);
         sizes.push(next);

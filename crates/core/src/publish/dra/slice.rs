@@ -44,8 +44,10 @@ pub struct SliceSpec {
     /// Its counters: then it has no devices.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub shared_counters: Vec<CounterSet>,
-    /// Its devices; empty where the node has none.
-    pub devices: Vec<SliceDevice>,
+    /// Its devices: empty where the node has none, `None` in a slice of counters, in which the API server refuses an
+    /// empty list too.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub devices: Option<Vec<SliceDevice>>,
 }
 
 /// The pool of a slice (`ResourcePool`).
@@ -90,7 +92,7 @@ impl Pool {
             node_name: self.node.clone(),
             pool: pool.clone(),
             shared_counters: counters.to_vec(),
-            devices: devices.to_vec(),
+            devices: counters.is_empty().then(|| devices.to_vec()),
         };
         parts.into_iter().map(slice).collect()
     }

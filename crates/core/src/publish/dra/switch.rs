@@ -1,10 +1,10 @@
 //! [`SetsSwitch`]: whether sets of GPUs are devices now, and how that changes under claims.
 //!
-//! kube-scheduler counts what the current slices say that allocated devices consume (kubernetes#140802): counters that a
-//! claim's device loses would be given out a second time. So they come and go with all sets in place: GPUs get counters
-//! where nothing was published before, or while no claim of this node has a device; they lose them when no set is
-//! published any more. A set is withdrawn as a GPU is that leaves DRA: tainted for a grace period, in which a scheduler
-//! that had chosen it binds its pod, and then as soon as no claim has it.
+//! kube-scheduler counts what the current slices say that allocated devices consume (kubernetes#140802): counters that
+//! a claim's device loses would be given out a second time. So they come and go with all sets in place: GPUs get
+//! counters where nothing was published before, or while no claim of this node has a device; they lose them when no set
+//! is published any more. A set is withdrawn as a GPU is that leaves DRA: tainted for a grace period, in which a
+//! scheduler that had chosen it binds its pod, and then as soon as no claim has it.
 
 use core::fmt;
 
@@ -136,8 +136,8 @@ pub enum SetsNote {
     Held,
     /// `on`, and the scheduler may miscount.
     #[error(
-        "sets of GPUs are published, and kube-scheduler before {SOUND} miscounts them at times (kubernetes#140436): pods \
-         wait though a set is free; the API server has {0}"
+        "sets of GPUs are published, and kube-scheduler before {SOUND} miscounts them at times (kubernetes#140436): \
+         pods wait though a set is free; the API server has {0}"
     )]
     Miscounted(ServerVersion),
     /// They are on their way out.
@@ -323,7 +323,10 @@ mod tests {
         let end = START + DRA_GRACE;
         assert_eq!(published(&mut switch, &off(SET_HELD), START), PublishedSets::Withdrawn);
         assert_eq!(switch.deadline(START), Some(end));
-        assert_eq!(published(&mut switch, &off(IDLE), end - Timestamp::from_nanos(1)), PublishedSets::Withdrawn);
+        assert_eq!(
+            published(&mut switch, &off(IDLE), end.checked_sub(Timestamp::from_nanos(1)).unwrap()),
+            PublishedSets::Withdrawn
+        );
         assert_eq!(published(&mut switch, &off(SET_HELD), end), PublishedSets::Held);
         assert_eq!(switch.deadline(end), None);
         assert_eq!(published(&mut switch, &off(HeldDevices { is_known: false, ..IDLE }), end), PublishedSets::Held);

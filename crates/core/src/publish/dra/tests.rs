@@ -34,7 +34,7 @@ fn node(gpus: &str) -> NodeTopology {
 
 fn published(topology: &NodeTopology, plan: &ResourcePlan) -> (Vec<SliceDevice>, Vec<DraProblem>) {
     let gpus = offered(topology, plan);
-    let layout = GpuLayout::of(&AllocationTables::new(Arc::new(topology.clone())), gpus);
+    let layout = GpuLayout::of(&AllocationTables::new(Arc::new(topology.clone())), gpus, &GroupSizes::default());
     let versions = DriverVersions { driver: Some("580.95.05".to_owned()), cuda: None };
     devices(&DraFacts::of_machine(topology, &versions, gpus, &layout))
 }
@@ -110,36 +110,87 @@ fn groups_are_of_the_published_gpus_alone() {
     assert_eq!(domains(&[0, 1, 3]), [first(), first(), None], "GPU 3 was connected through GPU 2");
 }
 
+/// The families of a machine's GPUs, and their groups as bits.
+fn families(topology: NodeTopology, sizes: &[usize]) -> Vec<(String, Vec<u64>)> {
+    let sizes = GroupSizes::new(sizes.iter().copied()).unwrap();
+    let gpus = (0..topology.gpus().len()).collect();
+    let layout = GpuLayout::of(&AllocationTables::new(Arc::new(topology)), gpus, &sizes);
+    let bits = |family: &Family| family.groups.iter().map(|group| group.0).collect();
+    layout.families.iter().map(|family| (family.name.clone(), bits(family))).collect()
+}
+
 #[test]
-fn tiers_are_split_into_families_of_disjoint_sets() {
-    let topology = chain();
-    let layout = GpuLayout::of(&AllocationTables::new(Arc::new(topology)), (0..4).collect());
-    let families: Vec<(&str, Vec<u64>)> = layout
-        .families
-        .iter()
-        .map(|family| (family.name.as_str(), family.sets.iter().map(|set| set.0).collect()))
-        .collect();
-    assert_eq!(families, [("pair1a", Vec::from([0b0011, 0b1100])), ("pair1b", Vec::from([0b0110]))]);
-    let alike = node(
-        &(0..4)
-            .map(|n| format!("{{\"index\": {n}, \"uuid\": \"GPU-{n}\", \"pci\": \"0000:0{n}:00.0\"}}"))
-            .collect::<Vec<_>>()
-            .join(", "),
-    );
-    let layout = GpuLayout::of(&AllocationTables::new(Arc::new(alike)), (0..4).collect());
-    assert_eq!((layout.families, layout.order), (Vec::new(), Vec::from([0, 1, 2, 3])), "no set is better than another");
+fn tiers_are_split_into_families_of_disjoint_groups() {
+    let pairs = [("pair1a", Vec::from([0b0011, 0b1100])), ("pair1b", Vec::from([0b0110]))];
+    let expected: Vec<_> = pairs.into_iter().map(|(name, groups)| (name.to_owned(), groups)).collect();
+    assert_eq!(families(chain(), &[2]), expected, "of the others any are as good");
+    // The other neighbours {1, 2, 3} have a GPU in common with these, and a claim has eight alternatives.
+    assert_eq!(families(chain(), &[3]), [("set3x1a".to_owned(), Vec::from([0b0111]))]);
+}
+
+#[test]
+fn gpus_that_are_alike_are_one_group() {
+    let gpu = |n: u32| format!("{{\"index\": {n}, \"uuid\": \"GPU-{n}\", \"pci\": \"0000:0{n}:00.0\"}}");
+    let alike = || node(&(0..5).map(gpu).collect::<Vec<_>>().join(", "));
+    let one = |name: &str| (name.to_owned(), Vec::from([0b11111]));
+    assert_eq!(families(alike(), &[2, 4, 5]), [one("pair1a"), one("quad1a"), one("set5x1a")]);
+    assert_eq!(families(alike(), &[8]), [], "no eight GPUs are there");
+    assert_eq!(families(alike(), &[]), []);
+}
+
+#[test]
+fn sick_gpu_takes_its_sets_out_of_the_groups() {
+    let (topology, plan) = (chain(), all());
+    let gpus = offered(&topology, &plan);
+    let tables = AllocationTables::new(Arc::new(topology.clone()));
+    let layout = GpuLayout::of(&tables, gpus, &GroupSizes::default());
+    let versions = DriverVersions { driver: None, cuda: None };
+    let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
+    let groups = |facts: &DraFacts<'_>, attribute: &str| -> Vec<Option<String>> {
+        let mut devices = devices(facts).0;
+        devices.sort_by(|a, b| a.name.cmp(&b.name));
+        devices.iter().map(|device| text(device, &format!("linkwise.dev/{attribute}"))).collect()
+    };
+    let (first, third) = (Some("0000:00:00.0".to_owned()), Some("0000:02:00.0".to_owned()));
+    assert_eq!(groups(&facts, "pair1a"), [first.clone(), first, third.clone(), third.clone()]);
+    facts.devices.iter_mut().find(|device| device.place == Some(0)).unwrap().reasons =
+        Vec::from([UnhealthyReason::DoubleBitEcc]);
+    assert_eq!(groups(&facts, "pair1a"), [None, None, third.clone(), third]);
+    assert_eq!(groups(&facts, "quad1a"), [None, None, None, None], "three are left of four");
 }
 
 #[test]
 fn layout_is_kept_for_the_same_tables_and_gpus() {
     let tables = Arc::new(AllocationTables::new(Arc::new(chain())));
-    let mut cache = LayoutCache::default();
-    let whole = cache.layout(&tables, (0..4).collect(), 0);
-    assert!(Arc::ptr_eq(&whole, &cache.layout(&tables, (0..4).collect(), 0)));
-    let part = cache.layout(&tables, (0..2).collect(), 0);
+    let (mut cache, sizes) = (LayoutCache::default(), GroupSizes::default());
+    let whole = cache.layout(&tables, (0..4).collect(), &sizes, 0);
+    assert!(Arc::ptr_eq(&whole, &cache.layout(&tables, (0..4).collect(), &sizes, 0)));
+    assert_ne!(whole, cache.layout(&tables, (0..4).collect(), &GroupSizes::new([2]).unwrap(), 0));
+    let part = cache.layout(&tables, (0..2).collect(), &sizes, 0);
     assert_eq!(part.order.len(), 2);
     let others = Arc::new(AllocationTables::new(Arc::new(NodeTopology::default())));
-    assert_eq!(*cache.layout(&others, GpuSet::default(), 0), GpuLayout::default());
+    assert_eq!(*cache.layout(&others, GpuSet::default(), &sizes, 0), GpuLayout::default());
+}
+
+#[test]
+fn lost_gpu_leaves_the_groups_of_others_as_they_were() {
+    let tables = |places: &[usize]| Arc::new(AllocationTables::new(Arc::new(chain().restricted(places))));
+    let (mut cache, sizes) = (LayoutCache::default(), GroupSizes::new([2]).unwrap());
+    let whole = cache.layout(&tables(&[0, 1, 2, 3]), (0..4).collect(), &sizes, 0);
+    let without_first = cache.layout(&tables(&[1, 2, 3]), (0..3).collect(), &sizes, 0);
+    let groups = |layout: &GpuLayout| -> Vec<(String, Vec<u64>)> {
+        let bits = |family: &Family| family.groups.iter().map(|group| group.0).collect();
+        layout.families.iter().map(|family| (family.name.clone(), bits(family))).collect()
+    };
+    // GPUs 2 and 3, then 1 and 2: a new look at three GPUs has them the other way round.
+    let expected = [("pair1a".to_owned(), Vec::from([0b110])), ("pair1b".to_owned(), Vec::from([0b011]))];
+    assert_eq!(groups(&without_first), expected);
+    assert_eq!(whole.order.iter().filter(|gpu| **gpu > 0).map(|gpu| gpu - 1).collect::<Vec<_>>(), without_first.order);
+    let fresh = GpuLayout::of(&tables(&[1, 2, 3]), (0..3).collect(), &sizes);
+    assert_ne!(groups(&fresh), expected, "else the test says nothing");
+    assert_eq!(cache.layout(&tables(&[0, 1, 2, 3]), (0..4).collect(), &sizes, 0), whole, "it came back");
+    let middle_lost = cache.layout(&tables(&[0, 1, 3]), (0..3).collect(), &sizes, 0);
+    assert_eq!(middle_lost.nvlink_domains, [GpuSet(0b011)], "GPU 3 was connected through GPU 2");
 }
 
 #[test]

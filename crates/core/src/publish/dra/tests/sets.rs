@@ -6,7 +6,8 @@ use super::*;
 fn with_sets(topology: &NodeTopology, room: usize, change: impl FnOnce(&mut DraFacts<'_>)) -> Vec<SliceDevice> {
     let gpus = offered(topology, &all());
     let tables = AllocationTables::new(Arc::new(topology.clone()));
-    let layout = GpuLayout::of(&tables, gpus).with_sets(&tables, room);
+    let sizes = GroupSizes::default();
+    let layout = GpuLayout::of(&tables, gpus, &sizes).with_sets(&tables, &sizes, room);
     let versions = DriverVersions { driver: Some("580.95.05".to_owned()), cuda: None };
     let mut facts = DraFacts::of_machine(topology, &versions, gpus, &layout);
     facts.settings.sets = PublishedSets::All;

@@ -1,0 +1,129 @@
+//! The kinds of machine in the cluster, what they publish, and which node is which.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use linkwise::allocation::{AllocationTables, GpuSet};
+use linkwise::config::{ClusterArgs, Door, MachineWeight, NodeArgs};
+use linkwise::machines;
+use linkwise::publish::dra::slice::Pool;
+use linkwise::publish::dra::{
+    DraFacts, GpuLayout, GroupSizes, MOST_DEVICES_WITH_SETS, PublishedSets, SliceDevice, counters, devices,
+};
+use linkwise::state::DriverVersions;
+use linkwise::topology::{NodeTopology, set_members};
+use serde_json::Value;
+
+use crate::slices::published;
+
+/// NVIDIA's DRA driver, which linkwise is by default.
+pub(super) const DRIVER: &str = "gpu.nvidia.com";
+
+/// A kind of node.
+pub(super) struct Machine {
+    /// As it was named.
+    pub name: String,
+    pub tables: AllocationTables,
+    /// The GPUs that are published whole: those in MIG mode are not.
+    pub whole: GpuSet,
+    /// The GPUs of each device, by its name: of GPUs and of sets.
+    pub gpus_of: BTreeMap<String, GpuSet>,
+    published: Vec<SliceDevice>,
+    /// The same with sets of GPUs as devices.
+    with_sets: Vec<SliceDevice>,
+}
+
+impl Machine {
+    pub fn load(name: &str) -> Result<Self> {
+        let observed = machines::load(name)?.observed;
+        let (topology, _) = NodeTopology::assemble(&observed);
+        let topology = Arc::new(topology);
+        let tables = AllocationTables::new(Arc::clone(&topology));
+        let all = (0..topology.gpus().len()).collect();
+        let (versions, sizes) = (DriverVersions::of(&observed), GroupSizes::default());
+        let room = MOST_DEVICES_WITH_SETS.saturating_sub(topology.gpus().len());
+        let layout = GpuLayout::of(&tables, all, &sizes).with_sets(&tables, &sizes, room);
+        let mut facts = DraFacts::of_machine(&topology, &versions, all, &layout);
+        let whole = facts.devices.iter().filter(|device| device.mig.is_none());
+        let mut gpus_of: BTreeMap<String, GpuSet> =
+            whole.filter_map(|device| Some((device.name.clone()?, GpuSet::of(device.place?)))).collect();
+        ensure!(!gpus_of.is_empty(), "machine '{name}' has no whole GPU");
+        let whole = gpus_of.values().fold(GpuSet::default(), |all, gpu| all.union(*gpu));
+        let (published, _) = devices(&facts);
+        facts.settings.sets = PublishedSets::All;
+        let (with_sets, _) = devices(&facts);
+        for set in &with_sets {
+            let members = set_members(&set.name).into_iter().flatten();
+            let gpus =
+                members.filter_map(|member| gpus_of.get(&member)).fold(GpuSet::default(), |all, own| all.union(*own));
+            gpus_of.entry(set.name.clone()).or_insert(gpus);
+        }
+        Ok(Self { name: name.to_owned(), tables, whole, gpus_of, published, with_sets })
+    }
+
+    /// The ResourceSlices of a node, as linkwise writes them for what a door needs.
+    pub fn slices(&self, node: &str, door: Door) -> Vec<Value> {
+        let devices = if door == Door::DraSets { &self.with_sets } else { &self.published };
+        let counters = counters(devices);
+        published(&Pool { counters, ..Pool::new(DRIVER, node, devices.clone()) })
+    }
+
+    /// The device of each GPU of a set.
+    pub fn devices_of(&self, gpus: GpuSet) -> impl Iterator<Item = &str> {
+        let devices = self.gpus_of.iter().filter(move |(_, own)| own.len() == 1 && !own.intersection(gpus).is_empty());
+        devices.map(|(name, _)| name.as_str())
+    }
+}
+
+/// The machines that were asked for, with their weights.
+pub(super) fn load(node: &NodeArgs, cluster: &ClusterArgs) -> Result<(Vec<Machine>, Vec<u64>)> {
+    ensure!(
+        node.host_xml.is_none(),
+        "--host describes one machine; with --nodes, write it to a file by `linkwise snapshot`"
+    );
+    let one = node.node.as_ref().map(|name| vec![MachineWeight { machine: name.clone(), weight: 1 }]);
+    let mix = one.as_ref().unwrap_or(&cluster.mix);
+    for (at, named) in mix.iter().enumerate() {
+        let is_twice = mix.iter().take(at).any(|other| other.machine == named.machine);
+        ensure!(!is_twice, "--mix names {} twice", named.machine);
+    }
+    let machines = mix.iter().map(|named| Machine::load(&named.machine)).collect::<Result<_>>()?;
+    Ok((machines, mix.iter().map(|named| u64::from(named.weight)).collect()))
+}
+
+/// The kind of each node, by its place in `weights`: mixed evenly, so that any stretch of nodes is like the whole.
+pub(super) fn kinds(nodes: usize, weights: &[u64]) -> Result<Vec<usize>> {
+    let total: u64 = weights.iter().sum();
+    let mut made = vec![0_u64; weights.len()];
+    let kind = |node: u64| {
+        // What each kind lacks of its share in the nodes so far; the first of those that lack most.
+        let due = |(kind, weight): (usize, &u64)| {
+            let has = made.get(kind).copied().unwrap_or(0);
+            (i128::from(*weight) * i128::from(node) - i128::from(has) * i128::from(total), std::cmp::Reverse(kind))
+        };
+        let (_, std::cmp::Reverse(kind)) = weights.iter().enumerate().map(due).max().context("no machines")?;
+        if let Some(made) = made.get_mut(kind) {
+            *made += 1;
+        }
+        Ok(kind)
+    };
+    (1..).take(nodes).map(kind).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::kinds;
+
+    #[test]
+    fn nodes_are_mixed_by_weight() {
+        assert_eq!(kinds(7, &[2, 1]).unwrap(), [0, 1, 0, 0, 1, 0, 0]);
+        assert_eq!(kinds(2, &[5, 3, 1]).unwrap(), [0, 1]);
+        let many = kinds(1000, &[4, 2, 2, 1, 1]).unwrap();
+        assert_eq!(
+            [0, 1, 2, 3, 4].map(|kind| many.iter().filter(|one| **one == kind).count()),
+            [400, 200, 200, 100, 100]
+        );
+        assert!(kinds(1, &[]).is_err());
+    }
+}

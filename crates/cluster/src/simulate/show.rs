@@ -1,0 +1,173 @@
+//! What the command prints: JSON for scripts, a table for people, a progress bar on a terminal.
+
+use std::io::{IsTerminal, Stderr, Write, stderr};
+
+use linkwise::config::Door;
+use serde::Serialize;
+
+use super::figures::Figures;
+use super::replay::Event;
+
+/// Jobs between two updates of the progress bar.
+const PROGRESS_EVERY: usize = 256;
+
+/// The width of the progress bar, in characters.
+const BAR: usize = 30;
+
+/// The answer for scripts.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+pub(super) struct Simulation {
+    pub nodes: usize,
+    pub machines: Vec<Kind>,
+    /// What pods request beside GPUs.
+    pub cpu: String,
+    /// What the jobs were made from, where there was no trace.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub load: Option<Load>,
+    /// Jobs left out: no node has as many GPUs, or no claim may ask for as many.
+    pub skipped: usize,
+    pub doors: Vec<Outcome>,
+}
+
+/// Nodes of one kind.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+pub(super) struct Kind {
+    pub machine: String,
+    /// Whole GPUs of each.
+    pub gpus: usize,
+    pub nodes: usize,
+}
+
+/// What jobs were made from.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+pub(super) struct Load {
+    pub seed: u64,
+    /// The share of the GPUs that the jobs would keep busy, in per mille.
+    pub load: u32,
+    pub jobs: u32,
+    /// The first jobs, which fill the cluster and are in no figure.
+    pub filling: u32,
+}
+
+/// What came of one door.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+pub(super) struct Outcome {
+    pub door: String,
+    #[serde(flatten)]
+    pub figures: Figures,
+}
+
+/// A table for people: a column for each door.
+pub(super) fn text(simulation: &Simulation) -> String {
+    let gpus: usize = simulation.machines.iter().map(|kind| kind.nodes * kind.gpus).sum();
+    let kinds: Vec<String> =
+        simulation.machines.iter().map(|kind| format!("{} {}", kind.nodes, kind.machine)).collect();
+    let mut text = format!("{} nodes, {gpus} GPUs: {}\n", simulation.nodes, kinds.join(", "));
+    let (jobs, several) = simulation.doors.first().map_or((0, 0), |door| (door.figures.jobs, door.figures.several));
+    match &simulation.load {
+        Some(Load { seed, load, jobs: all, filling }) => {
+            text += &format!("{all} jobs for a load of {} with seed {seed}, of which {filling} fill", percent(*load));
+            text += &format!(" the cluster and {jobs} count, {several} of several GPUs");
+        }
+        None => text += &format!("{jobs} jobs, {several} of several GPUs"),
+    }
+    if simulation.skipped > 0 {
+        text += &format!("; {} left out: more GPUs than a node or a claim has", simulation.skipped);
+    }
+    text += "\n\n";
+    row(&mut text, "", simulation, |door| door.door.clone());
+    let share = |share: Option<u64>| share.map_or_else(|| "-".to_owned(), percent);
+    type Cell = fn(&Figures) -> Option<u64>;
+    let shares: [(&str, Cell); 4] = [
+        ("collective of the cluster's best", |of| of.collective_of_cluster),
+        ("jobs that got the cluster's best", |of| of.best_of_cluster),
+        ("collective of their node's best", |of| of.collective_of_node),
+        ("collective of the idle machine's", |of| of.collective_of_machine),
+    ];
+    for (label, cell) in shares {
+        row(&mut text, label, simulation, |door| share(cell(&door.figures)));
+    }
+    row(&mut text, "jobs that waited", simulation, |door| percent(door.figures.waited));
+    row(&mut text, "wait, mean", simulation, |door| format!("{} s", door.figures.mean_wait_seconds));
+    row(&mut text, "wait, 99 of 100 jobs", simulation, |door| format!("{} s", door.figures.p99_wait_seconds));
+    row(&mut text, "GPUs in use", simulation, |door| share(door.figures.busy));
+    row(&mut text, "free GPUs that are in no best four", simulation, |door| share(door.figures.fragmentation));
+    row(&mut text, "slices of a node, bytes", simulation, |door| door.figures.slice_bytes_per_node.to_string());
+    row(&mut text, "slices of all nodes, bytes", simulation, |door| door.figures.slice_bytes.to_string());
+    row(&mut text, "claim, bytes", simulation, |door| door.figures.claim_bytes.to_string());
+    row(&mut text, "writes to the API server per hour", simulation, |door| {
+        door.figures.writes_per_hour.map_or_else(|| "-".to_owned(), |writes| writes.to_string())
+    });
+    row(&mut text, "allocator steps per pod, mean", simulation, |door| door.figures.steps_mean.to_string());
+    row(&mut text, "allocator steps per pod, most", simulation, |door| door.figures.steps_worst.to_string());
+    if simulation.doors.iter().any(|door| door.figures.never_started > 0) {
+        row(&mut text, "jobs that never started", simulation, |door| door.figures.never_started.to_string());
+    }
+    text + "\ncollective: means over the jobs of several GPUs; docs/scale.md explains each line\n"
+}
+
+fn row(text: &mut String, label: &str, simulation: &Simulation, cell: impl Fn(&Outcome) -> String) {
+    let cells: Vec<String> = simulation.doors.iter().map(|door| format!("{:>14}", cell(door))).collect();
+    *text += format!("{label:<36}{}", cells.concat()).trim_end();
+    *text += "\n";
+}
+
+/// Per mille as percent.
+fn percent(mille: impl Into<u64>) -> String {
+    let mille = mille.into();
+    format!("{}.{} %", mille / 10, mille % 10)
+}
+
+/// The progress bar of one door, where standard error is a terminal.
+pub(super) struct Progress {
+    door: String,
+    jobs: usize,
+    done: usize,
+    terminal: Option<Stderr>,
+}
+
+impl Progress {
+    pub fn new(door: Door, jobs: usize) -> Self {
+        let terminal = Some(stderr()).filter(IsTerminal::is_terminal);
+        Self { door: door.name(), jobs, done: 0, terminal }
+    }
+
+    /// Takes note of an event.
+    pub fn saw(&mut self, event: &Event) {
+        let Event::Started { .. } = event else { return };
+        self.done += 1;
+        if let Some(terminal) = self.terminal.as_mut().filter(|_| self.done.is_multiple_of(PROGRESS_EVERY)) {
+            // A bar that cannot be written is no reason to stop.
+            let _ = write!(terminal, "\r{}", bar(&self.door, self.done, self.jobs));
+        }
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if let Some(terminal) = self.terminal.as_mut() {
+            // Back to the start of the line, and clear it.
+            let _ = write!(terminal, "\r\x1b[K");
+        }
+    }
+}
+
+fn bar(door: &str, done: usize, jobs: usize) -> String {
+    let full = (done * BAR).checked_div(jobs).unwrap_or(0).min(BAR);
+    let percent = (done * 100).checked_div(jobs).unwrap_or(0);
+    let bar: String = (0..BAR).map(|at| if at < full { '#' } else { '.' }).collect();
+    format!("{door:<12} [{bar}] {percent:>3} %  {done} of {jobs} jobs")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::bar;
+
+    #[test]
+    fn bar_shows_the_share_that_is_done() {
+        let full = |done| bar("plugin", done, 1000).matches('#').count();
+        assert_eq!([0, 500, 999, 1000].map(full), [0, 15, 29, 30]);
+        assert!(bar("plugin", 500, 1000).ends_with(" 50 %  500 of 1000 jobs"));
+        assert_eq!(bar("plugin", 0, 0).matches('#').count(), 0);
+    }
+}

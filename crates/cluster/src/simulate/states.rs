@@ -1,0 +1,217 @@
+//! What nodes answer: a node's answer to a claim depends on its kind and on the GPUs that are free, and on nothing
+//! else. Each such case is asked once, of the allocator's model itself or of linkwise's own choice, and kept.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, anyhow};
+use linkwise::allocation::GpuSet;
+use linkwise::commands::{any_claim, best_set};
+use linkwise::config::Door;
+use linkwise::publish::dra::{GroupSizes, SET_TYPE};
+use linkwise_scheduler_box::{Cluster, Failure};
+use serde_json::{Value, json};
+
+use super::machines::{DRIVER, Machine};
+use crate::demo::WHOLE_GPUS;
+
+/// A node that stands for all of its kind. Its name is as long as those of the simulated nodes.
+pub(super) const NODE: &str = "node-00000";
+
+/// A group of whose sets [`State::stuck`] tells.
+const FOUR: usize = 4;
+
+/// What a node with these GPUs free answers to a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Answer {
+    /// The GPUs that the job gets; `None` where it does not fit.
+    pub set: Option<GpuSet>,
+    /// The score of the alternatives that its claim gets.
+    pub score: i64,
+    /// The devices that the allocator looks at.
+    pub steps: u64,
+    /// The claim with its allocation, as JSON.
+    pub claim_bytes: u64,
+}
+
+/// A kind of node with some GPUs free.
+#[derive(Clone, Debug)]
+pub(super) struct State {
+    pub machine: usize,
+    pub free: GpuSet,
+    /// For each size of job the best collective of the free GPUs, in MB/s; `None` where there are fewer.
+    pub best: Vec<Option<u64>>,
+    /// Of machines with whole fours: the free GPUs that are left over when fours with the collective of the idle
+    /// machine's best four are taken out, one after the other.
+    pub stuck: usize,
+}
+
+/// The states that nodes were in so far, by number.
+pub(super) struct States<'a> {
+    pub machines: &'a [Machine],
+    /// The sizes of jobs.
+    pub sizes: &'a [usize],
+    /// For each size its claim; none where the device plugin serves.
+    claims: Vec<Value>,
+    /// For each machine the allocator's model of one node.
+    models: Vec<Cluster>,
+    /// The best four of each idle machine.
+    fours: Vec<Option<u64>>,
+    numbers: Vec<BTreeMap<u64, usize>>,
+    states: Vec<State>,
+    /// By size and state.
+    answers: Vec<Vec<Option<Answer>>>,
+}
+
+impl<'a> States<'a> {
+    pub fn new(machines: &'a [Machine], sizes: &'a [usize], door: Door) -> Result<Self> {
+        let claims = sizes.iter().filter_map(|size| claim(door, *size).transpose()).collect::<Result<Vec<_>>>()?;
+        let model = |machine: &Machine| {
+            Cluster::new(&machine.slices(NODE, door), &classes(), &[])
+                .with_context(|| format!("the scheduler cannot read what '{}' publishes", machine.name))
+        };
+        let models = if claims.is_empty() { Vec::new() } else { machines.iter().map(model).collect::<Result<_>>()? };
+        let four = |machine: &Machine| best_set(&machine.tables, machine.whole, FOUR).1;
+        Ok(Self {
+            machines,
+            sizes,
+            claims,
+            models,
+            fours: machines.iter().map(four).collect(),
+            numbers: vec![BTreeMap::new(); machines.len()],
+            states: Vec::new(),
+            answers: vec![Vec::new(); sizes.len()],
+        })
+    }
+
+    /// The number of a state.
+    pub fn number(&mut self, machine: usize, free: GpuSet) -> usize {
+        let (Some(numbers), Some(of)) = (self.numbers.get_mut(machine), self.machines.get(machine)) else { return 0 };
+        let next = self.states.len();
+        let number = *numbers.entry(free.0).or_insert(next);
+        if number == next {
+            let best = self.sizes.iter().map(|size| best_set(&of.tables, free, *size).1).collect();
+            let whole = self.fours.get(machine).copied().flatten();
+            let mut left = free;
+            while let (four, Some(collective)) = best_set(&of.tables, left, FOUR)
+                && whole == Some(collective)
+            {
+                left = left.without(four);
+            }
+            let stuck = if whole.is_some() { left.len() } else { 0 };
+            self.states.push(State { machine, free, best, stuck });
+            self.answers.iter_mut().for_each(|answers| answers.push(None));
+        }
+        number
+    }
+
+    /// The state of a number.
+    pub fn state(&self, number: usize) -> Option<&State> {
+        self.states.get(number)
+    }
+
+    /// Of how many free GPUs a state has fours: all of a machine that has any, or none.
+    pub fn free_for_fours(&self, number: usize) -> usize {
+        self.state(number)
+            .filter(|state| self.fours.get(state.machine).is_some_and(Option::is_some))
+            .map_or(0, |state| state.free.len())
+    }
+
+    /// What a node in this state answers to a job of a size.
+    pub fn answer(&mut self, size: usize, number: usize) -> Result<Answer> {
+        if let Some(Some(known)) = self.answers.get(size).and_then(|answers| answers.get(number)) {
+            return Ok(*known);
+        }
+        let answer = self.ask(size, number)?;
+        if let Some(place) = self.answers.get_mut(size).and_then(|answers| answers.get_mut(number)) {
+            *place = Some(answer);
+        }
+        Ok(answer)
+    }
+
+    fn ask(&mut self, size: usize, number: usize) -> Result<Answer> {
+        let (Some(state), Some(gpus)) = (self.states.get(number), self.sizes.get(size)) else {
+            return Err(anyhow!("no state {number}, or no size {size}"));
+        };
+        let machine = self.machines.get(state.machine).context("a state is of a machine")?;
+        let Some(claim) = self.claims.get(size) else {
+            let set = (state.free.len() >= *gpus).then(|| best_set(&machine.tables, state.free, *gpus).0);
+            return Ok(Answer { set, score: 0, steps: 0, claim_bytes: 0 });
+        };
+        let model = self.models.get_mut(state.machine).context("a machine has a model")?;
+        let used = allocation(NODE, machine.devices_of(machine.whole.without(state.free)));
+        model.occupy(&used)?;
+        let placed = model.allocate(NODE, std::slice::from_ref(claim));
+        model.release(&used)?;
+        match placed {
+            Ok(placement) => {
+                let allocation = placement.allocations.into_iter().next().context("a claim has one allocation")?;
+                let set =
+                    set_of(machine, &allocation).with_context(|| format!("a device of {allocation} is unknown"))?;
+                let mut claim = claim.clone();
+                claim["status"] = json!({ "allocation": allocation });
+                let claim_bytes = claim.to_string().len() as u64;
+                Ok(Answer { set: Some(set), score: placement.score, steps: placement.steps, claim_bytes })
+            }
+            Err(Failure::Refused(why)) => {
+                let steps = why.iter().map(|refusal| refusal.steps).sum();
+                Ok(Answer { set: None, score: 0, steps, claim_bytes: 0 })
+            }
+            Err(failure) => Err(failure).with_context(|| format!("{gpus} GPUs on '{}'", machine.name)),
+        }
+    }
+}
+
+/// The claim of a job; `None` where the device plugin serves.
+pub(super) fn claim(door: Door, gpus: usize) -> Result<Option<Value>> {
+    let count = u8::try_from(gpus).with_context(|| format!("{gpus} GPUs are too many for a claim"))?;
+    let spec = match door {
+        Door::Plugin => return Ok(None),
+        Door::DraSingles => {
+            let exactly = json!({"deviceClassName": DRIVER, "allocationMode": "ExactCount", "count": count});
+            json!({"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}})
+        }
+        Door::DraSets if GroupSizes::default().iter().any(|size| size.gpus() == gpus) => {
+            let exactly = json!({"deviceClassName": class_of_sets(gpus), "allocationMode": "ExactCount", "count": 1});
+            json!({"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}})
+        }
+        Door::DraGroups | Door::DraSets => any_claim(count)?,
+    };
+    Ok(Some(json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+        "metadata": {"name": format!("gpus-{gpus}"), "namespace": "default"}, "spec": spec,
+    })))
+}
+
+/// The DeviceClasses.
+pub(super) fn classes() -> Vec<Value> {
+    let class = |name: &str, expression: &str| {
+        let selectors = json!([{"cel": {"expression": expression}}]);
+        json!({"metadata": {"name": name}, "spec": {"selectors": selectors}})
+    };
+    let sizes = GroupSizes::default();
+    let sets = sizes.iter().map(|size| {
+        let is_set = format!("device.driver == '{DRIVER}' && device.attributes['{DRIVER}'].type == '{SET_TYPE}'");
+        let expression = format!("{is_set} && device.attributes['linkwise.dev'].size == {}", size.gpus());
+        class(&class_of_sets(size.gpus()), &expression)
+    });
+    sets.chain([class(DRIVER, WHOLE_GPUS)]).collect()
+}
+
+/// The class of the sets of so many GPUs.
+fn class_of_sets(gpus: usize) -> String {
+    format!("gpu-x{gpus}.linkwise.dev")
+}
+
+/// The `status.allocation` of a claim that has these devices.
+pub(super) fn allocation<'a>(node: &str, devices: impl Iterator<Item = &'a str>) -> Value {
+    let pool = format!("{node}/gpu");
+    let result = |device: &str| json!({"request": "gpus", "driver": DRIVER, "pool": pool, "device": device});
+    json!({"devices": {"results": devices.map(result).collect::<Vec<_>>()}})
+}
+
+/// The GPUs of an allocation.
+pub(super) fn set_of(machine: &Machine, allocation: &Value) -> Option<GpuSet> {
+    let results = allocation["devices"]["results"].as_array()?;
+    let gpus = |result: &Value| machine.gpus_of.get(result["device"].as_str()?).copied();
+    results.iter().try_fold(GpuSet::default(), |all, result| Some(all.union(gpus(result)?)))
+}

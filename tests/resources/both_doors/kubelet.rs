@@ -1,0 +1,100 @@
+//! What a kubelet remembers and lists. Its device manager chooses from a list that may be old, and a pod is in its books
+//! a moment after the device plugin has answered; a new kubelet at first lists no container, only its checkpoint.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use linkwise::allocation::DeviceId;
+use linkwise::state::{ClaimedDevice, Health, Holdings, NodeState};
+
+use super::books::Part;
+
+/// How long after the answer to Allocate the device is in the books at the latest. linkwise asks for the list that
+/// counts 1 s after the one before it (`ASK_OFTEN` of `kubelet::pod_resources`).
+pub const BOOKED_WITHIN: Duration = Duration::from_millis(900);
+
+/// Devices of a pod of the device plugin.
+#[derive(Clone, Debug)]
+pub struct Devices {
+    pub resource: String,
+    pub ids: Vec<String>,
+    /// Its init container had them and has ended: only the checkpoint lists them.
+    pub by_init: bool,
+    /// When Allocate was answered; `None` once they are in the books.
+    pub granted: Option<Duration>,
+    /// Whether the pod has ended: the books forget it with the next list.
+    pub ended: bool,
+}
+
+/// The kubelet.
+#[derive(Debug, Default)]
+pub struct Kubelet {
+    pub runs: bool,
+    /// No list since it started.
+    pub is_new: bool,
+    /// The healthy ids by resource, as the device plugin sent them last.
+    pub healthy: BTreeMap<String, BTreeSet<String>>,
+    pub pods: BTreeMap<String, Devices>,
+    /// Claims that a driver has prepared, and whose pod runs: the names of their devices.
+    pub claims: BTreeMap<String, Vec<String>>,
+}
+
+impl Kubelet {
+    /// The device plugin's stream brings its list.
+    pub fn follow(&mut self, snapshot: &NodeState) {
+        self.healthy.clear();
+        for (name, resource) in snapshot.offers().resources() {
+            let healthy = resource.devices().iter().filter(|(_, device)| device.health == Health::Healthy);
+            let ids = healthy.map(|(id, _)| id.as_str().to_owned()).collect();
+            self.healthy.insert(name.as_str().to_owned(), ids);
+        }
+    }
+
+    /// The ids of a resource that it would give out.
+    pub fn free(&self, resource: &str) -> Vec<String> {
+        let held = |id: &&String| {
+            !self.pods.values().any(|pod| pod.resource == resource && pod.ids.iter().any(|held| held == *id))
+        };
+        self.healthy.get(resource).into_iter().flatten().filter(held).cloned().collect()
+    }
+
+    /// It ends and starts again: what was not in its books yet is lost. Returns the pods whose admission was.
+    pub fn restart(&mut self) -> Vec<String> {
+        let lost: Vec<String> =
+            self.pods.iter().filter(|(_, pod)| pod.granted.is_some()).map(|(name, _)| name.clone()).collect();
+        self.pods.retain(|_, pod| pod.granted.is_none());
+        self.healthy.clear();
+        (self.runs, self.is_new) = (true, true);
+        lost
+    }
+
+    /// What it lists now, checkpoint included.
+    pub fn list(&mut self) -> Option<Holdings> {
+        if !self.runs {
+            return None;
+        }
+        let is_new = std::mem::take(&mut self.is_new);
+        self.pods.retain(|_, pod| !pod.ended);
+        let mut holdings = Holdings::default();
+        for pod in self.pods.values().filter(|pod| pod.granted.is_none()) {
+            let ids = pod.ids.iter().map(|id| (pod.resource.parse().unwrap(), DeviceId::from(id.clone())));
+            if pod.by_init || is_new {
+                holdings.init_containers.extend(ids);
+            } else {
+                holdings.containers.extend(ids);
+            }
+        }
+        if !is_new {
+            for (name, devices) in &self.claims {
+                holdings.claims.extend(devices.iter().map(|device| ClaimedDevice {
+                    claim: format!("default/{name}"),
+                    driver: super::DRIVER.to_owned(),
+                    pool: super::POOL.to_owned(),
+                    device: device.clone(),
+                    cdi_names: vec![Part::of_device(device).uuid()],
+                }));
+            }
+        }
+        Some(holdings)
+    }
+}

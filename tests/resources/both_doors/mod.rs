@@ -1,0 +1,628 @@
+//! Both doors of one node, a million random steps: pods start and end through the device plugin and through claims while
+//! GPUs change between the doors, go and come back, and processes die. No GPU is with two pods, and none is lost.
+//!
+//! The state, its ledger and doors and `claims::plan` are the real ones. The kubelet, the scheduler, the API server and
+//! the disk are models, and what containers have is kept in books of this test's own ([`books`]). What the models rely
+//! on: a device that Allocate granted is in the kubelet's books within 0.9 s, what a kubelet that knows its pods does not
+//! list has ended, and a device plugin that starts while the kubelet is away is told the holders before it is asked.
+
+mod agent;
+mod books;
+mod kubelet;
+
+#[path = "../../soak/random.rs"]
+#[allow(dead_code, reason = "the soaks use all of it")]
+mod random;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::LazyLock;
+use std::time::Duration;
+
+use linkwise::allocation::DeviceId;
+use linkwise::state::{
+    DRA_GRACE, Door, DraGpus, Event, Filter, GpuSelector, Health, MigStrategy, ResourcePlan, SharedDevices,
+    SharedResource, Sharing, SharingKind,
+};
+use linkwise::topology::NodeObservation;
+
+use agent::{Agent, Answer, Cluster, Disk, LATEST_LIST};
+use books::{Books, GPUS, Part};
+use kubelet::{BOOKED_WITHIN, Devices, Kubelet};
+use random::Random;
+
+const DRIVER: &str = "gpu.nvidia.com";
+const POOL: &str = "n/gpu";
+
+/// Histories of the usual run, and steps of each: a million in all.
+const HISTORIES: u64 = 500;
+const STEPS: u32 = 2_000;
+
+/// Slices that a scheduler may still read.
+const OLDEST_SLICE: usize = 6;
+
+/// Two whole GPUs, and two in MIG mode.
+static MACHINE: LazyLock<NodeObservation> = LazyLock::new(|| {
+    let mut seen = crate::mixed();
+    seen.gpus[1].mig = seen.gpus[0].mig.clone();
+    seen
+});
+
+/// What an operator wants.
+#[derive(Clone, Copy, Debug)]
+struct Wish {
+    /// The GPUs of DRA.
+    dra: [bool; GPUS as usize],
+    by_mig: bool,
+    shared: bool,
+    left_out: Option<u8>,
+}
+
+impl Wish {
+    fn plan(self) -> ResourcePlan {
+        let selector = |gpu: u8| GpuSelector::Uuid(Part { gpu, mig: None }.uuid().parse().unwrap());
+        let dra = (0..GPUS).filter(|gpu| self.dra[usize::from(*gpu)]).map(selector).collect();
+        let whole = SharedResource {
+            name: "nvidia.com/gpu".parse().unwrap(),
+            rename: None,
+            devices: SharedDevices::All,
+            replicas: 2,
+        };
+        ResourcePlan {
+            dra: DraGpus::Some(dra),
+            mig_strategy: if self.by_mig { MigStrategy::Mixed } else { MigStrategy::None },
+            sharing: self.shared.then(|| Sharing::new(SharingKind::TimeSlicing, vec![whole])),
+            filter: Filter { exclude: self.left_out.map(selector).into_iter().collect(), exclude_displays: false },
+            ..ResourcePlan::default()
+        }
+    }
+}
+
+/// A pod with a claim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PodState {
+    Waiting,
+    Running,
+    Ended,
+}
+
+struct World {
+    random: Random,
+    now: Duration,
+    wish: Wish,
+    /// Which GPUs are there, and whether they are in MIG mode.
+    gpus: [(bool, bool); GPUS as usize],
+    kubelet: Kubelet,
+    agent: Option<Agent>,
+    disk: Disk,
+    cluster: Cluster,
+    /// Slices of some moments.
+    slices: VecDeque<Vec<String>>,
+    /// The pods of claims, by the claim's UID.
+    claims: BTreeMap<String, PodState>,
+    books: Books,
+    made: u32,
+    done: [u32; 8],
+    history: Option<Vec<String>>,
+}
+
+type Checked = Result<(), String>;
+
+impl World {
+    fn new(seed: u64, is_traced: bool) -> Self {
+        let mut world = Self {
+            random: Random::new(seed),
+            now: Duration::from_secs(1_000_000),
+            wish: Wish { dra: [false; GPUS as usize], by_mig: true, shared: false, left_out: None },
+            gpus: [(true, false), (true, false), (true, true), (true, true)],
+            kubelet: Kubelet { runs: true, ..Kubelet::default() },
+            agent: None,
+            disk: Disk::default(),
+            cluster: Cluster::default(),
+            slices: VecDeque::new(),
+            claims: BTreeMap::new(),
+            books: Books::default(),
+            made: 0,
+            done: [0; 8],
+            history: is_traced.then(Vec::new),
+        };
+        world.start_agent();
+        world
+    }
+
+    fn note(&mut self, what: impl FnOnce() -> String) {
+        let now = self.now.as_millis();
+        if let Some(history) = &mut self.history {
+            history.push(format!("{now} {}", what()));
+        }
+    }
+
+    fn observed(&self) -> Event {
+        let mut seen = MACHINE.clone();
+        for (gpu, (_, by_mig)) in seen.gpus.iter_mut().zip(self.gpus) {
+            if !by_mig {
+                gpu.mig = MACHINE.gpus[0].mig.clone();
+            }
+        }
+        let mut there = self.gpus.iter().map(|(is_there, _)| *is_there);
+        seen.gpus.retain(|_| there.next().unwrap());
+        Event::Observed(Box::new(seen))
+    }
+
+    fn planned(&self) -> Event {
+        Event::Planned(Box::new(self.wish.plan()))
+    }
+
+    fn start_agent(&mut self) {
+        let mut events = vec![self.planned(), self.observed()];
+        let mut agent = Agent::start(&self.disk, Vec::new(), self.now);
+        let at = usize::try_from(self.random.within(0..3)).unwrap();
+        events.insert(at, agent.claims());
+        agent.events = events.into();
+        self.agent = Some(agent);
+        self.kubelet.healthy.clear();
+    }
+
+    fn kill_agent(&mut self) {
+        self.agent = None;
+        self.kubelet.healthy.clear();
+    }
+
+    /// What the agent has published since the last look: nothing is offered through both doors.
+    fn look(&mut self) -> Checked {
+        let Some(agent) = self.agent.as_mut().filter(|agent| !agent.published.is_empty()) else { return Ok(()) };
+        for slice in agent.published.drain(..) {
+            if self.slices.back() != Some(&slice) {
+                self.slices.push_back(slice);
+            }
+        }
+        while self.slices.len() > OLDEST_SLICE {
+            self.slices.pop_front();
+        }
+        let through_dra: Vec<Part> =
+            self.slices.back().into_iter().flatten().map(|device| Part::of_device(device)).collect();
+        for (id, _) in healthy(agent) {
+            let (part, _) = Part::of_id(&id);
+            if let Some(twice) = through_dra.iter().find(|other| other.overlaps(part)) {
+                return Err(format!("{id} is offered by the device plugin, and {twice:?} through DRA"));
+            }
+        }
+        Ok(())
+    }
+
+    fn drain(&mut self) {
+        if let Some(agent) = &mut self.agent {
+            while let Some(event) = agent.events.pop_front() {
+                agent.apply(event, self.now);
+            }
+        }
+    }
+
+    fn pick(&mut self, among: usize) -> Option<usize> {
+        let among = u32::try_from(among).unwrap();
+        (among > 0).then(|| usize::try_from(self.random.within(0..among)).unwrap())
+    }
+
+    fn pick_pod(&mut self, wanted: impl Fn(&Devices) -> bool) -> Option<String> {
+        let pods: Vec<String> =
+            self.kubelet.pods.iter().filter(|(_, pod)| wanted(pod)).map(|(name, _)| name.clone()).collect();
+        self.pick(pods.len()).map(|at| pods[at].clone())
+    }
+
+    fn pick_claim(&mut self, wanted: impl Fn(&Self, &str, PodState) -> bool) -> Option<String> {
+        let claims = self.claims.iter().filter(|(uid, state)| wanted(self, uid, **state));
+        let claims: Vec<String> = claims.map(|(uid, _)| uid.clone()).collect();
+        self.pick(claims.len()).map(|at| claims[at].clone())
+    }
+
+    fn pass(&mut self, time: Duration) -> Checked {
+        let end = self.now + time;
+        loop {
+            self.drain();
+            let booked = self.kubelet.pods.values().filter_map(|pod| Some(pod.granted? + BOOKED_WITHIN)).min();
+            let deadline = self.agent.as_ref().map(Agent::deadline);
+            let next = booked.into_iter().chain(deadline).min().map_or(end, |next| next.clamp(self.now, end));
+            self.now = next;
+            for pod in self.kubelet.pods.values_mut() {
+                pod.granted = pod.granted.filter(|granted| *granted + BOOKED_WITHIN > self.now);
+            }
+            if let Some(agent) = &mut self.agent {
+                agent.apply(Event::Tick, self.now);
+                let is_late = agent.asked.as_ref().is_some_and(|(_, asked)| *asked + LATEST_LIST <= self.now);
+                if is_late {
+                    self.answer_list();
+                }
+                self.ask_for_list();
+            }
+            self.look()?;
+            if next >= end {
+                return Ok(());
+            }
+        }
+    }
+
+    /// The kubelet admits a pod with devices of its list, which may be old.
+    fn admit(&mut self) -> Checked {
+        let resources: Vec<String> = self.kubelet.healthy.keys().cloned().collect();
+        let Some(at) = self.pick(resources.len()) else { return Ok(()) };
+        let mut free = self.kubelet.free(&resources[at]);
+        let mut ids = Vec::new();
+        for _ in 0..1 + self.random.within(0..2) {
+            if let Some(at) = self.pick(free.len()) {
+                ids.push(free.swap_remove(at));
+            }
+        }
+        let Some(agent) = &self.agent else { return Ok(()) };
+        if ids.is_empty() || !self.kubelet.runs {
+            return Ok(());
+        }
+        let asked: Vec<DeviceId> = ids.iter().map(|id| DeviceId::from(id.clone())).collect();
+        if agent.snapshot.allocate(&resources[at].parse().unwrap(), &asked).is_err() {
+            self.done[0] += 1;
+            return Ok(());
+        }
+        self.made += 1;
+        let (pod, by_init) = (format!("p{}", self.made), self.random.one_in(8));
+        self.note(|| format!("{pod} is granted {ids:?}"));
+        self.books.take(&pod, ids.iter().map(|id| Part::of_id(id)).collect())?;
+        self.done[1] += 1;
+        let resource = resources[at].clone();
+        let devices = Devices { resource, ids, by_init, granted: Some(self.now), ended: false };
+        self.kubelet.pods.insert(pod, devices);
+        Ok(())
+    }
+
+    /// The scheduler allocates devices of slices of some moments ago that no claim has.
+    fn schedule(&mut self) {
+        let Some(at) = self.pick(self.slices.len()) else { return };
+        let at = if self.random.one_in(4) { at } else { self.slices.len() - 1 };
+        let taken: BTreeSet<&String> = self.cluster.claims.values().flatten().collect();
+        let mut free: Vec<String> = self.slices[at].iter().filter(|device| !taken.contains(device)).cloned().collect();
+        let mut devices = Vec::new();
+        for _ in 0..1 + self.random.within(0..2) {
+            if let Some(at) = self.pick(free.len()) {
+                devices.push(free.swap_remove(at));
+            }
+        }
+        if !devices.is_empty() {
+            self.made += 1;
+            let uid = format!("c{}", self.made);
+            self.note(|| format!("{uid} is allocated {devices:?}"));
+            self.cluster.claims.insert(uid.clone(), devices);
+            self.claims.insert(uid, PodState::Waiting);
+            self.done[7] += 1;
+        }
+    }
+
+    fn advance(&mut self) -> Checked {
+        let Some(agent) = &mut self.agent else { return Ok(()) };
+        let tasks = u32::try_from(agent.tasks()).unwrap();
+        if tasks == 0 {
+            return Ok(());
+        }
+        let at = usize::try_from(self.random.within(0..tasks)).unwrap();
+        let Some((uid, answer)) = agent.advance(at, &self.cluster, &mut self.disk, self.now) else { return Ok(()) };
+        self.note(|| format!("{uid}: {answer:?}"));
+        match answer {
+            Answer::Refused => {
+                self.done[2] += 1;
+                if self.claims.get(&uid) == Some(&PodState::Waiting) && self.random.one_in(4) {
+                    self.end_claim(uid);
+                }
+            }
+            Answer::Unprepared => {
+                self.claims.remove(&uid);
+                // Its controller takes the devices back.
+                self.cluster.claims.remove(&uid);
+            }
+            Answer::Prepared(prepared) => {
+                let devices: Vec<String> = prepared.devices.iter().map(|device| device.device.clone()).collect();
+                for device in &prepared.devices {
+                    let uuid = device.mig.as_ref().map_or(device.gpu.as_str(), |mig| mig.as_str());
+                    if Part::of_device(&device.device).uuid() != uuid {
+                        return Err(format!("{uid} gets {uuid} for {}", device.device));
+                    }
+                }
+                // The pod may have been deleted meanwhile.
+                if self.claims.get(&uid) == Some(&PodState::Waiting) {
+                    self.books.take(&uid, devices.iter().map(|device| (Part::of_device(device), false)).collect())?;
+                    self.claims.insert(uid.clone(), PodState::Running);
+                    self.kubelet.claims.insert(uid, devices);
+                    self.done[3] += 1;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A pod with a claim ends; one that waits is deleted.
+    fn end_claim(&mut self, uid: String) {
+        self.note(|| format!("{uid} ends"));
+        self.books.release(&uid);
+        self.kubelet.claims.remove(&uid);
+        self.claims.insert(uid, PodState::Ended);
+    }
+
+    fn restart_kubelet(&mut self) {
+        for pod in self.kubelet.restart() {
+            self.books.release(&pod);
+        }
+        // It kills the containers of pods that the API server does not have.
+        let unknown =
+            |world: &Self, uid: &str, state| state == PodState::Running && !world.cluster.claims.contains_key(uid);
+        while let Some(uid) = self.pick_claim(unknown) {
+            self.end_claim(uid);
+        }
+    }
+
+    fn answer_list(&mut self) {
+        let Some(agent) = &mut self.agent else { return };
+        let Some((held, _)) = agent.asked.take() else { return };
+        agent.listed(held, self.now);
+    }
+
+    fn ask_for_list(&mut self) {
+        let Some(agent) = &mut self.agent else { return };
+        if agent.asked.is_none() && self.now >= agent.next_list {
+            let listed = self.kubelet.list();
+            agent.asked = Some((listed, self.now));
+        }
+    }
+
+    fn change_wish(&mut self) {
+        for gpu in &mut self.wish.dra {
+            if self.random.one_in(2) {
+                *gpu = self.random.one_in(2);
+            }
+        }
+        match self.random.within(0..6) {
+            0 => self.wish.by_mig = !self.wish.by_mig,
+            1 => self.wish.shared = !self.wish.shared,
+            2 => self.wish.left_out = self.random.one_in(2).then(|| self.random.of(&[0, 1, 2, 3])),
+            _ => {}
+        }
+        let wish = self.wish;
+        self.note(|| format!("{wish:?}"));
+        self.done[4] += 1;
+        let planned = self.planned();
+        if let Some(agent) = &mut self.agent {
+            agent.events.push_back(planned);
+        }
+    }
+
+    /// A GPU goes, comes back, or changes its MIG mode while nobody has it. The agent sees the latter at once: no container
+    /// starts with a MIG device that there is no longer.
+    fn change_gpu(&mut self) {
+        let gpu = self.random.of(&[0, 1, 2, 3]);
+        let is_lost = self.random.one_in(4);
+        let changes_mode = gpu >= 2 && !self.books.has(gpu) && self.random.one_in(8);
+        let (is_there, by_mig) = &mut self.gpus[usize::from(gpu)];
+        if !*is_there || is_lost {
+            *is_there = !*is_there;
+        } else if changes_mode {
+            *by_mig = !*by_mig;
+        } else {
+            return;
+        }
+        let gpus = self.gpus;
+        self.note(|| format!("GPUs: {gpus:?}"));
+        let observed = self.observed();
+        if let Some(agent) = &mut self.agent {
+            agent.events.push_back(observed);
+        }
+        self.drain();
+    }
+
+    fn step(&mut self) -> Checked {
+        match self.random.within(0..400) {
+            0..2 => self.change_wish(),
+            2..8 => self.change_gpu(),
+            8..9 => self.cluster.is_away = true,
+            9..15 => self.cluster.is_away = false,
+            15..17 if self.agent.is_some() => {
+                self.note(|| "the agent dies".to_owned());
+                self.done[5] += 1;
+                self.drain();
+                self.kill_agent();
+                if self.random.one_in(3) {
+                    // The next one begins at once, with other GPUs for DRA.
+                    self.wish.dra = self.wish.dra.map(|_| self.random.one_in(2));
+                    self.start_agent();
+                }
+            }
+            15..40 if self.agent.is_none() => {
+                // It may make other resources of the GPUs: what the last one granted is in the books by then.
+                self.kubelet.pods.values_mut().for_each(|pod| pod.granted = None);
+                self.start_agent();
+            }
+            17..19 => {
+                self.note(|| "the kubelet restarts".to_owned());
+                self.restart_kubelet();
+                self.kubelet.runs = !self.random.one_in(4);
+                self.done[6] += 1;
+            }
+            19..40 => self.kubelet.runs = true,
+            40..75 => {
+                if let Some(agent) = &self.agent
+                    && self.kubelet.runs
+                    && agent.is_informed
+                {
+                    self.kubelet.follow(&agent.snapshot);
+                }
+            }
+            75..95 => self.admit()?,
+            95..98 => {
+                if let Some(pod) = self.pick_pod(|pod| pod.granted.is_some()) {
+                    self.kubelet.pods.get_mut(&pod).unwrap().granted = None;
+                }
+            }
+            98..155 => {
+                if let Some(pod) = self.pick_pod(|pod| pod.granted.is_none() && !pod.ended) {
+                    self.note(|| format!("{pod} ends"));
+                    self.books.release(&pod);
+                    self.kubelet.pods.get_mut(&pod).unwrap().ended = true;
+                }
+            }
+            155..180 => self.ask_for_list(),
+            180..205 => self.answer_list(),
+            205..230 => self.schedule(),
+            230..260 => {
+                let waits = |world: &Self, uid: &str, state| {
+                    state == PodState::Waiting && world.agent.as_ref().is_some_and(|agent| !agent.works_on(uid))
+                };
+                if let Some(uid) = self.pick_claim(waits)
+                    && let Some(agent) = &mut self.agent
+                {
+                    agent.ask(&uid, true);
+                }
+            }
+            260..330 => {
+                if self.random.one_in(2) {
+                    self.drain();
+                }
+                self.advance()?;
+            }
+            330..338 => {
+                if let Some(uid) = self.pick_claim(|_, _, state| state != PodState::Ended) {
+                    self.end_claim(uid);
+                }
+            }
+            // A claim is deleted once its pod has ended, and by force before.
+            338..346 => {
+                let is_forced = self.random.one_in(8);
+                let gone = |_: &Self, _: &str, state| state == PodState::Ended || is_forced;
+                if let Some(uid) = self.pick_claim(gone) {
+                    self.note(|| format!("{uid} is deleted"));
+                    self.cluster.claims.remove(&uid);
+                }
+            }
+            346..354 => {
+                let ended = |world: &Self, uid: &str, state| {
+                    state == PodState::Ended && world.agent.as_ref().is_some_and(|agent| !agent.works_on(uid))
+                };
+                if let Some(uid) = self.pick_claim(ended)
+                    && let Some(agent) = &mut self.agent
+                {
+                    agent.ask(&uid, false);
+                }
+            }
+            354..357 => {
+                if let Some(agent) = &mut self.agent {
+                    agent.sweep(&self.cluster, &mut self.disk, self.now);
+                }
+            }
+            357..364 => self.keep(),
+            364..380 => self.drain(),
+            which => {
+                let milliseconds = match which {
+                    380..388 => 1..2_000,
+                    388..397 => 2_000..20_000,
+                    _ => 20_000..100_000,
+                };
+                let time = self.random.milliseconds(milliseconds);
+                self.pass(time)?;
+            }
+        }
+        self.look()
+    }
+
+    /// The record comes to the disk.
+    fn keep(&mut self) {
+        if let Some(record) = self.agent.as_mut().and_then(|agent| agent.record.take()) {
+            self.disk.record = record;
+        }
+    }
+
+    /// Everything ends and comes back; then each GPU is offered through the door that the plan names.
+    fn settle(&mut self) -> Checked {
+        self.gpus.iter_mut().for_each(|(is_there, _)| *is_there = true);
+        (self.cluster.is_away, self.kubelet.runs, self.kubelet.is_new) = (false, true, false);
+        if self.agent.is_none() {
+            self.start_agent();
+        }
+        let observed = self.observed();
+        self.agent.as_mut().unwrap().events.push_back(observed);
+        self.pass(BOOKED_WITHIN * 2)?;
+        for (pod, devices) in &mut self.kubelet.pods {
+            self.books.release(pod);
+            devices.ended = true;
+        }
+        while let Some(uid) = self.pick_claim(|_, _, state| state != PodState::Ended) {
+            self.end_claim(uid);
+        }
+        self.cluster.claims.clear();
+        loop {
+            self.drain();
+            if self.agent.as_ref().unwrap().tasks() > 0 {
+                self.advance()?;
+            } else if let Some(uid) = self.pick_claim(|_, _, state| state == PodState::Ended) {
+                self.agent.as_mut().unwrap().ask(&uid, false);
+            } else {
+                break;
+            }
+        }
+        for _ in 0..5 {
+            self.pass(DRA_GRACE)?;
+            let agent = self.agent.as_mut().unwrap();
+            agent.sweep(&self.cluster, &mut self.disk, self.now);
+        }
+        self.keep();
+        let agent = self.agent.as_ref().unwrap();
+        let (wish, gpus) = (self.wish, self.gpus);
+        let is_out = |gpu: u8| wish.left_out == Some(gpu);
+        let goes = |gpu: u8| wish.dra[usize::from(gpu)];
+        let parts = |by_dra: bool| -> BTreeSet<Part> {
+            let gpus_of_door = (0..GPUS).filter(|gpu| !is_out(*gpu) && goes(*gpu) == by_dra);
+            gpus_of_door
+                .flat_map(|gpu| Part::all_of(gpu, gpus[usize::from(gpu)].1 && (by_dra || wish.by_mig)))
+                .collect()
+        };
+        let dra: BTreeSet<Part> = self.slices.back().into_iter().flatten().map(|it| Part::of_device(it)).collect();
+        let plugin: BTreeSet<Part> = healthy(agent).map(|(id, _)| Part::of_id(&id).0).collect();
+        if dra != parts(true) || plugin != parts(false) {
+            return Err(format!("left alone, the doors offer {plugin:?} and {dra:?}; {wish:?}"));
+        }
+        for gpu in 0..GPUS {
+            let uuid = Part { gpu, mig: None }.uuid().parse().unwrap();
+            let wanted = (!is_out(gpu)).then_some(if goes(gpu) { Door::Dra } else { Door::Plugin });
+            if agent.snapshot.door(&uuid) != wanted {
+                return Err(format!("the door of GPU {gpu} is {:?}", agent.snapshot.door(&uuid)));
+            }
+        }
+        if self.disk.claims.is_empty() { Ok(()) } else { Err(format!("left on the disk: {:?}", self.disk.claims)) }
+    }
+}
+
+/// The ids that the device plugin would give out, each with its resource.
+fn healthy(agent: &Agent) -> impl Iterator<Item = (String, String)> {
+    agent.snapshot.offers().resources().iter().flat_map(|(name, resource)| {
+        let healthy = resource.devices().iter().filter(|(_, device)| device.health == Health::Healthy);
+        healthy.map(|(id, _)| (id.to_string(), name.to_string()))
+    })
+}
+
+/// One history; the error has what was wrong.
+fn history(seed: u64, steps: u32, is_traced: bool) -> (World, Checked) {
+    let mut world = World::new(seed, is_traced);
+    let outcome = (0..steps).try_for_each(|_| world.step()).and_then(|()| world.settle());
+    (world, outcome)
+}
+
+#[test]
+fn no_gpu_is_twice_or_lost_in_a_million_steps() {
+    let mut done = [0; 8];
+    for seed in 0..HISTORIES {
+        let (world, outcome) = history(seed, STEPS, false);
+        if outcome.is_err() {
+            let (world, outcome) = history(seed, STEPS, true);
+            let history = world.history.unwrap_or_default().join("\n");
+            panic!("seed {seed}:\n{history}\n{}", outcome.unwrap_err());
+        }
+        done.iter_mut().zip(world.done).for_each(|(all, of_one)| *all += of_one);
+    }
+    let [refused, granted, not_prepared, prepared, plans, deaths, kubelets, scheduled] = done;
+    println!(
+        "{granted} pods of the device plugin ({refused} refused), {prepared} of {scheduled} claims prepared ({not_prepared} \
+         refusals), {plans} plans, {deaths} deaths of the agent, {kubelets} restarts of the kubelet"
+    );
+    assert!(done.iter().all(|times| *times > 100), "{done:?}");
+}

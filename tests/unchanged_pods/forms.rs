@@ -1,0 +1,134 @@
+//! Each form of a pod in pods.yaml, and pods made at random.
+
+use insta::assert_snapshot;
+use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::{Config, TestRunner};
+use serde_json::{Value, json};
+
+use crate::{EMPTY, GPUS, OFF, ON, created, read, right, server};
+
+/// The pod of an entry of pods.yaml.
+fn pod(entry: &Value) -> Value {
+    let mut metadata = json!({});
+    for part in ["labels", "annotations"] {
+        if !entry[part].is_null() {
+            metadata[part] = entry[part].clone();
+        }
+    }
+    json!({"metadata": metadata, "spec": entry["spec"]})
+}
+
+#[tokio::test]
+async fn each_form_is_changed_whole_or_left_alone() {
+    let server = server().await;
+    let mut shown = String::new();
+    for entry in read("tests/unchanged_pods/pods.yaml").as_array().unwrap() {
+        let (name, pod) = (entry["pod"].as_str().unwrap(), pod(entry));
+        let (without, with) = (created(&server, OFF, &pod), created(&server, ON, &pod));
+        // Without templates nothing changes.
+        assert_eq!(created(&server, EMPTY, &pod), without, "{name}");
+        let became = match (&without, &with) {
+            (Ok(before), Ok(after)) => match right::changed(before, after).as_slice() {
+                [] => json!("same"),
+                places => json!({ "claims": places }),
+            },
+            (Err(before), Err(after)) if before == after => json!("refused"),
+            other => panic!("{name}: {other:?}"),
+        };
+        assert_eq!(became, entry["becomes"], "{name}");
+        if became.is_object() {
+            shown += &format!("{name}: {}\n", serde_json::to_string_pretty(&with.unwrap()["spec"]).unwrap());
+        }
+    }
+    assert_snapshot!("changed-pods", shown);
+}
+
+/// Resources of a container, often with GPUs.
+fn resources() -> impl Strategy<Value = Value> {
+    let counts = prop_oneof![
+        3 => Just(json!(2)),
+        2 => Just(json!("4")),
+        1 => Just(json!("2000m")),
+        1 => Just(json!("8.0")),
+        1 => prop::sample::select(vec![json!(0), json!(1), json!(3), json!("+2"), json!("4e0"), json!("-2"), json!("2m")]),
+    ];
+    let claims = prop::sample::select(vec![json!([]), json!([{"name": "nic"}]), json!([{"name": "linkwise-gpus-1"}])]);
+    (prop::option::weighted(0.7, counts), 0..8u8, prop::option::weighted(0.2, claims)).prop_map(
+        |(count, odd, claims)| {
+            let mut resources = json!({});
+            if let Some(count) = count {
+                if odd != 0 {
+                    resources["limits"] = json!({GPUS: count, "memory": "1Gi"});
+                }
+                if odd <= 1 {
+                    resources["requests"] = json!({ GPUS: count });
+                }
+            }
+            if let Some(claims) = claims {
+                resources["claims"] = claims;
+            }
+            resources
+        },
+    )
+}
+
+fn containers(count: std::ops::Range<usize>) -> impl Strategy<Value = Value> {
+    prop::collection::vec(resources(), count).prop_map(|all| {
+        let container = |(place, resources)| json!({"name": format!("c{place}"), "image": "i", "resources": resources});
+        all.into_iter().enumerate().map(container).collect()
+    })
+}
+
+fn pods() -> impl Strategy<Value = Value> {
+    let claims = prop::sample::select(vec![
+        json!([{"name": "nic", "resourceClaimName": "nic"}]),
+        json!([{"name": "linkwise-gpus-1", "resourceClaimName": "mine"}]),
+    ]);
+    let rare = || prop::bool::weighted(0.1);
+    (
+        containers(1..4),
+        prop::option::weighted(0.2, containers(0..3)),
+        prop::option::weighted(0.2, claims),
+        rare(),
+        rare(),
+    )
+        .prop_map(|(containers, init, claims, bound, other)| {
+            let mut spec = json!({ "containers": containers });
+            if let Some(init) = init {
+                spec["initContainers"] = init;
+            }
+            if let Some(claims) = claims {
+                spec["resourceClaims"] = claims;
+            }
+            if bound {
+                spec["nodeName"] = json!("node");
+            }
+            if other {
+                spec["schedulerName"] = json!("other");
+            }
+            json!({ "spec": spec })
+        })
+}
+
+#[tokio::test]
+async fn random_pods_are_never_changed_by_half() {
+    let server = server().await;
+    let (mut changed, mut same, mut refused) = (0, 0, 0);
+    let mut runner = TestRunner::new_with_rng(
+        Config { cases: 500, failure_persistence: None, ..Config::default() },
+        proptest::test_runner::TestRng::deterministic_rng(proptest::test_runner::RngAlgorithm::ChaCha),
+    );
+    for _ in 0..500 {
+        let pod = pods().new_tree(&mut runner).unwrap().current();
+        match (created(&server, OFF, &pod), created(&server, ON, &pod)) {
+            (Ok(before), Ok(after)) => match right::changed(&before, &after).len() {
+                0 => same += 1,
+                _ => changed += 1,
+            },
+            (Err(before), Err(after)) if before == after => refused += 1,
+            other => panic!("{pod}: {other:?}"),
+        }
+    }
+    assert!(changed > 30 && same > 30 && refused > 30, "{changed} changed, {same} the same, {refused} refused");
+}

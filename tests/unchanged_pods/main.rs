@@ -1,0 +1,83 @@
+//! Pods as they are: what the admission policy of manifests/dra/unchanged-pods makes of pods with `nvidia.com/gpu: N`,
+//! and the templates of manifests/dra/templates.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "what a helper cannot do fails the test"
+)]
+
+mod forms;
+mod policy;
+mod right;
+mod templates;
+
+use std::path::Path;
+
+use linkwise_api_server_box::{ApiServerBox, ResourceType};
+use serde_json::{Value, json};
+
+/// The resource that the pods ask for.
+const GPUS: &str = "nvidia.com/gpu";
+/// A namespace with the label and the templates.
+const ON: &str = "on";
+/// A namespace with the templates alone.
+const OFF: &str = "off";
+/// A namespace with the label alone.
+const EMPTY: &str = "empty";
+
+/// A file of the repository, as YAML.
+fn read(path: &str) -> Value {
+    let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path));
+    let text = text.unwrap_or_else(|error| panic!("{path}: {error}"));
+    serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
+/// The files that a kustomization names.
+fn resources(folder: &str) -> Vec<Value> {
+    let kustomization = read(&format!("{folder}/kustomization.yaml"));
+    let files = kustomization["resources"].as_array().unwrap().iter();
+    files.map(|file| read(&format!("{folder}/{}", file.as_str().unwrap()))).collect()
+}
+
+/// An API server with the policy, and the three namespaces.
+async fn server() -> ApiServerBox {
+    let types = [
+        ResourceType::NAMESPACES,
+        ResourceType::PODS,
+        ResourceType::RESOURCE_CLAIM_TEMPLATES,
+        ResourceType::MUTATING_ADMISSION_POLICIES,
+        ResourceType::MUTATING_ADMISSION_POLICY_BINDINGS,
+    ];
+    let server = ApiServerBox::start(&types).await;
+    for object in resources("manifests/dra/unchanged-pods") {
+        let resource = types.iter().find(|resource| resource.kind == object["kind"]).expect("a kind of the box");
+        let key = resource.key(None, object["metadata"]["name"].as_str().unwrap());
+        server.create("kubectl", &key, object).unwrap_or_else(|status| panic!("{status}"));
+    }
+    for (namespace, is_on, has_templates) in [(ON, true, true), (OFF, false, true), (EMPTY, true, false)] {
+        let labels = if is_on { json!({"linkwise.dev/unchanged-pods": "true"}) } else { json!({}) };
+        let key = ResourceType::NAMESPACES.key(None, namespace);
+        server.put("kubectl", &key, json!({"metadata": {"labels": labels}}));
+        let templates = if has_templates { resources("manifests/dra/templates") } else { Vec::new() };
+        for template in templates {
+            let name = template["metadata"]["name"].as_str().unwrap();
+            let key = ResourceType::RESOURCE_CLAIM_TEMPLATES.key(Some(namespace), name);
+            server.create("kubectl", &key, template).unwrap_or_else(|status| panic!("{status}"));
+        }
+    }
+    server
+}
+
+/// What the server stores of a pod, without what it gives to each object.
+fn created(server: &ApiServerBox, namespace: &str, pod: &Value) -> Result<Value, String> {
+    let key = ResourceType::PODS.key(Some(namespace), "pod");
+    let stored = server.create("kubectl", &key, pod.clone());
+    server.remove(&key);
+    let mut pod = stored.map_err(|status| status["message"].as_str().unwrap().to_owned())?;
+    let metadata = pod["metadata"].as_object_mut().unwrap();
+    metadata.retain(|field, _| !["uid", "resourceVersion", "managedFields", "namespace"].contains(&field.as_str()));
+    Ok(pod)
+}

@@ -1,0 +1,17 @@
+//! What the policy says beside its expressions.
+
+use serde_json::json;
+
+use crate::resources;
+
+/// A second mutation that fails would leave half, a pod that is refused for the policy's sake is worse than one with the
+/// first GPUs, and a binding that denies would refuse every pod of a namespace without templates.
+#[test]
+fn policy_fails_open_and_whole() {
+    let objects = resources("manifests/dra/unchanged-pods");
+    let [policy, binding] = objects.as_slice() else { panic!("{objects:?}") };
+    assert_eq!(policy["spec"]["failurePolicy"], "Ignore");
+    assert_eq!(policy["spec"]["mutations"].as_array().unwrap().len(), 1);
+    assert_eq!(binding["spec"]["policyName"], policy["metadata"]["name"]);
+    assert_eq!(binding["spec"]["paramRef"], json!({"selector": {}, "parameterNotFoundAction": "Allow"}));
+}

@@ -1,0 +1,50 @@
+//! What must hold of a pod that was admitted, said without the policy: it is as it was, or each container with GPUs has
+//! one claim for as many instead.
+
+use serde_json::{Value, json};
+
+use crate::GPUS;
+
+/// The containers that got claims, by their places; none where the pod is as it was. Panics where the pod is neither.
+pub fn changed(before: &Value, after: &Value) -> Vec<usize> {
+    if before == after {
+        return Vec::new();
+    }
+    let containers = |pod: &Value| pod["spec"]["containers"].as_array().unwrap().clone();
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let (old, new) = (containers(before), containers(after));
+    let with_gpus = (0..old.len()).filter(|place| old[*place]["resources"]["limits"].get(GPUS).is_some());
+    let places: Vec<usize> = with_gpus.collect();
+    // The pod's claims: those it had, then one for each of these containers.
+    let (had, has) = (list(&before["spec"]["resourceClaims"]), list(&after["spec"]["resourceClaims"]));
+    assert_eq!(has.len(), had.len() + places.len(), "{after}");
+    assert_eq!(has[..had.len()], had, "{after}");
+    let mut expected = before.clone();
+    expected["spec"]["resourceClaims"] = Value::from(has.clone());
+    for (place, claim) in places.iter().zip(&has[had.len()..]) {
+        let count = &old[*place]["resources"]["limits"][GPUS];
+        let template = format!("linkwise-gpus-{}", count.as_str().unwrap());
+        let name = claim["name"].clone();
+        assert_eq!(*claim, json!({"name": name, "resourceClaimTemplateName": template}));
+        assert_eq!(has.iter().filter(|other| other["name"] == name).count(), 1, "a name twice: {after}");
+        // The container: the same without the resource, and with the claim.
+        let container = &mut expected["spec"]["containers"][*place]["resources"];
+        let mut claims = list(&container["claims"]);
+        claims.push(json!({ "name": name }));
+        container["claims"] = Value::from(claims);
+        for kind in ["limits", "requests"] {
+            let kept = container[kind].as_object_mut().unwrap();
+            assert!(kept.remove(GPUS).is_some());
+            if kept.is_empty() {
+                container.as_object_mut().unwrap().remove(kind);
+            }
+        }
+    }
+    assert_eq!(*after, expected);
+    for container in new.iter().chain(list(&after["spec"]["initContainers"]).iter()) {
+        for kind in ["limits", "requests"] {
+            assert!(container["resources"][kind].get(GPUS).is_none(), "half: {after}");
+        }
+    }
+    places
+}

@@ -1,0 +1,41 @@
+//! The templates: what `linkwise claim` prints, and what the policy looks for.
+
+use std::path::Path;
+use std::process::Command;
+
+use crate::resources;
+
+/// helm reads no file outside of a chart.
+#[test]
+fn chart_has_the_same_files() {
+    let repository = Path::new(env!("CARGO_MANIFEST_DIR"));
+    for (folder, copies) in [("templates", "claim-templates"), ("unchanged-pods", "unchanged-pods")] {
+        let texts = |folder: &Path| -> Vec<(std::ffi::OsString, String)> {
+            let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
+            let files = files.filter(|file| file.file_name() != "kustomization.yaml");
+            let mut texts: Vec<_> =
+                files.map(|file| (file.file_name(), std::fs::read_to_string(file.path()).unwrap())).collect();
+            texts.sort();
+            texts
+        };
+        let here = texts(&repository.join("manifests/dra").join(folder));
+        assert_eq!(here, texts(&repository.join("charts/linkwise/files").join(copies)), "{folder}");
+    }
+}
+
+#[test]
+fn templates_are_what_the_command_prints() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("manifests/dra/templates");
+    let mut names = Vec::new();
+    for size in ["2", "4", "8"] {
+        let name = format!("linkwise-gpus-{size}");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
+        command.args(["claim", "--gpus", size, "--kind", "template", "--name", &name]);
+        let printed = String::from_utf8(command.output().unwrap().stdout).unwrap();
+        assert_eq!(std::fs::read_to_string(folder.join(format!("{name}.yaml"))).unwrap(), printed);
+        names.push(name);
+    }
+    let listed = resources("manifests/dra/templates").into_iter();
+    let listed: Vec<String> = listed.map(|one| one["metadata"]["name"].as_str().unwrap().to_owned()).collect();
+    assert_eq!(listed, names);
+}
