@@ -15,6 +15,7 @@ mod dra {
     pub mod documented;
     pub mod golden;
     pub mod limits;
+    pub mod mig;
     pub mod order;
     pub mod sets;
     pub mod shares;

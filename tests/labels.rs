@@ -59,7 +59,7 @@ fn cut(mut observed: NodeObservation, whole: usize, devices: &[(u32, u64)]) -> N
     for (at, gpu) in observed.gpus.iter_mut().enumerate().skip(whole).filter(|(_, gpu)| gpu.mig.is_some()) {
         let eighth = gpu.memory_mib.unwrap() / 8;
         let cut = (0..).zip(devices).map(|(index, (slices, eighths))| device(at, index, *slices, eighths * eighth));
-        gpu.mig = Some(MigObservation { enabled: true, devices: cut.collect() });
+        gpu.mig = Some(MigObservation { enabled: true, devices: cut.collect(), profiles: Vec::new() });
     }
     observed
 }
@@ -162,7 +162,7 @@ fn real_nodes_values_are_ours() {
         for gpu in &mut observed.gpus {
             (gpu.model, gpu.memory_mib, gpu.mig) = (Some(model.to_owned()), Some(memory), Some(Default::default()));
         }
-        observed.gpus[0].mig = Some(MigObservation { enabled: true, devices });
+        observed.gpus[0].mig = Some(MigObservation { enabled: true, devices, profiles: Vec::new() });
         labels_of(observed, mixed(), None).0
     };
     let with = |index, slices, memory_mib, [multiprocessors, copy, decoder, jpeg]: [u32; 4]| {
@@ -256,6 +256,7 @@ fn dressed(mut observed: NodeObservation, looks: &[(Option<String>, Option<Vec<u
         gpu.memory_mib = Some(81_920);
         gpu.mig = mig.as_ref().map(|devices| MigObservation {
             enabled: true,
+            profiles: Vec::new(),
             devices: (0..).zip(devices).map(|(index, slices)| device(at, index, *slices, 9_728)).collect(),
         });
     }

@@ -29,6 +29,8 @@ mod codes;
 mod events;
 #[path = "nvml/life.rs"]
 mod life;
+#[path = "nvml/mig_orders.rs"]
+mod mig_orders;
 
 /// After this long, what should have happened will not.
 const LIMIT: Duration = Duration::from_secs(20);

@@ -13,7 +13,7 @@ use crate::config::settings::load;
 use crate::config::{DraArgs, Environment};
 use crate::publish::dra::slice::{Pool, SliceSpec};
 use crate::publish::dra::{
-    DraFacts, DraSets, GpuLayout, MOST_DEVICES_WITH_SETS, PublishedSets, counters, devices, offered,
+    DraFacts, DraSets, GpuLayout, MOST_DEVICES_WITH_SETS, PublishedSets, counters, devices, mig_counters, offered,
 };
 use crate::state::{DraGpus, DriverVersions, dra_shares};
 use crate::topology::NodeTopology;
@@ -61,6 +61,7 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
         with_sets = layout.clone().with_sets(&tables, sizes, room);
         (facts.layout, facts.settings.sets) = (&with_sets, PublishedSets::All);
     }
+    facts.settings.dynamic_mig = settings.dra_dynamic_mig.value;
     let (devices, problems) = devices(&facts);
     let mut errors = std::io::stderr().lock();
     let problems = problems.iter().map(ToString::to_string);
@@ -69,7 +70,7 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
         let _ = writeln!(errors, "linkwise: {problem}");
     }
     let driver = &settings.dra_driver_name.value;
-    let counters = counters(&devices);
+    let counters = [counters(&devices), mig_counters(&facts)].concat();
     let pool = Pool { counters, ..Pool::new(driver, &args.node_name, devices) };
     let slices = (0..).zip(pool.slices(1)).map(|(number, spec)| ResourceSlice {
         api_version: "resource.k8s.io/v1",

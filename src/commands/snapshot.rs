@@ -138,7 +138,7 @@ mod tests {
             engines: None,
             capabilities: None,
         };
-        MigObservation { enabled: true, devices: vec![device] }
+        MigObservation { enabled: true, devices: vec![device], profiles: Vec::new() }
     }
 
     #[test]

@@ -1,6 +1,6 @@
-//! What DRA needs of the API server: slices written, claims read.
+//! What DRA needs of others: of the API server slices written and claims read, of the driver MIG devices made.
 //!
-//! This program has no client of it; `linkwise-cluster` has, and is given one end of these channels.
+//! This program has no client of the API server; `linkwise-cluster` has, and is given one end of these channels.
 
 use std::sync::Arc;
 
@@ -10,9 +10,10 @@ use prometheus_client::registry::Registry;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::claims::Claim;
+use crate::claims::{Claim, MigOrder, MigOrderError};
 use crate::publish::dra::slice::Pool;
 use crate::publish::dra::{ServerVersion, StoredSets};
+use crate::topology::MigUuid;
 
 /// The client of the API server: registers its metrics, and works at its end of the channels until the token is
 /// cancelled.
@@ -59,6 +60,18 @@ pub struct StoredPool {
     /// Why they are not current, where that is known.
     pub trouble: Option<String>,
 }
+
+/// A MIG device to be made or destroyed for a claim, for whoever can reach the driver.
+#[derive(Debug)]
+pub struct MigRequest {
+    /// What to do.
+    pub order: MigOrder,
+    /// Where the outcome goes.
+    pub answer: MigAnswer,
+}
+
+/// Where the outcome of a [`MigRequest`] goes: the MIG device that was made, or none after a destruction.
+pub type MigAnswer = oneshot::Sender<Result<Option<MigUuid>, MigOrderError>>;
 
 /// A claim to be read.
 #[derive(Debug)]

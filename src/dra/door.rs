@@ -13,11 +13,13 @@ use std::time::Duration;
 use tokio::sync::{OwnedMutexGuard, mpsc, oneshot, watch};
 use tokio::time::{Instant, timeout};
 
+use super::mig::MigError;
 use super::store::{Record, Store, is_uid};
 use super::{ClaimQuery, ClaimQueryError, Observer, Occurrence, PluginError, Settings, specs};
 use crate::claims::{Claim, ClaimError, ClaimName, Node, Prepared, plan};
 use crate::errors::chain;
 use crate::files;
+use crate::publish::injection::HostDevices;
 use crate::quote::quoted;
 use crate::state::{self, NodeState, PreparedClaim};
 
@@ -41,10 +43,10 @@ struct Slot {
 
 /// The claims of this node.
 pub(super) struct Door {
-    settings: Arc<Settings>,
+    pub(super) settings: Arc<Settings>,
     store: Arc<Store>,
     observer: Observer,
-    snapshot: watch::Receiver<Arc<NodeState>>,
+    pub(super) snapshot: watch::Receiver<Arc<NodeState>>,
     claims: mpsc::Sender<ClaimQuery>,
     slots: Mutex<BTreeMap<String, Slot>>,
     /// Changes with what is prepared.
@@ -55,7 +57,7 @@ pub(super) struct Door {
 
 /// Why a claim was not prepared.
 #[derive(Debug, thiserror::Error)]
-enum PrepareError {
+pub(super) enum PrepareError {
     #[error("{} is no UID of a claim", quoted(.0))]
     NoUid(String),
     #[error("cannot read the claim {claim}")]
@@ -66,17 +68,23 @@ enum PrepareError {
     Checkpoint { source: std::io::Error },
     #[error("cannot write the CDI spec of the claim")]
     Spec { source: std::io::Error },
+    #[error(transparent)]
+    Mig(#[from] MigError),
     #[error("no CDI spec in {folder} has {names}")]
     Names { folder: String, names: String },
     #[error("the agent is ending, or too busy to enter the claim into its ledger")]
     NoLedger,
+    #[error("what an earlier attempt has left of the claim is still there")]
+    Left(#[from] UnprepareError),
     #[error("the claim was not prepared within {0:?}")]
     Late(Duration),
 }
 
 /// Why a claim was not unprepared.
 #[derive(Debug, thiserror::Error)]
-enum UnprepareError {
+pub(super) enum UnprepareError {
+    #[error(transparent)]
+    Mig(#[from] MigError),
     #[error("cannot remove the CDI spec of the claim")]
     Spec { source: std::io::Error },
     #[error("cannot remove the checkpoint of the claim")]
@@ -166,6 +174,10 @@ impl Door {
             if is_gone {
                 let result = self.undo(&uid, &turn).await.map_err(|error| chain(&error));
                 (self.observer)(Occurrence::Swept { claim: record.claim, result });
+            } else if record.is_half_made(self.settings.boot.as_deref()) {
+                // The kubelet was told nothing, and asks again, if at all.
+                let result = self.undo(&uid, &turn).await.map_err(|error| chain(&error));
+                (self.observer)(Occurrence::HalfMade { claim: record.claim, result });
             } else if record.is_completed_in(self.settings.boot.as_deref()) {
                 // Containers that restart need it; where it cannot be written now, the next sweep does it.
                 let _ = self.write_spec(&uid, &record.prepared, &turn).await;
@@ -188,6 +200,9 @@ impl Door {
             return Err(PrepareError::NoUid(uid.clone()));
         }
         let turn = self.turn(uid).await;
+        if self.record(uid).is_some_and(|record| record.is_half_made(self.settings.boot.as_deref())) {
+            self.undo(uid, &turn).await?;
+        }
         let before = self.record(uid);
         if let Some(record) = before.as_ref().filter(|record| record.is_completed_in(self.settings.boot.as_deref()))
             && self.write_spec(uid, &record.prepared, &turn).await.is_ok()
@@ -207,10 +222,15 @@ impl Door {
         };
         let carried_out = match self.confirm(&record).await {
             Ok(()) => self.carry_out(record, &turn).await,
-            Err(error) => Err(error),
+            Err(error) => {
+                self.forget_unmade(uid);
+                Err(error)
+            }
         };
         if carried_out.is_err() {
             match before {
+                // What is still there of its MIG devices has to be known.
+                Some(_) if self.destroy_unmade(uid).await.is_err() => {}
                 // A pod may run with it.
                 Some(before) => self.put(uid, Some(before)),
                 None => drop(self.undo(uid, &turn).await),
@@ -276,14 +296,7 @@ impl Door {
 
     fn plan(&self, asked: &ClaimName, claim: &Claim) -> Result<Record, ClaimError> {
         let (state, host) = (self.snapshot.borrow().clone(), self.settings.host_devices.borrow().clone());
-        let settings = &self.settings;
-        let node = Node {
-            driver: &settings.driver,
-            pool: &settings.pool,
-            state: &state,
-            injection: &settings.injection,
-            host: &host,
-        };
+        let (settings, node) = (&self.settings, self.node(&state, &host));
         let mut slots = self.slots();
         // No container of another boot runs, and what was GPU 0 then may be GPU 1 now.
         let others = slots.values().filter_map(|slot| slot.record.as_ref());
@@ -297,10 +310,20 @@ impl Door {
         Ok(record)
     }
 
+    /// What a plan is made from.
+    pub(super) fn node<'a>(&'a self, state: &'a NodeState, host: &'a HostDevices) -> Node<'a> {
+        let Settings { driver, pool, injection, makes_mig, .. } = &*self.settings;
+        Node { driver, pool, state, injection, host, makes_mig: *makes_mig }
+    }
+
     /// Prepares a claim as its record says.
     async fn carry_out(&self, record: Record, turn: &Turn) -> Result<Prepared, PrepareError> {
         let uid = record.claim.uid.clone();
-        self.write(&record, turn).await?;
+        if let Err(error) = self.write(&record, turn).await {
+            self.forget_unmade(&uid);
+            return Err(error);
+        }
+        let record = self.make_mig(record).await?;
         let written = self.write_spec(&uid, &record.prepared, turn).await;
         written.map_err(|source| PrepareError::Spec { source })?;
         let until = Instant::now() + self.settings.specs_timeout;
@@ -321,8 +344,9 @@ impl Door {
         Ok(record.prepared)
     }
 
-    /// Undoes everything for a claim: its spec, its checkpoint, its entry.
+    /// Undoes everything for a claim: its MIG devices that were made for it, its spec, its checkpoint, its entry.
     async fn undo(&self, uid: &str, turn: &Turn) -> Result<(), UnprepareError> {
+        self.destroy_mig(uid).await?;
         let (folder, named, held) = (self.settings.cdi_folder.clone(), uid.to_owned(), Arc::clone(turn));
         let removed = files::blocking(move || {
             let _held = held;
@@ -429,11 +453,11 @@ impl Door {
         self.slots().values().filter_map(|slot| slot.record.clone()).collect()
     }
 
-    fn record(&self, uid: &str) -> Option<Record> {
+    pub(super) fn record(&self, uid: &str) -> Option<Record> {
         self.slots().get(uid)?.record.clone()
     }
 
-    fn put(&self, uid: &str, record: Option<Record>) {
+    pub(super) fn put(&self, uid: &str, record: Option<Record>) {
         self.slots().entry(uid.to_owned()).or_default().set(record);
         self.changed();
     }

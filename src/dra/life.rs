@@ -73,11 +73,18 @@ impl Life {
             // Lists tell of the claims of the last process from then on.
             let mut pause = settings.listed_within.min(settings.sweep);
             loop {
-                let was_known = snapshot.borrow().ledger().is_known();
+                let is_seen = |state: &NodeState| !state.topology().gpus().is_empty();
+                let (was_known, was_seen) = {
+                    let state = snapshot.borrow();
+                    (state.ledger().is_known(), is_seen(&state))
+                };
                 door.sweep().await;
-                // A sweep without the kubelet's list undoes nothing: the next follows when there is one.
+                // A sweep without the kubelet's list undoes nothing, one without the driver destroys no MIG device: the
+                // next follows when there is one.
                 let known = async {
-                    if snapshot.wait_for(|state| !was_known && state.ledger().is_known()).await.is_err() {
+                    let news =
+                        |state: &Arc<NodeState>| !was_known && state.ledger().is_known() || !was_seen && is_seen(state);
+                    if snapshot.wait_for(news).await.is_err() {
                         // The node is ending.
                         std::future::pending::<()>().await;
                     }

@@ -85,7 +85,7 @@ impl PluginMetrics {
             Occurrence::Unprepared { result, elapsed, .. } => {
                 self.request("unprepare", if result.is_ok() { "ok" } else { "failed" }, Some(*elapsed));
             }
-            Occurrence::Swept { result, .. } => {
+            Occurrence::Swept { result, .. } | Occurrence::HalfMade { result, .. } => {
                 self.request("sweep", if result.is_ok() { "ok" } else { "failed" }, None);
             }
             Occurrence::Held { claims, devices } => {

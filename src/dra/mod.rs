@@ -4,7 +4,7 @@
 //! services DRAPlugin and DRAResourceHealth; further the checkpoints of prepared claims. The runtime makes a [`Plugin`]
 //! and owns the task that runs it; this module starts no task. Wire types stop at `registration.rs`, `service.rs` and
 //! `health.rs`. `machine` decides what to do next with sockets and kubelet, and `life` does it; which devices a claim
-//! gets is decided in the core (`claims`), carried out by `door`, and kept by `store`.
+//! gets is decided in the core (`claims`), carried out by `door` (MIG devices made for it: `mig`), and kept by `store`.
 //!
 //! `api` is what this module asks of the API server, carried out by `linkwise-cluster`: one GET of a claim when it is
 //! prepared for the first time, and none when it is unprepared.
@@ -16,6 +16,7 @@ mod health;
 mod life;
 mod machine;
 mod metrics;
+mod mig;
 mod registration;
 mod service;
 mod session;
@@ -36,7 +37,7 @@ use crate::uds::Callers;
 use door::Door;
 use life::Life;
 
-pub use api::{ApiSide, ClaimQuery, ClaimQueryError, Client, StoredPool};
+pub use api::{ApiSide, ClaimQuery, ClaimQueryError, Client, MigAnswer, MigRequest, StoredPool};
 pub use claim_json::{NoClaim, parse_claim};
 pub use metrics::PluginMetrics;
 pub use store::{Record as Checkpoint, parse as parse_checkpoint};
@@ -65,6 +66,10 @@ pub struct Settings {
     pub host_devices: watch::Receiver<Arc<HostDevices>>,
     /// Whether the first CDI specs are written: before, nothing is registered.
     pub specs_written: watch::Receiver<bool>,
+    /// Where MIG devices are ordered that are made for a claim; `None`: none can be made.
+    pub mig: Option<mpsc::Sender<MigRequest>>,
+    /// Whether new ones are made. Without it those that claims have are still destroyed.
+    pub makes_mig: bool,
     /// Which users may call our sockets.
     pub callers: Callers,
     /// How long the API server may take to answer for one claim.
@@ -109,6 +114,8 @@ impl Settings {
             injection: InjectionOptions::default(),
             host_devices: watch::channel(Arc::default()).1,
             specs_written: watch::channel(true).1,
+            mig: None,
+            makes_mig: false,
             callers: Callers::default(),
             claim_timeout: Duration::from_secs(15),
             specs_timeout: Duration::from_secs(15),
@@ -213,6 +220,14 @@ pub enum Occurrence {
     },
     /// A prepared claim no longer exists in the cluster, and was unprepared; `Err` where that failed.
     Swept {
+        /// The claim.
+        claim: ClaimName,
+        /// Why not.
+        result: Result<(), String>,
+    },
+    /// A process before this one was killed while it made MIG devices for a claim; what it left was destroyed, or `Err`
+    /// where that failed.
+    HalfMade {
         /// The claim.
         claim: ClaimName,
         /// Why not.

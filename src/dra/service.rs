@@ -123,6 +123,7 @@ mod tests {
             admin: false,
             gpu: gpu.parse().unwrap(),
             mig: None,
+            made: None,
             cdi: vec![format!("k/gpu={gpu}")],
         };
         let prepared = vec![
@@ -155,6 +156,7 @@ mod tests {
             admin: false,
             gpu: "GPU-0".parse().unwrap(),
             mig: None,
+            made: None,
             cdi: vec!["k/gpu=GPU-0".to_owned()],
         };
         assert_eq!(devices(vec![prepared])[0].share_id.as_deref(), Some("share"));

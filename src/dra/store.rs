@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::Occurrence;
-use crate::claims::{ClaimName, Prepared};
+use crate::claims::{ClaimName, Prepared, PreparedDevice};
 use crate::files;
 use crate::quote::{one_line, quoted};
 use crate::state::PreparedClaim;
@@ -71,7 +71,13 @@ impl Record {
             claim: self.claim.clone(),
             gpus: taken().map(|device| device.gpu.clone()).collect(),
             devices: taken().map(|device| device.device.clone()).collect(),
+            made: taken().filter(|device| device.made.is_some()).map(|device| device.device.clone()).collect(),
         }
+    }
+
+    /// Whether MIG devices were being made for it, in this boot, that the record does not have.
+    pub fn is_half_made(&self, boot: Option<&str>) -> bool {
+        !self.is_of_another_boot(boot) && self.prepared.devices.iter().any(PreparedDevice::is_unmade)
     }
 
     /// Whether it was certainly made in another boot than this.

@@ -11,9 +11,11 @@ use nvml_wrapper_sys::bindings as sys;
 use super::call::{Answer, CallError};
 use super::calls::Calls;
 use super::probe::UUID;
-use super::raw;
+use super::raw::{self, GpuInstanceHandle};
 use super::scan::{MigDeviceScan, MigInstanceScan, MigScan};
-use crate::topology::{MigCapabilities, MigDeviceObservation, MigEngines, MigExtension, MigPlacement, MigUuid};
+use crate::topology::{
+    MigCapabilities, MigDeviceObservation, MigEngines, MigExtension, MigPlacement, MigProfileObservation, MigUuid,
+};
 
 /// The kernel's list of MIG capabilities below /proc, the same in every container.
 const MINORS: &str = "driver/nvidia-caps/mig-minors";
@@ -22,16 +24,17 @@ const MINORS: &str = "driver/nvidia-caps/mig-minors";
 pub fn scan(device: &Device<'_>, calls: &Calls, minor: &Answer<u32>, procfs: &Path) -> Answer<MigScan> {
     let Some(mode) = calls.ask("nvmlDeviceGetMigMode", || device.mig_mode())? else { return Ok(None) };
     if mode.current != sys::NVML_DEVICE_MIG_ENABLE {
-        return Ok(Some(MigScan { enabled: false, devices: Ok(None) }));
+        return Ok(Some(MigScan { enabled: false, devices: Ok(None), profiles: Ok(None) }));
     }
     // Absent where the driver has no MIG; then no device has capabilities.
     let minors = std::fs::read_to_string(procfs.join(MINORS)).unwrap_or_default();
+    let numbers = numbers(device, calls);
     let count = calls.ask("nvmlDeviceGetMaxMigDeviceCount", || device.mig_device_count());
     let devices = count.map(|count| {
-        let found = |index| (index, mig_device(device, calls, index, minor, &minors));
+        let found = |index| (index, mig_device(device, calls, index, &numbers, minor, &minors));
         count.map(|count| (0..count).map(found).collect())
     });
-    Ok(Some(MigScan { enabled: true, devices }))
+    Ok(Some(MigScan { enabled: true, devices, profiles: numbers.and_then(|known| profiles(device, calls, &known)) }))
 }
 
 /// The UUIDs of the MIG devices of a GPU in MIG mode, by which a poll finds a change. `None` where a call failed: a MIG
@@ -48,7 +51,7 @@ pub fn names(device: &Device<'_>, calls: &Calls) -> Option<Vec<MigUuid>> {
 }
 
 /// A MIG device's handle; an index that nothing was created for is no failure.
-fn handle<'nvml>(parent: &Device<'nvml>, calls: &Calls, index: u32) -> Answer<Device<'nvml>> {
+pub fn handle<'nvml>(parent: &Device<'nvml>, calls: &Calls, index: u32) -> Answer<Device<'nvml>> {
     match calls.ask("nvmlDeviceGetMigDeviceHandleByIndex", || parent.mig_device_by_index(index)) {
         Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_NOT_FOUND) => Ok(None),
         answer => answer,
@@ -60,6 +63,7 @@ fn mig_device(
     parent: &Device<'_>,
     calls: &Calls,
     index: u32,
+    numbers: &Result<Profiles, CallError>,
     minor: &Answer<u32>,
     minors: &str,
 ) -> Answer<MigDeviceScan> {
@@ -75,15 +79,16 @@ fn mig_device(
         return Ok(None);
     };
     let find = |minor| MigCapabilities::find(minors, minor, gpu_instance, compute_instance);
-    let instance = calls.raw("nvmlGpuInstanceGetInfo", || raw::gpu_instance(parent, gpu_instance));
-    let instance = instance.map(|instance| {
-        instance.map(|raw::GpuInstance { profile_id, start, size }| MigInstanceScan {
+    let handle = calls.raw("nvmlDeviceGetGpuInstanceById", || GpuInstanceHandle::by_id(parent, gpu_instance));
+    let info = |handle: GpuInstanceHandle<'_, '_>| calls.raw("nvmlGpuInstanceGetInfo", || handle.info());
+    let instance = handle.and_then(|handle| handle.map_or(Ok(None), info)).map(|instance| {
+        instance.map(|raw::GpuInstance { profile_id, start, size, .. }| MigInstanceScan {
             profile_id,
             placement: MigPlacement { start, size },
         })
     });
     Ok(Some(MigDeviceScan {
-        extension: extension(parent, calls, &instance),
+        extension: extension(numbers, &instance),
         instance,
         capabilities: minor.clone().map(|minor| minor.and_then(find)),
         device: MigDeviceObservation {
@@ -110,16 +115,55 @@ fn mig_device(
     }))
 }
 
-/// NVML reports the driver's id of the GPU instance's profile; which profile has that id, a walk over all of them shows.
-fn extension(parent: &Device<'_>, calls: &Calls, instance: &Answer<MigInstanceScan>) -> Answer<MigExtension> {
-    let Some(MigInstanceScan { profile_id: id, .. }) = instance.clone()? else { return Ok(None) };
+/// NVML's number of each profile that the GPU has, and what it is.
+type Profiles = Vec<(u32, sys::nvmlGpuInstanceProfileInfo_t)>;
+
+fn numbers(device: &Device<'_>, calls: &Calls) -> Result<Profiles, CallError> {
+    let mut found = Vec::new();
     for number in 0..sys::NVML_GPU_INSTANCE_PROFILE_COUNT {
-        match calls.raw("nvmlDeviceGetGpuInstanceProfileInfo", || raw::profile_id(parent, number)) {
-            Ok(Some(known)) if known == id => return Ok(Some(MigExtension::of_profile(number))),
+        match calls.raw("nvmlDeviceGetGpuInstanceProfileInfo", || raw::profile(device, number)) {
             // A profile that this GPU does not have.
             Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT) => {}
-            other => drop(other?),
+            info => found.extend(info?.map(|info| (number, info))),
         }
     }
-    Ok(None)
+    Ok(found)
+}
+
+/// NVML reports the driver's id of the GPU instance's profile; which number has that id decides.
+fn extension(numbers: &Result<Profiles, CallError>, instance: &Answer<MigInstanceScan>) -> Answer<MigExtension> {
+    let Some(MigInstanceScan { profile_id: id, .. }) = instance.clone()? else { return Ok(None) };
+    let mut known = numbers.as_ref().map_err(Clone::clone)?.iter();
+    Ok(known.find(|(_, info)| info.id == id).map(|(number, _)| MigExtension::of_profile(*number)))
+}
+
+/// The profiles that have a place on the GPU.
+fn profiles(device: &Device<'_>, calls: &Calls, numbers: &Profiles) -> Answer<Vec<MigProfileObservation>> {
+    const CALL: &str = "nvmlDeviceGetGpuInstancePossiblePlacements_v2";
+    let mut profiles = Vec::new();
+    for (number, info) in numbers {
+        let placements = match calls.raw(CALL, || raw::placements(device, info.id)) {
+            Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT) => None,
+            placements => placements?,
+        };
+        let placements = placements.unwrap_or_default().into_iter().map(|(start, size)| MigPlacement { start, size });
+        profiles.push(MigProfileObservation {
+            id: info.id,
+            number: *number,
+            gpu_slices: info.sliceCount,
+            memory_mib: info.memorySizeMB,
+            instances: info.instanceCount,
+            engines: MigEngines {
+                multiprocessors: info.multiprocessorCount,
+                copy: info.copyEngineCount,
+                decoder: info.decoderCount,
+                encoder: info.encoderCount,
+                jpeg: info.jpegCount,
+                ofa: info.ofaCount,
+            },
+            placements: placements.collect(),
+        });
+    }
+    profiles.retain(|profile| !profile.placements.is_empty());
+    Ok(Some(profiles))
 }

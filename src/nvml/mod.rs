@@ -2,7 +2,7 @@
 //!
 //! `agent` is the agent's main and `child` the parent's end of it; `protocol` has their messages, `call` and `scan` the
 //! values in them, `watchdog` judges how long the agent may be silent. In the agent, `probe` scans (`mig` for MIG
-//! devices), `events` waits for events, `watch` polls, `poll` has one poll's questions to a GPU, `calls` reports each
+//! devices, which `mig_order` makes and destroys), `events` waits for events, `watch` polls, `poll` has one poll's questions to a GPU, `calls` reports each
 //! call to the parent before it is made, and `raw` has the calls that nvml-wrapper lacks or has wrong. Only the agent
 //! ever loads the library.
 //!
@@ -16,6 +16,7 @@ pub mod child;
 mod events;
 mod library;
 mod mig;
+mod mig_order;
 mod poll;
 mod probe;
 pub mod protocol;

@@ -10,9 +10,10 @@ use serde::{Deserialize, Serialize};
 
 use super::call::CallError;
 use super::scan::{CallFailure, NodeScan};
+use crate::claims::{MigOrder, MigOrderError};
 use crate::quote::excerpt;
 use crate::state::{HealthPoll, Reach};
-use crate::topology::GpuUuid;
+use crate::topology::{GpuUuid, MigUuid};
 
 /// The longest line, in bytes, that either side accepts. Sixteen GPUs with all that can be said
 /// of them take a hundredth of it.
@@ -23,7 +24,7 @@ pub const MAX_LINE: usize = 4 << 20;
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub enum FromAgent {
     /// A call is about to be made; it has returned when the next one is told, or a message of another round's end:
-    /// [`FromAgent::Ready`], [`FromAgent::Polled`], [`FromAgent::Leaving`].
+    /// [`FromAgent::Ready`], [`FromAgent::Polled`], [`FromAgent::MigDone`], [`FromAgent::Leaving`].
     Calling(Called),
     /// A full scan: once at the start, after which events follow, whenever the node has changed, and for each
     /// [`ToAgent::Observe`]. At the start a [`FromAgent::Polled`] follows at once.
@@ -55,6 +56,9 @@ pub enum FromAgent {
         /// For how long the present wait for events has lasted, in milliseconds; 0 where nobody waits.
         waiting_ms: u64,
     },
+    /// How an order ended ([`ToAgent::Mig`]): with the MIG device that was made, or none after a destruction. A
+    /// [`FromAgent::Ready`] follows.
+    MigDone(Result<Option<MigUuid>, MigOrderError>),
     /// A call of the thread that waits for events failed. The agent goes on, and tries again.
     Failed(CallFailure),
     /// The agent ends because only another process can reach NVML: the library does not load or initialise, the driver
@@ -113,13 +117,15 @@ impl fmt::Display for Called {
 }
 
 /// To the child.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ToAgent {
     /// Look again, and send a [`FromAgent::Ready`].
     Observe,
     /// Go a round soon: at once, or a second after the last one.
     Poll,
+    /// Make or destroy a GPU instance, and send a [`FromAgent::MigDone`]. One order at a time.
+    Mig(MigOrder),
 }
 
 /// Why bytes are no message, or a message cannot be written.
@@ -196,7 +202,8 @@ mod tests {
     use crate::nvml::scan::{GpuScan, MigDeviceScan, MigInstanceScan, MigScan, NvLinkScan};
     use crate::state::{FabricHealth, Reach, RecoveryAction, RowRemapping};
     use crate::topology::{
-        AddressingMode, CudaVersion, FabricObservation, MigExtension, MigPlacement, PcieLink, TopologyLevel,
+        AddressingMode, CudaVersion, FabricObservation, MigEngines, MigExtension, MigPlacement, MigProfileObservation,
+        PcieLink, TopologyLevel,
     };
 
     fn every_message() -> Vec<FromAgent> {
@@ -210,6 +217,15 @@ mod tests {
             instance: Ok(Some(MigInstanceScan { profile_id: 19, placement: MigPlacement { start: 4, size: 1 } })),
             extension: Ok(Some(MigExtension::Media)),
             capabilities: Ok(None),
+        };
+        let profile = MigProfileObservation {
+            id: 19,
+            number: 0,
+            gpu_slices: 1,
+            memory_mib: 9728,
+            instances: 7,
+            engines: MigEngines { multiprocessors: 14, ..MigEngines::default() },
+            placements: vec![MigPlacement { start: 6, size: 1 }],
         };
         let scan = GpuScan {
             index: 0,
@@ -228,7 +244,11 @@ mod tests {
             display: Ok(Some(true)),
             fabric: Ok(Some(FabricObservation { cluster: "0".into(), clique: 1 })),
             nvlinks: vec![Ok(Some(link)), Ok(None), Err(failed.clone())],
-            mig: Ok(Some(MigScan { enabled: true, devices: Ok(Some([(3, Ok(Some(device)))].into())) })),
+            mig: Ok(Some(MigScan {
+                enabled: true,
+                devices: Ok(Some([(3, Ok(Some(device)))].into())),
+                profiles: Ok(Some(vec![profile])),
+            })),
             ancestors: [("GPU-2".parse().unwrap(), Ok(Some(TopologyLevel::HostBridge)))].into(),
         };
         let poll = HealthPoll {
@@ -266,6 +286,8 @@ mod tests {
                 unheard: 1,
                 waiting_ms: 3,
             },
+            FromAgent::MigDone(Ok(Some("MIG-1".parse().unwrap()))),
+            FromAgent::MigDone(Err(MigOrderError { why: "f: g".into(), may_exist: true })),
             FromAgent::Failed(failure),
             FromAgent::Leaving(failed),
         ]

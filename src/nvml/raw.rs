@@ -182,7 +182,9 @@ pub fn compute_instance_id(mig_device: &Device<'_>) -> Answer<u32> {
 /// What a GPU instance was made by, and where it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GpuInstance {
-    /// The id of its profile; ids are the driver's own, see [`profile_id`].
+    /// Its id on its GPU.
+    pub id: u32,
+    /// The id of its profile; ids are the driver's own, see [`profile`].
     pub profile_id: u32,
     /// Its first memory slice.
     pub start: u32,
@@ -190,32 +192,126 @@ pub struct GpuInstance {
     pub size: u32,
 }
 
-/// The profile and the place of a GPU instance.
-pub fn gpu_instance(device: &Device<'_>, gpu_instance: u32) -> Answer<GpuInstance> {
-    let lib = device.nvml().lib();
-    let (Ok(find), Ok(describe)) = (&lib.nvmlDeviceGetGpuInstanceById, &lib.nvmlGpuInstanceGetInfo) else {
-        return Ok(None);
-    };
-    let mut instance: sys::nvmlGpuInstance_t = std::ptr::null_mut();
-    // JUSTIFICATION: nvml-wrapper does not have this call.
-    // SAFETY: the handle is live, and `instance` is a valid place for the answer.
-    let code = unsafe { find(device.handle(), gpu_instance, &mut instance) };
-    if returned("nvmlDeviceGetGpuInstanceById", code, || Some(()))?.is_none() {
-        return Ok(None);
-    }
-    let placement = sys::nvmlGpuInstancePlacement_t { start: 0, size: 0 };
-    let mut info = sys::nvmlGpuInstanceInfo_t { device: std::ptr::null_mut(), id: 0, profileId: 0, placement };
-    // JUSTIFICATION: nvml-wrapper does not have this call.
-    // SAFETY: NVML has just given `instance`, and `info` is the structure this call fills.
-    let code = unsafe { describe(instance, &mut info) };
-    returned("nvmlGpuInstanceGetInfo", code, || {
-        let placement = info.placement;
-        Some(GpuInstance { profile_id: info.profileId, start: placement.start, size: placement.size })
-    })
+/// A GPU instance by NVML's handle, which is valid until the instance is destroyed.
+pub struct GpuInstanceHandle<'a, 'nvml> {
+    device: &'a Device<'nvml>,
+    handle: sys::nvmlGpuInstance_t,
 }
 
-/// The driver's id of a profile on this GPU, by its number (`NVML_GPU_INSTANCE_PROFILE_*`).
-pub fn profile_id(device: &Device<'_>, number: u32) -> Answer<u32> {
+impl<'a, 'nvml> GpuInstanceHandle<'a, 'nvml> {
+    /// The GPU instance of an id.
+    pub fn by_id(device: &'a Device<'nvml>, id: u32) -> Answer<Self> {
+        let Ok(call) = &device.nvml().lib().nvmlDeviceGetGpuInstanceById else { return Ok(None) };
+        let mut handle: sys::nvmlGpuInstance_t = std::ptr::null_mut();
+        // JUSTIFICATION: nvml-wrapper does not have this call.
+        // SAFETY: the GPU's handle is live, and `handle` is a valid place for the answer.
+        let code = unsafe { call(device.handle(), id, &mut handle) };
+        returned("nvmlDeviceGetGpuInstanceById", code, || Some(Self { device, handle }))
+    }
+
+    /// The GPU instances of a profile, by the driver's id of it.
+    pub fn of_profile(device: &'a Device<'nvml>, profile: u32) -> Answer<Vec<Self>> {
+        /// No GPU has a tenth of it.
+        const MOST: u32 = 64;
+        let Ok(call) = &device.nvml().lib().nvmlDeviceGetGpuInstances else { return Ok(None) };
+        let (mut handles, mut count) = ([std::ptr::null_mut(); MOST as usize], MOST);
+        // JUSTIFICATION: nvml-wrapper does not have this call.
+        // SAFETY: the GPU's handle is live; `handles` has room for `count` answers, and for more than any GPU has.
+        let code = unsafe { call(device.handle(), profile, handles.as_mut_ptr(), &mut count) };
+        returned("nvmlDeviceGetGpuInstances", code, || {
+            let found = handles.into_iter().take(usize::try_from(count).unwrap_or(0));
+            Some(found.map(|handle| Self { device, handle }).collect())
+        })
+    }
+
+    /// Makes a GPU instance of a profile, by the driver's id of it, at a place in memory slices.
+    pub fn create(device: &'a Device<'nvml>, profile: u32, start: u32, size: u32) -> Answer<Self> {
+        let Ok(call) = &device.nvml().lib().nvmlDeviceCreateGpuInstanceWithPlacement else { return Ok(None) };
+        let (placement, mut handle) = (sys::nvmlGpuInstancePlacement_t { start, size }, std::ptr::null_mut());
+        // JUSTIFICATION: nvml-wrapper does not have this call.
+        // SAFETY: the GPU's handle is live, `placement` is read, and `handle` is a valid place for the answer.
+        let code = unsafe { call(device.handle(), profile, &placement, &mut handle) };
+        returned("nvmlDeviceCreateGpuInstanceWithPlacement", code, || Some(Self { device, handle }))
+    }
+
+    /// Destroys it. Its compute instances have to be destroyed before.
+    pub fn destroy(self) -> Answer<()> {
+        let Ok(call) = &self.device.nvml().lib().nvmlGpuInstanceDestroy else { return Ok(None) };
+        // JUSTIFICATION: nvml-wrapper does not have this call.
+        // SAFETY: NVML gave the handle, and it is not used again: this takes it.
+        let code = unsafe { call(self.handle) };
+        returned("nvmlGpuInstanceDestroy", code, || Some(()))
+    }
+
+    /// Its profile and its place.
+    pub fn info(&self) -> Answer<GpuInstance> {
+        let Ok(call) = &self.device.nvml().lib().nvmlGpuInstanceGetInfo else { return Ok(None) };
+        let placement = sys::nvmlGpuInstancePlacement_t { start: 0, size: 0 };
+        let mut info = sys::nvmlGpuInstanceInfo_t { device: std::ptr::null_mut(), id: 0, profileId: 0, placement };
+        // JUSTIFICATION: nvml-wrapper does not have this call.
+        // SAFETY: NVML gave the handle, and `info` is the structure this call fills.
+        let code = unsafe { call(self.handle, &mut info) };
+        returned("nvmlGpuInstanceGetInfo", code, || {
+            let sys::nvmlGpuInstancePlacement_t { start, size } = info.placement;
+            Some(GpuInstance { id: info.id, profile_id: info.profileId, start, size })
+        })
+    }
+
+    /// A profile of compute instances by its number (`NVML_COMPUTE_INSTANCE_PROFILE_*`): the driver's id of it, and its
+    /// compute slices. Of the engine profiles, shared is the only one there is.
+    pub fn compute_profile(&self, number: u32) -> Answer<(u32, u32)> {
+        let Ok(call) = &self.device.nvml().lib().nvmlGpuInstanceGetComputeInstanceProfileInfo else { return Ok(None) };
+        let mut info = sys::nvmlComputeInstanceProfileInfo_t {
+            id: 0,
+            sliceCount: 0,
+            instanceCount: 0,
+            multiprocessorCount: 0,
+            sharedCopyEngineCount: 0,
+            sharedDecoderCount: 0,
+            sharedEncoderCount: 0,
+            sharedJpegCount: 0,
+            sharedOfaCount: 0,
+        };
+        let engines = sys::NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED;
+        // JUSTIFICATION: nvml-wrapper does not have this call.
+        // SAFETY: NVML gave the handle, and `info` is the structure this call fills.
+        let code = unsafe { call(self.handle, number, engines, &mut info) };
+        returned("nvmlGpuInstanceGetComputeInstanceProfileInfo", code, || Some((info.id, info.sliceCount)))
+    }
+
+    /// Makes a compute instance of a profile, by the driver's id of it.
+    pub fn create_compute_instance(&self, profile: u32) -> Answer<()> {
+        let Ok(call) = &self.device.nvml().lib().nvmlGpuInstanceCreateComputeInstance else { return Ok(None) };
+        let mut instance = std::ptr::null_mut();
+        // JUSTIFICATION: nvml-wrapper does not have this call.
+        // SAFETY: NVML gave the handle, and `instance` is a valid place for the answer.
+        let code = unsafe { call(self.handle, profile, &mut instance) };
+        returned("nvmlGpuInstanceCreateComputeInstance", code, || Some(()))
+    }
+
+    /// Destroys its compute instance of an id.
+    pub fn destroy_compute_instance(&self, id: u32) -> Answer<()> {
+        let lib = self.device.nvml().lib();
+        let (Ok(find), Ok(destroy)) = (&lib.nvmlGpuInstanceGetComputeInstanceById, &lib.nvmlComputeInstanceDestroy)
+        else {
+            return Ok(None);
+        };
+        let mut instance = std::ptr::null_mut();
+        // JUSTIFICATION: nvml-wrapper does not have this call.
+        // SAFETY: NVML gave the handle, and `instance` is a valid place for the answer.
+        let code = unsafe { find(self.handle, id, &mut instance) };
+        if returned("nvmlGpuInstanceGetComputeInstanceById", code, || Some(()))?.is_none() {
+            return Ok(None);
+        }
+        // JUSTIFICATION: nvml-wrapper does not have this call.
+        // SAFETY: NVML has just given `instance`, and it is not used again.
+        let code = unsafe { destroy(instance) };
+        returned("nvmlComputeInstanceDestroy", code, || Some(()))
+    }
+}
+
+/// A profile of GPU instances, by its number (`NVML_GPU_INSTANCE_PROFILE_*`).
+pub fn profile(device: &Device<'_>, number: u32) -> Answer<sys::nvmlGpuInstanceProfileInfo_t> {
     let Ok(call) = &device.nvml().lib().nvmlDeviceGetGpuInstanceProfileInfo else { return Ok(None) };
     let mut info = sys::nvmlGpuInstanceProfileInfo_t {
         id: 0,
@@ -233,7 +329,29 @@ pub fn profile_id(device: &Device<'_>, number: u32) -> Answer<u32> {
     // JUSTIFICATION: nvml-wrapper does not have this call.
     // SAFETY: the handle is live, and `info` is the structure this call fills.
     let code = unsafe { call(device.handle(), number, &mut info) };
-    returned("nvmlDeviceGetGpuInstanceProfileInfo", code, || Some(info.id))
+    returned("nvmlDeviceGetGpuInstanceProfileInfo", code, || Some(info))
+}
+
+/// Where GPU instances of a profile, by the driver's id of it, may be: first memory slice and number of slices.
+pub fn placements(device: &Device<'_>, profile: u32) -> Answer<Vec<(u32, u32)>> {
+    const CALL: &str = "nvmlDeviceGetGpuInstancePossiblePlacements_v2";
+    let Ok(call) = &device.nvml().lib().nvmlDeviceGetGpuInstancePossiblePlacements_v2 else { return Ok(None) };
+    let mut count = 0;
+    // JUSTIFICATION: nvml-wrapper does not have this call.
+    // SAFETY: the handle is live; without a buffer the call only counts.
+    let code = unsafe { call(device.handle(), profile, std::ptr::null_mut(), &mut count) };
+    if returned(CALL, code, || Some(()))?.is_none() {
+        return Ok(None);
+    }
+    let mut found = vec![sys::nvmlGpuInstancePlacement_t { start: 0, size: 0 }; usize::try_from(count).unwrap_or(0)];
+    if found.is_empty() {
+        return Ok(Some(Vec::new()));
+    }
+    // JUSTIFICATION: nvml-wrapper does not have this call.
+    // SAFETY: the handle is live, and `found` has room for `count` answers.
+    let code = unsafe { call(device.handle(), profile, found.as_mut_ptr(), &mut count) };
+    found.truncate(usize::try_from(count).unwrap_or(0));
+    returned(CALL, code, || Some(found.into_iter().map(|placement| (placement.start, placement.size)).collect()))
 }
 
 /// A set of events to wait for; freed when dropped.

@@ -13,8 +13,8 @@ use super::call::{Answer, CallError};
 use super::protocol::Place;
 use crate::topology::{
     AddressingMode, ComputeCapability, CudaVersion, FabricObservation, GpuObservation, GpuUuid, HostObservation,
-    MigCapabilities, MigDeviceObservation, MigExtension, MigObservation, MigPlacement, NodeObservation, NumaNodeId,
-    NvLinkObservation, NvLinkRemote, PciAddress, PcieLink, ProbeFailure, TopologyLevel,
+    MigCapabilities, MigDeviceObservation, MigExtension, MigObservation, MigPlacement, MigProfileObservation,
+    NodeObservation, NumaNodeId, NvLinkObservation, NvLinkRemote, PciAddress, PcieLink, ProbeFailure, TopologyLevel,
 };
 
 /// Everything that a scan asked NVML.
@@ -100,6 +100,8 @@ pub struct MigScan {
     pub enabled: bool,
     /// The MIG devices by index; an error stands for the count.
     pub devices: Answer<BTreeMap<u32, Answer<MigDeviceScan>>>,
+    /// The profiles of GPU instances that have a place; an error stands for all.
+    pub profiles: Answer<Vec<MigProfileObservation>>,
 }
 
 /// One MIG device.
@@ -347,7 +349,9 @@ impl NvLinkScan {
 
 impl MigScan {
     fn retain(&mut self, before: Option<&Self>, facts: &mut Retained<'_>) {
-        let before = before.filter(|_| self.enabled).map(|before| &before.devices);
+        let before = before.filter(|_| self.enabled);
+        facts.fact(&mut self.profiles, before.map(|before| &before.profiles));
+        let before = before.map(|before| &before.devices);
         let Ok(Some(devices)) = &mut self.devices else { return facts.fact(&mut self.devices, before) };
         let before = before.and_then(known);
         let here: Vec<_> = devices.values().filter_map(known).map(|found| found.device.uuid.clone()).collect();
@@ -376,7 +380,8 @@ impl MigScan {
             capabilities: known(&found.capabilities).copied(),
             ..found.device.clone()
         });
-        MigObservation { enabled: self.enabled, devices: devices.collect() }
+        let profiles = known(&self.profiles).cloned().unwrap_or_default();
+        MigObservation { enabled: self.enabled, devices: devices.collect(), profiles }
     }
 }
 

@@ -17,6 +17,7 @@ use super::agent::Parent;
 use super::call::CallError;
 use super::calls::Calls;
 use super::events::Waiting;
+use super::mig_order;
 use super::poll::{self, Polled, Silence};
 use super::probe::{self, Gpu, Listed, REGISTER};
 use super::protocol::{FromAgent, Missing, Place, ToAgent};
@@ -116,6 +117,10 @@ impl Watch {
         loop {
             match asked.recv_timeout(next_round.saturating_duration_since(Instant::now())) {
                 Ok(ToAgent::Observe) => self.observe(),
+                Ok(ToAgent::Mig(order)) => {
+                    self.parent.send(&FromAgent::MigDone(mig_order::carry_out(&self.gpus, &order)));
+                    self.observe();
+                }
                 Ok(ToAgent::Poll) => next_round = next_round.min(Instant::now().max(last_round + AFTER_EVENT)),
                 Err(RecvTimeoutError::Timeout) => {
                     self.waiting.round_begins(next_round.elapsed());

@@ -97,8 +97,8 @@ impl Watchdog {
     /// Takes any other message. Returns how long the wait for events has lasted, where it is stuck.
     pub fn heard(&mut self, message: &FromAgent, now: Instant) -> Option<Duration> {
         match message {
-            FromAgent::Ready { .. } | FromAgent::Polled { .. } | FromAgent::Leaving { .. } => {
-                if matches!(message, FromAgent::Ready { .. }) {
+            FromAgent::Ready(_) | FromAgent::Polled { .. } | FromAgent::MigDone(_) | FromAgent::Leaving(_) => {
+                if matches!(message, FromAgent::Ready(_)) {
                     self.stage = Stage::Ready;
                 }
                 self.open = None;

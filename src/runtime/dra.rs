@@ -25,13 +25,14 @@ use super::node::Node;
 use super::readiness::{Part, Readiness};
 use crate::cdi;
 use crate::config::Settings;
-use crate::dra::{self, ApiSide, Occurrence, Phase, PluginMetrics, StoredPool};
+use crate::dra::{self, ApiSide, MigRequest, Occurrence, Phase, PluginMetrics, StoredPool};
 use crate::metrics::new;
 use crate::once::Once;
 use crate::publish::dra::slice::Pool;
 use crate::publish::dra::{
     DraFacts, DraProblem, DraSets, DraSettings, GroupSizes, HeldDevices, LayoutCache, MOST_DEVICES_WITH_SETS,
-    ServerVersion, SetsNote, SetsSwitch, SliceDevice, StoredSets, SwitchFacts, counters, devices, offered_now,
+    ServerVersion, SetsNote, SetsSwitch, SliceDevice, StoredSets, SwitchFacts, counters, devices, mig_counters,
+    offered_now,
 };
 use crate::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use crate::state::{DraGpus, Event, NodeState, PreparedClaim};
@@ -67,6 +68,8 @@ pub(super) struct Given<'a> {
     pub host_devices: watch::Receiver<Arc<HostDevices>>,
     /// Whether the first CDI specs are written.
     pub specs_written: watch::Receiver<bool>,
+    /// Where MIG devices are ordered; `None` where there is no driver to make any.
+    pub mig: Option<mpsc::Sender<MigRequest>>,
 }
 
 /// Whether GPUs are to go through DRA, or some of the last process may still be with it. A disk that hangs has nothing.
@@ -89,7 +92,7 @@ fn has_leftovers(state_dir: &Path) -> bool {
 
 /// Starts all that DRA needs in a node.
 pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) -> Result<()> {
-    let Given { settings, name, sysfs, state_dir, injection, host_devices, specs_written } = given;
+    let Given { settings, name, sysfs, state_dir, injection, host_devices, specs_written, mig } = given;
     let Some(name) = name.filter(|name| !name.is_empty()) else {
         bail!("--dra-gpus needs --node-name (NODE_NAME): it names the node's pool of devices")
     };
@@ -106,6 +109,8 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) 
         injection,
         host_devices,
         specs_written,
+        mig,
+        makes_mig: settings.dra_dynamic_mig.value,
         callers: Callers::and(settings.allowed_uids.value.iter().copied()),
         has_ledger: true,
         ..dra::Settings::new(driver.clone(), empty.name.clone(), state_dir.join(CLAIMS))
@@ -124,6 +129,7 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) 
     let maker = PoolMaker {
         empty,
         evict_from_lost: settings.dra_evict_lost.value,
+        dynamic_mig: settings.dra_dynamic_mig.value,
         sizes: settings.dra_groups.value.clone(),
         sets,
         switch: SetsSwitch::default(),
@@ -161,6 +167,8 @@ struct PoolMaker {
     /// The pool without devices.
     empty: Pool,
     evict_from_lost: bool,
+    /// Whether MIG devices are made for claims.
+    dynamic_mig: bool,
     sizes: GroupSizes,
     sets: DraSets,
     switch: SetsSwitch,
@@ -250,10 +258,17 @@ impl PoolMaker {
         let Some(sets) = sets else { return (Vec::new(), note) };
         let room = if sets.has_counters() { MOST_DEVICES_WITH_SETS.saturating_sub(through_dra.len()) } else { 0 };
         let layout = self.layouts.layout(state.tables(), offered_now(state), &self.sizes, room);
-        let settings =
-            DraSettings { taints_survive: !server.drops_taints, evict_from_lost: self.evict_from_lost, sets };
-        let (devices, problems) = devices(&DraFacts::of_state(state, &self.empty.driver, &layout, settings));
-        self.last = Some(Arc::new(Pool { counters: counters(&devices), devices, ..self.empty.clone() }));
+        let settings = DraSettings {
+            taints_survive: !server.drops_taints,
+            evict_from_lost: self.evict_from_lost,
+            sets,
+            // Without counters the scheduler would give out one memory slice several times.
+            dynamic_mig: self.dynamic_mig && !server.drops_counters,
+        };
+        let facts = DraFacts::of_state(state, &self.empty.driver, &layout, settings);
+        let (devices, problems) = devices(&facts);
+        let counters = [counters(&devices), mig_counters(&facts)].concat();
+        self.last = Some(Arc::new(Pool { counters, devices, ..self.empty.clone() }));
         (problems, note)
     }
 }
@@ -287,7 +302,7 @@ impl SliceMetrics {
             drops_counters: new(
                 registry,
                 "dra_counters_dropped",
-                "1 once the API server dropped counters (feature gate DRAPartitionableDevices): no sets are published",
+                "1 once the API server dropped counters (feature gate DRAPartitionableDevices): neither sets nor MIG devices to be made are published",
             ),
             drops_sharing: new(
                 registry,
@@ -458,6 +473,12 @@ fn log_one(known: &mut Once<String>, occurrence: &Occurrence) {
         }
         Occurrence::Swept { claim, result: Err(error) } => {
             tracing::warn!(%claim, uid = claim.uid, error, "a claim that no longer exists cannot be unprepared");
+        }
+        Occurrence::HalfMade { claim, result: Ok(()) } => {
+            tracing::info!(%claim, uid = claim.uid, "half made MIG devices of a claim destroyed");
+        }
+        Occurrence::HalfMade { claim, result: Err(error) } => {
+            tracing::warn!(%claim, uid = claim.uid, error, "half made MIG devices of a claim cannot be destroyed");
         }
         Occurrence::CheckpointIgnored { path, why, set_aside } => {
             tracing::warn!(path = %path.display(), why, set_aside, "checkpoint of a claim ignored");

@@ -17,13 +17,16 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context, Result, anyhow, bail};
-use tokio::sync::{mpsc, watch};
+use futures_util::future::OptionFuture;
+use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::Instant;
 
 use super::clock::at;
 use super::operator::Release;
 use super::readiness::Idle;
+use crate::claims::MigOrderError;
+use crate::dra::{MigAnswer, MigRequest};
 use crate::hwloc;
 use crate::nvml::child::{Agent, AgentCommand, AgentEnded};
 use crate::nvml::protocol::{Called, FromAgent, Place, ToAgent};
@@ -39,6 +42,9 @@ use metrics::DriverMetrics;
 
 /// Inputs that the loop's queue takes; a task that reports one more waits.
 const INPUTS: usize = 64;
+
+/// Orders about MIG devices that may wait for an agent. The DRA plugin waits with each of them.
+pub(super) const MIG_REQUESTS: usize = 64;
 
 /// Signals that are not the library's doing: an operator's, or the kernel's for want of memory. SIGHUP, SIGINT,
 /// SIGKILL, SIGTERM (signal(7)).
@@ -57,6 +63,8 @@ pub(super) struct Driver {
     pub idle: watch::Sender<Idle>,
     /// Whether an operator has released the driver.
     pub release: Release,
+    /// MIG devices to be made and destroyed; `None` where nobody orders any.
+    pub mig: Option<mpsc::Receiver<MigRequest>>,
 }
 
 impl Driver {
@@ -72,6 +80,7 @@ impl Driver {
             tasks: JoinSet::new(),
             probe: Arc::new(Mutex::new(probe)),
             report,
+            mig_turn: Arc::new(Semaphore::new(1)),
         };
         life.live(inputs).await
     }
@@ -86,21 +95,31 @@ struct Orders {
     kill: bool,
 }
 
+/// How an agent's task is reached.
+struct Handle {
+    orders: watch::Sender<Orders>,
+    process: Option<u32>,
+    mig: mpsc::Sender<MigRequest>,
+}
+
 /// The machine and what it moves.
 struct Life {
     driver: Driver,
     machine: Machine,
     begin: Instant,
-    /// Orders and process id of each agent.
-    agents: BTreeMap<AgentId, (watch::Sender<Orders>, Option<u32>)>,
+    agents: BTreeMap<AgentId, Handle>,
     tasks: JoinSet<()>,
     probe: Arc<Mutex<HostProbe>>,
     report: mpsc::Sender<Input>,
+    /// One order about MIG at a time: the next follows when the agent has answered, or its process has ended, so that no
+    /// call of an agent that is given up comes after it.
+    mig_turn: Arc<Semaphore>,
 }
 
 impl Life {
     async fn live(mut self, mut inputs: mpsc::Receiver<Input>) -> Result<()> {
         let mut released = self.driver.release.follow();
+        let mut mig = self.driver.mig.take();
         let mut next = VecDeque::from([Input::Released(*released.borrow_and_update()), Input::Tick]);
         loop {
             let input = match next.pop_front() {
@@ -111,6 +130,10 @@ impl Life {
                         Input::Released(*released.borrow_and_update())
                     }
                     input = inputs.recv() => input.context("nothing reports to the NVML driver's loop")?,
+                    Some(Some(request)) = OptionFuture::from(mig.as_mut().map(mpsc::Receiver::recv)) => {
+                        self.pass_on(request);
+                        continue;
+                    }
                     Some(ended) = self.tasks.join_next() => {
                         ended.context("a task of the NVML driver broke off")?;
                         continue;
@@ -139,7 +162,7 @@ impl Life {
             Action::Dismiss(id) => self.order(id, |orders| orders.dismiss = true),
             Action::Kill(id) => self.order(id, |orders| orders.kill = true),
             Action::Probe(agent) => {
-                let process = agent.and_then(|agent| self.agents.get(&agent)?.1);
+                let process = agent.and_then(|agent| self.agents.get(&agent)?.process);
                 let probe = Arc::clone(&self.probe);
                 let look = move || probe.lock().unwrap_or_else(PoisonError::into_inner).look(process);
                 self.read(look, Input::Probed);
@@ -185,8 +208,9 @@ impl Life {
         match Agent::spawn(&AgentCommand { skip, ..self.driver.command.clone() }) {
             Ok(agent) => {
                 let (orders, follow) = watch::channel(Orders::default());
-                self.agents.insert(id, (orders, agent.id()));
-                self.tasks.spawn(live(id, agent, follow, self.report.clone()));
+                let (mig, requests) = mpsc::channel(MIG_REQUESTS);
+                self.agents.insert(id, Handle { orders, process: agent.id(), mig });
+                self.tasks.spawn(live(id, agent, follow, (requests, Arc::clone(&self.mig_turn)), self.report.clone()));
                 Vec::new()
             }
             // No process or no memory: a matter of time.
@@ -195,9 +219,22 @@ impl Life {
     }
 
     fn order(&self, id: AgentId, order: impl FnOnce(&mut Orders)) {
-        if let Some((orders, _)) = self.agents.get(&id) {
-            orders.send_modify(order);
+        if let Some(agent) = self.agents.get(&id) {
+            agent.orders.send_modify(order);
         }
+    }
+
+    /// Hands an order about a MIG device to the agent that answers; without one it fails at once.
+    fn pass_on(&self, request: MigRequest) {
+        let (refused, why) = match self.machine.answering().and_then(|id| self.agents.get(&id)) {
+            Some(agent) => match agent.mig.try_send(request) {
+                Ok(()) => return,
+                Err(error) => (error.into_inner(), "the NVML agent is ending, or has too many orders"),
+            },
+            None => (request, "NVML unavailable"),
+        };
+        // Nobody may wait any more.
+        let _ = refused.answer.send(Err(MigOrderError { why: why.to_owned(), may_exist: false }));
     }
 
     /// Reads files on a thread of its own: they may hang.
@@ -212,19 +249,43 @@ impl Life {
 }
 
 /// One agent, until its process has ended.
-async fn live(id: AgentId, mut agent: Agent, mut orders: watch::Receiver<Orders>, report: mpsc::Sender<Input>) {
-    // Reports fail only where the loop is gone, and this task with it.
+async fn live(
+    id: AgentId,
+    mut agent: Agent,
+    mut orders: watch::Receiver<Orders>,
+    (mut requests, turn): (mpsc::Receiver<MigRequest>, Arc<Semaphore>),
+    report: mpsc::Sender<Input>,
+) {
+    // Reports fail only where the loop is gone, and this task with it; answers where nobody waits any more.
     let (mut done, mut leaving) = (Orders::default(), None);
+    let (mut waiting, mut asked, mut own_turn): (Option<MigRequest>, Option<MigAnswer>, _) = (None, None, None);
     loop {
         tokio::select! {
             message = agent.next() => match message {
                 Ok(FromAgent::Leaving(error)) => leaving = Some(error.to_string()),
+                Ok(FromAgent::MigDone(result)) => {
+                    own_turn = None;
+                    drop(asked.take().map(|answer| answer.send(result)));
+                }
                 Ok(message) => drop(report.send(Input::Message(id, message)).await),
                 Err(ended) => {
-                    drop(report.send(Input::Ended(id, agent_end(&ended, &agent, leaving))).await);
+                    let end = agent_end(&ended, &agent, leaving);
+                    // It may have been in the middle of it.
+                    let failed = MigOrderError { why: end.why.clone(), may_exist: true };
+                    drop(asked.take().map(|answer| answer.send(Err(failed))));
+                    drop(report.send(Input::Ended(id, end)).await);
                     break;
                 }
             },
+            Some(request) = requests.recv(), if waiting.is_none() => waiting = Some(request),
+            Ok(permit) = Arc::clone(&turn).acquire_owned(), if waiting.is_some() && own_turn.is_none() => {
+                // What nobody waits for any more is not begun.
+                if let Some(MigRequest { order, answer }) = waiting.take().filter(|request| !request.answer.is_closed()) {
+                    // An agent that takes no requests has ended, and that is reported next.
+                    let _ = agent.request(ToAgent::Mig(order)).await;
+                    (asked, own_turn) = (Some(answer), Some(permit));
+                }
+            }
             _ = orders.changed() => {
                 let orders = *orders.borrow_and_update();
                 if orders.kill {
@@ -241,6 +302,7 @@ async fn live(id: AgentId, mut agent: Agent, mut orders: watch::Receiver<Orders>
         }
     }
     agent.gone().await;
+    drop(own_turn);
     let _ = report.send(Input::Reaped(id)).await;
 }
 

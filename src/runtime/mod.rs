@@ -203,7 +203,9 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
     let metrics = node.metrics().register(DriverMetrics::register);
     let release = operator::Release::new(metrics.clone());
     let beside = (metrics, node.readiness.idle().clone(), release.clone());
-    let driver = driver::Driver { seen, ..driver_of(&args.nvml, &args.host, &settings, node.events(), beside) };
+    let (mig, orders) = mpsc::channel(driver::MIG_REQUESTS);
+    let driver = driver_of(&args.nvml, &args.host, &settings, node.events(), beside);
+    let driver = driver::Driver { seen, mig: Some(orders), ..driver };
     // The series are there, on every node.
     let cdi_metrics = node.metrics().register(CdiMetrics::register);
     let specs_written = injection.sync.as_ref().map(|sync| sync.ready.subscribe());
@@ -221,6 +223,7 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
             injection: injection.options,
             host_devices: injection.host_devices,
             specs_written: specs_written.context("there are no CDI specs to wait for")?,
+            mig: Some(mig),
         };
         (side.start)(&mut node, given, side.client)?;
     }
@@ -308,6 +311,7 @@ fn driver_of(
         seen: watch::Sender::default(),
         metrics,
         idle,
+        mig: None,
     }
 }
 

@@ -82,6 +82,7 @@ pub async fn start_with_dra(
         injection: injection.options,
         host_devices: injection.host_devices,
         specs_written,
+        mig: None,
     };
     dra::spawn_in(&mut node, given, client)?;
     let planned = Event::Planned(Box::new(settings.plan()));

@@ -104,6 +104,7 @@ fn programs_are_switched_on_and_off() {
             "dra.gpus={0,1}",
             "dra.groups={2,8}",
             "dra.evictLost=true",
+            "dra.dynamicMig=true",
             "dra.admissionPolicy=false",
             "dra.deviceClasses=false",
         ],

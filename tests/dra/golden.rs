@@ -76,7 +76,7 @@ fn with_mig(mut observed: NodeObservation) -> NodeObservation {
         capabilities: None,
     };
     let devices = vec![device(0, 3, 9, 4, 4), device(1, 1, 19, 0, 1), device(2, 1, 19, 1, 1)];
-    observed.gpus[0].mig = Some(MigObservation { enabled: true, devices });
+    observed.gpus[0].mig = Some(MigObservation { enabled: true, devices, profiles: Vec::new() });
     observed
 }
 

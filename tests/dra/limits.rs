@@ -66,7 +66,8 @@ pub fn cut(mut observed: NodeObservation, devices: u32) -> NodeObservation {
             engines: Some(MigEngines { multiprocessors: 16, copy: 1, ..MigEngines::default() }),
             capabilities: None,
         };
-        gpu.mig = Some(MigObservation { enabled: true, devices: (0..devices).map(device).collect() });
+        gpu.mig =
+            Some(MigObservation { enabled: true, devices: (0..devices).map(device).collect(), profiles: Vec::new() });
     }
     observed
 }

@@ -220,6 +220,7 @@ fn gpu_in_a_held_set_stays_with_dra() {
             claim: ClaimName { namespace: "default".into(), name: "a".into(), uid: "u".into() },
             gpus: [node.uuid(4), node.uuid(7)].into(),
             devices: ["gpus-2-4-7".to_owned()].into(),
+            ..PreparedClaim::default()
         }]));
         node.lists(&[("gpus-2-4-7", names)]);
         assert_eq!(HeldDevices::of(&node.state, DRIVER), HeldDevices { is_known: true, any: true, sets: true });

@@ -1,6 +1,5 @@
 //! Taints from the state machine: set by a fault, gone with it.
 
-use linkwise::claims::ClaimName;
 use linkwise::publish::dra::{
     DraFacts, DraSettings, GroupSizes, LayoutCache, SliceDevice, Taint, TaintEffect, devices, offered_now,
 };
@@ -133,7 +132,7 @@ fn sick_mig_device_beside_a_claimed_one_is_left_out() {
     };
     assert_eq!(of_gpu(&mut node), [""; 0]);
     let (gpus, devices) = ([gpu].into(), [ONE.to_owned()].into());
-    node.apply(Event::Prepared(vec![PreparedClaim { claim: ClaimName::default(), gpus, devices }]));
+    node.apply(Event::Prepared(vec![PreparedClaim { gpus, devices, ..PreparedClaim::default() }]));
     assert_eq!(of_gpu(&mut node), [ONE], "before the kubelet lists it");
     node.apply(Event::Prepared(Vec::new()));
     node.claims(ONE);

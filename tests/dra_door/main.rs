@@ -8,6 +8,7 @@ mod crash;
 mod health;
 mod http2;
 mod life;
+mod mig;
 mod node;
 mod prepare;
 mod sets;

@@ -192,7 +192,9 @@ impl Node {
     /// Writes the CDI spec with the names of all GPUs, as the agent's other task does.
     pub fn write_specs(&self) {
         let state = self.state.borrow().clone();
-        let devices: Vec<_> = state.topology().gpus().iter().map(|gpu| serde_json::json!({"name": gpu.uuid})).collect();
+        let gpus = state.topology().gpus().iter().map(|gpu| serde_json::json!({"name": gpu.uuid}));
+        let mig = state.topology().mig_devices().iter().map(|mig| serde_json::json!({"name": mig.uuid}));
+        let devices: Vec<_> = gpus.chain(mig).collect();
         let spec = serde_json::json!({"cdiVersion": "0.5.0", "kind": KIND, "devices": devices});
         fs::write(self.gpu_spec(), spec.to_string()).unwrap();
     }

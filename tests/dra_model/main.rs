@@ -12,6 +12,7 @@
 
 mod alignment;
 mod cluster;
+mod mig;
 #[allow(dead_code, reason = "other tests judge more by it")]
 #[path = "../oracle/mod.rs"]
 mod oracle;

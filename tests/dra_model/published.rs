@@ -55,7 +55,7 @@ pub fn node_with(name: &'static str, options: &[&str]) -> Node {
 }
 
 /// What a command of linkwise prints as JSON.
-fn printed(arguments: &[&str]) -> Value {
+pub fn printed(arguments: &[&str]) -> Value {
     let output = Command::new(env!("CARGO_BIN_EXE_linkwise")).args(arguments).args(["--format", "json"]).output();
     let output = output.unwrap();
     assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));

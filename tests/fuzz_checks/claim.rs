@@ -76,7 +76,7 @@ fn planned(claim: &Claim, asked: &ClaimName, others: &[(ClaimName, Prepared)]) -
     let injection = InjectionOptions { cdi: Some(cdi), ..InjectionOptions::default() };
     // Each request has an edit: the variable of `--expose-nics`.
     let host = HostDevices { rdma: Some(RdmaNodes::default()), ..HostDevices::default() };
-    let node = Node { driver: DRIVER, pool: POOL, state: &STATE, injection: &injection, host: &host };
+    let node = Node { driver: DRIVER, pool: POOL, state: &STATE, injection: &injection, host: &host, makes_mig: true };
     plan(claim, asked, node, others.iter().map(|(name, prepared)| (name, prepared)))
 }
 

@@ -64,7 +64,8 @@ fn prepared(gpus: &[usize]) -> Event {
 
 fn claim(at: usize) -> PreparedClaim {
     let claim = ClaimName { namespace: "default".into(), name: format!("claim-{at}"), uid: format!("uid-{at}") };
-    PreparedClaim { claim, gpus: BTreeSet::from([uuid(at)]), devices: BTreeSet::from([format!("gpu-{at}")]) }
+    let (gpus, devices) = (BTreeSet::from([uuid(at)]), BTreeSet::from([format!("gpu-{at}")]));
+    PreparedClaim { claim, gpus, devices, made: BTreeSet::new() }
 }
 
 struct World {

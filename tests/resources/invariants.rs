@@ -33,6 +33,7 @@ fn dress(mut seen: NodeObservation, looks: &[Look]) -> NodeObservation {
         gpu.display = *display;
         gpu.mig = mig.as_ref().map(|(enabled, devices)| MigObservation {
             enabled: *enabled,
+            profiles: Vec::new(),
             devices: devices
                 .iter()
                 .enumerate()

@@ -1,5 +1,6 @@
 //! GPUs that several claims share through DRA: what the plan makes of them, and when that changes.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use linkwise::claims::ClaimName;
@@ -34,7 +35,12 @@ fn in_shares(shares: u32) -> Option<GpuShares> {
 
 fn prepared(at: usize) -> Event {
     let claim = ClaimName { namespace: "default".into(), name: "a".into(), uid: "u".into() };
-    Event::Prepared(vec![PreparedClaim { claim, gpus: [uuid(at)].into(), devices: [format!("gpu-{at}")].into() }])
+    Event::Prepared(vec![PreparedClaim {
+        claim,
+        gpus: [uuid(at)].into(),
+        devices: [format!("gpu-{at}")].into(),
+        made: BTreeSet::new(),
+    }])
 }
 
 struct World {
@@ -165,7 +171,7 @@ fn what_dra_does_not_share_is_told() {
     let expected = "nvidia.com/gpu: 4 of its devices are to be shared, DRA has 3; they are one claim's each";
     assert_eq!(words(too_many), [expected]);
     let mut observed = seen();
-    observed.gpus[0].mig = Some(MigObservation { enabled: true, devices: Vec::new() });
+    observed.gpus[0].mig = Some(MigObservation { enabled: true, devices: Vec::new(), profiles: Vec::new() });
     let mut world = World { state: NodeState::default(), now: NOON, problems: Vec::new() };
     world.tell(Event::Planned(Box::new(plan(4))));
     world.tell(Event::Observed(Box::new(observed)));

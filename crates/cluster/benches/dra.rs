@@ -122,7 +122,7 @@ async fn many_devices() {
             engines: None,
             capabilities: None,
         });
-        gpu.mig = Some(MigObservation { enabled: true, devices: devices.collect() });
+        gpu.mig = Some(MigObservation { enabled: true, devices: devices.collect(), profiles: Vec::new() });
         gpu.minor = Some(place);
         for instance in (0..MIG_DEVICES).map(|index| format!("gpu{place}/gi{}", 7 + index)) {
             let number = 3 + 2 * minors.lines().count();

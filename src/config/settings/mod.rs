@@ -390,6 +390,9 @@ settings! {
     /// Evict pods from a GPU that is lost: its taint has the effect NoExecute
     dra_evict_lost: bool = false, "linkwise.dra.evictLost",
         Row::new(boolean).flag("dra-evict-lost", "BOOL").variables(&["LINKWISE_DRA_EVICT_LOST"]);
+    /// Offer the MIG devices that GPUs in MIG mode could have through DRA, and make and destroy them for claims
+    dra_dynamic_mig: bool = false, "linkwise.dra.dynamicMig",
+        Row::new(boolean).flag("dra-dynamic-mig", "BOOL").variables(&["LINKWISE_DRA_DYNAMIC_MIG"]);
     /// Offer sets of 2, 4 and 8 GPUs as devices too, over shared counters: off, auto (from Kubernetes 1.37) or on (from
     /// 1.36)
     dra_sets: DraSets = DraSets::Off, "linkwise.dra.sets",

@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use super::*;
+use crate::topology::MigEngines;
 
 /// GPU `number` at `index`, which shares a host bridge with each of `others`.
 fn gpu(index: u32, number: u32, others: &[u32]) -> GpuScan {
@@ -34,7 +35,11 @@ fn gpu(index: u32, number: u32, others: &[u32]) -> GpuScan {
         fabric: Ok(Some(FabricObservation { cluster: "c".to_owned(), clique: 1 })),
         // A switch, another node's GPU, a processor (nvmlIntNvLinkDeviceType_t).
         nvlinks: vec![link(2, "0000:09:00.0"), link(0, "0000:08:00.0"), link(2, "0000:09:00.0"), link(1, "")],
-        mig: Ok(Some(MigScan { enabled: true, devices: Ok(Some([(0, Ok(Some(device)))].into())) })),
+        mig: Ok(Some(MigScan {
+            enabled: true,
+            devices: Ok(Some([(0, Ok(Some(device)))].into())),
+            profiles: Ok(Some(vec![profile()])),
+        })),
         ancestors: others.iter().map(level).collect(),
     }
 }
@@ -53,6 +58,11 @@ fn node(gpus: Vec<GpuScan>) -> NodeScan {
         gpus,
         failures: Vec::new(),
     }
+}
+
+fn profile() -> MigProfileObservation {
+    let (engines, placements) = (MigEngines::default(), vec![MigPlacement { start: 0, size: 1 }]);
+    MigProfileObservation { id: 19, number: 0, gpu_slices: 1, memory_mib: 9_728, instances: 7, engines, placements }
 }
 
 /// Where answers are in a message.
@@ -82,8 +92,9 @@ fn failed_call_keeps_its_last_answer_and_an_unoffered_one_does_not() {
     let message = serde_json::to_value(&before).unwrap();
     let mut places = Vec::new();
     answers(&message, "", &mut places);
-    // Three of the driver; for each GPU twelve facts, four links with two facts each, MIG; and one pair.
-    assert_eq!(places.len(), 3 + 2 * (12 + 4 * 3 + 1 + 5) + 1, "{places:#?}");
+    // Three of the driver; for each GPU twelve facts, four links with two facts each, MIG with its profiles and one
+    // device's facts; and one pair.
+    assert_eq!(places.len(), 3 + 2 * (12 + 4 * 3 + 2 + 5) + 1, "{places:#?}");
     let failed = json!({"Err": {"call": "nvmlTest", "reason": {"code": 999}}});
     for place in places {
         let scanned = |answer: &Value| {
@@ -139,7 +150,7 @@ fn answers_count_beside_failed_calls() {
     let devices: Vec<u32> = seen.mig.unwrap().devices.iter().map(|device| device.index).collect();
     assert_eq!(devices, [1], "a device that moved is not there twice");
     // A GPU whose MIG is off has no devices, whatever failed.
-    now.mig = Ok(Some(MigScan { enabled: false, devices: Err(failed()) }));
+    now.mig = Ok(Some(MigScan { enabled: false, devices: Err(failed()), profiles: Ok(None) }));
     let off = node(vec![now]).after(Some(&before)).observations().remove(0);
     assert_eq!(off.mig, Some(MigObservation::default()));
 }

@@ -25,6 +25,7 @@ impl World {
         let maker = PoolMaker {
             empty: Pool::new("gpu.nvidia.com", "n", Vec::new()),
             evict_from_lost: false,
+            dynamic_mig: false,
             sizes: GroupSizes::default(),
             sets: DraSets::Off,
             switch: SetsSwitch::default(),
@@ -98,6 +99,7 @@ fn last_gpu_that_goes_leaves_the_pool() {
                 claim,
                 gpus,
                 devices: BTreeSet::from(["gpu-0".to_owned()]),
+                made: BTreeSet::new(),
             }]));
         }
         world.see(0);
@@ -130,7 +132,7 @@ fn sets_come_and_go_with_setting_server_and_claims() {
     let claim = ClaimName { namespace: "default".into(), name: "a".into(), uid: "1".into() };
     let gpus = observed(4).gpus.iter().take(2).map(|gpu| gpu.uuid.clone()).collect();
     let devices = BTreeSet::from(["gpus-2-0-1".to_owned()]);
-    world.apply(Event::Prepared(vec![PreparedClaim { claim, gpus, devices }]));
+    world.apply(Event::Prepared(vec![PreparedClaim { claim, gpus, devices, made: BTreeSet::new() }]));
     // The next process finds counters, and has another setting.
     world.maker.switch = SetsSwitch::default();
     world.maker.sets = DraSets::Off;

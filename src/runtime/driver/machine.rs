@@ -113,7 +113,12 @@ impl Machine {
 
     /// Whether an agent answers.
     pub fn is_up(&self) -> bool {
-        self.agents.active.as_ref().is_some_and(|active| active.ready)
+        self.answering().is_some()
+    }
+
+    /// The agent that answers, which gets the orders.
+    pub fn answering(&self) -> Option<AgentId> {
+        self.agents.active.as_ref().filter(|active| active.ready).map(|active| active.id)
     }
 
     /// Whether NVML has been unavailable for the grace period.

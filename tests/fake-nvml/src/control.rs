@@ -3,11 +3,15 @@
 use std::fs::OpenOptions;
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::thread;
 
 use crate::command::{self, Command};
 use crate::state::{self, FAKE};
+
+/// The journal, once there is a control socket.
+static JOURNAL: OnceLock<PathBuf> = OnceLock::new();
 
 /// Binds the socket, replays what was kept for this machine, and serves in a thread of its own.
 ///
@@ -15,6 +19,8 @@ use crate::state::{self, FAKE};
 /// that a command is either answered here or found in the journal, never lost between.
 pub fn start(socket: &Path) -> io::Result<()> {
     let journal = command::journal(socket);
+    // One socket in a process.
+    let _ = JOURNAL.set(journal.clone());
     let file = OpenOptions::new().create(true).append(true).read(true).open(&journal)?;
     file.lock()?;
     let socket = command::process(socket, std::process::id());
@@ -36,6 +42,14 @@ pub fn start(socket: &Path) -> io::Result<()> {
         }
     })?;
     Ok(())
+}
+
+/// Writes a command to the journal, for the next process; without a control socket there is none.
+pub fn keep(line: &str) -> io::Result<()> {
+    let Some(journal) = JOURNAL.get() else { return Ok(()) };
+    let mut file = OpenOptions::new().create(true).append(true).open(journal)?;
+    file.lock()?;
+    writeln!(file, "{line}")
 }
 
 fn serve(stream: UnixStream) {

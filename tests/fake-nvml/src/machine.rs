@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 #[derive(Deserialize)]
 struct File {
@@ -73,14 +73,39 @@ pub struct Fabric {
 }
 
 /// MIG on one GPU; also what the command `mig` takes.
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mig {
     pub enabled: bool,
     #[serde(default)]
     pub devices: Vec<MigDevice>,
+    /// Without any, each profile that NVML knows, of nothing and without a place.
+    #[serde(default)]
+    pub profiles: Vec<MigProfile>,
+    /// GPU instances without a compute instance.
+    #[serde(default)]
+    pub bare: Vec<BareInstance>,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MigProfile {
+    pub id: u32,
+    /// `NVML_GPU_INSTANCE_PROFILE_*`.
+    pub number: u32,
+    pub gpu_slices: u32,
+    pub memory_mib: u64,
+    pub instances: u32,
+    pub engines: Engines,
+    pub placements: Vec<Placement>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BareInstance {
+    pub id: u32,
+    pub profile_id: u32,
+    pub placement: Placement,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigDevice {
     pub index: u32,
     pub uuid: String,
@@ -97,14 +122,14 @@ pub struct MigDevice {
 }
 
 /// Memory slices of the GPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Placement {
     pub start: u32,
     pub size: u32,
 }
 
 /// What a MIG device computes with; without it, 14 multiprocessors and a copy engine for each slice.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Engines {
     pub multiprocessors: u32,
     pub copy: u32,

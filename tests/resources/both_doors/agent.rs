@@ -298,6 +298,7 @@ impl Agent {
                 state: &self.snapshot,
                 injection: &injection,
                 host: &HostDevices::default(),
+                makes_mig: false,
             };
             let others = self.door.values().map(|(record, _)| (&record.claim, &record.prepared));
             match plan(claim, &name(uid), node, others) {

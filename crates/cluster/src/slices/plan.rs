@@ -8,8 +8,8 @@
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use linkwise::publish::dra::StoredSets;
 use linkwise::publish::dra::slice::Pool;
+use linkwise::publish::dra::{GPU_COUNTERS, StoredSets};
 use serde_json::{Value, json};
 
 /// No pool comes to this generation by itself: a change of somebody else, or an answer that lies, has set it. Going on
@@ -255,7 +255,13 @@ pub(super) fn stored_sets<'a>(slices: impl Iterator<Item = &'a Value>, pool: &st
     if ours.peek().is_none() {
         return StoredSets::Nothing;
     }
-    let has_any = ours.any(|slice| counters(slice) + consumed(slice) > 0);
+    // The counters of MIG devices are not those of whole GPUs.
+    let is_of_gpus = |name: &Value| name.as_str().is_some_and(|name| name.starts_with(GPU_COUNTERS));
+    let has_any = ours.any(|slice| {
+        let sets = slice["spec"]["sharedCounters"].as_array().into_iter().flatten().map(|set| &set["name"]);
+        let consumed = devices(slice).iter().filter_map(|device| device["consumesCounters"].as_array()).flatten();
+        sets.chain(consumed.map(|consumption| &consumption["counterSet"])).any(is_of_gpus)
+    });
     if has_any { StoredSets::Counters } else { StoredSets::Plain }
 }
 

@@ -40,7 +40,7 @@ impl Node {
         node
     }
 
-    fn at(&self, name: &str) -> PathBuf {
+    pub fn at(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
@@ -72,7 +72,7 @@ impl Node {
         fs::write(self.at("config.yaml"), format!("version: v1\nlinkwise: {{dra: {{gpus: {gpus}}}}}\n")).unwrap();
     }
 
-    fn devices(&self) -> Vec<String> {
+    pub fn devices(&self) -> Vec<String> {
         self.devices_where(|_| true)
     }
 
@@ -99,7 +99,7 @@ impl Node {
         until(|| self.devices().len() == count).await;
     }
 
-    async fn is_registered(&self, registrations: u64) {
+    pub async fn is_registered(&self, registrations: u64) {
         let is = |state: &linkwise_kubelet_box::dra::DraState| {
             state
                 .drivers

@@ -7,6 +7,7 @@ mod claims;
 mod config_manager;
 mod demo;
 mod doctor;
+mod dra_mig;
 mod dra_node;
 mod dra_soak;
 mod node;

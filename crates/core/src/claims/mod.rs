@@ -5,6 +5,7 @@
 
 mod config;
 mod device;
+mod mig;
 mod plan;
 mod share;
 
@@ -16,7 +17,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 pub use config::ConfigError;
 pub use device::{devices, hardware_of};
-pub use plan::{CLAIM_KIND, ClaimError, Edits, Holder, Node, Prepared, PreparedDevice, claim_device, plan};
+pub use mig::{MigOrder, MigOrderError, MigTask};
+pub use plan::{CLAIM_KIND, ClaimError, Edits, Holder, Node, Prepared, PreparedDevice, claim_device, complete, plan};
 pub use share::{Share, ShareError};
 
 /// The request without its alternative: `gpus` of `gpus/quad`.

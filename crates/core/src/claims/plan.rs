@@ -8,6 +8,7 @@ use thiserror::Error;
 
 use super::config::{ConfigError, Configs, Kind};
 use super::device::{all_hardware_of, devices};
+use super::mig::{OnDemand, on_demand};
 use super::share::{self, Share, ShareError};
 use super::{AllocatedDevice, Claim, ClaimName, base};
 use crate::publish::injection::{
@@ -15,7 +16,7 @@ use crate::publish::injection::{
 };
 use crate::quote::quoted;
 use crate::state::{Door, NodeState, UnhealthyReason};
-use crate::topology::{GpuUuid, MigUuid, NodeTopology};
+use crate::topology::{Gpu, GpuUuid, MigSlot, MigUuid, NodeTopology};
 
 /// The CDI kind of what a claim has of its own, beside its GPUs.
 pub const CLAIM_KIND: &str = "linkwise.dev/claim";
@@ -62,6 +63,9 @@ pub struct PreparedDevice {
     /// The MIG device, where it is not the whole GPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mig: Option<MigUuid>,
+    /// The GPU instance, where the MIG device is made for the claim and destroyed after it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub made: Option<MigSlot>,
     /// The full names of its CDI devices, `vendor/class=name`.
     pub cdi: Vec<String>,
 }
@@ -94,6 +98,8 @@ pub struct Node<'a> {
     pub injection: &'a InjectionOptions,
     /// What the host has beside its GPUs.
     pub host: &'a HostDevices,
+    /// Whether MIG devices are made for claims.
+    pub makes_mig: bool,
 }
 
 /// Why a claim cannot be prepared.
@@ -198,6 +204,24 @@ pub enum ClaimError {
         /// The other claim.
         holder: Box<Holder>,
     },
+    /// A MIG device is where one would have to be made.
+    #[error("device {device} ({gpu}) cannot be made: {mig} is in its place, which no claim had made")]
+    PlaceTaken {
+        /// The device.
+        device: String,
+        /// Its GPU.
+        gpu: GpuUuid,
+        /// What is there.
+        mig: MigUuid,
+    },
+    /// A device of the claim went while it was prepared.
+    #[error("device {device} ({gpu}) is gone")]
+    Vanished {
+        /// The device.
+        device: String,
+        /// Its GPU.
+        gpu: GpuUuid,
+    },
     /// A pod has it that our DRA plugin did not give it to.
     #[error("device {device} ({gpu}) is held by {holder}")]
     Held {
@@ -275,7 +299,13 @@ impl ClaimError {
 impl PreparedDevice {
     /// Whether both have the same hardware: the same device, or a GPU and a part of it.
     pub fn overlaps(&self, other: &Self) -> bool {
-        let apart = self.mig.is_some() && other.mig.is_some() && self.mig != other.mig;
+        let apart = match (self.made, other.made) {
+            (Some(own), Some(theirs)) => !own.placement.overlaps(theirs.placement),
+            // None is made where one is.
+            (Some(_), None) => other.mig.is_some(),
+            (None, Some(_)) => self.mig.is_some(),
+            (None, None) => self.mig.is_some() && other.mig.is_some() && self.mig != other.mig,
+        };
         self.gpu == other.gpu && !apart
     }
 
@@ -349,14 +379,14 @@ pub fn plan<'a>(
     let configs = Configs::read(configs, node.driver)?;
     let mut prepared: Vec<PreparedDevice> = Vec::new();
     let mut chosen: BTreeMap<&str, Vec<ChosenDevice<'_>>> = BTreeMap::new();
-    for (result, hardware) in ours.into_iter().flat_map(|result| members(result, node)) {
-        let hardware = hardware?;
-        let kind = if hardware.mig.is_some() { Kind::Mig } else { Kind::Gpu };
+    for (result, hardware) in ours.into_iter().flat_map(|result| members(result, node, others.clone())) {
+        let (hardware, made) = hardware?;
+        let kind = if hardware.mig.is_some() || made.is_some() { Kind::Mig } else { Kind::Gpu };
         configs.check(&result.request, &result.device, kind)?;
         let request = base(&result.request);
         let admin = result.admin_access == Some(true);
         let of_share = |why| ClaimError::Share { device: result.device.clone(), gpu: hardware.gpu.uuid.clone(), why };
-        let sharing = node.state.dra_sharing(&hardware.gpu.uuid).now.filter(|_| hardware.mig.is_none());
+        let sharing = node.state.dra_sharing(&hardware.gpu.uuid).now.filter(|_| kind == Kind::Gpu);
         let share = if admin { None } else { share::of(result, sharing, hardware.gpu.memory_mib).map_err(of_share)? };
         let device = PreparedDevice {
             request: request.to_owned(),
@@ -367,6 +397,7 @@ pub fn plan<'a>(
             admin,
             gpu: hardware.gpu.uuid.clone(),
             mig: hardware.mig.map(|mig| mig.uuid.clone()),
+            made,
             cdi: Vec::new(),
         };
         if let Some(other) = prepared.iter().find(|other| device.excludes(other)) {
@@ -392,17 +423,53 @@ pub fn plan<'a>(
         chosen.entry(request).or_default().push(hardware);
         prepared.push(device);
     }
+    if prepared.iter().any(PreparedDevice::is_unmade) {
+        // What has no UUID yet has no CDI name: see `complete`.
+        return Ok(Prepared { devices: prepared, edits: BTreeMap::new() });
+    }
     let edits = inject(&asked.uid, &mut prepared, &chosen, node)?;
     Ok(Prepared { devices: prepared, edits })
 }
 
+/// The same with the CDI names of its devices, once all MIG devices of it are made and in the snapshot.
+///
+/// # Errors
+///
+/// One of them is not in the snapshot, or containers could not get it.
+pub fn complete(uid: &str, prepared: Prepared, node: Node<'_>) -> Result<Prepared, ClaimError> {
+    let (mut devices, topology) = (prepared.devices, node.state.topology());
+    let mut chosen: BTreeMap<String, Vec<ChosenDevice<'_>>> = BTreeMap::new();
+    for device in &devices {
+        let gpu = topology.gpus().iter().find(|gpu| gpu.uuid == device.gpu);
+        let mig = device.mig.as_ref().map(|uuid| topology.mig_devices().iter().find(|mig| mig.uuid == *uuid));
+        let (Some(gpu), false, false) = (gpu, device.is_unmade(), mig == Some(None)) else {
+            return Err(ClaimError::Vanished { device: device.device.clone(), gpu: device.gpu.clone() });
+        };
+        chosen.entry(device.request.clone()).or_default().push(ChosenDevice { gpu, mig: mig.flatten() });
+    }
+    let chosen = chosen.iter().map(|(request, devices)| (request.as_str(), devices.clone())).collect();
+    let edits = inject(uid, &mut devices, &chosen, node)?;
+    Ok(Prepared { devices, edits })
+}
+
+/// Hardware of an allocated device, and the GPU instance where its MIG device is made for the claim.
+type Member<'a> = (ChosenDevice<'a>, Option<MigSlot>);
+
 /// Each GPU of an allocated device, or the MIG device; or why containers cannot have it.
-fn members<'a, 'b>(
+fn members<'a, 'b, 'c>(
     result: &'b AllocatedDevice,
     node: Node<'a>,
-) -> Vec<(&'b AllocatedDevice, Result<ChosenDevice<'a>, ClaimError>)> {
-    match available(result, node) {
-        Ok(hardware) => hardware.into_iter().map(|hardware| (result, Ok(hardware))).collect(),
+    records: impl Iterator<Item = (&'c ClaimName, &'c Prepared)> + Clone,
+) -> Vec<(&'b AllocatedDevice, Result<Member<'a>, ClaimError>)> {
+    let found = on_demand(result, node, records).and_then(|on_demand| match on_demand {
+        Some(OnDemand { gpu, slot, made }) => {
+            usable(result, gpu, node)?;
+            Ok(Vec::from([(ChosenDevice { gpu, mig: made }, Some(slot))]))
+        }
+        None => Ok(available(result, node)?.into_iter().map(|hardware| (hardware, None)).collect()),
+    });
+    match found {
+        Ok(hardware) => hardware.into_iter().map(|member| (result, Ok(member))).collect(),
         Err(error) => Vec::from([(result, Err(error))]),
     }
 }
@@ -410,9 +477,7 @@ fn members<'a, 'b>(
 /// The hardware of an allocated device, if containers can have it: of a set of GPUs all of them.
 fn available<'a>(result: &AllocatedDevice, node: Node<'a>) -> Result<Vec<ChosenDevice<'a>>, ClaimError> {
     let device = result.device.clone();
-    if result.pool != node.pool {
-        return Err(ClaimError::OtherPool { device, pool: result.pool.clone(), ours: node.pool.to_owned() });
-    }
+    of_this_pool(result, node)?;
     let topology: &NodeTopology = node.state.topology();
     let hardware = all_hardware_of(topology, &device).map_err(|missing| {
         if missing != device {
@@ -422,20 +487,31 @@ fn available<'a>(result: &AllocatedDevice, node: Node<'a>) -> Result<Vec<ChosenD
         let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
         ClaimError::UnknownDevice { device: device.clone(), known }
     })?;
-    for gpu in hardware.iter().map(|hardware| &hardware.gpu.uuid) {
-        let door = node.state.door(gpu);
-        if !door.is_some_and(Door::is_dra) {
-            return Err(ClaimError::NotDra { device, gpu: gpu.clone(), door });
-        }
-        let is_loss = |reason: &UnhealthyReason| {
-            matches!(reason, UnhealthyReason::Lost { .. } | UnhealthyReason::OffBus | UnhealthyReason::Gone)
-        };
-        let lost = node.state.hardware().standing(gpu).find(|(reason, _)| is_loss(reason));
-        if let Some((reason, _)) = lost {
-            return Err(ClaimError::Lost { device, reason: reason.clone(), gpu: gpu.clone() });
-        }
-    }
+    hardware.iter().try_for_each(|hardware| usable(result, hardware.gpu, node))?;
     Ok(hardware)
+}
+
+fn of_this_pool(result: &AllocatedDevice, node: Node<'_>) -> Result<(), ClaimError> {
+    let (device, pool, ours) = (result.device.clone(), result.pool.clone(), node.pool.to_owned());
+    if pool == ours { Ok(()) } else { Err(ClaimError::OtherPool { device, pool, ours }) }
+}
+
+/// Whether containers can have a GPU of an allocated device, or a part of it.
+fn usable(result: &AllocatedDevice, gpu: &Gpu, node: Node<'_>) -> Result<(), ClaimError> {
+    of_this_pool(result, node)?;
+    let (device, gpu) = (result.device.clone(), gpu.uuid.clone());
+    let door = node.state.door(&gpu);
+    if !door.is_some_and(Door::is_dra) {
+        return Err(ClaimError::NotDra { device, gpu, door });
+    }
+    let is_loss = |reason: &UnhealthyReason| {
+        matches!(reason, UnhealthyReason::Lost { .. } | UnhealthyReason::OffBus | UnhealthyReason::Gone)
+    };
+    let lost = node.state.hardware().standing(&gpu).find(|(reason, _)| is_loss(reason)).map(|(reason, _)| reason);
+    match lost {
+        Some(reason) => Err(ClaimError::Lost { device, reason: reason.clone(), gpu }),
+        None => Ok(()),
+    }
 }
 
 /// Gives each device its CDI names, and returns what each request has beside. A container gets the CDI devices of the

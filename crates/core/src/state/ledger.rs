@@ -81,6 +81,8 @@ pub struct PreparedClaim {
     pub gpus: BTreeSet<GpuUuid>,
     /// The names of the devices that it has of them.
     pub devices: BTreeSet<String>,
+    /// Those of them that are MIG devices made for it.
+    pub made: BTreeSet<String>,
 }
 
 /// The part of a GPU that a holder has.
@@ -145,6 +147,11 @@ impl Ledger {
     /// Whether our DRA plugin has prepared any claim.
     pub fn has_prepared(&self) -> bool {
         !self.prepared.is_empty()
+    }
+
+    /// The names of the MIG devices that our DRA plugin makes for claims, has made, or has not destroyed yet.
+    pub fn made_mig(&self) -> impl Iterator<Item = &String> {
+        self.prepared.values().flat_map(|claim| &claim.made)
     }
 
     /// The names of the sets of GPUs that our DRA plugin has prepared.

@@ -204,7 +204,7 @@ impl NodeState {
 
     /// Whether this node has anything to do with DRA: GPUs that are offered through it, or are to be.
     pub fn has_dra(&self) -> bool {
-        !self.offers.through_dra().is_empty() || self.offers.awaits_dra()
+        !self.offers.dra_gpus().is_empty() || self.offers.awaits_dra()
     }
 
     /// Whether the next two lists of holders may let a GPU go to DRA. One that a pod has through the device plugin may
@@ -215,7 +215,7 @@ impl NodeState {
 
     /// Whether any GPU is offered, through either door.
     pub fn offers_any(&self) -> bool {
-        !self.offers.resources().is_empty() || !self.offers.through_dra().is_empty()
+        !self.offers.resources().is_empty() || !self.offers.dra_gpus().is_empty()
     }
 
     /// What the next process of ours has to know; [`Effect::Keep`] says when it changed.

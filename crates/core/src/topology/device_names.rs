@@ -10,7 +10,7 @@
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
 
-use super::mig::MigDevice;
+use super::mig::{MigDevice, MigProfile, MigSlot};
 use super::node::{Gpu, NodeTopology};
 
 /// A GPU by its place, or a MIG device on it by its place in [`NodeTopology::mig_devices`].
@@ -43,7 +43,7 @@ fn names(topology: &NodeTopology) -> BTreeMap<String, Hardware> {
     for (place, mig) in topology.mig_devices().iter().enumerate() {
         let Some(Some(gpu)) = own.get(mig.parent) else { continue };
         let profile = format!("{gpu}-mig-{}", label(&mig.profile.to_string()));
-        let candidates = by_placement(&profile, mig).into_iter().chain([by_instance(&profile, mig)]);
+        let candidates = by_placement(gpu, mig).into_iter().chain([by_instance(&profile, mig)]);
         take(&mut names, candidates, (mig.parent, Some(place)));
     }
     names
@@ -66,10 +66,15 @@ fn by_address(gpu: &Gpu) -> String {
 }
 
 /// As NVIDIA has it. Its name is that of the GPU instance: one of several compute instances has none of its own.
-fn by_placement(profile: &str, mig: &MigDevice) -> Option<String> {
+fn by_placement(gpu: &str, mig: &MigDevice) -> Option<String> {
     let is_whole = mig.profile.compute_slices == mig.profile.gpu_slices;
-    let (id, placement) = mig.profile_id.zip(mig.placement).filter(|_| is_whole)?;
-    Some(format!("{profile}-{id}-{}", placement.start))
+    let (profile_id, placement) = mig.profile_id.zip(mig.placement).filter(|_| is_whole)?;
+    Some(slot_name(gpu, mig.profile, MigSlot { profile_id, placement }))
+}
+
+/// The name of the MIG device that has all of a GPU instance, on the GPU of a name.
+pub(super) fn slot_name(gpu: &str, profile: MigProfile, slot: MigSlot) -> String {
+    format!("{gpu}-mig-{}-{}-{}", label(&profile.to_string()), slot.profile_id, slot.placement.start)
 }
 
 fn by_instance(profile: &str, mig: &MigDevice) -> String {

@@ -21,6 +21,47 @@ pub struct MigObservation {
     /// The MIG devices, by index.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub devices: Vec<MigDeviceObservation>,
+    /// What GPU instances can be made, and where; none while MIG mode is off.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub profiles: Vec<MigProfileObservation>,
+}
+
+/// A profile of GPU instances that a GPU has (`nvmlDeviceGetGpuInstanceProfileInfo`).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MigProfileObservation {
+    /// The driver's id of it, such as 19.
+    pub id: u32,
+    /// NVML's number of it, `NVML_GPU_INSTANCE_PROFILE_*`.
+    pub number: u32,
+    /// Compute slices.
+    pub gpu_slices: u32,
+    /// Memory in MiB.
+    pub memory_mib: u64,
+    /// How many instances of it the GPU can have at once.
+    pub instances: u32,
+    /// What an instance computes with.
+    pub engines: MigEngines,
+    /// Where an instance may be (`nvmlDeviceGetGpuInstancePossiblePlacements_v2`), whatever there is now.
+    pub placements: Vec<MigPlacement>,
+}
+
+impl MigProfileObservation {
+    /// The profile of a MIG device that has all of such an instance, on a GPU with this memory in MiB.
+    pub fn profile(&self, gpu_memory_mib: Option<u64>) -> MigProfile {
+        let (gpu_slices, gb) = (self.gpu_slices, share(self.memory_mib, gpu_memory_mib));
+        MigProfile { compute_slices: gpu_slices, gpu_slices, gb, extension: MigExtension::of_profile(self.number) }
+    }
+}
+
+/// A GPU instance that could be, or is: a profile at a place. No two instances of a GPU have one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct MigSlot {
+    /// The driver's id of the profile.
+    pub profile_id: u32,
+    /// The place.
+    pub placement: MigPlacement,
 }
 
 /// One MIG device: a compute instance of a GPU instance.
@@ -66,6 +107,14 @@ pub struct MigPlacement {
     pub start: u32,
     /// How many slices it has.
     pub size: u32,
+}
+
+impl MigPlacement {
+    /// Whether both have a memory slice.
+    pub fn overlaps(self, other: Self) -> bool {
+        let ends = |placement: Self| placement.start.saturating_add(placement.size);
+        self.start < ends(other) && other.start < ends(self)
+    }
 }
 
 /// What a MIG device computes with (`nvmlDeviceGetAttributes_v2`, `nvmlDeviceAttributes_t`). Engines are shared by the
@@ -212,19 +261,25 @@ pub struct MigProfile {
 impl MigProfile {
     /// Of a device on a GPU with this memory in MiB.
     ///
-    /// A profile's name does not hold the device's memory but its share of the GPU's: eighths, rounded up, of the
-    /// GPU's whole GiB (go-nvlib, pkg/nvlib/device/mig_profile.go). A GPU of unknown memory leaves the device's own,
-    /// rounded up.
+    /// See [`share`] for the memory in its name.
     pub fn new(device: &MigDeviceObservation, gpu_memory_mib: Option<u64>) -> Self {
-        let gb = match gpu_memory_mib {
-            Some(total @ 1..) => {
-                let eighths = device.memory_mib.saturating_mul(8).div_ceil(total);
-                eighths.saturating_mul(total.div_ceil(1024)).saturating_add(4) / 8
-            }
-            _ => device.memory_mib.div_ceil(1024),
-        };
+        let gb = share(device.memory_mib, gpu_memory_mib);
         let extension = device.extension.unwrap_or(MigExtension::None);
         Self { compute_slices: device.compute_slices, gpu_slices: device.gpu_slices, gb, extension }
+    }
+}
+
+/// The memory that a profile's name has, in GB.
+///
+/// It is not the device's memory but its share of the GPU's: eighths, rounded up, of the GPU's whole GiB (go-nvlib,
+/// pkg/nvlib/device/mig_profile.go). A GPU of unknown memory leaves the device's own, rounded up.
+fn share(memory_mib: u64, gpu_memory_mib: Option<u64>) -> u64 {
+    match gpu_memory_mib {
+        Some(total @ 1..) => {
+            let eighths = memory_mib.saturating_mul(8).div_ceil(total);
+            eighths.saturating_mul(total.div_ceil(1024)).saturating_add(4) / 8
+        }
+        _ => memory_mib.div_ceil(1024),
     }
 }
 

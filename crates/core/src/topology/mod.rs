@@ -9,6 +9,7 @@ mod device_names;
 mod level;
 mod matrix;
 mod mig;
+mod mig_slots;
 mod node;
 mod nvlink;
 mod observation;
@@ -22,8 +23,9 @@ pub use level::{Rank, TopologyLevel};
 pub use matrix::LinkMatrix;
 pub use mig::{
     MigCapabilities, MigDevice, MigDeviceObservation, MigEngines, MigExtension, MigObservation, MigPlacement,
-    MigProfile, MigProfileError,
+    MigProfile, MigProfileError, MigProfileObservation, MigSlot,
 };
+pub use mig_slots::{PossibleMig, possible_mig};
 pub use node::{Gpu, Nic, NodeTopology};
 pub use observation::{
     AddressingMode, ComputeCapability, CpuObservation, CudaVersion, DisplayClass, FabricObservation, GpuObservation,

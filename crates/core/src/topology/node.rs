@@ -2,13 +2,14 @@
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::sync::Arc;
 
 use serde::Serialize;
 
 use super::address::{GpuUuid, NumaNodeId, PackageId, PciAddress};
 use super::level::{Rank, TopologyLevel};
 use super::matrix::LinkMatrix;
-use super::mig::{MigDevice, MigProfile};
+use super::mig::{MigDevice, MigProfile, MigProfileObservation};
 use super::nvlink::{self, NvLinks};
 use super::observation::{
     AddressingMode, ComputeCapability, DisplayClass, FabricObservation, GpuObservation, NicKind, NodeObservation,
@@ -91,6 +92,9 @@ pub struct Gpu {
     /// Whether MIG mode is on: then it runs nothing itself, its MIG devices do.
     #[serde(skip)]
     pub mig_enabled: bool,
+    /// The profiles of GPU instances that it can have, in MIG mode.
+    #[serde(skip)]
+    pub mig_profiles: Arc<[MigProfileObservation]>,
     /// The NVLink fabric it has joined, where the driver reports one.
     #[serde(skip)]
     pub fabric: Option<FabricObservation>,
@@ -154,6 +158,7 @@ impl NodeTopology {
             compute_capability: gpu.compute_capability,
             mig_capable: gpu.mig.is_some(),
             mig_enabled: gpu.mig.as_ref().is_some_and(|mig| mig.enabled),
+            mig_profiles: gpu.mig.iter().filter(|mig| mig.enabled).flat_map(|mig| mig.profiles.clone()).collect(),
             fabric: gpu.fabric.clone(),
             class: tree.class(*place),
             display: gpu.display,

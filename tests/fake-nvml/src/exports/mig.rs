@@ -1,19 +1,29 @@
-//! MIG: the mode, the MIG devices, their instances and profiles.
+//! MIG: the mode, the MIG devices, their instances and profiles; instances made and destroyed.
+//!
+//! What is made or destroyed is written to the journal of the control socket, for a driver keeps its instances while
+//! processes come and go.
 //!
 //! A MIG device's handle and a GPU instance's stand for the GPU's position and a number on it.
 
 use std::collections::BTreeMap;
 use std::ffi::c_uint;
+use std::sync::MutexGuard;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use nvml_wrapper_sys::bindings::*;
 
 use super::{INVALID, UNSUPPORTED, exports, put};
-use crate::machine::{Engines, Mig, MigDevice, Placement};
+use crate::control;
+use crate::machine::{BareInstance, Engines, Mig, MigDevice, MigProfile, Placement};
 use crate::state::{self, Answer, State, enter_gpu, enter_mig};
 
 const NOT_FOUND: nvmlReturn_t = nvmlReturn_enum_NVML_ERROR_NOT_FOUND;
 /// The most MIG devices that a GPU of today can have.
 const MOST: c_uint = 7;
+/// What a compute instance's handle has more than its GPU instance's number.
+const COMPUTE: c_uint = 0x80;
+/// How many compute instances this process has made.
+static MADE: AtomicU32 = AtomicU32::new(0);
 /// Drivers number profiles as they like (19 is 1g on an A100); never as the profiles' own numbers.
 const PROFILE_IDS: c_uint = 100;
 
@@ -123,6 +133,11 @@ exports! {
     fn nvmlGpuInstanceGetInfo(instance: nvmlGpuInstance_t, info: *mut nvmlGpuInstanceInfo_t) {
         let (at, id) = state::mig_position(instance.cast()).ok_or(INVALID)?;
         let (state, at) = enter_gpu("nvmlGpuInstanceGetInfo", state::handle(at))?;
+        if let Some(bare) = mig(&state, at)?.bare.iter().find(|bare| bare.id == id) {
+            let Placement { start, size } = bare.placement;
+            let placement = nvmlGpuInstancePlacement_t { start, size };
+            return put(info, nvmlGpuInstanceInfo_t { device: state::handle(at), id, profileId: bare.profile_id, placement });
+        }
         let device = mig(&state, at)?.instance(id).ok_or(NOT_FOUND)?;
         put(info, nvmlGpuInstanceInfo_t {
             device: state::handle(at),
@@ -145,6 +160,10 @@ exports! {
             6 | NVML_GPU_INSTANCE_PROFILE_COUNT.. => return Err(INVALID),
             _ => {}
         }
+        let profiles = &mig(&state, at)?.profiles;
+        if !profiles.is_empty() {
+            return put(info, profile_info(profiles.iter().find(|profile| profile.number == number).ok_or(INVALID)?));
+        }
         // Where a file has a driver's own id of the profile, that is the profile's.
         let named = |device: &&MigDevice| device.profile_id.is_some() && profile(device) == Ok(number);
         let named = mig(&state, at)?.devices.iter().find(named).and_then(|device| device.profile_id);
@@ -162,4 +181,220 @@ exports! {
             memorySizeMB: 0,
         })
     }
+
+    fn nvmlDeviceGetGpuInstancePossiblePlacements_v2(
+        device: nvmlDevice_t,
+        profile: c_uint,
+        placements: *mut nvmlGpuInstancePlacement_t,
+        count: *mut c_uint,
+    ) {
+        let (state, at) = enter_gpu("nvmlDeviceGetGpuInstancePossiblePlacements_v2", device)?;
+        let found = mig(&state, at)?.profiles.iter().find(|known| known.id == profile).ok_or(UNSUPPORTED)?;
+        let found = found.placements.iter().map(|place| nvmlGpuInstancePlacement_t { start: place.start, size: place.size });
+        put_all(placements, count, &found.collect::<Vec<_>>())
+    }
+
+    fn nvmlDeviceGetGpuInstances(
+        device: nvmlDevice_t,
+        profile: c_uint,
+        instances: *mut nvmlGpuInstance_t,
+        count: *mut c_uint,
+    ) {
+        let (state, at) = enter_gpu("nvmlDeviceGetGpuInstances", device)?;
+        let found = instances_of(mig(&state, at)?)?.into_iter().filter(|instance| instance.profile_id == profile);
+        let handles: Vec<nvmlGpuInstance_t> = found.map(|instance| state::mig_handle(at, instance.id).cast()).collect();
+        put_all(instances, count, &handles)
+    }
+
+    fn nvmlDeviceCreateGpuInstanceWithPlacement(
+        device: nvmlDevice_t,
+        profile: c_uint,
+        placement: *const nvmlGpuInstancePlacement_t,
+        instance: *mut nvmlGpuInstance_t,
+    ) {
+        let (mut state, at) = enter_gpu("nvmlDeviceCreateGpuInstanceWithPlacement", device)?;
+        // SAFETY: null, or what the caller promises to be valid.
+        let wanted = unsafe { placement.as_ref() }.ok_or(INVALID)?;
+        let wanted = Placement { start: wanted.start, size: wanted.size };
+        let layout = mig(&state, at)?;
+        let known = layout.profiles.iter().find(|known| known.id == profile).ok_or(INVALID)?;
+        if !layout.enabled || !known.placements.contains(&wanted) {
+            return Err(INVALID);
+        }
+        let there = instances_of(layout)?;
+        let ends = |place: Placement| place.start + place.size;
+        let is_taken = |other: &BareInstance| {
+            wanted.start < ends(other.placement) && other.placement.start < ends(wanted)
+        };
+        if there.iter().any(is_taken) {
+            return Err(nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_RESOURCES);
+        }
+        let id = (1..).find(|id| there.iter().all(|other| other.id != *id)).ok_or(INVALID)?;
+        put(instance, state::mig_handle(at, id).cast())?;
+        change(&mut state, at, |mig| mig.bare.push(BareInstance { id, profile_id: profile, placement: wanted }))?;
+        keep(state, at)
+    }
+
+    fn nvmlGpuInstanceDestroy(instance: nvmlGpuInstance_t) {
+        let (at, id) = state::mig_position(instance.cast()).ok_or(INVALID)?;
+        let (mut state, at) = enter_gpu("nvmlGpuInstanceDestroy", state::handle(at))?;
+        if mig(&state, at)?.instance(id).is_some() {
+            return Err(nvmlReturn_enum_NVML_ERROR_IN_USE);
+        }
+        change(&mut state, at, |mig| mig.bare.retain(|bare| bare.id != id))?;
+        keep(state, at)
+    }
+
+    fn nvmlGpuInstanceGetComputeInstanceProfileInfo(
+        instance: nvmlGpuInstance_t,
+        number: c_uint,
+        engines: c_uint,
+        info: *mut nvmlComputeInstanceProfileInfo_t,
+    ) {
+        let (at, id) = state::mig_position(instance.cast()).ok_or(INVALID)?;
+        let (state, at) = enter_gpu("nvmlGpuInstanceGetComputeInstanceProfileInfo", state::handle(at))?;
+        let bare = mig(&state, at)?.bare.iter().find(|bare| bare.id == id).ok_or(NOT_FOUND)?;
+        let profile = mig(&state, at)?.profiles.iter().find(|known| known.id == bare.profile_id).ok_or(NOT_FOUND)?;
+        // By NVML_COMPUTE_INSTANCE_PROFILE_*.
+        let slices = [1, 2, 3, 4, 7, 8, 6].get(number as usize).copied().ok_or(INVALID)?;
+        if engines != NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED || slices > profile.gpu_slices {
+            return Err(UNSUPPORTED);
+        }
+        put(info, nvmlComputeInstanceProfileInfo_t {
+            id: number,
+            sliceCount: slices,
+            instanceCount: 1,
+            multiprocessorCount: profile.engines.multiprocessors,
+            sharedCopyEngineCount: profile.engines.copy,
+            sharedDecoderCount: profile.engines.decoder,
+            sharedEncoderCount: profile.engines.encoder,
+            sharedJpegCount: profile.engines.jpeg,
+            sharedOfaCount: profile.engines.ofa,
+        })
+    }
+
+    fn nvmlGpuInstanceCreateComputeInstance(
+        instance: nvmlGpuInstance_t,
+        profile: c_uint,
+        compute_instance: *mut nvmlComputeInstance_t,
+    ) {
+        let (at, id) = state::mig_position(instance.cast()).ok_or(INVALID)?;
+        let (mut state, at) = enter_gpu("nvmlGpuInstanceCreateComputeInstance", state::handle(at))?;
+        let layout = mig(&state, at)?;
+        let bare = *layout.bare.iter().find(|bare| bare.id == id).ok_or(NOT_FOUND)?;
+        let of = layout.profiles.iter().find(|known| known.id == bare.profile_id).ok_or(NOT_FOUND)?.clone();
+        let compute_slices = [1, 2, 3, 4, 7, 8, 6].get(profile as usize).copied().ok_or(INVALID)?;
+        let index = (0..MOST).find(|index| layout.device(*index).is_none()).ok_or(INVALID)?;
+        let extension = match of.number {
+            7 | 8 => "media",
+            10..=12 => "graphics",
+            13 | 14 => "no-media",
+            15 | 16 => "all-media",
+            _ => "none",
+        };
+        // No two instances of a driver's life have one UUID, whatever process made them.
+        let made = MADE.fetch_add(1, Ordering::Relaxed);
+        let uuid = format!("MIG-{:08x}-{made:04x}-0000-0000-00000000{at:04x}", std::process::id());
+        let device = MigDevice {
+            index,
+            uuid,
+            gpu_instance: id,
+            compute_instance: 0,
+            gpu_slices: of.gpu_slices,
+            compute_slices,
+            memory_mib: of.memory_mib,
+            profile_id: Some(bare.profile_id),
+            placement: Some(bare.placement),
+            extension: Some(extension.to_owned()),
+            engines: Some(of.engines),
+        };
+        put(compute_instance, state::mig_handle(at, COMPUTE + id).cast())?;
+        change(&mut state, at, |mig| {
+            mig.bare.retain(|bare| bare.id != id);
+            mig.devices.push(device);
+        })?;
+        keep(state, at)
+    }
+
+    fn nvmlGpuInstanceGetComputeInstanceById(
+        instance: nvmlGpuInstance_t,
+        compute: c_uint,
+        compute_instance: *mut nvmlComputeInstance_t,
+    ) {
+        let (at, id) = state::mig_position(instance.cast()).ok_or(INVALID)?;
+        let (state, at) = enter_gpu("nvmlGpuInstanceGetComputeInstanceById", state::handle(at))?;
+        mig(&state, at)?.instance(id).filter(|device| device.compute_instance == compute).ok_or(NOT_FOUND)?;
+        put(compute_instance, state::mig_handle(at, COMPUTE + id).cast())
+    }
+
+    fn nvmlComputeInstanceDestroy(compute_instance: nvmlComputeInstance_t) {
+        let (at, number) = state::mig_position(compute_instance.cast()).ok_or(INVALID)?;
+        let id = number.checked_sub(COMPUTE).ok_or(INVALID)?;
+        let (mut state, at) = enter_gpu("nvmlComputeInstanceDestroy", state::handle(at))?;
+        let device = mig(&state, at)?.instance(id).ok_or(NOT_FOUND)?.clone();
+        let (profile_id, place) = (profile_id(&device)?, placement(mig(&state, at)?, &device));
+        let placement = Placement { start: place.start, size: place.size };
+        change(&mut state, at, |mig| {
+            mig.devices.retain(|other| other.uuid != device.uuid);
+            mig.bare.push(BareInstance { id, profile_id, placement });
+        })?;
+        keep(state, at)
+    }
+}
+
+fn profile_info(profile: &MigProfile) -> nvmlGpuInstanceProfileInfo_t {
+    let Engines { multiprocessors, copy, decoder, encoder, jpeg, ofa } = profile.engines;
+    nvmlGpuInstanceProfileInfo_t {
+        id: profile.id,
+        isP2pSupported: 0,
+        sliceCount: profile.gpu_slices,
+        instanceCount: profile.instances,
+        multiprocessorCount: multiprocessors,
+        copyEngineCount: copy,
+        decoderCount: decoder,
+        encoderCount: encoder,
+        jpegCount: jpeg,
+        ofaCount: ofa,
+        memorySizeMB: profile.memory_mib,
+    }
+}
+
+/// All GPU instances.
+fn instances_of(mig: &Mig) -> Answer<Vec<BareInstance>> {
+    let mut found: BTreeMap<c_uint, BareInstance> = mig.bare.iter().map(|bare| (bare.id, *bare)).collect();
+    for device in &mig.devices {
+        let (id, place) = (device.gpu_instance, placement(mig, device));
+        let placement = Placement { start: place.start, size: place.size };
+        found.insert(id, BareInstance { id, profile_id: profile_id(device)?, placement });
+    }
+    Ok(found.into_values().collect())
+}
+
+fn change(state: &mut State, at: usize, change: impl FnOnce(&mut Mig)) -> Answer {
+    change(state.machine.gpus.get_mut(at).and_then(|gpu| gpu.mig.as_mut()).ok_or(UNSUPPORTED)?);
+    Ok(())
+}
+
+/// Writes a GPU's layout to the journal: the next process finds it so.
+fn keep(state: MutexGuard<'static, State>, at: usize) -> Answer {
+    let Some(gpu) = state.machine.gpus.get(at) else { return Ok(()) };
+    let layout = serde_json::to_string(&gpu.mig).map_err(|_| nvmlReturn_enum_NVML_ERROR_UNKNOWN)?;
+    let line = format!("mig {} {layout}", gpu.index);
+    // A command that changes the state holds the journal.
+    drop(state);
+    control::keep(&line).map_err(|_| nvmlReturn_enum_NVML_ERROR_UNKNOWN)
+}
+
+/// A list as NVML gives it: without a buffer only its length.
+fn put_all<T: Copy>(out: *mut T, count: *mut c_uint, values: &[T]) -> Answer {
+    if !out.is_null() {
+        // SAFETY: not null; the caller says by `count` how many have room.
+        let room = unsafe { count.as_ref() }.copied().ok_or(INVALID)?;
+        if values.len() > room as usize {
+            return Err(nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SIZE);
+        }
+        // SAFETY: as above.
+        unsafe { out.copy_from_nonoverlapping(values.as_ptr(), values.len()) };
+    }
+    put(count, values.len() as c_uint)
 }

@@ -78,7 +78,7 @@ fn planned_on(
     others: &[(ClaimName, Prepared)],
 ) -> Result<Prepared, String> {
     let options = options();
-    let node = Node { driver: DRIVER, pool: "pool", state, injection: &options, host };
+    let node = Node { driver: DRIVER, pool: "pool", state, injection: &options, host, makes_mig: false };
     let others = others.iter().map(|(name, prepared)| (name, prepared));
     plan(claim, &name(uid), node, others).map_err(|error| error.to_string())
 }
@@ -231,6 +231,7 @@ fn whole_gpu_and_its_part_overlap() {
         admin: false,
         gpu: "GPU-0".parse().unwrap(),
         mig: mig.map(|mig| mig.parse().unwrap()),
+        made: None,
         cdi: Vec::new(),
     };
     let (whole, one, other) = (device(None), device(Some("MIG-1")), device(Some("MIG-2")));

@@ -11,7 +11,8 @@ use crate::allocation::GpuSet;
 use crate::quantity;
 use crate::state::{DriverVersions, GpuShares};
 use crate::topology::{
-    ComputeCapability, FabricObservation, Gpu, MigDevice, Nic, NicKind, NodeTopology, PciAddress, Rank,
+    ComputeCapability, FabricObservation, Gpu, MigDevice, MigEngines, MigPlacement, MigProfile, Nic, NicKind,
+    NodeTopology, PciAddress, PossibleMig, Rank,
 };
 
 /// The longest text, in bytes (`DeviceAttributeMaxValueLength`).
@@ -96,15 +97,40 @@ impl Draft<'_> {
     /// A MIG device. With eight memory slices it has 29 of 32 attributes and capacities from NVIDIA's driver and three
     /// others.
     pub fn mig(&mut self, topology: &NodeTopology, device: &DraDevice<'_>, mig: &MigDevice, versions: &DriverVersions) {
-        let gpu = device.gpu;
-        self.text("type", Some("mig"));
         self.text("uuid", Some(&mig.uuid));
-        self.text("parentUUID", Some(&gpu.uuid));
-        self.text("profile", Some(mig.profile));
-        self.of_gpu(gpu, versions);
+        self.instance(topology, device, mig.profile, versions);
+        self.parts(mig.memory_mib, mig.engines, mig.placement);
+    }
+
+    /// A MIG device that is made when a claim has it: without a UUID, and else as when it is there.
+    pub fn possible_mig(
+        &mut self,
+        topology: &NodeTopology,
+        gpu: &DraDevice<'_>,
+        possible: &PossibleMig<'_>,
+        versions: &DriverVersions,
+    ) {
+        self.instance(topology, gpu, possible.profile, versions);
+        self.parts(possible.kind.memory_mib, Some(possible.kind.engines), Some(possible.slot.placement));
+    }
+
+    fn instance(
+        &mut self,
+        topology: &NodeTopology,
+        device: &DraDevice<'_>,
+        profile: MigProfile,
+        versions: &DriverVersions,
+    ) {
+        self.text("type", Some("mig"));
+        self.text("parentUUID", Some(&device.gpu.uuid));
+        self.text("profile", Some(profile));
+        self.of_gpu(device.gpu, versions);
         self.near(topology, device);
-        self.capacity("memory", quantity::of_mebibytes(mig.memory_mib));
-        if let Some(engines) = mig.engines {
+    }
+
+    fn parts(&mut self, memory_mib: u64, engines: Option<MigEngines>, placement: Option<MigPlacement>) {
+        self.capacity("memory", quantity::of_mebibytes(memory_mib));
+        if let Some(engines) = engines {
             self.capacity("multiprocessors", engines.multiprocessors);
             self.capacity("copyEngines", engines.copy);
             self.capacity("decoders", engines.decoder);
@@ -112,7 +138,7 @@ impl Draft<'_> {
             self.capacity("jpegEngines", engines.jpeg);
             self.capacity("ofaEngines", engines.ofa);
         }
-        if let Some(placement) = mig.placement {
+        if let Some(placement) = placement {
             // No GPU has more than eight; a file from a stranger may say anything.
             for slice in (placement.start..placement.start.saturating_add(placement.size)).take(8) {
                 self.capacity(&format!("memorySlice{slice}"), 1);

@@ -24,6 +24,10 @@ pub struct DraFacts<'a> {
     pub devices: Vec<DraDevice<'a>>,
     /// The names of the devices that claims hold.
     pub held: BTreeSet<String>,
+    /// The GPUs in MIG mode that are offered through DRA, without their MIG devices.
+    pub mig_gpus: Vec<DraDevice<'a>>,
+    /// The names of the MIG devices that are made for claims, or were.
+    pub made: BTreeSet<String>,
     /// What else decides.
     pub settings: DraSettings,
 }
@@ -54,12 +58,14 @@ pub struct DraSettings {
     pub evict_from_lost: bool,
     /// Which sets of GPUs are devices.
     pub sets: PublishedSets,
+    /// Whether the MIG devices that a GPU in MIG mode could have are devices, made when a claim has one.
+    pub dynamic_mig: bool,
 }
 
 impl Default for DraSettings {
-    /// Taints are kept, and evict no pod. No set is a device.
+    /// Taints are kept, and evict no pod. No set is a device, and no MIG device that is not there.
     fn default() -> Self {
-        Self { taints_survive: true, evict_from_lost: false, sets: PublishedSets::None }
+        Self { taints_survive: true, evict_from_lost: false, sets: PublishedSets::None, dynamic_mig: false }
     }
 }
 
@@ -99,7 +105,11 @@ impl<'a> DraFacts<'a> {
                 devices.push(DraDevice { name, gpu, place: Some(place), mig, sharing, reasons });
             }
         }
-        Self { topology, versions, layout, devices, held: BTreeSet::new(), settings: DraSettings::default() }
+        let in_mig_mode = gpus.places().filter_map(|place| Some((place, topology.gpus().get(place)?)));
+        let in_mig_mode = in_mig_mode.filter(|(_, gpu)| gpu.mig_enabled);
+        let mig_gpus = in_mig_mode.map(|(place, gpu)| mig_gpu(place, gpu, Vec::new())).collect();
+        let (held, made, settings) = (BTreeSet::new(), BTreeSet::new(), DraSettings::default());
+        Self { topology, versions, layout, devices, held, mig_gpus, made, settings }
     }
 
     /// The same with these GPUs shared, which `layout` then has not.
@@ -140,8 +150,34 @@ impl<'a> DraFacts<'a> {
             state.ledger().is_claimed(topology, name, &device.gpu.uuid, mig).then(|| name.clone())
         }));
         held.extend(state.ledger().prepared_sets().cloned());
-        Self { devices, topology, versions: state.hardware().versions(), layout, held, settings }
+        let gpus = topology.gpus().iter().enumerate().filter(|(_, gpu)| gpu.mig_enabled);
+        let gpus = gpus.filter(|(_, gpu)| state.door(&gpu.uuid).is_some_and(Door::is_dra));
+        let mig_gpus = gpus.map(|(place, gpu)| mig_gpu(place, gpu, mig_gpu_reasons(state, gpu))).collect();
+        let made = state.ledger().made_mig().cloned().collect();
+        let versions = state.hardware().versions();
+        Self { devices, topology, versions, layout, held, mig_gpus, made, settings }
     }
+}
+
+fn mig_gpu(place: usize, gpu: &Gpu, reasons: Vec<UnhealthyReason>) -> DraDevice<'_> {
+    DraDevice { name: None, gpu, place: Some(place), mig: None, sharing: GpuSharing::default(), reasons }
+}
+
+/// Why no MIG device is to be made on a GPU: what stands against all of it.
+fn mig_gpu_reasons(state: &NodeState, gpu: &Gpu) -> Vec<UnhealthyReason> {
+    let is_of_instance = |reason: &UnhealthyReason| matches!(reason, UnhealthyReason::Xid { instance: Some(_), .. });
+    let counting = state.hardware().counting(&gpu.uuid);
+    let mut reasons: Vec<_> = counting.filter(|reason| !is_of_instance(reason)).cloned().collect();
+    if let Some(Health::Unhealthy { reason, .. }) = state.hardware().health(&gpu.uuid, None)
+        && !is_of_instance(&reason)
+        && !reasons.iter().any(|known| known.is(&reason))
+    {
+        reasons.push(reason);
+    }
+    if matches!(state.door(&gpu.uuid), Some(Door::FromDra { .. })) {
+        reasons.push(UnhealthyReason::Withdrawn);
+    }
+    reasons
 }
 
 fn place_of(topology: &NodeTopology, mig: &MigDevice) -> Option<usize> {

@@ -7,6 +7,7 @@
 //! owns pool generations and object names.
 
 mod attributes;
+mod dynamic_mig;
 mod facts;
 mod families;
 mod group_size;
@@ -31,11 +32,12 @@ use crate::state::{GpuShares, GpuSharing};
 use attributes::Draft;
 
 pub use crate::topology::{device_name, hardware_of};
+pub use dynamic_mig::counters as mig_counters;
 pub use facts::{DraDevice, DraFacts, DraSettings, offered, offered_now};
 pub use families::Family;
 pub use group_size::{GroupSize, GroupSizes, GroupSizesError};
 pub use layout::{GpuLayout, LayoutCache};
-pub use set_devices::{PublishedSets, SET_TYPE, counters};
+pub use set_devices::{GPU_COUNTERS, PublishedSets, SET_TYPE, counters};
 pub use sets::{MOST_DEVICES_WITH_SETS, RankedSet};
 pub use switch::{DraSets, HeldDevices, ServerVersion, SetsNote, SetsSwitch, StoredSets, SwitchFacts};
 
@@ -211,9 +213,9 @@ fn shared(shares: Option<GpuShares>) -> String {
 /// The devices that a node publishes, in the order in which the scheduler is to try them, and what is odd about them.
 ///
 /// Whole GPUs, the best sets first; then those that several claims may have; then MIG devices, GPU by GPU; then GPUs
-/// that are gone and that a claim may have; then sets of GPUs, where they are devices, by size and the best first. (A
-/// class chooses one kind of device and one size.)
-/// A GPU in MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does, whatever the plan's MIG
+/// that are gone and that a claim may have; then MIG devices that are made when a claim has them, where the settings have
+/// it; then sets of GPUs, where they are devices, by size and the best first. (A class chooses one kind of device and one
+/// size.) A GPU in MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does, whatever the plan's MIG
 /// strategy is. Where taints do not survive, a sick device is left out, unless a claim holds it.
 pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
     let (mut devices, mut problems) = (Vec::new(), Vec::new());
@@ -235,6 +237,10 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
             problems.push(DraProblem::NoName { hardware });
             continue;
         };
+        // One that was made for a claim stays the device that it was before.
+        if settings.dynamic_mig && device.place.is_some() && facts.made.contains(&name) {
+            continue;
+        }
         let GpuSharing { now, next } = device.sharing;
         if now != next {
             problems.push(DraProblem::SharingWaits { device: name.clone(), now, next });
@@ -270,6 +276,7 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
             devices.push(made);
         }
     }
+    dynamic_mig::add(facts, &mut devices, &mut problems);
     devices.extend(set_devices::set_devices(facts, &gpus));
     (devices, problems)
 }

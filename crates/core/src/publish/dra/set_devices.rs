@@ -57,10 +57,14 @@ impl PublishedSets {
     }
 }
 
-/// The counters that devices consume.
+/// How the names of counter sets of whole GPUs begin.
+pub const GPU_COUNTERS: &str = "gpus-";
+
+/// The counters of whole GPUs that devices consume.
 pub fn counters(devices: &[SliceDevice]) -> Vec<CounterSet> {
     let mut sets: BTreeMap<&str, BTreeMap<String, Counter>> = BTreeMap::new();
-    for consumption in devices.iter().flat_map(|device| &device.consumes_counters) {
+    let all = devices.iter().flat_map(|device| &device.consumes_counters);
+    for consumption in all.filter(|consumption| consumption.counter_set.starts_with(GPU_COUNTERS)) {
         sets.entry(&consumption.counter_set).or_default().extend(consumption.counters.clone());
     }
     sets.into_iter().map(|(name, counters)| CounterSet { name: name.to_owned(), counters }).collect()
@@ -74,7 +78,7 @@ fn consumption(minors: &[u32]) -> Vec<CounterConsumption> {
         let counter = Counter { value: "1".to_owned() };
         sets.entry(minor / MOST_COUNTERS).or_default().insert(gpu_name(*minor), counter);
     }
-    let set = |(number, counters)| CounterConsumption { counter_set: format!("gpus-{number}"), counters };
+    let set = |(number, counters)| CounterConsumption { counter_set: format!("{GPU_COUNTERS}{number}"), counters };
     sets.into_iter().map(set).collect()
 }
 

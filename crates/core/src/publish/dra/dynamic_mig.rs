@@ -1,0 +1,138 @@
+//! The MIG devices that GPUs in MIG mode could have, as devices over the counters of their GPUs: each is made when a claim
+//! gets it, and destroyed when the claim has ended.
+//!
+//! A GPU has a counter set, as with NVIDIA's driver: each memory slice, the memory, and what computes. A MIG device that
+//! an administrator made is published without counters, as it is without this; what it has is not in the counters, and no
+//! device over its memory slices is published. The allocator subtracts what the *current* slices say of allocated
+//! devices, so what a device consumes depends on its profile and place only.
+
+use crate::prelude::*;
+use alloc::collections::BTreeMap;
+
+use super::attributes::Draft;
+use super::taints;
+use super::{Counter, CounterConsumption, CounterSet, DraDevice, DraFacts, DraProblem, SliceDevice};
+use crate::quantity;
+use crate::topology::{MigDevice, MigEngines, PossibleMig, device_name, possible_mig};
+
+/// Adds the devices of all GPUs in MIG mode, in the order of [`possible_mig`].
+pub(super) fn add(facts: &DraFacts<'_>, devices: &mut Vec<SliceDevice>, problems: &mut Vec<DraProblem>) {
+    if !facts.settings.dynamic_mig {
+        return;
+    }
+    let possible = possible_mig(facts.topology);
+    for gpu in &facts.mig_gpus {
+        let gpu_taints = taints::taints(gpu.reasons.iter(), facts.settings.evict_from_lost);
+        for possible in possible.iter().filter(|possible| gpu.place == Some(possible.gpu)) {
+            let is_made = facts.made.contains(&possible.name);
+            // What became of the instance itself, where it is there.
+            let own = facts.devices.iter().find(|device| is_made && device.mig.is_some_and(|mig| possible.is(mig)));
+            let own = own.map(|own| taints::taints(own.reasons.iter(), facts.settings.evict_from_lost));
+            let mut taints = own.unwrap_or_else(|| gpu_taints.clone());
+            let is_blocked = static_devices(facts, gpu).any(|mig| possible.is_blocked_by(mig));
+            // A claim that held the device of an administrator is not one that has this.
+            let may_be_new = facts.settings.taints_survive || taints.is_empty() || facts.held.contains(&possible.name);
+            if !is_made && (is_blocked || !may_be_new) {
+                continue;
+            }
+            if !facts.settings.taints_survive {
+                taints.clear();
+            }
+            let Some(counter_set) = counter_set(facts, gpu) else { continue };
+            let name = possible.name.clone();
+            let mut draft = Draft { device: SliceDevice { name, taints, ..Default::default() }, problems };
+            draft.possible_mig(facts.topology, gpu, possible, facts.versions);
+            let counters = consumed(possible);
+            draft.device.consumes_counters =
+                Vec::from([CounterConsumption { counter_set, counters: values(counters) }]);
+            devices.push(draft.device);
+        }
+    }
+}
+
+/// The counters that these devices consume: of each GPU what the MIG devices of an administrator leave.
+pub fn counters(facts: &DraFacts<'_>) -> Vec<CounterSet> {
+    if !facts.settings.dynamic_mig {
+        return Vec::new();
+    }
+    let possible = possible_mig(facts.topology);
+    let of_gpu = |gpu: &DraDevice<'_>| {
+        let mut left: BTreeMap<String, u64> = BTreeMap::new();
+        for possible in possible.iter().filter(|possible| gpu.place == Some(possible.gpu)) {
+            for (name, amount) in consumed(possible) {
+                // So many of a profile fit at once: then the GPU has at least as much. A memory slice is one.
+                let is_slice = name.starts_with(SLICE);
+                let most = if is_slice { 1 } else { amount.saturating_mul(possible.kind.instances.max(1).into()) };
+                let total = left.entry(name).or_default();
+                *total = most.max(*total);
+            }
+        }
+        for mig in static_devices(facts, gpu) {
+            let slices = mig.placement.map(|placement| (placement.start, placement.size)).unwrap_or_default();
+            // Compute instances of one GPU instance share its memory and engines: the first has them all.
+            let is_first = static_devices(facts, gpu)
+                .take_while(|other| other.uuid != mig.uuid)
+                .all(|other| other.gpu_instance != mig.gpu_instance);
+            let engines = mig.engines.unwrap_or_default();
+            let shared = MigEngines { multiprocessors: engines.multiprocessors, ..MigEngines::default() };
+            let taken = if is_first { amounts(engines, mig.memory_mib, slices) } else { amounts(shared, 0, (0, 0)) };
+            for (name, amount) in taken {
+                if let Some(total) = left.get_mut(&name) {
+                    *total = total.saturating_sub(amount);
+                }
+            }
+        }
+        Some(CounterSet { name: counter_set(facts, gpu)?, counters: values(left) })
+            .filter(|set| !set.counters.is_empty())
+    };
+    facts.mig_gpus.iter().filter_map(of_gpu).collect()
+}
+
+/// How the counters of memory slices begin.
+const SLICE: &str = "memory-slice-";
+
+/// The counter of memory, in MiB.
+const MEMORY: &str = "memory";
+
+/// The counter set of a GPU, by NVIDIA's name.
+fn counter_set(facts: &DraFacts<'_>, gpu: &DraDevice<'_>) -> Option<String> {
+    Some(format!("{}-counter-set", device_name(facts.topology, gpu.place?, None)?))
+}
+
+/// The MIG devices of a GPU that no claim had made.
+fn static_devices<'a>(facts: &DraFacts<'a>, gpu: &DraDevice<'a>) -> impl Iterator<Item = &'a MigDevice> {
+    let (topology, place, made) = (facts.topology, gpu.place, facts.made.clone());
+    let own = topology.mig_devices().iter().enumerate().filter(move |(_, mig)| place == Some(mig.parent));
+    let is_made =
+        move |at, mig: &MigDevice| device_name(topology, mig.parent, Some(at)).is_some_and(|name| made.contains(&name));
+    own.filter(move |(at, mig)| !is_made(*at, mig)).map(|(_, mig)| mig)
+}
+
+/// What a device takes of its GPU's counters, by NVIDIA's names.
+fn consumed(possible: &PossibleMig<'_>) -> BTreeMap<String, u64> {
+    let placement = possible.slot.placement;
+    amounts(possible.kind.engines, possible.kind.memory_mib, (placement.start, placement.size))
+}
+
+fn amounts(engines: MigEngines, memory_mib: u64, (start, size): (u32, u32)) -> BTreeMap<String, u64> {
+    let MigEngines { multiprocessors, copy, decoder, encoder, jpeg, ofa } = engines;
+    let named = [
+        ("multiprocessors", multiprocessors),
+        ("copy-engines", copy),
+        ("decoders", decoder),
+        ("encoders", encoder),
+        ("jpeg-engines", jpeg),
+        ("ofa-engines", ofa),
+    ];
+    let named = named.map(|(name, amount)| (name.to_owned(), u64::from(amount)));
+    // No GPU has more than eight; a file from a stranger may say anything.
+    let slices = (start..start.saturating_add(size)).take(8).map(|slice| (format!("{SLICE}{slice}"), 1));
+    let all = named.into_iter().chain([(MEMORY.to_owned(), memory_mib)]).chain(slices);
+    all.filter(|(_, amount)| *amount > 0).collect()
+}
+
+fn values(amounts: BTreeMap<String, u64>) -> BTreeMap<String, Counter> {
+    let value =
+        |name: &str, amount: u64| if name == MEMORY { quantity::of_mebibytes(amount) } else { amount.to_string() };
+    amounts.into_iter().map(|(name, amount)| (name.clone(), Counter { value: value(&name, amount) })).collect()
+}

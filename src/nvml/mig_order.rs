@@ -1,0 +1,137 @@
+//! GPU instances made and destroyed for claims, in the agent. docs/mig.md.
+//!
+//! Called by `watch` for an order of the parent, one at a time. Each call is reported before it is made, so that one that
+//! hangs costs this process, after the limit of any call, and the parent knows which it was.
+
+use nvml_wrapper_sys::bindings as sys;
+
+use super::call::{Answer, CallError, Fault};
+use super::mig::handle;
+use super::probe::{Gpu, UUID};
+use super::raw::{self, GpuInstance, GpuInstanceHandle};
+use crate::claims::{MigOrder, MigOrderError, MigTask};
+use crate::topology::{MigSlot, MigUuid};
+
+/// Why an order failed, and whether its instance may be there.
+struct Failure {
+    error: CallError,
+    may_exist: bool,
+}
+
+impl Failure {
+    /// Before anything was made.
+    fn before(error: CallError) -> Self {
+        Self { error, may_exist: false }
+    }
+
+    fn after(error: CallError) -> Self {
+        Self { error, may_exist: true }
+    }
+}
+
+/// Carries out an order; the MIG device that was made, where one was.
+pub fn carry_out(gpus: &[Gpu<'_>], order: &MigOrder) -> Result<Option<MigUuid>, MigOrderError> {
+    let gpu = gpus.iter().find(|gpu| gpu.uuid == order.gpu);
+    let done = match (&order.task, gpu) {
+        (MigTask::Make, None) => {
+            let why = format!("NVML does not list {}", order.gpu);
+            return Err(MigOrderError { why, may_exist: false });
+        }
+        // It took its instances with it.
+        (MigTask::Destroy(_), None) => Ok(None),
+        (MigTask::Make, Some(gpu)) => make(gpu, order.slot).map(Some),
+        (MigTask::Destroy(device), Some(gpu)) => {
+            let destroyed = destroy(gpu, order.slot, device.as_ref());
+            let is_lost = |error: &CallError| error.fault() == Fault::GpuLost;
+            match destroyed {
+                Err(error) if is_lost(&error) => Ok(None),
+                other => other.map(|()| None).map_err(Failure::after),
+            }
+        }
+    };
+    done.map_err(|Failure { error, may_exist }| MigOrderError { why: error.to_string(), may_exist })
+}
+
+/// NVML's answer to an order: without an answer there is nothing to go on with.
+fn required<T>(call: &'static str, answer: Answer<T>) -> Result<T, CallError> {
+    answer?.ok_or_else(|| CallError::returned(call, sys::nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED))
+}
+
+fn make(gpu: &Gpu<'_>, MigSlot { profile_id, placement }: MigSlot) -> Result<MigUuid, Failure> {
+    const CREATE: &str = "nvmlDeviceCreateGpuInstanceWithPlacement";
+    let created = || GpuInstanceHandle::create(&gpu.device, profile_id, placement.start, placement.size);
+    let instance = required(CREATE, gpu.calls.raw(CREATE, created)).map_err(Failure::before)?;
+    let id = gpu.calls.raw(INFO, || instance.info());
+    let made = required(INFO, id).and_then(|GpuInstance { id, .. }| fill(gpu, &instance, id));
+    // What is left half made is destroyed; where that fails, the error is still that of making it.
+    made.map_err(|error| match destroy(gpu, MigSlot { profile_id, placement }, None) {
+        Ok(()) => Failure::before(error),
+        Err(_) => Failure::after(error),
+    })
+}
+
+const INFO: &str = "nvmlGpuInstanceGetInfo";
+
+/// Makes the compute instance that takes all of a GPU instance; the MIG device that it is.
+fn fill(gpu: &Gpu<'_>, instance: &GpuInstanceHandle<'_, '_>, id: u32) -> Result<MigUuid, CallError> {
+    const PROFILE: &str = "nvmlGpuInstanceGetComputeInstanceProfileInfo";
+    const CREATE: &str = "nvmlGpuInstanceCreateComputeInstance";
+    let mut whole: Option<(u32, u32)> = None;
+    for number in 0..sys::NVML_COMPUTE_INSTANCE_PROFILE_COUNT {
+        match gpu.calls.raw(PROFILE, || instance.compute_profile(number)) {
+            // A profile that this instance does not have.
+            Err(error) if error.is(sys::nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT) => {}
+            found => {
+                let larger = found?.filter(|(_, slices)| whole.is_none_or(|(_, most)| *slices > most));
+                whole = larger.or(whole);
+            }
+        }
+    }
+    let (profile, _) = required(PROFILE, Ok(whole))?;
+    required(CREATE, gpu.calls.raw(CREATE, || instance.create_compute_instance(profile)))?;
+    let (_, device) = devices(gpu, id)?.pop().ok_or_else(|| {
+        CallError::unreadable(CREATE, "NVML lists no MIG device of the compute instance that was made")
+    })?;
+    Ok(device)
+}
+
+/// The MIG devices of a GPU instance: the compute instances' ids, and UUIDs.
+fn devices(gpu: &Gpu<'_>, instance: u32) -> Result<Vec<(u32, MigUuid)>, CallError> {
+    const COUNT: &str = "nvmlDeviceGetMaxMigDeviceCount";
+    let mut found = Vec::new();
+    let count = required(COUNT, gpu.calls.ask(COUNT, || gpu.device.mig_device_count()))?;
+    for index in 0..count {
+        let Some(device) = handle(&gpu.device, &gpu.calls, index)? else { continue };
+        if gpu.calls.raw("nvmlDeviceGetGpuInstanceId", || raw::gpu_instance_id(&device))? != Some(instance) {
+            continue;
+        }
+        const COMPUTE: &str = "nvmlDeviceGetComputeInstanceId";
+        let compute = required(COMPUTE, gpu.calls.raw(COMPUTE, || raw::compute_instance_id(&device)))?;
+        let uuid = required(UUID, gpu.calls.ask(UUID, || device.uuid()))?;
+        found.push((compute, uuid.parse().map_err(|error| CallError::unreadable(UUID, error))?));
+    }
+    Ok(found)
+}
+
+/// See [`MigTask::Destroy`].
+fn destroy(gpu: &Gpu<'_>, slot: MigSlot, only: Option<&MigUuid>) -> Result<(), CallError> {
+    const LIST: &str = "nvmlDeviceGetGpuInstances";
+    let of_profile = || GpuInstanceHandle::of_profile(&gpu.device, slot.profile_id);
+    for instance in required(LIST, gpu.calls.raw(LIST, of_profile))? {
+        let GpuInstance { id, start, .. } = required(INFO, gpu.calls.raw(INFO, || instance.info()))?;
+        if start != slot.placement.start {
+            continue;
+        }
+        let devices = devices(gpu, id)?;
+        if only.is_some_and(|only| devices.iter().any(|(_, uuid)| uuid != only)) {
+            return Ok(());
+        }
+        for (compute, _) in devices {
+            const COMPUTE: &str = "nvmlComputeInstanceDestroy";
+            required(COMPUTE, gpu.calls.raw(COMPUTE, || instance.destroy_compute_instance(compute)))?;
+        }
+        const DESTROY: &str = "nvmlGpuInstanceDestroy";
+        return required(DESTROY, gpu.calls.raw(DESTROY, || instance.destroy()));
+    }
+    Ok(())
+}

@@ -1,0 +1,178 @@
+//! MIG devices that are made for claims: what of a GPU is published beside the MIG devices that are there.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use linkwise::allocation::AllocationTables;
+use linkwise::machines;
+use linkwise::publish::dra::{DraFacts, GpuLayout, GroupSizes, SliceDevice, devices, mig_counters, offered};
+use linkwise::state::{DraGpus, DriverVersions, ResourcePlan, UnhealthyReason};
+use linkwise::topology::{
+    MigDeviceObservation, MigEngines, MigExtension, MigPlacement, NodeObservation, NodeTopology, hardware_of,
+};
+
+/// GPU 0 in MIG mode without instances, GPU 1 whole.
+const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fake-nvml/machines/mig-on-demand.yaml");
+
+/// 2g.20gb from memory slice 2.
+const DEVICE: &str = "gpu-0-mig-2g20gb-14-2";
+
+fn observed() -> NodeObservation {
+    machines::load(MACHINE).unwrap().observed
+}
+
+/// The same with the MIG device [`DEVICE`], whoever made it.
+fn with_device() -> NodeObservation {
+    let mut observed = observed();
+    let engines = MigEngines { multiprocessors: 28, copy: 2, decoder: 1, ..MigEngines::default() };
+    observed.gpus[0].mig.as_mut().unwrap().devices.push(MigDeviceObservation {
+        index: 0,
+        uuid: "MIG-1".parse().unwrap(),
+        gpu_instance: 3,
+        compute_instance: 0,
+        gpu_slices: 2,
+        compute_slices: 2,
+        memory_mib: 19_968,
+        profile_id: Some(14),
+        placement: Some(MigPlacement { start: 2, size: 2 }),
+        extension: Some(MigExtension::None),
+        engines: Some(engines),
+        capabilities: None,
+    });
+    observed
+}
+
+/// What is published; `change` sees the facts first.
+fn published(
+    observed: &NodeObservation,
+    change: impl FnOnce(&mut DraFacts<'_>),
+) -> (BTreeMap<String, SliceDevice>, BTreeMap<String, String>) {
+    let (topology, _) = NodeTopology::assemble(observed);
+    let gpus = offered(&topology, &ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() });
+    let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus, &GroupSizes::default());
+    let versions = DriverVersions::of(observed);
+    let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
+    facts.settings.dynamic_mig = true;
+    change(&mut facts);
+    let (devices, problems) = devices(&facts);
+    assert_eq!(problems, []);
+    let sets = mig_counters(&facts);
+    assert!(sets.len() <= 1 && sets.iter().all(|set| set.name == "gpu-0-counter-set"));
+    let counters = sets.into_iter().flat_map(|set| set.counters).map(|(name, counter)| (name, counter.value));
+    (devices.into_iter().map(|device| (device.name.clone(), device)).collect(), counters.collect())
+}
+
+/// What a device consumes.
+fn consumed(device: &SliceDevice) -> BTreeMap<&str, &str> {
+    let counters = device.consumes_counters.iter().flat_map(|set| &set.counters);
+    counters.map(|(name, counter)| (name.as_str(), counter.value.as_str())).collect()
+}
+
+#[test]
+fn every_profile_and_place_is_a_device() {
+    let (devices, counters) = published(&observed(), |_| {});
+    assert_eq!(devices.len(), 1 + 7 + 7 + 4 + 3 + 2 + 1 + 1);
+    assert!(devices["gpu-1"].consumes_counters.is_empty());
+    let device = &devices[DEVICE];
+    let expected = [
+        ("copy-engines", "2"),
+        ("decoders", "1"),
+        ("memory", "19968Mi"),
+        ("memory-slice-2", "1"),
+        ("memory-slice-3", "1"),
+        ("multiprocessors", "28"),
+    ];
+    assert_eq!(consumed(device), expected.into());
+    assert!(device.attributes.contains_key("parentUUID") && !device.attributes.contains_key("uuid"));
+    let slices = device.capacity.keys().filter(|key| key.starts_with("memorySlice"));
+    assert_eq!(slices.collect::<Vec<_>>(), ["memorySlice2", "memorySlice3"]);
+    let of = |name: &str| counters.get(name).map(String::as_str);
+    assert_eq!((of("multiprocessors"), of("decoders"), of("jpeg-engines")), (Some("98"), Some("5"), Some("1")));
+    assert_eq!((of("memory"), of("memory-slice-7"), of("encoders")), (Some("79Gi"), Some("1"), None));
+}
+
+#[test]
+fn made_device_stays_the_same() {
+    let (before, counters) = published(&observed(), |_| {});
+    let (after, left) = published(&with_device(), |facts| facts.made = BTreeSet::from([DEVICE.to_owned()]));
+    assert_eq!((before, counters), (after, left));
+}
+
+#[test]
+fn device_of_an_administrator_takes_its_place() {
+    let (devices, counters) = published(&with_device(), |_| {});
+    let own = &devices[DEVICE];
+    assert!(own.consumes_counters.is_empty() && own.attributes.contains_key("uuid"));
+    let slices = |device: &SliceDevice| {
+        consumed(device)
+            .keys()
+            .filter(|name| name.starts_with("memory-slice-"))
+            .map(|name| (*name).to_owned())
+            .collect()
+    };
+    for (name, device) in &devices {
+        let slices: Vec<String> = slices(device);
+        assert!(!slices.iter().any(|slice| slice.ends_with("-2") || slice.ends_with("-3")), "{name}");
+    }
+    assert!(devices.contains_key("gpu-0-mig-3g40gb-9-4") && !devices.contains_key("gpu-0-mig-3g40gb-9-0"));
+    let of = |name: &str| counters[name].as_str();
+    assert_eq!((of("multiprocessors"), of("decoders"), of("copy-engines")), ("70", "4", "5"));
+    assert_eq!((of("memory-slice-1"), of("memory-slice-2"), of("memory-slice-3")), ("1", "0", "0"));
+}
+
+#[test]
+fn device_in_an_unknown_place_leaves_no_other() {
+    let mut observed = with_device();
+    let device = &mut observed.gpus[0].mig.as_mut().unwrap().devices[0];
+    (device.placement, device.profile_id) = (None, None);
+    let (devices, _) = published(&observed, |_| {});
+    assert_eq!(devices.keys().collect::<Vec<_>>(), ["gpu-0-mig-2g20gb-gi3-ci0", "gpu-1"]);
+}
+
+#[test]
+fn nothing_is_added_where_the_setting_is_off() {
+    let (devices, counters) = published(&observed(), |facts| facts.settings.dynamic_mig = false);
+    assert_eq!(devices.keys().collect::<Vec<_>>(), ["gpu-1"]);
+    assert!(counters.is_empty());
+}
+
+#[test]
+fn sick_gpu_taints_its_mig_devices() {
+    let sick = |facts: &mut DraFacts<'_>| {
+        facts.mig_gpus[0].reasons = vec![UnhealthyReason::Xid { code: 79, instance: None }];
+    };
+    let (devices, _) = published(&observed(), sick);
+    let is_mig = |name: &String| name.starts_with("gpu-0-mig-");
+    assert!(devices.iter().all(|(name, device)| is_mig(name) != device.taints.is_empty()));
+    // Where taints do not survive, those that claims have stay.
+    let (devices, counters) = published(&with_device(), |facts| {
+        sick(facts);
+        facts.settings.taints_survive = false;
+        facts.made = BTreeSet::from([DEVICE.to_owned()]);
+    });
+    assert_eq!(devices.keys().collect::<Vec<_>>(), [DEVICE, "gpu-1"]);
+    assert!(counters.contains_key("memory-slice-2"));
+}
+
+#[test]
+fn names_are_those_of_the_devices_when_they_are_made() {
+    let (topology, _) = NodeTopology::assemble(&with_device());
+    assert_eq!(hardware_of(&topology, DEVICE), Some((0, Some(0))));
+    let (devices, _) = published(&observed(), |_| {});
+    assert!(devices.contains_key(DEVICE));
+}
+
+#[test]
+fn nonsense_of_the_driver_makes_no_device() {
+    let mut observed = observed();
+    let profiles = &mut observed.gpus[0].mig.as_mut().unwrap().profiles;
+    profiles.truncate(1);
+    let place = |start, size| MigPlacement { start, size };
+    profiles[0].placements = vec![place(0, 0), place(7, 2), place(u32::MAX, u32::MAX), place(3, 1), place(3, 1)];
+    let (devices, _) = published(&observed, |_| {});
+    assert_eq!(devices.keys().collect::<Vec<_>>(), ["gpu-0-mig-1g10gb-19-3", "gpu-1"]);
+    let profile = &mut observed.gpus[0].mig.as_mut().unwrap().profiles[0];
+    (profile.gpu_slices, profile.memory_mib, profile.id) = (u32::MAX, u64::MAX, u32::MAX);
+    profile.instances = u32::MAX;
+    let (devices, _) = published(&observed, |_| {});
+    assert!(devices.keys().all(|name| name.len() <= 63));
+}

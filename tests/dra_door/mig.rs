@@ -1,0 +1,498 @@
+//! MIG devices made for claims: made, refused, destroyed, and what is left where the plugin is killed between.
+
+use std::fs;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use linkwise::claims::{MigOrder, MigOrderError, MigTask};
+use linkwise::dra::MigRequest;
+use linkwise::machines;
+use linkwise::state::{DraGpus, Event};
+use linkwise::topology::{GpuUuid, MigDeviceObservation, MigPlacement, MigSlot};
+use tokio::sync::{mpsc, watch};
+use tokio::time::timeout;
+
+use super::node::{Answer, KIND, LIMIT, Node, end, name, pod, refusal, start, state};
+
+/// GPU 0 in MIG mode, without instances.
+const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fake-nvml/machines/mig-on-demand.yaml");
+
+/// 2g.20gb from memory slice 2.
+const DEVICE: &str = "gpu-0-mig-2g20gb-14-2";
+const SLOT: MigSlot = MigSlot { profile_id: 14, placement: MigPlacement { start: 2, size: 2 } };
+
+/// 1g.10gb from memory slice 0, which is apart from it.
+const OTHER: &str = "gpu-0-mig-1g10gb-19-0";
+
+/// What the driver does with the next order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Mood {
+    #[default]
+    Obeys,
+    /// It makes nothing, with a code.
+    Refuses,
+    /// The device is in use.
+    InUse,
+    /// It never answers, before it does anything.
+    HangsBefore,
+    /// It never answers, after it did what was ordered; no scan follows.
+    HangsAfter,
+    /// It never answers, after it did what was ordered and a scan found that.
+    HangsSeen,
+    /// The agent dies, after it did what was ordered.
+    Dies,
+}
+
+/// A driver: its instances, and what was ordered.
+struct Driver {
+    instances: Vec<MigDeviceObservation>,
+    orders: Vec<MigOrder>,
+    mood: Mood,
+    made: u32,
+    /// Orders that are never answered.
+    held: Vec<MigRequest>,
+    state: watch::Sender<Arc<linkwise::state::NodeState>>,
+}
+
+type Shared = Arc<Mutex<Driver>>;
+
+impl Driver {
+    fn obey(&mut self, order: &MigOrder) -> Result<Option<linkwise::topology::MigUuid>, MigOrderError> {
+        let failed = |why: &str, may_exist| Err(MigOrderError { why: why.to_owned(), may_exist });
+        let there = self.instances.iter().position(|instance| {
+            instance.profile_id == Some(order.slot.profile_id) && instance.placement == Some(order.slot.placement)
+        });
+        match &order.task {
+            MigTask::Make => {
+                let is_taken = |instance: &MigDeviceObservation| {
+                    instance.placement.is_some_and(|place| place.overlaps(order.slot.placement))
+                };
+                if self.mood == Mood::Refuses || self.instances.iter().any(is_taken) {
+                    let why = "nvmlDeviceCreateGpuInstanceWithPlacement: NVML_ERROR_INSUFFICIENT_RESOURCES (23)";
+                    return failed(why, false);
+                }
+                self.made += 1;
+                let made = instance(&format!("MIG-made-{}", self.made), order.slot);
+                self.instances.push(made.clone());
+                Ok(Some(made.uuid))
+            }
+            MigTask::Destroy(_) if self.mood == Mood::InUse => {
+                failed("nvmlGpuInstanceDestroy: NVML_ERROR_IN_USE (19)", true)
+            }
+            MigTask::Destroy(only) => {
+                let is_it = |at: &usize| only.as_ref().is_none_or(|only| self.instances[*at].uuid == *only);
+                if let Some(at) = there.filter(is_it) {
+                    self.instances.remove(at);
+                }
+                Ok(None)
+            }
+        }
+    }
+
+    /// What a scan finds.
+    fn scan(&self) {
+        let mut observed = machines::load(MACHINE).unwrap().observed;
+        observed.gpus[0].mig.as_mut().unwrap().devices = self.instances.clone();
+        let before = linkwise::state::NodeState::clone(&self.state.borrow());
+        let after = before.apply(Event::Observed(Box::new(observed)), Duration::from_secs(1)).0;
+        self.state.send_replace(Arc::new(after));
+    }
+}
+
+/// A MIG device that has all of an instance.
+fn instance(uuid: &str, slot: MigSlot) -> MigDeviceObservation {
+    let machine = machines::load(MACHINE).unwrap().observed;
+    let mig = machine.gpus[0].mig.clone().unwrap();
+    let kind = mig.profiles.iter().find(|profile| profile.id == slot.profile_id).unwrap();
+    MigDeviceObservation {
+        index: slot.placement.start,
+        uuid: uuid.parse().unwrap(),
+        gpu_instance: 1 + slot.placement.start,
+        compute_instance: 0,
+        gpu_slices: kind.gpu_slices,
+        compute_slices: kind.gpu_slices,
+        memory_mib: kind.memory_mib,
+        profile_id: Some(slot.profile_id),
+        placement: Some(slot.placement),
+        extension: Some(linkwise::topology::MigExtension::of_profile(kind.number)),
+        engines: Some(kind.engines),
+        capabilities: Some(linkwise::topology::MigCapabilities {
+            gpu_instance: 10 + slot.placement.start,
+            compute_instance: 20 + slot.placement.start,
+        }),
+    }
+}
+
+/// A node with such a driver, its plugin not started.
+fn node() -> (Node, Shared) {
+    let mut node = Node::new();
+    node.state.send_replace(Arc::new(state(MACHINE, DraGpus::All)));
+    node.settings.makes_mig = true;
+    let (mig, mut requests) = mpsc::channel::<MigRequest>(16);
+    node.settings.mig = Some(mig);
+    let driver = Driver {
+        instances: Vec::new(),
+        orders: Vec::new(),
+        mood: Mood::Obeys,
+        made: 0,
+        held: Vec::new(),
+        state: node.state.clone(),
+    };
+    let driver = Arc::new(Mutex::new(driver));
+    let (shared, spec, snapshot) = (Arc::clone(&driver), node.gpu_spec(), node.state.subscribe());
+    tokio::spawn(async move {
+        while let Some(request) = requests.recv().await {
+            let mut driver = shared.lock().unwrap();
+            driver.orders.push(request.order.clone());
+            let mood = driver.mood;
+            if mood == Mood::HangsBefore {
+                driver.held.push(request);
+                continue;
+            }
+            let result = driver.obey(&request.order);
+            if matches!(mood, Mood::HangsAfter | Mood::Dies) {
+                if mood == Mood::HangsAfter {
+                    driver.held.push(request);
+                }
+                continue;
+            }
+            driver.scan();
+            // As the agent's other task does.
+            let uuids: Vec<_> = snapshot.borrow().topology().mig_devices().iter().map(|mig| mig.uuid.clone()).collect();
+            let devices: Vec<_> = uuids.iter().map(|uuid| serde_json::json!({"name": uuid})).collect();
+            let text = serde_json::json!({"cdiVersion": "0.5.0", "kind": KIND, "devices": devices}).to_string();
+            fs::write(&spec, text).unwrap();
+            if mood == Mood::HangsSeen {
+                driver.held.push(request);
+            } else {
+                let _ = request.answer.send(result);
+            }
+        }
+    });
+    (node, driver)
+}
+
+fn instances(driver: &Shared) -> Vec<String> {
+    driver.lock().unwrap().instances.iter().map(|instance| instance.uuid.to_string()).collect()
+}
+
+fn orders(driver: &Shared) -> Vec<MigTask> {
+    driver.lock().unwrap().orders.iter().map(|order| order.task.clone()).collect()
+}
+
+fn set(driver: &Shared, mood: Mood) {
+    driver.lock().unwrap().mood = mood;
+}
+
+/// Waits until something holds; nothing here is waited for but the plugin's own work.
+async fn until(wanted: impl Fn() -> bool) {
+    let waiting = async {
+        while !wanted() {
+            tokio::task::yield_now().await;
+        }
+    };
+    timeout(LIMIT, waiting).await.unwrap();
+}
+
+/// A pod of the claim is started, and the plugin killed in the middle of the order.
+async fn killed_in(node: &mut Node, driver: &Shared, mood: Mood) {
+    set(driver, mood);
+    node.start();
+    let kubelet = node.kubelet().await;
+    node.claim("a", &[("gpus", DEVICE)]);
+    let starting = tokio::spawn({
+        let claim = pod(&name("a"));
+        async move {
+            let _ = kubelet.start_pod(&claim).await;
+            kubelet.stop().await;
+        }
+    });
+    until(|| !orders(driver).is_empty() && (mood != Mood::HangsSeen || !driver.lock().unwrap().held.is_empty())).await;
+    node.kill().await;
+    starting.abort();
+    let _ = starting.await;
+    set(driver, Mood::Obeys);
+    driver.lock().unwrap().held.clear();
+}
+
+#[tokio::test]
+async fn mig_device_is_made_and_destroyed() {
+    let (mut node, driver) = node();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", DEVICE), ("gpus", OTHER)]);
+    let devices = start(&kubelet, &claim).await.unwrap();
+    assert_eq!(devices, [format!("{KIND}=MIG-made-1"), format!("{KIND}=MIG-made-2")]);
+    assert_eq!(instances(&driver), ["MIG-made-1", "MIG-made-2"]);
+    let text = fs::read_to_string(node.checkpoint("a")).unwrap();
+    assert!(text.contains("\"Completed\"") && text.contains("\"profileId\": 14"), "{text}");
+    end(&kubelet, &claim).await;
+    assert_eq!((instances(&driver).len(), node.checkpoints().len()), (0, 0));
+    let uuid = |number| Some(format!("MIG-made-{number}").parse().unwrap());
+    let expected = [MigTask::Make, MigTask::Make, MigTask::Destroy(uuid(1)), MigTask::Destroy(uuid(2))];
+    assert_eq!(orders(&driver), expected);
+}
+
+#[tokio::test]
+async fn checkpoint_precedes_the_order() {
+    let (mut node, driver) = node();
+    killed_in(&mut node, &driver, Mood::HangsBefore).await;
+    let text = fs::read_to_string(node.checkpoint("a")).unwrap();
+    assert!(text.contains("\"Started\"") && text.contains("\"made\""), "{text}");
+}
+
+#[tokio::test]
+async fn refused_placement_is_the_claims_error() {
+    let (mut node, driver) = node();
+    set(&driver, Mood::Refuses);
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    let error = refusal(&kubelet, &claim).await;
+    for part in [DEVICE, "profile 14, memory slices from 2", "NVML_ERROR_INSUFFICIENT_RESOURCES (23)"] {
+        assert!(error.contains(part), "{error}");
+    }
+    assert_eq!((node.checkpoints().len(), instances(&driver).len()), (0, 0));
+    // What was not made is not destroyed: it may be somebody else's.
+    assert!(orders(&driver).iter().all(|task| *task == MigTask::Make), "{:?}", orders(&driver));
+    set(&driver, Mood::Obeys);
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-made-1")]);
+}
+
+#[tokio::test]
+async fn first_of_two_goes_when_the_second_is_refused() {
+    let (mut node, driver) = node();
+    // An instance that no scan has found yet is in the way of the second.
+    let hidden = instance("MIG-hidden", MigSlot { profile_id: 19, placement: MigPlacement { start: 0, size: 1 } });
+    driver.lock().unwrap().instances.push(hidden);
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", DEVICE), ("gpus", OTHER)]);
+    let error = refusal(&kubelet, &claim).await;
+    assert!(error.contains(OTHER) && error.contains("INSUFFICIENT_RESOURCES"), "{error}");
+    assert_eq!((instances(&driver), node.checkpoints().len()), (vec!["MIG-hidden".to_owned()], 0));
+}
+
+#[tokio::test]
+async fn device_in_use_stays_until_unprepare_succeeds() {
+    let (mut node, driver) = node();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    start(&kubelet, &claim).await.unwrap();
+    set(&driver, Mood::InUse);
+    let error = format!("{:?}", kubelet.stop_pod(&pod(&claim).pod).await.unwrap_err());
+    assert!(error.contains(DEVICE) && error.contains("NVML_ERROR_IN_USE (19)"), "{error}");
+    assert_eq!((instances(&driver).len(), node.checkpoints().len()), (1, 1));
+    // Nobody else gets it meanwhile.
+    let other = node.claim("b", &[("gpus", "gpu-0-mig-1g10gb-19-3")]);
+    let error = refusal(&kubelet, &other).await;
+    assert!(error.contains("is prepared for the claim ml/claim-a"), "{error}");
+    set(&driver, Mood::Obeys);
+    end(&kubelet, &claim).await;
+    assert_eq!((instances(&driver).len(), node.checkpoints().len()), (0, 0));
+}
+
+#[tokio::test]
+async fn killed_while_it_is_made_is_made_once() {
+    for mood in [Mood::HangsBefore, Mood::HangsAfter, Mood::HangsSeen] {
+        let (mut node, driver) = node();
+        killed_in(&mut node, &driver, mood).await;
+        node.start();
+        let kubelet = node.kubelet().await;
+        let claim = name("a");
+        let devices = start(&kubelet, &claim).await.unwrap();
+        let made = instances(&driver);
+        assert_eq!(devices, [format!("{KIND}={}", made[0])], "{mood:?}");
+        assert_eq!(made.len(), 1, "{mood:?}");
+        end(&kubelet, &claim).await;
+        assert_eq!((instances(&driver).len(), node.checkpoints().len()), (0, 0), "{mood:?}");
+    }
+}
+
+#[tokio::test]
+async fn half_made_device_is_destroyed_at_the_next_start() {
+    for mood in [Mood::HangsAfter, Mood::HangsSeen] {
+        let (mut node, driver) = node();
+        killed_in(&mut node, &driver, mood).await;
+        assert_eq!(instances(&driver).len(), 1, "{mood:?}");
+        // The API server is away, and no kubelet asks.
+        node.set("a", Answer::Failed);
+        node.start();
+        until(|| instances(&driver).is_empty() && node.checkpoints().is_empty()).await;
+    }
+}
+
+#[tokio::test]
+async fn killed_while_it_is_destroyed_is_destroyed() {
+    for mood in [Mood::HangsBefore, Mood::HangsAfter, Mood::HangsSeen] {
+        let (mut node, driver) = node();
+        node.start();
+        let kubelet = node.kubelet().await;
+        let claim = node.claim("a", &[("gpus", DEVICE)]);
+        start(&kubelet, &claim).await.unwrap();
+        set(&driver, mood);
+        let ending = tokio::spawn(async move {
+            let _ = kubelet.stop_pod(&pod(&name("a")).pod).await;
+            kubelet.stop().await;
+        });
+        until(|| !driver.lock().unwrap().held.is_empty()).await;
+        node.kill().await;
+        ending.abort();
+        let _ = ending.await;
+        set(&driver, Mood::Obeys);
+        driver.lock().unwrap().held.clear();
+        node.start();
+        let kubelet = node.kubelet().await;
+        // It learns of the claim by starting its pod; whether that works is all the same.
+        let _ = kubelet.start_pod(&pod(&claim)).await;
+        end(&kubelet, &claim).await;
+        assert_eq!((instances(&driver).len(), node.checkpoints().len()), (0, 0), "{mood:?}");
+    }
+}
+
+#[tokio::test]
+async fn agent_that_dies_in_the_order_leaves_nothing() {
+    let (mut node, driver) = node();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    set(&driver, Mood::Dies);
+    let error = refusal(&kubelet, &claim).await;
+    assert!(error.contains("ended before it answered"), "{error}");
+    // The order to destroy it was lost too: it is repeated before anything else is tried.
+    set(&driver, Mood::Obeys);
+    let devices = start(&kubelet, &claim).await.unwrap();
+    assert_eq!(devices, [format!("{KIND}={}", instances(&driver)[0])]);
+    assert_eq!(instances(&driver).len(), 1);
+}
+
+#[tokio::test]
+async fn device_is_made_anew_after_a_reboot() {
+    let (mut node, driver) = node();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    start(&kubelet, &claim).await.unwrap();
+    kubelet.stop().await;
+    node.kill().await;
+    // Instances do not outlive it.
+    driver.lock().unwrap().instances.clear();
+    driver.lock().unwrap().scan();
+    node.settings.boot = Some("the next boot".to_owned());
+    node.start();
+    let kubelet = node.kubelet().await;
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-made-2")]);
+    end(&kubelet, &claim).await;
+    assert_eq!((instances(&driver).len(), node.checkpoints().len()), (0, 0));
+}
+
+#[tokio::test]
+async fn device_of_another_boot_is_not_destroyed() {
+    let (mut node, driver) = node();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    start(&kubelet, &claim).await.unwrap();
+    kubelet.stop().await;
+    node.kill().await;
+    // An administrator made the same after the reboot, and a driver may give it the same name.
+    driver.lock().unwrap().instances = vec![instance("MIG-made-1", SLOT)];
+    driver.lock().unwrap().scan();
+    node.settings.boot = Some("the next boot".to_owned());
+    node.delete("a");
+    node.settings.sweep = Duration::from_millis(1);
+    node.start();
+    until(|| node.checkpoints().is_empty()).await;
+    assert_eq!(instances(&driver), ["MIG-made-1"]);
+}
+
+#[tokio::test]
+async fn device_of_an_administrator_is_left_alone() {
+    let (mut node, driver) = node();
+    driver.lock().unwrap().instances = vec![instance("MIG-of-admin", SLOT)];
+    driver.lock().unwrap().scan();
+    node.write_specs();
+    node.start();
+    let kubelet = node.kubelet().await;
+    // It is a device as ever.
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-of-admin")]);
+    // And none is made over it.
+    let over = node.claim("b", &[("gpus", "gpu-0-mig-3g40gb-9-0")]);
+    let error = refusal(&kubelet, &over).await;
+    assert!(error.contains("MIG-of-admin is in its place"), "{error}");
+    end(&kubelet, &claim).await;
+    assert_eq!((instances(&driver), orders(&driver)), (vec!["MIG-of-admin".to_owned()], Vec::new()));
+}
+
+#[tokio::test]
+async fn claim_over_another_claims_device_is_refused() {
+    let (mut node, driver) = node();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    start(&kubelet, &claim).await.unwrap();
+    for device in [DEVICE, "gpu-0-mig-1g20gb-15-2", "gpu-0-mig-7g80gb-0-0"] {
+        let over = node.claim("b", &[("gpus", device)]);
+        let error = refusal(&kubelet, &over).await;
+        assert!(error.contains("is prepared for the claim ml/claim-a"), "{device}: {error}");
+    }
+    // Within a claim too.
+    let both = node.claim("c", &[("gpus", OTHER), ("gpus", "gpu-0-mig-1g10gb-me-20-0")]);
+    let error = refusal(&kubelet, &both).await;
+    assert!(error.contains("shares hardware with another device of the same claim"), "{error}");
+    assert_eq!(instances(&driver).len(), 1);
+}
+
+#[tokio::test]
+async fn nothing_is_made_where_the_setting_is_off() {
+    let (mut node, driver) = node();
+    node.settings.makes_mig = false;
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    let error = refusal(&kubelet, &claim).await;
+    assert!(error.contains("there is no device"), "{error}");
+    assert_eq!(orders(&driver), []);
+}
+
+#[tokio::test]
+async fn setting_off_destroys_what_was_made() {
+    let (mut node, driver) = node();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    let devices = start(&kubelet, &claim).await.unwrap();
+    kubelet.stop().await;
+    node.stop().await;
+    node.settings.makes_mig = false;
+    node.start();
+    let kubelet = node.kubelet().await;
+    assert_eq!(start(&kubelet, &claim).await.unwrap(), devices);
+    end(&kubelet, &claim).await;
+    assert_eq!((instances(&driver).len(), node.checkpoints().len()), (0, 0));
+}
+
+#[tokio::test]
+async fn unknown_boot_makes_nothing() {
+    let (mut node, driver) = node();
+    node.settings.boot = None;
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    let error = refusal(&kubelet, &claim).await;
+    assert!(error.contains("name of this boot"), "{error}");
+    assert_eq!((orders(&driver).len(), node.checkpoints().len()), (0, 0));
+}
+
+#[tokio::test]
+async fn order_names_the_gpu_and_the_place() {
+    let (mut node, driver) = node();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    start(&kubelet, &claim).await.unwrap();
+    let gpu: GpuUuid = "GPU-00000000-0000-0000-0000-000000000000".parse().unwrap();
+    assert_eq!(driver.lock().unwrap().orders, [MigOrder { gpu, slot: SLOT, task: MigTask::Make }]);
+}

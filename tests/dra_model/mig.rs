@@ -1,0 +1,221 @@
+//! MIG devices that are made for claims, under the allocator: what fits is given out, and nothing twice.
+//!
+//! The judge has a table of its own: NVIDIA's MIG user guide for the A100 80 GB.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use linkwise::allocation::AllocationTables;
+use linkwise::machines;
+use linkwise::publish::dra::slice::Pool;
+use linkwise::publish::dra::{DraFacts, GpuLayout, GroupSizes, devices, mig_counters, offered};
+use linkwise::state::{DraGpus, DriverVersions, ResourcePlan};
+use linkwise::topology::{MigEngines, MigObservation, MigPlacement, MigProfileObservation, NodeTopology};
+use linkwise_scheduler_box::{Cluster, Failure};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use crate::published::{DRIVER, accepted, claim, printed};
+
+const MACHINE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fake-nvml/machines/mig-on-demand.yaml");
+
+/// What an instance has: memory slices, multiprocessors, decoders, JPEG engines, optical flow accelerators.
+struct Kind {
+    name: &'static str,
+    slices: u32,
+    engines: [u32; 4],
+    starts: &'static [u32],
+}
+
+const KINDS: [Kind; 7] = [
+    Kind { name: "1g.10gb", slices: 1, engines: [14, 0, 0, 0], starts: &[0, 1, 2, 3, 4, 5, 6] },
+    Kind { name: "1g.10gb+me", slices: 1, engines: [14, 1, 1, 1], starts: &[0, 1, 2, 3, 4, 5, 6] },
+    Kind { name: "1g.20gb", slices: 2, engines: [14, 1, 0, 0], starts: &[0, 2, 4, 6] },
+    Kind { name: "2g.20gb", slices: 2, engines: [28, 1, 0, 0], starts: &[0, 2, 4] },
+    Kind { name: "3g.40gb", slices: 4, engines: [42, 2, 0, 0], starts: &[0, 4] },
+    Kind { name: "4g.40gb", slices: 4, engines: [56, 2, 0, 0], starts: &[0] },
+    Kind { name: "7g.80gb", slices: 8, engines: [98, 5, 1, 1], starts: &[0] },
+];
+
+/// What the GPU has.
+const ENGINES: [u32; 4] = [98, 5, 1, 1];
+
+/// The GPU: instances by kind and first slice.
+type Gpu = Vec<(usize, u32)>;
+
+/// Whether a GPU can have all of these at once.
+fn is_possible(gpu: &Gpu) -> bool {
+    let mut taken = BTreeSet::new();
+    let mut used = [0; 4];
+    gpu.iter().all(|(kind, start)| {
+        let Kind { slices, engines, starts, .. } = &KINDS[*kind];
+        used.iter_mut().zip(engines).for_each(|(used, more)| *used += more);
+        starts.contains(start) && (*start..start + slices).all(|slice| taken.insert(slice))
+    }) && used.iter().zip(ENGINES).all(|(used, most)| *used <= most)
+}
+
+fn fits(gpu: &Gpu, kind: usize) -> bool {
+    KINDS[kind].starts.iter().any(|start| is_possible(&[gpu.as_slice(), &[(kind, *start)]].concat()))
+}
+
+fn cluster() -> Cluster {
+    let list = printed(&["dra", "--node", MACHINE, "--node-name", "node", "--dra-dynamic-mig"]);
+    let slices: Vec<Value> = list["items"].as_array().unwrap().iter().map(|slice| accepted(slice, None)).collect();
+    let expression = format!("device.driver == '{DRIVER}' && device.attributes['{DRIVER}'].type == 'mig'");
+    let class =
+        json!({"metadata": {"name": "mig.nvidia.com"}, "spec": {"selectors": [{"cel": {"expression": expression}}]}});
+    Cluster::new(&slices, &[class], &[]).unwrap()
+}
+
+/// The claim of a kind as `linkwise claim` prints it.
+fn claims() -> Vec<Value> {
+    KINDS.iter().map(|kind| claim(&["--mig", kind.name])).collect()
+}
+
+/// The instance of an allocation, by its device's name.
+fn instance(allocation: &Value, kind: usize) -> (usize, u32) {
+    let results = allocation["devices"]["results"].as_array().unwrap();
+    assert_eq!(results.len(), 1, "{allocation}");
+    let name = results[0]["device"].as_str().unwrap();
+    let profile = KINDS[kind].name.replace('.', "").replace('+', "-");
+    let rest = name.strip_prefix(&format!("gpu-0-mig-{profile}-")).unwrap_or_else(|| panic!("{name}: {profile}"));
+    (kind, rest.split_once('-').unwrap().1.parse().unwrap())
+}
+
+#[test]
+fn two_halves_fit_and_nothing_else() {
+    let (mut cluster, claims) = (cluster(), claims());
+    for _ in 0..2 {
+        let placement = cluster.allocate("node", std::slice::from_ref(&claims[4])).unwrap();
+        cluster.occupy(&placement.allocations[0]).unwrap();
+    }
+    for (claim, kind) in claims.iter().zip(&KINDS) {
+        let refused = cluster.allocate("node", std::slice::from_ref(claim));
+        assert!(matches!(refused, Err(Failure::Refused(_))), "{}: {refused:?}", kind.name);
+    }
+}
+
+#[test]
+fn small_ones_leave_half_the_gpu() {
+    let (mut cluster, claims) = (cluster(), claims());
+    for kind in [0, 0, 0, 5] {
+        let placement = cluster.allocate("node", std::slice::from_ref(&claims[kind])).unwrap();
+        cluster.occupy(&placement.allocations[0]).unwrap();
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_memory_slice_or_engine_is_given_twice(
+        steps in prop::collection::vec((0..KINDS.len(), any::<prop::sample::Index>(), any::<bool>()), 1..40),
+    ) {
+        let (mut cluster, claims) = (cluster(), claims());
+        let mut held: Vec<(Value, (usize, u32))> = Vec::new();
+        for (kind, which, ends) in steps {
+            if ends && !held.is_empty() {
+                let (ended, _) = held.swap_remove(which.index(held.len()));
+                cluster.release(&ended).unwrap();
+            }
+            let gpu: Gpu = held.iter().map(|(_, instance)| *instance).collect();
+            let outcome = cluster.allocate("node", std::slice::from_ref(&claims[kind]));
+            prop_assert_eq!(outcome.is_ok(), fits(&gpu, kind), "{:?} {}", gpu, KINDS[kind].name);
+            if let Ok(placement) = outcome {
+                let allocation = placement.allocations.into_iter().next().unwrap();
+                cluster.occupy(&allocation).unwrap();
+                let instance = instance(&allocation, kind);
+                prop_assert!(is_possible(&[gpu, vec![instance]].concat()));
+                held.push((allocation, instance));
+            }
+        }
+    }
+}
+
+/// A GPU with all that one can have: 43 profiles and places, eight memory slices, each engine.
+fn everything() -> MigObservation {
+    let kind = |number: u32, gpu_slices: u32, size: u32, starts: &[u32]| MigProfileObservation {
+        id: 100 + number,
+        number,
+        gpu_slices,
+        memory_mib: 17_000 * u64::from(size),
+        instances: u32::try_from(starts.len()).unwrap(),
+        engines: MigEngines { multiprocessors: 16 * gpu_slices, copy: 1, decoder: 1, encoder: 1, jpeg: 1, ofa: 1 },
+        placements: starts.iter().map(|start| MigPlacement { start: *start, size }).collect(),
+    };
+    let (seven, four, three) = ([0, 1, 2, 3, 4, 5, 6], [0, 2, 4, 6], [0, 2, 4]);
+    let profiles = vec![
+        kind(0, 1, 1, &seven),
+        kind(7, 1, 1, &seven),
+        kind(10, 1, 1, &seven),
+        kind(13, 1, 1, &seven),
+        kind(9, 1, 2, &four),
+        kind(1, 2, 2, &three),
+        kind(11, 2, 2, &three),
+        kind(2, 3, 4, &[0, 4]),
+        kind(3, 4, 4, &[0]),
+        kind(12, 4, 4, &[0]),
+        kind(4, 7, 8, &[0]),
+    ];
+    MigObservation { enabled: true, devices: Vec::new(), profiles }
+}
+
+#[test]
+fn mig_everywhere_is_within_the_limits() {
+    for machine in machines::built_in() {
+        let mut observed = machines::load(machine.name).unwrap().observed;
+        for gpu in &mut observed.gpus {
+            gpu.mig = Some(everything());
+            gpu.memory_mib = Some(143_771);
+        }
+        let (topology, _) = NodeTopology::assemble(&observed);
+        let gpus = offered(&topology, &ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() });
+        let layout = GpuLayout::of(&AllocationTables::new(topology.clone().into()), gpus, &GroupSizes::default());
+        let versions = DriverVersions::of(&observed);
+        let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
+        facts.settings.dynamic_mig = true;
+        let ((devices, problems), counters) = (devices(&facts), mig_counters(&facts));
+        assert_eq!((devices.len(), problems), (43 * observed.gpus.len(), Vec::new()), "{}", machine.name);
+        let pool = Pool { counters, ..Pool::new(DRIVER, "node", devices) };
+        let slices: Vec<Value> = (0..)
+            .zip(pool.slices(1))
+            .map(|(number, spec)| {
+                let metadata = json!({"name": format!("{number:05}-slice")});
+                json!({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": metadata, "spec": spec})
+            })
+            .collect();
+        check(&slices);
+        for slice in &slices {
+            let (stored, mut sent) = (accepted(slice, None), slice.clone());
+            // An empty list is none.
+            sent["spec"].as_object_mut().unwrap().retain(|_, value| *value != json!([]));
+            assert_eq!(stored["spec"], sent["spec"], "{}", machine.name);
+        }
+    }
+}
+
+/// The limits of Kubernetes 1.36, as `resource.k8s.io/v1`'s documentation has them.
+fn check(slices: &[Value]) {
+    let empty = Vec::new();
+    let list = |value: &Value| value.as_array().unwrap_or(&empty).clone();
+    let mut known: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for slice in slices {
+        let sets = list(&slice["spec"]["sharedCounters"]);
+        let devices = list(&slice["spec"]["devices"]);
+        assert!(sets.len() <= 8 && devices.len() <= 64 && (sets.is_empty() || devices.is_empty()));
+        for set in sets {
+            let counters: BTreeSet<String> = set["counters"].as_object().unwrap().keys().cloned().collect();
+            assert!(counters.len() <= 32, "{set}");
+            assert!(known.insert(set["name"].as_str().unwrap().to_owned(), counters).is_none(), "{set}");
+        }
+    }
+    for device in slices.iter().flat_map(|slice| list(&slice["spec"]["devices"])) {
+        let size = |key: &str| device[key].as_object().map_or(0, serde_json::Map::len);
+        assert!(size("attributes") + size("capacity") <= 32, "{device}");
+        let consumed = list(&device["consumesCounters"]);
+        assert_eq!(consumed.len(), 1, "{device}");
+        for set in consumed {
+            let there = &known[set["counterSet"].as_str().unwrap()];
+            assert!(set["counters"].as_object().unwrap().keys().all(|counter| there.contains(counter)), "{set}");
+        }
+    }
+}

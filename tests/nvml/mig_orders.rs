@@ -1,0 +1,227 @@
+//! GPU instances made and destroyed by order: what the driver answers, refuses, and does not answer.
+
+use linkwise::claims::{MigOrder, MigOrderError, MigTask};
+use linkwise::nvml::child::{Agent, AgentEnded};
+use linkwise::nvml::protocol::{FromAgent, ToAgent};
+use linkwise::topology::{GpuObservation, MigObservation, MigPlacement, MigSlot, MigUuid};
+
+use super::{Machine, Path, SHORT, machine, ready, said, uuid};
+
+/// 2g.20gb of the machine.
+const SLOT: MigSlot = MigSlot { profile_id: 14, placement: MigPlacement { start: 2, size: 2 } };
+
+fn file() -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake-nvml/machines/mig-on-demand.yaml")
+}
+
+/// A GPU in MIG mode without instances. Nothing but orders makes the agent look.
+fn empty() -> Machine {
+    let mut machine = machine().with("FAKE_NVML_MACHINE", file());
+    machine.command.poll = std::time::Duration::from_secs(3600);
+    machine
+}
+
+async fn order(agent: &mut Agent, slot: MigSlot, task: MigTask) -> Result<Option<MigUuid>, MigOrderError> {
+    agent.request(ToAgent::Mig(MigOrder { gpu: uuid(0), slot, task })).await.unwrap();
+    match said(agent).await.unwrap() {
+        FromAgent::MigDone(result) => result,
+        other => panic!("no answer: {other:?}"),
+    }
+}
+
+/// Makes the instance of [`SLOT`], and waits for the scan that follows.
+async fn make(agent: &mut Agent) -> MigUuid {
+    let made = order(agent, SLOT, MigTask::Make).await.unwrap().unwrap();
+    ready(agent).await;
+    made
+}
+
+fn mig(gpus: &[GpuObservation]) -> &MigObservation {
+    gpus[0].mig.as_ref().unwrap()
+}
+
+/// Whether nothing is in the way of an instance that takes all of the GPU.
+async fn is_empty(agent: &mut Agent) -> bool {
+    let all = MigSlot { profile_id: 0, placement: MigPlacement { start: 0, size: 8 } };
+    let made = order(agent, all, MigTask::Make).await;
+    ready(agent).await;
+    if made.is_ok() {
+        order(agent, all, MigTask::Destroy(None)).await.unwrap();
+        ready(agent).await;
+    }
+    made.is_ok()
+}
+
+#[tokio::test]
+async fn profiles_and_placements_are_read() {
+    let machine = empty();
+    let (gpus, failures) = ready(&mut machine.agent()).await;
+    let written = linkwise::machines::load(file().to_str().unwrap()).unwrap().observed;
+    assert_eq!(gpus[0].mig, written.gpus[0].mig);
+    assert_eq!((mig(&gpus).profiles.len(), gpus[1].mig.as_ref().unwrap().profiles.len()), (7, 0));
+    assert_eq!(failures, []);
+}
+
+#[tokio::test]
+async fn placements_that_fail_are_named_and_kept() {
+    const CALL: &str = "nvmlDeviceGetGpuInstancePossiblePlacements_v2";
+    let machine = empty();
+    let mut agent = machine.agent();
+    let FromAgent::Ready(before) = said(&mut agent).await.unwrap() else { panic!() };
+    let before = before.after(None);
+    for code in [1, 4, 7, 15, 77, 999] {
+        machine.tell(&format!("fail 0 {CALL} {code}"));
+        agent.request(ToAgent::Observe).await.unwrap();
+        let FromAgent::Ready(scan) = said(&mut agent).await.unwrap() else { panic!("{code}") };
+        let scan = scan.after(Some(&before));
+        assert_eq!(scan.observations(), before.observations(), "{code}");
+        assert!(scan.failures.iter().any(|failure| failure.error.call == CALL), "{code}");
+        machine.tell(&format!("unfail 0 {CALL}"));
+    }
+    // Not offered: it has none.
+    machine.tell(&format!("fail 0 {CALL} 3"));
+    let (gpus, failures) = ready(&mut machine.agent()).await;
+    assert_eq!((mig(&gpus).profiles.len(), failures.len()), (0, 0));
+}
+
+#[tokio::test]
+async fn instance_is_made_seen_and_destroyed() {
+    let machine = empty();
+    let mut agent = machine.agent();
+    ready(&mut agent).await;
+    let made = order(&mut agent, SLOT, MigTask::Make).await.unwrap().unwrap();
+    let (gpus, failures) = ready(&mut agent).await;
+    let [device] = &mig(&gpus).devices[..] else { panic!("{:?}", mig(&gpus)) };
+    assert_eq!((&device.uuid, device.profile_id, device.placement), (&made, Some(14), Some(SLOT.placement)));
+    assert_eq!((device.compute_slices, device.gpu_slices, failures), (2, 2, Vec::new()));
+    // Instances outlive processes.
+    drop(agent);
+    let mut agent = machine.agent();
+    let (gpus, _) = ready(&mut agent).await;
+    assert_eq!(mig(&gpus).devices[0].uuid, made);
+    let destroy = || MigTask::Destroy(Some(made.clone()));
+    assert_eq!(order(&mut agent, SLOT, destroy()).await, Ok(None));
+    assert_eq!(mig(&ready(&mut agent).await.0).devices, []);
+    // Once more is no error.
+    assert_eq!(order(&mut agent, SLOT, destroy()).await, Ok(None));
+    ready(&mut agent).await;
+    assert!(is_empty(&mut agent).await);
+}
+
+#[tokio::test]
+async fn refused_make_names_call_and_code() {
+    const CALLS: [&str; 4] = [
+        "nvmlDeviceCreateGpuInstanceWithPlacement",
+        "nvmlGpuInstanceGetComputeInstanceProfileInfo",
+        "nvmlGpuInstanceCreateComputeInstance",
+        "nvmlDeviceGetMigDeviceHandleByIndex",
+    ];
+    let machine = empty();
+    let mut agent = machine.agent();
+    ready(&mut agent).await;
+    for call in CALLS {
+        // NOT_SUPPORTED, NO_PERMISSION, INSUFFICIENT_RESOURCES, INVALID_STATE, and one that nobody knows.
+        for code in [3, 4, 23, 29, 77] {
+            machine.tell(&format!("fail 0 {call} {code}"));
+            let refused = order(&mut agent, SLOT, MigTask::Make).await.unwrap_err();
+            machine.tell(&format!("unfail 0 {call}"));
+            ready(&mut agent).await;
+            // A handle that is not offered is an index without a device.
+            let expected =
+                if (call, code) == (CALLS[3], 3) { "lists no MIG device".to_owned() } else { code.to_string() };
+            assert!(refused.why.contains(&expected), "{call} {code}: {refused}");
+            assert!(refused.why.contains(call) || call == CALLS[3], "{call} {code}: {refused}");
+            // The last call is needed to destroy, too.
+            if call == CALLS[3] {
+                order(&mut agent, SLOT, MigTask::Destroy(None)).await.unwrap();
+                ready(&mut agent).await;
+            } else {
+                assert!(!refused.may_exist, "{call} {code}: {refused}");
+            }
+            assert!(is_empty(&mut agent).await, "{call} {code}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn taken_placement_is_refused_and_stays() {
+    let machine = empty();
+    let mut agent = machine.agent();
+    ready(&mut agent).await;
+    let made = make(&mut agent).await;
+    for slot in [SLOT, MigSlot { profile_id: 19, placement: MigPlacement { start: 3, size: 1 } }] {
+        let refused = order(&mut agent, slot, MigTask::Make).await.unwrap_err();
+        let why = "nvmlDeviceCreateGpuInstanceWithPlacement: NVML_ERROR_INSUFFICIENT_RESOURCES (23)";
+        assert_eq!(refused, MigOrderError { why: why.to_owned(), may_exist: false });
+        assert_eq!(mig(&ready(&mut agent).await.0).devices[0].uuid, made);
+    }
+}
+
+#[tokio::test]
+async fn instance_in_use_stays_until_it_is_free() {
+    let machine = empty();
+    let mut agent = machine.agent();
+    ready(&mut agent).await;
+    let made = make(&mut agent).await;
+    for call in ["nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy"] {
+        machine.tell(&format!("fail 0 {call} 19"));
+        let refused = order(&mut agent, SLOT, MigTask::Destroy(Some(made.clone()))).await.unwrap_err();
+        assert_eq!(refused, MigOrderError { why: format!("{call}: NVML_ERROR_IN_USE (19)"), may_exist: true });
+        machine.tell(&format!("unfail 0 {call}"));
+        ready(&mut agent).await;
+    }
+    // Without its compute instance it has no UUID any more, and is known by its place.
+    assert_eq!(order(&mut agent, SLOT, MigTask::Destroy(Some(made))).await, Ok(None));
+    ready(&mut agent).await;
+    assert!(is_empty(&mut agent).await);
+}
+
+#[tokio::test]
+async fn another_instance_in_the_place_is_left_alone() {
+    let machine = empty();
+    let mut agent = machine.agent();
+    ready(&mut agent).await;
+    let made = make(&mut agent).await;
+    let other = MigTask::Destroy(Some("MIG-another".parse().unwrap()));
+    assert_eq!(order(&mut agent, SLOT, other).await, Ok(None));
+    assert_eq!(mig(&ready(&mut agent).await.0).devices[0].uuid, made);
+    // Another profile in the place is another instance.
+    let other = MigSlot { profile_id: 15, ..SLOT };
+    assert_eq!(order(&mut agent, other, MigTask::Destroy(None)).await, Ok(None));
+    assert_eq!(mig(&ready(&mut agent).await.0).devices[0].uuid, made);
+}
+
+#[tokio::test]
+async fn order_that_hangs_ends_the_agent() {
+    for call in ["nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance"] {
+        let mut machine = empty();
+        machine.command.limits = SHORT;
+        let mut agent = machine.agent();
+        ready(&mut agent).await;
+        machine.tell(&format!("hang 0 {call}"));
+        agent.request(ToAgent::Mig(MigOrder { gpu: uuid(0), slot: SLOT, task: MigTask::Make })).await.unwrap();
+        let ended = said(&mut agent).await.unwrap_err();
+        assert!(matches!(&ended, AgentEnded::Hung { called, .. } if called.call == call), "{ended:?}");
+        agent.gone().await;
+        machine.tell(&format!("unhang 0 {call}"));
+        // What it has left is destroyed by its place.
+        let mut agent = machine.agent();
+        ready(&mut agent).await;
+        assert_eq!(order(&mut agent, SLOT, MigTask::Destroy(None)).await, Ok(None));
+        ready(&mut agent).await;
+        assert!(is_empty(&mut agent).await, "{call}");
+    }
+}
+
+#[tokio::test]
+async fn gpu_that_is_gone_took_its_instances_along() {
+    let machine = empty();
+    let mut agent = machine.agent();
+    ready(&mut agent).await;
+    let made = make(&mut agent).await;
+    machine.tell("lost 0");
+    let refused = order(&mut agent, SLOT, MigTask::Make).await.unwrap_err();
+    assert!(refused.why.contains("GPU_IS_LOST") && !refused.may_exist, "{refused}");
+    ready(&mut agent).await;
+    assert_eq!(order(&mut agent, SLOT, MigTask::Destroy(Some(made))).await, Ok(None));
+}
