@@ -16,7 +16,7 @@ struct Member<'a> {
 
 /// Nodes of a cluster, of these machines.
 fn members<'a>(machines: &[&'a Node]) -> Vec<Member<'a>> {
-    (0..).zip(machines).map(|(number, node)| Member { name: format!("node-{number}"), node: *node }).collect()
+    (0..).zip(machines).map(|(number, node)| Member { name: format!("node-{number}"), node }).collect()
 }
 
 /// A cluster of all members' slices.

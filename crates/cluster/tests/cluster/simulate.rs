@@ -38,7 +38,10 @@ fn small_cluster_has_its_figures() {
 fn page_explains_every_figure() {
     let page = include_str!("../../../../docs/scale.md");
     let text = printed(&SMALL);
-    let lines = text.lines().filter(|line| line.len() > 80 && !line.starts_with(' ')).map(|line| line.get(..36).unwrap_or_default().trim());
+    let lines = text
+        .lines()
+        .filter(|line| line.len() > 80 && !line.starts_with(' '))
+        .map(|line| line.get(..36).unwrap_or_default().trim());
     let lines: Vec<&str> = lines.filter(|label| !label.contains("jobs for") && !label.contains("nodes,")).collect();
     assert!(lines.len() > 12, "{lines:?}");
     // Several lines of one subject have a row together.
