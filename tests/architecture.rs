@@ -28,8 +28,20 @@ const ADAPTERS: [(&str, &[&str]); 11] = [
 const ROOTS: [&str; 5] = ["commands", "demo", "lib", "main", "runtime"];
 
 /// The core, which every module may name.
-const CORE: [&str; 11] =
-    ["allocation", "backoff", "claims", "errors", "names", "once", "publish", "quote", "state", "topology", "words"];
+const CORE: [&str; 12] = [
+    "allocation",
+    "backoff",
+    "claims",
+    "errors",
+    "names",
+    "once",
+    "publish",
+    "quantity",
+    "quote",
+    "state",
+    "topology",
+    "words",
+];
 
 /// Mechanisms that adapters share. They know nothing of ours but the core, and may be named by every module.
 const SHARED: [&str; 4] = ["files", "grpc", "inotify", "uds"];

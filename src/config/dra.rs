@@ -47,7 +47,7 @@ pub struct ClaimArgs {
     /// up to 16 GPUs
     #[arg(long, value_name = "DEVICE", conflicts_with = "mig")]
     pub near: Option<Near>,
-    /// Take GPUs of one group only: wait where no node has a whole group free, instead of taking any GPUs
+    /// Take GPUs of one group only: wait while no group has enough of them free, instead of taking any GPUs
     #[arg(long, conflicts_with_all = ["mig", "near"])]
     pub strict: bool,
     /// A claim that pods share, a template of which each pod gets a claim of its own, or a pod or deployment with its

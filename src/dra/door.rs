@@ -172,11 +172,11 @@ impl Door {
                 continue;
             }
             if is_gone {
-                let result = self.undo(&uid, &turn).await.map_err(|error| chain(&error));
+                let result = self.undo_in_time(&uid, &turn).await.map_err(|error| chain(&error));
                 (self.observer)(Occurrence::Swept { claim: record.claim, result });
             } else if record.is_half_made(self.settings.boot.as_deref()) {
                 // The kubelet was told nothing, and asks again, if at all.
-                let result = self.undo(&uid, &turn).await.map_err(|error| chain(&error));
+                let result = self.undo_in_time(&uid, &turn).await.map_err(|error| chain(&error));
                 (self.observer)(Occurrence::HalfMade { claim: record.claim, result });
             } else if record.is_completed_in(self.settings.boot.as_deref()) {
                 // Containers that restart need it; where it cannot be written now, the next sweep does it.
@@ -231,8 +231,11 @@ impl Door {
             match before {
                 // What is still there of its MIG devices has to be known.
                 Some(_) if self.destroy_unmade(uid).await.is_err() => {}
-                // A pod may run with it.
-                Some(before) => self.put(uid, Some(before)),
+                // A pod may run with it. The checkpoint too: what one names as begun is destroyed at the next start.
+                Some(before) => {
+                    let _ = self.write(&before, &turn).await;
+                    self.put(uid, Some(before));
+                }
                 None => drop(self.undo(uid, &turn).await),
             }
         }
@@ -285,10 +288,12 @@ impl Door {
     async fn release_gone(&self, holder: &ClaimName) -> bool {
         let Some(turn) = self.idle_turn(&holder.uid) else { return false };
         match self.record(&holder.uid) {
-            Some(record) if self.is_gone(&record).await => self.undo(&record.claim.uid, &turn).await.is_ok_and(|()| {
-                (self.observer)(Occurrence::Swept { claim: record.claim, result: Ok(()) });
-                true
-            }),
+            Some(record) if self.is_gone(&record).await => {
+                self.undo_in_time(&record.claim.uid, &turn).await.is_ok_and(|()| {
+                    (self.observer)(Occurrence::Swept { claim: record.claim, result: Ok(()) });
+                    true
+                })
+            }
             Some(_) => false,
             None => true,
         }
@@ -342,6 +347,13 @@ impl Door {
         self.write(&record, turn).await?;
         self.put(&uid, Some(record.clone()));
         Ok(record.prepared)
+    }
+
+    /// As [`Self::undo`], in the time that a call of the kubelet has: an order that the driver never answers holds up no
+    /// other claim.
+    async fn undo_in_time(&self, uid: &str, turn: &Turn) -> Result<(), UnprepareError> {
+        let limit = self.settings.prepare_timeout;
+        timeout(limit, self.undo(uid, turn)).await.unwrap_or(Err(UnprepareError::Late(limit)))
     }
 
     /// Undoes everything for a claim: its MIG devices that were made for it, its spec, its checkpoint, its entry.

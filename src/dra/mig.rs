@@ -111,6 +111,10 @@ impl Door {
                 None => mig.profile_id == Some(slot.profile_id) && mig.placement == Some(slot.placement),
             };
             let is_gone = |state: &NodeState| {
+                // Scans keep what they saw last of a GPU that is lost, and the driver has said that nothing is left.
+                if state.hardware().standing(&gpu).any(|(reason, _)| reason.is_loss()) {
+                    return true;
+                }
                 let topology = state.topology();
                 let place = topology.position(&gpu);
                 !topology.mig_devices().iter().any(|mig| Some(mig.parent) == place && is_it(mig))

@@ -29,15 +29,20 @@ impl Failure {
     }
 }
 
-/// Carries out an order; the MIG device that was made, where one was.
-pub fn carry_out(gpus: &[Gpu<'_>], order: &MigOrder) -> Result<Option<MigUuid>, MigOrderError> {
+/// Carries out an order; the MIG device that was made, where one was. `hides_gpus`: whether `gpus` may lack one that has
+/// not been lost.
+pub fn carry_out(gpus: &[Gpu<'_>], hides_gpus: bool, order: &MigOrder) -> Result<Option<MigUuid>, MigOrderError> {
     let gpu = gpus.iter().find(|gpu| gpu.uuid == order.gpu);
     let done = match (&order.task, gpu) {
         (MigTask::Make, None) => {
             let why = format!("NVML does not list {}", order.gpu);
             return Err(MigOrderError { why, may_exist: false });
         }
-        // It took its instances with it.
+        (MigTask::Destroy(_), None) if hides_gpus => {
+            let why = format!("NVML may not be asked about {}, or does not answer", order.gpu);
+            return Err(MigOrderError { why, may_exist: true });
+        }
+        // A GPU that is gone took its instances with it.
         (MigTask::Destroy(_), None) => Ok(None),
         (MigTask::Make, Some(gpu)) => make(gpu, order.slot).map(Some),
         (MigTask::Destroy(device), Some(gpu)) => {
@@ -117,7 +122,9 @@ fn devices(gpu: &Gpu<'_>, instance: u32) -> Result<Vec<(u32, MigUuid)>, CallErro
 fn destroy(gpu: &Gpu<'_>, slot: MigSlot, only: Option<&MigUuid>) -> Result<(), CallError> {
     const LIST: &str = "nvmlDeviceGetGpuInstances";
     let of_profile = || GpuInstanceHandle::of_profile(&gpu.device, slot.profile_id);
-    for instance in required(LIST, gpu.calls.raw(LIST, of_profile))? {
+    // Without MIG mode there is no instance.
+    let Some(instances) = gpu.calls.raw(LIST, of_profile)? else { return Ok(()) };
+    for instance in instances {
         let GpuInstance { id, start, .. } = required(INFO, gpu.calls.raw(INFO, || instance.info()))?;
         if start != slot.placement.start {
             continue;

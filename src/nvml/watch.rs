@@ -23,7 +23,7 @@ use super::probe::{self, Gpu, Listed, REGISTER};
 use super::protocol::{FromAgent, Missing, Place, ToAgent};
 use super::raw;
 use super::scan::{CallFailure, NodeScan};
-use crate::state::HealthPoll;
+use crate::state::{HealthPoll, Reach};
 use crate::topology::GpuUuid;
 
 /// The least time from a round to one that an event brings.
@@ -118,7 +118,9 @@ impl Watch {
             match asked.recv_timeout(next_round.saturating_duration_since(Instant::now())) {
                 Ok(ToAgent::Observe) => self.observe(),
                 Ok(ToAgent::Mig(order)) => {
-                    self.parent.send(&FromAgent::MigDone(mig_order::carry_out(&self.gpus, &order)));
+                    let is_lost = |missing: &Missing| matches!(missing.reach, Reach::Lost { .. });
+                    let hides_gpus = !self.skip.is_empty() || !self.missing.iter().all(is_lost);
+                    self.parent.send(&FromAgent::MigDone(mig_order::carry_out(&self.gpus, hides_gpus, &order)));
                     self.observe();
                 }
                 Ok(ToAgent::Poll) => next_round = next_round.min(Instant::now().max(last_round + AFTER_EVENT)),

@@ -120,7 +120,7 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) 
     let (report, stored) = watch::channel(StoredPool::default());
     let (asks, claims) = mpsc::channel(QUERIES);
     let sets = settings.dra_sets.value;
-    let asks_version = sets != DraSets::Off;
+    let asks_version = sets != DraSets::Off || settings.dra_dynamic_mig.value;
     let side = ApiSide { node: name, driver, asks_version, pool: wanted.clone(), stored: report, claims };
     let shutdown = node.shutdown();
     let client = node.metrics().register(|registry| client(side, registry, shutdown.clone()));
@@ -256,14 +256,18 @@ impl PoolMaker {
         };
         let (sets, note) = self.switch.next(&facts, self.started.elapsed());
         let Some(sets) = sets else { return (Vec::new(), note) };
-        let room = if sets.has_counters() { MOST_DEVICES_WITH_SETS.saturating_sub(through_dra.len()) } else { 0 };
+        // By the GPUs there are, not by what is made on them: the sets stay while MIG devices come and go.
+        let gpus = state.topology().gpus().len();
+        let room = if sets.has_counters() { MOST_DEVICES_WITH_SETS.saturating_sub(gpus) } else { 0 };
         let layout = self.layouts.layout(state.tables(), offered_now(state), &self.sizes, room);
         let settings = DraSettings {
             taints_survive: !server.drops_taints,
             evict_from_lost: self.evict_from_lost,
             sets,
             // Without counters the scheduler would give out one memory slice several times.
-            dynamic_mig: self.dynamic_mig && !server.drops_counters,
+            dynamic_mig: self.dynamic_mig
+                && !server.drops_counters
+                && server.version.is_none_or(ServerVersion::has_counters),
         };
         let facts = DraFacts::of_state(state, &self.empty.driver, &layout, settings);
         let (devices, problems) = devices(&facts);

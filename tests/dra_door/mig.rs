@@ -7,7 +7,7 @@ use std::time::Duration;
 use linkwise::claims::{MigOrder, MigOrderError, MigTask};
 use linkwise::dra::MigRequest;
 use linkwise::machines;
-use linkwise::state::{DraGpus, Event};
+use linkwise::state::{DraGpus, Event, HealthPoll, NodeState, Reach};
 use linkwise::topology::{GpuUuid, MigDeviceObservation, MigPlacement, MigSlot};
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
@@ -33,6 +33,8 @@ enum Mood {
     Refuses,
     /// The device is in use.
     InUse,
+    /// The GPU is lost: the driver has no instances of it, and scans keep what they saw last.
+    Keeps,
     /// It never answers, before it does anything.
     HangsBefore,
     /// It never answers, after it did what was ordered; no scan follows.
@@ -79,6 +81,7 @@ impl Driver {
             MigTask::Destroy(_) if self.mood == Mood::InUse => {
                 failed("nvmlGpuInstanceDestroy: NVML_ERROR_IN_USE (19)", true)
             }
+            MigTask::Destroy(_) if self.mood == Mood::Keeps => Ok(None),
             MigTask::Destroy(only) => {
                 let is_it = |at: &usize| only.as_ref().is_none_or(|only| self.instances[*at].uuid == *only);
                 if let Some(at) = there.filter(is_it) {
@@ -385,6 +388,50 @@ async fn device_is_made_anew_after_a_reboot() {
     assert_eq!(start(&kubelet, &claim).await.unwrap(), [format!("{KIND}=MIG-made-2")]);
     end(&kubelet, &claim).await;
     assert_eq!((instances(&driver).len(), node.checkpoints().len()), (0, 0));
+}
+
+#[tokio::test]
+async fn refused_after_a_reboot_leaves_nothing_begun() {
+    let (mut node, driver) = node();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    start(&kubelet, &claim).await.unwrap();
+    kubelet.stop().await;
+    node.kill().await;
+    driver.lock().unwrap().instances.clear();
+    driver.lock().unwrap().scan();
+    // An administrator's, which no scan has found yet.
+    driver.lock().unwrap().instances = vec![instance("MIG-of-an-administrator", SLOT)];
+    node.settings.boot = Some("the next boot".to_owned());
+    node.start();
+    let kubelet = node.kubelet().await;
+    assert!(refusal(&kubelet, &claim).await.contains("NVML_ERROR_INSUFFICIENT_RESOURCES"));
+    kubelet.stop().await;
+    node.kill().await;
+    driver.lock().unwrap().scan();
+    node.delete("a");
+    node.settings.sweep = Duration::from_millis(1);
+    node.start();
+    until(|| node.checkpoints().is_empty()).await;
+    assert_eq!(instances(&driver), ["MIG-of-an-administrator"]);
+}
+
+#[tokio::test]
+async fn device_of_a_lost_gpu_is_unprepared() {
+    let (mut node, driver) = node();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    start(&kubelet, &claim).await.unwrap();
+    set(&driver, Mood::Keeps);
+    let gpu = node.state.borrow().topology().gpus()[0].uuid.clone();
+    let lost = HealthPoll { reach: Reach::Lost { call: "nvmlDeviceGetUUID".to_owned() }, ..HealthPoll::default() };
+    let before = NodeState::clone(&node.state.borrow());
+    let sick = before.apply(Event::Polled([(gpu, lost)].into()), Duration::from_secs(1)).0;
+    node.state.send_replace(Arc::new(sick));
+    end(&kubelet, &claim).await;
+    assert_eq!((instances(&driver).len(), node.checkpoints().len()), (1, 0));
 }
 
 #[tokio::test]

@@ -2,7 +2,7 @@
 
 use linkwise::claims::{MigOrder, MigOrderError, MigTask};
 use linkwise::nvml::child::{Agent, AgentEnded};
-use linkwise::nvml::protocol::{FromAgent, ToAgent};
+use linkwise::nvml::protocol::{FromAgent, Place, ToAgent};
 use linkwise::topology::{GpuObservation, MigObservation, MigPlacement, MigSlot, MigUuid};
 
 use super::{Machine, Path, SHORT, machine, ready, said, uuid};
@@ -224,4 +224,39 @@ async fn gpu_that_is_gone_took_its_instances_along() {
     assert!(refused.why.contains("GPU_IS_LOST") && !refused.may_exist, "{refused}");
     ready(&mut agent).await;
     assert_eq!(order(&mut agent, SLOT, MigTask::Destroy(Some(made))).await, Ok(None));
+}
+
+#[tokio::test]
+async fn without_mig_mode_nothing_is_left_to_destroy() {
+    const LIST: &str = "nvmlDeviceGetGpuInstances";
+    let machine = empty();
+    let mut agent = machine.agent();
+    ready(&mut agent).await;
+    let made = make(&mut agent).await;
+    // As NVML answers once MIG mode is off.
+    machine.tell(&format!("fail 0 {LIST} 3"));
+    assert_eq!(order(&mut agent, SLOT, MigTask::Destroy(Some(made))).await, Ok(None));
+}
+
+#[tokio::test]
+async fn gpu_that_is_not_asked_may_still_have_its_instances() {
+    let mut machine = empty();
+    let made = {
+        let mut agent = machine.agent();
+        ready(&mut agent).await;
+        make(&mut agent).await
+    };
+    let destroy = || MigTask::Destroy(Some(made.clone()));
+    let skipped = {
+        machine.command.skip = vec![Place { index: 0, of: 2 }];
+        let mut agent = machine.agent();
+        ready(&mut agent).await;
+        order(&mut agent, SLOT, destroy()).await.unwrap_err()
+    };
+    assert!(skipped.may_exist && skipped.why.contains("NVML may not be asked about GPU-"), "{skipped:?}");
+    machine.command.skip.clear();
+    let mut agent = machine.agent();
+    assert_eq!(mig(&ready(&mut agent).await.0).devices.len(), 1);
+    assert_eq!(order(&mut agent, SLOT, destroy()).await, Ok(None));
+    assert_eq!(mig(&ready(&mut agent).await.0).devices, []);
 }

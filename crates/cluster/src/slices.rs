@@ -310,7 +310,8 @@ impl SliceWriter {
         }
     }
 
-    /// Reads the server's release where that is asked for. A server that does not tell it has none: `auto` waits then.
+    /// Reads the server's release where that is asked for. A server that does not tell it has none: `auto`
+    /// begins nothing then.
     async fn read_version(&mut self, stored: &watch::Sender<Stored>) -> Result<(), ApiError> {
         let lists = stored.borrow().lists;
         let is_read = self.version.is_some_and(|(_, at)| at == lists);
@@ -320,7 +321,12 @@ impl SliceWriter {
         let version = |client: kube::Client| async move { client.apiserver_version().await };
         let read = match self.server.call("version", "get", version).await {
             Ok(info) => ServerVersion::parse(&info.git_version),
-            Err(error) if error.code().is_some_and(|code| (400..500).contains(&code) && code != 429) => None,
+            // A token that has just changed, or a busy server, says nothing of the release.
+            Err(error)
+                if error.code().is_some_and(|code| (400..500).contains(&code) && ![401, 408, 429].contains(&code)) =>
+            {
+                None
+            }
             Err(error) => return Err(error),
         };
         self.version = Some((read, lists));

@@ -504,10 +504,7 @@ fn usable(result: &AllocatedDevice, gpu: &Gpu, node: Node<'_>) -> Result<(), Cla
     if !door.is_some_and(Door::is_dra) {
         return Err(ClaimError::NotDra { device, gpu, door });
     }
-    let is_loss = |reason: &UnhealthyReason| {
-        matches!(reason, UnhealthyReason::Lost { .. } | UnhealthyReason::OffBus | UnhealthyReason::Gone)
-    };
-    let lost = node.state.hardware().standing(&gpu).find(|(reason, _)| is_loss(reason)).map(|(reason, _)| reason);
+    let lost = node.state.hardware().standing(&gpu).map(|(reason, _)| reason).find(|reason| reason.is_loss());
     match lost {
         Some(reason) => Err(ClaimError::Lost { device, reason: reason.clone(), gpu }),
         None => Ok(()),

@@ -130,6 +130,11 @@ fn list(links: &[u32]) -> String {
 }
 
 impl UnhealthyReason {
+    /// Whether the GPU cannot be reached any more: a reset or a reboot brings it back, without its MIG devices.
+    pub fn is_loss(&self) -> bool {
+        matches!(self, Self::Lost { .. } | Self::OffBus | Self::Gone)
+    }
+
     /// The kind of reason, as a metric's label.
     pub fn label(&self) -> &'static str {
         match self {

@@ -270,6 +270,12 @@ impl NodeTopology {
         }
     }
 
+    /// The same without its MIG devices: GPUs in MIG mode stay so.
+    #[must_use]
+    pub fn without_mig_devices(&self) -> Self {
+        Self { mig_devices: Vec::new(), ..self.clone() }
+    }
+
     /// The level of a pair as nvidia-smi prints it: `NV4`, `PIX`, `SYS` ...; `X` for a GPU and itself.
     pub fn symbol(&self, a: usize, b: usize) -> String {
         match self.nvlink_count(a, b) {

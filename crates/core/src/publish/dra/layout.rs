@@ -92,11 +92,8 @@ impl LayoutCache {
             return Arc::clone(&known.layout);
         }
         let known = |layout| Known { tables: Arc::clone(tables), gpus, sizes: sizes.clone(), room, layout };
-        let kept = self
-            .computed
-            .as_ref()
-            .filter(|known| (&known.sizes, known.room) == (sizes, room))
-            .and_then(|known| known.kept(tables, gpus));
+        let kept =
+            self.computed.as_ref().filter(|known| known.keeps(sizes, room)).and_then(|known| known.kept(tables, gpus));
         let layout = kept.map(Arc::new).unwrap_or_else(|| {
             let layout = Arc::new(GpuLayout::of(tables, gpus, sizes).with_sets(tables, sizes, room));
             self.computed = Some(known(Arc::clone(&layout)));
@@ -108,13 +105,20 @@ impl LayoutCache {
 }
 
 impl Known {
-    /// The layout without the GPUs that `tables` lack; `None` where that is not all that changed.
+    /// Whether it has the sizes, and sets where there are to be some: the room that lost GPUs leave is not filled.
+    fn keeps(&self, sizes: &GroupSizes, room: usize) -> bool {
+        self.sizes == *sizes && (self.room == 0) == (room == 0) && self.room <= room
+    }
+
+    /// The layout without the GPUs that `tables` lack; `None` where that is not all that changed, but for MIG devices.
     fn kept(&self, tables: &AllocationTables, gpus: GpuSet) -> Option<GpuLayout> {
         let (before, now) = (self.tables.topology(), tables.topology());
         let left: Vec<usize> = now.gpus().iter().map(|gpu| before.position(&gpu.uuid)).collect::<Option<_>>()?;
         let place_now = |place: usize| left.iter().position(|before| *before == place);
         let moved = |set: GpuSet| set.places().filter_map(place_now).collect::<GpuSet>();
-        if moved(self.gpus) != gpus || before.restricted(&left) != **now {
+        let whole = gpus.places().filter(|place| now.gpus().get(*place).is_some_and(|gpu| !gpu.mig_enabled));
+        let is_same = before.restricted(&left).without_mig_devices() == now.without_mig_devices();
+        if !is_same || moved(self.layout.order.iter().copied().collect()) != whole.collect() {
             return None;
         }
         let families = self.layout.families.iter().map(|family| {

@@ -251,7 +251,9 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
         let is_left_out = if settings.taints_survive { device.place.is_none() } else { !taints.is_empty() };
         // Without counters nothing else keeps the scheduler from giving it out a second time.
         let is_in_held_set = !sets.has_counters() && in_held_sets.contains(&name);
-        let is_published = !is_in_held_set && (is_held || !is_left_out);
+        // Other claims could get the shares that are left, and with no taint nothing else says that they must not.
+        let stays_for_holder = is_held && (settings.taints_survive || device.sharing.now.is_none());
+        let is_published = !is_in_held_set && (stays_for_holder || !is_left_out);
         if !is_published && !sets.has_counters() {
             continue;
         }

@@ -57,6 +57,13 @@ impl ServerVersion {
     }
 }
 
+impl ServerVersion {
+    /// Whether its API server and scheduler have counters (gate DRAPartitionableDevices, on by default).
+    pub fn has_counters(self) -> bool {
+        self >= COUNTERS
+    }
+}
+
 impl fmt::Display for ServerVersion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{}.{}", self.major, self.minor, self.patch)
@@ -126,7 +133,7 @@ pub enum SetsNote {
     )]
     Waits(ServerVersion),
     /// `auto`, and the release could not be read.
-    #[error("no sets of GPUs are published: dra.sets is auto, and the API server does not tell its version")]
+    #[error("no sets of GPUs are published anew: dra.sets is auto, and the API server does not tell its version")]
     Unknown,
     /// The server drops counters.
     #[error("no sets of GPUs are published: the API server drops counters (feature gate DRAPartitionableDevices)")]
@@ -182,6 +189,8 @@ impl SetsSwitch {
             Phase::Off if wanted && is_idle => Phase::On,
             Phase::Off => Phase::Off,
             Phase::On | Phase::Leaving { .. } if wanted => Phase::On,
+            // A server that does not tell its release has not become older.
+            Phase::On if note == Some(SetsNote::Unknown) => Phase::On,
             Phase::On => Phase::Leaving { since: now },
             Phase::Leaving { since } => {
                 let is_over = now >= end(since) && facts.held.is_known && !facts.held.sets;
@@ -216,7 +225,7 @@ fn wanted(facts: &SwitchFacts) -> (bool, Option<SetsNote>) {
     let SwitchFacts { setting, version, drops_counters, .. } = *facts;
     match (setting, version) {
         (DraSets::Off, _) => (false, None),
-        (_, Some(version)) if version < COUNTERS => (false, Some(SetsNote::TooOld(version))),
+        (_, Some(version)) if !version.has_counters() => (false, Some(SetsNote::TooOld(version))),
         _ if drops_counters => (false, Some(SetsNote::Dropped)),
         (DraSets::Auto, None) => (false, Some(SetsNote::Unknown)),
         (DraSets::Auto, Some(version)) if version < FAST => (false, Some(SetsNote::Waits(version))),
@@ -313,6 +322,19 @@ mod tests {
         for stored in [StoredSets::Counters, StoredSets::Nothing] {
             let facts = facts(DraSets::Auto, "v1.37.0", stored, SET_HELD);
             assert_eq!(published(&mut SetsSwitch::default(), &facts, START), PublishedSets::All, "{stored:?}");
+        }
+    }
+
+    #[test]
+    fn unknown_release_begins_and_ends_nothing() {
+        let auto = |text, stored| facts(DraSets::Auto, text, stored, SET_HELD);
+        let mut switch = SetsSwitch::default();
+        assert_eq!(published(&mut switch, &auto("v1.37.0", StoredSets::Nothing), START), PublishedSets::All);
+        assert_eq!(published(&mut switch, &auto("odd", StoredSets::Counters), START), PublishedSets::All);
+        for (stored, expected) in
+            [(StoredSets::Counters, PublishedSets::All), (StoredSets::Nothing, PublishedSets::None)]
+        {
+            assert_eq!(published(&mut SetsSwitch::default(), &auto("odd", stored), START), expected, "{stored:?}");
         }
     }
 

@@ -12,21 +12,16 @@ const XID: &str = "gpu.nvidia.com/xid";
 /// NVIDIA's key for a GPU that cannot be reached.
 const LOST: &str = "gpu.nvidia.com/gpu-lost";
 
-/// Whether a GPU cannot be reached any more.
-fn is_lost(reason: &UnhealthyReason) -> bool {
-    matches!(reason, UnhealthyReason::Lost { .. } | UnhealthyReason::OffBus | UnhealthyReason::Gone)
-}
-
 /// The taints of these reasons, by key: one at most for each, which is the first reason's.
 pub(super) fn taints<'a>(reasons: impl Iterator<Item = &'a UnhealthyReason> + Clone, evict: bool) -> Vec<Taint> {
     let xid = reasons.clone().find_map(|reason| match reason {
         UnhealthyReason::Xid { code, .. } => Some(code.to_string()),
         _ => None,
     });
-    let other = reasons.clone().find(|reason| !is_lost(reason) && !matches!(reason, UnhealthyReason::Xid { .. }));
+    let other = reasons.clone().find(|reason| !reason.is_loss() && !matches!(reason, UnhealthyReason::Xid { .. }));
     let plain = |key: &str, value: String| Taint { key: key.to_owned(), value, effect: TaintEffect::NoSchedule };
     let mut taints = Vec::new();
-    if reasons.clone().any(is_lost) {
+    if reasons.clone().any(UnhealthyReason::is_loss) {
         taints.push(lost(evict));
     }
     taints.extend(xid.map(|code| plain(XID, code)));

@@ -2,7 +2,9 @@
 
 use super::*;
 use crate::allocation::{AllocationTables, GpuSet};
-use crate::state::{DraGpus, DriverVersions, Filter, GpuSelector, ResourcePlan, UnhealthyReason};
+use crate::state::{
+    DraGpus, DriverVersions, Filter, GpuSelector, GpuShares, GpuSharing, ResourcePlan, UnhealthyReason,
+};
 use crate::topology::{GpuObservation, NodeObservation, NodeTopology};
 use alloc::sync::Arc;
 
@@ -160,6 +162,26 @@ fn sick_gpu_takes_its_sets_out_of_the_groups() {
 }
 
 #[test]
+fn sick_shared_gpu_is_left_out_without_taints() {
+    let (topology, plan) = (chain(), all());
+    let gpus = offered(&topology, &plan);
+    let layout = GpuLayout::of(&AllocationTables::new(Arc::new(topology.clone())), gpus, &GroupSizes::default());
+    let versions = DriverVersions { driver: None, cuda: None };
+    let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);
+    facts.settings.taints_survive = false;
+    facts.held.insert("gpu-0".to_owned());
+    let sick = |device: &&mut DraDevice<'_>| device.name.as_deref() == Some("gpu-0");
+    let is_published = |facts: &DraFacts<'_>| devices(facts).0.iter().any(|device| device.name == "gpu-0");
+    facts.devices.iter_mut().find(sick).unwrap().reasons = Vec::from([UnhealthyReason::DoubleBitEcc]);
+    assert!(is_published(&facts), "its claim has all of it");
+    let four = Some(GpuShares { shares: 4, one_each: false });
+    facts.devices.iter_mut().find(sick).unwrap().sharing = GpuSharing { now: four, next: four };
+    assert!(!is_published(&facts), "others could get the shares that are left");
+    facts.settings.taints_survive = true;
+    assert!(is_published(&facts), "tainted");
+}
+
+#[test]
 fn layout_is_kept_for_the_same_tables_and_gpus() {
     let tables = Arc::new(AllocationTables::new(Arc::new(chain())));
     let (mut cache, sizes) = (LayoutCache::default(), GroupSizes::default());
@@ -191,6 +213,16 @@ fn lost_gpu_leaves_the_groups_of_others_as_they_were() {
     assert_eq!(cache.layout(&tables(&[0, 1, 2, 3]), (0..4).collect(), &sizes, 0), whole, "it came back");
     let middle_lost = cache.layout(&tables(&[0, 1, 3]), (0..3).collect(), &sizes, 0);
     assert_eq!(middle_lost.nvlink_domains, [GpuSet(0b011)], "GPU 3 was connected through GPU 2");
+    let with_sets = cache.layout(&tables(&[0, 1, 2, 3]), (0..4).collect(), &sizes, 20);
+    let fewer = cache.layout(&tables(&[1, 2, 3]), (0..3).collect(), &sizes, 21);
+    let of_the_rest = with_sets.sets.iter().filter(|set| !set.gpus.contains(0));
+    let of_the_rest: Vec<RankedSet> =
+        of_the_rest.map(|set| RankedSet { gpus: GpuSet(set.gpus.0 >> 1), ..*set }).collect();
+    assert_eq!(
+        (fewer.sets.clone(), groups(&fewer)),
+        (of_the_rest, expected.to_vec()),
+        "the room that it left is not filled"
+    );
 }
 
 #[test]
