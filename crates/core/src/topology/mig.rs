@@ -261,7 +261,7 @@ pub struct MigProfile {
 impl MigProfile {
     /// Of a device on a GPU with this memory in MiB.
     ///
-    /// See [`share`] for the memory in its name.
+    /// See `share` for the memory in its name.
     pub fn new(device: &MigDeviceObservation, gpu_memory_mib: Option<u64>) -> Self {
         let gb = share(device.memory_mib, gpu_memory_mib);
         let extension = device.extension.unwrap_or(MigExtension::None);
