@@ -118,6 +118,10 @@ impl Soak {
     /// Another set of GPUs goes through DRA, from now on.
     fn move_gpus(&mut self) {
         self.through_dra = (0..GPUS).filter(|_| self.random.one_in(2)).collect();
+        // With none, and none left behind, a linkwise that starts registers no DRA driver.
+        if self.through_dra.is_empty() {
+            self.through_dra.extend([0]);
+        }
         let gpus: Vec<String> = self.through_dra.iter().map(u32::to_string).collect();
         self.node.configure(&format!("[{}]", gpus.join(", ")));
         self.done.moves += 1;
