@@ -24,7 +24,7 @@ use linkwise::allocation::{AllocationTables, GpuSet};
 use linkwise::machines;
 use linkwise::publish::dra::slice::Pool;
 use linkwise::publish::dra::{
-    DraFacts, GpuLayout, GroupSizes, MOST_DEVICES_WITH_SETS, PublishedSets, SliceDevice, counters, devices,
+    DraFacts, GpuLayout, GroupSizes, PublishedSets, SliceDevice, counters, devices, room_for_sets,
 };
 use linkwise::state::DriverVersions;
 use linkwise::topology::{NodeObservation, NodeTopology};
@@ -51,7 +51,7 @@ fn table(machine: &str, observed: &NodeObservation) {
     let (versions, sizes) = (DriverVersions::of(observed), GroupSizes::default());
     let gpus: GpuSet = (0..topology.gpus().len()).collect();
     let measured = |sets: PublishedSets| {
-        let room = if sets.has_counters() { MOST_DEVICES_WITH_SETS.saturating_sub(gpus.len()) } else { 0 };
+        let room = if sets.has_counters() { room_for_sets(&topology) } else { 0 };
         let (layout, grouped) = timed(|| GpuLayout::of(&tables, gpus, &sizes).with_sets(&tables, &sizes, room));
         let (published, made) = timed(|| {
             let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout);

@@ -13,7 +13,7 @@ use crate::config::settings::load;
 use crate::config::{DraArgs, Environment};
 use crate::publish::dra::slice::{Pool, SliceSpec};
 use crate::publish::dra::{
-    DraFacts, DraSets, GpuLayout, MOST_DEVICES_WITH_SETS, PublishedSets, counters, devices, mig_counters, offered,
+    DraFacts, DraSets, GpuLayout, PublishedSets, counters, devices, mig_counters, offered, room_for_sets,
 };
 use crate::state::{DraGpus, DriverVersions, dra_shares};
 use crate::topology::NodeTopology;
@@ -57,7 +57,7 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
     let with_sets;
     // No API server is asked here: `auto` is what a new one gets.
     if settings.dra_sets.value != DraSets::Off {
-        let room = MOST_DEVICES_WITH_SETS.saturating_sub(facts.devices.len());
+        let room = room_for_sets(&topology);
         with_sets = layout.clone().with_sets(&tables, sizes, room);
         (facts.layout, facts.settings.sets) = (&with_sets, PublishedSets::All);
     }

@@ -2,7 +2,7 @@
 
 use clap::{Args, ValueEnum};
 
-use super::{Flags, NodeArgs};
+use super::{Flags, NodeArgs, settings};
 use crate::publish::dra::GroupSizes;
 use crate::quantity;
 use crate::topology::{MigProfile, MigProfileError};
@@ -100,10 +100,7 @@ pub enum ClaimKind {
 }
 
 fn group_sizes(text: &str) -> Result<GroupSizes, String> {
-    let size =
-        |size: &str| size.trim().parse().map_err(|_| format!("expected numbers of GPUs, such as 2,4,8, found {size}"));
-    let sizes: Vec<usize> = text.split(',').map(size).collect::<Result<_, _>>()?;
-    GroupSizes::new(sizes).map_err(|error| error.to_string())
+    settings::group_sizes(settings::Given::Text(text))
 }
 
 fn memory(text: &str) -> Result<String, String> {

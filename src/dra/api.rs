@@ -61,7 +61,7 @@ pub struct StoredPool {
     pub trouble: Option<String>,
 }
 
-/// A MIG device to be made or destroyed for a claim, for whoever can reach the driver.
+/// A MIG device to be made or destroyed for a claim, which the agent orders of the driver.
 #[derive(Debug)]
 pub struct MigRequest {
     /// What to do.

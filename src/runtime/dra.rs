@@ -30,9 +30,8 @@ use crate::metrics::new;
 use crate::once::Once;
 use crate::publish::dra::slice::Pool;
 use crate::publish::dra::{
-    DraFacts, DraProblem, DraSets, DraSettings, GroupSizes, HeldDevices, LayoutCache, MOST_DEVICES_WITH_SETS,
-    ServerVersion, SetsNote, SetsSwitch, SliceDevice, StoredSets, SwitchFacts, counters, devices, mig_counters,
-    offered_now,
+    DraFacts, DraProblem, DraSets, DraSettings, GroupSizes, HeldDevices, LayoutCache, ServerVersion, SetsNote,
+    SetsSwitch, SliceDevice, StoredSets, SwitchFacts, counters, devices, mig_counters, offered_now, room_for_sets,
 };
 use crate::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use crate::state::{DraGpus, Event, NodeState, PreparedClaim};
@@ -256,9 +255,7 @@ impl PoolMaker {
         };
         let (sets, note) = self.switch.next(&facts, self.started.elapsed());
         let Some(sets) = sets else { return (Vec::new(), note) };
-        // By the GPUs there are, not by what is made on them: the sets stay while MIG devices come and go.
-        let gpus = state.topology().gpus().len();
-        let room = if sets.has_counters() { MOST_DEVICES_WITH_SETS.saturating_sub(gpus) } else { 0 };
+        let room = if sets.has_counters() { room_for_sets(state.topology()) } else { 0 };
         let layout = self.layouts.layout(state.tables(), offered_now(state), &self.sizes, room);
         let settings = DraSettings {
             taints_survive: !server.drops_taints,

@@ -85,7 +85,7 @@ fn groups_find_what_is_best_of_what_is_free() {
                 let enough = |free: u64| free.count_ones() as usize >= size;
                 let found = families.iter().find_map(|family| {
                     // The allocator goes through the published order, and meets the first group with enough.
-                    let groups = family.groups.iter().map(|group| group.0 & free).filter(|free| enough(*free));
+                    let groups = family.groups.iter().map(|group| group.gpus.0 & free).filter(|free| enough(*free));
                     groups
                         .map(|free| first_fit(&layout.order, free, size))
                         .min_by_key(|set| layout.order.iter().position(|gpu| set >> gpu & 1 == 1))

@@ -183,7 +183,8 @@ pub fn dra_gpus(given: Given<'_>) -> Result<DraGpus, String> {
 
 /// Sizes of groups.
 pub fn group_sizes(given: Given<'_>) -> Result<GroupSizes, String> {
-    let sizes = given.items("a list of numbers of GPUs", |item| whole(item, 0, usize::MAX))?;
+    let (least, most) = (GroupSizes::LEAST_GPUS, GroupSizes::MOST_GPUS);
+    let sizes = given.items("a list of numbers of GPUs", |item| whole(item, least, most))?;
     GroupSizes::new(sizes).map_err(|error| error.to_string())
 }
 

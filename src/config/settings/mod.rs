@@ -31,14 +31,15 @@ use crate::state::{
     DraGpus, Filter, GpuSelector, MigStrategy, NumaHints, ResourceName, ResourcePlan, Sharing, XidClass,
 };
 use given::{
-    Given, absolute, address, boolean, choice, choices, dra_driver, dra_gpus, group_sizes, imex_channels, interval,
-    path, path_or_empty, resource_name, text, texts, uids, whole,
+    absolute, address, boolean, choice, choices, dra_driver, dra_gpus, imex_channels, interval, path, path_or_empty,
+    resource_name, text, texts, uids, whole,
 };
 use row::Row;
 
 pub use choices::{DeviceIdStrategy, DeviceListStrategy, DiscoveryStrategy, OnNvmlLoss, SharedPolicy};
 pub use environment::Environment;
 pub use given::Interval;
+pub(super) use given::{Given, group_sizes};
 pub use load::{ConfigError, Loaded, check, load, load_text};
 pub(in crate::config) use load::{LONGEST_FILE, text_of};
 pub use row::{Flags, Sources};

@@ -9,7 +9,7 @@ use linkwise::config::{ClusterArgs, Door, MachineWeight, NodeArgs};
 use linkwise::machines;
 use linkwise::publish::dra::slice::Pool;
 use linkwise::publish::dra::{
-    DraFacts, GpuLayout, GroupSizes, MOST_DEVICES_WITH_SETS, PublishedSets, SliceDevice, counters, devices,
+    DraFacts, GpuLayout, GroupSizes, PublishedSets, SliceDevice, counters, devices, room_for_sets,
 };
 use linkwise::state::DriverVersions;
 use linkwise::topology::{NodeTopology, set_members};
@@ -42,7 +42,7 @@ impl Machine {
         let tables = AllocationTables::new(Arc::clone(&topology));
         let all = (0..topology.gpus().len()).collect();
         let (versions, sizes) = (DriverVersions::of(&observed), GroupSizes::default());
-        let room = MOST_DEVICES_WITH_SETS.saturating_sub(topology.gpus().len());
+        let room = room_for_sets(&topology);
         let layout = GpuLayout::of(&tables, all, &sizes).with_sets(&tables, &sizes, room);
         let mut facts = DraFacts::of_machine(&topology, &versions, all, &layout);
         let whole = facts.devices.iter().filter(|device| device.mig.is_none());

@@ -9,7 +9,7 @@ use super::plan::{ClaimError, Node, Prepared, PreparedDevice};
 use super::{AllocatedDevice, ClaimName};
 use crate::topology::{Gpu, GpuUuid, MigDevice, MigSlot, MigUuid, possible_mig};
 
-/// An order about one GPU instance, for whoever can reach the driver.
+/// An order to the driver about one GPU instance, which the agent carries out.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MigOrder {

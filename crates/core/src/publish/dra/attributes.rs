@@ -5,6 +5,7 @@
 
 use crate::prelude::*;
 
+use super::families::Group;
 use super::layout::GpuLayout;
 use super::{Attribute, Capacity, DraDevice, DraProblem, RequestPolicy, SliceDevice, ValidRange};
 use crate::allocation::GpuSet;
@@ -146,9 +147,9 @@ impl Draft<'_> {
         }
     }
 
-    /// What claims may take of a GPU that several may have. One that does not ask takes a share, and the part of the
-    /// memory that a share is worth: so the scheduler's books say how much is left for others, whoever asks for what. A
-    /// GPU that has not a mebibyte for each share, or of unknown memory, has no such capacity.
+    /// What claims may take of a GPU that several may have. A claim that does not ask takes one share, and
+    /// one share's part of the memory: so the scheduler's books of memory are right beside claims that do ask. A GPU that
+    /// has not a mebibyte for each share, or of unknown memory, has no such capacity.
     fn shares(&mut self, GpuShares { shares, one_each }: GpuShares, memory_mib: Option<u64>) {
         self.device.allow_multiple_allocations = true;
         let one = || quantity::of_number(1);
@@ -196,16 +197,17 @@ impl Draft<'_> {
         self.number(&ours("socket"), device.gpu.package.map(|package| package.0));
     }
 
-    /// The groups that a GPU is in, each by the least PCI address of its members. A GPU out of service is in none but its
+    /// The groups that a GPU is in, and its NVLink domain by the least PCI address of the members. A GPU out of service is in none but its
     /// NVLink domain, and a group that has too few others left is none: its value stays what it was for the rest.
     pub fn groups(&mut self, topology: &NodeTopology, place: Option<usize>, layout: &GpuLayout, sick: GpuSet) {
         let Some(place) = place else { return };
-        let address = |set: GpuSet| -> Option<PciAddress> { Some(topology.gpus().get(set.places().next()?)?.pci) };
-        let own = |sets: &[GpuSet]| sets.iter().copied().find(|set| set.contains(place));
-        self.text(&ours("nvlinkDomain"), own(&layout.nvlink_domains).and_then(address));
+        let domain = layout.nvlink_domains.iter().find(|domain| domain.contains(place));
+        let first = domain.and_then(|domain| topology.gpus().get(domain.places().next()?));
+        self.text(&ours("nvlinkDomain"), first.map(|gpu| gpu.pci));
         for family in &layout.families {
-            let serves = |group: &GpuSet| !sick.contains(place) && group.without(sick).len() >= family.size;
-            self.text(&ours(&family.name), own(&family.groups).filter(serves).and_then(address));
+            let group = family.groups.iter().find(|group| group.gpus.contains(place));
+            let serves = |group: &&Group| !sick.contains(place) && group.gpus.without(sick).len() >= family.size;
+            self.text(&ours(&family.name), group.filter(serves).map(|group| group.name));
         }
     }
 

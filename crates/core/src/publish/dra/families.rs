@@ -11,6 +11,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::group_size::{GroupSize, GroupSizes};
 use crate::allocation::{AllocationTables, GpuSet, Values, subsets};
+use crate::topology::PciAddress;
 
 /// The most families of a node, of all sizes: 32 attributes and capacities of a device, less those that a GPU has
 /// anyway.
@@ -36,8 +37,17 @@ pub struct Family {
     pub name: String,
     /// How many GPUs of a group are one of the sets that it is for.
     pub size: usize,
-    /// The groups, each of so many GPUs or more, by their first members.
-    pub groups: Vec<GpuSet>,
+    /// The groups, by their first members.
+    pub groups: Vec<Group>,
+}
+
+/// GPUs of which any so many are good.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// The attribute's value: the least PCI address of the members. It stays when that GPU is lost.
+    pub name: PciAddress,
+    /// The members, by their places.
+    pub gpus: GpuSet,
 }
 
 /// A family, and what decides whether there is an attribute left for it.
@@ -85,6 +95,11 @@ fn of_size(tables: &AllocationTables, size: GroupSize) -> Vec<Candidate> {
             if groups.is_empty() {
                 break;
             }
+            let groups = groups.into_iter().filter_map(|gpus| {
+                let first = tables.topology().gpus().get(gpus.places().next()?)?;
+                Some(Group { name: first.pci, gpus })
+            });
+            let groups = groups.collect();
             let family = Family { name: size.name(tier, at), size: size.gpus(), groups };
             let before = unserved.len();
             unserved.retain(|free| !family.serves(*free));
@@ -101,12 +116,12 @@ fn of_size(tables: &AllocationTables, size: GroupSize) -> Vec<Candidate> {
 impl Family {
     /// Whether one of its groups has all of these GPUs.
     fn has(&self, set: GpuSet) -> bool {
-        self.groups.iter().any(|group| set.without(*group).is_empty())
+        self.groups.iter().any(|group| set.without(group.gpus).is_empty())
     }
 
     /// Whether one of its groups has enough of what is free.
     fn serves(&self, free: GpuSet) -> bool {
-        self.groups.iter().any(|group| group.intersection(free).len() >= self.size)
+        self.groups.iter().any(|group| group.gpus.intersection(free).len() >= self.size)
     }
 }
 

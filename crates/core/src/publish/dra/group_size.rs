@@ -8,9 +8,6 @@ use thiserror::Error;
 /// The most sizes: more would leave too few attributes for each.
 const MOST_SIZES: usize = 4;
 
-/// The most GPUs of a group: what a claim takes (`resource.k8s.io/v1`, `AllocationResultsMaxSize`).
-const MOST_GPUS: usize = 32;
-
 /// A number of GPUs for which groups are published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct GroupSize(usize);
@@ -61,7 +58,7 @@ impl Default for GroupSizes {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum GroupSizesError {
     /// A group of this size cannot be claimed, or is no group.
-    #[error("a group of {0} GPUs: groups have 2 to {MOST_GPUS} GPUs")]
+    #[error("a group of {0} GPUs: groups have {least} to {most} GPUs", least = GroupSizes::LEAST_GPUS, most = GroupSizes::MOST_GPUS)]
     Size(usize),
     /// More sizes than a device has attributes for.
     #[error("{0} sizes of groups: at most {MOST_SIZES}")]
@@ -69,6 +66,12 @@ pub enum GroupSizesError {
 }
 
 impl GroupSizes {
+    /// The fewest GPUs of a group.
+    pub const LEAST_GPUS: usize = 2;
+
+    /// The most: what a claim takes (`resource.k8s.io/v1`, `AllocationResultsMaxSize`).
+    pub const MOST_GPUS: usize = 32;
+
     /// These sizes, in any order, each as often as it may be said. None at all: no groups are published.
     ///
     /// # Errors
@@ -77,7 +80,7 @@ impl GroupSizes {
     pub fn new(sizes: impl IntoIterator<Item = usize>) -> Result<Self, GroupSizesError> {
         let mut all: Vec<GroupSize> = Vec::new();
         for gpus in sizes {
-            if !(2..=MOST_GPUS).contains(&gpus) {
+            if !(Self::LEAST_GPUS..=Self::MOST_GPUS).contains(&gpus) {
                 return Err(GroupSizesError::Size(gpus));
             }
             all.push(GroupSize(gpus));

@@ -3,7 +3,7 @@
 use crate::prelude::*;
 use alloc::sync::Arc;
 
-use super::families::{self, Family};
+use super::families::{self, Family, Group};
 use super::group_size::GroupSizes;
 use super::order;
 use super::sets::{RankedSet, sets};
@@ -38,7 +38,8 @@ impl GpuLayout {
         let some = AllocationTables::new(Arc::new(topology.restricted(&places)));
         let (order, families) = (order::order(&some), families::families(&some, sizes));
         let back = |set: GpuSet| set.places().filter_map(|place| places.get(place).copied()).collect::<GpuSet>();
-        let family = |family: Family| Family { groups: family.groups.into_iter().map(back).collect(), ..family };
+        let group = |group: Group| Group { gpus: back(group.gpus), ..group };
+        let family = |family: Family| Family { groups: family.groups.into_iter().map(group).collect(), ..family };
         Self {
             order: order.into_iter().filter_map(|place| places.get(place).copied()).collect(),
             families: families.into_iter().map(family).collect(),
@@ -122,7 +123,8 @@ impl Known {
             return None;
         }
         let families = self.layout.families.iter().map(|family| {
-            let groups = family.groups.iter().map(|group| moved(*group)).filter(|group| group.len() >= family.size);
+            let groups = family.groups.iter().map(|group| Group { gpus: moved(group.gpus), ..*group });
+            let groups = groups.filter(|group| group.gpus.len() >= family.size);
             Family { groups: groups.collect(), ..family.clone() }
         });
         let whole = |set: &&RankedSet| moved(set.gpus).len() == set.gpus.len();

@@ -34,11 +34,11 @@ use attributes::Draft;
 pub use crate::topology::{device_name, hardware_of};
 pub use dynamic_mig::counters as mig_counters;
 pub use facts::{DraDevice, DraFacts, DraSettings, offered, offered_now};
-pub use families::Family;
+pub use families::{Family, Group};
 pub use group_size::{GroupSize, GroupSizes, GroupSizesError};
 pub use layout::{GpuLayout, LayoutCache};
 pub use set_devices::{GPU_COUNTERS, PublishedSets, SET_TYPE, counters};
-pub use sets::{MOST_DEVICES_WITH_SETS, RankedSet};
+pub use sets::{MOST_DEVICES_WITH_SETS, RankedSet, room_for_sets};
 pub use switch::{DraSets, HeldDevices, ServerVersion, SetsNote, SetsSwitch, StoredSets, SwitchFacts};
 
 /// A device of a resource slice, by the JSON names of `resource.k8s.io/v1` (`Device`).

@@ -16,6 +16,12 @@ use crate::topology::{Gpu, NodeTopology};
 /// and in each scheduler. Nine GPUs have 171 sets, ten have 300.
 pub const MOST_DEVICES_WITH_SETS: usize = 256;
 
+/// How many sets there is room for. By the GPUs that there are, not by what is published of them: the sets stay while MIG
+/// devices come and go.
+pub fn room_for_sets(topology: &NodeTopology) -> usize {
+    MOST_DEVICES_WITH_SETS.saturating_sub(topology.gpus().len())
+}
+
 /// Sets that are valued for one size, at most: all eights of 16 GPUs are fewer, all fours of 64 are more.
 const MOST_SETS: usize = 1 << 14;
 

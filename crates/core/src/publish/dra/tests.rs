@@ -117,7 +117,7 @@ fn families(topology: NodeTopology, sizes: &[usize]) -> Vec<(String, Vec<u64>)> 
     let sizes = GroupSizes::new(sizes.iter().copied()).unwrap();
     let gpus = (0..topology.gpus().len()).collect();
     let layout = GpuLayout::of(&AllocationTables::new(Arc::new(topology)), gpus, &sizes);
-    let bits = |family: &Family| family.groups.iter().map(|group| group.0).collect();
+    let bits = |family: &Family| family.groups.iter().map(|group| group.gpus.0).collect();
     layout.families.iter().map(|family| (family.name.clone(), bits(family))).collect()
 }
 
@@ -195,13 +195,26 @@ fn layout_is_kept_for_the_same_tables_and_gpus() {
 }
 
 #[test]
+fn group_keeps_its_name_when_its_first_gpu_is_lost() {
+    let gpu = |n: u32| format!("{{\"index\": {n}, \"uuid\": \"GPU-{n}\", \"pci\": \"0000:0{n}:00.0\"}}");
+    let alike = node(&(0..5).map(gpu).collect::<Vec<_>>().join(", "));
+    let tables = |places: &[usize]| Arc::new(AllocationTables::new(Arc::new(alike.restricted(places))));
+    let (mut cache, sizes) = (LayoutCache::default(), GroupSizes::new([2]).unwrap());
+    let whole = cache.layout(&tables(&[0, 1, 2, 3, 4]), (0..5).collect(), &sizes, 0);
+    let fewer = cache.layout(&tables(&[1, 2, 3, 4]), (0..4).collect(), &sizes, 0);
+    let [before, after] = [&whole, &fewer].map(|layout| layout.families[0].groups[0]);
+    assert_eq!((before.gpus, after.gpus), (GpuSet(0b11111), GpuSet(0b1111)));
+    assert_eq!((before.name, after.name), ("0000:00:00.0".parse().unwrap(), before.name));
+}
+
+#[test]
 fn lost_gpu_leaves_the_groups_of_others_as_they_were() {
     let tables = |places: &[usize]| Arc::new(AllocationTables::new(Arc::new(chain().restricted(places))));
     let (mut cache, sizes) = (LayoutCache::default(), GroupSizes::new([2]).unwrap());
     let whole = cache.layout(&tables(&[0, 1, 2, 3]), (0..4).collect(), &sizes, 0);
     let without_first = cache.layout(&tables(&[1, 2, 3]), (0..3).collect(), &sizes, 0);
     let groups = |layout: &GpuLayout| -> Vec<(String, Vec<u64>)> {
-        let bits = |family: &Family| family.groups.iter().map(|group| group.0).collect();
+        let bits = |family: &Family| family.groups.iter().map(|group| group.gpus.0).collect();
         layout.families.iter().map(|family| (family.name.clone(), bits(family))).collect()
     };
     // GPUs 2 and 3, then 1 and 2: a new look at three GPUs has them the other way round.
