@@ -48,6 +48,7 @@ pub use doors::{DRA_GRACE, Door};
 pub use event::{Effect, Event, MigInstance};
 pub use hardware::{DriverVersions, Hardware};
 pub use ledger::{ClaimedDevice, Holdings, Ledger, PreparedClaim, ResourceDevice};
+pub(crate) use mps::VOLTA;
 pub use mps::{MpsGpu, MpsShare};
 pub use numa_hints::NumaHints;
 pub use offers::{Offers, Resource};
