@@ -152,6 +152,22 @@ fn volume_mounts_come_with_the_right_to_see_gpus() {
     assert_eq!(container["securityContext"]["capabilities"], capabilities);
 }
 
+/// What making MIG devices takes of the NVIDIA runtime, and no privilege beside it.
+#[test]
+fn mig_on_demand_comes_with_its_rights_and_no_more() {
+    let patch = read(&manifests().join("overlays/dra-mig/daemonset.yaml"));
+    let container = patch.pointer(&format!("{POD}/containers/0")).unwrap();
+    let env = list(container, "/env").into_iter().map(|env| (env["name"].as_str().unwrap(), env["value"].as_str()));
+    let expected = ["LINKWISE_DRA_DYNAMIC_MIG", "NVIDIA_MIG_CONFIG_DEVICES", "NVIDIA_MIG_MONITOR_DEVICES"].into_iter();
+    assert!(env.eq(expected.zip([Some("true"), Some("all"), Some("all")])));
+    let security = serde_json::json!({
+        "capabilities": {"add": ["SYS_ADMIN"], "drop": ["ALL"]},
+        "allowPrivilegeEscalation": true,
+    });
+    assert_eq!(container["securityContext"], security);
+    assert_eq!((&container["volumeMounts"], patch.pointer(&format!("{POD}/volumes"))), (&Value::Null, None));
+}
+
 #[test]
 fn mps_control_daemon_has_the_hosts_process_ids() {
     let daemon = read(&manifests().join("overlays/mps/mps-control-daemon.yaml"));
@@ -302,7 +318,12 @@ fn linkwise_takes_the_settings_in_them() {
 #[test]
 fn variables_are_those_that_linkwise_reads() {
     // Read by the NVIDIA container runtime, not by us.
-    const RUNTIMES: [&str; 3] = ["NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_MIG_MONITOR_DEVICES"];
+    const RUNTIMES: [&str; 4] = [
+        "NVIDIA_VISIBLE_DEVICES",
+        "NVIDIA_DRIVER_CAPABILITIES",
+        "NVIDIA_MIG_CONFIG_DEVICES",
+        "NVIDIA_MIG_MONITOR_DEVICES",
+    ];
     let help = Command::new(env!("CARGO_BIN_EXE_linkwise")).args(["run", "--help"]).output().unwrap();
     // Lines are broken to the width of a terminal.
     let help = String::from_utf8(help.stdout).unwrap().split_whitespace().collect::<Vec<_>>().join(" ");

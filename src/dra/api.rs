@@ -1,7 +1,9 @@
-//! What DRA needs of others: of the API server slices written and claims read, of the driver MIG devices made.
+//! What DRA needs of others: of the API server slices written and claims read, of the driver MIG devices made, of
+//! another process MPS control daemons run.
 //!
 //! This program has no client of the API server; `linkwise-cluster` has, and is given one end of these channels.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use anyhow::Result;
@@ -10,10 +12,11 @@ use prometheus_client::registry::Registry;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::claims::{Claim, MigOrder, MigOrderError};
+use crate::claims::{Claim, MigOrder, MigOrderError, MpsOrder};
 use crate::publish::dra::slice::Pool;
 use crate::publish::dra::{ServerVersion, StoredSets};
-use crate::topology::MigUuid;
+use crate::state::ResourceName;
+use crate::topology::{GpuUuid, MigUuid};
 
 /// The client of the API server: registers its metrics, and works at its end of the channels until the token is
 /// cancelled.
@@ -72,6 +75,37 @@ pub struct MigRequest {
 
 /// Where the outcome of a [`MigRequest`] goes: the MIG device that was made, or none after a destruction.
 pub type MigAnswer = oneshot::Sender<Result<Option<MigUuid>, MigOrderError>>;
+
+/// The way to the process that runs MPS control daemons.
+#[derive(Clone, Debug)]
+pub struct MpsLink {
+    /// What is wanted; `None` before the checkpoints were read.
+    pub orders: watch::Sender<Option<MpsOrders>>,
+    /// What serves; `None` before the first look.
+    pub served: watch::Receiver<Option<MpsServed>>,
+}
+
+/// The control daemons that prepared claims call for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MpsOrders {
+    /// How many changes there were, and requests to look again.
+    pub revision: u64,
+    /// The daemons.
+    pub daemons: BTreeMap<ResourceName, MpsOrder>,
+}
+
+/// What became of [`MpsOrders`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MpsServed {
+    /// Of which revision.
+    pub revision: u64,
+    /// Why orders reach no control daemon.
+    pub trouble: Option<String>,
+    /// Whether each daemon serves with its limits, or why not yet.
+    pub daemons: BTreeMap<ResourceName, Result<(), String>>,
+    /// GPUs of DRA that are in the compute mode EXCLUSIVE_PROCESS for a control daemon, whosever.
+    pub exclusive: BTreeSet<GpuUuid>,
+}
 
 /// A claim to be read.
 #[derive(Debug)]

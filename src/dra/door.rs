@@ -14,6 +14,7 @@ use tokio::sync::{OwnedMutexGuard, mpsc, oneshot, watch};
 use tokio::time::{Instant, timeout};
 
 use super::mig::MigError;
+use super::mps::MpsError;
 use super::store::{Record, Store, is_uid};
 use super::{ClaimQuery, ClaimQueryError, Observer, Occurrence, PluginError, Settings, specs};
 use crate::claims::{Claim, ClaimError, ClaimName, Node, Prepared, plan};
@@ -70,6 +71,8 @@ pub(super) enum PrepareError {
     Spec { source: std::io::Error },
     #[error(transparent)]
     Mig(#[from] MigError),
+    #[error(transparent)]
+    Mps(#[from] MpsError),
     #[error("no CDI spec in {folder} has {names}")]
     Names { folder: String, names: String },
     #[error("the agent is ending, or too busy to enter the claim into its ledger")]
@@ -208,6 +211,7 @@ impl Door {
             && self.write_spec(uid, &record.prepared, &turn).await.is_ok()
             && self.missing(&record.prepared, uid).await.is_empty()
         {
+            self.await_mps(record).await?;
             return Ok((record.prepared.clone(), true));
         }
         let record = match self.reserve(asked).await {
@@ -329,6 +333,7 @@ impl Door {
             return Err(error);
         }
         let record = self.make_mig(record).await?;
+        self.await_mps(&record).await?;
         let written = self.write_spec(&uid, &record.prepared, turn).await;
         written.map_err(|source| PrepareError::Spec { source })?;
         let until = Instant::now() + self.settings.specs_timeout;
@@ -497,6 +502,11 @@ impl Door {
             (records().count(), records().map(|record| record.prepared.names().len()).sum())
         };
         let prepared = self.slots().values().filter_map(|slot| slot.record.as_ref()).map(Record::for_ledger).collect();
+        if let Some(mps) = &self.settings.mps {
+            let boot = self.settings.boot.as_deref();
+            let slots = self.slots();
+            mps.order(slots.values().filter_map(|slot| slot.record.as_ref()).filter(|r| !r.is_of_another_boot(boot)));
+        }
         self.ledger.send_if_modified(|before| std::mem::replace(before, prepared) != *before);
         (self.observer)(Occurrence::Held { claims, devices });
         self.held.send_modify(|change| *change = change.wrapping_add(1));

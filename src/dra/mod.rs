@@ -4,7 +4,8 @@
 //! services DRAPlugin and DRAResourceHealth; further the checkpoints of prepared claims. The runtime makes a [`Plugin`]
 //! and owns the task that runs it; this module starts no task. Wire types stop at `registration.rs`, `service.rs` and
 //! `health.rs`. `machine` decides what to do next with sockets and kubelet, and `life` does it; which devices a claim
-//! gets is decided in the core (`claims`), carried out by `door` (MIG devices made for it: `mig`), and kept by `store`.
+//! gets is decided in the core (`claims`), carried out by `door` (MIG devices made for it: `mig`, MPS
+//! control daemons: `mps`), and kept by `store`.
 //!
 //! `api` is what this module asks of the API server, carried out by `linkwise-cluster`: one GET of a claim when it is
 //! prepared for the first time, and none when it is unprepared.
@@ -17,6 +18,7 @@ mod life;
 mod machine;
 mod metrics;
 mod mig;
+mod mps;
 mod registration;
 mod service;
 mod session;
@@ -37,7 +39,9 @@ use crate::uds::Callers;
 use door::Door;
 use life::Life;
 
-pub use api::{ApiSide, ClaimQuery, ClaimQueryError, Client, MigAnswer, MigRequest, StoredPool};
+pub use api::{
+    ApiSide, ClaimQuery, ClaimQueryError, Client, MigAnswer, MigRequest, MpsLink, MpsOrders, MpsServed, StoredPool,
+};
 pub use claim_json::{NoClaim, parse_claim};
 pub use metrics::PluginMetrics;
 pub use store::{Record as Checkpoint, parse as parse_checkpoint};
@@ -70,6 +74,10 @@ pub struct Settings {
     pub mig: Option<mpsc::Sender<MigRequest>>,
     /// Whether new ones are made. Without it those that claims have are still destroyed.
     pub makes_mig: bool,
+    /// Where MPS control daemons are ordered for claims; `None`: a claim that asks for MPS is refused.
+    pub mps: Option<MpsLink>,
+    /// How long a claim waits for its MPS control daemon.
+    pub mps_timeout: Duration,
     /// Which users may call our sockets.
     pub callers: Callers,
     /// How long the API server may take to answer for one claim.
@@ -115,6 +123,8 @@ impl Settings {
             host_devices: watch::channel(Arc::default()).1,
             specs_written: watch::channel(true).1,
             mig: None,
+            mps: None,
+            mps_timeout: Duration::from_secs(15),
             makes_mig: false,
             callers: Callers::default(),
             claim_timeout: Duration::from_secs(15),

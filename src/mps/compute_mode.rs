@@ -6,13 +6,13 @@
 //! one left, and never a mode that an operator set.
 
 use std::fs::{self, File};
-use std::io;
 use std::path::PathBuf;
 
 use futures_util::future::{join_all, try_join_all};
 use tokio::process::Command;
 
 use super::daemon::{MpsError, Settings};
+use super::orders::exclusive_gpus;
 use super::program;
 use crate::topology::GpuUuid;
 
@@ -40,12 +40,9 @@ pub async fn set_exclusive(settings: &Settings, gpus: &[&GpuUuid]) -> Result<(),
 /// The first GPU whose mode cannot be set back; all are tried, and those that failed stay on record.
 pub async fn set_back(settings: &Settings, is_due: impl Fn(&GpuUuid) -> bool) -> Result<(), MpsError> {
     let folder = settings.layout.exclusive();
-    let names = match fs::read_dir(&folder) {
-        Ok(entries) => entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(source) => return Err(MpsError::Write { path: folder, source }),
-    };
-    let gpus: Vec<GpuUuid> = names.filter_map(|name| name.parse().ok()).filter(is_due).collect();
+    let recorded = exclusive_gpus(&settings.layout);
+    let recorded = recorded.map_err(|source| MpsError::Write { path: folder.clone(), source })?;
+    let gpus: Vec<GpuUuid> = recorded.into_iter().filter(is_due).collect();
     let set_back = async |gpu: &GpuUuid| {
         set(settings, gpu, DEFAULT).await?;
         let path = folder.join(gpu.as_str());

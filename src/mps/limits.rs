@@ -5,6 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::claims::MpsOrder;
 use crate::state::MpsShare;
 use crate::topology::GpuUuid;
 
@@ -18,6 +19,17 @@ pub struct Limits {
     pub memory: Vec<MemoryLimit>,
     /// Whether the daemon is shown these GPUs only.
     pub shown_only: bool,
+    /// Whether the GPUs refuse processes that are no clients. Always, but where claims share a GPU and some without MPS.
+    #[serde(default = "yes", skip_serializing_if = "is_yes")]
+    pub exclusive: bool,
+}
+
+fn yes() -> bool {
+    true
+}
+
+fn is_yes(flag: &bool) -> bool {
+    *flag
 }
 
 /// Each client's limit of one GPU's memory.
@@ -44,7 +56,15 @@ impl Limits {
             mib: gpu.memory_mib.map(|mib| mib / u64::from(replicas)),
         });
         let memory = memory.collect();
-        Self { thread_percentage: 100 / replicas, memory, shown_only: !share.whole_node }
+        Self { thread_percentage: 100 / replicas, memory, shown_only: !share.whole_node, exclusive: true }
+    }
+
+    /// What the daemon of claims holds.
+    pub fn of_order(order: &MpsOrder) -> Self {
+        let memory = (0..).zip(&order.gpus);
+        let memory = memory.map(|(device, gpu)| MemoryLimit { device, gpu: gpu.gpu.clone(), mib: gpu.mib }).collect();
+        let MpsOrder { thread_percentage, exclusive, .. } = *order;
+        Self { thread_percentage, memory, shown_only: true, exclusive }
     }
 
     /// The GPUs, in the order in which the daemon counts them.
@@ -64,7 +84,10 @@ impl Limits {
                 |same: &dyn Fn(&MemoryLimit) -> bool| self.memory.iter().any(|own| same(own) && own.mib == one.mib);
             any(&|own| own.gpu == one.gpu) && any(&|own| own.device == one.device)
         };
-        self.thread_percentage == wanted.thread_percentage && seen && wanted.memory.iter().all(held)
+        self.thread_percentage == wanted.thread_percentage
+            && self.exclusive == wanted.exclusive
+            && seen
+            && wanted.memory.iter().all(held)
     }
 }
 

@@ -1,8 +1,8 @@
 //! CUDA MPS: the control daemons that share a GPU among processes.
 //!
 //! An adapter with two sides that meet in the MPS root, a folder of the host that both have mounted. `supervise` keeps
-//! one nvidia-cuda-mps-control for each resource (`linkwise mps-control-daemon`, which has the privileges that this
-//! takes); [`readiness`] is the plugin's side, which starts nothing and asks no driver. What a container gets is
+//! one nvidia-cuda-mps-control for each resource, and for GPUs of claims (`linkwise mps-control-daemon`, which has the
+//! privileges that this takes), as [`Orders`] tell it; [`readiness`] is the plugin's side, which starts nothing and asks no driver. What a container gets is
 //! `publish::injection`'s. docs/mps.md has the whole. Called by the runtime; it never spawns a task, and never touches
 //! a GPU that its resources do not name.
 
@@ -12,6 +12,7 @@ mod daemon;
 mod layout;
 mod limits;
 mod marker;
+mod orders;
 mod program;
 mod selinux;
 mod shm;
@@ -23,6 +24,7 @@ pub use daemon::{Daemon, MpsError, Pace, Programs, Settings};
 pub use layout::{HOST_ROOT, Layout, LayoutError};
 pub use limits::{Limits, MemoryLimit};
 pub use marker::{Marker, NotReady, readiness};
+pub use orders::{Orders, exclusive_gpus};
 pub use program::ProgramError;
 pub use shm::{Shm, mount_shm};
 pub use supervise::{DaemonEvent, supervise};

@@ -1,4 +1,5 @@
-//! Keeps the control daemon of one resource alive, its marker true, and its GPUs exclusive.
+//! Keeps the control daemon of one resource, or of GPUs of claims, alive, its marker true, and its GPUs exclusive where
+//! they are to be.
 //!
 //! Called by the runtime, which owns the task. The marker stands only while the limits hold, and goes before anything
 //! else. The compute mode stays EXCLUSIVE_PROCESS between two daemons: clients start again at once, and one that found
@@ -79,7 +80,9 @@ async fn one_daemon(
     let Some(ended) = shutdown.run_until_cancelled(end_predecessor(&control, pace.quit)).await else { return Ok(()) };
     ended?;
     // Not cancelled: an nvidia-smi that is killed may have set the mode, or be about to.
-    set_exclusive(settings, &limits.gpus().collect::<Vec<_>>()).await?;
+    if limits.exclusive {
+        set_exclusive(settings, &limits.gpus().collect::<Vec<_>>()).await?;
+    }
     let Some(daemon) = shutdown.run_until_cancelled(Daemon::start(control, limits, pace)).await else { return Ok(()) };
     let mut daemon = daemon?;
     let marker = Marker::set(&path, limits).map_err(cannot_write)?;

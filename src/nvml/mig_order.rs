@@ -12,6 +12,10 @@ use super::raw::{self, GpuInstance, GpuInstanceHandle};
 use crate::claims::{MigOrder, MigOrderError, MigTask};
 use crate::topology::{MigSlot, MigUuid};
 
+/// What an operator does about a container that may not change MIG devices.
+const NO_RIGHTS: &str = ": this container lacks the rights for MIG on demand; the overlay dra-mig and the chart's \
+    dra.migRights give them (docs/mig.md)";
+
 /// Why an order failed, and whether its instance may be there.
 struct Failure {
     error: CallError,
@@ -54,7 +58,10 @@ pub fn carry_out(gpus: &[Gpu<'_>], hides_gpus: bool, order: &MigOrder) -> Result
             }
         }
     };
-    done.map_err(|Failure { error, may_exist }| MigOrderError { why: error.to_string(), may_exist })
+    done.map_err(|Failure { error, may_exist }| {
+        let rights = if error.fault() == Fault::NoPermission { NO_RIGHTS } else { "" };
+        MigOrderError { why: format!("{error}{rights}"), may_exist }
+    })
 }
 
 /// NVML's answer to an order: without an answer there is nothing to go on with.

@@ -25,7 +25,7 @@ use super::node::Node;
 use super::readiness::{Part, Readiness};
 use crate::cdi;
 use crate::config::Settings;
-use crate::dra::{self, ApiSide, MigRequest, Occurrence, Phase, PluginMetrics, StoredPool};
+use crate::dra::{self, ApiSide, MigRequest, MpsLink, Occurrence, Phase, PluginMetrics, StoredPool};
 use crate::metrics::new;
 use crate::once::Once;
 use crate::publish::dra::slice::Pool;
@@ -69,6 +69,8 @@ pub(super) struct Given<'a> {
     pub specs_written: watch::Receiver<bool>,
     /// Where MIG devices are ordered; `None` where there is no driver to make any.
     pub mig: Option<mpsc::Sender<MigRequest>>,
+    /// Where MPS control daemons are ordered; `None` where nothing could run any.
+    pub mps: Option<MpsLink>,
 }
 
 /// Whether GPUs are to go through DRA, or some of the last process may still be with it. A disk that hangs has nothing.
@@ -91,7 +93,7 @@ fn has_leftovers(state_dir: &Path) -> bool {
 
 /// Starts all that DRA needs in a node.
 pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) -> Result<()> {
-    let Given { settings, name, sysfs, state_dir, injection, host_devices, specs_written, mig } = given;
+    let Given { settings, name, sysfs, state_dir, injection, host_devices, specs_written, mig, mps } = given;
     let Some(name) = name.filter(|name| !name.is_empty()) else {
         bail!("--dra-gpus needs --node-name (NODE_NAME): it names the node's pool of devices")
     };
@@ -109,6 +111,7 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) 
         host_devices,
         specs_written,
         mig,
+        mps,
         makes_mig: settings.dra_dynamic_mig.value,
         callers: Callers::and(settings.allowed_uids.value.iter().copied()),
         has_ledger: true,

@@ -217,7 +217,10 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
         node.spawn("CDI sync", sync.run(node.snapshot(), cdi_metrics, node.readiness.clone()));
     }
     labels::spawn_in(&mut node, &settings, args);
+    let layout = Layout::new(&args.mps.container_root);
     if let Some(side) = side.filter(|_| uses_dra) {
+        let ((orders, ordered), (served, serving)) = (watch::channel(None), watch::channel(None));
+        node.spawn("MPS orders", mps::follow_orders(layout.clone(), node.snapshot(), ordered, served));
         let given = dra::Given {
             settings: &settings,
             name: args.node_name.clone(),
@@ -227,14 +230,17 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
             host_devices: injection.host_devices,
             specs_written: specs_written.context("there are no CDI specs to wait for")?,
             mig: Some(mig),
+            mps: Some(crate::dra::MpsLink { orders, served: serving }),
         };
         (side.start)(&mut node, given, side.client)?;
+    } else {
+        node.spawn_until_done("MPS orders", mps::withdraw_orders(layout.clone()));
     }
     // Before the first GPU is discovered: the plan decides which resources it belongs to.
     let planned = Event::Planned(Box::new(settings.plan()));
     node.events().send(planned).await.context("the node takes no events")?;
     node.spawn("NVML driver", driver.run());
-    let (layout, idle) = (Layout::new(&args.mps.container_root), node.readiness.idle().clone());
+    let idle = node.readiness.idle().clone();
     node.spawn("MPS daemons' watch", mps::follow_daemons(layout, node.snapshot(), node.events(), idle));
     let (metrics, events) = (node.metrics().register(ConfigMetrics::register), node.events());
     let dra = match () {

@@ -1,5 +1,6 @@
-//! `linkwise mps-control-daemon`: a supervised control daemon for each resource that is shared by MPS, and the end of
-//! them all. A process of its own, in a container with the privileges that MPS takes; the plugin has none.
+//! `linkwise mps-control-daemon`: a supervised control daemon for each resource that is shared by MPS and for GPUs of
+//! claims that ask for it, and the end of them all. A process of its own, in a container with the privileges that MPS
+//! takes; the plugin has none.
 //!
 //! It reads the plugin's configuration and observes the GPUs as the plugin does, and makes the same state of them,
 //! which it offers to no kubelet. `daemons` serves what follows from that; `init` is the container's first process;
@@ -7,6 +8,7 @@
 
 mod daemons;
 mod init;
+mod orders;
 mod plugin;
 
 use std::collections::BTreeMap;
@@ -30,11 +32,13 @@ use super::operator::Release;
 use super::readiness::Idle;
 use crate::config::settings::load;
 use crate::config::{ConfigMetrics, Environment, MpsCommand, MpsControlDaemonArgs};
-use crate::mps::{Layout, LayoutError, Limits, Pace, Programs, Settings, Shm, mount_shm};
+use crate::errors::chain;
+use crate::mps::{Layout, LayoutError, Limits, Orders, Pace, Programs, Settings, Shm, mount_shm};
 use crate::once::Once;
-use crate::state::{Effect, Event, NodeState, ResourceName};
+use crate::state::{Effect, Event, MpsShare, NodeState, ResourceName};
 use daemons::Daemons;
 
+pub(super) use orders::{follow_orders, withdraw_orders};
 pub(super) use plugin::follow_daemons;
 
 /// How long things may take. `quit` gives the servers a second; the next half is the daemon's own.
@@ -45,6 +49,9 @@ const PACE: Pace = Pace {
     probe: Duration::from_secs(5),
     pauses: (Duration::from_secs(1), Duration::from_secs(60)),
 };
+
+/// How often the orders for claims are read: a small file.
+const ORDERS_POLL: Duration = Duration::from_millis(500);
 
 /// Events that may wait.
 const EVENTS: usize = 256;
@@ -73,10 +80,13 @@ pub fn mps_control_daemon(args: &MpsControlDaemonArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What the resources of this node that are shared by MPS call for: the same for the plugin and for the daemons.
-fn wanted(layout: &Layout, snapshot: &NodeState) -> BTreeMap<ResourceName, Result<Limits, LayoutError>> {
+/// What resources that are shared by MPS call for: the same for the plugin and for the daemons.
+fn wanted(
+    layout: &Layout,
+    shares: &BTreeMap<ResourceName, MpsShare>,
+) -> BTreeMap<ResourceName, Result<Limits, LayoutError>> {
     let limits = |(name, share)| layout.check(name).map(|()| Limits::of(share));
-    snapshot.mps_shares().iter().map(|(name, share)| (name.clone(), limits((name, share)))).collect()
+    shares.iter().map(|(name, share)| (name.clone(), limits((name, share)))).collect()
 }
 
 async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
@@ -114,11 +124,11 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     let mut daemons =
         Daemons::new(Settings { layout: layout.clone(), programs, selinuxfs: "/sys/fs/selinux".into(), pace: PACE });
     let mut demand = Demand::new();
+    let mut poll = tokio::time::interval(ORDERS_POLL);
     let ended = loop {
         tokio::select! {
-            Some(event) = happened.recv() => if let Some(wanted) = demand.apply(event, &layout) {
-                daemons.want(wanted).await;
-            },
+            Some(event) = happened.recv() => demand.apply(event),
+            _ = poll.tick() => if !demand.follow_orders(&layout).await? { continue },
             ended = daemons.next() => if let Err(error) = ended { break Err(error) },
             Some(task) = tasks.join_next() => {
                 break task_end(task).and_then(|name| Err(anyhow!("the task '{name}' ended")));
@@ -126,30 +136,36 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
             _ = terminate.recv() => { tracing::info!(signal = "SIGTERM", "ending"); break Ok(()) }
             _ = interrupt.recv() => { tracing::info!(signal = "SIGINT", "ending"); break Ok(()) }
         }
+        if let Some(wanted) = demand.wanted(&layout) {
+            daemons.want(wanted).await;
+        }
     };
     daemons.end().await?;
     tasks.shutdown().await;
     ended
 }
 
-/// The state of the node, and what follows from it for the daemons.
+/// The state of the node and the orders for claims, and what follows from them for the daemons.
 struct Demand {
     state: NodeState,
     clock: Clock,
     observed: bool,
-    refused: Once<LayoutError>,
+    /// `None` before they were read.
+    orders: Option<Orders>,
+    refused: Once<String>,
+    unreadable: Once<String>,
     idle: Once<()>,
 }
 
 impl Demand {
     fn new() -> Self {
         let (state, clock) = (NodeState::default(), Clock::start());
-        Self { state, clock, observed: false, refused: Once::new(), idle: Once::new() }
+        let (refused, unreadable, idle) = (Once::new(), Once::new(), Once::new());
+        Self { state, clock, observed: false, orders: None, refused, unreadable, idle }
     }
 
-    /// Applies an event. Returns which resources are to be served now, with their limits; `None` before the GPUs were
-    /// seen.
-    fn apply(&mut self, event: Event, layout: &Layout) -> Option<BTreeMap<ResourceName, Limits>> {
+    /// Applies an event.
+    fn apply(&mut self, event: Event) {
         self.observed |= matches!(event, Event::Observed(_));
         let (state, effects) = std::mem::take(&mut self.state).apply(event, self.clock.now());
         self.state = state;
@@ -158,21 +174,51 @@ impl Demand {
                 tracing::warn!("{problem}");
             }
         }
+    }
+
+    /// Reads the orders for claims; whether they changed. While they cannot be read, the last ones stay.
+    async fn follow_orders(&mut self, layout: &Layout) -> Result<bool> {
+        let layout = layout.clone();
+        let read = tokio::task::spawn_blocking(move || Orders::read(&layout)).await;
+        let read = read.context("reading the MPS orders panicked")?;
+        let unreadable = read.as_ref().err().map(|error| chain(error));
+        for error in self.unreadable.replace(unreadable) {
+            tracing::error!(error, "MPS orders of claims unreadable, keeping the last ones");
+        }
+        let orders = read.ok().or_else(|| self.orders.is_none().then(Orders::default));
+        let changes = orders.is_some() && orders != self.orders;
+        self.orders = orders.or_else(|| self.orders.take());
+        Ok(changes)
+    }
+
+    /// What is to be served now, with its limits: resources, and the GPUs of claims. `None` before the GPUs were seen
+    /// and the orders read.
+    fn wanted(&mut self, layout: &Layout) -> Option<BTreeMap<ResourceName, Limits>> {
+        let orders = self.orders.as_ref().filter(|_| self.observed)?;
         let (mut served, mut refused) = (BTreeMap::new(), Vec::new());
-        for (resource, limits) in wanted(layout, &self.state) {
+        // Only the plugin knows which GPUs have changed to DRA.
+        let shares = self.state.mps_shares().iter();
+        let shares = shares.filter_map(|(name, share)| Some((name.clone(), share.without(&orders.gpus)?))).collect();
+        for (resource, limits) in wanted(layout, &shares) {
             match limits {
                 Ok(limits) => drop(served.insert(resource, limits)),
-                Err(error) => refused.push(error),
+                Err(error) => refused.push(error.to_string()),
+            }
+        }
+        for (daemon, limits) in orders.limits() {
+            let sharing = served.iter().find(|(_, of)| of.gpus().any(|gpu| limits.gpus().any(|own| own == gpu)));
+            match sharing {
+                Some((resource, _)) => refused.push(format!("{daemon}: {resource} shares its GPU by MPS")),
+                None => drop(served.insert(daemon, limits)),
             }
         }
         for error in self.refused.replace(refused) {
             tracing::error!("{error}");
         }
-        let is_idle = self.observed && served.is_empty();
-        if !self.idle.replace(is_idle.then_some(())).is_empty() {
+        if !self.idle.replace(served.is_empty().then_some(())).is_empty() {
             tracing::info!("no resource of this node is shared by MPS, waiting");
         }
-        self.observed.then_some(served)
+        Some(served)
     }
 }
 

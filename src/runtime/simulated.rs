@@ -83,6 +83,7 @@ pub async fn start_with_dra(
         host_devices: injection.host_devices,
         specs_written,
         mig: None,
+        mps: None,
     };
     dra::spawn_in(&mut node, given, client)?;
     let planned = Event::Planned(Box::new(settings.plan()));

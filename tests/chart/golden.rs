@@ -106,6 +106,7 @@ fn programs_are_switched_on_and_off() {
             "dra.groups={2,8}",
             "dra.evictLost=true",
             "dra.dynamicMig=true",
+            "dra.migRights=true",
             "dra.admissionPolicy=false",
             "dra.deviceClasses=false",
         ],

@@ -62,6 +62,8 @@ fn only_mps_is_privileged_and_sys_admin_is_asked_for() {
         (&["config.name=external", "gfd.enabled=true"], &both),
         (&["config.name=external", "migStrategy=none"], &[plugin]),
         (&["config.name=external", "migStrategy=none", "deviceListStrategy=envvar"], &[]),
+        (&["dra.enabled=true", "gfd.enabled=true"], &[]),
+        (&["dra.enabled=true", "dra.dynamicMig=true", "dra.migRights=true", "gfd.enabled=true"], &[plugin]),
     ] {
         check(&helm.objects(values), values, admins);
     }

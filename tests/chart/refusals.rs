@@ -42,6 +42,32 @@ fn dra_needs_the_plugin_and_gpus() {
 }
 
 #[test]
+fn mig_on_demand_without_its_rights_is_refused() {
+    let Some(helm) = Helm::found() else { return };
+    let (dra, on, rights) = ("dra.enabled=true", "dra.dynamicMig=true", "dra.migRights=true");
+    let file = "config.map.a=linkwise: {dra: {dynamicMig: true}}";
+    let words = ["SYS_ADMIN", "mig/config", "Set dra.migRights=true", "docs/mig.md"];
+    for (values, place) in
+        [(&[dra, on][..], "dra.dynamicMig:"), (&[dra, file], "config.map.a: linkwise.dra.dynamicMig:")]
+    {
+        refused(&helm, values, &[&words[..], &[place]].concat());
+    }
+    refused(&helm, &[rights], &["dra.migRights", "set dra.enabled"]);
+    let own = "securityContext.runAsUser=0";
+    refused(&helm, &[dra, on, rights, own], &["dra.migRights", "securityContext replaces", "capabilities.add"]);
+    refused(&helm, &["config.map.a=linkwise: {dra: 3}"], &["config.map.a", "linkwise.dra is no mapping"]);
+    for taken in [
+        &[dra, on, rights][..],
+        &[dra, file, rights],
+        &[dra, on, "securityContext.privileged=true"],
+        &[dra, on, rights, "securityContext.capabilities.add={SYS_ADMIN}"],
+        &["config.map.a=linkwise: {dra: {dynamicMig: true}}"],
+    ] {
+        assert!(!helm.objects(taken).is_empty());
+    }
+}
+
+#[test]
 fn values_of_wrong_type_are_refused_by_name() {
     let Some(helm) = Helm::found() else { return };
     for (value, name) in [

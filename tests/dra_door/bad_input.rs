@@ -37,7 +37,7 @@ async fn claim_that_cannot_be_prepared_is_named_and_leaves_nothing() {
         ("e", Answer::Claim(liar), "the API server answered with the claim 'kube-system/claim-e', not 'ml/claim-e'"),
         ("f", Answer::Claim(configured(of("f"), kind)), "'GpuKonfig' is not supported; known are GpuConfig and Mig"),
         ("g", Answer::Claim(configured(of("g"), field)), "GpuConfig: unknown field `shared`, expected `sharing`"),
-        ("h", Answer::Claim(configured(of("h"), mps)), "GpuConfig: sharing.strategy MPS is not supported: linkwise"),
+        ("h", Answer::Claim(configured(of("h"), mps)), "the claim asks for MPS, which this node does not have for"),
         ("i", Answer::Failed, "cannot read the claim ml/claim-i: connection refused"),
         ("j", Answer::Silent, "cannot read the claim ml/claim-j: the API server did not answer within 50ms"),
         ("../x", Answer::Failed, "'../x' is no UID of a claim"),

@@ -9,6 +9,7 @@ mod health;
 mod http2;
 mod life;
 mod mig;
+mod mps;
 mod node;
 mod prepare;
 mod sets;

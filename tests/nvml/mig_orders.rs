@@ -131,6 +131,7 @@ async fn refused_make_names_call_and_code() {
                 if (call, code) == (CALLS[3], 3) { "lists no MIG device".to_owned() } else { code.to_string() };
             assert!(refused.why.contains(&expected), "{call} {code}: {refused}");
             assert!(refused.why.contains(call) || call == CALLS[3], "{call} {code}: {refused}");
+            assert_eq!(refused.why.contains("the overlay dra-mig"), code == 4, "{call} {code}: {refused}");
             // The last call is needed to destroy, too.
             if call == CALLS[3] {
                 order(&mut agent, SLOT, MigTask::Destroy(None)).await.unwrap();

@@ -57,7 +57,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 
 {{/* What the values and the configuration files may ask of the node, as JSON:
      configMap: its name, empty without configuration files; mig: MIG devices may be offered; strategies: every way by which the
-     container runtime may be told of the GPUs. The files of a ConfigMap that is not ours may ask for everything, for CDI too
+     container runtime may be told of the GPUs; migRights: MIG devices may be made and destroyed. The files of a ConfigMap that is not ours may ask for everything, for CDI too
      (`cdi-?`). */}}
 {{- define "linkwise.facts" -}}
 {{- include "linkwise.refuse" . -}}
@@ -80,6 +80,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if .Values.deviceListStrategy -}}{{- $strategies = list .Values.deviceListStrategy -}}{{- end -}}
 {{- dict "configMap" $configMap
     "mig" (gt (without $mig nil "" "none" | len) 0)
+    "migRights" ((.Values.dra).migRights | default false)
     "strategies" (without $strategies nil "" | join ",") | toJson -}}
 {{- end -}}
 

@@ -110,6 +110,7 @@ capabilities:
     "GFD_NO_TIMESTAMP" (kindIs "bool" ($values.gfd).noTimestamp | ternary ($values.gfd).noTimestamp $values.noTimestamp)
     "GFD_SLEEP_INTERVAL" (($values.gfd).sleepInterval | default $values.sleepInterval)
     "CONFIG_FILE" (empty $facts.configMap | ternary nil "/config/config.yaml")
+    "NVIDIA_MIG_CONFIG_DEVICES" ($facts.migRights | ternary "all" nil)
     "NVIDIA_MIG_MONITOR_DEVICES" ($facts.mig | ternary "all" nil) -}}
 {{- range slice . 2 }}
 {{- $value := get $given . }}

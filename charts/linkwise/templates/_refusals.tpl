@@ -33,6 +33,18 @@
 {{- fail "\ndra.unchangedPods and dra.claimTemplates are for GPUs of DRA: set dra.enabled too." -}}
 {{- end -}}
 
+{{- if and $dra.migRights (not $dra.enabled) -}}
+{{- fail "\ndra.migRights: only the DRA driver makes MIG devices; set dra.enabled too." -}}
+{{- end -}}
+
+{{- $given := .Values.securityContext | default dict -}}
+{{- if and $dra.migRights $given (not $given.privileged) (not (has "SYS_ADMIN" (($given.capabilities).add | default list))) -}}
+{{- fail "\ndra.migRights: securityContext replaces the rights to make MIG devices; give it privileged: true, or SYS_ADMIN in capabilities.add." -}}
+{{- end -}}
+{{- if and $dra.enabled $dra.dynamicMig (not $dra.migRights) (not $given.privileged) -}}
+{{- fail "\ndra.dynamicMig: making MIG devices takes SYS_ADMIN and the driver's capability mig/config. Set dra.migRights=true to give them to the plugin (docs/mig.md)." -}}
+{{- end -}}
+
 {{- if and $config.name $map -}}
 {{- fail (printf "\nconfig.name (%s) and config.map are both set: take the ConfigMap that exists, or the one that this chart makes." $config.name) -}}
 {{- end -}}
@@ -52,6 +64,14 @@
 {{- with ($read.flags | default dict).plugin -}}
 {{- if not (kindIs "map" .) -}}
 {{- fail (printf "\nconfig.map.%s: flags.plugin is no mapping." $name) -}}
+{{- end -}}
+{{- end -}}
+{{- with ($read.linkwise | default dict).dra -}}
+{{- if not (kindIs "map" .) -}}
+{{- fail (printf "\nconfig.map.%s: linkwise.dra is no mapping." $name) -}}
+{{- end -}}
+{{- if and $dra.enabled .dynamicMig (not $dra.migRights) (not $given.privileged) -}}
+{{- fail (printf "\nconfig.map.%s: linkwise.dra.dynamicMig: making MIG devices takes SYS_ADMIN and the driver's capability mig/config. Set dra.migRights=true to give them to the plugin (docs/mig.md)." $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

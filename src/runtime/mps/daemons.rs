@@ -47,7 +47,9 @@ impl Daemons {
     /// process left exclusive and that are not shared any more get their compute mode back.
     pub async fn want(&mut self, wanted: BTreeMap<ResourceName, Limits>) {
         if self.wanted.is_none() {
-            let left = set_back(&self.settings, |gpu| !wanted.values().flat_map(Limits::gpus).any(|one| one == gpu));
+            let left = set_back(&self.settings, |gpu| {
+                !wanted.values().filter(|limits| limits.exclusive).flat_map(Limits::gpus).any(|one| one == gpu)
+            });
             if let Err(error) = left.await {
                 let error = chain(&error);
                 tracing::warn!(error, "compute mode of an earlier MPS daemon not restored");

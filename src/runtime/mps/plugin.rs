@@ -57,7 +57,7 @@ pub(in crate::runtime) async fn follow_daemons(
 
 fn poll(layout: &Layout, snapshot: &NodeState) -> BTreeMap<ResourceName, Result<(), NotReady>> {
     let mut polled = BTreeMap::new();
-    for (resource, limits) in super::wanted(layout, snapshot) {
+    for (resource, limits) in super::wanted(layout, snapshot.mps_shares()) {
         let ready = limits.map_err(NotReady::from).and_then(|limits| readiness(layout, &resource, &limits));
         polled.insert(resource, ready);
     }

@@ -8,6 +8,7 @@ mod config_manager;
 mod demo;
 mod doctor;
 mod dra_mig;
+mod dra_mps;
 mod dra_node;
 mod dra_soak;
 mod node;

@@ -4,13 +4,15 @@
 //! enforced or refused by name; time slices of the default length are what a GPU has anyway.
 
 use crate::prelude::*;
+use alloc::collections::BTreeMap;
 
 use serde::Deserialize;
-use serde::de::IgnoredAny;
 use serde_json::Value;
 use thiserror::Error;
 
 use super::AllocatedConfig;
+use super::mps::MpsConfig;
+use crate::quantity;
 use crate::quote::{one_line, quoted};
 
 /// The API group and version of NVIDIA's configuration.
@@ -89,12 +91,12 @@ pub enum ConfigError {
         /// Which.
         interval: String,
     },
-    /// MPS.
+    /// MPS on MIG devices.
     #[error(
-        "{kind}: sharing.strategy MPS is not supported: linkwise runs MPS control daemons for resources of the device \
-         plugin, not for claims; supported is TimeSlicing"
+        "{kind}: sharing.strategy MPS is not supported: linkwise runs MPS control daemons for whole GPUs, not for MIG \
+         devices; supported is TimeSlicing"
     )]
-    Mps {
+    MpsOnMig {
         /// Of which kind.
         kind: &'static str,
     },
@@ -119,8 +121,17 @@ pub(super) struct Configs(Vec<Config>);
 struct Config {
     kind: Kind,
     requests: Vec<String>,
-    /// Why it cannot be enforced.
-    refusal: Option<ConfigError>,
+    /// What it asks for, or why that cannot be enforced.
+    asks: Result<Sharing, ConfigError>,
+}
+
+/// How containers that have a device share it.
+#[derive(Clone, Debug)]
+enum Sharing {
+    /// By turns.
+    TimeSlices,
+    /// Through a control daemon.
+    Mps(MpsConfig),
 }
 
 impl Configs {
@@ -134,28 +145,37 @@ impl Configs {
             for config in configs.iter().filter(|config| config.source == source) {
                 let opaque = config.opaque.as_ref().ok_or(ConfigError::NotOpaque)?;
                 if opaque.driver == driver {
-                    let (kind, refusal) = parse(&opaque.parameters)?;
-                    read.push(Config { kind, requests: config.requests.clone(), refusal });
+                    let (kind, asks) = parse(&opaque.parameters)?;
+                    read.push(Config { kind, requests: config.requests.clone(), asks });
                 }
             }
         }
         Ok(Self(read))
     }
 
-    /// Checks that the configuration of a device can be enforced. `request` may have an alternative, `gpus/quad`; a
-    /// configuration for `gpus` is for it too. One that names no request is for all devices of its kind.
-    pub fn check(&self, request: &str, device: &str, kind: Kind) -> Result<(), ConfigError> {
-        for config in self.0.iter().rev() {
+    /// The MPS that the configuration of a device asks for, with the configuration's number, if it does. `request` may
+    /// have an alternative, `gpus/quad`; a configuration for `gpus` is for it too. One that names no request is for all
+    /// devices of its kind.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be enforced.
+    pub fn mps(&self, request: &str, device: &str, kind: Kind) -> Result<Option<(usize, &MpsConfig)>, ConfigError> {
+        for (number, config) in self.0.iter().enumerate().rev() {
             let is_named = config.requests.iter().any(|named| named == request || named == super::base(request));
             if is_named && config.kind != kind {
                 let (kind, request) = (config.kind.name(), request.to_owned());
                 return Err(ConfigError::OtherDevice { kind, request, device: device.to_owned() });
             }
             if is_named || (config.requests.is_empty() && config.kind == kind) {
-                return config.refusal.clone().map_or(Ok(()), Err);
+                return match &config.asks {
+                    Ok(Sharing::TimeSlices) => Ok(None),
+                    Ok(Sharing::Mps(mps)) => Ok(Some((number, mps))),
+                    Err(refusal) => Err(refusal.clone()),
+                };
             }
         }
-        Ok(())
+        Ok(None)
     }
 }
 
@@ -203,22 +223,42 @@ struct TimeSlicing {
     interval: Option<String>,
 }
 
-/// Its fields are read so that a wrong one is named before MPS is refused.
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct Mps {
-    #[serde(rename = "defaultActiveThreadPercentage")]
-    _threads: Option<u32>,
-    #[serde(rename = "defaultPinnedDeviceMemoryLimit")]
-    _memory: Option<IgnoredAny>,
-    #[serde(rename = "defaultPerDevicePinnedMemoryLimit")]
-    _memory_by_device: Option<IgnoredAny>,
-    #[serde(rename = "multiUser")]
-    _multi_user: Option<bool>,
+    default_active_thread_percentage: Option<u32>,
+    default_pinned_device_memory_limit: Option<Value>,
+    default_per_device_pinned_memory_limit: Option<BTreeMap<String, Value>>,
+    multi_user: Option<bool>,
 }
 
-/// Reads one object: its kind, and why it cannot be enforced.
-fn parse(parameters: &str) -> Result<(Kind, Option<ConfigError>), ConfigError> {
+impl Mps {
+    /// The limits, or what is wrong with them.
+    fn read(self) -> Result<MpsConfig, String> {
+        if self.multi_user == Some(true) {
+            return Err(
+                "mpsConfig.multiUser is not supported: an MPS server of linkwise has clients of one user".into()
+            );
+        }
+        let thread_percentage = self.default_active_thread_percentage;
+        if let Some(wrong) = thread_percentage.filter(|percent| !(1..=100).contains(percent)) {
+            return Err(format!("mpsConfig.defaultActiveThreadPercentage is {wrong}, not 1 to 100"));
+        }
+        let mib = |field: &str, limit: &Value| {
+            let text = limit.as_str().map_or_else(|| limit.to_string(), str::to_owned);
+            let mib = quantity::parse(&text).map(|bytes| bytes >> 20).filter(|mib| *mib > 0);
+            mib.ok_or_else(|| format!("mpsConfig.{field} is {}, no amount of memory of 1Mi or more", quoted(&text)))
+        };
+        let all = self.default_pinned_device_memory_limit;
+        let all = all.map(|limit| mib("defaultPinnedDeviceMemoryLimit", &limit)).transpose()?;
+        let each = self.default_per_device_pinned_memory_limit.unwrap_or_default().into_iter();
+        let each = each.map(|(device, limit)| Ok((device, mib("defaultPerDevicePinnedMemoryLimit", &limit)?)));
+        Ok(MpsConfig { thread_percentage, mib: all, mib_by_device: each.collect::<Result<_, String>>()? })
+    }
+}
+
+/// Reads one object: its kind, and what it asks for, or why that cannot be enforced.
+fn parse(parameters: &str) -> Result<(Kind, Result<Sharing, ConfigError>), ConfigError> {
     let no_object = |why: String| ConfigError::NoObject { why };
     let mut object = match serde_json::from_str(parameters) {
         Ok(Value::Object(object)) => object,
@@ -246,22 +286,30 @@ fn parse(parameters: &str) -> Result<(Kind, Option<ConfigError>), ConfigError> {
             config.sharing.map(all)
         }),
     };
-    let Some(sharing) = sharing.map_err(|error| field(error.to_string()))? else { return Ok((kind, None)) };
+    let Some(sharing) = sharing.map_err(|error| field(error.to_string()))? else {
+        return Ok((kind, Ok(Sharing::TimeSlices)));
+    };
     let interval = sharing.time_slicing_config.as_ref().map(|config| config.interval.as_deref().unwrap_or("Default"));
     if let Some(unknown) = interval.filter(|interval| !INTERVALS.contains(interval)) {
         let known = INTERVALS.join(", ");
         return Err(field(format!("unknown interval {}, expected one of {known}", quoted(unknown))));
     }
-    let refusal = match (sharing.strategy, interval) {
+    let asks = match (sharing.strategy, interval) {
         (Strategy::Mps, Some(_)) => return Err(field("timeSlicingConfig is given with the strategy MPS".to_owned())),
         (Strategy::TimeSlicing, _) if sharing.mps_config.is_some() => {
             return Err(field("mpsConfig is given with the strategy TimeSlicing".to_owned()));
         }
-        (Strategy::Mps, None) => Some(ConfigError::Mps { kind: kind.name() }),
-        (Strategy::TimeSlicing, None | Some("Default")) => None,
+        (Strategy::Mps, None) => {
+            let limits = sharing.mps_config.unwrap_or_default().read().map_err(field)?;
+            match kind {
+                Kind::Gpu => Ok(Sharing::Mps(limits)),
+                Kind::Mig => Err(ConfigError::MpsOnMig { kind: kind.name() }),
+            }
+        }
+        (Strategy::TimeSlicing, None | Some("Default")) => Ok(Sharing::TimeSlices),
         (Strategy::TimeSlicing, Some(interval)) => {
-            Some(ConfigError::Interval { kind: kind.name(), interval: interval.to_owned() })
+            Err(ConfigError::Interval { kind: kind.name(), interval: interval.to_owned() })
         }
     };
-    Ok((kind, refusal))
+    Ok((kind, asks))
 }

@@ -6,6 +6,7 @@
 mod config;
 mod device;
 mod mig;
+mod mps;
 mod plan;
 mod share;
 
@@ -18,6 +19,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 pub use config::ConfigError;
 pub use device::{devices, hardware_of};
 pub use mig::{MigOrder, MigOrderError, MigTask};
+pub use mps::{ClaimMps, ClientLimits, MpsOrder, MpsOrderGpu, MpsRefusal};
 pub use plan::{CLAIM_KIND, ClaimError, Edits, Holder, Node, Prepared, PreparedDevice, claim_device, complete, plan};
 pub use share::{Share, ShareError};
 

@@ -9,8 +9,10 @@ use thiserror::Error;
 use super::config::{ConfigError, Configs, Kind};
 use super::device::{all_hardware_of, devices};
 use super::mig::{OnDemand, on_demand};
+use super::mps::{self, Asked, ClaimMps, ClientLimits, MpsRefusal};
 use super::share::{self, Share, ShareError};
 use super::{AllocatedDevice, Claim, ClaimName, base};
+use crate::publish::MpsClient;
 use crate::publish::injection::{
     ChosenDevice, DeviceNode, Granted, HostDevices, Injection, InjectionError, InjectionOptions, Mount,
 };
@@ -37,6 +39,9 @@ pub struct Prepared {
     /// operator asked for nothing of that kind.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub edits: BTreeMap<String, Edits>,
+    /// Its MPS control daemon, where it asks for one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mps: Option<ClaimMps>,
 }
 
 /// One device of a claim that is prepared, or one GPU of a set that is a device.
@@ -242,6 +247,16 @@ pub enum ClaimError {
         /// Why not.
         why: ShareError,
     },
+    /// It cannot be shared by MPS.
+    #[error("device {device} ({gpu}): {why}")]
+    Mps {
+        /// The device.
+        device: String,
+        /// Its GPU.
+        gpu: GpuUuid,
+        /// Why not.
+        why: MpsRefusal,
+    },
     /// The claim has the same hardware twice.
     #[error("device {device} shares hardware with another device of the same claim, {other}")]
     Repeated {
@@ -291,6 +306,7 @@ impl ClaimError {
         match self {
             Self::Taken { holder, .. } => core::slice::from_ref(holder),
             Self::Share { why: ShareError::Exceeds { holders, .. }, .. } => holders,
+            Self::Mps { why: MpsRefusal::Disagrees { holder }, .. } => core::slice::from_ref(holder),
             _ => &[],
         }
     }
@@ -379,10 +395,11 @@ pub fn plan<'a>(
     let configs = Configs::read(configs, node.driver)?;
     let mut prepared: Vec<PreparedDevice> = Vec::new();
     let mut chosen: BTreeMap<&str, Vec<ChosenDevice<'_>>> = BTreeMap::new();
+    let mut by_mps: Vec<Asked<'_>> = Vec::new();
     for (result, hardware) in ours.into_iter().flat_map(|result| members(result, node, others.clone())) {
         let (hardware, made) = hardware?;
         let kind = if hardware.mig.is_some() || made.is_some() { Kind::Mig } else { Kind::Gpu };
-        configs.check(&result.request, &result.device, kind)?;
+        let config = configs.mps(&result.request, &result.device, kind)?;
         let request = base(&result.request);
         let admin = result.admin_access == Some(true);
         let of_share = |why| ClaimError::Share { device: result.device.clone(), gpu: hardware.gpu.uuid.clone(), why };
@@ -420,15 +437,25 @@ pub fn plan<'a>(
         if let Some(holder) = (!device.admin).then(beside).flatten() {
             return Err(ClaimError::Held { device: device.device, gpu: device.gpu, holder });
         }
+        if let Some(config) = config {
+            let (request, device, share) = (request.to_owned(), device.device.clone(), share.zip(sharing));
+            by_mps.push(Asked { request, device, gpu: hardware.gpu, admin, share, config });
+        }
         chosen.entry(request).or_default().push(hardware);
         prepared.push(device);
     }
+    let beside = others.filter(|(name, _)| name.uid != asked.uid);
+    let mps = mps::plan(&by_mps, beside.filter_map(|(name, other)| Some((name, other.mps.as_ref()?))));
+    let mps = mps.map_err(|(of, why)| {
+        let (device, gpu) = (of.device.clone(), of.gpu.uuid.clone());
+        ClaimError::Mps { device, gpu, why }
+    })?;
     if prepared.iter().any(PreparedDevice::is_unmade) {
         // What has no UUID yet has no CDI name: see `complete`.
-        return Ok(Prepared { devices: prepared, edits: BTreeMap::new() });
+        return Ok(Prepared { devices: prepared, edits: BTreeMap::new(), mps });
     }
-    let edits = inject(&asked.uid, &mut prepared, &chosen, node)?;
-    Ok(Prepared { devices: prepared, edits })
+    let edits = inject(&asked.uid, &mut prepared, mps.as_ref(), &chosen, node)?;
+    Ok(Prepared { devices: prepared, edits, mps })
 }
 
 /// The same with the CDI names of its devices, once all MIG devices of it are made and in the snapshot.
@@ -448,8 +475,8 @@ pub fn complete(uid: &str, prepared: Prepared, node: Node<'_>) -> Result<Prepare
         chosen.entry(device.request.clone()).or_default().push(ChosenDevice { gpu, mig: mig.flatten() });
     }
     let chosen = chosen.iter().map(|(request, devices)| (request.as_str(), devices.clone())).collect();
-    let edits = inject(uid, &mut devices, &chosen, node)?;
-    Ok(Prepared { devices, edits })
+    let edits = inject(uid, &mut devices, prepared.mps.as_ref(), &chosen, node)?;
+    Ok(Prepared { devices, edits, mps: prepared.mps })
 }
 
 /// Hardware of an allocated device, and the GPU instance where its MIG device is made for the claim.
@@ -516,6 +543,7 @@ fn usable(result: &AllocatedDevice, gpu: &Gpu, node: Node<'_>) -> Result<(), Cla
 fn inject(
     uid: &str,
     prepared: &mut [PreparedDevice],
+    mps: Option<&ClaimMps>,
     chosen: &BTreeMap<&str, Vec<ChosenDevice<'_>>>,
     node: Node<'_>,
 ) -> Result<BTreeMap<String, Edits>, ClaimError> {
@@ -531,8 +559,12 @@ fn inject(
     };
     let mut edits = BTreeMap::new();
     for (request, devices) in chosen {
-        let granted = Granted { topology, devices: devices.clone(), mps: None };
+        let limits = mps.and_then(|mps| mps.clients.get(*request));
+        let daemon = mps.filter(|_| limits.is_some()).and_then(|mps| mps.order.name());
+        let client = daemon.map(|daemon| MpsClient::new(&options.mps_root, &daemon));
+        let granted = Granted { topology, devices: devices.clone(), mps: client };
         let mut injection = options.inject(&granted, node.host)?;
+        injection.env.extend(limits.copied().into_iter().flat_map(ClientLimits::variables));
         let names = core::mem::take(&mut injection.cdi_devices);
         let of_request: BTreeSet<&str> = devices.iter().map(ChosenDevice::uuid).collect();
         let is_gpu = |name: &str| name.split_once('=').is_some_and(|(_, id)| of_request.contains(id));

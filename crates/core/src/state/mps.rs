@@ -21,7 +21,7 @@ const FIRST: ComputeCapability = ComputeCapability { major: 3, minor: 5 };
 const MOST_CLIENTS: (u32, u32) = (48, 16);
 
 /// The first compute capability of Volta.
-const VOLTA: ComputeCapability = ComputeCapability { major: 7, minor: 0 };
+pub(crate) const VOLTA: ComputeCapability = ComputeCapability { major: 7, minor: 0 };
 
 /// The GPUs of a resource that is shared by MPS.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,6 +55,13 @@ impl MpsShare {
             slots().map(|(shared, _)| ((shared.index, &shared.uuid), gpu(shared))).collect();
         let gpus: Vec<MpsGpu> = gpus.into_values().collect();
         Some(Self { replicas, whole_node: gpus.len() == gpus_of_node, gpus })
+    }
+
+    /// The same without these GPUs; `None` where none is left.
+    pub fn without(&self, gpus: &BTreeSet<GpuUuid>) -> Option<Self> {
+        let left: Vec<MpsGpu> = self.gpus.iter().filter(|gpu| !gpus.contains(&gpu.uuid)).cloned().collect();
+        let whole_node = self.whole_node && left.len() == self.gpus.len();
+        (!left.is_empty()).then_some(Self { replicas: self.replicas, gpus: left, whole_node })
     }
 
     /// Whether a daemon that is ready for this share is ready for the other too: a GPU that is gone makes no

@@ -1,13 +1,14 @@
 //! Plans on small machines of the tests' own.
 
 use super::*;
-use crate::claims::{AllocatedConfig, Allocation, ClaimStatus, DeviceAllocation, OpaqueConfig};
+use crate::claims::{AllocatedConfig, Allocation, ClaimStatus, DeviceAllocation, MpsOrder, OpaqueConfig};
 use crate::publish::RdmaNodes;
 use crate::publish::injection::CdiOptions;
 use crate::state::{DraGpus, Event, Filter, GpuSelector, Holdings, NumaHints, ResourcePlan};
 use crate::topology::{GpuObservation, NodeObservation};
 use core::time::Duration;
 
+mod mps;
 mod shares;
 
 const DRIVER: &str = "gpu.nvidia.com";
@@ -39,7 +40,8 @@ fn state_with(dra: DraGpus, first: &serde_json::Value) -> NodeState {
 fn options() -> InjectionOptions {
     let cdi = CdiOptions { kind: "v/gpu".to_owned(), annotation_prefix: None, cri: true };
     // Strategies of the device plugin, which mean nothing here.
-    InjectionOptions { envvar: true, device_nodes: true, cdi: Some(cdi), ..InjectionOptions::default() }
+    let mps_root = "/run/nvidia/mps".to_owned();
+    InjectionOptions { envvar: true, device_nodes: true, cdi: Some(cdi), mps_root, ..InjectionOptions::default() }
 }
 
 fn name(uid: &str) -> ClaimName {
@@ -263,6 +265,9 @@ fn mig_devices_of_a_gpu_are_prepared_apart() {
     let config =
         |kind: &str| plan(&configured(one.clone(), &[("FromClaim", &["a"], &object(kind))]), "u", &[]).map(drop);
     assert_eq!(config("MigDeviceConfig"), Ok(()));
+    let mps = object("MigDeviceConfig").replace('}', r#","sharing":{"strategy":"MPS"}}"#);
+    let why = plan(&configured(one.clone(), &[("FromClass", &[], &mps)]), "u", &[]).unwrap_err();
+    assert!(why.contains("linkwise runs MPS control daemons for whole GPUs, not for MIG devices"), "{why}");
     assert!(config("GpuConfig").unwrap_err().contains("whose device gpu-0-mig-1g10gb-19-0 is of another kind"));
 }
 
@@ -311,7 +316,6 @@ fn opaque_configuration_is_enforced_or_refused_by_name() {
         (gpu(r#","sharing":{"strategy":"Random"}"#), "unknown variant `Random`, expected `TimeSlicing` or `MPS`"),
         (slices("Huge"), "unknown interval 'Huge', expected one of Default, Short, Medium, Long"),
         (slices("Long"), "GpuConfig: sharing.timeSlicingConfig.interval Long is not supported: linkwise leaves"),
-        (gpu(r#","sharing":{"strategy":"MPS"}"#), "GpuConfig: sharing.strategy MPS is not supported"),
         (gpu(r#","sharing":{"strategy":"MPS","mpsConfig":{"threads":5}}"#), "GpuConfig: unknown field `threads`"),
         (gpu(r#","sharing":{"strategy":"TimeSlicing","mpsConfig":{}}"#), "mpsConfig is given with the strategy"),
         (mig(r#","sharing":{"strategy":"MPS","timeSlicingConfig":{}}"#), "unknown field `timeSlicingConfig`"),
@@ -331,5 +335,9 @@ fn opaque_configuration_is_enforced_or_refused_by_name() {
     let config = &mut claim.status.allocation.as_mut().unwrap().devices.config[0];
     config.opaque.as_mut().unwrap().driver = "dra.net".to_owned();
     assert!(planned(&claim).is_ok());
+    // MPS is for whole GPUs.
+    let mps = mig(r#","sharing":{"strategy":"MPS"}"#);
+    let error = with(&[("FromClaim", &["a"], &mps)]).unwrap_err();
+    assert!(error.contains("is given for the request 'a/b'"), "{error}");
     assert!(with(&[("FromMoon", &[], &gpu(""))]).unwrap_err().contains("from 'FromMoon' is not supported"));
 }

@@ -4,7 +4,7 @@ use super::*;
 use crate::state::{DeviceSelector, SharedDevices, SharedResource, Sharing, SharingKind};
 
 /// Two GPUs of 80 GiB, the first in `shares` shares.
-fn shared(shares: u32, one_each: bool) -> NodeState {
+pub(super) fn shared(shares: u32, one_each: bool) -> NodeState {
     let state = state_with(DraGpus::None, &serde_json::json!({"memory_mib": 81_920}));
     let devices = SharedDevices::List(vec![DeviceSelector::Index(0)]);
     let row = SharedResource { devices, ..SharedResource::new(crate::state::ResourceName::gpu(), shares) };
@@ -17,7 +17,7 @@ fn shared(shares: u32, one_each: bool) -> NodeState {
 }
 
 /// A claim for a share of the first GPU: its ID, and what it takes.
-fn share(uid: &str, id: &str, shares: &str, memory: &str) -> Claim {
+pub(super) fn share(uid: &str, id: &str, shares: &str, memory: &str) -> Claim {
     let mut claim = claim(uid, &[("a", "gpu-0")]);
     let result = &mut claim.status.allocation.as_mut().unwrap().devices.results[0];
     result.share_id = Some(id.to_owned());

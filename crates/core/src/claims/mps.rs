@@ -1,0 +1,308 @@
+//! MPS for claims: which control daemon a claim asks for by NVIDIA's `GpuConfig`, and what its containers get.
+//!
+//! A container reaches one control daemon, so a claim has one: for all its whole GPUs, or for the one GPU of which it
+//! has a share. The daemon of whole GPUs holds the limits of the claim. That of a GPU in shares is the same for all its
+//! claims, so that none restarts it for another: it holds what each of them may have, and their own limits, which are
+//! lower, are in their containers' environment.
+
+use crate::prelude::*;
+use alloc::collections::BTreeMap;
+use core::fmt;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use super::share::Share;
+use super::{ClaimName, Holder};
+use crate::quote::quoted;
+use crate::state::{GpuShares, ResourceName, VOLTA};
+use crate::topology::{ComputeCapability, Gpu, GpuUuid};
+
+/// The domain under which the MPS root has the control daemons of claims.
+const DOMAIN: &str = "dra.linkwise.dev";
+
+const MIB: u64 = 1 << 20;
+
+/// A control daemon for GPUs of claims.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct MpsOrder {
+    /// Its GPUs, in the order in which it counts them; one at least.
+    pub gpus: Vec<MpsOrderGpu>,
+    /// The part of a GPU's threads that a client may have, in percent: 1 to 100.
+    pub thread_percentage: u32,
+    /// Whether the GPUs are one claim's, and refuse processes that are no clients.
+    pub exclusive: bool,
+}
+
+/// A GPU of a control daemon.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct MpsOrderGpu {
+    /// The GPU.
+    pub gpu: GpuUuid,
+    /// The memory of it that a client may have, in MiB; `None`: no limit.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mib: Option<u64>,
+}
+
+impl MpsOrder {
+    /// The name of the daemon's folder under the MPS root, that of its first GPU: a GPU is one daemon's. `None` where it
+    /// has no GPU, or one whose UUID cannot be part of such a name.
+    pub fn name(&self) -> Option<ResourceName> {
+        format!("{DOMAIN}/{}", self.gpus.first()?.gpu).parse().ok()
+    }
+
+    /// Whether both need the same GPU.
+    pub fn overlaps(&self, other: &Self) -> bool {
+        self.gpus.iter().any(|own| other.gpus.iter().any(|theirs| own.gpu == theirs.gpu))
+    }
+}
+
+/// MPS of a claim.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct ClaimMps {
+    /// Its control daemon.
+    pub order: MpsOrder,
+    /// The requests whose containers are clients, with their limits where these are lower than the daemon's.
+    pub clients: BTreeMap<String, ClientLimits>,
+}
+
+/// Limits in the environment of clients.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct ClientLimits {
+    /// The part of a GPU's threads, in percent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub thread_percentage: Option<u32>,
+    /// The memory of the daemon's only GPU, in MiB.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mib: Option<u64>,
+}
+
+impl ClientLimits {
+    /// The variables, as the CUDA driver reads them.
+    pub(super) fn variables(self) -> impl Iterator<Item = (String, String)> {
+        let threads = self.thread_percentage.map(|percent| ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percent.to_string()));
+        let memory = self.mib.map(|mib| ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", format!("0={mib}M")));
+        threads.into_iter().chain(memory).map(|(name, value)| (name.to_owned(), value))
+    }
+}
+
+/// `mpsConfig` of a configuration.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct MpsConfig {
+    /// 1 to 100.
+    pub thread_percentage: Option<u32>,
+    /// Of each GPU, in MiB, 1 at least.
+    pub mib: Option<u64>,
+    /// The same by a GPU's UUID, or by its place among those of the configuration.
+    pub mib_by_device: BTreeMap<String, u64>,
+}
+
+/// Why a claim cannot have MPS.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum MpsRefusal {
+    /// Limits of clients need Volta.
+    #[error("MPS for claims needs compute capability 7.0 (Volta), this GPU has {}.{}", .0.major, .0.minor)]
+    TooOld(ComputeCapability),
+    /// An administrator looks at a GPU, and shares it with nobody.
+    #[error("a device with adminAccess is not shared by MPS")]
+    Admin,
+    /// It would need another control daemon than the rest of the claim.
+    #[error(
+        "a container reaches one MPS control daemon, and this device would need another than {other}: a claim may have \
+         whole GPUs by MPS, or a share of one GPU"
+    )]
+    OtherDaemon {
+        /// The other device.
+        other: String,
+    },
+    /// A control daemon has one number for all its GPUs.
+    #[error(
+        "mpsConfig.defaultActiveThreadPercentage is {asked} for this device and {other} for another of the claim, which \
+         has one MPS control daemon"
+    )]
+    OtherThreads {
+        /// For this one.
+        asked: u32,
+        /// For the other.
+        other: u32,
+    },
+    /// A limit above what the claim has of the GPU.
+    #[error("mpsConfig: {asked} {what} are more than {most}, which {}", if *is_share { "the claim's share has" } else { "the GPU has" })]
+    TooMuch {
+        /// MiB of memory, or percent of the threads.
+        what: &'static str,
+        /// The limit.
+        asked: u64,
+        /// What there is.
+        most: u64,
+        /// Whether the claim has a share of the GPU.
+        is_share: bool,
+    },
+    /// A limit for a device that the configuration is not for.
+    #[error(
+        "mpsConfig.defaultPerDevicePinnedMemoryLimit names {}, neither the UUID of a GPU that the configuration is for \
+         nor a number below {count}", quoted(.name)
+    )]
+    UnknownDevice {
+        /// The name.
+        name: String,
+        /// How many GPUs it is for.
+        count: usize,
+    },
+    /// So small a share has no threads.
+    #[error("the claim has {asked} of {whole} shares, less than 1 percent of the threads")]
+    TooSmall {
+        /// Its shares.
+        asked: u64,
+        /// All.
+        whole: u32,
+    },
+    /// Another claim has a control daemon with other limits on the GPU.
+    #[error("the claim {holder} has an MPS control daemon with other limits on this GPU")]
+    Disagrees {
+        /// The other claim.
+        holder: Box<Holder>,
+    },
+    /// The GPU's UUID is not one.
+    #[error("its UUID cannot be part of the name of a folder")]
+    NoName,
+}
+
+/// A device that is to be shared by MPS.
+#[derive(Clone, Debug)]
+pub(super) struct Asked<'a> {
+    pub request: String,
+    pub device: String,
+    pub gpu: &'a Gpu,
+    pub admin: bool,
+    /// What the claim has of the GPU, where it does not have all of it.
+    pub share: Option<(Share, GpuShares)>,
+    /// Which of the claim's configurations, and what it says.
+    pub config: (usize, &'a MpsConfig),
+}
+
+impl fmt::Display for Asked<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({})", self.device, self.gpu.uuid)
+    }
+}
+
+/// The MPS of a claim, or its first device that cannot have it, and why. `others` are the claims beside it.
+pub(super) fn plan<'a, 'b, 'c>(
+    asked: &'b [Asked<'a>],
+    others: impl Iterator<Item = (&'c ClaimName, &'c ClaimMps)>,
+) -> Result<Option<ClaimMps>, (&'b Asked<'a>, MpsRefusal)> {
+    let Some(first) = asked.first() else { return Ok(None) };
+    for one in asked {
+        refuse(one, first).map_err(|why| (one, why))?;
+    }
+    let planned = match first.share {
+        Some((_, sharing)) => shared(asked, first, sharing)?,
+        None => whole(asked, first)?,
+    };
+    planned.order.name().ok_or((first, MpsRefusal::NoName))?;
+    for (name, other) in others.filter(|(_, other)| other.order.overlaps(&planned.order)) {
+        if other.order != planned.order {
+            return Err((first, MpsRefusal::Disagrees { holder: Box::new(Holder(name.clone())) }));
+        }
+    }
+    Ok(Some(planned))
+}
+
+/// What is wrong with a device by itself, or beside the first.
+fn refuse(one: &Asked<'_>, first: &Asked<'_>) -> Result<(), MpsRefusal> {
+    if let Some(old) = one.gpu.compute_capability.filter(|capability| *capability < VOLTA) {
+        return Err(MpsRefusal::TooOld(old));
+    }
+    if one.admin {
+        return Err(MpsRefusal::Admin);
+    }
+    let is_with = match (one.share, first.share) {
+        (None, None) => true,
+        (Some(_), Some(_)) => one.gpu.uuid == first.gpu.uuid,
+        _ => false,
+    };
+    if is_with { Ok(()) } else { Err(MpsRefusal::OtherDaemon { other: first.to_string() }) }
+}
+
+/// The daemon of a claim's whole GPUs.
+fn whole<'a, 'b>(asked: &'b [Asked<'a>], first: &Asked<'_>) -> Result<ClaimMps, (&'b Asked<'a>, MpsRefusal)> {
+    let threads = |one: &Asked<'_>| one.config.1.thread_percentage.unwrap_or(100);
+    let (mut gpus, mut clients) = (Vec::new(), BTreeMap::new());
+    for one in asked {
+        if threads(one) != threads(first) {
+            let (asked, other) = (threads(one), threads(first));
+            return Err((one, MpsRefusal::OtherThreads { asked, other }));
+        }
+        let mib = memory(one, asked, one.gpu.memory_mib, false).map_err(|why| (one, why))?;
+        gpus.push(MpsOrderGpu { gpu: one.gpu.uuid.clone(), mib });
+        clients.insert(one.request.clone(), ClientLimits::default());
+    }
+    Ok(ClaimMps { order: MpsOrder { gpus, thread_percentage: threads(first), exclusive: true }, clients })
+}
+
+/// The daemon of a GPU in shares.
+fn shared<'a, 'b>(
+    asked: &'b [Asked<'a>],
+    first: &Asked<'_>,
+    sharing: GpuShares,
+) -> Result<ClaimMps, (&'b Asked<'a>, MpsRefusal)> {
+    let most = if sharing.one_each { 100 / sharing.shares.max(1) } else { 100 };
+    let mut clients = BTreeMap::new();
+    for one in asked {
+        // A client has what its request has of the GPU.
+        let of_request = asked.iter().filter(|other| other.request == one.request).filter_map(|other| other.share);
+        let (shares, bytes) = of_request.fold((0_u64, 0_u64), |(shares, bytes), (share, _)| {
+            (shares.saturating_add(share.shares), bytes.saturating_add(share.memory))
+        });
+        let part = shares.saturating_mul(100) / u64::from(sharing.shares.max(1));
+        let part = u32::try_from(part).unwrap_or(100).min(100);
+        if part == 0 {
+            return Err((one, MpsRefusal::TooSmall { asked: shares, whole: sharing.shares }));
+        }
+        let threads = one.config.1.thread_percentage.unwrap_or(part);
+        if threads > part {
+            let (what, asked, most) = ("percent of the threads", threads.into(), part.into());
+            return Err((one, MpsRefusal::TooMuch { what, asked, most, is_share: true }));
+        }
+        let has = (bytes >= MIB).then_some(bytes / MIB);
+        let mib = memory(one, asked, has.or(one.gpu.memory_mib), has.is_some()).map_err(|why| (one, why))?.or(has);
+        let thread_percentage = (threads != most).then_some(threads);
+        clients.insert(one.request.clone(), ClientLimits { thread_percentage, mib });
+    }
+    let gpus = Vec::from([MpsOrderGpu { gpu: first.gpu.uuid.clone(), mib: None }]);
+    Ok(ClaimMps { order: MpsOrder { gpus, thread_percentage: most.max(1), exclusive: false }, clients })
+}
+
+/// The limit of a GPU's memory that its configuration sets, in MiB; `most`: what there is.
+fn memory(one: &Asked<'_>, asked: &[Asked<'_>], most: Option<u64>, is_share: bool) -> Result<Option<u64>, MpsRefusal> {
+    let (number, config) = one.config;
+    let mut of_config: Vec<&GpuUuid> = Vec::new();
+    for gpu in asked.iter().filter(|other| other.config.0 == number).map(|other| &other.gpu.uuid) {
+        if !of_config.contains(&gpu) {
+            of_config.push(gpu);
+        }
+    }
+    let place = |name: &str| {
+        let by_uuid = of_config.iter().position(|gpu| gpu.as_str() == name);
+        by_uuid.or_else(|| name.parse().ok().filter(|place: &usize| *place < of_config.len()))
+    };
+    let mut limit = config.mib;
+    for (name, mib) in &config.mib_by_device {
+        let unknown = || MpsRefusal::UnknownDevice { name: name.clone(), count: of_config.len() };
+        let named = place(name).ok_or_else(unknown)?;
+        if of_config.get(named).is_some_and(|gpu| **gpu == one.gpu.uuid) {
+            limit = Some(*mib);
+        }
+    }
+    match limit.zip(most) {
+        Some((asked, most)) if asked > most => {
+            Err(MpsRefusal::TooMuch { what: "MiB of memory", asked, most, is_share })
+        }
+        _ => Ok(limit),
+    }
+}

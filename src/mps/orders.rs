@@ -1,0 +1,125 @@
+//! Orders: which control daemons the DRA plugin wants for prepared claims, in one file under the MPS root.
+//!
+//! The plugin (`linkwise run`) writes it, derived from the claims' checkpoints; `linkwise mps-control-daemon` follows it.
+//! The file also names the GPUs that DRA has, which no resource of the device plugin shares any more: only the plugin
+//! knows whether a GPU has changed hands yet. It is written whole, and what it had before counts for nothing: a plugin
+//! that was killed leaves nothing that the next one does not put right.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::layout::Layout;
+use super::limits::Limits;
+use crate::claims::MpsOrder;
+use crate::files;
+use crate::state::ResourceName;
+use crate::topology::GpuUuid;
+
+/// The version of the file.
+const VERSION: u32 = 1;
+
+/// The longest file that is read, in bytes: an order is some 150 for each GPU.
+const LONGEST: u64 = 256 << 10;
+
+/// What the file has.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Orders {
+    /// The GPUs that DRA has.
+    pub gpus: BTreeSet<GpuUuid>,
+    /// The control daemons for claims, by their names under the MPS root.
+    pub daemons: BTreeMap<ResourceName, MpsOrder>,
+}
+
+/// The file as JSON.
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct File {
+    version: u32,
+    gpus: BTreeSet<GpuUuid>,
+    daemons: Vec<MpsOrder>,
+}
+
+impl Orders {
+    /// Puts the orders under the MPS root. Where there are none and no file, nothing is made.
+    ///
+    /// # Errors
+    ///
+    /// The folder of the file cannot be written to, or there is no MPS root.
+    pub fn write(&self, layout: &Layout) -> io::Result<()> {
+        let path = layout.orders();
+        if *self == Self::default() {
+            return files::remove(&path).map(drop);
+        }
+        if !layout.root().is_dir() {
+            return Err(io::Error::new(io::ErrorKind::NotFound, "the MPS root is not mounted"));
+        }
+        let daemons = self.daemons.values().cloned().collect();
+        let file = File { version: VERSION, gpus: self.gpus.clone(), daemons };
+        files::write_if_changed(&path, &serde_json::to_vec_pretty(&file)?, 0o600).map(drop)
+    }
+
+    /// Reads the orders; none where there is no file.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be read, is of another version, or has orders that contradict each other.
+    pub fn read(layout: &Layout) -> io::Result<Self> {
+        let bytes = match files::read(&layout.orders(), LONGEST) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Self::default()),
+            bytes => bytes?,
+        };
+        let invalid = |why: &str| io::Error::new(io::ErrorKind::InvalidData, why.to_owned());
+        let File { version, gpus, daemons } = serde_json::from_slice(&bytes)?;
+        if version != VERSION {
+            return Err(invalid(&format!("its version is {version}; this linkwise reads {VERSION}")));
+        }
+        let mut orders = Self { gpus, ..Self::default() };
+        for order in daemons {
+            if !(1..=100).contains(&order.thread_percentage) || order.gpus.iter().any(|gpu| gpu.mib == Some(0)) {
+                return Err(invalid("an order has a limit of nothing, or of more than all"));
+            }
+            let name = order.name().ok_or_else(|| invalid("an order names no GPU"))?;
+            let mut seen = BTreeSet::new();
+            let is_twice = !order.gpus.iter().all(|gpu| seen.insert(&gpu.gpu));
+            if is_twice || orders.daemons.values().any(|other| other.overlaps(&order)) {
+                return Err(invalid("two orders, or one, have a GPU twice"));
+            }
+            layout.check(&name).map_err(|error| invalid(&error.to_string()))?;
+            orders.daemons.insert(name, order);
+        }
+        Ok(orders)
+    }
+
+    /// What the daemons hold.
+    pub fn limits(&self) -> BTreeMap<ResourceName, Limits> {
+        self.daemons.iter().map(|(name, order)| (name.clone(), Limits::of_order(order))).collect()
+    }
+}
+
+impl Layout {
+    /// The folder of the file, which is the plugin's to write.
+    pub fn orders_folder(&self) -> std::path::PathBuf {
+        self.root().join("dra")
+    }
+
+    fn orders(&self) -> std::path::PathBuf {
+        self.orders_folder().join("orders.json")
+    }
+}
+
+/// The GPUs on record as set to EXCLUSIVE_PROCESS for a control daemon.
+///
+/// # Errors
+///
+/// The folder of the records is there and cannot be read.
+pub fn exclusive_gpus(layout: &Layout) -> io::Result<BTreeSet<GpuUuid>> {
+    let entries = match Path::read_dir(&layout.exclusive()) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeSet::new()),
+        entries => entries?,
+    };
+    let names = entries.flatten().filter_map(|entry| entry.file_name().into_string().ok());
+    Ok(names.filter_map(|name| name.parse().ok()).collect())
+}
