@@ -56,6 +56,7 @@ pub fn run(command: Command, clients: runtime::ApiClients<'_>) -> ExitCode {
         Command::Dra(args) => runtime::block_on(commands::dra(&args)),
         Command::Claim(args) => commands::claim(&args),
         Command::Admin(args) => runtime::block_on(commands::admin(&args)),
+        Command::Top(args) => runtime::block_on(commands::top(&args)),
         Command::MpsControlDaemon(args) => match runtime::mps_control_daemon(&args) {
             Ok(code) => return code,
             Err(error) => Err(error),

@@ -1,5 +1,5 @@
 //! The commands that read and print: `topology`, `allocate`, `simulate`, `snapshot`, `doctor`, `dra`, `claim`, `admin`,
-//! `config`.
+//! `top`, `config`.
 //!
 //! A composition root: it reads a machine (a file, or this one), asks the core and prints. Called by `main`.
 //! What it prints for scripts is an interface; what it prints for people is held by golden tests.
@@ -18,7 +18,9 @@ mod outline;
 mod output;
 mod picture;
 mod simulate;
+mod since;
 mod snapshot;
+mod top;
 mod topology;
 mod tree;
 
@@ -42,6 +44,7 @@ pub use labels::labels;
 pub use output::print;
 pub use simulate::{Draws, Job, best_set, collective, read_trace, simulate};
 pub use snapshot::snapshot;
+pub use top::top;
 pub use topology::topology;
 
 use machine::machine;

@@ -19,6 +19,7 @@ mod program;
 pub mod settings;
 mod simulate;
 mod subcommands;
+mod top;
 mod watch;
 mod xids;
 
@@ -48,6 +49,7 @@ pub use nvml::NvmlArgs;
 pub use settings::{Environment, Flags, Interval, Settings};
 pub use simulate::{ClusterArgs, CpuRequests, Door, MachineWeight, SimulateArgs, SimulatePolicy};
 pub use subcommands::Command;
+pub use top::TopArgs;
 pub use watch::FileWatch;
 pub use xids::XidArgs;
 
@@ -102,6 +104,14 @@ pub enum LogFormat {
     Text,
     /// One JSON object a line.
     Json,
+}
+
+/// Whether what is printed has colours.
+#[derive(Clone, Copy, Debug, Args)]
+pub struct ColorArgs {
+    /// No colours, also on a terminal
+    #[arg(long, env = "NO_COLOR", action = clap::ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
+    pub no_color: bool,
 }
 
 /// `linkwise run`.
@@ -162,9 +172,9 @@ pub struct DemoArgs {
         value_parser = word::<NumaHints>()
     )]
     pub numa_hints: NumaHints,
-    /// No colours, also on a terminal
-    #[arg(long, env = "NO_COLOR", action = clap::ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
-    pub no_color: bool,
+    /// Colours.
+    #[command(flatten)]
+    pub color: ColorArgs,
     /// Keep serving after the script, until interrupted; prints the address of /metrics
     #[arg(long)]
     pub hold: bool,

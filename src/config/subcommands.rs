@@ -8,7 +8,7 @@ use clap::{ArgMatches, Args, Error, FromArgMatches, Subcommand};
 
 use super::{
     AdminArgs, AgentArgs, AllocateArgs, ClaimArgs, ConfigArgs, ConfigManagerArgs, DemoArgs, DoctorArgs, DraArgs,
-    LabelsArgs, MpsControlDaemonArgs, RunArgs, SimulateArgs, SnapshotArgs, TopologyArgs,
+    LabelsArgs, MpsControlDaemonArgs, RunArgs, SimulateArgs, SnapshotArgs, TopArgs, TopologyArgs,
 };
 
 /// The subcommand that other subcommands start; `--help` does not list it.
@@ -74,6 +74,7 @@ subcommands! {
     "claim" => Claim(ClaimArgs), "Print a manifest that asks for GPUs through DRA";
     "admin" => Admin(AdminArgs),
         "Print the state of the linkwise on this host, or order: release the driver, clear a GPU's health";
+    "top" => Top(TopArgs), "Watch this node: who holds which GPUs, how good they are, what a request would get now";
     "mps-control-daemon" => MpsControlDaemon(Box<MpsControlDaemonArgs>),
         "Run the control daemons of the GPUs that are shared by MPS (see docs/mps.md)";
     "config-manager" => ConfigManager(Box<ConfigManagerArgs>),
@@ -102,6 +103,7 @@ mod tests {
             ("dra --node-name gpu-1", "Dra("),
             ("claim --gpus 4", "Claim("),
             ("admin state", "Admin("),
+            ("top --once", "Top("),
             ("mps-control-daemon", "MpsControlDaemon("),
             ("config-manager --oneshot", "ConfigManager("),
             ("config show", "Config("),

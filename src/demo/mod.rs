@@ -44,7 +44,7 @@ pub fn on_terminal(
     play: impl AsyncFnOnce(Machine, &(dyn Fn(&str) -> Result<()> + Sync)) -> Result<()>,
 ) -> Result<()> {
     let _log = runtime::log_to_stderr(&args.log, LogFormat::Text)?;
-    let style = Style { colour: !args.no_color && std::io::stdout().is_terminal() };
+    let style = Style { colour: !args.color.no_color && std::io::stdout().is_terminal() };
     let machine = machines::load(&args.machine)?;
     runtime::block_on(play(machine, &move |text: &str| Ok(print(&style.render(text))?)))
 }

@@ -1,4 +1,5 @@
-//! The commands that read and print, as a person or a script runs them: `topology`, `allocate`, `demo`, `config`.
+//! The commands that read and print, as a person or a script runs them: `topology`, `allocate`, `demo`, `config`,
+//! `top`.
 
 #![allow(
     clippy::unwrap_used,
@@ -14,7 +15,9 @@ mod cluster_program;
 mod config;
 mod demo;
 mod golden;
+mod pty;
 mod simulate;
+mod top;
 mod topology;
 
 use std::ffi::OsStr;

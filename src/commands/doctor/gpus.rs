@@ -2,8 +2,9 @@
 
 use super::driver::Nvml;
 use super::finding::{Findings, Status};
-use super::health::{self, History};
+use super::health::History;
 use super::{Node, name};
+use crate::commands::since::now;
 use crate::nvml::scan::CallFailure;
 use crate::nvml::{COUNT, CallError, Fault, REGISTER};
 use crate::topology::{GpuObservation, HostObservation, NodeObservation, ProbeFailure};
@@ -36,7 +37,7 @@ fn advice(error: &CallError) -> &'static str {
 pub(super) async fn check(found: &mut Findings, node: &Node, host: HostObservation) {
     found.check = "gpus";
     let history = History::ask(found, &node.args, !node.nvml.gpus().is_empty(), node.limit).await;
-    let now = health::now();
+    let now = now();
     let Nvml::Answers { gpus, failures, polls, .. } = &node.nvml else {
         found.skipped("NVML does not answer: no GPU can be asked", None);
         for (gpu, reasons) in history.reasons(&NodeObservation::default(), &Default::default(), now) {

@@ -7,13 +7,14 @@
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::Path;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use serde::Deserialize;
 
 use super::blocking;
 use super::finding::{Findings, Status};
 use crate::commands::admin;
+use crate::commands::since::lasting;
 use crate::config::DoctorArgs;
 use crate::runtime::{self, Kept};
 use crate::state::{Event, HealthPoll, HealthRecord, NodeState, Timestamp, UnhealthyReason};
@@ -60,7 +61,8 @@ impl Reason {
     /// Adds a finding about the GPU of this name.
     pub fn add_to(&self, found: &mut Findings, gpu: &str, now: Timestamp) {
         let Self { reason, ends_with, .. } = self;
-        let what = format!("{gpu}: {reason}{}", for_how_long(now.as_secs().saturating_sub(self.since)));
+        let lasting = lasting(self.since, now).map(|time| format!(", for {time}")).unwrap_or_default();
+        let what = format!("{gpu}: {reason}{lasting}");
         if self.cleared {
             let what = format!("{what}; linkwise has no reason against the GPU, and offers it");
             let advice =
@@ -199,20 +201,4 @@ async fn state(socket: &Path, limit: Duration) -> anyhow::Result<Option<State>> 
         anyhow::Error::from(error).context(format!("what answers on {} is no state of linkwise", socket.display()))
     });
     Ok(Some(state?))
-}
-
-/// Now, as `run` counts it.
-pub(super) fn now() -> Timestamp {
-    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
-}
-
-/// `, for 3 h`; nothing for what is of now.
-fn for_how_long(seconds: u64) -> String {
-    match seconds {
-        0 => String::new(),
-        1..=119 => format!(", for {seconds} s"),
-        120..=7199 => format!(", for {} min", seconds / 60),
-        7200..=172_799 => format!(", for {} h", seconds / 3600),
-        _ => format!(", for {} days", seconds / 86_400),
-    }
 }
