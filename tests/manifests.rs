@@ -45,8 +45,8 @@ const POD: &str = "/spec/template/spec";
 
 #[test]
 fn kustomizations_name_files_that_are_there() {
-    let dra = ["dra/templates", "dra/unchanged-pods"].map(|folder| manifests().join(folder));
-    for folder in overlays().into_iter().chain([manifests().join("base")]).chain(dra) {
+    let parts = ["dra/templates", "dra/unchanged-pods", "mps-control-daemon"].map(|folder| manifests().join(folder));
+    for folder in overlays().into_iter().chain([manifests().join("base")]).chain(parts) {
         let kustomization = read(&folder.join("kustomization.yaml"));
         assert_eq!(kustomization["kind"], "Kustomization");
         for resource in list(&kustomization, "/resources") {
@@ -170,8 +170,28 @@ fn mig_on_demand_comes_with_its_rights_and_no_more() {
 
 #[test]
 fn mps_control_daemon_has_the_hosts_process_ids() {
-    let daemon = read(&manifests().join("overlays/mps/mps-control-daemon.yaml"));
+    let daemon = read(&manifests().join("mps-control-daemon/daemonset.yaml"));
     assert_eq!(daemon.pointer(&format!("{POD}/hostPID")), Some(&Value::Bool(true)));
+}
+
+/// linkwise writes its orders and nothing else under the MPS root, where the privileged process reads them.
+#[test]
+fn mps_for_claims_lets_linkwise_write_its_orders_only() {
+    let patch = read(&manifests().join("overlays/dra-mps/daemonset.yaml"));
+    let daemon = read(&manifests().join("mps-control-daemon/daemonset.yaml"));
+    let host = |of: &Value, mount: &Value| {
+        let volumes = list(of, &format!("{POD}/volumes")).into_iter().cloned().collect::<Vec<_>>();
+        volumes.iter().find(|volume| volume["name"] == mount["name"]).unwrap()["hostPath"]["path"].clone()
+    };
+    let mounts = |of: &Value| -> Vec<(Value, Value, bool)> {
+        let mounts = list(of, &format!("{POD}/containers/0/volumeMounts")).into_iter();
+        let below = mounts.filter(|mount| mount["mountPath"].as_str().unwrap().starts_with("/mps"));
+        below.map(|mount| (mount["mountPath"].clone(), host(of, mount), mount["readOnly"] == true)).collect()
+    };
+    let (root, orders) = ("/run/nvidia/mps", "/run/nvidia/mps/.dra");
+    assert_eq!(mounts(&patch), [("/mps".into(), root.into(), true), ("/mps/.dra".into(), orders.into(), false)]);
+    assert_eq!(mounts(&daemon), [("/mps".into(), root.into(), false)]);
+    assert_eq!(linkwise::mps::Layout::new("/mps").orders_folder(), Path::new("/mps/.dra"));
 }
 
 /// The rule of a role for a resource.

@@ -24,7 +24,7 @@ pub use daemon::{Daemon, MpsError, Pace, Programs, Settings};
 pub use layout::{HOST_ROOT, Layout, LayoutError};
 pub use limits::{Limits, MemoryLimit};
 pub use marker::{Marker, NotReady, readiness};
-pub use orders::{Orders, exclusive_gpus};
+pub use orders::{Orders, exclusive_gpus, prepare_orders};
 pub use program::ProgramError;
 pub use shm::{Shm, mount_shm};
 pub use supervise::{DaemonEvent, supervise};

@@ -6,13 +6,16 @@
 //! that was killed leaves nothing that the next one does not put right.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
 use std::io;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::daemon::{MpsError, Settings};
 use super::layout::Layout;
 use super::limits::Limits;
+use super::selinux::label;
 use crate::claims::MpsOrder;
 use crate::files;
 use crate::state::ResourceName;
@@ -78,8 +81,12 @@ impl Orders {
         }
         let mut orders = Self { gpus, ..Self::default() };
         for order in daemons {
-            if !(1..=100).contains(&order.thread_percentage) || order.gpus.iter().any(|gpu| gpu.mib == Some(0)) {
-                return Err(invalid("an order has a limit of nothing, or of more than all"));
+            let percent = order.thread_percentage;
+            if !(1..=100).contains(&percent) {
+                return Err(invalid(&format!("an order is for {percent} percent of the threads")));
+            }
+            if order.gpus.iter().any(|gpu| gpu.mib == Some(0)) {
+                return Err(invalid("an order is for no memory"));
             }
             let name = order.name().ok_or_else(|| invalid("an order names no GPU"))?;
             let mut seen = BTreeSet::new();
@@ -99,10 +106,21 @@ impl Orders {
     }
 }
 
+/// Makes the folder of the file, and labels it for SELinux: the plugin writes there from another container.
+///
+/// # Errors
+///
+/// It cannot be made or labelled.
+pub fn prepare_orders(settings: &Settings) -> Result<(), MpsError> {
+    let path = settings.layout.orders_folder();
+    fs::create_dir_all(&path).map_err(|source| MpsError::Write { path: path.clone(), source })?;
+    label(&path, &settings.selinuxfs)
+}
+
 impl Layout {
-    /// The folder of the file, which is the plugin's to write.
+    /// The folder of the file, which is the plugin's to write. No resource's folder has a name that begins so.
     pub fn orders_folder(&self) -> std::path::PathBuf {
-        self.root().join("dra")
+        self.root().join(".dra")
     }
 
     fn orders(&self) -> std::path::PathBuf {

@@ -1,7 +1,7 @@
-//! The SELinux label of the pipe directory: containers may use what has the type of their own files, and nothing else
+//! The SELinux label of the pipe directory, and of the folder of orders: containers may use what has the type of their own files, and nothing else
 //! of the host's /run.
 //!
-//! Called by `supervise`, before a control daemon starts: sockets that it makes get the type of their folder. The label
+//! Called by `orders`, and by `supervise` before a control daemon starts: sockets that it makes get the type of their folder. The label
 //! is that of the NVIDIA plugin (`cmd/mps-control-daemon/mps/daemon.go`).
 
 use std::fs;

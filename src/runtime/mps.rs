@@ -33,7 +33,7 @@ use super::readiness::Idle;
 use crate::config::settings::load;
 use crate::config::{ConfigMetrics, Environment, MpsCommand, MpsControlDaemonArgs};
 use crate::errors::chain;
-use crate::mps::{Layout, LayoutError, Limits, Orders, Pace, Programs, Settings, Shm, mount_shm};
+use crate::mps::{Layout, LayoutError, Limits, Orders, Pace, Programs, Settings, Shm, mount_shm, prepare_orders};
 use crate::once::Once;
 use crate::state::{Effect, Event, MpsShare, NodeState, ResourceName};
 use daemons::Daemons;
@@ -121,8 +121,11 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     tasks.spawn(reloader.run(hangup).map(|end| ("configuration", end)));
 
     let programs = Programs { control: "nvidia-cuda-mps-control".into(), smi: "nvidia-smi".into() };
-    let mut daemons =
-        Daemons::new(Settings { layout: layout.clone(), programs, selinuxfs: "/sys/fs/selinux".into(), pace: PACE });
+    let settings = Settings { layout: layout.clone(), programs, selinuxfs: "/sys/fs/selinux".into(), pace: PACE };
+    if let Err(error) = prepare_orders(&settings) {
+        tracing::warn!(error = chain(&error), "claims may not get MPS: linkwise may not write its orders");
+    }
+    let mut daemons = Daemons::new(settings);
     let mut demand = Demand::new();
     let mut poll = tokio::time::interval(ORDERS_POLL);
     let ended = loop {

@@ -114,6 +114,8 @@ fn programs_are_switched_on_and_off() {
         &["dra.enabled=true", "dra.claimTemplates.namespaces={a,b}", "dra.unchangedPods.enabled=true"],
     ];
     assert_snapshot!("programs", changes(&helm, &[], &entries));
+    let entries = [&["dra.mps=true"][..], &["dra.mps=true", "mps.root=/var/mps", "nodeSelector.gpu=yes"]];
+    assert_snapshot!("mps_for_claims", changes(&helm, &["dra.enabled=true"], &entries));
     let base = ["dra.enabled=true", "dra.unchangedPods.enabled=true"];
     let entries = [&["dra.unchangedPods.schedulers={default-scheduler,packing}"][..]];
     assert_snapshot!("unchanged_pods", changes(&helm, &base, &entries));

@@ -126,8 +126,5 @@ fn rows_for_sharing_choose_the_gpus_of_dra() {
     assert_eq!(said, words);
     let (none, said) = config(some, "mps", "replicas: 2");
     assert_eq!(shared_names(&none), [""; 0]);
-    assert!(
-        said.contains("nvidia.com/gpu is to be shared by MPS, whose daemons serve the device plugin only"),
-        "{said}"
-    );
+    assert!(said.contains("nvidia.com/gpu is to be shared by MPS, for which claims ask themselves"), "{said}");
 }

@@ -89,6 +89,14 @@ fn fits(claim: &Claim, prepared: &Prepared) {
     let got: Vec<_> = prepared.devices.iter().map(|device| (device.pool.clone(), device.device.clone())).collect();
     assert_eq!(got, ours.into_iter().map(names).collect::<Vec<_>>());
     let known: BTreeSet<String> = devices(STATE.topology()).into_iter().map(|(name, _)| name).collect();
+    for order in prepared.mps.iter().map(|mps| &mps.order) {
+        assert!((1..=100).contains(&order.thread_percentage) && order.name().is_some(), "{order:?}");
+        for gpu in &order.gpus {
+            let own = prepared.devices.iter().find(|device| device.gpu == gpu.gpu).expect("a GPU of the claim");
+            assert!(own.mig.is_none() && !own.admin && own.share.is_some() != order.exclusive, "{order:?}");
+            assert!(gpu.mib.is_none_or(|mib| (1..=81_559).contains(&mib)), "{order:?}");
+        }
+    }
     for (at, device) in prepared.devices.iter().enumerate() {
         assert!(device.pool == POOL && known.contains(&device.device), "{device:?} is no device of this node");
         assert!(!device.request.contains('/'), "{device:?} names an alternative");
@@ -164,7 +172,12 @@ fn parameters(bytes: &mut Bytes<'_>) -> String {
             sharing["timeSlicingConfig"] = serde_json::json!({"interval": interval});
         }
         if bytes.below(4) == 1 {
-            sharing["mpsConfig"] = serde_json::json!({"defaultActiveThreadPercentage": bytes.any()});
+            let threads = [serde_json::json!(bytes.any()), serde_json::json!(30), serde_json::Value::Null];
+            let limit = [serde_json::json!("1500M"), serde_json::json!(bytes.any()), serde_json::json!("1Ei")];
+            sharing["mpsConfig"] = serde_json::json!({
+                "defaultActiveThreadPercentage": threads[bytes.below(3)],
+                "defaultPerDevicePinnedMemoryLimit": {["0", "3", "x"][bytes.below(3)]: limit[bytes.below(3)]},
+            });
         }
         sharing
     });

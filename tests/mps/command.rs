@@ -13,15 +13,15 @@ use tokio::time::timeout;
 use crate::node::{LIMIT, Node, kill, pid_in, runs, until, waiting};
 
 /// A built-in machine of 8 GPUs of 80 GiB.
-const MACHINE: &str = "dgx-h100";
+pub const MACHINE: &str = "dgx-h100";
 
 /// A configuration of the NVIDIA plugin's form.
-fn sharing(name: &str, replicas: u32) -> String {
+pub fn sharing(name: &str, replicas: u32) -> String {
     format!("version: v1\nsharing:\n  mps:\n    resources:\n    - name: {name}\n      replicas: {replicas}\n")
 }
 
 /// Replaces the configuration in one step.
-fn configure(node: &Node, text: &str) -> PathBuf {
+pub fn configure(node: &Node, text: &str) -> PathBuf {
     let (file, new) = (node.layout().root().join("config.yaml"), node.layout().root().join("config.new"));
     fs::write(&new, text).unwrap();
     fs::rename(new, &file).unwrap();
@@ -41,8 +41,8 @@ fn command(node: &Node, args: &[&str]) -> Command {
 }
 
 /// A daemon that runs.
-struct Daemon {
-    child: Child,
+pub struct Daemon {
+    pub child: Child,
     log: Lines<BufReader<ChildStderr>>,
 }
 
@@ -51,7 +51,7 @@ impl Daemon {
         Self::with(node, &sharing("nvidia.com/gpu", 10))
     }
 
-    fn with(node: &Node, config: &str) -> Self {
+    pub fn with(node: &Node, config: &str) -> Self {
         Self::with_args(node, config, &[])
     }
 
@@ -64,7 +64,7 @@ impl Daemon {
     }
 
     /// Waits for a line of the log.
-    async fn logged(&mut self, words: &str) -> String {
+    pub async fn logged(&mut self, words: &str) -> String {
         let wait = async {
             loop {
                 let line = self.log.next_line().await.unwrap().expect("the log ended");
@@ -91,7 +91,7 @@ async fn refused(node: &Node, args: &[&str]) -> String {
 }
 
 /// The limits that the plugin expects on the same machine.
-fn wanted(replicas: u32) -> Limits {
+pub fn wanted(replicas: u32) -> Limits {
     let gpus = linkwise::machines::load(MACHINE).unwrap().observed.gpus.into_iter();
     let gpus = gpus.map(|gpu| MpsGpu { uuid: gpu.uuid, index: gpu.index, memory_mib: gpu.memory_mib }).collect();
     Limits::of(&MpsShare { replicas, gpus, whole_node: true })

@@ -9,6 +9,7 @@
     reason = "what a helper cannot do fails the test"
 )]
 
+mod claims;
 mod command;
 mod node;
 mod shm;

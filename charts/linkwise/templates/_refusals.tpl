@@ -37,6 +37,10 @@
 {{- fail "\ndra.migRights: only the DRA driver makes MIG devices; set dra.enabled too." -}}
 {{- end -}}
 
+{{- if and $dra.mps (not $dra.enabled) -}}
+{{- fail "\ndra.mps: MPS for claims is a part of DRA; set dra.enabled too." -}}
+{{- end -}}
+
 {{- $given := .Values.securityContext | default dict -}}
 {{- if and $dra.migRights $given (not $given.privileged) (not (has "SYS_ADMIN" (($given.capabilities).add | default list))) -}}
 {{- fail "\ndra.migRights: securityContext replaces the rights to make MIG devices; give it privileged: true, or SYS_ADMIN in capabilities.add." -}}

@@ -144,7 +144,7 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
     let pid = text(folder.join("pipe/nvidia-cuda-mps-control.pid"));
     // The plugin is killed, and its file with it: the next one orders the same, and the daemon serves on.
     plugin.kill().await.unwrap();
-    fs::write(node.at("mps/dra/orders.json"), "{").unwrap();
+    fs::write(node.at("mps/.dra/orders.json"), "{").unwrap();
     let _plugin = run(&node);
     node.is_registered(2).await;
     assert_eq!(node.start_pod("p", &two).await, cdi);
@@ -155,7 +155,7 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
     node.is_registered(3).await;
     let pod = PodClaims::single("p", two, DRIVER);
     let (started, _privileged) = tokio::join!(within(node.dra.start_pod(&pod)), async {
-        until(|| text(node.at("mps/dra/orders.json")).contains(name)).await;
+        until(|| text(node.at("mps/.dra/orders.json")).contains(name)).await;
         daemons(&node)
     });
     assert_eq!(started.unwrap()["main"], cdi);
@@ -166,7 +166,7 @@ async fn claim_has_its_own_control_daemon_until_its_end() {
     node.start_pod("q", &plain).await;
     assert_eq!(modes(&node, "DEFAULT"), 2);
     assert_eq!(fs::read_dir(node.at("mps/.exclusive")).unwrap().count(), 0);
-    assert!(!folder.join(".started").exists() && !text(node.at("mps/dra/orders.json")).contains("threadPercentage"));
+    assert!(!folder.join(".started").exists() && !text(node.at("mps/.dra/orders.json")).contains("threadPercentage"));
 }
 
 #[tokio::test]

@@ -159,8 +159,7 @@ pub enum PlanProblem {
     },
     /// GPUs of DRA that the plan shares by MPS.
     #[error(
-        "{resource} is to be shared by MPS, whose daemons serve the device plugin only: through DRA, GPUs {} are one \
-         claim's each",
+        "{resource} is to be shared by MPS, for which claims ask themselves: through DRA, GPUs {} are one claim's each",
         list(gpus)
     )]
     DraNotByMps {

@@ -1,0 +1,154 @@
+//! Control daemons for GPUs of claims, which the DRA plugin orders by a file under the MPS root.
+
+use std::collections::BTreeSet;
+use std::fs;
+
+use linkwise::claims::{MpsOrder, MpsOrderGpu};
+use linkwise::mps::{Limits, NotReady, Orders, exclusive_gpus, readiness};
+use linkwise::state::ResourceName;
+use linkwise::topology::GpuUuid;
+use tokio::time::timeout;
+
+use crate::command::{Daemon, MACHINE, configure, sharing, wanted};
+use crate::node::{LIMIT, Node, kill, runs, until};
+
+const NOTHING: &str = "version: v1\n";
+
+/// The GPUs of the machine, by index.
+fn gpu(index: usize) -> GpuUuid {
+    linkwise::machines::load(MACHINE).unwrap().observed.gpus[index].uuid.clone()
+}
+
+fn order(gpus: &[usize], thread_percentage: u32, exclusive: bool) -> MpsOrder {
+    let gpus = gpus.iter().map(|index| MpsOrderGpu { gpu: gpu(*index), mib: exclusive.then_some(2048) }).collect();
+    MpsOrder { gpus, thread_percentage, exclusive }
+}
+
+/// Writes what the plugin would: the GPUs that DRA has, and the daemons for claims.
+fn put(node: &Node, dra: &[usize], orders: &[MpsOrder]) -> Vec<ResourceName> {
+    let daemons = orders.iter().map(|order| (order.name().unwrap(), order.clone())).collect();
+    Orders { gpus: dra.iter().map(|index| gpu(*index)).collect(), daemons }.write(node.layout()).unwrap();
+    orders.iter().map(|order| order.name().unwrap()).collect()
+}
+
+fn file(node: &Node) -> std::path::PathBuf {
+    node.layout().orders_folder().join("orders.json")
+}
+
+fn ready(node: &Node, order: &MpsOrder) -> Result<(), String> {
+    readiness(node.layout(), &order.name().unwrap(), &Limits::of_order(order)).map_err(|why| why.to_string())
+}
+
+#[tokio::test]
+async fn daemon_of_claims_serves_while_it_is_ordered() {
+    let node = Node::new();
+    let (whole, part) = (order(&[1, 4], 30, true), order(&[6], 50, false));
+    let names = put(&node, &[1, 4, 6], &[whole.clone(), part.clone()]);
+    let mut daemon = Daemon::with(&node, NOTHING);
+    until(|| ready(&node, &whole).is_ok() && ready(&node, &part).is_ok()).await;
+    assert_eq!((node.kept(&names[0], "threads"), node.kept(&names[1], "threads")), ("30.0".into(), "50.0".into()));
+    assert_eq!((node.kept(&names[0], "memory-1"), node.kept(&names[1], "memory-0")), ("2048".into(), "".into()));
+    let shown = format!("CUDA_VISIBLE_DEVICES={},{}", gpu(1), gpu(4));
+    assert!(node.kept(&names[0], "environment").contains(&shown));
+    // A GPU of which some claims have shares without MPS stays open.
+    let exclusive = BTreeSet::from([gpu(1), gpu(4)]);
+    assert_eq!(exclusive_gpus(node.layout()).unwrap(), exclusive);
+    // Another order leaves those that stay alone.
+    let (first, second) = (node.pid(&names[0]), node.pid(&names[1]));
+    let third = order(&[7], 100, true);
+    put(&node, &[1, 4, 6, 7], &[whole.clone(), third.clone()]);
+    until(|| ready(&node, &third).is_ok() && !runs(second)).await;
+    assert_eq!((node.pid(&names[0]), ready(&node, &whole)), (first, Ok(())));
+    assert!(ready(&node, &part).unwrap_err().contains("does not serve"));
+    put(&node, &[], &[]);
+    daemon.logged("no resource of this node is shared by MPS, waiting").await;
+    until(|| !runs(first) && node.exclusive().is_empty()).await;
+    assert_eq!(node.modes("DEFAULT").len(), 3);
+    assert!(!file(&node).exists());
+}
+
+#[tokio::test]
+async fn orders_that_are_wrong_change_nothing() {
+    let node = Node::new();
+    let good = order(&[1], 30, true);
+    let [name] = &put(&node, &[1], std::slice::from_ref(&good))[..] else { panic!() };
+    let mut daemon = Daemon::with(&node, NOTHING);
+    until(|| ready(&node, &good).is_ok()).await;
+    let (pid, text) = (node.pid(name), fs::read_to_string(file(&node)).unwrap());
+    let one = gpu(1).to_string();
+    let empty = r#"{"version":1,"gpus":[],"daemons":[{"gpus":[],"threadPercentage":1,"exclusive":true}]}"#;
+    for (wrong, words) in [
+        ("{".to_owned(), "EOF"),
+        (text.replace("\"version\": 1", "\"version\": 2"), "its version is 2; this linkwise reads 1"),
+        (text.replace(": 30", ": 0"), "an order is for 0 percent of the threads"),
+        (text.replace(": 30", ": 101"), "an order is for 101 percent of the threads"),
+        (text.replace(": 2048", ": 0"), "an order is for no memory"),
+        (text.replace("\"gpus\": [\n        {", "\"gpus\": [{\"gpu\":\"X\"},{\"gpu\":\"X\"},{"), "have a GPU twice"),
+        (text.replace(&one, "../../etc"), "'../../etc' is not a GPU UUID"),
+        (empty.to_owned(), "an order names no GPU"),
+        ("x".repeat(300 << 10), "longer than 262144 bytes"),
+    ] {
+        assert_ne!(wrong, text, "{words}");
+        fs::write(file(&node), wrong).unwrap();
+        let line = daemon.logged("MPS orders of claims unreadable, keeping the last ones").await;
+        assert!(line.contains(words), "{words}: {line}");
+        assert_eq!((node.pid(name), ready(&node, &good)), (pid, Ok(())));
+    }
+    fs::write(file(&node), text).unwrap();
+    put(&node, &[], &[]);
+    until(|| !runs(pid)).await;
+}
+
+#[tokio::test]
+async fn gpus_of_dra_leave_the_resources_daemon() {
+    let (node, all) = (Node::new(), ResourceName::gpu());
+    let mut daemon = Daemon::with(&node, &sharing("nvidia.com/gpu", 4));
+    daemon.logged("limits confirmed").await;
+    assert_eq!(readiness(node.layout(), &all, &wanted(4)), Ok(()));
+    // GPU 0 changes hands: the resource has the others, as the plugin's own snapshot has it.
+    let own = order(&[0], 100, true);
+    put(&node, &[0], std::slice::from_ref(&own));
+    let shown = format!("CUDA_VISIBLE_DEVICES={}", gpu(1));
+    until(|| ready(&node, &own).is_ok() && node.kept(&all, "environment").contains(&shown)).await;
+    let other = || readiness(node.layout(), &all, &wanted(4)) == Err(NotReady::OtherLimits);
+    until(other).await;
+    // An order for a GPU that the resource still has is not carried out.
+    put(&node, &[0], &[order(&[0, 5], 100, true)]);
+    let line = daemon.logged("nvidia.com/gpu shares its GPU by MPS").await;
+    assert!(line.contains(&format!("dra.linkwise.dev/{}", gpu(0))), "{line}");
+    put(&node, &[], &[]);
+    until(|| readiness(node.layout(), &all, &wanted(4)).is_ok()).await;
+}
+
+#[tokio::test]
+async fn killed_process_leaves_nothing_that_the_next_does_not_end() {
+    let node = Node::new();
+    let (gone, stays) = (order(&[1], 30, true), order(&[2], 30, true));
+    let names = put(&node, &[1, 2], &[gone.clone(), stays.clone()]);
+    let mut daemon = Daemon::with(&node, NOTHING);
+    until(|| ready(&node, &gone).is_ok() && ready(&node, &stays).is_ok()).await;
+    kill(daemon.child.id().unwrap());
+    timeout(LIMIT, daemon.child.wait()).await.unwrap().unwrap();
+    assert!(ready(&node, &stays).unwrap_err().contains("is gone and left"));
+    // The claim of the one ends meanwhile. Its GPU, which nothing serves, is still exclusive.
+    put(&node, &[1, 2], std::slice::from_ref(&stays));
+    assert_eq!(node.exclusive().len(), 2);
+    let orphan = node.pid(&names[1]);
+    let _daemon = Daemon::with(&node, NOTHING);
+    until(|| ready(&node, &stays).is_ok() && !runs(orphan)).await;
+    assert_eq!((node.modes("DEFAULT"), node.exclusive()), (vec![gpu(1).to_string()], vec![gpu(2).to_string()]));
+}
+
+#[test]
+fn orders_without_an_mps_root_are_an_error() {
+    let node = Node::new();
+    configure(&node, NOTHING);
+    let nowhere = linkwise::mps::Layout::new(node.layout().root().join("nowhere"));
+    let orders = Orders { gpus: [gpu(0)].into(), ..Orders::default() };
+    assert_eq!(orders.write(&nowhere).unwrap_err().to_string(), "the MPS root is not mounted");
+    // Nothing to order takes none.
+    Orders::default().write(&nowhere).unwrap();
+    assert_eq!(Orders::read(&nowhere).unwrap(), Orders::default());
+    orders.write(node.layout()).unwrap();
+    assert_eq!(Orders::read(node.layout()).unwrap(), orders);
+}
