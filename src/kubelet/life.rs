@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::machine::{Action, Input, Limits, Machine, Moment};
 use super::session::{Held, Session};
-use super::{Occurrence, Phase, Report, Settings, Sources, pod_resources, register};
+use super::{Occurrence, Phase, Report, Settings, Sources, pod_resources, register, unname};
 use crate::errors::chain;
 use crate::inotify::Changes;
 use crate::state::{NodeState, ResourceName};
@@ -155,7 +155,8 @@ impl Life {
         let socket = &settings.kubelet_socket;
         let kubelet = FileId::of_socket(socket).ok_or_else(|| absence(&self.folder, socket));
         let own = self.session.as_ref().is_some_and(Session::has_socket);
-        self.feed(Input::Checked { kubelet, own });
+        let predecessor = self.session.as_mut().is_some_and(Session::has_predecessor);
+        self.feed(Input::Checked { kubelet, own, predecessor });
     }
 
     fn feed(&mut self, input: Input) {
@@ -178,7 +179,7 @@ impl Life {
                 let (snapshot, report) = (self.snapshot.clone(), Arc::clone(&self.report));
                 self.calls.push(Box::pin(async move {
                     match Session::begin(resource, settings, snapshot, report, random()).await {
-                        Ok(session) => (Input::Bound(Ok(())), Some(session)),
+                        Ok(mut session) => (Input::Bound(Ok(session.has_predecessor())), Some(session)),
                         Err(error) => (Input::Bound(Err(chain(&error))), None),
                     }
                 }));
@@ -189,6 +190,12 @@ impl Life {
                 self.calls.push(Box::pin(async move {
                     let answer = register::register(&settings.kubelet_socket, &name, &resource, &kubelet).await;
                     (Input::Registered(answer.map_err(|error| chain(&error))), None)
+                }));
+            }
+            Action::Unname => {
+                self.calls.push(Box::pin(async move {
+                    let answer = unname::unname(&settings, &resource, random()).await;
+                    (Input::Unnamed(answer.map_err(|error| chain(&error))), None)
                 }));
             }
             Action::Ask => {
@@ -212,6 +219,7 @@ impl Life {
             Action::ReportWaiting(why) => (self.report)(Occurrence::Waiting(why)),
             Action::ReportRegistered(result) => (self.report)(Occurrence::Registered(result)),
             Action::ReportEnded(why) => (self.report)(Occurrence::Ended(why)),
+            Action::ReportUnnamed(result) => (self.report)(Occurrence::Unnamed(result)),
         }
     }
 }

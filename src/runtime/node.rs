@@ -400,7 +400,7 @@ impl Node {
                     readiness.trouble(&Part::Plugin(resource.clone()), why.clone());
                 }
                 Occurrence::Phase(phase) => {
-                    readiness.enter(&Part::Plugin(resource.clone()), phase.words(), *phase == Phase::Serving);
+                    readiness.enter(&Part::Plugin(resource.clone()), phase.words(), phase.is_serving());
                 }
                 _ => {}
             }
