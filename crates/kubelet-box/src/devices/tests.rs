@@ -249,3 +249,15 @@ fn registration_within_a_disconnect_is_stopped() {
     assert_eq!((gpu(&book).open_streams, gpu(&book).connected, book.is_usable(GPU)), (1, false, false));
     assert_eq!(book.client(GPU, "gpu.sock").map(|client| client.id), Some(new), "its stream stays open");
 }
+
+#[test]
+fn by_resource_old_end_gives_up_another_socket() {
+    let (mut book, old) = connected("a");
+    let new = connect_at(&mut book, "new.sock").unwrap();
+    assert_eq!(disconnect(&mut book, "gpu.sock", Some(old)).map(|(client, _)| client), Some(new));
+    assert!(!book.is_usable(GPU) && book.client(GPU, "new.sock").is_none());
+    connect(&mut book);
+    book.register_client(GPU, "failed.sock");
+    book.deregister_client(GPU, "failed.sock");
+    assert_eq!(book.client(GPU, "gpu.sock"), None, "a registration that fails takes the name from whoever has it");
+}
