@@ -23,6 +23,10 @@ const ASK_BETWEEN: Duration = Duration::from_secs(30);
 /// From the end of the plugin before us until we register again: by then the kubelet has seen its stream end.
 const SEEN_TO_END: Duration = Duration::from_secs(1);
 
+/// From the end of a plugin that registered over us, or of one of our streams, until we register again: the kubelet has
+/// seen that end too, most likely.
+const SOON: Duration = Duration::from_millis(20);
+
 const KUBELET_RESTARTED: &str = "kubelet.sock is gone or new: the kubelet restarted";
 
 /// The deadlines.
@@ -78,6 +82,8 @@ pub(super) enum Input {
     ServerEnded(String),
     /// The server has ended, and no connection to it is open.
     Closed,
+    /// Another plugin of the resource has registered after us, and ended.
+    Renew,
     /// The moment of [`Machine::wake`] has come.
     Tick,
     /// The plugin is asked to end.
@@ -91,6 +97,8 @@ pub(super) enum Action {
     Bind,
     /// Register it with the kubelet.
     Register,
+    /// Register it again, under another name: newer kubelets refuse a socket that is connected.
+    Renew,
     /// Have the kubelet forget whom it would disconnect when the stream of the plugin before us ends.
     Unname,
     /// Ask PodResources for our devices.
@@ -197,6 +205,7 @@ impl Machine {
             Input::Listed(listing) => self.listed(listing, moment.now),
             Input::ServerEnded(why) => self.end_if_open(format!("the server ended: {why}"), moment.now),
             Input::Closed => self.closed(moment),
+            Input::Renew => self.renew_soon(moment.now),
             Input::Tick => self.tick(moment.now),
             Input::Shutdown => self.shutdown(moment.now),
         };
@@ -306,7 +315,7 @@ impl Machine {
     }
 
     fn streams(&mut self, open: usize, now: Duration) -> Vec<Action> {
-        self.streams = open;
+        let before = std::mem::replace(&mut self.streams, open);
         match self.phase {
             Phase::WaitingForStream if open > 0 => {
                 self.enter(Phase::Confirming, Some(now + self.limits.confirm));
@@ -315,6 +324,8 @@ impl Machine {
             Phase::Confirming | Phase::Unnaming | Phase::Beside | Phase::Serving if open == 0 => {
                 self.end_if_open("the kubelet's ListAndWatch stream is gone", now)
             }
+            // We have several since we registered again. The kubelet ends the last, and takes the registration with it.
+            Phase::Beside | Phase::Serving if open < before => self.renew_soon(now),
             _ => Vec::new(),
         }
     }
@@ -377,7 +388,17 @@ impl Machine {
     /// Registers the same socket again, so that the kubelet has the name again.
     fn renew(&mut self, now: Duration) -> Vec<Action> {
         (self.renewing, self.until) = (true, Some(now + self.limits.register));
-        vec![Action::Register]
+        vec![Action::Renew]
+    }
+
+    /// Another plugin of the resource has registered and ended: the kubelet may have taken our registration with it.
+    fn renew_soon(&mut self, now: Duration) -> Vec<Action> {
+        if self.phase.is_serving() {
+            let asked = self.ask;
+            self.enter(Phase::Beside, Some(now + SOON));
+            (self.unnamed, self.renewing, self.ask) = (true, false, asked.or(Some(now + ASK_BETWEEN)));
+        }
+        Vec::new()
     }
 
     /// Ends the open session, if there is one. The next attempt waits until its connections are closed.

@@ -198,4 +198,6 @@ pub struct Sources {
     pub snapshot: watch::Receiver<Arc<NodeState>>,
     /// Where occurrences go.
     pub observer: Observer,
+    /// Counts the plugins that registered after ours and ended: each time, plugins register again.
+    pub renew: watch::Receiver<u64>,
 }

@@ -36,6 +36,11 @@ fn prefix(folder: &Path, resource: &ResourceName) -> String {
     shortened(&format!("linkwise-{}", resource.as_str().replace('/', "_")), room) + "-"
 }
 
+/// The file name of a socket of a resource with this random number in it.
+fn socket_name(folder: &Path, resource: &ResourceName, random: u64) -> String {
+    format!("{}{:08x}.sock", prefix(folder, resource), random & 0xFFFF_FFFF)
+}
+
 /// Whether a file name is one of those of a resource with this prefix. That of another resource may begin with it too.
 fn is_ours(name: &str, prefix: &str) -> bool {
     let rest = name.strip_prefix(prefix).and_then(|rest| rest.strip_suffix(".sock"));
@@ -70,7 +75,7 @@ pub(super) fn bind(
 ) -> Result<(SocketFile, Listener, String), BindError> {
     let folder = settings.kubelet_socket.parent().unwrap_or(Path::new("."));
     // Unique to this start: a kubelet may still hold the connection of an earlier one.
-    let name = format!("{}{:08x}.sock", prefix(folder, resource), random & 0xFFFF_FFFF);
+    let name = socket_name(folder, resource, random);
     let at_path = |source| BindError::Bind { folder: folder.display().to_string(), source };
     let (own, listener) = uds::listen(&folder.join(&name), settings.callers.clone()).map_err(at_path)?;
     Ok((own, listener, name))
@@ -97,6 +102,8 @@ pub(super) struct Session {
     /// The sockets of other plugins of this resource that were there when ours was bound, and still were when last asked.
     predecessors: Vec<PathBuf>,
     own: Option<SocketFile>,
+    /// Another name of the same socket.
+    alias: Option<SocketFile>,
     server: Option<Held<Result<(), tonic::transport::Error>>>,
     streams: watch::Receiver<usize>,
     end: CancellationToken,
@@ -153,7 +160,29 @@ impl Session {
             .serve_with_incoming_shutdown(connections, end.clone().cancelled_owned());
         let _guards = [end.clone().drop_guard(), cut.clone().drop_guard()];
         let server: Held<_> = Box::pin(server);
-        Ok(Self { name, kubelet, predecessors, own: Some(own), server: Some(server), streams, end, cut, _guards })
+        Ok(Self {
+            name,
+            kubelet,
+            predecessors,
+            own: Some(own),
+            alias: None,
+            server: Some(server),
+            streams,
+            end,
+            cut,
+            _guards,
+        })
+    }
+
+    /// Gives our socket another name, with this random number in it, beside the one that it has; returns it. Removes the
+    /// sockets of plugins that have ended.
+    pub fn rename(&mut self, settings: &Settings, resource: &ResourceName, random: u64) -> io::Result<String> {
+        let folder = settings.kubelet_socket.parent().unwrap_or(Path::new("."));
+        let (name, prefix) = (socket_name(folder, resource, random), prefix(folder, resource));
+        uds::remove_dead(folder, |name| is_ours(name, &prefix))?;
+        let own = self.own.as_ref().ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
+        self.alias = Some(own.alias(&folder.join(&name))?);
+        Ok(name)
     }
 
     /// Whether a plugin of this resource that was there when our socket was bound is still there.
@@ -169,7 +198,7 @@ impl Session {
 
     /// Removes the socket, ends the streams, accepts no more connections and asks the open ones to close.
     pub fn end(&mut self) {
-        self.own = None;
+        (self.own, self.alias) = (None, None);
         self.end.cancel();
     }
 

@@ -37,6 +37,8 @@ enum Happening {
     /// The other plugin ends: its socket at once, its stream after so many milliseconds.
     PredecessorEnds(u64),
     UnnameEnds(bool),
+    /// Another plugin registers after us, and ends.
+    SuccessorEnds,
     RegisterEnds(bool),
     StreamOpens,
     StreamEnds,
@@ -141,11 +143,12 @@ impl World {
                 assert!(!self.binding, "two sockets at once");
                 self.binding = true;
             }
-            Action::Register => {
+            Action::Register | Action::Renew => {
                 let beside = self.machine.phase() == Phase::Beside;
                 let socket = self.socket.as_mut().expect("registers a socket that is served");
                 socket.kubelet = self.kubelet;
                 assert!(!socket.ended && (beside || !socket.registered), "registers what has ended, or twice");
+                assert_eq!(beside, action == Action::Renew);
                 assert!(!beside || !self.predecessor.stands, "registers again before the plugin before us has ended");
                 assert!(self.kubelet.is_some(), "registers without a kubelet");
                 self.registering = Some(socket.number);
@@ -273,6 +276,10 @@ impl World {
                     self.named &= !ok;
                     self.feed(Input::Unnamed(if ok { Ok(()) } else { Err("not today".to_owned()) }));
                 }
+            }
+            Happening::SuccessorEnds => {
+                self.named = false;
+                self.feed(Input::Renew);
             }
             Happening::KubeletGone => {
                 self.kubelet = None;
@@ -417,7 +424,9 @@ impl World {
 
     /// No second of the whole story had more actions than these.
     fn no_storm(&self) {
-        for kind in [Action::Bind, Action::Register, Action::Unname, Action::Ask, Action::End, Action::Cut] {
+        for kind in
+            [Action::Bind, Action::Register, Action::Renew, Action::Unname, Action::Ask, Action::End, Action::Cut]
+        {
             let times: Vec<Duration> = self.done.iter().filter(|(_, done)| *done == kind).map(|(at, _)| *at).collect();
             // 24: every tenth of a second a new kubelet, to each an attempt and its first retry, and the ends of both.
             for window in times.windows(25) {
@@ -446,6 +455,7 @@ fn happening() -> impl Strategy<Value = Happening> {
         3 => Just(Happening::BindsBeside),
         3 => (0_u64..900).prop_map(Happening::PredecessorEnds),
         3 => prop::bool::weighted(0.8).prop_map(Happening::UnnameEnds),
+        1 => Just(Happening::SuccessorEnds),
         6 => prop::bool::weighted(0.8).prop_map(Happening::RegisterEnds),
         6 => Just(Happening::StreamOpens),
         2 => Just(Happening::StreamEnds),
@@ -650,6 +660,24 @@ fn end_of_the_plugin_before_us_changes_nothing() {
     assert_eq!(world.machine.phase(), Phase::Serving);
     let ended = |done: &(Duration, Action)| matches!(done.1, Action::ReportEnded(_));
     assert!(world.named && world.sockets == 1 && !world.done.iter().any(ended));
+}
+
+/// One that registers over us and ends takes our registration with it: we register again at once.
+#[test]
+fn successor_that_ends_is_followed_by_a_registration() {
+    let mut world = World::new(1);
+    for happening in [Happening::KubeletNew, Happening::AllWell, Happening::SuccessorEnds, Happening::Passes(20)] {
+        world.happens(happening);
+    }
+    world.happens(Happening::StreamOpens);
+    world.happens(Happening::RegisterEnds(true));
+    assert!(world.machine.phase() == Phase::Serving && world.named && world.sockets == 1);
+    // The kubelet saw its end only now, and gave up the newer of our two connections.
+    world.happens(Happening::StreamEnds);
+    world.happens(Happening::Passes(20));
+    assert!(world.registering.is_some());
+    world.happens(Happening::RegisterEnds(true));
+    assert_eq!((world.machine.phase(), world.sockets), (Phase::Serving, 1));
 }
 
 /// Where the kubelet did not forget the name, the end of the other plugin costs one session.
