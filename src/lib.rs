@@ -21,6 +21,7 @@ pub mod metrics;
 pub mod mps;
 pub mod nvml;
 pub mod runtime;
+pub mod takeover;
 pub mod uds;
 
 pub use linkwise_core::{

@@ -10,7 +10,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Adapters: each knows the core and what is named here.
-const ADAPTERS: [(&str, &[&str]); 11] = [
+const ADAPTERS: [(&str, &[&str]); 12] = [
     ("admin", &[]),
     ("cdi", &[]),
     ("config", &[]),
@@ -22,6 +22,7 @@ const ADAPTERS: [(&str, &[&str]); 11] = [
     ("metrics", &[]),
     ("mps", &[]),
     ("nvml", &[]),
+    ("takeover", &[]),
 ];
 
 /// The composition roots: they build everything and may name anything but wire types.

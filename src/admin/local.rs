@@ -64,7 +64,7 @@ pub enum Order {
 #[derive(Debug, Error)]
 pub enum LocalError {
     /// Another process listens there.
-    #[error("another process serves {path}: two linkwise cannot share an admin socket")]
+    #[error("another process serves {path}")]
     Taken {
         /// The socket.
         path: PathBuf,

@@ -18,14 +18,15 @@ use tokio_util::sync::CancellationToken;
 
 use super::machine::{Action, Input, Limits, Machine, Moment};
 use super::session::{Held, Session};
-use super::{Occurrence, Phase, Report, Settings, Sources, pod_resources, register};
+use super::{Occurrence, Phase, Report, Settings, Sources, pod_resources, register, unname};
 use crate::errors::chain;
 use crate::inotify::Changes;
 use crate::state::{NodeState, ResourceName};
 use crate::uds::FileId;
 
-/// How long open connections may take to close when a session ends; a shutdown has one second in all.
-const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
+/// How long open connections may take to close when a session ends. No call is under way for longer, and kubelets up to
+/// 1.36 do not close that of a plugin that another one has replaced: then this process may have to serve again soon.
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// The plugin of one resource.
 pub struct Plugin {
@@ -58,7 +59,7 @@ impl Plugin {
         let socket = &settings.kubelet_socket;
         let folder = socket.parent().filter(|folder| !folder.as_os_str().is_empty()).map(Path::to_owned);
         let folder = folder.ok_or_else(|| NoFolder(socket.clone()))?;
-        let Sources { snapshot, observer } = sources;
+        let Sources { snapshot, observer, renew } = sources;
         let named = resource.clone();
         let life = Life {
             changes: Changes::of(&folder, settings.poll, settings.inotify),
@@ -76,6 +77,7 @@ impl Plugin {
             resource,
             settings,
             snapshot,
+            renew,
             phase,
             folder,
         };
@@ -90,6 +92,7 @@ struct Life {
     settings: Arc<Settings>,
     snapshot: watch::Receiver<Arc<NodeState>>,
     report: Report,
+    renew: watch::Receiver<u64>,
     phase: watch::Sender<Phase>,
     folder: PathBuf,
     begin: Instant,
@@ -133,6 +136,7 @@ impl Life {
         tokio::select! {
             biased;
             () = self.changes.next() => None,
+            Ok(()) = self.renew.changed() => Some(Input::Renew),
             Some((answer, bound)) = self.calls.next() => {
                 self.session = bound.or(self.session.take());
                 Some(answer)
@@ -155,7 +159,8 @@ impl Life {
         let socket = &settings.kubelet_socket;
         let kubelet = FileId::of_socket(socket).ok_or_else(|| absence(&self.folder, socket));
         let own = self.session.as_ref().is_some_and(Session::has_socket);
-        self.feed(Input::Checked { kubelet, own });
+        let predecessor = self.session.as_mut().is_some_and(Session::has_predecessor);
+        self.feed(Input::Checked { kubelet, own, predecessor });
     }
 
     fn feed(&mut self, input: Input) {
@@ -171,6 +176,20 @@ impl Life {
         }
     }
 
+    /// Registers our socket by one of its names, or reports why it has none.
+    fn register(&self, name: Result<String, String>) {
+        let Some(session) = &self.session else { return };
+        let (resource, settings) = (self.resource.clone(), Arc::clone(&self.settings));
+        let kubelet = Arc::clone(&session.kubelet);
+        self.calls.push(Box::pin(async move {
+            let answer = match name {
+                Ok(name) => register::register(&settings.kubelet_socket, &name, &resource, &kubelet).await,
+                Err(error) => return (Input::Registered(Err(error)), None),
+            };
+            (Input::Registered(answer.map_err(|error| chain(&error))), None)
+        }));
+    }
+
     fn perform(&mut self, action: Action) {
         let (resource, settings) = (self.resource.clone(), Arc::clone(&self.settings));
         match action {
@@ -178,17 +197,24 @@ impl Life {
                 let (snapshot, report) = (self.snapshot.clone(), Arc::clone(&self.report));
                 self.calls.push(Box::pin(async move {
                     match Session::begin(resource, settings, snapshot, report, random()).await {
-                        Ok(session) => (Input::Bound(Ok(())), Some(session)),
+                        Ok(mut session) => (Input::Bound(Ok(session.has_predecessor())), Some(session)),
                         Err(error) => (Input::Bound(Err(chain(&error))), None),
                     }
                 }));
             }
             Action::Register => {
                 let Some(session) = &self.session else { return };
-                let (name, kubelet) = (session.name.clone(), Arc::clone(&session.kubelet));
+                self.register(Ok(session.name.clone()));
+            }
+            Action::Renew => {
+                let Some(session) = &mut self.session else { return };
+                let name = session.rename(&settings, &resource, random());
+                self.register(name.map_err(|error| format!("our socket cannot have another name: {error}")));
+            }
+            Action::Unname => {
                 self.calls.push(Box::pin(async move {
-                    let answer = register::register(&settings.kubelet_socket, &name, &resource, &kubelet).await;
-                    (Input::Registered(answer.map_err(|error| chain(&error))), None)
+                    let answer = unname::unname(&settings, &resource, random()).await;
+                    (Input::Unnamed(answer.map_err(|error| chain(&error))), None)
                 }));
             }
             Action::Ask => {
@@ -212,6 +238,7 @@ impl Life {
             Action::ReportWaiting(why) => (self.report)(Occurrence::Waiting(why)),
             Action::ReportRegistered(result) => (self.report)(Occurrence::Registered(result)),
             Action::ReportEnded(why) => (self.report)(Occurrence::Ended(why)),
+            Action::ReportUnnamed(result) => (self.report)(Occurrence::Unnamed(result)),
         }
     }
 }

@@ -20,6 +20,12 @@ const GAP: Duration = Duration::from_millis(100);
 const ASK_AGAIN: Duration = Duration::from_millis(100);
 /// How often PodResources is asked while the plugin serves: a registration can be lost with its stream still open.
 const ASK_BETWEEN: Duration = Duration::from_secs(30);
+/// From the end of the plugin before us until we register again: by then the kubelet has seen its stream end.
+const SEEN_TO_END: Duration = Duration::from_secs(1);
+
+/// From the end of a plugin that registered over us, or of one of our streams, until we register again: the kubelet has
+/// seen that end too, most likely.
+const SOON: Duration = Duration::from_millis(20);
 
 const KUBELET_RESTARTED: &str = "kubelet.sock is gone or new: the kubelet restarted";
 
@@ -59,12 +65,15 @@ pub(super) enum Listing {
 /// What happened.
 #[derive(Clone, Debug)]
 pub(super) enum Input {
-    /// The files were checked: the kubelet's socket or why there is none, and whether our own is in place.
-    Checked { kubelet: Result<FileId, String>, own: bool },
-    /// Our socket is bound and served, or why not.
-    Bound(Result<(), String>),
+    /// The files were checked: the kubelet's socket or why there is none, whether our own is in place, and whether a
+    /// plugin of this resource that was there when ours was bound is still there.
+    Checked { kubelet: Result<FileId, String>, own: bool, predecessor: bool },
+    /// Our socket is bound and served, or why not; and whether another plugin of this resource is there.
+    Bound(Result<bool, String>),
     /// The kubelet answered Register, or the call failed.
     Registered(Result<(), String>),
+    /// The kubelet forgot the name of the plugin before us, or why it may not have.
+    Unnamed(Result<(), String>),
     /// The kubelet holds this many ListAndWatch streams.
     Streams(usize),
     /// PodResources answered.
@@ -73,6 +82,8 @@ pub(super) enum Input {
     ServerEnded(String),
     /// The server has ended, and no connection to it is open.
     Closed,
+    /// Another plugin of the resource has registered after us, and ended.
+    Renew,
     /// The moment of [`Machine::wake`] has come.
     Tick,
     /// The plugin is asked to end.
@@ -86,6 +97,10 @@ pub(super) enum Action {
     Bind,
     /// Register it with the kubelet.
     Register,
+    /// Register it again, under another name: newer kubelets refuse a socket that is connected.
+    Renew,
+    /// Have the kubelet forget whom it would disconnect when the stream of the plugin before us ends.
+    Unname,
     /// Ask PodResources for our devices.
     Ask,
     /// Remove our socket, end its streams, cancel every call to the kubelet.
@@ -98,6 +113,8 @@ pub(super) enum Action {
     ReportRegistered(Result<(), String>),
     /// Report why a session ended or did not begin; another attempt follows.
     ReportEnded(String),
+    /// Report whether the end of the plugin before us will leave our registration alone, or why it may not.
+    ReportUnnamed(Result<(), String>),
 }
 
 /// One state of the life.
@@ -121,6 +138,12 @@ pub(super) struct Machine {
     since: Duration,
     /// Streams the kubelet holds in this session.
     streams: usize,
+    /// Whether another plugin of this resource was there when our socket was bound, and still is.
+    predecessor: bool,
+    /// Whether the kubelet may have no client under the resource's name.
+    unnamed: bool,
+    /// Whether Register was called again, so that it has.
+    renewing: bool,
     /// Whether the next session that ends soon is followed by an attempt at once; the pauses come after it.
     retry_at_once: bool,
     pauses: Backoff,
@@ -144,6 +167,9 @@ impl Machine {
             attempted: None,
             since: Duration::ZERO,
             streams: 0,
+            predecessor: false,
+            unnamed: false,
+            renewing: false,
             retry_at_once: true,
             // The first pause is so much shorter than the longest that six doublings lead there.
             pauses: Backoff::new(limits.longest_pause / 64, limits.longest_pause),
@@ -171,13 +197,15 @@ impl Machine {
     /// The next state after an input, and what has to be done. An input that the state does not expect changes nothing.
     pub fn step(mut self, input: Input, moment: Moment) -> (Self, Vec<Action>) {
         let actions = match input {
-            Input::Checked { kubelet, own } => self.checked(kubelet, own, moment.now),
+            Input::Checked { kubelet, own, predecessor } => self.checked(kubelet, own, predecessor, moment.now),
             Input::Bound(result) => self.served(result, moment),
             Input::Registered(result) => self.registered(result, moment.now),
+            Input::Unnamed(result) => self.unnamed(result, moment.now),
             Input::Streams(open) => self.streams(open, moment.now),
             Input::Listed(listing) => self.listed(listing, moment.now),
             Input::ServerEnded(why) => self.end_if_open(format!("the server ended: {why}"), moment.now),
             Input::Closed => self.closed(moment),
+            Input::Renew => self.renew_soon(moment.now),
             Input::Tick => self.tick(moment.now),
             Input::Shutdown => self.shutdown(moment.now),
         };
@@ -198,8 +226,10 @@ impl Machine {
         self.kubelet.as_ref().ok() == self.attempted.as_ref()
     }
 
-    fn checked(&mut self, kubelet: Result<FileId, String>, own: bool, now: Duration) -> Vec<Action> {
+    fn checked(&mut self, kubelet: Result<FileId, String>, own: bool, predecessor: bool, now: Duration) -> Vec<Action> {
         self.kubelet = kubelet;
+        let has_ended = self.predecessor && !predecessor;
+        self.predecessor &= predecessor;
         match self.phase {
             Phase::WaitingForKubelet => self.attempt_or_wait(now),
             // A kubelet that has ended leaves its socket behind, and the pauses grow; the new one's start anew.
@@ -209,6 +239,10 @@ impl Machine {
             }
             _ if !self.is_same_kubelet() => self.end_if_open(KUBELET_RESTARTED, now),
             _ if !own => self.end_if_open("our socket is gone or not ours any more", now),
+            Phase::Beside if has_ended => {
+                self.until = Some(now + SEEN_TO_END);
+                Vec::new()
+            }
             _ => Vec::new(),
         }
     }
@@ -236,15 +270,18 @@ impl Machine {
         vec![Action::Bind]
     }
 
-    fn served(&mut self, result: Result<(), String>, moment: Moment) -> Vec<Action> {
+    fn served(&mut self, result: Result<bool, String>, moment: Moment) -> Vec<Action> {
         if self.phase != Phase::Binding {
             return Vec::new();
         }
-        (self.since, self.streams) = (moment.now, 0);
-        if let Err(why) = result {
-            let mut actions = vec![Action::ReportEnded(why)];
-            actions.extend(self.pause(moment));
-            return actions;
+        (self.since, self.streams, self.unnamed, self.renewing) = (moment.now, 0, false, false);
+        match result {
+            Ok(predecessor) => self.predecessor = predecessor,
+            Err(why) => {
+                let mut actions = vec![Action::ReportEnded(why)];
+                actions.extend(self.pause(moment));
+                return actions;
+            }
         }
         self.enter(Phase::Registering, Some(moment.now + self.limits.register));
         if !self.is_same_kubelet() {
@@ -254,6 +291,15 @@ impl Machine {
     }
 
     fn registered(&mut self, result: Result<(), String>, now: Duration) -> Vec<Action> {
+        if self.phase == Phase::Beside && std::mem::take(&mut self.renewing) {
+            return match result {
+                Err(why) => self.end_if_open(format!("the second registration failed: {why}"), now),
+                Ok(()) => {
+                    (self.phase, self.until, self.unnamed) = (Phase::Serving, None, false);
+                    Vec::new()
+                }
+            };
+        }
         if self.phase != Phase::Registering {
             return Vec::new();
         }
@@ -269,32 +315,88 @@ impl Machine {
     }
 
     fn streams(&mut self, open: usize, now: Duration) -> Vec<Action> {
-        self.streams = open;
+        let before = std::mem::replace(&mut self.streams, open);
         match self.phase {
             Phase::WaitingForStream if open > 0 => {
                 self.enter(Phase::Confirming, Some(now + self.limits.confirm));
                 vec![Action::Ask]
             }
-            Phase::Confirming | Phase::Serving if open == 0 => {
+            Phase::Confirming | Phase::Unnaming | Phase::Beside | Phase::Serving if open == 0 => {
                 self.end_if_open("the kubelet's ListAndWatch stream is gone", now)
             }
+            // We have several since we registered again. The kubelet ends the last, and takes the registration with it.
+            Phase::Beside | Phase::Serving if open < before => self.renew_soon(now),
             _ => Vec::new(),
         }
     }
 
     fn listed(&mut self, listing: Listing, now: Duration) -> Vec<Action> {
-        let is_asked = matches!(self.phase, Phase::Confirming | Phase::Serving) && self.ask.is_none();
+        let is_asked = self.asks_at_times() && self.ask.is_none();
         if is_asked && listing != Listing::Missing {
-            self.enter(Phase::Serving, None);
+            self.doubted = false;
             self.ask = Some(now + ASK_BETWEEN);
+            if self.phase == Phase::Confirming {
+                return self.confirmed(now);
+            }
         } else if is_asked {
             if self.doubted {
                 self.enter(Phase::Confirming, Some(now + self.limits.confirm));
             } else {
                 // A device that has just changed its health may be missing for a moment.
-                self.doubted = self.phase == Phase::Serving;
+                self.doubted = self.phase != Phase::Confirming;
             }
             self.ask = Some(now + ASK_AGAIN);
+        }
+        Vec::new()
+    }
+
+    /// Whether PodResources is asked from time to time.
+    fn asks_at_times(&self) -> bool {
+        matches!(self.phase, Phase::Confirming | Phase::Beside | Phase::Serving)
+    }
+
+    /// PodResources lists our devices. A plugin that was here before us has its stream still: its end must not end us.
+    fn confirmed(&mut self, now: Duration) -> Vec<Action> {
+        if self.predecessor && !self.unnamed {
+            self.enter(Phase::Unnaming, Some(now + self.limits.register));
+            return vec![Action::Unname];
+        }
+        if self.unnamed {
+            self.beside(now);
+        } else {
+            self.enter(Phase::Serving, None);
+            self.ask = Some(now + ASK_BETWEEN);
+        }
+        Vec::new()
+    }
+
+    /// The kubelet has forgotten the name, or may not have: then the end of the plugin before us costs another session.
+    fn unnamed(&mut self, result: Result<(), String>, now: Duration) -> Vec<Action> {
+        if self.phase != Phase::Unnaming {
+            return Vec::new();
+        }
+        self.unnamed = true;
+        self.beside(now);
+        vec![Action::ReportUnnamed(result)]
+    }
+
+    fn beside(&mut self, now: Duration) {
+        self.enter(Phase::Beside, (!self.predecessor).then_some(now + SEEN_TO_END));
+        (self.ask, self.renewing) = (Some(now + ASK_BETWEEN), false);
+    }
+
+    /// Registers the same socket again, so that the kubelet has the name again.
+    fn renew(&mut self, now: Duration) -> Vec<Action> {
+        (self.renewing, self.until) = (true, Some(now + self.limits.register));
+        vec![Action::Renew]
+    }
+
+    /// Another plugin of the resource has registered and ended: the kubelet may have taken our registration with it.
+    fn renew_soon(&mut self, now: Duration) -> Vec<Action> {
+        if self.phase.is_serving() {
+            let asked = self.ask;
+            self.enter(Phase::Beside, Some(now + SOON));
+            (self.unnamed, self.renewing, self.ask) = (true, false, asked.or(Some(now + ASK_BETWEEN)));
         }
         Vec::new()
     }
@@ -365,7 +467,16 @@ impl Machine {
                     format!("PodResources does not list our devices, {after:?} after the kubelet opened ListAndWatch");
                 self.end_if_open(cause, now)
             }
-            Phase::Confirming | Phase::Serving => {
+            Phase::Unnaming => {
+                self.unnamed(Err(format!("the kubelet did not answer Register within {:?}", limits.register)), now)
+            }
+            Phase::Beside if self.until.is_some_and(|until| now >= until) => {
+                if !self.renewing {
+                    return self.renew(now);
+                }
+                self.registered(Err(format!("the kubelet did not answer Register within {:?}", limits.register)), now)
+            }
+            Phase::Confirming | Phase::Beside | Phase::Serving => {
                 self.ask = None;
                 vec![Action::Ask]
             }

@@ -10,7 +10,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Metric, Registry, Unit};
 
-use super::{Occurrence, Phase};
+use super::Occurrence;
 use crate::state::ResourceName;
 
 /// Bounds of the choice's histogram, in seconds: from 1 µs by fours, the budget of 10 µs and of 300 µs between them.
@@ -111,7 +111,7 @@ impl PluginMetrics {
         };
         match occurrence {
             Occurrence::Phase(phase) => {
-                self.connected.get_or_create(&of(resource)).set(i64::from(*phase == Phase::Serving));
+                self.connected.get_or_create(&of(resource)).set(i64::from(phase.is_serving()));
             }
             Occurrence::Registered(result) => {
                 outcome(&self.registrations, if result.is_ok() { "ok" } else { "failed" });
@@ -136,7 +136,11 @@ impl PluginMetrics {
                 }
                 self.choice_seconds.get_or_create(&of(resource)).observe(elapsed.as_secs_f64());
             }
-            Occurrence::Waiting(_) | Occurrence::Ended(_) | Occurrence::NotAccepted(_) | Occurrence::Given { .. } => {}
+            Occurrence::Waiting(_)
+            | Occurrence::Ended(_)
+            | Occurrence::Unnamed(_)
+            | Occurrence::NotAccepted(_)
+            | Occurrence::Given { .. } => {}
         }
     }
 

@@ -18,6 +18,7 @@ mod probe;
 mod register;
 mod service;
 mod session;
+mod unname;
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -96,6 +97,10 @@ pub enum Phase {
     WaitingForStream,
     /// The kubelet holds an open ListAndWatch stream; PodResources does not list our devices yet.
     Confirming,
+    /// As [`Self::Serving`]; the kubelet is about to forget whom it would disconnect when the plugin before us ends.
+    Unnaming,
+    /// As [`Self::Serving`]; the plugin before us has not ended, or the kubelet may not have seen it yet.
+    Beside,
     /// The kubelet holds an open ListAndWatch stream, and where PodResources is there it lists our devices.
     Serving,
     /// The session ended; its connections are closing.
@@ -105,6 +110,11 @@ pub enum Phase {
 }
 
 impl Phase {
+    /// Whether the registration stands, and outlasts the end of a plugin before us.
+    pub fn is_serving(self) -> bool {
+        matches!(self, Self::Beside | Self::Serving)
+    }
+
     /// The phase in words, for /readyz and the log.
     pub fn words(self) -> &'static str {
         match self {
@@ -113,6 +123,8 @@ impl Phase {
             Self::Registering => "registering",
             Self::WaitingForStream => "registered, waiting for the kubelet's ListAndWatch",
             Self::Confirming => "registered, waiting for PodResources to list our devices",
+            Self::Unnaming => "registered, detaching from the plugin before us",
+            Self::Beside => "serving beside the plugin before us",
             Self::Serving => "serving",
             Self::Ending => "ending the session, waiting for its connections to close",
             Self::Pausing => "pausing before the next attempt",
@@ -131,6 +143,9 @@ pub enum Occurrence {
     Registered(Result<(), String>),
     /// A session with the kubelet ended, and why.
     Ended(String),
+    /// Another plugin of the resource was here before us: whether its end will leave our registration alone, or why it
+    /// may not.
+    Unnamed(Result<(), String>),
     /// A caller was refused for its uid.
     Refused {
         /// Its uid.
@@ -191,4 +206,6 @@ pub struct Sources {
     pub snapshot: watch::Receiver<Arc<NodeState>>,
     /// Where occurrences go.
     pub observer: Observer,
+    /// Counts the plugins that registered after ours and ended: each time, plugins register again.
+    pub renew: watch::Receiver<u64>,
 }

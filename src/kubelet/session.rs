@@ -4,7 +4,7 @@
 //! end, connections break.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -22,7 +22,7 @@ use crate::errors::chain;
 use crate::grpc::{Refusal, Rpc, accepted, observed};
 use crate::names::shortened;
 use crate::state::{NodeState, ResourceName};
-use crate::uds::{self, LONGEST_PATH, Peer, SocketFile};
+use crate::uds::{self, FileId, LONGEST_PATH, Listener, Peer, SocketFile};
 use linkwise_kubelet_api::v1beta1::device_plugin_server::DevicePluginServer;
 
 /// What follows the name of a resource in its sockets' names: a dash, eight hexadecimal digits, `.sock`.
@@ -36,10 +36,49 @@ fn prefix(folder: &Path, resource: &ResourceName) -> String {
     shortened(&format!("linkwise-{}", resource.as_str().replace('/', "_")), room) + "-"
 }
 
+/// The file name of a socket of a resource with this random number in it.
+fn socket_name(folder: &Path, resource: &ResourceName, random: u64) -> String {
+    format!("{}{:08x}.sock", prefix(folder, resource), random & 0xFFFF_FFFF)
+}
+
 /// Whether a file name is one of those of a resource with this prefix. That of another resource may begin with it too.
 fn is_ours(name: &str, prefix: &str) -> bool {
     let rest = name.strip_prefix(prefix).and_then(|rest| rest.strip_suffix(".sock"));
     rest.is_some_and(|number| number.len() == 8 && number.bytes().all(|byte| byte.is_ascii_hexdigit()))
+}
+
+/// Whether a file name is the socket of the NVIDIA plugin for this resource: `nvidia-gpu.sock` for `nvidia.com/gpu`.
+fn is_nvidias(name: &str, resource: &ResourceName) -> bool {
+    let (_, last) = resource.as_str().split_once('/').unwrap_or(("", resource.as_str()));
+    name.strip_prefix("nvidia-").and_then(|rest| rest.strip_suffix(".sock")) == Some(last)
+}
+
+/// The sockets of plugins of this resource on which a process listens: another linkwise, or the NVIDIA plugin. Where
+/// the folder cannot be read, none is known.
+fn living(folder: &Path, resource: &ResourceName, prefix: &str) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let named = entries.filter(|entry| {
+        entry.file_name().to_str().is_some_and(|name| is_ours(name, prefix) || is_nvidias(name, resource))
+    });
+    named.map(|entry| entry.path()).filter(|path| is_alive(path)).collect()
+}
+
+fn is_alive(path: &Path) -> bool {
+    FileId::of_socket(path).is_some() && !uds::is_dead(path)
+}
+
+/// Binds a socket of ours for this resource, with this random number in its name.
+pub(super) fn bind(
+    settings: &Settings,
+    resource: &ResourceName,
+    random: u64,
+) -> Result<(SocketFile, Listener, String), BindError> {
+    let folder = settings.kubelet_socket.parent().unwrap_or(Path::new("."));
+    // Unique to this start: a kubelet may still hold the connection of an earlier one.
+    let name = socket_name(folder, resource, random);
+    let at_path = |source| BindError::Bind { folder: folder.display().to_string(), source };
+    let (own, listener) = uds::listen(&folder.join(&name), settings.callers.clone()).map_err(at_path)?;
+    Ok((own, listener, name))
 }
 
 /// A future on the heap.
@@ -60,7 +99,11 @@ pub(super) struct Session {
     pub name: String,
     /// The process that listens on kubelet.sock, known once we have connected to it.
     pub kubelet: Arc<OnceLock<Peer>>,
+    /// The sockets of other plugins of this resource that were there when ours was bound, and still were when last asked.
+    predecessors: Vec<PathBuf>,
     own: Option<SocketFile>,
+    /// Another name of the same socket.
+    alias: Option<SocketFile>,
     server: Option<Held<Result<(), tonic::transport::Error>>>,
     streams: watch::Receiver<usize>,
     end: CancellationToken,
@@ -81,10 +124,8 @@ impl Session {
         let prefix = prefix(folder, &resource);
         let in_folder = |source| BindError::Folder { folder: folder.display().to_string(), source };
         uds::remove_dead(folder, |name| is_ours(name, &prefix)).map_err(in_folder)?;
-        // Unique to this start: a kubelet may still hold the connection of an earlier one.
-        let name = format!("{prefix}{:08x}.sock", random & 0xFFFF_FFFF);
-        let at_path = |source| BindError::Bind { folder: folder.display().to_string(), source };
-        let (own, listener) = uds::listen(&folder.join(&name), settings.callers.clone()).map_err(at_path)?;
+        let predecessors = living(folder, &resource, &prefix);
+        let (own, listener, name) = bind(&settings, &resource, random)?;
 
         let kubelet = Arc::new(OnceLock::new());
         let (streams_sender, streams) = watch::channel(0);
@@ -118,7 +159,36 @@ impl Session {
             .add_service(DevicePluginServer::new(service))
             .serve_with_incoming_shutdown(connections, end.clone().cancelled_owned());
         let _guards = [end.clone().drop_guard(), cut.clone().drop_guard()];
-        Ok(Self { name, kubelet, own: Some(own), server: Some(Box::pin(server)), streams, end, cut, _guards })
+        let server: Held<_> = Box::pin(server);
+        Ok(Self {
+            name,
+            kubelet,
+            predecessors,
+            own: Some(own),
+            alias: None,
+            server: Some(server),
+            streams,
+            end,
+            cut,
+            _guards,
+        })
+    }
+
+    /// Gives our socket another name, with this random number in it, beside the one that it has; returns it. Removes the
+    /// sockets of plugins that have ended.
+    pub fn rename(&mut self, settings: &Settings, resource: &ResourceName, random: u64) -> io::Result<String> {
+        let folder = settings.kubelet_socket.parent().unwrap_or(Path::new("."));
+        let (name, prefix) = (socket_name(folder, resource, random), prefix(folder, resource));
+        uds::remove_dead(folder, |name| is_ours(name, &prefix))?;
+        let own = self.own.as_ref().ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
+        self.alias = Some(own.alias(&folder.join(&name))?);
+        Ok(name)
+    }
+
+    /// Whether a plugin of this resource that was there when our socket was bound is still there.
+    pub fn has_predecessor(&mut self) -> bool {
+        self.predecessors.retain(|path| is_alive(path));
+        !self.predecessors.is_empty()
     }
 
     /// Whether our socket is still the file that was bound.
@@ -128,7 +198,7 @@ impl Session {
 
     /// Removes the socket, ends the streams, accepts no more connections and asks the open ones to close.
     pub fn end(&mut self) {
-        self.own = None;
+        (self.own, self.alias) = (None, None);
         self.end.cancel();
     }
 

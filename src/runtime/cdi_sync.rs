@@ -142,10 +142,11 @@ fn roots(settings: &Settings, sysfs: &Path) -> cdi::Roots {
 }
 
 impl CdiSync {
-    /// Lives as long as the snapshots come; fails where the first files cannot be written.
+    /// Lives as long as the snapshots come; fails where the first files cannot be written. Writes while `files` is true.
     pub async fn run(
         self,
         mut snapshot: watch::Receiver<Arc<NodeState>>,
+        mut files: watch::Receiver<bool>,
         metrics: cdi::CdiMetrics,
         readiness: Readiness,
     ) -> Result<()> {
@@ -154,6 +155,14 @@ impl CdiSync {
         let (mut warned, mut failing) = (Once::new(), Once::new());
         loop {
             let current = Arc::clone(&snapshot.borrow_and_update());
+            if !*files.borrow_and_update() {
+                // What was scanned last stays good for the containers of this process.
+                tokio::select! {
+                    changed = files.changed() => if changed.is_err() { return Ok(()) },
+                    changed = snapshot.changed() => if changed.is_err() { return Ok(()) },
+                }
+                continue;
+            }
             let has_gpus = current.offers_any();
             let counted = metrics.clone();
             // A file system that hangs must not hold a thread that admissions need.
@@ -184,6 +193,7 @@ impl CdiSync {
             }
             tokio::select! {
                 changed = snapshot.changed() => if changed.is_err() { return Ok(()) },
+                changed = files.changed() => if changed.is_err() { return Ok(()) },
                 () = tokio::time::sleep(SCAN_EVERY) => {}
             }
         }

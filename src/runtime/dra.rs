@@ -5,6 +5,7 @@
 //! `linkwise-cluster` has); the claims that the plugin has prepared go into the node's state as events. An API server
 //! that is away changes nothing for claims that are prepared.
 
+use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,6 +18,7 @@ use prometheus_client::registry::Registry;
 use tokio::sync::{mpsc, watch};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout, timeout_at};
+use tokio_util::sync::CancellationToken;
 
 use super::clock;
 use super::driver::identity;
@@ -40,6 +42,12 @@ use crate::uds::Callers;
 
 /// The folder of checkpoints in the state folder.
 const CLAIMS: &str = "claims";
+
+/// The lock of the DRA plugin that prepares claims, in the state folder.
+const CLAIMS_LOCK: &str = "claims.lock";
+
+/// How often that lock is tried while the last process's plugin ends.
+const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
 /// How long a start waits for the disk to tell whether anything is left of DRA.
 const READ_TIMEOUT: Duration = Duration::from_secs(1);
@@ -71,6 +79,8 @@ pub(super) struct Given<'a> {
     pub mig: Option<mpsc::Sender<MigRequest>>,
     /// Where MPS control daemons are ordered; `None` where nothing could run any.
     pub mps: Option<MpsLink>,
+    /// Whether no other process serves this node.
+    pub owns: watch::Receiver<bool>,
 }
 
 /// Whether GPUs are to go through DRA, or some of the last process may still be with it. A disk that hangs has nothing.
@@ -93,7 +103,7 @@ fn has_leftovers(state_dir: &Path) -> bool {
 
 /// Starts all that DRA needs in a node.
 pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) -> Result<()> {
-    let Given { settings, name, sysfs, state_dir, injection, host_devices, specs_written, mig, mps } = given;
+    let Given { settings, name, sysfs, state_dir, injection, host_devices, specs_written, mig, mps, owns } = given;
     let Some(name) = name.filter(|name| !name.is_empty()) else {
         bail!("--dra-gpus needs --node-name (NODE_NAME): it names the node's pool of devices")
     };
@@ -148,11 +158,51 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) 
     node.spawn("DRA slices", maker.run(snapshot.clone(), stored.clone(), pool, note));
     node.spawn("DRA slices' report", follow_report(wanted, stored, notes, node.readiness.clone(), metrics));
     node.spawn("DRA log", log(occurrences));
-    node.spawn_until_done("API server", client);
+    let turn = Turn { owns, state_dir, shutdown: shutdown.clone() };
+    let of_client = turn.clone();
+    node.spawn_until_done("API server", async move {
+        match of_client.comes().await {
+            Some(_turn) => client.await,
+            None => Ok(()),
+        }
+    });
     node.spawn_until_done("DRA plugin", async move {
+        let Some(_lock) = turn.lock().await else { return Ok(()) };
         plugin.run(snapshot, asks, shutdown).await.context("the DRA plugin cannot run")
     });
     Ok(())
+}
+
+/// When this process may touch claims and slices: once no other one serves the node, and its plugin has ended.
+#[derive(Clone)]
+struct Turn {
+    owns: watch::Receiver<bool>,
+    state_dir: PathBuf,
+    shutdown: CancellationToken,
+}
+
+impl Turn {
+    /// Waits until this process is the owner; `None`: it is ending.
+    async fn comes(mut self) -> Option<()> {
+        // An error means that it is the owner for good.
+        let owns = async { self.owns.wait_for(|owns| *owns).await.map(drop) };
+        self.shutdown.run_until_cancelled(owns).await.map(drop)
+    }
+
+    /// Waits for the turn, and for the lock that every DRA plugin of this node holds while it lives: claims that the
+    /// last one prepares are in their checkpoints then. Where there can be no lock, there is nobody to wait for.
+    async fn lock(self) -> Option<Option<File>> {
+        let (path, shutdown) = (self.state_dir.join(CLAIMS_LOCK), self.shutdown.clone());
+        self.comes().await?;
+        let Ok(file) = File::options().append(true).create(true).open(&path) else { return Some(None) };
+        let free = async {
+            while matches!(file.try_lock(), Err(TryLockError::WouldBlock)) {
+                tokio::time::sleep(LOCK_PAUSE).await;
+            }
+        };
+        shutdown.run_until_cancelled(free).await?;
+        Some(Some(file))
+    }
 }
 
 /// Enters the claims that the plugin has prepared into the node's ledger.

@@ -83,6 +83,11 @@ impl Keeper {
         Self { folder: settings.state_dir.clone(), retry: RETRY, failed: false }
     }
 
+    /// Of a folder.
+    pub fn in_folder(folder: &Path) -> Self {
+        Self { folder: Some(folder.to_owned()), retry: RETRY, failed: false }
+    }
+
     /// The record of the previous process. A broken file is renamed, and the log names both.
     pub async fn read(&self) -> Option<HealthRecord> {
         let file = self.folder.as_ref()?.join(FILE);
@@ -100,12 +105,21 @@ impl Keeper {
         None
     }
 
-    /// Writes each record that comes, and the last one also after the shutdown began. A failed write is logged once,
-    /// and tried again until one succeeds.
-    pub async fn follow(mut self, mut records: watch::Receiver<Option<HealthRecord>>, shutdown: CancellationToken) {
+    /// Writes each record that comes while `files` is true, and the last one also after the shutdown began. A failed
+    /// write is logged once, and tried again until one succeeds.
+    pub async fn follow(
+        mut self,
+        mut records: watch::Receiver<Option<HealthRecord>>,
+        mut files: watch::Receiver<bool>,
+        shutdown: CancellationToken,
+    ) {
         loop {
             let change = async {
-                if records.changed().await.is_err() {
+                let changed = tokio::select! {
+                    changed = records.changed() => changed,
+                    changed = files.changed() => changed,
+                };
+                if changed.is_err() {
                     // The node is gone; its shutdown follows.
                     std::future::pending::<()>().await;
                 }
@@ -117,9 +131,12 @@ impl Keeper {
             if shutdown.run_until_cancelled(due).await.is_none() {
                 break;
             }
-            self.write(&mut records).await;
+            // Else another process owns the file: the current record follows when it is ours again.
+            if *files.borrow_and_update() {
+                self.write(&mut records).await;
+            }
         }
-        if self.failed || records.has_changed().unwrap_or(false) {
+        if *files.borrow() && (self.failed || records.has_changed().unwrap_or(false)) {
             self.write(&mut records).await;
         }
     }
@@ -180,12 +197,17 @@ pub(super) fn read(file: &Path) -> Result<Option<HealthRecord>, ReadError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         text => text?,
     };
-    let Version { version } = serde_json::from_slice(&text)?;
+    Ok(Some(parse(&text)?))
+}
+
+/// Reads the text of a record of any version.
+pub(super) fn parse(text: &[u8]) -> Result<HealthRecord, serde_json::Error> {
+    let Version { version } = serde_json::from_slice(text)?;
     if version != HealthRecord::VERSION {
         // Not broken: another version of linkwise wrote it. The core's `state` decides what that means.
-        return Ok(Some(HealthRecord { version, ..HealthRecord::default() }));
+        return Ok(HealthRecord { version, ..HealthRecord::default() });
     }
-    Ok(Some(serde_json::from_slice(&text)?))
+    serde_json::from_slice(text)
 }
 
 fn write(folder: &Path, record: &HealthRecord) -> anyhow::Result<()> {
@@ -243,7 +265,7 @@ mod tests {
             kept(&keeper, &record(2)).await;
             shutdown.cancel();
         };
-        tokio::join!(keeper.clone().follow(followed, shutdown.clone()), ends);
+        tokio::join!(keeper.clone().follow(followed, watch::channel(true).1, shutdown.clone()), ends);
     }
 
     #[tokio::test]
@@ -254,7 +276,7 @@ mod tests {
         let (followed, shutdown) = (records.subscribe(), CancellationToken::new());
         shutdown.cancel();
         records.send_replace(Some(record(7)));
-        keeper.clone().follow(followed, shutdown).await;
+        keeper.clone().follow(followed, watch::channel(true).1, shutdown).await;
         assert_eq!(keeper.read().await, Some(record(7)));
     }
 

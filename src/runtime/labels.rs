@@ -72,7 +72,7 @@ pub(super) fn spawn_in(node: &mut Node, settings: &Settings, args: &RunArgs) {
         metrics: metrics.clone(),
     };
     let file = LabelsFile::new(&options.output_file);
-    let writer = FileWriter { file, interval: options.interval, metrics };
+    let writer = FileWriter { file, interval: options.interval, metrics, files: node.files() };
     node.spawn("labels", source.run(sender));
     node.spawn("labels' file", writer.run(labels));
 }
@@ -170,21 +170,25 @@ pub(super) struct FileWriter {
     /// How often the file is compared with the labels.
     pub interval: Interval,
     pub metrics: LabelMetrics,
+    /// Whether the file is this process's to write.
+    pub files: watch::Receiver<bool>,
 }
 
 impl FileWriter {
     /// Follows the labels. The file stays when this is broken off.
-    pub async fn run(self, mut labels: LabelsWatch) -> Result<()> {
+    pub async fn run(mut self, mut labels: LabelsWatch) -> Result<()> {
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
         let usual = if self.file.is_file() { self.interval } else { Interval::Infinite };
         loop {
-            let latest = labels.borrow_and_update().clone();
+            let writes = *self.files.borrow_and_update();
+            let latest = labels.borrow_and_update().clone().filter(|_| writes);
             let again = match latest {
                 Some(latest) => self.write(latest, &mut backoff).await?.map_or(usual, Interval::Every),
                 None => Interval::Infinite,
             };
             tokio::select! {
                 changed = labels.changed() => changed.context("the labels are gone")?,
+                Ok(()) = self.files.changed() => {}
                 () = pause(again) => {}
             }
         }
@@ -291,7 +295,7 @@ mod tests {
         std::fs::write(&features, "a file where a folder should be").unwrap();
         let path = features.join("gfd");
         let (file, metrics) = (LabelsFile::new(&path), LabelMetrics::default());
-        let writer = FileWriter { file, interval: Interval::Infinite, metrics };
+        let writer = FileWriter { file, interval: Interval::Infinite, metrics, files: watch::channel(true).1 };
         let labels = Arc::new(BTreeMap::from([("nvidia.com/gpu.count".to_owned(), "8".to_owned())]));
         let mut backoff = Backoff::new(PAUSES.0, PAUSES.1);
         assert_eq!(writer.write(Arc::clone(&labels), &mut backoff).await.unwrap(), Some(PAUSES.0));
@@ -307,7 +311,12 @@ mod tests {
         let path = folder.path().join("gfd");
         let (sender, labels) = watch::channel(Some(NodeLabels::default()));
         let interval = Interval::Every(Duration::from_millis(10));
-        let writer = FileWriter { file: LabelsFile::new(&path), interval, metrics: LabelMetrics::default() };
+        let writer = FileWriter {
+            file: LabelsFile::new(&path),
+            interval,
+            metrics: LabelMetrics::default(),
+            files: watch::channel(true).1,
+        };
         let task = tokio::spawn(writer.run(labels));
         for _ in 0..2 {
             let there = async {

@@ -173,7 +173,7 @@ impl Life {
             if options.node_feature_api {
                 tracing::warn!(%file, "no access to the API server: the labels go to the file that NFD reads");
             }
-            let writer = FileWriter { file, interval: options.interval, metrics };
+            let writer = FileWriter { file, interval: options.interval, metrics, files: watch::channel(true).1 };
             tasks.spawn(writer.run(labels).map(|end| ("labels' file", end)));
         }
         Ok(Self { tasks, shutdown })

@@ -11,6 +11,7 @@ mod cluster_program;
 mod config;
 mod dra;
 mod driver;
+mod duty;
 mod keeper;
 mod labels;
 mod labels_program;
@@ -23,25 +24,28 @@ mod observe;
 mod operator;
 mod readiness;
 mod simulated;
+mod takeover;
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::admin::Local;
+use crate::admin::{Admin, Answers, Local, LocalError, Orders};
 use crate::cdi::CdiMetrics;
 use crate::commands::{self, ClusterFacts};
 use crate::config::settings::{OnNvmlLoss, load, load_text};
 use crate::config::{ConfigMetrics, DoctorArgs, Environment, Flags, HostArgs, NvmlArgs, RunArgs, Settings};
 use crate::hwloc;
 use crate::kubelet;
+use crate::metrics::{self, Metrics};
 use crate::mps::Layout;
 use crate::nvml::child::AgentCommand;
 use crate::nvml::{self, Limits};
@@ -122,13 +126,15 @@ enum End {
     Ended,
     /// To go on as `linkwise-cluster`, which has a client of the API server.
     ForClusterProgram,
+    /// Another process has taken over: to idle until a signal.
+    HandedOver,
 }
 
 /// Serves this node until a signal ends it; `dra` where this program has a client of the API server.
 pub fn run(args: &RunArgs, dra: Option<DraSide<'_>>) -> Result<()> {
     let log = log_to_stderr(&args.log.log, args.log.log_format)?;
     match block_on(serve(args, dra))? {
-        End::Ended => Ok(()),
+        End::Ended | End::HandedOver => Ok(()),
         End::ForClusterProgram => {
             // What is still to be logged would be lost.
             drop(log);
@@ -139,6 +145,9 @@ pub fn run(args: &RunArgs, dra: Option<DraSide<'_>>) -> Result<()> {
 
 /// When a start is over: GPUs are discovered, plugins registered, and CDI specs and labels written.
 const START: Duration = Duration::from_secs(10);
+
+/// How often an admin socket is tried that another process has.
+const ADMIN_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long code that ran stays mapped at most.
 const CODE: Duration = Duration::from_secs(3600);
@@ -171,8 +180,9 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
     if uses_dra && side.is_none() {
         return Ok(End::ForClusterProgram);
     }
-    let admin = settings.admin_socket.value.as_deref();
-    let admin = admin.map(|path| Local::bind(path, Callers::default())).transpose()?;
+    let position = takeover::Position::at(state_dir.as_deref(), &args.takeover).await;
+    let admin = settings.admin_socket.value.as_deref().map(bind_admin).transpose()?.flatten();
+    let admin_path = settings.admin_socket.value.clone();
     let seen = watch::Sender::default();
     let injection = cdi_sync::prepare(&settings, &args.host.sysfs, seen.subscribe(), uses_dra)?;
     let kubelet = kubelet::Settings {
@@ -203,6 +213,7 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
     if settings.hide_pod_names.value {
         node.metrics().placements().hide_pods();
     }
+    let (owns, handed_over) = position.spawn_in(&mut node);
     let metrics = node.metrics().register(DriverMetrics::register);
     let release = operator::Release::new(metrics.clone());
     let beside = (metrics, node.readiness.idle().clone(), release.clone());
@@ -214,7 +225,7 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
     let specs_written = injection.sync.as_ref().map(|sync| sync.ready.subscribe());
     if let Some(sync) = injection.sync {
         node.hold_plugins_until(sync.ready.subscribe(), sync.awaited);
-        node.spawn("CDI sync", sync.run(node.snapshot(), cdi_metrics, node.readiness.clone()));
+        node.spawn("CDI sync", sync.run(node.snapshot(), node.files(), cdi_metrics, node.readiness.clone()));
     }
     labels::spawn_in(&mut node, &settings, args);
     let layout = Layout::new(&args.mps.container_root);
@@ -231,10 +242,11 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
             specs_written: specs_written.context("there are no CDI specs to wait for")?,
             mig: Some(mig),
             mps: Some(crate::dra::MpsLink { orders, served: serving }),
+            owns: owns.clone(),
         };
         (side.start)(&mut node, given, side.client)?;
     } else {
-        node.spawn_until_done("MPS orders", mps::withdraw_orders(layout.clone()));
+        node.spawn("MPS orders", mps::withdraw_orders(layout.clone(), node.files()));
     }
     // Before the first GPU is discovered: the plan decides which resources it belongs to.
     let planned = Event::Planned(Box::new(settings.plan()));
@@ -251,9 +263,9 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
     let restarts = dra.wanted();
     let reloader = config::Reloader { flags: args.flags.clone(), environment, settings, metrics, events, dra };
     node.spawn("configuration", reloader.run(hangup));
-    if let Some(admin) = admin {
+    if let Some(path) = admin_path {
         let orders = operator::orders(&node, &release);
-        node.spawn("admin socket", admin.serve(orders).map(Ok));
+        node.spawn("admin socket", serve_operators(path, admin, orders));
     }
     node.spawn("code of the start", give_back_code());
     let shutdown = node.shutdown();
@@ -270,8 +282,67 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
         shutdown.cancel();
         Ok(())
     });
+    // Before the node's own end: a signal between the two must not be lost.
+    let mut signals = [signal(SignalKind::terminate()), signal(SignalKind::interrupt())];
+    let (metrics, address) = (node.metrics().clone(), node.metrics_address());
     node.serve().await?;
+    // A spare starts again as one: its container does.
+    if handed_over.is_cancelled() && !args.takeover.standby {
+        answer_probes(&metrics, address, &mut signals).await;
+        return Ok(End::HandedOver);
+    }
     Ok(if restarts.is_some_and(|wanted| wanted.is_cancelled()) { End::ForClusterProgram } else { End::Ended })
+}
+
+/// Binds the admin socket; `None` while another process has it, which may be about to end.
+fn bind_admin(path: &Path) -> Result<Option<Local>, LocalError> {
+    match Local::bind(path, Callers::default()) {
+        Err(LocalError::Taken { .. }) => Ok(None),
+        bound => bound.map(Some),
+    }
+}
+
+/// Serves operators, as soon as no other process does at this path.
+async fn serve_operators(path: PathBuf, mut bound: Option<Local>, orders: Orders) -> Result<()> {
+    if bound.is_none() {
+        tracing::warn!(path = %path.display(), "admin socket taken by another process, trying again");
+    }
+    loop {
+        if let Some(local) = bound {
+            local.serve(orders).await;
+            return Ok(());
+        }
+        tokio::time::sleep(ADMIN_PAUSE).await;
+        bound = bind_admin(&path)?;
+    }
+}
+
+/// Answers probes until a signal comes: another process serves this node.
+async fn answer_probes(metrics: &Metrics, address: SocketAddr, signals: &mut [std::io::Result<Signal>; 2]) {
+    let metrics = metrics.clone();
+    let answers = Answers {
+        metrics: Arc::new(move || metrics.encode().ok()),
+        metrics_type: metrics::CONTENT_TYPE,
+        ready: Arc::new(|| Err(vec!["another linkwise has taken over this node".to_owned()])),
+    };
+    let probes = async {
+        match Admin::bind(address) {
+            Ok(admin) => admin.serve(answers).await,
+            // The other one has the port, which is the host's.
+            Err(_) => std::future::pending().await,
+        }
+    };
+    let [terminate, interrupt] = signals;
+    let ended = async |signal: &mut std::io::Result<Signal>| match signal {
+        Ok(signal) => signal.recv().await,
+        Err(_) => std::future::pending().await,
+    };
+    tokio::select! {
+        () = probes => {}
+        _ = ended(terminate) => {}
+        _ = ended(interrupt) => {}
+    }
+    tracing::info!("ending, long after another linkwise has taken over");
 }
 
 /// Unmaps what only the start ran, and later what a reload ran.

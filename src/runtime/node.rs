@@ -15,10 +15,11 @@ use anyhow::{Context, Result, anyhow};
 use futures_util::FutureExt;
 use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinError, JoinSet};
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::clock::{Clock, at};
+use super::duty::{Duty, Memory, Running};
 use super::keeper::{HealthSettings, Keeper};
 use super::observe::{self, GpuFailures, Reported};
 use super::readiness::{Idle, Part, Readiness};
@@ -34,6 +35,8 @@ use crate::topology::GpuUuid;
 
 /// Events that may be queued: a storm of XIDs waits at its sender, not in memory.
 const EVENTS: usize = 256;
+/// Duties that may be queued; the takeover waits for room.
+const DUTIES: usize = 8;
 /// Occurrences that may be queued for the log; more are counted by the metrics and not logged.
 const OCCURRENCES: usize = 1024;
 /// The pauses between attempts to take a metrics port that another process has.
@@ -61,6 +64,18 @@ type Queue<T> = (mpsc::Sender<T>, mpsc::Receiver<T>);
 pub struct Node {
     kubelet: Arc<kubelet::Settings>,
     state: NodeState,
+    /// A state that has seen nothing.
+    fresh: NodeState,
+    /// What was seen while another process served this node.
+    memory: Option<Memory>,
+    /// Whether this state has been published.
+    published: bool,
+    duties: Queue<Duty>,
+    /// Whether this process writes the node's files.
+    files: watch::Sender<bool>,
+    /// Counts the times that plugins were to register again.
+    renew: watch::Sender<u64>,
+    running: watch::Sender<Running>,
     clock: Clock,
     records: watch::Sender<Option<HealthRecord>>,
     snapshots: watch::Sender<Arc<NodeState>>,
@@ -144,7 +159,14 @@ impl Node {
         let metrics_address = admin.as_ref().map_or(address, Admin::address);
         let mut node = Self {
             kubelet: Arc::new(settings.kubelet),
+            fresh: state.clone(),
             state,
+            memory: None,
+            published: false,
+            duties: mpsc::channel(DUTIES),
+            files: watch::Sender::new(true),
+            renew: watch::Sender::default(),
+            running: watch::Sender::new(Running { wanted: true, plugins: 0 }),
             clock: Clock::start(),
             records: watch::Sender::new(None),
             snapshots,
@@ -175,12 +197,45 @@ impl Node {
             admin.serve(answers).await;
             Ok(())
         });
-        let (records, shutdown) = (node.records.subscribe(), node.shutdown());
-        node.spawn_until_done("health record", keeper.follow(records, shutdown).map(Ok));
+        let (records, files, shutdown) = (node.records.subscribe(), node.files(), node.shutdown());
+        node.spawn_until_done("health record", keeper.follow(records, files, shutdown).map(Ok));
         if let Some(record) = kept {
             node.apply(Event::Restored(Box::new(record)));
         }
         Ok(node)
+    }
+
+    /// Another process serves this node: nothing is registered and no file written, until a [`Duty`] asks for it.
+    pub(super) fn stand_by(&mut self) {
+        self.memory = Some(Memory::default());
+        self.files.send_replace(false);
+        self.running.send_modify(|running| running.wanted = false);
+        self.readiness.add(Part::Owner, "standing by: another linkwise serves this node");
+    }
+
+    /// Where duties go.
+    pub(super) fn duties(&self) -> mpsc::Sender<Duty> {
+        self.duties.0.clone()
+    }
+
+    /// Whether this process writes the node's files.
+    pub(super) fn files(&self) -> watch::Receiver<bool> {
+        self.files.subscribe()
+    }
+
+    /// Decides that.
+    pub(super) fn files_switch(&self) -> watch::Sender<bool> {
+        self.files.clone()
+    }
+
+    /// Follows whether plugins run.
+    pub(super) fn running(&self) -> watch::Receiver<Running> {
+        self.running.subscribe()
+    }
+
+    /// Follows the health record; `None` before it first changed.
+    pub(super) fn records(&self) -> watch::Receiver<Option<HealthRecord>> {
+        self.records.subscribe()
     }
 
     /// Where events go.
@@ -239,6 +294,7 @@ impl Node {
             tokio::select! {
                 () = self.shutdown.cancelled() => break Ok(()),
                 Some(event) = self.events.1.recv() => self.apply(event),
+                Some(duty) = self.duties.1.recv() => self.perform(duty),
                 () = at(deadline) => self.apply(Event::Tick),
                 Ok(()) = holders.changed() => {
                     let now = holders.borrow_and_update().clone();
@@ -259,8 +315,37 @@ impl Node {
         ended
     }
 
+    fn perform(&mut self, duty: Duty) {
+        match duty {
+            Duty::Adopt(record) => self.adopt(record),
+            Duty::Plugins(wanted) => {
+                self.running.send_modify(|running| running.wanted = wanted);
+                if !wanted {
+                    self.readiness.add(Part::Owner, "standing by: another linkwise serves this node");
+                }
+                self.match_plugins();
+            }
+            Duty::Renew => self.renew.send_modify(|times| *times = times.wrapping_add(1)),
+        }
+    }
+
+    /// Makes the state anew, as a start would, without building again what takes time.
+    fn adopt(&mut self, record: Option<Box<HealthRecord>>) {
+        self.state = self.fresh.clone().with_tables_of(&self.state);
+        self.published = false;
+        let seen = self.memory.as_ref().map(|memory| memory.replay(Instant::now())).unwrap_or_default();
+        for event in record.map(Event::Restored).into_iter().chain(seen) {
+            self.apply(event);
+        }
+        // The first list waits for the holders: the kubelet is asked at once.
+        self.asks_often.send_modify(|_| ());
+    }
+
     pub(super) fn apply(&mut self, event: Event) {
         let is_given = matches!(event, Event::Allocated { .. } | Event::Prepared(_));
+        if let Some(memory) = &mut self.memory {
+            memory.remember(&event, Instant::now());
+        }
         let (state, effects) = std::mem::take(&mut self.state).apply(event, self.clock.now());
         self.state = state;
         let awaits_listing = self.state.ledger().awaits_listing();
@@ -322,13 +407,16 @@ impl Node {
     /// Publishes the state. A new resource gets a plugin; the plugin of one that is gone ends.
     fn publish(&mut self) {
         self.snapshots.send_replace(Arc::new(self.state.clone()));
+        self.published = true;
         self.match_plugins();
     }
 
     /// A plugin for each resource. One that comes back while its plugin is ending gets the next when that has ended:
     /// two of one name would take the kubelet's one endpoint from each other.
     fn match_plugins(&mut self) {
-        let resources: Vec<ResourceName> = self.state.offers().resources().keys().cloned().collect();
+        let wanted = self.running.borrow().wanted && self.published;
+        let offered = self.state.offers().resources().keys().filter(|_| wanted);
+        let resources: Vec<ResourceName> = offered.cloned().collect();
         for (resource, end) in self.plugins.iter().filter(|(resource, _)| !resources.contains(resource)) {
             end.cancel();
             self.readiness.remove(&Part::Plugin(resource.clone()));
@@ -338,11 +426,17 @@ impl Node {
                 self.start_plugin(resource);
             }
         }
+        if wanted {
+            self.readiness.remove(&Part::Owner);
+        }
+        let plugins = self.plugins.len();
+        self.running.send_if_modified(|running| std::mem::replace(&mut running.plugins, plugins) != plugins);
     }
 
     fn start_plugin(&mut self, resource: ResourceName) {
         self.plugin_metrics.offered(&resource);
-        let sources = Sources { snapshot: self.snapshots.subscribe(), observer: self.observer() };
+        let (snapshot, renew) = (self.snapshots.subscribe(), self.renew.subscribe());
+        let sources = Sources { snapshot, observer: self.observer(), renew };
         let plugin = Plugin::new(resource.clone(), Arc::clone(&self.kubelet), sources);
         let (end, gate) = (self.shutdown.child_token(), self.gate.clone());
         let waits = gate.as_ref().filter(|(ready, _)| !*ready.borrow());
@@ -386,7 +480,9 @@ impl Node {
         let Some(resource) = self.plugins.iter().find_map(ended) else { return false };
         self.plugins.remove(&resource);
         self.plugin_metrics.withdrawn(&resource);
-        tracing::info!(%resource, "withdrawn: nothing of it is left on this node");
+        if self.running.borrow().wanted {
+            tracing::info!(%resource, "withdrawn: nothing of it is left on this node");
+        }
         self.match_plugins();
         true
     }
@@ -410,7 +506,7 @@ impl Node {
                     readiness.trouble(&Part::Plugin(resource.clone()), why.clone());
                 }
                 Occurrence::Phase(phase) => {
-                    readiness.enter(&Part::Plugin(resource.clone()), phase.words(), *phase == Phase::Serving);
+                    readiness.enter(&Part::Plugin(resource.clone()), phase.words(), phase.is_serving());
                 }
                 _ => {}
             }

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::watch;
 
 use crate::admin::PartState;
+use crate::kubelet::Phase;
 use crate::state::ResourceName;
 
 /// Why a node offers nothing. Written by `driver` and `mps::plugin`.
@@ -35,6 +36,8 @@ impl Idle {
 pub(super) enum Part {
     /// The port for metrics and probes, while another process has it.
     Endpoints,
+    /// Another process of linkwise that serves this node.
+    Owner,
     /// The files that containers with GPUs need.
     CdiSync,
     /// The DRA plugin.
@@ -49,6 +52,7 @@ impl fmt::Display for Part {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Endpoints => f.write_str("metrics and probes"),
+            Self::Owner => f.write_str("takeover"),
             Self::CdiSync => f.write_str("CDI sync"),
             Self::DraPlugin => f.write_str("DRA plugin"),
             Self::DraSlices => f.write_str("DRA slices"),
@@ -62,12 +66,13 @@ impl fmt::Display for Part {
 pub(super) struct Readiness {
     parts: Arc<Mutex<BTreeMap<Part, PartState>>>,
     idle: watch::Sender<Idle>,
+    news: watch::Sender<()>,
 }
 
 impl Readiness {
     /// No part yet, for this reason.
     pub fn new(idle: Idle) -> Self {
-        Self { parts: Arc::default(), idle: watch::Sender::new(idle) }
+        Self { parts: Arc::default(), idle: watch::Sender::new(idle), news: watch::Sender::default() }
     }
 
     /// Why the node is idle; it counts while there is no plugin.
@@ -78,11 +83,13 @@ impl Readiness {
     /// A part begins in this phase, not ready.
     pub fn add(&self, part: Part, phase: &'static str) {
         self.parts().insert(part, PartState { phase, ready: false, trouble: None });
+        self.news.send_replace(());
     }
 
     /// A part is no longer waited for; what still comes from it changes nothing.
     pub fn remove(&self, part: &Part) {
         self.parts().remove(part);
+        self.news.send_replace(());
     }
 
     /// A part is in another phase; one that is ready has no trouble.
@@ -91,6 +98,7 @@ impl Readiness {
             (state.phase, state.ready) = (phase, ready);
             state.trouble.take_if(|_| ready);
         }
+        self.news.send_replace(());
     }
 
     /// Something went wrong with a part; it is as ready as it was.
@@ -98,6 +106,21 @@ impl Readiness {
         if let Some(state) = self.parts().get_mut(part) {
             state.trouble = Some(why);
         }
+    }
+
+    /// Follows the changes of phases.
+    pub fn news(&self) -> watch::Receiver<()> {
+        self.news.subscribe()
+    }
+
+    /// Whether no other process serves this node, and every device plugin of this one is registered; with `alone`, also
+    /// that no plugin was there before it that might still end.
+    pub fn has_plugins(&self, alone: bool) -> bool {
+        let parts = self.parts();
+        let plugins = || parts.iter().filter(|(part, _)| matches!(part, Part::Plugin(_))).map(|(_, state)| state);
+        let serves = |state: &PartState| state.ready && !(alone && state.phase == Phase::Beside.words());
+        let is_idle = matches!(&*self.idle.borrow(), Idle::NoGpu(_)) || parts.contains_key(&Part::DraPlugin);
+        !parts.contains_key(&Part::Owner) && plugins().all(serves) && (is_idle || plugins().next().is_some())
     }
 
     /// Every part.
@@ -109,6 +132,9 @@ impl Readiness {
     pub fn summary(&self) -> Result<String, Vec<String>> {
         let parts = self.parts();
         let has_dra = parts.contains_key(&Part::DraPlugin);
+        if let Some(state) = parts.get(&Part::Owner) {
+            return Err(vec![format!("{}: {state}", Part::Owner)]);
+        }
         if !parts.keys().any(|part| matches!(part, Part::Plugin(_))) {
             match &*self.idle.borrow() {
                 Idle::NoGpu(reason) => return Ok(reason.clone()),

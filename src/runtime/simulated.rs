@@ -73,7 +73,7 @@ pub async fn start_with_dra(
     let sync = injection.sync.context("DRA has CDI specs to write")?;
     let specs_written = sync.ready.subscribe();
     let metrics = node.metrics().register(CdiMetrics::register);
-    node.spawn("CDI sync", sync.run(node.snapshot(), metrics, node.readiness.clone()));
+    node.spawn("CDI sync", sync.run(node.snapshot(), node.files(), metrics, node.readiness.clone()));
     let given = dra::Given {
         settings: &settings,
         name: Some(name.to_owned()),
@@ -84,6 +84,7 @@ pub async fn start_with_dra(
         specs_written,
         mig: None,
         mps: None,
+        owns: watch::channel(true).1,
     };
     dra::spawn_in(&mut node, given, client)?;
     let planned = Event::Planned(Box::new(settings.plan()));

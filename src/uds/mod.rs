@@ -72,6 +72,16 @@ pub struct SocketFile {
 }
 
 impl SocketFile {
+    /// Another name of the same socket, whose file is removed when that is dropped.
+    ///
+    /// # Errors
+    ///
+    /// The operating system's; `AlreadyExists` where there is a file.
+    pub fn alias(&self, path: &Path) -> io::Result<Self> {
+        fs::hard_link(&self.path, path)?;
+        Ok(Self { path: path.to_owned(), id: FileId::of_socket(path) })
+    }
+
     /// Whether the path still names the file that was bound.
     pub fn is_in_place(&self) -> bool {
         self.id.is_some() && FileId::of_socket(&self.path) == self.id

@@ -18,4 +18,5 @@ mod helm;
 mod privileges;
 mod refusals;
 mod schema;
+mod surge;
 mod swap;

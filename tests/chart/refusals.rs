@@ -85,6 +85,7 @@ fn values_of_wrong_type_are_refused_by_name() {
         ("config.fallbackStrategies={first}", "config.fallbackStrategies"),
         ("devicePlugin.enabled=yes please", "devicePlugin.enabled"),
         ("devicePlugin.enableHostNetwork=1", "devicePlugin.enableHostNetwork"),
+        ("devicePlugin.standby=1", "devicePlugin.standby"),
         ("devicePlugin.extraEnv[0].value=x", "devicePlugin.extraEnv"),
         ("gfd.sleepInterval=60", "gfd.sleepInterval"),
         ("gfd.sleepInterval=often", "gfd.sleepInterval"),
@@ -125,6 +126,10 @@ fn values_that_contradict_are_refused_with_the_reason() {
     for (values, words) in [
         (&["namespaceOverride=default"][..], &["--namespace", "allowDefaultNamespace"][..]),
         (&["config.name=external", a], &["config.name (external) and config.map"]),
+        (
+            &["devicePlugin.enableHostNetwork=true", "updateStrategy.rollingUpdate.maxSurge=1"],
+            &["maxSurge", "devicePlugin.enableHostNetwork"],
+        ),
         (&["gfd.enabled=true", "devicePlugin.writeLabelsFile=true"], &["gfd.enabled and devicePlugin.writeLabelsFile"]),
         (&[a, b], &["config.default", "config.fallbackStrategies (named, single)", "a, b"]),
         (&[a, "config.fallbackStrategies={named}"], &["config.fallbackStrategies (named)", "config.map: a."]),

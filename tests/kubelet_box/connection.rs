@@ -5,7 +5,9 @@ use std::os::unix::net::UnixListener;
 use std::time::Duration;
 
 use linkwise_kubelet_api::v1beta1 as wire;
-use linkwise_kubelet_box::{BoxError, Fault, Harm, Place, Pod, Restart, Violation};
+use linkwise_kubelet_box::{
+    AdmissionError, Admitted, BoxError, Connections, Fault, Harm, Lag, Load, Options, Place, Pod, Restart, Violation,
+};
 use tonic::Code;
 
 use crate::plugin::{GPU, Plugin, register, send};
@@ -261,4 +263,102 @@ async fn timed_out_wait_names_last_state() {
     let (_dir, kubelet) = kubelet(|options| options.wait_timeout = SOON);
     let error = kubelet.wait(|s| s.resources[GPU].connected).await.unwrap_err();
     assert!(error.last.running && error.to_string().contains("running: true"), "{error}");
+}
+
+/// A kubelet from 1.37 on.
+fn newer(options: &mut Options) {
+    options.connections = Connections::BySocket;
+}
+
+#[tokio::test]
+async fn newer_kubelet_keeps_new_registration() {
+    let (dir, kubelet, old) = node("a b", newer, |_| {}).await;
+    let new = Plugin::serve(dir.path(), "new.sock", "a b c");
+    new.register().await.unwrap();
+    kubelet.wait(|s| s.resources[GPU].healthy.len() == 3).await.unwrap();
+    old.end_streams();
+    let state = kubelet.wait(|s| s.resources[GPU].open_streams == 1).await.unwrap();
+    assert!(state.resources[GPU].connected && state.resources[GPU].healthy.len() == 3);
+    kubelet.admit(&Pod::single("pod", GPU, 3), None).await.unwrap();
+    assert_eq!((new.seen().allocate.len(), old.seen().allocate.len()), (1, 0));
+    assert_eq!(kubelet.gaps(GPU), []);
+}
+
+#[tokio::test]
+async fn newer_kubelet_refuses_connected_socket() {
+    let (dir, kubelet, plugin) = node("a b", newer, |_| {}).await;
+    let refused = plugin.register().await.unwrap_err();
+    assert!(refused.message().contains("gpu.sock is already connected"), "{refused}");
+    plugin.end_streams();
+    kubelet.wait(|s| s.resources[GPU].open_streams == 0).await.unwrap();
+    assert!(plugin.register().await.is_err(), "its end went unnoticed");
+    let new = Plugin::serve(dir.path(), "new.sock", "c");
+    new.register().await.unwrap();
+    kubelet.wait(|s| s.resources[GPU].healthy == ids("c")).await.unwrap();
+}
+
+#[tokio::test]
+async fn allocate_on_replaced_connection_is_answered() {
+    let (dir, kubelet, old) = node("a b", usual, |plugin| plugin.script(|script| script.allocate_waits = true)).await;
+    let new = Plugin::serve(dir.path(), "new.sock", "a b");
+    let replace = async {
+        old.called().await;
+        new.register().await.unwrap();
+        kubelet.wait(|s| s.resources[GPU].open_streams == 2).await.unwrap();
+        old.end_streams();
+        kubelet.wait(|s| s.resources[GPU].healthy.is_empty()).await.unwrap();
+        new.streams_gone().await;
+        let third = Plugin::serve(dir.path(), "third.sock", "a b");
+        third.register().await.unwrap();
+        kubelet.wait(|s| s.resources[GPU].healthy.len() == 2).await.unwrap();
+        old.answer();
+        third
+    };
+    let pod = Pod::single("pod", GPU, 1);
+    let (admitted, _third) = tokio::join!(kubelet.admit(&pod, None), replace);
+    admitted.unwrap();
+    assert_eq!((kubelet.gaps(GPU).len(), old.seen().allocate.len()), (1, 1));
+    kubelet.admit(&Pod::single("next", GPU, 1), None).await.unwrap();
+}
+
+#[tokio::test]
+async fn registration_during_disconnect_may_be_lost() {
+    let slow = |options: &mut Options| options.lag = Lag { disconnect: SOON, ..Lag::default() };
+    let (dir, kubelet, old) = node("a b", slow, |_| {}).await;
+    old.end_streams();
+    old.streams_gone().await;
+    let new = Plugin::serve(dir.path(), "new.sock", "a b c");
+    new.register().await.unwrap();
+    let state = kubelet.wait(|s| s.resources[GPU].unhealthy.len() == 3).await.unwrap();
+    assert_eq!((state.resources[GPU].open_streams, state.resources[GPU].connected), (1, false));
+    assert!(kubelet.admit(&Pod::single("pod", GPU, 1), None).await.is_err());
+}
+
+#[tokio::test]
+async fn load_counts_rejections_and_gap_is_recorded() {
+    let (_dir, kubelet, plugin) = node("a b c d", usual, |_| {}).await;
+    let per_second = std::num::NonZeroU32::new(1000).unwrap();
+    let load = Load { resource: GPU.to_owned(), per_second, sizes: 1..=2, held: 3, seed: 1 };
+    let (all, mut sizes) = (kubelet.state().resources[GPU].healthy.clone(), std::collections::BTreeSet::new());
+    let rejected = tokio::sync::Notify::new();
+    let script = async {
+        kubelet.wait(|s| s.resources[GPU].calls.allocate > 20).await.unwrap();
+        plugin.end_streams();
+        rejected.notified().await;
+        kubelet.wait(|s| s.resources[GPU].open_streams == 0).await.unwrap();
+        plugin.list("a b c d");
+        plugin.register().await.unwrap();
+        let before = kubelet.state().resources[GPU].calls.allocate;
+        kubelet.wait(|s| s.resources[GPU].calls.allocate > before + 20).await.unwrap();
+    };
+    let see = |_: &Pod, outcome: Result<&Admitted, &AdmissionError>| {
+        let Ok(admitted) = outcome else { return rejected.notify_one() };
+        let allocation = &admitted.grant("main", GPU).unwrap().allocation;
+        assert!(kubelet.state().resources[GPU].in_use().len() <= 3);
+        assert!(allocation.devices.iter().all(|id| all.contains(id)));
+        sizes.insert(allocation.devices.len());
+    };
+    let tally = kubelet.load(&load, script, see).await;
+    assert!(tally.admitted > 40 && sizes.len() == 2 && !tally.rejected.is_empty(), "{tally:?}");
+    assert_eq!((kubelet.gaps(GPU).len(), kubelet.state().resources[GPU].in_use().len()), (1, 0));
 }

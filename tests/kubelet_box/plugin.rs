@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use hyper_util::rt::TokioIo;
 use linkwise_kubelet_api::v1beta1 as wire;
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio_stream::Stream;
 use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
@@ -29,6 +29,8 @@ pub struct Script {
     pub allocate_fails: Option<String>,
     /// Does not answer the Allocate call with this number, counted from one, nor any later one.
     pub allocate_hangs_from: Option<usize>,
+    /// Does not answer Allocate until [`Plugin::answer`].
+    pub allocate_waits: bool,
     pub allocate_is_empty: bool,
     pub pre_start_fails: Option<Status>,
 }
@@ -48,6 +50,8 @@ struct Shared {
     devices: watch::Sender<Option<Vec<wire::Device>>>,
     script: Mutex<Script>,
     seen: Mutex<Seen>,
+    called: Notify,
+    answer: Notify,
 }
 
 /// A plugin that is being served.
@@ -83,6 +87,8 @@ impl Plugin {
             devices: watch::Sender::new(Some(devices(list))),
             script: Mutex::default(),
             seen: Mutex::default(),
+            called: Notify::new(),
+            answer: Notify::new(),
         });
         let incoming = UnixListenerStream::new(UnixListener::bind(dir.join(endpoint)).unwrap());
         let service = wire::device_plugin_server::DevicePluginServer::new(Service(Arc::clone(&shared)));
@@ -128,6 +134,16 @@ impl Plugin {
     /// Waits until the kubelet follows no stream of this plugin.
     pub async fn streams_gone(&self) {
         tokio::time::timeout(std::time::Duration::from_secs(20), self.shared.devices.closed()).await.unwrap();
+    }
+
+    /// Waits for an Allocate call.
+    pub async fn called(&self) {
+        self.shared.called.notified().await;
+    }
+
+    /// Answers the Allocate call that waits.
+    pub fn answer(&self) {
+        self.shared.answer.notify_one();
     }
 
     pub async fn register(&self) -> Result<(), Status> {
@@ -221,7 +237,11 @@ impl wire::device_plugin_server::DevicePlugin for Service {
             seen.allocate.push(request);
             seen.allocate.len()
         };
+        self.0.called.notify_one();
         let script = self.script();
+        if script.allocate_waits {
+            self.0.answer.notified().await;
+        }
         if script.allocate_hangs_from.is_some_and(|from| calls >= from) {
             std::future::pending::<()>().await;
         }

@@ -256,7 +256,7 @@ pub fn sources(observe: impl Fn(Occurrence) + Send + Sync + 'static) -> Sources 
         let _ = &sender;
         observe(occurrence);
     });
-    Sources { snapshot, observer }
+    Sources { snapshot, observer, renew: watch::channel(0).1 }
 }
 
 /// A plugin of its own, and why its sessions ended.

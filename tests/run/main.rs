@@ -47,6 +47,7 @@ mod shutdown;
 mod sockets;
 mod stops;
 mod swap;
+mod takeover;
 mod watchdog;
 
 #[path = "../cdi/root.rs"]

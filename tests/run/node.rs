@@ -341,21 +341,26 @@ pub struct Answer {
     pub body: String,
 }
 
+/// The text of `GET path` at an address.
+pub async fn get(address: SocketAddr, path: &str) -> Answer {
+    let exchange = async {
+        let mut stream = TcpStream::connect(address).await?;
+        let request = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).await?;
+        let mut text = String::new();
+        stream.read_to_string(&mut text).await?;
+        std::io::Result::Ok(text)
+    };
+    let text = timeout(LIMIT, exchange).await.expect("an answer in time").unwrap();
+    let (head, body) = text.split_once("\r\n\r\n").unwrap();
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    Answer { status, head: head.to_ascii_lowercase(), body: body.to_owned() }
+}
+
 impl Node {
     /// The text of `GET path`.
     pub async fn get(&self, path: &str) -> Answer {
-        let exchange = async {
-            let mut stream = TcpStream::connect(self.address).await?;
-            let request = format!("GET {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\r\n", self.address);
-            stream.write_all(request.as_bytes()).await?;
-            let mut text = String::new();
-            stream.read_to_string(&mut text).await?;
-            std::io::Result::Ok(text)
-        };
-        let text = timeout(LIMIT, exchange).await.expect("an answer in time").unwrap();
-        let (head, body) = text.split_once("\r\n\r\n").unwrap();
-        let status = head.split(' ').nth(1).unwrap().parse().unwrap();
-        Answer { status, head: head.to_ascii_lowercase(), body: body.to_owned() }
+        get(self.address, path).await
     }
 
     /// Waits until /readyz answers so, with this text in it.

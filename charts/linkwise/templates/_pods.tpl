@@ -37,11 +37,30 @@ tolerations:
 {{- end }}
 {{- end -}}
 
-{{/* A change of config.map replaces the pods: some settings take effect at the start alone. */}}
+{{/* How the plugin's pods are replaced: a new one takes over from the old one beside it. Not on the host's network, where the
+     port cannot be bound twice, and not before Kubernetes 1.22, which has no maxSurge of a DaemonSet. */}}
+{{- define "linkwise.updateStrategy" -}}
+{{- $strategy := .Values.updateStrategy | default dict | deepCopy -}}
+{{- $strategy = merge $strategy (dict "type" "RollingUpdate") -}}
+{{- $surges := and (not (.Values.devicePlugin).enableHostNetwork) (semverCompare ">=1.22-0" .Capabilities.KubeVersion.Version) -}}
+{{- if and (eq $strategy.type "RollingUpdate") (not $strategy.rollingUpdate) $surges -}}
+{{- $strategy = merge (dict "rollingUpdate" (dict "maxSurge" 1 "maxUnavailable" 0)) $strategy -}}
+{{- end -}}
+{{ toYaml $strategy }}
+{{- end -}}
+
+{{/* A change of config.map replaces the pods where it takes effect at the start alone. What does so at once is left out of the
+     checksum: the programs follow their file. */}}
 {{- define "linkwise.annotations" -}}
 {{- $annotations := deepCopy (.Values.podAnnotations | default dict) -}}
 {{- with (.Values.config).map -}}
-{{- $annotations = merge $annotations (dict "checksum/config" (toJson . | sha256sum)) -}}
+{{- $files := dict -}}
+{{- range $name, $text := . -}}
+{{- $file := omit (fromYaml $text) "sharing" "resources" -}}
+{{- $own := omit ($file.linkwise | default dict) "naming" "numaHints" "policies" "filter" -}}
+{{- $_ := set $files $name (set (omit $file "linkwise") "linkwise" $own) -}}
+{{- end -}}
+{{- $annotations = merge $annotations (dict "checksum/config" (toJson $files | sha256sum)) -}}
 {{- end -}}
 {{- with $annotations }}
 annotations:

@@ -20,6 +20,11 @@
 {{- fail "\ngfd.enabled and devicePlugin.writeLabelsFile are both set: one of them writes the node's labels." -}}
 {{- end -}}
 
+{{- $surge := ((.Values.updateStrategy).rollingUpdate).maxSurge | default 0 | toString -}}
+{{- if and (.Values.devicePlugin).enableHostNetwork (not (has $surge (list "0" "0%"))) -}}
+{{- fail "\nupdateStrategy.rollingUpdate.maxSurge: with devicePlugin.enableHostNetwork a second pod finds its port taken; leave it out." -}}
+{{- end -}}
+
 {{- if and (.Values.dra).enabled (not (.Values.devicePlugin).enabled) -}}
 {{- fail "\ndra.enabled: the DRA driver is a part of the plugin; set devicePlugin.enabled too." -}}
 {{- end -}}

@@ -2,20 +2,25 @@
 //! connection is the current one of its resource.
 //!
 //! One `Book` lives in `life::Core`, behind its lock; `registration`, `endpoint`'s streams and
-//! `admission` write it. Pure: no I/O, no clock. It keeps, on purpose, what is odd
-//! in kubelets up to 1.36: connections are looked up by resource name, never by themselves.
+//! `admission` write it. Pure: no I/O, no clock. It keeps, on purpose, what is odd in how kubelets tell a resource's
+//! connections apart; `connections` has both kinds of them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::Connections;
 use super::pod::{Allocation, Place};
 use super::selection::{Ids, Pool};
 use super::state::{Calls, Harm, ResourceState, State, Violation};
 use super::topology_manager::CpuBook;
 use linkwise_kubelet_api::v1beta1 as wire;
 
+mod connections;
 mod snapshot;
 #[cfg(test)]
 mod tests;
+
+pub(super) use connections::Client;
+use connections::Clients;
 
 /// One connection to a plugin, never reused.
 pub(super) type ClientId = u64;
@@ -41,7 +46,10 @@ pub(super) struct Endpoint {
 struct Resource {
     /// Has a device list, if an empty one: registered and listed, and not removed since.
     registered: bool,
+    /// Where calls go.
     endpoint: Option<Endpoint>,
+    /// From 1.37: the endpoint of every socket that is connected.
+    by_socket: BTreeMap<String, Endpoint>,
     /// What can be seen of it; what the rest of the books decide is filled in by `snapshot`.
     seen: ResourceState,
 }
@@ -58,14 +66,19 @@ pub(super) struct Book {
     pub(super) cpus: CpuBook,
     /// Containers that ran when the kubelet started: (pod, container).
     still_running: BTreeSet<(String, String)>,
-    /// The current connection of each resource, connecting ones included.
-    clients: BTreeMap<String, ClientId>,
+    /// The connections of each resource, connecting ones included.
+    clients: Clients,
     /// Open ListAndWatch streams and their resource.
     streams: BTreeMap<ClientId, String>,
     serial: u64,
 }
 
 impl Book {
+    /// The books of a kubelet that has never run.
+    pub(super) fn new(connections: Connections) -> Self {
+        Self { clients: Clients::new(connections), ..Self::default() }
+    }
+
     fn resource(&mut self, name: &str) -> &mut Resource {
         self.resources.entry(name.to_owned()).or_default()
     }
@@ -73,50 +86,6 @@ impl Book {
     fn next(&mut self) -> u64 {
         self.serial += 1;
         self.serial
-    }
-
-    /// A registration begins: the new connection is the current one before it is even dialled.
-    pub(super) fn register_client(&mut self, resource: &str) -> ClientId {
-        let id = self.next();
-        self.clients.insert(resource.to_owned(), id);
-        id
-    }
-
-    /// A registration failed: forgets the current connection of the resource, even if that is
-    /// another registration's by now.
-    pub(super) fn deregister_client(&mut self, resource: &str) {
-        self.clients.remove(resource);
-    }
-
-    /// The plugin was dialled and returned its options: its endpoint replaces the one before. The
-    /// devices stay as they are until its first list.
-    pub(super) fn plugin_connected(&mut self, resource: &str, client: ClientId, options: wire::DevicePluginOptions) {
-        let entry = self.resource(resource);
-        entry.endpoint = Some(Endpoint { client: Some(client), options, stopped: None });
-        entry.seen.registrations += 1;
-        entry.seen.removed = false;
-    }
-
-    /// Gives up the current connection of the resource, whichever it is, because the stream of
-    /// `ended` is over or without a cause; names the connection to close. The endpoint is stopped,
-    /// its devices are unhealthy, and the stamp is for [`Book::expire`]. `None` where no connection
-    /// is current: then nothing is stopped.
-    pub(super) fn disconnect(
-        &mut self,
-        resource: &str,
-        ended: Option<ClientId>,
-    ) -> Option<(ClientId, Option<StopStamp>)> {
-        if let Some(ended) = ended {
-            self.streams.remove(&ended);
-        }
-        let client = self.clients.remove(resource)?;
-        let stamp = self.next();
-        let stop = |Resource { endpoint, seen, .. }: &mut Resource| {
-            endpoint.as_mut()?.stopped = Some(stamp);
-            seen.unhealthy.append(&mut seen.healthy);
-            Some(stamp)
-        };
-        Some((client, self.resources.get_mut(resource).and_then(stop)))
     }
 
     /// The grace period of that stop is over: the resource goes, unless the endpoint is another by now.
@@ -170,6 +139,15 @@ impl Book {
                 self.seen.violations.push(violation);
             }
         }
+    }
+
+    /// Whether a pod could get a device of the resource, if one is free.
+    pub(super) fn is_usable(&self, resource: &str) -> bool {
+        let usable = |entry: &Resource| {
+            let stopped = entry.endpoint.is_none_or(|endpoint| endpoint.stopped.is_some());
+            entry.registered && !stopped && !entry.seen.healthy.is_empty()
+        };
+        self.resources.get(resource).is_some_and(usable)
     }
 
     /// The endpoint to call for this resource.
@@ -259,7 +237,7 @@ impl Book {
         self.still_running.clear();
         for entry in self.resources.values_mut() {
             entry.seen.clear_list();
-            entry.endpoint = None;
+            (entry.endpoint, entry.by_socket) = (None, BTreeMap::new());
         }
     }
 

@@ -86,6 +86,8 @@ pub(super) enum DialError {
     Connect { path: PathBuf, after: Duration, source: Option<tonic::transport::Error> },
     #[error("{} was dialled but did not give its options", path.display())]
     Options { path: PathBuf, source: CallError },
+    #[error("{} is already connected", path.display())]
+    AlreadyConnected { path: PathBuf },
 }
 
 /// A pod was not admitted, or its containers did not start.

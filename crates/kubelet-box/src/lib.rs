@@ -3,7 +3,8 @@
 //! Owns a folder's `kubelet.sock`, the connections to the plugins that register there, and the
 //! books of which container holds which device. Used by the `demo` command and by integration
 //! tests, so that a plugin that works here works with a kubelet (semantics read in the source of
-//! 1.33, and the same up to 1.36 where the files note it). It knows the wire types of
+//! 1.33, and the same up to 1.36 where the files note it). Kubelets from 1.37 on tell a resource's connections apart;
+//! the box plays those too, see [`Connections`]. It knows the wire types of
 //! `linkwise_kubelet_api` and nothing else of linkwise: it must not use linkwise's own types, or it
 //! would agree with linkwise's mistakes.
 //!
@@ -19,7 +20,9 @@ mod devices;
 pub mod dra;
 mod endpoint;
 mod errors;
+mod gaps;
 mod life;
+mod load;
 mod names;
 mod pod;
 mod pod_resources;
@@ -39,6 +42,7 @@ use tokio::time::timeout;
 
 pub use errors::{AdmissionError, BoxError, CallError, WaitError};
 pub use linkwise_kubelet_api::v1beta1::{DeviceSpec, Mount};
+pub use load::{Load, Tally};
 pub use names::is_extended_resource;
 pub use pod::{Admitted, AdmittedContainer, Allocation, Asked, Container, Grant, Place, Pod};
 pub use state::{Calls, Harm, ResourceState, Resources, State, Violation};
@@ -69,6 +73,33 @@ pub struct Options {
     pub topology_manager: TopologyManager,
     /// Where PodResources is served, in a folder of its own (nowhere).
     pub pod_resources: Option<PathBuf>,
+    /// How the kubelet tells a resource's connections apart (as up to 1.36).
+    pub connections: Connections,
+    /// How long it lets pass between the end of a stream and what it does about it (no time).
+    pub lag: Lag,
+}
+
+/// How a kubelet tells the connections to a resource's plugins apart: which one it gives up when a stream ends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Connections {
+    /// Up to 1.36, by the resource alone: the end of any stream gives up the connection that was registered last and
+    /// makes the devices unhealthy. A registration that came before that end is lost; one that comes while it is being
+    /// dealt with may be. The connection that a registration replaced is not closed, and a call on it goes on.
+    #[default]
+    ByResource,
+    /// From 1.37, by the resource and the plugin's socket: the end of a stream gives up its own connection, and the
+    /// devices stay as they are while another socket is connected. A socket that is connected cannot be registered
+    /// again: the attempt is refused, and the end of its stream goes unnoticed from then on.
+    BySocket,
+}
+
+/// The time that a busy kubelet lets pass between two steps. None is waited for but other tasks where it is zero.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Lag {
+    /// From the end of a stream until the connection to give up is looked up.
+    pub look_up: Duration,
+    /// From the close of that connection until the devices are unhealthy.
+    pub disconnect: Duration,
 }
 
 impl Options {
@@ -87,6 +118,8 @@ impl Options {
             wait_timeout: Duration::from_secs(20),
             topology_manager: TopologyManager::default(),
             pod_resources: None,
+            connections: Connections::default(),
+            lag: Lag::default(),
         }
     }
 }
@@ -244,7 +277,13 @@ impl KubeletBox {
     /// Says whether there was one.
     pub fn disconnect(&self, resource: &str) -> bool {
         let life = lock(&self.life).clone();
-        life.is_some_and(|life| life.disconnect(resource, None))
+        life.is_some_and(|life| life.disconnect(resource))
+    }
+
+    /// How long the resource had nothing to give, each time: from the end of the stream that took its devices to the
+    /// list that brought them back. In order; a gap that is not over yet is left out.
+    pub fn gaps(&self, resource: &str) -> Vec<Duration> {
+        lock(&self.core.gaps).of(resource)
     }
 
     fn life(&self, pod: &str) -> Result<Arc<Life>, AdmissionError> {

@@ -4,9 +4,10 @@
 //! with `stop`. `registration` calls [`Life::connect`], `admission` takes plugins from here,
 //! `KubeletBox` starts and ends it. No task is spawned anywhere else in the box.
 //!
-//! The order of steps around a connection is the device manager's (read at 1.33, the same up to
-//! 1.36), its gaps included: a connection is current from before it is dialled, and whoever ends
-//! disconnects the current one of its resource.
+//! The order of steps around a connection is the device manager's, its gaps included: the registration server knows a
+//! connection from before it is dialled. When a stream ends, it looks a connection up again, forgets it, closes it, and
+//! only then the device manager stops its endpoint. Each step takes a lock of its own, so that a registration can come
+//! between any two of them. `devices::connections` says what each does in which kubelet.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -19,12 +20,13 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
-use super::devices::{Book, ClientId, StopStamp};
+use super::devices::{Book, Client, ClientId, StopStamp};
 use super::endpoint::Plugin;
 use super::errors::{BoxError, DialError};
+use super::gaps::Gaps;
 use super::rng::Rng;
 use super::state::State;
-use super::{Fault, Options};
+use super::{Fault, Lag, Options};
 
 /// How long `stop` waits for what it has cancelled.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
@@ -44,13 +46,16 @@ pub(super) struct Core {
     pub(super) fault: watch::Sender<Fault>,
     /// Pods are admitted one at a time.
     pub(super) turn: tokio::sync::Mutex<()>,
+    pub(super) gaps: Mutex<Gaps>,
 }
 
 impl Core {
     pub(super) fn new(options: Options) -> Self {
         let rng = Mutex::new(Rng::new(options.seed));
         let (state, fault) = (watch::Sender::default(), watch::Sender::new(Fault::None));
-        Self { options, book: Mutex::default(), rng, state, fault, turn: tokio::sync::Mutex::default() }
+        let book = Mutex::new(Book::new(options.connections));
+        let (turn, gaps) = (tokio::sync::Mutex::default(), Mutex::default());
+        Self { options, book, rng, state, fault, turn, gaps }
     }
 
     /// Reads the books.
@@ -105,7 +110,8 @@ impl Life {
     pub(super) async fn connect(self: &Arc<Self>, resource: &str, endpoint: &str) -> Result<(), DialError> {
         let options = &self.core.options;
         let path = options.dir.join(endpoint);
-        let id = self.core.change(|book| book.register_client(resource));
+        let id = self.core.change(|book| book.register_client(resource, endpoint));
+        let client = Client { id, socket: endpoint.to_owned() };
         let deadline = Instant::now() + options.dial_timeout;
         let connected = async {
             let plugin = Plugin::dial(&path, options, self.connections.clone(), self.end.child_token()).await?;
@@ -113,33 +119,57 @@ impl Life {
             self.core.change(|book| book.count(resource, |calls| &mut calls.options));
             let left = deadline.saturating_duration_since(Instant::now());
             let answer = plugin.options(left).await;
-            Ok((answer.map_err(|source| DialError::Options { path: path.clone(), source })?, plugin))
+            let options = answer.map_err(|source| DialError::Options { path: path.clone(), source })?;
+            let taken = self.core.change(|book| book.plugin_connected(resource, &client, options));
+            taken.map_err(|_| DialError::AlreadyConnected { path: path.clone() })?;
+            Ok(plugin)
         };
         match connected.await {
-            Ok((options, plugin)) => {
-                self.core.change(|book| book.plugin_connected(resource, id, options));
-                self.spawn(Arc::clone(self).follow(resource.to_owned(), id, plugin));
+            Ok(plugin) => {
+                self.settle_gap(resource);
+                self.spawn(Arc::clone(self).follow(resource.to_owned(), client, plugin));
                 Ok(())
             }
             Err(error) => {
-                // By name: if another registration came meanwhile, it is that one which is forgotten.
-                self.core.change(|book| book.deregister_client(resource));
-                lock(&self.plugins).remove(&id);
+                // By name or by socket: another registration may be the one that is forgotten. A connection that was
+                // dialled is never closed.
+                self.core.change(|book| book.deregister_client(resource, endpoint));
                 Err(error)
             }
         }
     }
 
-    /// Follows one stream to its end, then disconnects the current connection of the resource.
-    async fn follow(self: Arc<Self>, resource: String, id: ClientId, plugin: Plugin) {
+    /// `runClient`: follows one stream to its end, then gives up the connection that is found in its place.
+    async fn follow(self: Arc<Self>, resource: String, client: Client, plugin: Plugin) {
         tokio::select! {
             biased;
             () = self.end.cancelled() => return,
             () = plugin.closed() => {}
-            () = self.receive(&resource, id, &plugin) => {}
+            () = self.receive(&resource, client.id, &plugin) => {}
         }
         drop(plugin);
-        self.disconnect(&resource, Some(id));
+        let since = Instant::now();
+        let Lag { look_up, disconnect } = self.core.options.lag;
+        self.linger(look_up).await;
+        let Some(found) = self.core.read(|book| book.client(&resource, &client.socket)) else {
+            return self.core.change(|book| book.stream_ended(client.id));
+        };
+        self.linger(Duration::ZERO).await;
+        self.close(&resource, &found);
+        self.linger(disconnect).await;
+        self.disconnected(&resource, &found, Some(client.id), since);
+    }
+
+    /// Lets every other task go first, as a kubelet's goroutines may.
+    async fn linger(&self, lag: Duration) {
+        if lag.is_zero() {
+            return tokio::task::yield_now().await;
+        }
+        tokio::select! {
+            biased;
+            () = self.end.cancelled() => {}
+            () = sleep(lag) => {}
+        }
     }
 
     async fn receive(&self, resource: &str, id: ClientId, plugin: &Plugin) {
@@ -149,20 +179,50 @@ impl Life {
         while let Ok(Some(message)) = stream.message().await {
             if *self.core.fault.borrow() != Fault::Forget {
                 self.core.change(|book| book.list(resource, message.devices));
+                self.settle_gap(resource);
             }
         }
     }
 
-    /// Gives up the current connection of a resource, whichever it is, because the stream of
-    /// `ended` is over or without a cause. Says whether there was one.
-    pub(super) fn disconnect(self: &Arc<Self>, resource: &str, ended: Option<ClientId>) -> bool {
-        let Some((id, stamp)) = self.core.change(|book| book.disconnect(resource, ended)) else { return false };
-        if let Some(plugin) = lock(&self.plugins).remove(&id) {
+    /// `disconnectClient` and the first half of `Disconnect`: forgets the connection, then closes it.
+    fn close(&self, resource: &str, client: &Client) {
+        self.core.change(|book| book.deregister_client(resource, &client.socket));
+        if let Some(plugin) = lock(&self.plugins).remove(&client.id) {
             plugin.close();
         }
-        if let Some(stamp) = stamp {
-            self.expire_later(resource.to_owned(), stamp);
-        }
+    }
+
+    /// The second half of `Disconnect`: the device manager stops the endpoint. The stream that ended is counted until
+    /// then.
+    fn disconnected(self: &Arc<Self>, resource: &str, client: &Client, ended: Option<ClientId>, since: Instant) {
+        let pick = |count: usize| lock(&self.core.rng).below(count);
+        let stamp = self.core.change(|book| {
+            ended.into_iter().for_each(|ended| book.stream_ended(ended));
+            let was_usable = book.is_usable(resource);
+            let stamp = book.plugin_disconnected(resource, &client.socket, pick)?;
+            if was_usable {
+                lock(&self.core.gaps).begin(resource, since);
+            }
+            Some(stamp)
+        });
+        let Some(stamp) = stamp else { return };
+        self.expire_later(resource.to_owned(), stamp);
+    }
+
+    /// Ends the resource's gap, if it is in one and has something to give again.
+    fn settle_gap(&self, resource: &str) {
+        self.core.read(|book| {
+            if book.is_usable(resource) {
+                lock(&self.core.gaps).end(resource, Instant::now());
+            }
+        });
+    }
+
+    /// Gives up the connection of a resource that was registered last, without a cause. Says whether there was one.
+    pub(super) fn disconnect(self: &Arc<Self>, resource: &str) -> bool {
+        let Some(client) = self.core.read(|book| book.last_client(resource)) else { return false };
+        self.close(resource, &client);
+        self.disconnected(resource, &client, None, Instant::now());
         true
     }
 
@@ -206,6 +266,7 @@ impl Life {
         };
         let in_time = timeout(STOP_TIMEOUT, all).await.is_ok();
         self.core.change(Book::ended);
+        lock(&self.core.gaps).forget_open();
         if in_time { outcome } else { Err(BoxError::Stuck { after: STOP_TIMEOUT }) }
     }
 }

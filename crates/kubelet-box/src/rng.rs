@@ -1,5 +1,5 @@
 //! Random order from a seed: the kubelet sends lists in the order of a Go map, and a demo must be
-//! the same twice. Used by `admission` and `selection` only.
+//! the same twice. Used by `admission`, `selection`, `life` and `load` only.
 
 /// xorshift64*, seeded. Good enough to shuffle, for nothing else.
 #[derive(Clone, Debug)]
@@ -18,12 +18,16 @@ impl Rng {
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
+    /// A number below `bound`; 0 where nothing is.
+    pub(super) fn below(&mut self, bound: usize) -> usize {
+        usize::try_from(self.next() % (bound.max(1) as u64)).unwrap_or(0)
+    }
+
     /// The items of an ordered source in random order (Fisher and Yates).
     pub(super) fn shuffled<T: Clone>(&mut self, items: impl IntoIterator<Item = T>) -> Vec<T> {
         let mut items: Vec<T> = items.into_iter().collect();
         for last in (1..items.len()).rev() {
-            let bound = last as u64 + 1;
-            let other = usize::try_from(self.next() % bound).unwrap_or(last);
+            let other = self.below(last + 1);
             items.swap(last, other);
         }
         items

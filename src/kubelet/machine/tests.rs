@@ -32,6 +32,13 @@ enum Happening {
     KubeletTouched,
     OwnGone,
     BindEnds(bool),
+    /// As `BindEnds(true)`, with another plugin there.
+    BindsBeside,
+    /// The other plugin ends: its socket at once, its stream after so many milliseconds.
+    PredecessorEnds(u64),
+    UnnameEnds(bool),
+    /// Another plugin registers after us, and ends.
+    SuccessorEnds,
     RegisterEnds(bool),
     StreamOpens,
     StreamEnds,
@@ -64,6 +71,15 @@ struct Socket {
     asked: bool,
 }
 
+/// The plugin that was there before.
+#[derive(Clone, Copy, Debug, Default)]
+struct Predecessor {
+    stands: bool,
+    /// When the kubelet sees its stream end.
+    stream_ends: Option<Duration>,
+    streams: bool,
+}
+
 struct World {
     machine: Machine,
     now: Duration,
@@ -76,6 +92,10 @@ struct World {
     binding: bool,
     registering: Option<u64>,
     asking: bool,
+    unnaming: bool,
+    predecessor: Predecessor,
+    /// Kubelets up to 1.36: whether a client of ours is under the resource's name, which the end of any stream ends.
+    named: bool,
     /// When each thing was done, for storms.
     done: Vec<(Duration, Action)>,
     /// The phase, and since when.
@@ -95,6 +115,9 @@ impl World {
             binding: false,
             registering: None,
             asking: false,
+            unnaming: false,
+            predecessor: Predecessor::default(),
+            named: false,
             done: Vec::new(),
             phase: (Phase::WaitingForKubelet, Duration::ZERO),
             jitter,
@@ -120,10 +143,13 @@ impl World {
                 assert!(!self.binding, "two sockets at once");
                 self.binding = true;
             }
-            Action::Register => {
+            Action::Register | Action::Renew => {
+                let beside = self.machine.phase() == Phase::Beside;
                 let socket = self.socket.as_mut().expect("registers a socket that is served");
                 socket.kubelet = self.kubelet;
-                assert!(!socket.ended && !socket.registered, "registers what has ended, or twice");
+                assert!(!socket.ended && (beside || !socket.registered), "registers what has ended, or twice");
+                assert_eq!(beside, action == Action::Renew);
+                assert!(!beside || !self.predecessor.stands, "registers again before the plugin before us has ended");
                 assert!(self.kubelet.is_some(), "registers without a kubelet");
                 self.registering = Some(socket.number);
             }
@@ -131,8 +157,12 @@ impl World {
                 assert!(!self.asking, "asks twice at once");
                 self.asking = true;
             }
+            Action::Unname => {
+                assert!(!self.unnaming && self.socket.is_some_and(|socket| socket.registered), "detaches too early");
+                self.unnaming = true;
+            }
             Action::End => {
-                (self.binding, self.registering, self.asking) = (false, None, false);
+                (self.binding, self.registering, self.asking, self.unnaming) = (false, None, false, false);
                 if let Some(socket) = &mut self.socket {
                     (socket.ended, socket.stands) = (true, false);
                 }
@@ -141,7 +171,10 @@ impl World {
                 assert!(self.socket.is_some_and(|socket| socket.ended), "cuts what has not ended");
                 self.close();
             }
-            Action::ReportWaiting(_) | Action::ReportRegistered(_) | Action::ReportEnded(_) => {}
+            Action::ReportWaiting(_)
+            | Action::ReportRegistered(_)
+            | Action::ReportEnded(_)
+            | Action::ReportUnnamed(_) => {}
         }
     }
 
@@ -154,12 +187,13 @@ impl World {
             Phase::Registering => LIMITS.register,
             Phase::WaitingForStream => LIMITS.stream,
             Phase::Confirming => LIMITS.confirm,
+            Phase::Unnaming => LIMITS.register,
             Phase::Ending => LIMITS.close,
             Phase::Pausing => LIMITS.longest_pause,
-            Phase::WaitingForKubelet | Phase::Binding | Phase::Serving => Duration::MAX,
+            Phase::WaitingForKubelet | Phase::Binding | Phase::Beside | Phase::Serving => Duration::MAX,
         };
         assert!(self.machine.is_over() || self.now.saturating_sub(self.phase.1) <= longest, "too long in {phase:?}");
-        if self.machine.phase() == Phase::Serving {
+        if self.machine.phase().is_serving() {
             let socket = self.socket.expect("ready without a socket");
             assert!(socket.stands, "ready without a socket that anybody could dial");
             assert!(socket.served, "ready without a server");
@@ -191,7 +225,8 @@ impl World {
     fn check_files(&mut self) {
         let kubelet = self.kubelet.map(FileId::numbered).ok_or_else(|| "there is none".to_owned());
         let own = self.socket.is_some_and(|socket| socket.stands);
-        self.feed(Input::Checked { kubelet, own });
+        let predecessor = self.predecessor.stands;
+        self.feed(Input::Checked { kubelet, own, predecessor });
     }
 
     /// The timer, if it is due.
@@ -222,6 +257,29 @@ impl World {
                     self.closed();
                 }
                 self.now = until;
+                self.predecessor_ends();
+            }
+            Happening::BindsBeside => {
+                if self.binding && self.predecessor.stream_ends.is_none() {
+                    self.predecessor = Predecessor { stands: true, stream_ends: None, streams: true };
+                }
+                self.happens(Happening::BindEnds(true));
+            }
+            Happening::PredecessorEnds(after) => {
+                if std::mem::take(&mut self.predecessor.stands) {
+                    self.predecessor.stream_ends = Some(self.now + Duration::from_millis(after));
+                    self.check_files();
+                }
+            }
+            Happening::UnnameEnds(ok) => {
+                if std::mem::take(&mut self.unnaming) {
+                    self.named &= !ok;
+                    self.feed(Input::Unnamed(if ok { Ok(()) } else { Err("not today".to_owned()) }));
+                }
+            }
+            Happening::SuccessorEnds => {
+                self.named = false;
+                self.feed(Input::Renew);
             }
             Happening::KubeletGone => {
                 self.kubelet = None;
@@ -245,7 +303,7 @@ impl World {
                         self.sockets += 1;
                         self.socket =
                             Some(Socket { number: self.sockets, stands: true, served: true, ..Socket::default() });
-                        Ok(())
+                        Ok(self.predecessor.stands)
                     } else {
                         Err("the disk is full".to_owned())
                     };
@@ -256,6 +314,7 @@ impl World {
                 if let (Some(number), Some(socket)) = (self.registering.take(), &mut self.socket) {
                     assert_eq!(number, socket.number);
                     socket.registered = ok;
+                    self.named = ok;
                     self.feed(Input::Registered(if ok { Ok(()) } else { Err("not today".to_owned()) }));
                 }
             }
@@ -266,7 +325,7 @@ impl World {
                     && let Some(socket) = &mut self.socket
                 {
                     // In doubt for one answer while we serve, and for none before.
-                    let served = self.machine.phase() == Phase::Serving;
+                    let served = self.machine.phase().is_serving();
                     socket.missing = match listing {
                         Listing::Missing if served => socket.missing + 1,
                         Listing::Missing => 2,
@@ -291,6 +350,7 @@ impl World {
                 self.happens(Happening::StreamOpens);
                 self.happens(Happening::RegisterEnds(true));
                 self.happens(Happening::AskEnds(Listing::Listed));
+                self.happens(Happening::UnnameEnds(true));
             }
             Happening::NextAsk(listing) => {
                 let wait = self.machine.wake().map_or(Duration::ZERO, |wake| wake.saturating_sub(self.now));
@@ -302,6 +362,16 @@ impl World {
         self.closed();
     }
 
+    /// A kubelet up to 1.36 sees the end of the other plugin's stream, and ends the client under the name.
+    fn predecessor_ends(&mut self) {
+        if self.predecessor.streams && self.predecessor.stream_ends.is_some_and(|end| end <= self.now) {
+            self.predecessor = Predecessor::default();
+            if std::mem::take(&mut self.named) {
+                self.streams(|_| 0);
+            }
+        }
+    }
+
     /// Tells that the connections of an ended session are closed, once.
     fn closed(&mut self) {
         if self.machine.phase() == Phase::Ending && self.socket.is_none() {
@@ -311,12 +381,13 @@ impl World {
 
     /// An unexpected answer, which must not change the stage.
     fn spurious(&mut self, which: u8) {
-        let input = match which % 6 {
+        let input = match which % 7 {
             0 if self.registering.is_none() => Input::Registered(Ok(())),
             1 if self.registering.is_none() => Input::Registered(Err("late".to_owned())),
             2 if !self.asking => Input::Listed(Listing::Listed),
             3 if !self.asking => Input::Listed(Listing::Missing),
-            4 if !self.binding => Input::Bound(Ok(())),
+            4 if !self.binding => Input::Bound(Ok(true)),
+            5 if !self.unnaming => Input::Unnamed(Ok(())),
             _ => Input::Tick,
         };
         self.feed(input);
@@ -342,6 +413,8 @@ impl World {
                 }
             }
             self.happens(Happening::AskEnds(if lost { Listing::Missing } else { Listing::Listed }));
+            self.happens(Happening::UnnameEnds(true));
+            self.happens(Happening::PredecessorEnds(5));
             if close {
                 self.happens(Happening::ConnectionsClose);
             }
@@ -351,7 +424,9 @@ impl World {
 
     /// No second of the whole story had more actions than these.
     fn no_storm(&self) {
-        for kind in [Action::Bind, Action::Register, Action::Ask, Action::End, Action::Cut] {
+        for kind in
+            [Action::Bind, Action::Register, Action::Renew, Action::Unname, Action::Ask, Action::End, Action::Cut]
+        {
             let times: Vec<Duration> = self.done.iter().filter(|(_, done)| *done == kind).map(|(at, _)| *at).collect();
             // 24: every tenth of a second a new kubelet, to each an attempt and its first retry, and the ends of both.
             for window in times.windows(25) {
@@ -377,6 +452,10 @@ fn happening() -> impl Strategy<Value = Happening> {
         1 => Just(Happening::KubeletTouched),
         1 => Just(Happening::OwnGone),
         6 => prop::bool::weighted(0.8).prop_map(Happening::BindEnds),
+        3 => Just(Happening::BindsBeside),
+        3 => (0_u64..900).prop_map(Happening::PredecessorEnds),
+        3 => prop::bool::weighted(0.8).prop_map(Happening::UnnameEnds),
+        1 => Just(Happening::SuccessorEnds),
         6 => prop::bool::weighted(0.8).prop_map(Happening::RegisterEnds),
         6 => Just(Happening::StreamOpens),
         2 => Just(Happening::StreamEnds),
@@ -463,7 +542,7 @@ proptest! {
 fn first_retry_is_at_once_then_pauses_double() {
     for jitter in [0, 7, 511, 512, u64::MAX] {
         let (mut now, kubelet) = (Duration::ZERO, FileId::numbered(1));
-        let checked = Input::Checked { kubelet: Ok(kubelet), own: false };
+        let checked = Input::Checked { kubelet: Ok(kubelet), own: false, predecessor: false };
         let (mut machine, actions) = Machine::new(LIMITS).step(checked, Moment { now, jitter });
         assert_eq!(actions, [Action::Bind]);
         for full in [0, 250, 500, 1000, 2000, 4000, 8000, 16_000, 16_000].map(Duration::from_millis) {
@@ -554,4 +633,70 @@ fn unlisted_devices_end_readiness_then_session() {
         world.happens(Happening::NextAsk(Listing::Missing));
     }
     assert!(world.done.iter().any(|(_, done)| *done == Action::ReportEnded(NOT_LISTED.to_owned())));
+}
+
+/// Beside another plugin: detached from it before it is called serving, and registered again once its stream has ended.
+#[test]
+fn end_of_the_plugin_before_us_changes_nothing() {
+    let mut world = World::new(1);
+    for happening in [
+        Happening::KubeletNew,
+        Happening::BindsBeside,
+        Happening::StreamOpens,
+        Happening::RegisterEnds(true),
+        Happening::AskEnds(Listing::Listed),
+    ] {
+        world.happens(happening);
+    }
+    assert_eq!(world.machine.phase(), Phase::Unnaming, "its end would end us");
+    world.happens(Happening::UnnameEnds(true));
+    world.happens(Happening::Passes(40_000));
+    assert_eq!(world.machine.phase(), Phase::Beside, "it may live for long");
+    world.happens(Happening::PredecessorEnds(900));
+    world.happens(Happening::Passes(999));
+    assert!(world.registering.is_none() && world.predecessor.stream_ends.is_none());
+    world.happens(Happening::Passes(1));
+    world.happens(Happening::RegisterEnds(true));
+    assert_eq!(world.machine.phase(), Phase::Serving);
+    let ended = |done: &(Duration, Action)| matches!(done.1, Action::ReportEnded(_));
+    assert!(world.named && world.sockets == 1 && !world.done.iter().any(ended));
+}
+
+/// One that registers over us and ends takes our registration with it: we register again at once.
+#[test]
+fn successor_that_ends_is_followed_by_a_registration() {
+    let mut world = World::new(1);
+    for happening in [Happening::KubeletNew, Happening::AllWell, Happening::SuccessorEnds, Happening::Passes(20)] {
+        world.happens(happening);
+    }
+    world.happens(Happening::StreamOpens);
+    world.happens(Happening::RegisterEnds(true));
+    assert!(world.machine.phase() == Phase::Serving && world.named && world.sockets == 1);
+    // The kubelet saw its end only now, and gave up the newer of our two connections.
+    world.happens(Happening::StreamEnds);
+    world.happens(Happening::Passes(20));
+    assert!(world.registering.is_some());
+    world.happens(Happening::RegisterEnds(true));
+    assert_eq!((world.machine.phase(), world.sockets), (Phase::Serving, 1));
+}
+
+/// Where the kubelet did not forget the name, the end of the other plugin costs one session.
+#[test]
+fn failed_detachment_costs_one_session() {
+    let mut world = World::new(1);
+    for happening in [
+        Happening::KubeletNew,
+        Happening::BindsBeside,
+        Happening::StreamOpens,
+        Happening::RegisterEnds(true),
+        Happening::AskEnds(Listing::Listed),
+        Happening::UnnameEnds(false),
+        Happening::PredecessorEnds(5),
+        Happening::Passes(5),
+    ] {
+        world.happens(happening);
+    }
+    assert_eq!(world.machine.phase(), Phase::Ending);
+    world.benign_until_serving(false, true);
+    assert_eq!(world.sockets, 2);
 }

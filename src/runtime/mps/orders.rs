@@ -59,13 +59,16 @@ pub(in crate::runtime) async fn follow_orders(
     }
 }
 
-/// Takes back what a process with DRA ordered before. Without DRA all GPUs are the device plugin's.
-pub(in crate::runtime) async fn withdraw_orders(layout: Layout) -> Result<()> {
-    let done = spawn_blocking(move || Orders::default().write(&layout)).await;
-    if let Err(error) = done.context("removing the MPS orders panicked")? {
-        tracing::warn!(error = chain(&error), "the MPS orders of claims that are gone cannot be removed");
+/// Takes back what a process with DRA ordered before, once this process writes the node's files (`files`). Without DRA all
+/// GPUs are the device plugin's. Never ends: a task of the node that ends, ends the process.
+pub(in crate::runtime) async fn withdraw_orders(layout: Layout, mut files: watch::Receiver<bool>) -> Result<()> {
+    if files.wait_for(|writes| *writes).await.is_ok() {
+        let done = spawn_blocking(move || Orders::default().write(&layout)).await;
+        if let Err(error) = done.context("removing the MPS orders panicked")? {
+            tracing::warn!(error = chain(&error), "the MPS orders of claims that are gone cannot be removed");
+        }
     }
-    Ok(())
+    std::future::pending().await
 }
 
 fn carry_out(layout: &Layout, snapshot: &NodeState, wanted: MpsOrders) -> MpsServed {

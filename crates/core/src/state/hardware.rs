@@ -148,6 +148,11 @@ impl Hardware {
         }
     }
 
+    /// Takes the graph of another state of this node.
+    pub(super) fn adopt_tables(&mut self, other: &Self) {
+        self.tables = Arc::clone(&other.tables);
+    }
+
     /// A scan of the whole node.
     pub(super) fn scanned(&mut self, observed: &NodeObservation) -> Vec<Effect> {
         let (topology, warnings) = NodeTopology::assemble(observed);

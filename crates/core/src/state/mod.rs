@@ -156,6 +156,13 @@ impl NodeState {
         self
     }
 
+    /// The same, with the graph of `other` and what a choice is made from: the next scan builds it only where it differs.
+    #[must_use]
+    pub fn with_tables_of(mut self, other: &Self) -> Self {
+        Arc::make_mut(&mut self.hardware).adopt_tables(&other.hardware);
+        self
+    }
+
     /// The same, publishing nothing before a complete snapshot: a scan of the node, and a first [`Event::Polled`] of its
     /// GPUs. Where that does not come, [`Self::next_deadline`] ends the wait.
     #[must_use]

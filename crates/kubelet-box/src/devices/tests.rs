@@ -27,14 +27,30 @@ fn connected(devices: &str) -> (Book, ClientId) {
 }
 
 fn connect(book: &mut Book) -> ClientId {
-    let client = book.register_client(GPU);
-    book.plugin_connected(GPU, client, wire::DevicePluginOptions::default());
-    book.stream_opened(GPU, client);
-    client
+    connect_at(book, "gpu.sock").unwrap()
+}
+
+fn connect_at(book: &mut Book, socket: &str) -> Option<ClientId> {
+    let id = book.register_client(GPU, socket);
+    let client = Client { id, socket: socket.to_owned() };
+    if book.plugin_connected(GPU, &client, wire::DevicePluginOptions::default()).is_err() {
+        book.deregister_client(GPU, socket);
+        return None;
+    }
+    book.stream_opened(GPU, id);
+    Some(id)
+}
+
+/// All steps of a disconnect, with nothing in between.
+fn disconnect(book: &mut Book, socket: &str, ended: Option<ClientId>) -> Option<(ClientId, Option<StopStamp>)> {
+    ended.into_iter().for_each(|ended| book.stream_ended(ended));
+    let client = book.client(GPU, socket)?;
+    book.deregister_client(GPU, &client.socket);
+    Some((client.id, book.plugin_disconnected(GPU, &client.socket, |_| 0)))
 }
 
 fn stop(book: &mut Book) -> StopStamp {
-    book.disconnect(GPU, None).unwrap().1.unwrap()
+    disconnect(book, "gpu.sock", None).unwrap().1.unwrap()
 }
 
 fn place(pod: &str) -> Place {
@@ -119,7 +135,7 @@ fn held_id_may_become_unhealthy_not_vanish() {
 fn stream_end_stops_endpoint_then_resource() {
     let (mut book, client) = connected("a b!");
     hold(&mut book, "pod", "a");
-    let (closed, stamp) = book.disconnect(GPU, Some(client)).unwrap();
+    let (closed, stamp) = disconnect(&mut book, "gpu.sock", Some(client)).unwrap();
     assert_eq!(closed, client);
     let stamp = stamp.unwrap();
     assert_eq!((gpu(&book).connected, gpu(&book).healthy, gpu(&book).unhealthy), (false, ids(""), ids("a b")));
@@ -148,10 +164,10 @@ fn current_connection_is_kept_by_resource() {
     let (mut book, old) = connected("a");
     let new = connect(&mut book);
     assert!(gpu(&book).connected && gpu(&book).open_streams == 2);
-    assert_eq!(book.disconnect(GPU, Some(old)).map(|(client, _)| client), Some(new));
+    assert_eq!(disconnect(&mut book, "gpu.sock", Some(old)).map(|(client, _)| client), Some(new));
     assert_eq!((gpu(&book).connected, gpu(&book).healthy), (false, ids("")), "the new one pays for the old one");
     book.list(GPU, advertised("b"));
-    assert!(book.disconnect(GPU, Some(new)).is_none());
+    assert!(disconnect(&mut book, "gpu.sock", Some(new)).is_none());
     assert_eq!((gpu(&book).open_streams, gpu(&book).healthy), (0, ids("b")), "and stops nothing when it ends");
 }
 
@@ -176,9 +192,72 @@ fn restart_keeps_allocations_only() {
 #[test]
 fn failed_registration_forgets_the_previous_one() {
     let (mut book, old) = connected("a");
-    book.register_client(GPU);
-    book.deregister_client(GPU);
+    book.register_client(GPU, "new.sock");
+    book.deregister_client(GPU, "new.sock");
     assert!(gpu(&book).connected, "the old stream goes on");
-    assert!(book.disconnect(GPU, Some(old)).is_none());
+    assert!(disconnect(&mut book, "gpu.sock", Some(old)).is_none());
     assert_eq!(gpu(&book).healthy, ids("a"), "and its end goes unnoticed, as in a kubelet");
+}
+
+/// The books of a kubelet from 1.37 on, with these sockets connected.
+fn by_socket(sockets: &[&str]) -> (Book, Vec<ClientId>) {
+    let mut book = Book::new(Connections::BySocket);
+    book.started(true);
+    let clients = sockets.iter().map(|socket| connect_at(&mut book, socket).unwrap()).collect();
+    book.list(GPU, advertised("a b"));
+    (book, clients)
+}
+
+#[test]
+fn by_socket_old_end_leaves_new_connection() {
+    let (mut book, clients) = by_socket(&["old.sock", "new.sock"]);
+    assert_eq!(book.endpoint(GPU).unwrap().client, Some(clients[1]), "calls go to the new one at once");
+    assert_eq!(disconnect(&mut book, "old.sock", Some(clients[0])), Some((clients[0], None)));
+    assert!(gpu(&book).connected && gpu(&book).healthy == ids("a b") && book.is_usable(GPU));
+    assert!(disconnect(&mut book, "new.sock", Some(clients[1])).unwrap().1.is_some());
+    assert_eq!((gpu(&book).connected, gpu(&book).healthy, book.is_usable(GPU)), (false, ids(""), false));
+}
+
+#[test]
+fn by_socket_new_end_gives_calls_back_to_old() {
+    let (mut book, clients) = by_socket(&["old.sock", "new.sock"]);
+    assert_eq!(disconnect(&mut book, "new.sock", Some(clients[1])), Some((clients[1], None)));
+    assert_eq!(book.endpoint(GPU).unwrap().client, Some(clients[0]));
+    assert!(gpu(&book).connected && gpu(&book).healthy == ids("a b"));
+}
+
+#[test]
+fn by_socket_connected_socket_is_refused_for_good() {
+    let (mut book, clients) = by_socket(&["gpu.sock"]);
+    assert_eq!(connect_at(&mut book, "gpu.sock"), None);
+    assert_eq!(disconnect(&mut book, "gpu.sock", Some(clients[0])), None, "the end goes unnoticed");
+    assert_eq!(gpu(&book).healthy, ids("a b"));
+    assert_eq!(connect_at(&mut book, "gpu.sock"), None);
+    assert!(connect_at(&mut book, "new.sock").is_some());
+}
+
+#[test]
+fn registration_within_a_disconnect_is_stopped() {
+    let (mut book, old) = connected("a");
+    book.stream_ended(old);
+    let found = book.client(GPU, "gpu.sock").unwrap();
+    book.deregister_client(GPU, &found.socket);
+    let new = connect(&mut book);
+    book.list(GPU, advertised("a"));
+    assert!(book.is_usable(GPU));
+    assert!(book.plugin_disconnected(GPU, &found.socket, |_| 0).is_some());
+    assert_eq!((gpu(&book).open_streams, gpu(&book).connected, book.is_usable(GPU)), (1, false, false));
+    assert_eq!(book.client(GPU, "gpu.sock").map(|client| client.id), Some(new), "its stream stays open");
+}
+
+#[test]
+fn by_resource_old_end_gives_up_another_socket() {
+    let (mut book, old) = connected("a");
+    let new = connect_at(&mut book, "new.sock").unwrap();
+    assert_eq!(disconnect(&mut book, "gpu.sock", Some(old)).map(|(client, _)| client), Some(new));
+    assert!(!book.is_usable(GPU) && book.client(GPU, "new.sock").is_none());
+    connect(&mut book);
+    book.register_client(GPU, "failed.sock");
+    book.deregister_client(GPU, "failed.sock");
+    assert_eq!(book.client(GPU, "gpu.sock"), None, "a registration that fails takes the name from whoever has it");
 }

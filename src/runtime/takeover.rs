@@ -1,0 +1,573 @@
+//! Lives what `takeover::machine` says: holds the lock, speaks with the other process, turns the node's plugins and files
+//! on and off, keeps the time.
+//!
+//! A task of `linkwise run`. Nothing is decided here but when a condition holds: this node could serve, its plugins are
+//! registered, they have ended.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use futures_util::future::OptionFuture;
+use futures_util::stream::{FuturesUnordered, StreamExt};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::{Registry, Unit};
+use tokio::sync::{mpsc, watch};
+use tokio::task::spawn_blocking;
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+
+use super::clock::at;
+use super::duty::{Duty, Running};
+use super::keeper::{self, Keeper};
+use super::node::Node;
+use super::readiness::{Idle, Readiness};
+use crate::config::TakeoverArgs;
+use crate::metrics::new;
+use crate::state::{HealthRecord, NodeState};
+use crate::takeover::{Action, Connection, Input, Limits, Lock, Machine, Outcome, Owner, SOCKET, Stage, Word};
+use crate::uds::{self, Callers, Listener, SocketFile};
+
+/// How long a start waits for the disk to give the lock.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
+/// How often a standby without a connection tries to connect, and whether the lock is free.
+const LOOK: Duration = Duration::from_millis(20);
+/// How long a word may take to be taken by the other process.
+const SAY_TIMEOUT: Duration = Duration::from_secs(1);
+/// The version that is told to the other process.
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// Where this process begins.
+pub(super) enum Position {
+    /// As the only one, as far as it can know: there is no folder for a lock.
+    Alone,
+    /// As the owner.
+    Owner(Place, Lock),
+    /// Beside the owner; whether it takes over.
+    Standby(Place, bool),
+}
+
+/// The state folder, and the UID of this process's pod.
+#[derive(Clone, Debug)]
+pub(super) struct Place {
+    folder: PathBuf,
+    pod: String,
+}
+
+impl Position {
+    /// Looks whether another process serves this node.
+    pub async fn at(folder: Option<&Path>, args: &TakeoverArgs) -> Self {
+        let Some(folder) = folder.map(Path::to_owned) else { return Self::Alone };
+        let place = Place { folder: folder.clone(), pod: args.pod_uid.clone() };
+        let tried = spawn_blocking(move || (Lock::try_take(&folder), Lock::owner(&folder)));
+        let tried = timeout(LOCK_TIMEOUT, tried).await.map_err(io::Error::from);
+        let (lock, owner) = match tried.map(|tried| tried.map_err(io::Error::other)).flatten() {
+            Ok((Ok(lock), owner)) => (lock, owner),
+            Ok((Err(error), _)) | Err(error) => {
+                let folder = place.folder.display();
+                tracing::info!(%folder, %error, "no lock can be had: another linkwise would not be noticed");
+                return Self::Alone;
+            }
+        };
+        match lock {
+            Some(mut lock) => {
+                write_owner(&mut lock, owner, &place);
+                Self::Owner(place, lock)
+            }
+            None => {
+                let successor = !args.standby && !owner.is_retired(&place.pod);
+                let Owner { pod, version, .. } = owner;
+                tracing::info!(pod, version, takes_over = successor, "another linkwise serves this node: standing by");
+                Self::Standby(place, successor)
+            }
+        }
+    }
+
+    /// Starts the task in a node. Whether this process is the owner, and whether it has handed over for good.
+    pub fn spawn_in(self, node: &mut Node) -> (watch::Receiver<bool>, CancellationToken) {
+        let handed_over = CancellationToken::new();
+        // The series are there, on every node.
+        let metrics = node.metrics().register(TakeoverMetrics::register);
+        let (place, lock, machine) = match self {
+            Self::Alone => return (watch::channel(true).1, handed_over),
+            Self::Owner(place, lock) => (place, Some(lock), Machine::owner(Limits::default())),
+            Self::Standby(place, successor) => (place, None, Machine::standby(Limits::default(), successor)),
+        };
+        let (owns, owned) = watch::channel(lock.is_some());
+        if lock.is_none() {
+            node.stand_by();
+        }
+        let task = Takeover {
+            keeper: Keeper::in_folder(&place.folder),
+            place,
+            lock,
+            machine,
+            owns,
+            duties: node.duties(),
+            files: node.files_switch(),
+            running: node.running(),
+            readiness: node.readiness.clone(),
+            snapshot: node.snapshot(),
+            records: node.records(),
+            metrics,
+            begin: Instant::now(),
+            gap_begin: None,
+            gap: Duration::ZERO,
+            lost: None,
+            asked: Instant::now(),
+            able: false,
+            peer: None,
+            passed: None,
+            listener: None,
+            guests: FuturesUnordered::new(),
+            handed_over: handed_over.clone(),
+            shutdown: node.shutdown(),
+        };
+        node.spawn("takeover", task.run());
+        (owned, handed_over)
+    }
+}
+
+/// Writes beside the lock who has it. Without that line, a pod that handed over may take over once more.
+fn write_owner(lock: &mut Lock, before: Owner, place: &Place) {
+    if let Err(error) = lock.write(&before.succeeded_by(&place.pod, VERSION)) {
+        tracing::warn!(folder = %place.folder.display(), %error, "cannot write who serves this node");
+    }
+}
+
+/// How takeovers went. docs/metrics.md documents them.
+#[derive(Clone, Debug)]
+pub(super) struct TakeoverMetrics {
+    takeovers: Family<[(&'static str, &'static str); 1], Counter>,
+    gap: Gauge<f64, AtomicU64>,
+    standing_by: Gauge,
+}
+
+impl TakeoverMetrics {
+    /// Makes and registers them.
+    pub fn register(registry: &mut Registry) -> Self {
+        let help = "Takeovers between two linkwise of this node that this process took part in, by how they went";
+        let takeovers: Family<_, Counter> = new(registry, "takeovers", help);
+        for outcome in ["took_over", "succeeded", "failed", "handed_over", "went_on"] {
+            drop(takeovers.get_or_create(&[("outcome", outcome)]));
+        }
+        let gap = Gauge::default();
+        let help = "How long no plugin was registered in this process's last takeover, as far as it can tell";
+        registry.register_with_unit("takeover_gap", help, Unit::Seconds, gap.clone());
+        let standing_by = new(registry, "standing_by", "1 while another linkwise serves this node");
+        Self { takeovers, gap, standing_by }
+    }
+
+    fn count(&self, outcome: &'static str) {
+        self.takeovers.get_or_create(&[("outcome", outcome)]).inc();
+    }
+}
+
+/// What a connected process said: the word and the lock with it, or why there will be no further one.
+type Heard = io::Result<(Word, Option<OwnedFd>)>;
+
+/// A connection that was waited on, and what came.
+type Guest = Pin<Box<dyn Future<Output = (Connection, Heard)> + Send>>;
+
+/// The machine, and what it moves.
+struct Takeover {
+    place: Place,
+    lock: Option<Lock>,
+    machine: Machine,
+    keeper: Keeper,
+    owns: watch::Sender<bool>,
+    duties: mpsc::Sender<Duty>,
+    files: watch::Sender<bool>,
+    running: watch::Receiver<Running>,
+    readiness: Readiness,
+    snapshot: watch::Receiver<Arc<NodeState>>,
+    records: watch::Receiver<Option<HealthRecord>>,
+    metrics: TakeoverMetrics,
+    begin: Instant,
+    /// Since when no plugin is registered, as far as we can tell.
+    gap_begin: Option<Instant>,
+    /// How long that was in this takeover, before.
+    gap: Duration,
+    /// When the owner's connection ended.
+    lost: Option<Instant>,
+    /// When the owner was asked.
+    asked: Instant,
+    able: bool,
+    /// The other process in a takeover; of a standby, the owner.
+    peer: Option<Connection>,
+    /// The record that the owner handed over.
+    passed: Option<Option<Box<HealthRecord>>>,
+    listener: Option<(SocketFile, Listener)>,
+    /// Standbys that are connected.
+    guests: FuturesUnordered<Guest>,
+    handed_over: CancellationToken,
+    shutdown: CancellationToken,
+}
+
+/// What happened to the takeover.
+enum Happened {
+    Input(Input),
+    /// A connection came in.
+    Guest(Connection),
+    /// A guest said something, or left.
+    Said(Connection, Heard),
+    Peer(Heard),
+    /// A standby without an owner to speak to is to look for one.
+    Look,
+    /// All plugins of this process are registered, or one is not any more.
+    Serves(bool),
+}
+
+impl Takeover {
+    async fn run(mut self) -> Result<()> {
+        if self.machine.stage() == Stage::Owning {
+            self.listen();
+        } else {
+            self.metrics.standing_by.set(1);
+            self.look().await?;
+        }
+        loop {
+            let happened = self.next().await;
+            match happened {
+                Happened::Input(input) => self.feed(input).await?,
+                Happened::Guest(connection) => self.welcome(connection),
+                Happened::Said(connection, heard) => self.guest_said(connection, heard).await?,
+                Happened::Peer(heard) => self.peer_said(heard).await?,
+                Happened::Look => self.look().await?,
+                Happened::Serves(serves) => self.serves(serves),
+            }
+        }
+    }
+
+    /// The next thing that happens. The timer comes last: what has arrived counts before deadlines.
+    async fn next(&mut self) -> Happened {
+        let stage = self.machine.stage();
+        let wake = self.machine.wake().map(|wake| self.begin + wake);
+        let lonely = self.peer.is_none() && stage == Stage::StandingBy;
+        let listener = self.listener.as_ref().map(|(_, listener)| listener.accept());
+        let known = Known { stage, able: self.able, serves: self.gap_begin.is_none() };
+        let condition = condition(known, self.snapshot.clone(), self.readiness.clone(), self.running.clone());
+        tokio::select! {
+            biased;
+            Some(heard) = OptionFuture::from(self.peer.as_mut().map(Connection::next)) => Happened::Peer(heard),
+            Some((connection, heard)) = self.guests.next() => Happened::Said(connection, heard),
+            Some(caller) = OptionFuture::from(listener) => match caller {
+                Ok(caller) if caller.admitted => Happened::Guest(Connection::new(caller.stream)),
+                Ok(_) => Happened::Input(Input::Tick),
+                Err(_) => {
+                    sleep(LOOK).await;
+                    Happened::Input(Input::Tick)
+                }
+            },
+            happened = condition => happened,
+            () = sleep(LOOK), if lonely => Happened::Look,
+            () = at(wake) => Happened::Input(Input::Tick),
+        }
+    }
+
+    /// Looks whether the lock is free, and else for the owner.
+    async fn look(&mut self) -> Result<()> {
+        let folder = self.place.folder.clone();
+        match timeout(LOCK_TIMEOUT, spawn_blocking(move || Lock::try_take(&folder))).await {
+            Ok(Ok(Ok(Some(lock)))) => {
+                self.lock = Some(lock);
+                return self.feed(Input::Free).await;
+            }
+            Ok(Ok(Ok(None))) => {}
+            Ok(Ok(Err(error))) => tracing::debug!(%error, "the lock cannot be tried"),
+            Ok(Err(_)) | Err(_) => tracing::debug!("the lock cannot be tried in time"),
+        }
+        if let Ok(Ok((stream, _))) = timeout(LOOK, uds::connect(&self.place.folder.join(SOCKET))).await {
+            self.peer = Some(Connection::new(stream));
+            self.feed(Input::Connected).await?;
+        }
+        Ok(())
+    }
+
+    fn welcome(&self, mut connection: Connection) {
+        self.guests.push(Box::pin(async move {
+            let heard = connection.next().await;
+            (connection, heard)
+        }));
+    }
+
+    async fn guest_said(&mut self, connection: Connection, heard: Heard) -> Result<()> {
+        match heard {
+            Ok((Word::TakeOver { version, pod }, _)) if self.machine.stage() == Stage::Owning => {
+                tracing::info!(version, pod, "another linkwise takes over");
+                self.peer = Some(connection);
+                self.feed(Input::TakeOver).await?;
+            }
+            Ok((Word::TakeOver { .. }, _)) => {
+                let why = "a takeover is under way".to_owned();
+                let _ = timeout(SAY_TIMEOUT, connection.say(&Word::Refused { why }, None)).await;
+                self.welcome(connection);
+            }
+            Ok(_) => self.welcome(connection),
+            Err(_) => {}
+        }
+        Ok(())
+    }
+
+    async fn peer_said(&mut self, heard: Heard) -> Result<()> {
+        let input = match heard {
+            Ok((Word::Record { record }, Some(lock))) if self.machine.stage() == Stage::Asking => {
+                self.lock = Some(Lock::passed(lock));
+                let record = Some(record).filter(|record| !record.is_null());
+                let parsed = record.map(|record| keeper::parse(record.to_string().as_bytes()));
+                self.passed = Some(parsed.and_then(Result::ok).map(Box::new));
+                Input::Record
+            }
+            Ok((Word::Refused { why }, _)) => {
+                tracing::info!(why, "the linkwise that serves this node does not hand over now");
+                Input::Refused
+            }
+            Ok((Word::Serving, _)) => Input::TheyServe,
+            Ok((Word::Ended, _)) => Input::Ended,
+            Ok((Word::Done, _)) => Input::TheyAreDone,
+            Ok((Word::Failed { why }, _)) => {
+                tracing::warn!(why, "the other linkwise gives up taking over");
+                Input::TheyFailed
+            }
+            Ok((Word::Back { why }, _)) => {
+                tracing::warn!(why, "the other linkwise takes back this node");
+                Input::Back
+            }
+            Ok(_) => return Ok(()),
+            Err(error) => {
+                tracing::debug!(%error, "the other linkwise is gone");
+                self.peer = None;
+                Input::Lost
+            }
+        };
+        self.feed(input).await
+    }
+
+    async fn feed(&mut self, input: Input) -> Result<()> {
+        match input {
+            Input::Able => self.able = true,
+            Input::Connected => self.lost = None,
+            Input::Lost => self.lost = Some(Instant::now()),
+            _ => {}
+        }
+        let before = self.machine.stage();
+        let actions = self.machine.step(input, self.begin.elapsed());
+        let stage = self.machine.stage();
+        if stage != before || matches!(input, Input::Able | Input::Connected) {
+            tracing::debug!(?stage, ?input, "takeover");
+        }
+        for action in actions {
+            self.perform(action).await?;
+        }
+        let owns = matches!(stage, Stage::Owning | Stage::Yielding | Stage::Ending | Stage::Ended);
+        self.owns.send_if_modified(|before| std::mem::replace(before, owns) != owns);
+        self.metrics.standing_by.set(matches!(stage, Stage::StandingBy | Stage::Asking).into());
+        if input == Input::Lost && stage == Stage::StandingBy {
+            // Its end may free the lock a moment later than it ends the connection.
+            self.look_now().await?;
+        }
+        Ok(())
+    }
+
+    /// Measures how long not every plugin is registered.
+    fn serves(&mut self, serves: bool) {
+        if !serves {
+            self.gap_begin = Some(Instant::now());
+        } else if let Some(begin) = self.gap_begin.take() {
+            self.gap += begin.elapsed();
+            if self.machine.stage() == Stage::Owning {
+                self.metrics.gap.set(self.gap.as_secs_f64());
+                tracing::info!(gap = ?self.gap, "every plugin is registered after the takeover");
+            }
+        }
+    }
+
+    /// Tries the lock some times in a row.
+    async fn look_now(&mut self) -> Result<()> {
+        for _ in 0..50 {
+            if self.machine.stage() != Stage::StandingBy || self.peer.is_some() {
+                break;
+            }
+            Box::pin(self.look()).await?;
+            sleep(Duration::from_millis(1)).await;
+        }
+        Ok(())
+    }
+
+    async fn perform(&mut self, action: Action) -> Result<()> {
+        match action {
+            Action::SayStandBy => self.say(Word::StandBy).await,
+            Action::SayTakeOver => {
+                (self.asked, self.gap, self.gap_begin) = (Instant::now(), Duration::ZERO, None);
+                let word = Word::TakeOver { version: VERSION.to_owned(), pod: self.place.pod.clone() };
+                self.say(word).await;
+            }
+            Action::SayRecord => {
+                let kept = self.records.borrow().clone();
+                let record = kept.unwrap_or_else(|| self.snapshot.borrow().record());
+                let record = serde_json::to_value(record).unwrap_or_default();
+                self.say(Word::Record { record }).await;
+            }
+            Action::SayRefused => self.say(Word::Refused { why: String::new() }).await,
+            Action::SayServing => self.say(Word::Serving).await,
+            Action::SayEnded => self.say(Word::Ended).await,
+            Action::SayDone => self.say(Word::Done).await,
+            Action::SayFailed => {
+                let why = self.readiness.summary().err().unwrap_or_default().join("; ");
+                self.say(Word::Failed { why }).await;
+            }
+            Action::SayBack => self.say(Word::Back { why: "no answer in time".to_owned() }).await,
+            Action::HangUp => self.peer = None,
+            Action::Adopt => {
+                let record = match self.passed.take() {
+                    Some(record) => record,
+                    None => self.keeper.read().await.map(Box::new),
+                };
+                self.order(Duty::Adopt(record)).await?;
+            }
+            Action::Files(on) => drop(self.files.send_replace(on)),
+            Action::Plugins(on) => self.order(Duty::Plugins(on)).await?,
+            Action::Renew => self.order(Duty::Renew).await?,
+            Action::Listen => {
+                if let Some(lock) = &mut self.lock {
+                    write_owner(lock, Lock::owner(&self.place.folder), &self.place);
+                }
+                self.listen();
+            }
+            Action::LetGo => self.lock = None,
+            Action::Retire => {
+                self.listener = None;
+                self.handed_over.cancel();
+                self.shutdown.cancel();
+            }
+            Action::Report(outcome) => self.report(outcome),
+        }
+        Ok(())
+    }
+
+    async fn order(&mut self, duty: Duty) -> Result<()> {
+        self.duties.send(duty).await.ok().context("the node takes no duties")
+    }
+
+    /// Says a word to the other process, with the lock where the record goes. One that takes none is as one that is
+    /// gone: the next read, or a deadline, tells.
+    async fn say(&mut self, word: Word) {
+        let Some(peer) = &self.peer else { return };
+        let lock = self.lock.as_ref().filter(|_| matches!(word, Word::Record { .. })).map(Lock::as_fd);
+        if !matches!(timeout(SAY_TIMEOUT, peer.say(&word, lock)).await, Ok(Ok(()))) {
+            tracing::debug!(?word, "the other linkwise takes no word");
+        }
+    }
+
+    /// Becomes reachable. The socket of the last owner may still be there.
+    fn listen(&mut self) {
+        let path = self.place.folder.join(SOCKET);
+        let listening = match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => uds::listen(&path, Callers::default()),
+        };
+        match listening {
+            Ok(listening) => self.listener = Some(listening),
+            Err(error) => {
+                let path = path.display();
+                tracing::warn!(%path, %error, "no takeover socket: an upgrade of linkwise will wait for this process's end");
+            }
+        }
+    }
+
+    fn report(&mut self, outcome: Outcome) {
+        match outcome {
+            Outcome::TookOver => {
+                self.metrics.count("took_over");
+                self.metrics.gap.set(self.gap.as_secs_f64());
+                tracing::info!(took = ?self.asked.elapsed(), gap = ?self.gap, "took over this node from another linkwise");
+            }
+            Outcome::Succeeded => {
+                self.metrics.count("succeeded");
+                // Until every plugin is registered, which they may be already.
+                self.gap_begin.get_or_insert_with(|| self.lost.unwrap_or_else(Instant::now));
+                tracing::info!("took over this node: the linkwise that served it has ended");
+            }
+            Outcome::Failed => {
+                self.metrics.count("failed");
+                tracing::warn!("could not take over this node, standing by again");
+            }
+            Outcome::HandedOver => {
+                self.metrics.count("handed_over");
+                tracing::info!("another linkwise has taken over this node; idling until a signal");
+            }
+            Outcome::WentOn => {
+                self.metrics.count("went_on");
+                tracing::warn!("another linkwise could not take over this node, going on");
+            }
+        }
+    }
+}
+
+/// What the takeover knows already.
+#[derive(Clone, Copy)]
+struct Known {
+    stage: Stage,
+    able: bool,
+    /// Whether every plugin is registered, in a takeover and after it.
+    serves: bool,
+}
+
+/// Waits for what the stage waits for.
+async fn condition(
+    known: Known,
+    mut snapshot: watch::Receiver<Arc<NodeState>>,
+    readiness: Readiness,
+    mut running: watch::Receiver<Running>,
+) -> Happened {
+    // Where a sender is gone, the node is ending.
+    let never = std::future::pending::<Happened>();
+    let mut news = readiness.news();
+    match known.stage {
+        Stage::StandingBy if !known.able => {
+            let mut idle = readiness.idle().subscribe();
+            let offers = async { snapshot.wait_for(|state| state.offers_any()).await.is_ok() };
+            let none = async { idle.wait_for(|idle| matches!(idle, Idle::NoGpu(_))).await.is_ok() };
+            let able = tokio::select! {
+                able = offers => able,
+                able = none => able,
+            };
+            if able { Happened::Input(Input::Able) } else { never.await }
+        }
+        Stage::Starting => {
+            while !readiness.has_plugins(false) {
+                if news.changed().await.is_err() {
+                    return never.await;
+                }
+            }
+            Happened::Input(Input::Serving)
+        }
+        Stage::Waiting | Stage::Settling | Stage::Owning => loop {
+            let serves = readiness.has_plugins(false);
+            if serves != known.serves && (known.stage != Stage::Owning || serves) {
+                return Happened::Serves(serves);
+            }
+            if known.stage == Stage::Settling && readiness.has_plugins(true) {
+                return Happened::Input(Input::Alone);
+            }
+            if known.stage == Stage::Owning && known.serves || news.changed().await.is_err() {
+                return never.await;
+            }
+        },
+        Stage::Ending => {
+            let ended = Running { wanted: false, plugins: 0 };
+            if running.wait_for(|running| *running == ended).await.is_ok() {
+                return Happened::Input(Input::PluginsEnded);
+            }
+            never.await
+        }
+        _ => never.await,
+    }
+}

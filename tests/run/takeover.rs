@@ -1,0 +1,186 @@
+//! Two linkwise on one node: one serves, the other stands by and takes over; and the death of either at each step.
+
+use std::path::PathBuf;
+
+use linkwise_kubelet_box::{Connections, KubeletBox, Options, Pod};
+
+use super::node::{GPU, LIMIT, Process, Setup, registered, until};
+
+const KUBELETS: [Connections; 2] = [Connections::ByResource, Connections::BySocket];
+
+fn kubelet(setup: &Setup, connections: Connections) -> KubeletBox {
+    let mut options = Options::new(setup.kubelet_socket.parent().unwrap());
+    options.dial_retry = std::time::Duration::from_millis(10);
+    options.wait_timeout = LIMIT;
+    options.pod_resources = Some(setup.pod_resources());
+    options.connections = connections;
+    KubeletBox::start(options).unwrap()
+}
+
+fn machine() -> Setup {
+    let setup = Setup::on("dgx1-v100").arg("--log=linkwise=debug");
+    setup.all_on_bus();
+    setup
+}
+
+/// A linkwise on this machine whose pod has this UID.
+fn of_pod(setup: &Setup, pod: &str, more: &[&str]) -> Process {
+    let mut command = setup.command();
+    command.arg("--pod-uid").arg(pod).args(more);
+    Process::of(command)
+}
+
+async fn stage(process: &Process, stage: &str) {
+    process.logged(|line| line["message"] == "takeover" && line["stage"] == stage).await;
+}
+
+/// The owner of a fresh node, and its kubelet.
+async fn owner(setup: &Setup, connections: Connections) -> (Process, KubeletBox) {
+    let kubelet = kubelet(setup, connections);
+    let owner = of_pod(setup, "first", &[]);
+    registered(&kubelet, 1, 8).await;
+    owner.logged(|line| line["phase"] == "serving").await;
+    (owner, kubelet)
+}
+
+/// Sockets that lie beside the kubelet's, without those of this process.
+async fn only_sockets_of(setup: &Setup, kubelet: &KubeletBox) {
+    // One that serves has one name, or two after a takeover.
+    until(async || {
+        let sockets = setup.sockets();
+        if (1..=2).contains(&sockets.len()) { Ok(()) } else { Err(sockets) }
+    })
+    .await;
+    assert!(kubelet.state().resources[GPU].connected);
+}
+
+async fn admits(kubelet: &KubeletBox, pod: &str) {
+    kubelet.admit(&Pod::single(pod, GPU, 1), None).await.unwrap();
+    kubelet.remove_pod(pod);
+}
+
+#[tokio::test]
+async fn takeover_has_no_gap_on_either_kubelet() {
+    for connections in KUBELETS {
+        let setup = machine();
+        let (owner, kubelet) = owner(&setup, connections).await;
+        let held = kubelet.admit(&Pod::single("held", GPU, 2), None).await.unwrap();
+        let standby = of_pod(&setup, "second", &[]);
+        standby.said("another linkwise serves this node: standing by").await;
+        let load = async {
+            for number in 0.. {
+                admits(&kubelet, &format!("pod {number}")).await;
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::select! {
+            () = load => {}
+            () = async {
+                stage(&standby, "Owning").await;
+                owner.said("another linkwise has taken over this node").await;
+            } => {}
+        }
+        assert_eq!(kubelet.gaps(GPU), [], "{connections:?}");
+        admits(&kubelet, "after").await;
+        assert_eq!(kubelet.violations(), []);
+        only_sockets_of(&setup, &kubelet).await;
+        drop(held);
+        // The first one idles until it is told to end, which changes nothing.
+        owner.signal("TERM");
+        let (status, _) = { owner }.ended().await;
+        assert!(status.success() && kubelet.gaps(GPU).is_empty());
+        admits(&kubelet, "last").await;
+    }
+}
+
+#[tokio::test]
+async fn death_at_any_step_leaves_one_that_serves() {
+    for connections in KUBELETS {
+        for (of_owner, step) in [
+            (true, "Yielding"),
+            (true, "Ending"),
+            (true, "Ended"),
+            (false, "Asking"),
+            (false, "Starting"),
+            (false, "Waiting"),
+            (false, "Settling"),
+        ] {
+            for owner_dies in [true, false] {
+                let setup = machine();
+                let (owner, kubelet) = owner(&setup, connections).await;
+                let standby = of_pod(&setup, "second", &[]);
+                stage(if of_owner { &owner } else { &standby }, step).await;
+                let (victim, left) = if owner_dies { (owner, standby) } else { (standby, owner) };
+                victim.signal("KILL");
+                // Nothing tells when the kubelet has noticed: it serves for good when pods are admitted by the survivor.
+                left.logged(|line| line["stage"] == "Owning").await;
+                let (mut victim, what) = (victim, format!("{connections:?} {step} {owner_dies}"));
+                victim.ended().await;
+                until(async || {
+                    let admitted = kubelet.admit(&Pod::single("pod", GPU, 1), None).await;
+                    kubelet.remove_pod("pod");
+                    admitted.map(drop).map_err(|error| format!("{what}: {error}"))
+                })
+                .await;
+                only_sockets_of(&setup, &kubelet).await;
+                // And the next one takes over from the one that is left.
+                let next = of_pod(&setup, "third", &[]);
+                next.said("took over this node").await;
+                admits(&kubelet, "after").await;
+                assert_eq!(kubelet.violations(), [], "{what}");
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn spare_serves_once_the_owner_is_killed() {
+    let setup = machine();
+    let (mut owner, kubelet) = owner(&setup, Connections::ByResource).await;
+    let spare = of_pod(&setup, "first", &["--standby"]);
+    spare.logged(|line| line["input"] == "Connected").await;
+    admits(&kubelet, "before").await;
+    owner.signal("KILL");
+    owner.ended().await;
+    stage(&spare, "Owning").await;
+    registered(&kubelet, 2, 8).await;
+    admits(&kubelet, "after").await;
+}
+
+#[tokio::test]
+async fn pod_that_handed_over_never_takes_over_again() {
+    let setup = machine();
+    let (owner, kubelet) = owner(&setup, Connections::ByResource).await;
+    let next = of_pod(&setup, "second", &[]);
+    owner.said("another linkwise has taken over this node").await;
+    owner.signal("KILL");
+    let (_, _) = { owner }.ended().await;
+    // Its container is started again.
+    let again = of_pod(&setup, "first", &[]);
+    let line = again.said("another linkwise serves this node: standing by").await;
+    assert_eq!((&line["takes_over"], &line["pod"]), (&false.into(), &"second".into()));
+    admits(&kubelet, "pod").await;
+    // It serves where nobody else does.
+    next.signal("KILL");
+    stage(&again, "Owning").await;
+    registered(&kubelet, 3, 8).await;
+}
+
+#[tokio::test]
+async fn standby_is_unready_and_writes_nothing() {
+    let setup = machine();
+    let (_owner, kubelet) = owner(&setup, Connections::ByResource).await;
+    let record: PathBuf = setup.kubelet_socket.with_file_name("linkwise").join("linkwise_health.json");
+    let before = std::fs::metadata(&record).and_then(|found| found.modified()).ok();
+    let sockets = setup.sockets();
+    let spare = of_pod(&setup, "second", &["--standby"]);
+    let up = spare.logged(|line| line["message"] == "linkwise is up").await;
+    let address: std::net::SocketAddr = up["metrics"].as_str().unwrap().parse().unwrap();
+    spare.logged(|line| line["input"] == "Able").await;
+    let answer = super::node::get(address, "/readyz").await;
+    assert!(answer.status == 503 && answer.body.contains("another linkwise serves this node"), "{answer:?}");
+    assert_eq!(super::node::get(address, "/livez").await.status, 200);
+    assert_eq!(std::fs::metadata(&record).and_then(|found| found.modified()).ok(), before);
+    assert_eq!(setup.sockets(), sockets);
+    drop(kubelet);
+}
