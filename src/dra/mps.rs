@@ -2,7 +2,7 @@
 //!
 //! Called by `door`, at the claim's turn. What is ordered follows from the records alone, so that a process that was
 //! killed leaves nothing to undo: the next one orders what its checkpoints have. An order is there before the claim's
-//! checkpoint and goes after it; who carries it out is a process of its own (docs/mps.md).
+//! checkpoint and goes after it. A process of its own carries it out (docs/mps.md).
 
 use std::collections::BTreeMap;
 
@@ -99,9 +99,10 @@ fn serves(served: &MpsServed, order: &MpsOrder) -> Result<(), MpsError> {
         return Err(MpsError::NotHere(trouble.clone()));
     }
     let daemon = order.name().and_then(|name| served.daemons.get(&name));
-    match daemon.unwrap_or(&Err(String::new())) {
-        Ok(()) => Ok(()),
-        Err(why) => Err(not_ready(order, why)),
+    match daemon {
+        Some(Ok(())) => Ok(()),
+        Some(Err(why)) => Err(not_ready(order, why)),
+        None => Err(not_ready(order, "it is not ordered")),
     }
 }
 
