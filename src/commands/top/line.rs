@@ -256,7 +256,11 @@ mod tests {
         );
         assert_eq!(
             lines(32),
-            ["POD            WHY             N", "a-pod-with-a…  fragmented b…  12", "b                              3"]
+            [
+                "POD            WHY             N",
+                "a-pod-with-a…  fragmented b…  12",
+                "b                              3"
+            ]
         );
         assert_eq!(lines(20), ["POD                N", "a-pod-with-a-lo…  12", "b                  3"]);
         assert_eq!(lines(6), ["POD", "a-pod…", "b"]);
