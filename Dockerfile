@@ -41,13 +41,16 @@ COPY src src
 RUN find src crates -name '*.rs' -exec touch {} + \
  && cargo build --release --locked --bin linkwise \
  && cargo build --release --locked -p linkwise-cluster
+# The programs, their manual and the completions of shells.
+COPY Makefile Makefile
+RUN make install PROFILE= BUILT=target/release PREFIX=/usr DESTDIR=/installed
 
 FROM docker.io/library/debian:bookworm-slim
 # Not libhwloc-plugins: it probes OpenCL and X.
 RUN apt-get update \
  && apt-get install -y --no-install-recommends libhwloc15 libudev1 \
  && rm -rf /var/lib/apt/lists/*
-COPY --from=build /src/target/release/linkwise /src/target/release/linkwise-cluster /usr/bin/
+COPY --from=build /installed /
 COPY LICENSE /usr/share/doc/linkwise/LICENSE
 # The commands of NVIDIA's image, as its chart and others call them: `linkwise run`, `labels`, `mps-control-daemon`, and
 # `config-manager`, which needs the API server.

@@ -8,6 +8,11 @@ SHELL := /bin/bash
 CARGO ?= cargo
 IMAGE ?= linkwise:dev
 MACHINE ?= dgx-h100
+PREFIX ?= /usr/local
+DESTDIR ?=
+# What `make install` builds; empty takes what is in BUILT.
+PROFILE ?= release
+BUILT ?= target/$(PROFILE)
 FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 300
 SOAK_SEED ?=
@@ -76,6 +81,8 @@ test: setup ## everything that must pass
 	has chromium || skips chromium "the node page is not looked at"; \
 	has promtool || skips promtool "alerts and recording rules are not tested"; \
 	has prometheus || skips prometheus "no Prometheus scrapes linkwise, no query of a dashboard is run"
+	@for reader in zsh fish man mandoc; do command -v $$reader >/dev/null || \
+	  echo "== no $$reader here: completions and manual are not read by it"; done
 	@echo "== tests: unit, property, golden, integration, layering, examples in the docs"
 	$(CARGO) test --locked --workspace
 	@echo "== docs, warnings are errors"
@@ -120,6 +127,30 @@ image: ## build the container image (IMAGE=linkwise:dev) with buildah or docker
 	@if command -v buildah >/dev/null; then set -x; buildah build --layers -t $(IMAGE) .; \
 	elif command -v docker >/dev/null; then set -x; docker build -t $(IMAGE) .; \
 	else echo "image: neither buildah nor docker on the PATH"; exit 1; fi
+
+# One build each: the features of the one are not those of the other.
+.PHONY: build
+build: setup ## build both programs, as the image has them
+	$(CARGO) build --profile $(PROFILE) --locked --bin linkwise
+	$(CARGO) build --profile $(PROFILE) --locked -p linkwise-cluster
+
+SHARE = $(DESTDIR)$(PREFIX)/share
+
+.PHONY: install
+install: $(if $(PROFILE),build) ## install programs, manual and completions (PREFIX=/usr/local, DESTDIR=)
+	install -d $(DESTDIR)$(PREFIX)/bin $(SHARE)/man/man1 $(SHARE)/bash-completion/completions \
+	  $(SHARE)/zsh/site-functions $(SHARE)/fish/vendor_completions.d
+	install $(BUILT)/linkwise $(BUILT)/linkwise-cluster $(DESTDIR)$(PREFIX)/bin
+	$(BUILT)/linkwise-cluster man $(SHARE)/man/man1
+	$(BUILT)/linkwise-cluster completions bash > $(SHARE)/bash-completion/completions/linkwise
+	$(BUILT)/linkwise-cluster completions zsh > $(SHARE)/zsh/site-functions/_linkwise
+	$(BUILT)/linkwise-cluster completions fish > $(SHARE)/fish/vendor_completions.d/linkwise.fish
+
+.PHONY: uninstall
+uninstall: ## remove what install has made (PREFIX=, DESTDIR= as there)
+	rm -f $(DESTDIR)$(PREFIX)/bin/linkwise $(DESTDIR)$(PREFIX)/bin/linkwise-cluster \
+	  $(SHARE)/man/man1/linkwise.1 $(SHARE)/man/man1/linkwise-*.1 $(SHARE)/bash-completion/completions/linkwise \
+	  $(SHARE)/zsh/site-functions/_linkwise $(SHARE)/fish/vendor_completions.d/linkwise.fish
 
 .PHONY: clean
 clean: ## remove what was built

@@ -62,8 +62,8 @@ pub fn run(command: Command, clients: runtime::ApiClients<'_>) -> ExitCode {
             Ok(code) => return code,
             Err(error) => Err(error),
         },
-        // It speaks to the API server, which this program cannot.
-        Command::ConfigManager(_) => Err(runtime::become_cluster_program()),
+        // It speaks to the API server, or writes what no running node has to map.
+        Command::ConfigManager(_) | Command::Completions(_) | Command::Man(_) => Err(runtime::become_cluster_program()),
         Command::NvmlAgent(args) => nvml::agent::main(&args.command).map_err(Into::into),
     };
     result.map_or_else(|error| failed(&error), |()| ExitCode::SUCCESS)

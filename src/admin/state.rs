@@ -22,10 +22,10 @@ pub struct State {
     pub parts: BTreeMap<String, PartState>,
     /// The GPUs, in the order of their PCI addresses.
     pub gpus: Vec<GpuState>,
-    /// What containers hold, by namespace, pod, container and resource.
-    pub allocations: Vec<AllocationState>,
-    /// What requests for 1, 2, 4 ... GPUs would get now.
-    pub outlook: Vec<OutlookState>,
+    /// What containers hold, by namespace, pod, container and resource. `None` while it is unknown which GPUs are held.
+    pub allocations: Option<Vec<AllocationState>>,
+    /// What requests for 1, 2, 4 ... GPUs would get now. `None` likewise.
+    pub outlook: Option<Vec<OutlookState>>,
     /// The warnings about the node, each of which the log has once.
     pub warnings: Vec<String>,
 }

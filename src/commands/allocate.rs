@@ -2,7 +2,6 @@
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Error, Result, anyhow, bail, ensure};
@@ -68,7 +67,7 @@ pub async fn allocate(args: &AllocateArgs) -> Result<()> {
         None if shared.is_some() => AllocationPolicy::Distributed,
         None => AllocationPolicy::BestEffort,
     };
-    let choice = Choice { tables: AllocationTables::new(Arc::new(topology)), shared, policy };
+    let choice = Choice { tables: super::tables(topology), shared, policy };
     if let Some(path) = &args.requests {
         return answer_all(&choice, path);
     }

@@ -11,7 +11,6 @@ use serde_json::Value;
 
 use super::manifest::{List, text};
 use super::output::print;
-use crate::allocation::AllocationTables;
 use crate::config::{ClaimArgs, ClaimKind, Near};
 use crate::machines;
 use crate::publish::dra::{GpuLayout, GroupSizes};
@@ -244,7 +243,7 @@ fn groups(args: &ClaimArgs) -> Result<Vec<String>> {
     if let Some(node) = args.node.as_ref().filter(|_| args.gpus > 1) {
         let (topology, _) = NodeTopology::assemble(&machines::load(node)?.observed);
         let gpus = (0..topology.gpus().len()).collect();
-        let layout = GpuLayout::of(&AllocationTables::new(topology.into()), gpus, &args.dra_groups);
+        let layout = GpuLayout::of(&super::tables(topology), gpus, &args.dra_groups);
         let is_there = |name: &String| match name.as_str() {
             NVLINK_DOMAIN => !layout.nvlink_domains.is_empty(),
             _ => layout.families.iter().any(|family| family.name == *name),

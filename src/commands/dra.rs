@@ -8,7 +8,6 @@ use serde::Serialize;
 use super::machine::machine;
 use super::manifest::{List, text};
 use super::output::print;
-use crate::allocation::AllocationTables;
 use crate::config::settings::load;
 use crate::config::{DraArgs, Environment};
 use crate::publish::dra::slice::{Pool, SliceSpec};
@@ -50,7 +49,7 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
     let gpus = offered(&topology, &plan);
     let (shares, not_shared) = dra_shares(&topology, &plan);
     let is_whole = |place: &usize| topology.gpus().get(*place).is_some_and(|gpu| !shares.contains_key(&gpu.uuid));
-    let tables = AllocationTables::new(topology.clone().into());
+    let tables = super::tables(topology.clone());
     let sizes = &settings.dra_groups.value;
     let layout = GpuLayout::of(&tables, gpus.places().filter(is_whole).collect(), sizes);
     let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout).shared(&shares);

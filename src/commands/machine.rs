@@ -4,6 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
+use super::Progress;
 use crate::config::{HostArgs, NodeArgs};
 use crate::hwloc;
 use crate::machines::{self, Machine, VERSION};
@@ -23,6 +24,7 @@ pub(super) async fn machine(node: &NodeArgs) -> Result<Machine> {
 }
 
 async fn this_machine(host: &HostArgs) -> Result<Machine> {
+    let _progress = Progress::start("reading this machine");
     let scan = runtime::scan(&runtime::agent_command(host)).await;
     let scan = scan.context("cannot look at this machine (--node names another)")?;
     let (seen, failures) = hwloc::observe(Path::new(&host.sysfs));

@@ -17,6 +17,7 @@ mod matrix;
 mod outline;
 mod output;
 mod picture;
+mod progress;
 mod simulate;
 mod since;
 mod snapshot;
@@ -30,6 +31,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
+use crate::allocation::AllocationTables;
 use crate::machines::Machine;
 use crate::state::GpuSelector;
 use crate::topology::{Gpu, NodeTopology};
@@ -42,6 +44,7 @@ pub use doctor::{ClusterFacts, DraFound, ExtendedResourceFound, NodeFeatureFound
 pub use dra::dra;
 pub use labels::labels;
 pub use output::print;
+pub use progress::Progress;
 pub use simulate::{Draws, Job, best_set, collective, read_trace, simulate};
 pub use snapshot::snapshot;
 pub use top::top;
@@ -61,6 +64,12 @@ fn open(path: &Path) -> Result<Box<dyn Read>> {
         Some("-") => Ok(Box::new(io::stdin().lock())),
         _ => Ok(Box::new(File::open(path).with_context(|| format!("cannot open {}", path.display()))?)),
     }
+}
+
+/// The tables of a machine: of one with many GPUs they take a while.
+fn tables(topology: NodeTopology) -> AllocationTables {
+    let _progress = Progress::start("comparing the sets of this machine's GPUs");
+    AllocationTables::new(topology.into())
 }
 
 /// The GPU that a person named, with its place.

@@ -7,8 +7,9 @@ use clap::error::ErrorKind;
 use clap::{ArgMatches, Args, Error, FromArgMatches, Subcommand};
 
 use super::{
-    AdminArgs, AgentArgs, AllocateArgs, ClaimArgs, ConfigArgs, ConfigManagerArgs, DemoArgs, DoctorArgs, DraArgs,
-    LabelsArgs, MpsControlDaemonArgs, RunArgs, SimulateArgs, SnapshotArgs, TopArgs, TopologyArgs,
+    AdminArgs, AgentArgs, AllocateArgs, ClaimArgs, CompletionsArgs, ConfigArgs, ConfigManagerArgs, DemoArgs,
+    DoctorArgs, DraArgs, LabelsArgs, ManArgs, MpsControlDaemonArgs, RunArgs, SimulateArgs, SnapshotArgs, TopArgs,
+    TopologyArgs,
 };
 
 /// The subcommand that other subcommands start; `--help` does not list it.
@@ -80,6 +81,8 @@ subcommands! {
     "config-manager" => ConfigManager(Box<ConfigManagerArgs>),
         "Link the configuration that the node's label names, and signal its reader (see docs/config-manager.md)";
     "config" => Config(ConfigArgs), "Check a configuration file, or show the effective configuration and its origins";
+    "completions" => Completions(CompletionsArgs), "Print the completions of a shell";
+    "man" => Man(ManArgs), "Write a manual page for each command into a folder";
     "nvml-agent" => NvmlAgent(AgentArgs), "The process that calls NVML, started by the others";
 }
 
@@ -107,6 +110,8 @@ mod tests {
             ("mps-control-daemon", "MpsControlDaemon("),
             ("config-manager --oneshot", "ConfigManager("),
             ("config show", "Config("),
+            ("completions bash", "Completions("),
+            ("man folder", "Man("),
             ("nvml-agent {}", "NvmlAgent("),
         ] {
             let cli = Cli::try_parse_from(["linkwise"].into_iter().chain(line.split(' ')));

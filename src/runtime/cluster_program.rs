@@ -1,7 +1,8 @@
 //! `linkwise-cluster`, the program beside this one that speaks to the API server.
 //!
 //! It is a program of its own so that `linkwise run` maps no client of the API server. What needs one, or the model of
-//! the scheduler that is beside it, becomes that program: the same process, with the same command line.
+//! the scheduler or the writer of completions that are beside it, becomes that program: the same process, with the same
+//! command line.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -29,7 +30,7 @@ pub fn become_cluster_program() -> Error {
     // The agent needs no client of the API server, and would keep its pages in memory.
     let error = command.args(words).env(AGENT_PROGRAM, this).exec();
     Error::from(error).context(format!(
-        "cannot start {}, which has the client of the API server and the model of a scheduler",
+        "cannot start {}, which has the client of the API server, the model of a scheduler and the manual",
         program.display()
     ))
 }

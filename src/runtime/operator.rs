@@ -147,6 +147,8 @@ fn state(snapshot: &NodeState, placements: &Placements, readiness: &Readiness, d
             parts.insert(part.to_string(), state);
         }
     }
+    // Whether it is known who holds what: then each NUMA node has its number of free GPUs, if it is 0.
+    let is_known = gpus.len() == 0 || !placements.free.is_empty();
     State {
         version: env!("CARGO_PKG_VERSION"),
         driver_released,
@@ -154,8 +156,8 @@ fn state(snapshot: &NodeState, placements: &Placements, readiness: &Readiness, d
         resources,
         parts,
         gpus: gpus.collect(),
-        allocations: placements.allocations.iter().map(Into::into).collect(),
-        outlook: placements.outlook.iter().map(Into::into).collect(),
+        allocations: is_known.then(|| placements.allocations.iter().map(Into::into).collect()),
+        outlook: is_known.then(|| placements.outlook.iter().map(Into::into).collect()),
         warnings: snapshot.hardware().warnings().iter().map(ToString::to_string).collect(),
     }
 }

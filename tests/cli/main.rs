@@ -15,6 +15,7 @@ mod cluster_program;
 mod config;
 mod demo;
 mod golden;
+mod progress;
 mod pty;
 mod simulate;
 mod top;

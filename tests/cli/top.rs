@@ -218,8 +218,12 @@ fn hostile_names_are_escaped() {
     terminal.wait_for("warning: \\u{1b}[2J\\u{1b}]0;title\\u{7} \\u{9b}31m\\u{202e}x");
     terminal.press("q");
     assert!(terminal.ends().success());
-    let shown = text(&mut neighbour.top(&[]));
-    assert!(shown.chars().all(|char| char == '\n' || !char.is_control()), "{shown:?}");
+    for args in [&[][..], &["--format=json", "--once"]] {
+        let shown = text(&mut neighbour.top(args));
+        assert!(shown.chars().all(|char| char == '\n' || !char.is_control()), "{shown:?}");
+    }
+    let object: Value = serde_json::from_str(&text(&mut neighbour.top(&["--format=json", "--once"]))).unwrap();
+    assert_eq!(object["state"]["version"], hostile);
 }
 
 #[test]

@@ -14,6 +14,7 @@ mod claims;
 pub mod config_manager;
 pub mod demo;
 pub mod doctor;
+pub mod documents;
 pub mod dra;
 mod error;
 mod follower;

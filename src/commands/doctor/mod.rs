@@ -26,7 +26,7 @@ use std::time::Duration;
 use anyhow::Result;
 use tokio::time::timeout;
 
-use super::print;
+use super::{Progress, print};
 use crate::config::{DoctorArgs, Format};
 use crate::hwloc::{self, BusGpus, PciBus};
 use crate::topology::{GpuObservation, NodeObservation, NodeTopology};
@@ -62,8 +62,10 @@ fn below(root: &Path, path: &str) -> PathBuf {
 /// node, where this program can ask it.
 pub async fn doctor(args: &DoctorArgs, facts: Option<impl Future<Output = ClusterFacts>>) -> Result<ExitCode> {
     let limit = Duration::from_secs(args.timeout);
+    let progress = Progress::start("checking the PCI bus");
     let sysfs = args.host.sysfs.clone();
     let bus = blocking(limit, move || PciBus::default().gpus(&sysfs)).await;
+    progress.step("checking the driver");
     let nvml = driver::ask(&args.host, limit).await;
     let module = below(&args.root, "proc/driver/nvidia/version");
     let module = blocking(limit, move || driver::module_version(&module)).await.flatten();
@@ -73,10 +75,12 @@ pub async fn doctor(args: &DoctorArgs, facts: Option<impl Future<Output = Cluste
 
     let found = &mut Findings::default();
     driver::check(found, &node.nvml, node.bus.as_ref().and_then(Option::as_ref), node.module.as_deref());
+    progress.step("checking the host's files");
     guarded(found, &node, "device nodes", devices::nodes).await;
     guarded(found, &node, "permissions", devices::permissions).await;
     guarded(found, &node, "sysfs", host::sysfs).await;
 
+    progress.step("checking the topology");
     let sysfs = args.host.sysfs.clone();
     let assembled = blocking(limit, move || hwloc::observe(&sysfs)).await.map(|(host, failures)| {
         // What NVML did not answer is reported with the GPUs.
@@ -90,10 +94,13 @@ pub async fn doctor(args: &DoctorArgs, facts: Option<impl Future<Output = Cluste
         Some((observed, _, warnings)) => host::topology(found, observed, warnings),
         None => hangs(found, limit),
     }
+    progress.step("checking the kubelet");
     kubelet::check(found, &args.kubelet_socket, &args.pod_resources_socket, limit).await;
+    progress.step("checking the node's files");
     guarded(found, &node, "container runtime", container_runtime::check).await;
     guarded(found, &node, "labels", labels::check).await;
     guarded(found, &node, "DRA", dra::check).await;
+    progress.step("checking the API server");
     let facts = match facts {
         Some(facts) => Some(timeout(limit, facts).await.map_err(|_| format!("no answer within {limit:?}"))),
         None => None,
@@ -111,8 +118,10 @@ pub async fn doctor(args: &DoctorArgs, facts: Option<impl Future<Output = Cluste
         topology_manager::check(found, observed, topology, (args.numa_hints, policy.as_ref()));
     }
     let host = assembled.map(|(observed, ..)| observed.host).unwrap_or_default();
+    progress.step("checking the GPUs' health");
     gpus::check(found, &node, host).await;
 
+    drop(progress);
     let report = Report::new(std::mem::take(&mut found.found));
     print(&match args.format {
         Format::Text => report.text(),

@@ -7,14 +7,13 @@ mod draws;
 mod replay;
 mod trace;
 
-use std::io::{self, IsTerminal, Read, Write};
+use std::io::Read;
 use std::path::Path;
-use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 
-use super::{open, print};
+use super::{Progress, open, print};
 use crate::allocation::{AllocationPolicy, AllocationTables};
 use crate::config::{Format, SimulateArgs, SimulatePolicy};
 use crate::topology::NodeTopology;
@@ -26,9 +25,6 @@ pub use trace::Job;
 
 /// The longest trace, in bytes: some five million jobs.
 const MAX_TRACE: u64 = 64 << 20;
-
-/// Jobs between two updates of the progress line.
-const PROGRESS_EVERY: usize = 4096;
 
 /// The answer for scripts.
 #[derive(Serialize)]
@@ -55,7 +51,7 @@ pub async fn simulate(args: &SimulateArgs) -> Result<()> {
     let jobs = read_trace(trace)?;
     let machine = super::machine(&args.node).await?;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
-    let tables = AllocationTables::new(Arc::new(topology));
+    let tables = super::tables(topology);
     let gpus = tables.topology().gpus().len();
     if jobs.iter().all(|job| job.size > gpus) {
         bail!("no job of {} fits this machine (it has {gpus} GPUs)", trace.display());
@@ -91,17 +87,8 @@ fn outcome(tables: &AllocationTables, jobs: &[Job], policy: SimulatePolicy, seed
         SimulatePolicy::FirstFit => ("first-fit", Chooser::FirstFit),
         SimulatePolicy::Random => ("random", Chooser::Random(seed)),
     };
-    let mut terminal = Some(io::stderr()).filter(|stderr| stderr.is_terminal() && jobs.len() > PROGRESS_EVERY);
-    let figures = replay(tables, jobs, chooser, &mut |done| {
-        if let Some(stderr) = terminal.as_mut().filter(|_| done % PROGRESS_EVERY == 0) {
-            // A progress line that cannot be written is no reason to stop.
-            let _ = write!(stderr, "\r{name}: {done} of {} jobs ({} %)", jobs.len(), done * 100 / jobs.len());
-        }
-    });
-    if let Some(stderr) = terminal.as_mut() {
-        // Back to the start of the line, and clear it.
-        let _ = write!(stderr, "\r\x1b[K");
-    }
+    let progress = Progress::of(name, jobs.len());
+    let figures = replay(tables, jobs, chooser, &mut |done| progress.done(done));
     let seed = matches!(chooser, Chooser::Random(_)).then_some(seed);
     Outcome { policy: name, seed, figures }
 }

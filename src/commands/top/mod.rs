@@ -79,7 +79,7 @@ async fn objects(args: &TopArgs) -> Result<()> {
             Err(error) => json!({ "time": time, "error": format!("{error:#}") }),
         };
         let mut out = io::stdout().lock();
-        match writeln!(out, "{object}").and_then(|()| out.flush()) {
+        match writeln!(out, "{}", escaped(&object.to_string())).and_then(|()| out.flush()) {
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => break,
             written => written?,
         }
@@ -88,6 +88,18 @@ async fn objects(args: &TopArgs) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// JSON with escapes for the control characters that it may have as they are, and terminals obey.
+fn escaped(json: &str) -> String {
+    let mut text = String::with_capacity(json.len());
+    for char in json.chars() {
+        match char {
+            char if char.is_control() => text += &format!("\\u{:04x}", u32::from(char)),
+            char => text.push(char),
+        }
+    }
+    text
 }
 
 /// Draws until it is told to end.

@@ -166,7 +166,7 @@ impl View<'_> {
             column("MB/s", true, 1),
             column("OF BEST", true, 0),
         ];
-        let rows = self.state.outlook.iter().map(|outlook| {
+        let rows = self.state.outlook.iter().flatten().map(|outlook| {
             let gpus = match outlook.gpus.as_slice() {
                 [] => piece(Tint::Bad, "nothing"),
                 gpus => piece(Tint::Plain, &format!("GPU {}", self.indices(gpus))),

@@ -16,7 +16,7 @@ pub(super) struct State {
     pub gpus: Vec<Gpu>,
     /// `None` where it is unknown which pods have GPUs.
     pub allocations: Option<Vec<Allocation>>,
-    pub outlook: Vec<Outlook>,
+    pub outlook: Option<Vec<Outlook>>,
     pub warnings: Vec<String>,
 }
 

@@ -17,14 +17,14 @@ mod tests;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
-use linkwise::commands::{Draws, Job, print, read_trace};
+use linkwise::commands::{Draws, Job, Progress, print, read_trace};
 use linkwise::config::{Door, Format, SimulateArgs};
 
 use figures::Figures;
 use machines::Machine;
 use replay::{Event, Replay};
 use scheduler::Scheduler;
-use show::{Kind, Load, Outcome, Progress, Simulation};
+use show::{Kind, Load, Outcome, Simulation};
 
 /// Jobs for each node, where nothing else is asked for.
 const JOBS_PER_NODE: u32 = 20;
@@ -72,8 +72,12 @@ fn simulate(args: &SimulateArgs) -> Result<Simulation> {
     let mut doors: Vec<Outcome> = Vec::new();
     for door in &args.cluster.door {
         if !doors.iter().any(|known| known.door == door.name()) {
-            let mut progress = Progress::new(*door, cluster.jobs.len());
-            let mut started = |event: &Event| progress.saw(event);
+            let progress = Progress::of(&door.name(), cluster.jobs.len());
+            let mut done = 0;
+            let mut started = |event: &Event| {
+                done += usize::from(matches!(event, Event::Started { .. }));
+                progress.done(done);
+            };
             let figures = through(&cluster, *door, args, &mut started)?;
             doors.push(Outcome { door: door.name(), figures });
         }

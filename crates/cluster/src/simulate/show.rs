@@ -1,18 +1,8 @@
-//! What the command prints: JSON for scripts, a table for people, a progress bar on a terminal.
+//! What the command prints: JSON for scripts, a table for people.
 
-use std::io::{IsTerminal, Stderr, Write, stderr};
-
-use linkwise::config::Door;
 use serde::Serialize;
 
 use super::figures::Figures;
-use super::replay::Event;
-
-/// Jobs between two updates of the progress bar.
-const PROGRESS_EVERY: usize = 256;
-
-/// The width of the progress bar, in characters.
-const BAR: usize = 30;
 
 /// The answer for scripts.
 #[derive(Debug, PartialEq, Eq, Serialize)]
@@ -116,58 +106,4 @@ fn row(text: &mut String, label: &str, simulation: &Simulation, cell: impl Fn(&O
 fn percent(mille: impl Into<u64>) -> String {
     let mille = mille.into();
     format!("{}.{} %", mille / 10, mille % 10)
-}
-
-/// The progress bar of one door, where standard error is a terminal.
-pub(super) struct Progress {
-    door: String,
-    jobs: usize,
-    done: usize,
-    terminal: Option<Stderr>,
-}
-
-impl Progress {
-    pub fn new(door: Door, jobs: usize) -> Self {
-        let terminal = Some(stderr()).filter(IsTerminal::is_terminal);
-        Self { door: door.name(), jobs, done: 0, terminal }
-    }
-
-    /// Takes note of an event.
-    pub fn saw(&mut self, event: &Event) {
-        let Event::Started { .. } = event else { return };
-        self.done += 1;
-        if let Some(terminal) = self.terminal.as_mut().filter(|_| self.done.is_multiple_of(PROGRESS_EVERY)) {
-            // A bar that cannot be written is no reason to stop.
-            let _ = write!(terminal, "\r{}", bar(&self.door, self.done, self.jobs));
-        }
-    }
-}
-
-impl Drop for Progress {
-    fn drop(&mut self) {
-        if let Some(terminal) = self.terminal.as_mut() {
-            // Back to the start of the line, and clear it.
-            let _ = write!(terminal, "\r\x1b[K");
-        }
-    }
-}
-
-fn bar(door: &str, done: usize, jobs: usize) -> String {
-    let full = (done * BAR).checked_div(jobs).unwrap_or(0).min(BAR);
-    let percent = (done * 100).checked_div(jobs).unwrap_or(0);
-    let bar: String = (0..BAR).map(|at| if at < full { '#' } else { '.' }).collect();
-    format!("{door:<12} [{bar}] {percent:>3} %  {done} of {jobs} jobs")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::bar;
-
-    #[test]
-    fn bar_shows_the_share_that_is_done() {
-        let full = |done| bar("plugin", done, 1000).matches('#').count();
-        assert_eq!([0, 500, 999, 1000].map(full), [0, 15, 29, 30]);
-        assert!(bar("plugin", 500, 1000).ends_with(" 50 %  500 of 1000 jobs"));
-        assert_eq!(bar("plugin", 0, 0).matches('#').count(), 0);
-    }
 }

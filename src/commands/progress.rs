@@ -1,0 +1,129 @@
+//! A line on a terminal about what takes longer than a second: what is under way, how much of it is done, since when.
+//!
+//! It goes to standard error, appears after a second, and is gone when the work is done. Where standard error is no
+//! terminal there is none. A thread draws it, so that work that blocks or computes is seen to go on.
+
+use std::fmt;
+use std::io::{IsTerminal, Write, stderr};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rustix::termios::tcgetwinsize;
+
+/// What is done sooner is not worth a line.
+const AFTER: Duration = Duration::from_secs(1);
+
+/// From one drawing to the next.
+const AGAIN: Duration = Duration::from_millis(250);
+
+/// The width of the bar, in characters.
+const BAR: usize = 30;
+
+/// Work that is under way, until this is dropped.
+pub struct Progress {
+    seen: Arc<Seen>,
+    /// Ends the thread when it is dropped; `None` where nothing is drawn.
+    drawing: Option<(Sender<()>, JoinHandle<()>)>,
+}
+
+/// What the line shows.
+struct Seen {
+    what: Mutex<String>,
+    done: AtomicUsize,
+    /// 0 where it is not known how much there is to do.
+    all: AtomicUsize,
+    since: Instant,
+}
+
+impl Progress {
+    /// Begins work of which it is not known how long it is.
+    pub fn start(what: &str) -> Self {
+        Self::of(what, 0)
+    }
+
+    /// Begins work of so many pieces.
+    pub fn of(what: &str, all: usize) -> Self {
+        let (done, all) = (AtomicUsize::new(0), AtomicUsize::new(all));
+        let seen = Arc::new(Seen { what: Mutex::new(what.to_owned()), done, all, since: Instant::now() });
+        let drawing = Some(channel()).filter(|_| stderr().is_terminal()).and_then(|(end, ended)| {
+            let shown = Arc::clone(&seen);
+            let thread = Builder::new().name("progress".to_owned()).spawn(move || draw(&shown, &ended));
+            // Without a thread there is no line, which is no reason to stop.
+            Some((end, thread.ok()?))
+        });
+        Self { seen, drawing }
+    }
+
+    /// The work goes on with something else.
+    pub fn step(&self, what: &str) {
+        *self.seen.what.lock().unwrap_or_else(PoisonError::into_inner) = what.to_owned();
+    }
+
+    /// So many pieces are done.
+    pub fn done(&self, pieces: usize) {
+        self.seen.done.store(pieces, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if let Some((end, thread)) = self.drawing.take() {
+            drop(end);
+            // A thread that panicked has nothing to clear.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn draw(seen: &Seen, ended: &Receiver<()>) {
+    let mut pause = AFTER;
+    while ended.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
+        // One column is the cursor's: a line that wraps would not be cleared.
+        let columns = tcgetwinsize(stderr()).map_or(0, |size| usize::from(size.ws_col).saturating_sub(1));
+        let line: String = seen.to_string().chars().take(columns).collect();
+        // A line that cannot be written is no reason to stop.
+        let _ = write!(stderr().lock(), "\r{line}\x1b[K");
+        pause = AGAIN;
+    }
+    if pause == AGAIN {
+        // Back to the start of the line, and clear it.
+        let _ = write!(stderr().lock(), "\r\x1b[K");
+    }
+}
+
+impl fmt::Display for Seen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let what = self.what.lock().unwrap_or_else(PoisonError::into_inner);
+        match (self.done.load(Ordering::Relaxed), self.all.load(Ordering::Relaxed)) {
+            (_, 0) => write!(f, "{what}, {} s", self.since.elapsed().as_secs()),
+            (done, all) => {
+                let full = (done * BAR).checked_div(all).unwrap_or(0).min(BAR);
+                let percent = (done * 100).checked_div(all).unwrap_or(0);
+                let bar: String = (0..BAR).map(|at| if at < full { '#' } else { '.' }).collect();
+                write!(f, "{what:<12} [{bar}] {percent:>3} %  {done} of {all}")
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bar_shows_the_share_that_is_done() {
+        let progress = Progress::of("plugin", 1000);
+        let shown = |done| {
+            progress.done(done);
+            progress.seen.to_string()
+        };
+        assert_eq!([0, 500, 999, 1000].map(|done| shown(done).matches('#').count()), [0, 15, 29, 30]);
+        assert!(shown(500).ends_with(" 50 %  500 of 1000"));
+        let unknown = Progress::start("one");
+        unknown.step("two");
+        assert!(unknown.seen.to_string().starts_with("two, "));
+    }
+}

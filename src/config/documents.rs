@@ -1,0 +1,92 @@
+//! The options of `linkwise completions` and `linkwise man`, and the commands as these describe them: what is hidden in
+//! `--help` is left out.
+//!
+//! The text is made by `linkwise-cluster`: `linkwise run` maps nothing of it.
+
+use std::path::PathBuf;
+
+use clap::builder::{PossibleValuesParser, Resettable};
+use clap::{Args, Command, CommandFactory, ValueEnum};
+
+use super::Cli;
+
+/// `linkwise completions`.
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "For bash, now and in this shell: source <(linkwise completions bash)")]
+pub struct CompletionsArgs {
+    /// The shell
+    #[arg(value_name = "SHELL")]
+    pub shell: Shell,
+}
+
+/// A shell that completes command lines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Shell {
+    /// GNU Bash.
+    #[value(help = None)]
+    Bash,
+    /// The Z shell.
+    #[value(help = None)]
+    Zsh,
+    /// fish.
+    #[value(help = None)]
+    Fish,
+}
+
+/// `linkwise man`.
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "To read one: linkwise man /tmp/man && man /tmp/man/linkwise.1")]
+pub struct ManArgs {
+    /// The folder; it is made where it is missing
+    #[arg(value_name = "FOLDER")]
+    pub folder: PathBuf,
+}
+
+/// How the help texts write a value that is a machine: a built-in name, or a file.
+const MACHINE: &str = "NAME|FILE";
+
+/// Stands in the tree of [`completable`] for the names of the built-in machines, which this module does not know.
+pub const MACHINE_NAMES: &str = "LINKWISE_MACHINE_NAMES";
+
+/// All commands as pages of a manual describe them, `linkwise` itself first.
+pub fn documented() -> Vec<Command> {
+    fn with_those_below(command: &Command) -> Vec<Command> {
+        let below = command.get_subcommands().filter(|command| is_shown(command)).flat_map(with_those_below);
+        std::iter::once(command.clone()).chain(below).collect()
+    }
+    let mut root = Cli::command().disable_help_subcommand(true);
+    root.build();
+    with_those_below(&root)
+}
+
+/// All commands with their flags, as shells complete them.
+pub fn completable() -> Command {
+    let mut root = Cli::command();
+    root.build();
+    without_hidden(&root)
+}
+
+fn is_shown(command: &Command) -> bool {
+    !command.is_hide_set() && command.get_name() != "help"
+}
+
+/// A command with what shells need of it.
+fn without_hidden(command: &Command) -> Command {
+    // clap keeps names for ever; this program makes them once and ends.
+    let mut copy = Command::new(&*command.get_name().to_owned().leak());
+    copy = copy.about(command.get_about().cloned().unwrap_or_default());
+    // The flags for help and version are among those that are copied; the second wants a version to print.
+    copy = copy.version(env!("CARGO_PKG_VERSION"));
+    copy = copy.disable_help_flag(true).disable_version_flag(true).disable_help_subcommand(true);
+    for arg in command.get_arguments().filter(|arg| !arg.is_hide_set()) {
+        let is_machine = arg.get_value_names().is_some_and(|names| names.iter().any(|name| *name == MACHINE));
+        let arg = arg.clone();
+        copy = copy.arg(if is_machine {
+            // The default would be none of the values.
+            arg.value_parser(PossibleValuesParser::new([MACHINE_NAMES])).default_value(Resettable::Reset)
+        } else {
+            arg
+        });
+    }
+    copy.subcommands(command.get_subcommands().filter(|command| is_shown(command)).map(without_hidden))
+}
