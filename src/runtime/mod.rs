@@ -37,7 +37,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::admin::Local;
 use crate::cdi::CdiMetrics;
-use crate::commands::{self, ClusterFacts};
+use crate::commands::{self, ClusterFacts, ClusterQuestions};
 use crate::config::settings::{OnNvmlLoss, load, load_text};
 use crate::config::{ConfigMetrics, DoctorArgs, Environment, Flags, HostArgs, NvmlArgs, RunArgs, Settings};
 use crate::hwloc;
@@ -73,8 +73,8 @@ pub fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
     result
 }
 
-/// Reads what the API server has about a node, by its name; of DRA where a driver is named.
-pub type NodeReader = dyn Fn(String, Option<String>) -> BoxFuture<'static, ClusterFacts> + Send + Sync;
+/// Reads what the API server has about a node.
+pub type NodeReader = dyn Fn(ClusterQuestions) -> BoxFuture<'static, ClusterFacts> + Send + Sync;
 
 /// What `linkwise-cluster` adds to commands: clients of the API server.
 #[derive(Clone, Copy, Default)]
@@ -108,10 +108,11 @@ pub fn doctor(args: &DoctorArgs, reader: Option<&NodeReader>) -> Result<ExitCode
         // Where that fails, the other checks are worth as much.
         drop(become_cluster_program());
     }
-    let driver = load(&Flags::default(), &Environment::read()).ok().map(|loaded| loaded.settings);
-    let driver = driver.filter(|settings| settings.dra_gpus.value != DraGpus::None);
+    let settings = load(&Flags::default(), &Environment::read()).ok().map(|loaded| loaded.settings);
+    let events = settings.as_ref().is_some_and(|settings| settings.events.value);
+    let driver = settings.filter(|settings| settings.dra_gpus.value != DraGpus::None);
     let driver = driver.map(|settings| settings.dra_driver_name.value);
-    let facts = reader.zip(node).map(|(reader, node)| reader(node, driver));
+    let facts = reader.zip(node).map(|(reader, node)| reader(ClusterQuestions { node, driver, events }));
     block_on(commands::doctor(args, facts))
 }
 

@@ -10,6 +10,7 @@ mod doctor;
 mod dra_mig;
 mod dra_node;
 mod dra_soak;
+mod events;
 mod node;
 mod node_feature;
 #[allow(dead_code, clippy::indexing_slicing, reason = "other tests judge more by it")]

@@ -7,9 +7,11 @@ pub mod dra;
 pub mod injection;
 pub mod labels;
 mod mps_client;
+mod pod_event;
 mod rdma;
 
 pub use mps_client::{MPS_CONTAINER_ROOT, MPS_PIPE, MPS_SHM, MpsClient};
+pub use pod_event::PodEvent;
 pub use rdma::RdmaNodes;
 
 use crate::prelude::*;
