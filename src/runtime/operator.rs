@@ -15,6 +15,7 @@ use super::driver::metrics::DriverMetrics;
 use super::node::Node;
 use super::readiness::{Part, Readiness};
 use crate::admin::{GpuState, Order, Orders, Outcome, PartState, ReasonState, ResourceState, State};
+use crate::publish::placement::Placements;
 use crate::state::{Door, Event, NodeState, Resource};
 use crate::topology::GpuUuid;
 
@@ -142,6 +143,7 @@ fn state(snapshot: &NodeState, readiness: &Readiness, driver_released: bool) -> 
             parts.insert(part.to_string(), state);
         }
     }
+    let placements = Placements::of(snapshot);
     State {
         version: env!("CARGO_PKG_VERSION"),
         driver_released,
@@ -149,6 +151,8 @@ fn state(snapshot: &NodeState, readiness: &Readiness, driver_released: bool) -> 
         resources,
         parts,
         gpus: gpus.collect(),
+        allocations: placements.allocations.iter().map(Into::into).collect(),
+        outlook: placements.outlook.iter().map(Into::into).collect(),
         warnings: snapshot.hardware().warnings().iter().map(ToString::to_string).collect(),
     }
 }

@@ -35,6 +35,9 @@ const CONTROLLER: &str = "linkwise.dev/linkwise";
 /// The longest `reportingInstance` that the API takes, in bytes.
 const LONGEST_INSTANCE: usize = 128;
 
+/// The longest note, in bytes.
+const LONGEST_NOTE: usize = 1024;
+
 /// The longest name of an object, in bytes.
 const LONGEST_NAME: usize = 253;
 
@@ -179,7 +182,7 @@ fn object(event: &PodEvent, uid: &str, node: &str, time: &Value) -> Value {
         "type": "Warning",
         "reason": reason,
         "action": "Allocate",
-        "note": cut(note, PodEvent::NOTE),
+        "note": cut(note, LONGEST_NOTE),
         "reportingController": CONTROLLER,
         "reportingInstance": cut(node, LONGEST_INSTANCE),
         "regarding": {"apiVersion": "v1", "kind": "Pod", "namespace": namespace, "name": pod, "uid": uid},
