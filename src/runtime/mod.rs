@@ -11,6 +11,7 @@ mod cluster_program;
 mod config;
 mod dra;
 mod driver;
+mod events;
 mod keeper;
 mod labels;
 mod labels_program;
@@ -54,6 +55,7 @@ use readiness::Idle;
 pub use crate::dra::Client as DraClient;
 pub use cluster_program::become_cluster_program;
 pub use driver::scan;
+pub use events::{EventsClient, EventsSide};
 pub use keeper::{HealthSettings, Kept, kept};
 pub use labels::{LabelsWatch, NodeLabels};
 pub use labels_program::{Publisher, labels};
@@ -85,6 +87,8 @@ pub struct ApiClients<'a> {
     pub doctor: Option<&'a NodeReader>,
     /// DRA, for `linkwise run`.
     pub dra: Option<DraSide<'a>>,
+    /// The writer of events about pods, for `linkwise run`.
+    pub events: Option<&'a EventsClient>,
 }
 
 /// DRA with a client of the API server. `linkwise` never makes one, so that its executable has no code of DRA.
@@ -125,10 +129,10 @@ enum End {
     ForClusterProgram,
 }
 
-/// Serves this node until a signal ends it; `dra` where this program has a client of the API server.
-pub fn run(args: &RunArgs, dra: Option<DraSide<'_>>) -> Result<()> {
+/// Serves this node until a signal ends it, with the clients of the API server that this program has.
+pub fn run(args: &RunArgs, clients: ApiClients<'_>) -> Result<()> {
     let log = log_to_stderr(&args.log.log, args.log.log_format)?;
-    match block_on(serve(args, dra))? {
+    match block_on(serve(args, clients))? {
         End::Ended => Ok(()),
         End::ForClusterProgram => {
             // What is still to be logged would be lost.
@@ -144,7 +148,7 @@ const START: Duration = Duration::from_secs(10);
 /// How long code that ran stays mapped at most.
 const CODE: Duration = Duration::from_secs(3600);
 
-async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
+async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
     // First of all: PID 1 of a container ignores every signal that it has no handler for.
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
@@ -169,7 +173,12 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
         tracing::warn!(why, "GPUs that were offered through DRA cannot be withdrawn there");
         uses_dra = false;
     }
-    if uses_dra && side.is_none() {
+    let uses_events = settings.events.value && args.api.is_given();
+    if settings.events.value && !uses_events {
+        let why = "KUBERNETES_SERVICE_HOST is not set (no pod?), and no --kubeconfig is given";
+        tracing::warn!(why, "events need the API server: none are written");
+    }
+    if uses_dra && clients.dra.is_none() || uses_events && clients.events.is_none() {
         return Ok(End::ForClusterProgram);
     }
     let admin = settings.admin_socket.value.as_deref();
@@ -215,7 +224,7 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
         node.spawn("CDI sync", sync.run(node.snapshot(), cdi_metrics, node.readiness.clone()));
     }
     labels::spawn_in(&mut node, &settings, args);
-    if let Some(side) = side.filter(|_| uses_dra) {
+    if let Some(side) = clients.dra.filter(|_| uses_dra) {
         let given = dra::Given {
             settings: &settings,
             name: args.node_name.clone(),
@@ -227,6 +236,9 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
             mig: Some(mig),
         };
         (side.start)(&mut node, given, side.client)?;
+    }
+    if let Some(client) = clients.events.filter(|_| uses_events) {
+        events::spawn_in(&mut node, &settings, args.node_name.as_deref(), client);
     }
     // Before the first GPU is discovered: the plan decides which resources it belongs to.
     let planned = Event::Planned(Box::new(settings.plan()));

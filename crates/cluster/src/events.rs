@@ -9,19 +9,25 @@ mod bucket;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
 use k8s_openapi::jiff::Timestamp;
 use kube::Api;
 use kube::api::{ApiResource, DynamicObject, GroupVersionKind, PostParams};
 use linkwise::publish::PodEvent;
+use linkwise::runtime::EventsSide;
+use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
+use crate::access::Access;
 use crate::attempts::Attempts;
 use crate::error::ApiError;
-use crate::server::{ApiServer, named};
+use crate::metrics::ApiMetrics;
+use crate::server::{ApiServer, Pace, named};
 
 use bucket::Bucket;
 
@@ -40,6 +46,19 @@ const LONGEST_NOTE: usize = 1024;
 
 /// The longest name of an object, in bytes.
 const LONGEST_NAME: usize = 253;
+
+/// What writes events at an API server.
+pub(crate) fn client(
+    access: Access,
+    pace: Pace,
+    metrics: ApiMetrics,
+) -> impl Fn(EventsSide, &mut Registry, CancellationToken) -> BoxFuture<'static, anyhow::Result<()>> + Send + Sync {
+    move |EventsSide { node, due }, registry, shutdown| {
+        metrics.register_in(registry);
+        let server = ApiServer::new(access.clone(), pace, metrics.clone());
+        EventWriter::new(server, node).run(due, shutdown).map(Ok).boxed()
+    }
+}
 
 /// A pod by namespace and name.
 type Pod = (String, String);
