@@ -24,6 +24,7 @@ mod observe;
 mod operator;
 mod readiness;
 mod simulated;
+mod traces;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -63,6 +64,7 @@ pub use log::log_to_stderr;
 pub use mps::mps_control_daemon;
 pub use node::{Node, NodeSettings};
 pub use simulated::{SimulatedFolders, start_with_dra};
+pub use traces::{Span, TracesClient, TracesSide};
 
 /// Runs a future on a runtime of our own: of one thread, which nothing holds up. Files are read and written on threads of
 /// their own, and log lines by the queue's.
@@ -78,7 +80,7 @@ pub fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
 /// Reads what the API server has about a node.
 pub type NodeReader = dyn Fn(ClusterQuestions) -> BoxFuture<'static, ClusterFacts> + Send + Sync;
 
-/// What `linkwise-cluster` adds to commands: clients of the API server.
+/// What `linkwise-cluster` adds to commands: clients of the API server, and of a collector of traces.
 #[derive(Clone, Copy, Default)]
 pub struct ApiClients<'a> {
     /// The writer of NodeFeature objects, for `linkwise labels`.
@@ -89,6 +91,8 @@ pub struct ApiClients<'a> {
     pub dra: Option<DraSide<'a>>,
     /// The writer of events about pods, for `linkwise run`.
     pub events: Option<&'a EventsClient>,
+    /// The exporter of spans, for `linkwise run`.
+    pub traces: Option<&'a TracesClient>,
 }
 
 /// DRA with a client of the API server. `linkwise` never makes one, so that its executable has no code of DRA.
@@ -125,7 +129,7 @@ pub fn doctor(args: &DoctorArgs, reader: Option<&NodeReader>) -> Result<ExitCode
 enum End {
     /// For good.
     Ended,
-    /// To go on as `linkwise-cluster`, which has a client of the API server.
+    /// To go on as `linkwise-cluster`, which has clients of the API server and of a collector of traces.
     ForClusterProgram,
 }
 
@@ -178,7 +182,9 @@ async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
         let why = "KUBERNETES_SERVICE_HOST is not set (no pod?), and no --kubeconfig is given";
         tracing::warn!(why, "events need the API server: none are written");
     }
-    if uses_dra && clients.dra.is_none() || uses_events && clients.events.is_none() {
+    let collector = settings.traces_endpoint.value.clone();
+    let lacks_exporter = !collector.is_empty() && clients.traces.is_none();
+    if uses_dra && clients.dra.is_none() || uses_events && clients.events.is_none() || lacks_exporter {
         return Ok(End::ForClusterProgram);
     }
     let admin = settings.admin_socket.value.as_deref();
@@ -210,6 +216,9 @@ async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
     })
     .await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
+    if let Some(client) = clients.traces.filter(|_| !collector.is_empty()) {
+        traces::spawn_in(&mut node, collector, args.node_name.clone(), client);
+    }
     let metrics = node.metrics().register(DriverMetrics::register);
     let release = operator::Release::new(metrics.clone());
     let beside = (metrics, node.readiness.idle().clone(), release.clone());

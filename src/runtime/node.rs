@@ -22,6 +22,7 @@ use super::clock::{Clock, at};
 use super::keeper::{HealthSettings, Keeper};
 use super::observe::{self, GpuFailures, Reported};
 use super::readiness::{Idle, Part, Readiness};
+use super::traces::Traces;
 use crate::admin::{Admin, Answers};
 use crate::allocation::AllocationReport;
 use crate::backoff::Backoff;
@@ -76,6 +77,8 @@ pub struct Node {
     /// Which parts of the node are ready.
     pub(super) readiness: Readiness,
     last_report: watch::Sender<Option<Arc<AllocationReport>>>,
+    /// Where plugins report for spans.
+    traces: Option<Traces>,
     metrics: Metrics,
     plugin_metrics: PluginMetrics,
     gpu_failures: GpuFailures,
@@ -157,6 +160,7 @@ impl Node {
             asks_often: watch::Sender::default(),
             readiness: Readiness::new(Idle::Waiting("the GPUs have not been discovered yet".to_owned())),
             last_report: watch::Sender::default(),
+            traces: None,
             plugin_metrics: metrics.register(PluginMetrics::register),
             gpu_failures: metrics.register(GpuFailures::register),
             metrics,
@@ -206,6 +210,16 @@ impl Node {
     /// Follows the report of the latest choice.
     pub fn last_report(&self) -> watch::Receiver<Option<Arc<AllocationReport>>> {
         self.last_report.subscribe()
+    }
+
+    /// Has the plugins that begin from now on report for spans.
+    pub(super) fn trace_to(&mut self, traces: Traces) {
+        self.traces = Some(traces);
+    }
+
+    /// Where plugins report for spans.
+    pub(super) fn traces(&self) -> Option<Traces> {
+        self.traces.clone()
     }
 
     /// Ends the node when cancelled.
@@ -391,8 +405,12 @@ impl Node {
     fn observer(&self) -> kubelet::Observer {
         let (metrics, log) = (self.plugin_metrics.clone(), self.occurrences.0.clone());
         let (last_report, readiness) = (self.last_report.clone(), self.readiness.clone());
+        let traces = self.traces();
         Arc::new(move |resource, occurrence| {
             metrics.count(resource, &occurrence);
+            if let Some(traces) = &traces {
+                traces.plugin(resource, &occurrence);
+            }
             match &occurrence {
                 Occurrence::Chosen { report, .. } => drop(last_report.send_replace(Some(Arc::clone(report)))),
                 // None of these is on the path of an admission.

@@ -20,4 +20,5 @@ mod sets;
 mod simulate;
 mod slices;
 mod support;
+mod traces;
 mod whole_node;
