@@ -216,6 +216,9 @@ async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
     })
     .await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
+    if settings.hide_pod_names.value {
+        node.metrics().placements().hide_pods();
+    }
     if let Some(client) = clients.traces.filter(|_| !collector.is_empty()) {
         traces::spawn_in(&mut node, collector, args.node_name.clone(), client);
     }

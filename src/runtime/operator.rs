@@ -84,8 +84,12 @@ pub(super) fn orders(node: &Node, release: &Release) -> Orders {
     let (snapshot, events) = (node.snapshot(), node.events());
     let (readiness, release) = (node.readiness.clone(), release.clone());
     let (shown, is_released) = (snapshot.clone(), release.clone());
+    let placements = node.metrics().placements().clone();
     Orders {
-        state: Arc::new(move || state(&Arc::clone(&shown.borrow()), &readiness, is_released.is_wished())),
+        state: Arc::new(move || {
+            let snapshot = Arc::clone(&shown.borrow());
+            state(&snapshot, &placements.named(), &readiness, is_released.is_wished())
+        }),
         carry_out: Arc::new(move |order| {
             let (snapshot, events, release) = (Arc::clone(&snapshot.borrow()), events.clone(), release.clone());
             Box::pin(async move {
@@ -113,7 +117,7 @@ fn clear(snapshot: &NodeState, events: &mpsc::Sender<Event>, gpu: GpuUuid) -> Ou
     }
 }
 
-fn state(snapshot: &NodeState, readiness: &Readiness, driver_released: bool) -> State {
+fn state(snapshot: &NodeState, placements: &Placements, readiness: &Readiness, driver_released: bool) -> State {
     let gpus = snapshot.gpus().into_iter().map(|status| GpuState {
         uuid: status.gpu.uuid.to_string(),
         index: status.gpu.index,
@@ -143,7 +147,6 @@ fn state(snapshot: &NodeState, readiness: &Readiness, driver_released: bool) -> 
             parts.insert(part.to_string(), state);
         }
     }
-    let placements = Placements::of(snapshot);
     State {
         version: env!("CARGO_PKG_VERSION"),
         driver_released,
@@ -202,7 +205,7 @@ mod tests {
         let held = [(ResourceName::gpu(), crate::allocation::DeviceId::from("GPU-gone".to_owned()))];
         let (snapshot, _) =
             snapshot().apply(Event::Holders(Some(held.into_iter().collect())), Duration::from_secs(1_700_000_000));
-        let shown = serde_json::to_value(state(&snapshot, &readiness, true)).unwrap();
+        let shown = serde_json::to_value(state(&snapshot, &Placements::of(&snapshot), &readiness, true)).unwrap();
         let way_out = UnhealthyReason::Xid { code: 79, instance: None }.ends_with();
         assert_eq!(
             shown["resources"],
