@@ -6,7 +6,7 @@ use std::time::Duration;
 use linkwise::publish::PodEvent;
 use linkwise_api_server_box::{Answer, Fault, Key, ResourceType};
 use linkwise_cluster::{EventWriter, Pace};
-use linkwise_kubelet_box::Place;
+use linkwise_kubelet_box::{Place, Pod};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
@@ -207,11 +207,18 @@ async fn node_writes_ten_events_in_a_row() {
     assert_eq!(other.cluster.count("POST", "/events"), 20);
 }
 
-/// A pod that holds these GPUs of a DGX-1, by their numbers.
-fn holds(node: &Node, name: &str, gpus: [u8; 2]) {
-    let place = Place { pod: name.to_owned(), container: "main".to_owned(), resource: "nvidia.com/gpu".to_owned() };
-    node.kubelet.hold(place, gpus.map(|gpu| format!("GPU-00000001-0000-4000-8000-00000000000{gpu}")));
+const GPU: &str = "nvidia.com/gpu";
+
+/// The API server has a pod of the node.
+fn is_known(node: &Node, name: &str) {
     node.cluster.server.put("kubelet", &pod(&format!("default/{name}")), json!({"spec": {"nodeName": "n"}}));
+}
+
+/// A pod that holds these GPUs of a DGX-1, by their numbers.
+fn holds(node: &Node, name: &str, gpus: &[u8]) {
+    let place = Place { pod: name.to_owned(), container: "main".to_owned(), resource: GPU.to_owned() };
+    node.kubelet.hold(place, gpus.iter().map(|gpu| format!("GPU-00000001-0000-4000-8000-00000000000{gpu}")));
+    is_known(node, name);
 }
 
 #[tokio::test]
@@ -219,8 +226,8 @@ async fn node_tells_the_pod_whose_gpus_have_no_nvlink() {
     let node = Node::start().await;
     node.configure("none");
     // One pair with two NVLinks, and one with none.
-    holds(&node, "good", [0, 3]);
-    holds(&node, "poor", [1, 6]);
+    holds(&node, "good", &[0, 3]);
+    holds(&node, "poor", &[1, 6]);
     let mut running = node.program().env("LINKWISE_EVENTS", "true").spawn().unwrap();
     let events = ResourceType::EVENTS;
     within(node.cluster.server.wait_for_objects(&events, |events| !events.is_empty())).await;
@@ -230,6 +237,26 @@ async fn node_tells_the_pod_whose_gpus_have_no_nvlink() {
     let measured = "The 2 GPUs of container main reach 10.0 GB/s together, and 2 GPUs of this node can reach 40.0.";
     assert!(note.starts_with(measured), "{note}");
     assert_eq!(node.cluster.count("GET", "/pods/"), 1, "nothing is asked about pods that have what they could have");
-    assert_eq!(node.healthy("nvidia.com/gpu").len(), 8);
+    assert_eq!(node.healthy(GPU).len(), 8);
+    running.kill().await.unwrap();
+}
+
+#[tokio::test]
+async fn node_tells_why_the_better_gpus_were_not_given() {
+    let node = Node::start().await;
+    node.configure("none");
+    // All that has an NVLink to what is left.
+    for gpu in [0, 2, 3, 4, 5, 7] {
+        holds(&node, &format!("other-{gpu}"), &[gpu]);
+    }
+    is_known(&node, "late");
+    let mut running = node.program().env("LINKWISE_EVENTS", "true").spawn().unwrap();
+    until(|| node.healthy(GPU).len() == 8).await;
+    node.kubelet.admit(&Pod::single("late", GPU, 2), None).await.unwrap();
+    let events = ResourceType::EVENTS;
+    within(node.cluster.server.wait_for_objects(&events, |events| !events.is_empty())).await;
+    let [event] = node.cluster.server.objects(&events).try_into().unwrap();
+    let note = event["note"].as_str().unwrap();
+    assert!(about(&event) == "default/late" && note.contains(" Fragmented: other pods have the better ones"), "{note}");
     running.kill().await.unwrap();
 }
