@@ -1,7 +1,7 @@
 //! Spans of admissions: made of what the plugins report, for a collector of OpenTelemetry traces.
 //!
-//! The exporter is in `linkwise-cluster` alone. An admission waits for none of this: spans go through a bounded queue, and
-//! where it is full they are lost.
+//! The exporter is in `linkwise-cluster` alone. An admission waits for none of this: spans go through a bounded queue,
+//! and where it is full they are lost.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};

@@ -2,8 +2,8 @@
 //! pods, config-manager.
 //!
 //! It is in a program of its own, `linkwise-cluster`, which `linkwise` becomes for what needs the API server. Without
-//! DRA and events that is never `linkwise run`, and nothing on a pod's way waits for the API server. With them it is: the
-//! slices and events are written in the background, and preparing a claim waits until the claim is read.
+//! DRA and events that is never `linkwise run`, and nothing on a pod's way waits for the API server. With them it is:
+//! the slices and events are written in the background, and preparing a claim waits until the claim is read.
 //!
 //! One adapter, `server`, makes every request; each kind of object has one writer. An API server that is away or
 //! refuses is logged once, counted, and asked again after a pause; what was written stays.

@@ -1,4 +1,4 @@
-//! `linkwise run` with what only this program has: DRA's slices and claims, events about pods, and spans for a collector.
+//! `linkwise run` with what only this program has: DRA's slices and claims, events about pods, spans for a collector.
 //!
 //! A composition root, as `labels`: the program is `linkwise`'s own.
 

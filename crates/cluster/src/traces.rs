@@ -5,7 +5,6 @@
 
 use std::time::Duration;
 
-use anyhow::Context;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use linkwise::once::Once;
@@ -50,7 +49,16 @@ pub(crate) fn client(
 async fn export(side: TracesSide, exported: Exported, shutdown: CancellationToken) -> anyhow::Result<()> {
     let TracesSide { endpoint, node, mut spans } = side;
     let exporter = OtlpExporter::builder().with_tonic().with_endpoint(&endpoint).with_timeout(DEADLINE).build();
-    let mut exporter = exporter.with_context(|| format!("cannot export spans to {endpoint}"))?;
+    let mut exporter = match exporter {
+        Ok(exporter) => exporter,
+        // A variable of the exporter's own is wrong: no reason to serve no GPUs.
+        Err(error) => {
+            let error = one_line(&error.to_string());
+            tracing::error!(endpoint, error, "no spans: the exporter cannot be made");
+            shutdown.cancelled().await;
+            return Ok(());
+        }
+    };
     let node = node.map(|node| KeyValue::new("k8s.node.name", node));
     let version = KeyValue::new("service.version", env!("CARGO_PKG_VERSION"));
     let resource = Resource::builder().with_service_name("linkwise").with_attribute(version).with_attributes(node);

@@ -1,4 +1,4 @@
-//! [`PodEvent`]: what a pod is told whose GPUs are linked far worse than they could be, as an event of the Kubernetes API.
+//! [`PodEvent`]: what a pod is told whose GPUs are linked far worse than they could be, as an event of Kubernetes' API.
 //!
 //! Which pods deserve one, and its words. When it is written is decided by the writer, which has an API server.
 
@@ -67,7 +67,8 @@ impl<'a> Judged<'a> {
         let Allocation { holder, gpus, why, .. } = self.allocation;
         let (count, has, best) = (gpus.len(), gigabytes(self.collective), gigabytes(self.best));
         let mut note = format!(
-            "The {count} GPUs of container {} reach {has} GB/s together, and {count} GPUs of this node can reach {best}.",
+            "The {count} GPUs of container {} reach {has} GB/s together, and {count} GPUs of this node can reach \
+             {best}.",
             holder.container
         );
         for sentence in sentences(why) {
@@ -91,16 +92,16 @@ fn sentences(why: &[Shortfall]) -> Vec<&'static str> {
     }
     let sentence = |why: &Shortfall| match why {
         Shortfall::Narrowed => {
-            "Narrowed: the kubelet's Topology Manager left only some of the free GPUs to choose from; linkwise.numaHints \
-             says what it may look at."
+            "Narrowed: the kubelet's Topology Manager left only some of the free GPUs to choose from; \
+             linkwise.numaHints says what it may look at."
         }
         Shortfall::Scheduler => {
-            "Scheduler: the claim was given these while better ones were free; a claim as 'linkwise claim' makes it asks \
-             for GPUs that belong together."
+            "Scheduler: the claim was given these while better ones were free; a claim as 'linkwise claim' makes it \
+             asks for GPUs that belong together."
         }
         Shortfall::Fragmented => {
-            "Fragmented: other pods have the better ones; recreate this pod when they have ended, and give nodes jobs of \
-             like sizes."
+            "Fragmented: other pods have the better ones; recreate this pod when they have ended, and give nodes jobs \
+             of like sizes."
         }
         Shortfall::Sick => {
             "Sick: unhealthy GPUs are among the better ones; 'linkwise doctor' on the node says what ends that."
