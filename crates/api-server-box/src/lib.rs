@@ -88,7 +88,7 @@ impl Shared {
 
     fn forbids(&self, verb: &str, plural: &str) -> bool {
         let forbidden = self.forbidden.lock().expect("no thread panics in here");
-        forbidden.iter().any(|right| *right == (verb, plural))
+        forbidden.contains(&(verb, plural))
     }
 
     fn changed(&self) {
