@@ -37,7 +37,7 @@ use config::Command;
 /// server.
 pub fn run(command: Command, clients: runtime::ApiClients<'_>) -> ExitCode {
     let result = match command {
-        Command::Run(args) => runtime::run(&args, clients.dra),
+        Command::Run(args) => runtime::run(&args, clients),
         // It has an API server and a scheduler, which this program cannot speak to.
         Command::Demo(args) if args.dra => Err(runtime::become_cluster_program()),
         Command::Demo(args) => demo::run(&args),

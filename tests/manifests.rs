@@ -284,6 +284,22 @@ fn dra_has_the_least_rights_and_its_own_node() {
     assert_eq!(of("deviceclass-gpu")["spec"]["extendedResourceName"], "nvidia.com/gpu");
 }
 
+/// linkwise writes events and reads the UIDs of pods, and nothing else.
+#[test]
+fn events_have_the_least_rights() {
+    let of = |name: &str| read(&manifests().join(format!("overlays/events/{name}.yaml")));
+    let (role, binding) = (of("clusterrole"), of("clusterrolebinding"));
+    let events = serde_json::json!({"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create"]});
+    let pods = serde_json::json!({"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]});
+    assert_eq!(list(&role, "/rules"), [&events, &pods]);
+    let account = read(&manifests().join("base/serviceaccount.yaml"));
+    assert_eq!(
+        (&binding["subjects"][0]["name"], &binding["roleRef"]["name"]),
+        (&account["metadata"]["name"], &role["metadata"]["name"])
+    );
+    assert_eq!(of("daemonset").pointer(&format!("{POD}/automountServiceAccountToken")), Some(&Value::Bool(true)));
+}
+
 /// What kubectl, or kustomize, makes of a folder; `None` where this machine has neither.
 fn rendered(folder: &Path) -> Option<Vec<Value>> {
     let brought = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/tools/kubectl");

@@ -40,7 +40,10 @@ pub use admin::admin;
 pub use allocate::allocate;
 pub use claim::{any_claim, claim};
 pub use config::config;
-pub use doctor::{ClusterFacts, DraFound, ExtendedResourceFound, NodeFeatureFound, NodeFeatures, PodPolicy, doctor};
+pub use doctor::{
+    ClusterFacts, ClusterQuestions, DraFound, ExtendedResourceFound, MissingRights, NodeFeatureFound, NodeFeatures,
+    PodPolicy, doctor,
+};
 pub use dra::dra;
 pub use labels::labels;
 pub use output::print;

@@ -21,7 +21,7 @@ use crate::commands::{self, print};
 use crate::config::{DemoArgs, LogFormat};
 use crate::kubelet;
 use crate::machines::{self, Machine};
-use crate::runtime::{self, HealthSettings, Node, NodeSettings};
+use crate::runtime::{self, HealthSettings, Node, NodeSettings, SimulatedFolders};
 use crate::state::Event;
 use crate::topology::{HostObservation, NodeTopology};
 use linkwise_kubelet_box::{BoxError, KubeletBox, NumaNode, Options, Policy, TopologyManager};
@@ -29,9 +29,6 @@ use script::Script;
 use style::Style;
 
 pub use dra::{DemoCluster, Scheduled, demo_dra};
-
-/// The kubelet's PodResources socket, in the demo's folder.
-const POD_RESOURCES: &str = "pod-resources.sock";
 
 /// Runs the command.
 pub fn run(args: &DemoArgs) -> Result<()> {
@@ -58,7 +55,7 @@ pub async fn demo(args: &DemoArgs, machine: Machine, out: &(impl Fn(&str) -> Res
         kubelet: kubelet::Settings {
             // No other plugin uses this folder: no reason for long pauses.
             longest_pause: Duration::from_secs(1),
-            pod_resources_socket: Some(folder.path().join(POD_RESOURCES)),
+            pod_resources_socket: Some(folder.path().join(SimulatedFolders::POD_RESOURCES)),
             ..kubelet::Settings::new(folder.path().join(Options::SOCKET))
         },
         metrics_address: args.metrics_address,
@@ -107,7 +104,8 @@ fn start_kubelet(
     out: &impl Fn(&str) -> Result<()>,
 ) -> Result<KubeletBox> {
     let mut options = Options::new(folder);
-    options.pod_resources = Some(folder.join(POD_RESOURCES));
+    // In a folder of its own: a kubelet that starts removes every socket beside kubelet.sock.
+    options.pod_resources = Some(folder.join(SimulatedFolders::POD_RESOURCES));
     options.topology_manager = TopologyManager {
         policy: args.topology_manager_policy,
         scope: args.scope,

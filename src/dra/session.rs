@@ -229,8 +229,9 @@ impl Serving {
             });
         });
         let observer = Arc::clone(&self.observer);
-        let ended: Report<Rpc> =
-            Arc::new(move |Rpc { method, code, elapsed }| observer(Occurrence::Rpc { method, code, elapsed }));
+        let ended: Report<Rpc> = Arc::new(move |Rpc { method, code, elapsed, parent }| {
+            observer(Occurrence::Rpc { method, code, elapsed, parent })
+        });
         let layer = layer_fn(move |service: Routes| {
             let ended = Arc::clone(&ended);
             service_fn(move |request| observed(service.clone(), request, Arc::clone(&ended)))

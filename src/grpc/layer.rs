@@ -15,6 +15,9 @@ use tower::ServiceExt;
 
 use super::{Report, Rpc};
 
+/// The longest trace context that is kept, in bytes: the one version that there is has 55.
+const LONGEST_PARENT: usize = 128;
+
 /// Answers one RPC, and reports it.
 pub async fn observed(
     service: Routes,
@@ -22,7 +25,9 @@ pub async fn observed(
     report: Report<Rpc>,
 ) -> Result<Response<Body>, Infallible> {
     let method = request.uri().path().rsplit('/').next().unwrap_or_default().to_owned();
-    let mut rpc = OpenRpc { report, method, start: Instant::now(), code: Code::Cancelled };
+    let parent = request.headers().get("traceparent").and_then(|parent| parent.to_str().ok());
+    let parent = parent.filter(|parent| parent.len() <= LONGEST_PARENT).map(str::to_owned);
+    let mut rpc = OpenRpc { report, method, start: Instant::now(), code: Code::Cancelled, parent };
     let answer = service.oneshot(request).await?;
     // An RPC that fails before its answer has its code in the headers.
     rpc.read(answer.headers());
@@ -40,6 +45,7 @@ struct OpenRpc {
     method: String,
     start: Instant,
     code: Code,
+    parent: Option<String>,
 }
 
 impl OpenRpc {
@@ -52,8 +58,8 @@ impl OpenRpc {
 
 impl Drop for OpenRpc {
     fn drop(&mut self) {
-        let method = std::mem::take(&mut self.method);
-        (self.report)(Rpc { method, code: name(self.code), elapsed: self.start.elapsed() });
+        let (method, parent) = (std::mem::take(&mut self.method), self.parent.take());
+        (self.report)(Rpc { method, code: name(self.code), elapsed: self.start.elapsed(), parent });
     }
 }
 

@@ -118,7 +118,7 @@ impl PluginMetrics {
             }
             Occurrence::Allocated(result) => outcome(&self.allocations, if result.is_ok() { "ok" } else { "refused" }),
             Occurrence::Refused { .. } => drop(self.refused.get_or_create(&of(resource)).inc()),
-            Occurrence::Rpc { method, code, elapsed } => self.rpc(resource, method, code, *elapsed),
+            Occurrence::Rpc { method, code, elapsed, .. } => self.rpc(resource, method, code, *elapsed),
             Occurrence::Chosen { report, elapsed, narrowed } => {
                 outcome(
                     &self.choices,

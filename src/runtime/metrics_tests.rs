@@ -54,7 +54,7 @@ fn sorted(text: &str) -> String {
 
 /// An RPC that ended.
 fn rpc(method: &str, code: &'static str, elapsed: Duration) -> Occurrence {
-    Occurrence::Rpc { method: method.to_owned(), code: code.to_owned(), elapsed }
+    Occurrence::Rpc { method: method.to_owned(), code: code.to_owned(), elapsed, parent: None }
 }
 
 /// Each metric once.

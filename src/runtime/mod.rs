@@ -12,6 +12,7 @@ mod config;
 mod dra;
 mod driver;
 mod duty;
+mod events;
 mod keeper;
 mod labels;
 mod labels_program;
@@ -25,6 +26,7 @@ mod operator;
 mod readiness;
 mod simulated;
 mod takeover;
+mod traces;
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -40,7 +42,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::admin::{Admin, Answers, Local, LocalError, Orders};
 use crate::cdi::CdiMetrics;
-use crate::commands::{self, ClusterFacts};
+use crate::commands::{self, ClusterFacts, ClusterQuestions};
 use crate::config::settings::{OnNvmlLoss, load, load_text};
 use crate::config::{ConfigMetrics, DoctorArgs, Environment, Flags, HostArgs, NvmlArgs, RunArgs, Settings};
 use crate::hwloc;
@@ -58,6 +60,7 @@ use readiness::Idle;
 pub use crate::dra::Client as DraClient;
 pub use cluster_program::become_cluster_program;
 pub use driver::scan;
+pub use events::{EventsClient, EventsSide};
 pub use keeper::{HealthSettings, Kept, kept};
 pub use labels::{LabelsWatch, NodeLabels};
 pub use labels_program::{Publisher, labels};
@@ -65,6 +68,7 @@ pub use log::log_to_stderr;
 pub use mps::mps_control_daemon;
 pub use node::{Node, NodeSettings};
 pub use simulated::{SimulatedFolders, start_with_dra};
+pub use traces::{Span, TracesClient, TracesSide};
 
 /// Runs a future on a runtime of our own: of one thread, which nothing holds up. Files are read and written on threads of
 /// their own, and log lines by the queue's.
@@ -77,10 +81,10 @@ pub fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
     result
 }
 
-/// Reads what the API server has about a node, by its name; of DRA where a driver is named.
-pub type NodeReader = dyn Fn(String, Option<String>) -> BoxFuture<'static, ClusterFacts> + Send + Sync;
+/// Reads what the API server has about a node.
+pub type NodeReader = dyn Fn(ClusterQuestions) -> BoxFuture<'static, ClusterFacts> + Send + Sync;
 
-/// What `linkwise-cluster` adds to commands: clients of the API server.
+/// What `linkwise-cluster` adds to commands: clients of the API server, and of a collector of traces.
 #[derive(Clone, Copy, Default)]
 pub struct ApiClients<'a> {
     /// The writer of NodeFeature objects, for `linkwise labels`.
@@ -89,6 +93,10 @@ pub struct ApiClients<'a> {
     pub doctor: Option<&'a NodeReader>,
     /// DRA, for `linkwise run`.
     pub dra: Option<DraSide<'a>>,
+    /// The writer of events about pods, for `linkwise run`.
+    pub events: Option<&'a EventsClient>,
+    /// The exporter of spans, for `linkwise run`.
+    pub traces: Option<&'a TracesClient>,
 }
 
 /// DRA with a client of the API server. `linkwise` never makes one, so that its executable has no code of DRA.
@@ -112,10 +120,11 @@ pub fn doctor(args: &DoctorArgs, reader: Option<&NodeReader>) -> Result<ExitCode
         // Where that fails, the other checks are worth as much.
         drop(become_cluster_program());
     }
-    let driver = load(&Flags::default(), &Environment::read()).ok().map(|loaded| loaded.settings);
-    let driver = driver.filter(|settings| settings.dra_gpus.value != DraGpus::None);
+    let settings = load(&Flags::default(), &Environment::read()).ok().map(|loaded| loaded.settings);
+    let events = settings.as_ref().is_some_and(|settings| settings.events.value);
+    let driver = settings.filter(|settings| settings.dra_gpus.value != DraGpus::None);
     let driver = driver.map(|settings| settings.dra_driver_name.value);
-    let facts = reader.zip(node).map(|(reader, node)| reader(node, driver));
+    let facts = reader.zip(node).map(|(reader, node)| reader(ClusterQuestions { node, driver, events }));
     block_on(commands::doctor(args, facts))
 }
 
@@ -124,16 +133,16 @@ pub fn doctor(args: &DoctorArgs, reader: Option<&NodeReader>) -> Result<ExitCode
 enum End {
     /// For good.
     Ended,
-    /// To go on as `linkwise-cluster`, which has a client of the API server.
+    /// To go on as `linkwise-cluster`, which has clients of the API server and of a collector of traces.
     ForClusterProgram,
     /// Another process has taken over: to idle until a signal.
     HandedOver,
 }
 
-/// Serves this node until a signal ends it; `dra` where this program has a client of the API server.
-pub fn run(args: &RunArgs, dra: Option<DraSide<'_>>) -> Result<()> {
+/// Serves this node until a signal ends it, with the clients of the API server that this program has.
+pub fn run(args: &RunArgs, clients: ApiClients<'_>) -> Result<()> {
     let log = log_to_stderr(&args.log.log, args.log.log_format)?;
-    match block_on(serve(args, dra))? {
+    match block_on(serve(args, clients))? {
         End::Ended | End::HandedOver => Ok(()),
         End::ForClusterProgram => {
             // What is still to be logged would be lost.
@@ -152,7 +161,7 @@ const ADMIN_PAUSE: Duration = Duration::from_millis(100);
 /// How long code that ran stays mapped at most.
 const CODE: Duration = Duration::from_secs(3600);
 
-async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
+async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
     // First of all: PID 1 of a container ignores every signal that it has no handler for.
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
@@ -177,7 +186,14 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
         tracing::warn!(why, "GPUs that were offered through DRA cannot be withdrawn there");
         uses_dra = false;
     }
-    if uses_dra && side.is_none() {
+    let uses_events = settings.events.value && args.api.is_given();
+    if settings.events.value && !uses_events {
+        let why = "KUBERNETES_SERVICE_HOST is not set (no pod?), and no --kubeconfig is given";
+        tracing::warn!(why, "events need the API server: none are written");
+    }
+    let collector = settings.traces_endpoint.value.clone();
+    let lacks_exporter = !collector.is_empty() && clients.traces.is_none();
+    if uses_dra && clients.dra.is_none() || uses_events && clients.events.is_none() || lacks_exporter {
         return Ok(End::ForClusterProgram);
     }
     let position = takeover::Position::at(state_dir.as_deref(), &args.takeover).await;
@@ -214,6 +230,9 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
         node.metrics().placements().hide_pods();
     }
     let (owns, handed_over) = position.spawn_in(&mut node);
+    if let Some(client) = clients.traces.filter(|_| !collector.is_empty()) {
+        traces::spawn_in(&mut node, collector, args.node_name.clone(), client);
+    }
     let metrics = node.metrics().register(DriverMetrics::register);
     let release = operator::Release::new(metrics.clone());
     let beside = (metrics, node.readiness.idle().clone(), release.clone());
@@ -229,7 +248,7 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
     }
     labels::spawn_in(&mut node, &settings, args);
     let layout = Layout::new(&args.mps.container_root);
-    if let Some(side) = side.filter(|_| uses_dra) {
+    if let Some(side) = clients.dra.filter(|_| uses_dra) {
         let ((orders, ordered), (served, serving)) = (watch::channel(None), watch::channel(None));
         node.spawn("MPS orders", mps::follow_orders(layout.clone(), node.snapshot(), ordered, served));
         let given = dra::Given {
@@ -247,6 +266,9 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
         (side.start)(&mut node, given, side.client)?;
     } else {
         node.spawn("MPS orders", mps::withdraw_orders(layout.clone(), node.files()));
+    }
+    if let Some(client) = clients.events.filter(|_| uses_events) {
+        events::spawn_in(&mut node, &settings, args.node_name.as_deref(), client);
     }
     // Before the first GPU is discovered: the plan decides which resources it belongs to.
     let planned = Event::Planned(Box::new(settings.plan()));

@@ -23,6 +23,7 @@ use super::duty::{Duty, Memory, Running};
 use super::keeper::{HealthSettings, Keeper};
 use super::observe::{self, GpuFailures, Reported};
 use super::readiness::{Idle, Part, Readiness};
+use super::traces::Traces;
 use crate::admin::{Admin, Answers};
 use crate::allocation::AllocationReport;
 use crate::backoff::Backoff;
@@ -91,6 +92,8 @@ pub struct Node {
     /// Which parts of the node are ready.
     pub(super) readiness: Readiness,
     last_report: watch::Sender<Option<Arc<AllocationReport>>>,
+    /// Where plugins report for spans.
+    traces: Option<Traces>,
     metrics: Metrics,
     plugin_metrics: PluginMetrics,
     gpu_failures: GpuFailures,
@@ -179,6 +182,7 @@ impl Node {
             asks_often: watch::Sender::default(),
             readiness: Readiness::new(Idle::Waiting("the GPUs have not been discovered yet".to_owned())),
             last_report: watch::Sender::default(),
+            traces: None,
             plugin_metrics: metrics.register(PluginMetrics::register),
             gpu_failures: metrics.register(GpuFailures::register),
             metrics,
@@ -261,6 +265,16 @@ impl Node {
     /// Follows the report of the latest choice.
     pub fn last_report(&self) -> watch::Receiver<Option<Arc<AllocationReport>>> {
         self.last_report.subscribe()
+    }
+
+    /// Has the plugins that begin from now on report for spans.
+    pub(super) fn trace_to(&mut self, traces: Traces) {
+        self.traces = Some(traces);
+    }
+
+    /// Where plugins report for spans.
+    pub(super) fn traces(&self) -> Option<Traces> {
+        self.traces.clone()
     }
 
     /// Ends the node when cancelled.
@@ -491,7 +505,7 @@ impl Node {
     fn observer(&self) -> kubelet::Observer {
         let (metrics, log) = (self.plugin_metrics.clone(), self.occurrences.0.clone());
         let (last_report, readiness) = (self.last_report.clone(), self.readiness.clone());
-        let events = self.events();
+        let (events, traces) = (self.events(), self.traces());
         Arc::new(move |resource, occurrence| {
             if let Occurrence::Given { devices, offered } = occurrence {
                 // Full: what was free then stays unknown.
@@ -499,6 +513,9 @@ impl Node {
                 return;
             }
             metrics.count(resource, &occurrence);
+            if let Some(traces) = &traces {
+                traces.plugin(resource, &occurrence);
+            }
             match &occurrence {
                 Occurrence::Chosen { report, .. } => drop(last_report.send_replace(Some(Arc::clone(report)))),
                 // None of these is on the path of an admission.

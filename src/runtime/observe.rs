@@ -117,7 +117,7 @@ impl Reported {
             | Occurrence::Ended(_)
             | Occurrence::NotAccepted(_)
             | Occurrence::Refused { .. } => tracing::debug!(%resource, ?occurrence, "again"),
-            Occurrence::Rpc { method, code, elapsed } => tracing::debug!(%resource, method, code, ?elapsed, "rpc"),
+            Occurrence::Rpc { method, code, elapsed, .. } => tracing::debug!(%resource, method, code, ?elapsed, "rpc"),
             Occurrence::Chosen { report, elapsed, narrowed } => match report.fallback {
                 Some(reason) if self.fallbacks.is_news(reason) => {
                     let what = "preferred in sorted order; further ones are counted, not logged";

@@ -112,6 +112,8 @@ fn programs_are_switched_on_and_off() {
             "dra.deviceClasses=false",
         ],
         &["dra.enabled=true", "kubeletRootDir=/var/lib/k0s/kubelet"],
+        &["events.enabled=true"],
+        &["events.enabled=true", "events.below=50", "dra.enabled=true"],
         &["dra.enabled=true", "dra.claimTemplates.namespaces={a,b}", "dra.unchangedPods.enabled=true"],
     ];
     assert_snapshot!("programs", changes(&helm, &[], &entries));

@@ -100,6 +100,7 @@ fn token_is_mounted_only_where_the_api_is_called() {
         (&[][..], BTreeSet::new()),
         (&["gfd.enabled=true"], set(&["gpu-feature-discovery-ctr"])),
         (&["dra.enabled=true"], set(&["nvidia-device-plugin-ctr"])),
+        (&["events.enabled=true"], set(&["nvidia-device-plugin-ctr"])),
         (&["gfd.enabled=true", "config.name=external"], managers),
     ] {
         let objects = helm.objects(values);
@@ -133,12 +134,14 @@ fn rights_are_those_that_the_programs_need() {
         }),
         json!({"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}),
     ];
+    let events = json!({"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create"]});
     for (values, cluster, namespaced) in [
         (&[][..], vec![], vec![]),
         (&["config.map.default=version: v1"], vec![&nodes], vec![]),
         (&["config.name=external", "gfd.enabled=true"], vec![&nodes], vec![&features, &pods]),
         (&["gfd.enabled=true"], vec![], vec![&features, &pods]),
         (&["dra.enabled=true"], dra.iter().collect(), vec![]),
+        (&["events.enabled=true"], vec![&events, &pods], vec![]),
     ] {
         let objects = helm.objects(values);
         for (kind, expected) in [("ClusterRole", cluster), ("Role", namespaced)] {

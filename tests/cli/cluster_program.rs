@@ -1,4 +1,4 @@
-//! `linkwise config-manager`, and `linkwise run` with DRA: this program becomes `linkwise-cluster`, the one with a client of the API server.
+//! `linkwise config-manager`, and `linkwise run` with DRA or events: this program becomes `linkwise-cluster`, the one with a client of the API server.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -76,6 +76,7 @@ fn run(program: &Path, folder: &tempfile::TempDir) -> Command {
 }
 
 const NO_DRA: &str = "version: v1\n";
+const EVENTS: &str = "version: v1\nlinkwise: {events: {write: true}}\n";
 const DRA: &str = "version: v1\nlinkwise: {dra: {gpus: all}}\n";
 
 #[test]
@@ -91,6 +92,22 @@ fn run_with_dra_becomes_the_cluster_program() {
     fs::write(folder.path().join("state/claims/uid.json"), "{}").unwrap();
     let output = run(&program, &folder).output().unwrap();
     assert_eq!(String::from_utf8_lossy(&output.stdout), "run\n", "{output:?}");
+}
+
+#[test]
+fn run_with_events_becomes_the_cluster_program() {
+    let (folder, program) = installed();
+    cluster_program(&folder);
+    fs::write(folder.path().join("config.yaml"), EVENTS).unwrap();
+    let output = run(&program, &folder).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "run\n", "{output:?}");
+    // Without an API server GPUs are served all the same.
+    let mut process = run(&program, &folder).env_remove("KUBERNETES_SERVICE_HOST").spawn().unwrap();
+    let mut log = BufReader::new(process.stderr.take().unwrap()).lines();
+    let mut wait_for = |words: &str| log.by_ref().map(Result::unwrap).any(|line| line.contains(words));
+    assert!(wait_for("events need the API server: none are written") && wait_for("linkwise is up"));
+    process.kill().unwrap();
+    process.wait().unwrap();
 }
 
 #[test]

@@ -29,6 +29,10 @@
 {{- fail "\ndra.enabled: the DRA driver is a part of the plugin; set devicePlugin.enabled too." -}}
 {{- end -}}
 
+{{- if and (.Values.events).enabled (not (.Values.devicePlugin).enabled) -}}
+{{- fail "\nevents.enabled: the plugin writes the events; set devicePlugin.enabled too." -}}
+{{- end -}}
+
 {{- if and (.Values.dra).enabled (not .Values.dra.gpus) (not $config.name) (not $map) -}}
 {{- fail "\ndra.enabled: dra.gpus names no GPU, and there is no configuration file that could." -}}
 {{- end -}}

@@ -286,14 +286,19 @@ fn invoke(policy: &PolicySpec, object: &mut Value, params: Option<&Value>) -> Re
     let evaluate = |expression: &str, object: &Value, variables: &BTreeMap<String, expressions::Variable>| {
         expressions::evaluate(expression, object, params, variables).map_err(|why| failed(expression, why))
     };
+    let mut error = None;
     for Named { expression, .. } in &policy.match_conditions {
-        match evaluate(expression, object, &BTreeMap::new())?.as_bool() {
-            Some(true) => {}
-            Some(false) => return Ok(()),
-            None => return Err(failed(expression, "its value is no boolean".to_owned())),
+        match evaluate(expression, object, &BTreeMap::new()).map(|value| value.as_bool()) {
+            Ok(Some(true)) => {}
+            // Whatever the others are: `matchconditions/matcher.go`.
+            Ok(Some(false)) => return Ok(()),
+            Ok(None) => error = error.or_else(|| Some(failed(expression, "its value is no boolean".to_owned()))),
+            Err(why) => error = error.or(Some(why)),
         }
     }
-    let mut error = None;
+    if let Some(error) = error.take() {
+        return Err(error);
+    }
     for Mutation { patch_type: PatchType::JsonPatch, json_patch: Expression { expression } } in &policy.mutations {
         let mut variables = BTreeMap::new();
         for one in &policy.variables {

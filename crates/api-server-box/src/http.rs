@@ -98,10 +98,20 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
     }
     let query: Vec<(String, String)> = head.uri.query().map(pairs).unwrap_or_default();
     let parameter = |name: &str| query.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str());
+    let body = body.collect().await.map(|body| body.to_bytes()).unwrap_or_default();
+    let sent: Value = serde_json::from_slice(&body).unwrap_or_default();
+    if method == "POST" && head.uri.path() == ACCESS_REVIEWS {
+        return respond(201, reviewed(shared, sent).to_string());
+    }
     let Some(target) = target(head.uri.path(), shared) else {
         let message = "the server could not find the requested resource";
         return status(&Refusal::new(404, "NotFound", message));
     };
+    let watches = parameter("watch") == Some("true");
+    let verb = verb(&method, target.name.is_some(), watches);
+    if shared.forbids(verb, target.resource.plural) {
+        return status(&Refusal::forbidden(&target.resource, verb));
+    }
     let selected = match Selector::of(&target.resource, parameter("fieldSelector").unwrap_or_default()) {
         Ok(_) if method == "GET" && shared.ignores_selectors.load(Ordering::Relaxed) => Selector::default(),
         Ok(selected) => selected,
@@ -112,10 +122,8 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
     let by_default = text(header::USER_AGENT).split('/').next().unwrap_or_default().to_owned();
     let manager = parameter("fieldManager").map_or(by_default, str::to_owned);
     let kind_of_body = text(header::CONTENT_TYPE).to_owned();
-    let body = body.collect().await.map(|body| body.to_bytes()).unwrap_or_default();
-    let sent: Value = serde_json::from_slice(&body).unwrap_or_default();
     let result = match (method.as_str(), &target.name) {
-        ("GET", None) if parameter("watch") == Some("true") => {
+        ("GET", None) if watches => {
             let from = parameter("resourceVersion").and_then(|version| version.parse().ok()).unwrap_or_default();
             let seconds = parameter("timeoutSeconds").and_then(|seconds| seconds.parse().ok()).unwrap_or(600);
             return watch(Arc::clone(shared), target, selected, from, Duration::from_secs(seconds), show);
@@ -153,6 +161,32 @@ async fn answer(request: hyper::Request<Incoming>, shared: &Arc<Shared>) -> Resp
         Ok(object) => respond(if method == "POST" { 201 } else { 200 }, object.to_string()),
         Err(refusal) => status(&refusal),
     }
+}
+
+/// The verb of RBAC for a request.
+fn verb(method: &str, names_one: bool, watches: bool) -> &'static str {
+    match (method, names_one) {
+        ("GET", true) => "get",
+        ("GET", false) if watches => "watch",
+        ("GET", false) => "list",
+        ("POST", _) => "create",
+        ("PUT", _) => "update",
+        ("PATCH", _) => "patch",
+        ("DELETE", true) => "delete",
+        _ => "deletecollection",
+    }
+}
+
+/// Where a client asks what it may do.
+const ACCESS_REVIEWS: &str = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews";
+
+/// A SelfSubjectAccessReview with its answer.
+fn reviewed(shared: &Shared, mut review: Value) -> Value {
+    let attributes = &review["spec"]["resourceAttributes"];
+    let text = |field: &str| attributes[field].as_str().unwrap_or_default();
+    let allowed = !shared.forbids(text("verb"), text("resource"));
+    review["status"] = json!({ "allowed": allowed });
+    review
 }
 
 /// `/version`, of which clients read the release.

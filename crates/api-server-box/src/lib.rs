@@ -59,6 +59,9 @@ pub fn stored(resource: &ResourceType, namespace: Option<&str>, gates: Gates, ob
     created.map_err(|refusal| refusal.status())
 }
 
+/// A verb of RBAC, and the resource that it is allowed or forbidden for: `("create", "events")`.
+type Right = (&'static str, &'static str);
+
 /// What all connections share.
 struct Shared {
     store: Mutex<Store>,
@@ -68,6 +71,8 @@ struct Shared {
     requests: watch::Sender<Vec<Request>>,
     /// The release that `/version` names.
     version: Mutex<String>,
+    /// What no client may do: verbs of RBAC and resources.
+    forbidden: Mutex<Vec<Right>>,
     /// Whether lists and watches have every object of the kind.
     ignores_selectors: AtomicBool,
     /// Counts changes of the store and orders to watches.
@@ -79,6 +84,11 @@ struct Shared {
 impl Shared {
     fn store(&self) -> MutexGuard<'_, Store> {
         self.store.lock().expect("no thread panics in here")
+    }
+
+    fn forbids(&self, verb: &str, plural: &str) -> bool {
+        let forbidden = self.forbidden.lock().expect("no thread panics in here");
+        forbidden.contains(&(verb, plural))
     }
 
     fn changed(&self) {
@@ -127,6 +137,7 @@ impl ApiServerBox {
                 tokens: Mutex::default(),
                 requests: watch::Sender::default(),
                 version: Mutex::new("v1.36.2".to_owned()),
+                forbidden: Mutex::default(),
                 ignores_selectors: AtomicBool::new(false),
                 changes: watch::Sender::default(),
                 watches: watch::Sender::default(),
@@ -165,6 +176,12 @@ impl ApiServerBox {
     pub fn accept_tokens(&self, tokens: &[&str]) {
         let tokens = tokens.iter().map(|token| (*token).to_owned()).collect();
         *self.shared.tokens.lock().expect("no thread panics in here") = Some(tokens);
+    }
+
+    /// From now on clients lack these rights, and none else: such requests are refused, and a SelfSubjectAccessReview
+    /// says so.
+    pub fn forbid(&self, rights: &[(&'static str, &'static str)]) {
+        *self.shared.forbidden.lock().expect("no thread panics in here") = rights.to_vec();
     }
 
     /// Stops listening and cuts every connection.

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::store::Key;
+use crate::store::{Key, ResourceType};
 
 /// A refusal.
 #[derive(Debug)]
@@ -38,6 +38,15 @@ impl Refusal {
     pub fn conflict(key: &Key, why: &str) -> Self {
         let of = format!("{} \"{}\"", key.resource.plural, key.name);
         Self::new(409, "Conflict", format!("Operation cannot be fulfilled on {of}: {why}"))
+    }
+
+    pub fn forbidden(resource: &ResourceType, verb: &str) -> Self {
+        let plural = resource.plural;
+        Self::new(
+            403,
+            "Forbidden",
+            format!("{plural} is forbidden: User \"client\" cannot {verb} resource \"{plural}\""),
+        )
     }
 
     pub fn bad_request(message: impl Into<String>) -> Self {

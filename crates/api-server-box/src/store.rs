@@ -29,6 +29,8 @@ impl ResourceType {
     pub const PODS: Self = Self { api: "v1", plural: "pods", kind: "Pod", namespaced: true };
     /// Namespaces.
     pub const NAMESPACES: Self = Self { api: "v1", plural: "namespaces", kind: "Namespace", namespaced: false };
+    /// Events.
+    pub const EVENTS: Self = Self { api: "events.k8s.io/v1", plural: "events", kind: "Event", namespaced: true };
     /// Policies that change what clients create, and what puts them in force.
     pub const MUTATING_ADMISSION_POLICIES: Self = Self {
         api: "admissionregistration.k8s.io/v1",

@@ -170,6 +170,18 @@ async fn failing_policy_refuses_pod_unless_ignored() {
     assert!(admitted(unread).await.is_err());
 }
 
+/// `matchconditions/matcher.go`, read in its source and not tried: a condition that is false decides, also behind one
+/// that cannot be evaluated.
+#[tokio::test]
+async fn false_condition_beats_one_that_fails() {
+    let (absent, no, yes) = ("object.spec.nope == 'x'", "1 == 2", "1 == 1");
+    for (conditions, is_refused) in [([absent, no], false), ([no, absent], false), ([absent, yes], true)] {
+        let result = admitted(policy(&conditions, &[LABEL])).await;
+        assert_eq!(result.is_err(), is_refused, "{conditions:?}");
+        assert!(result.is_err() || result.unwrap()["metadata"]["labels"].is_null(), "{conditions:?}");
+    }
+}
+
 #[tokio::test]
 async fn policy_is_evaluated_for_each_parameter() {
     let server = server().await;

@@ -11,13 +11,12 @@ use kube::Api;
 use kube::api::{ApiResource, DynamicObject, GroupVersionKind};
 use linkwise::claims::Claim;
 use linkwise::dra::{ClaimQuery, ClaimQueryError, parse_claim};
-use linkwise::quote::quoted;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use crate::error::ApiError;
-use crate::server::ApiServer;
+use crate::server::{ApiServer, named};
 
 /// The kind, in metrics.
 const OBJECT: &str = "resourceclaims";
@@ -91,14 +90,8 @@ async fn answer(mut server: ApiServer, query: ClaimQuery) -> ApiServer {
 }
 
 async fn read(server: &mut ApiServer, namespace: &str, name: &str) -> Result<Claim, ApiError> {
-    let is_name = |name: &str| {
-        let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || matches!(byte, b'-' | b'.');
-        !name.is_empty() && !name.starts_with('.') && name.bytes().all(inner)
-    };
     for name in [namespace, name] {
-        if !is_name(name) {
-            return Err(ApiError::Malformed(format!("{} is no name of a claim or namespace", quoted(name))));
-        }
+        named(name)?;
     }
     let deadline = Instant::now() + DEADLINE;
     let mut pause = PAUSE;

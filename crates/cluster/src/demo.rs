@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 
 use crate::access::Access;
 use crate::dra::client;
+use crate::metrics::ApiMetrics;
 use crate::server::Pace;
 
 /// The node's name.
@@ -62,7 +63,7 @@ pub async fn play(args: &DemoArgs, machine: Machine, out: &(dyn Fn(&str) -> Resu
         std::fs::write(account.path().join(file), text).context("cannot write the service account's files")?;
     }
     let access = Access::InCluster { url: cluster.server.url(), service_account: account.path().to_owned() };
-    demo_dra(args, machine, (&cluster, &client(access, Pace::DEFAULT)), out).await
+    demo_dra(args, machine, (&cluster, &client(access, Pace::DEFAULT, ApiMetrics::default())), out).await
 }
 
 /// API server and scheduler.

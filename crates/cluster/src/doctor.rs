@@ -9,12 +9,17 @@ use futures_util::FutureExt;
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use kube::Api;
-use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams};
-use linkwise::commands::{ClusterFacts, DraFound, ExtendedResourceFound, NodeFeatureFound, NodeFeatures, PodPolicy};
+use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams, PostParams};
+use linkwise::commands::{
+    ClusterFacts, ClusterQuestions, DraFound, ExtendedResourceFound, MissingRights, NodeFeatureFound, NodeFeatures,
+    PodPolicy,
+};
 use linkwise::config::{Command, DoctorArgs};
 use linkwise::runtime::{ApiClients, NodeReader};
+use serde_json::json;
 
 use crate::access::Access;
+use crate::events::EventWriter;
 use crate::metrics::ApiMetrics;
 use crate::node_feature::{OBJECT, resource};
 use crate::server::{ApiServer, Pace};
@@ -22,17 +27,43 @@ use crate::server::{ApiServer, Pace};
 /// Checks the node; without an API server as `linkwise` does.
 pub fn run(args: DoctorArgs) -> ExitCode {
     let Ok(access) = Access::of(&args.api) else { return linkwise::run(Command::Doctor(args), ApiClients::default()) };
-    let reader = move |node: String, driver: Option<String>| facts(access.clone(), node, driver).boxed();
+    let reader = move |questions| facts(access.clone(), questions).boxed();
     let reader: &NodeReader = &reader;
     linkwise::run(Command::Doctor(args), ApiClients { doctor: Some(reader), ..ApiClients::default() })
 }
 
-async fn facts(access: Access, node: String, driver: Option<String>) -> ClusterFacts {
+async fn facts(access: Access, questions: ClusterQuestions) -> ClusterFacts {
+    let ClusterQuestions { node, driver, events } = questions;
     let dra = match driver {
         Some(driver) => Some(of_dra(access.clone(), &node, &driver).await),
         None => None,
     };
-    ClusterFacts { features: node_features(access, node).await, dra }
+    let events = match events {
+        true => Some(missing_rights(access.clone()).await),
+        false => None,
+    };
+    ClusterFacts { features: node_features(access, node).await, dra, events }
+}
+
+/// The rights of events that this account does not have in all namespaces. Whoever is authenticated may ask that.
+async fn missing_rights(access: Access) -> MissingRights {
+    let mut server = ApiServer::new(access, Pace::DEFAULT, ApiMetrics::default());
+    let kind = GroupVersionKind::gvk("authorization.k8s.io", "v1", "SelfSubjectAccessReview");
+    let (reviews, mut missing) = ("selfsubjectaccessreviews", Vec::new());
+    for (verb, group, resource) in EventWriter::RIGHTS {
+        let attributes = json!({"verb": verb, "group": group, "resource": resource});
+        let of = ApiResource::from_gvk_with_plural(&kind, reviews);
+        let review = DynamicObject::new("", &of).data(json!({"spec": {"resourceAttributes": attributes}}));
+        let create = |client| async move {
+            Api::<DynamicObject>::all_with(client, &of).create(&PostParams::default(), &review).await
+        };
+        let answer = server.call(reviews, "create", create).await;
+        let answer = answer.map_err(|error| linkwise::errors::chain(&error).to_string())?;
+        if answer.data["status"]["allowed"] != true {
+            missing.push(format!("{verb} {resource}"));
+        }
+    }
+    Ok(missing)
 }
 
 async fn of_dra(access: Access, node: &str, driver: &str) -> DraFound {

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use linkwise::config::{Cli, Command};
 use linkwise::runtime::ApiClients;
-use linkwise_cluster::{config_manager, demo, doctor, documents, dra, labels, simulate};
+use linkwise_cluster::{config_manager, demo, doctor, documents, labels, run, simulate};
 
 fn main() -> ExitCode {
     let ended =
@@ -17,7 +17,7 @@ fn main() -> ExitCode {
         Command::Demo(args) if args.dra => demo::run(&args),
         Command::Simulate(args) if args.cluster.nodes.is_some() => simulate::run(&args),
         Command::Labels(args) => labels::run(args),
-        Command::Run(args) => dra::run(args),
+        Command::Run(args) => run::run(args),
         Command::Doctor(args) => doctor::run(args),
         command => linkwise::run(command, ApiClients::default()),
     }

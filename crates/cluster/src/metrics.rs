@@ -1,5 +1,8 @@
 //! [`ApiMetrics`]: counts requests to the API server by what became of them. docs/config-manager.md documents it.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -16,16 +19,24 @@ struct PerRequest {
 #[derive(Clone, Debug, Default)]
 pub struct ApiMetrics {
     requests: Family<PerRequest, Counter>,
+    registered: Arc<AtomicBool>,
 }
 
 impl ApiMetrics {
     /// Makes and registers them.
     pub fn register(registry: &mut Registry) -> Self {
         let metrics = Self::default();
+        metrics.register_in(registry);
+        metrics
+    }
+
+    /// Registers them, unless that was done before: several parts of a program may count here.
+    pub fn register_in(&self, registry: &mut Registry) {
         let help = "Requests to the API server by kind of object, verb and outcome; a watch counts when it begins, and \
                     once more where it breaks";
-        registry.register("api_requests", help, metrics.requests.clone());
-        metrics
+        if !self.registered.swap(true, Ordering::Relaxed) {
+            registry.register("api_requests", help, self.requests.clone());
+        }
     }
 
     pub(crate) fn count(&self, object: &'static str, verb: &'static str, outcome: &'static str) {

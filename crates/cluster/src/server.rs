@@ -11,6 +11,7 @@ use http::{Response, header};
 use http_body_util::Limited;
 use kube::Client;
 use kube::client::ConfigExt;
+use linkwise::quote::quoted;
 use tower::{BoxError, ServiceBuilder};
 
 use crate::access::Access;
@@ -122,6 +123,17 @@ impl ApiServer {
             ApiError::of(&error, (asked > 0).then(|| Duration::from_secs(asked)))
         })
     }
+}
+
+/// Checks a name that came from elsewhere, which is to stand in a path.
+///
+/// # Errors
+///
+/// [`ApiError::Malformed`]: no object and no namespace has this name.
+pub(crate) fn named(name: &str) -> Result<(), ApiError> {
+    let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || matches!(byte, b'-' | b'.');
+    let is_name = !name.is_empty() && !name.starts_with('.') && name.bytes().all(inner);
+    is_name.then_some(()).ok_or_else(|| ApiError::Malformed(format!("{} is no name of an object", quoted(name))))
 }
 
 async fn connect(access: &Access, asked: &Arc<AtomicU64>) -> Result<Client, ApiError> {

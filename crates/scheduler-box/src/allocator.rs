@@ -310,12 +310,14 @@ impl<'a> Attempt<'a> {
         Ok(selected)
     }
 
-    /// Whether the request tolerates the device's taints. Those without an effect inform only.
+    /// Whether the request tolerates the device's taints. Those with an effect that the scheduler does not know, and
+    /// with `None`, inform only (`taintPreventsAllocation`).
     pub fn tolerates(&self, chosen: Chosen) -> bool {
         let (Some(ask), Some(device)) = (self.ask(chosen), self.devices.devices.get(chosen.device)) else {
             return false;
         };
-        let mut taints = device.device.taints.iter().filter(|taint| taint.effect != "None");
+        let keeps_off = |effect: &str| ["NoSchedule", "NoExecute"].contains(&effect);
+        let mut taints = device.device.taints.iter().filter(|taint| keeps_off(&taint.effect));
         taints.all(|taint| ask.asked.tolerations.iter().any(|toleration| toleration.tolerates(taint)))
     }
 

@@ -1,7 +1,5 @@
 //! Kubernetes quantities as numbers.
 
-use std::fmt;
-
 /// A quantity in billionths, as exact as Kubernetes' own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Quantity(pub i128);
@@ -63,12 +61,6 @@ impl Quantity {
     /// As a whole number, if it is one.
     pub fn whole(self) -> Option<i64> {
         (self.0 % 1_000_000_000 == 0).then(|| i64::try_from(self.0 / 1_000_000_000).ok()).flatten()
-    }
-}
-
-impl fmt::Display for Quantity {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{:09}", self.0 / 1_000_000_000, self.0.unsigned_abs() % 1_000_000_000)
     }
 }
 

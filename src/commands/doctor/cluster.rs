@@ -3,6 +3,7 @@
 //! It is read by `linkwise-cluster`, which the doctor becomes where the pod has a token or a kubeconfig is given.
 
 use super::Node;
+use super::events::MissingRights;
 use super::finding::Findings;
 use crate::quote::quoted;
 
@@ -24,6 +25,17 @@ pub struct NodeFeatureFound {
 /// Discovery's form are left out.
 pub type NodeFeatures = Result<Vec<NodeFeatureFound>, String>;
 
+/// What the API server is asked about a node.
+#[derive(Clone, Debug)]
+pub struct ClusterQuestions {
+    /// The node's name.
+    pub node: String,
+    /// The DRA driver, where GPUs go through DRA.
+    pub driver: Option<String>,
+    /// Whether events about pods are to be written.
+    pub events: bool,
+}
+
 /// What the API server has about a node.
 #[derive(Clone, Debug)]
 pub struct ClusterFacts {
@@ -31,6 +43,8 @@ pub struct ClusterFacts {
     pub features: NodeFeatures,
     /// What there is of DRA; `None` where no GPU goes through it.
     pub dra: Option<DraFound>,
+    /// What events about pods lack; `None` where none are asked for.
+    pub events: Option<MissingRights>,
 }
 
 /// What there is of DRA, each part or why it is unknown.

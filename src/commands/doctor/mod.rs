@@ -8,6 +8,7 @@ mod container_runtime;
 mod devices;
 mod dra;
 mod driver;
+mod events;
 mod extended_resource;
 mod finding;
 mod gpus;
@@ -33,7 +34,10 @@ use crate::topology::{GpuObservation, NodeObservation, NodeTopology};
 use driver::Nvml;
 use finding::{Findings, Report};
 
-pub use cluster::{ClusterFacts, DraFound, ExtendedResourceFound, NodeFeatureFound, NodeFeatures, PodPolicy};
+pub use cluster::{
+    ClusterFacts, ClusterQuestions, DraFound, ExtendedResourceFound, NodeFeatureFound, NodeFeatures, PodPolicy,
+};
+pub use events::MissingRights;
 
 /// What is known of the node before the checks.
 struct Node {
@@ -105,15 +109,16 @@ pub async fn doctor(args: &DoctorArgs, facts: Option<impl Future<Output = Cluste
         Some(facts) => Some(timeout(limit, facts).await.map_err(|_| format!("no answer within {limit:?}"))),
         None => None,
     };
-    let (features, slices) = match facts {
-        Some(Ok(ClusterFacts { features, dra })) => (Some(features), dra),
-        Some(Err(why)) => (Some(Err(why)), None),
-        None => (None, None),
+    let (features, slices, rights) = match facts {
+        Some(Ok(ClusterFacts { features, dra, events })) => (Some(features), dra, events),
+        Some(Err(why)) => (Some(Err(why.clone())), None, Some(Err(why))),
+        None => (None, None, None),
     };
     cluster::check(found, &node, features);
     let extended_resource = slices.as_ref().map(|found| found.extended_resource.clone());
     dra::slices(found, slices);
     extended_resource::check(found, extended_resource, policy.as_ref());
+    events::check(found, &node, rights);
     if let Some((observed, topology, _)) = &assembled {
         topology_manager::check(found, observed, topology, (args.numa_hints, policy.as_ref()));
     }

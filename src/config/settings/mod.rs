@@ -31,8 +31,8 @@ use crate::state::{
     DraGpus, Filter, GpuSelector, MigStrategy, NumaHints, ResourceName, ResourcePlan, Sharing, XidClass,
 };
 use given::{
-    absolute, address, boolean, choice, choices, dra_driver, dra_gpus, imex_channels, interval, path, path_or_empty,
-    resource_name, text, texts, uids, whole,
+    absolute, address, boolean, choice, choices, collector, dra_driver, dra_gpus, imex_channels, interval, path,
+    path_or_empty, resource_name, text, texts, uids, whole,
 };
 use row::Row;
 
@@ -50,6 +50,10 @@ pub(super) const KUBELET_SOCKET: &str = "/var/lib/kubelet/device-plugins/kubelet
 
 /// The kubelet's PodResources socket, where it usually is.
 pub(super) const POD_RESOURCES_SOCKET: &str = "/var/lib/kubelet/pod-resources/kubelet.sock";
+
+/// Less than this percentage of the machine's best is worth an event. What NVLinks and PCIe paths offer mostly differs by
+/// a factor of two or more (docs/bandwidth.md): it is between the best and half of it.
+const EVENTS_BELOW: u8 = 75;
 
 /// NVIDIA's DRA driver, whose place linkwise takes on a node.
 pub(super) const DRA_DRIVER: &str = "gpu.nvidia.com";
@@ -407,6 +411,17 @@ settings! {
     /// The kubelet's folder in which DRA drivers register
     dra_registry_dir: PathBuf = PathBuf::from("/var/lib/kubelet/plugins_registry"), "linkwise.dra.registryDir",
         Row::new(absolute).flag("dra-registry-dir", "PATH").variables(&["LINKWISE_DRA_REGISTRY_DIR"]);
+    /// Write an event about a pod whose GPUs are linked far worse than so many GPUs of this machine can be; it needs the
+    /// API server
+    events: bool = false, "linkwise.events.write",
+        Row::new(boolean).flag("events", "BOOL").variables(&["LINKWISE_EVENTS"]);
+    /// How much of the machine's best for so many GPUs is too little, in percent
+    events_below: u8 = EVENTS_BELOW, "linkwise.events.below",
+        Row::new(|given| whole(given, 1, 100)).flag("events-below", "PERCENT").variables(&["LINKWISE_EVENTS_BELOW"]);
+    /// The OpenTelemetry collector that gets a span for each RPC of an admission (OTLP over gRPC), such as
+    /// http://127.0.0.1:4317; without it, there are none
+    traces_endpoint: String = String::new(), "linkwise.traces.endpoint",
+        Row::new(collector).flag("traces-endpoint", "URL").variables(&["LINKWISE_TRACES_ENDPOINT"]);
 }
 
 /// Sharing as the file has it, under the key of its kind.

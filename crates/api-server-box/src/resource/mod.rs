@@ -1,4 +1,5 @@
-//! The API group `resource.k8s.io/v1`, and resources of pods: what the server does with objects beyond keeping them.
+//! The API group `resource.k8s.io/v1`, resources of pods, and events: what the server does with objects beyond keeping
+//! them.
 //!
 //! Fields that the API does not have are dropped, as are those of gates that are off; defaults are filled in; what
 //! breaks a rule of the API (limits, names, immutable fields) is refused with a Status that names the field. The rules
@@ -7,6 +8,7 @@
 
 mod checks;
 mod claim;
+mod event;
 pub(super) mod pod;
 mod quantity;
 mod slice;
@@ -63,6 +65,7 @@ pub(super) fn admit(
         of if *of == ResourceType::RESOURCE_CLAIM_TEMPLATES => claim::admit_template(gates, key, live, object)?,
         of if *of == ResourceType::DEVICE_CLASSES => claim::admit_class(key, object)?,
         of if *of == ResourceType::PODS => pod::check(key, object)?,
+        of if *of == ResourceType::EVENTS => event::check(key, object)?,
         _ => return Ok(()),
     }
     let mut checks = Checks::default();

@@ -16,14 +16,18 @@ async fn labels(cluster: &Cluster, root: &Path) -> Vec<(String, String)> {
 
 /// What a check reports, where these GPUs go through DRA.
 async fn findings(cluster: &Cluster, root: &Path, check: &str, gpus: &str) -> Vec<(String, String)> {
-    let report = report(cluster, root, gpus).await;
+    of_check(&report(&mut program(cluster, root, gpus)).await, check)
+}
+
+/// What a report has of a check.
+fn of_check(report: &Value, check: &str) -> Vec<(String, String)> {
     let findings = report["findings"].as_array().unwrap().iter().filter(|finding| finding["check"] == check);
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     findings.map(|it| (text(&it["status"]), format!("{} -> {}", text(&it["what"]), text(&it["advice"])))).collect()
 }
 
-/// The whole report.
-async fn report(cluster: &Cluster, root: &Path, gpus: &str) -> Value {
+/// The doctor in a folder that is a host without anything.
+fn program(cluster: &Cluster, root: &Path, gpus: &str) -> Command {
     let address = cluster.server.address();
     let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise-cluster"));
     command
@@ -38,7 +42,12 @@ async fn report(cluster: &Cluster, root: &Path, gpus: &str) -> Value {
     command.args(["doctor", "--format", "json", "--root"]).arg(root);
     command.arg("--kubelet-socket").arg(root.join("kubelet.sock"));
     command.stdin(Stdio::null()).kill_on_drop(true);
-    let output = within(command.output()).await.unwrap();
+    command
+}
+
+/// The whole report.
+async fn report(program: &mut Command) -> Value {
+    let output = within(program.output()).await.unwrap();
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
@@ -179,7 +188,7 @@ async fn resource_of_both_doors_and_remembered_plugin_are_named() {
 #[tokio::test]
 async fn each_check_is_documented() {
     let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
-    let report = report(&cluster, folder.path(), "all").await;
+    let report = report(&mut program(&cluster, folder.path(), "all")).await;
     let documented = include_str!("../../../../docs/operations.md");
     let checks = report["findings"].as_array().unwrap().iter().map(|finding| finding["check"].as_str().unwrap());
     let checks: std::collections::BTreeSet<&str> = checks.collect();
@@ -187,4 +196,34 @@ async fn each_check_is_documented() {
         assert!(documented.contains(&format!("\n| {check} | ")), "{check}");
     }
     assert!(checks.contains("DRA") && checks.len() > 5, "{checks:?}");
+}
+
+#[tokio::test]
+async fn missing_right_to_write_events_is_named() {
+    let (cluster, folder) = (Cluster::start().await, tempfile::tempdir().unwrap());
+    let found = async || {
+        let mut program = program(&cluster, folder.path(), "none");
+        of_check(&report(program.env("LINKWISE_EVENTS", "true")).await, "events")
+    };
+    // Whose configuration asks for none hears nothing of them.
+    assert_eq!(findings(&cluster, folder.path(), "events", "none").await, []);
+    assert_eq!(cluster.count("POST", "selfsubjectaccessreviews"), 0);
+    assert_eq!(found().await, [("ok".to_owned(), "linkwise may write events about pods -> ".to_owned())]);
+    for (rights, words) in [
+        (&[("create", "events")][..], "no right to create events: no pod"),
+        (&[("get", "pods")], "no right to get pods: no pod"),
+        (&[("create", "events"), ("get", "pods")], "no right to create events and to get pods: no pod"),
+    ] {
+        cluster.server.forbid(rights);
+        let found = found().await;
+        let [(warning, what)] = found.as_slice() else { panic!("{found:?}") };
+        assert!(warning == "warning" && what.contains(words) && what.contains("overlays/events"), "{what}");
+    }
+    cluster.server.fail(Fault::of("POST", "selfsubjectaccessreviews", 1, Answer::Refusal(500, "broken", None)));
+    let skipped = found().await;
+    assert!(skipped[0].0 == "skipped" && skipped[0].1.contains("kubectl auth can-i create events"), "{skipped:?}");
+    // A pod without a token.
+    std::fs::remove_file(cluster.folder().join("token")).unwrap();
+    let none = found().await;
+    assert!(none[0].0 == "skipped" && none[0].1.contains("token"), "{none:?}");
 }

@@ -11,6 +11,7 @@ mod dra_mig;
 mod dra_mps;
 mod dra_node;
 mod dra_soak;
+mod events;
 mod node;
 mod node_feature;
 #[allow(dead_code, clippy::indexing_slicing, reason = "other tests judge more by it")]
@@ -20,4 +21,5 @@ mod sets;
 mod simulate;
 mod slices;
 mod support;
+mod traces;
 mod whole_node;

@@ -12,9 +12,10 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 /// The kinds that the server has.
-pub const TYPES: [ResourceType; 8] = [
+pub const TYPES: [ResourceType; 9] = [
     ResourceType::NODES,
     ResourceType::PODS,
+    ResourceType::EVENTS,
     ResourceType::NODE_FEATURES,
     ResourceType::RESOURCE_SLICES,
     ResourceType::RESOURCE_CLAIMS,

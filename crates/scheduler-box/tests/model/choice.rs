@@ -176,6 +176,8 @@ fn tainted_device_goes_only_to_who_tolerates_it() {
         ("NoExecute", json!({"operator": "Exists"}), true),
         ("NoExecute", json!({"key": "other"}), false),
         ("None", json!({"key": "other"}), true),
+        // An effect of a later Kubernetes.
+        ("NoWhatever", json!({"key": "other"}), true),
     ] {
         let outcome = devices(&tainted(effect), &tolerating(toleration.clone()));
         assert_eq!(outcome.is_ok(), is_given, "{effect}, {toleration}");

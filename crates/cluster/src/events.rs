@@ -1,0 +1,236 @@
+//! [`EventWriter`]: writes events about pods (`events.k8s.io/v1`), each once.
+//!
+//! It follows a list of the events that are due now, and is their only writer. There is no queue: a pod that has ended
+//! is no longer on the list, so that an API server that was away gets only what still holds. An event's name is made of
+//! its pod's name and UID: what a process before this one wrote is found to be there.
+
+mod bucket;
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
+use k8s_openapi::jiff::Timestamp;
+use kube::Api;
+use kube::api::{ApiResource, DynamicObject, GroupVersionKind, PostParams};
+use linkwise::publish::PodEvent;
+use linkwise::runtime::EventsSide;
+use prometheus_client::registry::Registry;
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use crate::access::Access;
+use crate::attempts::Attempts;
+use crate::error::ApiError;
+use crate::metrics::ApiMetrics;
+use crate::server::{ApiServer, Pace, named};
+
+use bucket::Bucket;
+
+/// The kinds, in metrics.
+const EVENTS: &str = "events";
+const PODS: &str = "pods";
+
+/// Who reports, as `kubectl describe` shows it.
+const CONTROLLER: &str = "linkwise.dev/linkwise";
+
+/// The longest `reportingInstance` that the API takes, in bytes.
+const LONGEST_INSTANCE: usize = 128;
+
+/// The longest note, in bytes.
+const LONGEST_NOTE: usize = 1024;
+
+/// The longest name of an object, in bytes.
+const LONGEST_NAME: usize = 253;
+
+/// What writes events at an API server.
+pub(crate) fn client(
+    access: Access,
+    pace: Pace,
+    metrics: ApiMetrics,
+) -> impl Fn(EventsSide, &mut Registry, CancellationToken) -> BoxFuture<'static, anyhow::Result<()>> + Send + Sync {
+    move |EventsSide { node, due }, registry, shutdown| {
+        metrics.register_in(registry);
+        let server = ApiServer::new(access.clone(), pace, metrics.clone());
+        EventWriter::new(server, node).run(due, shutdown).map(Ok).boxed()
+    }
+}
+
+/// A pod by namespace and name.
+type Pod = (String, String);
+
+/// What became of an event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Outcome {
+    /// It is written.
+    Written,
+    /// It was there, or its pod is not, or is on another node.
+    Needless,
+}
+
+/// Writes events about the pods of one node.
+pub struct EventWriter {
+    server: ApiServer,
+    node: String,
+    attempts: Attempts,
+    bucket: Bucket,
+    /// Pods on the list for whom there is nothing more to do.
+    told: BTreeSet<Pod>,
+    /// The pod whose event failed last: the others come first, since the fault may be this one's.
+    failed: Option<Pod>,
+}
+
+impl EventWriter {
+    /// What it needs, in all namespaces: verb, API group and resource.
+    pub const RIGHTS: [(&'static str, &'static str, &'static str); 2] =
+        [("create", "events.k8s.io", EVENTS), ("get", "", PODS)];
+
+    /// Asks nothing yet. `node`: the name of the node of these pods.
+    pub fn new(server: ApiServer, node: String) -> Self {
+        let attempts = Attempts::of("write an event about a pod", server.pace());
+        Self { server, node, attempts, bucket: Bucket::default(), told: BTreeSet::new(), failed: None }
+    }
+
+    /// Writes what is due until `shutdown`, or until the channel is closed. Errors are logged and tried again.
+    pub async fn run(mut self, mut due: watch::Receiver<Arc<Vec<PodEvent>>>, shutdown: CancellationToken) {
+        shutdown.run_until_cancelled(self.follow(&mut due)).await;
+    }
+
+    async fn follow(&mut self, due: &mut watch::Receiver<Arc<Vec<PodEvent>>>) {
+        let began = Instant::now();
+        loop {
+            let listed = Arc::clone(&due.borrow_and_update());
+            self.told.retain(|told| listed.iter().any(|event| pod(event) == *told));
+            let Some(event) = self.next(&listed) else {
+                if due.changed().await.is_err() {
+                    return;
+                }
+                continue;
+            };
+            if let Err(full_in) = self.bucket.look(began.elapsed()) {
+                if let Ok(Err(_)) = tokio::time::timeout(full_in, due.changed()).await {
+                    return;
+                }
+                continue;
+            }
+            match self.write(event).await {
+                Ok(outcome) => {
+                    if outcome == Outcome::Written {
+                        self.bucket.take();
+                    }
+                    self.attempts.succeeded();
+                    self.told.insert(pod(event));
+                    self.failed = None;
+                }
+                Err(error) => {
+                    self.failed = Some(pod(event));
+                    // Also where the list changes meanwhile: the server may have asked for the pause.
+                    tokio::time::sleep(self.attempts.failed(&error)).await;
+                }
+            }
+        }
+    }
+
+    /// The event to write next: the first after the one that failed last, which comes last.
+    fn next<'a>(&self, listed: &'a [PodEvent]) -> Option<&'a PodEvent> {
+        let left = || listed.iter().filter(|event| !self.told.contains(&pod(event)));
+        let failed = self.failed.as_ref().and_then(|failed| listed.iter().position(|event| pod(event) == *failed));
+        let after = failed.and_then(|failed| listed.get(failed.saturating_add(1)..)).unwrap_or_default();
+        after.iter().find(|event| !self.told.contains(&pod(event))).or_else(|| left().next())
+    }
+
+    async fn write(&mut self, event: &PodEvent) -> Result<Outcome, ApiError> {
+        let Some(uid) = self.uid(event).await? else { return Ok(Outcome::Needless) };
+        let object = object(event, &uid, &self.node, &now());
+        let object: DynamicObject =
+            serde_json::from_value(object).map_err(|error| ApiError::Malformed(error.to_string()))?;
+        let kind = GroupVersionKind::gvk("events.k8s.io", "v1", "Event");
+        let (resource, namespace) = (ApiResource::from_gvk_with_plural(&kind, EVENTS), event.namespace.clone());
+        let create = |client| async move {
+            let api = Api::<DynamicObject>::namespaced_with(client, &namespace, &resource);
+            api.create(&PostParams::default(), &object).await
+        };
+        match self.server.call(EVENTS, "create", create).await {
+            Ok(_) => Ok(Outcome::Written),
+            Err(error) if error.code() == Some(409) => Ok(Outcome::Needless),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The UID of the event's pod, by which `kubectl describe` finds its events; `None` where there is no such pod on
+    /// this node.
+    async fn uid(&mut self, event: &PodEvent) -> Result<Option<String>, ApiError> {
+        // It would be tried again for ever.
+        if [&event.namespace, &event.pod].into_iter().any(|name| named(name).is_err()) {
+            return Ok(None);
+        }
+        let (namespace, name) = pod(event);
+        let resource = ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk("", "v1", "Pod"), PODS);
+        let get = |client| async move {
+            Api::<DynamicObject>::namespaced_with(client, &namespace, &resource).get(&name).await
+        };
+        match self.server.call(PODS, "get", get).await {
+            Ok(found) if found.data["spec"]["nodeName"] == *self.node => Ok(found.metadata.uid),
+            Ok(_) => Ok(None),
+            Err(error) if error.is_missing(PODS, &event.pod) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+fn pod(event: &PodEvent) -> Pod {
+    (event.namespace.clone(), event.pod.clone())
+}
+
+fn now() -> Value {
+    serde_json::to_value(MicroTime(Timestamp::now())).unwrap_or_default()
+}
+
+/// The event as the API has it.
+fn object(event: &PodEvent, uid: &str, node: &str, time: &Value) -> Value {
+    let PodEvent { namespace, pod, reason, note } = event;
+    json!({
+        "apiVersion": "events.k8s.io/v1",
+        "kind": "Event",
+        "metadata": {"name": name(pod, uid), "namespace": namespace},
+        "eventTime": time,
+        "type": "Warning",
+        "reason": reason,
+        "action": "Allocate",
+        "note": cut(note, LONGEST_NOTE),
+        "reportingController": CONTROLLER,
+        "reportingInstance": cut(node, LONGEST_INSTANCE),
+        "regarding": {"apiVersion": "v1", "kind": "Pod", "namespace": namespace, "name": pod, "uid": uid},
+    })
+}
+
+/// The pod's name and UID, as far as a name may be long.
+fn name(pod: &str, uid: &str) -> String {
+    let begin = cut(pod, LONGEST_NAME.saturating_sub(uid.len().saturating_add(1)));
+    format!("{}.{uid}", begin.trim_end_matches(['-', '.']))
+}
+
+/// The beginning of a text, of at most so many bytes.
+fn cut(text: &str, most: usize) -> &str {
+    let end = (0..=most.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
+    end.and_then(|end| text.get(..end)).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_names_are_cut_to_what_the_api_takes() {
+        let uid = "5b3c7d0e-0b4f-4a57-9c5f-3f8c4a4f6a11";
+        assert_eq!(name("train-0", uid), format!("train-0.{uid}"));
+        let longest = name(&format!("{}{}", "a".repeat(214), "-.b".repeat(13)), uid);
+        assert_eq!(longest, format!("{}.{uid}", "a".repeat(214)));
+        assert_eq!(name(&"a".repeat(253), uid).len(), 253);
+        assert_eq!((cut("größe", 3), cut("größe", 4), cut("", 3)), ("gr", "grö", ""));
+    }
+}

@@ -1,0 +1,189 @@
+//! [`PodEvent`]: what a pod is told whose GPUs are linked far worse than they could be, as an event of Kubernetes' API.
+//!
+//! Which pods deserve one, and its words. When it is written is decided by the writer, which has an API server.
+
+use alloc::collections::BTreeMap;
+
+use super::placement::{Allocation, Placements, Shortfall};
+use crate::prelude::*;
+
+/// An event about a pod.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PodEvent {
+    /// The pod's namespace, as the kubelet gave it.
+    pub namespace: String,
+    /// The pod's name, as the kubelet gave it.
+    pub pod: String,
+    /// What it is about, for programs.
+    pub reason: &'static str,
+    /// What is so and what to do, for people.
+    pub note: String,
+}
+
+impl PodEvent {
+    /// The reason of an event about GPUs whose links are far below the best that the machine has for so many.
+    pub const SLOW_GPUS: &'static str = "SlowGPUPlacement";
+
+    /// One for each pod with a container whose collective is below this percentage of the machine's best, in the order
+    /// of their names. It is about the container that is farthest below.
+    pub fn of(placements: &Placements, below: u8) -> Vec<Self> {
+        let mut worst: BTreeMap<(&str, &str), Judged<'_>> = BTreeMap::new();
+        for judged in placements.allocations.iter().filter_map(Judged::of).filter(|judged| judged.is_below(below)) {
+            let holder = &judged.allocation.holder;
+            let known = worst.entry((&holder.namespace, &holder.pod)).or_insert(judged);
+            if judged.is_worse_than(known) {
+                *known = judged;
+            }
+        }
+        worst.into_values().map(Judged::event).collect()
+    }
+}
+
+/// An allocation with links to compare.
+#[derive(Clone, Copy)]
+struct Judged<'a> {
+    allocation: &'a Allocation,
+    /// MB/s.
+    collective: u64,
+    /// MB/s; at least the collective.
+    best: u64,
+}
+
+impl<'a> Judged<'a> {
+    fn of(allocation: &'a Allocation) -> Option<Self> {
+        let (collective, best) = allocation.collective.zip(allocation.best)?;
+        Some(Self { allocation, collective, best })
+    }
+
+    fn is_below(&self, percent: u8) -> bool {
+        u128::from(self.collective) * 100 < u128::from(self.best) * u128::from(percent)
+    }
+
+    fn is_worse_than(&self, other: &Self) -> bool {
+        u128::from(self.collective) * u128::from(other.best) < u128::from(other.collective) * u128::from(self.best)
+    }
+
+    fn event(self) -> PodEvent {
+        let Allocation { holder, gpus, why, .. } = self.allocation;
+        let (count, has, best) = (gpus.len(), gigabytes(self.collective), gigabytes(self.best));
+        let mut note = format!(
+            "The {count} GPUs of container {} reach {has} GB/s together, and {count} GPUs of this node can reach \
+             {best}.",
+            holder.container
+        );
+        for sentence in sentences(why) {
+            note.push(' ');
+            note.push_str(sentence);
+        }
+        let (namespace, pod) = (holder.namespace.clone(), holder.pod.clone());
+        PodEvent { namespace, pod, reason: PodEvent::SLOW_GPUS, note }
+    }
+}
+
+/// MB/s as GB/s with one decimal, cut off.
+fn gigabytes(megabytes: u64) -> String {
+    format!("{}.{}", megabytes / 1000, megabytes % 1000 / 100)
+}
+
+/// What is to blame, and what to do about it.
+fn sentences(why: &[Shortfall]) -> Vec<&'static str> {
+    if why.is_empty() {
+        return vec!["Why is not known: the pod may be older than the linkwise that runs now."];
+    }
+    let sentence = |why: &Shortfall| match why {
+        Shortfall::Narrowed => {
+            "Narrowed: the kubelet's Topology Manager left only some of the free GPUs to choose from; \
+             linkwise.numaHints says what it may look at."
+        }
+        Shortfall::Scheduler => {
+            "Scheduler: the claim was given these while better ones were free; a claim as 'linkwise claim' makes it \
+             asks for GPUs that belong together."
+        }
+        Shortfall::Fragmented => {
+            "Fragmented: other pods have the better ones; recreate this pod when they have ended, and give nodes jobs \
+             of like sizes."
+        }
+        Shortfall::Sick => {
+            "Sick: unhealthy GPUs are among the better ones; 'linkwise doctor' on the node says what ends that."
+        }
+    };
+    why.iter().map(sentence).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::state::{ContainerName, Door};
+
+    /// A container `namespace/pod/container` with GPUs of these MB/s.
+    fn allocation(holder: &str, collective: Option<u64>, best: Option<u64>, why: &[Shortfall]) -> Allocation {
+        let [namespace, pod, container]: [&str; 3] = holder.split('/').collect::<Vec<_>>().try_into().unwrap();
+        let own = str::to_owned;
+        Allocation {
+            holder: ContainerName { namespace: own(namespace), pod: own(pod), container: own(container) },
+            resource: own("nvidia.com/gpu"),
+            door: Door::Plugin,
+            gpus: vec!["GPU-a".parse().unwrap(), "GPU-b".parse().unwrap()],
+            collective,
+            best,
+            best_at_admission: None,
+            why: why.to_vec(),
+        }
+    }
+
+    fn events(allocations: Vec<Allocation>, below: u8) -> Vec<PodEvent> {
+        PodEvent::of(&Placements { allocations, ..Placements::default() }, below)
+    }
+
+    #[test]
+    fn pod_below_the_threshold_is_told_why_and_what_to_do() {
+        let why = [Shortfall::Fragmented, Shortfall::Sick];
+        let told = events(vec![allocation("a/p/main", Some(20_000), Some(40_960), &why)], 75);
+        let [PodEvent { namespace, pod, reason, note }] = told.as_slice() else { panic!("{told:?}") };
+        assert_eq!((namespace.as_str(), pod.as_str(), *reason), ("a", "p", "SlowGPUPlacement"));
+        let expected = "The 2 GPUs of container main reach 20.0 GB/s together, and 2 GPUs of this node can reach 40.9. \
+                        Fragmented: other pods have the better ones; recreate this pod when they have ended, and give \
+                        nodes jobs of like sizes. Sick: unhealthy GPUs are among the better ones; 'linkwise doctor' on \
+                        the node says what ends that.";
+        assert_eq!(note, expected);
+    }
+
+    #[test]
+    fn threshold_itself_is_enough() {
+        let at = |collective| events(vec![allocation("a/p/c", Some(collective), Some(40_000), &[])], 75).len();
+        assert_eq!((at(30_000), at(29_999)), (0, 1));
+        let huge = allocation("a/p/c", Some(u64::MAX - 1), Some(u64::MAX), &[]);
+        assert_eq!((events(vec![huge.clone()], 100).len(), events(vec![huge], 99).len()), (1, 0));
+    }
+
+    #[test]
+    fn what_has_nothing_to_compare_is_no_event() {
+        let of = |collective, best| events(vec![allocation("a/p/c", collective, best, &[])], 100);
+        for (collective, best) in
+            [(None, None), (None, Some(1)), (Some(1), None), (Some(7), Some(7)), (Some(0), Some(0))]
+        {
+            assert_eq!(of(collective, best), []);
+        }
+    }
+
+    #[test]
+    fn pod_has_one_event_about_its_worst_container() {
+        let allocations = vec![
+            allocation("a/p/first", Some(20), Some(40), &[]),
+            allocation("a/p/worst", Some(30), Some(90), &[Shortfall::Narrowed]),
+            allocation("a/p/last", Some(25), Some(60), &[]),
+            allocation("a/good/c", Some(9), Some(9), &[]),
+        ];
+        let told = events(allocations, 75);
+        assert!(told.len() == 1 && told[0].note.contains("container worst"), "{told:?}");
+    }
+
+    /// `events.k8s.io/v1` takes at most 1024 bytes.
+    #[test]
+    fn longest_note_fits_an_event() {
+        let why = [Shortfall::Narrowed, Shortfall::Scheduler, Shortfall::Fragmented, Shortfall::Sick];
+        let name = format!("a/p/{}", "c".repeat(63));
+        let told = events(vec![allocation(&name, Some(999_999_999), Some(9_999_999_999), &why)], 100);
+        assert!(told[0].note.len() <= 1024, "{}", told[0].note.len());
+    }
+}
