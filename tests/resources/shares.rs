@@ -165,7 +165,7 @@ fn what_dra_does_not_share_is_told() {
     let mut by_mps = plan(4);
     by_mps.sharing.as_mut().unwrap().kind = SharingKind::Mps;
     let said = words(by_mps);
-    assert!(said[0].starts_with("nvidia.com/gpu is to be shared by MPS, whose daemons serve the device plugin only"));
+    assert!(said[0].starts_with("nvidia.com/gpu is to be shared by MPS, for which claims ask themselves"));
     let mut too_many = plan(4);
     too_many.sharing.as_mut().unwrap().resources[0].devices = SharedDevices::Count(4);
     let expected = "nvidia.com/gpu: 4 of its devices are to be shared, DRA has 3; they are one claim's each";
