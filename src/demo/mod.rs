@@ -30,8 +30,8 @@ use style::Style;
 
 pub use dra::{DemoCluster, Scheduled, demo_dra};
 
-/// The kubelet's PodResources socket, in the demo's folder.
-const POD_RESOURCES: &str = "pod-resources.sock";
+/// The kubelet's PodResources socket below the demo's folder, in one of its own: the box clears it.
+const POD_RESOURCES: &str = "pod-resources/kubelet.sock";
 
 /// Runs the command.
 pub fn run(args: &DemoArgs) -> Result<()> {
