@@ -95,7 +95,7 @@ pub(super) fn wrap(text: &str, style: Style, room: i64) -> Vec<String> {
 const LONGEST: usize = 240;
 
 /// Untrusted text as one line: without what XML forbids or what changes the direction of writing, and cut.
-pub(super) fn clean(text: &str) -> String {
+pub fn clean(text: &str) -> String {
     let harmless = |letter: char| match letter {
         '\t' | '\n' | '\r' => ' ',
         '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{fffe}' | '\u{ffff}' => {
