@@ -9,11 +9,13 @@
 //!
 //! Which set of GPUs is best is decided in [`crate::allocation`].
 
+mod admissions;
 mod device;
 mod doors;
 mod event;
 mod hardware;
 mod health;
+mod holdings;
 mod ledger;
 mod mps;
 mod numa_hints;
@@ -36,18 +38,20 @@ use alloc::sync::Arc;
 use core::time::Duration;
 
 use crate::allocation::{
-    AllocationReport, AllocationRequest, AllocationTables, DeviceId, PreferredAllocation, preferred_allocation,
+    AllocationReport, AllocationRequest, AllocationTables, DeviceId, GpuSet, PreferredAllocation, preferred_allocation,
     preferred_units,
 };
 use crate::topology::{Gpu, GpuUuid, NodeTopology};
 use health::GpuHealth;
 use opening::Opening;
 
+pub use admissions::{AdmissionRecord, FreeThen};
 pub use device::{Device, Health, Timestamp};
 pub use doors::{DRA_GRACE, Door};
 pub use event::{Effect, Event, MigInstance};
 pub use hardware::{DriverVersions, Hardware};
-pub use ledger::{ClaimedDevice, Holdings, Ledger, PreparedClaim, ResourceDevice};
+pub use holdings::{ClaimedDevice, ContainerHoldings, ContainerName, Holdings, ResourceDevice};
+pub use ledger::{Ledger, NAMES_KEPT, PreparedClaim, gpu_of};
 pub use mps::{MpsGpu, MpsShare};
 pub use numa_hints::NumaHints;
 pub use offers::{Offers, Resource};
@@ -220,7 +224,10 @@ impl NodeState {
 
     /// What the next process of ours has to know; [`Effect::Keep`] says when it changed.
     pub fn record(&self) -> HealthRecord {
+        let (admissions, claim_admissions) = self.ledger.admissions().record();
         HealthRecord {
+            admissions,
+            claim_admissions,
             dra: self.offers.dra_gpus(),
             dra_shares: self.offers.shares().record(),
             ..self.hardware.record()
@@ -250,6 +257,21 @@ impl NodeState {
             }
         }
         gpus.into_values().collect()
+    }
+
+    /// The GPUs that requests can have whole now, for each resource and for DRA: one request gets all of its GPUs from one
+    /// of these sets. `None` where it is not known who holds what.
+    pub fn free_gpus(&self) -> Option<Vec<GpuSet>> {
+        let occupied = self.ledger.occupied(self.topology())?;
+        let whole = |device: &Device| device.mig.is_none() && device.health == Health::Healthy;
+        let free = |devices: &mut dyn Iterator<Item = &Device>| {
+            let places = devices.filter(|device| whole(device));
+            let places: GpuSet = places.filter_map(|device| self.topology().position(&device.gpu.uuid)).collect();
+            places.without(occupied)
+        };
+        let resources = self.offers.resources().values();
+        let by_resource = resources.map(|resource| free(&mut resource.devices().values()));
+        Some(by_resource.chain([free(&mut self.offers.through_dra().iter())]).collect())
     }
 
     /// The next moment at which time alone changes something: then [`Event::Tick`] is due. Health is not among it: a hold
@@ -333,7 +355,21 @@ impl NodeState {
                     effects.extend(offers.follow_ledger(hardware, &self.ledger, now));
                 }
             }
-            Event::Prepared(claims) => publish = Arc::make_mut(&mut self.ledger).prepare(claims),
+            Event::Allocated { resource, devices, offered } => {
+                let given =
+                    admissions::at_allocate((hardware, &self.ledger, &self.offers), &resource, &devices, &offered);
+                Arc::make_mut(&mut self.ledger).admissions_mut().give(resource, devices, given);
+                // Nothing else changes. What is free is published with the next list.
+                return (self, given.map(|_| Effect::Keep).into_iter().collect());
+            }
+            Event::Prepared(claims) => {
+                let at_prepare = admissions::at_prepare((hardware, &self.ledger, &self.offers), &claims);
+                let ledger = Arc::make_mut(&mut self.ledger);
+                if ledger.admissions_mut().prepare(at_prepare) {
+                    effects.push(Effect::Keep);
+                }
+                publish = ledger.prepare(claims);
+            }
             Event::NumaHints(hints) => {
                 Arc::make_mut(&mut self.offers).set_numa_hints(hints, hardware);
                 publish = true;
@@ -354,6 +390,8 @@ impl NodeState {
             Event::Identified(identity) => hardware.identified(&identity),
             Event::Restored(record) => {
                 effects.extend(hardware.restored(&record));
+                let admissions = Arc::make_mut(&mut self.ledger).admissions_mut();
+                admissions.restore(&record.admissions, &record.claim_admissions);
                 if !record.dra.is_empty() {
                     Arc::make_mut(&mut self.offers).restore(&record.dra, &record.dra_shares);
                 }
