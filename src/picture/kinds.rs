@@ -112,7 +112,7 @@ impl Kind {
             Self::Count(_) => Style::Count,
             Self::Package | Self::Unknown | Self::Bridge | Self::Switch | Self::Port => Style::Plain,
             // What a page says of a GPU; its address is like all addresses.
-            Self::Marked(..) if line > 1 => Style::Plain,
+            Self::Marked(..) if line > 1 => Style::Mark,
             Self::Node | Self::Gpu | Self::Allocated | Self::Marked(..) | Self::Unlisted | Self::Nic => Style::Mono,
         }
     }

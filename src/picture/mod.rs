@@ -22,7 +22,9 @@ use outline::{Part, What, outline};
 
 pub use dot::dot;
 pub use svg::{element, svg};
-pub use text::clean;
+pub use text::harmless;
+
+use text::clean;
 
 /// The most interfaces that are written into one box.
 const MOST_NAMES: usize = 4;

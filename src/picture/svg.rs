@@ -116,7 +116,8 @@ impl Paint {
         shape.texts().iter().fold(group, |group, text| group.add(self.line(text)))
     }
 
-    /// A line of text. The crate's own text element breaks lines around its content, and so does not leave it as it was.
+    /// A line of text. The crate's own text element breaks lines around its content, and so does not leave it as it
+    /// was.
     fn line(self, text: &Text) -> Element {
         let mut element = Element::new("text");
         element.append(node::Text::new(text.text.clone()));

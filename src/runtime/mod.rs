@@ -21,6 +21,7 @@ mod mps;
 mod node;
 mod observe;
 mod operator;
+mod page;
 mod readiness;
 mod simulated;
 
@@ -205,6 +206,10 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
     }
     let metrics = node.metrics().register(DriverMetrics::register);
     let release = operator::Release::new(metrics.clone());
+    node.pages.follow_release(release.follow());
+    if let Some(name) = &args.node_name {
+        node.pages.named(name.clone());
+    }
     let beside = (metrics, node.readiness.idle().clone(), release.clone());
     let (mig, orders) = mpsc::channel(driver::MIG_REQUESTS);
     let driver = driver_of(&args.nvml, &args.host, &settings, node.events(), beside);
