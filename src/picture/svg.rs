@@ -6,7 +6,7 @@ use svg::node::{self, Node as _};
 
 use super::kinds::{Kind, LineKind, breadth};
 use super::layout::{Layout, Line, Rect, Shape, Text};
-use super::text::Style;
+use super::text::{Style, harmless};
 use super::{Holder, Picture};
 
 const SANS: &str = "DejaVu Sans, Verdana, Segoe UI, Helvetica, Arial, sans-serif";
@@ -37,6 +37,7 @@ pub fn svg(picture: &Picture) -> String {
 /// class `gpu`, what [`super::Mark`] gives it, and its place as `data-gpu`; a page styles the classes of `kinds`.
 pub fn element(picture: &Picture, name: &str) -> String {
     let layout = Layout::new(picture);
+    let name: String = name.chars().map(harmless).collect();
     let document = document(&layout).set("class", "picture").set("aria-label", name);
     Paint::Page.fill(document, &layout).to_string()
 }
