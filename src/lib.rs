@@ -20,6 +20,7 @@ pub mod machines;
 pub mod metrics;
 pub mod mps;
 pub mod nvml;
+pub mod picture;
 pub mod runtime;
 pub mod takeover;
 pub mod uds;

@@ -1,4 +1,4 @@
-//! HTTP endpoints: /metrics, /livez and /readyz on a port, and an operator's orders on a Unix socket (`local`).
+//! HTTP endpoints: the page of the node, /metrics, /livez and /readyz on a port, and an operator's orders on a Unix socket (`local`).
 //!
 //! Owns the listeners and the routes; the runtime passes in the functions that answer and owns the tasks. The port is
 //! read-only: whatever changes something goes over the Unix socket.
@@ -6,6 +6,7 @@
 mod connections;
 mod listen;
 mod local;
+mod page;
 mod state;
 
 use std::io;
@@ -15,13 +16,15 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::extract::State as StateOf;
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
 
 pub use local::{Answer, Local, LocalError, Order, Orders, Outcome};
-pub use state::{GpuState, PartState, ReasonState, ResourceState, State};
+pub use page::{Choice, Page, Slots, View};
+pub use state::{AllocationState, GpuState, PartState, ReasonState, ResourceState, State};
 
 /// How long one connection may last: as long as Prometheus waits for a scrape.
 const DEADLINE: Duration = Duration::from_secs(10);
@@ -35,6 +38,8 @@ pub struct Answers {
     pub metrics_type: &'static str,
     /// `Ok` with a short text while the node serves, or has no GPU to serve; else what is not ready, one line each.
     pub ready: Arc<dyn Fn() -> Result<String, Vec<String>> + Send + Sync>,
+    /// The node's page; `None` if it could not be rendered. Called for each request: it bounds what that costs.
+    pub page: Arc<dyn Fn() -> BoxFuture<'static, Option<Arc<Page>>> + Send + Sync>,
 }
 
 /// A bound listener.
@@ -64,6 +69,7 @@ impl Admin {
     /// Serves for ever.
     pub async fn serve(self, answers: Answers) {
         let routes = Router::new()
+            .route("/", get(page))
             .route("/metrics", get(metrics))
             .route("/livez", get(|| async { "alive\n" }))
             .route("/readyz", get(ready))
@@ -80,6 +86,13 @@ async fn metrics(StateOf(answers): StateOf<Answers>) -> Response {
     match (answers.metrics)() {
         Some(text) => ([(header::CONTENT_TYPE, answers.metrics_type)], text).into_response(),
         None => (StatusCode::INTERNAL_SERVER_ERROR, "the metrics could not be encoded\n").into_response(),
+    }
+}
+
+async fn page(StateOf(answers): StateOf<Answers>, request: HeaderMap) -> Response {
+    match (answers.page)().await {
+        Some(page) => page.answer(&request),
+        None => (StatusCode::INTERNAL_SERVER_ERROR, "the page could not be rendered\n").into_response(),
     }
 }
 
@@ -122,6 +135,7 @@ mod tests {
             metrics: Arc::new(|| Some("x".repeat(100_000))),
             metrics_type: "text/plain",
             ready: Arc::new(|| Ok("ready".to_owned())),
+            page: Arc::new(|| Box::pin(async { None })),
         };
         let asking = async {
             let mut strangers = Vec::new();

@@ -6,10 +6,10 @@ use std::fmt::Write;
 use anyhow::{Result, bail};
 use serde::Serialize;
 
-use super::picture::{self, Picture};
 use super::{find_gpu, matrix, print, tree};
 use crate::config::{TopologyArgs, TopologyFormat};
 use crate::machines::{self, Machine};
+use crate::picture::{self, Picture};
 use crate::topology::{Gpu, Nic, NodeTopology, Rank};
 
 /// Runs the command.
@@ -38,8 +38,12 @@ pub async fn topology(args: &TopologyArgs) -> Result<()> {
             let warnings = warnings.iter().map(ToString::to_string).collect();
             serde_json::to_string_pretty(&TopologyJson::new(&topology, warnings))? + "\n"
         }
-        TopologyFormat::Svg => picture::svg(&Picture::new(&machine, &topology, allocated.as_ref())),
-        TopologyFormat::Dot => picture::dot(&Picture::new(&machine, &topology, allocated.as_ref())),
+        TopologyFormat::Svg => {
+            picture::svg(&Picture::new((&machine.title, &machine.observed), &topology, allocated.as_ref()))
+        }
+        TopologyFormat::Dot => {
+            picture::dot(&Picture::new((&machine.title, &machine.observed), &topology, allocated.as_ref()))
+        }
         TopologyFormat::Nccl => machines::nccl_topology_file(&machine.observed),
     })?;
     Ok(())

@@ -1,6 +1,6 @@
 //! The machine as a tree: packages, NUMA nodes, host bridges, switches, GPUs, NICs.
 
-use super::outline::{Part, What, outline};
+use crate::picture::outline::{Part, What, outline};
 use crate::topology::{Gpu, NodeObservation, NodeTopology};
 
 /// Draws the tree; `note` is an addition to a GPU's line, such as the pod that holds it.

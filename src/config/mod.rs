@@ -191,10 +191,13 @@ pub struct DemoArgs {
     /// Colours.
     #[command(flatten)]
     pub color: ColorArgs,
-    /// Keep serving after the script, until interrupted; prints the address of /metrics
+    /// Keep serving after the script, until interrupted; prints the address of the node's page
     #[arg(long)]
     pub hold: bool,
-    /// The address of /metrics, /livez and /readyz; port 0 takes a free port
+    /// Wait for Enter before each step, so that the node's page can be watched; prints its address
+    #[arg(long, conflicts_with = "dra")]
+    pub step: bool,
+    /// The address of the node's page, /metrics, /livez and /readyz; port 0 takes a free port
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:0")]
     pub metrics_address: SocketAddr,
     /// Log level; the demo prints to standard output, the log goes to standard error

@@ -72,9 +72,13 @@ pub async fn demo(args: &DemoArgs, machine: Machine, out: &(impl Fn(&str) -> Res
         events: events.clone(),
         snapshot: node.snapshot(),
         report: node.last_report(),
+        steps: args.step,
         print: out,
     };
     let (shutdown, address) = (node.shutdown(), node.metrics_address());
+    if args.hold || args.step {
+        out(&format!("The node's page: http://{address}/\n\n"))?;
+    }
     let play = async {
         events.send(Event::Observed(Box::new(machine.observed.clone()))).await.context("the node ended")?;
         if topology.gpus().is_empty() {
@@ -138,7 +142,7 @@ pub fn numa_nodes(host: &HostObservation) -> Vec<NumaNode> {
 
 /// Keeps serving until interrupted.
 async fn hold(address: std::net::SocketAddr, out: &impl Fn(&str) -> Result<()>) -> Result<()> {
-    out(&format!("\nServing until interrupted (Ctrl-C): http://{address}/metrics /livez /readyz\n"))?;
+    out(&format!("\nServing until interrupted (Ctrl-C): http://{address}/ (the page), /metrics /livez /readyz\n"))?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot listen for SIGINT")?;
     let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
     tokio::select! {

@@ -30,6 +30,8 @@ pub(super) struct Script<'a, P> {
     pub events: mpsc::Sender<Event>,
     pub snapshot: watch::Receiver<Arc<NodeState>>,
     pub report: watch::Receiver<Option<Arc<AllocationReport>>>,
+    /// Whether each step waits for Enter.
+    pub steps: bool,
     pub print: &'a P,
 }
 
@@ -58,20 +60,36 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
         self.admit("train-b", part(2), &mut tally).await?;
         self.show_holders()?;
 
+        self.step().await?;
         self.restart().await?;
+        self.step().await?;
         self.leave_and_return().await?;
+        self.step().await?;
         self.fail().await?;
 
+        self.step().await?;
         for pod in ["train-a", "infer-a", "train-b"] {
             self.remove(pod)?;
         }
         self.admit("train-c", part(2), &mut tally).await?;
         self.admit("infer-b", part(4), &mut tally).await?;
         self.show_holders()?;
+        self.step().await?;
         for pod in ["notebook", "train-c", "infer-b"] {
             self.remove(pod)?;
         }
+        self.step().await?;
         self.finish(&tally)
+    }
+
+    /// Waits for Enter, where the script is played step by step; the end of the input ends the waiting too.
+    async fn step(&self) -> Result<()> {
+        if self.steps {
+            self.print_line("[press Enter]")?;
+            let enter = tokio::task::spawn_blocking(|| std::io::stdin().read_line(&mut String::new()));
+            enter.await.context("cannot wait for Enter")?.context("cannot read standard input")?;
+        }
+        Ok(())
     }
 
     async fn restart(&self) -> Result<()> {
@@ -96,6 +114,7 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
             "GPU {} (notebook's) leaves the bus: it stays on the list, unhealthy, because a pod holds it.",
             gpu.index
         ))?;
+        self.step().await?;
         self.send(Event::Observed(Box::new(self.machine.observed.clone()))).await?;
         self.wait("the GPU that came back to be healthy", healthy(self.topology.gpus().len())).await?;
         self.print_line("  It comes back and is healthy again.\n")
@@ -143,6 +162,7 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
 
     /// A pod comes; too few GPUs, or none on the right NUMA nodes, is an answer, any other failure is not.
     async fn admit(&self, name: &str, size: u32, tally: &mut Tally) -> Result<()> {
+        self.step().await?;
         let pod = Pod::single(name, RESOURCE, size);
         let admitted = match self.kubelet.admit(&pod, None).await {
             Ok(admitted) => admitted,

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
@@ -136,13 +136,15 @@ pub async fn holders(sources: &HolderSources) -> Holders {
 }
 
 /// Polls the holders until `shutdown`: every second at first while the state waits for an answer (`often`), then, as
-/// long as the kubelet answers, ever more rarely; a message of `often` begins this anew. Two questions are a second
-/// apart, however many messages come. A failure means "not known" until the next answer. Every answer is
-/// published, also one like the last: an orphan leaves the list by an answer that came after it went.
+/// long as the kubelet answers, ever more rarely; a message of `often` begins this anew, and somebody who looks at the
+/// answer (`looked_at`) brings the next question forward. Two questions are a second apart, however many messages come.
+/// A failure means "not known" until the next answer. Every answer is published, also one like the last: an orphan leaves
+/// the list by an answer that came after it went.
 pub async fn follow_holders(
     sources: &HolderSources,
     holders_now: watch::Sender<Holders>,
     mut often: watch::Receiver<bool>,
+    looked_at: Arc<Notify>,
     shutdown: CancellationToken,
 ) {
     let mut pauses = Backoff::new(ASK_OFTEN, ASK_BETWEEN);
@@ -153,10 +155,13 @@ pub async fn follow_holders(
             let is_known = now.held.is_some();
             holders_now.send_replace(now);
             let pause = pause(*often.borrow_and_update(), is_known, &mut pauses);
-            // An error means that the node is ending.
-            if tokio::time::timeout(pause, often.changed()).await.is_ok() {
-                pauses.reset();
-                tokio::time::sleep_until(soonest).await;
+            tokio::select! {
+                // An error means that the node is ending.
+                change = tokio::time::timeout(pause, often.changed()) => if change.is_ok() {
+                    pauses.reset();
+                    tokio::time::sleep_until(soonest).await;
+                },
+                () = looked_at.notified() => tokio::time::sleep_until(soonest).await,
             }
         }
     };

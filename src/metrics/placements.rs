@@ -61,6 +61,15 @@ impl PlacementReader {
         })
     }
 
+    /// A container's names as [`Self::shown`] has them.
+    pub fn shown_name(&self, name: &ContainerName) -> ContainerName {
+        let mut shown = name.clone();
+        if self.hides_pods.load(Ordering::Relaxed) {
+            shown.pod = hidden_name(name);
+        }
+        shown
+    }
+
     fn read<T>(&self, read: impl FnOnce(&mut Computed) -> T) -> T {
         let snapshot = Arc::clone(&self.snapshot.borrow());
         // A panic while one is computed leaves the one before.

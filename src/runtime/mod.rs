@@ -23,6 +23,7 @@ mod mps;
 mod node;
 mod observe;
 mod operator;
+mod page;
 mod readiness;
 mod simulated;
 mod takeover;
@@ -235,6 +236,10 @@ async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
     }
     let metrics = node.metrics().register(DriverMetrics::register);
     let release = operator::Release::new(metrics.clone());
+    node.pages.follow_release(release.follow());
+    if let Some(name) = &args.node_name {
+        node.pages.named(name.clone());
+    }
     let beside = (metrics, node.readiness.idle().clone(), release.clone());
     let (mig, orders) = mpsc::channel(driver::MIG_REQUESTS);
     let driver = driver_of(&args.nvml, &args.host, &settings, node.events(), beside);
@@ -346,6 +351,7 @@ async fn answer_probes(metrics: &Metrics, address: SocketAddr, signals: &mut [st
         metrics: Arc::new(move || metrics.encode().ok()),
         metrics_type: metrics::CONTENT_TYPE,
         ready: Arc::new(|| Err(vec!["another linkwise has taken over this node".to_owned()])),
+        page: Arc::new(|| Box::pin(async { None })),
     };
     let probes = async {
         match Admin::bind(address) {

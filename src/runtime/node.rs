@@ -22,9 +22,10 @@ use super::clock::{Clock, at};
 use super::duty::{Duty, Memory, Running};
 use super::keeper::{HealthSettings, Keeper};
 use super::observe::{self, GpuFailures, Reported};
+use super::page::Pages;
 use super::readiness::{Idle, Part, Readiness};
 use super::traces::Traces;
-use crate::admin::{Admin, Answers};
+use crate::admin::{Admin, Answers, Choice};
 use crate::allocation::AllocationReport;
 use crate::backoff::Backoff;
 use crate::kubelet::pod_resources::{self, Holders};
@@ -94,6 +95,8 @@ pub struct Node {
     last_report: watch::Sender<Option<Arc<AllocationReport>>>,
     /// Where plugins report for spans.
     traces: Option<Traces>,
+    /// The node's page.
+    pub(super) pages: Pages,
     metrics: Metrics,
     plugin_metrics: PluginMetrics,
     gpu_failures: GpuFailures,
@@ -151,9 +154,11 @@ impl Node {
             }
         }
         let (snapshots, snapshot) = watch::channel(Arc::new(state.clone()));
+        let readiness = Readiness::new(Idle::Waiting("the GPUs have not been discovered yet".to_owned()));
         let keeper = Keeper::new(&settings.health);
         let kept = keeper.read().await;
         let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), snapshot);
+        let pages = Pages::new(snapshots.subscribe(), metrics.placements().clone(), readiness.clone());
         let address = settings.metrics_address;
         let admin = match Admin::bind(address) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => None,
@@ -180,9 +185,10 @@ impl Node {
             follows_holders: false,
             checkpoint_trouble: Once::new(),
             asks_often: watch::Sender::default(),
-            readiness: Readiness::new(Idle::Waiting("the GPUs have not been discovered yet".to_owned())),
+            readiness,
             last_report: watch::Sender::default(),
             traces: None,
+            pages,
             plugin_metrics: metrics.register(PluginMetrics::register),
             gpu_failures: metrics.register(GpuFailures::register),
             metrics,
@@ -314,7 +320,10 @@ impl Node {
                     let now = holders.borrow_and_update().clone();
                     self.holders_changed(now);
                 }
-                Some((resource, occurrence)) = self.occurrences.1.recv() => reported.log(&resource, &occurrence),
+                Some((resource, occurrence)) = self.occurrences.1.recv() => {
+                    reported.log(&resource, &occurrence);
+                    self.show_choice(&resource, &occurrence);
+                }
                 Some(task) = self.tasks.join_next() => match task_end(task) {
                     Ok(_) if self.shutdown.is_cancelled() => break Ok(()),
                     Ok(name) if self.withdrawn(&name) => {}
@@ -355,7 +364,17 @@ impl Node {
         self.asks_often.send_modify(|_| ());
     }
 
+    /// Keeps a choice for the page.
+    fn show_choice(&self, resource: &ResourceName, occurrence: &Occurrence) {
+        let Occurrence::Chosen { report, narrowed, .. } = occurrence else { return };
+        let (at, report) = (self.clock.now().as_secs(), Arc::clone(report));
+        self.pages.chosen(Choice { at, resource: resource.to_string(), report, narrowed: *narrowed });
+    }
+
     pub(super) fn apply(&mut self, event: Event) {
+        if let Event::Observed(observed) = &event {
+            self.pages.observed(observed);
+        }
         let is_given = matches!(event, Event::Allocated { .. } | Event::Prepared(_));
         if let Some(memory) = &mut self.memory {
             memory.remember(&event, Instant::now());
@@ -472,8 +491,9 @@ impl Node {
         if !self.follows_holders {
             self.follows_holders = true;
             let (holders, often, shutdown) = (self.holders.clone(), self.asks_often.subscribe(), self.shutdown());
+            let looked_at = self.pages.looked_at();
             self.spawn_until_done("holders of devices", async move {
-                pod_resources::follow_holders(&sources, holders, often, shutdown).await;
+                pod_resources::follow_holders(&sources, holders, often, looked_at, shutdown).await;
                 Ok(())
             });
         }
@@ -533,11 +553,12 @@ impl Node {
     }
 
     fn answers(&self) -> Answers {
-        let (metrics, readiness) = (self.metrics.clone(), self.readiness.clone());
+        let (metrics, readiness, pages) = (self.metrics.clone(), self.readiness.clone(), self.pages.clone());
         Answers {
             metrics: Arc::new(move || metrics.encode().ok()),
             metrics_type: metrics::CONTENT_TYPE,
             ready: Arc::new(move || readiness.summary()),
+            page: Arc::new(move || pages.page()),
         }
     }
 }

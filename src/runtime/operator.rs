@@ -117,7 +117,13 @@ fn clear(snapshot: &NodeState, events: &mpsc::Sender<Event>, gpu: GpuUuid) -> Ou
     }
 }
 
-fn state(snapshot: &NodeState, placements: &Placements, readiness: &Readiness, driver_released: bool) -> State {
+/// What `GET /state` answers, and the page shows.
+pub(super) fn state(
+    snapshot: &NodeState,
+    placements: &Placements,
+    readiness: &Readiness,
+    driver_released: bool,
+) -> State {
     let gpus = snapshot.gpus().into_iter().map(|status| GpuState {
         uuid: status.gpu.uuid.to_string(),
         index: status.gpu.index,

@@ -376,7 +376,7 @@ pub fn gpu_of(topology: &NodeTopology, id: &DeviceId) -> Option<(usize, bool)> {
 }
 
 /// The UUID of the GPU behind a device id, also where the machine has no such GPU now.
-pub(super) fn gpu_behind(topology: &NodeTopology, id: &DeviceId) -> Option<String> {
+pub fn gpu_behind(topology: &NodeTopology, id: &DeviceId) -> Option<String> {
     let (uuid, _) = split_slot(id.as_str());
     let parent = mig_parent(topology, uuid).and_then(|place| topology.gpus().get(place));
     let whole = || uuid.starts_with("GPU-").then(|| uuid.to_owned());

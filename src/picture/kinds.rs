@@ -1,5 +1,6 @@
 //! The kinds of boxes and lines in a picture, and how each looks.
 
+use super::Holder;
 use super::text::Style;
 
 /// What a box is.
@@ -14,6 +15,8 @@ pub(super) enum Kind {
     Port,
     Gpu,
     Allocated,
+    /// A GPU of a page: who holds it, and whether it is sick.
+    Marked(Holder, bool),
     /// A GPU that NVML does not list.
     Unlisted,
     Nic,
@@ -33,6 +36,8 @@ pub(super) enum LineKind {
     Crossing,
     /// NVLinks of allocated GPUs.
     Allocated,
+    /// NVLinks of the GPUs of a holder with this colour.
+    Held(u8),
 }
 
 impl Kind {
@@ -43,16 +48,22 @@ impl Kind {
 
     /// Whether it stands in the row of GPUs; what is neither leaf nor frame is a bar above what hangs on it.
     pub fn is_leaf(self) -> bool {
-        matches!(self, Self::Gpu | Self::Allocated | Self::Unlisted | Self::Nic)
+        self.is_gpu() || self == Self::Nic
+    }
+
+    pub fn is_gpu(self) -> bool {
+        matches!(self, Self::Gpu | Self::Allocated | Self::Marked(..) | Self::Unlisted)
     }
 
     pub fn is_dashed(self) -> bool {
         matches!(self, Self::Unknown | Self::Unlisted)
     }
 
-    /// Fill and border.
+    /// Fill and border, where the picture is a file; the colours of a page are its own.
     pub fn colours(self) -> (&'static str, &'static str) {
         match self {
+            Self::Marked(Holder::Nobody, _) => Self::Gpu.colours(),
+            Self::Marked(..) => Self::Allocated.colours(),
             Self::Package => ("#f5f5f2", "#4a4a4a"),
             Self::Unknown => ("#fafafa", "#8a8a8a"),
             Self::Node => ("#ffffff", "#9a9a9a"),
@@ -68,26 +79,62 @@ impl Kind {
         }
     }
 
+    /// What a page's style sheet calls it.
+    pub fn class(self) -> String {
+        match self {
+            Self::Package => "package".to_owned(),
+            Self::Unknown => "package unknown".to_owned(),
+            Self::Node => "numa".to_owned(),
+            Self::Bridge | Self::Port => "bridge".to_owned(),
+            Self::Switch => "switch".to_owned(),
+            Self::Gpu | Self::Allocated => "gpu free".to_owned(),
+            Self::Unlisted => "gpu unlisted".to_owned(),
+            Self::Nic => "nic".to_owned(),
+            Self::Plane => "plane".to_owned(),
+            Self::Count(line) => format!("count {}", line.class()),
+            Self::Marked(holder, is_sick) => {
+                let holder = match holder {
+                    Holder::Nobody => "free".to_owned(),
+                    Holder::One(colour) => format!("held c{colour}"),
+                    Holder::Several => "held shared".to_owned(),
+                };
+                format!("gpu {holder}{}", if is_sick { " sick" } else { "" })
+            }
+        }
+    }
+
     /// How a line of its text is set.
     pub fn style(self, line: usize) -> Style {
         match self {
             Self::Package | Self::Unknown | Self::Node if line == 0 => Style::Heading,
-            Self::Gpu | Self::Allocated | Self::Unlisted if line == 0 => Style::Gpu,
+            kind if kind.is_gpu() && line == 0 => Style::Gpu,
             Self::Plane => Style::Heading,
             Self::Count(_) => Style::Count,
             Self::Package | Self::Unknown | Self::Bridge | Self::Switch | Self::Port => Style::Plain,
-            Self::Node | Self::Gpu | Self::Allocated | Self::Unlisted | Self::Nic => Style::Mono,
+            // What a page says of a GPU; its address is like all addresses.
+            Self::Marked(..) if line > 1 => Style::Mark,
+            Self::Node | Self::Gpu | Self::Allocated | Self::Marked(..) | Self::Unlisted | Self::Nic => Style::Mono,
         }
     }
 }
 
 impl LineKind {
+    /// What a page's style sheet calls it.
+    pub fn class(self) -> String {
+        match self {
+            Self::Pcie => "pcie".to_owned(),
+            Self::Near | Self::Allocated => "near".to_owned(),
+            Self::Crossing => "crossing".to_owned(),
+            Self::Held(colour) => format!("held c{colour}"),
+        }
+    }
+
     pub fn colour(self) -> &'static str {
         match self {
             Self::Pcie => "#6e6e73",
             Self::Near => "#3b7d23",
             Self::Crossing => "#0b6e8f",
-            Self::Allocated => "#b34700",
+            Self::Allocated | Self::Held(_) => "#b34700",
         }
     }
 }

@@ -14,6 +14,8 @@ pub(super) enum Style {
     Plain,
     /// The number of a GPU.
     Gpu,
+    /// What a page says of a GPU.
+    Mark,
     /// An address, an interface, a list of CPUs.
     Mono,
     /// How many NVLinks.
@@ -28,6 +30,7 @@ impl Style {
             Self::Subtitle => 14,
             Self::Heading => 13,
             Self::Gpu => 15,
+            Self::Mark => 12,
             Self::Plain | Self::Mono | Self::Count => 11,
         }
     }
@@ -94,16 +97,21 @@ pub(super) fn wrap(text: &str, style: Style, room: i64) -> Vec<String> {
 /// The most characters that are kept of a text from a file.
 const LONGEST: usize = 240;
 
-/// Untrusted text as one line: without what XML forbids or what changes the direction of writing, and cut.
-pub(super) fn clean(text: &str) -> String {
-    let harmless = |letter: char| match letter {
+/// A character of untrusted text, or what stands for it: white space is a blank, and what XML forbids or what changes
+/// the direction of writing is replaced.
+pub fn harmless(letter: char) -> char {
+    match letter {
         '\t' | '\n' | '\r' => ' ',
         '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{fffe}' | '\u{ffff}' => {
             '\u{fffd}'
         }
         _ if letter.is_control() => '\u{fffd}',
         _ => letter,
-    };
+    }
+}
+
+/// Untrusted text as one [`harmless`] line, and cut.
+pub fn clean(text: &str) -> String {
     let mut letters = text.chars().map(harmless);
     let mut kept: String = letters.by_ref().take(LONGEST).collect();
     if letters.next().is_some() {

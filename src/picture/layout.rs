@@ -26,8 +26,8 @@ const BETWEEN: i64 = 122;
 const WIDEST_TEXT: (i64, i64) = (170, 260);
 /// The narrowest picture: that of a machine with one GPU still has a title.
 const NARROWEST: i64 = 560;
-/// The widest row of packages, where it can be helped: on a common screen its texts are still read.
-const WIDEST: i64 = 2000;
+/// The width of a GPU in a page: it stays the same whoever holds the GPU.
+const MARKED: i64 = 112;
 
 /// A rectangle, in pixels from the top left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,6 +71,8 @@ pub(super) struct Shape {
     pub tooltip: String,
     /// Whether the text of a frame is at its bottom.
     pub turned: bool,
+    /// The place of a GPU.
+    pub gpu: Option<usize>,
 }
 
 impl Shape {
@@ -137,6 +139,7 @@ impl Block {
         match self.kind {
             kind if kind.is_frame() => row_width(&self.below).max(widest(WIDEST_TEXT.1)) + 2 * PAD,
             Kind::Nic => widest(WIDEST_TEXT.0).min(WIDEST_TEXT.0) + 12,
+            Kind::Marked(..) => MARKED.max(self.ports * PORT),
             kind if kind.is_leaf() => (widest(WIDEST_TEXT.0) + 14).max(76).max(self.ports * PORT),
             _ => row_width(&self.below).max(first + 12),
         }
@@ -170,7 +173,7 @@ fn row_width(blocks: &[Block]) -> i64 {
 /// another's links from below).
 fn rows(picture: &Picture) -> [&[Block]; 2] {
     let all = picture.packages.as_slice();
-    if row_width(all) <= WIDEST || !picture.links.is_empty() || picture.planes.len() > 1 {
+    if row_width(all) <= picture.widest || !picture.links.is_empty() || picture.planes.len() > 1 {
         return [all, &[]];
     }
     let splits = (1..=all.len()).rev().filter_map(|upper| all.split_at_checked(upper));
@@ -253,7 +256,8 @@ impl Layout {
             true => block.lines.get(1).cloned().unwrap_or_default(),
             false => block.tooltip.clone(),
         };
-        let shape = Shape { rect: row.rect(rect), kind: block.kind, lines, tooltip, turned: row.turned };
+        let shape =
+            Shape { rect: row.rect(rect), kind: block.kind, lines, tooltip, turned: row.turned, gpu: block.gpu };
         self.gpus.extend(block.gpu.map(|gpu| (gpu, shape.rect)));
         if is_frame {
             self.frames.push(shape)
@@ -275,8 +279,9 @@ impl Layout {
 
     /// The title, and what the GPUs are; returns where the packages begin.
     fn title(&mut self, picture: &Picture, room: i64) -> i64 {
+        let Some(title) = &picture.title else { return MARGIN };
         let mut y = MARGIN;
-        for (number, line) in std::iter::once(&picture.title).chain(&picture.models).enumerate() {
+        for (number, line) in std::iter::once(title).chain(&picture.models).enumerate() {
             let style = if number == 0 { Style::Title } else { Style::Subtitle };
             for text in wrap(line, style, room) {
                 self.texts.push(Text { text, style, x: MARGIN, y: y + style.size(), centred: false });

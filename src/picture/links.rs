@@ -142,6 +142,7 @@ impl Layout {
             lines: text.lines().map(str::to_owned).collect(),
             tooltip: String::new(),
             turned: false,
+            gpu: None,
         });
     }
 }

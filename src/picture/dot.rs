@@ -4,7 +4,7 @@ use super::kinds::{Kind, LineKind, breadth};
 use super::{Block, Picture};
 
 /// The picture in the DOT language.
-pub(in crate::commands) fn dot(picture: &Picture) -> String {
+pub fn dot(picture: &Picture) -> String {
     let mut writer = Writer::default();
     writer.graph(picture);
     writer.text
@@ -22,7 +22,7 @@ impl Writer {
     fn graph(&mut self, picture: &Picture) {
         self.line("graph linkwise {");
         self.depth += 1;
-        let title = std::slice::from_ref(&picture.title);
+        let title = picture.title.as_slice();
         let label = quote(&[title, picture.models.as_slice(), picture.allocated.as_slice()].concat());
         self.line(&format!(
             "graph [label={label}, labelloc=t, fontname=\"sans-serif\", fontsize=16, ranksep=0.35, newrank=true, ordering=out];"

@@ -1,13 +1,14 @@
-//! The machine as a picture: what `linkwise topology --format svg|dot` draws.
+//! The machine as a picture: what `linkwise topology --format svg|dot` draws, and the node's page shows.
 //!
 //! [`Picture`] is what is to be seen, as nested boxes and links without a place; `layout` gives them places for `svg`,
 //! `dot` leaves that to Graphviz. All of it is a function of the machine: no clock, no randomness, the same text for
-//! the same machine.
+//! the same machine. `outline` is the machine as a nested list, which the tree of `linkwise topology` is too.
 
 mod dot;
 mod kinds;
 mod layout;
 mod links;
+pub mod outline;
 mod svg;
 #[cfg(test)]
 mod tests;
@@ -15,21 +16,56 @@ mod text;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::outline::{Part, What, outline};
-use crate::machines::Machine;
 use crate::topology::{Gpu, NodeObservation, NodeTopology, NumaNodeId, NvLinkRemote, PciAddress};
 use kinds::{Kind, LineKind};
-use text::clean;
+use outline::{Part, What, outline};
 
-pub(super) use dot::dot;
-pub(super) use svg::svg;
+pub use dot::dot;
+pub use svg::{element, svg};
+pub use text::harmless;
+
+use text::clean;
 
 /// The most interfaces that are written into one box.
 const MOST_NAMES: usize = 4;
 
+/// The widest row of packages, where it can be helped: on a common screen its texts are still read.
+const WIDEST: i64 = 2000;
+/// The same in a page that has something beside the picture.
+const WIDEST_IN_PAGE: i64 = 1280;
+
+/// How many colours there are for holders; who has more holders gives some the same.
+pub const COLOURS: u8 = 8;
+
+/// Who holds a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Holder {
+    /// Nobody.
+    #[default]
+    Nobody,
+    /// One that has this colour, below [`COLOURS`].
+    One(u8),
+    /// Several, each with a share.
+    Several,
+}
+
+/// What a picture shows of a GPU beside what it is.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Mark {
+    /// Who holds it.
+    pub holder: Holder,
+    /// Whether it may not be given out.
+    pub is_sick: bool,
+    /// Lines below its address, which are cut where they are too long.
+    pub lines: Vec<String>,
+}
+
 /// What is to be seen of a machine.
-pub(super) struct Picture {
-    title: String,
+pub struct Picture {
+    /// What the machine is; none in a page, which says that itself.
+    title: Option<String>,
+    /// The widest row of packages.
+    widest: i64,
     /// Which GPUs are of which model.
     models: Vec<String>,
     /// Which GPUs are held; `None` without --allocated.
@@ -88,20 +124,71 @@ struct Face {
 }
 
 impl Picture {
-    /// Puts together what is to be seen; `allocated` are places in the topology's GPUs.
-    pub fn new(machine: &Machine, topology: &NodeTopology, allocated: Option<&BTreeSet<usize>>) -> Self {
-        let parts = outline(&machine.observed, topology);
-        let faces = topology.gpus().iter().map(|gpu| Face::new(gpu, &machine.observed)).collect();
-        let sketch = Sketch { topology, faces, allocated };
+    /// Puts together what is to be seen of a machine with its title; `allocated` are places in the topology's GPUs.
+    pub fn new(
+        (title, observed): (&str, &NodeObservation),
+        topology: &NodeTopology,
+        allocated: Option<&BTreeSet<usize>>,
+    ) -> Self {
+        let picture = Self::sketch(observed, topology, |place| match allocated {
+            Some(allocated) if allocated.contains(&place) => Look::Allocated,
+            _ => Look::Plain,
+        });
+        let (title, models) = (Some(clean(title)), models(topology.gpus()));
+        Self { title, models, allocated: allocated.map(|held| allocated_line(topology, held)), ..picture }
+    }
+
+    /// The same for a page: without a title, in the page's own colours, and with a mark for each GPU that has one, by
+    /// its place in the topology's GPUs.
+    pub fn of_node(observed: &NodeObservation, topology: &NodeTopology, marks: &BTreeMap<usize, Mark>) -> Self {
+        let unmarked = Mark::default();
+        let look = |place| Look::Marked(marks.get(&place).unwrap_or(&unmarked));
+        Self { widest: WIDEST_IN_PAGE, ..Self::sketch(observed, topology, look) }
+    }
+
+    fn sketch<'a>(observed: &NodeObservation, topology: &NodeTopology, look: impl Fn(usize) -> Look<'a>) -> Self {
+        let parts = outline(observed, topology);
+        let faces = topology.gpus().iter().map(|gpu| Face::new(gpu, observed)).collect();
+        let looks = (0..topology.gpus().len()).map(look).collect();
+        let sketch = Sketch { topology, faces, looks };
         let mut packages = sketch.blocks(&parts, None);
         packages.sort_by_key(|package| package.kind == Kind::Unknown);
         Self {
-            title: clean(&machine.title),
-            models: models(topology.gpus()),
-            allocated: sketch.allocated_line(),
+            title: None,
+            widest: WIDEST,
+            models: Vec::new(),
+            allocated: None,
             links: sketch.links(&packages),
             packages,
             planes: sketch.planes(),
+        }
+    }
+}
+
+/// How a GPU is drawn.
+#[derive(Clone, Copy)]
+enum Look<'a> {
+    Plain,
+    /// Named by --allocated.
+    Allocated,
+    Marked(&'a Mark),
+}
+
+impl Look<'_> {
+    fn kind(self) -> Kind {
+        match self {
+            Self::Plain => Kind::Gpu,
+            Self::Allocated => Kind::Allocated,
+            Self::Marked(mark) => Kind::Marked(mark.holder, mark.is_sick),
+        }
+    }
+
+    /// The colour of links, where it is not that of all.
+    fn of_links(self) -> Option<LineKind> {
+        match self {
+            Self::Allocated => Some(LineKind::Allocated),
+            Self::Marked(Mark { holder: Holder::One(colour), .. }) => Some(LineKind::Held(*colour)),
+            Self::Plain | Self::Marked(_) => None,
         }
     }
 }
@@ -139,7 +226,7 @@ struct Sketch<'a> {
     topology: &'a NodeTopology,
     /// In the order of its GPUs.
     faces: Vec<Face>,
-    allocated: Option<&'a BTreeSet<usize>>,
+    looks: Vec<Look<'a>>,
 }
 
 impl Sketch<'_> {
@@ -208,12 +295,16 @@ impl Sketch<'_> {
         }
         let to_cpu = self.faces.get(place).map_or(0, |face| face.to_cpu);
         lines.extend((to_cpu > 0).then(|| format!("NV{to_cpu} to CPU")));
-        let kind = if self.is_allocated(place) { Kind::Allocated } else { Kind::Gpu };
-        lines.extend((kind == Kind::Allocated).then(|| "allocated".to_owned()));
+        let look = self.look(place);
+        match look {
+            Look::Plain => {}
+            Look::Allocated => lines.push("allocated".to_owned()),
+            Look::Marked(mark) => lines.extend(mark.lines.iter().map(|line| clean(line))),
+        }
         let all = 0..self.topology.gpus().len();
         let links: i64 = all.map(|other| i64::from(self.direct_links(place.min(other), place.max(other)) > 0)).sum();
         let ports = links + i64::from(self.plane(place).is_some());
-        Block { kind, lines, tooltip, gpu: Some(place), ports, below }
+        Block { kind: look.kind(), lines, tooltip, gpu: Some(place), ports, below }
     }
 
     /// One box for NICs: their interfaces and the fastest rate.
@@ -244,10 +335,10 @@ impl Sketch<'_> {
         let pairs = all.clone().flat_map(|a| all.clone().map(move |b| (a, b)));
         let link = |(a, b)| {
             let crosses = home(a) != home(b);
-            let kind = match crosses {
-                _ if self.is_allocated(a) && self.is_allocated(b) => LineKind::Allocated,
-                true => LineKind::Crossing,
-                false => LineKind::Near,
+            let kind = match (self.look(a).of_links(), self.look(b).of_links()) {
+                (Some(one), Some(other)) if one == other => one,
+                _ if crosses => LineKind::Crossing,
+                _ => LineKind::Near,
             };
             Link { a, b, count: self.direct_links(a, b), kind, crosses }
         };
@@ -272,7 +363,7 @@ impl Sketch<'_> {
         for (gpu, face) in self.faces.iter().enumerate() {
             let Some(number) = self.plane(gpu) else { continue };
             let (ports, switches) = planes.entry(number).or_default();
-            let kind = if self.is_allocated(gpu) { LineKind::Allocated } else { LineKind::Near };
+            let kind = self.look(gpu).of_links().unwrap_or(LineKind::Near);
             ports.push(Port { gpu, count: face.to_switches, kind });
             switches.extend(&face.switches);
         }
@@ -289,20 +380,20 @@ impl Sketch<'_> {
         planes.into_iter().map(plane).collect()
     }
 
-    fn is_allocated(&self, place: usize) -> bool {
-        self.allocated.is_some_and(|allocated| allocated.contains(&place))
+    fn look(&self, place: usize) -> Look<'_> {
+        self.looks.get(place).copied().unwrap_or(Look::Plain)
     }
+}
 
-    /// The legend's line for what is held; `None` without --allocated.
-    fn allocated_line(&self) -> Option<String> {
-        let held = self.allocated?.iter().filter_map(|place| self.topology.gpus().get(*place));
-        let mut indices: Vec<u32> = held.map(|gpu| gpu.index).collect();
-        indices.sort_unstable();
-        let all = self.topology.gpus().len();
-        Some(match indices.len() {
-            0 => format!("allocated: none of {all} GPUs"),
-            held => format!("allocated: GPU {} ({held} of {all})", ranges(&indices)),
-        })
+/// The legend's line for the GPUs that --allocated names.
+fn allocated_line(topology: &NodeTopology, allocated: &BTreeSet<usize>) -> String {
+    let held = allocated.iter().filter_map(|place| topology.gpus().get(*place));
+    let mut indices: Vec<u32> = held.map(|gpu| gpu.index).collect();
+    indices.sort_unstable();
+    let all = topology.gpus().len();
+    match indices.len() {
+        0 => format!("allocated: none of {all} GPUs"),
+        held => format!("allocated: GPU {} ({held} of {all})", ranges(&indices)),
     }
 }
 
@@ -321,7 +412,7 @@ fn models(gpus: &[Gpu]) -> Vec<String> {
 }
 
 /// `0-3, 6`: sorted numbers, runs of three and more drawn together.
-fn ranges(numbers: &[u32]) -> String {
+pub fn ranges(numbers: &[u32]) -> String {
     let runs = numbers.chunk_by(|a, b| a.checked_add(1) == Some(*b));
     let run = |run: &[u32]| match run {
         [first, _, .., last] => format!("{first}-{last}"),
@@ -331,7 +422,7 @@ fn ranges(numbers: &[u32]) -> String {
 }
 
 /// An address as it is written here: without domain 0.
-fn address(pci: PciAddress) -> String {
+pub fn address(pci: PciAddress) -> String {
     let long = pci.to_string();
     long.strip_prefix("0000:").map(str::to_owned).unwrap_or(long)
 }

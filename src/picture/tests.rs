@@ -28,7 +28,11 @@ fn inside(inner: Rect, outer: Rect) -> bool {
 fn check(machine: &Machine) {
     let name = &machine.name;
     let (topology, _) = NodeTopology::assemble(&machine.observed);
-    let picture = Picture::new(machine, &topology, Some(&(0..topology.gpus().len()).step_by(2).collect()));
+    let picture = Picture::new(
+        (&machine.title, &machine.observed),
+        &topology,
+        Some(&(0..topology.gpus().len()).step_by(2).collect()),
+    );
     let layout = Layout::new(&picture);
     let page = Rect { x: 0, y: 0, width: layout.width, height: layout.height };
 
@@ -115,7 +119,7 @@ fn sixteen_gpus_are_drawn_without_overlaps() {
     alone.observed.gpus.iter_mut().for_each(|gpu| gpu.nvlinks = None);
     check(&alone);
     let (topology, _) = NodeTopology::assemble(&machine.observed);
-    let layout = Layout::new(&Picture::new(&machine, &topology, None));
+    let layout = Layout::new(&Picture::new((&machine.title, &machine.observed), &topology, None));
     assert!(layout.width < 2000, "two rows of packages are narrower: {}", layout.width);
     machine.name = "two planes".to_owned();
     for (number, gpu) in machine.observed.gpus.iter_mut().enumerate() {
@@ -161,7 +165,7 @@ fn only_direct_links_are_drawn_from_gpu_to_gpu() {
     let count = |name: &str| {
         let machine = load(name);
         let (topology, _) = NodeTopology::assemble(&machine.observed);
-        let picture = Picture::new(&machine, &topology, None);
+        let picture = Picture::new((&machine.title, &machine.observed), &topology, None);
         let ports = picture.planes.iter().flat_map(|plane| &plane.ports);
         let switched: BTreeSet<u32> = ports.map(|port| port.count).collect();
         (picture.links.iter().map(|link| link.count).sum::<u32>(), switched)

@@ -14,27 +14,33 @@ use crate::topology::{
 const DEEPEST: usize = 32;
 
 /// A package, a NUMA node, a host bridge or a PCI function, and what hangs below.
-pub(super) struct Part<'a> {
+pub struct Part<'a> {
+    /// What it is.
     pub what: What<'a>,
+    /// Its PCI address, where it has one.
     pub pci: Option<PciAddress>,
+    /// What is in it or hangs on it.
     pub below: Vec<Self>,
 }
 
 /// What a part is to a person.
 #[derive(Clone, Copy)]
-pub(super) enum What<'a> {
+pub enum What<'a> {
     /// `None` where the package of a NUMA node or a host bridge is unknown.
     Package(Option<PackageId>),
     /// A NUMA node with its CPUs as a kernel list; `None` holds the host bridges whose NUMA node is unknown.
     Node(Option<NumaNodeId>, &'a str),
+    /// A PCI host bridge.
     Bridge,
     /// A port that several devices hang on; other ports are left out in favour of the device on them.
     Port,
+    /// A PCIe switch.
     Switch,
     /// A GPU, by its place in [`NodeTopology::gpus`].
     Gpu(usize),
     /// A GPU that the host shows and NVML does not.
     UnlistedGpu,
+    /// A network card, with its interfaces.
     Nic(&'a [NicObservation]),
     /// Something below [`DEEPEST`].
     Deeper,
@@ -43,7 +49,7 @@ pub(super) enum What<'a> {
 }
 
 /// The whole machine: packages, and perhaps [`What::Unseen`].
-pub(super) fn outline<'a>(observed: &'a NodeObservation, topology: &NodeTopology) -> Vec<Part<'a>> {
+pub fn outline<'a>(observed: &'a NodeObservation, topology: &NodeTopology) -> Vec<Part<'a>> {
     let mut walk = Walk { topology, drawn: BTreeSet::new() };
     let mut parts = walk.packages(observed);
     let unseen = (0..topology.gpus().len()).filter(|place| !walk.drawn.contains(place));

@@ -1,0 +1,446 @@
+//! The parts of the page. Each has an id and `data-part`: the page's script replaces the parts that changed.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::holders::{Gpus, PodName, Slot, pod_of};
+use super::html::Html;
+use super::words::{count, gpus as gpu_names, percent, rate, shortfall, time, why};
+use super::{Choice, View};
+use crate::admin::state::{AllocationState, GpuState, OutlookState};
+use crate::picture::Picture;
+
+/// A share of the best below which a bar is drawn as a warning, in hundredths.
+const LOW: u64 = 75;
+
+/// The node in two words, and how they are drawn.
+pub(super) fn verdict(view: &View) -> (&'static str, &'static str) {
+    match &view.ready {
+        Err(_) => ("Not ready", "bad"),
+        Ok(_) if view.state.gpus.is_empty() => ("No GPU", "plain"),
+        Ok(_) => ("Ready", "good"),
+    }
+}
+
+/// What the GPUs are: `8 × NVIDIA H100 80GB HBM3`.
+pub(super) fn models(view: &View) -> String {
+    let mut models: BTreeMap<&str, usize> = BTreeMap::new();
+    for gpu in view.topology.gpus() {
+        *models.entry(gpu.model.as_deref().unwrap_or("GPU of unknown model")).or_default() += 1;
+    }
+    models.into_iter().map(|(model, gpus)| format!("{gpus} × {model}")).collect::<Vec<_>>().join(", ")
+}
+
+/// How many GPUs are held, free and unhealthy; held and free are unknown without the kubelet's word.
+struct Counts {
+    all: usize,
+    held: Option<usize>,
+    free: Option<usize>,
+    unhealthy: usize,
+    pods: usize,
+}
+
+fn counts(view: &View) -> Counts {
+    let held: BTreeSet<&String> = view.allocations().iter().flat_map(|held| &held.gpus).collect();
+    let gpus = &view.state.gpus;
+    let free = gpus.iter().filter(|gpu| gpu.healthy && !held.contains(&gpu.uuid)).count();
+    let pods: BTreeSet<PodName> = view.allocations().iter().map(pod_of).collect();
+    Counts {
+        all: gpus.len(),
+        held: view.knows_holders().then(|| gpus.iter().filter(|gpu| held.contains(&gpu.uuid)).count()),
+        free: view.knows_holders().then_some(free),
+        unhealthy: gpus.iter().filter(|gpu| !gpu.healthy).count(),
+        pods: pods.len(),
+    }
+}
+
+/// What a screen reader says when it changes.
+pub(super) fn spoken(view: &View) -> String {
+    let Counts { all, held, free, unhealthy, pods } = counts(view);
+    let held = match held.zip(free) {
+        Some((held, free)) => format!("{held} held by {}, {free} free", count(pods, "pod")),
+        None => "holders unknown".to_owned(),
+    };
+    format!("{}. {}: {held}, {unhealthy} unhealthy.", verdict(view).0, count(all, "GPU"))
+}
+
+/// The node in numbers.
+pub(super) fn tiles(html: &mut Html, view: &View) {
+    let Counts { all, held, free, unhealthy, pods } = counts(view);
+    let (words, look) = verdict(view);
+    let known = |number: Option<usize>| number.map_or("unknown".to_owned(), |number| number.to_string());
+    let pods = if pods > 0 { format!("by {}", count(pods, "pod")) } else { String::new() };
+    html.raw("<dl class=\"part tiles\" id=\"tiles\" data-part>");
+    html.raw("<div class=\"tile ").raw(look).raw("\"><dt>Node</dt><dd class=\"words\">").text(words).raw("</dd></div>");
+    tile(html, "GPUs", (&all.to_string(), ""), "");
+    tile(html, "Held", (&known(held), &pods), "");
+    tile(html, "Free", (&known(free), ""), "");
+    tile(html, "Unhealthy", (&unhealthy.to_string(), ""), if unhealthy > 0 { "bad" } else { "" });
+    html.raw("</dl>\n");
+}
+
+fn tile(html: &mut Html, name: &'static str, (value, more): (&str, &str), look: &'static str) {
+    html.raw("<div class=\"tile ").raw(look).raw("\"><dt>").raw(name).raw("</dt><dd>").text(value);
+    if !more.is_empty() {
+        html.raw(" <small>").text(more).raw("</small>");
+    }
+    html.raw("</dd></div>");
+}
+
+/// What is wrong, most of all first: what is not ready, unhealthy GPUs with what ends it, what was odd about the scan.
+pub(super) fn alerts(html: &mut Html, view: &View, gpus: &Gpus<'_>) {
+    let sick = view.state.gpus.iter().filter(|gpu| !gpu.healthy || !gpu.reasons.is_empty());
+    let held = view.allocations().iter().flat_map(|held| held.gpus.iter().map(move |gpu| (&held.pod, gpu)));
+    let gone: Vec<_> = held.filter(|(_, gpu)| gpus.index(gpu).is_none()).collect();
+    html.raw("<div class=\"part\" id=\"alerts\" data-part");
+    let unready = view.ready.as_ref().err().map(Vec::as_slice).unwrap_or_default();
+    let released = view.state.driver_released;
+    if unready.is_empty() && sick.clone().next().is_none() && gone.is_empty() && !released && view.knows_holders() {
+        html.raw(" hidden></div>\n");
+        return;
+    }
+    html.raw("><h2 class=\"hidden\">What is wrong</h2><ul class=\"alerts\">");
+    html.each(unready, |html, line| {
+        html.raw("<li class=\"alert\"><strong>Not ready</strong> · ").text(line).raw("</li>");
+    });
+    if released {
+        html.raw(
+            "<li class=\"alert warn\"><strong>Driver released</strong> · An operator released the NVIDIA driver; ",
+        );
+        html.raw("nothing is read from the GPUs until <code>linkwise admin resume</code>.</li>");
+    }
+    html.each(sick, sick_gpu);
+    html.each(gone, |html, (pod, gpu)| {
+        html.raw("<li class=\"alert\"><strong>GPU gone</strong> · Pod <b>")
+            .text(pod)
+            .raw("</b> holds <code>")
+            .text(gpu);
+        html.raw("</code>, which this machine does not show any more.</li>");
+    });
+    if !view.knows_holders() && !view.state.gpus.is_empty() {
+        html.raw(
+            "<li class=\"alert warn\"><strong>Holders unknown</strong> · The kubelet has not said which pods hold ",
+        );
+        html.raw("which GPUs: its PodResources socket does not answer.</li>");
+    }
+    html.raw("</ul></div>\n");
+}
+
+fn sick_gpu(html: &mut Html, gpu: &GpuState) {
+    // One that is healthy has reasons that do not count.
+    html.raw(if gpu.healthy { "<li class=\"alert warn\">" } else { "<li class=\"alert\">" });
+    html.raw("<strong>GPU ")
+        .number(gpu.index)
+        .raw("</strong> <span class=\"mono soft\">")
+        .text(&gpu.pci)
+        .raw("</span>");
+    html.each(&gpu.reasons, |html, reason| {
+        html.raw("<div><b>").text(&reason.reason).raw("</b> · ");
+        moment(html, reason.since);
+        html.raw("<br>Ends with: ").text(reason.ends_with).raw("</div>");
+    });
+    if gpu.reasons.is_empty() {
+        html.raw(" is unhealthy");
+    }
+    html.raw("</li>");
+}
+
+/// A time, which the script says in words.
+fn moment(html: &mut Html, seconds: u64) {
+    let (written, machine) = time(seconds);
+    html.raw("<time datetime=\"").text(&machine).raw("\" data-at=\"").number(seconds).raw("\">").text(&written);
+    html.raw("</time>");
+}
+
+/// The patterns of pods, defined once.
+const PATTERNS: &str = "<svg id=\"patterns\" aria-hidden=\"true\"><defs>\
+<pattern id=\"p0\" width=\"8\" height=\"8\" patternUnits=\"userSpaceOnUse\">\
+<path d=\"M-2 2l4-4M0 8l8-8M6 10l4-4\"/></pattern>\
+<pattern id=\"p1\" width=\"8\" height=\"8\" patternUnits=\"userSpaceOnUse\">\
+<circle cx=\"4\" cy=\"4\" r=\"1.8\"/></pattern>\
+<pattern id=\"p2\" width=\"8\" height=\"8\" patternUnits=\"userSpaceOnUse\">\
+<path d=\"M-2 6l4 4M0 0l8 8M6-2l4 4\"/></pattern>\
+<pattern id=\"p3\" width=\"8\" height=\"8\" patternUnits=\"userSpaceOnUse\">\
+<path d=\"M0 4h8\"/></pattern>\
+</defs></svg>";
+
+/// The picture and what its colours mean.
+pub(super) fn machine(html: &mut Html, view: &View, gpus: &Gpus<'_>) {
+    html.raw(PATTERNS)
+        .raw("\n<section class=\"part wide card\" id=\"machine\" data-part aria-labelledby=\"machine-name\">");
+    html.raw("<h2 id=\"machine-name\">The machine</h2>");
+    if view.topology.gpus().is_empty() {
+        html.raw("<p class=\"soft\">").text(view.state.idle.as_deref().unwrap_or("No GPU has been seen yet."));
+        html.raw("</p></section>\n");
+        return;
+    }
+    html.raw("<div class=\"scroll\" id=\"picture\" tabindex=\"0\" role=\"region\" ");
+    html.raw("aria-label=\"The picture, which may scroll\">");
+    let picture = Picture::of_node(&view.observed, &view.topology, &gpus.marks(view));
+    html.picture(&picture, &format!("The machine: {}. What it shows is in the tables too.", models(view)));
+    html.raw("</div><ul class=\"legend\" aria-label=\"Colours in the picture\">");
+    let pods: BTreeSet<(Slot, &PodName)> = gpus.states.keys().flat_map(|uuid| gpus.holders(uuid)).collect();
+    html.each(pods, |html, (slot, (namespace, pod))| {
+        html.raw("<li>");
+        chip(html, slot);
+        html.raw("<span title=\"").text(namespace).raw("/").text(pod).raw("\">").text(pod).raw("</span></li>");
+    });
+    html.raw(
+        "<li><svg class=\"chip free\" viewBox=\"0 0 30 24\" aria-hidden=\"true\"><rect x=\"1\" y=\"1\" width=\"28\" ",
+    );
+    html.raw("height=\"22\" rx=\"5\"/></svg><span>free</span></li>");
+    if view.state.gpus.iter().any(|gpu| !gpu.healthy) {
+        html.raw("<li><svg class=\"chip sick\" viewBox=\"0 0 30 24\" aria-hidden=\"true\">");
+        html.raw("<rect x=\"2\" y=\"2\" width=\"26\" height=\"20\" rx=\"5\"/></svg><span>unhealthy</span></li>");
+    }
+    html.raw("</ul></section>\n");
+}
+
+/// A pod's letters in its colour and pattern.
+fn chip(html: &mut Html, slot: Slot) {
+    html.raw("<svg class=\"chip c")
+        .number(slot.colour())
+        .raw("\" viewBox=\"0 0 30 24\" role=\"img\" aria-label=\"pod ");
+    html.text(&slot.letters()).raw("\"><rect x=\"1\" y=\"1\" width=\"28\" height=\"22\" rx=\"5\"/>");
+    html.raw("<rect class=\"pattern\" x=\"1\" y=\"1\" width=\"28\" height=\"22\" rx=\"5\"/>");
+    html.raw("<text x=\"15\" y=\"17\">").text(&slot.letters()).raw("</text></svg>");
+}
+
+/// GPUs by NVML's indices, the unhealthy ones marked.
+fn gpu_list<'a>(html: &mut Html, uuids: impl IntoIterator<Item = &'a String>, gpus: &Gpus<'_>) {
+    html.raw("<ul class=\"gpus\" aria-label=\"GPUs\">");
+    html.each(uuids, |html, uuid| {
+        let (index, healthy) = gpus.index(uuid).map_or((None, false), |(index, healthy)| (Some(index), healthy));
+        html.raw(if healthy { "<li title=\"" } else { "<li class=\"bad\" title=\"" }).text(uuid).raw("\">");
+        match index {
+            Some(index) => html.number(index),
+            None => html.raw("gone"),
+        };
+        html.raw(if healthy { "</li>" } else { " ✗<span class=\"hidden\"> unhealthy</span></li>" });
+    });
+    html.raw("</ul>");
+}
+
+/// A share of the best in words, and as a bar.
+fn share(html: &mut Html, value: u64, best: Option<u64>) {
+    let Some(share) = best.and_then(|best| percent(value, best)) else { return };
+    html.number(share).raw(" %<svg class=\"bar");
+    html.raw(if share < LOW { " low" } else { "" });
+    html.raw(
+        "\" viewBox=\"0 0 100 6\" preserveAspectRatio=\"none\" aria-hidden=\"true\"><rect width=\"100\" height=\"6\"/>",
+    );
+    html.raw("<rect class=\"part-of\" width=\"").number(share).raw("\" height=\"6\"/></svg>");
+}
+
+/// What requests would get now.
+pub(super) fn outlook(html: &mut Html, view: &View) {
+    html.raw("<section class=\"card\" id=\"outlook\" data-part aria-labelledby=\"outlook-name\">");
+    html.raw("<h2 id=\"outlook-name\">What a request would get now</h2>");
+    let Some(outlooks) = &view.state.outlook else {
+        html.raw("<p class=\"soft\">Not known while the kubelet does not say who holds what.</p></section>\n");
+        return;
+    };
+    if outlooks.is_empty() {
+        html.raw("<p class=\"soft\">No GPU, no answer.</p></section>\n");
+        return;
+    }
+    let indices: BTreeMap<&str, u32> = view.state.gpus.iter().map(|gpu| (gpu.uuid.as_str(), gpu.index)).collect();
+    html.raw("<ul class=\"sizes\">");
+    html.each(outlooks, |html, outlook| {
+        let OutlookState { size, collective, best, gpus } = outlook;
+        html.raw("<li data-size=\"").text(&size.to_string()).raw("\"><b>").text(&count(*size, "GPU")).raw("</b><div>");
+        if gpus.is_empty() {
+            html.raw("<span class=\"tag warn\">cannot be met</span></div></li>");
+            return;
+        }
+        let named = gpu_names(gpus.iter().filter_map(|uuid| indices.get(uuid.as_str()).copied()));
+        html.text(&named);
+        if let Some(collective) = collective {
+            html.raw(", <span class=\"rate\">").text(&rate(*collective)).raw("</span>");
+            if let Some(share) = best.and_then(|best| percent(*collective, best)) {
+                html.raw("<div class=\"soft\">");
+                if share == 100 {
+                    html.raw("the best there is")
+                } else {
+                    html.raw("of the machine's best: ")
+                };
+                if share < 100 {
+                    self::share(html, *collective, *best);
+                }
+                html.raw("</div>");
+            }
+        }
+        html.raw("</div></li>");
+    });
+    html.raw("</ul></section>\n");
+}
+
+/// Which parts of the node are ready.
+pub(super) fn readiness(html: &mut Html, view: &View) {
+    html.raw("<section class=\"card\" id=\"readiness\" data-part aria-labelledby=\"readiness-name\">");
+    html.raw("<h2 id=\"readiness-name\">Readiness</h2><ul class=\"checks\">");
+    if let (Some(idle), true) = (&view.state.idle, view.state.parts.is_empty()) {
+        check(html, "GPUs", view.ready.is_ok(), idle, None);
+    }
+    for (name, resource) in &view.state.resources {
+        let devices = match resource.unhealthy {
+            0 => format!("{}, {} healthy", resource.phase, count(resource.healthy, "device")),
+            sick => format!("{}, {} healthy, {sick} not", resource.phase, count(resource.healthy, "device")),
+        };
+        check(html, name, resource.phase == "serving", &devices, resource.trouble.as_deref());
+    }
+    for (name, part) in &view.state.parts {
+        check(html, name, part.ready, part.phase, part.trouble.as_deref());
+    }
+    html.raw("</ul>");
+    if !view.state.warnings.is_empty() {
+        html.raw("<details id=\"warnings\"><summary id=\"warnings-summary\">");
+        html.text(&count(view.state.warnings.len(), "warning"))
+            .raw(" about the hardware</summary><ul class=\"checks\">");
+        html.each(&view.state.warnings, |html, warning| {
+            html.raw("<li><span class=\"mark no\">!</span><span>").text(warning).raw("</span></li>");
+        });
+        html.raw("</ul></details>");
+    }
+    html.raw("</section>\n");
+}
+
+fn check(html: &mut Html, name: &str, ready: bool, phase: &str, trouble: Option<&str>) {
+    html.raw(if ready {
+        "<li><span class=\"mark\" role=\"img\" aria-label=\"ready\">✓</span>"
+    } else {
+        "<li><span class=\"mark no\" role=\"img\" aria-label=\"not ready\">✗</span>"
+    });
+    html.raw("<span><b>").text(name).raw("</b> <span class=\"soft\">").text(phase).raw("</span>");
+    if let Some(trouble) = trouble {
+        html.raw("<br>").text(trouble);
+    }
+    html.raw("</span></li>");
+}
+
+/// A table's cell, with its column's name for narrow screens.
+fn cell(html: &mut Html, column: &'static str, write: impl FnOnce(&mut Html)) {
+    html.raw("<td role=\"cell\" data-label=\"").raw(column).raw("\"><div>");
+    write(html);
+    html.raw("</div></td>");
+}
+
+/// Begins a table that is a list of cards on narrow screens; its roles survive that.
+fn table(html: &mut Html, columns: &[&'static str]) {
+    html.raw("<table class=\"rows\" role=\"table\"><thead role=\"rowgroup\"><tr role=\"row\">");
+    html.each(columns, |html, column| {
+        html.raw("<th role=\"columnheader\" scope=\"col\">").raw(column).raw("</th>");
+    });
+    html.raw("</tr></thead><tbody role=\"rowgroup\">");
+}
+
+/// Who holds what, and how good it is.
+pub(super) fn holders(html: &mut Html, view: &View, gpus: &Gpus<'_>) {
+    html.raw("<section class=\"part card\" id=\"holders\" data-part tabindex=\"-1\" aria-labelledby=\"holders-name\">");
+    html.raw("<h2 id=\"holders-name\">Who holds what</h2>");
+    if view.allocations().is_empty() {
+        html.raw("<p class=\"soft\">");
+        html.raw(if view.knows_holders() { "No pod holds a GPU." } else { "The kubelet has not said." });
+        html.raw("</p></section>\n");
+        return;
+    }
+    table(
+        html,
+        &["Pod", "Container", "GPUs", "Together", "Of the machine's best", "When admitted", "Why not the best"],
+    );
+    let mut held: Vec<(Slot, &AllocationState)> =
+        view.allocations().iter().map(|held| (gpus.slots.of(&pod_of(held)), held)).collect();
+    held.sort_by_key(|(slot, _)| *slot);
+    html.each(held, |html, (slot, held)| row(html, slot, held, gpus));
+    html.raw("</tbody></table></section>\n");
+}
+
+fn row(html: &mut Html, slot: Slot, held: &AllocationState, gpus: &Gpus<'_>) {
+    html.raw("<tr role=\"row\"><td role=\"cell\"><div class=\"pod\">");
+    chip(html, slot);
+    html.raw("<span><b>").text(&held.pod).raw("</b><br><span class=\"soft\">").text(&held.namespace);
+    html.raw("</span></span></div></td>");
+    cell(html, "Container", |html| {
+        html.text(&held.container).raw("<br><span class=\"soft\">").text(&held.resource);
+        html.raw(if held.door == "dra" { " (DRA)</span>" } else { "</span>" });
+    });
+    cell(html, "GPUs", |html| gpu_list(html, &held.gpus, gpus));
+    cell(html, "Together", |html| {
+        match held.collective {
+            Some(collective) => html.raw("<span class=\"rate\">").text(&rate(collective)).raw("</span>"),
+            None => html.raw("<span class=\"soft\">–</span>"),
+        };
+    });
+    let collective = held.collective.unwrap_or_default();
+    let shared = |html: &mut Html, best: Option<u64>| match (held.collective, best) {
+        (Some(_), Some(_)) => share(html, collective, best),
+        _ => {
+            html.raw("<span class=\"soft\">–</span>");
+        }
+    };
+    cell(html, "Of the machine's best", |html| shared(html, held.best));
+    cell(html, "When admitted", |html| shared(html, held.best_at_admission));
+    cell(html, "Why not the best", |html| {
+        html.each(&held.why, |html, word| {
+            html.raw("<span class=\"tag warn\">").text(shortfall(word)).raw("</span>");
+        });
+    });
+    html.raw("</tr>\n");
+}
+
+/// The last choices, and why.
+pub(super) fn choices(html: &mut Html, view: &View, gpus: &Gpus<'_>) {
+    html.raw("<section class=\"card\" id=\"choices\" data-part aria-labelledby=\"choices-name\">");
+    html.raw("<h2 id=\"choices-name\">Last choices</h2>");
+    if view.choices.is_empty() {
+        html.raw(
+            "<p class=\"soft\">The kubelet has not asked yet. It asks only where it has more GPUs than it needs.</p>",
+        );
+        html.raw("</section>\n");
+        return;
+    }
+    html.raw("<ol class=\"choices\">");
+    html.each(&view.choices, |html, choice| {
+        let Choice { at, resource, report, narrowed } = choice;
+        html.raw("<li><div class=\"line-up\"><b>").text(&report.size.to_string()).raw(" × ").text(resource);
+        html.raw("</b> <span class=\"soft\">of ").text(&report.candidates.to_string()).raw(" →</span> ");
+        let uuids: Vec<String> = report.devices.iter().map(|gpu| gpu.uuid.to_string()).collect();
+        gpu_list(html, &uuids, gpus);
+        moment(html, *at);
+        html.raw("</div><p class=\"why\">").text(&why(report, *narrowed)).raw("</p></li>");
+    });
+    html.raw("</ol></section>\n");
+}
+
+/// Every GPU with its names.
+pub(super) fn all_gpus(html: &mut Html, view: &View, gpus: &Gpus<'_>) {
+    html.raw("<section class=\"part card\" id=\"gpus\" data-part aria-label=\"All GPUs\"><details id=\"gpus-table\">");
+    html.raw("<summary id=\"gpus-summary\">All GPUs by UUID</summary>");
+    table(html, &["GPU", "PCI address", "UUID", "Held by", "Health"]);
+    html.each(&view.state.gpus, |html, gpu| {
+        html.raw("<tr role=\"row\" data-uuid=\"").text(&gpu.uuid).raw("\">");
+        cell(html, "GPU", |html| {
+            html.number(gpu.index);
+        });
+        cell(html, "PCI address", |html| {
+            html.raw("<code>").text(&gpu.pci).raw("</code>");
+        });
+        cell(html, "UUID", |html| {
+            html.raw("<code>").text(&gpu.uuid).raw("</code>");
+        });
+        cell(html, "Held by", |html| {
+            let holders = gpus.holders(&gpu.uuid);
+            let names: Vec<&str> = holders.iter().map(|(_, (_, pod))| pod.as_str()).collect();
+            let nobody = if view.knows_holders() { "–" } else { "unknown" };
+            html.text(if names.is_empty() { nobody.to_owned() } else { names.join(", ") }.as_str());
+        });
+        cell(html, "Health", |html| {
+            let reasons: Vec<&str> = gpu.reasons.iter().map(|reason| reason.reason.as_str()).collect();
+            html.text(if gpu.healthy { "healthy" } else { "unhealthy" });
+            if !reasons.is_empty() {
+                html.raw(": ").text(&reasons.join(", "));
+            }
+        });
+        html.raw("</tr>\n");
+    });
+    html.raw("</tbody></table></details></section>\n");
+}

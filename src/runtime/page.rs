@@ -1,0 +1,215 @@
+//! The node's page: what it is made from, and when. It is rendered for those who ask, on a thread of its own, four times
+//! a second at most.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+use tokio::sync::{Mutex as AsyncMutex, Notify, watch};
+use tokio::time::Instant;
+
+use super::operator;
+use super::readiness::Readiness;
+use crate::admin::{AllocationState, Choice, Page, Slots, View};
+use crate::metrics::PlacementReader;
+use crate::state::{ContainerName, Door, NodeState, gpu_behind, gpu_of};
+use crate::topology::NodeObservation;
+
+/// How long a page is answered again before it is rendered anew: what any number of readers cost is bounded by this.
+const FRESH: Duration = Duration::from_millis(250);
+/// The choices that are remembered.
+const CHOICES: usize = 6;
+
+/// What the page is made from.
+#[derive(Clone)]
+pub(super) struct Pages {
+    snapshot: watch::Receiver<Arc<NodeState>>,
+    placements: PlacementReader,
+    readiness: Readiness,
+    told: Arc<Told>,
+    rendered: Arc<AsyncMutex<Rendered>>,
+}
+
+/// What the node tells the page.
+#[derive(Default)]
+struct Told {
+    choices: Mutex<VecDeque<Choice>>,
+    observed: Mutex<Arc<NodeObservation>>,
+    name: OnceLock<String>,
+    is_released: OnceLock<watch::Receiver<bool>>,
+    looked_at: Arc<Notify>,
+}
+
+/// The last page, and the letters of pods on it.
+#[derive(Default)]
+struct Rendered {
+    slots: Slots,
+    last: Option<(Instant, Arc<Page>)>,
+}
+
+impl Pages {
+    pub fn new(snapshot: watch::Receiver<Arc<NodeState>>, placements: PlacementReader, readiness: Readiness) -> Self {
+        Self { snapshot, placements, readiness, told: Arc::default(), rendered: Arc::default() }
+    }
+
+    /// Notified when somebody asks for the page: the kubelet is asked more often who holds what.
+    pub fn looked_at(&self) -> Arc<Notify> {
+        Arc::clone(&self.told.looked_at)
+    }
+
+    /// A choice was made; the oldest is forgotten.
+    pub fn chosen(&self, choice: Choice) {
+        let mut choices = lock(&self.told.choices);
+        choices.truncate(CHOICES - 1);
+        choices.push_front(choice);
+    }
+
+    /// The machine was scanned.
+    pub fn observed(&self, observed: &NodeObservation) {
+        *lock(&self.told.observed) = Arc::new(observed.clone());
+    }
+
+    /// The node's name; the first one stays.
+    pub fn named(&self, name: String) {
+        let _ = self.told.name.set(name);
+    }
+
+    /// Follows whether an operator has released the driver; only the first is followed.
+    pub fn follow_release(&self, is_released: watch::Receiver<bool>) {
+        let _ = self.told.is_released.set(is_released);
+    }
+
+    /// The page: the last one while it is fresh, else a new one. One is rendered at a time, whoever asks and goes.
+    pub fn page(&self) -> BoxFuture<'static, Option<Arc<Page>>> {
+        let pages = self.clone();
+        self.told.looked_at.notify_one();
+        async move {
+            let mut rendered = Arc::clone(&pages.rendered).lock_owned().await;
+            if let Some((at, page)) = &rendered.last
+                && at.elapsed() < FRESH
+            {
+                return Some(Arc::clone(page));
+            }
+            // The lock goes along: a reader who leaves makes no room for another rendering.
+            let rendering = tokio::task::spawn_blocking(move || {
+                let page = Arc::new(Page::render(&pages.view(), &mut rendered.slots));
+                rendered.last = Some((Instant::now(), Arc::clone(&page)));
+                page
+            });
+            rendering.await.ok()
+        }
+        .boxed()
+    }
+
+    /// Adds the GPUs that this machine does not show any more, and that containers hold: in metrics and the admin socket
+    /// they are no GPUs, to a person they explain an unhealthy device.
+    fn add_gone(&self, snapshot: &NodeState, allocations: &mut Vec<AllocationState>) {
+        let (topology, offered) = (snapshot.topology(), snapshot.offers().resources());
+        for (holder, holdings) in snapshot.ledger().by_container() {
+            for (resource, ids) in holdings.devices.iter().filter(|(resource, _)| offered.contains_key(resource)) {
+                let unknown = ids.iter().filter(|id| gpu_of(topology, id).is_none());
+                let gone: BTreeSet<String> = unknown.filter_map(|id| gpu_behind(topology, id)).collect();
+                if gone.is_empty() {
+                    continue;
+                }
+                let ContainerName { namespace, pod, container } = self.placements.shown_name(holder);
+                let resource = resource.to_string();
+                let is_it = |held: &AllocationState| {
+                    (&held.namespace, &held.pod, &held.container, &held.resource)
+                        == (&namespace, &pod, &container, &resource)
+                };
+                match allocations.iter_mut().find(|held| is_it(held)) {
+                    Some(held) => held.gpus.extend(gone),
+                    None => allocations.push(AllocationState {
+                        namespace,
+                        pod,
+                        container,
+                        resource,
+                        door: Door::Plugin.label(),
+                        gpus: gone.into_iter().collect(),
+                        collective: None,
+                        best: None,
+                        best_at_admission: None,
+                        why: Vec::new(),
+                    }),
+                }
+            }
+        }
+    }
+
+    fn view(&self) -> View {
+        let snapshot = Arc::clone(&self.snapshot.borrow());
+        // Without the names of pods, where they are hidden: anybody may ask.
+        let placements = self.placements.shown();
+        let is_released = self.told.is_released.get().is_some_and(|released| *released.borrow());
+        let mut state = operator::state(&snapshot, &placements, &self.readiness, is_released);
+        if let Some(allocations) = &mut state.allocations {
+            self.add_gone(&snapshot, allocations);
+        }
+        View {
+            node: self.told.name.get().cloned(),
+            state,
+            ready: self.readiness.summary(),
+            choices: lock(&self.told.choices).iter().cloned().collect(),
+            observed: Arc::clone(&lock(&self.told.observed)),
+            topology: Arc::clone(snapshot.topology()),
+        }
+    }
+}
+
+/// Only whole values are written under these locks: a panic elsewhere leaves nothing half done.
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics::Metrics;
+    use crate::runtime::readiness::Idle;
+    use crate::state::Event;
+
+    /// The pages of a DGX-1 of which nothing else is known.
+    fn pages() -> Pages {
+        let observed = crate::machines::load("dgx1-v100").unwrap().observed;
+        let pages_observed = observed.clone();
+        let (state, _) = NodeState::default().apply(Event::Observed(Box::new(observed)), Duration::ZERO);
+        let (_, snapshot) = watch::channel(Arc::new(state));
+        let metrics = Metrics::new("1.2.3", snapshot.clone());
+        let readiness = Readiness::new(Idle::Waiting("no scan yet".to_owned()));
+        let pages = Pages::new(snapshot, metrics.placements().clone(), readiness);
+        pages.observed(&pages_observed);
+        pages
+    }
+
+    #[tokio::test]
+    async fn readers_at_once_share_pages() {
+        let pages = pages();
+        let answers = futures_util::future::join_all((0..500).map(|_| pages.page())).await;
+        let mut rendered: Vec<*const Page> = answers.iter().flatten().map(Arc::as_ptr).collect();
+        assert_eq!(rendered.len(), 500);
+        rendered.dedup();
+        assert!(rendered.len() < 50, "{} pages", rendered.len());
+        // A reader who leaves does not hold up the next.
+        drop(pages.page());
+        assert!(pages.page().await.is_some());
+    }
+
+    #[test]
+    fn only_the_last_choices_are_kept() {
+        let pages = pages();
+        let snapshot = Arc::clone(&pages.snapshot.borrow());
+        let all = || snapshot.offers().of(&crate::state::ResourceName::gpu()).map(|(id, _)| id.clone()).collect();
+        let request = crate::allocation::AllocationRequest { available: all(), must_include: Vec::new(), size: 2 };
+        let (_, report) = snapshot.preferred(&crate::state::ResourceName::gpu(), &request);
+        let report = Arc::new(report);
+        for at in 0..100 {
+            let resource = "nvidia.com/gpu".to_owned();
+            pages.chosen(Choice { at, resource, report: Arc::clone(&report), narrowed: false });
+        }
+        let kept: Vec<u64> = pages.view().choices.iter().map(|choice| choice.at).collect();
+        assert_eq!(kept, [99, 98, 97, 96, 95, 94]);
+    }
+}
