@@ -5,6 +5,8 @@ use std::fmt;
 
 use serde::Serialize;
 
+use crate::publish::placement::{Allocation, Outlook};
+
 /// The whole state, for a person or a script.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct State {
@@ -20,6 +22,10 @@ pub struct State {
     pub parts: BTreeMap<String, PartState>,
     /// The GPUs, in the order of their PCI addresses.
     pub gpus: Vec<GpuState>,
+    /// What containers hold, by namespace, pod, container and resource.
+    pub allocations: Vec<AllocationState>,
+    /// What requests for 1, 2, 4 ... GPUs would get now.
+    pub outlook: Vec<OutlookState>,
     /// The warnings about the node, each of which the log has once.
     pub warnings: Vec<String>,
 }
@@ -86,4 +92,68 @@ pub struct ReasonState {
     pub since: u64,
     /// What ends it: what to do, or what to wait for.
     pub ends_with: &'static str,
+}
+
+/// The GPUs that one container has of one resource. Collectives are in MB/s, and null where they are not known; one GPU
+/// has none.
+#[derive(Clone, Debug, Serialize)]
+pub struct AllocationState {
+    /// The pod's namespace.
+    pub namespace: String,
+    /// The pod.
+    pub pod: String,
+    /// The container.
+    pub container: String,
+    /// The resource, or the DRA driver.
+    pub resource: String,
+    /// `plugin` or `dra`.
+    pub door: &'static str,
+    /// The UUIDs of the GPUs, in the order of their PCI addresses.
+    pub gpus: Vec<String>,
+    /// What no all-reduce over them can beat.
+    pub collective: Option<u64>,
+    /// The most that so many GPUs of this machine have.
+    pub best: Option<u64>,
+    /// The most that so many GPUs had that were free when these were given.
+    pub best_at_admission: Option<u64>,
+    /// Why it is below the best: `narrowed`, `scheduler`, `fragmented`, `sick`.
+    pub why: Vec<&'static str>,
+}
+
+/// What a request for so many GPUs would get now. Collectives are in MB/s, and null where no such request can be met.
+#[derive(Clone, Debug, Serialize)]
+pub struct OutlookState {
+    /// How many GPUs.
+    pub size: usize,
+    /// The collective of the GPUs that it would get.
+    pub collective: Option<u64>,
+    /// The most that so many GPUs of this machine have.
+    pub best: Option<u64>,
+    /// The UUIDs of these GPUs, in the order of their PCI addresses.
+    pub gpus: Vec<String>,
+}
+
+impl From<&Allocation> for AllocationState {
+    fn from(allocation: &Allocation) -> Self {
+        let holder = allocation.holder.clone();
+        Self {
+            namespace: holder.namespace,
+            pod: holder.pod,
+            container: holder.container,
+            resource: allocation.resource.clone(),
+            door: allocation.door.label(),
+            gpus: allocation.gpus.iter().map(ToString::to_string).collect(),
+            collective: allocation.collective,
+            best: allocation.best,
+            best_at_admission: allocation.best_at_admission,
+            why: allocation.why.iter().map(|why| why.label()).collect(),
+        }
+    }
+}
+
+impl From<&Outlook> for OutlookState {
+    fn from(outlook: &Outlook) -> Self {
+        let gpus = outlook.gpus.iter().map(ToString::to_string).collect();
+        Self { size: outlook.size, collective: outlook.collective, best: outlook.best, gpus }
+    }
 }

@@ -30,6 +30,9 @@ use style::Style;
 
 pub use dra::{DemoCluster, Scheduled, demo_dra};
 
+/// The kubelet's PodResources socket, in the demo's folder.
+const POD_RESOURCES: &str = "pod-resources.sock";
+
 /// Runs the command.
 pub fn run(args: &DemoArgs) -> Result<()> {
     on_terminal(args, async |machine, out| demo(args, machine, &out).await)
@@ -55,6 +58,7 @@ pub async fn demo(args: &DemoArgs, machine: Machine, out: &(impl Fn(&str) -> Res
         kubelet: kubelet::Settings {
             // No other plugin uses this folder: no reason for long pauses.
             longest_pause: Duration::from_secs(1),
+            pod_resources_socket: Some(folder.path().join(POD_RESOURCES)),
             ..kubelet::Settings::new(folder.path().join(Options::SOCKET))
         },
         metrics_address: args.metrics_address,
@@ -103,6 +107,7 @@ fn start_kubelet(
     out: &impl Fn(&str) -> Result<()>,
 ) -> Result<KubeletBox> {
     let mut options = Options::new(folder);
+    options.pod_resources = Some(folder.join(POD_RESOURCES));
     options.topology_manager = TopologyManager {
         policy: args.topology_manager_policy,
         scope: args.scope,

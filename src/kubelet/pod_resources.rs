@@ -18,7 +18,7 @@ use super::checkpoint;
 use super::machine::Listing;
 use crate::allocation::DeviceId;
 use crate::backoff::Backoff;
-use crate::state::{ClaimedDevice, Health, Holdings, NodeState, ResourceName};
+use crate::state::{ClaimedDevice, ContainerHoldings, ContainerName, Health, Holdings, NodeState, ResourceName};
 use linkwise_kubelet_api::podresources as wire;
 use wire::pod_resources_lister_client::PodResourcesListerClient;
 
@@ -73,19 +73,41 @@ async fn call<T>(
     tokio::time::timeout(TIMEOUT, exchange).await.ok().flatten()
 }
 
+/// The longest name of a pod, in characters; a namespace and a container have shorter ones.
+const LONGEST_NAME: usize = 253;
+
 /// Which devices containers and claims hold now. A name that is no resource's is not ours and is left out.
 async fn listed(socket: &Path) -> Option<Holdings> {
     let pods = call(socket, async |mut client| client.list(wire::ListPodResourcesRequest {}).await).await?;
     let mut holdings = Holdings::default();
-    for container in pods.into_inner().pod_resources.into_iter().flat_map(|pod| pod.containers) {
-        holdings.claims.extend(container.dynamic_resources.into_iter().flat_map(claimed));
-        for (resource, id) in devices(container.devices) {
-            if let Ok(resource) = resource.parse() {
-                holdings.containers.insert((resource, DeviceId::from(id)));
+    for pod in pods.into_inner().pod_resources {
+        let namespace = shortened(pod.namespace);
+        let name = shortened(pod.name);
+        for container in pod.containers {
+            let mut held = ContainerHoldings::default();
+            held.claims.extend(container.dynamic_resources.into_iter().flat_map(claimed));
+            for (resource, id) in devices(container.devices) {
+                if let Ok(resource) = resource.parse::<ResourceName>() {
+                    held.devices.entry(resource).or_default().insert(DeviceId::from(id));
+                }
             }
+            let by_resource = held.devices.iter();
+            let ids = by_resource.flat_map(|(resource, ids)| ids.iter().map(|id| (resource.clone(), id.clone())));
+            holdings.containers.extend(ids);
+            holdings.claims.extend(held.claims.iter().cloned());
+            let container = shortened(container.name);
+            holdings.add(ContainerName { namespace: namespace.clone(), pod: name.clone(), container }, held);
         }
     }
     Some(holdings)
+}
+
+/// A name, as far as Kubernetes allows names to be long.
+fn shortened(mut name: String) -> String {
+    if let Some((end, _)) = name.char_indices().nth(LONGEST_NAME) {
+        name.truncate(end);
+    }
+    name
 }
 
 fn claimed(resource: wire::DynamicResource) -> impl Iterator<Item = ClaimedDevice> {

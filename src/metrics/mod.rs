@@ -6,6 +6,7 @@
 //! gone.
 
 mod collector;
+mod placements;
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,17 +28,29 @@ pub fn new<M: Metric + Clone + Default>(registry: &mut Registry, name: &str, hel
     metric
 }
 
+pub use placements::PlacementReader;
+
 /// All metrics of the process.
 #[derive(Clone, Debug)]
-pub struct Metrics(Arc<Mutex<Registry>>);
+pub struct Metrics {
+    registry: Arc<Mutex<Registry>>,
+    placements: PlacementReader,
+}
 
 impl Metrics {
     /// Metrics of a process of version `version` that follows `snapshot`.
     pub fn new(version: &'static str, snapshot: watch::Receiver<Arc<NodeState>>) -> Self {
         let mut registry = Registry::with_prefix("linkwise");
         registry.register("build", "The version that runs", Info::new(vec![("version", version)]));
-        registry.register_collector(Box::new(collector::State { snapshot }));
-        Self(Arc::new(Mutex::new(registry)))
+        registry.register_collector(Box::new(collector::State { snapshot: snapshot.clone() }));
+        let placements = PlacementReader::new(snapshot);
+        registry.register_collector(Box::new(placements::Series(placements.clone())));
+        Self { registry: Arc::new(Mutex::new(registry)), placements }
+    }
+
+    /// Who holds what, as the series have it.
+    pub fn placements(&self) -> &PlacementReader {
+        &self.placements
     }
 
     /// Registers a module's metrics.
@@ -54,6 +67,6 @@ impl Metrics {
 
     /// A panic while a module registers leaves the registry whole.
     fn registry(&self) -> MutexGuard<'_, Registry> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.registry.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

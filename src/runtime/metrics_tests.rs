@@ -8,6 +8,7 @@ use tokio::sync::watch;
 use super::dra::SliceMetrics;
 use super::driver::metrics::DriverMetrics;
 use super::observe::GpuFailures;
+use crate::allocation::DeviceId;
 use crate::cdi::CdiMetrics;
 use crate::config::ConfigMetrics;
 use crate::dra::{self, StoredPool};
@@ -15,7 +16,7 @@ use crate::kubelet::{Occurrence, Phase, PluginMetrics};
 use crate::labels::LabelMetrics;
 use crate::metrics::Metrics;
 use crate::publish::dra::slice::Pool;
-use crate::state::{DraGpus, Event, NodeState, ResourceName, ResourcePlan};
+use crate::state::{ContainerHoldings, ContainerName, DraGpus, Event, Holdings, NodeState, ResourceName, ResourcePlan};
 use crate::topology::{GpuObservation, HostObservation, NodeObservation};
 
 fn node() -> NodeState {
@@ -125,6 +126,65 @@ fn dra_metrics_text_is_an_interface() {
 #[test]
 fn metrics_text_is_an_interface() {
     insta::assert_snapshot!(everything());
+}
+
+/// Two pods of a DGX-1: GPU 0 and one of the far package, and GPU 1 alone.
+fn placed() -> NodeState {
+    let seen = crate::machines::load("dgx1-v100").unwrap().observed;
+    let uuid = |at: usize| DeviceId::from(seen.gpus[at].uuid.to_string());
+    let gpu = ResourceName::gpu();
+    let mut holdings = Holdings::default();
+    for (pod, gpus) in [("train\"\n\\", vec![uuid(0), uuid(5)]), ("notebook", vec![uuid(1)])] {
+        holdings.containers.extend(gpus.iter().map(|id| (gpu.clone(), id.clone())));
+        let held = ContainerHoldings {
+            devices: [(gpu.clone(), gpus.into_iter().collect())].into(),
+            ..ContainerHoldings::default()
+        };
+        let name = ContainerName { namespace: "ml".into(), pod: pod.into(), container: "main".into() };
+        holdings.add(name, held);
+    }
+    let events = [Event::Observed(Box::new(seen)), Event::Holders(Some(holdings))];
+    events.into_iter().fold(NodeState::default(), |state, event| state.apply(event, Duration::ZERO).0)
+}
+
+#[test]
+fn placement_metrics_text_is_an_interface() {
+    let (metrics, sender) = metrics();
+    sender.send_replace(Arc::new(placed()));
+    let of = ["allocation_", "best_", "free_", "fragmentation"].map(|name| format!("linkwise_{name}"));
+    let text = sorted(&metrics.encode().unwrap());
+    let only = |line: &&str| of.iter().any(|name| line.contains(name.as_str()));
+    insta::assert_snapshot!(text.lines().filter(only).collect::<Vec<_>>().join("\n"));
+}
+
+#[test]
+fn ended_pod_has_no_series() {
+    let (metrics, sender) = metrics();
+    let state = placed();
+    sender.send_replace(Arc::new(state.clone()));
+    let pods = || metrics.encode().unwrap().matches("pod=\"notebook\"").count();
+    assert_eq!(pods(), 1, "one GPU has no collective");
+    let nobody = Event::Holders(Some(Holdings::default()));
+    sender.send_replace(Arc::new(state.apply(nobody, Duration::ZERO).0));
+    assert_eq!((pods(), metrics.encode().unwrap().matches("allocation_info{").count()), (0, 0));
+}
+
+#[test]
+fn hidden_pods_keep_apart_and_the_operator_sees_them() {
+    let (metrics, sender) = metrics();
+    let reader = metrics.placements();
+    sender.send_replace(Arc::new(placed()));
+    assert!(metrics.encode().unwrap().contains("pod=\"notebook\""));
+    reader.hide_pods();
+    let text = metrics.encode().unwrap();
+    assert!(!text.contains("notebook") && !text.contains("train"), "{text}");
+    // `printf ml/notebook | sha256sum`
+    assert!(text.contains("namespace=\"ml\",pod=\"pod-99bac2e8ffcd\",container=\"main\""), "{text}");
+    assert_eq!(text.lines().filter(|line| line.starts_with("linkwise_allocation_info{")).count(), 3);
+    let named: Vec<_> = reader.named().allocations.iter().map(|one| one.holder.pod.clone()).collect();
+    assert!(named.contains(&"notebook".to_owned()), "{named:?}");
+    // Computed once for a snapshot.
+    assert!(Arc::ptr_eq(&reader.shown(), &reader.shown()) && Arc::ptr_eq(&reader.named(), &reader.named()));
 }
 
 #[test]

@@ -200,6 +200,9 @@ async fn serve(args: &RunArgs, side: Option<DraSide<'_>>) -> Result<End> {
     })
     .await?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), metrics = %node.metrics_address(), "linkwise is up");
+    if settings.hide_pod_names.value {
+        node.metrics().placements().hide_pods();
+    }
     let metrics = node.metrics().register(DriverMetrics::register);
     let release = operator::Release::new(metrics.clone());
     let beside = (metrics, node.readiness.idle().clone(), release.clone());

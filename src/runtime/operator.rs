@@ -15,6 +15,7 @@ use super::driver::metrics::DriverMetrics;
 use super::node::Node;
 use super::readiness::{Part, Readiness};
 use crate::admin::{GpuState, Order, Orders, Outcome, PartState, ReasonState, ResourceState, State};
+use crate::publish::placement::Placements;
 use crate::state::{Door, Event, NodeState, Resource};
 use crate::topology::GpuUuid;
 
@@ -83,8 +84,12 @@ pub(super) fn orders(node: &Node, release: &Release) -> Orders {
     let (snapshot, events) = (node.snapshot(), node.events());
     let (readiness, release) = (node.readiness.clone(), release.clone());
     let (shown, is_released) = (snapshot.clone(), release.clone());
+    let placements = node.metrics().placements().clone();
     Orders {
-        state: Arc::new(move || state(&Arc::clone(&shown.borrow()), &readiness, is_released.is_wished())),
+        state: Arc::new(move || {
+            let snapshot = Arc::clone(&shown.borrow());
+            state(&snapshot, &placements.named(), &readiness, is_released.is_wished())
+        }),
         carry_out: Arc::new(move |order| {
             let (snapshot, events, release) = (Arc::clone(&snapshot.borrow()), events.clone(), release.clone());
             Box::pin(async move {
@@ -112,7 +117,7 @@ fn clear(snapshot: &NodeState, events: &mpsc::Sender<Event>, gpu: GpuUuid) -> Ou
     }
 }
 
-fn state(snapshot: &NodeState, readiness: &Readiness, driver_released: bool) -> State {
+fn state(snapshot: &NodeState, placements: &Placements, readiness: &Readiness, driver_released: bool) -> State {
     let gpus = snapshot.gpus().into_iter().map(|status| GpuState {
         uuid: status.gpu.uuid.to_string(),
         index: status.gpu.index,
@@ -149,6 +154,8 @@ fn state(snapshot: &NodeState, readiness: &Readiness, driver_released: bool) -> 
         resources,
         parts,
         gpus: gpus.collect(),
+        allocations: placements.allocations.iter().map(Into::into).collect(),
+        outlook: placements.outlook.iter().map(Into::into).collect(),
         warnings: snapshot.hardware().warnings().iter().map(ToString::to_string).collect(),
     }
 }
@@ -198,7 +205,7 @@ mod tests {
         let held = [(ResourceName::gpu(), crate::allocation::DeviceId::from("GPU-gone".to_owned()))];
         let (snapshot, _) =
             snapshot().apply(Event::Holders(Some(held.into_iter().collect())), Duration::from_secs(1_700_000_000));
-        let shown = serde_json::to_value(state(&snapshot, &readiness, true)).unwrap();
+        let shown = serde_json::to_value(state(&snapshot, &Placements::of(&snapshot), &readiness, true)).unwrap();
         let way_out = UnhealthyReason::Xid { code: 79, instance: None }.ends_with();
         assert_eq!(
             shown["resources"],

@@ -97,6 +97,7 @@ fn programs_are_switched_on_and_off() {
         &["mps.updateStrategy.type=RollingUpdate"],
         &["mps.enableHostNetwork=true"],
         &["devicePlugin.enableHostNetwork=true", "metrics.port=9410"],
+        &["metrics.hidePodNames=true"],
         &["podMonitor.enabled=true", "podMonitor.labels.release=prometheus"],
         &["dra.enabled=true"],
         &[

@@ -51,11 +51,7 @@ fn listed(pods: &[usize], claims: &[usize]) -> Event {
         device: format!("gpu-{at}"),
         cdi_names: vec![uuid(*at).to_string()],
     });
-    Event::Holders(Some(Holdings {
-        containers: containers.collect(),
-        init_containers: BTreeSet::new(),
-        claims: claims.collect(),
-    }))
+    Event::Holders(Some(Holdings { containers: containers.collect(), claims: claims.collect(), ..Holdings::default() }))
 }
 
 fn prepared(gpus: &[usize]) -> Event {

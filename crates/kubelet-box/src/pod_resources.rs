@@ -15,6 +15,9 @@ use super::registration::serve_at;
 use linkwise_kubelet_api::podresources as wire;
 use wire::pod_resources_lister_server::{PodResourcesLister, PodResourcesListerServer};
 
+/// The namespace of all pods.
+const NAMESPACE: &str = "default";
+
 /// Serves PodResources, where it is wanted.
 pub(super) fn serve(life: &Arc<Life>) -> Result<(), BoxError> {
     let Some(path) = &life.core.options.pod_resources else { return Ok(()) };
@@ -40,7 +43,8 @@ impl PodResourcesLister for Service {
             let devices = vec![devices(&place.resource, &held.devices)];
             let dynamic_resources = Vec::new();
             let container = wire::ContainerResources { name: place.container.clone(), devices, dynamic_resources };
-            wire::PodResources { name: place.pod.clone(), containers: vec![container] }
+            let namespace = NAMESPACE.to_owned();
+            wire::PodResources { name: place.pod.clone(), namespace, containers: vec![container] }
         };
         // A pod may be listed several times; its readers collect the devices.
         let pod_resources = self.core.read(|book| book.held.iter().map(pod).collect());

@@ -371,6 +371,9 @@ settings! {
     /// The address of /metrics, /livez and /readyz; port 0 takes a free port, which is logged
     metrics_address: SocketAddr = SocketAddr::from((Ipv6Addr::UNSPECIFIED, 9400)), "linkwise.metricsAddress",
         Row::new(address).flag("metrics-address", "ADDRESS").variables(&["LINKWISE_METRICS_ADDRESS"]);
+    /// Show other names for pods in /metrics and on the node's page: any pod of the cluster can read these
+    hide_pod_names: bool = false, "linkwise.hidePodNames",
+        Row::new(boolean).flag("hide-pod-names", "BOOL").variables(&["LINKWISE_HIDE_POD_NAMES"]);
     /// The kubelet's PodResources socket
     pod_resources_socket: PathBuf = PathBuf::from(POD_RESOURCES_SOCKET),
         "linkwise.podResourcesSocket",

@@ -22,7 +22,7 @@ use crate::topology::NodeTopology;
 const MOST_SETS: u64 = 4_096;
 
 /// The most GPUs of a mesh that get tables at a request.
-const MOST_TABLED: usize = 10;
+pub(super) const MOST_TABLED: usize = 10;
 
 /// The most sets of one size that go on growing.
 const MOST_GROWING: u64 = 16;

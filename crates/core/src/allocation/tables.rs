@@ -8,9 +8,10 @@ use super::choose::Question;
 use super::collective::{at, row};
 use super::report::Values;
 use super::request::{AllocationPolicy, DeviceId};
+use super::search::MOST_TABLED;
 use super::set::GpuSet;
 use super::tree::Tree;
-use super::{collective, remaining};
+use super::{collective, remaining, tree};
 use crate::topology::{NodeTopology, bandwidth};
 
 /// The tables of one topology. Off the admission path to build, read-only afterwards, swapped in whole.
@@ -103,6 +104,18 @@ impl AllocationTables {
     pub(crate) fn best_of(&self, gpus: GpuSet, size: usize) -> GpuSet {
         let question = Question::of(GpuSet::default(), gpus, size, AllocationPolicy::BestEffort);
         if (1..=gpus.len()).contains(&size) { question.answer(self).chosen } else { GpuSet::default() }
+    }
+
+    /// What no all-reduce over a set can beat, MB/s. `None` for fewer than two GPUs, which have no links between them, and
+    /// where it is not known: large sets of a mesh of NVLinks of more than [`Self::EXACT_GPUS`] GPUs.
+    pub fn collective(&self, set: GpuSet) -> Option<u64> {
+        match &self.values {
+            _ if set.len() < 2 => None,
+            SetValues::Tree(tree) if !tree.exact() => {
+                (set.len() <= MOST_TABLED).then(|| u64::from(tree::collective_of(&self.topology, set)))
+            }
+            _ => Some(self.worth(set).collective),
+        }
     }
 
     /// Where the values of a set come from.

@@ -1,5 +1,6 @@
 //! Pure readers of a snapshot: what the node's neighbours are given of it. [`injection`] is what a container gets with
-//! its GPUs, [`mod@labels`] what schedulers are told of the node, [`dra`] the devices of its resource slices.
+//! its GPUs, [`mod@labels`] what schedulers are told of the node, [`dra`] the devices of its resource slices, [`placement`]
+//! what people are shown: who holds what, and how good it is.
 //!
 //! Called by the adapters, on the path of an admission too. Nothing here changes the state.
 
@@ -7,6 +8,7 @@ pub mod dra;
 pub mod injection;
 pub mod labels;
 mod mps_client;
+pub mod placement;
 mod rdma;
 
 pub use mps_client::{MPS_CONTAINER_ROOT, MPS_PIPE, MPS_SHM, MpsClient};

@@ -10,7 +10,8 @@ use crate::topology::{GpuUuid, MigUuid, NodeObservation, TopologyWarning};
 
 use super::device::{Health, ResourceName};
 use super::doors::Door;
-use super::ledger::{Holdings, PreparedClaim};
+use super::holdings::Holdings;
+use super::ledger::PreparedClaim;
 use super::mps::MpsShare;
 use super::numa_hints::NumaHints;
 use super::plan::ResourcePlan;

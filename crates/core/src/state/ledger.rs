@@ -8,53 +8,16 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use super::ResourceName;
 use super::device::{Device, Timestamp};
+use super::holdings::{ClaimedDevice, ContainerHoldings, ContainerName, Holdings, ResourceDevice};
 use super::reason::UnhealthyReason;
-use crate::allocation::DeviceId;
+use crate::allocation::{DeviceId, GpuSet};
 use crate::claims::ClaimName;
 use crate::quote::quoted;
 use crate::topology::{Gpu, GpuUuid, MigUuid, NodeTopology, hardware_of, set_members};
 
 /// The DRA driver whose devices are GPUs of this node: NVIDIA's, and linkwise in its place.
 const DRA_DRIVER: &str = "gpu.nvidia.com";
-
-/// An id of a resource, as the device plugin API has it.
-pub type ResourceDevice = (ResourceName, DeviceId);
-
-/// Everything that pods of this node hold, as the kubelet lists it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Holdings {
-    /// Devices of running containers (PodResources).
-    pub containers: BTreeSet<ResourceDevice>,
-    /// Devices that only the kubelet's checkpoint lists: of init containers that have ended, in pods that have not. The
-    /// checkpoint may also still list a pod that has just ended.
-    pub init_containers: BTreeSet<ResourceDevice>,
-    /// Devices of DRA claims (PodResources, `dynamic_resources`).
-    pub claims: BTreeSet<ClaimedDevice>,
-}
-
-impl FromIterator<ResourceDevice> for Holdings {
-    /// Devices of running containers, and nothing else.
-    fn from_iter<I: IntoIterator<Item = ResourceDevice>>(containers: I) -> Self {
-        Self { containers: containers.into_iter().collect(), ..Self::default() }
-    }
-}
-
-/// A device that a DRA claim holds.
-#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct ClaimedDevice {
-    /// `namespace/name` of the claim.
-    pub claim: String,
-    /// The DRA driver.
-    pub driver: String,
-    /// The pool, of one driver and one node: another DRA driver of the same name has another.
-    pub pool: String,
-    /// The device's name in the driver's pool, such as `gpu-0` (0: N of /dev/nvidiaN) or `gpu-0-mig-1g10gb-19-0`.
-    pub device: String,
-    /// What follows `=` in its CDI names; UUIDs, where the driver names CDI devices so.
-    pub cdi_names: Vec<String>,
-}
 
 /// Which hardware is held.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -69,7 +32,15 @@ pub struct Ledger {
     is_current: bool,
     /// What our DRA plugin has prepared, by the claim's UID.
     prepared: BTreeMap<String, PreparedClaim>,
+    /// What each container holds, as listed last; forgotten [`NAMES_KEPT`] after the last answer.
+    by_container: BTreeMap<ContainerName, ContainerHoldings>,
+    /// When the kubelet answered last.
+    answered: Option<Timestamp>,
 }
+
+/// How long containers are shown as holders after the kubelet's last answer: longer than a kubelet takes to restart, and
+/// short enough that no pod is shown for ever. What is held counts beyond that.
+pub const NAMES_KEPT: Timestamp = Timestamp::from_secs(300);
 
 /// A claim that our DRA plugin has prepared, or is about to: it is known here before the kubelet lists it, and as long
 /// as its checkpoint exists.
@@ -121,15 +92,44 @@ impl Ledger {
         let is_current = holdings.is_some();
         let mut changed = is_current != self.is_current;
         self.is_current = is_current;
-        if let Some(holdings) = holdings {
+        if let Some(mut holdings) = holdings {
+            self.answered = Some(now);
+            let by_container = core::mem::take(&mut holdings.by_container);
+            changed |= by_container != self.by_container;
+            self.by_container = by_container;
             changed |= self.listed_before != self.holdings.claims;
             self.listed_before.clone_from(&self.holdings.claims);
             if self.known_since.is_none() || holdings != self.holdings {
                 (self.holdings, self.known_since) = (holdings, Some(now));
                 changed = true;
             }
+        } else if self.answered.is_some_and(|answered| now.saturating_sub(answered) >= NAMES_KEPT) {
+            changed |= !core::mem::take(&mut self.by_container).is_empty();
         }
         changed
+    }
+
+    /// What each container holds, by the kubelet's last answer; empty [`NAMES_KEPT`] after that.
+    pub fn by_container(&self) -> &BTreeMap<ContainerName, ContainerHoldings> {
+        &self.by_container
+    }
+
+    /// The GPUs of which a pod has anything, through either door; `None` where the kubelet never could be asked.
+    pub fn occupied(&self, topology: &NodeTopology) -> Option<GpuSet> {
+        self.known_since?;
+        let ids = self.devices().filter_map(|(_, id)| place(topology, id));
+        let listed = self.claimed(topology).map(|(_, gpu, _)| &gpu.uuid);
+        let prepared = self.prepared.values().flat_map(|claim| &claim.gpus);
+        let claimed = listed.chain(prepared).filter_map(|gpu| topology.position(gpu));
+        Some(ids.chain(claimed).collect())
+    }
+
+    /// The GPUs of a listed claim's device, each with whether the claim has all of it; none that it only looks at.
+    pub fn gpus_of_claimed(&self, topology: &NodeTopology, claimed: &ClaimedDevice) -> Vec<(usize, bool)> {
+        let hardware = claimed_hardware(topology, claimed).into_iter();
+        let taken = hardware
+            .filter(|(place, _)| topology.gpus().get(*place).is_some_and(|gpu| !self.only_looks(claimed, &gpu.uuid)));
+        taken.map(|(place, part)| (place, part == Part::Whole)).collect()
     }
 
     /// Takes over what our DRA plugin has prepared. Whether that changed anything.
@@ -232,7 +232,7 @@ impl Ledger {
         self.is_current
     }
 
-    /// Everything that is held, or was when the kubelet could be asked last.
+    /// Everything that is held, or was when the kubelet could be asked last; without [`Holdings::by_container`].
     pub fn holdings(&self) -> &Holdings {
         &self.holdings
     }
@@ -336,6 +336,11 @@ pub(super) fn place(topology: &NodeTopology, id: &DeviceId) -> Option<usize> {
     let (uuid, _) = split_slot(id.as_str());
     let gpu = topology.gpus().iter().position(|gpu| gpu.uuid.as_str() == uuid);
     gpu.or_else(|| mig_parent(topology, uuid))
+}
+
+/// The place of the GPU behind a device id, and whether that id can be all of the GPU: one of a MIG device cannot.
+pub fn gpu_of(topology: &NodeTopology, id: &DeviceId) -> Option<(usize, bool)> {
+    Some((place(topology, id)?, mig_parent(topology, split_slot(id.as_str()).0).is_none()))
 }
 
 /// The UUID of the GPU behind a device id, also where the machine has no such GPU now.

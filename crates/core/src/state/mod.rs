@@ -14,6 +14,7 @@ mod doors;
 mod event;
 mod hardware;
 mod health;
+mod holdings;
 mod ledger;
 mod mps;
 mod numa_hints;
@@ -36,7 +37,7 @@ use alloc::sync::Arc;
 use core::time::Duration;
 
 use crate::allocation::{
-    AllocationReport, AllocationRequest, AllocationTables, DeviceId, PreferredAllocation, preferred_allocation,
+    AllocationReport, AllocationRequest, AllocationTables, DeviceId, GpuSet, PreferredAllocation, preferred_allocation,
     preferred_units,
 };
 use crate::topology::{Gpu, GpuUuid, NodeTopology};
@@ -47,7 +48,8 @@ pub use device::{Device, Health, Timestamp};
 pub use doors::{DRA_GRACE, Door};
 pub use event::{Effect, Event, MigInstance};
 pub use hardware::{DriverVersions, Hardware};
-pub use ledger::{ClaimedDevice, Holdings, Ledger, PreparedClaim, ResourceDevice};
+pub use holdings::{ClaimedDevice, ContainerHoldings, ContainerName, Holdings, ResourceDevice};
+pub use ledger::{Ledger, NAMES_KEPT, PreparedClaim, gpu_of};
 pub use mps::{MpsGpu, MpsShare};
 pub use numa_hints::NumaHints;
 pub use offers::{Offers, Resource};
@@ -250,6 +252,21 @@ impl NodeState {
             }
         }
         gpus.into_values().collect()
+    }
+
+    /// The GPUs that requests can have whole now, for each resource and for DRA: one request gets all of its GPUs from one
+    /// of these sets. `None` where it is not known who holds what.
+    pub fn free_gpus(&self) -> Option<Vec<GpuSet>> {
+        let occupied = self.ledger.occupied(self.topology())?;
+        let whole = |device: &Device| device.mig.is_none() && device.health == Health::Healthy;
+        let free = |devices: &mut dyn Iterator<Item = &Device>| {
+            let places = devices.filter(|device| whole(device));
+            let places: GpuSet = places.filter_map(|device| self.topology().position(&device.gpu.uuid)).collect();
+            places.without(occupied)
+        };
+        let resources = self.offers.resources().values();
+        let by_resource = resources.map(|resource| free(&mut resource.devices().values()));
+        Some(by_resource.chain([free(&mut self.offers.through_dra().iter())]).collect())
     }
 
     /// The next moment at which time alone changes something: then [`Event::Tick`] is due. Health is not among it: a hold

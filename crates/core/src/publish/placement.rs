@@ -1,0 +1,219 @@
+//! Who holds which GPUs, how good they are together, and what a request would get now.
+//!
+//! What metrics, the node's page and the admin socket show of a snapshot. Pure, and decides nothing. A set's quality is
+//! its collective over the best collective that so many GPUs of this machine have; both are given, MB/s, and who shows
+//! them divides. One GPU has no links to compare and has no collective.
+
+use crate::prelude::*;
+use alloc::collections::{BTreeMap, BTreeSet};
+
+use crate::allocation::{AllocationTables, GpuSet};
+use crate::state::{ContainerName, Door, NodeState, gpu_of};
+use crate::topology::{GpuUuid, NumaNodeId};
+
+/// What is placed on a node, and what could be.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Placements {
+    /// One for each container and resource, in the order of their names.
+    pub allocations: Vec<Allocation>,
+    /// For 1, 2, 4, 8 ... GPUs, as many as the machine has.
+    pub outlook: Vec<Outlook>,
+    /// How many GPUs a request can have whole now, by NUMA node (`None`: unknown), 0 included. Empty where it is not
+    /// known who holds what.
+    pub free: BTreeMap<Option<NumaNodeId>, usize>,
+}
+
+/// The GPUs of one container, of one resource or one DRA driver.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Allocation {
+    /// The container.
+    pub holder: ContainerName,
+    /// The resource, or the DRA driver.
+    pub resource: String,
+    /// Through which API the container got them: [`Door::Plugin`] or [`Door::Dra`].
+    pub door: Door,
+    /// The GPUs that it has, or has slots or MIG devices of, in the order of their PCI addresses.
+    pub gpus: Vec<GpuUuid>,
+    /// What no all-reduce over these GPUs can beat, MB/s. `None` for fewer than two GPUs, with a MIG device among them, and
+    /// where the container holds something that this node does not know.
+    pub collective: Option<u64>,
+    /// The most that so many GPUs of this machine have, MB/s; `None` without a collective.
+    pub best: Option<u64>,
+    /// The most that so many of the GPUs had that were free when these were given, MB/s; `None` where that is not known.
+    pub best_at_admission: Option<u64>,
+    /// Why the collective is below the machine's best; empty where it is not, or where that is not known.
+    pub why: Vec<Shortfall>,
+}
+
+/// Why a container has less than the best.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Shortfall {
+    /// The kubelet left fewer GPUs to choose from than were free (`docs/topology-manager.md`).
+    Narrowed,
+    /// The scheduler allocated these to a claim, while better ones were free.
+    Scheduler,
+    /// Other pods had the better GPUs, or they were offered otherwise.
+    Fragmented,
+    /// Unhealthy GPUs were among the better ones.
+    Sick,
+}
+
+impl Shortfall {
+    /// The word for metrics and scripts.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Narrowed => "narrowed",
+            Self::Scheduler => "scheduler",
+            Self::Fragmented => "fragmented",
+            Self::Sick => "sick",
+        }
+    }
+}
+
+/// What a request for so many GPUs would get now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Outlook {
+    /// How many GPUs.
+    pub size: usize,
+    /// The collective of the best of them, MB/s; `None` for one GPU, and where no request for so many can be met.
+    pub collective: Option<u64>,
+    /// The most that so many GPUs of this machine have, MB/s; `None` for one GPU.
+    pub best: Option<u64>,
+    /// The best of them, in the order of their PCI addresses; empty where no request for so many can be met.
+    pub gpus: Vec<GpuUuid>,
+}
+
+impl Placements {
+    /// What a snapshot shows. It costs two choices for each size, and one for each size that a container has.
+    pub fn of(state: &NodeState) -> Self {
+        let reader = Reader { state, tables: state.tables() };
+        let mut best = BTreeMap::new();
+        let free = state.free_gpus();
+        Self {
+            allocations: reader.allocations(&mut best),
+            outlook: reader.outlook(free.as_deref().unwrap_or_default(), &mut best),
+            free: free.map(|free| reader.by_numa_node(&free)).unwrap_or_default(),
+        }
+    }
+
+    /// How much better the machine's best is than the best that is free, for the size of which that is the most: above
+    /// and below the line, MB/s. Equal where nothing is lost, also where fewer than two GPUs are free; `None` where it is
+    /// not known who holds what.
+    pub fn fragmentation(&self) -> Option<(u64, u64)> {
+        if self.free.is_empty() {
+            return None;
+        }
+        let sizes = self.outlook.iter().filter_map(|outlook| outlook.best.zip(outlook.collective));
+        let worse = |one: &(u64, u64), other: &(u64, u64)| {
+            let [one, other] = [(one.0, other.1), (other.0, one.1)].map(|(a, b)| u128::from(a) * u128::from(b));
+            one.cmp(&other)
+        };
+        Some(sizes.filter(|(best, now)| best > now).max_by(worse).unwrap_or((1, 1)))
+    }
+}
+
+/// The best collective of the machine by size, as far as it was asked for.
+type Best = BTreeMap<usize, Option<u64>>;
+
+struct Reader<'a> {
+    state: &'a NodeState,
+    tables: &'a AllocationTables,
+}
+
+/// What one container has of one resource.
+#[derive(Default)]
+struct Held {
+    places: GpuSet,
+    /// Whether all of it is GPUs of this node, or slots of them.
+    is_whole: bool,
+}
+
+impl Reader<'_> {
+    fn allocations(&self, best: &mut Best) -> Vec<Allocation> {
+        let mut allocations = Vec::new();
+        for (holder, holdings) in self.state.ledger().by_container() {
+            for (resource, ids) in &holdings.devices {
+                let hardware: Vec<_> = ids.iter().map(|id| gpu_of(self.state.topology(), id)).collect();
+                let held = Held {
+                    places: hardware.iter().flatten().map(|(place, _)| *place).collect(),
+                    is_whole: hardware.iter().all(|known| known.is_some_and(|(_, whole)| whole)),
+                };
+                allocations.extend(self.allocation(holder, resource.as_str(), Door::Plugin, &held, best));
+            }
+            let drivers: BTreeSet<&str> = holdings.claims.iter().map(|claimed| claimed.driver.as_str()).collect();
+            for driver in drivers {
+                let claims = holdings.claims.iter().filter(|claimed| claimed.driver == driver);
+                let hardware: Vec<_> = claims
+                    .flat_map(|claimed| self.state.ledger().gpus_of_claimed(self.state.topology(), claimed))
+                    .collect();
+                let held = Held {
+                    places: hardware.iter().map(|(place, _)| *place).collect(),
+                    is_whole: hardware.iter().all(|(_, whole)| *whole),
+                };
+                allocations.extend(self.allocation(holder, driver, Door::Dra, &held, best));
+            }
+        }
+        allocations
+    }
+
+    /// `None` for what is no GPU of this node.
+    fn allocation(
+        &self,
+        holder: &ContainerName,
+        resource: &str,
+        door: Door,
+        held: &Held,
+        best: &mut Best,
+    ) -> Option<Allocation> {
+        if held.places.is_empty() {
+            return None;
+        }
+        let collective = if held.is_whole { self.tables.collective(held.places) } else { None };
+        Some(Allocation {
+            holder: holder.clone(),
+            resource: resource.to_owned(),
+            door,
+            gpus: self.uuids(held.places),
+            collective,
+            best: collective.and_then(|_| self.best(held.places.len(), best)),
+            best_at_admission: None,
+            why: Vec::new(),
+        })
+    }
+
+    fn outlook(&self, free: &[GpuSet], best: &mut Best) -> Vec<Outlook> {
+        let gpus = self.state.topology().gpus().len();
+        let sizes = core::iter::successors(Some(1_usize), |size| size.checked_mul(2)).take_while(|size| *size <= gpus);
+        let at_size = |size| {
+            let sets = free.iter().map(|free| self.tables.best_of(*free, size)).filter(|set| !set.is_empty());
+            // One pool's set that is as good as another's comes first by its addresses.
+            let set = sets
+                .max_by(|a, b| self.tables.collective(*a).cmp(&self.tables.collective(*b)).then_with(|| a.by_list(*b)));
+            let set = set.unwrap_or_default();
+            let (collective, best) = (self.tables.collective(set), self.best(size, best));
+            Outlook { size, collective, best, gpus: self.uuids(set) }
+        };
+        sizes.map(at_size).collect()
+    }
+
+    /// The most that any so many GPUs of the machine have.
+    fn best(&self, size: usize, known: &mut Best) -> Option<u64> {
+        *known.entry(size).or_insert_with(|| {
+            let all = (0..self.state.topology().gpus().len()).collect();
+            self.tables.collective(self.tables.best_of(all, size))
+        })
+    }
+
+    fn by_numa_node(&self, free: &[GpuSet]) -> BTreeMap<Option<NumaNodeId>, usize> {
+        let free = free.iter().fold(GpuSet::default(), |all, free| all.union(*free));
+        let mut nodes = BTreeMap::new();
+        for (place, gpu) in self.state.topology().gpus().iter().enumerate() {
+            *nodes.entry(gpu.numa).or_default() += usize::from(free.contains(place));
+        }
+        nodes
+    }
+
+    fn uuids(&self, set: GpuSet) -> Vec<GpuUuid> {
+        set.places().filter_map(|place| Some(self.state.topology().gpus().get(place)?.uuid.clone())).collect()
+    }
+}
