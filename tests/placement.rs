@@ -6,15 +6,16 @@
 #[path = "oracle/mod.rs"]
 mod oracle;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use linkwise::allocation::DeviceId;
+use linkwise::claims::ClaimName;
 use linkwise::machines;
-use linkwise::publish::placement::{Allocation, Placements};
+use linkwise::publish::placement::{Allocation, Placements, Shortfall};
 use linkwise::state::{
-    ClaimedDevice, ContainerHoldings, ContainerName, Door, DraGpus, Event, Holdings, NAMES_KEPT, NodeState,
-    ResourceName, ResourcePlan,
+    ClaimedDevice, ContainerHoldings, ContainerName, Door, DraGpus, Event, HealthRecord, Holdings, NAMES_KEPT,
+    NodeState, PreparedClaim, ResourceName, ResourcePlan,
 };
 use linkwise::topology::GpuUuid;
 use oracle::{Oracle, Set, places, subsets};
@@ -203,4 +204,171 @@ fn containers_beyond_the_bound_are_not_told_apart() {
     holdings.add(name("pod-0", "main"), more);
     let first: BTreeMap<_, _> = holdings.by_container.into_iter().take(1).collect();
     assert_eq!(first[&name("pod-0", "main")].claims.len(), 2, "listed again");
+}
+
+fn ids(node: &NodeState, set: Set) -> BTreeSet<DeviceId> {
+    uuids(node, set).iter().map(DeviceId::from).collect()
+}
+
+/// The kubelet let us choose from `offered`, and allocated `given`.
+fn allocated(node: &NodeState, given: Set, offered: Set) -> Event {
+    let offered = ids(node, offered).into_iter().collect();
+    Event::Allocated { resource: ResourceName::gpu(), devices: ids(node, given), offered }
+}
+
+/// A machine of which pods hold nothing, and one of a DGX-1.
+fn unheld(machine: &str) -> NodeState {
+    after(&node(machine), Event::Holders(Some(Holdings::default())))
+}
+
+/// A pod's allocation after it was given and listed, among others.
+fn admitted(node: &NodeState, given: Set, offered: Set, others: &[Set]) -> Allocation {
+    let given_now = after(node, allocated(node, given, offered));
+    let listed = after(&given_now, held(node, &[&[given], others].concat()));
+    of(&Placements::of(&listed).allocations, "pod-0")
+}
+
+#[test]
+fn best_at_admission_is_that_of_a_brute_force() {
+    for machine in ["dgx1-v100", "pcie-8x-pix-pairs", "azure-ndv2-v100"] {
+        let free = unheld(machine);
+        let topology = free.topology().clone();
+        let oracle = Oracle::new(&topology);
+        let all: Set = (1 << topology.gpus().len()) - 1;
+        let top = |of: Set, size: u32| {
+            subsets(of).filter(|set| set.count_ones() == size).map(|set| oracle.collective(set)).max()
+        };
+        for (number, before) in subsets(all).enumerate().filter(|(number, _)| number % 3 == 0) {
+            let state = after(&free, held(&free, &[before]));
+            let rest: Vec<Set> = subsets(all & !before).filter(|set| set.count_ones() > 1).collect();
+            let Some(given) = rest.get(number % rest.len().max(1)) else { continue };
+            // Half the time the kubelet did not ask.
+            let offered = if number % 2 == 0 { all & !before } else { 0 };
+            let shown = admitted(&state, *given, offered, &[before]);
+            let size = given.count_ones();
+            let (then, own, best) = (top(all & !before, size), oracle.collective(*given), top(all, size));
+            assert_eq!(shown.best_at_admission, then, "{machine} {before:b} {given:b}");
+            let why = [(Some(own) < then, Shortfall::Narrowed), (then < best, Shortfall::Fragmented)];
+            let why: Vec<_> = why.into_iter().filter(|(applies, _)| *applies).map(|(_, why)| why).collect();
+            assert_eq!(shown.why, why, "{machine} {before:b} {given:b}");
+        }
+    }
+}
+
+#[test]
+fn unhealthy_gpus_are_a_reason() {
+    let node = unheld("dgx1-v100");
+    let sick = places(0b1101_1110).map(|place| node.topology().gpus()[place].uuid.clone());
+    let sick = sick.fold(node.clone(), |state, gpu| after(&state, Event::Xid { gpu, code: 79, instance: None }));
+    let shown = admitted(&sick, 0b10_0001, 0b10_0001, &[]);
+    assert_eq!((shown.best_at_admission, shown.why), (shown.collective, vec![Shortfall::Sick]));
+    // One that is held besides, with an NVLink to GPU 0.
+    let state = after(&node, held(&node, &[0b100]));
+    let sick = places(0b1101_1010).map(|place| node.topology().gpus()[place].uuid.clone());
+    let state = sick.fold(state, |state, gpu| after(&state, Event::Xid { gpu, code: 79, instance: None }));
+    let shown = admitted(&state, 0b10_0001, 0b10_0001, &[0b100]);
+    assert_eq!(shown.why, [Shortfall::Fragmented, Shortfall::Sick]);
+}
+
+#[test]
+fn ended_pods_devices_are_free_when_offered() {
+    let node = unheld("dgx1-v100");
+    let all: Set = 0xff;
+    // The list is older than the end of the pod.
+    let state = after(&node, held(&node, &[all & !0b10_0001]));
+    let best = |offered: Set| admitted(&state, 0b10_0001, offered, &[]).best_at_admission.unwrap();
+    assert!(best(all) > best(0), "{} {}", best(all), best(0));
+}
+
+#[test]
+fn given_device_is_not_free_before_it_is_listed() {
+    let node = unheld("dgx1-v100");
+    let given = after(&node, allocated(&node, 0b11, 0xff));
+    let free = |state: &NodeState| Placements::of(state).free.values().sum::<usize>();
+    assert_eq!((free(&node), free(&given)), (8, 6));
+    assert!(given.ledger().awaits_listing());
+    // The first list may be older than the Allocate; that of a pod that was not admitted after all has it never.
+    let once = after(&given, held(&node, &[]));
+    let twice = after(&once, held(&node, &[]));
+    assert_eq!((free(&once), free(&twice)), (6, 8));
+    assert!(once.ledger().awaits_listing() && !twice.ledger().awaits_listing());
+    let listed = after(&once, held(&node, &[0b11]));
+    assert!(!listed.ledger().awaits_listing());
+}
+
+/// What the next process reads of a record.
+fn restarted(machine: &str, record: &HealthRecord) -> NodeState {
+    let text = serde_json::to_string(record).unwrap();
+    let record: HealthRecord = serde_json::from_str(&text).unwrap();
+    let state = NodeState::default().apply(Event::Restored(Box::new(record)), NOW).0;
+    after(&state, observed(machine))
+}
+
+#[test]
+fn admission_survives_a_restart_until_the_pod_ends() {
+    let node = unheld("dgx1-v100");
+    let given = after(&node, allocated(&node, 0b10_0001, 0xff));
+    let before = admitted(&node, 0b10_0001, 0xff, &[]);
+    let state = restarted("dgx1-v100", &given.record());
+    let listed = after(&state, held(&node, &[0b10_0001]));
+    assert_eq!(of(&Placements::of(&listed).allocations, "pod-0"), before);
+    let unknown = after(&restarted("dgx1-v100", &node.record()), held(&node, &[0b10_0001]));
+    let unknown = of(&Placements::of(&unknown).allocations, "pod-0");
+    assert_eq!((unknown.best_at_admission, unknown.why, unknown.collective), (None, vec![], before.collective));
+    // The first list of a kubelet that starts may lack pods that run.
+    let missed = after(&listed, held(&node, &[]));
+    assert_eq!(missed.record().admissions.len(), 1);
+    assert_eq!(after(&missed, held(&node, &[])).record().admissions, []);
+}
+
+#[test]
+fn admissions_are_no_more_than_devices() {
+    let node = unheld("dgx1-v100");
+    let mut state = node.clone();
+    for given in subsets(0xff).filter(|set| *set != 0) {
+        state = after(&state, allocated(&node, given, 0xff));
+    }
+    assert_eq!(state.record().admissions.len(), 1, "each has ended that shares a GPU with a later one");
+}
+
+#[test]
+fn claim_is_compared_with_what_was_free_when_prepared() {
+    let plan = ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() };
+    let empty = || Event::Holders(Some(Holdings::default()));
+    let events = [Event::Planned(Box::new(plan)), observed("dgx1-v100"), empty(), empty()];
+    let node = events.into_iter().fold(NodeState::default(), |node, event| node.apply(event, NOW).0);
+    let claim = |name: &str, places: &[usize]| PreparedClaim {
+        claim: ClaimName { namespace: "ml".into(), name: name.into(), uid: format!("uid-{name}") },
+        gpus: places.iter().map(|place| node.topology().gpus()[*place].uuid.clone()).collect(),
+        devices: places.iter().map(|place| format!("gpu-{place}")).collect(),
+        made: BTreeSet::new(),
+    };
+    let list = |state: &NodeState, claims: &[(&str, &[usize])]| {
+        let mut holdings = Holdings::default();
+        for (pod, places) in claims {
+            let devices = places.iter().map(|place| claimed(pod, &format!("gpu-{place}")));
+            let held = ContainerHoldings { claims: devices.collect(), ..Default::default() };
+            holdings.claims.extend(held.claims.iter().cloned());
+            holdings.add(name(pod, "main"), held);
+        }
+        after(state, Event::Holders(Some(holdings)))
+    };
+    let state = after(&node, Event::Prepared(vec![claim("far", &[0, 5]), claim("near", &[1, 2])]));
+    assert!(state.ledger().awaits_listing());
+    let state = list(&state, &[("far", &[0, 5]), ("near", &[1, 2])]);
+    assert!(!state.ledger().awaits_listing());
+    let shown = Placements::of(&state).allocations;
+    let far = of(&shown, "far");
+    assert_eq!((far.best_at_admission, far.why.as_slice()), (far.best, [Shortfall::Scheduler].as_slice()));
+    // The claim before it had its GPUs already.
+    let near = of(&shown, "near");
+    assert!(near.best_at_admission.is_some() && near.best_at_admission <= far.best_at_admission);
+    // One that a pod has before we prepare it was prepared by our last process.
+    let earlier = list(&node, &[("far", &[0, 5])]);
+    let earlier = list(&after(&earlier, Event::Prepared(vec![claim("far", &[0, 5])])), &[("far", &[0, 5])]);
+    assert_eq!(of(&Placements::of(&earlier).allocations, "far").best_at_admission, None);
+    let kept = after(&restarted("dgx1-v100", &state.record()), Event::Prepared(vec![claim("far", &[0, 5])]));
+    let kept = list(&kept, &[("far", &[0, 5])]);
+    assert_eq!(of(&Placements::of(&kept).allocations, "far").why, [Shortfall::Scheduler]);
+    assert!(after(&state, Event::Prepared(Vec::new())).record().claim_admissions.is_empty());
 }

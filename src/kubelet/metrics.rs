@@ -136,7 +136,7 @@ impl PluginMetrics {
                 }
                 self.choice_seconds.get_or_create(&of(resource)).observe(elapsed.as_secs_f64());
             }
-            Occurrence::Waiting(_) | Occurrence::Ended(_) | Occurrence::NotAccepted(_) => {}
+            Occurrence::Waiting(_) | Occurrence::Ended(_) | Occurrence::NotAccepted(_) | Occurrence::Given { .. } => {}
         }
     }
 

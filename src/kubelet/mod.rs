@@ -19,13 +19,14 @@ mod register;
 mod service;
 mod session;
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
 
-use crate::allocation::AllocationReport;
+use crate::allocation::{AllocationReport, DeviceId};
 use crate::publish::injection::{HostDevices, InjectionOptions};
 use crate::state::{NodeState, ResourceName};
 use crate::uds::Callers;
@@ -159,6 +160,13 @@ pub enum Occurrence {
     },
     /// Allocate was answered, `Err` with the refusal.
     Allocated(Result<Vec<String>, String>),
+    /// The same for the node's state, where it was not refused.
+    Given {
+        /// The devices.
+        devices: BTreeSet<DeviceId>,
+        /// Those from which the kubelet let us choose; empty where it did not ask.
+        offered: Vec<DeviceId>,
+    },
 }
 
 /// Receives occurrences. Called on the path of an admission: it must not block.

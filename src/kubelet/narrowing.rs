@@ -13,6 +13,8 @@ use crate::allocation::{AllocationRequest, DeviceId};
 #[derive(Debug, Default)]
 pub(super) struct Narrowing {
     free: BTreeSet<DeviceId>,
+    /// What the last question let us choose from, until the kubelet allocates.
+    offered: Vec<DeviceId>,
 }
 
 impl Narrowing {
@@ -26,11 +28,18 @@ impl Narrowing {
         held_back || !request.must_include.is_empty()
     }
 
-    /// Devices went into a container.
-    pub(super) fn allocated(&mut self, devices: &[DeviceId]) {
+    /// The kubelet was answered a question that let us choose from these.
+    pub(super) fn answered(&mut self, available: Vec<DeviceId>) {
+        self.offered = available;
+    }
+
+    /// Devices went into a container. What the question before let us choose from; nothing where it was not about these.
+    pub(super) fn allocated(&mut self, devices: &[DeviceId]) -> Vec<DeviceId> {
         for device in devices {
             self.free.remove(device);
         }
+        let offered = std::mem::take(&mut self.offered);
+        if devices.iter().all(|device| offered.contains(device)) { offered } else { Vec::new() }
     }
 }
 
@@ -66,6 +75,16 @@ mod tests {
         narrowing.allocated(&ids("b"));
         assert!(!narrowed(&mut narrowing, "c d", ""), "b went without a question");
         assert!(narrowed(&mut narrowing, "d", ""));
+    }
+
+    #[test]
+    fn question_belongs_to_the_next_allocation_of_its_devices() {
+        let mut narrowing = Narrowing::default();
+        narrowing.answered(ids("a b c"));
+        assert_eq!(narrowing.allocated(&ids("a b")), ids("a b c"));
+        assert_eq!(narrowing.allocated(&ids("c")), [], "the kubelet did not ask");
+        narrowing.answered(ids("a b"));
+        assert_eq!(narrowing.allocated(&ids("d")), [], "another pod's question");
     }
 
     #[test]

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use tonic::transport::Channel;
@@ -135,7 +136,8 @@ pub async fn holders(sources: &HolderSources) -> Holders {
 }
 
 /// Polls the holders until `shutdown`: every second at first while the state waits for an answer (`often`), then, as
-/// long as the kubelet answers, ever more rarely. A failure means "not known" until the next answer. Every answer is
+/// long as the kubelet answers, ever more rarely; a message of `often` begins this anew. Two questions are a second
+/// apart, however many messages come. A failure means "not known" until the next answer. Every answer is
 /// published, also one like the last: an orphan leaves the list by an answer that came after it went.
 pub async fn follow_holders(
     sources: &HolderSources,
@@ -146,6 +148,7 @@ pub async fn follow_holders(
     let mut pauses = Backoff::new(ASK_OFTEN, ASK_BETWEEN);
     let follow = async {
         loop {
+            let soonest = Instant::now() + ASK_OFTEN;
             let now = holders(sources).await;
             let is_known = now.held.is_some();
             holders_now.send_replace(now);
@@ -153,6 +156,7 @@ pub async fn follow_holders(
             // An error means that the node is ending.
             if tokio::time::timeout(pause, often.changed()).await.is_ok() {
                 pauses.reset();
+                tokio::time::sleep_until(soonest).await;
             }
         }
     };

@@ -115,7 +115,10 @@ impl DevicePlugin for Service {
             let start = Instant::now();
             let (answer, report) = snapshot.preferred(&self.resource, &question);
             let elapsed = start.elapsed();
-            let narrowed = self.narrowing().narrowed(&question, |id| snapshot.offers().is_healthy(&self.resource, id));
+            let mut narrowing = self.narrowing();
+            let narrowed = narrowing.narrowed(&question, |id| snapshot.offers().is_healthy(&self.resource, id));
+            narrowing.answered(question.available);
+            drop(narrowing);
             (self.report)(Occurrence::Chosen { report: Arc::new(report), elapsed, narrowed });
             convert::preferred(answer)
         });
@@ -130,7 +133,7 @@ impl DevicePlugin for Service {
         let mut container_responses = Vec::new();
         for container in request.into_inner().container_requests {
             let ids = convert::ids(container.devices_ids);
-            self.narrowing().allocated(&ids);
+            let offered = self.narrowing().allocated(&ids);
             let granted = snapshot.allocate(&self.resource, &ids).map_err(|error| convert::refusal(&error));
             let answer = granted.and_then(|devices| {
                 let injection = self.injection(&snapshot, &devices);
@@ -139,6 +142,9 @@ impl DevicePlugin for Service {
             let allocated = ids.iter().map(|id| id.as_str().to_owned()).collect();
             let outcome = answer.as_ref().map(|_| allocated).map_err(|refusal| refusal.message().to_owned());
             (self.report)(Occurrence::Allocated(outcome));
+            if answer.is_ok() {
+                (self.report)(Occurrence::Given { devices: ids.into_iter().collect(), offered });
+            }
             container_responses.push(answer?);
         }
         Ok(Response::new(wire::AllocateResponse { container_responses }))

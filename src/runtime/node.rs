@@ -260,10 +260,14 @@ impl Node {
     }
 
     pub(super) fn apply(&mut self, event: Event) {
+        let is_given = matches!(event, Event::Allocated { .. } | Event::Prepared(_));
         let (state, effects) = std::mem::take(&mut self.state).apply(event, self.clock.now());
         self.state = state;
-        let awaits = self.state.offers().awaits_holders();
-        self.asks_often.send_if_modified(|often| std::mem::replace(often, awaits) != awaits);
+        let awaits_listing = self.state.ledger().awaits_listing();
+        let awaits = awaits_listing || self.state.offers().awaits_holders();
+        // What was given just now is to be listed soon, however long other things have been awaited.
+        let asks_anew = is_given && awaits_listing;
+        self.asks_often.send_if_modified(|often| std::mem::replace(often, awaits) != awaits || asks_anew);
         if !self.state.topology().gpus().is_empty() {
             self.follow_holders();
         }
@@ -391,7 +395,13 @@ impl Node {
     fn observer(&self) -> kubelet::Observer {
         let (metrics, log) = (self.plugin_metrics.clone(), self.occurrences.0.clone());
         let (last_report, readiness) = (self.last_report.clone(), self.readiness.clone());
+        let events = self.events();
         Arc::new(move |resource, occurrence| {
+            if let Occurrence::Given { devices, offered } = occurrence {
+                // Full: what was free then stays unknown.
+                let _ = events.try_send(Event::Allocated { resource: resource.clone(), devices, offered });
+                return;
+            }
             metrics.count(resource, &occurrence);
             match &occurrence {
                 Occurrence::Chosen { report, .. } => drop(last_report.send_replace(Some(Arc::clone(report)))),

@@ -120,6 +120,8 @@ impl Reported {
                 Some(_) => tracing::debug!(%resource, %report, "preferred in sorted order"),
                 None => tracing::info!(%resource, %report, ?elapsed, narrowed, "preferred"),
             },
+            // The line above it has the devices.
+            Occurrence::Given { .. } => {}
             Occurrence::Allocated(Ok(devices)) => tracing::info!(%resource, devices = devices.join(","), "allocated"),
             Occurrence::Allocated(Err(refusal)) => tracing::warn!(%resource, refusal, "refused to allocate"),
         }

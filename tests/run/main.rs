@@ -37,6 +37,7 @@ mod mps;
 mod node;
 mod oddities;
 mod operator;
+mod placements;
 mod pod_resources;
 mod predecessor;
 mod rediscovery;

@@ -9,7 +9,7 @@ use super::collective::{at, row};
 use super::report::Values;
 use super::request::{AllocationPolicy, DeviceId};
 use super::search::MOST_TABLED;
-use super::set::GpuSet;
+use super::set::{GpuSet, subsets};
 use super::tree::Tree;
 use super::{collective, remaining, tree};
 use crate::topology::{NodeTopology, bandwidth};
@@ -118,6 +118,20 @@ impl AllocationTables {
         }
     }
 
+    /// The best collective of any `size` of these GPUs, MB/s; `None` for fewer than two, and where there are fewer. On a
+    /// mesh of NVLinks of more than [`Self::EXACT_GPUS`] GPUs it is the best that was found.
+    pub fn best_collective(&self, gpus: GpuSet, size: usize) -> Option<u64> {
+        match &self.values {
+            _ if !(2..=gpus.len()).contains(&size) => None,
+            SetValues::Tables(sets) => Some(sets.best_collective(gpus, size)),
+            SetValues::Tree(tree) if tree.exact() => {
+                let holds = |cluster: &&tree::Cluster| cluster.members.intersection(gpus).len() >= size;
+                Some(tree.clusters().iter().find(holds).map_or(0, |cluster| u64::from(cluster.width)))
+            }
+            SetValues::Tree(_) => self.collective(self.best_of(gpus, size)),
+        }
+    }
+
     /// Where the values of a set come from.
     pub(super) fn values(&self) -> &SetValues {
         &self.values
@@ -156,6 +170,12 @@ impl SetTables {
     /// before [`Value::Nics`](super::Value::Nics).
     pub fn rank(&self, chosen: GpuSet, remains: GpuSet) -> u64 {
         at(&self.chosen, chosen) | at(&self.remains, remains)
+    }
+
+    /// The best collective of any `size` of these GPUs, MB/s.
+    fn best_collective(&self, gpus: GpuSet, size: usize) -> u64 {
+        let ranks = subsets(gpus, size).map(|set| at(&self.chosen, set) >> 48);
+        u64::from(row(&self.collective, ranks.max().unwrap_or(0)))
     }
 
     /// The rates of the NICs nearest to a set, Mbit/s.

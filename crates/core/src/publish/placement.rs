@@ -8,7 +8,7 @@ use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
 use crate::allocation::{AllocationTables, GpuSet};
-use crate::state::{ContainerName, Door, NodeState, gpu_of};
+use crate::state::{ContainerName, Door, FreeThen, NodeState, gpu_of};
 use crate::topology::{GpuUuid, NumaNodeId};
 
 /// What is placed on a node, and what could be.
@@ -84,7 +84,8 @@ pub struct Outlook {
 }
 
 impl Placements {
-    /// What a snapshot shows. It costs two choices for each size, and one for each size that a container has.
+    /// What a snapshot shows. It costs a choice for each size, and a look at all sets of each size that a container
+    /// has.
     pub fn of(state: &NodeState) -> Self {
         let reader = Reader { state, tables: state.tables() };
         let mut best = BTreeMap::new();
@@ -112,6 +113,17 @@ impl Placements {
     }
 }
 
+/// Why a collective is below the machine's best.
+fn shortfalls(door: Door, collective: u64, best: u64, then: FreeThen) -> Vec<Shortfall> {
+    let chosen = if door.is_dra() { Shortfall::Scheduler } else { Shortfall::Narrowed };
+    let steps = [
+        (collective < then.free, chosen),
+        (then.free < then.healthy, Shortfall::Fragmented),
+        (then.healthy < best, Shortfall::Sick),
+    ];
+    steps.into_iter().filter_map(|(applies, why)| applies.then_some(why)).collect()
+}
+
 /// The best collective of the machine by size, as far as it was asked for.
 type Best = BTreeMap<usize, Option<u64>>;
 
@@ -126,6 +138,8 @@ struct Held {
     places: GpuSet,
     /// Whether all of it is GPUs of this node, or slots of them.
     is_whole: bool,
+    /// What was free when it was given.
+    then: Option<FreeThen>,
 }
 
 impl Reader<'_> {
@@ -137,18 +151,23 @@ impl Reader<'_> {
                 let held = Held {
                     places: hardware.iter().flatten().map(|(place, _)| *place).collect(),
                     is_whole: hardware.iter().all(|known| known.is_some_and(|(_, whole)| whole)),
+                    then: self.state.ledger().free_at_allocate(resource, ids),
                 };
                 allocations.extend(self.allocation(holder, resource.as_str(), Door::Plugin, &held, best));
             }
             let drivers: BTreeSet<&str> = holdings.claims.iter().map(|claimed| claimed.driver.as_str()).collect();
             for driver in drivers {
-                let claims = holdings.claims.iter().filter(|claimed| claimed.driver == driver);
-                let hardware: Vec<_> = claims
-                    .flat_map(|claimed| self.state.ledger().gpus_of_claimed(self.state.topology(), claimed))
-                    .collect();
+                let devices = || holdings.claims.iter().filter(|claimed| claimed.driver == driver);
+                let ledger = self.state.ledger();
+                let hardware: Vec<_> =
+                    devices().flat_map(|device| ledger.gpus_of_claimed(self.state.topology(), device)).collect();
+                let claims: BTreeSet<&str> = devices().map(|device| device.claim.as_str()).collect();
+                // Of several claims, each was given by itself.
+                let one = devices().next().filter(|_| claims.len() == 1);
                 let held = Held {
                     places: hardware.iter().map(|(place, _)| *place).collect(),
                     is_whole: hardware.iter().all(|(_, whole)| *whole),
+                    then: one.and_then(|device| ledger.free_at_prepare(device)),
                 };
                 allocations.extend(self.allocation(holder, driver, Door::Dra, &held, best));
             }
@@ -169,15 +188,18 @@ impl Reader<'_> {
             return None;
         }
         let collective = if held.is_whole { self.tables.collective(held.places) } else { None };
+        let best = collective.and_then(|_| self.best(held.places.len(), best));
+        let then = held.then.filter(|_| collective.is_some());
+        let why = collective.zip(best).zip(then);
         Some(Allocation {
             holder: holder.clone(),
             resource: resource.to_owned(),
             door,
             gpus: self.uuids(held.places),
             collective,
-            best: collective.and_then(|_| self.best(held.places.len(), best)),
-            best_at_admission: None,
-            why: Vec::new(),
+            best,
+            best_at_admission: then.map(|then| then.free),
+            why: why.map(|((collective, best), then)| shortfalls(door, collective, best, then)).unwrap_or_default(),
         })
     }
 
@@ -200,7 +222,7 @@ impl Reader<'_> {
     fn best(&self, size: usize, known: &mut Best) -> Option<u64> {
         *known.entry(size).or_insert_with(|| {
             let all = (0..self.state.topology().gpus().len()).collect();
-            self.tables.collective(self.tables.best_of(all, size))
+            self.tables.best_collective(all, size)
         })
     }
 

@@ -1,7 +1,7 @@
 //! What happens to the node, and what has to be done about it.
 
 use crate::prelude::*;
-use alloc::collections::BTreeMap;
+use alloc::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -75,6 +75,15 @@ pub enum Event {
     /// The devices that pods hold, as the kubelet lists them; `None` where it cannot be asked. An orphan leaves the list when
     /// two in a row do not have it.
     Holders(Option<Holdings>),
+    /// The device plugin gave devices to a container; the kubelet lists them a little later.
+    Allocated {
+        /// The resource.
+        resource: ResourceName,
+        /// The devices.
+        devices: BTreeSet<DeviceId>,
+        /// Those from which the kubelet let us choose them; empty where it did not ask.
+        offered: Vec<DeviceId>,
+    },
     /// All claims that our DRA plugin has prepared or is about to prepare.
     Prepared(Vec<PreparedClaim>),
     /// Which boot and which load of the driver this is: before the first look, and before each that another child made.

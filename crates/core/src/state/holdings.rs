@@ -48,6 +48,11 @@ pub struct ContainerHoldings {
 }
 
 impl Holdings {
+    /// Whether an id of a resource is held.
+    pub fn has(&self, key: &ResourceDevice) -> bool {
+        self.containers.contains(key) || self.init_containers.contains(key)
+    }
+
     /// Notes what a container has in [`Self::by_container`]; it may have been noted before. Beyond 4096 containers no
     /// further one is.
     pub fn add(&mut self, name: ContainerName, holdings: ContainerHoldings) {

@@ -8,6 +8,8 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
+use super::ResourceName;
+use super::admissions::{Admissions, FreeThen};
 use super::device::{Device, Timestamp};
 use super::holdings::{ClaimedDevice, ContainerHoldings, ContainerName, Holdings, ResourceDevice};
 use super::reason::UnhealthyReason;
@@ -36,6 +38,8 @@ pub struct Ledger {
     by_container: BTreeMap<ContainerName, ContainerHoldings>,
     /// When the kubelet answered last.
     answered: Option<Timestamp>,
+    /// What was free when these were given.
+    admissions: Admissions,
 }
 
 /// How long containers are shown as holders after the kubelet's last answer: longer than a kubelet takes to restart, and
@@ -94,6 +98,7 @@ impl Ledger {
         self.is_current = is_current;
         if let Some(mut holdings) = holdings {
             self.answered = Some(now);
+            self.admissions.listed(&holdings, &self.prepared);
             let by_container = core::mem::take(&mut holdings.by_container);
             changed |= by_container != self.by_container;
             self.by_container = by_container;
@@ -117,11 +122,38 @@ impl Ledger {
     /// The GPUs of which a pod has anything, through either door; `None` where the kubelet never could be asked.
     pub fn occupied(&self, topology: &NodeTopology) -> Option<GpuSet> {
         self.known_since?;
-        let ids = self.devices().filter_map(|(_, id)| place(topology, id));
+        let unlisted = self.admissions.unlisted().map(|(_, id)| id);
+        let ids = self.devices().map(|(_, id)| id).chain(unlisted).filter_map(|id| place(topology, id));
         let listed = self.claimed(topology).map(|(_, gpu, _)| &gpu.uuid);
         let prepared = self.prepared.values().flat_map(|claim| &claim.gpus);
         let claimed = listed.chain(prepared).filter_map(|gpu| topology.position(gpu));
         Some(ids.chain(claimed).collect())
+    }
+
+    /// Whether the next list may be the first that has what was given lately.
+    pub fn awaits_listing(&self) -> bool {
+        self.admissions.await_list()
+    }
+
+    /// What was free when a container was given these devices together; `None` where it is not known.
+    pub fn free_at_allocate(&self, resource: &ResourceName, devices: &BTreeSet<DeviceId>) -> Option<FreeThen> {
+        self.admissions.then(resource, devices)
+    }
+
+    /// What was free when a listed claim was prepared; `None` where it is not known.
+    pub fn free_at_prepare(&self, claimed: &ClaimedDevice) -> Option<FreeThen> {
+        let mut prepared = self.prepared_as(claimed);
+        self.admissions.then_for_claim(&prepared.next()?.claim.uid)
+    }
+
+    /// What is known of admissions.
+    pub(super) fn admissions(&self) -> &Admissions {
+        &self.admissions
+    }
+
+    /// The same, to note what happens.
+    pub(super) fn admissions_mut(&mut self) -> &mut Admissions {
+        &mut self.admissions
     }
 
     /// The GPUs of a listed claim's device, each with whether the claim has all of it; none that it only looks at.
@@ -249,7 +281,7 @@ impl Ledger {
 
     /// Whether an id of a resource is held.
     pub(super) fn holds(&self, key: &ResourceDevice) -> bool {
-        self.holdings.containers.contains(key) || self.holdings.init_containers.contains(key)
+        self.holdings.has(key)
     }
 
     /// The listed devices of claims that take hardware in the graph.

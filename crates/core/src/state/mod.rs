@@ -9,6 +9,7 @@
 //!
 //! Which set of GPUs is best is decided in [`crate::allocation`].
 
+mod admissions;
 mod device;
 mod doors;
 mod event;
@@ -44,6 +45,7 @@ use crate::topology::{Gpu, GpuUuid, NodeTopology};
 use health::GpuHealth;
 use opening::Opening;
 
+pub use admissions::{AdmissionRecord, FreeThen};
 pub use device::{Device, Health, Timestamp};
 pub use doors::{DRA_GRACE, Door};
 pub use event::{Effect, Event, MigInstance};
@@ -222,7 +224,10 @@ impl NodeState {
 
     /// What the next process of ours has to know; [`Effect::Keep`] says when it changed.
     pub fn record(&self) -> HealthRecord {
+        let (admissions, claim_admissions) = self.ledger.admissions().record();
         HealthRecord {
+            admissions,
+            claim_admissions,
             dra: self.offers.dra_gpus(),
             dra_shares: self.offers.shares().record(),
             ..self.hardware.record()
@@ -350,7 +355,21 @@ impl NodeState {
                     effects.extend(offers.follow_ledger(hardware, &self.ledger, now));
                 }
             }
-            Event::Prepared(claims) => publish = Arc::make_mut(&mut self.ledger).prepare(claims),
+            Event::Allocated { resource, devices, offered } => {
+                let given =
+                    admissions::at_allocate((hardware, &self.ledger, &self.offers), &resource, &devices, &offered);
+                Arc::make_mut(&mut self.ledger).admissions_mut().give(resource, devices, given);
+                // Nothing else changes. What is free is published with the next list.
+                return (self, given.map(|_| Effect::Keep).into_iter().collect());
+            }
+            Event::Prepared(claims) => {
+                let at_prepare = admissions::at_prepare((hardware, &self.ledger, &self.offers), &claims);
+                let ledger = Arc::make_mut(&mut self.ledger);
+                if ledger.admissions_mut().prepare(at_prepare) {
+                    effects.push(Effect::Keep);
+                }
+                publish = ledger.prepare(claims);
+            }
             Event::NumaHints(hints) => {
                 Arc::make_mut(&mut self.offers).set_numa_hints(hints, hardware);
                 publish = true;
@@ -371,6 +390,8 @@ impl NodeState {
             Event::Identified(identity) => hardware.identified(&identity),
             Event::Restored(record) => {
                 effects.extend(hardware.restored(&record));
+                let admissions = Arc::make_mut(&mut self.ledger).admissions_mut();
+                admissions.restore(&record.admissions, &record.claim_admissions);
                 if !record.dra.is_empty() {
                     Arc::make_mut(&mut self.offers).restore(&record.dra, &record.dra_shares);
                 }

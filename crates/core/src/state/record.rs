@@ -5,6 +5,7 @@ use alloc::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
+use super::admissions::{AdmissionRecord, FreeThen};
 use super::poll::RecoveryAction;
 use super::reason::UnhealthyReason;
 use super::shares::GpuShares;
@@ -45,6 +46,12 @@ pub struct HealthRecord {
     /// Those of them that several claims share.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub dra_shares: BTreeMap<GpuUuid, GpuShares>,
+    /// What was free when the device plugin gave devices.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub admissions: Vec<AdmissionRecord>,
+    /// What was free when claims were prepared, by their UIDs.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub claim_admissions: BTreeMap<String, FreeThen>,
 }
 
 impl HealthRecord {
@@ -60,6 +67,8 @@ impl Default for HealthRecord {
             gpus: BTreeMap::new(),
             dra: BTreeSet::new(),
             dra_shares: BTreeMap::new(),
+            admissions: Vec::new(),
+            claim_admissions: BTreeMap::new(),
         }
     }
 }
