@@ -1,10 +1,10 @@
-"""Holds dashboards against the types that Grafana publishes for them (grafana-foundation-sdk, made from Grafana's schemas).
+"""Holds dashboards against the types that Grafana publishes for them (grafana-foundation-sdk, made of its schemas).
 
 usage: PYTHONPATH=target/tools/grafana grafana.py DASHBOARD.json...
 
-The package reads leniently: it drops what it does not know. So this walks its types itself: a key that a type does not have, one
-that it lacks, and a value of another type are errors, each with its place. A panel's options and custom fields, and its queries,
-are held against the types of their plugin.
+The package reads leniently: it drops what it does not know. So this walks its types itself: a key that a type does not
+have, one that it lacks, and a value of another type are errors, each with its place. A panel's options and custom
+fields, and its queries, are held against the types of their plugin.
 """
 
 import enum

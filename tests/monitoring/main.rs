@@ -1,5 +1,6 @@
-//! What manifests/monitoring gives to Prometheus and Grafana: the rules under promtool, the dashboards under Grafana's own types
-//! (`make tools` brings both), and what they name. crates/cluster/tests/cluster/prometheus.rs has them on a real Prometheus.
+//! What manifests/monitoring gives to Prometheus and Grafana: the rules under promtool, the dashboards under Grafana's
+//! own types (`make tools` brings both), and what they name. crates/cluster/tests/cluster/prometheus.rs has them on a
+//! real Prometheus.
 
 #![allow(
     clippy::unwrap_used,
