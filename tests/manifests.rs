@@ -45,8 +45,9 @@ const POD: &str = "/spec/template/spec";
 
 #[test]
 fn kustomizations_name_files_that_are_there() {
-    let parts = ["dra/templates", "dra/unchanged-pods", "mps-control-daemon"].map(|folder| manifests().join(folder));
-    for folder in overlays().into_iter().chain([manifests().join("base")]).chain(parts) {
+    let others =
+        ["base", "dra/templates", "dra/unchanged-pods", "monitoring", "monitoring/grafana", "mps-control-daemon"];
+    for folder in overlays().into_iter().chain(others.map(|folder| manifests().join(folder))) {
         let kustomization = read(&folder.join("kustomization.yaml"));
         assert_eq!(kustomization["kind"], "Kustomization");
         for resource in list(&kustomization, "/resources") {
@@ -313,6 +314,24 @@ fn rendered(folder: &Path) -> Option<Vec<Value>> {
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success(), "{}: {}", folder.display(), String::from_utf8_lossy(&output.stderr));
     Some(text.split("\n---\n").map(|document| serde_saphyr::from_str(document).unwrap()).collect())
+}
+
+#[test]
+fn monitoring_finds_the_pods_and_brings_dashboards() {
+    let Some(objects) = rendered(&manifests().join("monitoring")) else { return };
+    let kinds: BTreeSet<&str> = objects.iter().filter_map(|object| object["kind"].as_str()).collect();
+    assert_eq!(kinds, BTreeSet::from(["PodMonitor", "PrometheusRule"]));
+    let monitor = objects.iter().find(|object| object["kind"] == "PodMonitor").unwrap();
+    let daemonset = read(&manifests().join("base/daemonset.yaml"));
+    assert_eq!(monitor["spec"]["selector"]["matchLabels"], daemonset["spec"]["template"]["metadata"]["labels"]);
+    let port = &monitor["spec"]["podMetricsEndpoints"][0]["port"];
+    let ports = list(&daemonset, &format!("{POD}/containers/0/ports"));
+    assert!(ports.iter().any(|offered| offered["name"] == *port), "{port}");
+    for dashboard in rendered(&manifests().join("monitoring/grafana")).unwrap() {
+        assert_eq!(dashboard["metadata"]["labels"]["grafana_dashboard"], "1");
+        let (_, text) = dashboard["data"].as_object().unwrap().iter().next().unwrap();
+        assert!(serde_json::from_str::<Value>(text.as_str().unwrap()).unwrap()["panels"].is_array());
+    }
 }
 
 #[test]

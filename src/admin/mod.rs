@@ -29,6 +29,9 @@ pub use state::{AllocationState, GpuState, PartState, ReasonState, ResourceState
 /// How long one connection may last: as long as Prometheus waits for a scrape.
 const DEADLINE: Duration = Duration::from_secs(10);
 
+/// Renders the node's page; `None` if that fails.
+pub type PageSource = Arc<dyn Fn() -> BoxFuture<'static, Option<Arc<Page>>> + Send + Sync>;
+
 /// What the endpoints answer from.
 #[derive(Clone)]
 pub struct Answers {
@@ -38,8 +41,8 @@ pub struct Answers {
     pub metrics_type: &'static str,
     /// `Ok` with a short text while the node serves, or has no GPU to serve; else what is not ready, one line each.
     pub ready: Arc<dyn Fn() -> Result<String, Vec<String>> + Send + Sync>,
-    /// The node's page; `None` if it could not be rendered. Called for each request: it bounds what that costs.
-    pub page: Arc<dyn Fn() -> BoxFuture<'static, Option<Arc<Page>>> + Send + Sync>,
+    /// The node's page, where this process has one. Called for each request: it bounds what that costs.
+    pub page: Option<PageSource>,
 }
 
 /// A bound listener.
@@ -90,7 +93,10 @@ async fn metrics(StateOf(answers): StateOf<Answers>) -> Response {
 }
 
 async fn page(StateOf(answers): StateOf<Answers>, request: HeaderMap) -> Response {
-    match (answers.page)().await {
+    let Some(page) = answers.page else {
+        return (StatusCode::NOT_FOUND, "this process serves no node and has no page\n").into_response();
+    };
+    match page().await {
         Some(page) => page.answer(&request),
         None => (StatusCode::INTERNAL_SERVER_ERROR, "the page could not be rendered\n").into_response(),
     }
@@ -135,7 +141,7 @@ mod tests {
             metrics: Arc::new(|| Some("x".repeat(100_000))),
             metrics_type: "text/plain",
             ready: Arc::new(|| Ok("ready".to_owned())),
-            page: Arc::new(|| Box::pin(async { None })),
+            page: None,
         };
         let asking = async {
             let mut strangers = Vec::new();

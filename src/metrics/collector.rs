@@ -95,6 +95,15 @@ impl Collector for State {
         });
         gauge(&mut encoder, "devices", "Devices on the kubelet's list, by resource and health", devices)?;
 
+        let unhealthy = snapshot.offers().resources().iter().flat_map(|(name, resource)| {
+            resource.unhealthy().into_iter().map(|(reason, count)| {
+                let labels = vec![("resource", name.to_string()), ("reason", reason.to_owned())];
+                (labels, i64::try_from(count).unwrap_or(i64::MAX))
+            })
+        });
+        let help = "Devices on the kubelet's list that are not given out, by resource and reason";
+        gauge(&mut encoder, "unhealthy_devices", help, unhealthy)?;
+
         let warnings = i64::try_from(snapshot.hardware().warnings().len()).unwrap_or(i64::MAX);
         let help = "Odd things about the node; the log names them";
         gauge(&mut encoder, "topology_warnings", help, [(Vec::new(), warnings)])

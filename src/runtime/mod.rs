@@ -351,7 +351,7 @@ async fn answer_probes(metrics: &Metrics, address: SocketAddr, signals: &mut [st
         metrics: Arc::new(move || metrics.encode().ok()),
         metrics_type: metrics::CONTENT_TYPE,
         ready: Arc::new(|| Err(vec!["another linkwise has taken over this node".to_owned()])),
-        page: Arc::new(|| Box::pin(async { None })),
+        page: None,
     };
     let probes = async {
         match Admin::bind(address) {

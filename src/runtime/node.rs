@@ -558,7 +558,7 @@ impl Node {
             metrics: Arc::new(move || metrics.encode().ok()),
             metrics_type: metrics::CONTENT_TYPE,
             ready: Arc::new(move || readiness.summary()),
-            page: Arc::new(move || pages.page()),
+            page: Some(Arc::new(move || pages.page())),
         }
     }
 }

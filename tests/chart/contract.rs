@@ -39,6 +39,8 @@ fn reused_values_lack_only_what_has_a_default() {
         "configManager=null",
         "metrics=null",
         "podMonitor=null",
+        "prometheusRule=null",
+        "grafanaDashboards=null",
         "kubeletRootDir=null",
         "devicePlugin.resources=null",
         "devicePlugin.writeLabelsFile=null",

@@ -15,6 +15,7 @@ mod examples;
 mod flat;
 mod golden;
 mod helm;
+mod monitoring;
 mod privileges;
 mod refusals;
 mod schema;

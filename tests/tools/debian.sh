@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Brings programs out of a Debian package into target/tools, for tests. Nothing is installed, no service starts, and it needs no
-# root: apt keeps its lists in target/tools/debian and only downloads, dpkg only unpacks. The system's packages are read, never
-# changed: of a package's dependencies, those that the system has are taken from there.
+# Brings programs out of a Debian package into target/tools, for tests. Nothing is installed, no service starts, and it
+# needs no root: apt keeps its lists in target/tools/debian and only downloads, dpkg only unpacks. The system's packages
+# are read, never changed: of a package's dependencies, those that the system has are taken from there.
 #
 # usage: debian.sh [--alone] [--suite SUITE] [--with ARGUMENT] PACKAGE NAME=PROGRAM...
 #   --alone   without its dependencies, where the programs need none
-#   SUITE     the Debian suite that has the package, where the system's own has none, or one too old; it comes alone, because
-#             dependencies would bring that suite's C library
+#   SUITE     the Debian suite that has the package, where the system's own has none, or one too old; it comes alone,
+#             because dependencies would bring that suite's C library
 #   ARGUMENT  what the programs are always called with, words by spaces
 #   NAME      how tests call a program: target/tools/NAME
 #   PROGRAM   its path in the package
@@ -36,7 +36,8 @@ missing=()
 for pair in "$@"; do starts "${pair%%=*}" || missing+=("${pair%%=*}"); done
 ((${#missing[@]})) || exit 0
 
-command -v apt-get >/dev/null && command -v dpkg >/dev/null || fail "not a Debian; the tests take ${missing[*]} from the PATH too"
+command -v apt-get >/dev/null && command -v dpkg >/dev/null || \
+  fail "not a Debian; the tests take ${missing[*]} from the PATH too"
 echo "tools: bringing ${missing[*]} out of Debian's package $package${suite:+ of $suite}"
 
 state=$tools/debian/apt-${suite:-system}
@@ -60,7 +61,9 @@ fi
 rm -rf "$folder"
 mkdir -p "$folder/packages"
 (cd "$folder/packages" && apt download "${wanted[@]}") || fail "apt-get download failed"
-for archive in "$folder"/packages/*.deb; do dpkg --extract "$archive" "$folder" || fail "dpkg cannot unpack $archive"; done
+for archive in "$folder"/packages/*.deb; do
+  dpkg --extract "$archive" "$folder" || fail "dpkg cannot unpack $archive"
+done
 rm -rf "$folder/packages"
 
 # Libraries and fonts lie where the package would have installed them, but under the folder.
@@ -83,5 +86,6 @@ export LD_LIBRARY_PATH="$libraries\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}" FONTC
 exec "$folder/${pair#*=}" $argument "\$@"
 RUN
   chmod +x "$tools/$name"
-  starts "$name" || fail "the package came, but its ${pair#*=} does not start: $("$tools/$name" --version 2>&1 | tail -1)"
+  starts "$name" || \
+    fail "the package came, but its ${pair#*=} does not start: $("$tools/$name" --version 2>&1 | tail -1)"
 done

@@ -155,7 +155,7 @@ fn answers(registry: Registry, problem: Arc<Mutex<Option<String>>>) -> Answers {
         None => Ok("ready".to_owned()),
         Some(problem) => Err(vec![problem]),
     };
-    Answers { metrics: Arc::new(text), metrics_type: CONTENT_TYPE, ready: Arc::new(ready) }
+    Answers { metrics: Arc::new(text), metrics_type: CONTENT_TYPE, ready: Arc::new(ready), page: None }
 }
 
 /// Selects configurations.

@@ -17,6 +17,7 @@ mod node_feature;
 #[allow(dead_code, clippy::indexing_slicing, reason = "other tests judge more by it")]
 #[path = "../../../../tests/oracle/mod.rs"]
 mod oracle;
+mod prometheus;
 mod sets;
 mod simulate;
 mod slices;

@@ -98,6 +98,21 @@ impl Resource {
         (healthy, self.devices.len() + self.unknown().count() - healthy)
     }
 
+    /// How many devices on the list may not be given out, by reason, where there are any.
+    pub fn unhealthy(&self) -> BTreeMap<&'static str, usize> {
+        let known = self.devices.values().map(|device| device.health.clone());
+        let unhealthy = known.chain(self.unknown().map(|(_, health)| health)).filter_map(|health| match health {
+            Health::Healthy => None,
+            Health::Unhealthy { reason, .. } => Some(reason.label()),
+        });
+        let mut counts = BTreeMap::new();
+        for reason in unhealthy {
+            let count: &mut usize = counts.entry(reason).or_default();
+            *count = count.saturating_add(1);
+        }
+        counts
+    }
+
     /// Why an id that is on the list cannot be given out though there is no device behind it.
     pub(super) fn refusal(&self, id: &DeviceId) -> Option<&UnhealthyReason> {
         self.orphans.get(id).map(|orphan| &orphan.why)

@@ -1,0 +1,105 @@
+//! The rules, out of the PrometheusRule, under promtool, with the cases in tests/monitoring/rules.yaml.
+
+use std::collections::BTreeSet;
+use std::process::Command;
+
+use serde_json::Value;
+
+use crate::{list, read, repository, text, tool};
+
+const RULES: &str = "manifests/monitoring/rules.yaml";
+const CASES: &str = "tests/monitoring/rules.yaml";
+
+/// The rules of one kind: `alert` or `record`.
+fn rules<'a>(file: &'a Value, kind: &'a str) -> impl Iterator<Item = (&'a str, &'a Value)> {
+    let rules = list(&file["spec"], "groups").flat_map(|group| list(group, "rules"));
+    rules.filter_map(move |rule| Some((rule[kind].as_str()?, rule)))
+}
+
+#[test]
+fn promtool_passes_every_case_of_the_rules() {
+    let Some(promtool) = tool("promtool") else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let (rules, cases) = (folder.path().join("rules.yaml"), folder.path().join("cases.yaml"));
+    // JSON is YAML.
+    std::fs::write(&rules, read(RULES)["spec"].to_string()).unwrap();
+    std::fs::copy(repository(CASES), &cases).unwrap();
+    for (command, file) in [("check", &rules), ("test", &cases)] {
+        let output = Command::new(&promtool).args([command, "rules"]).arg(file).output().unwrap();
+        let [said, complaints] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+        assert!(output.status.success(), "promtool {command} rules:\n{said}{complaints}");
+    }
+}
+
+/// What a query of the cases expects: the alerts that fire, or the series that were recorded.
+fn expected(query: &Value) -> BTreeSet<String> {
+    let labels = list(query, "exp_samples").filter_map(|sample| sample["labels"].as_str());
+    let name = |labels: &str| {
+        let alert = labels.split_once("alertname=\"").map(|(_, rest)| rest.split_once('"').unwrap().0);
+        alert.or(labels.split_once('{').map(|(name, _)| name)).unwrap().to_owned()
+    };
+    labels.map(name).collect()
+}
+
+#[test]
+fn each_alert_has_a_case_in_which_it_fires_and_one_in_which_not() {
+    let (rules_file, cases) = (read(RULES), read(CASES));
+    let of_alerts = |query: &&Value| query["expr"] == "ALERTS{alertstate=\"firing\"}";
+    for (alert, _) in rules(&rules_file, "alert") {
+        let fires = |query: &Value| expected(query).contains(alert);
+        let case = list(&cases, "tests").find(|case| list(case, "promql_expr_test").filter(of_alerts).any(fires));
+        let case = case.unwrap_or_else(|| panic!("{alert} fires in no case of {CASES}"));
+        let silent = list(case, "promql_expr_test").filter(of_alerts).any(|query| !fires(query));
+        assert!(silent, "{alert} is silent at no time of its case");
+    }
+    let queried: BTreeSet<String> =
+        list(&cases, "tests").flat_map(|case| list(case, "promql_expr_test")).flat_map(expected).collect();
+    for (record, _) in rules(&rules_file, "record") {
+        // Seen through the alert that it is for.
+        assert!(queried.contains(record) || record.contains("narrowed"), "{record} is looked at in no case of {CASES}");
+    }
+}
+
+#[test]
+fn each_alert_leads_to_its_runbook() {
+    let (rules_file, runbooks) = (read(RULES), text("docs/runbooks.md"));
+    let mut sections: BTreeSet<&str> = runbooks.lines().filter_map(|line| line.strip_prefix("## ")).collect();
+    for (alert, rule) in rules(&rules_file, "alert") {
+        let url = format!("docs/runbooks.md#{}", alert.to_lowercase());
+        assert_eq!(rule["annotations"]["runbook_url"], url.as_str());
+        assert!(sections.remove(alert), "docs/runbooks.md has no section {alert}");
+        let section = runbooks.split_once(&format!("## {alert}\n")).unwrap().1.split("\n## ").next().unwrap();
+        for part in ["**Means.**", "**Look at.**", "**Do.**"] {
+            assert!(section.contains(part), "{alert} lacks {part} in docs/runbooks.md");
+        }
+    }
+    assert!(sections.iter().all(|section| !section.starts_with("Linkwise")), "no alert: {sections:?}");
+}
+
+/// The labels that a template names.
+fn named(template: &str) -> impl Iterator<Item = &str> {
+    let after = template.split("$labels.").skip(1);
+    after.map(|rest| rest.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_').next().unwrap())
+}
+
+/// A label that an alert does not have is shown as nothing.
+#[test]
+fn annotations_name_labels_that_their_alert_has() {
+    let (rules_file, cases) = (read(RULES), read(CASES));
+    for (alert, rule) in rules(&rules_file, "alert") {
+        let samples = list(&cases, "tests").flat_map(|case| list(case, "promql_expr_test"));
+        let mut samples =
+            samples.flat_map(|query| list(query, "exp_samples")).filter_map(|sample| sample["labels"].as_str());
+        let firing = samples.find(|labels| labels.contains(&format!("alertname=\"{alert}\""))).unwrap();
+        for annotation in ["summary", "description"] {
+            let template = rule["annotations"][annotation].as_str().unwrap();
+            for label in named(template) {
+                assert!(firing.contains(&format!(" {label}=\"")), "{alert}: {annotation} names the label {label}");
+            }
+        }
+        assert!(
+            ["critical", "warning", "info"].iter().any(|severity| rule["labels"]["severity"] == *severity),
+            "{alert}"
+        );
+    }
+}
