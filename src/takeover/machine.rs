@@ -12,7 +12,7 @@ pub struct Limits {
     pub answer: Duration,
     /// From the owner's answer until our plugins are registered.
     pub start: Duration,
-    /// What the owner allows for all of that.
+    /// What the owner allows for that.
     pub patience: Duration,
     /// The pause after a takeover that failed.
     pub pause: Duration,
@@ -293,12 +293,12 @@ impl Machine {
                 vec![Action::Files(false), Action::SayRecord]
             }
             (Stage::Yielding, Input::TheyServe) => {
-                // Without a deadline: plugins end in time.
+                // From here on without a deadline: the standby may be the owner before it could hear of one.
                 self.enter(Stage::Ending, None);
                 vec![Action::Plugins(false)]
             }
             (Stage::Ending, Input::PluginsEnded) => {
-                self.enter(Stage::Ended, Some(now + self.limits.patience));
+                self.enter(Stage::Ended, None);
                 vec![Action::SayEnded]
             }
             (Stage::Ended, Input::TheyAreDone) => {
@@ -306,9 +306,7 @@ impl Machine {
                 vec![Action::HangUp, Action::LetGo, Action::Report(Outcome::HandedOver), Action::Retire]
             }
             (Stage::Yielding | Stage::Ending | Stage::Ended, Input::Lost | Input::TheyFailed) => self.go_on(&[]),
-            (Stage::Yielding | Stage::Ending | Stage::Ended, Input::Tick) if self.is_due(now) => {
-                self.go_on(&[Action::SayBack])
-            }
+            (Stage::Yielding, Input::Tick) if self.is_due(now) => self.go_on(&[Action::SayBack]),
             _ => Vec::new(),
         }
     }

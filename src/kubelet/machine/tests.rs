@@ -94,6 +94,9 @@ struct World {
     asking: bool,
     unnaming: bool,
     predecessor: Predecessor,
+    /// Whether the other plugin's end may end our session: it was not there any more when our socket was bound, or the
+    /// kubelet did not forget the name.
+    kept: bool,
     /// Kubelets up to 1.36: whether a client of ours is under the resource's name, which the end of any stream ends.
     named: bool,
     /// When each thing was done, for storms.
@@ -118,6 +121,7 @@ impl World {
             unnaming: false,
             predecessor: Predecessor::default(),
             named: false,
+            kept: false,
             done: Vec::new(),
             phase: (Phase::WaitingForKubelet, Duration::ZERO),
             jitter,
@@ -149,7 +153,6 @@ impl World {
                 socket.kubelet = self.kubelet;
                 assert!(!socket.ended && (beside || !socket.registered), "registers what has ended, or twice");
                 assert_eq!(beside, action == Action::Renew);
-                assert!(!beside || !self.predecessor.stands, "registers again before the plugin before us has ended");
                 assert!(self.kubelet.is_some(), "registers without a kubelet");
                 self.registering = Some(socket.number);
             }
@@ -171,10 +174,8 @@ impl World {
                 assert!(self.socket.is_some_and(|socket| socket.ended), "cuts what has not ended");
                 self.close();
             }
-            Action::ReportWaiting(_)
-            | Action::ReportRegistered(_)
-            | Action::ReportEnded(_)
-            | Action::ReportUnnamed(_) => {}
+            Action::ReportUnnamed(result) => self.kept |= result.is_err(),
+            Action::ReportWaiting(_) | Action::ReportRegistered(_) | Action::ReportEnded(_) => {}
         }
     }
 
@@ -253,6 +254,7 @@ impl World {
                         Some(wake) => self.now = self.now.max(wake),
                         None => break,
                     }
+                    self.predecessor_ends();
                     self.tick();
                     self.closed();
                 }
@@ -274,6 +276,7 @@ impl World {
             Happening::UnnameEnds(ok) => {
                 if std::mem::take(&mut self.unnaming) {
                     self.named &= !ok;
+                    self.kept |= !ok;
                     self.feed(Input::Unnamed(if ok { Ok(()) } else { Err("not today".to_owned()) }));
                 }
             }
@@ -301,6 +304,7 @@ impl World {
                 if std::mem::take(&mut self.binding) {
                     let result = if ok {
                         self.sockets += 1;
+                        self.kept = !self.predecessor.stands;
                         self.socket =
                             Some(Socket { number: self.sockets, stands: true, served: true, ..Socket::default() });
                         Ok(self.predecessor.stands)
@@ -367,6 +371,7 @@ impl World {
         if self.predecessor.streams && self.predecessor.stream_ends.is_some_and(|end| end <= self.now) {
             self.predecessor = Predecessor::default();
             if std::mem::take(&mut self.named) {
+                assert!(!self.machine.phase().is_serving() || self.kept, "did not outlast the plugin before us");
                 self.streams(|_| 0);
             }
         }
