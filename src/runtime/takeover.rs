@@ -1,24 +1,22 @@
-//! Lives what `takeover::machine` says: holds the lock, speaks with the other process, turns the node's plugins and files
-//! on and off, keeps the time.
+//! Lives what `takeover::machine` says: holds the lock, speaks with the other process, turns the node's plugins and
+//! files on and off, keeps the time.
 //!
 //! A task of `linkwise run`. Nothing is decided here but when a condition holds: this node could serve, its plugins are
 //! registered, they have ended.
+
+mod condition;
+mod metrics;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use futures_util::future::OptionFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt};
-use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::registry::{Registry, Unit};
 use tokio::sync::{mpsc, watch};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, timeout};
@@ -28,12 +26,13 @@ use super::clock::at;
 use super::duty::{Duty, Running};
 use super::keeper::{self, Keeper};
 use super::node::Node;
-use super::readiness::{Idle, Readiness};
+use super::readiness::Readiness;
 use crate::config::TakeoverArgs;
-use crate::metrics::new;
 use crate::state::{HealthRecord, NodeState};
 use crate::takeover::{Action, Connection, Input, Limits, Lock, Machine, Outcome, Owner, SOCKET, Stage, Word};
 use crate::uds::{self, Callers, Listener, SocketFile};
+use condition::{Known, condition};
+pub(super) use metrics::TakeoverMetrics;
 
 /// How long a start waits for the disk to give the lock.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
@@ -68,7 +67,7 @@ impl Position {
         let place = Place { folder: folder.clone(), pod: args.pod_uid.clone() };
         let tried = spawn_blocking(move || (Lock::try_take(&folder), Lock::owner(&folder)));
         let tried = timeout(LOCK_TIMEOUT, tried).await.map_err(io::Error::from);
-        let (lock, owner) = match tried.map(|tried| tried.map_err(io::Error::other)).flatten() {
+        let (lock, owner) = match tried.and_then(|tried| tried.map_err(io::Error::other)) {
             Ok((Ok(lock), owner)) => (lock, owner),
             Ok((Err(error), _)) | Err(error) => {
                 let folder = place.folder.display();
@@ -139,34 +138,6 @@ impl Position {
 fn write_owner(lock: &mut Lock, before: Owner, place: &Place) {
     if let Err(error) = lock.write(&before.succeeded_by(&place.pod, VERSION)) {
         tracing::warn!(folder = %place.folder.display(), %error, "cannot write who serves this node");
-    }
-}
-
-/// How takeovers went. docs/metrics.md documents them.
-#[derive(Clone, Debug)]
-pub(super) struct TakeoverMetrics {
-    takeovers: Family<[(&'static str, &'static str); 1], Counter>,
-    gap: Gauge<f64, AtomicU64>,
-    standing_by: Gauge,
-}
-
-impl TakeoverMetrics {
-    /// Makes and registers them.
-    pub fn register(registry: &mut Registry) -> Self {
-        let help = "Takeovers between two linkwise of this node that this process took part in, by how they went";
-        let takeovers: Family<_, Counter> = new(registry, "takeovers", help);
-        for outcome in ["took_over", "succeeded", "failed", "handed_over", "went_on"] {
-            drop(takeovers.get_or_create(&[("outcome", outcome)]));
-        }
-        let gap = Gauge::default();
-        let help = "How long no plugin was registered in this process's last takeover, as far as it can tell";
-        registry.register_with_unit("takeover_gap", help, Unit::Seconds, gap.clone());
-        let standing_by = new(registry, "standing_by", "1 while another linkwise serves this node");
-        Self { takeovers, gap, standing_by }
-    }
-
-    fn count(&self, outcome: &'static str) {
-        self.takeovers.get_or_create(&[("outcome", outcome)]).inc();
     }
 }
 
@@ -415,7 +386,6 @@ impl Takeover {
                 let record = serde_json::to_value(record).unwrap_or_default();
                 self.say(Word::Record { record }).await;
             }
-            Action::SayRefused => self.say(Word::Refused { why: String::new() }).await,
             Action::SayServing => self.say(Word::Serving).await,
             Action::SayEnded => self.say(Word::Ended).await,
             Action::SayDone => self.say(Word::Done).await,
@@ -477,7 +447,7 @@ impl Takeover {
             Ok(listening) => self.listener = Some(listening),
             Err(error) => {
                 let path = path.display();
-                tracing::warn!(%path, %error, "no takeover socket: an upgrade of linkwise will wait for this process's end");
+                tracing::warn!(%path, %error, "no takeover socket: an upgrade will wait for this process's end");
             }
         }
     }
@@ -508,66 +478,5 @@ impl Takeover {
                 tracing::warn!("another linkwise could not take over this node, going on");
             }
         }
-    }
-}
-
-/// What the takeover knows already.
-#[derive(Clone, Copy)]
-struct Known {
-    stage: Stage,
-    able: bool,
-    /// Whether every plugin is registered, in a takeover and after it.
-    serves: bool,
-}
-
-/// Waits for what the stage waits for.
-async fn condition(
-    known: Known,
-    mut snapshot: watch::Receiver<Arc<NodeState>>,
-    readiness: Readiness,
-    mut running: watch::Receiver<Running>,
-) -> Happened {
-    // Where a sender is gone, the node is ending.
-    let never = std::future::pending::<Happened>();
-    let mut news = readiness.news();
-    match known.stage {
-        Stage::StandingBy if !known.able => {
-            let mut idle = readiness.idle().subscribe();
-            let offers = async { snapshot.wait_for(|state| state.offers_any()).await.is_ok() };
-            let none = async { idle.wait_for(|idle| matches!(idle, Idle::NoGpu(_))).await.is_ok() };
-            let able = tokio::select! {
-                able = offers => able,
-                able = none => able,
-            };
-            if able { Happened::Input(Input::Able) } else { never.await }
-        }
-        Stage::Starting => {
-            while !readiness.has_plugins(false) {
-                if news.changed().await.is_err() {
-                    return never.await;
-                }
-            }
-            Happened::Input(Input::Serving)
-        }
-        Stage::Waiting | Stage::Settling | Stage::Owning => loop {
-            let serves = readiness.has_plugins(false);
-            if serves != known.serves && (known.stage != Stage::Owning || serves) {
-                return Happened::Serves(serves);
-            }
-            if known.stage == Stage::Settling && readiness.has_plugins(true) {
-                return Happened::Input(Input::Alone);
-            }
-            if known.stage == Stage::Owning && known.serves || news.changed().await.is_err() {
-                return never.await;
-            }
-        },
-        Stage::Ending => {
-            let ended = Running { wanted: false, plugins: 0 };
-            if running.wait_for(|running| *running == ended).await.is_ok() {
-                return Happened::Input(Input::PluginsEnded);
-            }
-            never.await
-        }
-        _ => never.await,
     }
 }

@@ -1,7 +1,7 @@
-//! Standing by, taking over, serving, being taken over: one state machine for both sides, `step(input, now) -> actions`.
+//! Standing by, taking over, serving, being taken over: one machine for both sides, `step(input, now) -> actions`.
 //!
-//! Pure: no I/O, no clock. The runtime is its one caller: it feeds inputs and performs actions. docs/life-cycle.md has the
-//! picture; the tests beside this file let two machines speak over a wire that loses the end of everything.
+//! Pure: no I/O, no clock. The runtime is its one caller: it feeds inputs and performs actions. docs/life-cycle.md has
+//! the picture; the tests beside this file let two machines speak over a wire that loses the end of everything.
 
 use std::time::Duration;
 
@@ -96,8 +96,6 @@ pub enum Action {
     SayTakeOver,
     /// Hand over the record and the lock, which is kept too.
     SayRecord,
-    /// Refuse the standby.
-    SayRefused,
     /// Say that our plugins serve.
     SayServing,
     /// Say that our plugins have ended.
