@@ -140,10 +140,16 @@ pub(super) struct Machine {
     streams: usize,
     /// Whether another plugin of this resource was there when our socket was bound, and still is.
     predecessor: bool,
+    /// Whether the kubelet may see its end after our registration.
+    outlasts: bool,
+    /// By when the kubelet has seen its end.
+    seen: Duration,
     /// Whether the kubelet may have no client under the resource's name.
     unnamed: bool,
     /// Whether Register was called again, so that it has.
     renewing: bool,
+    /// Whether what it was called for happened once more meanwhile.
+    again: bool,
     /// Whether the next session that ends soon is followed by an attempt at once; the pauses come after it.
     retry_at_once: bool,
     pauses: Backoff,
@@ -168,8 +174,11 @@ impl Machine {
             since: Duration::ZERO,
             streams: 0,
             predecessor: false,
+            outlasts: false,
+            seen: Duration::ZERO,
             unnamed: false,
             renewing: false,
+            again: false,
             retry_at_once: true,
             // The first pause is so much shorter than the longest that six doublings lead there.
             pauses: Backoff::new(limits.longest_pause / 64, limits.longest_pause),
@@ -230,6 +239,9 @@ impl Machine {
         self.kubelet = kubelet;
         let has_ended = self.predecessor && !predecessor;
         self.predecessor &= predecessor;
+        if has_ended {
+            self.seen = now + SEEN_TO_END;
+        }
         match self.phase {
             Phase::WaitingForKubelet => self.attempt_or_wait(now),
             // A kubelet that has ended leaves its socket behind, and the pauses grow; the new one's start anew.
@@ -240,7 +252,7 @@ impl Machine {
             _ if !self.is_same_kubelet() => self.end_if_open(KUBELET_RESTARTED, now),
             _ if !own => self.end_if_open("our socket is gone or not ours any more", now),
             Phase::Beside if has_ended => {
-                self.until = Some(now + SEEN_TO_END);
+                self.until = Some(self.seen);
                 Vec::new()
             }
             _ => Vec::new(),
@@ -276,7 +288,7 @@ impl Machine {
         }
         (self.since, self.streams, self.unnamed, self.renewing) = (moment.now, 0, false, false);
         match result {
-            Ok(predecessor) => self.predecessor = predecessor,
+            Ok(predecessor) => (self.predecessor, self.outlasts) = (predecessor, predecessor),
             Err(why) => {
                 let mut actions = vec![Action::ReportEnded(why)];
                 actions.extend(self.pause(moment));
@@ -294,9 +306,15 @@ impl Machine {
         if self.phase == Phase::Beside && std::mem::take(&mut self.renewing) {
             return match result {
                 Err(why) => self.end_if_open(format!("the second registration failed: {why}"), now),
+                Ok(()) if std::mem::take(&mut self.again) => {
+                    if self.predecessor || now < self.seen {
+                        return self.end_if_open("plugins before and after ours came and went", now);
+                    }
+                    self.renew_soon(now)
+                }
                 Ok(()) => {
-                    (self.phase, self.until, self.unnamed) = (Phase::Serving, None, false);
-                    Vec::new()
+                    (self.unnamed, self.outlasts) = (false, self.predecessor || now < self.seen);
+                    self.confirmed(now)
                 }
             };
         }
@@ -355,17 +373,17 @@ impl Machine {
         matches!(self.phase, Phase::Confirming | Phase::Beside | Phase::Serving)
     }
 
-    /// PodResources lists our devices. A plugin that was here before us has its stream still: its end must not end us.
+    /// PodResources lists our devices. A plugin that was here before us may have its stream still, whose end must not end
+    /// us.
     fn confirmed(&mut self, now: Duration) -> Vec<Action> {
-        if self.predecessor && !self.unnamed {
+        if self.outlasts && !self.unnamed {
             self.enter(Phase::Unnaming, Some(now + self.limits.register));
             return vec![Action::Unname];
         }
         if self.unnamed {
             self.beside(now);
         } else {
-            self.enter(Phase::Serving, None);
-            self.ask = Some(now + ASK_BETWEEN);
+            (self.phase, self.until) = (Phase::Serving, None);
         }
         Vec::new()
     }
@@ -381,8 +399,8 @@ impl Machine {
     }
 
     fn beside(&mut self, now: Duration) {
-        self.enter(Phase::Beside, (!self.predecessor).then_some(now + SEEN_TO_END));
-        (self.ask, self.renewing) = (Some(now + ASK_BETWEEN), false);
+        self.enter(Phase::Beside, (!self.predecessor).then_some(self.seen.max(now)));
+        (self.ask, self.renewing, self.again) = (Some(now + ASK_BETWEEN), false, false);
     }
 
     /// Registers the same socket again, so that the kubelet has the name again.
@@ -393,10 +411,11 @@ impl Machine {
 
     /// Another plugin of the resource has registered and ended: the kubelet may have taken our registration with it.
     fn renew_soon(&mut self, now: Duration) -> Vec<Action> {
-        if self.phase.is_serving() {
-            let asked = self.ask;
-            self.enter(Phase::Beside, Some(now + SOON));
-            (self.unnamed, self.renewing, self.ask) = (true, false, asked.or(Some(now + ASK_BETWEEN)));
+        if self.phase == Phase::Beside && self.renewing {
+            self.again = true;
+        } else if self.phase.is_serving() {
+            (self.phase, self.until) = (Phase::Beside, Some(now + SOON));
+            (self.unnamed, self.renewing, self.again) = (true, false, false);
         }
         Vec::new()
     }

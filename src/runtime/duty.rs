@@ -1,5 +1,5 @@
-//! What a process that stands by remembers, so that it can make the node's state anew when it becomes the owner; and how
-//! the takeover reaches the node.
+//! What a process that stands by remembers, so that it can make the node's state anew when it becomes the owner; and
+//! how the takeover reaches the node.
 //!
 //! The state of a standby is its own: what was told to the owner meanwhile (an operator who clears a GPU) is not in it.
 //! So the owner's record comes first in the new state, as at any start, and what the standby has seen follows.

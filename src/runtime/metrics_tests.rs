@@ -8,6 +8,7 @@ use tokio::sync::watch;
 use super::dra::SliceMetrics;
 use super::driver::metrics::DriverMetrics;
 use super::observe::GpuFailures;
+use super::takeover::TakeoverMetrics;
 use crate::allocation::DeviceId;
 use crate::cdi::CdiMetrics;
 use crate::config::ConfigMetrics;
@@ -98,6 +99,7 @@ fn everything() -> String {
     cdi.cdi_written(true);
     cdi.cdi_written(false);
     metrics.register(ConfigMetrics::register);
+    drop(metrics.register(TakeoverMetrics::register));
     sorted(&metrics.encode().unwrap())
 }
 

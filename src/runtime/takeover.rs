@@ -1,24 +1,22 @@
-//! Lives what `takeover::machine` says: holds the lock, speaks with the other process, turns the node's plugins and files
-//! on and off, keeps the time.
+//! Lives what `takeover::machine` says: holds the lock, speaks with the other process, turns the node's plugins and
+//! files on and off, keeps the time.
 //!
 //! A task of `linkwise run`. Nothing is decided here but when a condition holds: this node could serve, its plugins are
 //! registered, they have ended.
+
+mod condition;
+mod metrics;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use futures_util::future::OptionFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt};
-use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::registry::{Registry, Unit};
 use tokio::sync::{mpsc, watch};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, timeout};
@@ -28,17 +26,25 @@ use super::clock::at;
 use super::duty::{Duty, Running};
 use super::keeper::{self, Keeper};
 use super::node::Node;
-use super::readiness::{Idle, Readiness};
+use super::readiness::Readiness;
 use crate::config::TakeoverArgs;
-use crate::metrics::new;
+use crate::kubelet::HeldCalls;
 use crate::state::{HealthRecord, NodeState};
 use crate::takeover::{Action, Connection, Input, Limits, Lock, Machine, Outcome, Owner, SOCKET, Stage, Word};
 use crate::uds::{self, Callers, Listener, SocketFile};
+use condition::{Known, condition};
+pub(super) use metrics::TakeoverMetrics;
 
 /// How long a start waits for the disk to give the lock.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 /// How often a standby without a connection tries to connect, and whether the lock is free.
 const LOOK: Duration = Duration::from_millis(20);
+/// How often an owner looks whether its socket is in place.
+const CHECK: Duration = Duration::from_secs(1);
+/// How long an owner that has just become one may register once more.
+const SETTLED: Duration = Duration::from_secs(3);
+/// From the end of the owner's plugins until the kubelet has seen it.
+const SEEN_TO_END: Duration = Duration::from_millis(50);
 /// How long a word may take to be taken by the other process.
 const SAY_TIMEOUT: Duration = Duration::from_secs(1);
 /// The version that is told to the other process.
@@ -68,7 +74,7 @@ impl Position {
         let place = Place { folder: folder.clone(), pod: args.pod_uid.clone() };
         let tried = spawn_blocking(move || (Lock::try_take(&folder), Lock::owner(&folder)));
         let tried = timeout(LOCK_TIMEOUT, tried).await.map_err(io::Error::from);
-        let (lock, owner) = match tried.map(|tried| tried.map_err(io::Error::other)).flatten() {
+        let (lock, owner) = match tried.and_then(|tried| tried.map_err(io::Error::other)) {
             Ok((Ok(lock), owner)) => (lock, owner),
             Ok((Err(error), _)) | Err(error) => {
                 let folder = place.folder.display();
@@ -115,9 +121,11 @@ impl Position {
             running: node.running(),
             readiness: node.readiness.clone(),
             snapshot: node.snapshot(),
+            calls: node.calls(),
             records: node.records(),
             metrics,
             begin: Instant::now(),
+            owning: Instant::now(),
             gap_begin: None,
             gap: Duration::ZERO,
             lost: None,
@@ -142,34 +150,6 @@ fn write_owner(lock: &mut Lock, before: Owner, place: &Place) {
     }
 }
 
-/// How takeovers went. docs/metrics.md documents them.
-#[derive(Clone, Debug)]
-pub(super) struct TakeoverMetrics {
-    takeovers: Family<[(&'static str, &'static str); 1], Counter>,
-    gap: Gauge<f64, AtomicU64>,
-    standing_by: Gauge,
-}
-
-impl TakeoverMetrics {
-    /// Makes and registers them.
-    pub fn register(registry: &mut Registry) -> Self {
-        let help = "Takeovers between two linkwise of this node that this process took part in, by how they went";
-        let takeovers: Family<_, Counter> = new(registry, "takeovers", help);
-        for outcome in ["took_over", "succeeded", "failed", "handed_over", "went_on"] {
-            drop(takeovers.get_or_create(&[("outcome", outcome)]));
-        }
-        let gap = Gauge::default();
-        let help = "How long no plugin was registered in this process's last takeover, as far as it can tell";
-        registry.register_with_unit("takeover_gap", help, Unit::Seconds, gap.clone());
-        let standing_by = new(registry, "standing_by", "1 while another linkwise serves this node");
-        Self { takeovers, gap, standing_by }
-    }
-
-    fn count(&self, outcome: &'static str) {
-        self.takeovers.get_or_create(&[("outcome", outcome)]).inc();
-    }
-}
-
 /// What a connected process said: the word and the lock with it, or why there will be no further one.
 type Heard = io::Result<(Word, Option<OwnedFd>)>;
 
@@ -188,9 +168,12 @@ struct Takeover {
     running: watch::Receiver<Running>,
     readiness: Readiness,
     snapshot: watch::Receiver<Arc<NodeState>>,
+    calls: HeldCalls,
     records: watch::Receiver<Option<HealthRecord>>,
     metrics: TakeoverMetrics,
     begin: Instant,
+    /// Since when it is the owner, if it is.
+    owning: Instant,
     /// Since when no plugin is registered, as far as we can tell.
     gap_begin: Option<Instant>,
     /// How long that was in this takeover, before.
@@ -221,6 +204,8 @@ enum Happened {
     Peer(Heard),
     /// A standby without an owner to speak to is to look for one.
     Look,
+    /// An owner is to look whether it can be reached.
+    Check,
     /// All plugins of this process are registered, or one is not any more.
     Serves(bool),
 }
@@ -241,8 +226,16 @@ impl Takeover {
                 Happened::Said(connection, heard) => self.guest_said(connection, heard).await?,
                 Happened::Peer(heard) => self.peer_said(heard).await?,
                 Happened::Look => self.look().await?,
+                Happened::Check => self.listen_again(),
                 Happened::Serves(serves) => self.serves(serves),
             }
+        }
+    }
+
+    /// Makes the socket anew if its file is gone: the last owner may have removed it, which looked for its own.
+    fn listen_again(&mut self) {
+        if self.listener.as_ref().is_some_and(|(file, _)| !file.is_in_place()) {
+            self.listen();
         }
     }
 
@@ -253,7 +246,8 @@ impl Takeover {
         let lonely = self.peer.is_none() && stage == Stage::StandingBy;
         let listener = self.listener.as_ref().map(|(_, listener)| listener.accept());
         let known = Known { stage, able: self.able, serves: self.gap_begin.is_none() };
-        let condition = condition(known, self.snapshot.clone(), self.readiness.clone(), self.running.clone());
+        let (snapshot, readiness, running) = (self.snapshot.clone(), self.readiness.clone(), self.running.clone());
+        let condition = condition(known, snapshot, readiness, running, self.calls.clone());
         tokio::select! {
             biased;
             Some(heard) = OptionFuture::from(self.peer.as_mut().map(Connection::next)) => Happened::Peer(heard),
@@ -268,6 +262,7 @@ impl Takeover {
             },
             happened = condition => happened,
             () = sleep(LOOK), if lonely => Happened::Look,
+            () = sleep(CHECK), if self.listener.is_some() => Happened::Check,
             () = at(wake) => Happened::Input(Input::Tick),
         }
     }
@@ -300,13 +295,13 @@ impl Takeover {
 
     async fn guest_said(&mut self, connection: Connection, heard: Heard) -> Result<()> {
         match heard {
-            Ok((Word::TakeOver { version, pod }, _)) if self.machine.stage() == Stage::Owning => {
+            Ok((Word::TakeOver { version, pod }, _)) if self.may_hand_over() => {
                 tracing::info!(version, pod, "another linkwise takes over");
                 self.peer = Some(connection);
                 self.feed(Input::TakeOver).await?;
             }
             Ok((Word::TakeOver { .. }, _)) => {
-                let why = "a takeover is under way".to_owned();
+                let why = "a takeover is under way, or was a moment ago".to_owned();
                 let _ = timeout(SAY_TIMEOUT, connection.say(&Word::Refused { why }, None)).await;
                 self.welcome(connection);
             }
@@ -314,6 +309,13 @@ impl Takeover {
             Err(_) => {}
         }
         Ok(())
+    }
+
+    /// Whether another one can take over. After a takeover our plugins register once more: that must not come after the
+    /// registrations of the next one, which it would displace.
+    fn may_hand_over(&self) -> bool {
+        let settled = self.readiness.has_plugins(true) || self.owning.elapsed() > SETTLED;
+        self.machine.stage() == Stage::Owning && settled
     }
 
     async fn peer_said(&mut self, heard: Heard) -> Result<()> {
@@ -354,7 +356,11 @@ impl Takeover {
         match input {
             Input::Able => self.able = true,
             Input::Connected => self.lost = None,
-            Input::Lost => self.lost = Some(Instant::now()),
+            Input::Lost => {
+                self.lost = Some(Instant::now());
+                self.calls.release(SEEN_TO_END);
+            }
+            Input::Ended | Input::Back => self.calls.release(SEEN_TO_END),
             _ => {}
         }
         let before = self.machine.stage();
@@ -365,6 +371,9 @@ impl Takeover {
         }
         for action in actions {
             self.perform(action).await?;
+        }
+        if stage != before && stage == Stage::Owning {
+            self.owning = Instant::now();
         }
         let owns = matches!(stage, Stage::Owning | Stage::Yielding | Stage::Ending | Stage::Ended);
         self.owns.send_if_modified(|before| std::mem::replace(before, owns) != owns);
@@ -415,7 +424,6 @@ impl Takeover {
                 let record = serde_json::to_value(record).unwrap_or_default();
                 self.say(Word::Record { record }).await;
             }
-            Action::SayRefused => self.say(Word::Refused { why: String::new() }).await,
             Action::SayServing => self.say(Word::Serving).await,
             Action::SayEnded => self.say(Word::Ended).await,
             Action::SayDone => self.say(Word::Done).await,
@@ -477,7 +485,7 @@ impl Takeover {
             Ok(listening) => self.listener = Some(listening),
             Err(error) => {
                 let path = path.display();
-                tracing::warn!(%path, %error, "no takeover socket: an upgrade of linkwise will wait for this process's end");
+                tracing::warn!(%path, %error, "no takeover socket: an upgrade will wait for this process's end");
             }
         }
     }
@@ -508,66 +516,5 @@ impl Takeover {
                 tracing::warn!("another linkwise could not take over this node, going on");
             }
         }
-    }
-}
-
-/// What the takeover knows already.
-#[derive(Clone, Copy)]
-struct Known {
-    stage: Stage,
-    able: bool,
-    /// Whether every plugin is registered, in a takeover and after it.
-    serves: bool,
-}
-
-/// Waits for what the stage waits for.
-async fn condition(
-    known: Known,
-    mut snapshot: watch::Receiver<Arc<NodeState>>,
-    readiness: Readiness,
-    mut running: watch::Receiver<Running>,
-) -> Happened {
-    // Where a sender is gone, the node is ending.
-    let never = std::future::pending::<Happened>();
-    let mut news = readiness.news();
-    match known.stage {
-        Stage::StandingBy if !known.able => {
-            let mut idle = readiness.idle().subscribe();
-            let offers = async { snapshot.wait_for(|state| state.offers_any()).await.is_ok() };
-            let none = async { idle.wait_for(|idle| matches!(idle, Idle::NoGpu(_))).await.is_ok() };
-            let able = tokio::select! {
-                able = offers => able,
-                able = none => able,
-            };
-            if able { Happened::Input(Input::Able) } else { never.await }
-        }
-        Stage::Starting => {
-            while !readiness.has_plugins(false) {
-                if news.changed().await.is_err() {
-                    return never.await;
-                }
-            }
-            Happened::Input(Input::Serving)
-        }
-        Stage::Waiting | Stage::Settling | Stage::Owning => loop {
-            let serves = readiness.has_plugins(false);
-            if serves != known.serves && (known.stage != Stage::Owning || serves) {
-                return Happened::Serves(serves);
-            }
-            if known.stage == Stage::Settling && readiness.has_plugins(true) {
-                return Happened::Input(Input::Alone);
-            }
-            if known.stage == Stage::Owning && known.serves || news.changed().await.is_err() {
-                return never.await;
-            }
-        },
-        Stage::Ending => {
-            let ended = Running { wanted: false, plugins: 0 };
-            if running.wait_for(|running| *running == ended).await.is_ok() {
-                return Happened::Input(Input::PluginsEnded);
-            }
-            never.await
-        }
-        _ => never.await,
     }
 }

@@ -1,7 +1,7 @@
-//! Standing by, taking over, serving, being taken over: one state machine for both sides, `step(input, now) -> actions`.
+//! Standing by, taking over, serving, being taken over: one machine for both sides, `step(input, now) -> actions`.
 //!
-//! Pure: no I/O, no clock. The runtime is its one caller: it feeds inputs and performs actions. docs/life-cycle.md has the
-//! picture; the tests beside this file let two machines speak over a wire that loses the end of everything.
+//! Pure: no I/O, no clock. The runtime is its one caller: it feeds inputs and performs actions. docs/life-cycle.md has
+//! the picture; the tests beside this file let two machines speak over a wire that loses the end of everything.
 
 use std::time::Duration;
 
@@ -12,16 +12,24 @@ pub struct Limits {
     pub answer: Duration,
     /// From the owner's answer until our plugins are registered.
     pub start: Duration,
-    /// What the owner allows for all of that.
+    /// What the owner allows for that.
     pub patience: Duration,
     /// The pause after a takeover that failed.
     pub pause: Duration,
+    /// The pause after an owner's refusal.
+    pub refused: Duration,
 }
 
 impl Default for Limits {
     fn default() -> Self {
         let seconds = Duration::from_secs;
-        Self { answer: seconds(5), start: seconds(30), patience: seconds(60), pause: seconds(10) }
+        Self {
+            answer: seconds(5),
+            start: seconds(30),
+            patience: seconds(60),
+            pause: seconds(10),
+            refused: Duration::from_millis(500),
+        }
     }
 }
 
@@ -96,8 +104,6 @@ pub enum Action {
     SayTakeOver,
     /// Hand over the record and the lock, which is kept too.
     SayRecord,
-    /// Refuse the standby.
-    SayRefused,
     /// Say that our plugins serve.
     SayServing,
     /// Say that our plugins have ended.
@@ -221,7 +227,7 @@ impl Machine {
                 vec![Action::Adopt, Action::Files(true), Action::Plugins(true)]
             }
             (Stage::Asking, Input::Refused) => {
-                self.enter(Stage::StandingBy, Some(now + self.limits.pause));
+                self.enter(Stage::StandingBy, Some(now + self.limits.refused));
                 Vec::new()
             }
             (Stage::Asking, Input::Tick) if self.is_due(now) => {
@@ -293,12 +299,12 @@ impl Machine {
                 vec![Action::Files(false), Action::SayRecord]
             }
             (Stage::Yielding, Input::TheyServe) => {
-                // Without a deadline: plugins end in time.
+                // From here on without a deadline: the standby may be the owner before it could hear of one.
                 self.enter(Stage::Ending, None);
                 vec![Action::Plugins(false)]
             }
             (Stage::Ending, Input::PluginsEnded) => {
-                self.enter(Stage::Ended, Some(now + self.limits.patience));
+                self.enter(Stage::Ended, None);
                 vec![Action::SayEnded]
             }
             (Stage::Ended, Input::TheyAreDone) => {
@@ -306,9 +312,7 @@ impl Machine {
                 vec![Action::HangUp, Action::LetGo, Action::Report(Outcome::HandedOver), Action::Retire]
             }
             (Stage::Yielding | Stage::Ending | Stage::Ended, Input::Lost | Input::TheyFailed) => self.go_on(&[]),
-            (Stage::Yielding | Stage::Ending | Stage::Ended, Input::Tick) if self.is_due(now) => {
-                self.go_on(&[Action::SayBack])
-            }
+            (Stage::Yielding, Input::Tick) if self.is_due(now) => self.go_on(&[Action::SayBack]),
             _ => Vec::new(),
         }
     }

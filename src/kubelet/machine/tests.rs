@@ -8,6 +8,8 @@ use proptest::test_runner::Config;
 
 use super::*;
 
+mod beside;
+
 const LIMITS: Limits = Limits {
     register: Duration::from_secs(15),
     stream: Duration::from_secs(10),
@@ -94,6 +96,9 @@ struct World {
     asking: bool,
     unnaming: bool,
     predecessor: Predecessor,
+    /// Whether the other plugin's end may end our session: it was not there any more when our socket was bound, or the
+    /// kubelet did not forget the name.
+    kept: bool,
     /// Kubelets up to 1.36: whether a client of ours is under the resource's name, which the end of any stream ends.
     named: bool,
     /// When each thing was done, for storms.
@@ -118,6 +123,7 @@ impl World {
             unnaming: false,
             predecessor: Predecessor::default(),
             named: false,
+            kept: false,
             done: Vec::new(),
             phase: (Phase::WaitingForKubelet, Duration::ZERO),
             jitter,
@@ -149,7 +155,6 @@ impl World {
                 socket.kubelet = self.kubelet;
                 assert!(!socket.ended && (beside || !socket.registered), "registers what has ended, or twice");
                 assert_eq!(beside, action == Action::Renew);
-                assert!(!beside || !self.predecessor.stands, "registers again before the plugin before us has ended");
                 assert!(self.kubelet.is_some(), "registers without a kubelet");
                 self.registering = Some(socket.number);
             }
@@ -171,10 +176,8 @@ impl World {
                 assert!(self.socket.is_some_and(|socket| socket.ended), "cuts what has not ended");
                 self.close();
             }
-            Action::ReportWaiting(_)
-            | Action::ReportRegistered(_)
-            | Action::ReportEnded(_)
-            | Action::ReportUnnamed(_) => {}
+            Action::ReportUnnamed(result) => self.kept |= result.is_err(),
+            Action::ReportWaiting(_) | Action::ReportRegistered(_) | Action::ReportEnded(_) => {}
         }
     }
 
@@ -253,6 +256,7 @@ impl World {
                         Some(wake) => self.now = self.now.max(wake),
                         None => break,
                     }
+                    self.predecessor_ends();
                     self.tick();
                     self.closed();
                 }
@@ -274,6 +278,7 @@ impl World {
             Happening::UnnameEnds(ok) => {
                 if std::mem::take(&mut self.unnaming) {
                     self.named &= !ok;
+                    self.kept |= !ok;
                     self.feed(Input::Unnamed(if ok { Ok(()) } else { Err("not today".to_owned()) }));
                 }
             }
@@ -301,6 +306,7 @@ impl World {
                 if std::mem::take(&mut self.binding) {
                     let result = if ok {
                         self.sockets += 1;
+                        self.kept = !self.predecessor.stands;
                         self.socket =
                             Some(Socket { number: self.sockets, stands: true, served: true, ..Socket::default() });
                         Ok(self.predecessor.stands)
@@ -367,6 +373,7 @@ impl World {
         if self.predecessor.streams && self.predecessor.stream_ends.is_some_and(|end| end <= self.now) {
             self.predecessor = Predecessor::default();
             if std::mem::take(&mut self.named) {
+                assert!(!self.machine.phase().is_serving() || self.kept, "did not outlast the plugin before us");
                 self.streams(|_| 0);
             }
         }
@@ -633,70 +640,4 @@ fn unlisted_devices_end_readiness_then_session() {
         world.happens(Happening::NextAsk(Listing::Missing));
     }
     assert!(world.done.iter().any(|(_, done)| *done == Action::ReportEnded(NOT_LISTED.to_owned())));
-}
-
-/// Beside another plugin: detached from it before it is called serving, and registered again once its stream has ended.
-#[test]
-fn end_of_the_plugin_before_us_changes_nothing() {
-    let mut world = World::new(1);
-    for happening in [
-        Happening::KubeletNew,
-        Happening::BindsBeside,
-        Happening::StreamOpens,
-        Happening::RegisterEnds(true),
-        Happening::AskEnds(Listing::Listed),
-    ] {
-        world.happens(happening);
-    }
-    assert_eq!(world.machine.phase(), Phase::Unnaming, "its end would end us");
-    world.happens(Happening::UnnameEnds(true));
-    world.happens(Happening::Passes(40_000));
-    assert_eq!(world.machine.phase(), Phase::Beside, "it may live for long");
-    world.happens(Happening::PredecessorEnds(900));
-    world.happens(Happening::Passes(999));
-    assert!(world.registering.is_none() && world.predecessor.stream_ends.is_none());
-    world.happens(Happening::Passes(1));
-    world.happens(Happening::RegisterEnds(true));
-    assert_eq!(world.machine.phase(), Phase::Serving);
-    let ended = |done: &(Duration, Action)| matches!(done.1, Action::ReportEnded(_));
-    assert!(world.named && world.sockets == 1 && !world.done.iter().any(ended));
-}
-
-/// One that registers over us and ends takes our registration with it: we register again at once.
-#[test]
-fn successor_that_ends_is_followed_by_a_registration() {
-    let mut world = World::new(1);
-    for happening in [Happening::KubeletNew, Happening::AllWell, Happening::SuccessorEnds, Happening::Passes(20)] {
-        world.happens(happening);
-    }
-    world.happens(Happening::StreamOpens);
-    world.happens(Happening::RegisterEnds(true));
-    assert!(world.machine.phase() == Phase::Serving && world.named && world.sockets == 1);
-    // The kubelet saw its end only now, and gave up the newer of our two connections.
-    world.happens(Happening::StreamEnds);
-    world.happens(Happening::Passes(20));
-    assert!(world.registering.is_some());
-    world.happens(Happening::RegisterEnds(true));
-    assert_eq!((world.machine.phase(), world.sockets), (Phase::Serving, 1));
-}
-
-/// Where the kubelet did not forget the name, the end of the other plugin costs one session.
-#[test]
-fn failed_detachment_costs_one_session() {
-    let mut world = World::new(1);
-    for happening in [
-        Happening::KubeletNew,
-        Happening::BindsBeside,
-        Happening::StreamOpens,
-        Happening::RegisterEnds(true),
-        Happening::AskEnds(Listing::Listed),
-        Happening::UnnameEnds(false),
-        Happening::PredecessorEnds(5),
-        Happening::Passes(5),
-    ] {
-        world.happens(happening);
-    }
-    assert_eq!(world.machine.phase(), Phase::Ending);
-    world.benign_until_serving(false, true);
-    assert_eq!(world.sockets, 2);
 }

@@ -106,7 +106,6 @@ impl World {
                 assert!(self.processes[who].holds_lock && !self.processes[who].files, "hands over what it has not");
                 self.say(who, Input::Record);
             }
-            Action::SayRefused => self.say(who, Input::Refused),
             Action::SayServing => {
                 assert!(self.processes[who].plugins && self.processes[who].settled);
                 self.say(who, Input::TheyServe);
