@@ -69,26 +69,27 @@ impl Drop for Waiting<'_> {
 
 #[cfg(test)]
 mod tests {
+    use futures_util::FutureExt;
+
     use super::*;
 
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
     async fn call_waits_until_release_or_the_limit() {
-        let (calls, second) = (HeldCalls::default(), Duration::from_secs(1));
-        let timed = async |calls: &HeldCalls| {
-            let begin = Instant::now();
-            calls.pass().await;
-            begin.elapsed()
-        };
-        assert_eq!(timed(&calls).await, Duration::ZERO, "nothing is held");
-        calls.hold(second);
-        assert_eq!(timed(&calls).await, second, "nobody releases it");
-        assert_eq!(timed(&calls).await, Duration::ZERO);
-        calls.hold(10 * second);
-        let (waited, ()) = tokio::join!(timed(&calls), async {
+        let (calls, long) = (HeldCalls::default(), Duration::from_secs(3600));
+        assert!(calls.pass().now_or_never().is_some(), "nothing is held");
+        calls.hold(long);
+        assert!(calls.pass().now_or_never().is_none());
+        assert!(calls.any().now_or_never().is_none(), "that call has gone away");
+        let release = async {
             calls.any().await;
-            calls.release(second);
-            calls.release(5 * second);
-        });
-        assert_eq!(waited, second);
+            calls.release(Duration::ZERO);
+            // It makes nothing longer.
+            calls.release(long);
+        };
+        tokio::join!(calls.pass(), release);
+        assert!(calls.pass().now_or_never().is_some());
+        calls.hold(Duration::from_millis(1));
+        // Nobody releases it.
+        calls.pass().await;
     }
 }
