@@ -6,6 +6,7 @@
 //! (docs/life-cycle.md); what a container gets is `publish::injection`'s. The path of an admission reads one snapshot:
 //! no NVML, no lock that a probe holds, no disk.
 
+mod calls;
 mod channel;
 mod checkpoint;
 mod convert;
@@ -31,6 +32,7 @@ use crate::publish::injection::{HostDevices, InjectionOptions};
 use crate::state::{NodeState, ResourceName};
 use crate::uds::Callers;
 
+pub use calls::HeldCalls;
 pub use channel::ConnectError;
 pub use life::{NoFolder, Plugin};
 pub use metrics::PluginMetrics;
@@ -49,6 +51,8 @@ pub struct Settings {
     pub pod_resources_socket: Option<PathBuf>,
     /// Which users may call our sockets.
     pub callers: Callers,
+    /// The kubelet's calls, which are held while another plugin ends.
+    pub calls: HeldCalls,
     /// How long the kubelet may take to answer Register. It dials back meanwhile, for up to 10 s.
     pub register_timeout: Duration,
     /// How long after Register the kubelet may take to open ListAndWatch.
@@ -73,6 +77,7 @@ impl Settings {
             host_devices: watch::channel(Arc::default()).1,
             pod_resources_socket: None,
             callers: Callers::default(),
+            calls: HeldCalls::default(),
             register_timeout: Duration::from_secs(15),
             stream_timeout: Duration::from_secs(10),
             confirm_timeout: Duration::from_secs(10),

@@ -27,7 +27,7 @@ use crate::admin::{Admin, Answers};
 use crate::allocation::AllocationReport;
 use crate::backoff::Backoff;
 use crate::kubelet::pod_resources::{self, Holders};
-use crate::kubelet::{self, Occurrence, Phase, Plugin, PluginMetrics, Sources};
+use crate::kubelet::{self, HeldCalls, Occurrence, Phase, Plugin, PluginMetrics, Sources};
 use crate::metrics::{self, Metrics};
 use crate::once::Once;
 use crate::state::{Door, Effect, Event, Health, HealthRecord, NodeState, NumaHints, ResourceName};
@@ -211,6 +211,11 @@ impl Node {
         self.files.send_replace(false);
         self.running.send_modify(|running| running.wanted = false);
         self.readiness.add(Part::Owner, "standing by: another linkwise serves this node");
+    }
+
+    /// The kubelet's calls, which can be held.
+    pub(super) fn calls(&self) -> HeldCalls {
+        self.kubelet.calls.clone()
     }
 
     /// Where duties go.

@@ -28,6 +28,7 @@ use super::keeper::{self, Keeper};
 use super::node::Node;
 use super::readiness::Readiness;
 use crate::config::TakeoverArgs;
+use crate::kubelet::HeldCalls;
 use crate::state::{HealthRecord, NodeState};
 use crate::takeover::{Action, Connection, Input, Limits, Lock, Machine, Outcome, Owner, SOCKET, Stage, Word};
 use crate::uds::{self, Callers, Listener, SocketFile};
@@ -38,6 +39,12 @@ pub(super) use metrics::TakeoverMetrics;
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 /// How often a standby without a connection tries to connect, and whether the lock is free.
 const LOOK: Duration = Duration::from_millis(20);
+/// How often an owner looks whether its socket is in place.
+const CHECK: Duration = Duration::from_secs(1);
+/// How long an owner that has just become one may register once more.
+const SETTLED: Duration = Duration::from_secs(3);
+/// From the end of the owner's plugins until the kubelet has seen it.
+const SEEN_TO_END: Duration = Duration::from_millis(50);
 /// How long a word may take to be taken by the other process.
 const SAY_TIMEOUT: Duration = Duration::from_secs(1);
 /// The version that is told to the other process.
@@ -114,9 +121,11 @@ impl Position {
             running: node.running(),
             readiness: node.readiness.clone(),
             snapshot: node.snapshot(),
+            calls: node.calls(),
             records: node.records(),
             metrics,
             begin: Instant::now(),
+            owning: Instant::now(),
             gap_begin: None,
             gap: Duration::ZERO,
             lost: None,
@@ -159,9 +168,12 @@ struct Takeover {
     running: watch::Receiver<Running>,
     readiness: Readiness,
     snapshot: watch::Receiver<Arc<NodeState>>,
+    calls: HeldCalls,
     records: watch::Receiver<Option<HealthRecord>>,
     metrics: TakeoverMetrics,
     begin: Instant,
+    /// Since when it is the owner, if it is.
+    owning: Instant,
     /// Since when no plugin is registered, as far as we can tell.
     gap_begin: Option<Instant>,
     /// How long that was in this takeover, before.
@@ -192,6 +204,8 @@ enum Happened {
     Peer(Heard),
     /// A standby without an owner to speak to is to look for one.
     Look,
+    /// An owner is to look whether it can be reached.
+    Check,
     /// All plugins of this process are registered, or one is not any more.
     Serves(bool),
 }
@@ -212,8 +226,16 @@ impl Takeover {
                 Happened::Said(connection, heard) => self.guest_said(connection, heard).await?,
                 Happened::Peer(heard) => self.peer_said(heard).await?,
                 Happened::Look => self.look().await?,
+                Happened::Check => self.listen_again(),
                 Happened::Serves(serves) => self.serves(serves),
             }
+        }
+    }
+
+    /// Makes the socket anew if its file is gone: the last owner may have removed it, which looked for its own.
+    fn listen_again(&mut self) {
+        if self.listener.as_ref().is_some_and(|(file, _)| !file.is_in_place()) {
+            self.listen();
         }
     }
 
@@ -224,7 +246,8 @@ impl Takeover {
         let lonely = self.peer.is_none() && stage == Stage::StandingBy;
         let listener = self.listener.as_ref().map(|(_, listener)| listener.accept());
         let known = Known { stage, able: self.able, serves: self.gap_begin.is_none() };
-        let condition = condition(known, self.snapshot.clone(), self.readiness.clone(), self.running.clone());
+        let (snapshot, readiness, running) = (self.snapshot.clone(), self.readiness.clone(), self.running.clone());
+        let condition = condition(known, snapshot, readiness, running, self.calls.clone());
         tokio::select! {
             biased;
             Some(heard) = OptionFuture::from(self.peer.as_mut().map(Connection::next)) => Happened::Peer(heard),
@@ -239,6 +262,7 @@ impl Takeover {
             },
             happened = condition => happened,
             () = sleep(LOOK), if lonely => Happened::Look,
+            () = sleep(CHECK), if self.listener.is_some() => Happened::Check,
             () = at(wake) => Happened::Input(Input::Tick),
         }
     }
@@ -271,13 +295,13 @@ impl Takeover {
 
     async fn guest_said(&mut self, connection: Connection, heard: Heard) -> Result<()> {
         match heard {
-            Ok((Word::TakeOver { version, pod }, _)) if self.machine.stage() == Stage::Owning => {
+            Ok((Word::TakeOver { version, pod }, _)) if self.may_hand_over() => {
                 tracing::info!(version, pod, "another linkwise takes over");
                 self.peer = Some(connection);
                 self.feed(Input::TakeOver).await?;
             }
             Ok((Word::TakeOver { .. }, _)) => {
-                let why = "a takeover is under way".to_owned();
+                let why = "a takeover is under way, or was a moment ago".to_owned();
                 let _ = timeout(SAY_TIMEOUT, connection.say(&Word::Refused { why }, None)).await;
                 self.welcome(connection);
             }
@@ -285,6 +309,13 @@ impl Takeover {
             Err(_) => {}
         }
         Ok(())
+    }
+
+    /// Whether another one can take over. After a takeover our plugins register once more: that must not come after the
+    /// registrations of the next one, which it would displace.
+    fn may_hand_over(&self) -> bool {
+        let settled = self.readiness.has_plugins(true) || self.owning.elapsed() > SETTLED;
+        self.machine.stage() == Stage::Owning && settled
     }
 
     async fn peer_said(&mut self, heard: Heard) -> Result<()> {
@@ -325,7 +356,11 @@ impl Takeover {
         match input {
             Input::Able => self.able = true,
             Input::Connected => self.lost = None,
-            Input::Lost => self.lost = Some(Instant::now()),
+            Input::Lost => {
+                self.lost = Some(Instant::now());
+                self.calls.release(SEEN_TO_END);
+            }
+            Input::Ended | Input::Back => self.calls.release(SEEN_TO_END),
             _ => {}
         }
         let before = self.machine.stage();
@@ -336,6 +371,9 @@ impl Takeover {
         }
         for action in actions {
             self.perform(action).await?;
+        }
+        if stage != before && stage == Stage::Owning {
+            self.owning = Instant::now();
         }
         let owns = matches!(stage, Stage::Owning | Stage::Yielding | Stage::Ending | Stage::Ended);
         self.owns.send_if_modified(|before| std::mem::replace(before, owns) != owns);

@@ -16,12 +16,20 @@ pub struct Limits {
     pub patience: Duration,
     /// The pause after a takeover that failed.
     pub pause: Duration,
+    /// The pause after an owner's refusal.
+    pub refused: Duration,
 }
 
 impl Default for Limits {
     fn default() -> Self {
         let seconds = Duration::from_secs;
-        Self { answer: seconds(5), start: seconds(30), patience: seconds(60), pause: seconds(10) }
+        Self {
+            answer: seconds(5),
+            start: seconds(30),
+            patience: seconds(60),
+            pause: seconds(10),
+            refused: Duration::from_millis(500),
+        }
     }
 }
 
@@ -219,7 +227,7 @@ impl Machine {
                 vec![Action::Adopt, Action::Files(true), Action::Plugins(true)]
             }
             (Stage::Asking, Input::Refused) => {
-                self.enter(Stage::StandingBy, Some(now + self.limits.pause));
+                self.enter(Stage::StandingBy, Some(now + self.limits.refused));
                 Vec::new()
             }
             (Stage::Asking, Input::Tick) if self.is_due(now) => {

@@ -1,14 +1,22 @@
 //! What a stage of the takeover waits for: this node could serve, its plugins are registered, they have ended.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::watch;
+use tokio::time::timeout;
 
 use super::Happened;
+use crate::kubelet::HeldCalls;
 use crate::runtime::duty::Running;
 use crate::runtime::readiness::{Idle, Readiness};
 use crate::state::NodeState;
 use crate::takeover::{Input, Stage};
+
+/// How long a standby that serves waits for a call of the kubelet to hold, before it has the owner end.
+const QUIET: Duration = Duration::from_millis(200);
+/// How long it holds calls at most; the end of the owner's plugins takes some milliseconds.
+const HELD: Duration = Duration::from_millis(500);
 
 /// What the takeover knows already.
 #[derive(Clone, Copy)]
@@ -27,6 +35,7 @@ pub async fn condition(
     mut snapshot: watch::Receiver<Arc<NodeState>>,
     readiness: Readiness,
     mut running: watch::Receiver<Running>,
+    calls: HeldCalls,
 ) -> Happened {
     // Where a sender is gone, the node is ending.
     let never = std::future::pending::<Happened>();
@@ -48,6 +57,9 @@ pub async fn condition(
                     return never.await;
                 }
             }
+            // While we hold a call the kubelet makes no other, to the one that ends least of all.
+            calls.hold(HELD);
+            let _ = timeout(QUIET, calls.any()).await;
             Happened::Input(Input::Serving)
         }
         Stage::Waiting | Stage::Settling | Stage::Owning => loop {
