@@ -137,10 +137,16 @@ impl Setup {
 
     /// A kubelet on this machine.
     pub fn kubelet(&self) -> KubeletBox {
+        self.kubelet_with(|_| {})
+    }
+
+    /// A kubelet on this machine, with options of the test's.
+    pub fn kubelet_with(&self, change: impl FnOnce(&mut Options)) -> KubeletBox {
         let mut options = Options::new(self.kubelet_socket.parent().unwrap());
         options.dial_retry = Duration::from_millis(10);
         options.wait_timeout = LIMIT;
         options.pod_resources = Some(self.pod_resources());
+        change(&mut options);
         KubeletBox::start(options).unwrap()
     }
 

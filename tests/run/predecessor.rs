@@ -38,7 +38,12 @@ async fn connect(socket: &Path) -> Result<Channel, tonic::transport::Error> {
 impl Predecessor {
     /// Removes what an earlier one left, serves, and registers: in this order, as it does.
     pub async fn start(folder: &Path, resource: &str, ids: Vec<String>) -> Self {
-        let socket = folder.join(SOCKET);
+        Self::start_at(folder, SOCKET, resource, ids).await
+    }
+
+    /// The same with a socket of another name: another plugin.
+    pub async fn start_at(folder: &Path, name: &str, resource: &str, ids: Vec<String>) -> Self {
+        let socket = folder.join(name);
         let _ = std::fs::remove_file(&socket);
         let ids = Arc::new(watch::Sender::new(ids));
         let incoming = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());
@@ -48,7 +53,7 @@ impl Predecessor {
         });
         let request = wire::RegisterRequest {
             version: wire::VERSION.into(),
-            endpoint: SOCKET.into(),
+            endpoint: name.into(),
             resource_name: resource.into(),
             options: Some(wire::DevicePluginOptions {
                 pre_start_required: false,

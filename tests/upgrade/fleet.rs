@@ -1,0 +1,165 @@
+//! A node under load, and the pods of a DaemonSet on it: a new one is started beside the old one, and the old one is
+//! ended when the new one is ready.
+
+use std::collections::BTreeSet;
+use std::net::SocketAddr;
+use std::num::NonZeroU32;
+use std::sync::Arc;
+
+use linkwise_kubelet_box::{AdmissionError, Admitted, Connections, KubeletBox, Load, Pod, Tally};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use crate::node::{GPU, Process, Setup, machine, until};
+
+/// The GPUs of the node.
+pub const GPUS: [(&str, &str, &str); 4] = [
+    ("GPU-a", "0000:01:00.0", ""),
+    ("GPU-b", "0000:41:00.0", ""),
+    ("GPU-c", "0000:81:00.0", ""),
+    ("GPU-d", "0000:c1:00.0", ""),
+];
+
+/// Both kinds of kubelets.
+pub const KUBELETS: [Connections; 2] = [Connections::ByResource, Connections::BySocket];
+
+/// A node with a kubelet.
+pub struct World {
+    pub setup: Setup,
+    pub kubelet: Arc<KubeletBox>,
+}
+
+impl World {
+    pub fn new(connections: Connections) -> Self {
+        let setup = Setup::with(&machine(&GPUS));
+        let kubelet = Arc::new(setup.kubelet_with(|options| options.connections = connections));
+        Self { setup, kubelet }
+    }
+
+    /// Starts linkwise as the pod with this UID.
+    pub async fn start(&self, uid: &str) -> Running {
+        self.start_as(uid, false).await
+    }
+
+    /// Starts the spare of the pod with this UID.
+    pub async fn start_spare(&self, uid: &str) -> Running {
+        self.start_as(uid, true).await
+    }
+
+    async fn start_as(&self, uid: &str, spare: bool) -> Running {
+        let mut command = self.setup.command();
+        command
+            .env("LINKWISE_POD_UID", uid)
+            .env("LINKWISE_STANDBY", spare.to_string())
+            .env("LINKWISE_LOG", "linkwise=debug");
+        let process = Process::of(command);
+        let up = process.logged(|line| line["message"] == "linkwise is up").await;
+        Running { process, address: up["metrics"].as_str().unwrap().parse().unwrap() }
+    }
+
+    /// What a rollout does to a node: a new pod, and the end of the old one some time after it is ready. Probes and
+    /// controllers take longer than the takeover does.
+    pub async fn replace(&self, old: Running, uid: &str) -> Running {
+        let new = self.start(uid).await;
+        new.ready().await;
+        new.process.said("took over this node").await;
+        old.end().await;
+        new
+    }
+
+    /// Pods of one and two GPUs that come and go, `per_second` of them, until the load is ended.
+    pub fn load(&self, per_second: u32) -> Loading {
+        let load = Load {
+            resource: GPU.to_owned(),
+            per_second: NonZeroU32::new(per_second).unwrap(),
+            sizes: 1..=2,
+            held: 3,
+            seed: 1,
+        };
+        let (end, kubelet) = (CancellationToken::new(), Arc::clone(&self.kubelet));
+        let ended = end.clone();
+        let task = tokio::spawn(async move {
+            let see = |pod: &Pod, outcome: Result<&Admitted, &AdmissionError>| {
+                if let Ok(admitted) = outcome {
+                    alone(&kubelet, pod, admitted);
+                }
+            };
+            kubelet.load(&load, ended.cancelled_owned(), see).await
+        });
+        Loading { end, task }
+    }
+}
+
+/// The container was given the GPUs that the kubelet counts as its own, and no other pod has any of them.
+fn alone(kubelet: &KubeletBox, pod: &Pod, admitted: &Admitted) {
+    let allocation = &admitted.grant("main", GPU).unwrap().allocation;
+    let given: BTreeSet<&str> = allocation.envs["NVIDIA_VISIBLE_DEVICES"].split(',').collect();
+    assert_eq!(given, allocation.devices.iter().map(String::as_str).collect());
+    for (other, containers) in &kubelet.state().resources[GPU].allocated {
+        let theirs = containers.values().flatten();
+        assert!(*other == pod.name || theirs.clone().all(|id| !given.contains(id.as_str())), "{given:?}: {other}");
+    }
+}
+
+/// A load that is under way.
+pub struct Loading {
+    end: CancellationToken,
+    task: JoinHandle<Tally>,
+}
+
+impl Loading {
+    pub async fn end(self) -> Tally {
+        self.end.cancel();
+        self.task.await.unwrap()
+    }
+}
+
+/// A linkwise that is up.
+pub struct Running {
+    pub process: Process,
+    pub address: SocketAddr,
+}
+
+impl Running {
+    /// Waits until it would be called ready.
+    pub async fn ready(&self) {
+        until(async || match self.readyz().await {
+            Ok(text) if text.starts_with("HTTP/1.1 200") => Ok(()),
+            other => Err(other),
+        })
+        .await;
+    }
+
+    /// Waits until no other plugin is beside it, as far as the kubelet goes.
+    pub async fn settled(&self) {
+        self.process.logged(|line| line["message"] == "kubelet" && line["phase"] == "serving").await;
+    }
+
+    /// Waits until it stands by and could serve.
+    pub async fn able(&self) {
+        self.process.logged(|line| line["message"] == "takeover" && line["input"] == "Able").await;
+    }
+
+    /// Kills it.
+    pub async fn kill(mut self) {
+        self.process.signal("KILL");
+        self.process.ended().await;
+    }
+
+    async fn readyz(&self) -> std::io::Result<String> {
+        let mut stream = TcpStream::connect(self.address).await?;
+        stream.write_all(b"GET /readyz HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n").await?;
+        let mut text = String::new();
+        stream.read_to_string(&mut text).await?;
+        Ok(text)
+    }
+
+    /// Ends it as a kubelet does.
+    pub async fn end(mut self) {
+        self.process.signal("TERM");
+        let (status, last) = self.process.ended().await;
+        assert!(status.success(), "{status}: {last:?}");
+    }
+}
