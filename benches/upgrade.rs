@@ -13,6 +13,7 @@
 )]
 
 #[path = "../tests/upgrade/fleet.rs"]
+#[allow(dead_code, reason = "tests/upgrade uses all of it")]
 mod fleet;
 #[path = "../tests/run/node.rs"]
 #[allow(dead_code, reason = "tests/run uses all of it")]
