@@ -23,6 +23,7 @@ pub struct PlacementReader {
     snapshot: watch::Receiver<Arc<NodeState>>,
     last: Arc<Mutex<Option<Computed>>>,
     hides_pods: Arc<AtomicBool>,
+    stands_by: Arc<AtomicBool>,
 }
 
 /// What was computed of one snapshot.
@@ -37,12 +38,17 @@ struct Computed {
 
 impl PlacementReader {
     pub(super) fn new(snapshot: watch::Receiver<Arc<NodeState>>) -> Self {
-        Self { snapshot, last: Arc::default(), hides_pods: Arc::default() }
+        Self { snapshot, last: Arc::default(), hides_pods: Arc::default(), stands_by: Arc::default() }
     }
 
     /// From now on [`Self::shown`] has no names of pods.
     pub fn hide_pods(&self) {
         self.hides_pods.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether another linkwise serves this node, and has the series: two would count each pod twice.
+    pub fn stand_by(&self, stands_by: bool) {
+        self.stands_by.store(stands_by, Ordering::Relaxed);
     }
 
     /// What an operator of the node is shown.
@@ -139,7 +145,7 @@ fn labels(allocation: &Allocation) -> [(&'static str, &str); 4] {
 
 impl Collector for Series {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let placements = self.0.shown();
+        let placements = if self.0.stands_by.load(Ordering::Relaxed) { Arc::default() } else { self.0.shown() };
         let allocations = &placements.allocations;
 
         let gpus = allocations.iter().flat_map(|allocation| {

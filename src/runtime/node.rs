@@ -220,6 +220,7 @@ impl Node {
         self.memory = Some(Memory::default());
         self.files.send_replace(false);
         self.running.send_modify(|running| running.wanted = false);
+        self.metrics.placements().stand_by(true);
         self.readiness.add(Part::Owner, "standing by: another linkwise serves this node");
     }
 
@@ -348,6 +349,7 @@ impl Node {
             Duty::Adopt(record) => self.adopt(record),
             Duty::Plugins(wanted) => {
                 self.running.send_modify(|running| running.wanted = wanted);
+                self.metrics.placements().stand_by(!wanted);
                 if !wanted {
                     self.readiness.add(Part::Owner, "standing by: another linkwise serves this node");
                 }

@@ -38,6 +38,8 @@ pub(super) enum Part {
     Endpoints,
     /// Another process of linkwise that serves this node.
     Owner,
+    /// The same, while this one takes over from it.
+    Predecessor,
     /// The files that containers with GPUs need.
     CdiSync,
     /// The DRA plugin.
@@ -53,6 +55,7 @@ impl fmt::Display for Part {
         match self {
             Self::Endpoints => f.write_str("metrics and probes"),
             Self::Owner => f.write_str("takeover"),
+            Self::Predecessor => f.write_str("linkwise before this one"),
             Self::CdiSync => f.write_str("CDI sync"),
             Self::DraPlugin => f.write_str("DRA plugin"),
             Self::DraSlices => f.write_str("DRA slices"),

@@ -26,7 +26,7 @@ use super::clock::at;
 use super::duty::{Duty, Running};
 use super::keeper::{self, Keeper};
 use super::node::Node;
-use super::readiness::Readiness;
+use super::readiness::{Part, Readiness};
 use crate::config::TakeoverArgs;
 use crate::kubelet::HeldCalls;
 use crate::state::{HealthRecord, NodeState};
@@ -368,6 +368,13 @@ impl Takeover {
         let stage = self.machine.stage();
         if stage != before || matches!(input, Input::Able | Input::Connected) {
             tracing::debug!(?stage, ?input, "takeover");
+        }
+        match stage {
+            _ if stage == before => {}
+            // Not ready yet: where a new pod is ready, the pod before it is ended, whatever it is about to hand over.
+            Stage::Starting => self.readiness.add(Part::Predecessor, "ending its plugins"),
+            Stage::Waiting => {}
+            _ => self.readiness.remove(&Part::Predecessor),
         }
         for action in actions {
             self.perform(action).await?;

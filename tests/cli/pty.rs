@@ -1,6 +1,8 @@
 //! A program on a terminal: a pseudo terminal with the program on one side, and on the other a screen that knows the few
 //! sequences that the program may write. Anything else, a line that wraps and a screen that scrolls are failures.
 
+#![allow(clippy::string_slice, reason = "a test may panic; what is cut are sequences of ASCII")]
+
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;

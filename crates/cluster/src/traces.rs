@@ -119,7 +119,7 @@ fn data(span: Span) -> SpanData {
         dropped_attributes_count: 0,
         events: SpanEvents::default(),
         links: SpanLinks::default(),
-        status: error.map_or(Status::Unset, |error| Status::error(error)),
+        status: error.map_or(Status::Unset, Status::error),
         instrumentation_scope: InstrumentationScope::builder("linkwise").build(),
     }
 }

@@ -174,7 +174,7 @@ impl World {
             if self.open == [false; 2] && owner.lives && owner.listens && !owner.retired {
                 moves.push(Move::Connects);
             }
-            if !self.open[STANDBY] && !(owner.lives && owner.holds_lock) {
+            if !(self.open[STANDBY] || owner.lives && owner.holds_lock) {
                 moves.push(Move::TriesLock);
             }
         }

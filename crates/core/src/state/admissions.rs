@@ -70,7 +70,6 @@ pub struct AdmissionRecord {
     /// The ids that were given.
     pub devices: BTreeSet<String>,
     /// What was free.
-    #[serde(flatten)]
     pub then: FreeThen,
 }
 
