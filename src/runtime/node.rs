@@ -4,6 +4,8 @@
 //! `run` feeds it from the driver, `demo` from a script. It owns every task of the node; one that ends unexpectedly
 //! ends the node.
 
+mod duties;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
@@ -29,7 +31,7 @@ use crate::admin::{Admin, Answers, Choice};
 use crate::allocation::AllocationReport;
 use crate::backoff::Backoff;
 use crate::kubelet::pod_resources::{self, Holders};
-use crate::kubelet::{self, HeldCalls, Occurrence, Phase, Plugin, PluginMetrics, Sources};
+use crate::kubelet::{self, Occurrence, Phase, Plugin, PluginMetrics, Sources};
 use crate::metrics::{self, Metrics};
 use crate::once::Once;
 use crate::state::{Door, Effect, Event, Health, HealthRecord, NodeState, NumaHints, ResourceName};
@@ -215,45 +217,6 @@ impl Node {
         Ok(node)
     }
 
-    /// Another process serves this node: nothing is registered and no file written, until a [`Duty`] asks for it.
-    pub(super) fn stand_by(&mut self) {
-        self.memory = Some(Memory::default());
-        self.files.send_replace(false);
-        self.running.send_modify(|running| running.wanted = false);
-        self.metrics.placements().stand_by(true);
-        self.readiness.add(Part::Owner, "standing by: another linkwise serves this node");
-    }
-
-    /// The kubelet's calls, which can be held.
-    pub(super) fn calls(&self) -> HeldCalls {
-        self.kubelet.calls.clone()
-    }
-
-    /// Where duties go.
-    pub(super) fn duties(&self) -> mpsc::Sender<Duty> {
-        self.duties.0.clone()
-    }
-
-    /// Whether this process writes the node's files.
-    pub(super) fn files(&self) -> watch::Receiver<bool> {
-        self.files.subscribe()
-    }
-
-    /// Decides that.
-    pub(super) fn files_switch(&self) -> watch::Sender<bool> {
-        self.files.clone()
-    }
-
-    /// Follows whether plugins run.
-    pub(super) fn running(&self) -> watch::Receiver<Running> {
-        self.running.subscribe()
-    }
-
-    /// Follows the health record; `None` before it first changed.
-    pub(super) fn records(&self) -> watch::Receiver<Option<HealthRecord>> {
-        self.records.subscribe()
-    }
-
     /// Where events go.
     pub fn events(&self) -> mpsc::Sender<Event> {
         self.events.0.clone()
@@ -342,33 +305,6 @@ impl Node {
         // A task that hangs in the kernel is left to the end of the process.
         let _ = timeout(SHUTDOWN_TIMEOUT, async { while self.tasks.join_next().await.is_some() {} }).await;
         ended
-    }
-
-    fn perform(&mut self, duty: Duty) {
-        match duty {
-            Duty::Adopt(record) => self.adopt(record),
-            Duty::Plugins(wanted) => {
-                self.running.send_modify(|running| running.wanted = wanted);
-                self.metrics.placements().stand_by(!wanted);
-                if !wanted {
-                    self.readiness.add(Part::Owner, "standing by: another linkwise serves this node");
-                }
-                self.match_plugins();
-            }
-            Duty::Renew => self.renew.send_modify(|times| *times = times.wrapping_add(1)),
-        }
-    }
-
-    /// Makes the state anew, as a start would, without building again what takes time.
-    fn adopt(&mut self, record: Option<Box<HealthRecord>>) {
-        self.state = self.fresh.clone().with_tables_of(&self.state);
-        self.published = false;
-        let seen = self.memory.as_ref().map(|memory| memory.replay(Instant::now())).unwrap_or_default();
-        for event in record.map(Event::Restored).into_iter().chain(seen) {
-            self.apply(event);
-        }
-        // The first list waits for the holders: the kubelet is asked at once.
-        self.asks_often.send_modify(|_| ());
     }
 
     /// Keeps a choice for the page.

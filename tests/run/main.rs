@@ -34,6 +34,7 @@ mod labels;
 mod live;
 mod mig;
 mod mps;
+mod newer;
 mod node;
 mod oddities;
 mod operator;

@@ -17,25 +17,25 @@ fn kubelet(setup: &Setup, connections: Connections) -> KubeletBox {
     KubeletBox::start(options).unwrap()
 }
 
-fn machine() -> Setup {
+pub(super) fn machine() -> Setup {
     let setup = Setup::on("dgx1-v100").arg("--log=linkwise=debug");
     setup.all_on_bus();
     setup
 }
 
 /// A linkwise on this machine whose pod has this UID.
-fn of_pod(setup: &Setup, pod: &str, more: &[&str]) -> Process {
+pub(super) fn of_pod(setup: &Setup, pod: &str, more: &[&str]) -> Process {
     let mut command = setup.command();
     command.arg("--pod-uid").arg(pod).args(more);
     Process::of(command)
 }
 
-async fn stage(process: &Process, stage: &str) {
+pub(super) async fn stage(process: &Process, stage: &str) {
     process.logged(|line| line["message"] == "takeover" && line["stage"] == stage).await;
 }
 
 /// The owner of a fresh node, and its kubelet.
-async fn owner(setup: &Setup, connections: Connections) -> (Process, KubeletBox) {
+pub(super) async fn owner(setup: &Setup, connections: Connections) -> (Process, KubeletBox) {
     let kubelet = kubelet(setup, connections);
     let owner = of_pod(setup, "first", &[]);
     registered(&kubelet, 1, 8).await;
@@ -54,7 +54,7 @@ async fn only_sockets_of(setup: &Setup, kubelet: &KubeletBox) {
     assert!(kubelet.state().resources[GPU].connected);
 }
 
-async fn admits(kubelet: &KubeletBox, pod: &str) {
+pub(super) async fn admits(kubelet: &KubeletBox, pod: &str) {
     kubelet.admit(&Pod::single(pod, GPU, 1), None).await.unwrap();
     kubelet.remove_pod(pod);
 }
