@@ -43,6 +43,6 @@ async fn ready_once_kubelet_holds_a_stream() {
 #[tokio::test]
 async fn unknown_path_is_404() {
     let node = Setup::on("dgx1-v100").start().await;
-    assert_eq!(node.get("/").await.status, 404);
+    assert_eq!(node.get("/nothing").await.status, 404);
     assert_eq!(node.get("/metrics/../../etc/passwd").await.status, 404);
 }

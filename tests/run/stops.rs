@@ -84,29 +84,6 @@ async fn kubelet_asks(
     }
 }
 
-#[tokio::test]
-async fn two_plugins_one_resource_coexist() {
-    let (mut first, kubelet) = Setup::on("dgx1-v100").serve(8).await;
-    kubelet.admit(&Pod::single("pod", GPU, 2), None).await.unwrap();
-    let own = first.setup.sockets();
-    // The same machine, a second time: a rolling update that overlaps.
-    let second = first.setup.spawn();
-    kubelet.wait(|state| state.resources[GPU].registrations >= 2).await.unwrap();
-    second.said("\"serving\"").await;
-    assert!(own[0].exists(), "a live predecessor's socket is not ours to remove");
-    assert_eq!(first.setup.sockets().len(), 2);
-    assert_eq!(first.get("/livez").await.status, 200);
-    // The end of the old stream disconnects whichever client is current: the second registers anew.
-    first.process.signal("TERM");
-    assert!(first.process.ended().await.0.success());
-    registered(&kubelet, 3, 8).await;
-    kubelet.admit(&Pod::single("other", GPU, 6), None).await.unwrap();
-    let state = kubelet.state();
-    assert_eq!((state.resources[GPU].free().len(), state.violations.len()), (0, 0));
-    assert!(!own[0].exists() && first.setup.sockets().len() == 1);
-    second.signal("TERM");
-}
-
 /// A connection with an open stream whose caller reads nothing and closes nothing.
 async fn stuck(socket: &std::path::Path) -> UnixStream {
     let mut stream = UnixStream::connect(socket).await.unwrap();
