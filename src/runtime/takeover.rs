@@ -31,7 +31,7 @@ use crate::config::TakeoverArgs;
 use crate::kubelet::HeldCalls;
 use crate::state::{HealthRecord, NodeState};
 use crate::takeover::{Action, Connection, Input, Limits, Lock, Machine, Outcome, Owner, SOCKET, Stage, Word};
-use crate::uds::{self, Callers, Listener, SocketFile};
+use crate::uds::{self, Callers, Listener};
 use condition::{Known, condition};
 pub(super) use metrics::TakeoverMetrics;
 
@@ -39,8 +39,6 @@ pub(super) use metrics::TakeoverMetrics;
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 /// How often a standby without a connection tries to connect, and whether the lock is free.
 const LOOK: Duration = Duration::from_millis(20);
-/// How often an owner looks whether its socket is in place.
-const CHECK: Duration = Duration::from_secs(1);
 /// How long an owner that has just become one may register once more.
 const SETTLED: Duration = Duration::from_secs(3);
 /// From the end of the owner's plugins until the kubelet has seen it.
@@ -187,7 +185,7 @@ struct Takeover {
     peer: Option<Connection>,
     /// The record that the owner handed over.
     passed: Option<Option<Box<HealthRecord>>>,
-    listener: Option<(SocketFile, Listener)>,
+    listener: Option<Listener>,
     /// Standbys that are connected.
     guests: FuturesUnordered<Guest>,
     handed_over: CancellationToken,
@@ -204,8 +202,6 @@ enum Happened {
     Peer(Heard),
     /// A standby without an owner to speak to is to look for one.
     Look,
-    /// An owner is to look whether it can be reached.
-    Check,
     /// All plugins of this process are registered, or one is not any more.
     Serves(bool),
 }
@@ -226,16 +222,8 @@ impl Takeover {
                 Happened::Said(connection, heard) => self.guest_said(connection, heard).await?,
                 Happened::Peer(heard) => self.peer_said(heard).await?,
                 Happened::Look => self.look().await?,
-                Happened::Check => self.listen_again(),
                 Happened::Serves(serves) => self.serves(serves),
             }
-        }
-    }
-
-    /// Makes the socket anew if its file is gone: the last owner may have removed it, which looked for its own.
-    fn listen_again(&mut self) {
-        if self.listener.as_ref().is_some_and(|(file, _)| !file.is_in_place()) {
-            self.listen();
         }
     }
 
@@ -244,7 +232,7 @@ impl Takeover {
         let stage = self.machine.stage();
         let wake = self.machine.wake().map(|wake| self.begin + wake);
         let lonely = self.peer.is_none() && stage == Stage::StandingBy;
-        let listener = self.listener.as_ref().map(|(_, listener)| listener.accept());
+        let listener = self.listener.as_ref().map(Listener::accept);
         let known = Known { stage, able: self.able, serves: self.gap_begin.is_none() };
         let (snapshot, readiness, running) = (self.snapshot.clone(), self.readiness.clone(), self.running.clone());
         let condition = condition(known, snapshot, readiness, running, self.calls.clone());
@@ -262,7 +250,6 @@ impl Takeover {
             },
             happened = condition => happened,
             () = sleep(LOOK), if lonely => Happened::Look,
-            () = sleep(CHECK), if self.listener.is_some() => Happened::Check,
             () = at(wake) => Happened::Input(Input::Tick),
         }
     }
@@ -489,7 +476,11 @@ impl Takeover {
             _ => uds::listen(&path, Callers::default()),
         };
         match listening {
-            Ok(listening) => self.listener = Some(listening),
+            Ok((file, listener)) => {
+                // The next owner binds the path while this process may be ending.
+                file.leave();
+                self.listener = Some(listener);
+            }
             Err(error) => {
                 let path = path.display();
                 tracing::warn!(%path, %error, "no takeover socket: an upgrade will wait for this process's end");

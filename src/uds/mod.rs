@@ -82,6 +82,12 @@ impl SocketFile {
         Ok(Self { path: path.to_owned(), id: FileId::of_socket(path) })
     }
 
+    /// Leaves the file where it is: another process may have bound the path when it would be removed, and a file system
+    /// gives the numbers of removed files to new ones.
+    pub fn leave(mut self) {
+        self.id = None;
+    }
+
     /// Whether the path still names the file that was bound.
     pub fn is_in_place(&self) -> bool {
         self.id.is_some() && FileId::of_socket(&self.path) == self.id
