@@ -42,7 +42,7 @@ pub enum What<'a> {
     UnlistedGpu,
     /// A network card, with its interfaces.
     Nic(&'a [NicObservation]),
-    /// Something below [`DEEPEST`].
+    /// Something deeper than this draws.
     Deeper,
     /// The GPUs that the host's PCI tree does not show.
     Unseen,
