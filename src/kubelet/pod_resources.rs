@@ -137,7 +137,8 @@ pub async fn holders(sources: &HolderSources) -> Holders {
 
 /// Polls the holders until `shutdown`: every second at first while the state waits for an answer (`often`), then, as
 /// long as the kubelet answers, ever more rarely; a message of `often` begins this anew, and somebody who looks at the
-/// answer (`looked_at`) brings the next question forward. Two questions are a second apart, however many messages come.
+/// answer (`looked_at`) brings the next question forward. Two questions are a second apart, however many messages come;
+/// but a state that was made anew (`begun_anew`) has seen no answer, lists nothing before one, and gets one at once.
 /// A failure means "not known" until the next answer. Every answer is published, also one like the last: an orphan leaves
 /// the list by an answer that came after it went.
 pub async fn follow_holders(
@@ -145,6 +146,7 @@ pub async fn follow_holders(
     holders_now: watch::Sender<Holders>,
     mut often: watch::Receiver<bool>,
     looked_at: Arc<Notify>,
+    begun_anew: Arc<Notify>,
     shutdown: CancellationToken,
 ) {
     let mut pauses = Backoff::new(ASK_OFTEN, ASK_BETWEEN);
@@ -155,13 +157,24 @@ pub async fn follow_holders(
             let is_known = now.held.is_some();
             holders_now.send_replace(now);
             let pause = pause(*often.borrow_and_update(), is_known, &mut pauses);
-            tokio::select! {
-                // An error means that the node is ending.
-                change = tokio::time::timeout(pause, often.changed()) => if change.is_ok() {
-                    pauses.reset();
-                    tokio::time::sleep_until(soonest).await;
-                },
-                () = looked_at.notified() => tokio::time::sleep_until(soonest).await,
+            let due = async {
+                let begins_anew = tokio::select! {
+                    // An error means that the node is ending.
+                    change = tokio::time::timeout(pause, often.changed()) => match change {
+                        Ok(_) => true,
+                        Err(_) => return false,
+                    },
+                    () = looked_at.notified() => false,
+                };
+                tokio::time::sleep_until(soonest).await;
+                begins_anew
+            };
+            let begins_anew = tokio::select! {
+                begins_anew = due => begins_anew,
+                () = begun_anew.notified() => true,
+            };
+            if begins_anew {
+                pauses.reset();
             }
         }
     };

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use futures_util::FutureExt;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -92,6 +92,8 @@ pub struct Node {
     checkpoint_trouble: Once<String>,
     /// Whether the state waits for an answer about holders.
     asks_often: watch::Sender<bool>,
+    /// Notified when the state was made anew.
+    begun_anew: Arc<Notify>,
     /// Which parts of the node are ready.
     pub(super) readiness: Readiness,
     last_report: watch::Sender<Option<Arc<AllocationReport>>>,
@@ -187,6 +189,7 @@ impl Node {
             follows_holders: false,
             checkpoint_trouble: Once::new(),
             asks_often: watch::Sender::default(),
+            begun_anew: Arc::default(),
             readiness,
             last_report: watch::Sender::default(),
             traces: None,
@@ -434,9 +437,9 @@ impl Node {
         if !self.follows_holders {
             self.follows_holders = true;
             let (holders, often, shutdown) = (self.holders.clone(), self.asks_often.subscribe(), self.shutdown());
-            let looked_at = self.pages.looked_at();
+            let (looked_at, begun_anew) = (self.pages.looked_at(), Arc::clone(&self.begun_anew));
             self.spawn_until_done("holders of devices", async move {
-                pod_resources::follow_holders(&sources, holders, often, looked_at, shutdown).await;
+                pod_resources::follow_holders(&sources, holders, often, looked_at, begun_anew, shutdown).await;
                 Ok(())
             });
         }

@@ -120,7 +120,8 @@ async fn who_holds_what_is_not_known_any_more_when_nobody_answers() {
     let (often, asked) = watch::channel(false);
     let shutdown = CancellationToken::new();
     let sources = HolderSources { socket, folder: folder.path().join("k") };
-    let following = pod_resources::follow_holders(&sources, sender, asked, Arc::default(), shutdown.clone());
+    let following =
+        pod_resources::follow_holders(&sources, sender, asked, Arc::default(), Arc::default(), shutdown.clone());
     let seen = async {
         timeout(LIMIT, holders.wait_for(|now| now.held.is_some())).await.unwrap().unwrap();
         kubelet.stop().await.unwrap();
@@ -155,7 +156,14 @@ async fn reader_of_the_page_has_the_kubelet_asked_again() {
     let (_often, asked) = watch::channel(false);
     let (shutdown, looked_at) = (CancellationToken::new(), Arc::new(tokio::sync::Notify::new()));
     let sources = HolderSources { socket, folder: folder.path().join("k") };
-    let following = pod_resources::follow_holders(&sources, sender, asked, Arc::clone(&looked_at), shutdown.clone());
+    let following = pod_resources::follow_holders(
+        &sources,
+        sender,
+        asked,
+        Arc::clone(&looked_at),
+        Arc::default(),
+        shutdown.clone(),
+    );
     let seen = async {
         timeout(LIMIT, holders.changed()).await.unwrap().unwrap();
         looked_at.notify_one();

@@ -77,6 +77,6 @@ impl Node {
             self.apply(event);
         }
         // The first list waits for the holders: the kubelet is asked at once.
-        self.asks_often.send_modify(|_| ());
+        self.begun_anew.notify_one();
     }
 }
