@@ -86,7 +86,10 @@ impl Access {
                 let token = service_account.join("token");
                 readable(&token)?;
                 let mut config = Config::new(address);
+                // The cluster's CA alone, read anew every minute. Without a list, even an empty one, kube begins with the
+                // system's certificates and fails where there are none, as in the image.
                 config.root_cert_file = Some(service_account.join("ca.crt"));
+                config.root_cert = Some(Vec::new());
                 config.auth_info =
                     config::AuthInfo { token_file: Some(token.display().to_string()), ..Default::default() };
                 config

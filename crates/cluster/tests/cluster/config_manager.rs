@@ -61,9 +61,8 @@ impl Node {
 
     /// The process with the chart's variables, and these over them.
     fn run(&self, variables: &[(&str, &str)]) -> Process {
-        let address = self.cluster.server.address();
         let mut command = Command::new(self.at("config-manager"));
-        command.arg0("config-manager").env_clear();
+        command.arg0("config-manager").env_clear().envs(self.cluster.variables());
         for (name, value) in [
             ("ONESHOT", "false"),
             ("KUBECONFIG", ""),
@@ -76,9 +75,6 @@ impl Node {
             ("SEND_SIGNAL", "false"),
             ("SIGNAL", ""),
             ("PROCESS_TO_SIGNAL", ""),
-            ("KUBERNETES_SERVICE_HOST", &address.ip().to_string()),
-            ("KUBERNETES_SERVICE_PORT", &address.port().to_string()),
-            ("LINKWISE_SERVICE_ACCOUNT_DIR", self.cluster.folder().to_str().unwrap()),
         ] {
             command.env(name, value);
         }

@@ -28,15 +28,8 @@ fn of_check(report: &Value, check: &str) -> Vec<(String, String)> {
 
 /// The doctor in a folder that is a host without anything.
 fn program(cluster: &Cluster, root: &Path, gpus: &str) -> Command {
-    let address = cluster.server.address();
     let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise-cluster"));
-    command
-        .env_clear()
-        .env("NODE_NAME", "n")
-        .env("LINKWISE_DRA_GPUS", gpus)
-        .env("LINKWISE_SERVICE_ACCOUNT_DIR", cluster.folder());
-    command.env("KUBERNETES_SERVICE_HOST", address.ip().to_string());
-    command.env("KUBERNETES_SERVICE_PORT", address.port().to_string());
+    command.env_clear().env("NODE_NAME", "n").env("LINKWISE_DRA_GPUS", gpus).envs(cluster.variables());
     command.env("LINKWISE_SYSFS", root.join("sys")).env("HWLOC_SYNTHETIC", "pack:1 numa:1 pu:1");
     command.env("LINKWISE_NVML_LIBRARY", root.join("none.so"));
     command.args(["doctor", "--format", "json", "--root"]).arg(root);

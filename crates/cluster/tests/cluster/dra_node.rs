@@ -45,15 +45,16 @@ impl Node {
     }
 
     pub fn program(&self) -> Command {
-        let address = self.cluster.server.address();
         let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../src/machines/dgx1-v100.yaml");
         let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise-cluster"));
-        command.arg("run").env_clear().env("NODE_NAME", "n").env("LINKWISE_SYSFS", self.at("sys"));
+        command
+            .arg("run")
+            .env_clear()
+            .envs(self.cluster.variables())
+            .env("NODE_NAME", "n")
+            .env("LINKWISE_SYSFS", self.at("sys"));
         command.env("FAKE_NVML_MACHINE", machine).env("HWLOC_SYNTHETIC", "pack:2 numa:1 pu:2");
         command.env("LINKWISE_NVML_LIBRARY", fake_nvml::library_path());
-        command.env("KUBERNETES_SERVICE_HOST", address.ip().to_string());
-        command.env("KUBERNETES_SERVICE_PORT", address.port().to_string());
-        command.env("LINKWISE_SERVICE_ACCOUNT_DIR", self.cluster.folder());
         command.env("CONFIG_FILE", self.at("config.yaml")).env("KUBELET_SOCKET", self.at("k/kubelet.sock"));
         command.env("LINKWISE_POD_RESOURCES_SOCKET", self.at("pod-resources/kubelet.sock"));
         command.env("LINKWISE_DRA_PLUGINS_DIR", self.at("plugins")).env("LINKWISE_DRA_REGISTRY_DIR", self.at("reg"));

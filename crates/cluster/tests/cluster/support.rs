@@ -1,5 +1,6 @@
 //! What the tests share: credentials for the server in the box, quick pauses, states to wait for.
 
+use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -64,6 +65,19 @@ impl Cluster {
 
     pub fn access(&self) -> Access {
         Access::InCluster { url: self.server.url(), service_account: self.folder().to_owned() }
+    }
+
+    /// The variables of a container that may ask the server. It has no certificates but the cluster's CA, as the image
+    /// has none.
+    pub fn variables(&self) -> [(&'static str, OsString); 5] {
+        let address = self.server.address();
+        [
+            ("KUBERNETES_SERVICE_HOST", address.ip().to_string().into()),
+            ("KUBERNETES_SERVICE_PORT", address.port().to_string().into()),
+            ("LINKWISE_SERVICE_ACCOUNT_DIR", self.folder().into()),
+            ("SSL_CERT_FILE", "/none".into()),
+            ("SSL_CERT_DIR", "/none".into()),
+        ]
     }
 
     /// A way to ask it.

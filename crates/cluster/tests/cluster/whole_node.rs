@@ -43,15 +43,16 @@ impl Node {
 
     /// A program of the image, with what its container would have.
     fn program(&self, name: &str) -> Command {
-        let address = self.cluster.server.address();
         let machine = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../src/machines/dgx1-v100.yaml");
         let mut command = Command::new(self.at(name));
-        command.env_clear().env("NODE_NAME", "n").env("NAMESPACE", "gpu").env("LINKWISE_SYSFS", self.at("sys"));
+        command
+            .env_clear()
+            .envs(self.cluster.variables())
+            .env("NODE_NAME", "n")
+            .env("NAMESPACE", "gpu")
+            .env("LINKWISE_SYSFS", self.at("sys"));
         command.env("FAKE_NVML_MACHINE", machine).env("HWLOC_SYNTHETIC", "pack:2 numa:1 pu:2");
         command.env("LINKWISE_NVML_LIBRARY", fake_nvml::library_path());
-        command.env("KUBERNETES_SERVICE_HOST", address.ip().to_string());
-        command.env("KUBERNETES_SERVICE_PORT", address.port().to_string());
-        command.env("LINKWISE_SERVICE_ACCOUNT_DIR", self.cluster.folder());
         command.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true);
         command
     }
