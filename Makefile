@@ -67,6 +67,10 @@ tools: $(HELM_FOLDER)/bin/helm $(GRAFANA_FOLDER)/grafana_foundation_sdk ## bring
 	@tests/tools/debian.sh --with "--no-sandbox --disable-dev-shm-usage" \
 	  chromium-headless-shell chromium=usr/lib/chromium/chromium-headless-shell
 	@tests/tools/debian.sh --alone prometheus prometheus=usr/bin/prometheus promtool=usr/bin/promtool
+	@# What packs and runs the image in a box. mmdebstrap is written in Perl.
+	@command -v perl >/dev/null || $(MAKE) setup PACKAGES=perl
+	@tests/tools/debian.sh --alone mmdebstrap mmdebstrap=usr/bin/mmdebstrap
+	@tests/tools/debian.sh --alone runc runc=usr/sbin/runc
 	@# Debian 12's kubectl is 1.20, whose kustomize knows no components.
 	@command -v kubectl >/dev/null || command -v kustomize >/dev/null || \
 	  tests/tools/debian.sh --suite trixie kubectl kubectl=usr/bin/kubectl
@@ -103,6 +107,15 @@ test: setup ## everything that must pass
 	$(CARGO) test --locked --workspace
 	@echo "== docs, warnings are errors"
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --locked --workspace --no-deps
+	@echo "== all passed"
+
+.PHONY: test-image
+test-image: setup tools ## the image in a box: what the Dockerfile packs, run as the chart says (root; not part of test)
+	@(($$(id -u) == 0)) || { echo "test-image: containers need root"; exit 1; }
+	@echo "== programs, built as the Dockerfile builds them"
+	RUSTFLAGS="$$(sed -n 's/^ENV RUSTFLAGS="\(.*\)"$$/\1/p' Dockerfile)" $(MAKE) build
+	@echo "== the image in a box"
+	$(CARGO) test --locked --test image
 	@echo "== all passed"
 
 .PHONY: test-long

@@ -43,6 +43,8 @@ pub type Wipe = Arc<dyn Fn(Option<&str>) + Send + Sync>;
 pub struct DraOptions {
     /// The folder of registration sockets; made where it is missing.
     pub registry: PathBuf,
+    /// The folder below which the endpoints lie that drivers name: the root of the kubelet's host (`/`).
+    pub host_root: PathBuf,
     /// How often the folder is walked. A kubelet has inotify, and reconciles every second (1 s).
     pub walk: Duration,
     /// Wait after the first registration that failed, then twice as long each time, up to 256 times (500 ms).
@@ -72,6 +74,7 @@ impl DraOptions {
     pub fn new(registry: impl Into<PathBuf>) -> Self {
         Self {
             registry: registry.into(),
+            host_root: PathBuf::from("/"),
             walk: Duration::from_secs(1),
             retry: Duration::from_millis(500),
             info_timeout: Duration::from_secs(1),

@@ -161,7 +161,7 @@ impl Life {
         };
         let endpoint = match info.endpoint.as_str() {
             "" => path.to_owned(),
-            endpoint => PathBuf::from(endpoint),
+            endpoint => self.core.options.host_root.join(endpoint.trim_start_matches('/')),
         };
         let is_same = |driver: &Driver| driver.endpoint == endpoint;
         if lock(&self.drivers).get(&info.name).is_some_and(|of_name| of_name.iter().any(is_same)) {

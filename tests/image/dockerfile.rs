@@ -1,0 +1,135 @@
+//! The Dockerfile, as far as the last stage says what is in the image: the one list of it.
+
+use crate::helm::repository;
+
+/// The image's configuration, and how its root file system is made.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Image {
+    /// Debian's packages beyond those of the base.
+    pub packages: Vec<String>,
+    /// What is done to the root file system afterwards, in order.
+    pub steps: Vec<Step>,
+    /// `NAME=VALUE`.
+    pub env: Vec<String>,
+    /// uid and gid.
+    pub user: (u32, u32),
+    pub entrypoint: Vec<String>,
+    pub command: Vec<String>,
+    /// The command of the build stage that lays out what the last stage copies from it, and the folder that it fills.
+    pub install: (String, String),
+}
+
+/// A step of the last stage.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// The whole of what the build stage has installed, onto the root.
+    CopyInstalled,
+    /// A file of the repository, and its place.
+    CopyFile(String, String),
+    /// A shell command.
+    Run(String),
+}
+
+impl Image {
+    /// The one of the repository's Dockerfile.
+    pub fn read() -> Self {
+        let text = std::fs::read_to_string(repository("Dockerfile")).unwrap();
+        Self::parse(&text)
+    }
+
+    fn parse(text: &str) -> Self {
+        let instructions = instructions(text);
+        let last = instructions.iter().rposition(|(word, _)| word == "FROM").expect("the Dockerfile has a stage");
+        assert_eq!(instructions[last].1, "docker.io/library/debian:bookworm-slim", "the base that rootfs.rs packs");
+        let mut image = Self { install: install(&instructions[..last]), ..Self::default() };
+        for (word, rest) in &instructions[last + 1..] {
+            match word.as_str() {
+                "RUN" => match packages(rest) {
+                    Some(packages) => image.packages.extend(packages),
+                    None => image.steps.push(Step::Run(rest.clone())),
+                },
+                "COPY" => image.steps.push(copy(rest, &image.install.1)),
+                "ENV" => image.env.extend(rest.split_whitespace().map(str::to_owned)),
+                "USER" => {
+                    let (uid, gid) = rest.split_once(':').expect("USER uid:gid");
+                    image.user = (uid.parse().unwrap(), gid.parse().unwrap());
+                }
+                "ENTRYPOINT" => image.entrypoint = serde_json::from_str(rest).expect("ENTRYPOINT is a list"),
+                "CMD" => image.command = serde_json::from_str(rest).expect("CMD is a list"),
+                "ARG" | "LABEL" => {}
+                other => panic!("tests/image does not know {other} of the Dockerfile"),
+            }
+        }
+        image
+    }
+}
+
+/// The instructions, each on one line, without comments.
+fn instructions(text: &str) -> Vec<(String, String)> {
+    let mut lines: Vec<String> = Vec::new();
+    let mut continues = false;
+    for line in text.lines().filter(|line| !line.trim_start().starts_with('#') && !line.trim().is_empty()) {
+        let (part, more) = line.strip_suffix('\\').map_or((line, false), |part| (part, true));
+        if continues {
+            lines.last_mut().unwrap().push_str(part);
+        } else {
+            lines.push(part.to_owned());
+        }
+        continues = more;
+    }
+    let split = |line: String| {
+        let (word, rest) = line.split_once(char::is_whitespace).expect("an instruction has arguments");
+        (word.to_owned(), rest.split_whitespace().collect::<Vec<_>>().join(" "))
+    };
+    lines.into_iter().map(split).collect()
+}
+
+/// The packages of an `apt-get install`.
+fn packages(run: &str) -> Option<Vec<String>> {
+    let (_, after) = run.split_once("apt-get install ")?;
+    let words = after.split(" && ").next().unwrap().split_whitespace();
+    Some(words.filter(|word| !word.starts_with('-')).map(str::to_owned).collect())
+}
+
+/// The build stage's `make install`, and its DESTDIR.
+fn install(build: &[(String, String)]) -> (String, String) {
+    let is_install = |(word, rest): &&(String, String)| word == "RUN" && rest.starts_with("make install ");
+    let (_, run) = build.iter().find(is_install).expect("the build stage installs the programs");
+    let folder =
+        run.split_whitespace().find_map(|word| word.strip_prefix("DESTDIR=")).expect("it installs into a folder");
+    (run.clone(), folder.to_owned())
+}
+
+fn copy(rest: &str, installed: &str) -> Step {
+    match rest.split_whitespace().collect::<Vec<_>>()[..] {
+        ["--from=build", from, "/"] if from == installed => Step::CopyInstalled,
+        [from, to] if !from.starts_with("--") => Step::CopyFile(from.to_owned(), to.to_owned()),
+        _ => panic!("tests/image does not know COPY {rest}"),
+    }
+}
+
+#[test]
+fn last_stage_is_read_whole() {
+    let image = Image::parse(
+        "FROM docker.io/library/rust:1 AS build\n# a comment\nRUN apt-get install -y gcc\n\
+         RUN make install BUILT=target/release DESTDIR=/out\n\
+         FROM docker.io/library/debian:bookworm-slim\nRUN apt-get update \\\n && apt-get install -y --x one two \\\n && rm -rf /l\n\
+         COPY --from=build /out /\nCOPY LICENSE /doc/LICENSE\nRUN ln -s a b\nENV A=1 \\\n    B=2\nUSER 0:0\nCMD [\"run\"]\n",
+    );
+    let steps = vec![
+        Step::CopyInstalled,
+        Step::CopyFile("LICENSE".into(), "/doc/LICENSE".into()),
+        Step::Run("ln -s a b".into()),
+    ];
+    let install = ("make install BUILT=target/release DESTDIR=/out".into(), "/out".into());
+    let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+    let expected = Image {
+        packages: words(&["one", "two"]),
+        steps,
+        env: words(&["A=1", "B=2"]),
+        command: words(&["run"]),
+        install,
+        ..Image::default()
+    };
+    assert_eq!(image, expected);
+}

@@ -1,0 +1,314 @@
+//! A node for pods of the image: a folder that is the host's root, a kubelet, its DRA manager and an API server in their
+//! boxes, and what NVIDIA's container runtime would bring into containers.
+
+use std::fs;
+use std::net::TcpListener;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use linkwise_api_server_box::{ApiServerBox, Key, ResourceType};
+use linkwise_kubelet_box::dra::{ClaimRef, DraKubelet, DraOptions, PodClaims};
+use linkwise_kubelet_box::{KubeletBox, Options};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+use crate::helm::{Helm, object, repository};
+use crate::pod::Pod;
+use crate::rights::left_out;
+use crate::rootfs::{below, run};
+use crate::runc::Printed;
+
+pub const NODE: &str = "n";
+pub const DRIVER: &str = "gpu.nvidia.com";
+pub const GPU: &str = "nvidia.com/gpu";
+/// The plugin's DaemonSet and its container.
+pub const PLUGIN: &str = "nvdp-nvidia-device-plugin";
+pub const PLUGIN_CONTAINER: &str = "nvidia-device-plugin-ctr";
+/// The ServiceAccount's token.
+const TOKEN: &str = "of-the-service-account";
+/// Where our libnvidia-ml finds its machine in a container.
+const MACHINE: &str = "/run/machine.yaml";
+
+/// A test fails that waits longer.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// The node. Its containers go before it.
+pub struct Node {
+    pub server: ApiServerBox,
+    pub kubelet: KubeletBox,
+    pub dra: DraKubelet,
+    /// The port of /metrics, /livez and /readyz.
+    pub port: u16,
+    machine: PathBuf,
+    library: PathBuf,
+    /// Further variables for our libnvidia-ml.
+    pub library_variables: Vec<String>,
+    shares_mounts: bool,
+    pods: AtomicU32,
+    folder: TempDir,
+}
+
+impl Node {
+    /// A node with a built-in machine's GPUs.
+    pub async fn start(machine: &str) -> Self {
+        // A short path: sockets below it have at most 107 bytes.
+        let folder = tempfile::Builder::new().prefix("lw").tempdir_in("/tmp").unwrap();
+        let host = folder.path().join("h");
+        for path in ["device-plugins", "plugins_registry", "plugins", "pod-resources"] {
+            fs::create_dir_all(host.join("var/lib/kubelet").join(path)).unwrap();
+        }
+        fs::create_dir_all(host.join("run")).unwrap();
+        fs::create_dir_all(host.join("dev")).unwrap();
+        symlink("../run", host.join("var/run")).unwrap();
+        let shares_mounts = share(&host);
+        let library = fake_nvml::library_path();
+        let driver = host.join("usr/lib/x86_64-linux-gnu");
+        fs::create_dir_all(&driver).unwrap();
+        for name in ["libnvidia-ml.so.1", "libcuda.so.1"] {
+            fs::copy(&library, driver.join(name)).unwrap();
+        }
+        for (name, minor) in device_nodes() {
+            let node = host.join("dev").join(name);
+            run("mknod", [node.as_os_str(), "c".as_ref(), "195".as_ref(), minor.to_string().as_ref()]);
+        }
+        let types = [
+            ResourceType::NODES,
+            ResourceType::PODS,
+            ResourceType::EVENTS,
+            ResourceType::NODE_FEATURES,
+            ResourceType::RESOURCE_SLICES,
+            ResourceType::RESOURCE_CLAIMS,
+            ResourceType::DEVICE_CLASSES,
+        ];
+        let server = ApiServerBox::start(&types).await;
+        server.accept_tokens(&[TOKEN]);
+        let kubelet_root = host.join("var/lib/kubelet");
+        let mut options = Options::new(kubelet_root.join("device-plugins"));
+        options.pod_resources = Some(kubelet_root.join("pod-resources/kubelet.sock"));
+        options.wait_timeout = LIMIT;
+        let mut dra = DraOptions::new(kubelet_root.join("plugins_registry")).hasty();
+        dra.host_root = host.clone();
+        dra.wait_timeout = LIMIT;
+        let port = TcpListener::bind("[::]:0").unwrap().local_addr().unwrap().port();
+        let node = Self {
+            server,
+            kubelet: KubeletBox::start(options).unwrap(),
+            dra: DraKubelet::start(dra).unwrap(),
+            port,
+            machine: repository(&format!("src/machines/{machine}.yaml")),
+            library,
+            library_variables: Vec::new(),
+            shares_mounts,
+            pods: AtomicU32::new(0),
+            folder,
+        };
+        node.label(json!({}));
+        node
+    }
+
+    /// The root of the host.
+    pub fn host(&self) -> PathBuf {
+        self.folder.path().join("h")
+    }
+
+    /// A folder for a new pod.
+    pub fn folder_for(&self, pod: &str) -> PathBuf {
+        let number = self.pods.fetch_add(1, Ordering::Relaxed);
+        self.folder.path().join(format!("{pod}-{number}"))
+    }
+
+    pub fn token(&self) -> &'static str {
+        TOKEN
+    }
+
+    pub fn ca(&self) -> &str {
+        self.server.ca()
+    }
+
+    pub fn shares_mounts(&self) -> bool {
+        self.shares_mounts
+    }
+
+    /// The labels that the node has now.
+    pub fn label(&self, labels: Value) {
+        self.server.put("kubelet", &ResourceType::NODES.key(None, NODE), json!({"metadata": {"labels": labels}}));
+    }
+
+    /// A field of the pod, by the downward API.
+    pub fn field(&self, path: &str) -> String {
+        let value = match path {
+            "spec.nodeName" => NODE,
+            "metadata.namespace" => "gpu",
+            "metadata.name" => "nvdp-xyz12",
+            "metadata.uid" => "6d4f7a9c-0f5e-4f0e-9a34-7d2d1f6d0001",
+            other => panic!("tests/image does not know the field {other}"),
+        };
+        value.to_owned()
+    }
+
+    /// What the kubelet gives each container, and what our libnvidia-ml wants to know.
+    pub fn variables(&self) -> Vec<String> {
+        let address = self.server.address();
+        let mut all = vec![
+            format!("KUBERNETES_SERVICE_HOST={}", address.ip()),
+            format!("KUBERNETES_SERVICE_PORT={}", address.port()),
+            format!("FAKE_NVML_MACHINE={MACHINE}"),
+        ];
+        all.extend(self.library_variables.iter().cloned());
+        all
+    }
+
+    /// What NVIDIA's container runtime brings where NVIDIA_VISIBLE_DEVICES asks for it: the driver's library and programs, and
+    /// the device nodes. These are /dev/null: the kernel opens no others without a driver.
+    pub fn nvidia_mounts(&self) -> Vec<(PathBuf, String)> {
+        let programs = ["nvidia-cuda-mps-control", "nvidia-smi"];
+        let programs = programs.map(|name| (repository("tests/mps").join(name), format!("/usr/bin/{name}")));
+        let library = (self.library.clone(), "/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1".to_owned());
+        let nodes = device_nodes().into_iter().map(|(name, _)| (PathBuf::from("/dev/null"), format!("/dev/{name}")));
+        [(self.machine.clone(), MACHINE.to_owned()), library].into_iter().chain(programs).chain(nodes).collect()
+    }
+
+    /// The objects of the chart with these values (lists and objects as JSON), its port beside others.
+    pub fn render(&self, values: &[&str]) -> Vec<Value> {
+        let port = format!("metrics.port={}", self.port);
+        let is_json = |value: &str| value.split_once('=').is_some_and(|(_, json)| json.starts_with(['{', '[']));
+        let flag = |value| [if is_json(value) { "--set-json" } else { "--set" }, value];
+        let args: Vec<&str> = values.iter().copied().chain([port.as_str()]).flat_map(flag).collect();
+        let helm = Helm::found().expect("no helm: `make tools` brings it");
+        helm.template(&args).unwrap_or_else(|error| panic!("{values:?}: {error}"))
+    }
+
+    /// Starts the pod of a DaemonSet that these values give, and waits until it is ready.
+    pub async fn deploy(&self, set: &str, values: &[&str]) -> Pod {
+        let mut pod = self.begin(set, values).await;
+        pod.is_ready().await;
+        pod
+    }
+
+    /// The same without waiting.
+    pub async fn begin(&self, set: &str, values: &[&str]) -> Pod {
+        let objects = self.render(values);
+        Pod::start(self, &objects, object(&objects, "DaemonSet", set)).await
+    }
+
+    /// Waits until the kubelet has so many healthy devices of a resource, and no other.
+    pub async fn offers(&self, pod: &Pod, resource: &str, count: usize) {
+        let has = |state: &linkwise_kubelet_box::State| {
+            state.resources.get(resource).map_or(count == 0, |it| it.healthy.len() == count)
+        };
+        let found = self.kubelet.wait(has).await;
+        found.unwrap_or_else(|error| panic!("{count} of {resource}: {error}\n{}", pod.logs()));
+    }
+
+    /// Names of the published devices that nothing keeps from being allocated.
+    pub fn published(&self) -> Vec<String> {
+        let slices = self.server.objects(&ResourceType::RESOURCE_SLICES);
+        let devices = slices.iter().flat_map(|slice| slice["spec"]["devices"].as_array().cloned().unwrap_or_default());
+        let free = devices.filter(|device| device["taints"].as_array().is_none_or(Vec::is_empty));
+        let mut names: Vec<String> = free.map(|device| device["name"].as_str().unwrap().to_owned()).collect();
+        names.sort();
+        names
+    }
+
+    /// Waits until so many devices are published.
+    pub async fn publishes(&self, pod: &mut Pod, count: usize) {
+        until(pod, &format!("{count} devices in slices"), || self.published().len() == count).await;
+    }
+
+    /// Waits until the kubelet has the DRA driver.
+    pub async fn has_driver(&self, pod: &Pod) {
+        let has = |state: &linkwise_kubelet_box::dra::DraState| {
+            state.drivers.get(DRIVER).is_some_and(|driver| driver.connected >= 1)
+        };
+        self.dra.wait(has).await.unwrap_or_else(|error| panic!("{error}\n{}", pod.logs()));
+    }
+
+    /// A claim that the scheduler has allocated a device to.
+    pub fn claim(&self, name: &str, device: &str, config: &[Value]) -> ClaimRef {
+        let key: Key = ResourceType::RESOURCE_CLAIMS.key(Some("default"), name);
+        let result = json!({"request": "gpus", "driver": DRIVER, "pool": format!("{NODE}/gpu"), "device": device});
+        let claim = json!({
+            "spec": {"devices": {"requests": [{"name": "gpus", "exactly": {"deviceClassName": DRIVER}}]}},
+            "status": {"allocation": {"devices": {"results": [result], "config": config}}},
+        });
+        self.server.put("kube-scheduler", &key, claim);
+        let uid = self.server.object(&key).unwrap()["metadata"]["uid"].as_str().unwrap().to_owned();
+        ClaimRef { namespace: "default".into(), name: name.into(), uid }
+    }
+
+    /// Starts a pod with a claim, as often as the kubelet would within the limit; its CDI devices.
+    pub async fn start_claim(&self, own: &Pod, pod: &str, claim: &ClaimRef) -> Vec<String> {
+        let claims = PodClaims::single(pod, claim.clone(), DRIVER);
+        let deadline = tokio::time::Instant::now() + LIMIT;
+        loop {
+            match self.dra.start_pod(&claims).await {
+                Ok(containers) => return containers["main"].clone(),
+                Err(error) => assert!(tokio::time::Instant::now() < deadline, "{error}\n{}", own.logs()),
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    /// The CDI specs on the host, all their texts.
+    pub fn cdi_specs(&self) -> String {
+        let files = fs::read_dir(below(&self.host(), "/var/run/cdi")).into_iter().flatten().flatten();
+        files.filter_map(|file| fs::read_to_string(file.path()).ok()).collect()
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        if self.shares_mounts {
+            let _ = Command::new("umount").args(["--lazy", "--recursive"]).arg(self.host()).output();
+        }
+    }
+}
+
+/// The driver's device nodes for eight GPUs, with their minor numbers.
+fn device_nodes() -> Vec<(String, u32)> {
+    let gpus = (0..8).map(|minor| (format!("nvidia{minor}"), minor));
+    gpus.chain([("nvidiactl".to_owned(), 255)]).collect()
+}
+
+/// Makes the host's root a mount that is shared, as systemd does; whether that succeeded.
+fn share(host: &Path) -> bool {
+    let mount = |args: &[&str]| Command::new("mount").args(args).arg(host).output().is_ok_and(|it| it.status.success());
+    let shared = mount(&["--bind", host.to_str().unwrap()]) && mount(&["--make-rshared"]);
+    if !shared {
+        left_out("propagation of mounts: this machine lets nothing be mounted");
+    }
+    shared
+}
+
+/// Waits until something holds, while the pod runs.
+pub async fn until(pod: &mut Pod, what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = tokio::time::Instant::now() + LIMIT;
+    while !holds() {
+        pod.all_run();
+        assert!(tokio::time::Instant::now() < deadline, "no {what}\n{}", pod.logs());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// `GET` from a port of this machine: status and text.
+pub async fn get(port: u16, path: &str) -> Option<(u16, String)> {
+    let mut stream = TcpStream::connect(("127.0.0.1", port)).await.ok()?;
+    let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.ok()?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.ok()?;
+    let status = answer.split_whitespace().nth(1)?.parse().ok()?;
+    let text = answer.split_once("\r\n\r\n").map(|(_, text)| text.to_owned()).unwrap_or_default();
+    Some((status, text))
+}
+
+/// A command that has to succeed.
+pub fn succeeds(printed: &Printed) -> &str {
+    assert!(printed.status.success(), "{}\n{}\n{}", printed.status, printed.out, printed.error);
+    &printed.out
+}

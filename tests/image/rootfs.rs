@@ -1,0 +1,104 @@
+//! The image's root file system, made once for all tests: Debian's packages by mmdebstrap, the rest by the Dockerfile's
+//! own steps. The programs are those that `make build` has built.
+
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+use crate::dockerfile::{Image, Step};
+use crate::helm::repository;
+
+/// Where everything is made.
+const FOLDER: &str = "target/image";
+
+/// The image and the folder with its root file system.
+#[derive(Clone, Debug)]
+pub struct Unpacked {
+    pub image: Image,
+    pub folder: PathBuf,
+}
+
+/// Makes it, or panics with what failed.
+pub fn unpacked() -> &'static Unpacked {
+    static MADE: OnceLock<Unpacked> = OnceLock::new();
+    MADE.get_or_init(|| {
+        let image = Image::read();
+        let folder = make(&image);
+        Unpacked { image, folder }
+    })
+}
+
+fn make(image: &Image) -> PathBuf {
+    fs::create_dir_all(repository(FOLDER)).unwrap();
+    // Two runs at once would make it under each other.
+    let lock = File::create(repository(FOLDER).join("lock")).unwrap();
+    lock.lock().unwrap();
+    let base = base(&image.packages);
+    let root = repository(FOLDER).join("root");
+    run("rm", ["-rf".as_ref(), root.as_os_str()]);
+    run("cp", ["-a".as_ref(), "--reflink=auto".as_ref(), base.as_os_str(), root.as_os_str()]);
+    for step in &image.steps {
+        match step {
+            Step::CopyInstalled => copy(&installed(image).join("."), &root),
+            Step::CopyFile(from, to) => {
+                let to = below(&root, to);
+                fs::create_dir_all(to.parent().unwrap()).unwrap();
+                fs::copy(repository(from), to).unwrap();
+            }
+            Step::Run(command) => run("chroot", [root.as_os_str(), "sh".as_ref(), "-c".as_ref(), command.as_ref()]),
+        }
+    }
+    root
+}
+
+/// Debian's packages: those of minbase, which are debian:bookworm-slim's, and the image's. A name says which these are, so
+/// that they are fetched once.
+fn base(packages: &[String]) -> PathBuf {
+    let folder = repository(FOLDER).join(format!("base-{}", packages.join("-")));
+    if !folder.exists() {
+        let (draft, tool) = (folder.with_extension("draft"), repository("target/tools/mmdebstrap"));
+        assert!(tool.exists(), "no mmdebstrap: `make tools` brings it");
+        run("rm", ["-rf".as_ref(), draft.as_os_str()]);
+        let include = format!("--include={}", packages.join(","));
+        let words: [&OsStr; 5] =
+            ["--quiet".as_ref(), "--variant=minbase".as_ref(), include.as_ref(), "bookworm".as_ref(), draft.as_ref()];
+        run(tool, words);
+        fs::rename(&draft, &folder).unwrap();
+    }
+    folder
+}
+
+/// What the build stage installs: the same command, with a folder of ours. LINKWISE_IMAGE_BUILT names other programs, such
+/// as target/debug.
+fn installed(image: &Image) -> PathBuf {
+    #[expect(clippy::disallowed_methods, reason = "a test is told by its caller")]
+    let built = std::env::var("LINKWISE_IMAGE_BUILT").unwrap_or_else(|_| "target/release".to_owned());
+    let folder = repository(FOLDER).join("installed");
+    run("rm", ["-rf".as_ref(), folder.as_os_str()]);
+    let (command, destination) = &image.install;
+    let command = command
+        .replace(&format!("DESTDIR={destination}"), &format!("DESTDIR={}", folder.display()))
+        .replace("BUILT=target/release", &format!("BUILT={built}"));
+    run("sh", ["-c", &format!("cd '{}' && MAKEFLAGS= {command}", repository("").display())]);
+    folder
+}
+
+fn copy(from: &Path, to: &Path) {
+    run("cp", ["-a".as_ref(), from.as_os_str(), to.as_os_str()]);
+}
+
+/// A path of the image, below a folder.
+pub fn below(root: &Path, path: &str) -> PathBuf {
+    root.join(path.trim_start_matches('/'))
+}
+
+/// Runs a program that has to succeed.
+pub fn run<A: AsRef<OsStr>>(program: impl AsRef<OsStr>, args: impl IntoIterator<Item = A>) {
+    let mut command = Command::new(program);
+    command.args(args);
+    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let words = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{command:?}: {}\n{words}", output.status);
+}

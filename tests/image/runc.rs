@@ -1,0 +1,146 @@
+//! Containers by runc: each on an overlay of the image's root file system, with the configuration that it is given.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Command as Sync, ExitStatus, Stdio};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use serde_json::{Value, json};
+use tokio::process::{Child, Command};
+
+use crate::helm::repository;
+use crate::rights::left_out;
+use crate::rootfs::{run, unpacked};
+
+/// A container that runs, or has ended. Its processes go when this is dropped.
+pub struct Container {
+    /// What the pod calls it.
+    pub name: String,
+    id: String,
+    folder: PathBuf,
+    process: Child,
+}
+
+/// What a command in a container printed.
+#[derive(Debug)]
+pub struct Printed {
+    pub status: ExitStatus,
+    pub out: String,
+    pub error: String,
+}
+
+impl Container {
+    /// Starts it in a folder of its own. `configuration` is OCI's, all but its root.
+    pub fn start(name: &str, folder: PathBuf, mut configuration: Value) -> Self {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let id = format!("linkwise-{}-{}-{name}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
+        for part in ["upper", "work", "root"] {
+            fs::create_dir_all(folder.join(part)).unwrap();
+        }
+        let at = |part: &str| folder.join(part).display().to_string();
+        let layers =
+            format!("lowerdir={},upperdir={},workdir={}", unpacked().folder.display(), at("upper"), at("work"));
+        run("mount", ["-t", "overlay", "overlay", "-o", &layers, &at("root")]);
+        configuration["ociVersion"] = json!("1.0.2");
+        configuration["root"]["path"] = json!(at("root"));
+        if has_cgroups() {
+            configuration["linux"]["cgroupsPath"] = json!(format!("/{id}"));
+        } else if let Some(resources) = configuration["linux"].as_object_mut() {
+            left_out("limits of memory: runc cannot make a cgroup with one here");
+            resources.remove("resources");
+        }
+        fs::write(folder.join("config.json"), configuration.to_string()).unwrap();
+        let log = || File::options().create(true).append(true).open(folder.join("log")).unwrap();
+        let mut command = Command::from(runc());
+        command.args(["run", "--bundle"]).arg(&folder).arg(&id);
+        let process = command.stdin(Stdio::null()).stdout(log()).stderr(log()).spawn().unwrap();
+        Self { name: name.to_owned(), id, folder, process }
+    }
+
+    /// What it has logged so far.
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.folder.join("log")).unwrap_or_default()
+    }
+
+    /// How it ended; `None` while it runs.
+    pub fn ended(&mut self) -> Option<ExitStatus> {
+        self.process.try_wait().unwrap()
+    }
+
+    /// Waits for its end.
+    pub async fn end(&mut self) -> ExitStatus {
+        self.process.wait().await.unwrap()
+    }
+
+    /// The process number of its first process, as the host has it; `None` before its start.
+    pub fn pid(&self) -> Option<u64> {
+        let output = runc().args(["state", &self.id]).output().unwrap();
+        let state: Value = serde_json::from_slice(&output.stdout).ok()?;
+        state["pid"].as_u64().filter(|pid| *pid != 0)
+    }
+
+    /// Runs a command in it, as `kubectl exec` does.
+    pub async fn exec(&self, words: &[&str]) -> Printed {
+        let output = Command::from(runc()).args(["exec", &self.id]).args(words).output().await.unwrap();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        Printed { status: output.status, out: text(&output.stdout), error: text(&output.stderr) }
+    }
+
+    /// Sends a signal to its first process.
+    pub fn signal(&self, name: &str) {
+        let _ = runc().args(["kill", &self.id, name]).output();
+    }
+
+    /// A counter or limit of its cgroup's memory, where this machine has cgroups in version 1 or 2.
+    pub fn memory(&self, version1: &str, version2: &str) -> Option<u64> {
+        let places =
+            [format!("/sys/fs/cgroup/memory/{}/{version1}", self.id), format!("/sys/fs/cgroup/{}/{version2}", self.id)];
+        places.iter().find_map(|place| fs::read_to_string(place).ok()?.trim().parse().ok())
+    }
+}
+
+impl Drop for Container {
+    fn drop(&mut self) {
+        let _ = runc().args(["delete", "--force", &self.id]).output();
+        let _ = Sync::new("umount").arg("--lazy").arg(self.folder.join("root")).output();
+    }
+}
+
+fn runc() -> Sync {
+    let program = repository("target/tools/runc");
+    assert!(program.exists(), "no runc: `make tools` brings it");
+    let mut command = Sync::new(program);
+    command.arg("--root").arg(repository("target/image/runc")).stdin(Stdio::null());
+    command
+}
+
+/// Whether runc can make a cgroup that limits memory.
+fn has_cgroups() -> bool {
+    static HAS: OnceLock<bool> = OnceLock::new();
+    *HAS.get_or_init(|| {
+        let folder = tempfile::tempdir().unwrap();
+        let namespaces = json!([{"type": "mount"}, {"type": "pid"}]);
+        let id = format!("linkwise-{}-probe", std::process::id());
+        let configuration = json!({
+            "ociVersion": "1.0.2",
+            "process": {"user": {"uid": 0, "gid": 0}, "args": ["true"], "env": ["PATH=/usr/bin"], "cwd": "/"},
+            "root": {"path": unpacked().folder, "readonly": true},
+            "mounts": [{"destination": "/proc", "type": "proc", "source": "proc"}],
+            "linux": {"namespaces": namespaces, "cgroupsPath": format!("/{id}"), "resources": {"memory": {"limit": 64 << 20}}},
+        });
+        fs::write(folder.path().join("config.json"), configuration.to_string()).unwrap();
+        runc().args(["run", "--bundle"]).arg(folder.path()).arg(&id).output().unwrap().status.success()
+    })
+}
+
+/// The end of a log, for a message.
+pub fn tail(log: &str) -> String {
+    let lines: Vec<&str> = log.lines().collect();
+    lines[lines.len().saturating_sub(30)..].join("\n")
+}
+
+/// Whether a path is a folder or a link to one.
+pub fn is_folder(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|it| it.is_dir())
+}

@@ -1,0 +1,121 @@
+//! Each program of the image does its work in its container.
+
+use linkwise_api_server_box::ResourceType;
+use linkwise_kubelet_box::{Place, Pod as Workload};
+use serde_json::json;
+
+use crate::node::{GPU, NODE, Node, PLUGIN, PLUGIN_CONTAINER, succeeds, until};
+
+#[tokio::test]
+async fn plugin_registers_and_allocates() {
+    let node = Node::start("dgx1-v100").await;
+    let pod = node.deploy(PLUGIN, &[]).await;
+    node.offers(&pod, GPU, 8).await;
+    let admitted = node.kubelet.admit(&Workload::single("default/p", GPU, 2), None).await.unwrap();
+    let grant = admitted.grant("main", GPU).unwrap();
+    assert_eq!(grant.allocation.devices.len(), 2, "{grant:?}");
+    for (words, said) in [
+        (&["linkwise", "topology"][..], "NV2"),
+        (&["linkwise", "snapshot"], "V100"),
+        (&["linkwise", "allocate", "--size", "2", "--explain"], "collective"),
+        (&["linkwise", "admin", "state"], "V100"),
+        (&["linkwise", "doctor"], "0 failed"),
+    ] {
+        let printed = pod.container(PLUGIN_CONTAINER).exec(words).await;
+        assert!(succeeds(&printed).contains(said), "{words:?}: {}", printed.out);
+    }
+    let sockets = || std::fs::read_dir(node.host().join("var/lib/kubelet/device-plugins")).unwrap().flatten();
+    pod.stop().await;
+    let left: Vec<_> = sockets().filter(|file| file.file_name().to_string_lossy().starts_with("linkwise-")).collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[tokio::test]
+async fn dra_publishes_and_prepares() {
+    let node = Node::start("dgx1-v100").await;
+    let mut pod = node.deploy(PLUGIN, &["dra.enabled=true"]).await;
+    node.publishes(&mut pod, 8).await;
+    node.has_driver(&pod).await;
+    let claim = node.claim("one", "gpu-5", &[]);
+    let cdi = node.start_claim(&pod, "p", &claim).await;
+    let name = cdi[0].split_once('=').unwrap().1;
+    assert!(node.cdi_specs().contains(name), "{cdi:?}");
+    node.dra.stop_pod("p").await.unwrap();
+    pod.stop().await;
+}
+
+#[tokio::test]
+async fn gpu_feature_discovery_writes_its_node_feature() {
+    let node = Node::start("dgx1-v100").await;
+    let values = ["gfd.enabled=true", "devicePlugin.enabled=false"];
+    let mut pod = node.deploy("nvdp-nvidia-device-plugin-gpu-feature-discovery", &values).await;
+    let key = ResourceType::NODE_FEATURES.key(Some("gpu"), &format!("nvidia-features-for-{NODE}"));
+    let has = || node.server.object(&key).is_some_and(|it| it["spec"]["labels"]["nvidia.com/gpu.count"] == "8");
+    until(&mut pod, "NodeFeature with 8 GPUs", has).await;
+    pod.stop().await;
+}
+
+/// Two kinds of nodes: files of one GPU a device, and of four slots a GPU.
+const FILES: &str = r#"config.map={"default": "version: v1\n", "shared":
+    "version: v1\nsharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}\n"}"#;
+
+#[tokio::test]
+async fn config_manager_links_what_the_nodes_label_names() {
+    let node = Node::start("dgx1-v100").await;
+    let pod = node.deploy(PLUGIN, &[FILES]).await;
+    node.offers(&pod, GPU, 8).await;
+    node.label(json!({"nvidia.com/device-plugin.config": "shared"}));
+    node.offers(&pod, GPU, 32).await;
+    pod.stop().await;
+}
+
+#[tokio::test]
+async fn mps_daemon_serves_what_the_plugin_then_offers() {
+    let node = Node::start("dgx1-v100").await;
+    let files = r#"config.map={"default":
+        "version: v1\nsharing: {mps: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}\n"}"#;
+    let daemons = node.deploy("nvdp-nvidia-device-plugin-mps-control-daemon", &[files]).await;
+    let pod = node.deploy(PLUGIN, &[files]).await;
+    node.offers(&pod, GPU, 32).await;
+    let admitted = node.kubelet.admit(&Workload::single("default/p", GPU, 1), None).await.unwrap();
+    let allocation = &admitted.grant("main", GPU).unwrap().allocation;
+    assert!(allocation.envs.contains_key("CUDA_MPS_PIPE_DIRECTORY"), "{allocation:?}");
+    // The shared memory that the init container has mounted is on the host.
+    if node.shares_mounts() {
+        let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
+        let shm = node.host().join("run/nvidia/mps/shm");
+        assert!(mounts.contains(&format!("{} tmpfs", shm.display())), "{}", daemons.logs());
+    }
+    pod.stop().await;
+    daemons.stop().await;
+}
+
+#[tokio::test]
+async fn event_tells_a_pod_of_its_slow_gpus() {
+    let node = Node::start("dgx1-v100").await;
+    let place = |pod: &str| Place { pod: pod.to_owned(), container: "main".to_owned(), resource: GPU.to_owned() };
+    // Two GPUs without a link between them.
+    let poor = [1, 6].map(|gpu| format!("GPU-00000001-0000-4000-8000-00000000000{gpu}"));
+    node.kubelet.hold(place("poor"), poor);
+    node.server.put("kubelet", &ResourceType::PODS.key(Some("default"), "poor"), json!({"spec": {"nodeName": NODE}}));
+    let mut pod = node.deploy(PLUGIN, &["events.enabled=true"]).await;
+    until(&mut pod, "event", || !node.server.objects(&ResourceType::EVENTS).is_empty()).await;
+    let [event] = node.server.objects(&ResourceType::EVENTS).try_into().unwrap();
+    assert_eq!(event["regarding"]["name"], "poor", "{event}");
+    pod.stop().await;
+}
+
+#[tokio::test]
+async fn container_has_the_rights_of_the_chart_and_no_more() {
+    let node = Node::start("dgx1-v100").await;
+    let pod = node.deploy(PLUGIN, &[]).await;
+    let plugin = pod.container(PLUGIN_CONTAINER);
+    let printed = plugin.exec(&["grep", "-E", "^(CapEff|CapBnd|NoNewPrivs)", "/proc/self/status"]).await;
+    let fields: Vec<&str> = succeeds(&printed).split_whitespace().collect();
+    assert_eq!(fields, ["CapEff:", "0000000000000000", "CapBnd:", "0000000000000000", "NoNewPrivs:", "1"]);
+    assert!(!plugin.exec(&["touch", "/written"]).await.status.success(), "the root is read-only");
+    if let Some(limit) = plugin.memory("memory.limit_in_bytes", "memory.max") {
+        assert_eq!(limit, 128 << 20);
+    }
+    pod.stop().await;
+}
