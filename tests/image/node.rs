@@ -176,7 +176,11 @@ impl Node {
     /// The objects of the chart with these values (lists and objects as JSON), its port beside others.
     pub fn render(&self, values: &[&str]) -> Vec<Value> {
         let port = format!("metrics.port={}", self.port);
-        let is_json = |value: &str| value.split_once('=').is_some_and(|(_, json)| json.starts_with(['{', '[']));
+        let is_json = |value: &str| {
+            value.split_once('=').is_some_and(|(_, json)| {
+                serde_json::from_str::<Value>(json).is_ok_and(|it| it.is_object() || it.is_array())
+            })
+        };
         let flag = |value| [if is_json(value) { "--set-json" } else { "--set" }, value];
         let args: Vec<&str> = values.iter().copied().chain([port.as_str()]).flat_map(flag).collect();
         let helm = Helm::found().expect("no helm: `make tools` brings it");

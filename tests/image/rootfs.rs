@@ -37,8 +37,9 @@ fn make(image: &Image) -> PathBuf {
     lock.lock().unwrap();
     let base = base(&image.packages);
     let root = repository(FOLDER).join("root");
-    run("rm", ["-rf".as_ref(), root.as_os_str()]);
-    run("cp", ["-a".as_ref(), "--reflink=auto".as_ref(), base.as_os_str(), root.as_os_str()]);
+    run("rm", ["-rf".as_ref(), "--one-file-system".as_ref(), root.as_os_str()]);
+    fs::create_dir(&root).unwrap();
+    run("tar", ["-xf".as_ref(), base.as_os_str(), "-C".as_ref(), root.as_os_str()]);
     for step in &image.steps {
         match step {
             Step::CopyInstalled => copy(&installed(image).join("."), &root),
@@ -53,21 +54,21 @@ fn make(image: &Image) -> PathBuf {
     root
 }
 
-/// Debian's packages: those of minbase, which are debian:bookworm-slim's, and the image's. A name says which these are, so
-/// that they are fetched once.
+/// Debian's packages as a tar file: those of minbase, which are debian:bookworm-slim's, and the image's. Its name says which
+/// these are, so that they are fetched once.
 fn base(packages: &[String]) -> PathBuf {
-    let folder = repository(FOLDER).join(format!("base-{}", packages.join("-")));
-    if !folder.exists() {
-        let (draft, tool) = (folder.with_extension("draft"), repository("target/tools/mmdebstrap"));
+    let file = repository(FOLDER).join(format!("base-{}.tar", packages.join("-")));
+    if !file.exists() {
+        // Not into a folder of ours: a mmdebstrap that is killed leaves the host's /proc mounted there.
+        let (draft, tool) = (repository(FOLDER).join("draft.tar"), repository("target/tools/mmdebstrap"));
         assert!(tool.exists(), "no mmdebstrap: `make tools` brings it");
-        run("rm", ["-rf".as_ref(), draft.as_os_str()]);
         let include = format!("--include={}", packages.join(","));
         let words: [&OsStr; 5] =
             ["--quiet".as_ref(), "--variant=minbase".as_ref(), include.as_ref(), "bookworm".as_ref(), draft.as_ref()];
         run(tool, words);
-        fs::rename(&draft, &folder).unwrap();
+        fs::rename(&draft, &file).unwrap();
     }
-    folder
+    file
 }
 
 /// What the build stage installs: the same command, with a folder of ours. LINKWISE_IMAGE_BUILT names other programs, such
