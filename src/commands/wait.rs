@@ -15,7 +15,8 @@ use super::{Progress, print};
 use crate::config::WaitArgs;
 use crate::dra::is_registration_socket;
 use crate::kubelet::{pod_resources, probe};
-use crate::{quote, uds};
+use crate::quote;
+use crate::uds;
 
 /// How long one socket may take to answer.
 const ANSWER: Duration = Duration::from_secs(2);

@@ -67,6 +67,20 @@ fn quota_admits_the_priority_of_the_pods() {
     }
 }
 
+/// `kubectl exec POD -- linkwise doctor` goes to the program, whatever stands beside it in the pod.
+#[test]
+fn kubectl_exec_goes_to_the_program() {
+    let Some(helm) = Helm::found() else { return };
+    for values in [&["gfd.enabled=true"][..], &["config.name=x", "devicePlugin.standby=true", "gfd.enabled=true"]] {
+        for set in daemon_sets(&helm.objects(values)) {
+            let annotation = "/spec/template/metadata/annotations/kubectl.kubernetes.io~1default-container";
+            let name = set.pointer(annotation).and_then(Value::as_str).unwrap();
+            let all = list(set, &format!("{POD}/containers"));
+            assert!(name.ends_with("-ctr") && all.iter().any(|container| container["name"] == name), "{name}");
+        }
+    }
+}
+
 #[test]
 fn test_pod_has_the_least_privileges() {
     let Some(helm) = Helm::found() else { return };

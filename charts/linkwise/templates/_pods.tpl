@@ -65,9 +65,11 @@ tolerations:
 {{- end -}}
 
 {{/* A change of config.map replaces the pods where it takes effect at the start alone. What does so at once is left out of the
-     checksum: the programs follow their file. (dict "root" $ "least" ...), as above. */}}
+     checksum: the programs follow their file. (dict "root" $ "container" the program's "least" ...), as above. */}}
 {{- define "linkwise.annotations" -}}
 {{- $annotations := deepCopy (.root.Values.podAnnotations | default dict) -}}
+{{- /* config-manager is in front of it: kubectl exec and logs would go there. */ -}}
+{{- $annotations = merge $annotations (dict "kubectl.kubernetes.io/default-container" .container) -}}
 {{- if and .least (.root.Values.openshift).enabled -}}
 {{- $annotations = merge $annotations (dict "openshift.io/required-scc" (include "linkwise.fullname" .root)) -}}
 {{- end -}}
