@@ -38,15 +38,11 @@ impl Helm {
 
     /// The objects that the cluster would get, without those that are empty, or helm's message.
     pub fn template(&self, args: &[&str]) -> Result<Vec<Value>, String> {
-        objects(self.run(&["template", RELEASE], args))
+        let flags = ["--namespace", "gpu"].iter().chain(args).map(|flag| (*flag).to_owned()).collect::<Vec<_>>();
+        self.of_chart(&repository("charts/linkwise"), RELEASE, &flags, &repository(""))
     }
 
     /// The objects of a release with these flags and no others, from a folder with the files that they name.
-    pub fn rendered(&self, release: &str, flags: &[String], folder: &Path) -> Result<Vec<Value>, String> {
-        self.of_chart(&repository("charts/linkwise"), release, flags, folder)
-    }
-
-    /// The same of a chart elsewhere.
     pub fn of_chart(&self, chart: &Path, release: &str, flags: &[String], at: &Path) -> Result<Vec<Value>, String> {
         let mut helm = Command::new(&self.0);
         helm.args(["template", release]).arg(chart).args(flags);

@@ -49,7 +49,8 @@ pub fn chart(helm: &Helm, typed: &Typed) -> Vec<Value> {
         flags.iter().filter(|flag| !["--reuse-values", "--install", "--create-namespace"].contains(&flag.as_str()));
     let flags: Vec<String> = flags.map(|flag| lower(flag)).collect();
     let folder = folder();
-    helm.rendered(&lower(release), &flags, folder.path()).unwrap_or_else(|error| panic!("{}: {error}", typed.place))
+    helm.of_chart(&repository("charts/linkwise"), &lower(release), &flags, folder.path())
+        .unwrap_or_else(|error| panic!("{}: {error}", typed.place))
 }
 
 /// The folder of `kubectl apply -k` and the like.
