@@ -59,6 +59,7 @@ pub fn run(command: Command, clients: runtime::ApiClients<'_>) -> ExitCode {
         Command::Claim(args) => commands::claim(&args),
         Command::Admin(args) => runtime::block_on(commands::admin(&args)),
         Command::Top(args) => runtime::block_on(commands::top(&args)),
+        Command::Wait(args) => runtime::block_on(commands::wait(&args)),
         Command::MpsControlDaemon(args) => match runtime::mps_control_daemon(&args) {
             Ok(code) => return code,
             Err(error) => Err(error),

@@ -10,11 +10,15 @@
 )]
 
 use std::collections::BTreeSet;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde_json::Value;
+
+use kustomize::rendered;
+
+#[path = "commands/kustomize.rs"]
+mod kustomize;
 
 fn manifests() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("manifests")
@@ -299,21 +303,6 @@ fn events_have_the_least_rights() {
         (&account["metadata"]["name"], &role["metadata"]["name"])
     );
     assert_eq!(of("daemonset").pointer(&format!("{POD}/automountServiceAccountToken")), Some(&Value::Bool(true)));
-}
-
-/// What kubectl, or kustomize, makes of a folder; `None` where this machine has neither.
-fn rendered(folder: &Path) -> Option<Vec<Value>> {
-    let brought = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/tools/kubectl");
-    let ways: [(&Path, &[&str]); 3] =
-        [(&brought, &["kustomize"]), (Path::new("kubectl"), &["kustomize"]), (Path::new("kustomize"), &["build"])];
-    let output =
-        ways.iter().find_map(|(program, args)| match Command::new(program).args(*args).arg(folder).output() {
-            Err(error) if error.kind() == ErrorKind::NotFound => None,
-            output => Some(output.unwrap_or_else(|error| panic!("{}: {error}", program.display()))),
-        })?;
-    let text = String::from_utf8(output.stdout).unwrap();
-    assert!(output.status.success(), "{}: {}", folder.display(), String::from_utf8_lossy(&output.stderr));
-    Some(text.split("\n---\n").map(|document| serde_saphyr::from_str(document).unwrap()).collect())
 }
 
 #[test]

@@ -1,5 +1,5 @@
 //! The commands that read and print: `topology`, `allocate`, `simulate`, `snapshot`, `doctor`, `dra`, `claim`, `admin`,
-//! `top`, `config`.
+//! `top`, `wait`, `config`.
 //!
 //! A composition root: it reads a machine (a file, or this one), asks the core and prints. Called by `main`.
 //! What it prints for scripts is an interface; what it prints for people is held by golden tests.
@@ -22,6 +22,7 @@ mod snapshot;
 mod top;
 mod topology;
 mod tree;
+mod wait;
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -50,6 +51,7 @@ pub use simulate::{Draws, Job, best_set, collective, read_trace, simulate};
 pub use snapshot::snapshot;
 pub use top::top;
 pub use topology::topology;
+pub use wait::wait;
 
 use machine::machine;
 

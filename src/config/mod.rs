@@ -21,6 +21,7 @@ pub mod settings;
 mod simulate;
 mod subcommands;
 mod top;
+mod wait;
 mod watch;
 mod xids;
 
@@ -52,6 +53,7 @@ pub use settings::{Environment, Flags, Interval, Settings};
 pub use simulate::{ClusterArgs, CpuRequests, Door, MachineWeight, SimulateArgs, SimulatePolicy};
 pub use subcommands::Command;
 pub use top::TopArgs;
+pub use wait::WaitArgs;
 pub use watch::FileWatch;
 pub use xids::XidArgs;
 

@@ -9,7 +9,7 @@ use clap::{ArgMatches, Args, Error, FromArgMatches, Subcommand};
 use super::{
     AdminArgs, AgentArgs, AllocateArgs, ClaimArgs, CompletionsArgs, ConfigArgs, ConfigManagerArgs, DemoArgs,
     DoctorArgs, DraArgs, LabelsArgs, ManArgs, MpsControlDaemonArgs, RunArgs, SimulateArgs, SnapshotArgs, TopArgs,
-    TopologyArgs,
+    TopologyArgs, WaitArgs,
 };
 
 /// The subcommand that other subcommands start; `--help` does not list it.
@@ -76,6 +76,7 @@ subcommands! {
     "admin" => Admin(AdminArgs),
         "Print the state of the linkwise on this host, or order: release the driver, clear a GPU's health";
     "top" => Top(TopArgs), "Watch this node: who holds which GPUs, how good they are, what a request would get now";
+    "wait" => Wait(WaitArgs), "Wait until linkwise serves this node's kubelet, and print what it serves";
     "mps-control-daemon" => MpsControlDaemon(Box<MpsControlDaemonArgs>),
         "Run the control daemons of the GPUs that are shared by MPS (see docs/mps.md)";
     "config-manager" => ConfigManager(Box<ConfigManagerArgs>),
@@ -107,6 +108,7 @@ mod tests {
             ("claim --gpus 4", "Claim("),
             ("admin state", "Admin("),
             ("top --once", "Top("),
+            ("wait --timeout 5", "Wait("),
             ("mps-control-daemon", "MpsControlDaemon("),
             ("config-manager --oneshot", "ConfigManager("),
             ("config show", "Config("),

@@ -44,6 +44,7 @@ pub use api::{
 };
 pub use claim_json::{NoClaim, parse_claim};
 pub use metrics::PluginMetrics;
+pub use session::is_registration_socket;
 pub use store::{Record as Checkpoint, parse as parse_checkpoint};
 
 /// The plugin's settings.

@@ -70,6 +70,11 @@ fn service_folder(plugins: &Path, driver: &str) -> PathBuf {
     plugins.join(shortened(driver, room))
 }
 
+/// Whether a file name in the kubelet's registry is that of a DRA driver of linkwise, of whatever start.
+pub fn is_registration_socket(name: &str) -> bool {
+    is_ours(name, |rest| rest.starts_with('@') && rest.ends_with(REGISTRATION))
+}
+
 /// Whether a file name is one of ours, of whatever start: with these characters after the number.
 fn is_ours(name: &str, follows: impl Fn(&str) -> bool) -> bool {
     let rest = name.strip_prefix(PREFIX).and_then(|rest| rest.split_at_checked(8));
@@ -143,8 +148,7 @@ impl Session {
             verdicts: sender,
         };
         let path = settings.registry.join(registration_name(&settings.registry, &settings.driver, number));
-        let of_registration = |rest: &str| rest.starts_with('@') && rest.ends_with(REGISTRATION);
-        let (registration, listener) = bind(&path, &settings, |name| is_ours(name, of_registration))?;
+        let (registration, listener) = bind(&path, &settings, is_registration_socket)?;
         let routes = Routes::new(RegistrationServer::new(registrar));
         let registrar = serving.server(listener, watch::Sender::default(), routes);
 
@@ -266,11 +270,10 @@ mod tests {
 
     #[test]
     fn other_plugins_sockets_are_not_ours() {
-        let of_registration = |rest: &str| rest.starts_with('@') && rest.ends_with(REGISTRATION);
-        assert!(is_ours("linkwise-0123abcd@gpu.nvidia.com-reg.sock", of_registration));
+        assert!(is_registration_socket("linkwise-0123abcd@gpu.nvidia.com-reg.sock"));
         for other in ["gpu.nvidia.com-reg.sock", "linkwise-0123abcx@gpu.nvidia.com-reg.sock", "linkwise-", "linkwise-é"]
         {
-            assert!(!is_ours(other, of_registration), "{other}");
+            assert!(!is_registration_socket(other), "{other}");
         }
     }
 }

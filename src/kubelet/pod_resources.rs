@@ -3,7 +3,7 @@
 //! `life` asks whether our devices are on the kubelet's list; the runtime owns the task that follows the holders. Not
 //! on the path of an admission. Where the socket is not there, or has no answer, nothing is known, and that is a value.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -195,6 +195,36 @@ fn pause(is_awaited: bool, is_known: bool, pauses: &mut Backoff) -> Duration {
     }
 }
 
+/// The devices that the kubelet could give to pods; `None` without an answer.
+async fn allocatable(socket: &Path) -> Option<Devices> {
+    let request = wire::AllocatableResourcesRequest {};
+    let listed = call(socket, async |mut client| client.get_allocatable_resources(request).await).await?;
+    Some(devices(listed.into_inner().devices))
+}
+
+/// A resource's devices, as the kubelet counts them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stock {
+    /// Those that are healthy.
+    pub devices: usize,
+    /// Those of them that containers hold.
+    pub held: usize,
+}
+
+/// What the kubelet has of each resource with a healthy device; `None` where it cannot be asked.
+pub async fn stock(socket: &Path) -> Option<BTreeMap<String, Stock>> {
+    let (allocatable, held) = (allocatable(socket).await?, listed(socket).await?);
+    let held: Devices =
+        held.containers.iter().map(|(resource, id)| (resource.as_str().to_owned(), id.as_str().to_owned())).collect();
+    let mut stocks = BTreeMap::<String, Stock>::new();
+    for device in &allocatable {
+        let stock = stocks.entry(device.0.clone()).or_default();
+        stock.devices += 1;
+        stock.held += usize::from(held.contains(device));
+    }
+    Some(stocks)
+}
+
 /// Whether the kubelet would give out every healthy device of a resource. It lists healthy ones of registered
 /// plugins only: where we have none that is healthy, none is missing.
 pub(super) async fn listing(
@@ -203,10 +233,7 @@ pub(super) async fn listing(
     resource: &ResourceName,
 ) -> Listing {
     let Some(socket) = socket else { return Listing::Unknown };
-    let listed =
-        call(socket, async |mut client| client.get_allocatable_resources(wire::AllocatableResourcesRequest {}).await);
-    let Some(listed) = listed.await else { return Listing::Unknown };
-    let listed = devices(listed.into_inner().devices);
+    let Some(listed) = allocatable(socket).await else { return Listing::Unknown };
     let snapshot = Arc::clone(&snapshot.borrow());
     let healthy = snapshot.offers().of(resource).filter(|(_, device)| device.health == Health::Healthy);
     let mut healthy = healthy.map(|(id, _)| (resource.as_str().to_owned(), id.as_str().to_owned()));

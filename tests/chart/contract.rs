@@ -54,6 +54,8 @@ fn reused_values_lack_only_what_has_a_default() {
         "mps.resources=null",
         "mps.extraEnv=null",
         "image.digest=null",
+        "resourceQuota=null",
+        "openshift=null",
     ];
     for more in [&[][..], &["gfd.enabled=true", "config.map.default=version: v1"]] {
         let whole = lines(&with_nvidias_file(&helm, more));
@@ -87,6 +89,7 @@ fn names_are_nvidias_and_follow_the_overrides() {
             ("DaemonSet", ""),
             ("DaemonSet", "-gpu-feature-discovery"),
             ("DaemonSet", "-mps-control-daemon"),
+            ("Pod", "-test"),
             ("PodMonitor", ""),
             ("Role", "-gpu-feature-discovery"),
             ("RoleBinding", "-gpu-feature-discovery"),

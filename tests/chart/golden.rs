@@ -117,6 +117,13 @@ fn programs_are_switched_on_and_off() {
         &["dra.enabled=true", "dra.claimTemplates.namespaces={a,b}", "dra.unchangedPods.enabled=true"],
     ];
     assert_snapshot!("programs", changes(&helm, &[], &entries));
+    let entries = [
+        &["resourceQuota.enabled=true"][..],
+        &["openshift.enabled=true", "gfd.enabled=true"],
+        &["kubeletRootDir=/var/snap/microk8s/common/var/lib/kubelet"],
+        &["runtimeClassName=nvidia", "securityContext.seLinuxOptions.type=spc_t", "nodeSelector.gpu=yes"],
+    ];
+    assert_snapshot!("clusters", changes(&helm, &[], &entries));
     let entries = [&["dra.mps=true"][..], &["dra.mps=true", "mps.root=/var/mps", "nodeSelector.gpu=yes"]];
     assert_snapshot!("mps_for_claims", changes(&helm, &["dra.enabled=true"], &entries));
     let base = ["dra.enabled=true", "dra.unchangedPods.enabled=true"];

@@ -38,22 +38,33 @@ impl Helm {
 
     /// The objects that the cluster would get, without those that are empty, or helm's message.
     pub fn template(&self, args: &[&str]) -> Result<Vec<Value>, String> {
-        let output = self.run(&["template", RELEASE], args);
-        if !output.status.success() {
-            return Err(String::from_utf8(output.stderr).unwrap());
-        }
-        let text = String::from_utf8(output.stdout).unwrap();
-        let documents =
-            text.split("---\n").filter(|text| text.lines().any(|line| !line.starts_with('#') && !line.is_empty()));
-        let read =
-            |text: &str| serde_saphyr::from_str(text).unwrap_or_else(|error| panic!("{args:?}: {error}\n{text}"));
-        Ok(documents.map(read).collect())
+        let flags = ["--namespace", "gpu"].iter().chain(args).map(|flag| (*flag).to_owned()).collect::<Vec<_>>();
+        self.of_chart(&repository("charts/linkwise"), RELEASE, &flags, &repository(""))
+    }
+
+    /// The objects of a release with these flags and no others, from a folder with the files that they name.
+    pub fn of_chart(&self, chart: &Path, release: &str, flags: &[String], at: &Path) -> Result<Vec<Value>, String> {
+        let mut helm = Command::new(&self.0);
+        helm.args(["template", release]).arg(chart).args(flags);
+        objects(helm.current_dir(at).output().unwrap())
     }
 
     /// The objects for values that the chart has to take, `--set` for each.
     pub fn objects(&self, values: &[&str]) -> Vec<Value> {
         self.template(&set(values)).unwrap_or_else(|error| panic!("{values:?}: {error}"))
     }
+}
+
+/// The objects that helm printed, or its message.
+fn objects(output: Output) -> Result<Vec<Value>, String> {
+    if !output.status.success() {
+        return Err(String::from_utf8(output.stderr).unwrap());
+    }
+    let text = String::from_utf8(output.stdout).unwrap();
+    let documents =
+        text.split("---\n").filter(|text| text.lines().any(|line| !line.starts_with('#') && !line.is_empty()));
+    let read = |text: &str| serde_saphyr::from_str(text).unwrap_or_else(|error| panic!("{error}\n{text}"));
+    Ok(documents.map(read).collect())
 }
 
 /// `--set VALUE` for each; a file (`config.map.NAME=@FILE`) by `--set-file`.

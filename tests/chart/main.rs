@@ -9,6 +9,7 @@
     reason = "what a helper cannot do fails the test"
 )]
 
+mod clusters;
 mod contract;
 mod documented;
 mod examples;

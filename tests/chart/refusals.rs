@@ -101,6 +101,8 @@ fn values_of_wrong_type_are_refused_by_name() {
         ("dra.unchangedPods.schedulers={a'b}", "dra.unchangedPods.schedulers"),
         ("dra.claimTemplates.namespaces={Training}", "dra.claimTemplates.namespaces"),
         ("nfd.enabled=maybe", "nfd.enabled"),
+        ("resourceQuota.enabled=1", "resourceQuota.enabled"),
+        ("openshift.enabled=yes please", "openshift.enabled"),
         ("nameOverride=Has Spaces", "nameOverride"),
     ] {
         refused(&helm, &[value], &[name, "schema"]);
@@ -139,6 +141,12 @@ fn values_that_contradict_are_refused_with_the_reason() {
         (&["config.map.a=flags: none"], &["config.map.a", "flags is no mapping"]),
         (&["config.map.a=flags: {plugin: 3}"], &["config.map.a", "flags.plugin is no mapping"]),
         (&["image.repository=registry.example/mirror/k8s-device-plugin"], &["image.repository", "NVIDIA's image"]),
+        (&["resourceQuota.enabled=true", "priorityClassName="], &["resourceQuota.enabled", "priorityClassName"]),
+        (&["openshift.enabled=true", "migStrategy=mixed"], &["openshift.enabled", "SCC privileged"]),
+        (&["openshift.enabled=true", "deviceListStrategy=volume-mounts"], &["openshift.enabled", "volume-mounts"]),
+        (&["openshift.enabled=true", "securityContext.privileged=true"], &["openshift.enabled", "privileged"]),
+        (&["openshift.enabled=true", "gfd.enabled=true", "gfd.enableHostNetwork=true"], &["enableHostNetwork"]),
+        (&["openshift.enabled=true", "dra.enabled=true", "dra.mps=true"], &["openshift.enabled", "dra.mps"]),
     ] {
         refused(&helm, values, words);
     }

@@ -49,6 +49,7 @@ mod sockets;
 mod stops;
 mod swap;
 mod takeover;
+mod wait;
 mod watchdog;
 
 #[path = "../cdi/root.rs"]

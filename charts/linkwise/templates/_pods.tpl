@@ -1,6 +1,6 @@
 {{/* What the pods of all three DaemonSets have in common. */}}
 
-{{/* (dict "root" $ "facts" $facts "part" .Values.PART) */}}
+{{/* (dict "root" $ "part" .Values.PART "least" whether the pod has the least privileges: it is not the MPS daemon's) */}}
 {{- define "linkwise.pod" -}}
 {{- with .root.Values.priorityClassName }}
 priorityClassName: {{ . }}
@@ -16,7 +16,7 @@ imagePullSecrets:
 hostNetwork: true
 dnsPolicy: ClusterFirstWithHostNet
 {{- end }}
-{{- with .root.Values.podSecurityContext }}
+{{- with include "linkwise.podSecurityContext" . | fromYaml }}
 securityContext:
   {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -24,6 +24,21 @@ serviceAccountName: {{ include "linkwise.fullname" .root }}-service-account
 # Whoever speaks to the API server has the token mounted by name.
 automountServiceAccountToken: false
 enableServiceLinks: false
+{{- end -}}
+
+{{/* (dict "root" $ "least" ...), as above. The SCC of openshift.enabled has these options and no others. */}}
+{{- define "linkwise.podSecurityContext" -}}
+{{- $context := deepCopy (.root.Values.podSecurityContext | default dict) -}}
+{{- if and .least (.root.Values.openshift).enabled -}}
+{{- $context = mergeOverwrite $context (dict "seLinuxOptions" (include "linkwise.seLinuxOptions" . | fromYaml)) -}}
+{{- end -}}
+{{ toYaml $context }}
+{{- end -}}
+
+{{/* The type that may connect to the kubelet, and the level by which the next pod reads the health record (manifests/README.md). */}}
+{{- define "linkwise.seLinuxOptions" -}}
+type: container_device_plugin_t
+level: s0
 {{- end -}}
 
 {{- define "linkwise.scheduling" -}}
@@ -50,10 +65,15 @@ tolerations:
 {{- end -}}
 
 {{/* A change of config.map replaces the pods where it takes effect at the start alone. What does so at once is left out of the
-     checksum: the programs follow their file. */}}
+     checksum: the programs follow their file. (dict "root" $ "container" the program's "least" ...), as above. */}}
 {{- define "linkwise.annotations" -}}
-{{- $annotations := deepCopy (.Values.podAnnotations | default dict) -}}
-{{- with (.Values.config).map -}}
+{{- $annotations := deepCopy (.root.Values.podAnnotations | default dict) -}}
+{{- /* config-manager is in front of it: kubectl exec and logs would go there. */ -}}
+{{- $annotations = merge $annotations (dict "kubectl.kubernetes.io/default-container" .container) -}}
+{{- if and .least (.root.Values.openshift).enabled -}}
+{{- $annotations = merge $annotations (dict "openshift.io/required-scc" (include "linkwise.fullname" .root)) -}}
+{{- end -}}
+{{- with (.root.Values.config).map -}}
 {{- $files := dict -}}
 {{- range $name, $text := . -}}
 {{- $file := omit (fromYaml $text) "sharing" "resources" -}}

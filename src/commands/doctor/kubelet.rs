@@ -151,7 +151,7 @@ async fn plugins(found: &mut Findings, sockets: Vec<PathBuf>) {
 }
 
 /// The resource that a socket of ours is for; of a very long name, what fits into a path.
-fn resource(socket: &str) -> Option<String> {
+pub(in crate::commands) fn resource(socket: &str) -> Option<String> {
     let (resource, _) = socket.strip_prefix(OURS)?.strip_suffix(".sock")?.rsplit_once('-')?;
     Some(resource.replacen('_', "/", 1))
 }

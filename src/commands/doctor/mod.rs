@@ -38,6 +38,7 @@ pub use cluster::{
     ClusterFacts, ClusterQuestions, DraFound, ExtendedResourceFound, NodeFeatureFound, NodeFeatures, PodPolicy,
 };
 pub use events::MissingRights;
+pub(super) use kubelet::resource as resource_of_socket;
 
 /// What is known of the node before the checks.
 struct Node {

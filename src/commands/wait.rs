@@ -1,0 +1,105 @@
+//! `linkwise wait`: waits until linkwise serves this node, as the kubelet sees it from outside of linkwise's pod.
+//!
+//! For `helm test` and for scripts. It needs the kubelet's folders and nothing else: no GPU, no driver, no API server.
+//! It changes nothing.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use tokio::time::{Instant, sleep_until};
+
+use super::doctor::resource_of_socket;
+use super::{Progress, print};
+use crate::config::WaitArgs;
+use crate::dra::is_registration_socket;
+use crate::kubelet::{pod_resources, probe};
+use crate::quote;
+use crate::uds;
+
+/// How long one socket may take to answer.
+const ANSWER: Duration = Duration::from_secs(2);
+/// The time from one look to the next.
+const PAUSE: Duration = Duration::from_millis(500);
+
+/// Runs the command.
+pub async fn wait(args: &WaitArgs) -> Result<()> {
+    let node = quote::one_line(&args.node_name);
+    let _progress = Progress::start("waiting for linkwise and the kubelet");
+    let end = Instant::now() + Duration::from_secs(args.timeout);
+    loop {
+        let next = Instant::now() + PAUSE;
+        match look(args).await {
+            Ok(served) => {
+                let lines: Vec<String> =
+                    served.iter().map(|what| format!("{node}: linkwise serves {what}\n")).collect();
+                return Ok(print(&lines.concat())?);
+            }
+            Err(why) if next >= end => bail!("{node} is not served after {} s: {why}", args.timeout),
+            Err(_) => sleep_until(next).await,
+        }
+    }
+}
+
+/// What linkwise serves to this kubelet, a line for each; else why nothing.
+async fn look(args: &WaitArgs) -> Result<Vec<String>, String> {
+    let folder = args.kubelet_socket.parent().unwrap_or(Path::new("/"));
+    let sockets = sockets(folder).map_err(|error| {
+        format!("{}: {error}; is the kubelet's --root-dir another (kubeletRootDir in the chart)?", folder.display())
+    })?;
+    let mut resources = BTreeSet::new();
+    let mut silent = None;
+    for (name, path) in sockets {
+        let Some(resource) = resource_of_socket(&name) else { continue };
+        match probe(&path, ANSWER).await {
+            Ok(()) => drop(resources.insert(resource)),
+            Err(error) => silent = Some(format!("{name} does not answer: {}", crate::errors::chain(&error))),
+        }
+    }
+    let mut served = claims(&args.dra_registry_dir).await;
+    if resources.is_empty() && served.is_empty() {
+        return Err(silent.unwrap_or_else(|| {
+            "linkwise offers nothing here: it has no pod on this node, has not started yet, or found no GPU that it can \
+             use; the log of its pod on this node says which"
+                .to_owned()
+        }));
+    }
+    let stock = match resources.is_empty() {
+        true => BTreeMap::new(),
+        false => pod_resources::stock(&args.pod_resources_socket).await.ok_or_else(|| {
+            format!("the kubelet does not answer on {} (Kubernetes 1.23 or newer)", args.pod_resources_socket.display())
+        })?,
+    };
+    let mut missing = None;
+    for resource in resources {
+        match stock.get(&resource) {
+            Some(stock) => served.push(format!("{resource}: {} healthy, {} held by pods", stock.devices, stock.held)),
+            None => missing = Some(resource),
+        }
+    }
+    match missing {
+        // All sick, or not yet registered; another resource may well be served.
+        Some(resource) if served.is_empty() => Err(format!(
+            "linkwise runs, and the kubelet has no healthy device of {resource}; `linkwise doctor` in its pod says why"
+        )),
+        _ => Ok(served),
+    }
+}
+
+/// The DRA driver, where one of linkwise's listens.
+async fn claims(folder: &Path) -> Vec<String> {
+    let sockets = sockets(folder).unwrap_or_default().into_iter();
+    for (_, path) in sockets.filter(|(name, _)| is_registration_socket(name)) {
+        if let Ok(Ok(_)) = tokio::time::timeout(ANSWER, uds::connect(&path)).await {
+            return vec!["claims, by its DRA driver".to_owned()];
+        }
+    }
+    Vec::new()
+}
+
+/// The files of a folder by name; those whose names are no text are not linkwise's.
+fn sockets(folder: &Path) -> std::io::Result<BTreeMap<String, PathBuf>> {
+    let entries = std::fs::read_dir(folder)?.flatten();
+    Ok(entries.filter_map(|entry| Some((entry.file_name().into_string().ok()?, entry.path()))).collect())
+}

@@ -1,0 +1,145 @@
+//! What single kinds of clusters want of the chart, and the pod of `helm test`.
+
+use std::fs;
+use std::process::Command;
+
+use serde_json::{Value, json};
+
+use crate::helm::{Helm, POD, daemon_sets, list, object, repository};
+
+const NAME: &str = "nvdp-nvidia-device-plugin";
+
+/// The pod of `helm test`.
+fn test_pod(objects: &[Value]) -> &Value {
+    object(objects, "Pod", &format!("{NAME}-test"))
+}
+
+/// The SCC of the overlay `openshift` and the chart's differ in their names only, and in what a token takes.
+#[test]
+fn openshift_constraints_are_those_of_the_overlay() {
+    let Some(helm) = Helm::found() else { return };
+    let text = fs::read_to_string(repository("manifests/overlays/openshift/scc.yaml")).unwrap();
+    let mut expected: Value = serde_saphyr::from_str(&text).unwrap();
+    for (values, volumes) in [
+        (&["openshift.enabled=true"][..], &["configMap", "emptyDir", "hostPath"][..]),
+        (&["openshift.enabled=true", "gfd.enabled=true"], &["configMap", "emptyDir", "hostPath", "projected"]),
+        (&["openshift.enabled=true", "dra.enabled=true"], &["configMap", "emptyDir", "hostPath", "projected"]),
+    ] {
+        let objects = helm.objects(values);
+        let mut scc = object(&objects, "SecurityContextConstraints", NAME).clone();
+        expected["volumes"] = json!(volumes);
+        expected["metadata"] = scc["metadata"].take();
+        scc["metadata"] = expected["metadata"].clone();
+        assert_eq!(scc, expected, "{values:?}");
+        // From the pods to the constraints.
+        let role = object(&objects, "Role", &format!("{NAME}-scc"));
+        assert_eq!(role["rules"][0]["resourceNames"], json!([NAME]));
+        let binding = object(&objects, "RoleBinding", &format!("{NAME}-scc"));
+        assert_eq!(binding["roleRef"]["name"], role["metadata"]["name"]);
+        let account = &binding["subjects"][0]["name"];
+        let options = &scc["seLinuxContext"]["seLinuxOptions"];
+        let pods = daemon_sets(&objects).map(|set| (&set["metadata"]["name"], &set["spec"]["template"]));
+        let pods = pods.chain([(&Value::Null, test_pod(&objects))]);
+        for (name, pod) in pods.filter(|(name, _)| !name.as_str().unwrap_or("").ends_with("mps-control-daemon")) {
+            assert_eq!(pod["metadata"]["annotations"]["openshift.io/required-scc"], NAME, "{name}");
+            assert_eq!(&pod["spec"]["securityContext"]["seLinuxOptions"], options, "{name}");
+            assert_eq!(&pod["spec"]["serviceAccountName"], account, "{name}");
+            let kinds = list(pod, "/spec/volumes").into_iter().flat_map(|volume| volume.as_object().unwrap().keys());
+            for kind in kinds.filter(|kind| *kind != "name") {
+                assert!(volumes.contains(&kind.as_str()), "{values:?}: {name}: {kind}");
+            }
+        }
+        // A privileged container has a type of its own.
+        let daemon = object(&objects, "DaemonSet", &format!("{NAME}-mps-control-daemon"));
+        assert_eq!(daemon.pointer(&format!("{POD}/securityContext/seLinuxOptions")), None);
+    }
+}
+
+#[test]
+fn quota_admits_the_priority_of_the_pods() {
+    let Some(helm) = Helm::found() else { return };
+    let objects = helm.objects(&["resourceQuota.enabled=true", "priorityClassName=system-cluster-critical"]);
+    let quota = object(&objects, "ResourceQuota", &format!("{NAME}-priority"));
+    let scope = &quota["spec"]["scopeSelector"]["matchExpressions"][0];
+    for set in daemon_sets(&objects) {
+        assert_eq!(set["metadata"]["namespace"], quota["metadata"]["namespace"]);
+        assert_eq!(json!([set.pointer(&format!("{POD}/priorityClassName"))]), scope["values"]);
+    }
+}
+
+/// `kubectl exec POD -- linkwise doctor` goes to the program, whatever stands beside it in the pod.
+#[test]
+fn kubectl_exec_goes_to_the_program() {
+    let Some(helm) = Helm::found() else { return };
+    for values in [&["gfd.enabled=true"][..], &["config.name=x", "devicePlugin.standby=true", "gfd.enabled=true"]] {
+        for set in daemon_sets(&helm.objects(values)) {
+            let annotation = "/spec/template/metadata/annotations/kubectl.kubernetes.io~1default-container";
+            let name = set.pointer(annotation).and_then(Value::as_str).unwrap();
+            let all = list(set, &format!("{POD}/containers"));
+            assert!(name.ends_with("-ctr") && all.iter().any(|container| container["name"] == name), "{name}");
+        }
+    }
+}
+
+#[test]
+fn test_pod_has_the_least_privileges() {
+    let Some(helm) = Helm::found() else { return };
+    for values in [&[][..], &["migStrategy=mixed"], &["securityContext.privileged=true"], &["dra.enabled=true"]] {
+        let objects = helm.objects(values);
+        let pod = test_pod(&objects);
+        let least = json!({
+            "allowPrivilegeEscalation": false,
+            "readOnlyRootFilesystem": true,
+            "capabilities": {"drop": ["ALL"]},
+        });
+        assert_eq!(pod["spec"]["containers"][0]["securityContext"], least, "{values:?}");
+        assert_eq!(pod["spec"]["automountServiceAccountToken"], false);
+        let mounts = list(pod, "/spec/containers/0/volumeMounts");
+        assert!(mounts.iter().all(|mount| mount["readOnly"] == true), "{mounts:?}");
+        let kinds: Vec<&Value> = list(pod, "/spec/volumes").iter().map(|volume| &volume["hostPath"]["type"]).collect();
+        assert!(kinds.iter().all(|kind| **kind == "Directory"), "the test makes no folder of the host: {kinds:?}");
+    }
+}
+
+/// Its controller would adopt it, and delete it or count it.
+#[test]
+fn test_pod_belongs_to_no_daemonset() {
+    let Some(helm) = Helm::found() else { return };
+    for values in [&["gfd.enabled=true"][..], &["selectorLabelsOverride.app=gpu"]] {
+        let objects = helm.objects(values);
+        let labels = test_pod(&objects)["metadata"]["labels"].as_object().unwrap();
+        for set in daemon_sets(&objects) {
+            let selector = set["spec"]["selector"]["matchLabels"].as_object().unwrap();
+            let selected = selector.iter().all(|(key, value)| labels.get(key) == Some(value));
+            assert!(!selected, "{values:?}: {}", set["metadata"]["name"]);
+        }
+        assert_eq!(test_pod(&objects)["metadata"]["annotations"]["helm.sh/hook"], "test");
+    }
+    let none = helm.objects(&["devicePlugin.enabled=false", "gfd.enabled=true"]);
+    assert!(none.iter().all(|object| object["kind"] != "Pod"));
+}
+
+/// The pod ends before helm does (5 minutes), the command before the pod; and it looks where the pod has the folders.
+#[test]
+fn test_pod_runs_a_command_that_ends() {
+    let Some(helm) = Helm::found() else { return };
+    let objects = helm.objects(&["dra.enabled=true", "kubeletRootDir=/var/lib/k0s/kubelet"]);
+    let pod = test_pod(&objects);
+    let command: Vec<&str> =
+        list(pod, "/spec/containers/0/command").into_iter().map(|word| word.as_str().unwrap()).collect();
+    let [program, subcommand, "--timeout", seconds] = command[..] else { panic!("{command:?}") };
+    assert_eq!((program, subcommand), ("linkwise", "wait"));
+    let deadline = pod["spec"]["activeDeadlineSeconds"].as_u64().unwrap();
+    assert!(seconds.parse::<u64>().unwrap() < deadline && deadline < 300);
+    let help = Command::new(env!("CARGO_BIN_EXE_linkwise")).args([subcommand, "--help"]).output().unwrap();
+    let help = String::from_utf8(help.stdout).unwrap().split_whitespace().collect::<Vec<_>>().join(" ");
+    let mounts = list(pod, "/spec/containers/0/volumeMounts");
+    assert_eq!(mounts.len(), 3);
+    for mount in mounts {
+        let path = mount["mountPath"].as_str().unwrap();
+        assert!(help.contains(&format!("[default: {path}")), "{path} is no default in {help}");
+        let host = list(pod, "/spec/volumes").into_iter().find(|volume| volume["name"] == mount["name"]).unwrap();
+        let host = host["hostPath"]["path"].as_str().unwrap();
+        assert_eq!(host.replace("/var/lib/k0s/kubelet", "/var/lib/kubelet"), path);
+    }
+}

@@ -1,0 +1,65 @@
+//! The notes after `helm install`: their commands name what the release has.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use crate::cluster::wrong_names;
+use crate::helm::{Helm, repository};
+use crate::page::commands;
+
+/// A copy of the chart in which the notes are an object: `helm template` leaves them out.
+fn with_notes() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let copied = Command::new("cp").arg("-r").arg(repository("charts/linkwise/.")).arg(folder.path()).status();
+    assert!(copied.unwrap().success());
+    let templates = folder.path().join("templates");
+    fs::rename(templates.join("NOTES.txt"), folder.path().join("notes.tpl")).unwrap();
+    let object = "kind: Notes\nmetadata: {name: notes}\ntext: {{ tpl (.Files.Get \"notes.tpl\") . | toJson }}\n";
+    fs::write(templates.join("notes.yaml"), object).unwrap();
+    folder
+}
+
+/// The notes of a release, with the objects beside them.
+fn notes(helm: &Helm, chart: &Path, release: &str, flags: &[&str]) -> (String, Vec<serde_json::Value>) {
+    let flags: Vec<String> = flags.iter().map(|flag| (*flag).to_owned()).collect();
+    let objects = helm.of_chart(chart, release, &flags, chart).unwrap();
+    let text = objects.iter().find(|object| object["kind"] == "Notes").unwrap()["text"].as_str().unwrap().to_owned();
+    (text, objects)
+}
+
+#[test]
+fn commands_of_the_notes_name_what_is_installed() {
+    let Some(helm) = Helm::found() else { return };
+    let chart = with_notes();
+    for (release, flags) in [
+        ("linkwise", &["-n", "linkwise"][..]),
+        ("nvdp", &["-n", "gpu", "--set", "namespaceOverride=elsewhere,dra.enabled=true"]),
+        ("nvdp", &["-n", "gpu", "--set", "fullnameOverride=plugin,config.name=x,gfd.enabled=true"]),
+    ] {
+        let (text, objects) = notes(&helm, chart.path(), release, flags);
+        // Two spaces are the notes' indentation; the command that installs NFD has none.
+        let blocks: String = text
+            .lines()
+            .map(|line| if line.starts_with("  ") { format!("  {line}\n") } else { format!("\n{line}\n\n") })
+            .collect();
+        let commands = commands("NOTES.txt", &blocks);
+        let verbs = ["helm test", "get pods", "exec", "describe", "label namespace"];
+        for verb in verbs {
+            assert!(commands.iter().any(|typed| typed.text.contains(verb)), "no {verb} in\n{text}");
+        }
+        for typed in commands {
+            let words = typed.parts().remove(0);
+            assert_eq!(wrong_names(&words, &objects), Ok(()), "{release}: {}", typed.text);
+        }
+    }
+}
+
+#[test]
+fn notes_without_the_plugin_have_no_test() {
+    let Some(helm) = Helm::found() else { return };
+    let chart = with_notes();
+    let (text, _) =
+        notes(&helm, chart.path(), "a", &["-n", "b", "--set", "devicePlugin.enabled=false,gfd.enabled=true"]);
+    assert!(!text.contains("helm test") && text.contains("helm install nfd"), "{text}");
+}

@@ -1,0 +1,111 @@
+//! `linkwise wait` from beside a running linkwise, as the chart's test pod calls it: what it says of a node that is
+//! served, and why one is not.
+
+use std::os::unix::net::UnixListener;
+
+use linkwise_kubelet_box::{KubeletBox, Pod};
+use tokio::process::Command;
+use tokio::time::timeout;
+
+use crate::node::{GPU, LIMIT, Setup, machine, registered};
+
+/// The command on this machine, for so many seconds at most.
+fn command(setup: &Setup, seconds: u32) -> Command {
+    let mut command = Command::new(&setup.program);
+    // As in the test pod: no driver, no machine, no admin socket.
+    command.env_clear().arg("wait").arg("--kubelet-socket").arg(&setup.kubelet_socket);
+    command.arg("--pod-resources-socket").arg(setup.pod_resources());
+    command.arg("--dra-registry-dir").arg(setup.at("registry"));
+    command.args(["--timeout", &seconds.to_string()]).env("NODE_NAME", "gpu-1").kill_on_drop(true);
+    command
+}
+
+/// Its exit code, what it prints and what it complains of.
+async fn ended(mut command: Command) -> (Option<i32>, String, String) {
+    let output = timeout(LIMIT, command.output()).await.expect("it ends in time").unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+/// It ends with code 1 after the shortest time, and says this.
+async fn fails(setup: &Setup, words: &[&str]) {
+    let (code, _, text) = ended(command(setup, 1)).await;
+    assert_eq!(code, Some(1), "{text}");
+    for word in [&["gpu-1 is not served after 1 s"], words].concat() {
+        assert!(text.contains(word), "{word:?} is not in {text}");
+    }
+}
+
+async fn succeeds(setup: &Setup, answer: &str) {
+    assert_eq!(ended(command(setup, 60)).await, (Some(0), answer.to_owned(), String::new()));
+}
+
+#[tokio::test]
+async fn served_node_answers_with_its_devices() {
+    let (node, kubelet) = Setup::on("dgx1-v100").serve(8).await;
+    succeeds(&node.setup, "gpu-1: linkwise serves nvidia.com/gpu: 8 healthy, 0 held by pods\n").await;
+    // No GPU has to be free.
+    kubelet.admit(&Pod::single("all", GPU, 8), None).await.unwrap();
+    succeeds(&node.setup, "gpu-1: linkwise serves nvidia.com/gpu: 8 healthy, 8 held by pods\n").await;
+}
+
+#[tokio::test]
+async fn wait_outlasts_a_late_start() {
+    let setup = Setup::on("dgx1-v100");
+    let kubelet = setup.kubelet();
+    let waiting = tokio::spawn(ended(command(&setup, 60)));
+    let _node = setup.start().await;
+    registered(&kubelet, 1, 8).await;
+    let (code, text, _) = waiting.await.unwrap();
+    assert_eq!((code, text.contains("nvidia.com/gpu: 8 healthy")), (Some(0), true), "{text}");
+}
+
+#[tokio::test]
+async fn unserved_node_fails_with_its_cause() {
+    let setup = Setup::on("dgx1-v100");
+    fails(&setup, &["No such file", "--root-dir", "kubeletRootDir"]).await;
+    let _kubelet = setup.kubelet();
+    fails(&setup, &["linkwise offers nothing here", "no pod on this node", "no GPU"]).await;
+    // What a pod that was killed leaves.
+    drop(UnixListener::bind(setup.kubelet_socket.with_file_name("linkwise-nvidia.com_gpu-1.sock")).unwrap());
+    fails(&setup, &["linkwise-nvidia.com_gpu-1.sock does not answer"]).await;
+}
+
+#[tokio::test]
+async fn node_without_gpus_is_not_served() {
+    let setup = Setup::with("version: 1\nname: none\nobserved: {gpus: []}\n");
+    let _kubelet: KubeletBox = setup.kubelet();
+    let node = setup.start().await;
+    node.ready(200, "").await;
+    fails(&node.setup, &["linkwise offers nothing here", "no GPU"]).await;
+}
+
+#[tokio::test]
+async fn sick_gpus_are_not_served() {
+    let (node, kubelet) = Setup::with(&machine(&[("GPU-a", "0000:01:00.0", "")])).serve(1).await;
+    node.setup.tell("xid 0 79");
+    kubelet.wait(|state| state.resources[GPU].unhealthy.len() == 1).await.unwrap();
+    fails(&node.setup, &["no healthy device of nvidia.com/gpu", "linkwise doctor"]).await;
+}
+
+#[tokio::test]
+async fn silent_kubelet_is_named() {
+    let setup = Setup::on("dgx1-v100");
+    let kubelet = setup.kubelet_with(|options| options.pod_resources = None);
+    let node = setup.start().await;
+    registered(&kubelet, 1, 8).await;
+    fails(&node.setup, &["the kubelet does not answer on", "1.23"]).await;
+}
+
+/// A node whose GPUs all go through DRA has no resource of the device plugin.
+#[tokio::test]
+async fn listening_dra_driver_counts() {
+    let setup = Setup::on("dgx1-v100");
+    let _kubelet = setup.kubelet();
+    std::fs::create_dir(setup.at("registry")).unwrap();
+    let socket = setup.at("registry/linkwise-00000001@gpu.nvidia.com-reg.sock");
+    let driver = UnixListener::bind(&socket).unwrap();
+    succeeds(&setup, "gpu-1: linkwise serves claims, by its DRA driver\n").await;
+    drop(driver);
+    fails(&setup, &["linkwise offers nothing here"]).await;
+}
