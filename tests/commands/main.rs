@@ -55,7 +55,7 @@ fn is_run(typed: &Typed) -> bool {
 }
 
 /// What `.ci/run` makes.
-const CI: [&str; 2] = ["tools", "test"];
+const CI: [&str; 3] = ["tools", "test", "test-image"];
 /// Whose command a test below runs.
 const RUN_HERE: [&str; 1] = ["demo"];
 
