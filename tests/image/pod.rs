@@ -45,10 +45,10 @@ pub struct Pod {
 }
 
 impl Pod {
-    /// Starts the pod that this DaemonSet has on the node, and runs its init containers. It panics with the log of one that
-    /// fails.
+    /// Starts this pod, or the one that this DaemonSet has on the node, and runs its init containers. It panics with the log of
+    /// one that fails.
     pub async fn start(node: &Node, objects: &[Value], set: &Value) -> Self {
-        let (spec, name) = (set.pointer(POD).expect("it has pods"), set["metadata"]["name"].as_str().unwrap());
+        let (spec, name) = (set.pointer(POD).unwrap_or(&set["spec"]), set["metadata"]["name"].as_str().unwrap());
         let folder = node.folder_for(name);
         let volumes = volumes(node, objects, &folder.join("volumes"), &list(spec, "/volumes"));
         let maker = Maker { node, set, spec, volumes };

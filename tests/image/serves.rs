@@ -4,7 +4,9 @@ use linkwise_api_server_box::ResourceType;
 use linkwise_kubelet_box::{Place, Pod as Workload};
 use serde_json::json;
 
+use crate::helm::object;
 use crate::node::{GPU, NODE, Node, PLUGIN, PLUGIN_CONTAINER, succeeds, until};
+use crate::pod::Pod;
 
 #[tokio::test]
 async fn plugin_registers_and_allocates() {
@@ -118,4 +120,17 @@ async fn container_has_the_rights_of_the_chart_and_no_more() {
         assert_eq!(limit, 128 << 20);
     }
     pod.stop().await;
+}
+
+#[tokio::test]
+async fn helm_test_says_whether_the_node_serves() {
+    let node = Node::start("dgx1-v100").await;
+    for values in [&[][..], &["dra.enabled=true"]] {
+        let objects = node.render(values);
+        let pod = node.deploy(PLUGIN, values).await;
+        let mut test = Pod::start(&node, &objects, object(&objects, "Pod", "nvdp-nvidia-device-plugin-test")).await;
+        let status = test.containers[0].end().await;
+        assert!(status.success(), "{}\n{}", test.logs(), pod.logs());
+        pod.stop().await;
+    }
 }
