@@ -6,6 +6,7 @@ use std::fmt;
 use serde::Serialize;
 
 use crate::publish::placement::{Allocation, Outlook};
+use crate::state::Availability;
 
 /// The whole state, for a person or a script.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -77,8 +78,15 @@ pub struct GpuState {
     pub door: Option<&'static str>,
     /// Whether it may be allocated.
     pub healthy: bool,
+    /// Who can have it now: `held`, `free`, `mig`, `unhealthy`, `unknown`.
+    #[serde(serialize_with = "label")]
+    pub availability: Availability,
     /// Why it is unhealthy, in the order in which the reasons began.
     pub reasons: Vec<ReasonState>,
+}
+
+fn label<S: serde::Serializer>(availability: &Availability, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(availability.label())
 }
 
 /// One reason for which a GPU is unhealthy.

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::admin::state::{AllocationState, GpuState, OutlookState, PartState, ReasonState};
+use crate::state::Availability;
 
 /// Names that mean something to HTML, to SVG or to a browser.
 const HOSTILE: [&str; 5] = [
@@ -41,6 +42,11 @@ fn view(pods: [&str; 2], reason: &str) -> View {
         model: gpu.model.clone(),
         door: None,
         healthy: at != 5,
+        availability: match at {
+            0..=3 => Availability::Held,
+            5 => Availability::Unhealthy,
+            _ => Availability::Free,
+        },
         reasons: sick(at),
     });
     let part = PartState { phase: "waiting", ready: false, trouble: Some(reason.to_owned()) };

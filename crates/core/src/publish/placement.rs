@@ -8,7 +8,7 @@ use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
 use crate::allocation::{AllocationTables, GpuSet};
-use crate::state::{ContainerName, Door, FreeThen, NodeState, gpu_of};
+use crate::state::{Availability, ContainerName, Door, FreeThen, NodeState, gpu_of};
 use crate::topology::{GpuUuid, NumaNodeId};
 
 /// What is placed on a node, and what could be.
@@ -21,6 +21,8 @@ pub struct Placements {
     /// How many GPUs a request can have whole now, by NUMA node (`None`: unknown), 0 included. Empty where it is not
     /// known who holds what.
     pub free: BTreeMap<Option<NumaNodeId>, usize>,
+    /// How many GPUs there are of each availability, 0 included: together all of [`NodeState::gpus`].
+    pub gpus: BTreeMap<Availability, usize>,
 }
 
 /// The GPUs of one container, of one resource or one DRA driver.
@@ -94,6 +96,7 @@ impl Placements {
             allocations: reader.allocations(&mut best),
             outlook: reader.outlook(free.as_deref().unwrap_or_default(), &mut best),
             free: free.map(|free| reader.by_numa_node(&free)).unwrap_or_default(),
+            gpus: reader.by_availability(),
         }
     }
 
@@ -233,6 +236,14 @@ impl Reader<'_> {
             *nodes.entry(gpu.numa).or_default() += usize::from(free.contains(place));
         }
         nodes
+    }
+
+    fn by_availability(&self) -> BTreeMap<Availability, usize> {
+        let mut gpus: BTreeMap<_, usize> = Availability::ALL.map(|availability| (availability, 0)).into();
+        for status in self.state.gpus() {
+            *gpus.entry(status.availability).or_default() += 1;
+        }
+        gpus
     }
 
     fn uuids(&self, set: GpuSet) -> Vec<GpuUuid> {
