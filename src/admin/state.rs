@@ -118,8 +118,10 @@ pub struct AllocationState {
     pub door: &'static str,
     /// The UUIDs of the GPUs, in the order of their PCI addresses.
     pub gpus: Vec<String>,
-    /// What no all-reduce over them can beat.
+    /// Their ring bandwidth by NCCL's model.
     pub collective: Option<u64>,
+    /// Their bus bandwidth with NVLink SHARP by the same; null without it.
+    pub nvls: Option<u64>,
     /// The most that so many GPUs of this machine have.
     pub best: Option<u64>,
     /// The most that so many GPUs had that were free when these were given.
@@ -135,6 +137,8 @@ pub struct OutlookState {
     pub size: usize,
     /// The collective of the GPUs that it would get.
     pub collective: Option<u64>,
+    /// Their bus bandwidth with NVLink SHARP; null without it.
+    pub nvls: Option<u64>,
     /// The most that so many GPUs of this machine have.
     pub best: Option<u64>,
     /// The UUIDs of these GPUs, in the order of their PCI addresses.
@@ -152,6 +156,7 @@ impl From<&Allocation> for AllocationState {
             door: allocation.door.label(),
             gpus: allocation.gpus.iter().map(ToString::to_string).collect(),
             collective: allocation.collective,
+            nvls: allocation.nvls,
             best: allocation.best,
             best_at_admission: allocation.best_at_admission,
             why: allocation.why.iter().map(|why| why.label()).collect(),
@@ -162,6 +167,6 @@ impl From<&Allocation> for AllocationState {
 impl From<&Outlook> for OutlookState {
     fn from(outlook: &Outlook) -> Self {
         let gpus = outlook.gpus.iter().map(ToString::to_string).collect();
-        Self { size: outlook.size, collective: outlook.collective, best: outlook.best, gpus }
+        Self { size: outlook.size, collective: outlook.collective, nvls: outlook.nvls, best: outlook.best, gpus }
     }
 }

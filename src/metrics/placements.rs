@@ -159,8 +159,13 @@ impl Collector for Series {
         gauges(&mut encoder, ("allocation_info", help), gpus)?;
 
         let collectives = allocations.iter().filter_map(|one| Some((labels(one), one.collective?)));
-        let help = "What no all-reduce over the container's GPUs can beat";
+        let help = "The ring bandwidth of the container's GPUs, by NCCL's model";
         gauges(&mut encoder, ("allocation_collective_megabytes_per_second", help), collectives)?;
+
+        let nvls = allocations.iter().filter_map(|one| Some((labels(one), one.nvls?)));
+        let help =
+            "The bus bandwidth of an all-reduce over them with NVLink SHARP, by NCCL's model; no series without it";
+        gauges(&mut encoder, ("allocation_nvls_megabytes_per_second", help), nvls)?;
 
         let quality = |of: fn(&Allocation) -> Option<u64>| {
             allocations.iter().filter_map(move |one| Some((labels(one), ratio(one.collective?, of(one)?))))

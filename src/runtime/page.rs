@@ -129,6 +129,7 @@ impl Pages {
                         door: Door::Plugin.label(),
                         gpus: gone.into_iter().collect(),
                         collective: None,
+                        nvls: None,
                         best: None,
                         best_at_admission: None,
                         why: Vec::new(),

@@ -137,6 +137,7 @@ mod tests {
             door: "plugin",
             gpus: Vec::new(),
             collective: None,
+            nvls: None,
             best: None,
             best_at_admission: None,
             why: Vec::new(),

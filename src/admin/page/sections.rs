@@ -280,6 +280,13 @@ fn share(html: &mut Html, value: u64, best: Option<u64>) {
     html.raw("<rect class=\"part-of\" width=\"").number(share).raw("\" height=\"6\"/></svg>");
 }
 
+/// What an all-reduce with NVLink SHARP reaches beside rings, where there is NVLink SHARP.
+fn with_nvls(html: &mut Html, nvls: Option<u64>, rings: u64) -> &mut Html {
+    let Some(nvls) = nvls else { return html };
+    html.raw("<div class=\"soft\">NVLink SHARP ").text(&rate(nvls));
+    html.raw(if nvls > rings { "</div>" } else { ": rings are faster</div>" })
+}
+
 /// What requests would get now.
 pub(super) fn outlook(html: &mut Html, view: &View) {
     html.raw("<section class=\"card\" id=\"outlook\" data-part aria-labelledby=\"outlook-name\">");
@@ -295,7 +302,7 @@ pub(super) fn outlook(html: &mut Html, view: &View) {
     let indices: BTreeMap<&str, u32> = view.state.gpus.iter().map(|gpu| (gpu.uuid.as_str(), gpu.index)).collect();
     html.raw("<ul class=\"sizes\">");
     html.each(outlooks, |html, outlook| {
-        let OutlookState { size, collective, best, gpus } = outlook;
+        let OutlookState { size, collective, nvls, best, gpus } = outlook;
         html.raw("<li data-size=\"").text(&size.to_string()).raw("\"><b>").text(&count(*size, "GPU")).raw("</b><div>");
         if gpus.is_empty() {
             html.raw("<span class=\"tag warn\">cannot be met</span></div></li>");
@@ -305,6 +312,7 @@ pub(super) fn outlook(html: &mut Html, view: &View) {
         html.text(&named);
         if let Some(collective) = collective {
             html.raw(", <span class=\"rate\">").text(&rate(*collective)).raw("</span>");
+            with_nvls(html, *nvls, *collective);
             if let Some(share) = best.and_then(|best| percent(*collective, best)) {
                 html.raw("<div class=\"soft\">");
                 if share == 100 {
@@ -419,7 +427,10 @@ fn row(html: &mut Html, slot: Slot, held: &AllocationState, gpus: &Gpus<'_>) {
     cell(html, "GPUs", |html| gpu_list(html, &held.gpus, gpus));
     cell(html, "Together", |html| {
         match held.collective {
-            Some(collective) => html.raw("<span class=\"rate\">").text(&rate(collective)).raw("</span>"),
+            Some(collective) => {
+                html.raw("<span class=\"rate\">").text(&rate(collective)).raw("</span>");
+                with_nvls(html, held.nvls, collective)
+            }
             None => html.raw("<span class=\"soft\">–</span>"),
         };
     });

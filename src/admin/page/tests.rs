@@ -27,6 +27,7 @@ fn view(pods: [&str; 2], reason: &str) -> View {
         door: "plugin",
         gpus: gpus.map(uuid).into(),
         collective: Some(20_000),
+        nvls: Some(35_500),
         best: Some(40_000),
         best_at_admission: Some(20_000),
         why: vec!["fragmented"],
@@ -56,8 +57,14 @@ fn view(pods: [&str; 2], reason: &str) -> View {
         gpus: gpus.collect(),
         allocations: Some(pods.into_iter().zip([[0, 1], [2, 3]]).map(|(pod, gpus)| allocation(pod, gpus)).collect()),
         outlook: Some(vec![
-            OutlookState { size: 2, collective: Some(20_000), best: Some(40_000), gpus: vec![uuid(4), uuid(6)] },
-            OutlookState { size: 8, collective: None, best: Some(120_000), gpus: Vec::new() },
+            OutlookState {
+                size: 2,
+                collective: Some(20_000),
+                nvls: None,
+                best: Some(40_000),
+                gpus: vec![uuid(4), uuid(6)],
+            },
+            OutlookState { size: 8, collective: None, nvls: None, best: Some(120_000), gpus: Vec::new() },
         ]),
         warnings: vec![reason.to_owned()],
         ..State::default()
@@ -114,6 +121,7 @@ fn page_says_what_holds_and_hurts() {
         "2023-11-14 22:13:20 UTC",
         ">A train-a</text>",
         "20.0 GB/s",
+        "NVLink SHARP 35.5 GB/s",
         "50 %",
         "other pods held better GPUs",
         "cannot be met",

@@ -36,9 +36,11 @@ pub struct Allocation {
     pub door: Door,
     /// The GPUs that it has, or has slots or MIG devices of, in the order of their PCI addresses.
     pub gpus: Vec<GpuUuid>,
-    /// What no all-reduce over these GPUs can beat, MB/s. `None` for fewer than two GPUs, with a MIG device among them, and
-    /// where the container holds something that this node does not know.
+    /// The ring bandwidth of these GPUs by NCCL's model, MB/s. `None` for fewer than two GPUs, with a MIG device among
+    /// them, and where the container holds something that this node does not know.
     pub collective: Option<u64>,
+    /// The bus bandwidth of an all-reduce with NVLink SHARP by the same, MB/s; `None` without, and without a collective.
+    pub nvls: Option<u64>,
     /// The most that so many GPUs of this machine have, MB/s; `None` without a collective.
     pub best: Option<u64>,
     /// The most that so many of the GPUs had that were free when these were given, MB/s; `None` where that is not known.
@@ -79,6 +81,8 @@ pub struct Outlook {
     pub size: usize,
     /// The collective of the best of them, MB/s; `None` for one GPU, and where no request for so many can be met.
     pub collective: Option<u64>,
+    /// The bus bandwidth of them with NVLink SHARP, MB/s; `None` without.
+    pub nvls: Option<u64>,
     /// The most that so many GPUs of this machine have, MB/s; `None` for one GPU.
     pub best: Option<u64>,
     /// The best of them, in the order of their PCI addresses; empty where no request for so many can be met.
@@ -200,6 +204,7 @@ impl Reader<'_> {
             door,
             gpus: self.uuids(held.places),
             collective,
+            nvls: collective.and_then(|_| self.state.topology().nvls(held.places.places())),
             best,
             best_at_admission: then.map(|then| then.free),
             why: why.map(|((collective, best), then)| shortfalls(door, collective, best, then)).unwrap_or_default(),
@@ -216,7 +221,8 @@ impl Reader<'_> {
                 .max_by(|a, b| self.tables.collective(*a).cmp(&self.tables.collective(*b)).then_with(|| a.by_list(*b)));
             let set = set.unwrap_or_default();
             let (collective, best) = (self.tables.collective(set), self.best(size, best));
-            Outlook { size, collective, best, gpus: self.uuids(set) }
+            let nvls = self.state.topology().nvls(set.places());
+            Outlook { size, collective, nvls, best, gpus: self.uuids(set) }
         };
         sizes.map(at_size).collect()
     }
