@@ -2,14 +2,17 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 
-use std::process::Command;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
+use std::time::Duration;
 
 use clap::Parser;
 use linkwise::config::{Cli, Command as Linkwise, DemoArgs};
 use linkwise::machines::{self, Machine};
 use linkwise::topology::{HostObservation, NodeObservation, NumaNodeId, NumaNodeObservation};
 use linkwise_kubelet_box::TopologyManager;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const POLICIES: [&str; 4] = ["none", "best-effort", "restricted", "single-numa-node"];
 const SCOPES: [&str; 2] = ["container", "pod"];
@@ -134,4 +137,68 @@ fn piped_demo_prints_plain_lines_of_100_columns() {
             assert!(line.chars().count() <= 100, "{}: {line}", machine.name);
         }
     }
+}
+
+/// A process that ends with its test.
+struct Ends(Child);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+async fn get(address: &str, path: &str) -> String {
+    let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+    let request = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    answer
+}
+
+/// Asks until the answer has all of these.
+async fn shows(address: &str, path: &str, wanted: &[&str]) -> String {
+    let mut again = tokio::time::interval(Duration::from_millis(100));
+    let mut last = String::new();
+    let asking = async {
+        loop {
+            again.tick().await;
+            last = get(address, path).await;
+            if wanted.iter().all(|words| last.contains(words)) {
+                return last.clone();
+            }
+        }
+    };
+    let shown = tokio::time::timeout(Duration::from_secs(60), asking).await.ok();
+    shown.unwrap_or_else(|| panic!("{path} has not all of {wanted:?}:\n{last}"))
+}
+
+#[tokio::test]
+async fn held_demo_shows_free_gpus_after_its_last_pod() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_linkwise"));
+    command.args(["demo", "--hold", "--machine", "dgx-h100", "--metrics-address", "127.0.0.1:0"]);
+    let mut demo = Ends(command.stdout(Stdio::piped()).spawn().unwrap());
+    let mut printed = BufReader::new(demo.0.stdout.take().unwrap()).lines().map_while(Result::ok);
+    let page = printed.find_map(|line| line.strip_prefix("The node's page: http://").map(str::to_owned)).unwrap();
+    let address = page.trim_end_matches('/');
+    assert!(printed.any(|line| line.starts_with("Serving until interrupted")), "the last pod has ended");
+    // One GPU has failed; no pod holds any, though the kubelet's lists may have missed all of them.
+    let counts = ["held\"} 0", "free\"} 7", "mig\"} 0", "unhealthy\"} 1", "unknown\"} 0"];
+    let counts = counts.map(|count| format!("linkwise_gpus_by_availability{{availability=\"{count}"));
+    let metrics = shows(address, "/metrics", &counts.each_ref().map(String::as_str)).await;
+    let by_node = metrics.lines().filter(|line| line.starts_with("linkwise_free_gpus{"));
+    assert_eq!(by_node.map(|line| line.split(' ').nth(1).unwrap().parse::<u32>().unwrap()).sum::<u32>(), 7);
+    for size in [2, 4] {
+        assert!(metrics.contains(&format!("linkwise_free_collective_megabytes_per_second{{size=\"{size}\"}}")));
+    }
+    let tiles = ["<dt>Held</dt><dd>0</dd>", "<dt>Free</dt><dd>7</dd>", "<dt>Unhealthy</dt><dd>1</dd>"];
+    let page = shows(address, "/", &tiles).await;
+    let met = |size: &str| {
+        let of_size = page.split(&format!("data-size=\"{size}\"")).nth(1).unwrap();
+        !of_size.split("</li>").next().unwrap().contains("cannot be met")
+    };
+    assert_eq!(["1", "2", "4", "8"].map(met), [true, true, true, false], "{page}");
+    assert!(page.contains("8 GPUs: 0 held, 7 free, 1 unhealthy."), "{page}");
 }

@@ -17,7 +17,7 @@ use linkwise::state::{
     ClaimedDevice, ContainerHoldings, ContainerName, Door, DraGpus, Event, HealthRecord, Holdings, NAMES_KEPT,
     NodeState, PreparedClaim, ResourceName, ResourcePlan,
 };
-use linkwise::topology::GpuUuid;
+use linkwise::topology::{GpuUuid, MigObservation, NodeTopology};
 use oracle::{Oracle, Set, places, subsets};
 
 const NOW: Duration = Duration::from_secs(1_700_000_000);
@@ -376,4 +376,63 @@ fn claim_is_compared_with_what_was_free_when_prepared() {
     let kept = list(&kept, &[("far", &[0, 5])]);
     assert_eq!(of(&Placements::of(&kept).allocations, "far").why, [Shortfall::Scheduler]);
     assert!(after(&state, Event::Prepared(Vec::new())).record().claim_admissions.is_empty());
+}
+
+#[test]
+fn nvlink_sharp_is_there_behind_nvswitches_since_hopper() {
+    for (machine, all) in [
+        ("dgx-h100", Some(490_280)),
+        ("hgx-h200", Some(490_280)),
+        ("aws-p5", Some(490_280)),
+        ("hgx-b200", Some(830_872)),
+        ("gb200-nvl72-node", Some(640_958)),
+        ("dgx-a100", None),
+        ("dgx2-v100", None),
+        ("dgx1-v100", None),
+        ("workstation-a6000", None),
+    ] {
+        let free = unheld(machine);
+        let gpus = free.topology().gpus().len();
+        let shown = Placements::of(&free).outlook;
+        let most = shown.iter().rfind(|outlook| outlook.size == gpus).unwrap();
+        assert_eq!((most.nvls, shown[0].nvls), (all, None), "{machine}");
+        let held = after(&free, held(&free, &[(1 << gpus) - 1]));
+        let allocation = of(&Placements::of(&held).allocations, "pod-0");
+        assert_eq!((allocation.nvls, allocation.collective), (all, most.collective), "{machine}");
+        assert!(all.is_none() || free.topology().nvls([0].into_iter()).is_none(), "one GPU");
+    }
+    let mut seen = machines::load("dgx-h100").unwrap().observed;
+    seen.gpus[3].mig = Some(MigObservation { enabled: true, profiles: Vec::new(), devices: Vec::new() });
+    let (topology, _) = NodeTopology::assemble(&seen);
+    assert_eq!(topology.nvls(0..8), None, "a GPU in MIG mode");
+    assert_eq!((topology.nvls(0..3), topology.nvls([0, 99].into_iter())), (Some(315_180), None));
+}
+
+#[test]
+fn nvlink_sharp_orders_sets_as_rings_do() {
+    for machine in ["dgx-h100", "hgx-b200"] {
+        let mut seen = machines::load(machine).unwrap().observed;
+        for (gpu, links) in [(1, 9), (4, 17), (6, 9)] {
+            let groups = seen.gpus[gpu].nvlinks.as_mut().unwrap();
+            let mut left = links;
+            for group in groups {
+                group.links.truncate(left);
+                left -= group.links.len();
+            }
+        }
+        let state = after(&NodeState::default(), Event::Observed(Box::new(seen)));
+        let (topology, tables) = (state.topology(), state.tables());
+        for size in 2..=8 {
+            let sets: Vec<Set> = subsets(0xff).filter(|set| set.count_ones() == size).collect();
+            let worth = |set: Set| (tables.collective(places(set).collect()), topology.nvls(places(set)));
+            let mut worths: Vec<_> = sets.into_iter().map(worth).collect();
+            worths.sort();
+            assert!(worths.iter().all(|(rings, nvls)| rings.is_some() && nvls.is_some()));
+            assert!(worths.is_sorted_by_key(|(_, nvls)| *nvls), "{machine} {size}");
+            worths.dedup_by_key(|(rings, _)| *rings);
+            let kinds = worths.len();
+            worths.dedup_by_key(|(_, nvls)| *nvls);
+            assert!(worths.len() == kinds && (kinds > 1 || size > 5), "{machine} {size}: {worths:?}");
+        }
+    }
 }

@@ -6,6 +6,7 @@ use std::fmt;
 use serde::Serialize;
 
 use crate::publish::placement::{Allocation, Outlook};
+use crate::state::Availability;
 
 /// The whole state, for a person or a script.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -77,8 +78,15 @@ pub struct GpuState {
     pub door: Option<&'static str>,
     /// Whether it may be allocated.
     pub healthy: bool,
+    /// Who can have it now: `held`, `free`, `mig`, `unhealthy`, `unknown`.
+    #[serde(serialize_with = "label")]
+    pub availability: Availability,
     /// Why it is unhealthy, in the order in which the reasons began.
     pub reasons: Vec<ReasonState>,
+}
+
+fn label<S: serde::Serializer>(availability: &Availability, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(availability.label())
 }
 
 /// One reason for which a GPU is unhealthy.
@@ -110,8 +118,10 @@ pub struct AllocationState {
     pub door: &'static str,
     /// The UUIDs of the GPUs, in the order of their PCI addresses.
     pub gpus: Vec<String>,
-    /// What no all-reduce over them can beat.
+    /// Their ring bandwidth by NCCL's model.
     pub collective: Option<u64>,
+    /// Their bus bandwidth with NVLink SHARP by the same; null without it.
+    pub nvls: Option<u64>,
     /// The most that so many GPUs of this machine have.
     pub best: Option<u64>,
     /// The most that so many GPUs had that were free when these were given.
@@ -127,6 +137,8 @@ pub struct OutlookState {
     pub size: usize,
     /// The collective of the GPUs that it would get.
     pub collective: Option<u64>,
+    /// Their bus bandwidth with NVLink SHARP; null without it.
+    pub nvls: Option<u64>,
     /// The most that so many GPUs of this machine have.
     pub best: Option<u64>,
     /// The UUIDs of these GPUs, in the order of their PCI addresses.
@@ -144,6 +156,7 @@ impl From<&Allocation> for AllocationState {
             door: allocation.door.label(),
             gpus: allocation.gpus.iter().map(ToString::to_string).collect(),
             collective: allocation.collective,
+            nvls: allocation.nvls,
             best: allocation.best,
             best_at_admission: allocation.best_at_admission,
             why: allocation.why.iter().map(|why| why.label()).collect(),
@@ -154,6 +167,6 @@ impl From<&Allocation> for AllocationState {
 impl From<&Outlook> for OutlookState {
     fn from(outlook: &Outlook) -> Self {
         let gpus = outlook.gpus.iter().map(ToString::to_string).collect();
-        Self { size: outlook.size, collective: outlook.collective, best: outlook.best, gpus }
+        Self { size: outlook.size, collective: outlook.collective, nvls: outlook.nvls, best: outlook.best, gpus }
     }
 }

@@ -42,6 +42,9 @@ struct Choice {
 struct Chosen<R> {
     #[serde(flatten)]
     report: R,
+    /// The bus bandwidth with NVLink SHARP, MB/s.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    nvls: Option<u64>,
     /// The slots where GPUs are shared.
     #[serde(skip_serializing_if = "Option::is_none")]
     slots: Option<Vec<Slot>>,
@@ -80,12 +83,19 @@ pub async fn allocate(args: &AllocateArgs) -> Result<()> {
     let (tables, report) = (&choice.tables, &chosen.report);
     print(&match args.format {
         Format::Json if args.explain => {
-            Chosen { report: Explanation::new(tables, report), slots: chosen.slots, elapsed_ns: chosen.elapsed_ns }
-                .json()?
+            let report = Explanation::new(tables, report);
+            Chosen { report, nvls: chosen.nvls, slots: chosen.slots, elapsed_ns: chosen.elapsed_ns }.json()?
         }
         Format::Json => chosen.json()?,
         Format::Text if args.explain => {
-            text(tables.topology(), &chosen) + &Explanation::new(tables, report).to_string()
+            let rings = report.values.map_or(0, |values| values.collective);
+            let nvls = chosen.nvls.map(|nvls| {
+                let slower = if nvls > rings { "" } else { ": rings are faster" };
+                format!("with NVLink SHARP: {nvls} MB/s{slower}\n")
+            });
+            text(tables.topology(), &chosen)
+                + &Explanation::new(tables, report).to_string()
+                + nvls.as_deref().unwrap_or_default()
         }
         Format::Text => {
             let elapsed = Duration::from_nanos(chosen.elapsed_ns);
@@ -163,7 +173,9 @@ impl Choice {
             .shared
             .as_ref()
             .map(|(_, units)| answer.devices.into_iter().filter_map(|id| slot(units, id)).collect());
-        Ok(Chosen { report, slots, elapsed_ns })
+        let topology = self.tables.topology();
+        let places = report.devices.iter().filter_map(|gpu| topology.position(&gpu.uuid));
+        Ok(Chosen { nvls: topology.nvls(places), report, slots, elapsed_ns })
     }
 
     /// All that there is to choose from.

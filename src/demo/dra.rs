@@ -285,7 +285,7 @@ impl<C: DemoCluster, P: Fn(&str) -> Result<()> + ?Sized> Script<'_, C, P> {
         Ok(format!("  collective: {with} MB/s; without groups {}: {without} MB/s\n", singles.join(",")))
     }
 
-    /// What no all-reduce over these devices' GPUs can beat, in MB/s.
+    /// The ring bandwidth of these devices' GPUs by NCCL's model, in MB/s.
     fn collective(&self, devices: &[String]) -> Result<u64> {
         let available: Vec<DeviceId> = self.gpus(devices).iter().map(|(_, gpu)| DeviceId::from(&gpu.uuid)).collect();
         let request = AllocationRequest { size: available.len(), available, must_include: Vec::new() };

@@ -51,13 +51,13 @@ impl PlacementReader {
         self.stands_by.store(stands_by, Ordering::Relaxed);
     }
 
-    /// What an operator of the node is shown.
-    pub fn named(&self) -> Arc<Placements> {
+    /// The current snapshot, and what an operator of the node is shown of it.
+    pub fn named(&self) -> (Arc<NodeState>, Arc<Placements>) {
         self.read(|computed| Arc::clone(&computed.named))
     }
 
-    /// What anybody is shown who can connect to the metrics port: without the names of pods, where they are hidden.
-    pub fn shown(&self) -> Arc<Placements> {
+    /// The same for anybody who can connect to the metrics port: without the names of pods, where they are hidden.
+    pub fn shown(&self) -> (Arc<NodeState>, Arc<Placements>) {
         if !self.hides_pods.load(Ordering::Relaxed) {
             return self.named();
         }
@@ -76,7 +76,7 @@ impl PlacementReader {
         shown
     }
 
-    fn read<T>(&self, read: impl FnOnce(&mut Computed) -> T) -> T {
+    fn read<T>(&self, read: impl FnOnce(&mut Computed) -> T) -> (Arc<NodeState>, T) {
         let snapshot = Arc::clone(&self.snapshot.borrow());
         // A panic while one is computed leaves the one before.
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
@@ -88,7 +88,8 @@ impl PlacementReader {
                 Computed { of: Arc::downgrade(&snapshot), named, hidden: None }
             }
         };
-        read(last.insert(computed))
+        let read = read(last.insert(computed));
+        (snapshot, read)
     }
 }
 
@@ -145,7 +146,7 @@ fn labels(allocation: &Allocation) -> [(&'static str, &str); 4] {
 
 impl Collector for Series {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let placements = if self.0.stands_by.load(Ordering::Relaxed) { Arc::default() } else { self.0.shown() };
+        let placements = if self.0.stands_by.load(Ordering::Relaxed) { Arc::default() } else { self.0.shown().1 };
         let allocations = &placements.allocations;
 
         let gpus = allocations.iter().flat_map(|allocation| {
@@ -158,8 +159,13 @@ impl Collector for Series {
         gauges(&mut encoder, ("allocation_info", help), gpus)?;
 
         let collectives = allocations.iter().filter_map(|one| Some((labels(one), one.collective?)));
-        let help = "What no all-reduce over the container's GPUs can beat";
+        let help = "The ring bandwidth of the container's GPUs, by NCCL's model";
         gauges(&mut encoder, ("allocation_collective_megabytes_per_second", help), collectives)?;
+
+        let nvls = allocations.iter().filter_map(|one| Some((labels(one), one.nvls?)));
+        let help =
+            "The bus bandwidth of an all-reduce over them with NVLink SHARP, by NCCL's model; no series without it";
+        gauges(&mut encoder, ("allocation_nvls_megabytes_per_second", help), nvls)?;
 
         let quality = |of: fn(&Allocation) -> Option<u64>| {
             allocations.iter().filter_map(move |one| Some((labels(one), ratio(one.collective?, of(one)?))))
@@ -192,6 +198,11 @@ impl Collector for Series {
         let nodes = nodes.iter().map(|(numa, free)| ([("numa", numa.as_str())], *free));
         let help = "GPUs that a request can have whole now, by NUMA node; no series where unknown";
         gauges(&mut encoder, ("free_gpus", help), nodes)?;
+
+        let counts = placements.gpus.iter();
+        let counts = counts.map(|(availability, gpus)| ([("availability", availability.label())], *gpus));
+        let help = "GPUs by who can have them: held, free, mig, unhealthy, unknown; together all GPUs";
+        gauges(&mut encoder, ("gpus_by_availability", help), counts)?;
 
         let help =
             "How many times better the best free GPUs could be, for the size where that is the most; 1: not at all";

@@ -153,7 +153,7 @@ fn placed() -> NodeState {
 fn placement_metrics_text_is_an_interface() {
     let (metrics, sender) = metrics();
     sender.send_replace(Arc::new(placed()));
-    let of = ["allocation_", "best_", "free_", "fragmentation"].map(|name| format!("linkwise_{name}"));
+    let of = ["allocation_", "best_", "free_", "fragmentation", "gpus"].map(|name| format!("linkwise_{name}"));
     let text = sorted(&metrics.encode().unwrap());
     let only = |line: &&str| of.iter().any(|name| line.contains(name.as_str()));
     insta::assert_snapshot!(text.lines().filter(only).collect::<Vec<_>>().join("\n"));
@@ -183,10 +183,10 @@ fn hidden_pods_keep_apart_and_the_operator_sees_them() {
     // `printf ml/notebook | sha256sum`
     assert!(text.contains("namespace=\"ml\",pod=\"pod-99bac2e8ffcd\",container=\"main\""), "{text}");
     assert_eq!(text.lines().filter(|line| line.starts_with("linkwise_allocation_info{")).count(), 3);
-    let named: Vec<_> = reader.named().allocations.iter().map(|one| one.holder.pod.clone()).collect();
+    let named: Vec<_> = reader.named().1.allocations.iter().map(|one| one.holder.pod.clone()).collect();
     assert!(named.contains(&"notebook".to_owned()), "{named:?}");
     // Computed once for a snapshot.
-    assert!(Arc::ptr_eq(&reader.shown(), &reader.shown()) && Arc::ptr_eq(&reader.named(), &reader.named()));
+    assert!(Arc::ptr_eq(&reader.shown().1, &reader.shown().1) && Arc::ptr_eq(&reader.named().1, &reader.named().1));
 }
 
 #[test]

@@ -162,7 +162,7 @@ impl Node {
         let keeper = Keeper::new(&settings.health);
         let kept = keeper.read().await;
         let metrics = Metrics::new(env!("CARGO_PKG_VERSION"), snapshot);
-        let pages = Pages::new(snapshots.subscribe(), metrics.placements().clone(), readiness.clone());
+        let pages = Pages::new(metrics.placements().clone(), readiness.clone());
         let address = settings.metrics_address;
         let admin = match Admin::bind(address) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => None,

@@ -83,12 +83,11 @@ impl Release {
 pub(super) fn orders(node: &Node, release: &Release) -> Orders {
     let (snapshot, events) = (node.snapshot(), node.events());
     let (readiness, release) = (node.readiness.clone(), release.clone());
-    let (shown, is_released) = (snapshot.clone(), release.clone());
-    let placements = node.metrics().placements().clone();
+    let (placements, is_released) = (node.metrics().placements().clone(), release.clone());
     Orders {
         state: Arc::new(move || {
-            let snapshot = Arc::clone(&shown.borrow());
-            state(&snapshot, &placements.named(), &readiness, is_released.is_wished())
+            let (snapshot, placements) = placements.named();
+            state(&snapshot, &placements, &readiness, is_released.is_wished())
         }),
         carry_out: Arc::new(move |order| {
             let (snapshot, events, release) = (Arc::clone(&snapshot.borrow()), events.clone(), release.clone());
@@ -117,31 +116,36 @@ fn clear(snapshot: &NodeState, events: &mpsc::Sender<Event>, gpu: GpuUuid) -> Ou
     }
 }
 
-/// What `GET /state` answers, and the page shows.
+/// What `GET /state` answers, and the page shows: of a snapshot and its placements.
 pub(super) fn state(
     snapshot: &NodeState,
     placements: &Placements,
     readiness: &Readiness,
     driver_released: bool,
 ) -> State {
-    let gpus = snapshot.gpus().into_iter().map(|status| GpuState {
-        uuid: status.gpu.uuid.to_string(),
-        index: status.gpu.index,
-        pci: status.gpu.pci.to_string(),
-        model: status.gpu.model.clone(),
-        door: snapshot.door(&status.gpu.uuid).filter(|_| snapshot.has_dra()).map(Door::label),
-        healthy: status.is_healthy,
-        reasons: status
-            .reasons
-            .into_iter()
-            .map(|(reason, since)| ReasonState {
-                reason: reason.to_string(),
-                kind: reason.label(),
-                since: since.as_secs(),
-                ends_with: reason.ends_with(),
-            })
-            .collect(),
-    });
+    let gpus: Vec<GpuState> = snapshot
+        .gpus()
+        .into_iter()
+        .map(|status| GpuState {
+            uuid: status.gpu.uuid.to_string(),
+            index: status.gpu.index,
+            pci: status.gpu.pci.to_string(),
+            model: status.gpu.model.clone(),
+            door: snapshot.door(&status.gpu.uuid).filter(|_| snapshot.has_dra()).map(Door::label),
+            healthy: status.is_healthy,
+            availability: status.availability,
+            reasons: status
+                .reasons
+                .into_iter()
+                .map(|(reason, since)| ReasonState {
+                    reason: reason.to_string(),
+                    kind: reason.label(),
+                    since: since.as_secs(),
+                    ends_with: reason.ends_with(),
+                })
+                .collect(),
+        })
+        .collect();
     let offered = snapshot.offers().resources();
     let (mut parts, mut resources) = (BTreeMap::new(), BTreeMap::new());
     for (part, state) in readiness.all() {
@@ -153,15 +157,14 @@ pub(super) fn state(
             parts.insert(part.to_string(), state);
         }
     }
-    // Whether it is known who holds what: then each NUMA node has its number of free GPUs, if it is 0.
-    let is_known = gpus.len() == 0 || !placements.free.is_empty();
+    let is_known = gpus.is_empty() || snapshot.knows_holders();
     State {
         version: env!("CARGO_PKG_VERSION"),
         driver_released,
         idle: (resources.is_empty() && !snapshot.has_dra()).then(|| readiness.idle().borrow().reason().to_owned()),
         resources,
         parts,
-        gpus: gpus.collect(),
+        gpus,
         allocations: is_known.then(|| placements.allocations.iter().map(Into::into).collect()),
         outlook: is_known.then(|| placements.outlook.iter().map(Into::into).collect()),
         warnings: snapshot.hardware().warnings().iter().map(ToString::to_string).collect(),
@@ -235,7 +238,7 @@ mod tests {
             gpus[3],
             serde_json::json!({
                 "uuid": "GPU-00000001-0000-4000-8000-000000000003", "index": 3, "pci": "0000:0b:00.0",
-                "model": "Tesla V100-SXM2-32GB", "healthy": false,
+                "model": "Tesla V100-SXM2-32GB", "healthy": false, "availability": "unhealthy",
                 "reasons": [{"reason": "XID 79", "kind": "xid", "since": 1_700_000_000, "ends_with": way_out}],
             })
         );

@@ -25,7 +25,6 @@ const CHOICES: usize = 6;
 /// What the page is made from.
 #[derive(Clone)]
 pub(super) struct Pages {
-    snapshot: watch::Receiver<Arc<NodeState>>,
     placements: PlacementReader,
     readiness: Readiness,
     told: Arc<Told>,
@@ -50,8 +49,8 @@ struct Rendered {
 }
 
 impl Pages {
-    pub fn new(snapshot: watch::Receiver<Arc<NodeState>>, placements: PlacementReader, readiness: Readiness) -> Self {
-        Self { snapshot, placements, readiness, told: Arc::default(), rendered: Arc::default() }
+    pub fn new(placements: PlacementReader, readiness: Readiness) -> Self {
+        Self { placements, readiness, told: Arc::default(), rendered: Arc::default() }
     }
 
     /// Notified when somebody asks for the page: the kubelet is asked more often who holds what.
@@ -130,6 +129,7 @@ impl Pages {
                         door: Door::Plugin.label(),
                         gpus: gone.into_iter().collect(),
                         collective: None,
+                        nvls: None,
                         best: None,
                         best_at_admission: None,
                         why: Vec::new(),
@@ -140,9 +140,8 @@ impl Pages {
     }
 
     fn view(&self) -> View {
-        let snapshot = Arc::clone(&self.snapshot.borrow());
         // Without the names of pods, where they are hidden: anybody may ask.
-        let placements = self.placements.shown();
+        let (snapshot, placements) = self.placements.shown();
         let is_released = self.told.is_released.get().is_some_and(|released| *released.borrow());
         let mut state = operator::state(&snapshot, &placements, &self.readiness, is_released);
         if let Some(allocations) = &mut state.allocations {
@@ -177,9 +176,9 @@ mod tests {
         let pages_observed = observed.clone();
         let (state, _) = NodeState::default().apply(Event::Observed(Box::new(observed)), Duration::ZERO);
         let (_, snapshot) = watch::channel(Arc::new(state));
-        let metrics = Metrics::new("1.2.3", snapshot.clone());
+        let metrics = Metrics::new("1.2.3", snapshot);
         let readiness = Readiness::new(Idle::Waiting("no scan yet".to_owned()));
-        let pages = Pages::new(snapshot, metrics.placements().clone(), readiness);
+        let pages = Pages::new(metrics.placements().clone(), readiness);
         pages.observed(&pages_observed);
         pages
     }
@@ -200,7 +199,7 @@ mod tests {
     #[test]
     fn only_the_last_choices_are_kept() {
         let pages = pages();
-        let snapshot = Arc::clone(&pages.snapshot.borrow());
+        let (snapshot, _) = pages.placements.shown();
         let all = || snapshot.offers().of(&crate::state::ResourceName::gpu()).map(|(id, _)| id.clone()).collect();
         let request = crate::allocation::AllocationRequest { available: all(), must_include: Vec::new(), size: 2 };
         let (_, report) = snapshot.preferred(&crate::state::ResourceName::gpu(), &request);

@@ -1,8 +1,8 @@
 //! Unix sockets: those linkwise listens on, those it connects to, and which process is at the other end.
 //!
-//! Used by `admin` and `kubelet`, and knows neither: not what is served, nor how a socket is named. A socket of ours is
-//! listening before it appears under its name, with mode 0600 from its first moment, and its file is removed by its
-//! owner alone. It starts no task and logs nothing.
+//! Used by all that serves or calls over Unix sockets (`admin`, `kubelet`, `dra`, `grpc`, `runtime`), and knows none of
+//! them: not what is served, nor how a socket is named. A socket of ours is listening before it appears under its name,
+//! with mode 0600 from its first moment, and its file is removed by its owner alone. It starts no task and logs nothing.
 
 mod peer;
 

@@ -66,7 +66,15 @@ impl Neighbour {
 fn gpu(index: usize, reasons: &Value) -> Value {
     let healthy = reasons.as_array().is_some_and(Vec::is_empty);
     let model = "NVIDIA H100 80GB HBM3";
-    json!({"uuid": format!("GPU-{index}"), "index": index, "pci": "", "model": model, "healthy": healthy, "reasons": reasons})
+    let availability = match index {
+        7 => "unhealthy",
+        3 | 6 => "free",
+        _ => "held",
+    };
+    json!({
+        "uuid": format!("GPU-{index}"), "index": index, "pci": "", "model": model, "healthy": healthy,
+        "availability": availability, "reasons": reasons,
+    })
 }
 
 /// Eight GPUs, two pods, one GPU sick for as long as this century.
@@ -241,7 +249,9 @@ fn colours_are_off_by_no_color() {
 
 #[test]
 fn state_of_another_version_is_shown() {
-    let neighbour = Neighbour::started(json!({"version": "0.1.0", "gpus": [gpu(0, &json!([]))], "new": {}}));
+    let mut old = gpu(0, &json!([]));
+    old.as_object_mut().unwrap().remove("availability");
+    let neighbour = Neighbour::started(json!({"version": "0.1.0", "gpus": [old], "new": {}}));
     let shown = text(&mut neighbour.top(&[]));
     assert!(shown.contains("healthy  unknown"), "{shown}");
     *neighbour.state.lock().unwrap() = json!([1]);

@@ -96,7 +96,7 @@ impl<'a> Oracle<'a> {
         i64::from(self.node.rank(a, b).number())
     }
 
-    /// What no all-reduce over the set can beat.
+    /// The ring bandwidth of the set.
     pub fn collective(&self, set: Set) -> u64 {
         if set.count_ones() < 2 {
             return 0;

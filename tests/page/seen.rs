@@ -104,8 +104,12 @@ fn each_step_of_the_demo_is_shown_without_reload() {
             (books.pods.values().map(Vec::len).sum::<usize>(), books.pods.len(), books.unhealthy());
         let free =
             8 - held - books.sick.iter().filter(|gpu| !books.pods.values().flatten().any(|held| held == *gpu)).count();
-        let pods = format!("{pods} pod{}", if pods == 1 { "" } else { "s" });
-        let said = format!("Ready. 8 GPUs: {held} held by {pods}, {free} free, {} unhealthy.", unhealthy.len());
+        let by = match pods {
+            0 => String::new(),
+            1 => " by 1 pod".to_owned(),
+            pods => format!(" by {pods} pods"),
+        };
+        let said = format!("Ready. 8 GPUs: {held} held{by}, {free} free, {} unhealthy.", unhealthy.len());
         browser.wait("document.getElementById('said').textContent", &json!(said));
         for gpu in unhealthy {
             let alert = format!("document.querySelector('#alerts li strong')?.textContent === 'GPU {gpu}'");

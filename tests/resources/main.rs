@@ -8,6 +8,7 @@
     reason = "what a helper cannot do fails the test"
 )]
 
+mod availability;
 mod both_doors;
 mod conflicts;
 mod doors;

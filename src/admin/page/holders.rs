@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::View;
 use crate::admin::state::{AllocationState, GpuState};
 use crate::picture::{COLOURS, Holder, Mark};
+use crate::state::Availability;
 
 /// The letters and colours of pods: each pod has a number as long as it holds GPUs, the lowest that was free.
 #[derive(Clone, Debug, Default)]
@@ -93,16 +94,21 @@ impl<'a> Gpus<'a> {
     /// What the picture shows of each GPU, by its place.
     pub fn marks(&self, view: &View) -> BTreeMap<usize, Mark> {
         let gpus = view.topology.gpus().iter().enumerate();
-        gpus.map(|(place, gpu)| (place, self.mark(gpu.uuid.as_str(), view.knows_holders()))).collect()
+        gpus.map(|(place, gpu)| (place, self.mark(gpu.uuid.as_str()))).collect()
     }
 
-    fn mark(&self, uuid: &str, knows_holders: bool) -> Mark {
+    fn mark(&self, uuid: &str) -> Mark {
         let state = self.states.get(uuid);
         let holders = self.holders(uuid);
         let (holder, first) = match holders.as_slice() {
-            [] if state.is_none() => (Holder::Nobody, "not offered".to_owned()),
-            [] if !knows_holders => (Holder::Nobody, "holder unknown".to_owned()),
-            [] => (Holder::Nobody, "free".to_owned()),
+            [] => match state.map(|gpu| gpu.availability) {
+                None => (Holder::Nobody, "not offered".to_owned()),
+                Some(Availability::Held) => (Holder::Several, "held".to_owned()),
+                Some(Availability::Mig) => (Holder::Nobody, "MIG, free".to_owned()),
+                Some(Availability::Unknown) => (Holder::Nobody, "holder unknown".to_owned()),
+                // The reason is written below.
+                Some(Availability::Free | Availability::Unhealthy) => (Holder::Nobody, "free".to_owned()),
+            },
             [(slot, (_, pod))] => (Holder::One(slot.colour()), format!("{} {pod}", slot.letters())),
             several => {
                 let letters: Vec<String> = several.iter().map(|(slot, _)| slot.letters()).collect();
@@ -111,7 +117,8 @@ impl<'a> Gpus<'a> {
         };
         let sick = state.filter(|gpu| !gpu.healthy);
         let reason = sick.map(|gpu| gpu.reasons.first().map_or("unhealthy", |reason| reason.reason.as_str()));
-        let mut lines: Vec<String> = if sick.is_some() && holders.is_empty() { Vec::new() } else { vec![first] };
+        let is_unheld = holder == Holder::Nobody;
+        let mut lines: Vec<String> = if sick.is_some() && is_unheld { Vec::new() } else { vec![first] };
         lines.extend(reason.map(|reason| format!("✗ {reason}")));
         Mark { holder, is_sick: sick.is_some(), lines }
     }
@@ -130,6 +137,7 @@ mod tests {
             door: "plugin",
             gpus: Vec::new(),
             collective: None,
+            nvls: None,
             best: None,
             best_at_admission: None,
             why: Vec::new(),

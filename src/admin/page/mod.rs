@@ -154,10 +154,10 @@ fn document(html: &mut Html, view: &View, slots: &Slots) {
         .raw(" <span>");
     html.text(&sections::models(view))
         .raw("</span></h1>\n<p class=\"fresh\" id=\"fresh\">as of when it was loaded</p>\n");
-    html.raw("<p class=\"hidden\" id=\"said\" role=\"status\">").text(&sections::spoken(view));
-    html.raw("</p>\n</header>\n<main>\n");
     let gpus = holders::Gpus::of(view, slots);
-    sections::tiles(html, view);
+    html.raw("<p class=\"hidden\" id=\"said\" role=\"status\">").text(&sections::spoken(view, &gpus));
+    html.raw("</p>\n</header>\n<main>\n");
+    sections::tiles(html, view, &gpus);
     sections::alerts(html, view, &gpus);
     sections::machine(html, view, &gpus);
     html.raw("<div class=\"column\">\n");

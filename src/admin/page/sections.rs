@@ -8,6 +8,7 @@ use super::words::{count, gpus as gpu_names, percent, rate, shortfall, time, why
 use super::{Choice, View};
 use crate::admin::state::{AllocationState, GpuState, OutlookState};
 use crate::picture::Picture;
+use crate::state::Availability;
 
 /// A share of the best below which a bar is drawn as a warning, in hundredths.
 const LOW: u64 = 75;
@@ -30,51 +31,99 @@ pub(super) fn models(view: &View) -> String {
     models.into_iter().map(|(model, gpus)| format!("{gpus} × {model}")).collect::<Vec<_>>().join(", ")
 }
 
-/// How many GPUs are held, free and unhealthy; held and free are unknown without the kubelet's word.
+/// How many GPUs there are of each availability, and their pods.
 struct Counts {
-    all: usize,
-    held: Option<usize>,
-    free: Option<usize>,
+    gpus: BTreeMap<Availability, usize>,
+    /// Those that get no new pod, held or not.
     unhealthy: usize,
     pods: usize,
+    /// GPUs that are held, by no pod that has a name here: the kubelet does not list it yet, or not any more.
+    unlisted: usize,
 }
 
-fn counts(view: &View) -> Counts {
-    let held: BTreeSet<&String> = view.allocations().iter().flat_map(|held| &held.gpus).collect();
-    let gpus = &view.state.gpus;
-    let free = gpus.iter().filter(|gpu| gpu.healthy && !held.contains(&gpu.uuid)).count();
-    let pods: BTreeSet<PodName> = view.allocations().iter().map(pod_of).collect();
-    Counts {
-        all: gpus.len(),
-        held: view.knows_holders().then(|| gpus.iter().filter(|gpu| held.contains(&gpu.uuid)).count()),
-        free: view.knows_holders().then_some(free),
-        unhealthy: gpus.iter().filter(|gpu| !gpu.healthy).count(),
-        pods: pods.len(),
+impl Counts {
+    fn of(view: &View, gpus: &Gpus<'_>) -> Self {
+        let mut counts = BTreeMap::new();
+        for gpu in &view.state.gpus {
+            *counts.entry(gpu.availability).or_default() += 1;
+        }
+        let is_unlisted =
+            |gpu: &&GpuState| gpu.availability == Availability::Held && gpus.holders(&gpu.uuid).is_empty();
+        let pods: BTreeSet<PodName> = view.allocations().iter().map(pod_of).collect();
+        Self {
+            gpus: counts,
+            unhealthy: view.state.gpus.iter().filter(|gpu| !gpu.healthy).count(),
+            pods: pods.len(),
+            unlisted: view.state.gpus.iter().filter(is_unlisted).count(),
+        }
+    }
+
+    fn get(&self, availability: Availability) -> usize {
+        self.gpus.get(&availability).copied().unwrap_or_default()
+    }
+
+    /// All GPUs.
+    fn all(&self) -> usize {
+        self.gpus.values().sum()
+    }
+
+    /// Unhealthy GPUs that are held too.
+    fn held_unhealthy(&self) -> usize {
+        self.unhealthy.saturating_sub(self.get(Availability::Unhealthy))
+    }
+
+    /// By whom GPUs are held.
+    fn holders(&self) -> String {
+        let pods = if self.pods > 0 { format!("by {}", count(self.pods, "pod")) } else { String::new() };
+        match (self.unlisted, pods.is_empty()) {
+            (0, _) => pods,
+            (unlisted, true) => format!("{unlisted} by no listed pod"),
+            (unlisted, false) => format!("{pods}, {unlisted} by no listed pod"),
+        }
     }
 }
 
 /// What a screen reader says when it changes.
-pub(super) fn spoken(view: &View) -> String {
-    let Counts { all, held, free, unhealthy, pods } = counts(view);
-    let held = match held.zip(free) {
-        Some((held, free)) => format!("{held} held by {}, {free} free", count(pods, "pod")),
-        None => "holders unknown".to_owned(),
-    };
-    format!("{}. {}: {held}, {unhealthy} unhealthy.", verdict(view).0, count(all, "GPU"))
+pub(super) fn spoken(view: &View, gpus: &Gpus<'_>) -> String {
+    let counts = Counts::of(view, gpus);
+    let mut said = format!("{}. {}: ", verdict(view).0, count(counts.all(), "GPU"));
+    if view.knows_holders() {
+        let holders = counts.holders();
+        let space = if holders.is_empty() { "" } else { " " };
+        let [held, free] = [Availability::Held, Availability::Free].map(|one| counts.get(one));
+        said += &format!("{held} held{space}{holders}, {free} free");
+    } else {
+        said += "holders unknown";
+    }
+    if counts.get(Availability::Mig) > 0 {
+        said += &format!(", {} free in MIG mode", counts.get(Availability::Mig));
+    }
+    said + &format!(", {} unhealthy.", counts.unhealthy)
 }
 
 /// The node in numbers.
-pub(super) fn tiles(html: &mut Html, view: &View) {
-    let Counts { all, held, free, unhealthy, pods } = counts(view);
+pub(super) fn tiles(html: &mut Html, view: &View, gpus: &Gpus<'_>) {
+    let counts = Counts::of(view, gpus);
     let (words, look) = verdict(view);
-    let known = |number: Option<usize>| number.map_or("unknown".to_owned(), |number| number.to_string());
-    let pods = if pods > 0 { format!("by {}", count(pods, "pod")) } else { String::new() };
+    let known = |availability| match view.knows_holders() {
+        true => counts.get(availability).to_string(),
+        false => "unknown".to_owned(),
+    };
     html.raw("<dl class=\"part tiles\" id=\"tiles\" data-part>");
     html.raw("<div class=\"tile ").raw(look).raw("\"><dt>Node</dt><dd class=\"words\">").text(words).raw("</dd></div>");
-    tile(html, "GPUs", (&all.to_string(), ""), "");
-    tile(html, "Held", (&known(held), &pods), "");
-    tile(html, "Free", (&known(free), ""), "");
-    tile(html, "Unhealthy", (&unhealthy.to_string(), ""), if unhealthy > 0 { "bad" } else { "" });
+    tile(html, "GPUs", (&counts.all().to_string(), ""), "");
+    tile(html, "Held", (&known(Availability::Held), &counts.holders()), "");
+    tile(html, "Free", (&known(Availability::Free), ""), "");
+    if counts.get(Availability::Mig) > 0 {
+        tile(html, "Free in MIG mode", (&known(Availability::Mig), ""), "");
+    }
+    let held = match counts.held_unhealthy() {
+        0 => String::new(),
+        held if held == counts.unhealthy => "held".to_owned(),
+        held => format!("{held} of them held"),
+    };
+    let look = if counts.unhealthy > 0 { "bad" } else { "" };
+    tile(html, "Unhealthy", (&counts.unhealthy.to_string(), &held), look);
     html.raw("</dl>\n");
 }
 
@@ -231,6 +280,13 @@ fn share(html: &mut Html, value: u64, best: Option<u64>) {
     html.raw("<rect class=\"part-of\" width=\"").number(share).raw("\" height=\"6\"/></svg>");
 }
 
+/// What an all-reduce with NVLink SHARP reaches beside rings, where there is NVLink SHARP.
+fn with_nvls(html: &mut Html, nvls: Option<u64>, rings: u64) -> &mut Html {
+    let Some(nvls) = nvls else { return html };
+    html.raw("<div class=\"soft\">NVLink SHARP ").text(&rate(nvls));
+    html.raw(if nvls > rings { "</div>" } else { ": rings are faster</div>" })
+}
+
 /// What requests would get now.
 pub(super) fn outlook(html: &mut Html, view: &View) {
     html.raw("<section class=\"card\" id=\"outlook\" data-part aria-labelledby=\"outlook-name\">");
@@ -246,7 +302,7 @@ pub(super) fn outlook(html: &mut Html, view: &View) {
     let indices: BTreeMap<&str, u32> = view.state.gpus.iter().map(|gpu| (gpu.uuid.as_str(), gpu.index)).collect();
     html.raw("<ul class=\"sizes\">");
     html.each(outlooks, |html, outlook| {
-        let OutlookState { size, collective, best, gpus } = outlook;
+        let OutlookState { size, collective, nvls, best, gpus } = outlook;
         html.raw("<li data-size=\"").text(&size.to_string()).raw("\"><b>").text(&count(*size, "GPU")).raw("</b><div>");
         if gpus.is_empty() {
             html.raw("<span class=\"tag warn\">cannot be met</span></div></li>");
@@ -256,6 +312,7 @@ pub(super) fn outlook(html: &mut Html, view: &View) {
         html.text(&named);
         if let Some(collective) = collective {
             html.raw(", <span class=\"rate\">").text(&rate(*collective)).raw("</span>");
+            with_nvls(html, *nvls, *collective);
             if let Some(share) = best.and_then(|best| percent(*collective, best)) {
                 html.raw("<div class=\"soft\">");
                 if share == 100 {
@@ -339,7 +396,11 @@ pub(super) fn holders(html: &mut Html, view: &View, gpus: &Gpus<'_>) {
     html.raw("<h2 id=\"holders-name\">Who holds what</h2>");
     if view.allocations().is_empty() {
         html.raw("<p class=\"soft\">");
-        html.raw(if view.knows_holders() { "No pod holds a GPU." } else { "The kubelet has not said." });
+        html.raw(match (view.knows_holders(), Counts::of(view, gpus).unlisted) {
+            (false, _) => "The kubelet has not said.",
+            (true, 0) => "No pod holds a GPU.",
+            (true, _) => "The kubelet lists no pod with a GPU.",
+        });
         html.raw("</p></section>\n");
         return;
     }
@@ -366,7 +427,10 @@ fn row(html: &mut Html, slot: Slot, held: &AllocationState, gpus: &Gpus<'_>) {
     cell(html, "GPUs", |html| gpu_list(html, &held.gpus, gpus));
     cell(html, "Together", |html| {
         match held.collective {
-            Some(collective) => html.raw("<span class=\"rate\">").text(&rate(collective)).raw("</span>"),
+            Some(collective) => {
+                html.raw("<span class=\"rate\">").text(&rate(collective)).raw("</span>");
+                with_nvls(html, held.nvls, collective)
+            }
             None => html.raw("<span class=\"soft\">–</span>"),
         };
     });
@@ -430,7 +494,11 @@ pub(super) fn all_gpus(html: &mut Html, view: &View, gpus: &Gpus<'_>) {
         cell(html, "Held by", |html| {
             let holders = gpus.holders(&gpu.uuid);
             let names: Vec<&str> = holders.iter().map(|(_, (_, pod))| pod.as_str()).collect();
-            let nobody = if view.knows_holders() { "–" } else { "unknown" };
+            let nobody = match gpu.availability {
+                Availability::Held => "no listed pod",
+                Availability::Unknown => "unknown",
+                Availability::Free | Availability::Mig | Availability::Unhealthy => "–",
+            };
             html.text(if names.is_empty() { nobody.to_owned() } else { names.join(", ") }.as_str());
         });
         cell(html, "Health", |html| {

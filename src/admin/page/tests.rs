@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::admin::state::{AllocationState, GpuState, OutlookState, PartState, ReasonState};
+use crate::state::Availability;
 
 /// Names that mean something to HTML, to SVG or to a browser.
 const HOSTILE: [&str; 5] = [
@@ -26,6 +27,7 @@ fn view(pods: [&str; 2], reason: &str) -> View {
         door: "plugin",
         gpus: gpus.map(uuid).into(),
         collective: Some(20_000),
+        nvls: Some(35_500),
         best: Some(40_000),
         best_at_admission: Some(20_000),
         why: vec!["fragmented"],
@@ -41,6 +43,11 @@ fn view(pods: [&str; 2], reason: &str) -> View {
         model: gpu.model.clone(),
         door: None,
         healthy: at != 5,
+        availability: match at {
+            0..=3 => Availability::Held,
+            5 => Availability::Unhealthy,
+            _ => Availability::Free,
+        },
         reasons: sick(at),
     });
     let part = PartState { phase: "waiting", ready: false, trouble: Some(reason.to_owned()) };
@@ -50,8 +57,14 @@ fn view(pods: [&str; 2], reason: &str) -> View {
         gpus: gpus.collect(),
         allocations: Some(pods.into_iter().zip([[0, 1], [2, 3]]).map(|(pod, gpus)| allocation(pod, gpus)).collect()),
         outlook: Some(vec![
-            OutlookState { size: 2, collective: Some(20_000), best: Some(40_000), gpus: vec![uuid(4), uuid(6)] },
-            OutlookState { size: 8, collective: None, best: Some(120_000), gpus: Vec::new() },
+            OutlookState {
+                size: 2,
+                collective: Some(20_000),
+                nvls: None,
+                best: Some(40_000),
+                gpus: vec![uuid(4), uuid(6)],
+            },
+            OutlookState { size: 8, collective: None, nvls: None, best: Some(120_000), gpus: Vec::new() },
         ]),
         warnings: vec![reason.to_owned()],
         ..State::default()
@@ -108,6 +121,7 @@ fn page_says_what_holds_and_hurts() {
         "2023-11-14 22:13:20 UTC",
         ">A train-a</text>",
         "20.0 GB/s",
+        "NVLink SHARP 35.5 GB/s",
         "50 %",
         "other pods held better GPUs",
         "cannot be met",

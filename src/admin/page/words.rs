@@ -81,7 +81,7 @@ pub(super) fn why(report: &AllocationReport, narrowed: bool) -> String {
         Some(FallbackReason::Size) => why += "In sorted order: no set of that size holds what must be in it.",
         None => {
             if let Some(values) = report.values.filter(|_| report.devices.len() > 1) {
-                why += &format!("{} together. ", rate(values.collective));
+                why += &format!("{} together, by rings. ", rate(values.collective));
             }
             why += &match (report.exact, report.compared) {
                 (_, 0 | 1) => "The only set there was".to_owned(),

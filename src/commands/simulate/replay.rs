@@ -142,7 +142,7 @@ pub fn best_set(tables: &AllocationTables, free: GpuSet, size: usize) -> (GpuSet
     ask(tables, free, GpuSet::default(), size, AllocationPolicy::BestEffort)
 }
 
-/// What no all-reduce over a set can beat, in MB/s.
+/// The ring bandwidth of a set by NCCL's model, in MB/s.
 pub fn collective(tables: &AllocationTables, set: GpuSet) -> Option<u64> {
     ask(tables, GpuSet::default(), set, set.len(), AllocationPolicy::BestEffort).1
 }

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use super::line::{Column, Line, Piece, Table, Tint};
 use super::state::{Allocation, Gpu, State};
 use crate::commands::since::lasting;
-use crate::state::Timestamp;
+use crate::state::{Availability, Timestamp};
 
 /// From this share of the best on, in percent, a set of GPUs is good; from the second on it is fair.
 const GOOD: u64 = 90;
@@ -63,7 +63,8 @@ impl View<'_> {
         let healthy = gpus.iter().filter(|gpu| gpu.healthy).count();
         let mut text = format!("linkwise {version}: {} GPUs, {healthy} healthy", gpus.len());
         if self.state.allocations.is_some() {
-            text += &format!(", {} held", gpus.iter().filter(|gpu| !self.holders(gpu).is_empty()).count());
+            text +=
+                &format!(", {} held", gpus.iter().filter(|gpu| gpu.availability == Availability::Held.label()).count());
         }
         vec![piece(Tint::Title, &text)]
     }
@@ -99,12 +100,14 @@ impl View<'_> {
         let rows = self.state.gpus.iter().map(|gpu| {
             let holders = self.holders(gpu);
             let pods: Vec<String> = holders.iter().map(|held| format!("{}/{}", held.namespace, held.pod)).collect();
-            let held = match pods.as_slice() {
-                [] if self.state.allocations.is_none() => piece(Tint::Dim, UNKNOWN),
-                [] => piece(Tint::Dim, "free"),
-                pods => piece(Tint::Plain, &pods.join(", ")),
+            let held = match (pods.as_slice(), gpu.availability.as_str()) {
+                ([], "held") => piece(Tint::Plain, "no listed pod"),
+                ([], "free") => piece(Tint::Dim, "free"),
+                ([], "mig") => piece(Tint::Dim, "free, MIG"),
+                ([], "unhealthy") => piece(Tint::Dim, "-"),
+                ([], _) => piece(Tint::Dim, UNKNOWN),
+                (pods, _) => piece(Tint::Plain, &pods.join(", ")),
             };
-            let held = if gpu.healthy || !holders.is_empty() { held } else { piece(Tint::Dim, "-") };
             let worst = holders.iter().filter_map(|held| percent(held.collective, held.best)).min();
             let health = match (gpu.healthy, gpu.reasons.first()) {
                 (true, None) => piece(Tint::Good, "healthy"),

@@ -45,6 +45,8 @@ pub(super) struct Gpu {
     pub model: Option<String>,
     pub door: Option<String>,
     pub healthy: bool,
+    /// `held`, `free`, `mig`, `unhealthy` or `unknown`; empty is unknown too.
+    pub availability: String,
     pub reasons: Vec<Reason>,
 }
 

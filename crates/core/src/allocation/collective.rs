@@ -1,4 +1,6 @@
-//! For every set of GPUs, what no all-reduce over it can beat, MB/s.
+//! For every set of GPUs, its ring bandwidth by NCCL's model, MB/s: with NVLinks the narrowest cut, else the slowest hop
+//! of the best ring. NVLink SHARP may reach more ([`NodeTopology::nvls`]); it changes no order of sets of one size that are
+//! behind one NVSwitch plane, and no choice.
 
 use crate::prelude::*;
 

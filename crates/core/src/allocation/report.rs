@@ -13,7 +13,7 @@ use crate::topology::{GpuUuid, NodeTopology, PciAddress};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Value {
-    /// What no all-reduce over the set can beat, MB/s.
+    /// The ring bandwidth of the set by NCCL's model, MB/s.
     Collective,
     /// What the GPUs that stay free still offer to others: thousandths of the machine's best.
     Remaining,

@@ -106,7 +106,7 @@ impl AllocationTables {
         if (1..=gpus.len()).contains(&size) { question.answer(self).chosen } else { GpuSet::default() }
     }
 
-    /// What no all-reduce over a set can beat, MB/s. `None` for fewer than two GPUs, which have no links between them, and
+    /// The ring bandwidth of a set by NCCL's model, MB/s. `None` for fewer than two GPUs, which have no links between them, and
     /// where it is not known: large sets of a mesh of NVLinks of more than [`Self::EXACT_GPUS`] GPUs.
     pub fn collective(&self, set: GpuSet) -> Option<u64> {
         match &self.values {

@@ -8,7 +8,7 @@ use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
 use crate::allocation::{AllocationTables, GpuSet};
-use crate::state::{ContainerName, Door, FreeThen, NodeState, gpu_of};
+use crate::state::{Availability, ContainerName, Door, FreeThen, NodeState, gpu_of};
 use crate::topology::{GpuUuid, NumaNodeId};
 
 /// What is placed on a node, and what could be.
@@ -21,6 +21,8 @@ pub struct Placements {
     /// How many GPUs a request can have whole now, by NUMA node (`None`: unknown), 0 included. Empty where it is not
     /// known who holds what.
     pub free: BTreeMap<Option<NumaNodeId>, usize>,
+    /// How many GPUs there are of each availability, 0 included: together all of [`NodeState::gpus`].
+    pub gpus: BTreeMap<Availability, usize>,
 }
 
 /// The GPUs of one container, of one resource or one DRA driver.
@@ -34,9 +36,11 @@ pub struct Allocation {
     pub door: Door,
     /// The GPUs that it has, or has slots or MIG devices of, in the order of their PCI addresses.
     pub gpus: Vec<GpuUuid>,
-    /// What no all-reduce over these GPUs can beat, MB/s. `None` for fewer than two GPUs, with a MIG device among them, and
-    /// where the container holds something that this node does not know.
+    /// The ring bandwidth of these GPUs by NCCL's model, MB/s. `None` for fewer than two GPUs, with a MIG device among
+    /// them, and where the container holds something that this node does not know.
     pub collective: Option<u64>,
+    /// The bus bandwidth of an all-reduce with NVLink SHARP by the same, MB/s; `None` without, and without a collective.
+    pub nvls: Option<u64>,
     /// The most that so many GPUs of this machine have, MB/s; `None` without a collective.
     pub best: Option<u64>,
     /// The most that so many of the GPUs had that were free when these were given, MB/s; `None` where that is not known.
@@ -77,6 +81,8 @@ pub struct Outlook {
     pub size: usize,
     /// The collective of the best of them, MB/s; `None` for one GPU, and where no request for so many can be met.
     pub collective: Option<u64>,
+    /// The bus bandwidth of them with NVLink SHARP, MB/s; `None` without.
+    pub nvls: Option<u64>,
     /// The most that so many GPUs of this machine have, MB/s; `None` for one GPU.
     pub best: Option<u64>,
     /// The best of them, in the order of their PCI addresses; empty where no request for so many can be met.
@@ -94,6 +100,7 @@ impl Placements {
             allocations: reader.allocations(&mut best),
             outlook: reader.outlook(free.as_deref().unwrap_or_default(), &mut best),
             free: free.map(|free| reader.by_numa_node(&free)).unwrap_or_default(),
+            gpus: reader.by_availability(),
         }
     }
 
@@ -197,6 +204,7 @@ impl Reader<'_> {
             door,
             gpus: self.uuids(held.places),
             collective,
+            nvls: collective.and_then(|_| self.state.topology().nvls(held.places.places())),
             best,
             best_at_admission: then.map(|then| then.free),
             why: why.map(|((collective, best), then)| shortfalls(door, collective, best, then)).unwrap_or_default(),
@@ -213,7 +221,8 @@ impl Reader<'_> {
                 .max_by(|a, b| self.tables.collective(*a).cmp(&self.tables.collective(*b)).then_with(|| a.by_list(*b)));
             let set = set.unwrap_or_default();
             let (collective, best) = (self.tables.collective(set), self.best(size, best));
-            Outlook { size, collective, best, gpus: self.uuids(set) }
+            let nvls = self.state.topology().nvls(set.places());
+            Outlook { size, collective, nvls, best, gpus: self.uuids(set) }
         };
         sizes.map(at_size).collect()
     }
@@ -233,6 +242,14 @@ impl Reader<'_> {
             *nodes.entry(gpu.numa).or_default() += usize::from(free.contains(place));
         }
         nodes
+    }
+
+    fn by_availability(&self) -> BTreeMap<Availability, usize> {
+        let mut gpus: BTreeMap<_, usize> = Availability::ALL.map(|availability| (availability, 0)).into();
+        for status in self.state.gpus() {
+            *gpus.entry(status.availability).or_default() += 1;
+        }
+        gpus
     }
 
     fn uuids(&self, set: GpuSet) -> Vec<GpuUuid> {

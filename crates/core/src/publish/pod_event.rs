@@ -125,6 +125,7 @@ mod tests {
             door: Door::Plugin,
             gpus: vec!["GPU-a".parse().unwrap(), "GPU-b".parse().unwrap()],
             collective,
+            nvls: None,
             best,
             best_at_admission: None,
             why: why.to_vec(),

@@ -207,7 +207,8 @@ pub(super) fn at_prepare(
     claims: &[PreparedClaim],
 ) -> BTreeMap<String, Option<FreeThen>> {
     let topology = hardware.topology();
-    let mut occupied = ledger.occupied(topology).filter(|_| ledger.is_known());
+    let held = ledger.held(topology, |resource, id| offers.gpu_of(resource, id)).filter(|_| ledger.is_known());
+    let mut occupied: Option<GpuSet> = held.map(|held| held.iter().filter_map(|gpu| topology.position(gpu)).collect());
     let mut at_prepare = |prepared: &PreparedClaim| {
         let given: GpuSet = prepared.gpus.iter().filter_map(|gpu| topology.position(gpu)).collect();
         let name = prepared.claim.to_string();

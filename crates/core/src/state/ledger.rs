@@ -10,10 +10,11 @@ use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::ResourceName;
 use super::admissions::{Admissions, FreeThen};
+use super::availability::Held;
 use super::device::{Device, Timestamp};
 use super::holdings::{ClaimedDevice, ContainerHoldings, ContainerName, Holdings, ResourceDevice};
 use super::reason::UnhealthyReason;
-use crate::allocation::{DeviceId, GpuSet};
+use crate::allocation::DeviceId;
 use crate::claims::ClaimName;
 use crate::quote::quoted;
 use crate::topology::{Gpu, GpuUuid, MigUuid, NodeTopology, hardware_of, set_members};
@@ -119,15 +120,26 @@ impl Ledger {
         &self.by_container
     }
 
-    /// The GPUs of which a pod has anything, through either door; `None` where the kubelet never could be asked.
-    pub fn occupied(&self, topology: &NodeTopology) -> Option<GpuSet> {
+    /// The GPUs of which a pod has anything, through either door, also those that the machine does not show any more;
+    /// `None` where the kubelet never could be asked. `listed` is the GPU of a device that is on the list of a resource.
+    pub(super) fn held<'a>(
+        &'a self,
+        topology: &NodeTopology,
+        listed: impl Fn(&ResourceName, &DeviceId) -> Option<&'a GpuUuid>,
+    ) -> Held {
         self.known_since?;
-        let unlisted = self.admissions.unlisted().map(|(_, id)| id);
-        let ids = self.devices().map(|(_, id)| id).chain(unlisted).filter_map(|id| place(topology, id));
-        let listed = self.claimed(topology).map(|(_, gpu, _)| &gpu.uuid);
-        let prepared = self.prepared.values().flat_map(|claim| &claim.gpus);
-        let claimed = listed.chain(prepared).filter_map(|gpu| topology.position(gpu));
-        Some(ids.chain(claimed).collect())
+        let ids = self.devices().map(|(resource, id)| (resource, id)).chain(self.admissions.unlisted());
+        let by_id = ids.filter_map(|(resource, id)| {
+            listed(resource, id).cloned().or_else(|| gpu_behind(topology, id)?.parse().ok())
+        });
+        let by_claim = self.claimed(topology).map(|(_, gpu, _)| gpu.uuid.clone());
+        let names = self.holdings.claims.iter().flat_map(|claimed| claimed.cdi_names.iter().map(move |n| (claimed, n)));
+        let by_name = names.filter_map(|(claimed, name)| {
+            let gpu = name.parse().ok()?;
+            (!self.only_looks(claimed, &gpu)).then_some(gpu)
+        });
+        let prepared = self.prepared.values().flat_map(|claim| &claim.gpus).cloned();
+        Some(by_id.chain(by_claim).chain(by_name).chain(prepared).collect())
     }
 
     /// Whether the next list may be the first that has what was given lately.

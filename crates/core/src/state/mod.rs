@@ -10,6 +10,7 @@
 //! Which set of GPUs is best is decided in [`crate::allocation`].
 
 mod admissions;
+mod availability;
 mod device;
 mod doors;
 mod event;
@@ -42,10 +43,12 @@ use crate::allocation::{
     preferred_units,
 };
 use crate::topology::{Gpu, GpuUuid, NodeTopology};
+use availability::Held;
 use health::GpuHealth;
 use opening::Opening;
 
 pub use admissions::{AdmissionRecord, FreeThen};
+pub use availability::Availability;
 pub use device::{Device, Health, Timestamp};
 pub use doors::{DRA_GRACE, Door};
 pub use event::{Effect, Event, MigInstance};
@@ -76,6 +79,8 @@ pub struct NodeState {
     ledger: Arc<Ledger>,
     offers: Arc<Offers>,
     opening: Opening,
+    /// What the ledger says of this hardware. A change of it is published.
+    held: Arc<Held>,
 }
 
 /// A GPU with devices on the kubelet's lists, and how it is.
@@ -88,6 +93,8 @@ pub struct GpuStatus<'a> {
     /// The reasons that stand against it or its MIG devices, in the order in which they began, each with its beginning; then
     /// what else keeps its devices from being given out, such as a pod that holds them under another name.
     pub reasons: Vec<(&'a UnhealthyReason, Timestamp)>,
+    /// Who can have it now.
+    pub availability: Availability,
 }
 
 /// Why a device cannot be given out.
@@ -249,33 +256,43 @@ impl NodeState {
 
     /// The GPUs that have devices on the kubelet's lists or are offered through DRA, by PCI address and UUID.
     pub fn gpus(&self) -> Vec<GpuStatus<'_>> {
-        let mut gpus: BTreeMap<_, GpuStatus<'_>> = BTreeMap::new();
-        for device in self.offers.devices().chain(self.offers.through_dra()) {
-            let gpu = &device.gpu;
-            let status = gpus.entry((gpu.pci, &gpu.uuid)).or_insert_with(|| {
-                let reasons = self.hardware.standing(&gpu.uuid).collect();
-                GpuStatus { gpu, is_healthy: false, reasons }
-            });
+        let by_gpu = availability::by_gpu(self.offers.devices().chain(self.offers.through_dra()));
+        by_gpu.iter().filter_map(|devices| self.status(devices)).collect()
+    }
+
+    /// How the GPU of these devices is.
+    fn status<'a>(&'a self, devices: &[&'a Device]) -> Option<GpuStatus<'a>> {
+        let gpu = &devices.first()?.gpu;
+        let mut reasons: Vec<_> = self.hardware.standing(&gpu.uuid).collect();
+        let mut is_healthy = false;
+        for device in devices {
             match &device.health {
-                Health::Healthy => status.is_healthy = true,
-                Health::Unhealthy { reason, since } if !status.reasons.iter().any(|(known, _)| known.is(reason)) => {
-                    status.reasons.push((reason, *since));
+                Health::Healthy => is_healthy = true,
+                Health::Unhealthy { reason, since } if !reasons.iter().any(|(known, _)| known.is(reason)) => {
+                    reasons.push((reason, *since));
                 }
                 Health::Unhealthy { .. } => {}
             }
         }
-        gpus.into_values().collect()
+        let availability = Availability::of(&gpu.uuid, devices, self.topology(), &self.held);
+        Some(GpuStatus { gpu, is_healthy, reasons, availability })
     }
 
-    /// The GPUs that requests can have whole now, for each resource and for DRA: one request gets all of its GPUs from one
-    /// of these sets. `None` where it is not known who holds what.
+    /// Whether the kubelet has said who holds what.
+    pub fn knows_holders(&self) -> bool {
+        self.held.is_some()
+    }
+
+    /// The GPUs that requests can have whole now ([`Availability::Free`]), for each resource and for DRA: one request
+    /// gets all of its GPUs from one of these sets. `None` where it is not known who holds what.
     pub fn free_gpus(&self) -> Option<Vec<GpuSet>> {
-        let occupied = self.ledger.occupied(self.topology())?;
-        let whole = |device: &Device| device.mig.is_none() && device.health == Health::Healthy;
+        let held = self.held.as_ref().as_ref()?;
+        let is_free = |device: &&Device| {
+            device.mig.is_none() && device.health == Health::Healthy && !held.contains(&device.gpu.uuid)
+        };
         let free = |devices: &mut dyn Iterator<Item = &Device>| {
-            let places = devices.filter(|device| whole(device));
-            let places: GpuSet = places.filter_map(|device| self.topology().position(&device.gpu.uuid)).collect();
-            places.without(occupied)
+            let free = devices.filter(is_free).filter_map(|device| self.topology().position(&device.gpu.uuid));
+            free.collect()
         };
         let resources = self.offers.resources().values();
         let by_resource = resources.map(|resource| free(&mut resource.devices().values()));
@@ -367,8 +384,12 @@ impl NodeState {
                 let given =
                     admissions::at_allocate((hardware, &self.ledger, &self.offers), &resource, &devices, &offered);
                 Arc::make_mut(&mut self.ledger).admissions_mut().give(resource, devices, given);
-                // Nothing else changes. What is free is published with the next list.
-                return (self, given.map(|_| Effect::Keep).into_iter().collect());
+                // No device's health depends on what no list has.
+                effects.extend(given.map(|_| Effect::Keep));
+                if self.note_held() && self.opening.is_open() {
+                    effects.push(Effect::Publish);
+                }
+                return (self, effects);
             }
             Event::Prepared(claims) => {
                 let at_prepare = admissions::at_prepare((hardware, &self.ledger, &self.offers), &claims);
@@ -422,11 +443,23 @@ impl NodeState {
         effects.extend(conflicts);
         let (uncounted_changed, uncounted) = hardware.report_uncounted();
         effects.extend(uncounted);
-        if (publish || changed || uncounted_changed) && self.opening.is_open() {
+        let keep = hardware.keep();
+        publish |= changed | uncounted_changed | self.note_held();
+        if publish && self.opening.is_open() {
             effects.push(Effect::Publish);
         }
-        effects.extend(hardware.keep());
+        effects.extend(keep);
         (self, effects)
+    }
+
+    /// Follows which GPUs are held, after any event. Whether that changed.
+    fn note_held(&mut self) -> bool {
+        let held = self.ledger.held(self.hardware.topology(), |resource, id| self.offers.gpu_of(resource, id));
+        let changed = held != *self.held;
+        if changed {
+            self.held = Arc::new(held);
+        }
+        changed
     }
 }
 

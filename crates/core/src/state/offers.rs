@@ -162,6 +162,11 @@ impl Offers {
         self.resources.get(resource).into_iter().flat_map(|resource| &resource.devices)
     }
 
+    /// The GPU of a device on the list of a resource.
+    pub(super) fn gpu_of(&self, resource: &ResourceName, id: &DeviceId) -> Option<&GpuUuid> {
+        Some(&self.resources.get(resource)?.devices.get(id)?.gpu.uuid)
+    }
+
     /// The devices of all resources, by resource and id.
     pub fn devices(&self) -> impl Iterator<Item = &Device> + Clone {
         self.resources.values().flat_map(|resource| resource.devices.values())

@@ -1,6 +1,6 @@
 //! The bandwidth table: what a link, a hop and a socket crossing carry, in MB/s.
 //!
-//! The constants are those with which NCCL v2.30.3-1 builds its own rings (src/graph/topo.h,
+//! The constants are those with which NCCL v2.30.7-1 builds its own rings (src/graph/topo.h,
 //! src/graph/topo.cc), so that our idea of close is that of the software that will run.
 //! docs/bandwidth.md goes through them row by row.
 
@@ -29,6 +29,27 @@ pub fn nvlink(capability: Option<ComputeCapability>) -> u32 {
         (6, _) => 18_000,
         _ => UNKNOWN_NVLINK,
     }
+}
+
+/// The most GPUs that pull from the switches in an all-reduce with NVLink SHARP: NCCL's `NCCL_MAX_NVLS_ARITY`.
+const MOST_NVLS_HEADS: u64 = 32;
+
+/// The bus bandwidth of an all-reduce with NVLink SHARP over so many GPUs behind one NVSwitch plane, MB/s, by NCCL's
+/// model (docs/bandwidth.md): `port` is their smallest port, `capability` their lowest. `None` before Hopper and for
+/// fewer than two GPUs.
+///
+/// Each GPU pulls a part of the sum from the switches, and the GPU that pulls counts twice on its port: a port carries
+/// one part more than there are GPUs (`ncclTopoSearchTryNvls`). The tuner then takes a share of that for each part but
+/// one, twice (`nvlsEfficiency`, `ncclTopoTuneModel`).
+pub fn nvls(capability: ComputeCapability, port: u32, gpus: usize) -> Option<u64> {
+    let percent: u64 = match capability.major {
+        10.. => 74,
+        9 => 85,
+        _ => return None,
+    };
+    let heads = u64::try_from(gpus).unwrap_or(MOST_NVLS_HEADS).min(MOST_NVLS_HEADS);
+    let others = heads.checked_sub(1).filter(|others| *others > 0 && port > 0)?;
+    Some(2 * percent * others * u64::from(port) / (100 * (heads + 1)))
 }
 
 /// What a PCIe link can carry, MB/s; `None` for the 2.5 GT/s x1 (or nothing at all) that a
@@ -103,6 +124,18 @@ mod tests {
         let rates = [rate(6, 0), rate(7, 0), rate(8, 0), rate(8, 6), rate(8, 9), rate(9, 0), rate(10, 0)];
         assert_eq!(rates, [18_000, 20_000, 20_000, 12_000, 12_000, 20_600, 40_100]);
         assert_eq!(nvlink(None), 20_000);
+    }
+
+    #[test]
+    fn nvls_follows_the_formula_of_nccl() {
+        let of = |major, port, gpus| nvls(ComputeCapability { major, minor: 0 }, port, gpus);
+        let hopper = [2, 4, 5, 6, 7, 8].map(|gpus| of(9, 18 * 20_600, gpus).unwrap());
+        // 8 x H100 were measured at 480 GB/s, and 5, 6 and 7 at 420, 440 and 460.
+        assert_eq!(hopper, [210_120, 378_216, 420_240, 450_257, 472_770, 490_280]);
+        // 8 x B200 were measured at 830 GB/s and more, 8 x H800 (8 links each) at 215.
+        assert_eq!((of(10, 18 * 40_100, 8), of(9, 8 * 20_600, 8)), (Some(830_872), Some(217_902)));
+        assert_eq!(of(10, 18 * 40_100, 64), of(10, 18 * 40_100, 32));
+        assert_eq!((of(8, 240_000, 8), of(9, 370_800, 1), of(9, 370_800, 0), of(9, 0, 8)), (None, None, None, None));
     }
 
     #[test]

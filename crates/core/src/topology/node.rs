@@ -226,6 +226,18 @@ impl NodeTopology {
         }
     }
 
+    /// The bus bandwidth of an all-reduce with NVLink SHARP over some GPUs, MB/s, by NCCL's model. `None` where NCCL has no
+    /// NVLink SHARP: fewer than two GPUs, not all behind one NVSwitch plane, one older than Hopper, or one in MIG mode.
+    pub fn nvls(&self, gpus: impl Iterator<Item = usize>) -> Option<u64> {
+        let gpus: Vec<&Gpu> = gpus.map(|place| self.gpus.get(place)).collect::<Option<_>>()?;
+        let plane = gpus.first()?.nvswitch_plane?;
+        let fits = |gpu: &&Gpu| gpu.nvswitch_plane == Some(plane) && !gpu.mig_enabled;
+        let capabilities: Vec<_> = gpus.iter().map(|gpu| gpu.compute_capability).collect::<Option<_>>()?;
+        let port = gpus.iter().map(|gpu| gpu.nvswitch_port).min()?;
+        let lowest = capabilities.into_iter().min_by_key(|capability| (capability.major, capability.minor))?;
+        if gpus.iter().all(fits) { super::bandwidth::nvls(lowest, port, gpus.len()) } else { None }
+    }
+
     /// The MIG devices of all GPUs in MIG mode, by the places of their GPUs and then by index.
     pub fn mig_devices(&self) -> &[MigDevice] {
         &self.mig_devices

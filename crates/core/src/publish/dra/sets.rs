@@ -35,7 +35,7 @@ pub struct RankedSet {
     pub gpus: GpuSet,
     /// 1 for sets that carry as much as the best of their size; where all carry the same, for those that are closest.
     pub tier: usize,
-    /// What no all-reduce over the set can beat, MB/s; `None` where only a bound of that is known.
+    /// The ring bandwidth of the set by NCCL's model, MB/s; `None` where only a bound of that is known.
     pub all_reduce: Option<u64>,
 }
 

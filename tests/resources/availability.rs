@@ -1,0 +1,281 @@
+//! Held, free and unhealthy over random histories, against books of a kubelet: each GPU is in one state, and a change of
+//! any is published.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::LazyLock;
+use std::time::Duration;
+
+use linkwise::allocation::DeviceId;
+use linkwise::claims::ClaimName;
+use linkwise::machines;
+use linkwise::publish::placement::{Outlook, Placements};
+use linkwise::state::{
+    Availability, ClaimedDevice, Door, DraGpus, Effect, Event, GpuSelector, Health, Holdings, MigStrategy, NodeState,
+    PreparedClaim, ResourceDevice, ResourceName, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
+};
+use linkwise::topology::{GpuUuid, NodeObservation};
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+/// Four GPUs: the histories look often.
+static DGX: LazyLock<NodeObservation> = LazyLock::new(|| {
+    let mut seen = machines::load("dgx1-v100").unwrap().observed;
+    seen.gpus.truncate(4);
+    seen
+});
+
+/// An admission that so many lists in a row lack has ended.
+const LISTS: u8 = 2;
+
+/// Devices that were given together.
+#[derive(Clone, Debug)]
+struct Given {
+    resource: ResourceName,
+    ids: BTreeSet<DeviceId>,
+    is_listed: bool,
+    missed: u8,
+}
+
+/// What a kubelet and a DRA plugin did, and the node beside them.
+struct World {
+    machine: NodeObservation,
+    plan: ResourcePlan,
+    state: NodeState,
+    published: NodeState,
+    now: Duration,
+    /// The devices that each running pod has.
+    pods: Vec<(ResourceName, BTreeSet<DeviceId>)>,
+    claims: BTreeMap<String, GpuUuid>,
+    given: Vec<Given>,
+    /// What linkwise was told last: ids, and the GPUs of claims.
+    list: Option<(BTreeSet<ResourceDevice>, BTreeSet<GpuUuid>)>,
+}
+
+/// What people are shown of a state.
+type Figures = (Vec<(GpuUuid, Availability)>, BTreeMap<Availability, usize>, usize, Vec<Outlook>);
+
+fn figures(state: &NodeState) -> Figures {
+    let gpus = state.gpus().iter().map(|status| (status.gpu.uuid.clone(), status.availability)).collect();
+    let shown = Placements::of(state);
+    (gpus, shown.gpus, shown.free.values().sum(), shown.outlook)
+}
+
+impl World {
+    fn new(machine: NodeObservation, plan: ResourcePlan) -> Self {
+        let (state, published) = Default::default();
+        let now = Duration::from_secs(1_000);
+        let (pods, claims, given, list) = Default::default();
+        let mut world = Self { machine, plan, state, published, now, pods, claims, given, list };
+        world.apply(Event::Planned(Box::new(world.plan.clone())));
+        world.apply(Event::Observed(Box::new(world.machine.clone())));
+        world
+    }
+
+    fn apply(&mut self, event: Event) {
+        self.now += Duration::from_secs(1);
+        let (state, effects) = std::mem::take(&mut self.state).apply(event, self.now);
+        self.state = state;
+        if effects.contains(&Effect::Publish) {
+            self.published = self.state.clone();
+        }
+    }
+
+    /// The GPU behind an id, by the machine as it was built.
+    fn gpu(&self, id: &DeviceId) -> GpuUuid {
+        let uuid = id.as_str().split("::").next().unwrap();
+        let has = |mig: &linkwise::topology::MigObservation| mig.devices.iter().any(|one| one.uuid.as_str() == uuid);
+        let mut gpus = self.machine.gpus.iter();
+        let gpu = gpus.find(|gpu| gpu.uuid.as_str() == uuid || gpu.mig.as_ref().is_some_and(has));
+        gpu.unwrap_or_else(|| panic!("{uuid}")).uuid.clone()
+    }
+
+    /// A pod gets up to three healthy devices that no other pod has.
+    fn admit(&mut self, pick: usize) {
+        let resources: Vec<ResourceName> = self.state.offers().resources().keys().cloned().collect();
+        let Some(resource) = resources.get(pick % resources.len().max(1)).cloned() else { return };
+        let taken: BTreeSet<_> = self.pods.iter().filter(|(of, _)| *of == resource).flat_map(|(_, ids)| ids).collect();
+        let healthy = self.state.offers().of(&resource).filter(|(_, device)| device.health == Health::Healthy);
+        let free: Vec<DeviceId> = healthy.map(|(id, _)| id.clone()).filter(|id| !taken.contains(id)).collect();
+        let ids: BTreeSet<DeviceId> = free.iter().skip(pick / 7 % 4).take(1 + pick / 3 % 3).cloned().collect();
+        if ids.is_empty() {
+            return;
+        }
+        self.given.retain(|given| given.resource != resource || given.ids.is_disjoint(&ids));
+        let given = Given { resource: resource.clone(), ids: ids.clone(), is_listed: false, missed: 0 };
+        self.given.push(given);
+        self.pods.push((resource.clone(), ids.clone()));
+        self.apply(Event::Allocated { resource, devices: ids, offered: free });
+    }
+
+    /// The kubelet's list, of now or without the pods that came last.
+    fn list(&mut self, without: usize) {
+        let seen = self.pods.len().saturating_sub(without);
+        let pods = self.pods.iter().take(seen);
+        let ids: BTreeSet<ResourceDevice> =
+            pods.flat_map(|(resource, ids)| ids.iter().map(|id| (resource.clone(), id.clone()))).collect();
+        for given in &mut self.given {
+            let is_in = given.ids.iter().all(|id| ids.contains(&(given.resource.clone(), id.clone())));
+            given.is_listed |= is_in;
+            given.missed = if is_in { 0 } else { given.missed + 1 };
+        }
+        self.given.retain(|given| given.missed < LISTS);
+        let claims = self.claims.iter().skip(without).map(|(name, gpu)| ClaimedDevice {
+            claim: format!("ml/{name}"),
+            driver: "gpu.nvidia.com".to_owned(),
+            pool: "node".to_owned(),
+            device: "gpu-0".to_owned(),
+            cdi_names: vec![gpu.to_string()],
+        });
+        let claims: BTreeSet<ClaimedDevice> = claims.collect();
+        self.list = Some((ids.clone(), claims.iter().map(|one| one.cdi_names[0].parse().unwrap()).collect()));
+        // Init containers are as good as others.
+        let (containers, init_containers) = ids.into_iter().enumerate().partition::<Vec<_>, _>(|(at, _)| at % 3 > 0);
+        let [containers, init_containers] =
+            [containers, init_containers].map(|part| part.into_iter().map(|(_, id)| id).collect());
+        self.apply(Event::Holders(Some(Holdings { containers, init_containers, claims, ..Holdings::default() })));
+    }
+
+    fn prepare(&mut self) {
+        let prepared = self.claims.iter().map(|(name, gpu)| PreparedClaim {
+            claim: ClaimName { namespace: "ml".to_owned(), name: name.clone(), uid: name.clone() },
+            gpus: [gpu.clone()].into(),
+            ..PreparedClaim::default()
+        });
+        let prepared = prepared.collect();
+        self.apply(Event::Prepared(prepared));
+    }
+
+    /// The next process, which knows what the last one kept.
+    fn restart(&mut self) {
+        let record = self.state.record();
+        self.state = NodeState::default();
+        self.list = None;
+        self.given = record.admissions.iter().fold(Vec::new(), |mut all: Vec<Given>, kept| {
+            let (resource, ids) = (kept.resource.parse().unwrap(), kept.devices.iter().map(|id| id.clone().into()));
+            let given = Given { resource, ids: ids.collect(), is_listed: false, missed: 0 };
+            all.push(given);
+            all
+        });
+        self.apply(Event::Planned(Box::new(self.plan.clone())));
+        self.apply(Event::Restored(Box::new(record)));
+        self.apply(Event::Observed(Box::new(self.machine.clone())));
+        self.prepare();
+    }
+
+    fn step(&mut self, (what, pick): (u8, usize)) {
+        let gpu = self.machine.gpus[pick % self.machine.gpus.len()].uuid.clone();
+        match what {
+            // A pod, shorter than any pause between lists where its end follows.
+            0..=3 => self.admit(pick),
+            4..=6 if !self.pods.is_empty() => drop(self.pods.remove(pick % self.pods.len())),
+            7..=9 => self.list(0),
+            10 => self.list(1 + pick % 3),
+            11 => self.apply(Event::Holders(None)),
+            12 => self.apply(Event::Xid { gpu, code: 79, instance: None }),
+            13 => self.apply(Event::Cleared { gpu }),
+            14 => {
+                let mut without = self.machine.clone();
+                without.gpus.retain(|seen| seen.uuid != gpu);
+                self.apply(Event::Observed(Box::new(without)));
+            }
+            15 => self.apply(Event::Observed(Box::new(self.machine.clone()))),
+            16 | 17 if self.state.door(&gpu) == Some(Door::Dra) && !self.claims.values().any(|held| *held == gpu) => {
+                self.claims.insert(format!("claim-{pick}"), gpu);
+                self.prepare();
+            }
+            18 => {
+                self.claims.pop_first();
+                self.prepare();
+            }
+            19 => self.restart(),
+            _ => {}
+        }
+    }
+
+    /// The GPUs of which somebody has anything; `None` while nobody knows.
+    fn held(&self) -> Option<BTreeSet<GpuUuid>> {
+        let (ids, claims) = self.list.as_ref()?;
+        let unlisted = self.given.iter().filter(|given| !given.is_listed).flat_map(|given| &given.ids);
+        let by_id = ids.iter().map(|(_, id)| id).chain(unlisted).map(|id| self.gpu(id));
+        Some(by_id.chain(claims.iter().cloned()).chain(self.claims.values().cloned()).collect())
+    }
+
+    fn check(&self) {
+        let figures = figures(&self.state);
+        let (gpus, counts, free, outlook) = &figures;
+        assert_eq!(counts.values().sum::<usize>(), gpus.len(), "they add up to all");
+        assert_eq!(counts[&Availability::Free], *free);
+        let held = self.held();
+        let offers = self.state.offers();
+        for (uuid, availability) in gpus {
+            let of_gpu = offers.devices().chain(offers.through_dra()).filter(|device| device.gpu.uuid == *uuid);
+            let healthy: Vec<bool> =
+                of_gpu.filter(|one| one.health == Health::Healthy).map(|one| one.mig.is_some()).collect();
+            let wanted = match &held {
+                Some(held) if held.contains(uuid) => Availability::Held,
+                None if !healthy.is_empty() => Availability::Unknown,
+                _ if healthy.contains(&false) => Availability::Free,
+                _ if healthy.contains(&true) => Availability::Mig,
+                _ => Availability::Unhealthy,
+            };
+            assert_eq!((*availability, uuid), (wanted, uuid));
+        }
+        let free_of = |uuid: &GpuUuid| gpus.contains(&(uuid.clone(), Availability::Free));
+        for outlook in outlook {
+            assert!(outlook.gpus.iter().all(free_of), "{outlook:?}");
+            assert!(outlook.size > 1 || outlook.gpus.is_empty() == (*free == 0), "{outlook:?}");
+        }
+        assert_eq!(self::figures(&self.published), figures, "what changed is published");
+    }
+}
+
+fn shared(replicas: u32) -> ResourcePlan {
+    let name = ResourceName::gpu();
+    let resource = SharedResource { name, rename: None, devices: SharedDevices::All, replicas };
+    let kind = SharingKind::TimeSlicing;
+    let (rename_by_default, fail_requests_greater_than_one, resources) = (false, false, vec![resource]);
+    let sharing = Sharing { kind, rename_by_default, fail_requests_greater_than_one, resources };
+    ResourcePlan { sharing: Some(sharing), ..ResourcePlan::default() }
+}
+
+/// Whole GPUs, slots, MIG devices, and GPUs of which half are DRA's.
+fn worlds() -> [World; 4] {
+    let dgx = || DGX.clone();
+    let dra = DraGpus::Some([0, 2].map(GpuSelector::Index).into());
+    let mig = ResourcePlan { mig_strategy: MigStrategy::Mixed, ..ResourcePlan::default() };
+    [
+        World::new(dgx(), ResourcePlan::default()),
+        World::new(dgx(), shared(3)),
+        World::new(super::mixed(), mig),
+        World::new(dgx(), ResourcePlan { dra, ..ResourcePlan::default() }),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 40, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn gpus_add_up_and_each_change_is_published(steps in vec((0..20_u8, 0..1000_usize), 1..50)) {
+        for mut world in worlds() {
+            world.check();
+            for step in &steps {
+                world.step(*step);
+                world.check();
+            }
+        }
+    }
+}
+
+#[test]
+fn pod_shorter_than_any_pause_is_free_again_after_two_lists() {
+    let [mut world, ..] = worlds();
+    world.list(0);
+    world.step((0, 0));
+    assert_eq!(figures(&world.published).1[&Availability::Held], 1, "from the moment at which it is given");
+    world.pods.clear();
+    world.list(0);
+    world.list(0);
+    let (_, counts, free, outlook) = figures(&world.published);
+    assert_eq!((counts[&Availability::Held], counts[&Availability::Free], free), (0, 4, 4));
+    assert!(outlook.iter().all(|outlook| outlook.gpus.len() == outlook.size), "{outlook:?}");
+}
