@@ -35,6 +35,7 @@ impl Node {
         options.pod_resources = Some(at("pod-resources/kubelet.sock"));
         let kubelet = KubeletBox::start(options).unwrap();
         let dra = DraKubelet::start(DraOptions::new(at("reg")).hasty()).unwrap();
+        kubelet.list_claims_of(&dra);
         let node = Self { cluster, folder, kubelet, dra };
         node.configure("all");
         node
