@@ -30,9 +30,6 @@ const LEDGER_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often the CDI specs are read again while a name is missing: the agent writes it at its next scan.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
-/// How often undoing a claim that is over may fail while DRA is off, before what cannot be undone is left behind.
-const ATTEMPTS: u32 = 3;
-
 /// The right to work on one claim, until its last clone is dropped: also while a disk has it.
 type Turn = Arc<OwnedMutexGuard<()>>;
 
@@ -43,8 +40,8 @@ struct Slot {
     record: Option<Record>,
     /// When the record was put in.
     since: Option<Instant>,
-    /// How often undoing it failed while DRA was off.
-    failures: u32,
+    /// When undoing it was tried first while DRA was off.
+    undoing: Option<Instant>,
 }
 
 /// The claims of this node.
@@ -379,14 +376,14 @@ impl Door {
     }
 
     /// Undoes everything for a claim: its MIG devices that were made for it, its spec, its checkpoint, its entry. While
-    /// DRA is off, what cannot be undone after some attempts is left behind.
+    /// DRA is off, what cannot be undone for some time is left behind.
     async fn undo(&self, uid: &str, turn: &Turn) -> Result<(), UnprepareError> {
         let gives_up = self.is_off() && {
-            let mut slots = self.slots();
-            slots.get_mut(uid).is_none_or(|slot| {
-                slot.failures = slot.failures.saturating_add(1);
-                slot.failures >= ATTEMPTS
-            })
+            let (mut slots, now, limit) = (self.slots(), Instant::now(), self.settings.listed_within);
+            let is_late = |slot: &mut Slot| {
+                slot.undoing.replace(slot.undoing.unwrap_or(now)).is_some_and(|since| now - since >= limit)
+            };
+            slots.get_mut(uid).is_none_or(is_late)
         };
         let destroyed = self.destroy_mig(uid).await.map_err(UnprepareError::from);
         self.or_left_behind(uid, destroyed, gives_up)?;
@@ -566,7 +563,7 @@ impl Door {
 
 impl Slot {
     fn set(&mut self, record: Option<Record>) {
-        (self.record, self.since, self.failures) = (record, Some(Instant::now()), 0);
+        (self.record, self.since, self.undoing) = (record, Some(Instant::now()), None);
     }
 }
 

@@ -82,9 +82,13 @@ pub const SETTINGS: [Setting; 8] = [
     },
     Setting {
         name: "time-slicing",
-        values: &["config.map.default=version: v1\nsharing:\n  timeSlicing:\n    resources:\n    - name: nvidia.com/gpu\n      replicas: 4\n"],
+        values: &[
+            "config.map.default=version: v1\nsharing:\n  timeSlicing:\n    resources:\n    - name: nvidia.com/gpu\n      replicas: 4\n",
+        ],
         overlay: Some("overlays/time-slicing"),
-        file: Some("version: v1\nsharing:\n  timeSlicing:\n    resources:\n    - name: nvidia.com/gpu\n      replicas: 4\n"),
+        file: Some(
+            "version: v1\nsharing:\n  timeSlicing:\n    resources:\n    - name: nvidia.com/gpu\n      replicas: 4\n",
+        ),
         slots: 4,
         ..PLUGIN
     },

@@ -35,7 +35,11 @@ pub(in crate::runtime) async fn follow(
             for left in said.replace(claims) {
                 let (gpus, claims) = (left.gpus, observe::some(&left.claims));
                 if unprepares {
-                    tracing::info!(gpus, claims, "DRA is off: these claims keep their GPUs until their pods have ended");
+                    tracing::info!(
+                        gpus,
+                        claims,
+                        "DRA is off: these claims keep their GPUs until their pods have ended"
+                    );
                 } else {
                     tracing::warn!(gpus, claims, "DRA is off: these claims keep their GPUs, and {NOT_UNPREPARED}");
                 }

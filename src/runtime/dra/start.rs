@@ -228,8 +228,7 @@ mod tests {
 
     /// The pods that there are: with DRA, with events and CDI, plain, by hand, and DRA's with a missing mount.
     fn pods() -> [(&'static str, Rights); 5] {
-        let plain =
-            Rights { node_name: false, api_server: true, credentials: false, cdi: read_only(), sockets: false };
+        let plain = Rights { node_name: false, api_server: true, credentials: false, cdi: read_only(), sockets: false };
         [
             ("dra", ALL),
             ("events, cdi", Rights { sockets: false, ..ALL }),
@@ -241,7 +240,8 @@ mod tests {
 
     #[test]
     fn gpus_go_through_dra_only_with_all_rights() {
-        let starts = pods().map(|(pod, rights)| (pod, Start::of(true, Leftovers { gpus: true, claims: true }, &rights)));
+        let starts =
+            pods().map(|(pod, rights)| (pod, Start::of(true, Leftovers { gpus: true, claims: true }, &rights)));
         let cdi = Lack::Cdi("read-only".to_owned());
         let expected = [
             ("dra", Start::Serve),
@@ -261,13 +261,16 @@ mod tests {
             // GPUs, claims; then each pod in order.
             ((false, false), [Start::Off, Start::Off, Start::Off, Start::Off, Start::Off]),
             ((true, false), [finish(true, true, true), Start::Off, Start::Off, Start::Off, finish(true, false, true)]),
-            ((false, true), [
-                finish(true, true, true),
-                finish(false, true, false),
-                finish(false, false, false),
-                finish(false, false, false),
-                finish(true, false, true),
-            ]),
+            (
+                (false, true),
+                [
+                    finish(true, true, true),
+                    finish(false, true, false),
+                    finish(false, false, false),
+                    finish(false, false, false),
+                    finish(true, false, true),
+                ],
+            ),
         ];
         for ((gpus, claims), expected) in cases {
             for ((pod, rights), expected) in pods().into_iter().zip(expected) {

@@ -51,7 +51,8 @@ impl Running {
     async fn address(&self) -> String {
         let mut address = None;
         until(|| {
-            let up = |line: &str| serde_json::from_str::<Value>(line).ok().filter(|it| it["message"] == "linkwise is up");
+            let up =
+                |line: &str| serde_json::from_str::<Value>(line).ok().filter(|it| it["message"] == "linkwise is up");
             let lines = self.lines();
             address = lines.lines().find_map(up).and_then(|line| Some(line["metrics"].as_str()?.to_owned()));
             address.is_some() || lines.contains("linkwise: ")
