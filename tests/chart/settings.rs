@@ -17,7 +17,7 @@ fn plugin_gets_by_the_chart_what_the_tests_give_it() {
         let env = list(plugin, "/env");
         let value = |name: &str| env.iter().find(|env| env["name"] == name).map(|env| env["value"].clone());
         for name in GIVEN {
-            let expected = setting.env.iter().find(|(own, _)| own == name).map(|(_, value)| Value::from(*value));
+            let expected = setting.env.iter().find(|(own, _)| *own == name).map(|(_, value)| Value::from(*value));
             assert_eq!(value(name), expected, "{}: {name}", setting.name);
         }
         assert_eq!(value("CONFIG_FILE").is_some(), setting.file.is_some(), "{}", setting.name);

@@ -2,16 +2,16 @@
 //! plugin gets by them. `chart/` and `manifests.rs` compare this table with what is rendered; the tests of switching
 //! give their processes what it says.
 
+#![allow(dead_code, reason = "each of the tests needs a part of the table")]
+
 /// A setting of a node.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
     /// Its name in tests.
     pub name: &'static str,
     /// The chart's values, for `--set`.
-    #[allow(dead_code, reason = "only the tests of chart and manifests render")]
     pub values: &'static [&'static str],
     /// The folder below `manifests` that is the same; `None` where there is none.
-    #[allow(dead_code, reason = "only the tests of chart and manifests render")]
     pub overlay: Option<&'static str>,
     /// The program gets the folder of CDI specs, writable.
     pub cdi: bool,
@@ -119,14 +119,10 @@ pub const SETTINGS: [Setting; 8] = [
 ];
 
 /// The variables of [`Setting::env`].
-#[allow(dead_code, reason = "only the tests of chart and manifests look for them")]
 pub const GIVEN: [&str; 4] = ["LINKWISE_DRA_GPUS", "DEVICE_LIST_STRATEGY", "LINKWISE_EVENTS", "MIG_STRATEGY"];
 
 /// The folder of CDI specs, the token, the node's name and the kubelet's folders of plugins.
-#[allow(dead_code, reason = "only the tests of chart and manifests compare it")]
 pub type Given = [bool; 4];
-
-#[allow(dead_code, reason = "only the tests of chart and manifests compare it")]
 impl Setting {
     /// What a container gets.
     pub fn given(&self) -> Given {
@@ -135,7 +131,6 @@ impl Setting {
 }
 
 /// What a rendered container gets; `automounts`: the pod gets its ServiceAccount's token unasked.
-#[allow(dead_code, reason = "only the tests of chart and manifests compare it")]
 pub fn given(container: &serde_json::Value, volumes: &[&serde_json::Value], automounts: bool) -> Given {
     let all = |key: &str| container[key].as_array().cloned().unwrap_or_default();
     let writes = |path: &str| {

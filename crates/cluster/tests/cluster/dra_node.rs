@@ -249,16 +249,6 @@ async fn api_server_that_lies_costs_only_the_claim() {
 }
 
 #[tokio::test]
-async fn dra_without_an_api_server_is_refused_at_start() {
-    let node = Node::start().await;
-    let mut command = node.program();
-    command.env_remove("KUBERNETES_SERVICE_HOST").stderr(Stdio::piped());
-    let output = within(command.output()).await.unwrap();
-    let words = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && words.contains("DRA needs the API server"), "{words}");
-}
-
-#[tokio::test]
 async fn sets_are_published_prepared_and_withdrawn() {
     let node = Node::start().await;
     let offers = |sets: &str| {

@@ -19,7 +19,7 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
 use super::dra_node::Node;
-use crate::node_settings::{SETTINGS, Setting};
+use crate::node_settings::{DRA, PLUGIN, SETTINGS, Setting};
 use crate::support::{until, within};
 
 const GPU: &str = "nvidia.com/gpu";
@@ -83,6 +83,19 @@ impl Running {
         .await
     }
 
+    /// Waits until /readyz is 503 with these words.
+    async fn is_unready(&self, words: &[&str]) {
+        let mut answer = String::new();
+        let unready = async {
+            while !(answer.starts_with("HTTP/1.1 503") && words.iter().all(|word| answer.contains(word))) {
+                answer = self.readyz().await;
+                tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+            }
+        };
+        let comes = tokio::time::timeout(std::time::Duration::from_secs(60), unready).await;
+        assert!(comes.is_ok(), "{words:?} are not in {answer}");
+    }
+
     async fn end(mut self) {
         let term = format!("kill -TERM {}", self.child.id().unwrap());
         assert!(std::process::Command::new("sh").args(["-c", &term]).status().unwrap().success());
@@ -109,14 +122,19 @@ fn gpu_of(name: &str) -> u32 {
 
 impl Switched {
     async fn start(setting: Setting) -> Self {
+        let mut this = Self::new(setting).await;
+        this.running = Some(this.spawn(setting));
+        this
+    }
+
+    /// A node on which nothing runs yet.
+    async fn new(setting: Setting) -> Self {
         let node = Node::start().await;
         // A folder below a file can be neither made nor written, not even by root.
         fs::write(node.at("not-mounted"), "").unwrap();
         fs::create_dir(node.at("no-token")).unwrap();
         let (books, claims) = Default::default();
-        let mut this = Self { node, running: None, setting, starts: 0, books, claims };
-        this.running = Some(this.spawn(setting));
-        this
+        Self { node, running: None, setting, starts: 0, books, claims }
     }
 
     /// The process of a pod with this setting.
@@ -328,4 +346,96 @@ async fn every_setting_follows_every_other_under_pods_and_claims() {
 #[tokio::test]
 async fn every_setting_takes_over_from_every_other_under_pods() {
     all_pairs(Change::Surged, true).await;
+}
+
+/// What waits is said, and goes when the last holder has ended.
+#[tokio::test]
+async fn claims_that_are_left_are_said() {
+    let mut node = Switched::start(DRA).await;
+    node.serves().await;
+    node.admits(true).await;
+    node.switch(PLUGIN, Change::Reinstalled).await;
+    let said =
+        |words: &str| words.contains("ready; left of DRA: waiting for claims to end; GPUs: 1, claims: default/claim-1");
+    within(async { while !said(&node.running().ready().await) {} }).await;
+    until(|| node.running().lines().contains("DRA is off: these claims keep their GPUs")).await;
+    assert!(node.running().ready().await.contains("without DRA's folders"), "and what to do");
+    node.end_holders().await;
+    node.serves().await;
+    within(async { while !node.running().ready().await.trim_end().ends_with("ready") {} }).await;
+}
+
+/// A configuration may name GPUs for DRA in a pod that has none of its rights.
+#[tokio::test]
+async fn gpus_stay_with_the_plugin_where_dra_lacks_rights() {
+    let by_file = |gpus: &str| format!("version: v1\nlinkwise: {{dra: {{gpus: {gpus}}}}}\n");
+    let all: &'static str = by_file("all").leak();
+    for setting in [
+        Setting { name: "by-variable", env: &[("LINKWISE_DRA_GPUS", "all")], ..PLUGIN },
+        Setting { name: "by-file", file: Some(all), ..PLUGIN },
+    ] {
+        let mut node = Switched::start(setting).await;
+        let lacks = ["GPUs stay with the device plugin", "set NODE_NAME", "token", "DRA needs CDI"];
+        node.running().is_unready(&lacks).await;
+        until(|| node.node.healthy(GPU).len() == 8).await;
+        node.admits(false).await;
+        node.is_alive();
+        if setting.file.is_some() {
+            let config = node.node.at("config-by-file.yaml");
+            fs::write(&config, by_file("none")).unwrap();
+            node.running().ready().await;
+            fs::write(&config, by_file("[3]")).unwrap();
+            node.running().is_unready(&lacks).await;
+            node.is_alive();
+        }
+        // With the rights it is as it should be.
+        node.switch(DRA, Change::Reinstalled).await;
+        node.serves().await;
+    }
+}
+
+/// Files of a newer linkwise, and broken ones, keep no setting from serving.
+#[tokio::test]
+async fn broken_files_keep_no_setting_from_serving() {
+    let newer = r#"{"version": 9, "dra": ["GPU-00000001-0000-4000-8000-000000000003"]}"#;
+    let damages: [(&str, Option<&str>); 6] = [
+        ("linkwise_health.json", Some(newer)),
+        ("linkwise_health.json", Some("{")),
+        ("linkwise_health.json", None),
+        ("claims/a.json", Some(r#"{"version": 9}"#)),
+        ("claims/b.json", Some("{")),
+        ("claims/c.json", None),
+    ];
+    for setting in SETTINGS {
+        let mut node = Switched::new(setting).await;
+        let at = |name: &str| node.node.at("k/linkwise").join(name);
+        fs::create_dir_all(at("claims")).unwrap();
+        for (name, text) in damages.iter().skip(setting.name.len() % 3) {
+            match text {
+                Some(text) => fs::write(at(name), text).unwrap(),
+                // A folder in the file's place.
+                None => drop(fs::remove_file(at(name)).and_then(|()| fs::create_dir(at(name)))),
+            }
+        }
+        node.running = Some(node.spawn(setting));
+        node.serves().await;
+        node.admits(false).await;
+    }
+}
+
+/// Without checkpoints no claim is prepared; the device plugin serves, and DRA when the folder is one again.
+#[tokio::test]
+async fn file_in_the_place_of_checkpoints_costs_dra_alone() {
+    let some = SETTINGS.into_iter().find(|setting| setting.name == "dra-some").unwrap();
+    let mut node = Switched::new(some).await;
+    let claims = node.node.at("k/linkwise/claims");
+    fs::create_dir_all(claims.parent().unwrap()).unwrap();
+    fs::write(&claims, "").unwrap();
+    node.running = Some(node.spawn(some));
+    node.running().is_unready(&["DRA plugin", "cannot keep checkpoints of claims"]).await;
+    until(|| node.node.healthy(GPU).len() == 6).await;
+    node.is_alive();
+    fs::remove_file(&claims).unwrap();
+    node.serves().await;
+    node.admits(false).await;
 }
