@@ -321,7 +321,8 @@ fn plugin_gets_by_each_overlay_what_the_tests_give_it() {
         let of = |key: &str| Value::from(all(&format!("{POD}/containers/0/{key}")));
         let container = serde_json::json!({"volumeMounts": of("volumeMounts"), "env": of("env")});
         let volumes = all(&format!("{POD}/volumes"));
-        let token = parts.iter().filter_map(|part| part.pointer(&format!("{POD}/automountServiceAccountToken"))).last();
+        let mut tokens = parts.iter().filter_map(|part| part.pointer(&format!("{POD}/automountServiceAccountToken")));
+        let token = tokens.next_back();
         let volumes: Vec<&Value> = volumes.iter().collect();
         assert_eq!(given(&container, &volumes, token == Some(&Value::Bool(true))), setting.given(), "{folder}");
         for (name, value) in setting.env {

@@ -37,16 +37,8 @@ pub(super) struct Reloader {
     pub settings: Settings,
     pub metrics: ConfigMetrics,
     pub events: mpsc::Sender<Event>,
-    /// What becomes of a wish for DRA.
-    pub dra: DraSwitch,
-}
-
-/// What becomes of a wish for DRA while linkwise runs.
-pub(super) enum DraSwitch {
-    /// DRA is served already.
-    Running,
-    /// This process serves no DRA.
-    Wish(DraWish),
+    /// A wish for DRA; `None` where DRA is served already.
+    pub dra: Option<DraWish>,
 }
 
 /// A wish for DRA in a process that serves none: it starts again where it has the rights for DRA, and says otherwise
@@ -130,7 +122,7 @@ impl Reloader {
                 return Ok(());
             }
         };
-        if let DraSwitch::Wish(wish) = &mut self.dra {
+        if let Some(wish) = &mut self.dra {
             let lacks = match loaded.settings.dra_gpus.value {
                 DraGpus::None => {
                     wish.none();

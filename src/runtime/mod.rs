@@ -294,13 +294,13 @@ async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
     let (metrics, events) = (node.metrics().register(ConfigMetrics::register), node.events());
     let restart = CancellationToken::new();
     let dra = if start.can_serve() {
-        config::DraSwitch::Running
+        None
     } else {
         let mut wish = config::DraWish::new(rights, node.readiness.clone(), restart.clone(), node.shutdown());
         if let Start::Lacking(lacks) = start {
             wish.cannot(lacks);
         }
-        config::DraSwitch::Wish(wish)
+        Some(wish)
     };
     let reloader = config::Reloader { flags: args.flags.clone(), environment, settings, metrics, events, dra };
     node.spawn("configuration", reloader.run(hangup));

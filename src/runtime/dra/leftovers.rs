@@ -73,7 +73,7 @@ impl Left {
         let is_known = state.ledger().is_known();
         let claims: BTreeSet<&String> = leaving.values().flatten().collect();
         let claims = claims.into_iter().cloned().collect();
-        (!leaving.is_empty()).then(|| Self { gpus: leaving.len(), claims, is_known })
+        (!leaving.is_empty()).then_some(Self { gpus: leaving.len(), claims, is_known })
     }
 
     fn phase(&self) -> &'static str {

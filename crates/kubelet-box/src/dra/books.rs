@@ -154,14 +154,12 @@ impl Books {
                         driver_name: driver.clone(),
                         pool_name: device.pool_name.clone(),
                         device_name: device.device_name.clone(),
-                        ..Default::default()
                     })
                 });
                 Some(podresources::DynamicResource {
                     claim_name: info.claim.name.clone(),
                     claim_namespace: info.claim.namespace.clone(),
                     claim_resources: devices.collect(),
-                    ..Default::default()
                 })
             });
             let dynamic_resources = claims.collect();
