@@ -16,9 +16,12 @@ use std::process::Command;
 use serde_json::Value;
 
 use kustomize::rendered;
+use node_settings::{SETTINGS, given};
 
 #[path = "commands/kustomize.rs"]
 mod kustomize;
+#[path = "node_settings/mod.rs"]
+mod node_settings;
 
 fn manifests() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("manifests")
@@ -303,6 +306,32 @@ fn events_have_the_least_rights() {
         (&account["metadata"]["name"], &role["metadata"]["name"])
     );
     assert_eq!(of("daemonset").pointer(&format!("{POD}/automountServiceAccountToken")), Some(&Value::Bool(true)));
+}
+
+/// The base and the overlays give a pod what the tests of switching between them give a process.
+#[test]
+fn plugin_gets_by_each_overlay_what_the_tests_give_it() {
+    for setting in SETTINGS {
+        let Some(folder) = setting.overlay else { continue };
+        let base = read(&manifests().join("base/daemonset.yaml"));
+        let mut parts = vec![base];
+        if folder != "base" {
+            parts.push(read(&manifests().join(folder).join("daemonset.yaml")));
+        }
+        // As a strategic merge puts them together: lists by their names.
+        let all = |pointer: &str| parts.iter().flat_map(|part| list(part, pointer)).cloned().collect::<Vec<Value>>();
+        let of = |key: &str| Value::from(all(&format!("{POD}/containers/0/{key}")));
+        let container = serde_json::json!({"volumeMounts": of("volumeMounts"), "env": of("env")});
+        let volumes = all(&format!("{POD}/volumes"));
+        let mut tokens = parts.iter().filter_map(|part| part.pointer(&format!("{POD}/automountServiceAccountToken")));
+        let token = tokens.next_back();
+        let volumes: Vec<&Value> = volumes.iter().collect();
+        assert_eq!(given(&container, &volumes, token == Some(&Value::Bool(true))), setting.given(), "{folder}");
+        for (name, value) in setting.env {
+            let env = container["env"].as_array().unwrap();
+            assert!(env.iter().any(|env| env["name"] == *name && env["value"] == *value), "{folder}: {name}");
+        }
+    }
 }
 
 #[test]

@@ -22,7 +22,7 @@ use crate::errors::chain;
 use crate::files;
 use crate::publish::injection::HostDevices;
 use crate::quote::quoted;
-use crate::state::{self, NodeState, PreparedClaim};
+use crate::state::{self, DraGpus, NodeState, PreparedClaim};
 
 /// How long the node's state may take to enter a claim: it never waits for a disk or for NVML.
 const LEDGER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -40,6 +40,8 @@ struct Slot {
     record: Option<Record>,
     /// When the record was put in.
     since: Option<Instant>,
+    /// When undoing it was tried first while DRA was off.
+    undoing: Option<Instant>,
 }
 
 /// The claims of this node.
@@ -127,6 +129,18 @@ impl Door {
     /// Everything that is prepared, or being prepared.
     pub fn prepared(&self) -> Vec<Prepared> {
         self.records().into_iter().map(|record| record.prepared).collect()
+    }
+
+    /// Whether no GPU is to go through DRA. Then a claim is over as soon as the kubelet lists it no more, and what stands
+    /// against undoing it does not keep its GPUs from the device plugin.
+    pub fn is_off(&self) -> bool {
+        let state = self.snapshot.borrow();
+        !state.topology().gpus().is_empty() && state.offers().plan().dra == DraGpus::None
+    }
+
+    /// Whether any claim is prepared or being prepared.
+    pub fn has_records(&self) -> bool {
+        self.slots().values().any(|slot| slot.record.is_some())
     }
 
     /// Prepares a claim; the error is what the kubelet is told.
@@ -361,23 +375,53 @@ impl Door {
         timeout(limit, self.undo(uid, turn)).await.unwrap_or(Err(UnprepareError::Late(limit)))
     }
 
-    /// Undoes everything for a claim: its MIG devices that were made for it, its spec, its checkpoint, its entry.
+    /// Undoes everything for a claim: its MIG devices that were made for it, its spec, its checkpoint, its entry. While
+    /// DRA is off, what cannot be undone for some time is left behind.
     async fn undo(&self, uid: &str, turn: &Turn) -> Result<(), UnprepareError> {
-        self.destroy_mig(uid).await?;
+        let gives_up = self.is_off() && {
+            let (mut slots, now, limit) = (self.slots(), Instant::now(), self.settings.listed_within);
+            let is_late = |slot: &mut Slot| {
+                slot.undoing.replace(slot.undoing.unwrap_or(now)).is_some_and(|since| now - since >= limit)
+            };
+            slots.get_mut(uid).is_none_or(is_late)
+        };
+        let destroyed = self.destroy_mig(uid).await.map_err(UnprepareError::from);
+        self.or_left_behind(uid, destroyed, gives_up)?;
         let (folder, named, held) = (self.settings.cdi_folder.clone(), uid.to_owned(), Arc::clone(turn));
         let removed = files::blocking(move || {
             let _held = held;
             specs::remove(&folder, &named)
         });
-        removed.await.map_err(|source| UnprepareError::Spec { source })?;
+        let removed = removed.await.map_err(|source| UnprepareError::Spec { source });
+        self.or_left_behind(uid, removed, gives_up)?;
         let (store, named, held) = (Arc::clone(&self.store), uid.to_owned(), Arc::clone(turn));
         let removed = files::blocking(move || {
             let _held = held;
             store.remove(&named)
         });
-        removed.await.map_err(|source| UnprepareError::Checkpoint { source })?;
+        let removed = removed.await.map_err(|source| UnprepareError::Checkpoint { source });
+        self.or_left_behind(uid, removed, gives_up)?;
         self.put(uid, None);
         Ok(())
+    }
+
+    /// Reports what is left behind of a claim, where this process gives up.
+    fn or_left_behind(
+        &self,
+        uid: &str,
+        result: Result<(), UnprepareError>,
+        gives_up: bool,
+    ) -> Result<(), UnprepareError> {
+        match result {
+            Err(error) if gives_up => {
+                if let Some(record) = self.record(uid) {
+                    let what = chain(&error);
+                    (self.observer)(Occurrence::LeftBehind { claim: record.claim, what });
+                }
+                Ok(())
+            }
+            result => result,
+        }
     }
 
     async fn write(&self, record: &Record, turn: &Turn) -> Result<(), PrepareError> {
@@ -411,8 +455,12 @@ impl Door {
     }
 
     /// Whether the cluster has no such claim any more, or its devices have been taken from it, and no container of this
-    /// node has them.
+    /// node has them. While DRA is off, the containers alone count: without its rights the API server cannot be asked,
+    /// and without its sockets the kubelet cannot unprepare a claim.
     async fn is_gone(&self, record: &Record) -> bool {
+        if self.is_off() {
+            return self.is_unused(record);
+        }
         let is_over = match self.query(&record.claim).await {
             Err(ClaimQueryError::NotFound) => true,
             Err(ClaimQueryError::Failed(_)) => false,
@@ -515,7 +563,7 @@ impl Door {
 
 impl Slot {
     fn set(&mut self, record: Option<Record>) {
-        (self.record, self.since) = (record, Some(Instant::now()));
+        (self.record, self.since, self.undoing) = (record, Some(Instant::now()), None);
     }
 }
 

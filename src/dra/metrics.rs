@@ -101,6 +101,7 @@ impl PluginMetrics {
             | Occurrence::Ended(_)
             | Occurrence::NotAccepted(_)
             | Occurrence::Rpc { .. }
+            | Occurrence::LeftBehind { .. }
             | Occurrence::CheckpointIgnored { .. } => {}
         }
     }

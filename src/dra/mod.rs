@@ -246,6 +246,13 @@ pub enum Occurrence {
         /// Why not.
         result: Result<(), String>,
     },
+    /// A claim is over while DRA is off, and something of it stays on this node.
+    LeftBehind {
+        /// The claim.
+        claim: ClaimName,
+        /// What stays, and why.
+        what: String,
+    },
     /// A file in the folder of checkpoints is no checkpoint, or cannot be read: it is ignored.
     CheckpointIgnored {
         /// The file.
@@ -282,7 +289,8 @@ pub enum PluginError {
     },
 }
 
-/// The DRA plugin of this node.
+/// The DRA plugin of this node. Clones share what they report.
+#[derive(Clone)]
 pub struct Plugin {
     settings: Arc<Settings>,
     observer: Observer,

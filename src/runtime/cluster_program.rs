@@ -14,6 +14,11 @@ use crate::config::{AGENT_PROGRAM, command_line};
 /// Its file name, in the folder of this program.
 const NAME: &str = "linkwise-cluster";
 
+/// Tells whether that program is there. It reads a file's metadata.
+pub(super) fn is_there() -> bool {
+    std::env::current_exe().is_ok_and(|this| this.with_file_name(NAME).is_file())
+}
+
 /// Becomes `linkwise-cluster`, with the command line of this process. The first word of it stays: by that word
 /// config-manager finds the processes that it signals. Returns only where that failed, with the reason.
 pub fn become_cluster_program() -> Error {

@@ -8,6 +8,8 @@ use tokio::signal::unix::Signal;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
+use super::dra::start::{Lack, RightsReader};
+use super::readiness::{Part, Readiness};
 use crate::config::file::{Finding, Severity};
 use crate::config::settings::{ConfigError, load_text};
 use crate::config::{ConfigMetrics, Environment, FileWatch, Flags, Settings};
@@ -35,32 +37,48 @@ pub(super) struct Reloader {
     pub settings: Settings,
     pub metrics: ConfigMetrics,
     pub events: mpsc::Sender<Event>,
-    /// What becomes of a wish for DRA.
-    pub dra: DraSwitch,
+    /// A wish for DRA; `None` where DRA is served already.
+    pub dra: Option<DraWish>,
 }
 
-/// What becomes of a wish for DRA while linkwise runs.
-pub(super) enum DraSwitch {
-    /// DRA is served already.
-    Running,
-    /// There is no API server to publish to.
-    NoApiServer,
-    /// This program has no client of the API server: it ends, and goes on as one that has.
-    ByRestart {
-        /// Cancelled when that is so.
-        wanted: CancellationToken,
-        /// Ends the node.
+/// A wish for DRA in a process that serves none: it starts again where it has the rights for DRA, and says otherwise
+/// what is missing.
+pub(super) struct DraWish {
+    rights: RightsReader,
+    readiness: Readiness,
+    restart: CancellationToken,
+    shutdown: CancellationToken,
+    /// The rights that were missing last.
+    lacks: Vec<Lack>,
+}
+
+impl DraWish {
+    /// No wish yet. `restart` is cancelled where the process is to start again, and then `shutdown`.
+    pub fn new(
+        rights: RightsReader,
+        readiness: Readiness,
+        restart: CancellationToken,
         shutdown: CancellationToken,
-    },
-}
+    ) -> Self {
+        Self { rights, readiness, restart, shutdown, lacks: Vec::new() }
+    }
 
-impl DraSwitch {
-    /// Follows the wish to restart.
-    pub fn wanted(&self) -> Option<CancellationToken> {
-        match self {
-            Self::ByRestart { wanted, .. } => Some(wanted.clone()),
-            Self::Running | Self::NoApiServer => None,
+    /// GPUs are to go through DRA, and these rights are missing: they stay with the device plugin. Logged once.
+    pub fn cannot(&mut self, lacks: Vec<Lack>) {
+        let why: Vec<String> = lacks.iter().map(Lack::to_string).collect();
+        let why = why.join("; ");
+        self.readiness.add(Part::Dra, "GPUs stay with the device plugin");
+        self.readiness.trouble(&Part::Dra, why.clone());
+        if lacks != self.lacks {
+            tracing::error!(why, "GPUs cannot go through DRA, they stay with the device plugin");
         }
+        self.lacks = lacks;
+    }
+
+    /// There is no wish any more.
+    fn none(&mut self) {
+        self.lacks.clear();
+        self.readiness.remove(&Part::Dra);
     }
 }
 
@@ -90,7 +108,7 @@ impl Reloader {
     async fn reload(&mut self, text: Result<String, ConfigError>, reason: &str) -> Result<()> {
         let loaded = text.and_then(|text| load_text(&self.flags, &self.environment, &text));
         self.metrics.config_valid(loaded.is_ok());
-        let loaded = match loaded {
+        let mut loaded = match loaded {
             Ok(loaded) => loaded,
             Err(error) => {
                 if let ConfigError::Rejected { findings, .. } = &error {
@@ -104,22 +122,27 @@ impl Reloader {
                 return Ok(());
             }
         };
-        if loaded.settings.dra_gpus.value != DraGpus::None {
-            match &self.dra {
-                DraSwitch::Running => {}
-                DraSwitch::NoApiServer => {
-                    let error =
-                        "DRA needs the API server: KUBERNETES_SERVICE_HOST is not set, no --kubeconfig is given";
-                    tracing::error!(why = reason, error, "configuration rejected, keeping the previous one");
-                    self.metrics.config_valid(false);
-                    return Ok(());
+        if let Some(wish) = &mut self.dra {
+            let lacks = match loaded.settings.dra_gpus.value {
+                DraGpus::None => {
+                    wish.none();
+                    Vec::new()
                 }
-                DraSwitch::ByRestart { wanted, shutdown } => {
-                    tracing::info!(why = reason, "GPUs are to go through DRA: starting again as linkwise-cluster");
-                    wanted.cancel();
-                    shutdown.cancel();
-                    return Ok(());
+                _ => {
+                    let lacks = wish.rights.lacks().await;
+                    if lacks.is_empty() {
+                        tracing::info!(why = reason, "GPUs are to go through DRA: starting again as linkwise-cluster");
+                        wish.restart.cancel();
+                        wish.shutdown.cancel();
+                        return Ok(());
+                    }
+                    lacks
                 }
+            };
+            if !lacks.is_empty() {
+                wish.cannot(lacks);
+                self.metrics.config_valid(false);
+                loaded.settings.dra_gpus.value = DraGpus::None;
             }
         }
         let changed = loaded.settings.changed(&self.settings);

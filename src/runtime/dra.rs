@@ -1,33 +1,38 @@
 //! DRA in `linkwise run`: what is published, the plugin that prepares claims, the ledger of prepared claims, and which
 //! of that is ready.
 //!
+//! `start` decides how much of this a process serves; `leftovers` says what is left when DRA is off.
+//!
 //! The pool is made from each snapshot and handed to the client of the API server (`dra::Client`, which only
 //! `linkwise-cluster` has); the claims that the plugin has prepared go into the node's state as events. An API server
 //! that is away changes nothing for claims that are prepared.
+
+pub(super) mod leftovers;
+pub(super) mod start;
 
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use tokio::sync::{mpsc, watch};
 use tokio::task::spawn_blocking;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use super::clock;
 use super::driver::identity;
-use super::keeper;
 use super::node::Node;
 use super::readiness::{Part, Readiness};
 use crate::cdi;
 use crate::config::Settings;
-use crate::dra::{self, ApiSide, MigRequest, MpsLink, Occurrence, Phase, PluginMetrics, StoredPool};
+use crate::dra::{self, ApiSide, ClaimQuery, MigRequest, MpsLink, Occurrence, Phase, PluginMetrics, StoredPool};
+use crate::errors::chain;
 use crate::metrics::new;
 use crate::once::Once;
 use crate::publish::dra::slice::Pool;
@@ -36,7 +41,7 @@ use crate::publish::dra::{
     SetsSwitch, SliceDevice, StoredSets, SwitchFacts, counters, devices, mig_counters, offered_now, room_for_sets,
 };
 use crate::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
-use crate::state::{DraGpus, Event, NodeState, PreparedClaim};
+use crate::state::{Event, NodeState, PreparedClaim};
 use crate::topology::set_members;
 use crate::uds::Callers;
 
@@ -49,8 +54,8 @@ const CLAIMS_LOCK: &str = "claims.lock";
 /// How often that lock is tried while the last process's plugin ends.
 const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
-/// How long a start waits for the disk to tell whether anything is left of DRA.
-const READ_TIMEOUT: Duration = Duration::from_secs(1);
+/// How often the folder of checkpoints is tried again that cannot be used.
+const STORE_PAUSE: Duration = Duration::from_secs(5);
 
 /// Queries for claims that may wait. The plugin waits with each of them.
 const QUERIES: usize = 16;
@@ -65,7 +70,7 @@ const MOST_LINES: usize = 64;
 /// What the rest of the program gives to DRA.
 pub(super) struct Given<'a> {
     pub settings: &'a Settings,
-    /// The node's name.
+    /// The node's name; it names the node's pool of devices.
     pub name: Option<String>,
     /// The host's /sys.
     pub sysfs: &'a Path,
@@ -81,37 +86,21 @@ pub(super) struct Given<'a> {
     pub mps: Option<MpsLink>,
     /// Whether no other process serves this node.
     pub owns: watch::Receiver<bool>,
+    /// How long claims of the last process count as held though the kubelet does not list them; the plugin's default
+    /// without it.
+    pub listed_within: Option<Duration>,
 }
 
-/// Whether GPUs are to go through DRA, or some of the last process may still be with it. A disk that hangs has nothing.
-pub(super) async fn is_needed(settings: &Settings, state_dir: Option<&Path>) -> bool {
-    if settings.dra_gpus.value != DraGpus::None {
-        return true;
-    }
-    let Some(folder) = state_dir.map(Path::to_owned) else { return false };
-    let read = timeout(READ_TIMEOUT, spawn_blocking(move || has_leftovers(&folder))).await;
-    matches!(read, Ok(Ok(true)))
-}
-
-/// Whether the last process left GPUs with DRA, or claims prepared. It reads files.
-fn has_leftovers(state_dir: &Path) -> bool {
-    let record = keeper::read(&state_dir.join(keeper::FILE)).ok().flatten();
-    let mut claims = std::fs::read_dir(state_dir.join(CLAIMS)).into_iter().flatten().flatten();
-    let is_checkpoint = |name: &std::ffi::OsStr| Path::new(name).extension().is_some_and(|end| end == "json");
-    record.is_some_and(|record| !record.dra.is_empty()) || claims.any(|entry| is_checkpoint(&entry.file_name()))
-}
-
-/// Starts all that DRA needs in a node.
-pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) -> Result<()> {
-    let Given { settings, name, sysfs, state_dir, injection, host_devices, specs_written, mig, mps, owns } = given;
-    let Some(name) = name.filter(|name| !name.is_empty()) else {
-        bail!("--dra-gpus needs --node-name (NODE_NAME): it names the node's pool of devices")
-    };
+/// Starts DRA in a node. Without a client of the API server no slices are written, and no new claim is prepared.
+pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: Option<&dra::Client>) {
+    let Given { settings, name, sysfs, state_dir, injection, host_devices, specs_written, mig, mps, owns, .. } = given;
+    let name = name.unwrap_or_default();
     let driver = settings.dra_driver_name.value.clone();
     let empty = Pool::new(driver.clone(), name.clone(), Vec::new());
     // Claims name CDI devices, whatever the device plugin does.
     let names = CdiOptions { kind: cdi::kind(cdi::GPU_CLASS), annotation_prefix: None, cri: true };
     let injection = InjectionOptions { cdi: Some(names), ..injection };
+    let defaults = dra::Settings::new(driver.clone(), empty.name.clone(), state_dir.join(CLAIMS));
     let plugin = dra::Settings {
         registry: settings.dra_registry_dir.value.clone(),
         plugins: settings.dra_plugins_dir.value.clone(),
@@ -125,19 +114,61 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) 
         makes_mig: settings.dra_dynamic_mig.value,
         callers: Callers::and(settings.allowed_uids.value.iter().copied()),
         has_ledger: true,
-        ..dra::Settings::new(driver.clone(), empty.name.clone(), state_dir.join(CLAIMS))
+        listed_within: given.listed_within.unwrap_or(defaults.listed_within),
+        ..defaults
     };
+    let (asks, claims) = mpsc::channel(QUERIES);
+    let (observer, occurrences) = observer(node);
+    let plugin = dra::Plugin::new(Arc::new(plugin), Arc::clone(&observer));
+    node.readiness.add(Part::DraPlugin, Phase::WaitingForGpus.words());
+    let (events, snapshot, prepared) = (node.events(), node.snapshot(), plugin.prepared_claims());
+    node.spawn("DRA ledger", keep_ledger(prepared, events));
+    node.spawn("DRA log", log(occurrences));
+    let turn = Turn { owns, state_dir, shutdown: node.shutdown() };
+    if let Some(client) = client {
+        publish(node, settings, empty, (name, driver, claims), client, turn.clone());
+    }
+    node.spawn_until_done("DRA plugin", run_plugin(plugin, turn, snapshot, asks, observer));
+}
+
+/// Runs the plugin when its turn has come. While the folder of checkpoints cannot be used no claim is prepared, and the
+/// device plugin serves all the same.
+async fn run_plugin(
+    plugin: dra::Plugin,
+    turn: Turn,
+    snapshot: watch::Receiver<Arc<NodeState>>,
+    asks: mpsc::Sender<ClaimQuery>,
+    observer: dra::Observer,
+) -> Result<()> {
+    let shutdown = turn.shutdown.clone();
+    let Some(_lock) = turn.lock().await else { return Ok(()) };
+    while let Err(error) = plugin.clone().run(snapshot.clone(), asks.clone(), shutdown.clone()).await {
+        observer(Occurrence::Ended(chain(&error)));
+        if shutdown.run_until_cancelled(tokio::time::sleep(STORE_PAUSE)).await.is_none() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Publishes the node's pool, and reads claims for the plugin. `named`: the node, the driver, and the plugin's queries.
+fn publish(
+    node: &mut Node,
+    settings: &Settings,
+    empty: Pool,
+    named: (String, String, mpsc::Receiver<ClaimQuery>),
+    client: &dra::Client,
+    turn: Turn,
+) {
+    let (name, driver, claims) = named;
     let metrics = node.metrics().register(SliceMetrics::register);
     let (pool, wanted) = watch::channel(None);
     let (report, stored) = watch::channel(StoredPool::default());
-    let (asks, claims) = mpsc::channel(QUERIES);
     let sets = settings.dra_sets.value;
     let asks_version = sets != DraSets::Off || settings.dra_dynamic_mig.value;
     let side = ApiSide { node: name, driver, asks_version, pool: wanted.clone(), stored: report, claims };
     let shutdown = node.shutdown();
-    let client = node.metrics().register(|registry| client(side, registry, shutdown.clone()));
-    let (observer, occurrences) = observer(node);
-    let plugin = dra::Plugin::new(Arc::new(plugin), observer);
+    let client = node.metrics().register(|registry| client(side, registry, shutdown));
     let maker = PoolMaker {
         empty,
         evict_from_lost: settings.dra_evict_lost.value,
@@ -151,26 +182,15 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: &dra::Client) 
         last: None,
     };
     let (note, notes) = watch::channel(None);
-    node.readiness.add(Part::DraPlugin, Phase::WaitingForGpus.words());
     node.readiness.add(Part::DraSlices, "waiting for GPUs");
-    let (events, snapshot, prepared) = (node.events(), node.snapshot(), plugin.prepared_claims());
-    node.spawn("DRA ledger", keep_ledger(prepared, events));
-    node.spawn("DRA slices", maker.run(snapshot.clone(), stored.clone(), pool, note));
+    node.spawn("DRA slices", maker.run(node.snapshot(), stored.clone(), pool, note));
     node.spawn("DRA slices' report", follow_report(wanted, stored, notes, node.readiness.clone(), metrics));
-    node.spawn("DRA log", log(occurrences));
-    let turn = Turn { owns, state_dir, shutdown: shutdown.clone() };
-    let of_client = turn.clone();
     node.spawn_until_done("API server", async move {
-        match of_client.comes().await {
+        match turn.comes().await {
             Some(_turn) => client.await,
             None => Ok(()),
         }
     });
-    node.spawn_until_done("DRA plugin", async move {
-        let Some(_lock) = turn.lock().await else { return Ok(()) };
-        plugin.run(snapshot, asks, shutdown).await.context("the DRA plugin cannot run")
-    });
-    Ok(())
 }
 
 /// When this process may touch claims and slices: once no other one serves the node, and its plugin has ended.
@@ -537,6 +557,9 @@ fn log_one(known: &mut Once<String>, occurrence: &Occurrence) {
         }
         Occurrence::HalfMade { claim, result: Err(error) } => {
             tracing::warn!(%claim, uid = claim.uid, error, "half made MIG devices of a claim cannot be destroyed");
+        }
+        Occurrence::LeftBehind { claim, what } => {
+            tracing::warn!(%claim, uid = claim.uid, what, "DRA is off: a claim that is over leaves something behind");
         }
         Occurrence::CheckpointIgnored { path, why, set_aside } => {
             tracing::warn!(path = %path.display(), why, set_aside, "checkpoint of a claim ignored");

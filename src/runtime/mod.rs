@@ -55,6 +55,7 @@ use crate::nvml::{self, Limits};
 use crate::state::{DraGpus, Event, XidPolicy};
 use crate::uds::Callers;
 
+use dra::start::Start;
 use driver::metrics::DriverMetrics;
 use readiness::Idle;
 
@@ -100,16 +101,17 @@ pub struct ApiClients<'a> {
     pub traces: Option<&'a TracesClient>,
 }
 
-/// DRA with a client of the API server. `linkwise` never makes one, so that its executable has no code of DRA.
+/// DRA, with a client of the API server where there is one. `linkwise` never makes one, so that its executable has no
+/// code of DRA.
 #[derive(Clone, Copy)]
 pub struct DraSide<'a> {
-    client: &'a DraClient,
-    start: fn(&mut Node, dra::Given<'_>, &DraClient) -> Result<()>,
+    client: Option<&'a DraClient>,
+    start: fn(&mut Node, dra::Given<'_>, Option<&DraClient>),
 }
 
 impl<'a> DraSide<'a> {
-    /// With the writer of ResourceSlices and reader of claims.
-    pub fn new(client: &'a DraClient) -> Self {
+    /// With the writer of ResourceSlices and reader of claims; without, only what is left of DRA can be finished.
+    pub fn new(client: Option<&'a DraClient>) -> Self {
         Self { client, start: dra::spawn_in }
     }
 }
@@ -172,20 +174,22 @@ async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
     let environment = Environment::read();
     let loaded = load(&args.flags, &environment)?;
     config::log(&loaded.findings);
-    let settings = loaded.settings;
+    let mut settings = loaded.settings;
     let roots = [Path::new("/"), &settings.driver_root_ctr_path.value];
     if let Some(sign) = hwloc::wsl(roots.into_iter().chain(args.host.nvml_library.as_deref())) {
         let why = "they are on no PCI bus and have no device nodes of their own; use the NVIDIA device plugin there";
         anyhow::bail!("this is WSL2 ({}), whose GPUs linkwise does not serve: {why}", sign.display());
     }
     let state_dir = args.state_dir.clone().or_else(|| keeper::beside(&settings.kubelet_socket.value));
-    let mut uses_dra = dra::is_needed(&settings, state_dir.as_deref()).await;
-    if uses_dra && !args.api.is_given() {
-        let why =
-            "DRA needs the API server: KUBERNETES_SERVICE_HOST is not set (no pod?), and no --kubeconfig is given";
-        anyhow::ensure!(settings.dra_gpus.value == DraGpus::None, "{why}");
-        tracing::warn!(why, "GPUs that were offered through DRA cannot be withdrawn there");
-        uses_dra = false;
+    let rights = dra::start::RightsReader::new(&settings, args.node_name.as_deref(), &args.api);
+    let mut start = dra::start::start(&settings, state_dir.as_deref(), &rights).await;
+    if matches!(start, Start::Finish { .. }) && clients.dra.is_none() && !cluster_program::is_there() {
+        tracing::warn!("claims are left of DRA, and linkwise-cluster, which could unprepare them, is not installed");
+        start = Start::Off;
+    }
+    let uses_dra = start.has_plugin();
+    if let Start::Lacking(_) = start {
+        settings.dra_gpus.value = DraGpus::None;
     }
     let uses_events = settings.events.value && args.api.is_given();
     if settings.events.value && !uses_events {
@@ -201,7 +205,7 @@ async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
     let admin = settings.admin_socket.value.as_deref().map(bind_admin).transpose()?.flatten();
     let admin_path = settings.admin_socket.value.clone();
     let seen = watch::Sender::default();
-    let injection = cdi_sync::prepare(&settings, &args.host.sysfs, seen.subscribe(), uses_dra)?;
+    let injection = cdi_sync::prepare(&settings, &args.host.sysfs, seen.subscribe(), start.has_cdi())?;
     let kubelet = kubelet::Settings {
         injection: injection.options.clone(),
         host_devices: injection.host_devices.clone(),
@@ -260,18 +264,24 @@ async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
             settings: &settings,
             name: args.node_name.clone(),
             sysfs: &args.host.sysfs,
-            state_dir: state_dir.context("--dra-gpus needs --state-dir")?,
+            state_dir: state_dir.unwrap_or_default(),
             injection: injection.options,
             host_devices: injection.host_devices,
-            specs_written: specs_written.context("there are no CDI specs to wait for")?,
+            // Without the right to write any there are none to wait for.
+            specs_written: specs_written.unwrap_or_else(|| watch::channel(true).1),
             mig: Some(mig),
             mps: Some(crate::dra::MpsLink { orders, served: serving }),
             owns: owns.clone(),
+            listed_within: args.nvml.dra_grace_ms.map(Duration::from_millis),
         };
-        (side.start)(&mut node, given, side.client)?;
+        (side.start)(&mut node, given, side.client.filter(|_| start.has_api_server()));
     } else {
         node.spawn("MPS orders", mps::withdraw_orders(layout.clone(), node.files()));
     }
+    node.readiness.dra_is_off(settings.dra_gpus.value == DraGpus::None);
+    let unprepares = matches!(start, Start::Serve | Start::Finish { sockets: true, .. });
+    let leftovers = dra::leftovers::follow(node.snapshot(), node.readiness.clone(), unprepares);
+    node.spawn("leftovers of DRA", leftovers);
     if let Some(client) = clients.events.filter(|_| uses_events) {
         events::spawn_in(&mut node, &settings, args.node_name.as_deref(), client);
     }
@@ -282,12 +292,16 @@ async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
     let idle = node.readiness.idle().clone();
     node.spawn("MPS daemons' watch", mps::follow_daemons(layout, node.snapshot(), node.events(), idle));
     let (metrics, events) = (node.metrics().register(ConfigMetrics::register), node.events());
-    let dra = match () {
-        () if uses_dra => config::DraSwitch::Running,
-        () if !args.api.is_given() => config::DraSwitch::NoApiServer,
-        () => config::DraSwitch::ByRestart { wanted: CancellationToken::new(), shutdown: node.shutdown() },
+    let restart = CancellationToken::new();
+    let dra = if start.can_serve() {
+        None
+    } else {
+        let mut wish = config::DraWish::new(rights, node.readiness.clone(), restart.clone(), node.shutdown());
+        if let Start::Lacking(lacks) = start {
+            wish.cannot(lacks);
+        }
+        Some(wish)
     };
-    let restarts = dra.wanted();
     let reloader = config::Reloader { flags: args.flags.clone(), environment, settings, metrics, events, dra };
     node.spawn("configuration", reloader.run(hangup));
     if let Some(path) = admin_path {
@@ -318,7 +332,7 @@ async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
         answer_probes(&metrics, address, &mut signals).await;
         return Ok(End::HandedOver);
     }
-    Ok(if restarts.is_some_and(|wanted| wanted.is_cancelled()) { End::ForClusterProgram } else { End::Ended })
+    Ok(if restart.is_cancelled() { End::ForClusterProgram } else { End::Ended })
 }
 
 /// Binds the admin socket; `None` while another process has it, which may be about to end.

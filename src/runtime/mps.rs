@@ -110,14 +110,7 @@ async fn serve(args: &MpsControlDaemonArgs) -> Result<()> {
     events.send(planned).await.context("no task takes events")?;
     tasks.spawn(driver.run().map(|end| ("NVML driver", end)));
     let (flags, settings) = (args.flags.clone(), loaded.settings);
-    let reloader = config::Reloader {
-        flags,
-        environment,
-        settings,
-        metrics: config_metrics,
-        events,
-        dra: config::DraSwitch::Running,
-    };
+    let reloader = config::Reloader { flags, environment, settings, metrics: config_metrics, events, dra: None };
     tasks.spawn(reloader.run(hangup).map(|end| ("configuration", end)));
 
     let programs = Programs { control: "nvidia-cuda-mps-control".into(), smi: "nvidia-smi".into() };

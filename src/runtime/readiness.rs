@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::watch;
@@ -42,6 +43,10 @@ pub(super) enum Part {
     Predecessor,
     /// The files that containers with GPUs need.
     CdiSync,
+    /// DRA, which GPUs are to go through, and which this process has not the rights for.
+    Dra,
+    /// GPUs that DRA still has after it was switched off.
+    DraLeftovers,
     /// The DRA plugin.
     DraPlugin,
     /// What is published through DRA.
@@ -57,6 +62,8 @@ impl fmt::Display for Part {
             Self::Owner => f.write_str("takeover"),
             Self::Predecessor => f.write_str("linkwise before this one"),
             Self::CdiSync => f.write_str("CDI sync"),
+            Self::Dra => f.write_str("DRA"),
+            Self::DraLeftovers => f.write_str("left of DRA"),
             Self::DraPlugin => f.write_str("DRA plugin"),
             Self::DraSlices => f.write_str("DRA slices"),
             Self::Plugin(resource) => resource.fmt(f),
@@ -69,13 +76,20 @@ impl fmt::Display for Part {
 pub(super) struct Readiness {
     parts: Arc<Mutex<BTreeMap<Part, PartState>>>,
     idle: watch::Sender<Idle>,
+    dra_is_off: Arc<AtomicBool>,
     news: watch::Sender<()>,
 }
 
 impl Readiness {
     /// No part yet, for this reason.
     pub fn new(idle: Idle) -> Self {
-        Self { parts: Arc::default(), idle: watch::Sender::new(idle), news: watch::Sender::default() }
+        let (parts, dra_is_off, news) = Default::default();
+        Self { parts, idle: watch::Sender::new(idle), dra_is_off, news }
+    }
+
+    /// No GPU is to go through DRA: its parts keep the node from nothing.
+    pub fn dra_is_off(&self, is_off: bool) {
+        self.dra_is_off.store(is_off, Ordering::Relaxed);
     }
 
     /// Why the node is idle; it counts while there is no plugin.
@@ -86,6 +100,12 @@ impl Readiness {
     /// A part begins in this phase, not ready.
     pub fn add(&self, part: Part, phase: &'static str) {
         self.parts().insert(part, PartState { phase, ready: false, trouble: None });
+        self.news.send_replace(());
+    }
+
+    /// A part keeps the node from nothing, and is shown with these words.
+    pub fn note(&self, part: Part, phase: &'static str, words: String) {
+        self.parts().insert(part, PartState { phase, ready: true, trouble: Some(words) });
         self.news.send_replace(());
     }
 
@@ -122,7 +142,8 @@ impl Readiness {
         let parts = self.parts();
         let plugins = || parts.iter().filter(|(part, _)| matches!(part, Part::Plugin(_))).map(|(_, state)| state);
         let serves = |state: &PartState| state.ready && !(alone && state.phase == Phase::Beside.words());
-        let is_idle = matches!(&*self.idle.borrow(), Idle::NoGpu(_)) || parts.contains_key(&Part::DraPlugin);
+        let has_dra = parts.contains_key(&Part::DraPlugin) || parts.contains_key(&Part::DraLeftovers);
+        let is_idle = matches!(&*self.idle.borrow(), Idle::NoGpu(_)) || has_dra;
         !parts.contains_key(&Part::Owner) && plugins().all(serves) && (is_idle || plugins().next().is_some())
     }
 
@@ -134,7 +155,9 @@ impl Readiness {
     /// What /readyz answers: `Ok` with a short text, or a line for each part that is not ready.
     pub fn summary(&self) -> Result<String, Vec<String>> {
         let parts = self.parts();
-        let has_dra = parts.contains_key(&Part::DraPlugin);
+        let is_off = self.dra_is_off.load(Ordering::Relaxed);
+        let left = parts.get(&Part::DraLeftovers);
+        let has_dra = left.is_some() || !is_off && parts.contains_key(&Part::DraPlugin);
         if let Some(state) = parts.get(&Part::Owner) {
             return Err(vec![format!("{}: {state}", Part::Owner)]);
         }
@@ -145,9 +168,14 @@ impl Readiness {
                 Idle::Waiting(_) => {}
             }
         }
-        let unready = parts.iter().filter(|(_, state)| !state.ready);
+        let counts = |part: &Part| !(is_off && matches!(part, Part::DraPlugin | Part::DraSlices));
+        let unready = parts.iter().filter(|(part, state)| !state.ready && counts(part));
         let unready: Vec<String> = unready.map(|(part, state)| format!("{part}: {state}")).collect();
-        if unready.is_empty() { Ok("ready".to_owned()) } else { Err(unready) }
+        match left {
+            _ if !unready.is_empty() => Err(unready),
+            Some(left) => Ok(format!("ready; {}: {left}", Part::DraLeftovers)),
+            None => Ok("ready".to_owned()),
+        }
     }
 
     /// Only whole entries are ever written: a panic elsewhere leaves nothing half done.
@@ -174,6 +202,26 @@ mod tests {
         readiness.enter(&Part::DraPlugin, "waiting", false);
         readiness.idle().send_replace(Idle::NoGpu("no GPU".to_owned()));
         assert_eq!(readiness.summary(), Ok("no GPU".to_owned()), "such a node has nothing to offer");
+    }
+
+    #[test]
+    fn dra_that_is_off_keeps_the_node_from_nothing() {
+        let readiness = Readiness::new(Idle::Waiting("no scan yet".to_owned()));
+        readiness.dra_is_off(true);
+        readiness.add(Part::DraPlugin, "waiting");
+        readiness.add(Part::DraSlices, "being written");
+        assert_eq!(readiness.summary(), Err(vec!["no scan yet".to_owned()]), "its GPUs are not seen yet");
+        readiness.note(Part::DraLeftovers, "waiting for claims to end", "default/a has 8 GPUs".to_owned());
+        let words = "ready; left of DRA: waiting for claims to end; default/a has 8 GPUs";
+        assert_eq!(readiness.summary(), Ok(words.to_owned()));
+        assert!(readiness.has_plugins(true), "a takeover does not wait for claims");
+        readiness.remove(&Part::DraLeftovers);
+        let plugin = Part::Plugin(ResourceName::gpu());
+        readiness.add(plugin.clone(), "waiting");
+        readiness.enter(&plugin, "serving", true);
+        assert_eq!(readiness.summary(), Ok("ready".to_owned()));
+        readiness.dra_is_off(false);
+        assert!(readiness.summary().is_err());
     }
 
     #[test]

@@ -85,8 +85,9 @@ pub async fn start_with_dra(
         mig: None,
         mps: None,
         owns: watch::channel(true).1,
+        listed_within: None,
     };
-    dra::spawn_in(&mut node, given, client)?;
+    dra::spawn_in(&mut node, given, Some(client));
     let planned = Event::Planned(Box::new(settings.plan()));
     node.events().send(planned).await.context("the node takes no events")?;
     Ok(node)

@@ -17,8 +17,11 @@ mod flat;
 mod golden;
 mod helm;
 mod monitoring;
+#[path = "../node_settings/mod.rs"]
+mod node_settings;
 mod privileges;
 mod refusals;
 mod schema;
+mod settings;
 mod surge;
 mod swap;

@@ -11,6 +11,7 @@ mod life;
 mod mig;
 mod mps;
 mod node;
+mod off;
 mod prepare;
 mod sets;
 mod shares;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use linkwise::claims::{MigOrder, MigOrderError, MigTask};
-use linkwise::dra::MigRequest;
+use linkwise::dra::{MigRequest, Occurrence};
 use linkwise::machines;
 use linkwise::state::{DraGpus, Event, HealthPoll, NodeState, Reach};
 use linkwise::topology::{GpuUuid, MigDeviceObservation, MigPlacement, MigSlot};
@@ -542,4 +542,27 @@ async fn order_names_the_gpu_and_the_place() {
     start(&kubelet, &claim).await.unwrap();
     let gpu: GpuUuid = "GPU-00000000-0000-0000-0000-000000000000".parse().unwrap();
     assert_eq!(driver.lock().unwrap().orders, [MigOrder { gpu, slot: SLOT, task: MigTask::Make }]);
+}
+
+/// In a pod without the rights for MIG the driver refuses every order.
+#[tokio::test]
+async fn device_of_a_claim_that_cannot_be_destroyed_is_left_behind_when_dra_is_off() {
+    let (mut node, driver) = node();
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", DEVICE)]);
+    start(&kubelet, &claim).await.unwrap();
+    kubelet.stop().await;
+    node.stop().await;
+    let apply = |event: Event| {
+        let before = NodeState::clone(&node.state.borrow());
+        node.state.send_replace(Arc::new(before.apply(event, Duration::from_secs(2)).0));
+    };
+    apply(Event::Planned(Box::default()));
+    apply(Event::Holders(Some(Default::default())));
+    set(&driver, Mood::InUse);
+    node.start();
+    node.wait(|seen| matches!(seen, Occurrence::LeftBehind { what, .. } if what.contains(DEVICE))).await;
+    until(|| node.checkpoints().is_empty()).await;
+    assert_eq!(instances(&driver).len(), 1, "it is an administrator's from now on");
 }

@@ -31,6 +31,7 @@ mod held;
 mod idle;
 mod kubelet;
 mod labels;
+mod left_claims;
 mod live;
 mod mig;
 mod mps;

@@ -13,18 +13,18 @@ use crate::metrics::ApiMetrics;
 use crate::server::Pace;
 use crate::{dra, events, traces};
 
-/// Serves the node until a signal ends it. Without an API server there are only spans, and `linkwise` says so.
+/// Serves the node until a signal ends it. Without an API server there are spans, and what is left of DRA is finished.
 pub fn run(mut args: Box<RunArgs>) -> ExitCode {
     // The client's own lines about failures, which are logged here once.
     args.log.log = format!("kube_client=off,{}", args.log.log);
     let traces: &TracesClient = &traces::client;
-    let clients = ApiClients { traces: Some(traces), ..ApiClients::default() };
+    let clients = ApiClients { traces: Some(traces), dra: Some(DraSide::new(None)), ..ApiClients::default() };
     let Ok(access) = Access::of(&args.api) else { return linkwise::run(Command::Run(args), clients) };
     let metrics = ApiMetrics::default();
     let dra = dra::client(access.clone(), Pace::DEFAULT, metrics.clone());
     let dra: &Client = &dra;
     let events = events::client(access, Pace::DEFAULT, metrics);
     let events: &EventsClient = &events;
-    let clients = ApiClients { dra: Some(DraSide::new(dra)), events: Some(events), ..clients };
+    let clients = ApiClients { dra: Some(DraSide::new(Some(dra))), events: Some(events), ..clients };
     linkwise::run(Command::Run(args), clients)
 }

@@ -11,8 +11,8 @@
 //! The DRA manager's half is apart, in [`dra`]: claims and devices of plugins have nothing to do with each other in a
 //! kubelet either.
 //!
-//! What it does not have: init containers, the Memory Manager, of PodResources what is no device, the checkpoint as a
-//! file.
+//! What it does not have: init containers, the Memory Manager, of PodResources what is neither device nor claim, the
+//! checkpoint as a file.
 
 mod admission;
 mod affinity;
@@ -244,6 +244,11 @@ impl KubeletBox {
         let mut devices: Vec<String> = devices.into_iter().collect();
         devices.sort_unstable();
         self.core.change(|book| book.commit(place, Allocation { devices, ..Allocation::default() }));
+    }
+
+    /// PodResources lists the claims of this DRA manager too: both are of one kubelet.
+    pub fn list_claims_of(&self, dra: &dra::DraKubelet) {
+        *lock(&self.core.claims) = Some(dra.lister());
     }
 
     /// What can be seen now.

@@ -21,6 +21,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::devices::{Book, Client, ClientId, StopStamp};
+use super::dra::Lister;
 use super::endpoint::Plugin;
 use super::errors::{BoxError, DialError};
 use super::gaps::Gaps;
@@ -47,6 +48,8 @@ pub(super) struct Core {
     /// Pods are admitted one at a time.
     pub(super) turn: tokio::sync::Mutex<()>,
     pub(super) gaps: Mutex<Gaps>,
+    /// The claims that PodResources lists.
+    pub(super) claims: Mutex<Option<Lister>>,
 }
 
 impl Core {
@@ -54,8 +57,8 @@ impl Core {
         let rng = Mutex::new(Rng::new(options.seed));
         let (state, fault) = (watch::Sender::default(), watch::Sender::new(Fault::None));
         let book = Mutex::new(Book::new(options.connections));
-        let (turn, gaps) = (tokio::sync::Mutex::default(), Mutex::default());
-        Self { options, book, rng, state, fault, turn, gaps }
+        let (turn, gaps, claims) = Default::default();
+        Self { options, book, rng, state, fault, turn, gaps, claims }
     }
 
     /// Reads the books.

@@ -1,7 +1,8 @@
 //! The PodResources service, on a socket of its own where [`super::Options::pod_resources`] names one.
 //!
 //! Started with each life of the kubelet; answers from the books, as a kubelet answers from its
-//! device manager: the devices that containers hold, and those that are healthy. Changes nothing.
+//! device manager and its DRA manager: the devices that containers hold, those that are healthy, and the claims of
+//! containers. Changes nothing.
 
 use std::sync::Arc;
 
@@ -9,7 +10,7 @@ use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
 use super::errors::BoxError;
-use super::life::{Core, Life};
+use super::life::{Core, Life, lock};
 use super::pod::{Allocation, Place};
 use super::registration::serve_at;
 use linkwise_kubelet_api::podresources as wire;
@@ -47,7 +48,9 @@ impl PodResourcesLister for Service {
             wire::PodResources { name: place.pod.clone(), namespace, containers: vec![container] }
         };
         // A pod may be listed several times; its readers collect the devices.
-        let pod_resources = self.core.read(|book| book.held.iter().map(pod).collect());
+        let mut pod_resources: Vec<_> = self.core.read(|book| book.held.iter().map(pod).collect());
+        let claims = lock(&self.core.claims).clone();
+        pod_resources.extend(claims.into_iter().flat_map(|claims| claims.0()));
         Ok(Response::new(wire::ListPodResourcesResponse { pod_resources }))
     }
 

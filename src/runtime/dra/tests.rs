@@ -7,7 +7,7 @@ use crate::allocation::DeviceId;
 use crate::claims::ClaimName;
 use crate::machines;
 use crate::publish::dra::SliceDevice;
-use crate::state::{Holdings, ResourceName, ResourcePlan, Timestamp};
+use crate::state::{DraGpus, Holdings, ResourceName, ResourcePlan, Timestamp};
 use crate::topology::{GpuUuid, NodeObservation};
 
 /// An API server that keeps everything and has nothing of ours.

@@ -152,6 +152,36 @@ fn pod_uid(pod: &PodClaims) -> String {
     pod.claims[0].claim.uid.clone()
 }
 
+/// The pod of before made a MIG device; this one has MIG mixed, and none of the rights to destroy it.
+#[tokio::test]
+async fn mig_device_of_a_claim_is_the_plugins_after_dra() {
+    let (node, control) = node().await;
+    let mut process = run(&node).await;
+    node.is_registered(1).await;
+    let claim = node.claim("one", &[DEVICE]);
+    node.start_pod("p", &claim).await;
+    process.kill().await.unwrap();
+    control.send("fail 0 nvmlComputeInstanceDestroy 4").unwrap();
+    let mut command = program(&node);
+    command.env("LINKWISE_DRA_DYNAMIC_MIG", "false").env("MIG_STRATEGY", "mixed").args(["--dra-grace-ms", "300"]);
+    for (variable, name) in
+        [("LINKWISE_DRA_REGISTRY_DIR", "reg"), ("LINKWISE_DRA_PLUGINS_DIR", "plugins"), ("LINKWISE_CDI_DIR", "cdi")]
+    {
+        command.env(variable, node.at("config.yaml").join(name));
+    }
+    node.configure("none");
+    command.env_remove("NODE_NAME").env("LINKWISE_SERVICE_ACCOUNT_DIR", node.at("no-token"));
+    let mut process = command.spawn().unwrap();
+    until(|| node.healthy("nvidia.com/gpu").len() == 1).await;
+    const MIG: &str = "nvidia.com/mig-2g.20gb";
+    assert!(node.healthy(MIG).is_empty(), "a pod has it");
+    within(node.dra.stop_pod("p")).await.unwrap_err();
+    node.dra.delete_by_force("p");
+    until(|| node.healthy(MIG).len() == 1).await;
+    assert_eq!((instances(&node), node.checkpoints().len()), (1, 0));
+    assert!(process.try_wait().unwrap().is_none());
+}
+
 #[tokio::test]
 async fn nothing_is_published_where_counters_are_dropped() {
     let (node, _control) = node().await;

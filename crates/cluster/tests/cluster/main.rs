@@ -14,6 +14,8 @@ mod dra_soak;
 mod events;
 mod node;
 mod node_feature;
+#[path = "../../../../tests/node_settings/mod.rs"]
+mod node_settings;
 #[allow(dead_code, clippy::indexing_slicing, reason = "other tests judge more by it")]
 #[path = "../../../../tests/oracle/mod.rs"]
 mod oracle;
@@ -23,4 +25,5 @@ mod simulate;
 mod slices;
 mod support;
 mod traces;
+mod way_back;
 mod whole_node;

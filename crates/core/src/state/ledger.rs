@@ -237,6 +237,13 @@ impl Ledger {
         is_listed || self.prepared.values().any(|prepared| prepared.gpus.contains(gpu))
     }
 
+    /// The claims that have this GPU, or a part of it: as `namespace/name`, by the kubelet's list and as prepared.
+    pub fn claims_on(&self, topology: &NodeTopology, gpu: &GpuUuid) -> BTreeSet<String> {
+        let listed = self.claimed_on(topology, gpu).map(|claimed| claimed.claim.clone());
+        let prepared = self.prepared.values().filter(|prepared| prepared.gpus.contains(gpu));
+        listed.chain(prepared.map(|prepared| prepared.claim.to_string())).collect()
+    }
+
     /// Whether a claim has a device of the pool: a GPU, or one MIG device of it.
     pub fn is_claimed(&self, topology: &NodeTopology, name: &str, gpu: &GpuUuid, mig: Option<&MigUuid>) -> bool {
         let is_apart = |part: Part<'_>| matches!((part, mig), (Part::Mig(held), Some(mig)) if mig.as_str() != held);

@@ -34,7 +34,7 @@ mod xid;
 mod xid_log;
 
 use crate::prelude::*;
-use alloc::collections::BTreeMap;
+use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::sync::Arc;
 use core::time::Duration;
 
@@ -224,6 +224,14 @@ impl NodeState {
     /// Whether this node has anything to do with DRA: GPUs that are offered through it, or are to be.
     pub fn has_dra(&self) -> bool {
         !self.offers.dra_gpus().is_empty() || self.offers.awaits_dra()
+    }
+
+    /// The GPUs that leave DRA, each with the claims that have it.
+    pub fn leaving_dra(&self) -> BTreeMap<GpuUuid, BTreeSet<String>> {
+        let leaves = |gpu: &GpuUuid| matches!(self.door(gpu), Some(Door::FromDra { .. }));
+        let gpus = self.offers.dra_gpus().into_iter().filter(leaves);
+        let claims = |gpu: GpuUuid| (self.ledger.claims_on(self.topology(), &gpu), gpu);
+        gpus.map(claims).map(|(claims, gpu)| (gpu, claims)).collect()
     }
 
     /// Whether the next two lists of holders may let a GPU go to DRA. One that a pod has through the device plugin may

@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use linkwise_kubelet_api::dra::v1 as wire;
+use linkwise_kubelet_api::podresources;
 
 use super::state::ClaimState;
 use super::{ClaimRef, DraError, PodClaims};
@@ -29,9 +30,9 @@ impl Info {
     }
 }
 
-/// The claims, by UID.
+/// The claims, by UID, and the pods that the kubelet knows.
 #[derive(Debug, Default)]
-pub(super) struct Books(BTreeMap<String, Info>);
+pub(super) struct Books(BTreeMap<String, Info>, BTreeMap<String, PodClaims>);
 
 /// Claims for a call, by driver.
 type Batches = BTreeMap<String, Vec<ClaimRef>>;
@@ -45,6 +46,7 @@ impl Books {
     /// The pod uses its claims; returns those that are to be prepared.
     pub fn add(&mut self, pod: &PodClaims) -> Result<Batches, DraError> {
         let mut batches = Batches::new();
+        self.1.insert(pod.pod.clone(), pod.clone());
         for of_pod in &pod.claims {
             let claim = &of_pod.claim;
             let same_name = |info: &&Info| (&info.claim.namespace, &info.claim.name) == (&claim.namespace, &claim.name);
@@ -127,10 +129,48 @@ impl Books {
 
     /// The pod uses nothing any more; claims without a pod are forgotten.
     pub fn remove(&mut self, pod: &str) {
+        self.forget_pod(pod);
         for info in self.0.values_mut() {
             info.pods.remove(pod);
         }
         self.0.retain(|_, info| !info.pods.is_empty());
+    }
+
+    /// The pod is in no list any more; its claims stay.
+    pub fn forget_pod(&mut self, pod: &str) {
+        self.1.remove(pod);
+    }
+
+    /// The claims of containers as PodResources lists them: with the devices that drivers answered. A pod whose claims
+    /// could not be unprepared is listed until it is deleted by force.
+    pub fn listed(&self) -> Vec<podresources::PodResources> {
+        let container = |pod: &PodClaims, name: &String, uses: &Vec<super::ClaimUse>| {
+            let claims = uses.iter().filter_map(|used| {
+                let named = pod.claims.iter().find(|claim| claim.name == used.claim)?;
+                let info = self.0.get(&named.claim.uid)?;
+                let devices = info.devices.iter().flat_map(|(driver, devices)| {
+                    devices.iter().map(move |device| podresources::ClaimResource {
+                        cdi_devices: device.cdi_device_ids.iter().map(|name| cdi(name)).collect(),
+                        driver_name: driver.clone(),
+                        pool_name: device.pool_name.clone(),
+                        device_name: device.device_name.clone(),
+                    })
+                });
+                Some(podresources::DynamicResource {
+                    claim_name: info.claim.name.clone(),
+                    claim_namespace: info.claim.namespace.clone(),
+                    claim_resources: devices.collect(),
+                })
+            });
+            let dynamic_resources = claims.collect();
+            podresources::ContainerResources { name: name.clone(), dynamic_resources, ..Default::default() }
+        };
+        let pod = |pod: &PodClaims| podresources::PodResources {
+            name: pod.pod.clone(),
+            namespace: "default".to_owned(),
+            containers: pod.containers.iter().map(|(name, uses)| container(pod, name, uses)).collect(),
+        };
+        self.1.values().map(pod).collect()
     }
 
     /// What can be seen of the claims.
@@ -144,6 +184,10 @@ impl Books {
         };
         self.0.iter().map(|(uid, info)| (uid.clone(), seen(info))).collect()
     }
+}
+
+fn cdi(name: &str) -> podresources::CdiDevice {
+    podresources::CdiDevice { name: name.to_owned() }
 }
 
 /// Checks the entries of an answer: errors and claims that were not asked for, then claims that are missing.

@@ -14,11 +14,13 @@ mod state;
 mod watcher;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use linkwise_kubelet_api::dra::v1 as wire;
+use linkwise_kubelet_api::podresources;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -236,6 +238,16 @@ pub struct DraWaitError {
     pub last: Box<DraState>,
 }
 
+/// Reads the claims of containers.
+#[derive(Clone)]
+pub(crate) struct Lister(pub Arc<dyn Fn() -> Vec<podresources::PodResources> + Send + Sync>);
+
+impl fmt::Debug for Lister {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Lister")
+    }
+}
+
 /// What outlives a restart, and what observers read.
 struct Core {
     options: DraOptions,
@@ -372,6 +384,18 @@ impl DraKubelet {
         }
         self.core.change(|books| books.remove(pod));
         Ok(())
+    }
+
+    /// The pod was deleted by force: no list has it any more. Its claims stay until [`Self::stop_pod`] unprepares them,
+    /// as a kubelet tries every minute.
+    pub fn delete_by_force(&self, pod: &str) {
+        self.core.change(|books| books.forget_pod(pod));
+    }
+
+    /// A reader of the claims of containers, as PodResources lists them; also while the kubelet is stopped.
+    pub(crate) fn lister(&self) -> Lister {
+        let core = Arc::clone(&self.core);
+        Lister(Arc::new(move || lock(&core.books).listed()))
     }
 
     /// Counts no claim as prepared any more, as after a restart, and keeps its connections.

@@ -1,0 +1,315 @@
+//! Decides what of DRA a start serves: from the settings, from what earlier processes have left, and from the rights of
+//! this one.
+//!
+//! A pod without DRA has neither DRA's folders nor its token. What is left of DRA is finished with what there is: no
+//! combination ends the process or keeps the device plugin from serving.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tokio::task::spawn_blocking;
+use tokio::time::timeout;
+
+use super::CLAIMS;
+use crate::cdi;
+use crate::config::{ApiServerArgs, Settings};
+use crate::errors::chain;
+use crate::runtime::keeper;
+use crate::state::DraGpus;
+
+/// How long a start waits for the disk to show leftovers and rights.
+const READ_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Leftovers of DRA in the state folder.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(in crate::runtime) struct Leftovers {
+    /// The health record names GPUs of DRA.
+    pub gpus: bool,
+    /// There are checkpoints of claims.
+    pub claims: bool,
+}
+
+/// The rights of this process that DRA needs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::runtime) struct Rights {
+    /// The node's name is known.
+    pub node_name: bool,
+    /// The address of an API server is known.
+    pub api_server: bool,
+    /// A token or a kubeconfig is there.
+    pub credentials: bool,
+    /// The folder of CDI specs can be written; otherwise the error.
+    pub cdi: Result<(), String>,
+    /// The kubelet's folder of registration sockets is there.
+    pub sockets: bool,
+}
+
+/// A right that DRA lacks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::runtime) enum Lack {
+    NodeName,
+    ApiServer,
+    Token,
+    Cdi(String),
+}
+
+impl fmt::Display for Lack {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NodeName => f.write_str("DRA needs the node's name: set NODE_NAME (--node-name)"),
+            Self::ApiServer => f.write_str(
+                "DRA needs the API server: KUBERNETES_SERVICE_HOST is not set (no pod?), and no --kubeconfig is given",
+            ),
+            Self::Token => f.write_str("DRA needs the ServiceAccount's token: none is mounted"),
+            Self::Cdi(why) => write!(f, "DRA needs CDI: {why}"),
+        }
+    }
+}
+
+/// What of DRA this process serves.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::runtime) enum Start {
+    /// Nothing: no GPU is to go through DRA, and only time and the kubelet's list of holders decide about what is left.
+    Off,
+    /// Nothing: GPUs are to go through DRA, and these rights are missing. They stay with the device plugin.
+    Lacking(Vec<Lack>),
+    /// Everything.
+    Serve,
+    /// What is left of DRA; no GPU is to go through it.
+    Finish {
+        /// Claims are read and slices are emptied at the API server.
+        api_server: bool,
+        /// CDI specs are written.
+        cdi: bool,
+        /// The kubelet can unprepare claims.
+        sockets: bool,
+    },
+}
+
+impl Start {
+    /// Decides.
+    pub fn of(wanted: bool, left: Leftovers, rights: &Rights) -> Self {
+        if wanted {
+            let lacks = rights.lacks();
+            return if lacks.is_empty() { Self::Serve } else { Self::Lacking(lacks) };
+        }
+        let sockets = rights.sockets;
+        // Without claims and without sockets there is nothing that a DRA plugin could do.
+        if !(left.claims || left.gpus && sockets) {
+            return Self::Off;
+        }
+        let api_server = sockets && rights.node_name && rights.api_server && rights.credentials;
+        Self::Finish { api_server, cdi: rights.cdi.is_ok(), sockets }
+    }
+
+    /// Whether the DRA plugin runs.
+    pub fn has_plugin(&self) -> bool {
+        matches!(self, Self::Serve | Self::Finish { .. })
+    }
+
+    /// Whether the API server is asked.
+    pub fn has_api_server(&self) -> bool {
+        matches!(self, Self::Serve | Self::Finish { api_server: true, .. })
+    }
+
+    /// Whether CDI specs are written for claims.
+    pub fn has_cdi(&self) -> bool {
+        matches!(self, Self::Serve | Self::Finish { cdi: true, .. })
+    }
+
+    /// Whether GPUs may go through DRA from now on, without a restart.
+    pub fn can_serve(&self) -> bool {
+        matches!(self, Self::Serve | Self::Finish { api_server: true, cdi: true, sockets: true })
+    }
+}
+
+impl Rights {
+    /// The rights that are missing for GPUs to go through DRA. A missing folder of the kubelet may still come.
+    fn lacks(&self) -> Vec<Lack> {
+        let mut lacks = Vec::new();
+        if !self.node_name {
+            lacks.push(Lack::NodeName);
+        }
+        if !self.api_server {
+            lacks.push(Lack::ApiServer);
+        } else if !self.credentials {
+            lacks.push(Lack::Token);
+        }
+        lacks.extend(self.cdi.clone().err().map(Lack::Cdi));
+        lacks
+    }
+}
+
+/// Reads which rights this process has.
+#[derive(Clone, Debug)]
+pub(in crate::runtime) struct RightsReader {
+    node_name: bool,
+    api: ApiServerArgs,
+    cdi: PathBuf,
+    registry: PathBuf,
+}
+
+impl RightsReader {
+    /// Reads nothing yet.
+    pub fn new(settings: &Settings, node_name: Option<&str>, api: &ApiServerArgs) -> Self {
+        Self {
+            node_name: node_name.is_some_and(|name| !name.is_empty()),
+            api: api.clone(),
+            cdi: settings.cdi_dir.value.clone(),
+            registry: settings.dra_registry_dir.value.clone(),
+        }
+    }
+
+    /// The rights that are missing for GPUs to go through DRA. The disk is asked for no longer than a second.
+    pub async fn lacks(&self) -> Vec<Lack> {
+        self.read().await.lacks()
+    }
+
+    async fn read(&self) -> Rights {
+        let this = self.clone();
+        let late = || Rights {
+            node_name: self.node_name,
+            api_server: self.api.is_given(),
+            credentials: false,
+            cdi: Err(format!("{} does not answer", self.cdi.display())),
+            sockets: false,
+        };
+        let read = timeout(READ_TIMEOUT, spawn_blocking(move || this.read_now())).await;
+        read.ok().and_then(Result::ok).unwrap_or_else(late)
+    }
+
+    fn read_now(&self) -> Rights {
+        Rights {
+            node_name: self.node_name,
+            api_server: self.api.is_given(),
+            credentials: self.api.has_credentials(),
+            cdi: cdi::prepare(&self.cdi).map_err(|error| chain(&error)),
+            sockets: self.registry.is_dir(),
+        }
+    }
+}
+
+/// Decides for a start. A disk that hangs has no leftovers.
+pub(in crate::runtime) async fn start(settings: &Settings, state_dir: Option<&Path>, rights: &RightsReader) -> Start {
+    let wanted = settings.dra_gpus.value != DraGpus::None;
+    let left = match state_dir.map(Path::to_owned) {
+        Some(folder) => timeout(READ_TIMEOUT, spawn_blocking(move || leftovers(&folder))).await,
+        None => Ok(Ok(Leftovers::default())),
+    };
+    let left = left.ok().and_then(Result::ok).unwrap_or_default();
+    // A node that has nothing to do with DRA gets no folder for CDI specs.
+    if !wanted && left == Leftovers::default() {
+        return Start::Off;
+    }
+    Start::of(wanted, left, &rights.read().await)
+}
+
+/// Looks for what the last process left. It reads files.
+fn leftovers(state_dir: &Path) -> Leftovers {
+    let record = keeper::read(&state_dir.join(keeper::FILE)).ok().flatten();
+    let mut claims = std::fs::read_dir(state_dir.join(CLAIMS)).into_iter().flatten().flatten();
+    let is_checkpoint = |name: &std::ffi::OsStr| Path::new(name).extension().is_some_and(|end| end == "json");
+    Leftovers {
+        gpus: record.is_some_and(|record| !record.dra.is_empty()),
+        claims: claims.any(|entry| is_checkpoint(&entry.file_name())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: Rights = Rights { node_name: true, api_server: true, credentials: true, cdi: Ok(()), sockets: true };
+
+    fn read_only() -> Result<(), String> {
+        Err("read-only".to_owned())
+    }
+
+    /// The pods that there are: with DRA, with events and CDI, plain, by hand, and DRA's with a missing mount.
+    fn pods() -> [(&'static str, Rights); 5] {
+        let plain = Rights { node_name: false, api_server: true, credentials: false, cdi: read_only(), sockets: false };
+        [
+            ("dra", ALL),
+            ("events, cdi", Rights { sockets: false, ..ALL }),
+            ("plain", plain.clone()),
+            ("by hand", Rights { api_server: false, ..plain }),
+            ("no cdi", Rights { cdi: read_only(), ..ALL }),
+        ]
+    }
+
+    #[test]
+    fn gpus_go_through_dra_only_with_all_rights() {
+        let starts =
+            pods().map(|(pod, rights)| (pod, Start::of(true, Leftovers { gpus: true, claims: true }, &rights)));
+        let cdi = Lack::Cdi("read-only".to_owned());
+        let expected = [
+            ("dra", Start::Serve),
+            // The folder of sockets may still come.
+            ("events, cdi", Start::Serve),
+            ("plain", Start::Lacking(vec![Lack::NodeName, Lack::Token, cdi.clone()])),
+            ("by hand", Start::Lacking(vec![Lack::NodeName, Lack::ApiServer, cdi.clone()])),
+            ("no cdi", Start::Lacking(vec![cdi])),
+        ];
+        assert_eq!(starts, expected);
+    }
+
+    #[test]
+    fn leftovers_are_finished_with_the_rights_that_there_are() {
+        let finish = |api_server, cdi, sockets| Start::Finish { api_server, cdi, sockets };
+        let cases = [
+            // GPUs, claims; then each pod in order.
+            ((false, false), [Start::Off, Start::Off, Start::Off, Start::Off, Start::Off]),
+            ((true, false), [finish(true, true, true), Start::Off, Start::Off, Start::Off, finish(true, false, true)]),
+            (
+                (false, true),
+                [
+                    finish(true, true, true),
+                    finish(false, true, false),
+                    finish(false, false, false),
+                    finish(false, false, false),
+                    finish(true, false, true),
+                ],
+            ),
+        ];
+        for ((gpus, claims), expected) in cases {
+            for ((pod, rights), expected) in pods().into_iter().zip(expected) {
+                let left = Leftovers { gpus, claims };
+                assert_eq!(Start::of(false, left, &rights), expected, "{pod}: {left:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn sockets_alone_let_the_kubelet_unprepare() {
+        let alone = Rights { node_name: false, api_server: false, credentials: false, cdi: read_only(), sockets: true };
+        let start = Start::of(false, Leftovers { gpus: true, claims: true }, &alone);
+        assert_eq!(start, Start::Finish { api_server: false, cdi: false, sockets: true });
+        assert!(start.has_plugin() && !start.has_api_server() && !start.has_cdi() && !start.can_serve());
+    }
+
+    #[test]
+    fn broken_and_newer_files_are_leftovers_or_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let record = folder.path().join(keeper::FILE);
+        let texts = [
+            ("{", false),
+            (r#"{"version": 1, "dra": 3}"#, false),
+            // The core ignores what another version wrote.
+            (r#"{"version": 2, "dra": ["GPU-1"]}"#, false),
+            (r#"{"version": 1, "dra": ["GPU-1"]}"#, true),
+        ];
+        for (text, gpus) in texts {
+            std::fs::write(&record, text).unwrap();
+            assert_eq!(leftovers(folder.path()), Leftovers { gpus, claims: false }, "{text}");
+        }
+        std::fs::write(folder.path().join(CLAIMS), "a file in the folder's place").unwrap();
+        assert!(!leftovers(folder.path()).claims);
+        std::fs::remove_file(folder.path().join(CLAIMS)).unwrap();
+        std::fs::create_dir(folder.path().join(CLAIMS)).unwrap();
+        for (name, claims) in [("a.json.ignored", false), (".linkwise-draft", false), ("a.json", true)] {
+            std::fs::write(folder.path().join(CLAIMS).join(name), "no checkpoint").unwrap();
+            assert_eq!(leftovers(folder.path()).claims, claims, "{name}");
+        }
+    }
+}

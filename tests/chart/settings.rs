@@ -1,0 +1,25 @@
+//! What the plugin's container gets by each setting between which a node may be switched (`node_settings`).
+
+use serde_json::Value;
+
+use crate::helm::{Helm, POD, containers, list, object, set};
+use crate::node_settings::{GIVEN, SETTINGS, given};
+
+#[test]
+fn plugin_gets_by_the_chart_what_the_tests_give_it() {
+    let Some(helm) = Helm::found() else { return };
+    for setting in SETTINGS {
+        let objects = helm.template(&set(setting.values)).unwrap_or_else(|error| panic!("{}: {error}", setting.name));
+        let pods = object(&objects, "DaemonSet", "nvdp-nvidia-device-plugin");
+        let all = containers(pods);
+        let plugin = all.into_iter().find(|container| container["name"] == "nvidia-device-plugin-ctr").unwrap();
+        assert_eq!(given(plugin, &list(pods, &format!("{POD}/volumes")), false), setting.given(), "{}", setting.name);
+        let env = list(plugin, "/env");
+        let value = |name: &str| env.iter().find(|env| env["name"] == name).map(|env| env["value"].clone());
+        for name in GIVEN {
+            let expected = setting.env.iter().find(|(own, _)| *own == name).map(|(_, value)| Value::from(*value));
+            assert_eq!(value(name), expected, "{}: {name}", setting.name);
+        }
+        assert_eq!(value("CONFIG_FILE").is_some(), setting.file.is_some(), "{}", setting.name);
+    }
+}

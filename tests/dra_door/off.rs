@@ -1,0 +1,98 @@
+//! Claims that are left when DRA is off: no GPU is to go through it any more, and the kubelet's list alone says when a
+//! claim is over.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use linkwise::dra::Occurrence;
+use linkwise::state::{ClaimedDevice, DraGpus, Event, Holdings, NodeState, ResourcePlan};
+
+use super::node::{DRIVER, Node, POOL, end, start};
+
+/// The kubelet lists these claims, each with GPU 0.
+fn listed(node: &Node, claims: &[&str]) {
+    let claimed = |uid: &&str| ClaimedDevice {
+        claim: format!("ml/claim-{uid}"),
+        driver: DRIVER.to_owned(),
+        pool: POOL.to_owned(),
+        device: "gpu-0".to_owned(),
+        cdi_names: Vec::new(),
+    };
+    let holdings = Holdings { claims: claims.iter().map(claimed).collect(), ..Holdings::default() };
+    apply(node, Event::Holders(Some(holdings)));
+}
+
+fn apply(node: &Node, event: Event) {
+    let before = NodeState::clone(&node.state.borrow());
+    node.state.send_replace(Arc::new(before.apply(event, Duration::from_secs(1)).0));
+}
+
+/// The configuration names no GPU for DRA from now on.
+fn switch_off(node: &Node) {
+    apply(node, Event::Planned(Box::new(ResourcePlan { dra: DraGpus::None, ..ResourcePlan::default() })));
+}
+
+fn is_swept(seen: &Occurrence) -> bool {
+    matches!(seen, Occurrence::Swept { result: Ok(()), .. })
+}
+
+/// A node whose claim `a` is prepared, and which was switched off while no plugin ran.
+async fn off() -> Node {
+    let mut node = Node::running().with_nics();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("a", &[("gpus", "gpu-0")]);
+    start(&kubelet, &claim).await.unwrap();
+    assert_eq!((node.checkpoints().len(), node.claim_specs().len()), (1, 1));
+    listed(&node, &["a"]);
+    node.stop().await;
+    switch_off(&node);
+    node
+}
+
+#[tokio::test]
+async fn claim_is_over_when_the_kubelet_lists_it_no_more() {
+    let mut node = off().await;
+    let reads = node.reads("a");
+    node.start();
+    node.wait(|seen| matches!(seen, Occurrence::Held { claims: 1, .. })).await;
+    // One list without it may be older than the claim.
+    listed(&node, &[]);
+    assert_eq!(node.checkpoints().len(), 1);
+    listed(&node, &[]);
+    node.wait(is_swept).await;
+    assert_eq!((node.checkpoints().len(), node.claim_specs().len()), (0, 0));
+    assert_eq!(node.reads("a"), reads, "nobody asks the API server, which still has the claim");
+}
+
+#[tokio::test]
+async fn kubelet_unprepares_claims_that_are_left() {
+    let mut node = off().await;
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = super::node::name("a");
+    start(&kubelet, &claim).await.unwrap();
+    end(&kubelet, &claim).await;
+    assert!(node.checkpoints().is_empty() && node.claim_specs().is_empty());
+}
+
+#[tokio::test]
+async fn spec_that_cannot_be_removed_is_left_behind() {
+    let mut node = off().await;
+    let spec = node.settings.cdi_folder.join(&node.claim_specs()[0]);
+    std::fs::remove_file(&spec).unwrap();
+    std::fs::create_dir(&spec).unwrap();
+    node.start();
+    listed(&node, &[]);
+    listed(&node, &[]);
+    node.wait(|seen| matches!(seen, Occurrence::LeftBehind { what, .. } if what.contains("CDI spec"))).await;
+    node.wait(is_swept).await;
+    node.wait(|seen| matches!(seen, Occurrence::Held { claims: 0, .. })).await;
+    assert!(node.checkpoints().is_empty(), "it holds its GPU no more");
+    // DRA on again: nothing of it stands in the way of another claim.
+    node.stop().await;
+    apply(&node, Event::Planned(Box::new(ResourcePlan { dra: DraGpus::All, ..ResourcePlan::default() })));
+    node.start();
+    let kubelet = node.kubelet().await;
+    let claim = node.claim("b", &[("gpus", "gpu-0")]);
+    assert_eq!(start(&kubelet, &claim).await.unwrap()[0], node.gpu(0));
+}

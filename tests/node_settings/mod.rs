@@ -1,0 +1,150 @@
+//! The settings between which a node may be switched: for each the chart's values, the overlay, and what a pod of the
+//! plugin gets by them. `chart/` and `manifests.rs` compare this table with what is rendered; the tests of switching
+//! give their processes what it says.
+
+#![allow(dead_code, reason = "each of the tests needs a part of the table")]
+
+/// A setting of a node.
+#[derive(Clone, Copy, Debug)]
+pub struct Setting {
+    /// Its name in tests.
+    pub name: &'static str,
+    /// The chart's values, for `--set`.
+    pub values: &'static [&'static str],
+    /// The folder below `manifests` that is the same; `None` where there is none.
+    pub overlay: Option<&'static str>,
+    /// The program gets the folder of CDI specs, writable.
+    pub cdi: bool,
+    /// It gets the ServiceAccount's token.
+    pub token: bool,
+    /// It gets `NODE_NAME`.
+    pub node_name: bool,
+    /// It gets the kubelet's folders of plugins.
+    pub sockets: bool,
+    /// Its variables that say what is offered.
+    pub env: &'static [(&'static str, &'static str)],
+    /// Its configuration file.
+    pub file: Option<&'static str>,
+    /// The GPUs of eight that go through DRA.
+    pub dra: &'static [u32],
+    /// Devices of the device plugin for each of the other GPUs.
+    pub slots: usize,
+}
+
+/// The device plugin alone: no rights but the kubelet's folder.
+pub const PLUGIN: Setting = Setting {
+    name: "plugin",
+    values: &[],
+    overlay: Some("base"),
+    cdi: false,
+    token: false,
+    node_name: false,
+    sockets: false,
+    env: &[],
+    file: None,
+    dra: &[],
+    slots: 1,
+};
+
+/// All GPUs through DRA.
+pub const DRA: Setting = Setting {
+    name: "dra",
+    values: &["dra.enabled=true"],
+    overlay: Some("overlays/dra"),
+    cdi: true,
+    token: true,
+    node_name: true,
+    sockets: true,
+    env: &[("LINKWISE_DRA_GPUS", "all")],
+    dra: &[0, 1, 2, 3, 4, 5, 6, 7],
+    ..PLUGIN
+};
+
+/// All of them. The first two of DRA have its rights; the third too, and no GPU of DRA: the documented way back.
+pub const SETTINGS: [Setting; 8] = [
+    PLUGIN,
+    DRA,
+    Setting {
+        name: "dra-some",
+        values: &["dra.enabled=true", "dra.gpus={0,1}"],
+        overlay: None,
+        env: &[("LINKWISE_DRA_GPUS", "0,1")],
+        dra: &[0, 1],
+        ..DRA
+    },
+    Setting {
+        name: "dra-none",
+        values: &["dra.enabled=true", "dra.gpus=none"],
+        overlay: None,
+        env: &[("LINKWISE_DRA_GPUS", "none")],
+        dra: &[],
+        ..DRA
+    },
+    Setting {
+        name: "time-slicing",
+        values: &[
+            "config.map.default=version: v1\nsharing:\n  timeSlicing:\n    resources:\n    - name: nvidia.com/gpu\n      replicas: 4\n",
+        ],
+        overlay: Some("overlays/time-slicing"),
+        file: Some(
+            "version: v1\nsharing:\n  timeSlicing:\n    resources:\n    - name: nvidia.com/gpu\n      replicas: 4\n",
+        ),
+        slots: 4,
+        ..PLUGIN
+    },
+    Setting {
+        name: "cdi",
+        values: &["deviceListStrategy=cdi-cri"],
+        overlay: Some("overlays/cdi"),
+        cdi: true,
+        env: &[("DEVICE_LIST_STRATEGY", "cdi-cri")],
+        ..PLUGIN
+    },
+    Setting {
+        name: "events",
+        values: &["events.enabled=true"],
+        overlay: Some("overlays/events"),
+        token: true,
+        node_name: true,
+        env: &[("LINKWISE_EVENTS", "true")],
+        ..PLUGIN
+    },
+    Setting {
+        name: "mig",
+        values: &["migStrategy=mixed"],
+        overlay: Some("overlays/mig"),
+        env: &[("MIG_STRATEGY", "mixed")],
+        ..PLUGIN
+    },
+];
+
+/// The variables of [`Setting::env`].
+pub const GIVEN: [&str; 4] = ["LINKWISE_DRA_GPUS", "DEVICE_LIST_STRATEGY", "LINKWISE_EVENTS", "MIG_STRATEGY"];
+
+/// The folder of CDI specs, the token, the node's name and the kubelet's folders of plugins.
+pub type Given = [bool; 4];
+impl Setting {
+    /// What a container gets.
+    pub fn given(&self) -> Given {
+        [self.cdi, self.token, self.node_name, self.sockets]
+    }
+}
+
+/// What a rendered container gets; `automounts`: the pod gets its ServiceAccount's token unasked.
+pub fn given(container: &serde_json::Value, volumes: &[&serde_json::Value], automounts: bool) -> Given {
+    let all = |key: &str| container[key].as_array().cloned().unwrap_or_default();
+    let writes = |path: &str| {
+        all("volumeMounts").iter().any(|mount| {
+            let is_there = volumes.iter().any(|volume| volume["name"] == mount["name"]);
+            mount["mountPath"] == path && mount["readOnly"] != true && is_there
+        })
+    };
+    let has = |path: &str| all("volumeMounts").iter().any(|mount| mount["mountPath"] == path);
+    let sockets = ["/var/lib/kubelet/plugins_registry", "/var/lib/kubelet/plugins/gpu.nvidia.com"].map(writes);
+    assert!(sockets[0] == sockets[1], "both folders, or none");
+    let token = automounts || has("/var/run/secrets/kubernetes.io/serviceaccount");
+    let node_name = all("env").iter().any(|env| env["name"] == "NODE_NAME" && env["valueFrom"].is_object());
+    assert!(writes("/var/lib/kubelet/device-plugins"), "the state folder is there by every setting");
+    assert!(has("/var/lib/kubelet/pod-resources"), "and so is the list of holders");
+    [writes("/var/run/cdi"), token, node_name, sockets[0]]
+}
