@@ -32,6 +32,7 @@ mod idle;
 mod kubelet;
 mod labels;
 mod live;
+mod memory;
 mod mig;
 mod mps;
 mod newer;
@@ -49,6 +50,7 @@ mod sockets;
 mod stops;
 mod swap;
 mod takeover;
+mod unavailable;
 mod watchdog;
 
 #[path = "../cdi/root.rs"]
