@@ -72,6 +72,13 @@ pub struct Cli {
 /// The variable in which `linkwise` tells `linkwise-cluster` which program it was: the smaller one, for the agent.
 pub const AGENT_PROGRAM: &str = "LINKWISE_AGENT_PROGRAM";
 
+/// The default of [`HostArgs::nvml_memory_mib`]. Two agents that leak, one of which is to take over, fit with linkwise
+/// itself into 128 MiB, the container's limit in manifests and chart (docs/nvml.md has the sum).
+const AGENT_MEMORY_MIB: u64 = 48;
+
+/// The most that [`HostArgs::nvml_memory_mib`] can be, 1 TiB: no bound.
+const MOST_AGENT_MEMORY_MIB: u64 = 1 << 20;
+
 /// How to reach the driver and the host.
 #[derive(Clone, Debug, Args)]
 pub struct HostArgs {
@@ -79,6 +86,16 @@ pub struct HostArgs {
     /// installation, which is searched at the usual places each time the library is loaded
     #[arg(long, value_name = "PATH", env = "LINKWISE_NVML_LIBRARY")]
     pub nvml_library: Option<PathBuf>,
+    /// How much memory that the kernel cannot take back the process that calls NVML may have, in MiB: with more it is
+    /// killed and replaced
+    #[arg(
+        long,
+        value_name = "N",
+        env = "LINKWISE_NVML_MEMORY_MIB",
+        default_value_t = AGENT_MEMORY_MIB,
+        value_parser = clap::value_parser!(u64).range(1..=MOST_AGENT_MEMORY_MIB)
+    )]
+    pub nvml_memory_mib: u64,
     /// The host's /sys
     #[arg(long, value_name = "PATH", env = "LINKWISE_SYSFS", default_value = "/sys")]
     pub sysfs: PathBuf,

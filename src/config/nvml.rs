@@ -11,9 +11,6 @@ pub struct NvmlArgs {
     /// How long one NVML call may take
     #[arg(long, value_name = "N", default_value_t = 30_000, hide = true)]
     pub nvml_call_ms: u64,
-    /// How much memory of its own the process that speaks to NVML may have, in MiB
-    #[arg(long, value_name = "N", default_value_t = 96, hide = true)]
-    pub nvml_memory_mib: u64,
     /// How long initialising NVML, and the first call to each GPU, may take
     #[arg(long, value_name = "N", default_value_t = 120_000, hide = true)]
     pub nvml_start_ms: u64,

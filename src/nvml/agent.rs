@@ -16,7 +16,6 @@ use std::time::{Duration, Instant};
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::call::{CallError, Fault, LOAD, answer};
 use super::calls::Calls;
@@ -36,12 +35,6 @@ pub const INIT: &str = "nvmlInit_v2";
 /// The driver's library, as drivers install it, and as development packages do.
 const LIBRARIES: [&str; 2] = ["libnvidia-ml.so.1", "libnvidia-ml.so"];
 
-/// How much memory of its own an agent may have, in MiB: private and writable (RLIMIT_DATA), which the device mappings
-/// and the reserved address space of a driver's library are not. Three quarters of the container's limit in the
-/// manifests: a library that leaks ends its agent before the kernel ends the container for it, all processes together
-/// (memory.oom.group).
-pub const MEMORY_MIB: u64 = 96;
-
 /// A wait for events that has lasted so long found none: one that is there ends it at once.
 const SETTLED: Duration = Duration::from_millis(20);
 /// How long the process goes on for events that the parent has not taken. The parent reads for longer (`runtime`).
@@ -56,9 +49,6 @@ pub enum AgentError {
     /// The argument is no [`AgentCommand`].
     #[error("not the argument that 'nvml-agent' is started with")]
     Argument(#[source] serde_json::Error),
-    /// The memory could not be bounded.
-    #[error("cannot limit the memory")]
-    Memory(#[source] io::Error),
     /// A thread could not be started.
     #[error("cannot start a thread")]
     Thread(#[source] io::Error),
@@ -111,7 +101,6 @@ fn give_up(what: &str, error: &dyn std::error::Error) -> ! {
 /// process ends with code 1.
 pub fn main(command: &str) -> Result<(), AgentError> {
     let command: AgentCommand = serde_json::from_str(command).map_err(AgentError::Argument)?;
-    limit_memory(command.memory_mib).map_err(AgentError::Memory)?;
     let socket = inherited_socket().map_err(AgentError::Socket)?;
     let reading = socket.try_clone().map_err(AgentError::Socket)?;
     let parent = Arc::new(Parent { stream: Mutex::new(socket), dismissed: AtomicBool::new(false) });
@@ -167,14 +156,6 @@ pub fn main(command: &str) -> Result<(), AgentError> {
     // Without GPUs that have events this thread has nothing to do. A panic has been printed.
     let _ = watching.join();
     Err(AgentError::Watch)
-}
-
-/// Bounds this process's own memory; a limit that is lower already stays.
-fn limit_memory(mib: u64) -> io::Result<()> {
-    let Rlimit { current, maximum } = getrlimit(Resource::Data);
-    let bound = mib.saturating_mul(1 << 20);
-    let current = [current, maximum].into_iter().flatten().fold(bound, u64::min);
-    Ok(setrlimit(Resource::Data, Rlimit { current: Some(current), maximum })?)
 }
 
 fn inherited_socket() -> io::Result<UnixStream> {

@@ -48,6 +48,13 @@ pub enum Fault {
     Other,
 }
 
+impl Fault {
+    /// Whether this is how a host without a driver answers: no library that loads, or one that finds no driver loaded.
+    pub fn is_no_driver(self) -> bool {
+        matches!(self, Self::Library | Self::DriverNotLoaded)
+    }
+}
+
 /// Why a call gave nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

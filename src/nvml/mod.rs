@@ -1,7 +1,7 @@
 //! NVML, asked in a process of its own, the agent: a library that leaks, hangs or crashes costs that process only.
 //!
 //! `agent` is the agent's main and `child` the parent's end of it; `protocol` has their messages, `call` and `scan` the
-//! values in them, `watchdog` judges how long the agent may be silent. In the agent, `probe` scans (`mig` for MIG
+//! values in them, `watchdog` judges how long the agent may be silent, `memory` looks at how much memory it has. In the agent, `probe` scans (`mig` for MIG
 //! devices, which `mig_order` makes and destroys), `events` waits for events, `watch` polls, `poll` has one poll's questions to a GPU, `calls` reports each
 //! call to the parent before it is made, and `raw` has the calls that nvml-wrapper lacks or has wrong. Only the agent
 //! ever loads the library.
@@ -15,6 +15,7 @@ mod calls;
 pub mod child;
 mod events;
 mod library;
+mod memory;
 mod mig;
 mod mig_order;
 mod poll;

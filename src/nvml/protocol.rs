@@ -61,8 +61,8 @@ pub enum FromAgent {
     MigDone(Result<Option<MigUuid>, MigOrderError>),
     /// A call of the thread that waits for events failed. The agent goes on, and tries again.
     Failed(CallFailure),
-    /// The agent ends because only another process can reach NVML: the library does not load or initialise, the driver
-    /// has gone, or this process has no memory left.
+    /// The agent ends because only another process can reach NVML: the library does not load or initialise, or the driver
+    /// has gone.
     Leaving(CallError),
 }
 

@@ -29,10 +29,6 @@ use crate::topology::GpuUuid;
 /// The least time from a round to one that an event brings.
 const AFTER_EVENT: Duration = Duration::from_secs(1);
 
-/// The memory, in bytes, that a poll must find free: with less, the next call may end this process in the middle of
-/// anything.
-const SPARE: usize = 4 << 20;
-
 /// What the rounds work with.
 pub struct Watch {
     /// The library.
@@ -182,11 +178,6 @@ impl Watch {
     }
 
     fn tell(&self, gpus: BTreeMap<GpuUuid, HealthPoll>) {
-        // What failed for want of memory says nothing about a GPU.
-        if Vec::<u8>::new().try_reserve_exact(SPARE).is_err() {
-            let why = "the NVML agent has reached its memory limit: the library leaks";
-            self.leave(CallError::unreadable("malloc", why));
-        }
         let waiting_ms = u64::try_from(self.waiting.lasts().as_millis()).unwrap_or(u64::MAX);
         let (missing, unheard) = (self.missing.clone(), self.waiting.unheard());
         let subjects: BTreeSet<String> = unheard.into_iter().map(|failure| failure.subject).collect();

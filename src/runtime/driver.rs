@@ -12,7 +12,6 @@ mod quarantine;
 mod scan;
 
 use std::collections::{BTreeMap, VecDeque};
-use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -28,14 +27,15 @@ use super::readiness::Idle;
 use crate::claims::MigOrderError;
 use crate::dra::{MigAnswer, MigRequest};
 use crate::hwloc;
+use crate::nvml::CallError;
 use crate::nvml::child::{Agent, AgentCommand, AgentEnded};
 use crate::nvml::protocol::{Called, FromAgent, Place, ToAgent};
 use crate::nvml::scan::NodeScan;
 use crate::state::Event;
 use crate::topology::NodeObservation;
-use agents::{AgentEnd, AgentId};
+use agents::{AgentEnd, AgentId, OVER_MEMORY};
 use host_probe::HostProbe;
-pub(super) use host_probe::identity;
+pub(super) use host_probe::{has_no_gpu, identity};
 pub(super) use machine::Settings;
 use machine::{Action, Input, Machine};
 use metrics::DriverMetrics;
@@ -45,10 +45,6 @@ const INPUTS: usize = 64;
 
 /// Orders about MIG devices that may wait for an agent. The DRA plugin waits with each of them.
 pub(super) const MIG_REQUESTS: usize = 64;
-
-/// Signals that are not the library's doing: an operator's, or the kernel's for want of memory. SIGHUP, SIGINT,
-/// SIGKILL, SIGTERM (signal(7)).
-const FROM_OUTSIDE: [i32; 4] = [1, 2, 9, 15];
 
 /// The driver's side of the node.
 pub(super) struct Driver {
@@ -199,8 +195,7 @@ impl Life {
     fn start(&mut self, id: AgentId, skip: Vec<Place>) -> Vec<Input> {
         // Before the question: an order to release that comes later finds the driver held.
         self.driver.release.set_held(true);
-        let not_started =
-            |why| Input::Ended(id, AgentEnd { cause: None, why, blamed: None, initialised: false, reaped: true });
+        let not_started = |why| Input::Ended(id, AgentEnd::not_started(why));
         if self.driver.release.is_wished() {
             return vec![Input::Released(true), not_started("the driver is released".to_owned())];
         }
@@ -262,7 +257,7 @@ async fn live(
     loop {
         tokio::select! {
             message = agent.next() => match message {
-                Ok(FromAgent::Leaving(error)) => leaving = Some(error.to_string()),
+                Ok(FromAgent::Leaving(error)) => leaving = Some(error),
                 Ok(FromAgent::MigDone(result)) => {
                     own_turn = None;
                     drop(asked.take().map(|answer| answer.send(result)));
@@ -308,14 +303,13 @@ async fn live(
 
 /// How an agent ended, for people and for the quarantine. The error with which it left explains more than its exit
 /// code.
-fn agent_end(ended: &AgentEnded, agent: &Agent, leaving: Option<String>) -> AgentEnd {
+fn agent_end(ended: &AgentEnded, agent: &Agent, leaving: Option<CallError>) -> AgentEnd {
     let (cause, during) = cause(ended, agent.open());
-    let source = std::error::Error::source(ended).map(|source| format!(": {source}")).unwrap_or_default();
-    let call = during.filter(|_| cause == "crashed").map(|called| format!(", in {called}")).unwrap_or_default();
     AgentEnd {
         cause: Some(cause),
         initialised: leaving.is_none() && agent.has_initialised(),
-        why: leaving.unwrap_or_else(|| format!("{ended}{source}{call}")),
+        no_driver: leaving.as_ref().is_some_and(|error| error.fault().is_no_driver()),
+        why: leaving.map_or_else(|| agent.account(ended), |error| error.to_string()),
         blamed: during.and_then(|called| called.gpu.clone()),
         reaped: agent.id().is_none(),
     }
@@ -327,9 +321,8 @@ fn cause<'a>(ended: &'a AgentEnded, open: Option<&'a Called>) -> (&'static str, 
     match ended {
         AgentEnded::Hung { called, .. } => ("hung", Some(called)),
         AgentEnded::Deaf(_) => ("hung", None),
-        AgentEnded::Exited(status) if status.signal().is_some_and(|signal| !FROM_OUTSIDE.contains(&signal)) => {
-            ("crashed", open)
-        }
+        AgentEnded::Memory { .. } => (OVER_MEMORY, None),
+        ended if ended.is_crash() => ("crashed", open),
         AgentEnded::Late(_) | AgentEnded::Stopped(_) | AgentEnded::Silent => ("silent", None),
         AgentEnded::Exited(_) | AgentEnded::Protocol(_) | AgentEnded::Io(_) => ("exited", None),
     }
@@ -347,7 +340,7 @@ pub async fn scan(command: &AgentCommand) -> Result<NodeScan> {
             }
             Ok(FromAgent::Leaving(error)) => failed = Some(error),
             Ok(_) => {}
-            Err(ended) => return Err(failed.map_or_else(|| ended.into(), anyhow::Error::from)),
+            Err(ended) => return Err(failed.map_or_else(|| anyhow!(agent.account(&ended)), anyhow::Error::from)),
         }
     }
 }
@@ -355,6 +348,7 @@ pub async fn scan(command: &AgentCommand) -> Result<NodeScan> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::process::ExitStatusExt;
     use std::time::Duration;
 
     #[test]
@@ -375,6 +369,7 @@ mod tests {
         let (limit, called) = (Duration::ZERO, Called { call: "nvmlInit_v2".to_owned(), gpu: None });
         assert_eq!(of(AgentEnded::Hung { called, limit }), ("hung", Some("nvmlInit_v2".to_owned())));
         assert_eq!(of(AgentEnded::Deaf(limit)), ("hung", None));
+        assert_eq!(of(AgentEnded::Memory { has_mib: 49, bound_mib: 48 }), ("memory", None));
         for ended in [AgentEnded::Late(limit), AgentEnded::Stopped(limit), AgentEnded::Silent] {
             assert_eq!(of(ended), ("silent", None));
         }

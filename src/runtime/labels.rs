@@ -93,7 +93,8 @@ pub(super) struct LabelSource {
 impl LabelSource {
     /// Sends the labels whenever they change.
     pub async fn run(mut self, labels: watch::Sender<Option<NodeLabels>>) -> Result<()> {
-        let mut reported = Once::new();
+        let (mut reported, mut unknown) = (Once::new(), Once::new());
+        let begin = self.idle.borrow().clone();
         let (mut host, mut reading) = (HostFacts::default(), None);
         loop {
             host = self.host(&mut reading).await.unwrap_or(host);
@@ -110,6 +111,12 @@ impl LabelSource {
                         }
                         differs
                     });
+                    unknown.clear();
+                } else if let Idle::Waiting(cause) = self.idle.borrow().clone()
+                    && Idle::Waiting(cause.clone()) != begin
+                    && !unknown.replace([cause.clone()]).is_empty()
+                {
+                    tracing::warn!(cause, "it is unknown which GPUs this node has: the labels stay as they are");
                 }
                 tokio::select! {
                     changed = self.snapshot.changed() => changed.context("the node's state is gone")?,

@@ -4,19 +4,23 @@
 //! SIGHUP, and a change of the configuration file, begin anew with the new settings; settings that are rejected change
 //! nothing.
 
+use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, ensure};
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use prometheus_client::registry::Registry;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinSet, spawn_blocking};
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use super::clock::Clock;
 use super::config;
+use super::driver::has_no_gpu;
 use super::driver::metrics::DriverMetrics;
 use super::labels::{FileWriter, LabelSource, LabelsWatch, report, settings_of};
 use super::node::task_end;
@@ -27,6 +31,8 @@ use crate::config::{Environment, FileWatch, Interval, Labels as Options, LabelsA
 use crate::errors::chain;
 use crate::hwloc;
 use crate::labels::{LabelMetrics, LabelsFile, host};
+use crate::nvml::CallError;
+use crate::nvml::child::AgentCommand;
 use crate::once::Once;
 use crate::publish::labels::{LabelFacts, labels as labels_of};
 use crate::state::{DriverVersions, Effect, Event, NodeState};
@@ -35,6 +41,9 @@ use crate::topology::{NodeObservation, NodeTopology};
 /// Another way out than the file: publishes labels, and compares them with what was published at each interval, until
 /// the token is cancelled.
 pub type Publisher = dyn Fn(LabelsWatch, Interval, CancellationToken) -> BoxFuture<'static, Result<()>> + Send + Sync;
+
+/// How long the host's files may take before one-off labels.
+const FILES: Duration = Duration::from_secs(5);
 
 /// Events that may wait.
 const EVENTS: usize = 256;
@@ -212,24 +221,36 @@ async fn keep_state(mut events: mpsc::Receiver<Event>, snapshots: watch::Sender<
     Ok(())
 }
 
-/// Scans the node once, and writes its labels.
+/// Whether the PCI bus has a GPU for NVIDIA's driver, or does not answer.
+async fn may_have_gpus(sysfs: &Path) -> bool {
+    let sysfs = sysfs.to_owned();
+    let look = timeout(FILES, spawn_blocking(move || has_no_gpu(&sysfs))).await;
+    !look.is_ok_and(|look| look.unwrap_or(false))
+}
+
+/// Scans the node once, and writes its labels; nothing is written where it is unknown which GPUs there are.
 async fn once(args: &LabelsArgs, settings: &Settings, publisher: Option<&Publisher>) -> Result<()> {
     let sysfs = args.node.host.sysfs.clone();
-    let command = super::agent_of(&args.node.host, Some(settings.driver_root_ctr_path.value.clone()));
+    let root = settings.driver_root_ctr_path.value.clone();
+    let command = AgentCommand { limits: super::limits_of(&args.nvml), ..super::agent_of(&args.node.host, Some(root)) };
+    let is_tegra = hwloc::is_tegra(&sysfs);
     let observed = match super::scan(&command).await {
         Ok(scan) => {
+            // What it does not list may still be there.
+            let is_known =
+                !scan.gpus.is_empty() || ((scan.count == Some(0) || is_tegra) && !may_have_gpus(&sysfs).await);
+            ensure!(is_known, "NVML lists no GPU, and the PCI bus has one or does not answer: no labels written");
             let (seen, failures) = hwloc::observe(&sysfs);
             scan.node(seen, failures)
         }
         Err(error) => {
-            let none_on_bus = hwloc::PciBus::default().gpus(&sysfs).is_some_and(|gpus| gpus.is_empty());
-            if !none_on_bus && settings.fail_on_init_error.value != Some(false) {
-                return Err(error.context("NVML unavailable, no labels written"));
+            let no_driver = error.downcast_ref().is_some_and(|error: &CallError| error.fault().is_no_driver());
+            // As a process that stays does: `driver` has the cases.
+            let no_driver = no_driver || is_tegra;
+            if !no_driver || settings.fail_on_init_error.value == Some(true) || may_have_gpus(&sysfs).await {
+                return Err(error.context("NVML unavailable: no labels written, those that are there stay"));
             }
-            tracing::warn!(
-                cause = format!("{error:#}"),
-                "NVML unavailable: the labels are those of a node without GPUs"
-            );
+            tracing::warn!(cause = format!("{error:#}"), "no NVIDIA GPU on this node: the labels say so");
             NodeObservation::default()
         }
     };

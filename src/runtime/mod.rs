@@ -413,8 +413,7 @@ fn driver_of(
     driver::Driver {
         command: AgentCommand {
             poll: milliseconds(nvml.nvml_poll_ms),
-            limits: Limits { start: milliseconds(nvml.nvml_start_ms), call: milliseconds(nvml.nvml_call_ms) },
-            memory_mib: nvml.nvml_memory_mib,
+            limits: limits_of(nvml),
             ..agent_of(host, Some(settings.driver_root_ctr_path.value.clone()))
         },
         settings: driver::Settings {
@@ -437,6 +436,12 @@ fn driver_of(
     }
 }
 
+/// How long calls may take, by the options.
+fn limits_of(nvml: &NvmlArgs) -> Limits {
+    let [start, call] = [nvml.nvml_start_ms, nvml.nvml_call_ms].map(Duration::from_millis);
+    Limits { start, call }
+}
+
 /// How to start the process that speaks to NVML, for a command that only looks: with the driver's root that `run` would
 /// search in this container.
 pub fn agent_command(host: &HostArgs) -> AgentCommand {
@@ -454,6 +459,7 @@ fn agent_of(host: &HostArgs, driver_root: Option<PathBuf>) -> AgentCommand {
         library: host.nvml_library.clone(),
         driver_root,
         procfs: host.procfs.clone(),
+        memory_mib: host.nvml_memory_mib,
         ..AgentCommand::new(program)
     }
 }

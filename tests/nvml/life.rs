@@ -1,6 +1,8 @@
 //! The life of the agent's process: how it ends, who ends it, and what it does without its parent.
 
+use std::fs::{File, OpenOptions};
 use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
 
 use super::*;
 
@@ -115,4 +117,62 @@ async fn nonsense_from_the_parent_ends_the_child() {
     assert_eq!(ended.status.code(), Some(1));
     let words = String::from_utf8_lossy(&ended.stderr);
     assert!(words.contains("from the parent: expected value at line 1"), "{words}");
+}
+
+/// Where the kernel has a process's state, in a folder of the test's.
+fn state_of(agent: &Agent, folder: &TempDir) -> PathBuf {
+    let process = folder.path().join(agent.id().unwrap().to_string());
+    std::fs::create_dir(&process).unwrap();
+    process.join("status")
+}
+
+#[tokio::test]
+async fn agent_with_too_much_memory_is_killed() {
+    let (mut machine, processes) = (machine(), tempfile::tempdir().unwrap());
+    (machine.command.memory_mib, machine.command.processes) = (48, processes.path().to_owned());
+    let mut agent = machine.agent();
+    let state = state_of(&agent, &processes);
+    std::fs::write(&state, "VmRSS:\t 999999 kB\nRssAnon:\t 40000 kB\nRssShmem:\t 9152 kB\n").unwrap();
+    // All that it may have, and then a little more.
+    ready(&mut agent).await;
+    std::fs::write(&state, "VmRSS:\t 999999 kB\nRssAnon:\t 40000 kB\nRssShmem:\t 9153 kB\n").unwrap();
+    let ended = said(&mut agent).await.unwrap_err();
+    let expected = "the NVML agent had 49 MiB of memory that the kernel cannot take back, more than 48 MiB \
+                    (--nvml-memory-mib, LINKWISE_NVML_MEMORY_MIB), and was killed";
+    assert_eq!(ended.to_string(), expected);
+    let after = next(&mut agent).await.unwrap_err();
+    assert!(after.to_string().contains("SIGKILL"), "{after}");
+}
+
+/// Linux' O_NONBLOCK.
+const NONBLOCK: i32 = 0o4000;
+
+#[tokio::test]
+async fn memory_that_cannot_be_read_holds_nothing_up() {
+    let (mut machine, processes) = (machine(), tempfile::tempdir().unwrap());
+    (machine.command.memory_mib, machine.command.processes) = (48, processes.path().to_owned());
+    machine.command.limits = SHORT;
+    let mut agent = machine.agent();
+    let state = state_of(&agent, &processes);
+    assert!(std::process::Command::new("mkfifo").arg(&state).status().unwrap().success());
+    // It opens once a look waits for what it would say.
+    let look = || OpenOptions::new().write(true).custom_flags(NONBLOCK).open(&state);
+    let hung: File = timeout(LIMIT, async {
+        loop {
+            match look() {
+                Ok(file) => return file,
+                Err(_) => drop(next(&mut agent).await.unwrap()),
+            }
+        }
+    })
+    .await
+    .unwrap();
+    // Messages come, and a call that hangs is noticed in time.
+    for _ in 0..3 {
+        next(&mut agent).await.unwrap();
+    }
+    machine.tell("hang nvmlDeviceGetTemperature");
+    let ended = said(&mut agent).await.unwrap_err();
+    assert!(matches!(ended, AgentEnded::Hung { .. }), "{ended}");
+    drop(hung);
 }

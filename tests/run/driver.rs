@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use linkwise_kubelet_box::{AdmissionError, KubeletBox, Pod, ResourceState};
 
-use crate::node::{GPU, Node, Setup, signal, until, uuid};
+use crate::node::{GPU, Node, Setup, signal, uuid};
 
 const STARTS: &str = "linkwise_nvml_agent_starts_total";
 const UP: &str = "linkwise_nvml_agent_up";
@@ -151,26 +151,6 @@ async fn the_end_of_the_nvml_process_is_not_laid_to_an_old_failure() {
     signal("KILL", node.agent(&[]).await);
     let line = node.process.logged(|line| line["message"] == "NVML unavailable").await;
     assert!(line["cause"].as_str().unwrap().contains("SIGKILL"), "{line}");
-}
-
-#[tokio::test]
-async fn leaking_library_costs_its_process_only() {
-    let setup = Setup::on("dgx1-v100").arg("--nvml-poll-ms=20").arg("--nvml-pause-ms=10").arg("--nvml-memory-mib=48");
-    let (node, kubelet) = setup.serve(8).await;
-    let first = node.agent(&[]).await;
-    node.setup.tell("leak 1");
-    let line = node.process.logged(|line| line["message"] == "NVML unavailable").await;
-    assert!(line["cause"].to_string().contains("memory limit"), "{line}");
-    node.setup.tell("leak 0");
-    let second = node.agent(&[first]).await;
-    node.metric(UP, 1).await;
-    assert!(second != first);
-    until(async || node.setup.try_tell("xid 7 79")).await;
-    // No GPU is blamed for calls that failed for want of memory.
-    unhealthy(&kubelet, &[7]).await;
-    assert_eq!(admit(&kubelet, "after", 7).await.unwrap().len(), 7);
-    assert_eq!(kubelet.state().resources[GPU].registrations, 1, "the kubelet noticed nothing");
-    assert_eq!(kubelet.violations(), []);
 }
 
 /// A machine whose linkwise is given no library, and the place of one in the driver's root.

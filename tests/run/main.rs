@@ -33,6 +33,7 @@ mod kubelet;
 mod labels;
 mod left_claims;
 mod live;
+mod memory;
 mod mig;
 mod mps;
 mod newer;
@@ -50,6 +51,7 @@ mod sockets;
 mod stops;
 mod swap;
 mod takeover;
+mod unavailable;
 mod wait;
 mod watchdog;
 

@@ -196,6 +196,16 @@ impl Setup {
         command
     }
 
+    /// Another command on this machine, which ends by itself.
+    pub fn tool(&self, words: &[&str]) -> Command {
+        let mut command = Command::new(&self.program);
+        command.env_clear().args(words);
+        command.arg("--nvml-library").arg(&self.library).arg("--sysfs").arg(self.at("sys"));
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
+        command.stdin(Stdio::null()).kill_on_drop(true);
+        command
+    }
+
     /// How the doctor looks at this machine; more arguments can follow.
     pub fn doctor(&self) -> Command {
         let mut command = Command::new(&self.program);

@@ -11,7 +11,7 @@ use super::finding::Findings;
 use crate::config::HostArgs;
 use crate::hwloc::{BusGpus, held_by_others};
 use crate::nvml::Fault;
-use crate::nvml::child::Agent;
+use crate::nvml::child::{Agent, AgentEnded};
 use crate::nvml::protocol::FromAgent;
 use crate::nvml::scan::{CallFailure, NodeScan, known};
 use crate::runtime;
@@ -36,6 +36,8 @@ pub(super) enum Nvml {
     },
     /// It is unavailable: the call, or `dlopen`, and what came back; and what that means.
     Fails(String, Fault),
+    /// Its library ends the process that calls it; and what to do.
+    Ends(String, &'static str),
     /// A call hangs.
     Hangs(Duration),
 }
@@ -45,7 +47,7 @@ impl Nvml {
     pub fn gpus(&self) -> &[GpuObservation] {
         match self {
             Self::Answers { gpus, .. } => gpus,
-            Self::Fails(..) | Self::Hangs(_) => &[],
+            Self::Fails(..) | Self::Ends(..) | Self::Hangs(_) => &[],
         }
     }
 }
@@ -76,7 +78,7 @@ pub(super) async fn ask(host: &HostArgs, limit: Duration) -> Nvml {
                 return match (scanned, failed) {
                     (Some(scan), _) => answers(scan, BTreeMap::new()),
                     (None, Some(error)) => Nvml::Fails(error.to_string(), error.fault()),
-                    (None, None) => Nvml::Fails(format!("{:#}", anyhow::Error::from(ended)), Fault::Other),
+                    (None, None) => Nvml::Ends(agent.account(&ended), remedy(&ended)),
                 };
             }
         }
@@ -109,19 +111,40 @@ pub(super) fn check(found: &mut Findings, nvml: &Nvml, bus: Option<&BusGpus>, mo
             found.ok(format!("NVML answers: driver {}, library {}, {gpus}", or(driver), or(library)));
             versions(found, driver, library, module);
         }
-        Nvml::Fails(why, _) if bus.is_some_and(BTreeMap::is_empty) => found.skipped(
+        Nvml::Fails(why, fault) if fault.is_no_driver() && bus.is_some_and(BTreeMap::is_empty) => found.skipped(
             format!("no NVIDIA GPU on the PCI bus, and no NVML ({why}): linkwise run idles here, and is ready"),
             Some("nothing to do, unless this node should have GPUs: then lspci -d 10de: on the host shows whether it does"),
         ),
-        Nvml::Fails(why, _) if bus.is_some_and(|bus| held_by_others(bus).count() == bus.len()) => found.skipped(
+        Nvml::Fails(why, fault) if fault.is_no_driver() && bus.is_some_and(others_hold_all) => found.skipped(
             format!("other drivers hold all GPUs on the PCI bus, and no NVML ({why}): linkwise run idles here, and is ready"),
             Some("right where all GPUs are passed through to virtual machines; else bind them to nvidia"),
         ),
         Nvml::Fails(why, fault) => found.failed(format!("NVML unavailable: {why}"), advice(*fault, module)),
+        // Also on a node whose bus shows no GPU: a library that is there and fails does not say that there is none.
+        Nvml::Ends(why, remedy) => found.failed(format!("NVML unavailable: {why}"), remedy),
         Nvml::Hangs(limit) => found.failed(
             format!("NVML does not answer within {limit:?}"),
             "the driver hangs: dmesg on the host names the GPU (NVRM, Xid); drain the node and reset the GPU or reboot",
         ),
+    }
+}
+
+fn others_hold_all(bus: &BusGpus) -> bool {
+    held_by_others(bus).count() == bus.len()
+}
+
+/// What to do where an agent ended without an answer.
+fn remedy(ended: &AgentEnded) -> &'static str {
+    match ended {
+        AgentEnded::Memory { .. } => {
+            "a library that needs so much: give it more with --nvml-memory-mib (LINKWISE_NVML_MEMORY_MIB), and the \
+             container as much on top of its memory limit"
+        }
+        ended if ended.is_crash() => {
+            "the library crashes: library and driver are of different releases, or the library is broken; nvidia-smi on \
+             the host uses the same one"
+        }
+        _ => "nvidia-smi on the host, and dmesg (NVRM, Xid), say more",
     }
 }
 

@@ -22,6 +22,9 @@ pub(super) const RETIREMENT: Duration = Duration::from_secs(2);
 /// Names one agent, in the order of their starts.
 pub(super) type AgentId = u64;
 
+/// The metric's word for an agent that was killed because it had too much memory.
+pub(super) const OVER_MEMORY: &str = "memory";
+
 /// How an agent ended, as a plain value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct AgentEnd {
@@ -33,8 +36,18 @@ pub(super) struct AgentEnd {
     pub blamed: Option<CalledGpu>,
     /// Whether NVML was initialised, and still was at the end.
     pub initialised: bool,
+    /// Whether there is no driver as far as NVML goes: no library that loads, or it answered that none is loaded. A
+    /// library that crashes, hangs or leaks is there, and so may be a driver.
+    pub no_driver: bool,
     /// Whether the process has ended; else it was killed, and its end is still to come.
     pub reaped: bool,
+}
+
+impl AgentEnd {
+    /// No process was started.
+    pub fn not_started(why: String) -> Self {
+        Self { cause: None, why, blamed: None, initialised: false, no_driver: false, reaped: true }
+    }
 }
 
 /// Why an agent is started beside the one that works.

@@ -446,9 +446,12 @@ impl Machine {
         let gpus: BTreeSet<GpuUuid> = scan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         if !active.ready {
             let none_on_bus = active.host.as_ref().is_some_and(|host| host.gpus().is_empty());
-            if gpus.is_empty() && active.skipped.is_empty() && !self.scan.was_published() && none_on_bus {
+            // A Tegra's own GPU counts, but cannot be served.
+            let has_none = scan.count == Some(0) || active.host.as_ref().is_some_and(|host| host.is_tegra);
+            let is_useless = gpus.is_empty() && has_none && active.skipped.is_empty() && none_on_bus;
+            if is_useless && !self.scan.was_published() {
                 // There is nothing to follow, and the agent would poll for ever.
-                return self.useless(Reached::Nothing, NO_GPUS, now);
+                return self.useless(Reached::NoDriver, NO_GPUS, now);
             }
             let Some(verdict) = self.quarantine.agent_lives(&active.skipped, gpus.len(), scan.count) else {
                 return self.useless(Reached::Nvml, "agents end whichever GPU they skip", now);
@@ -471,7 +474,12 @@ impl Machine {
         }
         self.actions.extend(identity.map(|identity| Action::Emit(Event::Identified(identity))));
         if gpus.is_empty() {
-            self.act(Action::Idle(Idle::Waiting(NO_GPUS.to_owned())));
+            let reason = match scan.count {
+                Some(0) => NO_GPUS.to_owned(),
+                Some(count) => format!("NVML counts {count} GPU(s), and none of them can be identified"),
+                None => "NVML cannot count the GPUs".to_owned(),
+            };
+            self.act(Action::Idle(Idle::Waiting(reason)));
         }
         // A scan of the host that runs already has taken too long, or belongs to a scan that is still to be published.
         let host_until = if self.scan.host_runs { now } else { now + self.settings.call / 3 };

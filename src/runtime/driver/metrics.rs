@@ -59,7 +59,7 @@ impl DriverMetrics {
         self.xids.get_or_create(&[("uuid", gpu.to_string()), ("xid", xid)]).inc();
     }
 
-    /// An agent ended: `exited` by itself, `crashed`, `hung`, `silent`, `replaced` by a newer one, `released` on
+    /// An agent ended: `exited` by itself, `crashed`, `hung`, `silent`, killed for its `memory`, `replaced` by a newer one, `released` on
     /// request.
     pub fn agent_ended(&self, cause: &'static str) {
         self.agent_ends.get_or_create(&[("cause", cause)]).inc();

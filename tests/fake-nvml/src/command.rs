@@ -91,10 +91,12 @@ pub enum Command {
     Driver {
         version: String,
     },
-    /// From now on each call leaks so many MiB.
+    /// From now on so many MiB leak a second.
     Leak {
         mib: usize,
     },
+    /// A language runtime is started: see `memory`.
+    Runtime,
     /// Wait until the function was called this many times more.
     Calls {
         function: String,
@@ -206,6 +208,7 @@ impl FromStr for Command {
             ["unfail" | "unhang" | "unhold" | "uncrash", which, function] | ["unfail", which, function, _] => {
                 Self::NoFault { gpu: gpu(which), function: name(function) }
             }
+            ["runtime"] => Self::Runtime,
             ["leak", mib] => Self::Leak { mib: number(mib)? },
             ["init", code] => Self::Init { code: number(code)? },
             ["recovery", which, action] => Self::Recovery { gpu: gpu(which), action: number(action)? },

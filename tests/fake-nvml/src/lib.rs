@@ -37,6 +37,8 @@
 //! | `driver VERSION` | the driver's version |
 //! | `storm GPU CODE N` | N XID events at once |
 //! | `loss-ends-waits` | from now on a wait for events fails with 15 while a GPU of its set is lost |
+//! | `leak N` | from now on N MiB leak a second, whatever calls do |
+//! | `runtime` | a language's runtime starts: it maps 1 GiB, uses 8 MiB, and aborts where it gets no memory or thread |
 //! | `calls FUNCTION N` | no change: the answer comes once the function was called N times more |
 //! | `blocked FUNCTION` | no change: the answer comes once a call of the function is blocked by `hang` or `hold` |
 //!
@@ -48,6 +50,7 @@ mod command;
 mod control;
 mod exports;
 mod machine;
+mod memory;
 mod state;
 
 pub use client::{Control, library_path};

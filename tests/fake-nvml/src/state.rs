@@ -10,9 +10,7 @@ use nvml_wrapper_sys::bindings::*;
 use crate::command::{Command, Fault, Selector};
 use crate::control;
 use crate::machine::Machine;
-
-/// So many calls leak at most: where nothing bounds the process, the machine survives.
-const MOST_LEAKED: usize = 512;
+use crate::memory;
 
 /// A call's outcome: a value, or NVML's return code.
 pub type Answer<T = ()> = Result<T, nvmlReturn_t>;
@@ -54,9 +52,6 @@ pub struct State {
     absent: BTreeSet<usize>,
     /// A call holds the library's lock.
     held: bool,
-    /// MiB that each call leaks, and what was leaked.
-    leak: usize,
-    leaked: Vec<Vec<u8>>,
     pub sets: BTreeMap<usize, EventSet>,
     pub sets_made: usize,
 }
@@ -142,13 +137,6 @@ pub fn enter_with(function: &str, which: impl Fn(&State) -> Answer<Vec<usize>>) 
     let mut state = lock();
     *state.calls.entry(function.to_owned()).or_default() += 1;
     FAKE.called.notify_all();
-    if state.leak > 0 && state.leaked.len() < MOST_LEAKED {
-        let mut memory = Vec::new();
-        memory.try_reserve_exact(state.leak << 20).map_err(|_| nvmlReturn_enum_NVML_ERROR_MEMORY)?;
-        // Written to, so that it takes memory and not only address space.
-        memory.resize(state.leak << 20, 1);
-        state.leaked.push(memory);
-    }
     let mut holds = false;
     loop {
         while state.held && !holds {
@@ -275,7 +263,8 @@ pub fn apply(command: &Command) -> Result<(), String> {
                 }
             }
         }
-        Command::Leak { mib } => state.leak = *mib,
+        Command::Leak { mib } => memory::leak(*mib),
+        Command::Runtime => memory::start_runtime(),
         Command::LossEndsWaits => state.loss_ends_waits = true,
         Command::CrashNow => std::process::abort(),
         Command::Storm { gpu, code, events } => {

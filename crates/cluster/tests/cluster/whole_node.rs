@@ -9,6 +9,7 @@ use std::process::Stdio;
 use linkwise_api_server_box::{Key, ResourceType};
 use linkwise_kubelet_box::{KubeletBox, Options, Pod, ResourceState};
 use serde_json::{Value, json};
+use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, Command};
 
 use crate::support::{Cluster, config_map, within};
@@ -113,6 +114,31 @@ async fn oneshot_labels_end_when_the_object_is_written() {
     let status = within(node.program("gpu-feature-discovery").arg("--oneshot").status()).await.unwrap();
     assert!(status.success(), "{status}");
     node.is_labelled(json!({"nvidia.com/gpu.count": "8"})).await;
+}
+
+#[tokio::test]
+async fn node_feature_stays_while_nvml_crashes_at_start() {
+    let node = Node::start().await;
+    // Nothing on the PCI bus, as where NVML is simulated.
+    fs::create_dir_all(node.at("sys/bus/pci/devices")).unwrap();
+    let labels = || {
+        let mut command = node.program("gpu-feature-discovery");
+        command.env("FAKE_NVML_CONTROL", node.at("control")).stderr(Stdio::piped());
+        command
+    };
+    assert!(within(labels().arg("--oneshot").status()).await.unwrap().success());
+    let key = ResourceType::NODE_FEATURES.key(Some("gpu"), "nvidia-features-for-n");
+    let before = node.cluster.server.object(&key).unwrap();
+    assert_eq!(before["spec"]["labels"]["nvidia.com/gpu.count"], "8");
+
+    fake_nvml::Control::new(node.at("control")).send("crash nvmlInit_v2").unwrap();
+    let ended = within(labels().arg("--oneshot").output()).await.unwrap();
+    let words = String::from_utf8_lossy(&ended.stderr).into_owned();
+    assert!(!ended.status.success() && words.contains("the NVML library crashed in nvmlInit_v2"), "{words}");
+    let mut process = labels().spawn().unwrap();
+    let mut lines = BufReader::new(process.stderr.take().unwrap()).lines();
+    while !within(lines.next_line()).await.unwrap().unwrap().contains("the labels stay as they are") {}
+    assert_eq!(node.cluster.server.object(&key).unwrap(), before);
 }
 
 #[tokio::test]

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use super::super::Idle;
-use super::super::agents::{ActiveAgent, AgentEnd, AgentId, RestartReason};
+use super::super::agents::{ActiveAgent, AgentEnd, AgentId, OVER_MEMORY, RestartReason};
 use super::super::host_probe::HostFingerprint;
 use super::{Action, Machine, Stage};
 
@@ -14,8 +14,12 @@ pub(super) const NO_GPUS: &str = "NVML lists no GPU on this node";
 /// How far an agent had got that ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reached {
-    /// NVML was not initialised, or has no GPU.
-    Nothing,
+    /// There is no driver, as far as NVML goes, or NVML lists no GPU.
+    NoDriver,
+    /// NVML was not initialised: its library, or a driver, is there and failed.
+    Failure,
+    /// The same, since the library needed more memory than it may have.
+    OverMemory,
     /// NVML was initialised: a call after that ended it, maybe one GPU's.
     Nvml,
     /// It saw the GPUs.
@@ -63,7 +67,9 @@ impl Machine {
                 let reached = match (active.ready, end.initialised) {
                     (true, _) => Reached::Gpus,
                     (false, true) => Reached::Nvml,
-                    (false, false) => Reached::Nothing,
+                    (false, false) if end.no_driver => Reached::NoDriver,
+                    (false, false) if end.cause == Some(OVER_MEMORY) => Reached::OverMemory,
+                    (false, false) => Reached::Failure,
                 };
                 self.without_agent(active, reached, end.why, now);
             }
@@ -75,7 +81,7 @@ impl Machine {
     /// The active agent failed: what it means for the node, and a pause.
     fn without_agent(&mut self, active: ActiveAgent, reached: Reached, cause: String, now: Duration) {
         let pause = self.backoff.failed_after(now.saturating_sub(active.began));
-        self.initialised |= reached != Reached::Nothing;
+        self.initialised |= matches!(reached, Reached::Nvml | Reached::Gpus);
         if self.outage.has_worked() {
             self.outage.begin(cause.clone(), now);
         } else if self.initialised && cause != NO_GPUS {
@@ -84,7 +90,7 @@ impl Machine {
             let reason = format!("NVML is initialised, but no agent has seen the GPUs: {cause}");
             self.act(Action::Idle(Idle::Waiting(reason)));
         } else {
-            match self.without_nvml(&cause, active.host.as_ref()) {
+            match self.without_nvml(reached, &cause, active.host.as_ref()) {
                 Ok(idle @ Idle::Waiting(_)) => self.act(Action::Idle(idle)),
                 Ok(Idle::NoGpu(reason)) => {
                     tracing::info!(reason, "no NVIDIA GPU on this node: idle until one appears");
@@ -108,28 +114,33 @@ impl Machine {
     }
 
     /// What to do where NVML never answered: by the option, else by what is on the PCI bus. An error ends the process,
-    /// so that its container is made anew: libraries and device nodes are given when a container is made.
-    fn without_nvml(&self, cause: &str, host: Option<&HostFingerprint>) -> Result<Idle, String> {
+    /// so that its container is made anew: libraries and device nodes are given when a container is made. The tests
+    /// beside this file have all cases as a table.
+    fn without_nvml(&self, reached: Reached, cause: &str, host: Option<&HostFingerprint>) -> Result<Idle, String> {
         let unavailable = format!("NVML cannot be initialised: {cause}");
         let must_work = self.settings.fail_on_init_error;
+        if must_work == Some(true) && cause != NO_GPUS {
+            return Err(unavailable);
+        }
         let Some(host) = host else {
-            if must_work == Some(true) {
-                return Err(unavailable);
-            }
             // Whether there is a GPU is unknown: no reason to end, and none to rest.
             let reason = format!("NVML cannot be initialised, and the PCI bus does not answer: {cause}");
             return Ok(Idle::Waiting(reason));
         };
         let gpus = host.gpus();
-        match (must_work, gpus.first()) {
-            (Some(true), None) if cause == NO_GPUS => {}
-            (Some(true), _) => return Err(unavailable),
-            (None, Some(first)) => {
-                let number = gpus.len();
-                return Err(format!("{number} NVIDIA GPU(s) on the PCI bus ({first} ...), but {unavailable}"));
+        if let Some(first) = gpus.first() {
+            // A library that needs more memory needs it in another container too.
+            if must_work == Some(false) || reached == Reached::OverMemory {
+                return Ok(Idle::Waiting(unavailable));
             }
-            (Some(false), Some(_)) => return Ok(Idle::Waiting(unavailable)),
-            (None | Some(false), None) => {}
+            let number = gpus.len();
+            return Err(format!("{number} NVIDIA GPU(s) on the PCI bus ({first} ...), but {unavailable}"));
+        }
+        if reached != Reached::NoDriver && !host.is_tegra {
+            // GPUs need not be on this bus (a simulated NVML, a /sys that is not the host's), and all of them may have
+            // fallen off it: a library that is there and fails is no proof that there are none.
+            let unknown = "no NVIDIA GPU on the PCI bus; whether there is one is unknown until NVML answers";
+            return Ok(Idle::Waiting(format!("{unavailable} ({unknown})")));
         }
         let others: Vec<String> =
             host.foreign().into_iter().map(|(pci, driver)| format!("{pci} is bound to {driver}")).collect();

@@ -2,12 +2,14 @@
 //! happens.
 //!
 //! The world keeps its own books (which processes live, which events they sent) from the machine's actions and its own
-//! inputs alone; of the machine it reads what the executor reads.
+//! inputs alone; of the machine it reads what the executor reads. `cases` has the table of what a failure means.
+
+mod cases;
 
 use proptest::prelude::*;
 use proptest::test_runner::Config;
 
-use super::super::agents::AgentEnd;
+use super::super::agents::{AgentEnd, OVER_MEMORY};
 use super::super::host_probe::HostProbe;
 use super::*;
 use crate::nvml::protocol::CalledGpu;
@@ -46,7 +48,10 @@ enum Happening {
     Crashes(usize, u32),
     /// The agent is given up, and its process stays.
     Hangs(usize),
+    /// It finds no driver.
     Leaves(usize),
+    /// It crashes, or is killed for its memory, before NVML is initialised.
+    Fails(usize, bool),
     ProcessEnds(usize),
     Released(bool),
     Probed(Bus),
@@ -106,6 +111,8 @@ struct World {
     has_worked: bool,
     away: bool,
     failed: bool,
+    /// Whether NVML said last that there is no driver, or no GPU.
+    absent: bool,
 }
 
 fn uuid(number: u32) -> GpuUuid {
@@ -158,6 +165,7 @@ impl World {
             has_worked: false,
             away: false,
             failed: false,
+            absent: false,
         };
         world.tell(Input::Released(false));
         world
@@ -217,6 +225,7 @@ impl World {
                 assert!(!self.has_worked, "a node that has worked is ended: {cause}");
                 self.failed = true;
             }
+            Action::Idle(Idle::NoGpu(reason)) => assert!(self.absent, "nothing says that there is no GPU: {reason}"),
             Action::Emit(_) | Action::Idle(_) | Action::CountEnd(_) | Action::CountFailure | Action::Unheard(_) => {}
         }
     }
@@ -247,6 +256,14 @@ impl World {
     }
 
     fn ends(&mut self, id: AgentId, blamed: Option<u32>, initialised: bool, reaped: bool) {
+        let blamed = blamed.map(|index| CalledGpu { place: Place { index, of: 4 }, uuid: None });
+        let no_driver = !initialised;
+        let why = "it ended".to_owned();
+        self.ends_so(id, AgentEnd { cause: Some("crashed"), why, blamed, initialised, no_driver, reaped });
+    }
+
+    fn ends_so(&mut self, id: AgentId, end: AgentEnd) {
+        let reaped = end.reaped;
         let process = self.processes.get_mut(&id).unwrap();
         // The failure of the last agent calls for a pause.
         let last = process.serves() && self.serving() == 1;
@@ -255,8 +272,7 @@ impl World {
         if last {
             self.not_before = self.now + PAUSE;
         }
-        let blamed = blamed.map(|index| CalledGpu { place: Place { index, of: 4 }, uuid: None });
-        let end = AgentEnd { cause: Some("crashed"), why: "it ended".to_owned(), blamed, initialised, reaped };
+        self.absent = end.no_driver;
         if reaped {
             self.processes.remove(&id);
         }
@@ -341,6 +357,13 @@ impl World {
                     self.ends(id, None, false, true);
                 }
             }
+            Happening::Fails(number, memory) => {
+                if let Some(id) = self.speaks(number) {
+                    let end = AgentEnd::not_started("it failed".to_owned());
+                    let cause = Some(if memory { OVER_MEMORY } else { "crashed" });
+                    self.ends_so(id, AgentEnd { cause, reaped: !memory, ..end });
+                }
+            }
             Happening::ProcessEnds(number) => {
                 let Some(id) = self.chosen(number, |process| process.killed) else { return };
                 self.processes.remove(&id);
@@ -366,6 +389,7 @@ impl World {
     }
 
     fn ready(&mut self, id: AgentId, gpus: u32) {
+        self.absent = gpus == 0;
         if self.processes[&id].serves() {
             self.listed = (0..gpus).map(uuid).collect();
         }
@@ -422,6 +446,7 @@ fn happening() -> impl Strategy<Value = Happening> {
         2 => (agent(), 0_u32..4).prop_map(|(agent, gpu)| Happening::Crashes(agent, gpu)),
         1 => agent().prop_map(Happening::Hangs),
         1 => agent().prop_map(Happening::Leaves),
+        1 => (agent(), any::<bool>()).prop_map(|(agent, memory)| Happening::Fails(agent, memory)),
         3 => agent().prop_map(Happening::ProcessEnds),
         2 => any::<bool>().prop_map(Happening::Released),
         8 => bus.prop_map(Happening::Probed),

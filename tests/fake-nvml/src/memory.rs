@@ -1,0 +1,70 @@
+//! What a library does with memory besides answering calls: it leaks, or it holds a language's runtime.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, Once, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+/// From one step of a leak to the next.
+const STEP: Duration = Duration::from_millis(10);
+/// The steps of a second.
+const STEPS: usize = 100;
+/// So many bytes leak at most: where nothing bounds the process, the machine survives.
+const MOST: usize = 512 << 20;
+
+/// What a runtime maps, as Go's does for its heap, and what it uses of that, in bytes.
+const MAPPED: usize = 1 << 30;
+const USED: usize = 8 << 20;
+/// Its threads, and the stack of each: glibc's default, all of it mapped.
+const THREADS: usize = 16;
+const STACK: usize = 8 << 20;
+
+/// MiB a second.
+static RATE: AtomicUsize = AtomicUsize::new(0);
+static LEAKS: Once = Once::new();
+static KEPT: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
+
+fn keep(memory: Vec<u8>) {
+    KEPT.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
+}
+
+/// From now on so many MiB leak a second, in small steps, whatever the calls do. What has leaked stays.
+pub fn leak(mib: usize) {
+    RATE.store(mib, Ordering::Relaxed);
+    LEAKS.call_once(|| drop(thread::spawn(leak_on)));
+}
+
+fn leak_on() {
+    let mut leaked = 0;
+    loop {
+        thread::park_timeout(STEP);
+        let bytes = (RATE.load(Ordering::Relaxed) << 20) / STEPS;
+        if bytes > 0 && leaked < MOST {
+            leaked += bytes;
+            // Written to, so that it takes memory and not only address space.
+            keep(vec![1; bytes]);
+        }
+    }
+}
+
+/// Starts a runtime, which takes the process with it where it gets no memory or no thread: a Go library's does.
+pub fn start_runtime() {
+    let mut heap = Vec::new();
+    if heap.try_reserve_exact(MAPPED).is_err() {
+        eprintln!("fatal error: runtime: cannot allocate memory");
+        std::process::abort();
+    }
+    heap.resize(USED, 1);
+    keep(heap);
+    for _ in 0..THREADS {
+        let started = thread::Builder::new().stack_size(STACK).spawn(|| {
+            loop {
+                thread::park();
+            }
+        });
+        if let Err(error) = started {
+            eprintln!("runtime/cgo: pthread_create failed: {error}");
+            std::process::abort();
+        }
+    }
+}
