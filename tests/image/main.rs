@@ -22,9 +22,13 @@ mod dockerfile;
 #[path = "../chart/helm.rs"]
 #[expect(dead_code, reason = "the chart's own tests use the rest")]
 mod helm;
+mod memory;
 mod node;
+#[path = "../node_settings/mod.rs"]
+mod node_settings;
 mod pod;
 mod rights;
 mod rootfs;
 mod runc;
 mod serves;
+mod ways;

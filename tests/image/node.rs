@@ -31,8 +31,9 @@ pub const PLUGIN: &str = "nvdp-nvidia-device-plugin";
 pub const PLUGIN_CONTAINER: &str = "nvidia-device-plugin-ctr";
 /// The ServiceAccount's token.
 const TOKEN: &str = "of-the-service-account";
-/// Where our libnvidia-ml finds its machine in a container.
+/// Where our libnvidia-ml finds its machine in a container, and what it is to do.
 const MACHINE: &str = "/run/machine.yaml";
+const CONTROL: &str = "/run/control";
 
 /// A test fails that waits longer.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -46,8 +47,6 @@ pub struct Node {
     pub port: u16,
     machine: PathBuf,
     library: PathBuf,
-    /// Further variables for our libnvidia-ml.
-    pub library_variables: Vec<String>,
     shares_mounts: bool,
     pods: AtomicU32,
     folder: TempDir,
@@ -63,6 +62,7 @@ impl Node {
             fs::create_dir_all(host.join("var/lib/kubelet").join(path)).unwrap();
         }
         fs::create_dir_all(host.join("run")).unwrap();
+        fs::create_dir(folder.path().join("nvml")).unwrap();
         fs::create_dir_all(host.join("dev")).unwrap();
         symlink("../run", host.join("var/run")).unwrap();
         let shares_mounts = share(&host);
@@ -102,13 +102,18 @@ impl Node {
             port,
             machine: repository(&format!("src/machines/{machine}.yaml")),
             library,
-            library_variables: Vec::new(),
             shares_mounts,
             pods: AtomicU32::new(0),
             folder,
         };
+        node.kubelet.list_claims_of(&node.dra);
         node.label(json!({}));
         node
+    }
+
+    /// Tells our libnvidia-ml something, in every process that has it now or later.
+    pub fn tell(&self, command: &str) {
+        fake_nvml::Control::new(self.folder.path().join("nvml/socket")).send(command).unwrap();
     }
 
     /// The root of the host.
@@ -154,23 +159,25 @@ impl Node {
     /// What the kubelet gives each container, and what our libnvidia-ml wants to know.
     pub fn variables(&self) -> Vec<String> {
         let address = self.server.address();
-        let mut all = vec![
+        vec![
             format!("KUBERNETES_SERVICE_HOST={}", address.ip()),
             format!("KUBERNETES_SERVICE_PORT={}", address.port()),
             format!("FAKE_NVML_MACHINE={MACHINE}"),
-        ];
-        all.extend(self.library_variables.iter().cloned());
-        all
+            format!("FAKE_NVML_CONTROL={CONTROL}/socket"),
+        ]
     }
 
     /// What NVIDIA's container runtime brings where NVIDIA_VISIBLE_DEVICES asks for it: the driver's library and programs, and
     /// the device nodes. These are /dev/null: the kernel opens no others without a driver.
-    pub fn nvidia_mounts(&self) -> Vec<(PathBuf, String)> {
+    /// With them comes the folder by which a test tells our library what to do, the only one that can be written.
+    pub fn nvidia_mounts(&self) -> Vec<(PathBuf, String, &'static str)> {
         let programs = ["nvidia-cuda-mps-control", "nvidia-smi"];
         let programs = programs.map(|name| (repository("tests/mps").join(name), format!("/usr/bin/{name}")));
         let library = (self.library.clone(), "/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1".to_owned());
         let nodes = device_nodes().into_iter().map(|(name, _)| (PathBuf::from("/dev/null"), format!("/dev/{name}")));
-        [(self.machine.clone(), MACHINE.to_owned()), library].into_iter().chain(programs).chain(nodes).collect()
+        let files = [(self.machine.clone(), MACHINE.to_owned()), library].into_iter().chain(programs).chain(nodes);
+        let control = (self.folder.path().join("nvml"), CONTROL.to_owned(), "rw");
+        files.map(|(source, destination)| (source, destination, "ro")).chain([control]).collect()
     }
 
     /// The objects of the chart with these values (lists and objects as JSON), its port beside others.
@@ -256,6 +263,13 @@ impl Node {
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
+    }
+
+    /// A sample of the plugin's metrics; 0 where there is none.
+    pub async fn metric(&self, name: &str) -> f64 {
+        let (_, page) = get(self.port, "/metrics").await.unwrap_or_default();
+        let value = page.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
+        value.unwrap_or_default()
     }
 
     /// The CDI specs on the host, all their texts.

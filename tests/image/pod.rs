@@ -306,7 +306,7 @@ impl Maker<'_> {
         let bind = |destination: &str, source: &Path, options: &[&str]| json!({"destination": destination, "type": "bind", "source": source, "options": options});
         if is_nvidias {
             let nvidias = self.node.nvidia_mounts();
-            mounts.extend(nvidias.iter().map(|(source, destination)| bind(destination, source, &["rbind", "ro"])));
+            mounts.extend(nvidias.iter().map(|(source, to, access)| bind(to, source, &["rbind", access])));
         }
         for mount in list(container, "/volumeMounts") {
             let name = mount["name"].as_str().unwrap();

@@ -92,11 +92,22 @@ impl Container {
         let _ = runc().args(["kill", &self.id, name]).output();
     }
 
-    /// A counter or limit of its cgroup's memory, where this machine has cgroups in version 1 or 2.
-    pub fn memory(&self, version1: &str, version2: &str) -> Option<u64> {
-        let places =
-            [format!("/sys/fs/cgroup/memory/{}/{version1}", self.id), format!("/sys/fs/cgroup/{}/{version2}", self.id)];
-        places.iter().find_map(|place| fs::read_to_string(place).ok()?.trim().parse().ok())
+    /// The memory limit of its cgroup, where this machine has cgroups.
+    pub fn memory_limit(&self) -> Option<u64> {
+        self.memory("memory.limit_in_bytes", "memory.max")?.trim().parse().ok()
+    }
+
+    /// How many of its processes the kernel has ended for want of memory, where this machine has cgroups.
+    pub fn oom_kills(&self) -> Option<u64> {
+        let counters = self.memory("memory.oom_control", "memory.events")?;
+        counters.lines().find_map(|line| line.strip_prefix("oom_kill ")?.parse().ok())
+    }
+
+    /// A file of its cgroup's memory, of version 1 or 2.
+    fn memory(&self, version1: &str, version2: &str) -> Option<String> {
+        let (one, two) = (Path::new("/sys/fs/cgroup/memory"), Path::new("/sys/fs/cgroup"));
+        let places = [one.join(&self.id).join(version1), two.join(&self.id).join(version2)];
+        places.iter().find_map(|place| fs::read_to_string(place).ok())
     }
 }
 

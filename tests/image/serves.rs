@@ -116,7 +116,7 @@ async fn container_has_the_rights_of_the_chart_and_no_more() {
     let fields: Vec<&str> = succeeds(&printed).split_whitespace().collect();
     assert_eq!(fields, ["CapEff:", "0000000000000000", "CapBnd:", "0000000000000000", "NoNewPrivs:", "1"]);
     assert!(!plugin.exec(&["touch", "/written"]).await.status.success(), "the root is read-only");
-    if let Some(limit) = plugin.memory("memory.limit_in_bytes", "memory.max") {
+    if let Some(limit) = plugin.memory_limit() {
         assert_eq!(limit, 128 << 20);
     }
     pod.stop().await;

@@ -1,0 +1,53 @@
+//! A driver's library that maps much or leaks, in a container with the chart's memory limit.
+
+use linkwise_api_server_box::ResourceType;
+use linkwise_kubelet_box::Pod as Workload;
+
+use crate::node::{GPU, NODE, Node, PLUGIN, PLUGIN_CONTAINER, succeeds, until};
+
+const OVER_MEMORY: &str = "linkwise_nvml_agent_ends_total{cause=\"memory\"}";
+
+#[tokio::test]
+async fn every_command_reads_a_library_that_maps_a_gibibyte() {
+    let node = Node::start("dgx1-v100").await;
+    node.tell("runtime");
+    let pod = node.deploy(PLUGIN, &[]).await;
+    node.offers(&pod, GPU, 8).await;
+    for (words, said) in [
+        (&["linkwise", "topology"][..], "NV2"),
+        (&["linkwise", "snapshot"], "V100"),
+        (&["linkwise", "allocate", "--size", "2"], "NV2"),
+        (&["linkwise", "doctor"], "0 failed"),
+    ] {
+        let printed = pod.container(PLUGIN_CONTAINER).exec(words).await;
+        assert!(succeeds(&printed).contains(said), "{words:?}: {}", printed.out);
+    }
+    pod.stop().await;
+    let values = ["gfd.enabled=true", "devicePlugin.enabled=false"];
+    let mut labels = node.deploy("nvdp-nvidia-device-plugin-gpu-feature-discovery", &values).await;
+    let key = ResourceType::NODE_FEATURES.key(Some("gpu"), &format!("nvidia-features-for-{NODE}"));
+    let has = || node.server.object(&key).is_some_and(|it| it["spec"]["labels"]["nvidia.com/gpu.count"] == "8");
+    until(&mut labels, "NodeFeature with 8 GPUs", has).await;
+    labels.stop().await;
+}
+
+#[tokio::test]
+async fn leak_costs_agents_and_neither_container_nor_admissions() {
+    let node = Node::start("dgx1-v100").await;
+    node.tell("leak 20");
+    let mut pod = node.deploy(PLUGIN, &[]).await;
+    node.offers(&pod, GPU, 8).await;
+    let (mut number, mut ends) = (0, 0.0);
+    while ends < 3.0 {
+        let name = format!("default/pod-{number}");
+        let admitted = node.kubelet.admit(&Workload::single(&name, GPU, 2), None).await;
+        admitted.unwrap_or_else(|error| panic!("{error}\n{}", pod.logs()));
+        assert!(node.kubelet.remove_pod(&name));
+        pod.all_run();
+        number += 1;
+        ends = node.metric(OVER_MEMORY).await;
+    }
+    // None where there are no cgroups, which is said.
+    assert_eq!(pod.container(PLUGIN_CONTAINER).oom_kills().unwrap_or(0), 0);
+    pod.stop().await;
+}

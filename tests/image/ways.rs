@@ -1,0 +1,103 @@
+//! From every setting of the chart to every other and back, in the container that the chart gives: no pod ends by itself,
+//! each becomes ready and serves, and no GPU is offered through two doors.
+//!
+//! What happens to each GPU, claim and pod on the way is tested with processes, where a grace period of 60 s can be made
+//! short (`crates/cluster/tests/cluster/way_back.rs`).
+
+use std::collections::BTreeSet;
+
+use linkwise_kubelet_box::Pod as Workload;
+
+use crate::node::{GPU, Node, PLUGIN, until};
+use crate::node_settings::{DRA, PLUGIN as ALONE, SETTINGS, Setting};
+use crate::pod::Pod;
+
+/// The GPU of an id or a name: `GPU-...0003::1`, `gpu-3`.
+fn gpu_of(name: &str) -> u32 {
+    name.split("::").next().unwrap().rsplit('-').next().unwrap().parse().unwrap()
+}
+
+/// The GPUs that the kubelet gives by the device plugin, and those that the scheduler gives by DRA.
+fn offered(node: &Node) -> (BTreeSet<u32>, BTreeSet<u32>) {
+    let state = node.kubelet.state();
+    let plugin = state.resources.get(GPU).map(|it| it.healthy.iter().map(|id| gpu_of(id)).collect());
+    (plugin.unwrap_or_default(), node.published().iter().map(|name| gpu_of(name)).collect())
+}
+
+/// Ends a pod of ours; without DRA's folders the kubelet then deletes the slices, after 30 s.
+async fn end(node: &Node, pod: Pod, next: &Setting) {
+    pod.stop().await;
+    if !next.sockets {
+        node.server.wipe_slices(crate::node::NODE);
+    }
+}
+
+/// Every ordered pair of settings, as one way: each step leads from one to the next.
+fn way() -> Vec<Setting> {
+    let mut way = vec![SETTINGS[0]];
+    for (at, from) in SETTINGS.into_iter().enumerate() {
+        for to in SETTINGS.into_iter().skip(at + 1) {
+            way.extend([to, from]);
+        }
+        way.extend(SETTINGS.get(at + 1));
+    }
+    way
+}
+
+#[test]
+fn way_has_every_ordered_pair() {
+    let steps: BTreeSet<_> = way().windows(2).map(|pair| (pair[0].name, pair[1].name)).collect();
+    assert_eq!(steps.len(), SETTINGS.len() * (SETTINGS.len() - 1));
+}
+
+#[tokio::test]
+async fn every_setting_follows_every_other() {
+    let node = Node::start("dgx1-v100").await;
+    let mut running: Option<Pod> = None;
+    for setting in way() {
+        if let Some(pod) = running.take() {
+            end(&node, pod, &setting).await;
+        }
+        let mut pod = node.deploy(PLUGIN, setting.values).await;
+        // GPUs change doors 60 s after; the others are served at once.
+        until(&mut pod, &format!("a GPU that '{}' offers", setting.name), || {
+            let (plugin, dra) = offered(&node);
+            assert!(plugin.is_disjoint(&dra), "'{}' offers GPUs twice: {plugin:?} {dra:?}", setting.name);
+            !plugin.is_empty() || !dra.is_empty() || setting.dra.is_empty()
+        })
+        .await;
+        running = Some(pod);
+    }
+    let mut pod = running.unwrap();
+    until(&mut pod, "all GPUs through the last setting's door", || {
+        let (plugin, dra) = offered(&node);
+        plugin.len() + dra.len() == 8
+    })
+    .await;
+    pod.stop().await;
+}
+
+#[tokio::test]
+async fn dra_on_and_off_and_on_under_a_claim() {
+    let node = Node::start("dgx1-v100").await;
+    let mut pod = node.deploy(PLUGIN, DRA.values).await;
+    node.publishes(&mut pod, 8).await;
+    node.has_driver(&pod).await;
+    let claim = node.claim("one", "gpu-5", &[]);
+    let cdi = node.start_claim(&pod, "p", &claim).await;
+    end(&node, pod, &ALONE).await;
+    // The GPU of the claim stays with it, the others change doors.
+    let pod = node.deploy(PLUGIN, ALONE.values).await;
+    node.offers(&pod, GPU, 7).await;
+    assert!(!offered(&node).0.contains(&5), "a pod has GPU 5 by its claim");
+    let seven = node.kubelet.admit(&Workload::single("default/seven", GPU, 7), None).await.unwrap();
+    assert_eq!(seven.grant("main", GPU).unwrap().allocation.devices.len(), 7);
+    assert!(node.kubelet.remove_pod("default/seven"));
+    end(&node, pod, &DRA).await;
+    let mut pod = node.deploy(PLUGIN, DRA.values).await;
+    node.publishes(&mut pod, 8).await;
+    node.has_driver(&pod).await;
+    assert_eq!(node.start_claim(&pod, "p", &claim).await, cdi, "the claim is as it was");
+    node.dra.stop_pod("p").await.unwrap();
+    pod.stop().await;
+}
