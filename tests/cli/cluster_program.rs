@@ -65,12 +65,16 @@ fn simulated_cluster_is_the_cluster_programs() {
 /// `linkwise run` on a host without GPUs, with an API server's address and a configuration file.
 fn run(program: &Path, folder: &tempfile::TempDir) -> Command {
     let at = |name: &str| folder.path().join(name);
-    let _ = fs::create_dir(at("sys"));
+    for folder in ["sys", "account"] {
+        let _ = fs::create_dir(at(folder));
+    }
+    fs::write(at("account/token"), "t").unwrap();
     let mut command = Command::new(program);
     command.arg("run").env_clear().env("KUBERNETES_SERVICE_HOST", "127.0.0.1").env("KUBERNETES_SERVICE_PORT", "1");
     command.env("LINKWISE_SYSFS", at("sys")).env("KUBELET_SOCKET", at("kubelet.sock")).env("NODE_NAME", "n");
     command.env("LINKWISE_METRICS_ADDRESS", "127.0.0.1:0").env("CONFIG_FILE", at("config.yaml"));
     command.env("LINKWISE_STATE_DIR", at("state")).env("LINKWISE_NVML_LIBRARY", at("no-library"));
+    command.env("LINKWISE_SERVICE_ACCOUNT_DIR", at("account")).env("LINKWISE_CDI_DIR", at("cdi"));
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }
@@ -132,7 +136,7 @@ fn change_to_dra_ends_in_order_and_becomes_it() {
 }
 
 #[test]
-fn change_to_dra_without_an_api_server_is_rejected() {
+fn change_to_dra_without_an_api_server_leaves_gpus_with_the_plugin() {
     let (folder, program) = installed();
     let file = folder.path().join("config.yaml");
     fs::write(&file, NO_DRA).unwrap();
@@ -141,7 +145,7 @@ fn change_to_dra_without_an_api_server_is_rejected() {
     let mut wait_for = |words: &str| log.by_ref().map(Result::unwrap).any(|line| line.contains(words));
     assert!(wait_for("linkwise is up"));
     fs::write(&file, DRA).unwrap();
-    assert!(wait_for("configuration rejected, keeping the previous one"));
+    assert!(wait_for("GPUs cannot go through DRA, they stay with the device plugin"));
     assert!(process.try_wait().unwrap().is_none());
     process.kill().unwrap();
     process.wait().unwrap();
