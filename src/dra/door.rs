@@ -42,6 +42,8 @@ struct Slot {
     since: Option<Instant>,
     /// When undoing it was tried first while DRA was off.
     undoing: Option<Instant>,
+    /// Since when sweeps have found it in no list of the kubelet, while only these count.
+    unlisted: Option<Instant>,
 }
 
 /// The claims of this node.
@@ -378,12 +380,15 @@ impl Door {
     /// Undoes everything for a claim: its MIG devices that were made for it, its spec, its checkpoint, its entry. While
     /// DRA is off, what cannot be undone for some time is left behind.
     async fn undo(&self, uid: &str, turn: &Turn) -> Result<(), UnprepareError> {
-        let gives_up = self.is_off() && {
+        let is_off = self.is_off();
+        let gives_up = {
             let (mut slots, now, limit) = (self.slots(), Instant::now(), self.settings.listed_within);
             let is_late = |slot: &mut Slot| {
-                slot.undoing.replace(slot.undoing.unwrap_or(now)).is_some_and(|since| now - since >= limit)
+                let since = slot.undoing.filter(|_| is_off);
+                slot.undoing = is_off.then(|| since.unwrap_or(now));
+                since.is_some_and(|since| now.saturating_duration_since(since) >= limit)
             };
-            slots.get_mut(uid).is_none_or(is_late)
+            is_off & slots.get_mut(uid).is_none_or(is_late)
         };
         let destroyed = self.destroy_mig(uid).await.map_err(UnprepareError::from);
         self.or_left_behind(uid, destroyed, gives_up)?;
@@ -455,11 +460,10 @@ impl Door {
     }
 
     /// Whether the cluster has no such claim any more, or its devices have been taken from it, and no container of this
-    /// node has them. While DRA is off, the containers alone count: without its rights the API server cannot be asked,
-    /// and without its sockets the kubelet cannot unprepare a claim.
+    /// node has them. Where DRA is off and the API server cannot be asked, the containers alone count.
     async fn is_gone(&self, record: &Record) -> bool {
-        if self.is_off() {
-            return self.is_unused(record);
+        if self.is_off() && !self.settings.has_api_server {
+            return self.is_long_unlisted(record);
         }
         let is_over = match self.query(&record.claim).await {
             Err(ClaimQueryError::NotFound) => true,
@@ -469,6 +473,16 @@ impl Door {
             Ok(found) => !self.is_allocated(&found, record),
         };
         is_over && self.is_unused(record)
+    }
+
+    /// Whether the kubelet could be asked, and listed no container with a record's devices, each time that a sweep looked
+    /// for as long as its lists may be late: a kubelet that starts lists no pod at first.
+    fn is_long_unlisted(&self, record: &Record) -> bool {
+        let (is_unused, now) = (self.is_unused(record), Instant::now());
+        let mut slots = self.slots();
+        let Some(slot) = slots.get_mut(&record.claim.uid) else { return false };
+        slot.unlisted = is_unused.then(|| slot.unlisted.unwrap_or(now));
+        slot.unlisted.is_some_and(|since| now.saturating_duration_since(since) >= self.settings.listed_within)
     }
 
     /// Whether the kubelet lists no container with a record's devices. While it cannot be asked, there may be one, and
@@ -563,7 +577,7 @@ impl Door {
 
 impl Slot {
     fn set(&mut self, record: Option<Record>) {
-        (self.record, self.since, self.undoing) = (record, Some(Instant::now()), None);
+        (self.record, self.since, self.undoing, self.unlisted) = (record, Some(Instant::now()), None, None);
     }
 }
 

@@ -88,6 +88,9 @@ pub struct Settings {
     /// Whether the runtime enters the claims that the plugin has prepared into the node's ledger: then a claim is
     /// prepared only when the ledger has it and its GPUs are still DRA's.
     pub has_ledger: bool,
+    /// Whether the API server can be asked for claims. Where it cannot, no claim is prepared, and the kubelet's lists alone
+    /// say which claims are over.
+    pub has_api_server: bool,
     /// How long the preparation of one claim may take, disks included. The kubelet waits for 45 s.
     pub prepare_timeout: Duration,
     /// How long after a claim was prepared, or this process started, the kubelet's lists of holders have it if a container
@@ -131,6 +134,7 @@ impl Settings {
             claim_timeout: Duration::from_secs(15),
             specs_timeout: Duration::from_secs(15),
             has_ledger: false,
+            has_api_server: true,
             prepare_timeout: Duration::from_secs(40),
             listed_within: Duration::from_secs(90),
             heartbeat: Duration::from_secs(15),

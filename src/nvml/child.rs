@@ -231,6 +231,8 @@ impl Agent {
             // One that closed its socket has its own time to end.
             let deadline = async { if closed { pending().await } else { sleep_until(until).await } };
             let received = tokio::select! {
+                // What the agent has said is heard before it is killed.
+                biased;
                 received = self.wire.receive() => Some(received),
                 has_mib = self.memory.exceeded(process) => {
                     let bound_mib = self.memory.bound_mib();

@@ -3,9 +3,12 @@
 //! A task of `run` and of `mps-control-daemon`. It turns a valid change into events of the node; an invalid one changes
 //! nothing.
 
+use std::time::Duration;
+
 use anyhow::{Context, Result};
 use tokio::signal::unix::Signal;
 use tokio::sync::mpsc;
+use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 
 use super::dra::start::{Lack, RightsReader};
@@ -15,6 +18,9 @@ use crate::config::settings::{ConfigError, load_text};
 use crate::config::{ConfigMetrics, Environment, FileWatch, Flags, Settings};
 use crate::errors::chain;
 use crate::state::{DraGpus, Event};
+
+/// The pause until rights that DRA lacks are looked for again.
+const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
 /// Logs findings, a line each.
 pub(super) fn log(findings: &[Finding]) {
@@ -97,9 +103,12 @@ impl Reloader {
                     None => std::future::pending().await,
                 }
             };
+            let lacks = self.dra.as_ref().is_some_and(|wish| !wish.lacks.is_empty());
+            let look_again = async { if lacks { sleep(LOOK_AGAIN).await } else { std::future::pending().await } };
             (reason, text) = tokio::select! {
                 text = changed => ("the file changed", text),
                 _ = hangup.recv() => ("SIGHUP", read(&mut file).await),
+                () = look_again => ("DRA lacked rights", read(&mut file).await),
             };
         }
     }

@@ -114,6 +114,7 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: Option<&dra::C
         makes_mig: settings.dra_dynamic_mig.value,
         callers: Callers::and(settings.allowed_uids.value.iter().copied()),
         has_ledger: true,
+        has_api_server: client.is_some(),
         listed_within: given.listed_within.unwrap_or(defaults.listed_within),
         ..defaults
     };

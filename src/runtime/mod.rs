@@ -55,7 +55,7 @@ use crate::nvml::{self, Limits};
 use crate::state::{DraGpus, Event, XidPolicy};
 use crate::uds::Callers;
 
-use dra::start::Start;
+use dra::start::Served;
 use driver::metrics::DriverMetrics;
 use readiness::Idle;
 
@@ -183,12 +183,12 @@ async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
     let state_dir = args.state_dir.clone().or_else(|| keeper::beside(&settings.kubelet_socket.value));
     let rights = dra::start::RightsReader::new(&settings, args.node_name.as_deref(), &args.api);
     let mut start = dra::start::start(&settings, state_dir.as_deref(), &rights).await;
-    if matches!(start, Start::Finish { .. }) && clients.dra.is_none() && !cluster_program::is_there() {
+    if matches!(start.served, Served::Left { .. }) && clients.dra.is_none() && !cluster_program::is_there() {
         tracing::warn!("claims are left of DRA, and linkwise-cluster, which could unprepare them, is not installed");
-        start = Start::Off;
+        start.served = Served::Nothing;
     }
     let uses_dra = start.has_plugin();
-    if let Start::Lacking(_) = start {
+    if !start.lacks.is_empty() {
         settings.dra_gpus.value = DraGpus::None;
     }
     let uses_events = settings.events.value && args.api.is_given();
@@ -279,8 +279,7 @@ async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
         node.spawn("MPS orders", mps::withdraw_orders(layout.clone(), node.files()));
     }
     node.readiness.dra_is_off(settings.dra_gpus.value == DraGpus::None);
-    let unprepares = matches!(start, Start::Serve | Start::Finish { sockets: true, .. });
-    let leftovers = dra::leftovers::follow(node.snapshot(), node.readiness.clone(), unprepares);
+    let leftovers = dra::leftovers::follow(node.snapshot(), node.readiness.clone(), start.has_sockets());
     node.spawn("leftovers of DRA", leftovers);
     if let Some(client) = clients.events.filter(|_| uses_events) {
         events::spawn_in(&mut node, &settings, args.node_name.as_deref(), client);
@@ -297,8 +296,8 @@ async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
         None
     } else {
         let mut wish = config::DraWish::new(rights, node.readiness.clone(), restart.clone(), node.shutdown());
-        if let Start::Lacking(lacks) = start {
-            wish.cannot(lacks);
+        if !start.lacks.is_empty() {
+            wish.cannot(start.lacks);
         }
         Some(wish)
     };

@@ -7,7 +7,7 @@ use std::time::Duration;
 use linkwise::dra::Occurrence;
 use linkwise::state::{ClaimedDevice, DraGpus, Event, Holdings, NodeState, ResourcePlan};
 
-use super::node::{DRIVER, Node, POOL, end, start};
+use super::node::{DRIVER, LIMIT, Node, POOL, end, start};
 
 /// The kubelet lists these claims, each with GPU 0.
 fn listed(node: &Node, claims: &[&str]) {
@@ -38,6 +38,11 @@ fn is_swept(seen: &Occurrence) -> bool {
 
 /// A node whose claim `a` is prepared, and which was switched off while no plugin ran.
 async fn off() -> Node {
+    off_with(false).await
+}
+
+/// The same; with an API server, or without one that could be asked then.
+async fn off_with(api_server: bool) -> Node {
     let mut node = Node::running().with_nics();
     let kubelet = node.kubelet().await;
     let claim = node.claim("a", &[("gpus", "gpu-0")]);
@@ -45,8 +50,27 @@ async fn off() -> Node {
     assert_eq!((node.checkpoints().len(), node.claim_specs().len()), (1, 1));
     listed(&node, &["a"]);
     node.stop().await;
+    node.settings.has_api_server = api_server;
     switch_off(&node);
     node
+}
+
+#[tokio::test]
+async fn unlisted_claim_stays_while_the_api_server_has_it() {
+    let mut node = off_with(true).await;
+    let reads = node.reads("a");
+    node.start();
+    node.wait(|seen| matches!(seen, Occurrence::Held { claims: 1, .. })).await;
+    listed(&node, &[]);
+    listed(&node, &[]);
+    // A kubelet that starts lists nothing, and never an init container that has ended: the cluster has the last word.
+    let asked = async {
+        while node.reads("a") <= reads + 2 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(LIMIT, asked).await.unwrap();
+    assert_eq!((node.checkpoints().len(), node.claim_specs().len()), (1, 1));
 }
 
 #[tokio::test]

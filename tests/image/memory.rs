@@ -38,7 +38,9 @@ async fn leak_costs_agents_and_neither_container_nor_admissions() {
     let mut pod = node.deploy(PLUGIN, &[]).await;
     node.offers(&pod, GPU, 8).await;
     let (mut number, mut ends) = (0, 0.0);
+    let deadline = tokio::time::Instant::now() + crate::node::LIMIT;
     while ends < 3.0 {
+        assert!(tokio::time::Instant::now() < deadline, "{ends} agents ended for their memory\n{}", pod.logs());
         let name = format!("default/pod-{number}");
         let admitted = node.kubelet.admit(&Workload::single(&name, GPU, 2), None).await;
         admitted.unwrap_or_else(|error| panic!("{error}\n{}", pod.logs()));

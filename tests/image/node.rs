@@ -35,8 +35,8 @@ const TOKEN: &str = "of-the-service-account";
 const MACHINE: &str = "/run/machine.yaml";
 const CONTROL: &str = "/run/control";
 
-/// A test fails that waits longer.
-const LIMIT: Duration = Duration::from_secs(60);
+/// A test fails that waits longer. GPUs change between the device plugin and DRA after 60 s.
+pub const LIMIT: Duration = Duration::from_secs(120);
 
 /// The node. Its containers go before it.
 pub struct Node {

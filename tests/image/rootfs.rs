@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use crate::dockerfile::{Image, Step};
 use crate::helm::repository;
@@ -18,23 +18,24 @@ const FOLDER: &str = "target/image";
 pub struct Unpacked {
     pub image: Image,
     pub folder: PathBuf,
+    /// Held until the process ends: another run would make the folder anew under containers.
+    _lock: Arc<File>,
 }
 
 /// Makes it, or panics with what failed.
 pub fn unpacked() -> &'static Unpacked {
     static MADE: OnceLock<Unpacked> = OnceLock::new();
     MADE.get_or_init(|| {
+        fs::create_dir_all(repository(FOLDER)).unwrap();
+        let lock = File::create(repository(FOLDER).join("lock")).unwrap();
+        lock.lock().unwrap();
         let image = Image::read();
         let folder = make(&image);
-        Unpacked { image, folder }
+        Unpacked { image, folder, _lock: Arc::new(lock) }
     })
 }
 
 fn make(image: &Image) -> PathBuf {
-    fs::create_dir_all(repository(FOLDER)).unwrap();
-    // Two runs at once would make it under each other.
-    let lock = File::create(repository(FOLDER).join("lock")).unwrap();
-    lock.lock().unwrap();
     let base = base(&image.packages);
     let root = repository(FOLDER).join("root");
     run("rm", ["-rf".as_ref(), "--one-file-system".as_ref(), root.as_os_str()]);

@@ -44,8 +44,10 @@ async fn wsl_is_refused_by_name() {
 }
 
 #[tokio::test]
-async fn no_nvml_and_no_gpu_on_bus_is_idle() {
-    for (setup, cause) in causes() {
+async fn no_driver_and_no_gpu_on_bus_is_idle() {
+    // A driver that is there and fails is no absence of GPUs: unavailable.rs.
+    let absent = causes().into_iter().filter(|(_, cause)| !cause.contains("MISMATCH"));
+    for (setup, cause) in absent {
         let kubelet = setup.kubelet();
         let node = setup.start().await;
         let answer = node.ready(200, "no NVIDIA GPU on the PCI bus").await;

@@ -69,15 +69,13 @@ impl fmt::Display for Lack {
 
 /// What of DRA this process serves.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::runtime) enum Start {
-    /// Nothing: no GPU is to go through DRA, and only time and the kubelet's list of holders decide about what is left.
-    Off,
-    /// Nothing: GPUs are to go through DRA, and these rights are missing. They stay with the device plugin.
-    Lacking(Vec<Lack>),
+pub(in crate::runtime) enum Served {
+    /// Nothing: only time and the kubelet's list of holders decide about what is left.
+    Nothing,
     /// Everything.
-    Serve,
-    /// What is left of DRA; no GPU is to go through it.
-    Finish {
+    All,
+    /// What is left of DRA; no GPU goes through it.
+    Left {
         /// Claims are read and slices are emptied at the API server.
         api_server: bool,
         /// CDI specs are written.
@@ -87,40 +85,56 @@ pub(in crate::runtime) enum Start {
     },
 }
 
+/// What a start does about DRA.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::runtime) struct Start {
+    pub served: Served,
+    /// The missing rights for which GPUs that are to go through DRA stay with the device plugin.
+    pub lacks: Vec<Lack>,
+}
+
 impl Start {
+    /// No DRA.
+    pub const OFF: Self = Self { served: Served::Nothing, lacks: Vec::new() };
+
     /// Decides.
     pub fn of(wanted: bool, left: Leftovers, rights: &Rights) -> Self {
-        if wanted {
-            let lacks = rights.lacks();
-            return if lacks.is_empty() { Self::Serve } else { Self::Lacking(lacks) };
+        let lacks = if wanted { rights.lacks() } else { Vec::new() };
+        if wanted && lacks.is_empty() {
+            return Self { served: Served::All, lacks };
         }
         let sockets = rights.sockets;
         // Without claims and without sockets there is nothing that a DRA plugin could do.
         if !(left.claims || left.gpus && sockets) {
-            return Self::Off;
+            return Self { served: Served::Nothing, lacks };
         }
         let api_server = sockets && rights.node_name && rights.api_server && rights.credentials;
-        Self::Finish { api_server, cdi: rights.cdi.is_ok(), sockets }
+        Self { served: Served::Left { api_server, cdi: rights.cdi.is_ok(), sockets }, lacks }
     }
 
     /// Whether the DRA plugin runs.
     pub fn has_plugin(&self) -> bool {
-        matches!(self, Self::Serve | Self::Finish { .. })
+        self.served != Served::Nothing
     }
 
     /// Whether the API server is asked.
     pub fn has_api_server(&self) -> bool {
-        matches!(self, Self::Serve | Self::Finish { api_server: true, .. })
+        matches!(self.served, Served::All | Served::Left { api_server: true, .. })
     }
 
     /// Whether CDI specs are written for claims.
     pub fn has_cdi(&self) -> bool {
-        matches!(self, Self::Serve | Self::Finish { cdi: true, .. })
+        matches!(self.served, Served::All | Served::Left { cdi: true, .. })
+    }
+
+    /// Whether the kubelet can unprepare claims.
+    pub fn has_sockets(&self) -> bool {
+        matches!(self.served, Served::All | Served::Left { sockets: true, .. })
     }
 
     /// Whether GPUs may go through DRA from now on, without a restart.
     pub fn can_serve(&self) -> bool {
-        matches!(self, Self::Serve | Self::Finish { api_server: true, cdi: true, sockets: true })
+        matches!(self.served, Served::All | Served::Left { api_server: true, cdi: true, sockets: true })
     }
 }
 
@@ -200,7 +214,7 @@ pub(in crate::runtime) async fn start(settings: &Settings, state_dir: Option<&Pa
     let left = left.ok().and_then(Result::ok).unwrap_or_default();
     // A node that has nothing to do with DRA gets no folder for CDI specs.
     if !wanted && left == Leftovers::default() {
-        return Start::Off;
+        return Start::OFF;
     }
     Start::of(wanted, left, &rights.read().await)
 }
@@ -243,24 +257,31 @@ mod tests {
         let starts =
             pods().map(|(pod, rights)| (pod, Start::of(true, Leftovers { gpus: true, claims: true }, &rights)));
         let cdi = Lack::Cdi("read-only".to_owned());
+        let all = || Start { served: Served::All, lacks: Vec::new() };
+        // Claims that are left are finished all the same: their GPUs are in the ledger, and MPS keeps its orders.
+        let lacking = |lacks: &[Lack], api_server, sockets| Start {
+            served: Served::Left { api_server, cdi: false, sockets },
+            lacks: lacks.to_vec(),
+        };
         let expected = [
-            ("dra", Start::Serve),
+            ("dra", all()),
             // The folder of sockets may still come.
-            ("events, cdi", Start::Serve),
-            ("plain", Start::Lacking(vec![Lack::NodeName, Lack::Token, cdi.clone()])),
-            ("by hand", Start::Lacking(vec![Lack::NodeName, Lack::ApiServer, cdi.clone()])),
-            ("no cdi", Start::Lacking(vec![cdi])),
+            ("events, cdi", all()),
+            ("plain", lacking(&[Lack::NodeName, Lack::Token, cdi.clone()], false, false)),
+            ("by hand", lacking(&[Lack::NodeName, Lack::ApiServer, cdi.clone()], false, false)),
+            ("no cdi", lacking(&[cdi], true, true)),
         ];
         assert_eq!(starts, expected);
     }
 
     #[test]
     fn leftovers_are_finished_with_the_rights_that_there_are() {
-        let finish = |api_server, cdi, sockets| Start::Finish { api_server, cdi, sockets };
+        let finish =
+            |api_server, cdi, sockets| Start { served: Served::Left { api_server, cdi, sockets }, ..Start::OFF };
         let cases = [
             // GPUs, claims; then each pod in order.
-            ((false, false), [Start::Off, Start::Off, Start::Off, Start::Off, Start::Off]),
-            ((true, false), [finish(true, true, true), Start::Off, Start::Off, Start::Off, finish(true, false, true)]),
+            ((false, false), [Start::OFF, Start::OFF, Start::OFF, Start::OFF, Start::OFF]),
+            ((true, false), [finish(true, true, true), Start::OFF, Start::OFF, Start::OFF, finish(true, false, true)]),
             (
                 (false, true),
                 [
@@ -284,7 +305,7 @@ mod tests {
     fn sockets_alone_let_the_kubelet_unprepare() {
         let alone = Rights { node_name: false, api_server: false, credentials: false, cdi: read_only(), sockets: true };
         let start = Start::of(false, Leftovers { gpus: true, claims: true }, &alone);
-        assert_eq!(start, Start::Finish { api_server: false, cdi: false, sockets: true });
+        assert_eq!(start.served, Served::Left { api_server: false, cdi: false, sockets: true });
         assert!(start.has_plugin() && !start.has_api_server() && !start.has_cdi() && !start.can_serve());
     }
 

@@ -101,9 +101,10 @@ pub fn identity(sysfs: &Path) -> NodeIdentity {
     NodeIdentity { boot: line(Path::new(BOOT_ID)), driver }
 }
 
-/// Whether the PCI bus has no GPU that NVIDIA's driver could serve. It reads files, which may hang.
+/// Whether the PCI bus is listed and has no GPU that NVIDIA's driver could serve. It reads files, which may hang.
 pub fn has_no_gpu(sysfs: &Path) -> bool {
-    HostProbe::new(sysfs.to_owned(), None).look(None).gpus().is_empty()
+    let host = HostProbe::new(sysfs.to_owned(), None).look(None);
+    host.bus.is_some() && host.gpus().is_empty()
 }
 
 fn line(path: &Path) -> Option<String> {
