@@ -24,6 +24,7 @@ fn openshift_constraints_are_those_of_the_overlay() {
         (&["openshift.enabled=true"][..], &["configMap", "emptyDir", "hostPath"][..]),
         (&["openshift.enabled=true", "gfd.enabled=true"], &["configMap", "emptyDir", "hostPath", "projected"]),
         (&["openshift.enabled=true", "dra.enabled=true"], &["configMap", "emptyDir", "hostPath", "projected"]),
+        (&["openshift.enabled=true", "config.map.a=version: v1"], &["configMap", "emptyDir", "hostPath", "projected"]),
     ] {
         let objects = helm.objects(values);
         let mut scc = object(&objects, "SecurityContextConstraints", NAME).clone();

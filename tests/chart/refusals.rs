@@ -147,6 +147,10 @@ fn values_that_contradict_are_refused_with_the_reason() {
         (&["openshift.enabled=true", "securityContext.privileged=true"], &["openshift.enabled", "privileged"]),
         (&["openshift.enabled=true", "gfd.enabled=true", "gfd.enableHostNetwork=true"], &["enableHostNetwork"]),
         (&["openshift.enabled=true", "dra.enabled=true", "dra.mps=true"], &["openshift.enabled", "dra.mps"]),
+        (
+            &["openshift.enabled=true", "config.map.a=sharing: {mps: {resources: []}}"],
+            &["config.map.a: sharing.mps", "openshift.enabled", "SCC privileged"],
+        ),
     ] {
         refused(&helm, values, words);
     }
@@ -155,6 +159,8 @@ fn values_that_contradict_are_refused_with_the_reason() {
         &[a, b, "config.default=a"],
         &[a, b, "config.fallbackStrategies={empty}"],
         &[a, "config.map.default=version: v1"],
+        &["openshift.enabled=true", "config.map.a=sharing: {timeSlicing: {resources: []}}"],
+        &["config.map.a=sharing: {mps: {resources: []}}"],
         &[a],
     ] {
         assert!(!helm.objects(taken).is_empty());

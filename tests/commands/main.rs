@@ -181,7 +181,8 @@ fn kubectl_names_what_is_installed() {
 #[test]
 fn make_targets_exist_and_run() {
     let ci = fs::read_to_string(repository(".ci/run")).unwrap();
-    assert!(CI.iter().all(|target| ci.contains(&format!("make {target}"))), "{CI:?} in .ci/run");
+    let line = ci.lines().find(|line| line.starts_with("make ")).expect("it makes something");
+    assert_eq!(line.split(" && ").collect::<Vec<_>>(), CI.map(|target| format!("make {target}")), ".ci/run");
     let printed = |target: &str| {
         let mut make = Command::new("make");
         make.args(["-n", target]).env_remove("MAKEFLAGS").current_dir(repository(""));

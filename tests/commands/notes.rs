@@ -44,6 +44,12 @@ fn commands_of_the_notes_name_what_is_installed() {
             .map(|line| if line.starts_with("  ") { format!("  {line}\n") } else { format!("\n{line}\n\n") })
             .collect();
         let commands = commands("NOTES.txt", &blocks);
+        let test = objects.iter().find(|it| it["metadata"]["annotations"]["helm.sh/hook"] == "test").unwrap();
+        // helm looks for the test's log in the release's namespace only.
+        let (name, namespace) = (test["metadata"]["name"].as_str().unwrap(), &test["metadata"]["namespace"]);
+        let log = format!("kubectl -n {} logs {name}\n", namespace.as_str().unwrap());
+        let is_helms = *namespace == flags[1];
+        assert_eq!((text.contains("--logs"), text.contains(&log)), (is_helms, !is_helms), "{release}:\n{text}");
         let verbs = ["helm test", "get pods", "exec", "describe", "label namespace"];
         for verb in verbs {
             assert!(commands.iter().any(|typed| typed.text.contains(verb)), "no {verb} in\n{text}");

@@ -74,6 +74,9 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- if and ($read.sharing | default dict).mps ($.Values.openshift).enabled -}}
+{{- fail (printf "\nconfig.map.%s: sharing.mps: openshift.enabled admits the least privileges and nothing else, and the MPS daemon is privileged. Leave openshift.enabled out, and give the service account the SCC privileged (docs/chart.md)." $name) -}}
+{{- end -}}
 {{- with ($read.flags | default dict).plugin -}}
 {{- if not (kindIs "map" .) -}}
 {{- fail (printf "\nconfig.map.%s: flags.plugin is no mapping." $name) -}}

@@ -399,7 +399,7 @@ pub(super) fn holders(html: &mut Html, view: &View, gpus: &Gpus<'_>) {
         html.raw(match (view.knows_holders(), Counts::of(view, gpus).unlisted) {
             (false, _) => "The kubelet has not said.",
             (true, 0) => "No pod holds a GPU.",
-            (true, _) => "The kubelet lists no pod with a GPU.",
+            (true, _) => "The kubelet lists no pod with a GPU, or has not answered for 5 minutes.",
         });
         html.raw("</p></section>\n");
         return;

@@ -20,9 +20,10 @@ pub enum Availability {
     Held,
     /// A request can have it whole.
     Free,
-    /// Nobody has anything of it, and a request can have MIG devices of it.
+    /// No pod holds any part of it, and a request can have MIG devices of it.
     Mig,
-    /// Nobody has anything of it, and no request gets anything: it is unhealthy, or offered otherwise.
+    /// No pod holds any part of it, and no request can get one: it is unhealthy, or offered otherwise. An unhealthy GPU
+    /// also has this before the kubelet has said who holds what.
     Unhealthy,
     /// It is healthy, and the kubelet has not said who holds what.
     Unknown,
