@@ -1,5 +1,5 @@
 //! What happens in the demo: pods of mixed sizes come and go, the kubelet restarts, a GPU leaves and comes back,
-//! another fails.
+//! another fails and is put back.
 
 use std::sync::Arc;
 
@@ -65,7 +65,7 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
         self.step().await?;
         self.leave_and_return().await?;
         self.step().await?;
-        self.fail().await?;
+        let failed = self.fail().await?;
 
         self.step().await?;
         for pod in ["train-a", "infer-a", "train-b"] {
@@ -78,6 +78,8 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
         for pod in ["notebook", "train-c", "infer-b"] {
             self.remove(pod)?;
         }
+        self.step().await?;
+        self.put_back(failed).await?;
         self.step().await?;
         self.finish(&tally)
     }
@@ -120,8 +122,8 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
         self.print_line("  It comes back and is healthy again.\n")
     }
 
-    /// A GPU fails for good, after an application's fault that changes nothing.
-    async fn fail(&self) -> Result<()> {
+    /// A GPU fails, after an application's fault that changes nothing: the GPU that failed.
+    async fn fail(&self) -> Result<&Gpu> {
         let gpus = self.topology.gpus();
         let held = self.held_by("train-a");
         let (gpu, place) = match held {
@@ -140,6 +142,17 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
             gpu.index,
             gpu.index,
             state.healthy.len()
+        ))?;
+        Ok(gpu)
+    }
+
+    /// An operator has reset the GPU that failed, and puts it back.
+    async fn put_back(&self, gpu: &Gpu) -> Result<()> {
+        self.send(Event::Cleared { gpu: gpu.uuid.clone() }).await?;
+        self.wait("the GPU that was put back to be healthy", healthy(self.topology.gpus().len())).await?;
+        self.print_line(&format!(
+            "\nGPU {} was reset, and linkwise admin clear puts it back: it is healthy.",
+            gpu.index
         ))
     }
 
@@ -156,7 +169,7 @@ impl<P: Fn(&str) -> Result<()>> Script<'_, P> {
         };
         self.print_line(&format!(
             "\nSummary: {admitted} pods admitted, {rejected} rejected for want of GPUs{misaligned};\n\
-             {exact} of {asked} choices exact; one kubelet restart, one GPU back, one failed; nothing left behind."
+             {exact} of {asked} choices exact; one kubelet restart, one GPU back, one put back; nothing left behind."
         ))
     }
 

@@ -50,6 +50,8 @@ impl Books {
                 self.gone = line.split(['(', '\'']).nth(1).map(|pod| (pod.to_owned(), gpu()));
             } else if line.contains("It comes back and is healthy again") {
                 self.gone = None;
+            } else if line.contains("puts it back") {
+                self.sick.clear();
             }
         }
     }
