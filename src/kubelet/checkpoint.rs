@@ -2,7 +2,7 @@
 //!
 //! PodResources leaves out init containers that have ended, though the kubelet keeps their devices until the pod ends;
 //! this file has them. The kubelet writes it at each allocation and at each device list, so that it may still have a
-//! pod that has just ended. Read by `pod_resources`, off the path of an admission.
+//! pod that has ended, for as long as neither comes. Read by `pod_resources`, off the path of an admission.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -58,15 +58,27 @@ struct Data {
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct Entry {
+    #[serde(rename = "PodUID", default)]
+    pod_uid: String,
+    #[serde(default)]
+    container_name: String,
     resource_name: String,
     /// By NUMA node; -1 for devices without one.
     #[serde(rename = "DeviceIDs")]
     device_ids: Option<BTreeMap<String, Option<Vec<String>>>>,
 }
 
-/// Reads the devices that the kubelet counts as held. `folder` is the kubelet's device-plugins folder. A kubelet that
+/// A container of a pod, and its devices of one resource.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ContainerDevices {
+    /// The pod's UID and the container's name.
+    pub container: (String, String),
+    pub devices: Vec<ResourceDevice>,
+}
+
+/// Reads the devices that the kubelet counts as held, by container. `folder` is the kubelet's device-plugins folder. A kubelet that
 /// has not allocated anything yet has no such file.
-pub(super) async fn read(folder: &Path) -> Result<Vec<ResourceDevice>, CheckpointError> {
+pub(super) async fn read(folder: &Path) -> Result<Vec<ContainerDevices>, CheckpointError> {
     let path = folder.join(NAME);
     let text = match tokio::time::timeout(TIMEOUT, bounded(&path)).await {
         Err(late) => return Err(CheckpointError::Read { path, source: late.into() }),
@@ -77,12 +89,13 @@ pub(super) async fn read(folder: &Path) -> Result<Vec<ResourceDevice>, Checkpoin
     let checkpoint: Checkpoint =
         serde_json::from_slice(&text).map_err(|source| CheckpointError::Form { path, source })?;
     let entries = checkpoint.data.pod_device_entries.into_iter().flatten();
-    let devices = entries.filter_map(|entry| {
+    let containers = entries.filter_map(|entry| {
         let resource: crate::state::ResourceName = entry.resource_name.parse().ok()?;
         let ids = entry.device_ids.into_iter().flat_map(BTreeMap::into_values).flatten().flatten();
-        Some(ids.map(move |id| (resource.clone(), DeviceId::from(id))))
+        let devices = ids.map(|id| (resource.clone(), DeviceId::from(id))).collect();
+        Some(ContainerDevices { container: (entry.pod_uid, entry.container_name), devices })
     });
-    Ok(devices.flatten().collect())
+    Ok(containers.collect())
 }
 
 async fn bounded(path: &Path) -> io::Result<Vec<u8>> {
@@ -99,8 +112,8 @@ mod tests {
     async fn of(text: &str) -> Result<Vec<(String, String)>, CheckpointError> {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join(NAME), text).unwrap();
-        let devices = read(folder.path()).await?;
-        Ok(devices.into_iter().map(|(resource, id)| (resource.to_string(), id.to_string())).collect())
+        let devices = read(folder.path()).await?.into_iter().flat_map(|container| container.devices);
+        Ok(devices.map(|(resource, id)| (resource.to_string(), id.to_string())).collect())
     }
 
     #[tokio::test]

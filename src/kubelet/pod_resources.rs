@@ -15,11 +15,13 @@ use tonic::Status;
 use tonic::transport::Channel;
 
 use super::channel::connect;
-use super::checkpoint;
+use super::checkpoint::{self, ContainerDevices};
 use super::machine::Listing;
 use crate::allocation::DeviceId;
 use crate::backoff::Backoff;
-use crate::state::{ClaimedDevice, ContainerHoldings, ContainerName, Health, Holdings, NodeState, ResourceName};
+use crate::state::{
+    ClaimedDevice, ContainerHoldings, ContainerName, Health, Holdings, NodeState, ResourceDevice, ResourceName,
+};
 use linkwise_kubelet_api::podresources as wire;
 use wire::pod_resources_lister_client::PodResourcesListerClient;
 
@@ -121,15 +123,39 @@ fn claimed(resource: wire::DynamicResource) -> impl Iterator<Item = ClaimedDevic
     })
 }
 
+/// The containers of the kubelet's checkpoint that its lists have had. These are no init containers: once a list lacks
+/// one, its pod has ended, though the file keeps it until the next allocation or device list.
+#[derive(Debug, Default)]
+struct ListedContainers(BTreeSet<(String, String)>);
+
+impl ListedContainers {
+    /// The devices that init containers may have: those of containers that no list has had.
+    fn of_init_containers(
+        &mut self,
+        checkpoint: Vec<ContainerDevices>,
+        listed: &BTreeSet<ResourceDevice>,
+    ) -> BTreeSet<ResourceDevice> {
+        self.0.retain(|known| checkpoint.iter().any(|of| of.container == *known));
+        let is_listed =
+            |of: &&ContainerDevices| !of.devices.is_empty() && of.devices.iter().all(|device| listed.contains(device));
+        self.0.extend(checkpoint.iter().filter(is_listed).map(|of| of.container.clone()));
+        let unlisted = checkpoint.into_iter().filter(|of| !self.0.contains(&of.container));
+        unlisted.flat_map(|of| of.devices).filter(|device| !listed.contains(device)).collect()
+    }
+}
+
 /// Who holds what now. The checkpoint is read after the list: the kubelet drops pods that have ended when it is asked
 /// for the list.
 pub async fn holders(sources: &HolderSources) -> Holders {
+    holders_after(sources, &mut ListedContainers::default()).await
+}
+
+/// The same, where it was asked before.
+async fn holders_after(sources: &HolderSources, containers: &mut ListedContainers) -> Holders {
     let Some(mut held) = listed(&sources.socket).await else { return Holders::default() };
     let mut without_init_containers = None;
     match checkpoint::read(&sources.folder).await {
-        Ok(devices) => {
-            held.init_containers = devices.into_iter().filter(|key| !held.containers.contains(key)).collect();
-        }
+        Ok(checkpoint) => held.init_containers = containers.of_init_containers(checkpoint, &held.containers),
         Err(error) => without_init_containers = Some(crate::errors::chain(&error)),
     }
     Holders { held: Some(held), without_init_containers }
@@ -150,10 +176,11 @@ pub async fn follow_holders(
     shutdown: CancellationToken,
 ) {
     let mut pauses = Backoff::new(ASK_OFTEN, ASK_BETWEEN);
+    let mut containers = ListedContainers::default();
     let follow = async {
         loop {
             let soonest = Instant::now() + ASK_OFTEN;
-            let now = holders(sources).await;
+            let now = holders_after(sources, &mut containers).await;
             let is_known = now.held.is_some();
             holders_now.send_replace(now);
             let pause = pause(*often.borrow_and_update(), is_known, &mut pauses);
@@ -243,6 +270,32 @@ pub(super) async fn listing(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn devices(ids: &[&str]) -> Vec<ResourceDevice> {
+        ids.iter().map(|id| ("nvidia.com/gpu".parse().unwrap(), DeviceId::from((*id).to_owned()))).collect()
+    }
+
+    #[test]
+    fn checkpoint_that_outlives_a_pod_holds_nothing() {
+        let of = |pod: &str, container: &str, ids: &[&str]| ContainerDevices {
+            container: (pod.to_owned(), container.to_owned()),
+            devices: devices(ids),
+        };
+        // The kubelet writes the file again only with the next allocation or device list.
+        let file = [of("a", "main", &["0", "1"]), of("a", "init", &["1", "2"]), of("b", "main", &["3"])];
+        let mut containers = ListedContainers::default();
+        let mut held = |listed: &[&str]| {
+            let listed = devices(listed).into_iter().collect();
+            let held = containers.of_init_containers(file.to_vec(), &listed);
+            held.into_iter().map(|(_, id)| id.to_string()).collect::<Vec<_>>()
+        };
+        assert_eq!(held(&["0", "1", "3"]), ["2"], "an init container's, until the pod ends");
+        assert_eq!(held(&["0", "1"]), ["2"], "pod b has ended");
+        // Of the init container this file alone knows.
+        assert_eq!(held(&[]), ["1", "2"]);
+        let empty = containers.of_init_containers(Vec::new(), &BTreeSet::new());
+        assert!(empty.is_empty() && containers.0.is_empty());
+    }
 
     #[test]
     fn restarting_kubelet_is_asked_every_second_and_a_known_one_more_rarely() {
