@@ -1,5 +1,5 @@
-//! Everything that a page tells a person to type: run, rendered, or marked as what no test here can run. A command that
-//! is none of these fails.
+//! Every command that a page tells a person to type is run, rendered, or marked as one that no test here can run. Any other
+//! command fails the tests.
 
 #![allow(
     clippy::unwrap_used,
