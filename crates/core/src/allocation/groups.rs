@@ -9,7 +9,7 @@ use alloc::collections::BTreeMap;
 use super::choose::Question;
 use super::remaining::grouped;
 use super::request::AllocationPolicy;
-use super::set::GpuSet;
+use super::set::{GpuSet, components};
 use super::tables::AllocationTables;
 use crate::topology::{NumaNodeId, PackageId, Rank};
 
@@ -66,17 +66,4 @@ fn best(tables: &AllocationTables, size: usize) -> Vec<GpuSet> {
         available = available.without(chosen);
     }
     sets
-}
-
-/// The connected parts of the graph of `gpus` vertices that `joined` makes, in the order of their first members.
-pub(crate) fn components(gpus: usize, joined: impl Fn(usize, usize) -> bool) -> Vec<GpuSet> {
-    let mut parts: Vec<GpuSet> = Vec::new();
-    for gpu in 0..gpus {
-        let near: GpuSet = (0..gpu).filter(|other| joined(gpu, *other)).collect();
-        let (joined, apart): (Vec<_>, Vec<_>) = parts.into_iter().partition(|part| !part.intersection(near).is_empty());
-        parts = apart;
-        parts.push(joined.into_iter().fold(GpuSet::of(gpu), GpuSet::union));
-    }
-    parts.sort_by_key(|part| part.lowest());
-    parts
 }

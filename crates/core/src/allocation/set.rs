@@ -1,5 +1,7 @@
 //! A set of GPUs as bits, in the order of their PCI addresses.
 
+use crate::prelude::*;
+
 use core::cmp::Ordering;
 
 /// A set of up to 64 GPUs; bit i is the GPU at place i of the topology.
@@ -91,10 +93,22 @@ pub(crate) fn subsets(of: GpuSet, size: usize) -> impl Iterator<Item = GpuSet> {
     core::iter::successors((size <= of.len()).then_some(first), next)
 }
 
+/// The connected parts of the graph of `gpus` vertices that `joined` makes, in the order of their first members.
+pub(crate) fn components(gpus: usize, joined: impl Fn(usize, usize) -> bool) -> Vec<GpuSet> {
+    let mut parts: Vec<GpuSet> = Vec::new();
+    for gpu in 0..gpus {
+        let near: GpuSet = (0..gpu).filter(|other| joined(gpu, *other)).collect();
+        let (joined, apart): (Vec<_>, Vec<_>) = parts.into_iter().partition(|part| !part.intersection(near).is_empty());
+        parts = apart;
+        parts.push(joined.into_iter().fold(GpuSet::of(gpu), GpuSet::union));
+    }
+    parts.sort_by_key(|part| part.lowest());
+    parts
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::prelude::*;
 
     #[test]
     fn subsets_are_complete_and_unique() {

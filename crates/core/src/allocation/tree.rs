@@ -9,10 +9,9 @@ use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::collective;
-use super::groups::components;
 use super::remaining::{self, GROUPS, WHOLE};
 use super::report::Values;
-use super::set::{GpuSet, subsets};
+use super::set::{GpuSet, components, subsets};
 use super::tables;
 use crate::topology::{NodeTopology, Rank};
 

@@ -10,7 +10,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use thiserror::Error;
 
-use super::AllocatedConfig;
+use super::claim::{AllocatedConfig, base};
 use super::mps::MpsConfig;
 use crate::quantity;
 use crate::quote::{one_line, quoted};
@@ -162,7 +162,7 @@ impl Configs {
     /// It cannot be enforced.
     pub fn mps(&self, request: &str, device: &str, kind: Kind) -> Result<Option<(usize, &MpsConfig)>, ConfigError> {
         for (number, config) in self.0.iter().enumerate().rev() {
-            let is_named = config.requests.iter().any(|named| named == request || named == super::base(request));
+            let is_named = config.requests.iter().any(|named| named == request || named == base(request));
             if is_named && config.kind != kind {
                 let (kind, request) = (config.kind.name(), request.to_owned());
                 return Err(ConfigError::OtherDevice { kind, request, device: device.to_owned() });

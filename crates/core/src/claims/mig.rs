@@ -5,8 +5,11 @@ use crate::prelude::*;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use super::plan::{ClaimError, Node, Prepared, PreparedDevice};
-use super::{AllocatedDevice, ClaimName};
+use super::claim::AllocatedDevice;
+use super::error::ClaimError;
+use super::node::Node;
+use super::prepared::Prepared;
+use crate::state::ClaimName;
 use crate::topology::{Gpu, GpuUuid, MigDevice, MigSlot, MigUuid, possible_mig};
 
 /// An order to the driver about one GPU instance, which the agent carries out.
@@ -87,11 +90,4 @@ pub(super) fn on_demand<'a, 'b>(
     // For an administrator nothing is made: other claims may have the device.
     let makes_it = node.makes_mig && result.admin_access != Some(true);
     Ok((made.is_some() || makes_it).then_some(OnDemand { gpu, slot: possible.slot, made }))
-}
-
-impl PreparedDevice {
-    /// Whether it is a MIG device that is still to be made.
-    pub fn is_unmade(&self) -> bool {
-        self.made.is_some() && self.mig.is_none()
-    }
 }

@@ -12,10 +12,10 @@ use core::fmt;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use super::claim::Holder;
 use super::share::Share;
-use super::{ClaimName, Holder};
 use crate::quote::quoted;
-use crate::state::{GpuShares, ResourceName, VOLTA};
+use crate::state::{ClaimName, GpuShares, ResourceName, VOLTA};
 use crate::topology::{ComputeCapability, Gpu, GpuUuid};
 
 /// The domain under which the MPS root has the control daemons of claims.

@@ -6,10 +6,10 @@ use crate::prelude::*;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use super::{AllocatedDevice, ClaimName, Holder};
+use super::claim::{AllocatedDevice, Holder};
 use crate::quantity;
 use crate::quote::quoted;
-use crate::state::GpuShares;
+use crate::state::{ClaimName, GpuShares};
 
 /// What a claim takes of a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

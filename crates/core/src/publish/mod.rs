@@ -9,17 +9,12 @@ pub mod dra;
 pub mod injection;
 pub mod labels;
 mod mps_client;
+mod path;
 pub mod placement;
 mod pod_event;
 mod rdma;
 
 pub use mps_client::{MPS_CONTAINER_ROOT, MPS_PIPE, MPS_SHM, MpsClient};
+pub use path::below;
 pub use pod_event::PodEvent;
 pub use rdma::RdmaNodes;
-
-use crate::prelude::*;
-
-/// The path on the host of what a container, or the driver root, has at `path`: `path` below `root`.
-pub fn below(root: &str, path: &str) -> String {
-    format!("{}/{}", root.trim_end_matches('/'), path.trim_start_matches('/'))
-}

@@ -7,28 +7,15 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use serde::{Deserialize, Serialize};
-
-use super::ResourceName;
-use super::device::{Device, Health};
-use super::hardware::Hardware;
-use super::holdings::{Holdings, ResourceDevice};
-use super::ledger::{Ledger, PreparedClaim, gpu_of};
-use super::offers::Offers;
-use crate::allocation::{DeviceId, GpuSet};
+use super::holdings::Holdings;
+use super::prepared_claim::PreparedClaim;
+use super::record::{AdmissionRecord, FreeThen};
+use super::resource_name::ResourceName;
+use crate::allocation::DeviceId;
 
 /// An admission that so many lists in a row did not have has ended: the first list of a kubelet that starts may lack
 /// pods that run, and the first list after an Allocate may be older.
 const MISSED: u8 = 2;
-
-/// What so many GPUs could have had at an admission, MB/s.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FreeThen {
-    /// The best collective of those that were free.
-    pub free: u64,
-    /// The best collective of those that were healthy, held or not.
-    pub healthy: u64,
-}
 
 /// One admission.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -60,17 +47,6 @@ pub(super) struct Admissions {
     given: BTreeMap<ResourceName, BTreeMap<BTreeSet<DeviceId>, Admission>>,
     /// By the claim's UID.
     claims: BTreeMap<String, Admission>,
-}
-
-/// What is kept of an admission through the device plugin.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct AdmissionRecord {
-    /// The resource.
-    pub resource: String,
-    /// The ids that were given.
-    pub devices: BTreeSet<String>,
-    /// What was free.
-    pub then: FreeThen,
 }
 
 impl Admissions {
@@ -159,65 +135,4 @@ impl Admissions {
         let claims = claims.iter().map(|(uid, then)| (uid.clone(), Some(*then)));
         self.prepare(claims.collect());
     }
-}
-
-/// The GPUs of healthy devices that are not MIG devices.
-fn whole<'a>(hardware: &Hardware, devices: impl Iterator<Item = &'a Device>) -> GpuSet {
-    let whole = devices.filter(|device| device.mig.is_none() && device.health == Health::Healthy);
-    whole.filter_map(|device| hardware.topology().position(&device.gpu.uuid)).collect()
-}
-
-/// What as many GPUs as `given` could have had, when those of `free` were free beside them.
-fn then(hardware: &Hardware, given: GpuSet, free: GpuSet) -> Option<FreeThen> {
-    let (tables, gpus) = (hardware.tables(), hardware.topology().gpus());
-    let own = tables.collective(given)?;
-    let is_healthy = |place: &usize| gpus.get(*place).is_some_and(|gpu| hardware.standing(&gpu.uuid).next().is_none());
-    let healthy: GpuSet = (0..gpus.len()).filter(is_healthy).collect();
-    let best = |of: GpuSet| tables.best_collective(of.union(given), given.len()).map(|best| best.max(own));
-    Some(FreeThen { free: best(free)?, healthy: best(healthy)? })
-}
-
-/// What was free when devices of a resource were given. `offered` are those from which the kubelet let us choose.
-pub(super) fn at_allocate(
-    (hardware, ledger, offers): (&Hardware, &Ledger, &Offers),
-    resource: &ResourceName,
-    devices: &BTreeSet<DeviceId>,
-    offered: &[DeviceId],
-) -> Option<FreeThen> {
-    let topology = hardware.topology();
-    let place = |id: &DeviceId| gpu_of(topology, id).filter(|(_, is_whole)| *is_whole).map(|(place, _)| place);
-    let given: GpuSet = devices.iter().map(place).collect::<Option<_>>()?;
-    if given.len() < 2 || !ledger.is_known() {
-        return None;
-    }
-    let is_held = |id: &DeviceId| {
-        let key: ResourceDevice = (resource.clone(), id.clone());
-        ledger.holdings().has(&key) || ledger.admissions().unlisted().any(|unlisted| unlisted == (resource, id))
-    };
-    // A pod may have ended since the last list; the kubelet knows, and offers its devices.
-    let is_offered: BTreeSet<&DeviceId> = offered.iter().collect();
-    let free = offers.of(resource).filter(|(id, _)| is_offered.contains(id) || !is_held(id));
-    then(hardware, given, whole(hardware, free.map(|(_, device)| device)))
-}
-
-/// What was free when our DRA plugin began to prepare claims, by UID; `None` for those that a pod has already: then our
-/// last process prepared them.
-pub(super) fn at_prepare(
-    (hardware, ledger, offers): (&Hardware, &Ledger, &Offers),
-    claims: &[PreparedClaim],
-) -> BTreeMap<String, Option<FreeThen>> {
-    let topology = hardware.topology();
-    let held = ledger.held(topology, |resource, id| offers.gpu_of(resource, id)).filter(|_| ledger.is_known());
-    let mut occupied: Option<GpuSet> = held.map(|held| held.iter().filter_map(|gpu| topology.position(gpu)).collect());
-    let mut at_prepare = |prepared: &PreparedClaim| {
-        let given: GpuSet = prepared.gpus.iter().filter_map(|gpu| topology.position(gpu)).collect();
-        let name = prepared.claim.to_string();
-        let is_new = ledger.prepared(&prepared.claim.uid).is_none();
-        let is_listed = ledger.holdings().claims.iter().any(|claimed| claimed.claim == name);
-        let occupied = occupied.as_mut().filter(|_| is_new && !is_listed)?;
-        let free = whole(hardware, offers.through_dra().iter()).without(*occupied);
-        *occupied = occupied.union(given);
-        then(hardware, given, free)
-    };
-    claims.iter().map(|prepared| (prepared.claim.uid.clone(), at_prepare(prepared))).collect()
 }

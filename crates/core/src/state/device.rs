@@ -3,10 +3,9 @@
 use crate::prelude::*;
 use core::time::Duration;
 
-use super::event::MigInstance;
+use super::mig_instance::MigInstance;
 use super::numa_hints::NumaHints;
 use super::reason::UnhealthyReason;
-pub(super) use super::resource_name::ResourceName;
 use crate::allocation::DeviceId;
 use crate::topology::{Gpu, MigDevice, NodeTopology, NumaNodeId};
 

@@ -3,22 +3,22 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use serde::{Deserialize, Serialize};
-
 use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, MigUuid, NodeObservation, TopologyWarning};
 
-use super::device::{Health, ResourceName};
-use super::doors::Door;
+use super::device::Health;
+use super::door::Door;
 use super::holdings::Holdings;
-use super::ledger::PreparedClaim;
-use super::mps::MpsShare;
+use super::mig_instance::MigInstance;
+use super::mps_share::MpsShare;
 use super::numa_hints::NumaHints;
 use super::plan::ResourcePlan;
 use super::poll::{HealthPoll, RecoveryAction};
+use super::prepared_claim::PreparedClaim;
 use super::problem::PlanProblem;
 use super::reason::UnhealthyReason;
 use super::record::{HealthRecord, NodeIdentity};
+use super::resource_name::ResourceName;
 
 /// Something that happened, as a plain value.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -92,15 +92,6 @@ pub enum Event {
     Restored(Box<HealthRecord>),
     /// Nothing happened but time.
     Tick,
-}
-
-/// One MIG instance of a GPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct MigInstance {
-    /// The GPU instance.
-    pub gpu_instance: u32,
-    /// The compute instance in it, where one is named.
-    pub compute_instance: Option<u32>,
 }
 
 /// Something to do, by the runtime: the inventory itself touches nothing.

@@ -9,13 +9,14 @@ use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::ResourceName;
-use super::admissions::{Admissions, FreeThen};
+use super::admissions::Admissions;
 use super::availability::Held;
 use super::device::{Device, Timestamp};
 use super::holdings::{ClaimedDevice, ContainerHoldings, ContainerName, Holdings, ResourceDevice};
+use super::prepared_claim::PreparedClaim;
 use super::reason::UnhealthyReason;
+use super::record::FreeThen;
 use crate::allocation::DeviceId;
-use crate::claims::ClaimName;
 use crate::quote::quoted;
 use crate::topology::{Gpu, GpuUuid, MigUuid, NodeTopology, hardware_of, set_members};
 
@@ -46,20 +47,6 @@ pub struct Ledger {
 /// How long containers are shown as holders after the kubelet's last answer: longer than a kubelet takes to restart, and
 /// short enough that no pod is shown for ever. What is held counts beyond that.
 pub const NAMES_KEPT: Timestamp = Timestamp::from_secs(300);
-
-/// A claim that our DRA plugin has prepared, or is about to: it is known here before the kubelet lists it, and as long
-/// as its checkpoint exists.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct PreparedClaim {
-    /// The claim.
-    pub claim: ClaimName,
-    /// The GPUs that it has, or has MIG devices of.
-    pub gpus: BTreeSet<GpuUuid>,
-    /// The names of the devices that it has of them.
-    pub devices: BTreeSet<String>,
-    /// Those of them that are MIG devices made for it.
-    pub made: BTreeSet<String>,
-}
 
 /// The part of a GPU that a holder has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

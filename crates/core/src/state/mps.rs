@@ -9,9 +9,10 @@ use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::ResourceName;
 use super::device::{Device, Timestamp};
+use super::mps_share::MpsShare;
 use super::problem::PlanProblem;
 use crate::allocation::DeviceId;
-use crate::topology::{ComputeCapability, Gpu, GpuUuid};
+use crate::topology::{ComputeCapability, Gpu};
 
 /// The first GPUs that MPS works on (man nvidia-cuda-mps-control, driver 580: "SM 3.5 or higher").
 const FIRST: ComputeCapability = ComputeCapability { major: 3, minor: 5 };
@@ -22,55 +23,6 @@ const MOST_CLIENTS: (u32, u32) = (48, 16);
 
 /// The first compute capability of Volta.
 pub(crate) const VOLTA: ComputeCapability = ComputeCapability { major: 7, minor: 0 };
-
-/// The GPUs of a resource that is shared by MPS.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MpsShare {
-    /// Slots of each GPU, 2 at least.
-    pub replicas: u32,
-    /// Its GPUs, by index; one at least.
-    pub gpus: Vec<MpsGpu>,
-    /// Whether these are all GPUs of the node.
-    pub whole_node: bool,
-}
-
-/// A GPU that is shared by MPS.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MpsGpu {
-    /// NVML's UUID.
-    pub uuid: GpuUuid,
-    /// NVML's index, which is the GPU's place in the order of PCI addresses.
-    pub index: u32,
-    /// Its memory in MiB, where NVML has such a number.
-    pub memory_mib: Option<u64>,
-}
-
-impl MpsShare {
-    /// The share of these devices; `None` where none is shared.
-    fn of(devices: &BTreeMap<DeviceId, Device>, gpus_of_node: usize) -> Option<Self> {
-        let slots = || devices.values().filter_map(|device| Some((&device.gpu, device.slot?)));
-        let replicas = slots().map(|(_, slot)| slot).max()?.saturating_add(1);
-        let gpu = |gpu: &Gpu| MpsGpu { uuid: gpu.uuid.clone(), index: gpu.index, memory_mib: gpu.memory_mib };
-        let gpus: BTreeMap<(u32, &GpuUuid), MpsGpu> =
-            slots().map(|(shared, _)| ((shared.index, &shared.uuid), gpu(shared))).collect();
-        let gpus: Vec<MpsGpu> = gpus.into_values().collect();
-        Some(Self { replicas, whole_node: gpus.len() == gpus_of_node, gpus })
-    }
-
-    /// The same without these GPUs; `None` where none is left.
-    pub fn without(&self, gpus: &BTreeSet<GpuUuid>) -> Option<Self> {
-        let left: Vec<MpsGpu> = self.gpus.iter().filter(|gpu| !gpus.contains(&gpu.uuid)).cloned().collect();
-        let whole_node = self.whole_node && left.len() == self.gpus.len();
-        (!left.is_empty()).then_some(Self { replicas: self.replicas, gpus: left, whole_node })
-    }
-
-    /// Whether a daemon that is ready for this share is ready for the other too: a GPU that is gone makes no
-    /// difference.
-    fn covers(&self, other: &Self) -> bool {
-        let has = |gpu: &MpsGpu| self.gpus.iter().any(|own| own.uuid == gpu.uuid && own.memory_mib == gpu.memory_mib);
-        self.replicas == other.replicas && other.gpus.iter().all(has)
-    }
-}
 
 /// The resources that are shared by MPS, and the readiness of their daemons.
 #[derive(Clone, Debug, Default)]

@@ -11,18 +11,20 @@ use alloc::sync::Arc;
 
 use super::ResourceName;
 use super::device::{Device, Health, Timestamp};
-use super::doors::{Door, Doors, Facts};
+use super::door::Door;
+use super::doors::{Doors, Facts};
 use super::event::Effect;
+use super::gpu_shares::GpuShares;
 use super::hardware::Hardware;
 use super::holdings::ResourceDevice;
 use super::ledger::{Ledger, gpu_behind, place, split_slot};
 use super::mps::Mps;
 use super::numa_hints::NumaHints;
-use super::plan::{DraGpus, ResourcePlan};
+use super::plan::{DraGpus, MOST_SLOTS, ResourcePlan};
 use super::problem::PlanProblem;
 use super::reason::UnhealthyReason;
-use super::resources::{MOST_SLOTS, Resources};
-use super::shares::{GpuShares, Shares};
+use super::resources::Resources;
+use super::shares::Shares;
 use crate::allocation::{AllocationPolicy, DeviceId, Units};
 use crate::topology::{Gpu, GpuUuid, NodeTopology};
 

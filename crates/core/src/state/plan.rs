@@ -15,6 +15,10 @@ use crate::allocation::AllocationPolicy;
 use crate::quote::quoted;
 use crate::topology::{Gpu, GpuUuid, MigDevice, MigProfile, PciAddress};
 
+/// The most slots of one resource. The kubelet takes a list of 4 MiB at most (gRPC's default), and a device on it is
+/// 63 characters of id and some dozens of health and NUMA nodes.
+pub const MOST_SLOTS: u64 = 1 << 14;
+
 /// Which resources to make of the GPUs. The default: every GPU without an active display, whole, as `nvidia.com/gpu`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ResourcePlan {

@@ -3,9 +3,8 @@
 use crate::prelude::*;
 use thiserror::Error;
 
-use super::plan::DeviceSelector;
+use super::plan::{DeviceSelector, MOST_SLOTS};
 use super::resource_name::ResourceName;
-use super::resources::MOST_SLOTS;
 use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, PciAddress};
 

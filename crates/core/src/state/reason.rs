@@ -4,7 +4,7 @@ use crate::prelude::*;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use super::event::MigInstance;
+use super::mig_instance::MigInstance;
 use super::poll::RecoveryAction;
 
 /// What makes a device unhealthy. docs/health.md says of each where it comes from and how it ends.

@@ -5,10 +5,9 @@ use alloc::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use super::admissions::{AdmissionRecord, FreeThen};
+use super::gpu_shares::GpuShares;
 use super::poll::RecoveryAction;
 use super::reason::UnhealthyReason;
-use super::shares::GpuShares;
 use crate::topology::GpuUuid;
 
 /// Which boot and which driver a fact belongs to. Unknown is no change.
@@ -134,4 +133,24 @@ pub struct LastSeen {
     pub reset_required: bool,
     /// Whether the kernel did not list it on the PCI bus.
     pub off_bus: bool,
+}
+
+/// What is kept of an admission through the device plugin.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AdmissionRecord {
+    /// The resource.
+    pub resource: String,
+    /// The ids that were given.
+    pub devices: BTreeSet<String>,
+    /// What was free.
+    pub then: FreeThen,
+}
+
+/// What so many GPUs could have had at an admission, MB/s.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FreeThen {
+    /// The best collective of those that were free.
+    pub free: u64,
+    /// The best collective of those that were healthy, held or not.
+    pub healthy: u64,
 }

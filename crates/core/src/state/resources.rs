@@ -6,19 +6,17 @@
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
-use super::device::{Device, ResourceName};
+use super::device::Device;
 use super::mps;
 use super::numa_hints::NumaHints;
 use super::plan::{
-    DeviceSelector, MigStrategy, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind, is_display_adapter,
+    DeviceSelector, MOST_SLOTS, MigStrategy, ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
+    is_display_adapter,
 };
 use super::problem::PlanProblem;
+use super::resource_name::ResourceName;
 use crate::allocation::DeviceId;
 use crate::topology::{Gpu, GpuUuid, MigDevice, NodeTopology, PciAddress};
-
-/// The most slots of one resource. The kubelet takes a list of 4 MiB at most (gRPC's default), and a device on it is
-/// 63 characters of id and some dozens of health and NUMA nodes.
-pub const MOST_SLOTS: u64 = 1 << 14;
 
 /// What a plan makes of a machine.
 #[derive(Clone, Debug, Default)]

@@ -1,7 +1,11 @@
 //! The state machine, event by event.
 
+use alloc::collections::BTreeMap;
+
 use super::health::GpuHealth;
 use super::*;
+use crate::allocation::DeviceId;
+use crate::prelude::*;
 use crate::topology::{
     GpuObservation, GpuUuid, HostObservation, NodeObservation, NumaNodeId, NumaNodeObservation, PackageId, PciAddress,
 };

@@ -3,9 +3,9 @@
 use super::*;
 use crate::claims::{AllocatedConfig, Allocation, ClaimStatus, DeviceAllocation, MpsOrder, OpaqueConfig};
 use crate::publish::RdmaNodes;
-use crate::publish::injection::CdiOptions;
-use crate::state::{DraGpus, Event, Filter, GpuSelector, Holdings, NumaHints, ResourcePlan};
-use crate::topology::{GpuObservation, NodeObservation};
+use crate::publish::injection::{CdiOptions, HostDevices};
+use crate::state::{DraGpus, Event, Filter, GpuSelector, Holdings, NodeState, NumaHints, ResourcePlan};
+use crate::topology::{GpuObservation, GpuUuid, NodeObservation};
 use core::time::Duration;
 
 mod mps;

@@ -1,6 +1,7 @@
 //! Claims that share a GPU.
 
 use super::*;
+use crate::claims::Share;
 use crate::state::{DeviceSelector, SharedDevices, SharedResource, Sharing, SharingKind};
 
 /// Two GPUs of 80 GiB, the first in `shares` shares.
