@@ -13,17 +13,12 @@ mod both_doors;
 mod conflicts;
 mod doors;
 mod hardware;
-mod invariants;
 mod look;
 mod mps;
 mod node;
 mod orphans;
 mod plans;
 mod shares;
-
-#[path = "../random_node/mod.rs"]
-#[allow(dead_code, reason = "other tests use all of it")]
-mod random_node;
 
 use linkwise::machines;
 use linkwise::state::ResourceName;

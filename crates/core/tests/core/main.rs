@@ -1,5 +1,29 @@
-//! The core with nothing of its neighbours: one binary, a module for each subject.
+//! Tests of the core with nothing of its neighbours: one binary, a module for each subject.
 
-#![allow(clippy::disallowed_macros, clippy::expect_used, clippy::panic, reason = "a test may panic")]
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::disallowed_macros,
+    clippy::expect_used,
+    clippy::indexing_slicing,
+    clippy::panic,
+    clippy::unwrap_used,
+    reason = "a test may panic, and counts a few GPUs"
+)]
 
+// The helpers of tests/ are shared with tests of linkwise, which re-exports the core: they name it so.
+extern crate linkwise_core as linkwise;
+
+mod allocation_beyond;
+mod health;
+mod health_model;
 mod import_circles;
+mod resource_invariants;
+
+#[path = "../../../../tests/large_node/mod.rs"]
+mod large_node;
+#[path = "../../../../tests/oracle/mod.rs"]
+#[allow(dead_code, reason = "other tests use all of it")]
+mod oracle;
+#[path = "../../../../tests/random_node/mod.rs"]
+#[allow(dead_code, reason = "other tests use all of it")]
+mod random_node;

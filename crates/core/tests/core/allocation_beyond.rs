@@ -1,29 +1,17 @@
 //! The choice on machines of more than 16 GPUs: against the brute force where it claims to be exact, and what must
 //! hold of every answer.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::cast_possible_truncation,
-    reason = "the helpers of a test may end it, and count a few GPUs"
-)]
-
-#[path = "large_node/mod.rs"]
-mod large_node;
-#[path = "oracle/mod.rs"]
-mod oracle;
-#[path = "random_node/mod.rs"]
-mod random_node;
-
 use std::sync::Arc;
 
-use linkwise::allocation::{
+use linkwise_core::allocation::{
     AllocationPolicy, AllocationReport, AllocationRequest, AllocationTables, ChosenGpu, DeviceId, GpuSet,
     preferred_allocation,
 };
-use linkwise::topology::{NodeObservation, NodeTopology, PciAddress};
-use oracle::{Oracle, Set};
+use linkwise_core::topology::{NodeObservation, NodeTopology, PciAddress};
 use proptest::prelude::*;
+
+use crate::oracle::{Oracle, Set};
+use crate::{large_node, random_node};
 
 fn tables(observed: &NodeObservation) -> AllocationTables {
     AllocationTables::new(Arc::new(NodeTopology::assemble(observed).0))

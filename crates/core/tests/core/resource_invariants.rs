@@ -3,12 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use linkwise::allocation::{AllocationRequest, DeviceId};
-use linkwise::state::{
+use linkwise_core::allocation::{AllocationRequest, DeviceId};
+use linkwise_core::state::{
     DeviceSelector, DraGpus, Event, Filter, GpuSelector, MigStrategy, NamePattern, NodeState, Pattern, ResourceName,
     ResourcePlan, SharedDevices, SharedResource, Sharing, SharingKind,
 };
-use linkwise::topology::{MigDeviceObservation, MigExtension, MigObservation, NodeObservation, NodeTopology};
+use linkwise_core::topology::{MigDeviceObservation, MigExtension, MigObservation, NodeObservation, NodeTopology};
 use proptest::collection::vec;
 use proptest::option;
 use proptest::prelude::*;

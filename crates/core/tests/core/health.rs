@@ -1,16 +1,15 @@
 //! Health, rule by rule, as docs/health.md has them: one test for each way in and each way out.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may panic")]
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use linkwise::allocation::DeviceId;
-use linkwise::state::{
+use linkwise_core::allocation::DeviceId;
+use linkwise_core::state::{
     Effect, Event, FabricHealth, Health, HealthPoll, HealthRecord, NodeIdentity, NodeState, NumaHints, Reach,
     RecoveryAction, ResourceName, RowRemapping, XidPolicy, XidSet,
 };
-use linkwise::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation};
+use linkwise_core::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation};
+use serde_json::{Value, json};
 
 /// A node, its clock, and everything it was told to do.
 struct World {
@@ -30,9 +29,10 @@ fn id(gpu: usize) -> DeviceId {
 fn look(gpus: impl IntoIterator<Item = usize>) -> Event {
     let gpu = |index: usize| -> GpuObservation {
         // Links 0 to 2 are active, link 3 never was.
-        let links = "[{links: [0, 1, 2], remote: {switch: null}}, {links: [3], remote: unknown, active: false}]";
-        let text = format!("{{index: {index}, uuid: GPU-{index}, pci: '0000:0{index}:00.0', nvlinks: {links}}}");
-        serde_saphyr::from_str(&text).unwrap()
+        let active = json!({"links": [0, 1, 2], "remote": {"switch": null}});
+        let links = json!([active, {"links": [3], "remote": "unknown", "active": false}]);
+        let (uuid, pci) = (format!("GPU-{index}"), format!("0000:0{index}:00.0"));
+        serde_json::from_value(json!({"index": index, "uuid": uuid, "pci": pci, "nvlinks": links})).unwrap()
     };
     let gpus = gpus.into_iter().map(gpu).collect();
     Event::Observed(Box::new(NodeObservation { gpus, host: HostObservation::default(), ..NodeObservation::default() }))
@@ -514,9 +514,9 @@ fn what_is_gone_leaves_once_nobody_holds_it() {
 fn gpu_back_on_the_bus_counts_as_reset() {
     let on_bus = |gpus: &[usize], listed: &[usize]| {
         let Event::Observed(mut observed) = look(listed.iter().copied()) else { unreachable!() };
-        let devices: Vec<String> = gpus.iter().map(|gpu| format!("{{pci: '0000:0{gpu}:00.0', kind: gpu}}")).collect();
-        let bridges = format!("[{{numa: 0, devices: [{}]}}]", devices.join(", "));
-        observed.host.host_bridges = serde_saphyr::from_str(&bridges).unwrap();
+        let device = |gpu: &usize| json!({"pci": format!("0000:0{gpu}:00.0"), "kind": "gpu"});
+        let devices: Vec<Value> = gpus.iter().map(device).collect();
+        observed.host.host_bridges = serde_json::from_value(json!([{"numa": 0, "devices": devices}])).unwrap();
         Event::Observed(observed)
     };
     // One that NVML still counts while the bus has not got it is not back.

@@ -4,18 +4,17 @@
 //! may be healthy: a lower bound for the safety half. The other half, that everything heals, is tried from every
 //! state reached.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may panic")]
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use linkwise::allocation::DeviceId;
-use linkwise::state::{
+use linkwise_core::allocation::DeviceId;
+use linkwise_core::state::{
     Event, FabricHealth, Health, HealthPoll, HealthRecord, NodeIdentity, NodeState, Reach, RecoveryAction,
     ResourceName, RowRemapping, Timestamp, UnhealthyReason,
 };
-use linkwise::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation};
+use linkwise_core::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation};
 use proptest::prelude::*;
+use serde_json::json;
 
 /// Two GPUs to which things happen, and one to which nothing ever does: so nothing hits all of them.
 const GPUS: usize = 3;
@@ -27,10 +26,9 @@ fn uuid(gpu: usize) -> GpuUuid {
 
 fn look(gpus: impl IntoIterator<Item = usize>) -> Event {
     let gpu = |index: usize| -> GpuObservation {
-        let text = format!(
-            "{{index: {index}, uuid: GPU-{index}, pci: '0000:0{index}:00.0', nvlinks: [{{links: [0, 1, 2], remote: {{switch: null}}}}]}}"
-        );
-        serde_saphyr::from_str(&text).unwrap()
+        let links = json!([{"links": [0, 1, 2], "remote": {"switch": null}}]);
+        let (uuid, pci) = (format!("GPU-{index}"), format!("0000:0{index}:00.0"));
+        serde_json::from_value(json!({"index": index, "uuid": uuid, "pci": pci, "nvlinks": links})).unwrap()
     };
     let gpus = gpus.into_iter().map(gpu).collect();
     Event::Observed(Box::new(NodeObservation { gpus, host: HostObservation::default(), ..NodeObservation::default() }))
