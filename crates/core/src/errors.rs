@@ -1,4 +1,4 @@
-//! An error for people: one line with all its causes. Used by the adapters that log or answer with an error.
+//! Errors for people: one line with all causes. Used by adapters that log an error or answer with one.
 
 use crate::prelude::*;
 use core::error::Error;

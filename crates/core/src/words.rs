@@ -1,6 +1,6 @@
-//! The words by which configuration files and the command line name the values of an enum.
+//! The words that name an enum's values in configuration files and on the command line.
 //!
-//! `config` makes its parsers and its error texts from them; a value is serialised as its word.
+//! `config` makes its parsers and error texts from them. A value is serialised as its word.
 
 use crate::allocation::AllocationPolicy;
 use crate::publish::dra::DraSets;

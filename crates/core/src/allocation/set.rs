@@ -25,12 +25,12 @@ impl GpuSet {
         self.0.count_ones() as usize
     }
 
-    /// Whether there is no member.
+    /// Returns true if there is no member.
     pub fn is_empty(self) -> bool {
         self.0 == 0
     }
 
-    /// Whether `place` is a member.
+    /// Returns true if `place` is a member.
     pub fn contains(self, place: usize) -> bool {
         !self.intersection(Self::of(place)).is_empty()
     }
@@ -40,7 +40,7 @@ impl GpuSet {
         Self(self.0 | other.0)
     }
 
-    /// The members of both.
+    /// The members that both have.
     pub fn intersection(self, other: Self) -> Self {
         Self(self.0 & other.0)
     }
@@ -79,7 +79,7 @@ impl FromIterator<usize> for GpuSet {
 
 /// All subsets of `of` with `size` members, each once, in the order of their bits as a number.
 ///
-/// The next number with as many ones (Gosper's hack), where only the members of `of` count as digits.
+/// Each step finds the next number with as many ones (Gosper's hack), where only the members of `of` count as digits.
 pub(crate) fn subsets(of: GpuSet, size: usize) -> impl Iterator<Item = GpuSet> {
     let lowest_free = move |set: GpuSet| of.without(set).lowest();
     let first = (0..size).fold(GpuSet::default(), |set, _| set.union(lowest_free(set)));

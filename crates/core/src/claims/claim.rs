@@ -1,4 +1,4 @@
-//! [`Claim`]: a `ResourceClaim` as the API server has it, as far as linkwise reads it.
+//! [`Claim`]: a `ResourceClaim` as the API server has it, limited to the fields that linkwise reads.
 
 use crate::prelude::*;
 use alloc::collections::BTreeMap;
@@ -12,17 +12,17 @@ pub(super) fn base(request: &str) -> &str {
     request.split('/').next().unwrap_or(request)
 }
 
-/// What linkwise reads of a `ResourceClaim` (`resource.k8s.io/v1`).
+/// The fields of a `ResourceClaim` that linkwise reads (`resource.k8s.io/v1`).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Claim {
     /// Name, namespace, UID.
     pub metadata: ClaimName,
-    /// What became of it.
+    /// Its status.
     pub status: ClaimStatus,
 }
 
-/// What became of a claim.
+/// The status of a claim.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct ClaimStatus {
@@ -54,7 +54,7 @@ pub struct DeviceAllocation {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct AllocatedDevice {
-    /// The request that it is for; `request/subrequest` where the request has alternatives.
+    /// The request that it is for; `request/subrequest` if the request has alternatives.
     pub request: String,
     /// Its DRA driver.
     pub driver: String,
@@ -62,12 +62,12 @@ pub struct AllocatedDevice {
     pub pool: String,
     /// Its name in the pool.
     pub device: String,
-    /// Whether an administrator looks at it without taking it.
+    /// True if an administrator has it beside its users (`adminAccess`).
     pub admin_access: Option<bool>,
-    /// Which share of a device that several claims have.
+    /// The ID of its share, if several claims have the device.
     #[serde(rename = "shareID")]
     pub share_id: Option<String>,
-    /// What the share takes of the device's capacities, as quantities by their names.
+    /// The part that the share takes of the device's capacities, as quantities by name.
     #[serde(deserialize_with = "map_or_default")]
     pub consumed_capacity: BTreeMap<String, String>,
 }
@@ -81,11 +81,11 @@ pub struct AllocatedConfig {
     /// The requests that it is for; empty for all.
     #[serde(deserialize_with = "or_default")]
     pub requests: Vec<String>,
-    /// What only the driver reads.
+    /// Parameters for the driver alone.
     pub opaque: Option<OpaqueConfig>,
 }
 
-/// Configuration that only the driver reads.
+/// Configuration for the driver alone.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct OpaqueConfig {
@@ -96,27 +96,27 @@ pub struct OpaqueConfig {
     pub parameters: String,
 }
 
-/// A map, or null.
+/// Reads a map; null is an empty one.
 fn map_or_default<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, String>, D::Error> {
     Option::deserialize(deserializer).map(Option::unwrap_or_default)
 }
 
-/// A list, or null.
+/// Reads a list; null is an empty one.
 fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> Result<Vec<T>, D::Error> {
     Option::deserialize(deserializer).map(Option::unwrap_or_default)
 }
 
-/// A JSON value as its text.
+/// Reads a JSON value as its text.
 fn as_text<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
     serde_json::Value::deserialize(deserializer).map(|value| value.to_string())
 }
 
 impl Claim {
-    /// Reads a `ResourceClaim` (`resource.k8s.io/v1`). Fields that linkwise has no use for are skipped.
+    /// Reads a `ResourceClaim` (`resource.k8s.io/v1`). Fields that linkwise does not use are skipped.
     ///
     /// # Errors
     ///
-    /// It is no JSON, or a field has another type.
+    /// The text is no JSON, or a field has another type.
     pub fn from_json(text: &[u8]) -> Result<Self, serde_json::Error> {
         serde_json::from_slice(text)
     }

@@ -1,4 +1,4 @@
-//! Devices of the pool by name, as they are published.
+//! The devices of the pool by their published names.
 
 use crate::prelude::*;
 

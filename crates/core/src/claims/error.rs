@@ -13,10 +13,10 @@ use crate::quote::quoted;
 use crate::state::{Door, UnhealthyReason};
 use crate::topology::{GpuUuid, MigUuid};
 
-/// Why a claim cannot be prepared.
+/// The reason why a claim cannot be prepared.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ClaimError {
-    /// Another claim has its name now.
+    /// Another claim has the name now.
     #[error("the claim {namespace}/{name} has the UID {}, not {}", quoted(.found), quoted(.asked))]
     OtherUid {
         /// The claim's namespace.
@@ -36,16 +36,16 @@ pub enum ClaimError {
         /// `namespace/name` as answered.
         found: String,
     },
-    /// More than the API server stores.
+    /// The claim has more than the API server stores.
     #[error("the claim {claim} has {count} {what}; the API's limit is {limit}")]
     TooMany {
         /// `namespace/name`.
         claim: String,
-        /// Of what: devices, or configurations.
+        /// The things counted: devices, or configurations.
         what: &'static str,
-        /// How many.
+        /// Their number.
         count: usize,
-        /// How many there may be.
+        /// The most that there may be.
         limit: usize,
     },
     /// The scheduler has not allocated devices to it.
@@ -59,22 +59,22 @@ pub enum ClaimError {
         /// Our driver.
         driver: String,
     },
-    /// A device of another pool: of another node.
+    /// A device belongs to another pool, which means another node.
     #[error("device {} is of the pool {}; this node has the pool {}", quoted(.device), quoted(.pool), quoted(.ours))]
     OtherPool {
         /// The device.
         device: String,
         /// Its pool.
         pool: String,
-        /// Ours.
+        /// Our pool.
         ours: String,
     },
-    /// No such device here.
+    /// This node has no such device.
     #[error("there is no device {} on this node; there are {known}", quoted(.device))]
     UnknownDevice {
         /// The device.
         device: String,
-        /// Those that there are.
+        /// The devices of this node.
         known: String,
     },
     /// A set of GPUs of which one is not here.
@@ -92,7 +92,7 @@ pub enum ClaimError {
         device: String,
         /// Its GPU.
         gpu: GpuUuid,
-        /// Through which API it is offered; `None` where a filter leaves it out.
+        /// The API through which it is offered; `None` if a filter leaves it out.
         door: Option<Door>,
     },
     /// The driver cannot reach it.
@@ -102,7 +102,7 @@ pub enum ClaimError {
         device: String,
         /// Its GPU.
         gpu: GpuUuid,
-        /// What the driver or the kernel reports.
+        /// The driver's or the kernel's report.
         reason: UnhealthyReason,
     },
     /// Another claim has it.
@@ -115,17 +115,17 @@ pub enum ClaimError {
         /// The other claim.
         holder: Box<Holder>,
     },
-    /// A MIG device is where one would have to be made.
+    /// A MIG device is in the place of the one to be made.
     #[error("device {device} ({gpu}) cannot be made: {mig} is in its place, which no claim had made")]
     PlaceTaken {
         /// The device.
         device: String,
         /// Its GPU.
         gpu: GpuUuid,
-        /// What is there.
+        /// The MIG device in its place.
         mig: MigUuid,
     },
-    /// A device of the claim went while it was prepared.
+    /// A device of the claim went away while the claim was being prepared.
     #[error("device {device} ({gpu}) is gone")]
     Vanished {
         /// The device.
@@ -133,14 +133,14 @@ pub enum ClaimError {
         /// Its GPU.
         gpu: GpuUuid,
     },
-    /// A pod has it that our DRA plugin did not give it to.
+    /// A pod has it otherwise than by our DRA plugin.
     #[error("device {device} ({gpu}) is held by {holder}")]
     Held {
         /// The device.
         device: String,
         /// Its GPU.
         gpu: GpuUuid,
-        /// What holds it, in words.
+        /// The holder, in words.
         holder: String,
     },
     /// It cannot be the claim's share of a device.
@@ -150,7 +150,7 @@ pub enum ClaimError {
         device: String,
         /// Its GPU.
         gpu: GpuUuid,
-        /// Why not.
+        /// The reason.
         why: ShareError,
     },
     /// It cannot be shared by MPS.
@@ -160,7 +160,7 @@ pub enum ClaimError {
         device: String,
         /// Its GPU.
         gpu: GpuUuid,
-        /// Why not.
+        /// The reason.
         why: MpsRefusal,
     },
     /// The claim has the same hardware twice.
@@ -171,7 +171,7 @@ pub enum ClaimError {
         /// The other one.
         other: String,
     },
-    /// Its configuration is not one that we can enforce.
+    /// Its configuration cannot be enforced.
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// Its containers could not get the GPU.
@@ -188,7 +188,7 @@ fn not_dra(door: Option<Door>) -> &'static str {
 }
 
 impl ClaimError {
-    /// The claims that have what this one is refused.
+    /// The claims that have the hardware which this claim is refused.
     pub fn holders(&self) -> &[Holder] {
         match self {
             Self::Taken { holder, .. } => core::slice::from_ref(holder),

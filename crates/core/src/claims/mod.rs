@@ -1,7 +1,7 @@
-//! DRA claims as the API server has them, and what a claim that was allocated here is prepared with.
+//! DRA claims: a claim as the API server has it, and its preparation on this node.
 //!
-//! Pure: a claim and a snapshot in, devices and their CDI names or the claim's error out. The DRA plugin (`dra`) carries
-//! it out and keeps checkpoints; it reads claims from their JSON too.
+//! Pure: takes a claim and a snapshot; returns devices with their CDI names, or the claim's error. The DRA plugin
+//! (`dra`) carries that out and keeps checkpoints. It also reads claims from their JSON.
 
 mod claim;
 mod config;

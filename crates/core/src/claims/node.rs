@@ -3,7 +3,7 @@
 use crate::publish::injection::{HostDevices, InjectionOptions};
 use crate::state::NodeState;
 
-/// What a plan is made from, beside the claim.
+/// The facts that a plan is made from, apart from the claim.
 #[derive(Clone, Copy, Debug)]
 pub struct Node<'a> {
     /// The DRA driver's name.
@@ -12,10 +12,10 @@ pub struct Node<'a> {
     pub pool: &'a str,
     /// The snapshot.
     pub state: &'a NodeState,
-    /// How containers get their GPUs; with CDI.
+    /// The options by which containers get their GPUs; with CDI.
     pub injection: &'a InjectionOptions,
-    /// What the host has beside its GPUs.
+    /// The host's devices other than GPUs.
     pub host: &'a HostDevices,
-    /// Whether MIG devices are made for claims.
+    /// True if MIG devices are made for claims.
     pub makes_mig: bool,
 }

@@ -1,4 +1,4 @@
-//! What a claim that was allocated here is prepared with, or why it is not.
+//! Prepares a claim that was allocated here, or refuses it with the reason.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -23,17 +23,17 @@ const MOST_DEVICES: usize = 32;
 /// The most configurations of a claim that has devices: its own and its classes' (twice `DeviceConfigMaxSize`).
 const MOST_CONFIGS: usize = 64;
 
-/// What a claim is prepared with. `others` are the claims that are prepared here, and being prepared.
+/// Plans the preparation of a claim. `others` are the claims that are prepared here or are being prepared.
 ///
 /// A GPU that the driver has lost, or that is gone, is refused: its container could not start, and the error says why.
-/// One that is sick otherwise is not refused. Its taint is in our slices, so the scheduler allocated it because the claim
-/// tolerates the taint, or before the taint was there; and the first of these is an operator's wish, such as a pod that
-/// tests the GPU. A GPU that a pod holds through a device plugin, or through a claim of the DRA driver that linkwise
-/// replaced, is refused as far as the kubelet lists it: either may have served the node before.
+/// A GPU that is sick otherwise is not refused. Its taint is in our slices, so the scheduler allocated it either
+/// because the claim tolerates the taint or before the taint was there. The operator wants the former, for example for
+/// a pod that tests the GPU. A GPU that a pod holds through a device plugin, or through a claim of the DRA driver that
+/// linkwise replaced, is refused as far as the kubelet lists it: either may have served the node before.
 ///
 /// # Errors
 ///
-/// The first thing that is wrong; nothing is prepared then.
+/// The first thing that is wrong. Nothing is prepared then.
 pub fn plan<'a>(
     claim: &Claim,
     asked: &ClaimName,
@@ -124,18 +124,18 @@ pub fn plan<'a>(
         ClaimError::Mps { device, gpu, why }
     })?;
     if prepared.iter().any(PreparedDevice::is_unmade) {
-        // What has no UUID yet has no CDI name: see `complete`.
+        // A device without a UUID has no CDI name yet: see `complete`.
         return Ok(Prepared { devices: prepared, edits: BTreeMap::new(), mps });
     }
     let edits = inject(&asked.uid, &mut prepared, mps.as_ref(), &chosen, node)?;
     Ok(Prepared { devices: prepared, edits, mps })
 }
 
-/// The same with the CDI names of its devices, once all MIG devices of it are made and in the snapshot.
+/// Adds the CDI names of the devices, once all MIG devices of the claim are made and in the snapshot.
 ///
 /// # Errors
 ///
-/// One of them is not in the snapshot, or containers could not get it.
+/// A device is not in the snapshot, or containers could not get it.
 pub fn complete(uid: &str, prepared: Prepared, node: Node<'_>) -> Result<Prepared, ClaimError> {
     let (mut devices, topology) = (prepared.devices, node.state.topology());
     let mut chosen: BTreeMap<String, Vec<ChosenDevice<'_>>> = BTreeMap::new();
@@ -152,10 +152,10 @@ pub fn complete(uid: &str, prepared: Prepared, node: Node<'_>) -> Result<Prepare
     Ok(Prepared { devices, edits, mps: prepared.mps })
 }
 
-/// Hardware of an allocated device, and the GPU instance where its MIG device is made for the claim.
+/// The hardware of an allocated device, with the GPU instance if its MIG device is made for the claim.
 type Member<'a> = (ChosenDevice<'a>, Option<MigSlot>);
 
-/// Each GPU of an allocated device, or the MIG device; or why containers cannot have it.
+/// Each GPU of an allocated device, or the MIG device, or the reason why containers cannot have it.
 fn members<'a, 'b, 'c>(
     result: &'b AllocatedDevice,
     node: Node<'a>,
@@ -196,7 +196,7 @@ fn of_this_pool(result: &AllocatedDevice, node: Node<'_>) -> Result<(), ClaimErr
     if pool == ours { Ok(()) } else { Err(ClaimError::OtherPool { device, pool, ours }) }
 }
 
-/// Whether containers can have a GPU of an allocated device, or a part of it.
+/// Checks that containers can have a GPU of an allocated device, or a part of it.
 fn usable(result: &AllocatedDevice, gpu: &Gpu, node: Node<'_>) -> Result<(), ClaimError> {
     of_this_pool(result, node)?;
     let (device, gpu) = (result.device.clone(), gpu.uuid.clone());
@@ -211,8 +211,9 @@ fn usable(result: &AllocatedDevice, gpu: &Gpu, node: Node<'_>) -> Result<(), Cla
     }
 }
 
-/// Gives each device its CDI names, and returns what each request has beside. A container gets the CDI devices of the
-/// requests that it names, or of all: what belongs to a request and not to one device is with the first of its devices.
+/// Gives each device its CDI names. Returns the edits of each request beside its GPUs. A container gets the CDI devices
+/// of the requests that it names, or of all requests. Edits of a request that belong to no single device are with the
+/// first of its devices.
 fn inject(
     uid: &str,
     prepared: &mut [PreparedDevice],
@@ -221,8 +222,8 @@ fn inject(
     node: Node<'_>,
 ) -> Result<BTreeMap<String, Edits>, ClaimError> {
     let topology = node.state.topology();
-    // Static names by UUID: nothing of them is lost with a reboot, and an index is another GPU's tomorrow. NVIDIA's
-    // runtime has no part in DRA.
+    // Names by UUID: they survive a reboot, while an index may be another GPU's after it. NVIDIA's runtime has no part
+    // in DRA.
     let options = InjectionOptions {
         envvar: false,
         volume_mounts: false,

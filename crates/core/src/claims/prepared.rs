@@ -10,20 +10,20 @@ use super::share::Share;
 use crate::publish::injection::{DeviceNode, Injection, Mount};
 use crate::topology::{GpuUuid, MigSlot, MigUuid};
 
-/// The CDI kind of what a claim has of its own, beside its GPUs.
+/// The CDI kind of a claim's own edits, beside its GPUs.
 pub const CLAIM_KIND: &str = "linkwise.dev/claim";
 
-/// What a claim is prepared with. Kept as JSON in its checkpoint.
+/// The hardware and edits that a claim is prepared with. The checkpoint has it as JSON.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Prepared {
     /// Its devices, in the order of the allocation.
     pub devices: Vec<PreparedDevice>,
-    /// What its containers get beside their GPUs, by request: a CDI device of kind [`CLAIM_KIND`] each. None where the
-    /// operator asked for nothing of that kind.
+    /// The edits that its containers get beside their GPUs, by request: a CDI device of kind [`CLAIM_KIND`] each. Empty
+    /// if the operator's options make no edits.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub edits: BTreeMap<String, Edits>,
-    /// Its MPS control daemon, where it asks for one.
+    /// Its MPS control daemon, if it asks for one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mps: Option<ClaimMps>,
 }
@@ -38,28 +38,28 @@ pub struct PreparedDevice {
     pub pool: String,
     /// Its name in the pool; that of a set of GPUs for each member.
     pub device: String,
-    /// Which share of it, where several claims have it.
+    /// The ID of its share, if several claims have the device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub share_id: Option<String>,
-    /// What the share takes of it.
+    /// The part that the share takes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub share: Option<Share>,
-    /// Whether it is for an administrator, while other claims may have it.
+    /// True if it is for an administrator, while other claims may have it.
     #[serde(default)]
     pub admin: bool,
-    /// The GPU: its name may be another one after a reboot.
+    /// The GPU, by UUID: its name may differ after a reboot.
     pub gpu: GpuUuid,
     /// The MIG device, where it is not the whole GPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mig: Option<MigUuid>,
-    /// The GPU instance, where the MIG device is made for the claim and destroyed after it.
+    /// The GPU instance, if the MIG device is made for the claim and destroyed after it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub made: Option<MigSlot>,
     /// The full names of its CDI devices, `vendor/class=name`.
     pub cdi: Vec<String>,
 }
 
-/// What containers get beside their GPUs.
+/// The edits that containers get beside their GPUs.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Edits {
@@ -84,16 +84,16 @@ impl Prepared {
 }
 
 impl PreparedDevice {
-    /// Whether it is a MIG device that is still to be made.
+    /// Returns true for a MIG device that is still to be made.
     pub fn is_unmade(&self) -> bool {
         self.made.is_some() && self.mig.is_none()
     }
 
-    /// Whether both have the same hardware: the same device, or a GPU and a part of it.
+    /// Returns true if both have the same hardware: the same device, or a GPU and a part of it.
     pub fn overlaps(&self, other: &Self) -> bool {
         let apart = match (self.made, other.made) {
             (Some(own), Some(theirs)) => !own.placement.overlaps(theirs.placement),
-            // None is made where one is.
+            // A MIG device is never made in the place of an existing one.
             (Some(_), None) => other.mig.is_some(),
             (None, Some(_)) => self.mig.is_some(),
             (None, None) => self.mig.is_some() && other.mig.is_some() && self.mig != other.mig,
@@ -101,7 +101,7 @@ impl PreparedDevice {
         self.gpu == other.gpu && !apart
     }
 
-    /// Whether it keeps others from having the same hardware. Shares with IDs of their own do not.
+    /// Returns true if it keeps the other from having the same hardware. Shares with IDs of their own do not.
     pub(super) fn excludes(&self, other: &Self) -> bool {
         let shares = self.share_id.is_some() && other.share_id.is_some() && self.share_id != other.share_id;
         !self.admin && !other.admin && self.overlaps(other) && !shares
@@ -109,7 +109,7 @@ impl PreparedDevice {
 }
 
 impl Edits {
-    /// Whether there are none.
+    /// Returns true if there are none.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }

@@ -2,7 +2,8 @@
 
 use crate::prelude::*;
 
-/// The path on the host of what a container, or the driver root, has at `path`: `path` below `root`.
+/// Joins a root on the host and an absolute `path` in a container or driver root: the path of the same file on the
+/// host.
 pub fn below(root: &str, path: &str) -> String {
     format!("{}/{}", root.trim_end_matches('/'), path.trim_start_matches('/'))
 }

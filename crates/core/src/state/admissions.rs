@@ -1,8 +1,9 @@
-//! [`Admissions`]: what was free when GPUs were given, so that people can tell a bad choice from a full node.
+//! [`Admissions`]: the GPUs that were free when others were given, so that people can tell a bad choice from a full
+//! node.
 //!
-//! A part of the ledger, noted when the device plugin answers Allocate and when our DRA plugin prepares a claim, and kept
-//! until the kubelet no longer lists it; over our restarts too. It decides nothing about devices. Until the kubelet
-//! lists a container, its devices count as held for what is free.
+//! The ledger keeps them. One is noted when the device plugin answers Allocate and when our DRA plugin prepares a
+//! claim, and is kept until the kubelet no longer lists it, over our restarts too. Admissions decide nothing about
+//! devices. Until the kubelet lists a container, its devices count as held.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -13,18 +14,18 @@ use super::record::{AdmissionRecord, FreeThen};
 use super::resource_name::ResourceName;
 use crate::allocation::DeviceId;
 
-/// An admission that so many lists in a row did not have has ended: the first list of a kubelet that starts may lack
-/// pods that run, and the first list after an Allocate may be older.
+/// The number of lists in a row without an admission after which it has ended. One is not enough: the first list of a
+/// kubelet that starts may lack pods that run, and the first list after an Allocate may be older.
 const MISSED: u8 = 2;
 
-/// One admission.
+/// An admission of a container or claim.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Admission {
-    /// `None` for fewer than two GPUs, and where it is not known.
+    /// The best that was free; `None` for fewer than two GPUs, and if it is unknown.
     then: Option<FreeThen>,
-    /// Whether the kubelet has listed it.
+    /// True if the kubelet has listed it.
     is_listed: bool,
-    /// How many lists in a row did not have it.
+    /// The number of lists in a row without it.
     missed: u8,
 }
 
@@ -34,31 +35,31 @@ impl Admission {
         self.missed = if in_list { 0 } else { self.missed.saturating_add(1) };
     }
 
-    /// Whether the next list may be the first that has it.
+    /// Returns true if the next list may be the first with it.
     fn is_awaited(&self) -> bool {
         !self.is_listed && self.missed < MISSED
     }
 }
 
-/// The admissions that are known.
+/// The known admissions.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Admissions {
-    /// By resource: what was given together. An id is in one of them at most.
+    /// Devices that were given together, by resource. An id is in at most one of them.
     given: BTreeMap<ResourceName, BTreeMap<BTreeSet<DeviceId>, Admission>>,
-    /// By the claim's UID.
+    /// The admissions of claims, by the claim's UID.
     claims: BTreeMap<String, Admission>,
 }
 
 impl Admissions {
-    /// Notes what was given together. What had one of these ids before has ended.
+    /// Notes devices that were given together. Earlier admissions with one of these ids have ended.
     pub fn give(&mut self, resource: ResourceName, devices: BTreeSet<DeviceId>, then: Option<FreeThen>) {
         let of_resource = self.given.entry(resource).or_default();
         of_resource.retain(|before, _| before.is_disjoint(&devices));
         of_resource.insert(devices, Admission { then, ..Admission::default() });
     }
 
-    /// Follows what our DRA plugin has prepared: notes new claims, and forgets those that are gone. Whether anything new
-    /// is known.
+    /// Follows the claims that our DRA plugin has prepared: notes new ones and forgets those that are gone. Returns
+    /// true if that added anything to the record.
     pub fn prepare(&mut self, claims: BTreeMap<String, Option<FreeThen>>) -> bool {
         self.claims.retain(|uid, _| claims.contains_key(uid));
         let mut any_news = false;
@@ -71,7 +72,7 @@ impl Admissions {
         any_news
     }
 
-    /// Follows a list. `names` has the name of each prepared claim, by UID.
+    /// Follows a list of the kubelet. `names` has the prepared claims, by UID.
     pub fn listed(&mut self, holdings: &Holdings, names: &BTreeMap<String, PreparedClaim>) {
         for (resource, given) in &mut self.given {
             given.retain(|devices, admission| {
@@ -87,7 +88,7 @@ impl Admissions {
         }
     }
 
-    /// Whether a list is awaited in which an admission may be for the first time.
+    /// Returns true if a list is awaited that may be the first with some admission.
     pub fn await_list(&self) -> bool {
         self.all().any(Admission::is_awaited)
     }
@@ -96,24 +97,24 @@ impl Admissions {
         self.given.values().flat_map(BTreeMap::values).chain(self.claims.values())
     }
 
-    /// The ids that were given and that no list had yet.
+    /// The ids that were given and that no list has had yet.
     pub fn unlisted(&self) -> impl Iterator<Item = (&ResourceName, &DeviceId)> {
         let given = self.given.iter().flat_map(|(resource, given)| given.iter().map(move |one| (resource, one)));
         let unlisted = given.filter(|(_, (_, admission))| !admission.is_listed);
         unlisted.flat_map(|(resource, (devices, _))| devices.iter().map(move |id| (resource, id)))
     }
 
-    /// What was free when these devices were given together.
+    /// The best that was free when these devices were given together.
     pub fn then(&self, resource: &ResourceName, devices: &BTreeSet<DeviceId>) -> Option<FreeThen> {
         self.given.get(resource)?.get(devices)?.then
     }
 
-    /// What was free when a claim was prepared, by its UID.
+    /// The best that was free when a claim was prepared, by its UID.
     pub fn then_for_claim(&self, uid: &str) -> Option<FreeThen> {
         self.claims.get(uid)?.then
     }
 
-    /// What the next process of ours has to know.
+    /// Writes the record for our next process.
     pub fn record(&self) -> (Vec<AdmissionRecord>, BTreeMap<String, FreeThen>) {
         let given = self.given.iter().flat_map(|(resource, given)| given.iter().map(move |one| (resource, one)));
         let record = |(resource, (devices, admission)): (&ResourceName, (&BTreeSet<DeviceId>, &Admission))| {
@@ -124,7 +125,7 @@ impl Admissions {
         (given.filter_map(record).collect(), claims.collect())
     }
 
-    /// What the last process knew.
+    /// Takes over the record of our last process.
     pub fn restore(&mut self, given: &[AdmissionRecord], claims: &BTreeMap<String, FreeThen>) {
         for record in given {
             if let Ok(resource) = record.resource.parse() {

@@ -1,4 +1,4 @@
-//! [`NodeState::apply`]: the next state after an event, and what has to be done about it.
+//! [`NodeState::apply`]: makes the next state from an event, and the effects that the runtime has to carry out.
 
 use crate::prelude::*;
 use alloc::sync::Arc;
@@ -12,12 +12,13 @@ use super::offers::Offers;
 use super::reason::UnhealthyReason;
 
 impl NodeState {
-    /// The next state after an event, and what has to be done about it.
+    /// Makes the next state from an event, and the effects that the runtime has to carry out.
     ///
-    /// `now` may be any clock; one that jumps makes `since` wrong and nothing else. The runtime gives one that does not.
+    /// `now` may come from any clock. A clock that jumps makes `since` wrong and nothing else; the runtime's clock does
+    /// not jump.
     pub fn apply(mut self, event: Event, now: Timestamp) -> (Self, Vec<Effect>) {
         let mut effects = Vec::new();
-        // Whether the resources have to be made anew, and whether the lists changed otherwise than by a device's health.
+        // `remake`: the resources have to be made again. `publish`: the lists changed by more than a device's health.
         let (mut remake, mut publish) = (false, false);
         let is_new_list = matches!(event, Event::Holders(_));
         let hardware = Arc::make_mut(&mut self.hardware);
@@ -51,7 +52,7 @@ impl NodeState {
                     &offered,
                 );
                 Arc::make_mut(&mut self.ledger).admissions_mut().give(resource, devices, given);
-                // No device's health depends on what no list has.
+                // An admission that no list has yet changes no device's health.
                 effects.extend(given.map(|_| Effect::Keep));
                 if self.note_held() && self.opening.is_open() {
                     effects.push(Effect::Publish);
@@ -119,7 +120,7 @@ impl NodeState {
         (self, effects)
     }
 
-    /// Follows which GPUs are held, after any event. Whether that changed.
+    /// Follows which GPUs are held, after any event. Returns true if that changed.
     fn note_held(&mut self) -> bool {
         let held = self.ledger.held(self.hardware.topology(), |resource, id| self.offers.gpu_of(resource, id));
         let changed = held != *self.held;

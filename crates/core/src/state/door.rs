@@ -2,8 +2,8 @@
 
 use super::device::Timestamp;
 
-/// How long a GPU that leaves DRA stays with it, without new claims: a scheduler that allocated it from a slice of before
-/// binds its pod within this time (kube-scheduler assumes a pod bound for 30 s, and retries).
+/// The time that a GPU which leaves DRA stays with it, without new claims. A scheduler that allocated the GPU from an
+/// older slice binds its pod within this time: kube-scheduler assumes a pod bound for 30 s, and retries.
 pub const DRA_GRACE: Timestamp = Timestamp::from_secs(60);
 
 /// The API through which a GPU is offered.
@@ -11,25 +11,25 @@ pub const DRA_GRACE: Timestamp = Timestamp::from_secs(60);
 pub enum Door {
     /// The device plugin.
     Plugin,
-    /// The device plugin has withdrawn it; it goes to DRA when no pod holds it any more.
+    /// The device plugin has withdrawn the GPU. It goes to DRA when no pod holds it any more.
     ToDra,
     /// DRA.
     Dra,
-    /// DRA still has it for claims that have it, and no new claim gets it. The device plugin gets it, or nobody where a
-    /// filter leaves it out, when no claim holds it and [`DRA_GRACE`] has passed.
+    /// DRA keeps the GPU for the claims that have it; no new claim gets it. When no claim holds it and [`DRA_GRACE`]
+    /// has passed, the device plugin gets it, or nobody if a filter leaves it out.
     FromDra {
-        /// When that began.
+        /// The time at which that began.
         since: Timestamp,
     },
 }
 
 impl Door {
-    /// Whether claims for the GPU are prepared.
+    /// Returns true if claims for the GPU are prepared.
     pub fn is_dra(self) -> bool {
         matches!(self, Self::Dra | Self::FromDra { .. })
     }
 
-    /// A word for it, for metrics and messages.
+    /// The word for metrics and messages.
     pub fn label(self) -> &'static str {
         match self {
             Self::Plugin => "plugin",

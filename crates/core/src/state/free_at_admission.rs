@@ -21,7 +21,7 @@ fn whole<'a>(hardware: &Hardware, devices: impl Iterator<Item = &'a Device>) -> 
     whole.filter_map(|device| hardware.topology().position(&device.gpu.uuid)).collect()
 }
 
-/// What as many GPUs as `given` could have had, when those of `free` were free beside them.
+/// The best that as many GPUs as `given` could have been, if those of `free` were free beside them.
 fn then(hardware: &Hardware, given: GpuSet, free: GpuSet) -> Option<FreeThen> {
     let (tables, gpus) = (hardware.tables(), hardware.topology().gpus());
     let own = tables.collective(given)?;
@@ -31,7 +31,8 @@ fn then(hardware: &Hardware, given: GpuSet, free: GpuSet) -> Option<FreeThen> {
     Some(FreeThen { free: best(free)?, healthy: best(healthy)? })
 }
 
-/// What was free when devices of a resource were given. `offered` are those from which the kubelet let us choose.
+/// The best that was free when devices of a resource were given. `offered` are the devices from which the kubelet let
+/// us choose.
 pub(super) fn at_allocate(
     (hardware, ledger, offers): (&Hardware, &Ledger, &Offers),
     resource: &ResourceName,
@@ -48,14 +49,14 @@ pub(super) fn at_allocate(
         let key: ResourceDevice = (resource.clone(), id.clone());
         ledger.holdings().has(&key) || ledger.admissions().unlisted().any(|unlisted| unlisted == (resource, id))
     };
-    // A pod may have ended since the last list; the kubelet knows, and offers its devices.
+    // A pod may have ended since the last list. The kubelet knows that and offers its devices.
     let is_offered: BTreeSet<&DeviceId> = offered.iter().collect();
     let free = offers.of(resource).filter(|(id, _)| is_offered.contains(id) || !is_held(id));
     then(hardware, given, whole(hardware, free.map(|(_, device)| device)))
 }
 
-/// What was free when our DRA plugin began to prepare claims, by UID; `None` for those that a pod has already: then our
-/// last process prepared them.
+/// The best that was free when our DRA plugin began to prepare claims, by UID; `None` for claims that a pod has
+/// already, because our last process prepared them.
 pub(super) fn at_prepare(
     (hardware, ledger, offers): (&Hardware, &Ledger, &Offers),
     claims: &[PreparedClaim],

@@ -4,12 +4,12 @@ use core::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// How several claims share a GPU.
+/// The shares of a GPU that several claims may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct GpuShares {
-    /// How many shares there are, 2 at least.
+    /// The number of shares, at least 2.
     pub shares: u32,
-    /// Whether a claim may have no more than one.
+    /// True if a claim may have no more than one.
     #[serde(default, skip_serializing_if = "core::ops::Not::not")]
     pub one_each: bool,
 }
@@ -20,11 +20,11 @@ impl fmt::Display for GpuShares {
     }
 }
 
-/// How a GPU of DRA is shared; `None`: one claim has it.
+/// The sharing of a GPU of DRA; `None` means that one claim has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct GpuSharing {
-    /// As it is.
+    /// The sharing in effect.
     pub now: Option<GpuShares>,
-    /// As the plan has it. Where that is another, the GPU takes no new claim.
+    /// The sharing in the plan. While it differs from `now`, the GPU takes no new claim.
     pub next: Option<GpuShares>,
 }

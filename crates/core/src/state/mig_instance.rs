@@ -7,6 +7,6 @@ use serde::{Deserialize, Serialize};
 pub struct MigInstance {
     /// The GPU instance.
     pub gpu_instance: u32,
-    /// The compute instance in it, where one is named.
+    /// The compute instance in it, if one is named.
     pub compute_instance: Option<u32>,
 }

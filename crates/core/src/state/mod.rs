@@ -1,13 +1,13 @@
 //! The state of this node: `apply(state, event, now) -> (state, effects)`.
 //!
-//! Pure: no I/O, no clock (`now` is an argument), no tasks, no logging. The runtime is the one caller of
-//! [`NodeState::apply`], and the one writer; everybody else reads whole snapshots. Three parts, from the inside out:
+//! Pure: no I/O, no clock (`now` is an argument), no tasks, no logging. Only the runtime calls [`NodeState::apply`],
+//! and it is the one writer; all others read whole snapshots. The state has three parts, from the inside out:
 //!
 //! - [`Hardware`]: the graph, facts and health of GPUs and MIG devices, keyed by UUID.
-//! - [`Ledger`]: which hardware is held, and through which door.
+//! - [`Ledger`]: the hardware that is held, and the door through which it is held.
 //! - [`Offers`]: plan × hardware × ledger -> resources, each with its devices and its choice.
 //!
-//! Which set of GPUs is best is decided in [`crate::allocation`].
+//! [`crate::allocation`] decides which set of GPUs is best.
 
 mod admissions;
 mod apply;

@@ -1,8 +1,8 @@
 //! Resources that are shared by MPS: the GPUs of each, the limits of MPS, and slots that are offered only while their
 //! control daemon is ready.
 //!
-//! Part of [`super::Offers`]; the runtime reports by an event which daemons are ready. The daemons' own process serves
-//! [`super::NodeState::mps_shares`], so that both sides derive the same.
+//! A part of [`super::Offers`]. The runtime reports the daemons that are ready as an event. The daemons' own process
+//! also reads [`super::NodeState::mps_shares`], so that both sides have the same shares.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -14,14 +14,15 @@ use super::problem::PlanProblem;
 use crate::allocation::DeviceId;
 use crate::topology::{ComputeCapability, Gpu};
 
-/// The first GPUs that MPS works on (man nvidia-cuda-mps-control, driver 580: "SM 3.5 or higher").
+/// The oldest GPUs that MPS works on (man nvidia-cuda-mps-control, driver 580: "SM 3.5 or higher").
 const FIRST: ComputeCapability = ComputeCapability { major: 3, minor: 5 };
 
-/// Clients that an MPS server takes for each GPU: since Volta, and before (man nvidia-cuda-mps-control, driver 580: "SM
-/// 7.0 has a limit of 48", "SM 3.5 through SM 6.0 the limit is 16"). The NVIDIA plugin counts Volta among the older.
+/// The most clients of an MPS server for each GPU: since Volta, and before (man nvidia-cuda-mps-control, driver 580:
+/// "SM 7.0 has a limit of 48", "SM 3.5 through SM 6.0 the limit is 16"). The NVIDIA plugin counts Volta among the older
+/// GPUs.
 const MOST_CLIENTS: (u32, u32) = (48, 16);
 
-/// The first compute capability of Volta.
+/// The compute capability of Volta.
 pub(crate) const VOLTA: ComputeCapability = ComputeCapability { major: 7, minor: 0 };
 
 /// The resources that are shared by MPS, and the readiness of their daemons.
@@ -29,20 +30,20 @@ pub(crate) const VOLTA: ComputeCapability = ComputeCapability { major: 7, minor:
 pub(super) struct Mps {
     /// The resources that are shared by MPS, offered or not, with the GPUs of each.
     pub(super) shares: BTreeMap<ResourceName, MpsShare>,
-    /// The daemons that are ready, each with the share that it is ready for.
+    /// The daemons that are ready, each with its share.
     pub(super) ready: BTreeMap<ResourceName, MpsShare>,
-    /// The resources whose daemon is not, and since when.
+    /// The resources whose daemon is not ready, each with the time at which the wait began.
     waiting: BTreeMap<ResourceName, Timestamp>,
 }
 
 impl Mps {
-    /// Since when a slot waits for the daemon of its resource; `None` where it does not.
+    /// The time since which a slot waits for its resource's daemon; `None` if it does not wait.
     pub(super) fn waits(&self, resource: &ResourceName, device: &Device) -> Option<Timestamp> {
         self.waiting.get(resource).copied().filter(|_| device.slot.is_some())
     }
 
-    /// Takes the new slots of resources whose daemon is not ready out of what was made. Slots that are on the list
-    /// already stay there, for pods may hold them, and are unhealthy.
+    /// Removes the new slots of resources whose daemon is not ready from `made`. Slots that are on the list already
+    /// stay there, unhealthy, because pods may hold them.
     pub(super) fn hold_back(
         &mut self,
         by_mps: bool,
@@ -69,7 +70,7 @@ impl Mps {
     }
 }
 
-/// Why a resource cannot be shared by MPS on these GPUs, if it cannot.
+/// The reason why a resource cannot be shared by MPS on these GPUs, if there is one.
 pub(super) fn refusal<'a>(
     resource: &ResourceName,
     replicas: u32,
@@ -84,7 +85,7 @@ pub(super) fn refusal<'a>(
     if !in_mig_mode.is_empty() {
         return Some(PlanProblem::MpsOnMig { resource: resource.clone(), gpus: in_mig_mode });
     }
-    // An unknown capability counts as new: all of today's drivers report it.
+    // A GPU of unknown capability counts as new: all of today's drivers report it.
     let too_old = addresses(|gpu| gpu.compute_capability.is_some_and(|capability| capability < FIRST));
     if !too_old.is_empty() {
         return Some(PlanProblem::MpsTooOld { resource: resource.clone(), gpus: too_old });

@@ -10,11 +10,11 @@ use crate::topology::{Gpu, GpuUuid};
 /// The GPUs of a resource that is shared by MPS.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MpsShare {
-    /// Slots of each GPU, 2 at least.
+    /// The number of slots of each GPU, at least 2.
     pub replicas: u32,
-    /// Its GPUs, by index; one at least.
+    /// Its GPUs, by index; at least one.
     pub gpus: Vec<MpsGpu>,
-    /// Whether these are all GPUs of the node.
+    /// True if these are all GPUs of the node.
     pub whole_node: bool,
 }
 
@@ -25,12 +25,12 @@ pub struct MpsGpu {
     pub uuid: GpuUuid,
     /// NVML's index, which is the GPU's place in the order of PCI addresses.
     pub index: u32,
-    /// Its memory in MiB, where NVML has such a number.
+    /// Its memory in MiB, if NVML reports it.
     pub memory_mib: Option<u64>,
 }
 
 impl MpsShare {
-    /// The share of these devices; `None` where none is shared.
+    /// Makes the share of these devices; `None` if none is shared.
     pub(super) fn of(devices: &BTreeMap<DeviceId, Device>, gpus_of_node: usize) -> Option<Self> {
         let slots = || devices.values().filter_map(|device| Some((&device.gpu, device.slot?)));
         let replicas = slots().map(|(_, slot)| slot).max()?.saturating_add(1);
@@ -41,14 +41,14 @@ impl MpsShare {
         Some(Self { replicas, whole_node: gpus.len() == gpus_of_node, gpus })
     }
 
-    /// The same without these GPUs; `None` where none is left.
+    /// The share without these GPUs; `None` if none is left.
     pub fn without(&self, gpus: &BTreeSet<GpuUuid>) -> Option<Self> {
         let left: Vec<MpsGpu> = self.gpus.iter().filter(|gpu| !gpus.contains(&gpu.uuid)).cloned().collect();
         let whole_node = self.whole_node && left.len() == self.gpus.len();
         (!left.is_empty()).then_some(Self { replicas: self.replicas, gpus: left, whole_node })
     }
 
-    /// Whether a daemon that is ready for this share is ready for the other too: a GPU that is gone makes no
+    /// Returns true if a daemon that is ready for this share is ready for the other too. A GPU that is gone makes no
     /// difference.
     pub(super) fn covers(&self, other: &Self) -> bool {
         let has = |gpu: &MpsGpu| self.gpus.iter().any(|own| own.uuid == gpu.uuid && own.memory_mib == gpu.memory_mib);

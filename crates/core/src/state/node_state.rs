@@ -1,4 +1,4 @@
-//! [`NodeState`]: one whole state of the node, and what readers ask of it.
+//! [`NodeState`]: one whole state of the node, and its readers.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -25,32 +25,33 @@ use crate::allocation::{
 };
 use crate::topology::{Gpu, GpuUuid, NodeTopology};
 
-/// One whole state of the node. Cheap to clone; a part that is shared is copied before it changes.
+/// One whole state of the node. It is cheap to clone: the clones share its parts until one changes.
 #[derive(Clone, Debug, Default)]
 pub struct NodeState {
     pub(super) hardware: Arc<Hardware>,
     pub(super) ledger: Arc<Ledger>,
     pub(super) offers: Arc<Offers>,
     pub(super) opening: Opening,
-    /// What the ledger says of this hardware. A change of it is published.
+    /// The GPUs that are held, by the ledger and this hardware. A change is published.
     pub(super) held: Arc<Held>,
 }
 
-/// A GPU with devices on the kubelet's lists, and how it is.
+/// A GPU that is offered, with its health and availability.
 #[derive(Clone, Debug)]
 pub struct GpuStatus<'a> {
     /// The GPU.
     pub gpu: &'a Gpu,
-    /// Whether any device of it may be given out: a GPU may be many, slots and MIG devices, and the healthiest stands for it.
+    /// True if any of its devices may be given out: slots and MIG devices make several, and the healthiest counts.
     pub is_healthy: bool,
-    /// The reasons that stand against it or its MIG devices, in the order in which they began, each with its beginning; then
-    /// what else keeps its devices from being given out, such as a pod that holds them under another name.
+    /// The standing reasons of the GPU or its MIG devices, in the order in which they began, each with its beginning.
+    /// Then the other reasons that keep its devices from being given out, such as a pod that holds them under another
+    /// name.
     pub reasons: Vec<(&'a UnhealthyReason, Timestamp)>,
-    /// Who can have it now.
+    /// The use that can be made of it now.
     pub availability: Availability,
 }
 
-/// Why a device cannot be given out.
+/// The reason why a device cannot be given out.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AllocateError {
     /// The resource has no such device.
@@ -61,25 +62,25 @@ pub enum AllocateError {
         /// The id asked for.
         id: DeviceId,
     },
-    /// It is there, but not in health.
+    /// The device is unhealthy.
     #[error("device '{id}' of {resource} is unhealthy: {reason}")]
     Unhealthy {
         /// The resource asked.
         resource: ResourceName,
         /// The id asked for.
         id: DeviceId,
-        /// Why.
+        /// The reason.
         reason: UnhealthyReason,
     },
-    /// More than one slot of shared devices, where the plan allows one.
+    /// The request has several slots of shared devices, and the plan allows one.
     #[error("{size} devices of {resource} are asked for, which is shared: a container may have 1")]
     OneSlot {
         /// The resource asked.
         resource: ResourceName,
-        /// How many.
+        /// The number of devices asked for.
         size: usize,
     },
-    /// One device twice in one request.
+    /// The request has one device twice.
     #[error("device '{id}' of {resource} is asked for twice")]
     Repeated {
         /// The resource asked.
@@ -90,49 +91,49 @@ pub enum AllocateError {
 }
 
 impl NodeState {
-    /// Nothing seen yet.
+    /// Makes a state without any observation.
     pub fn new(numa_hints: NumaHints) -> Self {
         Self { offers: Arc::new(Offers::new(numa_hints)), ..Self::default() }
     }
 
-    /// The same, with an operator's classes of XIDs.
+    /// Sets the operator's classes of XIDs.
     #[must_use]
     pub fn with_xids(mut self, xids: XidPolicy) -> Self {
         Arc::make_mut(&mut self.hardware).xids = xids;
         self
     }
 
-    /// The same, with another first hold than 60 s; the longest one is its sixtyfold.
+    /// Sets another first hold time than 60 s. The longest hold time is sixty times the first.
     #[must_use]
     pub fn with_hold(mut self, hold: Duration) -> Self {
         Arc::make_mut(&mut self.hardware).hold = hold;
         self
     }
 
-    /// The same, with another time than [`DRA_GRACE`].
+    /// Sets another time than [`DRA_GRACE`](super::DRA_GRACE).
     #[must_use]
     pub fn with_dra_grace(mut self, grace: Duration) -> Self {
         Arc::make_mut(&mut self.offers).set_dra_grace(grace);
         self
     }
 
-    /// The same, with the graph of `other` and what a choice is made from: the next scan builds it only where it differs.
+    /// Takes the graph and the tables of `other`. The next scan makes them again only if the graph differs.
     #[must_use]
     pub fn with_tables_of(mut self, other: &Self) -> Self {
         Arc::make_mut(&mut self.hardware).adopt_tables(&other.hardware);
         self
     }
 
-    /// The same, publishing nothing before a complete snapshot: a scan of the node, and a first [`Event::Polled`] of its
-    /// GPUs. Where that does not come, [`Self::next_deadline`] ends the wait.
+    /// Publishes nothing until the snapshot is complete: a scan of the node and a first
+    /// [`Event::Polled`](super::Event::Polled) of its GPUs. [`Self::next_deadline`] ends the wait if these do not come.
     #[must_use]
     pub fn awaiting_the_first_poll(mut self) -> Self {
         self.opening.await_poll();
         self
     }
 
-    /// The same, publishing nothing before a first [`Event::Holders`], be it that the kubelet cannot be asked: the first list
-    /// has the ids that pods hold. The wait ends as that for the first poll.
+    /// Publishes nothing until the first [`Event::Holders`](super::Event::Holders), even if that says that the kubelet
+    /// cannot be asked. The first list then has the ids that pods hold. The wait ends as that for the first poll does.
     #[must_use]
     pub fn awaiting_the_holders(mut self) -> Self {
         self.opening.await_holders();
@@ -144,7 +145,7 @@ impl NodeState {
         &self.hardware
     }
 
-    /// Who holds which hardware.
+    /// The ledger: the hardware that is held.
     pub fn ledger(&self) -> &Ledger {
         &self.ledger
     }
@@ -159,22 +160,22 @@ impl NodeState {
         self.hardware.topology()
     }
 
-    /// What a choice is made from.
+    /// The tables from which choices are made.
     pub fn tables(&self) -> &Arc<AllocationTables> {
         self.hardware.tables()
     }
 
-    /// The door of a GPU: the API through which it is offered; `None` for one that nobody offers.
+    /// The door of a GPU: the API through which it is offered; `None` if it is not offered.
     pub fn door(&self, gpu: &GpuUuid) -> Option<Door> {
         self.offers.door(&self.hardware, gpu)
     }
 
-    /// How a GPU is shared through DRA.
+    /// The sharing of a GPU through DRA.
     pub fn dra_sharing(&self, gpu: &GpuUuid) -> GpuSharing {
         self.offers.shares().of(gpu)
     }
 
-    /// Whether this node has anything to do with DRA: GPUs that are offered through it, or are to be.
+    /// Returns true if this node uses DRA: GPUs are offered through it, or will be.
     pub fn has_dra(&self) -> bool {
         !self.offers.dra_gpus().is_empty() || self.offers.awaits_dra()
     }
@@ -187,18 +188,18 @@ impl NodeState {
         gpus.map(claims).map(|(claims, gpu)| (gpu, claims)).collect()
     }
 
-    /// Whether the next two lists of holders may let a GPU go to DRA. One that a pod has through the device plugin may
-    /// take days.
+    /// Returns true if the next two lists of holders may let a GPU go to DRA. A GPU that a pod has through the device
+    /// plugin may take days.
     pub fn may_soon_offer_through_dra(&self) -> bool {
         self.offers.awaits_dra() && (!self.ledger.is_known() || self.offers.awaits_unheld_gpus())
     }
 
-    /// Whether any GPU is offered, through either door.
+    /// Returns true if any GPU is offered, through either door.
     pub fn offers_any(&self) -> bool {
         !self.offers.resources().is_empty() || !self.offers.dra_gpus().is_empty()
     }
 
-    /// What the next process of ours has to know; [`Effect::Keep`] says when it changed.
+    /// The record for our next process. [`Effect::Keep`](super::Effect::Keep) reports each change.
     pub fn record(&self) -> HealthRecord {
         let (admissions, claim_admissions) = self.ledger.admissions().record();
         HealthRecord {
@@ -210,7 +211,7 @@ impl NodeState {
         }
     }
 
-    /// The resources that are shared by MPS, offered or not, with what each takes of the node.
+    /// The resources that are shared by MPS, offered or not, each with its share of the node.
     pub fn mps_shares(&self) -> &BTreeMap<ResourceName, MpsShare> {
         &self.offers.mps.shares
     }
@@ -221,7 +222,7 @@ impl NodeState {
         by_gpu.iter().filter_map(|devices| self.status(devices)).collect()
     }
 
-    /// How the GPU of these devices is.
+    /// The status of the GPU that has these devices.
     fn status<'a>(&'a self, devices: &[&'a Device]) -> Option<GpuStatus<'a>> {
         let gpu = &devices.first()?.gpu;
         let mut reasons: Vec<_> = self.hardware.standing(&gpu.uuid).collect();
@@ -239,13 +240,13 @@ impl NodeState {
         Some(GpuStatus { gpu, is_healthy, reasons, availability })
     }
 
-    /// Whether the kubelet has said who holds what.
+    /// Returns true if the kubelet has listed the holders.
     pub fn knows_holders(&self) -> bool {
         self.held.is_some()
     }
 
-    /// The GPUs that requests can have whole now ([`Availability::Free`]), for each resource and for DRA: one request
-    /// gets all of its GPUs from one of these sets. `None` where it is not known who holds what.
+    /// The GPUs that requests can have whole now ([`Availability::Free`]), one set for each resource and one for DRA. A
+    /// request gets all of its GPUs from one of these sets. `None` if the holders are unknown.
     pub fn free_gpus(&self) -> Option<Vec<GpuSet>> {
         let held = self.held.as_ref().as_ref()?;
         let is_free = |device: &&Device| {
@@ -260,15 +261,15 @@ impl NodeState {
         Some(by_resource.chain([free(&mut self.offers.through_dra().iter())]).collect())
     }
 
-    /// The next moment at which time alone changes something: then [`Event::Tick`] is due. Health is not among it: a hold
-    /// is as long as polls that pass, and ends with one.
+    /// The next moment at which time alone changes something; [`Event::Tick`](super::Event::Tick) is due then. Health
+    /// is not included: a hold time passes with polls and ends with one.
     pub fn next_deadline(&self) -> Option<Timestamp> {
         let doors = self.offers.deadline();
         self.opening.deadline().into_iter().chain(self.hardware.xid_log.deadline()).chain(doors).min()
     }
 
-    /// The best devices of a resource for a request, and why: whole GPUs as such, slots and MIG devices by the GPUs
-    /// behind them. Never fails.
+    /// Chooses the best devices of a resource for a request, and reports why: whole GPUs as such, slots and MIG devices
+    /// by the GPUs behind them. Never fails.
     pub fn preferred(
         &self,
         resource: &ResourceName,
@@ -281,8 +282,11 @@ impl NodeState {
         }
     }
 
-    /// The devices that an order names, in the order of their PCI addresses: all of them, or the first thing
-    /// wrong with the order.
+    /// Finds the devices that Allocate names, in the order of their PCI addresses.
+    ///
+    /// # Errors
+    ///
+    /// The first thing that is wrong with the request. No device is given out then.
     pub fn allocate(&self, resource: &ResourceName, ids: &[DeviceId]) -> Result<Vec<&Device>, AllocateError> {
         let listed = self.offers.resources().get(resource);
         let mut taken: BTreeMap<&DeviceId, &Device> = BTreeMap::new();

@@ -21,22 +21,22 @@ pub struct ClaimName {
 }
 
 impl fmt::Display for ClaimName {
-    /// `namespace/name`.
+    /// Writes `namespace/name`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/{}", self.namespace, self.name)
     }
 }
 
-/// A claim that our DRA plugin has prepared, or is about to: it is known here before the kubelet lists it, and as long
+/// A claim that our DRA plugin has prepared or is about to. The ledger has it before the kubelet lists it, and as long
 /// as its checkpoint exists.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PreparedClaim {
     /// The claim.
     pub claim: ClaimName,
-    /// The GPUs that it has, or has MIG devices of.
+    /// The GPUs that it has as a whole or in part.
     pub gpus: BTreeSet<GpuUuid>,
-    /// The names of the devices that it has of them.
+    /// The names of its devices on these GPUs.
     pub devices: BTreeSet<String>,
-    /// Those of them that are MIG devices made for it.
+    /// The names of those that are MIG devices made for it.
     pub made: BTreeSet<String>,
 }

@@ -1,4 +1,4 @@
-//! [`PlanProblem`]: what of a [`super::ResourcePlan`] a node cannot offer.
+//! [`PlanProblem`]: a part of a [`super::ResourcePlan`] that a node cannot offer.
 
 use crate::prelude::*;
 use thiserror::Error;
@@ -8,21 +8,21 @@ use super::resource_name::ResourceName;
 use crate::allocation::DeviceId;
 use crate::topology::{GpuUuid, PciAddress};
 
-/// Why a part of a plan is not offered. The rest of the plan is carried out.
+/// The reason why a part of a plan is not offered. The rest of the plan is carried out.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Error)]
 pub enum PlanProblem {
-    /// It is for a display alone, whatever the plan.
+    /// The GPU drives a display and computes nothing; no plan offers it.
     #[error("GPU {pci} ({model}): it is a DGX's display adapter; it is not offered")]
     DisplayAdapter {
-        /// Where it is.
+        /// Its PCI address.
         pci: PciAddress,
-        /// Its name.
+        /// Its model.
         model: String,
     },
     /// A GPU has an active display, and the plan excludes such GPUs.
     #[error("GPU {pci} ({uuid}): it has an active display; it is not offered")]
     Display {
-        /// Where it is.
+        /// Its PCI address.
         pci: PciAddress,
         /// The GPU.
         uuid: GpuUuid,
@@ -58,7 +58,7 @@ pub enum PlanProblem {
     TooFewReplicas {
         /// The resource.
         resource: ResourceName,
-        /// As the plan has it.
+        /// The number in the plan.
         replicas: u32,
     },
     /// More slots than the kubelet's API carries.
@@ -74,9 +74,9 @@ pub enum PlanProblem {
     TooFewDevices {
         /// The resource.
         resource: ResourceName,
-        /// As the plan has it.
+        /// The number in the plan.
         count: u32,
-        /// As the node has it.
+        /// The number on the node.
         devices: usize,
     },
     /// The plan shares a device that the resource does not have.
@@ -84,7 +84,7 @@ pub enum PlanProblem {
     NoSuchDevice {
         /// The resource.
         resource: ResourceName,
-        /// As the plan names it.
+        /// The device as the plan names it.
         device: DeviceSelector,
     },
     /// MPS does not work on GPUs in MIG mode.
@@ -107,7 +107,7 @@ pub enum PlanProblem {
         /// The GPUs.
         gpus: Vec<PciAddress>,
     },
-    /// More replicas than an MPS server accepts clients.
+    /// The plan has more replicas than an MPS server accepts clients.
     #[error(
         "{resource} is to be shared by MPS with {replicas} replicas, but the MPS server of GPU {gpu} takes {most} \
          clients at most; it is not offered"
@@ -117,7 +117,7 @@ pub enum PlanProblem {
         resource: ResourceName,
         /// The first such GPU.
         gpu: PciAddress,
-        /// As the plan has it.
+        /// The number in the plan.
         replicas: u32,
         /// The limit.
         most: u32,
@@ -144,7 +144,7 @@ pub enum PlanProblem {
         /// The first such id.
         id: DeviceId,
     },
-    /// GPUs of DRA in MIG mode: their MIG devices are one claim's each.
+    /// GPUs of DRA are in MIG mode: each of their MIG devices goes to one claim.
     #[error(
         "{resource} is to be shared, but through DRA only whole GPUs are: the MIG devices of GPUs {} are one \
          claim's each",
@@ -172,9 +172,9 @@ pub enum PlanProblem {
     DraTooFewDevices {
         /// The resource.
         resource: ResourceName,
-        /// As the plan has it.
+        /// The number in the plan.
         count: u32,
-        /// As DRA has it.
+        /// The number in DRA.
         devices: usize,
     },
     /// A new plan has problems that the plan in effect does not have.

@@ -1,7 +1,7 @@
-//! From a plan and a machine to resources: which devices are offered under which names.
+//! [`Resources`]: makes the resources of a plan on a machine: the devices that are offered under each name.
 //!
-//! Pure, and total: what cannot be had is withheld and named as a [`PlanProblem`]. The state machine keeps health and
-//! what was offered before; here every device is new and healthy.
+//! Pure, and total: a part that the machine cannot offer is withheld and named as a [`PlanProblem`]. Every device here
+//! is new and healthy; `offers` keeps health and earlier offers.
 
 use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -18,16 +18,16 @@ use super::resource_name::ResourceName;
 use crate::allocation::DeviceId;
 use crate::topology::{Gpu, GpuUuid, MigDevice, NodeTopology, PciAddress};
 
-/// What a plan makes of a machine.
+/// The resources that a plan makes of a machine.
 #[derive(Clone, Debug, Default)]
 pub struct Resources {
     /// The devices of each resource, by id.
     pub devices: BTreeMap<ResourceName, BTreeMap<DeviceId, Device>>,
-    /// Resources that the plan names and that cannot be had.
+    /// Resources that the plan names and the machine cannot offer.
     pub withheld: BTreeSet<ResourceName>,
-    /// Why, and what else is to be told.
+    /// The reasons, and other messages for the operator.
     pub problems: Vec<PlanProblem>,
-    /// The GPUs that DRA has, or is to have: a row may name these too.
+    /// The GPUs that DRA has or is to have: a row of the plan may name these too.
     of_dra: Vec<Gpu>,
 }
 
@@ -68,7 +68,7 @@ impl Resources {
         made
     }
 
-    /// What there is to offer, by the names it has unshared.
+    /// The hardware to offer, by the names that it has unshared.
     fn pieces<'a>(
         &mut self,
         topology: &'a NodeTopology,
@@ -137,7 +137,7 @@ impl Resources {
         self.withheld.extend(names.iter().cloned());
     }
 
-    /// Takes what is shared out of the resources; gives it by the names it is offered under.
+    /// Moves the shared devices from their resources to the names under which they are offered.
     fn share<'a, 'p>(
         &mut self,
         sharing: &'p Sharing,
@@ -160,7 +160,7 @@ impl Resources {
                 Err(PlanProblem::SharedTwice { resource: of })
             } else {
                 match pieces.get(&of) {
-                    // Of a node without such devices nothing is asked: one file serves many nodes.
+                    // A node without such devices needs no message: one file serves many nodes.
                     None => continue,
                     Some(_) if clash => Err(PlanProblem::NameTaken { resource: of, name: name.clone() }),
                     Some(all) => chosen(sharing.kind, resource, all, &self.of_dra),
@@ -200,8 +200,8 @@ fn offered_as(sharing: &Sharing, resource: &SharedResource) -> Result<ResourceNa
     }
 }
 
-/// Which pieces of a resource are shared, and which are not. `of_dra`: GPUs that are none of the pieces, and may be
-/// named.
+/// Divides the pieces of a resource into shared and unshared ones. `of_dra` are GPUs that are not among the pieces and
+/// may be named.
 fn chosen<'a>(
     kind: SharingKind,
     resource: &SharedResource,

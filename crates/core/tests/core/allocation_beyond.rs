@@ -1,5 +1,5 @@
-//! The choice on machines of more than 16 GPUs: against the brute force where it claims to be exact, and what must
-//! hold of every answer.
+//! The choice on machines of more than 16 GPUs: compared with the brute force if it claims to be exact, and checked
+//! for the properties of every answer.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ fn tables(observed: &NodeObservation) -> AllocationTables {
     AllocationTables::new(Arc::new(NodeTopology::assemble(observed).0))
 }
 
-/// The report, after checking what must hold of every answer.
+/// Checks the properties of every answer, and returns the report.
 fn ask(tables: &AllocationTables, available: GpuSet, must: GpuSet, size: usize) -> AllocationReport {
     let gpus = tables.topology().gpus();
     let ids = |set: GpuSet| -> Vec<DeviceId> { set.places().map(|at| DeviceId::from(&gpus[at].uuid)).collect() };
@@ -50,7 +50,7 @@ fn chosen(tables: &AllocationTables, gpus: &[ChosenGpu]) -> GpuSet {
     gpus.iter().map(|gpu| tables.topology().position(&gpu.uuid).unwrap()).collect()
 }
 
-/// An answer that claims to be exact is the brute force's.
+/// Checks that an answer which claims to be exact is the brute force's.
 fn compare(tables: &AllocationTables, oracle: &Oracle<'_>, available: GpuSet, must: GpuSet, size: usize) -> bool {
     let report = ask(tables, available, must, size);
     if !report.exact {
@@ -67,7 +67,7 @@ fn compare(tables: &AllocationTables, oracle: &Oracle<'_>, available: GpuSet, mu
     true
 }
 
-/// So many GPUs out of `gpus`, by a number.
+/// Chooses `size` GPUs out of `gpus`, by a number.
 fn pick(gpus: usize, count: usize, mut number: u64) -> GpuSet {
     let mut set = GpuSet::default();
     while set.len() < count.min(gpus) {
@@ -82,7 +82,7 @@ fn pick(gpus: usize, count: usize, mut number: u64) -> GpuSet {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Any machine, few GPUs free: exact, unless more stay free than the machine's best is known for.
+    /// With few free GPUs any machine is exact, unless more stay free than sizes for which the machine's best is known.
     #[test]
     fn random_machines_answer_as_the_brute_force(
         observed in random_node::node_between(17, 20),
@@ -100,7 +100,7 @@ proptest! {
         }
     }
 
-    /// The made-up machines are trees: exact too where more GPUs stay free.
+    /// The made-up machines are trees, which are exact even if more GPUs stay free.
     #[test]
     fn twenty_gpus_answer_as_the_brute_force(
         requests in proptest::collection::vec((1..u64::MAX, 2..10_usize, 1..6_usize, 0..2_usize), 8),
@@ -110,14 +110,14 @@ proptest! {
         for (number, count, size, forced) in requests {
             let available = pick(20, count, number);
             let must = pick(20, forced, number.rotate_left(9) | 1);
-            // Fewer than eight stay free: the brute force would take minutes for the machine's best eight.
+            // Fewer than eight stay free, because the brute force would take minutes for the machine's best eight.
             if available.union(must).len() >= size && size > forced && available.len() + forced < size + 8 {
                 prop_assert!(compare(&tables, &oracle, available, must, size));
             }
         }
     }
 
-    /// Whatever is asked of 20, 32 and 64 GPUs has an answer, the same in any order of the lists.
+    /// Every request to 20, 32 and 64 GPUs has an answer, which is the same for any order of the lists.
     #[test]
     fn every_request_has_an_answer(number in 1..u64::MAX, count in 0..65_usize, forced in 0..4_usize, size in 0..66_usize) {
         for (_, observed) in large_node::all() {
@@ -133,7 +133,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 8, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Meshes of any kind, all sizes: an answer and no panic.
+    /// Meshes of any kind answer requests of all sizes without panic.
     #[test]
     fn a_mesh_has_an_answer_for_every_size(observed in random_node::node_between(17, 20), number in 1..u64::MAX) {
         let tables = tables(&observed);
@@ -145,7 +145,7 @@ proptest! {
     }
 }
 
-/// More stays free than eight: the machine's best eight by brute force as well.
+/// More than eight GPUs stay free: the brute force finds the machine's best eight too.
 #[test]
 fn seventeen_gpus_match_brute_force() {
     let mut observed = large_node::twenty();
@@ -162,13 +162,13 @@ fn choice(tables: &AllocationTables, available: impl IntoIterator<Item = usize>,
     (report.devices.iter().map(|gpu| gpu.index).collect(), report.exact)
 }
 
-/// Switches 0 and 2 of the first package are whole, as are those of the second; switch 1 is broken already.
+/// Switches 0 and 2 of the first package are unused, as are those of the second; switch 1 is partly used.
 #[test]
 fn single_of_twenty_comes_from_used_switch() {
     let tables = tables(&large_node::twenty());
     assert_eq!(choice(&tables, (0..20).filter(|gpu| *gpu != 5), 1), (vec![4], true));
     assert_eq!(choice(&tables, 2..20, 4), (vec![4, 5, 6, 7], true));
-    // Eight of the first package leave a switch and a package: no less than its own eight would.
+    // Eight GPUs of the first package leave a switch and a package, as many as its own eight would.
     assert_eq!(choice(&tables, 0..20, 8), ((0..8).collect(), true));
 }
 
@@ -185,12 +185,12 @@ fn single_of_64_uses_broken_plane_eight_fill_plane() {
     assert_eq!(choice(&tables, (0..64).filter(|gpu| *gpu != 17), 1), (vec![16], true));
     assert_eq!(choice(&tables, 3..64, 8), ((8..16).collect(), true));
     assert_eq!(choice(&tables, 0..64, 64).0.len(), 64);
-    // Two whole planes of one package; there are too many other sixteens to compare them all.
+    // Two whole planes of one package. There are too many other sets of sixteen to compare them all.
     let (sixteen, _) = choice(&tables, 0..64, 16);
     assert!(sixteen == (0..16).collect::<Vec<_>>(), "{sixteen:?}");
 }
 
-/// A machine that shows more than a set can hold is cut to 64, and answers for those.
+/// A machine with more GPUs than a set can hold is cut to 64 GPUs, and answers for those.
 #[test]
 fn seventy_gpus_answer_like_sixty_four() {
     let mut observed = large_node::sixty_four();

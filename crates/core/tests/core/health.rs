@@ -1,4 +1,4 @@
-//! Health, rule by rule, as docs/health.md has them: one test for each way in and each way out.
+//! The rules of docs/health.md: a test for each way in which a reason begins and each way in which it ends.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -11,7 +11,7 @@ use linkwise_core::state::{
 use linkwise_core::topology::{GpuObservation, GpuUuid, HostObservation, NodeObservation};
 use serde_json::{Value, json};
 
-/// A node, its clock, and everything it was told to do.
+/// A node, its clock, and all its effects so far.
 struct World {
     snapshot: NodeState,
     now: Duration,
@@ -38,7 +38,7 @@ fn look(gpus: impl IntoIterator<Item = usize>) -> Event {
     Event::Observed(Box::new(NodeObservation { gpus, host: HostObservation::default(), ..NodeObservation::default() }))
 }
 
-/// What a modern driver says of a GPU that is well.
+/// The poll of a healthy GPU by a modern driver.
 fn well() -> HealthPoll {
     let links = Some(vec![3]);
     let rows = Some(RowRemapping::default());
@@ -52,7 +52,7 @@ fn well() -> HealthPoll {
     }
 }
 
-/// What an old driver says of an old GPU that is well.
+/// The poll of a healthy old GPU by an old driver.
 fn old() -> HealthPoll {
     HealthPoll { reach: Reach::Answers, uncorrectable_ecc: Some(0), ..HealthPoll::default() }
 }
@@ -89,7 +89,7 @@ impl World {
         self
     }
 
-    /// Ten seconds later: GPU 0 is polled so, GPU 1 is well.
+    /// Ten seconds later: GPU 0 has this poll, GPU 1 a healthy one.
     fn poll(&mut self, poll: &HealthPoll) -> &mut Self {
         self.now += Duration::from_secs(10);
         self.tell(Event::Polled(BTreeMap::from([(uuid(0), poll.clone()), (uuid(1), well())])))
@@ -102,7 +102,7 @@ impl World {
         self
     }
 
-    /// How many of these polls it takes until it is healthy, at most `limit`.
+    /// The number of these polls until the GPU is healthy, at most `limit`.
     fn heals_after(&mut self, poll: &HealthPoll, limit: usize) -> Option<usize> {
         (0..=limit).find(|times| {
             if *times > 0 {
@@ -142,14 +142,14 @@ fn recovery_action_none_through_hold_ends_xid() {
     let mut world = World::new();
     world.poll(&well()).tell(xid(79));
     assert_eq!(world.reason(), "XID 79");
-    // The first poll may be older than the XID, the second begins the hold of 60 s.
+    // The first poll may be older than the XID; the second begins the hold time of 60 s.
     assert_eq!(world.heals_after(&well(), 20), Some(8));
 }
 
 #[test]
 fn configured_hold_doubles_to_its_sixtyfold() {
     let mut world = World::of(NodeState::default().with_hold(Duration::from_secs(20)));
-    // The poll that may be older, the one that begins the hold, and the hold itself: 20 s, then 40, 80 ... and no more than 1200.
+    // The poll that may be older, the one that begins the hold time, and the hold time: 20 s, 40, 80 ... at most 1200.
     for expected in [4, 6, 10, 18, 34, 66, 122, 122] {
         world.poll(&well()).tell(xid(79));
         assert_eq!(world.heals_after(&well(), 200), Some(expected));
@@ -159,18 +159,18 @@ fn configured_hold_doubles_to_its_sixtyfold() {
 #[test]
 fn recovery_action_keeps_gpu_unhealthy_until_none() {
     let mut world = World::new();
-    // The XID comes before the driver has made up its mind.
+    // The XID comes before the driver reports a recovery action.
     world.tell(xid(95)).polls(3, &well()).polls(100, &acts(RecoveryAction::GpuReset));
     assert_eq!(world.reason(), "XID 95");
     let standing: Vec<String> =
         world.snapshot.hardware().standing(&uuid(0)).map(|(reason, _)| reason.to_string()).collect();
     assert_eq!(standing, ["XID 95", "the driver asks for: GPU reset"]);
     assert_eq!(world.heals_after(&well(), 20), Some(7));
-    // Also without an XID.
+    // A recovery action counts without an XID too.
     let mut world = World::new();
     world.poll(&acts(RecoveryAction::NodeReboot));
     assert_eq!(world.reason(), "the driver asks for: node reboot");
-    // An action that this version does not know is no proof that the known one was carried out.
+    // An unknown action does not prove that the known one was carried out.
     assert_eq!(world.heals_after(&acts(RecoveryAction::Other(12)), 20), None);
     assert_eq!(world.heals_after(&well(), 20), Some(7));
 }
@@ -180,7 +180,7 @@ fn xid_without_recovery_action_stands_until_reset() {
     let mut world = World::new();
     world.poll(&old()).tell(xid(79)).polls(1000, &old());
     assert_eq!(world.reason(), "XID 79");
-    // A counter that goes back, a remapping that is done, a GPU that may be used again.
+    // A counter that goes back, a remapping that is done, and a GPU that may be used again each show a reset.
     let counted = HealthPoll { uncorrectable_ecc: Some(2), ..old() };
     let pending = HealthPoll { row_remapping: Some(RowRemapping { pending: true, failed: false }), ..old() };
     let done = HealthPoll { row_remapping: Some(RowRemapping::default()), ..old() };
@@ -226,7 +226,7 @@ fn an_operators_word_is_heard_at_once_and_lasts() {
         world.tell(Event::Cleared { gpu: uuid(0) });
         assert!(world.healthy());
         assert!(world.polls(5, &bad).healthy(), "{bad:?} was accepted");
-        // Until it changes: here, well and bad again.
+        // It stays accepted until it changes: here it gets well and bad again.
         let good = if bad.recovery_action.is_some() { well() } else { old() };
         world.polls(2, &good).tell(look([0, 1]));
         assert!(!world.poll(&bad).healthy(), "{bad:?} is new");
@@ -246,7 +246,7 @@ fn flapping_doubles_the_hold_and_decays() {
     };
     let holds: Vec<usize> = (0..9).map(|_| fail() * 10).collect();
     assert_eq!(holds, [60, 120, 240, 480, 960, 1920, 3600, 3600, 3600]);
-    // Two hours of health take two doublings of six back.
+    // Two healthy hours take back two of six doublings.
     world.polls(721, &well()).poll(&bad);
     assert_eq!(world.heals_after(&well(), 1000), Some(1 + 96));
 }
@@ -271,13 +271,13 @@ fn what_hits_every_gpu_is_no_flap() {
 fn time_counts_as_polls_cover_it() {
     let mut world = World::new();
     world.tell(xid(79)).polls(2, &well());
-    // The clock leaps forth and back; each poll still covers 20 s at most, and none less than nothing.
+    // The clock leaps forth and back. Each poll still covers at most 20 s, and never less than 0.
     world.now += Duration::from_secs(1_000_000);
     world.poll(&well());
     world.now -= Duration::from_secs(2_000_000);
     world.poll(&well());
     assert_eq!(world.heals_after(&well(), 20), Some(4), "20 s and four times 10 s");
-    // Time without polls is nothing.
+    // Time without polls does not count.
     world.tell(xid(79));
     world.now += Duration::from_secs(1_000_000);
     assert!(!world.tell(Event::Tick).healthy());
@@ -301,7 +301,7 @@ fn ecc_errors_count_without_containment() {
     let remaps = HealthPoll { row_remapping: Some(RowRemapping { pending: true, failed: false }), ..old() };
     assert!(World::new().poll(&counted(remaps.clone())).healthy(), "contained, and replaced at the next reset");
     assert!(World::new().poll(&counted(well())).healthy(), "the driver has a word for it");
-    // A poll that fails to say once more that the GPU can remap rows changes nothing.
+    // A poll that does not repeat that the GPU can remap rows changes nothing.
     assert!(World::new().poll(&remaps).poll(&counted(old())).healthy());
     let failed = HealthPoll { row_remapping: Some(RowRemapping { pending: false, failed: true }), ..well() };
     assert_eq!(World::new().poll(&failed).reason(), "a row remapping failed");
@@ -325,7 +325,7 @@ fn late_fabric_join_is_no_failure() {
     assert!(world.poll(&fabric(FabricHealth::Joined)).healthy());
     world.poll(&fabric(FabricHealth::Failed { status: 999 }));
     assert_eq!(world.heals_after(&fabric(FabricHealth::Joined), 20), Some(7));
-    // From joining to failed and back: nothing of the first is left.
+    // From joining to failed and back: the first reason is gone.
     world.poll(&fabric(FabricHealth::Joining)).poll(&fabric(FabricHealth::Failed { status: 999 }));
     assert_eq!(world.heals_after(&fabric(FabricHealth::Joined), 20), Some(13), "120 s");
 }
@@ -350,7 +350,7 @@ fn driver_back_waits_for_the_next_poll() {
     assert_eq!(all(&world), [false; 2]);
     world.poll(&HealthPoll { reach: failed(), ..well() });
     assert_eq!(all(&world), [false, true]);
-    // That a GPU failed meanwhile is its own affair.
+    // A GPU that failed meanwhile keeps its own reason.
     assert_eq!(world.heals_after(&well(), 20), Some(7));
 }
 
@@ -362,11 +362,11 @@ fn reset_reasons_survive_restart_not_boot_or_driver() {
     assert_eq!(world.restart(NodeIdentity::default()).reason(), "XID 79", "unknown is no change");
     assert!(world.restart(identity("another", "580, load 7")).healthy());
     assert!(world.restart(identity("boot", "580, load 8")).healthy());
-    // The driver is loaded anew while we look: its first poll decides.
+    // The driver is loaded again during a scan: its first poll decides.
     world.tell(Event::Identified(identity("boot", "580, load 8")));
     assert!(!world.healthy());
     assert!(world.poll(&old()).healthy());
-    // A probe's reason is the next probe's again.
+    // A reason that a poll found is found again by the next poll.
     world.poll(&HealthPoll { reach: failed(), ..old() });
     assert!(world.restart(identity("boot", "580, load 8")).healthy());
 }
@@ -401,14 +401,14 @@ fn the_first_list_waits_for_the_first_poll() {
     assert!(world.effects.contains(&Effect::Publish));
     assert!(!world.healthy());
     assert_eq!(world.snapshot.next_deadline(), None);
-    // Nobody polls: then the list goes without. A configuration that changes meanwhile opens nothing.
+    // Without polls the list is published after the wait. A configuration that changes meanwhile does not open it.
     let mut world = World::of(NodeState::default().awaiting_the_first_poll());
     world.tell(Event::NumaHints(NumaHints::Package));
     assert!(!world.effects.contains(&Effect::Publish), "no GPU was polled yet");
     world.now = deadline;
     world.tell(Event::Tick);
     assert!(world.effects.contains(&Effect::Publish) && world.healthy());
-    // Nobody to poll.
+    // There is no GPU to poll.
     let (_, effects) = NodeState::default().awaiting_the_first_poll().apply(look([]), deadline);
     assert_eq!(effects, [Effect::Publish]);
 }
@@ -423,13 +423,13 @@ fn xid_storm_is_one_transition_and_few_log_lines() {
     }
     let changes = world.effects.iter().filter(|effect| matches!(effect, Effect::HealthChanged { .. })).count();
     assert_eq!((changes, world.effects.len()), (1, 4), "{:?}", world.effects);
-    // What was not told is told in one, a minute later.
+    // The XIDs that were not reported are reported together a minute later.
     world.now = world.snapshot.next_deadline().unwrap();
     world.effects.clear();
     world.tell(Event::Tick);
     assert_eq!(world.effects, [Effect::XidIgnored { gpu: uuid(0), code: 13, times: 49_999 }]);
     assert_eq!(world.snapshot.next_deadline(), None, "nothing waits, nobody is woken");
-    // 100,000 different ones: memory has a bound, and the GPU stays out until the last is proved over.
+    // 100,000 different XIDs: memory has a bound, and the GPU stays out until the last one is proved over.
     let mut world = World::new();
     for code in 1_000..101_000 {
         world.tell(xid(code));
@@ -446,7 +446,7 @@ fn an_operator_may_silence_xids() {
     let mut world = World::of(NodeState::default().with_xids(policy));
     assert!(world.tell(xid(79)).tell(Event::DoubleBitEcc { gpu: uuid(0) }).healthy());
     assert!(!world.tell(xid(200_000)).poll(&HealthPoll { on_bus: Some(false), ..well() }).healthy(), "it is not there");
-    // One that is enabled by number counts all the same.
+    // An XID that is enabled by number counts nevertheless.
     let policy = XidPolicy { disabled: XidSet::All, enabled: XidSet::parse("79").0, ..XidPolicy::default() };
     let mut world = World::of(NodeState::default().with_xids(policy));
     assert!(!world.tell(xid(79)).healthy());
@@ -474,13 +474,13 @@ fn disabled_health_checks_leave_every_gpu_healthy() {
         let reported = Effect::NotCounted { gpu: uuid(0), reason: reason.clone() };
         assert_eq!(world.effects.iter().filter(|effect| **effect == reported).count(), 1, "{:?}", world.effects);
     }
-    // A reason of the time before the checks were disabled.
+    // A reason from before the checks were disabled.
     let mut before = World::new();
     before.tell(xid(79));
     let mut world = disabled();
     world.tell(Event::Restored(Box::new(before.snapshot.hardware().record()))).poll(&well());
     assert!(world.healthy());
-    // An order for the time without NVML is no health check.
+    // An order for times without NVML is no health check.
     assert!(
         !world.tell(Event::DriverAway { why: "why".into() }).snapshot.offers().is_healthy(&ResourceName::gpu(), &id(0))
     );
@@ -497,13 +497,13 @@ fn what_is_gone_leaves_once_nobody_holds_it() {
     };
     world.tell(look([1])).tell(Event::Holders(None)).tell(Event::Holders(None));
     assert_eq!((listed(&world), world.reason().as_str()), (2, "the GPU is gone from the node"));
-    // The first answer may be older than the last pod, and one after a silence may be of another kubelet.
+    // The first answer may be older than the last pod, and an answer after a silence may be from another kubelet.
     world.tell(held(&[])).tell(held(&[0])).tell(held(&[1])).tell(Event::Holders(None)).tell(held(&[1]));
     assert_eq!(listed(&world), 2);
     world.effects.clear();
     world.tell(held(&[1]));
     assert_eq!((listed(&world), &world.effects[..]), (1, &[Effect::Publish][..]));
-    // What is there stays, held or not; what comes back is new.
+    // A GPU that is there stays, held or not; a GPU that comes back is new.
     world.tell(held(&[])).tell(held(&[])).tell(look([0, 1]));
     assert_eq!((listed(&world), world.healthy()), (2, true));
     world.tell(look([])).tell(held(&[])).tell(held(&[]));
@@ -519,7 +519,7 @@ fn gpu_back_on_the_bus_counts_as_reset() {
         observed.host.host_bridges = serde_json::from_value(json!([{"numa": 0, "devices": devices}])).unwrap();
         Event::Observed(observed)
     };
-    // One that NVML still counts while the bus has not got it is not back.
+    // A GPU that NVML still counts while the bus does not list it is not back.
     let mut world = World::new();
     let gone = HealthPoll { on_bus: Some(false), ..old() };
     world

@@ -1,8 +1,7 @@
-//! Health as a model: random histories with simulated time, held against what docs/health.md calls invariants.
+//! Health as a model: random histories with simulated time, checked against the invariants of docs/health.md.
 //!
-//! The oracle keeps no reasons. It only counts, from the history, how long each GPU owes polls without trouble before it
-//! may be healthy: a lower bound for the safety half. The other half, that everything heals, is tried from every
-//! state reached.
+//! The oracle keeps no reasons. It only counts, from the history, the time of good polls that each GPU still needs before
+//! it may be healthy: a lower bound, for safety. Liveness, that everything heals, is tried from every state reached.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -16,7 +15,7 @@ use linkwise_core::topology::{GpuObservation, GpuUuid, HostObservation, NodeObse
 use proptest::prelude::*;
 use serde_json::json;
 
-/// Two GPUs to which things happen, and one to which nothing ever does: so nothing hits all of them.
+/// Two GPUs with events and one without any, so that nothing hits all of them.
 const GPUS: usize = 3;
 const START: Duration = Duration::from_secs(1_700_000_000);
 
@@ -38,7 +37,7 @@ fn identity(boot: u8, driver: u8) -> NodeIdentity {
     NodeIdentity { boot: Some(boot.to_string()), driver: Some(driver.to_string()) }
 }
 
-/// What may happen. GPUs are 0 and 1.
+/// The events. GPUs are 0 and 1.
 #[derive(Clone, Debug)]
 enum Step {
     Xid(usize, u64),
@@ -49,9 +48,9 @@ enum Step {
     DriverBack,
     Cleared(usize),
     Poll(Box<[HealthPoll; 2]>),
-    /// So many good polls, 10 s apart.
+    /// A number of good polls, 10 s apart.
     Good(u8),
-    /// Which of the two are there.
+    /// A scan that lists some of the two.
     Look([bool; 2]),
     Identified(u8, u8),
     Restart,
@@ -132,24 +131,24 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Seconds until the next step, and how far the clock jumps meanwhile.
+/// The seconds until the next step, and the jump of the clock meanwhile.
 fn pace() -> impl Strategy<Value = (u64, i64)> {
     let jump = prop_oneof![8 => Just(0_i64), 1 => -100_000_i64..100_000];
     (0_u64..40, jump)
 }
 
-/// What happens, seconds after what was before, with a jump of the clock; and whether the driver has a word for it.
+/// The events, each seconds after the one before, with a jump of the clock; and true if the driver has a recovery action.
 type History = (Vec<(Step, (u64, i64))>, bool);
 
 fn history() -> impl Strategy<Value = History> {
     (prop::collection::vec((step(), pace()), 1..40), any::<bool>())
 }
 
-/// Time that polls without trouble have to cover.
+/// The time that good polls have to cover.
 #[derive(Clone, Debug, Default)]
 struct Debt {
     hold: Option<Duration>,
-    /// Polls that prove nothing yet.
+    /// The number of polls that prove nothing yet.
     unproved: u32,
 }
 
@@ -167,19 +166,19 @@ impl Debt {
     }
 }
 
-/// What a GPU owes, counted from the history alone.
+/// The good polls that a GPU still needs, counted from the history alone.
 #[derive(Clone, Debug, Default)]
 struct Owed {
     trouble: Debt,
-    /// Nobody looks at it, or it is off the bus: no word and no new driver helps.
+    /// True if no agent calls NVML about it, or it is off the bus: neither an order nor a new driver helps.
     unseen: Debt,
     last_poll: Option<Timestamp>,
     absent: bool,
     away: bool,
     away_until_poll: bool,
-    /// An operator accepted something: what a poll shows may be that.
+    /// True if an operator accepted something, which may be what a poll shows.
     cleared: bool,
-    /// The driver once had a word, or the GPU rows to remap.
+    /// True if the driver once reported a recovery action, or the GPU can remap rows.
     explains_ecc: bool,
 }
 
@@ -238,7 +237,8 @@ impl Source {
         }
     }
 
-    /// Whether the reason may wait for this source, by the table of docs/health.md; `word`: the driver has a recovery action.
+    /// Returns true if the reason may wait for this source, by the table of docs/health.md. `word`: the driver has a recovery
+    /// action.
     fn ends(self, reason: &UnhealthyReason, word: bool) -> bool {
         let resets = !word || matches!(self, Self::Action);
         match reason {
@@ -261,7 +261,7 @@ struct World {
     identity: NodeIdentity,
     owed: [Owed; GPUS],
     word: bool,
-    /// Whose events are told; the others' never happen.
+    /// The GPUs whose events happen; those of the others are left out.
     only: Option<usize>,
     verdicts: Vec<[bool; GPUS]>,
 }
@@ -300,7 +300,7 @@ impl World {
         self.owed[2].poll(&good(self.word), self.now);
         let mut joining = [false; GPUS];
         for (gpu, poll) in polls.iter().enumerate() {
-            // Who is not there is not asked.
+            // A GPU that is not there is not polled.
             if self.tells(gpu) && !self.owed[gpu].absent {
                 told.insert(uuid(gpu), poll.clone());
                 joining[gpu] = self.owed[gpu].poll(poll, self.now);
@@ -366,7 +366,7 @@ impl World {
                 for owed in self.owed.iter_mut().filter(|_| renewed) {
                     (owed.trouble, owed.explains_ecc, owed.cleared) = (Debt::default(), false, false);
                 }
-                // A look comes with it, as from the runtime.
+                // A scan comes with it, as from the runtime.
                 self.step(&Step::Look([true; 2]));
             }
             Step::Restart => self.restart(),
@@ -375,7 +375,7 @@ impl World {
         }
     }
 
-    /// Another process of ours takes over by the record.
+    /// Another process of ours takes over with the record.
     fn restart(&mut self) {
         let text = serde_json::to_string(&self.snapshot.hardware().record()).unwrap();
         let record: HealthRecord = serde_json::from_str(&text).unwrap();
@@ -385,7 +385,7 @@ impl World {
             kept.gpus.get(&uuid(gpu)).is_some_and(|gpu| !gpu.reasons.is_empty())
         };
         let before: Vec<bool> = (0..GPUS).map(|gpu| needs_reset(&self.snapshot, gpu)).collect();
-        // Another boot: it holds against nobody.
+        // Another boot: the reason stands against no GPU.
         let mut other = NodeState::default();
         for event in [Event::Restored(Box::new(record.clone())), Event::Identified(identity(9, 0)), look(0..GPUS)] {
             (other, _) = other.apply(event, self.now);
@@ -398,10 +398,10 @@ impl World {
         self.step(&Step::Look([true; 2]));
         for (gpu, needs_reset) in before.into_iter().enumerate() {
             assert_eq!(healthy(&self.snapshot, gpu), !needs_reset, "GPU {gpu} after a restart");
-            // What only probes see is seen again by the next; what was seen counts on.
+            // Reasons that only polls find are found again by the next poll; the time counted so far stays.
             let owed = &mut self.owed[gpu];
             (owed.away, owed.unseen, owed.last_poll) = (false, Debt::default(), None);
-            // A new child's first poll is no old one.
+            // The first poll of a new agent is no old one.
             owed.trouble.unproved = owed.trouble.unproved.min(1);
             if !needs_reset {
                 owed.trouble = Debt::default();
@@ -430,8 +430,8 @@ impl World {
         self
     }
 
-    /// A world in which one source has gone silent for good, and all else is well: what stands then could only be ended by that
-    /// source, and an operator's word ends it. Another boot or driver would too.
+    /// A world in which one source has gone silent for good and all else is well. Only that source could end the reasons that
+    /// stand then, and an operator's order ends them. Another boot or driver would too.
     fn heals_beside(&mut self, source: Source) {
         self.step(&Step::DriverBack);
         self.step(&Step::Look([true; 2]));
@@ -447,7 +447,7 @@ impl World {
         polls(self);
         for gpu in 0..2 {
             for (reason, _) in self.snapshot.hardware().standing(&uuid(gpu)) {
-                // Without its word, what needs a reset may wait for one that shows.
+                // Without a recovery action, a reason that needs a reset may wait for one that shows.
                 assert!(source.ends(reason, self.word), "GPU {gpu} without {source:?}: {reason} never ends");
             }
             self.step(&Step::Cleared(gpu));
@@ -459,7 +459,7 @@ impl World {
         }
     }
 
-    /// The benign world, without an operator where the driver has a word; with one where it has not.
+    /// The benign world: without an operator if the driver has recovery actions, otherwise with one.
     fn heals(&mut self) {
         self.step(&Step::DriverBack);
         self.step(&Step::Look([true; 2]));
@@ -469,7 +469,7 @@ impl World {
                 self.step(&Step::Cleared(gpu));
             }
         }
-        // The longest hold, and the three polls before it begins.
+        // The longest hold time, and the three polls before it begins.
         let polls = 3600 / 20 + 3;
         for _ in 0..polls {
             self.now += Duration::from_secs(20);
@@ -486,15 +486,15 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 250, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Invariants 1, 4 and 5 along the way, 2 from where it ends.
+    /// Checks invariants 1, 4 and 5 along the way, and 2 from the end.
     #[test]
     fn nothing_heals_early_and_everything_heals((history, word) in history()) {
         World::new(word, None).play(&history).heals();
     }
 
-    /// Invariant 2 where a source has nothing more to say.
+    /// Checks invariant 2 with a source that stays silent.
     #[test]
-    fn what_a_silent_source_would_end_is_ended_by_an_operator_and_the_rest_by_itself(
+    fn operator_ends_what_a_silent_source_cannot(
         (history, word) in history(),
         source in prop::sample::select(vec![
             Source::Reach, Source::Action, Source::Rows, Source::Ecc, Source::Links, Source::Fabric, Source::Bus,
@@ -503,7 +503,7 @@ proptest! {
         World::new(word, None).play(&history).heals_beside(source);
     }
 
-    /// Invariant 3: without the other GPU's history, the same verdicts.
+    /// Checks invariant 3: the verdicts are the same without the other GPU's history.
     #[test]
     fn no_gpu_feels_anothers_trouble((history, word) in history()) {
         let all = World::new(word, None).play(&history).verdicts;
@@ -514,7 +514,7 @@ proptest! {
         }
     }
 
-    /// What the record may hold is anything: it is read from a disk.
+    /// The record is read from a disk and may have any content.
     #[test]
     fn any_record_is_accepted_without_panic(version in 0_u32..3, flaps in any::<Option<u32>>(), since in any::<u64>(), links in any::<BTreeSet<u32>>()) {
         let text = serde_json::json!({"version": version, "gpus": {"GPU-0": {

@@ -1,4 +1,4 @@
-//! Tests of the core with nothing of its neighbours: one binary, a module for each subject.
+//! Tests of the core alone: one binary, with a module for each subject.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -10,7 +10,7 @@
     reason = "a test may panic, and counts a few GPUs"
 )]
 
-// The helpers of tests/ are shared with tests of linkwise, which re-exports the core: they name it so.
+// The helpers of tests/ are shared with tests of linkwise, which re-exports the core, and name it `linkwise`.
 extern crate linkwise_core as linkwise;
 
 mod allocation_beyond;

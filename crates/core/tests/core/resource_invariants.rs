@@ -1,4 +1,4 @@
-//! Any plan on any machine: what resources must be, told anew from the observation alone.
+//! Any plan on any machine: the resources, compared with rules that are computed from the observation alone.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -18,7 +18,7 @@ use crate::random_node;
 const NOW: Duration = Duration::from_secs(1_000);
 const MOST: usize = 5;
 
-/// MIG, model and display of one GPU; slices and memory of each MIG device.
+/// The MIG state, model and display of one GPU, with each MIG device's slices, and true if it has media engines.
 type Look = (Option<(bool, Vec<(u32, bool)>)>, Option<usize>, Option<bool>);
 
 fn looks() -> impl Strategy<Value = Vec<Look>> {
@@ -181,7 +181,7 @@ proptest! {
             }
         }
         for (uuid, resources) in &offered {
-            // Whatever the plan before: what it offered and this one does not is not healthy.
+            // A device that the plan before offered and this one does not is unhealthy.
             prop_assert!(pieces.contains(uuid) || !snapshot.offers().problems().is_empty(), "{uuid} is not to be offered");
             if !fresh {
                 continue;
@@ -198,7 +198,7 @@ proptest! {
                 prop_assert_eq!(slots.len(), 1, "whole and in slots");
             }
         }
-        // Nothing is lost without a word; sharing by MPS alone wants no MIG.
+        // Nothing is lost without a problem that names it; only sharing by MPS excludes MIG.
         if fresh && snapshot.offers().problems().is_empty() {
             prop_assert_eq!(offered.keys().cloned().collect::<BTreeSet<_>>(), pieces);
         }
@@ -207,7 +207,7 @@ proptest! {
                 prop_assert!(device.mig.is_none() && !device.gpu.mig_enabled);
             }
         }
-        // Advice takes the size asked for of what is offered, all else being free.
+        // The advice has the size asked for, from the offered devices, with all others free.
         for (resource, devices) in snapshot.offers().resources().iter().map(|(name, of)| (name, of.devices())) {
             let available: Vec<DeviceId> =
                 devices.keys().filter(|id| snapshot.offers().is_healthy(resource, id)).cloned().collect();

@@ -1,4 +1,4 @@
-//! [`GroupSizes`]: for which numbers of GPUs a node publishes groups, and what the groups' attributes are called.
+//! [`GroupSizes`]: the numbers of GPUs for which a node publishes groups, and the names of the groups' attributes.
 
 use crate::prelude::*;
 
@@ -13,25 +13,26 @@ const MOST_SIZES: usize = 4;
 pub struct GroupSize(usize);
 
 impl GroupSize {
-    /// How many GPUs.
+    /// The number of GPUs.
     pub fn gpus(self) -> usize {
         self.0
     }
 
-    /// The most groups' attributes of each tier. A claim lists an alternative for each and one for any GPUs, and takes 8
-    /// (`resource.k8s.io/v1`, `FirstAvailableDeviceRequestMaxSize`). A mesh has pairs by two kinds of link; what is best
-    /// for four is rare, and what comes third frequent.
+    /// The most attributes of each tier. A claim lists an alternative for each, and one for any GPUs; it may have 8
+    /// (`resource.k8s.io/v1`, `FirstAvailableDeviceRequestMaxSize`). A mesh has pairs by two kinds of link. For four
+    /// GPUs the best tier is rare and the third is frequent.
     pub(super) fn tiers(self) -> [usize; 3] {
         if self.0 == 2 { [3, 2, 2] } else { [1, 2, 4] }
     }
 
-    /// The attributes of all groups of this size that a node may have, the best first: `quad1a`, `quad2a`, `quad2b`, ...
+    /// The attributes of all groups of this size that a node may have, the best first: `quad1a`, `quad2a`, `quad2b`,
+    /// ...
     pub fn names(self) -> impl Iterator<Item = String> {
         let tiers = (0..).zip(self.tiers());
         tiers.flat_map(move |(tier, families)| (0..families).map(move |at| self.name(tier, at)))
     }
 
-    /// The attribute of one family: of its tier (0 is the best) and of its place in it, `pair1a`.
+    /// The attribute of one family, from its tier (0 is the best) and its number in the tier: `pair1a`.
     pub(super) fn name(self, tier: usize, at: usize) -> String {
         let letter = ('a'..='z').nth(at).unwrap_or('z');
         match self.0 {
@@ -48,13 +49,13 @@ impl GroupSize {
 pub struct GroupSizes(Vec<GroupSize>);
 
 impl Default for GroupSizes {
-    /// 2, 4 and 8: what jobs ask for.
+    /// The sizes 2, 4 and 8, which jobs ask for.
     fn default() -> Self {
         Self(Vec::from([GroupSize(2), GroupSize(4), GroupSize(8)]))
     }
 }
 
-/// What is wrong with a list of sizes.
+/// The error in a list of sizes.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum GroupSizesError {
     /// A group of this size cannot be claimed, or is no group.
@@ -69,10 +70,11 @@ impl GroupSizes {
     /// The fewest GPUs of a group.
     pub const LEAST_GPUS: usize = 2;
 
-    /// The most: what a claim takes (`resource.k8s.io/v1`, `AllocationResultsMaxSize`).
+    /// The most GPUs of a group, which is the most that a claim takes (`resource.k8s.io/v1`,
+    /// `AllocationResultsMaxSize`).
     pub const MOST_GPUS: usize = 32;
 
-    /// These sizes, in any order, each as often as it may be said. None at all: no groups are published.
+    /// Takes sizes in any order; repetitions do not matter. Without sizes no groups are published.
     ///
     /// # Errors
     ///
@@ -98,7 +100,7 @@ impl GroupSizes {
         self.0.iter().copied()
     }
 
-    /// The smallest size that so many GPUs fit in.
+    /// The smallest size that holds so many GPUs.
     pub fn holding(&self, gpus: usize) -> Option<GroupSize> {
         self.iter().find(|size| gpus <= size.gpus())
     }

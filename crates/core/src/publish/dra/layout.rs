@@ -1,4 +1,4 @@
-//! [`GpuLayout`]: what the published GPUs are to each other, computed once for a topology.
+//! [`GpuLayout`]: the order and the groups of the published GPUs, computed once for a topology.
 
 use crate::prelude::*;
 use alloc::sync::Arc;
@@ -24,8 +24,8 @@ pub struct GpuLayout {
 }
 
 impl GpuLayout {
-    /// The layout of some of the GPUs that `tables` are of; those in MIG mode are left out. Costs some hundred
-    /// choices: see [`LayoutCache`].
+    /// The layout of some of the GPUs of `tables`; those in MIG mode are left out. It costs some hundred choices: see
+    /// [`LayoutCache`].
     pub fn of(tables: &AllocationTables, gpus: GpuSet, sizes: &GroupSizes) -> Self {
         let topology = tables.topology();
         let is_whole = |place: &usize| topology.gpus().get(*place).is_some_and(|gpu| !gpu.mig_enabled);
@@ -59,13 +59,13 @@ impl GpuLayout {
 /// The layout that was computed last: snapshots share their tables until the topology changes.
 #[derive(Clone, Debug, Default)]
 pub struct LayoutCache {
-    /// As it was computed.
+    /// The layout as computed.
     computed: Option<Known>,
-    /// The same, with which GPUs it was last asked for: fewer where some were lost since.
+    /// The layout for the GPUs last asked for, which are fewer if some were lost since.
     shown: Option<Known>,
 }
 
-/// A layout and what it is of.
+/// A layout with its inputs.
 #[derive(Clone, Debug)]
 struct Known {
     tables: Arc<AllocationTables>,

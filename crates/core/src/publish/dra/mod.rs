@@ -1,10 +1,10 @@
-//! What is published through DRA (`resource.k8s.io/v1`): the GPUs and MIG devices of this node as devices of resource
-//! slices, with attributes by which the scheduler finds GPUs that belong together.
+//! The devices that a node publishes through DRA (`resource.k8s.io/v1`): its GPUs and MIG devices as devices of
+//! resource slices, with attributes by which the scheduler finds GPUs that belong together.
 //!
-//! Pure, and the same for the same snapshot: [`devices`] makes them of [`DraFacts`]. [`GpuLayout`] has the order and
-//! the groups of the GPUs, `attributes` what a device is described by, `taints` what keeps a sick one from being
-//! allocated. [`mod@slice`] packs devices into slices within the API's limits; the writer of slices (`crates/cluster`)
-//! owns pool generations and object names.
+//! Pure: the same snapshot gives the same devices. [`devices`] makes them from [`DraFacts`]. [`GpuLayout`] has the
+//! order and the groups of the GPUs, `attributes` describes a device, `taints` keep a sick device from being allocated.
+//! [`mod@slice`] packs devices into slices within the API's limits. The writer of slices (`crates/cluster`) owns pool
+//! generations and object names.
 
 mod attributes;
 mod dynamic_mig;

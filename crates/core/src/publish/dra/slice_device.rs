@@ -11,22 +11,23 @@ use crate::state::GpuShares;
 /// A device of a resource slice, by the JSON names of `resource.k8s.io/v1` (`Device`).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct SliceDevice {
-    /// A DNS label of at most 63 characters, such as `gpu-0` or `gpu-0-mig-1g10gb-19-0`.
+    /// The name: a DNS label of at most 63 characters, such as `gpu-0` or `gpu-0-mig-1g10gb-19-0`.
     pub name: String,
     /// Attributes by `domain/name`, or `name` in the driver's own domain.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub attributes: BTreeMap<String, Attribute>,
-    /// Capacities by name, as those.
+    /// Capacities by name, like the attributes.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub capacity: BTreeMap<String, Capacity>,
-    /// What it takes of the counters of its pool while it is allocated: devices over one counter exclude each other.
+    /// The amounts that it takes of its pool's counters while it is allocated: devices over one counter exclude each
+    /// other.
     #[serde(rename = "consumesCounters", skip_serializing_if = "Vec::is_empty")]
     pub consumes_counters: Vec<CounterConsumption>,
-    /// What keeps it from being allocated.
+    /// The taints that keep it from being allocated.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub taints: Vec<Taint>,
-    /// Whether several claims may have it at once, each a part of its capacity. Never together with counters:
-    /// kube-scheduler up to 1.37 miscounts them.
+    /// True if several claims may have it at once, each a part of its capacity. It is never true together with
+    /// counters, which kube-scheduler up to 1.37 then miscounts.
     #[serde(rename = "allowMultipleAllocations", skip_serializing_if = "core::ops::Not::not")]
     pub allow_multiple_allocations: bool,
 }
@@ -48,32 +49,32 @@ pub enum Attribute {
 /// An amount of something, as a canonical Kubernetes quantity: `{"value": "81559Mi"}`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Capacity {
-    /// Such as `81559Mi` or `1`.
+    /// The quantity, such as `81559Mi` or `1`.
     pub value: String,
-    /// What a claim may take of it, where several may have the device. Without one a claim takes all.
+    /// The amounts that a claim may take, if several may have the device. Without it a claim takes all.
     #[serde(rename = "requestPolicy", skip_serializing_if = "Option::is_none")]
     pub request_policy: Option<RequestPolicy>,
 }
 
 impl Capacity {
-    /// An amount that a claim gets whole.
+    /// Makes an amount that a claim gets whole.
     pub fn whole(value: impl ToString) -> Self {
         Self { value: value.to_string(), request_policy: None }
     }
 }
 
-/// What a claim may take of a capacity (`CapacityRequestPolicy`): canonical quantities.
+/// The amounts that a claim may take of a capacity (`CapacityRequestPolicy`): canonical quantities.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RequestPolicy {
-    /// What a claim takes that does not say how much.
+    /// The amount for a claim that asks for none.
     pub default: String,
-    /// What a claim may ask for.
+    /// The amounts that a claim may ask for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub valid_range: Option<ValidRange>,
 }
 
-/// Amounts from `min` to `max` (the whole, where it is absent), in steps.
+/// Amounts from `min` to `max`, in steps. Without `max`, up to the whole.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ValidRange {
     /// The least.
@@ -81,7 +82,7 @@ pub struct ValidRange {
     /// The most.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max: Option<String>,
-    /// Amounts between are rounded up to the next step.
+    /// The step; amounts between are rounded up to the next one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub step: Option<String>,
 }
@@ -89,45 +90,45 @@ pub struct ValidRange {
 /// Counters of a pool, such as one for each GPU (`CounterSet`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct CounterSet {
-    /// A DNS label.
+    /// The name, a DNS label.
     pub name: String,
-    /// The counters by name, DNS labels.
+    /// The counters by name; names are DNS labels.
     pub counters: BTreeMap<String, Counter>,
 }
 
-/// What a device takes of a counter set (`DeviceCounterConsumption`).
+/// The amounts that a device takes of a counter set (`DeviceCounterConsumption`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CounterConsumption {
     /// The set.
     pub counter_set: String,
-    /// How much of its counters.
+    /// The amount of each of its counters.
     pub counters: BTreeMap<String, Counter>,
 }
 
-/// What a counter has, or a device takes of it: a canonical quantity.
+/// The amount of a counter, or that a device takes of it: a canonical quantity.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Counter {
-    /// Such as `1`.
+    /// The quantity, such as `1`.
     pub value: String,
 }
 
-/// Why the scheduler leaves a device alone.
+/// The reason why the scheduler avoids a device.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Taint {
-    /// Such as `gpu.nvidia.com/xid`.
+    /// The key, such as `gpu.nvidia.com/xid`.
     pub key: String,
-    /// More about it, such as the number of the XID.
+    /// A detail, such as the number of the XID.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub value: String,
-    /// What it does.
+    /// The effect.
     pub effect: TaintEffect,
 }
 
-/// What a taint does.
+/// The effect of a taint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub enum TaintEffect {
-    /// Nothing: it informs.
+    /// None: the taint informs.
     None,
     /// No new claim gets the device.
     NoSchedule,
@@ -135,10 +136,10 @@ pub enum TaintEffect {
     NoExecute,
 }
 
-/// What is odd about the devices of a node.
+/// An oddity of the devices of a node.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub enum DraProblem {
-    /// A value that the API server would refuse.
+    /// The API server would refuse a value.
     #[error(
         "attribute {attribute} of {device} left out: {} is no version, or longer than 64 characters",
         quoted(value)
@@ -151,7 +152,7 @@ pub enum DraProblem {
         /// The value.
         value: String,
     },
-    /// A GPU that is not shared as the plan says, because a claim may have it as it is.
+    /// A GPU is not shared as the plan has it, because a claim may have it as it is.
     #[error(
         "{device} stays {} until no claim has it, and takes no new one; then it is {}",
         shared(*.now),
@@ -160,12 +161,12 @@ pub enum DraProblem {
     SharingWaits {
         /// The device.
         device: String,
-        /// How it is shared; `None` for one claim.
+        /// Its present sharing; `None` for one claim.
         now: Option<GpuShares>,
-        /// How the plan shares it.
+        /// Its sharing in the plan.
         next: Option<GpuShares>,
     },
-    /// A device that nothing tells from another one.
+    /// Nothing distinguishes a device from another one.
     #[error("{hardware} is not offered through DRA: another device has its name")]
     NoName {
         /// The GPU's or MIG device's UUID.

@@ -1,4 +1,4 @@
-//! Devices of small machines. tests/dra has those of real ones, and the API's limits.
+//! Devices of small machines. tests/dra has those of real machines, and the API's limits.
 
 use super::*;
 use crate::allocation::{AllocationTables, GpuSet};
@@ -217,7 +217,7 @@ fn lost_gpu_leaves_the_groups_of_others_as_they_were() {
         let bits = |family: &Family| family.groups.iter().map(|group| group.gpus.0).collect();
         layout.families.iter().map(|family| (family.name.clone(), bits(family))).collect()
     };
-    // GPUs 2 and 3, then 1 and 2: a new look at three GPUs has them the other way round.
+    // GPUs 2 and 3, then 1 and 2: computed again for three GPUs, they come the other way round.
     let expected = [("pair1a".to_owned(), Vec::from([0b110])), ("pair1b".to_owned(), Vec::from([0b011]))];
     assert_eq!(groups(&without_first), expected);
     assert_eq!(whole.order.iter().filter(|gpu| **gpu > 0).map(|gpu| gpu - 1).collect::<Vec<_>>(), without_first.order);
