@@ -212,8 +212,6 @@ pub enum Occurrence {
         code: String,
         /// From the request's head to the end of the answer.
         elapsed: Duration,
-        /// The kubelet's trace context, where it sends one.
-        parent: Option<String>,
     },
     /// A claim was prepared, or could not be.
     Prepared {

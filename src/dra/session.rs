@@ -233,9 +233,8 @@ impl Serving {
             });
         });
         let observer = Arc::clone(&self.observer);
-        let ended: Report<Rpc> = Arc::new(move |Rpc { method, code, elapsed, parent }| {
-            observer(Occurrence::Rpc { method, code, elapsed, parent })
-        });
+        let ended: Report<Rpc> =
+            Arc::new(move |Rpc { method, code, elapsed }| observer(Occurrence::Rpc { method, code, elapsed }));
         let layer = layer_fn(move |service: Routes| {
             let ended = Arc::clone(&ended);
             service_fn(move |request| observed(service.clone(), request, Arc::clone(&ended)))

@@ -15,9 +15,6 @@ use tower::ServiceExt;
 
 use super::{Report, Rpc};
 
-/// The longest trace context that is kept, in bytes: the one version that there is has 55.
-const LONGEST_PARENT: usize = 128;
-
 /// Answers one RPC, and reports it.
 pub async fn observed(
     service: Routes,
@@ -25,9 +22,7 @@ pub async fn observed(
     report: Report<Rpc>,
 ) -> Result<Response<Body>, Infallible> {
     let method = request.uri().path().rsplit('/').next().unwrap_or_default().to_owned();
-    let parent = request.headers().get("traceparent").and_then(|parent| parent.to_str().ok());
-    let parent = parent.filter(|parent| parent.len() <= LONGEST_PARENT).map(str::to_owned);
-    let mut rpc = OpenRpc { report, method, start: Instant::now(), code: Code::Cancelled, parent };
+    let mut rpc = OpenRpc { report, method, start: Instant::now(), code: Code::Cancelled };
     let answer = service.oneshot(request).await?;
     // An RPC that fails before its answer has its code in the headers.
     rpc.read(answer.headers());
@@ -45,7 +40,6 @@ struct OpenRpc {
     method: String,
     start: Instant,
     code: Code,
-    parent: Option<String>,
 }
 
 impl OpenRpc {
@@ -58,8 +52,8 @@ impl OpenRpc {
 
 impl Drop for OpenRpc {
     fn drop(&mut self) {
-        let (method, parent) = (std::mem::take(&mut self.method), self.parent.take());
-        (self.report)(Rpc { method, code: name(self.code), elapsed: self.start.elapsed(), parent });
+        let method = std::mem::take(&mut self.method);
+        (self.report)(Rpc { method, code: name(self.code), elapsed: self.start.elapsed() });
     }
 }
 

@@ -23,8 +23,6 @@ pub struct Rpc {
     pub code: String,
     /// From the request's head to the end of the answer.
     pub elapsed: Duration,
-    /// The caller's trace context: the header `traceparent` (W3C). Kubelets up to 1.36 send none.
-    pub parent: Option<String>,
 }
 
 /// A connection that was not served.

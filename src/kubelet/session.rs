@@ -148,8 +148,7 @@ impl Session {
             });
         };
         let connections = accepted(listener, cut.clone(), watch::Sender::default(), Arc::new(refused));
-        let ended =
-            move |Rpc { method, code, elapsed, parent }| report(Occurrence::Rpc { method, code, elapsed, parent });
+        let ended = move |Rpc { method, code, elapsed }| report(Occurrence::Rpc { method, code, elapsed });
         let ended: crate::grpc::Report<Rpc> = Arc::new(ended);
         let layer = layer_fn(move |service: Routes| {
             let ended = Arc::clone(&ended);

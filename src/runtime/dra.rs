@@ -481,12 +481,8 @@ fn observer(node: &Node) -> (dra::Observer, mpsc::Receiver<Occurrence>) {
     const OCCURRENCES: usize = 256;
     let (metrics, readiness) = (node.metrics().register(PluginMetrics::register), node.readiness.clone());
     let (log, occurrences) = mpsc::channel(OCCURRENCES);
-    let traces = node.traces();
     let observer = move |occurrence: Occurrence| {
         metrics.count(&occurrence);
-        if let Some(traces) = &traces {
-            traces.dra(&occurrence);
-        }
         match &occurrence {
             Occurrence::Phase(phase) => {
                 // A kubelet that restarts registers the plugin again by itself.

@@ -55,7 +55,7 @@ fn sorted(text: &str) -> String {
 
 /// An RPC that ended.
 fn rpc(method: &str, code: &'static str, elapsed: Duration) -> Occurrence {
-    Occurrence::Rpc { method: method.to_owned(), code: code.to_owned(), elapsed, parent: None }
+    Occurrence::Rpc { method: method.to_owned(), code: code.to_owned(), elapsed }
 }
 
 /// Each metric once.

@@ -27,7 +27,6 @@ mod page;
 mod readiness;
 mod simulated;
 mod takeover;
-mod traces;
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -70,7 +69,6 @@ pub use log::log_to_stderr;
 pub use mps::mps_control_daemon;
 pub use node::{Node, NodeSettings};
 pub use simulated::{SimulatedFolders, start_with_dra};
-pub use traces::{Span, TracesClient, TracesSide};
 
 /// Runs a future on a runtime of our own: of one thread, which nothing holds up. Files are read and written on threads of
 /// their own, and log lines by the queue's.
@@ -86,7 +84,7 @@ pub fn block_on<T>(future: impl Future<Output = Result<T>>) -> Result<T> {
 /// Reads what the API server has about a node.
 pub type NodeReader = dyn Fn(ClusterQuestions) -> BoxFuture<'static, ClusterFacts> + Send + Sync;
 
-/// What `linkwise-cluster` adds to commands: clients of the API server, and of a collector of traces.
+/// What `linkwise-cluster` adds to commands: clients of the API server.
 #[derive(Clone, Copy, Default)]
 pub struct ApiClients<'a> {
     /// The writer of NodeFeature objects, for `linkwise labels`.
@@ -97,8 +95,6 @@ pub struct ApiClients<'a> {
     pub dra: Option<DraSide<'a>>,
     /// The writer of events about pods, for `linkwise run`.
     pub events: Option<&'a EventsClient>,
-    /// The exporter of spans, for `linkwise run`.
-    pub traces: Option<&'a TracesClient>,
 }
 
 /// DRA, with a client of the API server where there is one. `linkwise` never makes one, so that its executable has no
@@ -136,7 +132,7 @@ pub fn doctor(args: &DoctorArgs, reader: Option<&NodeReader>) -> Result<ExitCode
 enum End {
     /// For good.
     Ended,
-    /// To go on as `linkwise-cluster`, which has clients of the API server and of a collector of traces.
+    /// To go on as `linkwise-cluster`, which has clients of the API server.
     ForClusterProgram,
     /// Another process has taken over: to idle until a signal.
     HandedOver,
@@ -196,9 +192,7 @@ async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
         let why = "KUBERNETES_SERVICE_HOST is not set (no pod?), and no --kubeconfig is given";
         tracing::warn!(why, "events need the API server: none are written");
     }
-    let collector = settings.traces_endpoint.value.clone();
-    let lacks_exporter = !collector.is_empty() && clients.traces.is_none();
-    if uses_dra && clients.dra.is_none() || uses_events && clients.events.is_none() || lacks_exporter {
+    if uses_dra && clients.dra.is_none() || uses_events && clients.events.is_none() {
         return Ok(End::ForClusterProgram);
     }
     let position = takeover::Position::at(state_dir.as_deref(), &args.takeover).await;
@@ -235,9 +229,6 @@ async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
         node.metrics().placements().hide_pods();
     }
     let (owns, handed_over) = position.spawn_in(&mut node);
-    if let Some(client) = clients.traces.filter(|_| !collector.is_empty()) {
-        traces::spawn_in(&mut node, collector, args.node_name.clone(), client);
-    }
     let metrics = node.metrics().register(DriverMetrics::register);
     let release = operator::Release::new(metrics.clone());
     node.pages.follow_release(release.follow());

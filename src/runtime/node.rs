@@ -26,7 +26,6 @@ use super::keeper::{HealthSettings, Keeper};
 use super::observe::{self, GpuFailures, Reported};
 use super::page::Pages;
 use super::readiness::{Idle, Part, Readiness};
-use super::traces::Traces;
 use crate::admin::{Admin, Answers, Choice};
 use crate::allocation::AllocationReport;
 use crate::backoff::Backoff;
@@ -97,8 +96,6 @@ pub struct Node {
     /// Which parts of the node are ready.
     pub(super) readiness: Readiness,
     last_report: watch::Sender<Option<Arc<AllocationReport>>>,
-    /// Where plugins report for spans.
-    traces: Option<Traces>,
     /// The node's page.
     pub(super) pages: Pages,
     metrics: Metrics,
@@ -192,7 +189,6 @@ impl Node {
             begun_anew: Arc::default(),
             readiness,
             last_report: watch::Sender::default(),
-            traces: None,
             pages,
             plugin_metrics: metrics.register(PluginMetrics::register),
             gpu_failures: metrics.register(GpuFailures::register),
@@ -243,16 +239,6 @@ impl Node {
     /// Follows the report of the latest choice.
     pub fn last_report(&self) -> watch::Receiver<Option<Arc<AllocationReport>>> {
         self.last_report.subscribe()
-    }
-
-    /// Has the plugins that begin from now on report for spans.
-    pub(super) fn trace_to(&mut self, traces: Traces) {
-        self.traces = Some(traces);
-    }
-
-    /// Where plugins report for spans.
-    pub(super) fn traces(&self) -> Option<Traces> {
-        self.traces.clone()
     }
 
     /// Ends the node when cancelled.
@@ -471,7 +457,7 @@ impl Node {
     fn observer(&self) -> kubelet::Observer {
         let (metrics, log) = (self.plugin_metrics.clone(), self.occurrences.0.clone());
         let (last_report, readiness) = (self.last_report.clone(), self.readiness.clone());
-        let (events, traces) = (self.events(), self.traces());
+        let events = self.events();
         Arc::new(move |resource, occurrence| {
             if let Occurrence::Given { devices, offered } = occurrence {
                 // Full: what was free then stays unknown.
@@ -479,9 +465,6 @@ impl Node {
                 return;
             }
             metrics.count(resource, &occurrence);
-            if let Some(traces) = &traces {
-                traces.plugin(resource, &occurrence);
-            }
             match &occurrence {
                 Occurrence::Chosen { report, .. } => drop(last_report.send_replace(Some(Arc::clone(report)))),
                 // None of these is on the path of an admission.

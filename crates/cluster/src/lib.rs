@@ -27,7 +27,6 @@ pub mod run;
 mod server;
 pub mod simulate;
 mod slices;
-mod traces;
 
 pub use access::{Access, AccessError};
 pub use claims::ClaimReader;

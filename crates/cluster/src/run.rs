@@ -1,4 +1,4 @@
-//! `linkwise run` with what only this program has: DRA's slices and claims, events about pods, spans for a collector.
+//! `linkwise run` with what only this program has: DRA's slices and claims, events about pods.
 //!
 //! A composition root, as `labels`: the program is `linkwise`'s own.
 
@@ -6,19 +6,18 @@ use std::process::ExitCode;
 
 use linkwise::config::{Command, RunArgs};
 use linkwise::dra::Client;
-use linkwise::runtime::{ApiClients, DraSide, EventsClient, TracesClient};
+use linkwise::runtime::{ApiClients, DraSide, EventsClient};
 
 use crate::access::Access;
 use crate::metrics::ApiMetrics;
 use crate::server::Pace;
-use crate::{dra, events, traces};
+use crate::{dra, events};
 
-/// Serves the node until a signal ends it. Without an API server there are spans, and what is left of DRA is finished.
+/// Serves the node until a signal ends it. Without an API server what is left of DRA is finished.
 pub fn run(mut args: Box<RunArgs>) -> ExitCode {
     // The client's own lines about failures, which are logged here once.
     args.log.log = format!("kube_client=off,{}", args.log.log);
-    let traces: &TracesClient = &traces::client;
-    let clients = ApiClients { traces: Some(traces), dra: Some(DraSide::new(None)), ..ApiClients::default() };
+    let clients = ApiClients { dra: Some(DraSide::new(None)), ..ApiClients::default() };
     let Ok(access) = Access::of(&args.api) else { return linkwise::run(Command::Run(args), clients) };
     let metrics = ApiMetrics::default();
     let dra = dra::client(access.clone(), Pace::DEFAULT, metrics.clone());

@@ -7,7 +7,6 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use http::Uri;
 use serde::{Serialize, Serializer};
 
 use crate::config::file::{Node, Value};
@@ -141,18 +140,6 @@ pub fn absolute(given: Given<'_>) -> Result<PathBuf, String> {
 pub fn address(given: Given<'_>) -> Result<SocketAddr, String> {
     let address = given.text().and_then(|text| text.parse().ok());
     address.ok_or_else(|| given.refused("an address and a port, such as 0.0.0.0:9400"))
-}
-
-/// A collector of traces, without TLS: it is on the node, or behind what encrypts.
-pub fn collector(given: Given<'_>) -> Result<String, String> {
-    let is_address = |url: &str| {
-        url.parse::<Uri>().is_ok_and(|uri| {
-            let (authority, path) = (uri.authority(), uri.path());
-            authority.is_some_and(|authority| authority.port_u16().is_some()) && ["", "/"].contains(&path)
-        })
-    };
-    let url = given.text().filter(|url| url.starts_with("http://") && is_address(url));
-    url.map(str::to_owned).ok_or_else(|| given.refused("http://HOST:PORT, such as http://127.0.0.1:4317"))
 }
 
 /// A whole number within bounds, both included.

@@ -31,8 +31,8 @@ use crate::state::{
     DraGpus, Filter, GpuSelector, MigStrategy, NumaHints, ResourceName, ResourcePlan, Sharing, XidClass,
 };
 use given::{
-    absolute, address, boolean, choice, choices, collector, dra_driver, dra_gpus, imex_channels, interval, path,
-    path_or_empty, resource_name, text, texts, uids, whole,
+    absolute, address, boolean, choice, choices, dra_driver, dra_gpus, imex_channels, interval, path, path_or_empty,
+    resource_name, text, texts, uids, whole,
 };
 use row::Row;
 
@@ -418,10 +418,6 @@ settings! {
     /// How much of the machine's best for so many GPUs is too little, in percent
     events_below: u8 = EVENTS_BELOW, "linkwise.events.below",
         Row::new(|given| whole(given, 1, 100)).flag("events-below", "PERCENT").variables(&["LINKWISE_EVENTS_BELOW"]);
-    /// The OpenTelemetry collector that gets a span for each RPC of an admission (OTLP over gRPC), such as
-    /// http://127.0.0.1:4317; without it, there are none
-    traces_endpoint: String = String::new(), "linkwise.traces.endpoint",
-        Row::new(collector).flag("traces-endpoint", "URL").variables(&["LINKWISE_TRACES_ENDPOINT"]);
 }
 
 /// Sharing as the file has it, under the key of its kind.

@@ -24,6 +24,5 @@ mod sets;
 mod simulate;
 mod slices;
 mod support;
-mod traces;
 mod way_back;
 mod whole_node;
