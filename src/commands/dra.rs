@@ -14,7 +14,7 @@ use crate::publish::dra::slice::{Pool, SliceSpec};
 use crate::publish::dra::{
     DraFacts, DraSets, GpuLayout, PublishedSets, counters, devices, mig_counters, offered, room_for_sets,
 };
-use crate::state::{DraGpus, DriverVersions, dra_shares};
+use crate::state::{DRA_DRIVER, DraGpus, DriverVersions, dra_shares};
 use crate::topology::NodeTopology;
 
 /// The longest name of an object.
@@ -68,22 +68,21 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
         // Nobody is left to tell where standard error is closed.
         let _ = writeln!(errors, "linkwise: {problem}");
     }
-    let driver = &settings.dra_driver_name.value;
     let counters = [counters(&devices), mig_counters(&facts)].concat();
-    let pool = Pool { counters, ..Pool::new(driver, &args.node_name, devices) };
+    let pool = Pool { counters, ..Pool::new(DRA_DRIVER, &args.node_name, devices) };
     let slices = (0..).zip(pool.slices(1)).map(|(number, spec)| ResourceSlice {
         api_version: "resource.k8s.io/v1",
         kind: "ResourceSlice",
-        metadata: Metadata { name: name(number, driver, &args.node_name) },
+        metadata: Metadata { name: name(number, &args.node_name) },
         spec,
     });
     let slices: Vec<ResourceSlice> = slices.collect();
     let longest = slices.iter().map(|slice| slice.metadata.name.len()).max().unwrap_or(0);
-    ensure!(longest <= MOST_NAME, "the names of the slices would be {longest} long, with the names of driver and node");
+    ensure!(longest <= MOST_NAME, "the names of the slices would be {longest} long, with the name of the node");
     Ok(print(&text(&List::new(slices), args.format)?)?)
 }
 
 /// A name as Kubernetes' own library for DRA drivers begins it: by name, slices are in their order.
-fn name(number: usize, driver: &str, node: &str) -> String {
-    format!("{number:05x}-{driver}-{node}-slice")
+fn name(number: usize, node: &str) -> String {
+    format!("{number:05x}-{DRA_DRIVER}-{node}-slice")
 }

@@ -41,7 +41,7 @@ use crate::publish::dra::{
     SetsSwitch, SliceDevice, StoredSets, SwitchFacts, counters, devices, mig_counters, offered_now, room_for_sets,
 };
 use crate::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
-use crate::state::{Event, NodeState, PreparedClaim};
+use crate::state::{DRA_DRIVER, Event, NodeState, PreparedClaim};
 use crate::topology::set_members;
 use crate::uds::Callers;
 
@@ -95,12 +95,11 @@ pub(super) struct Given<'a> {
 pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: Option<&dra::Client>) {
     let Given { settings, name, sysfs, state_dir, injection, host_devices, specs_written, mig, mps, owns, .. } = given;
     let name = name.unwrap_or_default();
-    let driver = settings.dra_driver_name.value.clone();
-    let empty = Pool::new(driver.clone(), name.clone(), Vec::new());
+    let empty = Pool::new(DRA_DRIVER, name.clone(), Vec::new());
     // Claims name CDI devices, whatever the device plugin does.
     let names = CdiOptions { kind: cdi::kind(cdi::GPU_CLASS), annotation_prefix: None, cri: true };
     let injection = InjectionOptions { cdi: Some(names), ..injection };
-    let defaults = dra::Settings::new(driver.clone(), empty.name.clone(), state_dir.join(CLAIMS));
+    let defaults = dra::Settings::new(DRA_DRIVER, empty.name.clone(), state_dir.join(CLAIMS));
     let plugin = dra::Settings {
         registry: settings.dra_registry_dir.value.clone(),
         plugins: settings.dra_plugins_dir.value.clone(),
@@ -127,7 +126,7 @@ pub(super) fn spawn_in(node: &mut Node, given: Given<'_>, client: Option<&dra::C
     node.spawn("DRA log", log(occurrences));
     let turn = Turn { owns, state_dir, shutdown: node.shutdown() };
     if let Some(client) = client {
-        publish(node, settings, empty, (name, driver, claims), client, turn.clone());
+        publish(node, settings, empty, (name, claims), client, turn.clone());
     }
     node.spawn_until_done("DRA plugin", run_plugin(plugin, turn, snapshot, asks, observer));
 }
@@ -152,22 +151,29 @@ async fn run_plugin(
     Ok(())
 }
 
-/// Publishes the node's pool, and reads claims for the plugin. `named`: the node, the driver, and the plugin's queries.
+/// Publishes the node's pool, and reads claims for the plugin. `named`: the node, and the plugin's queries.
 fn publish(
     node: &mut Node,
     settings: &Settings,
     empty: Pool,
-    named: (String, String, mpsc::Receiver<ClaimQuery>),
+    named: (String, mpsc::Receiver<ClaimQuery>),
     client: &dra::Client,
     turn: Turn,
 ) {
-    let (name, driver, claims) = named;
+    let (name, claims) = named;
     let metrics = node.metrics().register(SliceMetrics::register);
     let (pool, wanted) = watch::channel(None);
     let (report, stored) = watch::channel(StoredPool::default());
     let sets = settings.dra_sets.value;
     let asks_version = sets != DraSets::Off || settings.dra_dynamic_mig.value;
-    let side = ApiSide { node: name, driver, asks_version, pool: wanted.clone(), stored: report, claims };
+    let side = ApiSide {
+        node: name,
+        driver: DRA_DRIVER.to_owned(),
+        asks_version,
+        pool: wanted.clone(),
+        stored: report,
+        claims,
+    };
     let shutdown = node.shutdown();
     let client = node.metrics().register(|registry| client(side, registry, shutdown));
     let maker = PoolMaker {

@@ -121,9 +121,8 @@ pub fn doctor(args: &DoctorArgs, reader: Option<&NodeReader>) -> Result<ExitCode
     }
     let settings = load(&Flags::default(), &Environment::read()).ok().map(|loaded| loaded.settings);
     let events = settings.as_ref().is_some_and(|settings| settings.events.value);
-    let driver = settings.filter(|settings| settings.dra_gpus.value != DraGpus::None);
-    let driver = driver.map(|settings| settings.dra_driver_name.value);
-    let facts = reader.zip(node).map(|(reader, node)| reader(ClusterQuestions { node, driver, events }));
+    let dra = settings.is_some_and(|settings| settings.dra_gpus.value != DraGpus::None);
+    let facts = reader.zip(node).map(|(reader, node)| reader(ClusterQuestions { node, dra, events }));
     block_on(commands::doctor(args, facts))
 }
 

@@ -16,6 +16,7 @@ use linkwise::commands::{
 };
 use linkwise::config::{Command, DoctorArgs};
 use linkwise::runtime::{ApiClients, NodeReader};
+use linkwise::state::DRA_DRIVER;
 use serde_json::json;
 
 use crate::access::Access;
@@ -33,10 +34,10 @@ pub fn run(args: DoctorArgs) -> ExitCode {
 }
 
 async fn facts(access: Access, questions: ClusterQuestions) -> ClusterFacts {
-    let ClusterQuestions { node, driver, events } = questions;
-    let dra = match driver {
-        Some(driver) => Some(of_dra(access.clone(), &node, &driver).await),
-        None => None,
+    let ClusterQuestions { node, dra, events } = questions;
+    let dra = match dra {
+        true => Some(of_dra(access.clone(), &node).await),
+        false => None,
     };
     let events = match events {
         true => Some(missing_rights(access.clone()).await),
@@ -66,23 +67,23 @@ async fn missing_rights(access: Access) -> MissingRights {
     Ok(missing)
 }
 
-async fn of_dra(access: Access, node: &str, driver: &str) -> DraFound {
+async fn of_dra(access: Access, node: &str) -> DraFound {
     let mut server = ApiServer::new(access, Pace::DEFAULT, ApiMetrics::default());
     let (classes, slices) = ("deviceclasses", "resourceslices");
     let resource =
         |kind, plural| ApiResource::from_gvk_with_plural(&GroupVersionKind::gvk("resource.k8s.io", "v1", kind), plural);
     let class = resource("DeviceClass", classes);
-    let get = |client| async move { Api::<DynamicObject>::all_with(client, &class).get_opt(driver).await };
+    let get = |client| async move { Api::<DynamicObject>::all_with(client, &class).get_opt(DRA_DRIVER).await };
     let found = server.call(classes, "get", get).await;
     let class = found.map_err(|error| linkwise::errors::chain(&error).to_string());
     let has_class = class.as_ref().map(Option::is_some).map_err(Clone::clone);
     let mapped = |class: DynamicObject| Some(class.data["spec"]["extendedResourceName"].as_str()?.to_owned());
     let extended_resource = match class.ok().flatten().and_then(mapped) {
-        Some(name) => extended_resource(&mut server, node, driver, name).await.map(Some),
+        Some(name) => extended_resource(&mut server, node, name).await.map(Some),
         None => Ok(None),
     };
     let slice = resource("ResourceSlice", slices);
-    let params = ListParams::default().fields(&format!("spec.nodeName={node},spec.driver={driver}"));
+    let params = ListParams::default().fields(&format!("spec.nodeName={node},spec.driver={DRA_DRIVER}"));
     let list = |client| async move { Api::<DynamicObject>::all_with(client, &slice).list_metadata(&params).await };
     let slices = match server.call(slices, "list", list).await {
         Ok(listed) => {
@@ -95,7 +96,7 @@ async fn of_dra(access: Access, node: &str, driver: &str) -> DraFound {
         Err(error) => Err(linkwise::errors::chain(&error).to_string()),
     };
     let pod_policy = pod_policy(&mut server).await;
-    DraFound { driver: driver.to_owned(), has_class, slices, pod_policy, extended_resource }
+    DraFound { has_class, slices, pod_policy, extended_resource }
 }
 
 /// Looks for the policy for unchanged pods, then for its binding.
@@ -123,18 +124,13 @@ async fn pod_policy(server: &mut ApiServer) -> Result<PodPolicy, String> {
 }
 
 /// How many devices of a device plugin the Node's status has under the name of a class's extended resource.
-async fn extended_resource(
-    server: &mut ApiServer,
-    node: &str,
-    class: &str,
-    name: String,
-) -> Result<ExtendedResourceFound, String> {
+async fn extended_resource(server: &mut ApiServer, node: &str, name: String) -> Result<ExtendedResourceFound, String> {
     let get = |client| async move { Api::<Node>::all(client).get(node).await };
     let found = server.call("nodes", "get", get).await;
     let status = found.map_err(|error| linkwise::errors::chain(&error).to_string())?.status.unwrap_or_default();
     let counted = |quantities: Option<BTreeMap<String, Quantity>>| quantities?.get(&name)?.0.parse().ok();
     let (allocatable, capacity) = (counted(status.allocatable), counted(status.capacity));
-    Ok(ExtendedResourceFound { name, class: class.to_owned(), allocatable, capacity })
+    Ok(ExtendedResourceFound { name, allocatable, capacity })
 }
 
 /// The NodeFeatures of the node in all namespaces. A cluster that has no such objects has none of this node.

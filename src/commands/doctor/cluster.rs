@@ -30,8 +30,8 @@ pub type NodeFeatures = Result<Vec<NodeFeatureFound>, String>;
 pub struct ClusterQuestions {
     /// The node's name.
     pub node: String,
-    /// The DRA driver, where GPUs go through DRA.
-    pub driver: Option<String>,
+    /// Whether GPUs go through DRA.
+    pub dra: bool,
     /// Whether events about pods are to be written.
     pub events: bool,
 }
@@ -50,8 +50,6 @@ pub struct ClusterFacts {
 /// What there is of DRA, each part or why it is unknown.
 #[derive(Clone, Debug)]
 pub struct DraFound {
-    /// The driver.
-    pub driver: String,
     /// Whether there is the DeviceClass of the driver's name.
     pub has_class: Result<bool, String>,
     /// The driver's ResourceSlices on this node: their names, and the programs that wrote them.
@@ -62,13 +60,11 @@ pub struct DraFound {
     pub extended_resource: Result<Option<ExtendedResourceFound>, String>,
 }
 
-/// The extended resource of a DeviceClass, as the kubelet counts a device plugin's on this node.
+/// The extended resource of the DeviceClass, as the kubelet counts a device plugin's on this node.
 #[derive(Clone, Debug)]
 pub struct ExtendedResourceFound {
     /// The resource.
     pub name: String,
-    /// The class.
-    pub class: String,
     /// How many devices the Node's status has as allocatable; `None` where it does not name the resource.
     pub allocatable: Option<u64>,
     /// The same in all, unhealthy ones included.

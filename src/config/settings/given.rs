@@ -188,17 +188,6 @@ pub fn group_sizes(given: Given<'_>) -> Result<GroupSizes, String> {
     GroupSizes::new(sizes).map_err(|error| error.to_string())
 }
 
-/// The name of a DRA driver: a DNS subdomain of at most 63 characters (k8s `ValidateDriverName`).
-pub fn dra_driver(given: Given<'_>) -> Result<String, String> {
-    let is_label = |label: &str| {
-        let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
-        !label.is_empty() && !label.starts_with('-') && !label.ends_with('-') && label.bytes().all(inner)
-    };
-    let name = given.text().filter(|name| name.len() <= 63 && name.split('.').all(is_label));
-    let expected = "a DNS name of at most 63 characters, such as gpu.nvidia.com";
-    name.map(str::to_owned).ok_or_else(|| given.refused(expected))
-}
-
 /// IMEX channels: none, or channel 0, which is all that the NVIDIA plugin allows.
 pub fn imex_channels(given: Given<'_>) -> Result<Vec<u32>, String> {
     let channels = given.items("a list of channels", |item| whole(item, 0, u32::MAX))?;
@@ -348,14 +337,6 @@ mod tests {
         }
         assert!(dra_gpus(Given::Node(&node(Value::Bool(true)))).is_err());
         assert!(dra_gpus(Given::Node(&node(Value::List(vec![node(Value::Whole(-1))])))).is_err());
-    }
-
-    #[test]
-    fn dra_driver_is_a_dns_name() {
-        assert_eq!(dra_driver(Given::Text("gpu.nvidia.com")).unwrap(), "gpu.nvidia.com");
-        for wrong in ["", ".", "gpu.", "-gpu.nvidia.com", "GPU.nvidia.com", "gpu_nvidia.com", &"a".repeat(64)] {
-            assert!(dra_driver(Given::Text(wrong)).is_err(), "{wrong}");
-        }
     }
 
     #[test]

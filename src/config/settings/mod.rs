@@ -31,8 +31,8 @@ use crate::state::{
     DraGpus, Filter, GpuSelector, MigStrategy, NumaHints, ResourceName, ResourcePlan, Sharing, XidClass,
 };
 use given::{
-    absolute, address, boolean, choice, choices, dra_driver, dra_gpus, imex_channels, interval, path, path_or_empty,
-    resource_name, text, texts, uids, whole,
+    absolute, address, boolean, choice, choices, dra_gpus, imex_channels, interval, path, path_or_empty, resource_name,
+    text, texts, uids, whole,
 };
 use row::Row;
 
@@ -54,9 +54,6 @@ pub(super) const POD_RESOURCES_SOCKET: &str = "/var/lib/kubelet/pod-resources/ku
 /// Less than this percentage of the machine's best is worth an event. What NVLinks and PCIe paths offer mostly differs by
 /// a factor of two or more (docs/bandwidth.md): it is between the best and half of it.
 const EVENTS_BELOW: u8 = 75;
-
-/// NVIDIA's DRA driver, whose place linkwise takes on a node.
-pub(super) const DRA_DRIVER: &str = "gpu.nvidia.com";
 
 /// A setting.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -389,9 +386,6 @@ settings! {
     /// addresses and models
     dra_gpus: DraGpus = DraGpus::None, "linkwise.dra.gpus",
         Row::new(dra_gpus).flag("dra-gpus", "LIST").variables(&["LINKWISE_DRA_GPUS"]).at_once();
-    /// The name of the DRA driver: NVIDIA's, so that its DeviceClasses and claims work unchanged
-    dra_driver_name: String = DRA_DRIVER.to_owned(), "linkwise.dra.driverName",
-        Row::new(dra_driver).flag("dra-driver-name", "NAME").variables(&["LINKWISE_DRA_DRIVER_NAME"]);
     /// The numbers of GPUs for which groups are published: what jobs ask for, at most four of 2 to 32
     dra_groups: GroupSizes = GroupSizes::default(), "linkwise.dra.groups",
         Row::new(group_sizes).flag("dra-groups", "LIST").variables(&["LINKWISE_DRA_GROUPS"]);

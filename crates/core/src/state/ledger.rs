@@ -20,7 +20,7 @@ use crate::quote::quoted;
 use crate::topology::{Gpu, GpuUuid, MigUuid, NodeTopology, hardware_of, set_members};
 
 /// The DRA driver whose devices are GPUs of this node: NVIDIA's, and linkwise in its place.
-const DRA_DRIVER: &str = "gpu.nvidia.com";
+pub const DRA_DRIVER: &str = "gpu.nvidia.com";
 
 /// Which hardware is held.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

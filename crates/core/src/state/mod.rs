@@ -54,7 +54,7 @@ pub use doors::{DRA_GRACE, Door};
 pub use event::{Effect, Event, MigInstance};
 pub use hardware::{DriverVersions, Hardware};
 pub use holdings::{ClaimedDevice, ContainerHoldings, ContainerName, Holdings, ResourceDevice};
-pub use ledger::{Ledger, NAMES_KEPT, PreparedClaim, gpu_behind, gpu_of};
+pub use ledger::{DRA_DRIVER, Ledger, NAMES_KEPT, PreparedClaim, gpu_behind, gpu_of};
 pub(crate) use mps::VOLTA;
 pub use mps::{MpsGpu, MpsShare};
 pub use numa_hints::NumaHints;
