@@ -225,12 +225,12 @@ pub fn claim(args: &ClaimArgs) -> Result<()> {
 
 /// The specification of a claim for so many GPUs of any node, as the command prints it by default.
 pub fn any_claim(gpus: u8) -> Result<Value, serde_json::Error> {
-    serde_json::to_value(Spec::Devices(in_groups(gpus, &any_groups(gpus, &GroupSizes::default()), false)))
+    serde_json::to_value(Spec::Devices(in_groups(gpus, &any_groups(gpus), false)))
 }
 
 /// The attributes by which a claim of this size finds groups, of all that a node may have.
-fn any_groups(gpus: u8, sizes: &GroupSizes) -> Vec<String> {
-    match sizes.holding(usize::from(gpus)) {
+fn any_groups(gpus: u8) -> Vec<String> {
+    match GroupSizes::default().holding(usize::from(gpus)) {
         _ if gpus == 1 => Vec::new(),
         Some(size) => size.names().collect(),
         None => vec![NVLINK_DOMAIN.to_owned()],
@@ -239,11 +239,11 @@ fn any_groups(gpus: u8, sizes: &GroupSizes) -> Vec<String> {
 
 /// The attributes by which a claim of this size finds groups: those of a machine, or all that a node may have.
 fn groups(args: &ClaimArgs) -> Result<Vec<String>> {
-    let mut groups = any_groups(args.gpus, &args.dra_groups);
+    let mut groups = any_groups(args.gpus);
     if let Some(node) = args.node.as_ref().filter(|_| args.gpus > 1) {
         let (topology, _) = NodeTopology::assemble(&machines::load(node)?.observed);
         let gpus = (0..topology.gpus().len()).collect();
-        let layout = GpuLayout::of(&super::tables(topology), gpus, &args.dra_groups);
+        let layout = GpuLayout::of(&super::tables(topology), gpus, &GroupSizes::default());
         let is_there = |name: &String| match name.as_str() {
             NVLINK_DOMAIN => !layout.nvlink_domains.is_empty(),
             _ => layout.families.iter().any(|family| family.name == *name),

@@ -12,7 +12,7 @@ use crate::config::settings::load;
 use crate::config::{DraArgs, Environment};
 use crate::publish::dra::slice::{Pool, SliceSpec};
 use crate::publish::dra::{
-    DraFacts, DraSets, GpuLayout, PublishedSets, counters, devices, mig_counters, offered, room_for_sets,
+    DraFacts, DraSets, GpuLayout, GroupSizes, PublishedSets, counters, devices, mig_counters, offered, room_for_sets,
 };
 use crate::state::{DRA_DRIVER, DraGpus, DriverVersions, dra_shares};
 use crate::topology::NodeTopology;
@@ -50,7 +50,7 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
     let (shares, not_shared) = dra_shares(&topology, &plan);
     let is_whole = |place: &usize| topology.gpus().get(*place).is_some_and(|gpu| !shares.contains_key(&gpu.uuid));
     let tables = super::tables(topology.clone());
-    let sizes = &settings.dra_groups.value;
+    let sizes = &GroupSizes::default();
     let layout = GpuLayout::of(&tables, gpus.places().filter(is_whole).collect(), sizes);
     let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout).shared(&shares);
     let with_sets;

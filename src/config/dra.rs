@@ -2,8 +2,7 @@
 
 use clap::{Args, ValueEnum};
 
-use super::{Flags, NodeArgs, settings};
-use crate::publish::dra::GroupSizes;
+use super::{Flags, NodeArgs};
 use crate::quantity;
 use crate::topology::{MigProfile, MigProfileError};
 
@@ -60,9 +59,6 @@ pub struct ClaimArgs {
     /// List the groups of this machine only: a built-in name or a file, as --node of other commands
     #[arg(long, value_name = "NAME|FILE", conflicts_with_all = ["mig", "near"])]
     pub node: Option<String>,
-    /// The sizes of groups that the nodes publish: their --dra-groups
-    #[arg(long, value_name = "LIST", default_value = "2,4,8", value_parser = group_sizes, conflicts_with_all = ["mig", "near"])]
-    pub dra_groups: GroupSizes,
     /// The form of the manifest
     #[arg(long, default_value = "yaml")]
     pub format: ManifestFormat,
@@ -97,10 +93,6 @@ pub enum ClaimKind {
     Pod,
     /// A ResourceClaimTemplate, and a Deployment whose pods use it.
     Deployment,
-}
-
-fn group_sizes(text: &str) -> Result<GroupSizes, String> {
-    settings::group_sizes(settings::Given::Text(text))
 }
 
 fn memory(text: &str) -> Result<String, String> {

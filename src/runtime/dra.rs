@@ -180,7 +180,7 @@ fn publish(
         empty,
         evict_from_lost: settings.dra_evict_lost.value,
         dynamic_mig: settings.dra_dynamic_mig.value,
-        sizes: settings.dra_groups.value.clone(),
+        sizes: GroupSizes::default(),
         sets,
         switch: SetsSwitch::default(),
         started: Instant::now(),

@@ -37,6 +37,11 @@ fn schema() -> Value {
 /// Read by the templates of NVIDIA's chart and missing in its values, or helm's own.
 const UNLISTED: [&str; 4] = ["global", "nfd.enabled", "noTimestamp", "sleepInterval"];
 
+/// Removed values, which the chart refuses with what to use instead.
+const REMOVED: &[&str] = &[
+    "dra.groups", //
+];
+
 #[test]
 fn schema_has_the_values_and_no_more() {
     fn in_schema(schema: &Value, prefix: &str, found: &mut BTreeSet<String>) {
@@ -56,6 +61,7 @@ fn schema_has_the_values_and_no_more() {
     // Values of NFD's chart are free.
     listed.remove("nfd");
     listed.extend(UNLISTED.map(str::to_owned));
+    listed.extend(REMOVED.iter().map(|value| (*value).to_owned()));
     assert_eq!(found, listed);
 }
 

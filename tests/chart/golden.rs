@@ -104,7 +104,6 @@ fn programs_are_switched_on_and_off() {
         &[
             "dra.enabled=true",
             "dra.gpus={0,1}",
-            "dra.groups={2,8}",
             "dra.evictLost=true",
             "dra.dynamicMig=true",
             "dra.migRights=true",

@@ -69,6 +69,26 @@ fn mig_on_demand_without_its_rights_is_refused() {
 }
 
 #[test]
+fn removed_values_are_refused_with_what_to_use() {
+    let Some(helm) = Helm::found() else { return };
+    for (value, words) in [
+        ("dra.groups={2,6}", ["dra.groups:", "Leave it out", "linkwise claim --gpus N"]),
+        (
+            "config.map.a=linkwise: {dra: {groups: []}}",
+            ["config.map.a: linkwise.dra.groups:", "Leave it out", "--gpus N"],
+        ),
+        (
+            "config.map.a=linkwise: {dra: {driverName: x}}",
+            ["linkwise.dra.driverName:", "Leave it out", "use gpu.nvidia.com"],
+        ),
+        ("config.map.a=linkwise: {traces: {}}", ["config.map.a: linkwise.traces:", "Leave it out", "log"]),
+    ] {
+        refused(&helm, &[value], &words);
+    }
+    assert!(!helm.objects(&["dra.groups=null"]).is_empty());
+}
+
+#[test]
 fn values_of_wrong_type_are_refused_by_name() {
     let Some(helm) = Helm::found() else { return };
     for (value, name) in [

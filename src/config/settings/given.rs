@@ -10,7 +10,6 @@ use std::time::Duration;
 use serde::{Serialize, Serializer};
 
 use crate::config::file::{Node, Value};
-use crate::publish::dra::GroupSizes;
 use crate::quote::{excerpt, quoted};
 use crate::state::{DraGpus, GpuSelector, ResourceName, ResourceNameError};
 use crate::words::Words;
@@ -179,13 +178,6 @@ pub fn dra_gpus(given: Given<'_>) -> Result<DraGpus, String> {
         _ => gpu_selector(item),
     })?;
     Ok(if gpus.is_empty() { DraGpus::None } else { DraGpus::Some(gpus) })
-}
-
-/// Sizes of groups.
-pub fn group_sizes(given: Given<'_>) -> Result<GroupSizes, String> {
-    let (least, most) = (GroupSizes::LEAST_GPUS, GroupSizes::MOST_GPUS);
-    let sizes = given.items("a list of numbers of GPUs", |item| whole(item, least, most))?;
-    GroupSizes::new(sizes).map_err(|error| error.to_string())
 }
 
 /// IMEX channels: none, or channel 0, which is all that the NVIDIA plugin allows.

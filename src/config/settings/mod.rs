@@ -26,7 +26,7 @@ use serde_json::{Value as Json, json};
 
 use super::file::{File, Finding, Severity};
 use crate::allocation::AllocationPolicy;
-use crate::publish::dra::{DraSets, GroupSizes};
+use crate::publish::dra::DraSets;
 use crate::state::{
     DraGpus, Filter, GpuSelector, MigStrategy, NumaHints, ResourceName, ResourcePlan, Sharing, XidClass,
 };
@@ -38,8 +38,8 @@ use row::Row;
 
 pub use choices::{DeviceIdStrategy, DeviceListStrategy, DiscoveryStrategy, OnNvmlLoss, SharedPolicy};
 pub use environment::Environment;
+pub(super) use given::Given;
 pub use given::Interval;
-pub(super) use given::{Given, group_sizes};
 pub use load::{ConfigError, Loaded, check, load, load_text};
 pub(in crate::config) use load::{LONGEST_FILE, text_of};
 pub use row::{Flags, Sources};
@@ -386,9 +386,6 @@ settings! {
     /// addresses and models
     dra_gpus: DraGpus = DraGpus::None, "linkwise.dra.gpus",
         Row::new(dra_gpus).flag("dra-gpus", "LIST").variables(&["LINKWISE_DRA_GPUS"]).at_once();
-    /// The numbers of GPUs for which groups are published: what jobs ask for, at most four of 2 to 32
-    dra_groups: GroupSizes = GroupSizes::default(), "linkwise.dra.groups",
-        Row::new(group_sizes).flag("dra-groups", "LIST").variables(&["LINKWISE_DRA_GROUPS"]);
     /// Evict pods from a GPU that is lost: its taint has the effect NoExecute
     dra_evict_lost: bool = false, "linkwise.dra.evictLost",
         Row::new(boolean).flag("dra-evict-lost", "BOOL").variables(&["LINKWISE_DRA_EVICT_LOST"]);
