@@ -28,5 +28,4 @@ mod watchdog;
 
 pub use call::{Answer, CallError, Fault, Reason};
 pub use probe::{COUNT, HANDLE, REGISTER};
-pub use raw::unmap_code;
 pub use watchdog::Limits;

@@ -49,8 +49,8 @@ use crate::hwloc;
 use crate::kubelet;
 use crate::metrics::{self, Metrics};
 use crate::mps::Layout;
+use crate::nvml::Limits;
 use crate::nvml::child::AgentCommand;
-use crate::nvml::{self, Limits};
 use crate::state::{DraGpus, Event, XidPolicy};
 use crate::uds::Callers;
 
@@ -150,14 +150,8 @@ pub fn run(args: &RunArgs, clients: ApiClients<'_>) -> Result<()> {
     }
 }
 
-/// When a start is over: GPUs are discovered, plugins registered, and CDI specs and labels written.
-const START: Duration = Duration::from_secs(10);
-
 /// How often an admin socket is tried that another process has.
 const ADMIN_PAUSE: Duration = Duration::from_millis(100);
-
-/// How long code that ran stays mapped at most.
-const CODE: Duration = Duration::from_secs(3600);
 
 async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
     // First of all: PID 1 of a container ignores every signal that it has no handler for.
@@ -297,7 +291,6 @@ async fn serve(args: &RunArgs, clients: ApiClients<'_>) -> Result<End> {
         let orders = operator::orders(&node, &release);
         node.spawn("admin socket", serve_operators(path, admin, orders));
     }
-    node.spawn("code of the start", give_back_code());
     let shutdown = node.shutdown();
     node.spawn("signals", async move {
         let name = loop {
@@ -374,18 +367,6 @@ async fn answer_probes(metrics: &Metrics, address: SocketAddr, signals: &mut [st
         _ = ended(interrupt) => {}
     }
     tracing::info!("ending, long after another linkwise has taken over");
-}
-
-/// Unmaps what only the start ran, and later what a reload ran.
-async fn give_back_code() -> Result<()> {
-    let mut pause = START;
-    loop {
-        tokio::time::sleep(pause).await;
-        if let Err(error) = nvml::unmap_code() {
-            tracing::debug!(%error, "the code of the start stays mapped");
-        }
-        pause = CODE;
-    }
 }
 
 /// What follows the driver, with the options' values. `beside`: its metrics, why the node is idle, and whether an
