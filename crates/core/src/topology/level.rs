@@ -43,8 +43,6 @@ impl TopologyLevel {
 pub struct Rank(u8);
 
 impl Rank {
-    /// The nearest rank.
-    pub const NEAREST: Self = Self(0);
     /// The farthest rank, which is also that of a pair of which nothing is known.
     pub const FARTHEST: Self = Self(5);
     /// The farthest rank of two GPUs below one PCIe switch, or a cascade of them.

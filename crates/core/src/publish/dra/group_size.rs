@@ -3,10 +3,6 @@
 use crate::prelude::*;
 
 use serde::Serialize;
-use thiserror::Error;
-
-/// The most sizes: more would leave too few attributes for each.
-const MOST_SIZES: usize = 4;
 
 /// A number of GPUs for which groups are published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -54,43 +50,11 @@ impl Default for GroupSizes {
     }
 }
 
-/// What is wrong with a list of sizes.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum GroupSizesError {
-    /// A group of this size cannot be claimed, or is no group.
-    #[error("a group of {0} GPUs: groups have {least} to {most} GPUs", least = GroupSizes::LEAST_GPUS, most = GroupSizes::MOST_GPUS)]
-    Size(usize),
-    /// More sizes than a device has attributes for.
-    #[error("{0} sizes of groups: at most {MOST_SIZES}")]
-    TooMany(usize),
-}
-
 impl GroupSizes {
-    /// The fewest GPUs of a group.
-    pub const LEAST_GPUS: usize = 2;
-
-    /// The most: what a claim takes (`resource.k8s.io/v1`, `AllocationResultsMaxSize`).
-    pub const MOST_GPUS: usize = 32;
-
-    /// These sizes, in any order, each as often as it may be said. None at all: no groups are published.
-    ///
-    /// # Errors
-    ///
-    /// A size is not one of 2 to 32, or there are more than four.
-    pub fn new(sizes: impl IntoIterator<Item = usize>) -> Result<Self, GroupSizesError> {
-        let mut all: Vec<GroupSize> = Vec::new();
-        for gpus in sizes {
-            if !(Self::LEAST_GPUS..=Self::MOST_GPUS).contains(&gpus) {
-                return Err(GroupSizesError::Size(gpus));
-            }
-            all.push(GroupSize(gpus));
-        }
-        all.sort_unstable();
-        all.dedup();
-        if all.len() > MOST_SIZES {
-            return Err(GroupSizesError::TooMany(all.len()));
-        }
-        Ok(Self(all))
+    /// Other sizes than a node has, ascending.
+    #[cfg(test)]
+    pub(super) fn of(sizes: &[usize]) -> Self {
+        Self(sizes.iter().copied().map(GroupSize).collect())
     }
 
     /// The sizes, ascending.
@@ -110,7 +74,7 @@ mod tests {
 
     #[test]
     fn claim_has_room_for_all_names_of_a_size() {
-        for size in GroupSizes::new([2, 3, 8, 32]).unwrap().iter() {
+        for size in GroupSizes::of(&[2, 3, 8, 32]).iter() {
             let names: Vec<String> = size.names().collect();
             assert_eq!(names.len(), 7, "{names:?}");
             // An attribute's name is a C identifier of at most 32 characters.
@@ -121,14 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_checked_and_sorted() {
-        let sizes = |of: &[usize]| GroupSizes::new(of.iter().copied());
-        let list = |of: &[usize]| -> Vec<usize> { sizes(of).unwrap().iter().map(GroupSize::gpus).collect() };
-        assert_eq!(list(&[8, 2, 8]), [2, 8]);
-        assert_eq!(list(&[]), [0; 0]);
-        assert_eq!(sizes(&[2, 1]), Err(GroupSizesError::Size(1)));
-        assert_eq!(sizes(&[33]), Err(GroupSizesError::Size(33)));
-        assert_eq!(sizes(&[2, 3, 4, 5, 6]), Err(GroupSizesError::TooMany(5)));
+    fn smallest_size_that_fits_holds_gpus() {
         let held = |gpus| GroupSizes::default().holding(gpus).map(GroupSize::gpus);
         assert_eq!([1, 2, 3, 8, 9].map(held), [Some(2), Some(2), Some(4), Some(8), None]);
     }

@@ -35,7 +35,7 @@ pub use crate::topology::{device_name, hardware_of};
 pub use dynamic_mig::counters as mig_counters;
 pub use facts::{DraDevice, DraFacts, DraSettings, offered, offered_now};
 pub use families::{Family, Group};
-pub use group_size::{GroupSize, GroupSizes, GroupSizesError};
+pub use group_size::{GroupSize, GroupSizes};
 pub use layout::{GpuLayout, LayoutCache};
 pub use set_devices::{GPU_COUNTERS, PublishedSets, SET_TYPE, counters};
 pub use sets::{MOST_DEVICES_WITH_SETS, RankedSet, room_for_sets};

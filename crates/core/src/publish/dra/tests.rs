@@ -114,7 +114,7 @@ fn groups_are_of_the_published_gpus_alone() {
 
 /// The families of a machine's GPUs, and their groups as bits.
 fn families(topology: NodeTopology, sizes: &[usize]) -> Vec<(String, Vec<u64>)> {
-    let sizes = GroupSizes::new(sizes.iter().copied()).unwrap();
+    let sizes = GroupSizes::of(sizes);
     let gpus = (0..topology.gpus().len()).collect();
     let layout = GpuLayout::of(&AllocationTables::new(Arc::new(topology)), gpus, &sizes);
     let bits = |family: &Family| family.groups.iter().map(|group| group.gpus.0).collect();
@@ -187,7 +187,7 @@ fn layout_is_kept_for_the_same_tables_and_gpus() {
     let (mut cache, sizes) = (LayoutCache::default(), GroupSizes::default());
     let whole = cache.layout(&tables, (0..4).collect(), &sizes, 0);
     assert!(Arc::ptr_eq(&whole, &cache.layout(&tables, (0..4).collect(), &sizes, 0)));
-    assert_ne!(whole, cache.layout(&tables, (0..4).collect(), &GroupSizes::new([2]).unwrap(), 0));
+    assert_ne!(whole, cache.layout(&tables, (0..4).collect(), &GroupSizes::of(&[2]), 0));
     let part = cache.layout(&tables, (0..2).collect(), &sizes, 0);
     assert_eq!(part.order.len(), 2);
     let others = Arc::new(AllocationTables::new(Arc::new(NodeTopology::default())));
@@ -199,7 +199,7 @@ fn group_keeps_its_name_when_its_first_gpu_is_lost() {
     let gpu = |n: u32| format!("{{\"index\": {n}, \"uuid\": \"GPU-{n}\", \"pci\": \"0000:0{n}:00.0\"}}");
     let alike = node(&(0..5).map(gpu).collect::<Vec<_>>().join(", "));
     let tables = |places: &[usize]| Arc::new(AllocationTables::new(Arc::new(alike.restricted(places))));
-    let (mut cache, sizes) = (LayoutCache::default(), GroupSizes::new([2]).unwrap());
+    let (mut cache, sizes) = (LayoutCache::default(), GroupSizes::of(&[2]));
     let whole = cache.layout(&tables(&[0, 1, 2, 3, 4]), (0..5).collect(), &sizes, 0);
     let fewer = cache.layout(&tables(&[1, 2, 3, 4]), (0..4).collect(), &sizes, 0);
     let [before, after] = [&whole, &fewer].map(|layout| layout.families[0].groups[0]);
@@ -210,7 +210,7 @@ fn group_keeps_its_name_when_its_first_gpu_is_lost() {
 #[test]
 fn lost_gpu_leaves_the_groups_of_others_as_they_were() {
     let tables = |places: &[usize]| Arc::new(AllocationTables::new(Arc::new(chain().restricted(places))));
-    let (mut cache, sizes) = (LayoutCache::default(), GroupSizes::new([2]).unwrap());
+    let (mut cache, sizes) = (LayoutCache::default(), GroupSizes::of(&[2]));
     let whole = cache.layout(&tables(&[0, 1, 2, 3]), (0..4).collect(), &sizes, 0);
     let without_first = cache.layout(&tables(&[1, 2, 3]), (0..3).collect(), &sizes, 0);
     let groups = |layout: &GpuLayout| -> Vec<(String, Vec<u64>)> {
