@@ -7,7 +7,7 @@ use crate::quote::excerpt;
 
 /// Keys whose values are read as a whole, and the old name of a setting, as paths; `[]` stands for the items of a list. The keys of single settings
 /// come from the settings' table.
-const COMPOUND: [&str; 21] = [
+const COMPOUND: [&str; 20] = [
     "version",
     "resources.gpus[].pattern",
     "resources.gpus[].name",
@@ -26,7 +26,6 @@ const COMPOUND: [&str; 21] = [
     "sharing.mps.resources[].devices",
     "sharing.mps.resources[].replicas",
     "linkwise.filter.exclude",
-    "linkwise.filter.keepDisplay",
     "linkwise.health.xids",
     "linkwise.policies",
 ];

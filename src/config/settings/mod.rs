@@ -189,11 +189,6 @@ macro_rules! settings {
                 if settings.dev_root.origin == Origin::Default {
                     settings.dev_root.value.clone_from(&settings.driver_root.value);
                 }
-                if let Some(exclude) = selection::displays_not_kept(file, findings)
-                    && settings.exclude_displays.origin == Origin::Default
-                {
-                    settings.exclude_displays = exclude;
-                }
                 rules::check(&settings, &rules::Lists { gpus, mig, shared, exclude }, findings);
                 findings.sort_by_key(|finding| finding.line.unwrap_or(0));
                 settings

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use super::given::{Given, boolean, gpu_selector, resource_name};
+use super::given::{Given, gpu_selector, resource_name};
 use super::{Origin, Setting};
 use crate::config::file::{File, Finding, Node, Value};
 use crate::quote::excerpt;
@@ -136,14 +136,6 @@ pub fn exclude(file: &File, findings: &mut Vec<Finding>) -> Vec<Item<GpuSelector
         }
     };
     items.iter().enumerate().filter_map(read).collect()
-}
-
-/// Reads `linkwise.filter.keepDisplay`, the older name of the opposite of `excludeDisplays`.
-pub fn displays_not_kept(file: &File, findings: &mut Vec<Finding>) -> Option<Setting<bool>> {
-    const PATH: &str = "linkwise.filter.keepDisplay";
-    let node = file.at(PATH)?;
-    let keep = boolean(Given::Node(node)).map_err(|problem| findings.push(Finding::error(node.line, PATH, problem)));
-    Some(Setting { value: !keep.ok()?, origin: Origin::File { line: node.line } })
 }
 
 /// Reads a mapping whose keys are data: `linkwise.health.xids`, `linkwise.policies`.

@@ -229,25 +229,6 @@ fn text_of_the_file_is_escaped_in_findings() {
 }
 
 #[test]
-fn old_key_of_displays_keeps_its_meaning() {
-    let none = Environment::default();
-    let filter = |args: &[&str], environment: &Environment, text: &str| {
-        let (settings, findings) = build(args, environment, text);
-        assert_eq!(findings, [], "{text}");
-        settings.plan().filter.exclude_displays
-    };
-    assert!(!filter(&[], &none, ""), "as with the NVIDIA plugin");
-    assert!(filter(&[], &none, "linkwise: {filter: {keepDisplay: false}}"));
-    assert!(!filter(&[], &none, "linkwise: {filter: {keepDisplay: true}}"));
-    assert!(filter(&[], &none, "linkwise: {filter: {keepDisplay: true, excludeDisplays: true}}"));
-    let variable = Environment::of([("LINKWISE_EXCLUDE_DISPLAYS", "true")]);
-    assert!(filter(&[], &variable, "linkwise: {filter: {keepDisplay: true}}"));
-    assert!(!filter(&["--exclude-displays=false"], &variable, "linkwise: {filter: {keepDisplay: false}}"));
-    let wrong = errors("linkwise: {filter: {keepDisplay: 3}}");
-    assert_eq!(wrong, ["line 1: linkwise.filter.keepDisplay: expected true or false, found 3"]);
-}
-
-#[test]
 fn gpus_that_nvml_lacks_are_refused_by_name() {
     for (strategy, words) in [("tegra", "integrated GPUs of Tegra"), ("vfio", "bound to vfio-pci")] {
         let environment = Environment::of([("DEVICE_DISCOVERY_STRATEGY", strategy)]);
