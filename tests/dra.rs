@@ -17,7 +17,6 @@ mod dra {
     pub mod limits;
     pub mod mig;
     pub mod order;
-    pub mod sets;
     pub mod shares;
     pub mod state;
 }

@@ -11,9 +11,7 @@ use super::output::print;
 use crate::config::settings::load;
 use crate::config::{DraArgs, Environment};
 use crate::publish::dra::slice::{Pool, SliceSpec};
-use crate::publish::dra::{
-    DraFacts, DraSets, GpuLayout, PublishedSets, counters, devices, mig_counters, offered, room_for_sets,
-};
+use crate::publish::dra::{DraFacts, GpuLayout, devices, mig_counters, offered};
 use crate::state::{DraGpus, DriverVersions, dra_shares};
 use crate::topology::NodeTopology;
 
@@ -50,16 +48,9 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
     let (shares, not_shared) = dra_shares(&topology, &plan);
     let is_whole = |place: &usize| topology.gpus().get(*place).is_some_and(|gpu| !shares.contains_key(&gpu.uuid));
     let tables = super::tables(topology.clone());
-    let sizes = &settings.dra_groups.value;
-    let layout = GpuLayout::of(&tables, gpus.places().filter(is_whole).collect(), sizes);
+    let whole = gpus.places().filter(is_whole).collect();
+    let layout = GpuLayout::of(&tables, whole, &settings.dra_groups.value);
     let mut facts = DraFacts::of_machine(&topology, &versions, gpus, &layout).shared(&shares);
-    let with_sets;
-    // No API server is asked here: `auto` is what a new one gets.
-    if settings.dra_sets.value != DraSets::Off {
-        let room = room_for_sets(&topology);
-        with_sets = layout.clone().with_sets(&tables, sizes, room);
-        (facts.layout, facts.settings.sets) = (&with_sets, PublishedSets::All);
-    }
     facts.settings.dynamic_mig = settings.dra_dynamic_mig.value;
     let (devices, problems) = devices(&facts);
     let mut errors = std::io::stderr().lock();
@@ -69,8 +60,7 @@ pub async fn dra(args: &DraArgs) -> Result<()> {
         let _ = writeln!(errors, "linkwise: {problem}");
     }
     let driver = &settings.dra_driver_name.value;
-    let counters = [counters(&devices), mig_counters(&facts)].concat();
-    let pool = Pool { counters, ..Pool::new(driver, &args.node_name, devices) };
+    let pool = Pool { counters: mig_counters(&facts), ..Pool::new(driver, &args.node_name, devices) };
     let slices = (0..).zip(pool.slices(1)).map(|(number, spec)| ResourceSlice {
         api_version: "resource.k8s.io/v1",
         kind: "ResourceSlice",

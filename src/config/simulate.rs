@@ -63,7 +63,7 @@ pub struct ClusterArgs {
         value_name = "LIST",
         value_delimiter = ',',
         requires = "nodes",
-        default_value = "plugin,dra-singles,dra-groups,dra-sets"
+        default_value = "plugin,dra-singles,dra-groups"
     )]
     pub door: Vec<Door>,
     /// What pods request beside GPUs. The scheduler spreads by that, as it does by default (LeastAllocated)
@@ -110,9 +110,6 @@ pub enum Door {
     DraSingles,
     /// DRA, claims as `linkwise claim` prints them: tiered groups as alternatives
     DraGroups,
-    /// DRA, claims of one device that is a set of N GPUs, over shared counters; for 2, 4 and 8 GPUs, other sizes as
-    /// dra-groups
-    DraSets,
 }
 
 impl Door {

@@ -13,8 +13,8 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::claims::{Claim, MigOrder, MigOrderError, MpsOrder};
+use crate::publish::dra::ServerVersion;
 use crate::publish::dra::slice::Pool;
-use crate::publish::dra::{ServerVersion, StoredSets};
 use crate::state::ResourceName;
 use crate::topology::{GpuUuid, MigUuid};
 
@@ -53,8 +53,8 @@ pub struct StoredPool {
     /// Whether the server drops counters (its gate DRAPartitionableDevices is off): then a pool with counters is not
     /// written any further.
     pub drops_counters: bool,
-    /// What was found of our pool; `None` before it was read, and before the release was, where it is to be.
-    pub found: Option<StoredSets>,
+    /// Whether the slices were listed, and the release read where it is to be.
+    pub is_read: bool,
     /// The server's release, where it is to be read and can be.
     pub version: Option<ServerVersion>,
     /// Whether the server drops what makes a device several claims' (its gate DRAConsumableCapacity is off): then one

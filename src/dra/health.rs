@@ -16,7 +16,7 @@ use super::door::Door;
 use super::{Observer, Occurrence, Settings};
 use crate::claims::devices;
 use crate::state::{self, Health, MigInstance, NodeState, UnhealthyReason};
-use crate::topology::{Gpu, set_members};
+use crate::topology::{Gpu, is_set};
 use linkwise_kubelet_api::dra_health::v1::dra_resource_health_server::DraResourceHealth as DraResourceHealthV1;
 use linkwise_kubelet_api::dra_health::v1alpha1 as wire;
 use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_server::DraResourceHealth as DraResourceHealthV1Alpha1;
@@ -40,24 +40,16 @@ pub(super) struct HealthService {
 /// What is sent of a device: its health, and why.
 type Report = (wire::HealthStatus, String);
 
-/// The health of each device that is offered through DRA, of those that claims hold though they are gone, and of the
-/// sets of GPUs that claims hold, by name.
+/// The health of each device that is offered through DRA, and of those that claims hold though they are gone, by name.
+/// None of a set of GPUs, which has no health of its own.
 fn report(state: &NodeState, door: &Door) -> BTreeMap<String, Report> {
     let hardware = state.hardware();
     let mut reports = BTreeMap::new();
-    let mut sets = BTreeMap::new();
-    for device in door.prepared().into_iter().flat_map(|prepared| prepared.devices) {
+    let held = door.prepared().into_iter().flat_map(|prepared| prepared.devices);
+    for device in held.filter(|device| !is_set(&device.device)) {
         // Still here: overwritten below.
-        let gone = || (wire::HealthStatus::Unhealthy, UnhealthyReason::Gone.to_string());
-        match set_members(&device.device) {
-            Some(members) => {
-                for member in &members {
-                    reports.entry(member.clone()).or_insert_with(gone);
-                }
-                sets.insert(device.device, members);
-            }
-            None => drop(reports.insert(device.device, gone())),
-        }
+        let gone = (wire::HealthStatus::Unhealthy, UnhealthyReason::Gone.to_string());
+        reports.insert(device.device, gone);
     }
     // One that leaves DRA is reported as long as claims have it.
     let dra = &state.offers().plan().dra;
@@ -76,20 +68,6 @@ fn report(state: &NodeState, door: &Door) -> BTreeMap<String, Report> {
             Some(Health::Unhealthy { reason, .. }) => (wire::HealthStatus::Unhealthy, reason.to_string()),
         };
         reports.insert(name, report);
-    }
-    // Of sets those that claims have: the kubelet shows no others.
-    for (set, members) in sets {
-        // The worst of its members, the first of equals.
-        let worst = members.iter().filter_map(|member| Some((member, reports.get(member)?)));
-        let worst = worst.rev().max_by_key(|(_, (health, _))| match health {
-            wire::HealthStatus::Healthy => 0,
-            wire::HealthStatus::Unknown => 1,
-            wire::HealthStatus::Unhealthy => 2,
-        });
-        if let Some((member, (health, why))) = worst {
-            let why = if why.is_empty() { String::new() } else { format!("{member}: {why}") };
-            reports.insert(set, (*health, why));
-        }
     }
     reports
 }

@@ -22,9 +22,10 @@ impl Service {
         let work = claims(request.claims).into_iter().map(|claim| async move {
             let uid = claim.uid.clone();
             let answer = match self.0.prepare(claim).await {
-                Ok(prepared) => {
-                    wire::NodePrepareResourceResponse { devices: devices(prepared.devices), error: String::new() }
-                }
+                Ok(prepared) => wire::NodePrepareResourceResponse {
+                    devices: prepared.devices.into_iter().map(device).collect(),
+                    error: String::new(),
+                },
                 Err(error) => wire::NodePrepareResourceResponse { devices: Vec::new(), error },
             };
             (uid, answer)
@@ -51,27 +52,14 @@ fn claims(claims: Vec<wire::Claim>) -> Vec<ClaimName> {
     by_uid.into_values().collect()
 }
 
-/// The devices of a claim as the kubelet knows them: a set of GPUs is one, with the CDI devices of all its members.
-fn devices(prepared: Vec<PreparedDevice>) -> Vec<wire::Device> {
-    let mut devices: Vec<wire::Device> = Vec::new();
-    for member in prepared {
-        let device = wire::Device {
-            request_names: vec![member.request],
-            pool_name: member.pool,
-            device_name: member.device,
-            cdi_device_ids: Vec::new(),
-            share_id: member.share_id,
-        };
-        let same = |known: &wire::Device| wire::Device { cdi_device_ids: Vec::new(), ..known.clone() } == device;
-        let at = devices.iter().position(same).unwrap_or_else(|| {
-            devices.push(device);
-            devices.len() - 1
-        });
-        if let Some(known) = devices.get_mut(at) {
-            known.cdi_device_ids.extend(member.cdi);
-        }
+fn device(device: PreparedDevice) -> wire::Device {
+    wire::Device {
+        request_names: vec![device.request],
+        pool_name: device.pool,
+        device_name: device.device,
+        cdi_device_ids: device.cdi,
+        share_id: device.share_id,
     }
-    devices
 }
 
 #[tonic::async_trait]
@@ -113,39 +101,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn set_is_one_device_of_the_answer() {
-        let member = |request: &str, device: &str, gpu: &str| PreparedDevice {
-            request: request.to_owned(),
-            pool: "n/gpu".to_owned(),
-            device: device.to_owned(),
-            share_id: None,
-            share: None,
-            admin: false,
-            gpu: gpu.parse().unwrap(),
-            mig: None,
-            made: None,
-            cdi: vec![format!("k/gpu={gpu}")],
-        };
-        let prepared = vec![
-            member("a", "gpus-2-0-3", "GPU-0"),
-            member("a", "gpus-2-0-3", "GPU-3"),
-            member("a", "gpu-5", "GPU-5"),
-            // An administrator looks at the same set.
-            member("b", "gpus-2-0-3", "GPU-0"),
-        ];
-        let devices: Vec<_> = devices(prepared)
-            .into_iter()
-            .map(|device| (device.request_names.concat(), device.device_name, device.cdi_device_ids.join(" ")))
-            .collect();
-        let expected = [
-            ("a", "gpus-2-0-3", "k/gpu=GPU-0 k/gpu=GPU-3"),
-            ("a", "gpu-5", "k/gpu=GPU-5"),
-            ("b", "gpus-2-0-3", "k/gpu=GPU-0"),
-        ];
-        assert_eq!(devices, expected.map(|(a, b, c)| (a.to_owned(), b.to_owned(), c.to_owned())));
-    }
-
-    #[test]
     fn kubelet_is_told_which_share_a_device_is() {
         let prepared = PreparedDevice {
             request: "gpus".to_owned(),
@@ -159,6 +114,6 @@ mod tests {
             made: None,
             cdi: vec!["k/gpu=GPU-0".to_owned()],
         };
-        assert_eq!(devices(vec![prepared])[0].share_id.as_deref(), Some("share"));
+        assert_eq!(device(prepared).share_id.as_deref(), Some("share"));
     }
 }

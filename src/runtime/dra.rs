@@ -25,7 +25,6 @@ use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout_at};
 use tokio_util::sync::CancellationToken;
 
-use super::clock;
 use super::driver::identity;
 use super::node::Node;
 use super::readiness::{Part, Readiness};
@@ -37,12 +36,10 @@ use crate::metrics::new;
 use crate::once::Once;
 use crate::publish::dra::slice::Pool;
 use crate::publish::dra::{
-    DraFacts, DraProblem, DraSets, DraSettings, GroupSizes, HeldDevices, LayoutCache, ServerVersion, SetsNote,
-    SetsSwitch, SliceDevice, StoredSets, SwitchFacts, counters, devices, mig_counters, offered_now, room_for_sets,
+    DraFacts, DraProblem, DraSettings, GroupSizes, LayoutCache, ServerVersion, devices, mig_counters, offered_now,
 };
 use crate::publish::injection::{CdiOptions, HostDevices, InjectionOptions};
 use crate::state::{Event, NodeState, PreparedClaim};
-use crate::topology::set_members;
 use crate::uds::Callers;
 
 /// The folder of checkpoints in the state folder.
@@ -165,8 +162,7 @@ fn publish(
     let metrics = node.metrics().register(SliceMetrics::register);
     let (pool, wanted) = watch::channel(None);
     let (report, stored) = watch::channel(StoredPool::default());
-    let sets = settings.dra_sets.value;
-    let asks_version = sets != DraSets::Off || settings.dra_dynamic_mig.value;
+    let asks_version = settings.dra_dynamic_mig.value;
     let side = ApiSide { node: name, driver, asks_version, pool: wanted.clone(), stored: report, claims };
     let shutdown = node.shutdown();
     let client = node.metrics().register(|registry| client(side, registry, shutdown));
@@ -175,17 +171,13 @@ fn publish(
         evict_from_lost: settings.dra_evict_lost.value,
         dynamic_mig: settings.dra_dynamic_mig.value,
         sizes: settings.dra_groups.value.clone(),
-        sets,
-        switch: SetsSwitch::default(),
-        started: Instant::now(),
         layouts: LayoutCache::default(),
         reported: Once::new(),
         last: None,
     };
-    let (note, notes) = watch::channel(None);
     node.readiness.add(Part::DraSlices, "waiting for GPUs");
-    node.spawn("DRA slices", maker.run(node.snapshot(), stored.clone(), pool, note));
-    node.spawn("DRA slices' report", follow_report(wanted, stored, notes, node.readiness.clone(), metrics));
+    node.spawn("DRA slices", maker.run(node.snapshot(), stored.clone(), pool));
+    node.spawn("DRA slices' report", follow_report(wanted, stored, node.readiness.clone(), metrics));
     node.spawn_until_done("API server", async move {
         match turn.comes().await {
             Some(_turn) => client.await,
@@ -243,10 +235,6 @@ struct PoolMaker {
     /// Whether MIG devices are made for claims.
     dynamic_mig: bool,
     sizes: GroupSizes,
-    sets: DraSets,
-    switch: SetsSwitch,
-    /// Since when the switch counts time.
-    started: Instant,
     layouts: LayoutCache,
     reported: Once<DraProblem>,
     last: Option<Arc<Pool>>,
@@ -257,14 +245,14 @@ struct PoolMaker {
 struct Server {
     drops_taints: bool,
     drops_counters: bool,
-    found: Option<StoredSets>,
+    is_read: bool,
     version: Option<ServerVersion>,
 }
 
 impl Server {
     fn of(stored: &StoredPool) -> Self {
-        let StoredPool { drops_taints, drops_counters, found, version, .. } = *stored;
-        Self { drops_taints, drops_counters, found, version }
+        let StoredPool { drops_taints, drops_counters, is_read, version, .. } = *stored;
+        Self { drops_taints, drops_counters, is_read, version }
     }
 }
 
@@ -274,7 +262,6 @@ impl PoolMaker {
         mut snapshot: watch::Receiver<Arc<NodeState>>,
         mut stored: watch::Receiver<StoredPool>,
         pool: watch::Sender<Option<Arc<Pool>>>,
-        notes: watch::Sender<Option<SetsNote>>,
     ) -> Result<()> {
         loop {
             let state = Arc::clone(&snapshot.borrow_and_update());
@@ -284,14 +271,10 @@ impl PoolMaker {
                 let problems = self.make(&state, server);
                 (self, problems)
             });
-            let (problems, note);
-            (self, (problems, note)) = made.await.context("making the pool of DRA devices panicked")?;
+            let problems;
+            (self, problems) = made.await.context("making the pool of DRA devices panicked")?;
             for problem in self.reported.replace(problems) {
                 tracing::warn!("{problem}");
-            }
-            let is_news = notes.send_if_modified(|before| std::mem::replace(before, note) != note);
-            if let Some(note) = note.filter(|_| is_news) {
-                tracing::warn!("{note}");
             }
             let last = self.last.clone();
             pool.send_if_modified(|before| {
@@ -299,42 +282,28 @@ impl PoolMaker {
                 *before = last;
                 changed
             });
-            let deadline = self.switch.deadline(self.started.elapsed());
-            let deadline = deadline.and_then(|deadline| self.started.checked_add(deadline));
             tokio::select! {
                 changed = snapshot.changed() => changed.context("the node's state is gone")?,
                 changed = stored.wait_for(|stored| Server::of(stored) != server) => {
                     drop(changed.context("the API server's client is gone")?);
                 }
-                () = clock::at(deadline) => {}
             }
         }
     }
 
     /// Makes the pool anew. There is none before the first GPU is seen, nor before the lists of holders that may let
     /// the first GPUs go to DRA: an empty pool would be written, and again with GPUs a moment later. Nor is there one
-    /// before the stored slices are read: sets among them may have claims.
-    fn make(&mut self, state: &NodeState, server: Server) -> (Vec<DraProblem>, Option<SetsNote>) {
+    /// before the server's slices and release are read: MIG devices to be made would go and come back.
+    fn make(&mut self, state: &NodeState, server: Server) -> Vec<DraProblem> {
         let through_dra = state.offers().through_dra();
         let may_come = state.topology().gpus().is_empty() || state.may_soon_offer_through_dra();
-        if self.last.is_none() && through_dra.is_empty() && may_come {
-            return (Vec::new(), None);
+        if !server.is_read || self.last.is_none() && through_dra.is_empty() && may_come {
+            return Vec::new();
         }
-        let facts = SwitchFacts {
-            setting: self.sets,
-            version: server.version,
-            drops_counters: server.drops_counters,
-            stored: server.found,
-            held: HeldDevices::of(state, &self.empty.driver),
-        };
-        let (sets, note) = self.switch.next(&facts, self.started.elapsed());
-        let Some(sets) = sets else { return (Vec::new(), note) };
-        let room = if sets.has_counters() { room_for_sets(state.topology()) } else { 0 };
-        let layout = self.layouts.layout(state.tables(), offered_now(state), &self.sizes, room);
+        let layout = self.layouts.layout(state.tables(), offered_now(state), &self.sizes);
         let settings = DraSettings {
             taints_survive: !server.drops_taints,
             evict_from_lost: self.evict_from_lost,
-            sets,
             // Without counters the scheduler would give out one memory slice several times.
             dynamic_mig: self.dynamic_mig
                 && !server.drops_counters
@@ -342,9 +311,8 @@ impl PoolMaker {
         };
         let facts = DraFacts::of_state(state, &self.empty.driver, &layout, settings);
         let (devices, problems) = devices(&facts);
-        let counters = [counters(&devices), mig_counters(&facts)].concat();
-        self.last = Some(Arc::new(Pool { counters, devices, ..self.empty.clone() }));
-        (problems, note)
+        self.last = Some(Arc::new(Pool { counters: mig_counters(&facts), devices, ..self.empty.clone() }));
+        problems
     }
 }
 
@@ -355,7 +323,6 @@ pub(super) struct SliceMetrics {
     generation: Gauge,
     current: Gauge,
     drops_taints: Gauge,
-    sets: Gauge,
     drops_counters: Gauge,
     drops_sharing: Gauge,
     troubles: Counter,
@@ -373,11 +340,10 @@ impl SliceMetrics {
                 "dra_taints_dropped",
                 "1 once the API server dropped a taint (feature gate DRADeviceTaints): sick GPUs are left out instead",
             ),
-            sets: new(registry, "dra_set_devices", "Sets of GPUs among the devices that are wanted"),
             drops_counters: new(
                 registry,
                 "dra_counters_dropped",
-                "1 once the API server dropped counters (feature gate DRAPartitionableDevices): neither sets nor MIG devices to be made are published",
+                "1 once the API server dropped counters (feature gate DRAPartitionableDevices): no MIG devices to be made are published",
             ),
             drops_sharing: new(
                 registry,
@@ -392,8 +358,6 @@ impl SliceMetrics {
     /// Shows what is wanted and stored.
     pub fn set(&self, wanted: Option<&Pool>, stored: &StoredPool) {
         let number = |count: usize| i64::try_from(count).unwrap_or(i64::MAX);
-        let is_set = |device: &&SliceDevice| set_members(&device.name).is_some();
-        self.sets.set(wanted.map_or(0, |pool| number(pool.devices.iter().filter(is_set).count())));
         let wanted = wanted.map_or(0, |pool| number(pool.slices(0).len()));
         for (state, count) in [("wanted", wanted), ("stored", number(stored.slices))] {
             self.slices.get_or_create(&[("state", state)]).set(count);
@@ -410,7 +374,6 @@ impl SliceMetrics {
 async fn follow_report(
     mut wanted: watch::Receiver<Option<Arc<Pool>>>,
     mut stored: watch::Receiver<StoredPool>,
-    mut notes: watch::Receiver<Option<SetsNote>>,
     readiness: Readiness,
     metrics: SliceMetrics,
 ) -> Result<()> {
@@ -425,16 +388,10 @@ async fn follow_report(
         }
         had_trouble = now.trouble.is_some();
         let ends = grace.ends(now.is_current, Instant::now());
-        let note = *notes.borrow_and_update();
         match &pool {
-            None if now.found.is_none() => readiness.enter(&part, "waiting for GPUs and the API server", false),
+            None if !now.is_read => readiness.enter(&part, "waiting for GPUs and the API server", false),
             None => readiness.enter(&part, "waiting for GPUs", false),
-            Some(_) if now.is_current => {
-                readiness.enter(&part, "stored", true);
-                if let Some(note) = note {
-                    readiness.trouble(&part, note.to_string());
-                }
-            }
+            Some(_) if now.is_current => readiness.enter(&part, "stored", true),
             Some(_) => {
                 readiness.enter(&part, "being written", ends.is_some());
                 if let Some(trouble) = now.trouble {
@@ -447,7 +404,6 @@ async fn follow_report(
             tokio::select! {
                 changed = wanted.changed() => changed.context("the pool is gone"),
                 changed = stored.changed() => changed.context("the API server's client is gone"),
-                changed = notes.changed() => changed.context("the pool is gone"),
             }
         };
         if let Ok(changed) = timeout_at(ends.unwrap_or(far), changed).await {

@@ -37,6 +37,12 @@ fn schema() -> Value {
 /// Read by the templates of NVIDIA's chart and missing in its values, or helm's own.
 const UNLISTED: [&str; 4] = ["global", "nfd.enabled", "noTimestamp", "sleepInterval"];
 
+/// In the schema for the templates to refuse them by name.
+const REMOVED: &[&str] = &[
+    // Sets of GPUs as devices:
+    "dra.sets",
+];
+
 #[test]
 fn schema_has_the_values_and_no_more() {
     fn in_schema(schema: &Value, prefix: &str, found: &mut BTreeSet<String>) {
@@ -55,7 +61,7 @@ fn schema_has_the_values_and_no_more() {
     let mut listed = values();
     // Values of NFD's chart are free.
     listed.remove("nfd");
-    listed.extend(UNLISTED.map(str::to_owned));
+    listed.extend(UNLISTED.iter().chain(REMOVED).map(|place| (*place).to_owned()));
     assert_eq!(found, listed);
 }
 

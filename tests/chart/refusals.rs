@@ -69,6 +69,19 @@ fn mig_on_demand_without_its_rights_is_refused() {
 }
 
 #[test]
+fn removed_values_are_refused_with_what_to_use_instead() {
+    let Some(helm) = Helm::found() else { return };
+    // Sets of GPUs as devices:
+    for value in ["dra.sets=auto", "dra.sets=on", "dra.sets=true"] {
+        refused(&helm, &[value], &["dra.sets", "nvidia.com/gpu", "docs/dra-pods.md", "linkwise claim --gpus 4"]);
+    }
+    // The old defaults, as `helm upgrade --reuse-values` brings them along.
+    for taken in ["dra.sets=off", "dra.sets=false", "dra.sets=null"] {
+        assert!(!helm.objects(&[taken]).is_empty());
+    }
+}
+
+#[test]
 fn values_of_wrong_type_are_refused_by_name() {
     let Some(helm) = Helm::found() else { return };
     for (value, name) in [

@@ -107,6 +107,17 @@ fn every_machine_is_within_the_limits() {
 }
 
 #[test]
+fn slices_of_eight_gpus_are_small() {
+    for machine in machines::built_in() {
+        let observed = rich(machines::load(machine.name).unwrap().observed);
+        if observed.gpus.len() <= 8 {
+            let size: usize = slices(published(&observed, &[])).iter().map(|slice| slice.to_string().len()).sum();
+            assert!(size <= 20_000, "{}: {size} bytes", machine.name);
+        }
+    }
+}
+
+#[test]
 fn slices_are_as_few_as_taints_allow() {
     let sixteen = cut(machines::load("dgx2-v100").unwrap().observed, 7);
     assert_eq!(slices(published(&sixteen, &[])).len(), 1, "112 devices without taints");

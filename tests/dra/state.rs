@@ -4,7 +4,8 @@ use linkwise::publish::dra::{
     DraFacts, DraSettings, GroupSizes, LayoutCache, SliceDevice, Taint, TaintEffect, devices, offered_now,
 };
 use linkwise::state::{
-    ClaimedDevice, DraGpus, Event, Holdings, MigInstance, NodeState, NumaHints, PreparedClaim, ResourcePlan, Timestamp,
+    ClaimedDevice, DRA_GRACE, Door, DraGpus, Event, Holdings, MigInstance, NodeState, NumaHints, PreparedClaim,
+    ResourcePlan, Timestamp,
 };
 use linkwise::{machines, topology::NodeObservation};
 
@@ -35,7 +36,7 @@ impl Node {
     }
 
     fn devices(&mut self) -> Vec<SliceDevice> {
-        let layout = self.layouts.layout(self.state.tables(), offered_now(&self.state), &GroupSizes::default(), 0);
+        let layout = self.layouts.layout(self.state.tables(), offered_now(&self.state), &GroupSizes::default());
         devices(&DraFacts::of_state(&self.state, DRIVER, &layout, self.settings)).0
     }
 
@@ -166,4 +167,30 @@ fn gpu_that_leaves_dra_is_tainted_until_it_has_left() {
     let leaves = taint("linkwise.dev/unhealthy", "withdrawn", TaintEffect::NoSchedule);
     assert!(node.devices().iter().all(|device| device.taints == leaves));
     assert_eq!(node.devices().len(), 8);
+}
+
+/// A claim that was prepared while sets of GPUs were devices has one until its pod ends.
+#[test]
+fn gpus_of_a_claimed_set_stay_with_dra_unpublished() {
+    let observed = dgx();
+    let (gpus, set) = ([4, 7].map(|gpu: usize| observed.gpus[gpu].uuid.clone()), "gpus-2-4-7");
+    let prepared = PreparedClaim { gpus: gpus.clone().into(), devices: [set.to_owned()].into(), ..Default::default() };
+    let (claim, driver, cdi_names) = ("default/a".to_owned(), DRIVER.to_owned(), gpus.iter().map(ToString::to_string));
+    let listed =
+        ClaimedDevice { claim, driver, device: set.to_owned(), cdi_names: cdi_names.collect(), ..Default::default() };
+    let listed = Holdings { claims: [listed].into(), ..Holdings::default() };
+    // By its checkpoint alone, and by the kubelet's list alone.
+    for (prepared, listed) in [(vec![prepared], Holdings::default()), (Vec::new(), listed)] {
+        let mut node = Node::new(observed.clone());
+        node.apply(Event::Prepared(prepared));
+        node.apply(Event::Holders(Some(listed.clone())));
+        let names: Vec<String> = node.devices().into_iter().map(|device| device.name).collect();
+        assert_eq!(names.len(), 6);
+        assert!(!names.iter().any(|name| ["gpu-4", "gpu-7"].contains(&name.as_str())), "{names:?}");
+        node.apply(Event::Planned(Box::default()));
+        let lists = [listed.clone(), listed].map(|listed| Event::Holders(Some(listed)));
+        let left = lists.into_iter().fold(node.state, |state, event| state.apply(event, NOW + DRA_GRACE).0);
+        let with_dra = left.topology().gpus().iter().filter(|gpu| left.door(&gpu.uuid).is_some_and(Door::is_dra));
+        assert_eq!(with_dra.map(|gpu| gpu.uuid.clone()).collect::<Vec<_>>(), gpus);
+    }
 }

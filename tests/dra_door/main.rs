@@ -13,6 +13,5 @@ mod mps;
 mod node;
 mod off;
 mod prepare;
-mod sets;
 mod shares;
 mod storm;

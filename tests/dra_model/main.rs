@@ -19,6 +19,5 @@ mod oracle;
 mod order;
 mod published;
 mod sequences;
-mod sets;
 mod sharing;
 mod tiers;

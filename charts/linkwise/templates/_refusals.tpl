@@ -58,6 +58,12 @@
 {{- fail "\ndra.dynamicMig: making MIG devices takes SYS_ADMIN and the driver's capability mig/config. Set dra.migRights=true to give them to the plugin (docs/mig.md)." -}}
 {{- end -}}
 
+{{- /* Values that are gone. `helm upgrade --reuse-values` brings their old defaults along. */ -}}
+{{- /* Sets of GPUs as devices: */ -}}
+{{- if not (has ($dra.sets | toString) (list "<nil>" "off" "false")) -}}
+{{- fail "\ndra.sets: sets of GPUs are no devices any more; leave it out. Pods that ask for linkwise.dev/gpu-x4 and its like ask for nvidia.com/gpu instead, with dra.unchangedPods and dra.claimTemplates (docs/dra-pods.md), or have claims with groups (linkwise claim --gpus 4)." -}}
+{{- end -}}
+
 {{- if and $config.name $map -}}
 {{- fail (printf "\nconfig.name (%s) and config.map are both set: take the ConfigMap that exists, or the one that this chart makes." $config.name) -}}
 {{- end -}}

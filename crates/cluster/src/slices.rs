@@ -33,7 +33,7 @@ use crate::follower::Follower;
 use crate::server::ApiServer;
 
 use follow::{OBJECT, Slices, list, listed, resource, value};
-use plan::{Memory, Plan, Write, drops_counters, drops_sharing, generation, plan, stored_sets};
+use plan::{Memory, Plan, Write, drops_counters, drops_sharing, generation, plan};
 use repairs::Repairs;
 use stored::Stored;
 
@@ -174,7 +174,7 @@ impl SliceWriter {
     ) -> Result<(), ApiError> {
         self.read_version(stored).await?;
         let wanted = pool.borrow_and_update().clone();
-        // Without its counters a pool with sets would give GPUs out twice: another pool will come.
+        // Without its counters a pool would give memory slices out twice: another pool will come.
         let wanted = wanted.filter(|pool| !self.drops_counters || pool.counters.is_empty());
         let Some(wanted) = wanted.filter(|_| stored.borrow().is_known) else {
             self.report(pool.borrow().as_deref(), stored, report);
@@ -310,8 +310,7 @@ impl SliceWriter {
         }
     }
 
-    /// Reads the server's release where that is asked for. A server that does not tell it has none: `auto`
-    /// begins nothing then.
+    /// Reads the server's release where that is asked for. A server that does not tell it has none.
     async fn read_version(&mut self, stored: &watch::Sender<Stored>) -> Result<(), ApiError> {
         let lists = stored.borrow().lists;
         let is_read = self.version.is_some_and(|(_, at)| at == lists);
@@ -356,15 +355,13 @@ impl SliceWriter {
         // Before the next borrow: two at once could wait for a change between them.
         let is_wanted = wanted.is_some_and(|wanted| self.plan(wanted, stored).writes.is_empty());
         let found = stored.borrow();
-        let is_read = found.is_known && (!self.settings.asks_version || self.version.is_some());
-        let pool = Pool::new(&self.settings.driver, &self.settings.node, Vec::new()).name;
         let now = StoredPool {
             is_current: found.is_known && is_wanted,
             slices: found.slices.len(),
             generation: found.slices.values().map(generation).max().unwrap_or(0),
             drops_taints: self.drops_taints,
             drops_counters: self.drops_counters,
-            found: is_read.then(|| stored_sets(found.slices.values(), &pool)),
+            is_read: found.is_known && (!self.settings.asks_version || self.version.is_some()),
             version: self.version.and_then(|(version, _)| version),
             drops_sharing: self.drops_sharing,
             trouble: self.trouble.clone(),

@@ -26,7 +26,7 @@ use serde_json::{Value as Json, json};
 
 use super::file::{File, Finding, Severity};
 use crate::allocation::AllocationPolicy;
-use crate::publish::dra::{DraSets, GroupSizes};
+use crate::publish::dra::GroupSizes;
 use crate::state::{
     DraGpus, Filter, GpuSelector, MigStrategy, NumaHints, ResourceName, ResourcePlan, Sharing, XidClass,
 };
@@ -401,10 +401,6 @@ settings! {
     /// Offer the MIG devices that GPUs in MIG mode could have through DRA, and make and destroy them for claims
     dra_dynamic_mig: bool = false, "linkwise.dra.dynamicMig",
         Row::new(boolean).flag("dra-dynamic-mig", "BOOL").variables(&["LINKWISE_DRA_DYNAMIC_MIG"]);
-    /// Offer sets of 2, 4 and 8 GPUs as devices too, over shared counters: off, auto (from Kubernetes 1.37) or on (from
-    /// 1.36)
-    dra_sets: DraSets = DraSets::Off, "linkwise.dra.sets",
-        Row::new(choice).flag("dra-sets", "WORD").aliases(&["sets"]).variables(&["LINKWISE_DRA_SETS"]);
     /// The kubelet's folder for the sockets of DRA drivers; ours is made in a folder of the driver's name
     dra_plugins_dir: PathBuf = PathBuf::from("/var/lib/kubelet/plugins"), "linkwise.dra.pluginsDir",
         Row::new(absolute).flag("dra-plugins-dir", "PATH").variables(&["LINKWISE_DRA_PLUGINS_DIR"]);

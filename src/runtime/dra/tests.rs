@@ -11,8 +11,7 @@ use crate::state::{DraGpus, Holdings, ResourceName, ResourcePlan, Timestamp};
 use crate::topology::{GpuUuid, NodeObservation};
 
 /// An API server that keeps everything and has nothing of ours.
-const SERVER: Server =
-    Server { drops_taints: false, drops_counters: false, found: Some(StoredSets::Nothing), version: None };
+const SERVER: Server = Server { drops_taints: false, drops_counters: false, is_read: true, version: None };
 
 struct World {
     state: NodeState,
@@ -27,9 +26,6 @@ impl World {
             evict_from_lost: false,
             dynamic_mig: false,
             sizes: GroupSizes::default(),
-            sets: DraSets::Off,
-            switch: SetsSwitch::default(),
-            started: Instant::now(),
             layouts: LayoutCache::default(),
             reported: Once::new(),
             last: None,
@@ -52,22 +48,8 @@ impl World {
     }
 
     fn pool(&mut self) -> Option<&[SliceDevice]> {
-        self.make(SERVER);
+        self.maker.make(&self.state, SERVER);
         self.maker.last.as_deref().map(|pool| pool.devices.as_slice())
-    }
-
-    /// What the pool is with this server, and what is to be said about sets.
-    fn make(&mut self, server: Server) -> Option<SetsNote> {
-        self.maker.make(&self.state, server).1
-    }
-
-    /// How many sets are in the pool, and how many of all devices consume counters.
-    fn sets(&self) -> (usize, usize) {
-        let pool = self.maker.last.as_deref().unwrap();
-        let is_set = |device: &&SliceDevice| device.name.starts_with("gpus-");
-        let counted = pool.devices.iter().filter(|device| !device.consumes_counters.is_empty()).count();
-        assert_eq!(pool.counters.is_empty(), counted == 0);
-        (pool.devices.iter().filter(is_set).count(), counted)
     }
 
     /// The kubelet lists pods that hold these GPUs through the device plugin.
@@ -117,49 +99,12 @@ fn pool_is_empty_where_pods_hold_all_gpus() {
 }
 
 #[test]
-fn sets_come_and_go_with_setting_server_and_claims() {
-    let mut world = World::new(4);
-    world.maker.sets = DraSets::Auto;
-    (0..2).for_each(|_| world.listed(&[]));
-    let newest = Server { version: ServerVersion::parse("v1.37.0"), ..SERVER };
-    assert_eq!(world.make(Server { found: None, ..newest }), None);
-    assert!(world.maker.last.is_none(), "the stored slices are not read yet");
-    let old = Server { version: ServerVersion::parse("v1.36.3"), ..SERVER };
-    assert!(matches!(world.make(old), Some(SetsNote::Waits(_))));
-    assert_eq!(world.sets(), (0, 0));
-    assert_eq!(world.make(newest), None);
-    assert_eq!(world.sets(), (7, 11), "six pairs and one of four");
-    let claim = ClaimName { namespace: "default".into(), name: "a".into(), uid: "1".into() };
-    let gpus = observed(4).gpus.iter().take(2).map(|gpu| gpu.uuid.clone()).collect();
-    let devices = BTreeSet::from(["gpus-2-0-1".to_owned()]);
-    world.apply(Event::Prepared(vec![PreparedClaim { claim, gpus, devices, made: BTreeSet::new() }]));
-    // The next process finds counters, and has another setting.
-    world.maker.switch = SetsSwitch::default();
-    world.maker.sets = DraSets::Off;
-    let found = Server { found: Some(StoredSets::Counters), ..SERVER };
-    assert_eq!(world.make(found), Some(SetsNote::Withdrawn));
-    assert_eq!(world.sets(), (7, 11));
-    assert!(world.maker.last.as_ref().unwrap().devices.iter().filter(|it| it.taints.is_empty()).count() == 4);
-    let after = world.maker.switch.deadline(Duration::ZERO).unwrap();
-    world.maker.started = Instant::now().checked_sub(after + Duration::from_secs(1)).unwrap();
-    world.make(found);
-    assert_eq!(world.sets(), (1, 5), "the one that the claim has");
-    world.apply(Event::Prepared(Vec::new()));
-    assert_eq!(world.make(found), None);
-    assert_eq!(world.sets(), (0, 0));
-    assert_eq!(world.pool().unwrap().len(), 4);
-}
-
-#[test]
-fn counters_that_are_dropped_leave_gpus_without() {
+fn nothing_is_published_before_the_stored_slices_are_read() {
     let mut world = World::new(2);
-    world.maker.sets = DraSets::On;
     (0..2).for_each(|_| world.listed(&[]));
-    world.make(SERVER);
-    assert_eq!(world.sets(), (1, 3));
-    let dropped = Server { drops_counters: true, ..SERVER };
-    assert_eq!(world.make(dropped), Some(SetsNote::Dropped));
-    assert_eq!(world.sets(), (0, 0));
+    world.maker.make(&world.state, Server { is_read: false, ..SERVER });
+    assert!(world.maker.last.is_none());
+    assert_eq!(world.pool().unwrap().len(), 2);
 }
 
 #[test]

@@ -5,14 +5,12 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use linkwise::allocation::{AllocationTables, GpuSet};
-use linkwise::config::{ClusterArgs, Door, MachineWeight, NodeArgs};
+use linkwise::config::{ClusterArgs, MachineWeight, NodeArgs};
 use linkwise::machines;
 use linkwise::publish::dra::slice::Pool;
-use linkwise::publish::dra::{
-    DraFacts, GpuLayout, GroupSizes, PublishedSets, SliceDevice, counters, devices, room_for_sets,
-};
+use linkwise::publish::dra::{DraFacts, GpuLayout, GroupSizes, SliceDevice, devices};
 use linkwise::state::DriverVersions;
-use linkwise::topology::{NodeTopology, set_members};
+use linkwise::topology::NodeTopology;
 use serde_json::Value;
 
 use crate::slices::published;
@@ -27,11 +25,9 @@ pub(super) struct Machine {
     pub tables: AllocationTables,
     /// The GPUs that are published whole: those in MIG mode are not.
     pub whole: GpuSet,
-    /// The GPUs of each device, by its name: of GPUs and of sets.
+    /// The GPU of each device, by its name.
     pub gpus_of: BTreeMap<String, GpuSet>,
     published: Vec<SliceDevice>,
-    /// The same with sets of GPUs as devices.
-    with_sets: Vec<SliceDevice>,
 }
 
 impl Machine {
@@ -41,37 +37,26 @@ impl Machine {
         let topology = Arc::new(topology);
         let tables = AllocationTables::new(Arc::clone(&topology));
         let all = (0..topology.gpus().len()).collect();
-        let (versions, sizes) = (DriverVersions::of(&observed), GroupSizes::default());
-        let room = room_for_sets(&topology);
-        let layout = GpuLayout::of(&tables, all, &sizes).with_sets(&tables, &sizes, room);
-        let mut facts = DraFacts::of_machine(&topology, &versions, all, &layout);
+        let versions = DriverVersions::of(&observed);
+        let layout = GpuLayout::of(&tables, all, &GroupSizes::default());
+        let facts = DraFacts::of_machine(&topology, &versions, all, &layout);
         let whole = facts.devices.iter().filter(|device| device.mig.is_none());
-        let mut gpus_of: BTreeMap<String, GpuSet> =
+        let gpus_of: BTreeMap<String, GpuSet> =
             whole.filter_map(|device| Some((device.name.clone()?, GpuSet::of(device.place?)))).collect();
         ensure!(!gpus_of.is_empty(), "machine '{name}' has no whole GPU");
         let whole = gpus_of.values().fold(GpuSet::default(), |all, gpu| all.union(*gpu));
         let (published, _) = devices(&facts);
-        facts.settings.sets = PublishedSets::All;
-        let (with_sets, _) = devices(&facts);
-        for set in &with_sets {
-            let members = set_members(&set.name).into_iter().flatten();
-            let gpus =
-                members.filter_map(|member| gpus_of.get(&member)).fold(GpuSet::default(), |all, own| all.union(*own));
-            gpus_of.entry(set.name.clone()).or_insert(gpus);
-        }
-        Ok(Self { name: name.to_owned(), tables, whole, gpus_of, published, with_sets })
+        Ok(Self { name: name.to_owned(), tables, whole, gpus_of, published })
     }
 
-    /// The ResourceSlices of a node, as linkwise writes them for what a door needs.
-    pub fn slices(&self, node: &str, door: Door) -> Vec<Value> {
-        let devices = if door == Door::DraSets { &self.with_sets } else { &self.published };
-        let counters = counters(devices);
-        published(&Pool { counters, ..Pool::new(DRIVER, node, devices.clone()) })
+    /// The ResourceSlices of a node, as linkwise writes them.
+    pub fn slices(&self, node: &str) -> Vec<Value> {
+        published(&Pool::new(DRIVER, node, self.published.clone()))
     }
 
     /// The device of each GPU of a set.
     pub fn devices_of(&self, gpus: GpuSet) -> impl Iterator<Item = &str> {
-        let devices = self.gpus_of.iter().filter(move |(_, own)| own.len() == 1 && !own.intersection(gpus).is_empty());
+        let devices = self.gpus_of.iter().filter(move |(_, own)| !own.intersection(gpus).is_empty());
         devices.map(|(name, _)| name.as_str())
     }
 }

@@ -105,7 +105,7 @@ fn through(cluster: &Cluster, door: Door, args: &SimulateArgs, watch: &mut dyn F
     let mut figures = Replay::new(scheduler, jobs, *counted, watch).run()?;
     if door != Door::Plugin {
         let bytes = |slices: Vec<serde_json::Value>| slices.iter().map(|slice| slice.to_string().len() as u64).sum();
-        let of_kind: Vec<u64> = machines.iter().map(|machine| bytes(machine.slices(states::NODE, door))).collect();
+        let of_kind: Vec<u64> = machines.iter().map(|machine| bytes(machine.slices(states::NODE))).collect();
         figures.slice_bytes = kinds.iter().filter_map(|kind| of_kind.get(*kind)).sum();
         figures.slice_bytes_per_node = figures.slice_bytes.checked_div(kinds.len() as u64).unwrap_or(0);
     }

@@ -7,7 +7,6 @@ use anyhow::{Context, Result, anyhow};
 use linkwise::allocation::GpuSet;
 use linkwise::commands::{any_claim, best_set};
 use linkwise::config::Door;
-use linkwise::publish::dra::{GroupSizes, SET_TYPE};
 use linkwise_scheduler_box::{Cluster, Failure};
 use serde_json::{Value, json};
 
@@ -66,7 +65,7 @@ impl<'a> States<'a> {
     pub fn new(machines: &'a [Machine], sizes: &'a [usize], door: Door) -> Result<Self> {
         let claims = sizes.iter().filter_map(|size| claim(door, *size).transpose()).collect::<Result<Vec<_>>>()?;
         let model = |machine: &Machine| {
-            Cluster::new(&machine.slices(NODE, door), &classes(), &[])
+            Cluster::new(&machine.slices(NODE), &classes(), &[])
                 .with_context(|| format!("the scheduler cannot read what '{}' publishes", machine.name))
         };
         let models = if claims.is_empty() { Vec::new() } else { machines.iter().map(model).collect::<Result<_>>()? };
@@ -170,11 +169,7 @@ pub(super) fn claim(door: Door, gpus: usize) -> Result<Option<Value>> {
             let exactly = json!({"deviceClassName": DRIVER, "allocationMode": "ExactCount", "count": count});
             json!({"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}})
         }
-        Door::DraSets if GroupSizes::default().iter().any(|size| size.gpus() == gpus) => {
-            let exactly = json!({"deviceClassName": class_of_sets(gpus), "allocationMode": "ExactCount", "count": 1});
-            json!({"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}})
-        }
-        Door::DraGroups | Door::DraSets => any_claim(count)?,
+        Door::DraGroups => any_claim(count)?,
     };
     Ok(Some(json!({
         "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
@@ -184,22 +179,7 @@ pub(super) fn claim(door: Door, gpus: usize) -> Result<Option<Value>> {
 
 /// The DeviceClasses.
 pub(super) fn classes() -> Vec<Value> {
-    let class = |name: &str, expression: &str| {
-        let selectors = json!([{"cel": {"expression": expression}}]);
-        json!({"metadata": {"name": name}, "spec": {"selectors": selectors}})
-    };
-    let sizes = GroupSizes::default();
-    let sets = sizes.iter().map(|size| {
-        let is_set = format!("device.driver == '{DRIVER}' && device.attributes['{DRIVER}'].type == '{SET_TYPE}'");
-        let expression = format!("{is_set} && device.attributes['linkwise.dev'].size == {}", size.gpus());
-        class(&class_of_sets(size.gpus()), &expression)
-    });
-    sets.chain([class(DRIVER, WHOLE_GPUS)]).collect()
-}
-
-/// The class of the sets of so many GPUs.
-fn class_of_sets(gpus: usize) -> String {
-    format!("gpu-x{gpus}.linkwise.dev")
+    vec![json!({"metadata": {"name": DRIVER}, "spec": {"selectors": [{"cel": {"expression": WHOLE_GPUS}}]}})]
 }
 
 /// The `status.allocation` of a claim that has these devices.

@@ -20,8 +20,8 @@ use super::states::{States, allocation, claim, classes, set_of};
 #[path = "../../../../tests/oracle/mod.rs"]
 mod oracle;
 
-const DRA: [Door; 3] = [Door::DraSingles, Door::DraGroups, Door::DraSets];
-const ALL: [Door; 4] = [Door::Plugin, Door::DraSingles, Door::DraGroups, Door::DraSets];
+const DRA: [Door; 2] = [Door::DraSingles, Door::DraGroups];
+const ALL: [Door; 3] = [Door::Plugin, Door::DraSingles, Door::DraGroups];
 const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
 
 fn machines(names: &[&str]) -> Vec<Machine> {
@@ -41,11 +41,10 @@ struct Whole<'a> {
 }
 
 impl<'a> Whole<'a> {
-    fn new(machines: &'a [Machine], kinds: &[usize], door: Door) -> Self {
+    fn new(machines: &'a [Machine], kinds: &[usize]) -> Self {
         let names: Vec<String> = (0..kinds.len()).map(|node| format!("node-{node:05}")).collect();
         let machines: Vec<&Machine> = kinds.iter().map(|kind| &machines[*kind]).collect();
-        let slices: Vec<Value> =
-            names.iter().zip(&machines).flat_map(|(name, machine)| machine.slices(name, door)).collect();
+        let slices: Vec<Value> = names.iter().zip(&machines).flat_map(|(name, machine)| machine.slices(name)).collect();
         let free = machines.iter().map(|machine| machine.whole).collect();
         Self { cluster: Cluster::new(&slices, &classes(), &[]).unwrap(), names, machines, free }
     }
@@ -77,7 +76,7 @@ impl<'a> Whole<'a> {
 /// Random claims that come and go on three nodes; at each step the simulated scheduler is compared with the model.
 fn follows_the_model(machines: &[Machine], kinds: &[usize], door: Door, cpu: CpuRequests, seed: u64) {
     let mut scheduler = Scheduler::new(machines, kinds, &SIZES, door, cpu, seed).unwrap();
-    let mut whole = Whole::new(machines, kinds, door);
+    let mut whole = Whole::new(machines, kinds);
     let (mut draws, mut held, mut waits) = (Draws::new(seed), Vec::new(), 0);
     for _ in 0..60 {
         if draws.below(5) < 2 && !held.is_empty() {
@@ -147,7 +146,7 @@ fn kept_answer_is_that_of_a_fresh_model() {
             // Others have what is not free: read from their claims, in a cluster of one node.
             let used = allocation("n", machine.devices_of(machine.whole.without(free)));
             let others = json!({"metadata": {"name": "others"}, "spec": {}, "status": {"allocation": used}});
-            let fresh = Cluster::new(&machine.slices("n", door), &classes(), &[others]).unwrap();
+            let fresh = Cluster::new(&machine.slices("n"), &classes(), &[others]).unwrap();
             let claim = claim(door, SIZES[size]).unwrap().unwrap();
             let expected = match fresh.allocate("n", &[claim]) {
                 Ok(placed) => (set_of(machine, &placed.allocations[0]), placed.score, placed.steps),
@@ -255,9 +254,8 @@ fn replay_agrees_with_its_books() {
         for size in SIZES {
             assert!(started.iter().filter(|(job, _)| jobs[**job].size == size).is_sorted_by_key(|(_, at)| *at));
         }
-        // Linkwise's own choice takes the best set of a node, and where all sets are devices so does the allocator.
-        let takes_best = [Door::Plugin, Door::DraSets].contains(&door);
-        assert!(!takes_best || figures.collective_of_node == Some(1000), "{door:?}: {figures:?}");
+        // Linkwise's own choice takes the best set of a node.
+        assert!(door != Door::Plugin || figures.collective_of_node == Some(1000), "{door:?}: {figures:?}");
     }
 }
 

@@ -9,7 +9,6 @@ use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use linkwise::publish::dra::slice::Pool;
-use linkwise::publish::dra::{GPU_COUNTERS, StoredSets};
 use serde_json::{Value, json};
 
 /// No pool comes to this generation by itself: a change of somebody else, or an answer that lies, has set it. Going on
@@ -247,22 +246,6 @@ fn consumed(slice: &Value) -> usize {
 /// Whether a slice came back with fewer counters than it was sent with.
 pub(super) fn drops_counters(sent: &Value, stored: &Value) -> bool {
     counters(stored) < counters(sent) || consumed(stored) < consumed(sent)
-}
-
-/// What is stored of a pool.
-pub(super) fn stored_sets<'a>(slices: impl Iterator<Item = &'a Value>, pool: &str) -> StoredSets {
-    let mut ours = slices.filter(|slice| slice["spec"]["pool"]["name"] == *pool).peekable();
-    if ours.peek().is_none() {
-        return StoredSets::Nothing;
-    }
-    // The counters of MIG devices are not those of whole GPUs.
-    let is_of_gpus = |name: &Value| name.as_str().is_some_and(|name| name.starts_with(GPU_COUNTERS));
-    let has_any = ours.any(|slice| {
-        let sets = slice["spec"]["sharedCounters"].as_array().into_iter().flatten().map(|set| &set["name"]);
-        let consumed = devices(slice).iter().filter_map(|device| device["consumesCounters"].as_array()).flatten();
-        sets.chain(consumed.map(|consumption| &consumption["counterSet"])).any(is_of_gpus)
-    });
-    if has_any { StoredSets::Counters } else { StoredSets::Plain }
 }
 
 /// A number for all that is said of counters and devices. The same for what the API takes for the same: empty and

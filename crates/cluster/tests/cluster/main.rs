@@ -5,6 +5,7 @@
 mod both_doors_soak;
 mod claims;
 mod config_manager;
+mod counters;
 mod demo;
 mod doctor;
 mod dra_mig;
@@ -20,7 +21,6 @@ mod node_settings;
 #[path = "../../../../tests/oracle/mod.rs"]
 mod oracle;
 mod prometheus;
-mod sets;
 mod simulate;
 mod slices;
 mod support;

@@ -38,11 +38,8 @@ fn small_cluster_has_its_figures() {
 fn page_explains_every_figure() {
     let page = include_str!("../../../../docs/scale.md");
     let text = printed(&SMALL);
-    let lines = text
-        .lines()
-        .filter(|line| line.len() > 80 && !line.starts_with(' '))
-        .map(|line| line.get(..36).unwrap_or_default().trim());
-    let lines: Vec<&str> = lines.filter(|label| !label.contains("jobs for") && !label.contains("nodes,")).collect();
+    let table = text.lines().skip_while(|line| !line.starts_with(' ')).skip(1).take_while(|line| !line.is_empty());
+    let lines: Vec<&str> = table.map(|line| line.get(..36).unwrap_or_default().trim()).collect();
     assert!(lines.len() > 12, "{lines:?}");
     // Several lines of one subject have a row together.
     for label in lines.iter().map(|line| line.split([',', ':']).next().unwrap()) {

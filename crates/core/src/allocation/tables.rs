@@ -81,22 +81,9 @@ impl AllocationTables {
 
     /// What a set of GPUs is worth by itself: nothing stays free beside it.
     pub(crate) fn worth(&self, set: GpuSet) -> Values {
-        self.worth_beside(set, GpuSet::default())
-    }
-
-    /// What a set of GPUs is worth while others stay free beside it.
-    pub(crate) fn worth_beside(&self, set: GpuSet, free: GpuSet) -> Values {
         match &self.values {
-            SetValues::Tables(sets) => sets.values(set, free),
-            SetValues::Tree(tree) => tree.values(set, free),
-        }
-    }
-
-    /// Whether the values of every set are exact: on a mesh of more than [`Self::EXACT_GPUS`] GPUs they are bounds.
-    pub(crate) fn are_exact(&self) -> bool {
-        match &self.values {
-            SetValues::Tables(_) => true,
-            SetValues::Tree(tree) => tree.exact(),
+            SetValues::Tables(sets) => sets.values(set, GpuSet::default()),
+            SetValues::Tree(tree) => tree.values(set, GpuSet::default()),
         }
     }
 

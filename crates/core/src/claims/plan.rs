@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::config::{ConfigError, Configs, Kind};
-use super::device::{all_hardware_of, devices};
+use super::device::{devices, hardware_of};
 use super::mig::{OnDemand, on_demand};
 use super::mps::{self, Asked, ClaimMps, ClientLimits, MpsRefusal};
 use super::share::{self, Share, ShareError};
@@ -44,7 +44,7 @@ pub struct Prepared {
     pub mps: Option<ClaimMps>,
 }
 
-/// One device of a claim that is prepared, or one GPU of a set that is a device.
+/// One device of a claim that is prepared.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct PreparedDevice {
@@ -52,7 +52,7 @@ pub struct PreparedDevice {
     pub request: String,
     /// The pool.
     pub pool: String,
-    /// Its name in the pool; that of a set of GPUs for each member.
+    /// Its name in the pool. Several have one name where it is a set of GPUs ([`crate::topology::is_set`]).
     pub device: String,
     /// Which share of it, where several claims have it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -171,14 +171,6 @@ pub enum ClaimError {
         /// Those that there are.
         known: String,
     },
-    /// A set of GPUs of which one is not here.
-    #[error("device {device} is a set of GPUs, and there is no {member} on this node")]
-    MissingMember {
-        /// The set.
-        device: String,
-        /// The GPU, by its name in the pool.
-        member: String,
-    },
     /// The GPU is not offered through DRA, or not yet.
     #[error("device {device} ({gpu}) {}", not_dra(*.door))]
     NotDra {
@@ -292,11 +284,9 @@ fn not_dra(door: Option<Door>) -> &'static str {
 }
 
 impl Prepared {
-    /// The names of its devices in the pool: that of a set of GPUs once.
+    /// The names of its devices in the pool.
     pub fn names(&self) -> Vec<String> {
-        let mut names: Vec<String> = self.devices.iter().map(|device| device.device.clone()).collect();
-        names.dedup();
-        names
+        self.devices.iter().map(|device| device.device.clone()).collect()
     }
 }
 
@@ -396,8 +386,8 @@ pub fn plan<'a>(
     let mut prepared: Vec<PreparedDevice> = Vec::new();
     let mut chosen: BTreeMap<&str, Vec<ChosenDevice<'_>>> = BTreeMap::new();
     let mut by_mps: Vec<Asked<'_>> = Vec::new();
-    for (result, hardware) in ours.into_iter().flat_map(|result| members(result, node, others.clone())) {
-        let (hardware, made) = hardware?;
+    for result in ours {
+        let (hardware, made) = hardware(result, node, others.clone())?;
         let kind = if hardware.mig.is_some() || made.is_some() { Kind::Mig } else { Kind::Gpu };
         let config = configs.mps(&result.request, &result.device, kind)?;
         let request = base(&result.request);
@@ -479,43 +469,26 @@ pub fn complete(uid: &str, prepared: Prepared, node: Node<'_>) -> Result<Prepare
     Ok(Prepared { devices, edits, mps: prepared.mps })
 }
 
-/// Hardware of an allocated device, and the GPU instance where its MIG device is made for the claim.
-type Member<'a> = (ChosenDevice<'a>, Option<MigSlot>);
-
-/// Each GPU of an allocated device, or the MIG device; or why containers cannot have it.
-fn members<'a, 'b, 'c>(
-    result: &'b AllocatedDevice,
+/// The hardware of an allocated device, if containers can have it, and the GPU instance where its MIG device is made for
+/// the claim.
+fn hardware<'a, 'b>(
+    result: &AllocatedDevice,
     node: Node<'a>,
-    records: impl Iterator<Item = (&'c ClaimName, &'c Prepared)> + Clone,
-) -> Vec<(&'b AllocatedDevice, Result<Member<'a>, ClaimError>)> {
-    let found = on_demand(result, node, records).and_then(|on_demand| match on_demand {
-        Some(OnDemand { gpu, slot, made }) => {
-            usable(result, gpu, node)?;
-            Ok(Vec::from([(ChosenDevice { gpu, mig: made }, Some(slot))]))
-        }
-        None => Ok(available(result, node)?.into_iter().map(|hardware| (hardware, None)).collect()),
-    });
-    match found {
-        Ok(hardware) => hardware.into_iter().map(|member| (result, Ok(member))).collect(),
-        Err(error) => Vec::from([(result, Err(error))]),
+    records: impl Iterator<Item = (&'b ClaimName, &'b Prepared)> + Clone,
+) -> Result<(ChosenDevice<'a>, Option<MigSlot>), ClaimError> {
+    if let Some(OnDemand { gpu, slot, made }) = on_demand(result, node, records)? {
+        usable(result, gpu, node)?;
+        return Ok((ChosenDevice { gpu, mig: made }, Some(slot)));
     }
-}
-
-/// The hardware of an allocated device, if containers can have it: of a set of GPUs all of them.
-fn available<'a>(result: &AllocatedDevice, node: Node<'a>) -> Result<Vec<ChosenDevice<'a>>, ClaimError> {
-    let device = result.device.clone();
     of_this_pool(result, node)?;
     let topology: &NodeTopology = node.state.topology();
-    let hardware = all_hardware_of(topology, &device).map_err(|missing| {
-        if missing != device {
-            return ClaimError::MissingMember { device: device.clone(), member: missing };
-        }
+    let hardware = hardware_of(topology, &result.device).ok_or_else(|| {
         let known: Vec<String> = devices(topology).into_iter().map(|(name, _)| name).collect();
         let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
-        ClaimError::UnknownDevice { device: device.clone(), known }
+        ClaimError::UnknownDevice { device: result.device.clone(), known }
     })?;
-    hardware.iter().try_for_each(|hardware| usable(result, hardware.gpu, node))?;
-    Ok(hardware)
+    usable(result, hardware.gpu, node)?;
+    Ok((hardware, None))
 }
 
 fn of_this_pool(result: &AllocatedDevice, node: Node<'_>) -> Result<(), ClaimError> {

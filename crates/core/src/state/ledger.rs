@@ -17,7 +17,7 @@ use super::reason::UnhealthyReason;
 use crate::allocation::DeviceId;
 use crate::claims::ClaimName;
 use crate::quote::quoted;
-use crate::topology::{Gpu, GpuUuid, MigUuid, NodeTopology, hardware_of, set_members};
+use crate::topology::{Gpu, GpuUuid, MigUuid, NodeTopology, hardware_of, is_set};
 
 /// The DRA driver whose devices are GPUs of this node: NVIDIA's, and linkwise in its place.
 const DRA_DRIVER: &str = "gpu.nvidia.com";
@@ -188,19 +188,16 @@ impl Ledger {
         self.prepared.get(uid)
     }
 
-    /// Whether our DRA plugin has prepared any claim.
-    pub fn has_prepared(&self) -> bool {
-        !self.prepared.is_empty()
-    }
-
     /// The names of the MIG devices that our DRA plugin makes for claims, has made, or has not destroyed yet.
     pub fn made_mig(&self) -> impl Iterator<Item = &String> {
         self.prepared.values().flat_map(|claim| &claim.made)
     }
 
-    /// The names of the sets of GPUs that our DRA plugin has prepared.
-    pub fn prepared_sets(&self) -> impl Iterator<Item = &String> {
-        self.prepared.values().flat_map(|claim| &claim.devices).filter(|device| set_members(device).is_some())
+    /// Whether a claim has this GPU by a device that is a set of GPUs ([`is_set`]).
+    pub fn is_in_set(&self, topology: &NodeTopology, gpu: &GpuUuid) -> bool {
+        let prepared =
+            |claim: &PreparedClaim| claim.gpus.contains(gpu) && claim.devices.iter().any(|name| is_set(name));
+        self.claimed_on(topology, gpu).any(|claimed| is_set(&claimed.device)) || self.prepared.values().any(prepared)
     }
 
     /// Whether a listed claim that our DRA plugin has not prepared is on this GPU.
@@ -407,9 +404,8 @@ fn mig_parent(topology: &NodeTopology, uuid: &str) -> Option<usize> {
     Some(topology.mig_devices().iter().find(|mig| mig.uuid.as_str() == uuid)?.parent)
 }
 
-/// The hardware behind a claimed device: by the UUIDs among its CDI names, else by its name, which for a set of GPUs
-/// names each of them. A MIG device that neither names counts as its whole GPU, which the minor number in its name
-/// names, for which of them it is cannot be seen.
+/// The hardware behind a claimed device: by the UUIDs among its CDI names, else by its name. A MIG device that neither
+/// names counts as its whole GPU, which the minor number in its name names, for which of them it is cannot be seen.
 fn claimed_hardware<'a>(topology: &'a NodeTopology, claimed: &'a ClaimedDevice) -> Vec<(usize, Part<'a>)> {
     let by_uuid = |name: &'a String| {
         let whole = topology.gpus().iter().position(|gpu| gpu.uuid.as_str() == name);
@@ -420,10 +416,7 @@ fn claimed_hardware<'a>(topology: &'a NodeTopology, claimed: &'a ClaimedDevice) 
     if !known.is_empty() || claimed.driver != DRA_DRIVER {
         return known;
     }
-    match set_members(&claimed.device) {
-        Some(members) => members.iter().filter_map(|member| named_hardware(topology, member)).collect(),
-        None => named_hardware(topology, &claimed.device).into_iter().collect(),
-    }
+    named_hardware(topology, &claimed.device).into_iter().collect()
 }
 
 fn named_hardware<'a>(topology: &'a NodeTopology, name: &str) -> Option<(usize, Part<'a>)> {

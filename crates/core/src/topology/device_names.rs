@@ -32,6 +32,12 @@ pub fn hardware_of(topology: &NodeTopology, name: &str) -> Option<(usize, Option
     names(topology).get(name).copied()
 }
 
+/// Whether a device of a claim is a set of GPUs, such as `gpus-2-0-3`. linkwise publishes none, and did in snapshots
+/// before 0.1.0: claims have them until their pods end.
+pub fn is_set(name: &str) -> bool {
+    name.starts_with("gpus-")
+}
+
 /// The hardware of each name: of each GPU and MIG device that has a name of its own.
 fn names(topology: &NodeTopology) -> BTreeMap<String, Hardware> {
     let mut names = BTreeMap::new();

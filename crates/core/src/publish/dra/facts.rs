@@ -4,7 +4,6 @@ use crate::prelude::*;
 use alloc::collections::{BTreeMap, BTreeSet};
 
 use super::layout::GpuLayout;
-use super::set_devices::PublishedSets;
 use crate::allocation::GpuSet;
 use crate::state::{
     Device, Door, DriverVersions, GpuShares, GpuSharing, Health, NodeState, ResourcePlan, UnhealthyReason,
@@ -56,16 +55,14 @@ pub struct DraSettings {
     pub taints_survive: bool,
     /// Whether pods are evicted from a GPU that is lost (`NoExecute`).
     pub evict_from_lost: bool,
-    /// Which sets of GPUs are devices.
-    pub sets: PublishedSets,
     /// Whether the MIG devices that a GPU in MIG mode could have are devices, made when a claim has one.
     pub dynamic_mig: bool,
 }
 
 impl Default for DraSettings {
-    /// Taints are kept, and evict no pod. No set is a device, and no MIG device that is not there.
+    /// Taints are kept, and evict no pod. No MIG device that is not there is a device.
     fn default() -> Self {
-        Self { taints_survive: true, evict_from_lost: false, sets: PublishedSets::None, dynamic_mig: false }
+        Self { taints_survive: true, evict_from_lost: false, dynamic_mig: false }
     }
 }
 
@@ -131,6 +128,10 @@ impl<'a> DraFacts<'a> {
         let devices = state.offers().through_dra().iter().filter_map(|device| {
             let place = topology.position(&device.gpu.uuid);
             let mig = device.mig.as_ref();
+            // Under another name: the scheduler would give the GPU out a second time.
+            if mig.is_none() && state.ledger().is_in_set(topology, &device.gpu.uuid) {
+                return None;
+            }
             let name = match (place, mig) {
                 (Some(place), None) => names.get(&(place, None)).cloned(),
                 // A MIG device that is gone from its GPU is nothing that a claim could go on with.
@@ -149,7 +150,6 @@ impl<'a> DraFacts<'a> {
             let (name, mig) = (device.name.as_ref()?, device.mig.map(|mig| &mig.uuid));
             state.ledger().is_claimed(topology, name, &device.gpu.uuid, mig).then(|| name.clone())
         }));
-        held.extend(state.ledger().prepared_sets().cloned());
         let gpus = topology.gpus().iter().enumerate().filter(|(_, gpu)| gpu.mig_enabled);
         let gpus = gpus.filter(|(_, gpu)| state.door(&gpu.uuid).is_some_and(Door::is_dra));
         let mig_gpus = gpus.map(|(place, gpu)| mig_gpu(place, gpu, mig_gpu_reasons(state, gpu))).collect();

@@ -13,10 +13,8 @@ mod families;
 mod group_size;
 mod layout;
 mod order;
-mod set_devices;
-mod sets;
+mod server_version;
 pub mod slice;
-mod switch;
 mod taints;
 #[cfg(test)]
 mod tests;
@@ -37,9 +35,7 @@ pub use facts::{DraDevice, DraFacts, DraSettings, offered, offered_now};
 pub use families::{Family, Group};
 pub use group_size::{GroupSize, GroupSizes, GroupSizesError};
 pub use layout::{GpuLayout, LayoutCache};
-pub use set_devices::{GPU_COUNTERS, PublishedSets, SET_TYPE, counters};
-pub use sets::{MOST_DEVICES_WITH_SETS, RankedSet, room_for_sets};
-pub use switch::{DraSets, HeldDevices, ServerVersion, SetsNote, SetsSwitch, StoredSets, SwitchFacts};
+pub use server_version::ServerVersion;
 
 /// A device of a resource slice, by the JSON names of `resource.k8s.io/v1` (`Device`).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -214,14 +210,11 @@ fn shared(shares: Option<GpuShares>) -> String {
 ///
 /// Whole GPUs, the best sets first; then those that several claims may have; then MIG devices, GPU by GPU; then GPUs
 /// that are gone and that a claim may have; then MIG devices that are made when a claim has them, where the settings have
-/// it; then sets of GPUs, where they are devices, by size and the best first. (A class chooses one kind of device and one
-/// size.) A GPU in MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does, whatever the plan's MIG
+/// it. A GPU in MIG mode is published by its MIG devices only, as NVIDIA's DRA driver does, whatever the plan's MIG
 /// strategy is. Where taints do not survive, a sick device is left out, unless a claim holds it.
 pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
     let (mut devices, mut problems) = (Vec::new(), Vec::new());
-    let (sets, settings) = (facts.settings.sets, facts.settings);
-    let in_held_sets = set_devices::held_in_sets(facts);
-    let mut gpus = BTreeMap::new();
+    let settings = facts.settings;
     let mut sorted: Vec<&DraDevice<'_>> = facts.devices.iter().collect();
     sorted.sort_by_cached_key(|device| {
         let in_order = facts.layout.order.iter().position(|place| Some(*place) == device.place);
@@ -245,17 +238,17 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
         if now != next {
             problems.push(DraProblem::SharingWaits { device: name.clone(), now, next });
         }
-        let taints = taints::taints(device.reasons.iter(), settings.evict_from_lost);
+        let mut taints = taints::taints(device.reasons.iter(), settings.evict_from_lost);
         let is_held = facts.held.contains(&name);
         // A claim that has a GPU that is gone may end at any time; a new one cannot have it.
         let is_left_out = if settings.taints_survive { device.place.is_none() } else { !taints.is_empty() };
-        // Without counters nothing else keeps the scheduler from giving it out a second time.
-        let is_in_held_set = !sets.has_counters() && in_held_sets.contains(&name);
         // Other claims could get the shares that are left, and with no taint nothing else says that they must not.
         let stays_for_holder = is_held && (settings.taints_survive || device.sharing.now.is_none());
-        let is_published = !is_in_held_set && (stays_for_holder || !is_left_out);
-        if !is_published && !sets.has_counters() {
+        if is_left_out && !stays_for_holder {
             continue;
+        }
+        if !settings.taints_survive {
+            taints.clear();
         }
         let mut draft = Draft { device: SliceDevice { name, taints, ..Default::default() }, problems: &mut problems };
         match device.mig {
@@ -266,19 +259,8 @@ pub fn devices(facts: &DraFacts<'_>) -> (Vec<SliceDevice>, Vec<DraProblem>) {
                 draft.order(devices.len());
             }
         }
-        let mut made = draft.device;
-        if device.mig.is_none() && sets.has_counters() {
-            set_devices::count(&mut made);
-            gpus.insert(made.name.clone(), made.clone());
-        }
-        if !settings.taints_survive {
-            made.taints.clear();
-        }
-        if is_published {
-            devices.push(made);
-        }
+        devices.push(draft.device);
     }
     dynamic_mig::add(facts, &mut devices, &mut problems);
-    devices.extend(set_devices::set_devices(facts, &gpus));
     (devices, problems)
 }

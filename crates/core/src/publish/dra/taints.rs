@@ -29,12 +29,6 @@ pub(super) fn taints<'a>(reasons: impl Iterator<Item = &'a UnhealthyReason> + Cl
     taints
 }
 
-/// The taint of a device that is on its way out of DRA.
-pub(super) fn withdrawn() -> Taint {
-    let value = UnhealthyReason::Withdrawn.label().to_owned();
-    Taint { key: format!("{OURS}/unhealthy"), value, effect: TaintEffect::NoSchedule }
-}
-
 /// The taint of a GPU that cannot be reached.
 pub(super) fn lost(evict: bool) -> Taint {
     let effect = if evict { TaintEffect::NoExecute } else { TaintEffect::NoSchedule };

@@ -8,8 +8,6 @@ use crate::state::{
 use crate::topology::{GpuObservation, NodeObservation, NodeTopology};
 use alloc::sync::Arc;
 
-mod sets;
-
 /// Four V100, each connected with the next by one NVLink.
 fn chain() -> NodeTopology {
     let gpu = |number: u32| {
@@ -185,13 +183,13 @@ fn sick_shared_gpu_is_left_out_without_taints() {
 fn layout_is_kept_for_the_same_tables_and_gpus() {
     let tables = Arc::new(AllocationTables::new(Arc::new(chain())));
     let (mut cache, sizes) = (LayoutCache::default(), GroupSizes::default());
-    let whole = cache.layout(&tables, (0..4).collect(), &sizes, 0);
-    assert!(Arc::ptr_eq(&whole, &cache.layout(&tables, (0..4).collect(), &sizes, 0)));
-    assert_ne!(whole, cache.layout(&tables, (0..4).collect(), &GroupSizes::new([2]).unwrap(), 0));
-    let part = cache.layout(&tables, (0..2).collect(), &sizes, 0);
+    let whole = cache.layout(&tables, (0..4).collect(), &sizes);
+    assert!(Arc::ptr_eq(&whole, &cache.layout(&tables, (0..4).collect(), &sizes)));
+    assert_ne!(whole, cache.layout(&tables, (0..4).collect(), &GroupSizes::new([2]).unwrap()));
+    let part = cache.layout(&tables, (0..2).collect(), &sizes);
     assert_eq!(part.order.len(), 2);
     let others = Arc::new(AllocationTables::new(Arc::new(NodeTopology::default())));
-    assert_eq!(*cache.layout(&others, GpuSet::default(), &sizes, 0), GpuLayout::default());
+    assert_eq!(*cache.layout(&others, GpuSet::default(), &sizes), GpuLayout::default());
 }
 
 #[test]
@@ -200,8 +198,8 @@ fn group_keeps_its_name_when_its_first_gpu_is_lost() {
     let alike = node(&(0..5).map(gpu).collect::<Vec<_>>().join(", "));
     let tables = |places: &[usize]| Arc::new(AllocationTables::new(Arc::new(alike.restricted(places))));
     let (mut cache, sizes) = (LayoutCache::default(), GroupSizes::new([2]).unwrap());
-    let whole = cache.layout(&tables(&[0, 1, 2, 3, 4]), (0..5).collect(), &sizes, 0);
-    let fewer = cache.layout(&tables(&[1, 2, 3, 4]), (0..4).collect(), &sizes, 0);
+    let whole = cache.layout(&tables(&[0, 1, 2, 3, 4]), (0..5).collect(), &sizes);
+    let fewer = cache.layout(&tables(&[1, 2, 3, 4]), (0..4).collect(), &sizes);
     let [before, after] = [&whole, &fewer].map(|layout| layout.families[0].groups[0]);
     assert_eq!((before.gpus, after.gpus), (GpuSet(0b11111), GpuSet(0b1111)));
     assert_eq!((before.name, after.name), ("0000:00:00.0".parse().unwrap(), before.name));
@@ -211,8 +209,8 @@ fn group_keeps_its_name_when_its_first_gpu_is_lost() {
 fn lost_gpu_leaves_the_groups_of_others_as_they_were() {
     let tables = |places: &[usize]| Arc::new(AllocationTables::new(Arc::new(chain().restricted(places))));
     let (mut cache, sizes) = (LayoutCache::default(), GroupSizes::new([2]).unwrap());
-    let whole = cache.layout(&tables(&[0, 1, 2, 3]), (0..4).collect(), &sizes, 0);
-    let without_first = cache.layout(&tables(&[1, 2, 3]), (0..3).collect(), &sizes, 0);
+    let whole = cache.layout(&tables(&[0, 1, 2, 3]), (0..4).collect(), &sizes);
+    let without_first = cache.layout(&tables(&[1, 2, 3]), (0..3).collect(), &sizes);
     let groups = |layout: &GpuLayout| -> Vec<(String, Vec<u64>)> {
         let bits = |family: &Family| family.groups.iter().map(|group| group.gpus.0).collect();
         layout.families.iter().map(|family| (family.name.clone(), bits(family))).collect()
@@ -223,19 +221,9 @@ fn lost_gpu_leaves_the_groups_of_others_as_they_were() {
     assert_eq!(whole.order.iter().filter(|gpu| **gpu > 0).map(|gpu| gpu - 1).collect::<Vec<_>>(), without_first.order);
     let fresh = GpuLayout::of(&tables(&[1, 2, 3]), (0..3).collect(), &sizes);
     assert_ne!(groups(&fresh), expected, "else the test says nothing");
-    assert_eq!(cache.layout(&tables(&[0, 1, 2, 3]), (0..4).collect(), &sizes, 0), whole, "it came back");
-    let middle_lost = cache.layout(&tables(&[0, 1, 3]), (0..3).collect(), &sizes, 0);
+    assert_eq!(cache.layout(&tables(&[0, 1, 2, 3]), (0..4).collect(), &sizes), whole, "it came back");
+    let middle_lost = cache.layout(&tables(&[0, 1, 3]), (0..3).collect(), &sizes);
     assert_eq!(middle_lost.nvlink_domains, [GpuSet(0b011)], "GPU 3 was connected through GPU 2");
-    let with_sets = cache.layout(&tables(&[0, 1, 2, 3]), (0..4).collect(), &sizes, 20);
-    let fewer = cache.layout(&tables(&[1, 2, 3]), (0..3).collect(), &sizes, 21);
-    let of_the_rest = with_sets.sets.iter().filter(|set| !set.gpus.contains(0));
-    let of_the_rest: Vec<RankedSet> =
-        of_the_rest.map(|set| RankedSet { gpus: GpuSet(set.gpus.0 >> 1), ..*set }).collect();
-    assert_eq!(
-        (fewer.sets.clone(), groups(&fewer)),
-        (of_the_rest, expected.to_vec()),
-        "the room that it left is not filled"
-    );
 }
 
 #[test]

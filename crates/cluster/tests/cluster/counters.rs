@@ -1,11 +1,11 @@
-//! Sets of GPUs as devices: the slice of counters first, and nothing that would give a GPU out twice.
+//! Pools with counters: the slice of counters first, and nothing that would give a GPU out twice.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use linkwise::dra::StoredPool;
 use linkwise::publish::dra::slice::Pool;
-use linkwise::publish::dra::{Counter, CounterConsumption, SliceDevice, StoredSets, counters};
+use linkwise::publish::dra::{Counter, CounterConsumption, CounterSet, ServerVersion, SliceDevice};
 use linkwise_api_server_box::{Answer, Fault, Gates, ResourceType};
 use linkwise_cluster::{Pace, SliceSettings, SliceWriter};
 use serde_json::{Value, json};
@@ -39,20 +39,19 @@ async fn started() -> Cluster {
     cluster
 }
 
-/// So many GPUs, with counters of their own or without.
-fn pool(gpus: usize, counted: bool) -> Arc<Pool> {
-    let device = |number: usize| {
-        let counter = (format!("gpu-{number}"), Counter { value: "1".to_owned() });
-        let consumption =
-            CounterConsumption { counter_set: format!("gpus-{}", number / 32), counters: [counter].into() };
-        SliceDevice {
-            name: format!("gpu-{number}"),
-            consumes_counters: if counted { vec![consumption] } else { Vec::new() },
-            ..SliceDevice::default()
-        }
+/// So many devices over one counter, or without.
+fn pool(count: usize, counted: bool) -> Arc<Pool> {
+    let counters = |value: String| [("memory".to_owned(), Counter { value })].into();
+    let consumption = CounterConsumption { counter_set: "gpu-0".to_owned(), counters: counters("1".to_owned()) };
+    let consumes_counters = if counted { vec![consumption] } else { Vec::new() };
+    let device = |number| SliceDevice {
+        name: format!("gpu-{number}"),
+        consumes_counters: consumes_counters.clone(),
+        ..SliceDevice::default()
     };
-    let devices: Vec<SliceDevice> = (0..gpus).map(device).collect();
-    Arc::new(Pool { counters: counters(&devices), ..Pool::new(DRIVER, "n", devices) })
+    let sets = counted.then(|| CounterSet { name: "gpu-0".to_owned(), counters: counters(count.to_string()) });
+    let devices = (0..count).map(device).collect();
+    Arc::new(Pool { counters: sets.into_iter().collect(), ..Pool::new(DRIVER, "n", devices) })
 }
 
 impl Writing {
@@ -98,16 +97,13 @@ fn order(cluster: &Cluster) -> Vec<String> {
 async fn counters_are_written_before_devices() {
     let cluster = started().await;
     let mut writing = write(&cluster, Pace { write: Duration::from_millis(50), ..PACE });
-    let found = writing.reports(|stored| stored.found.is_some()).await;
-    assert_eq!(
-        (found.found, found.version.map(|it| it.to_string())),
-        (Some(StoredSets::Nothing), Some("1.36.2".into()))
-    );
+    let found = writing.reports(|stored| stored.is_read).await;
+    assert_eq!(found.version, ServerVersion::parse("1.36.2"));
     let wanted = pool(70, true);
     for round in 0..3 {
         writing.want(&wanted);
         let report = writing.reports(|stored| stored.is_current).await;
-        assert_eq!((report.slices, report.found), (3, Some(StoredSets::Counters)), "{round}");
+        assert_eq!(report.slices, 3, "{round}");
         let written = slices(&cluster);
         let created = |slice: &Value| slice["metadata"]["resourceVersion"].as_str().unwrap().parse::<u64>().unwrap();
         assert!(written[0]["spec"]["sharedCounters"].is_array() && written[0]["spec"].get("devices").is_none());
@@ -166,32 +162,15 @@ async fn counters_dropped_later_offer_nothing_twice() {
 }
 
 #[tokio::test]
-async fn what_an_earlier_process_stored_is_reported() {
-    let cluster = started().await;
-    for (counted, expected) in [(true, StoredSets::Counters), (false, StoredSets::Plain)] {
-        let mut writing = write(&cluster, PACE);
-        writing.want(&pool(4, counted));
-        writing.reports(|stored| stored.is_current).await;
-        writing.running.end().await;
-        // Before it has a pool itself.
-        let mut next = write(&cluster, PACE);
-        let report = next.reports(|stored| stored.found.is_some()).await;
-        assert_eq!((report.found, report.is_current), (Some(expected), false));
-        next.running.end().await;
-    }
-}
-
-#[tokio::test]
 async fn release_is_read_again_with_the_slices() {
     let cluster = started().await;
     cluster.server.set_version("v1.35.6");
     let mut writing = write(&cluster, PACE);
-    let version = |stored: &StoredPool| stored.version.map(|version| version.to_string()).unwrap_or_default();
-    writing.reports(|stored| version(stored) == "1.35.6").await;
-    for (text, expected) in [("v1.37.0-rc.1", "1.37.0"), ("", ""), ("v1.36.3+vendor", "1.36.3"), ("odd", "")] {
+    writing.reports(|stored| stored.version == ServerVersion::parse("1.35.6")).await;
+    for text in ["v1.37.0-rc.1", "", "v1.36.3+vendor", "odd"] {
         cluster.server.set_version(text);
         cluster.server.expire_watches();
-        writing.reports(|stored| version(stored) == expected && stored.found.is_some()).await;
+        writing.reports(|stored| stored.version == ServerVersion::parse(text) && stored.is_read).await;
     }
     writing.running.end().await;
 }
@@ -201,7 +180,7 @@ async fn release_that_cannot_be_read_yet_holds_the_report() {
     let cluster = started().await;
     cluster.server.fail(Fault::of("GET", "/version", 2, Answer::Refusal(503, "starting", None)));
     let mut writing = write(&cluster, PACE);
-    let report = writing.reports(|stored| stored.found.is_some()).await;
-    assert_eq!(report.version.map(|version| version.to_string()).as_deref(), Some("1.36.2"));
+    let report = writing.reports(|stored| stored.is_read).await;
+    assert_eq!(report.version, ServerVersion::parse("1.36.2"));
     writing.running.end().await;
 }
