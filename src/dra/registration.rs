@@ -9,9 +9,8 @@ use linkwise_kubelet_api::pluginregistration as wire;
 use linkwise_kubelet_api::pluginregistration::registration_server::Registration;
 use linkwise_kubelet_api::{dra, dra_health};
 
-/// Our services. The kubelet takes the first DRAPlugin that it has, and the newest health service.
-const SERVICES: [&str; 4] =
-    [dra::v1::SERVICE, dra::v1beta1::SERVICE, dra_health::v1::SERVICE, dra_health::v1alpha1::SERVICE];
+/// The services of linkwise. The kubelet calls DRAPlugin and the newest health service that it knows.
+const SERVICES: [&str; 3] = [dra::v1::SERVICE, dra_health::v1::SERVICE, dra_health::v1alpha1::SERVICE];
 
 /// The service for one session with the kubelet.
 pub(super) struct RegistrationService {

@@ -1,7 +1,7 @@
-//! The service DRAPlugin, in both versions: an entry for each claim of a request, and an error in the entry of that claim
+//! The service DRAPlugin: an entry for each claim of a request, and an error in the entry of that claim
 //! alone. A gRPC error would fail all claims of the request.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use futures_util::future::join_all;
@@ -10,39 +10,10 @@ use tonic::{Request, Response, Status};
 use super::door::Door;
 use crate::claims::{ClaimName, PreparedDevice};
 use linkwise_kubelet_api::dra::v1 as wire;
-use linkwise_kubelet_api::dra::v1::dra_plugin_server::DraPlugin as DraPluginV1;
-use linkwise_kubelet_api::dra::v1beta1::dra_plugin_server::DraPlugin as DraPluginV1Beta1;
+use linkwise_kubelet_api::dra::v1::dra_plugin_server::DraPlugin;
 
-/// Both versions of the service.
-#[derive(Clone)]
+/// The service for one session with the kubelet.
 pub(super) struct Service(pub Arc<Door>);
-
-impl Service {
-    async fn prepare(&self, request: wire::NodePrepareResourcesRequest) -> wire::NodePrepareResourcesResponse {
-        let work = claims(request.claims).into_iter().map(|claim| async move {
-            let uid = claim.uid.clone();
-            let answer = match self.0.prepare(claim).await {
-                Ok(prepared) => {
-                    wire::NodePrepareResourceResponse { devices: devices(prepared.devices), error: String::new() }
-                }
-                Err(error) => wire::NodePrepareResourceResponse { devices: Vec::new(), error },
-            };
-            (uid, answer)
-        });
-        let claims: HashMap<_, _> = join_all(work).await.into_iter().collect();
-        wire::NodePrepareResourcesResponse { claims }
-    }
-
-    async fn unprepare(&self, request: wire::NodeUnprepareResourcesRequest) -> wire::NodeUnprepareResourcesResponse {
-        let work = claims(request.claims).into_iter().map(|claim| async move {
-            let uid = claim.uid.clone();
-            let error = self.0.unprepare(claim).await.err().unwrap_or_default();
-            (uid, wire::NodeUnprepareResourceResponse { error })
-        });
-        let claims: HashMap<_, _> = join_all(work).await.into_iter().collect();
-        wire::NodeUnprepareResourcesResponse { claims }
-    }
-}
 
 /// The claims of a request; one that is named twice counts once.
 fn claims(claims: Vec<wire::Claim>) -> Vec<ClaimName> {
@@ -75,36 +46,36 @@ fn devices(prepared: Vec<PreparedDevice>) -> Vec<wire::Device> {
 }
 
 #[tonic::async_trait]
-impl DraPluginV1 for Service {
+impl DraPlugin for Service {
     async fn node_prepare_resources(
         &self,
         request: Request<wire::NodePrepareResourcesRequest>,
     ) -> Result<Response<wire::NodePrepareResourcesResponse>, Status> {
-        Ok(Response::new(self.prepare(request.into_inner()).await))
+        let work = claims(request.into_inner().claims).into_iter().map(|claim| async move {
+            let uid = claim.uid.clone();
+            let answer = match self.0.prepare(claim).await {
+                Ok(prepared) => {
+                    wire::NodePrepareResourceResponse { devices: devices(prepared.devices), error: String::new() }
+                }
+                Err(error) => wire::NodePrepareResourceResponse { devices: Vec::new(), error },
+            };
+            (uid, answer)
+        });
+        let claims = join_all(work).await.into_iter().collect();
+        Ok(Response::new(wire::NodePrepareResourcesResponse { claims }))
     }
 
     async fn node_unprepare_resources(
         &self,
         request: Request<wire::NodeUnprepareResourcesRequest>,
     ) -> Result<Response<wire::NodeUnprepareResourcesResponse>, Status> {
-        Ok(Response::new(self.unprepare(request.into_inner()).await))
-    }
-}
-
-#[tonic::async_trait]
-impl DraPluginV1Beta1 for Service {
-    async fn node_prepare_resources(
-        &self,
-        request: Request<wire::NodePrepareResourcesRequest>,
-    ) -> Result<Response<wire::NodePrepareResourcesResponse>, Status> {
-        DraPluginV1::node_prepare_resources(self, request).await
-    }
-
-    async fn node_unprepare_resources(
-        &self,
-        request: Request<wire::NodeUnprepareResourcesRequest>,
-    ) -> Result<Response<wire::NodeUnprepareResourcesResponse>, Status> {
-        DraPluginV1::node_unprepare_resources(self, request).await
+        let work = claims(request.into_inner().claims).into_iter().map(|claim| async move {
+            let uid = claim.uid.clone();
+            let error = self.0.unprepare(claim).await.err().unwrap_or_default();
+            (uid, wire::NodeUnprepareResourceResponse { error })
+        });
+        let claims = join_all(work).await.into_iter().collect();
+        Ok(Response::new(wire::NodeUnprepareResourcesResponse { claims }))
     }
 }
 

@@ -28,8 +28,7 @@ use crate::grpc::{Refusal, Report, Rpc, accepted, observed};
 use crate::names::shortened;
 use crate::state::NodeState;
 use crate::uds::{self, LONGEST_PATH, Listener, SocketFile};
-use linkwise_kubelet_api::dra::v1::dra_plugin_server::DraPluginServer as V1;
-use linkwise_kubelet_api::dra::v1beta1::dra_plugin_server::DraPluginServer as V1Beta1;
+use linkwise_kubelet_api::dra::v1::dra_plugin_server::DraPluginServer;
 use linkwise_kubelet_api::dra_health::v1::dra_resource_health_server::DraResourceHealthServer as HealthV1;
 use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_server::DraResourceHealthServer as HealthV1Alpha1;
 use linkwise_kubelet_api::pluginregistration::registration_server::RegistrationServer;
@@ -134,8 +133,7 @@ impl Session {
             end: end.clone(),
         };
         let serving = Serving { observer, end: end.clone(), cut: cut.clone() };
-        let routes = Routes::new(V1::new(service.clone()))
-            .add_service(V1Beta1::new(service))
+        let routes = Routes::new(DraPluginServer::new(service))
             .add_service(HealthV1::new(health.clone()))
             .add_service(HealthV1Alpha1::new(health));
         let server = serving.server(listener, open, routes);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use linkwise::dra::Occurrence;
 use linkwise::publish::RdmaNodes;
 use linkwise::publish::injection::HostDevices;
-use linkwise_kubelet_box::dra::{ClaimUse, DraKubelet, DraOptions, PodClaim, PodClaims};
+use linkwise_kubelet_box::dra::{ClaimUse, DraKubelet, PodClaim, PodClaims};
 
 use super::node::{Answer, DRIVER, LIMIT, Node, connected, end, name, pod, reference, refusal, start};
 
@@ -22,19 +22,6 @@ async fn claim_gets_its_gpus_by_static_cdi_names() {
     end(&kubelet, &claim).await;
     assert_eq!(node.checkpoints(), [""; 0]);
     node.wait(|seen| matches!(seen, Occurrence::Held { claims: 0, devices: 0 })).await;
-}
-
-#[tokio::test]
-async fn kubelet_with_v1beta1_alone_is_served() {
-    let node = Node::running();
-    let mut options: DraOptions = node.kubelet_options();
-    options.services = vec!["v1beta1.DRAPlugin"];
-    let kubelet = DraKubelet::start(options).unwrap();
-    connected(&kubelet).await;
-    assert_eq!(kubelet.state().drivers[DRIVER].service, "v1beta1.DRAPlugin");
-    let claim = node.claim("a", &[("gpus", "gpu-1")]);
-    assert_eq!(start(&kubelet, &claim).await.unwrap(), [node.gpu(1)]);
-    end(&kubelet, &claim).await;
 }
 
 #[tokio::test]

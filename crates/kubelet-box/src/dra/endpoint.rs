@@ -9,8 +9,7 @@ use std::task::{Context, Poll};
 
 use hyper_util::rt::TokioIo;
 use linkwise_kubelet_api::dra::v1 as wire;
-use linkwise_kubelet_api::dra::v1::dra_plugin_client::DraPluginClient as V1;
-use linkwise_kubelet_api::dra::v1beta1::dra_plugin_client::DraPluginClient as V1Beta1;
+use linkwise_kubelet_api::dra::v1::dra_plugin_client::DraPluginClient;
 use linkwise_kubelet_api::dra_health::v1::dra_resource_health_client::DraResourceHealthClient as HealthV1;
 use linkwise_kubelet_api::dra_health::v1alpha1::dra_resource_health_client::DraResourceHealthClient as HealthV1Alpha1;
 use linkwise_kubelet_api::dra_health::v1alpha1::{NodeWatchResourcesRequest, NodeWatchResourcesResponse};
@@ -104,8 +103,6 @@ pub(super) struct Driver {
     pub registration: PathBuf,
     /// The socket with its services.
     pub endpoint: PathBuf,
-    /// Which DRAPlugin is called.
-    pub service: &'static str,
     /// The health service that is watched, if one is.
     pub health: Option<&'static str>,
     /// The current connection.
@@ -127,10 +124,7 @@ impl Driver {
     ) -> Result<HashMap<String, wire::NodePrepareResourceResponse>, Status> {
         let request = wire::NodePrepareResourcesRequest { claims: claims.into_iter().map(on_wire).collect() };
         let channel = self.connected()?;
-        let answer = match self.service == wire::SERVICE {
-            true => V1::new(channel).node_prepare_resources(request).await,
-            false => V1Beta1::new(channel).node_prepare_resources(request).await,
-        };
+        let answer = DraPluginClient::new(channel).node_prepare_resources(request).await;
         Ok(answer?.into_inner().claims)
     }
 
@@ -140,10 +134,7 @@ impl Driver {
     ) -> Result<HashMap<String, wire::NodeUnprepareResourceResponse>, Status> {
         let request = wire::NodeUnprepareResourcesRequest { claims: claims.into_iter().map(on_wire).collect() };
         let channel = self.connected()?;
-        let answer = match self.service == wire::SERVICE {
-            true => V1::new(channel).node_unprepare_resources(request).await,
-            false => V1Beta1::new(channel).node_unprepare_resources(request).await,
-        };
+        let answer = DraPluginClient::new(channel).node_unprepare_resources(request).await;
         Ok(answer?.into_inner().claims)
     }
 

@@ -19,7 +19,6 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use linkwise_kubelet_api::dra::v1 as wire;
 use linkwise_kubelet_api::podresources;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -61,8 +60,6 @@ pub struct DraOptions {
     pub wipe_after: Duration,
     /// Wait before a connection or a health stream that ended is opened again (5 s).
     pub reconnect: Duration,
-    /// The DRA services that the kubelet has (`v1.DRAPlugin` and `v1beta1.DRAPlugin`).
-    pub services: Vec<&'static str>,
     /// Whether it opens health streams of what is advertised alone, v1 first (from 1.37); else v1alpha1 of every driver.
     pub advertised_health: bool,
     /// How long [`DraKubelet::wait`] waits (20 s).
@@ -84,7 +81,6 @@ impl DraOptions {
             call_timeout: Duration::from_secs(45),
             wipe_after: Duration::from_secs(30),
             reconnect: Duration::from_secs(5),
-            services: vec![wire::SERVICE, linkwise_kubelet_api::dra::v1beta1::SERVICE],
             advertised_health: false,
             wait_timeout: Duration::from_secs(20),
             wipe: None,

@@ -20,8 +20,6 @@ pub struct DraState {
 pub struct DriverState {
     /// The paths of its registered endpoints, in the order in which they registered.
     pub endpoints: Vec<String>,
-    /// The service that the kubelet calls, such as `v1.DRAPlugin`, of the last registration.
-    pub service: String,
     /// Registrations that succeeded.
     pub registrations: u64,
     /// Endpoints that have an open connection.

@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use linkwise_kubelet_api::dra_health;
 use linkwise_kubelet_api::pluginregistration as wire;
 use linkwise_kubelet_api::pluginregistration::registration_client::RegistrationClient;
+use linkwise_kubelet_api::{dra, dra_health};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -135,7 +135,6 @@ async fn register(life: &Arc<Life>, path: &Path) -> Result<(String, Driver), Str
     }
     life.core.driver(&info.name, |state| {
         state.endpoints.push(driver.endpoint.display().to_string());
-        state.service = driver.service.to_owned();
         state.registrations += 1;
     });
     Ok((info.name, driver))
@@ -147,16 +146,12 @@ impl Life {
         if info.r#type != wire::DRA_PLUGIN {
             return Err(format!("no handler registered for plugin type: {}", info.r#type));
         }
-        let offered = |services: &[&'static str]| -> Option<&'static str> {
-            let known = |version: &String| services.iter().copied().find(|service| service == version);
-            info.supported_versions.iter().find_map(known)
-        };
-        // In the plugin's order.
-        let service = offered(&self.core.options.services).ok_or_else(|| {
+        let offered = |service| info.supported_versions.iter().any(|version| version == service).then_some(service);
+        offered(dra::v1::SERVICE).ok_or_else(|| {
             format!("none of the supported services {:?} of driver {} is known", info.supported_versions, info.name)
         })?;
         let health = match self.core.options.advertised_health {
-            true => offered(&[dra_health::v1::SERVICE]).or_else(|| offered(&[dra_health::v1alpha1::SERVICE])),
+            true => offered(dra_health::v1::SERVICE).or_else(|| offered(dra_health::v1alpha1::SERVICE)),
             false => Some(dra_health::v1alpha1::SERVICE),
         };
         let endpoint = match info.endpoint.as_str() {
@@ -167,7 +162,7 @@ impl Life {
         if lock(&self.drivers).get(&info.name).is_some_and(|of_name| of_name.iter().any(is_same)) {
             return Err(format!("endpoint {} is already registered for driver {}", endpoint.display(), info.name));
         }
-        Ok(Driver { registration: path.to_owned(), endpoint, service, health, channel: watch::Sender::default() })
+        Ok(Driver { registration: path.to_owned(), endpoint, health, channel: watch::Sender::default() })
     }
 
     fn deregister(&self, registration: &Path) {
